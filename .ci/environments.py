@@ -1,17 +1,18 @@
-"""The README's first two commands in fresh environments, and the record of those in which both passed.
+"""The README's first two commands in fresh environments, and the record of those in which both
+passed.
 
     python3 .ci/environments.py                       every environment, one after the other
     python3 .ci/environments.py torch-2.11 lowest     some of them
     python3 .ci/environments.py --list                their names
     python3 .ci/environments.py lowest --pytest "tests/lib -k padding"    a trial, which records nothing
 
-`unpinned` has what pip chooses. `torch-2.N` has the newest release of that minor version of torch; there is one for
-each minor version in the package index, from the oldest that `pyproject.toml` allows. `python-3.N` is each other Python
-on the PATH, with what pip chooses. `lowest` has the lower bound of each requirement in `pyproject.toml`, so that no
-bound is a guess.
+`unpinned` has what pip chooses. `torch-2.N` has the newest release of that minor version of torch;
+there is one for each minor version in the package index, from the oldest that `pyproject.toml`
+allows. `python-3.N` is each other Python on the PATH, with what pip chooses. `lowest` has the lower
+bound of each requirement in `pyproject.toml`, so that no bound is a guess.
 
-What the commands print is written to `build/nightly/environments`. `.ci/tested.json` has the last outcome of each
-environment, and the README's line "Tested with" is written from those that passed.
+What the commands print is written to `build/nightly/environments`. `.ci/tested.json` has the last
+outcome of each environment, and the README's line "Tested with" is written from those that passed.
 """
 
 import argparse
@@ -43,7 +44,8 @@ class Environment:
     Args:
         name: in the record, and of the file with its output.
         python: the interpreter of its virtual environment.
-        constraints: the requirements that pip must keep to; None: those of the machine, if it has any.
+        constraints: the requirements that pip must keep to; None: those of the machine, if it has
+            any.
     """
 
     name: str
@@ -53,7 +55,9 @@ class Environment:
 
 def project() -> dict[str, Any]:
     """The table `project` of `pyproject.toml`."""
-    table: dict[str, Any] = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    table: dict[str, Any] = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))[
+        "project"
+    ]
     return table
 
 
@@ -64,10 +68,12 @@ def minor(version: str) -> tuple[int, int]:
 
 
 def lower_bounds(table: dict[str, Any]) -> dict[str, str]:
-    """The least version of each package that the project or one of its extras requires, but for weft itself.
+    """The least version of each package that the project or one of its extras requires, but for
+    weft itself.
 
     Raises:
-        ValueError: a requirement has no lower bound, or two requirements of one package have different ones.
+        ValueError: a requirement has no lower bound, or two requirements of one package have
+            different ones.
     """
     requirements = list(table["dependencies"])
     for extra in table["optional-dependencies"].values():
@@ -81,13 +87,16 @@ def lower_bounds(table: dict[str, Any]) -> dict[str, str]:
         if bound is None:
             raise ValueError(f"pyproject.toml: {requirement!r} has no lower bound")
         if bounds.setdefault(name, bound[1]) != bound[1]:
-            raise ValueError(f"pyproject.toml: {name} has the lower bounds {bounds[name]} and {bound[1]}")
+            raise ValueError(
+                f"pyproject.toml: {name} has the lower bounds {bounds[name]} and {bound[1]}"
+            )
     return bounds
 
 
 def newest_of_each_minor(listing: str, oldest: str) -> list[str]:
-    """The newest release of each minor version, oldest first, from what `pip index versions` prints. Releases that are
-    no final ones, and builds of one index alone (`2.13.0+cpu`), are left out."""
+    """The newest release of each minor version, oldest first, from what `pip index versions`
+    prints. Releases that are no final ones, and builds of one index alone (`2.13.0+cpu`), are left
+    out."""
     line = re.search(r"^Available versions: (.*)$", listing, re.MULTILINE)
     if line is None:
         raise ValueError(f"pip lists no versions:\n{listing}")
@@ -100,7 +109,8 @@ def newest_of_each_minor(listing: str, oldest: str) -> list[str]:
 
 
 def torch_releases(python: str) -> list[str]:
-    """The newest release of each minor version of torch that the project allows and the index has for this Python."""
+    """The newest release of each minor version of torch that the project allows and the index has
+    for this Python."""
     command = [python, "-m", "pip", "index", "versions", "torch", "--disable-pip-version-check"]
     with tempfile.NamedTemporaryFile() as nothing:  # in place of a constraint of the machine
         variables = os.environ | {"PIP_CONSTRAINT": nothing.name}
@@ -111,7 +121,11 @@ def torch_releases(python: str) -> list[str]:
 def other_pythons() -> list[str]:
     """The Pythons on the PATH that the project allows, without the minor version that runs this."""
     oldest = minor(project()["requires-python"])
-    names = (f"python3.{number}" for number in range(oldest[1], 100) if (3, number) != sys.version_info[:2])
+    names = (
+        f"python3.{number}"
+        for number in range(oldest[1], 100)
+        if (3, number) != sys.version_info[:2]
+    )
     return [name for name in names if _runs(name)]
 
 
@@ -140,7 +154,11 @@ def environments() -> list[Environment]:
 def run(environment: Environment, pytest_options: str | None) -> dict[str, Any]:
     """Make an environment, run both commands in it, and return what the record says of it."""
     LOGS.mkdir(parents=True, exist_ok=True)
-    outcome: dict[str, Any] = {"environment": environment.name, "commit": _commit(), "day": f"{datetime.date.today()}"}
+    outcome: dict[str, Any] = {
+        "environment": environment.name,
+        "commit": _commit(),
+        "day": f"{datetime.date.today()}",
+    }
     hidden = {"PYTHONPATH", "VIRTUAL_ENV", "PYTEST_ADDOPTS"}
     variables = {name: value for name, value in os.environ.items() if name not in hidden}
     if pytest_options is not None:
@@ -156,7 +174,9 @@ def run(environment: Environment, pytest_options: str | None) -> dict[str, Any]:
         codes = []
         for number, name in enumerate(("demo", "tests"), 1):
             command = ["bash", f"{ROOT / '.ci' / 'readme'}", f"{venv}", f"{number}"]
-            code, outcome[name] = _logged(command, LOGS / f"{environment.name}-{name}.txt", variables)
+            code, outcome[name] = _logged(
+                command, LOGS / f"{environment.name}-{name}.txt", variables
+            )
             codes.append(code)
             if code:
                 break
@@ -169,9 +189,16 @@ def _logged(command: list[str], log: Path, variables: dict[str, str]) -> tuple[i
     """The exit code of a command, and the last line that it printed."""
     with log.open("w", encoding="utf-8") as output:
         done = subprocess.run(
-            command, cwd=ROOT, env=variables, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT
+            command,
+            cwd=ROOT,
+            env=variables,
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=subprocess.STDOUT,
         )
-    lines = [line.strip(" =") for line in log.read_text(encoding="utf-8", errors="replace").split("\n")]
+    lines = [
+        line.strip(" =") for line in log.read_text(encoding="utf-8", errors="replace").split("\n")
+    ]
     return done.returncode, next((line for line in reversed(lines) if line), "")
 
 
@@ -183,7 +210,9 @@ from importlib.metadata import distributions
 known = {item.metadata["Name"].lower(): item.version for item in distributions()}
 print(json.dumps({"python": platform.python_version(), "torch": known.get("torch"), "triton": known.get("triton")}))
 """
-    done = subprocess.run([venv / "bin" / "python", "-c", code], check=True, stdout=subprocess.PIPE, text=True)
+    done = subprocess.run(
+        [venv / "bin" / "python", "-c", code], check=True, stdout=subprocess.PIPE, text=True
+    )
     versions: dict[str, str] = json.loads(done.stdout)
     return versions
 
@@ -191,7 +220,9 @@ print(json.dumps({"python": platform.python_version(), "torch": known.get("torch
 def _commit() -> str:
     """The commit of the working tree, which ends in `-dirty` if the tree has changes."""
     command = ["git", "describe", "--always", "--dirty", "--exclude=*", "--abbrev=12"]
-    return subprocess.run(command, cwd=ROOT, check=True, stdout=subprocess.PIPE, text=True).stdout.strip()
+    return subprocess.run(
+        command, cwd=ROOT, check=True, stdout=subprocess.PIPE, text=True
+    ).stdout.strip()
 
 
 def read_record() -> list[dict[str, Any]]:
@@ -234,10 +265,14 @@ def with_sentence(readme: str, line: str | None) -> str:
 
 def main() -> int:
     """Run what the command line asks for; the exit code is 1 if an environment failed."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("names", nargs="*", help="environments; all, if none is named")
     parser.add_argument("--list", action="store_true", help="print the names of all environments")
-    parser.add_argument("--pytest", help="options for pytest, for a trial; nothing is recorded then")
+    parser.add_argument(
+        "--pytest", help="options for pytest, for a trial; nothing is recorded then"
+    )
     options = parser.parse_args()
     known = {environment.name: environment for environment in environments()}
     if options.list:
@@ -254,7 +289,10 @@ def main() -> int:
         if options.pytest is None:
             record = with_outcome(read_record(), outcome)
             RECORD.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
-            README.write_text(with_sentence(README.read_text(encoding="utf-8"), sentence(record)), encoding="utf-8")
+            README.write_text(
+                with_sentence(README.read_text(encoding="utf-8"), sentence(record)),
+                encoding="utf-8",
+            )
     print(f"failed: {', '.join(failed)}" if failed else "all passed")
     return 1 if failed else 0
 

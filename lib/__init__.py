@@ -1,6 +1,8 @@
-"""Model steps as pure functions on PyTorch: `graphify` makes them replay, `pipeline` makes them span devices.
+"""Model steps as pure functions on PyTorch: `graphify` makes them replay, `pipeline` makes them
+span devices.
 
-Names are imported on first use, so that `import weft` costs what `import torch` does. `__init__.pyi` lists them.
+Names are imported on first use, so that `import weft` costs what `import torch` does.
+`__init__.pyi` lists them.
 """
 
 import sys
@@ -38,4 +40,6 @@ def __getattr__(name: str) -> Any:
     if name in __all__:
         return _load(name)
     meant = f"; weft.{_MEANT[name]} is what does it here" if name in _MEANT else ""
-    raise AttributeError(f"module 'weft' has no attribute {name!r}{meant}", name=name, obj=sys.modules[__name__])
+    raise AttributeError(
+        f"module 'weft' has no attribute {name!r}{meant}", name=name, obj=sys.modules[__name__]
+    )

@@ -1,4 +1,10 @@
-from . import effects as effects, errors as errors, proofs as proofs, stages as stages, transforms as transforms
+from . import (
+    effects as effects,
+    errors as errors,
+    proofs as proofs,
+    stages as stages,
+    transforms as transforms,
+)
 from .batch import EMBEDDED as EMBEDDED, LAST_TOKEN as LAST_TOKEN, Batch as Batch
 from .descriptor import BatchDescriptor as BatchDescriptor, Descriptor as Descriptor
 from .donation import clone as clone, donate as donate, donates as donates
@@ -38,14 +44,21 @@ from .stages.model import Model as Model
 from .state import State as State, admit as admit, advance as advance
 from .transforms.engine.engine import Engine as Engine
 from .transforms.engine.evaluation.certificates import Certificate as Certificate
-from .transforms.engine.evaluation.verification import Verification as Verification, verify as verify
+from .transforms.engine.evaluation.verification import (
+    Verification as Verification,
+    verify as verify,
+)
 from .transforms.engine.generate import Completion as Completion, generate as generate
 from .transforms.engine.logprobs import logprobs as logprobs
 from .transforms.engine.options import EngineLimits as EngineLimits, Speculation as Speculation
 from .transforms.engine.outputs import RequestOutput as RequestOutput
 from .transforms.engine.requests.prompts import EmbedsPrompt as EmbedsPrompt
 from .transforms.graphs.calls.borrowing import check_borrowed as check_borrowed
-from .transforms.graphs.dispatch import Decision as Decision, dispatch as dispatch, dispatch_table as dispatch_table
+from .transforms.graphs.dispatch import (
+    Decision as Decision,
+    dispatch as dispatch,
+    dispatch_table as dispatch_table,
+)
 from .transforms.graphs.graphified import clear_caches as clear_caches
 from .transforms.graphs.graphify import graphify as graphify, piecewise as piecewise
 from .transforms.graphs.ladder import Ladder as Ladder, Limits as Limits, make_ladder as make_ladder
@@ -53,6 +66,11 @@ from .transforms.graphs.while_loop import while_loop as while_loop
 from .transforms.pipelines.microbatch import microbatch as microbatch, scan as scan
 from .transforms.pipelines.pipeline import compose as compose, pipeline as pipeline
 from .transforms.shards.shard import shard as shard
-from .trees import axes as axes, descriptor_field as descriptor_field, pytree as pytree, static as static
+from .trees import (
+    axes as axes,
+    descriptor_field as descriptor_field,
+    pytree as pytree,
+    static as static,
+)
 
 __version__: str

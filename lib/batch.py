@@ -1,4 +1,5 @@
-"""`Batch`: the host's input of a step. `ResolvedBatch`: the batch with all that a step derives from the state."""
+"""`Batch`: the host's input of a step. `ResolvedBatch`: the batch with all that a step derives from
+the state."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import accumulate, pairwise
@@ -24,8 +25,8 @@ EMBEDDED = -2
 """In `Batch.input_ids`: a token whose embedding is given, in `Batch.inputs_embeds`."""
 
 DRAFT = -3
-"""In `Batch.input_ids`: a draft, which the step itself fills in. A sentinel that is left is not a token, and never
-equals a sampled one."""
+"""In `Batch.input_ids`: a draft, which the step itself fills in. A sentinel that is left is not a
+token, and never equals a sampled one."""
 
 IN_ORDER = -1
 """In `Batch.positions`: the token's place in its request plus the request's delta."""
@@ -46,30 +47,34 @@ def _of_tokens(values: Any) -> Any:
 class Batch(Summarized):
     """The input of a step: a descriptor, and tensors of the sizes that it gives.
 
-    It names rows of the state and not their contents, so the host can launch a step before it has read the tokens of
-    the last one.
+    It names rows of the state and not their contents, so the host can launch a step before it has
+    read the tokens of the last one.
 
     Args:
         descriptor: the shape class.
         rows: [num_reqs] int64, the request's row in the state; -1 for padding.
-        input_ids: [num_tokens] int64, request after request; -1 stands for the request's last sampled token,
-            -2 for a token whose embedding is given, -3 for a draft that the step fills in.
-        query_start_loc: [num_reqs + 1] int32, the start of each request's tokens; padding repeats the last entry.
-        samples: [num_reqs] bool, whether the step reaches the end of the request's prompt, or is past it: only then a
-            token is sampled and kept.
-        token_mask: [num_reqs, ceil(vocab_size / 32)] int32, a bit for each token that a grammar lets a request draw,
-            lowest bit first, as XGrammar writes it; None: all tokens. Batches with and without one have different
-            graphs.
-        targets: [num_tokens] int64, the prompt's token after each: the step also returns their logprobs; None if no
-            request wants them.
-        inputs_embeds: [num_tokens, hidden_size] in the model's dtype, the embeddings of tokens that have no id, such as
-            those of an image, where `input_ids` is -2; None: no such token. Only the first stage takes it.
-        positions: [3, num_tokens] int64, for a model with mRoPE: the positions of a prompt's tokens in time, height and
-            width, as transformers' `get_rope_index` returns them; -1 for a token whose position in all three is its
-            place in the request plus the request's `mrope_position_deltas` in the state, as for every decode token.
-            None: all are such tokens. Only the first stage takes it.
-        token_extras: [num_tokens, ...] by name, the inputs of its own that each token of a prompt has for stages that
-            take some; a name that is not here has its default for all tokens.
+        input_ids: [num_tokens] int64, request after request; -1 stands for the request's last
+            sampled token, -2 for a token whose embedding is given, -3 for a draft that the step
+            fills in.
+        query_start_loc: [num_reqs + 1] int32, the start of each request's tokens; padding repeats
+            the last entry.
+        samples: [num_reqs] bool, whether the step reaches the end of the request's prompt, or is
+            past it: only then a token is sampled and kept.
+        token_mask: [num_reqs, ceil(vocab_size / 32)] int32, a bit for each token that a grammar
+            lets a request draw, lowest bit first, as XGrammar writes it; None: all tokens. Batches
+            with and without one have different graphs.
+        targets: [num_tokens] int64, the prompt's token after each: the step also returns their
+            logprobs; None if no request wants them.
+        inputs_embeds: [num_tokens, hidden_size] in the model's dtype, the embeddings of tokens that
+            have no id, such as those of an image, where `input_ids` is -2; None: no such token.
+            Only the first stage takes it.
+        positions: [3, num_tokens] int64, for a model with mRoPE: the positions of a prompt's tokens
+            in time, height and width, as transformers' `get_rope_index` returns them; -1 for a
+            token whose position in all three is its place in the request plus the request's
+            `mrope_position_deltas` in the state, as for every decode token. None: all are such
+            tokens. Only the first stage takes it.
+        token_extras: [num_tokens, ...] by name, the inputs of its own that each token of a prompt
+            has for stages that take some; a name that is not here has its default for all tokens.
     """
 
     descriptor: BatchDescriptor = attrs.field(metadata=descriptor_field())
@@ -80,7 +85,9 @@ class Batch(Summarized):
     token_mask: Tensor | None = attrs.field(default=None, metadata=axes("num_reqs", pad=-1))
     targets: Tensor | None = attrs.field(default=None, metadata=axes("num_tokens", pad=0))
     inputs_embeds: Tensor | None = attrs.field(default=None, metadata=axes("num_tokens", pad=0))
-    positions: Tensor | None = attrs.field(default=None, metadata=axes(None, "num_tokens", pad=IN_ORDER))
+    positions: Tensor | None = attrs.field(
+        default=None, metadata=axes(None, "num_tokens", pad=IN_ORDER)
+    )
     token_extras: dict[str, PerToken] = attrs.field(factory=dict, converter=_of_tokens)
 
     @classmethod
@@ -92,8 +99,8 @@ class Batch(Summarized):
         num_active_loras: int = 0,
         device: torch.device | str = "cpu",
     ) -> Self:
-        """A uniform decode batch: for each row the last sampled token, and drafts after it. All rows must be past their
-        prefill.
+        """A uniform decode batch: for each row the last sampled token, and drafts after it. All
+        rows must be past their prefill.
 
         Args:
             rows: the requests' rows in the state.
@@ -111,7 +118,10 @@ class Batch(Summarized):
             BatchDescriptor.uniform(n, query_len, num_active_loras),
             to_device(torch.tensor(rows, dtype=torch.int64, device="cpu"), device),
             to_device(
-                torch.tensor([LAST_TOKEN, *[DRAFT] * (query_len - 1)] * n, dtype=torch.int64, device="cpu"), device
+                torch.tensor(
+                    [LAST_TOKEN, *[DRAFT] * (query_len - 1)] * n, dtype=torch.int64, device="cpu"
+                ),
+                device,
             ),
             torch.arange(n + 1, dtype=torch.int32, device=device) * query_len,
             torch.ones(n, dtype=torch.bool, device=device),
@@ -130,24 +140,31 @@ class Batch(Summarized):
         num_active_loras: int = 0,
         device: torch.device | str = "cpu",
     ) -> Self:
-        """A batch of prompts, chunks of prompts and single decode tokens (`[LAST_TOKEN]`), in any mixture.
+        """A batch of prompts, chunks of prompts and single decode tokens (`[LAST_TOKEN]`), in any
+        mixture.
 
         Args:
             rows: the requests' rows in the state.
             token_ids: the tokens of each request, at least one.
             samples: whether each request is past its prompt after this step; by default all are.
-            inputs_embeds: [num_tokens, hidden_size], the embeddings of the tokens that are EMBEDDED (-2).
-            positions: [3, num_tokens] int64, in a model with mRoPE: time, height, width; -1: in order.
-            token_extras: [num_tokens, ...] by name, the tokens' own inputs for stages that take some.
+            inputs_embeds: [num_tokens, hidden_size], the embeddings of the tokens that are EMBEDDED
+                (-2).
+            positions: [3, num_tokens] int64, in a model with mRoPE: time, height, width; -1: in
+                order.
+            token_extras: [num_tokens, ...] by name, the tokens' own inputs for stages that take
+                some.
             num_active_loras: the number of different adapters of these requests.
             device: the device of the tensors.
 
         Raises:
-            DescriptorError: lengths differ, a request has no token, a row is listed twice, or embeddings, positions or
-                token extras do not fit the tokens.
+            DescriptorError: lengths differ, a request has no token, a row is listed twice, or
+                embeddings, positions or token extras do not fit the tokens.
         """
         call = "Batch.ragged(rows, token_ids)"
-        rows, token_ids = _as_list(call, "rows", rows), _as_list(call, "token_ids", token_ids, of_numbers=False)
+        rows, token_ids = (
+            _as_list(call, "rows", rows),
+            _as_list(call, "token_ids", token_ids, of_numbers=False),
+        )
         token_ids = [_as_list(call, f"token_ids[{i}]", ids) for i, ids in enumerate(token_ids)]
         lengths = [len(ids) for ids in token_ids]
         flags = [True] * len(rows) if samples is None else list(samples)
@@ -157,28 +174,39 @@ class Batch(Summarized):
         return cls(
             BatchDescriptor(sum(lengths), len(rows), num_active_loras=num_active_loras),
             to_device(torch.tensor(rows, dtype=torch.int64, device="cpu"), device),
-            to_device(torch.tensor([t for ids in token_ids for t in ids], dtype=torch.int64, device="cpu"), device),
-            to_device(torch.tensor([*accumulate(lengths, initial=0)], dtype=torch.int32, device="cpu"), device),
+            to_device(
+                torch.tensor(
+                    [t for ids in token_ids for t in ids], dtype=torch.int64, device="cpu"
+                ),
+                device,
+            ),
+            to_device(
+                torch.tensor([*accumulate(lengths, initial=0)], dtype=torch.int32, device="cpu"),
+                device,
+            ),
             to_device(torch.tensor(flags, dtype=torch.bool, device="cpu"), device),
             inputs_embeds=None if inputs_embeds is None else to_device(inputs_embeds, device),
             positions=None if positions is None else to_device(positions, device),
-            token_extras={name: PerToken(to_device(own.values, device)) for name, own in extras.items()},
+            token_extras={
+                name: PerToken(to_device(own.values, device)) for name, own in extras.items()
+            },
         )
 
     @property
     def goes_on(self) -> Tensor:
-        """[num_reqs] bool: whether each request goes on from its last token, so that its tokens are that token and
-        drafts. Meaningless for padding."""
+        """[num_reqs] bool: whether each request goes on from its last token, so that its tokens are
+        that token and drafts. Meaningless for padding."""
         first = self.query_start_loc[:-1].clamp(max=max(len(self.input_ids) - 1, 0))
         return self.input_ids[first] == LAST_TOKEN
 
     def owners(self) -> tuple[Tensor, Tensor]:
-        """The request of each of the batch's tokens, and the token's place in it, as `find_owners` returns them."""
+        """The request of each of the batch's tokens, and the token's place in it, as `find_owners`
+        returns them."""
         return find_owners(self.query_start_loc, len(self.input_ids))
 
     def split(self, parts: int) -> tuple[Self, ...]:
-        """The batch in at most `parts` batches of whole requests. A ragged batch is cut by its `query_start_loc`, which
-        is read on the host."""
+        """The batch in at most `parts` batches of whole requests. A ragged batch is cut by its
+        `query_start_loc`, which is read on the host."""
         whole = self.descriptor
         bounds = find_bounds(whole.num_reqs, parts)
         if whole.query_len is not None:  # known without a host read
@@ -201,16 +229,20 @@ class Batch(Summarized):
 
 
 def find_owners(query_start_loc: Tensor, num_tokens: int) -> tuple[Tensor, Tensor]:
-    """The request of each token, and its place among that request's tokens, both [num_tokens] int32. Tokens after the
-    end of `query_start_loc` [num_reqs + 1] belong to no request; they get the last one."""
+    """The request of each token, and its place among that request's tokens, both [num_tokens]
+    int32. Tokens after the end of `query_start_loc` [num_reqs + 1] belong to no request; they get
+    the last one."""
     starts = query_start_loc
     index = torch.arange(num_tokens, device=starts.device, dtype=starts.dtype)
-    owner = torch.searchsorted(starts[1:].contiguous(), index, right=True).clamp(max=len(starts) - 2)
+    owner = torch.searchsorted(starts[1:].contiguous(), index, right=True).clamp(
+        max=len(starts) - 2
+    )
     return owner, index - starts[owner]
 
 
 def _as_list(call: str, name: str, given: Any, *, of_numbers: bool = True) -> list[Any]:
-    """An argument as a list on the host; its numbers are those that torch takes, and does not round to an int."""
+    """An argument as a list on the host; its numbers are those that torch takes, and does not round
+    to an int."""
     if isinstance(given, Iterable) and not isinstance(given, str | Tensor):
         found = list(given)
         if not of_numbers or _are_whole(found):
@@ -244,26 +276,44 @@ def _check(
     positions: Tensor | None = None,
     token_extras: Mapping[str, Any] | None = None,
 ) -> None:
-    """Raise DescriptorError unless the rows can be one batch, and the rest fits them; `token_ids` None: rows alone."""
+    """Raise DescriptorError unless the rows can be one batch, and the rest fits them; `token_ids`
+    None: rows alone."""
     lengths = [1] * len(rows) if token_ids is None else [len(ids) for ids in token_ids]
     count = sum(lengths)
     if 0 in lengths:
-        seen, instead = f"request {lengths.index(0)} has no token", "leave such a request out of the batch"
+        seen, instead = (
+            f"request {lengths.index(0)} has no token",
+            "leave such a request out of the batch",
+        )
     elif token_ids is not None and not len(rows) == len(lengths) == len(samples):
-        seen, instead = f"{len(rows)} rows, {len(lengths)} token lists, {len(samples)} samples", "give one a row"
+        seen, instead = (
+            f"{len(rows)} rows, {len(lengths)} token lists, {len(samples)} samples",
+            "give one a row",
+        )
     elif len(set(rows)) != len(rows):
         seen, instead = "a row stands twice", "join the request's tokens in one list"
     elif rows and min(rows) < 0:
         seen, instead = f"row {min(rows)}", "rows are >= 0; weft.pad adds the padding"
-    elif token_ids is not None and inputs_embeds is None and any(EMBEDDED in ids for ids in token_ids):
-        seen, instead = "a token that is EMBEDDED (-2), and no inputs_embeds", f"inputs_embeds [{count}, …]"
+    elif (
+        token_ids is not None
+        and inputs_embeds is None
+        and any(EMBEDDED in ids for ids in token_ids)
+    ):
+        seen, instead = (
+            "a token that is EMBEDDED (-2), and no inputs_embeds",
+            f"inputs_embeds [{count}, …]",
+        )
     elif inputs_embeds is not None and (inputs_embeds.dim() != 2 or len(inputs_embeds) != count):
         seen = f"inputs_embeds of shape {list(inputs_embeds.shape)} for {count} tokens"
         instead = "a row for each token, [num_tokens, hidden_size]"
-    elif positions is not None and (positions.shape != (3, count) or positions.dtype != torch.int64):
+    elif positions is not None and (
+        positions.shape != (3, count) or positions.dtype != torch.int64
+    ):
         seen = f"positions of shape {list(positions.shape)}, {positions.dtype}, for {count} tokens"
         instead = "rows for time, height and width, [3, num_tokens] int64, as get_rope_index(...)[0][:, 0]"
-    elif strange := [name for name, own in (token_extras or {}).items() if not _has_rows(own, count)]:
+    elif strange := [
+        name for name, own in (token_extras or {}).items() if not _has_rows(own, count)
+    ]:
         own = (token_extras or {})[strange[0]]
         seen = f"token_extras[{strange[0]!r}] is {_described(own.values if isinstance(own, PerToken) else own)}"
         instead = f"a value for each of the {count} tokens, [num_tokens, ...]"
@@ -279,26 +329,28 @@ def _has_rows(own: Any, count: int) -> bool:
 @pytree
 @attrs.frozen(eq=False, repr=False)
 class ResolvedBatch(Summarized):
-    """A batch resolved against one state: the input of the layers, made on the device by `weft.state.resolve`.
+    """A batch resolved against one state: the input of the layers, made on the device by
+    `weft.state.resolve`.
 
     Args:
         descriptor: the batch's.
         rows: [num_reqs] int64, as in the batch.
-        input_ids: [num_tokens] int64, with the last tokens filled in, also where there is no draft; -2 where the
-            embedding is given; 0 for padding.
-        positions: [num_tokens] int64, each token's place in its request (not its position in a model with mRoPE); 0
-            for padding.
+        input_ids: [num_tokens] int64, with the last tokens filled in, also where there is no draft;
+            -2 where the embedding is given; 0 for padding.
+        positions: [num_tokens] int64, each token's place in its request (not its position in a
+            model with mRoPE); 0 for padding.
         query_start_loc: [num_reqs + 1] int32.
         seq_lens: [num_reqs] int32, the context after this step; 0 for padding.
         block_table: [num_reqs, max_pages] int32.
         slot_mapping: [num_tokens] int64, page * page_size + offset; -1 for padding.
         last_index: [num_reqs] int64, the index of each request's last token.
-        adapters: [num_tokens] int32, the slot of each token's adapter; -1: no adapter. None if the batch has none.
+        adapters: [num_tokens] int32, the slot of each token's adapter; -1: no adapter. None if the
+            batch has none.
         active_adapters: [num_active_loras] int32, the distinct slots in `adapters`, then -1.
-        extras: each request's own inputs for stages that take some, by name; the defaults for padding. `per_token` of
-            one is a tensor, and so are its `values` [num_reqs, ...].
-        carried: by name, what each request carries from the token before its first one in this batch
-            (`weft.stages.carry`); the defaults for padding. `scan_tokens` begins with one.
+        extras: each request's own inputs for stages that take some, by name; the defaults for
+            padding. `per_token` of one is a tensor, and so are its `values` [num_reqs, ...].
+        carried: by name, what each request carries from the token before its first one in this
+            batch (`weft.stages.carry`); the defaults for padding. `scan_tokens` begins with one.
         token_extras: [num_tokens, ...] by name: each token's own inputs for stages that take some.
         plans: what the layers share of the attention's work, filled by `AttentionBackend`.
     """
@@ -320,7 +372,8 @@ class ResolvedBatch(Summarized):
     plans: dict[Any, Any] = attrs.field(factory=dict, init=False, metadata=OF_THIS_VALUE)
 
     def per_token(self, values: PerRequest | Tensor) -> Tensor:
-        """[num_tokens, ...]: for each token the value of its request, from `values` [num_reqs, ...].
+        """[num_tokens, ...]: for each token the value of its request, from `values` [num_reqs,
+        ...].
 
         Raises:
             ProgramError: they are not of the batch's requests.
@@ -333,40 +386,60 @@ class ResolvedBatch(Summarized):
         """A tensor [num_reqs, ...], checked."""
         found, count = given.values if isinstance(given, PerRequest) else given, len(self.rows)
         _check_first(
-            call, name, found, count, f"a tensor [{count}, ...], or batch.extras[...]: a value for each request"
+            call,
+            name,
+            found,
+            count,
+            f"a tensor [{count}, ...], or batch.extras[...]: a value for each request",
         )
         return cast(Tensor, found)
 
-    def scan_tokens(self, f: Callable[..., Tensor], init: PerRequest | Tensor, *xs: Tensor) -> Tensor:
-        """The values of a recurrence after each token, [num_tokens, ...]; its requests go on side by side.
+    def scan_tokens(
+        self, f: Callable[..., Tensor], init: PerRequest | Tensor, *xs: Tensor
+    ) -> Tensor:
+        """The values of a recurrence after each token, [num_tokens, ...]; its requests go on side
+        by side.
 
-        As `jax.lax.scan`, it calls `f` once for each place: as often as the batch's longest request may have tokens,
-        which is the query length of a uniform batch, and otherwise `num_tokens`. A recurrence that is linear is faster
-        as sums over tokens.
+        As `jax.lax.scan`, it calls `f` once for each place: as often as the batch's longest request
+        may have tokens, which is the query length of a uniform batch, and otherwise `num_tokens`. A
+        recurrence that is linear is faster as sums over tokens.
 
         Args:
-            f: `(value, *xs) -> value`, each [num_reqs, ...]: the value after a token, from the one before it.
-            init: [num_reqs, ...], the values before the first tokens, such as `batch.carried[name]`.
+            f: `(value, *xs) -> value`, each [num_reqs, ...]: the value after a token, from the one
+                before it.
+            init: [num_reqs, ...], the values before the first tokens, such as
+                `batch.carried[name]`.
             xs: [num_tokens, ...], read by `f` token by token.
 
         Raises:
-            ProgramError: `init` is not of the requests, one of `xs` is not of the tokens, or `f` returns something else
-                than a value of the shape and dtype of the one before it.
+            ProgramError: `init` is not of the requests, one of `xs` is not of the tokens, or `f`
+                returns something else than a value of the shape and dtype of the one before it.
         """
         call = "batch.scan_tokens(f, init, *xs)"
         value = self._of_requests(call, "init", init)
         starts, num_tokens = self.query_start_loc[:-1].to(torch.int64), len(self.input_ids)
         for index, x in enumerate(xs):
-            _check_first(call, f"xs[{index}]", x, num_tokens, f"a tensor [{num_tokens}, ...]: a value for each token")
+            _check_first(
+                call,
+                f"xs[{index}]",
+                x,
+                num_tokens,
+                f"a tensor [{num_tokens}, ...]: a value for each token",
+            )
         lengths, found = self.query_start_loc[1:] - starts, value[:0]
         for place in range(self.descriptor.query_len or num_tokens):
             live, token = place < lengths, (starts + place).clamp(max=num_tokens - 1)
             made: Any = f(value, *(x[token] for x in xs))
-            if not isinstance(made, Tensor) or (made.shape, made.dtype) != (value.shape, value.dtype):
+            if not isinstance(made, Tensor) or (made.shape, made.dtype) != (
+                value.shape,
+                value.dtype,
+            ):
                 instead = f"the next value, as the one before it: {_described(value)}"
                 raise ProgramError(call, f"f returned {_described(made)}", instead)
             value = torch.where(live.view(-1, *[1] * (made.dim() - 1)), made, value)
-            found = found if place else value.new_zeros(num_tokens + 1, *value.shape[1:])  # the last one is scratch
+            found = (
+                found if place else value.new_zeros(num_tokens + 1, *value.shape[1:])
+            )  # the last one is scratch
             found[torch.where(live, token, num_tokens)] = value
         return found[:num_tokens]
 

@@ -21,16 +21,16 @@ class _Block(Generic[T]):
 class Blocks(Generic[T]):
     """The `with` blocks of one kind around a call, in this thread.
 
-    Blocks may end in any order, and in another thread than they began in: those of generators do. Such a block leaves
-    the others as they are, and is in force nowhere once it has ended. (The tokens of a context variable would bring
-    back the value that was there when the block began.)
+    Blocks may end in any order, and in another thread than they began in: those of generators do.
+    Such a block leaves the others as they are, and is in force nowhere once it has ended. (The
+    tokens of a context variable would bring back the value that was there when the block began.)
     """
 
     def __init__(self, name: str) -> None:
         self._around: ContextVar[tuple[_Block[T], ...]] = ContextVar(name, default=())
         self.around = self._around.get
-        """The blocks around this call; some may have ended in another thread. Empty if there is none: most calls are in
-        none, and this tells it in C."""
+        """The blocks around this call; some may have ended in another thread. Empty if there is
+        none: most calls are in none, and this tells it in C."""
 
     def values(self) -> tuple[T, ...]:
         """The values of the blocks around this call, outermost first."""

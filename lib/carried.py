@@ -1,4 +1,5 @@
-"""`Carried`: the values that functions of one's own carry from token to token of each request, in rows of the state."""
+"""`Carried`: the values that functions of one's own carry from token to token of each request, in
+rows of the state."""
 
 from collections.abc import Mapping, Sequence
 from typing import Self
@@ -19,15 +20,15 @@ from weft.trees import pytree
 class Carried(Summarized):
     """The values that each request carries from token to token (`weft.stages.carry`).
 
-    A step writes the values after its tokens, and does not know how many of them a request keeps: drafts may be wrong.
-    So a row holds the values after each of the tokens that it may go back to, and the request's position says which one
-    counts. A wrong draft leaves nothing that is read.
+    A step writes the values after its tokens, and does not know how many of them a request keeps:
+    drafts may be wrong. So a row holds the values after each of the tokens that it may go back to,
+    and the request's position says which one counts. A wrong draft leaves nothing that is read.
 
     Args:
-        values: [max_num_reqs + 1, n, ...] by name: a request's value after p tokens is in slot p % n, where n is the
-            most tokens of a decode step. The last row holds the defaults.
-        snapshots: [num_pages + 1, ...] by name: the value after the last token of each full page; the last one is
-            scratch. Empty: there are none.
+        values: [max_num_reqs + 1, n, ...] by name: a request's value after p tokens is in slot p %
+            n, where n is the most tokens of a decode step. The last row holds the defaults.
+        snapshots: [num_pages + 1, ...] by name: the value after the last token of each full page;
+            the last one is scratch. Empty: there are none.
     """
 
     values: dict[str, Tensor]
@@ -35,7 +36,12 @@ class Carried(Summarized):
 
     @classmethod
     def of(
-        cls, defaults: Mapping[str, Tensor], num_rows: int, *, num_drafts: int = 0, num_pages: int | None = None
+        cls,
+        defaults: Mapping[str, Tensor],
+        num_rows: int,
+        *,
+        num_drafts: int = 0,
+        num_pages: int | None = None,
     ) -> Self:
         """Rows with the defaults.
 
@@ -50,18 +56,25 @@ class Carried(Summarized):
             return x.repeat(*sizes, *[1] * x.dim())
 
         rows = {name: repeated(x, num_rows, num_drafts + 1) for name, x in defaults.items()}
-        snapshots = {} if num_pages is None else {name: repeated(x, num_pages + 1) for name, x in defaults.items()}
+        snapshots = (
+            {}
+            if num_pages is None
+            else {name: repeated(x, num_pages + 1) for name, x in defaults.items()}
+        )
         return cls(rows, snapshots)
 
     def admit(self, rows: Tensor, positions: Sequence[int], last_pages: Sequence[int]) -> None:
-        """Start requests in rows [num_reqs] int64, in place: from the snapshot of its last found page where a request
-        starts after its first token, otherwise from the default.
+        """Start requests in rows [num_reqs] int64, in place: from the snapshot of its last found
+        page where a request starts after its first token, otherwise from the default.
 
         Args:
-            positions: the tokens that each request has in its pages; whole pages, if there are snapshots.
+            positions: the tokens that each request has in its pages; whole pages, if there are
+                snapshots.
             last_pages: the page of the last of these tokens; -1: there is none.
         """
-        places, pages = to_device(torch.tensor([positions, last_pages], dtype=torch.int64), rows.device)
+        places, pages = to_device(
+            torch.tensor([positions, last_pages], dtype=torch.int64), rows.device
+        )
         for name, own in self.values.items():
             start = own[-1, 0].clone().expand(len(rows), *own.shape[2:])
             if name in self.snapshots:
@@ -71,11 +84,14 @@ class Carried(Summarized):
 
     def read(self, rows: Tensor, positions: Tensor) -> dict[str, PerRequest]:
         """The values of rows [num_reqs] int64 after so many tokens; the defaults for padding."""
-        return {name: PerRequest(own[rows, positions % own.shape[1]]) for name, own in self.values.items()}
+        return {
+            name: PerRequest(own[rows, positions % own.shape[1]])
+            for name, own in self.values.items()
+        }
 
     def write(self, batch: ResolvedBatch, page_size: int, values: Mapping[str, Tensor]) -> Self:
-        """The rows and snapshots after a step: themselves, written in place; new ones where a derivative is asked for,
-        and inside a transform of torch.func.
+        """The rows and snapshots after a step: themselves, written in place; new ones where a
+        derivative is asked for, and inside a transform of torch.func.
 
         Args:
             batch: the step's.
@@ -85,15 +101,20 @@ class Carried(Summarized):
         for name, new in values.items():
             rows[name] = _put(rows[name], *_last_values(batch, rows[name], new))
             if name in snapshots:
-                snapshots[name] = _put(snapshots[name], (_ended_pages(batch, page_size, len(snapshots[name])),), new)
+                snapshots[name] = _put(
+                    snapshots[name], (_ended_pages(batch, page_size, len(snapshots[name])),), new
+                )
         same = all(rows[name] is own for name, own in self.values.items())
         same = same and all(snapshots[name] is own for name, own in self.snapshots.items())
         return self if same else attrs.evolve(self, values=rows, snapshots=snapshots)
 
 
-def _last_values(batch: ResolvedBatch, own: Tensor, new: Tensor) -> tuple[tuple[Tensor, Tensor], Tensor]:
-    """Where the values of each request's last tokens go, one for each of a row's slots, and these values. Slots for
-    which a request has no token in the batch, and the last row, which padding stands for, keep what they hold."""
+def _last_values(
+    batch: ResolvedBatch, own: Tensor, new: Tensor
+) -> tuple[tuple[Tensor, Tensor], Tensor]:
+    """Where the values of each request's last tokens go, one for each of a row's slots, and these
+    values. Slots for which a request has no token in the batch, and the last row, which padding
+    stands for, keep what they hold."""
     back = torch.arange(own.shape[1], device=new.device)
     tokens, rows = batch.last_index[:, None] - back, batch.rows[:, None]
     slots = (batch.positions[batch.last_index][:, None] + 1 - back) % own.shape[1]
@@ -104,7 +125,8 @@ def _last_values(batch: ResolvedBatch, own: Tensor, new: Tensor) -> tuple[tuple[
 
 
 def _ended_pages(batch: ResolvedBatch, page_size: int, num_snapshots: int) -> Tensor:
-    """The page [num_tokens] that each token fills; the last, which is scratch, for a token that fills none."""
+    """The page [num_tokens] that each token fills; the last, which is scratch, for a token that
+    fills none."""
     slots = batch.slot_mapping.to(torch.int64)
     fills = (slots >= 0) & (slots % page_size == page_size - 1)
     return torch.where(fills, slots // page_size, num_snapshots - 1)
@@ -112,6 +134,8 @@ def _ended_pages(batch: ResolvedBatch, page_size: int, num_snapshots: int) -> Te
 
 def _put(own: Tensor, index: tuple[Tensor, ...], new: Tensor) -> Tensor:
     """A tensor with other values at an index, as `Carried.write` says."""
-    if in_functorch_transform() or (torch.is_grad_enabled() and (own.requires_grad or new.requires_grad)):
+    if in_functorch_transform() or (
+        torch.is_grad_enabled() and (own.requires_grad or new.requires_grad)
+    ):
         return own.index_put(index, new)
     return own.index_put_(index, new)

@@ -1,5 +1,5 @@
-"""Containers: those that are not pytrees, such as dataclasses and mappings, as trees of what they hold; and those that
-a function may change."""
+"""Containers: those that are not pytrees, such as dataclasses and mappings, as trees of what they
+hold; and those that a function may change."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import fields, is_dataclass, replace
@@ -13,7 +13,8 @@ from weft.trees import node_fields, tree_leaves, tree_map
 
 
 def opened(tree: Any) -> Any:
-    """The tree with a dict in the place of every attrs class, dataclass and mapping in it that is not a pytree.
+    """The tree with a dict in the place of every attrs class, dataclass and mapping in it that is
+    not a pytree.
 
     >>> from types import MappingProxyType
     >>> opened([MappingProxyType({"a": 1})])
@@ -28,8 +29,8 @@ def opened(tree: Any) -> Any:
 
 
 def map_tensors(fn: Callable[[Tensor], Tensor], tree: Any) -> Any:
-    """Apply `fn` to every tensor in a tree, also in the containers that `opened` opens. These are made anew by their
-    class; a class that refuses the new values raises its own error."""
+    """Apply `fn` to every tensor in a tree, also in the containers that `opened` opens. These are
+    made anew by their class; a class that refuses the new values raises its own error."""
 
     def visit(leaf: Any) -> Any:
         if isinstance(leaf, Tensor):
@@ -43,7 +44,8 @@ def map_tensors(fn: Callable[[Tensor], Tensor], tree: Any) -> Any:
 
 
 def _values(node: Any) -> dict[str, Any] | None:
-    """The values in a container, by the name of the argument that makes them; None for anything else."""
+    """The values in a container, by the name of the argument that makes them; None for anything
+    else."""
     if isinstance(node, type):
         return None
     if attrs.has(type(node)):
@@ -66,13 +68,18 @@ Container = tuple[str, Any, list[Any]]
 
 
 def containers_in(arguments: Mapping[str, Any]) -> list[Container]:
-    """The containers in the arguments of a call, given by name, that can change: all but tuples and frozen classes."""
+    """The containers in the arguments of a call, given by name, that can change: all but tuples and
+    frozen classes."""
     return [found for name, value in arguments.items() for found in _containers(name, value)]
 
 
 def _containers(path: str, node: Any) -> Iterator[Container]:
     children = [] if type(node) is Size else _children(node)
-    if not isinstance(node, tuple) and node_fields(type(node)) is None and pytree_node(type(node)) is not None:
+    if (
+        not isinstance(node, tuple)
+        and node_fields(type(node)) is None
+        and pytree_node(type(node)) is not None
+    ):
         yield path, node, children
     for index, child in enumerate(children):
         if type(child) is not Tensor:

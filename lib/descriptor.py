@@ -1,4 +1,5 @@
-"""`BatchDescriptor`: the shape class of a batch, with the partial order `covers`; and the protocol of such a class."""
+"""`BatchDescriptor`: the shape class of a batch, with the partial order `covers`; and the protocol
+of such a class."""
 
 import dataclasses
 from collections.abc import Callable
@@ -11,8 +12,9 @@ from weft.display.tables import strip, text, titled
 from weft.errors import DescriptorError
 
 CAPABILITIES = ("none", "piecewise", "uniform_single_token", "uniform", "full")
-"""The graphs in which attention can run: none; between two graphs, eagerly; inside a graph of a decode with one token
-for each request; of any uniform decode; of any batch. Each includes those before it."""
+"""The graphs in which attention can run: none; between two graphs, eagerly; inside a graph of a
+decode with one token for each request; of any uniform decode; of any batch. Each includes those
+before it."""
 
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -20,8 +22,9 @@ _CHECK = "__weft_check_descriptor__"
 
 
 def declare_check(fn: F, check: Callable[[Any], None]) -> F:
-    """Declare what raises for the class of a batch that `fn` cannot take, and return `fn`. A graph does not run Python,
-    and one of a wider class may answer: so `graphify` calls the check for each new class of batches itself."""
+    """Declare what raises for the class of a batch that `fn` cannot take, and return `fn`. A graph
+    does not run Python, and one of a wider class may answer: so `graphify` calls the check for each
+    new class of batches itself."""
     vars(fn)[_CHECK] = check
     return fn
 
@@ -35,12 +38,12 @@ def check_accepted(fn: Callable[..., Any], descriptor: Any) -> None:
 
 @runtime_checkable
 class Descriptor(Protocol):
-    """The protocol of a shape class: hashable, ordered by `covers`, with the size of each named axis of its batches as
-    an int attribute.
+    """The protocol of a shape class: hashable, ordered by `covers`, with the size of each named
+    axis of its batches as an int attribute.
 
-    An `@attrs.frozen` class of ints with a method `covers` follows it. A class that inherits from it has `covers`: each
-    size is at least the other's. A batch class has a field `weft.descriptor_field()` for it. The example of `weft.axes`
-    has both classes.
+    An `@attrs.frozen` class of ints with a method `covers` follows it. A class that inherits from
+    it has `covers`: each size is at least the other's. A batch class has a field
+    `weft.descriptor_field()` for it. The example of `weft.axes` has both classes.
 
     >>> @attrs.frozen
     ... class Resolution(Descriptor):
@@ -56,7 +59,8 @@ class Descriptor(Protocol):
         """Whether a batch of class `other`, padded, may run under this one. A partial order.
 
         Raises:
-            DescriptorError: it is inherited, and a descriptor has another class or an argument that is not an int.
+            DescriptorError: it is inherited, and a descriptor has another class or an argument that
+                is not an int.
         """
         sizes = _sizes_alone(self)
         if type(other) is not type(self):
@@ -72,9 +76,14 @@ class Descriptor(Protocol):
 
 
 def _sizes_alone(descriptor: Any) -> dict[str, int]:
-    """The sizes of a descriptor. Raises DescriptorError if it has none, or an argument that is not one."""
+    """The sizes of a descriptor. Raises DescriptorError if it has none, or an argument that is not
+    one."""
     arguments = arguments_of(descriptor)
-    strange = [f"{name}={value!r:.40}, not a size" for name, value in arguments.items() if not is_int(value)]
+    strange = [
+        f"{name}={value!r:.40}, not a size"
+        for name, value in arguments.items()
+        if not is_int(value)
+    ]
     if strange or not arguments:
         seen = strange[0] if strange else "no sizes"
         instead = f"in class {type(descriptor).__name__} arguments that are ints, or a method covers(self, other)"
@@ -83,8 +92,8 @@ def _sizes_alone(descriptor: Any) -> dict[str, int]:
 
 
 def arguments_of(descriptor: Any) -> dict[str, Any]:
-    """The arguments that made a descriptor, by name: those of an attrs class, a dataclass or a named tuple, in order;
-    of another class its attributes."""
+    """The arguments that made a descriptor, by name: those of an attrs class, a dataclass or a
+    named tuple, in order; of another class its attributes."""
     names = argument_names(type(descriptor)) or [
         name for name in getattr(descriptor, "__dict__", ()) if not name.startswith("_")
     ]
@@ -92,7 +101,8 @@ def arguments_of(descriptor: Any) -> dict[str, Any]:
 
 
 def argument_names(kind: Any) -> tuple[str, ...]:
-    """The names of the arguments of an attrs class, a dataclass or a named tuple; nothing for another class."""
+    """The names of the arguments of an attrs class, a dataclass or a named tuple; nothing for
+    another class."""
     if attrs.has(kind):
         return tuple(field.name for field in attrs.fields(kind) if field.init)
     if dataclasses.is_dataclass(kind):
@@ -104,7 +114,11 @@ def check_descriptor(value: Any, call: str) -> None:
     """Raise DescriptorError for a value that is not a descriptor."""
     if not isinstance(value, Descriptor):
         instead = "a hashable value with a method covers(other): a weft.BatchDescriptor, or an @attrs.frozen class"
-        instead = "its .descriptor" if isinstance(getattr(value, "descriptor", None), Descriptor) else instead
+        instead = (
+            "its .descriptor"
+            if isinstance(getattr(value, "descriptor", None), Descriptor)
+            else instead
+        )
         raise DescriptorError(call, f"{value!r:.60} where a descriptor should be", instead)
 
 
@@ -115,12 +129,13 @@ class BatchDescriptor:
     Args:
         num_tokens: tokens in the batch, all requests together.
         num_reqs: requests in the batch.
-        query_len: tokens of *each* request in a uniform decode batch, so that `num_tokens == num_reqs * query_len`;
-            None for a ragged batch (prefill, or prefill and decode mixed). Equal shape is not equal class: a prefill of
-            one token per request is ragged, because its requests are not past their prefill.
-        num_active_loras: at least the number of LoRA adapters that the batch uses. Graphs differ by it; those for 0
-            have none of the operators. The maker of the batch sets it, as `query_len`; too small a number leaves
-            adapters out.
+        query_len: tokens of *each* request in a uniform decode batch, so that `num_tokens ==
+            num_reqs * query_len`; None for a ragged batch (prefill, or prefill and decode mixed).
+            Equal shape is not equal class: a prefill of one token per request is ragged, because
+            its requests are not past their prefill.
+        num_active_loras: at least the number of LoRA adapters that the batch uses. Graphs differ by
+            it; those for 0 have none of the operators. The maker of the batch sets it, as
+            `query_len`; too small a number leaves adapters out.
 
     Raises:
         DescriptorError: the four contradict each other.
@@ -146,19 +161,29 @@ class BatchDescriptor:
         num_tokens, num_reqs, query_len = self.num_tokens, self.num_reqs, self.query_len
         for field in ("num_tokens", "num_reqs", "num_active_loras"):
             if not is_int(value := getattr(self, field), 0):
-                return f"{field}={value!r} is not an int >= 0", "pass whole numbers of tokens and requests"
+                return (
+                    f"{field}={value!r} is not an int >= 0",
+                    "pass whole numbers of tokens and requests",
+                )
         if query_len is None:
             return None
         if not is_int(query_len, 1):
-            return f"query_len={query_len!r} is neither None nor an int >= 1", "pass None for a ragged batch"
+            return (
+                f"query_len={query_len!r} is neither None nor an int >= 1",
+                "pass None for a ragged batch",
+            )
         if num_tokens != num_reqs * query_len:
             uniform = f"BatchDescriptor.uniform(num_reqs={num_reqs}, query_len={query_len})"
-            return f"{num_tokens=} is not num_reqs*query_len={num_reqs}*{query_len}", f"{uniform}, or query_len=None"
+            return (
+                f"{num_tokens=} is not num_reqs*query_len={num_reqs}*{query_len}",
+                f"{uniform}, or query_len=None",
+            )
         return None
 
     @classmethod
     def uniform(cls, num_reqs: int, query_len: int = 1, num_active_loras: int = 0) -> Self:
-        """The class of a decode batch: `query_len` tokens of each of `num_reqs` requests, all past their prefill."""
+        """The class of a decode batch: `query_len` tokens of each of `num_reqs` requests, all past
+        their prefill."""
         return cls(num_reqs * query_len, num_reqs, query_len, num_active_loras)
 
     @property
@@ -169,8 +194,8 @@ class BatchDescriptor:
     def covers(self, other: "BatchDescriptor") -> bool:
         """Whether a batch of class `other`, padded, may run under this one.
 
-        A ragged class takes any batch that fits in it; a uniform class takes only uniform batches of its own query
-        length, because a request cannot be padded with tokens of its own.
+        A ragged class takes any batch that fits in it; a uniform class takes only uniform batches
+        of its own query length, because a request cannot be padded with tokens of its own.
         """
         fits = (
             self.num_tokens >= other.num_tokens
@@ -181,10 +206,16 @@ class BatchDescriptor:
 
     def _repr_html_(self) -> str:
         uniform = [(self.query_len or 0, request) for request in range(self.num_reqs)]
-        tokens = strip(uniform if self.is_uniform else [(self.num_tokens, -1)], joined=not self.is_uniform)
+        tokens = strip(
+            uniform if self.is_uniform else [(self.num_tokens, -1)], joined=not self.is_uniform
+        )
         return titled(text(self), tokens)
 
     def __str__(self) -> str:
-        shape = f"ragged {self.num_tokens} tokens" if self.query_len is None else f"uniform x{self.query_len}"
+        shape = (
+            f"ragged {self.num_tokens} tokens"
+            if self.query_len is None
+            else f"uniform x{self.query_len}"
+        )
         loras = f", {self.num_active_loras} LoRAs" if self.num_active_loras else ""
         return f"{shape}, {self.num_reqs} reqs{loras}"

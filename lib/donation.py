@@ -1,8 +1,8 @@
 """Donation: the callee takes an argument's storage, and weft refuses the old value from then on.
 
-Donation empties the fields of an object whose class is marked `donatable`: any later use of the object raises an error
-that names the taker, at no cost for live objects. A plain tensor cannot be emptied while its storage lives on; it is
-marked, and every weft transform refuses a marked tensor.
+Donation empties the fields of an object whose class is marked `donatable`: any later use of the
+object raises an error that names the taker, at no cost for live objects. A plain tensor cannot be
+emptied while its storage lives on; it is marked, and every weft transform refuses a marked tensor.
 """
 
 import functools
@@ -50,13 +50,16 @@ _INSTEAD = "use the value that it returned, or pass a copy (weft.clone) to keep 
 def donatable(cls: C) -> C:
     """Let `donate` empty the instances of a frozen attrs class.
 
-    The class has slots, and a field `_taken_by: str = attrs.field(default="", init=False, metadata=OF_THIS_VALUE)`.
+    The class has slots, and a field `_taken_by: str = attrs.field(default="", init=False,
+    metadata=OF_THIS_VALUE)`.
     """
 
     def missing(self: Any, name: str) -> NoReturn:
         taker = object.__getattribute__(self, "_taken_by")
         if taker and name in {f.name for f in attrs.fields(cls)}:
-            raise DonatedError(f"{cls.__name__}.{name}", f"this {cls.__name__} was donated to {taker}", _INSTEAD)
+            raise DonatedError(
+                f"{cls.__name__}.{name}", f"this {cls.__name__} was donated to {taker}", _INSTEAD
+            )
         raise AttributeError(f"{cls.__name__!r} object has no attribute {name!r}")
 
     alive: Callable[[Any], str] = type.__getattribute__(cls, "__repr__")
@@ -66,7 +69,8 @@ def donatable(cls: C) -> C:
         return f"<{cls.__name__}, donated to {taker}>" if taker else alive(self)
 
     type.__setattr__(cls, "__repr__", described)
-    # Python calls __getattr__ only for names that normal look-up does not find: an emptied slot, or an unknown name.
+    # Python calls __getattr__ only for names that normal look-up does not find: an emptied slot, or
+    # an unknown name.
     type.__setattr__(cls, "__getattr__", missing)
     type.__setattr__(cls, "_weft_donatable", True)
     return cls
@@ -80,12 +84,13 @@ def is_donatable(node: Any) -> bool:
 def donate(tree: T, *, to: str) -> T:
     """Move `tree`: the result holds the same storage, and weft refuses the old value.
 
-    Torch knows nothing of donation. It still reads a plain tensor that was donated, which holds whatever the taker
-    wrote. A value of a `donatable` class, such as `weft.State`, is emptied, so that its fields raise.
+    Torch knows nothing of donation. It still reads a plain tensor that was donated, which holds
+    whatever the taker wrote. A value of a `donatable` class, such as `weft.State`, is emptied, so
+    that its fields raise.
 
-    Only the tensor object that was donated bears the mark, and only arguments are looked at. Other objects with its
-    storage are not refused: views of it (`jvp` passes one), its `detach()`, and the tensor itself where a function
-    closes over it. So donate what nothing else names.
+    Only the tensor object that was donated bears the mark, and only arguments are looked at. Other
+    objects with its storage are not refused: views of it (`jvp` passes one), its `detach()`, and
+    the tensor itself where a function closes over it. So donate what nothing else names.
 
     Args:
         tree: any pytree; `donatable` nodes are emptied, plain tensors are marked.
@@ -152,7 +157,8 @@ def take_node(node: Any, to: str) -> None:
 
 
 def refuse_donated(value: Any, *, call: str) -> None:
-    """Raise if `value` is a tensor that was donated before, also where a transform of torch.func wraps it."""
+    """Raise if `value` is a tensor that was donated before, also where a transform of torch.func
+    wraps it."""
     taker = getattr(innermost(value), TAKEN, None) if isinstance(value, Tensor) else None
     if taker is not None:
         shape = tuple(value.shape)
@@ -160,8 +166,8 @@ def refuse_donated(value: Any, *, call: str) -> None:
 
 
 def refuse_donated_in(call: str, **arguments: Any) -> None:
-    """Raise if a tensor in one of these trees was donated before. Every transform that takes trees of tensors calls it,
-    except in torch.compile, which sees no marks.
+    """Raise if a tensor in one of these trees was donated before. Every transform that takes trees
+    of tensors calls it, except in torch.compile, which sees no marks.
 
     Args:
         call: the call of the transform, for the error message.
@@ -182,10 +188,12 @@ def refuse_donated_in(call: str, **arguments: Any) -> None:
 
 
 def clone(tree: T) -> T:
-    """Copy every tensor in `tree` into new storage. Donate the copy if you still need the old value.
+    """Copy every tensor in `tree` into new storage. Donate the copy if you still need the old
+    value.
 
-    Leaves that are one tensor, as tied weights are, are one tensor in the copy; leaves that share a storage share a new
-    one, as in `copy.deepcopy`. Where derivatives are followed, and in `torch.compile`, the first holds alone.
+    Leaves that are one tensor, as tied weights are, are one tensor in the copy; leaves that share a
+    storage share a new one, as in `copy.deepcopy`. Where derivatives are followed, and in
+    `torch.compile`, the first holds alone.
 
     >>> import torch
     >>> weight = torch.ones(2, 3)
@@ -208,8 +216,9 @@ def clone(tree: T) -> T:
 
 
 def _by_storage(tensors: Iterable[Tensor]) -> Iterable[list[Tensor]]:
-    """Different tensors in groups that share a storage. A tensor whose memory is not a strided view of a storage, or
-    whose derivatives are followed, is a group by itself; so is each where torch.compile traces, which sees no storages.
+    """Different tensors in groups that share a storage. A tensor whose memory is not a strided view
+    of a storage, or whose derivatives are followed, is a group by itself; so is each where
+    torch.compile traces, which sees no storages.
     """
     if torch.compiler.is_compiling():
         return [[tensor] for tensor in tensors]
@@ -222,7 +231,8 @@ def _by_storage(tensors: Iterable[Tensor]) -> Iterable[list[Tensor]]:
 
 
 def _cloned_together(tensors: list[Tensor]) -> list[Tensor]:
-    """Copies of tensors of one storage: views of one copy of the bytes between the first element and the last."""
+    """Copies of tensors of one storage: views of one copy of the bytes between the first element
+    and the last."""
     filled = [tensor for tensor in tensors if tensor.numel()]
     if len(filled) < 2:
         return [tensor.clone() for tensor in tensors]
@@ -251,13 +261,16 @@ _ALIGNMENT = 16
 
 def _span(tensor: Tensor) -> tuple[int, int]:
     """The first byte of a tensor in its storage, and the one after its last."""
-    last = int(sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True)))
+    last = int(
+        sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    )
     first = int(tensor.storage_offset())
     return first * tensor.itemsize, (first + last + 1) * tensor.itemsize
 
 
 def donates(*argnames: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
-    """Declare that a function takes the storage of the named arguments: each is moved before the body runs.
+    """Declare that a function takes the storage of the named arguments: each is moved before the
+    body runs.
 
     `graphify` reads the declaration, so that a step declares its donations once.
 
@@ -265,8 +278,8 @@ def donates(*argnames: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
         argnames: arguments of the function, by name.
 
     Raises:
-        ArgumentError: a name that is not an argument of the function; DonatedError, at a call: a value that was donated
-            before.
+        ArgumentError: a name that is not an argument of the function; DonatedError, at a call: a
+            value that was donated before.
 
     >>> import torch
     >>> @donates("state")
@@ -285,13 +298,17 @@ def donates(*argnames: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
     given: tuple[Any, ...] = argnames
     call = f"donates({', '.join(getattr(name, '__name__', repr(name)) for name in given)})"
     if not all(isinstance(name, str) for name in given):
-        raise ArgumentError(call, "what is no name of an argument", '@donates("state"), with its parentheses')
+        raise ArgumentError(
+            call, "what is no name of an argument", '@donates("state"), with its parentheses'
+        )
 
     def wrap(fn: Callable[P, R]) -> Callable[P, R]:
         signature = inspect.signature(fn)
         if unknown := [name for name in argnames if name not in signature.parameters]:
             seen = f"{fn.__name__}{signature}, which has no argument {unknown[0]!r}"
-            raise ArgumentError(call, seen, f"one of {', '.join(signature.parameters) or '(), for it has none'}")
+            raise ArgumentError(
+                call, seen, f"one of {', '.join(signature.parameters) or '(), for it has none'}"
+            )
         names, body = tuple(signature.parameters), cast(Callable[..., R], fn)
         kinds = {parameter.kind for parameter in signature.parameters.values()}
         has_plain_names = kinds == {inspect.Parameter.POSITIONAL_OR_KEYWORD}
@@ -304,17 +321,25 @@ def donates(*argnames: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
 
         @functools.wraps(fn)
         def wrapped(*args: P.args, **kwargs: P.kwargs) -> R:
-            in_order = has_plain_names and len(args) == len(names) and not kwargs  # as in nearly every call
+            in_order = (
+                has_plain_names and len(args) == len(names) and not kwargs
+            )  # as in nearly every call
             bound = None if in_order else bind(args, kwargs)
-            values: dict[str, Any] = dict(zip(names, args, strict=True)) if bound is None else bound.arguments
+            values: dict[str, Any] = (
+                dict(zip(names, args, strict=True)) if bound is None else bound.arguments
+            )
             for argname in argnames:
                 if argname in values:
                     values[argname] = donate(values[argname], to=f"{wrapped.__name__}({argname})")
             taken = containers_in({name: values[name] for name in argnames if name in values})
             result = body(*values.values()) if bound is None else body(*bound.args, **bound.kwargs)
             if (changed := changed_container(taken)) is not None:
-                seen = f"it puts other values into {changed}, its own copy of what the caller donated"
-                raise DonatedError(f"{wrapped.__name__}(...)", seen, "return the next value, and use that")
+                seen = (
+                    f"it puts other values into {changed}, its own copy of what the caller donated"
+                )
+                raise DonatedError(
+                    f"{wrapped.__name__}(...)", seen, "return the next value, and use that"
+                )
             return result
 
         vars(wrapped)["__signature__"] = signature

@@ -1,4 +1,5 @@
-"""Effects of a pipeline as data: the runs, sends and receives of a rank, in order. They print, and parse back.
+"""Effects of a pipeline as data: the runs, sends and receives of a rank, in order. They print, and
+parse back.
 
 rank 0 of 2
   run stage 0 [mb 0]
@@ -16,7 +17,14 @@ import attrs
 from weft.display.tables import columns
 from weft.errors import ProgramError
 from weft.meshes import collectives
-from weft.meshes.collectives import AllGather, AllReduce, AllToAll, Collective, PPermute, ReduceScatter
+from weft.meshes.collectives import (
+    AllGather,
+    AllReduce,
+    AllToAll,
+    Collective,
+    PPermute,
+    ReduceScatter,
+)
 from weft.schema import Schema, TensorSchema, read_form
 
 __all__ = [
@@ -76,12 +84,14 @@ def _number_of(what: str) -> int | None:
 
 @attrs.frozen
 class Send:
-    """Start to send a stage's result for `microbatch` to rank `to`. Its buffer is in use until a fence.
+    """Start to send a stage's result for `microbatch` to rank `to`. Its buffer is in use until a
+    fence.
 
     Args:
         to, microbatch: the receiver, and the micro-batch.
         schema: of the result, if it was declared.
-        stage: whose result it is, on a rank that runs several stages; None: the stage that has the sender's number.
+        stage: whose result it is, on a rank that runs several stages; None: the stage that has the
+            sender's number.
     """
 
     to: int
@@ -90,7 +100,9 @@ class Send:
     stage: int | None = None
 
     def __str__(self) -> str:
-        return f"send{_of_stage(self.stage)} to {self.to} [mb {self.microbatch}]{_suffix(self.schema)}"
+        return (
+            f"send{_of_stage(self.stage)} to {self.to} [mb {self.microbatch}]{_suffix(self.schema)}"
+        )
 
 
 @attrs.frozen
@@ -114,8 +126,9 @@ class Recv:
 
 @attrs.frozen
 class Broadcast:
-    """Pass the last stage's output for `microbatch` from rank `root` to all ranks, or to `ranks`: `root` starts to send
-    it, the others wait for it. Not a barrier. `schema` is that of the output, if it was declared."""
+    """Pass the last stage's output for `microbatch` from rank `root` to all ranks, or to `ranks`:
+    `root` starts to send it, the others wait for it. Not a barrier. `schema` is that of the output,
+    if it was declared."""
 
     root: int
     microbatch: int
@@ -129,7 +142,8 @@ class Broadcast:
 
 @attrs.frozen
 class Fence:
-    """Wait until everything that this rank sent for `microbatch` has left its buffer, which may then be overwritten."""
+    """Wait until everything that this rank sent for `microbatch` has left its buffer, which may
+    then be overwritten."""
 
     microbatch: int
 
@@ -185,7 +199,8 @@ class Program:
     Args:
         rank, num_ranks: the rank, and the number of ranks.
         effects: the effects, in order.
-        classes: the class of each micro-batch, as its descriptor prints; empty if the schedule is for any class.
+        classes: the class of each micro-batch, as its descriptor prints; empty if the schedule is
+            for any class.
     """
 
     rank: int
@@ -195,14 +210,17 @@ class Program:
 
     def __str__(self) -> str:
         classes = (f"  mb {index}: {text}" for index, text in enumerate(self.classes))
-        return "\n".join([f"rank {self.rank} of {self.num_ranks}", *classes, *(f"  {e}" for e in self.effects)])
+        return "\n".join(
+            [f"rank {self.rank} of {self.num_ranks}", *classes, *(f"  {e}" for e in self.effects)]
+        )
 
     def _repr_html_(self) -> str:
         return programs_html([self])
 
     @classmethod
     def parse(cls, text: str) -> "Program":
-        """The inverse of `str`. For the listings of all ranks, one below the other, use `parse_listing`."""
+        """The inverse of `str`. For the listings of all ranks, one below the other, use
+        `parse_listing`."""
         title, *lines = [line for line in text.splitlines() if line.strip()] or [""]
         match = read_form(_TITLE, title, "Program.parse(...)", f"a first line {title!r}")
         another = next((line for line in lines if _is_title(line)), None)
@@ -212,13 +230,20 @@ class Program:
             if micro_batch is None:
                 break
             classes.append(micro_batch)
-        if another or any(int(micro_batch[1]) != index for index, micro_batch in enumerate(classes)):
+        if another or any(
+            int(micro_batch[1]) != index for index, micro_batch in enumerate(classes)
+        ):
             seen, instead = "classes of micro-batches out of order", "mb 0: ..., mb 1: ..."
             if another:
-                seen, instead = f"another rank's program, {another!r}", "weft.effects.parse_listing(text)"
+                seen, instead = (
+                    f"another rank's program, {another!r}",
+                    "weft.effects.parse_listing(text)",
+                )
             raise ProgramError("Program.parse(...)", seen, instead)
         effects = tuple(parse_effect(line) for line in lines[len(classes) :])
-        return cls(int(match[1]), int(match[2]), effects, tuple(micro_batch[2] for micro_batch in classes))
+        return cls(
+            int(match[1]), int(match[2]), effects, tuple(micro_batch[2] for micro_batch in classes)
+        )
 
 
 def _is_title(line: str) -> bool:
@@ -231,13 +256,18 @@ def listing(programs: Sequence[Program]) -> str:
 
 
 def programs_html(programs: Sequence[Program]) -> str:
-    """All ranks' programs side by side, for a notebook: each line after the number of its micro-batch."""
-    cells = [[(e.microbatch, str(e).replace(f" [mb {e.microbatch}]", "")) for e in p.effects] for p in programs]
+    """All ranks' programs side by side, for a notebook: each line after the number of its
+    micro-batch."""
+    cells = [
+        [(e.microbatch, str(e).replace(f" [mb {e.microbatch}]", "")) for e in p.effects]
+        for p in programs
+    ]
     return columns([f"rank {p.rank} of {p.num_ranks}" for p in programs], cells)
 
 
 def parse_listing(text: str) -> tuple[Program, ...]:
-    """The inverse of `listing`, and so of a pipeline's `str`: the programs of all ranks, to read, edit and check.
+    """The inverse of `listing`, and so of a pipeline's `str`: the programs of all ranks, to read,
+    edit and check.
 
     Args:
         text: the text that a pipeline prints, edited or not.

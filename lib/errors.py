@@ -1,4 +1,5 @@
-"""Every exception that weft raises, with the call as written, what was seen, and what to write instead; warnings."""
+"""Every exception that weft raises, with the call as written, what was seen, and what to write
+instead; warnings."""
 
 _LONGEST = 400
 """The most characters of a call in an error's text; the middle of a longer one is left out."""
@@ -49,7 +50,8 @@ class DonatedError(WeftError, RuntimeError):
 
 
 class CaptureError(WeftError, RuntimeError):
-    """A function that cannot be captured: it reads the host, branches on data, or writes what it does not own."""
+    """A function that cannot be captured: it reads the host, branches on data, or writes what it
+    does not own."""
 
 
 class CacheMissError(WeftError, RuntimeError):
@@ -73,7 +75,8 @@ class StaleResultError(WeftError, RuntimeError):
 
 
 class ConfigError(WeftError, ValueError):
-    """A model configuration with a field that weft does not support, or, if it is read strictly, does not know."""
+    """A model configuration with a field that weft does not support, or, if it is read strictly,
+    does not know."""
 
 
 class ConfigWarning(UserWarning):
@@ -81,12 +84,13 @@ class ConfigWarning(UserWarning):
 
 
 class LoweredModeWarning(UserWarning):
-    """A graph mode in which the attention cannot run, and which was lowered. To have an error instead:
-    `warnings.simplefilter("error", weft.errors.LoweredModeWarning)`."""
+    """A graph mode in which the attention cannot run, and which was lowered. To have an error
+    instead: `warnings.simplefilter("error", weft.errors.LoweredModeWarning)`."""
 
 
 class CheckpointError(WeftError, ValueError):
-    """A checkpoint whose tensors are damaged, missing, or of a shape that the configuration contradicts."""
+    """A checkpoint whose tensors are damaged, missing, or of a shape that the configuration
+    contradicts."""
 
 
 class CheckpointNotFoundError(CheckpointError, FileNotFoundError):
@@ -121,7 +125,8 @@ class ProgramError(WeftError, ValueError):
 
 
 class MeshError(WeftError, ValueError):
-    """A mesh, a placement or a collective that contradicts the others, or the tensors that it is for."""
+    """A mesh, a placement or a collective that contradicts the others, or the tensors that it is
+    for."""
 
 
 class RankError(WeftError, RuntimeError):
@@ -135,7 +140,13 @@ class RankError(WeftError, RuntimeError):
     """
 
     def __init__(
-        self, call: str, seen: str, instead: str, rank: int | None = None, instruction: str = "", cause: str = ""
+        self,
+        call: str,
+        seen: str,
+        instead: str,
+        rank: int | None = None,
+        instruction: str = "",
+        cause: str = "",
     ) -> None:
         super().__init__(call, seen, instead)
         self.rank = rank

@@ -1,7 +1,8 @@
 """The packages that weft imports only where they are installed, and the command that installs them.
 
-The command names these packages, and not weft with an extra. The package index has no weft of ours: who asks it for
-that name gets the project of somebody else, and a name that nobody has registered can be anybody's tomorrow.
+The command names these packages, and not weft with an extra. The package index has no weft of ours:
+who asks it for that name gets the project of somebody else, and a name that nobody has registered
+can be anybody's tomorrow.
 """
 
 import sys

@@ -1,12 +1,13 @@
 """What Python objects hold: the tensors in plain objects, and what a run changes in them.
 
-A capture runs Python code once. So what the code keeps in an attribute, in an entry of a dict or in a nonlocal is
-frozen, however deep it lies: transformers' caches count tokens in the attributes of objects in a list of an object.
-`places_of_tensors` finds tensors there, so that they can be given and taken back like buffers. A `Snapshot` holds all
-that is reachable from some roots, finds what a run has changed, and puts it back.
+A capture runs Python code once. So what the code keeps in an attribute, in an entry of a dict or in
+a nonlocal is frozen, however deep it lies: transformers' caches count tokens in the attributes of
+objects in a list of an object. `places_of_tensors` finds tensors there, so that they can be given
+and taken back like buffers. A `Snapshot` holds all that is reachable from some roots, finds what a
+run has changed, and puts it back.
 
-Not entered: objects of torch, of weft and of the standard library (but for its containers), iterators, and objects
-implemented in C.
+Not entered: objects of torch, of weft and of the standard library (but for its containers),
+iterators, and objects implemented in C.
 """
 
 import functools
@@ -35,8 +36,8 @@ class Step:
     """The way from an owner to something that it holds.
 
     Args:
-        kind: an attribute; one that is fixed; an item of a dict, list or deque; an element of a tuple; a nonlocal of a
-            function; an attribute of the owner's class.
+        kind: an attribute; one that is fixed; an item of a dict, list or deque; an element of a
+            tuple; a nonlocal of a function; an attribute of the owner's class.
         key: its name, key or index.
         owner: the name of the class, for an attribute of one.
     """
@@ -68,7 +69,8 @@ def members(owner: Any, registered: Set[int] = frozenset()) -> Members | None:
 
     Args:
         owner: any object.
-        registered: the ids of modules whose parameters, buffers and parts are left out, because they are known.
+        registered: the ids of modules whose parameters, buffers and parts are left out, because
+            they are known.
     """
     if isinstance(owner, nn.Module):
         return [*_of_module(owner, id(owner) in registered), *_of_class(_kind(owner))]
@@ -77,9 +79,14 @@ def members(owner: Any, registered: Set[int] = frozenset()) -> Members | None:
     if isinstance(owner, types.FunctionType):
         return _of_function(owner)
     if isinstance(owner, types.MethodType):
-        return [(Step("fixed", "__self__"), owner.__self__), (Step("fixed", "__func__"), owner.__func__)]
+        return [
+            (Step("fixed", "__self__"), owner.__self__),
+            (Step("fixed", "__func__"), owner.__func__),
+        ]
     if isinstance(owner, functools.partial):
-        return [(Step("fixed", name), getattr(owner, name)) for name in ("func", "args", "keywords")]
+        return [
+            (Step("fixed", name), getattr(owner, name)) for name in ("func", "args", "keywords")
+        ]
     found: Members | None = None
     if isinstance(owner, dict):
         found = [(Step("item", key), value) for key, value in dict.items(owner)]
@@ -129,7 +136,9 @@ def _is_foreign(kind: Any) -> bool:
 def _is_plain_object(kind: Any) -> bool:
     """Whether objects of a class are entered for their attributes."""
     package = kind.__module__.partition(".")[0]
-    if issubclass(kind, (Tensor, types.ModuleType)) or (_is_foreign(kind) and package not in _OPEN_OF_THE_LIBRARY):
+    if issubclass(kind, (Tensor, types.ModuleType)) or (
+        _is_foreign(kind) and package not in _OPEN_OF_THE_LIBRARY
+    ):
         return False
     return bool(_slots(kind)) or any("__dict__" in vars(base) for base in kind.__mro__)
 
@@ -142,7 +151,10 @@ def _slots(kind: Any) -> tuple[str, ...]:
 
 
 def _is_slot(value: Any) -> bool:
-    return isinstance(value, types.MemberDescriptorType) and value.__name__ not in ("__dict__", "__weakref__")
+    return isinstance(value, types.MemberDescriptorType) and value.__name__ not in (
+        "__dict__",
+        "__weakref__",
+    )
 
 
 def attributes(owner: Any) -> Iterator[tuple[str, Any]]:
@@ -157,7 +169,9 @@ def attributes(owner: Any) -> Iterator[tuple[str, Any]]:
 
 @functools.cache
 def _classes_with_values(kind: Any) -> tuple[type, ...]:
-    return tuple(base for base in kind.__mro__ if not _is_foreign(base) and not issubclass(base, tuple))
+    return tuple(
+        base for base in kind.__mro__ if not _is_foreign(base) and not issubclass(base, tuple)
+    )
 
 
 def _of_class(kind: Any) -> Iterator[tuple[Step, Any]]:
@@ -193,8 +207,14 @@ def _get(owner: Any, step: Step) -> Any:
 
 
 def _put(owner: Any, step: Step, value: Any) -> None:
-    if step.kind == "attribute" and hasattr(owner, "__dict__") and step.key not in _slots(_kind(owner)):
-        vars(owner)[step.key] = value  # and not setattr, which a module and a frozen class define anew
+    if (
+        step.kind == "attribute"
+        and hasattr(owner, "__dict__")
+        and step.key not in _slots(_kind(owner))
+    ):
+        vars(owner)[step.key] = (
+            value  # and not setattr, which a module and a frozen class define anew
+        )
     elif step.kind == "attribute":
         object.__setattr__(owner, step.key, value)
     elif step.kind == "nonlocal":
@@ -206,7 +226,11 @@ def _put(owner: Any, step: Step, value: Any) -> None:
 
 
 def _class_of(owner: Any, step: Step) -> type:
-    return next(base for base in type(owner).__mro__ if base.__qualname__ == step.owner and step.key in vars(base))
+    return next(
+        base
+        for base in type(owner).__mro__
+        if base.__qualname__ == step.owner and step.key in vars(base)
+    )
 
 
 def _remove(owner: Any, step: Step) -> None:
@@ -252,11 +276,14 @@ class Place:
         return value
 
 
-def places_of_tensors(roots: Mapping[str, Any], registered: Set[int]) -> list[tuple[Tensor, list[Place]]]:
-    """The tensors that plain objects hold, also in containers inside of them, each with all places that hold it.
+def places_of_tensors(
+    roots: Mapping[str, Any], registered: Set[int]
+) -> list[tuple[Tensor, list[Place]]]:
+    """The tensors that plain objects hold, also in containers inside of them, each with all places
+    that hold it.
 
-    Left out are parameters, tensors of a subclass, those that autograd trains, what modules alone hold, and what lies
-    where no other value can be put: among the arguments of a partial function.
+    Left out are parameters, tensors of a subclass, those that autograd trains, what modules alone
+    hold, and what lies where no other value can be put: among the arguments of a partial function.
 
     Args:
         roots: the modules from which the objects are reached, by path.
@@ -288,7 +315,11 @@ def places_of_tensors(roots: Mapping[str, Any], registered: Set[int]) -> list[tu
         inside = (in_object or _is_plain_object(_kind(value))) and not is_module
         for step, member in reversed(members(value, registered) or ()):
             stack.append((step.after(path), member, root, (*steps, step), inside))
-    return [(tensor, places[key]) for key, tensor in tensors.items() if key in of_objects and key not in fixed]
+    return [
+        (tensor, places[key])
+        for key, tensor in tensors.items()
+        if key in of_objects and key not in fixed
+    ]
 
 
 def _is_fixed(steps: tuple[Step, ...]) -> bool:
@@ -309,7 +340,10 @@ class Change:
 
     def __str__(self) -> str:
         """What changed, and from what to what, after a subject such as `n of the module `."""
-        if all(isinstance(value, _PLAIN) and len(repr(value)) < 40 for value in (self.before, self.after)):
+        if all(
+            isinstance(value, _PLAIN) and len(repr(value)) < 40
+            for value in (self.before, self.after)
+        ):
             return f"changes from {self.before!r} to {self.after!r} while it runs"
         return "changes while it runs"
 
@@ -337,7 +371,11 @@ class Snapshot:
         stack = list(self._roots.values())
         while stack:
             value = stack.pop()
-            if isinstance(value, (*_PLAIN, Tensor)) or id(value) in self._members or id(value) in self._contents:
+            if (
+                isinstance(value, (*_PLAIN, Tensor))
+                or id(value) in self._members
+                or id(value) in self._contents
+            ):
                 continue
             if (handle := _contents_handle(value)) is not None:
                 self._contents[id(value)] = value, handle.get(value)
@@ -351,20 +389,28 @@ class Snapshot:
         return len(self._contents) + sum(len(inside) for _, inside in self._members.values())
 
     def is_unchanged(self) -> bool:
-        """Whether all members are the same objects as then, and the contents the same: a quick look, for which an equal
-        value is a change."""
+        """Whether all members are the same objects as then, and the contents the same: a quick
+        look, for which an equal value is a change."""
         for value, before in self._members.values():
             now = members(value, self._registered) or []
-            if len(now) != len(before) or any(one is not old for (_, one), (_, old) in zip(now, before, strict=True)):
+            if len(now) != len(before) or any(
+                one is not old for (_, one), (_, old) in zip(now, before, strict=True)
+            ):
                 return False
-        handles = ((_contents_handle(value), value, before) for value, before in self._contents.values())
-        return all(handle is not None and handle.same(handle.get(value), before) for handle, value, before in handles)
+        handles = (
+            (_contents_handle(value), value, before) for value, before in self._contents.values()
+        )
+        return all(
+            handle is not None and handle.same(handle.get(value), before)
+            for handle, value, before in handles
+        )
 
     def changes(self, state: Set[int] = frozenset()) -> Iterator[Change]:
         """What has changed since, in the order of the roots.
 
         Args:
-            state: the ids of tensors that may be replaced by others, because both are part of a state.
+            state: the ids of tensors that may be replaced by others, because both are part of a
+                state.
         """
         stack = [(path, root, root) for path, root in reversed(self._roots.items())]
         seen = set[tuple[int, int]]()
@@ -386,17 +432,23 @@ class Snapshot:
                     yield Change(path, was, now)
             else:
                 pairs = _paired(self._members[id(was)][1], members(now, self._registered) or [])
-                if any(step.kind == "item" and _Absent in (type(old), type(new)) for step, old, new in pairs):
+                if any(
+                    step.kind == "item" and _Absent in (type(old), type(new))
+                    for step, old, new in pairs
+                ):
                     yield Change(path, was, now)  # it holds more, or less
                     continue
-                stack += [(step.after(path), before, after) for step, before, after in reversed(pairs)]
+                stack += [
+                    (step.after(path), before, after) for step, before, after in reversed(pairs)
+                ]
 
     def restore(self) -> None:
         """Put back what has changed."""
         for value, before in self._members.values():
             now = members(value, self._registered) or []
             if len(now) == len(before) and all(
-                step == other and member is old for (step, member), (other, old) in zip(now, before, strict=True)
+                step == other and member is old
+                for (step, member), (other, old) in zip(now, before, strict=True)
             ):
                 continue
             _restore(value, now, before)
@@ -411,7 +463,9 @@ def _paired(before: Members, now: Members) -> list[tuple[Step, Any, Any]]:
     old_members = dict(before)
     new_members = dict(now)
     steps = [*old_members, *(step for step in new_members if step not in old_members)]
-    return [(step, old_members.get(step, _ABSENT), new_members.get(step, _ABSENT)) for step in steps]
+    return [
+        (step, old_members.get(step, _ABSENT), new_members.get(step, _ABSENT)) for step in steps
+    ]
 
 
 def _restore(value: Any, now: Members, before: Members) -> None:
@@ -434,7 +488,8 @@ def _restore(value: Any, now: Members, before: Members) -> None:
 
 @attrs.frozen(eq=False)
 class _Contents:
-    """How the contents of a mutable object that has no members are copied, compared and put back."""
+    """How the contents of a mutable object that has no members are copied, compared and put back.
+    """
 
     get: Callable[[Any], Any]
     put: Callable[[Any, Any], Any]
@@ -453,13 +508,19 @@ def _refill_array(value: Any, contents: Any) -> None:
 
 
 _SET = _Contents(set, _refill, lambda now, was: bool(now == was))
-_BYTES = _Contents(bytes, lambda value, contents: value.__setitem__(slice(None), contents), lambda now, was: now == was)
+_BYTES = _Contents(
+    bytes,
+    lambda value, contents: value.__setitem__(slice(None), contents),
+    lambda now, was: now == was,
+)
 _ARRAY = _Contents(
     lambda value: value[:],
     lambda value, contents: value.__setitem__(slice(None), contents),
     lambda now, was: bool(now == was),
 )
-_RANDOM = _Contents(random.Random.getstate, random.Random.setstate, lambda now, was: bool(now == was))
+_RANDOM = _Contents(
+    random.Random.getstate, random.Random.setstate, lambda now, was: bool(now == was)
+)
 _NUMPY_ARRAY = _Contents(
     lambda value: value.copy(),
     _refill_array,
@@ -473,12 +534,15 @@ _NUMPY_GENERATOR = _Contents(
 _NUMPY_RANDOM_STATE = _Contents(
     lambda value: value.get_state(legacy=False),
     lambda value, contents: value.set_state(contents),
-    lambda now, was: bool(repr(now) == repr(was) and (now["state"]["key"] == was["state"]["key"]).all()),
+    lambda now, was: bool(
+        repr(now) == repr(was) and (now["state"]["key"] == was["state"]["key"]).all()
+    ),
 )
 
 
 def is_refillable(value: Any) -> bool:
-    """Whether an object has contents that may change, and that are no members: a set, an array, a random generator."""
+    """Whether an object has contents that may change, and that are no members: a set, an array, a
+    random generator."""
     return _contents_handle(value) is not None
 
 
@@ -501,7 +565,8 @@ def _contents_handle(value: Any) -> _Contents | None:
 
 
 def _is_equal(was: Any, now: Any) -> bool:
-    """Whether one value can stand for another: the same object, or an equal value of a class that compares values."""
+    """Whether one value can stand for another: the same object, or an equal value of a class that
+    compares values."""
     if was is now:
         return True
     if type(was) is not type(now) or isinstance(was, Tensor):

@@ -1,5 +1,5 @@
-"""The outputs of stages: `IntermediateTensors` between two stages, and the last stage's `Output`; and values that a
-batch has one of for each token, or for each request."""
+"""The outputs of stages: `IntermediateTensors` between two stages, and the last stage's `Output`;
+and values that a batch has one of for each token, or for each request."""
 
 from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
@@ -11,7 +11,9 @@ from weft.display.summary import Summarized
 from weft.errors import ProgramError
 from weft.trees import axes, pytree
 
-_INSTEAD = "batch.per_token(...) of it, [num_tokens, ...]; its own tensor, [num_reqs, ...], is `.values`"
+_INSTEAD = (
+    "batch.per_token(...) of it, [num_tokens, ...]; its own tensor, [num_reqs, ...], is `.values`"
+)
 
 
 @pytree
@@ -27,15 +29,20 @@ class PerToken(Summarized):
 class PerRequest(Summarized):
     """A value for each request of a batch: `values` [num_reqs, ...].
 
-    It is not a tensor, because torch would add it to values of tokens wherever a padded batch has as many requests as
-    tokens: `batch.per_token(...)` of it is a tensor with the value of each token's request.
+    It is not a tensor, because torch would add it to values of tokens wherever a padded batch has
+    as many requests as tokens: `batch.per_token(...)` of it is a tensor with the value of each
+    token's request.
     """
 
     values: Tensor = attrs.field(metadata=axes("num_reqs"))
 
     @classmethod
     def __torch_function__(
-        cls, func: Callable[..., Any], types: Sequence[type], args: Sequence[Any] = (), kwargs: Any = None
+        cls,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: Sequence[Any] = (),
+        kwargs: Any = None,
     ) -> NoReturn:
         _refuse(getattr(func, "__name__", str(func)), *args)
 
@@ -48,7 +55,9 @@ class PerRequest(Summarized):
 
 def _refuse(name: str, *args: Any) -> NoReturn:
     """Refuse an operation of tensors."""
-    given = ", ".join(f"{list(x.shape)}" if isinstance(x, Tensor) else type(x).__name__ for x in args)
+    given = ", ".join(
+        f"{list(x.shape)}" if isinstance(x, Tensor) else type(x).__name__ for x in args
+    )
     seen = "a PerRequest, whose values are of requests and not of tokens"
     raise ProgramError(f"{name}({given})", seen, _INSTEAD)
 
@@ -58,7 +67,18 @@ def _refused(name: str) -> Callable[..., NoReturn]:
 
 
 for _name in (
-    *("__bool__", "__eq__", "__ne__", "__lt__", "__le__", "__gt__", "__ge__", "__getitem__", "__iter__", "__len__"),
+    *(
+        "__bool__",
+        "__eq__",
+        "__ne__",
+        "__lt__",
+        "__le__",
+        "__gt__",
+        "__ge__",
+        "__getitem__",
+        "__iter__",
+        "__len__",
+    ),
     *("__neg__", "__abs__", "__invert__", "__float__", "__int__", "__index__", "__contains__"),
 ):  # what Python would answer by itself, or in other words
     type.__setattr__(PerRequest, _name, _refused(_name))
@@ -71,9 +91,11 @@ class IntermediateTensors(Summarized):
 
     Args:
         hidden_states: [num_tokens, hidden_size], the residual stream; the model's dtype.
-        input_ids: [num_tokens] int64, the batch's with the drafts filled in; None unless the step verifies drafts.
-        positions: [num_tokens, 3] int64, each token's position in time, height and width; None unless the model has
-            mRoPE. Tokens come first, as in every tensor between stages (`Batch.positions` is [3, num_tokens]).
+        input_ids: [num_tokens] int64, the batch's with the drafts filled in; None unless the step
+            verifies drafts.
+        positions: [num_tokens, 3] int64, each token's position in time, height and width; None
+            unless the model has mRoPE. Tokens come first, as in every tensor between stages
+            (`Batch.positions` is [3, num_tokens]).
         captured: by name, what the stages so far have captured; 0 where none has yet.
     """
 
@@ -86,25 +108,30 @@ class IntermediateTensors(Summarized):
 @pytree
 @attrs.frozen(eq=False, repr=False)
 class Output(Summarized):
-    """The last stage's output. In a step that verifies drafts, which samples several tokens for each request, the first
-    six fields are [num_reqs, n, ...]: n is the query length of a uniform class, otherwise the greatest number.
+    """The last stage's output. In a step that verifies drafts, which samples several tokens for
+    each request, the first six fields are [num_reqs, n, ...]: n is the query length of a uniform
+    class, otherwise the greatest number.
 
     Args:
         token_ids: [num_reqs] int64, the sampled token (meaningless if the batch does not sample).
-        logprobs: [num_reqs] float32, the natural logarithm of the model's probability of that token, before
-            temperature; -inf if no token could be drawn, and NaN if the logits were NaN.
-        logits: [num_reqs, vocab_size] float32 at each request's last token; None unless the step was built to keep
-            them.
-        top_ids, top_logprobs: [num_reqs, n] int64 and float32, the n likeliest tokens, by the model as above; None
-            unless the step was built to find them.
-        ranks: [num_reqs] int64, 1 + the number of tokens that are likelier than the sampled one; None as above.
-        prompt_logprobs: [num_tokens] float32, those of the batch's `targets`; None unless it has targets.
+        logprobs: [num_reqs] float32, the natural logarithm of the model's probability of that
+            token, before temperature; -inf if no token could be drawn, and NaN if the logits were
+            NaN.
+        logits: [num_reqs, vocab_size] float32 at each request's last token; None unless the step
+            was built to keep them.
+        top_ids, top_logprobs: [num_reqs, n] int64 and float32, the n likeliest tokens, by the model
+            as above; None unless the step was built to find them.
+        ranks: [num_reqs] int64, 1 + the number of tokens that are likelier than the sampled one;
+            None as above.
+        prompt_logprobs: [num_tokens] float32, those of the batch's `targets`; None unless it has
+            targets.
         prompt_top_ids, prompt_top_logprobs: [num_tokens, n], the likeliest tokens in their place.
         prompt_ranks: [num_tokens] int64, the ranks of the batch's `targets`.
-        num_tokens: [num_reqs] int64, the number of `token_ids` that the request keeps, from the first; 0 if it already
-            has all its tokens. None unless the step verifies drafts.
+        num_tokens: [num_reqs] int64, the number of `token_ids` that the request keeps, from the
+            first; 0 if it already has all its tokens. None unless the step verifies drafts.
         num_drafts: [num_reqs] int64, the number of drafts; `num_tokens - 1` of them were right.
-        captured: by name, what functions of one's own in the stages captured of each token (`weft.stages.sow`).
+        captured: by name, what functions of one's own in the stages captured of each token
+            (`weft.stages.sow`).
     """
 
     token_ids: Tensor = attrs.field(metadata=axes("num_reqs"))

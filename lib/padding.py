@@ -1,4 +1,5 @@
-"""Padding: a tree of sized values of one class, written under a descriptor that covers it; and its inverse."""
+"""Padding: a tree of sized values of one class, written under a descriptor that covers it; and its
+inverse."""
 
 from typing import Any, TypeVar
 
@@ -16,11 +17,17 @@ T = TypeVar("T")
 def padded_shape(value: Tensor, spec: Axes, descriptor: Any) -> tuple[int, ...]:
     """The shape that `value` has under `descriptor`."""
     extents = [spec.extent(dim, descriptor) for dim in range(value.dim())]
-    return tuple([size if extent is None else extent for size, extent in zip(value.shape, extents, strict=True)])
+    return tuple(
+        [
+            size if extent is None else extent
+            for size, extent in zip(value.shape, extents, strict=True)
+        ]
+    )
 
 
 def write_padded(target: Tensor, value: Tensor, spec: Axes) -> None:
-    """Write `value` into the leading corner of `target`, and the padding of `spec` into all the rest.
+    """Write `value` into the leading corner of `target`, and the padding of `spec` into all the
+    rest.
 
     It overwrites all of `target`, so it also fills a replay's input buffers.
     """
@@ -34,7 +41,8 @@ def write_padded(target: Tensor, value: Tensor, spec: Axes) -> None:
 
 
 def last_entry(value: Tensor, spec: Axes) -> Tensor:
-    """The last entry of `value` along the dimensions that are padded, so that it broadcasts; 0 if it is empty."""
+    """The last entry of `value` along the dimensions that are padded, so that it broadcasts; 0 if
+    it is empty."""
     if value.numel() == 0:
         return value.new_zeros((1,) * value.dim())
     return value[tuple(slice(-1 if spec.name(dim) else 0, None) for dim in range(value.dim()))]
@@ -44,14 +52,16 @@ def pad(tree: T, descriptor: Any) -> T:
     """Pad every sized value in `tree` to `descriptor`; other leaves pass through.
 
     Args:
-        tree: a batch, intermediate tensors, or any tree that holds sized values (see `weft.trees.axes`).
+        tree: a batch, intermediate tensors, or any tree that holds sized values (see
+            `weft.trees.axes`).
         descriptor: must cover the descriptor of each batch in the tree.
 
     Returns:
         A new tree; a tensor that already has its size is passed on, not copied.
 
     Raises:
-        DescriptorError: the descriptor does not cover a batch, or a tensor is larger than it allows.
+        DescriptorError: the descriptor does not cover a batch, or a tensor is larger than it
+            allows.
         DonatedError: a tensor was donated before.
 
     >>> from weft.batch import Batch
@@ -69,9 +79,14 @@ def pad(tree: T, descriptor: Any) -> T:
         if said == own == shape:
             return value
         if said != own or any(new < old for new, old in zip(shape, own, strict=True)):
-            seen, instead = f"a tensor of shape {own}, larger than that descriptor", "pad to one that covers the batch"
+            seen, instead = (
+                f"a tensor of shape {own}, larger than that descriptor",
+                "pad to one that covers the batch",
+            )
             if said != own:
-                seen = f"a tensor of shape {own} in a batch of class '{found[0]}', which needs {said}"
+                seen = (
+                    f"a tensor of shape {own} in a batch of class '{found[0]}', which needs {said}"
+                )
                 instead = "give the batch the descriptor of its tensors"
             raise DescriptorError(call, seen, instead)
         return grow(value, spec, descriptor)
@@ -99,14 +114,17 @@ def grow(value: Tensor, spec: Axes, descriptor: Any) -> Tensor:
         return value
     if not isinstance(spec.pad, str):  # one operator on the host, where steps are padded
         more = [size - own for own, size in zip(value.shape, shape, strict=True)]
-        return torch.constant_pad_nd(value, [end for last in reversed(more) for end in (0, last)], spec.pad)
+        return torch.constant_pad_nd(
+            value, [end for last in reversed(more) for end in (0, last)], spec.pad
+        )
     target = value.new_empty(shape)
     write_padded(target, value, spec)
     return target
 
 
 def unpad(tree: T, descriptor: Any) -> T:
-    """Cut every sized value in `tree` down to `descriptor`: the inverse of `pad`. It reads a padded result.
+    """Cut every sized value in `tree` down to `descriptor`: the inverse of `pad`. It reads a padded
+    result.
 
     Args:
         tree: any tree that holds sized values.
@@ -139,7 +157,8 @@ def cut(value: Tensor, spec: Axes, descriptor: Any) -> Tensor:
 
 
 def inert(tree: T, descriptor: Any) -> T:
-    """The tree under `descriptor` that is all padding. A warm-up runs on it, and leaves no trace in any state."""
+    """The tree under `descriptor` that is all padding. A warm-up runs on it, and leaves no trace in
+    any state."""
 
     def blank(value: Tensor, spec: Axes) -> Tensor:
         target = value.new_empty(padded_shape(value, spec, descriptor))

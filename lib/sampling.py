@@ -21,7 +21,8 @@ _MOST_TOKENS = 2**31
 
 
 def _as_tuple(value: Any) -> Any:
-    """A collection as a tuple, and a string as a tuple of one; other values stay as they are, to be refused."""
+    """A collection as a tuple, and a string as a tuple of one; other values stay as they are, to be
+    refused."""
     if isinstance(value, str):
         return (value,)
     return tuple(value) if isinstance(value, Iterable) and not isinstance(value, Mapping) else value
@@ -43,36 +44,39 @@ def _as_top_k(value: Any) -> Any:
 @names_arguments(**SAMPLING)
 @attrs.frozen(kw_only=True, repr=False)
 class SamplingParams:
-    """The choice of a request's tokens, and the conditions that end it. Names are those of vLLM, and so are the
-    defaults, except that of `temperature`.
+    """The choice of a request's tokens, and the conditions that end it. Names are those of vLLM,
+    and so are the defaults, except that of `temperature`.
 
     Args:
-        temperature: divides the logits; 0 is greedy. If it is not given, the request is greedy, and arguments that only
-            matter to a draw are refused: `top_k`, `top_p`, `min_p`, `n`, `seed`.
-        top_k: draw from this many of the likeliest tokens (and those that tie with the last); 0 and -1: all.
-        top_p: draw from the least set of the likeliest tokens that together have this probability (and those that tie
-            with the last).
+        temperature: divides the logits; 0 is greedy. If it is not given, the request is greedy, and
+            arguments that only matter to a draw are refused: `top_k`, `top_p`, `min_p`, `n`,
+            `seed`.
+        top_k: draw from this many of the likeliest tokens (and those that tie with the last); 0 and
+            -1: all.
+        top_p: draw from the least set of the likeliest tokens that together have this probability
+            (and those that tie with the last).
         min_p: draw from tokens at least this many times as likely as the likeliest; 0: all.
-        repetition_penalty: logits of tokens in the prompt or the completion are divided by it if positive, multiplied
-            if negative.
+        repetition_penalty: logits of tokens in the prompt or the completion are divided by it if
+            positive, multiplied if negative.
         presence_penalty: subtracted from the logits of tokens in the completion.
         frequency_penalty: subtracted from them once for each occurrence.
         logit_bias: added to the logits of these tokens.
         allowed_token_ids: no other tokens are drawn; None: all are allowed.
         bad_token_ids: never drawn.
-        bad_words: texts whose tokens, with a space before them or without, are never drawn one after the other. With
-            one of several tokens, each token of the request waits until the one before has been read, and the request
-            has no drafts.
-        min_tokens: with fewer tokens, a request draws no token that would end it, and a stop text does not end it that
-            is complete before.
+        bad_words: texts whose tokens, with a space before them or without, are never drawn one
+            after the other. With one of several tokens, each token of the request waits until the
+            one before has been read, and the request has no drafts.
+        min_tokens: with fewer tokens, a request draws no token that would end it, and a stop text
+            does not end it that is complete before.
         stop_token_ids: tokens that end the request, beside the model's own.
         stop: texts that end it; the one that begins first in its text wins.
-        include_stop_str_in_output: its text ends after the stop text or token that ended it, not before.
+        include_stop_str_in_output: its text ends after the stop text or token that ended it, not
+            before.
         ignore_eos: the model's end-of-sequence tokens do not end it.
-        seed: a whole number from -2**63 to 2**63 - 1, which with a token's position fixes what is drawn; None: a fresh
-            one.
-        logprobs: return the logprobs of this many of the likeliest tokens, and the rank of the chosen one; -1: of all
-            tokens; None: no logprobs but the chosen one's.
+        seed: a whole number from -2**63 to 2**63 - 1, which with a token's position fixes what is
+            drawn; None: a fresh one.
+        logprobs: return the logprobs of this many of the likeliest tokens, and the rank of the
+            chosen one; -1: of all tokens; None: no logprobs but the chosen one's.
         prompt_logprobs: the same for each token of the prompt.
         skip_special_tokens: leave special tokens out of the text.
         detokenize: False: the completion has no text, which takes the host less time.
@@ -119,16 +123,23 @@ class SamplingParams:
             object.__setattr__(self, "temperature", 0.0)
 
     def _fault(self) -> tuple[str, str] | None:
-        """The first field, or the first two together, that no request can have, and what to write instead."""
+        """The first field, or the first two together, that no request can have, and what to write
+        instead."""
         for name, default, holds, instead in _checks():
             value = getattr(self, name)
             if value is not default and not holds(value):
                 return f"{name}={value!r}", instead
         if _is_none(self.temperature) and (drawn := self._only_drawn()):
             seen = f"{drawn}, which changes nothing of a greedy request, and no temperature"
-            return seen, "temperature=1.0, or another at which to draw; temperature=0 to be greedy all the same"
+            return (
+                seen,
+                "temperature=1.0, or another at which to draw; temperature=0 to be greedy all the same",
+            )
         if self.stop and not self.detokenize:
-            return "stop texts, and detokenize=False", "stop_token_ids=[...]: a completion without text has no such end"
+            return (
+                "stop texts, and detokenize=False",
+                "stop_token_ids=[...]: a completion without text has no such end",
+            )
         if fault := self._all_barred(_MOST_TOKENS):
             return fault
         factor = max(self.repetition_penalty, 1 / self.repetition_penalty)
@@ -143,12 +154,14 @@ class SamplingParams:
         return f"{names[0]}={getattr(self, names[0])!r}" if names else ""
 
     def __repr__(self) -> str:
-        """The call that makes it, with the arguments that differ from the defaults; without the temperature of a greedy
-        request, unless others that it has would be refused without one."""
+        """The call that makes it, with the arguments that differ from the defaults; without the
+        temperature of a greedy request, unless others that it has would be refused without one."""
         changed: list[str] = []
         for name, default in _defaults():
             value = getattr(self, name)
-            if value is not default and repr(value) != repr(default):  # by their repr: True is not 1
+            if value is not default and repr(value) != repr(
+                default
+            ):  # by their repr: True is not 1
                 changed.append(f"{name}={value!r}")
         drawn = self._only_drawn()
         if changed[:1] == ["temperature=0.0"] and (
@@ -158,14 +171,16 @@ class SamplingParams:
         return f"SamplingParams({', '.join(changed)})"
 
     def for_request(self, eos_token_ids: Iterable[int], seed: int) -> Self:
-        """These parameters for one request: with all tokens that end it in `stop_token_ids`, and with a seed.
+        """These parameters for one request: with all tokens that end it in `stop_token_ids`, and
+        with a seed.
 
         Args:
             eos_token_ids: the model's own.
             seed: the seed, if these parameters have none.
 
         Raises:
-            RequestError: no token is left that could be drawn: `min_tokens` bars those that end the request.
+            RequestError: no token is left that could be drawn: `min_tokens` bars those that end the
+                request.
         """
         ends = () if self.ignore_eos else tuple(eos_token_ids)
         stops = tuple(dict.fromkeys((*self.stop_token_ids, *ends)))
@@ -180,15 +195,18 @@ class SamplingParams:
         return made
 
     def check_tokens(self, vocab_size: int, most_biased: int) -> None:
-        """Raise RequestError for tokens that the model does not have, for more biases than a table holds, and where no
-        token is left that could be drawn."""
+        """Raise RequestError for tokens that the model does not have, for more biases than a table
+        holds, and where no token is left that could be drawn."""
         if fault := self._token_fault(vocab_size, most_biased):
             raise RequestError(repr(self), *fault)
 
     def _token_fault(self, vocab_size: int, most_biased: int) -> tuple[str, str] | None:
         for name in ("logit_bias", "allowed_token_ids", "bad_token_ids", "stop_token_ids"):
             if wrong := [token for token in getattr(self, name) or () if token >= vocab_size]:
-                return f"{name} holds {wrong[0]}", f"token ids of this model go from 0 to {vocab_size - 1}"
+                return (
+                    f"{name} holds {wrong[0]}",
+                    f"token ids of this model go from 0 to {vocab_size - 1}",
+                )
         if (count := len(self.logit_bias)) > most_biased:
             seen = f"{count} tokens in logit_bias; the state holds {most_biased} a request"
             return seen, f"State.zeros(..., max_biased={count})"
@@ -200,7 +218,11 @@ class SamplingParams:
         allowed = self.allowed_token_ids
         left = vocab_size - len(bars) if allowed is None else len(set(allowed) - bars)
         if left < 1:
-            ends = f", those that end a request by min_tokens={self.min_tokens}" if self.min_tokens else ""
+            ends = (
+                f", those that end a request by min_tokens={self.min_tokens}"
+                if self.min_tokens
+                else ""
+            )
             seen = f"all {vocab_size if allowed is None else 'allowed'} tokens barred{ends}"
             if self.min_tokens:
                 return seen, "leave one that can be drawn; min_tokens bars those that end a request"
@@ -228,29 +250,52 @@ def _are_biases(value: Any) -> bool:
 
 
 _TOKENS = "a list of token ids"
-_LOGPROBS = (lambda x: x is None or _is_count(x) or is_int(x, -1, -1), "a whole number >= 0, -1 for all, or None")
-_TEXTS = (lambda x: isinstance(x, tuple) and all(is_text(s) and s for s in x), "texts that are not empty")
+_LOGPROBS = (
+    lambda x: x is None or _is_count(x) or is_int(x, -1, -1),
+    "a whole number >= 0, -1 for all, or None",
+)
+_TEXTS = (
+    lambda x: isinstance(x, tuple) and all(is_text(s) and s for s in x),
+    "texts that are not empty",
+)
 _BOOL = (lambda x: isinstance(x, bool), "True or False")
 _PENALTY = (lambda x: is_number(x, -2, 2), "a number from -2 to 2; 0 changes nothing")
 _CHECKS: dict[str, tuple[Any, str]] = {
-    "temperature": (lambda x: x is None or is_number(x, 0, 1e38), "a finite number >= 0; 0 is greedy"),
+    "temperature": (
+        lambda x: x is None or is_number(x, 0, 1e38),
+        "a finite number >= 0; 0 is greedy",
+    ),
     "top_k": (_is_count, "a whole number >= 0; 0 keeps all"),
     "top_p": (lambda x: is_number(x, 0, 1) and x > 0, "a number > 0 and <= 1; 1 keeps all"),
     "min_p": (lambda x: is_number(x, 0, 1), "a number from 0 to 1; 0 keeps all"),
-    "repetition_penalty": (lambda x: is_number(x, 1 / _LARGEST, _LARGEST), "a number > 0; 1 changes nothing"),
+    "repetition_penalty": (
+        lambda x: is_number(x, 1 / _LARGEST, _LARGEST),
+        "a number > 0; 1 changes nothing",
+    ),
     "presence_penalty": _PENALTY,
     "frequency_penalty": _PENALTY,
     "logit_bias": (_are_biases, "a dict of finite numbers by token ids"),
-    "allowed_token_ids": (lambda x: x is None or (_are_tokens(x) and x), f"{_TOKENS}, at least one; None allows all"),
+    "allowed_token_ids": (
+        lambda x: x is None or (_are_tokens(x) and x),
+        f"{_TOKENS}, at least one; None allows all",
+    ),
     "bad_token_ids": (_are_tokens, _TOKENS),
     "min_tokens": (_is_count, "a whole number >= 0"),
     "stop_token_ids": (_are_tokens, _TOKENS),
     **dict.fromkeys(("bad_words", "stop"), _TEXTS),
-    **dict.fromkeys(("include_stop_str_in_output", "ignore_eos", "skip_special_tokens", "detokenize"), _BOOL),
-    "seed": (lambda x: x is None or is_int(x, -(2**63), 2**63 - 1), "a whole number from -2**63 to 2**63 - 1, or None"),
+    **dict.fromkeys(
+        ("include_stop_str_in_output", "ignore_eos", "skip_special_tokens", "detokenize"), _BOOL
+    ),
+    "seed": (
+        lambda x: x is None or is_int(x, -(2**63), 2**63 - 1),
+        "a whole number from -2**63 to 2**63 - 1, or None",
+    ),
     "logprobs": _LOGPROBS,
     "prompt_logprobs": _LOGPROBS,
-    "n": (lambda x: is_int(x, 1, _MOST_COMPLETIONS), f"a whole number from 1 to {_MOST_COMPLETIONS}"),
+    "n": (
+        lambda x: is_int(x, 1, _MOST_COMPLETIONS),
+        f"a whole number from 1 to {_MOST_COMPLETIONS}",
+    ),
 }
 """The condition on each field, and the text of the error if it does not hold."""
 
@@ -259,14 +304,18 @@ _CHECKS: dict[str, tuple[Any, str]] = {
 def _checks() -> tuple[tuple[str, Any, Any, str], ...]:
     """The name of each field, its default, which holds, the condition, and the text."""
     defaults = dict(_defaults())
-    return tuple((name, defaults[name], holds, instead) for name, (holds, instead) in _CHECKS.items())
+    return tuple(
+        (name, defaults[name], holds, instead) for name, (holds, instead) in _CHECKS.items()
+    )
 
 
 @functools.cache
 def _defaults() -> tuple[tuple[str, Any], ...]:
     """The name of each field, and its default."""
     fields = attrs.fields(SamplingParams)
-    return tuple((field.name, {} if field.name == "logit_bias" else field.default) for field in fields)
+    return tuple(
+        (field.name, {} if field.name == "logit_bias" else field.default) for field in fields
+    )
 
 
 _DRAWN = {"top_k": 0, "top_p": 1, "min_p": 0, "n": 1, "seed": None}

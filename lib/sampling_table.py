@@ -1,4 +1,5 @@
-"""`SamplingTable`: the sampling parameters of a state's requests on the device; and the function that writes them."""
+"""`SamplingTable`: the sampling parameters of a state's requests on the device; and the function
+that writes them."""
 
 import math
 from collections import Counter
@@ -40,8 +41,9 @@ MAX_BIASED = 300
 @pytree
 @attrs.frozen(eq=False, repr=False)
 class SamplingTable(Summarized):
-    """One row for each request, and a last scratch row. Only a stage that samples has tables as wide as the vocabulary;
-    on others the width is 0. The parts that a row does not use (`FEATURES`) may hold anything.
+    """One row for each request, and a last scratch row. Only a stage that samples has tables as
+    wide as the vocabulary; on others the width is 0. The parts that a row does not use (`FEATURES`)
+    may hold anything.
 
     Args:
         floats: [rows, len(FLOATS)] float32, whose columns `weft.ops.sampling.logits` names.
@@ -50,7 +52,8 @@ class SamplingTable(Summarized):
         stops: the same for tokens that end the request.
         bias_ids: [rows, max_biased] int32; -1 is no token.
         bias: [rows, max_biased] float32.
-        counts: [rows, vocab_size] int16, the number of times that a token was generated, plus `IN_PROMPT`.
+        counts: [rows, vocab_size] int16, the number of times that a token was generated, plus
+            `IN_PROMPT`.
     """
 
     floats: Tensor
@@ -62,7 +65,9 @@ class SamplingTable(Summarized):
     counts: Tensor
 
     @classmethod
-    def zeros(cls, num_rows: int, vocab_size: int, max_biased: int, device: torch.device | str) -> Self:
+    def zeros(
+        cls, num_rows: int, vocab_size: int, max_biased: int, device: torch.device | str
+    ) -> Self:
         """A table whose rows are greedy, and use no feature."""
         words, biased = -(-vocab_size // 32), max_biased if vocab_size else 0
 
@@ -91,11 +96,21 @@ class SamplingTable(Summarized):
 
 def features(params: SamplingParams) -> int:
     """The bits of the features that a request uses; filters change nothing for a greedy request."""
-    penalties = (params.repetition_penalty, params.frequency_penalty, params.presence_penalty) != (1, 0, 0)
+    penalties = (params.repetition_penalty, params.frequency_penalty, params.presence_penalty) != (
+        1,
+        0,
+        0,
+    )
     allowed = params.allowed_token_ids is not None or bool(params.bad_token_ids)
     stops = params.min_tokens > 0 and bool(params.stop_token_ids)
     filters = params.temperature > 0 and (params.top_k > 0 or params.top_p < 1 or params.min_p > 0)
-    used = {PENALTIES: penalties, BIAS: bool(params.logit_bias), ALLOWED: allowed, STOPS: stops, FILTERS: filters}
+    used = {
+        PENALTIES: penalties,
+        BIAS: bool(params.logit_bias),
+        ALLOWED: allowed,
+        STOPS: stops,
+        FILTERS: filters,
+    }
     return sum(bit for bit, uses in used.items() if uses)
 
 
@@ -123,7 +138,10 @@ def write_rows(
     index = to_device(torch.tensor(rows, dtype=torch.int64), device)
     # The user's default dtype and device may be others.
     float_rows = [_in_order(FLOATS, _floats(each)) for each in params]
-    int_rows = [_in_order(INTS, _ints(each, len(prompt))) for each, prompt in zip(params, prompts, strict=True)]
+    int_rows = [
+        _in_order(INTS, _ints(each, len(prompt)))
+        for each, prompt in zip(params, prompts, strict=True)
+    ]
     floats = torch.tensor(float_rows, dtype=torch.float32, device="cpu").reshape(-1, len(FLOATS))
     ints = torch.tensor(int_rows, dtype=torch.int64, device="cpu").reshape(-1, len(INTS))
     table.floats[index], table.ints[index] = to_device(floats, device), to_device(ints, device)
@@ -143,7 +161,9 @@ def _row_fault(
     params.check_tokens(vocab, table.bias.shape[1])
     given = {*prompt, *generated} - {EMBEDDED}
     if given and not 0 <= min(given) <= max(given) < vocab:
-        wrong = next(token for token in (*prompt, *generated) if token in given and not 0 <= token < vocab)
+        wrong = next(
+            token for token in (*prompt, *generated) if token in given and not 0 <= token < vocab
+        )
         return f"token {wrong} in a prompt", f"token ids from 0 to {vocab - 1}"
     return None
 
@@ -176,7 +196,11 @@ def _ints(params: SamplingParams, prompt_len: int) -> dict[str, int]:
 
 
 def _write_wide(
-    table: SamplingTable, row: int, params: SamplingParams, prompt: Sequence[int], generated: Sequence[int]
+    table: SamplingTable,
+    row: int,
+    params: SamplingParams,
+    prompt: Sequence[int],
+    generated: Sequence[int],
 ) -> None:
     """The parts of a row that are as wide as the vocabulary, where they are used."""
     used, device = features(params), table.floats.device
@@ -190,13 +214,19 @@ def _write_wide(
     if used & BIAS:
         count = len(params.logit_bias)
         table.bias_ids[row] = -1
-        table.bias_ids[row, :count] = to_device(torch.tensor(list(params.logit_bias), dtype=torch.int32), device)
+        table.bias_ids[row, :count] = to_device(
+            torch.tensor(list(params.logit_bias), dtype=torch.int32), device
+        )
         # From ints alone torch would make an int64 tensor, which does not hold them all.
-        bias = torch.tensor([float(bias) for bias in params.logit_bias.values()], dtype=torch.float32, device="cpu")
+        bias = torch.tensor(
+            [float(bias) for bias in params.logit_bias.values()], dtype=torch.float32, device="cpu"
+        )
         table.bias[row, :count] = to_device(bias, device)
     if used & PENALTIES:
         counts = {token: min(count, MOST_COUNTED) for token, count in Counter(generated).items()}
         counts |= {token: counts.get(token, 0) + IN_PROMPT for token in set(prompt) - {EMBEDDED}}
         table.counts[row] = 0
         tokens = to_device(torch.tensor(list(counts), dtype=torch.int64), device)
-        table.counts[row, tokens] = to_device(torch.tensor(list(counts.values()), dtype=torch.int16), device)
+        table.counts[row, tokens] = to_device(
+            torch.tensor(list(counts.values()), dtype=torch.int16), device
+        )

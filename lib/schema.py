@@ -1,4 +1,5 @@
-"""Schemas of the tensors that ranks exchange: names, dimensions and dtypes. They print, and parse back."""
+"""Schemas of the tensors that ranks exchange: names, dimensions and dtypes. They print, and parse
+back."""
 
 import re
 from typing import Any
@@ -10,13 +11,19 @@ from torch import Tensor
 from weft.errors import ProgramError
 from weft.trees import TreeSpec, leaf_axes, leaves_with_names, tree_flatten
 
-_DTYPES: dict[str, torch.dtype] = {name: x for name, x in vars(torch).items() if isinstance(x, torch.dtype)}
+_DTYPES: dict[str, torch.dtype] = {
+    name: x for name, x in vars(torch).items() if isinstance(x, torch.dtype)
+}
 _DIM = r"(?:[0-9]+|[A-Za-z_]\w*(?:\+[0-9]+)?)"
-_TENSOR = rf"(.*)\[((?:{_DIM}(?:, *{_DIM})*)?)\] ({'|'.join(_DTYPES)})", "name[num_tokens, 64] float32"
+_TENSOR = (
+    rf"(.*)\[((?:{_DIM}(?:, *{_DIM})*)?)\] ({'|'.join(_DTYPES)})",
+    "name[num_tokens, 64] float32",
+)
 
 
 def read_form(form: tuple[str, str], text: str, call: str, seen: str) -> re.Match[str]:
-    """The match of a text with one of the forms in which something prints: an expression, and an example for errors."""
+    """The match of a text with one of the forms in which something prints: an expression, and an
+    example for errors."""
     found = re.fullmatch(form[0], text.strip())
     if found is None:
         raise ProgramError(call, seen, form[1])
@@ -71,7 +78,9 @@ class Schema:
         """The schema of a value. A dimension that follows the descriptor gets its name."""
         leaves, structure = tree_flatten(value)
         kinds = [(*x.shape, x.dtype) if isinstance(x, Tensor) else None for x in leaves]
-        if any(isinstance(size, torch.SymInt) for kind in kinds if kind is not None for size in kind):
+        if any(
+            isinstance(size, torch.SymInt) for kind in kinds if kind is not None for size in kind
+        ):
             return cls._of(value)
         for schema, seen, known in _recent:
             if kinds == known and structure == seen:
@@ -84,14 +93,21 @@ class Schema:
         for (name, leaf), spec in zip(leaves_with_names(value), leaf_axes(value), strict=True):
             if isinstance(leaf, Tensor):
                 names = spec.dims if spec is not None else ()
-                dims = [names[i] if i < len(names) and names[i] else size for i, size in enumerate(leaf.shape)]
-                found.append(TensorSchema(name.removeprefix("."), tuple(d for d in dims if d is not None), leaf.dtype))
+                dims = [
+                    names[i] if i < len(names) and names[i] else size
+                    for i, size in enumerate(leaf.shape)
+                ]
+                found.append(
+                    TensorSchema(
+                        name.removeprefix("."), tuple(d for d in dims if d is not None), leaf.dtype
+                    )
+                )
         return cls(tuple(found))
 
 
 _recent: tuple[tuple[Schema, TreeSpec, list[Any]], ...] = ()
-"""Schemas of recent values, with their structure and the shape and dtype of each leaf: a rank asks for the schema of
-each message, and few kinds of messages are under way at once."""
+"""Schemas of recent values, with their structure and the shape and dtype of each leaf: a rank asks
+for the schema of each message, and few kinds of messages are under way at once."""
 _MOST_RECENT = 8
 
 

@@ -1,4 +1,5 @@
-"""`weft.config`, and the contexts: those in which graphs may not be captured, and `batch_invariant`."""
+"""`weft.config`, and the contexts: those in which graphs may not be captured, and
+`batch_invariant`."""
 
 import threading
 from collections.abc import Callable, Iterator
@@ -14,14 +15,17 @@ from weft.errors import ArgumentError, CaptureError, TooManyCapturesError
 
 @attrs.define
 class Config:
-    """Messages about captures, to the logger `weft` at level WARNING, which Python prints by default.
+    """Messages about captures, to the logger `weft` at level WARNING, which Python prints by
+    default.
 
     Args:
-        explain_cache_misses: at each capture after the first, log how the call differs from the captured ones.
+        explain_cache_misses: at each capture after the first, log how the call differs from the
+            captured ones.
         log_captures: log each capture, its time and the memory of its graph.
 
-    With either, each new reason why a call runs without a graph is logged once, such as a class that no class of the
-    ladder covers. `cache_info().eager_reasons`, and `stats().eager_reasons` of an engine, count them.
+    With either, each new reason why a call runs without a graph is logged once, such as a class
+    that no class of the ladder covers. `cache_info().eager_reasons`, and `stats().eager_reasons` of
+    an engine, count them.
 
     >>> import weft
     >>> weft.config.log_capture = True
@@ -36,16 +40,24 @@ class Config:
     log_captures: bool = False
 
     def __setattr__(self, name: str, value: Any) -> None:
-        call, names = f"weft.config.{name} = {value!r:.60}", [field.name for field in attrs.fields(Config)]
+        call, names = (
+            f"weft.config.{name} = {value!r:.60}",
+            [field.name for field in attrs.fields(Config)],
+        )
         if name in names and isinstance(value, bool):
             object.__setattr__(self, name, value)
         else:
             unknown = f"{name!r}, which is no setting", " or ".join(names)
-            raise ArgumentError(call, *(unknown if name not in names else (kind_of(value), "True or False")))
+            raise ArgumentError(
+                call, *(unknown if name not in names else (kind_of(value), "True or False"))
+            )
 
 
 config = Config()
-_RULES: dict[str, Rule] = {"most": (lambda most: is_int(most, 0), "an int >= 0"), "enabled": (bool, "True or False")}
+_RULES: dict[str, Rule] = {
+    "most": (lambda most: is_int(most, 0), "an int >= 0"),
+    "enabled": (bool, "True or False"),
+}
 
 
 @attrs.define
@@ -64,19 +76,22 @@ _LOCK = threading.Lock()
 _OPEN = [0]
 """The number of `batch_invariant()` contexts in all threads."""
 ANYWHERE = [False]
-"""Whether there is one. `torch.compile` reads no context variables: so compiled functions are batch invariant while
-there is one in any thread. It compiles again when this changes, so it is not the number."""
+"""Whether there is one. `torch.compile` reads no context variables: so compiled functions are batch
+invariant while there is one in any thread. It compiles again when this changes, so it is not the
+number."""
 
 
 @contextmanager
 def batch_invariant(enabled: bool = True) -> Iterator[None]:
-    """Make weft's operators batch invariant inside, in this thread: a token's result is a function of the token, its
-    context and the parameters, bit for bit, whatever else is in the batch, and wherever a prompt was cut.
+    """Make weft's operators batch invariant inside, in this thread: a token's result is a function
+    of the token, its context and the parameters, bit for bit, whatever else is in the batch, and
+    wherever a prompt was cut.
 
-    Each sum has an order that depends on the shapes of the parameters and on the token's position alone. On the CPU its
-    operators run in one thread, without autocast, and raise DeviceError for another precision of float32 products or
-    without oneDNN. Torch's own operators are not changed: the number of rows may change their products. `graphify` has
-    the context in its key. A model loaded with `batch_invariant=True` runs in it, whatever is around the call.
+    Each sum has an order that depends on the shapes of the parameters and on the token's position
+    alone. On the CPU its operators run in one thread, without autocast, and raise DeviceError for
+    another precision of float32 products or without oneDNN. Torch's own operators are not changed:
+    the number of rows may change their products. `graphify` has the context in its key. A model
+    loaded with `batch_invariant=True` runs in it, whatever is around the call.
 
     Args:
         enabled: False leaves an outer context.
@@ -110,12 +125,13 @@ def _count_contexts(change: int) -> None:
 
 @contextmanager
 def no_capture(*, replay: bool = True) -> Iterator[None]:
-    """Forbid captures inside, in this thread: a call without a graph runs under another graph, or runs the function
-    itself.
+    """Forbid captures inside, in this thread: a call without a graph runs under another graph, or
+    runs the function itself.
 
     Args:
-        replay: whether calls that have a graph replay it. False: every graphified function runs as if it were not, to
-            step through it with a debugger or to print from it (as `jax.disable_jit()` does).
+        replay: whether calls that have a graph replay it. False: every graphified function runs as
+            if it were not, to step through it with a debugger or to print from it (as
+            `jax.disable_jit()` does).
 
     >>> import torch, weft
     >>> f = weft.graphify(lambda x: x + 1)
@@ -130,12 +146,13 @@ def no_capture(*, replay: bool = True) -> Iterator[None]:
 
 @contextmanager
 def assert_max_captures(most: int) -> Iterator[None]:
-    """Raise at the capture after the `most`-th inside, in this thread, before it begins: in tests, and around a loop
-    that should replay.
+    """Raise at the capture after the `most`-th inside, in this thread, before it begins: in tests,
+    and around a loop that should replay.
 
     Raises:
         CaptureError: `most` is not a number of captures.
-        TooManyCapturesError: an AssertionError that names the captures, and how the last one differs.
+        TooManyCapturesError: an AssertionError that names the captures, and how the last one
+            differs.
 
     >>> import torch, weft
     >>> f = weft.graphify(lambda x: x + 1)
@@ -159,7 +176,8 @@ def may_replay() -> bool:
 
 
 def count_capture(what: str, miss: Callable[[], tuple[str, str]]) -> None:
-    """Count a capture that is about to begin in all contexts. `miss` returns its cause, and a remedy.
+    """Count a capture that is about to begin in all contexts. `miss` returns its cause, and a
+    remedy.
 
     Raises:
         TooManyCapturesError: one of the contexts does not allow it.

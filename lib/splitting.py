@@ -17,7 +17,8 @@ Spans = Mapping[str, tuple[int, int]]
 
 
 def find_bounds(count: int, parts: int) -> list[int]:
-    """The start of each part of `count` entries, and the end of the last; at most one part per entry.
+    """The start of each part of `count` entries, and the end of the last; at most one part per
+    entry.
 
     >>> find_bounds(5, 2), find_bounds(2, 3), find_bounds(0, 3)
     ([0, 2, 5], [0, 1, 2], [0, 0])
@@ -30,7 +31,9 @@ def read_starts(call: str, starts: Tensor) -> list[int]:
     """A tensor of starts as numbers on the host. Raises CaptureError inside a captured function."""
     if in_dispatch_mode():
         instead = "capture the parts: pipeline(map(graphify, stages))"
-        raise CaptureError(f"{call} inside a captured function", "parts whose sizes only its tensors say", instead)
+        raise CaptureError(
+            f"{call} inside a captured function", "parts whose sizes only its tensors say", instead
+        )
     return [int(start) for start in starts.tolist()]
 
 
@@ -79,7 +82,11 @@ def resized(descriptor: Any, sizes: Mapping[str, int]) -> Any:
         return None
     if attrs.has(type(descriptor)):
         return attrs.evolve(descriptor, **sizes)
-    return descriptor._replace(**sizes) if hasattr(descriptor, "_replace") else replace(descriptor, **sizes)
+    return (
+        descriptor._replace(**sizes)
+        if hasattr(descriptor, "_replace")
+        else replace(descriptor, **sizes)
+    )
 
 
 def sized_tensors(batch: Any) -> list[tuple[Tensor, Axes]]:
@@ -90,7 +97,8 @@ def sized_tensors(batch: Any) -> list[tuple[Tensor, Axes]]:
 
 
 def axis_sizes(batch: Any, descriptor: Any) -> dict[str, int]:
-    """The size of each axis that the fields of a batch name, as its descriptor says, or if None the first tensor."""
+    """The size of each axis that the fields of a batch name, as its descriptor says, or if None the
+    first tensor."""
     found: dict[str, int] = {}
     for value, spec in sized_tensors(batch):
         for dim, name in enumerate(spec.dims):

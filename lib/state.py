@@ -1,4 +1,5 @@
-"""`State`: everything on the device that changes from step to step; and the pure functions that read and advance it."""
+"""`State`: everything on the device that changes from step to step; and the pure functions that
+read and advance it."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Self
@@ -24,14 +25,16 @@ from weft.trees import OF_THIS_VALUE, pytree
 @pytree
 @attrs.frozen(eq=False, repr=False)
 class Drafting(Summarized):
-    """The part of a state that drafting and verifying need: one row for each request, and a last scratch row.
+    """The part of a state that drafting and verifying need: one row for each request, and a last
+    scratch row.
 
     Args:
-        limits: [rows] int64, the most tokens of a request, prompt included; it drafts and returns none beyond.
-        tokens: [rows, most] int32, the request's tokens, on a stage that looks drafts up in them; elsewhere the width
-            is 0.
-        kv_pages: the draft model's, with the layout and the page numbers of the state's own; only on the stage that
-            drafts with a model.
+        limits: [rows] int64, the most tokens of a request, prompt included; it drafts and returns
+            none beyond.
+        tokens: [rows, most] int32, the request's tokens, on a stage that looks drafts up in them;
+            elsewhere the width is 0.
+        kv_pages: the draft model's, with the layout and the page numbers of the state's own; only
+            on the stage that drafts with a model.
     """
 
     limits: Tensor
@@ -40,19 +43,30 @@ class Drafting(Summarized):
 
     @classmethod
     def zeros(
-        cls, num_rows: int, *, max_tokens: int = 0, kv_pages: Tensor | None = None, device: torch.device | str = "cpu"
+        cls,
+        num_rows: int,
+        *,
+        max_tokens: int = 0,
+        kv_pages: Tensor | None = None,
+        device: torch.device | str = "cpu",
     ) -> Self:
         """Rows without requests.
 
         Args:
             num_rows: the state's rows, scratch row included.
-            max_tokens: the most tokens of a request plus those of one step; 0: this stage looks no drafts up.
+            max_tokens: the most tokens of a request plus those of one step; 0: this stage looks no
+                drafts up.
         """
         limits = torch.zeros(num_rows, dtype=torch.int64, device=device)
-        return cls(limits, torch.zeros(num_rows, max_tokens, dtype=torch.int32, device=device), kv_pages)
+        return cls(
+            limits, torch.zeros(num_rows, max_tokens, dtype=torch.int32, device=device), kv_pages
+        )
 
-    def admit(self, rows: Tensor, token_ids: Sequence[Sequence[int]], limits: Sequence[int]) -> None:
-        """Write requests into rows [num_reqs] int64, in place: their tokens, and the most that they may have."""
+    def admit(
+        self, rows: Tensor, token_ids: Sequence[Sequence[int]], limits: Sequence[int]
+    ) -> None:
+        """Write requests into rows [num_reqs] int64, in place: their tokens, and the most that they
+        may have."""
         device = self.limits.device
         self.limits[rows] = to_device(torch.tensor(limits, dtype=torch.int64), device)
         if not self.tokens.shape[1]:
@@ -85,28 +99,31 @@ class Drafting(Summarized):
 class State(Summarized):
     """The paged KV cache of one stage and the table of requests, which is the same on every stage.
 
-    A value: a step takes it (its storage is donated) and returns the next one. Row `max_num_reqs`, the last, is
-    scratch: padding points there.
+    A value: a step takes it (its storage is donated) and returns the next one. Row `max_num_reqs`,
+    the last, is scratch: padding points there.
 
     Args:
-        kv_pages: [num_layers, 2, num_pages, page_size, num_kv_heads, head_dim], keys then values; the model's dtype.
+        kv_pages: [num_layers, 2, num_pages, page_size, num_kv_heads, head_dim], keys then values;
+            the model's dtype.
         block_table: [max_num_reqs + 1, max_pages] int32, each request's pages in order.
-        positions: [max_num_reqs + 1] int64, the number of tokens in the cache: the sequence length, the place of the
-            next token, and so the counter of the request's random stream.
+        positions: [max_num_reqs + 1] int64, the number of tokens in the cache: the sequence length,
+            the place of the next token, and so the counter of the request's random stream.
         last_tokens: [max_num_reqs + 1] int64, the last sampled token.
         adapters: [max_num_reqs + 1] int32, the slot of each request's LoRA adapter; -1: none.
-        mrope_position_deltas: [max_num_reqs + 1] int64, the distance from the places of the tokens after a request's
-            prompt to their positions, in a model with mRoPE; transformers' `rope_deltas`.
+        mrope_position_deltas: [max_num_reqs + 1] int64, the distance from the places of the tokens
+            after a request's prompt to their positions, in a model with mRoPE; transformers'
+            `rope_deltas`.
         sampling: max_num_reqs + 1 rows; as wide as the vocabulary only on the stage that samples.
         drafting: the part that speculation needs; None: the steps do not draft.
-        extras: [max_num_reqs + 1, ...] by name: the inputs of its own that each request has for a stage that takes
-            some; the last row holds the defaults.
-        carried: what each request carries from token to token for a stage that carries something; None: nothing.
-        found: [max_num_reqs + 1] int64, the leading tokens of each request that were in its pages, and that it computes
-            again: they are not written, as the pages are shared. The last page of such a state is scratch. None: no
-            request computes such tokens.
-        beside: by name, the pages of other models that read the same tokens, of the shape of `kv_pages` but for their
-            own layers and heads; on the last stage.
+        extras: [max_num_reqs + 1, ...] by name: the inputs of its own that each request has for a
+            stage that takes some; the last row holds the defaults.
+        carried: what each request carries from token to token for a stage that carries something;
+            None: nothing.
+        found: [max_num_reqs + 1] int64, the leading tokens of each request that were in its pages,
+            and that it computes again: they are not written, as the pages are shared. The last page
+            of such a state is scratch. None: no request computes such tokens.
+        beside: by name, the pages of other models that read the same tokens, of the shape of
+            `kv_pages` but for their own layers and heads; on the last stage.
     """
 
     kv_pages: Tensor
@@ -140,22 +157,35 @@ class State(Summarized):
         dtype: torch.dtype = torch.float32,
         device: torch.device | str = "cpu",
     ) -> Self:
-        """A state without requests: `num_pages` pages in all, at most `max_pages` for each request. `extras` has the
-        defaults of the inputs that each request has of its own.
+        """A state without requests: `num_pages` pages in all, at most `max_pages` for each request.
+        `extras` has the defaults of the inputs that each request has of its own.
 
-        A stage that samples passes its `vocab_size` and `max_biased`, the most tokens in a request's `logit_bias`. A
-        row of its sampling table takes 2.25 bytes for each token of the vocabulary.
+        A stage that samples passes its `vocab_size` and `max_biased`, the most tokens in a
+        request's `logit_bias`. A row of its sampling table takes 2.25 bytes for each token of the
+        vocabulary.
         """
         rows = max_num_reqs + 1
         return cls(
-            torch.zeros(num_layers, 2, num_pages, page_size, num_kv_heads, head_dim, dtype=dtype, device=device),
+            torch.zeros(
+                num_layers,
+                2,
+                num_pages,
+                page_size,
+                num_kv_heads,
+                head_dim,
+                dtype=dtype,
+                device=device,
+            ),
             torch.zeros(rows, max_pages, dtype=torch.int32, device=device),
             torch.zeros(rows, dtype=torch.int64, device=device),
             torch.zeros(rows, dtype=torch.int64, device=device),
             torch.full((rows,), -1, dtype=torch.int32, device=device),
             torch.zeros(rows, dtype=torch.int64, device=device),
             SamplingTable.zeros(rows, vocab_size, max_biased, device),
-            extras={name: x.to(device).repeat(rows, *[1] * x.dim()) for name, x in (extras or {}).items()},
+            extras={
+                name: x.to(device).repeat(rows, *[1] * x.dim())
+                for name, x in (extras or {}).items()
+            },
         )
 
 
@@ -177,29 +207,34 @@ def admit(
 ) -> State:
     """Start requests in rows of the state: their pages, sampling parameters, and first positions.
 
-    A request carries the defaults before its first token; if it starts after it, what the snapshot of the page before
-    holds (`weft.carried.Carried`).
+    A request carries the defaults before its first token; if it starts after it, what the snapshot
+    of the page before holds (`weft.carried.Carried`).
 
     Args:
         state: donated.
         rows: the row of each request.
         pages: the pages that each request may fill, in order.
-        sampling: each request's parameters, with its seed and all tokens that end it (`SamplingParams.for_request`).
-        prompts: each request's token ids, which penalties count; EMBEDDED (-2) in place of an embedding.
-        generated: the tokens that each request generated before, if it starts again and reads them after its prompt.
-            None: no tokens.
+        sampling: each request's parameters, with its seed and all tokens that end it
+            (`SamplingParams.for_request`).
+        prompts: each request's token ids, which penalties count; EMBEDDED (-2) in place of an
+            embedding.
+        generated: the tokens that each request generated before, if it starts again and reads them
+            after its prompt. None: no tokens.
         positions: the number of tokens already in each request's pages; None: 0.
-        adapters: the slot of each request's LoRA adapter, -1 for none (`weft.stages.adapters`); None: none.
-        limits: the most tokens of each request, prompt included; None: as many as its row of the block table holds.
-            Only a state with `drafting` keeps them.
-        mrope_position_deltas: in a model with mRoPE, the delta of each request whose prompt has positions of its own
-            (`weft.stages.attention.rope.mrope_position_delta`); None: 0.
+        adapters: the slot of each request's LoRA adapter, -1 for none (`weft.stages.adapters`);
+            None: none.
+        limits: the most tokens of each request, prompt included; None: as many as its row of the
+            block table holds. Only a state with `drafting` keeps them.
+        mrope_position_deltas: in a model with mRoPE, the delta of each request whose prompt has
+            positions of its own (`weft.stages.attention.rope.mrope_position_delta`); None: 0.
         extras: each request's own values for some of the state's `extras`; None: the defaults.
-        found: the tokens already in each request's pages that it computes again (`State.found`); None: 0.
+        found: the tokens already in each request's pages that it computes again (`State.found`);
+            None: 0.
 
     Raises:
-        RequestError: lengths that differ; a row twice, or not of the state; a page that is not of the state, or more
-            pages than the table holds; a token that the model does not have; a request that draws without a seed.
+        RequestError: lengths that differ; a row twice, or not of the state; a page that is not of
+            the state, or more pages than the table holds; a token that the model does not have; a
+            request that draws without a seed.
     """
     count = len(rows)
     said = [()] * count if generated is None else generated
@@ -210,17 +245,26 @@ def admit(
     deltas = [0] * count if mrope_position_deltas is None else list(mrope_position_deltas)
     own_extras = [{}] * count if extras is None else list(extras)
     shared = [0] * count if found is None else list(found)
-    _check_admission(state, rows, pages, (sampling, prompts, said, starts, slots, most, deltas, own_extras, shared))
+    _check_admission(
+        state,
+        rows,
+        pages,
+        (sampling, prompts, said, starts, slots, most, deltas, own_extras, shared),
+    )
     write_rows(state.sampling, rows, sampling, prompts, said)
     device = state.positions.device
     table = torch.zeros(count, state.block_table.shape[1], dtype=torch.int32)
     for row, own in zip(table, pages, strict=True):
         row[: len(own)] = torch.tensor(own, dtype=torch.int32)
-    columns = to_device(torch.tensor([list(rows), starts, slots, deltas, shared], dtype=torch.int64), device)
+    columns = to_device(
+        torch.tensor([list(rows), starts, slots, deltas, shared], dtype=torch.int64), device
+    )
     index, begins, own_slots, own_deltas, own_found = columns
     state.block_table[index] = to_device(table, device)
     state.positions[index] = begins
-    state.last_tokens.index_fill_(0, index, 0)  # `[index] = 0` copies the 0 to the device, and waits for all of it
+    state.last_tokens.index_fill_(
+        0, index, 0
+    )  # `[index] = 0` copies the 0 to the device, and waits for all of it
     state.adapters[index] = own_slots.to(torch.int32)
     state.mrope_position_deltas[index] = own_deltas
     if state.drafting is not None:
@@ -229,32 +273,43 @@ def admit(
         values[index] = values[-1].clone()
         if given := [place for place, own in enumerate(own_extras) if name in own]:
             stacked = torch.stack([own_extras[place][name] for place in given]).to(values.dtype)
-            places = to_device(torch.tensor([rows[place] for place in given], dtype=torch.int64), device)
+            places = to_device(
+                torch.tensor([rows[place] for place in given], dtype=torch.int64), device
+            )
             values[places] = to_device(stacked, device)
     if state.found is not None:
         state.found[index] = own_found
     if state.carried is not None:
         size = state.kv_pages.shape[3]
-        last = [own[start // size - 1] if start >= size else -1 for own, start in zip(pages, starts, strict=True)]
+        last = [
+            own[start // size - 1] if start >= size else -1
+            for own, start in zip(pages, starts, strict=True)
+        ]
         state.carried.admit(index, starts, last)
     return state
 
 
 def _check_admission(
-    state: State, rows: Sequence[int], pages: Sequence[Sequence[int]], others: Sequence[Sequence[Any]]
+    state: State,
+    rows: Sequence[int],
+    pages: Sequence[Sequence[int]],
+    others: Sequence[Sequence[Any]],
 ) -> None:
     asked, prompts = len(others[0]), len(others[1])
     call = f"admit(state, rows={list(rows)}, <{len(pages)} lists of pages>, <{asked} sampling>, <{prompts} prompts>)"
     is_twice = len(set(rows)) != len(rows)
     if is_twice or any(len(other) != len(rows) for other in (pages, *others)):
         seen = "a row that stands twice" if is_twice else f"numbers that differ: {len(rows)} rows"
-        raise RequestError(call, seen, "different rows; pages, SamplingParams and a prompt for each")
+        raise RequestError(
+            call, seen, "different rows; pages, SamplingParams and a prompt for each"
+        )
     _check_pages(call, state, ((row, 0, own) for row, own in zip(rows, pages, strict=True)))
 
 
 def _check_pages(call: str, state: State, more: Iterable[tuple[int, int, Sequence[int]]]) -> None:
-    """Raise RequestError for a row or a page that is not of the state, and for more pages than a row of the table
-    holds. For each request `more` has its row, the number of its pages, and the pages to add."""
+    """Raise RequestError for a row or a page that is not of the state, and for more pages than a
+    row of the table holds. For each request `more` has its row, the number of its pages, and the
+    pages to add."""
     (num_rows, most), num_pages = state.block_table.shape, state.kv_pages.shape[2]
     for row, start, pages in more:
         outside = any(not 0 <= page < num_pages for page in pages)
@@ -273,11 +328,14 @@ def grow(state: State, more: Sequence[tuple[int, int, Sequence[int]]]) -> State:
         more: for each request its row, the number of its pages, and the pages to add.
 
     Raises:
-        RequestError: a row or a page that is not of the state, or more pages than a row of the table holds.
+        RequestError: a row or a page that is not of the state, or more pages than a row of the
+            table holds.
     """
     _check_pages("grow(state, more)", state, more)
     places = [(row, start + i, page) for row, start, pages in more for i, page in enumerate(pages)]
-    row, column, page = to_device(torch.tensor(places, dtype=torch.int64).T.contiguous(), state.block_table.device)
+    row, column, page = to_device(
+        torch.tensor(places, dtype=torch.int64).T.contiguous(), state.block_table.device
+    )
     state.block_table[row, column] = page.to(torch.int32)
     return state
 
@@ -299,7 +357,9 @@ def copy_pages(state: State, sources: Sequence[int], targets: Sequence[int]) -> 
         call = f"copy_pages(state, {list(sources)}, {list(targets)})"
         seen = f"page {min(both)}, which is in both" if both else "a page that is not the state's"
         raise RequestError(call, seen, f"different pages from 0 to {num_pages - 1}")
-    source, target = to_device(torch.tensor([list(sources), list(targets)], dtype=torch.int64), state.kv_pages.device)
+    source, target = to_device(
+        torch.tensor([list(sources), list(targets)], dtype=torch.int64), state.kv_pages.device
+    )
     drafting = None if state.drafting is None else state.drafting.kv_pages
     for pages in (state.kv_pages, drafting, *state.beside.values()):
         if pages is not None:
@@ -310,8 +370,8 @@ def copy_pages(state: State, sources: Sequence[int], targets: Sequence[int]) -> 
 def resolve(state: State, batch: Batch) -> ResolvedBatch:
     """Fill in from the state what the batch leaves open, without a host read.
 
-    Each token finds its request by a search in `query_start_loc`; tokens after its end belong to no request. On a GPU
-    it is one kernel.
+    Each token finds its request by a search in `query_start_loc`; tokens after its end belong to no
+    request. On a GPU it is one kernel.
     """
     limits = None if state.drafting is None else state.drafting.limits
     ids, positions, slots, seq_lens, block_table, last_index = resolve_tokens(
@@ -321,15 +381,20 @@ def resolve(state: State, batch: Batch) -> ResolvedBatch:
     adapters, active = _find_adapters(state, batch)
     if state.found is not None:
         slots = _written(batch, state.found, positions, slots, state.kv_pages)
-    carried = {} if state.carried is None else state.carried.read(batch.rows, state.positions[batch.rows])
+    carried = (
+        {} if state.carried is None else state.carried.read(batch.rows, state.positions[batch.rows])
+    )
     return ResolvedBatch(
         batch.descriptor, batch.rows, ids, positions, batch.query_start_loc, seq_lens, block_table, slots, last_index,
         adapters, active, {name: PerRequest(values[batch.rows]) for name, values in state.extras.items()}, carried,
     )  # fmt: skip
 
 
-def _written(batch: Batch, found: Tensor, positions: Tensor, slots: Tensor, kv_pages: Tensor) -> Tensor:
-    """The slot [num_tokens] that each token is written to: for a found token one of the last page, which is scratch."""
+def _written(
+    batch: Batch, found: Tensor, positions: Tensor, slots: Tensor, kv_pages: Tensor
+) -> Tensor:
+    """The slot [num_tokens] that each token is written to: for a found token one of the last page,
+    which is scratch."""
     num_pages, page_size = kv_pages.shape[2:4]
     owner, _ = batch.owners()
     is_found = (slots >= 0) & (positions < found[batch.rows][owner])
@@ -337,8 +402,8 @@ def _written(batch: Batch, found: Tensor, positions: Tensor, slots: Tensor, kv_p
 
 
 def _find_adapters(state: State, batch: Batch) -> tuple[Tensor | None, Tensor | None]:
-    """The slot of each token's adapter [num_tokens], and the distinct slots [num_active_loras]; None without
-    adapters."""
+    """The slot of each token's adapter [num_tokens], and the distinct slots [num_active_loras];
+    None without adapters."""
     count = batch.descriptor.num_active_loras
     if not count:
         return None, None
@@ -347,8 +412,12 @@ def _find_adapters(state: State, batch: Batch) -> tuple[Tensor | None, Tensor | 
     first = torch.ones_like(ordered, dtype=torch.bool)
     first[1:] = ordered[1:] != ordered[:-1]
     first &= ordered >= 0
-    place = torch.where(first, first.cumsum(0) - 1, count).clamp(max=count)  # the last place is for the others
-    active = torch.full((count + 1,), -1, dtype=torch.int32, device=ordered.device).scatter(0, place, ordered)
+    place = torch.where(first, first.cumsum(0) - 1, count).clamp(
+        max=count
+    )  # the last place is for the others
+    active = torch.full((count + 1,), -1, dtype=torch.int32, device=ordered.device).scatter(
+        0, place, ordered
+    )
     owner, place = batch.owners()
     is_token = place < (batch.query_start_loc[1:] - batch.query_start_loc[:-1])[owner]
     return torch.where(is_token, of_requests[owner], -1), active[:count]
@@ -356,7 +425,8 @@ def _find_adapters(state: State, batch: Batch) -> tuple[Tensor | None, Tensor | 
 
 @donates("state")
 def advance(state: State, batch: Batch, out: Output | None) -> State:
-    """The state after a step: positions move on, and the sampled tokens become the last tokens and are counted.
+    """The state after a step: positions move on, and the sampled tokens become the last tokens and
+    are counted.
 
     Every stage calls this with the same batch and the same tokens, so that all tables stay equal.
 
@@ -371,15 +441,19 @@ def advance(state: State, batch: Batch, out: Output | None) -> State:
     positions, last_tokens = move_on(
         state.positions, state.last_tokens, batch.rows, batch.query_start_loc, batch.samples, ids
     )
-    table = state.sampling if ids is None else count_tokens(state.sampling, batch.rows, ids, batch.samples)
+    table = (
+        state.sampling
+        if ids is None
+        else count_tokens(state.sampling, batch.rows, ids, batch.samples)
+    )
     if positions is state.positions and table is state.sampling:
         return state
     return attrs.evolve(state, positions=positions, last_tokens=last_tokens, sampling=table)
 
 
 def _advance_verified(state: State, batch: Batch, out: Output, num_tokens: Tensor) -> State:
-    """`advance` by the `num_tokens` [num_reqs] that each request keeps, rather than by the tokens that were read. Keys
-    and values of wrong drafts lie after its position, and are written over.
+    """`advance` by the `num_tokens` [num_reqs] that each request keeps, rather than by the tokens
+    that were read. Keys and values of wrong drafts lie after its position, and are written over.
 
     A request with drafts has no penalties, so none of its several tokens has to be counted.
     """

@@ -1,7 +1,7 @@
 """Frozen attrs classes as pytrees, and the functions on trees that weft uses.
 
-A *sized* class declares, for each tensor field, the dimensions that follow the batch descriptor (`axes`).
-`weft.padding` pads and unpads any tree of such classes.
+A *sized* class declares, for each tensor field, the dimensions that follow the batch descriptor
+(`axes`). `weft.padding` pads and unpads any tree of such classes.
 """
 
 from collections import defaultdict
@@ -32,12 +32,14 @@ _HASH = "_attrs_cached_hash"
 OF_THIS_PROCESS = {"weft.of_this_process": True}
 """The metadata of a field whose value may differ from rank to rank."""
 OF_THIS_VALUE = {_OF_THIS_VALUE: True}
-"""The metadata of a field that is no part of the tree: a value that is made of another one has the field's default."""
+"""The metadata of a field that is no part of the tree: a value that is made of another one has the
+field's default."""
 _FIELDS, _SIZED = "__weft_fields__", "__weft_sized__"
 
 
 def _is_size(node: Any) -> bool:
-    """Whether a value is a torch.Size, which is a leaf here: torch's pytree would make a tuple of it."""
+    """Whether a value is a torch.Size, which is a leaf here: torch's pytree would make a tuple of
+    it."""
     return type(node) is Size
 
 
@@ -59,7 +61,8 @@ def tree_leaves(tree: Any, is_leaf: IsLeaf = _is_size) -> list[Any]:
 
 
 def _collect(node: Any, found: list[Any]) -> None:
-    """Append the leaves of a tree: in a tenth of the time that torch's pytree takes for the classes of `pytree`."""
+    """Append the leaves of a tree: in a tenth of the time that torch's pytree takes for the classes
+    of `pytree`."""
     kind = type(node)
     if kind is Tensor:
         found.append(node)
@@ -91,9 +94,10 @@ class Axes:
     """The dimensions of a tensor field that follow the descriptor, and the value of the padding.
 
     Args:
-        dims: one entry for each leading dimension: an attribute of the descriptor, optionally with a constant
-            (`"num_reqs+1"`), or None for a dimension that is the same in every batch.
-        pad: the value of the padding, or `"last"`: the last valid entry along the dimension (0 if there is none).
+        dims: one entry for each leading dimension: an attribute of the descriptor, optionally with
+            a constant (`"num_reqs+1"`), or None for a dimension that is the same in every batch.
+        pad: the value of the padding, or `"last"`: the last valid entry along the dimension (0 if
+            there is none).
     """
 
     dims: tuple[str | None, ...]
@@ -104,7 +108,8 @@ class Axes:
         return self.dims[dim] if dim < len(self.dims) else None
 
     def extent(self, dim: int, descriptor: Any) -> int | None:
-        """The size of dimension `dim` under `descriptor`, or None if it does not follow the descriptor."""
+        """The size of dimension `dim` under `descriptor`, or None if it does not follow the
+        descriptor."""
         name = self.name(dim)
         if name is None:
             return None
@@ -114,17 +119,20 @@ class Axes:
             has = f"{base}={size!r}" if hasattr(descriptor, base) else f"no attribute {base!r}"
             seen = f"a descriptor {descriptor!r}, with {has}"
             kind = type(descriptor).__name__
-            instead = f"an int attribute {base!r} of {kind}, or in axes(...) the name of one that it has"
+            instead = (
+                f"an int attribute {base!r} of {kind}, or in axes(...) the name of one that it has"
+            )
             raise DescriptorError(f"weft.axes({_listed(self.dims)})", seen, instead)
         return int(size) + (int(constant) if plus else 0)
 
 
 def axes(*dims: str | None, pad: float | str = 0) -> dict[str, Any]:
-    """Metadata for a tensor field of a sized class: `attrs.field(metadata=axes("num_tokens", pad=-1))`.
+    """Metadata for a tensor field of a sized class: `attrs.field(metadata=axes("num_tokens",
+    pad=-1))`.
 
     Args:
-        dims: for each dimension, the attribute of the class's descriptor whose size it has (`"num_reqs+1"`: one more);
-            None: a size of its own.
+        dims: for each dimension, the attribute of the class's descriptor whose size it has
+            (`"num_reqs+1"`: one more); None: a size of its own.
         pad: the value of the padding; `"last"`: the last valid entry.
 
     Raises:
@@ -146,8 +154,12 @@ def axes(*dims: str | None, pad: float | str = 0) -> dict[str, Any]:
     tensor([1., 2., 3.])
     """
     if strange := [dim for dim in dims if not isinstance(dim, str | None)]:
-        instead = 'names of sizes of the descriptor, as in axes("num_tokens"); None for a size of its own'
-        raise DescriptorError(f"weft.axes({_listed(dims)})", f"{strange[0]!r:.40}, {kind_of(strange[0])}", instead)
+        instead = (
+            'names of sizes of the descriptor, as in axes("num_tokens"); None for a size of its own'
+        )
+        raise DescriptorError(
+            f"weft.axes({_listed(dims)})", f"{strange[0]!r:.40}, {kind_of(strange[0])}", instead
+        )
     return {_AXES: Axes(dims, pad)}
 
 
@@ -156,12 +168,14 @@ def _listed(dims: Iterable[str | None]) -> str:
 
 
 def static() -> dict[str, Any]:
-    """Metadata for a field that is not a tensor: part of the tree's structure, hashable, frozen at capture."""
+    """Metadata for a field that is not a tensor: part of the tree's structure, hashable, frozen at
+    capture."""
     return {_STATIC: True}
 
 
 def descriptor_field() -> dict[str, Any]:
-    """Metadata for the static field that holds a sized value's own descriptor (see `axes` for an example)."""
+    """Metadata for the static field that holds a sized value's own descriptor (see `axes` for an
+    example)."""
     return {_STATIC: True, _DESCRIPTOR: True}
 
 
@@ -171,8 +185,8 @@ class ClassFields:
 
     Args:
         names: those that are part of a tree, also those that `__init__` does not take.
-        fresh: the others (`OF_THIS_VALUE`), each with a function that makes its default; and the attribute in which
-            attrs caches a hash, if the class has one.
+        fresh: the others (`OF_THIS_VALUE`), each with a function that makes its default; and the
+            attribute in which attrs caches a hash, if the class has one.
     """
 
     names: tuple[str, ...]
@@ -200,8 +214,9 @@ def _maker(default: Any) -> Callable[[], Any]:
 def built(cls: type, values: Iterable[tuple[str, Any]]) -> Any:
     """A value of an attrs class with these fields by name, made without a call of its class.
 
-    `__init__`, converters, validators and `__attrs_post_init__` make a value from what a user writes. They would
-    change or refuse what a transform puts into a value that exists: traced tensors, axes, gradients, marks.
+    `__init__`, converters, validators and `__attrs_post_init__` make a value from what a user
+    writes. They would change or refuse what a transform puts into a value that exists: traced
+    tensors, axes, gradients, marks.
     """
     node: Any = object.__new__(cls)
     write = object.__setattr__
@@ -216,13 +231,16 @@ def replaced(node: T, values: Mapping[str, Any]) -> T:
     """A value like `node` with other values in some fields, made without a call of its class."""
     cls: Any = type(node)
     names = class_fields(cls).names
-    changed: T = built(cls, [(name, values[name] if name in values else getattr(node, name)) for name in names])
+    changed: T = built(
+        cls, [(name, values[name] if name in values else getattr(node, name)) for name in names]
+    )
     return changed
 
 
 @attrs.frozen(hash=True)
 class Context:
-    """The static fields of a node, and its optional fields that are None, as part of a tree's structure."""
+    """The static fields of a node, and its optional fields that are None, as part of a tree's
+    structure."""
 
     values: tuple[Any, ...] = attrs.field(eq=False)
     absent: tuple[str, ...] = ()
@@ -234,8 +252,8 @@ class Context:
 
 @attrs.frozen
 class NodeFields:
-    """The names of the fields of a class registered with `pytree`: children (optional ones unless they are None), and
-    fields of the structure."""
+    """The names of the fields of a class registered with `pytree`: children (optional ones unless
+    they are None), and fields of the structure."""
 
     children: tuple[str, ...]
     statics: tuple[str, ...]
@@ -248,22 +266,28 @@ class NodeFields:
     def values(self, node: Any) -> list[Any]:
         """The children of a node."""
         optional = self.optional
-        return [x for name in self.children if (x := getattr(node, name)) is not None or name not in optional]
+        return [
+            x
+            for name in self.children
+            if (x := getattr(node, name)) is not None or name not in optional
+        ]
 
 
 def node_fields(cls: type) -> NodeFields | None:
-    """The fields of a class as `pytree` registered it; None if only a base of it was registered, or nothing."""
+    """The fields of a class as `pytree` registered it; None if only a base of it was registered, or
+    nothing."""
     return vars(cls).get(_FIELDS)
 
 
 def pytree(cls: C) -> C:
-    """Register a frozen attrs class as a pytree node: tensor fields are children, `static()` fields are structure.
+    """Register a frozen attrs class as a pytree node: tensor fields are children, `static()` fields
+    are structure.
 
-    All fields count, also those that `__init__` does not take. A field without `axes` that is None is structure too:
-    transforms of torch.func refuse trees with a leaf that is None.
+    All fields count, also those that `__init__` does not take. A field without `axes` that is None
+    is structure too: transforms of torch.func refuse trees with a leaf that is None.
 
-    Transforms make values of the class without calling it. So `__init__`, converters, validators and
-    `__attrs_post_init__` run where you write the class's name, and nowhere else.
+    Transforms make values of the class without calling it. So `__init__`, converters, validators
+    and `__attrs_post_init__` run where you write the class's name, and nowhere else.
 
     Args:
         cls: the class; `@weft.pytree` stands above `@attrs.frozen`.
@@ -280,8 +304,9 @@ def pytree(cls: C) -> C:
     [1, 2, 3]
 
     Raises:
-        TreeError: it is not an attrs class, or not a frozen one, or torch's pytree knows it already. Also, where a
-            value of the class is used as a tree: a static field holds a tensor, or a value that cannot be hashed.
+        TreeError: it is not an attrs class, or not a frozen one, or torch's pytree knows it
+            already. Also, where a value of the class is used as a tree: a static field holds a
+            tensor, or a value that cannot be hashed.
     """
     name = getattr(cls, "__name__", str(cls))
     call = f"weft.pytree({name})"
@@ -289,7 +314,9 @@ def pytree(cls: C) -> C:
         kind = "a dataclass" if hasattr(cls, "__dataclass_fields__") else "no attrs class"
         raise TreeError(call, kind, f"@weft.pytree, then @attrs.frozen, then class {name}: ...")
     if getattr(cls.__setattr__, "__name__", "") != "_frozen_setattrs":
-        raise TreeError(call, "a class whose fields can change", "@attrs.frozen in place of @attrs.define")
+        raise TreeError(
+            call, "a class whose fields can change", "@attrs.frozen in place of @attrs.define"
+        )
     if pytree_node(cls) is not None:
         if node_fields(cls) is not None:
             return cls
@@ -336,14 +363,17 @@ def pytree(cls: C) -> C:
 
 
 def _check_static(cls: type, name: str, value: Any) -> None:
-    """Raise TreeError if a static field holds a tensor, which a structure cannot compare, or what cannot be hashed."""
+    """Raise TreeError if a static field holds a tensor, which a structure cannot compare, or what
+    cannot be hashed."""
     kind = type(value)
     if kind in EXACT:
         return
     call = f"{cls.__name__}({name}={value!r:.60})"
     is_tree = isinstance(value, Tensor | tuple) or pytree_node(kind) is not None
     if is_tree and any(isinstance(leaf, Tensor) for leaf in tree_leaves(value)):
-        raise TreeError(call, f"a tensor in {name}, a static field", f"{name} without weft.static()")
+        raise TreeError(
+            call, f"a tensor in {name}, a static field", f"{name} without weft.static()"
+        )
     try:
         hash(value)
     except TypeError as error:
@@ -352,8 +382,8 @@ def _check_static(cls: type, name: str, value: Any) -> None:
 
 
 def keys_in(structure: TreeSpec) -> tuple[Any, ...]:
-    """The `value_key`s of what `==` does not tell apart in a structure: the keys of all dicts, without strings, and
-    the contexts of classes that others registered."""
+    """The `value_key`s of what `==` does not tell apart in a structure: the keys of all dicts,
+    without strings, and the contexts of classes that others registered."""
     kind, context, own = structure.type, structure.context, list[Any]()
     if isinstance(kind, type) and issubclass(kind, dict):
         keys = context[1] if kind is defaultdict else context
@@ -364,10 +394,11 @@ def keys_in(structure: TreeSpec) -> tuple[Any, ...]:
 
 
 def leaves_with_names(tree: Any, is_leaf: IsLeaf = _is_size) -> list[tuple[str, Any]]:
-    """The leaves with their paths as text (`.kv_pages`, `[0]['w']`), in flattening order. Children without names
-    are numbered."""
+    """The leaves with their paths as text (`.kv_pages`, `[0]['w']`), in flattening order. Children
+    without names are numbered."""
     pairs, _ = _pytree.tree_flatten_with_path(
-        tree, is_leaf=lambda node: _is_size(node) or is_leaf(node) or unnamed_children(node) is not None
+        tree,
+        is_leaf=lambda node: _is_size(node) or is_leaf(node) or unnamed_children(node) is not None,
     )
     found: list[tuple[str, Any]] = []
     for path, part in pairs:
@@ -375,14 +406,17 @@ def leaves_with_names(tree: Any, is_leaf: IsLeaf = _is_size) -> list[tuple[str, 
             found.append((keystr(path), part))
             continue
         for index, child in enumerate(children):
-            found += [(f"{keystr(path)}[{index}]{name}", leaf) for name, leaf in leaves_with_names(child, is_leaf)]
+            found += [
+                (f"{keystr(path)}[{index}]{name}", leaf)
+                for name, leaf in leaves_with_names(child, is_leaf)
+            ]
     return found
 
 
 @attrs.frozen
 class SizedFields:
-    """The fields of a class, by name: those that follow a descriptor, those that hold it, and those that are trees of
-    their own."""
+    """The fields of a class, by name: those that follow a descriptor, those that hold it, and those
+    that are trees of their own."""
 
     axes: Mapping[str, Axes]
     descriptors: tuple[str, ...]
@@ -390,8 +424,8 @@ class SizedFields:
 
 
 def sized_class_fields(kind: type) -> SizedFields | None:
-    """The fields of a sized class, which the class keeps with the attrs fields that they are of; None for any other
-    class."""
+    """The fields of a sized class, which the class keeps with the attrs fields that they are of;
+    None for any other class."""
     of, found = vars(kind).get(_SIZED, (None, None))
     if of is not None and of is getattr(kind, "__attrs_attrs__", None):
         known: SizedFields | None = found
@@ -419,15 +453,21 @@ def _is_sized(node: Any) -> bool:
 
 
 def _map_values(fn: Callable[[Any, SizedFields], Any], node: Any) -> Any:
-    """Apply `fn(value, its fields)` to each sized value in a tree, outermost first: in a fifth of the time that torch's
-    pytree takes, which first lists all leaves."""
+    """Apply `fn(value, its fields)` to each sized value in a tree, outermost first: in a fifth of
+    the time that torch's pytree takes, which first lists all leaves."""
     kind = type(node)
     if kind is Tensor or kind is Size:
         return node
     if (fields := sized_class_fields(kind)) is not None:
         return fn(node, fields)
-    if kind is not tuple and isinstance(node, tuple):  # a named tuple, which torch's pytree knows by its bases
-        return tree_map(lambda part: _map_values(fn, part) if _is_sized(part) else part, node, is_leaf=_is_leaf_here)
+    if kind is not tuple and isinstance(
+        node, tuple
+    ):  # a named tuple, which torch's pytree knows by its bases
+        return tree_map(
+            lambda part: _map_values(fn, part) if _is_sized(part) else part,
+            node,
+            is_leaf=_is_leaf_here,
+        )
     if (known := pytree_node(kind)) is None:
         return node
     children, context = known.flatten_fn(node)
@@ -439,14 +479,16 @@ def _is_leaf_here(node: Any) -> bool:
 
 
 def map_sized(fn: Callable[[Tensor, Axes], Any], tree: T, descriptor: Any = None) -> T:
-    """Apply `fn(tensor, axes)` to every sized field in `tree`. If `descriptor` is not None, it replaces the descriptor
-    of each sized value that holds one."""
+    """Apply `fn(tensor, axes)` to every sized field in `tree`. If `descriptor` is not None, it
+    replaces the descriptor of each sized value that holds one."""
 
     def change(node: Any, fields: SizedFields) -> Any:
         held = {name: getattr(node, name) for name in fields.axes}
         for name, spec in fields.axes.items():
             _check_field(node, name, spec)
-        changes = {name: fn(x, fields.axes[name]) for name, x in held.items() if isinstance(x, Tensor)}
+        changes = {
+            name: fn(x, fields.axes[name]) for name, x in held.items() if isinstance(x, Tensor)
+        }
         changes |= {name: _map_values(change, getattr(node, name)) for name in fields.parts}
         if descriptor is not None:
             changes |= dict.fromkeys(fields.descriptors, descriptor)
@@ -464,7 +506,11 @@ def _check_field(node: Any, name: str, spec: Axes) -> None:
         shown, seen = f"<tensor of shape {tuple(value.shape)}>", f"{value.dim()} dimensions"
         instead = "a name for each dimension, or for the first ones"
     elif isinstance(value, list | tuple | dict | int | float):
-        shown, seen, instead = f"{value!r:.60}", kind_of(value), "a tensor (torch.tensor), or a field without axes"
+        shown, seen, instead = (
+            f"{value!r:.60}",
+            kind_of(value),
+            "a tensor (torch.tensor), or a field without axes",
+        )
     else:
         return
     call = f"{type(node).__name__}({name}={shown})"

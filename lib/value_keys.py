@@ -7,17 +7,30 @@ import attrs
 import torch
 
 EXACT = frozenset(
-    (bool, int, str, bytes, type(None), type(...), torch.dtype, torch.device, torch.layout, torch.memory_format)
+    (
+        bool,
+        int,
+        str,
+        bytes,
+        type(None),
+        type(...),
+        torch.dtype,
+        torch.device,
+        torch.layout,
+        torch.memory_format,
+    )
 )
 """Values of one of these types are equal only if they are the same in every respect."""
 
 
 def value_key(value: Any) -> Any:
-    """A hashable stand-in for a Python value that tells apart what `==` does not: 1, 1.0 and True; 0.0 and -0.0; also
-    inside tuples, frozensets, ranges, slices, complex numbers, dataclasses and attrs classes.
+    """A hashable stand-in for a Python value that tells apart what `==` does not: 1, 1.0 and True;
+    0.0 and -0.0; also inside tuples, frozensets, ranges, slices, complex numbers, dataclasses and
+    attrs classes.
 
-    An object that is compared by identity stands for itself. For an object with its own `==`, the stand-in holds the
-    state that pickle would write; if pickle cannot write it, hashing the stand-in raises TypeError.
+    An object that is compared by identity stands for itself. For an object with its own `==`, the
+    stand-in holds the state that pickle would write; if pickle cannot write it, hashing the
+    stand-in raises TypeError.
 
     Returns:
         The type, then the value or its stand-in.
@@ -77,4 +90,6 @@ class Indistinct:
     kind: type
 
     def __hash__(self) -> NoReturn:
-        raise TypeError(f"a {self.kind.__name__} is compared by its own ==, which may take unlike ones for equal")
+        raise TypeError(
+            f"a {self.kind.__name__} is compared by its own ==, which may take unlike ones for equal"
+        )

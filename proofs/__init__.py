@@ -1,8 +1,10 @@
-"""Tests of your own functions: `check` tests their laws, `assert_equivalent` compares two, `strategies` draw arguments.
+"""Tests of your own functions: `check` tests their laws, `assert_equivalent` compares two,
+`strategies` draw arguments.
 
-**Check a function of your own.** `check` draws sequences of calls and holds the function's graph against the function
-itself: on tapes on a CPU, on CUDA graphs where the arguments are on a GPU. `given` says what to draw: the arguments, of
-which each may be a strategy of Hypothesis (`weft.proofs.strategies` has those of weft).
+**Check a function of your own.** `check` draws sequences of calls and holds the function's graph
+against the function itself: on tapes on a CPU, on CUDA graphs where the arguments are on a GPU.
+`given` says what to draw: the arguments, of which each may be a strategy of Hypothesis
+(`weft.proofs.strategies` has those of weft).
 
 >>> import torch
 >>> from hypothesis import strategies as st
@@ -22,8 +24,9 @@ trace   L8   captures leave no trace         holds                  3 ...
 pad     L2   padding changes nothing         needs a ladder         0         0
 func    L15  vmap, grad, jvp pass through    holds                  3 ...
 
-**Plant a bug, and see that it is found.** A law that catches nothing says nothing. Here a mean is taken over a batch,
-which under a ladder has padding. `check` makes what it found as small as it can: one row, of one number.
+**Plant a bug, and see that it is found.** A law that catches nothing says nothing. Here a mean is
+taken over a batch, which under a ladder has padding. `check` makes what it found as small as it
+can: one row, of one number.
 
 >>> def centred(rows):
 ...     return Rows(rows.descriptor, rows.x - rows.x.mean(0))
@@ -52,13 +55,15 @@ to see it again:
     ladder = [weft.BatchDescriptor(num_tokens=4, num_reqs=4)]
     weft.proofs.check(centred, calls, laws='pad', ladder=ladder)
 
-**Read the counterexample.** `at` is the path of the first leaf that differs, and the index of its first element; then
-both values, how far `apart` they are (in ULPs: the floating-point numbers from the one to the other), how many elements
-`differ`, and how many `leaves`. Below it stands code that makes the arguments again, and raises the same. (The remedy
-here: a field of the batch that masks the padding, as `weft.axes("num_tokens", pad=0)` makes one.)
+**Read the counterexample.** `at` is the path of the first leaf that differs, and the index of its
+first element; then both values, how far `apart` they are (in ULPs: the floating-point numbers from
+the one to the other), how many elements `differ`, and how many `leaves`. Below it stands code that
+makes the arguments again, and raises the same. (The remedy here: a field of the batch that masks
+the padding, as `weft.axes("num_tokens", pad=0)` makes one.)
 
-**Write a law of your own.** Most laws say that two functions are one: what a transform makes of a function, and the
-version that is written by hand. `assert_equivalent` compares them, bitwise if no tolerance is given:
+**Write a law of your own.** Most laws say that two functions are one: what a transform makes of a
+function, and the version that is written by hand. `assert_equivalent` compares them, bitwise if no
+tolerance is given:
 
 >>> def twice(x):
 ...     return {"x": x + x, "count": x.numel()}
@@ -83,18 +88,21 @@ to see it again:
     args = (torch.ones(3),)
     weft.proofs.assert_equivalent(nearly, doubled, given=args)
 
-It works inside a test with Hypothesis's own `@given` too: pass the arguments that the test drew. What a law compares
-otherwise, it compares by `find_difference`, and says with LawViolation.
+It works inside a test with Hypothesis's own `@given` too: pass the arguments that the test drew.
+What a law compares otherwise, it compares by `find_difference`, and says with LawViolation.
 
-**In pytest.** `weft.proofs.plugin` is loaded where weft is installed: `--weft-profile=ci`, `gpu` or `explore` says how
-many examples there are, `@pytest.mark.gpu` is skipped without a GPU, and the fixture `weft_device` runs a test on both.
+**In pytest.** `weft.proofs.plugin` is loaded where weft is installed: `--weft-profile=ci`, `gpu` or
+`explore` says how many examples there are, `@pytest.mark.gpu` is skipped without a GPU, and the
+fixture `weft_device` runs a test on both.
 """
 
 from typing import Any
 
 from lazy_loader import attach_stub
 
-_find, __dir__, __all__ = attach_stub(__name__, __file__)  # pytest loads the plugin, which must not import torch
+_find, __dir__, __all__ = attach_stub(
+    __name__, __file__
+)  # pytest loads the plugin, which must not import torch
 
 
 def __getattr__(name: str) -> Any:
@@ -107,4 +115,6 @@ def __getattr__(name: str) -> Any:
         from weft.extras import install_command
 
         instead = "pip install pytest" if error.name == "pytest" else install_command("proofs")
-        raise MissingPackageError(f"weft.proofs.{name}", f"no {error.name} here", instead) from error
+        raise MissingPackageError(
+            f"weft.proofs.{name}", f"no {error.name} here", instead
+        ) from error

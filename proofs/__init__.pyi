@@ -8,5 +8,8 @@ from .checks.difference import (
 )
 from .checks.elements import Tolerance as Tolerance
 from .checks.engine_machine import engine_machine as engine_machine
-from .checks.equivalence import Counterexample as Counterexample, assert_equivalent as assert_equivalent
+from .checks.equivalence import (
+    Counterexample as Counterexample,
+    assert_equivalent as assert_equivalent,
+)
 from .checks.served_model import CompletionRequest as CompletionRequest

@@ -2,11 +2,12 @@
 
     python -m weft.proofs.failures --out FOLDER [--runs 200]
 
-Each run starts a process for every rank of a pipeline of 2, 3 or 4 stages, or of a mesh whose ranks share each stage.
-It lets one of them raise, exit, be killed, stall or be stopped at one instruction of its program, or at a collective
-inside that instruction, and asks: did every other rank raise a RankError that names that rank and that instruction, in
-time; did the launcher; and have all processes ended. The runs take each place in turn, and the ways to fail in turn. A
-quarter as many again kill a rank at any time, while it starts and connects too: then all must name it, and the same
+Each run starts a process for every rank of a pipeline of 2, 3 or 4 stages, or of a mesh whose ranks
+share each stage. It lets one of them raise, exit, be killed, stall or be stopped at one instruction
+of its program, or at a collective inside that instruction, and asks: did every other rank raise a
+RankError that names that rank and that instruction, in time; did the launcher; and have all
+processes ended. The runs take each place in turn, and the ways to fail in turn. A quarter as many
+again kill a rank at any time, while it starts and connects too: then all must name it, and the same
 instruction.
 """
 
@@ -55,15 +56,16 @@ NUM_RANKS = (2, 3, 4)
 MESHES = (Mesh(pipeline=1, tensor=2), Mesh(pipeline=1, tensor=3), Mesh(pipeline=2, tensor=2))
 """Meshes whose ranks share each stage."""
 LIMIT = 6.0
-"""Seconds beyond the time-out in which all must be over: a process that is stopped is asked to end first."""
+"""Seconds beyond the time-out in which all must be over: a process that is stopped is asked to end
+first."""
 LATEST = 0.4
 """Seconds after which a rank is killed at the latest, where it is killed at any time."""
 
 
 @attrs.frozen
 class Outcome:
-    """What became of a case: the seconds from the failure until the last other rank had raised its error, those until
-    all processes had ended, and what was wrong, if anything was."""
+    """What became of a case: the seconds from the failure until the last other rank had raised its
+    error, those until all processes had ended, and what was wrong, if anything was."""
 
     case: Case
     raised: float
@@ -72,8 +74,8 @@ class Outcome:
 
 
 def cases() -> Iterator[Case]:
-    """All of a pipeline: every place once, then every place with the next way, until each had each way, in two
-    steps."""
+    """All of a pipeline: every place once, then every place with the next way, until each had each
+    way, in two steps."""
     places = [
         (program.num_ranks, program.rank, index, str(effect))
         for num_ranks in NUM_RANKS
@@ -82,18 +84,23 @@ def cases() -> Iterator[Case]:
     ]
     for step, turn in itertools.product((1, 0), range(len(WAYS))):
         for number, (num_ranks, rank, index, instruction) in enumerate(places):
-            yield Case(num_ranks, rank, index, [*WAYS][(number + turn) % len(WAYS)], step, instruction)
+            yield Case(
+                num_ranks, rank, index, [*WAYS][(number + turn) % len(WAYS)], step, instruction
+            )
 
 
 def cases_of_meshes() -> Iterator[Case]:
-    """All of the meshes, likewise: before each effect, and at each collective of each run of a stage; the places are
-    shuffled, so that some of them stand for all."""
+    """All of the meshes, likewise: before each effect, and at each collective of each run of a
+    stage; the places are shuffled, so that some of them stand for all."""
     places = [
         (mesh, program.rank, index, effect, place)
         for mesh in MESHES
         for program in make_pipeline(mesh.num_ranks, mesh=mesh).programs(MICROBATCHES)
         for index, effect in enumerate((*program.effects, None))
-        for place in (None, *(_PLACES if isinstance(effect, Run) and effect.stage is not None else ()))
+        for place in (
+            None,
+            *(_PLACES if isinstance(effect, Run) and effect.stage is not None else ()),
+        )
     ]
     random.Random(0).shuffle(places)
     for step, turn in itertools.product((1, 0), range(len(WAYS))):
@@ -133,9 +140,13 @@ def no_longer_than(seconds: float) -> Iterator[None]:
 
 
 def cases_at_any_time() -> Iterator[Case]:
-    """A rank killed some time after it started: before it has met the others, until it is at its steps."""
+    """A rank killed some time after it started: before it has met the others, until it is at its
+    steps."""
     chance = random.Random(0)
-    sizes = [*((number, 1) for number in NUM_RANKS), *((mesh.num_ranks, mesh.sizes["tensor"]) for mesh in MESHES)]
+    sizes = [
+        *((number, 1) for number in NUM_RANKS),
+        *((mesh.num_ranks, mesh.sizes["tensor"]) for mesh in MESHES),
+    ]
     while True:
         num_ranks, tensor = chance.choice(sizes)
         rank = chance.randrange(num_ranks)
@@ -158,11 +169,16 @@ def run_case(case: Case, target: Callable[[Case, Path], None] = run_rank) -> Out
             for rank in range(case.num_ranks)
             if (path := folder / f"rank{rank}").exists()
         }
-    raised = max((record["time"] - began for rank, record in records.items() if rank != case.rank), default=0.0)
+    raised = max(
+        (record["time"] - began for rank, record in records.items() if rank != case.rank),
+        default=0.0,
+    )
     return Outcome(case, raised, ended - began, _wrong(case, records, heard, ended - began))
 
 
-def _wrong(case: Case, records: dict[int, Any], heard: Exception | None, seconds: float) -> str | None:
+def _wrong(
+    case: Case, records: dict[int, Any], heard: Exception | None, seconds: float
+) -> str | None:
     """What is not as it should be."""
     others = [record["about"] for rank, record in records.items() if rank != case.rank]
     said = others[0][1] if others else ""
@@ -195,16 +211,24 @@ def summary(outcomes: Sequence[Outcome]) -> dict[str, Any]:
             "ended": _spread([o.ended for o in own]),
         }
     return {
-        "environment": {"torch": torch.__version__, "python": platform.python_version(), "cpus": os.cpu_count()},
+        "environment": {
+            "torch": torch.__version__,
+            "python": platform.python_version(),
+            "cpus": os.cpu_count(),
+        },
         "timeout": TIMEOUT,
         "runs": len(outcomes),
         "in a mesh": sum(o.case.tensor > 1 for o in outcomes),
         "at a collective": sum(o.case.collective is not None for o in outcomes),
         "at any time": sum(o.case.delay is not None for o in outcomes),
         "places": len({_place(o.case) for o in outcomes if o.case.delay is None}),
-        "instructions": Counter(o.case.instruction.split()[0] for o in outcomes if o.case.delay is None),
+        "instructions": Counter(
+            o.case.instruction.split()[0] for o in outcomes if o.case.delay is None
+        ),
         "ways": ways,
-        "slowest": {str(o.case): round(o.raised, 3) for o in sorted(outcomes, key=lambda o: -o.raised)[:3]},
+        "slowest": {
+            str(o.case): round(o.raised, 3) for o in sorted(outcomes, key=lambda o: -o.raised)[:3]
+        },
         "wrong": [f"{outcome.case}: {outcome.wrong}" for outcome in outcomes if outcome.wrong],
     }
 
@@ -214,14 +238,20 @@ def _place(case: Case) -> tuple[Any, ...]:
 
 
 def _spread(seconds: Sequence[float]) -> dict[str, float] | None:
-    return {"median": round(statistics.median(seconds), 3), "max": round(max(seconds), 3)} if seconds else None
+    return (
+        {"median": round(statistics.median(seconds), 3), "max": round(max(seconds), 3)}
+        if seconds
+        else None
+    )
 
 
 def main() -> None:
     """Run the cases, write `failures.json`, and exit with 1 if one went wrong."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--out", type=Path, required=True, help="the folder to write")
-    parser.add_argument("--runs", type=int, default=200, help="half of them in a pipeline, half in a mesh")
+    parser.add_argument(
+        "--runs", type=int, default=200, help="half of them in a pipeline, half in a mesh"
+    )
     given = parser.parse_args()
     half = given.runs // 2
     chosen = [

@@ -2,8 +2,9 @@
 
     python -m weft.proofs.fuzz --requests 5000
 
-Draws engines and requests until so many were accepted, and checks each (`weft.proofs.laws.engine.faults`). It prints
-how they ended. Where the law breaks, it prints the smallest case and exits with 1.
+Draws engines and requests until so many were accepted, and checks each
+(`weft.proofs.laws.engine.faults`). It prints how they ended. Where the law breaks, it prints the
+smallest case and exits with 1.
 """
 
 import argparse
@@ -50,7 +51,9 @@ class Fuzzed:
         )
 
 
-def fuzz(num_requests: int, seed: int = 0, tell: Callable[[Fuzzed], None] = lambda found: None) -> Fuzzed:
+def fuzz(
+    num_requests: int, seed: int = 0, tell: Callable[[Fuzzed], None] = lambda found: None
+) -> Fuzzed:
     """Serve odd requests until so many were accepted.
 
     Args:
@@ -71,7 +74,11 @@ def fuzz(num_requests: int, seed: int = 0, tell: Callable[[Fuzzed], None] = lamb
 def _serve(found: Fuzzed, seed: int) -> None:
     @hypothesis.seed(seed)
     @settings(
-        max_examples=_AT_ONCE, deadline=None, database=None, phases=_PHASES, suppress_health_check=list(HealthCheck)
+        max_examples=_AT_ONCE,
+        deadline=None,
+        database=None,
+        phases=_PHASES,
+        suppress_health_check=list(HealthCheck),
     )
     @hypothesis.given(odd_loads())
     def serve(load: OddLoad) -> None:
@@ -92,7 +99,11 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0)
     arguments = parser.parse_args()
     try:
-        found = fuzz(arguments.requests, arguments.seed, lambda found: print(found.tally.accepted, flush=True))
+        found = fuzz(
+            arguments.requests,
+            arguments.seed,
+            lambda found: print(found.tally.accepted, flush=True),
+        )
     except LawViolation as error:
         print(error, *getattr(error, "__notes__", ()), sep="\n")
         return 1

@@ -1,10 +1,11 @@
-"""One run on a GPU: the marked tests, the command line, and decode steps timed; a table last, and all of it as JSON.
+"""One run on a GPU: the marked tests, the command line, and decode steps timed; a table last, and
+all of it as JSON.
 
     python -m weft.proofs.gpu_run --out FOLDER [--tests FOLDER_OF_TESTS]
 
-The timed model has Qwen3-0.6B's dimensions and random weights, bfloat16. A step is timed by the device's clock over
-repeated replays of one class; the floor is the bytes that a step must read (weights, and the keys and values of the
-context) over the copy bandwidth, measured in the same run.
+The timed model has Qwen3-0.6B's dimensions and random weights, bfloat16. A step is timed by the
+device's clock over repeated replays of one class; the floor is the bytes that a step must read
+(weights, and the keys and values of the context) over the copy bandwidth, measured in the same run.
 """
 
 import argparse
@@ -56,8 +57,8 @@ def copy_bandwidth(device: str = "cuda") -> float:
 
 
 def device_seconds(fn: Callable[[], Any], repeats: int, device: str = "cuda") -> float:
-    """The median over three rounds of the time of one call, by device events around `repeats` of them; on the CPU by
-    the host's clock."""
+    """The median over three rounds of the time of one call, by device events around `repeats` of
+    them; on the CPU by the host's clock."""
     rounds = []
     for _ in range(3):
         fn()
@@ -87,15 +88,21 @@ def random_model(raw: dict[str, Any], device: str = "cuda") -> Model:
 def time_decode(
     model: Model, num_reqs: int, context: int, num_stages: int, mode: str, bandwidth: float
 ) -> dict[str, Any]:
-    """Milliseconds a decode step at a context length, its floor, and what the graphs were asked to do."""
+    """Milliseconds a decode step at a context length, its floor, and what the graphs were asked to
+    do."""
     runner = make_runner(model, Limits(num_reqs, 4096), num_stages=num_stages, mode=mode)
     repeats = 30
     lengths = [context + 4 * (repeats + 2)] * num_reqs
     state = make_state(
-        model, runner.layouts, lengths, [SamplingParams(temperature=1.0, seed=row) for row in range(num_reqs)]
+        model,
+        runner.layouts,
+        lengths,
+        [SamplingParams(temperature=1.0, seed=row) for row in range(num_reqs)],
     )
     for stage in state:
-        stage.positions[:-1] = context  # as if prefilled: the time does not depend on what the pages hold
+        stage.positions[:-1] = (
+            context  # as if prefilled: the time does not depend on what the pages hold
+        )
         stage.kv_pages.normal_()
     batch = Batch.decode(range(num_reqs), device=model.device)
 
@@ -105,7 +112,9 @@ def time_decode(
 
     seconds = device_seconds(step, repeats, model.device.type)
     config = model.config
-    kv_bytes = 2 * config.num_layers * config.num_kv_heads * config.head_dim * 2 * num_reqs * context
+    kv_bytes = (
+        2 * config.num_layers * config.num_kv_heads * config.head_dim * 2 * num_reqs * context
+    )
     floor = (num_bytes(model.params) + kv_bytes) / bandwidth
     infos = [graph.cache_info() for graph in runner.graphs]
     return {
@@ -116,7 +125,8 @@ def time_decode(
 
 
 def run_tests(folder: str) -> dict[str, Any]:
-    """Run the tests marked `gpu` in processes of their own, print the end of what they said, return how they closed."""
+    """Run the tests marked `gpu` in processes of their own, print the end of what they said, return
+    how they closed."""
     environment = {**os.environ, "WEFT_HYPOTHESIS_PROFILE": "gpu"}
     command = [
         sys.executable,
@@ -135,7 +145,11 @@ def run_tests(folder: str) -> dict[str, Any]:
     done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
     print((done.stdout + done.stderr)[-4000:])
     closing = re.findall(r"\d+ (?:passed|failed).*|no tests ran.*", done.stdout) or [""]
-    return {"exit": done.returncode, "closing": closing[-1].strip("= "), "seconds": time.time() - start}
+    return {
+        "exit": done.returncode,
+        "closing": closing[-1].strip("= "),
+        "seconds": time.time() - start,
+    }
 
 
 def run_command(*arguments: str) -> dict[str, Any]:
@@ -163,7 +177,9 @@ def main() -> None:
     prompts = ["--prompt", "The function returns", "--prompt", "A list is"]
     commands = [
         run_command("doctor", "--json"),
-        run_command("generate", "--model", str(DEMO), *prompts, "--max-tokens", "32", "--pp", "2", "--json"),
+        run_command(
+            "generate", "--model", str(DEMO), *prompts, "--max-tokens", "32", "--pp", "2", "--json"
+        ),
         run_command("demo"),
     ]
     tests = run_tests(arguments.tests) if arguments.tests else None
@@ -181,7 +197,9 @@ def show(report: dict[str, Any]) -> None:
         )
     if report["tests"]:
         print(f"tests: {report['tests']['closing']} in {report['tests']['seconds']:.0f} s")
-    print(f"copy bandwidth {report['copy_bandwidth'] / 1e12:.2f} TB/s; Qwen3-0.6B, bfloat16, random weights, decode")
+    print(
+        f"copy bandwidth {report['copy_bandwidth'] / 1e12:.2f} TB/s; Qwen3-0.6B, bfloat16, random weights, decode"
+    )
     print(
         f"{'reqs':>5}{'context':>8}{'stages':>7} {'mode':<6}{'ms':>8}{'floor':>8}{'share':>7}{'tok/s':>9}{'graphs':>7}"
     )

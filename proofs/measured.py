@@ -1,4 +1,5 @@
-"""The page of measurements and its pictures, made from `proofs/results/`: `python -m weft.proofs.measured`."""
+"""The page of measurements and its pictures, made from `proofs/results/`: `python -m
+weft.proofs.measured`."""
 
 import statistics
 from collections import defaultdict
@@ -91,15 +92,30 @@ SERVED = (
     ("Qwen3-0.6B, bfloat16", "h200-serving-dense-1", "1 GPU, slow host", ""),
     ("Qwen3-30B-A3B, FP8", "h200-serving-moe", "1 GPU, slow host", ""),
     ("Qwen3-30B-A3B, FP8", "h200-serving-moe-1", "1 GPU, slow host", ""),
-    ("Qwen3-30B-A3B, FP8", "h200x2-serving-moe-peer-modes", "2 GPUs, `peer`", "h200x2-serving-moe-peer-modes"),
+    (
+        "Qwen3-30B-A3B, FP8",
+        "h200x2-serving-moe-peer-modes",
+        "2 GPUs, `peer`",
+        "h200x2-serving-moe-peer-modes",
+    ),
     ("Qwen3-30B-A3B, FP8", "h200x2-serving-moe-peer-eager", "2 GPUs, `peer`, another host", ""),
-    ("Qwen3-30B-A3B, FP8", "h200x2-serving-moe-peer", "2 GPUs, `peer`", "h200x2-serving-moe-peer-modes"),
+    (
+        "Qwen3-30B-A3B, FP8",
+        "h200x2-serving-moe-peer",
+        "2 GPUs, `peer`",
+        "h200x2-serving-moe-peer-modes",
+    ),
     ("Qwen3-30B-A3B, FP8", "h200x2-serving-moe-peer-256", "2 GPUs, `peer`", ""),
     ("Qwen3-30B-A3B, FP8", "h200x4-serving-moe-peer-512", "4 GPUs, `peer`", ""),
 )
 """Model, record, machine, and the record whose eager runs it is compared with."""
 _TOTAL = "total_tokens_per_s"
-_CHECKED = {"qwen3-0.6b": "H200", "llama-3.2-1b": "H100", "llama-3.1-8b": "H100", "qwen3-30b-a3b-fp8": "H200"}
+_CHECKED = {
+    "qwen3-0.6b": "H200",
+    "llama-3.2-1b": "H100",
+    "llama-3.1-8b": "H100",
+    "qwen3-30b-a3b-fp8": "H200",
+}
 """The GPU of a check that has a record of its own, by preset."""
 LENGTHS = {"decode": "2 in, 512 out", "mixed": "512 in, 512 out", "prefill": "512 in, 64 out"}
 
@@ -113,18 +129,30 @@ def serving_rows() -> Iterator[tuple[str, ...]]:
             tpot = [row["tpot"]["p50"] for row in rows]
             times = span(tpot, "{:.2f}" if min(tpot) < 10 else "{:.1f}")
             requests = rows[0]["num_requests"]
-            what = f"{model}: {requests} request{'s' * (requests > 1)}, {LENGTHS[workload]}, `{mode}`"
+            what = (
+                f"{model}: {requests} request{'s' * (requests > 1)}, {LENGTHS[workload]}, `{mode}`"
+            )
             base = speeds(eager.get((workload, "none"), ()))
             against = (
-                f"{span((max(speeds(rows)) / max(base),), '{:.1f}')} times eager" if base and mode != "none" else ""
+                f"{span((max(speeds(rows)) / max(base),), '{:.1f}')} times eager"
+                if base and mode != "none"
+                else ""
             )
-            yield record.row(what, f"{span(speeds(rows), '{:,.0f}')} tokens/s, {times} ms a token", against, machine)
+            yield record.row(
+                what,
+                f"{span(speeds(rows), '{:,.0f}')} tokens/s, {times} ms a token",
+                against,
+                machine,
+            )
 
 
 def equality_rows() -> Iterator[tuple[str, ...]]:
     """Rows that count the greedy completions equal to those of eager steps."""
     ends = ("Qwen3-30B-A3B, FP8", "h200-serving-moe-ends", "1 GPU", "")
-    checks = ((MODELS[preset], f"{gpu.lower()}-check-{preset}", f"1 {gpu}", "") for preset, gpu in _CHECKED.items())
+    checks = (
+        (MODELS[preset], f"{gpu.lower()}-check-{preset}", f"1 {gpu}", "")
+        for preset, gpu in _CHECKED.items()
+    )
     for model, name, machine, _ in (*SERVED, ends, *checks):
         record = read(name)
         for row in (row for row in record.data["rows"] if "equal" in row):
@@ -142,14 +170,19 @@ def step_rows() -> Iterator[tuple[str, ...]]:
     for row in record.data["rows"]:
         if row["context"] == 256 and row["reqs"] in (1, 16, 64, 256):
             requests = f"{row['reqs']} request{'s' * (row['reqs'] > 1)}"
-            what = f"Qwen3-0.6B, bfloat16: a decode step of {requests}, context 256, `{row['mode']}`"
+            what = (
+                f"Qwen3-0.6B, bfloat16: a decode step of {requests}, context 256, `{row['mode']}`"
+            )
             against = f"{row['floor_ms']:.2f} ms: the bytes it must read at {bandwidth}"
             yield record.row(what, f"{row['ms']:.2f} ms", against, "1 GPU, slow host")
     record = read("h200-step-profile-dense")
     step = record.data["profiles"][0]
     what = f"Qwen3-0.6B, bfloat16: a decode step of {step['requests']} requests, context 256, `{step['graph']}`"
     yield record.row(
-        what, f"{step['ms']:.2f} ms", f"{step['busy_ms']:.2f} ms: the sum of its kernels, which overlap", "1 GPU"
+        what,
+        f"{step['ms']:.2f} ms",
+        f"{step['busy_ms']:.2f} ms: the sum of its kernels, which overlap",
+        "1 GPU",
     )
 
 
@@ -161,15 +194,24 @@ def start_rows() -> Iterator[tuple[str, ...]]:
     memory = " and ".join(f"{rank['graph_bytes'] / 2**30:.3f}" for rank in warm)
     machine = "2 GPUs, `peer`"
     what = "Qwen3-30B-A3B, FP8: start to first token, weights made on the GPU, every kernel compiled before"
-    yield record.row(what, f"{first[1]:.1f} s", f"{first[0]:.1f} s with none compiled before", machine)
-    yield record.row(f"Qwen3-30B-A3B, FP8: memory of its {warm[0]['num_graphs']} graphs", f"{memory} GiB", "", machine)
+    yield record.row(
+        what, f"{first[1]:.1f} s", f"{first[0]:.1f} s with none compiled before", machine
+    )
+    yield record.row(
+        f"Qwen3-30B-A3B, FP8: memory of its {warm[0]['num_graphs']} graphs",
+        f"{memory} GiB",
+        "",
+        machine,
+    )
     record = read("h200-ladder-capture")
     once, again = record.data["runs"]
     what = f"Qwen3-0.6B, bfloat16: a ladder of {once['graphs']} classes captured, every kernel compiled before"
     figures = [f"{run['seconds']:.1f} s, {run['bytes'] / 2**30:.3f} GiB" for run in (once, again)]
     estimate = f"{again['estimated_bytes'] / 2**30:.3f} GiB estimated"
     yield record.row(what, figures[0], estimate, "1 GPU")
-    yield record.row("the same a second time, in memory that the driver has kept", figures[1], estimate, "1 GPU")
+    yield record.row(
+        "the same a second time, in memory that the driver has kept", figures[1], estimate, "1 GPU"
+    )
 
 
 def kernel_rows() -> Iterator[tuple[str, ...]]:
@@ -178,10 +220,16 @@ def kernel_rows() -> Iterator[tuple[str, ...]]:
     bandwidth = f"{record.data['bandwidth'] / 1e12:.2f} TB/s"
     rows = [row for row in record.data["rows"] if row["model"] == "Qwen3-30B-A3B"]
     for tokens, which in product((8, 64, 128, 256), ("its experts", "all but attention")):
-        part = [row for row in rows if row["tokens"] == tokens and (row["kernel"] == "run_experts" or which[0] == "a")]
+        part = [
+            row
+            for row in rows
+            if row["tokens"] == tokens and (row["kernel"] == "run_experts" or which[0] == "a")
+        ]
         took, floor = (sum(row[key] for row in part) for key in ("us", "floor_us"))
         what = f"Qwen3-30B-A3B, FP8: a layer on {tokens} tokens, {which}"
-        yield record.row(what, f"{took:.1f} µs", f"{floor:.1f} µs: its bytes at {bandwidth}", "1 GPU")
+        yield record.row(
+            what, f"{took:.1f} µs", f"{floor:.1f} µs: its bytes at {bandwidth}", "1 GPU"
+        )
 
 
 def attention_rows() -> Iterator[tuple[str, ...]]:
@@ -190,16 +238,26 @@ def attention_rows() -> Iterator[tuple[str, ...]]:
     found: dict[tuple[str, str], dict[str, dict[str, Any]]] = defaultdict(dict)
     for row in record.data["rows"]:
         found[row["model"], row["shape"]][row["backend"]] = row
-    kinds: dict[str, list[dict[str, dict[str, Any]]]] = {"decodes": [], "prompts": [], "decodes among prompts": []}
+    kinds: dict[str, list[dict[str, dict[str, Any]]]] = {
+        "decodes": [],
+        "prompts": [],
+        "decodes among prompts": [],
+    }
     for (_, shape), own in found.items():
         is_decode = own["triton"]["share"] is not None
-        kinds["decodes" if is_decode else "decodes among prompts" if "decodes" in shape else "prompts"].append(own)
+        kinds[
+            "decodes" if is_decode else "decodes among prompts" if "decodes" in shape else "prompts"
+        ].append(own)
     for kind, shapes in kinds.items():
-        rates = span((own["triton"]["rate"] for own in shapes), "{:.2f}" if kind == "decodes" else "{:.0f}")
+        rates = span(
+            (own["triton"]["rate"] for own in shapes), "{:.2f}" if kind == "decodes" else "{:.0f}"
+        )
         ratio = span((own["flashinfer"]["us"] / own["triton"]["us"] for own in shapes), "{:.2f}")
         what = f"Attention in bfloat16, {len(shapes)} shapes of {kind}: our kernel"
         unit = "TB/s" if kind == "decodes" else "TFLOP/s"
-        yield record.row(what, f"{rates} {unit}", f"FlashInfer takes {ratio} times as long", "1 GPU")
+        yield record.row(
+            what, f"{rates} {unit}", f"FlashInfer takes {ratio} times as long", "1 GPU"
+        )
 
 
 def prompt_rows() -> Iterator[tuple[str, ...]]:
@@ -212,7 +270,12 @@ def prompt_rows() -> Iterator[tuple[str, ...]]:
         if taken < 512:
             continue
         before, now = (
-            [x for row in rows if row["build"] == build and row["max_num_tokens"] == most for x in row[_TOTAL]]
+            [
+                x
+                for row in rows
+                if row["build"] == build and row["max_num_tokens"] == most
+                for x in row[_TOTAL]
+            ]
             for build, most in (("before", 2048), ("now", 8192))
         )
         what = f"{model}, bfloat16: {requests} requests, {taken:,} in, {given} out, by default"
@@ -252,7 +315,9 @@ def invariant_rows() -> Iterator[tuple[str, ...]]:
         share = statistics.median(speed[True]) / statistics.median(speed[False])
         figure = f"{span(speed[True], '{:,.0f}')} tokens/s{' in all' * (workload == 'prefill')}"
         against = f"{span(speed[False], '{:,.0f}')} in the fast mode, in the same run: {share:.0%}"
-        yield record.row(what, figure, against, "1 H100" if stages == 1 else f"{stages} H100, `peer`")
+        yield record.row(
+            what, figure, against, "1 H100" if stages == 1 else f"{stages} H100, `peer`"
+        )
     record = read("h100x2-bits")
     for run in record.data["runs"]:
         ways = [row for row in run["rows"] if row["batch_invariant"]]
@@ -261,23 +326,37 @@ def invariant_rows() -> Iterator[tuple[str, ...]]:
         what = f"{run['preset']}: {sizes}, in {len(ways) - 1} ways"
         fast = [row["difference"] for row in run["rows"] if not row["batch_invariant"]]
         figure = f"{equal} equal in every way; logprobs differ by {most:.3g}"
-        against = "each alone" + f"; the fast mode's logprobs differ by {max(fast, default=0):.2g}" * bool(fast)
-        yield record.row(what, figure, against, "1 H100" if run["stages"] == 1 else "2 H100, `peer`")
+        against = (
+            "each alone"
+            + f"; the fast mode's logprobs differ by {max(fast, default=0):.2g}" * bool(fast)
+        )
+        yield record.row(
+            what, figure, against, "1 H100" if run["stages"] == 1 else "2 H100, `peer`"
+        )
 
 
 def call_rows() -> Iterator[tuple[str, ...]]:
     """The host's time for one call of a graphified function."""
     record = read("h200-graphify-overhead")
-    took = {(row["what"], row["given"], row["captures"], row["leaves"]): row["us"] for row in record.data["rows"]}
+    took = {
+        (row["what"], row["given"], row["captures"], row["leaves"]): row["us"]
+        for row in record.data["rows"]
+    }
 
     def cell(what: str, given: str, captures: int = 1) -> str:
         return ", ".join(
-            f"{took[what, given, captures, leaves]:.{1 if leaves == 3 else 0}f}" for leaves in (3, 30, 300)
+            f"{took[what, given, captures, leaves]:.{1 if leaves == 3 else 0}f}"
+            for leaves in (3, 30, 300)
         )
 
-    replay = ", ".join(f"{took['bare replay', 'nothing', 1, leaves]:.1f}" for leaves in (3, 30, 300))
+    replay = ", ".join(
+        f"{took['bare replay', 'nothing', 1, leaves]:.1f}" for leaves in (3, 30, 300)
+    )
     kinds = {
-        "reference, borrowed": ("tensors read where they are, borrowed results", f"; a bare replay {replay}"),
+        "reference, borrowed": (
+            "tensors read where they are, borrowed results",
+            f"; a bare replay {replay}",
+        ),
         "fresh, borrowed": (
             "fresh inputs, borrowed results",
             f'; `torch.compile(mode="reduce-overhead")` {cell("reduce-overhead", "fresh, borrowed")}',
@@ -287,12 +366,19 @@ def call_rows() -> Iterator[tuple[str, ...]]:
     for given, (words, more) in kinds.items():
         against = f"`make_graphed_callables` {cell('make_graphed_callables', given)}{more}"
         yield record.row(f"{start}: {words}", f"{cell('graphify', given)} µs", against, "1 GPU")
-    yield record.row(f"{start}: fresh inputs, safe results", f"{cell('graphify', 'fresh, safe')} µs", "", "1 GPU")
-    for given, words in (("reference, borrowed", kinds["reference, borrowed"][0]), ("fresh, safe", "fresh, safe")):
+    yield record.row(
+        f"{start}: fresh inputs, safe results", f"{cell('graphify', 'fresh, safe')} µs", "", "1 GPU"
+    )
+    for given, words in (
+        ("reference, borrowed", kinds["reference, borrowed"][0]),
+        ("fresh, safe", "fresh, safe"),
+    ):
         one = f"{cell('graphify', given)} µs with one graph"
         held, turn = cell("graphify", given, 1000), cell("graphify, in turn", given, 1000)
         yield record.row(f"the same, 1,000 graphs held: {words}", f"{held} µs", one, "1 GPU")
-        yield record.row(f"the same, 1,000 graphs called in turn: {words}", f"{turn} µs", one, "1 GPU")
+        yield record.row(
+            f"the same, 1,000 graphs called in turn: {words}", f"{turn} µs", one, "1 GPU"
+        )
 
 
 def pipeline_rows() -> Iterator[tuple[str, ...]]:
@@ -304,35 +390,57 @@ def pipeline_rows() -> Iterator[tuple[str, ...]]:
         took = span((row["graph_us"] for row in rows if row["backend"] == backend), "{:.1f}")
         what = f"a message of [64, 2048] bfloat16 to another GPU and back in a graph, `{backend}`"
         yield record.row(what, f"{took} µs", floor, "2 GPUs")
-    names = [(f"h200x{n}-timelines-{way}", f"{n} GPUs, `{way}`") for n, way in product((2, 4), ("nccl", "peer"))]
-    for name, machine in (*names, ("cpu-timelines-3-gloo", "a CPU, 3 processes, `gloo`, torch 2.13")):
+    names = [
+        (f"h200x{n}-timelines-{way}", f"{n} GPUs, `{way}`")
+        for n, way in product((2, 4), ("nccl", "peer"))
+    ]
+    for name, machine in (
+        *names,
+        ("cpu-timelines-3-gloo", "a CPU, 3 processes, `gloo`, torch 2.13"),
+    ):
         record = read(name)
         rows = record.data["rows"]
         off = span((100 * (row["simulated"] / row["measured"] - 1) for row in rows), "{:+.1f}")
         took = span((1e3 * row["measured"] for row in rows), "{:.0f}")
-        yield record.row(f"simulated time of {len(rows)} pipelines", f"{off} %", f"measured, {took} ms", machine)
+        yield record.row(
+            f"simulated time of {len(rows)} pipelines", f"{off} %", f"measured, {took} ms", machine
+        )
 
 
 def shared_rows() -> Iterator[tuple[str, ...]]:
-    """Collectives of two GPUs next to NCCL's own, and models whose layers they share next to the peer's."""
+    """Collectives of two GPUs next to NCCL's own, and models whose layers they share next to the
+    peer's."""
     record = read("h100x2-collectives")
-    took = {(row["way"], row["collective"], *row["shape"]): row["graph_us"] for row in record.data["rows"]}
+    took = {
+        (row["way"], row["collective"], *row["shape"]): row["graph_us"]
+        for row in record.data["rows"]
+    }
     for (way, collective, *shape), us in took.items():
         if way == "peer":
             what = f"`{collective}` of {shape} bfloat16 in a graph, `peer`"
             yield record.row(
-                what, f"{us:.1f} µs", f"NCCL's own {took['ncclAllReduce', collective, *shape]:.1f}", "2 H100"
+                what,
+                f"{us:.1f} µs",
+                f"NCCL's own {took['ncclAllReduce', collective, *shape]:.1f}",
+                "2 H100",
             )
     beside, later = read("h100x2-tensor"), read("h100x2-tensor-later")
-    peers = {(row["preset"], row["num_requests"]): row["output_tokens_per_s"] for row in beside.data["vllm"]["rows"]}
+    peers = {
+        (row["preset"], row["num_requests"]): row["output_tokens_per_s"]
+        for row in beside.data["vllm"]["rows"]
+    }
     for record, place in ((beside, "2 H100, `peer`"), (later, "2 H100, `peer`, another machine")):
         for run in record.data["runs"]:
             requests = run["rows"][0]["num_requests"]
             what = f"{run['preset']}: {requests} request{'s' * (requests > 1)}, {LENGTHS['decode']}, `--tp 2`"
             peer = peers.get((run["preset"], requests)) if record is beside else None
-            against = f"vLLM 0.24.0 with tensor_parallel_size=2: {span(peer, '{:,.0f}')}" if peer else ""
+            against = (
+                f"vLLM 0.24.0 with tensor_parallel_size=2: {span(peer, '{:,.0f}')}" if peer else ""
+            )
             speed = span(speeds(run["rows"]), "{:,.0f}")
-            yield record.row(f"{what}, build {record.data['build']}", f"{speed} tokens/s", against, place)
+            yield record.row(
+                f"{what}, build {record.data['build']}", f"{speed} tokens/s", against, place
+            )
 
 
 def http_rows() -> Iterator[tuple[str, ...]]:
@@ -340,13 +448,17 @@ def http_rows() -> Iterator[tuple[str, ...]]:
     record = read("h200-http")
     lengths = f"{record.data['input_len']} in, {record.data['output_len']} out"
     for model in record.data["models"]:
-        alone, where = span((row["output_tokens_per_s"] for row in model["alone"]), "{:,.0f}"), "1 GPU"
+        alone, where = (
+            span((row["output_tokens_per_s"] for row in model["alone"]), "{:,.0f}"),
+            "1 GPU",
+        )
         for by, key in (("", "rows"), (", by `vllm bench serve`", "vllm")):
             rates = dict.fromkeys(row["rate"] for row in model[key])
             for rate in rates:
                 rows = [row for row in model[key] if row["rate"] == rate]
                 times = ", ".join(
-                    f"{name.upper()} {span((row[name]['p50'] for row in rows), '{:.1f}')}" for name in ("ttft", "tpot")
+                    f"{name.upper()} {span((row[name]['p50'] for row in rows), '{:.1f}')}"
+                    for name in ("ttft", "tpot")
                 )
                 speed = span((row["output_tokens_per_s"] for row in rows), "{:,.0f}")
                 every = "all at once" if rate == "inf" else f"{rate:g} a second"
@@ -363,22 +475,46 @@ def client_rows() -> Iterator[tuple[str, ...]]:
         lengths = f"{row['input_len']} in, {row['output_len']} out"
         api = "chats" if row["backend"] == "openai-chat" else "completions"
         what = f"`vllm bench serve`, {row['model']}: {row['requests']} {api} at {row['rate']} a second, {lengths}"
-        times = ", ".join(f"{name.upper()} {row[name]['p50']:.0f}" for name in ("ttft", "tpot", "itl"))
+        times = ", ".join(
+            f"{name.upper()} {row[name]['p50']:.0f}" for name in ("ttft", "tpot", "itl")
+        )
         figure = f"{times} ms; {row['output_tokens_per_s']:,.0f} tokens/s"
         yield record.row(what, figure, f"{row['failed']} failed", machine)
     record = read("cpu-accuracy-http")
     for row in record.data["rows"]:
         what = f"`lm_eval --model {row['api']}`, {record.data['model']}: `{row['task']}`, {row['mode']}"
-        more = f", log-likelihoods within {row['largest_difference']:.0e}" if "largest_difference" in row else ""
+        more = (
+            f", log-likelihoods within {row['largest_difference']:.0e}"
+            if "largest_difference" in row
+            else ""
+        )
         against = f"{row['same']} of {row['questions']} answers as of mode none{more}"
         yield record.row(what, f"{row['value']:.3f} ± {row['stderr']:.3f}", against, machine)
 
 
 def table() -> Iterator[tuple[str, ...]]:
     """All rows."""
-    served = serving_rows, peer_rows, prompt_rows, change_rows, invariant_rows, equality_rows, step_rows, roofline_rows
+    served = (
+        serving_rows,
+        peer_rows,
+        prompt_rows,
+        change_rows,
+        invariant_rows,
+        equality_rows,
+        step_rows,
+        roofline_rows,
+    )
     kernels = kernel_rows, tiles.tile_rows, attention_rows, call_rows
-    for rows in (*served, start_rows, *kernels, pipeline_rows, shared_rows, predicted_rows, http_rows, client_rows):
+    for rows in (
+        *served,
+        start_rows,
+        *kernels,
+        pipeline_rows,
+        shared_rows,
+        predicted_rows,
+        http_rows,
+        client_rows,
+    ):
         yield from rows()
 
 
@@ -390,7 +526,9 @@ def page() -> str:
 def _written(rows: Iterable[tuple[str, ...]]) -> str:
     """A table in Markdown, its header first."""
     header, *others = rows
-    return "\n".join(f"| {' | '.join(cells)} |" for cells in (header, ("---",) * len(header), *others))
+    return "\n".join(
+        f"| {' | '.join(cells)} |" for cells in (header, ("---",) * len(header), *others)
+    )
 
 
 if __name__ == "__main__":

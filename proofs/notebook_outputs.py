@@ -1,7 +1,8 @@
-"""The outputs that the notebooks ship with: `python -m weft.proofs.notebook_outputs` runs them all and writes them.
+"""The outputs that the notebooks ship with: `python -m weft.proofs.notebook_outputs` runs them all
+and writes them.
 
-With names (`... 1-first-steps 5-proofs`) it runs these alone. A test runs every notebook and compares its outputs with
-those in the file: texts by `shown`, pictures by their presence.
+With names (`... 1-first-steps 5-proofs`) it runs these alone. A test runs every notebook and
+compares its outputs with those in the file: texts by `shown`, pictures by their presence.
 """
 
 import argparse
@@ -44,22 +45,31 @@ def run(notebook: Any, folder: Path) -> Any:
 
     resources = {"metadata": {"path": str(folder)}}
     options: dict[str, Any] = {"record_timing": False, "store_widget_state": False}
-    NotebookClient(notebook, timeout=SECONDS, kernel_name="python3", resources=resources, **options).execute()
+    NotebookClient(
+        notebook, timeout=SECONDS, kernel_name="python3", resources=resources, **options
+    ).execute()
     notebook.metadata = {
         "kernelspec": notebook.metadata.kernelspec,
         "language_info": {"name": "python"},
         "weft": {"torch": torch_version()},
     }
     for cell in code_cells(notebook):
-        cell.outputs = joined([cleaned(output) for output in cell.outputs if _BAR not in output.get("data", {})])
+        cell.outputs = joined(
+            [cleaned(output) for output in cell.outputs if _BAR not in output.get("data", {})]
+        )
     return notebook
 
 
 def joined(outputs: Sequence[Any]) -> list[Any]:
-    """The outputs with neighbouring pieces of one stream put together: a slow machine writes a text in several."""
+    """The outputs with neighbouring pieces of one stream put together: a slow machine writes a text
+    in several."""
     found: list[Any] = []
     for output in outputs:
-        if found and output.output_type == "stream" == found[-1].output_type and output.name == found[-1].name:
+        if (
+            found
+            and output.output_type == "stream" == found[-1].output_type
+            and output.name == found[-1].name
+        ):
             found[-1].text += output.text
         else:
             found.append(output)
@@ -67,7 +77,8 @@ def joined(outputs: Sequence[Any]) -> list[Any]:
 
 
 def cleaned(output: Any) -> Any:
-    """An output without the names of temporary files; without the long `repr` of what is shown as HTML."""
+    """An output without the names of temporary files; without the long `repr` of what is shown as
+    HTML."""
     if "text" in output:
         output.text = _CELL.sub("(this cell)", output.text)
     data = output.get("data", {})
@@ -90,7 +101,10 @@ def code_cells(notebook: Any) -> list[Any]:
 
 def kinds(cell: Any) -> list[tuple[str, ...]]:
     """The kind of each of a cell's outputs: the name of a stream, or the MIME types of a value."""
-    return [(o.name,) if o.output_type == "stream" else tuple(sorted(o.get("data", {}))) for o in cell.outputs]
+    return [
+        (o.name,) if o.output_type == "stream" else tuple(sorted(o.get("data", {})))
+        for o in cell.outputs
+    ]
 
 
 def shown(cell: Any) -> list[str]:
@@ -110,7 +124,9 @@ def is_compared(cell: Any) -> bool:
 def main(argv: Sequence[str] | None = None) -> None:
     """Run notebooks, and write their outputs to their files."""
     nbformat: Any = import_module("nbformat")
-    parser = argparse.ArgumentParser(prog="python -m weft.proofs.notebook_outputs", description="Rewrite outputs.")
+    parser = argparse.ArgumentParser(
+        prog="python -m weft.proofs.notebook_outputs", description="Rewrite outputs."
+    )
     parser.add_argument("names", nargs="*", help="notebooks, without the ending; none: all")
     for name in parser.parse_args(argv).names or names():
         with tempfile.TemporaryDirectory() as folder:

@@ -1,8 +1,8 @@
-"""A plugin for pytest: Hypothesis profiles for laws, tests that need a GPU, failures whose code can be pasted, and
-none of torch's traces in pytest's logs.
+"""A plugin for pytest: Hypothesis profiles for laws, tests that need a GPU, failures whose code can
+be pasted, and none of torch's traces in pytest's logs.
 
-pytest loads it where weft is installed; it imports neither torch nor Hypothesis before a test of yours does, or asks
-for a profile.
+pytest loads it where weft is installed; it imports neither torch nor Hypothesis before a test of
+yours does, or asks for a profile.
 
 `--weft-profile=NAME`, or WEFT_HYPOTHESIS_PROFILE=NAME, or `weft_profile = NAME` in pytest's configuration
     `ci`: the same examples each time, no deadline. `gpu`: the same, and 50 of them, since each captures graphs.
@@ -15,10 +15,12 @@ for a profile.
     def test_my_step(weft_device):
         weft.proofs.check(step, given=..., device=weft_device)
 
-A failure of `assert_equivalent` or of `check` shows the arguments below the traceback, as they are to be pasted.
+A failure of `assert_equivalent` or of `check` shows the arguments below the traceback, as they are
+to be pasted.
 
-torch's logger of structured traces makes texts of stacks and graphs wherever it has a handler, and pytest gives it
-three. The plugin takes those away again; a file that TORCH_TRACE names is written as ever.
+torch's logger of structured traces makes texts of stacks and graphs wherever it has a handler, and
+pytest gives it three. The plugin takes those away again; a file that TORCH_TRACE names is written
+as ever.
 """
 
 import logging
@@ -46,7 +48,11 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_configure(config: pytest.Config) -> None:
     """Name the marker, and load the profile that was asked for."""
     config.addinivalue_line("markers", "gpu: needs a CUDA device; skipped without one")
-    asked = config.getoption("weft_profile") or os.environ.get(VARIABLE) or config.getini("weft_profile")
+    asked = (
+        config.getoption("weft_profile")
+        or os.environ.get(VARIABLE)
+        or config.getini("weft_profile")
+    )
     if asked:
         load_profile(asked)
 
@@ -62,11 +68,17 @@ def load_profile(name: str) -> None:
     try:
         from hypothesis import HealthCheck, settings
     except ImportError:
-        raise pytest.UsageError(f"weft's profile {name!r} needs Hypothesis: {install_command('proofs')}") from None
+        raise pytest.UsageError(
+            f"weft's profile {name!r} needs Hypothesis: {install_command('proofs')}"
+        ) from None
     # How long an example takes depends on what else the machine does, and must not decide.
     patient: dict[str, Any] = {"deadline": None, "suppress_health_check": [HealthCheck.too_slow]}
     repeatable = patient | {"derandomize": True, "database": None, "print_blob": True}
-    own = {"ci": repeatable, "gpu": repeatable | {"max_examples": 50}, "explore": patient | {"max_examples": 1000}}
+    own = {
+        "ci": repeatable,
+        "gpu": repeatable | {"max_examples": 50},
+        "explore": patient | {"max_examples": 1000},
+    }
     settings.register_profile(f"weft-{name}", settings.get_profile("default"), **own[name])
     settings.load_profile(f"weft-{name}")
 
@@ -90,19 +102,24 @@ def weft_device(request: pytest.FixtureRequest) -> str:
 
 
 def _without_traces() -> None:
-    """Take pytest's handlers off torch's logger of structured traces. pytest 9 adds its own in every phase of a test to
-    loggers that do not propagate, and torch asks this one for handlers, not for a level, before it makes a text."""
+    """Take pytest's handlers off torch's logger of structured traces. pytest 9 adds its own in
+    every phase of a test to loggers that do not propagate, and torch asks this one for handlers,
+    not for a level, before it makes a text."""
     traces = logging.getLogger("torch.__trace")
     for handler in traces.handlers[:]:
         if type(handler).__module__ == "_pytest.logging":
             traces.removeHandler(handler)
 
 
-pytest_runtest_setup = pytest_runtest_call = pytest_runtest_teardown = pytest.hookimpl(tryfirst=True)(_without_traces)
+pytest_runtest_setup = pytest_runtest_call = pytest_runtest_teardown = pytest.hookimpl(
+    tryfirst=True
+)(_without_traces)
 
 
 @pytest.hookimpl(wrapper=True)
-def pytest_runtest_makereport(call: pytest.CallInfo[None]) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+def pytest_runtest_makereport(
+    call: pytest.CallInfo[None],
+) -> Generator[None, pytest.TestReport, pytest.TestReport]:
     """Show the code of a counterexample in a section of its own, where no line begins with `E`."""
     error = _counterexample(call)
     if error is not None:
@@ -115,6 +132,8 @@ def pytest_runtest_makereport(call: pytest.CallInfo[None]) -> Generator[None, py
 
 def _counterexample(call: pytest.CallInfo[None]) -> Any:
     """The Counterexample that ended a call; None if something else did, or nothing."""
-    module = sys.modules.get("weft.proofs.checks.equivalence")  # not imported here: it imports torch
+    module = sys.modules.get(
+        "weft.proofs.checks.equivalence"
+    )  # not imported here: it imports torch
     error = call.excinfo.value if call.excinfo is not None and module is not None else None
     return error if module is not None and isinstance(error, module.Counterexample) else None

@@ -1,8 +1,10 @@
-"""Predicted against measured decodes of models over several GPUs: `python -m weft.proofs.predictions`.
+"""Predicted against measured decodes of models over several GPUs: `python -m
+weft.proofs.predictions`.
 
-For each kind of GPU, `calibrate` fits two numbers of a `Machine`, its bandwidth and the time of a kernel, to decodes on
-one GPU alone. Collectives take what an all-reduce by itself took (`bench.operators.collectives`), and messages what a
-message by itself took (`bench.operators.transfers`). Then `predict_decode` says the time of a token over several GPUs,
+For each kind of GPU, `calibrate` fits two numbers of a `Machine`, its bandwidth and the time of a
+kernel, to decodes on one GPU alone. Collectives take what an all-reduce by itself took
+(`bench.operators.collectives`), and messages what a message by itself took
+(`bench.operators.transfers`). Then `predict_decode` says the time of a token over several GPUs,
 without a look at what was measured there.
 """
 
@@ -79,14 +81,18 @@ class Decode:
         return found.chosen.step_time
 
 
-def _decode(gpu: str, model: str, split: tuple[int, int], rows: Sequence[dict[str, Any]], record: Record) -> Decode:
+def _decode(
+    gpu: str, model: str, split: tuple[int, int], rows: Sequence[dict[str, Any]], record: Record
+) -> Decode:
     seconds = tuple(row["tpot"]["p50"] / 1e3 for row in rows)
     return Decode(gpu, model, *split, rows[0]["num_requests"], seconds, record)
 
 
 def _grouped(rows: Sequence[dict[str, Any]]) -> Iterator[list[dict[str, Any]]]:
     """The rows of decodes in one graph a step, by number of requests."""
-    own = [row for row in rows if row.get("workload") == "decode" and row["mode"].startswith("full")]
+    own = [
+        row for row in rows if row.get("workload") == "decode" and row["mode"].startswith("full")
+    ]
     own = [row for row in own if not row.get("batch_invariant")]
     for requests in dict.fromkeys(row["num_requests"] for row in own):
         yield [row for row in own if row["num_requests"] == requests]
@@ -119,20 +125,26 @@ def decodes() -> Iterator[Decode]:
             yield _decode("H200", model, (1, stages), own, record)
     builds = read("h200-decodes-two-builds")
     for requests in (1, 128):
-        rows = [row for row in builds.data["rows"] if (row["model"], row["num_requests"]) == ("llama-3.1-8b", requests)]
+        rows = [
+            row
+            for row in builds.data["rows"]
+            if (row["model"], row["num_requests"]) == ("llama-3.1-8b", requests)
+        ]
         seconds = tuple(ms / 1e3 for row in rows if row["build"] == "now" for ms in row["tpot_ms"])
         yield Decode("H200", "llama-3.1-8b", 1, 1, requests, seconds, builds)
 
 
 def measured_collective() -> Callable[[Collective], float]:
-    """The seconds of a collective of 2 H100s by `peer`: those of the all-to-alls of `bench.operators.collectives`, and
-    for any other that of an all-reduce of its bytes. Between the measured sizes, and past the largest, they lie on
-    lines."""
+    """The seconds of a collective of 2 H100s by `peer`: those of the all-to-alls of
+    `bench.operators.collectives`, and for any other that of an all-reduce of its bytes. Between the
+    measured sizes, and past the largest, they lie on lines."""
     points = dict[bool, list[tuple[int, float]]]()
     for row in read("h100x2-collectives").data["rows"]:
         if row["way"] == "peer":
             is_exchange = row["collective"].startswith("all_to_all")
-            points.setdefault(is_exchange, []).append((math.prod(row["shape"]) * 2, row["graph_us"] / 1e6))
+            points.setdefault(is_exchange, []).append(
+                (math.prod(row["shape"]) * 2, row["graph_us"] / 1e6)
+            )
     lines = {kind: list(pairwise(own)) for kind, own in points.items()}
 
     def seconds(effect: Collective) -> float:
@@ -145,30 +157,51 @@ def measured_collective() -> Callable[[Collective], float]:
 
 
 def calibrate(alone: Sequence[Decode], **links: Any) -> Machine:
-    """The machine with the bandwidth and the time of a kernel that fit decodes on one GPU best: by least squares of
-    relative errors. A prediction is the bytes over the first, and the number of kernels times the second."""
+    """The machine with the bandwidth and the time of a kernel that fit decodes on one GPU best: by
+    least squares of relative errors. A prediction is the bytes over the first, and the number of
+    kernels times the second."""
     features = [
-        (one.predicted(Machine(bandwidth=1.0)) / one.measured, KERNELS_PER_LAYER * one.config.num_layers / one.measured)
+        (
+            one.predicted(Machine(bandwidth=1.0)) / one.measured,
+            KERNELS_PER_LAYER * one.config.num_layers / one.measured,
+        )
         for one in alone
     ]
     given = torch.tensor(features, dtype=torch.float64)
     scale = given.amax(0)
-    found = torch.linalg.lstsq(given / scale, torch.ones(len(alone), 1, dtype=torch.float64)).solution.flatten() / scale
+    found = (
+        torch.linalg.lstsq(
+            given / scale, torch.ones(len(alone), 1, dtype=torch.float64)
+        ).solution.flatten()
+        / scale
+    )
     return Machine(bandwidth=1 / float(found[0]), kernel=float(found[1]), **links)
 
 
 def machines(found: Sequence[Decode]) -> dict[str, Machine]:
-    """The calibrated machine of each kind of GPU. Both have the messages that were measured on H200s."""
-    rows = [row for run in read("h200x2-transfers").data["runs"] for row in run["rows"] if row["backend"] == "peer"]
+    """The calibrated machine of each kind of GPU. Both have the messages that were measured on
+    H200s."""
+    rows = [
+        row
+        for run in read("h200x2-transfers").data["runs"]
+        for row in run["rows"]
+        if row["backend"] == "peer"
+    ]
     latency = statistics.median((row["graph_us"] - row["floor_us"]) / 2e6 for row in rows)
     link = statistics.median(2 * 64 * 2048 * 2 / row["floor_us"] * 1e6 for row in rows)
-    alone = {gpu: [x for x in found if x.gpu == gpu and x.num_gpus == 1] for gpu in ("H100", "H200")}
+    alone = {
+        gpu: [x for x in found if x.gpu == gpu and x.num_gpus == 1] for gpu in ("H100", "H200")
+    }
     measured: dict[str, Any] = {"H100": {"collective": measured_collective()}, "H200": {}}
-    return {gpu: calibrate(own, latency=latency, link=link, **measured[gpu]) for gpu, own in alone.items()}
+    return {
+        gpu: calibrate(own, latency=latency, link=link, **measured[gpu])
+        for gpu, own in alone.items()
+    }
 
 
 def predicted() -> Iterator[tuple[Decode, float]]:
-    """Each measured decode with the seconds that are predicted for a token, by kind of GPU, one GPU first."""
+    """Each measured decode with the seconds that are predicted for a token, by kind of GPU, one GPU
+    first."""
     found = list(decodes())
     by_gpu = machines(found)
     for one in sorted(found, key=lambda one: (one.gpu, one.num_gpus > 1)):
@@ -202,7 +235,9 @@ def predicted_rows() -> Iterator[tuple[str, ...]]:
             requests = f"{one.requests} request{'s' * (one.requests > 1)}, 2 in, 512 out"
             what = f"{one.model}: {requests}, `--tp {one.shards} --pp {one.stages}`: predicted from one GPU"
             against = f"{one.measured * 1e3:.2f} ms measured: {seconds / one.measured - 1:+.0%}"
-            yield one.record.row(what, f"{seconds * 1e3:.2f} ms a token", against, f"{one.num_gpus} {one.gpu}")
+            yield one.record.row(
+                what, f"{seconds * 1e3:.2f} ms a token", against, f"{one.num_gpus} {one.gpu}"
+            )
 
 
 if __name__ == "__main__":

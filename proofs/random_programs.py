@@ -2,9 +2,10 @@
 
     python -m weft.proofs.random_programs --law L24 --programs 20000 --out proofs/results
 
-Draws programs of tensors for law L24 (`weft.proofs.strategies.tensor_programs`), or nests of transforms for law L25
-(`compositions`), checks the law on each, and writes a record: how many there were, what weft refused and how often, and
-the smallest case of each difference. It exits with 1 if there is one.
+Draws programs of tensors for law L24 (`weft.proofs.strategies.tensor_programs`), or nests of
+transforms for law L25 (`compositions`), checks the law on each, and writes a record: how many there
+were, what weft refused and how often, and the smallest case of each difference. It exits with 1 if
+there is one.
 """
 
 import argparse
@@ -62,7 +63,8 @@ _MOST_DIFFERENCES = 20
 
 @attrs.frozen
 class Difference:
-    """A program whose graph gives something else: the seed of its batch, what differs, and the program, made small."""
+    """A program whose graph gives something else: the seed of its batch, what differs, and the
+    program, made small."""
 
     seed: int
     violation: str
@@ -136,7 +138,8 @@ def run(
     """Check so many programs, or as many as there is time for.
 
     Args:
-        num_programs: the number of programs, at least; those that make a counterexample small are not counted.
+        num_programs: the number of programs, at least; those that make a counterexample small are
+            not counted.
         minutes: the time after which no further batch of programs begins.
         law: one of `SUBJECTS`.
         workers: the number of processes that share the batches; 0: this process alone.
@@ -148,19 +151,25 @@ def run(
 
         def is_over(num_pending: int = 0) -> bool:
             late = minutes is not None and time.monotonic() - start > 60 * minutes
-            return late or total.ended or total.tally.programs + num_pending * _AT_ONCE >= num_programs
+            return (
+                late or total.ended or total.tally.programs + num_pending * _AT_ONCE >= num_programs
+            )
 
         def add(batch: Run) -> None:
             total.add(batch)
             total.seconds = time.monotonic() - start
             bar.update(batch.tally.programs)
-            bar.set_postfix(differences=len(total.differences), refused=f"{total.refused_share:.1%}")
+            bar.set_postfix(
+                differences=len(total.differences), refused=f"{total.refused_share:.1%}"
+            )
 
         if workers == 0:
             while not is_over():
                 add(_check_batch(device, next(seeds), law))
             return total
-        with ProcessPoolExecutor(workers, multiprocessing.get_context("spawn"), _start_worker) as pool:
+        with ProcessPoolExecutor(
+            workers, multiprocessing.get_context("spawn"), _start_worker
+        ) as pool:
             pending: set[Future[Run]] = set()
             while not is_over() or pending:
                 while not is_over(len(pending)) and len(pending) < workers:
@@ -174,11 +183,14 @@ def run(
 def _start_worker() -> None:
     """What a process does before its first program."""
     torch.set_num_threads(1)
-    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # or cuBLAS raises under deterministic algorithms
+    os.environ.setdefault(
+        "CUBLAS_WORKSPACE_CONFIG", ":4096:8"
+    )  # or cuBLAS raises under deterministic algorithms
 
 
 class _DeviceFailed(BaseException):
-    """The device failed. It runs no program after that, so Hypothesis must not make this one small."""
+    """The device failed. It runs no program after that, so Hypothesis must not make this one small.
+    """
 
 
 def _check_batch(device: str, seed: int, law: str) -> Run:
@@ -211,7 +223,9 @@ def _check_batch(device: str, seed: int, law: str) -> Run:
     try:
         check()
     except _DeviceFailed as error:
-        batch.differences.append(Difference(seed, f"the device failed, which ends the run: {error}", repr(failing[-1])))
+        batch.differences.append(
+            Difference(seed, f"the device failed, which ends the run: {error}", repr(failing[-1]))
+        )
         batch.device_failed = True
     except LawViolation as error:
         batch.differences.append(Difference(seed, str(error), repr(failing[-1])))
@@ -227,12 +241,23 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Check what the command line asks for, print the outcome, and write the record."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--law", choices=SUBJECTS, default="L24")
-    parser.add_argument("--programs", type=int, default=20_000, help="how many (default: %(default)s)")
+    parser.add_argument(
+        "--programs", type=int, default=20_000, help="how many (default: %(default)s)"
+    )
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--workers", type=int, default=0, help="processes that share the programs (default: this one)")
-    parser.add_argument("--minutes", type=float, help="the time after which no further programs are drawn")
-    parser.add_argument("--out", type=Path, help="the folder to write the record to (default: none)")
+    parser.add_argument(
+        "--workers",
+        type=int,
+        default=0,
+        help="processes that share the programs (default: this one)",
+    )
+    parser.add_argument(
+        "--minutes", type=float, help="the time after which no further programs are drawn"
+    )
+    parser.add_argument(
+        "--out", type=Path, help="the folder to write the record to (default: none)"
+    )
     given = parser.parse_args(arguments)
     if given.device == "cuda" and not torch.cuda.is_available():
         call = "weft.proofs.random_programs --device cuda"

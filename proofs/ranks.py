@@ -1,10 +1,12 @@
-"""Ranks in processes of their own against one process: every trace gives the same tokens, logits and states, bitwise.
+"""Ranks in processes of their own against one process: every trace gives the same tokens, logits
+and states, bitwise.
 
     python -m weft.proofs.ranks --ranks 3            # starts its own processes
     torchrun --nproc-per-node 3 -m weft.proofs.ranks
 
-Every rank draws the same traces of requests (they come, end, are aborted, make room for others), serves each with its
-own scheduler as one rank of a pipeline, and serves it again alone, all stages in its process. What differs is an error.
+Every rank draws the same traces of requests (they come, end, are aborted, make room for others),
+serves each with its own scheduler as one rank of a pipeline, and serves it again alone, all stages
+in its process. What differs is an error.
 """
 
 import argparse
@@ -38,8 +40,8 @@ from weft.transforms.pipelines.transports.launch import launch
 from weft.transforms.pipelines.transports.local import Local
 
 VARIANTS = ("none", "piecewise", "full", "full_and_piecewise", "whole step")
-"""How a rank runs: its stage eagerly, or graphified in a mode; or all of its step as one graph: receive, run, sample,
-send, advance."""
+"""How a rank runs: its stage eagerly, or graphified in a mode; or all of its step as one graph:
+receive, run, sample, send, advance."""
 
 
 @attrs.define
@@ -54,9 +56,7 @@ class Row:
     seconds: float = 0.0
 
     def __str__(self) -> str:
-        return (
-            f"{self.variant:20}{self.traces:8}{self.steps:8}{self.tokens:8}{self.captures:10}{self.seconds:8.1f}  equal"
-        )
+        return f"{self.variant:20}{self.traces:8}{self.steps:8}{self.tokens:8}{self.captures:10}{self.seconds:8.1f}  equal"
 
 
 HEADER = f"{'a rank runs':20}{'traces':>8}{'steps':>8}{'tokens':>8}{'captures':>10}{'seconds':>8}"
@@ -84,7 +84,9 @@ def make_run(
     params = tuple(trace.params(num_stages, device)[rank] for rank in here)
     state = tuple(trace.state(num_stages, device)[rank] for rank in here)
     if variant != "whole step":
-        return PipelineExecutor(spanned(trace, num_stages, variant, transport, device=device), params, state, device)
+        return PipelineExecutor(
+            spanned(trace, num_stages, variant, transport, device=device), params, state, device
+        )
     ladder = make_ladder("full", Limits(trace.budget.cohort_size, trace.budget.max_num_tokens))
     step = pipeline(trace.stages(num_stages, device), advance=advance, transport=transport)
     return StepExecutor(graphify(step, ladder=ladder, collectives=True), params, state, device)
@@ -101,8 +103,12 @@ def check_trace(trace: Trace, variant: str, transport: Distributed, row: Row) ->
     alone = make_run(trace, variant, num_ranks, Local(), device)
     for here, there in zip(serve(trace, spread), serve(trace, alone), strict=True):
         law = f"{variant}, rank {rank} of {num_ranks}, {trace!r}"
-        assert [work.job for work, _ in here.done] == [work.job for work, _ in there.done], f"{law}: jobs"
-        assert_equal(f"{law}: outputs", [out for _, out in here.done], [out for _, out in there.done])
+        assert [work.job for work, _ in here.done] == [work.job for work, _ in there.done], (
+            f"{law}: jobs"
+        )
+        assert_equal(
+            f"{law}: outputs", [out for _, out in here.done], [out for _, out in there.done]
+        )
         if here.settled:
             assert_equal(f"{law}: state", visible(spread.state), visible([alone.state[rank]]))
         row.steps += len(here.works)
@@ -121,13 +127,20 @@ def count_captures(run: PipelineExecutor | StepExecutor) -> int:
     return sum(step.cache_info().captures for step in steps if isinstance(step, Graphified))
 
 
-def run(num_traces: int, variants: Sequence[str], backend: BackendName | None, timeout: float) -> list[Row]:
+def run(
+    num_traces: int, variants: Sequence[str], backend: BackendName | None, timeout: float
+) -> list[Row]:
     """All of it, on this rank."""
     torch.set_num_threads(1)
     transport = Distributed(backend=backend, timeout=timeout)
-    drawn, rows = draw_traces(num_traces, transport.num_ranks), [Row(variant) for variant in variants]
+    drawn, rows = (
+        draw_traces(num_traces, transport.num_ranks),
+        [Row(variant) for variant in variants],
+    )
     say = print if transport.rank == 0 else lambda *_, **__: None
-    say(f"{transport!r}, rank 0 of {transport.num_ranks}, against one process: tokens, logits and states, bitwise")
+    say(
+        f"{transport!r}, rank 0 of {transport.num_ranks}, against one process: tokens, logits and states, bitwise"
+    )
     say(HEADER, flush=True)
     for row in rows:
         start = time.perf_counter()
@@ -149,12 +162,25 @@ def keep(rows: Sequence[Row], ranks: int, backend: str, out: Path) -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(prog="python -m weft.proofs.ranks", description=str(__doc__).split("\n\n")[0])
-    parser.add_argument("--ranks", type=int, default=2, help="processes to start; under torchrun those that there are")
-    parser.add_argument("--backend", choices=("gloo", "nccl", "peer"), help="default: by the device")
+    parser = argparse.ArgumentParser(
+        prog="python -m weft.proofs.ranks", description=str(__doc__).split("\n\n")[0]
+    )
+    parser.add_argument(
+        "--ranks",
+        type=int,
+        default=2,
+        help="processes to start; under torchrun those that there are",
+    )
+    parser.add_argument(
+        "--backend", choices=("gloo", "nccl", "peer"), help="default: by the device"
+    )
     parser.add_argument("--traces", type=int, default=20, help="traces to draw")
-    parser.add_argument("--variants", nargs="+", choices=VARIANTS, default=VARIANTS, metavar="V", help=str(VARIANTS))
-    parser.add_argument("--timeout", type=float, default=60.0, help="seconds without progress that are a failure")
+    parser.add_argument(
+        "--variants", nargs="+", choices=VARIANTS, default=VARIANTS, metavar="V", help=str(VARIANTS)
+    )
+    parser.add_argument(
+        "--timeout", type=float, default=60.0, help="seconds without progress that are a failure"
+    )
     parser.add_argument("--out", type=Path, help="a folder for the record")
     given = parser.parse_args(argv)
     work: tuple[Any, ...] = (given.traces, tuple(given.variants), given.backend, given.timeout)
@@ -163,7 +189,12 @@ def main(argv: Sequence[str] | None = None) -> None:
     call: Callable[..., Any] = run
     rows = call(*work) if under_torchrun else launch(call, ranks, *work, timeout=given.timeout)[0]
     if given.out is not None and int(os.environ.get("RANK", "0")) == 0:
-        keep(rows, ranks, given.backend or ("nccl" if torch.cuda.is_available() else "gloo"), given.out)
+        keep(
+            rows,
+            ranks,
+            given.backend or ("nccl" if torch.cuda.is_available() else "gloo"),
+            given.out,
+        )
 
 
 if __name__ == "__main__":

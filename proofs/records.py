@@ -28,7 +28,9 @@ class Record:
     def of_run(self, run: dict[str, Any]) -> "Record":
         """This record in the environment of one of its runs, as far as that is known."""
         own = run.get("weft", run).get("environment", {})
-        return attrs.evolve(self, data={**self.data, "environment": {**self.data.get("environment", {}), **own}})
+        return attrs.evolve(
+            self, data={**self.data, "environment": {**self.data.get("environment", {}), **own}}
+        )
 
     def row(self, what: str, figure: str, against: str, machine: str) -> tuple[str, ...]:
         """A row of the table."""

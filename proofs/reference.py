@@ -1,7 +1,9 @@
-"""The public names, as a page and as a list of signatures: `python -m weft.proofs.reference` writes both.
+"""The public names, as a page and as a list of signatures: `python -m weft.proofs.reference` writes
+both.
 
-`proofs/pages/reference.md` has each name with the first sentence of its docstring; `proofs/pages/surface.txt` has one
-line per name or method, with its arguments and their defaults. A test compares both files with the code.
+`proofs/pages/reference.md` has each name with the first sentence of its docstring;
+`proofs/pages/surface.txt` has one line per name or method, with its arguments and their defaults. A
+test compares both files with the code.
 """
 
 import inspect
@@ -22,7 +24,8 @@ FACES = (
     "weft.proofs.strategies",
     "weft.proofs.laws",
 )
-"""The modules whose names are public: those in `__all__`, or, of errors, all that are defined there."""
+"""The modules whose names are public: those in `__all__`, or, of errors, all that are defined
+there."""
 USED = (
     "Batch",
     "BatchDescriptor",
@@ -52,7 +55,9 @@ def names_of(face: str) -> list[str]:
     if face != "weft.errors":
         names = getattr(module, "__all__", ())
         return [name for name in names if not inspect.ismodule(getattr(module, name))]
-    return [name for name, value in vars(module).items() if getattr(value, "__module__", "") == face]
+    return [
+        name for name, value in vars(module).items() if getattr(value, "__module__", "") == face
+    ]
 
 
 def first_sentence(doc: str | None) -> str:
@@ -75,11 +80,18 @@ def call_of(name: str, value: Any) -> str:
     made_by_hand = callable(value) and not (isinstance(value, type) and _is_made(value))
     if not made_by_hand:
         return name
-    marks: dict[Any, str] = {inspect.Parameter.VAR_POSITIONAL: "*", inspect.Parameter.VAR_KEYWORD: "**"}
+    marks: dict[Any, str] = {
+        inspect.Parameter.VAR_POSITIONAL: "*",
+        inspect.Parameter.VAR_KEYWORD: "**",
+    }
     parameters = list(inspect.signature(value).parameters.values())
     names = [marks.get(p.kind, "") + p.name for p in parameters]
-    keyword = next((i for i, p in enumerate(parameters) if p.kind is inspect.Parameter.KEYWORD_ONLY), None)
-    if keyword is not None and not any(p.kind is inspect.Parameter.VAR_POSITIONAL for p in parameters):
+    keyword = next(
+        (i for i, p in enumerate(parameters) if p.kind is inspect.Parameter.KEYWORD_ONLY), None
+    )
+    if keyword is not None and not any(
+        p.kind is inspect.Parameter.VAR_POSITIONAL for p in parameters
+    ):
         names.insert(keyword, "*")
     return f"{name}({', '.join(names)})"
 
@@ -92,7 +104,9 @@ def methods_of(cls: type) -> Iterator[tuple[str, Any]]:
     ['uniform(num_reqs, query_len, num_active_loras)', 'is_uniform', 'covers(other)']
     """
     for name, member in vars(cls).items():
-        own = inspect.isfunction(member) or isinstance(member, classmethod | staticmethod | property)
+        own = inspect.isfunction(member) or isinstance(
+            member, classmethod | staticmethod | property
+        )
         if own and not name.startswith("_"):
             call = call_of(name, getattr(cls, name)).replace("(self, ", "(").replace("(self)", "()")
             yield call, member
@@ -100,12 +114,15 @@ def methods_of(cls: type) -> Iterator[tuple[str, Any]]:
 
 def _constant(value: Any) -> str:
     """What a value is that is no function and no class."""
-    plain = isinstance(value, int) or (isinstance(value, tuple) and all(isinstance(item, str) for item in value))
+    plain = isinstance(value, int) or (
+        isinstance(value, tuple) and all(isinstance(item, str) for item in value)
+    )
     return f"`{value!r}`" if plain else f"of class `{type(value).__name__}`"
 
 
 def _is_made(cls: type) -> bool:
-    """Whether a class's signature says nothing: protocols, and exceptions, which all take the same."""
+    """Whether a class's signature says nothing: protocols, and exceptions, which all take the same.
+    """
     return issubclass(cls, BaseException) or bool(getattr(cls, "_is_protocol", False))
 
 
@@ -125,7 +142,10 @@ def lines() -> Iterator[str]:
             if not callable(value) or id(value) not in seen:
                 rows.append(_row(call_of(name, value), said))
                 members = methods_of(value) if name in USED else ()
-                rows += [_row(f"{name}.{call}", first_sentence(member.__doc__)) for call, member in members]
+                rows += [
+                    _row(f"{name}.{call}", first_sentence(member.__doc__))
+                    for call, member in members
+                ]
             seen.add(id(value))
         if rows:
             yield "\n".join((f"## {face}\n", "| | |", "|---|---|", *rows, ""))
@@ -141,7 +161,12 @@ def surface() -> str:
 
     Annotations are left out: versions of Python write them differently.
     """
-    return "\n".join(line for face in FACES for name in names_of(face) for line in _surface_of(face, name)) + "\n"
+    return (
+        "\n".join(
+            line for face in FACES for name in names_of(face) for line in _surface_of(face, name)
+        )
+        + "\n"
+    )
 
 
 def _surface_of(face: str, name: str) -> Iterator[str]:
@@ -179,7 +204,10 @@ def _signature(fn: Any) -> str:
 
 def _written(default: Any) -> Any:
     """A default that is written the same on every machine."""
-    plain = isinstance(default, str | int | float | bool | None) or default in ((), inspect.Parameter.empty)
+    plain = isinstance(default, str | int | float | bool | None) or default in (
+        (),
+        inspect.Parameter.empty,
+    )
     return default if plain else _Elided()
 
 

@@ -1,9 +1,11 @@
-"""Decodes served by one GPU as shares of the roofline, by model and batch size: the oldest record and the newest one.
+"""Decodes served by one GPU as shares of the roofline, by model and batch size: the oldest record
+and the newest one.
 
-The roofline is the speed at which the bytes of a step are read at the bandwidth of the data sheet, and nothing else
-takes time: `predict_decode` with a `Machine` that has only a bandwidth. A step reads the weights (of experts as many as
-random routing chooses), the keys and values of each request, of as many tokens as it has on average (258 after 2 tokens
-in and 512 out), and the logits. A share compares all output tokens over all seconds, the prompts' included.
+The roofline is the speed at which the bytes of a step are read at the bandwidth of the data sheet,
+and nothing else takes time: `predict_decode` with a `Machine` that has only a bandwidth. A step
+reads the weights (of experts as many as random routing chooses), the keys and values of each
+request, of as many tokens as it has on average (258 after 2 tokens in and 512 out), and the logits.
+A share compares all output tokens over all seconds, the prompts' included.
 """
 
 import functools
@@ -44,10 +46,12 @@ _DEFAULT = "full_and_piecewise"
 
 @attrs.frozen(order=True)
 class Served:
-    """Decodes after 2 tokens in by one GPU, with requests that all arrive at once: runs of one build.
+    """Decodes after 2 tokens in by one GPU, with requests that all arrive at once: runs of one
+    build.
 
     Args:
-        time: when the run began (UTC), to the minute, or the day; and which of the builds that took turns.
+        time: when the run began (UTC), to the minute, or the day; and which of the builds that took
+            turns.
         output_len: the tokens of a completion, 256 or 512.
         speeds: output tokens per second of each run.
     """
@@ -81,7 +85,9 @@ def roofline(gpu: str, model: str, requests: int, output_len: int = _OUTPUTS[0])
     """The most output tokens per second, by bytes over bandwidth."""
     config, machine = parse_config(PRESETS[model], source=model), Machine(bandwidth=BANDWIDTHS[gpu])
     context = _INPUT + output_len // 2
-    found = predict_decode(config, 1, requests=requests, context=context, cohorts=1, machine=machine)
+    found = predict_decode(
+        config, 1, requests=requests, context=context, cohorts=1, machine=machine
+    )
     return found.chosen.tokens_per_second
 
 
@@ -89,15 +95,33 @@ def served_alone() -> Iterator[Served]:
     """The decodes in a graph a step of all records of one GPU that tell their time."""
     for path in sorted(RESULTS.glob("????-??-??-h[12]00-*.json")):
         record = Record(path.name, json.loads(path.read_text(encoding="utf-8")))
-        found: dict[tuple[Any, ...], dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
+        found: dict[tuple[Any, ...], dict[str, list[float]]] = defaultdict(
+            lambda: defaultdict(list)
+        )
         for model, environment, row in _rows(record):
             if not row.get("batch_invariant"):
-                gpu = next(gpu for gpu in BANDWIDTHS if gpu in (environment.get("gpu") or environment["device"]))
-                time = environment["time"][:16].replace("T", " ") if "time" in environment else record.file[:10]
+                gpu = next(
+                    gpu
+                    for gpu in BANDWIDTHS
+                    if gpu in (environment.get("gpu") or environment["device"])
+                )
+                time = (
+                    environment["time"][:16].replace("T", " ")
+                    if "time" in environment
+                    else record.file[:10]
+                )
                 length = row.get("output_len", _OUTPUTS[0])
-                key = (time, int(row.get("build") == "now")), gpu, model, row["num_requests"], length
+                key = (
+                    (time, int(row.get("build") == "now")),
+                    gpu,
+                    model,
+                    row["num_requests"],
+                    length,
+                )
                 speeds = row["output_tokens_per_s"]
-                found[key][row.get("mode", _DEFAULT)] += speeds if isinstance(speeds, list) else [speeds]
+                found[key][row.get("mode", _DEFAULT)] += (
+                    speeds if isinstance(speeds, list) else [speeds]
+                )
         for key, modes in found.items():
             speeds = modes.get(_DEFAULT) or modes.get("full_decode_only")
             if speeds:
@@ -105,7 +129,8 @@ def served_alone() -> Iterator[Served]:
 
 
 def _rows(record: Record) -> Iterator[tuple[str, Mapping[str, Any], dict[str, Any]]]:
-    """The rows of decodes by one GPU, each with its model and the environment that it was measured in."""
+    """The rows of decodes by one GPU, each with its model and the environment that it was measured
+    in."""
     data, name = record.data, record.file[11:]
     if "wanted" in data:  # `weft bench --json`
         wanted = data["wanted"]
@@ -128,17 +153,23 @@ def _rows(record: Record) -> Iterator[tuple[str, Mapping[str, Any], dict[str, An
         if run.get("stages") == 1:
             for row in run["rows"]:
                 is_weft = row.get("engine", "weft") == "weft" and not row.get("first")
-                decodes = row.get("input_len", _INPUT) == _INPUT and row.get("output_len", _OUTPUTS[0]) in _OUTPUTS
+                decodes = (
+                    row.get("input_len", _INPUT) == _INPUT
+                    and row.get("output_len", _OUTPUTS[0]) in _OUTPUTS
+                )
                 if row["workload"] in _WORKLOADS and is_weft and decodes:
                     yield run["preset"], record.of_run(run).data["environment"], row
 
 
 def before_and_after() -> dict[tuple[str, str, int], tuple[Served, ...]]:
-    """By GPU, model and number of requests the oldest decodes and the newest; only one, where only one was measured."""
+    """By GPU, model and number of requests the oldest decodes and the newest; only one, where only
+    one was measured."""
     found: dict[tuple[str, str, int], list[Served]] = defaultdict(list)
     for one in sorted(served_alone()):
         found[one.gpu, one.model, one.requests].append(one)
-    keys = ((gpu, model, requests) for gpu in BANDWIDTHS for model in MODELS for requests in _REQUESTS)
+    keys = (
+        (gpu, model, requests) for gpu in BANDWIDTHS for model in MODELS for requests in _REQUESTS
+    )
     return {key: (*found[key][:1], *found[key][1:][-1:]) for key in keys if key in found}
 
 
@@ -149,6 +180,8 @@ def roofline_rows() -> Iterator[tuple[str, ...]]:
         lengths = f"{_INPUT} in, {newest.output_len} out"
         what = f"{MODELS[model]}: {requests} request{'s' * (requests > 1)}, {lengths}: share of the roofline"
         most = f"{newest.most:,.0f} tokens/s at {BANDWIDTHS[gpu] / 1e12:g} TB/s"
-        first = f"; {ends[0].share:.0%} on {ends[0].time[0]}" if len(ends) > 1 else "; no older record"
+        first = (
+            f"; {ends[0].share:.0%} on {ends[0].time[0]}" if len(ends) > 1 else "; no older record"
+        )
         figure = f"{newest.share:.0%}: {span(newest.speeds, '{:,.0f}')} tokens/s"
         yield what, figure, most + first, newest.time[0], f"1 {gpu}", f"`{newest.record.file}`"

@@ -1,4 +1,5 @@
-"""Processes of which one fails at an instruction, in one of several ways, for `weft.proofs.failures`."""
+"""Processes of which one fails at an instruction, in one of several ways, for
+`weft.proofs.failures`."""
 
 import itertools
 import json
@@ -30,7 +31,8 @@ MICROBATCHES = 2
 ROWS = 4
 """Rows of the batch."""
 TIMEOUT = 5.0
-"""Seconds that a rank may keep another one waiting: more than four ranks on two busy cores take to capture a step."""
+"""Seconds that a rank may keep another one waiting: more than four ranks on two busy cores take to
+capture a step."""
 HANG = 60.0
 """Seconds after which a run is given up."""
 
@@ -53,8 +55,8 @@ WAYS: dict[str, Callable[[], None]] = {
 
 
 Moment = Literal["before", "within", "after"]
-"""A rank fails before it tells the others that it has come to a collective; before it sends its tensor; or after it has
-received theirs."""
+"""A rank fails before it tells the others that it has come to a collective; before it sends its
+tensor; or after it has received theirs."""
 MOMENTS: tuple[Moment, ...] = ("before", "within", "after")
 
 
@@ -81,7 +83,8 @@ class Case:
         index: at which of its effects; after the last: at its end.
         way: one of WAYS.
         step: in which step, from 0.
-        instruction: as its program prints the effect, or as a rank in a collective says it; empty: any.
+        instruction: as its program prints the effect, or as a rank in a collective says it; empty:
+            any.
         tensor: the ranks that share each stage.
         collective: where it fails inside that effect; None: before it.
         delay: seconds after which it fails, wherever it then is; None: at that place.
@@ -111,12 +114,20 @@ class Case:
 
     @property
     def _ranks(self) -> str:
-        return f"{self.num_ranks}" if self.tensor == 1 else f"{self.num_ranks // self.tensor} x {self.tensor}"
+        return (
+            f"{self.num_ranks}"
+            if self.tensor == 1
+            else f"{self.num_ranks // self.tensor} x {self.tensor}"
+        )
 
     @property
     def mesh(self) -> Mesh | None:
         """The mesh of the ranks, where several share a stage."""
-        return None if self.tensor == 1 else Mesh(pipeline=self.num_ranks // self.tensor, tensor=self.tensor)
+        return (
+            None
+            if self.tensor == 1
+            else Mesh(pipeline=self.num_ranks // self.tensor, tensor=self.tensor)
+        )
 
 
 @attrs.define(eq=False)
@@ -196,7 +207,10 @@ class Sabotaged:
     def run(self, checked: CheckedPrograms, workers: Sequence[Worker], mail: Any, /) -> None:
         now = self.steps == self.case.step
         self.steps += 1
-        used = [self._failing(worker) if now and worker.rank == self.case.rank else worker for worker in workers]
+        used = [
+            self._failing(worker) if now and worker.rank == self.case.rank else worker
+            for worker in workers
+        ]
         self.transport.run(checked, used, mail)
         if now and self.case.rank in (worker.rank for worker in workers):
             fail(self.case, self.folder)
@@ -205,7 +219,9 @@ class Sabotaged:
         return Failing(**attrs.asdict(worker, recurse=False), case=self.case, folder=self.folder)
 
 
-def scale(p: torch.Tensor, s: torch.Tensor, batch: torch.Tensor, x: torch.Tensor | None) -> tuple[Any, torch.Tensor]:
+def scale(
+    p: torch.Tensor, s: torch.Tensor, batch: torch.Tensor, x: torch.Tensor | None
+) -> tuple[Any, torch.Tensor]:
     """A stage."""
     y = (batch if x is None else x) * p
     return s + y.sum(), y
@@ -223,11 +239,17 @@ def advance(s: torch.Tensor, batch: torch.Tensor, out: torch.Tensor) -> torch.Te
     return s + out.sum() - batch.sum()
 
 
-def make_pipeline(num_ranks: int, transport: Transport | None = None, mesh: Mesh | None = None) -> Pipelined:
+def make_pipeline(
+    num_ranks: int, transport: Transport | None = None, mesh: Mesh | None = None
+) -> Pipelined:
     """Stages that lend their results, so that every kind of effect is in the programs."""
     count = num_ranks if mesh is None else mesh.sizes["pipeline"]
-    stages = [graphify(scale if mesh is None else scale_together, outputs="borrow") for _ in range(count)]
-    return pipeline(stages, microbatches=MICROBATCHES, advance=advance, transport=transport, mesh=mesh)
+    stages = [
+        graphify(scale if mesh is None else scale_together, outputs="borrow") for _ in range(count)
+    ]
+    return pipeline(
+        stages, microbatches=MICROBATCHES, advance=advance, transport=transport, mesh=mesh
+    )
 
 
 def run_rank(case: Case, folder: Path) -> None:
@@ -239,7 +261,9 @@ def run_rank(case: Case, folder: Path) -> None:
     try:
         take_steps(case, folder)
     except BaseException as error:
-        about = (error.rank, error.instruction) if isinstance(error, RankError) else (None, repr(error))
+        about = (
+            (error.rank, error.instruction) if isinstance(error, RankError) else (None, repr(error))
+        )
         record = {"pid": os.getpid(), "about": about, "error": str(error), "time": time.monotonic()}
         (folder / f"rank{rank}").write_text(json.dumps(record))
         raise
@@ -250,7 +274,9 @@ def take_steps(case: Case, folder: Path) -> None:
     transport = Distributed(timeout=case.timeout, backend=case.backend)
     step = make_pipeline(case.num_ranks, Sabotaged(transport, case, folder), case.mesh)
     state: Any = (torch.zeros((), device=transport.device),)
-    param, batch = (torch.tensor(x, device=transport.device) for x in (2.0, [float(row) for row in range(ROWS)]))
+    param, batch = (
+        torch.tensor(x, device=transport.device) for x in (2.0, [float(row) for row in range(ROWS)])
+    )
     for _ in range(STEPS) if case.delay is None else itertools.count():
         state, _ = step((param,), state, batch)
     transport.synchronize()

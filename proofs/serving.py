@@ -16,7 +16,8 @@ from weft.transforms.engine.steps.step import Work
 _VOCABULARY = 11
 """Tokens that are made up; every model that is drawn has as many."""
 MOST_STEPS = 3000
-"""The number of steps after which an engine is taken to run forever; drawn loads take about a hundred."""
+"""The number of steps after which an engine is taken to run forever; drawn loads take about a
+hundred."""
 
 
 class Run(Protocol):
@@ -31,7 +32,8 @@ class Run(Protocol):
 
 @attrs.frozen(eq=False)
 class Window:
-    """Some ticks' work, what was done by their end, the requests that got tokens, and whether nothing is under way."""
+    """Some ticks' work, what was done by their end, the requests that got tokens, and whether
+    nothing is under way."""
 
     works: tuple[Work, ...]
     done: tuple[FinishedWork, ...]
@@ -40,8 +42,9 @@ class Window:
 
 
 def serve(trace: Trace, run: Run) -> Iterator[Window]:
-    """Serve a trace to its end; `run` does the work of `trace.window` ticks at once. Where the trace is to be read
-    late, what is under way is waited for only when there is nothing else to do."""
+    """Serve a trace to its end; `run` does the work of `trace.window` ticks at once. Where the
+    trace is to be read late, what is under way is waited for only when there is nothing else to do.
+    """
     host = HostState.empty(trace.budget, trace.num_pages, trace.page_size)
     tick, last = 0, max(a.tick for a in trace.arrivals)
     while tick <= last or not host.is_idle:
@@ -63,12 +66,17 @@ def serve(trace: Trace, run: Run) -> Iterator[Window]:
 
 
 def check_ends(law: str, steps: int) -> None:
-    """Raise LawViolation if the engine has run more than `MOST_STEPS` steps since the last call came."""
+    """Raise LawViolation if the engine has run more than `MOST_STEPS` steps since the last call
+    came."""
     if steps > MOST_STEPS:
-        raise LawViolation(f"{law}: requests that had not ended {MOST_STEPS} steps after the last one came")
+        raise LawViolation(
+            f"{law}: requests that had not ended {MOST_STEPS} steps after the last one came"
+        )
 
 
-def _observed(host: HostState, done: Sequence[FinishedWork]) -> tuple[HostState, tuple[RequestState, ...]]:
+def _observed(
+    host: HostState, done: Sequence[FinishedWork]
+) -> tuple[HostState, tuple[RequestState, ...]]:
     got: dict[RequestState, None] = {}
     for work, out in done:
         if work.feeds:
@@ -100,5 +108,7 @@ def read_made_up(host: HostState, works: Sequence[Work]) -> HostState:
     """The host reads works that no model ran: their tokens follow from the job and the row."""
     for work in works:
         if work.feeds:
-            host, _ = observe(host, work.job, [[(7 * work.job + row) % _VOCABULARY] for row in work.rows])
+            host, _ = observe(
+                host, work.job, [[(7 * work.job + row) % _VOCABULARY] for row in work.rows]
+            )
     return host

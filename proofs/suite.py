@@ -1,5 +1,5 @@
-"""The laws as a table: each with the strategy that draws its cases, so that CI, a GPU and the mutants run the same
-checks."""
+"""The laws as a table: each with the strategy that draws its cases, so that CI, a GPU and the
+mutants run the same checks."""
 
 import warnings
 from collections.abc import Callable
@@ -19,7 +19,12 @@ from weft.proofs.strategies.engine.drafts import Drafts, lookups, models
 from weft.proofs.strategies.engine.engines import loads, small_model
 from weft.proofs.strategies.engine.invariant import invariant_loads
 from weft.proofs.strategies.engine.odd import odd_loads
-from weft.proofs.strategies.engine.own_stages import own_stages, patched_stages, request_extras, token_patches
+from weft.proofs.strategies.engine.own_stages import (
+    own_stages,
+    patched_stages,
+    request_extras,
+    token_patches,
+)
 from weft.transforms.graphs.ladder import MODES
 
 
@@ -31,8 +36,8 @@ class Law:
         number: as in `L1`.
         name: what must hold.
         check: `(data, device)`: draws a case and raises LawViolation if it breaks the law.
-        weight: how many times as many cases as those of other laws a run of all laws checks. Below 1 where a case is a
-            long run: of an engine, or of a training step.
+        weight: how many times as many cases as those of other laws a run of all laws checks. Below
+            1 where a case is a long run: of an engine, or of a training step.
     """
 
     number: str
@@ -49,7 +54,11 @@ def _with_ladder(
 ) -> Callable[[st.DataObject, str], None]:
     def check(data: st.DataObject, device: str) -> None:
         scenario = data.draw(strategies.scenarios(min_layers=min_layers, loras=loras))
-        law(scenario, data.draw(strategies.ladders(scenario.batches(), covered=data.draw(st.booleans()))), device)
+        law(
+            scenario,
+            data.draw(strategies.ladders(scenario.batches(), covered=data.draw(st.booleans()))),
+            device,
+        )
 
     return check
 
@@ -72,12 +81,16 @@ def _pipelined_functions(data: st.DataObject, device: str) -> None:
     laws.pipeline_is_composition_on_functions(functions, x, data.draw(st.integers(1, 3)), device)
 
 
-def _on_programs(law: Callable[..., None], cases: st.SearchStrategy[Any]) -> Callable[[st.DataObject, str], None]:
+def _on_programs(
+    law: Callable[..., None], cases: st.SearchStrategy[Any]
+) -> Callable[[st.DataObject, str], None]:
     return lambda data, device: law(data.draw(cases))
 
 
 def _microbatched(data: st.DataObject, device: str) -> None:
-    laws.microbatches_are_one(data.draw(strategies.scenarios()), data.draw(st.integers(1, 4)), device)
+    laws.microbatches_are_one(
+        data.draw(strategies.scenarios()), data.draw(st.integers(1, 4)), device
+    )
 
 
 def _padded_functions(data: st.DataObject, device: str) -> None:
@@ -87,11 +100,15 @@ def _padded_functions(data: st.DataObject, device: str) -> None:
 
 
 def _estimated(data: st.DataObject, device: str) -> None:
-    laws.memory_is_estimated(data.draw(strategies.pure_functions()), data.draw(st.integers(1, 12)), device)
+    laws.memory_is_estimated(
+        data.draw(strategies.pure_functions()), data.draw(st.integers(1, 12)), device
+    )
 
 
 def _dropped(data: st.DataObject, device: str) -> None:
-    laws.dropped_graphs_are_not_in_use(data.draw(strategies.pure_functions()), data.draw(st.integers(1, 2)), device)
+    laws.dropped_graphs_are_not_in_use(
+        data.draw(strategies.pure_functions()), data.draw(st.integers(1, 2)), device
+    )
 
 
 def _dispatched(data: st.DataObject, device: str) -> None:
@@ -101,7 +118,9 @@ def _dispatched(data: st.DataObject, device: str) -> None:
 
 def _started(data: st.DataObject, device: str) -> None:
     mode = data.draw(st.sampled_from(MODES))
-    laws.nothing_is_captured_after_start(data.draw(strategies.scenarios(max_layers=2)), mode, device)
+    laws.nothing_is_captured_after_start(
+        data.draw(strategies.scenarios(max_layers=2)), mode, device
+    )
 
 
 def _on_call_sequences(data: st.DataObject, device: str) -> None:
@@ -121,7 +140,11 @@ def _commuted(data: st.DataObject, device: str) -> None:
     if microbatches > 1:
         ladder = tuple(d for d in ladder if d.is_uniform)
     laws.transforms_commute(
-        scenario, data.draw(st.integers(1, scenario.config.num_layers)), microbatches, ladder, device
+        scenario,
+        data.draw(st.integers(1, scenario.config.num_layers)),
+        microbatches,
+        ladder,
+        device,
     )
 
 
@@ -133,7 +156,9 @@ def _commuted_functions(data: st.DataObject, device: str) -> None:
 
 
 def _on_kept_inputs(data: st.DataObject, device: str) -> None:
-    laws.graph_keeps_what_it_reads(data.draw(st.lists(st.integers(1, 4), min_size=1, max_size=6)), device)
+    laws.graph_keeps_what_it_reads(
+        data.draw(st.lists(st.integers(1, 4), min_size=1, max_size=6)), device
+    )
 
 
 def _with_func(law: Callable[..., None]) -> Callable[[st.DataObject, str], None]:
@@ -146,25 +171,38 @@ def _with_func(law: Callable[..., None]) -> Callable[[st.DataObject, str], None]
 
 def _derived(data: st.DataObject, device: str) -> None:
     scenario = data.draw(strategies.scenarios(max_layers=2, max_steps=2))
-    laws.derivatives_are_of_the_step(scenario, data.draw(st.one_of(st.none(), st.integers(0, 63))), device)
+    laws.derivatives_are_of_the_step(
+        scenario, data.draw(st.one_of(st.none(), st.integers(0, 63))), device
+    )
 
 
 def _learned(data: st.DataObject, device: str) -> None:
-    laws.graphs_of_gradients_are_gradients(data.draw(strategies.scenarios(max_layers=1, max_steps=2)), device)
+    laws.graphs_of_gradients_are_gradients(
+        data.draw(strategies.scenarios(max_layers=1, max_steps=2)), device
+    )
 
 
 def _sampled(data: st.DataObject, device: str) -> None:
     scenario = data.draw(strategies.scenarios(max_layers=2, sampled=True))
     ladder = data.draw(strategies.ladders(scenario.batches()))
-    way, stages = data.draw(st.sampled_from(laws.WAYS)), data.draw(st.integers(1, scenario.config.num_layers))
-    laws.seed_and_position_fix_the_sample(scenario, way, stages, data.draw(st.integers(1, 3)), ladder, device)
+    way, stages = (
+        data.draw(st.sampled_from(laws.WAYS)),
+        data.draw(st.integers(1, scenario.config.num_layers)),
+    )
+    laws.seed_and_position_fix_the_sample(
+        scenario, way, stages, data.draw(st.integers(1, 3)), ladder, device
+    )
 
 
 def _served(**options: Any) -> Callable[[st.DataObject, str], None]:
     def check(data: st.DataObject, device: str) -> None:
         trace = data.draw(strategies.traces(**options))
-        num_stages = trace.config.num_layers - data.draw(st.integers(0, trace.config.num_layers - 1))
-        laws.stages_agree(trace, num_stages, data.draw(st.sampled_from(("none", *MODES, "none"))), device)
+        num_stages = trace.config.num_layers - data.draw(
+            st.integers(0, trace.config.num_layers - 1)
+        )
+        laws.stages_agree(
+            trace, num_stages, data.draw(st.sampled_from(("none", *MODES, "none"))), device
+        )
 
     return check
 
@@ -172,7 +210,9 @@ def _served(**options: Any) -> Callable[[st.DataObject, str], None]:
 def _drafted(drafts: st.SearchStrategy[Drafts]) -> Callable[[st.DataObject, str], None]:
     def check(data: st.DataObject, device: str) -> None:
         trace = data.draw(strategies.traces(drafts=drafts))
-        num_stages = trace.config.num_layers - data.draw(st.integers(0, trace.config.num_layers - 1))
+        num_stages = trace.config.num_layers - data.draw(
+            st.integers(0, trace.config.num_layers - 1)
+        )
         mode = data.draw(st.sampled_from(("none", *MODES, "none")))
         laws.speculation_changes_nothing(trace, num_stages, mode, device)
 
@@ -199,7 +239,10 @@ def _changed(data: st.DataObject, device: str) -> None:
 
 
 def _changed_engine(data: st.DataObject, device: str) -> None:
-    load, step = data.draw(loads(("none", "none", "full"))), data.draw(st.sampled_from((2, 3, 1, 4, 6)))
+    load, step = (
+        data.draw(loads(("none", "none", "full"))),
+        data.draw(st.sampled_from((2, 3, 1, 4, 6))),
+    )
     how = data.draw(st.sampled_from((*HOW, HOW[-1])))
     laws.changed_parameters_compute_all(load, step, how, data.draw(st.sampled_from(PARTS)))
 
@@ -211,7 +254,9 @@ def _engine(masks: bool) -> Callable[[st.DataObject, str], None]:
 def _own_stages(data: st.DataObject, device: str) -> None:
     load, model = data.draw(loads(adapters=False)), small_model()
     stages = data.draw(own_stages(model.config.num_layers))
-    laws.own_stages_serve_as_alone(load, stages, [data.draw(request_extras(model)) for _ in load.calls], device)
+    laws.own_stages_serve_as_alone(
+        load, stages, [data.draw(request_extras(model)) for _ in load.calls], device
+    )
 
 
 def _patched(data: st.DataObject, device: str) -> None:
@@ -285,14 +330,20 @@ def _shards_transformed(data: st.DataObject, device: str) -> None:
 
 
 def _shards_pipelined(data: st.DataObject, device: str) -> None:
-    mesh, parts, columns = data.draw(strategies.meshes()), data.draw(st.integers(1, 2)), data.draw(st.integers(1, 2))
+    mesh, parts, columns = (
+        data.draw(strategies.meshes()),
+        data.draw(st.integers(1, 2)),
+        data.draw(st.integers(1, 2)),
+    )
     stage = strategies.rank_functions(mesh, max_steps=4, multiple=parts, columns=columns)
     functions = data.draw(st.lists(stage, min_size=1, max_size=3))
     laws.stages_of_shards_are_stages([function.to(device) for function in functions], parts)
 
 
 def _shards_derived(data: st.DataObject, device: str) -> None:
-    function = data.draw(strategies.rank_functions(updates=("state: functional", "state: unchanged")))
+    function = data.draw(
+        strategies.rank_functions(updates=("state: functional", "state: unchanged"))
+    )
     laws.derivatives_of_shards_are_derivatives(
         function.to(device), data.draw(st.sampled_from(sorted(laws.SHARD_TRANSFORMS)))
     )
@@ -327,29 +378,49 @@ LAWS = (
     Law("L1", "graph is eager, on calls that differ in one thing", _on_call_sequences),
     Law("L1", "loops are Python's", _looped),
     Law("L1", "loops are Python's, on drawn bodies", _bodies_looped),
-    Law("L1", "graph is eager, on images under a ladder", _on_images(laws.graph_is_eager_on_images)),
+    Law(
+        "L1", "graph is eager, on images under a ladder", _on_images(laws.graph_is_eager_on_images)
+    ),
     Law("L2", "padding is inert", _with_ladder(laws.padding_is_inert)),
-    Law("L2", "padding is inert, between stages", _with_ladder(laws.stage_padding_is_inert, min_layers=2)),
+    Law(
+        "L2",
+        "padding is inert, between stages",
+        _with_ladder(laws.stage_padding_is_inert, min_layers=2),
+    ),
     Law("L2", "padding is inert, on images", _on_images(laws.image_padding_is_inert)),
     Law("L3", "pipeline is composition, on models", _pipelined),
     Law("L3", "pipeline is composition, on pure functions", _pipelined_functions),
     Law("L4", "transforms commute, on models", _commuted),
     Law("L4", "transforms commute, on pure functions", _commuted_functions),
     Law("L5", "pieces are the whole, on models", _with_ladder(laws.pieces_are_the_whole)),
-    Law("L5", "pieces are the whole, on pure functions", _on_functions(laws.pieces_are_the_whole_on_functions)),
+    Law(
+        "L5",
+        "pieces are the whole, on pure functions",
+        _on_functions(laws.pieces_are_the_whole_on_functions),
+    ),
     Law("L6", "dispatch is least", _dispatched),
     Law("L6", "nothing is captured after start", _started),
     Law("L6", "own classes are dispatched, on images", _on_images(laws.own_classes_are_dispatched)),
     Law("L7", "class is kept", _with_ladder(laws.class_is_kept, loras=True)),
     Law("L8", "capture leaves no trace, on models", _with_ladder(laws.capture_leaves_no_trace)),
-    Law("L8", "capture leaves no trace, on pure functions", _on_functions(laws.capture_leaves_no_trace_on_functions)),
+    Law(
+        "L8",
+        "capture leaves no trace, on pure functions",
+        _on_functions(laws.capture_leaves_no_trace_on_functions),
+    ),
     Law("L9", "ownership is kept", _with_ladder(laws.ownership_is_kept)),
     Law("L9", "borrowed results are right", _on_functions(laws.borrowed_results_are_right)),
     Law("L9", "graph keeps what it reads", _on_kept_inputs),
     Law("L9", "dropped graphs are not in use", _dropped),
     Law("L9", "pages are read by whom they were written for", _on_shared_pages),
-    Law("L10", "schedules are right", _on_programs(laws.schedules_are_right, strategies.programs())),
-    Law("L10", "the checker is right", _on_programs(laws.checker_is_right, strategies.edited_programs())),
+    Law(
+        "L10", "schedules are right", _on_programs(laws.schedules_are_right, strategies.programs())
+    ),
+    Law(
+        "L10",
+        "the checker is right",
+        _on_programs(laws.checker_is_right, strategies.edited_programs()),
+    ),
     Law(
         "L10",
         "broken programs are refused",
@@ -377,14 +448,26 @@ LAWS = (
     Law("L12", "speculation changes nothing, by a draft model", _drafted(models()), weight=0.5),
     Law("L13", "micro-batches are one", _microbatched),
     Law("L14", "memory is estimated", _estimated),
-    Law("L15", "functions of graphs are functions", _with_func(laws.functions_of_graphs_are_functions)),
-    Law("L15", "graphs of functions are functions", _with_func(laws.graphs_of_functions_are_functions)),
+    Law(
+        "L15",
+        "functions of graphs are functions",
+        _with_func(laws.functions_of_graphs_are_functions),
+    ),
+    Law(
+        "L15",
+        "graphs of functions are functions",
+        _with_func(laws.graphs_of_functions_are_functions),
+    ),
     Law("L15", "derivatives are of the models' steps", _derived),
     Law("L15", "graphs of the steps' gradients are gradients", _learned, weight=0.5),
     Law("L16", "seed and position fix the sample", _sampled),
     Law("L17", "order is free", _reordered),
     Law("L18", "requests are served in turn, and end", _in_turn),
-    Law("L18", "steps keep their time", lambda data, _: laws.served_in_turn(data.draw(strategies.timed_traces()))),
+    Law(
+        "L18",
+        "steps keep their time",
+        lambda data, _: laws.served_in_turn(data.draw(strategies.timed_traces())),
+    ),
     Law("L19", "run-ahead is none", _on_run_ahead, weight=0.5),
     Law("L20", "bits are of the request alone", _same_bits, weight=0.5),
     Law("L21", "own stages serve as alone", _own_stages, weight=0.5),
@@ -417,5 +500,7 @@ def find(number: str, part: str = "") -> Law:
     found = [law for law in found if law.name == part] or found
     if len(found) != 1:
         seen = f"{len(found)} such laws: {', '.join(map(str, found))}" if found else "no such law"
-        raise ArgumentError(f"find({number!r}, {part!r})", seen, "a part of the name of one law of that number")
+        raise ArgumentError(
+            f"find({number!r}, {part!r})", seen, "a part of the name of one law of that number"
+        )
     return found[0]

@@ -1,8 +1,9 @@
-"""The architectures that weft knows: a table with a row for each, and the fields of their config.json.
+"""The architectures that weft knows: a table with a row for each, and the fields of their
+config.json.
 
-To add an architecture, add a row to `ARCHITECTURES`. The layers are those of `weft.stages.decoder`; where architectures
-differ, `weft.stages.config.ModelConfig` has a field. An architecture that computes something new needs a field there,
-and the computation in the decoder.
+To add an architecture, add a row to `ARCHITECTURES`. The layers are those of `weft.stages.decoder`;
+where architectures differ, `weft.stages.config.ModelConfig` has a field. An architecture that
+computes something new needs a field there, and the computation in the decoder.
 """
 
 import warnings
@@ -28,17 +29,19 @@ class Architecture:
 
     Args:
         model_type: its name in a config.json.
-        defaults: the values that transformers (5.23) takes where a file is silent, by the names in a config.json.
+        defaults: the values that transformers (5.23) takes where a file is silent, by the names in
+            a config.json.
         rope: the rotary embedding that it takes there.
         fields: the fields that it has beside the common ones.
         neutral_at: as `NEUTRAL_AT`, for this architecture alone.
-        text_types: the values of `model_type` in a file's `text_config`, the usual one first; empty: its files have no
-            `text_config`.
+        text_types: the values of `model_type` in a file's `text_config`, the usual one first;
+            empty: its files have no `text_config`.
         qkv_bias_only: whether q, k and v have a bias, and nothing else has, whatever a file says.
         qk_norm: whether queries and keys are normalised, one head at a time.
         experts: whether layers have a mixture of experts.
-        windows: the layers whose attention slides where `sliding_window` counts: `some`, those of `layer_types`, or
-            all from `max_window_layers` on; `all`; empty: the architecture has no such layers.
+        windows: the layers whose attention slides where `sliding_window` counts: `some`, those of
+            `layer_types`, or all from `max_window_layers` on; `all`; empty: the architecture has no
+            such layers.
         window_switch: whether `sliding_window` counts only where `use_sliding_window` is true.
         other_tensors: prefixes of the names of tensors that are not the decoder's.
     """
@@ -72,7 +75,8 @@ _QWEN_DEFAULTS: Mapping[str, Any] = {
     "max_position_embeddings": 32_768,
     "num_key_value_heads": 32,
 }
-# Qwen2 has its biases, Qwen3 its norms, and every Qwen an MLP without biases; a file may only agree.
+# Qwen2 has its biases, Qwen3 its norms, and every Qwen an MLP without biases; a file may only
+# agree.
 _QWEN2_BIASES: Allowed = {"attention_bias": (True,), "mlp_bias": (False,)}
 _MISTRAL_BIASES: Allowed = {"attention_bias": (False,), "mlp_bias": (False,)}
 _QWEN3_FIXED: Allowed = {"mlp_bias": (False,), "use_qk_norm": (True, None)}
@@ -217,11 +221,13 @@ _NEUTRAL_BY_REASON: Mapping[str, str] = {
         num_return_sequences output_scores return_dict_in_generate forced_bos_token_id forced_eos_token_id
         remove_invalid_values exponential_decay_length_penalty suppress_tokens begin_suppress_tokens""",
 }
-NEUTRAL: Mapping[str, str] = {name: reason for reason, names in _NEUTRAL_BY_REASON.items() for name in names.split()}
+NEUTRAL: Mapping[str, str] = {
+    name: reason for reason, names in _NEUTRAL_BY_REASON.items() for name in names.split()
+}
 
-# Fields of other decoders that change the computation without changing the name or shape of any tensor, or that change
-# the sizes that `weft plan` works with. A field that adds tensors, such as a bias or a norm, needs no entry: loading
-# refuses tensors that the configuration does not explain.
+# Fields of other decoders that change the computation without changing the name or shape of any
+# tensor, or that change the sizes that `weft plan` works with. A field that adds tensors, such as a
+# bias or a norm, needs no entry: loading refuses tensors that the configuration does not explain.
 _ELSEWHERE: Sequence[tuple[tuple[Any, ...], str]] = (
     ((None, 0, 0.0), """attn_logit_softcapping final_logit_softcapping logits_soft_cap logit_softcap logit_cap clip_qkv
         swiglu_limit"""),
@@ -237,7 +243,8 @@ _ELSEWHERE: Sequence[tuple[tuple[Any, ...], str]] = (
     ((None, "rope", "rotary"), "position_embedding_type"),
 )  # fmt: skip
 
-# Fields that change nothing at these values, and that ask for something weft does not do at any other.
+# Fields that change nothing at these values, and that ask for something weft does not do at any
+# other.
 NEUTRAL_AT: Allowed = {name: values for values, names in _ELSEWHERE for name in names.split()} | {
     "hidden_act": ("silu", "swish"),
     "use_sliding_window": (False,),
@@ -259,7 +266,8 @@ def supported() -> str:
 
 
 def architecture_of(fields: Fields) -> str:
-    """The single name in `architectures`, or the one that `model_type` stands for if `architectures` is missing.
+    """The single name in `architectures`, or the one that `model_type` stands for if
+    `architectures` is missing.
 
     Raises:
         ConfigError: an architecture that weft does not know, or two fields that disagree.
@@ -282,11 +290,12 @@ def architecture_of(fields: Fields) -> str:
 def decoder_fields(fields: Fields, architecture: str) -> Fields:
     """The fields of the text decoder.
 
-    In an architecture with `text_types` they stand in `text_config` and beside it (transformers 5), or all in one
-    object (the files of the models as they were published).
+    In an architecture with `text_types` they stand in `text_config` and beside it (transformers 5),
+    or all in one object (the files of the models as they were published).
 
     Raises:
-        ConfigError: a `text_config` that is not an object, or that contradicts the fields beside it.
+        ConfigError: a `text_config` that is not an object, or that contradicts the fields beside
+            it.
     """
     types = ARCHITECTURES[architecture].text_types
     if not types:
@@ -305,8 +314,8 @@ def decoder_fields(fields: Fields, architecture: str) -> Fields:
 
 
 def check_every_field(fields: Fields, architecture: str, strict: bool) -> None:
-    """Refuse each field that asks for something weft does not do, and report the unknown ones: in a warning, or in an
-    error if `strict`.
+    """Refuse each field that asks for something weft does not do, and report the unknown ones: in a
+    warning, or in an error if `strict`.
 
     Raises:
         ConfigError: there is such a field.
@@ -318,14 +327,18 @@ def check_every_field(fields: Fields, architecture: str, strict: bool) -> None:
         if name in neutral_at and name not in known.fields:
             allowed = neutral_at[name]
             holds = any(type(value) is type(one) and value == one for one in allowed)
-            fields.check(holds, name, f"weft supports {name}={allowed[0]!r} in {architecture}, or no {name}")
+            fields.check(
+                holds, name, f"weft supports {name}={allowed[0]!r} in {architecture}, or no {name}"
+            )
         elif name not in USED | NEUTRAL.keys() | known.fields:
             unknown[name] = value
     unknown |= unknown_rope_keys(fields)
     if not unknown:
         return
     shown, more = list(unknown.items())[:_SHOWN], len(unknown) - _SHOWN
-    listed = ", ".join(f"{name:.60}={value!r:.60}" for name, value in shown) + (f" and {more} more" if more > 0 else "")
+    listed = ", ".join(f"{name:.60}={value!r:.60}" for name, value in shown) + (
+        f" and {more} more" if more > 0 else ""
+    )
     if strict:
         instead = f"weft does not know what that does to {architecture}; remove what does nothing, or leave out strict"
         fields.refuse(listed, instead)
@@ -334,12 +347,16 @@ def check_every_field(fields: Fields, architecture: str, strict: bool) -> None:
 
 
 def layer_windows(fields: Fields, known: Architecture, num_layers: int) -> tuple[int, ...]:
-    """How many of the last positions the attention of each layer sees, 0: all; empty if all layers see all.
+    """How many of the last positions the attention of each layer sees, 0: all; empty if all layers
+    see all.
 
     Raises:
         ConfigError: kinds of layers, or a window, that the architecture does not have.
     """
-    given, kinds = fields.raw.get("sliding_window", _WINDOW if known.windows else None), fields.raw.get("layer_types")
+    given, kinds = (
+        fields.raw.get("sliding_window", _WINDOW if known.windows else None),
+        fields.raw.get("layer_types"),
+    )
     if not known.windows:
         full = f"a {known.model_type} has no sliding windows: set sliding_window to null, or name MistralForCausalLM"
         fields.check(given is None or "use_sliding_window" in fields.raw, "sliding_window", full)
@@ -349,10 +366,16 @@ def layer_windows(fields: Fields, known: Architecture, num_layers: int) -> tuple
     first = 0
     if on and known.windows == "some":
         usual = known.defaults.get("max_window_layers", 28)
-        first = fields.value("max_window_layers", usual, lambda one: is_int(one, 0), "a whole number of layers")
+        first = fields.value(
+            "max_window_layers", usual, lambda one: is_int(one, 0), "a whole number of layers"
+        )
     if kinds is not None:
         names = ("full_attention", "sliding_attention") if on else ("full_attention",)
-        listed = isinstance(kinds, list) and len(kinds) == num_layers and all(kind in names for kind in kinds)
+        listed = (
+            isinstance(kinds, list)
+            and len(kinds) == num_layers
+            and all(kind in names for kind in kinds)
+        )
         instead = f"weft supports {' or '.join(map(repr, names))} in each of the {num_layers} layers, or no layer_types"
         if known.windows and not on:
             switch = "use_sliding_window=true" if known.window_switch else "a sliding_window"

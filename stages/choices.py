@@ -31,10 +31,19 @@ _RULES: dict[str, Rule] = {
         f"an AttentionBackend, or one of auto, {', '.join(BACKENDS)}",
     ),
     "batch_invariant": (lambda flag: isinstance(flag, bool), "True or False"),
-    "experts": (lambda how: how in (None, *EXPERTS), f"one of {', '.join(EXPERTS)}, or None: as they can be cut"),
+    "experts": (
+        lambda how: how in (None, *EXPERTS),
+        f"one of {', '.join(EXPERTS)}, or None: as they can be cut",
+    ),
     "reduction_leaves": LEAVES,
-    "shard": (lambda shard: shard is None or _is_stage(shard), "(index, num_ranks), the ranks numbered from 0"),
-    "stage": (lambda stage: stage is None or _is_stage(stage), "(index, num_stages), the stages numbered from 0"),
+    "shard": (
+        lambda shard: shard is None or _is_stage(shard),
+        "(index, num_ranks), the ranks numbered from 0",
+    ),
+    "stage": (
+        lambda stage: stage is None or _is_stage(stage),
+        "(index, num_stages), the stages numbered from 0",
+    ),
 }
 
 
@@ -43,7 +52,9 @@ def _is_dtype(value: Any) -> bool:
 
 
 def _is_stage(value: Any) -> bool:
-    index, num_stages = value if isinstance(value, list | tuple) and len(value) == 2 else (None, None)
+    index, num_stages = (
+        value if isinstance(value, list | tuple) and len(value) == 2 else (None, None)
+    )
     return is_int(num_stages) and is_int(index, 0, num_stages - 1)
 
 
@@ -66,7 +77,10 @@ def pick_device(device: torch.device | str | None, *, call: str) -> torch.device
             return chosen
         seen += ", for which weft has no kernels"
         if chosen.type == "cuda":
-            seen, instead = f"device {str(device)!r}, but torch sees {count} CUDA devices", "'cpu', or leave it out"
+            seen, instead = (
+                f"device {str(device)!r}, but torch sees {count} CUDA devices",
+                "'cpu', or leave it out",
+            )
     if isinstance(device, torch.dtype):
         instead = "dtype=..."
     raise DeviceError(call, seen, instead)
@@ -112,8 +126,11 @@ def pick_shard(shard: tuple[int, int] | None, *, call: str) -> tuple[int, int]:
     return (0, 1) if shard is None else shard
 
 
-def pick_experts(experts: str | None, config: ModelConfig, num_ranks: int, *, call: str) -> ModelConfig:
-    """The configuration of a model whose experts ranks share in this way; None: as the configuration says.
+def pick_experts(
+    experts: str | None, config: ModelConfig, num_ranks: int, *, call: str
+) -> ModelConfig:
+    """The configuration of a model whose experts ranks share in this way; None: as the
+    configuration says.
 
     Raises:
         ConfigError: a model without experts, or one rank, which shares nothing.
@@ -123,13 +140,23 @@ def pick_experts(experts: str | None, config: ModelConfig, num_ranks: int, *, ca
     if experts is None:
         return config
     if config.moe is None or num_ranks == 1:
-        seen = "one rank" if config.moe is not None else f"a {config.architecture}, which has no experts"
-        instead = "leave it out, or several ranks that share each layer" if config.moe is not None else "leave it out"
+        seen = (
+            "one rank"
+            if config.moe is not None
+            else f"a {config.architecture}, which has no experts"
+        )
+        instead = (
+            "leave it out, or several ranks that share each layer"
+            if config.moe is not None
+            else "leave it out"
+        )
         raise ConfigError(call, f"experts={experts!r}, and {seen}", instead)
     return attrs.evolve(config, moe=attrs.evolve(config.moe, sharing=experts))
 
 
-def pick_leaves(leaves: int, config: ModelConfig, batch_invariant: bool, num_ranks: int, *, call: str) -> int:
+def pick_leaves(
+    leaves: int, config: ModelConfig, batch_invariant: bool, num_ranks: int, *, call: str
+) -> int:
     """The number of leaves of each sum that ranks may share.
 
     Raises:
@@ -139,7 +166,9 @@ def pick_leaves(leaves: int, config: ModelConfig, batch_invariant: bool, num_ran
     check_values(call, _RULES, {"reduction_leaves": leaves})
     if leaves > 1 and not batch_invariant:
         seen = "a model that is not batch invariant"
-        raise RequestError(f"{call} with reduction_leaves={leaves}", seen, "batch_invariant=True, too")
+        raise RequestError(
+            f"{call} with reduction_leaves={leaves}", seen, "batch_invariant=True, too"
+        )
     check_leaves(call, config, leaves, num_ranks)
     return leaves
 
@@ -155,7 +184,15 @@ def check_backend(
     call: str,
 ) -> None:
     """Raise DeviceError or ProgramError unless an attention back end can run the model."""
-    backend.check(call, device, dtype, config.head_dim, max(config.windows, default=0), kv_dtype, batch_invariant)
+    backend.check(
+        call,
+        device,
+        dtype,
+        config.head_dim,
+        max(config.windows, default=0),
+        kv_dtype,
+        batch_invariant,
+    )
 
 
 def pick_attention(
@@ -168,8 +205,8 @@ def pick_attention(
     *,
     call: str,
 ) -> AttentionBackend | None:
-    """The attention back end of a name or a value; None: the fastest for each step, or the device's own in FP8, where
-    the quantisation of its result is a part of it.
+    """The attention back end of a name or a value; None: the fastest for each step, or the device's
+    own in FP8, where the quantisation of its result is a part of it.
 
     Raises:
         DeviceError: it does not run on the device.

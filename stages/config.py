@@ -1,7 +1,8 @@
 """`ModelConfig`: the configuration of a decoder, read from a checkpoint's config.json.
 
-Weft uses a field, or knows that its value changes nothing, or raises an error because it asks for something that weft
-does not do. Fields that weft does not know are listed in one warning; reading the file strictly makes that an error.
+Weft uses a field, or knows that its value changes nothing, or raises an error because it asks for
+something that weft does not do. Fields that weft does not know are listed in one warning; reading
+the file strictly makes that an error.
 """
 
 import difflib
@@ -37,7 +38,8 @@ DTYPES: Mapping[str, torch.dtype] = {
     "float64": torch.float64,
 }
 _MOST_BLOCKS = 2**16
-"""The most feed-forward blocks of a model, each expert counted; the largest released models have some 23,000."""
+"""The most feed-forward blocks of a model, each expert counted; the largest released models have
+some 23,000."""
 # The values that each key of `quantization_config` may have.
 _FP8_ONLY: Mapping[str, tuple[Any, ...]] = {
     "quant_method": ("fp8",),
@@ -60,17 +62,20 @@ def _check(call: str, holds: bool, seen: str, instead: str) -> None:
 
 @attrs.frozen
 class MoeConfig:
-    """A mixture of experts in place of a feed-forward block: a router picks `top_k` of them for each token.
+    """A mixture of experts in place of a feed-forward block: a router picks `top_k` of them for
+    each token.
 
     Args:
         num_experts: the experts in each sparse layer.
         top_k: the experts for each token.
         inner: the width between an expert's two products.
         renormalize: whether the weights of the chosen experts are divided by their sum.
-        sparse_step: layer i has experts if `(i + 1) % sparse_step == 0` and it is not in `dense_layers`.
+        sparse_step: layer i has experts if `(i + 1) % sparse_step == 0` and it is not in
+            `dense_layers`.
         dense_layers: layers that have one feed-forward block of `intermediate_size` all the same.
-        sharing: what ranks that share a layer have of its experts: `columns`, a part of the inner columns of each;
-            `whole`, as many whole experts each; None: columns where these can be cut, else whole experts.
+        sharing: what ranks that share a layer have of its experts: `columns`, a part of the inner
+            columns of each; `whole`, as many whole experts each; None: columns where these can be
+            cut, else whole experts.
         held: the whole experts in one rank's share of a sparse layer; None: all of them.
 
     Raises:
@@ -89,7 +94,10 @@ class MoeConfig:
     def __attrs_post_init__(self) -> None:
         seen = f"num_experts_per_tok={self.top_k} and num_experts={self.num_experts}"
         _check(
-            "MoeConfig(…)", 1 <= self.top_k <= self.num_experts, seen, "num_experts_per_tok is from 1 to num_experts"
+            "MoeConfig(…)",
+            1 <= self.top_k <= self.num_experts,
+            seen,
+            "num_experts_per_tok is from 1 to num_experts",
         )
 
     def is_sparse(self, layer: int) -> bool:
@@ -103,12 +111,14 @@ class MoeConfig:
 
 @attrs.frozen
 class Fp8Config:
-    """Weights as float8_e4m3fn with a float32 scale for each block of 128 by 128, the format of DeepSeek-V3 (arXiv
-    2412.19437, section 3.3). Activations are quantised during the step, 128 columns of a token at a time.
+    """Weights as float8_e4m3fn with a float32 scale for each block of 128 by 128, the format of
+    DeepSeek-V3 (arXiv 2412.19437, section 3.3). Activations are quantised during the step, 128
+    columns of a token at a time.
 
     Args:
-        skipped: the modules that are not quantised. Each is a regular expression that matches a module's name from its
-            start to the end of a part of it, or the end of its name, as in transformers.
+        skipped: the modules that are not quantised. Each is a regular expression that matches a
+            module's name from its start to the end of a part of it, or the end of its name, as in
+            transformers.
     """
 
     skipped: tuple[str, ...] = ()
@@ -121,24 +131,33 @@ class Fp8Config:
         >>> Fp8Config(("lm_head", "model.layers.1")).converts("model.layers.11.mlp.up_proj")
         True
         """
-        return not (module.endswith(self.skipped) or any(one.matches(module) for one in _skipping(self.skipped)))
+        return not (
+            module.endswith(self.skipped)
+            or any(one.matches(module) for one in _skipping(self.skipped))
+        )
 
 
-@functools.lru_cache(maxsize=16)  # a checkpoint may name hundreds, and have tens of thousands of modules
+@functools.lru_cache(
+    maxsize=16
+)  # a checkpoint may name hundreds, and have tens of thousands of modules
 def _skipping(names: tuple[str, ...]) -> tuple[Expression, ...]:
     boundary = r"(?:(?<=\.)|(?=\.|$)).*"
     plain = "|".join(name for name in names if is_plain(name))
     others = (name for name in names if not is_plain(name))
-    return tuple(Expression(name, after=boundary) for name in ([plain, *others] if plain else others))
+    return tuple(
+        Expression(name, after=boundary) for name in ([plain, *others] if plain else others)
+    )
 
 
 @attrs.frozen
 class ModelConfig:
-    """A decoder's configuration: everything that its computation depends on, apart from its weights.
+    """A decoder's configuration: everything that its computation depends on, apart from its
+    weights.
 
     Args:
-        architecture: `LlamaForCausalLM`, `MistralForCausalLM`, `Qwen2ForCausalLM`, `Qwen3ForCausalLM`,
-            `Qwen3MoeForCausalLM`, or the text decoder of `Qwen2VLForConditionalGeneration`.
+        architecture: `LlamaForCausalLM`, `MistralForCausalLM`, `Qwen2ForCausalLM`,
+            `Qwen3ForCausalLM`, `Qwen3MoeForCausalLM`, or the text decoder of
+            `Qwen2VLForConditionalGeneration`.
         vocab_size, hidden_size, intermediate_size, num_layers, num_heads, num_kv_heads: sizes.
         rms_norm_eps: the epsilon of every norm.
         max_position_embeddings: the most tokens of a request.
@@ -149,9 +168,11 @@ class ModelConfig:
         qk_norm: whether queries and keys are normalised, one head at a time.
         eos_token_ids: the tokens that end a generation; may be empty.
         dtype: the dtype that the checkpoint declares; float32 if it declares none.
-        moe: the mixture of experts; None: every layer has one feed-forward block of `intermediate_size`.
+        moe: the mixture of experts; None: every layer has one feed-forward block of
+            `intermediate_size`.
         fp8: which linear layers are stored in FP8; None: no layer is.
-        windows: for each layer, how many of the last positions its attention sees, 0: all; empty: all layers see all.
+        windows: for each layer, how many of the last positions its attention sees, 0: all; empty:
+            all layers see all.
 
     Raises:
         ConfigError: sizes that do not fit together.
@@ -181,24 +202,47 @@ class ModelConfig:
 
     def __attrs_post_init__(self) -> None:
         check = functools.partial(_check, f"ModelConfig(architecture={self.architecture!r}, …)")
-        sizes = ("vocab_size", "hidden_size", "intermediate_size", "num_layers", "num_heads", "num_kv_heads")
+        sizes = (
+            "vocab_size",
+            "hidden_size",
+            "intermediate_size",
+            "num_layers",
+            "num_heads",
+            "num_kv_heads",
+        )
         for name in (*sizes, "head_dim", "max_position_embeddings"):
             check(getattr(self, name) >= 1, f"{name}={getattr(self, name)}", f"{name} is 1 or more")
         heads, kv_heads, dim = self.num_heads, self.num_kv_heads, self.head_dim
         seen = f"num_attention_heads={heads} and num_key_value_heads={kv_heads}"
-        check(heads % kv_heads == 0, seen, "num_attention_heads is a multiple of num_key_value_heads")
+        check(
+            heads % kv_heads == 0, seen, "num_attention_heads is a multiple of num_key_value_heads"
+        )
         check(dim % 2 == 0, f"head_dim={dim}", "head_dim is even: the rotary embedding turns pairs")
         section = self.rope.mrope_section or (dim // 2,)
         seen = f"mrope_section={list(section)} and head_dim={dim}"
-        check(sum(section) * 2 == dim, seen, f"mrope_section adds up to the {dim // 2} pairs of a head")
+        check(
+            sum(section) * 2 == dim,
+            seen,
+            f"mrope_section adds up to the {dim // 2} pairs of a head",
+        )
         experts = 1 if self.moe is None else self.moe.num_experts
         seen = f"{self.num_layers} layers" + ("" if self.moe is None else f" of {experts} experts")
         few = self.num_layers * experts <= _MOST_BLOCKS
         check(few, seen, f"{_MOST_BLOCKS} layers at most, or as many experts in all")
         fits = len(self.windows) in (0, self.num_layers) and min(self.windows, default=0) >= 0
-        check(fits, f"windows={list(self.windows)}", f"one of 0 or more for each of {self.num_layers} layers, or none")
-        check(self.architecture in ARCHITECTURES, f"architecture={self.architecture!r}", supported())
-        check(self.dtype in DTYPES.values(), f"dtype={self.dtype}", f"dtype is one of {', '.join(DTYPES)}")
+        check(
+            fits,
+            f"windows={list(self.windows)}",
+            f"one of 0 or more for each of {self.num_layers} layers, or none",
+        )
+        check(
+            self.architecture in ARCHITECTURES, f"architecture={self.architecture!r}", supported()
+        )
+        check(
+            self.dtype in DTYPES.values(),
+            f"dtype={self.dtype}",
+            f"dtype is one of {', '.join(DTYPES)}",
+        )
 
 
 def parse_config(raw: Mapping[str, Any], *, source: str, strict: bool = False) -> ModelConfig:
@@ -207,11 +251,12 @@ def parse_config(raw: Mapping[str, Any], *, source: str, strict: bool = False) -
     Args:
         raw: the object, as transformers 4 or 5 writes it.
         source: the name of the object in errors.
-        strict: whether fields that weft does not know are an error, instead of one `ConfigWarning` that lists them.
+        strict: whether fields that weft does not know are an error, instead of one `ConfigWarning`
+            that lists them.
 
     Raises:
-        ConfigError: a field that weft does not support, named with its value; a value of the wrong type; an
-            architecture that weft does not know; sizes that contradict each other.
+        ConfigError: a field that weft does not support, named with its value; a value of the wrong
+            type; an architecture that weft does not know; sizes that contradict each other.
 
     >>> parse_config({"model_type": "llama", "num_attention_heads": 32, "num_key_value_heads": 5}, source="a dict")
     Traceback (most recent call last):
@@ -228,14 +273,21 @@ def config_in_folder(folder: Path, call: str, *, strict: bool = False) -> ModelC
     written = "pass a folder that save_pretrained wrote, or that `hf download` filled"
     several = "name the one to load: there are several, or it is no file"
     find_file(folder, ("config.json",), call, written, {"*.gguf": several})
-    config = parse_fields(Fields(read_object(folder / "config.json", call), call, "config.json"), strict)
+    config = parse_fields(
+        Fields(read_object(folder / "config.json", call), call, "config.json"), strict
+    )
     if not os.path.isfile(folder / "generation_config.json"):
         return config
     generation = read_object(folder / "generation_config.json", call)
-    return attrs.evolve(config, eos_token_ids=_eos_token_ids(Fields(generation, call, "generation_config.json"), None))
+    return attrs.evolve(
+        config,
+        eos_token_ids=_eos_token_ids(Fields(generation, call, "generation_config.json"), None),
+    )
 
 
-def find_file(folder: Path, names: Sequence[str], call: str, instead: str, others: Mapping[str, str]) -> Path:
+def find_file(
+    folder: Path, names: Sequence[str], call: str, instead: str, others: Mapping[str, str]
+) -> Path:
     """The first of these files that a folder has.
 
     Args:
@@ -254,7 +306,10 @@ def find_file(folder: Path, names: Sequence[str], call: str, instead: str, other
         instead = f"its folder: {str(folder.parent)!r}"
     elif not os.path.isdir(folder):
         seen = f"there is no folder {str(folder)!r:.300}"
-        near = [f"'{name}', which weft knows, or " for name in difflib.get_close_matches(str(folder), NAMES, n=1)]
+        near = [
+            f"'{name}', which weft knows, or "
+            for name in difflib.get_close_matches(str(folder), NAMES, n=1)
+        ]
         instead = f"pass {''.join(near)}a local folder; `hf download <name> --local-dir <folder>` makes one"
     else:
         for pattern, remedy in others.items():
@@ -293,7 +348,11 @@ def _sizes(fields: Fields, known: Architecture) -> dict[str, Any]:
     def size(name: str) -> int:
         return fields.integer(name, known.defaults[name])
 
-    hidden, heads, head_dim = size("hidden_size"), size("num_attention_heads"), known.defaults["head_dim"]
+    hidden, heads, head_dim = (
+        size("hidden_size"),
+        size("num_attention_heads"),
+        known.defaults["head_dim"],
+    )
     if fields.raw.get("head_dim", head_dim) is not None or head_dim is not None:
         head_dim = size("head_dim")
     else:
@@ -322,7 +381,11 @@ def _biases(fields: Fields, known: Architecture) -> dict[str, Any]:
 
 def _parse_moe(fields: Fields) -> MoeConfig:
     """The experts; missing fields have the defaults of transformers' Qwen3Moe (5.23)."""
-    numbers = {name: fields.raw[name] for name in ("num_experts", "num_local_experts") if name in fields.raw}
+    numbers = {
+        name: fields.raw[name]
+        for name in ("num_experts", "num_local_experts")
+        if name in fields.raw
+    }
     fields.check(len(set(map(repr, numbers.values()))) <= 1, numbers, "keep num_experts alone")
     return MoeConfig(
         num_experts=fields.integer(next(iter(numbers), "num_experts"), 128),
@@ -330,7 +393,9 @@ def _parse_moe(fields: Fields) -> MoeConfig:
         inner=fields.integer("moe_intermediate_size", 768),
         renormalize=fields.flag("norm_topk_prob", False),
         sparse_step=fields.integer("decoder_sparse_step", 1),
-        dense_layers=tuple(sorted(set(fields.items("mlp_only_layers", int, "a list of layers, or null")))),
+        dense_layers=tuple(
+            sorted(set(fields.items("mlp_only_layers", int, "a list of layers, or null")))
+        ),
     )
 
 
@@ -360,11 +425,17 @@ def _eos_token_ids(fields: Fields, default: int | None) -> tuple[int, ...]:
     def fits(value: Any) -> bool:
         return all(is_int(one, 0) for one in listed(value))
 
-    return tuple(listed(fields.value("eos_token_id", default, fits, "a token, a list of tokens, or null")))
+    return tuple(
+        listed(fields.value("eos_token_id", default, fits, "a token, a list of tokens, or null"))
+    )
 
 
 def _dtype(fields: Fields) -> torch.dtype:
-    values = {name: fields.raw[name] for name in ("dtype", "torch_dtype") if fields.raw.get(name) is not None}
+    values = {
+        name: fields.raw[name]
+        for name in ("dtype", "torch_dtype")
+        if fields.raw.get(name) is not None
+    }
     for name, value in values.items():
         fields.check(value in list(DTYPES), name, f"{name} is one of {', '.join(DTYPES)}")
     fields.check(len(set(values.values())) <= 1, values, "keep dtype alone")

@@ -1,8 +1,10 @@
-"""Decoder stages: Llama, Qwen2, Qwen2-VL's text, Qwen3 and Qwen3-MoE as pure functions of parameters, state and batch.
+"""Decoder stages: Llama, Qwen2, Qwen2-VL's text, Qwen3 and Qwen3-MoE as pure functions of
+parameters, state and batch.
 
-A stage is `(params, state, batch, x) -> (state, y)`: `x` is None on the first stage and `IntermediateTensors` on the
-others; `y` is `IntermediateTensors`, and on the last stage `Output`. The architectures differ only in their parameters:
-the biases, QK norms, routers or FP8 scales that a model lacks are None.
+A stage is `(params, state, batch, x) -> (state, y)`: `x` is None on the first stage and
+`IntermediateTensors` on the others; `y` is `IntermediateTensors`, and on the last stage `Output`.
+The architectures differ only in their parameters: the biases, QK norms, routers or FP8 scales that
+a model lacks are None.
 """
 
 from collections.abc import Callable, Mapping
@@ -85,23 +87,29 @@ def decoder_stage(
 
     Args:
         config: the whole model's.
-        layout: the layers; the first stage also embeds, the last also normalises, projects to the vocabulary and
-            samples.
+        layout: the layers; the first stage also embeds, the last also normalises, projects to the
+            vocabulary and samples.
         keep_logits: also return the logits [num_reqs, vocab_size] (float32, large).
-        num_logprobs: also return the logprobs of this many of the likeliest tokens; 0: only the chosen token's.
-        num_drafts: the most drafts of a request in a batch (`weft.stages.drafters.drafting`); if not 0, the state has a
-            `drafting`, and every step verifies.
-        attention, attend, feed_forward, norm, logits, layers: functions of your own, as in `StageFunctions`.
-        captures, carries: the values that they capture of a token, and carry to the next, as in `StageFunctions`.
+        num_logprobs: also return the logprobs of this many of the likeliest tokens; 0: only the
+            chosen token's.
+        num_drafts: the most drafts of a request in a batch (`weft.stages.drafters.drafting`); if
+            not 0, the state has a `drafting`, and every step verifies.
+        attention, attend, feed_forward, norm, logits, layers: functions of your own, as in
+            `StageFunctions`.
+        captures, carries: the values that they capture of a token, and carry to the next, as in
+            `StageFunctions`.
         beside: other models, which the last stage lets read the same tokens (`readers_beside`).
-        token_extras: the default values of inputs that tokens have of their own, on the stage's device.
+        token_extras: the default values of inputs that tokens have of their own, on the stage's
+            device.
         batch_invariant: whether the stage runs in `weft.batch_invariant()`.
         reduction_leaves: of each sum that ranks may share, as in `StageFunctions`.
-        sown_names: shared by the stages of a split that run in this process, which find in it what none of them
-            captures, and what two of them carry; None: this stage knows its own alone.
-        ranks: those that share the layers; the configuration, the parameters and the keys and values are then this
-            rank's (`weft.stages.shares`), and the stage runs in a function that `weft.shard` runs.
-        device: of the parameters; RoPE's frequencies, which follow from the configuration, are made there.
+        sown_names: shared by the stages of a split that run in this process, which find in it what
+            none of them captures, and what two of them carry; None: this stage knows its own alone.
+        ranks: those that share the layers; the configuration, the parameters and the keys and
+            values are then this rank's (`weft.stages.shares`), and the stage runs in a function
+            that `weft.shard` runs.
+        device: of the parameters; RoPE's frequencies, which follow from the configuration, are made
+            there.
 
     Returns:
         A pure function that takes the storage of its state.
@@ -109,14 +117,25 @@ def decoder_stage(
     Raises:
         ProgramError: one of the functions is not a function, or the model has no such layer.
     """
-    own: dict[str, Any] = {"captures": captures or {}, "carries": carries or {}, "token_extras": token_extras or {}}
+    own: dict[str, Any] = {
+        "captures": captures or {},
+        "carries": carries or {},
+        "token_extras": token_extras or {},
+    }
     own |= {"batch_invariant": batch_invariant, "reduction_leaves": reduction_leaves}
-    functions = StageFunctions(attention, feed_forward, norm, logits, layers or {}, **own, attend=attend)
+    functions = StageFunctions(
+        attention, feed_forward, norm, logits, layers or {}, **own, attend=attend
+    )
     check_functions("decoder_stage(config, layout, ...)", functions, config.num_layers)
     names = sown_names or SownNames(layout.num_stages)
-    blocks, is_cut = attrs.evolve(BLOCKS, ranks=ranks, reduction_leaves=reduction_leaves), reduction_leaves > 1
+    blocks, is_cut = (
+        attrs.evolve(BLOCKS, ranks=ranks, reduction_leaves=reduction_leaves),
+        reduction_leaves > 1,
+    )
 
-    frequencies, attention_factor = inverse_frequencies(config.rope, config.head_dim, config.max_position_embeddings)
+    frequencies, attention_factor = inverse_frequencies(
+        config.rope, config.head_dim, config.max_position_embeddings
+    )
     frequencies = to_device(frequencies, device)
     section, name = config.rope.mrope_section, f"stage {layout.index} of {layout.num_stages}"
 
@@ -129,7 +148,11 @@ def decoder_stage(
         with invariant() if batch_invariant else nullcontext():
             check_drafting(state, num_drafts)
             resolved = resolve_inputs(name, functions.token_extras, state, batch)
-            hidden = embed(params, resolved, batch.inputs_embeds, ranks) if x is None else x.hidden_states
+            hidden = (
+                embed(params, resolved, batch.inputs_embeds, ranks)
+                if x is None
+                else x.hidden_states
+            )
             if x is not None and x.input_ids is not None:
                 batch = attrs.evolve(batch, input_ids=x.input_ids)
             positions = None
@@ -152,12 +175,30 @@ def decoder_stage(
                 state = carried_on(name, state, resolved, sown)
             if not layout.last:
                 names.add(layout.index, sown)
-                return state, IntermediateTensors(hidden, batch.input_ids if num_drafts else None, positions, captured)
-            where, others = read_at(batch, num_drafts) if num_drafts else None, dict[str, LogitsAt]()
+                return state, IntermediateTensors(
+                    hidden, batch.input_ids if num_drafts else None, positions, captured
+                )
+            where, others = (
+                read_at(batch, num_drafts) if num_drafts else None,
+                dict[str, LogitsAt](),
+            )
             if beside is not None:
-                known = torch.where(batch.input_ids < 0, resolved.input_ids, batch.input_ids)  # with the drafts
+                known = torch.where(
+                    batch.input_ids < 0, resolved.input_ids, batch.input_ids
+                )  # with the drafts
                 state, others = beside(state, attrs.evolve(resolved, input_ids=known))
-            result = resolved, hidden, keep_logits, num_logprobs, where, logits, captured, others, ranks, int(is_cut)
+            result = (
+                resolved,
+                hidden,
+                keep_logits,
+                num_logprobs,
+                where,
+                logits,
+                captured,
+                others,
+                ranks,
+                int(is_cut),
+            )
             out = finish(config, params, state.sampling, batch, *result)
             names.add(layout.index, sown)  # after a call from `logits`, which is another mistake
             out = attrs.evolve(out, captured=captured) if captured else out
@@ -169,7 +210,9 @@ def decoder_stage(
     return stage
 
 
-def norm(weight: Tensor, eps: float, added: Tensor | None, hidden: Tensor, *, quantized: bool) -> tuple[Normed, Tensor]:
+def norm(
+    weight: Tensor, eps: float, added: Tensor | None, hidden: Tensor, *, quantized: bool
+) -> tuple[Normed, Tensor]:
     """Add the last block's result, if there was one, and normalise.
 
     Args:
@@ -180,7 +223,11 @@ def norm(weight: Tensor, eps: float, added: Tensor | None, hidden: Tensor, *, qu
         The normalised sum, and the sum.
     """
     if added is None:
-        first = Normed(*rms_norm_quantized(hidden, weight, eps)) if quantized else Normed(rms_norm(hidden, weight, eps))
+        first = (
+            Normed(*rms_norm_quantized(hidden, weight, eps))
+            if quantized
+            else Normed(rms_norm(hidden, weight, eps))
+        )
         return first, hidden
     if not quantized:
         plain, total = add_rms_norm(added, hidden, weight, eps)
@@ -189,11 +236,15 @@ def norm(weight: Tensor, eps: float, added: Tensor | None, hidden: Tensor, *, qu
     return Normed(plain, fp8), total
 
 
-def project(x: Normed, weight: Tensor, scale: Tensor | None, bias: Tensor | None, leaves: int = 0) -> Tensor:
+def project(
+    x: Normed, weight: Tensor, scale: Tensor | None, bias: Tensor | None, leaves: int = 0
+) -> Tensor:
     """A linear layer, plain or in FP8: [num_tokens, out], or parts of it, or leaves."""
     if scale is None:
         return linear(x.plain, weight, bias, leaves)
-    return fp8_linear(x.quantized or x.plain, weight, scale, bias, dtype=x.plain.dtype, leaves=leaves)
+    return fp8_linear(
+        x.quantized or x.plain, weight, scale, bias, dtype=x.plain.dtype, leaves=leaves
+    )
 
 
 def attention(
@@ -207,17 +258,20 @@ def attention(
     attend: Attend | None = None,
     leaves: int = 0,
 ) -> tuple[Tensor, Tensor]:
-    """Grouped-query attention of one layer over the pages of each request, causal; writes this step's keys and values.
+    """Grouped-query attention of one layer over the pages of each request, causal; writes this
+    step's keys and values.
 
     Args:
         kv_pages: [2, num_pages, page_size, num_kv_heads, head_dim].
         tables: cosines and sines, each [num_tokens, head_dim / 2].
         x: [num_tokens, hidden_size], normalised.
-        attend: in the place of `weft.stages.attend`, with its arguments and result; None: that, or what is equal to it.
+        attend: in the place of `weft.stages.attend`, with its arguments and result; None: that, or
+            what is equal to it.
         leaves: into which the sum over heads is cut (`weft.ops.products.leaves`); 0: it is not.
 
     Returns:
-        [num_tokens, hidden_size], or parts of it, or the leaves; and the pages, as `rotate_and_keep` returns them.
+        [num_tokens, hidden_size], or parts of it, or the leaves; and the pages, as
+        `rotate_and_keep` returns them.
     """
     tokens, dim = x.plain.shape[0], config.head_dim
     heads = config.num_heads, config.num_kv_heads, config.num_kv_heads
@@ -230,29 +284,41 @@ def attention(
     )  # fmt: skip
     adapts = layer.lora.o is not None and batch.adapters is not None
     if attend is None and layer.o_scale is not None and dim == BLOCK and not adapts:
-        fp8 = paged_attention_quantized(q, None, None, kv_pages, *context.arguments(config, layer, q, batch))
-        return fp8_linear(fp8, layer.o_proj, layer.o_scale, layer.o_bias, dtype=q.dtype, leaves=leaves), kv_pages
-    mixed = (attend or context.attend)(config, layer, q, kv_pages, batch).reshape(tokens, config.num_heads * dim)
+        fp8 = paged_attention_quantized(
+            q, None, None, kv_pages, *context.arguments(config, layer, q, batch)
+        )
+        return fp8_linear(
+            fp8, layer.o_proj, layer.o_scale, layer.o_bias, dtype=q.dtype, leaves=leaves
+        ), kv_pages
+    mixed = (attend or context.attend)(config, layer, q, kv_pages, batch).reshape(
+        tokens, config.num_heads * dim
+    )
     out = project(Normed(mixed), layer.o_proj, layer.o_scale, layer.o_bias, leaves)
     return adapted(out, mixed, layer.lora.o, batch, leaves), kv_pages
 
 
-def adapted(y: Tensor, x: Tensor, lora: LoraWeights | None, batch: ResolvedBatch, leaves: int = 0) -> Tensor:
-    """Add each token's adapter to the product `y`, `[T, out]` or parts or leaves of it, of `x` `[T, in]`; `y` itself if
-    neither the layer nor the batch has adapters."""
+def adapted(
+    y: Tensor, x: Tensor, lora: LoraWeights | None, batch: ResolvedBatch, leaves: int = 0
+) -> Tensor:
+    """Add each token's adapter to the product `y`, `[T, out]` or parts or leaves of it, of `x` `[T,
+    in]`; `y` itself if neither the layer nor the batch has adapters."""
     if lora is None or batch.adapters is None or batch.active_adapters is None:
         return y
-    return add_lora(y, x, lora.a, lora.b, batch.adapters, batch.active_adapters, lora.starts, leaves)
+    return add_lora(
+        y, x, lora.a, lora.b, batch.adapters, batch.active_adapters, lora.starts, leaves
+    )
 
 
 def feed_forward(
     config: ModelConfig, layer: LayerParams, batch: ResolvedBatch, x: Normed, *, leaves: int = 0
 ) -> Tensor:
-    """The gated block, `down(silu(gate(x)) * up(x))`, or the experts that the router chooses, each such a block.
+    """The gated block, `down(silu(gate(x)) * up(x))`, or the experts that the router chooses, each
+    such a block.
 
     Args:
         x: [num_tokens, hidden_size], normalised.
-        leaves: into which the sum over inner columns is cut (`weft.ops.products.leaves`); 0: it is not.
+        leaves: into which the sum over inner columns is cut (`weft.ops.products.leaves`); 0: it is
+            not.
 
     Returns:
         [num_tokens, hidden_size], or parts of it; or the leaves, each of as many parts.
@@ -263,15 +329,26 @@ def feed_forward(
         if layer.gate_up_scale is None and not leaves and not (adapts and lora.gate_up is not None):
             inner = swiglu(x.plain, layer.gate_up_proj, layer.gate_up_bias)
         else:
-            gate_up = project(x, layer.gate_up_proj, layer.gate_up_scale, layer.gate_up_bias, min(leaves, 1))
+            gate_up = project(
+                x, layer.gate_up_proj, layer.gate_up_scale, layer.gate_up_bias, min(leaves, 1)
+            )
             gate_up = adapted(gate_up, x.plain, lora.gate_up, batch)
             if layer.down_scale is not None and not (adapts and lora.down is not None):
                 fp8 = silu_mul_quantized(gate_up, dtype)
-                return fp8_linear(fp8, layer.down_proj, layer.down_scale, layer.down_bias, dtype=dtype, leaves=leaves)
+                return fp8_linear(
+                    fp8,
+                    layer.down_proj,
+                    layer.down_scale,
+                    layer.down_bias,
+                    dtype=dtype,
+                    leaves=leaves,
+                )
             inner = silu_mul(gate_up, dtype)
         down = project(Normed(inner), layer.down_proj, layer.down_scale, layer.down_bias, leaves)
         return adapted(down, inner, lora.down, batch, leaves)
-    weights, experts = route(linear(x.plain, layer.router), config.moe.top_k, config.moe.renormalize, dtype)
+    weights, experts = route(
+        linear(x.plain, layer.router), config.moe.top_k, config.moe.renormalize, dtype
+    )
     first = 0 if config.moe.held is None else axis_index(AXIS) * config.moe.held
     return run_experts(
         x.plain if x.quantized is None else x.quantized, layer.gate_up_proj, layer.down_proj, weights, experts,

@@ -1,10 +1,12 @@
-"""The head: the last stage's logits, the tokens drawn from them, their logprobs, and the drafts that they prove right.
+"""The head: the last stage's logits, the tokens drawn from them, their logprobs, and the drafts
+that they prove right.
 
-A step over `[last token, d_1 … d_k]` samples `t_0 … t_k`, each with the noise that a decode step draws at its position:
-the sampler's noise is a function of the request's seed and of that position alone. So `t_0` is the request's next
-token; and as long as `d_i` equals the token that was sampled in its place, `t_{i-1}`, the token `t_i` follows. The
-tokens are those of decoding one by one, drawn or greedy, whatever the drafts (Daliri et al., 2024, "Coupling without
-communication and drafter-invariant speculative decoding", arXiv 2408.07978). A rejection sampler (Leviathan et al.,
+A step over `[last token, d_1 … d_k]` samples `t_0 … t_k`, each with the noise that a decode step
+draws at its position: the sampler's noise is a function of the request's seed and of that position
+alone. So `t_0` is the request's next token; and as long as `d_i` equals the token that was sampled
+in its place, `t_{i-1}`, the token `t_i` follows. The tokens are those of decoding one by one, drawn
+or greedy, whatever the drafts (Daliri et al., 2024, "Coupling without communication and
+drafter-invariant speculative decoding", arXiv 2408.07978). A rejection sampler (Leviathan et al.,
 2023, arXiv 2211.17192) keeps only their distribution.
 """
 
@@ -38,19 +40,21 @@ from weft.state import State
 
 NO_CAPTURES: Mapping[str, Any] = MappingProxyType({})
 _TOKENS_AT_ONCE = 256
-"""Only the logits of this many tokens of a prompt are in memory at a time: they are float32, and vocab_size wide."""
+"""Only the logits of this many tokens of a prompt are in memory at a time: they are float32, and
+vocab_size wide."""
 
 
 def head(config: ModelConfig, params: DecoderParams, hidden: Tensor, leaves: int = 0) -> Tensor:
-    """The logits [n, vocab_size] of hidden states [n, hidden_size] of the last layer; or those of a rank's share of the
-    head, [n, columns]. Last stage only."""
+    """The logits [n, vocab_size] of hidden states [n, hidden_size] of the last layer; or those of a
+    rank's share of the head, [n, columns]. Last stage only."""
     assert params.norm is not None, "only the last stage's parameters hold the norm and the head"
     assert params.head is not None
     return project(rms_norm(hidden, params.norm, config.rms_norm_eps), params.head, leaves)
 
 
 def project(normed: Tensor, lm_head: Tensor, leaves: int = 0) -> Tensor:
-    """`head` of hidden states [n, hidden_size] that are normalised. Of 1 leaf they are the same bits for any share."""
+    """`head` of hidden states [n, hidden_size] that are normalised. Of 1 leaf they are the same
+    bits for any share."""
     return sum_parts(linear(normed, lm_head, None, leaves), normed.dtype)
 
 
@@ -74,25 +78,39 @@ def finish(
 
     Each request gets a token after its last one, or after each of those at `where` [num_reqs, n].
     """
-    index, rows = (resolved.last_index, batch.rows) if where is None else _of_tokens(batch.rows, where)
+    index, rows = (
+        (resolved.last_index, batch.rows) if where is None else _of_tokens(batch.rows, where)
+    )
     shared = SharedRows(len(index), ranks)
     logits = shared.exchange(head(config, params, hidden[index], leaves))
     index, rows = shared.own(index), shared.own(rows)
     if change is not None:
         count = 1 if where is None else where.shape[1]
-        reads = extras_of(resolved, lambda x: shared.own(x if count == 1 else x.repeat_interleave(count, 0)))
-        logits = changed_logits(change, logits, rows, Extras({**reads, **_at(captured, beside, index)}))
+        reads = extras_of(
+            resolved, lambda x: shared.own(x if count == 1 else x.repeat_interleave(count, 0))
+        )
+        logits = changed_logits(
+            change, logits, rows, Extras({**reads, **_at(captured, beside, index)})
+        )
     mask = None if batch.token_mask is None else shared.own(batch.token_mask)
     own = sample_rows(logits, table, rows, resolved.positions[index], mask)
     top = top_logprobs(logits, *own, num_logprobs) if num_logprobs else ()
     ids, logprobs, *more = shared.gather_all(*own, *top)
     prompt: tuple[Tensor | None, ...] = (None, None, None, None)
     if batch.targets is not None:
-        assert params.norm is not None, "only the last stage's parameters hold the norm and the head"
+        assert params.norm is not None, (
+            "only the last stage's parameters hold the norm and the head"
+        )
         assert params.head is not None
         normed = rms_norm(hidden, params.norm, config.rms_norm_eps)
-        changed = None if change is None else functools.partial(_changed_prompt, change, resolved, captured, beside)
-        prompt = prompt_logprobs(normed, params.head, batch.targets, num_logprobs, changed, ranks, leaves)
+        changed = (
+            None
+            if change is None
+            else functools.partial(_changed_prompt, change, resolved, captured, beside)
+        )
+        prompt = prompt_logprobs(
+            normed, params.head, batch.targets, num_logprobs, changed, ranks, leaves
+        )
     whole = shared.gather(logits).float() if keep_logits else None
     sampled: tuple[Any, ...] = (ids, logprobs, whole, *(more or (None, None, None)))
     if where is not None:
@@ -104,7 +122,8 @@ Read = Callable[[], Tensor]
 
 
 class Extras(Mapping[str, Tensor]):
-    """The inputs by name of a function on logits, each [n, ...]. One that the function does not read is not computed.
+    """The inputs by name of a function on logits, each [n, ...]. One that the function does not
+    read is not computed.
 
     Args:
         reads: for each name, a function that computes its value.
@@ -131,8 +150,8 @@ def changed_logits(change: ChangeLogits, logits: Tensor, rows: Tensor, extras: E
     Args:
         logits: [n, vocab_size].
         rows: [n] int64, the row of the state that each belongs to.
-        extras: [n, ...] by name, those of its request, the values that the layers captured of its token, and the
-            logits that other models give it.
+        extras: [n, ...] by name, those of its request, the values that the layers captured of its
+            token, and the logits that other models give it.
 
     Raises:
         ProgramError: the function returns something else than logits of that shape.
@@ -146,7 +165,9 @@ def changed_logits(change: ChangeLogits, logits: Tensor, rows: Tensor, extras: E
     raise ProgramError("logits of with_stages(logits=...)", f"it returned {seen}", instead)
 
 
-def extras_of(batch: ResolvedBatch, spread: Callable[[Tensor], Tensor] = lambda x: x) -> dict[str, Read]:
+def extras_of(
+    batch: ResolvedBatch, spread: Callable[[Tensor], Tensor] = lambda x: x
+) -> dict[str, Read]:
     """By name, the extras of a batch's requests, spread over the logits."""
     return {name: functools.partial(spread, own.values) for name, own in batch.extras.items()}
 
@@ -160,16 +181,26 @@ def _changed_prompt(
     start: int,
 ) -> Tensor:
     """The changed logits of the batch's tokens from `start` on."""
-    owners = find_owners(batch.query_start_loc, len(batch.input_ids))[0][start : start + len(logits)]
+    owners = find_owners(batch.query_start_loc, len(batch.input_ids))[0][
+        start : start + len(logits)
+    ]
     reads = extras_of(batch, operator.itemgetter(owners))
     reads |= _at(captured, beside, slice(start, start + len(logits)))
     return changed_logits(change, logits, batch.rows[owners], Extras(reads))
 
 
-def _at(captured: Mapping[str, PerToken], beside: Mapping[str, LogitsAt], tokens: Tensor | slice) -> dict[str, Read]:
+def _at(
+    captured: Mapping[str, PerToken], beside: Mapping[str, LogitsAt], tokens: Tensor | slice
+) -> dict[str, Read]:
     """By name, the captures of some tokens, and the logits that other models give them."""
-    found = {name: functools.partial(Tensor.__getitem__, own.values, tokens) for name, own in captured.items()}
-    return {**found, **{name: functools.partial(logits_at, tokens) for name, logits_at in beside.items()}}
+    found = {
+        name: functools.partial(Tensor.__getitem__, own.values, tokens)
+        for name, own in captured.items()
+    }
+    return {
+        **found,
+        **{name: functools.partial(logits_at, tokens) for name, logits_at in beside.items()},
+    }
 
 
 def _of_tokens(rows: Tensor, where: Tensor) -> tuple[Tensor, Tensor]:
@@ -177,16 +208,19 @@ def _of_tokens(rows: Tensor, where: Tensor) -> tuple[Tensor, Tensor]:
     return where.flatten(), rows.repeat_interleave(where.shape[1])
 
 
-def top_logprobs(logits: Tensor, token_ids: Tensor, logprobs: Tensor, count: int) -> tuple[Tensor, Tensor, Tensor]:
-    """The likeliest tokens [num_reqs, count] int64, likeliest first, and their logprobs, float32; and the ranks of the
-    chosen tokens [num_reqs] int64.
+def top_logprobs(
+    logits: Tensor, token_ids: Tensor, logprobs: Tensor, count: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The likeliest tokens [num_reqs, count] int64, likeliest first, and their logprobs, float32;
+    and the ranks of the chosen tokens [num_reqs] int64.
 
-    They follow from the chosen tokens' logprobs, which hold the logarithm of the sum; so the logits are not summed
-    again. Batch invariant, they are those of `prompt_logprobs`.
+    They follow from the chosen tokens' logprobs, which hold the logarithm of the sum; so the logits
+    are not summed again. Batch invariant, they are those of `prompt_logprobs`.
 
     Args:
         logits: [num_reqs, vocab_size].
-        token_ids, logprobs: [num_reqs], as `sample` returned them; no chosen token has probability 0.
+        token_ids, logprobs: [num_reqs], as `sample` returned them; no chosen token has probability
+            0.
         count: at most vocab_size.
     """
     ids, chosen = _likeliest(logits, count), logits.gather(1, token_ids[:, None])
@@ -197,16 +231,17 @@ def top_logprobs(logits: Tensor, token_ids: Tensor, logprobs: Tensor, count: int
 
 
 def _likeliest(logits: Tensor, count: int) -> Tensor:
-    """The likeliest tokens [n, count] int64, likeliest first. Batch invariant, the smaller of two that tie is first;
-    otherwise their order may depend on the count, which is the most that a request of the engine may ask for."""
+    """The likeliest tokens [n, count] int64, likeliest first. Batch invariant, the smaller of two
+    that tie is first; otherwise their order may depend on the count, which is the most that a
+    request of the engine may ask for."""
     if is_batch_invariant() and count:
         return logits.sort(dim=-1, descending=True, stable=True).indices[:, :count]
     return logits.topk(count, -1).indices
 
 
 def ranks_of(chosen: Tensor, logits: Tensor) -> Tensor:
-    """The ranks [n] int64 of tokens whose logits are `chosen` [n, 1] among those of all tokens [n, vocab_size]: 1 + the
-    number of those that are greater, so that tokens that tie share a rank."""
+    """The ranks [n] int64 of tokens whose logits are `chosen` [n, 1] among those of all tokens [n,
+    vocab_size]: 1 + the number of those that are greater, so that tokens that tie share a rank."""
     return (logits > chosen).sum(-1) + 1
 
 
@@ -219,7 +254,8 @@ def prompt_logprobs(
     ranks: TensorRanks | None = None,
     leaves: int = 0,
 ) -> tuple[Tensor, ...]:
-    """The logprobs [num_tokens] of `targets`, each the token after its position, and of the `count` likeliest there.
+    """The logprobs [num_tokens] of `targets`, each the token after its position, and of the `count`
+    likeliest there.
 
     Args:
         normed: [num_tokens, hidden_size], the last layer's hidden states, normalised.
@@ -229,27 +265,35 @@ def prompt_logprobs(
         ranks, leaves: as `project` takes them.
 
     Returns:
-        [num_tokens] float32; [num_tokens, count] int64 and float32, likeliest first; the targets' ranks [num_tokens]
-        int64.
+        [num_tokens] float32; [num_tokens, count] int64 and float32, likeliest first; the targets'
+        ranks [num_tokens] int64.
     """
     parts: list[tuple[Tensor, ...]] = []
-    for states, whole in zip(normed.split(_TOKENS_AT_ONCE), targets.split(_TOKENS_AT_ONCE), strict=True):
+    for states, whole in zip(
+        normed.split(_TOKENS_AT_ONCE), targets.split(_TOKENS_AT_ONCE), strict=True
+    ):
         shared = SharedRows(len(states), ranks)
-        logits, wanted = shared.exchange(project(states, lm_head, leaves)), shared.own(whole)[:, None]
+        logits, wanted = (
+            shared.exchange(project(states, lm_head, leaves)),
+            shared.own(whole)[:, None],
+        )
         if changed is not None:
             logits = changed(logits, sum(len(own) for own, *_ in parts) + shared.first)
         ids = _likeliest(logits, count)
-        found, ranked = token_logprobs(logits, torch.cat((wanted, ids), 1)), ranks_of(logits.gather(1, wanted), logits)
+        found, ranked = (
+            token_logprobs(logits, torch.cat((wanted, ids), 1)),
+            ranks_of(logits.gather(1, wanted), logits),
+        )
         parts.append(shared.gather_all(found[:, 0], ids, found[:, 1:], ranked))
     return tuple(torch.cat(columns) for columns in zip(*parts, strict=True))
 
 
 def read_at(batch: Batch, num_drafts: int) -> Tensor:
-    """The tokens of a batch after which the step samples, [num_reqs, n] int64: all of a request that goes on, and the
-    last of a request that reads its prompt; the last token fills the row.
+    """The tokens of a batch after which the step samples, [num_reqs, n] int64: all of a request
+    that goes on, and the last of a request that reads its prompt; the last token fills the row.
 
-    In a uniform class n is its query length. With a `token_mask` n is 1 and drafts are ignored: the tokens that a
-    grammar allows after a draft depend on the draft, which only the device knows.
+    In a uniform class n is its query length. With a `token_mask` n is 1 and drafts are ignored: the
+    tokens that a grammar allows after a draft depend on the draft, which only the device knows.
 
     Args:
         num_drafts: the most drafts of a request.
@@ -267,7 +311,10 @@ def read_at(batch: Batch, num_drafts: int) -> Tensor:
 def check_drafting(state: State, num_drafts: int) -> None:
     """Raise RequestError for a stage that verifies drafts, and a state without `drafting`."""
     if num_drafts and state.drafting is None:
-        seen, instead = "a state without `drafting`", "attrs.evolve(state, drafting=weft.state.Drafting.zeros(...))"
+        seen, instead = (
+            "a state without `drafting`",
+            "attrs.evolve(state, drafting=weft.state.Drafting.zeros(...))",
+        )
         raise RequestError("a stage that verifies drafts", seen, instead)
 
 
@@ -289,7 +336,8 @@ def verify(state: State, batch: Batch, where: Tensor, out: Output) -> Output:
 
 
 def count_right(token_ids: Tensor, drafts: Tensor) -> Tensor:
-    """The number of drafts before the first that differs from the token sampled in its place: [num_reqs] int64.
+    """The number of drafts before the first that differs from the token sampled in its place:
+    [num_reqs] int64.
 
     Args:
         token_ids: [num_reqs, k + 1], the tokens sampled after each token that was read.

@@ -1,4 +1,5 @@
-"""The inputs of a decoder's stage: a call of it checked, its batch resolved, and the embeddings of its tokens."""
+"""The inputs of a decoder's stage: a call of it checked, its batch resolved, and the embeddings of
+its tokens."""
 
 from collections.abc import Mapping
 
@@ -30,8 +31,8 @@ def check_call(
     has_mrope: bool,
     is_tied: bool,
 ) -> None:
-    """Raise ProgramError for the parameters of another stage, and for a later stage without `x`; DescriptorError for a
-    batch of another stage, or with positions that the model does not have."""
+    """Raise ProgramError for the parameters of another stage, and for a later stage without `x`;
+    DescriptorError for a batch of another stage, or with positions that the model does not have."""
     kind: type[WeftError] = ProgramError
     owned = params.embed_tokens is not None, params.norm is not None, len(params.layers)
     if owned != (layout.first, layout.last, len(layout.layers)):
@@ -56,9 +57,11 @@ def check_drafts(name: str, descriptor: BatchDescriptor) -> None:
         raise DescriptorError(f"{name}(params, state, batch, x)", seen, NO_DRAFTS)
 
 
-def resolve_inputs(name: str, defaults: Mapping[str, Tensor], state: State, batch: Batch) -> ResolvedBatch:
-    """As `resolve`, with the inputs that tokens have of their own, and a note on an error about indices, which nothing
-    checks on the host."""
+def resolve_inputs(
+    name: str, defaults: Mapping[str, Tensor], state: State, batch: Batch
+) -> ResolvedBatch:
+    """As `resolve`, with the inputs that tokens have of their own, and a note on an error about
+    indices, which nothing checks on the host."""
     try:
         resolved = resolve(state, batch)
     except IndexError as error:
@@ -68,23 +71,35 @@ def resolve_inputs(name: str, defaults: Mapping[str, Tensor], state: State, batc
             "tokens: name rows that were admitted, or make room (make_state(..., lengths=[...]), State.zeros(...))"
         )
         raise
-    return attrs.evolve(resolved, token_extras=_token_extras(name, defaults, batch)) if defaults else resolved
+    return (
+        attrs.evolve(resolved, token_extras=_token_extras(name, defaults, batch))
+        if defaults
+        else resolved
+    )
 
 
 def _token_extras(name: str, defaults: Mapping[str, Tensor], batch: Batch) -> dict[str, Tensor]:
     """The inputs [num_tokens, ...] that each token of the batch has of its own."""
     if others := batch.token_extras.keys() - defaults.keys():
         known = f"the names that the stages declare: {', '.join(map(repr, defaults))}"
-        raise DescriptorError(f"{name}(params, state, batch, x)", f"token_extras of {sorted(others)}", known)
+        raise DescriptorError(
+            f"{name}(params, state, batch, x)", f"token_extras of {sorted(others)}", known
+        )
     given, count = batch.token_extras, len(batch.input_ids)
-    return {key: given[key].values if key in given else x.expand(count, *x.shape) for key, x in defaults.items()}
+    return {
+        key: given[key].values if key in given else x.expand(count, *x.shape)
+        for key, x in defaults.items()
+    }
 
 
 def embed(
-    params: DecoderParams, batch: ResolvedBatch, given: Tensor | None, ranks: TensorRanks | None = None
+    params: DecoderParams,
+    batch: ResolvedBatch,
+    given: Tensor | None,
+    ranks: TensorRanks | None = None,
 ) -> Tensor:
-    """The embeddings [num_tokens, hidden_size] of the batch's tokens, with those that are `given` in their places.
-    First stage only."""
+    """The embeddings [num_tokens, hidden_size] of the batch's tokens, with those that are `given`
+    in their places. First stage only."""
     assert params.embed_tokens is not None, "only the first stage's parameters hold the embedding"
     look_up = F.embedding if ranks is None else ranks.embed
     if given is None:

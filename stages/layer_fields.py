@@ -1,4 +1,5 @@
-"""The fields of `LayerParams` that a model's layer has, and the checkpoint's tensors that fill each of them."""
+"""The fields of `LayerParams` that a model's layer has, and the checkpoint's tensors that fill each
+of them."""
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import accumulate
@@ -14,7 +15,8 @@ from weft.stages.config import ModelConfig
 
 @attrs.frozen
 class Part:
-    """One of the checkpoint's tensors, and its place in a field: the rows from `start`, in one expert if there are any.
+    """One of the checkpoint's tensors, and its place in a field: the rows from `start`, in one
+    expert if there are any.
 
     Args:
         name: transformers' name.
@@ -40,7 +42,9 @@ class Part:
     @property
     def slices(self) -> tuple[slice, ...]:
         """The share of the checkpoint's tensor, as an index; empty: all of it."""
-        return tuple(slice(at, at + size) for at, size in zip(self.offset, self.shape, strict=False))
+        return tuple(
+            slice(at, at + size) for at, size in zip(self.offset, self.shape, strict=False)
+        )
 
     def place(self, field: Tensor) -> Tensor:
         """Its view of its field's tensor."""
@@ -51,7 +55,8 @@ class Part:
 
 @attrs.frozen
 class Field:
-    """A tensor of `LayerParams`: its shape, dtype (None: the model's), and the parts that fill it; the rest is 0."""
+    """A tensor of `LayerParams`: its shape, dtype (None: the model's), and the parts that fill it;
+    the rest is 0."""
 
     shape: tuple[int, ...]
     parts: tuple[Part, ...]
@@ -78,10 +83,12 @@ class _Linear:
 
 
 def layer_fields(config: ModelConfig, index: int) -> dict[str, Field]:
-    """The fields of `LayerParams` that layer `index` of this model has, in the order of the computation.
+    """The fields of `LayerParams` that layer `index` of this model has, in the order of the
+    computation.
 
     Raises:
-        ConfigError: the quantisation takes some and leaves others of the layers that are one product.
+        ConfigError: the quantisation takes some and leaves others of the layers that are one
+            product.
     """
     hidden, layer = config.hidden_size, f"model.layers.{index}"
     query, key = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
@@ -89,20 +96,31 @@ def layer_fields(config: ModelConfig, index: int) -> dict[str, Field]:
     fields = {"input_layernorm": _norm(f"{layer}.input_layernorm", hidden)}
     fields |= _attention(config, layer, _Linear("qkv", attention, hidden, hidden, config.qkv_bias))
     if config.qk_norm:
-        fields |= {f"{part}_norm": _norm(f"{layer}.self_attn.{part}_norm", config.head_dim) for part in "qk"}
-    fields |= _attention(config, layer, _Linear("o", {"self_attn.o_proj": hidden}, query, query, config.o_bias))
+        fields |= {
+            f"{part}_norm": _norm(f"{layer}.self_attn.{part}_norm", config.head_dim)
+            for part in "qk"
+        }
+    fields |= _attention(
+        config, layer, _Linear("o", {"self_attn.o_proj": hidden}, query, query, config.o_bias)
+    )
     fields["post_attention_layernorm"] = _norm(f"{layer}.post_attention_layernorm", hidden)
     if config.moe is None or not config.moe.is_sparse(index):
-        return fields | _feed_forward(config, layer, ["mlp"], config.intermediate_size, config.mlp_bias)
+        return fields | _feed_forward(
+            config, layer, ["mlp"], config.intermediate_size, config.mlp_bias
+        )
     shape = config.moe.num_experts, hidden
     fields["router"] = Field(shape, (Part(f"{layer}.mlp.gate.weight", shape),))
-    experts = [f"mlp.experts.{expert}" for expert in range(config.moe.held or config.moe.num_experts)]
-    return fields | _stacked(_feed_forward(config, layer, experts, config.moe.inner, False), experts)
+    experts = [
+        f"mlp.experts.{expert}" for expert in range(config.moe.held or config.moe.num_experts)
+    ]
+    return fields | _stacked(
+        _feed_forward(config, layer, experts, config.moe.inner, False), experts
+    )
 
 
 def row_starts(sizes: Iterable[int], fp8: bool) -> tuple[int, ...]:
-    """The rows at which matrices of these sizes begin in one field, and the end of the last; in FP8 each begins a
-    block.
+    """The rows at which matrices of these sizes begin in one field, and the end of the last; in FP8
+    each begins a block.
 
     >>> row_starts((130, 2), True), row_starts((130, 2), False)
     ((0, 256, 384), (0, 130, 132))
@@ -116,17 +134,23 @@ def _norm(module: str, size: int) -> Field:
 
 
 def _attention(config: ModelConfig, layer: str, linear: _Linear) -> dict[str, Field]:
-    return _linear(layer, linear, _converted(config, [f"{layer}.{module}" for module in linear.modules]))
+    return _linear(
+        layer, linear, _converted(config, [f"{layer}.{module}" for module in linear.modules])
+    )
 
 
-def _feed_forward(config: ModelConfig, layer: str, modules: Sequence[str], inner: int, bias: bool) -> dict[str, Field]:
-    """The fields of a block; of several experts, those of the first. All experts are one product, so all are in FP8 or
-    none."""
+def _feed_forward(
+    config: ModelConfig, layer: str, modules: Sequence[str], inner: int, bias: bool
+) -> dict[str, Field]:
+    """The fields of a block; of several experts, those of the first. All experts are one product,
+    so all are in FP8 or none."""
     hidden, module = config.hidden_size, modules[0]
     firsts = [f"{layer}.{module}.{which}_proj" for module in modules for which in ("gate", "up")]
     first_fp8 = _converted(config, firsts)
     down_fp8 = _converted(config, [f"{layer}.{module}.down_proj" for module in modules])
-    first = _Linear("gate_up", {f"{module}.gate_proj": inner, f"{module}.up_proj": inner}, hidden, hidden, bias)
+    first = _Linear(
+        "gate_up", {f"{module}.gate_proj": inner, f"{module}.up_proj": inner}, hidden, hidden, bias
+    )
     fields = _linear(layer, first, first_fp8)
     # As wide as a half of the first product, which is a whole number of blocks in FP8.
     width = fields["gate_up_proj"].shape[0] // 2
@@ -156,7 +180,9 @@ def _linear(layer: str, linear: _Linear, fp8: bool) -> dict[str, Field]:
 
 def _converted(config: ModelConfig, names: list[str]) -> bool:
     """Whether these layers, which are one product, are in FP8: all of them, or none."""
-    found = {} if config.fp8 is None else {config.fp8.converts(name): name for name in reversed(names)}
+    found = (
+        {} if config.fp8 is None else {config.fp8.converts(name): name for name in reversed(names)}
+    )
     if len(found) > 1:
         seen = f"{found[True]} in FP8 and {found[False]} not, which are parts of one product"
         instead = "let modules_to_not_convert name all parts of a product, as all experts of a layer, or none"
@@ -165,7 +191,8 @@ def _converted(config: ModelConfig, names: list[str]) -> bool:
 
 
 def _stacked(first: dict[str, Field], experts: Sequence[str]) -> dict[str, Field]:
-    """The fields of all experts, by those of the first of them, stacked along a new first dimension."""
+    """The fields of all experts, by those of the first of them, stacked along a new first
+    dimension."""
     return {name: Field((len(experts), *field.shape), tuple(_of_experts(field, experts)), field.dtype)
             for name, field in first.items()}  # fmt: skip
 

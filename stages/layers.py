@@ -1,7 +1,9 @@
-"""The layers of a stage, one after the other. A layer is a norm and attention, a norm and a feed-forward block.
+"""The layers of a stage, one after the other. A layer is a norm and attention, a norm and a
+feed-forward block.
 
-The result of a block is not added to the hidden states at once: the next norm adds it, and the last one is added after
-the last layer. The blocks are those of a model (`Blocks`), or functions of one's own in their place.
+The result of a block is not added to the hidden states at once: the next norm adds it, and the last
+one is added after the last layer. The blocks are those of a model (`Blocks`), or functions of one's
+own in their place.
 """
 
 import functools
@@ -33,10 +35,11 @@ from weft.trees import tree_flatten
 class Blocks:
     """The functions of a model's layers, with the signatures of those in `weft.stages.decoder`.
 
-    What `attention` and `feed_forward` return is added to the hidden states. Biases apart, the first is a sum over
-    heads, and the second over inner columns, or experts: with the parameters of a part of these, it is a part of the
-    sum, which `ranks` complete. That holds for functions of one's own, too: of experts, a rank may have some alone.
-    With `reduction_leaves` it is cut into leaves (`weft.ops.products.leaves`), of which each rank has as many.
+    What `attention` and `feed_forward` return is added to the hidden states. Biases apart, the
+    first is a sum over heads, and the second over inner columns, or experts: with the parameters of
+    a part of these, it is a part of the sum, which `ranks` complete. That holds for functions of
+    one's own, too: of experts, a rank may have some alone. With `reduction_leaves` it is cut into
+    leaves (`weft.ops.products.leaves`), of which each rank has as many.
     """
 
     norm: Callable[..., tuple[Normed, Tensor]]
@@ -53,7 +56,8 @@ class Blocks:
         return self.reduction_leaves // (1 if self.ranks is None else axis_size(self.ranks.axis))
 
     def total(self, added: Tensor, hidden: Tensor) -> Tensor:
-        """The sum over the ranks of a block's result, which is added to the hidden states; of leaves in float32."""
+        """The sum over the ranks of a block's result, which is added to the hidden states; of
+        leaves in float32."""
         if not self.leaves and self.ranks is None:
             return added
         dtype = torch.promote_types(hidden.dtype, torch.float32) if self.leaves else hidden.dtype
@@ -83,12 +87,15 @@ def run_layers(
         start: the index of the stage's first layer in the model.
 
     Returns:
-        [num_tokens, hidden_size]; and the pages: `kv_pages` itself if they were written in place (`rotate_and_keep`).
+        [num_tokens, hidden_size]; and the pages: `kv_pages` itself if they were written in place
+        (`rotate_and_keep`).
     """
     attend = functools.partial(_attend, config, blocks, functions)
     feed = functools.partial(_feed, config, blocks, functions)
 
-    def whole(layer: LayerParams, own: Tensor, batch: ResolvedBatch, tables: Tables, hidden: Tensor) -> Any:
+    def whole(
+        layer: LayerParams, own: Tensor, batch: ResolvedBatch, tables: Tables, hidden: Tensor
+    ) -> Any:
         added, hidden, pages = attend(layer, own, batch, tables, None, hidden)
         return add_parts(*feed(layer, batch, added, hidden)), pages
 
@@ -98,7 +105,8 @@ def run_layers(
         if functions.carries:
             at_layer(start + index)
         if change is None:
-            # In two calls, so that what the last layer added is freed before the experts of this one take memory.
+            # In two calls, so that what the last layer added is freed before the experts of this
+            # one take memory.
             added, hidden, pages = attend(layer, own, batch, tables, added, hidden)
             added, hidden = feed(layer, batch, added, hidden)
         else:
@@ -114,12 +122,18 @@ def run_layers(
 def _layers_to_run(
     config: ModelConfig, blocks: Blocks, functions: StageFunctions, layers: Sequence[LayerParams]
 ) -> Sequence[LayerParams]:
-    """All layers; while kernels are only asked for, the first two if all are alike, since the others ask for those of
-    the second. The first one's norm is another kernel: there is no result of a layer before it to add. Functions of
-    one's own may differ by layer, and collectives wait for other ranks, which may have other layers. Tensors of
-    torch.func have no address, by which kernels may differ."""
+    """All layers; while kernels are only asked for, the first two if all are alike, since the
+    others ask for those of the second. The first one's norm is another kernel: there is no result
+    of a layer before it to add. Functions of one's own may differ by layer, and collectives wait
+    for other ranks, which may have other layers. Tensors of torch.func have no address, by which
+    kernels may differ."""
     own = functions.attention, functions.feed_forward, functions.norm, functions.attend
-    may_differ = any(one is not None for one in own) or functions.layers or functions.captures or functions.carries
+    may_differ = (
+        any(one is not None for one in own)
+        or functions.layers
+        or functions.captures
+        or functions.carries
+    )
     if not is_asking() or blocks.ranks is not None or may_differ or in_functorch_transform():
         return layers
     kinds = [_kind(config, layer) for layer in layers]
@@ -144,13 +158,15 @@ def _attend(
     added: Tensor | None,
     hidden: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """A layer's attention after its norm, which first adds the last block's result, if there is one: the attention's
-    result, which is not added yet, the hidden states, and the pages."""
+    """A layer's attention after its norm, which first adds the last block's result, if there is
+    one: the attention's result, which is not added yet, the hidden states, and the pages."""
     norm = functools.partial(_norm, config, blocks, functions, batch)
     x, hidden = norm(layer.input_layernorm, added, hidden, quantized=layer.qkv_scale is not None)
     if functions.attention is None:
         own = None if functions.attend is None else functools.partial(_own_attend, functions.attend)
-        added, pages = blocks.attention(config, layer, kv_pages, batch, tables, x, attend=own, leaves=blocks.leaves)
+        added, pages = blocks.attention(
+            config, layer, kv_pages, batch, tables, x, attend=own, leaves=blocks.leaves
+        )
     else:
         with blamed_on("attention", batch):
             added, pages = functions.attention(config, layer, kv_pages, batch, tables, x)
@@ -169,12 +185,16 @@ def _feed(
 ) -> tuple[Tensor, Tensor]:
     """As `_attend`, the layer's feed-forward block."""
     norm = functools.partial(_norm, config, blocks, functions, batch)
-    x, hidden = norm(layer.post_attention_layernorm, added, hidden, quantized=layer.gate_up_scale is not None)
+    x, hidden = norm(
+        layer.post_attention_layernorm, added, hidden, quantized=layer.gate_up_scale is not None
+    )
     if functions.feed_forward is None:
         added = blocks.feed_forward(config, layer, batch, x, leaves=blocks.leaves)
     else:
         with blamed_on("feed_forward", batch):
-            added = check_added("feed_forward", functions.feed_forward(config, layer, batch, x), hidden)
+            added = check_added(
+                "feed_forward", functions.feed_forward(config, layer, batch, x), hidden
+            )
     return blocks.total(added, hidden), hidden
 
 
@@ -206,7 +226,9 @@ def _own_attend(
 ) -> Tensor:
     """The result of attention of one's own, checked."""
     if isinstance(own, AttentionBackend):
-        with noted(lambda _: f"in the attention back end {own.name!r}, of capability {own.capability!r}"):
+        with noted(
+            lambda _: f"in the attention back end {own.name!r}, of capability {own.capability!r}"
+        ):
             return check_attended(context.attend(config, layer, q, kv_pages, batch, backend=own), q)
     with blamed_on("attend", batch):
         return check_attended(own(config, layer, q, kv_pages, batch), q)

@@ -1,5 +1,5 @@
-"""`StageLayout`: the layers that a stage owns; the splits of a model: `split_layers`, `balance`, `split_model`; and the
-empty states of its stages."""
+"""`StageLayout`: the layers that a stage owns; the splits of a model: `split_layers`, `balance`,
+`split_model`; and the empty states of its stages."""
 
 import functools
 import math
@@ -17,7 +17,9 @@ from weft.stages.config import ModelConfig
 from weft.stages.layer_fields import layer_fields
 from weft.state import State
 
-_RULES: dict[str, Rule] = {"layer_costs": (Sequence, "a list of the cost of each layer: [1.0] * 30")}
+_RULES: dict[str, Rule] = {
+    "layer_costs": (Sequence, "a list of the cost of each layer: [1.0] * 30")
+}
 _COST: Rule = (lambda cost: 0 <= cost < math.inf, "a finite number >= 0")
 
 
@@ -40,7 +42,9 @@ class StageLayout:
         numbered = 0 <= self.index < self.num_stages
         if not numbered or not 0 <= self.start < self.stop or (self.first and self.start != 0):
             seen = f"stage {self.index} of {self.num_stages}, of the layers from {self.start} to {self.stop - 1}"
-            instead = "number the stages from 0, and give each at least one layer, stage 0 also layer 0"
+            instead = (
+                "number the stages from 0, and give each at least one layer, stage 0 also layer 0"
+            )
             raise ProgramError(repr(self), seen, instead)
 
     @property
@@ -62,14 +66,20 @@ class StageLayout:
 def check_layout(layout: StageLayout, num_layers: int, call: str) -> None:
     """Raise ProgramError unless a layout is of a model with so many layers."""
     if layout.stop > num_layers or (layout.last and layout.stop != num_layers):
-        seen = f"a layout that ends with layer {layout.stop - 1}, and a model of {num_layers} layers"
-        raise ProgramError(call, seen, f"split_layers({num_layers}, {layout.num_stages})[{layout.index}]")
+        seen = (
+            f"a layout that ends with layer {layout.stop - 1}, and a model of {num_layers} layers"
+        )
+        raise ProgramError(
+            call, seen, f"split_layers({num_layers}, {layout.num_stages})[{layout.index}]"
+        )
 
 
 def _check_count(call: str, num_layers: int, num_stages: int) -> None:
     if not 1 <= num_stages <= num_layers:
         instead = (
-            f"use 1 to {num_layers} stages, so that each owns a layer" if num_layers > 0 else "use a model with layers"
+            f"use 1 to {num_layers} stages, so that each owns a layer"
+            if num_layers > 0
+            else "use a model with layers"
         )
         raise ProgramError(call, f"{num_layers} layers for {num_stages} stages", instead)
 
@@ -77,9 +87,10 @@ def _check_count(call: str, num_layers: int, num_stages: int) -> None:
 def split_layers(num_layers: int, num_stages: int) -> tuple[StageLayout, ...]:
     """Contiguous stages whose sizes differ by at most one.
 
-    A pipeline is as fast as its slowest stage. The last stage also computes the head, a matrix as large as several
-    layers; the first one also embeds, which is a look-up. So the layers left over go to the stages nearest the middle,
-    the earlier of two first, and the last stage never gets one.
+    A pipeline is as fast as its slowest stage. The last stage also computes the head, a matrix as
+    large as several layers; the first one also embeds, which is a look-up. So the layers left over
+    go to the stages nearest the middle, the earlier of two first, and the last stage never gets
+    one.
 
     Args:
         num_layers: the model's.
@@ -96,18 +107,22 @@ def split_layers(num_layers: int, num_stages: int) -> tuple[StageLayout, ...]:
     by_nearness = sorted(range(num_stages), key=lambda i: (abs(2 * i - (num_stages - 1)), i))
     sizes = [least + (i in by_nearness[:left_over]) for i in range(num_stages)]
     starts = [sum(sizes[:i]) for i in range(num_stages)]
-    return tuple(StageLayout(i, num_stages, starts[i], starts[i] + sizes[i]) for i in range(num_stages))
+    return tuple(
+        StageLayout(i, num_stages, starts[i], starts[i] + sizes[i]) for i in range(num_stages)
+    )
 
 
 def balance(
     layer_costs: Sequence[float], num_stages: int, *, first: float = 0.0, last: float = 0.0
 ) -> tuple[StageLayout, ...]:
-    """The contiguous split that minimises the cost of the slowest stage: by dynamic programming over the ends of the
-    stages, in exact arithmetic, so that equal sums are ties whatever their rounding.
+    """The contiguous split that minimises the cost of the slowest stage: by dynamic programming
+    over the ends of the stages, in exact arithmetic, so that equal sums are ties whatever their
+    rounding.
 
-    Ties are broken in this order: the split nearest to `split_layers` (the least sum over the stages of layers more or
-    fewer than there), the least sum of squares of the stages' costs, the smaller first stage that differs. So the
-    result is `split_layers` itself wherever no split is better.
+    Ties are broken in this order: the split nearest to `split_layers` (the least sum over the
+    stages of layers more or fewer than there), the least sum of squares of the stages' costs, the
+    smaller first stage that differs. So the result is `split_layers` itself wherever no split is
+    better.
 
     Args:
         layer_costs: the cost of each layer, in any unit.
@@ -122,19 +137,37 @@ def balance(
     >>> [stage.stop - stage.start for stage in balance([1.0] * 30, 4, last=3.0)]
     [8, 8, 8, 6]
     """
-    check_values(f"balance({layer_costs!r:.60}, {num_stages!r})", _RULES, {"layer_costs": layer_costs}, CostError)
-    _check_count(f"balance(<{len(layer_costs)} layers>, {num_stages!r})", len(layer_costs), num_stages)
+    check_values(
+        f"balance({layer_costs!r:.60}, {num_stages!r})",
+        _RULES,
+        {"layer_costs": layer_costs},
+        CostError,
+    )
+    _check_count(
+        f"balance(<{len(layer_costs)} layers>, {num_stages!r})", len(layer_costs), num_stages
+    )
     even = split_layers(len(layer_costs), num_stages)
     call = f"balance(<{len(layer_costs)} layers>, {num_stages}, first={first!r}, last={last!r})"
-    costs = {f"layer_costs[{index}]": cost for index, cost in enumerate(layer_costs)} | {"first": first, "last": last}
+    costs = {f"layer_costs[{index}]": cost for index, cost in enumerate(layer_costs)} | {
+        "first": first,
+        "last": last,
+    }
     check_values(call, dict.fromkeys(costs, _COST), costs, CostError)
-    split = _Split(*_prefix_sums(layer_costs, first, last), tuple(len(stage.layers) for stage in even))
+    split = _Split(
+        *_prefix_sums(layer_costs, first, last), tuple(len(stage.layers) for stage in even)
+    )
     stops = split.nearest(split.least_slowest())
-    return tuple(StageLayout(i, num_stages, a, b) for i, (a, b) in enumerate(zip((0, *stops), stops, strict=False)))
+    return tuple(
+        StageLayout(i, num_stages, a, b)
+        for i, (a, b) in enumerate(zip((0, *stops), stops, strict=False))
+    )
 
 
-def _prefix_sums(layer_costs: Sequence[float], first: float, last: float) -> tuple[tuple[int, ...], int, int]:
-    """The costs of the first 0, 1, ... layers, and `first` and `last`, as ints of one unit, without rounding."""
+def _prefix_sums(
+    layer_costs: Sequence[float], first: float, last: float
+) -> tuple[tuple[int, ...], int, int]:
+    """The costs of the first 0, 1, ... layers, and `first` and `last`, as ints of one unit, without
+    rounding."""
     costs = [Fraction(cost) for cost in (*layer_costs, first, last)]
     unit = math.lcm(*(cost.denominator for cost in costs))
     *layers, extra_first, extra_last = (int(cost * unit) for cost in costs)
@@ -145,12 +178,14 @@ def _prefix_sums(layer_costs: Sequence[float], first: float, last: float) -> tup
 
 
 _Rank = tuple[int, int, tuple[int, ...]]
-"""A split's order among ties: layers more or fewer than even, the squares of the costs, the ends of the stages."""
+"""A split's order among ties: layers more or fewer than even, the squares of the costs, the ends of
+the stages."""
 
 
 @attrs.frozen
 class _Split:
-    """The problem: `sums[i]` is the cost of the first i layers; `even` holds the sizes of the even split."""
+    """The problem: `sums[i]` is the cost of the first i layers; `even` holds the sizes of the even
+    split."""
 
     sums: tuple[int, ...]
     first: int
@@ -172,7 +207,9 @@ class _Split:
         for stage in range(len(self.even)):
             best = {
                 stop: min(
-                    max(slowest, self.cost(stage, start, stop)) for start, slowest in best.items() if start < stop
+                    max(slowest, self.cost(stage, start, stop))
+                    for start, slowest in best.items()
+                    if start < stop
                 )
                 for stop in self.stops(stage)
             }
@@ -180,13 +217,18 @@ class _Split:
         return slowest
 
     def nearest(self, most: int) -> tuple[int, ...]:
-        """The ends of the stages in the split nearest to the even one, among those with no stage above `most`."""
+        """The ends of the stages in the split nearest to the even one, among those with no stage
+        above `most`."""
         best: dict[int, _Rank] = {0: (0, 0, ())}  # by the end of the stages so far
         for stage, size in enumerate(self.even):
             found: dict[int, _Rank] = {}
             for stop in self.stops(stage):
                 ways = [
-                    (far + abs(stop - start - size), squares + self.cost(stage, start, stop) ** 2, (*stops, stop))
+                    (
+                        far + abs(stop - start - size),
+                        squares + self.cost(stage, start, stop) ** 2,
+                        (*stops, stop),
+                    )
                     for start, (far, squares, stops) in best.items()
                     if start < stop and self.cost(stage, start, stop) <= most
                 ]
@@ -200,8 +242,8 @@ class _Split:
 _REQUESTS, _CONTEXT = 64, 512
 """The decode step that `split_model` estimates."""
 BYTES_PER_LOGIT = 26
-"""The cost of sampling, as bytes that could be read meanwhile. Measured on an H200: 60 us for 64 requests and 151,936
-tokens."""
+"""The cost of sampling, as bytes that could be read meanwhile. Measured on an H200: 60 us for 64
+requests and 151,936 tokens."""
 
 
 @attrs.frozen
@@ -219,8 +261,8 @@ class Weights:
     share: float = 0.0
 
     def read(self, size: int) -> float:
-        """The bytes that a step of `size` requests reads, if all experts are equally likely: then no token chooses a
-        given expert with probability `(1 - share) ** size`."""
+        """The bytes that a step of `size` requests reads, if all experts are equally likely: then
+        no token chooses a given expert with probability `(1 - share) ** size`."""
         return self.fixed + self.experts * (1 - (1 - self.share) ** size)
 
 
@@ -238,15 +280,18 @@ def weights_of_layer(config: ModelConfig, index: int) -> Weights:
         count = math.prod(field.shape) * (field.dtype or config.dtype).itemsize
         of_experts = "router" in fields and name.startswith(("gate_up", "down"))
         fixed, experts = fixed + count * (not of_experts), experts + count * of_experts
-    return Weights(fixed, experts, 0.0 if config.moe is None else config.moe.top_k / config.moe.num_experts)
+    return Weights(
+        fixed, experts, 0.0 if config.moe is None else config.moe.top_k / config.moe.num_experts
+    )
 
 
 def split_model(config: ModelConfig, num_stages: int) -> tuple[StageLayout, ...]:
-    """Split a model as an engine, a runner and `weft.load(..., stage=...)` do: into contiguous stages, the slowest as
-    fast as possible (`balance`), where the cost of a stage is the bytes that it reads.
+    """Split a model as an engine, a runner and `weft.load(..., stage=...)` do: into contiguous
+    stages, the slowest as fast as possible (`balance`), where the cost of a stage is the bytes that
+    it reads.
 
-    The estimate is for a decode step of 64 requests at a context of 512 tokens: weights (of experts those that are
-    chosen), keys and values; on the last stage also the head and the sampler.
+    The estimate is for a decode step of 64 requests at a context of 512 tokens: weights (of experts
+    those that are chosen), keys and values; on the last stage also the head and the sampler.
 
     Args:
         config: the whole model's.
@@ -262,7 +307,9 @@ def split_model(config: ModelConfig, num_stages: int) -> tuple[StageLayout, ...]
         return split_layers(config.num_layers, 1)
     kv = 2 * config.num_kv_heads * config.head_dim * config.dtype.itemsize * _REQUESTS * _CONTEXT
     layers = [weights.read(_REQUESTS) + kv for weights in layer_weights(config)]
-    last = config.vocab_size * (config.hidden_size * config.dtype.itemsize + _REQUESTS * BYTES_PER_LOGIT)
+    last = config.vocab_size * (
+        config.hidden_size * config.dtype.itemsize + _REQUESTS * BYTES_PER_LOGIT
+    )
     return balance(layers, num_stages, last=last)
 
 
@@ -279,11 +326,12 @@ def empty_states(
     dtype: torch.dtype = torch.float32,
     device: torch.device | str = "cpu",
 ) -> tuple[State, ...]:
-    """A state without requests for each stage, with pages for the layers that the stage owns. Only the last stage's
-    sampling table is as wide as the vocabulary.
+    """A state without requests for each stage, with pages for the layers that the stage owns. Only
+    the last stage's sampling table is as wide as the vocabulary.
 
     Args:
-        max_num_reqs, num_pages, max_pages, page_size, max_biased, extras, dtype, device: as `State.zeros` takes them.
+        max_num_reqs, num_pages, max_pages, page_size, max_biased, extras, dtype, device: as
+            `State.zeros` takes them.
     """
 
     def one(layout: StageLayout) -> State:

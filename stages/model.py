@@ -46,7 +46,9 @@ from weft.trees import OF_THIS_PROCESS
 
 _RULES: dict[str, Rule] = {
     "token_ids": (
-        lambda ids: isinstance(ids, list | tuple) and all(hasattr(token, "__index__") for token in ids),
+        lambda ids: (
+            isinstance(ids, list | tuple) and all(hasattr(token, "__index__") for token in ids)
+        ),
         "a list of ints; of a tensor, its .tolist()",
     ),
 }
@@ -59,7 +61,8 @@ _TRANSFORM: Rule = (
 
 @attrs.frozen(eq=False)
 class Model:
-    """A loaded checkpoint. Nothing in it changes, except that `Engine.update` writes its parameters in place.
+    """A loaded checkpoint. Nothing in it changes, except that `Engine.update` writes its parameters
+    in place.
 
     Args:
         config: of the whole model.
@@ -123,9 +126,10 @@ class Model:
     def weights(self) -> str:
         """The dtype and a digest of the weights, which the ranks of a pipeline compare.
 
-        The digest of a loaded model is of samples of the whole checkpoint. It says so if 4 values of each tensor are no
-        longer those that were loaded. A model without a checkpoint has a digest of these values, a share of one has a
-        digest of its norms, which ranks hold alike, and a stage of one has none.
+        The digest of a loaded model is of samples of the whole checkpoint. It says so if 4 values
+        of each tensor are no longer those that were loaded. A model without a checkpoint has a
+        digest of these values, a share of one has a digest of its norms, which ranks hold alike,
+        and a stage of one has none.
         """
         if self.origin is None and self.layout.num_stages > 1:
             return f"{self.dtype}, of no checkpoint"
@@ -136,7 +140,8 @@ class Model:
 
     @property
     def facts(self) -> dict[str, str]:
-        """The facts about the model on which the ranks of a pipeline must agree: its configuration, and `weights`."""
+        """The facts about the model on which the ranks of a pipeline must agree: its configuration,
+        and `weights`."""
         fields = attrs.asdict(self.config, recurse=False)
         stages = ", ".join((f"{self.functions}", *map(name_of, self.transforms)))
         return {
@@ -165,44 +170,52 @@ class Model:
         batch_invariant: bool = False,
         reduction_leaves: int = 1,
     ) -> "Model":
-        """The same model with stages of your own, for `generate`, `Engine`, `make_runner` and the laws. Parameters are
-        shared.
+        """The same model with stages of your own, for `generate`, `Engine`, `make_runner` and the
+        laws. Parameters are shared.
 
-        Each function is pure, of tensors, as `graphify` takes it. A batch may be padded at its end, in graphs and on a
-        GPU in every mode: then `hidden[-1]` is not a request's token. Functions replace the model's; changes of the
-        same layer, and transforms, follow those that the model has.
+        Each function is pure, of tensors, as `graphify` takes it. A batch may be padded at its end,
+        in graphs and on a GPU in every mode: then `hidden[-1]` is not a request's token. Functions
+        replace the model's; changes of the same layer, and transforms, follow those that the model
+        has.
 
         Args:
-            transform: `f(stage) -> stage`, where a stage is `(params, state, batch, x) -> (state, y)` as
-                `decoder_stage` returns it. It is applied to each stage of any split.
-            attention, attend, feed_forward, norm, logits: in the place of the decoder's (`weft.stages.StageFunctions`).
+            transform: `f(stage) -> stage`, where a stage is `(params, state, batch, x) -> (state,
+                y)` as `decoder_stage` returns it. It is applied to each stage of any split.
+            attention, attend, feed_forward, norm, logits: in the place of the decoder's
+                (`weft.stages.StageFunctions`).
             layers: for the index of a layer, `f(layer) -> layer`, where a layer is
                 `(params, kv_pages, batch, tables, hidden) -> (hidden, kv_pages)`.
-            extras: the default values of inputs that each request has of its own, by name, which the functions read
-                as `batch.per_token(batch.extras[name])` [num_tokens, ...], and `logits` as `extras[name]`. A request
-                gives its values as `engine.add(..., extras={name: value})`.
-            beside: whole models by name, such as a smaller one, which read the same tokens in the same steps and
-                graphs, with pages of their own: `logits` finds theirs in `extras[name]` [n, vocab_size]. Their
-                parameters are closed over, and every rank of a pipeline has them; the last one runs them.
-            captures: for the name of each value that the functions capture of a token (`weft.stages.sow`), an example
-                of one, such as `{"hidden": torch.zeros(hidden_size)}`.
-            carries: the values before a request's first token, by name, of what the functions carry from token to token
-                (`weft.stages.carry`), and find in `batch.carried`, one for each request.
-            token_extras: the same as `extras` for each token of a prompt, which the functions find in
-                `batch.token_extras` [num_tokens, ...]: a request gives [tokens of its prompt, ...] in the same
-                `engine.add(..., extras=...)`, and the tokens that it generates have the default.
-            prefix_caching: `"full"`, `"recompute"`, `"snapshot"` or `"none"`: what is done with tokens that the prefix
-                cache has, which need not be computed, and so are neither captured nor carried through
-                (`weft.stages.StageFunctions`). None: the model's own; requests of one with captures or carries share no
-                prefixes.
-            batch_invariant: run in `weft.batch_invariant()`, as a model from `weft.load` with the same argument does.
-                False: as this model does. Functions of your own have to be batch invariant themselves.
+            extras: the default values of inputs that each request has of its own, by name, which
+                the functions read as `batch.per_token(batch.extras[name])` [num_tokens, ...], and
+                `logits` as `extras[name]`. A request gives its values as `engine.add(...,
+                extras={name: value})`.
+            beside: whole models by name, such as a smaller one, which read the same tokens in the
+                same steps and graphs, with pages of their own: `logits` finds theirs in
+                `extras[name]` [n, vocab_size]. Their parameters are closed over, and every rank of
+                a pipeline has them; the last one runs them.
+            captures: for the name of each value that the functions capture of a token
+                (`weft.stages.sow`), an example of one, such as `{"hidden":
+                torch.zeros(hidden_size)}`.
+            carries: the values before a request's first token, by name, of what the functions carry
+                from token to token (`weft.stages.carry`), and find in `batch.carried`, one for each
+                request.
+            token_extras: the same as `extras` for each token of a prompt, which the functions find
+                in `batch.token_extras` [num_tokens, ...]: a request gives [tokens of its prompt,
+                ...] in the same `engine.add(..., extras=...)`, and the tokens that it generates
+                have the default.
+            prefix_caching: `"full"`, `"recompute"`, `"snapshot"` or `"none"`: what is done with
+                tokens that the prefix cache has, which need not be computed, and so are neither
+                captured nor carried through (`weft.stages.StageFunctions`). None: the model's own;
+                requests of one with captures or carries share no prefixes.
+            batch_invariant: run in `weft.batch_invariant()`, as a model from `weft.load` with the
+                same argument does. False: as this model does. Functions of your own have to be
+                batch invariant themselves.
             reduction_leaves: as `weft.load` takes it; 1: as this model does.
 
         Raises:
             ConfigError: the model's sums have no such leaves.
-            ProgramError: one of them is not a function, the model has no such layer, or captures or carries lack tokens
-                under that `prefix_caching`.
+            ProgramError: one of them is not a function, the model has no such layer, or captures or
+                carries lack tokens under that `prefix_caching`.
 
         >>> def doubled(layer):
         ...     def run(params, kv_pages, batch, tables, hidden):
@@ -214,29 +227,59 @@ class Model:
         >>> steered = model.with_stages(layers={1: doubled}, logits=lambda logits, rows, extras: logits / 2)
         """
         call = "model.with_stages(...)"
-        rules: dict[str, Rule] = {"transform": _TRANSFORM, "batch_invariant": (bool, "True or False")}
-        check_values(call, rules, {"transform": transform, "batch_invariant": batch_invariant}, ProgramError)
-        given: dict[str, Any] = {"attention": attention, "feed_forward": feed_forward, "norm": norm, "logits": logits}
+        rules: dict[str, Rule] = {
+            "transform": _TRANSFORM,
+            "batch_invariant": (bool, "True or False"),
+        }
+        check_values(
+            call, rules, {"transform": transform, "batch_invariant": batch_invariant}, ProgramError
+        )
+        given: dict[str, Any] = {
+            "attention": attention,
+            "feed_forward": feed_forward,
+            "norm": norm,
+            "logits": logits,
+        }
         given |= {"attend": attend}
-        tensors: dict[str, Any] = {"extras": extras or {}, "captures": captures or {}, "carries": carries or {}}
+        tensors: dict[str, Any] = {
+            "extras": extras or {},
+            "captures": captures or {},
+            "carries": carries or {},
+        }
         tensors |= {"token_extras": token_extras or {}, "beside": beside or {}}
         new = StageFunctions(**given, layers=layers or {}, **tensors, prefix_caching=prefix_caching)
         check_functions(call, new, self.config.num_layers)
-        exact = attrs.evolve(new, batch_invariant=batch_invariant, reduction_leaves=reduction_leaves)
+        exact = attrs.evolve(
+            new, batch_invariant=batch_invariant, reduction_leaves=reduction_leaves
+        )
         functions = updated(self.functions, exact)
         check_functions(call, functions, self.config.num_layers)
         check_leaves(call, self.config, functions.reduction_leaves, self.shard[1])
         check_beside(call, self, functions.beside)
-        for model, attend in ((self, functions.attend), *((m, m.functions.attend) for m in functions.beside.values())):
+        for model, attend in (
+            (self, functions.attend),
+            *((m, m.functions.attend) for m in functions.beside.values()),
+        ):
             if isinstance(attend, AttentionBackend):
-                own = model.config, model.device, model.dtype, model.kv_dtype, functions.batch_invariant
+                own = (
+                    model.config,
+                    model.device,
+                    model.dtype,
+                    model.kv_dtype,
+                    functions.batch_invariant,
+                )
                 check_backend(attend, *own, call=call)
         check_together(call, functions)
         more = () if transform is None else (transform,)
         return attrs.evolve(self, functions=functions, transforms=(*self.transforms, *more))
 
     def stage(
-        self, layout: StageLayout, *, keep_logits: bool = False, num_logprobs: int = 0, num_drafts: int = 0
+        self,
+        layout: StageLayout,
+        *,
+        keep_logits: bool = False,
+        num_logprobs: int = 0,
+        num_drafts: int = 0,
     ) -> DecoderStage:
         """The stage of these layers, as a pure function that takes the storage of its state.
 
@@ -246,14 +289,29 @@ class Model:
         Raises:
             ProgramError: at a call, a transformed stage returns something else than a stage does.
         """
-        names = {f.name for f in attrs.fields(StageFunctions)} - {"extras", "prefix_caching", "beside"}
+        names = {f.name for f in attrs.fields(StageFunctions)} - {
+            "extras",
+            "prefix_caching",
+            "beside",
+        }
         own = {name: getattr(self.functions, name) for name in names}
-        own["token_extras"] = {name: x.to(self.device) for name, x in self.functions.token_extras.items()}
-        options: dict[str, Any] = {"keep_logits": keep_logits, "num_logprobs": num_logprobs, "num_drafts": num_drafts}
+        own["token_extras"] = {
+            name: x.to(self.device) for name, x in self.functions.token_extras.items()
+        }
+        options: dict[str, Any] = {
+            "keep_logits": keep_logits,
+            "num_logprobs": num_logprobs,
+            "num_drafts": num_drafts,
+        }
         if layout.last and self.functions.beside:
-            models = {name: (one.config, one.params, one.functions) for name, one in self.functions.beside.items()}
+            models = {
+                name: (one.config, one.params, one.functions)
+                for name, one in self.functions.beside.items()
+            }
             own["beside"] = readers_beside(models, self.device)
-        own["sown_names"] = self._sown_names.setdefault(layout.num_stages, SownNames(layout.num_stages))
+        own["sown_names"] = self._sown_names.setdefault(
+            layout.num_stages, SownNames(layout.num_stages)
+        )
         own["device"] = self.device
         own["ranks"] = None if self.shard[1] == 1 else TensorRanks(AXIS, self.config.vocab_size)
         stage = decoder_stage(self.own_config, layout, **options, **own)
@@ -262,15 +320,20 @@ class Model:
         return stage
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """The logits [..., vocab_size] of hidden states [..., hidden_size] after any layer: the model's last norm and
-        its head. Of an early layer's they are a logit lens (nostalgebraist, 2020).
+        """The logits [..., vocab_size] of hidden states [..., hidden_size] after any layer: the
+        model's last norm and its head. Of an early layer's they are a logit lens (nostalgebraist,
+        2020).
 
         Raises:
-            ProgramError: hidden states of another size, or a stage of a model without a head, or a share of one.
+            ProgramError: hidden states of another size, or a stage of a model without a head, or a
+                share of one.
         """
         call, size = f"model.logits(hidden: {kind_of(hidden)})", self.config.hidden_size
         if self.params.norm is None or self.shard[1] > 1:
-            instead, part = "the whole model's: weft.load(path).logits(hidden)", "a stage without a head"
+            instead, part = (
+                "the whole model's: weft.load(path).logits(hidden)",
+                "a stage without a head",
+            )
             held = part if self.params.norm is None else "a part of the head"
             raise ProgramError(call, f"{held}, {self!r}", instead)
         if not isinstance(cast(Any, hidden), Tensor) or hidden.shape[-1:] != (size,):
@@ -279,7 +342,9 @@ class Model:
         flat = hidden.reshape(-1, size).to(self.device, self.dtype)
         with invariant(self.functions.batch_invariant or is_batch_invariant()):
             is_cut = self.functions.reduction_leaves > 1
-            return head(self.config, self.params, flat, leaves=int(is_cut)).reshape(*hidden.shape[:-1], -1)
+            return head(self.config, self.params, flat, leaves=int(is_cut)).reshape(
+                *hidden.shape[:-1], -1
+            )
 
     def encode(self, text: str) -> list[int]:
         """Token ids of `text`, with the special tokens that the tokenizer adds.
@@ -289,8 +354,11 @@ class Model:
         """
         return encode(self.tokenizer, text, f"model.encode({text!r:.60})", self.path)
 
-    def encode_chat(self, messages: Messages, /, *, add_generation_prompt: bool = True, **variables: Any) -> list[int]:
-        """Token ids of a chat, by the checkpoint's template, which writes the special tokens itself.
+    def encode_chat(
+        self, messages: Messages, /, *, add_generation_prompt: bool = True, **variables: Any
+    ) -> list[int]:
+        """Token ids of a chat, by the checkpoint's template, which writes the special tokens
+        itself.
 
         Args:
             messages: each with a `role` and a `content`.
@@ -298,15 +366,14 @@ class Model:
             variables: others that the template reads, such as `tools` or `enable_thinking`.
 
         Raises:
-            RequestError: the checkpoint has no template or no tokenizer, or the template refuses the messages.
+            RequestError: the checkpoint has no template or no tokenizer, or the template refuses
+                the messages.
         """
         call = "model.encode_chat(messages)"
         if self.chat_template is None or self.tokenizer is None:
             lacks_template = f"{self.path} holds no chat template"
             seen = lacks_template if self.chat_template is None else lacks_tokenizer(self.path)
-            instead = (
-                "a checkpoint of a chat model; or attrs.evolve(model, chat_template=weft.stages.ChatTemplate(...))"
-            )
+            instead = "a checkpoint of a chat model; or attrs.evolve(model, chat_template=weft.stages.ChatTemplate(...))"
             raise RequestError(call, seen, instead)
         own = {"add_generation_prompt": add_generation_prompt, **variables}
         text = render_chat(self.chat_template, call, messages, own)
@@ -327,7 +394,11 @@ class Model:
 
     def __repr__(self) -> str:
         size = num_bytes(self.params) / 2**20
-        part = "" if self.layout.num_stages == 1 else f", stage {self.layout.index} of {self.layout.num_stages}"
+        part = (
+            ""
+            if self.layout.num_stages == 1
+            else f", stage {self.layout.index} of {self.layout.num_stages}"
+        )
         part += "" if self.shard[1] == 1 else f", share {self.shard[0]} of {self.shard[1]}"
         layers = len(self.layout.layers)
         return f"<Model {self.config.architecture}{part}, {layers} layers, {size:.1f} MiB on {self.device}>"

@@ -9,12 +9,13 @@ from weft.stages.layout import StageLayout, check_layout
 from weft.trees import pytree, static, tree_leaves
 
 
-# Compared and hashed by identity: `==` on a field would be a tensor, which is neither true nor false.
+# Compared and hashed by identity: `==` on a field would be a tensor, which is neither true nor
+# false.
 @pytree
 @attrs.frozen(eq=False, repr=False)
 class LoraWeights(Summarized):
-    """The adapter slots of one product of a layer, which may be several linear layers with a pair of matrices each; 0
-    where a slot is empty.
+    """The adapter slots of one product of a layer, which may be several linear layers with a pair
+    of matrices each; 0 where a slot is empty.
 
     Args:
         a: `[slots, pairs, rank, in]`.
@@ -43,16 +44,20 @@ class LayerLora(Summarized):
 class LayerParams(Summarized):
     """The parameters of one decoder layer; None: the model has no such tensor.
 
-    A projection is `[out, in]`, as `torch.nn.functional.linear` takes it, and its bias `[out]`. Projections of the same
-    input are one matrix, one below the other. The layer norms are `[hidden]`; `q_norm` and `k_norm` `[head_dim]`.
+    A projection is `[out, in]`, as `torch.nn.functional.linear` takes it, and its bias `[out]`.
+    Projections of the same input are one matrix, one below the other. The layer norms are
+    `[hidden]`; `q_norm` and `k_norm` `[head_dim]`.
 
-    Where there is a `router` `[experts, hidden]`, `gate_up_proj` is `[experts, 2 * inner, hidden]` and `down_proj`
-    `[experts, hidden, inner]`; in the share of a rank that holds whole experts, these two are of its own alone.
+    Where there is a `router` `[experts, hidden]`, `gate_up_proj` is `[experts, 2 * inner, hidden]`
+    and `down_proj` `[experts, hidden, inner]`; in the share of a rank that holds whole experts,
+    these two are of its own alone.
 
-    A projection with a scale is float8_e4m3fn: `weight[…, n, k]` is multiplied by `scale[…, n // 128, k // 128]`, which
-    is float32. Each of the matrices in it begins at a multiple of 128 rows, and zeros fill the gaps.
+    A projection with a scale is float8_e4m3fn: `weight[…, n, k]` is multiplied by `scale[…, n //
+    128, k // 128]`, which is float32. Each of the matrices in it begins at a multiple of 128 rows,
+    and zeros fill the gaps.
 
-    `lora` holds slots of adapters, in the dtype of the norms. `index` is the layer's place in the whole model.
+    `lora` holds slots of adapters, in the dtype of the norms. `index` is the layer's place in the
+    whole model.
     """
 
     input_layernorm: Tensor
@@ -97,8 +102,8 @@ class DecoderParams(Summarized):
 
     @property
     def head(self) -> Tensor | None:
-        """The head `[vocab, hidden]`: `lm_head`, or the embedding that it is tied to; None except on the
-        last stage."""
+        """The head `[vocab, hidden]`: `lm_head`, or the embedding that it is tied to; None except
+        on the last stage."""
         if self.norm is None:
             return None
         return self.embed_tokens if self.lm_head is None else self.lm_head
@@ -112,11 +117,16 @@ def slice_params(params: DecoderParams, layout: StageLayout) -> DecoderParams:
         layout: the stage's.
 
     Raises:
-        ProgramError: `params` is not a whole model, or has another number of layers than the layouts were made for.
+        ProgramError: `params` is not a whole model, or has another number of layers than the
+            layouts were made for.
     """
     call = f"slice_params(params, {layout!r})"
     if params.embed_tokens is None or params.head is None:
-        raise ProgramError(call, "params without an embedding or a head: already a stage's", "pass the whole model's")
+        raise ProgramError(
+            call,
+            "params without an embedding or a head: already a stage's",
+            "pass the whole model's",
+        )
     check_layout(layout, len(params.layers), call)
     lm_head = None
     if layout.last:
@@ -142,7 +152,9 @@ def head_fault(params: DecoderParams, is_tied: bool) -> tuple[str, str] | None:
     is_embedding = is_tied and params.embed_tokens is not None
     if is_embedding and params.lm_head is not None:
         seen = "params.lm_head beside an embedding, and tie_word_embeddings=True"
-        instead = "lm_head=None: the head is the embedding; or a config with tie_word_embeddings=False"
+        instead = (
+            "lm_head=None: the head is the embedding; or a config with tie_word_embeddings=False"
+        )
         return seen, instead
     if not is_embedding and params.lm_head is None:
         tied = "params without an embedding" if is_tied else "tie_word_embeddings=False"

@@ -1,4 +1,5 @@
-"""Random parameters, models and adapters for a configuration, drawn on their device: for benchmarks and tests.
+"""Random parameters, models and adapters for a configuration, drawn on their device: for benchmarks
+and tests.
 
 `PRESETS` has configurations of known models by name.
 """
@@ -142,7 +143,11 @@ PRESETS: Mapping[str, Mapping[str, Any]] = {
             **_FP8,
             "modules_to_not_convert": [
                 "lm_head",
-                *(f"model.layers.{i}.{name}" for i in range(48) for name in ("input_layernorm", "mlp.gate")),
+                *(
+                    f"model.layers.{i}.{name}"
+                    for i in range(48)
+                    for name in ("input_layernorm", "mlp.gate")
+                ),
                 *(f"model.layers.{i}.post_attention_layernorm" for i in range(48)),
             ],
         },
@@ -208,7 +213,8 @@ PRESETS: Mapping[str, Mapping[str, Any]] = {
         "tie_word_embeddings": False,
     },
 }
-"""Objects for `weft.stages.config.parse_config`; `tiny` is not a published model, but one for tests."""
+"""Objects for `weft.stages.config.parse_config`; `tiny` is not a published model, but one for
+tests."""
 
 
 def random_params(
@@ -221,11 +227,13 @@ def random_params(
     std: float = 0.02,
     shard: Share = WHOLE,
 ) -> DecoderParams:
-    """Random parameters of the right structure, for benchmarks and tests: normal with deviation `std`.
+    """Random parameters of the right structure, for benchmarks and tests: normal with deviation
+    `std`.
 
-    A field's values depend on `seed`, its name, the layer and the kind of device alone, so that the stages and shares
-    of any split agree with the whole model. Norms are 1 plus the same noise. Weights in FP8 are normal with deviation
-    16, and their scales `std / 16` times a uniform number from 0.5 to 1.5.
+    A field's values depend on `seed`, its name, the layer and the kind of device alone, so that the
+    stages and shares of any split agree with the whole model. Norms are 1 plus the same noise.
+    Weights in FP8 are normal with deviation 16, and their scales `std / 16` times a uniform number
+    from 0.5 to 1.5.
 
     Args:
         config, layout: the model's, and the stage's.
@@ -253,12 +261,17 @@ def random_params(
             some.copy_(_noise(path, field, some, std, generator))
         return _without_gaps(field, whole)
 
-    tensors = {path: cut_field(draw(path, field), field, own[path]) for path, field in fields.items()}
+    tensors = {
+        path: cut_field(draw(path, field), field, own[path]) for path, field in fields.items()
+    }
     return assemble(config, layout, tensors)
 
 
-def _check_memory(fields: Iterable[Field], dtype: torch.dtype, device: torch.device, call: str) -> None:
-    """Refuse parameters larger than the device's whole memory: on a CPU the process would be killed."""
+def _check_memory(
+    fields: Iterable[Field], dtype: torch.dtype, device: torch.device, call: str
+) -> None:
+    """Refuse parameters larger than the device's whole memory: on a CPU the process would be
+    killed."""
     wanted = sum(math.prod(field.shape) * (field.dtype or dtype).itemsize for field in fields)
     if device.type == "cuda":
         there = torch.cuda.get_device_properties(device).total_memory
@@ -266,7 +279,9 @@ def _check_memory(fields: Iterable[Field], dtype: torch.dtype, device: torch.dev
         there = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     if wanted > there:
         seen = f"weights of {wanted / 2**30:.1f} GiB, and {device} has {there / 2**30:.1f} GiB of memory"
-        raise DeviceError(call, seen, "more stages, each on a device of its own, or a smaller model")
+        raise DeviceError(
+            call, seen, "more stages, each on a device of its own, or a smaller model"
+        )
 
 
 def _without_gaps(field: Field, whole: Tensor) -> Tensor:
@@ -303,7 +318,8 @@ def random_model(
     """A model with random weights and without a tokenizer, for benchmarks and tests.
 
     Args:
-        config: the whole model's, from `load_config`, or `parse_config(PRESETS["tiny"], source="tiny")`.
+        config: the whole model's, from `load_config`, or `parse_config(PRESETS["tiny"],
+            source="tiny")`.
         seed: as in `random_params`.
         device, dtype, stage, shard, kv_dtype: as in `weft.load`.
         name: its name; ranks compare it with the seed.
@@ -320,10 +336,14 @@ def random_model(
     params = random_params(config, layout, seed=seed, device=where, dtype=kind, shard=shard)
     origin = Origin(f"random {name} {seed}", digest_params(params))
     kept = pick_kv_dtype(kv_dtype, call=call)
-    return Model(config, params, None, Path(name), layout=layout, origin=origin, kv_dtype=kept, shard=shard)
+    return Model(
+        config, params, None, Path(name), layout=layout, origin=origin, kv_dtype=kept, shard=shard
+    )
 
 
-def random_adapter(config: ModelConfig, names: Collection[str], *, rank: int, seed: int, std: float) -> Adapter:
+def random_adapter(
+    config: ModelConfig, names: Collection[str], *, rank: int, seed: int, std: float
+) -> Adapter:
     """A random adapter for benchmarks and tests: normal with deviation `std`.
 
     Args:
@@ -333,10 +353,17 @@ def random_adapter(config: ModelConfig, names: Collection[str], *, rank: int, se
         seed, std: as in `random_params`.
     """
     generator = torch.Generator().manual_seed(seed)
-    parts = {name: part for i in range(config.num_layers) for name, (_, _, part) in adaptable(config, i).items()}
+    parts = {
+        name: part
+        for i in range(config.num_layers)
+        for name, (_, _, part) in adaptable(config, i).items()
+    }
     deltas = {}
     for name in names:
         rows, columns = parts[name].shape
-        a, b = (torch.randn(size, generator=generator, device="cpu") * std for size in ((rank, columns), (rows, rank)))
+        a, b = (
+            torch.randn(size, generator=generator, device="cpu") * std
+            for size in ((rank, columns), (rows, rank))
+        )
         deltas[name] = (a, b)
     return Adapter(deltas, Path(f"random {seed}"))

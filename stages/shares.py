@@ -1,17 +1,20 @@
-"""Shares: the part of a decoder that one of several ranks holds, where all of them compute each layer together.
+"""Shares: the part of a decoder that one of several ranks holds, where all of them compute each
+layer together.
 
-Attention is shared by heads, and a feed-forward block by its inner columns: the first product of each is cut by rows,
-the second by columns, and its results are summed over the ranks (Shoeybi et al., 2019, Megatron-LM, arXiv 1909.08053).
-Where there are fewer key and value heads than ranks, several hold the same one. The embedding and the head are cut by
-the vocabulary, to whose end zeros are added where it is not a multiple of the number of ranks.
+Attention is shared by heads, and a feed-forward block by its inner columns: the first product of
+each is cut by rows, the second by columns, and its results are summed over the ranks (Shoeybi et
+al., 2019, Megatron-LM, arXiv 1909.08053). Where there are fewer key and value heads than ranks,
+several hold the same one. The embedding and the head are cut by the vocabulary, to whose end zeros
+are added where it is not a multiple of the number of ranks.
 
-Experts are shared by their inner columns, too, or whole (expert parallelism): each of R ranks then holds 1 / R of them,
-and computes for all T tokens, which every rank has since the last sum, what its own experts add; the sum that ends the
-block adds up the ranks. An all-to-all of fixed capacity that cannot overflow would carry T / R rows from each rank to
-each other one, and as many back: the bytes of an all-gather and a reduce-scatter of the tokens, which make up the
-all-reduce that is there in any case, since attention that is shared by heads needs every token on every rank. Without
-padding there would be little to gain: if all of 128 experts are equally likely, a given one of 2, 4 or 8 ranks holds at
-least one of a token's 8 with a probability of 99.7, 90.7 or 66.7 %.
+Experts are shared by their inner columns, too, or whole (expert parallelism): each of R ranks then
+holds 1 / R of them, and computes for all T tokens, which every rank has since the last sum, what
+its own experts add; the sum that ends the block adds up the ranks. An all-to-all of fixed capacity
+that cannot overflow would carry T / R rows from each rank to each other one, and as many back: the
+bytes of an all-gather and a reduce-scatter of the tokens, which make up the all-reduce that is
+there in any case, since attention that is shared by heads needs every token on every rank. Without
+padding there would be little to gain: if all of 128 experts are equally likely, a given one of 2, 4
+or 8 ranks holds at least one of a token's 8 with a probability of 99.7, 90.7 or 66.7 %.
 """
 
 from collections.abc import Sequence
@@ -36,8 +39,8 @@ _DIVIDES = "a number of ranks by which it is a multiple of"
 
 
 def share_config(config: ModelConfig, num_ranks: int) -> ModelConfig:
-    """The configuration of one rank's share: with its part of the heads and of the inner columns, or of the experts.
-    One rank has all of it.
+    """The configuration of one rank's share: with its part of the heads and of the inner columns,
+    or of the experts. One rank has all of it.
 
     Raises:
         ConfigError: heads, columns or experts that the ranks cannot share evenly.
@@ -50,7 +53,11 @@ def share_config(config: ModelConfig, num_ranks: int) -> ModelConfig:
     if not even:
         instead = "a number of ranks that divides the heads, and that divides the key and value heads or is a multiple"
         raise ConfigError(call, f"{heads} heads, and {kv_heads} of keys and values", instead)
-    modules = [f"model.layers.{index}.self_attn.{part}_proj" for index in range(config.num_layers) for part in "qkvo"]
+    modules = [
+        f"model.layers.{index}.self_attn.{part}_proj"
+        for index in range(config.num_layers)
+        for part in "qkvo"
+    ]
     if config.fp8 is not None and any(map(config.fp8.converts, modules)):
         _refuse_split_blocks(config, num_ranks, call)
     block = BLOCK if config.fp8 is not None else 1
@@ -81,22 +88,34 @@ def _share_experts(moe: MoeConfig, num_ranks: int, block: int, call: str) -> Moe
     seen, other, instead, works = columns, "whole", f"{_DIVIDES} {block}", can_deal
     if moe.sharing == "whole":
         seen, other, instead, works = whole, "columns", "a number of ranks that divides it", can_cut
-    raise ConfigError(call, f"{seen}, shared as {moe.sharing!r}", instead + f", or experts={other!r}" * works)
+    raise ConfigError(
+        call, f"{seen}, shared as {moe.sharing!r}", instead + f", or experts={other!r}" * works
+    )
 
 
 def check_leaves(call: str, config: ModelConfig, leaves: int, num_ranks: int = 1) -> None:
-    """Raise ConfigError for sums that cannot be cut evenly into leaves, or leaves that ranks cannot share evenly."""
+    """Raise ConfigError for sums that cannot be cut evenly into leaves, or leaves that ranks cannot
+    share evenly."""
     unit = leaves * (1 if config.fp8 is None or leaves == 1 else BLOCK)
     heads = config.num_heads * config.head_dim
     sizes = {f"{heads} columns of {config.num_heads} heads": heads}
     sizes |= {f"{name}={size}": size for name, size in _inner_sizes(config).items()}
     if uneven := next((name for name, size in sizes.items() if size % unit), None):
-        in_fp8 = f" into multiples of {BLOCK}, the columns of a block in FP8" if unit != leaves else ""
+        in_fp8 = (
+            f" into multiples of {BLOCK}, the columns of a block in FP8" if unit != leaves else ""
+        )
         instead = f"a power of two that divides them{in_fp8}; or 1, whose bits are those of one number of ranks"
         raise ConfigError(f"{call} with reduction_leaves={leaves}", uneven, instead)
-    shared = None if config.moe is None or leaves == 1 or num_ranks == 1 else share_config(config, num_ranks).moe
+    shared = (
+        None
+        if config.moe is None or leaves == 1 or num_ranks == 1
+        else share_config(config, num_ranks).moe
+    )
     if shared is not None and shared.held is not None:
-        seen, instead = f"{num_ranks} ranks with whole experts", "ranks that share them as 'columns', or 1 leaf"
+        seen, instead = (
+            f"{num_ranks} ranks with whole experts",
+            "ranks that share them as 'columns', or 1 leaf",
+        )
         raise ConfigError(f"{call} with reduction_leaves={leaves}", seen, instead)
     if leaves > 1 and leaves % num_ranks:
         instead = f"a number of ranks that divides {leaves}, or more leaves"
@@ -112,13 +131,16 @@ def _inner_sizes(config: ModelConfig) -> dict[str, int]:
 
 
 def _refuse_split_blocks(config: ModelConfig, num_ranks: int, call: str) -> None:
-    """Raise ConfigError for heads whose blocks of FP8, which have one scale each, would be on two ranks."""
+    """Raise ConfigError for heads whose blocks of FP8, which have one scale each, would be on two
+    ranks."""
     counts = {"num_attention_heads": config.num_heads, "num_key_value_heads": config.num_kv_heads}
     for name, count in counts.items():
         rows, own = count * config.head_dim, max(count // num_ranks, 1) * config.head_dim
         if rows > BLOCK and own % BLOCK:
             instead = f"a number of ranks that leaves each a multiple of {BLOCK} rows of them"
-            raise ConfigError(call, f"{name}={count} with head_dim={config.head_dim} in FP8", instead)
+            raise ConfigError(
+                call, f"{name}={count} with head_dim={config.head_dim} in FP8", instead
+            )
 
 
 def share_fields(config: ModelConfig, index: int, shard: Share = WHOLE) -> dict[str, Field]:
@@ -127,15 +149,21 @@ def share_fields(config: ModelConfig, index: int, shard: Share = WHOLE) -> dict[
     rank, num_ranks = shard
     if num_ranks == 1:
         return whole
-    kv_rank = rank * min(config.num_kv_heads, num_ranks) // num_ranks  # ranks may hold the same head
+    kv_rank = (
+        rank * min(config.num_kv_heads, num_ranks) // num_ranks
+    )  # ranks may hold the same head
     own = layer_fields(share_config(config, num_ranks), index)
-    return {name: _share_field(name, whole[name], field, rank, kv_rank) for name, field in own.items()}
+    return {
+        name: _share_field(name, whole[name], field, rank, kv_rank) for name, field in own.items()
+    }
 
 
-def adaptable(config: ModelConfig, index: int, shard: Share = WHOLE) -> dict[str, tuple[str, int, Part]]:
-    """The linear layers of decoder layer `index` that an adapter may change, by transformers' name: the product that
-    each is part of, its place in that product, and its part of the weights, or a rank's share of it. Experts are left
-    out."""
+def adaptable(
+    config: ModelConfig, index: int, shard: Share = WHOLE
+) -> dict[str, tuple[str, int, Part]]:
+    """The linear layers of decoder layer `index` that an adapter may change, by transformers' name:
+    the product that each is part of, its place in that product, and its part of the weights, or a
+    rank's share of it. Experts are left out."""
     found = {}
     for name, field in share_fields(config, index, shard).items():
         for place, part in enumerate(field.parts):
@@ -147,19 +175,31 @@ def adaptable(config: ModelConfig, index: int, shard: Share = WHOLE) -> dict[str
 def _share_field(name: str, whole: Field, own: Field, rank: int, kv_rank: int) -> Field:
     """A rank's share of a field; of keys and values, the share `kv_rank`."""
     if name in ("o_bias", "down_bias") and rank:
-        return attrs.evolve(own, parts=())  # added after the sum over the ranks: one of them adds it
+        return attrs.evolve(
+            own, parts=()
+        )  # added after the sum over the ranks: one of them adds it
     parts, count = list[Part](), len(own.parts)
     first = rank * count if count < len(whole.parts) else 0  # fewer: those of whole experts
-    for place, (part, mine) in enumerate(zip(whole.parts[first : first + count], own.parts, strict=True)):
+    for place, (part, mine) in enumerate(
+        zip(whole.parts[first : first + count], own.parts, strict=True)
+    ):
         at = kv_rank if name.startswith("qkv") and place > 0 else rank
-        offset = tuple(at * size if size < all_ else 0 for size, all_ in zip(mine.shape, part.shape, strict=True))
+        offset = tuple(
+            at * size if size < all_ else 0
+            for size, all_ in zip(mine.shape, part.shape, strict=True)
+        )
         mine = attrs.evolve(mine, name=part.name)
-        parts.append(mine if mine.shape == part.shape else attrs.evolve(mine, stored=part.shape, offset=offset))
+        parts.append(
+            mine
+            if mine.shape == part.shape
+            else attrs.evolve(mine, stored=part.shape, offset=offset)
+        )
     return attrs.evolve(own, parts=tuple(parts))
 
 
 def share_rows(field: Field, shard: Share) -> Field:
-    """A rank's share of the embedding or the head, `[vocab, hidden]`: as many rows on each rank, the last ones 0."""
+    """A rank's share of the embedding or the head, `[vocab, hidden]`: as many rows on each rank,
+    the last ones 0."""
     rank, num_ranks = shard
     if num_ranks == 1:
         return field
@@ -209,7 +249,8 @@ class TensorRanks:
         return all_reduce(added, self.axis)
 
     def embed(self, input_ids: Tensor, weight: Tensor) -> Tensor:
-        """The embeddings [num_tokens, hidden_size], each from the rank that holds the token's row."""
+        """The embeddings [num_tokens, hidden_size], each from the rank that holds the token's row.
+        """
         own = input_ids - axis_index(self.axis) * weight.shape[0]
         holds = (own >= 0) & (own < weight.shape[0])
         found = F.embedding(torch.where(holds, own, 0), weight)
@@ -218,11 +259,13 @@ class TensorRanks:
 
 @attrs.frozen
 class SharedRows:
-    """Rows of logits, which the ranks that share a head share: each computes its part of the vocabulary for all rows,
-    and an exchange gives it the whole vocabulary for some rows, from which it samples.
+    """Rows of logits, which the ranks that share a head share: each computes its part of the
+    vocabulary for all rows, and an exchange gives it the whole vocabulary for some rows, from which
+    it samples.
 
-    All ranks have as many rows. Where the rows cannot be shared evenly, the last ranks begin with rows that the one
-    before them has too; and a single row is every rank's, so that nothing has to be gathered.
+    All ranks have as many rows. Where the rows cannot be shared evenly, the last ranks begin with
+    rows that the one before them has too; and a single row is every rank's, so that nothing has to
+    be gathered.
 
     Args:
         count: the number of rows.
@@ -250,14 +293,16 @@ class SharedRows:
         return x if self.ranks is None else x[self.first : self.first + self.size]
 
     def exchange(self, logits: Tensor) -> Tensor:
-        """The logits [size, vocab_size] of this rank's rows, from what each rank's share of the head gives for all
-        rows, [count, columns]."""
+        """The logits [size, vocab_size] of this rank's rows, from what each rank's share of the
+        head gives for all rows, [count, columns]."""
         if self.ranks is None:
             return logits
         starts = [self._first(rank) for rank in range(axis_size(self.ranks.axis))]
         if self.count != len(starts) * self.size:
             logits = torch.cat([logits[start : start + self.size] for start in starts])
-        return all_to_all(logits, self.ranks.axis, split_dim=0, concat_dim=1)[:, : self.ranks.vocab_size]
+        return all_to_all(logits, self.ranks.axis, split_dim=0, concat_dim=1)[
+            :, : self.ranks.vocab_size
+        ]
 
     def gather(self, own: Tensor) -> Tensor:
         """All rows [count, ...] of a result, from each rank's rows of it [size, ...]."""
@@ -266,15 +311,21 @@ class SharedRows:
         every, size = all_gather(own, self.ranks.axis), self.size
         if len(every) == self.count:
             return every
-        begins = [(rank * size, rank * size - self._first(rank)) for rank in range(axis_size(self.ranks.axis))]
+        begins = [
+            (rank * size, rank * size - self._first(rank))
+            for rank in range(axis_size(self.ranks.axis))
+        ]
         return torch.cat([every[start + known : start + size] for start, known in begins])
 
     def gather_all(self, *own: Tensor) -> tuple[Tensor, ...]:
-        """All rows of several results, by one collective; each is [size] or [size, n], int64 or float32."""
+        """All rows of several results, by one collective; each is [size] or [size, n], int64 or
+        float32."""
         if self.ranks is None or self.count == 1:
             return own
         # As float32, so that logprobs keep their derivatives. A copy changes no bit of an int64.
-        words = [_viewed((x if x.ndim == 2 else x[:, None]).contiguous(), torch.float32) for x in own]
+        words = [
+            _viewed((x if x.ndim == 2 else x[:, None]).contiguous(), torch.float32) for x in own
+        ]
         parts = self.gather(torch.cat(words, 1)).split([x.shape[1] for x in words], 1)
         dense = [part.clone(memory_format=torch.contiguous_format).view(-1) for part in parts]
         flat = [_viewed(part, x.dtype) for part, x in zip(dense, own, strict=True)]
@@ -282,6 +333,6 @@ class SharedRows:
 
 
 def _viewed(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """The memory of a tensor as another dtype; in its own it is the tensor itself, whose derivatives a view would not
-    have."""
+    """The memory of a tensor as another dtype; in its own it is the tensor itself, whose
+    derivatives a view would not have."""
     return x if x.dtype == dtype else x.view(dtype)

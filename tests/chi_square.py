@@ -9,4 +9,8 @@ def p_value(counts: Tensor, probabilities: Tensor) -> float:
     expected = probabilities.double() * counts.sum()
     assert expected.min() >= 5, "the test needs five expected draws a cell"
     statistic = ((counts - expected) ** 2 / expected).sum()
-    return float(torch.special.gammaincc(torch.tensor((counts.numel() - 1) / 2, dtype=torch.double), statistic / 2))
+    return float(
+        torch.special.gammaincc(
+            torch.tensor((counts.numel() - 1) / 2, dtype=torch.double), statistic / 2
+        )
+    )

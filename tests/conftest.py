@@ -1,10 +1,12 @@
-"""Settings for every test: one thread per process, no network, and `--all`, without which a run is short.
+"""Settings for every test: one thread per process, no network, and `--all`, without which a run is
+short.
 
-`pytest` takes minutes: every law and every other drawn test on a few examples, every mutant on its stored case, one
-process test of each kind. `pytest --all` takes a quarter of an hour: more examples, a search for one mutant of each
-law, and the tests marked `slow`. `pytest --nightly` adds what is marked `nightly`: more examples still, a search for
-every mutant, the long proofs by z3, and cases over processes whose class another case in `--all` has; `.ci/nightly`
-runs it. `--rest` with either of them leaves out what a short run has in the same way: `.ci/run` makes that one first.
+`pytest` takes minutes: every law and every other drawn test on a few examples, every mutant on its
+stored case, one process test of each kind. `pytest --all` takes a quarter of an hour: more
+examples, a search for one mutant of each law, and the tests marked `slow`. `pytest --nightly` adds
+what is marked `nightly`: more examples still, a search for every mutant, the long proofs by z3, and
+cases over processes whose class another case in `--all` has; `.ci/nightly` runs it. `--rest` with
+either of them leaves out what a short run has in the same way: `.ci/run` makes that one first.
 """
 
 import gc
@@ -19,7 +21,8 @@ import torch
 
 pytest_plugins = ["weft.proofs.plugin"]
 
-# huggingface_hub reads these when it is first imported, which is later; processes that tests start inherit them.
+# huggingface_hub reads these when it is first imported, which is later; processes that tests start
+# inherit them.
 os.environ |= {"HF_HUB_OFFLINE": "1", "HF_HUB_DISABLE_TELEMETRY": "1", "OMP_NUM_THREADS": "1"}
 
 # The models are small, and the workers of pytest-xdist share the cores.
@@ -30,14 +33,18 @@ FEW_EXAMPLES = 5
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     """`--all`, `--nightly` and `--rest`."""
-    parser.addoption("--all", action="store_true", help="also run slow tests, and all examples of drawn ones")
+    parser.addoption(
+        "--all", action="store_true", help="also run slow tests, and all examples of drawn ones"
+    )
     parser.addoption("--nightly", action="store_true", help="as --all, and the long proofs too")
-    parser.addoption("--rest", action="store_true", help="leave out what a run without --all has in the same way")
+    parser.addoption(
+        "--rest", action="store_true", help="leave out what a run without --all has in the same way"
+    )
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Name the markers, and let Ctrl-C interrupt: a shell has jobs in the background ignore it, and some tests press
-    it."""
+    """Name the markers, and let Ctrl-C interrupt: a shell has jobs in the background ignore it, and
+    some tests press it."""
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
     text = "one_of(n, m=1): a short run takes every n-th of the test's parameters, --all every m-th, --nightly all"
@@ -48,7 +55,8 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_collection() -> Generator[None, object, object]:
-    """Leave what was imported to no collection of garbage: many tests make one, and each would look through torch."""
+    """Leave what was imported to no collection of garbage: many tests make one, and each would look
+    through torch."""
     gc.disable()
     collected = yield
     gc.enable()
@@ -62,12 +70,14 @@ def pytest_unconfigure() -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Without `--all`, leave out slow tests, and let Hypothesis draw few examples for the others."""
+    """Without `--all`, leave out slow tests, and let Hypothesis draw few examples for the others.
+    """
     nightly, everything = config.getoption("nightly"), runs_everything(config)
     left_out = [
         item
         for item in items
-        if (item.get_closest_marker("slow") and not everything) or (item.get_closest_marker("nightly") and not nightly)
+        if (item.get_closest_marker("slow") and not everything)
+        or (item.get_closest_marker("nightly") and not nightly)
     ]
     beyond = set(_beyond_every_nth(items, "short"))
     if not everything:
@@ -75,7 +85,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     elif not nightly:
         left_out += _beyond_every_nth(items, "all")
     if everything and config.getoption("rest"):
-        left_out += [item for item in items if item not in beyond and _is_alike_in_a_short_run(item)]
+        left_out += [
+            item for item in items if item not in beyond and _is_alike_in_a_short_run(item)
+        ]
     if left_out:
         config.hook.pytest_deselected(items=left_out)
         gone = set(left_out)
@@ -85,7 +97,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             _draw_few(item)
 
 
-def _beyond_every_nth(items: list[pytest.Item], run: Literal["short", "all"]) -> Iterator[pytest.Item]:
+def _beyond_every_nth(
+    items: list[pytest.Item], run: Literal["short", "all"]
+) -> Iterator[pytest.Item]:
     """The items that a run leaves out because of `one_of`."""
     counts: Counter[str] = Counter()
     for item in items:
@@ -104,7 +118,9 @@ def _takes_every(short: int, everything: int = 1) -> dict[str, int]:
 def _is_alike_in_a_short_run(item: pytest.Item) -> bool:
     """Whether a short run does the same in this test, for those of its parameters that it takes."""
     marked = any(item.get_closest_marker(name) for name in ("slow", "nightly"))
-    asks = {"runs_all", "runs_nightly", "pytestconfig", "request"}.intersection(getattr(item, "fixturenames", ()))
+    asks = {"runs_all", "runs_nightly", "pytestconfig", "request"}.intersection(
+        getattr(item, "fixturenames", ())
+    )
     return not (marked or asks or _is_drawn(item))
 
 
@@ -118,7 +134,9 @@ def _is_drawn(item: pytest.Item) -> bool:
     from hypothesis import is_hypothesis_test, settings
 
     machine = getattr(item, "cls", None)
-    return is_hypothesis_test(getattr(item, "obj", None)) or isinstance(getattr(machine, "settings", None), settings)
+    return is_hypothesis_test(getattr(item, "obj", None)) or isinstance(
+        getattr(machine, "settings", None), settings
+    )
 
 
 def _draw_few(item: pytest.Item) -> None:

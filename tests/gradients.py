@@ -1,4 +1,5 @@
-"""A loss computed by weft and by transformers, and its gradients by the fields of weft's parameters."""
+"""A loss computed by weft and by transformers, and its gradients by the fields of weft's
+parameters."""
 
 from collections.abc import Callable, Sequence
 from itertools import pairwise
@@ -28,7 +29,12 @@ SIZES: dict[str, Any] = {
     "bos_token_id": None,
     "eos_token_id": None,
 }
-EXPERTS = {"num_experts": 5, "num_experts_per_tok": 2, "moe_intermediate_size": 12, "mlp_only_layers": [1]}
+EXPERTS = {
+    "num_experts": 5,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 12,
+    "mlp_only_layers": [1],
+}
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("LlamaForCausalLM", {"attention_bias": True, "mlp_bias": True}),
     "qwen2": ("Qwen2ForCausalLM", {"tie_word_embeddings": True}),
@@ -72,9 +78,12 @@ def next_token_loss(logits: Tensor, ids: Sequence[int]) -> Tensor:
 
 
 def their_gradients(model: Any, prompts: Sequence[Sequence[int]], folder: Path) -> Any:
-    """The gradients that backward leaves in a transformers model, by the fields of weft's parameters."""
+    """The gradients that backward leaves in a transformers model, by the fields of weft's
+    parameters."""
     for ids in prompts:
-        next_token_loss(model(input_ids=torch.tensor([ids]), use_cache=False).logits[0], ids).backward()
+        next_token_loss(
+            model(input_ids=torch.tensor([ids]), use_cache=False).logits[0], ids
+        ).backward()
     return gradients_as_params(model, folder)
 
 
@@ -82,22 +91,31 @@ def gradients_as_params(model: Any, folder: Path) -> Any:
     """The gradients of a transformers model, read like a checkpoint."""
     with torch.no_grad():
         for parameter in model.parameters():
-            parameter.copy_(torch.zeros_like(parameter) if parameter.grad is None else parameter.grad)
+            parameter.copy_(
+                torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+            )
     return saved(model, folder).params
 
 
 def chunked(prompts: Sequence[Sequence[int]], sizes: Sequence[int], **more: Any) -> list[Batch]:
-    """The prompts as batches with a limit of tokens per request; the target of each token is the next one."""
+    """The prompts as batches with a limit of tokens per request; the target of each token is the
+    next one."""
     made = []
     for start, end in pairwise((0, *(sum(sizes[: i + 1]) for i in range(len(sizes))))):
         rows = [row for row, ids in enumerate(prompts) if len(ids) > start]
-        targets = [token for row in rows for token in (*prompts[row], 0)[start + 1 : min(end, len(prompts[row])) + 1]]
+        targets = [
+            token
+            for row in rows
+            for token in (*prompts[row], 0)[start + 1 : min(end, len(prompts[row])) + 1]
+        ]
         batch = Batch.ragged(rows, [prompts[row][start:end] for row in rows], **more)
         made.append(attrs.evolve(batch, targets=torch.tensor(targets).to(batch.rows.device)))
     return made
 
 
-def loss_of(out: Any, batch: Batch, prompts: Sequence[Sequence[int]], done: dict[int, int]) -> Tensor:
+def loss_of(
+    out: Any, batch: Batch, prompts: Sequence[Sequence[int]], done: dict[int, int]
+) -> Tensor:
     """`next_token_loss` of the prompt tokens that a batch read, which are added to `done`."""
     kept: list[float] = []
     for row, count in zip(batch.rows.tolist(), batch.query_start_loc.diff().tolist(), strict=True):
@@ -114,12 +132,16 @@ def loss_by(
     num_stages: int = 1,
     mode: str = "none",
 ) -> tuple[tuple[Any, ...], Callable[[Any], Tensor]]:
-    """The stages' parameters, and the prompts' loss as a function of them: in chunks of these sizes, one step each,
-    over pages that start empty."""
+    """The stages' parameters, and the prompts' loss as a function of them: in chunks of these
+    sizes, one step each, over pages that start empty."""
     runner = make_runner(model, Limits(4, 64), num_stages=num_stages, mode=mode)
 
     def loss(params: Any) -> Tensor:
-        state, found, done = make_state(model, runner.layouts, [48] * len(prompts)), list[Tensor](), dict[int, int]()
+        state, found, done = (
+            make_state(model, runner.layouts, [48] * len(prompts)),
+            list[Tensor](),
+            dict[int, int](),
+        )
         for batch in chunked(prompts, sizes, device=model.device):
             state, out = runner.step(params, state, batch)
             found.append(loss_of(out, batch, prompts, done))
@@ -129,7 +151,8 @@ def loss_by(
 
 
 def recorded(params: Any) -> Any:
-    """Leaves that require grad; a tensor that occurs twice, as tied weights do, still occurs twice."""
+    """Leaves that require grad; a tensor that occurs twice, as tied weights do, still occurs twice.
+    """
     made: dict[int, Tensor] = {}
     return tree_map(lambda x: made.setdefault(id(x), x.detach().clone().requires_grad_()), params)
 
@@ -139,8 +162,9 @@ def gradients_of(params: Any) -> Any:
 
 
 def joined(stages: Sequence[Any], is_tied: bool) -> Any:
-    """The gradients of all stages as those of the whole model. Two stages that share a tied embedding
-    have a part of its gradient each, or one tensor that holds their sum, as `recorded` leaves do."""
+    """The gradients of all stages as those of the whole model. Two stages that share a tied
+    embedding have a part of its gradient each, or one tensor that holds their sum, as `recorded`
+    leaves do."""
     first, last = stages[0], stages[-1]
     layers = tuple(layer for stage in stages for layer in stage.layers)
     found = attrs.evolve(first, layers=layers, norm=last.norm, lm_head=last.lm_head)

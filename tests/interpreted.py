@@ -1,5 +1,6 @@
-"""Import this first in a process that interprets kernels: it hides the driver, lets triton 3.6 use numpy 2.4, and
-refuses addresses outside of a kernel's arguments, which the interpreter reads and a GPU may not."""
+"""Import this first in a process that interprets kernels: it hides the driver, lets triton 3.6 use
+numpy 2.4, and refuses addresses outside of a kernel's arguments, which the interpreter reads and a
+GPU may not."""
 
 from typing import Any
 
@@ -24,7 +25,8 @@ _BY_ADDRESS = "weft.ops.copying.copies_triton", "weft.ops.transfers.peer_exchang
 
 
 class Ranges:
-    """The addresses of the arguments of the kernel that runs; all, if they are tables of addresses."""
+    """The addresses of the arguments of the kernel that runs; all, if they are tables of addresses.
+    """
 
     def __init__(self) -> None:
         self.starts = self.ends = np.zeros(0, np.uint64)
@@ -32,7 +34,9 @@ class Ranges:
     def of(self, arguments: list[Any]) -> None:
         """Those of a kernel's arguments."""
         storages = [x.untyped_storage() for x in arguments if isinstance(x, Tensor)]
-        ranges = sorted({(one.data_ptr(), one.data_ptr() + one.nbytes()) for one in storages if one.nbytes()})
+        ranges = sorted(
+            {(one.data_ptr(), one.data_ptr() + one.nbytes()) for one in storages if one.nbytes()}
+        )
         self.starts, self.ends = np.array(ranges, np.uint64).reshape(-1, 2).T
 
     def check(self, kind: str, pointers: Any, mask: Any) -> None:
@@ -44,7 +48,9 @@ class Ranges:
         index = np.searchsorted(self.starts, addresses, side="right") - 1
         outside = (index < 0) | (addresses + np.uint64(size) > self.ends[index])
         if outside.any():
-            raise IndexError(f"{kind} {outside.sum()} of {outside.size} addresses outside of the kernel's arguments")
+            raise IndexError(
+                f"{kind} {outside.sum()} of {outside.size} addresses outside of the kernel's arguments"
+            )
 
 
 _ranges = Ranges()
@@ -58,7 +64,9 @@ _to_host, _load, _store = (
 def to_host(self: Any, arguments: Any, named: Any) -> Any:
     """The arguments as the kernel gets them, whose ranges are kept."""
     host = _to_host(self, arguments, named)
-    given = [getattr(one, "base", one) for one in (*host[0], *host[1].values())]  # the tensor of a descriptor
+    given = [
+        getattr(one, "base", one) for one in (*host[0], *host[1].values())
+    ]  # the tensor of a descriptor
     _ranges.of([] if self.fn.__module__ in _BY_ADDRESS else given)
     return host
 

@@ -1,4 +1,5 @@
-"""Kernels in triton's interpreter, in other processes: triton reads its flag where kernels are defined."""
+"""Kernels in triton's interpreter, in other processes: triton reads its flag where kernels are
+defined."""
 
 import functools
 import json
@@ -36,22 +37,33 @@ def drawn(count: int, every: int, runs_all: bool) -> range:
 
 @functools.cache
 def _server() -> subprocess.Popen[str]:
-    """A process that has imported torch and triton, and forks for each request. It ends when its input does."""
+    """A process that has imported torch and triton, and forks for each request. It ends when its
+    input does."""
     path = os.pathsep.join([*map(str, _FOLDERS), *filter(None, [os.environ.get("PYTHONPATH")])])
     environment = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": path}
     return subprocess.Popen(
-        [sys.executable, "-c", _SERVER], env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        [sys.executable, "-c", _SERVER],
+        env=environment,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
     )
 
 
 def run_interpreted(code: str, folder: Path, *arguments: object, seconds: int = 300) -> str:
-    """Run code in a process of its own, and return its output. It may import modules of `_FOLDERS`."""
+    """Run code in a process of its own, and return its output. It may import modules of `_FOLDERS`.
+    """
     pytest.importorskip("triton")
     written, server = folder / "written.txt", _server()
     written.touch()
     assert server.stdin is not None
     assert server.stdout is not None
-    request = {"code": code, "arguments": [*map(str, arguments)], "written": str(written), "seconds": seconds}
+    request = {
+        "code": code,
+        "arguments": [*map(str, arguments)],
+        "written": str(written),
+        "seconds": seconds,
+    }
     server.stdin.write(f"{json.dumps(request)}\n")
     server.stdin.flush()
     ended = server.stdout.readline().strip()
@@ -60,7 +72,8 @@ def run_interpreted(code: str, folder: Path, *arguments: object, seconds: int = 
 
 
 def interpret(code: str, given: Any, folder: Path) -> Any:
-    """Run code that reads values from the file `sys.argv[1]` and saves results to `sys.argv[2]`, and return these."""
+    """Run code that reads values from the file `sys.argv[1]` and saves results to `sys.argv[2]`,
+    and return these."""
     torch.save(given, folder / "in.pt")
     run_interpreted(code, folder, folder / "in.pt", folder / "out.pt")
     return torch.load(folder / "out.pt", weights_only=False)

@@ -1,5 +1,5 @@
-"""Import this first in a process: a torch for the CPU alone then looks like one that is built for CUDA and finds no
-driver, which is what people have on laptops and CI does not."""
+"""Import this first in a process: a torch for the CPU alone then looks like one that is built for
+CUDA and finds no driver, which is what people have on laptops and CI does not."""
 
 from typing import Any, NoReturn
 
@@ -18,4 +18,6 @@ def _missing(name: str) -> Any:
 
 if torch.version.cuda is None:
     torch.version.cuda = "13.0"
-    vars(torch._C).update(__getattr__=_missing, _cuda_getDeviceCount=lambda: 0, _cuda_isInBadFork=lambda: False)
+    vars(torch._C).update(
+        __getattr__=_missing, _cuda_getDeviceCount=lambda: 0, _cuda_isInBadFork=lambda: False
+    )

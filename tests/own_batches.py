@@ -46,7 +46,8 @@ class Documents:
 @weft.pytree
 @attrs.frozen(eq=False)
 class Corpus:
-    """A ragged batch: words [num_words] of documents that start at starts [num_docs + 1]. The weights are shared."""
+    """A ragged batch: words [num_words] of documents that start at starts [num_docs + 1]. The
+    weights are shared."""
 
     documents: Documents = attrs.field(metadata=weft.descriptor_field())
     words: Tensor = attrs.field(metadata=weft.axes("num_words"))
@@ -89,8 +90,8 @@ class Graph:
 @weft.pytree
 @attrs.frozen(eq=False)
 class SplitGraph(Graph):
-    """A graph that is cut by the targets of its edges. A part has all nodes that its edges read, in any order, so that
-    the outputs of parts overlap: `join` adds them."""
+    """A graph that is cut by the targets of its edges. A part has all nodes that its edges read, in
+    any order, so that the outputs of parts overlap: `join` adds them."""
 
     def split(self, parts: int) -> tuple["SplitGraph", ...]:
         bounds = [len(self.source) * i // parts for i in range(parts + 1)]
@@ -106,7 +107,8 @@ class SplitGraph(Graph):
 @weft.pytree
 @attrs.frozen(eq=False)
 class Graphs:
-    """Graphs in one: their nodes and edges begin at `first_node` and `first_edge` [num_graphs + 1]."""
+    """Graphs in one: their nodes and edges begin at `first_node` and `first_edge` [num_graphs + 1].
+    """
 
     x: Tensor = attrs.field(metadata=weft.axes("num_nodes"))
     source: Tensor = attrs.field(metadata=weft.axes("num_edges"))
@@ -116,8 +118,13 @@ class Graphs:
 
     @classmethod
     def of(cls, *graphs: Graph) -> "Graphs":
-        x, source, target = (torch.cat([getattr(own, name) for own in graphs]) for name in ("x", "source", "target"))
-        starts = (torch.tensor([0, *(len(getattr(own, name)) for own in graphs)]).cumsum(0) for name in ("x", "source"))
+        x, source, target = (
+            torch.cat([getattr(own, name) for own in graphs]) for name in ("x", "source", "target")
+        )
+        starts = (
+            torch.tensor([0, *(len(getattr(own, name)) for own in graphs)]).cumsum(0)
+            for name in ("x", "source")
+        )
         return cls(x, source, target, *starts)
 
 
@@ -168,8 +175,11 @@ def _product(batch: Any) -> Tensor:
 
 
 def _words(batch: Corpus) -> dict[str, Tensor]:
-    """For each word its place among all that the batch has before it in its document, and for each document a sum."""
-    owner = torch.searchsorted(batch.starts[1:].contiguous(), torch.arange(len(batch.words)), right=True)
+    """For each word its place among all that the batch has before it in its document, and for each
+    document a sum."""
+    owner = torch.searchsorted(
+        batch.starts[1:].contiguous(), torch.arange(len(batch.words)), right=True
+    )
     sums = torch.zeros_like(batch.titles).index_add(0, owner, batch.words)
     assert batch.weights is not None
     return {"words": batch.words * batch.weights[0] + batch.titles[owner], "sums": sums}
@@ -184,8 +194,14 @@ OWN_BATCHES: dict[str, tuple[Any, Callable[[Any], Any]]] = {
     "named tuple": (Named(X, Y), _product),
     "dict": ({"x": X, "y": Y}, _product),
     "mapping": (Encoding(x=X, y=Y), _product),
-    "nested": ({"one": Pair(X, Y), "two": [X]}, lambda batch: _product(batch["one"]) + batch["two"][0]),
-    "split and join": (SplitGraph(GraphSize(6, 6), *attrs.astuple(Graph.ring(6), recurse=False)[1:]), neighbours),
+    "nested": (
+        {"one": Pair(X, Y), "two": [X]},
+        lambda batch: _product(batch["one"]) + batch["two"][0],
+    ),
+    "split and join": (
+        SplitGraph(GraphSize(6, 6), *attrs.astuple(Graph.ring(6), recurse=False)[1:]),
+        neighbours,
+    ),
 }
 """Batches that are split, and a step on each that is separable by its rows."""
 
@@ -193,7 +209,10 @@ WHOLE_BATCHES: dict[str, tuple[Any, Callable[[Any], Any]]] = {
     "a graph": (Graph.ring(6), neighbours),
     "other lengths": ([X, Y[:3]], lambda batch: batch[0] * batch[1].sum()),
     "a scalar": ({"x": X, "t": torch.tensor(3.0)}, lambda batch: batch["x"] * batch["t"]),
-    "a list of values": ({"x": X, "names": list("abcdef")}, lambda batch: batch["x"] * len(batch["names"])),
+    "a list of values": (
+        {"x": X, "names": list("abcdef")},
+        lambda batch: batch["x"] * len(batch["names"]),
+    ),
     "no tensor": (None, lambda batch: torch.ones(2)),
     "a text": ("text", lambda batch: torch.ones(2)),
 }

@@ -12,7 +12,8 @@ from torch import Tensor
 
 @attrs.frozen
 class Request:
-    """`past` positions in the cache, `new` live tokens, then `dead` tokens of slot -1; or, `padded`, a seq_len of 0."""
+    """`past` positions in the cache, `new` live tokens, then `dead` tokens of slot -1; or,
+    `padded`, a seq_len of 0."""
 
     past: int = 0
     new: int = 0
@@ -22,7 +23,8 @@ class Request:
 
 @attrs.frozen
 class Shape:
-    """The shape of a batch: its requests, `tail` tokens after the last one, and the sizes of the model."""
+    """The shape of a batch: its requests, `tail` tokens after the last one, and the sizes of the
+    model."""
 
     requests: tuple[Request, ...]
     tail: int = 0
@@ -53,7 +55,8 @@ class Case:
 
 
 def dense(queries: Tensor, keys: Tensor, values: Tensor, scale: float, window: int) -> Tensor:
-    """The last len(queries) positions of one request attend to its history: a head and a query at a time, float64."""
+    """The last len(queries) positions of one request attend to its history: a head and a query at a
+    time, float64."""
     group = queries.shape[1] // keys.shape[1]
     out = torch.empty(queries.shape, dtype=torch.float64)
     for i in range(len(queries)):
@@ -79,13 +82,16 @@ class Rows:
 
 def padding(shape: Shape, slots: list[int]) -> Rows:
     """Tokens of NaN, whose output must be 0."""
-    q = torch.full((len(slots), shape.kv_heads * shape.group, shape.dim), float("nan"), dtype=shape.dtype)
+    q = torch.full(
+        (len(slots), shape.kv_heads * shape.group, shape.dim), float("nan"), dtype=shape.dtype
+    )
     k = q[:, : shape.kv_heads]
     return Rows(q, k, k, slots, torch.zeros(q.shape, dtype=torch.float64))
 
 
 def draw_table(shape: Shape, random: torch.Generator) -> tuple[Tensor, int]:
-    """A block table of distinct pages in random order, a column wider than needed, and a page that no one owns."""
+    """A block table of distinct pages in random order, a column wider than needed, and a page that
+    no one owns."""
     needed = [math.ceil((r.past + r.new + r.dead) / shape.page_size) for r in shape.requests]
     order = torch.randperm(sum(needed) + 2, generator=random)
     table = order[-1].int().repeat(len(needed), max([1, *needed]) + 1)
@@ -95,15 +101,29 @@ def draw_table(shape: Shape, random: torch.Generator) -> tuple[Tensor, int]:
 
 
 def draw_request(
-    shape: Shape, request: Request, table: list[int], pages: Tensor, expected: Tensor, random: torch.Generator
+    shape: Shape,
+    request: Request,
+    table: list[int],
+    pages: Tensor,
+    expected: Tensor,
+    random: torch.Generator,
 ) -> list[Rows]:
-    """A request's tokens. Its past is written to `pages` and `expected`, and the operator's writes to `expected`."""
+    """A request's tokens. Its past is written to `pages` and `expected`, and the operator's writes
+    to `expected`."""
     live = request.past + request.new
     given = torch.randn(2, live, shape.kv_heads, shape.dim, generator=random).to(shape.dtype)
     given[:, ::7] *= 300 if shape.kv_dtype is not None else 1  # beyond what FP8 holds
-    history = given if shape.kv_dtype is None else given.float().clamp(-448, 448).to(shape.kv_dtype).to(shape.dtype)
-    q = torch.randn(request.new, shape.kv_heads * shape.group, shape.dim, generator=random).to(shape.dtype)
-    slots = [table[i // shape.page_size] * shape.page_size + i % shape.page_size for i in range(live)]
+    history = (
+        given
+        if shape.kv_dtype is None
+        else given.float().clamp(-448, 448).to(shape.kv_dtype).to(shape.dtype)
+    )
+    q = torch.randn(request.new, shape.kv_heads * shape.group, shape.dim, generator=random).to(
+        shape.dtype
+    )
+    slots = [
+        table[i // shape.page_size] * shape.page_size + i % shape.page_size for i in range(live)
+    ]
     pages.flatten(1, 2)[:, slots[: request.past]] = history[:, : request.past].to(pages.dtype)
     kept = request.past if request.padded else live
     expected.flatten(1, 2)[:, slots[:kept]] = history[:, :kept].to(pages.dtype)
@@ -119,7 +139,9 @@ def draw_case(shape: Shape) -> Case:
     table, free = draw_table(shape, random)
     num_pages = max([free, *table.flatten().tolist()]) + 2
     kept = shape.kv_dtype or shape.dtype
-    pages = torch.full((2, num_pages, shape.page_size, shape.kv_heads, shape.dim), float("nan"), dtype=kept)
+    pages = torch.full(
+        (2, num_pages, shape.page_size, shape.kv_heads, shape.dim), float("nan"), dtype=kept
+    )
     expected = pages.clone()
     drawn = [
         draw_request(shape, request, row, pages, expected, random)
@@ -146,7 +168,9 @@ def draw_case(shape: Shape) -> Case:
 
 def bits(x: Tensor) -> Tensor:
     """`x` as integers, so that NaN equals itself and -0 differs from 0."""
-    return x.contiguous().cpu().view({1: torch.int8, 2: torch.int16, 4: torch.int32}[x.element_size()])
+    return (
+        x.contiguous().cpu().view({1: torch.int8, 2: torch.int16, 4: torch.int32}[x.element_size()])
+    )
 
 
 TOLERANCE = {torch.float32: 2e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
@@ -158,12 +182,14 @@ def assert_matches(case: Case, out: Tensor, pages: Tensor) -> None:
     torch.testing.assert_close(out.cpu().double(), case.out, rtol=tolerance, atol=tolerance)
     zero = (case.out == 0).flatten(1).all(1)
     assert not bits(out)[zero].any(), "padding must be exactly 0"
-    assert torch.equal(bits(pages), bits(case.pages)), "kv_pages changed where no slot points, or not where one does"
+    assert torch.equal(bits(pages), bits(case.pages)), (
+        "kv_pages changed where no slot points, or not where one does"
+    )
 
 
-requests = st.builds(Request, st.integers(0, 13), st.integers(0, 6), st.sampled_from([0, 0, 0, 2]), st.booleans()) | (
-    st.builds(Request, st.integers(0, 13), st.just(1))
-)
+requests = st.builds(
+    Request, st.integers(0, 13), st.integers(0, 6), st.sampled_from([0, 0, 0, 2]), st.booleans()
+) | (st.builds(Request, st.integers(0, 13), st.just(1)))
 shapes = st.builds(
     Shape,
     st.lists(requests, max_size=5).map(tuple),
@@ -191,7 +217,12 @@ FIXED = [
     Shape(DECODE),
     Shape((*DECODE, Request(0, 1, padded=True), Request()), tail=2, group=7, dim=24, page_size=16),
     Shape((Request(90, 1),), kv_heads=1, group=1, page_size=2),
-    Shape(tuple(Request(past, 1) for past in (5, 0, 1400, 64, 63, 130, 700)), kv_heads=1, group=2, page_size=16),
+    Shape(
+        tuple(Request(past, 1) for past in (5, 0, 1400, 64, 63, 130, 700)),
+        kv_heads=1,
+        group=2,
+        page_size=16,
+    ),
     Shape((Request(662, 3), Request(5, 3), Request(1100, 1)), kv_heads=1, window=600),
     Shape((Request(90, 3), Request(2, 2)), kv_heads=1, group=2, dim=16, page_size=3),
     Shape(RAGGED, tail=3),
@@ -214,12 +245,27 @@ FIXED = [
     Shape((Request(300, 1),), kv_heads=1, group=1, window=70),
     Shape((Request(3, 90), Request(200, 40)), window=33, dim=16, page_size=16),
     Shape(RAGGED, tail=3, kv_dtype=torch.float8_e4m3fn),
-    Shape((*DECODE, Request(0, 1, padded=True)), page_size=16, dtype=torch.float16, kv_dtype=torch.float8_e4m3fn),
-    Shape((Request(4, 2), Request(0, 1, padded=True), Request(1100, 3), Request(30, 1)), tail=1, window=900),
+    Shape(
+        (*DECODE, Request(0, 1, padded=True)),
+        page_size=16,
+        dtype=torch.float16,
+        kv_dtype=torch.float8_e4m3fn,
+    ),
+    Shape(
+        (Request(4, 2), Request(0, 1, padded=True), Request(1100, 3), Request(30, 1)),
+        tail=1,
+        window=900,
+    ),
     Shape((*(Request(past, 1) for past in range(6)), Request(2100, 1), *DECODE), page_size=16),
     Shape((Request(700, 1), Request(150, 1), Request(90, 1)), kv_heads=1, page_size=16),
     Shape(
-        (Request(60, 1), Request(2100, 1, 1), Request(30, 3, 1), Request(0, 2, padded=True), Request(70, 90)),
+        (
+            Request(60, 1),
+            Request(2100, 1, 1),
+            Request(30, 3, 1),
+            Request(0, 2, padded=True),
+            Request(70, 90),
+        ),
         tail=16,
         kv_heads=1,
         group=4,

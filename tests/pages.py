@@ -1,4 +1,5 @@
-"""Pages of Markdown as what can be checked of them: their blocks of code, run, and the tests and files they name."""
+"""Pages of Markdown as what can be checked of them: their blocks of code, run, and the tests and
+files they name."""
 
 import re
 from pathlib import Path
@@ -42,7 +43,8 @@ def links(page: Path) -> list[str]:
 
 
 def paths(page: Path) -> list[str]:
-    """The files, folders and patterns of the repository that a page names as code, or in a command."""
+    """The files, folders and patterns of the repository that a page names as code, or in a command.
+    """
     rooms = r"lib|stages|transforms|proofs|tests|\.ci|\.github|\.src"
     found = re.findall(rf"(?<![\w/.-])((?:{rooms})/[\w./*-]*)", page.read_text(encoding="utf-8"))
     return [path.rstrip(".") for path in found]
@@ -55,14 +57,19 @@ def modules(page: Path) -> list[str]:
 
 def node_ids(page: Path) -> list[tuple[str, str, str]]:
     """The tests that a page names: file, function, and the case in brackets, or nothing."""
-    return re.findall(r"`(tests/[\w/]+\.py)::(\w+)(?:\[([^\]`]+)\])?`", page.read_text(encoding="utf-8"))
+    return re.findall(
+        r"`(tests/[\w/]+\.py)::(\w+)(?:\[([^\]`]+)\])?`", page.read_text(encoding="utf-8")
+    )
 
 
 def missing_test(file: str, function: str, case: str, cases: set[str]) -> str:
-    """Why a test that a page names does not exist; empty if it does. `cases` are those of the laws."""
+    """Why a test that a page names does not exist; empty if it does. `cases` are those of the laws.
+    """
     path = ROOT / file
     if not path.is_file():
         return f"no file {file}"
-    if not re.search(rf"^(?:async )?def {function}\(", path.read_text(encoding="utf-8"), re.MULTILINE):
+    if not re.search(
+        rf"^(?:async )?def {function}\(", path.read_text(encoding="utf-8"), re.MULTILINE
+    ):
         return f"no {function} in {file}"
     return f"no law {case!r}" if case and case not in cases else ""

@@ -8,7 +8,12 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parent.parent
-FOLDERS = {"lib": "weft", "stages": "weft.stages", "transforms": "weft.transforms", "proofs": "weft.proofs"}
+FOLDERS = {
+    "lib": "weft",
+    "stages": "weft.stages",
+    "transforms": "weft.transforms",
+    "proofs": "weft.proofs",
+}
 NEEDS = {
     "weft.proofs.solver.dispatch_proof": "z3",
     "weft.proofs.solver.schedule_proof": "z3",

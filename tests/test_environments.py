@@ -34,7 +34,10 @@ def entry(name: str, python: str, torch: str, passed: bool = True) -> dict[str, 
 
 def test_the_readme_says_what_was_recorded() -> None:
     readme = README.read_text(encoding="utf-8")
-    assert environments.with_sentence(readme, environments.sentence(environments.read_record())) == readme
+    assert (
+        environments.with_sentence(readme, environments.sentence(environments.read_record()))
+        == readme
+    )
 
 
 def test_the_readme_has_no_other_line_on_versions() -> None:
@@ -47,7 +50,10 @@ def test_a_version_that_nobody_ran_is_noticed() -> None:
     readme = README.read_text(encoding="utf-8")
     planted = environments.with_sentence(readme, "Tested with Python 3.11, and torch 9.99.")
     assert planted != readme
-    assert environments.with_sentence(planted, environments.sentence(environments.read_record())) == readme
+    assert (
+        environments.with_sentence(planted, environments.sentence(environments.read_record()))
+        == readme
+    )
 
 
 def test_the_line_has_what_passed_alone() -> None:
@@ -70,7 +76,10 @@ def test_the_line_has_what_passed_alone() -> None:
 def test_an_outcome_takes_the_place_of_an_earlier_one() -> None:
     record = [entry("lowest", "3.11.7", "2.11.0"), entry("torch-2.13", "3.11.7", "2.13.0")]
     changed = environments.with_outcome(record, entry("lowest", "3.11.7", "2.11.0", passed=False))
-    assert [(one["environment"], one["passed"]) for one in changed] == [("lowest", False), ("torch-2.13", True)]
+    assert [(one["environment"], one["passed"]) for one in changed] == [
+        ("lowest", False),
+        ("torch-2.13", True),
+    ]
 
 
 def test_every_recorded_outcome_says_what_ran() -> None:
@@ -88,7 +97,13 @@ Available versions: 2.15.0, 2.14.1, 2.14.0, 2.13.0+cpu, 2.13.0, 2.12.1, 2.12.0rc
 
 
 def test_each_minor_version_of_torch_that_the_project_allows_has_an_environment() -> None:
-    assert environments.newest_of_each_minor(LISTING, "2.11") == ["2.11.0", "2.12.1", "2.13.0", "2.14.1", "2.15.0"]
+    assert environments.newest_of_each_minor(LISTING, "2.11") == [
+        "2.11.0",
+        "2.12.1",
+        "2.13.0",
+        "2.14.1",
+        "2.15.0",
+    ]
     assert environments.newest_of_each_minor(LISTING, "2.13.0") == ["2.13.0", "2.14.1", "2.15.0"]
     with pytest.raises(ValueError, match="pip lists no versions"):
         environments.newest_of_each_minor("ERROR: no network", "2.11")
@@ -111,8 +126,14 @@ def test_the_lowest_environment_has_every_requirement_of_the_project() -> None:
         (["rich>=13", "rich>=14"], "rich has the lower bounds 13 and 14"),
     ],
 )
-def test_a_requirement_whose_lower_bound_is_not_tried_is_refused(dependencies: list[str], seen: str) -> None:
-    table = {"name": "house", "dependencies": dependencies, "optional-dependencies": {"all": ["house[door]", "uv>=1"]}}
+def test_a_requirement_whose_lower_bound_is_not_tried_is_refused(
+    dependencies: list[str], seen: str
+) -> None:
+    table = {
+        "name": "house",
+        "dependencies": dependencies,
+        "optional-dependencies": {"all": ["house[door]", "uv>=1"]},
+    }
     with pytest.raises(ValueError, match=re.escape(seen)):
         environments.lower_bounds(table)
 
@@ -128,19 +149,27 @@ def test_names_and_constraints(monkeypatch: pytest.MonkeyPatch) -> None:
     assert found["python-3.13"].python == "python3.13"
 
 
-def test_both_commands_run_as_the_readme_prints_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_both_commands_run_as_the_readme_prints_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """In an environment whose pip, weft and pytest only print how they were called."""
     monkeypatch.setattr(environments, "LOGS", tmp_path / "logs")
     commands = tmp_path / "bin"
     commands.mkdir()
     for name in ("pip", "weft", "pytest"):
         program = commands / name
-        program.write_text(f'#!/bin/sh\necho "{name} $* under $(cat "$PIP_CONSTRAINT"), with $PYTEST_ADDOPTS"\n')
+        program.write_text(
+            f'#!/bin/sh\necho "{name} $* under $(cat "$PIP_CONSTRAINT"), with $PYTEST_ADDOPTS"\n'
+        )
         program.chmod(0o755)
     constraints = tmp_path / "constraints.txt"
     constraints.write_text("torch==2.12.1")
     script = f"{ROOT / '.ci' / 'readme'}"
-    variables = {"PATH": "/usr/bin:/bin", "PIP_CONSTRAINT": f"{constraints}", "PYTEST_ADDOPTS": "-x"}
+    variables = {
+        "PATH": "/usr/bin:/bin",
+        "PIP_CONSTRAINT": f"{constraints}",
+        "PYTEST_ADDOPTS": "-x",
+    }
     under = "under torch==2.12.1, with -x"
     for number, lines in enumerate(
         (
@@ -158,7 +187,9 @@ def test_both_commands_run_as_the_readme_prints_them(tmp_path: Path, monkeypatch
         1,
     ):
         log = tmp_path / f"{number}.txt"
-        code, last = environments._logged(["bash", script, f"{tmp_path}", f"{number}"], log, variables)
+        code, last = environments._logged(
+            ["bash", script, f"{tmp_path}", f"{number}"], log, variables
+        )
         assert code == 0
         assert log.read_text().splitlines() == lines
         assert last == lines[-1]

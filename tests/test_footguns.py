@@ -1,8 +1,8 @@
 """Footguns: what surprises people, the likeliest first, and the way around each.
 
-Read it from the top; `test_more_footguns.py` continues it. The docstring of each test is a surprise. The test shows
-that it is real, and then that its workaround works. Some surprises raise an error that explains them: remember the
-others.
+Read it from the top; `test_more_footguns.py` continues it. The docstring of each test is a
+surprise. The test shows that it is real, and then that its workaround works. Some surprises raise
+an error that explains them: remember the others.
 """
 
 import random
@@ -39,14 +39,17 @@ def stage(params: Any, state: Any, batch: Tensor, x: Tensor | None) -> tuple[Any
     return state, params * (batch if x is None else x)
 
 
-# In the first hour ---------------------------------------------------------------------------------------------------
+# In the first hour
+# ---------------------------------------------------------------------------------------------------
 
 
 def test_01_prints_and_counters_run_at_capture_and_never_again() -> None:
-    """A replay runs operators alone: what Python does beside them happens while capturing (twice: warm-up, capture; a
-    warm-up that reads on the host, as no capture may, is run again as a capture would be).
+    """A replay runs operators alone: what Python does beside them happens while capturing (twice:
+    warm-up, capture; a warm-up that reads on the host, as no capture may, is run again as a capture
+    would be).
 
-    Around it: return what you want to see, or `with weft.no_capture(replay=False)`, in which every call is Python.
+    Around it: return what you want to see, or `with weft.no_capture(replay=False)`, in which every
+    call is Python.
     """
     seen: list[str] = []
 
@@ -64,8 +67,9 @@ def test_01_prints_and_counters_run_at_capture_and_never_again() -> None:
 
 
 def test_02_a_python_value_from_outside_is_frozen() -> None:
-    """A global, an attribute, a closed-over number: read once, at capture; nobody says that it changed. So a cache that
-    counts in Python (transformers' `StaticCache`, in its layers with a sliding window) is wrong in a graph.
+    """A global, an attribute, a closed-over number: read once, at capture; nobody says that it
+    changed. So a cache that counts in Python (transformers' `StaticCache`, in its layers with a
+    sliding window) is wrong in a graph.
 
     Around it: make it a tensor, or an argument.
     """
@@ -83,8 +87,8 @@ def test_02_a_python_value_from_outside_is_frozen() -> None:
 
 
 def test_03_a_python_number_that_changes_is_a_capture_a_value() -> None:
-    """A number among the arguments is part of the key: a learning rate that decays captures at every step. A warning
-    says so after some; `weft.assert_max_captures(1)` says so at once.
+    """A number among the arguments is part of the key: a learning rate that decays captures at
+    every step. A warning says so after some; `weft.assert_max_captures(1)` says so at once.
 
     Around it: a 0-dim tensor.
     """
@@ -100,10 +104,11 @@ def test_03_a_python_number_that_changes_is_a_capture_a_value() -> None:
 
 
 def test_04_weights_that_require_grad_never_replay() -> None:
-    """Where autograd would record (a module's parameters, grad mode on), the function itself runs: right, and slow. A
-    warning says so after some calls.
+    """Where autograd would record (a module's parameters, grad mode on), the function itself runs:
+    right, and slow. A warning says so after some calls.
 
-    Around it: `torch.no_grad()` for inference; for training, put the gradient inside, with `torch.func.grad`.
+    Around it: `torch.no_grad()` for inference; for training, put the gradient inside, with
+    `torch.func.grad`.
     """
     module = torch.nn.Linear(3, 3)
     f = weft.graphify(module)
@@ -152,9 +157,11 @@ def test_06_a_donated_value_is_gone() -> None:
 
 
 def test_07_a_donated_plain_tensor_still_answers_and_holds_the_new_value() -> None:
-    """Only weft refuses a plain tensor that was donated: torch reads it, and finds what the callee wrote there.
+    """Only weft refuses a plain tensor that was donated: torch reads it, and finds what the callee
+    wrote there.
 
-    Around it: `weft.State`, or a class of your own marked `weft.donation.donatable`, refuses everywhere.
+    Around it: `weft.State`, or a class of your own marked `weft.donation.donatable`, refuses
+    everywhere.
     """
     f = weft.graphify(lambda state, x: state + x, donate_argnames="state")
     state = torch.zeros(3)
@@ -183,8 +190,9 @@ def test_08_a_branch_a_mask_or_an_item_on_data_is_refused() -> None:
 def test_09_eval_of_a_module_that_a_function_calls_is_not_seen() -> None:
     """`training` is a Python value of the module: a graph of the training mode goes on in it.
 
-    Around it: graphify the module itself, its method, or its stage (`weft.stages.from_module`), whose mode is part of
-    the key (its own; not that of a part alone); else `eval()` before the first call, or `cache_clear()`.
+    Around it: graphify the module itself, its method, or its stage (`weft.stages.from_module`),
+    whose mode is part of the key (its own; not that of a part alone); else `eval()` before the
+    first call, or `cache_clear()`.
     """
     module = torch.nn.Dropout(0.5)
     f, g = weft.graphify(lambda x: module(x)), weft.graphify(module)
@@ -198,9 +206,11 @@ def test_09_eval_of_a_module_that_a_function_calls_is_not_seen() -> None:
 
 
 def test_10_random_numbers_that_are_not_torchs_are_frozen() -> None:
-    """`random` and numpy draw once, at capture. torch's generators are registered, and draw anew in each replay.
+    """`random` and numpy draw once, at capture. torch's generators are registered, and draw anew in
+    each replay.
 
-    Around it: draw with torch, or pass the numbers in. A stage of `weft.stages.from_module` that does so is refused.
+    Around it: draw with torch, or pass the numbers in. A stage of `weft.stages.from_module` that
+    does so is refused.
     """
     f = weft.graphify(lambda x: x + random.random())
     assert f(ONES).tolist() == f(ONES).tolist()
@@ -208,13 +218,15 @@ def test_10_random_numbers_that_are_not_torchs_are_frozen() -> None:
     assert g(ONES).tolist() != g(ONES).tolist()
 
 
-# With ladders and batches --------------------------------------------------------------------------------------------
+# With ladders and batches
+# --------------------------------------------------------------------------------------------
 
 
 def test_11_a_mean_over_a_padded_batch_counts_the_padding() -> None:
     """Under a ladder the function sees the padded batch: a reduction over it takes the padding in.
 
-    Around it: a field that says what is real, padded with 0 (law L2, `weft.proofs.laws`, finds who forgets it).
+    Around it: a field that says what is real, padded with 0 (law L2, `weft.proofs.laws`, finds who
+    forgets it).
     """
 
     def centred(s: Any) -> Any:
@@ -233,7 +245,8 @@ def test_11_a_mean_over_a_padded_batch_counts_the_padding() -> None:
 def test_12_a_batch_beyond_the_ladder_runs_eagerly_and_says_nothing() -> None:
     """No class covers it: the function itself runs, frozen or not. Right, and slow.
 
-    Around it: look at `cache_info().eager`, `explain`, or `weft.dispatch_table` of the batches you expect.
+    Around it: look at `cache_info().eager`, `explain`, or `weft.dispatch_table` of the batches you
+    expect.
     """
     f = weft.graphify(lambda s: attrs.evolve(s, x=s.x + 1), ladder=[Length(4)])
     large = Signal(Length(5), torch.zeros(5))
@@ -245,7 +258,8 @@ def test_12_a_batch_beyond_the_ladder_runs_eagerly_and_says_nothing() -> None:
 
 
 def test_13_a_size_that_grows_is_a_capture_a_size() -> None:
-    """Without a ladder each shape has a graph: of a sequence that grows by one, as many as it has lengths.
+    """Without a ladder each shape has a graph: of a sequence that grows by one, as many as it has
+    lengths.
 
     Around it: a ladder of a few lengths, and a batch with a descriptor.
     """
@@ -260,14 +274,20 @@ def test_13_a_size_that_grows_is_a_capture_a_size() -> None:
 
 
 def test_14_a_result_without_axes_cannot_be_cut() -> None:
-    """A plain tensor does not say which dimension was padded, so under a ladder it may not be returned.
+    """A plain tensor does not say which dimension was padded, so under a ladder it may not be
+    returned.
 
-    Around it: return a class with `weft.axes`; or donate the argument whose new value it is, if it is a state.
+    Around it: return a class with `weft.axes`; or donate the argument whose new value it is, if it
+    is a state.
     """
-    with pytest.raises(CaptureError, match="does not declare which of its dimensions follow the batch") as error:
+    with pytest.raises(
+        CaptureError, match="does not declare which of its dimensions follow the batch"
+    ) as error:
         weft.graphify(lambda s: s.x + 1, ladder=[Length(4)])(Signal(Length(3), ONES))
     assert 'such as a state: donate_argnames=["state"]' in error.value.instead
-    step = weft.graphify(lambda state, s: (state + s.x.sum(), s), ladder=[Length(4)], donate_argnames=["state"])
+    step = weft.graphify(
+        lambda state, s: (state + s.x.sum(), s), ladder=[Length(4)], donate_argnames=["state"]
+    )
     state, _ = step(torch.zeros(3), Signal(Length(3), ONES))
     assert state.tolist() == [3, 3, 3]
     f = weft.graphify(lambda s: Signal(s.length, s.x + 1), ladder=[Length(4)])
@@ -275,7 +295,8 @@ def test_14_a_result_without_axes_cannot_be_cut() -> None:
 
 
 def test_15_a_prompt_of_one_token_is_no_decode() -> None:
-    """Equal shape is not equal class: a batch is a uniform decode only where its maker says that all are past prefill.
+    """Equal shape is not equal class: a batch is a uniform decode only where its maker says that
+    all are past prefill.
 
     Around it: `Batch.decode` for decodes; a mode with ragged classes for all else.
     """
@@ -288,7 +309,8 @@ def test_15_a_prompt_of_one_token_is_no_decode() -> None:
 
 
 def test_16_rows_beyond_the_state_are_found_on_the_device() -> None:
-    """A batch names rows; nothing on the host knows how many the state has. On a CPU it is an IndexError with a note.
+    """A batch names rows; nothing on the host knows how many the state has. On a CPU it is an
+    IndexError with a note.
 
     Around it: rows that were admitted, within the lengths that `make_state` was given.
     """
@@ -297,7 +319,9 @@ def test_16_rows_beyond_the_state_are_found_on_the_device() -> None:
     (state,) = make_state(model, runner.layouts, lengths=[16])
     with pytest.raises(IndexError) as error:
         runner.stages[0](runner.params[0], state, weft.Batch.ragged([3], [[5, 6]]), None)
-    assert any("which has rows 0 to 0 of at most 16 tokens" in note for note in error.value.__notes__)
+    assert any(
+        "which has rows 0 to 0 of at most 16 tokens" in note for note in error.value.__notes__
+    )
     (state,) = make_state(model, runner.layouts, lengths=[16])
     _, out = runner.stages[0](runner.params[0], state, weft.Batch.ragged([0], [[5, 6]]), None)
     assert out.token_ids.shape == (1,)

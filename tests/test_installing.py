@@ -1,5 +1,5 @@
-"""What the project tells people to install: never a distribution called weft, which the package index has from somebody
-else, and for each extra what `pyproject.toml` says."""
+"""What the project tells people to install: never a distribution called weft, which the package
+index has from somebody else, and for each extra what `pyproject.toml` says."""
 
 import re
 import subprocess
@@ -20,12 +20,14 @@ INSTALLS = re.compile(
     r"[^\n`;&|#]*?(?<![\w./-])weft(?![\w./:-])"
 )
 """A command that gets packages from an index and names weft, to its end."""
-NAMES_AN_EXTRA = re.compile(rf"(?<![\w./-])weft\[(?:{'|'.join(PROJECT['optional-dependencies'])})[\],]")
+NAMES_AN_EXTRA = re.compile(
+    rf"(?<![\w./-])weft\[(?:{'|'.join(PROJECT['optional-dependencies'])})[\],]"
+)
 """A requirement of weft with an extra, wherever it stands."""
 SPEAKS_OF_INSTALLING = {"tests/test_installing.py"}
 SELF_REFERENCES = {"pyproject.toml", ".github/CHANGELOG.md"}
-"""May name an extra of weft: pip takes those of pyproject.toml from the project that it installs, and the changelog
-says what was."""
+"""May name an extra of weft: pip takes those of pyproject.toml from the project that it installs,
+and the changelog says what was."""
 
 
 def commands(text: str) -> list[str]:
@@ -36,15 +38,26 @@ def commands(text: str) -> list[str]:
 def tracked() -> list[str]:
     """The text files that git has, or would take, but for this one."""
     listing = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
-    names = subprocess.run(listing, cwd=ROOT, check=True, capture_output=True, text=True).stdout.split("\0")
-    texts = [name for name in names if name and Path(name).suffix in TEXTS and name not in SPEAKS_OF_INSTALLING]
+    names = subprocess.run(
+        listing, cwd=ROOT, check=True, capture_output=True, text=True
+    ).stdout.split("\0")
+    texts = [
+        name
+        for name in names
+        if name and Path(name).suffix in TEXTS and name not in SPEAKS_OF_INSTALLING
+    ]
     return [name for name in texts if (ROOT / name).is_file()]
 
 
 def test_nothing_installs_weft_from_an_index() -> None:
     """README, pages, notebooks with their outputs, error texts, docstrings, scripts and tests."""
     names = tracked()
-    assert {"README.md", "proofs/plugin.py", ".ci/run", "proofs/notebooks/3-a-real-model.ipynb"} <= {*names}
+    assert {
+        "README.md",
+        "proofs/plugin.py",
+        ".ci/run",
+        "proofs/notebooks/3-a-real-model.ipynb",
+    } <= {*names}
     wrong = []
     for name in names:
         text = (ROOT / name).read_text(encoding="utf-8")

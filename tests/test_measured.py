@@ -18,7 +18,9 @@ ROWS = list(measured.table())
 
 def test_the_page_is_of_these_records() -> None:
     # Written anew by: python -m weft.proofs.measured
-    assert (ROOT / "proofs" / "pages" / "measured.md").read_text(encoding="utf-8") == measured.page()
+    assert (ROOT / "proofs" / "pages" / "measured.md").read_text(
+        encoding="utf-8"
+    ) == measured.page()
 
 
 @pytest.mark.parametrize("module", measured.PICTURES, ids=lambda module: module.PICTURE.stem)
@@ -40,10 +42,15 @@ def test_the_modes_are_in_their_picture() -> None:
 def test_shares_of_the_roofline_are_of_bytes_over_bandwidth() -> None:
     found = before_and_after()
     assert {gpu for gpu, _, _ in found} == {"H100", "H200"}
-    # Llama-3.1-8B reads 15.0 GB of weights, and 128 times 258 tokens with 131 kB of keys and values each.
+    # Llama-3.1-8B reads 15.0 GB of weights, and 128 times 258 tokens with 131 kB of keys and values
+    # each.
     assert shares.roofline("H200", "llama-3.1-8b", 1) == pytest.approx(4.8e12 / 15.05e9, rel=0.01)
-    assert shares.roofline("H200", "llama-3.1-8b", 128) == pytest.approx(128 * 4.8e12 / 19.7e9, rel=0.01)
-    assert shares.roofline("H200", "llama-3.1-8b", 128, 256) == pytest.approx(128 * 4.8e12 / 17.6e9, rel=0.01)
+    assert shares.roofline("H200", "llama-3.1-8b", 128) == pytest.approx(
+        128 * 4.8e12 / 19.7e9, rel=0.01
+    )
+    assert shares.roofline("H200", "llama-3.1-8b", 128, 256) == pytest.approx(
+        128 * 4.8e12 / 17.6e9, rel=0.01
+    )
     oldest, newest = found["H200", "qwen3-30b-a3b-fp8", 128]
     assert oldest.record.file == "2026-11-21-h200-bench-moe.json"
     assert newest.time > oldest.time
@@ -64,7 +71,9 @@ def test_no_fold_has_a_shape_of_another(model: str) -> None:
     shapes = [tuple(shape) for fold in folds for shape in fold["shapes"]]
     assert len(set(shapes)) == len(shapes)
     for fold in folds:
-        assert {tuple(row[1:3]) for row in fold["products"]} <= {tuple(shape) for shape in fold["shapes"]}
+        assert {tuple(row[1:3]) for row in fold["products"]} <= {
+            tuple(shape) for shape in fold["shapes"]
+        }
 
 
 def test_losses_are_of_many_shapes_and_of_eight_numbers_of_tokens() -> None:
@@ -79,11 +88,23 @@ def test_losses_are_of_many_shapes_and_of_eight_numbers_of_tokens() -> None:
 def test_the_short_table_has_the_newest_figure_of_each_workload_beside_vllm() -> None:
     header, *lines = tables.newest_table()
     assert header[:4] == ("model", "against", "machine", "128 requests, 2 in, 512 out")
-    assert {line[:3] for line in lines} == {(one.model, one.peer, one.machine) for one in tables.turns()}
-    [found] = [line[3:] for line in lines if line[0].startswith("Qwen3-14B")]  # two records, of which this is the later
-    assert found[:5] == ("1.11 (11,765)", "1.02 (20,352)", "1.06 (6,794)", "1.09 (129)", "1.06 (982)")
+    assert {line[:3] for line in lines} == {
+        (one.model, one.peer, one.machine) for one in tables.turns()
+    }
+    [found] = [
+        line[3:] for line in lines if line[0].startswith("Qwen3-14B")
+    ]  # two records, of which this is the later
+    assert found[:5] == (
+        "1.11 (11,765)",
+        "1.02 (20,352)",
+        "1.06 (6,794)",
+        "1.09 (129)",
+        "1.06 (982)",
+    )
     text = measured.page()
-    assert text.index("| Qwen3-14B, bfloat16 | vLLM 0.24.0 | 1 GPU | 1.11 (11,765) |") < text.index("## All figures")
+    assert text.index("| Qwen3-14B, bfloat16 | vLLM 0.24.0 | 1 GPU | 1.11 (11,765) |") < text.index(
+        "## All figures"
+    )
 
 
 def test_every_row_has_its_record() -> None:
@@ -105,14 +126,23 @@ def test_no_two_rows_say_the_same_thing() -> None:
     ("what", "file", "figure"),
     [
         ("128 requests, 2 in, 512 out, `full`", "serving-dense-modes", "57,136 to 57,890 tokens/s"),
-        ("requests, 2 in, 512 out, `full_and_piecewise`", "h200x2-serving-moe-peer.", "13,175 to 13,240 tokens/s"),
-        ("completions of 128 tokens after 512", "serving-moe-ends", "55 of 64 equal; 8,163 of 8,192 tokens"),
+        (
+            "requests, 2 in, 512 out, `full_and_piecewise`",
+            "h200x2-serving-moe-peer.",
+            "13,175 to 13,240 tokens/s",
+        ),
+        (
+            "completions of 128 tokens after 512",
+            "serving-moe-ends",
+            "55 of 64 equal; 8,163 of 8,192 tokens",
+        ),
         ("a layer on 128 tokens, its experts", "h200-kernels", "163.3 µs"),
         ("fresh inputs, safe results", "graphify-overhead", "16.2, 50, 456 µs"),
         ("in a graph, `peer`", "transfers", "8.7 to 9.1 µs"),
     ],
 )
 def test_figures_that_were_read_by_eye(what: str, file: str, figure: str) -> None:
-    """A few rows, compared with what a person read in the record: a wrong key in the code would change them."""
+    """A few rows, compared with what a person read in the record: a wrong key in the code would
+    change them."""
     [found] = [row for row in ROWS if what in row[0] and file in row[5]]
     assert found[1].startswith(figure)

@@ -1,5 +1,6 @@
-"""More footguns: graphs that are almost alike, pipelines, models. The first are in `test_footguns.py`; as there, each
-function is a surprise (its docstring), shown to be real, and then its workaround, shown to work."""
+"""More footguns: graphs that are almost alike, pipelines, models. The first are in
+`test_footguns.py`; as there, each function is a surprise (its docstring), shown to be real, and
+then its workaround, shown to work."""
 
 from collections.abc import Callable
 from typing import Any
@@ -23,7 +24,8 @@ def stage(params: Any, state: Any, batch: Tensor, x: Tensor | None) -> tuple[Any
     return state, params * (batch if x is None else x)
 
 
-# With graphs that are almost alike -----------------------------------------------------------------------------------
+# With graphs that are almost alike
+# -----------------------------------------------------------------------------------
 
 
 def test_17_the_order_of_a_dict_and_the_layout_of_a_tensor_are_part_of_the_key() -> None:
@@ -61,8 +63,8 @@ def test_18_grad_mode_is_part_of_the_key() -> None:
 
 
 def test_19_the_next_state_comes_first_among_results_of_its_shape() -> None:
-    """A donated argument stays in place as the first result of its structure: behind another one the state moves, and
-    each call is a capture.
+    """A donated argument stays in place as the first result of its structure: behind another one
+    the state moves, and each call is a capture.
 
     Around it: return the state first.
     """
@@ -84,7 +86,8 @@ def test_19_the_next_state_comes_first_among_results_of_its_shape() -> None:
 def test_20_a_borrowed_result_is_overwritten() -> None:
     """`outputs="borrow"` returns the graph's own buffers: the next replay writes there.
 
-    Around it: `weft.clone` what is kept, or leave `outputs="safe"`, the default; `weft.check_borrowed()` finds it.
+    Around it: `weft.clone` what is kept, or leave `outputs="safe"`, the default;
+    `weft.check_borrowed()` finds it.
     """
     f = weft.graphify(lambda x: x + 1, outputs="borrow")
     f(ONES)
@@ -95,12 +98,13 @@ def test_20_a_borrowed_result_is_overwritten() -> None:
     assert kept.tolist() == [2, 2, 2]
 
 
-# With pipelines ------------------------------------------------------------------------------------------------------
+# With pipelines
+# ------------------------------------------------------------------------------------------------------
 
 
 def test_21_a_sum_over_the_batch_may_pass_for_rows() -> None:
-    """Micro-batches are joined by rows; sizes are checked, meaning cannot be: `sum(0)` of as many columns as a part has
-    rows is joined, and wrong.
+    """Micro-batches are joined by rows; sizes are checked, meaning cannot be: `sum(0)` of as many
+    columns as a part has rows is joined, and wrong.
 
     Around it: stages that are separable by rows; reduce what the step returns.
     """
@@ -127,12 +131,15 @@ def test_22_a_scalar_of_a_micro_batch_is_refused() -> None:
 
     with pytest.raises(DescriptorError, match="not one entry a request or a token of its part"):
         weft.microbatch(loss, 2)(None, None, torch.arange(4.0))
-    _, rows = weft.microbatch(lambda params, state, batch: (state, batch**2), 2)(None, None, torch.arange(4.0))
+    _, rows = weft.microbatch(lambda params, state, batch: (state, batch**2), 2)(
+        None, None, torch.arange(4.0)
+    )
     assert rows.mean() == 3.5
 
 
 def test_23_fewer_micro_batches_than_asked_for() -> None:
-    """`microbatches=4` is the most: a batch of three requests goes in three, and other programs run.
+    """`microbatches=4` is the most: a batch of three requests goes in three, and other programs
+    run.
 
     Around it: `programs(m)` prints those of any number; batch as many requests as there are parts.
     """
@@ -156,12 +163,13 @@ def test_24_scan_unrolls_and_does_not_stack() -> None:
     assert str(f.lower(None, torch.zeros(3), ONES)).count("aten::add") == 3
 
 
-# With models ---------------------------------------------------------------------------------------------------------
+# With models
+# ---------------------------------------------------------------------------------------------------------
 
 
 def test_25_a_stop_text_is_in_the_tokens_and_not_in_the_text() -> None:
-    """The text of a completion ends before what stopped it; its tokens, logprobs and usage count the tokens that said
-    it, and a token may hold more than the stop text.
+    """The text of a completion ends before what stopped it; its tokens, logprobs and usage count
+    the tokens that said it, and a token may hold more than the stop text.
 
     Around it: `include_stop_str_in_output=True`; `stop_reason` says what it was.
     """
@@ -172,7 +180,9 @@ def test_25_a_stop_text_is_in_the_tokens_and_not_in_the_text() -> None:
 
     def made(**given: bool) -> weft.Completion:
         params = weft.SamplingParams(stop=stop, **given)
-        [completion] = weft.generate(model, ["A list"], max_tokens=12, sampling=params, graph="none")
+        [completion] = weft.generate(
+            model, ["A list"], max_tokens=12, sampling=params, graph="none"
+        )
         return completion
 
     assert made().text == whole.text[: whole.text.index(stop)]
@@ -182,7 +192,8 @@ def test_25_a_stop_text_is_in_the_tokens_and_not_in_the_text() -> None:
 
 
 def test_26_a_seed_of_generate_goes_with_a_prompts_place() -> None:
-    """With `seed=` a prompt's completion is fixed by the seed and its place in the list: moved, it draws anew.
+    """With `seed=` a prompt's completion is fixed by the seed and its place in the list: moved, it
+    draws anew.
 
     Around it: `SamplingParams(seed=...)`, which is that prompt's wherever it stands.
     """
@@ -199,8 +210,8 @@ def test_26_a_seed_of_generate_goes_with_a_prompts_place() -> None:
 
 
 def test_27_an_engine_of_default_limits_captures_many_graphs() -> None:
-    """64 requests and graphs of up to 2,048 tokens, in 35 classes: `warm_up()` captures for seconds on a GPU, and for
-    long on a CPU, where large tapes take memory too.
+    """64 requests and graphs of up to 2,048 tokens, in 35 classes: `warm_up()` captures for seconds
+    on a GPU, and for long on a CPU, where large tapes take memory too.
 
     Around it: limits of what you serve; `graph="none"` on a CPU, where graphs save no time.
     """
@@ -213,8 +224,9 @@ def test_27_an_engine_of_default_limits_captures_many_graphs() -> None:
 
 
 def test_28_a_change_of_parameters_that_torch_does_not_count_is_not_seen() -> None:
-    """An engine finds out that its parameters were changed in place by torch's own count, which leaves out what is done
-    to `tensor.data`, `fused=True` optimizers, and what writes through an array or a kernel of one's own.
+    """An engine finds out that its parameters were changed in place by torch's own count, which
+    leaves out what is done to `tensor.data`, `fused=True` optimizers, and what writes through an
+    array or a kernel of one's own.
 
     Around it: `engine.update()` after such a change, or `engine.update(params)` in its place.
     """

@@ -1,4 +1,5 @@
-"""The house: its top level, its packages, which way its imports point, and what `import weft` gives and costs."""
+"""The house: its top level, its packages, which way its imports point, and what `import weft` gives
+and costs."""
 
 import ast
 import functools
@@ -17,7 +18,12 @@ import pytest
 import weft
 
 ROOT = Path(__file__).parent.parent
-PACKAGES = {"lib": "weft", "stages": "weft.stages", "transforms": "weft.transforms", "proofs": "weft.proofs"}
+PACKAGES = {
+    "lib": "weft",
+    "stages": "weft.stages",
+    "transforms": "weft.transforms",
+    "proofs": "weft.proofs",
+}
 FOLDERS = tuple(PACKAGES)
 ROOMS = ("graphs", "pipelines", "engine", "server", "cli")
 """The rooms of `transforms`, from the ground up: none imports from one that comes later."""
@@ -51,7 +57,8 @@ class Source:
 
 @attrs.frozen
 class Import:
-    """`import module`, or `from module import name`, in module `at`, on a line; `bound` is the name it has there."""
+    """`import module`, or `from module import name`, in module `at`, on a line; `bound` is the name
+    it has there."""
 
     at: str
     line: int
@@ -60,7 +67,11 @@ class Import:
     bound: str
 
     def __str__(self) -> str:
-        what = f"import {self.module}" if self.name is None else f"from {self.module} import {self.name}"
+        what = (
+            f"import {self.module}"
+            if self.name is None
+            else f"from {self.module} import {self.name}"
+        )
         return f"{self.at}, line {self.line}: {what}"
 
 
@@ -85,17 +96,27 @@ def imports_of(source: Source) -> Iterator[Import]:
     """Every import of a module, those in functions and under TYPE_CHECKING included."""
     for node in ast.walk(source.tree):
         if isinstance(node, ast.Import):
-            yield from (Import(source.name, node.lineno, a.name, None, a.asname or a.name) for a in node.names)
+            yield from (
+                Import(source.name, node.lineno, a.name, None, a.asname or a.name)
+                for a in node.names
+            )
         elif isinstance(node, ast.ImportFrom):
             home = source.name if source.is_stub and node.level == 1 else "." * node.level
             module = ".".join(part for part in (home, node.module) if part)
-            yield from (Import(source.name, node.lineno, module, a.name, a.asname or a.name) for a in node.names)
+            yield from (
+                Import(source.name, node.lineno, module, a.name, a.asname or a.name)
+                for a in node.names
+            )
 
 
 @functools.cache
 def sources() -> dict[str, Source]:
     """The modules by name; a stub stands for the package that reads it."""
-    paths = [path for path in sorted(tracked()) if path.parts[0] in FOLDERS and path.suffix in (".py", ".pyi")]
+    paths = [
+        path
+        for path in sorted(tracked())
+        if path.parts[0] in FOLDERS and path.suffix in (".py", ".pyi")
+    ]
     return {source.name: source for source in map(read, paths)}
 
 
@@ -111,7 +132,8 @@ def own_imports() -> list[Import]:
 
 
 def target(found: Import) -> str:
-    """The module that an import of weft's reaches: `from weft.proofs import laws` reaches `weft.proofs.laws`."""
+    """The module that an import of weft's reaches: `from weft.proofs import laws` reaches
+    `weft.proofs.laws`."""
     inner = f"{found.module}.{found.name}"
     return inner if inner in sources() else found.module
 
@@ -127,14 +149,20 @@ def test_the_top_level_is_what_was_agreed() -> None:
 
 
 def setuptools_table() -> dict[str, Any]:
-    table = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["tool"]["setuptools"]
+    table = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["tool"][
+        "setuptools"
+    ]
     assert isinstance(table, dict)
     return table
 
 
 def test_every_folder_of_modules_is_a_listed_package() -> None:
-    python = {path.parent for path in tracked() if path.parts[0] in FOLDERS and path.suffix == ".py"}
-    assert [folder for folder in sorted(python) if not (ROOT / folder / "__init__.py").exists()] == []
+    python = {
+        path.parent for path in tracked() if path.parts[0] in FOLDERS and path.suffix == ".py"
+    }
+    assert [
+        folder for folder in sorted(python) if not (ROOT / folder / "__init__.py").exists()
+    ] == []
     packages = setuptools_table()["packages"]
     assert sorted(packages) == sorted(module_name(folder / "__init__.py") for folder in python)
     assert setuptools_table()["package-dir"] == {"": ".src"}
@@ -147,7 +175,9 @@ LINKS = {".src/weft": "../lib", **{f"lib/{folder}": f"../{folder}" for folder in
 def broken_links(root: Path) -> str:
     """The links that are not links, and the way to mend them; empty if all are right."""
     wrong = [
-        link for link, to in LINKS.items() if not (root / link).is_symlink() or (root / link).readlink() != Path(to)
+        link
+        for link, to in LINKS.items()
+        if not (root / link).is_symlink() or (root / link).readlink() != Path(to)
     ]
     if not wrong:
         return ""
@@ -165,7 +195,9 @@ def test_links_that_git_wrote_as_files_are_named(tmp_path: Path) -> None:
     """As git does with `core.symlinks=false`, the default of many a Windows."""
     for link, to in LINKS.items():
         (tmp_path / link).parent.mkdir(exist_ok=True)
-        (tmp_path / link).write_text(to) if link == "lib/proofs" else (tmp_path / link).symlink_to(to)
+        (tmp_path / link).write_text(to) if link == "lib/proofs" else (tmp_path / link).symlink_to(
+            to
+        )
     assert broken_links(tmp_path).startswith("lib/proofs: not the symbolic links that git has")
     assert "git config core.symlinks true && git checkout -- lib/proofs" in broken_links(tmp_path)
 
@@ -180,7 +212,10 @@ def test_every_other_file_of_a_package_is_listed_as_its_data() -> None:
     unlisted = [
         path
         for path in inside
-        if not any(fnmatch(path.name, pattern) for pattern in data.get(module_name(path.parent / "__init__.py"), []))
+        if not any(
+            fnmatch(path.name, pattern)
+            for pattern in data.get(module_name(path.parent / "__init__.py"), [])
+        )
     ]
     assert unlisted == []
 
@@ -192,26 +227,41 @@ def test_the_demo_checkpoint_is_small() -> None:
 
 def test_imports_point_one_way() -> None:
     def looks_down(found: Import) -> bool:
-        return FOLDERS.index(sources()[found.at].folder) < FOLDERS.index(sources()[target(found)].folder)
+        return FOLDERS.index(sources()[found.at].folder) < FOLDERS.index(
+            sources()[target(found)].folder
+        )
 
-    assert listed([found for found in own_imports() if found.at not in LOOK_DOWN and looks_down(found)]) == ""
+    assert (
+        listed(
+            [found for found in own_imports() if found.at not in LOOK_DOWN and looks_down(found)]
+        )
+        == ""
+    )
 
 
 def test_rooms_of_transforms_stand_one_on_the_other() -> None:
     def floor(name: str) -> int:
-        room = (name.removeprefix("weft.transforms.").split(".") if name.startswith("weft.transforms.") else [""])[0]
+        room = (
+            name.removeprefix("weft.transforms.").split(".")
+            if name.startswith("weft.transforms.")
+            else [""]
+        )[0]
         return ROOMS.index(room) if room in ROOMS else -1
 
     upwards = [
-        found for found in own_imports() if found.at != "weft.transforms" and floor(found.at) < floor(target(found))
+        found
+        for found in own_imports()
+        if found.at != "weft.transforms" and floor(found.at) < floor(target(found))
     ]
     assert listed([found for found in upwards if floor(found.at) >= 0]) == ""
 
 
 def test_imports_do_not_run_in_circles() -> None:
-    # Strip the modules that import none of the rest until none is left. Imports in functions and of types count too.
+    # Strip the modules that import none of the rest until none is left. Imports in functions and of
+    # types count too.
     edges = {
-        name: {target(found) for found in own_imports() if found.at == name} - {"weft", name} for name in sources()
+        name: {target(found) for found in own_imports() if found.at == name} - {"weft", name}
+        for name in sources()
     }
     while leaves := {name for name, reached in edges.items() if not reached & edges.keys()}:
         edges = {name: reached for name, reached in edges.items() if name not in leaves}
@@ -220,7 +270,9 @@ def test_imports_do_not_run_in_circles() -> None:
 
 def reexports(name: str) -> set[str]:
     """The names that a module imports from other modules of weft."""
-    return {found.bound for found in own_imports() if found.at == name and target(found) == found.module}
+    return {
+        found.bound for found in own_imports() if found.at == name and target(found) == found.module
+    }
 
 
 def test_imports_name_the_defining_module() -> None:
@@ -233,13 +285,19 @@ def test_imports_name_the_defining_module() -> None:
 
 def test_nothing_inside_imports_from_the_face() -> None:
     # The face defines one name of its own.
-    face = [found for found in own_imports() if found.module == "weft" != found.at and found.name != "__version__"]
+    face = [
+        found
+        for found in own_imports()
+        if found.module == "weft" != found.at and found.name != "__version__"
+    ]
     assert listed(face) == ""
 
 
 def is_private(path: str) -> bool:
     parts = path.split(".")
-    return parts[0] == "torch" and any(part.startswith("_") and not part.endswith("__") for part in parts)
+    return parts[0] == "torch" and any(
+        part.startswith("_") and not part.endswith("__") for part in parts
+    )
 
 
 def dotted(node: ast.AST) -> str:
@@ -253,8 +311,13 @@ MAY_USE_PRIVATE_TORCH = "weft.torchapi."
 
 
 def test_only_the_room_of_torch_uses_its_private_names() -> None:
-    imported = [found for found in all_imports() if is_private(f"{found.module}.{found.name or ''}")]
-    assert listed([found for found in imported if not found.at.startswith(MAY_USE_PRIVATE_TORCH)]) == ""
+    imported = [
+        found for found in all_imports() if is_private(f"{found.module}.{found.name or ''}")
+    ]
+    assert (
+        listed([found for found in imported if not found.at.startswith(MAY_USE_PRIVATE_TORCH)])
+        == ""
+    )
     used = [
         f"{source.name}, line {node.lineno}: {dotted(node)}"
         for source in sources().values()
@@ -283,7 +346,9 @@ def loaded_by(*uses: str) -> list[set[str]]:
     says = "print('loaded:', *{name.partition('.')[0] for name in sys.modules})"
     code = "\n".join(f"{use}; import sys; {says}" for use in uses)
     done = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
-    return [set(line.split()[1:]) for line in done.stdout.splitlines() if line.startswith("loaded:")]
+    return [
+        set(line.split()[1:]) for line in done.stdout.splitlines() if line.startswith("loaded:")
+    ]
 
 
 USES = (

@@ -37,7 +37,9 @@ def test_the_shell_blocks_after_those_run() -> None:
         assert done.returncode == 0, f"README.md, line {block.line}:\n{done.stdout}\n{done.stderr}"
 
 
-def test_the_python_blocks_run_one_after_the_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_python_blocks_run_one_after_the_other(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     assert blocks(README, "python"), "the README shows no Python"
     monkeypatch.chdir(tmp_path)
     run(README)

@@ -1,4 +1,5 @@
-"""The reference page lists every public name, and each name is documented, typed and exercised by a test."""
+"""The reference page lists every public name, and each name is documented, typed and exercised by a
+test."""
 
 import inspect
 import re
@@ -57,7 +58,9 @@ def test_the_reference_is_of_these_names() -> None:
 
 def test_the_public_surface_changes_on_purpose() -> None:
     """A removed name or argument is deprecated first: `.github/CONTRIBUTING.md` has the rule."""
-    assert SURFACE.read_text(encoding="utf-8") == surface(), "run python -m weft.proofs.reference, and read the diff"
+    assert SURFACE.read_text(encoding="utf-8") == surface(), (
+        "run python -m weft.proofs.reference, and read the diff"
+    )
 
 
 def test_the_surface_has_names_methods_and_defaults() -> None:
@@ -68,7 +71,8 @@ def test_the_surface_has_names_methods_and_defaults() -> None:
 
 
 def undocumented(face: str, name: str) -> bool:
-    """Whether a docstring says too little: a dataclass or an attrs class without one is given its signature."""
+    """Whether a docstring says too little: a dataclass or an attrs class without one is given its
+    signature."""
     doc = inspect.getdoc(value_of(face, name)) or ""
     return len(first_sentence(doc)) < 15 or doc.startswith(f"{name}(")
 
@@ -85,7 +89,8 @@ def test_the_methods_of_classes_are_documented_and_listed() -> None:
         failures += [
             f"{name}.{call}"
             for call, member in methods.items()
-            if len(first_sentence(inspect.getdoc(member))) < 15 or f"| `{name}.{call}` |" not in text
+            if len(first_sentence(inspect.getdoc(member))) < 15
+            or f"| `{name}.{call}` |" not in text
         ]
     assert failures == []
 
@@ -100,20 +105,30 @@ def undocumented_arguments(face: str, name: str) -> list[str]:
 
 
 def test_arguments_are_documented() -> None:
-    assert [f"{face}.{name}({a})" for face, name in OWN for a in undocumented_arguments(face, name)] == []
+    assert [
+        f"{face}.{name}({a})" for face, name in OWN for a in undocumented_arguments(face, name)
+    ] == []
 
 
 def untyped(face: str, name: str) -> Iterator[str]:
     value = value_of(face, name)
     methods = [value]
     if isinstance(value, type):
-        methods = [member for key, member in vars(value).items() if inspect.isfunction(member) and key[0] != "_"]
+        methods = [
+            member
+            for key, member in vars(value).items()
+            if inspect.isfunction(member) and key[0] != "_"
+        ]
     for method in methods:
         signature = inspect.signature(method)
         if signature.return_annotation is inspect.Signature.empty:
             yield f"{face}.{method.__qualname__} -> ?"
         for parameter in signature.parameters.values():
-            if parameter.annotation is inspect.Parameter.empty and parameter.name not in ("self", "cls", "_"):
+            if parameter.annotation is inspect.Parameter.empty and parameter.name not in (
+                "self",
+                "cls",
+                "_",
+            ):
                 yield f"{face}.{method.__qualname__}({parameter.name}: ?)"
 
 

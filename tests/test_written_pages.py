@@ -26,7 +26,9 @@ def test_there_are_pages() -> None:
 @pytest.mark.parametrize(
     "page", [page for page in PAGES if page.name not in WRITTEN_BY_CODE], ids=lambda page: page.stem
 )
-def test_the_code_of_a_page_runs(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_code_of_a_page_runs(
+    page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     assert blocks(page, "python"), f"{page.name} shows no Python"
     assert {block.language for block in blocks(page)} == {"python"}
     monkeypatch.chdir(tmp_path)
@@ -46,13 +48,18 @@ def test_the_paths_and_modules_that_a_page_names_exist(page: Path) -> None:
 
 def test_a_path_that_does_not_exist_is_missed(tmp_path: Path) -> None:
     page = tmp_path / "page.md"
-    page.write_text("See `lib/nothing.py`, `tests/lib/`, `proofs/x.py::test_it` and python -m weft.nothing --out X")
+    page.write_text(
+        "See `lib/nothing.py`, `tests/lib/`, `proofs/x.py::test_it` and python -m weft.nothing --out X"
+    )
     assert paths(page) == ["lib/nothing.py", "tests/lib/", "proofs/x.py"]
     assert modules(page) == ["weft.nothing"]
 
 
 def test_readme_links_to_each_page() -> None:
-    assert {ROOT / link for link in links(ROOT / "README.md")} >= {*PAGES, ROOT / "tests" / "test_footguns.py"}
+    assert {ROOT / link for link in links(ROOT / "README.md")} >= {
+        *PAGES,
+        ROOT / "tests" / "test_footguns.py",
+    }
 
 
 def test_the_page_of_laws_has_every_law() -> None:
@@ -67,8 +74,14 @@ def test_each_capability_names_tests_that_exist() -> None:
 
 
 def test_a_test_that_does_not_exist_is_missed() -> None:
-    assert missing_test("tests/test_nothing.py", "test_it", "", CASES) == "no file tests/test_nothing.py"
-    assert missing_test("tests/test_readme.py", "test_it", "", CASES) == "no test_it in tests/test_readme.py"
+    assert (
+        missing_test("tests/test_nothing.py", "test_it", "", CASES)
+        == "no file tests/test_nothing.py"
+    )
+    assert (
+        missing_test("tests/test_readme.py", "test_it", "", CASES)
+        == "no test_it in tests/test_readme.py"
+    )
     law = ("tests/proofs/test_laws.py", "test_law_on_the_tape")
     assert missing_test(*law, "L3 pipeline is composition, on models", CASES) == ""
     assert missing_test(*law, "L99 all is well", CASES) == "no law 'L99 all is well'"

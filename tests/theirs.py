@@ -1,4 +1,5 @@
-"""The models of transformers that weft reads, by the name of their architecture: configuration and model."""
+"""The models of transformers that weft reads, by the name of their architecture: configuration and
+model."""
 
 from typing import Any
 

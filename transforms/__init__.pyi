@@ -37,7 +37,11 @@ from .pipelines.schedule import (
     streaming as streaming,
 )
 from .pipelines.session import Session as Session
-from .pipelines.timing.cohorts import CohortPlan as CohortPlan, CohortRow as CohortRow, plan_cohorts as plan_cohorts
+from .pipelines.timing.cohorts import (
+    CohortPlan as CohortPlan,
+    CohortRow as CohortRow,
+    plan_cohorts as plan_cohorts,
+)
 from .pipelines.timing.costs import Costs as Costs
 from .pipelines.timing.events import Event as Event
 from .pipelines.timing.hardware import Machine as Machine

@@ -1,9 +1,10 @@
-"""`Transform`: a user-defined transform, written as two pure functions; it composes with weft's and `torch.func`'s.
+"""`Transform`: a user-defined transform, written as two pure functions; it composes with weft's and
+`torch.func`'s.
 
-A transform without state needs no protocol: any `f -> f` written with `functools.wraps` will do, because `wraps` passes
-on what weft's transforms look up on a function (its signature, its donated arguments, whether it lends its results).
-A transform with state cannot keep it in an attribute or a hook, because a replay runs no Python. Its state is passed
-in and out like any other.
+A transform without state needs no protocol: any `f -> f` written with `functools.wraps` will do,
+because `wraps` passes on what weft's transforms look up on a function (its signature, its donated
+arguments, whether it lends its results). A transform with state cannot keep it in an attribute or a
+hook, because a replay runs no Python. Its state is passed in and out like any other.
 """
 
 import functools
@@ -43,7 +44,8 @@ class Carried:
 
 
 def _carried(state: Any, own: Any) -> Carried:
-    """A `Carried`, made without its `__init__`, which `torch.compile` of torch 2.14 cannot trace."""
+    """A `Carried`, made without its `__init__`, which `torch.compile` of torch 2.14 cannot trace.
+    """
     carried = object.__new__(Carried)
     object.__setattr__(carried, "state", state)
     object.__setattr__(carried, "own", own)
@@ -52,22 +54,25 @@ def _carried(state: Any, own: Any) -> Carried:
 
 @attrs.frozen
 class Transform:
-    """A transform of steps and stages that carries its own state, as two pure functions. Called with a step
-    `(params, state, batch) -> (state, out)`, or with a stage, which takes a fourth argument, it returns a step or
-    stage over `Carried`.
+    """A transform of steps and stages that carries its own state, as two pure functions. Called
+    with a step `(params, state, batch) -> (state, out)`, or with a stage, which takes a fourth
+    argument, it returns a step or stage over `Carried`.
 
-    It works inside and outside `graphify`, `piecewise`, `pipeline`, `scan`, `microbatch` and other transforms, and
-    under `vmap` and `grad`, because it is a pure function. Under a ladder it sees padding, as every step does.
+    It works inside and outside `graphify`, `piecewise`, `pipeline`, `scan`, `microbatch` and other
+    transforms, and under `vmap` and `grad`, because it is a pure function. Under a ladder it sees
+    padding, as every step does.
 
     Args:
-        init: `(params, state) -> own`: makes the transform's first state, as new tensors on the state's device.
-        apply: `(step, own, params, state, *rest) -> (own, state, out)`: calls the step any number of times, each time
-            with the state that the previous call returned, and returns the next values of all three. If the step
-            donates its state, `own` is donated with it and may be written in place. Otherwise return a new one.
+        init: `(params, state) -> own`: makes the transform's first state, as new tensors on the
+            state's device.
+        apply: `(step, own, params, state, *rest) -> (own, state, out)`: calls the step any number
+            of times, each time with the state that the previous call returned, and returns the next
+            values of all three. If the step donates its state, `own` is donated with it and may be
+            written in place. Otherwise return a new one.
 
     Raises:
-        ProgramError: `init` or `apply` is not a function; or, at a call, the state is not a `Carried`, or `apply`
-            returns something else.
+        ProgramError: `init` or `apply` is not a function; or, at a call, the state is not a
+            `Carried`, or `apply` returns something else.
         DonatedError: at a call, an argument that was donated before.
 
     >>> import torch, weft
@@ -109,19 +114,26 @@ class Transform:
                     own, next_state, out = applied
                     return _carried(next_state, own), out
                 length = f" of {len(applied)}" if isinstance(applied, tuple) else ""
-                seen, instead = f"apply returned {kind_of(applied)}{length}", "return (own, state, out)"
+                seen, instead = (
+                    f"apply returned {kind_of(applied)}{length}",
+                    "return (own, state, out)",
+                )
             else:
-                seen, instead = f"a state that is {kind_of(state)}", "transform.carry(params, state) at first"
+                seen, instead = (
+                    f"a state that is {kind_of(state)}",
+                    "transform.carry(params, state) at first",
+                )
             raise ProgramError(f"Transform(...)({name})(...)", seen, instead)
 
         return cast(F, run)
 
 
 def lift(advance: F) -> F:
-    """Make `advance`, whose first argument is a state, work on `Carried` states too: what transforms carry is
-    unchanged.
+    """Make `advance`, whose first argument is a state, work on `Carried` states too: what
+    transforms carry is unchanged.
 
-    Use it as `pipeline(stages, advance=lift(weft.advance))`, where some stages are transformed and others are not.
+    Use it as `pipeline(stages, advance=lift(weft.advance))`, where some stages are transformed and
+    others are not.
 
     Raises:
         ProgramError: `advance` is not a function.

@@ -1,1 +1,2 @@
-"""Checks of what users pass: arguments, names that other engines use, and JSON that somebody else wrote."""
+"""Checks of what users pass: arguments, names that other engines use, and JSON that somebody else
+wrote."""

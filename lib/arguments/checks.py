@@ -1,4 +1,5 @@
-"""Checks of arguments: the vocabulary of types and ranges, and errors for arguments that a function does not have."""
+"""Checks of arguments: the vocabulary of types and ranges, and errors for arguments that a function
+does not have."""
 
 import difflib
 import functools
@@ -13,12 +14,14 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 
 def names_arguments(_by_position: str = "", /, **meant: str) -> Callable[[F], F]:
-    """Give a function, or a class, errors for arguments that it does not have: they name the argument to write.
+    """Give a function, or a class, errors for arguments that it does not have: they name the
+    argument to write.
 
     Args:
-        _by_position: what to write instead of more positional arguments than it takes; empty: the names of its
-            keyword-only arguments.
-        meant: other libraries' names for the same, and what to write here (`weft.arguments.equivalents`).
+        _by_position: what to write instead of more positional arguments than it takes; empty: the
+            names of its keyword-only arguments.
+        meant: other libraries' names for the same, and what to write here
+            (`weft.arguments.equivalents`).
 
     Returns:
         A decorator; the signature stays as it is.
@@ -43,11 +46,17 @@ def names_arguments(_by_position: str = "", /, **meant: str) -> Callable[[F], F]
     return wrap
 
 
-def _checked(fn: Callable[..., Any], name: str, meant: dict[str, str], by_position: str) -> Callable[..., Any]:
+def _checked(
+    fn: Callable[..., Any], name: str, meant: dict[str, str], by_position: str
+) -> Callable[..., Any]:
     parameters = inspect.signature(fn).parameters
     known = frozenset(parameters) - {"self"}
     by_name = [f"{key}=..." for key, each in parameters.items() if each.kind is each.KEYWORD_ONLY]
-    needed = {key for key, each in parameters.items() if each.kind is each.KEYWORD_ONLY and each.default is each.empty}
+    needed = {
+        key
+        for key, each in parameters.items()
+        if each.kind is each.KEYWORD_ONLY and each.default is each.empty
+    }
     is_method, most = "self" in parameters, len(parameters) - len(by_name)
 
     @functools.wraps(fn)
@@ -72,7 +81,8 @@ def _checked(fn: Callable[..., Any], name: str, meant: dict[str, str], by_positi
 
 
 def _instead(strange: str, known: Collection[str], meant: Mapping[str, str]) -> str:
-    """The remedy for an unknown argument name: the nearest known name, or the one that does the same here."""
+    """The remedy for an unknown argument name: the nearest known name, or the one that does the
+    same here."""
     near = [strange] if strange in meant else nearest(strange, sorted({*known, *meant}))
     if not near:
         return f"one of {', '.join(sorted(known))}"
@@ -80,8 +90,8 @@ def _instead(strange: str, known: Collection[str], meant: Mapping[str, str]) -> 
 
 
 def nearest(name: str, names: Iterable[str]) -> list[str]:
-    """The one of these names for which another may be a slip, in a list; an empty list if there is none. A name that
-    merely shares a word with another may mean something else.
+    """The one of these names for which another may be a slip, in a list; an empty list if there is
+    none. A name that merely shares a word with another may mean something else.
 
     >>> nearest("temprature", ["temperature", "prompt"]), nearest("cache_prompt", ["temperature", "prompt"])
     (['temperature'], [])
@@ -110,15 +120,23 @@ def is_number(value: object, least: float, most: float) -> TypeGuard[float]:
 
 
 Rule = tuple[type | UnionType | Callable[[Any], object], str]
-"""The type of an argument, or a function that says whether its value is valid; and the `instead` of the error."""
+"""The type of an argument, or a function that says whether its value is valid; and the `instead` of
+the error."""
 COUNT: Rule = (lambda value: is_int(value, 1), "a whole number >= 1")
-COUNT_OR_NONE: Rule = (lambda value: value is None or is_int(value, 1), "a whole number >= 1, or None")
+COUNT_OR_NONE: Rule = (
+    lambda value: value is None or is_int(value, 1),
+    "a whole number >= 1, or None",
+)
 
 
 def check_values(
-    call: object, rules: Mapping[str, Rule], values: Mapping[str, Any], error: type[WeftError] = RequestError
+    call: object,
+    rules: Mapping[str, Rule],
+    values: Mapping[str, Any],
+    error: type[WeftError] = RequestError,
 ) -> None:
-    """Raise `error` for the first value that breaks the rule of its name; one that the rule cannot compare breaks it.
+    """Raise `error` for the first value that breaks the rule of its name; one that the rule cannot
+    compare breaks it.
 
     Args:
         call: the call as the user wrote it: a text, or an object whose text it is.
@@ -150,16 +168,22 @@ def _holds(rule: Callable[[Any], object], value: Any) -> bool:
 
 
 def _with_value(name: str, value: Any) -> str:
-    """An argument with its value, for an error; with the shape and dtype of a tensor, which may be large."""
+    """An argument with its value, for an error; with the shape and dtype of a tensor, which may be
+    large."""
     if isinstance(value, type):
         return f"{name}={value.__name__}, the class"
     is_tensor = bool(getattr(value, "shape", ())) and hasattr(value, "dtype")
-    return f"{name} of shape {list(value.shape)}, {value.dtype}" if is_tensor else f"{name}={value!r:.200}"
+    return (
+        f"{name} of shape {list(value.shape)}, {value.dtype}"
+        if is_tensor
+        else f"{name}={value!r:.200}"
+    )
 
 
 def other_signature(function: Callable[..., Any], count: int, *keywords: str) -> str | None:
-    """The name and signature of a function that does not take so many arguments by position, and these by keyword; None
-    if it does, or if its signature is not known. A module's is that of its `forward`.
+    """The name and signature of a function that does not take so many arguments by position, and
+    these by keyword; None if it does, or if its signature is not known. A module's is that of its
+    `forward`.
 
     >>> def halved(x): ...
     >>> other_signature(halved, 1), other_signature(halved, 2), other_signature(halved, 1, "axis")

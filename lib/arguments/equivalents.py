@@ -1,6 +1,7 @@
 """Names of arguments in transformers, vLLM, SGLang and OpenAI's API, and their equivalents in weft.
 
-Each table is for `weft.arguments.checks.names_arguments` of one function; its values are the `instead` of an error.
+Each table is for `weft.arguments.checks.names_arguments` of one function; its values are the
+`instead` of an error.
 """
 
 from collections.abc import Iterable
@@ -31,11 +32,23 @@ _NOWHERE = {
         "epsilon_cutoff eta_cutoff typical_p",
         "nothing like it: temperature, top_k, top_p and min_p of weft.SamplingParams",
     ),
-    **_all("guidance_scale watermarking_config", "nothing like it: weft serves one model's own distribution"),
+    **_all(
+        "guidance_scale watermarking_config",
+        "nothing like it: weft serves one model's own distribution",
+    ),
     **_all("output_attentions", "nothing like it: attention is one kernel, which keeps no weights"),
-    **_all("attention_mask pad_token_id padding", "leave it out: prompts have any lengths, and none is padded"),
-    **_all("cache_implementation past_key_values use_cache", "leave it out: keys and values are kept in pages"),
-    **_all("return_dict_in_generate", "leave it out: a weft.Completion has text, token_ids and logprobs"),
+    **_all(
+        "attention_mask pad_token_id padding",
+        "leave it out: prompts have any lengths, and none is padded",
+    ),
+    **_all(
+        "cache_implementation past_key_values use_cache",
+        "leave it out: keys and values are kept in pages",
+    ),
+    **_all(
+        "return_dict_in_generate",
+        "leave it out: a weft.Completion has text, token_ids and logprobs",
+    ),
     **_all("tokenizer tokenizer_mode", "leave it out: weft.load reads the folder's tokenizer.json"),
     **_all("trust_remote_code", "leave it out: weft runs no code of a checkpoint"),
     **_all("data_parallel_size", "nothing like it: a process for each copy of the model"),
@@ -77,14 +90,23 @@ def _of_requests(sampling: str, own: Iterable[str]) -> dict[str, str]:
         **_all("generation_config params sampling_params", sampling.format("...")),
         **_all("stop_regex stopping_criteria", sampling.format("stop=[...], stop_token_ids=[...]")),
         **_all("max_completion_tokens max_length max_new_tokens", "max_tokens=..."),
-        **_all("input_ids inputs prompt_token_ids", "the prompt as a list of token ids (of a tensor its .tolist())"),
-        **_all("inputs_embeds prompt_embeds", "weft.EmbedsPrompt(token_ids, inputs_embeds) as the prompt"),
+        **_all(
+            "input_ids inputs prompt_token_ids",
+            "the prompt as a list of token ids (of a tensor its .tolist())",
+        ),
+        **_all(
+            "inputs_embeds prompt_embeds",
+            "weft.EmbedsPrompt(token_ids, inputs_embeds) as the prompt",
+        ),
         **_all("position_ids", "weft.EmbedsPrompt(token_ids, positions=...) as the prompt"),
         **_all(
             "output_hidden_states return_hidden_states",
             "weft.transforms.make_runner(model, limits): its stages are functions that return them",
         ),
-        **_all("output_logits", "weft.transforms.make_runner(model, limits, keep_logits=True), and steps by hand"),
+        **_all(
+            "output_logits",
+            "weft.transforms.make_runner(model, limits, keep_logits=True), and steps by hand",
+        ),
         **_NOWHERE,
     }
 
@@ -98,7 +120,10 @@ def for_generate(own: Iterable[str]) -> dict[str, str]:
         **_all("adapters lora_path lora_request", "adapter=weft.load_adapter(model, folder)"),
         **_all("streamer", "stream=True"),
         **_all("tqdm use_tqdm", "progress=True"),
-        **_all("max_model_len max_num_batched_tokens max_num_seqs", "weft.Engine(model, weft.EngineLimits(...))"),
+        **_all(
+            "max_model_len max_num_batched_tokens max_num_seqs",
+            "weft.Engine(model, weft.EngineLimits(...))",
+        ),
     }
 
 
@@ -107,9 +132,15 @@ def for_add(own: Iterable[str]) -> dict[str, str]:
     return {
         **_of_requests("weft.SamplingParams({}), after the prompt", own),
         **_all(_MASKS, f"engine.add(prompt, ..., {_MASK}"),
-        **_all("lora lora_path lora_request", "adapter=..., the name of one of Engine(..., adapters={...})"),
+        **_all(
+            "lora lora_path lora_request",
+            "adapter=..., the name of one of Engine(..., adapters={...})",
+        ),
         **_all("request_id", "id=..."),
-        **_all("speculation speculative_config", "weft.Engine(model, speculation=weft.Speculation(...))"),
+        **_all(
+            "speculation speculative_config",
+            "weft.Engine(model, speculation=weft.Speculation(...))",
+        ),
         **_all("stream streamer", "engine.stream(prompt, ...)"),
     }
 
@@ -131,7 +162,10 @@ LIMITS = {
     **_all("chunked_prefill_size max_num_batched_tokens", "max_num_tokens=..."),
     **_all("context_length", "max_model_len=..."),
     **_all("block_size", "page_size=..."),
-    **_all("gpu_memory_utilization max_total_tokens mem_fraction_static num_gpu_blocks", "num_pages=..."),
+    **_all(
+        "gpu_memory_utilization max_total_tokens mem_fraction_static num_gpu_blocks",
+        "num_pages=...",
+    ),
 }
 """The names for `EngineLimits`."""
 
@@ -139,8 +173,14 @@ ENGINE = {
     **_PLACE,
     **_NOWHERE,
     **{name: f"limits=weft.EngineLimits({instead})" for name, instead in LIMITS.items()},
-    **{name: f"limits=weft.EngineLimits({name}=...)" for name in ("max_num_reqs", "max_num_tokens", "max_model_len")},
-    **_all("enable_lora lora_modules lora_paths loras", "adapters={name: weft.load_adapter(model, folder)}"),
+    **{
+        name: f"limits=weft.EngineLimits({name}=...)"
+        for name in ("max_num_reqs", "max_num_tokens", "max_model_len")
+    },
+    **_all(
+        "enable_lora lora_modules lora_paths loras",
+        "adapters={name: weft.load_adapter(model, folder)}",
+    ),
     **_all("async_scheduling disable_overlap_schedule", "run_ahead=..."),
     **_all("enable_chunked_prefill", "leave it out: prompts are always read in chunks"),
     **_all("disable_radix_cache enable_prefix_caching", "prefix_caching=False, or True"),
@@ -153,7 +193,8 @@ LOAD = {
     **_all("torch_dtype", "dtype=..."),
     **_all("device_map", "device=...; weft.generate(..., pipeline=N) spans devices"),
     **_all(
-        "pipeline pp_size", "stage=(index, num_stages), for a rank of a pipeline; or weft.generate(..., pipeline=N)"
+        "pipeline pp_size",
+        "stage=(index, num_stages), for a rank of a pipeline; or weft.generate(..., pipeline=N)",
     ),
     **_all("model model_name pretrained_model_name_or_path", "path=..., a folder or a .gguf"),
     **_all("gguf_file", "path=..., the .gguf itself"),
@@ -165,9 +206,15 @@ LOAD = {
         "load_in_4bit load_in_8bit quantization quantization_config",
         "leave it out: linear layers are in FP8 where the checkpoint has them so",
     ),
-    **_all("attn_implementation", "leave it out: weft has one attention for each device (`weft doctor` names it)"),
+    **_all(
+        "attn_implementation",
+        "leave it out: weft has one attention for each device (`weft doctor` names it)",
+    ),
     **_all("low_cpu_mem_usage use_safetensors", "leave it out: weights are read one by one"),
-    **_all("max_memory offload_folder", "nothing like it: weights stay on one device; pipeline=... splits the layers"),
+    **_all(
+        "max_memory offload_folder",
+        "nothing like it: weights stay on one device; pipeline=... splits the layers",
+    ),
     **_all("load_format", "weft bench --load-format dummy, for random weights"),
     **_all("config", "leave it out: weft reads the checkpoint's own"),
 }

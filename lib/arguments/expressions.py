@@ -1,8 +1,9 @@
 """`Expression`: a regular expression from a checkpoint's files, matched in bounded time.
 
-Python's `re` backtracks: on a name of 40 letters `(\\w|\\w\\w)+!` keeps the whole interpreter busy for years. Here an
-expression maps the places in a name where a match may begin to those where it may end, part by part, so that nothing is
-tried twice; and it gives up after a fixed number of steps. `re` matches single characters and anchors only.
+Python's `re` backtracks: on a name of 40 letters `(\\w|\\w\\w)+!` keeps the whole interpreter busy
+for years. Here an expression maps the places in a name where a match may begin to those where it
+may end, part by part, so that nothing is tried twice; and it gives up after a fixed number of
+steps. `re` matches single characters and anchors only.
 """
 
 import re
@@ -14,13 +15,14 @@ import attrs
 from weft.arguments.json_text import Fields
 from weft.errors import ConfigError
 
-# Two libraries do not serve. `regex` (2026.5) with a time-out of 1 s was busy for 27 s and took 8 GB with one of the
-# expressions in this module's tests. `google-re2` has no look-ahead, which the expressions of released adapters use.
+# Two libraries do not serve. `regex` (2026.5) with a time-out of 1 s was busy for 27 s and took 8
+# GB with one of the expressions in this module's tests. `google-re2` has no look-ahead, which the
+# expressions of released adapters use.
 MOST_CHARACTERS = 10_000
 """The most characters of an expression."""
 MOST_STEPS = 20_000
-"""The most parts of an expression tried on one name: some hundredths of a second. Released adapters take some
-hundred."""
+"""The most parts of an expression tried on one name: some hundredths of a second. Released adapters
+take some hundred."""
 
 Ends = Callable[["_Name", frozenset[int]], frozenset[int]]
 """A function from the places where a match may begin to those where it may end."""
@@ -35,7 +37,8 @@ _SINGLE = re.compile(r"\\[AbBdDsSwWZ]|\\[^0-9a-zA-Z]|\\[nrtfav]|[^\\]", re.DOTAL
 
 @attrs.frozen
 class Expression:
-    """A regular expression in Python's syntax, without back references, flags, atomic groups and possessive repeats.
+    """A regular expression in Python's syntax, without back references, flags, atomic groups and
+    possessive repeats.
 
     Args:
         text: the expression as written.
@@ -63,7 +66,9 @@ class Expression:
             pattern = re.compile(whole)
             return _of_plain(pattern) if plain else _Parser(whole).branches()
         except (re.error, OverflowError, RecursionError) as error:
-            self._refuse("groups are nested too deeply" if isinstance(error, RecursionError) else str(error))
+            self._refuse(
+                "groups are nested too deeply" if isinstance(error, RecursionError) else str(error)
+            )
 
     def matches(self, name: str) -> bool:
         """Whether it matches a whole name.
@@ -74,11 +79,16 @@ class Expression:
         return len(name) in self._ends(_Name(name, self._refuse), frozenset([0]))
 
     def _refuse(self, seen: str) -> NoReturn:
-        call, instead = f"the regular expression {self.text!r:.60}", "a list of names, or a simpler expression"
+        call, instead = (
+            f"the regular expression {self.text!r:.60}",
+            "a list of names, or a simpler expression",
+        )
         raise ConfigError(call, seen, instead) from None
 
 
-def read_expression(fields: Fields, name: str, text: str, *, before: str = "", after: str = "") -> Expression:
+def read_expression(
+    fields: Fields, name: str, text: str, *, before: str = "", after: str = ""
+) -> Expression:
     """The expression that a field holds.
 
     Raises:
@@ -92,7 +102,8 @@ def read_expression(fields: Fields, name: str, text: str, *, before: str = "", a
 
 
 def is_plain(text: str) -> bool:
-    """Whether an expression is a name, or alternative names: nothing in it can match in more than one way."""
+    """Whether an expression is a name, or alternative names: nothing in it can match in more than
+    one way."""
     return _PLAIN.fullmatch(text) is not None
 
 
@@ -147,7 +158,8 @@ def _any_of(branches: tuple[Ends, ...]) -> Ends:
 
 def _repeated(part: Ends, least: int, most: int | None) -> Ends:
     def ends(name: _Name, starts: frozenset[int]) -> frozenset[int]:
-        # More rounds than places change nothing: a place is then reached by empty matches alone, or not at all.
+        # More rounds than places change nothing: a place is then reached by empty matches alone, or
+        # not at all.
         rounds = len(name.text) + 1
         for _ in range(min(least, rounds)):
             name.count(1)

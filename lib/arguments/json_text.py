@@ -1,4 +1,5 @@
-"""JSON that somebody else wrote, read with errors that name the field and its value; and JSON that weft writes."""
+"""JSON that somebody else wrote, read with errors that name the field and its value; and JSON that
+weft writes."""
 
 import contextlib
 import json
@@ -24,7 +25,8 @@ def parse_json(text: str) -> Any:
     """The value that a JSON text holds.
 
     Raises:
-        ValueError: it is not JSON, an object gives a field two values, or it is nested too deeply to be read.
+        ValueError: it is not JSON, an object gives a field two values, or it is nested too deeply
+            to be read.
 
     >>> parse_json('{"a": 1, "a": 2}')
     Traceback (most recent call last):
@@ -70,17 +72,21 @@ def read_object(path: Path, call: str) -> Mapping[str, Any]:
         fault = f"cannot be read: {error.strerror}"
     except ValueError as error:
         fault = f"is not JSON: {error}"
-    raise ConfigError(call, f"{path.name} {fault}", f"copy {path.name} again from where the checkpoint came from")
+    raise ConfigError(
+        call, f"{path.name} {fault}", f"copy {path.name} again from where the checkpoint came from"
+    )
 
 
 def read_json_lines(file: Path, call: str, what: str, forms: str) -> list[tuple[str, Any]]:
-    """The values in a file with one JSON text per line, each with its line's name. Empty lines are skipped.
+    """The values in a file with one JSON text per line, each with its line's name. Empty lines are
+    skipped.
 
     Args:
         what, forms: what a line holds, and what to write instead, for errors.
 
     Raises:
-        RequestError: the file cannot be read, a line is not JSON, or all are empty. The error names `call`.
+        RequestError: the file cannot be read, a line is not JSON, or all are empty. The error names
+            `call`.
     """
     text, fault = "", (f"no {what} in it", forms)
     try:
@@ -104,8 +110,9 @@ def read_json_lines(file: Path, call: str, what: str, forms: str) -> list[tuple[
     return found
 
 
-# cattrs 26.1, tried in its place, structures {"vocab_size": 64.5, "rms_norm_eps": "1e-6", "tie_word_embeddings": 1}
-# without an error, as 64, 1e-06 and True. It needs a hook of ours for each type, and its errors do not name the value.
+# cattrs 26.1, tried in its place, structures {"vocab_size": 64.5, "rms_norm_eps": "1e-6",
+# "tie_word_embeddings": 1} without an error, as 64, 1e-06 and True. It needs a hook of ours for
+# each type, and its errors do not name the value.
 @attrs.frozen
 class Fields:
     """A JSON object that is being read, and how an error names it.
@@ -114,7 +121,8 @@ class Fields:
         raw: the object.
         call: the call that the user wrote, for errors.
         source: the file, or whatever else the object came from.
-        prefix: what stands before a field's name when the object is nested, such as `rope_scaling.`.
+        prefix: what stands before a field's name when the object is nested, such as
+            `rope_scaling.`.
     """
 
     raw: Mapping[str, Any]
@@ -127,13 +135,15 @@ class Fields:
         raise ConfigError(self.call, f"{self.source} has {seen}", instead) from None
 
     def check(self, holds: object, which: str | Mapping[str, Any], instead: str) -> None:
-        """Refuse a field that cannot be used, or fields, with their values, that do not go together, unless a condition
-        holds."""
+        """Refuse a field that cannot be used, or fields, with their values, that do not go
+        together, unless a condition holds."""
         if holds:
             return
         values = {which: self.raw.get(which, _MISSING)} if isinstance(which, str) else which
         pairs = (
-            f"no {self.prefix}{name:.60}" if value is _MISSING else f"{self.prefix}{name:.60}={value!r:.200}"
+            f"no {self.prefix}{name:.60}"
+            if value is _MISSING
+            else f"{self.prefix}{name:.60}={value!r:.200}"
             for name, value in values.items()
         )
         self.refuse(" and ".join(pairs), instead)
@@ -185,12 +195,14 @@ class Fields:
     def nested(self, name: str, what: str = "an object, or null") -> Self | None:
         """The object in a field; None where the field is null or missing."""
         found = self.value(name, None, lambda one: one is None or isinstance(one, Mapping), what)
-        return None if found is None else attrs.evolve(self, raw=found, prefix=f"{self.prefix}{name}.")
+        return (
+            None if found is None else attrs.evolve(self, raw=found, prefix=f"{self.prefix}{name}.")
+        )
 
 
 def write_json(value: Any, indent: int | None = None) -> str:
-    """The JSON text of a value: lists for a tensor, null for a number that is not finite, and `str` of what JSON has no
-    form for.
+    """The JSON text of a value: lists for a tensor, null for a number that is not finite, and `str`
+    of what JSON has no form for.
 
     >>> write_json({"logprobs": [-0.5, float("nan")], "error": ValueError("no")})
     '{"logprobs": [-0.5, null], "error": "no"}'

@@ -9,7 +9,9 @@ def unit_of(span: float) -> tuple[float, str]:
     >>> unit_of(0.012)
     (0.001, 'ms')
     """
-    return next(((size, name) for size, name in ((1.0, "s"), (1e-3, "ms")) if span >= size), (1e-6, "us"))
+    return next(
+        ((size, name) for size, name in ((1.0, "s"), (1e-3, "ms")) if span >= size), (1e-6, "us")
+    )
 
 
 def duration(seconds: float) -> str:

@@ -1,4 +1,5 @@
-"""Plots by matplotlib, imported when a plot is asked for, in colours that read on a white page and on a dark one."""
+"""Plots by matplotlib, imported when a plot is asked for, in colours that read on a white page and
+on a dark one."""
 
 from collections.abc import Mapping, Sequence
 from importlib import import_module
@@ -10,7 +11,8 @@ from weft.extras import install_command
 
 GREY = "#808080"
 _FAR = 8.0
-"""The greatest ratio of a length to the median on a linear axis; beyond it the axis is logarithmic."""
+"""The greatest ratio of a length to the median on a linear axis; beyond it the axis is logarithmic.
+"""
 
 
 def pyplot(call: str) -> Any:
@@ -22,18 +24,23 @@ def pyplot(call: str) -> Any:
     try:
         return import_module("matplotlib.pyplot")
     except ImportError as error:
-        raise MissingPackageError(call, f"no matplotlib here ({error})", install_command("notebook")) from error
+        raise MissingPackageError(
+            call, f"no matplotlib here ({error})", install_command("notebook")
+        ) from error
 
 
 def new_axes(call: str, width: float, height: float, **options: Any) -> tuple[Any, Any]:
-    """A new figure of so many inches and its axes, as `neutral` makes them. `options` are those of `subplots`."""
+    """A new figure of so many inches and its axes, as `neutral` makes them. `options` are those of
+    `subplots`."""
     figure, axes = pyplot(call).subplots(figsize=(width, height), layout="constrained", **options)
     return neutral(figure), axes
 
 
 def neutral(figure: Any) -> Any:
-    """The figure, without a background, its text and lines in a grey that reads on white and on black."""
-    # Not by `rc_context`: where a notebook's backend is first loaded inside of it, it undoes what that has set.
+    """The figure, without a background, its text and lines in a grey that reads on white and on
+    black."""
+    # Not by `rc_context`: where a notebook's backend is first loaded inside of it, it undoes what
+    # that has set.
     figure.patch.set_alpha(0)
     for ax in figure.axes:
         ax.patch.set_alpha(0)
@@ -48,7 +55,9 @@ def axes_for(call: str, ax: Any, width: float, height: float) -> Any:
     return new_axes(call, width, height)[1] if ax is None else ax
 
 
-def rows(ax: Any, *parts: tuple[Sequence[float], Any, str], names: Sequence[str] | None = None) -> None:
+def rows(
+    ax: Any, *parts: tuple[Sequence[float], Any, str], names: Sequence[str] | None = None
+) -> None:
     """Horizontal bars from the top down, of parts side by side.
 
     The axis is logarithmic if one bar would squash the others.
@@ -59,7 +68,15 @@ def rows(ax: Any, *parts: tuple[Sequence[float], Any, str], names: Sequence[str]
     """
     ends = [0.0] * len(parts[0][0])
     for lengths, colours, label in parts:
-        ax.barh(range(len(ends)), lengths, left=ends, color=colours, label=label, edgecolor="#555", linewidth=0.4)
+        ax.barh(
+            range(len(ends)),
+            lengths,
+            left=ends,
+            color=colours,
+            label=label,
+            edgecolor="#555",
+            linewidth=0.4,
+        )
         ends = [end + length for end, length in zip(ends, lengths, strict=True)]
     if names is not None:
         ax.set_yticks(range(len(ends)), names)
@@ -74,7 +91,13 @@ def rows(ax: Any, *parts: tuple[Sequence[float], Any, str], names: Sequence[str]
 def legend(ax: Any, colours: Mapping[str, str]) -> None:
     """A legend to the right of the axes: what each colour is."""
     patch = import_module("matplotlib.patches").Patch
-    patches = [patch(facecolor=colour, edgecolor="#555", label=label) for label, colour in colours.items()]
+    patches = [
+        patch(facecolor=colour, edgecolor="#555", label=label) for label, colour in colours.items()
+    ]
     ax.legend(
-        handles=patches, loc="upper left", bbox_to_anchor=(1.0, 1.0), frameon=False, labelcolor=ax.title.get_color()
+        handles=patches,
+        loc="upper left",
+        bbox_to_anchor=(1.0, 1.0),
+        frameon=False,
+        labelcolor=ax.title.get_color(),
     )

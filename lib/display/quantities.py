@@ -16,7 +16,9 @@ def byte_size(count: float) -> str:
     >>> byte_size(31_457_280)
     '31.5 MB'
     """
-    size, name = next(((s, n) for s, n in ((1e9, "GB"), (1e6, "MB"), (1e3, "kB")) if count >= s), (1.0, "B"))
+    size, name = next(
+        ((s, n) for s, n in ((1e9, "GB"), (1e6, "MB"), (1e3, "kB")) if count >= s), (1.0, "B")
+    )
     return f"{float(f'{count / size:.3g}'):g} {name}"
 
 

@@ -1,4 +1,5 @@
-"""`Summarized`: a base of values with many tensors, which print in one line, and as a table in a notebook."""
+"""`Summarized`: a base of values with many tensors, which print in one line, and as a table in a
+notebook."""
 
 import re
 from typing import Any
@@ -14,8 +15,8 @@ _MOST = 100
 
 
 class Summarized:
-    """A base of attrs classes (`repr=False`) whose tensors are too many, or too large, to print: `repr` says their
-    dtypes and shapes. It reads no values, so that nothing waits for a device."""
+    """A base of attrs classes (`repr=False`) whose tensors are too many, or too large, to print:
+    `repr` says their dtypes and shapes. It reads no values, so that nothing waits for a device."""
 
     __slots__ = ()
 
@@ -24,21 +25,28 @@ class Summarized:
         return f"{type(self).__name__}({', '.join(f'{name}={_short(value)}' for name, value in given)})"
 
     def table(self, title: str = "") -> Table:
-        """One row for each tensor. Tensors whose names differ only by a number, such as a layer's, share a row."""
+        """One row for each tensor. Tensors whose names differ only by a number, such as a layer's,
+        share a row."""
         rows: dict[tuple[str, ...], list[str]] = {}
         sizes: dict[int, int] = {}
         for field, value in _fields(self).items():
             for path, leaf in leaves_with_names(value):
                 if isinstance(leaf, Tensor):
                     name = f"{field}{path}"
-                    rows.setdefault((re.sub(r"\d+", "*", name), _kind(leaf), str(leaf.device)), []).append(name)
+                    rows.setdefault(
+                        (re.sub(r"\d+", "*", name), _kind(leaf), str(leaf.device)), []
+                    ).append(name)
                     sizes[id(leaf)] = leaf.nbytes
         found = [
             (names[0] if len(names) == 1 else pattern, f"{len(names)}", kind, device)
             for (pattern, kind, device), names in rows.items()
         ]
         size = f"{len(sizes)} tensors, {sum(sizes.values()) / 2**20:,.1f} MiB"
-        return Table(("name", "tensors", "each", "device"), tuple(found), title or f"{type(self).__name__}: {size}")
+        return Table(
+            ("name", "tensors", "each", "device"),
+            tuple(found),
+            title or f"{type(self).__name__}: {size}",
+        )
 
     def _repr_html_(self) -> str | None:
         if getattr(self, "_taken_by", ""):
@@ -50,7 +58,11 @@ def _fields(value: Any) -> dict[str, Any]:
     """The fields to show, without those that are optional and empty."""
     shown = {field: getattr(value, field.name) for field in attrs.fields(type(value)) if field.repr}
     optional: Any = attrs.Factory(dict)
-    return {field.name: own for field, own in shown.items() if not (field.default == optional and own == {})}
+    return {
+        field.name: own
+        for field, own in shown.items()
+        if not (field.default == optional and own == {})
+    }
 
 
 def _kind(tensor: Tensor) -> str:

@@ -1,7 +1,8 @@
-"""`Table`, which prints in a terminal and in a notebook; and the HTML and SVG of the other pictures in notebooks.
+"""`Table`, which prints in a terminal and in a notebook; and the HTML and SVG of the other pictures
+in notebooks.
 
-The HTML is small and escaped, without scripts or style sheets. Text takes the colour of the page; a part with its own
-background also has its own text colour, so that both themes can be read.
+The HTML is small and escaped, without scripts or style sheets. Text takes the colour of the page; a
+part with its own background also has its own text colour, so that both themes can be read.
 """
 
 import re
@@ -13,9 +14,21 @@ from typing import Any, Literal
 import attrs
 
 # Light enough for black digits; neighbours differ for colour-blind eyes too.
-COLOURS = ("#8ecae6", "#ffb703", "#b7e4c7", "#f4a6c0", "#cdb4db", "#f6e27a", "#8fb8a8", "#f08a5d", "#a9b8f0", "#d9d2c5")
+COLOURS = (
+    "#8ecae6",
+    "#ffb703",
+    "#b7e4c7",
+    "#f4a6c0",
+    "#cdb4db",
+    "#f6e27a",
+    "#8fb8a8",
+    "#f08a5d",
+    "#a9b8f0",
+    "#d9d2c5",
+)
 _PIECE = "display: inline-block; white-space: pre"
-# As wide as the text below: a width of 0 does not widen the box, and the minimum width then fills it.
+# As wide as the text below: a width of 0 does not widen the box, and the minimum width then fills
+# it.
 _BAR = "display: block; width: 0; min-width: 100%; height: 2em; border-bottom: 1px solid"
 _CELL = "text-align: left; padding: 0.1em 0.8em 0.1em 0"
 _TABLE = "border-collapse: collapse; color: inherit; font-size: inherit"
@@ -27,8 +40,8 @@ _NUMBER = re.compile(r"[-+]?[\d,.]+(e[-+]?\d+)?( ?(%|s|ms|us|bytes|[KMG]iB))?")
 
 @attrs.frozen(repr=False)
 class Table:
-    """Rows of text below the names of their columns. A terminal shows it aligned, `rich` also in its width, a notebook
-    as HTML.
+    """Rows of text below the names of their columns. A terminal shows it aligned, `rich` also in
+    its width, a notebook as HTML.
 
     Args:
         header: the names of the columns.
@@ -48,7 +61,8 @@ class Table:
 
     @classmethod
     def of(cls, rows: Iterable[Mapping[str, Any]], title: str = "") -> "Table":
-        """A table of rows, each of which maps the names of the columns to what is shown; nothing is shown for None.
+        """A table of rows, each of which maps the names of the columns to what is shown; nothing is
+        shown for None.
 
         >>> print(Table.of([{"name": "a", "size": 8}, {"name": "b", "size": None}]))
         name  size
@@ -56,13 +70,17 @@ class Table:
         b
         """
         lines = [*rows]
-        cells = (tuple("" if value is None else str(value) for value in line.values()) for line in lines)
+        cells = (
+            tuple("" if value is None else str(value) for value in line.values()) for line in lines
+        )
         return cls(tuple(lines[0]), tuple(cells), title)
 
     @property
     def right(self) -> tuple[bool, ...]:
         """For each column, whether it holds only numbers, which are aligned to the right."""
-        columns = [[row[index] for row in self.rows if row[index]] for index in range(len(self.header))]
+        columns = [
+            [row[index] for row in self.rows if row[index]] for index in range(len(self.header))
+        ]
         return tuple(bool(column) and all(map(_NUMBER.fullmatch, column)) for column in columns)
 
     def __str__(self) -> str:
@@ -88,11 +106,15 @@ class Table:
         from rich.table import Table as RichTable
         from rich.text import Text
 
-        made = RichTable(box=None, pad_edge=False, title_justify="left", title_style="bold", header_style="dim")
+        made = RichTable(
+            box=None, pad_edge=False, title_justify="left", title_style="bold", header_style="dim"
+        )
         made.title = Text(self.title) if self.title else None
         for name, right in zip(self.header, self.right, strict=True):
             side: Literal["left", "right"] = "right" if right else "left"
-            made.add_column(Align(Text(name), side, vertical="bottom"), justify=side, overflow="fold")
+            made.add_column(
+                Align(Text(name), side, vertical="bottom"), justify=side, overflow="fold"
+            )
         for row in self.rows:
             made.add_row(*map(Text, row))
         return made
@@ -131,13 +153,18 @@ def text(value: object) -> str:
     return escape(str(value))
 
 
-def html_table(header: Sequence[str], rows: Iterable[Sequence[str]], right: Sequence[bool] = ()) -> str:
+def html_table(
+    header: Sequence[str], rows: Iterable[Sequence[str]], right: Sequence[bool] = ()
+) -> str:
     """An HTML table of markup; `right` says which columns are aligned to the right."""
     ends = [*right, *[False] * (len(header) - len(right))]
     styles = [_CELL.replace("left", "right") if end else _CELL for end in ends]
 
     def line(name: str, cells: Sequence[str]) -> str:
-        pairs = ((cell, style + _WHOLE * (len(cell) <= _SHORT)) for cell, style in zip(cells, styles, strict=True))
+        pairs = (
+            (cell, style + _WHOLE * (len(cell) <= _SHORT))
+            for cell, style in zip(cells, styles, strict=True)
+        )
         return element("tr", *(element(name, cell, style=style) for cell, style in pairs))
 
     head, body = element("thead", line("th", header)), (line("td", row) for row in rows)
@@ -152,28 +179,43 @@ def titled(title: str, *parts: str) -> str:
 def chip(label: str, colour: int) -> str:
     """A label on one of the `COLOURS`."""
     shape = "color: #222; border-radius: 0.3em; padding: 0 0.4em"
-    return element("span", text(label), style=f"background: {COLOURS[colour % len(COLOURS)]}; {shape}")
+    return element(
+        "span", text(label), style=f"background: {COLOURS[colour % len(COLOURS)]}; {shape}"
+    )
 
 
-def columns(titles: Sequence[str], cells: Sequence[Sequence[tuple[int, str]]], most: int = 40) -> str:
-    """Columns of lines, each after a number on its colour. A long column shows its first lines and the number
-    of the others.
+def columns(
+    titles: Sequence[str], cells: Sequence[Sequence[tuple[int, str]]], most: int = 40
+) -> str:
+    """Columns of lines, each after a number on its colour. A long column shows its first lines and
+    the number of the others.
 
     Args:
         titles: the titles of the columns.
-        cells: for each column, the number and the text of each line; text after a colon is shown as a tooltip.
+        cells: for each column, the number and the text of each line; text after a colon is shown as
+            a tooltip.
         most: the most lines of a column.
     """
     tall = max(map(len, cells), default=0)
-    rows = [[_numbered(*column[i]) if i < len(column) else "" for column in cells] for i in range(min(tall, most))]
+    rows = [
+        [_numbered(*column[i]) if i < len(column) else "" for column in cells]
+        for i in range(min(tall, most))
+    ]
     if tall > most:
-        rows.append([f"… {len(column) - most} more" if len(column) > most else "" for column in cells])
+        rows.append(
+            [f"… {len(column) - most} more" if len(column) > most else "" for column in cells]
+        )
     return html_table([*map(text, titles)], rows)
 
 
 def _numbered(number: int, line: str) -> str:
     short, colon, _ = line.partition(":")
-    return element("span", f"{chip(str(number), number)} {text(short)}", style=_WHOLE[2:], title=line if colon else "")
+    return element(
+        "span",
+        f"{chip(str(number), number)} {text(short)}",
+        style=_WHOLE[2:],
+        title=line if colon else "",
+    )
 
 
 def strip(groups: Sequence[tuple[int, int]], *, joined: bool = False) -> str:
@@ -198,7 +240,8 @@ def strip(groups: Sequence[tuple[int, int]], *, joined: bool = False) -> str:
 
 
 def bars_over_text(pieces: Sequence[tuple[str, float, str]], most: int = 160) -> str:
-    """Pieces of a text, each under a bar as wide as itself; of a long text the first ones, and the number of the rest.
+    """Pieces of a text, each under a bar as wide as itself; of a long text the first ones, and the
+    number of the rest.
 
     Args:
         pieces: for each its text, the height of its bar from 0 to 1, and its tooltip.

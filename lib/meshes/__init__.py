@@ -1,1 +1,2 @@
-"""Meshes of ranks, the placements of tensors on them, and the collectives between their ranks, as data."""
+"""Meshes of ranks, the placements of tensors on them, and the collectives between their ranks, as
+data."""

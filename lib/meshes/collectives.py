@@ -1,4 +1,5 @@
-"""Collectives as effects: `AllReduce`, `AllGather`, `ReduceScatter`, `AllToAll` and `PPermute`, and their results.
+"""Collectives as effects: `AllReduce`, `AllGather`, `ReduceScatter`, `AllToAll` and `PPermute`, and
+their results.
 
 They are data like `weft.effects.Send`: they print, and parse back.
 """
@@ -43,8 +44,10 @@ class AllReduce(_Meeting):
     """Each rank gets the sum (maximum, minimum) of the tensors of all.
 
     Args:
-        ranks, microbatch, schema: the ranks that take part, in order; the micro-batch; each rank's tensor, if known.
-        reduce_op: `sum`, `max` or `min`. A sum is a balanced tree over the ranks in their order (`reduced`).
+        ranks, microbatch, schema: the ranks that take part, in order; the micro-batch; each rank's
+            tensor, if known.
+        reduce_op: `sum`, `max` or `min`. A sum is a balanced tree over the ranks in their order
+            (`reduced`).
     """
 
     reduce_op: str = "sum"
@@ -92,8 +95,8 @@ class ReduceScatter(_Meeting):
 
 @attrs.frozen
 class AllToAll(_Meeting):
-    """Each rank sends part i of its tensor along `split_dim` to rank i, and joins what it gets along `concat_dim` in
-    the order of the ranks.
+    """Each rank sends part i of its tensor along `split_dim` to rank i, and joins what it gets
+    along `concat_dim` in the order of the ranks.
 
     Args:
         ranks, microbatch, schema: as in `AllReduce`.
@@ -111,8 +114,8 @@ class AllToAll(_Meeting):
 
 @attrs.frozen
 class PPermute(_Meeting):
-    """Each rank sends its tensor to at most one other, and gets that of at most one. A rank that nobody sends to gets
-    zeros.
+    """Each rank sends its tensor to at most one other, and gets that of at most one. A rank that
+    nobody sends to gets zeros.
 
     Args:
         ranks, microbatch, schema: as in `AllReduce`.
@@ -170,17 +173,25 @@ def mistake_in_pairs(pairs: Sequence[tuple[int, int]], count: int) -> str | None
     """The reason why so many ranks cannot send their tensors so; None if they can."""
     if wrong := next((place for pair in pairs for place in pair if not 0 <= place < count), None):
         return f"place {wrong} among {count} ranks"
-    for what, places in (("sends", [source for source, _ in pairs]), ("receives", [to for _, to in pairs])):
+    for what, places in (
+        ("sends", [source for source, _ in pairs]),
+        ("receives", [to for _, to in pairs]),
+    ):
         if twice := [place for place in places if places.count(place) > 1]:
             return f"place {twice[0]}, which {what} twice"
     return None
 
 
 def impossible(effect: Collective) -> tuple[str, str] | None:
-    """The reason why no ranks can perform a collective on tensors of its schema, and what they can; None: they can, as
-    far as the schema and its dimensions are known."""
-    if isinstance(effect, PPermute) and (mistake := mistake_in_pairs(effect.pairs, len(effect.ranks))):
-        return f"'{effect}', with {mistake}", "each place at most once as a sender and once as a receiver"
+    """The reason why no ranks can perform a collective on tensors of its schema, and what they can;
+    None: they can, as far as the schema and its dimensions are known."""
+    if isinstance(effect, PPermute) and (
+        mistake := mistake_in_pairs(effect.pairs, len(effect.ranks))
+    ):
+        return (
+            f"'{effect}', with {mistake}",
+            "each place at most once as a sender and once as a receiver",
+        )
     if effect.schema is None:
         return None
     seen, count = f"'{effect}'", len(effect.ranks)
@@ -200,18 +211,23 @@ def impossible(effect: Collective) -> tuple[str, str] | None:
         return f"{seen} along dimension {wrong[0]} of {len(dims)}", "one of its dimensions"
     size = None if cut_dim is None else dims[cut_dim]
     if isinstance(size, int) and size % count:
-        return f"{seen}, which cuts {size} into {count} parts", f"a dimension {cut_dim} that is a multiple of {count}"
+        return (
+            f"{seen}, which cuts {size} into {count} parts",
+            f"a dimension {cut_dim} that is a multiple of {count}",
+        )
     return None
 
 
 def with_schema(effect: Collective, x: Tensor) -> Collective:
     """The collective with the schema of a rank's tensor."""
-    return attrs.evolve(effect, schema=Schema((TensorSchema("x", tuple(map(int, x.shape)), x.dtype),)))
+    return attrs.evolve(
+        effect, schema=Schema((TensorSchema("x", tuple(map(int, x.shape)), x.dtype),))
+    )
 
 
 def cut(effect: Collective, x: Tensor) -> Tensor:
-    """The parts of one rank's tensor that a collective sends to the ranks, [ranks, ...], in their order: a part each,
-    or the whole tensor to all. A view."""
+    """The parts of one rank's tensor that a collective sends to the ranks, [ranks, ...], in their
+    order: a part each, or the whole tensor to all. A view."""
     count = len(effect.ranks)
     match effect:
         case ReduceScatter(dim=dim) | AllToAll(split_dim=dim):
@@ -232,8 +248,8 @@ def goes(effect: Collective, source: int, to: int) -> bool:
 
 
 def join(effect: Collective, received: Sequence[Tensor], place: int) -> Tensor:
-    """The result of a collective on the rank at a place among its ranks, from what it got of the tensors of all ranks,
-    in order."""
+    """The result of a collective on the rank at a place among its ranks, from what it got of the
+    tensors of all ranks, in order."""
     match effect:
         case AllReduce(reduce_op=reduce_op) | ReduceScatter(reduce_op=reduce_op):
             return reduced(received, reduce_op)
@@ -245,14 +261,15 @@ def join(effect: Collective, received: Sequence[Tensor], place: int) -> Tensor:
 
 
 def _zeros(like: Tensor) -> Tensor:
-    """Zeros. Autograd follows them, with a derivative of 0, as it does the tensors that other ranks get."""
+    """Zeros. Autograd follows them, with a derivative of 0, as it does the tensors that other ranks
+    get."""
     zeros = torch.zeros_like(like)
     return zeros + like.reshape(-1)[:0].sum() if like.requires_grad else zeros
 
 
 def combine(effect: Collective, inputs: Sequence[Tensor]) -> list[Tensor]:
-    """The result of a collective on each rank, by definition, from the tensors of all ranks in order. Results may share
-    memory with one another."""
+    """The result of a collective on each rank, by definition, from the tensors of all ranks in
+    order. Results may share memory with one another."""
     if isinstance(effect, AllReduce | AllGather):
         return [join(effect, inputs, 0)] * len(inputs)
     by_rank = zip(*(cut(effect, x) for x in inputs), strict=True)

@@ -12,10 +12,12 @@ from weft.trees import TreeSpec, tree_flatten, tree_map, tree_unflatten
 
 
 def distribute(tree: Any, mesh: Any, placements: Any) -> tuple[Any, ...]:
-    """Each rank's part of a tree of whole tensors, in the order of the ranks: torch's `distribute_tensor`, for trees.
+    """Each rank's part of a tree of whole tensors, in the order of the ranks: torch's
+    `distribute_tensor`, for trees.
 
-    It makes the params of a pipeline over a mesh: `[*distribute(first, mesh, ...), *distribute(second, mesh, ...)]`,
-    where `mesh` has the axes along which ranks share a stage; and arguments of `weft.shard` that are `PerRank()`.
+    It makes the params of a pipeline over a mesh: `[*distribute(first, mesh, ...),
+    *distribute(second, mesh, ...)]`, where `mesh` has the axes along which ranks share a stage; and
+    arguments of `weft.shard` that are `PerRank()`.
 
     Args:
         tree: of tensors; other leaves go to every rank as they are.
@@ -26,7 +28,8 @@ def distribute(tree: Any, mesh: Any, placements: Any) -> tuple[Any, ...]:
         A tree for each rank. Parts are views; a rank that writes its part in place needs a copy.
 
     Raises:
-        MeshError: placements that do not fit the mesh or the tree, or a dimension that the ranks cannot share evenly.
+        MeshError: placements that do not fit the mesh or the tree, or a dimension that the ranks
+            cannot share evenly.
         DonatedError: a tensor was donated before.
 
     >>> import torch, weft
@@ -45,7 +48,12 @@ def distribute(tree: Any, mesh: Any, placements: Any) -> tuple[Any, ...]:
 
     def part(rank: int) -> Any:
         found = [
-            tree_map(lambda x, where=where: part_of(x, where, own, rank, call) if isinstance(x, Tensor) else x, one)
+            tree_map(
+                lambda x, where=where: (
+                    part_of(x, where, own, rank, call) if isinstance(x, Tensor) else x
+                ),
+                one,
+            )
             for where, one in zip(axes, below, strict=True)
         ]
         return tree_unflatten(found, structure)
@@ -53,8 +61,11 @@ def distribute(tree: Any, mesh: Any, placements: Any) -> tuple[Any, ...]:
     return tuple(map(part, own))
 
 
-def match_placements(prefix: Any, tree: Any, call: str, name: str) -> tuple[list[Any], list[Any], TreeSpec]:
-    """The placements in a tree of them, what is below each in another tree, and the structure above.
+def match_placements(
+    prefix: Any, tree: Any, call: str, name: str
+) -> tuple[list[Any], list[Any], TreeSpec]:
+    """The placements in a tree of them, what is below each in another tree, and the structure
+    above.
 
     Raises:
         MeshError: the other tree has another structure.
@@ -64,4 +75,6 @@ def match_placements(prefix: Any, tree: Any, call: str, name: str) -> tuple[list
         return placed, structure.flatten_up_to(tree), structure
     except ValueError as error:
         seen = f"{name} of another structure than the values: {str(error).splitlines()[0]:.200}"
-        raise MeshError(call, seen, "the same structure, or one placement for all that is below it") from error
+        raise MeshError(
+            call, seen, "the same structure, or one placement for all that is below it"
+        ) from error

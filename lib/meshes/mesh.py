@@ -12,7 +12,8 @@ from weft.errors import MeshError
 
 @attrs.frozen(init=False)
 class Mesh:
-    """Ranks in a grid whose axes have names, numbered row by row, as in `torch.distributed.device_mesh`.
+    """Ranks in a grid whose axes have names, numbered row by row, as in
+    `torch.distributed.device_mesh`.
 
     Args:
         sizes: the number of ranks along each axis, by its name.
@@ -32,13 +33,16 @@ class Mesh:
         if wrong is not None or not sizes:
             seen = "no axis" if wrong is None else f"{wrong}={sizes[wrong]!r}"
             written = ", ".join(f"{name}={size!r:.20}" for name, size in sizes.items())
-            raise MeshError(f"Mesh({written})", seen, "the number of ranks along each axis: Mesh(tensor=2)")
+            raise MeshError(
+                f"Mesh({written})", seen, "the number of ranks along each axis: Mesh(tensor=2)"
+            )
         self.__attrs_init__(tuple(sizes.items()))
 
     @classmethod
     def of(cls, given: Any, call: str) -> "Mesh":
-        """The mesh that is given as one, as a dict of sizes, or as a `torch.distributed.device_mesh.DeviceMesh`, whose
-        ranks are numbered by their places in it."""
+        """The mesh that is given as one, as a dict of sizes, or as a
+        `torch.distributed.device_mesh.DeviceMesh`, whose ranks are numbered by their places in it.
+        """
         if isinstance(given, Mesh):
             return given
         if isinstance(given, Mapping):
@@ -47,9 +51,15 @@ class Mesh:
         if names and shape is not None:
             return cls(**dict(zip(names, map(int, shape), strict=True)))
         seen = (
-            "a DeviceMesh without names" if shape is not None and hasattr(given, "mesh_dim_names") else kind_of(given)
+            "a DeviceMesh without names"
+            if shape is not None and hasattr(given, "mesh_dim_names")
+            else kind_of(given)
         )
-        raise MeshError(call, f"mesh is {seen}", 'weft.Mesh(tensor=2), or a DeviceMesh with mesh_dim_names=("tensor",)')
+        raise MeshError(
+            call,
+            f"mesh is {seen}",
+            'weft.Mesh(tensor=2), or a DeviceMesh with mesh_dim_names=("tensor",)',
+        )
 
     @property
     def sizes(self) -> dict[str, int]:

@@ -1,5 +1,5 @@
-"""Placements of a tensor on the ranks of a mesh, in the terms of `torch.distributed.tensor`: `Shard`, `Replicate` and
-`Partial`. Its own placements may stand in their places.
+"""Placements of a tensor on the ranks of a mesh, in the terms of `torch.distributed.tensor`:
+`Shard`, `Replicate` and `Partial`. Its own placements may stand in their places.
 
 These are classes of their own because the import of torch's takes as long as that of torch.
 """
@@ -26,8 +26,8 @@ REDUCTIONS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
 
 
 def reduced(inputs: Sequence[Tensor], reduce_op: str) -> Tensor:
-    """The sum (maximum, minimum) of tensors, as a balanced tree: neighbours are added, then neighbouring sums. A sum of
-    16-bit values is made in float32, and rounded once.
+    """The sum (maximum, minimum) of tensors, as a balanced tree: neighbours are added, then
+    neighbouring sums. A sum of 16-bit values is made in float32, and rounded once.
 
     >>> reduced([torch.tensor(2.0**25), torch.tensor(1.0), torch.tensor(1.0), torch.tensor(2.0)], "sum") - 2.0**25
     tensor(4.)
@@ -39,7 +39,8 @@ def reduced(inputs: Sequence[Tensor], reduce_op: str) -> Tensor:
 
 @attrs.frozen
 class Shard:
-    """Each rank along the axis holds one part of dimension `dim`, all of one size, in the order of the ranks."""
+    """Each rank along the axis holds one part of dimension `dim`, all of one size, in the order of
+    the ranks."""
 
     dim: int
 
@@ -51,11 +52,12 @@ class Shard:
 class Replicate:
     """Each rank along the axis holds the whole tensor.
 
-    As the placement of a result it is a claim, which `weft.shard` checks, so that a forgotten `all_reduce` is an error.
-    Nothing is compared where the ranks compute the result with the same operators from the same values, which a
-    collective makes of different ones. Elsewhere each call compares the ranks' results, in every bit; on a GPU the host
-    waits for them. What must be compared can neither be differentiated nor become part of a graph, except where only
-    `PerRank()` arguments, such as weights that each rank loads, may differ.
+    As the placement of a result it is a claim, which `weft.shard` checks, so that a forgotten
+    `all_reduce` is an error. Nothing is compared where the ranks compute the result with the same
+    operators from the same values, which a collective makes of different ones. Elsewhere each call
+    compares the ranks' results, in every bit; on a GPU the host waits for them. What must be
+    compared can neither be differentiated nor become part of a graph, except where only `PerRank()`
+    arguments, such as weights that each rank loads, may differ.
     """
 
     def __str__(self) -> str:
@@ -64,8 +66,9 @@ class Replicate:
 
 @attrs.frozen
 class Partial:
-    """The tensor is the sum of what the ranks along the axis hold. As the placement of an argument: the first rank gets
-    the whole tensor, and the others get zeros (for `max` and `min`, the whole tensor too).
+    """The tensor is the sum of what the ranks along the axis hold. As the placement of an argument:
+    the first rank gets the whole tensor, and the others get zeros (for `max` and `min`, the whole
+    tensor too).
 
     Args:
         reduce_op: `sum`; or `max` or `min`, for the maximum or the minimum.
@@ -79,8 +82,8 @@ class Partial:
 
 @attrs.frozen
 class PerRank:
-    """A tuple with one tree for each rank: each gets its own, and returns one. For what is never whole, such as
-    parameters that each rank loads, or states that each writes in place."""
+    """A tuple with one tree for each rank: each gets its own, and returns one. For what is never
+    whole, such as parameters that each rank loads, or states that each writes in place."""
 
     def __str__(self) -> str:
         return "PerRank()"
@@ -92,10 +95,12 @@ _PLACEMENT = "Shard(dim), Replicate() or Partial(); PerRank() for a tuple of tre
 
 @attrs.frozen(init=False)
 class Placements:
-    """The placements of a tensor on a mesh of several axes, by axis; on the axes that are not named it is replicated.
+    """The placements of a tensor on a mesh of several axes, by axis; on the axes that are not named
+    it is replicated.
 
-    A dimension that is sharded over several axes is cut along the one that is named first, and each part along the
-    next: `Placements(z=Shard(0), y=Shard(0))` is JAX's `P(("z", "y"))`, whatever the order of the axes in the mesh.
+    A dimension that is sharded over several axes is cut along the one that is named first, and each
+    part along the next: `Placements(z=Shard(0), y=Shard(0))` is JAX's `P(("z", "y"))`, whatever the
+    order of the axes in the mesh.
 
     Args:
         by_axis: for the name of an axis, its placement.
@@ -108,7 +113,9 @@ class Placements:
 
     def __init__(self, **by_axis: Any) -> None:
         call = f"Placements({', '.join(f'{axis}=...' for axis in by_axis)})"
-        self.__attrs_init__(tuple((axis, as_placement(given, call)) for axis, given in by_axis.items()))
+        self.__attrs_init__(
+            tuple((axis, as_placement(given, call)) for axis, given in by_axis.items())
+        )
 
     def __str__(self) -> str:
         return f"Placements({', '.join(f'{axis}={placement}' for axis, placement in self.by_axis)})"
@@ -127,7 +134,9 @@ def as_placement(given: Any, call: str) -> Placement:
     else:
         raise MeshError(call, f"a placement that is {kind_of(given)}", _PLACEMENT)
     if isinstance(found, Partial) and found.reduce_op not in REDUCTIONS:
-        raise MeshError(call, f"Partial({found.reduce_op!r})", f"one of {', '.join(map(repr, REDUCTIONS))}")
+        raise MeshError(
+            call, f"Partial({found.reduce_op!r})", f"one of {', '.join(map(repr, REDUCTIONS))}"
+        )
     return found
 
 
@@ -140,25 +149,33 @@ _OF_TORCH: dict[str, Callable[[Any], Placement]] = {
 
 def is_placement(node: Any) -> bool:
     """Whether a value is a placement, of weft's or of torch's, or several by axis."""
-    of_torch = type(node).__module__.startswith("torch.distributed") and type(node).__name__ in _OF_TORCH
+    of_torch = (
+        type(node).__module__.startswith("torch.distributed") and type(node).__name__ in _OF_TORCH
+    )
     return isinstance(node, Shard | Replicate | Partial | Placements | PerRank) or of_torch
 
 
 Layout = tuple[tuple[str, Placement], ...]
-"""The placement on each axis of a mesh: those that cut a tensor, in the order in which they do, and then the others."""
+"""The placement on each axis of a mesh: those that cut a tensor, in the order in which they do, and
+then the others."""
 
 
 def on_axes(given: Any, mesh: Mesh, call: str) -> Layout:
     """The placement on each axis of a mesh.
 
     Raises:
-        MeshError: an axis that the mesh lacks; one placement that may be on any of several axes; or no placement.
+        MeshError: an axis that the mesh lacks; one placement that may be on any of several axes; or
+            no placement.
     """
     if isinstance(given, Placements):
         by_axis = dict(given.by_axis)
         if unknown := next((axis for axis in by_axis if axis not in mesh.sizes), None):
-            raise MeshError(call, f"{given}, on axis {unknown!r} of {mesh}", f"one of {', '.join(mesh.sizes)}")
-        cuts = [(axis, placement) for axis, placement in given.by_axis if isinstance(placement, Shard)]
+            raise MeshError(
+                call, f"{given}, on axis {unknown!r} of {mesh}", f"one of {', '.join(mesh.sizes)}"
+            )
+        cuts = [
+            (axis, placement) for axis, placement in given.by_axis if isinstance(placement, Shard)
+        ]
         rest = [(axis, by_axis.get(axis, Replicate())) for axis in mesh.sizes]
         return (*cuts, *(pair for pair in rest if not isinstance(pair[1], Shard)))
     placement = as_placement(given, call)
@@ -180,13 +197,16 @@ def same_parts(one: Layout, other: Layout, ndim: int) -> bool:
 
 def _by_dimension(layout: Layout, ndim: int) -> tuple[Any, Any]:
     """The axes that cut each dimension, in order, and the placements on the others."""
-    cuts = [(placement.dim % ndim, axis) for axis, placement in layout if isinstance(placement, Shard)]
+    cuts = [
+        (placement.dim % ndim, axis) for axis, placement in layout if isinstance(placement, Shard)
+    ]
     rest = {axis: placement for axis, placement in layout if not isinstance(placement, Shard)}
     return sorted(cuts, key=lambda cut: cut[0]), rest
 
 
 def part_key(layout: Layout, mesh: Mesh, rank: int) -> Hashable:
-    """A key that two ranks share if they hold equal parts, whatever tensor it is that has this layout."""
+    """A key that two ranks share if they hold equal parts, whatever tensor it is that has this
+    layout."""
     place = mesh.coordinates(rank)
     key: list[Hashable] = []
     for axis, placement in layout:
@@ -194,7 +214,9 @@ def part_key(layout: Layout, mesh: Mesh, rank: int) -> Hashable:
             case Shard():
                 key.append((axis, place[axis]))
             case Partial("sum"):
-                key.append((axis, place[axis] > 0))  # the first one has all of it, and the others zeros
+                key.append(
+                    (axis, place[axis] > 0)
+                )  # the first one has all of it, and the others zeros
             case Partial() | Replicate():
                 pass
     return tuple(key)
@@ -221,19 +243,27 @@ def part_of(value: Tensor, layout: Layout, mesh: Mesh, rank: int, call: str) -> 
 
 def _extent(value: Tensor, dim: int, axis: str, size: int, call: str) -> int:
     if not -value.ndim <= dim < value.ndim:
-        raise MeshError(call, f"Shard({dim}) of a tensor {list(value.shape)}", "one of its dimensions")
+        raise MeshError(
+            call, f"Shard({dim}) of a tensor {list(value.shape)}", "one of its dimensions"
+        )
     if value.shape[dim] % size:
         seen = f"Shard({dim}) of a tensor {list(value.shape)} over {size} ranks along {axis!r}"
-        raise MeshError(call, seen, f"a dimension that is a multiple of {size}: pad it, or Replicate()")
+        raise MeshError(
+            call, seen, f"a dimension that is a multiple of {size}: pad it, or Replicate()"
+        )
     return value.shape[dim] // size
 
 
 def whole_of(parts: Sequence[Tensor], layout: Layout, mesh: Mesh) -> Tensor:
-    """The tensor of which the ranks hold these parts: the inverse of `part_of`. Of replicas, the first is taken."""
+    """The tensor of which the ranks hold these parts: the inverse of `part_of`. Of replicas, the
+    first is taken."""
     by_rank = dict(enumerate(parts))
     for axis, placement in reversed(layout):
         firsts = [rank for rank in by_rank if not mesh.coordinates(rank)[axis]]
-        by_rank = {first: _joined([by_rank[rank] for rank in mesh.group(first, axis)], placement) for first in firsts}
+        by_rank = {
+            first: _joined([by_rank[rank] for rank in mesh.group(first, axis)], placement)
+            for first in firsts
+        }
     (whole,) = by_rank.values()
     return whole
 

@@ -21,8 +21,9 @@ from weft.value_keys import value_key
 
 
 def differing(values: Sequence[Any]) -> list[int]:
-    """The indices of the values that differ from the first one in any bit; inside a transform of torch.func, in any
-    value. Tensors whose values cannot be read now, or at all, count as equal: in a trace, or while a GPU captures.
+    """The indices of the values that differ from the first one in any bit; inside a transform of
+    torch.func, in any value. Tensors whose values cannot be read now, or at all, count as equal: in
+    a trace, or while a GPU captures.
 
     >>> differing([torch.zeros(2), torch.zeros(2), torch.ones(2)]), differing([1, 1.0])
     ([2], [1])
@@ -53,7 +54,8 @@ def _is_equal(a: Tensor, b: Tensor) -> bool:
     if is_functorch_wrapped_tensor(a) or is_functorch_wrapped_tensor(b):
         return _is_equal_in_each_row(a, b)
     dense = [x.detach().resolve_conj().resolve_neg().contiguous() for x in (a, b.to(a.device))]
-    # A dimension of one element may have any stride, which `reshape` keeps and `view` of another dtype refuses.
+    # A dimension of one element may have any stride, which `reshape` keeps and `view` of another
+    # dtype refuses.
     flat = [x.as_strided((x.numel(),), (1,)) for x in dense]
     in_words = all(x.nbytes % 8 == 0 and x.storage_offset() * x.itemsize % 8 == 0 for x in flat)
     bits = [x.view(torch.int64 if in_words else torch.uint8) for x in flat]
@@ -70,9 +72,14 @@ def _is_equal_in_each_row(a: Tensor, b: Tensor) -> bool:
 
 @functools.lru_cache(256)
 def replicas(layout: Layout, mesh: Mesh) -> tuple[tuple[str, tuple[int, ...]], ...]:
-    """The axes along which a value is placed as `Replicate()`, each with ranks that hold one value."""
+    """The axes along which a value is placed as `Replicate()`, each with ranks that hold one value.
+    """
     axes = (axis for axis, placement in layout if placement == Replicate())
-    return tuple((axis, ranks) for axis in axes for ranks in dict.fromkeys(mesh.group(rank, axis) for rank in mesh))
+    return tuple(
+        (axis, ranks)
+        for axis in axes
+        for ranks in dict.fromkeys(mesh.group(rank, axis) for rank in mesh)
+    )
 
 
 def ranks_in_words(ranks: Sequence[int]) -> str:

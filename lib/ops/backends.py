@@ -1,4 +1,5 @@
-"""The implementation of each operator on a device, and the reason for it, which `weft doctor` prints."""
+"""The implementation of each operator on a device, and the reason for it, which `weft doctor`
+prints."""
 
 from collections.abc import Iterator
 
@@ -26,7 +27,8 @@ class OpBackend:
 
 
 _CPU_SAMPLE = tuple(
-    OpBackend(op, "reference", "plain torch; the CPU has no other") for op in ("sample", "sample_rows", "count_tokens")
+    OpBackend(op, "reference", "plain torch; the CPU has no other")
+    for op in ("sample", "sample_rows", "count_tokens")
 )
 
 _SAMPLERS = {
@@ -53,7 +55,9 @@ _LAYER = {
 }
 """The operators besides attention and sampling, and a description of each CUDA implementation."""
 
-_CPU_COPIES = OpBackend("copies", "torch", "one tensor at a time, or one dtype; the CPU has no launch to save")
+_CPU_COPIES = OpBackend(
+    "copies", "torch", "one tensor at a time, or one dtype; the CPU has no launch to save"
+)
 
 
 def backends(device: str | torch.device) -> tuple[OpBackend, ...]:
@@ -71,7 +75,9 @@ def backends(device: str | torch.device) -> tuple[OpBackend, ...]:
     if kind == "cuda":
         copies = _cuda_copies(torch.device(device))
         return (_attention("cuda"), *_cuda_samplers(), *_cuda_layer(), copies)
-    raise DeviceError(f"backends({str(device)!r})", f"weft has no kernels for {kind!r}", "use 'cpu' or 'cuda'")
+    raise DeviceError(
+        f"backends({str(device)!r})", f"weft has no kernels for {kind!r}", "use 'cpu' or 'cuda'"
+    )
 
 
 def _attention(kind: str) -> OpBackend:
@@ -81,7 +87,11 @@ def _attention(kind: str) -> OpBackend:
         # The text of the error that a call raises: nothing falls back to another kernel in silence.
         error = no_triton("paged_attention on cuda")
         return OpBackend("paged_attention", "missing", f"{error.seen}; {error.instead}")
-    others = (f"{one.name} ({_facts(one)})" for one in BACKENDS.values() if one is not own and kind in one.devices)
+    others = (
+        f"{one.name} ({_facts(one)})"
+        for one in BACKENDS.values()
+        if one is not own and kind in one.devices
+    )
     reason = f"{_facts(own)}; attention=... takes also {', '.join(others)}"
     if own.name != "triton":
         return OpBackend("paged_attention", own.name, reason)
@@ -127,11 +137,19 @@ def _measured(op: str) -> str:
 
 
 def _chosen(op: str) -> str:
-    """A sentence on how a linear layer's tile is chosen, and for which shapes torch's own product is used instead."""
+    """A sentence on how a linear layer's tile is chosen, and for which shapes torch's own product
+    is used instead."""
     fp8, lacks = op == "fp8_linear", scaled_mm_lacks()
     if device() is None:
-        return "tiles by rule, since none were measured on this GPU" if fp8 else "torch's F.linear, on this GPU"
-    found, gpu = record()["losses"]["fp8" if fp8 else "bf16"]["held out"], record()["environment"]["gpu"]
+        return (
+            "tiles by rule, since none were measured on this GPU"
+            if fp8
+            else "torch's F.linear, on this GPU"
+        )
+    found, gpu = (
+        record()["losses"]["fp8" if fp8 else "bf16"]["held out"],
+        record()["environment"]["gpu"],
+    )
     how = f"tiles by a model measured on {gpu}: for {found['shapes']} shapes that it had not seen {found['median']:g} %"
     how += f" slower than the best of all (median), and at most {found['p90']:g} % in nine of ten cases; "
     if fp8 and lacks:
@@ -141,7 +159,8 @@ def _chosen(op: str) -> str:
 
 
 def _first(fp8: bool) -> int:
-    """The least power of two of tokens for which torch's own product multiplies with weights of 6144 by 4096."""
+    """The least power of two of tokens for which torch's own product multiplies with weights of
+    6144 by 4096."""
     counts = (2**i for i in range(15))
     return next((count for count in counts if linear_tile(count, 6144, 4096, fp8) is None), 2**15)
 
@@ -153,4 +172,8 @@ def _cuda_copies(device: torch.device) -> OpBackend:
     if reason := no_kernel(device, trial=there):
         return OpBackend("copies", "torch._foreach_copy_", f"one launch for each dtype: {reason}")
     launched = how_launched(device) if there else "launched by the driver"
-    return OpBackend("copies", f"triton {triton_version()}, {launched}", "one launch for all tensors, of any dtypes")
+    return OpBackend(
+        "copies",
+        f"triton {triton_version()}, {launched}",
+        "one launch for all tensors, of any dtypes",
+    )

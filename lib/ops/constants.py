@@ -1,5 +1,6 @@
-"""Facts about the function that is running. Nothing writes its constant tensors, so a kernel may read them before the
-last kernel has ended. And it may be run only to learn which kernels to compile."""
+"""Facts about the function that is running. Nothing writes its constant tensors, so a kernel may
+read them before the last kernel has ended. And it may be run only to learn which kernels to
+compile."""
 
 import contextlib
 from collections.abc import Iterable, Iterator
@@ -13,10 +14,11 @@ from weft.torchapi.private import storage_id
 _CONSTANT: ContextVar[frozenset[int]] = ContextVar("weft.constant", default=frozenset())
 """The storages of these tensors."""
 ASKED: ContextVar[dict[Any, Any] | None] = ContextVar("weft.asked", default=None)
-"""While kernels are only asked for (`weft.ops.kernel_triton.compiling`), those that were, by kind; otherwise None."""
+"""While kernels are only asked for (`weft.ops.kernel_triton.compiling`), those that were, by kind;
+otherwise None."""
 _ALIGNED, _ALIGNED_ON_GPU = 16, 256
-"""Kernels are chosen by whether an address is a multiple of so many bytes, or of less. torch's allocations are
-multiples of 64 on a CPU, and of 512 on a GPU."""
+"""Kernels are chosen by whether an address is a multiple of so many bytes, or of less. torch's
+allocations are multiples of 64 on a CPU, and of 512 on a GPU."""
 
 
 def is_asking() -> bool:
@@ -48,6 +50,7 @@ def is_constant(tensor: Tensor) -> bool:
 
 
 def kernel_kind(tensor: Tensor) -> tuple[Any, ...]:
-    """Everything about a tensor that the choice of a kernel may depend on, other than its values."""
+    """Everything about a tensor that the choice of a kernel may depend on, other than its values.
+    """
     place = tensor.data_ptr() % (_ALIGNED_ON_GPU if tensor.is_cuda else _ALIGNED)
     return tensor.shape, tensor.stride(), tensor.dtype, tensor.device, place, is_constant(tensor)

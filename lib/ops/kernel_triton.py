@@ -1,29 +1,32 @@
-"""Kernels in Triton that are launched again in a few microseconds, compiled several at once, and placed early.
+"""Kernels in Triton that are launched again in a few microseconds, compiled several at once, and
+placed early.
 
-Compilation: Triton compiles a kernel at its first launch with arguments of new kinds, one kernel after another: half a
-second each, for some 70 kernels of a model. LLVM and the assembler release the interpreter's lock, so threads compile
-side by side: 25 seconds of compilation took 6.7 with 8 threads, on 16 cores beside an H200. Triton also compiles a
-launcher in C for each list of argument types, 0.26 s for each of 16 lists; `compiling` makes these too.
+Compilation: Triton compiles a kernel at its first launch with arguments of new kinds, one kernel
+after another: half a second each, for some 70 kernels of a model. LLVM and the assembler release
+the interpreter's lock, so threads compile side by side: 25 seconds of compilation took 6.7 with 8
+threads, on 16 cores beside an H200. Triton also compiles a launcher in C for each list of argument
+types, 0.26 s for each of 16 lists; `compiling` makes these too.
 
-Launches: at each launch Triton inspects every argument for what a compilation may depend on, and compares every
-constant with its earlier value. That was half of the time of an eager step of 537 launches. `Kernel` remembers what was
-compiled for arguments of the same kinds. Triton's launch hooks are called, and its compilation settings are read when
-a kind is new.
+Launches: at each launch Triton inspects every argument for what a compilation may depend on, and
+compares every constant with its earlier value. That was half of the time of an eager step of 537
+launches. `Kernel` remembers what was compiled for arguments of the same kinds. Triton's launch
+hooks are called, and its compilation settings are read when a kind is new.
 
 Early placement (programmatic dependent launch, sm_90 and later:
-https://docs.nvidia.com/cuda/cuda-programming-guide/04-special-topics/programmatic-dependent-launch.html): a kernel's
-programs are placed while the last kernel's still run, and wait there for its end. A step of hundreds of short kernels
-then does not pay for the start of each one. Every kernel that is launched with the options of `early` calls `begin()`
-in all of its programs, before it reads what a kernel may have written, or writes anything: the end of one kernel then
-implies the end of all before it, and nothing is read or written too soon. A kernel that has little left to do calls
-`release()`, and the next kernel's programs are placed; any earlier, they would crowd on the multiprocessors that are
-free first. A captured graph holds this as a kind of edge.
+https://docs.nvidia.com/cuda/cuda-programming-guide/04-special-topics/programmatic-dependent-launch.html):
+a kernel's programs are placed while the last kernel's still run, and wait there for its end. A step
+of hundreds of short kernels then does not pay for the start of each one. Every kernel that is
+launched with the options of `early` calls `begin()` in all of its programs, before it reads what a
+kernel may have written, or writes anything: the end of one kernel then implies the end of all
+before it, and nothing is read or written too soon. A kernel that has little left to do calls
+`release()`, and the next kernel's programs are placed; any earlier, they would crowd on the
+multiprocessors that are free first. A captured graph holds this as a kind of edge.
 
-A kernel for few tokens has few programs. It lets the next one's be placed `at_once`, before it waits itself, so that
-those of several kernels are there, one waiting for the other; and a product or a norm whose weights nothing writes
-(`weft.ops.constants`) asks for them before it waits. So the weights of the next products are on their way while this
-one's sums are formed. Such loads pass by the L1 cache, which may hold older bytes. Nothing else is read before
-`begin()`.
+A kernel for few tokens has few programs. It lets the next one's be placed `at_once`, before it
+waits itself, so that those of several kernels are there, one waiting for the other; and a product
+or a norm whose weights nothing writes (`weft.ops.constants`) asks for them before it waits. So the
+weights of the next products are on their way while this one's sums are formed. Such loads pass by
+the L1 cache, which may hold older bytes. Nothing else is read before `begin()`.
 
 Import this module only where triton is installed.
 """
@@ -58,7 +61,8 @@ _MOST_KNOWN = 4096
 _BAR_AFTER = 1.0
 """Seconds until a progress bar shows."""
 _PLAIN = frozenset((bool, int, str, type(None), tl.dtype))
-"""Types of options that are equal only if they are the same: no tensors, and no floats, since 0.0 equals -0.0."""
+"""Types of options that are equal only if they are the same: no tensors, and no floats, since 0.0
+equals -0.0."""
 _VALUES = _PLAIN | {float}
 """The types of nearly all arguments that are no tensors."""
 
@@ -67,7 +71,8 @@ INTERPRETED = tl.constexpr(os.environ.get("TRITON_INTERPRET") == "1")
 
 
 class Kernel:
-    """A kernel: `kernel[grid](...)` launches it or, inside `compiling()`, compiles it for such arguments.
+    """A kernel: `kernel[grid](...)` launches it or, inside `compiling()`, compiles it for such
+    arguments.
 
     Args:
         jit: the kernel as `triton.jit` returns it.
@@ -81,7 +86,9 @@ class Kernel:
         self._constant = ["constexpr" in str(parameter.annotation) for parameter in given]
 
     def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
-        if (asked := ASKED.get()) is not None:  # Triton takes half a millisecond to know one that is being compiled
+        if (
+            asked := ASKED.get()
+        ) is not None:  # Triton takes half a millisecond to know one that is being compiled
             return functools.partial(self._compile, asked, grid)
         return functools.partial(self._launch, grid)
 
@@ -101,14 +108,17 @@ class Kernel:
                 self._known.clear()
             self._known[key] = compiled, tuple(options[name] for name in rest)
 
-    def _compile(self, asked: dict[Any, Any], grid: tuple[int, ...], *args: Any, **options: Any) -> None:
+    def _compile(
+        self, asked: dict[Any, Any], grid: tuple[int, ...], *args: Any, **options: Any
+    ) -> None:
         key = id(self.jit), *_kinds(args, options)
         if key not in asked:
             self._check_constants(args)
             asked[key] = self.jit.warmup(*args, grid=grid, **options)
 
     def _check_constants(self, args: Sequence[Any]) -> None:
-        """Constants are given by name: `_kinds` does not tell apart all integers that are given by position."""
+        """Constants are given by name: `_kinds` does not tell apart all integers that are given by
+        position."""
         if any(self._constant[: len(args)]):
             raise TypeError(f"a constant of {self.jit} is given by position: give it by name")
 
@@ -122,9 +132,9 @@ def _kinds(args: Iterable[Any], options: dict[str, Any]) -> list[Any]:
 
 
 def _add_kinds(found: list[Any], values: Iterable[Any], *, exact: bool) -> None:
-    """Add the kind of each value. Unless exact, that of an integer is what Triton specialises a kernel for: whether it
-    is 1, whether 16 divides it, and its type (32 bits, 64 bits, or 64 without a sign). So most numbers of tokens share
-    one."""
+    """Add the kind of each value. Unless exact, that of an integer is what Triton specialises a
+    kernel for: whether it is 1, whether 16 divides it, and its type (32 bits, 64 bits, or 64
+    without a sign). So most numbers of tokens share one."""
     add = found.append
     for value in values:
         kind = type(value)
@@ -156,7 +166,9 @@ class _Workers(ThreadPoolExecutor):
 
     def __init__(self, bar: Any) -> None:
         device = torch.cuda.current_device() if torch.cuda.is_available() else None
-        super().__init__(min(_MOST_THREADS, os.cpu_count() or 1), initializer=_on, initargs=(device,))
+        super().__init__(
+            min(_MOST_THREADS, os.cpu_count() or 1), initializer=_on, initargs=(device,)
+        )
         self._bar = bar
 
     def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> "Future[Any]":
@@ -168,7 +180,8 @@ class _Workers(ThreadPoolExecutor):
 
 @contextlib.contextmanager
 def compiling() -> Iterator[None]:
-    """Compile the kernels that this thread would launch inside, in other threads; nothing is launched or written.
+    """Compile the kernels that this thread would launch inside, in other threads; nothing is
+    launched or written.
 
     All are compiled when the outermost such context exits.
 
@@ -193,7 +206,8 @@ def compiling() -> Iterator[None]:
 
 
 def _make_launcher(compiled: Any) -> None:
-    """Make the launcher of a kernel and load it onto the device: reading the attribute `run` does both."""
+    """Make the launcher of a kernel and load it onto the device: reading the attribute `run` does
+    both."""
     getattr(_finished(compiled), "run", None)
 
 
@@ -204,8 +218,8 @@ def _finished(compiled: Any) -> Any:
 
 @triton.jit
 def begin(at_once=False):
-    """Wait for the end of the last kernel, and see what it wrote. at_once: first let the next kernel's programs be
-    placed. A second call waits for nothing."""
+    """Wait for the end of the last kernel, and see what it wrote. at_once: first let the next
+    kernel's programs be placed. A second call waits for nothing."""
     if at_once:
         release()
     if not INTERPRETED and cuda_capability_geq(9, 0):
@@ -214,14 +228,16 @@ def begin(at_once=False):
 
 @triton.jit
 def release():
-    """Let the next kernel's programs be placed once every program of this kernel has called this or ended."""
+    """Let the next kernel's programs be placed once every program of this kernel has called this or
+    ended."""
     if not INTERPRETED and cuda_capability_geq(9, 0):
         tl.extra.cuda.gdc_launch_dependents()
 
 
 def at_once(tokens: int) -> int:
-    """1 if a kernel for so many tokens lets the next one's programs be placed at once, else 0. It is an argument of the
-    launch (`do_not_specialize`), so a kernel is compiled once for all numbers of tokens."""
+    """1 if a kernel for so many tokens lets the next one's programs be placed at once, else 0. It
+    is an argument of the launch (`do_not_specialize`), so a kernel is compiled once for all numbers
+    of tokens."""
     return int(tokens <= FEW_TOKENS)
 
 

@@ -1,4 +1,5 @@
-"""Residual additions with the normalisation, and the quantisation, that follow them: one operator for one kernel."""
+"""Residual additions with the normalisation, and the quantisation, that follow them: one operator
+for one kernel."""
 
 import torch
 from torch import Tensor
@@ -9,12 +10,17 @@ from weft.ops.register import operator
 
 
 def functional_rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """`rms_norm` in operations that have derivatives of all orders and modes; torch's own norm has a fused kernel."""
+    """`rms_norm` in operations that have derivatives of all orders and modes; torch's own norm has
+    a fused kernel."""
     wide = widened(x)
-    return (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps) * widened(weight)).to(x.dtype)
+    return (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps) * widened(weight)).to(
+        x.dtype
+    )
 
 
-def functional_add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+def functional_add_rms_norm(
+    x: Tensor, residual: Tensor, weight: Tensor, eps: float
+) -> tuple[Tensor, Tensor]:
     """`add_rms_norm` by `functional_rms_norm`."""
     total = sum_parts(x, residual.dtype) + residual
     return functional_rms_norm(total, weight, eps), total
@@ -26,10 +32,12 @@ def functional_add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: fl
     functional=functional_rms_norm,
 )
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """Root mean square normalisation over the last dimension (Zhang and Sennrich, 2019, arXiv 1910.07467).
+    """Root mean square normalisation over the last dimension (Zhang and Sennrich, 2019, arXiv
+    1910.07467).
 
     Args:
-        x: `[T, N]`. Computed with in float32 and rounded once, after the multiplication by the weight.
+        x: `[T, N]`. Computed with in float32 and rounded once, after the multiplication by the
+            weight.
         weight: `[N]`, of x's dtype.
         eps: added to the mean square.
 
@@ -68,7 +76,8 @@ def _rms_norm_quantized(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, 
     functional=functional_add_rms_norm,
 )
 def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """The sum of `x` and `residual`, rounded to the residual's dtype, and that sum normalised as by `rms_norm`.
+    """The sum of `x` and `residual`, rounded to the residual's dtype, and that sum normalised as by
+    `rms_norm`.
 
     Args:
         x: `[T, N]`, or parts of it `[S, T, N]`.
@@ -81,7 +90,9 @@ def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tup
     return rms_norm.reference(total, weight, eps), total
 
 
-def add_rms_norm_quantized(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Quantized, Tensor]:
+def add_rms_norm_quantized(
+    x: Tensor, residual: Tensor, weight: Tensor, eps: float
+) -> tuple[Tensor, Quantized, Tensor]:
     """`add_rms_norm` with the normalised sum also quantised: normalised, quantised, sum."""
     normed, values, scales, total = _add_rms_norm_quantized(x, residual, weight, eps)
     return normed, Quantized(values, scales), total

@@ -1,7 +1,7 @@
 """The CUDA implementation of the operators of `weft.ops.norm` and of `weft::quantize`, in Triton.
 
-One kernel, a program a token, does all of them; each operator leaves out what it does not need. Import this module only
-where triton is installed.
+One kernel, a program a token, does all of them; each operator leaves out what it does not need.
+Import this module only where triton is installed.
 """
 
 # Triton's decorators have no types, and neither have the pointers that a kernel takes.

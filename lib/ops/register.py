@@ -1,4 +1,5 @@
-"""The registration of operators with torch: a decorator that makes an operator of its reference function."""
+"""The registration of operators with torch: a decorator that makes an operator of its reference
+function."""
 
 import functools
 import inspect
@@ -61,31 +62,35 @@ def operator(
 ) -> Callable[[Callable[P, R]], Operator[P, R]]:
     """Register the decorated function as the operator `weft::name`.
 
-    The function is the reference: it defines the result, and it is the CPU implementation. Its annotations are the
-    operator's signature. A call goes to the operator, or to `functional` where an argument requires grad or a transform
-    of torch.func is active. (An Autograd kernel in Python could decide that too, but takes as long as the whole call.)
+    The function is the reference: it defines the result, and it is the CPU implementation. Its
+    annotations are the operator's signature. A call goes to the operator, or to `functional` where
+    an argument requires grad or a transform of torch.func is active. (An Autograd kernel in Python
+    could decide that too, but takes as long as the whole call.)
 
     Args:
-        kernel: `module:function` of the CUDA implementation, with the same parameters. It is imported at the first call
-            on CUDA, so that weft works on a CPU without triton.
-        fake: makes empty results of the right shapes, dtypes and devices. It takes the parameters that it needs, by
-            their names.
+        kernel: `module:function` of the CUDA implementation, with the same parameters. It is
+            imported at the first call on CUDA, so that weft works on a CPU without triton.
+        fake: makes empty results of the right shapes, dtypes and devices. It takes the parameters
+            that it needs, by their names.
         name: None: the function's name without leading underscores.
         parameters: a function whose parameters are the operator's; None: the decorated function.
         writes: the parameters whose tensors are written in place.
-        functional: the same in torch's own operations, on any device, for autograd and torch.func; None: the reference.
-            It writes to no argument: where the operator does, `functional` returns the new values after the result.
-        returns_written: False: `functional` writes in place, too, and only if its second or third argument is given
-            (the keys and values of attention).
+        functional: the same in torch's own operations, on any device, for autograd and torch.func;
+            None: the reference. It writes to no argument: where the operator does, `functional`
+            returns the new values after the result.
+        returns_written: False: `functional` writes in place, too, and only if its second or third
+            argument is given (the keys and values of attention).
         no_derivative: why the operator has no derivative. Asking for one is an error that says so.
         check: called with all arguments before the operator; raises if they contradict each other.
 
-    `torch.compile` always traces the operator: it takes every call for one inside a transform of torch.func.
+    `torch.compile` always traces the operator: it takes every call for one inside a transform of
+    torch.func.
 
-    A last parameter `batch_invariant: bool = False` of the function and of its kernel is not a parameter of the call.
-    It makes a second operator, `weft::name.batch_invariant`, which is called in `weft.batch_invariant()`: so a traced
-    program says which of the two it runs. In that context a derivative is that of `functional`, and the values are the
-    operator's, bit for bit. On the CPU it runs in one thread (`weft.torchapi.cpu_sums`).
+    A last parameter `batch_invariant: bool = False` of the function and of its kernel is not a
+    parameter of the call. It makes a second operator, `weft::name.batch_invariant`, which is called
+    in `weft.batch_invariant()`: so a traced program says which of the two it runs. In that context
+    a derivative is that of `functional`, and the values are the operator's, bit for bit. On the CPU
+    it runs in one thread (`weft.torchapi.cpu_sums`).
     """
 
     def register(reference: Callable[P, R]) -> Operator[P, R]:
@@ -93,15 +98,23 @@ def operator(
         derived = functional or reference
         if no_derivative is not None:
             derived = without_derivative(own.replace(".", "_"), no_derivative, derived)
-        ops = [define(own, reference, fake=fake, kernel=kernel, parameters=parameters, writes=writes)]
+        ops = [
+            define(own, reference, fake=fake, kernel=kernel, parameters=parameters, writes=writes)
+        ]
         if FLAG in inspect.signature(reference).parameters:
             ops.append(_define_invariant(own, reference, fake, kernel, parameters, writes))
         for op in ops:
             if not op._schema.is_mutable:
                 library.impl(op.name(), FUNCTORCH_KEY, derived)  # for callers of torch.ops.weft
-        exact = derived if no_derivative is not None else _exact(ops[-1], derived, writes, returns_written)
+        exact = (
+            derived
+            if no_derivative is not None
+            else _exact(ops[-1], derived, writes, returns_written)
+        )
         unchecked = _write_call(ops, derived, exact)
-        call: Operator[P, R] = unchecked if check is None else _write_checked(ops[0], check, unchecked)
+        call: Operator[P, R] = (
+            unchecked if check is None else _write_checked(ops[0], check, unchecked)
+        )
         for made in {unchecked, call}:
             functools.update_wrapper(made, reference)
             made.__defaults__ = _without_flag(parameters or reference)
@@ -132,45 +145,72 @@ def define(
     if kernel is None:
         library.impl(full, "CUDA", reference)
     else:
-        implementation, flag = cuda_implementation(name, kernel), {FLAG: True} if name.endswith(FLAG) else {}
+        implementation, flag = (
+            cuda_implementation(name, kernel),
+            {FLAG: True} if name.endswith(FLAG) else {},
+        )
         library.impl(full, "CUDA", lambda *args: implementation()(*args, **flag))
     names = list(inspect.signature(parameters or reference).parameters)
-    places = [names.index(parameter) for parameter in inspect.signature(fake).parameters if parameter != FLAG]
+    places = [
+        names.index(parameter)
+        for parameter in inspect.signature(fake).parameters
+        if parameter != FLAG
+    ]
     library.register_fake(full, lambda *args: fake(*(args[place] for place in places)))
     return overload_of(full)
 
 
 def _define_invariant(
-    name: str, reference: Function, fake: Function, kernel: str, parameters: Function | None, writes: Sequence[str]
+    name: str,
+    reference: Function,
+    fake: Function,
+    kernel: str,
+    parameters: Function | None,
+    writes: Sequence[str],
 ) -> Any:
     """Define `weft::name.batch_invariant`."""
 
     invariant = functools.wraps(reference)(in_fixed_order(name, reference))
-    made = functools.partial(fake, **{FLAG: True}) if FLAG in inspect.signature(fake).parameters else fake
+    made = (
+        functools.partial(fake, **{FLAG: True})
+        if FLAG in inspect.signature(fake).parameters
+        else fake
+    )
     own = f"{name}_{FLAG}" if "." in name else f"{name}.{FLAG}"
-    return define(own, invariant, fake=made, kernel=kernel, parameters=parameters or reference, writes=writes)
+    return define(
+        own, invariant, fake=made, kernel=kernel, parameters=parameters or reference, writes=writes
+    )
 
 
 def _without_flag(function: Function) -> tuple[Any, ...] | None:
     """The defaults of a function's parameters, but for the flag, which is the last one."""
     defaults: tuple[Any, ...] | None = function.__defaults__
-    return defaults[:-1] if defaults and FLAG in inspect.signature(function).parameters else defaults
+    return (
+        defaults[:-1] if defaults and FLAG in inspect.signature(function).parameters else defaults
+    )
 
 
 def _signature_without_flag(function: Function) -> inspect.Signature:
     signature = inspect.signature(function)
-    return signature.replace(parameters=[one for name, one in signature.parameters.items() if name != FLAG])
+    return signature.replace(
+        parameters=[one for name, one in signature.parameters.items() if name != FLAG]
+    )
 
 
 def _infer_schema(reference: Function, parameters: Function, writes: Sequence[str]) -> str:
-    """The operator's schema. It has no defaults: torch would leave such arguments out when it calls a kernel."""
+    """The operator's schema. It has no defaults: torch would leave such arguments out when it calls
+    a kernel."""
     signature = _signature_without_flag(parameters)
-    required = [one.replace(default=inspect.Parameter.empty) for one in signature.parameters.values()]
+    required = [
+        one.replace(default=inspect.Parameter.empty) for one in signature.parameters.values()
+    ]
     returned = inspect.signature(reference).return_annotation
 
     def prototype() -> None: ...
 
-    vars(prototype)["__signature__"] = signature.replace(parameters=required, return_annotation=returned)
+    vars(prototype)["__signature__"] = signature.replace(
+        parameters=required, return_annotation=returned
+    )
     return library.infer_schema(prototype, mutates_args=writes)
 
 
@@ -205,7 +245,8 @@ def bind(check, unchecked):
 
 
 def _write_call(ops: Sequence[Any], derived: Function, exact: Function) -> Any:
-    """Write the call as source, with named parameters: a call of `*args` that looks at each of them takes longer."""
+    """Write the call as source, with named parameters: a call of `*args` that looks at each of them
+    takes longer."""
     conditions = []
     for argument in ops[0]._schema.arguments:
         if str(argument.type) == "Tensor":
@@ -214,8 +255,19 @@ def _write_call(ops: Sequence[Any], derived: Function, exact: Function) -> Any:
             conditions.append(f"({argument.name} is not None and {argument.name}.requires_grad)")
     source = _CALL if len(ops) == 1 else _CALL_OF_TWO
     bind = _bind(ops[0], source, requires_grad=" or ".join(conditions) or "False")
-    switches = torch.is_grad_enabled, in_functorch_transform, is_batch_invariant, torch.compiler.is_dynamo_compiling
-    return bind(*(call for op in ops for call in (op, unwrapped_call(op))), derived, exact, *switches, ANYWHERE)
+    switches = (
+        torch.is_grad_enabled,
+        in_functorch_transform,
+        is_batch_invariant,
+        torch.compiler.is_dynamo_compiling,
+    )
+    return bind(
+        *(call for op in ops for call in (op, unwrapped_call(op))),
+        derived,
+        exact,
+        *switches,
+        ANYWHERE,
+    )
 
 
 def _write_checked(op: Any, check: Function, unchecked: Function) -> Any:
@@ -232,8 +284,9 @@ def _bind(op: Any, source: str, **more: str) -> Function:
 
 
 def _exact(op: Any, derived: Function, writes: Sequence[str], returns_written: bool) -> Function:
-    """The call in `weft.batch_invariant()` where a derivative is asked for: the operator's values, with the derivative
-    of `derived`. Inside a transform of torch.func that is not `grad` or `vjp` it is `derived`."""
+    """The call in `weft.batch_invariant()` where a derivative is asked for: the operator's values,
+    with the derivative of `derived`. Inside a transform of torch.func that is not `grad` or `vjp`
+    it is `derived`."""
     names = [argument.name for argument in op._schema.arguments]
     written = [names.index(name) for name in writes]
 
@@ -278,7 +331,9 @@ def _exact(op: Any, derived: Function, writes: Sequence[str], returns_written: b
                 return tuple(outs[index] for index in followed)
 
             pullback = torch.func.vjp(differentiated, *(args[place] for place in wanted))[1]
-            found = dict(zip(wanted, pullback(tuple(grads[index] for index in followed)), strict=True))
+            found = dict(
+                zip(wanted, pullback(tuple(grads[index] for index in followed)), strict=True)
+            )
             return tuple(found.get(place) for place in range(len(args)))
 
     def call(*args: Any) -> Any:
@@ -293,7 +348,8 @@ def _exact(op: Any, derived: Function, writes: Sequence[str], returns_written: b
 
 
 def without_derivative(name: str, why: str, reference: Function) -> Function:
-    """The functional form of an operator that has no derivative: its reference, which refuses to be differentiated.
+    """The functional form of an operator that has no derivative: its reference, which refuses to be
+    differentiated.
 
     Raises:
         DerivativeError: (when called) autograd, or a transform of torch.func, follows an argument.
@@ -338,4 +394,6 @@ def triton_version() -> str | None:
 
 def no_triton(call: str) -> DeviceError:
     """The error of `call` on a CUDA device without triton."""
-    return DeviceError(call, "triton cannot be imported, and CUDA has no other kernel", install_command("cuda"))
+    return DeviceError(
+        call, "triton cannot be imported, and CUDA has no other kernel", install_command("cuda")
+    )

@@ -1,4 +1,5 @@
-"""The table of requests: `weft::resolve_tokens` reads it before a step, `weft::move_on` writes it after.
+"""The table of requests: `weft::resolve_tokens` reads it before a step, `weft::move_on` writes it
+after.
 
 Each is one operator, because the same in torch's operations takes dozens of launches.
 """
@@ -42,8 +43,8 @@ def resolve_tokens(
 
     Returns:
         `input_ids`, `positions`, `slot_mapping`, `seq_lens`, `block_table` and `last_index` of a
-        `weft.batch.ResolvedBatch`. On CUDA a row or a position outside the table gives the id -1, at which the
-        embedding's lookup fails, as indexing does elsewhere.
+        `weft.batch.ResolvedBatch`. On CUDA a row or a position outside the table gives the id -1,
+        at which the embedding's lookup fails, as indexing does elsewhere.
     """
     starts, (owner, place) = query_start_loc, find_owners(query_start_loc, len(input_ids))
     row = rows[owner]
@@ -64,7 +65,12 @@ def resolve_tokens(
 
 
 def move_on(
-    positions: Tensor, last_tokens: Tensor, rows: Tensor, query_start_loc: Tensor, samples: Tensor, ids: Tensor | None
+    positions: Tensor,
+    last_tokens: Tensor,
+    rows: Tensor,
+    query_start_loc: Tensor,
+    samples: Tensor,
+    ids: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
     """Advance requests past the tokens that a step read, and keep the tokens that it sampled.
 
@@ -76,7 +82,8 @@ def move_on(
         ids: [num_reqs] int64; None: none was sampled.
 
     Returns:
-        `positions` and `last_tokens`: those given, written in place; inside a transform of torch.func new tensors.
+        `positions` and `last_tokens`: those given, written in place; inside a transform of
+        torch.func new tensors.
     """
     call: Callable[..., Any] = _move_on  # the functional form returns more than the operator
     made = call(positions, last_tokens, rows, query_start_loc, samples, ids)
@@ -84,13 +91,20 @@ def move_on(
 
 
 def functional_move_on(
-    positions: Tensor, last_tokens: Tensor, rows: Tensor, query_start_loc: Tensor, samples: Tensor, ids: Tensor | None
+    positions: Tensor,
+    last_tokens: Tensor,
+    rows: Tensor,
+    query_start_loc: Tensor,
+    samples: Tensor,
+    ids: Tensor | None,
 ) -> tuple[None, Tensor, Tensor]:
     """`move_on` with positions and last tokens of its own, which it returns."""
     old, kept = positions[rows], rows >= 0
     moved = torch.where(kept, old + (query_start_loc[1:] - query_start_loc[:-1]), old)
     if ids is not None:
-        last_tokens = last_tokens.index_put((rows,), torch.where(kept & samples, ids, last_tokens[rows]))
+        last_tokens = last_tokens.index_put(
+            (rows,), torch.where(kept & samples, ids, last_tokens[rows])
+        )
     return None, positions.index_put((rows,), moved), last_tokens
 
 

@@ -1,5 +1,5 @@
-"""The CUDA implementation of `weft::resolve_tokens` and `weft::move_on`, in Triton. Import it only where triton is
-installed."""
+"""The CUDA implementation of `weft::resolve_tokens` and `weft::move_on`, in Triton. Import it only
+where triton is installed."""
 
 # Triton's decorators have no types, and neither have the pointers that a kernel takes.
 # mypy: disable-error-code="untyped-decorator, no-untyped-def"
@@ -15,7 +15,8 @@ from weft.ops.tiles.tile import cdiv
 
 _LAST_TOKEN, _DRAFT = tl.constexpr(LAST_TOKEN), tl.constexpr(DRAFT)
 _BLOCK = 128
-"""Tokens of a program; also the requests that it searches, and the pages that it copies, at a time."""
+"""Tokens of a program; also the requests that it searches, and the pages that it copies, at a time.
+"""
 
 
 @triton.jit
@@ -67,14 +68,18 @@ def _resolve_kernel(
         token_id = tl.load(input_ids + token, mask=inside, other=0)
         last = tl.load(last_tokens + row, mask=there, other=0)
         token_id = tl.where(valid, tl.where(token_id == _LAST_TOKEN, last, token_id), 0)
-        page = tl.load(block_table + row * max_pages + position // PAGE_SIZE, mask=there, other=0).to(tl.int64)
+        page = tl.load(
+            block_table + row * max_pages + position // PAGE_SIZE, mask=there, other=0
+        ).to(tl.int64)
         kept = there
         if LIMITED:
             token_id = tl.where(token_id == _DRAFT, last, token_id)
             kept = there & (position < tl.load(limits + row, mask=there, other=0) - 1)
         tl.store(ids + token, tl.where(valid & ~there, -1, token_id), mask=inside)
         tl.store(places + token, position, mask=inside)
-        tl.store(slots + token, tl.where(kept, page * PAGE_SIZE + position % PAGE_SIZE, -1), mask=inside)
+        tl.store(
+            slots + token, tl.where(kept, page * PAGE_SIZE + position % PAGE_SIZE, -1), mask=inside
+        )
 
 
 def resolve_tokens(
@@ -105,14 +110,25 @@ def resolve_tokens(
 
 @kernel(do_not_specialize=["num_reqs", "num_rows"])
 def _move_on_kernel(
-    positions, last_tokens, rows, starts, samples, ids, num_reqs, num_rows, SAMPLED: tl.constexpr, BLOCK: tl.constexpr
+    positions,
+    last_tokens,
+    rows,
+    starts,
+    samples,
+    ids,
+    num_reqs,
+    num_rows,
+    SAMPLED: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):
     begin()
     request = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = request < num_reqs
     row = tl.load(rows + request, mask=inside, other=-1)
     kept = inside & (row >= 0) & (row < num_rows)
-    read = tl.load(starts + request + 1, mask=kept, other=0) - tl.load(starts + request, mask=kept, other=0)
+    read = tl.load(starts + request + 1, mask=kept, other=0) - tl.load(
+        starts + request, mask=kept, other=0
+    )
     tl.store(positions + row, tl.load(positions + row, mask=kept, other=0) + read, mask=kept)
     if SAMPLED:
         said = kept & (tl.load(samples + request, mask=kept, other=0) != 0)
@@ -120,7 +136,12 @@ def _move_on_kernel(
 
 
 def move_on(
-    positions: Tensor, last_tokens: Tensor, rows: Tensor, query_start_loc: Tensor, samples: Tensor, ids: Tensor | None
+    positions: Tensor,
+    last_tokens: Tensor,
+    rows: Tensor,
+    query_start_loc: Tensor,
+    samples: Tensor,
+    ids: Tensor | None,
 ) -> None:
     """`weft::move_on`."""
     with torch.cuda.device_of(positions):

@@ -1,7 +1,8 @@
-"""Rotary embedding: the tables of cosines and sines, and the operator that rotates queries and keys.
+"""Rotary embedding: the tables of cosines and sines, and the operator that rotates queries and
+keys.
 
-`weft::rotate_and_keep` does everything between the query-key-value product and attention: it applies the QK norm,
-rotates, and writes keys and values to the KV cache.
+`weft::rotate_and_keep` does everything between the query-key-value product and attention: it
+applies the QK norm, rotates, and writes keys and values to the KV cache.
 """
 
 from collections.abc import Callable, Sequence
@@ -54,25 +55,28 @@ def rotate_and_keep(
     num_heads: int,
     starts: Sequence[int],
 ) -> tuple[Tensor, Tensor]:
-    """Normalise each head of queries and keys, rotate them, and write keys and values to their slots.
+    """Normalise each head of queries and keys, rotate them, and write keys and values to their
+    slots.
 
-    The rotation turns the pairs `(x[i], x[i + D / 2])`, transformers' half layout. All in float32, from the rounded
-    product to one rounding at the end.
+    The rotation turns the pairs `(x[i], x[i + D / 2])`, transformers' half layout. All in float32,
+    from the rounded product to one rounding at the end.
 
     Args:
         qkv: `[T, N]` of the dtype of `cos`, or float32 parts of it `[S, T, N]`.
         q_norm, k_norm: `[D]`, the weights of the norms over a head; None: no norm.
         eps: of the norms.
         cos, sin: `[T, D / 2]`.
-        slot_mapping: `[T]`; keys and values of a token with slot -1 are not kept. All other slots are distinct.
-        kv_pages: `[2, P, page_size, Hkv, D]`, contiguous, written in place: keys at 0, values at 1. Of the dtype of
-            `cos`, or float8_e4m3fn, which keeps ±448 at the most.
+        slot_mapping: `[T]`; keys and values of a token with slot -1 are not kept. All other slots
+            are distinct.
+        kv_pages: `[2, P, page_size, Hkv, D]`, contiguous, written in place: keys at 0, values at 1.
+            Of the dtype of `cos`, or float8_e4m3fn, which keeps ±448 at the most.
         num_heads: H, of the queries.
         starts: the columns of qkv where keys and values begin; queries begin with the first.
 
     Returns:
-        The queries `[T, H, D]` of the dtype of `cos`, and the pages: those given, written in place. If a derivative is
-        asked for, and inside a transform of torch.func, they are new pages with the same values.
+        The queries `[T, H, D]` of the dtype of `cos`, and the pages: those given, written in place.
+        If a derivative is asked for, and inside a transform of torch.func, they are new pages with
+        the same values.
 
     Raises:
         DescriptorError: columns or heads do not fit.
@@ -80,13 +84,23 @@ def rotate_and_keep(
     """
     kv_heads, dim = kv_pages.shape[-2:]
     ends = (num_heads * dim, starts[0] + kv_heads * dim, starts[1] + kv_heads * dim)
-    if any(end > start for end, start in zip(ends, (*starts, qkv.shape[-1]), strict=True)) or cos.shape[-1] * 2 != dim:
-        written, seen = f"rotate_and_keep(…, num_heads={num_heads}, starts={starts})", f"qkv {list(qkv.shape)}"
+    if (
+        any(end > start for end, start in zip(ends, (*starts, qkv.shape[-1]), strict=True))
+        or cos.shape[-1] * 2 != dim
+    ):
+        written, seen = (
+            f"rotate_and_keep(…, num_heads={num_heads}, starts={starts})",
+            f"qkv {list(qkv.shape)}",
+        )
         seen += f", tables of {cos.shape[-1]} pairs and {kv_heads} key heads of {dim}"
         raise DescriptorError(
-            written, seen, "let queries, keys and values lie one after the other, heads as in kv_pages"
+            written,
+            seen,
+            "let queries, keys and values lie one after the other, heads as in kv_pages",
         )
-    call: Callable[..., Any] = _rotate_and_keep  # the functional form returns more than the operator
+    call: Callable[..., Any] = (
+        _rotate_and_keep  # the functional form returns more than the operator
+    )
     made = call(qkv, q_norm, k_norm, eps, cos, sin, slot_mapping, kv_pages, num_heads, starts)
     return (made, kv_pages) if isinstance(made, Tensor) else made
 
@@ -125,8 +139,11 @@ def _rotated(
 
 
 def functional_rotate_and_keep(*args: Any) -> tuple[Tensor, Tensor]:
-    """`rotate_and_keep` with pages of its own, which it returns after the queries; it reads nothing on the host."""
-    if args[7].dtype == torch.float8_e4m3fn and any(isinstance(x, Tensor) and is_differentiated(x) for x in args):
+    """`rotate_and_keep` with pages of its own, which it returns after the queries; it reads nothing
+    on the host."""
+    if args[7].dtype == torch.float8_e4m3fn and any(
+        isinstance(x, Tensor) and is_differentiated(x) for x in args
+    ):
         instead = "a cache in the model's own dtype, kv_dtype=None; or torch.no_grad()"
         raise DerivativeError("the derivative of rotate_and_keep(…)", ROUNDED, instead)
     q, *kept = _rotated(functional_rms_norm, *args)

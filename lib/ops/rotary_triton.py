@@ -1,5 +1,5 @@
-"""The CUDA implementation of `weft::turn_tables` and `weft::rotate_and_keep`, in Triton. Import it only where triton is
-installed."""
+"""The CUDA implementation of `weft::turn_tables` and `weft::rotate_and_keep`, in Triton. Import it
+only where triton is installed."""
 
 # Triton's decorators have no types, and neither have the pointers that a kernel takes.
 # mypy: disable-error-code="untyped-decorator, no-untyped-def"
@@ -42,8 +42,12 @@ def _rotary_kernel(
         gain = 1 / tl.sqrt((tl.sum(left * left, 1) + tl.sum(right * right, 1)) / DIM + eps)
         place = tl.where(is_q[:, None], q_norm + pair[None, :], k_norm + pair[None, :])
         mask = inside & (is_v == 0)[:, None]
-        left *= tl.where(is_v, 1.0, gain)[:, None] * tl.load(place, mask=mask, other=1.0).to(tl.float32)
-        right *= tl.where(is_v, 1.0, gain)[:, None] * tl.load(place + DIM // 2, mask=mask, other=1.0).to(tl.float32)
+        left *= tl.where(is_v, 1.0, gain)[:, None] * tl.load(place, mask=mask, other=1.0).to(
+            tl.float32
+        )
+        right *= tl.where(is_v, 1.0, gain)[:, None] * tl.load(
+            place + DIM // 2, mask=mask, other=1.0
+        ).to(tl.float32)
     table = token * (DIM // 2) + pair
     c = tl.load(cos + table, mask=live, other=0.0).to(tl.float32)[None, :]
     s = tl.load(sin + table, mask=live, other=0.0).to(tl.float32)[None, :]
@@ -98,7 +102,16 @@ def rotate_and_keep(
 
 @kernel(do_not_specialize=["count"])
 def _turn_kernel(
-    inv_freq, positions, cos, sin, count, pairs, factor, EACH: tl.constexpr, BLOCK: tl.constexpr, TYPE: tl.constexpr
+    inv_freq,
+    positions,
+    cos,
+    sin,
+    count,
+    pairs,
+    factor,
+    EACH: tl.constexpr,
+    BLOCK: tl.constexpr,
+    TYPE: tl.constexpr,
 ):
     """EACH: every pair has its own positions."""
     begin()

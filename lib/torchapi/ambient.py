@@ -1,4 +1,5 @@
-"""What torch keeps for each thread and a result depends on, so that another thread computes in the same surroundings.
+"""What torch keeps for each thread and a result depends on, so that another thread computes in the
+same surroundings.
 
 Torch's global switches need no care: deterministic algorithms, the default dtype, `torch.backends`.
 """
@@ -36,11 +37,17 @@ def _forward_mode() -> Surroundings:
 
 
 def _multithreading() -> Surroundings:
-    return functools.partial(torch.autograd.set_multithreading_enabled, _c._is_multithreading_enabled())
+    return functools.partial(
+        torch.autograd.set_multithreading_enabled, _c._is_multithreading_enabled()
+    )
 
 
 def _autocast() -> Surroundings:
-    kinds = [kind for kind in _AUTOCAST if torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)]
+    kinds = [
+        kind
+        for kind in _AUTOCAST
+        if torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)
+    ]
     casts = [(kind, torch.get_autocast_dtype(kind)) for kind in kinds]
     cached = torch.is_autocast_cache_enabled()
 
@@ -118,12 +125,13 @@ PER_THREAD: dict[str, Callable[[], Surroundings]] = {
     "__torch_function__": _torch_function,
     "CUDA stream": _cuda_stream,
 }
-"""What torch keeps for each thread, in the order in which it is put in force. Torch function modes and dispatch modes
-are not among it: two threads cannot share one."""
+"""What torch keeps for each thread, in the order in which it is put in force. Torch function modes
+and dispatch modes are not among it: two threads cannot share one."""
 
 
 def surroundings() -> Surroundings:
-    """A function that makes a context, which puts in force in another thread what is in force in this one now.
+    """A function that makes a context, which puts in force in another thread what is in force in
+    this one now.
 
     >>> with torch.autocast("cpu", torch.bfloat16):
     ...     here = surroundings()

@@ -1,7 +1,8 @@
-"""WHILE nodes of CUDA graphs, by `cuda.bindings`: a part of a capture that repeats while a flag on the device holds.
+"""WHILE nodes of CUDA graphs, by `cuda.bindings`: a part of a capture that repeats while a flag on
+the device holds.
 
-A small kernel copies the flag into the condition of the node, once before the node and once at the end of each
-repetition. The driver compiles it, and supplies `cudaGraphSetConditional`.
+A small kernel copies the flag into the condition of the node, once before the node and once at the
+end of each repetition. The driver compiles it, and supplies `cudaGraphSetConditional`.
 """
 
 import ctypes
@@ -40,7 +41,8 @@ _PTX = b"""
     ret;
 }
 """
-"""What NVRTC makes of `cudaGraphSetConditional(handle, *flag ? 1 : 0)`. So no compiler is needed where it runs."""
+"""What NVRTC makes of `cudaGraphSetConditional(handle, *flag ? 1 : 0)`. So no compiler is needed
+where it runs."""
 _LEAST_DRIVER = 12040
 
 
@@ -52,8 +54,8 @@ def _checked(call: str, result: tuple[Any, ...]) -> list[Any]:
 
 
 def why_unavailable(device: torch.device) -> str | None:
-    """The reason why a capture on this device can have no WHILE node; None if it can. It loads the kernel, which is
-    not allowed during a capture."""
+    """The reason why a capture on this device can have no WHILE node; None if it can. It loads the
+    kernel, which is not allowed during a capture."""
     try:
         with torch.cuda.device(device):
             _kernel(torch.cuda.current_device())
@@ -73,24 +75,36 @@ def _kernel(_: int) -> Any:
     driver, runtime = _bindings("driver"), _bindings("runtime")
     (version,) = _checked("cudaDriverGetVersion", runtime.cudaDriverGetVersion())
     if version < _LEAST_DRIVER:
-        raise RuntimeError(f"the driver supports CUDA {version}, and WHILE nodes need {_LEAST_DRIVER}")
+        raise RuntimeError(
+            f"the driver supports CUDA {version}, and WHILE nodes need {_LEAST_DRIVER}"
+        )
     torch.zeros((), device="cuda")  # makes the context
     image = ctypes.create_string_buffer(_PTX)
     (module,) = _checked("cuModuleLoadData", driver.cuModuleLoadData(ctypes.addressof(image)))
-    (function,) = _checked("cuModuleGetFunction", driver.cuModuleGetFunction(module, b"set_condition"))
+    (function,) = _checked(
+        "cuModuleGetFunction", driver.cuModuleGetFunction(module, b"set_condition")
+    )
     return function, module
 
 
-def _set_condition(device: torch.device, handle: Any, flag: Tensor, stream: torch.cuda.Stream) -> None:
+def _set_condition(
+    device: torch.device, handle: Any, flag: Tensor, stream: torch.cuda.Stream
+) -> None:
     function, _ = _kernel(device.index)
     values = ctypes.c_ulonglong(int(handle)), ctypes.c_void_p(flag.data_ptr())
     places = (ctypes.c_void_p * 2)(*map(ctypes.addressof, values))
     launch = _bindings("driver").cuLaunchKernel
-    _checked("cuLaunchKernel", launch(function, 1, 1, 1, 1, 1, 1, 0, stream.cuda_stream, ctypes.addressof(places), 0))
+    _checked(
+        "cuLaunchKernel",
+        launch(function, 1, 1, 1, 1, 1, 1, 0, stream.cuda_stream, ctypes.addressof(places), 0),
+    )
 
 
-def repeat_while(flag: Tensor, step: Callable[[], None], stream: torch.cuda.Stream, pool: Any) -> None:
-    """Add a WHILE node to the capture of the current stream, which repeats `step` while `flag` holds.
+def repeat_while(
+    flag: Tensor, step: Callable[[], None], stream: torch.cuda.Stream, pool: Any
+) -> None:
+    """Add a WHILE node to the capture of the current stream, which repeats `step` while `flag`
+    holds.
 
     Args:
         flag: [] bool on the device; `step` writes it.
@@ -104,7 +118,9 @@ def repeat_while(flag: Tensor, step: Callable[[], None], stream: torch.cuda.Stre
     runtime, driver = _bindings("runtime"), _bindings("driver")
     device, outer = flag.device, torch.cuda.current_stream(flag.device)
     graph = _captured(runtime, outer)[0]
-    (handle,) = _checked("cudaGraphConditionalHandleCreate", runtime.cudaGraphConditionalHandleCreate(graph, 0, 0))
+    (handle,) = _checked(
+        "cudaGraphConditionalHandleCreate", runtime.cudaGraphConditionalHandleCreate(graph, 0, 0)
+    )
     _set_condition(device, handle, flag, outer)
     graph, dependencies = _captured(runtime, outer)
     node, body = _add_node(driver, graph, dependencies, handle)

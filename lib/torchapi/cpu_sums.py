@@ -11,11 +11,12 @@ Function = Callable[..., Any]
 
 
 def in_fixed_order(name: str, function: Function) -> Function:
-    """`function(*args, batch_invariant=True)` with sums whose order no setting of torch changes: in one thread of the
-    CPU, and outside autocast. The result takes `args`.
+    """`function(*args, batch_invariant=True)` with sums whose order no setting of torch changes: in
+    one thread of the CPU, and outside autocast. The result takes `args`.
 
-    A product divides its columns among threads, so that a machine with more cores would have other bits. The other
-    settings belong to the whole process, and cannot be changed for one call while other threads compute.
+    A product divides its columns among threads, so that a machine with more cores would have other
+    bits. The other settings belong to the whole process, and cannot be changed for one call while
+    other threads compute.
 
     Args:
         name: of the operator, for errors.
@@ -49,5 +50,10 @@ def _check_settings(name: str) -> None:
     seen = f"torch.backends.mkldnn.matmul.fp32_precision = {precision!r}, which torch.set_float32_matmul_precision sets"
     instead = "torch.set_float32_matmul_precision('highest')"
     if precision in ("none", "ieee"):
-        seen, instead = "torch.backends.mkldnn.enabled = False", "torch.backends.mkldnn.enabled = True"
-    raise DeviceError(f"{name}(…) in weft.batch_invariant(), on the CPU", f"{seen}, and other bits", instead)
+        seen, instead = (
+            "torch.backends.mkldnn.enabled = False",
+            "torch.backends.mkldnn.enabled = True",
+        )
+    raise DeviceError(
+        f"{name}(…) in weft.batch_invariant(), on the CPU", f"{seen}, and other bits", instead
+    )

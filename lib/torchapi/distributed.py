@@ -1,5 +1,5 @@
-"""The names of torch.distributed that torch does not export, or exports without types: stores, private process groups,
-symmetric memory."""
+"""The names of torch.distributed that torch does not export, or exports without types: stores,
+private process groups, symmetric memory."""
 
 import contextlib
 import functools
@@ -30,8 +30,9 @@ _DIST: Any = dist  # whose stores are documented, and not exported for type chec
 
 
 def rendezvous_store(rank: int, timeout: float) -> tuple[str, Any]:
-    """The prefix of the keys, which no earlier call returned, and a `torch.distributed.Store` that all processes of a
-    launcher share: the default process group's where there is one, else the one at MASTER_ADDR and MASTER_PORT.
+    """The prefix of the keys, which no earlier call returned, and a `torch.distributed.Store` that
+    all processes of a launcher share: the default process group's where there is one, else the one
+    at MASTER_ADDR and MASTER_PORT.
 
     Raises:
         ValueError: the environment names no store.
@@ -45,7 +46,9 @@ def rendezvous_store(rank: int, timeout: float) -> tuple[str, Any]:
         agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
         address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
         whole = _root(address, port, rank == 0 and not agent, timeout).clone()
-    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")  # an agent's store outlives a restart of its ranks
+    attempt = os.environ.get(
+        "TORCHELASTIC_RESTART_COUNT", "0"
+    )  # an agent's store outlives a restart of its ranks
     prefix = f"weft/{attempt}/{next(_RUNS)}"
     return prefix, _DIST.PrefixStore(prefix, whole)
 
@@ -55,7 +58,9 @@ def _root(address: str, port: int, hosts: bool, timeout: float) -> Any:
     """One connection a process to the store of its launcher, hosted by this process or found."""
     if hosts:
         return _hosted(address, port, timeout)
-    return _DIST.TCPStore(address, port, None, False, timedelta(seconds=timeout), wait_for_workers=False)
+    return _DIST.TCPStore(
+        address, port, None, False, timedelta(seconds=timeout), wait_for_workers=False
+    )
 
 
 def root_store(store: Any) -> Any:
@@ -66,19 +71,23 @@ def root_store(store: Any) -> Any:
 
 
 def host_store(address: str, timeout: float) -> Any:
-    """A store that this process hosts, at a free `port` of one address, for a launcher's ranks to find."""
+    """A store that this process hosts, at a free `port` of one address, for a launcher's ranks to
+    find."""
     return _hosted(address, 0, timeout)
 
 
 def _hosted(address: str, port: int, timeout: float) -> Any:
-    """A store on a socket of our own: TCPStore itself would listen on every interface, whatever address it is given."""
+    """A store on a socket of our own: TCPStore itself would listen on every interface, whatever
+    address it is given."""
     try:
         socket = listen(address, port)
     except OSError as error:
         raise RuntimeError(f"{address}:{port}: {error}") from error
     port = socket.getsockname()[1]
     wait = timedelta(seconds=timeout)
-    return _DIST.TCPStore(address, port, None, True, wait, wait_for_workers=False, master_listen_fd=socket.detach())
+    return _DIST.TCPStore(
+        address, port, None, True, wait, wait_for_workers=False, master_listen_fd=socket.detach()
+    )
 
 
 def listen(address: str, port: int = 0) -> socket.socket:
@@ -91,7 +100,9 @@ def listen(address: str, port: int = 0) -> socket.socket:
     return socket.create_server((address, port), family=family, backlog=512)
 
 
-def gloo_group(name: str, store: Any, rank: int, num_ranks: int, timeout: float, address: str) -> Any:
+def gloo_group(
+    name: str, store: Any, rank: int, num_ranks: int, timeout: float, address: str
+) -> Any:
     """A gloo process group for `send(tensors, peer, tag)` and `recv(...)`, known to nobody else.
 
     Args:
@@ -106,24 +117,30 @@ def gloo_group(name: str, store: Any, rank: int, num_ranks: int, timeout: float,
     return gloo(_apart(name, store, timeout), rank, num_ranks, options)
 
 
-def nccl_group(name: str, store: Any, rank: int, num_ranks: int, timeout: float, interface: str | None) -> Any:
-    """An NCCL process group for `send(tensors, peer, tag)` and `recv(...)`, known to nobody else. NCCL's own watchdog,
-    which ends the process without naming a rank, leaves that to the caller's.
+def nccl_group(
+    name: str, store: Any, rank: int, num_ranks: int, timeout: float, interface: str | None
+) -> Any:
+    """An NCCL process group for `send(tensors, peer, tag)` and `recv(...)`, known to nobody else.
+    NCCL's own watchdog, which ends the process without naming a rank, leaves that to the caller's.
 
     Args:
         name, timeout: as for `gloo_group`.
-        interface: the only one that NCCL listens on, unless NCCL_SOCKET_IFNAME says otherwise; None: NCCL chooses.
+        interface: the only one that NCCL listens on, unless NCCL_SOCKET_IFNAME says otherwise;
+            None: NCCL chooses.
     """
     options = dist.ProcessGroupNCCL.Options()
     options._timeout = timedelta(seconds=2 * timeout + 60)
     if interface is not None:
-        os.environ.setdefault("NCCL_SOCKET_IFNAME", interface)  # read when the first communicator connects
+        os.environ.setdefault(
+            "NCCL_SOCKET_IFNAME", interface
+        )  # read when the first communicator connects
     with _environment("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0"):
         return dist.ProcessGroupNCCL(_apart(name, store, timeout), rank, num_ranks, options)
 
 
 def _apart(name: str, store: Any, timeout: float) -> Any:
-    """A connection of its own to a store: it may wait for as long, and nobody else's wait is cut short."""
+    """A connection of its own to a store: it may wait for as long, and nobody else's wait is cut
+    short."""
     apart = store.clone()
     apart.set_timeout(timedelta(seconds=timeout))
     return _DIST.PrefixStore(name, apart)
@@ -144,17 +161,25 @@ def _environment(name: str, value: str) -> Iterator[None]:
 
 
 def symmetric_memory(
-    name: str, store: Any, rank: int, num_ranks: int, nbytes: int, device: torch.device, address: str
+    name: str,
+    store: Any,
+    rank: int,
+    num_ranks: int,
+    nbytes: int,
+    device: torch.device,
+    address: str,
 ) -> list[Tensor]:
-    """`nbytes` bytes of zeros on every rank's GPU, and a view of each rank's from here: [nbytes] uint8, one a rank.
-    `address` is as for `gloo_group`.
+    """`nbytes` bytes of zeros on every rank's GPU, and a view of each rank's from here: [nbytes]
+    uint8, one a rank. `address` is as for `gloo_group`.
 
     Collective: every rank calls it with the same size. The memory lives as long as the views.
     """
     from torch._C._distributed_c10d import _register_process_group, _SymmetricMemory
 
     own_store = _DIST.PrefixStore(name, store)
-    unique: Any = f"weft/{name}/{next(_RUNS)}"  # the registry is the process's; every rank counts alike
+    unique: Any = (
+        f"weft/{name}/{next(_RUNS)}"  # the registry is the process's; every rank counts alike
+    )
     group = dist.ProcessGroup(own_store, rank, num_ranks)
     gloo = gloo_group("gloo", own_store, rank, num_ranks, 60.0, address)
     group._set_default_backend(dist.ProcessGroup.BackendType.GLOO)

@@ -35,8 +35,9 @@ class _Fakes(FakeTensorMode):
 
     @property
     def avoid_device_init(self) -> bool:
-        """False: where there is no GPU, torch would put an object of this thread in place of one of the process, and
-        read it (in 2.11) after the thread's end. It serves fake tensors on a GPU that is not there."""
+        """False: where there is no GPU, torch would put an object of this thread in place of one of
+        the process, and read it (in 2.11) after the thread's end. It serves fake tensors on a GPU
+        that is not there."""
         return False
 
 
@@ -46,7 +47,8 @@ def fake_tensors() -> FakeTensorMode:
 
 
 def is_fake_of(tensor: Tensor, mode: FakeTensorMode) -> bool:
-    """Whether a tensor, or the one inside the wrappers of torch.func's transforms, was made in this context."""
+    """Whether a tensor, or the one inside the wrappers of torch.func's transforms, was made in this
+    context."""
     inner = innermost(tensor)
     return isinstance(inner, FakeTensor) and inner.fake_mode is mode
 
@@ -68,8 +70,9 @@ def is_fault_of_torch(error: BaseException) -> bool:
 
 
 def called_by_dispatcher() -> bool:
-    """Whether a dispatch mode was called for an operator that a function called. Autograd calls `detach` by itself for
-    each tensor that it saves; that call bypasses the dispatcher, which otherwise excludes the keys above the mode's."""
+    """Whether a dispatch mode was called for an operator that a function called. Autograd calls
+    `detach` by itself for each tensor that it saves; that call bypasses the dispatcher, which
+    otherwise excludes the keys above the mode's."""
     excluded: bool = torch._C._dispatch_tls_is_dispatch_key_excluded(_SNAPSHOT_KEY)
     return excluded
 
@@ -78,9 +81,10 @@ def called_by_dispatcher() -> bool:
 def keeping_dispatch_keys() -> Iterator[None]:
     """A context after which the dispatcher of this thread is as it was, also after an error.
 
-    Some functions of torch hold a guard of the dispatcher in a local variable (`torch._tensor_str._str`). An error
-    keeps their frames, and with them the guard, which would restore an old state of the dispatcher when the error is
-    dropped: then modes are passed over, and the next trace computes with memory that nothing has written.
+    Some functions of torch hold a guard of the dispatcher in a local variable
+    (`torch._tensor_str._str`). An error keeps their frames, and with them the guard, which would
+    restore an old state of the dispatcher when the error is dropped: then modes are passed over,
+    and the next trace computes with memory that nothing has written.
     """
     with torch._C._PreserveDispatchKeyGuard():
         try:

@@ -1,10 +1,12 @@
 """Facts about torch that only Python's frames tell, since torch offers them in no other way.
 
-- `nn.TransformerEncoder` converts its input to a nested tensor outside a capture, and not under a function mode: what
-  it returns where there is padding differs, and only its `forward` knows its padding.
-- A function mode does not see `Tensor.__reduce_ex__`, which returns early for plain tensors, nor the pickler, which
-  reads storages and not tensors. `copy.copy` calls the same method and reads nothing; only the caller differs. A patch
-  of `Tensor.__reduce_ex__` would affect all threads, and could not see the caller either.
+- `nn.TransformerEncoder` converts its input to a nested tensor outside a capture, and not under a
+  function mode: what it returns where there is padding differs, and only its `forward` knows its
+  padding.
+- A function mode does not see `Tensor.__reduce_ex__`, which returns early for plain tensors, nor
+  the pickler, which reads storages and not tensors. `copy.copy` calls the same method and reads
+  nothing; only the caller differs. A patch of `Tensor.__reduce_ex__` would affect all threads, and
+  could not see the caller either.
 """
 
 import contextlib
@@ -18,17 +20,23 @@ from typing import Any
 import torch
 
 READ_BY_PICKLE: Any = torch.Tensor._backward_hooks
-"""An attribute of tensors that `Tensor.__reduce_ex__` reads, and hardly any other code; see `in_pickle`."""
+"""An attribute of tensors that `Tensor.__reduce_ex__` reads, and hardly any other code; see
+`in_pickle`."""
 
 
 def compiled_caller(below: str) -> types.FrameType | None:
-    """The frame that called a result of `torch.compile`, if one runs above the innermost frame of the module `below`;
-    None if none runs. If torch called it, that is the function of torch that was called."""
+    """The frame that called a result of `torch.compile`, if one runs above the innermost frame of
+    the module `below`; None if none runs. If torch called it, that is the function of torch that
+    was called."""
     frame: types.FrameType | None = sys._getframe(1)
     while frame is not None and frame.f_globals.get("__name__") != below:
         name = frame.f_globals.get("__name__")
-        if name == "torch._dynamo.eval_frame" and frame.f_code.co_qualname.startswith("_TorchDynamoContext."):
-            return _first_of_torch(frame.f_back)  # and not DisableContext, which keeps the compiler off
+        if name == "torch._dynamo.eval_frame" and frame.f_code.co_qualname.startswith(
+            "_TorchDynamoContext."
+        ):
+            return _first_of_torch(
+                frame.f_back
+            )  # and not DisableContext, which keeps the compiler off
         frame = frame.f_back
     return None
 
@@ -45,22 +53,35 @@ def _is_of_torch(frame: types.FrameType | None) -> bool:
 
 
 def drops_padding() -> bool:
-    """Whether a running `nn.TransformerEncoder` would take the padding out, outside a capture, and so return zeros in
-    its places: in a nested tensor, which its layers take on their fast path alone."""
+    """Whether a running `nn.TransformerEncoder` would take the padding out, outside a capture, and
+    so return zeros in its places: in a nested tensor, which its layers take on their fast path
+    alone."""
     frame: types.FrameType | None = sys._getframe(1)
     while frame is not None:
         if frame.f_code.co_qualname == "TransformerEncoder.forward":
             encoder, mask = frame.f_locals["self"], frame.f_locals.get("src_key_padding_mask")
             can_nest = not encoder.training and getattr(encoder, "use_nested_tensor", False)
-            is_recorded = torch.is_grad_enabled() and any(p.requires_grad for p in encoder.parameters())
-            is_padded = mask is not None and frame.f_locals.get("mask") is None and frame.f_locals["src"].dim() == 3
-            return can_nest and is_padded and not is_recorded and torch.backends.mha._is_fastpath_enabled
+            is_recorded = torch.is_grad_enabled() and any(
+                p.requires_grad for p in encoder.parameters()
+            )
+            is_padded = (
+                mask is not None
+                and frame.f_locals.get("mask") is None
+                and frame.f_locals["src"].dim() == 3
+            )
+            return (
+                can_nest
+                and is_padded
+                and not is_recorded
+                and torch.backends.mha._is_fastpath_enabled
+            )
         frame = frame.f_back
     return False
 
 
 def in_pickle() -> bool:
-    """Whether a tensor's `__reduce_ex__` is running, called by code other than `copy`, which keeps the storage."""
+    """Whether a tensor's `__reduce_ex__` is running, called by code other than `copy`, which keeps
+    the storage."""
     frame: types.FrameType | None = sys._getframe(1)
     while frame is not None and frame.f_code.co_name != "__reduce_ex__":
         frame = frame.f_back
@@ -69,10 +90,13 @@ def in_pickle() -> bool:
 
 
 def custom_function(below: str) -> type | None:
-    """The class of the innermost `torch.autograd.Function` whose `forward` runs above the innermost frame of the module
-    `below`; None if none runs. No frame tells of its `apply`, which is no Python."""
+    """The class of the innermost `torch.autograd.Function` whose `forward` runs above the innermost
+    frame of the module `below`; None if none runs. No frame tells of its `apply`, which is no
+    Python."""
     kinds = {
-        code: kind for kind in _subclasses(torch.autograd.Function) if (code := _code_of_forward(kind)) is not None
+        code: kind
+        for kind in _subclasses(torch.autograd.Function)
+        if (code := _code_of_forward(kind)) is not None
     }
     frame: types.FrameType | None = sys._getframe(1)
     while frame is not None and frame.f_globals.get("__name__") != below:
@@ -96,8 +120,9 @@ def _code_of_forward(kind: Any) -> types.CodeType | None:
 
 
 def clear_frames(error: BaseException, folder: str = "") -> None:
-    """Drop what the frames of an error and of its causes hold: a generator or a guard among it ends what it has begun,
-    such as the hooks of `torch.utils.checkpoint`, though the error itself is kept.
+    """Drop what the frames of an error and of its causes hold: a generator or a guard among it ends
+    what it has begun, such as the hooks of `torch.utils.checkpoint`, though the error itself is
+    kept.
 
     Args:
         error: the error. Its frames that still run are left as they are.

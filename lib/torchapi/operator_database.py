@@ -1,4 +1,5 @@
-"""Torch's operator database: for each of its operators, the dtypes that it supports and sample arguments."""
+"""Torch's operator database: for each of its operators, the dtypes that it supports and sample
+arguments."""
 
 import importlib
 from collections.abc import Callable
@@ -9,14 +10,16 @@ from weft.extras import install_command
 
 
 def operator_database() -> tuple[Any, ...]:
-    """The entries of `op_db`, by which torch tests its own operators, without the seed that it sets before each random
-    operator: no function that seeds can be captured.
+    """The entries of `op_db`, by which torch tests its own operators, without the seed that it sets
+    before each random operator: no function that seeds can be captured.
 
     Raises:
         MissingPackageError: a package that torch's tests import is not installed.
     """
     try:
-        database: Any = importlib.import_module("torch.testing._internal.common_methods_invocations")
+        database: Any = importlib.import_module(
+            "torch.testing._internal.common_methods_invocations"
+        )
     except ModuleNotFoundError as error:
         seen = f"no {error.name} here, which torch's operator database imports"
         raise MissingPackageError("weft.proofs.opinfo", seen, install_command("proofs")) from error

@@ -1,7 +1,8 @@
-"""Patches of torch that captures need: what torch says of captures, TorchScript's reads, the default generator, and the
-fast path of attention.
+"""Patches of torch that captures need: what torch says of captures, TorchScript's reads, the
+default generator, and the fast path of attention.
 
-Each is installed at its first use, does nothing outside its context, and concerns the thread of the context alone.
+Each is installed at its first use, does nothing outside its context, and concerns the thread of the
+context alone.
 """
 
 import contextlib
@@ -17,7 +18,8 @@ _SIGNALLED: ContextVar[bool] = ContextVar("weft.capture_signalled", default=Fals
 
 @functools.cache
 def _hear_the_signal() -> None:
-    """Make `torch.cuda.is_current_stream_capturing` report `signal_capture` too, under each of its names."""
+    """Make `torch.cuda.is_current_stream_capturing` report `signal_capture` too, under each of its
+    names."""
     graphs: Any = torch.cuda.graphs
     asked: Callable[[], bool] = graphs._cuda_isCurrentStreamCapturing
     graphs._cuda_isCurrentStreamCapturing = lambda: _SIGNALLED.get() or asked()
@@ -27,10 +29,10 @@ def _hear_the_signal() -> None:
 def signal_capture() -> Iterator[None]:
     """A context in which `torch.cuda.is_current_stream_capturing()` is True, in this thread alone.
 
-    Code that reads tensors on the host calls it, so as not to do so in a CUDA graph (transformers' masks, torch's
-    SyncBatchNorm: https://github.com/pytorch/pytorch/issues/78549), and CUDA itself returns True during a capture.
-    `torch.compiler.is_compiling()` would claim too much, and in all threads: optimizers, collectives and mixtures of
-    experts then compute in other ways.
+    Code that reads tensors on the host calls it, so as not to do so in a CUDA graph (transformers'
+    masks, torch's SyncBatchNorm: https://github.com/pytorch/pytorch/issues/78549), and CUDA itself
+    returns True during a capture. `torch.compiler.is_compiling()` would claim too much, and in all
+    threads: optimizers, collectives and mixtures of experts then compute in other ways.
     """
     _hear_the_signal()
     token = _SIGNALLED.set(True)
@@ -40,13 +42,16 @@ def signal_capture() -> Iterator[None]:
         _SIGNALLED.reset(token)
 
 
-_HEARS_SCRIPTS: ContextVar[Callable[[str], None] | None] = ContextVar("weft.hears_scripts", default=None)
+_HEARS_SCRIPTS: ContextVar[Callable[[str], None] | None] = ContextVar(
+    "weft.hears_scripts", default=None
+)
 _READ_BY_SCRIPTS = ("prim::tolist", "prim::Print", "aten::format", "aten::str")
 
 
 @functools.cache
 def _hear_scripts() -> None:
-    """Make calls of TorchScript's functions and methods tell `hearing_scripts` of reads that reach no operator."""
+    """Make calls of TorchScript's functions and methods tell `hearing_scripts` of reads that reach
+    no operator."""
 
     def hearing(kind: Any) -> Callable[..., Any]:
         call: Callable[..., Any] = kind.__call__
@@ -66,8 +71,8 @@ def _hear_scripts() -> None:
 
 
 def _read_by(script: Any) -> str | None:
-    """The first node of a TorchScript function that reads a tensor on the host without an operator; None if none
-    does."""
+    """The first node of a TorchScript function that reads a tensor on the host without an operator;
+    None if none does."""
     graph = script.inlined_graph  # a copy, which owns the nodes
     for kind in _READ_BY_SCRIPTS:
         for node in graph.findAllNodes(kind, True):
@@ -78,8 +83,8 @@ def _read_by(script: Any) -> str | None:
 
 @contextlib.contextmanager
 def hearing_scripts(tell: Callable[[str], None]) -> Iterator[None]:
-    """A context in which `tell` is called before a TorchScript function runs, in this thread, that reads a tensor on
-    the host without an operator, with the name of what reads it."""
+    """A context in which `tell` is called before a TorchScript function runs, in this thread, that
+    reads a tensor on the host without an operator, with the name of what reads it."""
     _hear_scripts()
     token = _HEARS_SCRIPTS.set(tell)
     try:
@@ -88,12 +93,15 @@ def hearing_scripts(tell: Callable[[str], None]) -> Iterator[None]:
         _HEARS_SCRIPTS.reset(token)
 
 
-_STANDS_FOR_DEFAULT: ContextVar[torch.Generator | None] = ContextVar("weft.default_generator", default=None)
+_STANDS_FOR_DEFAULT: ContextVar[torch.Generator | None] = ContextVar(
+    "weft.default_generator", default=None
+)
 
 
 @functools.cache
 def _divert_default_generator() -> None:
-    """Make torch's functions for the CPU's default generator use the one that stands for it, if there is one."""
+    """Make torch's functions for the CPU's default generator use the one that stands for it, if
+    there is one."""
 
     def diverting(name: str, method: str) -> Callable[..., Any]:
         function: Callable[..., Any] = getattr(torch.random, name)
@@ -101,7 +109,11 @@ def _divert_default_generator() -> None:
         @functools.wraps(function)
         def divert(*args: Any, **kwargs: Any) -> Any:
             generator = _STANDS_FOR_DEFAULT.get()
-            return function(*args, **kwargs) if generator is None else getattr(generator, method)(*args, **kwargs)
+            return (
+                function(*args, **kwargs)
+                if generator is None
+                else getattr(generator, method)(*args, **kwargs)
+            )
 
         return divert
 
@@ -113,8 +125,8 @@ def _divert_default_generator() -> None:
 
 @contextlib.contextmanager
 def default_generator_is(generator: torch.Generator) -> Iterator[None]:
-    """A context in which `torch.manual_seed`, `torch.get_rng_state` and their like, called in this thread, use
-    `generator` in place of the CPU's default generator."""
+    """A context in which `torch.manual_seed`, `torch.get_rng_state` and their like, called in this
+    thread, use `generator` in place of the CPU's default generator."""
     _divert_default_generator()
     token = _STANDS_FOR_DEFAULT.set(generator)
     try:
@@ -127,8 +139,9 @@ _FAST_PATH_OFF: ContextVar[bool] = ContextVar("weft.attention_fast_path_off", de
 
 
 def _get_fastpath_enabled() -> bool:
-    """As torch's, and False in `without_attention_fast_path`. TorchScript compiles this function, and leaves out the
-    block; torch.compile follows neither context variables nor torch's function."""
+    """As torch's, and False in `without_attention_fast_path`. TorchScript compiles this function,
+    and leaves out the block; torch.compile follows neither context variables nor torch's function.
+    """
     if not torch.jit.is_scripting():  # type: ignore[attr-defined]
         off = not torch.compiler.is_dynamo_compiling() and _FAST_PATH_OFF.get()
         return not off and torch.backends.mha._is_fastpath_enabled
@@ -143,11 +156,13 @@ def _ask_for_the_fast_path() -> None:
 
 @contextlib.contextmanager
 def without_attention_fast_path() -> Iterator[None]:
-    """A context in which torch.nn's attention and transformers take no fast path, in this thread alone.
+    """A context in which torch.nn's attention and transformers take no fast path, in this thread
+    alone.
 
-    In `eval()`, `nn.MultiheadAttention`, `nn.TransformerEncoderLayer` and `nn.TransformerEncoder` call one operator for
-    the whole layer if they can, whose bits differ from those of the operators that they call otherwise. Under a
-    function mode, as in a capture, they cannot. So that a graph has the bits of the function itself, neither takes it.
+    In `eval()`, `nn.MultiheadAttention`, `nn.TransformerEncoderLayer` and `nn.TransformerEncoder`
+    call one operator for the whole layer if they can, whose bits differ from those of the operators
+    that they call otherwise. Under a function mode, as in a capture, they cannot. So that a graph
+    has the bits of the function itself, neither takes it.
     """
     _ask_for_the_fast_path()
     token = _FAST_PATH_OFF.set(True)

@@ -1,5 +1,6 @@
-"""The private names of torch that weft uses, so that a new torch breaks one folder. Those of torch.distributed are in
-`weft.torchapi.distributed`, and what only frames tell is in `weft.torchapi.frames`."""
+"""The private names of torch that weft uses, so that a new torch breaks one folder. Those of
+torch.distributed are in `weft.torchapi.distributed`, and what only frames tell is in
+`weft.torchapi.frames`."""
 
 import contextlib
 import ctypes
@@ -47,7 +48,8 @@ VIEWS = torch.ops.aten.view.default, torch.ops.aten._unsafe_view.default
 MODULE_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 """The attributes of a module in which torch keeps the hooks that a call runs."""
 GLOBAL_HOOKS: dict[str, Any] = {
-    name: getattr(torch.nn.modules.module, name) for name in (f"_global{hooks}" for hooks in MODULE_HOOKS)
+    name: getattr(torch.nn.modules.module, name)
+    for name in (f"_global{hooks}" for hooks in MODULE_HOOKS)
 }
 """The dicts in which torch keeps the hooks of all modules, by name."""
 
@@ -57,15 +59,16 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 
 class DispatchMode(TorchDispatchMode):
-    """`TorchDispatchMode` with types; a subclass defines `__torch_dispatch__(func, types, args, kwargs)`."""
+    """`TorchDispatchMode` with types; a subclass defines `__torch_dispatch__(func, types, args,
+    kwargs)`."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
 
 
 class FunctionMode(TorchFunctionMode):
-    """`TorchFunctionMode` with types; a subclass defines `__torch_function__(func, types, args, kwargs)`, and
-    `only_looks`: whether it only observes, and changes no result."""
+    """`TorchFunctionMode` with types; a subclass defines `__torch_function__(func, types, args,
+    kwargs)`, and `only_looks`: whether it only observes, and changes no result."""
 
     only_looks = False
 
@@ -90,7 +93,8 @@ def uncompiled(function: F) -> F:
 
 
 ZEROS_OF_A_TANGENT: Any = torch.ops.aten._new_zeros_with_same_feature_meta.default
-"""The operator by which forward-mode derivatives make the memory of a tangent: zeros in the layout of another."""
+"""The operator by which forward-mode derivatives make the memory of a tangent: zeros in the layout
+of another."""
 
 
 def is_higher_order(func: Any) -> bool:
@@ -99,19 +103,22 @@ def is_higher_order(func: Any) -> bool:
 
 
 def operator_name(operator: Any) -> str | None:
-    """The name `aten::sort` for `torch.ops.aten.sort` and its overloads; None for anything but an operator."""
+    """The name `aten::sort` for `torch.ops.aten.sort` and its overloads; None for anything but an
+    operator."""
     if isinstance(operator, OpOverload):
         return str(operator.name()).partition(".")[0]
     return str(operator).replace(".", "::", 1) if isinstance(operator, OpOverloadPacket) else None
 
 
 def pytree_node(kind: type) -> Any:
-    """A class's registration with torch's pytree (`flatten_fn`, `unflatten_fn`); None if it is not registered."""
+    """A class's registration with torch's pytree (`flatten_fn`, `unflatten_fn`); None if it is not
+    registered."""
     return pytree.SUPPORTED_NODES.get(kind)
 
 
 def overload_of(name: str) -> Any:
-    """The operator by its name, such as `weft::linear`, or the overload, such as `weft::linear.quantized`."""
+    """The operator by its name, such as `weft::linear`, or the overload, such as
+    `weft::linear.quantized`."""
     namespace, _, rest = name.partition("::")
     packet, _, overload = rest.partition(".")
     return getattr(getattr(getattr(torch.ops, namespace), packet), overload or "default")
@@ -134,9 +141,14 @@ def unwrapped_call(operator: Any) -> Callable[..., Any]:
 
 
 def unnamed_children(node: Any) -> list[Any] | None:
-    """The children of a node whose class is registered with torch's pytree without key paths; None for any other."""
+    """The children of a node whose class is registered with torch's pytree without key paths; None
+    for any other."""
     known = pytree.SUPPORTED_NODES.get(type(node))
-    return None if known is None or known.flatten_with_keys_fn is not None else list(known.flatten_fn(node)[0])
+    return (
+        None
+        if known is None or known.flatten_with_keys_fn is not None
+        else list(known.flatten_fn(node)[0])
+    )
 
 
 def unseen() -> contextlib.AbstractContextManager[Any]:
@@ -151,19 +163,20 @@ def unseen() -> contextlib.AbstractContextManager[Any]:
 
 
 def in_dispatch_mode() -> bool:
-    """Whether a capture, a dispatch mode (a trace, fake tensors, a counter of operators), or a trace of torch.jit is
-    active in this thread."""
+    """Whether a capture, a dispatch mode (a trace, fake tensors, a counter of operators), or a
+    trace of torch.jit is active in this thread."""
     return _len_torch_dispatch_stack() > 0 or watched() or _is_tracing()
 
 
 def in_trace_of_torch() -> bool:
-    """Whether a trace that runs again on other values is being made in this thread: of `make_fx`, which `linearize`
-    and `torch.export` use, or of torch.jit."""
+    """Whether a trace that runs again on other values is being made in this thread: of `make_fx`,
+    which `linearize` and `torch.export` use, or of torch.jit."""
     return get_proxy_mode() is not None or _is_tracing()
 
 
 def in_functorch_transform() -> bool:
-    """Whether an outer torch.func transform (vmap, grad, jvp, functionalize) or a forward-mode level is active."""
+    """Whether an outer torch.func transform (vmap, grad, jvp, functionalize) or a forward-mode
+    level is active."""
     return peek_interpreter_stack() is not None or forward_ad._current_level >= 0
 
 
@@ -175,8 +188,8 @@ def without_transforms() -> contextlib.AbstractContextManager[Any]:
 
 @contextlib.contextmanager
 def without_modes() -> Iterator[None]:
-    """A context outside all torch.func transforms, captures, and function and dispatch modes, for a trace of its own:
-    the operators that it calls are not those of whoever is called."""
+    """A context outside all torch.func transforms, captures, and function and dispatch modes, for a
+    trace of its own: the operators that it calls are not those of whoever is called."""
     popped = []
     with contextlib.ExitStack() as stack:
         while _len_torch_function_stack():
@@ -191,9 +204,12 @@ def without_modes() -> Iterator[None]:
 
 
 def in_other_transform_than_grad() -> bool:
-    """Whether a torch.func transform is active that is not one of `grad`, `vjp` and `jacrev` without its `vmap`."""
+    """Whether a torch.func transform is active that is not one of `grad`, `vjp` and `jacrev`
+    without its `vmap`."""
     levels = get_interpreter_stack() or ()
-    return forward_ad._current_level >= 0 or any(level.key() != TransformType.Grad for level in levels)
+    return forward_ad._current_level >= 0 or any(
+        level.key() != TransformType.Grad for level in levels
+    )
 
 
 def in_vmap() -> bool:
@@ -211,7 +227,8 @@ def is_batched(tensor: torch.Tensor) -> bool:
 
 
 def is_differentiated_by_row(tensor: torch.Tensor) -> bool:
-    """Whether a derivative inside a `vmap` follows a tensor: each row has one of its own, even of one value for all."""
+    """Whether a derivative inside a `vmap` follows a tensor: each row has one of its own, even of
+    one value for all."""
     stack = get_interpreter_stack() or ()
     vmaps = [level.level() for level in stack if level.key() == TransformType.Vmap]
     while is_functorch_wrapped_tensor(tensor):
@@ -222,7 +239,8 @@ def is_differentiated_by_row(tensor: torch.Tensor) -> bool:
 
 
 def is_differentiated(tensor: torch.Tensor) -> bool:
-    """Whether autograd, or a torch.func transform at any level, tracks operations on a tensor now."""
+    """Whether autograd, or a torch.func transform at any level, tracks operations on a tensor now.
+    """
     while True:
         dual = forward_ad._current_level >= 0 and forward_ad.unpack_dual(tensor).tangent is not None
         if dual or (tensor.requires_grad and torch.is_grad_enabled()):
@@ -233,8 +251,9 @@ def is_differentiated(tensor: torch.Tensor) -> bool:
 
 
 def may_be_differentiated(tensor: torch.Tensor) -> bool:
-    """Whether autograd, or a derivative of torch.func, may track operations on a tensor, whatever the grad mode. `vmap`
-    alone tracks none, and `grad` of some arguments does not track the others."""
+    """Whether autograd, or a derivative of torch.func, may track operations on a tensor, whatever
+    the grad mode. `vmap` alone tracks none, and `grad` of some arguments does not track the others.
+    """
     if is_functorch_wrapped_tensor(tensor):
         stack = get_interpreter_stack() or ()
         forward_levels = {level.level() for level in stack if level.key() == TransformType.Jvp}
@@ -258,7 +277,8 @@ def innermost(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def innermost_storage_id(tensor: torch.Tensor) -> int:
-    """`storage_id` of the tensor inside all wrappers of torch.func's transforms, which have no storage."""
+    """`storage_id` of the tensor inside all wrappers of torch.func's transforms, which have no
+    storage."""
     return storage_id(innermost(tensor))
 
 
@@ -268,18 +288,22 @@ num_dispatch_modes: Callable[[], int] = _len_torch_dispatch_stack
 """The number of active dispatch modes: traces, fake tensors, counters of operators."""
 num_function_modes: Callable[[], int] = _len_torch_function_stack
 """The number of active function modes, such as `torch.device("cpu")` as a context."""
-WithoutFunctionModes: Callable[[], contextlib.AbstractContextManager[Any]] = torch._C.DisableTorchFunction
+WithoutFunctionModes: Callable[[], contextlib.AbstractContextManager[Any]] = (
+    torch._C.DisableTorchFunction
+)
 """A context in which no function mode sees a call."""
 WithoutAutocast: Callable[[], contextlib.AbstractContextManager[Any]] = torch._C._DisableAutocast
-BelowAutograd: Callable[[], contextlib.AbstractContextManager[Any]] = torch._C._AutoDispatchBelowAutograd
+BelowAutograd: Callable[[], contextlib.AbstractContextManager[Any]] = (
+    torch._C._AutoDispatchBelowAutograd
+)
 
 _in_watch = functools.partial(torch._C._dispatch_tls_is_dispatch_key_included, WATCH_KEY)
 _top_hooks = functools.partial(torch._C._autograd._top_saved_tensors_default_hooks, True)
 
 
 def in_plain_surroundings() -> bool:
-    """Whether no capture, no dispatch mode, no torch.func transform, no forward-mode level, no hooks on saved tensors
-    and no trace of torch.jit are active."""
+    """Whether no capture, no dispatch mode, no torch.func transform, no forward-mode level, no
+    hooks on saved tensors and no trace of torch.jit are active."""
     return (
         _len_torch_dispatch_stack() == 0
         and peek_interpreter_stack() is None
@@ -301,23 +325,28 @@ set_grad_mode: Callable[[bool], None] = torch._C._set_grad_enabled
 
 
 def global_state_check() -> Callable[[], bool]:
-    """A function that returns whether autograd's mode, autocast and its dtypes, the default dtype, and the switches of
-    precision and determinism still have their present values. It does not check inference mode."""
+    """A function that returns whether autograd's mode, autocast and its dtypes, the default dtype,
+    and the switches of precision and determinism still have their present values. It does not check
+    inference mode."""
     check: Callable[[], bool] = GlobalStateGuard().check
     return check
 
 
 def tensors_check(tensors: Sequence[torch.Tensor]) -> Callable[..., bool]:
-    """A function that checks the same number of tensors: that they have the types, dtypes, devices, shapes, strides,
-    flags (conjugate, negative, requires_grad, inference) and dispatch keys of these, and are different objects.
+    """A function that checks the same number of tensors: that they have the types, dtypes, devices,
+    shapes, strides, flags (conjugate, negative, requires_grad, inference) and dispatch keys of
+    these, and are different objects.
 
     It reads no storage; the caller must check addresses."""
-    check: Callable[..., bool] = TensorGuards(*tensors, dynamic_dims_sizes=None, dynamic_dims_strides=None).check
+    check: Callable[..., bool] = TensorGuards(
+        *tensors, dynamic_dims_sizes=None, dynamic_dims_strides=None
+    ).check
     return check
 
 
 def copy_all(targets: tuple[torch.Tensor, ...], values: tuple[torch.Tensor, ...]) -> None:
-    """`target.copy_(value)` for all pairs, in one launch on a GPU if dtypes, shapes and strides agree."""
+    """`target.copy_(value)` for all pairs, in one launch on a GPU if dtypes, shapes and strides
+    agree."""
     torch._foreach_copy_(targets, values)
 
 
@@ -328,8 +357,11 @@ def clone_all(tensors: tuple[torch.Tensor, ...]) -> list[torch.Tensor]:
     return fresh
 
 
-def empty_strided_on(device: torch.device) -> Callable[[tuple[int, ...], tuple[int, ...], torch.dtype], torch.Tensor]:
-    """`torch.empty_strided(size, stride, dtype)` on the current device of this type, without the Python around it."""
+def empty_strided_on(
+    device: torch.device,
+) -> Callable[[tuple[int, ...], tuple[int, ...], torch.dtype], torch.Tensor]:
+    """`torch.empty_strided(size, stride, dtype)` on the current device of this type, without the
+    Python around it."""
     guards: Any = torch._C._dynamo.guards
     make: Callable[..., torch.Tensor] = (
         guards._empty_strided_cuda if device.type == "cuda" else guards._empty_strided_cpu
@@ -346,7 +378,8 @@ def current_device() -> Callable[[], int | None]:
 
 
 def is_capturing() -> Callable[[], bool]:
-    """`torch.cuda.is_current_stream_capturing`, without the Python around it; constant without CUDA."""
+    """`torch.cuda.is_current_stream_capturing`, without the Python around it; constant without
+    CUDA."""
     if not torch.cuda.is_available():
         return lambda: False
     check: Callable[[], bool] = torch._C._cuda_isCurrentStreamCapturing
@@ -356,8 +389,8 @@ def is_capturing() -> Callable[[], bool]:
 def to_device(tensor: torch.Tensor, device: torch.device | str) -> torch.Tensor:
     """Copy a tensor to `device` without making the host wait.
 
-    A copy from pageable memory waits for all earlier work of the device. A copy from pinned memory does not, and torch
-    keeps that memory until the copy has been made.
+    A copy from pageable memory waits for all earlier work of the device. A copy from pinned memory
+    does not, and torch keeps that memory until the copy has been made.
     """
     if tensor.device.type != "cpu" or torch.device(device).type != "cuda":
         return tensor.to(device)
@@ -370,35 +403,52 @@ def replayer(graph: torch.cuda.CUDAGraph) -> Callable[[], None]:
 
 
 def function_modes() -> tuple[Any, ...]:
-    """The active torch function modes, by what they change: a default device by its name, any other mode by itself.
-    Modes that only look are left out."""
+    """The active torch function modes, by what they change: a default device by its name, any other
+    mode by itself. Modes that only look are left out."""
     if _len_torch_function_stack() == 0:
         return ()
-    modes = [mode for mode in _get_current_function_mode_stack() if not getattr(mode, "only_looks", False)]
+    modes = [
+        mode
+        for mode in _get_current_function_mode_stack()
+        if not getattr(mode, "only_looks", False)
+    ]
     return tuple(str(mode.device) if isinstance(mode, DeviceContext) else mode for mode in modes)
 
 
 def default_device() -> torch.device | None:
-    """The device of the innermost `torch.device` context, or of `torch.set_default_device`; None if there is none."""
+    """The device of the innermost `torch.device` context, or of `torch.set_default_device`; None if
+    there is none."""
     modes = _get_current_function_mode_stack() if _len_torch_function_stack() else ()
     devices = [mode.device for mode in modes if isinstance(mode, DeviceContext)]
     return devices[-1] if devices else None
 
 
 def switches() -> tuple[tuple[str, Any], ...]:
-    """The settings that a result depends on besides its arguments, by name: autograd's mode, autocast, defaults, and
-    the switches by which torch chooses its kernels. `global_state_check` detects a change of any but
-    `backend_switches`."""
+    """The settings that a result depends on besides its arguments, by name: autograd's mode,
+    autocast, defaults, and the switches by which torch chooses its kernels. `global_state_check`
+    detects a change of any but `backend_switches`."""
     devices = ("cpu", "cuda")
     return (
         ("inference mode", torch.is_inference_mode_enabled()),
         ("grad mode", torch.is_grad_enabled()),
-        ("autocast", tuple(torch.get_autocast_dtype(d) if torch.is_autocast_enabled(d) else None for d in devices)),
+        (
+            "autocast",
+            tuple(
+                torch.get_autocast_dtype(d) if torch.is_autocast_enabled(d) else None
+                for d in devices
+            ),
+        ),
         ("default dtype", torch.get_default_dtype()),
         ("deterministic algorithms", torch.get_deterministic_debug_mode()),
         ("float32 precision", torch._C._get_fp32_precision_getter("cuda", "matmul")),
-        ("reduced precision of float16", torch._C._get_cublas_allow_fp16_reduced_precision_reduction()),
-        ("reduced precision of bfloat16", torch._C._get_cublas_allow_bf16_reduced_precision_reduction()),
+        (
+            "reduced precision of float16",
+            torch._C._get_cublas_allow_fp16_reduced_precision_reduction(),
+        ),
+        (
+            "reduced precision of bfloat16",
+            torch._C._get_cublas_allow_bf16_reduced_precision_reduction(),
+        ),
         *backend_switches(),
     )
 
@@ -406,18 +456,29 @@ def switches() -> tuple[tuple[str, Any], ...]:
 def backend_switches() -> tuple[tuple[str, Any], ...]:
     """The switches that attention, convolutions and recurrent layers consult, by name."""
     c: Any = torch._C
-    attention = (c._get_flash_sdp_enabled(), c._get_mem_efficient_sdp_enabled(), c._get_math_sdp_enabled())
+    attention = (
+        c._get_flash_sdp_enabled(),
+        c._get_mem_efficient_sdp_enabled(),
+        c._get_math_sdp_enabled(),
+    )
     attention += (c._get_cudnn_sdp_enabled(), *c._get_sdp_priority_order())
     cudnn = (c._get_cudnn_enabled(), c._get_cudnn_benchmark(), c._get_cudnn_deterministic())
     return (
         ("kernels of attention", attention),
-        ("cudnn", (*cudnn, c._get_fp32_precision_getter("cuda", "conv"), c._get_fp32_precision_getter("cuda", "rnn"))),
+        (
+            "cudnn",
+            (
+                *cudnn,
+                c._get_fp32_precision_getter("cuda", "conv"),
+                c._get_fp32_precision_getter("cuda", "rnn"),
+            ),
+        ),
     )
 
 
 def switches_put_back() -> Callable[[], list[str]]:
-    """A function that puts the settings back that have changed by then, the default device among them, and returns
-    their names."""
+    """A function that puts the settings back that have changed by then, the default device among
+    them, and returns their names."""
     before = _settings()
 
     def put_back() -> list[str]:
@@ -431,8 +492,8 @@ def switches_put_back() -> Callable[[], list[str]]:
 
 
 def _settings() -> dict[str, Any]:
-    """The settings that a user changes. The order in which torch prefers kernels of attention is none of them: torch
-    itself sets it in the first call on a GPU."""
+    """The settings that a user changes. The order in which torch prefers kernels of attention is
+    none of them: torch itself sets it in the first call on a GPU."""
     settings = dict(switches()) | {"default device": default_device()}
     return settings | {"kernels of attention": settings["kernels of attention"][:4]}
 
@@ -465,7 +526,9 @@ def _set_cudnn(value: tuple[Any, ...]) -> None:
 
 def _set_reduced_precision(setter: str) -> Callable[[Any], None]:
     """A setter of a switch that is one value, or a pair of them."""
-    return lambda value: getattr(torch._C, setter)(*(value if isinstance(value, tuple) else (value,)))
+    return lambda value: getattr(torch._C, setter)(
+        *(value if isinstance(value, tuple) else (value,))
+    )
 
 
 _SETTERS: dict[str, Callable[[Any], Any]] = {
@@ -475,8 +538,12 @@ _SETTERS: dict[str, Callable[[Any], Any]] = {
     "default dtype": torch.set_default_dtype,
     "deterministic algorithms": torch.set_deterministic_debug_mode,
     "float32 precision": lambda value: torch._C._set_fp32_precision_setter("cuda", "matmul", value),
-    "reduced precision of float16": _set_reduced_precision("_set_cublas_allow_fp16_reduced_precision_reduction"),
-    "reduced precision of bfloat16": _set_reduced_precision("_set_cublas_allow_bf16_reduced_precision_reduction"),
+    "reduced precision of float16": _set_reduced_precision(
+        "_set_cublas_allow_fp16_reduced_precision_reduction"
+    ),
+    "reduced precision of bfloat16": _set_reduced_precision(
+        "_set_cublas_allow_bf16_reduced_precision_reduction"
+    ),
     "kernels of attention": _set_attention,
     "cudnn": _set_cudnn,
     "default device": torch.set_default_device,
@@ -492,7 +559,8 @@ def generator_bytes(generator: torch.Generator) -> bytes:
 
 
 def generator_id(generator: torch.Generator) -> int:
-    """A number that identifies a generator as long as it lives; each operator gets another object for it."""
+    """A number that identifies a generator as long as it lives; each operator gets another object
+    for it."""
     return int(_address_of(generator))
 
 
@@ -502,11 +570,16 @@ def children_of(spec: Any) -> list[Any]:
 
 
 def unowned(tensor: torch.Tensor) -> torch.Tensor:
-    """A tensor at the same address that does not keep the memory alive: the caller must make sure that it lives."""
+    """A tensor at the same address that does not keep the memory alive: the caller must make sure
+    that it lives."""
     storage = tensor.untyped_storage()
-    held = torch._C._construct_storage_from_data_pointer(storage.data_ptr(), tensor.device, storage.nbytes())
+    held = torch._C._construct_storage_from_data_pointer(
+        storage.data_ptr(), tensor.device, storage.nbytes()
+    )
     alias = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
-    return seen_as(alias.set_(held, tensor.storage_offset(), tensor.size(), tensor.stride()), tensor)
+    return seen_as(
+        alias.set_(held, tensor.storage_offset(), tensor.size(), tensor.stride()), tensor
+    )
 
 
 def seen_as(tensor: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
@@ -521,32 +594,39 @@ def current_stream_id(device_index: int) -> Callable[[], int]:
 
 
 def stop_allocating_to_pool(device: torch.device, pool: tuple[int, int]) -> None:
-    """Tell the allocator that a capture is over, in case `capture_end` failed before it did so itself
-    (https://github.com/pytorch/pytorch/pull/180395)."""
+    """Tell the allocator that a capture is over, in case `capture_end` failed before it did so
+    itself (https://github.com/pytorch/pytorch/pull/180395)."""
     with contextlib.suppress(RuntimeError):
         torch._C._cuda_endAllocateToPool(device.index or 0, pool)
         torch._C._cuda_releasePool(device.index or 0, pool)
 
 
 def changes_of(tensors: Iterable[torch.Tensor]) -> int:
-    """The number of in-place changes to these tensors that torch has counted; none of them was made in inference mode.
-    torch counts operators. It counts neither writes to `.data`, nor fused optimizers, nor other writes to memory."""
+    """The number of in-place changes to these tensors that torch has counted; none of them was made
+    in inference mode. torch counts operators. It counts neither writes to `.data`, nor fused
+    optimizers, nor other writes to memory."""
     return sum(map(_version_of, tensors))
 
 
 def counted_changes(tensors: Sequence[torch.Tensor]) -> list[int]:
-    """The number of in-place changes to each of these tensors, as `changes_of` has it; empty where torch counts none:
-    while it compiles, in a transform of torch.func, and for tensors that were made in inference mode."""
+    """The number of in-place changes to each of these tensors, as `changes_of` has it; empty where
+    torch counts none: while it compiles, in a transform of torch.func, and for tensors that were
+    made in inference mode."""
     uncounted = torch.compiler.is_dynamo_compiling() or peek_interpreter_stack() is not None
-    return [] if uncounted or any(x.is_inference() for x in tensors) else list(map(_version_of, tensors))
+    return (
+        []
+        if uncounted or any(x.is_inference() for x in tensors)
+        else list(map(_version_of, tensors))
+    )
 
 
 _version_of, _address_of = operator.attrgetter("_version"), operator.attrgetter("_cdata")
 
 
 def storage_id(tensor: torch.Tensor) -> int:
-    """A number that identifies the storage of `tensor` as long as the storage lives; a resize does not change it. For a
-    tensor without a storage of its own (sparse), a number that identifies the tensor."""
+    """A number that identifies the storage of `tensor` as long as the storage lives; a resize does
+    not change it. For a tensor without a storage of its own (sparse), a number that identifies the
+    tensor."""
     if tensor.layout is not torch.strided:
         return -id(tensor)
     return int(tensor.untyped_storage()._cdata)

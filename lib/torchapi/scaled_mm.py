@@ -1,4 +1,5 @@
-"""torch's product in FP8 with a scale for each block, `F.scaled_mm`: what it needs, and how it is called."""
+"""torch's product in FP8 with a scale for each block, `F.scaled_mm`: what it needs, and how it is
+called."""
 
 import functools
 
@@ -9,8 +10,8 @@ from torch.nn import functional as F
 
 @functools.cache
 def scaled_mm_lacks() -> str | None:
-    """Why `scaled_mm` of this torch cannot run on this machine's GPU; without a GPU, on the one whose tiles are chosen.
-    None if it can."""
+    """Why `scaled_mm` of this torch cannot run on this machine's GPU; without a GPU, on the one
+    whose tiles are chosen. None if it can."""
     cuda = torch.version.cuda
     if not hasattr(F, "scaled_mm"):
         return f"torch {torch.__version__} has no scaled_mm"
@@ -28,7 +29,8 @@ def scaled_mm(values: Tensor, weight: Tensor, by_token: Tensor, by_block: Tensor
         values: `[T, C]`; T is a multiple of four.
         weight: `[R, C]`, contiguous.
         by_token: the scales of the values, `[C / 128, T]`, float32, contiguous.
-        by_block: the scales of the weights, `[R / 128, C / 128]`, float32, its columns padded to a multiple of four.
+        by_block: the scales of the weights, `[R / 128, C / 128]`, float32, its columns padded to a
+            multiple of four.
     """
     return F.scaled_mm(
         values,

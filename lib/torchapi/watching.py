@@ -1,10 +1,13 @@
-"""`OperatorWatch`: a context that sees each operator below autograd, and that torch's own code does not notice.
+"""`OperatorWatch`: a context that sees each operator below autograd, and that torch's own code does
+not notice.
 
-Some of torch's composite operators and derivatives compute in another way while a `TorchDispatchMode` is active: the
-derivative of `max` returns nan where it returns 0 otherwise, `svdvals` computes vectors too
-(`areAnyTensorSubclassLike` in https://github.com/pytorch/pytorch/blob/main/aten/src/ATen/TensorSubclassLikeUtils.h).
-A capture under such a mode would record that other way. So a watch uses a dispatch key of its own: `Fake`, which torch
-reserves for packages outside it and does not use, directly above the key of dispatch modes.
+Some of torch's composite operators and derivatives compute in another way while a
+`TorchDispatchMode` is active: the derivative of `max` returns nan where it returns 0 otherwise,
+`svdvals` computes vectors too (`areAnyTensorSubclassLike` in
+https://github.com/pytorch/pytorch/blob/main/aten/src/ATen/TensorSubclassLikeUtils.h). A capture
+under such a mode would record that other way. So a watch uses a dispatch key of its own: `Fake`,
+which torch reserves for packages outside it and does not use, directly above the key of dispatch
+modes.
 """
 
 import ctypes
@@ -17,13 +20,14 @@ import torch
 KEY = torch._C._dispatch_key_parse("Fake")
 _KEYS = torch._C.DispatchKeySet(KEY)
 _NAME = "weft.watches"
-"""The name of the active watches, innermost last, among the objects that follow the work of a thread into the threads
-of the autograd engine."""
+"""The name of the active watches, innermost last, among the objects that follow the work of a
+thread into the threads of the autograd engine."""
 
 
 class OperatorWatch:
-    """A context in which each operator of this thread is passed to `operator`, which calls it and returns its result.
-    A subclass defines `operator`. Watches nest: what the inner one passes on, the outer one sees."""
+    """A context in which each operator of this thread is passed to `operator`, which calls it and
+    returns its result. A subclass defines `operator`. Watches nest: what the inner one passes on,
+    the outer one sees."""
 
     _outer: "OperatorWatch | None" = None
 
@@ -44,8 +48,8 @@ class OperatorWatch:
         self._outer = None  # which may hold this one
 
     def operator(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Pass an operator's overload on (`pass_on`), or do something else, and return the result. No watch sees the
-        operators that it calls itself."""
+        """Pass an operator's overload on (`pass_on`), or do something else, and return the result.
+        No watch sees the operators that it calls itself."""
         raise NotImplementedError
 
     def pass_on(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -55,7 +59,9 @@ class OperatorWatch:
 
 
 def _active() -> tuple[OperatorWatch, ...]:
-    found: tuple[OperatorWatch, ...] = torch._C._get_obj_in_tls(_NAME) if torch._C._is_key_in_tls(_NAME) else ()
+    found: tuple[OperatorWatch, ...] = (
+        torch._C._get_obj_in_tls(_NAME) if torch._C._is_key_in_tls(_NAME) else ()
+    )
     return found
 
 
@@ -71,8 +77,8 @@ def _add_reference(value: Any) -> None:
 
 @functools.cache
 def _takes_the_reference() -> bool:
-    """Whether `_stash_obj_in_tls` takes over the caller's reference, as in torch 2.11: the object is freed once too
-    often."""
+    """Whether `_stash_obj_in_tls` takes over the caller's reference, as in torch 2.11: the object
+    is freed once too often."""
     value = (object(),)
     before = sys.getrefcount(value)
     torch._C._stash_obj_in_tls("weft.reference_count", value)
@@ -82,7 +88,8 @@ def _takes_the_reference() -> bool:
 
 
 def watched() -> bool:
-    """Whether a watch is active in this thread. None is while torch.compile traces, since no capture lets it."""
+    """Whether a watch is active in this thread. None is while torch.compile traces, since no
+    capture lets it."""
     if torch.compiler.is_dynamo_compiling():  # which cannot trace the question in torch 2.11
         return False
     included: bool = torch._C._dispatch_tls_is_dispatch_key_included(KEY)
@@ -102,10 +109,12 @@ def _to_innermost(func: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def _with_tensors(func: Any, args: tuple[Any, ...]) -> tuple[Any, ...]:
-    """The arguments with tensors where torch has turned a tensor without dimensions into a number that the operator
-    does not take."""
+    """The arguments with tensors where torch has turned a tensor without dimensions into a number
+    that the operator does not take."""
     positions = _tensors_only(func)
-    if not any(isinstance(args[i], bool | int | float | complex) for i in positions if i < len(args)):
+    if not any(
+        isinstance(args[i], bool | int | float | complex) for i in positions if i < len(args)
+    ):
         return args
     # Watches see each as a constant, by the operator that lifts it.
     return tuple(_tensor(x) if i in positions else x for i, x in enumerate(args))
@@ -113,7 +122,9 @@ def _with_tensors(func: Any, args: tuple[Any, ...]) -> tuple[Any, ...]:
 
 def _tensor(value: Any) -> Any:
     if isinstance(value, float | complex):
-        return torch.tensor(value, dtype=torch.complex128 if isinstance(value, complex) else torch.float64)
+        return torch.tensor(
+            value, dtype=torch.complex128 if isinstance(value, complex) else torch.float64
+        )
     return torch.tensor(value) if isinstance(value, bool | int) else value
 
 
@@ -122,13 +133,15 @@ def _tensors_only(func: Any) -> tuple[int, ...]:
     """The indices of an operator's arguments that are tensors and never numbers."""
     if torch._C._should_allow_numbers_as_tensors(func._schema.name.rpartition("::")[2]):
         return ()
-    return tuple(i for i, a in enumerate(func._schema.arguments) if isinstance(a.type, torch.TensorType))
+    return tuple(
+        i for i, a in enumerate(func._schema.arguments) if isinstance(a.type, torch.TensorType)
+    )
 
 
 @functools.cache
 def _install() -> Any:
-    """Register the fallback of the key, once; it is called only inside a watch. The registration lives as long as what
-    this returns."""
+    """Register the fallback of the key, once; it is called only inside a watch. The registration
+    lives as long as what this returns."""
     registration: Any = torch._C._dispatch_library("IMPL", "_", "Fake")
     registration.fallback("Fake", _to_innermost, False)
     _hide_from_watches("_make_subclass")
@@ -142,7 +155,8 @@ class _Passing(OperatorWatch):
 
 
 class _Wrapper(torch.Tensor):
-    """A tensor of a class that dispatches by itself, as the results of functional collectives are."""
+    """A tensor of a class that dispatches by itself, as the results of functional collectives are.
+    """
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
@@ -153,7 +167,8 @@ class _Wrapper(torch.Tensor):
 
 @functools.cache
 def _needs_each_operator() -> bool:
-    """Whether torch finds a fallback written in Python for plain tensors alone, as torch 2.11 does."""
+    """Whether torch finds a fallback written in Python for plain tensors alone, as torch 2.11 does.
+    """
     wrapper = torch.Tensor._make_wrapper_subclass(_Wrapper, (1,))
     with torch._C._IncludeDispatchKeyGuard(KEY):
         _set_active((_Passing(),))
@@ -191,8 +206,8 @@ def _by_name(name: str, *args: Any, **kwargs: Any) -> Any:
 
 
 def _hide_from_watches(name: str) -> None:
-    """Hide the view that a method of Tensor takes to give it another class, as in `nn.Parameter(x)`: a view that went
-    through Python has a class already, so torch raises."""
+    """Hide the view that a method of Tensor takes to give it another class, as in
+    `nn.Parameter(x)`: a view that went through Python has a class already, so torch raises."""
     method = getattr(torch.Tensor, name)
     static = isinstance(torch._C.TensorBase.__dict__.get(name), staticmethod)
 

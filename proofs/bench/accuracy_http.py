@@ -1,12 +1,14 @@
-"""lm-evaluation-harness, unchanged, against `weft serve` in several graph modes and splits, and against transformers.
+"""lm-evaluation-harness, unchanged, against `weft serve` in several graph modes and splits, and
+against transformers.
 
     python -m weft.proofs.bench.accuracy_http --model DIR --lm-eval PATH/TO/lm_eval --out FOLDER
 
-The tasks are written here: 200 sums that the model completes, 60 of them as a choice, and capitals as a choice and as
-chats. All numbers are drawn with a fixed seed. Generation goes through `local-completions`, and for chats through
-`local-chat-completions`; the log-likelihood of choices through `local-completions` (`echo` and `logprobs`). lm_eval's
-own `hf` runs the same folder in transformers. Compared with mode `none` are the accuracies, the answer to each
-question, and the log-likelihood of each choice. The package needs no network: the tokenizer is the folder's.
+The tasks are written here: 200 sums that the model completes, 60 of them as a choice, and capitals
+as a choice and as chats. All numbers are drawn with a fixed seed. Generation goes through
+`local-completions`, and for chats through `local-chat-completions`; the log-likelihood of choices
+through `local-completions` (`echo` and `logprobs`). lm_eval's own `hf` runs the same folder in
+transformers. Compared with mode `none` are the accuracies, the answer to each question, and the
+log-likelihood of each choice. The package needs no network: the tokenizer is the folder's.
 """
 
 import argparse
@@ -71,7 +73,8 @@ def _question(draw: random.Random, text: str, answers: Sequence[Any]) -> dict[st
 
 
 def write_tasks(folder: Path) -> None:
-    """Write the tasks as lm_eval reads them: for each a file of questions, and a YAML (which JSON is)."""
+    """Write the tasks as lm_eval reads them: for each a file of questions, and a YAML (which JSON
+    is)."""
     for name, found in questions().items():
         file = folder / f"{name}.jsonl"
         file.write_text("".join(json.dumps(own) + "\n" for own in found))
@@ -80,25 +83,57 @@ def write_tasks(folder: Path) -> None:
             "test_split": "test", "doc_to_text": "{{text}}", "description": _SHOTS if name.startswith("sums") else "",
         }  # fmt: skip
         if name in CHOICES:
-            task |= {"output_type": "multiple_choice", "doc_to_choice": "{{choices}}", "doc_to_target": "place"}
-            task["metric_list"] = [{"metric": "acc", "aggregation": "mean", "higher_is_better": True}]
+            task |= {
+                "output_type": "multiple_choice",
+                "doc_to_choice": "{{choices}}",
+                "doc_to_target": "place",
+            }
+            task["metric_list"] = [
+                {"metric": "acc", "aggregation": "mean", "higher_is_better": True}
+            ]
         else:
             task |= {"output_type": "generate_until", "doc_to_target": "{{answer}}"}
-            task["generation_kwargs"] = {"until": ["\n"], "max_gen_toks": 16, "temperature": 0, "do_sample": False}
+            task["generation_kwargs"] = {
+                "until": ["\n"],
+                "max_gen_toks": 16,
+                "temperature": 0,
+                "do_sample": False,
+            }
             regex = {"function": "regex", "regex_pattern": _PATTERNS[name]}
-            task["filter_list"] = [{"name": "extracted", "filter": [regex, {"function": "take_first"}]}]
-            task["metric_list"] = [{"metric": "exact_match", "aggregation": "mean", "higher_is_better": True}]
+            task["filter_list"] = [
+                {"name": "extracted", "filter": [regex, {"function": "take_first"}]}
+            ]
+            task["metric_list"] = [
+                {"metric": "exact_match", "aggregation": "mean", "higher_is_better": True}
+            ]
         (folder / f"{name}.yaml").write_text(json.dumps(task, indent=1))
 
 
-def evaluate(command: str, tasks: Path, model: str, arguments: str, names: Sequence[str], *more: str) -> dict[str, Any]:
+def evaluate(
+    command: str, tasks: Path, model: str, arguments: str, names: Sequence[str], *more: str
+) -> dict[str, Any]:
     """Run lm_eval; for each task its score, with the standard error, and each sample's answer."""
     with tempfile.TemporaryDirectory() as out:
-        words = [command, "run", "--model", model, "--model_args", arguments, "--include_path", str(tasks)]
+        words = [
+            command,
+            "run",
+            "--model",
+            model,
+            "--model_args",
+            arguments,
+            "--include_path",
+            str(tasks),
+        ]
         words += ["--tasks", ",".join(names), "--log_samples", "--output_path", out, *more]
-        quiet = {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
+        quiet = {
+            "HF_HUB_OFFLINE": "1",
+            "HF_DATASETS_OFFLINE": "1",
+            "TOKENIZERS_PARALLELISM": "false",
+        }
         known = {name: own for name, own in os.environ.items() if name != "PYTHONPATH"}
-        ended = subprocess.run(words, env=known | quiet, capture_output=True, text=True, timeout=3600)
+        ended = subprocess.run(
+            words, env=known | quiet, capture_output=True, text=True, timeout=3600
+        )
         if ended.returncode:
             raise RuntimeError(f"{' '.join(words)}\n{ended.stderr[-3000:]}")
         (written,) = Path(out).rglob("results_*.json")
@@ -106,7 +141,9 @@ def evaluate(command: str, tasks: Path, model: str, arguments: str, names: Seque
         results = raw["results"]
         for name in names:
             (file,) = written.parent.glob(f"samples_{name}_[0-9]*.jsonl")
-            samples = sorted(map(json.loads, file.read_text().splitlines()), key=lambda own: own["doc_id"])
+            samples = sorted(
+                map(json.loads, file.read_text().splitlines()), key=lambda own: own["doc_id"]
+            )
             metric = next(key for key in results[name] if key.startswith(("acc,", "exact_match,")))
             before, _, rest = metric.partition(",")
             found[name] = {
@@ -125,12 +162,18 @@ def _answer(sample: dict[str, Any]) -> Any:
 
 
 def rows(found: dict[tuple[str, str], dict[str, Any]], base: str) -> Iterator[dict[str, Any]]:
-    """For each run and task the score, and how it compares with the same task in mode `base` by the same API; choices
-    are also compared with transformers."""
+    """For each run and task the score, and how it compares with the same task in mode `base` by the
+    same API; choices are also compared with transformers."""
     for (mode, api), tasks in found.items():
         for name, own in tasks.items():
             against = found[base, "local-completions" if api == "hf" else api][name]
-            row = {"mode": mode, "api": api, "task": name, "value": own["value"], "stderr": own["stderr"]}
+            row = {
+                "mode": mode,
+                "api": api,
+                "task": name,
+                "value": own["value"],
+                "stderr": own["stderr"],
+            }
             row["questions"] = len(own["answers"])
             if name in CHOICES:
                 pairs = [
@@ -139,20 +182,33 @@ def rows(found: dict[tuple[str, str], dict[str, Any]], base: str) -> Iterator[di
                     for a, b in zip(x, y, strict=True)
                 ]
                 best = [
-                    (x.index(max(x)), y.index(max(y))) for x, y in zip(own["answers"], against["answers"], strict=True)
+                    (x.index(max(x)), y.index(max(y)))
+                    for x, y in zip(own["answers"], against["answers"], strict=True)
                 ]
-                row |= {"same": sum(a == b for a, b in best), "largest_difference": max(abs(a - b) for a, b in pairs)}
+                row |= {
+                    "same": sum(a == b for a, b in best),
+                    "largest_difference": max(abs(a - b) for a, b in pairs),
+                }
             else:
-                row["same"] = sum(a == b for a, b in zip(own["answers"], against["answers"], strict=True))
+                row["same"] = sum(
+                    a == b for a, b in zip(own["answers"], against["answers"], strict=True)
+                )
             yield row
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Run all modes, print the table, and write `accuracy_http.json`; exit with 1 if an answer differs."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", required=True, help="a checkpoint folder with a tokenizer and a chat template")
+    """Run all modes, print the table, and write `accuracy_http.json`; exit with 1 if an answer
+    differs."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--model", required=True, help="a checkpoint folder with a tokenizer and a chat template"
+    )
     parser.add_argument("--lm-eval", default="lm_eval", help="the program (lm_eval)")
-    parser.add_argument("--modes", nargs="+", choices=MODES, default=[*MODES], help="the first is compared with")
+    parser.add_argument(
+        "--modes", nargs="+", choices=MODES, default=[*MODES], help="the first is compared with"
+    )
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--concurrent", type=int, default=8, help="requests at once (8)")
     parser.add_argument("--limit", type=int, help="questions of each task (all)")
@@ -160,7 +216,16 @@ def main(argv: Sequence[str] | None = None) -> None:
     given = parser.parse_args(argv)
     more = [] if given.limit is None else ["--limit", str(given.limit)]
     found: dict[tuple[str, str], dict[str, Any]] = {}
-    flags = ["--dtype", "float32", "--device", given.device, "--served-model-name", "served", "--max-num-seqs", "8"]
+    flags = [
+        "--dtype",
+        "float32",
+        "--device",
+        given.device,
+        "--served-model-name",
+        "served",
+        "--max-num-seqs",
+        "8",
+    ]
     flags += ["--max-num-tokens", "128", "--max-model-len", "256"]
     with tempfile.TemporaryDirectory() as folder:
         write_tasks(Path(folder))
@@ -168,12 +233,17 @@ def main(argv: Sequence[str] | None = None) -> None:
             with serving(given.model, *flags, *MODES[mode], seconds=900, shows_log=True) as server:
                 common = f"model=served,tokenizer={given.model},num_concurrent={given.concurrent},max_retries=1"
                 common += f",base_url={server.url}"
-                text, chat = f"{common}/completions,tokenizer_backend=huggingface", f"{common}/chat/completions"
+                text, chat = (
+                    f"{common}/completions,tokenizer_backend=huggingface",
+                    f"{common}/chat/completions",
+                )
                 for api, how, names, flag in (
                     ("local-completions", text, (*GENERATED, *CHOICES), []),
                     ("local-chat-completions", chat, CHATS, ["--apply_chat_template"]),
                 ):
-                    found[mode, api] = evaluate(given.lm_eval, Path(folder), api, how, names, *flag, *more)
+                    found[mode, api] = evaluate(
+                        given.lm_eval, Path(folder), api, how, names, *flag, *more
+                    )
             print(
                 *(row for row in rows(found, given.modes[0]) if row["mode"] == mode),
                 sep="\n",
@@ -181,7 +251,14 @@ def main(argv: Sequence[str] | None = None) -> None:
             )
         theirs = f"pretrained={given.model},dtype=float32"
         found["transformers", "hf"] = evaluate(
-            given.lm_eval, Path(folder), "hf", theirs, (*GENERATED, *CHOICES), "--device", given.device, *more
+            given.lm_eval,
+            Path(folder),
+            "hf",
+            theirs,
+            (*GENERATED, *CHOICES),
+            "--device",
+            given.device,
+            *more,
         )
     table = [*rows(found, given.modes[0])]
     print(*table, sep="\n")

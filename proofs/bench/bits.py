@@ -1,13 +1,14 @@
-"""The bits of completions, served in many ways by a batch-invariant model, and by the fast one next to it.
+"""The bits of completions, served in many ways by a batch-invariant model, and by the fast one next
+to it.
 
     python -m weft.proofs.bench.bits --preset qwen3-30b-a3b-fp8 --out FOLDER
     python -m weft.proofs.bench.bits --preset qwen3-0.6b --pp 2 --transport peer --out FOLDER
 
-Random weights of the preset's dimensions are drawn once. Requests have prompts and completions of different lengths, so
-that they end one by one, and are drawn at temperature 1. Each way of serving is compared with the requests alone, one
-after another: tokens and logprobs are to be equal, bit for bit. The last way reads each prompt and its
-completion in one pass (teacher forcing), and compares the logprobs of the completion's tokens. Exits with 1 if a bit of
-the batch-invariant model differs.
+Random weights of the preset's dimensions are drawn once. Requests have prompts and completions of
+different lengths, so that they end one by one, and are drawn at temperature 1. Each way of serving
+is compared with the requests alone, one after another: tokens and logprobs are to be equal, bit for
+bit. The last way reads each prompt and its completion in one pass (teacher forcing), and compares
+the logprobs of the completion's tokens. Exits with 1 if a bit of the batch-invariant model differs.
 """
 
 import argparse
@@ -37,7 +38,8 @@ Said = dict[int, tuple[list[int], list[float]]]
 
 @attrs.frozen
 class Way:
-    """A way to serve requests: the graph mode, the engine's limits, and how many requests are there at once."""
+    """A way to serve requests: the graph mode, the engine's limits, and how many requests are there
+    at once."""
 
     graph: str
     limits: dict[str, Any] = attrs.field(factory=dict)
@@ -64,7 +66,9 @@ WAYS = {
 }
 
 
-def requests(vocab_size: int, count: int, output_len: int) -> list[tuple[list[int], SamplingParams, int]]:
+def requests(
+    vocab_size: int, count: int, output_len: int
+) -> list[tuple[list[int], SamplingParams, int]]:
     """Prompts, some with the same beginning, and how many tokens each is to be followed by."""
     draw, shared = random.Random(0), list[int]()
     made = []
@@ -81,10 +85,19 @@ def serve(here: Here, model: Model, way: Way, asked: Sequence[Any]) -> Said:
     """Serve requests in one way."""
     limits = EngineLimits(**{"max_num_reqs": 64, "max_model_len": _MOST, **way.limits})
     options: dict[str, Any] = {"speculation": way.speculation, "prefix_caching": way.prefix_caching}
-    engine = Engine(model, limits, pipeline=here.num_stages, graph=way.graph, transport=here.transport, **options)
+    engine = Engine(
+        model,
+        limits,
+        pipeline=here.num_stages,
+        graph=way.graph,
+        transport=here.transport,
+        **options,
+    )
     tracks: dict[int, Any] = {}
     for start in range(0, len(asked), way.at_once):
-        for index, (prompt, sampling, length) in enumerate(asked[start : start + way.at_once], start):
+        for index, (prompt, sampling, length) in enumerate(
+            asked[start : start + way.at_once], start
+        ):
             engine.add(prompt, sampling, max_tokens=length, id=str(index))
         for output in engine:
             tracks[int(output.id)] = output.track
@@ -105,17 +118,27 @@ def forced(here: Here, model: Model, asked: Sequence[Any], said: Said) -> Said:
 
 
 def compared(said: Said, expected: Said) -> dict[str, Any]:
-    """The number of completions that are equal bit for bit, and the largest difference of a logprob before the tokens
-    differ."""
+    """The number of completions that are equal bit for bit, and the largest difference of a logprob
+    before the tokens differ."""
     pairs = [(said[index], expected[index]) for index in expected]
     most, tokens = 0.0, 0
     for (ids, logprobs), (own_ids, own_logprobs) in pairs:
-        same = next((i for i, (a, b) in enumerate(zip(ids, own_ids, strict=False)) if a != b), len(own_ids))
+        same = next(
+            (i for i, (a, b) in enumerate(zip(ids, own_ids, strict=False)) if a != b), len(own_ids)
+        )
         tokens += same
-        most = max([most, *(abs(a - b) for a, b in zip(logprobs[:same], own_logprobs[:same], strict=True))])
+        most = max(
+            [most, *(abs(a - b) for a, b in zip(logprobs[:same], own_logprobs[:same], strict=True))]
+        )
     equal = sum(one == other for one, other in pairs)
     every = sum(len(ids) for _, (ids, _) in pairs)
-    return {"completions": len(pairs), "equal": equal, "tokens": every, "same_tokens": tokens, "difference": most}
+    return {
+        "completions": len(pairs),
+        "equal": equal,
+        "tokens": every,
+        "same_tokens": tokens,
+        "difference": most,
+    }
 
 
 def run(
@@ -126,13 +149,23 @@ def run(
     asked = requests(fast.config.vocab_size, count, output_len)
     models = (True, fast.with_stages(batch_invariant=True)), (False, fast)
     for invariant, model in models[: 1 + with_fast]:
-        kept = names if invariant else [name for name in names if name in ("alone", "full_and_piecewise")]
+        kept = (
+            names
+            if invariant
+            else [name for name in names if name in ("alone", "full_and_piecewise")]
+        )
         expected: Said = {}
         for name in ["alone", *(name for name in kept if name != "alone"), "teacher-forced"]:
             began = time.perf_counter()
-            said = forced(here, model, asked, expected) if name not in WAYS else serve(here, model, WAYS[name], asked)
+            said = (
+                forced(here, model, asked, expected)
+                if name not in WAYS
+                else serve(here, model, WAYS[name], asked)
+            )
             expected = expected or said
-            rows.append({"way": name, "batch_invariant": invariant, "seconds": time.perf_counter() - began})
+            rows.append(
+                {"way": name, "batch_invariant": invariant, "seconds": time.perf_counter() - began}
+            )
             rows[-1] |= compared(said, expected)
             if here.first:
                 print(show(rows[-1]), flush=True)
@@ -157,21 +190,41 @@ def main(argv: Sequence[str] | None = None) -> None:
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--preset", choices=PRESETS, default="qwen3-0.6b", help="of `weft bench` (qwen3-0.6b)")
+    parser.add_argument(
+        "--preset", choices=PRESETS, default="qwen3-0.6b", help="of `weft bench` (qwen3-0.6b)"
+    )
     parser.add_argument("--ways", nargs="+", choices=WAYS, default=[*WAYS], help="one by one (all)")
-    parser.add_argument("--requests", type=int, default=64, metavar="N", help="all there from the start (64)")
-    parser.add_argument("--output-len", type=int, default=256, metavar="N", help="of the longest completion (256)")
-    parser.add_argument("--pp", type=int, metavar="N", help="pipeline stages, a process for each (1)")
-    parser.add_argument("--transport", help="what carries messages between stages, as in `weft bench`")
-    parser.add_argument("--fast", action=argparse.BooleanOptionalAction, default=True, help="the fast mode, too")
+    parser.add_argument(
+        "--requests", type=int, default=64, metavar="N", help="all there from the start (64)"
+    )
+    parser.add_argument(
+        "--output-len", type=int, default=256, metavar="N", help="of the longest completion (256)"
+    )
+    parser.add_argument(
+        "--pp", type=int, metavar="N", help="pipeline stages, a process for each (1)"
+    )
+    parser.add_argument(
+        "--transport", help="what carries messages between stages, as in `weft bench`"
+    )
+    parser.add_argument(
+        "--fast", action=argparse.BooleanOptionalAction, default=True, help="the fast mode, too"
+    )
     parser.add_argument("--out", type=Path, help="a folder for the record")
     given = parser.parse_args(argv)
     options = Bench(preset=given.preset, pp=given.pp, transport=given.transport)
     rows = in_ranks(run, options, options, given.ways, given.requests, given.output_len, given.fast)
     if given.out is not None:
         given.out.mkdir(parents=True, exist_ok=True)
-        source = {"preset": given.preset, "stages": given.pp or 1, "transport": given.transport, "rows": rows}
-        record = {**source, "environment": environment("cuda" if torch.cuda.is_available() else "cpu")}
+        source = {
+            "preset": given.preset,
+            "stages": given.pp or 1,
+            "transport": given.transport,
+            "rows": rows,
+        }
+        record = {
+            **source,
+            "environment": environment("cuda" if torch.cuda.is_available() else "cpu"),
+        }
         name = f"bits-{given.preset}-pp{given.pp or 1}{given.transport or ''}.json"
         (given.out / name).write_text(json.dumps(record, indent=1) + "\n")
     sys.exit(any(row["batch_invariant"] and row["equal"] != row["completions"] for row in rows))

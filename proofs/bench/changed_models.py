@@ -1,11 +1,14 @@
-"""The cost of changes of a model in serving: the time per output token of the model as it is, and of changed ones.
+"""The cost of changes of a model in serving: the time per output token of the model as it is, and
+of changed ones.
 
-    python -m weft.proofs.bench.changed_models [--preset NAME] [--models plain ...] [--lengths IN OUT] [--out FOLDER]
+    python -m weft.proofs.bench.changed_models [--preset NAME] [--models plain ...] [--lengths IN
+    OUT] [--out FOLDER]
 
-The changes: `steered` adds a vector of each request's own to the hidden states after the middle layer; `captured` gives
-these states back for each token; `fp8 cache` keeps keys and values in FP8. All engines share the weights, which are
-random, and live in one process, so that the KV caches of all must fit. They serve the same requests in turns. A figure
-is the median over the turns of the median time per output token, with the least and the greatest.
+The changes: `steered` adds a vector of each request's own to the hidden states after the middle
+layer; `captured` gives these states back for each token; `fp8 cache` keeps keys and values in FP8.
+All engines share the weights, which are random, and live in one process, so that the KV caches of
+all must fit. They serve the same requests in turns. A figure is the median over the turns of the
+median time per output token, with the least and the greatest.
 """
 
 import argparse
@@ -40,7 +43,9 @@ def steered(model: Model) -> Model:
 
         return run
 
-    return model.with_stages(layers={model.config.num_layers // 2: change}, extras={"vector": zeros})
+    return model.with_stages(
+        layers={model.config.num_layers // 2: change}, extras={"vector": zeros}
+    )
 
 
 def captured(model: Model) -> Model:
@@ -55,7 +60,9 @@ def captured(model: Model) -> Model:
 
         return run
 
-    return model.with_stages(layers={model.config.num_layers // 2: change}, captures={"hidden": example})
+    return model.with_stages(
+        layers={model.config.num_layers // 2: change}, captures={"hidden": example}
+    )
 
 
 CHANGES: dict[str, Callable[[Model], Model]] = {
@@ -76,19 +83,41 @@ def run(here: Here, options: Bench, models: Sequence[str], turns: int) -> list[d
             [row] = measure(engine, workload_of(options), started)
             rows.append({"model": name, "turn": turn, **row})
             print(
-                f"{name:<10} {row['tpot']['p50']:8.3f} ms a token {row['output_tokens_per_s']:10,.0f} out/s", flush=True
+                f"{name:<10} {row['tpot']['p50']:8.3f} ms a token {row['output_tokens_per_s']:10,.0f} out/s",
+                flush=True,
             )
     return rows
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Run the turns, print the table, and write `changed_models.json`."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--preset", choices=PRESETS, default="qwen3-0.6b", help="of `weft bench` (qwen3-0.6b)")
-    parser.add_argument("--models", nargs="+", choices=CHANGES, default=[*CHANGES], help="the first is the base (all)")
-    parser.add_argument("--requests", type=int, default=128, metavar="N", help="all there from the start (128)")
-    parser.add_argument("--lengths", type=int, nargs=2, default=(2, 512), metavar=("IN", "OUT"), help="tokens (2 512)")
-    parser.add_argument("--turns", type=int, default=4, metavar="N", help="of all models, one after the other (4)")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--preset", choices=PRESETS, default="qwen3-0.6b", help="of `weft bench` (qwen3-0.6b)"
+    )
+    parser.add_argument(
+        "--models",
+        nargs="+",
+        choices=CHANGES,
+        default=[*CHANGES],
+        help="the first is the base (all)",
+    )
+    parser.add_argument(
+        "--requests", type=int, default=128, metavar="N", help="all there from the start (128)"
+    )
+    parser.add_argument(
+        "--lengths",
+        type=int,
+        nargs=2,
+        default=(2, 512),
+        metavar=("IN", "OUT"),
+        help="tokens (2 512)",
+    )
+    parser.add_argument(
+        "--turns", type=int, default=4, metavar="N", help="of all models, one after the other (4)"
+    )
     parser.add_argument("--out", type=Path, help="a folder for the record")
     given = parser.parse_args(argv)
     if given.out is not None:
@@ -97,14 +126,22 @@ def main(argv: Sequence[str] | None = None) -> None:
     counts = {"num_prompts": given.requests, "max_num_seqs": given.requests}
     options = Bench(preset=given.preset, input_len=taken, output_len=made, **counts)
     rows = in_ranks(run, options, options, given.models, given.turns)
-    times = {name: [row["tpot"]["p50"] for row in rows if row["model"] == name] for name in given.models}
+    times = {
+        name: [row["tpot"]["p50"] for row in rows if row["model"] == name] for name in given.models
+    }
     base = statistics.median(times[given.models[0]])
     for name, found in times.items():
         middle = statistics.median(found)
-        print(f"{name:<10} {middle:8.3f} ms ({min(found):.3f} to {max(found):.3f}) {middle / base - 1:+7.1%}")
+        print(
+            f"{name:<10} {middle:8.3f} ms ({min(found):.3f} to {max(found):.3f}) {middle / base - 1:+7.1%}"
+        )
     if given.out is not None:
         asked = {"preset": given.preset, "requests": given.requests, "lengths": given.lengths}
-        record = {**asked, "rows": rows, "environment": environment("cuda" if torch.cuda.is_available() else "cpu")}
+        record = {
+            **asked,
+            "rows": rows,
+            "environment": environment("cuda" if torch.cuda.is_available() else "cpu"),
+        }
         (given.out / "changed_models.json").write_text(json.dumps(record, indent=1) + "\n")
 
 

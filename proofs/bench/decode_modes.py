@@ -1,13 +1,15 @@
-"""Decode steps in each graph mode: the milliseconds of a step, and the floor set by memory bandwidth.
+"""Decode steps in each graph mode: the milliseconds of a step, and the floor set by memory
+bandwidth.
 
     python -m weft.proofs.bench.decode_modes --out FOLDER [--curves] [--quick]
 
-The model has Qwen3-0.6B's dimensions and random weights, bfloat16, on one GPU: a step embeds, runs all layers, samples
-and advances the state, and is timed by the device's clock over steps issued one after another. The floor is the bytes
-that a step must read (the weights, and the keys and values of the context) over the bandwidth of a large copy, measured
-in the same run. With `--curves` there are more cases, and a plot of them: 1 to 256 requests at a context of 256, and
-64 requests at contexts of 256 to 8,192 tokens. Without a GPU a tiny model runs on the tape, only to show that it runs:
-its figures mean nothing.
+The model has Qwen3-0.6B's dimensions and random weights, bfloat16, on one GPU: a step embeds, runs
+all layers, samples and advances the state, and is timed by the device's clock over steps issued one
+after another. The floor is the bytes that a step must read (the weights, and the keys and values of
+the context) over the bandwidth of a large copy, measured in the same run. With `--curves` there are
+more cases, and a plot of them: 1 to 256 requests at a context of 256, and 64 requests at contexts
+of 256 to 8,192 tokens. Without a GPU a tiny model runs on the tape, only to show that it runs: its
+figures mean nothing.
 """
 
 import argparse
@@ -40,7 +42,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--curves", action="store_true", help="more cases, and a drawing of them")
-    parser.add_argument("--quick", action="store_true", help="a tiny model and one case, to see that it runs")
+    parser.add_argument(
+        "--quick", action="store_true", help="a tiny model and one case, to see that it runs"
+    )
     given = parser.parse_args()
     device = "cuda" if torch.cuda.is_available() else "cpu"
     quick = given.quick or device == "cpu"
@@ -51,13 +55,19 @@ def main() -> None:
     if given.curves:
         cases = [*dict.fromkeys((*by_requests, *by_context))]
     rows = [time_decode(model, *case, 1, mode, bandwidth) for case in cases for mode in MODES]
-    report: dict[str, Any] = {"environment": environment(device), "copy_bandwidth": bandwidth, "rows": rows}
+    report: dict[str, Any] = {
+        "environment": environment(device),
+        "copy_bandwidth": bandwidth,
+        "rows": rows,
+    }
     given.out.mkdir(parents=True, exist_ok=True)
     (given.out / "decode_modes.json").write_text(json.dumps(report, indent=1))
     if given.curves:
         what = "a tiny model" if quick else "Qwen3-0.6B in bfloat16"
         title = f"{what}, {report['environment']['gpu']}: milliseconds a decode step"
-        draw(rows, title, by_requests, by_context).savefig(given.out / "decode_modes.svg", bbox_inches="tight")
+        draw(rows, title, by_requests, by_context).savefig(
+            given.out / "decode_modes.svg", bbox_inches="tight"
+        )
     show(rows)
 
 
@@ -66,24 +76,41 @@ def draw(rows: Sequence[dict[str, Any]], title: str, *curves: Sequence[tuple[int
     figure, axes = new_axes("decode_modes --curves", 10, 4, ncols=len(curves))
     figure.suptitle(title, color=GREY)
     for ax, cases, name in zip(axes, curves, ("requests", "context"), strict=True):
-        places, other = [dict(zip(("requests", "context"), case, strict=True)) for case in cases], cases[0]
+        places, other = (
+            [dict(zip(("requests", "context"), case, strict=True)) for case in cases],
+            cases[0],
+        )
         for mode in MODES:
             own = {(row["reqs"], row["context"]): row for row in rows if row["mode"] == mode}
-            ax.plot([p[name] for p in places], [own[case]["ms"] for case in cases], "o-", label=mode)
-        ax.plot([p[name] for p in places], [own[case]["floor_ms"] for case in cases], "--", color=GREY, label="floor")
+            ax.plot(
+                [p[name] for p in places], [own[case]["ms"] for case in cases], "o-", label=mode
+            )
+        ax.plot(
+            [p[name] for p in places],
+            [own[case]["floor_ms"] for case in cases],
+            "--",
+            color=GREY,
+            label="floor",
+        )
         ax.set(xscale="log", yscale="log", xlabel=name, ylabel="ms a decode step")
-        ax.set_title(f"context {other[1]}" if name == "requests" else f"{other[0]} requests", fontsize=10)
+        ax.set_title(
+            f"context {other[1]}" if name == "requests" else f"{other[0]} requests", fontsize=10
+        )
         ax.set_xticks([p[name] for p in places], [f"{p[name]}" for p in places], minor=False)
         ax.minorticks_off()
         ax.yaxis.set_major_formatter("{x:g}")
         ax.grid(alpha=0.3)
-    figure.legend(*ax.get_legend_handles_labels(), loc="outside right upper", frameon=False, labelcolor=GREY)
+    figure.legend(
+        *ax.get_legend_handles_labels(), loc="outside right upper", frameon=False, labelcolor=GREY
+    )
     return figure
 
 
 def show(rows: Sequence[dict[str, Any]]) -> None:
     """Print the table."""
-    print(f"{'requests':>8}{'context':>8}  {'mode':<10}{'ms':>8}{'floor':>8}{'share':>7}{'tokens/s':>10}{'graphs':>7}")
+    print(
+        f"{'requests':>8}{'context':>8}  {'mode':<10}{'ms':>8}{'floor':>8}{'share':>7}{'tokens/s':>10}{'graphs':>7}"
+    )
     for row in rows:
         sizes = f"{row['reqs']:>8}{row['context']:>8}  {row['mode']:<10}"
         times = f"{row['ms']:>8.3f}{row['floor_ms']:>8.3f}{row['share']:>7.0%}{row['tokens_per_s']:>10,.0f}"

@@ -2,21 +2,22 @@
 
     python -m weft.proofs.bench.graphify_overhead --out FOLDER [--quick]
 
-A step of n tensor leaves adds neighbours, so that it has n results, each from one small kernel. Only the host is timed:
-calls are issued in bursts that start with the device idle, and a burst is short enough that the device's queue never
-makes the host wait. As in `timeit`, Python's garbage collector is off. Each row names the arguments and the results of
-a call:
+A step of n tensor leaves adds neighbours, so that it has n results, each from one small kernel.
+Only the host is timed: calls are issued in bursts that start with the device idle, and a burst is
+short enough that the device's queue never makes the host wait. As in `timeit`, Python's garbage
+collector is off. Each row names the arguments and the results of a call:
 
     reference, borrowed   the same input tensors in each call, the graph's own results
     fresh, borrowed       inputs copied in, the graph's own results
     fresh, safe           inputs copied in, results that no later call changes
 
-`make_graphed_callables` copies in inputs that are not its own samples (`fresh`), or is given its own samples
-(`reference`); its results are borrowed in both. `reduce-overhead` copies inputs in, and its results are borrowed too. A
-bare replay takes no arguments. `weights by reference` has as many leaves by reference, and a batch's rows, which one
-graph pads: batches of eight sizes in turn, or each of a size that no call had before. Without a GPU the same code runs
-on the tape, with `--quick` numbers: these figures say nothing of a GPU, or of the peers, which need one. Those of
-`weights by reference`, whose step is one small operator, compare the Python of two builds on one machine.
+`make_graphed_callables` copies in inputs that are not its own samples (`fresh`), or is given its
+own samples (`reference`); its results are borrowed in both. `reduce-overhead` copies inputs in, and
+its results are borrowed too. A bare replay takes no arguments. `weights by reference` has as many
+leaves by reference, and a batch's rows, which one graph pads: batches of eight sizes in turn, or
+each of a size that no call had before. Without a GPU the same code runs on the tape, with `--quick`
+numbers: these figures say nothing of a GPU, or of the peers, which need one. Those of `weights by
+reference`, whose step is one small operator, compare the Python of two builds on one machine.
 """
 
 import argparse
@@ -47,7 +48,8 @@ Step = Callable[..., tuple[Tensor, ...]]
 
 @attrs.frozen(eq=False)
 class Contender:
-    """A contender: its name, the arguments and results of a call, the leaves of its step, and the captures it holds."""
+    """A contender: its name, the arguments and results of a call, the leaves of its step, and the
+    captures it holds."""
 
     what: str
     given: str
@@ -70,7 +72,8 @@ class Row:
 
 @attrs.frozen
 class Sizes:
-    """The amount to run: leaves per step, captures held, leaves for which peers run, calls per burst, and bursts."""
+    """The amount to run: leaves per step, captures held, leaves for which peers run, calls per
+    burst, and bursts."""
 
     leaves: tuple[int, ...] = (3, 30, 300)
     captures: tuple[int, ...] = (1, 100, 1000)
@@ -108,7 +111,8 @@ def synchronize(device: str) -> None:
 
 
 def host_times(contenders: Sequence[Contender], sizes: Sizes, device: str) -> Iterator[Row]:
-    """One row per contender. Their bursts take turns, so that a slow moment of the machine affects all of them."""
+    """One row per contender. Their bursts take turns, so that a slow moment of the machine affects
+    all of them."""
     rounds: list[list[float]] = [[] for _ in contenders]
     for burst in range(sizes.bursts + 1):
         for contender, times in zip(contenders, rounds, strict=True):
@@ -124,7 +128,8 @@ def host_times(contenders: Sequence[Contender], sizes: Sizes, device: str) -> It
 
 
 def graphified(count: int, captures: int, device: str) -> Iterator[Contender]:
-    """All modes, with `captures` signatures captured: one of them called repeatedly, and all of them in turn."""
+    """All modes, with `captures` signatures captured: one of them called repeatedly, and all of
+    them in turn."""
     names = [f"x{i}" for i in range(count)]
     modes: list[tuple[str, Graphified[..., Any]]] = [
         ("reference, borrowed", graphify(fixed(count), reference_argnames=names, outputs="borrow")),
@@ -138,7 +143,13 @@ def graphified(count: int, captures: int, device: str) -> Iterator[Contender]:
         assert g.cache_info().captures == captures
         yield Contender("graphify", given, count, captures, partial(g, *calls[0]))
         if captures > 1:
-            yield Contender("graphify, in turn", given, count, captures, _in_turn([partial(g, *x) for x in calls]))
+            yield Contender(
+                "graphify, in turn",
+                given,
+                count,
+                captures,
+                _in_turn([partial(g, *x) for x in calls]),
+            )
 
 
 def _in_turn(calls: Sequence[Callable[[], Any]]) -> Callable[[], Any]:
@@ -158,12 +169,17 @@ class Rows:
 def padded(count: int, sizes: Sizes, device: str) -> Iterator[Contender]:
     """A step with `count` weights, for batches of few sizes and for batches of new ones."""
     most = max(8, sizes.calls * (sizes.bursts + 1))
-    batches = [Rows(BatchDescriptor(n, n), torch.ones(n, device=device)) for n in range(1, most + 1)]
+    batches = [
+        Rows(BatchDescriptor(n, n), torch.ones(n, device=device)) for n in range(1, most + 1)
+    ]
 
     def step(weights: tuple[Tensor, ...], rows: Rows) -> Rows:
         return Rows(rows.descriptor, rows.x + weights[0][0])
 
-    for what, turn in (("graphify, few sizes", cycle(batches[:8])), ("graphify, new sizes", iter(batches))):
+    for what, turn in (
+        ("graphify, few sizes", cycle(batches[:8])),
+        ("graphify, new sizes", iter(batches)),
+    ):
         g = graphify(step, reference_argnames="weights", ladder=[BatchDescriptor(most, most)])
         call = partial(_of_next, g, inputs(count, 8, device), turn)
         yield Contender(what, "weights by reference", count, 1, call)
@@ -174,7 +190,8 @@ def _of_next(g: Graphified[..., Any], weights: tuple[Tensor, ...], batches: Iter
 
 
 def bare_replays(count: int, captures: int) -> Iterator[Contender]:
-    """`torch.cuda.CUDAGraph.replay` of the same step, which is the floor; also of many graphs in turn."""
+    """`torch.cuda.CUDAGraph.replay` of the same step, which is the floor; also of many graphs in
+    turn."""
     replays = []
     for i in range(captures):
         leaves, graph = inputs(count, 8 + i, "cuda"), torch.cuda.CUDAGraph()
@@ -213,7 +230,8 @@ def peers(count: int) -> Iterator[Contender]:
 
 @contextmanager
 def collector_off() -> Iterator[None]:
-    """Turn Python's garbage collector off: with thousands of graphs alive, a collection takes as long as many calls."""
+    """Turn Python's garbage collector off: with thousands of graphs alive, a collection takes as
+    long as many calls."""
     gc.disable()
     try:
         yield
@@ -238,11 +256,15 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--quick", action="store_true", help="small numbers, to see that it runs")
     for name in ("leaves", "captures", "peers"):
-        parser.add_argument(f"--{name}", type=int, nargs="*", help=f"instead of {getattr(Sizes(), name)}")
+        parser.add_argument(
+            f"--{name}", type=int, nargs="*", help=f"instead of {getattr(Sizes(), name)}"
+        )
     given = vars(parser.parse_args())
     device = "cuda" if torch.cuda.is_available() else "cpu"
     sizes = QUICK if given["quick"] or device == "cpu" else Sizes()
-    chosen: dict[str, Any] = {k: tuple(given[k]) for k in ("leaves", "captures", "peers") if given[k] is not None}
+    chosen: dict[str, Any] = {
+        k: tuple(given[k]) for k in ("leaves", "captures", "peers") if given[k] is not None
+    }
     sizes = attrs.evolve(sizes, **chosen)
     rows: list[Row] = []
     with torch.no_grad(), collector_off():
@@ -250,7 +272,9 @@ def main() -> None:
             start = time.perf_counter()
             rows += host_times(list(contenders(count, sizes, device)), sizes, device)
             gc.collect()  # free the graphs before the next capture
-            print(f"{count} leaves: {time.perf_counter() - start:.0f} s", file=sys.stderr, flush=True)
+            print(
+                f"{count} leaves: {time.perf_counter() - start:.0f} s", file=sys.stderr, flush=True
+            )
     report = {"environment": environment(device), "rows": [attrs.asdict(row) for row in rows]}
     given["out"].mkdir(parents=True, exist_ok=True)
     (given["out"] / "graphify_overhead.json").write_text(json.dumps(report, indent=1))
@@ -259,9 +283,13 @@ def main() -> None:
 
 def show(rows: Sequence[Row]) -> None:
     """Print the table."""
-    print(f"{'microseconds of the host a call':<24}{'':<22}{'leaves':>7}{'captures':>9}{'median':>9}{'least':>8}")
+    print(
+        f"{'microseconds of the host a call':<24}{'':<22}{'leaves':>7}{'captures':>9}{'median':>9}{'least':>8}"
+    )
     for row in rows:
-        print(f"{row.what:<24} {row.given:<21}{row.leaves:>7}{row.captures:>9}{row.us:>9.2f}{row.least_us:>8.2f}")
+        print(
+            f"{row.what:<24} {row.given:<21}{row.leaves:>7}{row.captures:>9}{row.us:>9.2f}{row.least_us:>8.2f}"
+        )
 
 
 if __name__ == "__main__":

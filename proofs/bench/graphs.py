@@ -8,7 +8,8 @@ from typing import Any
 import torch
 
 LEAST_BYTES = 2**28
-"""Bytes of weights for calls to read in turn, so that no call finds its weights in a cache of 50 MB."""
+"""Bytes of weights for calls to read in turn, so that no call finds its weights in a cache of 50
+MB."""
 _MOST_SECONDS = 0.01
 """The time after which a graph is not replayed again."""
 _REPLAYS = 5
@@ -26,8 +27,8 @@ def run_seconds(run: Callable[[], Any], times: int = 1) -> float:
 
 
 def graph_seconds(calls: Sequence[Callable[[], Any]], device: str, repeats: int = 20) -> float:
-    """The median over five rounds of the device's time for one call, replayed in a graph of at least 16 calls; without
-    a GPU, by the host's clock. Each call's result has memory of its own."""
+    """The median over five rounds of the device's time for one call, replayed in a graph of at
+    least 16 calls; without a GPU, by the host's clock. Each call's result has memory of its own."""
     if device != "cuda":
         start = time.perf_counter()
         for call in calls:
@@ -53,8 +54,9 @@ def graph_seconds(calls: Sequence[Callable[[], Any]], device: str, repeats: int 
 
 
 def captured(calls: Sequence[Callable[[], Any]], pool: Any = None) -> torch.cuda.CUDAGraph:
-    """A graph of calls that have run before, captured on the current stream, which is not the default one. Unlike
-    `torch.cuda.graph` it neither waits for the device nor empties the allocator's cache."""
+    """A graph of calls that have run before, captured on the current stream, which is not the
+    default one. Unlike `torch.cuda.graph` it neither waits for the device nor empties the
+    allocator's cache."""
     graph = torch.cuda.CUDAGraph()
     graph.capture_begin(pool=pool, capture_error_mode="thread_local")
     try:
@@ -75,12 +77,14 @@ class Graphs:
         """A graph that keeps the memory pool."""
 
     def capture(self, calls: Sequence[Callable[[], Any]]) -> "Replays":
-        """A graph of the calls, which have run before. A result's memory is that of later ones, if nothing holds it."""
+        """A graph of the calls, which have run before. A result's memory is that of later ones, if
+        nothing holds it."""
         return Replays(captured(calls, self._pool), len(calls))
 
 
 class Replays:
-    """A graph, and its seconds per call: at first the least of two replays, then the median of five."""
+    """A graph, and its seconds per call: at first the least of two replays, then the median of
+    five."""
 
     def __init__(self, graph: torch.cuda.CUDAGraph, calls: int) -> None:
         self._graph, self._calls, self._is_first = graph, calls, True

@@ -1,12 +1,14 @@
-"""The host's time for a decode step where the stages compute nothing: a device that is faster than this waits for it.
+"""The host's time for a decode step where the stages compute nothing: a device that is faster than
+this waits for it.
 
     python -m weft.proofs.bench.host [--requests 128] [--splits 1x1 1x2 2x1 4x1] [--out FOLDER]
 
-An engine of random weights decodes requests. Its stages are replaced by functions that return the same tokens at once,
-so that what is left is Python: scheduling, the effects of each rank, and reading the tokens. The time is that of the
-main thread's processor, without waiting, for a step of so many requests: with P stages they are P cohorts of as many
-requests, and a rank runs its stage once for each. Messages travel by gloo, whose copies count too; on a GPU they are
-launches of kernels. The calls of graphs are not in it (`weft.proofs.bench.graphify_overhead`).
+An engine of random weights decodes requests. Its stages are replaced by functions that return the
+same tokens at once, so that what is left is Python: scheduling, the effects of each rank, and
+reading the tokens. The time is that of the main thread's processor, without waiting, for a step of
+so many requests: with P stages they are P cohorts of as many requests, and a rank runs its stage
+once for each. Messages travel by gloo, whose copies count too; on a GPU they are launches of
+kernels. The calls of graphs are not in it (`weft.proofs.bench.graphify_overhead`).
 """
 
 import argparse
@@ -55,7 +57,9 @@ def compute_nothing(engine: Engine) -> None:
         executor.step = lambda _, state, batch: (state, output(batch))
     elif isinstance(executor, PipelineExecutor):
         count = len(executor.pipelined.stages)
-        made = [declare_donated(last if i == count - 1 else stage, ("state",)) for i in range(count)]
+        made = [
+            declare_donated(last if i == count - 1 else stage, ("state",)) for i in range(count)
+        ]
         executor.pipelined.stages = tuple(with_edits(one) for one in made)
 
 
@@ -93,7 +97,9 @@ def main(argv: Sequence[str] | None = None) -> None:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--requests", type=int, default=128, metavar="N", help="of a step (128)")
-    parser.add_argument("--splits", nargs="+", default=_SPLITS, metavar="PPxTP", help=f"({' '.join(_SPLITS)})")
+    parser.add_argument(
+        "--splits", nargs="+", default=_SPLITS, metavar="PPxTP", help=f"({' '.join(_SPLITS)})"
+    )
     parser.add_argument("--out", type=Path, help="a folder for the record")
     given = parser.parse_args(argv)
     rows = []
@@ -106,7 +112,10 @@ def main(argv: Sequence[str] | None = None) -> None:
         seconds = in_ranks(run, options, options, given.requests)
         rows.append({"pp": pp, "tp": tp, "requests": given.requests, "seconds": seconds})
         figures = ", ".join(f"{1e6 * one:,.0f}" for one in seconds)
-        print(f"pp {pp} tp {tp}: {figures} us of the host for a step of {given.requests} requests", flush=True)
+        print(
+            f"pp {pp} tp {tp}: {figures} us of the host for a step of {given.requests} requests",
+            flush=True,
+        )
     if given.out is not None:
         given.out.mkdir(parents=True, exist_ok=True)
         record = {"rows": rows, "environment": environment("cpu")}

@@ -1,17 +1,20 @@
-"""`weft serve` under load, next to the same work without HTTP: throughput, and latency against load.
+"""`weft serve` under load, next to the same work without HTTP: throughput, and latency against
+load.
 
-    python -m weft.proofs.bench.http --presets qwen3-0.6b qwen3-30b-a3b-fp8 --rates 4 16 inf --out FOLDER
-    python -m weft.proofs.bench.http --models demo --device cpu --graph none --num-prompts 64 --output-len 64
-    python -m weft.proofs.bench.http --url http://127.0.0.1:8000/v1 --vocab-size 32000
-    python -m weft.proofs.bench.http --presets qwen3-0.6b --vllm "vllm bench serve" --out FOLDER
+    python -m weft.proofs.bench.http --presets qwen3-0.6b qwen3-30b-a3b-fp8 --rates 4 16 inf --out
+    FOLDER python -m weft.proofs.bench.http --models demo --device cpu --graph none --num-prompts 64
+    --output-len 64 python -m weft.proofs.bench.http --url http://127.0.0.1:8000/v1 --vocab-size
+    32000 python -m weft.proofs.bench.http --presets qwen3-0.6b --vllm "vllm bench serve" --out
+    FOLDER
 
-For each model a process first serves the requests by an `Engine` alone, as `weft bench` does, and ends. Then `weft
-serve` answers them on this machine, and this process is the client: streams of `/v1/completions` with random tokens
-as prompts, each on a connection of its own. At a finite rate requests arrive as a Poisson process; at `inf` all at
-once, as in the engine alone, which is what the ratio compares (medians of the repeats). Neither has logprobs. Each
-answer is checked to have the tokens that were asked for; otherwise the command exits with 1. Presets have random
-weights, and a tokenizer that is made here, with a text for each token. `--vllm` names the client of vLLM, which then
-asks the same server at the same rates.
+For each model a process first serves the requests by an `Engine` alone, as `weft bench` does, and
+ends. Then `weft serve` answers them on this machine, and this process is the client: streams of
+`/v1/completions` with random tokens as prompts, each on a connection of its own. At a finite rate
+requests arrive as a Poisson process; at `inf` all at once, as in the engine alone, which is what
+the ratio compares (medians of the repeats). Neither has logprobs. Each answer is checked to have
+the tokens that were asked for; otherwise the command exits with 1. Presets have random weights, and
+a tokenizer that is made here, with a text for each token. `--vllm` names the client of vLLM, which
+then asks the same server at the same rates.
 """
 
 import argparse
@@ -50,16 +53,19 @@ from weft.transforms.pipelines.transports.local import Local
 
 _WARM_UP_TOKENS = 8
 _START_SECONDS, _FINITE_SECONDS, _CLIENT_SECONDS = 300.0, 15, 1800.0
-"""The most seconds until the server listens; those over which requests of a finite rate arrive; and the most that
-another client may take."""
+"""The most seconds until the server listens; those over which requests of a finite rate arrive; and
+the most that another client may take."""
 
 
 def write_preset(folder: Path, name: str) -> None:
-    """A checkpoint folder without weights: the dimensions of a known model, and a tokenizer whose tokens are different
-    texts: bytes, and words with a space before them, which are encoded as the tokens that they were."""
+    """A checkpoint folder without weights: the dimensions of a known model, and a tokenizer whose
+    tokens are different texts: bytes, and words with a space before them, which are encoded as the
+    tokens that they were."""
     size = int(PRESETS[name]["vocab_size"])
     tokens = [*ByteLevel.alphabet(), *(f"Ġt{number}" for number in range(size))][:size]
-    tokenizer = Tokenizer(BPE({token: place for place, token in enumerate(tokens)}, [], ignore_merges=True))
+    tokenizer = Tokenizer(
+        BPE({token: place for place, token in enumerate(tokens)}, [], ignore_merges=True)
+    )
     words = Split(Regex(" ?[^ ]+"), "isolated")
     tokenizer.pre_tokenizer = PreTokenizers([words, ByteLevel(False, use_regex=False)])
     tokenizer.decoder = ByteLevelDecoder()
@@ -97,24 +103,48 @@ def online(given: argparse.Namespace, url: str, vocab_size: int) -> Iterator[dic
         return [draw.choices(vocabulary, k=given.input_len) for _ in range(count)]
 
     shared: dict[str, Any] = {"url": url, "concurrency": given.concurrency, "seed": given.seed}
-    asyncio.run(drive(Load(prompts=prompts(given.concurrency), output_len=_WARM_UP_TOKENS, **shared)))
+    asyncio.run(
+        drive(Load(prompts=prompts(given.concurrency), output_len=_WARM_UP_TOKENS, **shared))
+    )
     for rate in given.rates:
         for _ in range(given.repeats if math.isinf(rate) else 1):
-            load = Load(prompts=prompts(_count(given, rate)), output_len=given.output_len, rate=rate, **shared)
+            load = Load(
+                prompts=prompts(_count(given, rate)),
+                output_len=given.output_len,
+                rate=rate,
+                **shared,
+            )
             yield asyncio.run(drive(load))
 
 
 def run(given: argparse.Namespace, name: str) -> dict[str, Any]:
-    """The record of a model: its rows, those without HTTP, and the ratio of both at the rate `inf`."""
+    """The record of a model: its rows, those without HTTP, and the ratio of both at the rate `inf`.
+    """
     options = options_of(given, name)
     vocab_size = read_config(options).vocab_size
-    with multiprocessing.get_context("spawn").Pool(1) as pool:  # its memory is free before the server counts on it
+    with multiprocessing.get_context("spawn").Pool(
+        1
+    ) as pool:  # its memory is free before the server counts on it
         alone = pool.apply(offline, (options, given.repeats))
     for row in alone:
         print(f"{name:<18} {'alone':>6}: {show(row)}", flush=True)
     # vLLM's client sends texts, which may be some tokens longer than the prompts that it drew.
-    flags = ["--max-num-seqs", str(given.concurrency), "--max-model-len", str(sum(options.lengths) + 16)]
-    flags += ["--graph", given.graph, "--max-logprobs", "0", "--seed", str(given.seed), "--served-model-name", name]
+    flags = [
+        "--max-num-seqs",
+        str(given.concurrency),
+        "--max-model-len",
+        str(sum(options.lengths) + 16),
+    ]
+    flags += [
+        "--graph",
+        given.graph,
+        "--max-logprobs",
+        "0",
+        "--seed",
+        str(given.seed),
+        "--served-model-name",
+        name,
+    ]
     flags += ["--device", given.device] if given.device else []
     flags += ["--load-format", "dummy"] if options.preset else []
     rows, theirs = list[dict[str, Any]](), list[dict[str, Any]]()
@@ -132,10 +162,19 @@ def run(given: argparse.Namespace, name: str) -> dict[str, Any]:
     speeds = [row["output_tokens_per_s"] for row in rows if row["rate"] == "inf"]
     own = statistics.median(row["output_tokens_per_s"] for row in alone)
     ratio = statistics.median(speeds) / own if speeds else None
-    return {"model": name, "flags": flags, "alone": alone, "rows": rows, "vllm": theirs, "ratio": ratio}
+    return {
+        "model": name,
+        "flags": flags,
+        "alone": alone,
+        "rows": rows,
+        "vllm": theirs,
+        "ratio": ratio,
+    }
 
 
-def vllm_bench(given: argparse.Namespace, url: str, name: str, folder: Path, rate: float) -> dict[str, Any]:
+def vllm_bench(
+    given: argparse.Namespace, url: str, name: str, folder: Path, rate: float
+) -> dict[str, Any]:
     """The figures of vLLM's client at a rate, for the same numbers and lengths of requests.
 
     Raises:
@@ -144,19 +183,48 @@ def vllm_bench(given: argparse.Namespace, url: str, name: str, folder: Path, rat
     """
     count = _count(given, rate)
     with tempfile.TemporaryDirectory() as results:
-        flags: dict[str, Any] = {"base-url": url.removesuffix("/v1"), "backend": "openai", "model": name}
+        flags: dict[str, Any] = {
+            "base-url": url.removesuffix("/v1"),
+            "backend": "openai",
+            "model": name,
+        }
         flags |= {"endpoint": "/v1/completions", "tokenizer": folder, "dataset-name": "random"}
-        flags |= {"random-input-len": given.input_len, "random-output-len": given.output_len, "request-rate": rate}
-        flags |= {"num-prompts": count, "max-concurrency": given.concurrency, "seed": given.seed, "result-dir": results}
-        words = [*shlex.split(given.vllm), "--ignore-eos", "--save-result", "--result-filename", "result.json"]
+        flags |= {
+            "random-input-len": given.input_len,
+            "random-output-len": given.output_len,
+            "request-rate": rate,
+        }
+        flags |= {
+            "num-prompts": count,
+            "max-concurrency": given.concurrency,
+            "seed": given.seed,
+            "result-dir": results,
+        }
+        words = [
+            *shlex.split(given.vllm),
+            "--ignore-eos",
+            "--save-result",
+            "--result-filename",
+            "result.json",
+        ]
         words += [word for flag, own in flags.items() for word in (f"--{flag}", f"{own}")]
-        pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+        pipes: dict[str, Any] = {
+            "stdout": subprocess.PIPE,
+            "stderr": subprocess.STDOUT,
+            "text": True,
+        }
         ended = subprocess.run(words, **pipes, check=False, timeout=_CLIENT_SECONDS)
         if ended.returncode:
-            raise RuntimeError(f"{shlex.join(words)} ended with {ended.returncode}:\n{ended.stdout[-3000:]}")
+            raise RuntimeError(
+                f"{shlex.join(words)} ended with {ended.returncode}:\n{ended.stdout[-3000:]}"
+            )
         found = json.loads((Path(results) / "result.json").read_text())
     times = {
-        key: {"mean": found[f"mean_{key}_ms"], "p50": found[f"median_{key}_ms"], "p99": found[f"p99_{key}_ms"]}
+        key: {
+            "mean": found[f"mean_{key}_ms"],
+            "p50": found[f"median_{key}_ms"],
+            "p99": found[f"p99_{key}_ms"],
+        }
         for key in ("ttft", "tpot", "itl")
     }
     completed, wrong = found["completed"], found["total_output_tokens"] != count * given.output_len
@@ -174,7 +242,11 @@ def vllm_bench(given: argparse.Namespace, url: str, name: str, folder: Path, rat
 
 def _count(given: argparse.Namespace, rate: float) -> int:
     """The requests at a rate."""
-    return int(given.num_prompts if math.isinf(rate) else min(given.num_prompts, math.ceil(_FINITE_SECONDS * rate)))
+    return int(
+        given.num_prompts
+        if math.isinf(rate)
+        else min(given.num_prompts, math.ceil(_FINITE_SECONDS * rate))
+    )
 
 
 def show(row: dict[str, Any]) -> str:
@@ -190,20 +262,35 @@ def show(row: dict[str, Any]) -> str:
 
 
 def draw_latency(records: Sequence[dict[str, Any]], title: str) -> Any:
-    """Three panels: the median and the 99th percentile of each latency against the rate; dotted: without HTTP."""
+    """Three panels: the median and the 99th percentile of each latency against the rate; dotted:
+    without HTTP."""
     figure, axes = new_axes("bench.http --out", 11, 3.8, ncols=3)
     figure.suptitle(title, color=GREY)
-    names = {"ttft": "to the first token", "tpot": "a later token (TPOT)", "itl": "between two events (ITL)"}
+    names = {
+        "ttft": "to the first token",
+        "tpot": "a later token (TPOT)",
+        "itl": "between two events (ITL)",
+    }
     for ax, (key, label) in zip(axes, names.items(), strict=True):
         for index, record in enumerate(records):
-            rows = [row for row in {row["rate"]: row for row in record["rows"]}.values() if row[key] is not None]
-            rates, colour = [f"{row['rate']:g}" if row["rate"] != "inf" else "inf" for row in rows], f"C{index}"
+            rows = [
+                row
+                for row in {row["rate"]: row for row in record["rows"]}.values()
+                if row[key] is not None
+            ]
+            rates, colour = (
+                [f"{row['rate']:g}" if row["rate"] != "inf" else "inf" for row in rows],
+                f"C{index}",
+            )
             for part, style in (("p50", "o-"), ("p99", "^--")):
                 values = [row[key][part] for row in rows]
                 ax.plot(rates, values, style, color=colour, label=f"{record['model']}, {part}")
             if record["alone"]:
                 ax.axhline(
-                    record["alone"][-1][key]["p50"], color=colour, ls=":", label=f"{record['model']}, alone, p50"
+                    record["alone"][-1][key]["p50"],
+                    color=colour,
+                    ls=":",
+                    label=f"{record['model']}, alone, p50",
                 )
         ax.set(xlabel="requests a second", ylabel="ms")
         ax.set_ylim(bottom=0)
@@ -221,7 +308,10 @@ def draw_record(file: Path) -> None:
         MissingPackageError: there is no matplotlib.
     """
     record = json.loads(file.read_text())
-    gpu, lengths = record["environment"]["gpu"], f"{record['input_len']} tokens in, {record['output_len']} out"
+    gpu, lengths = (
+        record["environment"]["gpu"],
+        f"{record['input_len']} tokens in, {record['output_len']} out",
+    )
     title = f"weft serve, {'a CPU' if gpu == 'none' else gpu}: {lengths}; milliseconds"
     draw_latency(record["models"], title).savefig(file.with_suffix(".svg"), bbox_inches="tight")
 
@@ -240,22 +330,48 @@ def main(argv: Sequence[str] | None = None) -> None:
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--presets", "--preset", nargs="+", choices=PRESETS, default=[], help="of `weft serve`")
-    parser.add_argument("--models", nargs="+", default=[], metavar="DIR", help="checkpoint folders; demo: weft's own")
-    parser.add_argument("--url", help="of a server that runs, such as http://127.0.0.1:8000/v1, instead of a model")
+    parser.add_argument(
+        "--presets", "--preset", nargs="+", choices=PRESETS, default=[], help="of `weft serve`"
+    )
+    parser.add_argument(
+        "--models",
+        nargs="+",
+        default=[],
+        metavar="DIR",
+        help="checkpoint folders; demo: weft's own",
+    )
+    parser.add_argument(
+        "--url", help="of a server that runs, such as http://127.0.0.1:8000/v1, instead of a model"
+    )
     parser.add_argument("--vocab-size", type=int, default=256, help="of that server's model (256)")
-    parser.add_argument("--rates", nargs="+", type=_rate, default=[4.0, 16.0, math.inf], help="a second (4 16 inf)")
-    parser.add_argument("--num-prompts", type=int, default=128, metavar="N", help="at a rate of inf (128)")
-    parser.add_argument("--concurrency", type=int, default=128, metavar="N", help="the most under way (128)")
-    parser.add_argument("--input-len", type=int, default=2, metavar="N", help="tokens of each prompt (2)")
-    parser.add_argument("--output-len", type=int, default=512, metavar="N", help="tokens of each completion (512)")
-    parser.add_argument("--repeats", type=int, default=3, metavar="N", help="at a rate of inf, and alone (3)")
-    parser.add_argument("--graph", default="full_and_piecewise", help="graph mode (full_and_piecewise)")
+    parser.add_argument(
+        "--rates", nargs="+", type=_rate, default=[4.0, 16.0, math.inf], help="a second (4 16 inf)"
+    )
+    parser.add_argument(
+        "--num-prompts", type=int, default=128, metavar="N", help="at a rate of inf (128)"
+    )
+    parser.add_argument(
+        "--concurrency", type=int, default=128, metavar="N", help="the most under way (128)"
+    )
+    parser.add_argument(
+        "--input-len", type=int, default=2, metavar="N", help="tokens of each prompt (2)"
+    )
+    parser.add_argument(
+        "--output-len", type=int, default=512, metavar="N", help="tokens of each completion (512)"
+    )
+    parser.add_argument(
+        "--repeats", type=int, default=3, metavar="N", help="at a rate of inf, and alone (3)"
+    )
+    parser.add_argument(
+        "--graph", default="full_and_piecewise", help="graph mode (full_and_piecewise)"
+    )
     parser.add_argument("--device", help="cpu, cuda or cuda:N (default: cuda if there is a GPU)")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--vllm", metavar="COMMAND", help="vLLM's client, as in 'vllm bench serve'")
     parser.add_argument("--out", type=Path, help="a folder for the record and the picture")
-    parser.add_argument("--draw", type=Path, metavar="FILE", help="only draw the record that a run has written")
+    parser.add_argument(
+        "--draw", type=Path, metavar="FILE", help="only draw the record that a run has written"
+    )
     given = parser.parse_args(argv)
     if given.draw is not None:
         draw_record(given.draw)
@@ -263,21 +379,31 @@ def main(argv: Sequence[str] | None = None) -> None:
     if bool(given.url) == bool(given.presets or given.models):
         parser.error("name --presets or --models, or a --url")
     if given.url and given.vllm:
-        parser.error("--vllm needs --presets or --models, whose tokenizer it reads; a --url has none")
+        parser.error(
+            "--vllm needs --presets or --models, whose tokenizer it reads; a --url has none"
+        )
     if given.out is not None:
         given.out.mkdir(parents=True, exist_ok=True)  # an error here comes before the long run
     if given.url:
         rows = [*online(given, given.url, given.vocab_size)]
         print(*map(show, rows), sep="\n")
-        records = [{"model": given.url, "flags": [], "alone": [], "rows": rows, "vllm": [], "ratio": None}]
+        records = [
+            {"model": given.url, "flags": [], "alone": [], "rows": rows, "vllm": [], "ratio": None}
+        ]
     else:
         records = [run(given, name) for name in (*given.presets, *given.models)]
     for record in records:
         if record["ratio"] is not None:
             print(f"{record['model']}: {record['ratio']:.1%} of the tokens a second without HTTP")
     if given.out is not None:
-        where = environment("cuda" if torch.cuda.is_available() and given.device != "cpu" else "cpu")
-        lengths = {"input_len": given.input_len, "output_len": given.output_len, "concurrency": given.concurrency}
+        where = environment(
+            "cuda" if torch.cuda.is_available() and given.device != "cpu" else "cpu"
+        )
+        lengths = {
+            "input_len": given.input_len,
+            "output_len": given.output_len,
+            "concurrency": given.concurrency,
+        }
         text = json.dumps({**lengths, "models": records, "environment": where}, indent=1)
         (given.out / "http.json").write_text(text + "\n")
         try:

@@ -1,16 +1,19 @@
-"""`weft bench` over graph modes and workloads in one run, and a check that all modes give the same tokens.
+"""`weft bench` over graph modes and workloads in one run, and a check that all modes give the same
+tokens.
 
     python -m weft.proofs.bench.serving --preset qwen3-0.6b --modes none piecewise full --out FOLDER
-    python -m weft.proofs.bench.serving --preset qwen3-30b-a3b-fp8 --pp 2 --transport peer --modes full_decode_only
+    python -m weft.proofs.bench.serving --preset qwen3-30b-a3b-fp8 --pp 2 --transport peer --modes
+    full_decode_only
 
-Random weights of the preset's dimensions are drawn once. Each mode has its own engine, which serves the workloads one
-after another, each `--repeats` times. With `--check` it then completes prompts of each workload's length greedily, four
-per request and at most 64. An engine without graphs does so first. All tokens must be the same; otherwise the command
-exits with 1. If graphs pad and eager steps do not, sums may be formed in another order, so completions go on for tokens
-that are not compared, while requests end one after another. (The last chunk of prompts may still be padded.)
+Random weights of the preset's dimensions are drawn once. Each mode has its own engine, which serves
+the workloads one after another, each `--repeats` times. With `--check` it then completes prompts of
+each workload's length greedily, four per request and at most 64. An engine without graphs does so
+first. All tokens must be the same; otherwise the command exits with 1. If graphs pad and eager
+steps do not, sums may be formed in another order, so completions go on for tokens that are not
+compared, while requests end one after another. (The last chunk of prompts may still be padded.)
 
-With `--batch-invariant` all of it is done twice with the same weights, in the fast mode and then with the same bits in
-any batch: the difference is what the bits cost.
+With `--batch-invariant` all of it is done twice with the same weights, in the fast mode and then
+with the same bits in any batch: the difference is what the bits cost.
 """
 
 import argparse
@@ -97,7 +100,9 @@ def _run(here: Here, options: Bench, plan: Plan, model: Model) -> list[dict[str,
         engine, started = start_engine(here, plan.options(options, mode, *longest), model)
         for name in plan.workloads if mode in plan.modes else ():
             wanted = plan.options(options, mode, *plan.lengths[name])
-            for index, row in enumerate(measure(engine, workload_of(wanted), started, repeats=plan.repeats)):
+            for index, row in enumerate(
+                measure(engine, workload_of(wanted), started, repeats=plan.repeats)
+            ):
                 rows.append({"workload": name, "mode": mode, "repeat": index, **row})
                 if here.first:
                     print(show(rows[-1], model.functions.batch_invariant), flush=True)
@@ -110,26 +115,38 @@ def _run(here: Here, options: Bench, plan: Plan, model: Model) -> list[dict[str,
 
 
 def complete(engine: Engine, plan: Plan, input_len: int) -> list[list[int]]:
-    """Greedy completions of prompts, as many at once as fit; the last tokens of each are left out."""
+    """Greedy completions of prompts, as many at once as fit; the last tokens of each are left out.
+    """
     draw, vocabulary = random.Random(1), range(engine.model.config.vocab_size)
     sampling = SamplingParams(temperature=0.0, ignore_eos=True)
     said: dict[str, list[int]] = {}
     for _ in range(min(_PROMPTS, 4 * plan.requests)):
-        said[engine.add(draw.choices(vocabulary, k=input_len), sampling, max_tokens=plan.check + _MORE)] = []
+        said[
+            engine.add(
+                draw.choices(vocabulary, k=input_len), sampling, max_tokens=plan.check + _MORE
+            )
+        ] = []
     for output in engine:
         said[output.id] += output.token_ids
     return [tokens[: plan.check] for tokens in said.values()]
 
 
 def compared(said: dict[str, Said]) -> list[dict[str, Any]]:
-    """For each mode, the number of completions equal to those of `none`, and the number of tokens before they differ.
+    """For each mode, the number of completions equal to those of `none`, and the number of tokens
+    before they differ.
 
     >>> compared({"none": {2: [[1, 2], [3, 4]]}, "full": {2: [[1, 2], [3, 5]]}})
     [{'mode': 'full', 'against': 'none', 'input_len': 2, 'prompts': 2, 'equal': 1, 'tokens': 4, 'same': 3}]
     """
     names = "mode", "against", "input_len", "prompts", "equal", "tokens", "same"
     return [
-        dict(zip(names, (mode, "none", length, len(own), *_agreement(own, said["none"][length])), strict=True))
+        dict(
+            zip(
+                names,
+                (mode, "none", length, len(own), *_agreement(own, said["none"][length])),
+                strict=True,
+            )
+        )
         for mode, completions in said.items()
         for length, own in completions.items()
         if mode != "none"
@@ -143,7 +160,10 @@ def _agreement(own: list[list[int]], eager: list[list[int]]) -> tuple[int, int, 
 
 def _agreeing(own: list[int], other: list[int]) -> int:
     """The length of the common prefix."""
-    return next((i for i, (a, b) in enumerate(zip(own, other, strict=False)) if a != b), min(len(own), len(other)))
+    return next(
+        (i for i, (a, b) in enumerate(zip(own, other, strict=False)) if a != b),
+        min(len(own), len(other)),
+    )
 
 
 def show(row: dict[str, Any], invariant: bool) -> str:
@@ -166,19 +186,49 @@ def main(argv: Sequence[str] | None = None) -> None:
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--preset", choices=PRESETS, default="qwen3-0.6b", help="of `weft bench` (qwen3-0.6b)")
-    parser.add_argument("--modes", nargs="+", choices=MODES, default=MODES, help="of graphs, one by one (all)")
-    parser.add_argument("--workloads", nargs="+", choices=WORKLOADS, default=[*WORKLOADS], help="one by one (all)")
-    parser.add_argument("--requests", type=int, default=128, metavar="N", help="all there from the start (128)")
-    parser.add_argument("--repeats", type=int, default=1, metavar="N", help="of each workload, in each mode (1)")
     parser.add_argument(
-        "--check", type=int, nargs="?", const=128, default=0, metavar="TOKENS", help="compare the modes' completions"
+        "--preset", choices=PRESETS, default="qwen3-0.6b", help="of `weft bench` (qwen3-0.6b)"
     )
-    parser.add_argument("--scale", type=int, default=1, metavar="N", help="divide the lengths of the workloads by it")
-    parser.add_argument("--pp", type=int, metavar="N", help="pipeline stages, a process for each (1)")
-    parser.add_argument("--tp", type=int, default=1, metavar="N", help="ranks that share each layer (1)")
-    parser.add_argument("--transport", help="what carries messages between stages, as in `weft bench`")
-    parser.add_argument("--batch-invariant", action="store_true", help="also with the same bits in any batch")
+    parser.add_argument(
+        "--modes", nargs="+", choices=MODES, default=MODES, help="of graphs, one by one (all)"
+    )
+    parser.add_argument(
+        "--workloads", nargs="+", choices=WORKLOADS, default=[*WORKLOADS], help="one by one (all)"
+    )
+    parser.add_argument(
+        "--requests", type=int, default=128, metavar="N", help="all there from the start (128)"
+    )
+    parser.add_argument(
+        "--repeats", type=int, default=1, metavar="N", help="of each workload, in each mode (1)"
+    )
+    parser.add_argument(
+        "--check",
+        type=int,
+        nargs="?",
+        const=128,
+        default=0,
+        metavar="TOKENS",
+        help="compare the modes' completions",
+    )
+    parser.add_argument(
+        "--scale",
+        type=int,
+        default=1,
+        metavar="N",
+        help="divide the lengths of the workloads by it",
+    )
+    parser.add_argument(
+        "--pp", type=int, metavar="N", help="pipeline stages, a process for each (1)"
+    )
+    parser.add_argument(
+        "--tp", type=int, default=1, metavar="N", help="ranks that share each layer (1)"
+    )
+    parser.add_argument(
+        "--transport", help="what carries messages between stages, as in `weft bench`"
+    )
+    parser.add_argument(
+        "--batch-invariant", action="store_true", help="also with the same bits in any batch"
+    )
     parser.add_argument("--out", type=Path, help="a folder for the record")
     given = parser.parse_args(argv)
     if given.check and {*given.modes} == {"none"}:
@@ -186,17 +236,27 @@ def main(argv: Sequence[str] | None = None) -> None:
     if given.out is not None:
         given.out.mkdir(parents=True, exist_ok=True)  # an error here comes before the long run
     options = Bench(preset=given.preset, pp=given.pp, tp=given.tp, transport=given.transport)
-    lengths = {name: (max(1, a // given.scale), max(1, b // given.scale)) for name, (a, b) in WORKLOADS.items()}
+    lengths = {
+        name: (max(1, a // given.scale), max(1, b // given.scale))
+        for name, (a, b) in WORKLOADS.items()
+    }
     often = given.repeats, given.check, given.batch_invariant
     plan = Plan(given.modes, given.workloads, given.requests, lengths, *often)
     rows = in_ranks(run, options, options, plan)
     compared_rows = [row for row in rows if "equal" in row]
     for row in compared_rows:
-        seen = f"{row['equal']} of {row['prompts']} greedy completions are those of {row['against']}"
+        seen = (
+            f"{row['equal']} of {row['prompts']} greedy completions are those of {row['against']}"
+        )
         tokens = f"{row['same']:,} of {row['tokens']:,} tokens before they differ"
         print(f"{row['mode']}, prompts of {row['input_len']}: {seen}; {tokens}")
     if given.out is not None:
-        source = {"preset": given.preset, "stages": given.pp or 1, "shares": given.tp, "transport": given.transport}
+        source = {
+            "preset": given.preset,
+            "stages": given.pp or 1,
+            "shares": given.tp,
+            "transport": given.transport,
+        }
         record = {
             **source,
             "plan": attrs.asdict(plan),

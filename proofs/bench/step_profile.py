@@ -1,13 +1,15 @@
 """A profile of a step's time: the kernels of a replay, the time of each, and the gaps between them.
 
-    python -m weft.proofs.bench.step_profile --preset qwen3-0.6b --requests 128 1 --context 256 --out FOLDER
-    python -m weft.proofs.bench.step_profile --preset qwen3-0.6b --prompt-tokens 2048 --context 512 --graph piecewise
+    python -m weft.proofs.bench.step_profile --preset qwen3-0.6b --requests 128 1 --context 256
+    --out FOLDER python -m weft.proofs.bench.step_profile --preset qwen3-0.6b --prompt-tokens 2048
+    --context 512 --graph piecewise
 
-An engine serves requests until all of them decode at about the context. With `--prompt-tokens N`, it instead reads
-prompts as long as the context, N tokens per step. Then some steps are timed by the clock, and some more are
-profiled. A gap is time in which the device is idle: the host is late, or one kernel waits for another to be launched.
-Since a profiler makes the host late, the idle share comes from the steps without it: their time less the time of the
-kernels. Without a GPU there is nothing to profile, and the command says so and ends.
+An engine serves requests until all of them decode at about the context. With `--prompt-tokens N`,
+it instead reads prompts as long as the context, N tokens per step. Then some steps are timed by the
+clock, and some more are profiled. A gap is time in which the device is idle: the host is late, or
+one kernel waits for another to be launched. Since a profiler makes the host late, the idle share
+comes from the steps without it: their time less the time of the kernels. Without a GPU there is
+nothing to profile, and the command says so and ends.
 """
 
 import argparse
@@ -36,8 +38,8 @@ _WIDTH = 78
 
 @attrs.frozen
 class Kernel:
-    """A kernel: its launches per step, and its microseconds per step; those in which an earlier one still ran are left
-    out, so that they add up to the time in which the device was busy."""
+    """A kernel: its launches per step, and its microseconds per step; those in which an earlier one
+    still ran are left out, so that they add up to the time in which the device was busy."""
 
     name: str
     launches: float
@@ -100,7 +102,9 @@ def profile_decode(given: Any, requests: int) -> Profile:
 def profile_prompts(given: Any, num_tokens: int) -> Profile:
     """Profile steps that read a number of tokens of prompts, which are as long as the context."""
     each = -(-num_tokens // given.context)
-    limits = EngineLimits(max_num_reqs=4 * each, max_model_len=given.context + 1, max_num_tokens=num_tokens)
+    limits = EngineLimits(
+        max_num_reqs=4 * each, max_model_len=given.context + 1, max_num_tokens=num_tokens
+    )
     engine = _engine(given, limits)
     _add(engine, each * 3 * _STEPS, given.context, 1)
     for _ in range(_STEPS // 2):
@@ -142,7 +146,9 @@ Totals = dict[str, list[float]]
 
 def _summed(profiler: Any, given: Any, requests: int, ms: float) -> Profile:
     events = (event for event in profiler.events() if event.device_type.name == "CUDA")
-    kernels, gaps = _kernels_and_gaps([(e.time_range.start, e.time_range.end, e.name) for e in events])
+    kernels, gaps = _kernels_and_gaps(
+        [(e.time_range.start, e.time_range.end, e.name) for e in events]
+    )
     busy_ms = sum(us for _, us in kernels.values()) / 1e3 / _STEPS
     asked = given.preset, given.graph, given.batch_invariant, requests, given.context
     return Profile(*asked, ms, busy_ms, 1 - busy_ms / ms, _longest(kernels), _longest(gaps))
@@ -154,7 +160,8 @@ def _longest(totals: Totals) -> tuple[Kernel, ...]:
 
 
 def _kernels_and_gaps(spans: Sequence[tuple[float, float, str]]) -> tuple[Totals, Totals]:
-    """The time that each name adds to the spans (start, end, name) before it, and the gaps before each name.
+    """The time that each name adds to the spans (start, end, name) before it, and the gaps before
+    each name.
 
     Kernels that are placed early start before those that they wait for have ended.
 
@@ -184,9 +191,13 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--preset", choices=PRESETS, default="qwen3-0.6b")
     parser.add_argument("--requests", type=int, nargs="+", default=[128])
     parser.add_argument("--context", type=int, default=256, help="tokens of each request, about")
-    parser.add_argument("--prompt-tokens", type=int, nargs="+", help="of a step, instead of a decode step")
+    parser.add_argument(
+        "--prompt-tokens", type=int, nargs="+", help="of a step, instead of a decode step"
+    )
     parser.add_argument("--graph", default="full_decode_only", help="the graph mode")
-    parser.add_argument("--batch-invariant", action="store_true", help="with the same bits in any batch")
+    parser.add_argument(
+        "--batch-invariant", action="store_true", help="with the same bits in any batch"
+    )
     parser.add_argument("--out", type=Path, help="a folder for the record")
     given = parser.parse_args(argv)
     if not torch.cuda.is_available():
@@ -198,7 +209,10 @@ def main(argv: Sequence[str] | None = None) -> None:
         print(found[-1], flush=True)
     if given.out is not None:
         given.out.mkdir(parents=True, exist_ok=True)
-        record = {"environment": environment("cuda"), "profiles": [attrs.asdict(each) for each in found]}
+        record = {
+            "environment": environment("cuda"),
+            "profiles": [attrs.asdict(each) for each in found],
+        }
         name = f"step_profile-{given.preset}{'-batch-invariant' * given.batch_invariant}.json"
         (given.out / name).write_text(json.dumps(record, indent=1) + "\n")
 

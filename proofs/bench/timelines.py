@@ -1,10 +1,12 @@
-"""Simulated against measured times: pipelines whose parts are first measured alone, and then run together.
+"""Simulated against measured times: pipelines whose parts are first measured alone, and then run
+together.
 
     python -m weft.proofs.bench.timelines [--ranks N] [--backend gloo|nccl|peer] [--out FOLDER]
 
-Each rank measures its own stage alone, and ranks 0 and 1 measure their link. From these costs `simulate` predicts
-programs (streaming, and decode loops of several cohorts), which then run. On GPUs a stage is a captured graph of matrix
-products. On CPUs, whose cores share caches and clocks, it sleeps some milliseconds, as if it waited for a device.
+Each rank measures its own stage alone, and ranks 0 and 1 measure their link. From these costs
+`simulate` predicts programs (streaming, and decode loops of several cohorts), which then run. On
+GPUs a stage is a captured graph of matrix products. On CPUs, whose cores share caches and clocks,
+it sleeps some milliseconds, as if it waited for a device.
 """
 
 import argparse
@@ -47,8 +49,13 @@ class Case:
 
 def cases(num_ranks: int) -> tuple[Case, ...]:
     """The plan of a run."""
-    streams = (Case(f"{m} micro-batches", tuple(Job(feeds=True) for _ in range(m))) for m in (1, num_ranks, 8))
-    loops = (Case(f"{c} cohorts, 6 steps each", decode_jobs(c, 6)) for c in (1, num_ranks, num_ranks + 1))
+    streams = (
+        Case(f"{m} micro-batches", tuple(Job(feeds=True) for _ in range(m)))
+        for m in (1, num_ranks, 8)
+    )
+    loops = (
+        Case(f"{c} cohorts, 6 steps each", decode_jobs(c, 6)) for c in (1, num_ranks, num_ranks + 1)
+    )
     return (*streams, *loops)
 
 
@@ -63,22 +70,28 @@ class Found:
 
     def __str__(self) -> str:
         error = self.comparison.step_time
-        return f"{self.name:24}{self.simulated * 1e3:12.2f}{self.measured * 1e3:12.2f}{error:+10.1%}"
+        return (
+            f"{self.name:24}{self.simulated * 1e3:12.2f}{self.measured * 1e3:12.2f}{error:+10.1%}"
+        )
 
 
 def make_stage(kind: str, device: torch.device, rank: int) -> tuple[Callable[..., Any], Tensor]:
-    """A rank's stage for a `kind` of device, and its weights. It takes some milliseconds, more on later ranks, and
-    keeps the shape of its input."""
+    """A rank's stage for a `kind` of device, and its weights. It takes some milliseconds, more on
+    later ranks, and keeps the shape of its input."""
     size = _shape(kind)[1]
     weights = torch.randn(12 + 2 * rank, size, size, device=device) / size**0.5
 
-    def multiply(params: Tensor, state: Tensor, batch: Tensor, x: Tensor | None) -> tuple[Tensor, Tensor]:
+    def multiply(
+        params: Tensor, state: Tensor, batch: Tensor, x: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
         y = batch if x is None else x
         for weight in params:
             y = torch.tanh(y @ weight)
         return state, y
 
-    def wait(params: Tensor, state: Tensor, batch: Tensor, x: Tensor | None) -> tuple[Tensor, Tensor]:
+    def wait(
+        params: Tensor, state: Tensor, batch: Tensor, x: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
         time.sleep(len(params) * 2e-3)
         return state, batch if x is None else x
 
@@ -103,8 +116,8 @@ def seconds(fn: Callable[[], Any], device: torch.device) -> float:
 
 
 def link_costs(transport: Distributed, batch: Tensor) -> tuple[float, float]:
-    """The latency in seconds and the bandwidth in bytes per second between ranks 0 and 1, from round trips of two
-    sizes."""
+    """The latency in seconds and the bandwidth in bytes per second between ranks 0 and 1, from
+    round trips of two sizes."""
     end, rank = transport.end, transport.rank
     found = []
     for message in (batch[:1].clone(), batch.repeat(8, 1)):
@@ -124,8 +137,9 @@ def link_costs(transport: Distributed, batch: Tensor) -> tuple[float, float]:
 
 @attrs.frozen
 class Measured:
-    """One rank's measurements: the seconds of its stage alone, of a transfer's latency, and of reporting its position
-    before an effect; the bytes per second of its link; and each case's events, from the run of median length."""
+    """One rank's measurements: the seconds of its stage alone, of a transfer's latency, and of
+    reporting its position before an effect; the bytes per second of its link; and each case's
+    events, from the run of median length."""
 
     stage: float
     latency: float
@@ -140,20 +154,34 @@ def measure_rank(backend: BackendName | None, timeout: float) -> Measured:
     torch.manual_seed(0)
     transport = Distributed(backend=backend, timeout=timeout)
     device, rank, num_ranks = transport.device, transport.rank, transport.num_ranks
-    made = [make_stage(device.type, device if r == rank else torch.device("meta"), r) for r in range(num_ranks)]
+    made = [
+        make_stage(device.type, device if r == rank else torch.device("meta"), r)
+        for r in range(num_ranks)
+    ]
     batch, state = torch.randn(_shape(device.type), device=device), torch.zeros(1, device=device)
     stage, weights = made[rank]
     link = link_costs(transport, batch)
     alone = seconds(lambda: stage(weights, state, batch, batch), device)
-    step = pipeline([stage for stage, _ in made], advance=lambda state, batch, out: state, transport=transport)
+    step = pipeline(
+        [stage for stage, _ in made], advance=lambda state, batch, out: state, transport=transport
+    )
     # the host runs ahead of a GPU
-    launch = 0.0 if device.type == "cuda" else seconds(lambda: transport.monitor.move_to(0, Run("stage 0", 0)), device)
+    launch = (
+        0.0
+        if device.type == "cuda"
+        else seconds(lambda: transport.monitor.move_to(0, Run("stage 0", 0)), device)
+    )
     events = [_run_case(transport, step, case, weights, state, batch) for case in cases(num_ranks)]
     return Measured(alone, *link, launch, events)
 
 
 def _run_case(
-    transport: Distributed, step: Pipelined, case: Case, weights: Tensor, state: Tensor, batch: Tensor
+    transport: Distributed,
+    step: Pipelined,
+    case: Case,
+    weights: Tensor,
+    state: Tensor,
+    batch: Tensor,
 ) -> list[Event]:
     kind: Literal["cpu", "cuda"] = "cuda" if batch.is_cuda else "cpu"
     runs = []
@@ -164,7 +192,9 @@ def _run_case(
         runs.append(recorder.events())
     spans = transport.collect([events[-1].end - events[0].start for events in runs])
     longest = [max(own) for own in zip(*spans, strict=True)]
-    return runs[sorted(range(1, ROUNDS), key=longest.__getitem__)[(ROUNDS - 1) // 2]]  # the same run on every rank
+    return runs[
+        sorted(range(1, ROUNDS), key=longest.__getitem__)[(ROUNDS - 1) // 2]
+    ]  # the same run on every rank
 
 
 def hold_together(ranks: Sequence[Measured], nbytes: int) -> list[Found]:
@@ -179,24 +209,33 @@ def hold_together(ranks: Sequence[Measured], nbytes: int) -> list[Found]:
     )
     found = []
     for index, case in enumerate(cases(len(ranks))):
-        measured = Timeline.of(_from_first_run([event for rank in ranks for event in rank.events[index]]))
+        measured = Timeline.of(
+            _from_first_run([event for rank in ranks for event in rank.events[index]])
+        )
         simulated = simulate(make_programs(len(ranks), case.jobs, advances=True), costs)
-        found.append(Found(case.name, simulated.step_time, measured.step_time, compare(simulated, measured)))
+        found.append(
+            Found(case.name, simulated.step_time, measured.step_time, compare(simulated, measured))
+        )
     return found
 
 
 def _from_first_run(events: Sequence[Event]) -> list[Event]:
-    """The events with their times cut to begin at the first run: ranks' processes start at different times."""
+    """The events with their times cut to begin at the first run: ranks' processes start at
+    different times."""
     first = min(event.start for event in events if isinstance(event.effect, Run))
     return [
-        attrs.evolve(e, start=first, waited=min(e.waited, e.end - first)) if e.start < first < e.end else e
+        attrs.evolve(e, start=first, waited=min(e.waited, e.end - first))
+        if e.start < first < e.end
+        else e
         for e in events
         if e.end > first
     ]
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(prog="python -m weft.proofs.bench.timelines", description=str(__doc__))
+    parser = argparse.ArgumentParser(
+        prog="python -m weft.proofs.bench.timelines", description=str(__doc__)
+    )
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--backend", choices=("gloo", "nccl", "peer"))
     parser.add_argument("--out", type=Path, help="a folder for the record")
@@ -207,12 +246,20 @@ def main(argv: Sequence[str] | None = None) -> None:
     nbytes = math.prod(_shape("cuda" if on_gpu else "cpu")) * 4
     rows = hold_together(ranks, nbytes)
     print(f"stages alone: {', '.join(f'{rank.stage * 1e3:.2f} ms' for rank in ranks)}; ", end="")
-    print(f"link: {ranks[0].latency * 1e6:.0f} us and {ranks[0].bytes_per_second / 1e9:.2f} GB/s", end="; ")
+    print(
+        f"link: {ranks[0].latency * 1e6:.0f} us and {ranks[0].bytes_per_second / 1e9:.2f} GB/s",
+        end="; ",
+    )
     print(f"each effect: {ranks[0].launch * 1e6:.0f} us")
-    print(f"{'':24}{'simulated ms':>12}{'measured ms':>12}{'error':>10}", *rows, sep="\n", flush=True)
+    print(
+        f"{'':24}{'simulated ms':>12}{'measured ms':>12}{'error':>10}", *rows, sep="\n", flush=True
+    )
     if given.out is not None:
         given.out.mkdir(parents=True, exist_ok=True)
-        record = {"rows": [attrs.asdict(row) for row in rows], "environment": environment("cuda" if on_gpu else "cpu")}
+        record = {
+            "rows": [attrs.asdict(row) for row in rows],
+            "environment": environment("cuda" if on_gpu else "cpu"),
+        }
         name = f"timelines-{given.ranks}-{given.backend or 'gloo'}.json"
         (given.out / name).write_text(json.dumps(record, indent=1) + "\n")
 

@@ -1,4 +1,5 @@
-"""L20 for a user's function: the same bits, padded or in parts, and otherwise the first operator that differs."""
+"""L20 for a user's function: the same bits, padded or in parts, and otherwise the first operator
+that differs."""
 
 import functools
 import sys
@@ -26,7 +27,11 @@ _OTHERS = Path(torch.__file__).parent, Path(__file__).parents[2]
 
 def wants_rows(subject: Subject) -> str:
     """A description of what the law needs, if the function lacks it; otherwise empty."""
-    return "" if subject.graph.ladder is not None or _is_step(subject) else "needs a ladder, or (params, state, batch)"
+    return (
+        ""
+        if subject.graph.ladder is not None or _is_step(subject)
+        else "needs a ladder, or (params, state, batch)"
+    )
 
 
 def _is_step(subject: Subject) -> bool:
@@ -34,7 +39,8 @@ def _is_step(subject: Subject) -> bool:
 
 
 def same_bits(subject: Subject, calls: Sequence[Arguments], seen_by: Callable[[Any], Any]) -> int:
-    """L20: in `weft.batch_invariant()` a padded batch, and two or three parts of one, give the batch's own bits.
+    """L20: in `weft.batch_invariant()` a padded batch, and two or three parts of one, give the
+    batch's own bits.
 
     Args:
         seen_by: a result without what padding may change in a `State`.
@@ -58,13 +64,21 @@ def same_bits(subject: Subject, calls: Sequence[Arguments], seen_by: Callable[[A
     return count
 
 
-def _ways(subject: Subject, call: Arguments, fn: Callable[..., Any]) -> Iterator[tuple[str, Callable[[], Any]]]:
+def _ways(
+    subject: Subject, call: Arguments, fn: Callable[..., Any]
+) -> Iterator[tuple[str, Callable[[], Any]]]:
     """Other ways of calling the function `fn`, which give the same."""
     own = find_descriptors(subject.copied(call))
     for descriptor in subject.graph.ladder or ():
         if own and descriptor != own[0] and descriptor.covers(own[0]):
-            wide = {**copies(subject.referenced(call)), **pad(copies(subject.copied(call)), descriptor)}
-            yield f"{subject.name}, padded to '{descriptor}',", partial(_unpadded, subject, fn, wide, own[0])
+            wide = {
+                **copies(subject.referenced(call)),
+                **pad(copies(subject.copied(call)), descriptor),
+            }
+            yield (
+                f"{subject.name}, padded to '{descriptor}',",
+                partial(_unpadded, subject, fn, wide, own[0]),
+            )
     if _is_step(subject):
         for parts in _PARTS:
             cut = microbatch(fn, parts)
@@ -104,12 +118,15 @@ class _Recorder(OperatorWatch):
     def operator(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         out = self.pass_on(func, args, kwargs)
         values = (x for x in tree_leaves(out) if isinstance(x, Tensor) and x.is_floating_point())
-        self.results.append(_Result(str(func.name()), _calling_line(), tuple(x.detach().clone() for x in values)))
+        self.results.append(
+            _Result(str(func.name()), _calling_line(), tuple(x.detach().clone() for x in values))
+        )
         return out
 
 
 def _calling_line() -> str:
-    """The innermost line of code that is neither torch's nor weft's; weft's innermost one if there is none."""
+    """The innermost line of code that is neither torch's nor weft's; weft's innermost one if there
+    is none."""
     frame: Any = sys._getframe(2)
     own = ""
     while frame is not None:

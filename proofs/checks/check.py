@@ -74,37 +74,44 @@ def check(
     console: Console | None = None,
     **options: Unpack[GraphifyOptions],
 ) -> None:
-    """Check weft's laws on a function of yours. Print a row for each law, and raise an error with the smallest calls
-    found that break one.
+    """Check weft's laws on a function of yours. Print a row for each law, and raise an error with
+    the smallest calls found that break one.
 
-    An example is a sequence of calls, so that replays of different calls follow one another: on tapes if the arguments
-    are on a CPU, on CUDA graphs if they are on a GPU. Each call gets the donated arguments that the last one returned.
+    An example is a sequence of calls, so that replays of different calls follow one another: on
+    tapes if the arguments are on a CPU, on CUDA graphs if they are on a GPU. Each call gets the
+    donated arguments that the last one returned.
 
-    A value that the function keeps from its first call for later ones shows in two ways. A call of each kind is
-    captured before the function itself is called, and captures refuse kept tensors and host reads. And on Linux `pure`
-    compares the last call of each example with the same call in a forked process that has seen no other, if the
-    arguments and the result are on the CPU, can be pickled and are not large.
+    A value that the function keeps from its first call for later ones shows in two ways. A call of
+    each kind is captured before the function itself is called, and captures refuse kept tensors and
+    host reads. And on Linux `pure` compares the last call of each example with the same call in a
+    forked process that has seen no other, if the arguments and the result are on the CPU, can be
+    pickled and are not large.
 
     Args:
         f: the function, or the result of `graphify` with its options.
-        given: a strategy that draws a tuple of arguments, or a dict of them by name; or such a tuple or dict, whose
-            entries may be strategies. A list of tuples or dicts is one sequence of calls, without Hypothesis.
-        laws: names among `pure`, `graph`, `replay`, `trace`, `pad`, `func`, `microbatch` and `bits`. None: all but the
-            last two. `microbatch` is for functions separable by rows, `(params, state, batch) -> (state, out)`; `bits`
-            for those and for functions with a ladder.
-        batch_invariant: check `bits`, too: in `weft.batch_invariant()` no bit of a result depends on padding, or on the
-            rest of the batch. Where one does, the error names the first operator whose result differs. It sees only
-            the sizes that it was given: draw those that you serve, and pad to them by a ladder.
-        atol, rtol: the tolerance where two runs have different shapes (`pad`, `microbatch`). All else is bitwise.
-        device: the device of the arguments, `"cuda"` for CUDA graphs; None: the device they were drawn on.
-        max_examples: for each law; None: a quarter of what the active Hypothesis profile says, since an example
-            is up to four calls.
+        given: a strategy that draws a tuple of arguments, or a dict of them by name; or such a
+            tuple or dict, whose entries may be strategies. A list of tuples or dicts is one
+            sequence of calls, without Hypothesis.
+        laws: names among `pure`, `graph`, `replay`, `trace`, `pad`, `func`, `microbatch` and
+            `bits`. None: all but the last two. `microbatch` is for functions separable by rows,
+            `(params, state, batch) -> (state, out)`; `bits` for those and for functions with a
+            ladder.
+        batch_invariant: check `bits`, too: in `weft.batch_invariant()` no bit of a result depends
+            on padding, or on the rest of the batch. Where one does, the error names the first
+            operator whose result differs. It sees only the sizes that it was given: draw those that
+            you serve, and pad to them by a ladder.
+        atol, rtol: the tolerance where two runs have different shapes (`pad`, `microbatch`). All
+            else is bitwise.
+        device: the device of the arguments, `"cuda"` for CUDA graphs; None: the device they were
+            drawn on.
+        max_examples: for each law; None: a quarter of what the active Hypothesis profile says,
+            since an example is up to four calls.
         console: where to print the table; None: the terminal.
         options: options of `graphify`: `ladder`, `donate_argnames`, `static_argnames`, `split_at`.
 
     Raises:
-        Counterexample: a law does not hold. It names the law, shows the difference, and has the smallest calls found
-            as code to paste.
+        Counterexample: a law does not hold. It names the law, shows the difference, and has the
+            smallest calls found as code to paste.
         CheckError: no such law, no such arguments; or a law that was named and cannot be checked.
         DeviceError: this machine has no such device.
         Exception: whatever the function itself raises, with a note of the arguments.
@@ -123,7 +130,9 @@ def check(
     graph: Graphified[..., Any] = f if isinstance(f, Graphified) else graphify(f, **options)
     if graph is f and options:
         seen = f"a graphified function, and {', '.join(options)}"
-        raise CheckError(call, seen, "the function itself with these options, or the graphified one without")
+        raise CheckError(
+            call, seen, "the function itself with these options, or the graphified one without"
+        )
     subject = Subject(graph, name_of(graph.__wrapped__), Tolerance(atol, rtol))
     chosen, examples = _chosen(call, subject, laws), _examples(call, given)
     if batch_invariant:
@@ -138,7 +147,9 @@ def check(
     with warnings.catch_warnings(), FreshProcesses(subject.answer) as processes:
         subject = attrs.evolve(subject, processes=processes)
         first_calls = _FirstCalls(subject)
-        warnings.filterwarnings("ignore", ".*calls captured a graph", RuntimeWarning)  # by calls of other params
+        warnings.filterwarnings(
+            "ignore", ".*calls captured a graph", RuntimeWarning
+        )  # by calls of other params
         for law in chosen:
             rows.append(_row(subject, law, examples, prepared, max_examples, rows, first_calls))
     _show(subject, rows, console or Console(highlight=False))
@@ -146,7 +157,8 @@ def check(
 
 
 def _warm_up() -> None:
-    """Do once what Python and torch do at a first capture, which every forked process would do again."""
+    """Do once what Python and torch do at a first capture, which every forked process would do
+    again."""
     example = pickle.loads(pickle.dumps(Outcome(copies(torch.ones(1)))))
     graphify(lambda x: x + 1)(example.result)
 
@@ -162,7 +174,11 @@ def _chosen(call: str, subject: Subject, laws: str | Iterable[str] | None) -> li
     chosen = [law for law in LAWS if law.name in names]
     for law in chosen:
         if needs := law.needs(subject):
-            raise CheckError(call, f"laws={law.name!r}, which {needs}", f"check({subject.name}, ..., ladder=[...])")
+            raise CheckError(
+                call,
+                f"laws={law.name!r}, which {needs}",
+                f"check({subject.name}, ..., ladder=[...])",
+            )
     return chosen
 
 
@@ -223,7 +239,9 @@ def _row(
         found = once(run, examples)
     if not found.examples:
         return Row(
-            law, "not searched", note="was searched for no example: the Hypothesis profile has no Phase.generate"
+            law,
+            "not searched",
+            note="was searched for no example: the Hypothesis profile has no Phase.generate",
         )
     outcome = "holds" if total else "no evidence"
     if found.error is not None:
@@ -242,9 +260,9 @@ def _why_no_replay(subject: Subject, call: Arguments) -> str:
 
 @attrs.define(eq=False)
 class _FirstCalls:
-    """What a capture says of the calls before the function has been called, by which a cache that the first call fills
-    shows. Where processes can be forked, each call is the first one of its process; elsewhere it comes before all
-    others of its kind in this one.
+    """What a capture says of the calls before the function has been called, by which a cache that
+    the first call fills shows. Where processes can be forked, each call is the first one of its
+    process; elsewhere it comes before all others of its kind in this one.
 
     Args:
         subject: the function.
@@ -309,7 +327,11 @@ def _raise_first(f: Callable[..., Any], rows: Sequence[Row], options: Any) -> No
     error, law = next(((row.error, row.law) for row in rows if row.error is not None), (None, None))
     if error is None or law is None:
         return
-    own = {name: value for name, value in options.items() if not isinstance(value, str | bool | int | None)}
+    own = {
+        name: value
+        for name, value in options.items()
+        if not isinstance(value, str | bool | int | None)
+    }
     given = [f"{name}={name if name in own else repr(value)}" for name, value in options.items()]
     last = f"weft.proofs.check({name_of(f)}, {', '.join(['calls', f'laws={law.name!r}', *given])})"
     if isinstance(error, _Broken):

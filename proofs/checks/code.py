@@ -1,4 +1,5 @@
-"""Values as code to paste, which evaluates to an equal value. Tensors too large to print are saved, and loaded."""
+"""Values as code to paste, which evaluates to an equal value. Tensors too large to print are saved,
+and loaded."""
 
 import enum
 import inspect
@@ -55,7 +56,9 @@ def _lines(code: Code, indent: int, before: str = "") -> list[str]:
     line = " " * indent + before + _flat(code)
     if isinstance(code, str) or len(line) <= _WIDTH or not code.parts:
         return [line]
-    inside = itertools.chain.from_iterable(_with_comma(_lines(part, indent + 4)) for part in code.parts)
+    inside = itertools.chain.from_iterable(
+        _with_comma(_lines(part, indent + 4)) for part in code.parts
+    )
     return [" " * indent + before + code.before, *inside, " " * indent + code.after]
 
 
@@ -65,7 +68,8 @@ def _with_comma(lines: list[str]) -> list[str]:
 
 @attrs.define
 class Writer:
-    """Writes values as code, and collects what that code needs: imports, saved tensors, and remarks."""
+    """Writes values as code, and collects what that code needs: imports, saved tensors, and
+    remarks."""
 
     imports: set[str] = attrs.field(factory=set)
     saved: list[Tensor] = attrs.field(factory=list)
@@ -86,7 +90,8 @@ class Writer:
         return self._unknown(value)
 
     def named(self, thing: Any) -> str:
-        """The name of a class or function: imported by the code, or defined in the user's own code."""
+        """The name of a class or function: imported by the code, or defined in the user's own code.
+        """
         name, module = thing.__qualname__, thing.__module__
         if name in _FACE.__all__ and getattr(_FACE, name) is thing:
             self.imports.add("import weft")
@@ -101,16 +106,26 @@ class Writer:
     def _fields(self, value: Any) -> Code:
         """An attrs or dataclass instance, without the fields that equal their defaults."""
         if attrs.has(type(value)):
-            fields = [(f.name, f.alias or f.name, f.default) for f in attrs.fields(type(value)) if f.init]
+            fields = [
+                (f.name, f.alias or f.name, f.default) for f in attrs.fields(type(value)) if f.init
+            ]
         else:
-            fields = [(f.name, f.name, f.default) for f in value.__dataclass_fields__.values() if f.init]
+            fields = [
+                (f.name, f.name, f.default) for f in value.__dataclass_fields__.values() if f.init
+            ]
         given = [(alias, getattr(value, name), default) for name, alias, default in fields]
-        parts = tuple(_keyed(f"{alias}=", self.write(x)) for alias, x, default in given if not _is_default(x, default))
+        parts = tuple(
+            _keyed(f"{alias}=", self.write(x))
+            for alias, x, default in given
+            if not _is_default(x, default)
+        )
         return Group(f"{self.named(type(value))}(", parts, ")")
 
     def _unknown(self, value: Any) -> str:
         """An ellipsis for a value that has no code, with a remark that says so."""
-        self.remarks.append(f"the `...` stands for {value!r:.200}, of class {type(value).__name__}: put yours there")
+        self.remarks.append(
+            f"the `...` stands for {value!r:.200}, of class {type(value).__name__}: put yours there"
+        )
         return "..."
 
     def tensor(self, x: Tensor) -> Code:
@@ -121,7 +136,9 @@ class Writer:
         own = x.detach().resolve_conj().resolve_neg()
         if own.is_meta:
             return f"torch.empty({list(own.shape)}, dtype={own.dtype}, device='meta'){grad}"
-        written = _constant(own, where) or (_printed(own, where) if own.numel() <= MOST_PRINTED else None)
+        written = _constant(own, where) or (
+            _printed(own, where) if own.numel() <= MOST_PRINTED else None
+        )
         if written is None:
             self.saved.append(own.clone().cpu())
             written = f"saved[{len(self.saved) - 1}]" + (f".to({str(x.device)!r})" if where else "")
@@ -134,13 +151,19 @@ class Writer:
             lines: the names and values.
             folder: where large tensors are saved; None: a new temporary folder.
         """
-        body = list(itertools.chain.from_iterable(_lines(self.write(value), 0, f"{name} = ") for name, value in lines))
+        body = list(
+            itertools.chain.from_iterable(
+                _lines(self.write(value), 0, f"{name} = ") for name, value in lines
+            )
+        )
         head = sorted(self.imports, key=lambda line: (line.startswith("from"), line))
         if self.saved:
             folder = Path(tempfile.mkdtemp(prefix="weft-")) if folder is None else folder
             path = folder / "saved.pt"
             torch.save(self.saved, path)
-            head.append(f"saved = torch.load({str(path)!r})  # {len(self.saved)} large, saved there")
+            head.append(
+                f"saved = torch.load({str(path)!r})  # {len(self.saved)} large, saved there"
+            )
         remarks = [f"# {remark}" for remark in dict.fromkeys(self.remarks)]
         return "\n".join([*head, *remarks, *body])
 
@@ -148,9 +171,9 @@ class Writer:
 def to_code(value: Any, name: str = "value", folder: Path | None = None) -> str:
     """Statements that rebuild a value: imports, loads of saved tensors, and `name = ...`.
 
-    Supports tensors, containers, attrs classes and dataclasses, enums, numbers, dtypes and devices. A tensor of more
-    than 256 elements that are not all the same is saved to a file, which the code loads. A value of any other type
-    becomes `...`, with a remark that says what belongs there.
+    Supports tensors, containers, attrs classes and dataclasses, enums, numbers, dtypes and devices.
+    A tensor of more than 256 elements that are not all the same is saved to a file, which the code
+    loads. A value of any other type becomes `...`, with a remark that says what belongs there.
 
     >>> print(to_code({"h": torch.zeros(2, 3), "x": torch.tensor([0.1, float("nan")])}))
     import torch
@@ -168,17 +191,24 @@ def _keyed(key: str, code: Code) -> Code:
 
 
 def _is_default(value: Any, default: Any) -> bool:
-    return value is default or (type(value) is type(default) and type(value) in _PLAIN and value == default)
+    return value is default or (
+        type(value) is type(default) and type(value) in _PLAIN and value == default
+    )
 
 
 def _number(value: Any) -> str:
     if isinstance(value, complex):
         return f"complex({_number(value.real)}, {_number(value.imag)})"
-    return repr(value) if not isinstance(value, float) or math.isfinite(value) else f"float({str(value)!r})"
+    return (
+        repr(value)
+        if not isinstance(value, float) or math.isfinite(value)
+        else f"float({str(value)!r})"
+    )
 
 
 def _constant(x: Tensor, where: str) -> str | None:
-    """`torch.full` or the like for a tensor of equal elements; None for any other, or if a list is shorter."""
+    """`torch.full` or the like for a tensor of equal elements; None for any other, or if a list is
+    shorter."""
     if x.numel() < 2 or has_no_numbers(x.dtype) or x.layout != torch.strided:
         return None
     first = x[(0,) * x.dim()]
@@ -211,14 +241,20 @@ def _printed(x: Tensor, where: str) -> str | None:
 
 def _strided(x: Tensor, written: str) -> str:
     """Add the strides, if they are not a new tensor's and a copy keeps them."""
-    if x.layout != torch.strided or (like := torch.empty_like(x)).is_contiguous() or written.startswith("saved"):
+    if (
+        x.layout != torch.strided
+        or (like := torch.empty_like(x)).is_contiguous()
+        or written.startswith("saved")
+    ):
         return written
     device = "" if x.device.type == "cpu" else f", device={str(x.device)!r}"
     return f"torch.empty_strided({tuple(x.shape)}, {like.stride()}, dtype={x.dtype}{device}).copy_({written})"
 
 
 def _array(writer: Writer, value: np.ndarray[Any, Any]) -> Code:
-    return Group("", (("", writer.tensor(torch.from_numpy(np.ascontiguousarray(value)))),), ".numpy()")
+    return Group(
+        "", (("", writer.tensor(torch.from_numpy(np.ascontiguousarray(value)))),), ".numpy()"
+    )
 
 
 def _items(before: str, after: str) -> Callable[[Writer, Any], Code]:
@@ -228,7 +264,11 @@ def _items(before: str, after: str) -> Callable[[Writer, Any], Code]:
 def _tuple(writer: Writer, value: Any) -> Code:
     if hasattr(value, "_fields"):
         parts = zip(value._fields, value, strict=True)
-        return Group(f"{writer.named(type(value))}(", tuple(_keyed(f"{n}=", writer.write(x)) for n, x in parts), ")")
+        return Group(
+            f"{writer.named(type(value))}(",
+            tuple(_keyed(f"{n}=", writer.write(x)) for n, x in parts),
+            ")",
+        )
     if type(value) is not tuple:
         return Group(f"{writer.named(type(value))}(", (writer.write(list(value)),), ")")
     return Group("(", tuple(map(writer.write, value)), ")")

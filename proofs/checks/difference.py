@@ -1,4 +1,5 @@
-"""The comparison of values, everywhere in weft: leaf by leaf of their trees, bitwise unless a tolerance is given."""
+"""The comparison of values, everywhere in weft: leaf by leaf of their trees, bitwise unless a
+tolerance is given."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -15,11 +16,13 @@ from weft.trees import leaves_with_names, tree_map, tree_structure
 from weft.value_keys import value_key
 
 ATOL, RTOL = 2e-4, 2e-4
-"""Tolerances (float32) for runs of different shapes, whose matrix products may sum in another order."""
+"""Tolerances (float32) for runs of different shapes, whose matrix products may sum in another
+order."""
 
 
 class LawViolation(AssertionError):
-    """A law that did not hold: its name, the path of the first difference, and both values there."""
+    """A law that did not hold: its name, the path of the first difference, and both values there.
+    """
 
 
 @attrs.frozen
@@ -52,7 +55,12 @@ class Difference:
 
     def text(self, seen: str = "seen", expected: str = "expected") -> str:
         """All fields, in lines; each tree's name stands before its values."""
-        rows = [("at", self._where()), (seen, self.seen), (expected, self.expected), *self._counts()]
+        rows = [
+            ("at", self._where()),
+            (seen, self.seen),
+            (expected, self.expected),
+            *self._counts(),
+        ]
         width = max(len(name) for name, _ in rows) + 1
         return "\n".join(f"{f'{name}:':<{width}} {value}" for name, value in rows)
 
@@ -61,7 +69,9 @@ class Difference:
         if self.first is None:
             return leaf
         return (
-            f"{leaf}, element {list(self.first.index)} of {self.kind}" if self.first.index else f"{leaf}, {self.kind}"
+            f"{leaf}, element {list(self.first.index)} of {self.kind}"
+            if self.first.index
+            else f"{leaf}, {self.kind}"
         )
 
     def _counts(self) -> list[tuple[str, str]]:
@@ -71,17 +81,29 @@ class Difference:
             most = self.worst
             more = f"most at {list(most.index)}: {most.seen!r} and {most.expected!r}, apart {most.apart()}"
             if self.size > 1:
-                rows.append(("differ", f"{self.count:,} of {self.size:,} elements" + f"; {more}" * (self.count > 1)))
+                rows.append(
+                    (
+                        "differ",
+                        f"{self.count:,} of {self.size:,} elements"
+                        + f"; {more}" * (self.count > 1),
+                    )
+                )
         if self.of_leaves > 1:
-            rows.append(("leaves", f"{self.num_leaves} of {self.of_leaves} differ; this is the first"))
+            rows.append(
+                ("leaves", f"{self.num_leaves} of {self.of_leaves} differ; this is the first")
+            )
         return rows
 
 
-def find_difference(seen: Any, expected: Any, tolerance: Tolerance | None = None) -> Difference | None:
-    """The first leaf, in flattening order, in which `seen` differs from `expected`; None if there is none.
+def find_difference(
+    seen: Any, expected: Any, tolerance: Tolerance | None = None
+) -> Difference | None:
+    """The first leaf, in flattening order, in which `seen` differs from `expected`; None if there
+    is none.
 
-    Structures must be equal, classes and static fields included; so must the dtype, shape, device and elements of
-    tensors (and of numpy arrays). Other leaves compare as a graph's keys do (`weft.value_keys`: 1 is not 1.0 or True).
+    Structures must be equal, classes and static fields included; so must the dtype, shape, device
+    and elements of tensors (and of numpy arrays). Other leaves compare as a graph's keys do
+    (`weft.value_keys`: 1 is not 1.0 or True).
 
     >>> print(find_difference({"h": torch.tensor([1.0, 2.0])}, {"h": torch.tensor([1.0, 2.5])}))
     ['h'][1]: 2.0 against 2.5
@@ -92,7 +114,11 @@ def find_difference(seen: Any, expected: Any, tolerance: Tolerance | None = None
     pairs = list(zip(leaves_with_names(seen), leaves_with_names(expected), strict=True))
     found_in = [_leaf_difference(path, a, b, tolerance) for (path, a), (_, b) in pairs]
     differing = [make for make in found_in if make is not None]
-    return attrs.evolve(differing[0](), num_leaves=len(differing), of_leaves=len(pairs)) if differing else None
+    return (
+        attrs.evolve(differing[0](), num_leaves=len(differing), of_leaves=len(pairs))
+        if differing
+        else None
+    )
 
 
 def assert_equal(law: str, seen: Any, expected: Any, *, exact: bool = True) -> None:
@@ -101,11 +127,15 @@ def assert_equal(law: str, seen: Any, expected: Any, *, exact: bool = True) -> N
     Args:
         exact: compare bitwise (NaN equals NaN); otherwise within ATOL and RTOL, integers exactly.
     """
-    if (found := find_difference(seen, expected, Tolerance() if exact else Tolerance(ATOL, RTOL))) is not None:
+    if (
+        found := find_difference(seen, expected, Tolerance() if exact else Tolerance(ATOL, RTOL))
+    ) is not None:
         raise LawViolation(f"{law}: {found}")
 
 
-def _leaf_difference(path: str, a: Any, b: Any, tolerance: Tolerance) -> Callable[[], Difference] | None:
+def _leaf_difference(
+    path: str, a: Any, b: Any, tolerance: Tolerance
+) -> Callable[[], Difference] | None:
     """The description of how two leaves differ; None if they are equal."""
     if not isinstance(a, Tensor | np.ndarray) or not isinstance(b, Tensor | np.ndarray):
         return None if _same(a, b, tolerance) else lambda: Difference(path, _words(a), _words(b))
@@ -118,7 +148,8 @@ def _leaf_difference(path: str, a: Any, b: Any, tolerance: Tolerance) -> Callabl
 
 
 def _words(value: Any) -> str:
-    """A leaf in words; for tensors and arrays, the properties that must agree before elements are compared."""
+    """A leaf in words; for tensors and arrays, the properties that must agree before elements are
+    compared."""
     if isinstance(value, Tensor):
         return f"{str(value.dtype).removeprefix('torch.')} {list(value.shape)} on {value.device}"
     if isinstance(value, np.ndarray):
@@ -129,7 +160,9 @@ def _words(value: Any) -> str:
 def _same(a: Any, b: Any, tolerance: Tolerance) -> bool:
     if isinstance(a, float | complex) and type(a) is type(b):
         kind = torch.complex128 if isinstance(a, complex) else torch.float64
-        return not bool(unequal(torch.tensor(a, dtype=kind), torch.tensor(b, dtype=kind), tolerance))
+        return not bool(
+            unequal(torch.tensor(a, dtype=kind), torch.tensor(b, dtype=kind), tolerance)
+        )
     return bool(value_key(a) == value_key(b) and (a is b or a == b))
 
 

@@ -8,7 +8,8 @@ from torch import Tensor
 
 
 def digits(x: Tensor) -> list[str]:
-    """An expression for each element of a tensor of one dimension, which `torch.tensor(..., dtype=x.dtype)` reads back.
+    """An expression for each element of a tensor of one dimension, which `torch.tensor(...,
+    dtype=x.dtype)` reads back.
 
     >>> digits(torch.tensor([0.1, 1 / 3, -0.0, float("inf")]))
     ['0.1', '0.33333334', '-0.0', "float('inf')"]
@@ -19,7 +20,11 @@ def digits(x: Tensor) -> list[str]:
         real, imag = (digits(part) for part in (torch.view_as_real(x)[:, i] for i in (0, 1)))
         return [f"complex({a}, {b})" for a, b in zip(real, imag, strict=True)]
     values = x.cpu().double().tolist() if x.dtype.is_floating_point else x.tolist()
-    return [_shortest(value, x.dtype) for value in values] if x.dtype.is_floating_point else list(map(repr, values))
+    return (
+        [_shortest(value, x.dtype) for value in values]
+        if x.dtype.is_floating_point
+        else list(map(repr, values))
+    )
 
 
 def _shortest(value: float, dtype: torch.dtype) -> str:

@@ -12,8 +12,8 @@ _INTS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 @attrs.frozen
 class Tolerance:
-    """The tolerance for floating-point and complex elements, as in `torch.isclose`. With 0 and 0 they compare bitwise,
-    so that 0.0 is not -0.0. Everything else must be equal.
+    """The tolerance for floating-point and complex elements, as in `torch.isclose`. With 0 and 0
+    they compare bitwise, so that 0.0 is not -0.0. Everything else must be equal.
 
     Args:
         equal_nan: whether NaN equals NaN, whatever the bits.
@@ -50,11 +50,14 @@ class Place:
         amount = abs(self.seen - self.expected)
         if amount != amount:
             return "NaN"
-        return f"{amount:.6g}" + ("" if self.ulps is None else f", {self.ulps:,} ULP{'s' * (self.ulps != 1)}")
+        return f"{amount:.6g}" + (
+            "" if self.ulps is None else f", {self.ulps:,} ULP{'s' * (self.ulps != 1)}"
+        )
 
 
 def plain(x: Tensor | np.ndarray[Any, Any]) -> Tensor:
-    """A detached tensor whose memory holds the elements as they read, with nothing conjugated or negated lazily."""
+    """A detached tensor whose memory holds the elements as they read, with nothing conjugated or
+    negated lazily."""
     if isinstance(x, np.ndarray):
         return torch.from_numpy(np.ascontiguousarray(x))
     x = x.detach().resolve_conj().resolve_neg()
@@ -79,14 +82,17 @@ def _bits(x: Tensor) -> Tensor:
 
 
 def has_no_numbers(dtype: torch.dtype) -> bool:
-    """Whether a dtype packs two elements into a byte, which torch stores without any arithmetic on them."""
+    """Whether a dtype packs two elements into a byte, which torch stores without any arithmetic on
+    them."""
     return "_x2" in str(dtype)
 
 
 def _wide(x: Tensor) -> Tensor:
     """The same numbers in a dtype that torch can compare."""
     small = x.dtype.itemsize == 1 and x.dtype.is_floating_point
-    return x.to(torch.float32) if small else x.to(torch.complex64) if x.dtype == torch.complex32 else x
+    return (
+        x.to(torch.float32) if small else x.to(torch.complex64) if x.dtype == torch.complex32 else x
+    )
 
 
 def first_place(a: Tensor, b: Tensor, differ: Tensor) -> Place:
@@ -111,10 +117,11 @@ def _place(a: Tensor, b: Tensor, index: tuple[int, ...]) -> Place:
 
 
 def ulps(a: Tensor, b: Tensor) -> int | None:
-    """The distance in ULPs between two 0-dimensional tensors of one floating-point dtype: 1 for neighbours. None for
-    NaN, and for other dtypes.
+    """The distance in ULPs between two 0-dimensional tensors of one floating-point dtype: 1 for
+    neighbours. None for NaN, and for other dtypes.
 
-    Infinity is one step after the largest number. For complex numbers, the larger distance of both parts.
+    Infinity is one step after the largest number. For complex numbers, the larger distance of both
+    parts.
 
     >>> ulps(torch.tensor(1.0), torch.tensor(1.0).nextafter(torch.tensor(2.0)))
     1
@@ -122,16 +129,23 @@ def ulps(a: Tensor, b: Tensor) -> int | None:
     128
     """
     if a.dtype.is_complex:
-        parts = [ulps(x, y) for x, y in zip(torch.view_as_real(a), torch.view_as_real(b), strict=True)]
+        parts = [
+            ulps(x, y) for x, y in zip(torch.view_as_real(a), torch.view_as_real(b), strict=True)
+        ]
         known = [part for part in parts if part is not None]
         return max(known) if len(known) == 2 else None
-    if not a.dtype.is_floating_point or has_no_numbers(a.dtype) or bool(_wide(a).isnan() | _wide(b).isnan()):
+    if (
+        not a.dtype.is_floating_point
+        or has_no_numbers(a.dtype)
+        or bool(_wide(a).isnan() | _wide(b).isnan())
+    ):
         return None
     return abs(_rank(a) - _rank(b))
 
 
 def _rank(x: Tensor) -> int:
-    """An integer for each floating-point number, in the same order and without gaps; both zeros have the same one."""
+    """An integer for each floating-point number, in the same order and without gaps; both zeros
+    have the same one."""
     bits = int(_bits(x).item())
     if x.dtype == torch.float8_e8m0fnu:  # which has no sign
         return bits

@@ -49,40 +49,51 @@ def engine_machine(
 ) -> "type[EngineMachine]":
     """Make a state machine of Hypothesis that compares an engine of your model with an oracle.
 
-    Each example is an engine whose rows, pages and tokens per step are drawn, most of them scarce. Requests arrive
-    while others run, share prefixes, are preempted, and some are aborted. In the end, each completion must have the
-    tokens that the oracle says, an aborted one the first of them, and the engine must hold no page.
+    Each example is an engine whose rows, pages and tokens per step are drawn, most of them scarce.
+    Requests arrive while others run, share prefixes, are preempted, and some are aborted. In the
+    end, each completion must have the tokens that the oracle says, an aborted one the first of
+    them, and the engine must hold no page.
 
-    Assign the class's `TestCase` to a name that pytest or unittest collects. Examples, steps and the database are those
-    of your Hypothesis profile, or of `TestCase.settings`. A failure prints each call of the engine, as notes.
+    Assign the class's `TestCase` to a name that pytest or unittest collects. Examples, steps and
+    the database are those of your Hypothesis profile, or of `TestCase.settings`. A failure prints
+    each call of the engine, as notes.
 
-    Tokens are compared exactly. Batches of other sizes may round differently, so use a model in float32 on a CPU, and
-    one whose likeliest tokens do not tie: a trained one, or one with large random weights.
+    Tokens are compared exactly. Batches of other sizes may round differently, so use a model in
+    float32 on a CPU, and one whose likeliest tokens do not tie: a trained one, or one with large
+    random weights.
 
     Args:
         model: from `weft.load`, whole. Its parameters must not change.
-        expected: the oracle: a function from a `CompletionRequest` to the ids of the tokens that it generates, the one
-            that ends it included. It is called once for each request that differs, with the full `max_tokens`. None, or
-            where it returns None: the same model in an engine of its own, eagerly, one request at a time.
-        prompts: texts or token ids; some should begin alike, so that prefixes are shared. None: six short ones.
-        sampling: parameters that requests choose from; a seed of None becomes the parameters' place in the list. None:
-            nine, greedy and drawn, with penalties, stop tokens and two completions.
-        masks: masks that requests choose from; half of them have none. Each must leave a token that all of `sampling`
-            allow. None: two that allow half of 12 tokens; or, if `sampling` is given, no masks.
-        adapters: LoRA adapters by name; in half of the examples the engine has them. None: no adapters.
-        speculation: the ways of drafting that examples choose from; about two in five have none. None: prompt lookup.
+        expected: the oracle: a function from a `CompletionRequest` to the ids of the tokens that it
+            generates, the one that ends it included. It is called once for each request that
+            differs, with the full `max_tokens`. None, or where it returns None: the same model in
+            an engine of its own, eagerly, one request at a time.
+        prompts: texts or token ids; some should begin alike, so that prefixes are shared. None: six
+            short ones.
+        sampling: parameters that requests choose from; a seed of None becomes the parameters' place
+            in the list. None: nine, greedy and drawn, with penalties, stop tokens and two
+            completions.
+        masks: masks that requests choose from; half of them have none. Each must leave a token that
+            all of `sampling` allow. None: two that allow half of 12 tokens; or, if `sampling` is
+            given, no masks.
+        adapters: LoRA adapters by name; in half of the examples the engine has them. None: no
+            adapters.
+        speculation: the ways of drafting that examples choose from; about two in five have none.
+            None: prompt lookup.
         graph: one of `weft.transforms.MODES`.
         pipeline: the number of stages, in this process.
         max_tokens: the most tokens that a request generates; some generate fewer.
 
     Returns:
-        A subclass of `RuleBasedStateMachine` with the rules `add`, `step` and `abort`. `self.engine` is the engine, and
-        `self.seen` names what happened in the example (`"preempted"`, `"drafts right"`, ...), which
-        `--hypothesis-show-statistics` counts. Subclass it to add rules or invariants.
+        A subclass of `RuleBasedStateMachine` with the rules `add`, `step` and `abort`.
+        `self.engine` is the engine, and `self.seen` names what happened in the example
+        (`"preempted"`, `"drafts right"`, ...), which `--hypothesis-show-statistics` counts.
+        Subclass it to add rules or invariants.
 
     Raises:
-        CheckError: no prompts or parameters; a prompt that leaves no room for `max_tokens` in the model's positions; or
-            a vocabulary of fewer than 12 tokens, without prompts, parameters and masks of your own.
+        CheckError: no prompts or parameters; a prompt that leaves no room for `max_tokens` in the
+            model's positions; or a vocabulary of fewer than 12 tokens, without prompts, parameters
+            and masks of your own.
         RequestError: an argument that `weft.Engine` does not take.
 
     >>> import torch, weft
@@ -97,13 +108,25 @@ def engine_machine(
     for drafts in speculation or ():
         check_engine(call, model, speculation=drafts)
     if expected is not None and not callable(expected):
-        raise CheckError(call, f"expected is {kind_of(expected)}", "a function from a CompletionRequest to token ids")
+        raise CheckError(
+            call,
+            f"expected is {kind_of(expected)}",
+            "a function from a CompletionRequest to token ids",
+        )
     if not is_int(max_tokens, 1):
         raise CheckError(call, f"max_tokens={max_tokens!r}", "a whole number >= 1")
     size = model.config.vocab_size
     if masks is None:
-        masks = [] if sampling is not None else [Half(seed, _few(model, call), size) for seed in range(2)]
-    ids = _default_prompts(_few(model, call)) if prompts is None else [_ids(model, prompt) for prompt in prompts]
+        masks = (
+            []
+            if sampling is not None
+            else [Half(seed, _few(model, call), size) for seed in range(2)]
+        )
+    ids = (
+        _default_prompts(_few(model, call))
+        if prompts is None
+        else [_ids(model, prompt) for prompt in prompts]
+    )
     params = _default_sampling(_few(model, call), size) if sampling is None else sampling
     if not ids or not params:
         seen = f"{len(ids)} prompts, {len(params)} sampling parameters"
@@ -116,7 +139,9 @@ def engine_machine(
         model=model,
         expected=expected,
         prompts=tuple(ids),
-        sampling=tuple(attrs.evolve(p, seed=i) if p.seed is None else p for i, p in enumerate(params)),
+        sampling=tuple(
+            attrs.evolve(p, seed=i) if p.seed is None else p for i, p in enumerate(params)
+        ),
         masks=tuple(masks),
         adapters=dict(adapters or {}),
         speculation=(Speculation(3),) if speculation is None else tuple(speculation),
@@ -124,7 +149,9 @@ def engine_machine(
         pipeline=pipeline,
         max_tokens=max_tokens,
     )
-    return type("EngineMachine", (EngineMachine,), {"subject": subject, "__doc__": EngineMachine.__doc__})
+    return type(
+        "EngineMachine", (EngineMachine,), {"subject": subject, "__doc__": EngineMachine.__doc__}
+    )
 
 
 def _ids(model: Model, prompt: str | Sequence[int]) -> tuple[int, ...]:
@@ -134,7 +161,9 @@ def _ids(model: Model, prompt: str | Sequence[int]) -> tuple[int, ...]:
 def _few(model: Model, call: str) -> tuple[int, ...]:
     """The first tokens of the vocabulary that do not end a request."""
     size, ends = model.config.vocab_size, model.config.eos_token_ids
-    tokens = tuple(token for token in range(min(size, FEW_TOKENS + len(ends))) if token not in ends)[:FEW_TOKENS]
+    tokens = tuple(
+        token for token in range(min(size, FEW_TOKENS + len(ends))) if token not in ends
+    )[:FEW_TOKENS]
     if len(tokens) < FEW_TOKENS:
         seen = f"a model of {size} tokens, {len(tokens)} of which do not end a request"
         raise CheckError(call, seen, "prompts=..., sampling=... and masks=... of your own")
@@ -143,7 +172,12 @@ def _few(model: Model, call: str) -> tuple[int, ...]:
 
 def _default_prompts(few: Sequence[int]) -> list[tuple[int, ...]]:
     """Four that begin alike, and with repetitions, which prompt lookup finds; and two others."""
-    places = [(1, 2, 3, 4, 1, 2, 3, 4, 5), (1, 2, 3, 4, 1, 2, 3, 4), (1, 2, 3, 4, 1, 2), (1, 2, 3, 4)]
+    places = [
+        (1, 2, 3, 4, 1, 2, 3, 4, 5),
+        (1, 2, 3, 4, 1, 2, 3, 4),
+        (1, 2, 3, 4, 1, 2),
+        (1, 2, 3, 4),
+    ]
     return [tuple(few[place] for place in prompt) for prompt in (*places, (7,), (9, 8, 7, 6, 5, 4))]
 
 
@@ -155,9 +189,19 @@ def _default_sampling(few: Sequence[int], vocab_size: int) -> list[SamplingParam
     fields: list[dict[str, Any]] = [
         {"temperature": 0.0},
         {"temperature": 0.0, "repetition_penalty": 1.4},
-        {"temperature": 0.0, "logit_bias": {few[3]: 2.5, few[5]: -1.0}, "bad_token_ids": [few[8]], **only},
+        {
+            "temperature": 0.0,
+            "logit_bias": {few[3]: 2.5, few[5]: -1.0},
+            "bad_token_ids": [few[8]],
+            **only,
+        },
         {"temperature": 0.0, "min_tokens": 4, "stop_token_ids": stops, **only},
-        {"temperature": 0.0, "stop_token_ids": [few[1], few[4], few[6]], "prompt_logprobs": 0, **only},
+        {
+            "temperature": 0.0,
+            "stop_token_ids": [few[1], few[4], few[6]],
+            "prompt_logprobs": 0,
+            **only,
+        },
         {"temperature": 1.0, "seed": 3, "n": 2},
         {"temperature": 0.7, "seed": 4, "top_k": 5, "n": 2, "stop_token_ids": [few[2]], **only},
         {"temperature": 1.5, "seed": 5, "top_p": 0.8, "min_p": 0.05},
@@ -167,7 +211,8 @@ def _default_sampling(few: Sequence[int], vocab_size: int) -> list[SamplingParam
 
 
 class EngineMachine(RuleBasedStateMachine):
-    """Requests are added to an engine with any limits, several at once, and aborted between its steps."""
+    """Requests are added to an engine with any limits, several at once, and aborted between its
+    steps."""
 
     subject: ClassVar[ServedModel]
     engine: Engine
@@ -220,17 +265,28 @@ class EngineMachine(RuleBasedStateMachine):
     def _add(self, draw: random.Random, count: int) -> None:
         subject = self.subject
         for _ in range(count):
-            prompt, which = draw.randrange(len(subject.prompts)), draw.randrange(len(subject.sampling))
-            most = draw.choice((subject.max_tokens, subject.max_tokens, -(-2 * subject.max_tokens // 3), 1))
+            prompt, which = (
+                draw.randrange(len(subject.prompts)),
+                draw.randrange(len(subject.sampling)),
+            )
+            most = draw.choice(
+                (subject.max_tokens, subject.max_tokens, -(-2 * subject.max_tokens // 3), 1)
+            )
             priority, adapter = draw.choice((0, 0, 1)), draw.choice(self._adapters)
-            mask = draw.choice((None, draw.randrange(len(subject.masks)))) if subject.masks else None
+            mask = (
+                draw.choice((None, draw.randrange(len(subject.masks)))) if subject.masks else None
+            )
             options: dict[str, Any] = {"priority": priority, "adapter": adapter, "max_tokens": most}
             options["mask"] = subject.mask(mask)
-            _note(f"engine.add({subject.prompts[prompt]}, {subject.sampling[which]!r}{_written(options)})")
+            _note(
+                f"engine.add({subject.prompts[prompt]}, {subject.sampling[which]!r}{_written(options)})"
+            )
             name = self.engine.add(subject.prompts[prompt], subject.sampling[which], **options)
             self._added[name] = CompletionKey(prompt, which, 0, adapter, mask), most
 
-    @precondition(lambda self: not self.engine.is_idle or len(self._added) >= MAX_REQUESTS)  # some rule always holds
+    @precondition(
+        lambda self: not self.engine.is_idle or len(self._added) >= MAX_REQUESTS
+    )  # some rule always holds
     @rule(count=st.sampled_from((3, 2, 1)))
     def step(self, count: int) -> None:
         """Take some steps."""
@@ -251,9 +307,13 @@ class EngineMachine(RuleBasedStateMachine):
     @rule(seed=SEEDS)
     def abort(self, seed: int) -> None:
         """Abort a request."""
-        name = random.Random(seed).choice([name for name in self._added if self.engine.is_under_way(name)])
+        name = random.Random(seed).choice(
+            [name for name in self._added if self.engine.is_under_way(name)]
+        )
         _note(f"engine.abort({name!r})")
-        ran = name in self._last and self._added[name][0].mask is None  # masked requests do not run ahead
+        ran = (
+            name in self._last and self._added[name][0].mask is None
+        )  # masked requests do not run ahead
         self._see({"aborted with a step under way": ran and self.engine.run_ahead})
         self._take(self.engine.abort(name))
 
@@ -268,7 +328,9 @@ class EngineMachine(RuleBasedStateMachine):
     def _look(self, outputs: Sequence[RequestOutput]) -> None:
         """See which completions got tokens together that are not their first."""
         self._last = {output.id for output in outputs}
-        decoding = [output for output in outputs if output.token_ids and len(output.track.token_ids) > 1]
+        decoding = [
+            output for output in outputs if output.token_ids and len(output.track.token_ids) > 1
+        ]
         keys = [self._added[output.id][0] for output in decoding]
         num_masked = sum(key.mask is not None for key in keys)
         self._see(
@@ -314,7 +376,9 @@ class EngineMachine(RuleBasedStateMachine):
             seen = f"{tokens}, {reason}, and expected {expected}, {ends}"
             raise LawViolation(f"{LAW}: completion {key.sample} of {name!r} is {seen}")
         if (count := self._num_returned[name, key.sample]) != len(tokens):
-            raise LawViolation(f"{LAW}: of the {len(tokens)} tokens of {name!r}, {count} were returned by a step")
+            raise LawViolation(
+                f"{LAW}: of the {len(tokens)} tokens of {name!r}, {count} were returned by a step"
+            )
 
     def _see_stats(self) -> None:
         stats = self.engine.stats()
@@ -337,6 +401,7 @@ def _written(options: Mapping[str, Any]) -> str:
 
 
 def _note(text: str) -> None:
-    """Show a text with a failure; nothing where the machine is driven by hand, without Hypothesis."""
+    """Show a text with a failure; nothing where the machine is driven by hand, without Hypothesis.
+    """
     if currently_in_test_context():
         note(text)

@@ -1,4 +1,5 @@
-"""`assert_equivalent`: compare two functions, and show the smallest arguments for which they differ as code."""
+"""`assert_equivalent`: compare two functions, and show the smallest arguments for which they differ
+as code."""
 
 import textwrap
 from collections.abc import Callable, Sequence
@@ -47,14 +48,20 @@ class Counterexample(LawViolation):
         return type(self), (self.text, self.values, self.call)
 
     def code(self, folder: Path | None = None) -> str:
-        """The code to paste. Written once, since it saves tensors that are too large to print (in `folder`)."""
-        self._code = self._code or f"{Writer({'import weft.proofs'}).block(self.values, folder)}\n{self.call}"
+        """The code to paste. Written once, since it saves tensors that are too large to print (in
+        `folder`)."""
+        self._code = (
+            self._code
+            or f"{Writer({'import weft.proofs'}).block(self.values, folder)}\n{self.call}"
+        )
         return self._code
 
     def __str__(self) -> str:
         """The difference and the code; the difference alone if the code is shown separately."""
         return (
-            self.text if self.code_apart else f"{self.text}\nto see it again:\n{textwrap.indent(self.code(), '    ')}"
+            self.text
+            if self.code_apart
+            else f"{self.text}\nto see it again:\n{textwrap.indent(self.code(), '    ')}"
         )
 
 
@@ -69,25 +76,29 @@ def assert_equivalent(
     raises: type[Exception] | tuple[type[Exception], ...] = (),
     max_examples: int | None = None,
 ) -> None:
-    """Raise unless `f` and `g` return equal results for the same arguments: bitwise, in trees of the same structure.
+    """Raise unless `f` and `g` return equal results for the same arguments: bitwise, in trees of
+    the same structure.
 
-    Each gets its own copies of the arguments, which it may donate or overwrite. Outside a Hypothesis test, pass a
-    strategy; inside one, pass the drawn arguments. Either way, the failure shows the smallest arguments found.
+    Each gets its own copies of the arguments, which it may donate or overwrite. Outside a
+    Hypothesis test, pass a strategy; inside one, pass the drawn arguments. Either way, the failure
+    shows the smallest arguments found.
 
     Args:
         f: the function under test.
         g: the function that it should equal.
-        given: a strategy that draws a tuple of arguments, or a dict of them by name; or such a tuple or dict, whose
-            entries may be strategies. Without any strategy, the two are called once.
+        given: a strategy that draws a tuple of arguments, or a dict of them by name; or such a
+            tuple or dict, whose entries may be strategies. Without any strategy, the two are called
+            once.
         atol, rtol: the tolerance for floating-point and complex elements, as for `torch.isclose`.
         equal_nan: whether NaN equals NaN.
-        raises: exception types that both may raise; then both must raise the same one. Any other exception that both
-            raise is raised, since nothing was compared.
+        raises: exception types that both may raise; then both must raise the same one. Any other
+            exception that both raise is raised, since nothing was compared.
         max_examples: the number of examples; None: the active Hypothesis profile's.
 
     Raises:
-        Counterexample: they differ. It shows the path of the first leaf that differs, its first such element, both
-            values and their distance in ULPs, the number of elements that differ, and the arguments as code to paste.
+        Counterexample: they differ. It shows the path of the first leaf that differs, its first
+            such element, both values and their distance in ULPs, the number of elements that
+            differ, and the arguments as code to paste.
         CheckError: `given`, `raises`, `max_examples` or a tolerance is not as described above.
 
     >>> import torch
@@ -116,13 +127,19 @@ def assert_equivalent(
     options = {"atol": atol, "rtol": rtol, "equal_nan": equal_nan, "raises": raises}
     drawn = as_given(given, call)
     comparison = _Comparison(f, g, names, tolerance, raises, _call(names, options))
-    found = search(comparison, drawn, call, (f, g), max_examples) if is_strategy(drawn) else once(comparison, drawn)
+    found = (
+        search(comparison, drawn, call, (f, g), max_examples)
+        if is_strategy(drawn)
+        else once(comparison, drawn)
+    )
     if not found.examples:
         seen = "a Hypothesis profile that generates no examples, and none in its database"
         raise CheckError(call, seen, "a profile whose `phases` have Phase.generate")
     if found.error is not None:
         if isinstance(found.error, Counterexample):
-            found.error.with_traceback(None)  # a traceback through the search would not help the reader
+            found.error.with_traceback(
+                None
+            )  # a traceback through the search would not help the reader
         elif remembered(found.error) is not None:
             code = Writer().block([("args", remembered(found.error))])
             found.error.add_note(f"Both raised this for\n{textwrap.indent(code, '    ')}")
@@ -131,9 +148,13 @@ def assert_equivalent(
 
 def _check_types(call: str, raises: Any) -> None:
     types = raises if isinstance(raises, tuple) else (raises,)
-    if strange := [one for one in types if not isinstance(one, type) or not issubclass(one, Exception)]:
+    if strange := [
+        one for one in types if not isinstance(one, type) or not issubclass(one, Exception)
+    ]:
         raise CheckError(
-            call, f"raises={strange[0]!r:.60}", "a type of exceptions: raises=ValueError, or a tuple of such"
+            call,
+            f"raises={strange[0]!r:.60}",
+            "a type of exceptions: raises=ValueError, or a tuple of such",
         )
 
 
@@ -171,19 +192,25 @@ class _Comparison:
                 self._refuse(found.text(*self.names), kept)
             return
         if error is not None and other is not None:
-            if not isinstance(error, self.raises or ()) and not isinstance(other, self.raises or ()):
+            if not isinstance(error, self.raises or ()) and not isinstance(
+                other, self.raises or ()
+            ):
                 remember(error, kept)
                 raise error
             if type(error) is type(other):
                 return
         width = max(map(len, self.names)) + 1
         said = [_said(one) for one in (error, other)]
-        lines = [f"{f'{name}:':<{width}} {text}" for name, text in zip(self.names, said, strict=True)]
+        lines = [
+            f"{f'{name}:':<{width}} {text}" for name, text in zip(self.names, said, strict=True)
+        ]
         self._refuse("\n".join(lines), kept, error or other)
 
     def _refuse(self, seen: str, given: Any, cause: Exception | None = None) -> None:
         head = f"{self.names[0]} is not {self.names[1]}, {self.tolerance}"
-        raise Counterexample(f"{head}\n{textwrap.indent(seen, '  ')}", [("args", given)], self.call) from cause
+        raise Counterexample(
+            f"{head}\n{textwrap.indent(seen, '  ')}", [("args", given)], self.call
+        ) from cause
 
 
 def _said(error: Exception | None) -> str:

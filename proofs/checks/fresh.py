@@ -1,9 +1,9 @@
 """`FreshProcesses`: calls of a function in processes that have seen no other call.
 
-A function may keep a value from its first call for the later ones: a mean in a dict, a Python number in an attribute,
-whatever `functools.cache` holds. Once it is kept, the function answers equal arguments equally, and only a process that
-has not seen the first call tells. So one process is forked before the function is called, and forks another one for
-each question.
+A function may keep a value from its first call for the later ones: a mean in a dict, a Python
+number in an attribute, whatever `functools.cache` holds. Once it is kept, the function answers
+equal arguments equally, and only a process that has not seen the first call tells. So one process
+is forked before the function is called, and forks another one for each question.
 """
 
 import contextlib
@@ -25,14 +25,16 @@ from torch import Tensor
 from weft.trees import tree_leaves
 
 TIMEOUT = 60.0
-"""Seconds after which an answer is given up: a fork of a process with threads may wait for a lock for ever."""
+"""Seconds after which an answer is given up: a fork of a process with threads may wait for a lock
+for ever."""
 MOST_BYTES = 2**26
 """The most bytes of tensors in a question, which are copied twice on their way."""
 _LENGTH = struct.Struct("<q")
 
 
 class FreshProcesses:
-    """A process that waits, as it is now, and forks another one for each question. Used as a context.
+    """A process that waits, as it is now, and forks another one for each question. Used as a
+    context.
 
     Args:
         answer: makes the answer to a question, which is a pytree. Both are pickled.
@@ -67,8 +69,9 @@ class FreshProcesses:
         return self._process != 0
 
     def ask(self, question: Any) -> Any:
-        """The answer of a process that has seen no other question; None if there is none: the question or its answer
-        cannot be pickled, is large or lies on a GPU, the process has died, or it takes too long."""
+        """The answer of a process that has seen no other question; None if there is none: the
+        question or its answer cannot be pickled, is large or lies on a GPU, the process has died,
+        or it takes too long."""
         tensors = [x for x in tree_leaves(question) if isinstance(x, Tensor)]
         if not self.are_there or any(x.device.type != "cpu" for x in tensors):
             return None
@@ -111,7 +114,9 @@ class FreshProcesses:
 
 def _fork() -> int:
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)  # "multi-threaded, may lead to deadlocks": see TIMEOUT
+        warnings.simplefilter(
+            "ignore", DeprecationWarning
+        )  # "multi-threaded, may lead to deadlocks": see TIMEOUT
         return os.fork()
 
 
@@ -151,7 +156,8 @@ def _answer_and_exit(answer: Callable[[Any], Any], question: bytes, end: int) ->
 
 @contextlib.contextmanager
 def _silenced() -> Iterator[None]:
-    """A context in which nothing is printed: the process that asks runs the same calls, and prints."""
+    """A context in which nothing is printed: the process that asks runs the same calls, and prints.
+    """
     with (
         contextlib.redirect_stdout(io.StringIO()),
         contextlib.redirect_stderr(io.StringIO()),

@@ -1,5 +1,5 @@
-"""Hypothesis as a search: the smallest example on which a function raises, and the arguments that a user may pass to
-draw examples."""
+"""Hypothesis as a search: the smallest example on which a function raises, and the arguments that a
+user may pass to draw examples."""
 
 import inspect
 import sys
@@ -27,8 +27,8 @@ NOT_AGAIN = "It did not happen again with the same arguments: something reads wh
 
 @attrs.frozen
 class Found:
-    """The result of a search: the number of examples up to the first failure, or of all, and the error of the smallest
-    failing example."""
+    """The result of a search: the number of examples up to the first failure, or of all, and the
+    error of the smallest failing example."""
 
     examples: int
     error: Exception | None
@@ -54,8 +54,9 @@ def search(
 ) -> Found:
     """Call `run` on examples until it raises, and then on ever smaller ones, with a progress bar.
 
-    The active Hypothesis profile says how many there are, unless `max_examples` does, whether they are the same each
-    time, and which database remembers what failed, so that the next search begins there. Nothing is printed.
+    The active Hypothesis profile says how many there are, unless `max_examples` does, whether they
+    are the same each time, and which database remembers what failed, so that the next search begins
+    there. Nothing is printed.
 
     Args:
         title: names the search in the progress bar.
@@ -79,7 +80,9 @@ def search(
         verbosity=Verbosity.quiet,
         print_blob=False,
         phases=[
-            phase for phase in profile.phases if phase in (Phase.reuse, Phase.generate, Phase.target, Phase.shrink)
+            phase
+            for phase in profile.phases
+            if phase in (Phase.reuse, Phase.generate, Phase.target, Phase.shrink)
         ],
     )
     @given(examples)
@@ -92,14 +95,19 @@ def search(
         except Exception as error:
             if not is_control(error):
                 if not failures:
-                    bar.set_description(f"{title}: failed, searching for a smaller example", refresh=False)
+                    bar.set_description(
+                        f"{title}: failed, searching for a smaller example", refresh=False
+                    )
                 failures.append(error)
             raise
 
-    # Without a key of its own every search would have that of `test`; `hypothesis.find` sets the same attribute.
+    # Without a key of its own every search would have that of `test`; `hypothesis.find` sets the
+    # same attribute.
     vars(test)["_hypothesis_internal_database_key"] = _key(title, functions)
     shown = sys.stderr.isatty() or "ipykernel" in sys.modules
-    with tqdm(total=most, desc=title, unit="example", leave=False, delay=BAR_AFTER, disable=not shown) as bar:
+    with tqdm(
+        total=most, desc=title, unit="example", leave=False, delay=BAR_AFTER, disable=not shown
+    ) as bar:
         try:
             test()
         except SkipTest:
@@ -123,7 +131,11 @@ def _key(title: str, functions: Sequence[Callable[..., Any]]) -> bytes:
         code = getattr(fn, "__code__", None)
         parts += [getattr(fn, "__module__", "") or "", getattr(fn, "__qualname__", "")]
         if code is not None:
-            plain = [value for value in code.co_consts if isinstance(value, int | float | complex | str | bytes)]
+            plain = [
+                value
+                for value in code.co_consts
+                if isinstance(value, int | float | complex | str | bytes)
+            ]
             parts += [code.co_code.hex(), repr(code.co_names), repr(plain)]
     return b"weft.proofs " + sha256("\n".join(parts).encode()).digest()
 
@@ -134,16 +146,24 @@ def remember(error: Exception, given: Any) -> None:
 
 
 def remembered(error: Exception) -> Any:
-    """The arguments that `remember` attached; None if the user's function did not raise the error."""
+    """The arguments that `remember` attached; None if the user's function did not raise the error.
+    """
     return vars(error).get("__weft_given__")
 
 
 def check_numbers(call: str, max_examples: Any, atol: Any, rtol: Any) -> None:
-    """Raise CheckError if `max_examples` is not a whole number >= 1 or None, or if a tolerance is not a number >= 0."""
-    if max_examples is not None and (isinstance(max_examples, bool) or not isinstance(max_examples, int)):
+    """Raise CheckError if `max_examples` is not a whole number >= 1 or None, or if a tolerance is
+    not a number >= 0."""
+    if max_examples is not None and (
+        isinstance(max_examples, bool) or not isinstance(max_examples, int)
+    ):
         raise CheckError(call, f"max_examples={max_examples!r:.40}", "a whole number >= 1, or None")
     if max_examples is not None and max_examples < 1:
-        raise CheckError(call, f"max_examples={max_examples}, which compares nothing", "a whole number >= 1, or None")
+        raise CheckError(
+            call,
+            f"max_examples={max_examples}, which compares nothing",
+            "a whole number >= 1, or None",
+        )
     for name, value in (("atol", atol), ("rtol", rtol)):
         if isinstance(value, bool) or not isinstance(value, int | float) or not value >= 0:
             raise CheckError(call, f"{name}={value!r:.40}", "a number >= 0; 0 is bitwise")
@@ -162,11 +182,12 @@ def is_strategy(value: Any) -> bool:
 
 
 def as_given(given: Any, call: str) -> Any:
-    """Make a strategy that draws arguments; return the arguments themselves if none of them is a strategy.
+    """Make a strategy that draws arguments; return the arguments themselves if none of them is a
+    strategy.
 
     Args:
-        given: a strategy that draws a tuple (of positional arguments) or a dict (of arguments by name); or such a tuple
-            or dict, whose entries may be strategies.
+        given: a strategy that draws a tuple (of positional arguments) or a dict (of arguments by
+            name); or such a tuple or dict, whose entries may be strategies.
         call: for the error.
 
     Raises:
@@ -189,7 +210,9 @@ def as_given(given: Any, call: str) -> Any:
 
 def check_arguments(given: Any, call: str, verb: str = "is ") -> Any:
     """Return `given` if it is the arguments of a call, and raise CheckError if not."""
-    if type(given) is tuple or (type(given) is dict and all(isinstance(name, str) for name in given)):
+    if type(given) is tuple or (
+        type(given) is dict and all(isinstance(name, str) for name in given)
+    ):
         return given
     instead = "given=(x, y), or given={'x': x, 'y': y}: the arguments of a call, of which each may be a strategy; "
     instead += "or one strategy that draws such a tuple or dict, such as st.tuples(...)"
@@ -221,7 +244,11 @@ def name_of(fn: Any, otherwise: str = "f") -> str:
 
 
 def names_of(fns: Sequence[Any]) -> list[str]:
-    """The names of two functions in one message; if they have the same name, as after `functools.wraps`, with `f` and
-    `g` added."""
+    """The names of two functions in one message; if they have the same name, as after
+    `functools.wraps`, with `f` and `g` added."""
     names = [name_of(fn, other) for fn, other in zip(fns, "fg", strict=True)]
-    return names if len(set(names)) == len(names) else [f"{n} ({name})" for name, n in zip(names, "fg", strict=True)]
+    return (
+        names
+        if len(set(names)) == len(names)
+        else [f"{n} ({name})" for name, n in zip(names, "fg", strict=True)]
+    )

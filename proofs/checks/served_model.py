@@ -1,4 +1,5 @@
-"""`ServedModel`: a model that engines serve, and the tokens that its completions must have, by an oracle."""
+"""`ServedModel`: a model that engines serve, and the tokens that its completions must have, by an
+oracle."""
 
 from collections.abc import Callable, Sequence
 
@@ -70,7 +71,9 @@ class ServedModel:
 
     @property
     def num_logprobs(self) -> int:
-        return max(max(params.logprobs or 0, params.prompt_logprobs or 0) for params in self.sampling)
+        return max(
+            max(params.logprobs or 0, params.prompt_logprobs or 0) for params in self.sampling
+        )
 
     def mask(self, place: int | None) -> Mask | None:
         return None if place is None else self.masks[place]
@@ -79,11 +82,15 @@ class ServedModel:
         """All tokens of a completion, by the oracle."""
         if key not in self._known:
             params = self.sampling[key.sampling]
-            own = attrs.evolve(params, n=1, seed=sample_seeds(params.seed or 0, params.n)[key.sample])
+            own = attrs.evolve(
+                params, n=1, seed=sample_seeds(params.seed or 0, params.n)[key.sample]
+            )
             prompt, mask = self.prompts[key.prompt], self.mask(key.mask)
             request = CompletionRequest(prompt, own, self.max_tokens, key.adapter, mask)
             said = None if self.expected is None else self.expected(request)
-            self._known[key] = self._alone(request) if said is None else [int(token) for token in said]
+            self._known[key] = (
+                self._alone(request) if said is None else [int(token) for token in said]
+            )
         return self._known[key]
 
     def _alone(self, request: CompletionRequest) -> list[int]:
@@ -93,7 +100,11 @@ class ServedModel:
             limits = EngineLimits(max_num_reqs=1, max_num_tokens=most, max_model_len=most)
             limits = attrs.evolve(limits, num_pages=-(-most // limits.page_size))
             named = self.adapters if is_adapted else None
-            self._engines[is_adapted] = Engine(self.model, limits, graph="none", run_ahead=0, adapters=named)
+            self._engines[is_adapted] = Engine(
+                self.model, limits, graph="none", run_ahead=0, adapters=named
+            )
         own = attrs.evolve(request.sampling, logprobs=None, prompt_logprobs=None)
         engine = self._engines[is_adapted]
-        return complete(engine, request.prompt, own, request.max_tokens, request.adapter, request.mask).token_ids
+        return complete(
+            engine, request.prompt, own, request.max_tokens, request.adapter, request.mask
+        ).token_ids

@@ -8,8 +8,11 @@ from weft.trees import TreeSpec, node_fields
 from weft.value_keys import value_key
 
 
-def structure_difference(seen: TreeSpec, expected: TreeSpec, path: str = "") -> tuple[str, str, str] | None:
-    """The path of the first node that differs, and both sides in words; None if the structures are equal.
+def structure_difference(
+    seen: TreeSpec, expected: TreeSpec, path: str = ""
+) -> tuple[str, str, str] | None:
+    """The path of the first node that differs, and both sides in words; None if the structures are
+    equal.
 
     >>> from weft.trees import tree_structure
     >>> structure_difference(tree_structure({"a": (1, 2)}), tree_structure({"a": [1, 2]}))
@@ -17,14 +20,17 @@ def structure_difference(seen: TreeSpec, expected: TreeSpec, path: str = "") -> 
     """
     if (seen.type, *_told(seen)) != (expected.type, *_told(expected)):
         return path, _words(seen), _words(expected)
-    for name, one, other in zip(_names(seen), children_of(seen), children_of(expected), strict=True):
+    for name, one, other in zip(
+        _names(seen), children_of(seen), children_of(expected), strict=True
+    ):
         if found := structure_difference(one, other, path + name):
             return found
     return None
 
 
 def _told(spec: TreeSpec) -> tuple[Any, ...]:
-    """The properties of a node besides its children: the class, the number of children, dict keys, static fields."""
+    """The properties of a node besides its children: the class, the number of children, dict keys,
+    static fields."""
     return len(children_of(spec)), spec.context, [value_key(key) for key in _keys(spec) or ()]
 
 
@@ -33,7 +39,11 @@ def _keys(spec: TreeSpec) -> list[Any] | None:
     if not (isinstance(spec.type, type) and issubclass(spec.type, dict)):
         return None
     keys = spec.context
-    return list(keys[1] if isinstance(keys, list | tuple) and len(keys) == 2 and isinstance(keys[1], list) else keys)
+    return list(
+        keys[1]
+        if isinstance(keys, list | tuple) and len(keys) == 2 and isinstance(keys[1], list)
+        else keys
+    )
 
 
 def _names(spec: TreeSpec) -> list[str]:

@@ -1,4 +1,5 @@
-"""A user's function under its laws: how it is called, and sequences of its calls, eagerly and by a graph."""
+"""A user's function under its laws: how it is called, and sequences of its calls, eagerly and by a
+graph."""
 
 import copy
 from collections.abc import Callable, Iterator, Sequence
@@ -24,8 +25,8 @@ Arguments = dict[str, Any]
 
 
 Question = tuple[Literal["refusal", "outcomes"], Sequence[Arguments]]
-"""What to find out before any other call: what a capture of the only call refuses (`Subject.refusal`), or what the
-calls return in this order (`Subject.outcomes`)."""
+"""What to find out before any other call: what a capture of the only call refuses
+(`Subject.refusal`), or what the calls return in this order (`Subject.outcomes`)."""
 
 
 @attrs.frozen(eq=False)
@@ -58,7 +59,8 @@ class Subject:
         return self.refusal(calls[0]) if what == "refusal" else self.outcomes(calls)
 
     def ask(self, question: Question) -> Any:
-        """The answer of a process that has seen no call of the function; None if there is no such process."""
+        """The answer of a process that has seen no call of the function; None if there is no such
+        process."""
         return None if self.processes is None else self.processes.ask(question)
 
     def refusal(self, call: Arguments) -> str:
@@ -107,17 +109,23 @@ class Subject:
             if isinstance(given, dict):
                 if unknown := [name for name in given if name not in signature.parameters]:
                     raise TypeError(f"no argument {unknown[0]!r}")
-                bound.arguments.update({name: given[name] for name in signature.parameters if name in given})
+                bound.arguments.update(
+                    {name: given[name] for name in signature.parameters if name in given}
+                )
                 signature.bind(*bound.args, **bound.kwargs)
         except TypeError as error:
             instead = f"arguments for {self.name}{signature}"
-            raise CheckError(f"weft.proofs.check({self.name}, given=...)", f"{error}", instead) from None
+            raise CheckError(
+                f"weft.proofs.check({self.name}, given=...)", f"{error}", instead
+            ) from None
         bound.apply_defaults()
         return dict(bound.arguments)
 
     def referenced(self, arguments: Arguments) -> Arguments:
         """The arguments that a graph reads in place."""
-        return {name: arguments[name] for name in self.graph.roles.by_reference if name in arguments}
+        return {
+            name: arguments[name] for name in self.graph.roles.by_reference if name in arguments
+        }
 
     def donated(self, arguments: Arguments) -> Arguments:
         """The arguments whose storage the function takes."""
@@ -125,31 +133,43 @@ class Subject:
 
     def copied(self, arguments: Arguments) -> Arguments:
         """The others."""
-        return {name: value for name, value in arguments.items() if name not in self.graph.roles.by_reference}
+        return {
+            name: value
+            for name, value in arguments.items()
+            if name not in self.graph.roles.by_reference
+        }
 
-    def expect(self, seen: Any, expected: Any, names: tuple[str, str], tolerance: Tolerance | None = None) -> None:
+    def expect(
+        self, seen: Any, expected: Any, names: tuple[str, str], tolerance: Tolerance | None = None
+    ) -> None:
         """Raise LawViolation unless two results are equal (bitwise if no tolerance is given)."""
         if (found := find_difference(seen, expected, tolerance)) is not None:
             raise LawViolation(found.text(*names))
 
     def attempt(self, what: str, run: Callable[[], Any]) -> Any:
-        """Call `run` and return its result; raise LawViolation if it raises, since the function itself does not."""
+        """Call `run` and return its result; raise LawViolation if it raises, since the function
+        itself does not."""
         try:
             return run()
         except Exception as error:
-            raise LawViolation(f"{what} raises {type(error).__name__}, and {self.name} does not:\n{error}") from error
+            raise LawViolation(
+                f"{what} raises {type(error).__name__}, and {self.name} does not:\n{error}"
+            ) from error
 
     def beside_the_state(self, result: Any, call: Arguments) -> Any:
-        """A call's result without the next values of donated arguments, whose storage the next call takes."""
+        """A call's result without the next values of donated arguments, whose storage the next call
+        takes."""
         leaves, structure = tree_flatten(result)
         for span in _next_spans(result, self.donated(call)).values():
             leaves[span.start : span.stop] = [None] * len(span)
         return tree_unflatten(leaves, structure)
 
-    def replays(self, calls: Sequence[Arguments], graph: Graphified[..., Any]) -> Iterator[tuple[Any, Any, Arguments]]:
-        """Yield the results of the graph and of the function, and the call they are for. Each call runs twice, so that
-        a replay follows those of other calls: on the state that the previous call returned, and, where shapes agree, on
-        the values of other calls."""
+    def replays(
+        self, calls: Sequence[Arguments], graph: Graphified[..., Any]
+    ) -> Iterator[tuple[Any, Any, Arguments]]:
+        """Yield the results of the graph and of the function, and the call they are for. Each call
+        runs twice, so that a replay follows those of other calls: on the state that the previous
+        call returned, and, where shapes agree, on the values of other calls."""
         worlds = [_World(self, call) for call in calls]
         for _ in range(2):
             for world in worlds:
@@ -162,7 +182,8 @@ class Subject:
 
 @attrs.define(eq=False)
 class _World:
-    """One call's params and state, which a graph reads in place; two copies, for the function and for the graph."""
+    """One call's params and state, which a graph reads in place; two copies, for the function and
+    for the graph."""
 
     subject: Subject
     own: Arguments
@@ -179,11 +200,15 @@ class _World:
         self.eager, self.graphed, self.fresh = copies(references), copies(references), True
 
     def step(self, graph: Graphified[..., Any], call: Arguments) -> tuple[Any, Any] | None:
-        """Run the graph and the function on the values of a call. None if the function itself raises: it need not
-        accept values that were not drawn together, nor the state that it returned."""
+        """Run the graph and the function on the values of a call. None if the function itself
+        raises: it need not accept values that were not drawn together, nor the state that it
+        returned."""
         subject, copied = self.subject, self.subject.copied(call)
         given = {**self.graphed, **copies(copied)}
-        padded, own = subject.call(graph.explain, given).decision.descriptor, find_descriptors(copied)
+        padded, own = (
+            subject.call(graph.explain, given).decision.descriptor,
+            find_descriptors(copied),
+        )
         values = copies(copied)
         eager = {**self.eager, **(pad(values, padded) if padded else values)}
         try:
@@ -207,7 +232,9 @@ class _World:
         for references, result in ((self.eager, expected), (self.graphed, seen)):
             leaves = tree_leaves(result)
             parts = {name: [leaves[i] for i in span] for name, span in spans.items()}
-            references.update({name: tree_unflatten(parts[name], tree_structure(kept[name])) for name in parts})
+            references.update(
+                {name: tree_unflatten(parts[name], tree_structure(kept[name])) for name in parts}
+            )
         self.fresh = not kept
         return None
 
@@ -227,5 +254,6 @@ def kinds(arguments: Arguments) -> tuple[Any, ...]:
     """A key that is equal for calls whose values may be exchanged."""
     leaves, structure = tree_flatten(arguments)
     return structure, [
-        (x.shape, x.dtype, x.device, x.requires_grad) if isinstance(x, Tensor) else value_key(x) for x in leaves
+        (x.shape, x.dtype, x.device, x.requires_grad) if isinstance(x, Tensor) else value_key(x)
+        for x in leaves
     ]

@@ -33,7 +33,8 @@ class UserLaw:
         run: raises LawViolation if it does not hold, and returns the number of results compared.
         needs: what the law needs and the function lacks, in words; empty if it lacks nothing.
         asked: whether the law runs only on request, since only the user can know that it must hold.
-        captures: whether the law captures the function, so that a call that no capture takes breaks it.
+        captures: whether the law captures the function, so that a call that no capture takes breaks
+            it.
     """
 
     name: str
@@ -46,31 +47,37 @@ class UserLaw:
 
 
 def pure(subject: Subject, calls: Calls) -> int:
-    """Equal arguments give equal results, whatever was called before; a call changes neither earlier results nor
-    arguments that are not donated."""
+    """Equal arguments give equal results, whatever was called before; a call changes neither
+    earlier results nor arguments that are not donated."""
     held = []
     for call in calls:
         given = copies(call)
         result = subject.call(subject.fn, given)
         held.append((result, copies(result)))
-        kept = {name: value for name, value in given.items() if name not in subject.graph.roles.donated}
+        kept = {
+            name: value for name, value in given.items() if name not in subject.graph.roles.donated
+        }
         subject.expect(kept, {name: call[name] for name in kept}, ("after the call", "as passed"))
     for call, (_, copy) in reversed(list(zip(calls, held, strict=True))):
-        subject.expect(subject.call(subject.fn, copies(call)), copy, ("the second time", "the first time"))
+        subject.expect(
+            subject.call(subject.fn, copies(call)), copy, ("the second time", "the first time")
+        )
     for result, copy in held:
         subject.expect(result, copy, ("after later calls", "when returned"))
     return 3 * len(calls) + _compare_with_a_first_call(subject, calls)
 
 
 def _compare_with_a_first_call(subject: Subject, calls: Calls) -> int:
-    """Compare the last call, which follows others, with the same call in a process that has seen no other; returns the
-    number of comparisons."""
+    """Compare the last call, which follows others, with the same call in a process that has seen no
+    other; returns the number of comparisons."""
     if len(calls) < 2:
         return 0
     in_order = subject.ask(("outcomes", calls))
     alone = None if in_order is None else subject.ask(("outcomes", calls[-1:]))
     if alone is None or in_order[-1].error:
-        return 0  # no such process; or a call that raises, which it may do for what was drawn together
+        return (
+            0  # no such process; or a call that raises, which it may do for what was drawn together
+        )
     if alone[0].error:
         text = f"after other calls {subject.name} returns, as the first call it raises"
         raise LawViolation(f"{text}\n{alone[0].error}")
@@ -79,7 +86,8 @@ def _compare_with_a_first_call(subject: Subject, calls: Calls) -> int:
 
 
 def graph(subject: Subject, calls: Calls) -> int:
-    """L1: a replay returns the function's results at the same padded shape, the next state included."""
+    """L1: a replay returns the function's results at the same padded shape, the next state
+    included."""
     graphed = subject.fresh()
     for seen, expected, _ in subject.replays(calls, graphed):
         subject.expect(seen, expected, (f"graphify({subject.name})", subject.name))
@@ -87,7 +95,8 @@ def graph(subject: Subject, calls: Calls) -> int:
 
 
 def replay(subject: Subject, calls: Calls) -> int:
-    """L9: later replays do not change an earlier call's results, except for the state, whose storage they take."""
+    """L9: later replays do not change an earlier call's results, except for the state, whose
+    storage they take."""
     graphed, held = subject.fresh(), []
     for seen, _, call in subject.replays(calls, graphed):
         result = subject.beside_the_state(seen, call)
@@ -102,7 +111,9 @@ def trace(subject: Subject, calls: Calls) -> int:
     for call in calls:
         graphed, given = subject.fresh(), copies(call)
         subject.call(graphed.explain, given)
-        subject.attempt(f"graphify({subject.name}).capture", partial(subject.call, graphed.capture, given))
+        subject.attempt(
+            f"graphify({subject.name}).capture", partial(subject.call, graphed.capture, given)
+        )
         subject.expect(given, call, ("after the capture", "before"))
     return len(calls)
 
@@ -115,8 +126,16 @@ def padding(subject: Subject, calls: Calls) -> int:
         wider = [d for d in subject.graph.ladder or () if own and d.covers(own[0]) and d != own[0]]
         for descriptor in wider:
             expected = subject.call(subject.fn, copies(call))
-            wide = {**copies(subject.referenced(call)), **pad(copies(subject.copied(call)), descriptor)}
-            seen = unpad(subject.attempt(f"{subject.name}, padded,", partial(subject.call, subject.fn, wide)), own[0])
+            wide = {
+                **copies(subject.referenced(call)),
+                **pad(copies(subject.copied(call)), descriptor),
+            }
+            seen = unpad(
+                subject.attempt(
+                    f"{subject.name}, padded,", partial(subject.call, subject.fn, wide)
+                ),
+                own[0],
+            )
             names = (f"padded to '{descriptor}'", f"as it is, '{own[0]}'")
             subject.expect(_of_requests(seen), _of_requests(expected), names, subject.tolerance)
             count += 1
@@ -140,7 +159,9 @@ def microbatches(subject: Subject, calls: Calls) -> int:
             name = f"microbatch({subject.name}, {parts})"
             cut = microbatch(subject.fn, parts)
             seen = subject.attempt(name, partial(subject.call, cut, copies(call)))
-            subject.expect(_of_requests(seen), _of_requests(expected), (name, subject.name), subject.tolerance)
+            subject.expect(
+                _of_requests(seen), _of_requests(expected), (name, subject.name), subject.tolerance
+            )
     return 2 * len(calls)
 
 
@@ -163,7 +184,8 @@ def _loss(fn: Callable[..., Floats]) -> Callable[..., Tensor]:
 
 
 def functorch(subject: Subject, calls: Calls) -> int:
-    """L15: torch.func of the graph and the graph of torch.func equal torch.func of the function, where that exists."""
+    """L15: torch.func of the graph and the graph of torch.func equal torch.func of the function,
+    where that exists."""
     count = 0
     for call in calls:
         warm = subject.fresh()
@@ -176,7 +198,12 @@ def functorch(subject: Subject, calls: Calls) -> int:
 
 
 def _compare_transformed(
-    subject: Subject, name: str, apply: Callable[..., Any], fn: Callable[..., Floats], graphed: Any, xs: Floats
+    subject: Subject,
+    name: str,
+    apply: Callable[..., Any],
+    fn: Callable[..., Floats],
+    graphed: Any,
+    xs: Floats,
 ) -> int:
     try:
         expected = apply(fn, xs)

@@ -35,7 +35,10 @@ _WORDS = [
 ]
 _SCHEMA = {
     "type": "object",
-    "properties": {"name": {"type": "string", "maxLength": 6}, "n": {"type": "integer", "minimum": 0, "maximum": 99}},
+    "properties": {
+        "name": {"type": "string", "maxLength": 6},
+        "n": {"type": "integer", "minimum": 0, "maximum": 99},
+    },
     "required": ["name", "n"],
     "additionalProperties": False,
 }
@@ -61,19 +64,37 @@ class Asked:
 
 
 def catalogue(count: int, seed: int) -> list[Asked]:
-    """So many requests, drawn by seed. Each is greedy or has a seed, so that its answer is known."""
+    """So many requests, drawn by seed. Each is greedy or has a seed, so that its answer is known.
+    """
     drawn = random.Random(seed)
     return [_draw(drawn) for _ in range(count)]
 
 
 def _draw(drawn: random.Random) -> Asked:
     kind = drawn.choice(
-        ["quick", "quick", "long", "several", "logprobs", "echo", "prompts", "chat", "structured", "stop"]
+        [
+            "quick",
+            "quick",
+            "long",
+            "several",
+            "logprobs",
+            "echo",
+            "prompts",
+            "chat",
+            "structured",
+            "stop",
+        ]
     )
-    prompt = " ".join(drawn.choices(_WORDS, k=drawn.choice([2, 3, 4, 8, 20]) if kind != "quick" else 3))
+    prompt = " ".join(
+        drawn.choices(_WORDS, k=drawn.choice([2, 3, 4, 8, 20]) if kind != "quick" else 3)
+    )
     sampling: dict[str, Any] = {"temperature": 0.0}
     if kind == "several" or drawn.random() < 0.5:
-        sampling = {"temperature": 1.0, "seed": drawn.randrange(10**6), "top_p": drawn.choice([0.8, 1.0])}
+        sampling = {
+            "temperature": 1.0,
+            "seed": drawn.randrange(10**6),
+            "top_p": drawn.choice([0.8, 1.0]),
+        }
     body: dict[str, Any] = {"prompt": prompt, "max_tokens": drawn.randint(4, 40), **sampling}
     more: dict[str, dict[str, Any]] = {
         "quick": {"max_tokens": 8},
@@ -123,11 +144,13 @@ class Said:
         self.finish_reason = choice["finish_reason"] or self.finish_reason
 
     def difference(self, other: "Said") -> str:
-        """How this differs from another one; an empty text if it does not. Logprobs may differ by rounding, since
-        batches have other shapes."""
+        """How this differs from another one; an empty text if it does not. Logprobs may differ by
+        rounding, since batches have other shapes."""
         for name in ("text", "tokens", "finish_reason"):
             if getattr(self, name) != getattr(other, name):
-                return f"{name}: {getattr(self, name)!r:.200}, and alone {getattr(other, name)!r:.200}"
+                return (
+                    f"{name}: {getattr(self, name)!r:.200}, and alone {getattr(other, name)!r:.200}"
+                )
         for place, (a, b) in enumerate(zip(self.logprobs, other.logprobs, strict=True)):
             if (a is None) != (b is None) or abs((a or 0.0) - (b or 0.0)) > 1e-3:
                 return f"logprob {place}: {a}, and alone {b}"

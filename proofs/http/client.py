@@ -1,4 +1,5 @@
-"""`drive`: a load of streaming requests to `/v1/completions`, and what a client sees of the answers."""
+"""`drive`: a load of streaming requests to `/v1/completions`, and what a client sees of the
+answers."""
 
 import asyncio
 import itertools
@@ -29,7 +30,8 @@ class Load:
         url: of the API, such as `http://127.0.0.1:8000/v1`.
         prompts: token ids.
         output_len: tokens of each completion; no end-of-sequence token ends it.
-        rate: requests a second, whose gaps are exponential (a Poisson process); infinite: all at once.
+        rate: requests a second, whose gaps are exponential (a Poisson process); infinite: all at
+            once.
         concurrency: the most requests under way.
         seed: of the gaps.
     """
@@ -60,7 +62,8 @@ class Answer:
 
 
 class _Client(asyncio.Protocol):
-    """One request on a connection of its own. It only counts events, so that the client is not what is measured."""
+    """One request on a connection of its own. It only counts events, so that the client is not what
+    is measured."""
 
     def __init__(self, raw: bytes, answer: Answer, ended: "asyncio.Future[None]") -> None:
         self._raw, self._answer, self._ended = raw, answer, ended
@@ -88,14 +91,23 @@ class _Client(asyncio.Protocol):
             self._ended.set_result(None)
 
 
-async def _ask(load: Load, prompt: Sequence[int], free: asyncio.Semaphore, model: str | None) -> Answer:
+async def _ask(
+    load: Load, prompt: Sequence[int], free: asyncio.Semaphore, model: str | None
+) -> Answer:
     place = urlsplit(load.url)
-    body: dict[str, Any] = {"prompt": [*prompt], "max_tokens": load.output_len, "ignore_eos": True, "stream": True}
+    body: dict[str, Any] = {
+        "prompt": [*prompt],
+        "max_tokens": load.output_len,
+        "ignore_eos": True,
+        "stream": True,
+    }
     body |= {"temperature": 1.0, "stream_options": {"include_usage": True}} | (
         {} if model is None else {"model": model}
     )
     raw = json.dumps(body).encode()
-    head = f"POST {place.path}/completions HTTP/1.1\r\nhost: {place.netloc}\r\nconnection: close\r\n"
+    head = (
+        f"POST {place.path}/completions HTTP/1.1\r\nhost: {place.netloc}\r\nconnection: close\r\n"
+    )
     head += f"content-type: application/json\r\ncontent-length: {len(raw)}\r\n\r\n"
     async with free:
         loop, answer = asyncio.get_running_loop(), Answer(time.perf_counter())
@@ -103,7 +115,9 @@ async def _ask(load: Load, prompt: Sequence[int], free: asyncio.Semaphore, model
         try:
             async with asyncio.timeout(_REQUEST_SECONDS):
                 await loop.create_connection(
-                    lambda: _Client(head.encode() + raw, answer, ended), place.hostname or "", place.port or 80
+                    lambda: _Client(head.encode() + raw, answer, ended),
+                    place.hostname or "",
+                    place.port or 80,
                 )
                 await ended
         except (OSError, TimeoutError) as error:
@@ -130,9 +144,10 @@ async def drive(load: Load, model: str | None = None) -> dict[str, Any]:
 
 
 def figures(load: Load, answers: Sequence[Answer], seconds: float) -> dict[str, Any]:
-    """The figures of answers: `ttft` runs from a request's beginning to its first event; `itl` are the gaps between its
-    events, of which each may carry several tokens (`tokens_per_event`); `tpot` is the time after the first event over
-    the tokens but one. Milliseconds, by mean, median and 99th percentile.
+    """The figures of answers: `ttft` runs from a request's beginning to its first event; `itl` are
+    the gaps between its events, of which each may carry several tokens (`tokens_per_event`); `tpot`
+    is the time after the first event over the tokens but one. Milliseconds, by mean, median and
+    99th percentile.
 
     >>> answers = [Answer(0.0, [1.0, 1.5, 2.0, 2.0], 3), Answer(0.0, [], None, "refused")]
     >>> found = figures(Load(url="", prompts=[[1], [2]], output_len=3), answers, 2.0)

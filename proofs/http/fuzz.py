@@ -1,9 +1,11 @@
-"""Hostile requests in numbers: `weft serve` answers each in OpenAI's form or closes it, and is afterwards as before.
+"""Hostile requests in numbers: `weft serve` answers each in OpenAI's form or closes it, and is
+afterwards as before.
 
     python -m weft.proofs.http.fuzz --cases 5000 --seed 0 --out proofs/results
 
-Starts `weft serve demo`, attacks it (`weft.proofs.http.attacks`), and checks that it lives, answers a known request by
-bits as before, holds no page, file, thread or memory more, and wrote no traceback. It exits with 1 otherwise.
+Starts `weft serve demo`, attacks it (`weft.proofs.http.attacks`), and checks that it lives, answers
+a known request by bits as before, holds no page, file, thread or memory more, and wrote no
+traceback. It exits with 1 otherwise.
 """
 
 import argparse
@@ -27,22 +29,47 @@ import h11
 from tqdm.auto import tqdm
 
 from weft.proofs.http.attacks import attacks
-from weft.proofs.http.process import Answer, ServerProcess, connect, get, post, read_answers, serving, write_record
+from weft.proofs.http.process import (
+    Answer,
+    ServerProcess,
+    connect,
+    get,
+    post,
+    read_answers,
+    serving,
+    write_record,
+)
 from weft.proofs.http.sockets import MAX_BODY, MAX_N, Attack
 
 _FLAGS = (
     *("--device", "cpu", "--graph", "full_and_piecewise", "--scheduling-policy", "priority"),
-    *("--max-num-seqs", "8", "--max-waiting", "48", "--max-body", str(MAX_BODY), "--max-n", str(MAX_N)),
+    *(
+        "--max-num-seqs",
+        "8",
+        "--max-waiting",
+        "48",
+        "--max-body",
+        str(MAX_BODY),
+        "--max-n",
+        str(MAX_N),
+    ),
     *("--request-timeout", "30", "--dtype", "float32"),
 )
-_KNOWN = {"prompt": "The function returns", "temperature": 0, "max_tokens": 32, "logprobs": 3, "ignore_eos": True}
+_KNOWN = {
+    "prompt": "The function returns",
+    "temperature": 0,
+    "max_tokens": 32,
+    "logprobs": 3,
+    "ignore_eos": True,
+}
 _AT_ONCE = 4
 _EVERY = 1000
 _SLOW_SECONDS = 60.0
 _EXPECTED = {400, 401, 403, 404, 405, 408, 413, 429, 504}
 _MORE_MEMORY, _MORE_FILES, _MORE_THREADS, _GRAPH_MEMORY = 64 * 2**20, 8, 24, 6 * 2**20
-"""How much more the server may hold at the end than after the first attacks: memory for the grammars that it keeps, and
-4 MiB (measured) for each graph captured meanwhile; files for the grammar compiler's pipes; threads for pools."""
+"""How much more the server may hold at the end than after the first attacks: memory for the
+grammars that it keeps, and 4 MiB (measured) for each graph captured meanwhile; files for the
+grammar compiler's pipes; threads for pools."""
 TEMPLATE = "{% for m in messages %}{{ m.role + ': ' + m.content }}\n{% endfor %}assistant:"
 _SECRET = "the secret of a file that no request may read"
 
@@ -56,8 +83,8 @@ class Fuzzed:
         kinds: of the attacks.
         statuses: of the answers; `closed`: no answer came.
         failures: what went wrong, by the attack that it did with.
-        held: memory in bytes, files, threads and captured graphs of the idle server, by the number of attacks that it
-            has had.
+        held: memory in bytes, files, threads and captured graphs of the idle server, by the number
+            of attacks that it has had.
         idle_connections: how many were open while it answered a known request.
         slowest: seconds until the slowest answer, and its attack.
         log_bytes: what the server wrote to its log.
@@ -131,7 +158,9 @@ def fuzz(cases: int, seed: int = 0, idle_connections: int = 1000) -> Fuzzed:
                 found.statuses.update(statuses)
                 found.slowest = max(found.slowest, (seconds, f"{own.kind}: {own.name}"))
                 if problem and len(found.failures) < 40:
-                    found.failures.append(f"{own.kind}, {own.name}: {problem}; steps {own.steps!r:.300}")
+                    found.failures.append(
+                        f"{own.kind}, {own.name}: {problem}; steps {own.steps!r:.300}"
+                    )
 
         drawn = attacks(seed, trap.address, str(file))
         pool = stack.enter_context(ThreadPoolExecutor(_AT_ONCE))
@@ -141,10 +170,14 @@ def fuzz(cases: int, seed: int = 0, idle_connections: int = 1000) -> Fuzzed:
                 for _ in pool.map(attack, itertools.islice(drawn, count)):
                     bar.update()
                 if not server.until_idle():
-                    found.failures.append(f"after {done + count} attacks requests are under way: {server.metrics()}")
+                    found.failures.append(
+                        f"after {done + count} attacks requests are under way: {server.metrics()}"
+                    )
                 if done == 0:
                     _hold_idle(server, idle_connections, found)
-                found.held[done + count] = settled(server) | {"captures": int(server.metrics()["captures_total"])}
+                found.held[done + count] = settled(server) | {
+                    "captures": int(server.metrics()["captures_total"])
+                }
         _check_end(server, known, trap, found)
     found.seconds = time.perf_counter() - begin
     return found
@@ -175,7 +208,9 @@ def _hold_idle(server: ServerProcess, count: int, found: Fuzzed) -> None:
         for _ in range(count):
             held.append(connect(server.port))
         if (status := post(server.port, "/v1/completions", _KNOWN).status) != 200:
-            found.failures.append(f"beside {count} idle connections the known request is answered by {status}")
+            found.failures.append(
+                f"beside {count} idle connections the known request is answered by {status}"
+            )
         found.idle_connections = len(held)
     except OSError as error:
         found.failures.append(f"after {len(held)} idle connections: {error}")
@@ -188,7 +223,9 @@ def _check_end(server: ServerProcess, known: Any, trap: "_Trap", found: Fuzzed) 
     """Compare the server after the attacks with the one before."""
     fail = found.failures.append
     if server.process.poll() is not None:
-        fail(f"the server ended: exit code {server.process.returncode}\n{server.log.read_text()[-3000:]}")
+        fail(
+            f"the server ended: exit code {server.process.returncode}\n{server.log.read_text()[-3000:]}"
+        )
         return
     if (now := _known(server)) != known:
         fail(f"the known request is answered by {now!r:.500}, before by {known!r:.500}")
@@ -197,10 +234,14 @@ def _check_end(server: ServerProcess, known: Any, trap: "_Trap", found: Fuzzed) 
     if not server.until_idle():
         fail(f"requests are under way, or pages are held: {server.metrics()}")
     first, last = found.held[min(_EVERY, found.cases)], settled(server)
-    memory = _MORE_MEMORY + _GRAPH_MEMORY * (found.held[found.cases]["captures"] - first["captures"])
+    memory = _MORE_MEMORY + _GRAPH_MEMORY * (
+        found.held[found.cases]["captures"] - first["captures"]
+    )
     for name, more in (("memory", memory), ("files", _MORE_FILES), ("threads", _MORE_THREADS)):
         if last and last[name] > first[name] + more:
-            fail(f"{name}: {last[name]} at the end, {first[name]} after the first {min(_EVERY, found.cases)} attacks")
+            fail(
+                f"{name}: {last[name]} at the end, {first[name]} after the first {min(_EVERY, found.cases)} attacks"
+            )
     if found.held[0] and last["files"] > found.held[0]["files"] + _MORE_FILES:
         fail(f"files: {last['files']} at the end, {found.held[0]['files']} before")
     if trap.calls:
@@ -217,7 +258,8 @@ def perform(port: int, attack: Attack) -> list[Answer]:
     """Do what an attack does; returns the answers that came.
 
     Raises:
-        h11.RemoteProtocolError, TimeoutError: something else came, or nothing, and the connection did not end.
+        h11.RemoteProtocolError, TimeoutError: something else came, or nothing, and the connection
+            did not end.
     """
     with contextlib.ExitStack() as stack:
         own = stack.enter_context(connect(port, _SLOW_SECONDS))
@@ -263,7 +305,11 @@ def problem_of(answer: Answer) -> str:
             given = json.loads(own)
             if "error" in given and (problem := _error_problem(own, answer.headers, None)):
                 return problem
-        return "" if not answer.whole or (events and ("[DONE]" in events[-1:] or "error" in events[-1])) else "no end"
+        return (
+            ""
+            if not answer.whole or (events and ("[DONE]" in events[-1:] or "error" in events[-1]))
+            else "no end"
+        )
     if answer.headers.get("content-type", "").startswith("application/json") and answer.whole:
         try:
             json.loads(answer.body)
@@ -277,7 +323,9 @@ def _error_problem(raw: str, headers: Any, kind: str | None = "application/json"
         return f"an error of type {headers.get('content-type')}: {raw:.300}"
     try:
         error = json.loads(raw)["error"]
-        wrong = {"message", "type", "param", "code"} - error.keys() or not isinstance(error["message"], str)
+        wrong = {"message", "type", "param", "code"} - error.keys() or not isinstance(
+            error["message"], str
+        )
     except (ValueError, TypeError, KeyError, AttributeError):
         wrong = True
     return f"an error that is not in OpenAI's form: {raw:.300}" if wrong else ""
@@ -314,8 +362,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--cases", type=int, default=5000, help="attacks (default: %(default)s)")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--idle", type=int, default=1000, help="connections that send nothing (default: %(default)s)")
-    parser.add_argument("--out", type=Path, help="the folder to write the record to (default: none)")
+    parser.add_argument(
+        "--idle",
+        type=int,
+        default=1000,
+        help="connections that send nothing (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--out", type=Path, help="the folder to write the record to (default: none)"
+    )
     given = parser.parse_args(arguments)
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     found = fuzz(given.cases, given.seed, given.idle)

@@ -2,10 +2,10 @@
 
     python -m weft.proofs.http.load --minutes 30 --out proofs/results
 
-Clients of all kinds at once, on a server so small that requests are preempted and refused: streams, whole answers,
-chats, structured answers, several completions, logprobs, slow readers, clients that go, and malformed requests. The
-answers are compared with those of the idle server. It exits with 1 if one differs or is lost, or if the server holds
-pages, files, threads or memory at the end.
+Clients of all kinds at once, on a server so small that requests are preempted and refused: streams,
+whole answers, chats, structured answers, several completions, logprobs, slow readers, clients that
+go, and malformed requests. The answers are compared with those of the idle server. It exits with 1
+if one differs or is lost, or if the server holds pages, files, threads or memory at the end.
 """
 
 import argparse
@@ -29,11 +29,28 @@ import attrs
 from weft.proofs.http.attacks import attacks
 from weft.proofs.http.catalogue import Asked, Said, catalogue, said
 from weft.proofs.http.fuzz import TEMPLATE, perform, problem_of, settled
-from weft.proofs.http.process import ServerProcess, connect, post, read_answers, request_bytes, serving, write_record
+from weft.proofs.http.process import (
+    ServerProcess,
+    connect,
+    post,
+    read_answers,
+    request_bytes,
+    serving,
+    write_record,
+)
 
 _FLAGS = (
     *("--device", "cpu", "--graph", "full_and_piecewise", "--scheduling-policy", "priority"),
-    *("--max-num-seqs", "6", "--max-waiting", "8", "--max-num-tokens", "64", "--max-model-len", "256"),
+    *(
+        "--max-num-seqs",
+        "6",
+        "--max-waiting",
+        "8",
+        "--max-num-tokens",
+        "64",
+        "--max-model-len",
+        "256",
+    ),
     *("--dtype", "float32", "--num-pages", "18", "--max-n", "16", "--max-body", "65536"),
 )
 _CLIENTS = {"whole": 4, "stream": 4, "quick": 2, "slow": 3, "gone": 2, "malformed": 1}
@@ -55,7 +72,8 @@ class Loaded:
         malformed: answers to malformed requests, by status.
         differences: answers that differ from those alone, or that were lost.
         preempted: how often a request gave up its pages.
-        quick_seconds: medians and 95th percentiles of the latency of quick requests, with slow readers and without.
+        quick_seconds: medians and 95th percentiles of the latency of quick requests, with slow
+            readers and without.
         held: memory in bytes, files and threads, by the second of the run.
         seconds: of the whole run.
     """
@@ -92,7 +110,9 @@ class Loaded:
 class _Load:
     """The clients of a run, and what they have seen."""
 
-    def __init__(self, server: ServerProcess, found: Loaded, requests: Sequence[Asked], seconds: float) -> None:
+    def __init__(
+        self, server: ServerProcess, found: Loaded, requests: Sequence[Asked], seconds: float
+    ) -> None:
         self.server, self.found, self.requests = server, found, requests
         self.alone = [self._alone(own) for own in requests]
         self.quick = [place for place, own in enumerate(requests) if own.kind == "quick"]
@@ -155,7 +175,9 @@ class _Load:
             time.sleep(float(answer.headers["retry-after"]) * drawn.random())
         seconds = time.monotonic() - start
         if answer.status != 200 or not answer.whole:
-            self._differ(f"{asked} got {answer.status}, whole: {answer.whole}: {answer.body!r:.300}")
+            self._differ(
+                f"{asked} got {answer.status}, whole: {answer.whole}: {answer.body!r:.300}"
+            )
             return
         for index, (one, alone) in enumerate(zip(said(answer), self.alone[place], strict=True)):
             if difference := one.difference(alone):
@@ -169,7 +191,9 @@ class _Load:
     def _go(self, drawn: random.Random) -> None:
         """Ask, and go: while waiting, before the first token, or in the middle."""
         asked = self.requests[drawn.randrange(len(self.requests))]
-        raw = request_bytes(asked.path, json.dumps({**asked.body, "stream": drawn.random() < 0.7}).encode())
+        raw = request_bytes(
+            asked.path, json.dumps({**asked.body, "stream": drawn.random() < 0.7}).encode()
+        )
         with connect(self.server.port) as own:
             own.sendall(raw)
             if drawn.random() < 0.5:
@@ -183,11 +207,15 @@ class _Load:
 
     def _malform(self, drawn: random.Random) -> None:
         attack = next(
-            own for own in attacks(drawn.randrange(10**9), "http://127.0.0.1:9/", "none") if own.kind != "grammar"
+            own
+            for own in attacks(drawn.randrange(10**9), "http://127.0.0.1:9/", "none")
+            if own.kind != "grammar"
         )
         try:
             answers = perform(self.server.port, attack)
-        except TimeoutError:  # a body that is still valid waits in the queue, last in it if its priority says so
+        except (
+            TimeoutError
+        ):  # a body that is still valid waits in the queue, last in it if its priority says so
             answers = []
             with self.lock:
                 self.found.malformed["waits"] += 1
@@ -236,7 +264,9 @@ def _check_end(server: ServerProcess, run: _Load, found: Loaded) -> None:
     """Compare the server after the load with the one before."""
     fail = found.differences.append
     if server.process.poll() is not None:
-        fail(f"the server ended: exit code {server.process.returncode}\n{server.log.read_text()[-3000:]}")
+        fail(
+            f"the server ended: exit code {server.process.returncode}\n{server.log.read_text()[-3000:]}"
+        )
         return
     if not server.until_idle():
         fail(f"requests are under way, or pages are held: {server.metrics()}")
@@ -245,7 +275,9 @@ def _check_end(server: ServerProcess, run: _Load, found: Loaded) -> None:
         again = run._alone(run.requests[place])
         if any(one.difference(other) for one, other in zip(again, run.alone[place], strict=True)):
             fail(f"{run.requests[place]} has another answer after the load")
-    early = next((own for second, own in found.held.items() if own and second >= 15 * found.minutes), {})
+    early = next(
+        (own for second, own in found.held.items() if own and second >= 15 * found.minutes), {}
+    )
     last = settled(server)
     if early and last["memory"] > early["memory"] + _MORE_MEMORY:
         fail(f"memory: {last['memory']} at the end, {early['memory']} after a quarter of the run")
@@ -259,9 +291,13 @@ def _check_end(server: ServerProcess, run: _Load, found: Loaded) -> None:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run for as long as the command line asks for, print the outcome, and write the record."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("--minutes", type=float, default=30.0, help="of load (default: %(default)s)")
+    parser.add_argument(
+        "--minutes", type=float, default=30.0, help="of load (default: %(default)s)"
+    )
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--out", type=Path, help="the folder to write the record to (default: none)")
+    parser.add_argument(
+        "--out", type=Path, help="the folder to write the record to (default: none)"
+    )
     given = parser.parse_args(arguments)
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     found = load(given.minutes, given.seed)

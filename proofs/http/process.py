@@ -1,4 +1,5 @@
-"""`weft serve` as a process: its address, its log, what it holds; and one request over a plain socket."""
+"""`weft serve` as a process: its address, its log, what it holds; and one request over a plain
+socket."""
 
 import contextlib
 import json
@@ -43,12 +44,15 @@ class ServerProcess:
         return f"http://127.0.0.1:{self.port}/v1"
 
     def held(self) -> dict[str, int]:
-        """The resident memory in bytes, open files and threads of the engine's process and of the one that answers;
-        nothing where there is no /proc. The process that compiles grammars has limits of its own, and is replaced."""
+        """The resident memory in bytes, open files and threads of the engine's process and of the
+        one that answers; nothing where there is no /proc. The process that compiles grammars has
+        limits of its own, and is replaced."""
         found = dict.fromkeys(("memory", "files", "threads"), 0)
         try:
             for folder in (Path(f"/proc/{self.process.pid}"), *_answering(self.process.pid)):
-                status = dict(line.split(":", 1) for line in (folder / "status").read_text().splitlines())
+                status = dict(
+                    line.split(":", 1) for line in (folder / "status").read_text().splitlines()
+                )
                 found["memory"] += int(status["VmRSS"].split()[0]) * 1024
                 found["files"] += len(os.listdir(folder / "fd"))
                 found["threads"] += int(status["Threads"])
@@ -57,7 +61,8 @@ class ServerProcess:
             return {}
 
     def metrics(self) -> dict[str, float]:
-        """The gauges and counters of `/metrics`, without `weft_` and labels; those of several labels are summed."""
+        """The gauges and counters of `/metrics`, without `weft_` and labels; those of several
+        labels are summed."""
         found: dict[str, float] = {}
         for line in get(self.port, "/metrics").body.decode().splitlines():
             if line.startswith("weft_"):
@@ -66,7 +71,8 @@ class ServerProcess:
         return found
 
     def until_idle(self, seconds: float = 60.0) -> bool:
-        """Wait until no completion runs or waits, and no page is held; False: it did not come to that."""
+        """Wait until no completion runs or waits, and no page is held; False: it did not come to
+        that."""
         end = time.monotonic() + seconds
         while time.monotonic() < end:
             found = self.metrics()
@@ -89,7 +95,9 @@ def _answering(parent: int) -> list[Path]:
 
 
 @contextlib.contextmanager
-def serving(*flags: str, seconds: float = _START_SECONDS, shows_log: bool = False) -> Iterator[ServerProcess]:
+def serving(
+    *flags: str, seconds: float = _START_SECONDS, shows_log: bool = False
+) -> Iterator[ServerProcess]:
     """A server on a free port of this machine, which ends with the block.
 
     Args:
@@ -104,7 +112,9 @@ def serving(*flags: str, seconds: float = _START_SECONDS, shows_log: bool = Fals
     with tempfile.TemporaryDirectory() as folder:
         log = Path(folder) / "log"
         with log.open("a") as file:
-            process = subprocess.Popen(words, stdout=subprocess.PIPE, stderr=None if shows_log else file, text=True)
+            process = subprocess.Popen(
+                words, stdout=subprocess.PIPE, stderr=None if shows_log else file, text=True
+            )
         late = threading.Timer(seconds, process.kill)
         late.start()
         try:
@@ -112,7 +122,9 @@ def serving(*flags: str, seconds: float = _START_SECONDS, shows_log: bool = Fals
             line = next((line for line in process.stdout if " is served at http://" in line), "")
             late.cancel()
             if not line:
-                raise RuntimeError(f"{' '.join(words)} ended with {process.wait()}: {log.read_text()}")
+                raise RuntimeError(
+                    f"{' '.join(words)} ended with {process.wait()}: {log.read_text()}"
+                )
             yield ServerProcess(process, int(line.rsplit(":", 1)[1].split("/")[0]), log)
         finally:
             late.cancel()
@@ -158,7 +170,11 @@ class Answer:
 
 
 def request_bytes(
-    path: str, body: bytes | None = None, *, method: str | None = None, headers: Sequence[tuple[str, str]] = ()
+    path: str,
+    body: bytes | None = None,
+    *,
+    method: str | None = None,
+    headers: Sequence[tuple[str, str]] = (),
 ) -> bytes:
     """A request as it travels. A body comes with its length and the type of JSON."""
     lines = [f"{method or ('GET' if body is None else 'POST')} {path} HTTP/1.1", "host: 127.0.0.1"]
@@ -192,7 +208,8 @@ def read_answers(own: socket.socket, most: int = 1, patience: float | None = Non
     """Answers of a connection, at most so many; fewer, if it ends before.
 
     Args:
-        patience: seconds until the first one, and a tenth of that for further ones; None: the first one must come.
+        patience: seconds until the first one, and a tenth of that for further ones; None: the first
+            one must come.
 
     Raises:
         h11.RemoteProtocolError: something came that is not HTTP.

@@ -1,4 +1,5 @@
-"""Hostile bytes, drawn by seed: sizes that lie, and sockets that stall, break off and send what is not HTTP."""
+"""Hostile bytes, drawn by seed: sizes that lie, and sockets that stall, break off and send what is
+not HTTP."""
 
 import json
 import random
@@ -26,9 +27,18 @@ VALID: dict[str, dict[str, Any]] = {
         "stream_options": {"include_usage": True},
         "stop_token_ids": [3],
         "weft": {"captured": False},
-        "response_format": {"type": "json_schema", "json_schema": {"name": "a", "schema": {"type": "integer"}}},
+        "response_format": {
+            "type": "json_schema",
+            "json_schema": {"name": "a", "schema": {"type": "integer"}},
+        },
     },
-    "/v1/chat/completions": {**CHAT, "logprobs": True, "top_logprobs": 2, "chat_template_kwargs": {"a": 1}, "n": 2},
+    "/v1/chat/completions": {
+        **CHAT,
+        "logprobs": True,
+        "top_logprobs": 2,
+        "chat_template_kwargs": {"a": 1},
+        "n": 2,
+    },
     "/tokenize": {"prompt": "The function"},
     "/detokenize": {"tokens": [5, 6, 7]},
 }
@@ -44,8 +54,8 @@ class Attack:
     Args:
         kind: of the attack.
         name: of this one among its kind.
-        steps: `send` bytes, `wait` seconds, `half_close`, `read` some bytes, `reset` the connection, `idle` so many
-            more connections.
+        steps: `send` bytes, `wait` seconds, `half_close`, `read` some bytes, `reset` the
+            connection, `idle` so many more connections.
         answers: the number of answers that may come.
         patience: seconds for the first of them; None: it must come, or the connection must end.
     """
@@ -57,7 +67,9 @@ class Attack:
     patience: float | None = None
 
 
-def post(kind: str, name: str, path: str, body: Any, headers: Sequence[tuple[str, str]] = ()) -> Attack:
+def post(
+    kind: str, name: str, path: str, body: Any, headers: Sequence[tuple[str, str]] = ()
+) -> Attack:
     """A whole request, to which an answer must come."""
     raw = body if isinstance(body, bytes) else dump(body)
     return Attack(kind, name, [("send", request_bytes(path, raw, headers=headers))])
@@ -73,7 +85,9 @@ def size_attack(drawn: random.Random) -> Attack:
     """A body that is too large, too long for its length, or never ends."""
     head = b"POST /v1/completions HTTP/1.1\r\nhost: 127.0.0.1\r\n"
     body = dump(TEXT)
-    length = drawn.choice([b"-1", b"abc", b"1e3", b"0x10", b" ", b"9" * 30, b"99999999", b"4, 5", b"+5", b"\xb2"])
+    length = drawn.choice(
+        [b"-1", b"abc", b"1e3", b"0x10", b" ", b"9" * 30, b"99999999", b"4, 5", b"+5", b"\xb2"]
+    )
     chunk = b"1000\r\n" + b"a" * 4096 + b"\r\n"
     chunked = head + b"transfer-encoding: chunked" + _END
     prompts = ["a"] * drawn.choice([9, 255, 257, 9999])
@@ -111,10 +125,25 @@ def socket_attack(drawn: random.Random) -> Attack:
 
 
 def _raw(drawn: random.Random, path: str, whole: bytes) -> dict[str, list[tuple[str, Any]]]:
-    get, tokenize = (line + b" HTTP/1.1\r\nhost: 127.0.0.1\r\n" for line in (b"GET /health", b"POST /tokenize"))
+    get, tokenize = (
+        line + b" HTTP/1.1\r\nhost: 127.0.0.1\r\n" for line in (b"GET /health", b"POST /tokenize")
+    )
     paths = [
-        *(b"/" + b"a" * 9000, b"/../../etc/passwd", b"//v1//models", b"/v1/models/%2e%2e%2f", b"*", b"/%ff%fe"),
-        *(b"http://evil.example/v1/models", b"/v1/models/%00", b"/v1/models/demo/", b"/v1/models/none", b"/\xff"),
+        *(
+            b"/" + b"a" * 9000,
+            b"/../../etc/passwd",
+            b"//v1//models",
+            b"/v1/models/%2e%2e%2f",
+            b"*",
+            b"/%ff%fe",
+        ),
+        *(
+            b"http://evil.example/v1/models",
+            b"/v1/models/%00",
+            b"/v1/models/demo/",
+            b"/v1/models/none",
+            b"/\xff",
+        ),
     ]
     methods = b"TRACE", b"CONNECT", b"OPTIONS", b"PUT", b"DELETE", b"post", b"G\0T", b"A" * 500
     both = b"content-length: 4\r\ntransfer-encoding: chunked\r\n\r\n0\r\n\r\nGET /version HTTP/1.1\r\nhost: 127.0.0.1"
@@ -140,9 +169,13 @@ def _raw(drawn: random.Random, path: str, whole: bytes) -> dict[str, list[tuple[
         "odd transfer": tokenize + b"transfer-encoding: xchunked\r\n\r\n0" + _END,
         "method": drawn.choice(methods) + b" /v1/completions HTTP/1.1\r\nhost: 127.0.0.1" + _END,
         "path": b"GET " + drawn.choice(paths) + b" HTTP/1.1\r\nhost: 127.0.0.1" + _END,
-        "upgrade": get + b"connection: upgrade\r\nupgrade: websocket\r\nsec-websocket-version: 13" + _END,
+        "upgrade": get
+        + b"connection: upgrade\r\nupgrade: websocket\r\nsec-websocket-version: 13"
+        + _END,
         "expect": whole.replace(_END, b"\r\nexpect: 100-continue" + _END, 1),
-        "authorization": whole.replace(_END, b"\r\nauthorization: " + drawn.randbytes(9).hex().encode() + _END, 1),
+        "authorization": whole.replace(
+            _END, b"\r\nauthorization: " + drawn.randbytes(9).hex().encode() + _END, 1
+        ),
     }
     return {name: [("send", raw)] for name, raw in found.items()}
 
@@ -150,7 +183,9 @@ def _raw(drawn: random.Random, path: str, whole: bytes) -> dict[str, list[tuple[
 def _acts(drawn: random.Random, whole: bytes) -> dict[str, list[tuple[str, Any]]]:
     place = drawn.randrange(1, len(whole))
     long = {**TEXT, "max_tokens": 100, "ignore_eos": True}
-    stream = request_bytes("/v1/completions", dump({**long, "stream": True, "n": drawn.randint(1, 4)}))
+    stream = request_bytes(
+        "/v1/completions", dump({**long, "stream": True, "n": drawn.randint(1, 4)})
+    )
     still = request_bytes("/v1/completions", dump(long))
     slow: list[tuple[str, Any]] = []
     for at in range(0, 24, 8):
@@ -160,7 +195,12 @@ def _acts(drawn: random.Random, whole: bytes) -> dict[str, list[tuple[str, Any]]
         "half a request": [("send", whole[:place]), ("half_close", None)],
         "half a request, gone": [("send", whole[:place]), ("reset", None)],
         "slow head": [*slow, ("reset", None)],
-        "slow body": [("send", whole[:-9]), ("wait", 0.05), ("send", whole[-9:-4]), ("send", whole[-4:])],
+        "slow body": [
+            ("send", whole[:-9]),
+            ("wait", 0.05),
+            ("send", whole[-9:-4]),
+            ("send", whole[-4:]),
+        ],
         "half-closed": [("send", whole), ("half_close", None)],
         "pipelined": [("send", whole * drawn.randint(2, 6))],
         "pipelined, then junk": [("send", whole + drawn.randbytes(20))],

@@ -1,13 +1,21 @@
-"""The laws: graphify, padding, pipelines and donation do not change results. A law that breaks raises `LawViolation`.
+"""The laws: graphify, padding, pipelines and donation do not change results. A law that breaks
+raises `LawViolation`.
 
-A law takes a scenario (a model and a *sequence* of batches, so that a replay follows other replays) or a random pure
-function, and compares it with a run without transforms. `weft.proofs.mutants` plants the bugs that each law must catch.
+A law takes a scenario (a model and a *sequence* of batches, so that a replay follows other replays)
+or a random pure function, and compares it with a run without transforms. `weft.proofs.mutants`
+plants the bugs that each law must catch.
 """
 
 from weft.proofs.checks.difference import LawViolation, assert_equal
-from weft.proofs.laws.captures import graph_is_eager_on_tensor_programs, hazards_are_right_or_refused
+from weft.proofs.laws.captures import (
+    graph_is_eager_on_tensor_programs,
+    hazards_are_right_or_refused,
+)
 from weft.proofs.laws.compositions import compositions_mean_their_parts
-from weft.proofs.laws.derivatives import derivatives_are_of_the_step, graphs_of_gradients_are_gradients
+from weft.proofs.laws.derivatives import (
+    derivatives_are_of_the_step,
+    graphs_of_gradients_are_gradients,
+)
 from weft.proofs.laws.dispatch import (
     class_is_kept,
     dispatch_is_least,
@@ -20,11 +28,18 @@ from weft.proofs.laws.engine.completions import engine_serves_as_alone, run_ahea
 from weft.proofs.laws.engine.fairness import served_in_turn
 from weft.proofs.laws.engine.faults import faults_end_their_own_request
 from weft.proofs.laws.engine.own_stages import own_stages_serve_as_alone
-from weft.proofs.laws.engine.pages import pages_are_of_the_parameters, pages_are_read_by_whom_they_were_written_for
+from weft.proofs.laws.engine.pages import (
+    pages_are_of_the_parameters,
+    pages_are_read_by_whom_they_were_written_for,
+)
 from weft.proofs.laws.engine.requests import WAYS, order_is_free, seed_and_position_fix_the_sample
 from weft.proofs.laws.engine.serving import hosts_agree, speculation_changes_nothing, stages_agree
 from weft.proofs.laws.engine.versions import changed_parameters_compute_all
-from weft.proofs.laws.func import TRANSFORMS, functions_of_graphs_are_functions, graphs_of_functions_are_functions
+from weft.proofs.laws.func import (
+    TRANSFORMS,
+    functions_of_graphs_are_functions,
+    graphs_of_functions_are_functions,
+)
 from weft.proofs.laws.graph import (
     graph_is_eager,
     graph_is_eager_on_calls,
@@ -42,7 +57,11 @@ from weft.proofs.laws.ownership import (
     graph_keeps_what_it_reads,
     ownership_is_kept,
 )
-from weft.proofs.laws.padding import image_padding_is_inert, padding_is_inert, stage_padding_is_inert
+from weft.proofs.laws.padding import (
+    image_padding_is_inert,
+    padding_is_inert,
+    stage_padding_is_inert,
+)
 from weft.proofs.laws.pieces import pieces_are_the_whole, pieces_are_the_whole_on_functions
 from weft.proofs.laws.pipeline import (
     microbatches_are_one,

@@ -23,7 +23,8 @@ from weft.trees import tree_leaves, tree_map
 
 _LAW = "L24 graph is eager"
 REFUSALS: tuple[type[Exception], ...] = (WeftError, vars(torch.linalg)["LinAlgError"])
-"""The errors that a call of a graph may raise: one of an operator, which the function would handle, ends a replay."""
+"""The errors that a call of a graph may raise: one of an operator, which the function would handle,
+ends a replay."""
 
 
 @attrs.define
@@ -33,7 +34,8 @@ class Tally:
     Args:
         programs: that were compared.
         calls: of their graphs.
-        replays, captures: the calls that a graph answered, and the graphs that were captured for them.
+        replays, captures: the calls that a graph answered, and the graphs that were captured for
+            them.
         errors: programs that raise an error without weft too.
         refused: programs that weft refused, by the reason.
     """
@@ -68,13 +70,15 @@ class _World:
 
     def closed_over(self) -> dict[str, Any]:
         found = {name: self.names[name] for name in ("held", "layer") if name in self.names}
-        return {name: [*x.parameters()] if isinstance(x, nn.Module) else x for name, x in found.items()}
+        return {
+            name: [*x.parameters()] if isinstance(x, nn.Module) else x for name, x in found.items()
+        }
 
 
 @attrs.frozen
 class _Outcome:
-    """The result of a call, or its error; copies of its arguments after the call, without donated ones; copies of all
-    arguments before and after it; and the storages in which they lie."""
+    """The result of a call, or its error; copies of its arguments after the call, without donated
+    ones; copies of all arguments before and after it; and the storages in which they lie."""
 
     result: Any
     arguments: list[Any]
@@ -83,20 +87,27 @@ class _Outcome:
     storages: set[int]
 
 
-def graph_is_eager_on_tensor_programs(program: TensorProgram, device: str = "cpu", tally: Tally | None = None) -> None:
-    """L24: a graph of any program gives its results, call by call, by bits; or weft refuses it, and nothing changed.
+def graph_is_eager_on_tensor_programs(
+    program: TensorProgram, device: str = "cpu", tally: Tally | None = None
+) -> None:
+    """L24: a graph of any program gives its results, call by call, by bits; or weft refuses it, and
+    nothing changed.
 
-    Equal are: the results' values, dtypes and shapes; their strides, or those of a clone; whether they require
-    grad, but those that are arguments; the arguments and closed-over tensors after the call; and the states of the
-    random generators. Results share memory with none that the function's results do not share it with. Where the
-    function raises, the graph raises too. At the end several threads make the calls at once, if the program says so.
+    Equal are: the results' values, dtypes and shapes; their strides, or those of a clone; whether
+    they require grad, but those that are arguments; the arguments and closed-over tensors after the
+    call; and the states of the random generators. Results share memory with none that the
+    function's results do not share it with. Where the function raises, the graph raises too. At the
+    end several threads make the calls at once, if the program says so.
 
     Args:
         tally: counts what there was to compare.
     """
     tally = Tally() if tally is None else tally
     tally.programs += 1
-    with warnings.catch_warnings(), torch.random.fork_rng(devices=["cuda"] if device == "cuda" else []):
+    with (
+        warnings.catch_warnings(),
+        torch.random.fork_rng(devices=["cuda"] if device == "cuda" else []),
+    ):
         warnings.simplefilter("ignore")
         first, second = program.run(), program.run()
         graph = second["graph"] if "graph" in second else graphify(second["f"], **program.options())
@@ -104,12 +115,15 @@ def graph_is_eager_on_tensor_programs(program: TensorProgram, device: str = "cpu
         _compare_calls(_World(program, first, eager), _World(program, second, graph), device, tally)
         if "graph" not in second:
             info = graph.cache_info()
-            tally.replays, tally.captures = tally.replays + info.replays, tally.captures + info.captures
+            tally.replays, tally.captures = (
+                tally.replays + info.replays,
+                tally.captures + info.captures,
+            )
 
 
 def hazards_are_right_or_refused(hazard: Hazard, device: str = "cpu") -> None:
-    """L24 for a known hazard: a graph gives the function's results, or weft refuses it, if the hazard is one that it
-    may refuse."""
+    """L24 for a known hazard: a graph gives the function's results, or weft refuses it, if the
+    hazard is one that it may refuse."""
     tally = Tally()
     graph_is_eager_on_tensor_programs(hazard.program, device, tally)
     if tally.refused and not hazard.refused:
@@ -126,11 +140,18 @@ def _compare_calls(eager: _World, graph: _World, device: str, tally: Tally) -> N
         if results is None:
             return
         if not program.borrow:
-            # Where the function itself ran, a result may be what it reads from outside. One that shares memory with the
-            # next state goes with it when that is donated.
-            owned = [*_tensors(graph.closed_over()), *(_tensors(results[1][0]) if program.chained else ())]
+            # Where the function itself ran, a result may be what it reads from outside. One that
+            # shares memory with the next state goes with it when that is donated.
+            owned = [
+                *_tensors(graph.closed_over()),
+                *(_tensors(results[1][0]) if program.chained else ()),
+            ]
             storages = {storage_id(x) for x in owned}
-            kept += [(x, x.detach().clone()) for x in _tensors(results[1])[donated:] if storage_id(x) not in storages]
+            kept += [
+                (x, x.detach().clone())
+                for x in _tensors(results[1])[donated:]
+                if storage_id(x) not in storages
+            ]
         if program.chained:
             states = _in_layout(results[0][0], results[1][0]), results[1][0]
     for result, copy in kept:
@@ -152,12 +173,16 @@ def _compare_call(
     seen = _outcome(graph, call, states[1])
     if isinstance(seen.result, REFUSALS) and not isinstance(expected.result, Exception):
         tally.refused[reason_of(seen.result)] += 1
-        assert_equal(f"{where}: a random generator after a refusal", _random_states(device), at_start)
+        assert_equal(
+            f"{where}: a random generator after a refusal", _random_states(device), at_start
+        )
         assert_equal(f"{where}: an argument after a refusal", seen.after, seen.before)
         return None
     if isinstance(expected.result, Exception):
         if not isinstance(seen.result, Exception):
-            raise LawViolation(f"{where}: no error, where the function raises {_first_line(expected.result)}")
+            raise LawViolation(
+                f"{where}: no error, where the function raises {_first_line(expected.result)}"
+            )
         tally.errors += 1
         return None
     if isinstance(seen.result, Exception):
@@ -165,17 +190,23 @@ def _compare_call(
         raise LawViolation(text) from seen.result
     assert_equal(f"{where}: result", seen.result, expected.result)
     with torch.no_grad():  # autograd refuses a clone of one of several views that were written to
-        copy = tree_map(lambda x: x.detach().clone() if isinstance(x, Tensor) else x, expected.result)
+        copy = tree_map(
+            lambda x: x.detach().clone() if isinstance(x, Tensor) else x, expected.result
+        )
     strides, own, copied = (_strides(x, program) for x in (seen.result, expected.result, copy))
     lent = zip(strides, own, copied, strict=True)  # or what the function itself returned
     assert_equal(f"{where}: strides", strides, [a if a == x else b for x, a, b in lent])
-    assert_equal(f"{where}: requires grad", _requiring(seen, expected), _requiring(expected, expected))
+    assert_equal(
+        f"{where}: requires grad", _requiring(seen, expected), _requiring(expected, expected)
+    )
     if program.draws:
         assert_equal(f"{where}: random generator", _random_states(device), drawn)
     assert_equal(f"{where}: argument", seen.arguments, expected.arguments)
     assert_equal(f"{where}: closed-over tensor", graph.closed_over(), eager.closed_over())
     if more := _shared(seen.result, program) - _shared(expected.result, program):
-        raise LawViolation(f"{where}: {' shares memory with '.join(min(more))}, which the function's does not")
+        raise LawViolation(
+            f"{where}: {' shares memory with '.join(min(more))}, which the function's does not"
+        )
     return expected.result, seen.result
 
 
@@ -183,7 +214,11 @@ def _outcome(world: _World, call: int, state: Any) -> _Outcome:
     """Make one call. The next value of a donated argument is a result, and is compared there."""
     arguments, donated = world.arguments(call), len(world.program.donated)
     world.names["before"](call)
-    if isinstance(state, Tensor) and state.shape == arguments[0].shape and state.dtype == arguments[0].dtype:
+    if (
+        isinstance(state, Tensor)
+        and state.shape == arguments[0].shape
+        and state.dtype == arguments[0].dtype
+    ):
         arguments[0] = state
     before = _readable(arguments)
     try:
@@ -192,7 +227,9 @@ def _outcome(world: _World, call: int, state: Any) -> _Outcome:
     except Exception as error:
         result = error
     after = _readable(arguments)
-    return _Outcome(result, after[donated:], before, after, {storage_id(x) for x in _tensors(arguments)})
+    return _Outcome(
+        result, after[donated:], before, after, {storage_id(x) for x in _tensors(arguments)}
+    )
 
 
 def _readable(arguments: Sequence[Any]) -> list[Any]:
@@ -210,18 +247,23 @@ def _in_layout(state: Any, like: Any) -> Any:
     """A next state with the strides that it has in the storage of the old one."""
     if not isinstance(state, Tensor) or state.stride() == like.stride():
         return state
-    return torch.empty_strided(like.shape, like.stride(), dtype=like.dtype, device=like.device).copy_(state)
+    return torch.empty_strided(
+        like.shape, like.stride(), dtype=like.dtype, device=like.device
+    ).copy_(state)
 
 
 def _strides(result: Any, program: TensorProgram) -> list[Any]:
-    """The strides of the results along axes on which there are several elements; a next state has those of the old one,
-    whose storage it takes."""
+    """The strides of the results along axes on which there are several elements; a next state has
+    those of the old one, whose storage it takes."""
     results = _tensors(result)[len(program.donated) :]
-    return [[step for size, step in zip(x.shape, x.stride(), strict=True) if size > 1] for x in results]
+    return [
+        [step for size, step in zip(x.shape, x.stride(), strict=True) if size > 1] for x in results
+    ]
 
 
 def _requiring(outcome: _Outcome, expected: _Outcome) -> list[bool]:
-    """Whether the results require grad, but those that the function took from its arguments: a graph copies them."""
+    """Whether the results require grad, but those that the function took from its arguments: a
+    graph copies them."""
     pairs = zip(_tensors(outcome.result), _tensors(expected.result), strict=True)
     return [x.requires_grad for x, own in pairs if storage_id(own) not in expected.storages]
 
@@ -231,7 +273,8 @@ def _tensors(tree: Any) -> list[Tensor]:
 
 
 def _shared(result: Any, program: TensorProgram) -> set[tuple[str, str]]:
-    """The results that share memory, by their index, without next states, which lie in the memory of the old ones."""
+    """The results that share memory, by their index, without next states, which lie in the memory
+    of the old ones."""
     results = [*enumerate(_tensors(result))][len(program.donated) :]
     names = [(f"result {i}", storage_id(x)) for i, x in results if x.numel()]
     return {(a, b) for i, (a, one) in enumerate(names) for b, other in names[:i] if one == other}

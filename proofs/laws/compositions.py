@@ -24,7 +24,8 @@ _LAW = "L25 a nest means what its parts mean"
 
 @attrs.frozen(eq=False)
 class _Outcome:
-    """What a call left: its result or its error, its argument, the closed-over weight, and the random generator."""
+    """What a call left: its result or its error, its argument, the closed-over weight, and the
+    random generator."""
 
     result: Any
     argument: Tensor
@@ -32,13 +33,16 @@ class _Outcome:
     generator: Tensor
 
 
-def compositions_mean_their_parts(composition: Composition, device: str = "cpu", tally: Tally | None = None) -> None:
-    """L25: a nest of public transforms around any function gives, call by call, what the definitions of its transforms
-    give in plain torch; or weft refuses it by a `WeftError`, where a layer does not promise what is inside it. Either
-    way torch's modes and hooks are as they were before the call.
+def compositions_mean_their_parts(
+    composition: Composition, device: str = "cpu", tally: Tally | None = None
+) -> None:
+    """L25: a nest of public transforms around any function gives, call by call, what the
+    definitions of its transforms give in plain torch; or weft refuses it by a `WeftError`, where a
+    layer does not promise what is inside it. Either way torch's modes and hooks are as they were
+    before the call.
 
-    Compared are the results, the argument and the closed-over tensor after the call, and, where every transform keeps
-    the order of draws, the random generator.
+    Compared are the results, the argument and the closed-over tensor after the call, and, where
+    every transform keeps the order of draws, the random generator.
 
     Args:
         tally: counts the outcomes.
@@ -46,7 +50,8 @@ def compositions_mean_their_parts(composition: Composition, device: str = "cpu",
     tally = Tally() if tally is None else tally
     tally.programs += 1
     devices = ["cuda"] if device == "cuda" else []
-    # Some nests capture in a thread that a capture waits for, which is refused after so many seconds.
+    # Some nests capture in a thread that a capture waits for, which is refused after so many
+    # seconds.
     short_standstill = mock.patch.object(one_at_a_time, "STANDSTILL", 1.0)
     with warnings.catch_warnings(), torch.random.fork_rng(devices=devices), short_standstill:
         warnings.simplefilter("ignore")
@@ -80,13 +85,16 @@ def _compare(
             raise LawViolation(f"{where}: it is refused: {_line(seen.result)}") from seen.result
         return False
     if isinstance(expected.result, Exception):
-        # Where torch has not implemented an operator's derivative, another kernel of weft's may have one. And a rank of
-        # a shard has its own hooks on saved tensors, while torch.func has not implemented any.
-        is_missing = isinstance(expected.result, NotImplementedError) or "support saved tensor hooks" in str(
-            expected.result
-        )
+        # Where torch has not implemented an operator's derivative, another kernel of weft's may
+        # have one. And a rank of a shard has its own hooks on saved tensors, while torch.func has
+        # not implemented any.
+        is_missing = isinstance(
+            expected.result, NotImplementedError
+        ) or "support saved tensor hooks" in str(expected.result)
         if not (is_missing or isinstance(seen.result, Exception)):
-            raise LawViolation(f"{where}: no error, where its meaning raises {_line(expected.result)}")
+            raise LawViolation(
+                f"{where}: no error, where its meaning raises {_line(expected.result)}"
+            )
         tally.errors += 1
         return False
     if isinstance(seen.result, Exception):
@@ -102,7 +110,10 @@ def _compare(
     difference = _difference(composition, seen, expected, keeps_draws)
     if difference is None:
         return True
-    if _difference(composition, seen, _outcome_of_torch(composition, call, device), keeps_draws) is None:
+    if (
+        _difference(composition, seen, _outcome_of_torch(composition, call, device), keeps_draws)
+        is None
+    ):
         tally.errors += 1  # torch's own transform means something else, as vmap of a function with a memory does
         return False
     if _is_ill_conditioned(composition, call, expected, keeps_draws, device):
@@ -111,7 +122,9 @@ def _compare(
     raise LawViolation(f"{where}: {difference}")
 
 
-def _difference(composition: Composition, seen: _Outcome, expected: _Outcome, keeps_draws: bool) -> str | None:
+def _difference(
+    composition: Composition, seen: _Outcome, expected: _Outcome, keeps_draws: bool
+) -> str | None:
     """The first difference of two outcomes in words."""
     tolerance = Tolerance(composition.tolerance, composition.tolerance)
     compared = ["result", "argument", "weight", *(["generator"] if keeps_draws else [])]
@@ -125,17 +138,24 @@ def _difference(composition: Composition, seen: _Outcome, expected: _Outcome, ke
 def _is_ill_conditioned(
     composition: Composition, call: int, expected: _Outcome, keeps_draws: bool, device: str
 ) -> bool:
-    """Whether the meaning's own result overflows, or moves by more than the tolerance where its argument moves by a
-    rounding, as in a loop that magnifies every difference.
+    """Whether the meaning's own result overflows, or moves by more than the tolerance where its
+    argument moves by a rounding, as in a loop that magnifies every difference.
 
-    Beyond the largest number equal sums may differ: a rank's share of a gradient is 0 times infinity, which is NaN.
+    Beyond the largest number equal sums may differ: a rank's share of a gradient is 0 times
+    infinity, which is NaN.
     """
-    if not all(bool(leaf.isfinite().all()) for leaf in tree_leaves(expected.result) if isinstance(leaf, Tensor)):
+    if not all(
+        bool(leaf.isfinite().all())
+        for leaf in tree_leaves(expected.result)
+        if isinstance(leaf, Tensor)
+    ):
         return True
     subject = composition.subject_of_meaning(device)
     for earlier, occasion in enumerate(composition.occasions[:call]):
         _outcome(composition, earlier, occasion, subject, device)
-    nudged = _outcome(composition, call, composition.occasions[call], subject, device, nudge=2.0**-22)
+    nudged = _outcome(
+        composition, call, composition.occasions[call], subject, device, nudge=2.0**-22
+    )
     if isinstance(nudged.result, Exception):
         return False
     return _difference(composition, nudged, expected, keeps_draws) is not None
@@ -150,7 +170,12 @@ def _outcome_of_torch(composition: Composition, call: int, device: str) -> _Outc
 
 
 def _outcome(
-    composition: Composition, call: int, occasion: str, subject: Subject, device: str, nudge: float = 0.0
+    composition: Composition,
+    call: int,
+    occasion: str,
+    subject: Subject,
+    device: str,
+    nudge: float = 0.0,
 ) -> _Outcome:
     argument = composition.argument(call, device) * (1 + nudge)
     torch.manual_seed(call)
@@ -161,7 +186,9 @@ def _outcome(
         result = error
         clear_frames(error)
     if not subject.is_meaning and (after := _surroundings()) != before:
-        raise LawViolation(f"{_LAW}: {composition}, call {call}: torch's surroundings are {after}, and were {before}")
+        raise LawViolation(
+            f"{_LAW}: {composition}, call {call}: torch's surroundings are {after}, and were {before}"
+        )
     generator = torch.get_rng_state() if device == "cpu" else torch.cuda.get_rng_state()
     weight = subject.built.world.weight.detach().clone()
     return _Outcome(result, argument, weight, generator)

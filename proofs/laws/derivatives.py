@@ -1,4 +1,5 @@
-"""L15 on the models' steps: derivatives agree with finite differences of the plain steps, and their graphs replay."""
+"""L15 on the models' steps: derivatives agree with finite differences of the plain steps, and their
+graphs replay."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -16,20 +17,23 @@ from weft.transforms.graphs.graphify import graphify
 from weft.trees import leaves_with_names, tree_leaves, tree_map
 
 STEP = 1e-2
-"""The step of a finite difference, as a multiple of the direction. Weights have a deviation of 0.3."""
+"""The step of a finite difference, as a multiple of the direction. Weights have a deviation of 0.3.
+"""
 NEAR, NOISE = 1e-3, 1e-4
-"""The tolerances in float32 between a slope and its finite difference: relative to a random direction's slope, and
-absolute."""
+"""The tolerances in float32 between a slope and its finite difference: relative to a random
+direction's slope, and absolute."""
 
 
 def derivatives_are_of_the_step(scenario: Scenario, place: int | None, device: str = "cpu") -> None:
-    """L15: under torch.func a model's steps, run in order over one state, give the loss, tokens and state of the plain
-    steps. `grad`, `jvp` and `backward` give the slope of that loss in a direction of all parameters, or of the
-    `place`-th one alone."""
+    """L15: under torch.func a model's steps, run in order over one state, give the loss, tokens and
+    state of the plain steps. `grad`, `jvp` and `backward` give the slope of that loss in a
+    direction of all parameters, or of the `place`-th one alone."""
     run, params = _steps(scenario, device), scenario.params(1, device)
     expected = run(params)
     slopes, seen = func.grad_and_value(run, has_aux=True)(params)
-    assert_equal("L15 a step under torch.func: its loss, tokens and state", seen, expected, exact=False)
+    assert_equal(
+        "L15 a step under torch.func: its loss, tokens and state", seen, expected, exact=False
+    )
 
     recorded = tree_map(lambda x: x.clone().requires_grad_(), params)
     run(recorded)[0].backward()
@@ -72,12 +76,21 @@ def graphs_of_gradients_are_gradients(scenario: Scenario, device: str = "cpu") -
         assert_equal("L15 a graph of a step's gradient: state", visible(other), visible(state))
     info = graph.cache_info()
     if info.replays != len(scenario.moves):
-        raise LawViolation(f"L15 a graph of a step's gradient: {info} for {len(scenario.moves)} batches")
+        raise LawViolation(
+            f"L15 a graph of a step's gradient: {info} for {len(scenario.moves)} batches"
+        )
 
 
-def _steps(scenario: Scenario, device: str) -> Callable[[Any], tuple[Tensor, tuple[list[Tensor], Any]]]:
-    """All steps of the scenario as one function of the parameters: a loss over all logits, the tokens, the state."""
-    step, batches, start = whole(scenario, device), scenario.batches(device), scenario.state(1, device)
+def _steps(
+    scenario: Scenario, device: str
+) -> Callable[[Any], tuple[Tensor, tuple[list[Tensor], Any]]]:
+    """All steps of the scenario as one function of the parameters: a loss over all logits, the
+    tokens, the state."""
+    step, batches, start = (
+        whole(scenario, device),
+        scenario.batches(device),
+        scenario.state(1, device),
+    )
 
     def run(params: Any) -> tuple[Tensor, tuple[list[Tensor], Any]]:
         state, losses, tokens = clone(start), [], []
@@ -92,13 +105,18 @@ def _steps(scenario: Scenario, device: str) -> Callable[[Any], tuple[Tensor, tup
 
 def _loss(logits: Tensor) -> Tensor:
     """A weighted sum of the logits, with a different weight for each."""
-    return (logits * torch.arange(logits.numel(), device=logits.device).view_as(logits).cos()).mean()
+    return (
+        logits * torch.arange(logits.numel(), device=logits.device).view_as(logits).cos()
+    ).mean()
 
 
 def _direction(params: Any, places: Sequence[int], seed: int) -> Any:
     """Noise with deviation 0.3 in some leaves, zeros in the others."""
     generator, index = torch.Generator().manual_seed(seed), iter(range(len(tree_leaves(params))))
-    return tree_map(lambda x: (0.3 * torch.randn(x.shape, generator=generator)).to(x) * (next(index) in places), params)
+    return tree_map(
+        lambda x: (0.3 * torch.randn(x.shape, generator=generator)).to(x) * (next(index) in places),
+        params,
+    )
 
 
 def _product(one: Any, other: Any, places: Sequence[int] | None = None) -> float:
@@ -107,13 +125,19 @@ def _product(one: Any, other: Any, places: Sequence[int] | None = None) -> float
     return sum(float((a.double() * b.double()).sum()) for a, b in kept)
 
 
-def _measured(run: Callable[[Any], Any], params: Any, direction: Any, tokens: list[Tensor]) -> float | None:
-    """The slope by finite differences of second order, extrapolated to fourth (Richardson). None if the loss jumps in
-    between, since another token was drawn or another expert chosen."""
+def _measured(
+    run: Callable[[Any], Any], params: Any, direction: Any, tokens: list[Tensor]
+) -> float | None:
+    """The slope by finite differences of second order, extrapolated to fourth (Richardson). None if
+    the loss jumps in between, since another token was drawn or another expert chosen."""
     found = []
     for step in (STEP, STEP / 2):
-        ends = [run(tree_map(lambda x, d, by=by: x + by * d, params, direction)) for by in (step, -step)]
-        if any(not torch.equal(a, b) for _, (own, _) in ends for a, b in zip(own, tokens, strict=True)):
+        ends = [
+            run(tree_map(lambda x, d, by=by: x + by * d, params, direction)) for by in (step, -step)
+        ]
+        if any(
+            not torch.equal(a, b) for _, (own, _) in ends for a, b in zip(own, tokens, strict=True)
+        ):
             return None
         found.append(float(ends[0][0] - ends[1][0]) / (2 * step))
     if abs(found[0] - found[1]) > 1e-2 * (1 + abs(found[1])):

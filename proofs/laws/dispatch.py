@@ -1,4 +1,5 @@
-"""L6 and L7: dispatch chooses the least class, nothing is captured after start-up, and the class is kept."""
+"""L6 and L7: dispatch chooses the least class, nothing is captured after start-up, and the class is
+kept."""
 
 from collections.abc import Sequence
 from importlib import import_module
@@ -20,28 +21,38 @@ from weft.transforms.graphs.ladder import Limits, make_ladder
 
 
 def dispatch_is_least(own: BatchDescriptor, limits: Limits, mode: str) -> None:
-    """L6: dispatch is total and deterministic. It takes the least class that covers the batch, a whole graph rather
-    than pieces, and each class of the ladder is reached by its own batches."""
+    """L6: dispatch is total and deterministic. It takes the least class that covers the batch, a
+    whole graph rather than pieces, and each class of the ladder is reached by its own batches."""
     ladder = make_ladder(mode, limits)
     decision = graphs_module().dispatch(own, ladder)
     if decision != graphs_module().dispatch(own, ladder):
         raise LawViolation(f"L6 dispatch is least: two decisions for '{own}'")
     full, pieces = larger(own, ladder.full), larger(own, ladder.piecewise)
-    expected, classes = ("full", full) if full else ("piecewise", pieces) if pieces else ("none", [own])
+    expected, classes = (
+        ("full", full) if full else ("piecewise", pieces) if pieces else ("none", [own])
+    )
     if decision.mode != expected or decision.descriptor not in classes:
         raise LawViolation(
             f"L6 dispatch is least: {decision}, where {expected} of {[str(d) for d in classes]} is right"
         )
     if any(d != decision.descriptor and decision.descriptor.covers(d) for d in classes):
-        raise LawViolation(f"L6 dispatch is least: '{decision.descriptor}' for '{own}', where less would do")
-    for way, rung in [*(("full", d) for d in ladder.full), *(("piecewise", d) for d in ladder.piecewise)]:
+        raise LawViolation(
+            f"L6 dispatch is least: '{decision.descriptor}' for '{own}', where less would do"
+        )
+    for way, rung in [
+        *(("full", d) for d in ladder.full),
+        *(("piecewise", d) for d in ladder.piecewise),
+    ]:
         reached = graphs_module().dispatch(rung, ladder)
         if (reached.mode, reached.descriptor) != (way, rung):
-            raise LawViolation(f"L6 dispatch is least: '{rung}' goes {reached.mode} under '{reached.descriptor}'")
+            raise LawViolation(
+                f"L6 dispatch is least: '{rung}' goes {reached.mode} under '{reached.descriptor}'"
+            )
 
 
 def nothing_is_captured_after_start(scenario: Scenario, mode: str, device: str = "cpu") -> None:
-    """L6: once the ladder is captured and frozen, every batch that it covers replays, and no step captures."""
+    """L6: once the ladder is captured and frozen, every batch that it covers replays, and no step
+    captures."""
     reqs, tokens = len(scenario.prompts), sum(map(len, scenario.prompts)) + len(scenario.prompts)
     ladder = make_ladder(mode, Limits(reqs, tokens))
     graph = graphify(whole(scenario, device), ladder=ladder, split_at="weft::paged_attention")
@@ -54,18 +65,28 @@ def nothing_is_captured_after_start(scenario: Scenario, mode: str, device: str =
     info = graph.cache_info()
     covered = [b for b in batches if larger(b.descriptor, tuple(ladder))]
     if info.captures != captures or captures != len(ladder) or info.replays != len(covered):
-        raise LawViolation(f"L6 captures after start: {info}, {len(ladder)} classes, {len(covered)} covered batches")
+        raise LawViolation(
+            f"L6 captures after start: {info}, {len(ladder)} classes, {len(covered)} covered batches"
+        )
 
 
 def graphs_module() -> Any:
-    """The module whose `dispatch` graphify calls (the package's attribute of that name is the function)."""
+    """The module whose `dispatch` graphify calls (the package's attribute of that name is the
+    function)."""
     return import_module("weft.transforms.graphs.cache")
 
 
-def own_classes_are_dispatched(scenario: ImageScenario, ladder: Sequence[Resolution], device: str = "cpu") -> None:
-    """L6 for a user's own descriptor: dispatch takes the least resolution that covers, by the definition, and reports
-    the actual padding. Once the ladder is captured and frozen, every covered image replays and nothing is captured."""
-    graph, params, state = graphify(scenario.step(), ladder=ladder), scenario.params(device), scenario.state(device)
+def own_classes_are_dispatched(
+    scenario: ImageScenario, ladder: Sequence[Resolution], device: str = "cpu"
+) -> None:
+    """L6 for a user's own descriptor: dispatch takes the least resolution that covers, by the
+    definition, and reports the actual padding. Once the ladder is captured and frozen, every
+    covered image replays and nothing is captured."""
+    graph, params, state = (
+        graphify(scenario.step(), ladder=ladder),
+        scenario.params(device),
+        scenario.state(device),
+    )
     images = scenario.images(device)
     captures = graph.capture(params, state, images[0]).captures
     graph.freeze()
@@ -74,21 +95,32 @@ def own_classes_are_dispatched(scenario: ImageScenario, ladder: Sequence[Resolut
         fitting = [d for d in ladder if d.height >= own.height and d.width >= own.width]
         chosen = decision.descriptor
         if decision.mode != ("full" if fitting else "none") or chosen not in (fitting or [own]):
-            raise LawViolation(f"L6 dispatch is least: {decision} for '{own}', where {[str(d) for d in fitting]} cover")
-        if any(d != chosen and d.height <= chosen.height and d.width <= chosen.width for d in fitting):
+            raise LawViolation(
+                f"L6 dispatch is least: {decision} for '{own}', where {[str(d) for d in fitting]} cover"
+            )
+        if any(
+            d != chosen and d.height <= chosen.height and d.width <= chosen.width for d in fitting
+        ):
             raise LawViolation(f"L6 dispatch is least: '{chosen}' for '{own}', where less would do")
         padded = {"height": chosen.height - own.height, "width": chosen.width - own.width}
         if dict(decision.padding) != {name: more for name, more in padded.items() if more}:
-            raise LawViolation(f"L6 dispatch is least: padding {decision.padding} of '{own}' to '{chosen}'")
+            raise LawViolation(
+                f"L6 dispatch is least: padding {decision.padding} of '{own}' to '{chosen}'"
+            )
         state, _ = graph(params, state, image)
     info, covered = graph.cache_info(), [r for r in scenario.resolutions if larger(r, ladder)]
     if (info.captures, captures, info.replays) != (captures, len(ladder), len(covered)):
-        raise LawViolation(f"L6 captures after start: {info}, {len(ladder)} classes, {len(covered)} covered images")
+        raise LawViolation(
+            f"L6 captures after start: {info}, {len(ladder)} classes, {len(covered)} covered images"
+        )
 
 
-def class_is_kept(scenario: Scenario, ladder: Sequence[BatchDescriptor], device: str = "cpu") -> None:
-    """L7: the graph that runs has the class that dispatch chose, its number of LoRAs included. In capture, warm-up and
-    replay, a uniform class is used only for a batch that was declared uniform, and the tensors have its sizes."""
+def class_is_kept(
+    scenario: Scenario, ladder: Sequence[BatchDescriptor], device: str = "cpu"
+) -> None:
+    """L7: the graph that runs has the class that dispatch chose, its number of LoRAs included. In
+    capture, warm-up and replay, a uniform class is used only for a batch that was declared uniform,
+    and the tensors have its sizes."""
     step = whole(scenario, device)
 
     def recording(params: Any, state: Any, batch: Batch) -> Any:
@@ -98,7 +130,9 @@ def class_is_kept(scenario: Scenario, ladder: Sequence[BatchDescriptor], device:
                 f"L7 class is kept: '{d}' with {batch.input_ids.shape[0]} tokens, {batch.rows.shape[0]} rows"
             )
         state, out = step(params, state, batch)
-        ran = torch.full_like(out.logprobs, _code(d))  # frozen at capture: it tells which class a replay has
+        ran = torch.full_like(
+            out.logprobs, _code(d)
+        )  # frozen at capture: it tells which class a replay has
         return state, attrs.evolve(out, logprobs=ran)
 
     graph = graphify(declare_donated(recording, ["state"]), ladder=ladder)
@@ -111,7 +145,9 @@ def class_is_kept(scenario: Scenario, ladder: Sequence[BatchDescriptor], device:
             raise LawViolation(f"L7 class is kept: a uniform graph ran for '{own}'")
         if seen != [_code(expected)]:
             loras = [int(code // 2) for code in seen]
-            raise LawViolation(f"L7 class is kept: a graph of {loras} LoRAs ran for '{own}', not '{expected}'")
+            raise LawViolation(
+                f"L7 class is kept: a graph of {loras} LoRAs ran for '{own}', not '{expected}'"
+            )
 
 
 def _code(descriptor: BatchDescriptor) -> float:

@@ -42,23 +42,32 @@ TRANSFORMS: dict[str, Transform] = {
     "jvp": lambda f, p, x: func.jvp(f, (p, x), (p + 1, x * 2)),
     "vjp": lambda f, p, x: func.vjp(f, p, x)[1](torch.ones_like(x)),
     "jacrev": lambda f, p, x: func.jacrev(f)(p, x),
-    "functional_call": lambda f, p, x: func.functional_call(_Holding(f, p), {"weight": p + 1}, (x,)),
-    "gradients of each sample": lambda f, p, x: func.vmap(func.grad(_loss(f)), in_dims=(None, 0))(p, _stack(x)),
+    "functional_call": lambda f, p, x: func.functional_call(
+        _Holding(f, p), {"weight": p + 1}, (x,)
+    ),
+    "gradients of each sample": lambda f, p, x: func.vmap(func.grad(_loss(f)), in_dims=(None, 0))(
+        p, _stack(x)
+    ),
     "around a call of its own": lambda f, p, x: func.grad(lambda q: (f(p, x) * q.sum()).sum())(p),
 }
-"""The transforms of torch.func by name; each applies to a function `(params, x) -> y` that keeps the shape of x."""
+"""The transforms of torch.func by name; each applies to a function `(params, x) -> y` that keeps
+the shape of x."""
 
 
 def functions_of_graphs_are_functions(mapping: Mapping, transform: str) -> None:
-    """L15: torch.func of a graphified function, captured before or not, equals torch.func of the function. Afterwards
-    the graph still replays."""
+    """L15: torch.func of a graphified function, captured before or not, equals torch.func of the
+    function. Afterwards the graph still replays."""
     apply, fn, params = TRANSFORMS[transform], mapping.fn, mapping.params
     cold, warm = graphify(fn), graphify(fn)
     for x in mapping.inputs:
         expected = apply(fn, params, x)
         assert_equal(f"L15 {transform} of a graph", warm(params, x), fn(params, x))
         for graph in (cold, warm):
-            assert_equal(f"L15 {transform} of a graph", _applied(apply, graph, params, x, transform), expected)
+            assert_equal(
+                f"L15 {transform} of a graph",
+                _applied(apply, graph, params, x, transform),
+                expected,
+            )
         assert_equal(f"L15 {transform} of a graph", warm(params, x), fn(params, x))
     infos = [graph.cache_info() for graph in (cold, warm)]
     if (infos[1].captures, infos[0].currsize) != (1, 0) and transform != "functional_call":
@@ -70,11 +79,14 @@ def _applied(apply: Transform, graph: Any, params: Tensor, x: Tensor, name: str)
         return apply(graph, params, x)
     except Exception as error:
         text = f"{type(error).__name__}: {error}".splitlines()[0]
-        raise LawViolation(f"L15 {name} of a graph raises {text}, where the function does not") from error
+        raise LawViolation(
+            f"L15 {name} of a graph raises {text}, where the function does not"
+        ) from error
 
 
 def graphs_of_functions_are_functions(mapping: Mapping, transform: str) -> None:
-    """L15: torch.func inside a graph equals torch.func outside, for new values in each replay, with one capture."""
+    """L15: torch.func inside a graph equals torch.func outside, for new values in each replay, with
+    one capture."""
     apply, fn, params = TRANSFORMS[transform], mapping.fn, mapping.params
 
     def applied(params: Tensor, x: Tensor) -> Any:
@@ -85,4 +97,6 @@ def graphs_of_functions_are_functions(mapping: Mapping, transform: str) -> None:
         assert_equal(f"L15 a graph of {transform}", graph(params, x), applied(params, x))
     info = graph.cache_info()
     if (info.captures, info.replays) != (1, len(mapping.inputs)):
-        raise LawViolation(f"L15 a graph of {transform}: {info} for {len(mapping.inputs)} inputs of one shape")
+        raise LawViolation(
+            f"L15 a graph of {transform}: {info} for {len(mapping.inputs)} inputs of one shape"
+        )

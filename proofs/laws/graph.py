@@ -19,10 +19,14 @@ from weft.transforms.graphs.graphify import graphify
 from weft.trees import tree_map
 
 
-def graph_is_eager(scenario: Scenario, ladder: Sequence[BatchDescriptor], device: str = "cpu") -> None:
-    """L1: at the same padded descriptor a replay gives the outputs and the whole state of an eager run, bitwise.
+def graph_is_eager(
+    scenario: Scenario, ladder: Sequence[BatchDescriptor], device: str = "cpu"
+) -> None:
+    """L1: at the same padded descriptor a replay gives the outputs and the whole state of an eager
+    run, bitwise.
 
-    Every batch that some class covers replays, and no class is captured twice for batches with the same fields.
+    Every batch that some class covers replays, and no class is captured twice for batches with the
+    same fields.
     """
     eager, graph = whole(scenario, device), graphify(whole(scenario, device), ladder=ladder)
     params = scenario.params(1, device)
@@ -39,11 +43,14 @@ def graph_is_eager(scenario: Scenario, ladder: Sequence[BatchDescriptor], device
     info = graph.cache_info()
     covered = [b for b in scenario.batches() if larger(b.descriptor, ladder)]
     if (info.replays, info.captures) != (len(covered), len(set(chosen))):
-        raise LawViolation(f"L1 graph is eager: {info} where {len(covered)} of the batches are covered")
+        raise LawViolation(
+            f"L1 graph is eager: {info} where {len(covered)} of the batches are covered"
+        )
 
 
 def graph_is_eager_on_functions(function: Function, device: str = "cpu") -> None:
-    """L1 for any pure function: a replay of each signature equals the function itself, its next state included.
+    """L1 for any pure function: a replay of each signature equals the function itself, its next
+    state included.
 
     Calls of two worlds alternate: they differ in parameters and state, and have the same shapes.
     """
@@ -62,34 +69,53 @@ def graph_is_eager_on_functions(function: Function, device: str = "cpu") -> None
     for replayed, out in kept:
         assert_equal("L9 a result does not change under its holder", replayed, out)
     info = graph.cache_info()
-    if (info.captures, info.replays) != (2 * len({x.shape for x in function.inputs}), 2 * len(function.inputs)):
-        raise LawViolation(f"L1 graph is eager: {info} for inputs {[tuple(x.shape) for x in function.inputs]}, twice")
+    if (info.captures, info.replays) != (
+        2 * len({x.shape for x in function.inputs}),
+        2 * len(function.inputs),
+    ):
+        raise LawViolation(
+            f"L1 graph is eager: {info} for inputs {[tuple(x.shape) for x in function.inputs]}, twice"
+        )
 
 
-def graph_is_eager_on_padded_functions(function: Function, rungs: Iterable[int], device: str = "cpu") -> None:
-    """L1 and L8 for any pure function under a ladder, which counts its calls in its state: a capture adds none.
+def graph_is_eager_on_padded_functions(
+    function: Function, rungs: Iterable[int], device: str = "cpu"
+) -> None:
+    """L1 and L8 for any pure function under a ladder, which counts its calls in its state: a
+    capture adds none.
 
-    Each size comes again after the others, which left their values in the buffers that all sizes share. A result
-    contains all rows, padding included."""
+    Each size comes again after the others, which left their values in the buffers that all sizes
+    share. A result contains all rows, padding included."""
 
     def step(params: Any, state: Any, batch: Rows) -> tuple[Any, Any]:
         state, out = function.counted(params, state, batch)
         return state, (out, Rows(batch.descriptor, batch.x + batch.x.sum(0)))
 
-    graph = graphify(step, ladder=[BatchDescriptor(n, n) for n in sorted(rungs, reverse=True)], donate_argnames="state")
+    graph = graphify(
+        step,
+        ladder=[BatchDescriptor(n, n) for n in sorted(rungs, reverse=True)],
+        donate_argnames="state",
+    )
     params, state = function.params.to(device), tree_map(lambda x: x.to(device), function.state)
     for calls, x in enumerate((*function.inputs, *reversed(function.inputs))):
         batch = Rows(BatchDescriptor(x.shape[0], x.shape[0]), x.to(device))
         graph.capture(params, state, batch)
         if int(state["n"]) != calls:
-            raise LawViolation(f"L1 graph is eager: {int(state['n'])} steps counted after {calls} and a capture")
-        _, expected = step(params, clone(state), pad(batch, graph.explain(params, state, batch).decision.descriptor))
+            raise LawViolation(
+                f"L1 graph is eager: {int(state['n'])} steps counted after {calls} and a capture"
+            )
+        _, expected = step(
+            params,
+            clone(state),
+            pad(batch, graph.explain(params, state, batch).decision.descriptor),
+        )
         state, seen = graph(params, state, batch)
         assert_equal("L1 graph is eager: output", seen, unpad(expected, batch.descriptor))
 
 
 def graph_is_eager_on_calls(calls: Sequence[Call], device: str = "cpu") -> None:
-    """L1 for calls that differ in one thing: the address, shape, stride, type, device or value of an argument."""
+    """L1 for calls that differ in one thing: the address, shape, stride, type, device or value of
+    an argument."""
     graph = graphify(called, static_argnames="static")
     own, x = worlds(device), torch.arange(4.0, device=device).reshape(2, 2)
     for call in calls:
@@ -98,12 +124,17 @@ def graph_is_eager_on_calls(calls: Sequence[Call], device: str = "cpu") -> None:
             seen = graph(*arguments)
         except Exception as error:
             text = f"{type(error).__name__}: {error}".splitlines()[0]
-            raise LawViolation(f"L1 graph is eager: {call} raises {text}, where the function does not") from error
+            raise LawViolation(
+                f"L1 graph is eager: {call} raises {text}, where the function does not"
+            ) from error
         assert_equal(f"L1 graph is eager: {call}", seen, called(*arguments))
 
 
-def graph_is_eager_on_images(scenario: ImageScenario, ladder: Sequence[Resolution], device: str = "cpu") -> None:
-    """L1 for a user's own descriptor with two sizes: the image and the state equal an eager run at the padded class."""
+def graph_is_eager_on_images(
+    scenario: ImageScenario, ladder: Sequence[Resolution], device: str = "cpu"
+) -> None:
+    """L1 for a user's own descriptor with two sizes: the image and the state equal an eager run at
+    the padded class."""
     step, graph = scenario.step(), graphify(scenario.step(), ladder=ladder)
     params, state, other = scenario.params(device), scenario.state(device), scenario.state(device)
     for image in scenario.images(device):
@@ -114,4 +145,6 @@ def graph_is_eager_on_images(scenario: ImageScenario, ladder: Sequence[Resolutio
         assert_equal("L1 graph is eager: state", other, state)
     classes = {dispatch(r, ladder).descriptor for r in scenario.resolutions if larger(r, ladder)}
     if graph.cache_info().captures != len(classes):
-        raise LawViolation(f"L1 graph is eager: {graph.cache_info()} for the classes {sorted(map(str, classes))}")
+        raise LawViolation(
+            f"L1 graph is eager: {graph.cache_info()} for the classes {sorted(map(str, classes))}"
+        )

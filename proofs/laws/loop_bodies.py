@@ -1,4 +1,5 @@
-"""L1 for loops with drawn bodies: every way to run a loop gives what Python's loop gives, or refuses it by name."""
+"""L1 for loops with drawn bodies: every way to run a loop gives what Python's loop gives, or
+refuses it by name."""
 
 import functools
 import warnings
@@ -25,9 +26,10 @@ _Call = Callable[[_Slots, Tensor], _Slots]
 
 
 def loop_bodies_are_pythons(loop: LoopBody, device: str = "cpu") -> None:
-    """L1: a loop gives what Python's loop gives: eagerly, in one graph for all bounds, under `vmap`, `grad`, `shard`,
-    and these in a graph. What reads its counter on the host, draws, or writes its carry may be refused. Its result is
-    not what it starts from, which is as Python's loop leaves it."""
+    """L1: a loop gives what Python's loop gives: eagerly, in one graph for all bounds, under
+    `vmap`, `grad`, `shard`, and these in a graph. What reads its counter on the host, draws, or
+    writes its carry may be refused. Its result is not what it starts from, which is as Python's
+    loop leaves it."""
     with warnings.catch_warnings(), torch.random.fork_rng(devices=[]):
         warnings.simplefilter("ignore")
         if _python(loop, device, 1) is None:
@@ -37,7 +39,9 @@ def loop_bodies_are_pythons(loop: LoopBody, device: str = "cpu") -> None:
         match loop.way:
             case "on ranks":
                 ranks = shard(eager, Mesh(d=2), Replicate(), Replicate())
-                _check_calls(loop, {"on ranks in a graph": graphify(ranks), "on ranks": ranks}, device)
+                _check_calls(
+                    loop, {"on ranks in a graph": graphify(ranks), "on ranks": ranks}, device
+                )
             case "in rows":
                 _check_rows(loop, device)
             case _:
@@ -63,7 +67,11 @@ def _check_rows(loop: LoopBody, device: str) -> None:
     expected = [_python(loop, device, bound) for bound in loop.bounds]
     slots = loop.start(device)
     has_rows = loop.has_rows and loop.max_steps is not None
-    if not has_rows or any(one is None for one in expected) or not _runs(lambda: _step_in_rows(loop, slots, bounds)):
+    if (
+        not has_rows
+        or any(one is None for one in expected)
+        or not _runs(lambda: _step_in_rows(loop, slots, bounds))
+    ):
         return  # torch's vmap lacks an operator
     whole = [torch.stack(column) for column in zip(*filter(None, expected), strict=True)]
     calls: dict[str, _Call] = {"in rows": rows, "in rows in a graph": graphify(rows)}
@@ -87,7 +95,8 @@ def _step_in_rows(loop: LoopBody, slots: _Slots, bounds: Tensor) -> Carry:
 
 
 def _check_derivatives(loop: LoopBody, device: str) -> None:
-    """The derivatives by what the loop starts from and by what its body closes over, with each bound in a row."""
+    """The derivatives by what the loop starts from and by what its body closes over, with each
+    bound in a row."""
     if not loop.has_rows or loop.max_steps is None or loop.dtype.is_complex:
         return
     bounds = torch.tensor(loop.bounds, device=device)
@@ -101,7 +110,9 @@ def _check_derivatives(loop: LoopBody, device: str) -> None:
     by_python = torch.func.grad(functools.partial(total, _python_loop))
     by_scale = torch.func.grad(functools.partial(total, _run))
     in_rows = torch.func.vmap(by_scale, in_dims=(None, 0))
-    if not _runs(lambda: [by_python(scale, bound) for bound in bounds]) or not _runs(lambda: in_rows(scale, bounds)):
+    if not _runs(lambda: [by_python(scale, bound) for bound in bounds]) or not _runs(
+        lambda: in_rows(scale, bounds)
+    ):
         return
     derivatives = torch.stack([by_python(scale, bound) for bound in bounds])
     # Beyond that, a loop is chaotic, and the last bit of a kernel for several rows decides.
@@ -115,7 +126,8 @@ def _check_derivatives(loop: LoopBody, device: str) -> None:
 
 
 def _run(loop: LoopBody, slots: _Slots, bound: Tensor, scale: Tensor | None = None) -> _Slots:
-    """The last slots, and those that the loop starts from, which are its own and written once it has ended."""
+    """The last slots, and those that the loop starts from, which are its own and written once it
+    has ended."""
     start = tuple(x * 1 for x in slots), torch.zeros((), dtype=torch.int64, device=bound.device)
     body = functools.partial(_scaled_body, loop, scale)
     last, _ = while_loop(lambda carry: carry[1] < bound, body, start, max_steps=loop.max_steps)
@@ -130,7 +142,9 @@ def _scaled_body(loop: LoopBody, scale: Tensor | None, carry: Carry) -> Carry:
     return loop.body((slots if scale is None else tuple(x * scale for x in slots), counter))
 
 
-def _python_loop(loop: LoopBody, slots: _Slots, bound: Tensor, scale: Tensor | None = None) -> _Slots:
+def _python_loop(
+    loop: LoopBody, slots: _Slots, bound: Tensor, scale: Tensor | None = None
+) -> _Slots:
     start = tuple(x * 1 for x in slots)
     carry = start, torch.zeros((), dtype=torch.int64, device=bound.device)
     for _ in range(int(bound) if loop.max_steps is None else min(int(bound), loop.max_steps)):
@@ -142,12 +156,17 @@ def _python(loop: LoopBody, device: str, bound: int) -> _Slots | None:
     """What Python's loop gives; None where torch raises."""
     torch.manual_seed(0)
     try:
-        return tuple(x.clone() for x in _python_loop(loop, loop.start(device), torch.tensor(bound, device=device)))
+        return tuple(
+            x.clone()
+            for x in _python_loop(loop, loop.start(device), torch.tensor(bound, device=device))
+        )
     except (RuntimeError, ValueError, TypeError, IndexError, NotImplementedError):
         return None
 
 
-def _called(loop: LoopBody, way: str, call: _Call, bound: int, device: str, *, may_refuse: bool) -> _Slots | None:
+def _called(
+    loop: LoopBody, way: str, call: _Call, bound: int, device: str, *, may_refuse: bool
+) -> _Slots | None:
     slots = loop.start(device)
     torch.manual_seed(0)
     try:
@@ -173,8 +192,12 @@ def _runs(call: Callable[[], Any]) -> bool:
     return True
 
 
-def _compare(way: str, result: Sequence[Tensor], expected: Sequence[Tensor], loop: LoopBody) -> None:
+def _compare(
+    way: str, result: Sequence[Tensor], expected: Sequence[Tensor], loop: LoopBody
+) -> None:
     for slot, (x, y) in enumerate(zip(result, expected, strict=True)):
-        if x.shape != y.shape or not torch.allclose(x.cpu(), y.cpu(), rtol=1e-6, atol=1e-9, equal_nan=True):
+        if x.shape != y.shape or not torch.allclose(
+            x.cpu(), y.cpu(), rtol=1e-6, atol=1e-9, equal_nan=True
+        ):
             seen = f"slot {slot} is {x.tolist()}, in Python {y.tolist()}"
             raise LawViolation(f"{_LAW}: {way}: {seen}; {loop}")

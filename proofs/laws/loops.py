@@ -1,4 +1,5 @@
-"""L1 for loops: `while_loop` is the Python loop, eagerly and as one launch of a graph, and `scan` with a done flag."""
+"""L1 for loops: `while_loop` is the Python loop, eagerly and as one launch of a graph, and `scan`
+with a done flag."""
 
 from typing import Any
 
@@ -13,8 +14,8 @@ from weft.transforms.pipelines.microbatch import scan
 
 
 def loops_are_python_loops(loop: Loop, device: str = "cpu") -> None:
-    """L1: `while_loop` gives what Python's loop gives on Python's integers, eagerly, and in one graph for any number of
-    steps; so does `scan` with a flag that says whether the loop goes on."""
+    """L1: `while_loop` gives what Python's loop gives on Python's integers, eagerly, and in one
+    graph for any number of steps; so does `scan` with a flag that says whether the loop goes on."""
 
     def eager(carry: Any) -> Any:
         return while_loop(loop.cond, loop.body, carry, max_steps=loop.max_steps)
@@ -37,15 +38,22 @@ def loops_are_python_loops(loop: Loop, device: str = "cpu") -> None:
                 value.fill_(first)
         else:
             state = _first(loop, start, device)
-        seen = {"eagerly": eager(_first(loop, start, device)), "by scan": _scanned(loop, _first(loop, start, device))}
+        seen = {
+            "eagerly": eager(_first(loop, start, device)),
+            "by scan": _scanned(loop, _first(loop, start, device)),
+        }
         made = whole(state)
         state = made if loop.in_place else state
         for way, result in (seen | {"in a graph": made}).items():
             numbers = [int(x) for x in (*result[0], result[1])]
             if numbers != loop.wanted(start):
-                raise LawViolation(f"L1 loops are Python's: {way}, from {start}: {numbers} for {loop.wanted(start)}")
+                raise LawViolation(
+                    f"L1 loops are Python's: {way}, from {start}: {numbers} for {loop.wanted(start)}"
+                )
     if (captures := whole.cache_info().captures) != 1:
-        raise LawViolation(f"L1 loops are Python's: {captures} captures for loops of different lengths")
+        raise LawViolation(
+            f"L1 loops are Python's: {captures} captures for loops of different lengths"
+        )
 
 
 def _first(loop: Loop, start: Any, device: str) -> Any:
@@ -59,7 +67,8 @@ def _scanned(loop: Loop, carry: Any) -> Any:
         carry, live, left = state
         new = loop.body(carry)
         *values, steps = (
-            torch.where(live, b, a) for a, b in zip((*carry[0], carry[1]), (*new[0], new[1]), strict=True)
+            torch.where(live, b, a)
+            for a, b in zip((*carry[0], carry[1]), (*new[0], new[1]), strict=True)
         )
         carry = values, steps
         return (carry, live & loop.cond(carry) & (left > 1), left - 1), None

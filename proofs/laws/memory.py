@@ -1,4 +1,5 @@
-"""L14, and L9 for graphs that are evicted: the memory of graphs is known beforehand, and none is dropped in use."""
+"""L14, and L9 for graphs that are evicted: the memory of graphs is known beforehand, and none is
+dropped in use."""
 
 from typing import Any
 
@@ -16,7 +17,8 @@ SHARE = 0.1
 
 
 def memory_is_estimated(function: Function, classes: int, device: str = "cpu") -> None:
-    """L14: `used <= estimate <= used * (1 + SHARE)` for a ladder of some classes, and estimating changes nothing."""
+    """L14: `used <= estimate <= used * (1 + SHARE)` for a ladder of some classes, and estimating
+    changes nothing."""
 
     ladder = [BatchDescriptor(n, n) for n in range(classes, 0, -1)]
     graph = graphify(function.counted, ladder=ladder, donate_argnames="state")
@@ -30,13 +32,16 @@ def memory_is_estimated(function: Function, classes: int, device: str = "cpu") -
     graph.capture(params, state, batch)
     used = graph.memory_analysis()
     if estimate.buffer_bytes != used.buffer_bytes:
-        raise LawViolation(f"L14 memory: {estimate.buffer_bytes} bytes of buffers estimated, {used.buffer_bytes} used")
+        raise LawViolation(
+            f"L14 memory: {estimate.buffer_bytes} bytes of buffers estimated, {used.buffer_bytes} used"
+        )
     if not used.graph_bytes <= estimate.graph_bytes <= used.graph_bytes * (1 + SHARE):
         raise LawViolation(f"L14 memory: {estimate} where {used} is used, for {classes} classes")
 
 
 def dropped_graphs_are_not_in_use(function: Function, most: int, device: str = "cpu") -> None:
-    """L9: with room for few graphs, every call gives the function's results, and no more graphs are held."""
+    """L9: with room for few graphs, every call gives the function's results, and no more graphs are
+    held."""
     graph = graphify(function.fn, max_captures=most)
     params, state = function.params.to(device), tree_map(lambda t: t.to(device), function.state)
     other: Any = clone(state)

@@ -19,8 +19,11 @@ from weft.transforms.graphs.graphify import graphify
 from weft.trees import tree_map
 
 
-def capture_leaves_no_trace(scenario: Scenario, ladder: Sequence[BatchDescriptor], device: str = "cpu") -> None:
-    """L8: explaining, capturing the whole ladder, and a failed capture leave the state bitwise as it was."""
+def capture_leaves_no_trace(
+    scenario: Scenario, ladder: Sequence[BatchDescriptor], device: str = "cpu"
+) -> None:
+    """L8: explaining, capturing the whole ladder, and a failed capture leave the state bitwise as
+    it was."""
     graph, params, state = (
         graphify(whole(scenario, device), ladder=ladder),
         scenario.params(1, device),
@@ -64,8 +67,11 @@ def capture_leaves_no_trace_on_functions(function: Function, device: str = "cpu"
         assert_equal("L8 capture leaves no trace", state, before)
 
 
-def ownership_is_kept(scenario: Scenario, ladder: Sequence[BatchDescriptor], device: str = "cpu") -> None:
-    """L9: a call's results never change; using a donated state again is an error that names the call that took it."""
+def ownership_is_kept(
+    scenario: Scenario, ladder: Sequence[BatchDescriptor], device: str = "cpu"
+) -> None:
+    """L9: a call's results never change; using a donated state again is an error that names the
+    call that took it."""
     graph, params, state = (
         graphify(whole(scenario, device), ladder=ladder),
         scenario.params(1, device),
@@ -88,7 +94,8 @@ def ownership_is_kept(scenario: Scenario, ladder: Sequence[BatchDescriptor], dev
 
 
 def borrowed_results_are_right(function: Function, device: str = "cpu") -> None:
-    """L9 for borrowed results: they are right until the next call, and as its arguments, even in exchanged places."""
+    """L9 for borrowed results: they are right until the next call, and as its arguments, even in
+    exchanged places."""
 
     @donates("state")
     def step(params: Any, state: Any, pair: tuple[Tensor, Tensor]) -> Any:
@@ -108,8 +115,8 @@ def borrowed_results_are_right(function: Function, device: str = "cpu") -> None:
 
 
 def graph_keeps_what_it_reads(code: Sequence[int], device: str = "cpu") -> None:
-    """L9: a tensor that a graph reads lives as long as the graph, even if its owner drops it. Here the owner is a cache
-    of one table, which the next size evicts."""
+    """L9: a tensor that a graph reads lives as long as the graph, even if its owner drops it. Here
+    the owner is a cache of one table, which the next size evicts."""
 
     @lru_cache(maxsize=1)
     def table(size: int) -> Tensor:

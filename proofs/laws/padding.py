@@ -17,22 +17,32 @@ from weft.state import State
 from weft.trees import tree_map
 
 
-def padding_is_inert(scenario: Scenario, ladder: Sequence[BatchDescriptor], device: str = "cpu") -> None:
-    """L2: `unpad(f(pad(b, d)))` is `f(b)` for each d that covers b, whatever padding and unwritten memory contain."""
+def padding_is_inert(
+    scenario: Scenario, ladder: Sequence[BatchDescriptor], device: str = "cpu"
+) -> None:
+    """L2: `unpad(f(pad(b, d)))` is `f(b)` for each d that covers b, whatever padding and unwritten
+    memory contain."""
     step, params = whole(scenario, device), scenario.params(1, device)
     for batch_index, batch in enumerate(scenario.batches(device)):
         for descriptor in larger(batch.descriptor, ladder):
             before = _run_to(scenario, step, params, batch_index, device, poison=0.0)
             poisoned = _run_to(scenario, step, params, batch_index, device, poison=float("nan"))
             state, out = step(params, before, batch)
-            other, padded = step(params, _garbage_scratch(poisoned), _garbage_tail(pad(batch, descriptor), batch))
+            other, padded = step(
+                params, _garbage_scratch(poisoned), _garbage_tail(pad(batch, descriptor), batch)
+            )
             seen = unpad(padded, batch.descriptor)
             assert_equal("L2 padding is inert: output", seen, out, exact=False)
-            unwritten = tree_map(lambda x: x.nan_to_num(0.0, torch.inf) if x.is_floating_point() else x, visible(other))
+            unwritten = tree_map(
+                lambda x: x.nan_to_num(0.0, torch.inf) if x.is_floating_point() else x,
+                visible(other),
+            )
             assert_equal("L2 padding is inert: state", unwritten, visible(state), exact=False)
 
 
-def _run_to(scenario: Scenario, step: Any, params: Any, index: int, device: str, *, poison: float) -> Any:
+def _run_to(
+    scenario: Scenario, step: Any, params: Any, index: int, device: str, *, poison: float
+) -> Any:
     state = scenario.state(1, device, poison=poison)
     for batch in scenario.batches(device)[:index]:
         state, _ = step(params, state, batch)
@@ -57,8 +67,11 @@ def _garbage_tail(padded: Batch, batch: Batch) -> Batch:
     return attrs.evolve(padded, input_ids=tail)
 
 
-def stage_padding_is_inert(scenario: Scenario, ladder: Sequence[BatchDescriptor], device: str = "cpu") -> None:
-    """L2 between stages: NaN in the padding of a received buffer reaches neither a request nor a page."""
+def stage_padding_is_inert(
+    scenario: Scenario, ladder: Sequence[BatchDescriptor], device: str = "cpu"
+) -> None:
+    """L2 between stages: NaN in the padding of a received buffer reaches neither a request nor a
+    page."""
     stages, params = scenario.stages(2, device), scenario.params(2, device)
     state, other = list(scenario.state(2, device)), list(scenario.state(2, device))
     for batch in scenario.batches(device)[:1]:
@@ -69,26 +82,40 @@ def stage_padding_is_inert(scenario: Scenario, ladder: Sequence[BatchDescriptor]
             tail = torch.full_like(wide.hidden_states, float("nan"))
             tail[: x.hidden_states.shape[0]] = x.hidden_states
             wide = attrs.evolve(wide, hidden_states=tail)
-            other[1], padded = stages[1](params[1], other[1], pad(batch.after_first(), descriptor), wide)
-            assert_equal("L2 padding is inert: output", unpad(padded, batch.descriptor), out, exact=False)
-            assert_equal("L2 padding is inert: state", visible(other[1:]), visible(state[1:]), exact=False)
+            other[1], padded = stages[1](
+                params[1], other[1], pad(batch.after_first(), descriptor), wide
+            )
+            assert_equal(
+                "L2 padding is inert: output", unpad(padded, batch.descriptor), out, exact=False
+            )
+            assert_equal(
+                "L2 padding is inert: state", visible(other[1:]), visible(state[1:]), exact=False
+            )
 
 
-def image_padding_is_inert(scenario: ImageScenario, ladder: Sequence[Resolution], device: str = "cpu") -> None:
-    """L2 for a user's own descriptor: padding two dimensions with NaN changes neither an image nor the state, and
-    unpadding is the inverse of padding."""
+def image_padding_is_inert(
+    scenario: ImageScenario, ladder: Sequence[Resolution], device: str = "cpu"
+) -> None:
+    """L2 for a user's own descriptor: padding two dimensions with NaN changes neither an image nor
+    the state, and unpadding is the inverse of padding."""
     step, params = scenario.step(), scenario.params(device)
     for image in scenario.images(device):
         for resolution in larger(image.resolution, ladder):
             state, out = step(params, scenario.state(device), image)
             wide = pad(image, resolution)
-            assert_equal("L2 padding is inert: there and back", unpad(wide, image.resolution), image)
+            assert_equal(
+                "L2 padding is inert: there and back", unpad(wide, image.resolution), image
+            )
             pixels = torch.where(wide.valid[..., None], wide.pixels, float("nan"))
             other, seen = step(params, scenario.state(device), attrs.evolve(wide, pixels=pixels))
-            assert_equal("L2 padding is inert: image", unpad(seen, image.resolution), out, exact=False)
+            assert_equal(
+                "L2 padding is inert: image", unpad(seen, image.resolution), out, exact=False
+            )
             assert_equal("L2 padding is inert: state", other, state, exact=False)
             if seen.resolution != resolution or (seen.pixels.shape[0], seen.pixels.shape[1]) != (
                 resolution.height,
                 resolution.width,
             ):
-                raise LawViolation(f"L2 padding is inert: {tuple(seen.pixels.shape)} for '{resolution}'")
+                raise LawViolation(
+                    f"L2 padding is inert: {tuple(seen.pixels.shape)} for '{resolution}'"
+                )

@@ -13,9 +13,12 @@ from weft.transforms.graphs.graphify import graphify, piecewise
 from weft.trees import tree_map
 
 
-def pieces_are_the_whole(scenario: Scenario, ladder: Sequence[BatchDescriptor], device: str = "cpu") -> None:
-    """L5: a step captured in pieces, with attention between them, gives bitwise the results of the whole graph and of
-    the function at the same padded class. It has one piece more than there are layers."""
+def pieces_are_the_whole(
+    scenario: Scenario, ladder: Sequence[BatchDescriptor], device: str = "cpu"
+) -> None:
+    """L5: a step captured in pieces, with attention between them, gives bitwise the results of the
+    whole graph and of the function at the same padded class. It has one piece more than there are
+    layers."""
     pieces = piecewise(whole(scenario, device), split_at="weft::paged_attention", ladder=ladder)
     one = graphify(whole(scenario, device), ladder=ladder)
     eager = whole(scenario, device)
@@ -31,7 +34,9 @@ def pieces_are_the_whole(scenario: Scenario, ladder: Sequence[BatchDescriptor], 
         assert_equal("L5 pieces are the whole: state", states[0], states[2])
         assert_equal("L5 pieces are the whole: state", states[0], states[1])
     if any(n != scenario.config.num_layers + 1 for n in pieces.num_pieces()):
-        raise LawViolation(f"L5 pieces are the whole: {pieces.num_pieces()} for {scenario.config.num_layers} layers")
+        raise LawViolation(
+            f"L5 pieces are the whole: {pieces.num_pieces()} for {scenario.config.num_layers} layers"
+        )
 
 
 def pieces_are_the_whole_on_functions(function: Function, device: str = "cpu") -> None:

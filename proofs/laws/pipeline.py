@@ -24,8 +24,8 @@ def pipeline_is_composition(
     ladder: Sequence[BatchDescriptor] | None,
     device: str = "cpu",
 ) -> None:
-    """L3: a pipeline with any split and any number of micro-batches gives the outputs and states of the hand-written
-    sequence; with a ladder, its stages replay."""
+    """L3: a pipeline with any split and any number of micro-batches gives the outputs and states of
+    the hand-written sequence; with a ladder, its stages replay."""
     stages, params = scenario.stages(num_stages, device), scenario.params(num_stages, device)
     plain = compose(stages, advance=advance)
     parts = stages if ladder is None else [graphify(stage, ladder=ladder) for stage in stages]
@@ -36,7 +36,9 @@ def pipeline_is_composition(
         state, out = plain(params, state, batch)
         other, seen = spanned(params, other, batch)
         assert_equal("L3 pipeline is composition: output", seen, out, exact=exact)
-        assert_equal("L3 pipeline is composition: state", visible(other), visible(state), exact=exact)
+        assert_equal(
+            "L3 pipeline is composition: state", visible(other), visible(state), exact=exact
+        )
 
 
 def pipeline_is_composition_on_functions(
@@ -44,7 +46,9 @@ def pipeline_is_composition_on_functions(
 ) -> None:
     """L3 for arbitrary pure functions as stages."""
     stages, x = [f.fn for f in functions], x.to(device)
-    params, states = tree_map(lambda t: t.to(device), ([f.params for f in functions], [f.state for f in functions]))
+    params, states = tree_map(
+        lambda t: t.to(device), ([f.params for f in functions], [f.state for f in functions])
+    )
     state, out = compose(stages)(params, states, x)
     other, seen = pipeline(stages, microbatches=microbatches)(params, states, x)
     assert_equal("L3 pipeline is composition: output", seen, out, exact=microbatches == 1)
@@ -70,9 +74,11 @@ def transforms_commute(
     ladder: Sequence[BatchDescriptor],
     device: str = "cpu",
 ) -> None:
-    """L4: `graphify(pipeline(s))` is `pipeline(map(graphify, s))` is `compose(s)`: outputs and each stage's state.
+    """L4: `graphify(pipeline(s))` is `pipeline(map(graphify, s))` is `compose(s)`: outputs and each
+    stage's state.
 
-    A graph cannot cut a ragged batch, since that reads the host: several micro-batches need uniform classes.
+    A graph cannot cut a ragged batch, since that reads the host: several micro-batches need uniform
+    classes.
     """
     stages, params = scenario.stages(num_stages, device), scenario.params(num_stages, device)
     steps: dict[str, Any] = {
@@ -80,7 +86,9 @@ def transforms_commute(
         "pipeline of graphs": pipeline(
             [graphify(s, ladder=ladder) for s in stages], microbatches=microbatches, advance=advance
         ),
-        "graph of a pipeline": graphify(pipeline(stages, microbatches=microbatches, advance=advance), ladder=ladder),
+        "graph of a pipeline": graphify(
+            pipeline(stages, microbatches=microbatches, advance=advance), ladder=ladder
+        ),
     }
     states = {name: scenario.state(num_stages, device) for name in steps}
     for batch in scenario.batches(device):
@@ -90,15 +98,20 @@ def transforms_commute(
         for name in steps:
             law = f"L4 transforms commute: {name} and compose"
             assert_equal(f"{law}: output", outs[name], outs["compose"], exact=False)
-            assert_equal(f"{law}: state", visible(states[name]), visible(states["compose"]), exact=False)
+            assert_equal(
+                f"{law}: state", visible(states[name]), visible(states["compose"]), exact=False
+            )
 
 
 def transforms_commute_on_functions(
     functions: Sequence[Function], inputs: Sequence[Tensor], microbatches: int, device: str = "cpu"
 ) -> None:
-    """L4 for arbitrary pure functions as stages; bitwise where shapes agree, since all but `compose` cut the same."""
+    """L4 for arbitrary pure functions as stages; bitwise where shapes agree, since all but
+    `compose` cut the same."""
     stages = [f.fn for f in functions]
-    params, state = tree_map(lambda t: t.to(device), ([f.params for f in functions], [f.state for f in functions]))
+    params, state = tree_map(
+        lambda t: t.to(device), ([f.params for f in functions], [f.state for f in functions])
+    )
     steps: dict[str, Any] = {
         "compose": compose(stages),
         "pipeline": pipeline(stages, microbatches=microbatches),

@@ -1,9 +1,9 @@
 """L10: generated programs are right, and the checker accepts right programs and nothing else.
 
-`weft.proofs.solver.programs_exhaustive` defines what is right: it tries every order in which ranks could move. The
-checker requires one thing more: a stage that overwrites a result that it sent must have the fence in its program, even
-if something else (a returned output, or a full edge) keeps the two apart in every order. So it accepts exactly the
-programs that are right and `fenced`.
+`weft.proofs.solver.programs_exhaustive` defines what is right: it tries every order in which ranks
+could move. The checker requires one thing more: a stage that overwrites a result that it sent must
+have the fence in its program, even if something else (a returned output, or a full edge) keeps the
+two apart in every order. So it accepts exactly the programs that are right and `fenced`.
 """
 
 import functools
@@ -49,7 +49,11 @@ def checker_is_right(case: Scheduled) -> None:
     if wrong is None and not fenced(case.programs, case.buffers):
         wrong = "a fence is missing"
     if (wrong is None) != (refused is None):
-        said = f"accepts what goes wrong: {wrong}" if refused is None else f"refuses what is right: {refused}"
+        said = (
+            f"accepts what goes wrong: {wrong}"
+            if refused is None
+            else f"refuses what is right: {refused}"
+        )
         raise LawViolation(f"L10 the checker is right: it {said}")
 
 
@@ -60,11 +64,14 @@ def broken_programs_are_refused(case: Broken) -> None:
     for name, wrong in case.wrong.items():
         if refusal(wrong) is None:
             seen = fault(wrong.programs, buffers=wrong.buffers)
-            raise LawViolation(f"L10 broken programs are refused: {name}: the checker accepts what goes wrong: {seen}")
+            raise LawViolation(
+                f"L10 broken programs are refused: {name}: the checker accepts what goes wrong: {seen}"
+            )
 
 
 def schedules_are_right(case: Scheduled) -> None:
-    """L10: the programs of `make_programs` are right, pass the checker, and run no job before the jobs it waits for."""
+    """L10: the programs of `make_programs` are right, pass the checker, and run no job before the
+    jobs it waits for."""
     refused = refusal(case)
     if refused is not None:
         raise LawViolation(f"L10 schedules are right: refused: {refused}")
@@ -79,22 +86,26 @@ def schedules_are_right(case: Scheduled) -> None:
 
 
 def _waits(program: Program, mb: int, after: int) -> bool:
-    """Whether a rank receives a job's returned output, and advances with it, before it runs another job."""
+    """Whether a rank receives a job's returned output, and advances with it, before it runs another
+    job."""
     before = program.effects[: program.effects.index(Run(f"stage {program.rank}", mb))]
     needed = [e for e in program.effects if isinstance(e, Broadcast) or e == Run("advance", after)]
     return all(e in before for e in needed if e.microbatch == after)
 
 
 def own_schedules_are_compositions(case: Woven, transport: Transport | None = None) -> None:
-    """L10: programs that run stages in any order that they allow pass the checker, and take as few rounds as the order
-    needs; and a pipeline that executes them returns what the stages return one after the other. Edited ones do so too,
-    or are refused; and the checker refuses what goes wrong."""
+    """L10: programs that run stages in any order that they allow pass the checker, and take as few
+    rounds as the order needs; and a pipeline that executes them returns what the stages return one
+    after the other. Edited ones do so too, or are refused; and the checker refuses what goes wrong.
+    """
     law = "L10 own schedules are compositions"
     if (refused := refusal(case.scheduled)) is not None:
         raise LawViolation(f"{law}: refused: {refused}")
     rounds, fewest = _rounds(case), fewest_rounds(case.scheduled.programs, case.scheduled.jobs)
     if rounds > fewest:
-        raise LawViolation(f"{law}: {rounds} rounds of equally fast stages, where {fewest} are enough")
+        raise LawViolation(
+            f"{law}: {rounds} rounds of equally fast stages, where {fewest} are enough"
+        )
     wanted = _one_after_the_other(case)
     if (seen := _streamed(case, case.scheduled, transport)) != wanted:
         raise LawViolation(f"{law}: {seen} for {wanted}")
@@ -105,21 +116,26 @@ def own_schedules_are_compositions(case: Woven, transport: Transport | None = No
     except ProgramError:
         return
     except Exception as error:
-        raise LawViolation(f"{law}: accepted after an edit, it raises {type(error).__name__}") from error
+        raise LawViolation(
+            f"{law}: accepted after an edit, it raises {type(error).__name__}"
+        ) from error
     if seen != wanted:
         raise LawViolation(f"{law}: accepted after an edit, it returns {seen} for {wanted}")
 
 
 def fewest_rounds(programs: Sequence[Program], jobs: Sequence[Job]) -> int:
-    """The rounds after which the last run of these orders ends, if every run takes one round and begins as soon as it
-    can: after the run before it on its rank, after the stage before on its micro-batch, and after the last stage on the
-    job that its own runs after. This is the length of the longest chain of runs, without any thought of messages.
+    """The rounds after which the last run of these orders ends, if every run takes one round and
+    begins as soon as it can: after the run before it on its rank, after the stage before on its
+    micro-batch, and after the last stage on the job that its own runs after. This is the length of
+    the longest chain of runs, without any thought of messages.
 
     Args:
         programs: of all ranks, of which only the runs of stages count, in their order.
         jobs: one per micro-batch.
     """
-    orders = [[e for e in p.effects if isinstance(e, Run) and e.stage is not None] for p in programs]
+    orders = [
+        [e for e in p.effects if isinstance(e, Run) and e.stage is not None] for p in programs
+    ]
     last = max((e.stage for order in orders for e in order if e.stage is not None), default=0)
     before: dict[tuple[int, int], tuple[int, int]] = {}
     for order in orders:
@@ -147,8 +163,11 @@ def _rounds(case: Woven) -> int:
     return round(simulate(case.scheduled.programs, Costs((1.0,) * case.num_stages)).step_time)
 
 
-def _stage(param: int, state: Tensor, batch: tuple[Tensor, int], x: Tensor | None) -> tuple[Tensor, Tensor]:
-    """A stage in integers, whose result depends on the order in which it and the others saw each request."""
+def _stage(
+    param: int, state: Tensor, batch: tuple[Tensor, int], x: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """A stage in integers, whose result depends on the order in which it and the others saw each
+    request."""
     rows, number = batch
     x = number + rows if x is None else x
     made = (x * param + state[rows]) % 65_521
@@ -187,16 +206,23 @@ def _without_schema(effect: Effect) -> Effect:
 
 
 def _streamed(case: Woven, scheduled: Scheduled, transport: Transport | None) -> list[Any]:
-    programs = [attrs.evolve(p, effects=tuple(map(_without_schema, p.effects))) for p in scheduled.programs]
+    programs = [
+        attrs.evolve(p, effects=tuple(map(_without_schema, p.effects))) for p in scheduled.programs
+    ]
     others = interleaved(len(programs))  # for the pipeline's own number of micro-batches
 
     def schedule(num_stages: int, jobs: Sequence[Job], **options: Any) -> Sequence[Program]:
         return programs if tuple(jobs) == scheduled.jobs else others(num_stages, jobs, **options)
 
     advance = _advance if case.advances else None
-    step = pipeline([_stage] * case.num_stages, advance=advance, transport=transport, schedule=schedule)
+    step = pipeline(
+        [_stage] * case.num_stages, advance=advance, transport=transport, schedule=schedule
+    )
     params = [index + 2 for index in range(case.num_stages)]
     states, outputs = step.stream(
-        params, [torch.arange(3) + index for index in range(case.num_stages)], _batches(case), scheduled.jobs
+        params,
+        [torch.arange(3) + index for index in range(case.num_stages)],
+        _batches(case),
+        scheduled.jobs,
     )
     return _listed(case, states, outputs)

@@ -35,9 +35,9 @@ Step = Callable[[Any, Any, Any], Any]
 
 
 def shards_are_the_function(function: RankFunction) -> None:
-    """L22: on all ranks and on one rank, with whole arguments, a function gives what it is without ranks: results and
-    state, over a sequence of calls. A state that is written in place is returned as the same tensors. Programs print
-    and parse back."""
+    """L22: on all ranks and on one rank, with whole arguments, a function gives what it is without
+    ranks: results and state, over a sequence of calls. A state that is written in place is returned
+    as the same tensors. Programs print and parse back."""
     sharded = function.sharded()
     steps: dict[str, Step] = {"shards": sharded}
     if not function.depends_on_the_mesh:
@@ -51,11 +51,17 @@ def shards_are_the_function(function: RankFunction) -> None:
             states[name], seen = _made(law, step, function.params, given, x)
             assert_equal(f"{law}: output", seen, out, exact=False)
             assert_equal(f"{law}: state", states[name], expected, exact=False)
-            if function.code[-1] == "state: in place" and any(states[name][key] is not given[key] for key in given):
-                raise LawViolation(f"{law}: a state that was written in place is returned as another tensor")
+            if function.code[-1] == "state: in place" and any(
+                states[name][key] is not given[key] for key in given
+            ):
+                raise LawViolation(
+                    f"{law}: a state that was written in place is returned as another tensor"
+                )
         programs = sharded.programs(function.params, states["shards"], x)
         if parse_listing(listing(programs)) != programs:
-            raise LawViolation(f"L22 shards are the function: their programs do not parse back: {listing(programs)}")
+            raise LawViolation(
+                f"L22 shards are the function: their programs do not parse back: {listing(programs)}"
+            )
 
 
 def shards_commute(function: RankFunction, microbatches: int, length: int) -> None:
@@ -63,7 +69,10 @@ def shards_commute(function: RankFunction, microbatches: int, length: int) -> No
     sharded = function.sharded()
     pairs: dict[str, tuple[Step, Step]] = {
         "graph": (graphify(sharded), function.whole),
-        "micro-batches": (microbatch(sharded, microbatches), microbatch(function.whole, microbatches)),
+        "micro-batches": (
+            microbatch(sharded, microbatches),
+            microbatch(function.whole, microbatches),
+        ),
         "scan": (scan(sharded, length), scan(function.whole, length)),
         "graph of a scan": (graphify(scan(sharded, length)), scan(function.whole, length)),
     }
@@ -78,14 +87,19 @@ def shards_commute(function: RankFunction, microbatches: int, length: int) -> No
 
 
 def stages_of_shards_are_stages(functions: Sequence[RankFunction], microbatches: int) -> None:
-    """L22: a pipeline whose stages are sharded, and a graph of it, are the pipeline of the stages without ranks."""
+    """L22: a pipeline whose stages are sharded, and a graph of it, are the pipeline of the stages
+    without ranks."""
     params = [function.params for function in functions]
-    plain = pipeline([as_stage(function.whole) for function in functions], microbatches=microbatches)
+    plain = pipeline(
+        [as_stage(function.whole) for function in functions], microbatches=microbatches
+    )
     stages = [function.stage() for function in functions]
     steps: dict[str, Step] = {
         "pipeline": pipeline(stages, microbatches=microbatches),
         "graph of a pipeline": graphify(pipeline(stages, microbatches=microbatches)),
-        "pipeline of graphs": pipeline([graphify(stage) for stage in stages], microbatches=microbatches),
+        "pipeline of graphs": pipeline(
+            [graphify(stage) for stage in stages], microbatches=microbatches
+        ),
     }
     given = tuple(function.state for function in functions)
     states, expected = {name: clone(given) for name in steps}, clone(given)
@@ -116,7 +130,10 @@ def _stack(x: Tensor) -> Tensor:
 
 
 def _backward(fn: Step, params: Any, state: Any, x: Tensor) -> Any:
-    own = {name: p.clone().requires_grad_() for name, p in params.items()}, x.clone().requires_grad_()
+    own = (
+        {name: p.clone().requires_grad_() for name, p in params.items()},
+        x.clone().requires_grad_(),
+    )
     _losses(fn)(own[0], state, own[1]).backward()
     return {name: p.grad for name, p in own[0].items()}, own[1].grad
 
@@ -126,9 +143,9 @@ TRANSFORMS: dict[str, Callable[[Step, Any, Any, Tensor], Any]] = {
     "vmap": lambda f, p, s, x: func.vmap(lambda y: f(p, s, y)[1])(_stack(x)),
     "jvp": lambda f, p, s, x: func.jvp(lambda y: f(p, s, y)[1], (x,), (x * 2,)),
     "vjp": lambda f, p, s, x: func.vjp(lambda y: f(p, s, y)[1], x)[1](torch.ones_like(x)),
-    "gradients of each sample": lambda f, p, s, x: func.vmap(func.grad(_losses(f), argnums=2), (None, None, 0))(
-        p, s, _stack(x)
-    ),
+    "gradients of each sample": lambda f, p, s, x: func.vmap(
+        func.grad(_losses(f), argnums=2), (None, None, 0)
+    )(p, s, _stack(x)),
     "graph of grad": lambda f, p, s, x: graphify(func.grad(_losses(f), argnums=(0, 2)))(p, s, x),
     "backward": _backward,
 }
@@ -146,8 +163,8 @@ def derivatives_of_shards_are_derivatives(function: RankFunction, transform: str
 
 
 def surroundings_of_shards_change_nothing(case: SurroundedShard) -> None:
-    """L22: wherever a sharded function is called first, and whatever it closes over, its results and derivatives are
-    those of the function, in the same surroundings and in later ones."""
+    """L22: wherever a sharded function is called first, and whatever it closes over, its results
+    and derivatives are those of the function, in the same surroundings and in later ones."""
     read, write = HOLDERS[case.holder]()
     whole, step = case.function(read, on_a_rank=False), case.sharded(read)
     write(torch.tensor(1.5))
@@ -166,10 +183,13 @@ def surroundings_of_shards_change_nothing(case: SurroundedShard) -> None:
 
 
 _REFUSALS = (RuntimeError, CaptureError, DerivativeError)
-"""The errors by which torch and captures refuse the function itself. A `LawViolation` is none of them."""
+"""The errors by which torch and captures refuse the function itself. A `LawViolation` is none of
+them."""
 
 
-def _with_weight(step: Callable[[Tensor], Tensor], write: Callable[[Tensor], None]) -> Callable[..., Tensor]:
+def _with_weight(
+    step: Callable[[Tensor], Tensor], write: Callable[[Tensor], None]
+) -> Callable[..., Tensor]:
     """A function `(weight, x)` of one that closes over the weight."""
 
     def call(weight: Tensor, x: Tensor) -> Tensor:
@@ -180,7 +200,8 @@ def _with_weight(step: Callable[[Tensor], Tensor], write: Callable[[Tensor], Non
 
 
 def disagreeing_ranks_are_refused(case: Disagreement) -> None:
-    """L22: ranks that do not come to the same collectives in the same order are refused before anything runs."""
+    """L22: ranks that do not come to the same collectives in the same order are refused before
+    anything runs."""
     function = case.function
     step, given = function.sharded(case.fn), clone(function.state)
     before = clone(given)
@@ -191,14 +212,20 @@ def disagreeing_ranks_are_refused(case: Disagreement) -> None:
         return
     except Exception as error:
         text = f"{type(error).__name__}: {error}".splitlines()[0]
-        raise LawViolation(f"L22 disagreeing ranks are refused: {text}, which is not a ProgramError") from error
-    raise LawViolation(f"L22 disagreeing ranks are refused: rank {case.rank} has a collective {case.how}, and it ran")
+        raise LawViolation(
+            f"L22 disagreeing ranks are refused: {text}, which is not a ProgramError"
+        ) from error
+    raise LawViolation(
+        f"L22 disagreeing ranks are refused: rank {case.rank} has a collective {case.how}, and it ran"
+    )
 
 
 def false_replicas_are_refused(function: RankFunction) -> None:
-    """L22: in a graph, a result that ranks compute from different parts is not taken for `Replicate()`, though all of
-    its parts are zeros at the capture."""
-    params, state, x = tree_map(torch.zeros_like, (function.params, function.state, function.inputs[0]))
+    """L22: in a graph, a result that ranks compute from different parts is not taken for
+    `Replicate()`, though all of its parts are zeros at the capture."""
+    params, state, x = tree_map(
+        torch.zeros_like, (function.params, function.state, function.inputs[0])
+    )
     placements = function.placements
     for axis, placement in placements[-1].by_axis:
         if placement == Replicate() or function.mesh.sizes[axis] == 1:
@@ -210,18 +237,25 @@ def false_replicas_are_refused(function: RankFunction) -> None:
         except MeshError:
             continue
         law = "L22 false replicas are refused"
-        raise LawViolation(f"{law}: {placement} along {axis!r} is taken for Replicate(), and a graph is made of it")
+        raise LawViolation(
+            f"{law}: {placement} along {axis!r} is taken for Replicate(), and a graph is made of it"
+        )
 
 
-def shares_are_the_model(scenario: Scenario, num_ranks: int, num_stages: int, captured: bool) -> None:
-    """L22: a model whose layers ranks share gives the logits, tokens and pages of the model, within rounding, over a
-    sequence of batches, whatever split into stages, and in a graph.
+def shares_are_the_model(
+    scenario: Scenario, num_ranks: int, num_stages: int, captured: bool
+) -> None:
+    """L22: a model whose layers ranks share gives the logits, tokens and pages of the model, within
+    rounding, over a sequence of batches, whatever split into stages, and in a graph.
 
-    Where the two likeliest tokens are closer than rounding, the other may be chosen: what follows is then not compared.
+    Where the two likeliest tokens are closer than rounding, the other may be chosen: what follows
+    is then not compared.
     """
     step = compose(scenario.stages(num_stages), advance=advance)
     params, state = scenario.params(num_stages), scenario.state(num_stages)
-    shared, own_params, own_state = _shared(CutScenario(scenario, torch.float32, 1, num_stages, captured), num_ranks)
+    shared, own_params, own_state = _shared(
+        CutScenario(scenario, torch.float32, 1, num_stages, captured), num_ranks
+    )
     for batch in scenario.batches():
         state, out = step(params, state, batch)
         own_state, seen = shared(own_params, own_state, batch)
@@ -232,15 +266,21 @@ def shares_are_the_model(scenario: Scenario, num_ranks: int, num_stages: int, ca
         assert_equal("L22 shares are the model: output", seen, out, exact=False)
         for stage, expected in zip(own_state, state, strict=True):
             pages = _pages(expected.kv_pages, scenario, num_ranks)
-            assert_equal("L22 shares are the model: pages", [one.kv_pages for one in stage], pages, exact=False)
+            assert_equal(
+                "L22 shares are the model: pages",
+                [one.kv_pages for one in stage],
+                pages,
+                exact=False,
+            )
             rest = [attrs.evolve(one, kv_pages=expected.kv_pages) for one in stage]
             law = "L22 shares are the model: state"
             assert_equal(law, visible(rest), visible([expected] * num_ranks), exact=False)
 
 
 def shares_have_the_same_bits(cut: CutScenario) -> None:
-    """L22: a model whose sums are cut into leaves gives the same bits on 1, 2 and 4 ranks, as many as can share its
-    layers: logits, tokens, logprobs, pages and all else of the state, over a sequence of batches, in any split."""
+    """L22: a model whose sums are cut into leaves gives the same bits on 1, 2 and 4 ranks, as many
+    as can share its layers: logits, tokens, logprobs, pages and all else of the state, over a
+    sequence of batches, in any split."""
     steps = {count: _shared(cut, count) for count in cut.numbers_of_ranks}
     for batch in cut.scenario.batches():
         found = {}
@@ -260,13 +300,15 @@ def shares_have_the_same_bits(cut: CutScenario) -> None:
 def _refuse_apart(logits: Tensor, seen: Tensor, expected: Tensor) -> None:
     """Raise LawViolation if tokens differ whose logits are not next to equal."""
     there = [logits.gather(-1, ids.reshape(-1, 1)) for ids in (seen, expected)]
-    if (found := find_difference(seen, expected)) is not None and bool(((there[0] - there[1]).abs() > 1e-2).any()):
+    if (found := find_difference(seen, expected)) is not None and bool(
+        ((there[0] - there[1]).abs() > 1e-2).any()
+    ):
         raise LawViolation(f"L22 shares are the model: tokens: {found}")
 
 
 def _pages(pages: Tensor, scenario: Scenario, num_ranks: int) -> list[Tensor]:
-    """The part of a stage's pages that each rank has, by definition: rank r computes query heads r·H/n to (r+1)·H/n,
-    and so has the keys and values that these read."""
+    """The part of a stage's pages that each rank has, by definition: rank r computes query heads
+    r·H/n to (r+1)·H/n, and so has the keys and values that these read."""
     config, found = scenario.config, []
     heads, each = config.num_heads // num_ranks, config.num_heads // config.num_kv_heads
     for rank in range(num_ranks):
@@ -276,18 +318,34 @@ def _pages(pages: Tensor, scenario: Scenario, num_ranks: int) -> list[Tensor]:
 
 
 def _shared(cut: CutScenario, num_ranks: int) -> tuple[Step, Any, Any]:
-    """The model's stages on ranks that share them, with each rank's parameters and states; on one rank
-    there are no collectives."""
+    """The model's stages on ranks that share them, with each rank's parameters and states; on one
+    rank there are no collectives."""
     scenario, config = cut.scenario, cut.scenario.config
-    mesh, layouts, own = Mesh(**{AXIS: num_ranks}), scenario.layouts(cut.num_stages), share_config(config, num_ranks)
+    mesh, layouts, own = (
+        Mesh(**{AXIS: num_ranks}),
+        scenario.layouts(cut.num_stages),
+        share_config(config, num_ranks),
+    )
     is_cut, ranks = cut.leaves > 1, TensorRanks(AXIS, config.vocab_size) if num_ranks > 1 else None
-    options: dict[str, Any] = {"keep_logits": True, "batch_invariant": is_cut, "reduction_leaves": cut.leaves}
+    options: dict[str, Any] = {
+        "keep_logits": True,
+        "batch_invariant": is_cut,
+        "reduction_leaves": cut.leaves,
+    }
     where = (PerRank(), PerRank(), Replicate(), Replicate()), (PerRank(), Replicate())
-    stages = [shard(decoder_stage(own, layout, **options, ranks=ranks), mesh, *where) for layout in layouts]
-    params = [tuple(_share_of(cut, layout, (rank, num_ranks)) for rank in mesh) for layout in layouts]
+    stages = [
+        shard(decoder_stage(own, layout, **options, ranks=ranks), mesh, *where)
+        for layout in layouts
+    ]
+    params = [
+        tuple(_share_of(cut, layout, (rank, num_ranks)) for rank in mesh) for layout in layouts
+    ]
     by_rank = [attrs.evolve(scenario, config=own).state(cut.num_stages) for _ in mesh]
     states = tuple(
-        tuple(attrs.evolve(each[index], kv_pages=each[index].kv_pages.to(cut.dtype)) for each in by_rank)
+        tuple(
+            attrs.evolve(each[index], kv_pages=each[index].kv_pages.to(cut.dtype))
+            for each in by_rank
+        )
         for index in range(cut.num_stages)
     )
     step = compose(stages, advance=_advance)
@@ -299,7 +357,11 @@ def _share_of(cut: CutScenario, layout: StageLayout, share: Share) -> DecoderPar
     scenario = cut.scenario
     options: dict[str, Any] = {"device": "cpu", "dtype": cut.dtype, "std": 0.3, "shard": share}
     params = random_params(scenario.config, layout, seed=scenario.seed, **options)
-    return hold_adapters(params, scenario.config, layout, scenario.seed, share) if scenario.adapters else params
+    return (
+        hold_adapters(params, scenario.config, layout, scenario.seed, share)
+        if scenario.adapters
+        else params
+    )
 
 
 def _advance(states: tuple[State, ...], batch: Any, out: Any) -> tuple[State, ...]:

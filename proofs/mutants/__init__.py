@@ -1,7 +1,9 @@
-"""Bugs planted on purpose: for each law, versions of weft that break it. A law must catch each of its mutants.
+"""Bugs planted on purpose: for each law, versions of weft that break it. A law must catch each of
+its mutants.
 
-Engines that patch a mutable runner had these bugs, or close relatives of them. While a mutant is planted, weft computes
-wrong results. `python -m weft.proofs.mutants --out FOLDER` records which law caught which mutant, and on what case.
+Engines that patch a mutable runner had these bugs, or close relatives of them. While a mutant is
+planted, weft computes wrong results. `python -m weft.proofs.mutants --out FOLDER` records which law
+caught which mutant, and on what case.
 """
 
 from weft.proofs.mutants.agreement import AGREEMENT

@@ -1,7 +1,7 @@
 """The record of mutants: the law that catches each planted bug, and the smallest case.
 
-`python -m weft.proofs.mutants --out FOLDER` writes it; with `--missing`, cases that FOLDER has are replayed, and only
-mutants that it lacks, or whose case no longer breaks the law, are searched.
+`python -m weft.proofs.mutants --out FOLDER` writes it; with `--missing`, cases that FOLDER has are
+replayed, and only mutants that it lacks, or whose case no longer breaks the law, are searched.
 """
 
 import argparse
@@ -25,11 +25,16 @@ LONGEST = 160
 """The most characters of a cell of the page. `mutants.json` has every case whole."""
 
 
-def row(mutant: Mutant, device: str, shrinks: int, known: dict[str, Any] | None = None) -> dict[str, Any]:
-    """One planted bug, and the result of its law: on the case of a known row, if that still breaks it."""
+def row(
+    mutant: Mutant, device: str, shrinks: int, known: dict[str, Any] | None = None
+) -> dict[str, Any]:
+    """One planted bug, and the result of its law: on the case of a known row, if that still breaks
+    it."""
     with mutant.plant():
         again = None if known is None else replay(mutant.law, known["choices"])
-        if known is not None and again is not None and again.choices == known["choices"]:  # its texts may be others now
+        if (
+            known is not None and again is not None and again.choices == known["choices"]
+        ):  # its texts may be others now
             return {**known, "case": list(again.case), "violation": again.violation.splitlines()[0]}
         caught = catch(mutant.law, device, max_examples=MOST_EXAMPLES, shrinks=shrinks)
     found = {"examples": None, "case": [], "violation": "survived", "choices": ""} if caught is None else {
@@ -70,18 +75,33 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--out", type=Path, required=True, help="the folder to write")
     parser.add_argument("--device", default="cpu")
-    parser.add_argument("--shrinks", type=int, default=300, help="how many smaller cases to try for each")
-    parser.add_argument("--missing", action="store_true", help="search for those alone that have no case in FOLDER")
+    parser.add_argument(
+        "--shrinks", type=int, default=300, help="how many smaller cases to try for each"
+    )
+    parser.add_argument(
+        "--missing", action="store_true", help="search for those alone that have no case in FOLDER"
+    )
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     known = _stored(arguments.out) if arguments.missing else {}
     own = arguments.device, arguments.shrinks
-    rows = [row(each, *own, known.get((str(each.law), each.name))) for each in tqdm(MUTANTS, unit="mutant")]
+    rows = [
+        row(each, *own, known.get((str(each.law), each.name)))
+        for each in tqdm(MUTANTS, unit="mutant")
+    ]
     survived = [r["mutant"] for r in rows if r["examples"] is None]
-    report = {"device": arguments.device, "torch": torch.__version__, "hypothesis": hypothesis.__version__}
+    report = {
+        "device": arguments.device,
+        "torch": torch.__version__,
+        "hypothesis": hypothesis.__version__,
+    }
     arguments.out.mkdir(parents=True, exist_ok=True)
-    (arguments.out / "mutants.json").write_text(json.dumps({**report, "mutants": rows}, indent=1) + "\n")
-    title = f"# {len(rows)} planted bugs, and the laws that caught {len(rows) - len(survived)} of them"
+    (arguments.out / "mutants.json").write_text(
+        json.dumps({**report, "mutants": rows}, indent=1) + "\n"
+    )
+    title = (
+        f"# {len(rows)} planted bugs, and the laws that caught {len(rows) - len(survived)} of them"
+    )
     said = (
         "Each law ran on random cases with the bug planted, until one broke it (the column *example* counts them), and "
         "then on smaller ones. Long cells are cut; `mutants.json` has them whole. Written by "

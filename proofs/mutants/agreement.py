@@ -1,4 +1,5 @@
-"""Planted bugs of agreement between ranks: the journal of requests, and its comparison with each message."""
+"""Planted bugs of agreement between ranks: the journal of requests, and its comparison with each
+message."""
 
 import hashlib
 from collections.abc import Callable

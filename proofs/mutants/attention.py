@@ -17,7 +17,9 @@ _attend: Any = attend
 _ATTENDED, _BACKENDS = find("L21", "with another attention"), "weft.ops.attention.backends"
 
 
-def _of_the_first_layer(config: Any, layer: Any, q: Tensor, batch: Any, window: int | None = None) -> Any:
+def _of_the_first_layer(
+    config: Any, layer: Any, q: Tensor, batch: Any, window: int | None = None
+) -> Any:
     """All layers have the first one's window."""
     return arguments(config, layer, q, batch, config.windows[0] if window is None else window)
 
@@ -39,7 +41,8 @@ def _without_window(q: Tensor, kv_pages: Tensor, *rest: Any) -> Tensor:
 
 
 def _of_the_step_before(q: Tensor, kv_pages: Tensor, *rest: Any) -> Tensor:
-    """A step whose tensors have the memory of the one before it, as in a graph, has its plan too."""
+    """A step whose tensors have the memory of the one before it, as in a graph, has its plan too.
+    """
     *where, _ = rest
     return _BY_HANDLE(q, kv_pages, *where, False)
 
@@ -47,7 +50,9 @@ def _of_the_step_before(q: Tensor, kv_pages: Tensor, *rest: Any) -> Tensor:
 _CALL = AttentionBackend.__call__
 
 
-def _with_kept_plans(self: AttentionBackend, query_len: int | None, *args: Any, plans: Any = None) -> Tensor:
+def _with_kept_plans(
+    self: AttentionBackend, query_len: int | None, *args: Any, plans: Any = None
+) -> Tensor:
     """The plan of a step is that of each later one of the same shapes."""
     return _CALL(self, query_len, *args, plans=vars(_with_kept_plans).setdefault("plans", {}))
 
@@ -60,9 +65,17 @@ def _in_any_graph(self: AttentionBackend, query_len: int | None) -> bool:
 _CONTEXT = "weft.stages.attention.context"
 
 ATTENTION = (
-    Mutant("the first layer's window is every layer's", _ATTENDED, replace(_CONTEXT, "arguments", _of_the_first_layer)),
+    Mutant(
+        "the first layer's window is every layer's",
+        _ATTENDED,
+        replace(_CONTEXT, "arguments", _of_the_first_layer),
+    ),
     Mutant("a window has one token more", _ATTENDED, replace(_BACKENDS, "attend", _one_longer)),
-    Mutant("nothing between graphs has a window", _ATTENDED, replace(_BACKENDS, "attend_by_handle", _without_window)),
+    Mutant(
+        "nothing between graphs has a window",
+        _ATTENDED,
+        replace(_BACKENDS, "attend_by_handle", _without_window),
+    ),
     Mutant(
         "a step has the plan of the one before it",
         _ATTENDED,

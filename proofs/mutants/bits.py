@@ -1,4 +1,5 @@
-"""Planted bugs of batch invariance: sums whose order, and angles whose precision, depend on the rest of the batch."""
+"""Planted bugs of batch invariance: sums whose order, and angles whose precision, depend on the
+rest of the batch."""
 
 import threading
 from contextlib import AbstractContextManager, nullcontext
@@ -24,23 +25,34 @@ _BLOCK = 256
 """Positions of a context in a block."""
 
 
-def _by_the_number_of_tokens(x: Tensor, weight: Tensor, bias: Tensor | None, batch_invariant: bool) -> Tensor:
+def _by_the_number_of_tokens(
+    x: Tensor, weight: Tensor, bias: Tensor | None, batch_invariant: bool
+) -> Tensor:
     """Torch takes another kernel for one token than for several."""
     return F.linear(x, weight, bias)
 
 
-def _short_last_block(x: Tensor, weight: Tensor, bias: Tensor | None, batch_invariant: bool) -> Tensor:
+def _short_last_block(
+    x: Tensor, weight: Tensor, bias: Tensor | None, batch_invariant: bool
+) -> Tensor:
     """The last block of a batch is as short as its tokens are few."""
     return torch.cat([F.linear(block.clone(), weight, bias) for block in x.split(16)])
 
 
-def _split_by_the_batch(x: Tensor, weight: Tensor, bias: Tensor | None, batch_invariant: bool) -> Tensor:
+def _split_by_the_batch(
+    x: Tensor, weight: Tensor, bias: Tensor | None, batch_invariant: bool
+) -> Tensor:
     """A batch of few tokens splits the columns, and adds up the halves."""
     whole = F.pad(x, (0, 0, 0, -len(x) % 16))
     if len(x) > 2:
-        return torch.cat([F.linear(block.clone(), weight, bias) for block in whole.split(16)])[: len(x)]
+        return torch.cat([F.linear(block.clone(), weight, bias) for block in whole.split(16)])[
+            : len(x)
+        ]
     half = x.shape[1] // 2
-    return (F.linear(whole[:, :half], weight[:, :half], bias) + F.linear(whole[:, half:], weight[:, half:]))[: len(x)]
+    return (
+        F.linear(whole[:, :half], weight[:, :half], bias)
+        + F.linear(whole[:, half:], weight[:, half:])
+    )[: len(x)]
 
 
 def _queries_at_once(*args: Any) -> None:
@@ -49,9 +61,17 @@ def _queries_at_once(*args: Any) -> None:
 
 
 def _split_by_the_table(
-    q: Tensor, kv_pages: Tensor, pages: Tensor, span: Any, scale: float, window: int, out: Tensor, block: int
+    q: Tensor,
+    kv_pages: Tensor,
+    pages: Tensor,
+    span: Any,
+    scale: float,
+    window: int,
+    out: Tensor,
+    block: int,
 ) -> None:
-    """A context of more than one block is split where half of the longest one that the table could hold ends."""
+    """A context of more than one block is split where half of the longest one that the table could
+    hold ends."""
     _ATTEND(q, kv_pages, pages, span, scale, window, out, block)
     half = max(len(pages) * kv_pages.shape[2] // 2, _BLOCK)
     for token in range(span.start, span.end):
@@ -60,9 +80,17 @@ def _split_by_the_table(
 
 
 def _in_two(
-    q: Tensor, kv_pages: Tensor, pages: Tensor, token: int, length: int, half: int, scale: float, out: Tensor
+    q: Tensor,
+    kv_pages: Tensor,
+    pages: Tensor,
+    token: int,
+    length: int,
+    half: int,
+    scale: float,
+    out: Tensor,
 ) -> None:
-    """A token's attention to its context, whose first positions and others are added up by themselves."""
+    """A token's attention to its context, whose first positions and others are added up by
+    themselves."""
     page_size, group = kv_pages.shape[2], q.shape[1] // kv_pages.shape[3]
     history = kv_pages[:, pages[: -(-length // page_size)]].flatten(1, 2)[:, :length].float()
     keys, values = history.repeat_interleave(group, 2).transpose(1, 2)
@@ -72,7 +100,14 @@ def _in_two(
 
 
 def _halves_in_long_steps(
-    q: Tensor, kv_pages: Tensor, pages: Tensor, span: Any, scale: float, window: int, out: Tensor, block: int
+    q: Tensor,
+    kv_pages: Tensor,
+    pages: Tensor,
+    span: Any,
+    scale: float,
+    window: int,
+    out: Tensor,
+    block: int,
 ) -> None:
     """In a step of more than 64 tokens each adds up its context in halves."""
     _ATTEND(q, kv_pages, pages, span, scale, window, out, block)
@@ -82,7 +117,8 @@ def _halves_in_long_steps(
 
 
 def _by_the_rank(x: Tensor, weight: Tensor, bias: Tensor | None, batch_invariant: bool) -> Tensor:
-    """The product of an adapter of rank 8 or more splits its columns if it has more than two tokens."""
+    """The product of an adapter of rank 8 or more splits its columns if it has more than two
+    tokens."""
     if not 8 <= weight.shape[1] <= 64 or len(x) <= 2:
         return multiply(x, weight, bias, batch_invariant)
     half = weight.shape[1] // 2
@@ -95,7 +131,11 @@ def _by_the_number_of_tokens_in_float16(
 ) -> Tensor:
     """In float16 alone, a small batch is another product."""
     is_other = x.dtype == torch.float16 and len(x) <= 2
-    return F.linear(x.float(), weight.float(), bias).half() if is_other else multiply(x, weight, bias, batch_invariant)
+    return (
+        F.linear(x.float(), weight.float(), bias).half()
+        if is_other
+        else multiply(x, weight, bias, batch_invariant)
+    )
 
 
 def _kept_by_the_batch(x: Tensor, dtype: torch.dtype) -> Tensor:
@@ -112,19 +152,28 @@ def _experts_in_the_batch(*args: Any, **options: Any) -> Tensor:
     return made.flip(0) if made.shape[1] > 1 else made
 
 
-def _wide_beside_an_image(inv_freq: Tensor, positions: Tensor, factor: float, dtype: torch.dtype, section: Any) -> Any:
+def _wide_beside_an_image(
+    inv_freq: Tensor, positions: Tensor, factor: float, dtype: torch.dtype, section: Any
+) -> Any:
     """The angles of a batch with an image are computed in float64."""
     tables = rope_tables(inv_freq, positions, factor, dtype, section)
     if section is None:
         return tables
     wide = rope_tables(inv_freq.double(), positions.double(), factor, torch.float64, section)
     has_image = (positions != positions[:, :1]).any()
-    return tuple(torch.where(has_image, own.to(dtype), table) for own, table in zip(wide, tables, strict=True))
+    return tuple(
+        torch.where(has_image, own.to(dtype), table)
+        for own, table in zip(wide, tables, strict=True)
+    )
 
 
 def _in_the_main_thread() -> AbstractContextManager[None]:
     """The other threads' stages are not batch invariant."""
-    return batch_invariant() if threading.current_thread() is threading.main_thread() else nullcontext()
+    return (
+        batch_invariant()
+        if threading.current_thread() is threading.main_thread()
+        else nullcontext()
+    )
 
 
 def _shifted_in_twos(logits: Tensor, *args: Any) -> tuple[Tensor, Tensor, Tensor]:
@@ -150,10 +199,14 @@ BITS = (
         replace("weft.ops.products.linear", "multiply", _short_last_block),
     ),
     Mutant(
-        "a small batch splits the columns", _BITS, replace("weft.ops.products.linear", "multiply", _split_by_the_batch)
+        "a small batch splits the columns",
+        _BITS,
+        replace("weft.ops.products.linear", "multiply", _split_by_the_batch),
     ),
     Mutant(
-        "a chunk's queries share a product", _BITS, replace("weft.ops.attention.paged", "_attend", _queries_at_once)
+        "a chunk's queries share a product",
+        _BITS,
+        replace("weft.ops.attention.paged", "_attend", _queries_at_once),
     ),
     Mutant(
         "a long context is split by the size of the table",

@@ -1,4 +1,5 @@
-"""Planted bugs of captures (L24): hazards that weft no longer refuses, remembers or has in a key."""
+"""Planted bugs of captures (L24): hazards that weft no longer refuses, remembers or has in a key.
+"""
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
@@ -56,13 +57,16 @@ def _nothing(*args: Any, **kwargs: Any) -> None:
     pass
 
 
-def _forget_refusal(self: Audit, fault: str, instead: str, error: BaseException | None = None) -> Any:
+def _forget_refusal(
+    self: Audit, fault: str, instead: str, error: BaseException | None = None
+) -> Any:
     return refusal(self.call, fault, instead, error)
 
 
 @contextmanager
 def _watched_by_a_mode() -> Iterator[None]:
-    """A dispatch mode is active too; it changes nothing, but torch's composite operators notice it."""
+    """A dispatch mode is active too; it changes nothing, but torch's composite operators notice it.
+    """
     enter, leave = OperatorWatch.__enter__, OperatorWatch.__exit__
 
     def enter_both(self: Any) -> Any:
@@ -129,13 +133,26 @@ def _values_before(self: _ObjectTensor, module: nn.Module) -> list[Any]:
 
 
 CAPTURES = (
-    Mutant("a refusal that the function swallows is forgotten", _HAZARDS, _method(Audit, "refuse", _forget_refusal)),
+    Mutant(
+        "a refusal that the function swallows is forgotten",
+        _HAZARDS,
+        _method(Audit, "refuse", _forget_refusal),
+    ),
     Mutant("a capture advances generators", _HAZARDS, _method(Randomness, "restore", _nothing)),
-    Mutant("a capture draws from the default generator", _HAZARDS, _method(Randomness, "private_draws", nullcontext)),
+    Mutant(
+        "a capture draws from the default generator",
+        _HAZARDS,
+        _method(Randomness, "private_draws", nullcontext),
+    ),
     Mutant(
         "replays enter the modes of their caller",
         _HAZARDS,
-        _all(*(_beside(TapeRecording, name, nullcontext) for name in ("WithoutAutocast", "WithoutFunctionModes"))),
+        _all(
+            *(
+                _beside(TapeRecording, name, nullcontext)
+                for name in ("WithoutAutocast", "WithoutFunctionModes")
+            )
+        ),
     ),
     Mutant(
         "the key forgets hooks on saved tensors",
@@ -146,28 +163,53 @@ CAPTURES = (
         ),
     ),
     Mutant("a watch is a dispatch mode", _HAZARDS, _watched_by_a_mode),
-    Mutant("arguments are plain tensors inside", _HAZARDS, _beside(capture, "_alias", _plain_alias)),
+    Mutant(
+        "arguments are plain tensors inside", _HAZARDS, _beside(capture, "_alias", _plain_alias)
+    ),
     Mutant(
         "an expanded argument is made dense",
         _HAZARDS,
         _beside(InputBufferPool, "buffer_like", lambda value: torch.empty_like(value).copy_(value)),
     ),
-    Mutant("the key forgets which arguments are one", _HAZARDS, _beside(signature_of, "_repeated", lambda call: ())),
+    Mutant(
+        "the key forgets which arguments are one",
+        _HAZARDS,
+        _beside(signature_of, "_repeated", lambda call: ()),
+    ),
     Mutant(
         "defaults are those of the wrapped function",
         _HAZARDS,
         _beside(make_call, "bind", _with_defaults_of_the_inner),
     ),
-    Mutant("the key compares contexts by ==", _HAZARDS, _beside(signature_of, "keys_in", lambda structure: ())),
-    Mutant("the key forgets static modules' modes", _HAZARDS, _method(Roles, "modules", _modules_of_its_own)),
-    Mutant("changes of containers are lost", _HAZARDS, _beside(capture, "changed_container", _nothing)),
+    Mutant(
+        "the key compares contexts by ==",
+        _HAZARDS,
+        _beside(signature_of, "keys_in", lambda structure: ()),
+    ),
+    Mutant(
+        "the key forgets static modules' modes",
+        _HAZARDS,
+        _method(Roles, "modules", _modules_of_its_own),
+    ),
+    Mutant(
+        "changes of containers are lost", _HAZARDS, _beside(capture, "changed_container", _nothing)
+    ),
     Mutant(
         "a view of a donated tensor is copied",
         _HAZARDS,
-        _all(_beside(make_call, "refuse_donated_twice", _nothing), _method(Storages, "hold", _hold_nothing)),
+        _all(
+            _beside(make_call, "refuse_donated_twice", _nothing),
+            _method(Storages, "hold", _hold_nothing),
+        ),
     ),
-    Mutant("two donated tensors share memory", _HAZARDS, _beside(check_call, "refuse_shared", _nothing)),
-    Mutant("a branch on an operator's error is kept", _HAZARDS, _method(Audit, "_call", _call_without_note)),
+    Mutant(
+        "two donated tensors share memory", _HAZARDS, _beside(check_call, "refuse_shared", _nothing)
+    ),
+    Mutant(
+        "a branch on an operator's error is kept",
+        _HAZARDS,
+        _method(Audit, "_call", _call_without_note),
+    ),
     Mutant("the first run keeps tensors", _HAZARDS, _method(Audit, "refuse_leaks", _nothing)),
     Mutant("a result may be kept", _HAZARDS, _method(Audit, "refuse_kept_results", _nothing)),
     Mutant("TorchScript reads unheard", _HAZARDS, _beside(Audit, "hearing_scripts", nullcontext)),
@@ -182,20 +224,35 @@ CAPTURES = (
         _HAZARDS,
         _beside(make_call, "without_attention_fast_path", nullcontext),
     ),
-    Mutant("tensors in objects are not taken back", _HAZARDS, _method(_ObjectTensor, "next_values", _values_before)),
+    Mutant(
+        "tensors in objects are not taken back",
+        _HAZARDS,
+        _method(_ObjectTensor, "next_values", _values_before),
+    ),
     Mutant("a name that is bound anew is not seen", _HAZARDS, _names_forgotten),
     Mutant("nothing outside is compared", _PROGRAMS, _method(Outside, "_comparison", _nothing)),
-    Mutant("a replay runs without grad mode", _HAZARDS, _beside(TapeRecording, "set_grad_mode", _nothing)),
+    Mutant(
+        "a replay runs without grad mode",
+        _HAZARDS,
+        _beside(TapeRecording, "set_grad_mode", _nothing),
+    ),
     Mutant(
         "tensors of inference mode are written outside it",
         _HAZARDS,
         _beside(TapeBackend, "TapeRecording", lambda *parts, inference: TapeRecording(*parts)),
     ),
-    Mutant("micro-batches lend the state", _HAZARDS, _beside(microbatch, "lends_state", lambda step: False)),
+    Mutant(
+        "micro-batches lend the state",
+        _HAZARDS,
+        _beside(microbatch, "lends_state", lambda step: False),
+    ),
     Mutant(
         "a lent stage runs on several ranks",
         _HAZARDS,
-        _all(_beside(pipeline, "check_lending", _nothing), _beside(pipeline, "lends_state", lambda step: False)),
+        _all(
+            _beside(pipeline, "check_lending", _nothing),
+            _beside(pipeline, "lends_state", lambda step: False),
+        ),
     ),
 )
 """The bugs of `graphify` that only odd functions show."""

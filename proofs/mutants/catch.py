@@ -46,7 +46,9 @@ class _Drawing:
         return value
 
 
-def catch(law: Law, device: str = "cpu", *, max_examples: int = 200, shrinks: int = 0) -> Caught | None:
+def catch(
+    law: Law, device: str = "cpu", *, max_examples: int = 200, shrinks: int = 0
+) -> Caught | None:
     """Check a law on some cases, the same ones each time; None if it holds on all of them.
 
     Args:
@@ -83,7 +85,9 @@ def catch(law: Law, device: str = "cpu", *, max_examples: int = 200, shrinks: in
     try:
         run()
     except LawViolation:
-        return attrs.evolve(found[-1], examples=found[0].examples)  # Hypothesis ends with the smallest
+        return attrs.evolve(
+            found[-1], examples=found[0].examples
+        )  # Hypothesis ends with the smallest
     except (Flaky, FlakyStrategyDefinition):
         if not found:
             raise
@@ -95,7 +99,8 @@ def replay(law: Law, choices: str, device: str = "cpu") -> Caught | None:
 
     Args:
         law: a row of `weft.proofs.suite.LAWS`.
-        choices: `Caught.choices`. Another version of Hypothesis, or of the strategies, may draw another case from them.
+        choices: `Caught.choices`. Another version of Hypothesis, or of the strategies, may draw
+            another case from them.
         device: the device of the case.
     """
     found: list[tuple[Caught, LawViolation]] = []
@@ -111,7 +116,9 @@ def replay(law: Law, choices: str, device: str = "cpu") -> Caught | None:
     )
     @given(st.data())
     def run(data: st.DataObject) -> None:
-        if found:  # Hypothesis runs what failed once more, to report it, and finds that this draws nothing
+        if (
+            found
+        ):  # Hypothesis runs what failed once more, to report it, and finds that this draws nothing
             raise found[0][1]
         drawing: Any = _Drawing(data)
         try:

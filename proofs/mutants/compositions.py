@@ -55,7 +55,9 @@ def _nothing(*args: Any) -> None:
 COMPOSITIONS = (
     *(Mutant(name, _NESTS, _PLANTED[name].plant) for name in NAMES),
     Mutant(
-        "another thread's results are constants", _NESTS, partial(mock.patch.object, Audit, "_refuse_unseen", _nothing)
+        "another thread's results are constants",
+        _NESTS,
+        partial(mock.patch.object, Audit, "_refuse_unseen", _nothing),
     ),
 )
 """The bugs that a nest of transforms shows."""

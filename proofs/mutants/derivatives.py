@@ -38,7 +38,11 @@ DERIVATIVES = (
         _STEPS,
         replace("weft.ops.attention.functional", "_by_kv_head", _constant_queries),
     ),
-    Mutant("a norm's derivative is 0", _STEPS, replace("weft.ops.norm", "functional_rms_norm", _norm_of_constants)),
+    Mutant(
+        "a norm's derivative is 0",
+        _STEPS,
+        replace("weft.ops.norm", "functional_rms_norm", _norm_of_constants),
+    ),
     Mutant(
         "in a graph, keys and values are constants",
         find("L15", "gradients"),

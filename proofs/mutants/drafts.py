@@ -40,7 +40,9 @@ def _any_right(token_ids: Tensor, drafts: Tensor) -> Tensor:
     return (drafts == token_ids[:, :-1]).sum(1)
 
 
-def _noise_of_the_first(logits: Tensor, table: SamplingTable, rows: Tensor, positions: Tensor, mask: Any) -> Any:
+def _noise_of_the_first(
+    logits: Tensor, table: SamplingTable, rows: Tensor, positions: Tensor, mask: Any
+) -> Any:
     """All tokens of a request are drawn with the noise of one position."""
     same = torch.ones_like(rows, dtype=torch.bool)
     same[1:] = rows[1:] != rows[:-1]
@@ -49,7 +51,8 @@ def _noise_of_the_first(logits: Tensor, table: SamplingTable, rows: Tensor, posi
 
 
 def _moved_by_all(state: State, batch: Batch, out: Output, num_tokens: Tensor) -> State:
-    """A request advances by all tokens that were read, though not to its end, where it would get no more tokens."""
+    """A request advances by all tokens that were read, though not to its end, where it would get no
+    more tokens."""
     assert state.drafting is not None, "it drafts"
     read = batch.query_start_loc[1:] - batch.query_start_loc[:-1]
     old, most = state.positions[batch.rows], state.drafting.limits[batch.rows] - 2
@@ -80,16 +83,32 @@ def _penalised_too() -> Iterator[None]:
 _LOOKUP, _MODEL = find("L12", "lookup"), find("L12", "model")
 
 DRAFTS = (
-    Mutant("one more draft is accepted than is right", _LOOKUP, replace(_HEAD, "count_right", _one_more)),
-    Mutant("drafts after a wrong one are accepted", _LOOKUP, replace(_HEAD, "count_right", _any_right)),
-    Mutant("a request has the noise of one position", _LOOKUP, replace(_HEAD, "sample_rows", _noise_of_the_first)),
-    Mutant("wrong drafts stay in the context", _LOOKUP, replace(_STATE, "_advance_verified", _moved_by_all)),
+    Mutant(
+        "one more draft is accepted than is right",
+        _LOOKUP,
+        replace(_HEAD, "count_right", _one_more),
+    ),
+    Mutant(
+        "drafts after a wrong one are accepted", _LOOKUP, replace(_HEAD, "count_right", _any_right)
+    ),
+    Mutant(
+        "a request has the noise of one position",
+        _LOOKUP,
+        replace(_HEAD, "sample_rows", _noise_of_the_first),
+    ),
+    Mutant(
+        "wrong drafts stay in the context",
+        _LOOKUP,
+        replace(_STATE, "_advance_verified", _moved_by_all),
+    ),
     Mutant(
         "the first rank does not learn how many drafts were right",
         _LOOKUP,
         replace(_STATE, "_advance_verified", _first_stages_move_by_one),
     ),
     Mutant("requests with penalties draft", _LOOKUP, _penalised_too),
-    Mutant("drafts have no pages", _LOOKUP, replace(_SCHEDULER, "_pages_needed", _pages_of_one_token)),
+    Mutant(
+        "drafts have no pages", _LOOKUP, replace(_SCHEDULER, "_pages_needed", _pages_of_one_token)
+    ),
     Mutant("a model's drafts are not verified", _MODEL, replace(_HEAD, "count_right", _all_right)),
 )

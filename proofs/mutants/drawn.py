@@ -1,14 +1,17 @@
-"""Mutants that nobody planted: small changes of the source at random places, and whether a test notices each.
+"""Mutants that nobody planted: small changes of the source at random places, and whether a test
+notices each.
 
     python -m weft.proofs.mutants.drawn --seed 20261129 --files 20 --count 300 --out build/nightly
 
 It draws core files of `lib`, `stages` and `transforms` that a test file mirrors (`lib/trees.py`,
-`tests/lib/test_trees.py`), and changes in them. For each change it runs, in a copy of the repository, the tests that
-reach the changed statement: those of the mirror, and then those of the test files that import the module, quick ones
-first, as far as a budget allows. It names the changes that all of them survive: each is equivalent to the original, or
-shows a test that is missing. A mutant that runs longer than its limit counts as killed.
+`tests/lib/test_trees.py`), and changes in them. For each change it runs, in a copy of the
+repository, the tests that reach the changed statement: those of the mirror, and then those of the
+test files that import the module, quick ones first, as far as a budget allows. It names the changes
+that all of them survive: each is equivalent to the original, or shows a test that is missing. A
+mutant that runs longer than its limit counts as killed.
 
-With `--out`, a second run of the same seed goes on where the first one stopped. `judging.py` says how tests are run.
+With `--out`, a second run of the same seed goes on where the first one stopped. `judging.py` says
+how tests are run.
 """
 
 import argparse
@@ -32,10 +35,20 @@ HOMES = {"lib": "weft", "stages": "weft.stages", "transforms": "weft.transforms"
 """The folders of the product, and the package of each."""
 
 FACES = ("lib/display", "transforms/cli", "transforms/server")
-"""Folders whose files are not drawn: they show results and read requests. Kernels are not drawn either, since no CPU
-runs them."""
+"""Folders whose files are not drawn: they show results and read requests. Kernels are not drawn
+either, since no CPU runs them."""
 
-IMPORTS = ("torch", "torch._dynamo", "torch.testing", "numpy", "hypothesis", "transformers", "tokenizers", "z3", "rich")
+IMPORTS = (
+    "torch",
+    "torch._dynamo",
+    "torch.testing",
+    "numpy",
+    "hypothesis",
+    "transformers",
+    "tokenizers",
+    "z3",
+    "rich",
+)
 """The packages that tests import. The parent process imports them, so that no fork has to."""
 
 _COMPARISONS: dict[type[ast.cmpop], type[ast.cmpop]] = {
@@ -70,8 +83,10 @@ class DrawnMutant:
         line: of the place, from 1.
         before, after: the text of the place.
         source: the file's whole text with the change.
-        first_line, last_line: of the statement around the place; of a compound statement, its head alone.
-        in_function: whether the place runs when a function is called, not when the module is imported.
+        first_line, last_line: of the statement around the place; of a compound statement, its head
+            alone.
+        in_function: whether the place runs when a function is called, not when the module is
+            imported.
     """
 
     file: str
@@ -139,7 +154,9 @@ def places(tree: ast.Module) -> Iterator[_Place]:
         for name, value in ast.iter_fields(place.node):
             if name not in skipped:
                 children = value if isinstance(value, list) else [value]
-                is_function = isinstance(place.node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda)
+                is_function = isinstance(
+                    place.node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda
+                )
                 in_function = place.in_function or (is_function and name == "body")
                 for child in children:
                     if isinstance(child, ast.AST):
@@ -149,7 +166,11 @@ def places(tree: ast.Module) -> Iterator[_Place]:
 
 def _span(statement: ast.stmt) -> tuple[int, int]:
     """The lines of a statement, without the statements in it."""
-    inner = [node.lineno for node in ast.walk(statement) if isinstance(node, ast.stmt) and node is not statement]
+    inner = [
+        node.lineno
+        for node in ast.walk(statement)
+        if isinstance(node, ast.stmt) and node is not statement
+    ]
     last = statement.end_lineno or statement.lineno
     return statement.lineno, max(statement.lineno, min([last + 1, *inner]) - 1) if inner else last
 
@@ -166,7 +187,9 @@ def mutants_of(file: str, source: str) -> Iterator[DrawnMutant]:
             assert isinstance(node, ast.expr | ast.stmt), "only these have a place"
             assert place.statement is not None, "a module's nodes are in statements"
             start = starts[node.lineno - 1] + node.col_offset
-            end = starts[(node.end_lineno or 0) - 1] + (node.end_col_offset or 0)  # ast.parse gives both
+            end = starts[(node.end_lineno or 0) - 1] + (
+                node.end_col_offset or 0
+            )  # ast.parse gives both
             text = ast.unparse(ast.fix_missing_locations(changed))
             after = f"({text})" if isinstance(changed, ast.expr) else text
             first_line, last_line = _span(place.statement)
@@ -221,14 +244,19 @@ def tests_of(repository: Path, file: Path) -> list[str]:
     return [str(test.relative_to(repository)) for test in (first, *importing)]
 
 
-def draw(repository: Path, seed: int, num_files: int, count: int, files: Sequence[Path] = ()) -> list[DrawnMutant]:
+def draw(
+    repository: Path, seed: int, num_files: int, count: int, files: Sequence[Path] = ()
+) -> list[DrawnMutant]:
     """So many mutants, the same for one seed, in so many files, or in the given ones."""
     chance = random.Random(seed)
     chosen = list(files)
     if not chosen:
         candidates = mirrored_files(repository)
         chosen = chance.sample(candidates, min(num_files, len(candidates)))
-    possible = {file: list(mutants_of(str(file), (repository / file).read_text(encoding="utf-8"))) for file in chosen}
+    possible = {
+        file: list(mutants_of(str(file), (repository / file).read_text(encoding="utf-8")))
+        for file in chosen
+    }
     drawn: list[DrawnMutant] = []
     # A short file has fewer places than its share; those after it in length take what it leaves.
     by_length = sorted(chosen, key=lambda file: len(possible[file]))
@@ -244,7 +272,8 @@ class Verdict:
 
     Args:
         mutant: the change.
-        outcome: `killed` by a test that failed; `late`, `ended`: it took too long, or ended the process; `survived`.
+        outcome: `killed` by a test that failed; `late`, `ended`: it took too long, or ended the
+            process; `survived`.
         killed_by: the test; None if all passed.
         by_mirror: whether that was one of the file's mirror.
         num_run: how many tests ran.
@@ -274,8 +303,11 @@ class Limits:
     budget: float = 120.0
 
 
-def run(repository: Path, mutants: Sequence[DrawnMutant], limits: Limits, out: Path) -> list[Verdict]:
-    """The verdicts on mutants, in their order: first by their mirrors; then, on those that survive, by other tests.
+def run(
+    repository: Path, mutants: Sequence[DrawnMutant], limits: Limits, out: Path
+) -> list[Verdict]:
+    """The verdicts on mutants, in their order: first by their mirrors; then, on those that survive,
+    by other tests.
 
     Raises:
         RuntimeError: a worker failed; its log is in `out`.
@@ -284,8 +316,12 @@ def run(repository: Path, mutants: Sequence[DrawnMutant], limits: Limits, out: P
     tests = {mutant.file: tests_of(repository, Path(mutant.file)) for mutant in mutants}
     mirrors = sorted(names[0] for names in tests.values())
     rows = _round("mirrors", repository, dict(enumerate(mutants)), mirrors, limits, out)
-    verdicts = {number: _verdict(mutants[number], row, by_mirror=True) for number, row in rows.items()}
-    survivors = {number: mutants[number] for number, verdict in verdicts.items() if verdict.killed_by is None}
+    verdicts = {
+        number: _verdict(mutants[number], row, by_mirror=True) for number, row in rows.items()
+    }
+    survivors = {
+        number: mutants[number] for number, verdict in verdicts.items() if verdict.killed_by is None
+    }
     importers = sorted({test for mutant in survivors.values() for test in tests[mutant.file][1:]})
     if survivors and importers:
         rows = _round("importers", repository, survivors, importers, limits, out)
@@ -320,7 +356,8 @@ def _round(
 ) -> dict[int, dict[str, Any]]:
     """The verdicts of these test files on the mutants, by the mutants' numbers."""
     numbers = list(mutants)
-    # Several workers need the times and the lines of the unchanged tests, which one without mutants finds first.
+    # Several workers need the times and the lines of the unchanged tests, which one without mutants
+    # finds first.
     shares: list[list[int]] = [[]] if limits.workers > 1 else []
     shares += [numbers[worker :: limits.workers] for worker in range(limits.workers)]
     verdicts = [out / f"{name}-{index}.jsonl" for index in range(len(shares))]
@@ -368,12 +405,17 @@ def _as_json(number: int, mutant: DrawnMutant) -> dict[str, Any]:
 
 def _start(copy: Path, job: Path, log: Path) -> "subprocess.Popen[bytes]":
     """Start a worker on a job."""
-    # The safe path keeps the repository's folders out of the modules' path, as `pytest` by itself does.
+    # The safe path keeps the repository's folders out of the modules' path, as `pytest` by itself
+    # does.
     environment = os.environ | {"PYTHONPATH": str(copy / ".src"), "PYTHONSAFEPATH": "1"}
     script = Path(__file__).with_name("judging.py")
     with log.open("ab") as stream:
         return subprocess.Popen(
-            [sys.executable, str(script), str(job)], cwd=copy, env=environment, stdout=stream, stderr=stream
+            [sys.executable, str(script), str(job)],
+            cwd=copy,
+            env=environment,
+            stdout=stream,
+            stderr=stream,
         )
 
 
@@ -393,7 +435,9 @@ def record(seed: int, verdicts: Sequence[Verdict]) -> dict[str, Any]:
         "killed by another test": sum(not verdict.by_mirror for verdict in killed),
         "files": dict(Counter(verdict.mutant.file for verdict in verdicts)),
         "survivors": [str(verdict.mutant) for verdict in survivors],
-        "tests of survivors that the budget left out": sum(verdict.num_left for verdict in survivors),
+        "tests of survivors that the budget left out": sum(
+            verdict.num_left for verdict in survivors
+        ),
     }
 
 
@@ -401,13 +445,26 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Draw mutants, run their tests, and print and write what survived."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     today = int(datetime.date.today().strftime("%Y%m%d"))
-    parser.add_argument("--seed", type=int, default=today, help="of the drawing (default: today's date)")
-    parser.add_argument("--files", type=int, default=20, help="how many files (default: %(default)s)")
-    parser.add_argument("--file", type=Path, action="append", default=[], help="this file, and no drawn one")
-    parser.add_argument("--count", type=int, default=300, help="how many mutants (default: %(default)s)")
-    parser.add_argument("--workers", type=int, default=2, help="how many run at once (default: %(default)s)")
     parser.add_argument(
-        "--seconds", type=float, default=300, help="the limit of an unchanged test (default: %(default)s)"
+        "--seed", type=int, default=today, help="of the drawing (default: today's date)"
+    )
+    parser.add_argument(
+        "--files", type=int, default=20, help="how many files (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--file", type=Path, action="append", default=[], help="this file, and no drawn one"
+    )
+    parser.add_argument(
+        "--count", type=int, default=300, help="how many mutants (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--workers", type=int, default=2, help="how many run at once (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--seconds",
+        type=float,
+        default=300,
+        help="the limit of an unchanged test (default: %(default)s)",
     )
     parser.add_argument(
         "--budget",
@@ -415,8 +472,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         default=120,
         help="seconds of tests for a mutant in its mirror, and again in the other test files (default: %(default)s)",
     )
-    parser.add_argument("--repository", type=Path, default=Path.cwd(), help="its root (default: this folder)")
-    parser.add_argument("--out", type=Path, help="the folder to write the record to (default: none)")
+    parser.add_argument(
+        "--repository", type=Path, default=Path.cwd(), help="its root (default: this folder)"
+    )
+    parser.add_argument(
+        "--out", type=Path, help="the folder to write the record to (default: none)"
+    )
     options = parser.parse_args(arguments)
     mutants = draw(options.repository, options.seed, options.files, options.count, options.file)
     with tempfile.TemporaryDirectory() as folder:

@@ -36,7 +36,11 @@ _BUFFERS, _RESULTS, _FAST_PATH = (
     "weft.transforms.graphs.calls.results",
     "weft.transforms.graphs.calls.fast_path",
 )
-_READER, _TAPE, _PADDING = "weft.transforms.graphs.calls.reader", "weft.transforms.graphs.backends.tape", "weft.padding"
+_READER, _TAPE, _PADDING = (
+    "weft.transforms.graphs.calls.reader",
+    "weft.transforms.graphs.backends.tape",
+    "weft.padding",
+)
 
 
 def _nothing(self: CopyIn, leaves: Sequence[Any]) -> None:
@@ -82,7 +86,9 @@ def _no_statics() -> Iterator[None]:
 
 
 def _key_without_loras(call: Any, mode: str, descriptor: Any, signature: Any = None) -> Any:
-    return key_of(call, mode, descriptor and attrs.evolve(descriptor, num_active_loras=0), signature)
+    return key_of(
+        call, mode, descriptor and attrs.evolve(descriptor, num_active_loras=0), signature
+    )
 
 
 def _no_check(tensors: Sequence[Tensor]) -> Callable[..., bool]:
@@ -102,13 +108,19 @@ class _Idle(Operation):
     """The operator at which a capture in pieces is cut does not run again in a replay."""
 
     def run(self) -> None:
-        if self.func._schema.name not in ("weft::paged_attention", "aten::mm", "aten::sort", "aten::_softmax"):
+        if self.func._schema.name not in (
+            "weft::paged_attention",
+            "aten::mm",
+            "aten::sort",
+            "aten::_softmax",
+        ):
             super().run()
 
 
 @contextmanager
 def _held_weakly() -> Iterator[None]:
-    """The tape does not keep tensors that it reads alive: once their owner drops one, others write to its memory."""
+    """The tape does not keep tensors that it reads alive: once their owner drops one, others write
+    to its memory."""
     owners: list[tuple[weakref.ref[Tensor], Tensor]] = []
 
     def alias(value: Any) -> Any:
@@ -135,7 +147,8 @@ def _live(tree: Any, descriptor: Any) -> Any:
 
 @contextmanager
 def _live_warm_up() -> Iterator[None]:
-    """Treats the state as too large to be saved; once, or it would run out of pages before the law is checked."""
+    """Treats the state as too large to be saved; once, or it would run out of pages before the law
+    is checked."""
     once = replace(_TAPE, "TapeBackend", lambda: TapeBackend(warm=[True]))
     with replace(_CAPTURE, "inert", _live)(), replace(_CAPTURE, "SAVED_BYTES", -1)(), once():
         yield
@@ -174,7 +187,9 @@ def _lending_inputs(outputs: Outputs, buffers: Sequence[Any], borrow: bool, own:
     return hand_over(outputs, (), borrow, own)
 
 
-def _for_the_graph_s_class(self: Template, own: Any, builder: Callable[..., Any] = Template.builder) -> Any:
+def _for_the_graph_s_class(
+    self: Template, own: Any, builder: Callable[..., Any] = Template.builder
+) -> Any:
     return builder(self, None)
 
 
@@ -203,20 +218,34 @@ class _PadsOnce(GroupedCopy):
     def copy(self, leaves: Sequence[Any]) -> None:
         if not self._calls:
             GroupedCopy.copy(self, leaves)
-        for target, value in zip(self.targets, self.pick(leaves) if self._calls else (), strict=False):
+        for target, value in zip(
+            self.targets, self.pick(leaves) if self._calls else (), strict=False
+        ):
             target.copy_(value)
         self._calls.append(None)
 
 
 GRAPHS = (
     Mutant("a replay reads its capture's inputs", find("L1", "models"), _FILL_NOTHING),
-    Mutant("a larger batch's tail stays", find("L1", "models"), replace(_BUFFERS, "tails", _stale_tail)),
-    Mutant("one row of padding is stale", find("L1", "models"), replace(_BUFFERS, "tails", _one_stale_row)),
-    Mutant("new state is not written", find("L1", "pure"), replace(_RESULTS, "_write_back", _home_without_writing)),
+    Mutant(
+        "a larger batch's tail stays", find("L1", "models"), replace(_BUFFERS, "tails", _stale_tail)
+    ),
+    Mutant(
+        "one row of padding is stale",
+        find("L1", "models"),
+        replace(_BUFFERS, "tails", _one_stale_row),
+    ),
+    Mutant(
+        "new state is not written",
+        find("L1", "pure"),
+        replace(_RESULTS, "_write_back", _home_without_writing),
+    ),
     Mutant("two results change places", find("L1", "pure"), replace(_CACHE, "hand_over", _swapped)),
     Mutant("the key forgets addresses", find("L1", "pure"), _forgetting("address")),
     Mutant(
-        "padding is written once", find("L1", "functions under a ladder"), replace(_BUFFERS, "GroupedCopy", _PadsOnce)
+        "padding is written once",
+        find("L1", "functions under a ladder"),
+        replace(_BUFFERS, "GroupedCopy", _PadsOnce),
     ),
     Mutant(
         "a capture counts as a step",
@@ -229,36 +258,82 @@ GRAPHS = (
     Mutant("the key forgets devices", _CALLS, _forgetting("device")),
     Mutant("the key forgets lazy conjugates", _CALLS, _forgetting("flags")),
     Mutant("the key forgets static values", _CALLS, _no_statics),
-    Mutant("the key takes 1, 1.0 and True for one", _CALLS, replace(_KEY, "value_key", lambda value: value)),
-    Mutant("the fast path checks no tensor", _CALLS, replace(_FAST_PATH, "tensors_check", _no_check)),
-    Mutant("the fast path forgets static values", _CALLS, replace(_READER, "_write_value", _write_no_value)),
-    Mutant("any parameters are recalled", _CALLS, partial(mock.patch.object, FastPath, "find_known", _known_blindly)),
-    Mutant("only one side of an image is padded anew", _IMAGES, replace(_BUFFERS, "tails", _first_side)),
+    Mutant(
+        "the key takes 1, 1.0 and True for one",
+        _CALLS,
+        replace(_KEY, "value_key", lambda value: value),
+    ),
+    Mutant(
+        "the fast path checks no tensor", _CALLS, replace(_FAST_PATH, "tensors_check", _no_check)
+    ),
+    Mutant(
+        "the fast path forgets static values",
+        _CALLS,
+        replace(_READER, "_write_value", _write_no_value),
+    ),
+    Mutant(
+        "any parameters are recalled",
+        _CALLS,
+        partial(mock.patch.object, FastPath, "find_known", _known_blindly),
+    ),
+    Mutant(
+        "only one side of an image is padded anew", _IMAGES, replace(_BUFFERS, "tails", _first_side)
+    ),
     Mutant(
         "an image has the class of its graph",
         _IMAGES,
         partial(mock.patch.object, Template, "builder", _for_the_graph_s_class),
     ),
-    Mutant("padding counts as pixels", find("L2", "images"), replace(_PADDING, "grow", _padding_of_ones)),
+    Mutant(
+        "padding counts as pixels",
+        find("L2", "images"),
+        replace(_PADDING, "grow", _padding_of_ones),
+    ),
     Mutant("attention is not run again", find("L5", "models"), replace(_TAPE, "Operation", _Idle)),
-    Mutant("a split operator is not run again", find("L5", "pure"), replace(_TAPE, "Operation", _Idle)),
+    Mutant(
+        "a split operator is not run again", find("L5", "pure"), replace(_TAPE, "Operation", _Idle)
+    ),
     Mutant("the key forgets the LoRAs", find("L7"), replace(_CACHE, "key_of", _key_without_loras)),
     Mutant("the warm-up runs on the live batch", find("L8", "models"), _live_warm_up),
-    Mutant("the state is not restored", find("L8", "pure"), replace(_CAPTURE, "SavedTensors", _Unrestored)),
-    Mutant("results are borrowed", find("L9", "ownership"), replace(_CACHE, "hand_over", _borrowing)),
+    Mutant(
+        "the state is not restored",
+        find("L8", "pure"),
+        replace(_CAPTURE, "SavedTensors", _Unrestored),
+    ),
+    Mutant(
+        "results are borrowed", find("L9", "ownership"), replace(_CACHE, "hand_over", _borrowing)
+    ),
     Mutant(
         "donation leaves the old value alive",
         find("L9", "ownership"),
         replace(_GRAPHIFIED, "donate", lambda tree, to: tree),
     ),
-    Mutant("input buffers are lent", find("L9", "borrowed"), replace(_CACHE, "hand_over", _lending_inputs)),
+    Mutant(
+        "input buffers are lent",
+        find("L9", "borrowed"),
+        replace(_CACHE, "hand_over", _lending_inputs),
+    ),
     Mutant("a live input is held weakly", find("L9", "keeps"), _held_weakly),
     Mutant(
-        "a graph in use is dropped", find("L9", "dropped"), partial(mock.patch.object, Cache, "_insert", _drop_in_use)
+        "a graph in use is dropped",
+        find("L9", "dropped"),
+        partial(mock.patch.object, Cache, "_insert", _drop_in_use),
     ),
-    Mutant("an estimate forgets classes", find("L14"), replace(_MEMORY, "interpolate", lambda points, size: 0)),
-    Mutant("an estimate leaves its steps in the state", find("L14"), replace(_CAPTURE, "SavedTensors", _Unrestored)),
-    Mutant("a torch.func transform is not inlined", find("L15", "functions of graphs"), _blind_to_func),
-    Mutant("a replay reads its capture's inputs", find("L15", "graphs of functions"), _FILL_NOTHING),
+    Mutant(
+        "an estimate forgets classes",
+        find("L14"),
+        replace(_MEMORY, "interpolate", lambda points, size: 0),
+    ),
+    Mutant(
+        "an estimate leaves its steps in the state",
+        find("L14"),
+        replace(_CAPTURE, "SavedTensors", _Unrestored),
+    ),
+    Mutant(
+        "a torch.func transform is not inlined", find("L15", "functions of graphs"), _blind_to_func
+    ),
+    Mutant(
+        "a replay reads its capture's inputs", find("L15", "graphs of functions"), _FILL_NOTHING
+    ),
 )
 """The bugs of `graphify`, its back ends and its padding."""

@@ -1,13 +1,14 @@
-"""Say of mutants whether a test notices them: run by `drawn.py` as a script, in a copy of the repository.
+"""Say of mutants whether a test notices them: run by `drawn.py` as a script, in a copy of the
+repository.
 
     python judging.py job.json
 
-The process imports what the tests import, and collects them, once. First it runs each test without a change, and
-notes its time and the lines of the drawn files that it reaches. Then it forks for each mutant. The fork puts the
-changed code into the functions that exist, and runs the tests that reach the changed statement, quick ones before slow
-ones, until one fails. A change that has an effect while modules are imported is tried
-in a fork that has imported nothing of the project yet. Verdicts are appended to a file, so that an interrupted run
-goes on where it stopped.
+The process imports what the tests import, and collects them, once. First it runs each test without
+a change, and notes its time and the lines of the drawn files that it reaches. Then it forks for
+each mutant. The fork puts the changed code into the functions that exist, and runs the tests that
+reach the changed statement, quick ones before slow ones, until one fails. A change that has an
+effect while modules are imported is tried in a fork that has imported nothing of the project yet.
+Verdicts are appended to a file, so that an interrupted run goes on where it stopped.
 
 The script imports nothing of the project itself: a mutant may be in it.
 """
@@ -34,7 +35,8 @@ from typing import Any
 import pytest
 
 _SECONDS_TO_START = 120.0
-"""The most seconds that a fork has until its first test begins. It may have to import everything."""
+"""The most seconds that a fork has until its first test begins. It may have to import everything.
+"""
 
 _SPARE_BYTES = 8 << 30
 """The memory that a mutant may take in addition to that of the process that it was forked from."""
@@ -77,7 +79,9 @@ class Lines:
         return line
 
 
-def code_pairs(before: types.CodeType, after: types.CodeType) -> Iterator[tuple[types.CodeType, types.CodeType]]:
+def code_pairs(
+    before: types.CodeType, after: types.CodeType
+) -> Iterator[tuple[types.CodeType, types.CodeType]]:
     """The code objects that stand at the same place of two versions of a module.
 
     Raises:
@@ -85,7 +89,9 @@ def code_pairs(before: types.CodeType, after: types.CodeType) -> Iterator[tuple[
     """
     if before != after:
         yield before, after
-    inner_before = [constant for constant in before.co_consts if isinstance(constant, types.CodeType)]
+    inner_before = [
+        constant for constant in before.co_consts if isinstance(constant, types.CodeType)
+    ]
     inner_after = [constant for constant in after.co_consts if isinstance(constant, types.CodeType)]
     if [code.co_name for code in inner_before] != [code.co_name for code in inner_after]:
         raise ValueError("the change adds or removes a function")
@@ -115,7 +121,9 @@ def functions_in(files: Iterable[Path]) -> dict[Path, list[types.FunctionType]]:
     return functions_of
 
 
-def put_in_place(functions: Iterable[types.FunctionType], path: Path, before: str, after: str) -> bool:
+def put_in_place(
+    functions: Iterable[types.FunctionType], path: Path, before: str, after: str
+) -> bool:
     """Give the functions of a file their changed code. False if that leaves something unchanged."""
     compiled = [compile(text, str(path), "exec", dont_inherit=True) for text in (before, after)]
     try:
@@ -131,7 +139,8 @@ def put_in_place(functions: Iterable[types.FunctionType], path: Path, before: st
             return False
         function.__code__ = code
         num_changed += 1
-    # A function that no object has yet is made by one that has its code, so at least one must be there.
+    # A function that no object has yet is made by one that has its code, so at least one must be
+    # there.
     return num_changed > 0
 
 
@@ -145,7 +154,9 @@ class _Pipe:
         os.write(self._descriptor, (json.dumps(words) + "\n").encode())
 
 
-def run_items(items: Sequence[pytest.Item], pipe: _Pipe, *, until_failure: bool, lines: Lines | None = None) -> None:
+def run_items(
+    items: Sequence[pytest.Item], pipe: _Pipe, *, until_failure: bool, lines: Lines | None = None
+) -> None:
     """Run tests in their order, and tell when each begins, and how it ends."""
     from _pytest.runner import runtestprotocol
 
@@ -175,8 +186,11 @@ def run_items(items: Sequence[pytest.Item], pipe: _Pipe, *, until_failure: bool,
     pipe.tell("done")
 
 
-def in_fork(work: Callable[[_Pipe], None], limit_of: Callable[[str], float]) -> tuple[list[list[Any]], bool]:
-    """What a fork tells, and whether a test took longer than its limit. The fork ends with all that it started."""
+def in_fork(
+    work: Callable[[_Pipe], None], limit_of: Callable[[str], float]
+) -> tuple[list[list[Any]], bool]:
+    """What a fork tells, and whether a test took longer than its limit. The fork ends with all that
+    it started."""
     reading, writing = os.pipe()
     scratch = tempfile.mkdtemp(prefix="fork-")
     child = os.fork()
@@ -228,10 +242,12 @@ def in_fork(work: Callable[[_Pipe], None], limit_of: Callable[[str], float]) -> 
 
 
 class Judge:
-    """Tries mutants. Its process has collected the tests, and another that has not is at the end of a pipe.
+    """Tries mutants. Its process has collected the tests, and another that has not is at the end of
+    a pipe.
 
     Args:
-        job: `root`, `files`, `tests`, `mutants`, `verdicts`, `baseline`, `progress`, `seconds`, `budget`.
+        job: `root`, `files`, `tests`, `mutants`, `verdicts`, `baseline`, `progress`, `seconds`,
+            `budget`.
     """
 
     def __init__(self, job: Mapping[str, Any]) -> None:
@@ -267,8 +283,12 @@ class Judge:
             with verdicts.open("a") as file:
                 file.write(json.dumps(verdict) + "\n")
             rate = (time.monotonic() - started) / (index + 1)
-            text = f"{index + 1}/{len(todo)} {rate:.1f} s each: {verdict['outcome']} {mutant['text']}"
-            self.say(f"{text} by {verdict['killed_by']} ({verdict['num_run']} run, {verdict['num_left']} left)")
+            text = (
+                f"{index + 1}/{len(todo)} {rate:.1f} s each: {verdict['outcome']} {mutant['text']}"
+            )
+            self.say(
+                f"{text} by {verdict['killed_by']} ({verdict['num_run']} run, {verdict['num_left']} left)"
+            )
         return True
 
     def say(self, text: str) -> None:
@@ -302,14 +322,20 @@ class Judge:
                 break
             if not begun or begun[-1] in self.tests:
                 raise RuntimeError(f"the tests end without a change: {words[-1:]}")
-            self.tests[begun[-1]] = {"outcome": "late", "seconds": 0.0, "starts_processes": False, "reached": {}}
+            self.tests[begun[-1]] = {
+                "outcome": "late",
+                "seconds": 0.0,
+                "starts_processes": False,
+                "reached": {},
+            }
             items = [item for item in items if item.nodeid not in self.tests]
         odd = [name for name, test in self.tests.items() if test["outcome"] in ("failed", "late")]
         self.say(f"{time.monotonic() - started:.0f} s; these do not pass without a change: {odd}")
         path.write_text(json.dumps(self.tests))
 
     def chosen(self, mutant: Mapping[str, Any]) -> tuple[list[str], int]:
-        """The tests that reach a mutant, in the order to run them, and how many more the budget leaves out."""
+        """The tests that reach a mutant, in the order to run them, and how many more the budget
+        leaves out."""
         file = mutant["file"]
         span = set(range(mutant["first_line"], mutant["last_line"] + 1))
         rows = []
@@ -318,7 +344,9 @@ class Judge:
             if test["outcome"] != "passed" or name not in self.items:
                 continue
             # What another process of a test reaches is not known.
-            reaches = bool(span.intersection(reached)) or (bool(reached) and not mutant["in_function"])
+            reaches = bool(span.intersection(reached)) or (
+                bool(reached) and not mutant["in_function"]
+            )
             if reaches or test["starts_processes"]:
                 rows.append((not reaches, name.partition("::")[0], test["seconds"], name))
         # Tests of one file follow each other, since they may share a fixture.
@@ -343,7 +371,9 @@ class Judge:
         path = self.root / mutant["file"]
         before = path.read_text(encoding="utf-8")
         names, num_left = self.chosen(mutant)
-        span = {(mutant["file"], line) for line in range(mutant["first_line"], mutant["last_line"] + 1)}
+        span = {
+            (mutant["file"], line) for line in range(mutant["first_line"], mutant["last_line"] + 1)
+        }
         acts_at_import = not mutant["in_function"] or bool(span & self.at_import)
         started = time.monotonic()
         ways = []
@@ -358,7 +388,9 @@ class Judge:
                 late = False
                 if mutant["in_function"]:
                     ways.append("in place")
-                    words, late = in_fork(lambda pipe: self.run_here(mutant, before, names, pipe), self.limit)
+                    words, late = in_fork(
+                        lambda pipe: self.run_here(mutant, before, names, pipe), self.limit
+                    )
                     exact = not (words and words[-1] == ["ended", "cannot be put in place"])
                     killed_by, outcome = outcome_of(words, late) if exact else (None, "survived")
                 if outcome == "survived" and (acts_at_import or not exact):
@@ -392,7 +424,9 @@ class Judge:
         moment = time.time() + self.changes
         os.utime(path, (moment, moment))
 
-    def run_here(self, mutant: Mapping[str, Any], before: str, names: Sequence[str], pipe: _Pipe) -> None:
+    def run_here(
+        self, mutant: Mapping[str, Any], before: str, names: Sequence[str], pipe: _Pipe
+    ) -> None:
         """In a fork: put a mutant in place, and run its tests."""
         path = self.root / mutant["file"]
         loaded = any(
@@ -409,13 +443,16 @@ class Judge:
         """Whether a test passes by itself without a change."""
         if name not in self.alone:
             work = [self.items[name]]
-            words, late = in_fork(lambda pipe: run_items(work, pipe, until_failure=True), self.limit)
+            words, late = in_fork(
+                lambda pipe: run_items(work, pipe, until_failure=True), self.limit
+            )
             self.alone[name] = outcome_of(words, late)[1] == "survived"
         return self.alone[name]
 
 
 def outcome_of(words: Sequence[Sequence[Any]], late: bool) -> tuple[str | None, str]:
-    """The test that noticed, and how: `killed`, `late` or `ended` if the process did; or `survived`."""
+    """The test that noticed, and how: `killed`, `late` or `ended` if the process did; or
+    `survived`."""
     begun = [str(word[1]) for word in words if word[0] == "begins"]
     last = begun[-1] if begun else "collection"
     if late:
@@ -438,14 +475,20 @@ class _Chosen:
     def pytest_runtestloop(self, session: pytest.Session) -> bool:
         if not session.testsfailed:
             items = {item.nodeid: item for item in session.items}
-            run_items([items[name] for name in self._names if name in items], self._pipe, until_failure=True)
+            run_items(
+                [items[name] for name in self._names if name in items],
+                self._pipe,
+                until_failure=True,
+            )
         return True
 
 
 _ARGUMENTS = ("-n", "0", "-q", "-p", "no:cacheprovider")
 
 
-def run_fresh(names: Sequence[str], limit_of: Callable[[str], float]) -> tuple[list[list[Any]], bool]:
+def run_fresh(
+    names: Sequence[str], limit_of: Callable[[str], float]
+) -> tuple[list[list[Any]], bool]:
     """Run tests in a fork of a process that has imported nothing of the project."""
     files = list(dict.fromkeys(name.partition("::")[0] for name in names))
 
@@ -489,7 +532,9 @@ def main(path: str) -> int:
     answers = os.fdopen(here_reads)
     requests = os.fdopen(here_writes, "w")
 
-    def fresh(names: Sequence[str], limit_of: Callable[[str], float]) -> tuple[list[list[Any]], bool]:
+    def fresh(
+        names: Sequence[str], limit_of: Callable[[str], float]
+    ) -> tuple[list[list[Any]], bool]:
         requests.write(json.dumps([names, {name: limit_of(name) for name in names}]) + "\n")
         requests.flush()
         words, late = json.loads(answers.readline())

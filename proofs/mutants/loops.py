@@ -66,15 +66,29 @@ _BODIES = find("L1", "loops are Python's, on drawn bodies")
 
 LOOPS = (
     Mutant("a loop runs one step", _PYTHONS, partial(mock.patch.object, Loop, "run", _once)),
-    Mutant("a loop runs a step whatever holds", _PYTHONS, partial(mock.patch.object, Loop, "run", _at_least_once)),
-    Mutant("a graph ignores max_steps", _PYTHONS, partial(mock.patch.object, _Loop, "record", _unbounded)),
-    Mutant("a carry is overwritten before it is read", _PYTHONS, replace(_WHILE, "_write", _one_after_the_other)),
+    Mutant(
+        "a loop runs a step whatever holds",
+        _PYTHONS,
+        partial(mock.patch.object, Loop, "run", _at_least_once),
+    ),
+    Mutant(
+        "a graph ignores max_steps",
+        _PYTHONS,
+        partial(mock.patch.object, _Loop, "record", _unbounded),
+    ),
+    Mutant(
+        "a carry is overwritten before it is read",
+        _PYTHONS,
+        replace(_WHILE, "_write", _one_after_the_other),
+    ),
     Mutant(
         "a loop's counter is a constant",
         _BODIES,
         partial(mock.patch.object, Constants, "begin_step", _begin_with_constants),
     ),
-    Mutant("a view of the carry is the carry", _BODIES, replace(_WHILE, "_is_same", _is_same_memory)),
+    Mutant(
+        "a view of the carry is the carry", _BODIES, replace(_WHILE, "_is_same", _is_same_memory)
+    ),
     Mutant(
         "a result is what the loop starts from",
         _BODIES,
@@ -85,7 +99,11 @@ LOOPS = (
         _BODIES,
         replace("weft.transforms.shards.tracing", "looping", lambda _: contextlib.nullcontext()),
     ),
-    Mutant("an index counts no dimensions for ...", _BODIES, replace(_INDEXING, "_along", _along_from_the_start)),
+    Mutant(
+        "an index counts no dimensions for ...",
+        _BODIES,
+        replace(_INDEXING, "_along", _along_from_the_start),
+    ),
     Mutant(
         "what may draw counts as a draw",
         _BODIES,

@@ -1,4 +1,5 @@
-"""Planted bugs of stages of one's own: extras, captures and carried values that reach the wrong request or token."""
+"""Planted bugs of stages of one's own: extras, captures and carried values that reach the wrong
+request or token."""
 
 from functools import partial
 from typing import Any
@@ -28,14 +29,20 @@ _PREFIX_CACHE = "weft.transforms.engine.requests.prefix_cache"
 def _of_the_row_below(state: State, batch: Batch) -> ResolvedBatch:
     """Each request has the extras of the one after it in the batch."""
     found = resolve(state, batch)
-    return attrs.evolve(found, extras={name: PerRequest(x.values.roll(-1, 0)) for name, x in found.extras.items()})
+    return attrs.evolve(
+        found, extras={name: PerRequest(x.values.roll(-1, 0)) for name, x in found.extras.items()}
+    )
 
 
 def _of_the_row(state: State, batch: Batch) -> ResolvedBatch:
     """Requests have the extras of the first rows, whichever rows they are in."""
     found = resolve(state, batch)
-    first = torch.arange(len(batch.rows), device=batch.rows.device).clamp(max=len(state.positions) - 1)
-    return attrs.evolve(found, extras={name: PerRequest(x[first]) for name, x in state.extras.items()})
+    first = torch.arange(len(batch.rows), device=batch.rows.device).clamp(
+        max=len(state.positions) - 1
+    )
+    return attrs.evolve(
+        found, extras={name: PerRequest(x[first]) for name, x in state.extras.items()}
+    )
 
 
 def _salt_without_extras(request: Request, version: int) -> bytes:
@@ -64,14 +71,18 @@ _LOOKUP = prefix_cache.lookup_prefix
 
 
 def _finds_it_anyway(pages: Any, req: Any) -> Any:
-    """The prefix of a request whose tokens are captured or carry something is skipped if the cache has it."""
+    """The prefix of a request whose tokens are captured or carry something is skipped if the cache
+    has it."""
     plain = attrs.evolve(req.request, prefix_caching="full")
     with mock.patch.object(req, "request", plain):
         return _LOOKUP(pages, req)
 
 
-def _again(self: CompletionState, values: Any, first: int, count: int = 1, start: int | None = None) -> None:
-    """Tokens that are computed a second time, such as those of a preempted request, are appended again."""
+def _again(
+    self: CompletionState, values: Any, first: int, count: int = 1, start: int | None = None
+) -> None:
+    """Tokens that are computed a second time, such as those of a preempted request, are appended
+    again."""
     _APPEND(self, values, first, count, None)
 
 
@@ -104,10 +115,14 @@ def _of_the_last_draft(self: Carried, batch: ResolvedBatch, page_size: int, valu
 _WRITE, _ADMIT, _READ = Carried.write, Carried.admit, Carried.read
 
 
-def _of_the_first_token(self: Carried, batch: ResolvedBatch, page_size: int, values: Any) -> Carried:
+def _of_the_first_token(
+    self: Carried, batch: ResolvedBatch, page_size: int, values: Any
+) -> Carried:
     """What is carried on is that of a request's first token in the step."""
     first = batch.query_start_loc[:-1].to(torch.int64).clamp(max=len(batch.input_ids) - 1)
-    return _WRITE(self, batch, page_size, {name: batch.per_token(new[first]) for name, new in values.items()})
+    return _WRITE(
+        self, batch, page_size, {name: batch.per_token(new[first]) for name, new in values.items()}
+    )
 
 
 def _with_padding(self: Carried, batch: ResolvedBatch, page_size: int, values: Any) -> Carried:
@@ -133,7 +148,10 @@ def _not_started(self: Carried, rows: Tensor, positions: Any, last_pages: Any) -
 
 
 def _of_the_neighbour(self: Carried, rows: Tensor, positions: Tensor) -> dict[str, PerRequest]:
-    return {name: PerRequest(own.values.roll(1, 0)) for name, own in _READ(self, rows, positions).items()}
+    return {
+        name: PerRequest(own.values.roll(1, 0))
+        for name, own in _READ(self, rows, positions).items()
+    }
 
 
 def _carried(name: str, method: str, bug: Any) -> Mutant:
@@ -161,7 +179,9 @@ _AFTER_FIRST = Batch.after_first
 
 def _last_for_the_rest(given: Any, starts: Any, token_ids: Any, device: Any) -> Any:
     """Tokens without inputs of their own have those of a prompt's last token."""
-    held = [own and attrs.evolve(own, token_extras=_ending_twice(own.token_extras)) for own in given]
+    held = [
+        own and attrs.evolve(own, token_extras=_ending_twice(own.token_extras)) for own in given
+    ]
     return batch_token_extras(held, starts, token_ids, device)
 
 
@@ -173,19 +193,43 @@ _OWN, _INPUTS = find("L21", "own stages serve as alone"), "weft.stages.inputs"
 _OF_TOKENS = find("L21", "with inputs of tokens")
 
 OWN_STAGES = (
-    Mutant("a request has the extras of its neighbour", _OWN, replace(_INPUTS, "resolve", _of_the_row_below)),
+    Mutant(
+        "a request has the extras of its neighbour",
+        _OWN,
+        replace(_INPUTS, "resolve", _of_the_row_below),
+    ),
     Mutant("extras go with the place in the batch", _OWN, replace(_INPUTS, "resolve", _of_the_row)),
-    Mutant("a page is known without its extras", _OWN, replace(_REQUESTS, "salt", _salt_without_extras)),
-    Mutant("a preempted request loses its extras", _OWN, replace(_STEP, "admit", _lost_when_it_starts_again)),
-    Mutant("an extra stays in the row of its request", _OWN, replace(_STEP, "admit", _left_in_the_row)),
-    Mutant("a prefix that is found is not captured", _OWN, replace(_PREFIX_CACHE, "lookup_prefix", _finds_it_anyway)),
+    Mutant(
+        "a page is known without its extras", _OWN, replace(_REQUESTS, "salt", _salt_without_extras)
+    ),
+    Mutant(
+        "a preempted request loses its extras",
+        _OWN,
+        replace(_STEP, "admit", _lost_when_it_starts_again),
+    ),
+    Mutant(
+        "an extra stays in the row of its request", _OWN, replace(_STEP, "admit", _left_in_the_row)
+    ),
+    Mutant(
+        "a prefix that is found is not captured",
+        _OWN,
+        replace(_PREFIX_CACHE, "lookup_prefix", _finds_it_anyway),
+    ),
     Mutant(
         "what is computed twice is captured twice",
         _OWN,
         partial(mock.patch.object, CompletionState, "append_captured", _again),
     ),
-    Mutant("captures are of the token before", _OWN, partial(mock.patch.object, Sown, "after", _of_the_token_before)),
-    Mutant("captures of earlier stages are lost", _OWN, partial(mock.patch.object, Sown, "after", _only_here)),
+    Mutant(
+        "captures are of the token before",
+        _OWN,
+        partial(mock.patch.object, Sown, "after", _of_the_token_before),
+    ),
+    Mutant(
+        "captures of earlier stages are lost",
+        _OWN,
+        partial(mock.patch.object, Sown, "after", _only_here),
+    ),
     _carried("a wrong draft is carried on", "write", _of_the_last_draft),
     _carried("the first token of a step is carried on", "write", _of_the_first_token),
     _carried("padding writes what is carried", "write", _with_padding),
@@ -197,8 +241,16 @@ OWN_STAGES = (
         _OF_TOKENS,
         replace("weft.transforms.engine.requests.inputs", "with_token_extras", _without_digests),
     ),
-    Mutant("a chunk has the first tokens' inputs", _OF_TOKENS, replace(_STEP, "batch_token_extras", _from_the_first)),
-    Mutant("other tokens have the last input", _OF_TOKENS, replace(_STEP, "batch_token_extras", _last_for_the_rest)),
+    Mutant(
+        "a chunk has the first tokens' inputs",
+        _OF_TOKENS,
+        replace(_STEP, "batch_token_extras", _from_the_first),
+    ),
+    Mutant(
+        "other tokens have the last input",
+        _OF_TOKENS,
+        replace(_STEP, "batch_token_extras", _last_for_the_rest),
+    ),
     Mutant(
         "inputs of tokens reach the first stage alone",
         _OF_TOKENS,

@@ -23,7 +23,9 @@ _SCHEDULE, _CHECKER = "weft.transforms.pipelines.schedule", "weft.transforms.pip
 _MACHINE, _PIPELINE = "weft.transforms.pipelines.machine", "weft.transforms.pipelines.pipeline"
 
 
-def _generating(change: Callable[[int, list[Effect]], None]) -> Callable[[], AbstractContextManager[Any]]:
+def _generating(
+    change: Callable[[int, list[Effect]], None],
+) -> Callable[[], AbstractContextManager[Any]]:
     """Changes the list of a rank's effects in the generators."""
 
     def changed(rank: int, *args: Any) -> list[Effect]:
@@ -61,7 +63,9 @@ def _rank_0_stays_behind(rank: int, effects: list[Effect]) -> None:
     effects[:] = [e for e in effects if rank or not (isinstance(e, Run) and e.what == "advance")]
 
 
-def _waiting_for_none(rank: int, num_stages: int, jobs: Sequence[Any], *args: Any) -> Iterator[Effect]:
+def _waiting_for_none(
+    rank: int, num_stages: int, jobs: Sequence[Any], *args: Any
+) -> Iterator[Effect]:
     return _effects(rank, num_stages, [attrs.evolve(job, after=None) for job in jobs], *args)
 
 
@@ -88,24 +92,31 @@ def _what_was_sent(program: Program, buffers: int, num_stages: int) -> Iterator[
     for effect in program.effects:
         seen.append(effect)
         if isinstance(effect, Run) and effect.what != "advance":
-            yield from check_buffers(attrs.evolve(program, effects=tuple(seen)), buffers, num_stages)
+            yield from check_buffers(
+                attrs.evolve(program, effects=tuple(seen)), buffers, num_stages
+            )
 
 
 def _any_root(program: Program, num_stages: int) -> Iterator[ProgramError]:
     """Checks senders and receivers, and not whose output returns."""
-    known = (e for e in program.effects if not (isinstance(e, Broadcast) and e.root < program.num_ranks))
+    known = (
+        e for e in program.effects if not (isinstance(e, Broadcast) and e.root < program.num_ranks)
+    )
     return check_peers(attrs.evolve(program, effects=tuple(known)), num_stages)
 
 
 def _in_order_of_numbers(programs: Sequence[Program]) -> Iterator[ProgramError]:
-    """Refuses micro-batches that are not in the order of their numbers, though the same order on all ranks is right."""
+    """Refuses micro-batches that are not in the order of their numbers, though the same order on
+    all ranks is right."""
     ran = [e.microbatch for e in programs[0].effects if isinstance(e, Run) and e.what != "advance"]
     if ran != sorted(ran):
         yield ProgramError("check", f"micro-batches {ran}", "in order")
     yield from _check_runs(programs)
 
 
-def _outputs_of_nobody(program: Program, returning: frozenset[int], num_stages: int) -> Iterator[ProgramError]:
+def _outputs_of_nobody(
+    program: Program, returning: frozenset[int], num_stages: int
+) -> Iterator[ProgramError]:
     return check_needs(program, frozenset(), num_stages)
 
 
@@ -129,7 +140,11 @@ def _any_collective(program: Program, num_stages: int) -> Iterator[ProgramError]
 
 
 _ENDING_ANYHOW = partial(mock.patch.object, Machine, "leftover", _nothing)
-_MADE, _CHECKED, _BROKEN = find("L10", "schedules are right"), find("L10", "checker"), find("L10", "broken")
+_MADE, _CHECKED, _BROKEN = (
+    find("L10", "schedules are right"),
+    find("L10", "checker"),
+    find("L10", "broken"),
+)
 _OWN, _WORKER = find("L10", "own schedules"), "weft.transforms.pipelines.worker"
 
 SCHEDULES = (
@@ -137,22 +152,56 @@ SCHEDULES = (
     Mutant("two sends on an edge change places", _MADE, _generating(_swap_sends)),
     Mutant("a receive is of another schema", _MADE, _generating(_other_schema)),
     Mutant("no fence before a buffer is used again", _MADE, _generating(_no_fence)),
-    Mutant("a rank runs one job too far ahead", _MADE, replace(_SCHEDULE, "_ahead", _one_further_ahead)),
-    Mutant("a job does not wait for its tokens", _MADE, replace(_SCHEDULE, "_effects", _waiting_for_none)),
+    Mutant(
+        "a rank runs one job too far ahead", _MADE, replace(_SCHEDULE, "_ahead", _one_further_ahead)
+    ),
+    Mutant(
+        "a job does not wait for its tokens",
+        _MADE,
+        replace(_SCHEDULE, "_effects", _waiting_for_none),
+    ),
     Mutant("rank 0 never advances", _MADE, _generating(_rank_0_stays_behind)),
     Mutant("schemas are not compared", _BROKEN, replace(_MACHINE, "matches", _same_microbatch)),
-    Mutant("an edge is taken to hold 1000 messages", _BROKEN, replace(_CHECKER, "interleave", _wide)),
-    Mutant("a buffer may be used again in flight", _BROKEN, replace(_CHECKER, "check_buffers", _nothing)),
-    Mutant("a result may be overwritten unsent", _BROKEN, replace(_CHECKER, "check_buffers", _what_was_sent)),
-    Mutant("an advance may miss its output", _BROKEN, replace(_CHECKER, "check_needs", _outputs_of_nobody)),
+    Mutant(
+        "an edge is taken to hold 1000 messages", _BROKEN, replace(_CHECKER, "interleave", _wide)
+    ),
+    Mutant(
+        "a buffer may be used again in flight",
+        _BROKEN,
+        replace(_CHECKER, "check_buffers", _nothing),
+    ),
+    Mutant(
+        "a result may be overwritten unsent",
+        _BROKEN,
+        replace(_CHECKER, "check_buffers", _what_was_sent),
+    ),
+    Mutant(
+        "an advance may miss its output",
+        _BROKEN,
+        replace(_CHECKER, "check_needs", _outputs_of_nobody),
+    ),
     Mutant("messages that nobody receives are accepted", _BROKEN, _ENDING_ANYHOW),
-    Mutant("micro-batches must come in order", _CHECKED, replace(_CHECKER, "_check_runs", _in_order_of_numbers)),
+    Mutant(
+        "micro-batches must come in order",
+        _CHECKED,
+        replace(_CHECKER, "_check_runs", _in_order_of_numbers),
+    ),
     Mutant("effects need nothing", _BROKEN, replace(_CHECKER, "check_needs", _nothing)),
-    Mutant("ranks may differ in what they run", _BROKEN, replace(_CHECKER, "_check_runs", _nothing)),
-    Mutant("own schedules may leave work undone", _OWN, replace(_PIPELINE, "refuse_other_work", _nothing)),
+    Mutant(
+        "ranks may differ in what they run", _BROKEN, replace(_CHECKER, "_check_runs", _nothing)
+    ),
+    Mutant(
+        "own schedules may leave work undone",
+        _OWN,
+        replace(_PIPELINE, "refuse_other_work", _nothing),
+    ),
     Mutant("states come back by rank", _OWN, replace(_WORKER, "_index", lambda own: 0)),
     Mutant("messages wait until a rank needs them", _OWN, _lazy_loom),
-    Mutant("a collective is accepted, and not performed", _BROKEN, replace(_CHECKER, "check_peers", _any_collective)),
+    Mutant(
+        "a collective is accepted, and not performed",
+        _BROKEN,
+        replace(_CHECKER, "check_peers", _any_collective),
+    ),
     Mutant("any rank's result may return", _BROKEN, replace(_CHECKER, "check_peers", _any_root)),
 )
 """The bugs of `make_programs`, of its window, and of each part of `check`."""

@@ -23,7 +23,15 @@ from weft.stages.attention.rope import mrope_positions
 from weft.state import State
 from weft.transforms.engine import scheduler
 from weft.transforms.engine.engine import Engine
-from weft.transforms.engine.requests.host_state import Budget, HostState, Request, RequestState, end, preempt, salt
+from weft.transforms.engine.requests.host_state import (
+    Budget,
+    HostState,
+    Request,
+    RequestState,
+    end,
+    preempt,
+    salt,
+)
 from weft.transforms.engine.requests.masks import RequestMask, compute_mask
 from weft.transforms.engine.requests.pages import Pages
 from weft.transforms.engine.requests.prompts import PromptContent
@@ -31,7 +39,10 @@ from weft.transforms.engine.scheduler import observe
 from weft.transforms.engine.steps.step import Work, batch_positions
 from weft.transforms.engine.weights import Weights
 
-_SCHEDULER, _REQUESTS = "weft.transforms.engine.scheduler", "weft.transforms.engine.requests.host_state"
+_SCHEDULER, _REQUESTS = (
+    "weft.transforms.engine.scheduler",
+    "weft.transforms.engine.requests.host_state",
+)
 _PAGES = "weft.transforms.engine.requests.pages"
 _STEP, _INPUTS = "weft.transforms.engine.steps.step", "weft.transforms.engine.requests.inputs"
 
@@ -146,7 +157,9 @@ def _of_one_seed(seed: int, n: int) -> list[int]:
     return [seed] * n
 
 
-def _of_one_token_less(id: str, masked: RequestMask, said: Sequence[int], vocab_size: int) -> bytes | None:
+def _of_one_token_less(
+    id: str, masked: RequestMask, said: Sequence[int], vocab_size: int
+) -> bytes | None:
     return compute_mask(id, masked, said[:-1], vocab_size)
 
 
@@ -178,7 +191,11 @@ class _Staying:
 
     def _with_old(self, work: Work) -> Work:
         if work.masks:
-            self._masks |= {row: mask for row, mask in zip(work.rows, work.masks, strict=True) if mask is not None}
+            self._masks |= {
+                row: mask
+                for row, mask in zip(work.rows, work.masks, strict=True)
+                if mask is not None
+            }
         masks = tuple(self._masks.get(row) for row in work.rows)
         return attrs.evolve(work, masks=masks) if any(masks) else work
 
@@ -235,11 +252,14 @@ def _some_token_where_none_is_left() -> Iterator[None]:
 
 @contextmanager
 def _refused_where_it_is_admitted() -> Iterator[None]:
-    """Parameters are not checked together with the model's end tokens before a step admits their request."""
+    """Parameters are not checked together with the model's end tokens before a step admits their
+    request."""
 
     for_request = SamplingParams.for_request
 
-    def unchecked(params: SamplingParams, eos_token_ids: Iterable[int], seed: int) -> SamplingParams:
+    def unchecked(
+        params: SamplingParams, eos_token_ids: Iterable[int], seed: int
+    ) -> SamplingParams:
         with mock.patch.object(SamplingParams, "_all_barred", return_value=None):
             return for_request(params, eos_token_ids, seed)
 
@@ -263,7 +283,9 @@ _WRITE = Weights.write
 def _new_adapters_alone(weights: Weights, pairs: Any, adapters: Any) -> None:
     new = {id(adapter) for adapter in adapters.values()}
 
-    def write_new(params: Any, config: Any, layout: Any, slot: int, adapter: Any, **options: Any) -> None:
+    def write_new(
+        params: Any, config: Any, layout: Any, slot: int, adapter: Any, **options: Any
+    ) -> None:
         if id(adapter) in new:
             write_slot(params, config, layout, slot, adapter, **options)
 
@@ -272,7 +294,11 @@ def _new_adapters_alone(weights: Weights, pairs: Any, adapters: Any) -> None:
 
 
 _SERVED, _AGREE, _ENGINE = find("L11", "stages"), find("L11", "hosts"), find("L11", "engine")
-_ADAPTED, _EMBEDDED, _MASKS = find("L11", "adapters"), find("L11", "embeddings"), find("L11", "masks")
+_ADAPTED, _EMBEDDED, _MASKS = (
+    find("L11", "adapters"),
+    find("L11", "embeddings"),
+    find("L11", "masks"),
+)
 _FAULTS = find("L11", "faults")
 _PAGED, _TURN, _AHEAD = find("L9", "pages"), find("L18", "turn"), find("L19")
 _TIME = find("L18", "time")
@@ -281,16 +307,38 @@ _ON_ENGINE, _OUTPUTS = "weft.transforms.engine.engine", "weft.transforms.engine.
 _LOADS = "weft.proofs.strategies.engine.engines"
 
 SERVING = (
-    Mutant("a page is freed while another request holds it", _PAGED, replace(_REQUESTS, "Pages", _OwnersForgotten)),
-    Mutant("a page is known by its tokens alone", _PAGED, replace(_PAGES, "_digest", _by_tokens_alone)),
     Mutant(
-        "a part of a page is found before it is computed", _PAGED, replace(_SCHEDULER, "_admit", _found_before_computed)
+        "a page is freed while another request holds it",
+        _PAGED,
+        replace(_REQUESTS, "Pages", _OwnersForgotten),
     ),
-    Mutant("a part of a page is found after it was given away", _PAGED, replace(_REQUESTS, "Pages", _PartsOutlive)),
+    Mutant(
+        "a page is known by its tokens alone", _PAGED, replace(_PAGES, "_digest", _by_tokens_alone)
+    ),
+    Mutant(
+        "a part of a page is found before it is computed",
+        _PAGED,
+        replace(_SCHEDULER, "_admit", _found_before_computed),
+    ),
+    Mutant(
+        "a part of a page is found after it was given away",
+        _PAGED,
+        replace(_REQUESTS, "Pages", _PartsOutlive),
+    ),
     Mutant("a finish is predicted on one rank", _AGREE, _predicting),
-    Mutant("a row is freed while a step for it is under way", _SERVED, replace(_SCHEDULER, "_admit", _without_waiting)),
-    Mutant("a page is known without its adapter", _ADAPTED, replace(_REQUESTS, "salt", _salt_of_none)),
-    Mutant("a step is not told of its adapters", _ADAPTED, replace(_SCHEDULER, "count_adapters", _no_adapters)),
+    Mutant(
+        "a row is freed while a step for it is under way",
+        _SERVED,
+        replace(_SCHEDULER, "_admit", _without_waiting),
+    ),
+    Mutant(
+        "a page is known without its adapter", _ADAPTED, replace(_REQUESTS, "salt", _salt_of_none)
+    ),
+    Mutant(
+        "a step is not told of its adapters",
+        _ADAPTED,
+        replace(_SCHEDULER, "count_adapters", _no_adapters),
+    ),
     Mutant(
         "a page is known without its embeddings and positions",
         _EMBEDDED,
@@ -301,8 +349,16 @@ SERVING = (
         _EMBEDDED,
         replace("weft.stages.decoder", "mrope_positions", _in_order_without_delta),
     ),
-    Mutant("a chunk has the positions of the first", _EMBEDDED, replace(_STEP, "batch_positions", _in_their_chunk)),
-    Mutant("all completions of a prompt have one seed", _ENGINE, replace(_INPUTS, "sample_seeds", _of_one_seed)),
+    Mutant(
+        "a chunk has the positions of the first",
+        _EMBEDDED,
+        replace(_STEP, "batch_positions", _in_their_chunk),
+    ),
+    Mutant(
+        "all completions of a prompt have one seed",
+        _ENGINE,
+        replace(_INPUTS, "sample_seeds", _of_one_seed),
+    ),
     Mutant(
         "a mask does not see the last token",
         _MASKS,
@@ -314,9 +370,15 @@ SERVING = (
         partial(mock.patch.object, Work, "_masked", _of_the_one_before),
     ),
     Mutant("a mask stays in the row of its request", _MASKS, replace(_LOADS, "Engine", _MasksStay)),
-    Mutant("a request with a mask runs ahead", _MASKS, replace(_INPUTS, "Request", _free_to_run_ahead)),
+    Mutant(
+        "a request with a mask runs ahead", _MASKS, replace(_INPUTS, "Request", _free_to_run_ahead)
+    ),
     Mutant("a token is returned although none is allowed", _FAULTS, _some_token_where_none_is_left),
-    Mutant("parameters that forbid every token are found only in a step", _FAULTS, _refused_where_it_is_admitted),
+    Mutant(
+        "parameters that forbid every token are found only in a step",
+        _FAULTS,
+        _refused_where_it_is_admitted,
+    ),
     Mutant(
         "an unexpected error of a mask ends the step",
         _FAULTS,
@@ -328,10 +390,22 @@ SERVING = (
         _TIME,
         replace(_SCHEDULER, "pairs_of", _no_pairs),
     ),
-    Mutant("decodes are left out of a step's time", _TIME, replace(_SCHEDULER, "_Room", _WithoutDecodes)),
+    Mutant(
+        "decodes are left out of a step's time",
+        _TIME,
+        replace(_SCHEDULER, "_Room", _WithoutDecodes),
+    ),
     Mutant("a step's time is its last chunk's", _TIME, replace(_SCHEDULER, "_Room", _OfEachChunk)),
-    Mutant("the first request is preempted", _TURN, replace(_SCHEDULER, "_preempt_for", _makes_room_from_the_first)),
-    Mutant("a page is known without the parameters' version", _VERSIONS, replace(_REQUESTS, "salt", _without_version)),
+    Mutant(
+        "the first request is preempted",
+        _TURN,
+        replace(_SCHEDULER, "_preempt_for", _makes_room_from_the_first),
+    ),
+    Mutant(
+        "a page is known without the parameters' version",
+        _VERSIONS,
+        replace(_REQUESTS, "salt", _without_version),
+    ),
     Mutant(
         "requests under way keep their pages when the parameters change",
         _VERSIONS,
@@ -347,5 +421,9 @@ SERVING = (
         _CHANGED,
         partial(mock.patch.object, Weights, "write", _new_adapters_alone),
     ),
-    Mutant("a stop is seen late where steps are under way", _AHEAD, replace(_SCHEDULER, "end", _ending_late)),
+    Mutant(
+        "a stop is seen late where steps are under way",
+        _AHEAD,
+        replace(_SCHEDULER, "end", _ending_late),
+    ),
 )

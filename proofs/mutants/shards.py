@@ -13,7 +13,14 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.fx import Node
 
-from weft.meshes.collectives import AllGather, AllReduce, Collective, PPermute, ReduceScatter, combine
+from weft.meshes.collectives import (
+    AllGather,
+    AllReduce,
+    Collective,
+    PPermute,
+    ReduceScatter,
+    combine,
+)
 from weft.meshes.mesh import Mesh
 from weft.meshes.placements import Layout, Partial, Replicate, on_axes, part_of
 from weft.ops.experts.products import run_experts
@@ -82,7 +89,9 @@ def _from_the_start(effect: Collective, inputs: Sequence[Tensor]) -> list[Tensor
 
 def _in_the_order_of_the_mesh(given: Any, mesh: Mesh, call: str) -> Layout:
     """The first axis of the mesh cuts first, whichever is named first."""
-    return tuple(sorted(on_axes(given, mesh, call), key=lambda pair: list(mesh.sizes).index(pair[0])))
+    return tuple(
+        sorted(on_axes(given, mesh, call), key=lambda pair: list(mesh.sizes).index(pair[0]))
+    )
 
 
 def _read_without_gradient(self: _Rank, node: Node) -> Any:
@@ -140,10 +149,13 @@ def _keys_of_the_first(name: str, whole: Field, own: Field, rank: int, kv_rank: 
 
 
 def _keys_in_turn(name: str, whole: Field, own: Field, rank: int, kv_rank: int) -> Field:
-    """Ranks take the heads of keys and values in turn, where neighbours should have the same one."""
+    """Ranks take the heads of keys and values in turn, where neighbours should have the same one.
+    """
     if not name.startswith("qkv"):
         return _share_field(name, whole, own, rank, kv_rank)
-    shared = [part.shape[0] // mine.shape[0] for part, mine in zip(whole.parts, own.parts, strict=True)]
+    shared = [
+        part.shape[0] // mine.shape[0] for part, mine in zip(whole.parts, own.parts, strict=True)
+    ]
     return _share_field(name, whole, own, rank, rank % shared[-1])
 
 
@@ -152,7 +164,8 @@ def _bias_on_every_rank(name: str, whole: Field, own: Field, rank: int, kv_rank:
 
 
 def _one_row_later(field: Field, shard: tuple[int, int]) -> Field:
-    """A rank's rows of the vocabulary begin one too late, or one too early where there are no more."""
+    """A rank's rows of the vocabulary begin one too late, or one too early where there are no more.
+    """
     made = share_rows(field, shard)
     if shard[1] == 1 or not made.parts:
         return made
@@ -180,7 +193,11 @@ def _rows_of_the_next(self: SharedRows, x: Tensor) -> Tensor:
 
 def _first_rows(self: SharedRows, own: Tensor) -> Tensor:
     """A row that two ranks have is there twice, and the last one is not."""
-    return own if self.ranks is None or self.count == 1 else all_gather(own, self.ranks.axis)[: self.count]
+    return (
+        own
+        if self.ranks is None or self.count == 1
+        else all_gather(own, self.ranks.axis)[: self.count]
+    )
 
 
 def _renormalised_here(*args: Any, first: int, num_experts: int, **options: Any) -> Tensor:
@@ -188,7 +205,9 @@ def _renormalised_here(*args: Any, first: int, num_experts: int, **options: Any)
     x, gate_up, down, weights, experts = args
     own = weights.masked_fill((experts < first) | (experts >= first + len(gate_up)), 0.0)
     weights = weights / own.sum(-1, keepdim=True).clamp(min=1e-6)
-    return run_experts(x, gate_up, down, weights, experts, first=first, num_experts=num_experts, **options)
+    return run_experts(
+        x, gate_up, down, weights, experts, first=first, num_experts=num_experts, **options
+    )
 
 
 def _twice(*args: Any, first: int, num_experts: int, **options: Any) -> Tensor:
@@ -196,7 +215,9 @@ def _twice(*args: Any, first: int, num_experts: int, **options: Any) -> Tensor:
     x, gate_up, down, weights, experts = args
     end = first + len(gate_up)
     mistaken = torch.where(experts == end, end - 1, experts)
-    return run_experts(x, gate_up, down, weights, mistaken, first=first, num_experts=num_experts, **options)
+    return run_experts(
+        x, gate_up, down, weights, mistaken, first=first, num_experts=num_experts, **options
+    )
 
 
 def _experts_of_the_first(*args: Any, first: int, num_experts: int, **options: Any) -> Tensor:
@@ -209,12 +230,16 @@ def _one_expert_later(name: str, whole: Field, own: Field, rank: int, kv_rank: i
     if len(own.parts) == len(whole.parts):
         return _share_field(name, whole, own, rank, kv_rank)
     each = len(whole.parts) // whole.shape[0]
-    return _share_field(name, attrs.evolve(whole, parts=whole.parts[each:] + whole.parts[:each]), own, rank, kv_rank)
+    return _share_field(
+        name, attrs.evolve(whole, parts=whole.parts[each:] + whole.parts[:each]), own, rank, kv_rank
+    )
 
 
 def _in_sequence(x: Tensor, leaves: int, dtype: torch.dtype) -> Tensor:
     """Leaves are added up first to last."""
-    return sum_parts(torch.stack([sum_parts(own, torch.float32) for own in x.unflatten(0, (leaves, -1))]), dtype)
+    return sum_parts(
+        torch.stack([sum_parts(own, torch.float32) for own in x.unflatten(0, (leaves, -1))]), dtype
+    )
 
 
 def _ranks_in_sequence(effect: Collective, inputs: Sequence[Tensor]) -> list[Tensor]:
@@ -234,7 +259,9 @@ def _cut_elsewhere(x: Tensor, weight: Tensor, bias: Tensor | None, leaves: int) 
     sizes = [x.shape[1] // leaves] * leaves
     sizes[0], sizes[-1] = sizes[0] + (leaves > 1), sizes[-1] - (leaves > 1)
     pairs = zip(x.split(sizes, 1), weight.split(sizes, 1), strict=True)
-    made = torch.stack([multiply(own.float(), part.float().contiguous(), None, True) for own, part in pairs])
+    made = torch.stack(
+        [multiply(own.float(), part.float().contiguous(), None, True) for own, part in pairs]
+    )
     return made if bias is None else torch.cat((made[:1] + bias.float(), made[1:]))
 
 
@@ -261,23 +288,75 @@ def _method(home: Any, name: str, value: Any) -> Any:
 
 
 SHARDS = (
-    Mutant("a sum over the ranks is missing", _FUNCTION, replace(_LOCAL, "combine", _without_a_reduce)),
-    Mutant("a maximum over the ranks is a sum", _FUNCTION, replace(_LOCAL, "combine", _sums_for_any)),
+    Mutant(
+        "a sum over the ranks is missing", _FUNCTION, replace(_LOCAL, "combine", _without_a_reduce)
+    ),
+    Mutant(
+        "a maximum over the ranks is a sum", _FUNCTION, replace(_LOCAL, "combine", _sums_for_any)
+    ),
     Mutant("parts are joined backwards", _FUNCTION, replace(_LOCAL, "combine", _joined_backwards)),
-    Mutant("each rank has the whole of a partial sum", _FUNCTION, replace(_SHARD, "part_of", _whole_on_every_rank)),
-    Mutant("tensors are permuted backwards", _FUNCTION, replace(_LOCAL, "combine", _permuted_backwards)),
-    Mutant("a negative dimension is the first", _FUNCTION, replace(_LOCAL, "combine", _from_the_start)),
-    Mutant("the mesh says which axis cuts first", _FUNCTION, replace(_SHARD, "on_axes", _in_the_order_of_the_mesh)),
-    Mutant("what is closed over has no derivative", _SURROUNDINGS, _method(_Rank, "_run", _read_without_gradient)),
-    Mutant("a trace keeps what it closed over", _SURROUNDINGS, _method(ClosedOver, "has_changed", _never_changes)),
-    Mutant("a detached value has a gradient", _SURROUNDINGS, replace(_TRACING, "called_by_dispatcher", lambda: False)),
-    Mutant("hooks see the trace", _SURROUNDINGS, replace(_TRACING, "without_saved_tensors_hooks", _nothing)),
-    Mutant("a capture has the loops of a trace", _SURROUNDINGS, replace(_TRACING, "looping", _nothing)),
-    Mutant("a run converts for autocast again", _SURROUNDINGS, replace(_SHARD, "WithoutAutocast", _nothing)),
-    Mutant("an axis is taken for the last one", _FUNCTION, _method(Mesh, "stride", _as_of_the_last_axis)),
-    Mutant("each rank writes what all of them have", _FUNCTION, _method(Parts, "tensors", _not_copied)),
-    Mutant("a trace is found without its shapes", _FUNCTION, replace(_SHARD, "_leaf_key", _forgets_shapes)),
-    Mutant("in a graph, a sum is missing", _COMMUTE, replace(_LOCAL, "combine", _without_a_reduce_in_graphs)),
+    Mutant(
+        "each rank has the whole of a partial sum",
+        _FUNCTION,
+        replace(_SHARD, "part_of", _whole_on_every_rank),
+    ),
+    Mutant(
+        "tensors are permuted backwards", _FUNCTION, replace(_LOCAL, "combine", _permuted_backwards)
+    ),
+    Mutant(
+        "a negative dimension is the first", _FUNCTION, replace(_LOCAL, "combine", _from_the_start)
+    ),
+    Mutant(
+        "the mesh says which axis cuts first",
+        _FUNCTION,
+        replace(_SHARD, "on_axes", _in_the_order_of_the_mesh),
+    ),
+    Mutant(
+        "what is closed over has no derivative",
+        _SURROUNDINGS,
+        _method(_Rank, "_run", _read_without_gradient),
+    ),
+    Mutant(
+        "a trace keeps what it closed over",
+        _SURROUNDINGS,
+        _method(ClosedOver, "has_changed", _never_changes),
+    ),
+    Mutant(
+        "a detached value has a gradient",
+        _SURROUNDINGS,
+        replace(_TRACING, "called_by_dispatcher", lambda: False),
+    ),
+    Mutant(
+        "hooks see the trace",
+        _SURROUNDINGS,
+        replace(_TRACING, "without_saved_tensors_hooks", _nothing),
+    ),
+    Mutant(
+        "a capture has the loops of a trace", _SURROUNDINGS, replace(_TRACING, "looping", _nothing)
+    ),
+    Mutant(
+        "a run converts for autocast again",
+        _SURROUNDINGS,
+        replace(_SHARD, "WithoutAutocast", _nothing),
+    ),
+    Mutant(
+        "an axis is taken for the last one",
+        _FUNCTION,
+        _method(Mesh, "stride", _as_of_the_last_axis),
+    ),
+    Mutant(
+        "each rank writes what all of them have", _FUNCTION, _method(Parts, "tensors", _not_copied)
+    ),
+    Mutant(
+        "a trace is found without its shapes",
+        _FUNCTION,
+        replace(_SHARD, "_leaf_key", _forgets_shapes),
+    ),
+    Mutant(
+        "in a graph, a sum is missing",
+        _COMMUTE,
+        replace(_LOCAL, "combine", _without_a_reduce_in_graphs),
+    ),
     Mutant(
         "in a graph, a sum is missing",
         find("L22", "stages of shards"),
@@ -293,31 +372,83 @@ SHARDS = (
         find("L22", "disagree"),
         _method(Machine, "_match", _matches_any),
     ),
-    Mutant("all parts of an argument are one", _REPLICAS, replace(_SHARD, "part_key", lambda *_: ())),
+    Mutant(
+        "all parts of an argument are one", _REPLICAS, replace(_SHARD, "part_key", lambda *_: ())
+    ),
     Mutant("the number of a rank is not seen", _REPLICAS, replace(_NUMBERS, "value_key", type)),
     Mutant("ranks exchange nothing", _REPLICAS, replace(_NUMBERS, "_combined", _one_for_all)),
     Mutant("a block's results are not summed", _MODEL, _method(TensorRanks, "total", _not_summed)),
-    Mutant("query heads are not those of the columns", _MODEL, replace(_SHARES, "_share_field", _heads_of_the_next)),
-    Mutant("all ranks have the first keys", _MODEL, replace(_SHARES, "_share_field", _keys_of_the_first)),
-    Mutant("shared heads of keys go round", _MODEL, replace(_SHARES, "_share_field", _keys_in_turn)),
-    Mutant("every rank adds the bias", _MODEL, replace(_SHARES, "_share_field", _bias_on_every_rank)),
-    Mutant("a share of the vocabulary is off by one", _MODEL, replace(_READING, "share_rows", _one_row_later)),
-    Mutant("a token is looked up one row away", _MODEL, _method(TensorRanks, "embed", _one_token_later)),
-    Mutant("a rank samples as for another's rows", _MODEL, _method(SharedRows, "own", _rows_of_the_next)),
-    Mutant("a row that two ranks have is there twice", _MODEL, _method(SharedRows, "gather", _first_rows)),
-    Mutant("weights add up to 1 among a rank's experts", _MODEL, replace(_DECODER, "run_experts", _renormalised_here)),
+    Mutant(
+        "query heads are not those of the columns",
+        _MODEL,
+        replace(_SHARES, "_share_field", _heads_of_the_next),
+    ),
+    Mutant(
+        "all ranks have the first keys",
+        _MODEL,
+        replace(_SHARES, "_share_field", _keys_of_the_first),
+    ),
+    Mutant(
+        "shared heads of keys go round", _MODEL, replace(_SHARES, "_share_field", _keys_in_turn)
+    ),
+    Mutant(
+        "every rank adds the bias", _MODEL, replace(_SHARES, "_share_field", _bias_on_every_rank)
+    ),
+    Mutant(
+        "a share of the vocabulary is off by one",
+        _MODEL,
+        replace(_READING, "share_rows", _one_row_later),
+    ),
+    Mutant(
+        "a token is looked up one row away", _MODEL, _method(TensorRanks, "embed", _one_token_later)
+    ),
+    Mutant(
+        "a rank samples as for another's rows",
+        _MODEL,
+        _method(SharedRows, "own", _rows_of_the_next),
+    ),
+    Mutant(
+        "a row that two ranks have is there twice",
+        _MODEL,
+        _method(SharedRows, "gather", _first_rows),
+    ),
+    Mutant(
+        "weights add up to 1 among a rank's experts",
+        _MODEL,
+        replace(_DECODER, "run_experts", _renormalised_here),
+    ),
     Mutant("an expert is counted on two ranks", _MODEL, replace(_DECODER, "run_experts", _twice)),
-    Mutant("a rank takes its experts for the first", _MODEL, replace(_DECODER, "run_experts", _experts_of_the_first)),
-    Mutant("a rank's experts begin one too late", _MODEL, replace(_SHARES, "_share_field", _one_expert_later)),
-    Mutant("leaves are added up in sequence", _SAME_BITS, replace("weft.stages.layers", "sum_leaves", _in_sequence)),
-    Mutant("ranks are added up in sequence", _SAME_BITS, replace(_LOCAL, "combine", _ranks_in_sequence)),
-    Mutant("a rank rounds its part of a sum", _SAME_BITS, _method(Blocks, "total", _rounded_before)),
+    Mutant(
+        "a rank takes its experts for the first",
+        _MODEL,
+        replace(_DECODER, "run_experts", _experts_of_the_first),
+    ),
+    Mutant(
+        "a rank's experts begin one too late",
+        _MODEL,
+        replace(_SHARES, "_share_field", _one_expert_later),
+    ),
+    Mutant(
+        "leaves are added up in sequence",
+        _SAME_BITS,
+        replace("weft.stages.layers", "sum_leaves", _in_sequence),
+    ),
+    Mutant(
+        "ranks are added up in sequence", _SAME_BITS, replace(_LOCAL, "combine", _ranks_in_sequence)
+    ),
+    Mutant(
+        "a rank rounds its part of a sum", _SAME_BITS, _method(Blocks, "total", _rounded_before)
+    ),
     Mutant(
         "a leaf is cut at another place",
         _SAME_BITS,
         replace("weft.ops.products.linear", "_multiply_leaves", _cut_elsewhere),
     ),
-    Mutant("an adapter's sum is not cut", _SAME_BITS, replace("weft.stages.decoder", "adapted", _whole_adapter)),
+    Mutant(
+        "an adapter's sum is not cut",
+        _SAME_BITS,
+        replace("weft.stages.decoder", "adapted", _whole_adapter),
+    ),
 )
-"""The bugs of `shard` and its collectives, of shares of heads, columns, experts, biases, vocabulary and rows, and of
-leaves."""
+"""The bugs of `shard` and its collectives, of shares of heads, columns, experts, biases, vocabulary
+and rows, and of leaves."""

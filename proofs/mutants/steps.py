@@ -1,4 +1,5 @@
-"""Planted bugs of steps: in dispatch, padding in a model, pipelines, sampling and the order of requests."""
+"""Planted bugs of steps: in dispatch, padding in a model, pipelines, sampling and the order of
+requests."""
 
 from collections.abc import Sequence
 from functools import partial
@@ -29,11 +30,16 @@ from weft.transforms.pipelines.worker import Link, Worker
 _GRAPHS = "weft.transforms.graphs.cache"
 _COMPARE, _STATE = "weft.proofs.laws.compare", "weft.state"
 _INPUTS, _HEAD = "weft.stages.inputs", "weft.stages.head"
-_PIPELINE, _MICROBATCH = "weft.transforms.pipelines.pipeline", "weft.transforms.pipelines.microbatch"
+_PIPELINE, _MICROBATCH = (
+    "weft.transforms.pipelines.pipeline",
+    "weft.transforms.pipelines.microbatch",
+)
 
 
 def _in_capture() -> bool:
-    return in_dispatch_mode() or (torch.cuda.is_available() and torch.cuda.is_current_stream_capturing())
+    return in_dispatch_mode() or (
+        torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
+    )
 
 
 def _blind_dispatch(descriptor: Any, ladder: Sequence[Any]) -> Any:
@@ -44,14 +50,18 @@ def _blind_dispatch(descriptor: Any, ladder: Sequence[Any]) -> Any:
 
 def _largest(descriptor: Any, ladder: Ladder[Any]) -> Any:
     covering = [d for d in ladder if d.covers(descriptor)]
-    return Decision("full", covering[0], "the largest") if covering else dispatch(descriptor, ladder)
+    return (
+        Decision("full", covering[0], "the largest") if covering else dispatch(descriptor, ladder)
+    )
 
 
 def _by_one_side(descriptor: Any, ladder: Any) -> Any:
     covering = [d for d in as_ladder(ladder).full if d.covers(descriptor)]
     if not covering:
         return dispatch(descriptor, ladder)
-    return attrs.evolve(dispatch(descriptor, ladder), descriptor=min(covering, key=lambda d: d.height))
+    return attrs.evolve(
+        dispatch(descriptor, ladder), descriptor=min(covering, key=lambda d: d.height)
+    )
 
 
 def _covers_as_tuples(self: Any, other: Any) -> bool:
@@ -77,7 +87,9 @@ def _lost_dispatch(descriptor: Any, ladder: Sequence[Any]) -> Any:
 def _head_reads_the_tail(state: State, batch: Batch) -> Any:
     found = resolve(state, batch)
     last = found.last_index
-    return attrs.evolve(found, last_index=torch.where(last == last.max(), found.input_ids.shape[0] - 1, last))
+    return attrs.evolve(
+        found, last_index=torch.where(last == last.max(), found.input_ids.shape[0] - 1, last)
+    )
 
 
 @donates("state")
@@ -121,7 +133,9 @@ def _baked_seed(logits: Tensor, table: SamplingTable, *where: Any) -> Any:
 
 
 def _seed_of_place(logits: Tensor, table: SamplingTable, rows: Tensor, *where: Any) -> Any:
-    seeds = table.ints[:, SEED].scatter(0, rows.clamp(min=0), torch.arange(len(rows), device=rows.device))
+    seeds = table.ints[:, SEED].scatter(
+        0, rows.clamp(min=0), torch.arange(len(rows), device=rows.device)
+    )
     return sample_rows(logits, _with_seeds(table, seeds), rows, *where)
 
 
@@ -136,7 +150,9 @@ def _counts_nothing(table: SamplingTable, *what: Any) -> SamplingTable:
     return table
 
 
-def _counts_chunks(table: SamplingTable, rows: Tensor, token_ids: Tensor, kept: Tensor) -> SamplingTable:
+def _counts_chunks(
+    table: SamplingTable, rows: Tensor, token_ids: Tensor, kept: Tensor
+) -> SamplingTable:
     """A discarded draw after a chunk of a prompt is counted."""
     return count_tokens(table, rows, token_ids, torch.ones_like(kept))
 
@@ -148,15 +164,31 @@ def _in_order_of_rows(state: State, batch: Batch) -> Any:
 
 
 STEPS = (
-    Mutant("dispatch finds no graph", find("L1", "models"), replace(_GRAPHS, "dispatch", _lost_dispatch)),
-    Mutant("padding points to row 0", find("L2", "padding is inert"), replace(_COMPARE, "advance", _padding_is_row_0)),
-    Mutant("the head reads the tail", find("L2", "stages"), replace(_INPUTS, "resolve", _head_reads_the_tail)),
+    Mutant(
+        "dispatch finds no graph",
+        find("L1", "models"),
+        replace(_GRAPHS, "dispatch", _lost_dispatch),
+    ),
+    Mutant(
+        "padding points to row 0",
+        find("L2", "padding is inert"),
+        replace(_COMPARE, "advance", _padding_is_row_0),
+    ),
+    Mutant(
+        "the head reads the tail",
+        find("L2", "stages"),
+        replace(_INPUTS, "resolve", _head_reads_the_tail),
+    ),
     Mutant(
         "rank 0 does not learn the tokens",
         find("L3", "models"),
         partial(mock.patch.object, Worker, "perform", _rank_0_never_advances),
     ),
-    Mutant("outputs are joined backwards", find("L3", "func"), replace(_PIPELINE, "join", _join_backwards)),
+    Mutant(
+        "outputs are joined backwards",
+        find("L3", "func"),
+        replace(_PIPELINE, "join", _join_backwards),
+    ),
     Mutant(
         "in a graph, rank 0 does not learn the tokens",
         find("L4", "models"),
@@ -167,36 +199,74 @@ STEPS = (
         find("L4", "func"),
         replace(_PIPELINE, "join", _join_backwards_in_graphs),
     ),
-    Mutant("dispatch takes the largest", find("L6", "least"), replace(_GRAPHS, "dispatch", _largest)),
-    Mutant("dispatch finds no graph", find("L6", "start"), replace(_GRAPHS, "dispatch", _lost_dispatch)),
-    Mutant("dispatch looks at one side alone", find("L6", "images"), replace(_GRAPHS, "dispatch", _by_one_side)),
+    Mutant(
+        "dispatch takes the largest", find("L6", "least"), replace(_GRAPHS, "dispatch", _largest)
+    ),
+    Mutant(
+        "dispatch finds no graph", find("L6", "start"), replace(_GRAPHS, "dispatch", _lost_dispatch)
+    ),
+    Mutant(
+        "dispatch looks at one side alone",
+        find("L6", "images"),
+        replace(_GRAPHS, "dispatch", _by_one_side),
+    ),
     Mutant(
         "an inherited order compares sizes as tuples",
         find("L6", "images"),
         lambda: mock.patch.object(Descriptor, "covers", _covers_as_tuples),
     ),
-    Mutant("equal shape is taken for equal class", find("L7"), replace(_GRAPHS, "dispatch", _blind_dispatch)),
-    Mutant("a graph of 0 LoRAs is taken for 1", find("L7"), replace(_GRAPHS, "dispatch", _dispatch_without_loras)),
+    Mutant(
+        "equal shape is taken for equal class",
+        find("L7"),
+        replace(_GRAPHS, "dispatch", _blind_dispatch),
+    ),
+    Mutant(
+        "a graph of 0 LoRAs is taken for 1",
+        find("L7"),
+        replace(_GRAPHS, "dispatch", _dispatch_without_loras),
+    ),
     Mutant(
         "a token has the adapter of its neighbour",
         find("L11", "adapters"),
         replace(_STATE, "_find_adapters", _adapters_of_neighbours),
     ),
-    Mutant("micro-batches run backwards", find("L13"), replace(_MICROBATCH, "split", _split_backwards)),
-    Mutant("a seed of the host is baked into a graph", find("L16"), replace(_HEAD, "sample_rows", _baked_seed)),
-    Mutant("a seed goes with the place in the batch", find("L16"), replace(_HEAD, "sample_rows", _seed_of_place)),
+    Mutant(
+        "micro-batches run backwards", find("L13"), replace(_MICROBATCH, "split", _split_backwards)
+    ),
+    Mutant(
+        "a seed of the host is baked into a graph",
+        find("L16"),
+        replace(_HEAD, "sample_rows", _baked_seed),
+    ),
+    Mutant(
+        "a seed goes with the place in the batch",
+        find("L16"),
+        replace(_HEAD, "sample_rows", _seed_of_place),
+    ),
     Mutant(
         "all requests have the first one's sampling parameters",
         find("L16"),
         replace(_HEAD, "sample_rows", _rules_of_the_first),
     ),
-    Mutant("generated tokens are not counted", find("L16"), replace(_STATE, "count_tokens", _counts_nothing)),
-    Mutant("tokens after a chunk are counted", find("L16"), replace(_STATE, "count_tokens", _counts_chunks)),
+    Mutant(
+        "generated tokens are not counted",
+        find("L16"),
+        replace(_STATE, "count_tokens", _counts_nothing),
+    ),
+    Mutant(
+        "tokens after a chunk are counted",
+        find("L16"),
+        replace(_STATE, "count_tokens", _counts_chunks),
+    ),
     Mutant(
         "a token has the adapter of its neighbour",
         find("L17"),
         replace(_STATE, "_find_adapters", _adapters_of_neighbours),
     ),
-    Mutant("requests are sorted and not put back", find("L17"), replace(_INPUTS, "resolve", _in_order_of_rows)),
+    Mutant(
+        "requests are sorted and not put back",
+        find("L17"),
+        replace(_INPUTS, "resolve", _in_order_of_rows),
+    ),
 )
 """The bugs of `dispatch`, `pipeline`, `microbatch` and the models' stages."""

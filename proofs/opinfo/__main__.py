@@ -1,7 +1,8 @@
-"""Run torch's operator database through `graphify`, compare each result with eager bit for bit, and write a record.
+"""Run torch's operator database through `graphify`, compare each result with eager bit for bit, and
+write a record.
 
-`python -m weft.proofs.opinfo --out FOLDER` takes half an hour of two cores with all samples, and five minutes with
-`--samples 10`. It exits with 1 if a result differs or an error is not eager's.
+`python -m weft.proofs.opinfo --out FOLDER` takes half an hour of two cores with all samples, and
+five minutes with `--samples 10`. It exits with 1 if a result differs or an error is not eager's.
 """
 
 import argparse
@@ -25,25 +26,51 @@ def settings_of(arguments: Sequence[str] | None = None) -> tuple[Settings, Path]
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--out", type=Path, required=True, help="the folder to write")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
-    parser.add_argument("--dtypes", help=f"names, by commas (default: {','.join(DTYPES)}; on cuda float32,bfloat16)")
-    parser.add_argument("--transforms", default=",".join(TRANSFORMS), help="names, by commas (default: %(default)s)")
+    parser.add_argument(
+        "--dtypes", help=f"names, by commas (default: {','.join(DTYPES)}; on cuda float32,bfloat16)"
+    )
+    parser.add_argument(
+        "--transforms", default=",".join(TRANSFORMS), help="names, by commas (default: %(default)s)"
+    )
     parser.add_argument("--ops", default="", help="a part of the names of the operators to run")
-    parser.add_argument("--samples", type=int, help="the most samples per operator, transform and dtype (default: all)")
+    parser.add_argument(
+        "--samples",
+        type=int,
+        help="the most samples per operator, transform and dtype (default: all)",
+    )
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--jobs", type=int, default=2, help="processes (default: %(default)s)")
-    parser.add_argument("--minutes", type=float, help="the time after which no further operator starts")
+    parser.add_argument(
+        "--minutes", type=float, help="the time after which no further operator starts"
+    )
     given = parser.parse_args(arguments)
-    dtypes = tuple((given.dtypes or ("float32,bfloat16" if given.device == "cuda" else ",".join(DTYPES))).split(","))
+    dtypes = tuple(
+        (
+            given.dtypes or ("float32,bfloat16" if given.device == "cuda" else ",".join(DTYPES))
+        ).split(",")
+    )
     transforms = tuple(given.transforms.split(","))
-    for option, names, known in (("dtypes", dtypes, DTYPES), ("transforms", transforms, TRANSFORMS)):
+    for option, names, known in (
+        ("dtypes", dtypes, DTYPES),
+        ("transforms", transforms, TRANSFORMS),
+    ):
         if unknown := [name for name in names if name not in known]:
             parser.error(f"--{option} {unknown[0]}: write some of {','.join(known)}")
     if min(given.jobs, 1 if given.samples is None else given.samples) < 1:
         parser.error("--jobs and --samples are at least 1")
     if given.device == "cuda" and not torch.cuda.is_available():
-        raise DeviceError("weft.proofs.opinfo --device cuda", "this machine has no CUDA device", "--device cpu")
+        raise DeviceError(
+            "weft.proofs.opinfo --device cuda", "this machine has no CUDA device", "--device cpu"
+        )
     settings = Settings(
-        given.device, transforms, dtypes, given.ops, given.samples, given.seed, given.jobs, given.minutes
+        given.device,
+        transforms,
+        dtypes,
+        given.ops,
+        given.samples,
+        given.seed,
+        given.jobs,
+        given.minutes,
     )
     return settings, given.out
 

@@ -1,4 +1,5 @@
-"""`Case`: an operator of torch's database under one transform, as a pure function of tensors, with sample arguments."""
+"""`Case`: an operator of torch's database under one transform, as a pure function of tensors, with
+sample arguments."""
 
 import random
 import zlib
@@ -12,7 +13,10 @@ from torch import Tensor
 
 from weft.torchapi.private import pytree, seen_as, storage_id
 
-DTYPES = {str(d).removeprefix("torch."): d for d in (torch.float32, torch.bfloat16, torch.int64, torch.complex64)}
+DTYPES = {
+    str(d).removeprefix("torch."): d
+    for d in (torch.float32, torch.bfloat16, torch.int64, torch.complex64)
+}
 """The dtypes by name."""
 _OTHER_SEED = 1
 """The seed of the samples that give a replay new values, counted from that of the first ones."""
@@ -41,7 +45,9 @@ class Case:
     others: tuple[Tensor, ...] | None
 
     def __str__(self) -> str:
-        shapes = ", ".join(f"{str(x.dtype).removeprefix('torch.')}{list(x.shape)}" for x in self.tensors)
+        shapes = ", ".join(
+            f"{str(x.dtype).removeprefix('torch.')}{list(x.shape)}" for x in self.tensors
+        )
         return f"{self.transform} of {self.operator}, {self.dtype}, sample {self.sample}: {shapes}"
 
 
@@ -74,16 +80,20 @@ class Sample:
 
     def fits(self, other: "Sample | None") -> bool:
         """Whether the other's tensors have the same shapes, dtypes and layouts."""
-        return other is not None and [_kind(x) for x in self.tensors] == [_kind(x) for x in other.tensors]
+        return other is not None and [_kind(x) for x in self.tensors] == [
+            _kind(x) for x in other.tensors
+        ]
 
 
 def _kind(x: Tensor) -> tuple[Any, ...]:
     return x.shape, x.dtype, x.layout, x.stride() if x.layout is torch.strided else ()
 
 
-def cases(entry: Any, transform: str, dtype: str, device: str, count: int | None, seed: int) -> Iterator[Case]:
-    """The cases of one entry of the database, at most `count` of its samples, spread evenly; none where torch does not
-    support the dtype or the derivative.
+def cases(
+    entry: Any, transform: str, dtype: str, device: str, count: int | None, seed: int
+) -> Iterator[Case]:
+    """The cases of one entry of the database, at most `count` of its samples, spread evenly; none
+    where torch does not support the dtype or the derivative.
 
     Args:
         entry: an entry of `operator_database()`.
@@ -91,7 +101,11 @@ def cases(entry: Any, transform: str, dtype: str, device: str, count: int | None
     """
     kind = DTYPES[dtype]
     differentiates = transform in ("backward", "jvp")
-    supported = entry.supported_backward_dtypes(device) if differentiates else entry.supported_dtypes(device)
+    supported = (
+        entry.supported_backward_dtypes(device)
+        if differentiates
+        else entry.supported_dtypes(device)
+    )
     if kind not in supported or (transform == "backward" and not entry.supports_autograd):
         return
     if transform == "jvp" and not entry.supports_forward_ad:
@@ -102,14 +116,17 @@ def cases(entry: Any, transform: str, dtype: str, device: str, count: int | None
     again = samples_of(entry, device, kind, differentiates, start + _OTHER_SEED)
     for index in spread(len(samples), count):
         sample = samples[index]
-        if transform == "vmap" and any(x.layout is not torch.strided or x.is_nested for x in sample.tensors):
+        if transform == "vmap" and any(
+            x.layout is not torch.strided or x.is_nested for x in sample.tensors
+        ):
             continue  # torch maps over strided tensors alone
         other = again[index] if index < len(again) and sample.fits(again[index]) else None
         yield make(name, dtype, index, entry.op, sample, other)
 
 
 def full_name(entry: Any) -> str:
-    """The name of an operator and of its variant, such as `gelu` or `linalg.norm.subgradients_at_zero`."""
+    """The name of an operator and of its variant, such as `gelu` or
+    `linalg.norm.subgradients_at_zero`."""
     return ".".join(filter(None, (entry.name, entry.variant_test_name)))
 
 
@@ -137,12 +154,18 @@ class NoSamplesError(Exception):
     """Torch could not make the samples of an operator on this device."""
 
 
-def samples_of(entry: Any, device: str, dtype: torch.dtype, requires_grad: bool, seed: int) -> list[Sample]:
+def samples_of(
+    entry: Any, device: str, dtype: torch.dtype, requires_grad: bool, seed: int
+) -> list[Sample]:
     seed_all(seed)
     try:
-        made = list(entry.sample_inputs_func(entry, device, dtype, requires_grad))  # the method seeds itself
+        made = list(
+            entry.sample_inputs_func(entry, device, dtype, requires_grad)
+        )  # the method seeds itself
     except Exception as error:
-        raise NoSamplesError(f"torch cannot make its samples on this device: {error!r:.300}") from error
+        raise NoSamplesError(
+            f"torch cannot make its samples on this device: {error!r:.300}"
+        ) from error
     return [_sorted(x) for x in made]
 
 
@@ -155,7 +178,8 @@ def _sorted(sample: Any) -> Sample:
 
 
 def copies(tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
-    """Copies with the same strides, offsets and flags; tensors that share a storage share it still."""
+    """Copies with the same strides, offsets and flags; tensors that share a storage share it still.
+    """
     storages: dict[int, Any] = {}
 
     def copy(x: Tensor) -> Tensor:
@@ -170,29 +194,54 @@ def copies(tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
 
 
 def _forward(
-    name: str, dtype: str, index: int, operator: Callable[..., Any], sample: Sample, other: Sample | None
+    name: str,
+    dtype: str,
+    index: int,
+    operator: Callable[..., Any],
+    sample: Sample,
+    other: Sample | None,
 ) -> Case:
     others = other.tensors if other else None
     return Case(name, "forward", dtype, index, sample.bind(operator), sample.tensors, others)
 
 
 def _backward(
-    name: str, dtype: str, index: int, operator: Callable[..., Any], sample: Sample, other: Sample | None
+    name: str,
+    dtype: str,
+    index: int,
+    operator: Callable[..., Any],
+    sample: Sample,
+    other: Sample | None,
 ) -> Case:
     call, marked = sample.bind(operator), sample.differentiable
 
     def gradient(*tensors: Tensor) -> Any:
         with torch.enable_grad():
-            inputs = [x.detach().requires_grad_() if i in marked else x for i, x in enumerate(tensors)]
-            results = [x for x in pytree.tree_leaves(call(*inputs)) if isinstance(x, Tensor) and x.requires_grad]
+            inputs = [
+                x.detach().requires_grad_() if i in marked else x for i, x in enumerate(tensors)
+            ]
+            results = [
+                x
+                for x in pytree.tree_leaves(call(*inputs))
+                if isinstance(x, Tensor) and x.requires_grad
+            ]
             directions = [_direction(x) for x in results]
-            return torch.autograd.grad(results, [inputs[i] for i in marked], directions, allow_unused=True)
+            return torch.autograd.grad(
+                results, [inputs[i] for i in marked], directions, allow_unused=True
+            )
 
-    return Case(name, "backward", dtype, index, gradient, sample.tensors, other.tensors if other else None)
+    return Case(
+        name, "backward", dtype, index, gradient, sample.tensors, other.tensors if other else None
+    )
 
 
 def _vmap(
-    name: str, dtype: str, index: int, operator: Callable[..., Any], sample: Sample, other: Sample | None
+    name: str,
+    dtype: str,
+    index: int,
+    operator: Callable[..., Any],
+    sample: Sample,
+    other: Sample | None,
 ) -> Case:
     mapped = torch.vmap(sample.bind(operator), randomness="different")
     second = other or sample
@@ -203,7 +252,8 @@ def _vmap(
 
 
 def jvp_by(function: Callable[..., Any], tensors: Sequence[Tensor], marked: Sequence[int]) -> Any:
-    """A function's results and their derivative in one direction of the arguments at these indices."""
+    """A function's results and their derivative in one direction of the arguments at these indices.
+    """
 
     def of_marked(*values: Tensor) -> Any:
         inputs = list(tensors)
@@ -215,16 +265,30 @@ def jvp_by(function: Callable[..., Any], tensors: Sequence[Tensor], marked: Sequ
     return torch.func.jvp(of_marked, primals, tuple(map(_direction, primals)))
 
 
-def _jvp(name: str, dtype: str, index: int, operator: Callable[..., Any], sample: Sample, other: Sample | None) -> Case:
+def _jvp(
+    name: str,
+    dtype: str,
+    index: int,
+    operator: Callable[..., Any],
+    sample: Sample,
+    other: Sample | None,
+) -> Case:
     call, marked = sample.bind(operator), sample.differentiable
 
     def derivative(*tensors: Tensor) -> Any:
         return jvp_by(call, tensors, marked)
 
-    return Case(name, "jvp", dtype, index, derivative, sample.tensors, other.tensors if other else None)
+    return Case(
+        name, "jvp", dtype, index, derivative, sample.tensors, other.tensors if other else None
+    )
 
 
-TRANSFORMS: dict[str, Callable[..., Case]] = {"forward": _forward, "backward": _backward, "vmap": _vmap, "jvp": _jvp}
+TRANSFORMS: dict[str, Callable[..., Case]] = {
+    "forward": _forward,
+    "backward": _backward,
+    "vmap": _vmap,
+    "jvp": _jvp,
+}
 """The maker of a case for each transform."""
 
 

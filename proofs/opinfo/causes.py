@@ -1,4 +1,5 @@
-"""Causes in torch itself for which an operator's values do not repeat: data, each with its reason."""
+"""Causes in torch itself for which an operator's values do not repeat: data, each with its reason.
+"""
 
 from fnmatch import fnmatchcase
 from typing import Any
@@ -15,7 +16,8 @@ _TOLERANCES = {"float32": 1e-3, "complex64": 1e-3, "bfloat16": 2e-1}
 
 @attrs.frozen
 class Cause:
-    """Values that torch does not compute twice alike. Their shapes, dtypes and strides are compared all the same.
+    """Values that torch does not compute twice alike. Their shapes, dtypes and strides are compared
+    all the same.
 
     Args:
         reason: the reason, one sentence.
@@ -52,13 +54,29 @@ _DERIVATIVES = ("backward", "jvp")
 CAUSES = (
     Cause(
         "It returns memory that nothing has written.",
-        ("empty", "empty_like", "empty_permuted", "empty_strided", "new_empty", "new_empty_strided"),
+        (
+            "empty",
+            "empty_like",
+            "empty_permuted",
+            "empty_strided",
+            "new_empty",
+            "new_empty_strided",
+        ),
     ),
     # The others are those that torch.use_deterministic_algorithms lists.
     Cause(
         "It adds with atomic operations, whose order varies (torch.use_deterministic_algorithms).",
         (
-            *("bincount", "cumsum", "histc", "index_add", "index_put", "index_reduce.*", "put", "scatter_add"),
+            *(
+                "bincount",
+                "cumsum",
+                "histc",
+                "index_add",
+                "index_put",
+                "index_reduce.*",
+                "put",
+                "scatter_add",
+            ),
             *("scatter_reduce.*", "nn.functional.nll_loss", "nn.functional.cross_entropy"),
         ),
         devices=("cuda",),
@@ -67,11 +85,23 @@ CAUSES = (
     Cause(
         "Its derivative adds with atomic operations, whose order varies (torch.use_deterministic_algorithms).",
         (
-            *("gather", "index_select", "take", "take_along_dim", "repeat_interleave", "grid_sampler_*"),
+            *(
+                "gather",
+                "index_select",
+                "take",
+                "take_along_dim",
+                "repeat_interleave",
+                "grid_sampler_*",
+            ),
             *("nn.functional.*pool*d", "nn.functional.pad.reflect", "nn.functional.pad.replicate"),
             *("nn.functional.interpolate.*", "*upsample_*", "nn.functional.grid_sample"),
             *("nn.functional.ctc_loss", "nn.functional.embedding", "nn.functional.embedding_bag"),
-            *("_unsafe_masked_index", "_unsafe_masked_index_put_accumulate", "__getitem__", "cumsum"),
+            *(
+                "_unsafe_masked_index",
+                "_unsafe_masked_index_put_accumulate",
+                "__getitem__",
+                "cumsum",
+            ),
             *("cummax", "cummin", "stft"),
         ),
         transforms=_DERIVATIVES,

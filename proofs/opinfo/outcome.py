@@ -31,7 +31,8 @@ _SEED = 7
 """The seed before every call, so that random operators repeat."""
 _NOT_RUN = "The device reports an error that ends the process, so the operator's further samples did not run."
 _LOST = re.compile(r"CUDA error(?!.*captur)|device-side assert|illegal memory access")
-"""The errors after which a process cannot use its GPU any more; those of a capture that failed are none of them."""
+"""The errors after which a process cannot use its GPU any more; those of a capture that failed are
+none of them."""
 
 
 @attrs.frozen
@@ -41,7 +42,8 @@ class Outcome:
     Args:
         kind: a key of `KINDS`.
         operator, transform, dtype, sample: those of the case.
-        detail: the reason of a refusal, of a run inline, or of a cause in torch; the difference; or the error.
+        detail: the reason of a refusal, of a run inline, or of a cause in torch; the difference; or
+            the error.
         device_lost: whether the process cannot use its GPU any more.
         arguments: the shapes of the case's arguments, for those that differ or crash.
     """
@@ -57,8 +59,8 @@ class Outcome:
 
 
 class _Differs(Exception):
-    """A result that is not that of eager. Its arguments: when, the difference, and both results if only their values
-    differ."""
+    """A result that is not that of eager. Its arguments: when, the difference, and both results if
+    only their values differ."""
 
 
 def outcomes(
@@ -104,7 +106,9 @@ def run(case: Case, device: str) -> Outcome:
 def _outcome(case: Case, kind: str, detail: str = "") -> Outcome:
     arguments = str(case) if kind in ("differs", "crash") else ""
     lost = kind in ("raises", "crash") and _LOST.search(detail) is not None
-    return Outcome(kind, case.operator, case.transform, case.dtype, case.sample, detail, arguments, lost)
+    return Outcome(
+        kind, case.operator, case.transform, case.dtype, case.sample, detail, arguments, lost
+    )
 
 
 def _compare(case: Case) -> tuple[str, str]:
@@ -128,7 +132,11 @@ def _compare(case: Case) -> tuple[str, str]:
         expected, error = _eager(case, case.others)
         if error is None:
             calls.append(("new values", expected, _call(graphified, case.others)))
-    for when, expected, seen in calls:  # compared last, so that a replay which overwrites earlier results is seen
+    for (
+        when,
+        expected,
+        seen,
+    ) in calls:  # compared last, so that a replay which overwrites earlier results is seen
         _assert_equal(when, seen, expected)
     if graphified.cache_info().captures:
         return "same", ""
@@ -150,8 +158,9 @@ def _call(fn: Any, tensors: Sequence[Tensor]) -> Any:
 
 
 def _assert_equal(when: str, seen: Any, expected: Any) -> None:
-    """Raise _Differs unless two results have equal structures, dtypes, shapes, strides and bits. In the place of a
-    view, such as an expanded tensor, a graphified function may return a copy, with the strides of a clone."""
+    """Raise _Differs unless two results have equal structures, dtypes, shapes, strides and bits. In
+    the place of a view, such as an expanded tensor, a graphified function may return a copy, with
+    the strides of a clone."""
     found = find_difference(seen, expected)
     if found is not None and found.first is None:
         raise _Differs(when, str(found))
@@ -163,14 +172,20 @@ def _assert_equal(when: str, seen: Any, expected: Any) -> None:
         if a.layout is not b.layout:
             raise _Differs(when, f"{path}: layout {a.layout} against {b.layout}")
         if a.layout is torch.strided and _strides(a) not in (_strides(b), _strides(b.clone())):
-            raise _Differs(when, f"{path}: strides {a.stride()} against {b.stride()} of shape {list(a.shape)}")
+            raise _Differs(
+                when, f"{path}: strides {a.stride()} against {b.stride()} of shape {list(a.shape)}"
+            )
     if found is not None:
         raise _Differs(when, str(found), seen, expected)
 
 
 def _strides(x: Tensor) -> tuple[int, ...]:
     """The strides along axes on which there are several elements."""
-    return tuple(step for size, step in zip(x.shape, x.stride(), strict=True) if size > 1) if x.numel() else ()
+    return (
+        tuple(step for size, step in zip(x.shape, x.stride(), strict=True) if size > 1)
+        if x.numel()
+        else ()
+    )
 
 
 def _repeats(case: Case) -> bool:

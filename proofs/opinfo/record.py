@@ -36,7 +36,9 @@ class Record:
     done: int = 0
     seconds: float = 0.0
     counts: Counter[tuple[str, str, str]] = attrs.field(factory=Counter)
-    listed: dict[str, dict[str, dict[str, set[str]]]] = attrs.field(factory=lambda: {kind: {} for kind in _LISTED})
+    listed: dict[str, dict[str, dict[str, set[str]]]] = attrs.field(
+        factory=lambda: {kind: {} for kind in _LISTED}
+    )
     faults: list[Outcome] = attrs.field(factory=list)
 
     def add(self, outcomes: Iterable[Outcome]) -> None:
@@ -61,7 +63,10 @@ class Record:
             counts[transform][dtype][kind] = count
         listed = {
             kind: {
-                detail: {operator: sorted(transforms) for operator, transforms in sorted(operators.items())}
+                detail: {
+                    operator: sorted(transforms)
+                    for operator, transforms in sorted(operators.items())
+                }
                 for detail, operators in sorted(self.listed[kind].items())
             }
             for kind in _LISTED
@@ -94,7 +99,12 @@ class Record:
             *self._fault_lines(),
         ]
         for kind in _LISTED:
-            lines += [f"## {kind}", "", *_table(("reason", "operators"), self._listed_rows(kind)), ""]
+            lines += [
+                f"## {kind}",
+                "",
+                *_table(("reason", "operators"), self._listed_rows(kind)),
+                "",
+            ]
         return "\n".join(lines).rstrip() + "\n"
 
     def _count_rows(self) -> Iterator[Sequence[Any]]:
@@ -108,16 +118,32 @@ class Record:
         for outcome in sorted(self.faults, key=_order):
             grouped[outcome.kind, outcome.operator, outcome.transform].append(outcome)
         rows = [
-            (*key, ", ".join(sorted({o.dtype for o in found})), len(found), found[0].sample, found[0].detail[:_LONGEST])
+            (
+                *key,
+                ", ".join(sorted({o.dtype for o in found})),
+                len(found),
+                found[0].sample,
+                found[0].detail[:_LONGEST],
+            )
             for key, found in grouped.items()
         ]
-        header = ("kind", "operator", "transform", "dtypes", "samples", "first", "detail of the first")
+        header = (
+            "kind",
+            "operator",
+            "transform",
+            "dtypes",
+            "samples",
+            "first",
+            "detail of the first",
+        )
         yield from _table(header, rows) if rows else ("None.",)
         yield ""
 
     def _listed_rows(self, kind: str) -> Iterator[Sequence[Any]]:
         for detail, operators in sorted(self.listed[kind].items()):
-            cell = ", ".join(f"{name} ({', '.join(sorted(found))})" for name, found in sorted(operators.items()))
+            cell = ", ".join(
+                f"{name} ({', '.join(sorted(found))})" for name, found in sorted(operators.items())
+            )
             yield detail, cell
 
     def write(self, folder: Path, environment: dict[str, Any]) -> Path:

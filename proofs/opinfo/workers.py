@@ -64,7 +64,8 @@ class Settings:
 
 
 def tasks(settings: Settings) -> list[Task]:
-    """The tasks of a run, in an order that depends on the seed alone, so that a part of them is a fair sample."""
+    """The tasks of a run, in an order that depends on the seed alone, so that a part of them is a
+    fair sample."""
     names = [full_name(entry) for entry in operator_database()]
     found = [
         Task(index, name, dtype)
@@ -127,8 +128,8 @@ class Worker:
 
 
 def run_all(settings: Settings, todo: Sequence[Task]) -> Iterator[list[Outcome]]:
-    """The outcomes of each task, in the order in which tasks end. It ends early when the time is over, or its caller
-    stops."""
+    """The outcomes of each task, in the order in which tasks end. It ends early when the time is
+    over, or its caller stops."""
     waiting, deadline = deque(todo), _deadline(settings)
     workers = [Worker(settings) for _ in range(min(settings.jobs, len(todo)))]
     try:
@@ -149,7 +150,9 @@ def run_all(settings: Settings, todo: Sequence[Task]) -> Iterator[list[Outcome]]
                     continue
                 if any(outcome.device_lost or outcome.sample == NO_SAMPLES for outcome in found):
                     worker.stop()
-                    if worker.given > 1 and found[-1].sample == NO_SAMPLES:  # an earlier operator may be the cause
+                    if (
+                        worker.given > 1 and found[-1].sample == NO_SAMPLES
+                    ):  # an earlier operator may be the cause
                         waiting.append(task)
                         continue
                 yield found
@@ -175,10 +178,19 @@ def _serve(end: Connection, settings: Settings) -> None:
         found: list[Outcome] = []
         try:
             found += outcomes(
-                database[task.index], settings.transforms, task.dtype, settings.device, settings.samples, settings.seed
+                database[task.index],
+                settings.transforms,
+                task.dtype,
+                settings.device,
+                settings.samples,
+                settings.seed,
             )
         except NoSamplesError as error:
             found.append(Outcome("torch", task.operator, "any", task.dtype, NO_SAMPLES, str(error)))
         except Exception as error:
-            found.append(Outcome("crash", task.operator, "any", task.dtype, -1, f"no outcome: {error!r:.300}"))
+            found.append(
+                Outcome(
+                    "crash", task.operator, "any", task.dtype, -1, f"no outcome: {error!r:.300}"
+                )
+            )
         end.send(found)

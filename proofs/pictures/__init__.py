@@ -1,1 +1,2 @@
-"""Pictures, which `weft.proofs.measured` draws from the records in `proofs/results/`: `modes`, `roofline`, `tiles`."""
+"""Pictures, which `weft.proofs.measured` draws from the records in `proofs/results/`: `modes`,
+`roofline`, `tiles`."""

@@ -21,11 +21,24 @@ _MODES = {"none": "eager"}
 
 def picture() -> str:
     """Tokens a second in each mode against eager steps, as an SVG: the best run of each."""
-    parts, top = [text(0, 16, "Output tokens a second by graph mode (128 requests, 2 tokens in and 512 out)")], 46.0
+    parts, top = (
+        [
+            text(
+                0,
+                16,
+                "Output tokens a second by graph mode (128 requests, 2 tokens in and 512 out)",
+            )
+        ],
+        46.0,
+    )
     for title, names in _PANELS:
         best: dict[str, float] = {}
         for runs in (served(read(name)) for name in names):
-            best |= {mode: max(speeds(rows)) for (workload, mode), rows in runs.items() if workload == "decode"}
+            best |= {
+                mode: max(speeds(rows))
+                for (workload, mode), rows in runs.items()
+                if workload == "decode"
+            }
         parts += _panel(title, best, top)
         top += 34 + _ROW * len(best)
     return document(parts, _WIDTH, top - 8, "tokens a second by mode")

@@ -1,4 +1,5 @@
-"""The picture of decodes as shares of the roofline, by model and batch size: the oldest record and the newest one."""
+"""The picture of decodes as shares of the roofline, by model and batch size: the oldest record and
+the newest one."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,7 +14,8 @@ _WIDTH, _LEFT, _FULL, _BAR, _GAP = 800, 200, 260, 15, 12
 
 
 def picture() -> str:
-    """For each GPU, model and number of requests a grey bar for the oldest record and a blue one for the newest."""
+    """For each GPU, model and number of requests a grey bar for the oldest record and a blue one
+    for the newest."""
     parts, top = [*_legend()], 68.0
     found = before_and_after()
     for gpu in BANDWIDTHS:
@@ -30,7 +32,11 @@ def picture() -> str:
 
 
 def _legend() -> Iterator[str]:
-    yield text(0, 16, "Decodes as a share of the memory roofline (2 tokens in, 256 or 512 out, all requests at once)")
+    yield text(
+        0,
+        16,
+        "Decodes as a share of the memory roofline (2 tokens in, 256 or 512 out, all requests at once)",
+    )
     yield rect(0, 29, 12, 11, GREY, rx=2)
     yield text(18, 39, "oldest record")
     yield rect(118, 29, 12, 11, BLUE, rx=2)
@@ -48,7 +54,13 @@ def _bars(model: str, requests: int, ends: tuple[Served, ...], top: float) -> It
     yield text(_LEFT - 8, top + 12, MODELS[model], anchor="end")
     most = f"{requests} request{'s' * (requests > 1)}; 100 %: {ends[-1].most:,.0f}/s"
     yield text(_LEFT - 8, top + 26, most, anchor="end", size=11)
-    more = ", no other record" if len(ends) == 1 else ", builds in turns" if ends[0].time[0] == ends[1].time[0] else ""
+    more = (
+        ", no other record"
+        if len(ends) == 1
+        else ", builds in turns"
+        if ends[0].time[0] == ends[1].time[0]
+        else ""
+    )
     for index, one in enumerate(ends):
         y, wide = top + _BAR * index, _FULL * one.share
         is_newest = index == len(ends) - 1

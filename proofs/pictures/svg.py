@@ -1,4 +1,5 @@
-"""Parts of SVG pictures, in colours that read on a white page and on a black one: an image does not know its page."""
+"""Parts of SVG pictures, in colours that read on a white page and on a black one: an image does not
+know its page."""
 
 from collections.abc import Iterable
 from html import escape
@@ -26,7 +27,9 @@ def text(
 def rect(x: float, y: float, width: float, height: float, fill: str, **more: Any) -> str:
     """A rectangle from its upper left corner; `more` are attributes of SVG."""
     others = "".join(f' {name}="{value}"' for name, value in more.items())
-    return f'<rect x="{x:g}" y="{y:g}" width="{width:.1f}" height="{height:g}"{others} fill="{fill}"/>'
+    return (
+        f'<rect x="{x:g}" y="{y:g}" width="{width:.1f}" height="{height:g}"{others} fill="{fill}"/>'
+    )
 
 
 def line(x1: float, y1: float, x2: float, y2: float) -> str:
@@ -39,4 +42,6 @@ def document(parts: Iterable[str], width: float, height: float, label: str) -> s
     """A picture of these parts; `label` says what it shows to those who do not see it."""
     size = f'viewBox="0 0 {width:g} {height:g}" width="{width:g}" height="{height:g}"'
     font = f'font-family="system-ui, sans-serif" font-size="13" role="img" aria-label="{escape(label)}"'
-    return "\n".join((f'<svg xmlns="http://www.w3.org/2000/svg" {size} {font}>', *parts, "</svg>", ""))
+    return "\n".join(
+        (f'<svg xmlns="http://www.w3.org/2000/svg" {size} {font}>', *parts, "</svg>", "")
+    )

@@ -1,5 +1,5 @@
-"""The picture of tiles: how much longer the chosen one takes than the best one, by shape and number of tokens, for
-shapes that the fit had not seen."""
+"""The picture of tiles: how much longer the chosen one takes than the best one, by shape and number
+of tokens, for shapes that the fit had not seen."""
 
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -24,8 +24,8 @@ _NAMES = {"bf16": "bfloat16", "fp8": "FP8"}
 
 @attrs.frozen
 class Loss:
-    """A product, `[tokens, columns]` times `[rows, columns]` transposed, and the seconds of its chosen tile over those
-    of the best one, less one."""
+    """A product, `[tokens, columns]` times `[rows, columns]` transposed, and the seconds of its
+    chosen tile over those of the best one, less one."""
 
     tokens: int
     rows: int
@@ -37,7 +37,10 @@ def losses(record: Record, model: str) -> list[Loss]:
     """The losses of all folds in `bf16` or `fp8`."""
     folds = record.data["models"][model]
     rows = (row for fold in folds for row in fold["products"])
-    return [Loss(tokens, height, width, chosen / best - 1) for tokens, height, width, chosen, best, *_ in rows]
+    return [
+        Loss(tokens, height, width, chosen / best - 1)
+        for tokens, height, width, chosen, best, *_ in rows
+    ]
 
 
 def percentile(values: Sequence[float], percent: int) -> float:
@@ -66,15 +69,19 @@ def tile_rows() -> Iterator[tuple[str, ...]]:
         found = losses(record, model)
         shapes = len({(one.rows, one.columns) for one in found})
         what = f"chosen tiles, {_NAMES[model]}: {shapes} shapes, each by a fit without it ({len(folds)} folds)"
-        against = "the best of the whole search; the target is 5 % at the median and 15 % at the worst"
+        against = (
+            "the best of the whole search; the target is 5 % at the median and 15 % at the worst"
+        )
         yield record.row(what, summary([one.loss for one in found]), against, "1 H100")
 
 
 def picture() -> str:
-    """A cell for each product: two blocks of shapes, with the numbers of tokens that were timed for them, by kind."""
+    """A cell for each product: two blocks of shapes, with the numbers of tokens that were timed for
+    them, by kind."""
     record = read("h100-tile-losses")
     found = {
-        model: {(one.rows, one.columns, one.tokens): one.loss for one in losses(record, model)} for model in _NAMES
+        model: {(one.rows, one.columns, one.tokens): one.loss for one in losses(record, model)}
+        for model in _NAMES
     }
     counts: dict[tuple[int, int], set[int]] = {}
     for rows, columns, tokens in found["bf16"]:
@@ -82,19 +89,28 @@ def picture() -> str:
     blocks = sorted({tuple(sorted(own)) for own in counts.values()}, key=len, reverse=True)
     parts, width, height = [*_head(found)], 0.0, 0.0
     for block in blocks:
-        shapes = sorted((shape for shape, own in counts.items() if own == {*block}), key=lambda s: (s[0] * s[1], s))
+        shapes = sorted(
+            (shape for shape, own in counts.items() if own == {*block}),
+            key=lambda s: (s[0] * s[1], s),
+        )
         top, x = 136.0, width + _LABEL
         for index, (rows, columns) in enumerate(shapes):
-            parts.append(text(x - 6, top + 10 + index * _ROW, f"{rows}x{columns}", anchor="end", size=10))
+            parts.append(
+                text(x - 6, top + 10 + index * _ROW, f"{rows}x{columns}", anchor="end", size=10)
+            )
         for model, cells in found.items():
             parts += _block(cells, shapes, block, x, top, _NAMES[model])
             x += _CELL * len(block) + _SPACE
         width, height = x, max(height, top + _ROW * len(shapes))
-    return document(parts, width, height + 6, "loss of the chosen tile by shape and number of tokens")
+    return document(
+        parts, width, height + 6, "loss of the chosen tile by shape and number of tokens"
+    )
 
 
 def _head(found: dict[str, dict[tuple[int, int, int], float]]) -> Iterator[str]:
-    yield text(0, 16, "Chosen against best tiles, of shapes that the fit had not seen (one NVIDIA H100)")
+    yield text(
+        0, 16, "Chosen against best tiles, of shapes that the fit had not seen (one NVIDIA H100)"
+    )
     for index, (model, own) in enumerate(found.items()):
         yield text(0, 38 + 18 * index, f"{_NAMES[model]}: {summary([*own.values()])}", size=12)
     x = 0.0
@@ -125,7 +141,14 @@ def _block(
             y = top + index * _ROW
             yield rect(x, y, _CELL - 1, _ROW - 1, fill, **{"fill-opacity": opacity})
             if loss > 0.05:
-                yield text(x + (_CELL - 1) / 2, y + 9.5, f"{100 * loss:.0f}", anchor="middle", size=9, fill="#ffffff")
+                yield text(
+                    x + (_CELL - 1) / 2,
+                    y + 9.5,
+                    f"{100 * loss:.0f}",
+                    anchor="middle",
+                    size=9,
+                    fill="#ffffff",
+                )
 
 
 def _short(count: int) -> str:

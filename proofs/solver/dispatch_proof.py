@@ -1,10 +1,11 @@
-"""Proofs by z3 that dispatch is right, for classes of any size: `python -m weft.proofs.solver.dispatch_proof`.
+"""Proofs by z3 that dispatch is right, for classes of any size: `python -m
+weft.proofs.solver.dispatch_proof`.
 
 It runs `BatchDescriptor.covers`, `dispatch` and `make_ladder` themselves on unknown integers
-(`weft.proofs.solver.symbolic`). The order is proved for all descriptors. Dispatch is proved for `BatchDescriptor` with
-short ladders, and for any shape class with longer ones, where `covers` is an unknown partial order and padding an
-unknown number. What needs known numbers (`rungs`, and the capabilities of back ends) is checked by
-`tests/transforms/graphs/test_ladder.py`.
+(`weft.proofs.solver.symbolic`). The order is proved for all descriptors. Dispatch is proved for
+`BatchDescriptor` with short ladders, and for any shape class with longer ones, where `covers` is an
+unknown partial order and padding an unknown number. What needs known numbers (`rungs`, and the
+capabilities of back ends) is checked by `tests/transforms/graphs/test_ladder.py`.
 """
 
 import argparse
@@ -30,15 +31,17 @@ def unknown_descriptor(path: Path, name: str) -> Any:
     for field in attrs.fields(cls):
         label = f"{name}.{field.name}"
         if field.type not in (int, int | None):
-            raise TypeError(f"{label} is a {field.type}, which weft.proofs.solver.dispatch_proof cannot make unknown")
+            raise TypeError(
+                f"{label} is a {field.type}, which weft.proofs.solver.dispatch_proof cannot make unknown"
+            )
         given = field.type is int or flag(path, f"{label} given")
         object.__setattr__(made, field.name, unknown(path, label) if given else None)
     return made
 
 
 class AnyClass:
-    """A shape class of any type, of which only one thing is known: `covers` is a partial order. It is not hashable, and
-    dispatch does not hash it."""
+    """A shape class of any type, of which only one thing is known: `covers` is a partial order. It
+    is not hashable, and dispatch does not hash it."""
 
     def __init__(self, path: Path, name: str) -> None:
         self.path = path
@@ -48,7 +51,9 @@ class AnyClass:
         return self is other or self.path.branch(_covers(self.name, other.name))
 
     def __eq__(self, other: object) -> bool:
-        return self is other or (isinstance(other, AnyClass) and self.path.branch(_equals(self.name, other.name)))
+        return self is other or (
+            isinstance(other, AnyClass) and self.path.branch(_equals(self.name, other.name))
+        )
 
     def excess(self, _: "AnyClass") -> dict[str, Any]:
         return {"padding": unknown(self.path, _padding(self.name))}
@@ -72,18 +77,27 @@ def _padding(name: str) -> str:
 
 
 def partial_order(names: Sequence[str]) -> list[z3.BoolRef]:
-    """The assumptions: `covers` is antisymmetric and transitive on the named classes, and equal ones pad the same."""
+    """The assumptions: `covers` is antisymmetric and transitive on the named classes, and equal
+    ones pad the same."""
     pairs, triples = list(permutations(names, 2)), permutations(names, 3)
     order = [_equals(a, b) == z3.And(_covers(a, b), _covers(b, a)) for a, b in pairs]
-    order += [z3.Implies(z3.And(_covers(a, b), _covers(b, c)), _covers(a, c)) for a, b, c in triples]
-    return order + [z3.Implies(_equals(a, b), z3.Int(_padding(a)) == z3.Int(_padding(b))) for a, b in pairs]
+    order += [
+        z3.Implies(z3.And(_covers(a, b), _covers(b, c)), _covers(a, c)) for a, b, c in triples
+    ]
+    return order + [
+        z3.Implies(_equals(a, b), z3.Int(_padding(a)) == z3.Int(_padding(b))) for a, b in pairs
+    ]
 
 
 def decided_rightly(own: Any, ladder: Ladder[Any]) -> dict[str, Any]:
     """The claims about one decision, by name."""
     decision, again = dispatch(own, ladder), dispatch(own, ladder)
-    full, pieces = ([d for d in classes if d.covers(own)] for classes in (ladder.full, ladder.piecewise))
-    mode, covering = ("full", full) if full else ("piecewise", pieces) if pieces else ("none", [own])
+    full, pieces = (
+        [d for d in classes if d.covers(own)] for classes in (ladder.full, ladder.piecewise)
+    )
+    mode, covering = (
+        ("full", full) if full else ("piecewise", pieces) if pieces else ("none", [own])
+    )
     chosen = decision.descriptor
     least = [d for d in covering if not any(d != other and d.covers(other) for other in covering)]
     costs = {id(d): tuple(excess(d, own).values()) for d in (*least, chosen)}
@@ -97,7 +111,8 @@ def decided_rightly(own: Any, ladder: Ladder[Any]) -> dict[str, Any]:
 
 
 def reaches_its_own(rung: Any, ladder: Ladder[Any]) -> dict[str, Any]:
-    """The claim that a batch of a rung's own class reaches it; in pieces, if no whole graph covers it."""
+    """The claim that a batch of a rung's own class reaches it; in pieces, if no whole graph covers
+    it."""
     decision = dispatch(rung, ladder)
     whole = any(d.covers(rung) for d in ladder.full)
     shadowed = whole and not any(rung is d for d in ladder.full)
@@ -106,7 +121,8 @@ def reaches_its_own(rung: Any, ladder: Ladder[Any]) -> dict[str, Any]:
 
 
 def prove_order() -> Iterator[Verdict]:
-    """`BatchDescriptor.covers` is a partial order, and every field of the descriptor counts in it."""
+    """`BatchDescriptor.covers` is a partial order, and every field of the descriptor counts in it.
+    """
 
     def antisymmetric(path: Path) -> dict[str, Any]:
         a, b = unknown_descriptor(path, "a"), unknown_descriptor(path, "b")
@@ -140,12 +156,16 @@ def prove_valid() -> Iterator[Verdict]:
 
 
 def prove_dispatch(any_classes: int, classes: int) -> Iterator[Verdict]:
-    """Dispatch is right on ladders of at most `any_classes` classes of any type, or `classes` `BatchDescriptor`s.
+    """Dispatch is right on ladders of at most `any_classes` classes of any type, or `classes`
+    `BatchDescriptor`s.
 
-    That means: total, deterministic, sound, least, with the least padding; and a rung's own class reaches it.
+    That means: total, deterministic, sound, least, with the least padding; and a rung's own class
+    reaches it.
     """
 
-    def claim(make: Callable[[Path, str], Any], own: str, names: Sequence[str], cut: int) -> Callable[[Path], Any]:
+    def claim(
+        make: Callable[[Path, str], Any], own: str, names: Sequence[str], cut: int
+    ) -> Callable[[Path], Any]:
         def run(path: Path) -> dict[str, Any]:
             rungs = [make(path, name) for name in names]
             ladder = Ladder(rungs[:cut], rungs[cut:])
@@ -164,7 +184,10 @@ def prove_dispatch(any_classes: int, classes: int) -> Iterator[Verdict]:
             names = [f"rung {i}" for i in range(count)]
             assumed = partial_order(["batch", *names]) if make is AnyClass else []
             shown = f"dispatch of {kind} is right, {cut} full + {count - cut} pieces"
-            yield _together(shown, [prove(shown, claim(make, own, names, cut), assumed) for own in ("batch", *names)])
+            yield _together(
+                shown,
+                [prove(shown, claim(make, own, names, cut), assumed) for own in ("batch", *names)],
+            )
 
 
 def _together(claim: str, verdicts: Sequence[Verdict]) -> Verdict:
@@ -174,10 +197,13 @@ def _together(claim: str, verdicts: Sequence[Verdict]) -> Verdict:
 
 
 def prove_ladders() -> Iterator[Verdict]:
-    """`make_ladder` keeps its bounds for unknown limits and any two sizes, and cutting one part cuts no other."""
+    """`make_ladder` keeps its bounds for unknown limits and any two sizes, and cutting one part
+    cuts no other."""
 
     def limits(path: Path, tokens: str = "max_num_tokens", reqs: str = "max_num_reqs") -> Limits:
-        return Limits(unknown(path, reqs), unknown(path, tokens), query_lens, (unknown(path, "loras"),))
+        return Limits(
+            unknown(path, reqs), unknown(path, tokens), query_lens, (unknown(path, "loras"),)
+        )
 
     def sizes(path: Path) -> list[Any]:
         return [unknown(path, "size 0"), unknown(path, "size 1")]
@@ -196,11 +222,16 @@ def prove_ladders() -> Iterator[Verdict]:
         most = limits(path)
         ladder: Any = made(most, sizes(path))
         return {
-            "full within max_num_reqs*q": all(d.num_tokens <= most.max_num_reqs * max(query_lens) for d in ladder.full),
+            "full within max_num_reqs*q": all(
+                d.num_tokens <= most.max_num_reqs * max(query_lens) for d in ladder.full
+            ),
             "within max_num_reqs": all(d.num_reqs <= most.max_num_reqs for d in ladder),
             "within max_num_tokens": all(d.num_tokens <= most.max_num_tokens for d in ladder),
-            "uniform means T = R*q": all(d.num_tokens == d.num_reqs * d.query_len for d in ladder if d.is_uniform),
-            "pieces beside whole graphs are ragged": not ladder.full or not any(d.is_uniform for d in ladder.piecewise),
+            "uniform means T = R*q": all(
+                d.num_tokens == d.num_reqs * d.query_len for d in ladder if d.is_uniform
+            ),
+            "pieces beside whole graphs are ragged": not ladder.full
+            or not any(d.is_uniform for d in ladder.piecewise),
         }
 
     def uncut(path: Path) -> dict[str, Any]:
@@ -215,12 +246,29 @@ def prove_ladders() -> Iterator[Verdict]:
             "max_num_tokens cuts no whole graph": not enough or full[0] == full[1],
         }
 
-    at_least_1 = ["max_num_reqs", "max_num_tokens", "size 0", "size 1", "fewer reqs", "fewer tokens"]
+    at_least_1 = [
+        "max_num_reqs",
+        "max_num_tokens",
+        "size 0",
+        "size 1",
+        "fewer reqs",
+        "fewer tokens",
+    ]
     assumed = [z3.Int(name) >= 1 for name in at_least_1] + [z3.Int("loras") >= 0]
     for mode, query_lens in product(MODES, ((1,), (3,))):
-        yield prove(f"{mode}, query length {query_lens[0]}: the ladder is within its limits", bounded, assumed)
-        if query_lens != (1,) and mode != "full":  # in full, both bounds apply to ragged whole graphs
-            yield prove(f"{mode}, query length {query_lens[0]}: cutting one part cuts no other", uncut, assumed)
+        yield prove(
+            f"{mode}, query length {query_lens[0]}: the ladder is within its limits",
+            bounded,
+            assumed,
+        )
+        if (
+            query_lens != (1,) and mode != "full"
+        ):  # in full, both bounds apply to ragged whole graphs
+            yield prove(
+                f"{mode}, query length {query_lens[0]}: cutting one part cuts no other",
+                uncut,
+                assumed,
+            )
 
 
 def prove_all(any_classes: int = 4, classes: int = 2) -> Iterator[Verdict]:
@@ -234,8 +282,12 @@ def prove_all(any_classes: int = 4, classes: int = 2) -> Iterator[Verdict]:
 def main() -> None:
     """Print the table, and exit with 1 if a claim is refuted."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("--any-classes", type=int, default=4, help="length of ladders of classes of any type")
-    parser.add_argument("--classes", type=int, default=2, help="length of ladders of BatchDescriptors (3: minutes)")
+    parser.add_argument(
+        "--any-classes", type=int, default=4, help="length of ladders of classes of any type"
+    )
+    parser.add_argument(
+        "--classes", type=int, default=2, help="length of ladders of BatchDescriptors (3: minutes)"
+    )
     arguments = parser.parse_args()
     held = True
     print(

@@ -1,9 +1,10 @@
 """The definition of right programs, by trying every order in which the ranks could move.
 
-It is a second, slower definition, and shares only the effects with `weft.transforms.pipelines.checker`. A world is the
-position of each rank, what it holds, and what is in flight; each step that some rank can take leads to another world.
-Programs are right if no rank goes wrong in any reachable world, and if a world without a next step has all ranks at
-their end and nothing in flight. Edges hold one, two or three messages."""
+It is a second, slower definition, and shares only the effects with
+`weft.transforms.pipelines.checker`. A world is the position of each rank, what it holds, and what
+is in flight; each step that some rank can take leads to another world. Programs are right if no
+rank goes wrong in any reachable world, and if a world without a next step has all ranks at their
+end and nothing in flight. Edges hold one, two or three messages."""
 
 import itertools
 from collections.abc import Iterator, Sequence
@@ -16,10 +17,14 @@ from weft.schema import Schema
 
 CAPACITIES = (1, 2, 3)
 
-Value = tuple[str, int, int]  # "input", "ran", "result", "sent" or "output", of a micro-batch and a stage (or 0)
+Value = tuple[
+    str, int, int
+]  # "input", "ran", "result", "sent" or "output", of a micro-batch and a stage (or 0)
 Message = tuple[int, Schema | None, int]  # of a micro-batch, and of the stage that made it
 Wire = tuple[str, int, int]  # "stage" or "return", from, to
-Flying = tuple[tuple[Wire, tuple[Message, ...]], ...]  # in order of wires, oldest first on each; no wire is empty
+Flying = tuple[
+    tuple[Wire, tuple[Message, ...]], ...
+]  # in order of wires, oldest first on each; no wire is empty
 
 
 class Wrong(Exception):
@@ -28,7 +33,8 @@ class Wrong(Exception):
 
 @attrs.frozen
 class Rank:
-    """A rank's position in its program, what it holds, and the stages and micro-batches that it ran, in order."""
+    """A rank's position in its program, what it holds, and the stages and micro-batches that it
+    ran, in order."""
 
     at: int = 0
     holds: frozenset[Value] = frozenset()
@@ -60,27 +66,48 @@ class Move:
         match self.effect:
             case Run("advance"):
                 own = range(self.rank, self.num_stages, self.num_ranks)
-                self.require(all(("ran", mb, stage) in self.holds for stage in own), "advances before its stages ran")
-                self.require(mb not in returning or ("output", mb, 0) in self.holds, "advances without the output")
+                self.require(
+                    all(("ran", mb, stage) in self.holds for stage in own),
+                    "advances before its stages ran",
+                )
+                self.require(
+                    mb not in returning or ("output", mb, 0) in self.holds,
+                    "advances without the output",
+                )
             case Run():
                 stage = -1 if self.effect.stage is None else self.effect.stage
-                self.require(stage % self.num_ranks == self.rank and 0 <= stage <= end, "runs another's stage")
+                self.require(
+                    stage % self.num_ranks == self.rank and 0 <= stage <= end,
+                    "runs another's stage",
+                )
                 self.run(stage, buffers)
             case Send(to, _, schema, made):
                 stage = self.rank if made is None else made
-                self.require(self.goes_on(stage) and stage % self.num_ranks == self.rank, "sends another's result")
+                self.require(
+                    self.goes_on(stage) and stage % self.num_ranks == self.rank,
+                    "sends another's result",
+                )
                 self.require(to == (self.rank + 1) % self.num_ranks, "sends past its neighbour")
                 return self.launch([("stage", self.rank, to)], schema, stage, capacity)
             case Recv(source, _, schema, made):
                 stage = source if made is None else made
-                self.require(self.goes_on(stage) and stage % self.num_ranks == source, "receives another's result")
-                self.require(source == (self.rank - 1) % self.num_ranks, "receives past its neighbour")
-                return self.land(("stage", source, self.rank), schema, stage, ("input", mb, stage + 1))
+                self.require(
+                    self.goes_on(stage) and stage % self.num_ranks == source,
+                    "receives another's result",
+                )
+                self.require(
+                    source == (self.rank - 1) % self.num_ranks, "receives past its neighbour"
+                )
+                return self.land(
+                    ("stage", source, self.rank), schema, stage, ("input", mb, stage + 1)
+                )
             case Broadcast(root, _, schema):
                 self.require(root == self.num_ranks - 1, "returns what is not the last stage's")
                 if self.rank != root:
                     return self.land(("return", root, self.rank), schema, end, ("output", mb, 0))
-                if not self.launch([("return", root, to) for to in range(root)], schema, end, capacity):
+                if not self.launch(
+                    [("return", root, to) for to in range(root)], schema, end, capacity
+                ):
                     return False
                 self.holds.add(("output", mb, 0))
             case Fence():
@@ -106,13 +133,21 @@ class Move:
 
     def flies(self, mb: int, stage: int | None = None) -> bool:
         """Whether a message of this rank for a micro-batch, made by a stage, is in flight."""
-        mine = (message for wire, sent in self.flying.items() if wire[1] == self.rank for message in sent)
+        mine = (
+            message
+            for wire, sent in self.flying.items()
+            if wire[1] == self.rank
+            for message in sent
+        )
         return any(message[0] == mb and stage in (None, message[2]) for message in mine)
 
     def run(self, stage: int, buffers: int | None) -> None:
         """Run a stage, which overwrites the oldest of its output buffers."""
         if stage > 0:
-            self.take("input" if self.num_ranks > 1 else "result", stage if self.num_ranks > 1 else stage - 1)
+            self.take(
+                "input" if self.num_ranks > 1 else "result",
+                stage if self.num_ranks > 1 else stage - 1,
+            )
         runs = [mb for own, mb in self.ran if own == stage]
         if buffers is not None and len(runs) >= buffers:
             old = runs[-buffers]
@@ -121,16 +156,24 @@ class Move:
             if stage == self.num_stages - 1:  # the output is the result, as the stage left it
                 self.holds.discard(("output", old, 0))
         self.ran.append((stage, self.effect.microbatch))
-        self.holds |= {("ran", self.effect.microbatch, stage), ("result", self.effect.microbatch, stage)}
+        self.holds |= {
+            ("ran", self.effect.microbatch, stage),
+            ("result", self.effect.microbatch, stage),
+        }
 
-    def launch(self, wires: Sequence[Wire], schema: Schema | None, stage: int, capacity: int) -> bool:
+    def launch(
+        self, wires: Sequence[Wire], schema: Schema | None, stage: int, capacity: int
+    ) -> bool:
         """Put the result on its wires, once all of them have room."""
         if any(len(self.flying.get(wire, ())) >= capacity for wire in wires):
             return False
         self.take("result", stage)
         self.holds.add(("sent", self.effect.microbatch, 0))
         for wire in wires:
-            self.flying[wire] = (*self.flying.get(wire, ()), (self.effect.microbatch, schema, stage))
+            self.flying[wire] = (
+                *self.flying.get(wire, ()),
+                (self.effect.microbatch, schema, stage),
+            )
         return True
 
     def land(self, wire: Wire, schema: Schema | None, stage: int, made: Value) -> bool:
@@ -139,7 +182,8 @@ class Move:
             return False
         message, *others = self.flying.pop(wire)
         self.require(
-            message == (self.effect.microbatch, schema, stage), f"meets micro-batch {message[0]}: {message[1]}"
+            message == (self.effect.microbatch, schema, stage),
+            f"meets micro-batch {message[0]}: {message[1]}",
         )
         if others:
             self.flying[wire] = tuple(others)
@@ -149,11 +193,17 @@ class Move:
 
 def stages_of(programs: Sequence[Program]) -> int:
     """The number of stages: the multiple of the ranks that the highest number asks for."""
-    stages = [e.stage for p in programs for e in p.effects if isinstance(e, Run) and e.stage is not None]
-    return next(n for n in range(len(programs), 1 << 30, len(programs)) if n > max(stages, default=0))
+    stages = [
+        e.stage for p in programs for e in p.effects if isinstance(e, Run) and e.stage is not None
+    ]
+    return next(
+        n for n in range(len(programs), 1 << 30, len(programs)) if n > max(stages, default=0)
+    )
 
 
-def ways_on(programs: Sequence[Program], world: World, capacity: int, buffers: int | None) -> Iterator[World]:
+def ways_on(
+    programs: Sequence[Program], world: World, capacity: int, buffers: int | None
+) -> Iterator[World]:
     """Each world that one effect of one rank leads to.
 
     Raises:
@@ -165,7 +215,9 @@ def ways_on(programs: Sequence[Program], world: World, capacity: int, buffers: i
     for index, (own, program) in enumerate(zip(ranks, programs, strict=True)):
         if own.at < len(program.effects):
             effect = program.effects[own.at]
-            move = Move(index, len(programs), stages, effect, set(own.holds), list(own.ran), dict(flying))
+            move = Move(
+                index, len(programs), stages, effect, set(own.holds), list(own.ran), dict(flying)
+            )
             if move.done(capacity, buffers, returning):
                 new = Rank(own.at + 1, frozenset(move.holds), tuple(move.ran))
                 yield (*ranks[:index], new, *ranks[index + 1 :]), tuple(sorted(move.flying.items()))
@@ -185,25 +237,39 @@ def explore(programs: Sequence[Program], capacity: int, buffers: int | None = No
         waiting += (new for new in ahead if new not in seen)
         seen.update(ahead)
         if not ahead:
-            stuck = [i for i, (rank, p) in enumerate(zip(ranks, programs, strict=True)) if rank.at < len(p.effects)]
+            stuck = [
+                i
+                for i, (rank, p) in enumerate(zip(ranks, programs, strict=True))
+                if rank.at < len(p.effects)
+            ]
             if stuck:
                 raise Wrong(f"ranks {stuck} wait for ever")
             if flying:
-                raise Wrong(f"nobody receives micro-batch {flying[0][1][0][0]} from rank {flying[0][0][1]}")
+                raise Wrong(
+                    f"nobody receives micro-batch {flying[0][1][0][0]} from rank {flying[0][0][1]}"
+                )
     return len(seen)
 
 
 def compare_ranks(programs: Sequence[Program]) -> None:
-    """Raise unless all ranks run the same micro-batches in one order and class, and advance with all or none of them.
+    """Raise unless all ranks run the same micro-batches in one order and class, and advance with
+    all or none of them.
 
     Raises:
         Wrong: they do not.
     """
     ran = [
-        [e.microbatch for e in programs[stage % len(programs)].effects if e == Run(f"stage {stage}", e.microbatch)]
+        [
+            e.microbatch
+            for e in programs[stage % len(programs)].effects
+            if e == Run(f"stage {stage}", e.microbatch)
+        ]
         for stage in range(stages_of(programs))
     ]
-    advanced = [sorted(e.microbatch for e in p.effects if e == Run("advance", e.microbatch)) for p in programs]
+    advanced = [
+        sorted(e.microbatch for e in p.effects if e == Run("advance", e.microbatch))
+        for p in programs
+    ]
     count = len(programs[0].classes) or len(ran[0])
     if any(own != ran[0] for own in ran) or sorted(ran[0]) != list(range(count)):
         raise Wrong(f"ranks run the micro-batches {ran}")
@@ -211,16 +277,22 @@ def compare_ranks(programs: Sequence[Program]) -> None:
         raise Wrong(f"ranks advance with the micro-batches {advanced}")
     if any(p.classes != programs[0].classes for p in programs):
         raise Wrong(f"ranks have the classes {[p.classes for p in programs]}")
-    if [(p.rank, p.num_ranks) for p in programs] != [(i, len(programs)) for i in range(len(programs))]:
+    if [(p.rank, p.num_ranks) for p in programs] != [
+        (i, len(programs)) for i in range(len(programs))
+    ]:
         raise Wrong("the programs are of other ranks")
     for source, to in itertools.permutations(range(len(programs)), 2):
-        sent, taken = list(_kinds(programs[source], source, to)), list(_kinds(programs[to], source, to))
+        sent, taken = (
+            list(_kinds(programs[source], source, to)),
+            list(_kinds(programs[to], source, to)),
+        )
         if stages_of(programs) > len(programs) and sent != taken and sorted(sent) == sorted(taken):
             raise Wrong(f"rank {to} receives in another order than rank {source} sends")
 
 
 def _kinds(program: Program, source: int, to: int) -> Iterator[str]:
-    """The kinds of the messages from one rank to another, in the order in which a rank sends or receives them."""
+    """The kinds of the messages from one rank to another, in the order in which a rank sends or
+    receives them."""
     for effect in program.effects:
         match effect:
             case Send(other) if (program.rank, other) == (source, to):
@@ -245,15 +317,17 @@ def fault(programs: Sequence[Program], *, buffers: int | None = None) -> str | N
 
 
 def fenced(programs: Sequence[Program], buffers: int | None) -> bool:
-    """Whether every result that is sent is fenced before it is overwritten. The program must have the fence between the
-    two, even if something else would keep them apart."""
+    """Whether every result that is sent is fenced before it is overwritten. The program must have
+    the fence between the two, even if something else would keep them apart."""
     return buffers is None or all(_fenced(program, buffers) for program in programs)
 
 
 def _fenced(program: Program, buffers: int) -> bool:
     runs: dict[int, list[int]] = {}
     open_ = set[tuple[int, int]]()
-    last = max((e.stage for e in program.effects if isinstance(e, Run) and e.stage is not None), default=0)
+    last = max(
+        (e.stage for e in program.effects if isinstance(e, Run) and e.stage is not None), default=0
+    )
     for effect in program.effects:
         match effect:
             case Send(_, mb, _, stage):

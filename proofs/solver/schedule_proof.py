@@ -1,11 +1,12 @@
-"""Proofs by z3 that schedules are right for all jobs up to a bound, on edges of any capacity: `python -m
-weft.proofs.solver.schedule_proof`.
+"""Proofs by z3 that schedules are right for all jobs up to a bound, on edges of any capacity:
+`python -m weft.proofs.solver.schedule_proof`.
 
 It runs `make_programs`, `streaming`, `decode_jobs` and `jobs_for` themselves on unknown jobs
-(`weft.proofs.solver.symbolic`): whether each feeds, which job it runs after, which jobs share a request. On each path
-the programs are known. Then z3 looks for a time for each effect that is later than all it must wait for (`timetable`),
-and proves that these times work for every capacity. If such times exist, there is no deadlock: the earliest effect that
-is not done never has to wait for another one.
+(`weft.proofs.solver.symbolic`): whether each feeds, which job it runs after, which jobs share a
+request. On each path the programs are known. Then z3 looks for a time for each effect that is later
+than all it must wait for (`timetable`), and proves that these times work for every capacity. If
+such times exist, there is no deadlock: the earliest effect that is not done never has to wait for
+another one.
 """
 
 import argparse
@@ -95,10 +96,13 @@ def _shared(earlier: int, later: int) -> str:
     return f"micro-batches {earlier} and {later} share a request"
 
 
-def happens_before(programs: Sequence[Program], capacity: Any) -> Iterator[tuple[Place, Place, Any]]:
-    """The pairs of effects that must happen in order, each with its condition: a rank's effects run in program order; a
-    message is taken after it is put, and put after the message `capacity` before it on its edge is taken; a fence is
-    passed after every message that it waits for is taken."""
+def happens_before(
+    programs: Sequence[Program], capacity: Any
+) -> Iterator[tuple[Place, Place, Any]]:
+    """The pairs of effects that must happen in order, each with its condition: a rank's effects run
+    in program order; a message is taken after it is put, and put after the message `capacity`
+    before it on its edge is taken; a fence is passed after every message that it waits for is
+    taken."""
     putting, taking = defaultdict[Edge, list[Place]](list), defaultdict[Edge, list[Place]](list)
     effects = {(p.rank, index): effect for p in programs for index, effect in enumerate(p.effects)}
     for (rank, index), effect in effects.items():
@@ -115,12 +119,17 @@ def happens_before(programs: Sequence[Program], capacity: Any) -> Iterator[tuple
                 yield took, sent[later], later - number >= capacity
             for place, effect in effects.items():
                 mine = place[0] == edge.source and place > put
-                if mine and isinstance(effect, Fence) and effect.microbatch == effects[put].microbatch:
+                if (
+                    mine
+                    and isinstance(effect, Fence)
+                    and effect.microbatch == effects[put].microbatch
+                ):
                     yield took, place, True
 
 
 def timetable(programs: Sequence[Program]) -> dict[Place, int] | None:
-    """A time for each effect that keeps every order if an edge holds one message; None if there is none."""
+    """A time for each effect that keeps every order if an edge holds one message; None if there is
+    none."""
     solver, times = z3.Solver(), dict[Place, Any]()
     for before, after, holds in happens_before(programs, 1):
         terms = [times.setdefault(place, z3.Int(f"time of {place}")) for place in (before, after)]
@@ -129,12 +138,15 @@ def timetable(programs: Sequence[Program]) -> dict[Place, int] | None:
     if solver.check() != z3.sat:
         return None
     model = solver.model()
-    return {place: model.eval(term, model_completion=True).as_long() for place, term in times.items()}
+    return {
+        place: model.eval(term, model_completion=True).as_long() for place, term in times.items()
+    }
 
 
 @functools.lru_cache(4096)  # different jobs often have the same programs
 def never_stuck(programs: tuple[Program, ...]) -> Any:
-    """The claim that all programs end, on edges of any capacity from one up: the times found for one work for all."""
+    """The claim that all programs end, on edges of any capacity from one up: the times found for
+    one work for all."""
     times, capacity = timetable(programs), z3.Int("capacity")
     if times is None:
         return False
@@ -147,7 +159,8 @@ def never_stuck(programs: tuple[Program, ...]) -> Any:
 
 
 def edges_agree(programs: Sequence[Program]) -> bool:
-    """The claim that each edge's sends and receives are the same micro-batches, in the same order and schema."""
+    """The claim that each edge's sends and receives are the same micro-batches, in the same order
+    and schema."""
     putting, taking = defaultdict[Edge, list[Any]](list), defaultdict[Edge, list[Any]](list)
     for program in programs:
         for effect in program.effects:
@@ -180,10 +193,13 @@ def right(programs: tuple[Program, ...], buffers: int | None) -> dict[str, Any]:
 
 
 def taken_in(programs: Sequence[Program], mb: int, earlier: int) -> bool:
-    """Whether every rank receives the returned output of one micro-batch, and advances, before it runs another."""
+    """Whether every rank receives the returned output of one micro-batch, and advances, before it
+    runs another."""
     for program in programs:
         before = program.effects[: program.effects.index(Run(f"stage {program.rank}", mb))]
-        needed = [e for e in program.effects if e.microbatch == earlier and isinstance(e, Broadcast)]
+        needed = [
+            e for e in program.effects if e.microbatch == earlier and isinstance(e, Broadcast)
+        ]
         if not all(effect in before for effect in (*needed, Run("advance", earlier))):
             return False
     return True
@@ -195,7 +211,9 @@ def prove_jobs(stages: int, count: int, buffers: Sequence[int | None]) -> Iterat
     def run(path: Path) -> dict[str, Any]:
         jobs, held = unknown_jobs(path, count), choice(path, "buffers", buffers)
         programs = make_programs(stages, jobs, buffers=held)
-        afters: list[tuple[int, Any]] = [(mb, job.after) for mb, job in enumerate(jobs) if job.after is not None]
+        afters: list[tuple[int, Any]] = [
+            (mb, job.after) for mb, job in enumerate(jobs) if job.after is not None
+        ]
         waits = [
             z3.Implies(after.term == earlier, z3.BoolVal(taken_in(programs, mb, earlier)))
             for mb, after in afters
@@ -203,12 +221,14 @@ def prove_jobs(stages: int, count: int, buffers: Sequence[int | None]) -> Iterat
         ]
         return right(programs, held) | {"each job after its own": z3.And(*waits)}
 
-    yield prove(f"make_programs, {stages} stages, any {count} jobs, buffers {_listed(buffers)}", run)
+    yield prove(
+        f"make_programs, {stages} stages, any {count} jobs, buffers {_listed(buffers)}", run
+    )
 
 
 def prove_requests(stages: int, count: int) -> Iterator[Verdict]:
-    """`jobs_for` and the programs of its jobs are right for any micro-batches: no stage runs on a request before the
-    ranks have advanced with every earlier micro-batch that it depends on."""
+    """`jobs_for` and the programs of its jobs are right for any micro-batches: no stage runs on a
+    request before the ranks have advanced with every earlier micro-batch that it depends on."""
 
     def run(path: Path) -> dict[str, Any]:
         rows: Any = [Requests(path, index) for index in range(count)]
@@ -228,20 +248,29 @@ def prove_loops(stages: int, microbatches: int, steps: int) -> Iterator[Verdict]
     """`streaming` and `decode_jobs` are right at every size."""
 
     def streamed(path: Path) -> dict[str, Any]:
-        ranks, mbs = choice(path, "stages", range(1, stages + 1)), choice(path, "count", range(microbatches + 1))
+        ranks, mbs = (
+            choice(path, "stages", range(1, stages + 1)),
+            choice(path, "count", range(microbatches + 1)),
+        )
         held, feedback = choice(path, "buffers", (None, 1, 2, 3)), flag(path, "feedback")
         return right(streaming(ranks, mbs, feedback=feedback, buffers=held), held)
 
     def decoded(path: Path) -> dict[str, Any]:
-        ranks, cohorts = (choice(path, name, range(1, stages + 1)) for name in ("stages", "cohorts"))
+        ranks, cohorts = (
+            choice(path, name, range(1, stages + 1)) for name in ("stages", "cohorts")
+        )
         jobs = decode_jobs(cohorts, choice(path, "steps", range(1, steps + 1)))
         held = choice(path, "buffers", (None, 1, 2))
         programs = make_programs(ranks, jobs, buffers=held)
         waits = all(taken_in(programs, mb, mb - cohorts) for mb in range(cohorts, len(jobs)))
         return right(programs, held) | {"each step after the one before": waits}
 
-    yield prove(f"streaming, up to {stages} stages, {microbatches} micro-batches, 3 buffers", streamed)
-    yield prove(f"decode_jobs, up to {stages} stages, {stages} cohorts, {steps} steps, 2 buffers", decoded)
+    yield prove(
+        f"streaming, up to {stages} stages, {microbatches} micro-batches, 3 buffers", streamed
+    )
+    yield prove(
+        f"decode_jobs, up to {stages} stages, {stages} cohorts, {steps} steps, 2 buffers", decoded
+    )
 
 
 def _listed(buffers: Sequence[int | None]) -> str:
@@ -270,11 +299,20 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0] if __doc__ else None)
     parser.add_argument("--stages", type=int, default=4)
     parser.add_argument("--jobs", type=int, default=4, help="any jobs, with any buffers")
-    parser.add_argument("--longest", type=int, default=5, help="any jobs, each result a value of its own (6: minutes)")
+    parser.add_argument(
+        "--longest",
+        type=int,
+        default=5,
+        help="any jobs, each result a value of its own (6: minutes)",
+    )
     arguments = parser.parse_args()
     held = True
-    print("schedules are right: the orders on each edge agree, no rank is ever stuck on edges of any capacity >= 1,")
-    print("the checker accepts them, and no job runs before every rank has taken in what it runs after")
+    print(
+        "schedules are right: the orders on each edge agree, no rank is ever stuck on edges of any capacity >= 1,"
+    )
+    print(
+        "the checker accepts them, and no job runs before every rank has taken in what it runs after"
+    )
     for verdict in prove_all(arguments.stages, arguments.jobs, arguments.longest):
         print(verdict, flush=True)
         held &= verdict.holds

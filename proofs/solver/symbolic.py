@@ -1,8 +1,10 @@
-"""A small symbolic executor: it runs a Python function once for each path that unknown integers can take through it.
+"""A small symbolic executor: it runs a Python function once for each path that unknown integers can
+take through it.
 
-An unknown is an object whose arithmetic makes z3 terms. Where the function asks for a truth value (`if`, `and`, `any`,
-`min`), the path decides it; if both values are possible, the function is run again for the other one. So a proof is
-about the code that runs in production, and not about a model of it.
+An unknown is an object whose arithmetic makes z3 terms. Where the function asks for a truth value
+(`if`, `and`, `any`, `min`), the path decides it; if both values are possible, the function is run
+again for the other one. So a proof is about the code that runs in production, and not about a model
+of it.
 """
 
 import time
@@ -14,7 +16,8 @@ import z3
 
 
 class Path:
-    """One run of a function, which decides the branches that the function and its unknowns ask about.
+    """One run of a function, which decides the branches that the function and its unknowns ask
+    about.
 
     Args:
         prefix: the decisions at the first branches, which an earlier run left to this one.
@@ -25,7 +28,9 @@ class Path:
         self._prefix = tuple(prefix)
         self._solver = solver
         self._known: dict[int, bool] = {}
-        self._terms: list[z3.BoolRef] = []  # keeps the terms alive, so that no other term gets the id of one
+        self._terms: list[
+            z3.BoolRef
+        ] = []  # keeps the terms alive, so that no other term gets the id of one
         self.taken: list[bool] = []
         self.untried: list[tuple[bool, ...]] = []
 
@@ -34,7 +39,8 @@ class Path:
         self._solver.add(condition)
 
     def branch(self, condition: Any) -> bool:
-        """Decide a condition: as the path already implies, or else as true, leaving false to a later run."""
+        """Decide a condition: as the path already implies, or else as true, leaving false to a
+        later run."""
         key = condition.get_id()
         if (known := self._known.get(key)) is not None:
             return known
@@ -51,11 +57,13 @@ class Path:
         return value
 
     def _possible(self, condition: Any) -> bool:
-        """Whether the condition can hold on this path. If z3 cannot tell, yes: an extra path is still sound."""
+        """Whether the condition can hold on this path. If z3 cannot tell, yes: an extra path is
+        still sound."""
         return bool(self._solver.check(condition) != z3.unsat)
 
     def counterexample(self, claim: Any) -> str | None:
-        """Values of the unknowns on this path that make `claim` false, in words; None if there are none.
+        """Values of the unknowns on this path that make `claim` false, in words; None if there are
+        none.
 
         Raises:
             ArithmeticError: z3 cannot decide.
@@ -70,7 +78,8 @@ class Path:
 
 
 class Integer:
-    """An unknown, unbounded integer. It stands in for an int; an operation that it does not support is a TypeError."""
+    """An unknown, unbounded integer. It stands in for an int; an operation that it does not support
+    is a TypeError."""
 
     __slots__ = ("path", "term")
 
@@ -100,7 +109,9 @@ class Integer:
 
     def __floordiv__(self, other: int) -> "Integer":
         if type(other) is not int or other < 1:
-            raise TypeError(f"{self} // {other}: only by a known positive number")  # else z3 divides in another way
+            raise TypeError(
+                f"{self} // {other}: only by a known positive number"
+            )  # else z3 divides in another way
         return Integer(self.path, self.term / other)
 
 
@@ -168,13 +179,16 @@ class Verdict:
         return f"{self.claim:<72}{self.paths:>8} paths {self.seconds:>6.1f} s  {said}"
 
 
-def prove(claim: str, run: Callable[[Path], Any], assumptions: Sequence[z3.BoolRef] = ()) -> Verdict:
-    """Run `run(path)` on every path that its unknowns can take, and prove the claims that it returns on each.
+def prove(
+    claim: str, run: Callable[[Path], Any], assumptions: Sequence[z3.BoolRef] = ()
+) -> Verdict:
+    """Run `run(path)` on every path that its unknowns can take, and prove the claims that it
+    returns on each.
 
     Args:
         claim: in words.
-        run: makes unknowns on the path, calls the code under proof, and returns a dict: for each part of the claim, a
-            truth value or a z3 term. An exception refutes the claim too.
+        run: makes unknowns on the path, calls the code under proof, and returns a dict: for each
+            part of the claim, a truth value or a z3 term. An exception refutes the claim too.
         assumptions: about the unknowns.
     """
     start, count = time.perf_counter(), 0
@@ -188,12 +202,16 @@ def prove(claim: str, run: Callable[[Path], Any], assumptions: Sequence[z3.BoolR
     return Verdict(claim, count, time.perf_counter() - start)
 
 
-def explore(run: Callable[[Path], Any], assumptions: Sequence[z3.BoolRef] = ()) -> Iterator[tuple[Path, Any]]:
+def explore(
+    run: Callable[[Path], Any], assumptions: Sequence[z3.BoolRef] = ()
+) -> Iterator[tuple[Path, Any]]:
     """Each path through `run`, with what it returned, or the exception that it raised."""
     solver = z3.Solver()
     solver.add(*assumptions)
     if solver.check() == z3.unsat:
-        raise ArithmeticError("the assumptions contradict each other, so that anything would follow")
+        raise ArithmeticError(
+            "the assumptions contradict each other, so that anything would follow"
+        )
     waiting: list[tuple[bool, ...]] = [()]
     while waiting:
         solver.push()

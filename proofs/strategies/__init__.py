@@ -28,8 +28,8 @@
 | `cut_scenarios()` | a scenario of a batch-invariant model whose sums are cut into leaves |
 | `image_scenarios()`, `resolution_ladders()` | images of a resolution, a shape class other than batches of requests |
 
-They combine like any other strategies: `st.tuples(tensors(4, 4), batches())`, `ladders().filter(bool)`,
-`batches().flatmap(lambda b: st.tuples(st.just(b), ladders([b])))`.
+They combine like any other strategies: `st.tuples(tensors(4, 4), batches())`,
+`ladders().filter(bool)`, `batches().flatmap(lambda b: st.tuples(st.just(b), ladders([b])))`.
 
 >>> from hypothesis import find, strategies as st
 >>> pairs = batches().flatmap(lambda b: st.tuples(st.just(b), ladders([b])))
@@ -38,7 +38,15 @@ They combine like any other strategies: `st.tuples(tensors(4, 4), batches())`, `
 True
 """
 
-from weft.proofs.strategies.captures.calls import PLACES, STATICS, VALUES, Call, call_sequences, called, worlds
+from weft.proofs.strategies.captures.calls import (
+    PLACES,
+    STATICS,
+    VALUES,
+    Call,
+    call_sequences,
+    called,
+    worlds,
+)
 from weft.proofs.strategies.captures.functions import (
     OPERATIONS,
     UPDATES,

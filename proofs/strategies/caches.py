@@ -1,5 +1,5 @@
-"""Functions that keep a value of their first call for later ones: what purity excludes, and what later calls do not
-show."""
+"""Functions that keep a value of their first call for later ones: what purity excludes, and what
+later calls do not show."""
 
 import functools
 from collections.abc import Callable

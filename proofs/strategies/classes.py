@@ -26,19 +26,22 @@ def descriptors(draw: st.DrawFn, max_reqs: int = 12, max_query_len: int = 4) -> 
 
 
 def limits() -> st.SearchStrategy[Limits]:
-    """Limits of batches: few requests and tokens, one or two query lengths, and numbers of LoRAs."""
+    """Limits of batches: few requests and tokens, one or two query lengths, and numbers of LoRAs.
+    """
     query_lens = st.lists(st.integers(1, 4), min_size=1, max_size=2, unique=True).map(tuple)
     loras = st.builds(lora_rungs, st.integers(0, 3), specialised=st.booleans())
     return st.builds(Limits, st.integers(1, 12), st.integers(1, 40), query_lens, loras)
 
 
 @st.composite
-def batches(draw: st.DrawFn, max_reqs: int = 4, max_query_len: int = 4, vocab_size: int = 32) -> Batch:
-    """A batch of requests in some of the first `max_reqs` rows of a state: a uniform decode, or any mixture of prompts,
-    chunks of prompts and single decode tokens.
+def batches(
+    draw: st.DrawFn, max_reqs: int = 4, max_query_len: int = 4, vocab_size: int = 32
+) -> Batch:
+    """A batch of requests in some of the first `max_reqs` rows of a state: a uniform decode, or any
+    mixture of prompts, chunks of prompts and single decode tokens.
 
-    A step that reads a state must find these rows in it, and for a decode, rows whose prefill is done. For batches in
-    an order that a state can serve, draw `scenarios()`.
+    A step that reads a state must find these rows in it, and for a decode, rows whose prefill is
+    done. For batches in an order that a state can serve, draw `scenarios()`.
 
     >>> from hypothesis import find
     >>> find(batches(), lambda b: b.descriptor.is_uniform).descriptor
@@ -53,7 +56,8 @@ def batches(draw: st.DrawFn, max_reqs: int = 4, max_query_len: int = 4, vocab_si
 
 
 def _largest_first(found: Iterable[BatchDescriptor]) -> tuple[BatchDescriptor, ...]:
-    # By every field: the order of a set differs from process to process before Python 3.12, by the hash of None.
+    # By every field: the order of a set differs from process to process before Python 3.12, by the
+    # hash of None.
     def key(d: BatchDescriptor) -> tuple[int, ...]:
         return -d.num_tokens, -d.num_reqs, -d.num_active_loras, d.query_len or 0
 
@@ -63,9 +67,10 @@ def _largest_first(found: Iterable[BatchDescriptor]) -> tuple[BatchDescriptor, .
 def ladders(
     batches: Sequence[Batch] | None = None, covered: bool = True
 ) -> st.SearchStrategy[tuple[BatchDescriptor, ...]]:
-    """Ladders for these batches: for each batch, its own class or a larger one. For a ragged batch of one token per
-    request, the ladder often has the uniform class of its shape too, so that the two can be confused. Unless `covered`,
-    some batches may find no class. Without batches: up to four classes.
+    """Ladders for these batches: for each batch, its own class or a larger one. For a ragged batch
+    of one token per request, the ladder often has the uniform class of its shape too, so that the
+    two can be confused. Unless `covered`, some batches may find no class. Without batches: up to
+    four classes.
 
     >>> from hypothesis import find
     >>> find(ladders([Batch.decode([0])]), lambda ladder: True)
@@ -75,10 +80,14 @@ def ladders(
         return st.lists(descriptors(), max_size=4).map(_largest_first)
 
     def larger(descriptor: BatchDescriptor, reqs: int, tokens: int) -> BatchDescriptor:
-        loras = descriptor.num_active_loras  # kept, so that some classes of the ladder have other numbers
+        loras = (
+            descriptor.num_active_loras
+        )  # kept, so that some classes of the ladder have other numbers
         if descriptor.query_len is not None:
             return BatchDescriptor.uniform(descriptor.num_reqs + reqs, descriptor.query_len, loras)
-        return BatchDescriptor(descriptor.num_tokens + tokens, descriptor.num_reqs + reqs, None, loras)
+        return BatchDescriptor(
+            descriptor.num_tokens + tokens, descriptor.num_reqs + reqs, None, loras
+        )
 
     small = st.sampled_from((0, 0, 1, 2, 4))
 
@@ -87,7 +96,9 @@ def ladders(
         if not covered:
             found = st.one_of(found, st.just(()))
         if d.query_len is None and d.num_tokens == d.num_reqs:
-            twin = st.sampled_from(((), (BatchDescriptor.uniform(d.num_reqs, 1, d.num_active_loras),)))
+            twin = st.sampled_from(
+                ((), (BatchDescriptor.uniform(d.num_reqs, 1, d.num_active_loras),))
+            )
             return st.builds(lambda a, b: a + b, found, twin)
         return found
 

@@ -13,19 +13,52 @@ from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_token
 CHARACTERS = "abé☂👍 ▁\n"
 """Characters of one to four bytes, those that decoders remove or add among them."""
 WORDS = (
-    *("the", "re", "do not", "n't", "'s", ".", ",", " .", "a  b", "  ", "aa", "aba", "ab", "\ufffd", ""),
-    *("▁", "▁▁", "▁the", "▁a▁", "##re", "##", "</w>", "the</w>", "a</w>b", "<pad>", "<pad>a", "|", "a|b"),
+    *(
+        "the",
+        "re",
+        "do not",
+        "n't",
+        "'s",
+        ".",
+        ",",
+        " .",
+        "a  b",
+        "  ",
+        "aa",
+        "aba",
+        "ab",
+        "\ufffd",
+        "",
+    ),
+    *(
+        "▁",
+        "▁▁",
+        "▁the",
+        "▁a▁",
+        "##re",
+        "##",
+        "</w>",
+        "the</w>",
+        "a</w>b",
+        "<pad>",
+        "<pad>a",
+        "|",
+        "a|b",
+    ),
     *("<0x+F>", "<0x6", "1>", "<0xé>"),
 )
 
 
 def _vocabulary() -> dict[str, int]:
-    """Texts that mean something to a decoder, and bytes in the two ways in which tokens spell them."""
+    """Texts that mean something to a decoder, and bytes in the two ways in which tokens spell them.
+    """
     raw = sorted({*CHARACTERS.encode(), 0x80, 0xC3, 0xE2, 0xED, 0xFF})
     byte_level = Tokenizer(models.BPE())
     byte_level.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     spelled = [
-        char for [(written, _)] in map(byte_level.pre_tokenizer.pre_tokenize_str, CHARACTERS) for char in written
+        char
+        for [(written, _)] in map(byte_level.pre_tokenizer.pre_tokenize_str, CHARACTERS)
+        for char in written
     ]
     invalid = sorted(set(pre_tokenizers.ByteLevel.alphabet()) - {*spelled})[-8:]
     texts = [*CHARACTERS, *WORDS, *(f"<0x{byte:02X}>" for byte in raw), *spelled, *invalid]
@@ -40,7 +73,9 @@ _REGEXES = st.sampled_from(["a+", "^a", "a$", " (?=a)"]).map(Regex)
 _REPLACES = st.builds(decoders.Replace, _PATTERNS | _PATTERNS | _REGEXES, _CONTENTS)
 # A strip of both sides panics where they meet.
 _STRIPS = st.sampled_from([(1, 0), (3, 0), (0, 1), (0, 0)]).flatmap(
-    lambda sides: st.builds(decoders.Strip, st.sampled_from([" ", "▁", "a"]), st.just(sides[0]), st.just(sides[1]))
+    lambda sides: st.builds(
+        decoders.Strip, st.sampled_from([" ", "▁", "a"]), st.just(sides[0]), st.just(sides[1])
+    )
 )
 SIMPLE: Mapping[str, st.SearchStrategy[Any]] = {
     "BPEDecoder": st.builds(decoders.BPEDecoder, st.sampled_from(["</w>", "a"])),
@@ -49,14 +84,21 @@ SIMPLE: Mapping[str, st.SearchStrategy[Any]] = {
     "CTC": st.builds(decoders.CTC, cleanup=st.booleans()),
     "Fuse": st.builds(decoders.Fuse),
     "Metaspace": st.builds(
-        decoders.Metaspace, prepend_scheme=st.sampled_from(["always", "never", "first"]), split=st.booleans()
+        decoders.Metaspace,
+        prepend_scheme=st.sampled_from(["always", "never", "first"]),
+        split=st.booleans(),
     ),
     "Replace": _REPLACES,
     "Strip": _STRIPS,
     "WordPiece": st.builds(decoders.WordPiece, cleanup=st.booleans()),
 }
 """Each kind of decoder by the name of its class."""
-_FALLBACK = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+_FALLBACK = [
+    decoders.Replace("▁", " "),
+    decoders.ByteFallback(),
+    decoders.Fuse(),
+    decoders.Strip(" ", 1, 0),
+]
 FAMILIES: Mapping[str, Any] = {
     "byte level, as GPT-2's, Llama 3's and Qwen's": decoders.ByteLevel(),
     "byte fallback, as Llama 2's and TinyLlama's": decoders.Sequence(_FALLBACK),
@@ -81,18 +123,24 @@ _SHAPES: Mapping[str, st.SearchStrategy[Any]] = {
     "chain": CHAINS | st.lists(CHAINS, max_size=2).map(decoders.Sequence),
     "text": _TEXT_CHAINS,
 }
-# By shape first: `one_of` would draw each kind, of which most are simple, as often as all chains together.
+# By shape first: `one_of` would draw each kind, of which most are simple, as often as all chains
+# together.
 DECODERS = st.sampled_from(sorted(_SHAPES)).flatmap(_SHAPES.__getitem__)
 
 
 def kinds() -> set[str]:
     """The kinds of decoders that the package `tokenizers` has."""
     classes = {name: own for name, own in vars(decoders).items() if isinstance(own, type)}
-    return {name for name, own in classes.items() if issubclass(own, decoders.Decoder) and own is not decoders.Decoder}
+    return {
+        name
+        for name, own in classes.items()
+        if issubclass(own, decoders.Decoder) and own is not decoders.Decoder
+    }
 
 
 def tokenizer_of(decoder: Any) -> Tokenizer:
-    """A tokenizer with this decoder. Its last two tokens were added: one is special, the other is not."""
+    """A tokenizer with this decoder. Its last two tokens were added: one is special, the other is
+    not."""
     made = Tokenizer(models.WordLevel(VOCABULARY, unk_token="a"))
     made.add_tokens([AddedToken("<added>", normalized=False)])
     made.add_special_tokens([AddedToken("</s>", special=True)])
@@ -115,8 +163,8 @@ class Decoding:
     hides: bool
 
     def decode(self, count: int | None = None) -> str:
-        """What the tokenizer says of the prompt and the first tokens, after its longest common beginning with what it
-        says of the prompt."""
+        """What the tokenizer says of the prompt and the first tokens, after its longest common
+        beginning with what it says of the prompt."""
         before = str(self.tokenizer.decode(self.prompt, skip_special_tokens=self.hides))
         ids = [*self.prompt, *self.token_ids[:count]]
         whole = str(self.tokenizer.decode(ids, skip_special_tokens=self.hides))
@@ -145,7 +193,8 @@ def _joined(parts: list[list[int]]) -> list[int]:
 
 
 def decodings(of: st.SearchStrategy[Any] = DECODERS) -> st.SearchStrategy[Decoding]:
-    """Tokens with drawn decoders: special tokens, tokens that do not exist, parts of characters, bytes that are none.
+    """Tokens with drawn decoders: special tokens, tokens that do not exist, parts of characters,
+    bytes that are none.
 
     Args:
         of: draws the decoder.

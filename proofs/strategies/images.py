@@ -1,4 +1,5 @@
-"""A shape class other than batches of requests: images of a resolution, padded by a ladder of resolutions."""
+"""A shape class other than batches of requests: images of a resolution, padded by a ladder of
+resolutions."""
 
 from collections.abc import Callable
 from typing import Any
@@ -56,7 +57,8 @@ FILTERS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
 
 @attrs.frozen(eq=False)
 class ImageScenario:
-    """A random step on images, `(params, state, image) -> (state, image)`, and images of different resolutions for it.
+    """A random step on images, `(params, state, image) -> (state, image)`, and images of different
+    resolutions for it.
 
     Args:
         code: the filters, in order.
@@ -72,10 +74,13 @@ class ImageScenario:
         return f"ImageScenario({' '.join(self.code)}, {', '.join(map(str, self.resolutions))}, seed={self.seed})"
 
     def step(self) -> Callable[..., Any]:
-        """The step: the filters, each on valid pixels alone. The state counts images and sums their pixels."""
+        """The step: the filters, each on valid pixels alone. The state counts images and sums their
+        pixels."""
 
         @donates("state")
-        def step(params: Tensor, state: dict[str, Tensor], image: Image) -> tuple[dict[str, Tensor], Image]:
+        def step(
+            params: Tensor, state: dict[str, Tensor], image: Image
+        ) -> tuple[dict[str, Tensor], Image]:
             inside = image.valid[..., None]
             x = torch.where(inside, image.pixels, 0.0)
             for name in self.code:
@@ -92,12 +97,20 @@ class ImageScenario:
         made = []
         for size in self.resolutions:
             pixels = torch.randn(size.height, size.width, CHANNELS, generator=generator).to(device)
-            made.append(Image(size, pixels, torch.ones(size.height, size.width, dtype=torch.bool, device=device)))
+            made.append(
+                Image(
+                    size,
+                    pixels,
+                    torch.ones(size.height, size.width, dtype=torch.bool, device=device),
+                )
+            )
         return made
 
     def params(self, device: torch.device | str = "cpu") -> Tensor:
         """A matrix [channels, channels]."""
-        return torch.randn(CHANNELS, CHANNELS, generator=torch.Generator().manual_seed(self.seed + 1)).to(device)
+        return torch.randn(
+            CHANNELS, CHANNELS, generator=torch.Generator().manual_seed(self.seed + 1)
+        ).to(device)
 
     def state(self, device: torch.device | str = "cpu") -> dict[str, Tensor]:
         """The state before the first image."""
@@ -113,7 +126,8 @@ def resolutions(most: int = 5) -> st.SearchStrategy[Resolution]:
 
 
 def resolution_ladders() -> st.SearchStrategy[tuple[Resolution, ...]]:
-    """Ladders of up to four resolutions, in any order: dispatch goes by `covers`, not by position."""
+    """Ladders of up to four resolutions, in any order: dispatch goes by `covers`, not by position.
+    """
     return st.lists(resolutions(7), max_size=4, unique=True).map(tuple)
 
 

@@ -1,5 +1,6 @@
-"""Loops for `while_loop`: on integers, with the values that Python's own integers give; and with drawn bodies, which
-apply torch's operators, index by the loop's counter and read it, for a comparison with the Python loop."""
+"""Loops for `while_loop`: on integers, with the values that Python's own integers give; and with
+drawn bodies, which apply torch's operators, index by the loop's counter and read it, for a
+comparison with the Python loop."""
 
 import functools
 import re
@@ -23,8 +24,8 @@ STEPS = 12
 
 @attrs.frozen
 class Loop:
-    """A loop on integers, which ends when their sum is `bound` or more. A step puts `3 * values[order[i]] + amounts[i]`
-    at i, or just `values[order[i]]` where the amount is 0.
+    """A loop on integers, which ends when their sum is `bound` or more. A step puts `3 *
+    values[order[i]] + amounts[i]` at i, or just `values[order[i]]` where the amount is 0.
 
     Args:
         order, amounts: of the body.
@@ -53,7 +54,10 @@ class Loop:
         return self._moved(values), steps + 1
 
     def _moved(self, values: Sequence[Any]) -> list[Any]:
-        return [3 * values[i] + a if a else values[i] for i, a in zip(self.order, self.amounts, strict=True)]
+        return [
+            3 * values[i] + a if a else values[i]
+            for i, a in zip(self.order, self.amounts, strict=True)
+        ]
 
     def wanted(self, start: Sequence[int]) -> list[int]:
         """The last values, then the number of steps, by Python's integers."""
@@ -77,8 +81,19 @@ def loops(draw: st.DrawFn) -> Loop:
         return st.lists(st.integers(low, high), min_size=count, max_size=count).map(tuple)
 
     starts = draw(st.lists(numbers(-5, 5), min_size=2, max_size=3))
-    order, amounts, bound = draw(numbers(0, count - 1)), draw(numbers(-3, 3)), draw(st.integers(-100, 100))
-    return Loop(order, amounts, bound, draw(st.none() | st.integers(1, STEPS + 3)), tuple(starts), draw(st.booleans()))
+    order, amounts, bound = (
+        draw(numbers(0, count - 1)),
+        draw(numbers(-3, 3)),
+        draw(st.integers(-100, 100)),
+    )
+    return Loop(
+        order,
+        amounts,
+        bound,
+        draw(st.none() | st.integers(1, STEPS + 3)),
+        tuple(starts),
+        draw(st.booleans()),
+    )
 
 
 # Bodies
@@ -123,8 +138,8 @@ class Operator:
 
 @functools.cache
 def operators(dtype: torch.dtype) -> tuple[Operator, ...]:
-    """The operators that torch has in public, by its schemas and a trial: views, such as `mT` and `conj`, operators in
-    place, such as `abs_`, and those that draw are among them."""
+    """The operators that torch has in public, by its schemas and a trial: views, such as `mT` and
+    `conj`, operators in place, such as `abs_`, and those that draw are among them."""
     found = dict[str, Operator]()
     example = torch.tensor([[0.25, 0.5], [0.75, 1.0]], dtype=dtype)
     odd = torch.arange(1.0, 10.0).reshape(3, 3).div(9).to(dtype)  # fft_hfft has another shape there
@@ -143,12 +158,25 @@ def operators(dtype: torch.dtype) -> tuple[Operator, ...]:
                 func = overload_of(name)
                 result = func(example.clone())
                 keeps_odd_shape = func(odd.clone()).shape == odd.shape
-        except (RuntimeError, TypeError, AttributeError, NotImplementedError, IndexError, ValueError):
+        except (
+            RuntimeError,
+            TypeError,
+            AttributeError,
+            NotImplementedError,
+            IndexError,
+            ValueError,
+        ):
             continue  # it takes no such tensor, or is no operator of this build
-        is_alike = (result.shape, result.dtype, result.layout) == (example.shape, example.dtype, example.layout)
+        is_alike = (result.shape, result.dtype, result.layout) == (
+            example.shape,
+            example.dtype,
+            example.layout,
+        )
         # A body that asks for gradients of its carry is no Python loop on values.
         is_alike = is_alike and keeps_odd_shape and not result.requires_grad
-        if is_alike and name != "aten::empty_like":  # whose values are those of other tensors that are gone
+        if (
+            is_alike and name != "aten::empty_like"
+        ):  # whose values are those of other tensors that are gone
             alias = first.alias_info
             found[name] = Operator(
                 name=name,
@@ -161,8 +189,8 @@ def operators(dtype: torch.dtype) -> tuple[Operator, ...]:
 
 @functools.cache
 def operators_with_an_edge(dtype: torch.dtype) -> tuple[Operator, ...]:
-    """Those operators without side effects that are infinite or nan somewhere, such as `log` and `acos`: their
-    derivatives are, where a loop has ended and its body runs on."""
+    """Those operators without side effects that are infinite or nan somewhere, such as `log` and
+    `acos`: their derivatives are, where a loop has ended and its body runs on."""
     values = torch.tensor([[-2.0, -1.0], [0.0, 1.0]], dtype=dtype)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -212,7 +240,8 @@ class Index:
 
 @attrs.frozen
 class Put:
-    """A copy of `x`, of which elements are written, or increased, at an index with the counter in it."""
+    """A copy of `x`, of which elements are written, or increased, at an index with the counter in
+    it."""
 
     index: tuple[Any, ...]
     adds: bool
@@ -220,8 +249,9 @@ class Put:
 
 @attrs.frozen
 class Take:
-    """`x` is increased by the element of a list at the counter, by a tensor of indices, which `vmap` takes too.
-    The list is as long as the longest loop: a step past the end has no element."""
+    """`x` is increased by the element of a list at the counter, by a tensor of indices, which
+    `vmap` takes too. The list is as long as the longest loop: a step past the end has no element.
+    """
 
 
 @attrs.frozen
@@ -236,7 +266,9 @@ Carry = tuple[tuple[Tensor, ...], Tensor]
 """Slots of [n, n], and the counter, [] int64."""
 
 
-def _perform(instruction: Instruction, x: Tensor, table: Tensor, most_steps: int, carry: Carry) -> Tensor:
+def _perform(
+    instruction: Instruction, x: Tensor, table: Tensor, most_steps: int, carry: Carry
+) -> Tensor:
     slots, counter = carry
     match instruction:
         case Apply(operator):
@@ -246,7 +278,9 @@ def _perform(instruction: Instruction, x: Tensor, table: Tensor, most_steps: int
             return result
         case Attend(dropout_p):
             heads = x.real[None, None]
-            attended = functional.scaled_dot_product_attention(heads, heads, heads, dropout_p=dropout_p)
+            attended = functional.scaled_dot_product_attention(
+                heads, heads, heads, dropout_p=dropout_p
+            )
             return attended[0, 0].to(x.dtype)
         case Copy(source):
             return slots[source % len(slots)]
@@ -316,7 +350,9 @@ class LoopBody:
     def start(self, device: str) -> tuple[Tensor, ...]:
         """The first slots."""
         count = self.size**2
-        values = torch.arange(1, count + 1, dtype=torch.float64, device=device).view(self.size, self.size)
+        values = torch.arange(1, count + 1, dtype=torch.float64, device=device).view(
+            self.size, self.size
+        )
         turned = values.to(self.dtype) * 1j if self.dtype.is_complex else values.to(self.dtype)
         return tuple((turned + slot) / (count + self.num_slots) for slot in range(self.num_slots))
 
@@ -333,15 +369,19 @@ class LoopBody:
 
     @property
     def must_run(self) -> bool:
-        """Whether there is nothing in it that a graph may refuse: a write to the carry, a draw, a read on the host."""
+        """Whether there is nothing in it that a graph may refuse: a write to the carry, a draw, a
+        read on the host."""
         operators = [x.operator for _, x in self.instructions if isinstance(x, Apply)]
         draws = any(isinstance(x, Attend) and x.dropout_p for _, x in self.instructions)
-        draws = draws or any(isinstance(x, Custom) and "shaken" in x.name for _, x in self.instructions)
+        draws = draws or any(
+            isinstance(x, Custom) and "shaken" in x.name for _, x in self.instructions
+        )
         return not draws and not self._has(Peek) and not any(x.writes or x.draws for x in operators)
 
     @property
     def has_rows(self) -> bool:
-        """Whether `vmap` can run it: torch's `vmap` reads no row on the host, and knows no operators of others."""
+        """Whether `vmap` can run it: torch's `vmap` reads no row on the host, and knows no
+        operators of others."""
         return all(_has_rows(instruction) for _, instruction in self.instructions)
 
     def with_derivatives(self) -> "LoopBody":
@@ -401,7 +441,8 @@ def loop_bodies(draw: st.DrawFn) -> LoopBody:
 
 @st.composite
 def _indices(draw: st.DrawFn) -> tuple[Any, ...]:
-    """Indices of a matrix of at least one row and two columns, in which the counter stands for one of them."""
+    """Indices of a matrix of at least one row and two columns, in which the counter stands for one
+    of them."""
     other = draw(st.sampled_from([(), (1,), (-1,), (slice(None),), (slice(0, 1),), ("counter",)]))
     parts = draw(st.permutations(["counter", *other]))
     for new_part in draw(st.lists(st.sampled_from([None, ...]), max_size=2, unique=True)):

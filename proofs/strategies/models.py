@@ -23,13 +23,16 @@ from weft.transforms.engine.requests.prompts import PromptContent, read_content
 from weft.transforms.engine.steps.step import batch_embeds, batch_positions
 from weft.trees import tree_map
 
-ARCHITECTURES = tuple(name for name, known in architectures.ARCHITECTURES.items() if not known.text_types)
+ARCHITECTURES = tuple(
+    name for name, known in architectures.ARCHITECTURES.items() if not known.text_types
+)
 """Every architecture of text alone, by name."""
 
 
 @st.composite
 def configs(draw: st.DrawFn, min_layers: int = 1, max_layers: int = 3) -> ModelConfig:
-    """Small decoders of every text architecture: any ratio of grouped queries, any rope scaling, tied and untied."""
+    """Small decoders of every text architecture: any ratio of grouped queries, any rope scaling,
+    tied and untied."""
     architecture = draw(st.sampled_from(ARCHITECTURES))
     known = architectures.ARCHITECTURES[architecture]
     kv_heads = draw(st.sampled_from((1, 2)))
@@ -74,7 +77,8 @@ def moe_fields(draw: st.DrawFn, num_layers: int) -> dict[str, Any]:
 
 @st.composite
 def window_fields(draw: st.DrawFn, architecture: str, num_layers: int) -> dict[str, Any]:
-    """Fields of sliding-window attention, for an architecture that has it: in all layers, in some, or in none."""
+    """Fields of sliding-window attention, for an architecture that has it: in all layers, in some,
+    or in none."""
     known = architectures.ARCHITECTURES[architecture]
     # Not 1: transformers' cache (5.23) keeps `keys[-(window - 1):]`, which then is all of them.
     fields: dict[str, Any] = {"sliding_window": draw(st.sampled_from((3, 2, 7, 20, None)))}
@@ -86,9 +90,24 @@ def window_fields(draw: st.DrawFn, architecture: str, num_layers: int) -> dict[s
 
 
 EXPERTS = (
-    {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 8, "norm_topk_prob": True},
-    {"num_experts": 3, "num_experts_per_tok": 1, "moe_intermediate_size": 10, "decoder_sparse_step": 2},
-    {"num_experts": 5, "num_experts_per_tok": 3, "moe_intermediate_size": 4, "mlp_only_layers": [1]},
+    {
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 8,
+        "norm_topk_prob": True,
+    },
+    {
+        "num_experts": 3,
+        "num_experts_per_tok": 1,
+        "moe_intermediate_size": 10,
+        "decoder_sparse_step": 2,
+    },
+    {
+        "num_experts": 5,
+        "num_experts_per_tok": 3,
+        "moe_intermediate_size": 4,
+        "mlp_only_layers": [1],
+    },
 )
 
 
@@ -117,13 +136,15 @@ class Scenario:
         config: of the model.
         prompts: token ids, one prompt per row.
         moves: for each step, its work on each of its rows; no row twice.
-        uniform: for each step, whether it is declared a uniform decode (only ever true for all-decode steps).
+        uniform: for each step, whether it is declared a uniform decode (only ever true for
+            all-decode steps).
         page_size: of the state.
         sampling: the parameters of each row's request.
         seed: of the weights.
-        loras: for each step, the number of active LoRAs in its descriptor, at least as many as its rows have; empty:
-            exactly as many.
-        adapters: for each row, the slot of its adapter, -1 for none; empty: the model has no adapters.
+        loras: for each step, the number of active LoRAs in its descriptor, at least as many as its
+            rows have; empty: exactly as many.
+        adapters: for each row, the slot of its adapter, -1 for none; empty: the model has no
+            adapters.
         given: for each row, the prompt's parts besides token ids; empty: the model has no mRoPE.
     """
 
@@ -144,7 +165,11 @@ class Scenario:
             f"Scenario({self.config.architecture}, {self.config.num_layers} layers, prompts={self.prompts}, "
             f"(row, prompt tokens) a step={steps}, uniform={self.uniform}, page_size={self.page_size}, "
             f"sampling={self.sampling}"
-            + (f", {moe}" if (moe := self.config.moe) is not None and moe.sharing is not None else "")
+            + (
+                f", {moe}"
+                if (moe := self.config.moe) is not None and moe.sharing is not None
+                else ""
+            )
             + (f", LoRAs a step={self.loras}" if self.loras else "")
             + (f", adapters={self.adapters}" if self.adapters else "")
             + (f", contents={[one.contents for one in self.given]})" if self.given else ")")
@@ -156,7 +181,10 @@ class Scenario:
         made = []
         for step, uniform in zip(self.moves, self.uniform, strict=True):
             tokens, samples = [], []
-            given, starts = [self.given[m.row] for m in step if self.given], [done[m.row] for m in step]
+            given, starts = (
+                [self.given[m.row] for m in step if self.given],
+                [done[m.row] for m in step],
+            )
             for move in step:
                 chunk = self.prompts[move.row][done[move.row] : done[move.row] + move.prompt_tokens]
                 tokens.append(chunk or (LAST_TOKEN,))
@@ -189,18 +217,30 @@ class Scenario:
     def stages(self, num_stages: int, device: torch.device | str = "cpu") -> list[Any]:
         """The model's stages on a device, which return their logits."""
         layouts = self.layouts(num_stages)
-        return [decoder_stage(self.config, layout, keep_logits=True, device=device) for layout in layouts]
+        return [
+            decoder_stage(self.config, layout, keep_logits=True, device=device)
+            for layout in layouts
+        ]
 
     def params(self, num_stages: int, device: torch.device | str = "cpu") -> tuple[Any, ...]:
         """The weights of each stage, of deviation 0.3, so that differences show."""
         (whole,) = self.layouts(1)
-        made = random_params(self.config, whole, seed=self.seed, device="cpu", dtype=torch.float32, std=0.3)
+        made = random_params(
+            self.config, whole, seed=self.seed, device="cpu", dtype=torch.float32, std=0.3
+        )
         made = tree_map(lambda x: x.to(device) if isinstance(x, Tensor) else x, made)
-        own = [(slice_params(made, layout), self.config, layout) for layout in self.layouts(num_stages)]
-        return tuple(hold_adapters(*stage, self.seed) if self.adapters else stage[0] for stage in own)
+        own = [
+            (slice_params(made, layout), self.config, layout) for layout in self.layouts(num_stages)
+        ]
+        return tuple(
+            hold_adapters(*stage, self.seed) if self.adapters else stage[0] for stage in own
+        )
 
-    def state(self, num_stages: int, device: torch.device | str = "cpu", poison: float = 0.0) -> tuple[State, ...]:
-        """A fresh state for each stage, with the prompts admitted; unwritten pages hold `poison`."""
+    def state(
+        self, num_stages: int, device: torch.device | str = "cpu", poison: float = 0.0
+    ) -> tuple[State, ...]:
+        """A fresh state for each stage, with the prompts admitted; unwritten pages hold `poison`.
+        """
         decodes = sum(1 for step in self.moves for move in step if move.prompt_tokens == 0)
         pages = [-(-(len(p) + decodes) // self.page_size) for p in self.prompts]
         ends = [sum(pages[: i + 1]) for i in range(len(pages))]
@@ -238,9 +278,9 @@ def scenarios(
     sampled: bool = False,
     mrope: bool = False,
 ) -> Scenario:
-    """A model, 1 to 4 prompts, and up to `max_steps` steps of any mixture: chunks of prompts, decodes, or both. With
-    `loras`, numbers of active LoRAs vary; with `sampled`, no request is greedy; with `mrope`, each prompt has
-    positions, and some have an image."""
+    """A model, 1 to 4 prompts, and up to `max_steps` steps of any mixture: chunks of prompts,
+    decodes, or both. With `loras`, numbers of active LoRAs vary; with `sampled`, no request is
+    greedy; with `mrope`, each prompt has positions, and some have an image."""
     config = draw(configs(min_layers, max_layers))
     config = with_mrope(config) if mrope else config
     token = st.integers(0, config.vocab_size - 1)
@@ -261,7 +301,11 @@ def scenarios(
         moves.append(tuple(step))
         # A one-token prefill has the shape of a decode, so the batch must declare which it is.
         uniform.append(all(move.prompt_tokens == 0 for move in step) and draw(st.booleans()))
-    given = [images(tuple(prompt), config.hidden_size, row) for row, prompt in enumerate(prompts)] if mrope else []
+    given = (
+        [images(tuple(prompt), config.hidden_size, row) for row, prompt in enumerate(prompts)]
+        if mrope
+        else []
+    )
     own = [draw(image) for image in given]
     return Scenario(
         config,

@@ -1,4 +1,5 @@
-"""Programs of pipelines: right ones for any jobs, ones with a named fault, and ones edited at random."""
+"""Programs of pipelines: right ones for any jobs, ones with a named fault, and ones edited at
+random."""
 
 from collections.abc import Callable
 from typing import Any, get_args
@@ -8,17 +9,27 @@ import torch
 from hypothesis import strategies as st
 
 from weft.effects import Broadcast, Effect, Fence, Program, Recv, Run, Send
-from weft.meshes.collectives import AllGather, AllReduce, AllToAll, Collective, PPermute, ReduceScatter
+from weft.meshes.collectives import (
+    AllGather,
+    AllReduce,
+    AllToAll,
+    Collective,
+    PPermute,
+    ReduceScatter,
+)
 from weft.proofs.solver.programs_exhaustive import fault
 from weft.schema import Schema, TensorSchema
 from weft.transforms.pipelines.schedule import Job, make_programs
 
-SCHEMAS = tuple(Schema((TensorSchema("h", ("num_tokens", width), torch.float32),)) for width in (4, 8))
+SCHEMAS = tuple(
+    Schema((TensorSchema("h", ("num_tokens", width), torch.float32),)) for width in (4, 8)
+)
 
 
 @attrs.frozen(repr=False)
 class Scheduled:
-    """All ranks' programs, the jobs that they were made from, and the results that a stage holds (None: all)."""
+    """All ranks' programs, the jobs that they were made from, and the results that a stage holds
+    (None: all)."""
 
     jobs: tuple[Job, ...]
     programs: tuple[Program, ...]
@@ -35,12 +46,19 @@ def job_lists(draw: st.DrawFn, max_jobs: int = 8, min_jobs: int = 0) -> tuple[Jo
     jobs: list[Job] = []
     for _ in range(draw(st.integers(min_jobs, max_jobs))):
         feeding = [index for index, job in enumerate(jobs) if job.feeds]
-        jobs.append(Job(draw(st.sampled_from((True, True, False))), draw(st.sampled_from((None, *reversed(feeding))))))
+        jobs.append(
+            Job(
+                draw(st.sampled_from((True, True, False))),
+                draw(st.sampled_from((None, *reversed(feeding)))),
+            )
+        )
     return tuple(jobs)
 
 
 @st.composite
-def programs(draw: st.DrawFn, max_stages: int = 4, max_jobs: int = 8, min_jobs: int = 0) -> Scheduled:
+def programs(
+    draw: st.DrawFn, max_stages: int = 4, max_jobs: int = 8, min_jobs: int = 0
+) -> Scheduled:
     """The programs that `make_programs` makes from any jobs, with or without schemas and classes.
 
     >>> from hypothesis import find
@@ -52,7 +70,9 @@ def programs(draw: st.DrawFn, max_stages: int = 4, max_jobs: int = 8, min_jobs: 
     stages, classed = draw(st.sampled_from((*range(2, max_stages + 1), 1))), draw(st.booleans())
     made = make_programs(stages, jobs, schema=schema, advances=advances, buffers=buffers)
     classes = tuple(f"class {index % 2}" for index in range(len(jobs) * classed))
-    return Scheduled(jobs, tuple(attrs.evolve(program, classes=classes) for program in made), buffers)
+    return Scheduled(
+        jobs, tuple(attrs.evolve(program, classes=classes) for program in made), buffers
+    )
 
 
 @attrs.frozen
@@ -116,11 +136,15 @@ def _rewrite(draw: st.DrawFn, effects: list[Effect], at: Place, case: Scheduled)
 
 
 def _insert(draw: st.DrawFn, effects: list[Effect], at: Place, case: Scheduled) -> None:
-    effects.insert(draw(st.integers(0, len(effects))), draw(any_effects(len(case.programs), len(case.jobs))))
+    effects.insert(
+        draw(st.integers(0, len(effects))), draw(any_effects(len(case.programs), len(case.jobs)))
+    )
 
 
 def _collective(draw: st.DrawFn, effects: list[Effect], at: Place, case: Scheduled) -> None:
-    kinds = any_effects(len(case.programs), len(case.jobs)).filter(lambda e: isinstance(e, Collective))
+    kinds = any_effects(len(case.programs), len(case.jobs)).filter(
+        lambda e: isinstance(e, Collective)
+    )
     effects.insert(draw(st.integers(0, at.index)), draw(kinds))
 
 
@@ -149,11 +173,14 @@ def _other_microbatch(draw: st.DrawFn, effects: list[Effect], at: Place, case: S
 
 
 def _other_stage(draw: st.DrawFn, effects: list[Effect], at: Place, case: Scheduled) -> None:
-    effects[at.index] = Run(f"stage {draw(st.integers(0, len(case.programs)))}", at.effect.microbatch)
+    effects[at.index] = Run(
+        f"stage {draw(st.integers(0, len(case.programs)))}", at.effect.microbatch
+    )
 
 
 def any_effects(num_ranks: int, num_microbatches: int) -> st.SearchStrategy[Effect]:
-    """Any effect, of each kind that there is, with ranks and micro-batches that exist, or one beyond them.
+    """Any effect, of each kind that there is, with ranks and micro-batches that exist, or one
+    beyond them.
 
     >>> from hypothesis import find
     >>> print(find(any_effects(2, 2), lambda effect: isinstance(effect, AllGather)))
@@ -221,7 +248,8 @@ FAULTS: dict[str, tuple[Where, Edit]] = {
     "a micro-batch omitted on one rank": (_stages, _omit),
     "a collective, which no program performs": (_stages, _collective),
 }
-"""Named faults, and the positions where they can be planted. The strategy drops edits that are not faults there."""
+"""Named faults, and the positions where they can be planted. The strategy drops edits that are not
+faults there."""
 
 EDITS: tuple[Edit, ...] = (
     _drop, _double, _move, _rewrite, _insert, _swap_alike, _swap_neighbours, _omit, _other_schema, _other_peer,
@@ -231,7 +259,9 @@ EDITS: tuple[Edit, ...] = (
 
 
 def _places(case: Scheduled) -> list[Place]:
-    return [Place(rank, i, e) for rank, p in enumerate(case.programs) for i, e in enumerate(p.effects)]
+    return [
+        Place(rank, i, e) for rank, p in enumerate(case.programs) for i, e in enumerate(p.effects)
+    ]
 
 
 def _edited(draw: st.DrawFn, case: Scheduled, at: Place, edit: Edit) -> Scheduled:
@@ -246,7 +276,11 @@ def _with(case: Scheduled, rank: int, program: Program) -> Scheduled:
 
 def _other_class(draw: st.DrawFn, case: Scheduled) -> Scheduled:
     rank = draw(st.integers(0, len(case.programs) - 1))
-    return _with(case, rank, attrs.evolve(case.programs[rank], classes=(*case.programs[rank].classes[:-1], "another")))
+    return _with(
+        case,
+        rank,
+        attrs.evolve(case.programs[rank], classes=(*case.programs[rank].classes[:-1], "another")),
+    )
 
 
 def _other_root(draw: st.DrawFn, case: Scheduled) -> Scheduled:
@@ -259,8 +293,12 @@ def _mapped(case: Scheduled, change: Callable[[Effect], Effect]) -> Scheduled:
 
 
 def _renamed(draw: st.DrawFn, case: Scheduled) -> Scheduled:
-    """Micro-batches with other numbers, and another schema on all edges: mostly harmless changes."""
-    names, schema = draw(st.permutations(range(len(case.jobs)))), draw(st.sampled_from((None, *SCHEMAS)))
+    """Micro-batches with other numbers, and another schema on all edges: mostly harmless changes.
+    """
+    names, schema = (
+        draw(st.permutations(range(len(case.jobs)))),
+        draw(st.sampled_from((None, *SCHEMAS))),
+    )
 
     def change(effect: Effect) -> Effect:
         mb = names[effect.microbatch] if effect.microbatch < len(names) else effect.microbatch
@@ -271,7 +309,8 @@ def _renamed(draw: st.DrawFn, case: Scheduled) -> Scheduled:
 
 
 def small_programs() -> st.SearchStrategy[Scheduled]:
-    """Programs small enough to try every order: few jobs, or two stages, one of which can run far ahead."""
+    """Programs small enough to try every order: few jobs, or two stages, one of which can run far
+    ahead."""
     return st.one_of(programs(2, 6, min_jobs=4), programs(3, 3))
 
 
@@ -288,14 +327,18 @@ class Broken:
 
 @st.composite
 def broken_programs(draw: st.DrawFn) -> Broken:
-    """Right programs with one fault: each of `FAULTS`, if `weft.proofs.solver.programs_exhaustive` calls the result
-    wrong; another class on one rank; and another root on all ranks."""
+    """Right programs with one fault: each of `FAULTS`, if `weft.proofs.solver.programs_exhaustive`
+    calls the result wrong; another class on one rank; and another root on all ranks."""
     case = draw(small_programs())
     made = {"another class": _other_class(draw, case), "another root": _other_root(draw, case)}
     for name, (where, edit) in FAULTS.items():
         if places := [place for place in _places(case) if where(place, case)]:
             made[name] = _edited(draw, case, draw(st.sampled_from(places)), edit)
-    wrong = {name: new for name, new in made.items() if fault(new.programs, buffers=new.buffers) is not None}
+    wrong = {
+        name: new
+        for name, new in made.items()
+        if fault(new.programs, buffers=new.buffers) is not None
+    }
     return Broken(case, wrong)
 
 

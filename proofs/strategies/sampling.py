@@ -1,4 +1,5 @@
-"""Sampling parameters of requests: each at its default, or any value that a model of that vocabulary can serve."""
+"""Sampling parameters of requests: each at its default, or any value that a model of that
+vocabulary can serve."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -34,27 +35,34 @@ ON_HOST: Mapping[str, str] = {
 
 
 def choices(vocab_size: int) -> dict[str, st.SearchStrategy[Any]]:
-    """For each field of a request that its logits may follow, but those in `ALWAYS`, values that are no default."""
+    """For each field of a request that its logits may follow, but those in `ALWAYS`, values that
+    are no default."""
     tokens = _tokens(vocab_size)
     return _CHOICES | {
-        "logit_bias": st.dictionaries(st.integers(0, vocab_size - 1), st.floats(-9, 9, width=32), max_size=4),
+        "logit_bias": st.dictionaries(
+            st.integers(0, vocab_size - 1), st.floats(-9, 9, width=32), max_size=4
+        ),
         "allowed_token_ids": tokens.map(lambda ids: [*ids, *range(vocab_size // 2)]),
         "bad_token_ids": tokens,
     }
 
 
 def _tokens(vocab_size: int) -> st.SearchStrategy[list[int]]:
-    return st.lists(st.integers(0, vocab_size - 1), min_size=1, max_size=vocab_size // 6, unique=True)
+    return st.lists(
+        st.integers(0, vocab_size - 1), min_size=1, max_size=vocab_size // 6, unique=True
+    )
 
 
 def fields_not_drawn(kind: type = SamplingParams) -> set[str]:
-    """The fields that no strategy draws, and of which nothing says that they are the host's alone."""
+    """The fields that no strategy draws, and of which nothing says that they are the host's alone.
+    """
     return {field.name for field in attrs.fields(kind)} - {*choices(12), *ALWAYS, *ON_HOST}
 
 
 @st.composite
 def sampling_params(draw: st.DrawFn, vocab_size: int, greedy: bool = True) -> SamplingParams:
-    """A request's parameters, including its seed and its stop tokens. With `greedy`, some requests are greedy.
+    """A request's parameters, including its seed and its stop tokens. With `greedy`, some requests
+    are greedy.
 
     At most four tokens have a bias, and at least half of the tokens can always be drawn.
     """
@@ -63,4 +71,6 @@ def sampling_params(draw: st.DrawFn, vocab_size: int, greedy: bool = True) -> Sa
     drawn = {name: draw(values[name]) for name in names}
     temperature = draw(st.sampled_from((0.0, 0.7, 1.0) if greedy else (0.7, 1.0, 1.5)))
     seed = draw(st.integers(-(2**63), 2**63 - 1))
-    return SamplingParams(temperature=temperature, seed=seed, stop_token_ids=draw(_tokens(vocab_size)), **drawn)
+    return SamplingParams(
+        temperature=temperature, seed=seed, stop_token_ids=draw(_tokens(vocab_size)), **drawn
+    )

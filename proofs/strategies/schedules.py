@@ -1,4 +1,5 @@
-"""Schedules of one's own: ranks run stages in any order, and the programs that `weave` makes of it."""
+"""Schedules of one's own: ranks run stages in any order, and the programs that `weave` makes of it.
+"""
 
 import random
 from collections.abc import Sequence
@@ -32,14 +33,17 @@ class Woven:
 
     def __repr__(self) -> str:
         rows = [sorted(own) for own in self.rows]
-        return f"Woven({self.num_stages} stages, rows {rows}, {self.scheduled}, edited {self.edited})"
+        return (
+            f"Woven({self.num_stages} stages, rows {rows}, {self.scheduled}, edited {self.edited})"
+        )
 
 
 def run_orders(
     rng: random.Random, num_ranks: int, num_stages: int, jobs: Sequence[Job], advances: bool
 ) -> list[list[Run]]:
-    """For each rank an order in which it can run its stages: each stage takes the jobs in order, after the stage
-    before, after the job that it waits for, and after the rank is done with earlier jobs that do not feed."""
+    """For each rank an order in which it can run its stages: each stage takes the jobs in order,
+    after the stage before, after the job that it waits for, and after the rank is done with earlier
+    jobs that do not feed."""
     done, orders = [0] * num_stages, [list[Run]() for _ in range(num_ranks)]
 
     def can_run(stage: int) -> bool:
@@ -61,20 +65,30 @@ def run_orders(
 
 @st.composite
 def woven_programs(draw: st.DrawFn, max_jobs: int = 4) -> Woven:
-    """Programs in any order that stages allow, for micro-batches of any requests, and an edit of them.
+    """Programs in any order that stages allow, for micro-batches of any requests, and an edit of
+    them.
 
     >>> from hypothesis import find
     >>> find(woven_programs(), lambda case: case.num_stages == 4 and len(case.scheduled.programs) == 2).num_stages
     4
     """
     ranks, per_rank = draw(st.sampled_from((2, 2, 1, 3))), draw(st.sampled_from((2, 2, 1, 3)))
-    rows = draw(st.lists(st.frozensets(st.integers(0, 2), min_size=1), min_size=1, max_size=max_jobs))
-    samples = draw(st.lists(st.sampled_from((True, True, False)), min_size=len(rows), max_size=len(rows)))
+    rows = draw(
+        st.lists(st.frozensets(st.integers(0, 2), min_size=1), min_size=1, max_size=max_jobs)
+    )
+    samples = draw(
+        st.lists(st.sampled_from((True, True, False)), min_size=len(rows), max_size=len(rows))
+    )
     jobs, rng = jobs_for(rows, samples), draw(st.randoms(use_true_random=False))
-    advances, buffers = draw(st.booleans()), draw(st.sampled_from((None, None, 1) if ranks > 1 else (None,)))
+    advances, buffers = (
+        draw(st.booleans()),
+        draw(st.sampled_from((None, None, 1) if ranks > 1 else (None,))),
+    )
     schema = draw(st.sampled_from((None, SCHEMAS[0])))
     orders = run_orders(rng, ranks, ranks * per_rank, jobs, advances)
-    made = Scheduled(jobs, weave(orders, jobs, schema=schema, advances=advances, buffers=buffers), buffers)
+    made = Scheduled(
+        jobs, weave(orders, jobs, schema=schema, advances=advances, buffers=buffers), buffers
+    )
     edited = made
     for _ in range(draw(st.sampled_from((1, 1, 1, 2, 3)))):
         edited = _edited(rng, edited, ranks * per_rank)
@@ -93,7 +107,18 @@ def _edited(rng: random.Random, case: Scheduled, num_stages: int) -> Scheduled:
         return case
     at, other = rng.randrange(len(effects)), rng.randrange(len(effects))
     kind = rng.choice(
-        ("drop", "double", "move", "swap", "neighbours", "taken", "returned", "returned", "stage", "microbatch")
+        (
+            "drop",
+            "double",
+            "move",
+            "swap",
+            "neighbours",
+            "taken",
+            "returned",
+            "returned",
+            "stage",
+            "microbatch",
+        )
     )
     if kind == "taken":  # two messages that are received one after the other
         found = [i for i, e in enumerate(effects) if isinstance(e, Recv | Broadcast)]
@@ -103,11 +128,17 @@ def _edited(rng: random.Random, case: Scheduled, num_stages: int) -> Scheduled:
     elif kind == "returned":  # an output is taken in before a message that was received earlier
         received = [i for i, e in enumerate(effects) if isinstance(e, Recv)]
         own = [
-            i for i, e in enumerate(effects) if isinstance(e, Broadcast) and e.root != rank and [] < received[:1] < [i]
+            i
+            for i, e in enumerate(effects)
+            if isinstance(e, Broadcast) and e.root != rank and [] < received[:1] < [i]
         ]
         if own:
             first = rng.choice(own)
-            stop = first + 1 + (Run("advance", effects[first].microbatch) in effects[first + 1 : first + 2])
+            stop = (
+                first
+                + 1
+                + (Run("advance", effects[first].microbatch) in effects[first + 1 : first + 2])
+            )
             place = rng.choice([i for i in received if i < first][-2:])
             effects[place:stop] = [*effects[first:stop], *effects[place:first]]
     elif kind == "drop":

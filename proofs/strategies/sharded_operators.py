@@ -1,5 +1,5 @@
-"""Operators of torch's database on the ranks of a mesh, under each transform, and the same by brute force: each rank's
-parts are sliced, and the operator is called on them without `shard`."""
+"""Operators of torch's database on the ranks of a mesh, under each transform, and the same by brute
+force: each rank's parts are sliced, and the operator is called on them without `shard`."""
 
 import zlib
 from collections.abc import Callable, Sequence
@@ -25,7 +25,9 @@ Ranks = Callable[..., tuple[Any, Any]]
 
 
 def _sum(result: Any) -> Tensor:
-    leaves = [x for x in pytree.tree_leaves(result) if isinstance(x, Tensor) and x.is_floating_point()]
+    leaves = [
+        x for x in pytree.tree_leaves(result) if isinstance(x, Tensor) and x.is_floating_point()
+    ]
     return sum((x.sum() for x in leaves), torch.zeros(()))
 
 
@@ -57,7 +59,8 @@ class ShardedOperator:
         tensors: its arguments.
         marked: the indices of those that are differentiated.
         placements: of each of them.
-        alike: whether all are replicated, and the result is placed as `Replicate()` too; otherwise it is `PerRank()`.
+        alike: whether all are replicated, and the result is placed as `Replicate()` too; otherwise
+            it is `PerRank()`.
     """
 
     name: str
@@ -82,7 +85,10 @@ class ShardedOperator:
         """The result by brute force."""
 
         def on_ranks(*tensors: Tensor) -> tuple[Any, Any]:
-            parts = [[self._part(x, p, rank) for x, p in zip(tensors, self.placements, strict=True)] for rank in (0, 1)]
+            parts = [
+                [self._part(x, p, rank) for x, p in zip(tensors, self.placements, strict=True)]
+                for rank in (0, 1)
+            ]
             return self.fn(*parts[0]), self.fn(*parts[1])
 
         transform = "call" if self.transform == "graphify" else self.transform
@@ -94,18 +100,25 @@ class ShardedOperator:
 
 
 @st.composite
-def sharded_operators(draw: st.DrawFn, names: Sequence[str] | None = None) -> ShardedOperator | None:
-    """An operator of torch's database that has float32 samples on a CPU; None where the drawn one has none.
+def sharded_operators(
+    draw: st.DrawFn, names: Sequence[str] | None = None
+) -> ShardedOperator | None:
+    """An operator of torch's database that has float32 samples on a CPU; None where the drawn one
+    has none.
 
     Args:
         names: the operators to draw from; None: all of the database.
     """
-    entry = draw(st.sampled_from([x for x in operator_database() if names is None or x.name in names]))
+    entry = draw(
+        st.sampled_from([x for x in operator_database() if names is None or x.name in names])
+    )
     transform = draw(st.sampled_from(sorted(TRANSFORMS)))
     if torch.float32 not in entry.supported_dtypes("cpu"):
         return None
     try:
-        samples = samples_of(entry, "cpu", torch.float32, entry.supports_autograd, zlib.crc32(entry.name.encode()))
+        samples = samples_of(
+            entry, "cpu", torch.float32, entry.supports_autograd, zlib.crc32(entry.name.encode())
+        )
     except NoSamplesError:
         return None
     fitting = [x for x in samples if x.tensors and all(map(_fits, x.tensors))]

@@ -1,4 +1,5 @@
-"""Random functions of one rank's part, with placements and collectives; and the same functions without ranks."""
+"""Random functions of one rank's part, with placements and collectives; and the same functions
+without ranks."""
 
 import functools
 import itertools
@@ -33,8 +34,8 @@ Step = Callable[[dict[str, Tensor], dict[str, Tensor], Tensor], Tensor]
 
 @attrs.frozen(eq=False)
 class RankFunction:
-    """A random function `(params, state, x) -> (state, y)` written for one rank, and the same function of whole
-    tensors, in torch's operators alone.
+    """A random function `(params, state, x) -> (state, y)` written for one rank, and the same
+    function of whole tensors, in torch's operators alone.
 
     Args:
         code: the steps, in order; `repr` shows them.
@@ -49,15 +50,16 @@ class RankFunction:
     mesh: Mesh = attrs.field(repr=str)
     fn: Callable[..., Any] = attrs.field(repr=False)
     whole: Callable[..., Any] = attrs.field(repr=False)
-    placements: tuple[dict[str, Placements], dict[str, Placements], Placements, Placements] = attrs.field(
-        repr=lambda placed: f"{placed[2]} to {placed[3]}"
+    placements: tuple[dict[str, Placements], dict[str, Placements], Placements, Placements] = (
+        attrs.field(repr=lambda placed: f"{placed[2]} to {placed[3]}")
     )
     params: dict[str, Tensor] = attrs.field(repr=False)
     state: dict[str, Tensor] = attrs.field(repr=False)
     inputs: tuple[Tensor, ...] = attrs.field(repr=lambda xs: str([tuple(x.shape) for x in xs]))
 
     def sharded(self, fn: Callable[..., Any] | None = None, mesh: Mesh | None = None) -> Sharded:
-        """The function, or another one of the same arguments and results, on all ranks, of this mesh or another."""
+        """The function, or another one of the same arguments and results, on all ranks, of this
+        mesh or another."""
         params, state, x, y = self.placements
         return shard(fn or self.fn, mesh or self.mesh, (params, state, x), (state, y))
 
@@ -67,7 +69,9 @@ class RankFunction:
 
     def to(self, device: str) -> "RankFunction":
         """The function, with its tensors on a device."""
-        params, state, inputs = tree_map(lambda x: x.to(device), (self.params, self.state, self.inputs))
+        params, state, inputs = tree_map(
+            lambda x: x.to(device), (self.params, self.state, self.inputs)
+        )
         return attrs.evolve(self, params=params, state=state, inputs=inputs)
 
     @property
@@ -81,7 +85,8 @@ class RankFunction:
 
 
 def as_stage(step: Callable[..., Any]) -> Callable[..., Any]:
-    """A stage `(params, state, batch, x) -> (state, y)` of a step `(params, state, x) -> (state, y)`."""
+    """A stage `(params, state, batch, x) -> (state, y)` of a step `(params, state, x) -> (state,
+    y)`."""
 
     @donates("state")
     def stage(params: Any, state: Any, batch: Any, x: Any) -> Any:
@@ -109,7 +114,11 @@ def meshes(draw: st.DrawFn, axes: Sequence[str] | None = None) -> Mesh:
         MeshError: no axis, or more than three, or one twice.
     """
     if axes is not None and (len(axes) not in _SIZES or len({*axes}) < len(axes)):
-        raise MeshError(f"meshes(axes={axes!r})", f"{len(axes)} axes, {len({*axes})} of them different", "1 to 3 names")
+        raise MeshError(
+            f"meshes(axes={axes!r})",
+            f"{len(axes)} axes, {len({*axes})} of them different",
+            "1 to 3 names",
+        )
     given = draw(st.sampled_from((("tensor",), ("data", "tensor")))) if axes is None else axes
     return Mesh(**dict(zip(given, draw(st.sampled_from(_SIZES[len(given)])), strict=True)))
 
@@ -125,7 +134,8 @@ class _Writer:
     params: dict[str, Placements] = attrs.field(factory=dict)
 
     def add(self, name: str, local: Step, whole: Step | None = None) -> None:
-        """Add a step, as a rank makes it and as it is on whole tensors (None: there it changes nothing)."""
+        """Add a step, as a rank makes it and as it is on whole tensors (None: there it changes
+        nothing)."""
         self.code.append(name)
         self.steps.append((local, whole or (lambda params, state, x: x)))
 
@@ -134,7 +144,8 @@ class _Writer:
         return [axis for axis, own in self.placed.items() if own in kinds]
 
     def is_innermost(self, axis: str, dim: int) -> bool:
-        """Whether no later axis cuts the dimension: what the axis cuts or joins are then whole parts."""
+        """Whether no later axis cuts the dimension: what the axis cuts or joins are then whole
+        parts."""
         names = list(self.placed)
         return all(self.placed[later] != Shard(dim) for later in names[names.index(axis) + 1 :])
 
@@ -159,7 +170,10 @@ class _Writer:
             yield f"all_reduce {axis}", functools.partial(self._reduce, axis)
             for dim in DIMENSIONS:
                 if self.is_innermost(axis, dim % 2):
-                    yield f"reduce_scatter {axis} {dim}", functools.partial(self._scatter, axis, dim)
+                    yield (
+                        f"reduce_scatter {axis} {dim}",
+                        functools.partial(self._scatter, axis, dim),
+                    )
         for axis in self.axes(Replicate()):
             yield f"first alone {axis}", functools.partial(self._first_alone, axis)
             for dim in (0, 1):
@@ -170,7 +184,10 @@ class _Writer:
                 if self.is_innermost(axis, dim % 2):
                     yield f"all_gather {axis} {dim}", functools.partial(self._gather, axis, dim)
                     if self.is_innermost(axis, 1 - dim % 2):
-                        yield f"all_to_all {axis} {dim}", functools.partial(self._exchange, axis, dim)
+                        yield (
+                            f"all_to_all {axis} {dim}",
+                            functools.partial(self._exchange, axis, dim),
+                        )
                 if len(self.axes(Shard(dim % 2))) == 1:
                     for pairs in _permutations(self.mesh.sizes[axis]):
                         name = f"ppermute {axis} {dim} {pairs}"
@@ -194,7 +211,10 @@ class _Writer:
 
     def _scatter(self, axis: str, dim: int) -> None:
         self.placed[axis] = Shard(dim % 2)
-        self.add(f"reduce_scatter {axis} {dim}", lambda params, state, x: reduce_scatter(x, axis, dim=dim))
+        self.add(
+            f"reduce_scatter {axis} {dim}",
+            lambda params, state, x: reduce_scatter(x, axis, dim=dim),
+        )
 
     def _gather(self, axis: str, dim: int) -> None:
         self.placed[axis] = Replicate()
@@ -214,7 +234,10 @@ class _Writer:
         def whole(params: Any, state: Any, x: Tensor) -> Tensor:
             parts = x.chunk(size, dim)
             sources = {to: source for source, to in pairs}
-            moved = [parts[sources[to]] if to in sources else torch.zeros_like(parts[0]) for to in range(size)]
+            moved = [
+                parts[sources[to]] if to in sources else torch.zeros_like(parts[0])
+                for to in range(size)
+            ]
             return torch.cat(moved, dim)
 
         self.add(name, lambda params, state, x: ppermute(x, axis, pairs), whole)
@@ -319,7 +342,8 @@ def rank_functions(
     multiple: int = 1,
     columns: int | None = None,
 ) -> RankFunction:
-    """A random chain of steps, each right for the placement that the value then has, and 1 to 3 calls.
+    """A random chain of steps, each right for the placement that the value then has, and 1 to 3
+    calls.
 
     Args:
         mesh: the ranks; None: any.
@@ -345,19 +369,35 @@ def rank_functions(
         steps = [local if of_rank else whole for local, whole in writer.steps]
 
         @donates("state")
-        def fn(params: Any, state: dict[str, Tensor], x: Tensor) -> tuple[dict[str, Tensor], Tensor]:
+        def fn(
+            params: Any, state: dict[str, Tensor], x: Tensor
+        ) -> tuple[dict[str, Tensor], Tensor]:
             for step in steps:
                 x = step(params, state, x)
             return UPDATES[update](state), x
 
         return fn
 
-    state = {"h": torch.randn(width, generator=generator), "g": torch.ones(width), "n": torch.zeros(())}
-    places = {"h": Placements(), "g": Placements(**{list(mesh.sizes)[-1]: Shard(0)}), "n": Placements()}
-    params = {name: torch.randn(width, width, generator=generator) / width**0.5 for name in writer.params}
-    inputs = tuple(torch.randn(mesh.num_ranks * multiple * n, width, generator=generator) for n in rows)
+    state = {
+        "h": torch.randn(width, generator=generator),
+        "g": torch.ones(width),
+        "n": torch.zeros(()),
+    }
+    places = {
+        "h": Placements(),
+        "g": Placements(**{list(mesh.sizes)[-1]: Shard(0)}),
+        "n": Placements(),
+    }
+    params = {
+        name: torch.randn(width, width, generator=generator) / width**0.5 for name in writer.params
+    }
+    inputs = tuple(
+        torch.randn(mesh.num_ranks * multiple * n, width, generator=generator) for n in rows
+    )
     where = (writer.params, places, given, Placements(**writer.placed))
-    return RankFunction((*writer.code, update), mesh, made(True), made(False), where, params, state, inputs)
+    return RankFunction(
+        (*writer.code, update), mesh, made(True), made(False), where, params, state, inputs
+    )
 
 
 @attrs.frozen(eq=False)
@@ -419,13 +459,19 @@ DISAGREEMENTS: dict[str, tuple[Meets, Meets]] = {
 def disagreements(draw: st.DrawFn) -> Disagreement:
     """A function on whose collectives one rank disagrees."""
     function = draw(rank_functions(max_steps=3))
-    rank, how = draw(st.integers(0, function.mesh.num_ranks - 1)), draw(st.sampled_from(tuple(DISAGREEMENTS)))
-    return Disagreement(function, rank, how, draw(st.booleans()), draw(st.sampled_from(list(function.mesh.sizes))))
+    rank, how = (
+        draw(st.integers(0, function.mesh.num_ranks - 1)),
+        draw(st.sampled_from(tuple(DISAGREEMENTS))),
+    )
+    return Disagreement(
+        function, rank, how, draw(st.booleans()), draw(st.sampled_from(list(function.mesh.sizes)))
+    )
 
 
 @attrs.frozen(eq=False)
 class RankResults:
-    """A result of a sharded function: the tensor of each rank, and its placement in `out_placements`.
+    """A result of a sharded function: the tensor of each rank, and its placement in
+    `out_placements`.
 
     Args:
         parts: of each rank, of any shape and dtype.
@@ -456,7 +502,11 @@ class RankResults:
             case PerRank():
                 return self.parts
             case Shard(dim):
-                return torch.cat(self.parts, dim) if alike and -first.ndim <= dim < first.ndim else None
+                return (
+                    torch.cat(self.parts, dim)
+                    if alike and -first.ndim <= dim < first.ndim
+                    else None
+                )
             case Replicate():
                 return first if alike and all(torch.equal(x, first) for x in self.parts) else None
             case Partial():
@@ -474,7 +524,9 @@ def rank_results(draw: st.DrawFn) -> RankResults:
     """
     shapes = st.lists(st.integers(1, 2), max_size=2).map(tuple)
     dtypes = st.sampled_from((torch.float32, torch.float64))
-    parts = [torch.full(draw(shapes), float(draw(st.integers(1, 2))), dtype=draw(dtypes))] * draw(st.integers(2, 3))
+    parts = [torch.full(draw(shapes), float(draw(st.integers(1, 2))), dtype=draw(dtypes))] * draw(
+        st.integers(2, 3)
+    )
     if draw(st.booleans()):
         other = torch.full(draw(shapes), float(draw(st.integers(1, 2))), dtype=draw(dtypes))
         parts[draw(st.integers(0, len(parts) - 1))] = other

@@ -18,16 +18,19 @@ _SHARED_EXPERTS = MoeConfig(6, 2, 12, True), MoeConfig(12, 3, 5, False, dense_la
 
 @st.composite
 def shared_scenarios(draw: st.DrawFn) -> tuple[Scenario, int]:
-    """A model, batches for it, and a number of ranks that can share its layers; many have experts, which are shared by
-    columns, or whole."""
+    """A model, batches for it, and a number of ranks that can share its layers; many have experts,
+    which are shared by columns, or whole."""
     drawn = draw(scenarios(max_layers=2, max_steps=3).filter(lambda own: bool(_splits(own.config))))
-    config = attrs.evolve(drawn.config, moe=draw(st.sampled_from((drawn.config.moe, *_SHARED_EXPERTS))))
+    config = attrs.evolve(
+        drawn.config, moe=draw(st.sampled_from((drawn.config.moe, *_SHARED_EXPERTS)))
+    )
     config, count = draw(st.sampled_from(_splits(config)))
     return attrs.evolve(drawn, config=config, adapters=(), loras=()), count
 
 
 def _splits(config: ModelConfig) -> list[tuple[ModelConfig, int]]:
-    """The numbers of ranks that can share the layers of a model, and its configuration with a way to share experts."""
+    """The numbers of ranks that can share the layers of a model, and its configuration with a way
+    to share experts."""
     ways = [None] if config.moe is None else [None, "columns", "whole"]
     every = [config if how is None else pick_experts(how, config, 2, call="") for how in ways]
     return [(own, count) for own in every for count in (2, 3, 4) if _shares(own, count)]
@@ -59,15 +62,23 @@ class CutScenario:
 
 @st.composite
 def cut_scenarios(draw: st.DrawFn) -> CutScenario:
-    """A model of any architecture, or in FP8, with adapters or without, and what `CutScenario` has."""
-    scenario, leaves = draw(scenarios(max_layers=2, max_steps=4)), draw(st.sampled_from((4, 4, 2, 8)))
+    """A model of any architecture, or in FP8, with adapters or without, and what `CutScenario` has.
+    """
+    scenario, leaves = (
+        draw(scenarios(max_layers=2, max_steps=4)),
+        draw(st.sampled_from((4, 4, 2, 8))),
+    )
     scenario = attrs.evolve(scenario, loras=())
     if in_fp8 := draw(st.sampled_from((False, False, False, True))):
         leaves = 2
-        scenario = attrs.evolve(scenario, config=draw(_configs_in_fp8(scenario.config)), adapters=())
+        scenario = attrs.evolve(
+            scenario, config=draw(_configs_in_fp8(scenario.config)), adapters=()
+        )
     cut = CutScenario(
         scenario,
-        torch.bfloat16 if in_fp8 else draw(st.sampled_from((torch.float32, torch.bfloat16, torch.float16))),
+        torch.bfloat16
+        if in_fp8
+        else draw(st.sampled_from((torch.float32, torch.bfloat16, torch.float16))),
         leaves,
         draw(st.integers(1, scenario.config.num_layers)),
         draw(st.booleans()),
@@ -78,7 +89,8 @@ def cut_scenarios(draw: st.DrawFn) -> CutScenario:
 
 @st.composite
 def _configs_in_fp8(draw: st.DrawFn, config: ModelConfig) -> ModelConfig:
-    """A model with the vocabulary and the number of layers of another one, whose linear layers are in FP8."""
+    """A model with the vocabulary and the number of layers of another one, whose linear layers are
+    in FP8."""
     raw: dict[str, Any] = {
         "architectures": ["Qwen3ForCausalLM"],
         "vocab_size": config.vocab_size,
@@ -95,7 +107,12 @@ def _configs_in_fp8(draw: st.DrawFn, config: ModelConfig) -> ModelConfig:
         },
     }  # fmt: skip
     if draw(st.booleans()):
-        experts = {"num_experts": 3, "num_experts_per_tok": 2, "moe_intermediate_size": 256, "norm_topk_prob": True}
+        experts = {
+            "num_experts": 3,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 256,
+            "norm_topk_prob": True,
+        }
         raw |= {"architectures": ["Qwen3MoeForCausalLM"], **experts}
     return parse_config(raw, source="a drawn configuration in FP8")
 

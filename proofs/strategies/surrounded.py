@@ -1,4 +1,5 @@
-"""Sharded functions that read a tensor which is no argument, and the surroundings of their calls."""
+"""Sharded functions that read a tensor which is no argument, and the surroundings of their calls.
+"""
 
 import contextlib
 import copy
@@ -71,7 +72,8 @@ class _Caller(threading.Thread):
         self._meeting = meeting
 
     def meet(self) -> None:
-        """Wait until all are here; none waits long for one that has failed or has nothing to trace."""
+        """Wait until all are here; none waits long for one that has failed or has nothing to trace.
+        """
         with contextlib.suppress(threading.BrokenBarrierError):
             self._meeting.wait(_LONGEST_WAIT)
 
@@ -245,7 +247,9 @@ FIRST_CALLS: dict[str, Callable[[Any, Tensor], Any]] = {
     "in a graph": lambda step, x: graphify(step)(x),
     "after lower": _lowered,
     "in hooks on saved tensors": _in_hooks,
-    "in checkpoint": lambda step, x: _gradient(functools.partial(checkpoint, step, use_reentrant=False), x),
+    "in checkpoint": lambda step, x: _gradient(
+        functools.partial(checkpoint, step, use_reentrant=False), x
+    ),
     "without grad": _inside(torch.no_grad),
     "in inference mode": _inside(torch.inference_mode),
     "in autocast": _inside(lambda: torch.autocast("cpu", dtype=torch.bfloat16)),
@@ -271,10 +275,16 @@ LATER_CALLS: dict[str, Callable[[Callable[[Tensor, Tensor], Tensor], Tensor, Ten
     "a plain call": lambda f, w, x: f(w, x),
     "backward": _backward,
     "grad": lambda f, w, x: func.grad(lambda *both: f(*both).sum(), argnums=(0, 1))(w, x),
-    "grad of what is closed over": lambda f, w, x: func.grad(lambda own: f(own, x).square().sum())(w),
+    "grad of what is closed over": lambda f, w, x: func.grad(lambda own: f(own, x).square().sum())(
+        w
+    ),
     "jvp of what is closed over": lambda f, w, x: func.jvp(lambda own: f(own, x), (w,), (w + 1,)),
-    "vmap of what is closed over": lambda f, w, x: func.vmap(lambda own: f(own, x))(torch.stack([w, w + 1])),
-    "second derivative": lambda f, w, x: func.grad(func.grad(lambda own: f(own, x).square().sum()))(w),
+    "vmap of what is closed over": lambda f, w, x: func.vmap(lambda own: f(own, x))(
+        torch.stack([w, w + 1])
+    ),
+    "second derivative": lambda f, w, x: func.grad(func.grad(lambda own: f(own, x).square().sum()))(
+        w
+    ),
     "graph of grad": lambda f, w, x: graphify(func.grad(lambda own: f(own, x).sum()))(w),
 }
 """Calls of a function `(weight, x)`, and its derivatives."""
@@ -313,7 +323,9 @@ class SurroundedShard:
 
     def sharded(self, read: Read) -> Sharded:
         """The function on all ranks."""
-        return shard(self.function(read, on_a_rank=True), Mesh(**{AXIS: self.num_ranks}), Shard(0), Shard(0))
+        return shard(
+            self.function(read, on_a_rank=True), Mesh(**{AXIS: self.num_ranks}), Shard(0), Shard(0)
+        )
 
     @property
     def x(self) -> Tensor:
@@ -325,7 +337,9 @@ class SurroundedShard:
 def surrounded_shards(draw: st.DrawFn) -> SurroundedShard:
     """A function that closes over a tensor, with the surroundings of its calls."""
     return SurroundedShard(
-        code=tuple(draw(st.lists(st.sampled_from([*STEPS, *COLLECTIVE_STEPS]), min_size=1, max_size=3))),
+        code=tuple(
+            draw(st.lists(st.sampled_from([*STEPS, *COLLECTIVE_STEPS]), min_size=1, max_size=3))
+        ),
         num_ranks=draw(st.integers(1, 3)),
         holder=draw(st.sampled_from(list(HOLDERS))),
         first=draw(st.sampled_from(list(FIRST_CALLS))),

@@ -1,4 +1,5 @@
-"""Tensors of a shape and a dtype with few plain values, so that shrunk examples are easy to read."""
+"""Tensors of a shape and a dtype with few plain values, so that shrunk examples are easy to read.
+"""
 
 from collections.abc import Sequence
 from typing import Any
@@ -30,10 +31,12 @@ def tensors(
     Args:
         shape: the dimensions; each may be a strategy: `tensors(st.integers(1, 6), 4)`.
         dtype: any real dtype, or bool.
-        elements: a strategy of Python numbers; None: quarters between -4 and 4, or whole numbers from 0 to 8.
+        elements: a strategy of Python numbers; None: quarters between -4 and 4, or whole numbers
+            from 0 to 8.
         device: the device of the tensors.
 
-    Two tensors that share a drawn size: `st.integers(1, 6).flatmap(lambda n: st.tuples(tensors(n, 4), tensors(n)))`.
+    Two tensors that share a drawn size: `st.integers(1, 6).flatmap(lambda n: st.tuples(tensors(n,
+    4), tensors(n)))`.
 
     Raises:
         CheckError: a dimension is not a size, or `dtype` is not a dtype.
@@ -44,18 +47,32 @@ def tensors(
     """
     given: tuple[Any, ...] = shape
     call = f"tensors({', '.join(f'{size!r:.40}' for size in given)}, dtype={dtype!r})"
-    if strange := [size for size in given if not isinstance(size, st.SearchStrategy) and not _is_size(size)]:
+    if strange := [
+        size for size in given if not isinstance(size, st.SearchStrategy) and not _is_size(size)
+    ]:
         instead = "each dimension by itself, a whole number or a strategy: tensors(2, 3)"
         raise CheckError(call, f"{strange[0]!r:.40}, {kind_of(strange[0])}", instead)
     if not isinstance(dtype, torch.dtype):
-        raise CheckError(call, f"dtype is {kind_of(dtype)}", "a dtype of torch: dtype=torch.float32")
+        raise CheckError(
+            call, f"dtype is {kind_of(dtype)}", "a dtype of torch: dtype=torch.float32"
+        )
     if elements is None:
         quarters = st.integers(-16, 16).map(lambda n: n / 4)
-        elements = st.booleans() if dtype == torch.bool else quarters if dtype.is_floating_point else st.integers(0, 8)
+        elements = (
+            st.booleans()
+            if dtype == torch.bool
+            else quarters
+            if dtype.is_floating_point
+            else st.integers(0, 8)
+        )
     kind = np.bool_ if dtype == torch.bool else np.float64 if dtype.is_floating_point else np.int64
 
     def of(sizes: Sequence[int]) -> st.SearchStrategy[Tensor]:
         drawn = arrays.arrays(kind, tuple(sizes), elements=elements)
-        return drawn.map(lambda array: torch.from_numpy(np.ascontiguousarray(array)).to(device, dtype))
+        return drawn.map(
+            lambda array: torch.from_numpy(np.ascontiguousarray(array)).to(device, dtype)
+        )
 
-    return st.tuples(*(size if isinstance(size, st.SearchStrategy) else st.just(size) for size in shape)).flatmap(of)
+    return st.tuples(
+        *(size if isinstance(size, st.SearchStrategy) else st.just(size) for size in shape)
+    ).flatmap(of)

@@ -1,4 +1,5 @@
-"""Random classes for `weft.pytree`, with all that attrs lets a class do while it is made, and a value of each."""
+"""Random classes for `weft.pytree`, with all that attrs lets a class do while it is made, and a
+value of each."""
 
 import inspect
 from collections.abc import Callable
@@ -43,7 +44,9 @@ FIELD_OPTIONS_NOT_DRAWN = {
     "type": "an annotation",
     "kw_only": "the class says it",
     "on_setattr": "attrs refuses it in a frozen class",
-} | dict.fromkeys(("repr", "hash", "eq", "order"), "a part of a method that is not called while a value is made")
+} | dict.fromkeys(
+    ("repr", "hash", "eq", "order"), "a part of a method that is not called while a value is made"
+)
 """The other options of `attrs.field`, each with a reason."""
 
 HOOKS = ("__attrs_pre_init__", "__attrs_post_init__", "__new__")
@@ -75,8 +78,9 @@ class TreeValue:
 
 @st.composite
 def tree_values(draw: st.DrawFn) -> TreeValue:
-    """A value of a class registered with `weft.pytree`: with or without slots and a base class; fields with converters,
-    validators, defaults and other names as arguments, static ones, and ones that `__init__` does not take; hooks."""
+    """A value of a class registered with `weft.pytree`: with or without slots and a base class;
+    fields with converters, validators, defaults and other names as arguments, static ones, and ones
+    that `__init__` does not take; hooks."""
     calls: list[str] = []
     options = {name: draw(st.sampled_from(values)) for name, values in CLASS_OPTIONS.items()}
     fields = {}
@@ -100,10 +104,16 @@ def tree_values(draw: st.DrawFn) -> TreeValue:
             object.__setattr__(value, f.name, "word" if f.metadata else torch.arange(4.0))
     calls.clear()
     by_role = {
-        is_static: {f.name: getattr(value, f.name) for f in attrs.fields(cls) if bool(f.metadata) is is_static}
+        is_static: {
+            f.name: getattr(value, f.name)
+            for f in attrs.fields(cls)
+            if bool(f.metadata) is is_static
+        }
         for is_static in (False, True)
     }
-    return TreeValue(value, {**options, **drawn, "hooks": hooks}, by_role[False], by_role[True], calls)
+    return TreeValue(
+        value, {**options, **drawn, "hooks": hooks}, by_role[False], by_role[True], calls
+    )
 
 
 def _field(chosen: set[str], name: str, calls: list[str]) -> Any:
@@ -134,7 +144,13 @@ def _field(chosen: set[str], name: str, calls: list[str]) -> Any:
     return attrs.field(**arguments)
 
 
-def _class(options: dict[str, Any], fields: dict[str, Any], hooks: set[str], has_base: bool, calls: list[str]) -> Any:
+def _class(
+    options: dict[str, Any],
+    fields: dict[str, Any],
+    hooks: set[str],
+    has_base: bool,
+    calls: list[str],
+) -> Any:
     """A class with these fields, the first of them in a base class if it has one."""
     own = {**options, "kw_only": True}
     namespace: dict[str, Any] = {hook: _hook(hook, calls) for hook in hooks}

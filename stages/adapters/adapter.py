@@ -37,13 +37,17 @@ _NEUTRAL = {
 }  # fmt: skip
 _NEUTRAL_AT: Mapping[str, tuple[Any, ...]] = {
     "bias": ("none",),
-    # These leave the base model's weights as they are; others subtract the adapter's first values from them.
+    # These leave the base model's weights as they are; others subtract the adapter's first values
+    # from them.
     "init_lora_weights": (True, False, "gaussian", "orthogonal", "eva"),
 }
 _OFF: tuple[Any, ...] = (None, False, [], {}, "")
 _ALL = "all-linear"
 _RULES: dict[str, Rule] = {
-    "model": (Model, "model = weft.load(folder) first, then weft.load_adapter(model, the adapter's folder)"),
+    "model": (
+        Model,
+        "model = weft.load(folder) first, then weft.load_adapter(model, the adapter's folder)",
+    ),
     "folder": (str | os.PathLike, "the adapter's folder"),
 }
 
@@ -51,25 +55,30 @@ _RULES: dict[str, Rule] = {
 @pytree
 @attrs.frozen(eq=False)
 class Adapter:
-    """A LoRA adapter: the pair of matrices that it adds to each linear layer. Its leaves are the matrices, which may be
-    trained, in place or by a new tree.
+    """A LoRA adapter: the pair of matrices that it adds to each linear layer. Its leaves are the
+    matrices, which may be trained, in place or by a new tree.
 
     Args:
-        deltas: for each linear layer that it changes, by transformers' name (`model.layers.3.self_attn.q_proj`), the
-            matrices `a [rank, in]` and `b [out, rank]`, float32, with the scaling in b: `b @ (a @ x)` is added.
+        deltas: for each linear layer that it changes, by transformers' name
+            (`model.layers.3.self_attn.q_proj`), the matrices `a [rank, in]` and `b [out, rank]`,
+            float32, with the scaling in b: `b @ (a @ x)` is added.
         path: the folder that it came from.
         origin: digests of the files that it was loaded from; None if it was not loaded.
     """
 
     deltas: Mapping[str, tuple[Tensor, Tensor]]
     path: Path = attrs.field(metadata={**OF_THIS_PROCESS, **static()})
-    origin: Origin | None = attrs.field(default=None, kw_only=True, metadata={**OF_THIS_PROCESS, **static()})
+    origin: Origin | None = attrs.field(
+        default=None, kw_only=True, metadata={**OF_THIS_PROCESS, **static()}
+    )
 
     @property
     def weights(self) -> str:
-        """A digest that the ranks of a pipeline compare: of the files, and whether 4 values of each matrix still are
-        those of the files; without files, of these values."""
-        return digest_params(self.deltas) if self.origin is None else self.origin.describe(self.deltas)
+        """A digest that the ranks of a pipeline compare: of the files, and whether 4 values of each
+        matrix still are those of the files; without files, of these values."""
+        return (
+            digest_params(self.deltas) if self.origin is None else self.origin.describe(self.deltas)
+        )
 
     @property
     def rank(self) -> int:
@@ -86,8 +95,10 @@ class LoraConfig:
 
     Args:
         rank, alpha: for layers that no pattern names.
-        use_rslora: whether the scaling is alpha / sqrt(rank) (Kalajdzievski, 2023, arXiv 2312.03732), not alpha / rank.
-        rank_pattern, alpha_pattern: for layers whose names an expression matches; the first match counts.
+        use_rslora: whether the scaling is alpha / sqrt(rank) (Kalajdzievski, 2023, arXiv
+            2312.03732), not alpha / rank.
+        rank_pattern, alpha_pattern: for layers whose names an expression matches; the first match
+            counts.
         targets, excluded: ends of names, or an expression that matches whole names.
         layers: the decoder layers that are changed; None: all.
         in_layers: matches the names of modules in a list of layers.
@@ -119,7 +130,10 @@ class LoraConfig:
             return False
         if self.layers is None or isinstance(self.targets, Expression):
             return True
-        return self.in_layers.matches(name) and next(int(x) for x in name.split(".") if x.isdecimal()) in self.layers
+        return (
+            self.in_layers.matches(name)
+            and next(int(x) for x in name.split(".") if x.isdecimal()) in self.layers
+        )
 
 
 def _is_in(name: str, given: Names) -> bool:
@@ -129,18 +143,26 @@ def _is_in(name: str, given: Names) -> bool:
 
 
 def parse_lora(raw: Mapping[str, Any], call: str) -> LoraConfig:
-    """Read the object of an adapter_config.json: every field is used, neutral, switched off, or refused.
+    """Read the object of an adapter_config.json: every field is used, neutral, switched off, or
+    refused.
 
     Raises:
-        ConfigError: a field that weft does not support, named with its value; a value of the wrong type.
+        ConfigError: a field that weft does not support, named with its value; a value of the wrong
+            type.
     """
     fields = Fields(raw, call, _CONFIG)
-    fields.check(raw.get("peft_type") == "LORA", "peft_type", "weft loads adapters of peft_type='LORA'")
+    fields.check(
+        raw.get("peft_type") == "LORA", "peft_type", "weft loads adapters of peft_type='LORA'"
+    )
     for name, value in raw.items():
         if name not in _USED | _NEUTRAL:
-            instead = f"weft supports LoRA without {name}; merge this adapter into its model instead"
+            instead = (
+                f"weft supports LoRA without {name}; merge this adapter into its model instead"
+            )
             if name in _NEUTRAL_AT:
-                instead = f"weft supports {name}={_NEUTRAL_AT[name][0]!r}; merge this adapter instead"
+                instead = (
+                    f"weft supports {name}={_NEUTRAL_AT[name][0]!r}; merge this adapter instead"
+                )
             fields.check(value in _NEUTRAL_AT.get(name, _OFF), name, instead)
     return LoraConfig(
         rank=fields.integer("r", 8),
@@ -159,7 +181,11 @@ def _layers(fields: Fields) -> tuple[int, ...] | None:
     found = fields.raw.get("layers_to_transform")
     given = found if isinstance(found, list) else [] if found is None else [found]
     numbers = all(type(one) is int for one in given)
-    fields.check(numbers, "layers_to_transform", "layers_to_transform is a layer's number, a list of them, or null")
+    fields.check(
+        numbers,
+        "layers_to_transform",
+        "layers_to_transform is a layer's number, a list of them, or null",
+    )
     return tuple(given) or None
 
 
@@ -170,30 +196,44 @@ def _in_layers(fields: Fields) -> Expression:
     return read_expression(fields, "layers_pattern", text, before=r"(?:.*\.)?", after=r"\.\d+\..*")
 
 
-def _pattern(fields: Fields, name: str, value: Callable[[Fields, str], T]) -> list[tuple[Expression, T]]:
+def _pattern(
+    fields: Fields, name: str, value: Callable[[Fields, str], T]
+) -> list[tuple[Expression, T]]:
     inner = fields.nested(name, "an object of numbers") if fields.raw.get(name) else None
     if inner is None:
         return []
-    return [(read_expression(inner, key, key, before=r"(?:.*\.)?"), value(inner, key)) for key in inner.raw]
+    return [
+        (read_expression(inner, key, key, before=r"(?:.*\.)?"), value(inner, key))
+        for key in inner.raw
+    ]
 
 
 def _names(fields: Fields, name: str, *, all_linear: bool = False) -> Names:
     found = fields.raw.get(name)
     if all_linear and found == _ALL:
         return Expression(".*")
-    return read_expression(fields, name, found) if found and isinstance(found, str) else tuple(_strings(fields, name))
+    return (
+        read_expression(fields, name, found)
+        if found and isinstance(found, str)
+        else tuple(_strings(fields, name))
+    )
 
 
 def _strings(fields: Fields, name: str) -> list[str]:
-    return fields.items(name, str, "a list of names, or a regular expression") if fields.raw.get(name) else []
+    return (
+        fields.items(name, str, "a list of names, or a regular expression")
+        if fields.raw.get(name)
+        else []
+    )
 
 
 def load_adapter(model: Model, folder: str | os.PathLike[str]) -> Adapter:
-    """Load a LoRA adapter: adapter_config.json and adapter_model.safetensors, as PEFT's `save_pretrained` writes them.
+    """Load a LoRA adapter: adapter_config.json and adapter_model.safetensors, as PEFT's
+    `save_pretrained` writes them.
 
-    An adapter may change any linear layer of attention and of feed-forward blocks, but not experts. If the model is one
-    stage of a pipeline, only that stage's layers are read. Values are float32; the computation is in the dtype of the
-    model's activations.
+    An adapter may change any linear layer of attention and of feed-forward blocks, but not experts.
+    If the model is one stage of a pipeline, only that stage's layers are read. Values are float32;
+    the computation is in the dtype of the model's activations.
 
     Args:
         model: the base model of the adapter.
@@ -201,10 +241,10 @@ def load_adapter(model: Model, folder: str | os.PathLike[str]) -> Adapter:
 
     Raises:
         CheckpointNotFoundError: no folder, or one of the two files is missing.
-        ConfigError: adapter_config.json has a field that weft does not support: another kind of adapter, a bias, DoRA,
-            modules that are saved whole.
-        CheckpointError: a file is damaged; a tensor is missing, of another shape than the model and the configuration
-            say, or of something that weft does not adapt.
+        ConfigError: adapter_config.json has a field that weft does not support: another kind of
+            adapter, a bias, DoRA, modules that are saved whole.
+        CheckpointError: a file is damaged; a tensor is missing, of another shape than the model and
+            the configuration say, or of something that weft does not adapt.
         RequestError: no model, or no folder.
     """
     check_values("weft.load_adapter(model, folder)", _RULES, {"model": model, "folder": folder})
@@ -213,15 +253,26 @@ def load_adapter(model: Model, folder: str | os.PathLike[str]) -> Adapter:
         pickled = {"adapter_model.bin": "save it again, as safetensors"}
         find_file(path, (file,), call, "pass a folder that PEFT's save_pretrained wrote", pickled)
     config = parse_lora(read_object(path / _CONFIG, call), call)
-    parts = {n: part for i in range(model.config.num_layers) for n, (_, _, part) in adaptable(model.config, i).items()}
+    parts = {
+        n: part
+        for i in range(model.config.num_layers)
+        for n, (_, _, part) in adaptable(model.config, i).items()
+    }
     pairs = _changed(config, parts, call)
     wanted = {_tensor(name, which) for name in pairs for which in "AB"}
     own = {name for i in model.layout.layers for name in adaptable(model.config, i)} & pairs.keys()
     with open_tensors(path / _WEIGHTS, "cpu", call) as handle:
         there = handle.keys()
-        missing, extra = sorted(wanted.difference(there)), [name for name in there if name not in wanted]
+        missing, extra = (
+            sorted(wanted.difference(there)),
+            [name for name in there if name not in wanted],
+        )
         refuse_names(missing, extra, _WEIGHTS, _CONFIG, call)
-        deltas = {name: _read(handle, name, pairs[name], parts[name].shape, call) for name in parts if name in own}
+        deltas = {
+            name: _read(handle, name, pairs[name], parts[name].shape, call)
+            for name in parts
+            if name in own
+        }
     origin = Origin(digest_files(path, (path / _CONFIG, path / _WEIGHTS)), digest_params(deltas))
     return Adapter(deltas, path, origin=origin)
 
@@ -229,7 +280,9 @@ def load_adapter(model: Model, folder: str | os.PathLike[str]) -> Adapter:
 def _changed(config: LoraConfig, names: Iterable[str], call: str) -> dict[str, tuple[int, float]]:
     """The rank and the scaling of each of these linear layers that has a pair of matrices."""
     try:
-        if found := {n: (config.rank_of(n), config.scaling_of(n)) for n in names if config.changes(n)}:
+        if found := {
+            n: (config.rank_of(n), config.scaling_of(n)) for n in names if config.changes(n)
+        }:
             return found
         seen = "names no layer of the model that can be adapted"
         instead = "an adapter of the model's own q, k, v, o, gate, up or down projections, none of experts"

@@ -23,7 +23,8 @@ def with_adapters(
     *,
     shard: Share = WHOLE,
 ) -> DecoderParams:
-    """A stage's parameters with one slot for each adapter, in order; the same parameters if there are none.
+    """A stage's parameters with one slot for each adapter, in order; the same parameters if there
+    are none.
 
     Args:
         params: the stage's; the result shares their tensors.
@@ -35,7 +36,9 @@ def with_adapters(
         return params
     names = {name for adapter in adapters for name in adapter.deltas}
     rank = max(adapter.rank for adapter in adapters)
-    params = reserve_slots(params, config, layout, num_slots=len(adapters), rank=rank, names=names, shard=shard)
+    params = reserve_slots(
+        params, config, layout, num_slots=len(adapters), rank=rank, names=names, shard=shard
+    )
     for slot, adapter in enumerate(adapters):
         write_slot(params, config, layout, slot, adapter, shard=shard)
     return params
@@ -64,7 +67,9 @@ def reserve_slots(
     layers = []
     for index, layer in zip(layout.layers, params.layers, strict=True):
         wanted = {
-            product for name, (product, _, _) in adaptable(config, index).items() if names is None or name in names
+            product
+            for name, (product, _, _) in adaptable(config, index).items()
+            if names is None or name in names
         }
         fields = share_fields(config, index, shard)
         made = {
@@ -75,14 +80,18 @@ def reserve_slots(
     return attrs.evolve(params, layers=tuple(layers))
 
 
-def _empty(parts: Sequence[Part], layer: LayerParams, product: str, num_slots: int, rank: int) -> LoraWeights:
+def _empty(
+    parts: Sequence[Part], layer: LayerParams, product: str, num_slots: int, rank: int
+) -> LoraWeights:
     weight: Tensor = getattr(layer, f"{product}_proj")
     rows, columns = weight.shape
     starts = [part.start for part in parts]
     # Adapters of weights in FP8 have the dtype of the activations, which is that of the norms.
     like = layer.input_layernorm
     return LoraWeights(
-        like.new_zeros(num_slots, len(starts), rank, columns), like.new_zeros(num_slots, rows, rank), (*starts, rows)
+        like.new_zeros(num_slots, len(starts), rank, columns),
+        like.new_zeros(num_slots, rows, rank),
+        (*starts, rows),
     )
 
 
@@ -95,8 +104,8 @@ def write_slot(
     *,
     shard: Share = WHOLE,
 ) -> None:
-    """Write an adapter into a slot of a stage's parameters, in place. Captured graphs replay with the new adapter; none
-    is captured again. The slot's old values are lost.
+    """Write an adapter into a slot of a stage's parameters, in place. Captured graphs replay with
+    the new adapter; none is captured again. The slot's old values are lost.
 
     Args:
         params: the stage's, with slots.
@@ -123,7 +132,11 @@ def write_slot(
 
 
 def check_slot(
-    params: DecoderParams, config: ModelConfig, layout: StageLayout, slot: int, adapter: Adapter | None
+    params: DecoderParams,
+    config: ModelConfig,
+    layout: StageLayout,
+    slot: int,
+    adapter: Adapter | None,
 ) -> None:
     """Raise RequestError where `write_slot` does."""
     slots = _slots(params, config, layout)
@@ -138,7 +151,9 @@ def check_slot(
     if not faults and not 0 <= slot < count:
         faults, instead = [f"{count} slots"], f"a slot from 0 to {count - 1}"
     if faults:
-        raise RequestError(f"write_slot(params, config, {layout!r}, {slot}, {adapter!r})", faults[0], instead)
+        raise RequestError(
+            f"write_slot(params, config, {layout!r}, {slot}, {adapter!r})", faults[0], instead
+        )
 
 
 def _slots(
@@ -161,7 +176,8 @@ def _deltas(layout: StageLayout, adapter: Adapter | None) -> dict[str, tuple[Ten
 def stage_params(
     model: Model, layouts: Sequence[StageLayout], adapters: Sequence[Adapter] = ()
 ) -> tuple[DecoderParams, ...]:
-    """The parameters of stages, with a slot for each adapter: parts of a whole model, or a model that is one stage.
+    """The parameters of stages, with a slot for each adapter: parts of a whole model, or a model
+    that is one stage.
 
     Raises:
         ProgramError: the model is another stage.
@@ -169,7 +185,10 @@ def stage_params(
     if model.layout.num_stages == 1:
         own = [slice_params(model.params, layout) for layout in layouts]
         every = zip(own, layouts, strict=True)
-        return tuple(with_adapters(p, model.config, layout, adapters, shard=model.shard) for p, layout in every)
+        return tuple(
+            with_adapters(p, model.config, layout, adapters, shard=model.shard)
+            for p, layout in every
+        )
     if (model.layout,) != tuple(layouts):
         call, seen = f"stage_params({model!r}, {list(layouts)})", f"a model that is {model.layout}"
         raise ProgramError(call, seen, "weft.load(folder, stage=...) of the stage that runs here")

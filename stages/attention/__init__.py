@@ -1,1 +1,2 @@
-"""The attention of a decoder: rotary embeddings, and functions of one's own over a request's context."""
+"""The attention of a decoder: rotary embeddings, and functions of one's own over a request's
+context."""

@@ -1,4 +1,5 @@
-"""Attention over a request's context: the model's own, and its two halves for attention of one's own."""
+"""Attention over a request's context: the model's own, and its two halves for attention of one's
+own."""
 
 from collections.abc import Iterator
 
@@ -25,15 +26,18 @@ def attend(
     window: int | None = None,
     backend: AttentionBackend | None = None,
 ) -> Tensor:
-    """Causal softmax attention of each token to its request's context, as `weft::paged_attention` computes it.
+    """Causal softmax attention of each token to its request's context, as `weft::paged_attention`
+    computes it.
 
     Args:
         config: the model's.
         layer: the layer's parameters; `layer.index` is its place in the model.
         q: [num_tokens, num_heads, head_dim], rotated.
-        kv_pages: [2, num_pages, page_size, num_kv_heads, head_dim], with this step's keys and values in it.
+        kv_pages: [2, num_pages, page_size, num_kv_heads, head_dim], with this step's keys and
+            values in it.
         batch: the step's, as the decoder passes it on.
-        window: how many of the last positions a token sees, its own included; 0: all; None: as the model's layer does.
+        window: how many of the last positions a token sees, its own included; 0: all; None: as the
+            model's layer does.
         backend: the implementation; None: the device's own.
 
     Returns:
@@ -46,7 +50,11 @@ def attend(
 
 
 def arguments(
-    config: ModelConfig, layer: LayerParams, q: Tensor, batch: ResolvedBatch, window: int | None = None
+    config: ModelConfig,
+    layer: LayerParams,
+    q: Tensor,
+    batch: ResolvedBatch,
+    window: int | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, int, float, int]:
     """The arguments of `weft::paged_attention` after the pages."""
     longest = batch.descriptor.query_len or max(len(q), 1)
@@ -57,17 +65,20 @@ def arguments(
 
 
 def attention_scores(q: Tensor, kv_pages: Tensor, batch: ResolvedBatch) -> Tensor:
-    """The scaled products of each token's queries and its context's keys, in torch's own operations: what a softmax
-    over the last dimension makes weights of. Between the two is room for a window, a bias, a cap.
+    """The scaled products of each token's queries and its context's keys, in torch's own
+    operations: what a softmax over the last dimension makes weights of. Between the two is room for
+    a window, a bias, a cap.
 
     Args:
         q: [num_tokens, num_heads, head_dim], rotated.
-        kv_pages: [2, num_pages, page_size, num_kv_heads, head_dim], with this step's keys and values in it.
+        kv_pages: [2, num_pages, page_size, num_kv_heads, head_dim], with this step's keys and
+            values in it.
         batch: the step's, as the decoder passes it on.
 
     Returns:
-        [num_tokens, num_heads, n] float32, where n is the most tokens that a request may have: position j of the
-        token's request at j, and -inf at the positions after the token's own. Long prompts need much memory.
+        [num_tokens, num_heads, n] float32, where n is the most tokens that a request may have:
+        position j of the token's request at j, and -inf at the positions after the token's own.
+        Long prompts need much memory.
     """
     rows = list[Tensor]()
     for part, keys in _contexts(kv_pages[0], batch):
@@ -86,18 +97,22 @@ def weighted_values(weights: Tensor, kv_pages: Tensor, batch: ResolvedBatch) -> 
         batch: the step's, as the decoder passes it on.
 
     Returns:
-        [num_tokens, num_heads, head_dim], of the pages' dtype; of the weights' where pages are in FP8.
+        [num_tokens, num_heads, head_dim], of the pages' dtype; of the weights' where pages are in
+        FP8.
     """
     rows = list[Tensor]()
     for part, values in _contexts(kv_pages[1], batch):
-        values = torch.where(_seen(batch, part, values)[:, :, None, None], values, 0).float()  # the rest may be NaN
+        values = torch.where(
+            _seen(batch, part, values)[:, :, None, None], values, 0
+        ).float()  # the rest may be NaN
         grouped = weights[part].unflatten(1, (values.shape[2], -1)).float()
         rows.append(torch.einsum("tkgn,tnkd->tkgd", grouped, values).flatten(1, 2))
     return torch.cat(rows).to(weights.dtype if kv_pages.dtype.itemsize == 1 else kv_pages.dtype)
 
 
 def _contexts(pages: Tensor, batch: ResolvedBatch) -> Iterator[tuple[slice, Tensor]]:
-    """The keys or values [t, n, num_kv_heads, head_dim] of each token's request, some tokens at a time."""
+    """The keys or values [t, n, num_kv_heads, head_dim] of each token's request, some tokens at a
+    time."""
     owners, _ = find_owners(batch.query_start_loc, len(batch.input_ids))
     table = batch.block_table.clamp(0, len(pages) - 1)
     most = max(1, _MOST_ELEMENTS // (table.shape[1] * pages[0].numel()))

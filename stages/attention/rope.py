@@ -1,5 +1,5 @@
-"""Rotary position embedding: its parameters, read from a config.json, its frequencies, its tables, and the positions
-that it turns with."""
+"""Rotary position embedding: its parameters, read from a config.json, its frequencies, its tables,
+and the positions that it turns with."""
 
 import math
 from collections.abc import Mapping
@@ -19,7 +19,14 @@ RopeKind = Literal["default", "linear", "llama3", "yarn"]
 KINDS: tuple[RopeKind, ...] = get_args(RopeKind)
 _MROPE = "mrope"
 """The name in Qwen2-VL's files for type default with an `mrope_section`."""
-_SHARED_KEYS = {"rope_theta", "rope_type", "type", "partial_rotary_factor", "mrope_section", "mrope_interleaved"}
+_SHARED_KEYS = {
+    "rope_theta",
+    "rope_type",
+    "type",
+    "partial_rotary_factor",
+    "mrope_section",
+    "mrope_interleaved",
+}
 _NEEDED_KEYS: Mapping[RopeKind, tuple[str, ...]] = {
     "default": (),
     "linear": ("factor",),
@@ -34,33 +41,44 @@ _OPTIONAL_KEYS: Mapping[RopeKind, tuple[str, ...]] = {
     "yarn": ("original_max_position_embeddings", *_YARN_KEYS),
 }
 _NEUTRAL_AT: Mapping[str, tuple[tuple[Any, ...], str]] = {
-    "partial_rotary_factor": ((None, 1), "weft rotates whole heads: partial_rotary_factor is 1.0 or missing"),
-    "mrope_interleaved": ((None, False), "weft has the sections of mrope_section one after the other"),
+    "partial_rotary_factor": (
+        (None, 1),
+        "weft rotates whole heads: partial_rotary_factor is 1.0 or missing",
+    ),
+    "mrope_interleaved": (
+        (None, False),
+        "weft has the sections of mrope_section one after the other",
+    ),
 }
-"""The values at which keys that weft does not use change nothing, and the text of the error for others."""
+"""The values at which keys that weft does not use change nothing, and the text of the error for
+others."""
 
 
 @attrs.frozen
 class Rope:
-    """The parameters of a rotary position embedding; those that `kind` does not use keep their defaults.
+    """The parameters of a rotary position embedding; those that `kind` does not use keep their
+    defaults.
 
     Args:
         theta: the base of the frequencies.
-        kind: `default`; `linear` (position interpolation, arXiv 2306.15595); `llama3` (Llama 3.1's frequency bands);
-            `yarn` (arXiv 2309.00071).
-        factor: the ratio by which the context was stretched; None: `max_position_embeddings` divided by
-            `original_max_position_embeddings`.
-        original_max_position_embeddings: the context length before stretching; None: `max_position_embeddings`.
+        kind: `default`; `linear` (position interpolation, arXiv 2306.15595); `llama3` (Llama 3.1's
+            frequency bands); `yarn` (arXiv 2309.00071).
+        factor: the ratio by which the context was stretched; None: `max_position_embeddings`
+            divided by `original_max_position_embeddings`.
+        original_max_position_embeddings: the context length before stretching; None:
+            `max_position_embeddings`.
         low_freq_factor, high_freq_factor: llama3's bands, in turns within the original context.
         beta_fast, beta_slow: YaRN's bands, in turns within the original context.
-        attention_factor: YaRN's factor of cosine and sine; None: it follows from `factor` and the mscales.
-        mscale, mscale_all_dim: the weights of YaRN's attention factor; they count only when both are given.
+        attention_factor: YaRN's factor of cosine and sine; None: it follows from `factor` and the
+            mscales.
+        mscale, mscale_all_dim: the weights of YaRN's attention factor; they count only when both
+            are given.
         truncate: whether YaRN's bands are rounded outwards to whole dimensions.
-        mrope_section: the numbers of pairs of a head that turn with a token's position in time, in height and in width
-            (mRoPE; Qwen2-VL, arXiv 2409.12191, section 2.1); None: a token has one position, and all pairs turn with
-            it.
-        factors: divisors of the frequencies of a head's pairs, as a GGUF has them (`rope_freqs.weight`); with the kind
-            `default`.
+        mrope_section: the numbers of pairs of a head that turn with a token's position in time, in
+            height and in width (mRoPE; Qwen2-VL, arXiv 2409.12191, section 2.1); None: a token has
+            one position, and all pairs turn with it.
+        factors: divisors of the frequencies of a head's pairs, as a GGUF has them
+            (`rope_freqs.weight`); with the kind `default`.
     """
 
     theta: float = 10_000.0
@@ -80,18 +98,21 @@ class Rope:
 
 
 def parse_rope(fields: Fields, default: Rope) -> Rope:
-    """Read the rotary embedding from a config.json in either style: `rope_parameters` (transformers 5), or `rope_theta`
-    beside `rope_scaling` (transformers 4).
+    """Read the rotary embedding from a config.json in either style: `rope_parameters` (transformers
+    5), or `rope_theta` beside `rope_scaling` (transformers 4).
 
     Args:
-        default: the theta and the `mrope_section` where the file is silent. The default scaling is none.
+        default: the theta and the `mrope_section` where the file is silent. The default scaling is
+            none.
 
     Raises:
-        ConfigError: a rope type that weft does not know, a needed key that is missing, a value of the wrong type, or
-            two places that say different things.
+        ConfigError: a rope type that weft does not know, a needed key that is missing, a value of
+            the wrong type, or two places that say different things.
     """
     blocks = _blocks(fields)
-    ropes = [_parse_block(fields, block, default) for block in blocks or [attrs.evolve(fields, raw={})]]
+    ropes = [
+        _parse_block(fields, block, default) for block in blocks or [attrs.evolve(fields, raw={})]
+    ]
     values = {block.prefix.rstrip("."): block.raw for block in blocks}
     instead = "say it once: rope_parameters, or rope_scaling beside rope_theta"
     fields.check(ropes[0] == ropes[-1], values, instead)
@@ -99,9 +120,15 @@ def parse_rope(fields: Fields, default: Rope) -> Rope:
 
 
 def unknown_rope_keys(fields: Fields) -> dict[str, Any]:
-    """The keys of `rope_parameters` and `rope_scaling` that no rope type has, each with its value."""
+    """The keys of `rope_parameters` and `rope_scaling` that no rope type has, each with its value.
+    """
     known = set().union(*map(_known_keys, KINDS))
-    return {f"{x.prefix}{name}": value for x in _blocks(fields) for name, value in x.raw.items() if name not in known}
+    return {
+        f"{x.prefix}{name}": value
+        for x in _blocks(fields)
+        for name, value in x.raw.items()
+        if name not in known
+    }
 
 
 def _known_keys(kind: RopeKind) -> set[str]:
@@ -109,7 +136,9 @@ def _known_keys(kind: RopeKind) -> set[str]:
 
 
 def _blocks(fields: Fields) -> list[Fields]:
-    found = (fields.nested(name) for name in ("rope_parameters", "rope_scaling") if fields.raw.get(name))
+    found = (
+        fields.nested(name) for name in ("rope_parameters", "rope_scaling") if fields.raw.get(name)
+    )
     return [block for block in found if block is not None]
 
 
@@ -119,7 +148,11 @@ def _parse_block(fields: Fields, block: Fields, default: Rope) -> Rope:
     theta = _same_in_both(fields, block, "rope_theta", default.theta)
     section = _section(block) or default.mrope_section
     rope = Rope(theta=theta.number("rope_theta", default.theta), kind=kind, mrope_section=section)
-    theta.check(rope.theta > 1, "rope_theta", "rope_theta is greater than 1, or the frequencies would not fall")
+    theta.check(
+        rope.theta > 1,
+        "rope_theta",
+        "rope_theta is greater than 1, or the frequencies would not fall",
+    )
     if kind == "default":
         return rope
     rope = attrs.evolve(rope, factor=block.optional_number("factor"))
@@ -127,11 +160,18 @@ def _parse_block(fields: Fields, block: Fields, default: Rope) -> Rope:
 
 
 def _kind(block: Fields) -> RopeKind:
-    """The rope type: `rope_type`, or `type` as transformers before 4.45 wrote it. A file may have both."""
-    names = {name: block.raw[name] for name in ("rope_type", "type") if block.raw.get(name) is not None}
-    kinds: list[Any] = ["default" if value == _MROPE else value for value in names.values()] or ["default"]
+    """The rope type: `rope_type`, or `type` as transformers before 4.45 wrote it. A file may have
+    both."""
+    names = {
+        name: block.raw[name] for name in ("rope_type", "type") if block.raw.get(name) is not None
+    }
+    kinds: list[Any] = ["default" if value == _MROPE else value for value in names.values()] or [
+        "default"
+    ]
     block.check(kinds[0] == kinds[-1], names, "keep rope_type alone")
-    block.check(kinds[0] in KINDS, names, f"weft supports the rope types {', '.join((*KINDS, _MROPE))}")
+    block.check(
+        kinds[0] in KINDS, names, f"weft supports the rope types {', '.join((*KINDS, _MROPE))}"
+    )
     kind: RopeKind = kinds[0]
     return kind
 
@@ -146,7 +186,9 @@ def _section(block: Fields) -> tuple[int, int, int] | None:
         three = isinstance(value, list | tuple) and len(value) == 3
         return value is None or (three and all(type(one) is int and one >= 0 for one in value))
 
-    section = block.value("mrope_section", None, fits, "three whole numbers: pairs for time, height and width")
+    section = block.value(
+        "mrope_section", None, fits, "three whole numbers: pairs for time, height and width"
+    )
     return None if section is None else (section[0], section[1], section[2])
 
 
@@ -157,7 +199,9 @@ def _check_keys(block: Fields, kind: RopeKind) -> None:
     known = _known_keys(kind)
     others = set().union(*map(_known_keys, KINDS)) - known
     for name in sorted(others & block.raw.keys()):
-        block.check(block.raw[name] is None, name, f"rope type {kind!r} takes {', '.join(sorted(known))}")
+        block.check(
+            block.raw[name] is None, name, f"rope type {kind!r} takes {', '.join(sorted(known))}"
+        )
     for name, (allowed, instead) in _NEUTRAL_AT.items():
         block.check(block.raw.get(name) in allowed, name, instead)
 
@@ -182,8 +226,14 @@ def _with_bands(fields: Fields, block: Fields, rope: Rope) -> Rope:
     if original.raw["original_max_position_embeddings"] is not None:
         length = original.integer("original_max_position_embeddings", 1)
         rope = attrs.evolve(rope, original_max_position_embeddings=length)
-    low, high = ("low_freq_factor", "high_freq_factor") if rope.kind == "llama3" else ("beta_slow", "beta_fast")
-    bands: dict[str, Any] = {name: block.optional_number(name) or getattr(rope, name) for name in (low, high)}
+    low, high = (
+        ("low_freq_factor", "high_freq_factor")
+        if rope.kind == "llama3"
+        else ("beta_slow", "beta_fast")
+    )
+    bands: dict[str, Any] = {
+        name: block.optional_number(name) or getattr(rope, name) for name in (low, high)
+    }
     block.check(bands[low] < bands[high], bands, f"{low} is less than {high}")
     rope = attrs.evolve(rope, **bands)
     if rope.kind == "llama3":
@@ -197,15 +247,18 @@ def _with_bands(fields: Fields, block: Fields, rope: Rope) -> Rope:
     )
 
 
-def inverse_frequencies(rope: Rope, head_dim: int, max_position_embeddings: int) -> tuple[Tensor, float]:
+def inverse_frequencies(
+    rope: Rope, head_dim: int, max_position_embeddings: int
+) -> tuple[Tensor, float]:
     """The frequency of each pair of dimensions, and the factor of cosine and sine.
 
     Returns:
-        float32 `[head_dim / 2]` on the CPU, in radians per position, and the attention factor (1.0 unless YaRN). The
-        values are those of transformers 5.23.
+        float32 `[head_dim / 2]` on the CPU, in radians per position, and the attention factor (1.0
+        unless YaRN). The values are those of transformers 5.23.
 
-    Sources: RoFormer (arXiv 2104.09864) for `theta ** (-2i / head_dim)`; position interpolation (arXiv 2306.15595);
-    Llama 3.1's reference code, `apply_scaling`; YaRN (arXiv 2309.00071), section 3.
+    Sources: RoFormer (arXiv 2104.09864) for `theta ** (-2i / head_dim)`; position interpolation
+    (arXiv 2306.15595); Llama 3.1's reference code, `apply_scaling`; YaRN (arXiv 2309.00071),
+    section 3.
 
     >>> inverse_frequencies(Rope(theta=100.0), 4, 2048)
     (tensor([1.0000, 0.1000]), 1.0)
@@ -225,9 +278,12 @@ def inverse_frequencies(rope: Rope, head_dim: int, max_position_embeddings: int)
 
 
 def _llama3(rope: Rope, frequencies: Tensor, factor: float, original: int) -> Tensor:
-    """Slow pairs are interpolated, fast ones kept, and those between are blended by their turns in `original`."""
+    """Slow pairs are interpolated, fast ones kept, and those between are blended by their turns in
+    `original`."""
     turns = original / (2 * math.pi / frequencies)
-    keep = ((turns - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor)).clamp(0, 1)
+    keep = ((turns - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor)).clamp(
+        0, 1
+    )
     return (1 - keep) * frequencies / factor + keep * frequencies
 
 
@@ -250,7 +306,8 @@ def _yarn(rope: Rope, periods: Tensor, factor: float, original: int, head_dim: i
 
 
 def _yarn_attention_factor(rope: Rope, factor: float) -> float:
-    """`0.1 ln(factor) + 1`, section 3.4 of arXiv 2309.00071, or the ratio of two such terms with the mscales."""
+    """`0.1 ln(factor) + 1`, section 3.4 of arXiv 2309.00071, or the ratio of two such terms with
+    the mscales."""
     if rope.attention_factor is not None:
         return rope.attention_factor
 
@@ -275,21 +332,25 @@ def rope_tables(
         inv_freq: float32 `[head_dim / 2]`.
         positions: integer `[T]`, on the device of `inv_freq`; with a section `[T, 3]`.
         attention_factor: the factor of both tables.
-        dtype: the tables' dtype. The angles are always float32: bfloat16 cannot tell position 257 from 256.
-        mrope_section: as in `Rope`. Where a token's three positions are equal, the tables are those of that position.
+        dtype: the tables' dtype. The angles are always float32: bfloat16 cannot tell position 257
+            from 256.
+        mrope_section: as in `Rope`. Where a token's three positions are equal, the tables are those
+            of that position.
 
     Returns:
         `(cos, sin)`, each `[T, head_dim / 2]` of `dtype`.
     """
     if mrope_section is not None:
         columns = positions.split(1, dim=1)
-        positions = torch.cat([x.expand(-1, count) for x, count in zip(columns, mrope_section, strict=True)], dim=1)
+        positions = torch.cat(
+            [x.expand(-1, count) for x, count in zip(columns, mrope_section, strict=True)], dim=1
+        )
     return turn_tables(inv_freq, positions, attention_factor, dtype)
 
 
 def mrope_position_delta(positions: Tensor) -> int:
-    """The distance from the places of the tokens after a prompt to their positions: these continue after the largest
-    position in the prompt.
+    """The distance from the places of the tokens after a prompt to their positions: these continue
+    after the largest position in the prompt.
 
     Args:
         positions: [3, n], the positions of the whole prompt.
@@ -301,11 +362,13 @@ def mrope_position_delta(positions: Tensor) -> int:
 
 
 def mrope_positions(state: State, batch: Batch, resolved: ResolvedBatch) -> Tensor:
-    """The position of each token in time, height and width: [num_tokens, 3] int64, without a host read.
+    """The position of each token in time, height and width: [num_tokens, 3] int64, without a host
+    read.
 
-    The tokens of a prompt have the positions that the batch gives. The tokens after it have, in all three dimensions,
-    their place in the request plus the request's delta, which the state holds; so a decode batch names rows alone. The
-    delta of a request of text is 0, and three equal positions turn a head as one does.
+    The tokens of a prompt have the positions that the batch gives. The tokens after it have, in all
+    three dimensions, their place in the request plus the request's delta, which the state holds; so
+    a decode batch names rows alone. The delta of a request of text is 0, and three equal positions
+    turn a head as one does.
     """
     owner, _ = batch.owners()
     in_order = (resolved.positions + state.mrope_position_deltas[batch.rows[owner]])[:, None]
@@ -315,9 +378,11 @@ def mrope_positions(state: State, batch: Batch, resolved: ResolvedBatch) -> Tens
     return torch.where(given >= 0, given, in_order).contiguous()
 
 
-def position_fault(batch: Batch, x: IntermediateTensors | None, has_mrope: bool) -> tuple[str, str] | None:
-    """The fault of inputs of the first stage at another stage, of positions in a model without mRoPE, and of an `x`
-    that lacks them; and what to pass instead.
+def position_fault(
+    batch: Batch, x: IntermediateTensors | None, has_mrope: bool
+) -> tuple[str, str] | None:
+    """The fault of inputs of the first stage at another stage, of positions in a model without
+    mRoPE, and of an `x` that lacks them; and what to pass instead.
 
     Args:
         x: the intermediate tensors from the stage before.
@@ -328,7 +393,9 @@ def position_fault(batch: Batch, x: IntermediateTensors | None, has_mrope: bool)
         seen = f"batch.{name}, which the first stage alone takes"
         return seen, "batch.after_first(); what the first stage makes of them comes with x"
     if batch.positions is not None and not has_mrope:
-        seen = "batch.positions, and a model without mRoPE (no mrope_section in its rope_parameters)"
+        seen = (
+            "batch.positions, and a model without mRoPE (no mrope_section in its rope_parameters)"
+        )
         return seen, "a batch without positions: a token stands where it does in its request"
     if has_mrope and x is not None and x.positions is None:
         instead = "attrs.evolve(y, hidden_states=...) of what the stage before returned"

@@ -1,1 +1,2 @@
-"""Checkpoints: folders as Hugging Face writes them and GGUFs, with their tokenizers and chat templates."""
+"""Checkpoints: folders as Hugging Face writes them and GGUFs, with their tokenizers and chat
+templates."""

@@ -1,4 +1,5 @@
-"""Chats as prompts, by the template that a checkpoint brings: Jinja, in a sandbox, as transformers runs it."""
+"""Chats as prompts, by the template that a checkpoint brings: Jinja, in a sandbox, as transformers
+runs it."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -16,7 +17,11 @@ TOKENS = "bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_t
 """The special tokens that a template may name."""
 _RULES: dict[str, Rule] = {
     "messages": (
-        lambda given: isinstance(given, list | tuple) and given and all(isinstance(own, Mapping) for own in given),
+        lambda given: (
+            isinstance(given, list | tuple)
+            and given
+            and all(isinstance(own, Mapping) for own in given)
+        ),
         'a list of messages, as in [{"role": "user", "content": "Hello"}]',
     )
 }
@@ -34,7 +39,9 @@ class ChatTemplate:
     source: str = attrs.field(repr=False)
     special_tokens: Mapping[str, str] = attrs.field(factory=dict, hash=False)
 
-    def render(self, messages: Messages, /, *, add_generation_prompt: bool = True, **variables: Any) -> str:
+    def render(
+        self, messages: Messages, /, *, add_generation_prompt: bool = True, **variables: Any
+    ) -> str:
         """The messages as one text.
 
         Args:
@@ -53,7 +60,9 @@ class ChatTemplate:
         return render_chat(self, "chat_template.render(messages)", messages, own)
 
 
-def render_chat(template: ChatTemplate, call: str, messages: Messages, variables: Mapping[str, Any]) -> str:
+def render_chat(
+    template: ChatTemplate, call: str, messages: Messages, variables: Mapping[str, Any]
+) -> str:
     """As `ChatTemplate.render`; errors name `call`."""
     values = template_values(template, call, messages, variables)
     try:
@@ -73,17 +82,28 @@ def template_values(
     check_values(call, _RULES, {"messages": messages})
     reserved = [name for name in variables if name == "messages" or name in template.special_tokens]
     if reserved:
-        raise RequestError(call, f"the variable {reserved[0]}", "other names: the checkpoint and the messages set it")
-    return {**template.special_tokens, **variables, "messages": [dict(message) for message in messages]}
+        raise RequestError(
+            call,
+            f"the variable {reserved[0]}",
+            "other names: the checkpoint and the messages set it",
+        )
+    return {
+        **template.special_tokens,
+        **variables,
+        "messages": [dict(message) for message in messages],
+    }
 
 
 def refused_by_template(call: str, seen: str) -> RequestError:
     """The error of a template that raised."""
-    return RequestError(call, seen, 'messages that it takes, as in [{"role": "user", "content": "Hello"}]')
+    return RequestError(
+        call, seen, 'messages that it takes, as in [{"role": "user", "content": "Hello"}]'
+    )
 
 
 def read_chat_template(folder: Path, call: str) -> ChatTemplate | None:
-    """The template of a checkpoint folder, from chat_template.jinja or tokenizer_config.json; None if it has none.
+    """The template of a checkpoint folder, from chat_template.jinja or tokenizer_config.json; None
+    if it has none.
 
     Raises:
         CheckpointError: a file that cannot be read.

@@ -1,8 +1,10 @@
-"""A chat template's Jinja: the environment in which it runs, and a process that renders for another one.
+"""A chat template's Jinja: the environment in which it runs, and a process that renders for another
+one.
 
-A template is a program, and a loop in it cannot be interrupted from within its process. `python -P chat_jinja.py FD`
-renders each chat that it is sent in a process of its own, which ends when it is told to, or by itself if it takes too
-long. It imports nothing of weft, so that it is small: a copy of it is made in two milliseconds.
+A template is a program, and a loop in it cannot be interrupted from within its process. `python -P
+chat_jinja.py FD` renders each chat that it is sent in a process of its own, which ends when it is
+told to, or by itself if it takes too long. It imports nothing of weft, so that it is small: a copy
+of it is made in two milliseconds.
 """
 
 import contextlib
@@ -32,7 +34,8 @@ MAX_CHARS = 2**24
 _MAX_BYTES = 2**30
 """Memory of that process."""
 _QUICK_SECONDS = 0.1
-"""Seconds of a processor in which chats are rendered; what takes longer gives way to everything else."""
+"""Seconds of a processor in which chats are rendered; what takes longer gives way to everything
+else."""
 
 
 class Stream(Protocol):
@@ -69,15 +72,21 @@ def _refuse(message: str) -> None:
     raise _Refused(message)
 
 
-def _to_json(value: Any, indent: int | None = None, separators: Any = None, sort_keys: bool = False) -> str:
-    return json.dumps(value, ensure_ascii=False, indent=indent, separators=separators, sort_keys=sort_keys)
+def _to_json(
+    value: Any, indent: int | None = None, separators: Any = None, sort_keys: bool = False
+) -> str:
+    return json.dumps(
+        value, ensure_ascii=False, indent=indent, separators=separators, sort_keys=sort_keys
+    )
 
 
 @functools.cache
 def compiled(source: str) -> Any:
     """A template, in a sandbox with what transformers gives it."""
     extensions = [_Generation, loopcontrols]
-    environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=extensions)
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=extensions
+    )
     environment.filters["tojson"] = _to_json
     environment.globals["raise_exception"] = _refuse
     environment.globals["strftime_now"] = lambda form: datetime.datetime.now().strftime(form)
@@ -120,7 +129,9 @@ def _rendered(source: str, variables: Mapping[str, Any]) -> dict[str, Any]:
     except Exception as error:
         return {"error": said(error)}
     if len(text) > MAX_CHARS:
-        return {"error": f"the checkpoint's chat template made {len(text)} characters; at most {MAX_CHARS}"}
+        return {
+            "error": f"the checkpoint's chat template made {len(text)} characters; at most {MAX_CHARS}"
+        }
     return {"text": text}
 
 
@@ -133,15 +144,17 @@ def _limit_memory() -> None:
 
 
 def _limit_time(seconds: float) -> None:
-    """Limit the time of this process, and how long it goes before everything else of the machine."""
+    """Limit the time of this process, and how long it goes before everything else of the machine.
+    """
     signal.signal(signal.SIGVTALRM, lambda *_: os.nice(19))
     signal.setitimer(signal.ITIMER_VIRTUAL, _QUICK_SECONDS)
     signal.setitimer(signal.ITIMER_REAL, seconds)
 
 
 def _can_be_compiled(source: str, seconds: float) -> bool:
-    """Whether a template can be compiled within the limits, which a copy of this process tries: constants such as
-    `"a" * 10**10` are computed then. What is wrong with it is told with each chat."""
+    """Whether a template can be compiled within the limits, which a copy of this process tries:
+    constants such as `"a" * 10**10` are computed then. What is wrong with it is told with each
+    chat."""
     pid = os.fork()
     if pid:
         return os.waitpid(pid, 0)[1] == 0
@@ -165,8 +178,8 @@ def _render_one(source: str, seconds: float, connection: socket.socket) -> None:
 def main() -> None:
     """Render until the other end of a socket is closed. Its number is the first argument.
 
-    The standard input has the template, and the seconds of each chat. A command on the socket is a letter and a number:
-    `r` renders what comes from the socket that is sent with it, `k` ends that.
+    The standard input has the template, and the seconds of each chat. A command on the socket is a
+    letter and a number: `r` renders what comes from the socket that is sent with it, `k` ends that.
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # it is its parent's
     _limit_memory()

@@ -1,4 +1,5 @@
-"""Digests of a checkpoint's files and of parameters, by which ranks tell whether they hold parts of one model."""
+"""Digests of a checkpoint's files and of parameters, by which ranks tell whether they hold parts of
+one model."""
 
 import hashlib
 from collections.abc import Iterable
@@ -20,8 +21,8 @@ _VALUES = 4
 
 @attrs.frozen
 class Origin:
-    """Digests of the checkpoint that parameters were loaded from, by which ranks that hold different parts of a model
-    tell whether it is one model.
+    """Digests of the checkpoint that parameters were loaded from, by which ranks that hold
+    different parts of a model tell whether it is one model.
 
     Args:
         checkpoint: a digest of the whole checkpoint.
@@ -38,8 +39,9 @@ class Origin:
 
 
 def digest_files(folder: Path, files: Iterable[Path], header: int | None = None) -> str:
-    """A digest of the files of a checkpoint: of their names, sizes and headers, and of 512 samples of 64 bytes; small
-    files such as JSON are read as a whole. It tells checkpoints apart, but not files that differ in a few values.
+    """A digest of the files of a checkpoint: of their names, sizes and headers, and of 512 samples
+    of 64 bytes; small files such as JSON are read as a whole. It tells checkpoints apart, but not
+    files that differ in a few values.
 
     Args:
         header: bytes of each file's header; None: as a safetensors file says.
@@ -53,7 +55,9 @@ def digest_files(folder: Path, files: Iterable[Path], header: int | None = None)
         size = file.stat().st_size
         found.update(f"{file.relative_to(folder).as_posix()} {size} ".encode())
         with file.open("rb") as opened:
-            first = min(8 + int.from_bytes(opened.read(8), "little") if header is None else header, size)
+            first = min(
+                8 + int.from_bytes(opened.read(8), "little") if header is None else header, size
+            )
             opened.seek(0)
             found.update(opened.read(min(first, _MAX_HEADER)))
             count = max(_SAMPLES // len(files), 16)
@@ -64,7 +68,8 @@ def digest_files(folder: Path, files: Iterable[Path], header: int | None = None)
 
 
 def digest_params(params: Any) -> str:
-    """A digest of the shapes, the dtypes and 4 values of each tensor in a tree. It reads the values on the host."""
+    """A digest of the shapes, the dtypes and 4 values of each tensor in a tree. It reads the values
+    on the host."""
     tensors = [leaf.detach() for leaf in tree_leaves(params) if isinstance(leaf, Tensor)]
     found = hashlib.blake2b(digest_size=8)
     found.update(str([(tuple(x.shape), x.dtype) for x in tensors]).encode())

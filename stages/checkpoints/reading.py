@@ -32,7 +32,10 @@ FLOATS = ("F16", "BF16", "F32", "F64")
 _NEUTRAL = re.compile(r"model\.(layers\.\d+\.self_attn\.)?rotary_emb\.inv_freq")
 _FP8 = "F8_E4M3"
 _RULES: dict[str, Rule] = {
-    "dtype": (lambda dtype: dtype in (None, *DTYPES.values()), f"one of {', '.join(map(str, DTYPES.values()))}")
+    "dtype": (
+        lambda dtype: dtype in (None, *DTYPES.values()),
+        f"one of {', '.join(map(str, DTYPES.values()))}",
+    )
 }
 _SHOWN = 4
 
@@ -41,12 +44,12 @@ class TensorReader(Protocol):
     """Reads a checkpoint's tensors, by transformers' names."""
 
     def check(self, parts: Iterable[tuple[Part, Sequence[str]]]) -> None:
-        """Raise CheckpointError unless the checkpoint has these parts of a stage, each in one of the dtypes beside it
-        (by safetensors' names), and no tensor that nothing explains."""
+        """Raise CheckpointError unless the checkpoint has these parts of a stage, each in one of
+        the dtypes beside it (by safetensors' names), and no tensor that nothing explains."""
 
     def read(self, part: Part, dtype: torch.dtype, /) -> Tensor:
-        """The tensor of a part, or the share of it, on any device and in any dtype; a format that has to convert it
-        takes `dtype`."""
+        """The tensor of a part, or the share of it, on any device and in any dtype; a format that
+        has to convert it takes `dtype`."""
 
 
 def read_params(
@@ -59,14 +62,17 @@ def read_params(
     shard: Share = WHOLE,
     progress: bool,
 ) -> DecoderParams:
-    """A stage's parameters, or a rank's share of them, from a reader, after every name, shape and dtype was checked."""
+    """A stage's parameters, or a rank's share of them, from a reader, after every name, shape and
+    dtype was checked."""
     fields = dict(stage_fields(config, layout, shard))
     checks = []
     for field in fields.values():
         dtypes = FLOATS if field.dtype is None or field.dtype.itemsize > 1 else (_FP8,)
         checks += [(part, dtypes) for part in field.parts]
     reader.check(checks)
-    bar = tqdm(total=len(checks), desc=f"stage {layout.index}", unit=" tensors", disable=not progress)
+    bar = tqdm(
+        total=len(checks), desc=f"stage {layout.index}", unit=" tensors", disable=not progress
+    )
 
     def read(part: Part, dtype: torch.dtype) -> Tensor:
         bar.update()
@@ -105,7 +111,11 @@ class SafetensorsReader:
         """As `TensorReader.check`."""
         needed = dict(parts)
         _check_names(self._files, [part.name for part in needed], self.config, self.call)
-        if self.config.tie_word_embeddings and HEAD in self._files and EMBED in {part.name for part in needed}:
+        if (
+            self.config.tie_word_embeddings
+            and HEAD in self._files
+            and EMBED in {part.name for part in needed}
+        ):
             _check_tied(self._files, self.call)
         files = {part: self._files[part.name] for part in needed}
         with ExitStack() as stack:
@@ -118,12 +128,19 @@ class SafetensorsReader:
     def read(self, part: Part, _: torch.dtype) -> Tensor:
         """As `TensorReader.read`: in the checkpoint's dtype."""
         handle = self._handles[self._files[part.name]]
-        tensor: Tensor = handle.get_slice(part.name)[part.slices] if part.slices else handle.get_tensor(part.name)
+        tensor: Tensor = (
+            handle.get_slice(part.name)[part.slices]
+            if part.slices
+            else handle.get_tensor(part.name)
+        )
         return tensor
 
 
 def _fill(
-    field: Field, read: Callable[[Part, torch.dtype], Tensor], dtype: torch.dtype, device: torch.device
+    field: Field,
+    read: Callable[[Part, torch.dtype], Tensor],
+    dtype: torch.dtype,
+    device: torch.device,
 ) -> Tensor:
     """The field's tensor: its only part as it is, or a new tensor that holds all parts."""
     dtype = field.dtype or dtype
@@ -137,8 +154,8 @@ def _fill(
 
 @attrs.frozen(eq=False)
 class PartView:
-    """The view of a stage's parameters that holds one of the checkpoint's tensors, or a rank's share of it. Writing to
-    it changes the parameters.
+    """The view of a stage's parameters that holds one of the checkpoint's tensors, or a rank's
+    share of it. Writing to it changes the parameters.
 
     Args:
         view: of the parameters.
@@ -156,32 +173,40 @@ class PartView:
 def places(
     params: DecoderParams, config: ModelConfig, layout: StageLayout, shard: Share = WHOLE
 ) -> dict[str, PartView]:
-    """The places of the checkpoint's tensors in a stage's parameters, or in a rank's share of them, by transformers'
-    names."""
+    """The places of the checkpoint's tensors in a stage's parameters, or in a rank's share of them,
+    by transformers' names."""
     found: dict[str, PartView] = {}
     for path, field in stage_fields(config, layout, shard):
         *layer, name = path.split(".")
         owner = params.layers[int(layer[1]) - layout.start] if layer else params
         if path == "embed_tokens" and not layout.first:
             name = "lm_head"
-        found |= {part.name: PartView(part.place(getattr(owner, name)), part) for part in field.parts}
+        found |= {
+            part.name: PartView(part.place(getattr(owner, name)), part) for part in field.parts
+        }
     found |= {name: found[other] for name, other in tied_names(config).items() if other in found}
     return found
 
 
 def tied_names(config: ModelConfig) -> dict[str, str]:
-    """The second names of the checkpoint's tensors, each with the first: a tied head is the embedding."""
+    """The second names of the checkpoint's tensors, each with the first: a tied head is the
+    embedding."""
     return {HEAD: EMBED} if config.tie_word_embeddings else {}
 
 
 def tensor_shapes(config: ModelConfig, layout: StageLayout) -> dict[str, tuple[int, ...]]:
-    """The checkpoint's tensors that a stage needs: transformers' names, in the order of the computation."""
-    return {part.name: part.shape for _, field in stage_fields(config, layout) for part in field.parts}
+    """The checkpoint's tensors that a stage needs: transformers' names, in the order of the
+    computation."""
+    return {
+        part.name: part.shape for _, field in stage_fields(config, layout) for part in field.parts
+    }
 
 
-def stage_fields(config: ModelConfig, layout: StageLayout, shard: Share = WHOLE) -> Iterator[tuple[str, Field]]:
-    """The fields of a stage's parameters, or of a rank's share of them, each with its path: `layers.3.qkv_proj`,
-    counted in the whole model.
+def stage_fields(
+    config: ModelConfig, layout: StageLayout, shard: Share = WHOLE
+) -> Iterator[tuple[str, Field]]:
+    """The fields of a stage's parameters, or of a rank's share of them, each with its path:
+    `layers.3.qkv_proj`, counted in the whole model.
 
     The field of a tied head is the embedding.
     """
@@ -200,12 +225,16 @@ def stage_fields(config: ModelConfig, layout: StageLayout, shard: Share = WHOLE)
             yield "embed_tokens", embedding
 
 
-def assemble(config: ModelConfig, layout: StageLayout, tensors: Mapping[str, Tensor]) -> DecoderParams:
+def assemble(
+    config: ModelConfig, layout: StageLayout, tensors: Mapping[str, Tensor]
+) -> DecoderParams:
     """A stage's parameters, made from the tensors at the paths of `stage_fields`."""
     layers = []
     for i in layout.layers:
         prefix = f"layers.{i}."
-        own: dict[str, Any] = {k.removeprefix(prefix): v for k, v in tensors.items() if k.startswith(prefix)}
+        own: dict[str, Any] = {
+            k.removeprefix(prefix): v for k, v in tensors.items() if k.startswith(prefix)
+        }
         layers.append(LayerParams(**own, index=i))
     lm_head = None
     if layout.last and not config.tie_word_embeddings:
@@ -220,15 +249,19 @@ def assemble(config: ModelConfig, layout: StageLayout, tensors: Mapping[str, Ten
     )
 
 
-def checked_dtype(config: ModelConfig, layout: StageLayout, dtype: torch.dtype | None, call: str) -> torch.dtype:
-    """The dtype to load; an error if it is not a dtype of decoders, or if the layout is not of this model."""
+def checked_dtype(
+    config: ModelConfig, layout: StageLayout, dtype: torch.dtype | None, call: str
+) -> torch.dtype:
+    """The dtype to load; an error if it is not a dtype of decoders, or if the layout is not of this
+    model."""
     check_layout(layout, config.num_layers, call)
     check_values(call, _RULES, {"dtype": dtype}, ConfigError)
     return config.dtype if dtype is None else dtype
 
 
 def checked_device(device: torch.device | str, call: str) -> torch.device:
-    """The device with its index: a bare `cuda` is `cuda:0` to safetensors, and the current device to torch."""
+    """The device with its index: a bare `cuda` is `cuda:0` to safetensors, and the current device
+    to torch."""
     try:
         return torch.empty(0, device=device).device
     except (RuntimeError, AssertionError) as error:
@@ -270,16 +303,22 @@ def _indexed_files(index: Path, call: str) -> dict[str, Path]:
             own.value(name, None, _is_inside, f"the name of a file of {str(index.parent)!r}")
     except ConfigError as error:
         seen = f"{index.name} is not an index of shards: {error.seen}; {error.instead}"
-        raise CheckpointError(call, seen, f"copy {index.name} again from where it came from") from error
-    if missing := sorted(name for name in set(shards.values()) if not os.path.isfile(index.parent / name)):
-        seen = f"{index.name} names {list_some(missing)}, and {str(index.parent)!r} has no such file"
+        raise CheckpointError(
+            call, seen, f"copy {index.name} again from where it came from"
+        ) from error
+    if missing := sorted(
+        name for name in set(shards.values()) if not os.path.isfile(index.parent / name)
+    ):
+        seen = (
+            f"{index.name} names {list_some(missing)}, and {str(index.parent)!r} has no such file"
+        )
         raise CheckpointNotFoundError(call, seen, "finish the download, or copy the missing shards")
     return {name: index.parent / shard for name, shard in shards.items()}
 
 
 def _is_inside(name: Any) -> bool:
-    """Whether this is a relative path that stays in the folder where it begins. Links may lead out of it, as those of
-    Hugging Face's cache do."""
+    """Whether this is a relative path that stays in the folder where it begins. Links may lead out
+    of it, as those of Hugging Face's cache do."""
     if not isinstance(name, str):
         return False
     return all(part not in ("", ".", "..") for part in re.split(r"[/\\]", name)) and ":" not in name
@@ -297,31 +336,45 @@ def open_tensors(file: Path, device: str, call: str) -> Any:
         seen = f"{file.name} ({file.stat().st_size} bytes) is damaged: {error!s:.300}"
         instead = f"copy {file.name} again from where it came from"
         if not os.access(file, os.R_OK):
-            seen, instead = f"{str(file)!r:.300}, which this user may not read", "chmod u+r, or another user's rights"
+            seen, instead = (
+                f"{str(file)!r:.300}, which this user may not read",
+                "chmod u+r, or another user's rights",
+            )
         raise CheckpointError(call, seen, instead) from error
 
 
 def _open_all(files: Iterable[Path], device: str, call: str, stack: ExitStack) -> dict[Path, Any]:
-    return {file: stack.enter_context(open_tensors(file, device, call)) for file in dict.fromkeys(files)}
+    return {
+        file: stack.enter_context(open_tensors(file, device, call)) for file in dict.fromkeys(files)
+    }
 
 
-def _check_names(files: Mapping[str, Path], needed: Iterable[str], config: ModelConfig, call: str) -> None:
+def _check_names(
+    files: Mapping[str, Path], needed: Iterable[str], config: ModelConfig, call: str
+) -> None:
     missing = [name for name in needed if name not in files]
     explained = tensor_shapes(config, StageLayout(0, 1, 0, config.num_layers))
     tied = {HEAD} if config.tie_word_embeddings else set()
     other = ARCHITECTURES[config.architecture].other_tensors
-    left = [name for name in files if name not in explained and name not in tied and not name.startswith(other)]
+    left = [
+        name
+        for name in files
+        if name not in explained and name not in tied and not name.startswith(other)
+    ]
     extra = [name for name in left if not _NEUTRAL.fullmatch(name)]
     refuse_names(missing, extra, "the checkpoint", "config.json", call)
 
 
 def _check_tied(files: Mapping[str, Path], call: str) -> None:
-    """Raise CheckpointError if the files hold a head that differs from the embedding that it is tied to."""
+    """Raise CheckpointError if the files hold a head that differs from the embedding that it is
+    tied to."""
     with ExitStack() as stack:
         handles = _open_all((files[HEAD], files[EMBED]), "cpu", call, stack)
         head, embed = (handles[files[name]].get_slice(name) for name in (HEAD, EMBED))
         rows, same = range(0, head.get_shape()[0], _ROWS), head.get_shape() == embed.get_shape()
-        if same and all(torch.equal(head[row : row + _ROWS], embed[row : row + _ROWS]) for row in rows):
+        if same and all(
+            torch.equal(head[row : row + _ROWS], embed[row : row + _ROWS]) for row in rows
+        ):
             return
     seen = f"{HEAD} is not {EMBED}, and config.json has tie_word_embeddings=true"
     instead = "set it to false to use the head that is stored, or leave that head out of the files"
@@ -329,13 +382,18 @@ def _check_tied(files: Mapping[str, Path], call: str) -> None:
 
 
 def refuse_names(missing: list[str], extra: list[str], holder: str, source: str, call: str) -> None:
-    """Raise CheckpointError for tensors that are missing from a checkpoint or an adapter, or that nothing explains.
+    """Raise CheckpointError for tensors that are missing from a checkpoint or an adapter, or that
+    nothing explains.
 
     Args:
         holder: what holds the tensors, for the error.
         source: the name of the configuration file.
     """
-    seen = f"no {list_some(missing)}" if missing else f"{list_some(extra)}, and no field of {source} explains that"
+    seen = (
+        f"no {list_some(missing)}"
+        if missing
+        else f"{list_some(extra)}, and no field of {source} explains that"
+    )
     if missing or extra:
         raise CheckpointError(call, f"{holder} has {seen}", _belong(source))
 
@@ -345,7 +403,13 @@ def _belong(source: str) -> str:
 
 
 def check_tensor(
-    handle: Any, name: str, shape: tuple[int, ...], dtypes: Sequence[str], file: str, source: str, call: str
+    handle: Any,
+    name: str,
+    shape: tuple[int, ...],
+    dtypes: Sequence[str],
+    file: str,
+    source: str,
+    call: str,
 ) -> None:
     """Raise CheckpointError unless an open file of a checkpoint or an adapter has this tensor.
 
@@ -372,4 +436,6 @@ def check_tensor(
 def list_some(names: list[str]) -> str:
     """The names, or the first few and how many more there are."""
     more = len(names) - _SHOWN
-    return ", ".join(f"{name:.200}" for name in names[:_SHOWN]) + (f" and {more} more" if more > 0 else "")
+    return ", ".join(f"{name:.200}" for name in names[:_SHOWN]) + (
+        f" and {more} more" if more > 0 else ""
+    )

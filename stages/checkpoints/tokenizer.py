@@ -17,8 +17,8 @@ LONG_TEXT = 2000
 
 @contextmanager
 def tokenizer_failures(kind: type[WeftError], call: str, seen: str, instead: str) -> Iterator[None]:
-    """Turn what the tokenizers library raises into an error of this kind: bare exceptions, and Rust's panics, which
-    are not Exceptions."""
+    """Turn what the tokenizers library raises into an error of this kind: bare exceptions, and
+    Rust's panics, which are not Exceptions."""
     try:
         yield
     except WeftError:
@@ -37,11 +37,15 @@ def token_ids(tokenizer: Tokenizer, text: str, *, special: bool = True) -> list[
     """
     if len(text) < LONG_TEXT:
         return list(tokenizer.encode(text, add_special_tokens=special).ids)
-    [found] = tokenizer.encode_batch([text], add_special_tokens=special)  # `encode` keeps the interpreter's lock
+    [found] = tokenizer.encode_batch(
+        [text], add_special_tokens=special
+    )  # `encode` keeps the interpreter's lock
     return list(found.ids)
 
 
-def encode(tokenizer: Tokenizer | None, text: Any, call: str, path: Path, *, special: bool = True) -> list[int]:
+def encode(
+    tokenizer: Tokenizer | None, text: Any, call: str, path: Path, *, special: bool = True
+) -> list[int]:
     """The tokens of a text, by the tokenizer of the checkpoint at `path`, as `token_ids`.
 
     Raises:
@@ -52,7 +56,9 @@ def encode(tokenizer: Tokenizer | None, text: Any, call: str, path: Path, *, spe
         raise RequestError(call, kind_of(text), instead)
     if tokenizer is None:
         raise RequestError(call, lacks_tokenizer(path), "pass token ids")
-    with tokenizer_failures(RequestError, call, "the tokenizer failed", f"other text, or another {path}"):
+    with tokenizer_failures(
+        RequestError, call, "the tokenizer failed", f"other text, or another {path}"
+    ):
         return token_ids(tokenizer, text, special=special)
 
 

@@ -1,1 +1,2 @@
-"""Functions and modules of users as stages: what functions may capture and carry, and checks of what they return."""
+"""Functions and modules of users as stages: what functions may capture and carry, and checks of
+what they return."""

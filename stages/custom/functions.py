@@ -20,21 +20,25 @@ from weft.state import State
 _PAGE_SIZE = 16
 
 DecoderStage = Callable[
-    [DecoderParams, State, Batch, IntermediateTensors | None], tuple[State, IntermediateTensors | Output]
+    [DecoderParams, State, Batch, IntermediateTensors | None],
+    tuple[State, IntermediateTensors | Output],
 ]
 Transform = Callable[[DecoderStage], DecoderStage]
 Tables = tuple[Tensor, Tensor]
 Layer = Callable[[LayerParams, Tensor, ResolvedBatch, Tables, Tensor], tuple[Tensor, Tensor]]
-"""A decoder layer: `(params, kv_pages, batch, tables, hidden) -> (hidden, kv_pages)`, with the shapes of `layers`, but
-that `kv_pages` are the layer's own."""
+"""A decoder layer: `(params, kv_pages, batch, tables, hidden) -> (hidden, kv_pages)`, with the
+shapes of `layers`, but that `kv_pages` are the layer's own."""
 Attend = Callable[[ModelConfig, LayerParams, Tensor, Tensor, ResolvedBatch], Tensor]
-"""`(config, layer, q, kv_pages, batch) -> mixed`: what a token reads of its context, as `weft.stages.attend`."""
+"""`(config, layer, q, kv_pages, batch) -> mixed`: what a token reads of its context, as
+`weft.stages.attend`."""
 LogitsAt = Callable[[Tensor | slice], Tensor]
-"""The logits [n, vocab_size] of a model that reads beside another one, of some tokens of the batch."""
+"""The logits [n, vocab_size] of a model that reads beside another one, of some tokens of the batch.
+"""
 Beside = Callable[[State, ResolvedBatch], tuple[State, dict[str, LogitsAt]]]
 """Models that read the same tokens: `(state, batch) -> (state, logits by name)`."""
 ChangeLogits = Callable[[Tensor, Tensor, Mapping[str, Tensor]], Tensor]
-"""`(logits [n, vocab_size], rows [n], extras) -> logits`: a function on logits, each with its request's extras."""
+"""`(logits [n, vocab_size], rows [n], extras) -> logits`: a function on logits, each with its
+request's extras."""
 
 
 _CALLS = {
@@ -45,18 +49,24 @@ _CALLS = {
     "logits": (3, (), "(logits, rows, extras) -> logits"),
     "layers": (1, (), "(layer) -> layer"),
 }
-"""For each function of one's own, the number of its arguments by position, those by keyword, and its signature."""
+"""For each function of one's own, the number of its arguments by position, those by keyword, and
+its signature."""
 LAYER = "(params, kv_pages, batch, tables, hidden) -> (hidden, kv_pages)"
 """The signature of a decoder layer, and what it returns."""
 
-LEAVES: Rule = lambda leaves: is_int(leaves, 1) and leaves & (leaves - 1) == 0, "a power of two: 1, 2, 4, 8"
+LEAVES: Rule = (
+    lambda leaves: is_int(leaves, 1) and leaves & (leaves - 1) == 0,
+    "a power of two: 1, 2, 4, 8",
+)
 PREFIX_CACHING = ("full", "recompute", "snapshot", "none")
-"""What is done with the leading tokens of a request that the prefix cache has (`StageFunctions`)."""
+"""What is done with the leading tokens of a request that the prefix cache has (`StageFunctions`).
+"""
 
 
 @attrs.frozen(eq=False)
 class Normed:
-    """The result of a norm: [num_tokens, hidden_size], and the same in FP8 if the next weights are in FP8."""
+    """The result of a norm: [num_tokens, hidden_size], and the same in FP8 if the next weights are
+    in FP8."""
 
     plain: Tensor
     quantized: Quantized | None = None
@@ -64,40 +74,52 @@ class Normed:
 
 @attrs.frozen
 class StageFunctions:
-    """The functions of one's own in a decoder's stages; None: the decoder's. Each is pure, runs in every graph of the
-    step, and has the signature of the function in `weft.stages.decoder` whose name it has.
+    """The functions of one's own in a decoder's stages; None: the decoder's. Each is pure, runs in
+    every graph of the step, and has the signature of the function in `weft.stages.decoder` whose
+    name it has.
 
     Args:
-        attention: `(config, layer, kv_pages, batch, tables, x) -> (added, kv_pages)`, as `attention`.
+        attention: `(config, layer, kv_pages, batch, tables, x) -> (added, kv_pages)`, as
+            `attention`.
         feed_forward: `(config, layer, batch, x) -> added`, as `feed_forward`.
-        norm: `(weight, eps, added, hidden, *, quantized) -> (normed, hidden)`, as `norm`, for the norms inside layers.
-        logits: `(logits, rows, extras) -> logits`, before biases, masks and penalties: `logits` [n, vocab_size],
-            `rows` [n] int64, the row of the state that each belongs to, and [n, ...] by name the extras of its request,
-            the captures of its token, and the logits of the models beside. Those that it does not read are not
-            computed. Logprobs are those of its result. Ranks that share layers call it with some of the rows each.
-        layers: for the index of a layer in the model, `f(layer) -> layer`, where a layer is a `Layer`.
-        extras: the default value, by name, of each input that a request has of its own. The functions read the
-            requests' values as `batch.per_token(batch.extras[name])` [num_tokens, ...].
-        token_extras: the default value, by name, of each input that a token of a prompt has of its own; generated
-            tokens have the default. The functions read the values in `batch.token_extras[name]` [num_tokens, ...].
-        captures: for the name of each value that the functions capture of a token (`sow`), an example of one.
-        carries: for the name of each value that a request carries from token to token (`carry`), the value before its
-            first one. The functions read what comes from the token before the batch in `batch.carried[name]`, one
-            for each request, with which `batch.scan_tokens` begins.
-        prefix_caching: what is done with the leading tokens of a request that the prefix cache has. `"full"`: they are
-            not computed. `"recompute"`: their pages are shared, and they are computed again, without being written: so
-            they are captured, and carried through. `"snapshot"`: they are not computed, and what the request carries
-            begins with what was kept with the last full page. `"none"`: they are computed, in pages of the request's
+        norm: `(weight, eps, added, hidden, *, quantized) -> (normed, hidden)`, as `norm`, for the
+            norms inside layers.
+        logits: `(logits, rows, extras) -> logits`, before biases, masks and penalties: `logits` [n,
+            vocab_size], `rows` [n] int64, the row of the state that each belongs to, and [n, ...]
+            by name the extras of its request, the captures of its token, and the logits of the
+            models beside. Those that it does not read are not computed. Logprobs are those of its
+            result. Ranks that share layers call it with some of the rows each.
+        layers: for the index of a layer in the model, `f(layer) -> layer`, where a layer is a
+            `Layer`.
+        extras: the default value, by name, of each input that a request has of its own. The
+            functions read the requests' values as `batch.per_token(batch.extras[name])`
+            [num_tokens, ...].
+        token_extras: the default value, by name, of each input that a token of a prompt has of its
+            own; generated tokens have the default. The functions read the values in
+            `batch.token_extras[name]` [num_tokens, ...].
+        captures: for the name of each value that the functions capture of a token (`sow`), an
+            example of one.
+        carries: for the name of each value that a request carries from token to token (`carry`),
+            the value before its first one. The functions read what comes from the token before the
+            batch in `batch.carried[name]`, one for each request, with which `batch.scan_tokens`
+            begins.
+        prefix_caching: what is done with the leading tokens of a request that the prefix cache has.
+            `"full"`: they are not computed. `"recompute"`: their pages are shared, and they are
+            computed again, without being written: so they are captured, and carried through.
+            `"snapshot"`: they are not computed, and what the request carries begins with what was
+            kept with the last full page. `"none"`: they are computed, in pages of the request's
             own. None: `"none"` where something is captured or carried, otherwise `"full"`.
-        attend: `(config, layer, q, kv_pages, batch) -> mixed`, as `weft.stages.attend`: attention between the query,
-            key and value product and the output projection, with this step's keys and values in the pages. `q` and
-            `mixed` are [num_tokens, num_heads, head_dim]. Or an `AttentionBackend`, which computes the same otherwise.
+        attend: `(config, layer, q, kv_pages, batch) -> mixed`, as `weft.stages.attend`: attention
+            between the query, key and value product and the output projection, with this step's
+            keys and values in the pages. `q` and `mixed` are [num_tokens, num_heads, head_dim]. Or
+            an `AttentionBackend`, which computes the same otherwise.
         beside: models by name, which read the same tokens, so that `logits` has theirs.
-        batch_invariant: whether all of it runs in `weft.batch_invariant()`. Whether functions of one's own in torch's
-            operators are batch invariant is for `weft.proofs.check` to say.
-        reduction_leaves: into how many leaves each sum is cut that ranks may share (`weft.ops.products.leaves`): a
-            power of two, and batch invariant. The bits are then the same on 1 rank and on any number that divides it.
-            1: they are those of one number of ranks.
+        batch_invariant: whether all of it runs in `weft.batch_invariant()`. Whether functions of
+            one's own in torch's operators are batch invariant is for `weft.proofs.check` to say.
+        reduction_leaves: into how many leaves each sum is cut that ranks may share
+            (`weft.ops.products.leaves`): a power of two, and batch invariant. The bits are then the
+            same on 1 rank and on any number that divides it. 1: they are those of one number of
+            ranks.
     """
 
     attention: Callable[..., tuple[Tensor, Tensor]] | None = None
@@ -132,12 +154,15 @@ class StageFunctions:
     @property
     def capability(self) -> str:
         """The graphs in which the attention can run, one of `weft.descriptor.CAPABILITIES`."""
-        return min((own.capability for own in self._backends), key=CAPABILITIES.index, default="full")
+        return min(
+            (own.capability for own in self._backends), key=CAPABILITIES.index, default="full"
+        )
 
     @property
     def inside(self) -> Callable[[int | None], bool] | None:
-        """For a query length (None: ragged), whether the attention runs inside of a graph of that class, so that graphs
-        in pieces would have no operator to be cut at; None: it is the operator."""
+        """For a query length (None: ragged), whether the attention runs inside of a graph of that
+        class, so that graphs in pieces would have no operator to be cut at; None: it is the
+        operator."""
         if any(own.attend is None and own.attention is None for own in self._readers):
             return None
         if any(own.is_operator for own in self._backends):
@@ -156,12 +181,17 @@ class StageFunctions:
             own.check_pages(call, page_size)
 
     def __str__(self) -> str:
-        named = {name: getattr(self, name) for name in ("attention", "attend", "feed_forward", "norm", "logits")}
+        named = {
+            name: getattr(self, name)
+            for name in ("attention", "attend", "feed_forward", "norm", "logits")
+        }
         named |= {f"layer {index}": change for index, change in sorted(self.layers.items())}
         parts = [f"{name}={name_of(f)}" for name, f in named.items() if f is not None]
         kinds = ("extra", self.extras), ("token extra", self.token_extras)
         for kind, tensors in (*kinds, ("captured", self.captures), ("carried", self.carries)):
-            parts += [f"{kind} {name}: {list(x.shape)} {x.dtype}" for name, x in sorted(tensors.items())]
+            parts += [
+                f"{kind} {name}: {list(x.shape)} {x.dtype}" for name, x in sorted(tensors.items())
+            ]
         parts += [f"beside {name}: {model.weights}" for name, model in sorted(self.beside.items())]
         parts += ["batch invariant"] if self.batch_invariant else []
         parts += [f"{self.reduction_leaves} reduction leaves"] if self.reduction_leaves != 1 else []
@@ -173,19 +203,25 @@ OWN = StageFunctions()
 """The decoder's own functions alone."""
 
 
-def _after(first: Callable[[Layer], Layer] | None, second: Callable[[Layer], Layer]) -> Callable[[Layer], Layer]:
+def _after(
+    first: Callable[[Layer], Layer] | None, second: Callable[[Layer], Layer]
+) -> Callable[[Layer], Layer]:
     """A change of a layer after another one."""
     return second if first is None else lambda layer: second(first(layer))
 
 
 def updated(functions: StageFunctions, new: StageFunctions) -> StageFunctions:
-    """The functions with others: a function or a policy replaces the one before, named values are added, and a change
-    of a layer follows the one before. Default values are copied: the user may change theirs."""
+    """The functions with others: a function or a policy replaces the one before, named values are
+    added, and a change of a layer follows the one before. Default values are copied: the user may
+    change theirs."""
     changed: dict[str, Any] = {}
     for field in attrs.fields(StageFunctions):
         own, given = getattr(functions, field.name), getattr(new, field.name)
         if field.name == "layers":
-            changed["layers"] = {**own, **{index: _after(own.get(index), change) for index, change in given.items()}}
+            changed["layers"] = {
+                **own,
+                **{index: _after(own.get(index), change) for index, change in given.items()},
+            }
         elif field.name in ("extras", "token_extras", "carries"):
             changed[field.name] = {**own, **{name: x.detach().clone() for name, x in given.items()}}
         elif field.name == "batch_invariant":
@@ -207,13 +243,25 @@ def name_of(f: Any) -> str:
 
 
 def check_functions(call: str, functions: StageFunctions, num_layers: int) -> None:
-    """Raise ProgramError for what is not a function, or one of another signature, for layers that the model does not
-    have, for an `attend` that an attention of one's own does not call, and for leaves that there cannot be."""
+    """Raise ProgramError for what is not a function, or one of another signature, for layers that
+    the model does not have, for an `attend` that an attention of one's own does not call, and for
+    leaves that there cannot be."""
     given = attrs.asdict(functions, recurse=False)
     given.pop("batch_invariant")
-    names = "reduction_leaves", "layers", "extras", "token_extras", "captures", "carries", "prefix_caching", "beside"
+    names = (
+        "reduction_leaves",
+        "layers",
+        "extras",
+        "token_extras",
+        "captures",
+        "carries",
+        "prefix_caching",
+        "beside",
+    )
     others = {name: given.pop(name) for name in names}
-    rules: dict[str, Rule] = {name: (lambda f: f is None or callable(f), "a function, or None") for name in given}
+    rules: dict[str, Rule] = {
+        name: (lambda f: f is None or callable(f), "a function, or None") for name in given
+    }
     rules["layers"] = (
         lambda found: (
             isinstance(found, Mapping)
@@ -222,57 +270,108 @@ def check_functions(call: str, functions: StageFunctions, num_layers: int) -> No
         f"a dict from a layer's index, 0 to {num_layers - 1}, to a function of a layer: layers={{0: f}}",
     )
     rules["reduction_leaves"] = LEAVES
-    rules["extras"] = _are_tensors, "a dict of the default values by name: extras={'vector': torch.zeros(hidden_size)}"
+    rules["extras"] = (
+        _are_tensors,
+        "a dict of the default values by name: extras={'vector': torch.zeros(hidden_size)}",
+    )
     rules["token_extras"] = (
         _are_tensors,
         "a dict of one token's default by name: token_extras={'patch': torch.zeros(n)}",
     )
-    rules["captures"] = _are_tensors, "a dict of examples by name: captures={'hidden': torch.zeros(hidden_size)}"
-    rules["carries"] = _are_tensors, "a dict of the values before the first token: carries={'sum': torch.zeros(())}"
+    rules["captures"] = (
+        _are_tensors,
+        "a dict of examples by name: captures={'hidden': torch.zeros(hidden_size)}",
+    )
+    rules["carries"] = (
+        _are_tensors,
+        "a dict of the values before the first token: carries={'sum': torch.zeros(())}",
+    )
     rules["prefix_caching"] = (
         lambda own: own is None or own in PREFIX_CACHING,
         f"one of {', '.join(PREFIX_CACHING)}; None: it follows from captures and carries",
     )
-    rules["beside"] = (lambda own: isinstance(own, Mapping), "a dict of models by name: beside={'amateur': small}")
+    rules["beside"] = (
+        lambda own: isinstance(own, Mapping),
+        "a dict of models by name: beside={'amateur': small}",
+    )
     check_values(call, rules, {**given, **others}, ProgramError)
-    own = {name: f for name, f in given.items() if f is not None and not isinstance(f, AttentionBackend)}
-    for name, f in (*own.items(), *((f"layers[{index}]", f) for index, f in functions.layers.items())):
+    own = {
+        name: f
+        for name, f in given.items()
+        if f is not None and not isinstance(f, AttentionBackend)
+    }
+    for name, f in (
+        *own.items(),
+        *((f"layers[{index}]", f) for index, f in functions.layers.items()),
+    ):
         count, keywords, wanted = _CALLS[name.partition("[")[0]]
         if (seen := other_signature(f, count, *keywords)) is not None:
-            raise ProgramError(f"{call} with {name}={seen.partition('(')[0]}", seen, f"a function {wanted}")
+            raise ProgramError(
+                f"{call} with {name}={seen.partition('(')[0]}", seen, f"a function {wanted}"
+            )
     if functions.attention is not None and functions.attend is not None:
         seen = "both attention=f and attend=g, and f takes the place of what calls g"
-        raise ProgramError(call, seen, "one of them: f may call weft.stages.decoder.attention(..., attend=g)")
+        raise ProgramError(
+            call, seen, "one of them: f may call weft.stages.decoder.attention(..., attend=g)"
+        )
     if functions.reduction_leaves == 1:
         return
     with_leaves = f"{call} with reduction_leaves={functions.reduction_leaves}"
     if not functions.batch_invariant:
-        raise ProgramError(with_leaves, "a model that is not batch invariant", "batch_invariant=True, too")
-    if whole := [name for name in ("attention", "feed_forward") if getattr(functions, name) is not None]:
-        seen, instead = f"{whole[0]}=f of one's own, whose sums have no leaves", "attend=f or layers={index: f}"
+        raise ProgramError(
+            with_leaves, "a model that is not batch invariant", "batch_invariant=True, too"
+        )
+    if whole := [
+        name for name in ("attention", "feed_forward") if getattr(functions, name) is not None
+    ]:
+        seen, instead = (
+            f"{whole[0]}=f of one's own, whose sums have no leaves",
+            "attend=f or layers={index: f}",
+        )
         raise ProgramError(with_leaves, seen, instead)
 
 
 def check_together(call: str, functions: StageFunctions) -> None:
-    """Raise ProgramError for a policy under which captures or carries would lack found tokens, and for a name that both
-    requests and their tokens have an input of."""
-    own, captures, carries = functions.prefix_caching, bool(functions.captures), bool(functions.carries)
+    """Raise ProgramError for a policy under which captures or carries would lack found tokens, and
+    for a name that both requests and their tokens have an input of."""
+    own, captures, carries = (
+        functions.prefix_caching,
+        bool(functions.captures),
+        bool(functions.carries),
+    )
     with_policy = f"{call} with prefix_caching={own!r}"
-    for kinds in (("extras", "token_extras"), ("extras", "captures"), ("extras", "beside"), ("captures", "beside")):
+    for kinds in (
+        ("extras", "token_extras"),
+        ("extras", "captures"),
+        ("extras", "beside"),
+        ("captures", "beside"),
+    ):
         names = [set(getattr(functions, kind)) for kind in kinds]
         if both := sorted(names[0] & names[1]):
-            seen, instead = f"{both[0]!r} in {' and in '.join(kinds)}", "another name for one of them"
+            seen, instead = (
+                f"{both[0]!r} in {' and in '.join(kinds)}",
+                "another name for one of them",
+            )
             raise ProgramError(call, seen, instead)
     if functions.beside and functions.logits is None:
-        seen, instead = "beside, and no logits=f that reads the models' logits", "logits=f, too: extras[name] in it"
+        seen, instead = (
+            "beside, and no logits=f that reads the models' logits",
+            "logits=f, too: extras[name] in it",
+        )
         raise ProgramError(call, seen, instead)
     if own == "full" and (captures or carries):
         seen = f"{'captures' if captures else 'carries'}, which skipped tokens do not have"
         instead = "prefix_caching='recompute' or 'none'"
     elif own == "snapshot" and captures:
-        seen, instead = "captures, which skipped tokens do not have", "prefix_caching='recompute' or 'none'"
+        seen, instead = (
+            "captures, which skipped tokens do not have",
+            "prefix_caching='recompute' or 'none'",
+        )
     elif own == "snapshot" and not carries:
-        seen, instead = "no carries, so that there is nothing to keep", "carries={name: default}, or leave it out"
+        seen, instead = (
+            "no carries, so that there is nothing to keep",
+            "carries={name: default}, or leave it out",
+        )
     else:
         return
     raise ProgramError(with_policy, seen, instead)

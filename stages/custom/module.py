@@ -35,8 +35,8 @@ Call = Callable[[Any, Any, Any], Any]
 _CALL = "call=lambda module, batch, x: module(...)"
 
 _LOCKS: "dict[int, tuple[weakref.ref[Any], RLock]]" = {}
-"""By the id of a part of a module, or of an object in it: two stages that share it, on two threads, must not give it
-their values at the same time."""
+"""By the id of a part of a module, or of an object in it: two stages that share it, on two threads,
+must not give it their values at the same time."""
 
 
 @attrs.frozen(eq=False, repr=False)
@@ -46,8 +46,9 @@ class ModuleStage(Summarized):
     Args:
         stage: `(params, state, batch, x) -> (state, y)`.
         params: the module's parameters by name.
-        state: its buffers by name, and the tensors in plain objects that it holds by path (`cache.layers[0].keys`);
-            what the module updates (running statistics, a cache) comes back in the new state.
+        state: its buffers by name, and the tensors in plain objects that it holds by path
+            (`cache.layers[0].keys`); what the module updates (running statistics, a cache) comes
+            back in the new state.
     """
 
     stage: Callable[[dict[str, Tensor], dict[str, Tensor], Any, Any], tuple[dict[str, Tensor], Any]]
@@ -58,32 +59,38 @@ class ModuleStage(Summarized):
 def from_module(module: nn.Module, *, call: Call | None = None) -> ModuleStage:
     """Make a stage of `module`.
 
-    It is called on `x`, or on the batch if it is the first stage (`x` is None). A mapping, such as the encoding of a
-    tokenizer, is passed by keyword; a tuple by position; anything else as the only argument.
+    It is called on `x`, or on the batch if it is the first stage (`x` is None). A mapping, such as
+    the encoding of a tokenizer, is passed by keyword; a tuple by position; anything else as the
+    only argument.
 
-    The module runs in its own mode, `train()` or `eval()`, at each call. Dropout draws from torch's default generator,
-    as in the module itself, and a graph draws new numbers at each replay. The bits are those of the module after
-    `requires_grad_(False)`: torch rounds otherwise where parameters require grad.
+    The module runs in its own mode, `train()` or `eval()`, at each call. Dropout draws from torch's
+    default generator, as in the module itself, and a graph draws new numbers at each replay. The
+    bits are those of the module after `requires_grad_(False)`: torch rounds otherwise where
+    parameters require grad.
 
-    Tensors in plain objects (instances of classes that are not modules, such as a cache of transformers), however deep
-    below the module's attributes, are state like buffers, if they are there when the stage is made. Left out are
-    parameters, tensors that are views of other values, and what torch's own objects hold.
+    Tensors in plain objects (instances of classes that are not modules, such as a cache of
+    transformers), however deep below the module's attributes, are state like buffers, if they are
+    there when the stage is made. Left out are parameters, tensors that are views of other values,
+    and what torch's own objects hold.
 
     Args:
-        module: a run of the stage does not change its buffers, nor the tensors in its objects. A graph is refused if a
-            run changes anything else that can be reached from the module: numbers, lists, nonlocals, attributes of
-            classes; the error names it. The same holds for draws from the generators of Python or NumPy.
-        call: `(module, batch, x) -> y`, instead of the call above: for arguments from both the batch and `x`, or to
-            return a part of the output, such as `lambda module, batch, x: module(x, mask=batch["mask"]).logits`.
+        module: a run of the stage does not change its buffers, nor the tensors in its objects. A
+            graph is refused if a run changes anything else that can be reached from the module:
+            numbers, lists, nonlocals, attributes of classes; the error names it. The same holds for
+            draws from the generators of Python or NumPy.
+        call: `(module, batch, x) -> y`, instead of the call above: for arguments from both the
+            batch and `x`, or to return a part of the output, such as `lambda module, batch, x:
+            module(x, mask=batch["mask"]).logits`.
 
     Returns:
-        The stage, its parameters, and its buffers and the tensors in its objects as the state, which the stage
-        donates.
+        The stage, its parameters, and its buffers and the tensors in its objects as the state,
+        which the stage donates.
 
     Raises:
-        ProgramError: `module` is not a module, has parameters without a shape yet, or buffers that share memory; or
-            `call` is not a function. From the stage: the module's `forward` does not take these arguments, makes a
-            buffer, replaces a parameter, removes a tensor of the state, or makes two of one.
+        ProgramError: `module` is not a module, has parameters without a shape yet, or buffers that
+            share memory; or `call` is not a function. From the stage: the module's `forward` does
+            not take these arguments, makes a buffer, replaces a parameter, removes a tensor of the
+            state, or makes two of one.
 
     >>> made = from_module(nn.Linear(2, 1))
     >>> state, y = made.stage(made.params, made.state, torch.ones(3, 2), None)
@@ -98,7 +105,9 @@ def from_module(module: nn.Module, *, call: Call | None = None) -> ModuleStage:
     locks = _locks_of([*module.modules(), *(owner for one in in_objects for owner in one.owners())])
 
     @donates("state")
-    def stage(params: dict[str, Tensor], state: dict[str, Tensor], batch: Any, x: Any) -> tuple[dict[str, Tensor], Any]:
+    def stage(
+        params: dict[str, Tensor], state: dict[str, Tensor], batch: Any, x: Any
+    ) -> tuple[dict[str, Tensor], Any]:
         of_objects = {one.name: state[one.name] for one in in_objects if one.name in state}
         values = {f"module.{name}": value for name, value in {**params, **state}.items()}
         for name in of_objects.keys() - buffers.keys():
@@ -111,8 +120,12 @@ def from_module(module: nn.Module, *, call: Call | None = None) -> ModuleStage:
         for one in in_objects:
             if one.name in state:
                 tied = [values[f"module.{one.name}"]] if one.name in buffers else []
-                values[f"module.{one.name}"] = one.the_one_of([*next_of_objects[one.name], *tied], module)
-        return {name: values[f"module.{name}"] for name in state}, y  # the module may have replaced a buffer
+                values[f"module.{one.name}"] = one.the_one_of(
+                    [*next_of_objects[one.name], *tied], module
+                )
+        return {
+            name: values[f"module.{name}"] for name in state
+        }, y  # the module may have replaced a buffer
 
     vars(stage)["__weft_module__"] = module  # whose training mode `graphify` asks for
     stage.__name__ = stage.__qualname__ = f"stage {type(module).__name__}"
@@ -126,7 +139,8 @@ class _ObjectTensor:
     """A tensor of the state that plain objects hold.
 
     Args:
-        name: its name in the state: the path of the first place, or the name of the buffer that it is, too.
+        name: its name in the state: the path of the first place, or the name of the buffer that it
+            is, too.
         tensor: the module's own.
         places: all places that hold it.
     """
@@ -158,7 +172,9 @@ class _ObjectTensor:
             found = [None]
         if not all(isinstance(value, Tensor) for value in found):
             seen = f"the run removed {self.name}, a tensor of the state"
-            raise ProgramError(_call_of(module), seen, f"leave it there, or write it in place: {self.name}.zero_()")
+            raise ProgramError(
+                _call_of(module), seen, f"leave it there, or write it in place: {self.name}.zero_()"
+            )
         return found
 
     def the_one_of(self, values: list[Any], module: nn.Module) -> Any:
@@ -167,7 +183,9 @@ class _ObjectTensor:
             return values[0]
         places = " and ".join(dict.fromkeys([self.name, *(place.path for place in self.places)]))
         seen = f"{places} are one tensor before the run, and are not after it"
-        raise ProgramError(_call_of(module), seen, "give the other ones the new tensor, too, or write it in place")
+        raise ProgramError(
+            _call_of(module), seen, "give the other ones the new tensor, too, or write it in place"
+        )
 
 
 def _call_of(module: nn.Module) -> str:
@@ -175,7 +193,8 @@ def _call_of(module: nn.Module) -> str:
 
 
 def _tensors_in_objects(module: nn.Module) -> list[_ObjectTensor]:
-    """The tensors of the state that plain objects hold, without those that share memory with another value."""
+    """The tensors of the state that plain objects hold, without those that share memory with
+    another value."""
     names = {id(buffer): name for name, buffer in module.named_buffers()}
     found = [
         _ObjectTensor(names.get(id(tensor), places[0].path), tensor, places)
@@ -190,9 +209,12 @@ def _tensors_in_objects(module: nn.Module) -> list[_ObjectTensor]:
 
 
 def _locks_of(parts: list[Any]) -> list["RLock"]:
-    """The locks of all parts of a module, in one order for all; a new one for those that have none."""
+    """The locks of all parts of a module, in one order for all; a new one for those that have none.
+    """
     new = threading.RLock()
-    locks = {id(lock): lock for part in parts if (lock := _lock_of(part)) is not None} or {id(new): new}
+    locks = {id(lock): lock for part in parts if (lock := _lock_of(part)) is not None} or {
+        id(new): new
+    }
     first = next(iter(locks.values()))
     for part in parts:
         if _lock_of(part) is None:
@@ -210,12 +232,18 @@ def _lock_of(part: Any) -> "RLock | None":
     return lock if reference is not None and reference() is part else None
 
 
-def _refuse_new(module: nn.Module, buffers: Mapping[str, Tensor], params: Mapping[str, Any], values: Any) -> None:
-    """Raise ProgramError if the run made a buffer or replaced a parameter: neither has a place in the new state."""
+def _refuse_new(
+    module: nn.Module, buffers: Mapping[str, Tensor], params: Mapping[str, Any], values: Any
+) -> None:
+    """Raise ProgramError if the run made a buffer or replaced a parameter: neither has a place in
+    the new state."""
     new = [name for name, _ in module.named_buffers() if name not in buffers]
     replaced = [name for name, value in params.items() if values[f"module.{name}"] is not value]
     if new:
-        seen, instead = f"the run made the buffer {new[0]}", "make it before that: run the module once"
+        seen, instead = (
+            f"the run made the buffer {new[0]}",
+            "make it before that: run the module once",
+        )
     elif replaced:
         seen = f"the run replaced the parameter {replaced[0]}, which is not part of the new state"
         instead = f"a buffer in its place: register_buffer({replaced[0].rpartition('.')[2]!r}, ...)"
@@ -225,7 +253,8 @@ def _refuse_new(module: nn.Module, buffers: Mapping[str, Tensor], params: Mappin
 
 
 class _Caller(nn.Module):
-    """A module whose forward is a call of another one, so that `functional_call` gives it the values."""
+    """A module whose forward is a call of another one, so that `functional_call` gives it the
+    values."""
 
     def __init__(self, module: nn.Module, call: Call, in_objects: list[_ObjectTensor]) -> None:
         super().__init__()
@@ -233,21 +262,27 @@ class _Caller(nn.Module):
         self.call = call
         self.in_objects = in_objects
 
-    def forward(self, batch: Any, x: Any, of_objects: Mapping[str, Tensor]) -> tuple[Any, dict[str, list[Any]]]:
-        """Call the module with these tensors in its objects. Returns its output, and what the run left there."""
+    def forward(
+        self, batch: Any, x: Any, of_objects: Mapping[str, Tensor]
+    ) -> tuple[Any, dict[str, list[Any]]]:
+        """Call the module with these tensors in its objects. Returns its output, and what the run
+        left there."""
         with ExitStack() as stack:
             given = [one for one in self.in_objects if one.name in of_objects]
             for one in given:
                 before = one.put(of_objects[one.name], self.module)
                 stack.callback(_put_back, one.places, before)
             if watched():
-                stack.enter_context(_unchanged(self.module, {id(value) for value in of_objects.values()}))
+                stack.enter_context(
+                    _unchanged(self.module, {id(value) for value in of_objects.values()})
+                )
             y = self.call(self.module, batch, x)
             return y, {one.name: one.next_values(self.module) for one in given}
 
 
 def _put_back(places: list[Place], before: list[Any]) -> None:
-    """Put what was in the places before a run back into them, as far as the run has left them there."""
+    """Put what was in the places before a run back into them, as far as the run has left them
+    there."""
     for place, value in zip(places, before, strict=True):
         with suppress(LookupError, AttributeError, TypeError):
             place.put(value)
@@ -263,13 +298,17 @@ def _call_on_inputs(module: nn.Module, batch: Any, x: Any) -> Any:
     return module(*args, **kwargs)
 
 
-def _check_arguments(module: nn.Module, given_as: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+def _check_arguments(
+    module: nn.Module, given_as: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> None:
     """Raise ProgramError for arguments that the module's `forward` does not take."""
     signature = inspect.signature(module.forward)
     try:
         signature.bind(*args, **kwargs)
     except TypeError as error:
-        given = ", ".join([*(kind_of(value) for value in args), *(f"{name}=..." for name in kwargs)])
+        given = ", ".join(
+            [*(kind_of(value) for value in args), *(f"{name}=..." for name in kwargs)]
+        )
         seen = f"forward({', '.join(signature.parameters)}) is given ({given}): {error}"
         call = f"stage {type(module).__name__}(params, state, {given_as})"
         raise ProgramError(call, seen, f"from_module(module, {_CALL})") from error
@@ -281,19 +320,31 @@ def _overlapping(buffers: Mapping[str, Any]) -> tuple[str, str] | None:
     for name, buffer in buffers.items():
         if buffer.numel() and not buffer.is_meta and buffer.layout is torch.strided:
             start = buffer.storage_offset() * buffer.itemsize
-            steps = sum((size - 1) * stride for size, stride in zip(buffer.shape, buffer.stride(), strict=True))
+            steps = sum(
+                (size - 1) * stride
+                for size, stride in zip(buffer.shape, buffer.stride(), strict=True)
+            )
             spans.append((storage_id(buffer), start, start + (steps + 1) * buffer.itemsize, name))
     pairs = pairwise(sorted(spans))
-    return next(((one[3], other[3]) for one, other in pairs if one[0] == other[0] and other[1] < one[2]), None)
+    return next(
+        ((one[3], other[3]) for one, other in pairs if one[0] == other[0] and other[1] < one[2]),
+        None,
+    )
 
 
 def _check_module(module: Any, call: Any) -> None:
     if isinstance(module, nn.Module):
         values: list[tuple[str, Any]] = [*module.named_parameters(), *module.named_buffers()]
         if lazy := [name for name, value in values if is_lazy(value)]:
-            seen, instead = f"{lazy[0]}, which has no shape yet", "call the module once on inputs before that"
+            seen, instead = (
+                f"{lazy[0]}, which has no shape yet",
+                "call the module once on inputs before that",
+            )
         elif both := _overlapping(dict(module.named_buffers())):
-            seen, instead = f"buffers {both[0]} and {both[1]}, which share memory", "a clone() of one of them"
+            seen, instead = (
+                f"buffers {both[0]} and {both[1]}, which share memory",
+                "a clone() of one of them",
+            )
         elif call is not None and not callable(call):
             seen, instead = f"call={call!r:.60}, {kind_of(call)}", _CALL
         else:
@@ -308,12 +359,14 @@ def _check_module(module: Any, call: Any) -> None:
 
 @contextmanager
 def _unchanged(module: nn.Module, state: Set[int]) -> Iterator[None]:
-    """Context of a captured run of a module. It restores what the module holds in Python, however deep, and the
-    generators of Python and NumPy, if the run changed them.
+    """Context of a captured run of a module. It restores what the module holds in Python, however
+    deep, and the generators of Python and NumPy, if the run changed them.
 
     Args:
-        module: all of its parts are watched: their attributes, and the objects and containers that these reach.
-        state: the ids of the tensors in plain objects that are part of the state, so that the run may replace them.
+        module: all of its parts are watched: their attributes, and the objects and containers that
+            these reach.
+        state: the ids of the tensors in plain objects that are part of the state, so that the run
+            may replace them.
 
     Raises:
         CaptureError: the run changed something.
@@ -326,22 +379,32 @@ def _unchanged(module: nn.Module, state: Set[int]) -> Iterator[None]:
         change = next(before.changes(state), None)
     finally:
         before.restore()
-        drawn = [generator for generator, get, put, state in draws if _differs(get(), state) and not put(state)]
+        drawn = [
+            generator
+            for generator, get, put, state in draws
+            if _differs(get(), state) and not put(state)
+        ]
     if change is not None:
         seen, instead = (
             f"{change.path} of the module {change}, and a replay does not repeat that",
             _instead_of(change, module),
         )
     elif drawn:
-        seen, instead = f"a draw from {drawn[0]}, which a replay does not repeat", "a draw from torch: torch.rand(...)"
+        seen, instead = (
+            f"a draw from {drawn[0]}, which a replay does not repeat",
+            "a draw from torch: torch.rand(...)",
+        )
     else:
         return
     raise CaptureError(f"graphify(stage {type(module).__name__})", seen, instead)
 
 
 def _roots_of(module: nn.Module) -> tuple[dict[str, nn.Module], Set[int]]:
-    """The parts of a module by path, and their ids; without those of TorchScript, which hold nothing in Python."""
-    parts = {path: part for path, part in module.named_modules() if not isinstance(part, ScriptModule)}
+    """The parts of a module by path, and their ids; without those of TorchScript, which hold
+    nothing in Python."""
+    parts = {
+        path: part for path, part in module.named_modules() if not isinstance(part, ScriptModule)
+    }
     return parts, {id(part) for part in parts.values()}
 
 
@@ -361,8 +424,11 @@ def _instead_of(change: Change, module: nn.Module) -> str:
 
 
 def _generators() -> list[tuple[str, Callable[[], Any], Callable[[Any], Any]]]:
-    """The generators that are not torch's: their names, and functions that get and set their states."""
-    found: list[tuple[str, Callable[[], Any], Callable[[Any], Any]]] = [("random", random.getstate, random.setstate)]
+    """The generators that are not torch's: their names, and functions that get and set their
+    states."""
+    found: list[tuple[str, Callable[[], Any], Callable[[Any], Any]]] = [
+        ("random", random.getstate, random.setstate)
+    ]
     if (numpy := sys.modules.get("numpy")) is not None:
         found.append(("numpy.random", numpy.random.get_state, numpy.random.set_state))
     return found
@@ -370,4 +436,6 @@ def _generators() -> list[tuple[str, Callable[[], Any], Callable[[Any], Any]]]:
 
 def _differs(now: Any, was: Any) -> bool:
     """Whether the states of a generator differ. They are tuples of numbers, and one array."""
-    return [list(x) if hasattr(x, "shape") else x for x in now] != [list(x) if hasattr(x, "shape") else x for x in was]
+    return [list(x) if hasattr(x, "shape") else x for x in now] != [
+        list(x) if hasattr(x, "shape") else x for x in was
+    ]

@@ -1,4 +1,5 @@
-"""Checks of what functions of one's own return in the stages of a decoder, and notes on the errors that they raise."""
+"""Checks of what functions of one's own return in the stages of a decoder, and notes on the errors
+that they raise."""
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -20,7 +21,9 @@ from weft.state import State
 from weft.trees import tree_structure
 
 
-def changed_layer(index: int, change: Callable[[Layer], Layer], layer: Layer, *args: Any) -> tuple[Tensor, Tensor]:
+def changed_layer(
+    index: int, change: Callable[[Layer], Layer], layer: Layer, *args: Any
+) -> tuple[Tensor, Tensor]:
     """The result of a layer of one's own, checked.
 
     Raises:
@@ -31,9 +34,13 @@ def changed_layer(index: int, change: Callable[[Layer], Layer], layer: Layer, *a
         made: Any = change(layer)
         if not callable(made):
             instead = "a function of the layer that returns a layer: layers={index: change}"
-            raise ProgramError(f"layers={{{index}: ...}}(layer)", f"it returned {kind_of(made)}", instead)
+            raise ProgramError(
+                f"layers={{{index}: ...}}(layer)", f"it returned {kind_of(made)}", instead
+            )
         if (seen := other_signature(made, len(args))) is not None:
-            raise ProgramError(f"layers={{{index}: ...}}(layer)", f"it returned {seen}", f"a layer {LAYER}")
+            raise ProgramError(
+                f"layers={{{index}: ...}}(layer)", f"it returned {seen}", f"a layer {LAYER}"
+            )
         result: Any = made(*args)
     if isinstance(result, tuple) and len(result) == 2 and isinstance(result[0], Tensor):
         if (result[0].shape, result[0].dtype) == (hidden.shape, hidden.dtype):
@@ -47,12 +54,15 @@ def changed_layer(index: int, change: Callable[[Layer], Layer], layer: Layer, *a
 
 @contextmanager
 def blamed_on(function: str, given: ResolvedBatch | Mapping[str, Tensor]) -> Iterator[None]:
-    """A context in which each error gets a note: which of the user's functions raised it, and the names that it could
-    read, in a batch or in the extras of logits."""
+    """A context in which each error gets a note: which of the user's functions raised it, and the
+    names that it could read, in a batch or in the extras of logits."""
 
     def note(error: Exception) -> str:
         if isinstance(given, ResolvedBatch):
-            names = {f"batch.{kind}": getattr(given, kind) for kind in ("extras", "carried", "token_extras")}
+            names = {
+                f"batch.{kind}": getattr(given, kind)
+                for kind in ("extras", "carried", "token_extras")
+            }
         else:
             names = {"extras": given}
         parts = [f"{kind} has {', '.join(map(repr, own))}" for kind, own in names.items() if own]
@@ -107,7 +117,8 @@ def transformed(stage: DecoderStage, transform: Transform, layout: StageLayout) 
     """A transformed stage, which takes the storage of its state, and whose results are checked.
 
     Raises:
-        ProgramError: the transform returns no function; or, at a call, that returns something else than a stage does.
+        ProgramError: the transform returns no function; or, at a call, that returns something else
+            than a stage does.
     """
     call, inner = f"{name_of(transform)}({stage.__name__})", transform(stage)
     rule: Rule = callable, "a stage: a function (params, state, batch, x) -> (state, y)"
@@ -127,9 +138,13 @@ def transformed(stage: DecoderStage, transform: Transform, layout: StageLayout) 
             if tree_structure(result[0]) == before:
                 return result[0], result[1]
             seen = "it returned a state of another structure than the given one"
-        raise ProgramError(f"{call}(params, state, batch, x)", seen, f"(state, {kind.__name__}), as the stage does")
+        raise ProgramError(
+            f"{call}(params, state, batch, x)", seen, f"(state, {kind.__name__}), as the stage does"
+        )
 
-    run.__name__ = run.__qualname__ = f"{stage.__name__}, {getattr(transform, '__name__', 'transformed')}"
+    run.__name__ = run.__qualname__ = (
+        f"{stage.__name__}, {getattr(transform, '__name__', 'transformed')}"
+    )
     return run
 
 

@@ -1,4 +1,5 @@
-"""`sow` and `carry`: what functions of one's own, in a stage, capture of each token, and carry to the next one."""
+"""`sow` and `carry`: what functions of one's own, in a stage, capture of each token, and carry to
+the next one."""
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -19,24 +20,28 @@ from weft.trees import OF_THIS_PROCESS
 
 @attrs.define
 class SownNames:
-    """The names that the stages of a model have captured and carried so far, as far as they run in this process: a
-    stage's layers see only their own.
+    """The names that the stages of a model have captured and carried so far, as far as they run in
+    this process: a stage's layers see only their own.
 
     Args:
         num_stages: of the model's split.
-        last: for the index of each stage that ran, the names that it captured, and carried, in its last step.
+        last: for the index of each stage that ran, the names that it captured, and carried, in its
+            last step.
         carried_in: the layer that carried each name.
     """
 
     num_stages: int
-    last: dict[int, tuple[frozenset[str], frozenset[str]]] = attrs.field(factory=dict, metadata=OF_THIS_PROCESS)
+    last: dict[int, tuple[frozenset[str], frozenset[str]]] = attrs.field(
+        factory=dict, metadata=OF_THIS_PROCESS
+    )
     carried_in: dict[str, int] = attrs.field(factory=dict, metadata=OF_THIS_PROCESS)
 
     def add(self, stage: int, sown: "Sown") -> None:
         """Add the names of a stage that ran.
 
         Raises:
-            ProgramError: another layer carries one of them; or all stages ran, and a declared name is missing.
+            ProgramError: another layer carries one of them; or all stages ran, and a declared name
+                is missing.
         """
         self.last[stage] = frozenset(sown.values), frozenset(sown.carried)
         for name, layer in sown.carried_in.items():
@@ -45,8 +50,12 @@ class SownNames:
         if len(self.last) < self.num_stages:
             return
         kinds = ("sow", "captures", sown.captures), ("carry", "carries", sown.carries)
-        for (verb, option, declared), by_stage in zip(kinds, zip(*self.last.values(), strict=True), strict=True):
-            if missing := [name for name in declared if not any(name in found for found in by_stage)]:
+        for (verb, option, declared), by_stage in zip(
+            kinds, zip(*self.last.values(), strict=True), strict=True
+        ):
+            if missing := [
+                name for name in declared if not any(name in found for found in by_stage)
+            ]:
                 seen = f"no function that calls weft.stages.{verb}({missing[0]!r}, value)"
                 instead = f"leave it out, or {verb} it"
                 raise ProgramError(f"with_stages({option}={{{missing[0]!r}: ...}})", seen, instead)
@@ -95,23 +104,35 @@ class Sown:
             raise _carried_twice(name, self.carried_in[name], self.layer)
         self.carried[name], self.carried_in[name] = checked, self.layer
 
-    def _checked(self, verb: str, option: str, declared: Mapping[str, Tensor], name: str, value: Any) -> Tensor:
+    def _checked(
+        self, verb: str, option: str, declared: Mapping[str, Tensor], name: str, value: Any
+    ) -> Tensor:
         call, example = f"weft.stages.{verb}({name!r}, value)", declared.get(name)
         if self.refused:
-            raise ProgramError(call, self.refused, f"{verb} in a layer, or in an attention, feed_forward or norm")
+            raise ProgramError(
+                call, self.refused, f"{verb} in a layer, or in an attention, feed_forward or norm"
+            )
         if example is None:
             known = ", ".join(map(repr, declared)) or "none"
-            instead = f"model.with_stages(..., {option}={{{name!r}: torch.zeros(...)}}), as of one token"
-            raise ProgramError(call, f"a name that the stages do not declare; they declare {known}", instead)
+            instead = (
+                f"model.with_stages(..., {option}={{{name!r}: torch.zeros(...)}}), as of one token"
+            )
+            raise ProgramError(
+                call, f"a name that the stages do not declare; they declare {known}", instead
+            )
         shape = (self.num_tokens, *example.shape)
         if not isinstance(value, Tensor) or value.shape != shape:
             seen = f"shape {tuple(value.shape)}" if isinstance(value, Tensor) else kind_of(value)
-            raise ProgramError(call, seen, f"a tensor {list(shape)}: {list(example.shape)} for each token of the batch")
+            raise ProgramError(
+                call,
+                seen,
+                f"a tensor {list(shape)}: {list(example.shape)} for each token of the batch",
+            )
         return value.to(example.dtype, copy=True)  # it may be written to later
 
     def check_carried(self) -> None:
-        """Raise ProgramError, once the layers have run, for a value that was read in another layer than the one that
-        carries it."""
+        """Raise ProgramError, once the layers have run, for a value that was read in another layer
+        than the one that carries it."""
         for name, layer in sorted(self.reads):
             if self.carried_in.get(name) != layer:
                 seen = "which this layer does not carry"
@@ -128,7 +149,10 @@ class Sown:
                 found = {**found, name: PerToken(self.values[name])}
             elif name not in found:
                 shape = self.num_tokens, *example.shape
-                found = {**found, name: PerToken(torch.zeros(shape, dtype=example.dtype, device=device))}
+                found = {
+                    **found,
+                    name: PerToken(torch.zeros(shape, dtype=example.dtype, device=device)),
+                }
         return found
 
 
@@ -145,41 +169,47 @@ _SOWN: ContextVar[Sown | None] = ContextVar("weft.sown", default=None)
 
 
 def sow(name: str, value: Tensor) -> None:
-    """Capture a value of each token, from within a function of one's own in a stage: it comes back, per token, as
-    `captured[name]` of the stage's output, of `RequestOutput` and of `Completion`.
+    """Capture a value of each token, from within a function of one's own in a stage: it comes back,
+    per token, as `captured[name]` of the stage's output, of `RequestOutput` and of `Completion`.
 
-    As `sow` of Flax does, it leaves the function's signature as it is, and does nothing where nobody collects.
+    As `sow` of Flax does, it leaves the function's signature as it is, and does nothing where
+    nobody collects.
 
     Args:
         name: one that `model.with_stages(..., captures={name: example})` declares.
-        value: [num_tokens, ...], of the example's shape for each token; cast to its dtype. If a name is sown twice in a
-            step, the last value counts. It is copied, so that you may write to yours later.
+        value: [num_tokens, ...], of the example's shape for each token; cast to its dtype. If a
+            name is sown twice in a step, the last value counts. It is copied, so that you may write
+            to yours later.
 
     Raises:
-        ProgramError: a name that is not declared, a value of another shape, or a call from `logits` or from a transform
-            of a whole stage, where values are not of tokens.
+        ProgramError: a name that is not declared, a value of another shape, or a call from `logits`
+            or from a transform of a whole stage, where values are not of tokens.
     """
     if (own := _SOWN.get()) is not None:
         own.add(name, value)
 
 
 def carry(name: str, value: Tensor) -> None:
-    """Carry a value from each token to the next of its request, from within a layer of one's own: the state of a
-    recurrence. `batch.carried[name]` is what came from the token before the batch's first one, for each request.
+    """Carry a value from each token to the next of its request, from within a layer of one's own:
+    the state of a recurrence. `batch.carried[name]` is what came from the token before the batch's
+    first one, for each request.
 
-    It is exact however a request is served: in chunks, after wrong drafts, preempted, and under a prefix hit, as
-    `model.with_stages(..., prefix_caching=...)` says. A preempted request begins again, as if it were new: with the
-    default, or with the snapshot of the last of its pages that the prefix cache still has.
+    It is exact however a request is served: in chunks, after wrong drafts, preempted, and under a
+    prefix hit, as `model.with_stages(..., prefix_caching=...)` says. A preempted request begins
+    again, as if it were new: with the default, or with the snapshot of the last of its pages that
+    the prefix cache still has.
 
     Args:
-        name: one that `model.with_stages(..., carries={name: default})` declares; each layer has names of its own.
-        value: [num_tokens, ...], the value after each token of the batch, of the default's shape for each; cast to its
-            dtype. `batch.scan_tokens` computes such values one after the other. It is copied, so that you may write to
-            yours later.
+        name: one that `model.with_stages(..., carries={name: default})` declares; each layer has
+            names of its own.
+        value: [num_tokens, ...], the value after each token of the batch, of the default's shape
+            for each; cast to its dtype. `batch.scan_tokens` computes such values one after the
+            other. It is copied, so that you may write to yours later.
 
     Raises:
-        ProgramError: a name that is not declared, or is carried twice in a step; a value of another shape; or a call
-            from `logits` or from a transform of a whole stage, where values are not of tokens.
+        ProgramError: a name that is not declared, or is carried twice in a step; a value of another
+            shape; or a call from `logits` or from a transform of a whole stage, where values are
+            not of tokens.
     """
     if (own := _SOWN.get()) is not None:
         own.carry(name, value)

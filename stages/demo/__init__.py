@@ -1,1 +1,2 @@
-"""The checkpoint that weft ships: a byte-level decoder of the Qwen3 architecture, in Hugging Face's format."""
+"""The checkpoint that weft ships: a byte-level decoder of the Qwen3 architecture, in Hugging Face's
+format."""

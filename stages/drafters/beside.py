@@ -1,4 +1,5 @@
-"""Whole models that read the tokens of another in its steps, with pages of their own: models beside, and drafters."""
+"""Whole models that read the tokens of another in its steps, with pages of their own: models
+beside, and drafters."""
 
 import functools
 from collections.abc import Callable, Mapping
@@ -23,19 +24,26 @@ from weft.state import State
 from weft.torchapi.private import to_device
 
 Read = Callable[[DecoderParams, Tensor, ResolvedBatch], tuple[Tensor, Tensor]]
-"""`(params, kv_pages, batch) -> (hidden, kv_pages)`: a second model reads the tokens that a stage reads."""
+"""`(params, kv_pages, batch) -> (hidden, kv_pages)`: a second model reads the tokens that a stage
+reads."""
 
 
 def reader(config: ModelConfig, functions: StageFunctions, device: torch.device) -> Read:
-    """A second, whole model in a step, whose parameters are on `device`: it reads the same tokens, and keeps keys and
-    values in pages of its own, at the places of the first model's. An embedded token, which has no id, it reads as
-    token 0; a prompt of images as text."""
-    frequencies, factor = inverse_frequencies(config.rope, config.head_dim, config.max_position_embeddings)
+    """A second, whole model in a step, whose parameters are on `device`: it reads the same tokens,
+    and keeps keys and values in pages of its own, at the places of the first model's. An embedded
+    token, which has no id, it reads as token 0; a prompt of images as text."""
+    frequencies, factor = inverse_frequencies(
+        config.rope, config.head_dim, config.max_position_embeddings
+    )
     frequencies = to_device(frequencies, device)
     section = config.rope.mrope_section
 
-    def read(params: DecoderParams, kv_pages: Tensor, batch: ResolvedBatch) -> tuple[Tensor, Tensor]:
-        known = attrs.evolve(batch, input_ids=batch.input_ids.clamp(min=0), adapters=None, active_adapters=None)
+    def read(
+        params: DecoderParams, kv_pages: Tensor, batch: ResolvedBatch
+    ) -> tuple[Tensor, Tensor]:
+        known = attrs.evolve(
+            batch, input_ids=batch.input_ids.clamp(min=0), adapters=None, active_adapters=None
+        )
         if (fault := head_fault(params, config.tie_word_embeddings)) is not None:
             raise ProgramError("a model that reads beside another", *fault)
         hidden = embed(params, known, None)
@@ -50,7 +58,9 @@ def readers_beside(
     models: Mapping[str, tuple[ModelConfig, DecoderParams, StageFunctions]], device: torch.device
 ) -> Beside:
     """The models that read beside a last stage, by name; their parameters are on `device`."""
-    reads = {name: reader(config, functions, device) for name, (config, _, functions) in models.items()}
+    reads = {
+        name: reader(config, functions, device) for name, (config, _, functions) in models.items()
+    }
 
     def read(state: State, batch: ResolvedBatch) -> tuple[State, dict[str, LogitsAt]]:
         pages, logits = dict[str, Tensor](), dict[str, LogitsAt]()
@@ -64,7 +74,9 @@ def readers_beside(
     return read
 
 
-def _logits_at(config: ModelConfig, params: DecoderParams, hidden: Tensor, tokens: Tensor | slice) -> Tensor:
+def _logits_at(
+    config: ModelConfig, params: DecoderParams, hidden: Tensor, tokens: Tensor | slice
+) -> Tensor:
     return head(config, params, hidden[tokens])
 
 
@@ -77,7 +89,15 @@ def check_beside(call: str, model: Any, beside: Mapping[str, Any]) -> None:
         seen = kind_of(other)
         if isinstance(other, kind):
             own = other.functions
-            more = own.extras, own.token_extras, own.captures, own.carries, own.beside, own.logits, other.transforms
+            more = (
+                own.extras,
+                own.token_extras,
+                own.captures,
+                own.carries,
+                own.beside,
+                own.logits,
+                other.transforms,
+            )
             place = other.device, other.is_whole, other.config.vocab_size
             if not any(more) and place == (model.device, True, size):
                 continue

@@ -1,7 +1,8 @@
 """Drafters, and a first stage that drafts: the drafts replace the batch's sentinels.
 
-A drafter is `(params, state, batch) -> batch`. It runs on the device, inside the step, as a part of its graph. The
-drafts do not change the tokens that are generated (`weft.stages.head`), only the number of steps.
+A drafter is `(params, state, batch) -> batch`. It runs on the device, inside the step, as a part of
+its graph. The drafts do not change the tokens that are generated (`weft.stages.head`), only the
+number of steps.
 """
 
 from collections.abc import Callable
@@ -28,7 +29,8 @@ from weft.state import State, resolve
 
 Drafter = Callable[[Any, State, Batch], Batch]
 DraftingStage = Callable[
-    [tuple[DecoderParams, Any], State, Batch, IntermediateTensors | None], tuple[State, IntermediateTensors | Output]
+    [tuple[DecoderParams, Any], State, Batch, IntermediateTensors | None],
+    tuple[State, IntermediateTensors | Output],
 ]
 
 
@@ -48,7 +50,9 @@ def drafted(stage: Callable[..., Any], drafter: Drafter) -> DraftingStage:
         params: tuple[DecoderParams, Any], state: State, batch: Batch, x: IntermediateTensors | None
     ) -> tuple[State, IntermediateTensors | Output]:
         own, other = params
-        made: tuple[State, IntermediateTensors | Output] = stage(own, state, drafter(other, state, batch), x)
+        made: tuple[State, IntermediateTensors | Output] = stage(
+            own, state, drafter(other, state, batch), x
+        )
         return made
 
     run.__name__ = run.__qualname__ = f"{getattr(stage, '__name__', 'stage')}, drafting"
@@ -56,8 +60,9 @@ def drafted(stage: Callable[..., Any], drafter: Drafter) -> DraftingStage:
 
 
 def fill_in(state: State, batch: Batch, drafts: Tensor) -> Batch:
-    """The batch with drafts in the place of its sentinels. A sentinel stays where no draft is allowed: at the very last
-    token of a request, and in a request with penalties, where each token changes the distribution of the next.
+    """The batch with drafts in the place of its sentinels. A sentinel stays where no draft is
+    allowed: at the very last token of a request, and in a request with penalties, where each token
+    changes the distribution of the next.
 
     Args:
         drafts: [num_reqs, k] int64, in order; negative: no draft.
@@ -101,10 +106,10 @@ def model_drafter(
 ) -> Drafter:
     """A draft model of the same vocabulary, which runs whole before the stage's own layers.
 
-    It drafts one token after another, each with the request's temperature and noise: such drafts are right more often
-    than independent draws (Daliri et al., as in `weft.stages.head`). Where its logits are NaN it drafts no
-    more in this step. Then it reads the tokens that the stage reads: its cache, in the same pages, holds the same
-    tokens.
+    It drafts one token after another, each with the request's temperature and noise: such drafts
+    are right more often than independent draws (Daliri et al., as in `weft.stages.head`). Where its
+    logits are NaN it drafts no more in this step. Then it reads the tokens that the stage reads:
+    its cache, in the same pages, holds the same tokens.
 
     Args:
         num_drafts: the most drafts of a request in a batch.
@@ -115,26 +120,38 @@ def model_drafter(
     read_with = reader(config, functions, torch.device(device))
 
     def read(params: DecoderParams, state: State, batch: Batch) -> tuple[Tensor, ResolvedBatch]:
-        """The last layer's hidden states, and the batch resolved; writes the tokens' keys and values."""
+        """The last layer's hidden states, and the batch resolved; writes the tokens' keys and
+        values."""
         assert state.drafting is not None, "a stage that verifies has a state with drafting"
         assert state.drafting.kv_pages is not None, "it drafts with a model"
-        resolved = resolve(state, attrs.evolve(batch, descriptor=attrs.evolve(batch.descriptor, num_active_loras=0)))
+        resolved = resolve(
+            state,
+            attrs.evolve(batch, descriptor=attrs.evolve(batch.descriptor, num_active_loras=0)),
+        )
         hidden, pages = read_with(params, state.drafting.kv_pages, resolved)
         if pages is not state.drafting.kv_pages:
-            seen, instead = "a stage that drafts with a model", "the same without speculation, which samples the same"
+            seen, instead = (
+                "a stage that drafts with a model",
+                "the same without speculation, which samples the same",
+            )
             raise DerivativeError("a derivative, or a transform of torch.func", seen, instead)
         return hidden, resolved
 
     def draft(params: DecoderParams, state: State, batch: Batch) -> Batch:
         count, rows = (batch.descriptor.query_len or num_drafts + 1) - 1, batch.rows
-        temperature, seeds = state.sampling.floats[rows, TEMPERATURE], state.sampling.ints[rows, SEED]
+        temperature, seeds = (
+            state.sampling.floats[rows, TEMPERATURE],
+            state.sampling.ints[rows, SEED],
+        )
         single, drafts, logprobs = _last_tokens(batch), list[Tensor](), list[Tensor]()
         for ahead in range(count):
             at = attrs.evolve(state, positions=state.positions + ahead)
             hidden, resolved = read(params, at, single)
             logits = head(config, params, hidden)
             if functions.logits is not None:
-                logits = changed_logits(functions.logits, logits, resolved.rows, Extras(extras_of(resolved)))
+                logits = changed_logits(
+                    functions.logits, logits, resolved.rows, Extras(extras_of(resolved))
+                )
             drawn, logprob = sample(logits, temperature, seeds, resolved.positions)
             drafts.append(drawn)
             logprobs.append(logprob)
@@ -147,8 +164,8 @@ def model_drafter(
 
 
 def _numbers(drafts: list[Tensor], logprobs: list[Tensor]) -> Tensor:
-    """The drafts [num_reqs, k]; none from the first that was drawn from NaN logits. A NaN that a wrong draft leaves in
-    the model's cache would reach the tokens before it too."""
+    """The drafts [num_reqs, k]; none from the first that was drawn from NaN logits. A NaN that a
+    wrong draft leaves in the model's cache would reach the tokens before it too."""
     return torch.stack(drafts, 1).masked_fill(torch.stack(logprobs, 1).cumsum(1).isnan(), DRAFT)
 
 

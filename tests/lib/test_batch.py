@@ -25,7 +25,11 @@ IDS = st.lists(st.lists(st.integers(LAST_TOKEN, 99), min_size=1, max_size=4), ma
 def assert_fits(batch: Batch) -> None:
     """Shapes and dtypes agree with the descriptor and the docstring."""
     n, tokens = batch.descriptor.num_reqs, batch.descriptor.num_tokens
-    seen = {name: (tuple(leaf.shape), leaf.dtype) for name, leaf in leaves_with_names(batch) if leaf is not None}
+    seen = {
+        name: (tuple(leaf.shape), leaf.dtype)
+        for name, leaf in leaves_with_names(batch)
+        if leaf is not None
+    }
     assert seen == {
         ".rows": ((n,), torch.int64),
         ".input_ids": ((tokens,), torch.int64),
@@ -64,7 +68,10 @@ def test_one_token_prefills_are_ragged_whatever_their_shape() -> None:
 
 
 def test_samples_as_given() -> None:
-    assert Batch.ragged([3, 1], [[4], [5, 6]], samples=[False, True]).samples.tolist() == [False, True]
+    assert Batch.ragged([3, 1], [[4], [5, 6]], samples=[False, True]).samples.tolist() == [
+        False,
+        True,
+    ]
 
 
 def test_makers_take_any_sequences() -> None:
@@ -107,9 +114,14 @@ def test_makers_refuse_rows_that_are_padding_or_nobodys(rows: list[int]) -> None
 
 
 def test_every_tensor_of_a_batch_says_how_it_is_padded() -> None:
-    fields = {f.name for f in attrs.fields(Batch)} - {"descriptor", "token_extras"}  # which are `PerToken`s
+    fields = {f.name for f in attrs.fields(Batch)} - {
+        "descriptor",
+        "token_extras",
+    }  # which are `PerToken`s
     assert set(sized_fields(Batch.decode([0]))) == fields
-    batch = attrs.evolve(Batch.ragged([0], [[5, 6]]), token_extras={"patch": PerToken(torch.ones(2, 3))})
+    batch = attrs.evolve(
+        Batch.ragged([0], [[5, 6]]), token_extras={"patch": PerToken(torch.ones(2, 3))}
+    )
     padded = pad(batch, BatchDescriptor(4, 2))
     assert padded.token_extras["patch"].values.tolist() == [[1.0] * 3] * 2 + [[0.0] * 3] * 2
 
@@ -124,7 +136,14 @@ def test_batches_are_compared_by_identity() -> None:
 def resolved() -> ResolvedBatch:
     """Two requests, of one token and of two."""
     state = State.zeros(
-        num_layers=1, num_kv_heads=1, head_dim=2, max_num_reqs=2, num_pages=4, max_pages=2, page_size=4, vocab_size=9
+        num_layers=1,
+        num_kv_heads=1,
+        head_dim=2,
+        max_num_reqs=2,
+        num_pages=4,
+        max_pages=2,
+        page_size=4,
+        vocab_size=9,
     )
     state = admit(state, [0, 1], [[0], [1]], [SamplingParams(temperature=0.0)] * 2, [[1], [2, 3]])
     return resolve(state, Batch.ragged([0, 1], [[1], [2, 3]]))
@@ -132,13 +151,31 @@ def resolved() -> ResolvedBatch:
 
 ONES, SUMS = torch.ones(2), torch.tensor([1.0, 2.0, 3.0])
 MISUSED: list[tuple[Callable[[ResolvedBatch], Any], str]] = [
-    (lambda batch: batch.per_token(SUMS), r"values is \[3\], torch.float32[\s\S]*a tensor \[2, \.\.\.\]"),
+    (
+        lambda batch: batch.per_token(SUMS),
+        r"values is \[3\], torch.float32[\s\S]*a tensor \[2, \.\.\.\]",
+    ),
     (lambda batch: batch.per_token(PerRequest(SUMS)), r"values is \[3\], torch.float32"),
-    (lambda batch: batch.scan_tokens(torch.add, torch.zeros(()), SUMS), r"init is \[\], torch.float32"),
-    (lambda batch: batch.scan_tokens(torch.add, ONES, SUMS, ONES), r"xs\[1\] is \[2\][\s\S]*a tensor \[3, \.\.\.\]"),
-    (lambda batch: batch.scan_tokens(lambda value, x: value[:, None], ONES, SUMS), r"f returned \[2, 1\]"),
-    (lambda batch: batch.scan_tokens(lambda value, x: value.double(), ONES, SUMS), r"f returned \[2\], torch.float64"),
-    (lambda batch: batch.scan_tokens(lambda value, x: (value, x), ONES, SUMS), "f returned a tuple"),
+    (
+        lambda batch: batch.scan_tokens(torch.add, torch.zeros(()), SUMS),
+        r"init is \[\], torch.float32",
+    ),
+    (
+        lambda batch: batch.scan_tokens(torch.add, ONES, SUMS, ONES),
+        r"xs\[1\] is \[2\][\s\S]*a tensor \[3, \.\.\.\]",
+    ),
+    (
+        lambda batch: batch.scan_tokens(lambda value, x: value[:, None], ONES, SUMS),
+        r"f returned \[2, 1\]",
+    ),
+    (
+        lambda batch: batch.scan_tokens(lambda value, x: value.double(), ONES, SUMS),
+        r"f returned \[2\], torch.float64",
+    ),
+    (
+        lambda batch: batch.scan_tokens(lambda value, x: (value, x), ONES, SUMS),
+        "f returned a tuple",
+    ),
 ]
 
 
@@ -151,7 +188,11 @@ def test_values_of_another_shape_are_named(use: Callable[[ResolvedBatch], Any], 
 
 def test_values_of_requests_become_those_of_their_tokens() -> None:
     batch, values = resolved(), torch.tensor([5.0, 7.0])
-    assert batch.per_token(PerRequest(values)).tolist() == batch.per_token(values).tolist() == [5, 7, 7]
+    assert (
+        batch.per_token(PerRequest(values)).tolist()
+        == batch.per_token(values).tolist()
+        == [5, 7, 7]
+    )
     assert batch.scan_tokens(torch.add, PerRequest(values), SUMS).tolist() == [6, 9, 12]
 
 
@@ -180,12 +221,19 @@ def test_ragged_takes_inputs_of_tokens() -> None:
     ],
 )
 def test_ragged_refuses_inputs_of_other_tokens(value: Any, seen: str) -> None:
-    with pytest.raises(DescriptorError, match=rf"{seen}.*\n.*for each of the 3 tokens, \[num_tokens, ...\]"):
+    with pytest.raises(
+        DescriptorError, match=rf"{seen}.*\n.*for each of the 3 tokens, \[num_tokens, ...\]"
+    ):
         Batch.ragged([0, 4], [[1], [2, 3]], token_extras={"patch": value})
 
 
 def test_inputs_of_tokens_are_given_as_tensors() -> None:
     batch = Batch.ragged(rows=[0], token_ids=[[1, 2, 3]])
-    given = attrs.evolve(batch, token_extras={"patch": torch.ones(3, 2), "other": PerToken(torch.zeros(3))})
-    assert {name: type(own) for name, own in given.token_extras.items()} == {"patch": PerToken, "other": PerToken}
+    given = attrs.evolve(
+        batch, token_extras={"patch": torch.ones(3, 2), "other": PerToken(torch.zeros(3))}
+    )
+    assert {name: type(own) for name, own in given.token_extras.items()} == {
+        "patch": PerToken,
+        "other": PerToken,
+    }
     assert torch.equal(given.token_extras["patch"].values, torch.ones(3, 2))

@@ -43,7 +43,9 @@ def _is_context(value: Any) -> bool:
 
 
 def test_all_public_contexts_are_in_the_table() -> None:
-    public = {name: getattr(module, name) for module in (weft, weft.transforms) for name in module.__all__}
+    public = {
+        name: getattr(module, name) for module in (weft, weft.transforms) for name in module.__all__
+    }
     names = {name for name, value in public.items() if _is_context(value)}
     assert names == {name.partition("(")[0] for name in CONTEXTS}
 
@@ -61,7 +63,8 @@ def _in_a_thread(function: Callable[[], Any]) -> None:
 
 @st.composite
 def _closings(draw: st.DrawFn) -> tuple[int, list[tuple[int, bool]]]:
-    """A number of blocks, and the order in which they end, each in this thread or in another one."""
+    """A number of blocks, and the order in which they end, each in this thread or in another one.
+    """
     count = draw(st.integers(1, 3))
     order = draw(st.permutations(range(count)))
     return count, [(index, draw(st.booleans())) for index in order]
@@ -86,7 +89,9 @@ def check_closings(name: str, count: int, order: list[tuple[int, bool]]) -> None
             next(generator)
         for index, elsewhere in order:
             assert in_force()
-            if elsewhere and name != "check_borrowed":  # a function mode of torch, which ends in its own thread
+            if (
+                elsewhere and name != "check_borrowed"
+            ):  # a function mode of torch, which ends in its own thread
                 _in_a_thread(generators[index].close)
             else:
                 generators[index].close()
@@ -143,7 +148,9 @@ class _Resetting(Blocks[Any]):
             self._around.set(before)
 
 
-def test_the_test_above_finds_a_context_that_brings_back_what_was_there(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_test_above_finds_a_context_that_brings_back_what_was_there(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr("weft.settings._BATCH_INVARIANT", _Resetting("test"))
     check_closings("batch_invariant", 2, [(1, False), (0, False)])
     with pytest.raises(AssertionError):

@@ -1,4 +1,5 @@
-"""`weft.clone` copies values into new memory, and keeps which leaves are one tensor and which share a storage."""
+"""`weft.clone` copies values into new memory, and keeps which leaves are one tensor and which share
+a storage."""
 
 import copy
 from collections.abc import Callable, Sequence
@@ -30,7 +31,8 @@ def fits(text: str, dtype: torch.dtype) -> bool:
 
 @st.composite
 def aliased(draw: st.DrawFn) -> list[Tensor]:
-    """Tensors of which some are one, and some views of one storage, of which they need not begin at the first byte."""
+    """Tensors of which some are one, and some views of one storage, of which they need not begin at
+    the first byte."""
     made: list[Tensor] = []
     for dtype in draw(st.lists(st.sampled_from(DTYPES), min_size=1, max_size=2)):
         first = draw(st.integers(0, 9))
@@ -62,15 +64,16 @@ def offsets(tensors: Sequence[Tensor]) -> list[int]:
 
 
 def lazily(tensor: Tensor, like: Tensor) -> Tensor:
-    """The view with the conjugation and the negation of another tensor. Twice, it is the tensor itself."""
+    """The view with the conjugation and the negation of another tensor. Twice, it is the tensor
+    itself."""
     if like.is_conj():
         tensor = tensor.conj()
     return torch._neg_view(tensor) if like.is_neg() else tensor
 
 
 def deep_copies(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """Deep copies. A Parameter's and a lazy view's share with nothing, so the plain tensors over their memory are
-    copied."""
+    """Deep copies. A Parameter's and a lazy view's share with nothing, so the plain tensors over
+    their memory are copied."""
     different = {id(tensor): tensor for tensor in tensors}
     copied = copy.deepcopy([lazily(tensor.detach(), tensor) for tensor in different.values()])
     pairs = zip(different.items(), copied, strict=True)
@@ -79,8 +82,8 @@ def deep_copies(tensors: Sequence[Tensor]) -> list[Tensor]:
 
 
 def check_clone(tensors: Sequence[Tensor]) -> None:
-    """A clone has the values, and the sharing, of a deep copy. A conjugate view may become plain numbers, as in torch's
-    own `clone`."""
+    """A clone has the values, and the sharing, of a deep copy. A conjugate view may become plain
+    numbers, as in torch's own `clone`."""
     tree = {"first": tensors[0], "all": list(tensors)}
     found = weft.clone(tree)
     wanted = deep_copies(tensors)
@@ -88,11 +91,16 @@ def check_clone(tensors: Sequence[Tensor]) -> None:
     assert objects(found["all"]) == objects(wanted)
     filled = [place for place, tensor in enumerate(tensors) if tensor.numel()]
     for read in (storages, offsets):
-        assert read([found["all"][place] for place in filled]) == read([wanted[place] for place in filled])
+        assert read([found["all"][place] for place in filled]) == read(
+            [wanted[place] for place in filled]
+        )
     for one, other, source in zip(found["all"], wanted, tensors, strict=True):
         assert torch.equal(one.detach(), other.detach())
         assert one.dtype == other.dtype
-        assert one.numel() == 0 or one.untyped_storage().data_ptr() != source.untyped_storage().data_ptr()
+        assert (
+            one.numel() == 0
+            or one.untyped_storage().data_ptr() != source.untyped_storage().data_ptr()
+        )
 
 
 @given(aliased())
@@ -129,7 +137,9 @@ def test_planted_bugs_are_found(
 
 def test_a_clone_of_tied_weights_writes_through_both_names() -> None:
     weight = torch.ones(2, 3)
-    copied = weft.clone({"embedding": weight, "head": weight, "row": weight[1], "turned": weight.t()})
+    copied = weft.clone(
+        {"embedding": weight, "head": weight, "row": weight[1], "turned": weight.t()}
+    )
     copied["embedding"][1] = 5.0
     assert copied["head"] is copied["embedding"]
     assert copied["row"].tolist() == copied["turned"][:, 1].tolist() == [5.0] * 3
@@ -176,4 +186,6 @@ def test_a_clone_inside_a_graph_shares_as_outside() -> None:
     graph = weft.graphify(f)
     for start in (1.0, 2.0):
         assert_equal("a clone", graph(torch.full((2, 2), start)), f(torch.full((2, 2), start)))
-    assert torch.equal(torch.compile(f, backend="eager")(torch.ones(2, 2))[1], torch.full((2,), 2.0))
+    assert torch.equal(
+        torch.compile(f, backend="eager")(torch.ones(2, 2))[1], torch.full((2,), 2.0)
+    )

@@ -13,7 +13,9 @@ from weft.errors import DescriptorError
 from weft.proofs.strategies import descriptors
 
 FAST = settings(deadline=None, max_examples=100)
-SMALL = descriptors(max_reqs=3, max_query_len=2)  # so that equal, covering and incomparable pairs are all frequent
+SMALL = descriptors(
+    max_reqs=3, max_query_len=2
+)  # so that equal, covering and incomparable pairs are all frequent
 
 
 @FAST
@@ -40,14 +42,19 @@ def test_covers_is_transitive(a: BatchDescriptor, b: BatchDescriptor, c: BatchDe
 @FAST
 @given(SMALL, SMALL)
 def test_covers_by_its_definition(a: BatchDescriptor, b: BatchDescriptor) -> None:
-    room = all(getattr(a, f) >= getattr(b, f) for f in ("num_tokens", "num_reqs", "num_active_loras"))
-    assert a.covers(b) == (room and (not a.is_uniform or (b.is_uniform and a.query_len == b.query_len)))
+    room = all(
+        getattr(a, f) >= getattr(b, f) for f in ("num_tokens", "num_reqs", "num_active_loras")
+    )
+    assert a.covers(b) == (
+        room and (not a.is_uniform or (b.is_uniform and a.query_len == b.query_len))
+    )
 
 
 @FAST
 @given(SMALL)
 def test_every_field_counts(a: BatchDescriptor) -> None:
-    """A descriptor that is larger in any one field is not covered, so `covers` compares every field."""
+    """A descriptor that is larger in any one field is not covered, so `covers` compares every
+    field."""
     for field in attrs.fields(BatchDescriptor):
         if field.name == "query_len":
             continue
@@ -152,9 +159,13 @@ def test_the_inherited_order_is_partial_and_by_each_size(x: Size, y: Size, z: Si
 
 def test_an_inherited_order_of_what_is_not_a_size() -> None:
     instead = "in class Labelled arguments that are ints, or a method covers(self, other)"
-    with refused(DescriptorError, "Labelled(a=1, label='x').covers(...)", "label='x', not a size", instead):
+    with refused(
+        DescriptorError, "Labelled(a=1, label='x').covers(...)", "label='x', not a size", instead
+    ):
         Labelled(1).covers(Labelled(1))
-    with refused(DescriptorError, "Nothing().covers(...)", "no sizes", instead.replace("Labelled", "Nothing")):
+    with refused(
+        DescriptorError, "Nothing().covers(...)", "no sizes", instead.replace("Labelled", "Nothing")
+    ):
         Nothing().covers(Nothing())
     seen, instead = "descriptors of two classes", "descriptors of one class in one ladder"
     other: Any = BatchDescriptor(1, 1)

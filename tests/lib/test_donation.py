@@ -1,4 +1,5 @@
-"""Donation: using the old value is an error, the new one has its storage, and nothing else changes."""
+"""Donation: using the old value is an error, the new one has its storage, and nothing else changes.
+"""
 
 import copy
 import inspect
@@ -28,7 +29,15 @@ INSTEAD = "use the value that it returned, or pass a copy (weft.clone) to keep t
 
 
 def state() -> State:
-    return State.zeros(num_layers=1, num_kv_heads=1, head_dim=2, max_num_reqs=1, num_pages=1, max_pages=1, page_size=2)
+    return State.zeros(
+        num_layers=1,
+        num_kv_heads=1,
+        head_dim=2,
+        max_num_reqs=1,
+        num_pages=1,
+        max_pages=1,
+        page_size=2,
+    )
 
 
 @donatable
@@ -96,7 +105,9 @@ def test_a_class_of_ones_own() -> None:
     old = Pair(torch.ones(2), "cat")
     new = donate({"deep": [old]}, to="f(pair)")["deep"][0]
     assert (new.x.tolist(), new.name) == ([1, 1], "cat")
-    with pytest.raises(DonatedError, match=r"Pair\.name\n  saw: this Pair was donated to f\(pair\)"):
+    with pytest.raises(
+        DonatedError, match=r"Pair\.name\n  saw: this Pair was donated to f\(pair\)"
+    ):
         _ = old.name
 
 
@@ -108,8 +119,13 @@ def test_plain_tensors_are_marked_and_refused() -> None:
     refuse_donated("no tensor", call="g(...)")
     with pytest.raises(DonatedError) as error:
         refuse_donated(old, call="g(...)")
-    assert str(error.value) == f"g(...)\n  saw: a tensor of shape (2, 3) that was donated to f(x)\n  instead: {INSTEAD}"
-    with pytest.raises(DonatedError, match=r"^g\(x\)\n  saw: a tensor of shape \(2, 3\) that was donated to f\(x\)"):
+    assert (
+        str(error.value)
+        == f"g(...)\n  saw: a tensor of shape (2, 3) that was donated to f(x)\n  instead: {INSTEAD}"
+    )
+    with pytest.raises(
+        DonatedError, match=r"^g\(x\)\n  saw: a tensor of shape \(2, 3\) that was donated to f\(x\)"
+    ):
         donate([old], to="g(x)")
 
 
@@ -138,7 +154,8 @@ def test_a_refused_donation_takes_nothing() -> None:
 
 
 def test_one_tensor_twice_in_a_tree_is_said_to_be_that() -> None:
-    """The error does not claim that the value was donated before, unlike the error for a dead value."""
+    """The error does not claim that the value was donated before, unlike the error for a dead
+    value."""
     tied = torch.zeros(2)
     with pytest.raises(DonatedError) as caught:
         donate({"embed": tied, "head": tied}, to="f(state)")
@@ -155,12 +172,18 @@ def test_clone_has_storage_of_its_own_and_keeps_the_rest() -> None:
     other = clone(tree)
     other["t"].fill_(5)
     other["p"].x.fill_(5)
-    assert (tree["t"].tolist(), tree["p"].x.tolist(), other["p"].name, other["n"]) == ([1, 1], [1], "cat", 3)
+    assert (tree["t"].tolist(), tree["p"].x.tolist(), other["p"].name, other["n"]) == (
+        [1, 1],
+        [1],
+        "cat",
+        3,
+    )
     donate(tree, to="f(x)")
     refuse_donated(other["t"], call="g")
 
 
-# The decorator -------------------------------------------------------------------------------------------------------
+# The decorator
+# -------------------------------------------------------------------------------------------------------
 
 
 def test_the_decorator_donates_what_it_names_however_it_is_passed() -> None:
@@ -174,7 +197,10 @@ def test_the_decorator_donates_what_it_names_however_it_is_passed() -> None:
     f(x, s=second, t=x.clone())
     refuse_donated(x, call="g")
     for dead in (first, second):
-        with pytest.raises(DonatedError, match=r"^f\(s\)\n  saw: a tensor of shape \(2,\) that was donated to f\(s\)"):
+        with pytest.raises(
+            DonatedError,
+            match=r"^f\(s\)\n  saw: a tensor of shape \(2,\) that was donated to f\(s\)",
+        ):
             f(x, dead)
     assert (f.__name__, f.__doc__, donated_argnames(f)) == ("f", "Doc.", ("s", "t"))
 
@@ -200,7 +226,9 @@ def test_arguments_that_are_not_there_are_refused_at_once() -> None:
         def g() -> None:
             """Nothing."""
 
-    with refused(ArgumentError, "donates(f)", "what is no name of an argument", '@donates("state"), <any>'):
+    with refused(
+        ArgumentError, "donates(f)", "what is no name of an argument", '@donates("state"), <any>'
+    ):
 
         @donates  # type: ignore[arg-type]
         def f(state: Tensor) -> Tensor:
@@ -231,7 +259,8 @@ def test_undecorated_functions_donate_nothing() -> None:
     assert donated_argnames(lambda s: s) == ()
 
 
-# torch.func ----------------------------------------------------------------------------------------------------------
+# torch.func
+# ----------------------------------------------------------------------------------------------------------
 
 X = torch.tensor([1.0, 2.0])
 TRANSFORMS: dict[str, Callable[[Callable[..., Tensor]], Any]] = {
@@ -242,7 +271,9 @@ TRANSFORMS: dict[str, Callable[[Callable[..., Tensor]], Any]] = {
     "hessian": lambda f: hessian(lambda s: f(s, X).sum())(X.clone()),
     "vmap": lambda f: vmap(f)(torch.eye(2), torch.eye(2)),
     "vmap of grad": lambda f: vmap(grad(lambda s, x: f(s, x)))(X.clone(), X),
-    "grad of grad": lambda f: grad(lambda a: grad(lambda b: (f(a * b, X)).sum())(X).sum())(X.clone()),
+    "grad of grad": lambda f: grad(lambda a: grad(lambda b: (f(a * b, X)).sum())(X).sum())(
+        X.clone()
+    ),
 }
 
 
@@ -251,7 +282,9 @@ def test_a_donating_function_under_a_transform_is_the_function(name: str) -> Non
     def f(s: Tensor, x: Tensor) -> Tensor:
         return s**3 * x
 
-    assert_equal("donation changes no derivative", TRANSFORMS[name](donates("s")(f)), TRANSFORMS[name](f))
+    assert_equal(
+        "donation changes no derivative", TRANSFORMS[name](donates("s")(f)), TRANSFORMS[name](f)
+    )
 
 
 def test_gradients_flow_through_a_donated_tensor() -> None:
@@ -260,7 +293,8 @@ def test_gradients_flow_through_a_donated_tensor() -> None:
     assert_equal("gradient", w.grad, torch.full((2,), 6.0))
 
 
-# the public transforms ------------------------------------------------------------------------------------------------
+# the public transforms
+# ------------------------------------------------------------------------------------------------
 
 TREES = {"params", "state", "batch", "batches", "tree", "args"}
 """Names of arguments that are trees of tensors, of a method."""
@@ -290,7 +324,9 @@ def each_of(call: Callable[[Any, Any, Any], Any]) -> list[Callable[[Any], Any]]:
 PIPELINED = weft.pipeline([stage], advance=unchanged)
 GRAPH = weft.graphify(step)
 PIECES = weft.piecewise(lambda x: (x + 1).sort().values, split_at="aten::sort")
-TRANSFORM = transforms.Transform(init=lambda params, state: None, apply=lambda f, own, *rest: (own, *f(*rest)))
+TRANSFORM = transforms.Transform(
+    init=lambda params, state: None, apply=lambda f, own, *rest: (own, *f(*rest))
+)
 ON_TWO = weft.Mesh(tensor=2)
 SHARDED = weft.shard(lambda x: x, ON_TWO, weft.Replicate(), weft.Replicate())
 REFUSE: dict[str, list[Callable[[Any], Any]]] = {
@@ -323,12 +359,16 @@ REFUSE: dict[str, list[Callable[[Any], Any]]] = {
     "Graphified.rehearse": each_of(GRAPH.rehearse),
     "Pipelined.__call__": each_of(PIPELINED),
     "Pipelined.repeat": each_of(lambda *args: PIPELINED.repeat(*args, 2)),
-    "Pipelined.session": each_of(lambda p, s, b: PIPELINED.session(p, s).submit([b], [transforms.Job()])),
+    "Pipelined.session": each_of(
+        lambda p, s, b: PIPELINED.session(p, s).submit([b], [transforms.Job()])
+    ),
     "Pipelined.stream": each_of(lambda p, s, b: PIPELINED.stream(p, s, [b])),
     "Session.submit": [lambda x: PIPELINED.session([None], [None]).submit([x], [transforms.Job()])],
     "Sharded.__call__": [SHARDED],
     "Sharded.programs": [SHARDED.programs],
-    "Transform.__call__": each_of(lambda p, s, b: TRANSFORM(step)(p, transforms.Carried(s, None), b)),
+    "Transform.__call__": each_of(
+        lambda p, s, b: TRANSFORM(step)(p, transforms.Carried(s, None), b)
+    ),
     "Transform.carry": each_of(lambda p, s, b: TRANSFORM.carry([p, b], s)),
 }
 """The public functions and methods that take trees of tensors: calls that are given one tensor."""
@@ -355,7 +395,11 @@ def public_calls() -> set[str]:
                 names.add(name)
             methods = vars(value).items() if inspect.isclass(value) else ()
             for method, function in methods:
-                takes = TREES & inspect.signature(function).parameters.keys() if inspect.isfunction(function) else ()
+                takes = (
+                    TREES & inspect.signature(function).parameters.keys()
+                    if inspect.isfunction(function)
+                    else ()
+                )
                 if takes and (method == "__call__" or not method.startswith("_")):
                     names.add(f"{name}.{method}")
     return names
@@ -363,16 +407,23 @@ def public_calls() -> set[str]:
 
 def test_each_public_function_refuses_donated_tensors_or_says_why_not() -> None:
     others = " ".join(OTHERS.values()).split()
-    assert public_calls() | {"Transform.__call__"} == {*REFUSE, *others}  # which takes a step, and returns one
+    assert public_calls() | {"Transform.__call__"} == {
+        *REFUSE,
+        *others,
+    }  # which takes a step, and returns one
     assert not {*REFUSE} & {*others}
 
 
-@pytest.mark.parametrize(("name", "index"), [(name, i) for name, calls in REFUSE.items() for i in range(len(calls))])
+@pytest.mark.parametrize(
+    ("name", "index"), [(name, i) for name, calls in REFUSE.items() for i in range(len(calls))]
+)
 def test_a_donated_tensor_is_refused_by(name: str, index: int) -> None:
     call = REFUSE[name][index]
     old = torch.ones(2)
     donate(old, to="first(x)")
-    with pytest.raises(DonatedError, match=r"a tensor of shape \(2,\) that was donated to first\(x\)"):
+    with pytest.raises(
+        DonatedError, match=r"a tensor of shape \(2,\) that was donated to first\(x\)"
+    ):
         call(old)
 
 

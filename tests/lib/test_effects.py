@@ -1,4 +1,5 @@
-"""Effects, schemas and programs print and parse back; any other text is refused with an error that quotes it."""
+"""Effects, schemas and programs print and parse back; any other text is refused with an error that
+quotes it."""
 
 import string
 from typing import Any
@@ -27,13 +28,17 @@ from weft.outputs import IntermediateTensors, Output
 from weft.transforms.pipelines.schedule import streaming
 
 FAST = settings(deadline=None, max_examples=80)
-DTYPES = st.sampled_from((torch.float32, torch.bfloat16, torch.int64, torch.bool, torch.float8_e4m3fn, torch.complex64))
+DTYPES = st.sampled_from(
+    (torch.float32, torch.bfloat16, torch.int64, torch.bool, torch.float8_e4m3fn, torch.complex64)
+)
 NAMES = st.one_of(
     st.text(string.ascii_letters + string.digits + "_.", max_size=8),
     st.sampled_from(("['w']", "[0]['a, b']", "layers[3].k", "['x']['y']", "")),
 )
 AXES = st.sampled_from(("num_tokens", "num_reqs", "num_reqs+1"))
-TENSORS = st.builds(TensorSchema, NAMES, st.lists(AXES | st.integers(0, 4096), max_size=4).map(tuple), DTYPES)
+TENSORS = st.builds(
+    TensorSchema, NAMES, st.lists(AXES | st.integers(0, 4096), max_size=4).map(tuple), DTYPES
+)
 SCHEMAS = st.lists(TENSORS, min_size=1, max_size=3).map(lambda ts: Schema(tuple(ts)))
 RANKS, MICROBATCHES = st.integers(0, 300), st.integers(0, 300)
 WHATS = st.sampled_from(("advance", "stage 0", "stage 17", "a [mb 3] of sorts", "send to 1"))
@@ -44,7 +49,9 @@ EFFECTS = st.one_of(
     st.builds(Broadcast, RANKS, MICROBATCHES, st.none() | SCHEMAS),
     st.builds(Fence, MICROBATCHES),
 )
-CLASSES = st.lists(st.sampled_from(("uniform x1, 3 reqs", "h[num_tokens, 4] float32")), max_size=2).map(tuple)
+CLASSES = st.lists(
+    st.sampled_from(("uniform x1, 3 reqs", "h[num_tokens, 4] float32")), max_size=2
+).map(tuple)
 PROGRAMS = st.builds(Program, RANKS, RANKS, st.lists(EFFECTS, max_size=5).map(tuple), CLASSES)
 
 
@@ -87,10 +94,15 @@ def test_a_schema_of_no_tensor_parses_back() -> None:
 
 
 def test_text() -> None:
-    schema = Schema((TensorSchema("h", ("num_tokens", 64), torch.float32), TensorSchema("", (), torch.int64)))
+    schema = Schema(
+        (TensorSchema("h", ("num_tokens", 64), torch.float32), TensorSchema("", (), torch.int64))
+    )
     assert str(Send(1, 0, schema)) == "send to 1 [mb 0]: h[num_tokens, 64] float32, [] int64"
     program = Program(0, 2, (Run("stage 0", 0), Recv(3, 1), Broadcast(1, 0)))
-    assert str(program) == "rank 0 of 2\n  run stage 0 [mb 0]\n  recv from 3 [mb 1]\n  broadcast from 1 [mb 0]"
+    assert (
+        str(program)
+        == "rank 0 of 2\n  run stage 0 [mb 0]\n  recv from 3 [mb 1]\n  broadcast from 1 [mb 0]"
+    )
     assert listing([program, Program(1, 2, ())]) == f"{program}\nrank 1 of 2"
 
 
@@ -114,8 +126,12 @@ def test_the_schema_of_a_value(value: Any, text: str) -> None:
 
 
 def test_the_schema_of_a_sized_value_is_that_of_its_class_and_not_of_its_size() -> None:
-    assert Schema.of(IntermediateTensors(torch.ones(5, 8))) == Schema.of(IntermediateTensors(torch.ones(6, 8)))
-    assert Schema.of(IntermediateTensors(torch.ones(5, 8))) != Schema.of(IntermediateTensors(torch.ones(5, 9)))
+    assert Schema.of(IntermediateTensors(torch.ones(5, 8))) == Schema.of(
+        IntermediateTensors(torch.ones(6, 8))
+    )
+    assert Schema.of(IntermediateTensors(torch.ones(5, 8))) != Schema.of(
+        IntermediateTensors(torch.ones(5, 9))
+    )
 
 
 NO_EFFECT = ["", "run", "run stage 0", "run stage 0 [mb x]", "run stage 0 [mb -1]", "jump to 1 [mb 0]",
@@ -157,7 +173,9 @@ def test_the_part_of_a_schema_that_is_none_is_named() -> None:
         parse_effect("send to 1 [mb 0]: h[2, 4] float32, k[3] int65")
 
 
-@pytest.mark.parametrize("text", ["", "\n \n", "run stage 0 [mb 0]", "rank 0", "rank 0 of 2 of 3", "rank -1 of 2"])
+@pytest.mark.parametrize(
+    "text", ["", "\n \n", "run stage 0 [mb 0]", "rank 0", "rank 0 of 2 of 3", "rank -1 of 2"]
+)
 def test_texts_that_are_no_program(text: str) -> None:
     with pytest.raises(ProgramError) as error:
         Program.parse(text)
@@ -183,7 +201,11 @@ def test_listings_parse_back_after_an_edit_by_hand() -> None:
     assert parse_listing(listing(programs)) == programs
     assert parse_listing("\n" + listing(programs).replace("\n  ", "\n\n      ") + "\n") == programs
     edited = parse_listing(listing(programs).replace("  send to 1 [mb 0]\n", "", 1))
-    assert [len(a.effects) - len(b.effects) for a, b in zip(programs, edited, strict=True)] == [1, 0, 0]
+    assert [len(a.effects) - len(b.effects) for a, b in zip(programs, edited, strict=True)] == [
+        1,
+        0,
+        0,
+    ]
     assert parse_listing("") == parse_listing(" \n") == ()
 
 

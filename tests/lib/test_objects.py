@@ -68,11 +68,17 @@ HOLDERS: dict[str, tuple[Callable[[Any], Any], str]] = {
     "an item of a list": (lambda x: Plain([0, x]), ".inner[1]"),
     "an item of a deque": (lambda x: Plain(collections.deque([x])), ".inner[0]"),
     "an entry of a dict": (lambda x: Plain({"a": x}), ".inner['a']"),
-    "an entry of a dict in an object of the library": (lambda x: Plain(collections.UserDict(a=x)), ".inner.data['a']"),
+    "an entry of a dict in an object of the library": (
+        lambda x: Plain(collections.UserDict(a=x)),
+        ".inner.data['a']",
+    ),
     "an element of a tuple": (lambda x: Plain((0, x)), ".inner[1]"),
     "an element of a named tuple": (lambda x: Plain(Pair(0, (x,))), ".inner[1][0]"),
     "a namespace": (lambda x: types.SimpleNamespace(a=x), ".a"),
-    "a keyword of a partial function": (lambda x: Plain(functools.partial(print, end=x)), ".inner.keywords['end']"),
+    "a keyword of a partial function": (
+        lambda x: Plain(functools.partial(print, end=x)),
+        ".inner.keywords['end']",
+    ),
     "the object of a method": (lambda x: Plain(Plain(x).__init__), ".inner.__self__.inner"),  # type: ignore[misc]
 }
 every_holder = pytest.mark.parametrize("name", HOLDERS)
@@ -147,15 +153,27 @@ CHANGES: dict[str, tuple[Callable[[], Any], Callable[[Any], Any], str]] = {
         "inner",
     ),
     "a generator": (lambda: Plain(random.Random(0)), lambda x: x.inner.random(), "inner"),
-    "a generator of NumPy": (lambda: Plain(np.random.default_rng(0)), lambda x: x.inner.random(), "inner"),
-    "an old generator of NumPy": (lambda: Plain(np.random.RandomState(0)), lambda x: x.inner.rand(), "inner"),
+    "a generator of NumPy": (
+        lambda: Plain(np.random.default_rng(0)),
+        lambda x: x.inner.random(),
+        "inner",
+    ),
+    "an old generator of NumPy": (
+        lambda: Plain(np.random.RandomState(0)),
+        lambda x: x.inner.rand(),
+        "inner",
+    ),
     "a nonlocal": (lambda: Plain(counter()), lambda x: x.inner(), "inner.<nonlocal count>"),
     "what a method's object holds": (
         lambda: Plain(Plain(0).__init__),
         lambda x: x.inner.__self__.__init__(1),
         "inner.__self__.inner",
     ),
-    "a value of the class": (lambda: Plain(), lambda x: setattr(Plain, "shared", 1), "Plain.shared"),
+    "a value of the class": (
+        lambda: Plain(),
+        lambda x: setattr(Plain, "shared", 1),
+        "Plain.shared",
+    ),
     "a new value of the class": (lambda: Plain(), lambda x: setattr(Plain, "new", 1), "Plain.new"),
     "a value of a class below which another has its name": (
         lambda: Below(),
@@ -167,7 +185,11 @@ CHANGES: dict[str, tuple[Callable[[], Any], Callable[[Any], Any], str]] = {
         lambda x: setattr(x.inner, "running_mean", torch.ones(2)),
         "inner._buffers['running_mean']",
     ),
-    "a tensor": (lambda: Plain(torch.zeros(1)), lambda x: setattr(x, "inner", x.inner + 1), "inner"),
+    "a tensor": (
+        lambda: Plain(torch.zeros(1)),
+        lambda x: setattr(x, "inner", x.inner + 1),
+        "inner",
+    ),
     "none yet": (lambda: Plain(), lambda x: setattr(x, "inner", torch.zeros(1)), "inner"),
 }
 
@@ -187,13 +209,18 @@ def test_a_change_is_named_and_undone(name: str) -> None:
 
 def test_each_of_several_changes_is_named_and_undone() -> None:
     of_one_object = [case for case in CHANGES.values() if not case[2].startswith("Plain.")]
-    for (make, change, path), (make_other, change_other, other_path) in itertools.permutations(of_one_object, 2):
+    for (make, change, path), (make_other, change_other, other_path) in itertools.permutations(
+        of_one_object, 2
+    ):
         twice = make()
         value = Plain((twice, twice, make_other()))
         before = Snapshot({"": value})
         change(twice)
         change_other(value.inner[2])
-        assert [found.path for found in before.changes()] == [f"inner[0].{path}", f"inner[2].{other_path}"]
+        assert [found.path for found in before.changes()] == [
+            f"inner[0].{path}",
+            f"inner[2].{other_path}",
+        ]
         before.restore()
         assert list(before.changes()) == []
 

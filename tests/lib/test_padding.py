@@ -46,7 +46,9 @@ class Image:
 def image(height: int, width: int, masked: bool = True) -> Image:
     pixels = torch.arange(2 * height * width).view(2, height, width)
     mask = torch.zeros(height, width, dtype=torch.bool) if masked else None
-    return Image(Size(height, width), pixels, torch.ones(height + 2, 3), mask, torch.tensor(2.0), "cat")
+    return Image(
+        Size(height, width), pixels, torch.ones(height + 2, 3), mask, torch.tensor(2.0), "cat"
+    )
 
 
 SIDES = st.integers(0, 4)
@@ -54,7 +56,9 @@ SIDES = st.integers(0, 4)
 
 @FAST
 @given(SIDES, SIDES, SIDES, SIDES, st.booleans())
-def test_two_padded_dimensions_and_back(h: int, w: int, more_h: int, more_w: int, masked: bool) -> None:
+def test_two_padded_dimensions_and_back(
+    h: int, w: int, more_h: int, more_w: int, masked: bool
+) -> None:
     small, size = image(h, w, masked), Size(h + more_h, w + more_w)
     wide = pad(small, size)
     assert (wide.size, wide.name, wide.gain is small.gain) == (size, "cat", True)
@@ -71,7 +75,9 @@ def test_two_padded_dimensions_and_back(h: int, w: int, more_h: int, more_w: int
 
 @FAST
 @given(SIDES, SIDES, SIDES, SIDES)
-def test_an_image_under_a_size_that_does_not_cover_it_is_refused(h: int, w: int, to_h: int, to_w: int) -> None:
+def test_an_image_under_a_size_that_does_not_cover_it_is_refused(
+    h: int, w: int, to_h: int, to_w: int
+) -> None:
     if Size(to_h, to_w).covers(Size(h, w)):
         return
     with pytest.raises(DescriptorError) as error:
@@ -96,10 +102,14 @@ def test_padding_of_a_batch_names_nobody() -> None:
 
 
 def test_least_surprise() -> None:
-    """The input is not written; fields that fit are passed on without a copy, and so are fields without a size."""
+    """The input is not written; fields that fit are passed on without a copy, and so are fields
+    without a size."""
     batch = ragged()
     same = pad(batch, batch.descriptor)
-    assert all(getattr(same, f) is getattr(batch, f) for f in ("rows", "input_ids", "query_start_loc", "samples"))
+    assert all(
+        getattr(same, f) is getattr(batch, f)
+        for f in ("rows", "input_ids", "query_start_loc", "samples")
+    )
     before = attrs.asdict(batch)
     pad(batch, BatchDescriptor(9, 9)).input_ids.fill_(1)
     assert_equal("the input is not written", attrs.asdict(batch), before)
@@ -115,21 +125,32 @@ def test_unpad_gives_views_and_unpads_outputs_too() -> None:
     cut.token_ids[0] = 9
     assert (out.token_ids[0].item(), cut.token_ids.tolist(), cut.logits) == (9, [9, 1, 2], None)
     assert unpad(out, BatchDescriptor.uniform(4)).token_ids is out.token_ids
-    assert unpad(IntermediateTensors(torch.ones(5, 8)), BatchDescriptor(3, 1)).hidden_states.shape == (3, 8)
+    assert unpad(
+        IntermediateTensors(torch.ones(5, 8)), BatchDescriptor(3, 1)
+    ).hidden_states.shape == (3, 8)
 
 
 def test_padding_twice_is_padding_once() -> None:
-    once, twice = (pad(b, BatchDescriptor(8, 6)) for b in (ragged(), pad(ragged(), BatchDescriptor(5, 3))))
+    once, twice = (
+        pad(b, BatchDescriptor(8, 6)) for b in (ragged(), pad(ragged(), BatchDescriptor(5, 3)))
+    )
     assert_equal("padding twice is padding once", twice, once)
 
 
-@pytest.mark.parametrize("target", [BatchDescriptor(3, 2), BatchDescriptor(4, 1), BatchDescriptor.uniform(4)])
-def test_a_class_that_does_not_cover_is_refused_alone_and_in_a_tree(target: BatchDescriptor) -> None:
+@pytest.mark.parametrize(
+    "target", [BatchDescriptor(3, 2), BatchDescriptor(4, 1), BatchDescriptor.uniform(4)]
+)
+def test_a_class_that_does_not_cover_is_refused_alone_and_in_a_tree(
+    target: BatchDescriptor,
+) -> None:
     for tree in (ragged(), [ragged()], {"deep": (1, ragged())}):
         with pytest.raises(DescriptorError) as error:
             pad(tree, target)
         assert error.value.call.endswith(f", {target})")
-        assert error.value.seen == "the batch is ragged 4 tokens, 2 reqs, which that descriptor does not cover"
+        assert (
+            error.value.seen
+            == "the batch is ragged 4 tokens, 2 reqs, which that descriptor does not cover"
+        )
         assert error.value.instead == "pad to a descriptor d with d.covers(batch.descriptor)"
 
 
@@ -158,7 +179,9 @@ PADS = st.sampled_from((0, -1, 7.0, math.nan, "last"))
 
 @FAST
 @given(st.integers(0, 3), st.integers(0, 3), st.integers(0, 3), st.integers(0, 3), PADS)
-def test_write_padded_leaves_nothing_of_what_was_there(h: int, w: int, more: int, wider: int, fill: Any) -> None:
+def test_write_padded_leaves_nothing_of_what_was_there(
+    h: int, w: int, more: int, wider: int, fill: Any
+) -> None:
     value, target = torch.rand(h, w), torch.full((h + more, w + wider), 1e9)
     write_padded(target, value, Axes(("height", "width"), fill))
     assert not bool((target == 1e9).any())
@@ -187,7 +210,9 @@ def test_pad_last_repeats_the_last_entry_along_the_dimension() -> None:
     assert pad(Vectors(torch.ones(0, 2)), BatchDescriptor(9, 2)).x.tolist() == [[0, 0], [0, 0]]
 
 
-@pytest.mark.parametrize("fill", [2**53 + 1, torch.iinfo(torch.int64).max, torch.iinfo(torch.int64).min])
+@pytest.mark.parametrize(
+    "fill", [2**53 + 1, torch.iinfo(torch.int64).max, torch.iinfo(torch.int64).min]
+)
 def test_an_integer_padding_is_not_rounded(fill: int) -> None:
     target = torch.zeros(3, dtype=torch.int64)
     write_padded(target, torch.tensor([1]), Axes(("num_reqs",), fill))
@@ -228,7 +253,15 @@ def test_inert_is_all_padding_and_reads_no_value(reqs: int, more: int) -> None:
 
 
 def test_inert_belongs_to_nobody_in_any_state() -> None:
-    state = State.zeros(num_layers=1, num_kv_heads=1, head_dim=2, max_num_reqs=2, num_pages=2, max_pages=1, page_size=2)
+    state = State.zeros(
+        num_layers=1,
+        num_kv_heads=1,
+        head_dim=2,
+        max_num_reqs=2,
+        num_pages=2,
+        max_pages=1,
+        page_size=2,
+    )
     state.positions.fill_(1)
     resolved = resolve(state, inert(Batch.decode([0, 1]), BatchDescriptor(5, 3)))
     assert resolved.slot_mapping.tolist() == [-1] * 5

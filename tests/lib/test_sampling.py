@@ -1,4 +1,5 @@
-"""`SamplingParams`: its refusals and their errors, a request's parameters, and their row in a table."""
+"""`SamplingParams`: its refusals and their errors, a request's parameters, and their row in a
+table."""
 
 import math
 from typing import Any
@@ -49,17 +50,26 @@ def test_the_defaults_are_vllms_but_for_temperature_and_use_nothing() -> None:
     assert repr(SamplingParams(temperature=1.0)) == "SamplingParams(temperature=1.0)"
 
 
-@pytest.mark.parametrize("given", [{"top_p": 0.9}, {"top_k": 5}, {"min_p": 0.1}, {"n": 2}, {"seed": 42}])
+@pytest.mark.parametrize(
+    "given", [{"top_p": 0.9}, {"top_k": 5}, {"min_p": 0.1}, {"n": 2}, {"seed": 42}]
+)
 def test_what_only_matters_to_a_draw_needs_a_temperature(given: dict[str, Any]) -> None:
     """To pass `top_p` alone neither makes a greedy request draw, nor does it nothing."""
     [(name, value)] = given.items()
     with pytest.raises(RequestError) as error:
         SamplingParams(**given)
-    assert error.value.seen == f"{name}={value}, which changes nothing of a greedy request, and no temperature"
-    assert error.value.instead.startswith("temperature=1.0, or another at which to draw; temperature=0 to be greedy")
+    assert (
+        error.value.seen
+        == f"{name}={value}, which changes nothing of a greedy request, and no temperature"
+    )
+    assert error.value.instead.startswith(
+        "temperature=1.0, or another at which to draw; temperature=0 to be greedy"
+    )
     for temperature in (0, 0.5):
         params = SamplingParams(**given, temperature=temperature)
-        assert attrs.evolve(params, min_tokens=1) == SamplingParams(**given, temperature=temperature, min_tokens=1)
+        assert attrs.evolve(params, min_tokens=1) == SamplingParams(
+            **given, temperature=temperature, min_tokens=1
+        )
         assert "seed" in given or eval(repr(params)) == params
 
 
@@ -69,7 +79,9 @@ def test_all_tokens_by_minus_1() -> None:
 
 
 def test_stop_texts_need_text() -> None:
-    with pytest.raises(RequestError, match="saw: stop texts, and detokenize=False\n  instead: stop_token_ids="):
+    with pytest.raises(
+        RequestError, match="saw: stop texts, and detokenize=False\n  instead: stop_token_ids="
+    ):
         SamplingParams(stop="a", detokenize=False)
 
 
@@ -88,7 +100,8 @@ REFUSED: dict[str, Any] = {
     "stop_token_ids": ((-2,), 7, "ab"),
     **dict.fromkeys(("stop", "bad_words"), ("", ("a", ""), 5, (1,), "\ud800")),
     **dict.fromkeys(
-        ("ignore_eos", "include_stop_str_in_output", "skip_special_tokens", "detokenize"), (1, None, "yes")
+        ("ignore_eos", "include_stop_str_in_output", "skip_special_tokens", "detokenize"),
+        (1, None, "yes"),
     ),
     "seed": (1.0, "1", 2**63, -(2**63) - 1, True),
     "logprobs": (-2, 1.0, True),
@@ -97,7 +110,9 @@ REFUSED: dict[str, Any] = {
 }
 
 
-@pytest.mark.parametrize(("name", "value"), [(name, value) for name, values in REFUSED.items() for value in values])
+@pytest.mark.parametrize(
+    ("name", "value"), [(name, value) for name, values in REFUSED.items() for value in values]
+)
 def test_what_no_request_could_have_is_refused(name: str, value: Any) -> None:
     with pytest.raises(RequestError) as error:
         SamplingParams(**{name: value})
@@ -108,7 +123,9 @@ def test_what_no_request_could_have_is_refused(name: str, value: Any) -> None:
 
 @pytest.mark.parametrize("penalty", [1e30, 1e-30])
 def test_a_bias_that_its_penalty_makes_infinite_is_refused(penalty: float) -> None:
-    with pytest.raises(RequestError, match="whose product float32 does not hold\n  instead: a smaller bias"):
+    with pytest.raises(
+        RequestError, match="whose product float32 does not hold\n  instead: a smaller bias"
+    ):
         SamplingParams(logit_bias={1: -1e30}, repetition_penalty=penalty)
     SamplingParams(logit_bias={1: -1e30}, repetition_penalty=1.5)
 
@@ -126,26 +143,39 @@ def test_the_text_of_a_refusal() -> None:
 
 
 def test_allowed_and_bad_must_leave_a_token() -> None:
-    with pytest.raises(RequestError, match="saw: all allowed tokens barred\n  instead: allow one that is not in bad_"):
+    with pytest.raises(
+        RequestError,
+        match="saw: all allowed tokens barred\n  instead: allow one that is not in bad_",
+    ):
         SamplingParams(allowed_token_ids=[1, 2], bad_token_ids=[2, 1, 5])
     SamplingParams(allowed_token_ids=[1, 2], bad_token_ids=[2, 5])
     with pytest.raises(RequestError, match="saw: all 3 tokens barred"):
         SamplingParams(bad_token_ids=[0, 1], stop_token_ids=[2], min_tokens=1).check_tokens(3, 9)
-    with pytest.raises(RequestError, match=r"saw: all allowed tokens barred(.|\n)*min_tokens bars those that end"):
+    with pytest.raises(
+        RequestError, match=r"saw: all allowed tokens barred(.|\n)*min_tokens bars those that end"
+    ):
         SamplingParams(allowed_token_ids=[7], min_tokens=2).for_request([7], 0)
     SamplingParams(allowed_token_ids=[7]).for_request([7], 0)
 
 
-@pytest.mark.parametrize("name", ["logit_bias", "allowed_token_ids", "bad_token_ids", "stop_token_ids"])
+@pytest.mark.parametrize(
+    "name", ["logit_bias", "allowed_token_ids", "bad_token_ids", "stop_token_ids"]
+)
 def test_tokens_that_a_model_does_not_have_are_refused(name: str) -> None:
     params = SamplingParams(**{name: {5: 1.0} if name == "logit_bias" else [5]})
     params.check_tokens(6, 1)
-    with pytest.raises(RequestError, match=rf"saw: {name} holds 5\n  instead: token ids of this model go from 0 to 4"):
+    with pytest.raises(
+        RequestError,
+        match=rf"saw: {name} holds 5\n  instead: token ids of this model go from 0 to 4",
+    ):
         params.check_tokens(5, 1)
 
 
 def test_more_biases_than_a_table_holds_are_refused() -> None:
-    with pytest.raises(RequestError, match=r"2 tokens in logit_bias; .*\n  instead: State.zeros\(..., max_biased=2\)"):
+    with pytest.raises(
+        RequestError,
+        match=r"2 tokens in logit_bias; .*\n  instead: State.zeros\(..., max_biased=2\)",
+    ):
         SamplingParams(logit_bias={0: 1, 1: 1}).check_tokens(9, 1)
 
 
@@ -157,29 +187,47 @@ def test_for_request_fills_in_what_ends_it_and_the_seed() -> None:
 
 
 def test_collections_are_taken_as_they_come() -> None:
-    params = SamplingParams(stop="end", stop_token_ids={3}, allowed_token_ids=range(2), logit_bias=None)
-    assert (params.stop, params.stop_token_ids, params.allowed_token_ids) == (("end",), (3,), (0, 1))
+    params = SamplingParams(
+        stop="end", stop_token_ids={3}, allowed_token_ids=range(2), logit_bias=None
+    )
+    assert (params.stop, params.stop_token_ids, params.allowed_token_ids) == (
+        ("end",),
+        (3,),
+        (0, 1),
+    )
     assert params.logit_bias == {}
 
 
 FEATURES_OF = {
-    PENALTIES: ({"repetition_penalty": 1.1}, {"frequency_penalty": -0.1}, {"presence_penalty": 0.1}),
+    PENALTIES: (
+        {"repetition_penalty": 1.1},
+        {"frequency_penalty": -0.1},
+        {"presence_penalty": 0.1},
+    ),
     BIAS: ({"logit_bias": {1: 0.0}},),
     ALLOWED: ({"allowed_token_ids": [1]}, {"bad_token_ids": [1]}),
     STOPS: ({"min_tokens": 1, "stop_token_ids": [1]},),
     FILTERS: ({"top_k": 1}, {"top_p": 0.5}, {"min_p": 0.1}),
-    0: ({"min_tokens": 1}, {"top_k": 3, "top_p": 0.1, "min_p": 0.5, "temperature": 0.0}, {"stop_token_ids": [1]}),
+    0: (
+        {"min_tokens": 1},
+        {"top_k": 3, "top_p": 0.1, "min_p": 0.5, "temperature": 0.0},
+        {"stop_token_ids": [1]},
+    ),
 }
 
 
-@pytest.mark.parametrize(("bit", "changes"), [(bit, c) for bit, group in FEATURES_OF.items() for c in group])
+@pytest.mark.parametrize(
+    ("bit", "changes"), [(bit, c) for bit, group in FEATURES_OF.items() for c in group]
+)
 def test_features_are_what_a_request_uses(bit: int, changes: dict[str, Any]) -> None:
     assert features(SamplingParams(**{"temperature": 1.0} | changes)) == bit
 
 
 @FAST
 @given(st.lists(sampling_params(VOCAB), min_size=1, max_size=4), st.integers(1, 9))
-def test_rows_hold_what_was_written_and_others_are_left(params: list[SamplingParams], length: int) -> None:
+def test_rows_hold_what_was_written_and_others_are_left(
+    params: list[SamplingParams], length: int
+) -> None:
     table = SamplingTable.zeros(len(params) + 2, VOCAB, 4, "cpu")
     before = clone(table)
     rows = list(range(len(params), 0, -1))
@@ -189,7 +237,11 @@ def test_rows_hold_what_was_written_and_others_are_left(params: list[SamplingPar
         assert floats[TEMPERATURE].item() == pytest.approx(each.temperature)
         assert floats[TOP_P].item() == pytest.approx(each.top_p)
         assert math.exp(-floats[MARGIN]) == pytest.approx(each.min_p)
-        assert (ints[SEED], ints[TOP_K], ints[MIN_LEN]) == (each.seed, each.top_k, length + each.min_tokens)
+        assert (ints[SEED], ints[TOP_K], ints[MIN_LEN]) == (
+            each.seed,
+            each.top_k,
+            length + each.min_tokens,
+        )
         if ints[FEATURES] & ALLOWED:
             allowed = unpack_bits(table.allowed[row : row + 1], VOCAB)[0].nonzero()[:, 0].tolist()
             every = range(VOCAB) if each.allowed_token_ids is None else each.allowed_token_ids
@@ -201,7 +253,9 @@ def test_rows_hold_what_was_written_and_others_are_left(params: list[SamplingPar
 
 def test_a_stage_that_does_not_sample_holds_numbers_alone() -> None:
     table = SamplingTable.zeros(2, 0, 4, "cpu")
-    params = SamplingParams(temperature=1.0, seed=1, logit_bias={3: 1.0}, bad_token_ids=[1], presence_penalty=1.0)
+    params = SamplingParams(
+        temperature=1.0, seed=1, logit_bias={3: 1.0}, bad_token_ids=[1], presence_penalty=1.0
+    )
     write_rows(table, [0], [params], [[1000]], [[]])
     assert table.ints[0, SEED] == 1
     assert table.floats[0, TEMPERATURE] == 1
@@ -215,7 +269,9 @@ def test_the_margin_of_min_p_1_is_positive_zero() -> None:
 
 
 @pytest.mark.parametrize(("prompt", "said"), [([VOCAB], []), ([1], [VOCAB]), ([-1], [])])
-def test_tokens_of_a_prompt_that_a_model_does_not_have_are_refused(prompt: list[int], said: list[int]) -> None:
+def test_tokens_of_a_prompt_that_a_model_does_not_have_are_refused(
+    prompt: list[int], said: list[int]
+) -> None:
     table = SamplingTable.zeros(2, VOCAB, 4, "cpu")
     before = clone(table)
     with pytest.raises(RequestError, match="in a prompt\n  instead: token ids from 0 to 39"):
@@ -224,5 +280,13 @@ def test_tokens_of_a_prompt_that_a_model_does_not_have_are_refused(prompt: list[
 
 
 def test_a_request_that_draws_needs_a_seed() -> None:
-    with pytest.raises(RequestError, match=r"without a seed\n  instead: params.for_request\(eos_token_ids, seed\)"):
-        write_rows(SamplingTable.zeros(2, VOCAB, 4, "cpu"), [0], [SamplingParams(temperature=1.0)], [[1]], [[]])
+    with pytest.raises(
+        RequestError, match=r"without a seed\n  instead: params.for_request\(eos_token_ids, seed\)"
+    ):
+        write_rows(
+            SamplingTable.zeros(2, VOCAB, 4, "cpu"),
+            [0],
+            [SamplingParams(temperature=1.0)],
+            [[1]],
+            [[]],
+        )

@@ -30,7 +30,13 @@ ROWS, PAGE, MAX_PAGES = 5, 2, 6
 
 def empty(rows: int = ROWS) -> State:
     return State.zeros(
-        num_layers=1, num_kv_heads=1, head_dim=2, max_num_reqs=rows, num_pages=40, max_pages=MAX_PAGES, page_size=PAGE
+        num_layers=1,
+        num_kv_heads=1,
+        head_dim=2,
+        max_num_reqs=rows,
+        num_pages=40,
+        max_pages=MAX_PAGES,
+        page_size=PAGE,
     )
 
 
@@ -57,7 +63,9 @@ def batches(draw: st.DrawFn) -> Batch:
     else:
         ids = [draw(st.lists(st.integers(LAST_TOKEN, 99), min_size=1, max_size=4)) for _ in rows]
         batch = Batch.ragged(rows, ids, samples=[draw(st.booleans()) for _ in rows])
-        larger = BatchDescriptor(sum(map(len, ids)) + draw(st.integers(0, 3)), len(rows) + draw(st.integers(0, 3)))
+        larger = BatchDescriptor(
+            sum(map(len, ids)) + draw(st.integers(0, 3)), len(rows) + draw(st.integers(0, 3))
+        )
     return pad(batch, larger) if rows and draw(st.booleans()) else batch
 
 
@@ -79,9 +87,13 @@ def resolved_by_hand(state: State, batch: Batch) -> dict[str, list[Any]]:
         for offset, t in enumerate(range(starts[i], starts[i + 1])):
             at = held + offset
             made["positions"][t] = at
-            made["input_ids"][t] = int(state.last_tokens[row]) if given[t] == LAST_TOKEN else given[t]
+            made["input_ids"][t] = (
+                int(state.last_tokens[row]) if given[t] == LAST_TOKEN else given[t]
+            )
             is_found = state.found is not None and at < int(state.found[row])
-            page = state.kv_pages.shape[2] - 1 if is_found else int(state.block_table[row, at // PAGE])
+            page = (
+                state.kv_pages.shape[2] - 1 if is_found else int(state.block_table[row, at // PAGE])
+            )
             made["slot_mapping"][t] = page * PAGE + at % PAGE
     return made
 
@@ -99,7 +111,9 @@ def test_resolve_is_the_loop(state: State, batch: Batch) -> None:
 
 def test_resolve_keeps_the_dtypes_that_it_says() -> None:
     seen = resolve(empty(), pad(Batch.decode([1]), BatchDescriptor.uniform(2, num_active_loras=1)))
-    tensors = [f.name for f in attrs.fields(type(seen)) if isinstance(getattr(seen, f.name), Tensor)]
+    tensors = [
+        f.name for f in attrs.fields(type(seen)) if isinstance(getattr(seen, f.name), Tensor)
+    ]
     dtypes = {name: getattr(seen, name).dtype for name in tensors}
     small = {name for name, dtype in dtypes.items() if dtype == torch.int32}
     assert small == {"query_start_loc", "seq_lens", "block_table", "adapters", "active_adapters"}
@@ -114,7 +128,8 @@ def test_resolve_keeps_the_dtypes_that_it_says() -> None:
 def test_resolve_finds_the_adapters(
     requests: list[tuple[int, int]], more_loras: int, more_reqs: int, more_tokens: int
 ) -> None:
-    """Each token's adapter slot, and each active slot once, whatever padding follows; None if the class has none."""
+    """Each token's adapter slot, and each active slot once, whatever padding follows; None if the
+    class has none."""
     slots = [slot for slot, _ in requests]
     state, rows = empty(), range(len(requests))
     greedy = [SamplingParams(temperature=0.0)] * len(requests)
@@ -124,7 +139,9 @@ def test_resolve_finds_the_adapters(
     batch = Batch.ragged(rows, [[1] * count for _, count in requests], num_active_loras=len(there))
     own = batch.descriptor
     wide = BatchDescriptor(
-        own.num_tokens + more_tokens, own.num_reqs + more_reqs, num_active_loras=len(there) + more_loras
+        own.num_tokens + more_tokens,
+        own.num_reqs + more_reqs,
+        num_active_loras=len(there) + more_loras,
     )
     seen = resolve(state, pad(batch, wide))
     if not wide.num_active_loras:
@@ -132,7 +149,10 @@ def test_resolve_finds_the_adapters(
         return
     assert seen.adapters is not None
     assert seen.active_adapters is not None
-    assert seen.adapters.tolist() == [slot for slot, count in requests for _ in range(count)] + [-1] * more_tokens
+    assert (
+        seen.adapters.tolist()
+        == [slot for slot, count in requests for _ in range(count)] + [-1] * more_tokens
+    )
     assert seen.active_adapters.tolist() == there + [-1] * more_loras
 
 
@@ -152,11 +172,14 @@ def advanced_by_hand(state: State, batch: Batch, tokens: Sequence[int]) -> State
 def test_advance_is_the_loop(state: State, batch: Batch) -> None:
     tokens = torch.arange(batch.descriptor.num_reqs) + 1000
     wanted = advanced_by_hand(state, batch, tokens.tolist())
-    assert_equal("advance is the loop", advance(state, batch, Output(tokens, tokens.float())), wanted)
+    assert_equal(
+        "advance is the loop", advance(state, batch, Output(tokens, tokens.float())), wanted
+    )
 
 
 def verified_by_hand(state: State, batch: Batch, ids: Tensor, num_tokens: Sequence[int]) -> State:
-    """A request that samples keeps the first `num_tokens` of its ids; its table of tokens gets all of them."""
+    """A request that samples keeps the first `num_tokens` of its ids; its table of tokens gets all
+    of them."""
     state, starts = clone(state), batch.query_start_loc.tolist()
     assert state.drafting is not None
     for i, row in enumerate(batch.rows.tolist()):
@@ -174,7 +197,9 @@ def verified_by_hand(state: State, batch: Batch, ids: Tensor, num_tokens: Sequen
 
 @FAST
 @given(states(), batches(), st.data())
-def test_advance_by_verified_tokens_is_the_loop(state: State, batch: Batch, data: st.DataObject) -> None:
+def test_advance_by_verified_tokens_is_the_loop(
+    state: State, batch: Batch, data: st.DataObject
+) -> None:
     reqs, most = batch.descriptor.num_reqs, 3
     ids = torch.arange(reqs * most).view(reqs, most) + 1000
     counts = data.draw(st.lists(st.integers(0, most), min_size=reqs, max_size=reqs))
@@ -189,12 +214,16 @@ def test_advance_by_verified_tokens_is_the_loop(state: State, batch: Batch, data
 def test_a_batch_of_padding_changes_nothing(state: State, reqs: int, tokens: int) -> None:
     nobody = pad(Batch.ragged([], []), BatchDescriptor(tokens, reqs))
     before, out = clone(state), torch.arange(reqs) + 77
-    assert_equal("padding changes nothing", advance(state, nobody, Output(out, out.float())), before)
+    assert_equal(
+        "padding changes nothing", advance(state, nobody, Output(out, out.float())), before
+    )
 
 
 @FAST
 @given(states(), batches(), st.integers(0, 4), st.integers(1, 4))
-def test_padding_changes_nothing_of_what_its_requests_get(s: State, batch: Batch, tokens: int, reqs: int) -> None:
+def test_padding_changes_nothing_of_what_its_requests_get(
+    s: State, batch: Batch, tokens: int, reqs: int
+) -> None:
     d = attrs.evolve(batch.descriptor, query_len=None)
     wide = pad(batch, BatchDescriptor(d.num_tokens + tokens, d.num_reqs + reqs))
     seen, alone = resolve(s, wide), resolve(s, batch)
@@ -211,9 +240,16 @@ def test_steps_are_captured_without_a_host_read() -> None:
         out = Output(ids, ids.float())
         return advance(state, batch, out), out
 
-    g = graphify(step, ladder=[BatchDescriptor.uniform(3), BatchDescriptor(6, 3)], donate_argnames=("state",))
+    g = graphify(
+        step, ladder=[BatchDescriptor.uniform(3), BatchDescriptor(6, 3)], donate_argnames=("state",)
+    )
     state, other = empty(), empty()
-    for batch in (Batch.ragged([3, 1], [[7, 8], [9]]), Batch.decode([1]), Batch.decode([1, 3, 0]), Batch.decode([3])):
+    for batch in (
+        Batch.ragged([3, 1], [[7, 8], [9]]),
+        Batch.decode([1]),
+        Batch.decode([1, 3, 0]),
+        Batch.decode([3]),
+    ):
         state, out = step(state, batch)
         other, seen = g(other, batch)
         assert_equal("captured steps", (other, seen), (state, out))
@@ -248,7 +284,8 @@ def test_admit_again_leaves_no_page_of_the_request_before() -> None:
 def test_an_admitted_request_carries_what_the_page_before_it_holds(
     rows: list[int], pages: list[int], num_drafts: int, data: st.DataObject
 ) -> None:
-    """Before its first token it carries the default, and so it does where there are no snapshots."""
+    """Before its first token it carries the default, and so it does where there are no snapshots.
+    """
     rows = rows[: data.draw(st.integers(0, ROWS))]
     default = torch.tensor([-1.0])
     num_pages = data.draw(st.sampled_from((None, 40)))
@@ -259,10 +296,22 @@ def test_an_admitted_request_carries_what_the_page_before_it_holds(
         snapshots.copy_(torch.arange(41.0)[:, None])
     counts = [data.draw(st.integers(0, MAX_PAGES - 1)) for _ in rows]
     own_pages = [pages[MAX_PAGES * i : MAX_PAGES * (i + 1)] for i in range(len(rows))]
-    greedy, prompts, positions = [GREEDY] * len(rows), [[1]] * len(rows), [PAGE * count for count in counts]
-    state = admit(attrs.evolve(empty(), carried=carried), rows, own_pages, greedy, prompts, positions=positions)
+    greedy, prompts, positions = (
+        [GREEDY] * len(rows),
+        [[1]] * len(rows),
+        [PAGE * count for count in counts],
+    )
+    state = admit(
+        attrs.evolve(empty(), carried=carried),
+        rows,
+        own_pages,
+        greedy,
+        prompts,
+        positions=positions,
+    )
     wanted = [
-        own[count - 1] if count and num_pages is not None else -1 for own, count in zip(own_pages, counts, strict=True)
+        own[count - 1] if count and num_pages is not None else -1
+        for own, count in zip(own_pages, counts, strict=True)
     ]
     assert resolve(state, Batch.decode(rows)).carried["h"].values.flatten().tolist() == wanted
     assert state.carried is not None
@@ -274,7 +323,9 @@ def test_admit_nobody() -> None:
     assert_equal("admit nobody", admit(empty(), [], [], [], []), empty())
 
 
-def _asked(rows: Sequence[int], pages: Sequence[Sequence[int]], sampling: int, prompts: int) -> tuple[Any, ...]:
+def _asked(
+    rows: Sequence[int], pages: Sequence[Sequence[int]], sampling: int, prompts: int
+) -> tuple[Any, ...]:
     return rows, pages, [GREEDY] * sampling, [[1]] * prompts
 
 
@@ -296,8 +347,8 @@ FAULTS: dict[str, tuple[Any, ...]] = {
 
 @pytest.mark.parametrize("name", FAULTS)
 def test_admit_refuses(name: str) -> None:
-    """Otherwise each would reach another request's pages, random numbers or rows, or fail in torch with a misleading
-    error."""
+    """Otherwise each would reach another request's pages, random numbers or rows, or fail in torch
+    with a misleading error."""
     with pytest.raises(WeftError) as error:
         admit(empty(), *FAULTS[name])
     assert error.value.call.startswith("admit(")
@@ -310,7 +361,13 @@ def test_admit_refuses_fewer_than_rows_of_what_may_be_left_out(name: str) -> Non
 
 
 def test_a_request_that_is_started_again_counts_what_it_had_generated() -> None:
-    sizes: dict[str, int] = {"num_layers": 1, "num_kv_heads": 1, "head_dim": 1, "num_pages": 1, "max_pages": 1}
+    sizes: dict[str, int] = {
+        "num_layers": 1,
+        "num_kv_heads": 1,
+        "head_dim": 1,
+        "num_pages": 1,
+        "max_pages": 1,
+    }
     params = SamplingParams(temperature=0.0, presence_penalty=1.0, min_tokens=2, stop_token_ids=[0])
     state = State.zeros(**sizes, max_num_reqs=1, vocab_size=4)
     state = admit(state, [0], [[0]], [params], [[1, 1, 2]], generated=[[2, 3, 3]], positions=[5])
@@ -322,7 +379,9 @@ def test_a_request_that_is_started_again_counts_what_it_had_generated() -> None:
 @FAST
 @given(st.permutations(range(40)), st.integers(0, 20))
 def test_copied_pages_are_those_of_their_sources(pages: list[int], count: int) -> None:
-    state = attrs.evolve(empty(), beside={"other": torch.arange(2.0 * 40).reshape(1, 2, 40, 1, 1, 1)})
+    state = attrs.evolve(
+        empty(), beside={"other": torch.arange(2.0 * 40).reshape(1, 2, 40, 1, 1, 1)}
+    )
     state.kv_pages.copy_(torch.arange(state.kv_pages.numel()).view_as(state.kv_pages))
     sources, targets = pages[:count], pages[count : 2 * count]
     before = clone(state)
@@ -342,7 +401,9 @@ def test_copied_pages_are_those_of_their_sources(pages: list[int], count: int) -
         ([-1], [0], "a page that is not the state's"),
     ],
 )
-def test_pages_that_cannot_be_copied_are_named(sources: list[int], targets: list[int], seen: str) -> None:
+def test_pages_that_cannot_be_copied_are_named(
+    sources: list[int], targets: list[int], seen: str
+) -> None:
     with pytest.raises(RequestError) as error:
         copy_pages(empty(), sources, targets)
     assert error.value.call == f"copy_pages(state, {sources}, {targets})"
@@ -374,10 +435,25 @@ def test_zeros() -> None:
 
 
 def test_zeros_of_a_stage_that_samples() -> None:
-    sizes: dict[str, int] = {"num_layers": 1, "num_kv_heads": 1, "head_dim": 1, "num_pages": 1, "max_pages": 1}
+    sizes: dict[str, int] = {
+        "num_layers": 1,
+        "num_kv_heads": 1,
+        "head_dim": 1,
+        "num_pages": 1,
+        "max_pages": 1,
+    }
     table = State.zeros(**sizes, max_num_reqs=4, vocab_size=33, max_biased=7).sampling
-    shapes = {name: tuple(getattr(table, name).shape) for name in ("allowed", "stops", "bias_ids", "bias", "counts")}
-    assert shapes == {"allowed": (5, 2), "stops": (5, 2), "bias_ids": (5, 7), "bias": (5, 7), "counts": (5, 33)}
+    shapes = {
+        name: tuple(getattr(table, name).shape)
+        for name in ("allowed", "stops", "bias_ids", "bias", "counts")
+    }
+    assert shapes == {
+        "allowed": (5, 2),
+        "stops": (5, 2),
+        "bias_ids": (5, 7),
+        "bias": (5, 7),
+        "counts": (5, 33),
+    }
     assert table.counts.dtype == torch.int16
     assert table.vocab_size == 33
 
@@ -385,14 +461,19 @@ def test_zeros_of_a_stage_that_samples() -> None:
 @FAST
 @given(states(), batches(), st.booleans())
 def test_a_scan_over_tokens_is_the_loop(state: State, batch: Batch, linear: bool) -> None:
-    """Each request's recurrence goes on from its own value, and has one value for each of its tokens."""
+    """Each request's recurrence goes on from its own value, and has one value for each of its
+    tokens."""
 
     def f(value: Tensor, x: Tensor) -> Tensor:
         return 0.5 * value + x if linear else (value * x).cos()
 
     resolved = resolve(state, batch)
-    init = torch.arange(len(batch.rows), dtype=torch.float64)[:, None] * torch.ones(2, dtype=torch.float64)
-    xs = torch.arange(len(batch.input_ids), dtype=torch.float64)[:, None] + torch.tensor([0.0, 0.25])
+    init = torch.arange(len(batch.rows), dtype=torch.float64)[:, None] * torch.ones(
+        2, dtype=torch.float64
+    )
+    xs = torch.arange(len(batch.input_ids), dtype=torch.float64)[:, None] + torch.tensor(
+        [0.0, 0.25]
+    )
     found = resolved.scan_tokens(f, init, xs)
     starts = batch.query_start_loc.tolist()
     for request, (start, stop) in enumerate(itertools.pairwise(starts)):

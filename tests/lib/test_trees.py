@@ -1,4 +1,5 @@
-"""attrs classes as pytrees: under torch.func, with statics in the structure, with readable paths."""
+"""attrs classes as pytrees: under torch.func, with statics in the structure, with readable paths.
+"""
 
 import dataclasses
 from collections import OrderedDict
@@ -80,7 +81,11 @@ def loss(p: Layer) -> Tensor:
 def test_grad_gives_a_value_of_the_class() -> None:
     g = grad(loss)(layer())
     assert isinstance(g, Layer)
-    assert_equal(LAW, (g.w, g.b["x"], g.rate), (2.0 * 2 * torch.arange(3.0), 2.0 * torch.arange(3.0) ** 2, 2.0))
+    assert_equal(
+        LAW,
+        (g.w, g.b["x"], g.rate),
+        (2.0 * 2 * torch.arange(3.0), 2.0 * torch.arange(3.0) ** 2, 2.0),
+    )
 
 
 def test_jvp_and_vmap_take_and_give_values_of_the_class() -> None:
@@ -88,7 +93,9 @@ def test_jvp_and_vmap_take_and_give_values_of_the_class() -> None:
     assert_equal(LAW, tangent, tree_map(lambda x: x * 2, layer()))
     many = tree_map(lambda x: torch.stack([x, x + 1]), layer())
     seen = vmap(lambda p: (loss(p), p))(many)
-    assert_equal(LAW, seen[0], torch.stack([loss(layer()), loss(tree_map(lambda x: x + 1, layer()))]))
+    assert_equal(
+        LAW, seen[0], torch.stack([loss(layer()), loss(tree_map(lambda x: x + 1, layer()))])
+    )
     assert_equal(LAW, seen[1], many)
 
 
@@ -216,7 +223,11 @@ def test_map_sized_touches_sized_tensors_only_and_sets_the_descriptor() -> None:
     tree: dict[str, Any] = {"g": grid(), "l": layer(), "n": 3}
     made = map_sized(record, tree, Shape(9, 9))
     assert seen == [((2, 4, 5), ("rows", "columns+1", None))]
-    assert (made["g"].shape, made["g"].free is tree["g"].free, made["g"].maybe) == (Shape(9, 9), True, None)
+    assert (made["g"].shape, made["g"].free is tree["g"].free, made["g"].maybe) == (
+        Shape(9, 9),
+        True,
+        None,
+    )
     assert made["l"].w is tree["l"].w
     assert tree["g"].cells.sum() == 40
 
@@ -243,7 +254,9 @@ def test_children_without_names_are_numbered() -> None:
         def __init__(self, *parts: Any) -> None:
             self.parts = parts
 
-    torch_pytree.register_pytree_node(Foreign, lambda f: (list(f.parts), None), lambda parts, _: Foreign(*parts))
+    torch_pytree.register_pytree_node(
+        Foreign, lambda f: (list(f.parts), None), lambda parts, _: Foreign(*parts)
+    )
     tree = {"a": [Foreign(1, {"b": Foreign(2)})], "c": 3}
     assert leaves_with_names(tree) == [("['a'][0][0]", 1), ("['a'][0][1]['b'][0]", 2), ("['c']", 3)]
 
@@ -263,12 +276,17 @@ APPLIED: dict[str, Callable[[Callable[[Any], Any], Any], Any]] = {
     "jvp": lambda double, value: jvp(double, (value,), (value,))[1],
     "grad": lambda double, value: grad(lambda v: sum((x * x).sum() for x in tree_leaves(v)))(value),
     "graphify": lambda double, value: weft.graphify(double)(value),
-    "shard": lambda double, value: weft.shard(double, weft.Mesh(d=2), weft.Shard(0), weft.Shard(0))(value),
+    "shard": lambda double, value: weft.shard(double, weft.Mesh(d=2), weft.Shard(0), weft.Shard(0))(
+        value
+    ),
     "while_loop": lambda double, value: weft.while_loop(
-        lambda carry: carry[1] < 1, lambda carry: (double(carry[0]), carry[1] + 1), (value, torch.zeros(()))
+        lambda carry: carry[1] < 1,
+        lambda carry: (double(carry[0]), carry[1] + 1),
+        (value, torch.zeros(())),
     )[0],
 }
-"""Ways to double every tensor of a value, each of which takes the value apart and makes others of its class."""
+"""Ways to double every tensor of a value, each of which takes the value apart and makes others of
+its class."""
 
 
 def check_that_nothing_constructs(drawn: TreeValue, name: str) -> None:
@@ -292,14 +310,20 @@ def test_transforms_make_values_without_a_call_of_their_class(name: str, drawn: 
 
 
 @pytest.mark.parametrize("name", APPLIED)
-def test_the_test_above_finds_an_unflattening_that_constructs(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_test_above_finds_an_unflattening_that_constructs(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def constructed(cls: Any, values: Any) -> Any:
         aliases = {f.name: f.alias for f in attrs.fields(cls) if f.init}
         return cls(**{aliases[name]: value for name, value in values if name in aliases})
 
     for home in ("weft.trees", "weft.transforms.graphs.calls.builder"):
         monkeypatch.setattr(f"{home}.built", constructed)
-    find(tree_values(), lambda drawn: _constructs(drawn, name), settings=settings(database=None, deadline=None))
+    find(
+        tree_values(),
+        lambda drawn: _constructs(drawn, name),
+        settings=settings(database=None, deadline=None),
+    )
 
 
 def _constructs(drawn: TreeValue, name: str) -> bool:
@@ -364,9 +388,24 @@ class Tagged:
             "a static field that cannot be hashed (unhashable type: 'dict')",
             "a value that can be hashed, such as a tuple; or tag without weft.static()",
         ),
-        (torch.ones(2), "tensor([1., 1.])", "a tensor in tag, a static field", "tag without weft.static()"),
-        ((torch.ones(2),), "(tensor([1., 1.]),)", "a tensor in tag, a static field", "tag without weft.static()"),
-        (Layer(torch.ones(1)), None, "a tensor in tag, a static field", "tag without weft.static()"),
+        (
+            torch.ones(2),
+            "tensor([1., 1.])",
+            "a tensor in tag, a static field",
+            "tag without weft.static()",
+        ),
+        (
+            (torch.ones(2),),
+            "(tensor([1., 1.]),)",
+            "a tensor in tag, a static field",
+            "tag without weft.static()",
+        ),
+        (
+            Layer(torch.ones(1)),
+            None,
+            "a tensor in tag, a static field",
+            "tag without weft.static()",
+        ),
     ],
 )
 def test_static_fields_that_a_structure_cannot_compare_are_refused(
@@ -396,7 +435,9 @@ def test_a_class_that_torchs_pytree_knows_is_refused_by_name() -> None:
     class Known:
         x: Any
 
-    torch_pytree.register_pytree_node(Known, lambda k: ([k.x], None), lambda values, _: Known(*values))
+    torch_pytree.register_pytree_node(
+        Known, lambda k: ([k.x], None), lambda values, _: Known(*values)
+    )
     with pytest.raises(TreeError) as error:
         pytree(Known)
     assert str(error.value) == (
@@ -406,7 +447,10 @@ def test_a_class_that_torchs_pytree_knows_is_refused_by_name() -> None:
 
 
 ANY_TREE = st.recursive(
-    st.just(None) | st.integers() | st.builds(torch.zeros, st.just(2)) | st.just(torch.Size([2, 3])),
+    st.just(None)
+    | st.integers()
+    | st.builds(torch.zeros, st.just(2))
+    | st.just(torch.Size([2, 3])),
     lambda inner: (
         st.lists(inner, max_size=3)
         | st.tuples(inner, inner)

@@ -91,7 +91,17 @@ def test_a_value_is_like_itself(case: str) -> None:
 
 def test_values_made_anew_are_alike() -> None:
     def make() -> tuple[Any, ...]:
-        return (1, "a", 0.5, (2, None), frozenset({1, "b"}), Data((1, 2)), Attrs(range(3)), Lax(3), torch.float32)
+        return (
+            1,
+            "a",
+            0.5,
+            (2, None),
+            frozenset({1, "b"}),
+            Data((1, 2)),
+            Attrs(range(3)),
+            Lax(3),
+            torch.float32,
+        )
 
     assert value_key(make()) == value_key(make())
     assert hash(value_key(make())) == hash(value_key(make()))
@@ -163,5 +173,7 @@ def test_what_has_no_hash_has_a_key_without_one() -> None:
 
 
 def test_what_cannot_be_told_apart_cannot_be_hashed() -> None:
-    with pytest.raises(TypeError, match="a Sealed is compared by its own ==, which may take unlike ones for equal"):
+    with pytest.raises(
+        TypeError, match="a Sealed is compared by its own ==, which may take unlike ones for equal"
+    ):
         hash(value_key(Sealed(1)))

@@ -1,4 +1,5 @@
-"""What the tables of mistakes share: a mistake with its answer, and what most of them are made with."""
+"""What the tables of mistakes share: a mistake with its answer, and what most of them are made
+with."""
 
 import functools
 import re
@@ -21,9 +22,11 @@ LIMITS = weft.Limits(max_num_reqs=4, max_num_tokens=16)
 
 @attrs.frozen
 class Mistake:
-    """What someone wrote, and what is said of it: an error of this kind, with these three parts, whole.
+    """What someone wrote, and what is said of it: an error of this kind, with these three parts,
+    whole.
 
-    `<line>` stands for a place in a file, `<demo>` for the demo's folder, and `<any>` for anything on one line.
+    `<line>` stands for a place in a file, `<demo>` for the demo's folder, and `<any>` for anything
+    on one line.
     """
 
     wrong: Callable[[], Any]

@@ -82,7 +82,9 @@ MISTAKES = {
         "generate(..., max_tokens=...), or engine.add(..., max_tokens=...)",
     ),
     "sampling: a token that is none": Mistake(
-        lambda: weft.generate(model(), ["A"], max_tokens=1, sampling=weft.SamplingParams(bad_token_ids=[999])),
+        lambda: weft.generate(
+            model(), ["A"], max_tokens=1, sampling=weft.SamplingParams(bad_token_ids=[999])
+        ),
         RequestError,
         "SamplingParams(bad_token_ids=(999,))",
         "bad_token_ids holds 999",

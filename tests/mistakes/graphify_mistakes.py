@@ -10,7 +10,13 @@ from refusal import REMEDY
 from torch import Tensor
 
 import weft
-from weft.errors import ArgumentError, CacheMissError, CaptureError, DeviceError, TooManyCapturesError
+from weft.errors import (
+    ArgumentError,
+    CacheMissError,
+    CaptureError,
+    DeviceError,
+    TooManyCapturesError,
+)
 
 
 @attrs.frozen(eq=False)

@@ -3,8 +3,14 @@
 from weft.stages import DEMO
 
 COMMANDS: dict[str, tuple[list[str], str]] = {
-    "a command that is none": (["generat"], "argument COMMAND: invalid choice: 'generat' (choose from"),
-    "no model": (["generate", "--prompt", "A"], "weft generate: error: the following arguments are required: --model"),
+    "a command that is none": (
+        ["generat"],
+        "argument COMMAND: invalid choice: 'generat' (choose from",
+    ),
+    "no model": (
+        ["generate", "--prompt", "A"],
+        "weft generate: error: the following arguments are required: --model",
+    ),
     "no prompt": (
         ["generate", "--model", str(DEMO)],
         "saw: no prompt\n  instead: give at least one --prompt TEXT or --prompt-ids 1,2,3",
@@ -42,7 +48,10 @@ COMMANDS: dict[str, tuple[list[str], str]] = {
         ["generate", "--model", "demo", "--prompt", "A", "--top-p", "0.5"],
         "instead: in Python, weft.generate(..., sampling=weft.SamplingParams(...)), or see weft generate --help)",
     ),
-    "a model of no such name to serve": (["serve", "dmo"], "error: weft serve dmo\n  saw: there is no folder 'dmo'"),
+    "a model of no such name to serve": (
+        ["serve", "dmo"],
+        "error: weft serve dmo\n  saw: there is no folder 'dmo'",
+    ),
     "longer requests than the model has": (
         ["serve", "demo", "--max-model-len", "9999"],
         "saw: the model's limit is 512\n  instead: --max-model-len 512, or fewer",
@@ -63,5 +72,8 @@ COMMANDS: dict[str, tuple[list[str], str]] = {
         ["bench", "--preset", "tiny", "--max-num-seqs", "4", "--max-num-tokens", "2"],
         "error: weft bench --max-num-tokens 2\n  saw: 2 tokens a step for 4 requests\n  instead: 4 or more",
     ),
-    "more tokens than positions": (["demo", "--max-tokens", "9999"], "instead: a number from 1 to 492"),
+    "more tokens than positions": (
+        ["demo", "--max-tokens", "9999"],
+        "instead: a number from 1 to 492",
+    ),
 }

@@ -1,5 +1,5 @@
-"""Arguments by the names that transformers, vLLM, SGLang and OpenAI's API have for them are answered by what to write
-here: by whichever function they are given to."""
+"""Arguments by the names that transformers, vLLM, SGLang and OpenAI's API have for them are
+answered by what to write here: by whichever function they are given to."""
 
 import inspect
 import re
@@ -18,7 +18,9 @@ ONE = weft.EngineLimits(max_num_reqs=1, max_num_tokens=16, max_model_len=64)
 CALLS: dict[str, Callable[..., Any]] = {
     "generate": lambda **given: weft.generate(model(), ["A"], max_tokens=1, **given),
     "add": lambda **given: weft.Engine(model(), ONE, graph="none").add("A", max_tokens=1, **given),
-    "stream": lambda **given: weft.Engine(model(), ONE, graph="none").stream("A", max_tokens=1, **given),
+    "stream": lambda **given: weft.Engine(model(), ONE, graph="none").stream(
+        "A", max_tokens=1, **given
+    ),
     "SamplingParams": lambda **given: weft.SamplingParams(**given),
     "Engine": lambda **given: weft.Engine(model(), ONE, **given),
     "EngineLimits": lambda **given: weft.EngineLimits(**given),
@@ -51,21 +53,33 @@ ANSWERS = {
     ("generate", "logits_processor"): f"weft.Engine(model).add(prompt, ..., {MASK}",
     ("generate", "output_hidden_states"): STAGES,
     ("generate", "streamer"): "stream=True",
-    ("generate", "num_beams"): "nothing like it: weft.SamplingParams(n=...) draws several completions",
+    (
+        "generate",
+        "num_beams",
+    ): "nothing like it: weft.SamplingParams(n=...) draws several completions",
     ("generate", "attention_mask"): "leave it out: prompts have any lengths, and none is padded",
     ("add", "top_p"): "weft.SamplingParams(top_p=...), after the prompt",
     ("add", "structured_outputs"): f"engine.add(prompt, ..., {MASK}",
     ("add", "lora_request"): "adapter=..., the name of one of Engine(..., adapters={...})",
     ("stream", "top_p"): "weft.SamplingParams(top_p=...), after the prompt",
     ("SamplingParams", "do_sample"): "temperature=...",
-    ("SamplingParams", "max_new_tokens"): "generate(..., max_tokens=...), or engine.add(..., max_tokens=...)",
+    (
+        "SamplingParams",
+        "max_new_tokens",
+    ): "generate(..., max_tokens=...), or engine.add(..., max_tokens=...)",
     ("SamplingParams", "guided_decoding"): f"engine.add(prompt, ..., {MASK}",
     ("Engine", "gpu_memory_utilization"): "limits=weft.EngineLimits(num_pages=...)",
     ("Engine", "enforce_eager"): 'graph="none"',
     ("EngineLimits", "max_running_requests"): "max_num_reqs=...",
-    ("load", "attn_implementation"): "leave it out: weft has one attention for each device (`weft doctor` names it)",
+    (
+        "load",
+        "attn_implementation",
+    ): "leave it out: weft has one attention for each device (`weft doctor` names it)",
     ("load", "revision"): "a folder with the files: weft downloads nothing",
-    ("load", "load_in_8bit"): "leave it out: linear layers are in FP8 where the checkpoint has them so",
+    (
+        "load",
+        "load_in_8bit",
+    ): "leave it out: linear layers are in FP8 where the checkpoint has them so",
     # A slip of the pen is of the nearest name, which may be another library's.
     ("generate", "topp"): "sampling=weft.SamplingParams(top_p=...)",
     ("generate", "max_token"): "max_tokens=...",

@@ -1,5 +1,6 @@
-"""Deliberate mistakes, one for each step that a new user takes, and what is said of each: the call, what was seen, and
-what to write instead. The texts are whole, so that a change of a message is a change here, to be read as a user would.
+"""Deliberate mistakes, one for each step that a new user takes, and what is said of each: the call,
+what was seen, and what to write instead. The texts are whole, so that a change of a message is a
+change here, to be read as a user would.
 """
 
 import re
@@ -20,8 +21,17 @@ import weft
 from weft.errors import WeftError
 from weft.transforms.cli.main import main
 
-TABLES = (graphify_mistakes, batch_mistakes, pipeline_mistakes, generate_mistakes, engine_mistakes, laws_mistakes)
-MISTAKES: dict[str, Mistake] = {name: mistake for table in TABLES for name, mistake in table.MISTAKES.items()}
+TABLES = (
+    graphify_mistakes,
+    batch_mistakes,
+    pipeline_mistakes,
+    generate_mistakes,
+    engine_mistakes,
+    laws_mistakes,
+)
+MISTAKES: dict[str, Mistake] = {
+    name: mistake for table in TABLES for name, mistake in table.MISTAKES.items()
+}
 
 
 @pytest.mark.parametrize("mistake", MISTAKES)
@@ -43,7 +53,10 @@ def test_it_is_of_the_call_what_was_seen_and_the_remedy(mistake: str) -> None:
 def test_a_name_of_jax_is_answered() -> None:
     with pytest.raises(AttributeError) as error:
         _ = weft.jit
-    assert str(error.value) == "module 'weft' has no attribute 'jit'; weft.graphify is what does it here"
+    assert (
+        str(error.value)
+        == "module 'weft' has no attribute 'jit'; weft.graphify is what does it here"
+    )
 
 
 def test_each_name_of_others_is_answered_by_one_that_there_is() -> None:
@@ -78,7 +91,17 @@ def test_there_are_at_least_30_of_every_step() -> None:
     assert len(MISTAKES) == sum(len(table.MISTAKES) for table in TABLES)
     assert len(MISTAKES) + len(COMMANDS) >= 30
     steps = {mistake.partition(":")[0] for mistake in MISTAKES}
-    assert steps >= {"graphify", "ladder", "pad", "donation", "pipeline", "load", "generate", "engine", "sampling"}
+    assert steps >= {
+        "graphify",
+        "ladder",
+        "pad",
+        "donation",
+        "pipeline",
+        "load",
+        "generate",
+        "engine",
+        "sampling",
+    }
     assert steps >= {"adapter", "speculation", "laws"}
 
 

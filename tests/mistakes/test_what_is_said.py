@@ -1,4 +1,5 @@
-"""What a new user is told besides errors: in notes, where something is printed, where there is no evidence."""
+"""What a new user is told besides errors: in notes, where something is printed, where there is no
+evidence."""
 
 import contextlib
 import shutil
@@ -25,7 +26,10 @@ def stage(params: Any, state: Any, batch: Tensor, x: Tensor | None) -> tuple[Any
 def test_an_engine_and_what_it_says_print_in_a_line() -> None:
     engine = weft.Engine(model(), graph="none")
     engine.add([1], max_tokens=2)
-    assert repr(engine) == "<Engine of Qwen3ForCausalLM; graphified steps here: 0; requests under way: 1>"
+    assert (
+        repr(engine)
+        == "<Engine of Qwen3ForCausalLM; graphified steps here: 0; requests under way: 1>"
+    )
     assert all(len(repr(output)) < 200 for output in engine)
 
 
@@ -38,7 +42,10 @@ def test_what_was_refused_leaves_the_settings_alone() -> None:
 
 @pytest.mark.parametrize("spans", [weft.pipeline, weft.compose])
 def test_an_advance_that_was_not_lifted_is_noted(spans: Any) -> None:
-    counts = Transform(lambda params, state: 0, lambda stage, own, p, s, batch, x: (own + 1, *stage(p, s, batch, x)))
+    counts = Transform(
+        lambda params, state: 0,
+        lambda stage, own, p, s, batch, x: (own + 1, *stage(p, s, batch, x)),
+    )
 
     def total(state: Tensor, batch: Tensor, out: Tensor) -> Tensor:
         return state + out.sum()
@@ -57,10 +64,18 @@ def test_a_runner_prints_in_a_line() -> None:
     assert repr(runner) == "<Runner of 2 stages: layers 0 to 2, 3 to 5 here, 2 graphified>"
 
 
-@given(st.lists(st.one_of(st.integers(0, 256), st.floats(), st.booleans(), st.none(), st.text()), min_size=1))
+@given(
+    st.lists(
+        st.one_of(st.integers(0, 256), st.floats(), st.booleans(), st.none(), st.text()), min_size=1
+    )
+)
 def test_only_whole_numbers_are_token_ids(ids: list[Any]) -> None:
     whole = all(isinstance(token, int) for token in ids)
-    with contextlib.nullcontext() if whole else pytest.raises(errors.DescriptorError, match=r"token_ids\[0\] holds"):
+    with (
+        contextlib.nullcontext()
+        if whole
+        else pytest.raises(errors.DescriptorError, match=r"token_ids\[0\] holds")
+    ):
         assert weft.Batch.ragged([0], [ids]).input_ids.tolist() == [int(token) for token in ids]
 
 
@@ -88,7 +103,9 @@ def test_a_gguf_file_that_is_cut_off(tmp_path: Path, whole: bool) -> None:
     pytest.importorskip("gguf")
     file = tmp_path / "model.gguf"
     file.write_bytes(b"GGUF")
-    with pytest.raises(errors.CheckpointError, match=r"model.gguf is not a GGUF file that weft can read: at byte 4"):
+    with pytest.raises(
+        errors.CheckpointError, match=r"model.gguf is not a GGUF file that weft can read: at byte 4"
+    ):
         weft.load(tmp_path if whole else file, "cpu")
 
 
@@ -96,19 +113,29 @@ def test_a_gguf_without_its_package(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     monkeypatch.setitem(sys.modules, "gguf", None)
     monkeypatch.setitem(sys.modules, "gguf.constants", None)
     (tmp_path / "model.gguf").write_bytes(b"GGUF")
-    with pytest.raises(errors.CheckpointError, match=r"saw: a GGUF file, and .*\n.*instead: pip install 'gguf>=0.18'"):
+    with pytest.raises(
+        errors.CheckpointError,
+        match=r"saw: a GGUF file, and .*\n.*instead: pip install 'gguf>=0.18'",
+    ):
         weft.load(tmp_path, "cpu")
 
 
 def test_a_folder_of_several_ggufs(tmp_path: Path) -> None:
     for name in "ab":
         (tmp_path / f"{name}.gguf").write_bytes(b"GGUF")
-    with pytest.raises(errors.CheckpointNotFoundError, match=r"but a.gguf\n.*instead: name the one to load"):
+    with pytest.raises(
+        errors.CheckpointNotFoundError, match=r"but a.gguf\n.*instead: name the one to load"
+    ):
         weft.load(tmp_path, "cpu")
 
 
 def test_an_index_with_an_entry_that_names_no_file(tmp_path: Path) -> None:
     shutil.copy(weft.stages.DEMO / "config.json", tmp_path)
-    (tmp_path / "model.safetensors.index.json").write_text('{"weight_map": {"model.norm.weight": 3}}')
-    with pytest.raises(errors.CheckpointError, match=r"has weight_map.model.norm.weight=3; .* is the name of a file"):
+    (tmp_path / "model.safetensors.index.json").write_text(
+        '{"weight_map": {"model.norm.weight": 3}}'
+    )
+    with pytest.raises(
+        errors.CheckpointError,
+        match=r"has weight_map.model.norm.weight=3; .* is the name of a file",
+    ):
         weft.load(tmp_path, "cpu")

@@ -1,4 +1,5 @@
-"""L1, L2, L5 and L7 of a decoder with each attention back end, in bfloat16 with heads that all of them have."""
+"""L1, L2, L5 and L7 of a decoder with each attention back end, in bfloat16 with heads that all of
+them have."""
 
 from typing import Any
 
@@ -47,17 +48,25 @@ class OfBackend(Scenario):
     def stages(self, num_stages: int, device: torch.device | str = "cpu") -> list[Any]:
         own = BACKENDS[self.backend]
         layouts = self.layouts(num_stages)
-        return [decoder_stage(self.config, x, keep_logits=True, attend=own, device=device) for x in layouts]
+        return [
+            decoder_stage(self.config, x, keep_logits=True, attend=own, device=device)
+            for x in layouts
+        ]
 
     def params(self, num_stages: int, device: torch.device | str = "cpu") -> tuple[Any, ...]:
         (every,) = self.layouts(1)
-        made = random_params(self.config, every, seed=self.seed, device="cpu", dtype=torch.bfloat16, std=0.1)
+        made = random_params(
+            self.config, every, seed=self.seed, device="cpu", dtype=torch.bfloat16, std=0.1
+        )
         made = tree_map(lambda x: x.to(device) if isinstance(x, Tensor) else x, made)
         return tuple(slice_params(made, layout) for layout in self.layouts(num_stages))
 
-    def state(self, num_stages: int, device: torch.device | str = "cpu", poison: float = 0.0) -> tuple[State, ...]:
+    def state(
+        self, num_stages: int, device: torch.device | str = "cpu", poison: float = 0.0
+    ) -> tuple[State, ...]:
         return tuple(
-            attrs.evolve(own, kv_pages=own.kv_pages.bfloat16()) for own in super().state(num_stages, device, poison)
+            attrs.evolve(own, kv_pages=own.kv_pages.bfloat16())
+            for own in super().state(num_stages, device, poison)
         )
 
 
@@ -66,7 +75,11 @@ def of_backend(draw: st.DrawFn, name: str) -> OfBackend:
     """A scenario whose heads are 128 wide, in groups of 2 or 4, on pages of 16."""
     given = draw(scenarios(max_layers=2, max_steps=4))
     kv_heads = draw(st.sampled_from((1, 2)))
-    sizes = {"num_heads": kv_heads * draw(st.sampled_from((2, 4))), "num_kv_heads": kv_heads, "head_dim": 128}
+    sizes = {
+        "num_heads": kv_heads * draw(st.sampled_from((2, 4))),
+        "num_kv_heads": kv_heads,
+        "head_dim": 128,
+    }
     config = attrs.evolve(given.config, **sizes, windows=())
     fields = {field.name: getattr(given, field.name) for field in attrs.fields(Scenario)}
     return OfBackend(**{**fields, "config": config, "page_size": 16, "adapters": ()}, backend=name)
@@ -76,11 +89,14 @@ def ladder_of(scenario: OfBackend, mode: str) -> Any:
     """The classes that an engine with this back end captures for the scenario's batches."""
     most = max(batch.descriptor.num_tokens for batch in scenario.batches())
     functions = StageFunctions(attend=BACKENDS[scenario.backend])
-    return model_ladder(mode, Limits(len(scenario.prompts), max(most, len(scenario.prompts))), functions)
+    return model_ladder(
+        mode, Limits(len(scenario.prompts), max(most, len(scenario.prompts))), functions
+    )
 
 
 def check_modes(scenario: OfBackend, device: str) -> None:
-    """L1, L5, L7: whole graphs and pieces give bitwise what the step gives at the padded class that was chosen."""
+    """L1, L5, L7: whole graphs and pieces give bitwise what the step gives at the padded class that
+    was chosen."""
     params, eager = scenario.params(1, device), whole(scenario, device)
     for mode in ("full_and_piecewise", "piecewise"):
         graph = graph_step(whole(scenario, device), ladder_of(scenario, mode), None)
@@ -100,12 +116,17 @@ def check_padding(scenario: OfBackend, device: str) -> None:
     params, step = scenario.params(1, device), whole(scenario, device)
     clean, poisoned = scenario.state(1, device), scenario.state(1, device, poison=float("nan"))
     for batch in scenario.batches(device):
-        wider: list[BatchDescriptor] = larger(batch.descriptor, list(ladder_of(scenario, "full_and_piecewise")))
+        wider: list[BatchDescriptor] = larger(
+            batch.descriptor, list(ladder_of(scenario, "full_and_piecewise"))
+        )
         own, padded = pad(batch, wider[0]), _garbage_tail(pad(batch, wider[0]), batch)
         clean, out = step(params, clean, own)
         poisoned, seen = step(params, _garbage_scratch(poisoned), padded)
         assert_equal("L2: output", unpad(seen, batch.descriptor), unpad(out, batch.descriptor))
-        unwritten = tree_map(lambda x: x.nan_to_num(0.0, torch.inf) if x.is_floating_point() else x, visible(poisoned))
+        unwritten = tree_map(
+            lambda x: x.nan_to_num(0.0, torch.inf) if x.is_floating_point() else x,
+            visible(poisoned),
+        )
         assert_equal("L2: state", unwritten, visible(clean))
 
 

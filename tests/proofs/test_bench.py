@@ -23,13 +23,21 @@ from weft.proofs.http.client import Answer, _Client
 from weft.stages.random_weights import PRESETS
 
 
-def test_graphify_overhead(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setattr("sys.argv", ["graphify_overhead", "--out", str(tmp_path), "--quick", "--leaves", "3"])
+def test_graphify_overhead(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(
+        "sys.argv", ["graphify_overhead", "--out", str(tmp_path), "--quick", "--leaves", "3"]
+    )
     graphify_overhead.main()
     report = json.loads((tmp_path / "graphify_overhead.json").read_text())
     found = {(row["what"], row["given"], row["captures"]) for row in report["rows"]}
     for given in ("reference, borrowed", "fresh, borrowed", "fresh, safe"):
-        assert {("graphify", given, 1), ("graphify", given, 10), ("graphify, in turn", given, 10)} <= found
+        assert {
+            ("graphify", given, 1),
+            ("graphify", given, 10),
+            ("graphify, in turn", given, 10),
+        } <= found
     assert all(row["us"] >= row["least_us"] > 0 for row in report["rows"])
     assert report["environment"]["torch"]
     assert "copies" in [row["op"] for row in report["environment"]["ops"]]
@@ -42,7 +50,10 @@ def test_tiles_of_prompts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
     before = plan_launch(600, 2, 4, 8, 128, 1024, 600, 2, 2, 132)
     attention.main()
     rows = json.loads((tmp_path / "attention.json").read_text())["rows"]
-    assert [row["backend"] for row in rows][:2] == ["128 x 64, 8 warps, 2 stages", "128 x 64, 4 warps, 2 stages"]
+    assert [row["backend"] for row in rows][:2] == [
+        "128 x 64, 8 warps, 2 stages",
+        "128 x 64, 4 warps, 2 stages",
+    ]
     assert len({row["backend"] for row in rows}) == len(rows) == 1 + len(attention.TILES)
     assert sum(row["best"] for row in rows) == 1
     with attention.prompt_tile(64, (32, 4, 3)):
@@ -52,12 +63,18 @@ def test_tiles_of_prompts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
 
 
 @pytest.mark.slow
-def test_decode_modes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_decode_modes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     monkeypatch.setattr("sys.argv", ["decode_modes", "--out", str(tmp_path), "--quick", "--curves"])
     decode_modes.main()
     report = json.loads((tmp_path / "decode_modes.json").read_text())
-    assert [row["mode"] for row in report["rows"]] == [*decode_modes.MODES] * len(decode_modes.QUICK)
-    assert [row["captures"] > 0 for row in report["rows"]] == [False, True, True] * len(decode_modes.QUICK)
+    assert [row["mode"] for row in report["rows"]] == [*decode_modes.MODES] * len(
+        decode_modes.QUICK
+    )
+    assert [row["captures"] > 0 for row in report["rows"]] == [False, True, True] * len(
+        decode_modes.QUICK
+    )
     assert "floor" in (tmp_path / "decode_modes.svg").read_text()
     for row in report["rows"]:
         assert row["replays"] >= 90 * (row["mode"] != "none")
@@ -66,7 +83,9 @@ def test_decode_modes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: p
     assert len(capsys.readouterr().out.splitlines()) == 1 + len(report["rows"])
 
 
-def test_ladder_capture(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_ladder_capture(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     monkeypatch.setattr("sys.argv", ["ladder_capture", "--out", str(tmp_path), "--quick"])
     ladder_capture.main()
     runs = json.loads((tmp_path / "ladder_capture.json").read_text())["runs"]
@@ -86,12 +105,16 @@ def test_changed_models(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> N
     assert "fp8 cache" in capsys.readouterr().out.splitlines()[-1]
 
 
-def test_attention(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_attention(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     monkeypatch.setattr("sys.argv", ["attention", "--out", str(tmp_path), "--quick"])
     attention.main()
     rows = json.loads((tmp_path / "attention.json").read_text())["rows"]
     assert [(row["shape"], row["backend"]) for row in rows] == [
-        (shape, name) for shape in ("5, 20 and 9", "2 x 20", "2 x 5") for name in ("reference", "torch")
+        (shape, name)
+        for shape in ("5, 20 and 9", "2 x 20", "2 x 5")
+        for name in ("reference", "torch")
     ]
     assert all(row["us"] > 0 and row["error"] < 0.02 for row in rows)
     assert sum(row["best"] for row in rows) == 3
@@ -99,7 +122,9 @@ def test_attention(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pyte
 
 
 @pytest.mark.slow
-def test_sampling(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_sampling(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     monkeypatch.setattr("sys.argv", ["sampling", "--out", str(tmp_path), "--quick"])
     sampling.main()
     rows = json.loads((tmp_path / "sampling.json").read_text())["rows"]
@@ -108,14 +133,20 @@ def test_sampling(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytes
     assert len(capsys.readouterr().out.splitlines()) == 1 + len(rows)
 
 
-def test_kernels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setattr("sys.argv", ["kernels", "--out", str(tmp_path), "--quick", "--tokens", "1", "3"])
+def test_kernels(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(
+        "sys.argv", ["kernels", "--out", str(tmp_path), "--quick", "--tokens", "1", "3"]
+    )
     kernels.main()
     rows = json.loads((tmp_path / "kernels.json").read_text())["rows"]
     assert {(row["model"], row["tokens"]) for row in rows} == {
         (m, n) for m in ("tiny, experts", "tiny") for n in (1, 3)
     }
-    assert {"run_experts", "route", "fp8_linear", "linear", "rotate_and_keep", "swiglu"} <= {r["kernel"] for r in rows}
+    assert {"run_experts", "route", "fp8_linear", "linear", "rotate_and_keep", "swiglu"} <= {
+        r["kernel"] for r in rows
+    }
     for row in rows:
         assert row["share"] * row["us"] == pytest.approx(row["floor_us"])
         assert row["floor_us"] > 0
@@ -126,13 +157,28 @@ def test_kernels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest
 @pytest.mark.slow
 def test_http(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("uvicorn")
-    few = ("--models", "demo", "--device", "cpu", "--graph", "none", "--rates", "50", "inf", "--num-prompts", "6")
+    few = (
+        "--models",
+        "demo",
+        "--device",
+        "cpu",
+        "--graph",
+        "none",
+        "--rates",
+        "50",
+        "inf",
+        "--num-prompts",
+        "6",
+    )
     sizes = ("--concurrency", "4", "--input-len", "3", "--output-len", "9", "--repeats", "1")
     with pytest.raises(SystemExit) as ended:
         http.main([*few, *sizes, "--out", str(tmp_path)])
     assert ended.value.code == 0
     [record] = json.loads((tmp_path / "http.json").read_text())["models"]
-    assert [(row["rate"], row["completed"], row["failed"], row["wrong_lengths"]) for row in record["rows"]] == [
+    assert [
+        (row["rate"], row["completed"], row["failed"], row["wrong_lengths"])
+        for row in record["rows"]
+    ] == [
         (50.0, 6, 0, 0),
         ("inf", 6, 0, 0),
     ]
@@ -166,7 +212,8 @@ with open(f"{given.result_dir}/{given.result_filename}", "w") as file:
     json.dump({"completed": given.num_prompts, "total_output_tokens": tokens, "duration": 1.0, "output_throughput": 9.0}
               | times, file)
 """
-"""Takes the flags of `vllm bench serve` 0.24.0, and writes the fields of its results that are read."""
+"""Takes the flags of `vllm bench serve` 0.24.0, and writes the fields of its results that are read.
+"""
 
 
 @pytest.mark.slow
@@ -177,16 +224,43 @@ def test_a_preset_has_a_tokenizer_and_vllms_client_asks_it_too(tmp_path: Path) -
     assert tokenizer.decode(tokenizer("two words").input_ids) == "two words"
     pytest.importorskip("uvicorn")
     (tmp_path / "client.py").write_text(CLIENT)
-    few = ("--presets", "tiny", "--device", "cpu", "--graph", "none", "--rates", "inf", "--num-prompts", "3")
+    few = (
+        "--presets",
+        "tiny",
+        "--device",
+        "cpu",
+        "--graph",
+        "none",
+        "--rates",
+        "inf",
+        "--num-prompts",
+        "3",
+    )
     sizes = ("--concurrency", "2", "--input-len", "3", "--output-len", "5", "--repeats", "1")
     with pytest.raises(SystemExit) as ended:
-        http.main([*few, *sizes, "--vllm", f"{sys.executable} {tmp_path / 'client.py'}", "--out", str(tmp_path)])
+        http.main(
+            [
+                *few,
+                *sizes,
+                "--vllm",
+                f"{sys.executable} {tmp_path / 'client.py'}",
+                "--out",
+                str(tmp_path),
+            ]
+        )
     assert ended.value.code == 0
     [record] = json.loads((tmp_path / "http.json").read_text())["models"]
     [row] = record["vllm"]
-    assert (row["completed"], row["failed"], row["wrong_lengths"], row["ttft"]["p99"]) == (3, 0, 0, 1.5)
+    assert (row["completed"], row["failed"], row["wrong_lengths"], row["ttft"]["p99"]) == (
+        3,
+        0,
+        0,
+        1.5,
+    )
     (tmp_path / "client.py").write_text("raise SystemExit('no such flag')")
-    with pytest.raises(RuntimeError, match=r"client.py --ignore-eos .* ended with 1:\nno such flag"):
+    with pytest.raises(
+        RuntimeError, match=r"client.py --ignore-eos .* ended with 1:\nno such flag"
+    ):
         http.main([*few, *sizes, "--vllm", f"{sys.executable} {tmp_path / 'client.py'}"])
 
 

@@ -1,4 +1,5 @@
-"""L20 beyond its drawn cases on one process: the kinds of models, stages in processes, and bugs of the CUDA kernels."""
+"""L20 beyond its drawn cases on one process: the kinds of models, stages in processes, and bugs of
+the CUDA kernels."""
 
 from contextlib import AbstractContextManager
 from importlib import import_module
@@ -13,7 +14,12 @@ from weft.batch import EMBEDDED
 from weft.proofs.laws import LawViolation, bits_are_of_the_request
 from weft.proofs.mutants.bits import BITS
 from weft.proofs.mutants.mutant import replace
-from weft.proofs.strategies.engine.invariant import INVARIANT_MODELS, InvariantLoad, invariant_loads, invariant_model
+from weft.proofs.strategies.engine.invariant import (
+    INVARIANT_MODELS,
+    InvariantLoad,
+    invariant_loads,
+    invariant_model,
+)
 from weft.stages.architectures import ARCHITECTURES
 from weft.transforms.pipelines.transports.distributed import Distributed
 from weft.transforms.pipelines.transports.launch import launch
@@ -38,13 +44,15 @@ def has_image(case: InvariantLoad) -> bool:
 
 
 def test_the_kinds_are_of_all_architectures() -> None:
-    assert {invariant_model(kind).config.architecture for kind in INVARIANT_MODELS} == set(ARCHITECTURES)
+    assert {invariant_model(kind).config.architecture for kind in INVARIANT_MODELS} == set(
+        ARCHITECTURES
+    )
 
 
 @pytest.mark.slow
 def test_what_is_drawn() -> None:
-    """All kinds, modes and numbers of stages, with and without threads, drafts and adapters; and images in each way.
-    Most prompts are short, and some longer than a block of attention."""
+    """All kinds, modes and numbers of stages, with and without threads, drafts and adapters; and
+    images in each way. Most prompts are short, and some longer than a block of attention."""
     cases = draw_cases(800)
     assert {case.kind for case in cases} == set(INVARIANT_MODELS)
     assert {case.load.pipeline for case in cases} == {1, 2, 3, 4}
@@ -82,21 +90,26 @@ def test_bits_over_processes_are_of_the_request(num_ranks: int, runs_nightly: bo
 
 
 def segments_by_the_tokens() -> AbstractContextManager[Any]:
-    """A context in which a float32 product on CUDA adds up its columns in two segments if it has more than two tokens,
-    which changes the sums of 256 columns: those of the down projections."""
+    """A context in which a float32 product on CUDA adds up its columns in two segments if it has
+    more than two tokens, which changes the sums of 256 columns: those of the down projections."""
     home = "weft.ops.products.linear_triton"
     plain = import_module(home).run_tile
 
     def run_tile(*args: Any) -> Any:
         x, _, _, scale, *_, tile = args
-        return plain(*args[:-1], attrs.evolve(tile, segments=2) if scale is None and len(x) > 2 else tile)
+        return plain(
+            *args[:-1], attrs.evolve(tile, segments=2) if scale is None and len(x) > 2 else tile
+        )
 
     return replace(home, "run_tile", run_tile)()
 
 
 PLANTED = {
     "segments by the tokens": (segments_by_the_tokens, "Qwen3"),
-    "experts in the order of the batch": (next(m.plant for m in BITS if m.name.startswith("experts")), "experts"),
+    "experts in the order of the batch": (
+        next(m.plant for m in BITS if m.name.startswith("experts")),
+        "experts",
+    ),
 }
 """Bugs, and the kinds of models that have them."""
 

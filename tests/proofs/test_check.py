@@ -1,4 +1,5 @@
-"""`check` on functions with a planted bug: the law that finds it, the error, and the smallest calls."""
+"""`check` on functions with a planted bug: the law that finds it, the error, and the smallest
+calls."""
 
 import contextlib
 import io
@@ -47,7 +48,9 @@ class Masked:
     valid: Tensor = attrs.field(metadata=axes("num_tokens", pad=0))
 
 
-def running(params: Tensor, state: dict[str, Tensor], batch: Tensor) -> tuple[dict[str, Tensor], Tensor]:
+def running(
+    params: Tensor, state: dict[str, Tensor], batch: Tensor
+) -> tuple[dict[str, Tensor], Tensor]:
     """A correct step, whose next state is a new tensor."""
     x = torch.tanh(batch @ params + state["h"])
     return {"h": state["h"] + x.sum(0), "n": state["n"] + 1}, x
@@ -101,7 +104,9 @@ def test_a_batch_with_a_mask_may_be_padded(f: Any) -> None:
         total = x.sum(0) if f is Masked else x.sum(0) / batch.valid.sum()
         return attrs.evolve(batch, x=x + total)
 
-    masked = BATCHES.map(lambda rows: Masked(rows.descriptor, rows.x, torch.ones(len(rows.x), dtype=torch.bool)))
+    masked = BATCHES.map(
+        lambda rows: Masked(rows.descriptor, rows.x, torch.ones(len(rows.x), dtype=torch.bool))
+    )
     rows = table(step, (tensors(2, 2), masked), ladder=LADDER, max_examples=EXAMPLES)
     assert [row[-3] for row in rows.values()] == ["holds"] * 6
 
@@ -191,7 +196,9 @@ def _without_processes(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("kept", KEPT)
-def test_a_value_that_the_first_call_keeps_without_other_processes(kept: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_value_that_the_first_call_keeps_without_other_processes(
+    kept: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     _without_processes(monkeypatch)
     name, error = broken(caching("the shape", kept, "a closure").fn, (SOME,))
     assert name == "graph"
@@ -199,20 +206,29 @@ def test_a_value_that_the_first_call_keeps_without_other_processes(kept: str, mo
 
 
 @pytest.mark.parametrize("has_processes", [True, False])
-def test_a_single_call_shows_what_is_kept(has_processes: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_single_call_shows_what_is_kept(
+    has_processes: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     if not has_processes:
         _without_processes(monkeypatch)
     for laws in (None, "graph"):
-        name, error = broken(caching("the shape", "a tensor", "a closure").fn, (torch.zeros(2),), laws=laws)
+        name, error = broken(
+            caching("the shape", "a tensor", "a closure").fn, (torch.zeros(2),), laws=laws
+        )
         assert name == "graph"
         assert "saw: a tensor that it made is kept and not returned" in error.text
 
 
 def test_the_tests_above_find_a_check_that_calls_first(monkeypatch: pytest.MonkeyPatch) -> None:
     _without_processes(monkeypatch)
-    monkeypatch.setattr("weft.proofs.checks.check._FirstCalls.audit", lambda self, calls, refuse: None)
+    monkeypatch.setattr(
+        "weft.proofs.checks.check._FirstCalls.audit", lambda self, calls, refuse: None
+    )
     assert (
-        table(caching("the shape", "a number", "a closure").fn, (SOME,), max_examples=EXAMPLES)["pure"][-3] == "holds"
+        table(caching("the shape", "a number", "a closure").fn, (SOME,), max_examples=EXAMPLES)[
+            "pure"
+        ][-3]
+        == "holds"
     )
 
 
@@ -239,7 +255,10 @@ def test_calls_that_cannot_be_pickled_are_compared_in_this_process() -> None:
     class Local:
         x: Tensor
 
-    assert table(lambda local: local.x * 2, (st.builds(Local, SOME),), max_examples=4)["pure"][-3] == "holds"
+    assert (
+        table(lambda local: local.x * 2, (st.builds(Local, SOME),), max_examples=4)["pure"][-3]
+        == "holds"
+    )
 
 
 def test_a_process_that_dies_is_no_answer(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -306,7 +325,8 @@ def test_a_branch_on_data() -> None:
 
 
 def test_the_graph_law_sees_replays_of_other_values(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A planted graphify that forgets to fill its inputs: only a second call with other values shows it."""
+    """A planted graphify that forgets to fill its inputs: only a second call with other values
+    shows it."""
     monkeypatch.setattr("weft.transforms.graphs.cache.plan_copies", lambda *args: None)
     name, error = broken(lambda x: x * 2, (tensors(1),), laws="graph")
     assert name == "graph"
@@ -333,7 +353,9 @@ def test_microbatches_are_asked_for() -> None:
 
 def test_what_the_function_itself_raises() -> None:
     with pytest.raises(RuntimeError, match="cannot be multiplied") as caught:
-        check(lambda x: x @ x, (tensors(1, 2),), console=Console(file=io.StringIO()), max_examples=3)
+        check(
+            lambda x: x @ x, (tensors(1, 2),), console=Console(file=io.StringIO()), max_examples=3
+        )
     (note,) = caught.value.__notes__
     assert note.startswith("f itself raised this, for\n    import torch\n")
     assert "calls = [{'x': torch.zeros(1, 2)}]" in note
@@ -341,7 +363,9 @@ def test_what_the_function_itself_raises() -> None:
 
 def test_a_model_keeps_its_laws() -> None:
     """Its state has a scratch row, which padding writes; a list of calls is one example."""
-    scenario = find(scenarios(max_layers=1, max_steps=1), lambda scenario: sum(map(len, scenario.prompts)) > 2)
+    scenario = find(
+        scenarios(max_layers=1, max_steps=1), lambda scenario: sum(map(len, scenario.prompts)) > 2
+    )
     step = compose(scenario.stages(1), advance=advance)
     batch = scenario.batches()[0]
     wider = BatchDescriptor(batch.descriptor.num_tokens + 2, batch.descriptor.num_reqs + 1, None, 2)
@@ -357,14 +381,25 @@ def test_a_model_keeps_its_laws() -> None:
         (
             (ROWS,),
             {"laws": "grpah"},
-            ["weft.proofs.check(running, ...)", "saw: laws='grpah'", "instead: some, by name, of pure, graph"],
+            [
+                "weft.proofs.check(running, ...)",
+                "saw: laws='grpah'",
+                "instead: some, by name, of pure, graph",
+            ],
         ),
         (
             (ROWS,),
             {"laws": "pad"},
             ["saw: laws='pad', which needs a ladder", "instead: check(running, ..., ladder=[...])"],
         ),
-        ((ROWS,), {}, ["saw: missing a required argument: 'state'", "instead: arguments for running(params: "]),
+        (
+            (ROWS,),
+            {},
+            [
+                "saw: missing a required argument: 'state'",
+                "instead: arguments for running(params: ",
+            ],
+        ),
         ({"x": ROWS}, {}, ["saw: no argument 'x'"]),
         (ROWS, {}, ["saw: given drew a Tensor", "instead: given=(x, y)"]),
         ([], {}, ["saw: given is a list"]),
@@ -410,7 +445,9 @@ weft.proofs.engine_machine
 
 
 def test_calls_that_are_given_are_checked_without_hypothesis() -> None:
-    done = subprocess.run([sys.executable, "-c", _WITHOUT_HYPOTHESIS], capture_output=True, text=True, check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", _WITHOUT_HYPOTHESIS], capture_output=True, text=True, check=True
+    )
     assert re.search(r"a graph of it is it, bitwise +holds", done.stdout)
     assert done.stdout.endswith(
         f"MissingPackageError weft.proofs.laws\n  saw: no hypothesis here\n  instead: {install_command('proofs')}\n"

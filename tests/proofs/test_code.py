@@ -1,4 +1,5 @@
-"""Values as code: the code rebuilds the value, however nested, and remarks on everything that it leaves out."""
+"""Values as code: the code rebuilds the value, however nested, and remarks on everything that it
+leaves out."""
 
 import enum
 from collections import OrderedDict, defaultdict, namedtuple
@@ -59,7 +60,15 @@ def test_the_code_makes_the_value(case: str) -> None:
     assert find_difference(again([VALUES[case]]), [VALUES[case]]) is None
 
 
-@given(st.one_of(batches(), descriptors(), limits(), tensors(2, 3), tensors(st.integers(0, 3), dtype=torch.int32)))
+@given(
+    st.one_of(
+        batches(),
+        descriptors(),
+        limits(),
+        tensors(2, 3),
+        tensors(st.integers(0, 3), dtype=torch.int32),
+    )
+)
 def test_the_code_of_what_is_drawn_makes_it(value: Any) -> None:
     assert find_difference(again([value]), [value]) is None
 
@@ -99,7 +108,9 @@ def test_large_tensors_are_saved_and_loaded(tmp_path: Path) -> None:
     assert find_difference(again((big[:4], big), tmp_path), (big[:4], big)) is None
     part = to_code(torch.randn(1000, 1000)[:300, 0], folder=tmp_path)
     assert "saved[0]" in part
-    assert (tmp_path / "saved.pt").stat().st_size < 10_000  # the copy of the printed elements, not of the whole storage
+    assert (
+        tmp_path / "saved.pt"
+    ).stat().st_size < 10_000  # the copy of the printed elements, not of the whole storage
 
 
 def test_large_tensors_get_a_folder_of_their_own() -> None:

@@ -1,4 +1,5 @@
-"""L25's strategy draws every public transform and every effect, and its definitions are plain torch's."""
+"""L25's strategy draws every public transform and every effect, and its definitions are plain
+torch's."""
 
 import dis
 import inspect
@@ -33,7 +34,8 @@ NOT_DRAWN = {
     "assert_max_captures": "raises at a capture too many, which is its purpose",
     "check_borrowed": "raises at a stale result, which is its purpose",
 }
-"""Public names that take functions or surround calls, and are no layer of their own, with the reason."""
+"""Public names that take functions or surround calls, and are no layer of their own, with the
+reason."""
 
 
 def _takes_a_function(thing: Any) -> bool:
@@ -44,7 +46,9 @@ def _takes_a_function(thing: Any) -> bool:
         annotations = [p.annotation for p in inspect.signature(thing).parameters.values()]
     except (TypeError, ValueError):
         return False
-    return any("Callable" in str(annotation) or str(annotation) == "~F" for annotation in annotations)
+    return any(
+        "Callable" in str(annotation) or str(annotation) == "~F" for annotation in annotations
+    )
 
 
 def _is_context(thing: Any) -> bool:
@@ -72,7 +76,11 @@ def test_every_public_transform_is_a_layer() -> None:
 
 
 def test_every_effect_is_performed_by_a_layer() -> None:
-    members = {member for union in typing.get_args(Effect) for member in (typing.get_args(union) or (union,))}
+    members = {
+        member
+        for union in typing.get_args(Effect)
+        for member in (typing.get_args(union) or (union,))
+    }
     performed = set()
     for layer in LAYERS.values():
         function: Any = layer.apply(lambda x: x * 2)
@@ -84,7 +92,9 @@ def test_every_effect_is_performed_by_a_layer() -> None:
 
 @pytest.mark.parametrize("name", LAYERS)
 def test_a_layer_of_a_plain_function_means_its_definition(name: str) -> None:
-    compositions_mean_their_parts(Composition(Body(("x * weight", "tanh(x)")), (name,), ("a call", "a call")))
+    compositions_mean_their_parts(
+        Composition(Body(("x * weight", "tanh(x)")), (name,), ("a call", "a call"))
+    )
 
 
 @pytest.mark.parametrize("name", OPERATIONS)
@@ -96,7 +106,9 @@ def test_an_operation_runs_without_layers(name: str) -> None:
 def test_the_definitions_call_nothing_of_weft() -> None:
     for layer in LAYERS.values():
         for wrap in (layer.meaning, layer.torch_alone):
-            homes = {value.__module__ for value in _globals_read(wrap) if hasattr(value, "__module__")}
+            homes = {
+                value.__module__ for value in _globals_read(wrap) if hasattr(value, "__module__")
+            }
             product = [home for home in homes if home and home.startswith("weft.")]
             assert [home for home in product if not home.startswith("weft.proofs.")] == []
 
@@ -146,12 +158,18 @@ def test_a_call_that_differs_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     tally = Tally()
     compositions_mean_their_parts(nest, tally=tally)
     assert (tally.calls, tally.errors) == (1, 0)
-    monkeypatch.setattr(LAYERS["compose"].__class__, "apply", property(lambda self: lambda function: wrong))
-    with pytest.raises(LawViolation, match=r"L25 .*scan\(f\) of f: tanh\(x\); a call \(seed 0\), call 0: result\["):
+    monkeypatch.setattr(
+        LAYERS["compose"].__class__, "apply", property(lambda self: lambda function: wrong)
+    )
+    with pytest.raises(
+        LawViolation, match=r"L25 .*scan\(f\) of f: tanh\(x\); a call \(seed 0\), call 0: result\["
+    ):
         compositions_mean_their_parts(nest)
 
 
-def test_a_thread_that_a_capture_does_not_see_is_refused_or_a_violation(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_thread_that_a_capture_does_not_see_is_refused_or_a_violation(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     nest = Composition(Body(("tanh(x)",)), ("graphify", "a thread"), ("a call", "a call"))
     tally = Tally()
     compositions_mean_their_parts(nest, tally=tally)
@@ -162,7 +180,9 @@ def test_a_thread_that_a_capture_does_not_see_is_refused_or_a_violation(monkeypa
 
 
 def test_sums_that_overflow_may_differ_and_others_may_not(monkeypatch: pytest.MonkeyPatch) -> None:
-    overflowing = Composition(Body(("detaches",)), ("shard, all_gather", "scan", "scan"), ("backward",))
+    overflowing = Composition(
+        Body(("detaches",)), ("shard, all_gather", "scan", "scan"), ("backward",)
+    )
     finite = Composition(Body(("detaches",)), ("shard, all_gather",), ("backward",))
     tally = Tally()
     compositions_mean_their_parts(overflowing, tally=tally)

@@ -1,4 +1,5 @@
-"""Cross-validation of the model of tiles: no fit sees the shapes that it is judged by; the record is of this model."""
+"""Cross-validation of the model of tiles: no fit sees the shapes that it is judged by; the record
+is of this model."""
 
 import json
 from collections.abc import Sequence
@@ -42,8 +43,11 @@ def test_no_fit_sees_the_shapes_that_it_is_judged_by(
 
 
 @KINDS
-def test_the_record_is_of_this_model_and_this_search(fp8: bool, cases: dict[bool, list[Case]]) -> None:
-    """The choices of each fold again, with the recorded coefficients; no fit is repeated, which takes half a minute."""
+def test_the_record_is_of_this_model_and_this_search(
+    fp8: bool, cases: dict[bool, list[Case]]
+) -> None:
+    """The choices of each fold again, with the recorded coefficients; no fit is repeated, which
+    takes half a minute."""
     folds = read("h100-tile-losses").data["models"]["fp8" if fp8 else "bf16"]
     shapes = [[tuple(shape) for shape in fold["shapes"]] for fold in folds]
     assert shapes == cross_validation.split([case.shape[1:] for case in cases[False]], len(folds))
@@ -66,6 +70,8 @@ def test_a_model_that_has_seen_the_shapes_chooses_better(cases: dict[bool, list[
 
 def test_json_has_a_line_for_each_product() -> None:
     products = [[1, 64, 128, 2.0, 1.0, "torch", [64, 16, 128, 4, 3, 1]]] * 2
-    text = cross_validation.format_json({"models": {"bf16": [{"shapes": [[64, 128]], "products": products}]}})
+    text = cross_validation.format_json(
+        {"models": {"bf16": [{"shapes": [[64, 128]], "products": products}]}}
+    )
     assert json.loads(text)["models"]["bf16"][0]["products"] == products
     assert text.count("\n") == 4

@@ -1,4 +1,5 @@
-"""A field of the descriptor is handled everywhere: in strategies, in `covers`, in the ladder, in the proof."""
+"""A field of the descriptor is handled everywhere: in strategies, in `covers`, in the ladder, in
+the proof."""
 
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -32,7 +33,10 @@ def unspoken(cls: type) -> list[str]:
 
 
 def _unspoken(name: str) -> Iterator[str]:
-    for where, strategy in {"strategies": descriptors(), "ladder": limits().map(_largest_rungs)}.items():
+    for where, strategy in {
+        "strategies": descriptors(),
+        "ladder": limits().map(_largest_rungs),
+    }.items():
         try:
             find(strategy, lambda d: _varies(d, name), settings=QUICK)
         except NoSuchExample:
@@ -48,7 +52,8 @@ def _unspoken(name: str) -> Iterator[str]:
 
 
 def _varies(value: Any, name: str) -> bool:
-    """Whether a drawn descriptor has a value other than the default, or the rungs of a ladder differ."""
+    """Whether a drawn descriptor has a value other than the default, or the rungs of a ladder
+    differ."""
     if isinstance(value, tuple):
         return len({getattr(d, name) for d in value}) > 1
     default = getattr(attrs.fields_dict(type(value))[name], "default", None)
@@ -61,7 +66,10 @@ def _largest_rungs(most: Any) -> tuple[Any, ...]:
 
 def _told_apart(path: Path, name: str) -> dict[str, Any]:
     """Two descriptors that differ in one field alone do not cover each other."""
-    a, b = dispatch_proof.unknown_descriptor(path, "a"), dispatch_proof.unknown_descriptor(path, "a")
+    a, b = (
+        dispatch_proof.unknown_descriptor(path, "a"),
+        dispatch_proof.unknown_descriptor(path, "a"),
+    )
     object.__setattr__(b, name, unknown(path, f"another {name}"))
     return {name: not (a.covers(b) and b.covers(a)) or getattr(a, name) == getattr(b, name)}
 
@@ -79,7 +87,11 @@ class Wider(BatchDescriptor):
 
 @contextmanager
 def instead(cls: type) -> Iterator[None]:
-    homes = ("weft.proofs.strategies.classes", "weft.transforms.graphs.ladder", "weft.proofs.solver.dispatch_proof")
+    homes = (
+        "weft.proofs.strategies.classes",
+        "weft.transforms.graphs.ladder",
+        "weft.proofs.solver.dispatch_proof",
+    )
     with ExitStack() as stack:
         for home in homes:
             stack.enter_context(mock.patch.object(import_module(home), "BatchDescriptor", cls))
@@ -88,7 +100,9 @@ def instead(cls: type) -> Iterator[None]:
 
 def test_a_new_field_is_missed_wherever_it_is_forgotten() -> None:
     with instead(Wider):
-        assert unspoken(Wider) == [f"num_images: {where}" for where in ("strategies", "ladder", "covers")]
+        assert unspoken(Wider) == [
+            f"num_images: {where}" for where in ("strategies", "ladder", "covers")
+        ]
         refuted = [v.counterexample for v in dispatch_proof.prove_order() if not v.holds]
     assert any("a.num_images = " in str(text) for text in refuted), refuted
 

@@ -16,7 +16,14 @@ from weft.proofs.strategies import tensors
 
 NAN, INF = float("nan"), float("inf")
 Pair = namedtuple("Pair", "left right")  # the kind that people have
-FLOATS = [torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.float8_e4m3fn, torch.float8_e5m2]
+FLOATS = [
+    torch.float16,
+    torch.bfloat16,
+    torch.float32,
+    torch.float64,
+    torch.float8_e4m3fn,
+    torch.float8_e5m2,
+]
 EIGHTH = [torch.float8_e4m3fnuz, torch.float8_e5m2fnuz]
 
 
@@ -45,16 +52,40 @@ SAID: dict[str, tuple[Any, Any, str]] = {
     "a number and a bool": ([1], [True], "[0]: 1 against True"),
     "zeros of Python": ([0.0], [-0.0], "[0]: 0.0 against -0.0"),
     "a tensor and a number": ([torch.tensor(1)], [1], "[0]: int64 [] on cpu against 1"),
-    "dtypes": (torch.zeros(2), torch.zeros(2).double(), ": float32 [2] on cpu against float64 [2] on cpu"),
-    "shapes": (torch.zeros(2), torch.zeros(2, 1), ": float32 [2] on cpu against float32 [2, 1] on cpu"),
-    "devices": (torch.zeros(2), torch.zeros(2, device="meta"), ": float32 [2] on cpu against float32 [2] on meta"),
+    "dtypes": (
+        torch.zeros(2),
+        torch.zeros(2).double(),
+        ": float32 [2] on cpu against float64 [2] on cpu",
+    ),
+    "shapes": (
+        torch.zeros(2),
+        torch.zeros(2, 1),
+        ": float32 [2] on cpu against float32 [2, 1] on cpu",
+    ),
+    "devices": (
+        torch.zeros(2),
+        torch.zeros(2, device="meta"),
+        ": float32 [2] on cpu against float32 [2] on meta",
+    ),
     "zeros": (torch.tensor([0.0, 0.0]), torch.tensor([0.0, -0.0]), "[1]: 0.0 against -0.0"),
     "NaN on one side": (torch.tensor([1.0, NAN]), torch.tensor([1.0, 2.0]), "[1]: nan against 2.0"),
     "bools": (torch.tensor([True]), torch.tensor([False]), "[0]: True against False"),
-    "whole numbers": (torch.tensor([2**60]), torch.tensor([2**60 + 1]), f"[0]: {2**60} against {2**60 + 1}"),
-    "unsigned": (torch.tensor([3], dtype=torch.uint16), torch.tensor([4], dtype=torch.uint16), "[0]: 3 against 4"),
+    "whole numbers": (
+        torch.tensor([2**60]),
+        torch.tensor([2**60 + 1]),
+        f"[0]: {2**60} against {2**60 + 1}",
+    ),
+    "unsigned": (
+        torch.tensor([3], dtype=torch.uint16),
+        torch.tensor([4], dtype=torch.uint16),
+        "[0]: 3 against 4",
+    ),
     "complex": (torch.tensor([1 + 2j]), torch.tensor([1 - 2j]), "[0]: (1+2j) against (1-2j)"),
-    "a conjugate": (torch.tensor([1 + 2j]).conj(), torch.tensor([1 + 2j]), "[0]: (1-2j) against (1+2j)"),
+    "a conjugate": (
+        torch.tensor([1 + 2j]).conj(),
+        torch.tensor([1 + 2j]),
+        "[0]: (1-2j) against (1+2j)",
+    ),
     "arrays": (np.zeros(2), np.array([0.0, 1.0]), "[1]: 0.0 against 1.0"),
     "fp8": (one([1.0, 2.0], FLOATS[4]), one([1.0, 2.25], FLOATS[4]), "[1]: 2.0 against 2.25"),
 }
@@ -78,15 +109,24 @@ def test_nan_equals_nan_unless_told_otherwise(dtype: torch.dtype) -> None:
         assert str(find_difference(x, x.clone(), tolerance)) == "[1]: nan against nan"
         assert str(find_difference(NAN, NAN, tolerance)) == ": nan against nan"
     z = torch.tensor([complex(NAN, 1.0)])
-    assert str(find_difference(z, torch.tensor([complex(NAN, 2.0)]))) == "[0]: (nan+1j) against (nan+2j)"
+    assert (
+        str(find_difference(z, torch.tensor([complex(NAN, 2.0)])))
+        == "[0]: (nan+1j) against (nan+2j)"
+    )
 
 
 def test_a_tolerance_is_of_floating_point_alone() -> None:
     loose = Tolerance(atol=1.0)
-    seen, near = (torch.ones(2), 1.0, torch.tensor([1j])), (torch.zeros(2), 0.5, torch.tensor([0.5j]))
+    seen, near = (
+        (torch.ones(2), 1.0, torch.tensor([1j])),
+        (torch.zeros(2), 0.5, torch.tensor([0.5j])),
+    )
     assert find_difference(seen, near, loose) is None
     assert str(find_difference(torch.tensor([1]), torch.tensor([2]), loose)) == "[0]: 1 against 2"
-    assert str(find_difference(one([1.0], FLOATS[4]), one([3.0], FLOATS[4]), loose)) == "[0]: 1.0 against 3.0"
+    assert (
+        str(find_difference(one([1.0], FLOATS[4]), one([3.0], FLOATS[4]), loose))
+        == "[0]: 1.0 against 3.0"
+    )
     assert str(find_difference(1.0, 2.5, loose)) == ": 1.0 against 2.5"
 
 
@@ -114,7 +154,9 @@ def test_ulps_across_infinity_and_of_other_types() -> None:
 
 
 @given(tensors(3), tensors(3))
-def test_a_difference_is_found_if_and_only_if_an_element_differs(a: torch.Tensor, b: torch.Tensor) -> None:
+def test_a_difference_is_found_if_and_only_if_an_element_differs(
+    a: torch.Tensor, b: torch.Tensor
+) -> None:
     found = find_difference([a], [b])
     same = a.view(torch.int32) == b.view(torch.int32)
     assert (found is None) == bool(same.all())
@@ -153,7 +195,13 @@ def test_a_law_says_it_in_one_line() -> None:
     assert_equal("L0 a law", {"h": torch.tensor([1.0])}, {"h": torch.tensor([1.0001])}, exact=False)
 
 
-@given(st.recursive(st.integers(0, 1), lambda inner: st.lists(inner, max_size=2) | st.tuples(inner), max_leaves=4))
+@given(
+    st.recursive(
+        st.integers(0, 1),
+        lambda inner: st.lists(inner, max_size=2) | st.tuples(inner),
+        max_leaves=4,
+    )
+)
 def test_trees_are_equal_to_themselves(tree: Any) -> None:
     assert find_difference(tree, tree) is None
     assert find_difference([tree], (tree,)) is not None

@@ -51,7 +51,9 @@ COVERS = BatchDescriptor.covers
 
 
 def forgets_loras(a: Any, b: Any) -> bool:
-    return COVERS(attrs.evolve(a, num_active_loras=0) if type(a.num_active_loras) is int else _without(a), b)
+    return COVERS(
+        attrs.evolve(a, num_active_loras=0) if type(a.num_active_loras) is int else _without(a), b
+    )
 
 
 def _without(a: Any) -> Any:
@@ -64,7 +66,11 @@ def _without(a: Any) -> Any:
 
 def fits(a: Any, b: Any) -> bool:
     """Compares shapes alone, and ignores the query length."""
-    return bool(a.num_tokens >= b.num_tokens and a.num_reqs >= b.num_reqs and a.num_active_loras >= b.num_active_loras)
+    return bool(
+        a.num_tokens >= b.num_tokens
+        and a.num_reqs >= b.num_reqs
+        and a.num_active_loras >= b.num_active_loras
+    )
 
 
 def nearly(a: Any, b: Any) -> bool:
@@ -78,7 +84,11 @@ ORDER = {
     "forgets the query length": (fits, "antisymmetric: ", "a.query_len"),
     "lets one token more through": (nearly, "antisymmetric: ", "a.num_tokens = "),
     "is strict": (lambda a, b: COVERS(a, b) and a != b, "reflexive: ", "a.query_len given = "),
-    "covers what it doubles": (lambda a, b: b.num_tokens <= 2 * a.num_tokens, "transitive", "c.num_tokens = "),
+    "covers what it doubles": (
+        lambda a, b: b.num_tokens <= 2 * a.num_tokens,
+        "transitive",
+        "c.num_tokens = ",
+    ),
 }
 
 
@@ -86,7 +96,9 @@ ORDER = {
 def test_a_bug_in_covers_is_refuted(name: str) -> None:
     covers, part, shown = ORDER[name]
     with covering(covers):
-        found = [v.counterexample for v in dispatch_proof.prove_order() if v.counterexample is not None]
+        found = [
+            v.counterexample for v in dispatch_proof.prove_order() if v.counterexample is not None
+        ]
     assert any(text.startswith(part) and shown in text for text in found), found
 
 
@@ -100,12 +112,18 @@ def first_covering(own: Any, given: Any) -> Any:
 def pieces_first(own: Any, given: Any) -> Any:
     whole, pieces = as_ladder(given).full, as_ladder(given).piecewise
     decision = dispatch(own, Ladder(pieces, whole))
-    return attrs.evolve(decision, mode={"full": "piecewise", "piecewise": "full"}.get(decision.mode, "none"))
+    return attrs.evolve(
+        decision, mode={"full": "piecewise", "piecewise": "full"}.get(decision.mode, "none")
+    )
 
 
 def blind(own: Any, given: Any) -> Any:
     """Treats a batch of one token per request as uniform."""
-    if isinstance(own, BatchDescriptor) and own.num_tokens == own.num_reqs and own.query_len is None:
+    if (
+        isinstance(own, BatchDescriptor)
+        and own.num_tokens == own.num_reqs
+        and own.query_len is None
+    ):
         uniform = _without(own)
         object.__setattr__(uniform, "num_active_loras", own.num_active_loras)
         object.__setattr__(uniform, "query_len", 1)
@@ -144,7 +162,11 @@ DISPATCH = {
 def test_a_bug_in_dispatch_is_refuted(name: str) -> None:
     fn, part = DISPATCH[name]
     with dispatching(fn):
-        found = [v.counterexample for v in dispatch_proof.prove_dispatch(2, 1) if v.counterexample is not None]
+        found = [
+            v.counterexample
+            for v in dispatch_proof.prove_dispatch(2, 1)
+            if v.counterexample is not None
+        ]
     assert any(text.startswith(part) for text in found), found
 
 
@@ -154,7 +176,11 @@ def cut_by_requests(limits: Any, most: Any, sizes: Any) -> list[BatchDescriptor]
 
 
 def unbounded(limits: Any, sizes: Any) -> list[BatchDescriptor]:
-    return [BatchDescriptor.uniform(n, q, limits.active_loras[0]) for q in limits.query_lens for n in sizes]
+    return [
+        BatchDescriptor.uniform(n, q, limits.active_loras[0])
+        for q in limits.query_lens
+        for n in sizes
+    ]
 
 
 RAGGED = ladder._ragged
@@ -169,7 +195,9 @@ LADDER: dict[str, tuple[str, Callable[..., Any], str]] = {
 def test_a_bug_in_make_ladder_is_refuted(name: str) -> None:
     attribute, fn, part = LADDER[name]
     with replaced("weft.transforms.graphs.ladder", attribute, fn):
-        refuted = (v.counterexample for v in dispatch_proof.prove_ladders() if v.counterexample is not None)
+        refuted = (
+            v.counterexample for v in dispatch_proof.prove_ladders() if v.counterexample is not None
+        )
         assert any(text.startswith(part) for text in refuted)
 
 
@@ -186,13 +214,21 @@ def test_an_exception_on_one_path_refutes() -> None:
         x: Any = unknown(path, "x")
         return {"whole": 1 / 0 if x == 7 else True}
 
-    assert prove("no zero", run).counterexample == "raises ZeroDivisionError: division by zero: x = 7"
+    assert (
+        prove("no zero", run).counterexample == "raises ZeroDivisionError: division by zero: x = 7"
+    )
 
 
 def test_what_an_unknown_cannot_do_it_refuses() -> None:
     path, _ = next(explore(lambda path: None))
     x: Any = unknown(path, "x")
     assert isinstance(x, int)
-    for attempt in (lambda: range(x), lambda: x % 2, lambda: x // x, lambda: [1, 2][x], lambda: 1.0 + x):
+    for attempt in (
+        lambda: range(x),
+        lambda: x % 2,
+        lambda: x // x,
+        lambda: [1, 2][x],
+        lambda: 1.0 + x,
+    ):
         with pytest.raises(TypeError):
             attempt()

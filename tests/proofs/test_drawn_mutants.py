@@ -1,4 +1,5 @@
-"""Drawn mutants: each is one change of code that runs; tests kill those that they notice, and the rest are named."""
+"""Drawn mutants: each is one change of code that runs; tests kill those that they notice, and the
+rest are named."""
 
 import ast
 import importlib.util
@@ -55,7 +56,9 @@ def project(tmp_path: Path) -> Path:
     (tmp_path / "lib" / "__init__.py").write_text("")
     (tmp_path / "lib" / "numbers.py").write_text(SOURCE)
     (tmp_path / "tests" / "lib" / "test_numbers.py").write_text(TESTS)
-    (tmp_path / "pyproject.toml").write_text("[tool.pytest.ini_options]\naddopts = '-p no:weft.proofs.plugin'\n")
+    (tmp_path / "pyproject.toml").write_text(
+        "[tool.pytest.ini_options]\naddopts = '-p no:weft.proofs.plugin'\n"
+    )
     return tmp_path
 
 
@@ -100,7 +103,9 @@ def test_what_stands_in_place_of_a_node(before: str, after: set[str]) -> None:
 def test_one_seed_draws_the_same_mutants_of_core_files() -> None:
     files = mirrored_files(REPOSITORY)
     assert len(files) >= 60
-    assert not [file for file in files if file.stem.endswith("_triton") or str(file).startswith(FACES)]
+    assert not [
+        file for file in files if file.stem.endswith("_triton") or str(file).startswith(FACES)
+    ]
     first, again, other = (draw(REPOSITORY, seed, 20, 100) for seed in (1, 1, 2))
     assert first == again
     assert {mutant.file for mutant in first} != {mutant.file for mutant in other}
@@ -171,7 +176,11 @@ def changed_in_place(shapes: ModuleType, before: str, after: str) -> bool:
     ],
 )
 def test_functions_that_exist_get_their_changed_code(
-    shapes: ModuleType, before: str, after: str, use: Callable[[ModuleType], Callable[..., Any]], expected: int
+    shapes: ModuleType,
+    before: str,
+    after: str,
+    use: Callable[[ModuleType], Callable[..., Any]],
+    expected: int,
 ) -> None:
     function = use(shapes)  # as another module has it that imported it earlier
     arguments = [shapes.Shape()] if before == "return 4" else []
@@ -181,9 +190,15 @@ def test_functions_that_exist_get_their_changed_code(
 
 @pytest.mark.parametrize(
     ("before", "after"),
-    [("number + more", "number"), ("lambda number: number + more", "None"), ("one_more = adder(1)", "one_more = 1")],
+    [
+        ("number + more", "number"),
+        ("lambda number: number + more", "None"),
+        ("one_more = adder(1)", "one_more = 1"),
+    ],
 )
-def test_what_no_function_alone_can_change_is_imported_anew(shapes: ModuleType, before: str, after: str) -> None:
+def test_what_no_function_alone_can_change_is_imported_anew(
+    shapes: ModuleType, before: str, after: str
+) -> None:
     assert not changed_in_place(shapes, before, after)
 
 
@@ -221,9 +236,22 @@ def test_the_tests_of_a_file_are_its_mirror_and_those_that_import_it() -> None:
 
 
 @pytest.mark.slow
-def test_survivors_are_named(project: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_survivors_are_named(
+    project: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     out = tmp_path / "out"
-    arguments = ["--repository", str(project), "--files", "1", "--count", "99", "--out", str(out), "--seconds", "60"]
+    arguments = [
+        "--repository",
+        str(project),
+        "--files",
+        "1",
+        "--count",
+        "99",
+        "--out",
+        str(out),
+        "--seconds",
+        "60",
+    ]
     assert main(arguments) == 0
     stored = json.loads((out / "drawn-mutants.json").read_text())
     assert json.loads(capsys.readouterr().out) == stored

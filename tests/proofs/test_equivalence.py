@@ -1,4 +1,5 @@
-"""`assert_equivalent`: planted differences are found, shrunk, and shown word for word; equal functions pass."""
+"""`assert_equivalent`: planted differences are found, shrunk, and shown word for word; equal
+functions pass."""
 
 import functools
 from collections.abc import Callable
@@ -31,7 +32,9 @@ def refusing(x: Tensor) -> Tensor:
     return x
 
 
-def counterexample(f: Callable[..., Any], g: Callable[..., Any], drawn: Any, **options: Any) -> Counterexample:
+def counterexample(
+    f: Callable[..., Any], g: Callable[..., Any], drawn: Any, **options: Any
+) -> Counterexample:
     with pytest.raises(Counterexample) as caught:
         assert_equivalent(f, g, drawn, **options)
     assert not getattr(caught.value, "__notes__", [])
@@ -105,7 +108,10 @@ def test_each_gets_arguments_of_its_own() -> None:
 
 def test_exceptions_of_one_function() -> None:
     error = counterexample(refusing, lambda x: x, (tensors(1),))
-    assert error.text == "refusing is not g, bitwise\n  refusing: raises ValueError: too much\n  g:        returns"
+    assert (
+        error.text
+        == "refusing is not g, bitwise\n  refusing: raises ValueError: too much\n  g:        returns"
+    )
     assert isinstance(error.__cause__, ValueError)
     assert counterexample(lambda x: x, refusing, (torch.ones(2),)).text.endswith(
         "refusing: raises ValueError: too much"
@@ -172,7 +178,10 @@ def test_structures_and_kinds() -> None:
 def test_what_is_no_arguments(drawn: Any, seen: str) -> None:
     with pytest.raises(CheckError) as caught:
         assert_equivalent(clipped, whole, given=drawn)
-    assert str(caught.value).splitlines()[:2] == ["assert_equivalent(clipped, whole, given=...)", f"  saw: {seen}"]
+    assert str(caught.value).splitlines()[:2] == [
+        "assert_equivalent(clipped, whole, given=...)",
+        f"  saw: {seen}",
+    ]
     assert "instead: given=(x, y), or given={'x': x, 'y': y}" in str(caught.value)
 
 
@@ -186,7 +195,8 @@ def test_large_arguments_are_saved() -> None:
 
 
 def test_two_functions_of_one_name_are_f_and_g_in_the_code() -> None:
-    """Two functions of one name, as `functools.wraps` makes them: code that compared `step` with itself would pass."""
+    """Two functions of one name, as `functools.wraps` makes them: code that compared `step` with
+    itself would pass."""
 
     @functools.wraps(torch.exp)
     def wrapped(x: Tensor) -> Tensor:

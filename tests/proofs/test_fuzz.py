@@ -10,7 +10,9 @@ from weft.proofs.fuzz import fuzz, main
 from weft.proofs.mutants import MUTANTS
 
 
-def test_what_became_of_them_is_counted(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_became_of_them_is_counted(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     monkeypatch.setattr(module, "_AT_ONCE", 4)
     found = fuzz(8)
     assert found.lost == 0
@@ -27,8 +29,14 @@ def test_what_became_of_them_is_counted(monkeypatch: pytest.MonkeyPatch, capsys:
 def test_a_broken_law_is_told_and_exits_with_1(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    [bug] = [mutant for mutant in MUTANTS if mutant.name == "a token is returned although none is allowed"]
-    monkeypatch.setattr(module, "_PHASES", [Phase.generate])  # finding the smallest case would take minutes
+    [bug] = [
+        mutant
+        for mutant in MUTANTS
+        if mutant.name == "a token is returned although none is allowed"
+    ]
+    monkeypatch.setattr(
+        module, "_PHASES", [Phase.generate]
+    )  # finding the smallest case would take minutes
     monkeypatch.setattr(sys, "argv", ["fuzz", "--requests", "1000"])
     with bug.plant():
         assert main() == 1

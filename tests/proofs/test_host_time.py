@@ -9,7 +9,9 @@ from weft.proofs.bench.host import main
 
 
 @pytest.mark.parametrize("split", ["1x1", "2x1"])
-def test_a_step_has_a_time_on_each_rank(split: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_step_has_a_time_on_each_rank(
+    split: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     main(["--requests", "3", "--splits", split, "--out", str(tmp_path)])
     (row,) = json.loads((tmp_path / "host.json").read_text())["rows"]
     pp, tp = map(int, split.split("x"))

@@ -23,11 +23,23 @@ STREAM = {"content-type": "text/event-stream; charset=utf-8"}
 
 
 @pytest.mark.slow
-def test_a_server_is_after_300_attacks_as_before(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert http_fuzz.main(["--cases", "300", "--idle", "100", "--out", str(tmp_path)]) == 0, capsys.readouterr().out
+def test_a_server_is_after_300_attacks_as_before(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert http_fuzz.main(["--cases", "300", "--idle", "100", "--out", str(tmp_path)]) == 0, (
+        capsys.readouterr().out
+    )
     found = json.loads((tmp_path / "http-fuzz-cpu.json").read_text())
     assert sum(found["kinds"].values()) == 300
-    assert found["kinds"].keys() == {"schema", "encoding", "size", "socket", "grammar", "chat", "sampling"}
+    assert found["kinds"].keys() == {
+        "schema",
+        "encoding",
+        "size",
+        "socket",
+        "grammar",
+        "chat",
+        "sampling",
+    }
     assert found["statuses"]["200"] > 20
     assert found["statuses"]["400"] > 100
     assert found["idle_connections"] == 100
@@ -45,16 +57,32 @@ def test_attacks_are_those_of_their_seed() -> None:
 @pytest.mark.parametrize(
     ("answer", "words"),
     [
-        (Answer(400, JSON, b'{"error": {"message": "a", "type": "b", "param": null, "code": null}}'), ""),
-        (Answer(500, JSON, b'{"error": {"message": "a", "type": "b", "param": null, "code": null}}'), "status 500"),
+        (
+            Answer(
+                400, JSON, b'{"error": {"message": "a", "type": "b", "param": null, "code": null}}'
+            ),
+            "",
+        ),
+        (
+            Answer(
+                500, JSON, b'{"error": {"message": "a", "type": "b", "param": null, "code": null}}'
+            ),
+            "status 500",
+        ),
         (Answer(400, {"content-type": "text/plain"}, b"no"), "an error of type text/plain: no"),
         (Answer(400, JSON, b'{"error": "no"}'), "an error that is not in OpenAI's form"),
         (Answer(400, JSON, b"{"), "an error that is not in OpenAI's form"),
         (Answer(200, JSON, b"{"), "not JSON"),
         (Answer(200, STREAM, b'data: {"choices": []}\n\n'), "no end"),
         (Answer(200, STREAM, b'data: {"choices": []}\n\ndata: [DONE]\n\n'), ""),
-        (Answer(200, STREAM, b'data: {"error": {"message": 1}}\n\n'), "an error that is not in OpenAI's form"),
-        (Answer(200, JSON, json.dumps(http_fuzz._SECRET).encode()), "an answer with what a file has"),
+        (
+            Answer(200, STREAM, b'data: {"error": {"message": 1}}\n\n'),
+            "an error that is not in OpenAI's form",
+        ),
+        (
+            Answer(200, JSON, json.dumps(http_fuzz._SECRET).encode()),
+            "an answer with what a file has",
+        ),
     ],
 )
 def test_answers_that_are_wrong(answer: Answer, words: str) -> None:
@@ -122,7 +150,9 @@ def test_choices_are_compared() -> None:
 
 @pytest.mark.slow
 def test_a_mixed_load(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert http_load.main(["--minutes", "0.2", "--out", str(tmp_path)]) == 0, capsys.readouterr().out
+    assert http_load.main(["--minutes", "0.2", "--out", str(tmp_path)]) == 0, (
+        capsys.readouterr().out
+    )
     found = json.loads((tmp_path / "http-load-cpu.json").read_text())
     assert found["differences"] == []
     assert found["refused"] > 0

@@ -20,7 +20,9 @@ def test_a_mesh_has_the_axes_in_order(drawn: tuple[tuple[str, ...], weft.Mesh]) 
 
 @pytest.mark.parametrize("size", [2, 3, 4])
 def test_any_size_is_drawn(size: int) -> None:
-    assert find(meshes(axes=["tensor"]), lambda mesh: mesh.num_ranks == size) == weft.Mesh(tensor=size)
+    assert find(meshes(axes=["tensor"]), lambda mesh: mesh.num_ranks == size) == weft.Mesh(
+        tensor=size
+    )
     assert len(find(meshes(), lambda mesh: len(mesh.sizes) == 2).sizes) == 2
 
 

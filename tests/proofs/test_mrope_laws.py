@@ -1,5 +1,5 @@
-"""The laws of steps, on models with mRoPE whose prompts have images and positions: on the tape everywhere, and on CUDA
-graphs where there is a GPU."""
+"""The laws of steps, on models with mRoPE whose prompts have images and positions: on the tape
+everywhere, and on CUDA graphs where there is a GPU."""
 
 from typing import Any
 
@@ -17,7 +17,10 @@ WITH_LADDER: dict[str, Any] = {
     "L9": laws.ownership_is_kept,
 }
 SETTINGS = settings(max_examples=25, deadline=None)
-DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]  # a fixture would be made once for all examples
+DEVICES = [
+    "cpu",
+    pytest.param("cuda", marks=pytest.mark.gpu),
+]  # a fixture would be made once for all examples
 
 
 @pytest.mark.parametrize("device", DEVICES)

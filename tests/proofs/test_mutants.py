@@ -1,4 +1,5 @@
-"""Each law catches the bugs planted for it, and the record of mutants has exactly these laws and bugs."""
+"""Each law catches the bugs planted for it, and the record of mutants has exactly these laws and
+bugs."""
 
 import json
 from pathlib import Path
@@ -33,14 +34,19 @@ def test_the_law_catches_its_mutant_on_the_stored_case(mutant: Mutant) -> None:
         caught = replay(mutant.law, row["choices"])
         if SAME:
             # Hypothesis draws at random what a stored case lacks, and replaces what does not fit.
-            assert caught is None or (list(caught.case), caught.choices) == (row["case"], row["choices"]), (
+            assert caught is None or (list(caught.case), caught.choices) == (
+                row["case"],
+                row["choices"],
+            ), (
                 "the strategies draw otherwise now: empty its choices, and run python -m weft.proofs.mutants --missing"
             )
         elif caught is None:
             caught = catch(
                 mutant.law, max_examples=1000
             )  # another Hypothesis may draw, and another torch may compute, something else
-    assert caught is not None, f"{mutant} survives its stored case: run python -m weft.proofs.mutants"
+    assert caught is not None, (
+        f"{mutant} survives its stored case: run python -m weft.proofs.mutants"
+    )
     assert caught.violation.startswith(f"{mutant.law.number} "), caught
 
 
@@ -52,13 +58,15 @@ def test_without_the_bug_the_law_holds_on_the_stored_case(mutant: Mutant) -> Non
 
 LONGEST = 60
 """The most cases of a search that `--all` waits for."""
-SOONEST = {row["law"]: row["mutant"] for row in sorted(RECORD["mutants"], key=lambda row: -row["examples"])}
+SOONEST = {
+    row["law"]: row["mutant"] for row in sorted(RECORD["mutants"], key=lambda row: -row["examples"])
+}
 """The mutant of each law whose recorded search drew the fewest cases."""
 
 
 def _searched(mutant: Mutant) -> Any:
-    """A mutant, marked `slow` if its search says that the law's strategy draws what breaks the law, and otherwise
-    `nightly`: all have their stored case, in every run."""
+    """A mutant, marked `slow` if its search says that the law's strategy draws what breaks the law,
+    and otherwise `nightly`: all have their stored case, in every run."""
     row = ROWS.get((str(mutant.law), mutant.name))
     is_short = row is None or (SOONEST[row["law"]] == mutant.name and row["examples"] <= LONGEST)
     return pytest.param(mutant, marks=pytest.mark.slow if is_short else pytest.mark.nightly)
@@ -106,7 +114,10 @@ def test_the_smallest_case_and_the_count() -> None:
     again = replay(Law("L0", "small", check), caught.choices)
     assert again is not None
     assert (again.case, again.violation, again.examples) == (("18",), "L0 small: 18", 1)
-    assert replay(Law("L0", "nothing", lambda data, device: data.draw(st.integers())), caught.choices) is None
+    assert (
+        replay(Law("L0", "nothing", lambda data, device: data.draw(st.integers())), caught.choices)
+        is None
+    )
 
 
 def test_the_record_is_of_these_laws_and_bugs() -> None:

@@ -1,5 +1,5 @@
-"""The notebooks run from the first cell to the last, their stored outputs are those of the code, and the extra
-`notebook` installs what they import."""
+"""The notebooks run from the first cell to the last, their stored outputs are those of the code,
+and the extra `notebook` installs what they import."""
 
 import ast
 import re
@@ -37,7 +37,8 @@ NAMES = (
     "6-sampler-and-trainer",
 )
 OF_TORCH = re.compile(r"\S*/site-packages/torch/\S+ FutureWarning: ")
-"""torch's own warnings, such as that of 2.15 at the first `torch.func.jvp`; they are ignored elsewhere too."""
+"""torch's own warnings, such as that of 2.15 at the first `torch.func.jvp`; they are ignored
+elsewhere too."""
 MOST_BYTES = 350_000
 EXPERIMENT = "ten lines"
 """The tag of a cell that is an experiment's own code."""
@@ -45,7 +46,9 @@ REWRITE = "python -m weft.proofs.notebook_outputs"
 
 
 def test_the_list_is_whole() -> None:
-    assert sorted(path.name for path in FOLDER.iterdir() if path.is_file()) == [f"{name}.ipynb" for name in NAMES]
+    assert sorted(path.name for path in FOLDER.iterdir() if path.is_file()) == [
+        f"{name}.ipynb" for name in NAMES
+    ]
     assert "proofs/notebooks/" in (ROOT / "README.md").read_text(encoding="utf-8")
     assert tuple(names()) == NAMES
 
@@ -55,7 +58,9 @@ def test_it_is_valid_and_small_and_has_its_outputs(name: str) -> None:
     notebook = read(name)
     nbformat.validate(notebook)
     cells = code_cells(notebook)
-    assert [cell.execution_count for cell in cells] == [*range(1, len(cells) + 1)], f"run: {REWRITE}"
+    assert [cell.execution_count for cell in cells] == [*range(1, len(cells) + 1)], (
+        f"run: {REWRITE}"
+    )
     assert set(notebook.metadata) == {"kernelspec", "language_info", "weft"}
     assert notebook.metadata.kernelspec.name == "python3"
     assert any("assert " in cell.source for cell in cells)
@@ -72,7 +77,11 @@ def test_experiments_take_at_most_ten_lines(name: str, count: int) -> None:
     cells = [cell for cell in code_cells(read(name)) if EXPERIMENT in cell.metadata.get("tags", [])]
     assert len(cells) == count
     for cell in cells:
-        lines = [line for line in cell.source.splitlines() if line.strip() and not line.strip().startswith("#")]
+        lines = [
+            line
+            for line in cell.source.splitlines()
+            if line.strip() and not line.strip().startswith("#")
+        ]
         assert len(lines) <= 10, cell.source
 
 
@@ -96,8 +105,12 @@ def test_it_runs_and_its_outputs_are_those_of_the_code(name: str, tmp_path: Path
 
 def test_times_and_addresses_are_not_compared() -> None:
     cell, other = (nbformat.v4.new_code_cell() for _ in range(2))
-    cell.outputs = [nbformat.v4.new_output("stream", text="6 graphs in 1.25 ms, at 0x7f12ab34, 12 bytes")]
-    other.outputs = [nbformat.v4.new_output("stream", text="6 graphs in 40 s, at 0x7f12ab35, 12 bytes")]
+    cell.outputs = [
+        nbformat.v4.new_output("stream", text="6 graphs in 1.25 ms, at 0x7f12ab34, 12 bytes")
+    ]
+    other.outputs = [
+        nbformat.v4.new_output("stream", text="6 graphs in 40 s, at 0x7f12ab35, 12 bytes")
+    ]
     assert shown(cell) == shown(other) == ["6 graphs in (time), at (address), 12 bytes"]
     other.outputs[0].text = "7 graphs in 1.25 ms, at 0x7f12ab34, 12 bytes"
     assert shown(cell) != shown(other)
@@ -119,7 +132,9 @@ def requirements(names: list[str]) -> set[str]:
         requirement = Requirement(names.pop())
         name = canonical(requirement.name)
         extras = ["", *requirement.extras]
-        if name in found or not (requirement.marker is None or requirement.marker.evaluate({"extra": ""})):
+        if name in found or not (
+            requirement.marker is None or requirement.marker.evaluate({"extra": ""})
+        ):
             continue
         found.add(name)
         try:
@@ -143,7 +158,9 @@ def uses(name: str) -> Iterator[str]:
     code = [cell.source for cell in read(name).cells if cell.cell_type == "code"]
     for node in ast.walk(ast.parse("\n".join(code))):
         is_import = isinstance(node, ast.Import | ast.ImportFrom)
-        if is_import or (isinstance(node, ast.Attribute) and re.fullmatch(r"weft(\.\w+)+", ast.unparse(node))):
+        if is_import or (
+            isinstance(node, ast.Attribute) and re.fullmatch(r"weft(\.\w+)+", ast.unparse(node))
+        ):
             yield ast.unparse(node)
 
 
@@ -164,12 +181,18 @@ import weft
 @pytest.mark.slow
 def test_the_extra_brings_what_they_import() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
-    brought = requirements([*project["dependencies"], *project["optional-dependencies"]["notebook"]])
+    brought = requirements(
+        [*project["dependencies"], *project["optional-dependencies"]["notebook"]]
+    )
     assert {"torch", "matplotlib"} <= brought
     assert "pytest" not in brought
     known = metadata.packages_distributions().items()
-    others = [module for module, names in known if not {"weft", *brought} & {*map(canonical, names)}]
+    others = [
+        module for module, names in known if not {"weft", *brought} & {*map(canonical, names)}
+    ]
     lines = [line for name in NAMES for line in (f"print({name!r})", *dict.fromkeys(uses(name)))]
     code = "\n".join([BLOCKED, *lines])
-    done = subprocess.run([sys.executable, "-c", code, ",".join(others)], capture_output=True, text=True)
+    done = subprocess.run(
+        [sys.executable, "-c", code, ",".join(others)], capture_output=True, text=True
+    )
     assert done.returncode == 0, [done.stdout.splitlines()[-1], done.stderr.splitlines()[-1]]

@@ -1,4 +1,5 @@
-"""Operators of torch's database, graphified and compared with eager; the outcomes, causes and record of such runs."""
+"""Operators of torch's database, graphified and compared with eager; the outcomes, causes and
+record of such runs."""
 
 import fnmatch
 import functools
@@ -39,23 +40,33 @@ def database() -> tuple[Any, ...]:
 
 def faults(entry: Any, dtype: str, samples: int) -> list[Outcome]:
     """The outcomes of one operator that are faults of weft."""
-    return [o for o in outcomes(entry, [*TRANSFORMS], dtype, "cpu", samples, 0) if o.kind in ("differs", "crash")]
+    return [
+        o
+        for o in outcomes(entry, [*TRANSFORMS], dtype, "cpu", samples, 0)
+        if o.kind in ("differs", "crash")
+    ]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_operators_are_eager(database: tuple[Any, ...], dtype: str) -> None:
     start = [*DTYPES].index(dtype) * EVERY // len(DTYPES)
-    assert [fault for entry in database[start :: EVERY * 4] for fault in faults(entry, dtype, 1)] == []
+    assert [
+        fault for entry in database[start :: EVERY * 4] for fault in faults(entry, dtype, 1)
+    ] == []
 
 
-@pytest.mark.parametrize("name", ["addmm", "amax", "nn.functional.dropout", "cumprod", "gather", "svd"])
+@pytest.mark.parametrize(
+    "name", ["addmm", "amax", "nn.functional.dropout", "cumprod", "gather", "svd"]
+)
 def test_a_few_operators_are_eager(database: tuple[Any, ...], name: str) -> None:
     entry = next(entry for entry in database if full_name(entry) == name)
     assert faults(entry, "float32", 2) == []
 
 
-def made(fn: Callable[..., Any], *tensors: torch.Tensor, operator: str = "mine", others: Any = None) -> Case:
+def made(
+    fn: Callable[..., Any], *tensors: torch.Tensor, operator: str = "mine", others: Any = None
+) -> Case:
     """A case of a function."""
     return Case(operator, "forward", "float32", 0, fn, tensors or (torch.arange(3.0),), others)
 
@@ -88,8 +99,16 @@ def raises_later() -> Callable[..., Any]:
     ("fn", "kind", "detail"),
     [
         (lambda x: x.sin(), "same", ""),
-        (lambda x: x[x > 0], "refused", "indexing with a boolean mask, whose shape or work depends on data"),
-        (lambda x: x.reshape(2, 2), "raises", "RuntimeError: shape '[2, 2]' is invalid for input of size 3"),
+        (
+            lambda x: x[x > 0],
+            "refused",
+            "indexing with a boolean mask, whose shape or work depends on data",
+        ),
+        (
+            lambda x: x.reshape(2, 2),
+            "raises",
+            "RuntimeError: shape '[2, 2]' is invalid for input of size 3",
+        ),
         (raises_later(), "crash", "LookupError: again"),
     ],
 )
@@ -192,7 +211,9 @@ def run_with(monkeypatch: pytest.MonkeyPatch, error: Exception) -> Outcome:
 
 def test_copies_share_and_stride_as_their_originals_do() -> None:
     x = torch.arange(12.0).reshape(3, 4)
-    a, b, c, d = copies((x[:, 1:3], x.t(), torch.ones(2, dtype=torch.complex64).conj(), x.to_sparse()))
+    a, b, c, d = copies(
+        (x[:, 1:3], x.t(), torch.ones(2, dtype=torch.complex64).conj(), x.to_sparse())
+    )
     assert (a.stride(), a.storage_offset(), b.stride()) == ((4, 1), 1, (1, 4))
     assert a.untyped_storage()._cdata == b.untyped_storage()._cdata != x.untyped_storage()._cdata
     assert torch.equal(a, x[:, 1:3])
@@ -212,10 +233,17 @@ def test_a_case_has_other_values_of_the_same_shapes(database: tuple[Any, ...]) -
 
 def test_a_record_counts_and_lists(tmp_path: Path) -> None:
     record = Record({"device": "cpu", "samples": 1, "seed": 0}, of_tasks=3, seconds=60.0)
-    record.add([Outcome("same", "sin", "forward", "float32", 0), Outcome("same", "sin", "vmap", "float32", 0)])
+    record.add(
+        [
+            Outcome("same", "sin", "forward", "float32", 0),
+            Outcome("same", "sin", "vmap", "float32", 0),
+        ]
+    )
     seen = "writes to tensors[1] of shape (5, 5)"
     record.add([Outcome("refused", "add_", "forward", "float32", 0, seen)])
-    record.add([Outcome("differs", "cos", "jvp", "int64", 4, "replay: [0]: 1|2 against 3", "float32[2]")])
+    record.add(
+        [Outcome("differs", "cos", "jvp", "int64", 4, "replay: [0]: 1|2 against 3", "float32[2]")]
+    )
     environment = {"gpu": "none", "torch": "2.13"}
     page = record.write(tmp_path, environment).read_text()
     stored = json.loads((tmp_path / "opinfo-cpu.json").read_text())
@@ -235,15 +263,26 @@ def test_the_stored_record_has_no_fault() -> None:
     assert stored["tasks"]["done"] == stored["tasks"]["of"] > 2000
     assert {*stored["torch"]} <= {cause.reason for cause in CAUSES}
     assert {*stored["counts"]} == {*TRANSFORMS}
-    counts = [count for dtypes in stored["counts"].values() for kinds in dtypes.values() for count in kinds.values()]
+    counts = [
+        count
+        for dtypes in stored["counts"].values()
+        for kinds in dtypes.values()
+        for count in kinds.values()
+    ]
     page = (folder / "opinfo-cpu.md").read_text(encoding="utf-8")
-    assert page.startswith(f"# Torch's operator database: {sum(counts):,} samples, 0 differ, 0 crash\n")
+    assert page.startswith(
+        f"# Torch's operator database: {sum(counts):,} samples, 0 differ, 0 crash\n"
+    )
 
 
 def test_the_order_of_tasks_depends_on_the_seed_alone(database: tuple[Any, ...]) -> None:
     settings = Settings(operators="linalg", dtypes=("float32", "int64"))
     found = tasks(settings)
-    assert found == tasks(settings) != tasks(Settings(operators="linalg", dtypes=("float32", "int64"), seed=1))
+    assert (
+        found
+        == tasks(settings)
+        != tasks(Settings(operators="linalg", dtypes=("float32", "int64"), seed=1))
+    )
     assert {task.dtype for task in found} == {"float32", "int64"}
     assert all("linalg" in task.operator for task in found)
 
@@ -252,7 +291,11 @@ def test_the_order_of_tasks_depends_on_the_seed_alone(database: tuple[Any, ...])
 def test_processes_run_the_tasks_and_one_that_dies_is_a_crash(database: tuple[Any, ...]) -> None:
     settings = Settings(transforms=("forward",), samples=1, jobs=1)
     index = next(i for i, entry in enumerate(database) if full_name(entry) == "sin")
-    todo = [Task(index, "sin", "float32"), Task(len(database), "none", "float32"), Task(index, "sin", "int64")]
+    todo = [
+        Task(index, "sin", "float32"),
+        Task(len(database), "none", "float32"),
+        Task(index, "sin", "int64"),
+    ]
     found = list(run_all(settings, todo))
     assert [[outcome.kind for outcome in part] for part in found] == [["same"], ["crash"], ["same"]]
     assert "IndexError" in found[1][0].detail
@@ -266,14 +309,26 @@ def test_processes_run_the_tasks_and_one_that_dies_is_a_crash(database: tuple[An
     worker.stop()
 
 
-def test_the_command_line(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    settings, folder = settings_of(["--out", "x", "--dtypes", "int64", "--samples", "2", "--minutes", "1.5"])
+def test_the_command_line(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settings, folder = settings_of(
+        ["--out", "x", "--dtypes", "int64", "--samples", "2", "--minutes", "1.5"]
+    )
     assert settings == Settings(dtypes=("int64",), samples=2, minutes=1.5)
     assert folder == Path("x")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    with refused(DeviceError, "weft.proofs.opinfo --device cuda", "this machine has no CUDA device", "--device cpu"):
+    with refused(
+        DeviceError,
+        "weft.proofs.opinfo --device cuda",
+        "this machine has no CUDA device",
+        "--device cpu",
+    ):
         settings_of(["--out", "x", "--device", "cuda"])
-    for wrong, text in (("--dtypes=int8", "--dtypes int8: write some of float32"), ("--jobs=0", "are at least 1")):
+    for wrong, text in (
+        ("--dtypes=int8", "--dtypes int8: write some of float32"),
+        ("--jobs=0", "are at least 1"),
+    ):
         with pytest.raises(SystemExit):
             settings_of(["--out", "x", wrong])
         assert text in capsys.readouterr().err

@@ -1,4 +1,5 @@
-"""`engine_machine` on models of a user's own: it finds planted bugs and wrong oracles, and needs no oracle."""
+"""`engine_machine` on models of a user's own: it finds planted bugs and wrong oracles, and needs no
+oracle."""
 
 import functools
 from pathlib import Path
@@ -53,7 +54,12 @@ def with_text() -> Model:
     return weft.load(weft.stages.DEMO, "cpu", torch.float32)
 
 
-EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 8, "norm_topk_prob": True}
+EXPERTS = {
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 8,
+    "norm_topk_prob": True,
+}
 
 
 @pytest.mark.parametrize(
@@ -62,7 +68,11 @@ EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 
 )
 def test_without_an_oracle_the_model_alone_is_one(architecture: str, graph: str) -> None:
     fields = EXPERTS if "Moe" in architecture else {}
-    run(engine_machine(model_of(architecture, 40, eos_token_id=3, **fields), graph=graph, pipeline=2))
+    run(
+        engine_machine(
+            model_of(architecture, 40, eos_token_id=3, **fields), graph=graph, pipeline=2
+        )
+    )
 
 
 def test_prompts_may_be_texts_and_texts_may_end_requests() -> None:
@@ -85,7 +95,10 @@ FOUND = [
 def test_a_planted_bug_is_found(name: str) -> None:
     (mutant,) = [each for each in MUTANTS if each.name == name]
     machine = engine_machine(small_model(), adapters=small_adapters(), graph="none")
-    with mutant.plant(), pytest.raises(LawViolation, match="L11 an engine serves as alone: completion") as found:
+    with (
+        mutant.plant(),
+        pytest.raises(LawViolation, match="L11 an engine serves as alone: completion") as found,
+    ):
         run(machine, FINDS)
     notes = "\n".join(found.value.__notes__)
     assert "engine = weft.Engine(model, EngineLimits(max_num_reqs=" in notes
@@ -112,7 +125,9 @@ def test_the_oracle_is_asked_once_for_each_request_and_gets_its_own_seed() -> No
         max_tokens=3,
     )
     run(machine)
-    assert [(each.prompt, each.sampling.n, each.max_tokens) for each in asked] == [((1, 2), 1, 3)] * 2
+    assert [(each.prompt, each.sampling.n, each.max_tokens) for each in asked] == [
+        ((1, 2), 1, 3)
+    ] * 2
     assert len({each.sampling.seed for each in asked}) == 2
     assert {(each.adapter, each.mask) for each in asked} == {(None, None)}
 
@@ -136,7 +151,10 @@ def test_an_error_of_a_step_is_the_one_that_is_raised() -> None:
 
 def test_settings_are_the_users() -> None:
     made = engine_machine(small_model()).TestCase.settings
-    assert (made.max_examples, made.derandomize) == (settings().max_examples, settings().derandomize)
+    assert (made.max_examples, made.derandomize) == (
+        settings().max_examples,
+        settings().derandomize,
+    )
     assert made.stateful_step_count == settings().stateful_step_count
 
 
@@ -158,7 +176,9 @@ REFUSED: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
 
 
 @pytest.mark.parametrize(("options", "error", "text"), REFUSED.values(), ids=list(REFUSED))
-def test_what_would_test_nothing_is_refused(options: dict[str, Any], error: type[Exception], text: str) -> None:
+def test_what_would_test_nothing_is_refused(
+    options: dict[str, Any], error: type[Exception], text: str
+) -> None:
     with pytest.raises(error, match=text):
         engine_machine(small_model(), **options)
 
@@ -167,4 +187,6 @@ def test_a_small_vocabulary_needs_requests_of_its_own() -> None:
     model = model_of("LlamaForCausalLM", 10)
     with pytest.raises(CheckError, match="a model of 10 tokens, 9 of which do not end a request"):
         engine_machine(model)
-    run(engine_machine(model, prompts=[[1, 2], [1]], sampling=[weft.SamplingParams()], graph="none"))
+    run(
+        engine_machine(model, prompts=[[1, 2], [1]], sampling=[weft.SamplingParams()], graph="none")
+    )

@@ -1,4 +1,5 @@
-"""The pytest plugin, in separate runs of pytest: profiles, the marker, failures, and the modules that it imports."""
+"""The pytest plugin, in separate runs of pytest: profiles, the marker, failures, and the modules
+that it imports."""
 
 import os
 import subprocess
@@ -99,7 +100,8 @@ def run(pytester: pytest.Pytester, *options: str) -> pytest.RunResult:
 
 
 def run_here(pytester: pytest.Pytester, *options: str) -> pytest.RunResult:
-    """In this process, where a profile would stay loaded, and modules of weft would be imported twice."""
+    """In this process, where a profile would stay loaded, and modules of weft would be imported
+    twice."""
     return pytester.runpytest_inprocess(*OPTIONS, *options)
 
 
@@ -139,12 +141,23 @@ SEEN = {"ci": "100 True True True", "gpu": "50 True True True", "explore": "1000
 @pytest.mark.one_of(3)
 @pytest.mark.parametrize(
     ("way", "name"),
-    [*(("option", name) for name in SEEN), ("variable", "gpu"), ("configuration", "explore"), ("configuration", "ci")],
+    [
+        *(("option", name) for name in SEEN),
+        ("variable", "gpu"),
+        ("configuration", "explore"),
+        ("configuration", "ci"),
+    ],
 )
-def test_profiles(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch, way: str, name: str) -> None:
+def test_profiles(
+    pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch, way: str, name: str
+) -> None:
     if way == "variable":
         monkeypatch.setenv("WEFT_HYPOTHESIS_PROFILE", name)
-    pytester.makeini("[pytest]\nweft_profile = ci" if way != "configuration" else f"[pytest]\nweft_profile = {name}")
+    pytester.makeini(
+        "[pytest]\nweft_profile = ci"
+        if way != "configuration"
+        else f"[pytest]\nweft_profile = {name}"
+    )
     pytester.makepyfile(PROFILE)
     done = run(pytester, "-s", *([f"--weft-profile={name}"] if way == "option" else []))
     done.stdout.fnmatch_lines([f"*profile: {SEEN[name]}*"])
@@ -155,7 +168,9 @@ def test_no_profile_leaves_hypothesis_alone(pytester: pytest.Pytester) -> None:
     run(pytester, "-s").stdout.fnmatch_lines(["*profile: 100 False False False*"])
 
 
-def test_a_profile_that_there_is_not(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_profile_that_there_is_not(
+    pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("WEFT_HYPOTHESIS_PROFILE", "fast")
     done = run(pytester)
     done.stderr.fnmatch_lines(["*weft's profile is 'fast': write one of ci, gpu, explore"])
@@ -163,33 +178,45 @@ def test_a_profile_that_there_is_not(pytester: pytest.Pytester, monkeypatch: pyt
 
 def test_without_hypothesis(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch) -> None:
     pytester.makepyfile(sitecustomize=MISSING, test_one="def test_one(): pass")
-    monkeypatch.setenv("PYTHONPATH", f"{pytester.path}{os.pathsep}{os.environ.get('PYTHONPATH', '')}")
+    monkeypatch.setenv(
+        "PYTHONPATH", f"{pytester.path}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"
+    )
     options = ("-p", "no:hypothesispytest")
     run(pytester, *options).assert_outcomes(passed=1)
     done = run(pytester, *options, "--weft-profile=ci")
-    done.stderr.fnmatch_lines([f"*weft's profile 'ci' needs Hypothesis: {install_command('proofs')}"])
+    done.stderr.fnmatch_lines(
+        [f"*weft's profile 'ci' needs Hypothesis: {install_command('proofs')}"]
+    )
 
 
 def test_what_needs_a_gpu(pytester: pytest.Pytester) -> None:
     pytester.makepyfile(DEVICES)
-    counts = {"passed": 1, "skipped": 2} if not torch.cuda.is_available() else {"passed": 2, "failed": 1}
+    counts = (
+        {"passed": 1, "skipped": 2} if not torch.cuda.is_available() else {"passed": 2, "failed": 1}
+    )
     run_here(pytester, "--strict-markers").assert_outcomes(**counts)
     run_here(pytester, "-m", "not gpu").assert_outcomes(passed=1, deselected=2)
 
 
-def test_pytest_does_not_have_torch_make_traces(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pytest_does_not_have_torch_make_traces(
+    pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.delenv("TORCH_TRACE", raising=False)
     pytester.makepyfile(TRACES)
     run(pytester, "--log-file=log.txt", "--log-cli-level=DEBUG").assert_outcomes(passed=2)
 
 
 @pytest.mark.slow
-def test_a_file_of_traces_is_written(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_of_traces_is_written(
+    pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("TORCH_TRACE", str(pytester.path / "traces"))
     pytester.makepyfile(TRACES)
     run(pytester, "-k", "test_traces").assert_outcomes(passed=1, deselected=1)
     [file] = (pytester.path / "traces").iterdir()
-    assert [word for word in ("setup", "call", "teardown") if f"\t{word}\n" not in file.read_text()] == []
+    assert [
+        word for word in ("setup", "call", "teardown") if f"\t{word}\n" not in file.read_text()
+    ] == []
 
 
 def test_it_imports_neither_torch_nor_hypothesis(pytester: pytest.Pytester) -> None:
@@ -198,7 +225,9 @@ def test_it_imports_neither_torch_nor_hypothesis(pytester: pytest.Pytester) -> N
         "import sys, pytest; pytest.main(['-q', '--co', '-p', 'weft.proofs.plugin', '-p', 'no:hypothesispytest']);"
         "print('imported:', [name for name in ('torch', 'hypothesis', 'attrs', 'numpy') if name in sys.modules])"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=pytester.path)
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=pytester.path
+    )
     assert "imported: []" in done.stdout
 
 

@@ -1,11 +1,20 @@
-"""Predictions against measurements: the calibration looks at one GPU alone, and its errors are within what is said."""
+"""Predictions against measurements: the calibration looks at one GPU alone, and its errors are
+within what is said."""
 
 import attrs
 import pytest
 import torch
 
 from weft.effects import AllGather, AllReduce, AllToAll, Schema, TensorSchema
-from weft.proofs.predictions import Decode, calibrate, decodes, machines, measured_collective, predicted, table
+from weft.proofs.predictions import (
+    Decode,
+    calibrate,
+    decodes,
+    machines,
+    measured_collective,
+    predicted,
+    table,
+)
 from weft.proofs.records import read
 from weft.transforms.pipelines.timing.hardware import Machine
 
@@ -30,15 +39,23 @@ def test_decodes_over_several_gpus_are_predicted_within_a_tenth() -> None:
 def test_what_was_measured_over_several_gpus_is_not_looked_at() -> None:
     found = list(decodes())
     others = [one if one.num_gpus == 1 else attrs.evolve(one, seconds=(1.0,)) for one in found]
-    fitted, others_fitted = ([(m.bandwidth, m.kernel) for m in machines(one).values()] for one in (found, others))
-    for one, other in zip(fitted, others_fitted, strict=True):  # the last bit is that of memory's alignment
+    fitted, others_fitted = (
+        [(m.bandwidth, m.kernel) for m in machines(one).values()] for one in (found, others)
+    )
+    for one, other in zip(
+        fitted, others_fitted, strict=True
+    ):  # the last bit is that of memory's alignment
         assert one == pytest.approx(other, rel=1e-12)
 
 
 def test_a_machine_is_found_again_by_what_it_takes() -> None:
     machine, record = Machine(bandwidth=3e12, kernel=2e-6), read("h100x2-tensor")
     models = ("qwen3-0.6b", "llama-3.1-8b", "qwen3-30b-a3b-fp8")
-    alone = [Decode("H100", model, 1, 1, requests, (1.0,), record) for model in models for requests in (1, 128)]
+    alone = [
+        Decode("H100", model, 1, 1, requests, (1.0,), record)
+        for model in models
+        for requests in (1, 128)
+    ]
     found = calibrate([attrs.evolve(one, seconds=(one.predicted(machine),)) for one in alone])
     assert (found.bandwidth, found.kernel) == (pytest.approx(3e12), pytest.approx(2e-6))
 
@@ -54,7 +71,11 @@ def test_collectives_take_what_was_measured_and_lines_between() -> None:
 
     for row in read("h100x2-collectives").data["rows"]:
         if row["way"] == "peer":
-            kind = AllReduce((0, 1)) if "reduce" in row["collective"] else AllToAll((0, 1), concat_dim=1)
+            kind = (
+                AllReduce((0, 1))
+                if "reduce" in row["collective"]
+                else AllToAll((0, 1), concat_dim=1)
+            )
             given = Schema((TensorSchema("x", tuple(row["shape"]), torch.bfloat16),))
             assert seconds(attrs.evolve(kind, schema=given)) == pytest.approx(row["graph_us"] / 1e6)
     assert of(192) == pytest.approx((of(128) + of(256)) / 2)

@@ -1,4 +1,5 @@
-"""Random programs: few are refused, differences are found and made small, and a record has the counts."""
+"""Random programs: few are refused, differences are found and made small, and a record has the
+counts."""
 
 import json
 from pathlib import Path
@@ -17,7 +18,9 @@ from weft.proofs.strategies.captures.hazards import HAZARDS, hazards
 from weft.proofs.strategies.captures.operations import OPERATIONS
 from weft.proofs.strategies.captures.tensor_programs import TensorProgram, tensor_programs
 
-FIRST = settings(phases=[Phase.generate], max_examples=2_000)  # it ends with the first that is looked for
+FIRST = settings(
+    phases=[Phase.generate], max_examples=2_000
+)  # it ends with the first that is looked for
 """With these, `find` gives the first case that it draws, and does not make it smaller."""
 
 

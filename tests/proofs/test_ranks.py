@@ -1,4 +1,5 @@
-"""Ranks in separate processes give bitwise the results of one process; started by torchrun, as users do."""
+"""Ranks in separate processes give bitwise the results of one process; started by torchrun, as
+users do."""
 
 import json
 import os
@@ -13,7 +14,14 @@ from weft.proofs.ranks import VARIANTS
 
 
 def _torchrun(num_ranks: int, *args: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(num_ranks), "--standalone"]
+    command = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--nproc-per-node",
+        str(num_ranks),
+        "--standalone",
+    ]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     command += ["-m", "weft.proofs.ranks", *args]
     return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
@@ -22,11 +30,17 @@ def _torchrun(num_ranks: int, *args: str) -> subprocess.CompletedProcess[str]:
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("num_ranks", "traces"),
-    [(2, 2), *(pytest.param(*case, marks=pytest.mark.nightly) for case in ((4, 2), (2, 8), (3, 4)))],
+    [
+        (2, 2),
+        *(pytest.param(*case, marks=pytest.mark.nightly) for case in ((4, 2), (2, 8), (3, 4))),
+    ],
 )
 def test_ranks_by_gloo_are_one_process(num_ranks: int, traces: int, tmp_path: Path) -> None:
-    """Fewer traces for more ranks: each rank serves a trace twice, once with all stages in its process."""
-    done = _torchrun(num_ranks, "--backend", "gloo", "--traces", str(traces), "--out", str(tmp_path))
+    """Fewer traces for more ranks: each rank serves a trace twice, once with all stages in its
+    process."""
+    done = _torchrun(
+        num_ranks, "--backend", "gloo", "--traces", str(traces), "--out", str(tmp_path)
+    )
     assert done.returncode == 0, done.stderr[-3000:]
     record = json.loads((tmp_path / f"ranks-{num_ranks}-gloo.json").read_text())
     assert [row["variant"] for row in record["rows"]] == list(VARIANTS)
@@ -58,7 +72,17 @@ def test_a_difference_on_one_rank_is_an_error_on_all() -> None:
         "    Trace.params = lambda self, *args: plain(attrs.evolve(self, seed=self.seed + 1), *args)\n"
         "ranks.main(['--traces', '3', '--variants', 'none', '--timeout', '20'])\n"
     )
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--standalone", "--no-python"]
-    done = subprocess.run([*command, sys.executable, "-c", code], capture_output=True, text=True, timeout=200)
+    command = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--nproc-per-node",
+        "2",
+        "--standalone",
+        "--no-python",
+    ]
+    done = subprocess.run(
+        [*command, sys.executable, "-c", code], capture_output=True, text=True, timeout=200
+    )
     assert done.returncode != 0
     assert "LawViolation: none, rank " in done.stderr

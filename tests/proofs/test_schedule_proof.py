@@ -30,7 +30,8 @@ PROOFS: dict[str, Callable[[], Iterator[Verdict]]] = {
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=pytest.mark.slow if name.startswith("4") else ()) for name in PROOFS]
+    "name",
+    [pytest.param(name, marks=pytest.mark.slow if name.startswith("4") else ()) for name in PROOFS],
 )
 def test_it_is_proved(name: str) -> None:
     verdicts = list(PROOFS[name]())
@@ -40,14 +41,17 @@ def test_it_is_proved(name: str) -> None:
 
 
 def test_no_job_list_is_left_out() -> None:
-    """There is one path per list of three jobs: each job may feed, and follows none or an earlier one that feeds."""
+    """There is one path per list of three jobs: each job may feed, and follows none or an earlier
+    one that feeds."""
     seen: set[tuple[Any, ...]] = set()
 
     def run(path: Path) -> None:
         jobs = schedule_proof.unknown_jobs(path, 3)
         make_programs(2, jobs)
         feeds = [bool(job.feeds) for job in jobs]
-        after = [None if j.after is None else next(i for i in range(3) if j.after == i) for j in jobs]
+        after = [
+            None if j.after is None else next(i for i in range(3) if j.after == i) for j in jobs
+        ]
         seen.add((*zip(feeds, after, strict=True),))
 
     assert all(result is None for _, result in explore(run))
@@ -129,7 +133,12 @@ def test_a_bug_in_jobs_for_is_refuted() -> None:
     def first(rows: Sequence[Any], samples: Sequence[Any]) -> tuple[Job, ...]:
         jobs: list[Job] = []
         for own, feeds in zip(rows, samples, strict=True):
-            jobs.append(Job(feeds, next((i for i, job in enumerate(jobs) if job.feeds and own & rows[i]), None)))
+            jobs.append(
+                Job(
+                    feeds,
+                    next((i for i, job in enumerate(jobs) if job.feeds and own & rows[i]), None),
+                )
+            )
         return tuple(jobs)
 
     with mock.patch.object(import_module("weft.proofs.solver.schedule_proof"), "jobs_for", first):
@@ -149,10 +158,14 @@ def test_a_timetable_is_one_and_a_deadlock_has_none() -> None:
     made = streaming(3, 4, feedback=True, buffers=1)
     times = schedule_proof.timetable(made)
     assert times is not None
-    assert all(times[a] < times[b] for a, b, holds in schedule_proof.happens_before(made, 1) if holds)
+    assert all(
+        times[a] < times[b] for a, b, holds in schedule_proof.happens_before(made, 1) if holds
+    )
     assert solved(schedule_proof.never_stuck(made))
     late = list(streaming(2, 6, feedback=True))
-    effects = sorted(late[0].effects, key=lambda e: not isinstance(e, Send) and e != Run("stage 0", e.microbatch))
+    effects = sorted(
+        late[0].effects, key=lambda e: not isinstance(e, Send) and e != Run("stage 0", e.microbatch)
+    )
     late[0] = Program(0, 2, tuple(effects))
     assert schedule_proof.timetable(late) is None
     assert schedule_proof.never_stuck(tuple(late)) is False

@@ -1,4 +1,5 @@
-"""A search shows its progress where somebody looks, and uses the user's Hypothesis settings and database."""
+"""A search shows its progress where somebody looks, and uses the user's Hypothesis settings and
+database."""
 
 import io
 import pickle
@@ -52,7 +53,8 @@ class Terminal(io.StringIO):
 
 
 @pytest.mark.parametrize(
-    ("stream", "seconds", "shows"), [(Terminal, 0, True), (Terminal, 60, False), (io.StringIO, 0, False)]
+    ("stream", "seconds", "shows"),
+    [(Terminal, 0, True), (Terminal, 60, False), (io.StringIO, 0, False)],
 )
 def test_a_terminal_shows_a_search_that_takes_long(
     stream: type[io.StringIO], seconds: float, shows: bool, monkeypatch: pytest.MonkeyPatch

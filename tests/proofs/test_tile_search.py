@@ -18,7 +18,8 @@ PRODUCT = Product("linear", 64, 4096, 4096)
 
 
 class Slow:
-    """Seconds by a tile's rows and stages; counts its calls. torch takes ten times as long, and cublaslt is missing."""
+    """Seconds by a tile's rows and stages; counts its calls. torch takes ten times as long, and
+    cublaslt is missing."""
 
     def __init__(self) -> None:
         self.asked: dict[Choice, int] = {}
@@ -27,7 +28,11 @@ class Slow:
         if choice == "cublaslt":
             return None
         scale = product.columns / 4096
-        seconds = 1e-3 if isinstance(choice, str) else choice.rows * choice.parts * scale * 1e-6 + choice.stages * 1e-8
+        seconds = (
+            1e-3
+            if isinstance(choice, str)
+            else choice.rows * choice.parts * scale * 1e-6 + choice.stages * 1e-8
+        )
 
         def replay() -> float:
             self.asked[choice] = self.asked.get(choice, 0) + 1
@@ -44,7 +49,11 @@ def test_hopeless_choices_are_timed_once_and_the_best_again() -> None:
     assert (best.rows, best.stages) == (64, 3)
     assert found.again[best] == found.seconds[best]
     assert timer.asked[best] == 4
-    assert {timer.asked[one] for one in found.seconds if found.seconds[one] > 1.4 * found.seconds["torch"]} <= {1}
+    assert {
+        timer.asked[one]
+        for one in found.seconds
+        if found.seconds[one] > 1.4 * found.seconds["torch"]
+    } <= {1}
     assert "cublaslt" not in found.seconds
     assert len(found.seconds) == len(search.choices(PRODUCT)) - 1
 
@@ -75,7 +84,9 @@ def test_all_shapes_have_a_number_of_tokens_before_any_has_the_next() -> None:
     work = search.products()
     assert len(work) == len(set(work))
     tokens = [product.tokens for product in work]
-    assert len(list(dict.fromkeys(tokens))) == 1 + sum(a != b for a, b in itertools.pairwise(tokens))
+    assert len(list(dict.fromkeys(tokens))) == 1 + sum(
+        a != b for a, b in itertools.pairwise(tokens)
+    )
     for kind in ("linear", "fp8_linear"):
         assert {(1, 6144, 4096), (2048, 6144, 4096)} <= {
             (one.tokens, one.rows, one.columns) for one in work if one.kind == kind
@@ -104,6 +115,8 @@ def test_candidates_of_experts_are_neither_empty_nor_too_small() -> None:
         for tile in tiles:
             assert tile.sort or pairs <= 128
             assert tile.columns == 128 or not product.fp8
-            assert (tile.rows + tile.tokens) * tile.columns * (1 if product.fp8 else 2) * tile.stages <= 227 * 2**10
+            assert (tile.rows + tile.tokens) * tile.columns * (
+                1 if product.fp8 else 2
+            ) * tile.stages <= 227 * 2**10
     found = search.measure(product, Slow())
     assert search.as_json([found], {})["products"][0][:7] == [*attrs.astuple(product)]

@@ -19,10 +19,19 @@ from weft.stages.random_weights import PRESETS
     [
         ((), "has no vllm: pass --python"),
         (("--rounds", "-1"), "pass 0 or more"),
-        (("--models", "large"), "large is no preset, and no large/config.json is there: pass a folder, or tiny, "),
+        (
+            ("--models", "large"),
+            "large is no preset, and no large/config.json is there: pass a folder, or tiny, ",
+        ),
         (("--pp", "0"), "--pp 0: pass 1 or more stages"),
-        (("--python", "no/python"), "--python no/python: not found: pass the Python of an environment that has vLLM"),
-        (("--models", "tiny", "tiny"), "--models: two are called tiny, which their records are named after"),
+        (
+            ("--python", "no/python"),
+            "--python no/python: not found: pass the Python of an environment that has vLLM",
+        ),
+        (
+            ("--models", "tiny", "tiny"),
+            "--models: two are called tiny, which their records are named after",
+        ),
     ],
 )
 def test_vllm_is_asked_for_first(
@@ -38,7 +47,10 @@ def test_vllm_is_asked_for_first(
     [
         ("{", "cannot be read: Expecting property name"),
         ("[]", "holds no JSON object: pass the folder of a model"),
-        (json.dumps({**PRESETS["tiny"], "architectures": ["GemmaForCausalLM"]}), "GemmaForCausalLM"),
+        (
+            json.dumps({**PRESETS["tiny"], "architectures": ["GemmaForCausalLM"]}),
+            "GemmaForCausalLM",
+        ),
         (
             json.dumps({**PRESETS["tiny"], "max_position_embeddings": 300}),
             "--workloads prefill: prefill has requests of 576 tokens, and some has 300 positions: pass other workloads",
@@ -60,32 +72,52 @@ def test_a_folder_that_cannot_be_served_is_refused(
 def test_an_older_weft_beside_weft(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(by_turns, "WORKLOADS", {"few": by_turns.Workload(2, 2, 3, num_long=1, long_len=40)})
+    monkeypatch.setattr(
+        by_turns, "WORKLOADS", {"few": by_turns.Workload(2, 2, 3, num_long=1, long_len=40)}
+    )
     model = tmp_path / "small-one"
     model.mkdir()
     (model / "config.json").write_text(json.dumps(PRESETS["tiny"]))
-    argv = ["--models", str(model), "--workloads", "few", "--rounds", "1", "--out", str(tmp_path), "--against"]
+    argv = [
+        "--models",
+        str(model),
+        "--workloads",
+        "few",
+        "--rounds",
+        "1",
+        "--out",
+        str(tmp_path),
+        "--against",
+    ]
     by_turns.main([*argv, str(Path(__file__).parents[2])])
     record = json.loads((tmp_path / "older-small-one-pp1.json").read_text())
     assert record["preset"] == "small-one"
     assert [row["engine"] for row in record["rows"]] == ["weft", "older", "older", "weft"]
     assert [row["input_tokens"] for row in record["rows"]] == [42] * 4
     [row] = record["table"]
-    assert row["ratio"] == pytest.approx(record["rows"][2]["seconds"] / record["rows"][3]["seconds"])
+    assert row["ratio"] == pytest.approx(
+        record["rows"][2]["seconds"] / record["rows"][3]["seconds"]
+    )
     assert "the older build in" in capsys.readouterr().out
     checkout = tmp_path / "checkout"
     with pytest.raises(SystemExit):
         by_turns.main([*argv, str(checkout)])
     assert "no .src/weft is there" in capsys.readouterr().err
     (checkout / ".src" / "weft").mkdir(parents=True)
-    (checkout / ".src" / "weft" / "__init__.py").write_text("raise SystemExit('this is the older one')")
-    with pytest.raises(SystemExit, match=r"(?s)older ended with 1 before older-ready.*this is the older one"):
+    (checkout / ".src" / "weft" / "__init__.py").write_text(
+        "raise SystemExit('this is the older one')"
+    )
+    with pytest.raises(
+        SystemExit, match=r"(?s)older ended with 1 before older-ready.*this is the older one"
+    ):
         by_turns.main([*argv, str(checkout)])
 
 
 WORKLOADS = {
     "few": by_turns.Workload(2, 2, 3),
-    "prompts": by_turns.Workload(3, 6, 2, varied=True, sampling={"temperature": 0.5, "top_k": 4, "top_p": 0.75}),
+    "prompts": by_turns.Workload(
+        3, 6, 2, varied=True, sampling={"temperature": 0.5, "top_k": 4, "top_p": 0.75}
+    ),
 }
 FAKE_VLLM = """
 import json
@@ -143,7 +175,8 @@ def is_alive(pid: int) -> bool:
 def test_vllm_beside_weft(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], loses: bool
 ) -> None:
-    """The protocol of turns, with a package that takes vLLM's place: both end with the run, whatever happens."""
+    """The protocol of turns, with a package that takes vLLM's place: both end with the run,
+    whatever happens."""
     (tmp_path / "vllm").mkdir()
     lost = "self.count = getattr(self, 'count', -1) + 1; prompts = prompts[self.count // 2 :]"  # in the second round
     made = FAKE_VLLM.replace("LOSES", lost if loses else "pass")
@@ -153,10 +186,24 @@ def test_vllm_beside_weft(
     monkeypatch.setattr(by_turns, "WORKLOADS", WORKLOADS)
     processes: list[Any] = []
     popen = subprocess.Popen
-    monkeypatch.setattr(subprocess, "Popen", lambda *a, **k: processes.append(popen(*a, **k)) or processes[-1])
-    argv = ["--models", "tiny", "--workloads", "few", "prompts", "--rounds", "1", "--out", str(tmp_path)]
+    monkeypatch.setattr(
+        subprocess, "Popen", lambda *a, **k: processes.append(popen(*a, **k)) or processes[-1]
+    )
+    argv = [
+        "--models",
+        "tiny",
+        "--workloads",
+        "few",
+        "prompts",
+        "--rounds",
+        "1",
+        "--out",
+        str(tmp_path),
+    ]
     if loses:
-        with pytest.raises(SystemExit, match=r"(?s)vllm ended with 1 before vllm-2-done.*3 tokens, not 6"):
+        with pytest.raises(
+            SystemExit, match=r"(?s)vllm ended with 1 before vllm-2-done.*3 tokens, not 6"
+        ):
             by_turns.main(argv)
         kept = json.loads((tmp_path / "vllm-tiny-pp1.json").read_text())
         assert [row["repeat"] for row in kept["rows"]] == [0] * 4  # the finished round
@@ -166,30 +213,53 @@ def test_vllm_beside_weft(
         order = [(row["engine"], row["workload"], row["first"]) for row in record["rows"]]
         orders = {True: ("weft", "vllm"), False: ("vllm", "weft")}
         workloads = "few", "prompts"
-        assert order == [(own, name, first) for first, both in orders.items() for name in workloads for own in both]
+        assert order == [
+            (own, name, first)
+            for first, both in orders.items()
+            for name in workloads
+            for own in both
+        ]
         few, prompts = record["table"]
         last = {row["engine"]: row for row in record["rows"][4:6]}
         assert few["weft"]["median"] == 6 / last["weft"]["seconds"]
         assert few["unit"] == "output_tokens_per_s"
         assert few["ratio"] == pytest.approx(last["vllm"]["seconds"] / last["weft"]["seconds"])
-        asked = [json.loads(line) for line in (tmp_path / "vllm" / "asked").read_text().splitlines()]
-        assert [sampling for _, sampling in asked[:2]] == [WORKLOADS[name].sampling for name in workloads]
+        asked = [
+            json.loads(line) for line in (tmp_path / "vllm" / "asked").read_text().splitlines()
+        ]
+        assert [sampling for _, sampling in asked[:2]] == [
+            WORKLOADS[name].sampling for name in workloads
+        ]
         assert asked[0][0] == asked[2][0] == [2, 2]
         first, second = asked[1][0], asked[3][0]
         assert first != second
         assert all(1 <= length <= 6 for length in first + second)
-        assert [row["input_tokens"] for row in record["rows"][6:]] == [sum(second)] * 2  # the same for both engines
-        assert prompts["weft"]["median"] == pytest.approx((6 + sum(second)) / record["rows"][7]["seconds"])
+        assert [row["input_tokens"] for row in record["rows"][6:]] == [
+            sum(second)
+        ] * 2  # the same for both engines
+        assert prompts["weft"]["median"] == pytest.approx(
+            (6 + sum(second)) / record["rows"][7]["seconds"]
+        )
         assert record["vllm"]["log"] == ["Using no attention at all"]
         drawn = json.loads((tmp_path / "vllm" / "weights").read_text())
         assert drawn.pop("_k_scale") == [7.0, 0.0]
         assert drawn.pop("positions") == [1.0, 1.0]
-        wanted = {"weight": (0, 0.02), "bias": (0, 0.02), "norm.weight": (1, 0.02), "w13_weight": (0, 16)}
+        wanted = {
+            "weight": (0, 0.02),
+            "bias": (0, 0.02),
+            "norm.weight": (1, 0.02),
+            "w13_weight": (0, 16),
+        }
         for name, (mean, deviation) in wanted.items():
-            assert drawn[name] == [pytest.approx(mean, abs=deviation / 4), pytest.approx(deviation, rel=0.2)], name
+            assert drawn[name] == [
+                pytest.approx(mean, abs=deviation / 4),
+                pytest.approx(deviation, rel=0.2),
+            ], name
         assert 0.5 <= drawn["w13_weight_scale_inv"][0] * 800 <= 1.5
         assert record["vllm"]["arguments"]["model"] == "tiny"
-        assert tempfile.gettempdir() not in json.dumps({name: record["vllm"][name] for name in ("arguments", "log")})
+        assert tempfile.gettempdir() not in json.dumps(
+            {name: record["vllm"][name] for name in ("arguments", "log")}
+        )
         printed = capsys.readouterr().out.splitlines()
         assert len(printed) == 2 * 6
         assert printed[6] == "after round 1 of 1:"

@@ -34,7 +34,8 @@ def parse(raw: dict[str, Any], *, strict: bool = False) -> ModelConfig:
 
 
 def assert_agrees(ours: ModelConfig, theirs: Any, architecture: str) -> None:
-    """Compare field by field; of the rotary embedding, only the fields that all transformers configurations have."""
+    """Compare field by field; of the rotary embedding, only the fields that all transformers
+    configurations have."""
     text, is_qwen2 = theirs.get_text_config(), architecture.startswith("Qwen2")
     attention_bias = is_qwen2 or getattr(text, "attention_bias", False)
     eos = text.eos_token_id
@@ -49,7 +50,9 @@ def assert_agrees(ours: ModelConfig, theirs: Any, architecture: str) -> None:
         head_dim=getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads,
         rms_norm_eps=text.rms_norm_eps,
         max_position_embeddings=text.max_position_embeddings,
-        rope=Rope(theta=text.rope_parameters["rope_theta"], mrope_section=section_of(text, architecture)),
+        rope=Rope(
+            theta=text.rope_parameters["rope_theta"], mrope_section=section_of(text, architecture)
+        ),
         tie_word_embeddings=theirs.tie_word_embeddings,
         qkv_bias=attention_bias,
         o_bias=attention_bias and not is_qwen2,

@@ -1,12 +1,17 @@
 """The config.json of released models, as their makers publish them.
 
-Those in `SEEN` were compared with public copies. The others are reconstructions: the dimensions are the models' own,
-and the other fields come from a sibling in `SEEN`.
+Those in `SEEN` were compared with public copies. The others are reconstructions: the dimensions are
+the models' own, and the other fields come from a sibling in `SEEN`.
 """
 
 from typing import Any
 
-_ALL = {"hidden_act": "silu", "initializer_range": 0.02, "torch_dtype": "bfloat16", "use_cache": True}
+_ALL = {
+    "hidden_act": "silu",
+    "initializer_range": 0.02,
+    "torch_dtype": "bfloat16",
+    "use_cache": True,
+}
 
 
 def sizes(
@@ -24,21 +29,35 @@ def sizes(
 
 
 def llama(bos: int, eos: int | list[int], version: str, **fields: Any) -> dict[str, Any]:
-    own = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "pretraining_tp": 1, "rms_norm_eps": 1e-05}
+    own = {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "pretraining_tp": 1,
+        "rms_norm_eps": 1e-05,
+    }
     plain = {"rope_scaling": None, "tie_word_embeddings": False}
     tokens = {"bos_token_id": bos, "eos_token_id": eos, "transformers_version": version}
     return {**_ALL, **own, **plain, **tokens, **fields}
 
 
 _NO_BIAS = {"attention_bias": False, "attention_dropout": 0.0}
-_LLAMA_3 = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
+_LLAMA_3 = {
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+}
 _LLAMA_3_1 = {
     **_NO_BIAS,
     "mlp_bias": False,
     "rope_theta": 500000.0,
     "rope_scaling": {**_LLAMA_3, "rope_type": "llama3"},
 }
-_LLAMA_3_2 = {**_LLAMA_3_1, "head_dim": 64, "rope_scaling": {**_LLAMA_3, "factor": 32.0, "rope_type": "llama3"}}
+_LLAMA_3_2 = {
+    **_LLAMA_3_1,
+    "head_dim": 64,
+    "rope_scaling": {**_LLAMA_3, "factor": 32.0, "rope_type": "llama3"},
+}
 _SMOL = {
     **_NO_BIAS,
     "is_llama_config": True,
@@ -91,9 +110,25 @@ _LLAMAS: dict[str, dict[str, Any]] = {
 
 
 def mistral(version: str, window: int | None, theta: float, vocab: int) -> dict[str, Any]:
-    own = {"architectures": ["MistralForCausalLM"], "model_type": "mistral", "rms_norm_eps": 1e-05, "rope_theta": theta}
-    tokens = {"bos_token_id": 1, "eos_token_id": 2, "tie_word_embeddings": False, "transformers_version": version}
-    return {**_ALL, **own, **tokens, **sizes(4096, 14336, 32, 32, 8, 32768, vocab), "sliding_window": window}
+    own = {
+        "architectures": ["MistralForCausalLM"],
+        "model_type": "mistral",
+        "rms_norm_eps": 1e-05,
+        "rope_theta": theta,
+    }
+    tokens = {
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+        "tie_word_embeddings": False,
+        "transformers_version": version,
+    }
+    return {
+        **_ALL,
+        **own,
+        **tokens,
+        **sizes(4096, 14336, 32, 32, 8, 32768, vocab),
+        "sliding_window": window,
+    }
 
 
 _MISTRALS = {
@@ -115,19 +150,39 @@ def qwen2(eos: int, version: str, window: int, layers: int, **fields: Any) -> di
 
 
 def qwen3(eos: int, version: str, layers: int, **fields: Any) -> dict[str, Any]:
-    own = {"model_type": "qwen3", "attention_bias": False, "head_dim": 128, "rope_scaling": None, "rope_theta": 1000000}
-    return qwen("Qwen3", eos, version, **{**own, "sliding_window": None, "max_window_layers": layers, **fields})
+    own = {
+        "model_type": "qwen3",
+        "attention_bias": False,
+        "head_dim": 128,
+        "rope_scaling": None,
+        "rope_theta": 1000000,
+    }
+    return qwen(
+        "Qwen3",
+        eos,
+        version,
+        **{**own, "sliding_window": None, "max_window_layers": layers, **fields},
+    )
 
 
 def qwen3_moe(layers: int, inner: int, **fields: Any) -> dict[str, Any]:
-    moe = {"decoder_sparse_step": 1, "mlp_only_layers": [], "moe_intermediate_size": inner, "norm_topk_prob": True}
+    moe = {
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": [],
+        "moe_intermediate_size": inner,
+        "norm_topk_prob": True,
+    }
     routed = {
         "num_experts": 128,
         "num_experts_per_tok": 8,
         "output_router_logits": False,
         "router_aux_loss_coef": 0.001,
     }
-    own = {"architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", "tie_word_embeddings": False}
+    own = {
+        "architectures": ["Qwen3MoeForCausalLM"],
+        "model_type": "qwen3_moe",
+        "tie_word_embeddings": False,
+    }
     return qwen3(151645, "4.51.0", layers, **{**moe, **routed, **own, **fields})
 
 
@@ -170,9 +225,25 @@ _QWENS: dict[str, dict[str, Any]] = {
 
 def qwen2_vl(hidden: int, **fields: Any) -> dict[str, Any]:
     """All fields in one object, as published."""
-    ids = {"vision_start_token_id": 151652, "vision_end_token_id": 151653, "vision_token_id": 151654}
-    vision = {"depth": 32, "embed_dim": 1280, "mlp_ratio": 4, "num_heads": 16, "in_chans": 3, "hidden_size": hidden}
-    patches = {"patch_size": 14, "spatial_merge_size": 2, "spatial_patch_size": 14, "temporal_patch_size": 2}
+    ids = {
+        "vision_start_token_id": 151652,
+        "vision_end_token_id": 151653,
+        "vision_token_id": 151654,
+    }
+    vision = {
+        "depth": 32,
+        "embed_dim": 1280,
+        "mlp_ratio": 4,
+        "num_heads": 16,
+        "in_chans": 3,
+        "hidden_size": hidden,
+    }
+    patches = {
+        "patch_size": 14,
+        "spatial_merge_size": 2,
+        "spatial_patch_size": 14,
+        "temporal_patch_size": 2,
+    }
     own = {
         "architectures": ["Qwen2VLForConditionalGeneration"],
         "model_type": "qwen2_vl",
@@ -186,7 +257,9 @@ def qwen2_vl(hidden: int, **fields: Any) -> dict[str, Any]:
 
 _VLS: dict[str, dict[str, Any]] = {
     "Qwen2-VL-2B-Instruct": qwen2_vl(1536, **sizes(1536, 8960, 28, 12, 2, 32768, 151936)),
-    "Qwen2-VL-7B-Instruct": qwen2_vl(3584, **sizes(3584, 18944, 28, 28, 4, 32768, 152064), tie_word_embeddings=False),
+    "Qwen2-VL-7B-Instruct": qwen2_vl(
+        3584, **sizes(3584, 18944, 28, 28, 4, 32768, 152064), tie_word_embeddings=False
+    ),
 }
 RELEASED = {**_LLAMAS, **_MISTRALS, **_QWENS, **_VLS}
 

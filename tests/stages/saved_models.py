@@ -18,7 +18,12 @@ SMALL: dict[str, Any] = {
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
 }
-EXPERTS = {"num_experts": 3, "num_experts_per_tok": 2, "moe_intermediate_size": 10, "mlp_only_layers": [1, 4]}
+EXPERTS = {
+    "num_experts": 3,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 10,
+    "mlp_only_layers": [1, 4],
+}
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("LlamaForCausalLM", {}),
     "llama-biased": ("LlamaForCausalLM", {"attention_bias": True, "mlp_bias": True, "head_dim": 6}),
@@ -26,7 +31,10 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen2": ("Qwen2ForCausalLM", {}),
     "qwen2-tied": ("Qwen2ForCausalLM", {"tie_word_embeddings": True}),
     "qwen3": ("Qwen3ForCausalLM", {"head_dim": 8}),
-    "qwen3-tied": ("Qwen3ForCausalLM", {"head_dim": 8, "attention_bias": True, "tie_word_embeddings": True}),
+    "qwen3-tied": (
+        "Qwen3ForCausalLM",
+        {"head_dim": 8, "attention_bias": True, "tie_word_embeddings": True},
+    ),
     "qwen3-moe": ("Qwen3MoeForCausalLM", {"head_dim": 8, **EXPERTS}),
 }
 
@@ -36,7 +44,8 @@ def whole(config: ModelConfig) -> StageLayout:
 
 
 def scrambled(name: str) -> Any:
-    """A transformers model whose norms and biases too are random, so that no two tensors are alike."""
+    """A transformers model whose norms and biases too are random, so that no two tensors are alike.
+    """
     architecture, fields = MODELS[name]
     config_class, model_class = CLASSES[architecture]
     model = model_class(config_class(**SMALL, **fields))

@@ -60,7 +60,9 @@ def test_every_field_of_the_experts_is_used(name: str) -> None:
         with pytest.raises(ConfigError, match=f"weft supports {name}=None in Qwen3ForCausalLM"):
             parse(dense)
     else:
-        with pytest.warns(ConfigWarning, match=f"weft does not know these fields of config.json, .* {name}="):
+        with pytest.warns(
+            ConfigWarning, match=f"weft does not know these fields of config.json, .* {name}="
+        ):
             parse(dense)
 
 
@@ -112,7 +114,8 @@ def test_neutral_fields_change_nothing(architecture: str) -> None:
 
 @pytest.mark.parametrize("architecture", CLASSES)
 def test_no_field_of_transformers_own_is_unknown(architecture: str) -> None:
-    """transformers' general fields, all of which a file may contain, are neither refused nor reported."""
+    """transformers' general fields, all of which a file may contain, are neither refused nor
+    reported."""
     for fields in (PretrainedConfig().to_dict(), CLASSES[architecture][0]().to_dict()):
         raw = {name: value for name, value in fields.items() if name != "model_type"}
         parse({**raw, "architectures": [architecture]}, strict=True)
@@ -148,13 +151,23 @@ def test_fields_that_are_neutral_only_at_some_values(name: str) -> None:
         with pytest.raises(ConfigError) as caught:
             parse({**base, name: value})
         assert caught.value.seen == f"config.json has {name}={value!r}"
-        assert caught.value.instead.startswith(f"weft supports {name}={NEUTRAL_AT[name][0]!r} in LlamaForCausalLM")
+        assert caught.value.instead.startswith(
+            f"weft supports {name}={NEUTRAL_AT[name][0]!r} in LlamaForCausalLM"
+        )
 
 
-@given(name=st.text(min_size=1, max_size=20), value=st.one_of(st.none(), st.booleans(), st.integers(), st.text()))
+@given(
+    name=st.text(min_size=1, max_size=20),
+    value=st.one_of(st.none(), st.booleans(), st.integers(), st.text()),
+)
 @settings(max_examples=50, deadline=None)
 def test_no_unknown_field_is_overlooked(name: str, value: Any) -> None:
-    assume(name not in NEUTRAL and name not in NEUTRAL_AT and name not in CHANGES and name != "quantization_config")
+    assume(
+        name not in NEUTRAL
+        and name not in NEUTRAL_AT
+        and name not in CHANGES
+        and name != "quantization_config"
+    )
     raw = {"architectures": ["LlamaForCausalLM"], name: value}
     with pytest.raises(ConfigError) as caught:
         parse(raw, strict=True)
@@ -173,12 +186,19 @@ def test_no_unknown_field_is_overlooked(name: str, value: Any) -> None:
      (20, "field_14=14 and 5 more")],
 )  # fmt: skip
 def test_unknown_fields_are_told_of_together(count: int, last: str) -> None:
-    """`auto_map`, which names a checkpoint's own code, is among them: weft has its own code for these architectures."""
-    raw = {**QWEN3, "auto_map": {"AutoModel": "modeling.Model"}, **{f"field_{i}": i for i in range(count)}}
+    """`auto_map`, which names a checkpoint's own code, is among them: weft has its own code for
+    these architectures."""
+    raw = {
+        **QWEN3,
+        "auto_map": {"AutoModel": "modeling.Model"},
+        **{f"field_{i}": i for i in range(count)},
+    }
     with pytest.warns(ConfigWarning) as told:
         parse(raw)
     [warning] = told
-    assert "ignores them: auto_map={'AutoModel': 'modeling.Model'}, field_0=0" in str(warning.message)
+    assert "ignores them: auto_map={'AutoModel': 'modeling.Model'}, field_0=0" in str(
+        warning.message
+    )
     assert str(warning.message).endswith(f", {last}")
 
 
@@ -193,7 +213,9 @@ def test_missing_fields_have_transformers_defaults(architecture: str) -> None:
             assert parse(alone) == parse(both) == plain
         else:
             assert parse(alone) != plain
-            with pytest.raises(ConfigError, match=f"model_type is '{CONFIGS[architecture].model_type}' for"):
+            with pytest.raises(
+                ConfigError, match=f"model_type is '{CONFIGS[architecture].model_type}' for"
+            ):
                 parse(both)
 
 
@@ -209,11 +231,19 @@ def test_layers_slide_beside_the_field_that_the_error_names(architecture: str) -
         fields = {"sliding_window": 4}
         more = "; 'sliding_attention' beside a sliding_window"
     kinds = ["sliding_attention"] * 3
-    raw = {"architectures": [architecture], "num_hidden_layers": 3, "layer_types": kinds, "sliding_window": None}
+    raw = {
+        "architectures": [architecture],
+        "num_hidden_layers": 3,
+        "layer_types": kinds,
+        "sliding_window": None,
+    }
     with pytest.raises(ConfigError) as caught:
         parse(raw)
     instead = f"weft supports 'full_attention' in each of the 3 layers, or no layer_types{more}"
-    assert (caught.value.seen, caught.value.instead) == (f"config.json has layer_types={kinds!r}", instead)
+    assert (caught.value.seen, caught.value.instead) == (
+        f"config.json has layer_types={kinds!r}",
+        instead,
+    )
     assert not fields or parse(raw | fields).windows == (4, 4, 4)
 
 

@@ -73,9 +73,12 @@ print(json.dumps([sorted(map(str, own)) for own in asked]))
 
 
 @pytest.mark.one_of(4)
-@pytest.mark.parametrize("preset", ["qwen3-0.6b", "llama-3.1-8b", "qwen3-30b-a3b-fp8", "qwen3-32b-fp8"])
+@pytest.mark.parametrize(
+    "preset", ["qwen3-0.6b", "llama-3.1-8b", "qwen3-30b-a3b-fp8", "qwen3-32b-fp8"]
+)
 def test_two_layers_ask_for_the_kernels_of_all(preset: str) -> None:
-    """A GPU's operators take tensors on the CPU, in a process of their own, and nothing is launched."""
+    """A GPU's operators take tensors on the CPU, in a process of their own, and nothing is
+    launched."""
     pytest.importorskip("triton")
     told = subprocess.run([sys.executable, "-c", _ASKED, preset], capture_output=True, text=True)
     assert told.returncode == 0, told.stderr
@@ -100,7 +103,10 @@ def layers_that_run(model: Model, asking: bool, written: Tensor | None = None) -
     state, batch = make_state(model, runner.layouts, [8, 8]), Batch.ragged([1, 0], [[1, 2, 3], [4]])
     token = ASKED.set({} if asking else None)
     try:
-        with Attentions() as seen, constant([x for x in tree_leaves(runner.params) if x is not written]):
+        with (
+            Attentions() as seen,
+            constant([x for x in tree_leaves(runner.params) if x is not written]),
+        ):
             runner.step(runner.params, state, batch)
     finally:
         ASKED.reset(token)
@@ -115,7 +121,11 @@ def changed_last(model: Model, **fields: Any) -> Model:
 @pytest.fixture
 def five() -> Model:
     """A model of five layers that are alike."""
-    return random_model(parse_config({**PRESETS["tiny"], "num_hidden_layers": 5}, source="tiny"), seed=0, device="cpu")
+    return random_model(
+        parse_config({**PRESETS["tiny"], "num_hidden_layers": 5}, source="tiny"),
+        seed=0,
+        device="cpu",
+    )
 
 
 class Empty(dict[str, int]):
@@ -128,14 +138,23 @@ class Empty(dict[str, int]):
 def test_of_layers_that_are_alike_two_ask_for_kernels(five: Model) -> None:
     assert layers_that_run(five, asking=False) == 5
     assert layers_that_run(five, asking=True) == 2
-    assert layers_that_run(five.with_stages(feed_forward=Empty()), asking=True) == 5, "it may differ by layer"
+    assert layers_that_run(five.with_stages(feed_forward=Empty()), asking=True) == 5, (
+        "it may differ by layer"
+    )
     last = five.params.layers[-1].o_proj
-    transposed, shifted = torch.zeros(last.shape[::-1]).T.copy_(last), torch.zeros(last.numel() + 1)[1:].view_as(last)
+    transposed, shifted = (
+        torch.zeros(last.shape[::-1]).T.copy_(last),
+        torch.zeros(last.numel() + 1)[1:].view_as(last),
+    )
     for weight in (transposed, shifted):
-        assert layers_that_run(changed_last(five, o_proj=weight), asking=True) == 5, "it is laid out in another way"
+        assert layers_that_run(changed_last(five, o_proj=weight), asking=True) == 5, (
+            "it is laid out in another way"
+        )
     own = last.clone()
     assert layers_that_run(changed_last(five, o_proj=own), asking=True) == 2
-    assert layers_that_run(changed_last(five, o_proj=own), asking=True, written=own) == 5, "it may not be read early"
+    assert layers_that_run(changed_last(five, o_proj=own), asking=True, written=own) == 5, (
+        "it may not be read early"
+    )
     sliding = attrs.evolve(five, config=attrs.evolve(five.config, windows=(0, 0, 0, 4, 0)))
     assert layers_that_run(sliding, asking=True) == 5, "the attention of one has a window"
 
@@ -148,7 +167,9 @@ def test_layers_that_are_not_asked_keep_their_pages(five: Model, transform: str)
         def step(params: Any, state: Any, batch: Any, x: Any) -> Any:
             def run(weight: Tensor) -> Any:
                 first = attrs.evolve(params.layers[0], input_layernorm=weight)
-                new, out = stage(attrs.evolve(params, layers=(first, *params.layers[1:])), clone(state), batch, x)
+                new, out = stage(
+                    attrs.evolve(params, layers=(first, *params.layers[1:])), clone(state), batch, x
+                )
                 return out.logprobs.float().sum(), new.kv_pages
 
             weight = params.layers[0].input_layernorm

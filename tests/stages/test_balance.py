@@ -12,10 +12,15 @@ from weft.errors import CostError, ProgramError
 from weft.stages.layout import StageLayout, balance, split_layers
 
 
-def stage_costs(layouts: Sequence[StageLayout], costs: Sequence[float], first: float, last: float) -> list[Fraction]:
+def stage_costs(
+    layouts: Sequence[StageLayout], costs: Sequence[float], first: float, last: float
+) -> list[Fraction]:
     """The exact cost of each stage, without rounding."""
     return [
-        sum((Fraction(costs[layer]) for layer in one.layers), Fraction(first) * one.first + Fraction(last) * one.last)
+        sum(
+            (Fraction(costs[layer]) for layer in one.layers),
+            Fraction(first) * one.first + Fraction(last) * one.last,
+        )
         for one in layouts
     ]
 
@@ -49,7 +54,9 @@ def test_no_split_has_a_faster_slowest_stage_and_ties_go_as_written(problem: Any
         far = sum(abs(len(a.layers) - len(b.layers)) for a, b in zip(split, even, strict=True))
         return max(found), far, sum(cost**2 for cost in found), [one.stop for one in split]
 
-    assert balance(costs, stages, first=first, last=last) == min(all_splits(len(costs), stages), key=rank)
+    assert balance(costs, stages, first=first, last=last) == min(
+        all_splits(len(costs), stages), key=rank
+    )
 
 
 @given(problems)
@@ -63,7 +70,9 @@ def test_it_is_the_even_split_wherever_that_is_as_good_as_any(problem: Any) -> N
 
 @pytest.mark.parametrize(("layers", "stages"), [(1, 1), (30, 4), (28, 8), (61, 16), (94, 7)])
 @pytest.mark.parametrize("cost", [0.0, 0.1, 3e-4])
-def test_equal_layers_alone_are_split_evenly_whatever_rounding_says(layers: int, stages: int, cost: float) -> None:
+def test_equal_layers_alone_are_split_evenly_whatever_rounding_says(
+    layers: int, stages: int, cost: float
+) -> None:
     assert balance([cost] * layers, stages) == split_layers(layers, stages)
 
 

@@ -11,7 +11,10 @@ from configs import LLAMA, QWEN2, QWEN3, QWEN3_MOE, SMALL, assert_agrees, parse
 from hypothesis import given, settings, strategies as st
 from theirs import CLASSES
 from transformers import PretrainedConfig, Qwen3MoeConfig
-from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeDecoderLayer, Qwen3MoeSparseMoeBlock
+from transformers.models.qwen3_moe.modeling_qwen3_moe import (
+    Qwen3MoeDecoderLayer,
+    Qwen3MoeSparseMoeBlock,
+)
 
 from weft.errors import CheckpointNotFoundError, ConfigError
 from weft.proofs.strategies.models import moe_fields, window_fields
@@ -43,12 +46,17 @@ def transformers_configs(draw: st.DrawFn) -> tuple[str, PretrainedConfig]:
         "tie_word_embeddings": draw(st.booleans()),
         "eos_token_id": draw(st.sampled_from([None, 0, 7, [3, 5]])),
         "dtype": draw(st.sampled_from([None, "float32", "bfloat16", "float16"])),
-        "rope_parameters": {"rope_type": "default", "rope_theta": draw(st.sampled_from([1e4, 5e5]))},
+        "rope_parameters": {
+            "rope_type": "default",
+            "rope_theta": draw(st.sampled_from([1e4, 5e5])),
+        },
     }
     if architecture not in ("Qwen2ForCausalLM", "MistralForCausalLM"):
         fields["attention_bias"] = draw(st.booleans())
     if architecture != "Qwen2ForCausalLM":
-        fields |= draw(st.fixed_dictionaries({}, optional={"head_dim": st.sampled_from([2, 8, 64])}))
+        fields |= draw(
+            st.fixed_dictionaries({}, optional={"head_dim": st.sampled_from([2, 8, 64])})
+        )
     if architecture == "LlamaForCausalLM":
         fields["mlp_bias"] = draw(st.booleans())
     else:
@@ -86,7 +94,11 @@ SLIDING = {"use_sliding_window": True, "max_window_layers": 0}
             "config.json has architectures=['LlamaForCausalLM', 'LlamaModel']",
             SUPPORTED,
         ),
-        ({"architectures": "LlamaForCausalLM"}, "config.json has architectures='LlamaForCausalLM'", SUPPORTED),
+        (
+            {"architectures": "LlamaForCausalLM"},
+            "config.json has architectures='LlamaForCausalLM'",
+            SUPPORTED,
+        ),
         ({"model_type": "gemma"}, "config.json has model_type='gemma'", SUPPORTED),
         ({}, "config.json has no model_type", SUPPORTED),
         (
@@ -124,17 +136,41 @@ SLIDING = {"use_sliding_window": True, "max_window_layers": 0}
             "config.json has mlp_only_layers=3",
             "mlp_only_layers is a list of layers, or null",
         ),
-        ({**QWEN3, "head_dim": None}, "config.json has head_dim=None", "head_dim is a whole number, 1 or more"),
-        ({**LLAMA, "vocab_size": 0}, "config.json has vocab_size=0", "vocab_size is a whole number, 1 or more"),
-        ({**LLAMA, "hidden_size": 64.0}, "config.json has hidden_size=64.0", "hidden_size is a whole number, 1 or"),
-        ({**LLAMA, "num_hidden_layers": True}, "config.json has num_hidden_layers=True", "num_hidden_layers is a"),
-        ({**LLAMA, "rms_norm_eps": "1e-6"}, "config.json has rms_norm_eps='1e-6'", "rms_norm_eps is a finite"),
+        (
+            {**QWEN3, "head_dim": None},
+            "config.json has head_dim=None",
+            "head_dim is a whole number, 1 or more",
+        ),
+        (
+            {**LLAMA, "vocab_size": 0},
+            "config.json has vocab_size=0",
+            "vocab_size is a whole number, 1 or more",
+        ),
+        (
+            {**LLAMA, "hidden_size": 64.0},
+            "config.json has hidden_size=64.0",
+            "hidden_size is a whole number, 1 or",
+        ),
+        (
+            {**LLAMA, "num_hidden_layers": True},
+            "config.json has num_hidden_layers=True",
+            "num_hidden_layers is a",
+        ),
+        (
+            {**LLAMA, "rms_norm_eps": "1e-6"},
+            "config.json has rms_norm_eps='1e-6'",
+            "rms_norm_eps is a finite",
+        ),
         (
             {**LLAMA, "tie_word_embeddings": 1},
             "config.json has tie_word_embeddings=1",
             "tie_word_embeddings is true or false",
         ),
-        ({**LLAMA, "attention_bias": None}, "config.json has attention_bias=None", "attention_bias is true or false"),
+        (
+            {**LLAMA, "attention_bias": None},
+            "config.json has attention_bias=None",
+            "attention_bias is true or false",
+        ),
         (
             {**QWEN2, "attention_bias": False},
             "config.json has attention_bias=False",
@@ -146,13 +182,22 @@ SLIDING = {"use_sliding_window": True, "max_window_layers": 0}
             "weft supports mlp_bias=False in Qwen3ForCausalLM, or no mlp_bias",
         ),
         (
-            {**QWEN2, "num_hidden_layers": 2, "layer_types": ["full_attention", "sliding_attention"]},
+            {
+                **QWEN2,
+                "num_hidden_layers": 2,
+                "layer_types": ["full_attention", "sliding_attention"],
+            },
             "config.json has layer_types=['full_attention', 'sliding_attention']",
             "weft supports 'full_attention' in each of the 2 layers, or no layer_types; 'sliding_attention' beside "
             "use_sliding_window=true",
         ),
         (
-            {**QWEN2, "num_hidden_layers": 2, "layer_types": ["full_attention", "linear_attention"], **SLIDING},
+            {
+                **QWEN2,
+                "num_hidden_layers": 2,
+                "layer_types": ["full_attention", "linear_attention"],
+                **SLIDING,
+            },
             "config.json has layer_types=['full_attention', 'linear_attention']",
             "weft supports 'full_attention' or 'sliding_attention' in each of the 2 layers, or no layer_types",
         ),
@@ -256,10 +301,15 @@ def test_a_configuration_is_valid_at_construction(changes: dict[str, Any], seen:
         ({}, {}),
         ({"decoder_sparse_step": 2}, {"sparse_step": 2}),
         ({"mlp_only_layers": [1]}, {"dense_layers": (1,)}),
-        ({"decoder_sparse_step": 2, "mlp_only_layers": [3]}, {"sparse_step": 2, "dense_layers": (3,)}),
+        (
+            {"decoder_sparse_step": 2, "mlp_only_layers": [3]},
+            {"sparse_step": 2, "dense_layers": (3,)},
+        ),
     ],
 )
-def test_layers_have_experts_where_transformers_has_them(theirs: dict[str, Any], ours: dict[str, Any]) -> None:
+def test_layers_have_experts_where_transformers_has_them(
+    theirs: dict[str, Any], ours: dict[str, Any]
+) -> None:
     config = Qwen3MoeConfig(**SMALL, num_experts=4, num_experts_per_tok=2, **theirs)
     with torch.device("meta"):
         layers = [Qwen3MoeDecoderLayer(config, index) for index in range(6)]
@@ -294,7 +344,9 @@ def test_folders_that_cannot_be_read(tmp_path: Path) -> None:
         "load_config('Qwen/Qwen3-0.6B')\n  saw: there is no folder 'Qwen/Qwen3-0.6B'\n"
         "  instead: pass a local folder; `hf download <name> --local-dir <folder>` makes one"
     )
-    with pytest.raises(CheckpointNotFoundError, match=r"pass 'smollm2', which weft knows, or a local folder; `hf"):
+    with pytest.raises(
+        CheckpointNotFoundError, match=r"pass 'smollm2', which weft knows, or a local folder; `hf"
+    ):
         load_config("smolm2")
     with pytest.raises(CheckpointNotFoundError, match=r"has no config\.json"):
         load_config(tmp_path)

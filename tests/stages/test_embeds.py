@@ -30,7 +30,9 @@ def model() -> Model:
 
 @pytest.fixture(scope="module")
 def embeds(model: Model) -> Tensor:
-    return 0.1 * torch.randn(len(IDS), model.config.hidden_size, generator=torch.Generator().manual_seed(3))
+    return 0.1 * torch.randn(
+        len(IDS), model.config.hidden_size, generator=torch.Generator().manual_seed(3)
+    )
 
 
 def _made(model: Model, num_stages: int) -> tuple[Any, Any, tuple[State, ...]]:
@@ -71,7 +73,8 @@ def test_known_embeddings_are_the_tokens(model: Model) -> None:
 
 @pytest.mark.parametrize("graph", [False, True])
 def test_only_the_first_stage_takes_them(model: Model, embeds: Tensor, graph: bool) -> None:
-    """Two requests, one of them with embeddings, then a decode of both: a pipeline equals the composition."""
+    """Two requests, one of them with embeddings, then a decode of both: a pipeline equals the
+    composition."""
     seen: list[bool] = []
     stages, params, state = _made(model, 2)
 
@@ -81,9 +84,15 @@ def test_only_the_first_stage_takes_them(model: Model, embeds: Tensor, graph: bo
 
     _, _, other = _made(model, 2)
     parts = [graphify(stages[0]), watched] if graph else [stages[0], watched]
-    spanned, whole = pipeline(parts, microbatches=2, advance=advance), compose(stages, advance=advance)
+    spanned, whole = (
+        pipeline(parts, microbatches=2, advance=advance),
+        compose(stages, advance=advance),
+    )
     ids = [[IDS[0], EMBEDDED, EMBEDDED], [IDS[3], IDS[4], IDS[5]]]
-    for batch in (Batch.ragged([0, 1], ids, inputs_embeds=embeds), Batch.ragged([0, 1], [[LAST_TOKEN]] * 2)):
+    for batch in (
+        Batch.ragged([0, 1], ids, inputs_embeds=embeds),
+        Batch.ragged([0, 1], [[LAST_TOKEN]] * 2),
+    ):
         state, out = spanned(params, state, batch)
         other, expected = whole(params, other, batch)
         assert torch.equal(out.token_ids, expected.token_ids)
@@ -92,7 +101,9 @@ def test_only_the_first_stage_takes_them(model: Model, embeds: Tensor, graph: bo
 
 
 def test_what_is_missing_or_does_not_fit_is_named(embeds: Tensor) -> None:
-    with pytest.raises(DescriptorError, match=r"a token that is EMBEDDED \(-2\), and no inputs_embeds"):
+    with pytest.raises(
+        DescriptorError, match=r"a token that is EMBEDDED \(-2\), and no inputs_embeds"
+    ):
         Batch.ragged([0], [[1, EMBEDDED]])
     with pytest.raises(DescriptorError, match=r"inputs_embeds of shape \[6, 64\] for 2 tokens"):
         Batch.ragged([0], [[1, EMBEDDED]], inputs_embeds=embeds[:, :64])

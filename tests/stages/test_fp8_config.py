@@ -10,12 +10,19 @@ from transformers.utils.quantization_config import FineGrainedFP8Config
 from weft.errors import ConfigError
 from weft.stages.config import Fp8Config
 
-FP8 = {"quant_method": "fp8", "weight_block_size": [128, 128], "activation_scheme": "dynamic", "fmt": "e4m3"}
+FP8 = {
+    "quant_method": "fp8",
+    "weight_block_size": [128, 128],
+    "activation_scheme": "dynamic",
+    "fmt": "e4m3",
+}
 
 
 def test_fp8_as_released_checkpoints_and_transformers_write_it() -> None:
     released = {**FP8, "modules_to_not_convert": ["lm_head", "model.layers.0.mlp.gate"]}
-    theirs = FineGrainedFP8Config(modules_to_not_convert=["lm_head", "model.layers.0.mlp.gate"]).to_dict()
+    theirs = FineGrainedFP8Config(
+        modules_to_not_convert=["lm_head", "model.layers.0.mlp.gate"]
+    ).to_dict()
     for raw in (released, {**theirs, "quant_method": "fp8"}):
         found = parse({**QWEN3_MOE, "quantization_config": raw})
         assert found.fp8 == Fp8Config(("lm_head", "model.layers.0.mlp.gate"))
@@ -23,7 +30,12 @@ def test_fp8_as_released_checkpoints_and_transformers_write_it() -> None:
 
 
 PATTERNS = ["lm_head", "model.layers.1", "gate", r"model\.layers\.\d\.mlp", "proj", "layers.3", ""]
-MODULES = ["lm_head", "model.layers.1.mlp.up_proj", "model.layers.11.mlp.gate", "model.layers.3.self_attn.q_proj"]
+MODULES = [
+    "lm_head",
+    "model.layers.1.mlp.up_proj",
+    "model.layers.11.mlp.gate",
+    "model.layers.3.self_attn.q_proj",
+]
 
 
 @pytest.mark.parametrize("pattern", PATTERNS)
@@ -35,11 +47,31 @@ def test_what_is_converted_is_what_transformers_converts(pattern: str, module: s
 @pytest.mark.parametrize(
     ("changes", "seen", "instead"),
     [
-        ({"quant_method": "gptq"}, "quant_method='gptq'", "weights in FP8, or not quantised; where transformers"),
-        ({"weight_block_size": [64, 64]}, "weight_block_size=[64, 64]", "weft supports quantization_config.weight_"),
-        ({"activation_scheme": "static"}, "activation_scheme='static'", "weft supports quantization_config.activation"),
-        ({"bits": 8}, "bits=8", "quantization_config takes quant_method, activation_scheme, weight_block_size, fmt"),
-        ({"modules_to_not_convert": "x"}, "modules_to_not_convert='x'", "modules_to_not_convert is a list of names"),
+        (
+            {"quant_method": "gptq"},
+            "quant_method='gptq'",
+            "weights in FP8, or not quantised; where transformers",
+        ),
+        (
+            {"weight_block_size": [64, 64]},
+            "weight_block_size=[64, 64]",
+            "weft supports quantization_config.weight_",
+        ),
+        (
+            {"activation_scheme": "static"},
+            "activation_scheme='static'",
+            "weft supports quantization_config.activation",
+        ),
+        (
+            {"bits": 8},
+            "bits=8",
+            "quantization_config takes quant_method, activation_scheme, weight_block_size, fmt",
+        ),
+        (
+            {"modules_to_not_convert": "x"},
+            "modules_to_not_convert='x'",
+            "modules_to_not_convert is a list of names",
+        ),
         (
             {"modules_to_not_convert": ["("]},
             "modules_to_not_convert=['(']",

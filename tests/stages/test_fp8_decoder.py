@@ -1,4 +1,5 @@
-"""A decoder in FP8: attention gives its output projection values in FP8, as if they had been quantised after it."""
+"""A decoder in FP8: attention gives its output projection values in FP8, as if they had been
+quantised after it."""
 
 from typing import Any
 from unittest import mock
@@ -51,28 +52,56 @@ def logits(of: Model) -> Tensor:
 
 def test_logits_are_those_of_attention_that_is_quantised_after_it(tmp_path: Any) -> None:
     of = model(tmp_path)
-    with mock.patch.object(decoder, "paged_attention_quantized", wraps=paged_attention_quantized) as called:
+    with mock.patch.object(
+        decoder, "paged_attention_quantized", wraps=paged_attention_quantized
+    ) as called:
         found = logits(of)
     assert called.call_count == 2 * SMALL["num_hidden_layers"]
-    with mock.patch.object(decoder, "BLOCK", 0), mock.patch.object(decoder, "paged_attention_quantized", None):
+    with (
+        mock.patch.object(decoder, "BLOCK", 0),
+        mock.patch.object(decoder, "paged_attention_quantized", None),
+    ):
         assert torch.equal(logits(of), found)
     assert found.isfinite().all()
 
 
 def arguments(dim: int) -> tuple[Any, ...]:
     generator = torch.Generator().manual_seed(0)
-    q, (k, v) = torch.randn(3, 4, dim, generator=generator), torch.randn(2, 3, 2, dim, generator=generator)
-    starts, lengths = torch.tensor([0, 2, 3], dtype=torch.int32), torch.tensor([2, 0], dtype=torch.int32)
+    q, (k, v) = (
+        torch.randn(3, 4, dim, generator=generator),
+        torch.randn(2, 3, 2, dim, generator=generator),
+    )
+    starts, lengths = (
+        torch.tensor([0, 2, 3], dtype=torch.int32),
+        torch.tensor([2, 0], dtype=torch.int32),
+    )
     table = torch.tensor([[1], [0]], dtype=torch.int32)
-    return q, k, v, torch.zeros(2, 2, 4, 2, dim), torch.tensor([4, 5, -1]), table, starts, lengths, 2, dim**-0.5, 0
+    return (
+        q,
+        k,
+        v,
+        torch.zeros(2, 2, 4, 2, dim),
+        torch.tensor([4, 5, -1]),
+        table,
+        starts,
+        lengths,
+        2,
+        dim**-0.5,
+        0,
+    )
 
 
 def test_the_op_is_attention_and_quantises_its_result() -> None:
-    found, wanted = paged_attention_quantized(*arguments(128)), quantize(paged_attention(*arguments(128)).flatten(1))
+    found, wanted = (
+        paged_attention_quantized(*arguments(128)),
+        quantize(paged_attention(*arguments(128)).flatten(1)),
+    )
     assert torch.equal(found.values.view(torch.uint8), wanted.values.view(torch.uint8))
     assert torch.equal(found.scales, wanted.scales)
     library.opcheck(
-        torch.ops.weft.paged_attention.quantized, arguments(128), test_utils=("test_schema", "test_faketensor")
+        torch.ops.weft.paged_attention.quantized,
+        arguments(128),
+        test_utils=("test_schema", "test_faketensor"),
     )
 
 

@@ -1,5 +1,5 @@
-"""Gradients of the decoders' steps equal those of transformers, for parameters, embeddings and adapters, by each of
-torch's interfaces."""
+"""Gradients of the decoders' steps equal those of transformers, for parameters, embeddings and
+adapters, by each of torch's interfaces."""
 
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -94,7 +94,9 @@ def cases(draw: st.DrawFn, architecture: str) -> dict[str, Any]:
         fields |= draw(window_fields(architecture, fields["num_hidden_layers"]))
     if architecture == "Qwen3MoeForCausalLM":
         fields |= draw(moe_fields(fields["num_hidden_layers"]))
-        fields["num_experts_per_tok"] = min(fields["num_experts"], max(2, fields["num_experts_per_tok"]))
+        fields["num_experts_per_tok"] = min(
+            fields["num_experts"], max(2, fields["num_experts_per_tok"])
+        )
     if architecture.startswith("Qwen3"):
         fields["head_dim"] = head_dim
     return fields
@@ -102,7 +104,8 @@ def cases(draw: st.DrawFn, architecture: str) -> dict[str, Any]:
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_gradients_of_any_configuration_are_those_of_transformers(architecture: str) -> None:
-    """Gradients of all parameters by torch.func, for whole prompts, or for chunks with gradients through the pages."""
+    """Gradients of all parameters by torch.func, for whole prompts, or for chunks with gradients
+    through the pages."""
     errors = []
 
     @given(cases(architecture), st.sampled_from([(64,), CHUNKS]))
@@ -121,7 +124,9 @@ def test_gradients_of_any_configuration_are_those_of_transformers(architecture: 
         assert errors[-1] < TOLERANCE
 
     check()
-    print(f"{architecture}: greatest relative error {max(errors):.1e} in {len(errors)} configurations")
+    print(
+        f"{architecture}: greatest relative error {max(errors):.1e} in {len(errors)} configurations"
+    )
 
 
 @pytest.mark.parametrize("sizes", [(64,), CHUNKS], ids=["whole", "chunks"])
@@ -130,7 +135,8 @@ def test_gradients_of_any_configuration_are_those_of_transformers(architecture: 
 def test_backward_through_a_step_and_a_pipeline(
     models: dict[str, tuple[Model, Any]], name: str, num_stages: int, sizes: tuple[int, ...]
 ) -> None:
-    """`.backward()`, and torch.func's `grad`, of one stage and of two; tied weights are two tensors to two stages."""
+    """`.backward()`, and torch.func's `grad`, of one stage and of two; tied weights are two tensors
+    to two stages."""
     model, wanted = models[name]
     params, loss = loss_by(model, PROMPTS, sizes, num_stages, mode="full")
     own = recorded(params)
@@ -142,13 +148,18 @@ def test_backward_through_a_step_and_a_pipeline(
 
 @pytest.mark.parametrize("name", MODELS)
 def test_other_derivatives_agree(models: dict[str, tuple[Model, Any]], name: str) -> None:
-    """`jvp` with `grad`; `vmap` of the loss and of its gradient with a loop; a Hessian is symmetric."""
+    """`jvp` with `grad`; `vmap` of the loss and of its gradient with a loop; a Hessian is
+    symmetric."""
     model, _ = models[name]
     (params,), loss = loss_by(model, PROMPTS[:2])
     slopes = torch.func.grad(loss)((params,))
-    direction = tree_map(lambda x: torch.randn(x.shape, generator=torch.Generator().manual_seed(1)), (params,))
+    direction = tree_map(
+        lambda x: torch.randn(x.shape, generator=torch.Generator().manual_seed(1)), (params,)
+    )
     _, slope = torch.func.jvp(loss, ((params,),), (direction,))
-    expected = sum((a * b).sum() for a, b in zip(tree_leaves(slopes), tree_leaves(direction), strict=True))
+    expected = sum(
+        (a * b).sum() for a, b in zip(tree_leaves(slopes), tree_leaves(direction), strict=True)
+    )
     torch.testing.assert_close(slope, expected, rtol=1e-4, atol=1e-4)
 
     def of_norm(norm: Tensor) -> Tensor:
@@ -167,8 +178,11 @@ def test_other_derivatives_agree(models: dict[str, tuple[Model, Any]], name: str
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 @pytest.mark.parametrize("name", MODELS)
-def test_a_training_step_is_captured_and_replays(models: dict[str, tuple[Model, Any]], name: str, device: str) -> None:
-    """`graphify` of a loss, its gradient and an update equals the eager step bitwise, and the loss falls."""
+def test_a_training_step_is_captured_and_replays(
+    models: dict[str, tuple[Model, Any]], name: str, device: str
+) -> None:
+    """`graphify` of a loss, its gradient and an update equals the eager step bitwise, and the loss
+    falls."""
     model = weft.load(models[name][0].path, device)
     runner = make_runner(model, Limits(4, 64), mode="none")
     [batch], params = chunked(PROMPTS[:2], (64,), device=device), runner.params
@@ -182,7 +196,11 @@ def test_a_training_step_is_captured_and_replays(models: dict[str, tuple[Model, 
         slopes, value = torch.func.grad_and_value(loss)(params, state)
         return tree_map(lambda p, slope: p - rate * slope, params, slopes), value
 
-    state, train, losses = make_state(model, runner.layouts, [48, 48]), graphify(update, donate_argnames="params"), []
+    state, train, losses = (
+        make_state(model, runner.layouts, [48, 48]),
+        graphify(update, donate_argnames="params"),
+        [],
+    )
     ours, other, rate = weft.clone(params), weft.clone(params), torch.tensor(0.05, device=device)
     for _ in range(4):
         ours, value = train(ours, state, rate)
@@ -196,7 +214,9 @@ def test_a_training_step_is_captured_and_replays(models: dict[str, tuple[Model, 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", MODELS)
-def test_gradients_on_a_gpu_are_those_of_the_cpu(models: dict[str, tuple[Model, Any]], name: str) -> None:
+def test_gradients_on_a_gpu_are_those_of_the_cpu(
+    models: dict[str, tuple[Model, Any]], name: str
+) -> None:
     """Gradients by the functional forms, over chunks, by torch.func and by backward."""
     model, wanted = models[name]
     there = weft.load(model.path, "cuda")
@@ -214,7 +234,8 @@ def test_gradients_on_a_gpu_are_those_of_the_cpu(models: dict[str, tuple[Model, 
 def test_gradients_on_a_gpu_in_bfloat16() -> None:
     """The demo's gradients are near those in float32."""
     losses = [
-        loss_by(weft.load(weft.stages.DEMO, "cuda", dtype), prompts_of(LENGTHS)) for dtype in ("float32", "bfloat16")
+        loss_by(weft.load(weft.stages.DEMO, "cuda", dtype), prompts_of(LENGTHS))
+        for dtype in ("float32", "bfloat16")
     ]
     (fine,), (coarse,) = (torch.func.grad(loss)(params) for params, loss in losses)
     for one, other in zip(tree_leaves(coarse), tree_leaves(fine), strict=True):
@@ -222,7 +243,8 @@ def test_gradients_on_a_gpu_in_bfloat16() -> None:
 
 
 def test_one_leaf_of_one_layer(models: dict[str, tuple[Model, Any]]) -> None:
-    """Layers before it run as operators, which write the pages in place; it and the later layers do not."""
+    """Layers before it run as operators, which write the pages in place; it and the later layers do
+    not."""
     model, wanted = models["qwen3"]
     (params,), loss = loss_by(model, PROMPTS, CHUNKS)
     leaf = params.layers[1].k_norm.clone().requires_grad_()
@@ -266,12 +288,19 @@ def test_gradients_of_embeddings_are_those_of_transformers(name: str) -> None:
 @pytest.mark.filterwarnings("ignore::FutureWarning")
 @pytest.mark.parametrize("name", ["llama", "qwen3"])
 def test_gradients_of_an_adapter_are_those_of_peft(name: str, tmp_path: Path) -> None:
-    """Gradients of a LoRA of all linear layers, in the second slot of three; another request has no adapter."""
+    """Gradients of a LoRA of all linear layers, in the second slot of three; another request has no
+    adapter."""
     architecture, fields = MODELS[name]
     base = build(architecture, {**SIZES, **fields})
     model, prompts = saved(base, tmp_path / "model"), PROMPTS[:2]
-    made = get_peft_model(base, LoraConfig(task_type="CAUSAL_LM", r=4, lora_alpha=6, target_modules="all-linear"))
-    own = scrambled(nn.ParameterDict({n.replace(".", "-"): p for n, p in made.named_parameters() if "lora_" in n}))
+    made = get_peft_model(
+        base, LoraConfig(task_type="CAUSAL_LM", r=4, lora_alpha=6, target_modules="all-linear")
+    )
+    own = scrambled(
+        nn.ParameterDict(
+            {n.replace(".", "-"): p for n, p in made.named_parameters() if "lora_" in n}
+        )
+    )
     made.save_pretrained(tmp_path / "adapter")
     next_token_loss(made(input_ids=torch.tensor([prompts[0]])).logits[0], prompts[0]).backward()
     with torch.no_grad():
@@ -280,8 +309,12 @@ def test_gradients_of_an_adapter_are_those_of_peft(name: str, tmp_path: Path) ->
     made.save_pretrained(tmp_path / "gradients")
 
     runner = make_runner(model, Limits(2, 64), mode="none")
-    other = random_adapter(model.config, ["model.layers.0.self_attn.q_proj"], rank=2, seed=0, std=0.3)
-    adapter, slopes = (weft.load_adapter(model, tmp_path / folder) for folder in ("adapter", "gradients"))
+    other = random_adapter(
+        model.config, ["model.layers.0.self_attn.q_proj"], rank=2, seed=0, std=0.3
+    )
+    adapter, slopes = (
+        weft.load_adapter(model, tmp_path / folder) for folder in ("adapter", "gradients")
+    )
     (params,) = stage_params(model, runner.layouts, [other, adapter])
     (wanted,) = stage_params(model, runner.layouts, [other, slopes])
 
@@ -296,18 +329,25 @@ def test_gradients_of_an_adapter_are_those_of_peft(name: str, tmp_path: Path) ->
         for product in ("qkv", "o", "gate_up", "down"):
             mine, expected = getattr(found.lora, product), getattr(theirs.lora, product)
             assert relative(mine.a[1], expected.a[1]) < TOLERANCE
-            assert relative(mine.b[1], expected.b[1] / 1.5**2) < TOLERANCE  # loaded with the scaling, 6 / 4, in it
+            assert (
+                relative(mine.b[1], expected.b[1] / 1.5**2) < TOLERANCE
+            )  # loaded with the scaling, 6 / 4, in it
             assert not mine.a[0].any()
             assert not mine.b[0].any()
 
 
 def test_gradients_reach_the_pages_that_a_step_reads(models: dict[str, tuple[Model, Any]]) -> None:
-    """A decode step has gradients for earlier steps' keys and values, and so has its sampled token's logprob."""
+    """A decode step has gradients for earlier steps' keys and values, and so has its sampled
+    token's logprob."""
     model, _ = models["llama"]
     runner = make_runner(model, Limits(1, 64), mode="none", keep_logits=True)
-    (state,), _ = runner.step(runner.params, make_state(model, runner.layouts, [48]), Batch.ragged([0], [PROMPTS[0]]))
+    (state,), _ = runner.step(
+        runner.params, make_state(model, runner.layouts, [48]), Batch.ragged([0], [PROMPTS[0]])
+    )
     pages, length = state.kv_pages.clone().requires_grad_(), len(PROMPTS[0])
-    (after,), out = runner.step(runner.params, (attrs.evolve(state, kv_pages=pages),), Batch.decode([0]))
+    (after,), out = runner.step(
+        runner.params, (attrs.evolve(state, kv_pages=pages),), Batch.decode([0])
+    )
     (slope,) = torch.autograd.grad(out.logprobs.sum(), pages, retain_graph=True)
     read = slope.flatten(2, 3).abs().sum((0, 1, 3, 4)) > 0
     assert read.tolist() == [i < length for i in range(read.numel())]
@@ -317,11 +357,14 @@ def test_gradients_reach_the_pages_that_a_step_reads(models: dict[str, tuple[Mod
 
 
 def test_an_engine_keeps_no_record(models: dict[str, tuple[Model, Any]]) -> None:
-    """Parameters in training can serve like any others: graphs replay, and nothing is kept for backward()."""
+    """Parameters in training can serve like any others: graphs replay, and nothing is kept for
+    backward()."""
     model, _ = models["qwen3"]
     expected = generate(model, PROMPTS, max_tokens=4)
     trained = attrs.evolve(model, params=recorded(model.params))
-    assert [c.token_ids for c in generate(trained, PROMPTS, max_tokens=4)] == [c.token_ids for c in expected]
+    assert [c.token_ids for c in generate(trained, PROMPTS, max_tokens=4)] == [
+        c.token_ids for c in expected
+    ]
     engine = weft.Engine(trained, graph="full")
     engine.add(PROMPTS[0], max_tokens=4)
     list(engine)
@@ -330,7 +373,8 @@ def test_an_engine_keeps_no_record(models: dict[str, tuple[Model, Any]]) -> None
 
 
 def test_what_has_no_gradient_says_so(models: dict[str, tuple[Model, Any]]) -> None:
-    """No gradients for a model in FP8, nor for one with a draft model, whose writes would be lost."""
+    """No gradients for a model in FP8, nor for one with a draft model, whose writes would be lost.
+    """
     config = parse_config({**PRESETS["qwen3-30b-a3b-fp8"], **FP8}, source="a dict")
     (layout,) = split_layers(config.num_layers, 1)
     params = random_params(config, layout, seed=0, dtype=torch.float32)
@@ -339,12 +383,14 @@ def test_what_has_no_gradient_says_so(models: dict[str, tuple[Model, Any]]) -> N
 
     def loss(embed_tokens: Tensor) -> Tensor:
         own = (attrs.evolve(params, embed_tokens=embed_tokens),)
-        found: Tensor = runner.step(own, make_state(model, runner.layouts, [16]), Batch.ragged([0], [[1, 2]]))[
-            1
-        ].logprobs
+        found: Tensor = runner.step(
+            own, make_state(model, runner.layouts, [16]), Batch.ragged([0], [[1, 2]])
+        )[1].logprobs
         return found.sum()
 
-    with pytest.raises(DerivativeError, match="values that are rounded to FP8, and change in steps"):
+    with pytest.raises(
+        DerivativeError, match="values that are rounded to FP8, and change in steps"
+    ):
         torch.func.grad(loss)(params.embed_tokens)
 
     small, _ = models["llama"]
@@ -352,7 +398,9 @@ def test_what_has_no_gradient_says_so(models: dict[str, tuple[Model, Any]]) -> N
     pages = torch.zeros_like(state.kv_pages)
     state = attrs.evolve(state, drafting=Drafting.zeros(2, kv_pages=pages))
     with pytest.raises(DerivativeError) as caught:
-        model_drafter(1, small.config)(recorded(small.params), state, Batch.decode([0], query_len=2))
+        model_drafter(1, small.config)(
+            recorded(small.params), state, Batch.decode([0], query_len=2)
+        )
     assert str(caught.value) == (
         "a derivative, or a transform of torch.func\n"
         "  saw: a stage that drafts with a model\n"

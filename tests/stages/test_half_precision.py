@@ -1,5 +1,5 @@
-"""Logprobs in bfloat16 are no farther from those of float32 than transformers' are: of random weights, with the
-dimensions of Qwen3-0.6B and of a small mixture of experts."""
+"""Logprobs in bfloat16 are no farther from those of float32 than transformers' are: of random
+weights, with the dimensions of Qwen3-0.6B and of a small mixture of experts."""
 
 from pathlib import Path
 from typing import Any
@@ -14,8 +14,18 @@ from weft.stages.random_weights import PRESETS
 
 _TINY = {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 3, "vocab_size": 997}
 _HEADS = {"num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 64}
-_EXPERTS = {"num_experts": 16, "num_experts_per_tok": 4, "norm_topk_prob": True, "decoder_sparse_step": 1}
-_LARGE = {"hidden_size": 1024, "num_hidden_layers": 8, "vocab_size": 32768, "moe_intermediate_size": 512}
+_EXPERTS = {
+    "num_experts": 16,
+    "num_experts_per_tok": 4,
+    "norm_topk_prob": True,
+    "decoder_sparse_step": 1,
+}
+_LARGE = {
+    "hidden_size": 1024,
+    "num_hidden_layers": 8,
+    "vocab_size": 32768,
+    "moe_intermediate_size": 512,
+}
 CONFIGS: dict[str, Any] = {
     "dense": Qwen3Config(**PRESETS["qwen3-0.6b"]),
     "experts": Qwen3MoeConfig(**_HEADS, **_EXPERTS, **_LARGE),
@@ -50,9 +60,15 @@ def test_bfloat16_errs_no_more_than_transformers(name: str, device: str, tmp_pat
     config = CONFIGS[name]
     AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).save_pretrained(tmp_path)
     generator = torch.Generator().manual_seed(1)
-    prompts = [torch.randint(config.vocab_size, (n,), generator=generator).tolist() for n in LENGTHS]
+    prompts = [
+        torch.randint(config.vocab_size, (n,), generator=generator).tolist() for n in LENGTHS
+    ]
     exact, theirs = (  # each loaded anew: `.to(bfloat16)` would round the rotary frequencies
-        logprobs(AutoModelForCausalLM.from_pretrained(tmp_path, dtype=dtype).to(device).eval(), prompts, device)
+        logprobs(
+            AutoModelForCausalLM.from_pretrained(tmp_path, dtype=dtype).to(device).eval(),
+            prompts,
+            device,
+        )
         for dtype in (torch.float32, torch.bfloat16)
     )
     model = weft.load(tmp_path, device, "bfloat16")

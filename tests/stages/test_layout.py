@@ -15,7 +15,8 @@ def test_layers_are_split_evenly(num_layers: int, data: st.DataObject) -> None:
     assert [i for layout in layouts for i in layout.layers] == list(range(num_layers))
     sizes = [len(layout.layers) for layout in layouts]
     assert max(sizes) - min(sizes) <= 1
-    # The last stage also has the head, and the first one the embedding: neither is larger than a stage in between.
+    # The last stage also has the head, and the first one the embedding: neither is larger than a
+    # stage in between.
     assert sizes[-1] == min(sizes)
     assert num_stages < 3 or sizes[0] <= max(sizes[1:-1])
     assert [layout.first for layout in layouts] == [True] + [False] * (num_stages - 1)
@@ -24,7 +25,13 @@ def test_layers_are_split_evenly(num_layers: int, data: st.DataObject) -> None:
 
 @pytest.mark.parametrize(
     ("num_layers", "num_stages", "sizes"),
-    [(5, 2, [3, 2]), (7, 3, [2, 3, 2]), (30, 4, [7, 8, 8, 7]), (31, 4, [8, 8, 8, 7]), (29, 4, [7, 8, 7, 7])],
+    [
+        (5, 2, [3, 2]),
+        (7, 3, [2, 3, 2]),
+        (30, 4, [7, 8, 8, 7]),
+        (31, 4, [8, 8, 8, 7]),
+        (29, 4, [7, 8, 7, 7]),
+    ],
 )
 def test_where_the_layers_left_over_go(num_layers: int, num_stages: int, sizes: list[int]) -> None:
     assert [len(layout.layers) for layout in split_layers(num_layers, num_stages)] == sizes
@@ -36,7 +43,9 @@ def test_splits_that_do_not_exist(num_layers: int, num_stages: int) -> None:
         split_layers(num_layers, num_stages)
     assert caught.value.call == f"split_layers({num_layers}, {num_stages})"
     assert caught.value.seen == f"{num_layers} layers for {num_stages} stages"
-    expected = "use 1 to 4 stages, so that each owns a layer" if num_layers else "use a model with layers"
+    expected = (
+        "use 1 to 4 stages, so that each owns a layer" if num_layers else "use a model with layers"
+    )
     assert caught.value.instead == expected
 
 

@@ -1,4 +1,5 @@
-"""Logprobs of likely tokens and of prompts' tokens, against a softmax over everything; and through a decoder's step."""
+"""Logprobs of likely tokens and of prompts' tokens, against a softmax over everything; and through
+a decoder's step."""
 
 import attrs
 import pytest
@@ -41,7 +42,9 @@ def test_the_top_is_the_softmaxs(rows: int, seed: int, count: int) -> None:
     assert torch.equal(top_ids, expected.indices)
     torch.testing.assert_close(top, expected.values, atol=1e-5, rtol=1e-5)
     places = logits.argsort(-1, descending=True)  # no two logits are equal
-    assert ranks.tolist() == [own.tolist().index(token) + 1 for own, token in zip(places, ids.tolist(), strict=True)]
+    assert ranks.tolist() == [
+        own.tolist().index(token) + 1 for own, token in zip(places, ids.tolist(), strict=True)
+    ]
 
 
 def test_tokens_that_tie_share_a_rank() -> None:
@@ -55,7 +58,10 @@ def test_batch_invariant_the_likeliest_depend_on_no_count() -> None:
     logits = torch.randint(-9, 9, (7, 4001), generator=generator).to(torch.bfloat16)  # many tie
     chosen = torch.randint(4001, (7,), generator=generator)
     with weft.batch_invariant():
-        found = [top_logprobs(logits, chosen, token_logprobs(logits, chosen[:, None])[:, 0], n) for n in (3, 20, 800)]
+        found = [
+            top_logprobs(logits, chosen, token_logprobs(logits, chosen[:, None])[:, 0], n)
+            for n in (3, 20, 800)
+        ]
         for ids, logprobs, _ in found:
             assert torch.equal(ids[:, :3], found[0][0])
             assert torch.equal(logprobs[:, :3], found[0][1])
@@ -70,7 +76,10 @@ def test_batch_invariant_the_likeliest_depend_on_no_count() -> None:
 @given(st.integers(0, 20), st.integers(0, 4), st.integers(0, 99))
 def test_prompts_are_cut_and_put_together(tokens: int, count: int, seed: int) -> None:
     generator = torch.Generator().manual_seed(seed)
-    normed, head = torch.randn(tokens, 6, generator=generator), torch.randn(30, 6, generator=generator)
+    normed, head = (
+        torch.randn(tokens, 6, generator=generator),
+        torch.randn(30, 6, generator=generator),
+    )
     targets = torch.randint(0, 30, (tokens,), generator=generator)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(module, "_TOKENS_AT_ONCE", 7)
@@ -106,7 +115,9 @@ def chunks() -> list[Batch]:
 
 
 def ready(model: Model, num_stages: int = 1) -> tuple[Runner, tuple[weft.State, ...]]:
-    runner = make_runner(model, Limits(2, 16), num_stages=num_stages, mode="none", num_logprobs=COUNT)
+    runner = make_runner(
+        model, Limits(2, 16), num_stages=num_stages, mode="none", num_logprobs=COUNT
+    )
     return runner, make_state(model, runner.layouts, [16, 16])
 
 
@@ -132,16 +143,25 @@ def test_a_prompts_tokens_in_chunks(model: Model, num_stages: int) -> None:
         state, out = runner.step(runner.params, state, batch)
         outs.append(out)
     seen = torch.cat([out.prompt_logprobs for out in outs if out.prompt_logprobs is not None])
-    top = torch.cat([out.prompt_top_logprobs for out in outs if out.prompt_top_logprobs is not None])
+    top = torch.cat(
+        [out.prompt_top_logprobs for out in outs if out.prompt_top_logprobs is not None]
+    )
     ranks = torch.cat([out.prompt_ranks for out in outs if out.prompt_ranks is not None])
     first, second = (x.log_softmax(-1) for x in logits_by_hand(model))
-    places = {0: [0, 1, 2, 3, 8], 1: [4, 5, 6]}  # each token's place in the three batches, without the last token
+    places = {
+        0: [0, 1, 2, 3, 8],
+        1: [4, 5, 6],
+    }  # each token's place in the three batches, without the last token
     for row, expected in ((0, first), (1, second)):
         wanted = torch.tensor(PROMPTS[row][1:])
         own = expected[:-1].gather(1, wanted[:, None])[:, 0]
         torch.testing.assert_close(seen[places[row]], own, atol=1e-4, rtol=1e-4)
-        torch.testing.assert_close(top[places[row]], expected[:-1].topk(COUNT).values, atol=1e-4, rtol=1e-4)
-        assert torch.equal(ranks[places[row]], ranks_of(expected[:-1].gather(1, wanted[:, None]), expected[:-1]))
+        torch.testing.assert_close(
+            top[places[row]], expected[:-1].topk(COUNT).values, atol=1e-4, rtol=1e-4
+        )
+        assert torch.equal(
+            ranks[places[row]], ranks_of(expected[:-1].gather(1, wanted[:, None]), expected[:-1])
+        )
 
 
 def test_batches_with_targets_and_masks_are_padded_cut_and_captured(model: Model) -> None:
@@ -153,7 +173,9 @@ def test_batches_with_targets_and_masks_are_padded_cut_and_captured(model: Model
     _, captured = ready(model)
     for batch in chunks():
         allowed = pack_bits(range(32, 90), model.config.vocab_size)
-        batch = attrs.evolve(batch, token_mask=allowed.expand(batch.descriptor.num_reqs, -1).contiguous())
+        batch = attrs.evolve(
+            batch, token_mask=allowed.expand(batch.descriptor.num_reqs, -1).contiguous()
+        )
         state, out = whole(runner.params, state, batch)
         cut, seen = parts(runner.params, cut, batch)
         captured, replayed = graph(runner.params, captured, batch)
@@ -177,7 +199,11 @@ def test_batches_with_a_mask_and_without_have_different_graphs(model: Model) -> 
         other, seen = graph(runner.params, other, batch)
         assert_equal("replay", seen, out, exact=False)
         masked = batch.token_mask is not None
-        assert set(out.token_ids.tolist()) <= {90, 91} if masked else not set(out.token_ids.tolist()) & {90, 91}
+        assert (
+            set(out.token_ids.tolist()) <= {90, 91}
+            if masked
+            else not set(out.token_ids.tolist()) & {90, 91}
+        )
     assert graph.cache_info().captures == 2
 
 
@@ -190,7 +216,10 @@ def test_padding_of_a_mask_allows_all_and_that_of_targets_is_a_token(model: Mode
     assert wide.targets.tolist() == [*PROMPTS[0][1:5], 0, 0]
     assert_equal("there and back", unpad(wide, batch.descriptor), batch)
     halves = split(chunks()[1], 2)
-    assert [part.targets.tolist() for part in halves if part.targets is not None] == [[110, 32, 80, 0], [116, 0]]
+    assert [part.targets.tolist() for part in halves if part.targets is not None] == [
+        [110, 32, 80, 0],
+        [116, 0],
+    ]
 
 
 def test_plain_batches_return_none_of_it(model: Model) -> None:

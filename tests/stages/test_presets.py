@@ -30,5 +30,7 @@ def test_every_preset_of_a_model_is_counted() -> None:
 def test_presets_have_as_many_parameters_as_the_models(name: str) -> None:
     config = parse_config(PRESETS[name], source=name)
     (whole,) = split_layers(config.num_layers, 1)
-    shapes = {name: shape for name, shape in tensor_shapes(config, whole).items() if "scale" not in name}
+    shapes = {
+        name: shape for name, shape in tensor_shapes(config, whole).items() if "scale" not in name
+    }
     assert sum(map(math.prod, shapes.values())) == PARAMETERS[name]

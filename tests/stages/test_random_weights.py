@@ -35,7 +35,9 @@ def configs(draw: st.DrawFn) -> ModelConfig:
 
 @given(config=configs(), data=st.data(), seed=st.integers(0, 2**40))
 @settings(max_examples=40, deadline=None)
-def test_random_stages_agree_with_the_whole(config: ModelConfig, data: st.DataObject, seed: int) -> None:
+def test_random_stages_agree_with_the_whole(
+    config: ModelConfig, data: st.DataObject, seed: int
+) -> None:
     complete = random_params(config, whole(config), seed=seed)
     layouts = split_layers(config.num_layers, data.draw(st.integers(1, config.num_layers)))
     for layout in layouts:
@@ -65,22 +67,33 @@ def test_random_parameters() -> None:
 
 
 def test_what_no_memory_could_hold_is_refused() -> None:
-    config = attrs.evolve(parse_config({"model_type": "qwen3", **SMALL}, source="a test"), vocab_size=2**31 - 1)
+    config = attrs.evolve(
+        parse_config({"model_type": "qwen3", **SMALL}, source="a test"), vocab_size=2**31 - 1
+    )
     config = attrs.evolve(config, hidden_size=2**31 - 1)
-    with pytest.raises(DeviceError, match=r"saw: weights of [0-9.]+ GiB, and cpu has [0-9.]+ GiB of memory\n"):
+    with pytest.raises(
+        DeviceError, match=r"saw: weights of [0-9.]+ GiB, and cpu has [0-9.]+ GiB of memory\n"
+    ):
         random_params(config, whole(config), seed=0)
 
 
 def test_a_random_models_stage_holds_what_the_whole_model_holds() -> None:
     config = parse_config(PRESETS["tiny"], source="tiny")
-    model, last = (random_model(config, seed=3, device="cpu", stage=stage) for stage in (None, (1, 2)))
+    model, last = (
+        random_model(config, seed=3, device="cpu", stage=stage) for stage in (None, (1, 2))
+    )
     assert (model.tokenizer, model.dtype, model.layout.num_stages) == (None, torch.float32, 1)
     assert torch.equal(model.params.layers[-1].down_proj, last.params.layers[-1].down_proj)
     assert len(last.params.layers) == len(last.layout.layers) < config.num_layers
-    assert (model.path.name, random_model(config, seed=3, device="cpu", name="own").path.name) == ("model", "own")
+    assert (model.path.name, random_model(config, seed=3, device="cpu", name="own").path.name) == (
+        "model",
+        "own",
+    )
 
 
 @pytest.mark.parametrize("stage", [(2, 2), (-1, 2), 1])
 def test_a_random_model_has_no_stage_beyond_its_number(stage: Any) -> None:
     with pytest.raises(ProgramError, match=r"saw: stage=.*\n  instead: \(index, num_stages\)"):
-        random_model(parse_config(PRESETS["tiny"], source="tiny"), seed=3, device="cpu", stage=stage)
+        random_model(
+            parse_config(PRESETS["tiny"], source="tiny"), seed=3, device="cpu", stage=stage
+        )

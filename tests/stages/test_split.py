@@ -17,9 +17,15 @@ from weft.trees import tree_leaves
 
 @pytest.mark.parametrize(
     ("preset", "num_stages", "sizes"),
-    [("qwen3-30b-a3b-fp8", 2, [25, 23]), ("llama-3.1-8b", 2, [17, 15]), ("qwen3-0.6b", 4, [8, 8, 8, 4])],
+    [
+        ("qwen3-30b-a3b-fp8", 2, [25, 23]),
+        ("llama-3.1-8b", 2, [17, 15]),
+        ("qwen3-0.6b", 4, [8, 8, 8, 4]),
+    ],
 )
-def test_the_last_stage_has_fewer_layers_for_its_head(preset: str, num_stages: int, sizes: list[int]) -> None:
+def test_the_last_stage_has_fewer_layers_for_its_head(
+    preset: str, num_stages: int, sizes: list[int]
+) -> None:
     stages = split_model(parse_config(PRESETS[preset], source=preset), num_stages)
     assert [len(stage.layers) for stage in stages] == sizes
     assert [layer for stage in stages for layer in stage.layers] == list(range(sum(sizes)))
@@ -27,7 +33,12 @@ def test_the_last_stage_has_fewer_layers_for_its_head(preset: str, num_stages: i
 
 SMALL: dict[str, dict[str, Any]] = {
     "qwen3-0.6b": {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2},
-    "qwen3-32b-fp8": {"hidden_size": 256, "intermediate_size": 384, "num_hidden_layers": 2, "num_attention_heads": 8},
+    "qwen3-32b-fp8": {
+        "hidden_size": 256,
+        "intermediate_size": 384,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 8,
+    },
     "qwen3-30b-a3b-fp8": {
         "hidden_size": 256,
         "intermediate_size": 384,
@@ -59,8 +70,14 @@ def test_loaders_and_runners_split_alike() -> None:
     config = load_config(DEMO)
     for num_stages in range(1, config.num_layers + 1):
         stages = split_model(config, num_stages)
-        assert tuple(load(DEMO, "cpu", stage=(i, num_stages)).layout for i in range(num_stages)) == stages
-        assert make_runner(load(DEMO, "cpu"), Limits(1, 1), num_stages=num_stages, mode="none").layouts == stages
+        assert (
+            tuple(load(DEMO, "cpu", stage=(i, num_stages)).layout for i in range(num_stages))
+            == stages
+        )
+        assert (
+            make_runner(load(DEMO, "cpu"), Limits(1, 1), num_stages=num_stages, mode="none").layouts
+            == stages
+        )
 
 
 def test_more_stages_than_layers_are_refused() -> None:

@@ -1,4 +1,5 @@
-"""The leaves of params are transformers' trained parameters, and the page's recipe trains as torch's optimizers do."""
+"""The leaves of params are transformers' trained parameters, and the page's recipe trains as
+torch's optimizers do."""
 
 import re
 from collections.abc import Callable, Iterator
@@ -49,7 +50,14 @@ def reference_model(architecture: str, is_tied: bool) -> Any:
     if not known.text_types:
         return build(architecture, {**sizes, **(EXPERTS if known.experts else {})})
     rope = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [1, 1, 1]}
-    vision = {"depth": 1, "embed_dim": 16, "hidden_size": 24, "num_heads": 2, "mlp_ratio": 2, "patch_size": 4}
+    vision = {
+        "depth": 1,
+        "embed_dim": 16,
+        "hidden_size": 24,
+        "num_heads": 2,
+        "mlp_ratio": 2,
+        "patch_size": 4,
+    }
     config = Qwen2VLConfig(
         text_config={**sizes, "rope_parameters": rope},
         vision_config=vision,
@@ -91,10 +99,18 @@ def check_recipe(model: Model, architecture: str, is_tied: bool) -> None:
     """Each recipe of the page has the losses of transformers and `torch.optim`."""
     limits = Limits(max_num_reqs=1, max_num_tokens=64)
     names = {"make_runner": make_runner, "make_state": weft.transforms.make_state, "limits": limits}
-    namespace: dict[str, Any] = {"torch": torch, "weft": weft, "attrs": attrs, **names, "model": model}
+    namespace: dict[str, Any] = {
+        "torch": torch,
+        "weft": weft,
+        "attrs": attrs,
+        **names,
+        "model": model,
+    }
     for block, optimizer in zip(section(), RATES, strict=True):
         found = losses_of_the_page(model, block, namespace)
-        wanted = losses_of_torch(reference_model(architecture, is_tied), model.encode(PROMPT), optimizer)
+        wanted = losses_of_torch(
+            reference_model(architecture, is_tied), model.encode(PROMPT), optimizer
+        )
         assert len(found) == STEPS
         assert found == pytest.approx(wanted, rel=1e-4), optimizer
 
@@ -113,7 +129,9 @@ def trained_apart(model: Model) -> Model:
     embedding = model.params.embed_tokens
     assert embedding is not None
     config = attrs.evolve(model.config, tie_word_embeddings=False)
-    return attrs.evolve(model, config=config, params=attrs.evolve(model.params, lm_head=embedding.clone()))
+    return attrs.evolve(
+        model, config=config, params=attrs.evolve(model.params, lm_head=embedding.clone())
+    )
 
 
 def test_a_head_that_is_trained_apart_is_found(tmp_path: Path) -> None:
@@ -122,7 +140,8 @@ def test_a_head_that_is_trained_apart_is_found(tmp_path: Path) -> None:
         check_recipe(trained_apart(model), "LlamaForCausalLM", True)
 
 
-# The leaves ----------------------------------------------------------------------------------------------------------
+# The leaves
+# ----------------------------------------------------------------------------------------------------------
 
 
 def stored_sizes(folder: Path) -> Iterator[tuple[str, int]]:
@@ -140,10 +159,14 @@ def check_leaves(params: DecoderParams, model: Model, theirs: Any, folder: Path)
     trained = {name: p for name, p in theirs.named_parameters() if ".visual." not in name}
     assert all(p.requires_grad for p in trained.values())
     stored = {name: size for name, size in stored_sizes(folder) if not name.startswith(others)}
-    assert sum(stored.values()) == sum(p.numel() for p in trained.values()), "buffers are among what was saved"
+    assert sum(stored.values()) == sum(p.numel() for p in trained.values()), (
+        "buffers are among what was saved"
+    )
     named = places(params, model.config, model.layout)
     aliases = {"lm_head.weight"} if model.config.tie_word_embeddings else set()
-    assert {name: place.view.numel() for name, place in named.items() if name not in aliases} == stored
+    assert {
+        name: place.view.numel() for name, place in named.items() if name not in aliases
+    } == stored
     leaves = tree_leaves(params)
     assert all(isinstance(leaf, Tensor) for leaf in leaves)
     assert len({leaf.data_ptr() for leaf in leaves}) == len(leaves)
@@ -158,7 +181,9 @@ def test_the_leaves_of_gradients_are_transformers_trained_parameters(
 ) -> None:
     """For a drawn architecture; `test_every_architecture_s_leaves` has each once."""
     architecture = data.draw(st.sampled_from(sorted(ARCHITECTURES)))
-    check_architecture(architecture, data.draw(st.sampled_from(TIES)), tmp_path_factory.mktemp("drawn"))
+    check_architecture(
+        architecture, data.draw(st.sampled_from(TIES)), tmp_path_factory.mktemp("drawn")
+    )
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
@@ -198,14 +223,17 @@ def _with_constant(params: DecoderParams) -> DecoderParams:
 
 
 @pytest.mark.parametrize("planted", [_tied_twice, _with_constant])
-def test_planted_leaves_are_found(planted: Callable[[DecoderParams], DecoderParams], tmp_path: Path) -> None:
+def test_planted_leaves_are_found(
+    planted: Callable[[DecoderParams], DecoderParams], tmp_path: Path
+) -> None:
     theirs = reference_model("Qwen3ForCausalLM", True)
     model = loaded(theirs, tmp_path)
     with pytest.raises(AssertionError):
         check_leaves(planted(model.params), model, theirs, tmp_path)
 
 
-# The parts of a split ------------------------------------------------------------------------------------------------
+# The parts of a split
+# ------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("num_stages", [2, 3])
@@ -213,7 +241,8 @@ def test_planted_leaves_are_found(planted: Callable[[DecoderParams], DecoderPara
 def test_a_gradient_through_a_split_of_the_whole_is_that_of_the_whole(
     num_stages: int, is_tied: bool, tmp_path: Path
 ) -> None:
-    """Stages that take their parts inside of the function have one leaf for a tensor that two of them hold."""
+    """Stages that take their parts inside of the function have one leaf for a tensor that two of
+    them hold."""
     sizes = {**SIZES, "tie_word_embeddings": is_tied}
     theirs = build("Qwen3ForCausalLM", {**sizes, "head_dim": 8})
     model = loaded_plain(theirs, tmp_path)
@@ -223,7 +252,9 @@ def test_a_gradient_through_a_split_of_the_whole_is_that_of_the_whole(
         step = compose([model.stage(layout) for layout in layouts], advance=weft.advance)
         batch = attrs.evolve(weft.Batch.ragged([0], [[1, 2, 3]]), targets=torch.tensor([2, 3, 4]))
 
-        def loss(params: Any, step: Any = step, layouts: Any = layouts, batch: Any = batch) -> Tensor:
+        def loss(
+            params: Any, step: Any = step, layouts: Any = layouts, batch: Any = batch
+        ) -> Tensor:
             parts = tuple(slice_params(params, layout) for layout in layouts)
             state = weft.transforms.make_state(model, layouts, [8])
             return step(parts, state, batch)[1].prompt_logprobs.sum()
@@ -252,7 +283,12 @@ def test_a_head_that_contradicts_the_configuration_is_refused(
     model = attrs.evolve(demo, config=config, params=attrs.evolve(demo.params, lm_head=head))
     with pytest.raises(ProgramError) as caught:
         weft.logprobs(model, [[1, 2, 3]])
-    assert str(caught.value) == f"stage 0 of 1(params, state, batch, x)\n  saw: {seen}\n  instead: {instead}"
-    readers = demo.with_stages(beside={"other": model}, logits=lambda logits, rows, extras: extras["other"])
+    assert (
+        str(caught.value)
+        == f"stage 0 of 1(params, state, batch, x)\n  saw: {seen}\n  instead: {instead}"
+    )
+    readers = demo.with_stages(
+        beside={"other": model}, logits=lambda logits, rows, extras: extras["other"]
+    )
     with pytest.raises(ProgramError, match=re.escape(seen)):
         weft.generate(readers, [[1, 2, 3]], max_tokens=1)

@@ -1,4 +1,5 @@
-"""The text decoder's part of a Qwen2-VL config.json, as transformers reads it, and contradictions in it."""
+"""The text decoder's part of a Qwen2-VL config.json, as transformers reads it, and contradictions
+in it."""
 
 import json
 from pathlib import Path
@@ -28,7 +29,11 @@ def test_a_published_file_is_read_as_transformers_reads_it(tmp_path: Path) -> No
 @pytest.mark.parametrize(
     ("changes", "seen", "instead"),
     [
-        ({"text_config": [1]}, "config.json has text_config=[1]", "text_config is an object, or null"),
+        (
+            {"text_config": [1]},
+            "config.json has text_config=[1]",
+            "text_config is an object, or null",
+        ),
         (
             {"text_config": {"hidden_size": 8}},
             "config.json has hidden_size=1536 and text_config.hidden_size=8",

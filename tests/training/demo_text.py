@@ -1,7 +1,7 @@
 """The text that `train_demo` trains on: English prose that Python itself ships, as bytes.
 
-The text is the language reference in `pydoc_data`, and the docstrings and comments of the standard library. Nothing
-here imports weft.
+The text is the language reference in `pydoc_data`, and the docstrings and comments of the standard
+library. Nothing here imports weft.
 """
 
 import ast
@@ -37,7 +37,9 @@ _COMMON = frozenset(
     there these they this to used was we were what when where which while will with would you""",
     )
 )
-_CODE = re.compile(r"[<>=|\\{}@#$%^~+]|::|__|\w\(\w|[a-z]\.[a-z]|\w_\w|/\w+/|\d{3}|[a-z][A-Z]|https?:|\bXXX\b")
+_CODE = re.compile(
+    r"[<>=|\\{}@#$%^~+]|::|__|\w\(\w|[a-z]\.[a-z]|\w_\w|/\w+/|\d{3}|[a-z][A-Z]|https?:|\bXXX\b"
+)
 _WORD = re.compile(r"""["'(]*[A-Za-z]+(?:['-][A-Za-z]+)*(?:\(\))?["')]*[.,;:!?]*["')]*""")
 _SENTENCE = re.compile(r"""(?:(?<=[.!?])|(?<=[.!?]["')]))\s+(?=["'(]?[A-Z])""")
 _BLOCK = re.compile(r"\n\s*\n|\n(?=\s*(?:[-*]|\d{1,2}[.)])\s)")
@@ -45,7 +47,10 @@ _MARKUP = re.compile(r">>>|\.\. |:\w+.*:|[+|]|[=*~^-]{4,}")
 _UNITED = (
     (re.compile(r":[\w:+-]+:`[~!]?([^`<]+?)(?:\s*<[^`]*>)?`"), r"\1"),  # :role:`name`
     (re.compile(r"`+([^`']+)[`']+_{0,2}"), r"\1"),  # ``code``, `code', `link`_
-    (re.compile(r"(?<![\w*])\*{1,2}([^\s*](?:[^*]*[^\s*])?)\*{1,2}(?![\w*])"), r"\1"),  # *emphasis*, **strong**
+    (
+        re.compile(r"(?<![\w*])\*{1,2}([^\s*](?:[^*]*[^\s*])?)\*{1,2}(?![\w*])"),
+        r"\1",
+    ),  # *emphasis*, **strong**
     (re.compile(r"\s*\[(?:\d+|#\w*)\]_?"), ""),  # [1] footnote marks
     (re.compile(r"^(?:[-*o+]|\(?\d{1,2}[.)]|\(?[a-zA-Z][.)])\s+"), ""),  # the mark of a list item
     (re.compile(r"(\w)-{2}(\w)|\s-{2,3}\s"), r"\1 - \2"),
@@ -53,7 +58,15 @@ _UNITED = (
     (re.compile(r"\s+"), " "),
 )
 _PLAIN = str.maketrans(
-    {"\u201c": '"', "\u201d": '"', "\u2018": "'", "\u2019": "'", "\u2014": " - ", "\u2013": "-", "\u2026": "..."}
+    {
+        "\u201c": '"',
+        "\u201d": '"',
+        "\u2018": "'",
+        "\u2019": "'",
+        "\u2014": " - ",
+        "\u2013": "-",
+        "\u2026": "...",
+    }
 )
 
 
@@ -63,17 +76,27 @@ _PLAIN = str.maketrans(
 def reads_as_english(text: str) -> bool:
     """Whether a line of text is whole English sentences, with next to no code in it."""
     words = text.split()
-    if len(text) < 40 or not text.isascii() or not re.fullmatch(r"""["'(]?[A-Z].*[.!?][)"']*""", text):
+    if (
+        len(text) < 40
+        or not text.isascii()
+        or not re.fullmatch(r"""["'(]?[A-Z].*[.!?][)"']*""", text)
+    ):
         return False
     letters = sum(c.isalpha() or c == " " for c in text) / len(text)
     plain = sum(_WORD.fullmatch(word) is not None for word in words)
     common = sum(word.lower() in _COMMON for word in words)
     code = len(_CODE.findall(text))
-    return letters >= 0.92 and plain >= 0.88 * len(words) and common >= 0.22 * len(words) and code <= len(words) / 15
+    return (
+        letters >= 0.92
+        and plain >= 0.88 * len(words)
+        and common >= 0.22 * len(words)
+        and code <= len(words) / 15
+    )
 
 
 def paragraphs(text: str) -> Iterator[str]:
-    """The English paragraphs of a docstring, a comment or a page of reST, each unwrapped to one line.
+    """The English paragraphs of a docstring, a comment or a page of reST, each unwrapped to one
+    line.
 
     A paragraph that is not English all through gives those of its sentences that are.
     """
@@ -91,7 +114,8 @@ def paragraphs(text: str) -> Iterator[str]:
 
 
 def docstrings(source: str) -> Iterator[str]:
-    """Every docstring of a Python source text, in the order of `ast.walk`; none where it does not parse."""
+    """Every docstring of a Python source text, in the order of `ast.walk`; none where it does not
+    parse."""
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of old escapes, in tests of just that
@@ -121,7 +145,10 @@ def library_texts(root: Path) -> Iterator[str]:
     """One text after another from the Python sources under `root`, in the order of their paths."""
     for path in sorted(root.rglob("*.py"), key=lambda p: p.relative_to(root).parts):
         if SKIPPED.isdisjoint(path.relative_to(root).parts):
-            with contextlib.suppress(OSError, SyntaxError, UnicodeDecodeError), tokenize.open(path) as file:
+            with (
+                contextlib.suppress(OSError, SyntaxError, UnicodeDecodeError),
+                tokenize.open(path) as file,
+            ):
                 source = file.read()
                 yield from docstrings(source)
                 yield from comments(source)
@@ -135,7 +162,13 @@ def built_in_texts() -> Iterator[str]:
         except ImportError:  # built in, but without the system library that it wraps
             continue
         held = [value for key, value in sorted(vars(module).items()) if not key.startswith("_")]
-        inner = [v for h in held if inspect.isclass(h) for k, v in sorted(vars(h).items()) if not k.startswith("_")]
+        inner = [
+            v
+            for h in held
+            if inspect.isclass(h)
+            for k, v in sorted(vars(h).items())
+            if not k.startswith("_")
+        ]
         for value in (module, *held, *inner):
             text = getattr(value, "__doc__", None)
             if isinstance(text, str):
@@ -158,7 +191,8 @@ def shipped_texts() -> Iterator[str]:
 
 
 def documents(texts: Iterable[str]) -> list[str]:
-    """The cleaned texts: their English paragraphs, each kept where it is first seen, one to a line."""
+    """The cleaned texts: their English paragraphs, each kept where it is first seen, one to a line.
+    """
     seen: set[str] = set()
     kept: list[str] = []
     for text in texts:
@@ -179,7 +213,9 @@ def documents(texts: Iterable[str]) -> list[str]:
 def byte_tokenizer() -> Tokenizer:
     """A tokenizer of 257 tokens: id `b` is the byte `b`, and id 256 is the end of a text."""
     alphabet = set(pre_tokenizers.ByteLevel.alphabet())
-    shifted = iter(sorted(c for c in alphabet if ord(c) > 255))  # byte-level BPE's stand-ins for unprintable bytes
+    shifted = iter(
+        sorted(c for c in alphabet if ord(c) > 255)
+    )  # byte-level BPE's stand-ins for unprintable bytes
     vocab = {chr(b) if chr(b) in alphabet else next(shifted): b for b in range(256)}
     tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
@@ -192,11 +228,14 @@ def token_ids(texts: Iterable[str]) -> Tensor:
     """The texts as one stream of ids, `END` before each and after the last: int64 of shape (n,)."""
     parts = [np.frombuffer(text.encode(), dtype=np.uint8).astype(np.int64) for text in texts]
     end = np.array([END], dtype=np.int64)
-    return torch.from_numpy(np.concatenate([end, *itertools.chain.from_iterable((part, end) for part in parts)]))
+    return torch.from_numpy(
+        np.concatenate([end, *itertools.chain.from_iterable((part, end) for part in parts)])
+    )
 
 
 def split_held_out(texts: list[str], part: float = 0.02) -> tuple[list[str], list[str]]:
-    """The texts in two: those to train on, and `part` of them, held out. The same split for the same texts."""
+    """The texts in two: those to train on, and `part` of them, held out. The same split for the
+    same texts."""
     order = random.Random(0).sample(range(len(texts)), len(texts))
     held = set(order[: round(part * len(texts))])
     return [t for i, t in enumerate(texts) if i not in held], [texts[i] for i in sorted(held)]

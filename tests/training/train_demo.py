@@ -1,7 +1,8 @@
-"""Trains the checkpoint behind `weft demo`: a byte-level Qwen3 decoder of about a million parameters.
+"""Trains the checkpoint behind `weft demo`: a byte-level Qwen3 decoder of about a million
+parameters.
 
-The text is English prose that Python itself ships (`tests/training/demo_text.py`). The result is a folder that
-`transformers` reads. Nothing of weft has a part in it.
+The text is English prose that Python itself ships (`tests/training/demo_text.py`). The result is a
+folder that `transformers` reads. Nothing of weft has a part in it.
 
     python tests/training/train_demo.py --out stages/demo --minutes 4 --device cuda
 """
@@ -19,11 +20,25 @@ from typing import Any
 
 import torch
 import transformers
-from demo_text import END, END_TEXT, byte_tokenizer, documents, shipped_texts, split_held_out, token_ids
+from demo_text import (
+    END,
+    END_TEXT,
+    byte_tokenizer,
+    documents,
+    shipped_texts,
+    split_held_out,
+    token_ids,
+)
 from torch import Tensor, nn
 from torch.nn import functional as F
 from tqdm import tqdm
-from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, Qwen3Config, Qwen3ForCausalLM
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    GenerationConfig,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
 
 LENGTH = 512  # tokens in a training crop, and the model's longest sequence
 LIMIT = 2_000_000  # bytes that the shipped folder may weigh
@@ -34,7 +49,8 @@ PROMPTS = ("The function returns", "A list is", "In Python, ")
 
 
 def demo_config() -> Qwen3Config:
-    """Six layers, four query heads to two key-value heads: 974,976 parameters, as many as `LIMIT` allows."""
+    """Six layers, four query heads to two key-value heads: 974,976 parameters, as many as `LIMIT`
+    allows."""
     return Qwen3Config(
         vocab_size=END + 1,
         hidden_size=128,
@@ -53,7 +69,8 @@ def demo_config() -> Qwen3Config:
 
 
 def with_dropout(model: nn.Module, rate: float) -> list[Any]:
-    """Drops `rate` of what each block adds to the residual stream, while the model trains; handles that undo it."""
+    """Drops `rate` of what each block adds to the residual stream, while the model trains; handles
+    that undo it."""
 
     def drop(module: nn.Module, _inputs: Any, out: Tensor) -> Tensor:
         return F.dropout(out, rate, module.training)
@@ -63,13 +80,15 @@ def with_dropout(model: nn.Module, rate: float) -> list[Any]:
 
 
 def mean_loss(model: nn.Module, crops: Tensor) -> Tensor:
-    """Mean cross-entropy, in nats a token, of each next id in `crops`, int64 of shape (batch, length + 1)."""
+    """Mean cross-entropy, in nats a token, of each next id in `crops`, int64 of shape (batch,
+    length + 1)."""
     logits = model(input_ids=crops[:, :-1], use_cache=False).logits
     return F.cross_entropy(logits.float().flatten(0, 1), crops[:, 1:].flatten())
 
 
 def bits_per_byte(model: nn.Module, ids: Tensor) -> float:
-    """Mean bits for each next id of the stream `ids`, shape (n,), in windows of `LENGTH` that do not overlap."""
+    """Mean bits for each next id of the stream `ids`, shape (n,), in windows of `LENGTH` that do
+    not overlap."""
     was_training = model.training
     model.eval()
     windows = ids[: (len(ids) - 1) // LENGTH * LENGTH + 1].unfold(0, LENGTH + 1, LENGTH)
@@ -80,7 +99,8 @@ def bits_per_byte(model: nn.Module, ids: Tensor) -> float:
 
 
 def learning_rate(done: float, peak: float, warm_up: float = 0.02) -> float:
-    """The rate once the part `done`, 0 to 1, of the training is past: a linear warm-up, then a cosine to zero."""
+    """The rate once the part `done`, 0 to 1, of the training is past: a linear warm-up, then a
+    cosine to zero."""
     if done < warm_up:
         return peak * (done + 1e-3) / warm_up
     return peak * (1 + math.cos(math.pi * min(1.0, (done - warm_up) / (1 - warm_up)))) / 2
@@ -96,8 +116,11 @@ def optimizer_for(model: nn.Module, decay: float) -> torch.optim.AdamW:
     return torch.optim.AdamW(groups, lr=0.0, betas=(0.9, 0.98), fused=params[0].is_cuda)
 
 
-def compiled_or_not(loss: Callable[[Tensor], Tensor], crops: Tensor) -> tuple[Callable[[Tensor], Tensor], bool]:
-    """`loss` compiled, where that works on such crops on a GPU, and whether it did; else `loss` itself."""
+def compiled_or_not(
+    loss: Callable[[Tensor], Tensor], crops: Tensor
+) -> tuple[Callable[[Tensor], Tensor], bool]:
+    """`loss` compiled, where that works on such crops on a GPU, and whether it did; else `loss`
+    itself."""
     if not crops.is_cuda:
         return loss, False
     try:
@@ -112,7 +135,8 @@ def compiled_or_not(loss: Callable[[Tensor], Tensor], crops: Tensor) -> tuple[Ca
 
 
 def progress(steps: int | None, minutes: float) -> Iterator[tuple[int, float]]:
-    """(step, part done): for `steps` steps, or where that is None for as many as fit in `minutes`."""
+    """(step, part done): for `steps` steps, or where that is None for as many as fit in `minutes`.
+    """
     start = time.monotonic()
     for step in itertools.count():
         done = step / steps if steps is not None else (time.monotonic() - start) / (60 * minutes)
@@ -121,13 +145,18 @@ def progress(steps: int | None, minutes: float) -> Iterator[tuple[int, float]]:
         yield step, done
 
 
-def train(model: nn.Module, ids: Tensor, held: Tensor, options: argparse.Namespace) -> dict[str, Any]:
-    """Trains `model` in place on random crops of `ids`, both on one device, and says how that went."""
+def train(
+    model: nn.Module, ids: Tensor, held: Tensor, options: argparse.Namespace
+) -> dict[str, Any]:
+    """Trains `model` in place on random crops of `ids`, both on one device, and says how that went.
+    """
     generator = torch.Generator(ids.device).manual_seed(options.seed)
     offsets = torch.arange(LENGTH + 1, device=ids.device)
 
     def crops() -> Tensor:
-        at = torch.randint(len(ids) - LENGTH, (options.batch, 1), generator=generator, device=ids.device)
+        at = torch.randint(
+            len(ids) - LENGTH, (options.batch, 1), generator=generator, device=ids.device
+        )
         return ids[at + offsets]
 
     def autocast_loss(some: Tensor) -> Tensor:
@@ -154,7 +183,9 @@ def train(model: nn.Module, ids: Tensor, held: Tensor, options: argparse.Namespa
             bar.set_postfix_str(f"step {step}, {loss.item() / math.log(2):.3f} bits")
         if 10 * done >= len(history) + 1:
             history.append(round(bits_per_byte(model, held), 4))
-            tqdm.write(f"{100 * done:3.0f} %: step {step}, held out {history[-1]:.4f} bits per byte")
+            tqdm.write(
+                f"{100 * done:3.0f} %: step {step}, held out {history[-1]:.4f} bits per byte"
+            )
     bar.close()
     for handle in handles:
         handle.remove()
@@ -165,7 +196,8 @@ def train(model: nn.Module, ids: Tensor, held: Tensor, options: argparse.Namespa
 
 
 def save(model: Qwen3ForCausalLM, out: Path) -> None:
-    """Writes the model, in bfloat16, and the tokenizer into the folder `out`, as `transformers` reads them."""
+    """Writes the model, in bfloat16, and the tokenizer into the folder `out`, as `transformers`
+    reads them."""
     out.mkdir(parents=True, exist_ok=True)
     model.generation_config = GenerationConfig(eos_token_id=END, pad_token_id=END)
     nn.Module.to(model, torch.bfloat16).save_pretrained(out)
@@ -182,22 +214,31 @@ def save(model: Qwen3ForCausalLM, out: Path) -> None:
 
 
 def samples(out: Path, seed: int) -> Iterator[str]:
-    """The saved model's continuations of `PROMPTS`, greedy and at temperature 0.7, read back by `transformers`."""
-    model: Any = AutoModelForCausalLM.from_pretrained(out, dtype=torch.float32)  # it comes in eval mode
+    """The saved model's continuations of `PROMPTS`, greedy and at temperature 0.7, read back by
+    `transformers`."""
+    model: Any = AutoModelForCausalLM.from_pretrained(
+        out, dtype=torch.float32
+    )  # it comes in eval mode
     tokenizer = AutoTokenizer.from_pretrained(out)
     torch.manual_seed(seed)
     for prompt in PROMPTS:
         ids = tokenizer(prompt, return_tensors="pt").input_ids
         if ids[0].tolist() != list(prompt.encode()) or tokenizer.decode(ids[0]) != prompt:
-            raise ValueError(f"the saved tokenizer should give the bytes of {prompt!r}, but gives {ids[0].tolist()}")
+            raise ValueError(
+                f"the saved tokenizer should give the bytes of {prompt!r}, but gives {ids[0].tolist()}"
+            )
         for how in ({"do_sample": False}, {"do_sample": True, "temperature": 0.7, "top_k": 0}):
-            text = tokenizer.decode(model.generate(ids, max_new_tokens=160, **how)[0], skip_special_tokens=True)
+            text = tokenizer.decode(
+                model.generate(ids, max_new_tokens=160, **how)[0], skip_special_tokens=True
+            )
             yield f"[{how.get('temperature', 0)}] {text}"
 
 
 def checked_size(out: Path) -> int:
     """The bytes of the files that ship, or an error where they are over `LIMIT`."""
-    total = sum(path.stat().st_size for path in out.iterdir() if path.suffix in (".json", ".safetensors"))
+    total = sum(
+        path.stat().st_size for path in out.iterdir() if path.suffix in (".json", ".safetensors")
+    )
     if total > LIMIT:
         raise ValueError(f"{out} holds {total:,} bytes, over {LIMIT:,}: make demo_config() smaller")
     return total
@@ -207,14 +248,24 @@ def parsed(argv: list[str] | None) -> argparse.Namespace:
     """The options of one run."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--out", type=Path, required=True, help="the folder to write")
-    parser.add_argument("--minutes", type=float, default=4.0, help="how long to train, compiling not counted")
-    parser.add_argument("--steps", type=int, help="train for so many steps instead, which a run can repeat")
-    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument(
+        "--minutes", type=float, default=4.0, help="how long to train, compiling not counted"
+    )
+    parser.add_argument(
+        "--steps", type=int, help="train for so many steps instead, which a run can repeat"
+    )
+    parser.add_argument(
+        "--device", choices=("cuda", "cpu"), default="cuda" if torch.cuda.is_available() else "cpu"
+    )
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--batch", type=int, help=f"crops of {LENGTH} tokens a step (128 on a GPU, 8 on a CPU)")
+    parser.add_argument(
+        "--batch", type=int, help=f"crops of {LENGTH} tokens a step (128 on a GPU, 8 on a CPU)"
+    )
     parser.add_argument("--rate", type=float, default=4e-3, help="the highest learning rate")
     parser.add_argument("--decay", type=float, default=0.1, help="weight decay")
-    parser.add_argument("--dropout", type=float, default=0.05, help="dropout of what each block adds")
+    parser.add_argument(
+        "--dropout", type=float, default=0.05, help="dropout of what each block adds"
+    )
     options = parser.parse_args(argv)
     options.batch = options.batch or (128 if options.device == "cuda" else 8)
     return options
@@ -224,14 +275,20 @@ def main(argv: list[str] | None = None) -> None:
     """Gathers the text, trains, saves, and prints samples of what came out."""
     options = parsed(argv)
     texts = documents(shipped_texts())
-    size, digest = sum(len(text) for text in texts), hashlib.sha256("\0".join(texts).encode()).hexdigest()
+    size, digest = (
+        sum(len(text) for text in texts),
+        hashlib.sha256("\0".join(texts).encode()).hexdigest(),
+    )
     print(f"{size:,} bytes of text in {len(texts):,} documents, sha256 {digest[:16]}")
     ids, held = (token_ids(part).to(options.device) for part in split_held_out(texts))
     torch.manual_seed(options.seed)
     model = nn.Module.to(Qwen3ForCausalLM(demo_config()), options.device, torch.float32)
     told = train(model, ids, held, options)
     nn.Module.to(nn.Module.to(model, torch.bfloat16), torch.float32)  # measured as it is shipped
-    told["bits_per_byte"] = {"held_out": bits_per_byte(model, held), "trained_on": bits_per_byte(model, ids[:400_000])}
+    told["bits_per_byte"] = {
+        "held_out": bits_per_byte(model, held),
+        "trained_on": bits_per_byte(model, ids[:400_000]),
+    }
     told["tokens"] = told["steps"] * options.batch * LENGTH
     told["parameters"] = sum(p.numel() for p in model.parameters())
     told["corpus"] = {"bytes": size, "documents": len(texts), "sha256": digest}

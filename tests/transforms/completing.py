@@ -1,4 +1,5 @@
-"""`weft.generate` and transformers' own generation side by side, on models with drawn configurations."""
+"""`weft.generate` and transformers' own generation side by side, on models with drawn
+configurations."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -20,7 +21,8 @@ from weft.transforms.engine.steps.step import Work
 
 PIPELINES = (1, 2, 3)
 TOLERANCE = 1e-4
-"""The absolute tolerance of logits and logprobs in float32, as promised in `proofs/pages/laws.md`."""
+"""The absolute tolerance of logits and logprobs in float32, as promised in `proofs/pages/laws.md`.
+"""
 
 
 @attrs.frozen
@@ -47,14 +49,19 @@ class Case:
 
     def prompts(self) -> list[list[int]]:
         generator = torch.Generator().manual_seed(self.seed)
-        return [torch.randint(0, self.fields["vocab_size"], (n,), generator=generator).tolist() for n in self.lengths]
+        return [
+            torch.randint(0, self.fields["vocab_size"], (n,), generator=generator).tolist()
+            for n in self.lengths
+        ]
 
     def build(self) -> Any:
-        """The transformers model. All weights are random and large, biases and norms too, so that arg maxes are seldom
-        near ties, and leaving out any tensor shows."""
+        """The transformers model. All weights are random and large, biases and norms too, so that
+        arg maxes are seldom near ties, and leaving out any tensor shows."""
         config_class, model_class = CLASSES[self.architecture]
         model = model_class(config_class(**self.fields)).eval()
-        if self.architecture == "Qwen3MoeForCausalLM":  # its grouped product asks for multiples of 16 bytes
+        if (
+            self.architecture == "Qwen3MoeForCausalLM"
+        ):  # its grouped product asks for multiples of 16 bytes
             model.set_experts_implementation("eager")
         generator = torch.Generator().manual_seed(self.seed)
         with torch.no_grad():
@@ -68,7 +75,8 @@ class Case:
 
 @attrs.frozen(eq=False)
 class Expected:
-    """transformers' completion of one prompt: tokens, finish reason, and the logits [tokens, vocab_size] of each."""
+    """transformers' completion of one prompt: tokens, finish reason, and the logits [tokens,
+    vocab_size] of each."""
 
     token_ids: list[int]
     finish_reason: str
@@ -102,12 +110,15 @@ def complete_theirs(model: Any, prompts: Sequence[list[int]], max_tokens: int) -
 def _until_the_end(tokens: list[int], logits: Tensor, ends: frozenset[int]) -> Expected:
     """One row without the padding after its end."""
     count = next((i + 1 for i, token in enumerate(tokens) if token in ends), len(tokens))
-    return Expected(tokens[:count], "stop" if tokens[count - 1] in ends else "length", logits[:count].float())
+    return Expected(
+        tokens[:count], "stop" if tokens[count - 1] in ends else "length", logits[:count].float()
+    )
 
 
 @attrs.frozen(eq=False)
 class Seen:
-    """The completions of `weft.generate`, the logits [tokens, vocab_size] of each, and the executor that ran it."""
+    """The completions of `weft.generate`, the logits [tokens, vocab_size] of each, and the executor
+    that ran it."""
 
     completions: list[Completion]
     logits: list[Tensor]
@@ -158,7 +169,9 @@ class Keeping:
         return done
 
 
-def complete(model: weft.Model, prompts: Sequence[Any], *, budget: int = 2048, **options: Any) -> Seen:
+def complete(
+    model: weft.Model, prompts: Sequence[Any], *, budget: int = 2048, **options: Any
+) -> Seen:
     """`weft.generate` on an engine that keeps its logits, with steps of at most `budget` tokens."""
     kept: list[Keeping] = []
 
@@ -176,7 +189,9 @@ def complete(model: weft.Model, prompts: Sequence[Any], *, budget: int = 2048, *
             if samples:
                 logits[int(name)].append(out.logits[index])
     # Tokens sampled before the host knew that the request had ended do not belong to it.
-    behind = [torch.stack(own[: len(c.token_ids)]) for own, c in zip(logits, completions, strict=True)]
+    behind = [
+        torch.stack(own[: len(c.token_ids)]) for own, c in zip(logits, completions, strict=True)
+    ]
     return Seen(completions, behind, [work for work, _ in kept[0].steps], kept[0])
 
 
@@ -186,5 +201,7 @@ def assert_equal_to_theirs(seen: Seen, expected: Sequence[Expected]) -> None:
         assert ours.finish_reason == theirs.finish_reason
         assert logits.shape == theirs.logits.shape
         assert (logits - theirs.logits).abs().max() <= TOLERANCE
-        chosen = theirs.logits.log_softmax(-1).gather(1, torch.tensor(theirs.token_ids)[:, None])[:, 0]
+        chosen = theirs.logits.log_softmax(-1).gather(1, torch.tensor(theirs.token_ids)[:, None])[
+            :, 0
+        ]
         assert (torch.tensor(ours.logprobs) - chosen).abs().max() <= TOLERANCE

@@ -37,7 +37,8 @@ def captures(g: Graphified[..., Any]) -> int:
 
 
 def agree(fn: Callable[..., Any], *calls: tuple[Any, ...]) -> Graphified[Any, Any]:
-    """Each call of the graphified function gives the function's results, which later calls do not change."""
+    """Each call of the graphified function gives the function's results, which later calls do not
+    change."""
     g = graphify(fn)
     kept = []
     for args in calls:
@@ -50,7 +51,8 @@ def agree(fn: Callable[..., Any], *calls: tuple[Any, ...]) -> Graphified[Any, An
 
 
 def refusal(fn: Callable[..., Any], *args: Any) -> str:
-    """The text of the error that a capture of `fn` raises; the random generator's state must be unchanged."""
+    """The text of the error that a capture of `fn` raises; the random generator's state must be
+    unchanged."""
     before = torch.get_rng_state()
     with pytest.raises(CaptureError) as caught:
         graphify(fn)(*args)

@@ -1,4 +1,5 @@
-"""An option that is given as its default changes nothing, and every default can be written by a caller."""
+"""An option that is given as its default changes nothing, and every default can be written by a
+caller."""
 
 import functools
 import inspect
@@ -51,7 +52,9 @@ CALLS: dict[str, Callable[[Options], Any]] = {
     "graphify": lambda options: weft.graphify(double, **options)(X),
     "piecewise": lambda options: weft.piecewise(double, split_at="aten::mul", **options)(X),
     "pipeline": lambda options: piped(weft.pipeline([stage, stage], **options)),
-    "reduce_scatter": lambda options: on_ranks(lambda x: weft.reduce_scatter(x, "ranks", **options)),
+    "reduce_scatter": lambda options: on_ranks(
+        lambda x: weft.reduce_scatter(x, "ranks", **options)
+    ),
     "while_loop": lambda options: weft.while_loop(lambda x: x.sum() < 99, double, X, **options),
 }
 """A call of each public transform that has options, with some of them."""
@@ -65,7 +68,11 @@ def public(name: str) -> Any:
 def defaults(function: Any) -> Options:
     """The options of a function, with their defaults."""
     parameters = inspect.signature(function).parameters.values()
-    return {p.name: p.default for p in parameters if p.default is not p.empty and p.name not in POSITIONAL}
+    return {
+        p.name: p.default
+        for p in parameters
+        if p.default is not p.empty and p.name not in POSITIONAL
+    }
 
 
 def test_every_transform_with_options_is_called() -> None:
@@ -93,7 +100,9 @@ def test_an_option_that_is_given_as_its_default_changes_nothing(case: tuple[str,
     check_given(case)
 
 
-def test_a_default_that_is_refused_when_it_is_given_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_default_that_is_refused_when_it_is_given_is_found(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     plain = weft.pipeline
 
     @functools.wraps(plain)

@@ -1,4 +1,5 @@
-"""A user's own transform equals the hand-written sequence, with any of weft's and torch.func's transforms around it."""
+"""A user's own transform equals the hand-written sequence, with any of weft's and torch.func's
+transforms around it."""
 
 import functools
 from collections.abc import Callable
@@ -14,7 +15,17 @@ from weft.donation import clone
 from weft.errors import ProgramError
 from weft.proofs.laws import assert_equal
 from weft.proofs.strategies import Function, pure_functions, stage_lists
-from weft.transforms import Carried, Threads, Transform, compose, graphify, lift, microbatch, pipeline, scan
+from weft.transforms import (
+    Carried,
+    Threads,
+    Transform,
+    compose,
+    graphify,
+    lift,
+    microbatch,
+    pipeline,
+    scan,
+)
 from weft.transforms.graphs.calls.borrowing import lends
 
 LAW = "a transform of one's own is what one would write by hand"
@@ -74,7 +85,9 @@ def test_it_is_the_sequence_by_hand(way: str) -> None:
 @given(pure_functions(), st.sampled_from(sorted(set(WAYS) - {"pieces", "graphify outside"})))
 def test_any_function_that_donates_its_state(function: Function, way: str) -> None:
     width = function.params.shape[0]
-    wide = Transform(lambda params, state: torch.zeros(width), lambda f, own, *args: _added(own, *f(*args)))
+    wide = Transform(
+        lambda params, state: torch.zeros(width), lambda f, own, *args: _added(own, *f(*args))
+    )
     state, other = clone(function.state), wide.carry(function.params, clone(function.state))
     made = graphify(wide(function.fn)) if way != "transform" else wide(function.fn)
     total = torch.zeros(width)
@@ -96,7 +109,9 @@ def test_it_is_scanned(way: str) -> None:
 
 
 def test_around_a_scan_it_sees_one_call() -> None:
-    last = Transform(lambda params, state: torch.zeros(3, 4), lambda f, own, *args: _last(*f(*args)))
+    last = Transform(
+        lambda params, state: torch.zeros(3, 4), lambda f, own, *args: _last(*f(*args))
+    )
     state, outs = last(scan(step, 3))(PARAMS, last.carry(PARAMS, STATE), BATCHES[0])
     wanted = by_hand([BATCHES[0]] * 3)[1]
     assert_equal(LAW, (outs, state.own), (wanted, wanted[-1]))
@@ -115,11 +130,15 @@ def test_it_is_cut_into_parts(way: str) -> None:
 
 
 @given(stage_lists(), st.integers(1, 5), st.integers(1, 3), st.booleans(), st.booleans())
-def test_stages_in_a_pipeline(functions: list[Function], rows: int, parts: int, graph: bool, lent: bool) -> None:
+def test_stages_in_a_pipeline(
+    functions: list[Function], rows: int, parts: int, graph: bool, lent: bool
+) -> None:
     stages, params = [f.fn for f in functions], [f.params for f in functions]
     states, x = [f.state for f in functions], torch.linspace(-2, 2, rows * 4).view(rows, 4)
     wanted, out = compose(stages)(params, states, x)
-    inside = [graphify(s, outputs="borrow" if lent else "safe", reference_argnames=()) for s in stages]
+    inside = [
+        graphify(s, outputs="borrow" if lent else "safe", reference_argnames=()) for s in stages
+    ]
     mine = [summed(s) for s in (inside if graph else stages)]
     carried = [summed.carry(p, s) for p, s in zip(params, states, strict=True)]
     state, seen = pipeline(mine, microbatches=parts)(params, carried, x)
@@ -167,9 +186,18 @@ def test_torch_func_goes_through_it() -> None:
         mapped, outs = torch.func.vmap(made, (None, None, 0))(PARAMS, carried, batches)
         for index, batch in enumerate(batches):
             state, out = made(PARAMS, carried, batch)
-            assert_equal(LAW, (outs[index], mapped.own["sum"][index]), (out, state.own["sum"]), exact=False)
-        grad = torch.func.grad(lambda p, f=made: f(p, carried, batches[0])[0].own["sum"].sum())(PARAMS)
-        assert_equal(LAW, grad, torch.func.grad(lambda p: step(p, STATE, batches[0])[1].sum())(PARAMS), exact=False)
+            assert_equal(
+                LAW, (outs[index], mapped.own["sum"][index]), (out, state.own["sum"]), exact=False
+            )
+        grad = torch.func.grad(lambda p, f=made: f(p, carried, batches[0])[0].own["sum"].sum())(
+            PARAMS
+        )
+        assert_equal(
+            LAW,
+            grad,
+            torch.func.grad(lambda p: step(p, STATE, batches[0])[1].sum())(PARAMS),
+            exact=False,
+        )
 
 
 # a transform that carries nothing: f -> f, with functools.wraps
@@ -202,7 +230,9 @@ def test_parts_and_steps_of_what_lends_are_all_there(wrap: Any) -> None:
     assert_equal(LAW, out, torch.cat(by_hand([x[:1], x[1:2], x[2:]])[1]))
     assert_equal(LAW, (state, outs), (by_hand([x] * 3)[0].state, by_hand([x] * 3)[1]))
     assert lends(compose([doubled(graphify(stage, outputs="borrow"))]))
-    assert not any(map(lends, (microbatch(lent, 3), scan(lent, 3), graphify(lent), pipeline([stage]))))
+    assert not any(
+        map(lends, (microbatch(lent, 3), scan(lent, 3), graphify(lent), pipeline([stage])))
+    )
 
 
 # what it refuses
@@ -217,9 +247,15 @@ def broken(step: Any, own: Any, *args: Any) -> Any:
     [
         (lambda: Transform(None, broken), "None", "a function"),  # type: ignore[arg-type]
         (lambda: summed(3), "step=3", "a step"),  # type: ignore[type-var]
-        (lambda: summed(step)(PARAMS, STATE, BATCHES[0]), "a state that is a Tensor", "transform.carry(params, state)"),
         (
-            lambda: Transform(lambda p, s: None, broken)(step)(PARAMS, Carried(STATE, None), BATCHES[0]),
+            lambda: summed(step)(PARAMS, STATE, BATCHES[0]),
+            "a state that is a Tensor",
+            "transform.carry(params, state)",
+        ),
+        (
+            lambda: Transform(lambda p, s: None, broken)(step)(
+                PARAMS, Carried(STATE, None), BATCHES[0]
+            ),
             "apply returned a tuple of 2",
             "return (own, state, out)",
         ),

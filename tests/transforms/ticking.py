@@ -1,4 +1,5 @@
-"""The simulator's machine by brute force, a clock that ticks, and programs and costs to compare the two."""
+"""The simulator's machine by brute force, a clock that ticks, and programs and costs to compare the
+two."""
 
 from collections import defaultdict
 from collections.abc import Sequence
@@ -24,14 +25,17 @@ class Sent:
 
 
 class Ticking:
-    """The same machine by brute force: time passes in ticks, and in each tick every rank does whatever it can."""
+    """The same machine by brute force: time passes in ticks, and in each tick every rank does
+    whatever it can."""
 
     def __init__(self, programs: Sequence[Program], costs: dict[str, int], capacity: int) -> None:
         self.programs, self.costs, self.capacity = programs, costs, capacity
         self.edges: dict[tuple[int, int, str], list[Sent]] = defaultdict(list)
         self.at, self.began = [0] * len(programs), [0] * len(programs)
         self.moments: list[tuple[int, Effect, int, int]] = []
-        self.meetings: dict[tuple[int, ...], tuple[int, set[int]]] = {}  # since when all are there, and who has left
+        self.meetings: dict[
+            tuple[int, ...], tuple[int, set[int]]
+        ] = {}  # since when all are there, and who has left
         self.now = 0
 
     def run(self) -> None:
@@ -75,11 +79,16 @@ class Ticking:
             case Send(to):
                 return [self.edges[rank, to, "stages"]]
             case Broadcast(root) if root == rank:
-                return [self.edges[rank, to, "returns"] for to in range(len(self.programs)) if to != rank]
+                return [
+                    self.edges[rank, to, "returns"]
+                    for to in range(len(self.programs))
+                    if to != rank
+                ]
         return []
 
     def leaves(self, rank: int, effect: Collective) -> bool:
-        """Whether all ranks have been at a collective for as long as it takes; and then this one leaves it."""
+        """Whether all ranks have been at a collective for as long as it takes; and then this one
+        leaves it."""
         ranks = effect.ranks
         if ranks not in self.meetings:
             at = [self.programs[r].effects[self.at[r] : self.at[r] + 1] for r in ranks]
@@ -87,7 +96,9 @@ class Ticking:
                 return False
             self.meetings[ranks] = self.now, set()
         since, left = self.meetings[ranks]
-        if rank in left or self.now < since + self.costs["launch"] + self.costs["meet"] * len(ranks):
+        if rank in left or self.now < since + self.costs["launch"] + self.costs["meet"] * len(
+            ranks
+        ):
             return False
         left.add(rank)
         if left == set(ranks):
@@ -102,9 +113,16 @@ class Ticking:
             first = next((i for i, m in enumerate(queue) if m.until is None), None)
             return first is not None and not any(m.left for m in queue[: first + 1])
         if isinstance(effect, Fence):
-            own = [m for (source, _, _), messages in self.edges.items() if source == rank for m in messages]
+            own = [
+                m
+                for (source, _, _), messages in self.edges.items()
+                if source == rank
+                for m in messages
+            ]
             return not any(m.until is None and m.mb == effect.microbatch for m in own)
-        waiting = [sum(m.until is None for m in messages) for messages in self.outgoing(rank, effect)]
+        waiting = [
+            sum(m.until is None for m in messages) for messages in self.outgoing(rank, effect)
+        ]
         return all(count < self.capacity for count in waiting)
 
     def act(self, rank: int, effect: Effect) -> None:
@@ -117,9 +135,15 @@ class Ticking:
 
     def peak(self, rank: int) -> int:
         """The most bytes held at any tick, computed by visiting all ticks."""
-        mine = [m for (source, to, _), messages in self.edges.items() if rank in (source, to) for m in messages]
+        mine = [
+            m
+            for (source, to, _), messages in self.edges.items()
+            if rank in (source, to)
+            for m in messages
+        ]
         held = (
-            sum(m.size for m in mine if m.until is not None and m.since <= tick < m.until) for tick in range(self.now)
+            sum(m.size for m in mine if m.until is not None and m.since <= tick < m.until)
+            for tick in range(self.now)
         )
         return max(held, default=0)
 
@@ -138,11 +162,15 @@ def programs_of_any_kind(draw: st.DrawFn) -> list[Program]:
         ways += [AllReduce((rank, *group), mb)] * 2
         ways += [Send(to, mb) for to in others if (rank, to, "stages") not in queues]
         ways += [Broadcast(rank, mb)] * all((rank, to, "returns") not in queues for to in others)
-        ways += [Fence(mb)] * all(sent != mb for (source, _, _), sent in queues.items() if source == rank)
+        ways += [Fence(mb)] * all(
+            sent != mb for (source, _, _), sent in queues.items() if source == rank
+        )
         taken: dict[Effect, tuple[int, int, str]] = {}
         for edge, sent in queues.items():
             if edge[1] == rank:
-                taken[Recv(edge[0], sent) if edge[2] == "stages" else Broadcast(edge[0], sent)] = edge
+                taken[Recv(edge[0], sent) if edge[2] == "stages" else Broadcast(edge[0], sent)] = (
+                    edge
+                )
         effect = draw(st.sampled_from([*taken, *ways]))
         for each in effect.ranks if isinstance(effect, Collective) else (rank,):
             effects[each].append(effect)
@@ -165,7 +193,9 @@ def schedules(draw: st.DrawFn) -> list[Program]:
         feeding = [i for i in range(index) if jobs[i].feeds]
         jobs.append(Job(draw(st.booleans()), draw(st.sampled_from([None, *feeding]))))
     buffers = draw(st.sampled_from([None, 1, 2]))
-    return list(make_programs(draw(st.integers(1, 4)), jobs, buffers=buffers, advances=draw(st.booleans())))
+    return list(
+        make_programs(draw(st.integers(1, 4)), jobs, buffers=buffers, advances=draw(st.booleans()))
+    )
 
 
 NAMES = ("stage", "advance", "latency", "message", "output", "launch", "meet", "uneven")

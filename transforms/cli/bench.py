@@ -1,4 +1,5 @@
-"""`weft bench`: serve many requests and time their tokens, or score a file in each graph mode and split."""
+"""`weft bench`: serve many requests and time their tokens, or score a file in each graph mode and
+split."""
 
 import gc
 import platform
@@ -18,7 +19,14 @@ from weft.display.tables import Table
 from weft.stages.model import Model
 from weft.transforms.cli.options import Bench
 from weft.transforms.cli.printing import check_file, heading, show, write_file
-from weft.transforms.cli.ranks import Here, in_ranks, make_engine, num_stages, open_model, read_config
+from weft.transforms.cli.ranks import (
+    Here,
+    in_ranks,
+    make_engine,
+    num_stages,
+    open_model,
+    read_config,
+)
 from weft.transforms.engine.engine import Engine
 from weft.transforms.engine.evaluation.scoring import Score, Task, read_tasks, score
 from weft.transforms.engine.evaluation.serving import RankFigures, Workload, measure, start
@@ -28,7 +36,8 @@ _MAX_CONTEXT = 4096
 
 
 def run(options: Bench) -> int:
-    """Measure, or evaluate with `--eval`, and print the report; the exit code is 1 if evaluated modes differ."""
+    """Measure, or evaluate with `--eval`, and print the report; the exit code is 1 if evaluated
+    modes differ."""
     _check(options)
     check_file(options, "--out", options.out)
     report, parts = (bench if options.eval is None else evaluate)(options)
@@ -49,10 +58,14 @@ def _check(options: Bench) -> None:
         options.refuse(f"--eval {options.eval}", seen, "--model DIR, without --load-format dummy")
     if options.eval is None and (options.graph == "all" or "," in pp):
         flag = "--graph all" if options.graph == "all" else f"--pp {pp}"
-        options.refuse(flag, "several modes or splits, of which one is timed", "one of them, or --eval FILE")
+        options.refuse(
+            flag, "several modes or splits, of which one is timed", "one of them, or --eval FILE"
+        )
     if options.eval is not None and options.max_step_seconds is not None:
         seen = "a time to keep within, in a comparison of scores"
-        options.refuse(f"--eval ... --max-step-seconds {options.max_step_seconds:g}", seen, "one of the two")
+        options.refuse(
+            f"--eval ... --max-step-seconds {options.max_step_seconds:g}", seen, "one of the two"
+        )
     if tokens is not None and tokens < options.max_num_seqs:
         seen = f"{tokens} tokens a step for {options.max_num_seqs} requests"
         instead = f"{options.max_num_seqs} or more, or a lower --max-num-seqs"
@@ -69,7 +82,9 @@ def bench(options: Bench) -> tuple[dict[str, Any], Iterator[Any]]:
     total, most = input_len + output_len, config.max_position_embeddings
     if total > most:
         flags = f"--input-len {input_len} --output-len {output_len}"
-        options.refuse(flags, f"requests of {total} tokens", f"at most {most} together, the model's limit")
+        options.refuse(
+            flags, f"requests of {total} tokens", f"at most {most} together, the model's limit"
+        )
     report = as_report(options, in_ranks(_bench, options, options))
     return report, tables(report)
 
@@ -81,8 +96,11 @@ def _bench(here: Here, options: Bench) -> dict[str, Any]:
     return found
 
 
-def start_engine(here: Here, options: Bench, opened: Model | None = None) -> tuple[Engine, RankFigures]:
-    """An engine with all its graphs captured, and how long each part took; of a model that may be `opened` before."""
+def start_engine(
+    here: Here, options: Bench, opened: Model | None = None
+) -> tuple[Engine, RankFigures]:
+    """An engine with all its graphs captured, and how long each part took; of a model that may be
+    `opened` before."""
     graph, length = options.graphs[0], sum(options.lengths)
     make = partial(make_engine, options, here, graph=graph, max_model_len=length)
     return start(lambda: opened or open_model(options, here), make)
@@ -101,10 +119,13 @@ def workload_of(options: Bench) -> Workload:
 
 
 def as_report(options: Bench, found: dict[str, Any]) -> dict[str, Any]:
-    """The JSON report: the options, the environment, and the figures. Times are in seconds, except for `ttft`, `tpot`
-    and `itl`, which are in milliseconds."""
+    """The JSON report: the options, the environment, and the figures. Times are in seconds, except
+    for `ttft`, `tpot` and `itl`, which are in milliseconds."""
     names = "model preset dummy dtype num_prompts max_num_seqs max_step_seconds num_pages temperature seed run_ahead"
-    wanted = {name: getattr(options, name) for name in (*names.split(), "speculate", "draft", "transport", "device")}
+    wanted = {
+        name: getattr(options, name)
+        for name in (*names.split(), "speculate", "draft", "transport", "device")
+    }
     wanted |= dict(zip(("input_len", "output_len"), options.lengths, strict=True))
     wanted |= {"max_num_tokens": found["max_num_tokens"], "graph": options.graphs[0]}
     wanted |= {"stages": options.num_stages, "own_stages": options.stages}
@@ -154,15 +175,25 @@ def tables(report: dict[str, Any]) -> Iterator[Any]:
     if asked["speculate"] is not None:
         share = report["accepted"] / max(report["drafted"], 1)
         drafts = {"by": asked["draft"] or "prompt lookup", "a step": asked["speculate"]}
-        drafts |= {name: f"{report[count]:,}" for name, count in (("verified", "drafted"), ("right", "accepted"))}
+        drafts |= {
+            name: f"{report[count]:,}"
+            for name, count in (("verified", "drafted"), ("right", "accepted"))
+        }
         shown["drafts"] = [{**drafts, "share": f"{share:.1%}"}]
-    shown["seconds of the start"] = [_started(rank, started) for rank, started in enumerate(report["ranks"])]
+    shown["seconds of the start"] = [
+        _started(rank, started) for rank, started in enumerate(report["ranks"])
+    ]
     for title, rows in shown.items():
         yield from (Table.of(rows, title), "")
 
 
 def _started(rank: int, started: dict[str, Any]) -> dict[str, Any]:
-    parts = {"load": "load", "engine": "engine", "capture": "capture", "until the\nfirst token": "first_token"}
+    parts = {
+        "load": "load",
+        "engine": "engine",
+        "capture": "capture",
+        "until the\nfirst token": "first_token",
+    }
     row = {
         "rank": rank,
         "device": started["device"],
@@ -188,7 +219,9 @@ def evaluate(options: Bench) -> tuple[dict[str, Any], Iterator[Any]]:
     scores = [one for split in splits for one in in_ranks(score_modes, split, split, tasks)]
     labels = [{"graph": graph, "stages": num_stages(s)} for s in splits for graph in options.graphs]
     first = scores[0]
-    compared = [{"difference": one.difference(first), "agrees": one.agrees(first)} for one in scores]
+    compared = [
+        {"difference": one.difference(first), "agrees": one.agrees(first)} for one in scores
+    ]
     report = {
         "file": options.eval,
         "dtype": first.dtype,
@@ -214,7 +247,8 @@ def score_modes(here: Here, options: Bench, tasks: Sequence[Task]) -> list[Score
 
 
 def _score(here: Here, options: Bench, model: Model, graph: str, tasks: Sequence[Task]) -> Score:
-    """The score in one mode. A pipeline has one cohort, so that every split runs the same batches."""
+    """The score in one mode. A pipeline has one cohort, so that every split runs the same batches.
+    """
     length = min(model.config.max_position_embeddings, _MAX_CONTEXT)
     engine = make_engine(options, here, model, graph, length, num_cohorts=1)
     with options.about(f"--eval {options.eval}"):
@@ -232,4 +266,6 @@ def score_table(report: dict[str, Any], scores: Sequence[Score]) -> Iterator[Any
     yield from (Table.of(rows), "")
     if len(rows) > 1:
         how = "score the same" if report["agree"] else "do NOT score the same"
-        yield Text(f"{len(rows)} modes and splits {how} ('differs': the largest difference of a token's logprob).")
+        yield Text(
+            f"{len(rows)} modes and splits {how} ('differs': the largest difference of a token's logprob)."
+        )

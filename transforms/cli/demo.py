@@ -1,5 +1,5 @@
-"""`weft demo`: generate from three prompts in four ways, fast and batch invariant, and compare what they computed after
-every step."""
+"""`weft demo`: generate from three prompts in four ways, fast and batch invariant, and compare what
+they computed after every step."""
 
 import sys
 from collections.abc import Iterator, Sequence
@@ -38,13 +38,13 @@ BOTH = Way("both", 2, "full")
 WAYS = (EAGER, GRAPHIFIED, PIPELINED, BOTH)
 
 COMPARISONS = ((GRAPHIFIED, EAGER), (PIPELINED, EAGER), (BOTH, EAGER), (BOTH, PIPELINED))
-"""The ways that are compared; bitwise if they have the same number of stages, and so of micro-batches, or if the model
-is batch invariant."""
+"""The ways that are compared; bitwise if they have the same number of stages, and so of
+micro-batches, or if the model is batch invariant."""
 
 
 def run(options: Demo) -> int:
-    """Run the four ways and each prompt alone, with the model and with the batch-invariant one, compare them and print
-    the result; the exit code is 1 if a comparison does not hold.
+    """Run the four ways and each prompt alone, with the model and with the batch-invariant one,
+    compare them and print the result; the exit code is 1 if a comparison does not hold.
 
     Raises:
         DeviceError: this machine does not have the device.
@@ -56,11 +56,18 @@ def run(options: Demo) -> int:
         seen = f"{max_tokens} tokens; after the longest prompt the model has {most} positions"
         options.refuse(f"--max-tokens {max_tokens}", seen, f"a number from 1 to {most}")
     with ExitStack() as stack:
-        if model.device.type == "cpu":  # with matrices this small, several threads wait for each other
+        if (
+            model.device.type == "cpu"
+        ):  # with matrices this small, several threads wait for each other
             stack.callback(torch.set_num_threads, torch.get_num_threads())
             torch.set_num_threads(1)
         exact = model.with_stages(batch_invariant=True)
-        with tqdm(total=2 * (len(WAYS) + len(prompts)), desc="demo", leave=False, disable=not _in_terminal()) as bar:
+        with tqdm(
+            total=2 * (len(WAYS) + len(prompts)),
+            desc="demo",
+            leave=False,
+            disable=not _in_terminal(),
+        ) as bar:
             fast, found = _run(model, prompts, max_tokens, bar)
             _, found_exact = _run(exact, prompts, max_tokens, bar)
     threads = " with 1 thread" if model.device.type == "cpu" else ""
@@ -80,7 +87,8 @@ def _in_terminal() -> bool:
 def _run(
     model: Model, prompts: list[list[int]], max_tokens: int, bar: "tqdm[Any]"
 ) -> tuple[list[RunTrace], list[RunComparison]]:
-    """The runs in the four ways; and their comparisons with each other, and with each prompt alone."""
+    """The runs in the four ways; and their comparisons with each other, and with each prompt alone.
+    """
 
     def traced(way: Way, *own: list[int]) -> RunTrace:
         bar.update()
@@ -88,7 +96,10 @@ def _run(
 
     traces = {way: traced(way, *prompts) for way in WAYS}
     alone = compare_alone(traces[EAGER], [traced(EAGER, prompt) for prompt in prompts])
-    return [*traces.values()], [*(compare_runs(traces[way], traces[other]) for way, other in COMPARISONS), alone]
+    return [*traces.values()], [
+        *(compare_runs(traces[way], traces[other]) for way, other in COMPARISONS),
+        alone,
+    ]
 
 
 def _texts(model: Model, traces: Sequence[RunTrace]) -> Iterator[Any]:
@@ -98,13 +109,17 @@ def _texts(model: Model, traces: Sequence[RunTrace]) -> Iterator[Any]:
     for trace in traces[: 1 if agree else None]:
         for number, (prompt, ids) in enumerate(zip(PROMPTS, trace.token_ids, strict=True), 1):
             label = f"{number}  " if agree else f"{trace.way.name:<10}  "
-            yield Text.assemble((label, "dim"), (prompt, "bold"), printable(model.decode(ids) or ""))
+            yield Text.assemble(
+                (label, "dim"), (prompt, "bold"), printable(model.decode(ids) or "")
+            )
     yield ""
 
 
 def _speed(model: Model, traces: Sequence[RunTrace]) -> Iterator[Any]:
     yield Table.of((trace.row for trace in traces), "speed")
-    on_tape = "On the CPU, graphs are tapes: they check what a CUDA graph would do, and save no time."
+    on_tape = (
+        "On the CPU, graphs are tapes: they check what a CUDA graph would do, and save no time."
+    )
     yield Text(
         "tokens/s: decode steps, without the first of each batch class, timed from the call until the tokens are on "
         "the host. A call is a whole step, or one of 2 pipeline stages on one micro-batch. "
@@ -122,12 +137,19 @@ def _differences(found: Sequence[RunComparison], exact: Sequence[RunComparison])
         "products of other shapes round differently.\n",
         style="dim",
     )
-    yield Table.of((c.row for c in exact), "the same with batch_invariant=True, where nothing may differ")
+    yield Table.of(
+        (c.row for c in exact), "the same with batch_invariant=True, where nothing may differ"
+    )
     yield ""
     broken = [*_broken("", found), *_broken("batch invariant, ", exact)]
-    logits, state = (error_size(max(c.sizes.get(name, 0.0) for c in found)) for name in ("logits", "KV pages"))
+    logits, state = (
+        error_size(max(c.sizes.get(name, 0.0) for c in found)) for name in ("logits", "KV pages")
+    )
     if broken:
-        yield from (*broken, Text("NOT EQUAL: the four ways did not compute the same.", style="bold red"))
+        yield from (
+            *broken,
+            Text("NOT EQUAL: the four ways did not compute the same.", style="bold red"),
+        )
     else:
         yield Text(
             f"EQUAL after each of {found[0].steps} steps: identical tokens; logits within {logits} and state within "

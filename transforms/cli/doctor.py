@@ -1,4 +1,5 @@
-"""`weft doctor`: the versions, devices, graph back ends and kernels that weft would use here, and why."""
+"""`weft doctor`: the versions, devices, graph back ends and kernels that weft would use here, and
+why."""
 
 import json
 import os
@@ -20,7 +21,16 @@ from weft.transforms.cli.printing import show
 from weft.transforms.graphs.backends import make_backend
 
 _PACKAGES = (
-    *("triton", "flashinfer-python", "numpy", "safetensors", "gguf", "tokenizers", "hypothesis", "transformers"),
+    *(
+        "triton",
+        "flashinfer-python",
+        "numpy",
+        "safetensors",
+        "gguf",
+        "tokenizers",
+        "hypothesis",
+        "transformers",
+    ),
     *("starlette", "uvicorn", "pydantic", "prometheus-client", "xgrammar"),
 )
 _REASONS = {"tape": "a record of operators, with a graph's hazards", "cuda": "torch.cuda.CUDAGraph"}
@@ -39,16 +49,24 @@ def run(options: Doctor) -> int:
 def examine() -> dict[str, Any]:
     """The report on this machine, whose parts are rows. It changes nothing.
 
-    A version is None if the package is not installed. Memory is in bytes, None if the system does not tell. A
-    capability is a GPU's compute capability, or the vector instructions that torch uses on a CPU. A graph back end
-    whose device is None is not used here.
+    A version is None if the package is not installed. Memory is in bytes, None if the system does
+    not tell. A capability is a GPU's compute capability, or the vector instructions that torch uses
+    on a CPU. A graph back end whose device is None is not used here.
     """
     devices = [*_devices()]
     names = [device["device"] for device in devices]
-    installed = {package: next(iter(metadata.distributions(name=package)), None) for package in _PACKAGES}
-    own = {"weft": __version__, "python": platform.python_version(), "torch": str(torch.__version__)}
+    installed = {
+        package: next(iter(metadata.distributions(name=package)), None) for package in _PACKAGES
+    }
+    own = {
+        "weft": __version__,
+        "python": platform.python_version(),
+        "torch": str(torch.__version__),
+    }
     return {
-        "versions": own | {"CUDA": torch.version.cuda} | {name: d and d.version for name, d in installed.items()},
+        "versions": own
+        | {"CUDA": torch.version.cuda}
+        | {name: d and d.version for name, d in installed.items()},
         "devices": devices,
         "graph_backends": [*_graph_backends(names)],
         "ops": [{"device": name, **attrs.asdict(row)} for name in names for row in backends(name)],
@@ -57,7 +75,11 @@ def examine() -> dict[str, Any]:
 
 def _devices() -> Iterator[dict[str, Any]]:
     cpu = {"device": "cpu", "name": _cpu_name(), "memory": _cpu_memory()}
-    yield {**cpu, "capability": torch.backends.cpu.get_cpu_capability(), "threads": torch.get_num_threads()}
+    yield {
+        **cpu,
+        "capability": torch.backends.cpu.get_cpu_capability(),
+        "threads": torch.get_num_threads(),
+    }
     for index in range(torch.cuda.device_count() if torch.cuda.is_available() else 0):
         gpu = torch.cuda.get_device_properties(index)
         about = {"device": f"cuda:{index}", "name": gpu.name, "memory": gpu.total_memory}
@@ -73,14 +95,19 @@ def _cpu_memory() -> int | None:
 
 def _cpu_name() -> str:
     try:
-        named = re.search(r"^model name\s*: (.*)$", Path("/proc/cpuinfo").read_text(encoding="utf-8"), re.MULTILINE)
+        named = re.search(
+            r"^model name\s*: (.*)$",
+            Path("/proc/cpuinfo").read_text(encoding="utf-8"),
+            re.MULTILINE,
+        )
     except OSError:
         named = None
     return named[1].strip() if named else platform.processor() or platform.machine()
 
 
 def _graph_backends(devices: list[str]) -> Iterator[dict[str, Any]]:
-    """The back end that graphify chooses for each device; CUDA graphs even if there is no device for them."""
+    """The back end that graphify chooses for each device; CUDA graphs even if there is no device
+    for them."""
     for device in devices:
         chosen = make_backend(None, [torch.empty(0, device=device)]).name
         yield {"backend": chosen, "device": device, "reason": _REASONS[chosen]}
@@ -102,13 +129,28 @@ def tables(report: dict[str, Any]) -> Iterator[Any]:
         for name, version in report["versions"].items()
     ]
     devices = [
-        device | {"memory": "unknown" if device["memory"] is None else f"{device['memory'] / 2**30:.1f} GiB"}
+        device
+        | {
+            "memory": "unknown"
+            if device["memory"] is None
+            else f"{device['memory'] / 2**30:.1f} GiB"
+        }
         for device in report["devices"]
     ]
     graphs = []
     for found in report["graph_backends"]:
         chosen = found["backend"] if found["device"] else f"{found['backend']}: not used"
-        graphs.append({"device": found["device"] or "none", "back end": chosen, "why": found["reason"]})
-    ops = [{("why" if name == "reason" else name): value for name, value in op.items()} for op in report["ops"]]
-    for title, rows in {"versions": versions, "devices": devices, "graphs": graphs, "ops": ops}.items():
+        graphs.append(
+            {"device": found["device"] or "none", "back end": chosen, "why": found["reason"]}
+        )
+    ops = [
+        {("why" if name == "reason" else name): value for name, value in op.items()}
+        for op in report["ops"]
+    ]
+    for title, rows in {
+        "versions": versions,
+        "devices": devices,
+        "graphs": graphs,
+        "ops": ops,
+    }.items():
         yield from (Table.of(rows, title), "")

@@ -1,5 +1,5 @@
-"""The declaration of a command's options: the fields of a class, from which its parser is made, and the rules between
-them.
+"""The declaration of a command's options: the fields of a class, from which its parser is made, and
+the rules between them.
 
 Importing it imports neither torch, rich nor numpy.
 """
@@ -24,7 +24,8 @@ GROUPS = (
     "how it runs",
     "the network",
 )
-"""The groups of options in the order of `--help`; exactly one option of the group `model` is given."""
+"""The groups of options in the order of `--help`; exactly one option of the group `model` is given.
+"""
 
 NEEDS = {
     "draft": ("speculate",),
@@ -35,10 +36,20 @@ NEEDS = {
     "experts": ("tp", "gpus"),
     "reduction_leaves": ("batch_invariant",),
 }
-"""Options that count for nothing without another one: one of these, as far as the command has them."""
+"""Options that count for nothing without another one: one of these, as far as the command has them.
+"""
 
 IDLE = {
-    "eval": ("workload", "input_len", "output_len", "num_prompts", "temperature", "seed", "speculate", "draft"),
+    "eval": (
+        "workload",
+        "input_len",
+        "output_len",
+        "num_prompts",
+        "temperature",
+        "seed",
+        "speculate",
+        "draft",
+    ),
     "input_len": ("workload",),
     "output_len": ("workload",),
     "gpus": ("pp", "tp"),
@@ -47,7 +58,12 @@ IDLE = {
 
 
 def option(
-    group: str, help: str, kind: Kind | Iterable[str], default: Any = None, *, also: Mapping[str, Kind] = {}
+    group: str,
+    help: str,
+    kind: Kind | Iterable[str],
+    default: Any = None,
+    *,
+    also: Mapping[str, Kind] = {},
 ) -> Any:
     """A field that is set by the flag of its name, `--max-tokens` for `max_tokens`.
 
@@ -58,7 +74,9 @@ def option(
         also: other flags that set it, and their keywords.
     """
     kind = kind if isinstance(kind, Mapping) else {"choices": kind}
-    return attrs.field(default=default, metadata={"group": group, "help": help, "kind": kind, "also": also})
+    return attrs.field(
+        default=default, metadata={"group": group, "help": help, "kind": kind, "also": also}
+    )
 
 
 def flag_of(name: str) -> str:
@@ -97,18 +115,30 @@ class Options:
             self.refuse(flag, error.seen, error.instead)
 
     def check(self) -> None:
-        """Refuse options without one that they need, or next to one with which they count for nothing.
+        """Refuse options without one that they need, or next to one with which they count for
+        nothing.
 
         Raises:
             RequestError: about the first of them.
         """
         fields = attrs.fields_dict(type(self))
         for name in filter(self.given.__contains__, fields):
-            flag, needed = flag_of(name), [one for one in NEEDS.get(name, ()) if one in fields and fields[one].metadata]
+            flag, needed = (
+                flag_of(name),
+                [one for one in NEEDS.get(name, ()) if one in fields and fields[one].metadata],
+            )
             written = f"{flag} {getattr(self, name)}"
-            others = [flag_of(other) for other, idle in IDLE.items() if other in self.given and name in idle]
+            others = [
+                flag_of(other)
+                for other, idle in IDLE.items()
+                if other in self.given and name in idle
+            ]
             if both := " and ".join(others):
-                self.refuse(written, f"{both}, with which {flag} has no effect", f"leave out {flag}, or {both}")
+                self.refuse(
+                    written,
+                    f"{both}, with which {flag} has no effect",
+                    f"leave out {flag}, or {both}",
+                )
             if needed and self.given.isdisjoint(needed):
                 own, *others = (_usage(fields[one]) for one in (name, *needed))
                 missing = " and no ".join(map(flag_of, needed))
@@ -118,7 +148,9 @@ class Options:
 def _usage(field: "attrs.Attribute[Any]") -> str:
     """The flag of a field and the form of its value."""
     kind = field.metadata["kind"]
-    return f"{flag_of(field.name)} {kind.get('metavar') or '|'.join(kind.get('choices', ()))}".strip()
+    return (
+        f"{flag_of(field.name)} {kind.get('metavar') or '|'.join(kind.get('choices', ()))}".strip()
+    )
 
 
 def flagged(own: type[Options]) -> list["attrs.Attribute[Any]"]:

@@ -13,7 +13,9 @@ Kind = Mapping[str, Any]
 """The kind of an option's value: keywords of `argparse.ArgumentParser.add_argument`."""
 
 
-def value(metavar: str, convert: Callable[[str], Any], allowed: Callable[[Any], bool], instead: str) -> Kind:
+def value(
+    metavar: str, convert: Callable[[str], Any], allowed: Callable[[Any], bool], instead: str
+) -> Kind:
     """A value that is converted from text; `instead` names those that are allowed.
 
     >>> value("X", float, lambda x: x > 0, "a number > 0")["type"]("2.5")
@@ -33,7 +35,9 @@ def value(metavar: str, convert: Callable[[str], Any], allowed: Callable[[Any], 
 
 def whole(metavar: str, least: int = 1, most: int = 10**9) -> Kind:
     """A whole number within limits."""
-    return value(metavar, int, lambda n: least <= n <= most, f"a whole number from {least} to {most}")
+    return value(
+        metavar, int, lambda n: least <= n <= most, f"a whole number from {least} to {most}"
+    )
 
 
 def _text(text: str) -> str:
@@ -65,22 +69,43 @@ def _splits(text: str) -> tuple[int, ...]:
 
 
 NAMED = value(
-    "MODULE:F", str, lambda own: re.fullmatch(r"[\w.]+:\w+", own) is not None, "module:function, as in steering:steered"
+    "MODULE:F",
+    str,
+    lambda own: re.fullmatch(r"[\w.]+:\w+", own) is not None,
+    "module:function, as in steering:steered",
 )
 DIR, FILE, DEVICE = ({"metavar": name} for name in ("DIR", "FILE", "D"))
 DIRS = {"metavar": "DIR", "action": "append"}
-WORD, CERTIFICATES = {"metavar": "MODEL", "positional": True}, {"metavar": "CERTIFICATES", "positional": True}
+WORD, CERTIFICATES = (
+    {"metavar": "MODEL", "positional": True},
+    {"metavar": "CERTIFICATES", "positional": True},
+)
 SWITCH = {"action": "store_true"}
 TEXT_ONCE = {"metavar": "TEXT"}
 TEXT = {"metavar": "TEXT", "type": _text, "action": "append"}
 ADAPTER = {
     **value("NAME=DIR", _named_folder, bool, "a name, = and a folder, as in sql=adapters/sql"), "action": "append",
 }  # fmt: skip
-IDS = {"metavar": "1,2,3", "type": _ids, "action": "append", "help": "token ids; may be repeated, too"}
+IDS = {
+    "metavar": "1,2,3",
+    "type": _ids,
+    "action": "append",
+    "help": "token ids; may be repeated, too",
+}
 COUNT, SEED = whole("N", 1, 2**20), whole("S", -(2**63), 2**63 - 1)
-SPLITS = value("N", _splits, lambda own: 1 <= min(own) <= max(own) < 10**6, "a whole number >= 1, or several: 1,2,3")
+SPLITS = value(
+    "N",
+    _splits,
+    lambda own: 1 <= min(own) <= max(own) < 10**6,
+    "a whole number >= 1, or several: 1,2,3",
+)
 TEMPERATURE = value("T", float, lambda x: 0 <= x <= 1e38, "a finite number >= 0; 0 is greedy")
-SECONDS = value("S", float, lambda x: 0 < x <= 1e6, "a number of seconds, greater than 0 and at most 1e6, as in 30")
+SECONDS = value(
+    "S",
+    float,
+    lambda x: 0 < x <= 1e6,
+    "a number of seconds, greater than 0 and at most 1e6, as in 30",
+)
 BANDWIDTH = value("GB/s", float, lambda x: 0 < x < math.inf, "a finite number > 0, in GB/s")
 GIGABYTES = value("GB", float, lambda x: 0 < x < math.inf, "a finite number > 0, in GB")
 LINK = value("GB/s", float, lambda x: x > 0, "a number > 0, in GB/s")
@@ -88,6 +113,12 @@ LATENCY = value("US", float, lambda x: 0 <= x < math.inf, "a finite number >= 0,
 DTYPES = "float32", "bfloat16", "float16"  # of weft.stages.choices, without its import of torch
 KV_DTYPES = ("float8_e4m3fn",)  # likewise
 EXPERTS = "columns", "whole"  # likewise
-ATTENTION = "auto", "reference", "triton", "torch", "flashinfer"  # of weft.ops.attention.backends, likewise
+ATTENTION = (
+    "auto",
+    "reference",
+    "triton",
+    "torch",
+    "flashinfer",
+)  # of weft.ops.attention.backends, likewise
 POLICIES = "fcfs", "priority"
 TRANSPORTS = "local", "threads", "gloo", "nccl", "peer"

@@ -25,13 +25,16 @@ Completed = list[tuple[str, Completion]]
 
 
 def run(options: Generate) -> int:
-    """Complete the prompts and print the completions; the exit code is 1 if one of them ended with an error."""
+    """Complete the prompts and print the completions; the exit code is 1 if one of them ended with
+    an error."""
     if not options.prompt:
         options.refuse("", "no prompt", "give at least one --prompt TEXT or --prompt-ids 1,2,3")
     if options.chat and any(not isinstance(prompt, str) for prompt in options.prompt):
         options.refuse("--chat", "--prompt-ids", "--prompt TEXT: the text of a message")
     least = (1 if isinstance(prompt, str) else len(prompt) for prompt in options.prompt)
-    _check_room(options, read_config(options), least, " or more")  # the tokenizer comes with the weights
+    _check_room(
+        options, read_config(options), least, " or more"
+    )  # the tokenizer comes with the weights
     check_file(options, "--certificates", options.certificates)
     completed, certificates = in_ranks(_complete, options, options)
     if certificates:
@@ -39,8 +42,12 @@ def run(options: Generate) -> int:
             Certificate.save_all(certificates, str(options.certificates))
     if options.json:
         fields = attrs.fields(Completion)
-        without_times = attrs.filters.exclude(fields.times, fields.provenance)  # those of this process
-        print("\n".join(write_json(attrs.asdict(own, filter=without_times)) for _, own in completed))
+        without_times = attrs.filters.exclude(
+            fields.times, fields.provenance
+        )  # those of this process
+        print(
+            "\n".join(write_json(attrs.asdict(own, filter=without_times)) for _, own in completed)
+        )
     else:
         show(_shown(completed, between="\n" if options.chat else ""))
     failed = [completion.error for _, completion in completed if completion.error is not None]
@@ -50,10 +57,17 @@ def run(options: Generate) -> int:
 
 
 def _complete(here: Here, options: Generate) -> tuple[Completed, list[Certificate]]:
-    """This process's part of the work: the completions, and the certificates of those that did not fail."""
+    """This process's part of the work: the completions, and the certificates of those that did not
+    fail."""
     model = open_model(options, here)
-    given = [model.encode_chat(_chat(options, prompt)) if options.chat else prompt for prompt in options.prompt]
-    prompts = [encode_prompt(model, prompt, "weft generate", f"prompt {index}") for index, prompt in enumerate(given)]
+    given = [
+        model.encode_chat(_chat(options, prompt)) if options.chat else prompt
+        for prompt in options.prompt
+    ]
+    prompts = [
+        encode_prompt(model, prompt, "weft generate", f"prompt {index}")
+        for index, prompt in enumerate(given)
+    ]
     _check_room(options, model.config, map(len, prompts))
     completions = generate(
         model,
@@ -71,12 +85,16 @@ def _complete(here: Here, options: Generate) -> tuple[Completed, list[Certificat
     wanted = [one for one in completions if options.certificates is not None and one.error is None]
     certificates = [one.certificate() for one in wanted]
     return [
-        (_as_text(model, prompt), one) for prompt, one in zip(options.prompt, completions, strict=True)
+        (_as_text(model, prompt), one)
+        for prompt, one in zip(options.prompt, completions, strict=True)
     ], certificates
 
 
-def _check_room(options: Generate, config: ModelConfig, lengths: Iterable[int], or_more: str = "") -> None:
-    """Refuse a `--max-tokens` for which the model has no room after the longest prompt. The default is cut.
+def _check_room(
+    options: Generate, config: ModelConfig, lengths: Iterable[int], or_more: str = ""
+) -> None:
+    """Refuse a `--max-tokens` for which the model has no room after the longest prompt. The default
+    is cut.
 
     Args:
         lengths: the tokens of each prompt.
@@ -101,11 +119,18 @@ def _as_text(model: Model, prompt: str | list[int]) -> str:
 
 
 def _shown(completed: Completed, between: str) -> Iterator[Text]:
-    """Each completion after its prompt and what is between them; without a tokenizer as ids, in the form that
-    `--prompt-ids` takes."""
+    """Each completion after its prompt and what is between them; without a tokenizer as ids, in the
+    form that `--prompt-ids` takes."""
     for number, (prompt, completion) in enumerate(completed, 1):
         ids = ",".join(map(str, completion.token_ids))
         new = f",{ids}" if completion.text is None else completion.text
         title = f"[{number} of {len(completed)}] {counted(len(completion.token_ids), 'token')}"
         yield Text(f"{title}, {completion.finish_reason}", style="dim")
-        yield Text.assemble((printable(prompt), "bold"), between, printable(new), "\n", no_wrap=True, overflow="ignore")
+        yield Text.assemble(
+            (printable(prompt), "bold"),
+            between,
+            printable(new),
+            "\n",
+            no_wrap=True,
+            overflow="ignore",
+        )

@@ -1,4 +1,5 @@
-"""The process that answers clients, beside the one that runs the engine: `HttpProcess` starts it, `main` is it."""
+"""The process that answers clients, beside the one that runs the engine: `HttpProcess` starts it,
+`main` is it."""
 
 import contextlib
 import gc
@@ -79,8 +80,8 @@ def serve_clients(host: Host, settings: Settings, sockets: Sequence[socket.socke
 
 @contextlib.contextmanager
 def forwarded(process: subprocess.Popen[bytes]) -> Iterator[None]:
-    """Signals go to a process. A thread passes them on: this one may wait for a command, and Python runs a handler only
-    when the main thread goes on."""
+    """Signals go to a process. A thread passes them on: this one may wait for a command, and Python
+    runs a handler only when the main thread goes on."""
     reader, writer = socket.socketpair()
     writer.setblocking(False)
 
@@ -105,8 +106,9 @@ def forwarded(process: subprocess.Popen[bytes]) -> Iterator[None]:
 
 
 class HttpProcess:
-    """The process as its parent sees it. It is started before the model is loaded, so that it imports meanwhile; and it
-    ends when the parent has gone. Where sockets cannot be inherited (Windows), its work is done in the parent.
+    """The process as its parent sees it. It is started before the model is loaded, so that it
+    imports meanwhile; and it ends when the parent has gone. Where sockets cannot be inherited
+    (Windows), its work is done in the parent.
 
     Args:
         sockets: to listen on, bound to addresses.
@@ -134,7 +136,12 @@ class HttpProcess:
             serve_clients(host, settings, self._sockets)
             return _exit_code(host.fault)
         model = engine.model
-        own = model.config, None, model.tokenizer, Path(settings.name)  # without its weights; clients see no path
+        own = (
+            model.config,
+            None,
+            model.tokenizer,
+            Path(settings.name),
+        )  # without its weights; clients see no path
         bare = Model(*own, chat_template=model.chat_template)  # type: ignore[arg-type]
         with self._socket, forwarded(process):
             with contextlib.suppress(OSError):  # it has gone: its exit code says why
@@ -144,12 +151,16 @@ class HttpProcess:
             self._has_returned.set()
             code = process.wait()
         if code < 0:
-            print(f"error: the process that answers clients was ended by signal {-code}", file=sys.stderr)
+            print(
+                f"error: the process that answers clients was ended by signal {-code}",
+                file=sys.stderr,
+            )
             code = 1
         return _exit_code(None if fault is None else f"{type(fault).__name__}: {fault}") or code
 
     def _end_if_still(self) -> None:
-        """End this process if the other one has ended and the engine stands still in a step: nobody waits for it."""
+        """End this process if the other one has ended and the engine stands still in a step: nobody
+        waits for it."""
         assert self._process is not None
         self._process.wait()
         if not self._has_returned.wait(STILL_SECONDS):
@@ -182,7 +193,8 @@ def _leave() -> None:
 
 
 def main() -> None:
-    """Read the settings from a socket whose number is the first argument, and serve on those of the others."""
+    """Read the settings from a socket whose number is the first argument, and serve on those of the
+    others."""
     for each in _SIGNALS:
         signal.signal(each, signal.SIG_DFL)
     sock, *sockets = (socket.socket(fileno=int(word)) for word in sys.argv[1:])
@@ -192,7 +204,10 @@ def main() -> None:
     while raw := sock.recv(2**16):
         for settings in unpacker.feed(raw):
             host = RemoteHost(
-                sock, settings.model, settings.max_model_len, settings.max_num_reqs + settings.max_waiting
+                sock,
+                settings.model,
+                settings.max_model_len,
+                settings.max_num_reqs + settings.max_waiting,
             )
             serve_clients(host, settings, sockets)
             _leave()

@@ -1,4 +1,5 @@
-"""`main`, which runs one command, and the parser of all commands. Building it imports neither torch, rich nor numpy."""
+"""`main`, which runs one command, and the parser of all commands. Building it imports neither
+torch, rich nor numpy."""
 
 import argparse
 import contextlib
@@ -24,7 +25,12 @@ from weft.transforms.cli.printing import printable
 _INTERRUPTED, _BROKEN_PIPE = 130, 141
 """The codes by which a shell reports a process that SIGINT, or SIGPIPE, ended."""
 
-_RENAMED = {"backend": "--transport", "max_num_reqs": "--max-num-seqs", "num_tokens": "--speculate", "pipeline": "--pp"}
+_RENAMED = {
+    "backend": "--transport",
+    "max_num_reqs": "--max-num-seqs",
+    "num_tokens": "--speculate",
+    "pipeline": "--pp",
+}
 """The flags that set arguments of Python functions which have other names."""
 
 
@@ -35,13 +41,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         argv: the arguments after the program's name; None: those of the process.
 
     Returns:
-        0 for success; 1 if `demo`, `verify` or `bench --eval` found a difference, if a completion of `generate` ended
-        with an error, or if the model of `plan` does not fit; 2 for bad input, with the error on stderr; 130 after
-        Ctrl-C; 141 if the reader of stdout is gone.
+        0 for success; 1 if `demo`, `verify` or `bench --eval` found a difference, if a completion
+        of `generate` ended with an error, or if the model of `plan` does not fit; 2 for bad input,
+        with the error on stderr; 130 after Ctrl-C; 141 if the reader of stdout is gone.
 
     Raises:
-        SystemExit: from argparse, for `--help` (0) and for arguments that it refuses (2); and on the ranks of torchrun
-            that print nothing (0).
+        SystemExit: from argparse, for `--help` (0) and for arguments that it refuses (2); and on
+            the ranks of torchrun that print nothing (0).
     """
     words = sys.argv[1:] if argv is None else [*argv]
     if isinstance(sys.stdout, io.TextIOWrapper):
@@ -61,7 +67,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         return _INTERRUPTED
     except BrokenPipeError:
-        with contextlib.suppress(OSError, ValueError):  # else the interpreter flushes at exit, and complains
+        with contextlib.suppress(
+            OSError, ValueError
+        ):  # else the interpreter flushes at exit, and complains
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return _BROKEN_PIPE
 
@@ -78,22 +86,28 @@ def run_command(options: Options) -> int:
 
 
 def in_flags(error: WeftError, words: Sequence[str]) -> str:
-    """The text of an error in the words of the command line: a Python argument becomes its flag. A Python call becomes
-    the command as written, or, if it shows one argument alone, the flag of that one."""
-    flags = {field.name: flag_of(field.name) for field in flagged(_COMMANDS.get(words[0], Options))} | _RENAMED
+    """The text of an error in the words of the command line: a Python argument becomes its flag. A
+    Python call becomes the command as written, or, if it shows one argument alone, the flag of that
+    one."""
+    flags = {
+        field.name: flag_of(field.name) for field in flagged(_COMMANDS.get(words[0], Options))
+    } | _RENAMED
     call, only = error.call, re.fullmatch(r"[^='\"]*[( ](\w+)=([^=]*)\)", error.call)
     if only and only[1] in flags:
         call = f"weft {words[0]} {flags[only[1]]} {only[2]}"
     elif not call.startswith((f"weft {words[0]} ", "--")):
         call = f"weft {shlex.join(words)}"
     seen, instead = error.seen, error.instead
-    if not isinstance(error, ConfigError | CheckpointError):  # whose names are those of files' fields
+    if not isinstance(
+        error, ConfigError | CheckpointError
+    ):  # whose names are those of files' fields
         seen, instead = (_with_flags(text, flags) for text in (seen, instead))
     return str(WeftError(call, seen, instead))
 
 
 def _with_flags(text: str, flags: Mapping[str, str]) -> str:
-    """A text in which Python arguments are the flags that set them: `attention='auto'` is `--attention auto`."""
+    """A text in which Python arguments are the flags that set them: `attention='auto'` is
+    `--attention auto`."""
     text = text.replace(_ADAPTERS, "--adapter DIR")
     if "batch_invariant" not in flags:  # of a command that is always batch invariant
         text = text.replace("; or leave out batch_invariant=True", "")
@@ -105,7 +119,9 @@ def _with_flags(text: str, flags: Mapping[str, str]) -> str:
 
 
 _ADAPTERS = "adapters=[weft.load_adapter(model, folder)]"
-_COMMANDS: dict[str, type[Options]] = {own.command: own for own in (Demo, Doctor, Generate, Verify, Serve, Bench, Plan)}
+_COMMANDS: dict[str, type[Options]] = {
+    own.command: own for own in (Demo, Doctor, Generate, Verify, Serve, Bench, Plan)
+}
 
 
 _ELSEWHERE = {"--tensor-parallel-size": "--tp", "--pipeline-parallel-size": "--pp"}
@@ -115,22 +131,32 @@ _IN_PYTHON = "in Python, weft.generate(..., sampling=weft.SamplingParams(...))"
 
 
 def parse(words: Sequence[str]) -> Options:
-    """The options of the command that the words call. It refuses a flag that the command does not have, and names the
-    nearest flag that it has.
+    """The options of the command that the words call. It refuses a flag that the command does not
+    have, and names the nearest flag that it has.
 
     Raises:
         RequestError: flags that contradict each other.
         SystemExit: from argparse, for `--help` (0) and for arguments that it refuses (2).
     """
-    given, strange = build_parser(requires=False).parse_known_args(words)  # first, as a flag may be missing by a typo
+    given, strange = build_parser(requires=False).parse_known_args(
+        words
+    )  # first, as a flag may be missing by a typo
     if strange:
         parser = given.parser
-        flags = [word.strip(".,;]") for word in parser.format_help().split() if word.startswith("--")]
+        flags = [
+            word.strip(".,;]") for word in parser.format_help().split() if word.startswith("--")
+        ]
         word = strange[0].partition("=")[0]
         near = nearest(word, flags)
-        if not word.startswith("-") and "--model" in flags and getattr(given, "model", None) is None:
+        if (
+            not word.startswith("-")
+            and "--model" in flags
+            and getattr(given, "model", None) is None
+        ):
             near = [f"--model {word}"]
-        elif not near and ((word in _SAMPLING and "--prompt" in flags) or _ELSEWHERE.get(word) in flags):
+        elif not near and (
+            (word in _SAMPLING and "--prompt" in flags) or _ELSEWHERE.get(word) in flags
+        ):
             near = [_ELSEWHERE.get(word, _IN_PYTHON)]
         remedy = ", or ".join((*near, f"see {parser.prog} --help"))
         parser.error(f"unrecognized arguments: {' '.join(strange)} (instead: {remedy})")
@@ -148,11 +174,17 @@ def build_parser(*, requires: bool = True) -> argparse.ArgumentParser:
     Args:
         requires: whether it refuses a command without the arguments that it needs.
     """
-    parser = argparse.ArgumentParser(prog="weft", description="Model steps as pure functions on PyTorch.")
+    parser = argparse.ArgumentParser(
+        prog="weft", description="Model steps as pure functions on PyTorch."
+    )
     parser.add_argument("--version", action="version", version=f"weft {__version__}")
     commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
     for name, own in _COMMANDS.items():
-        told: dict[str, Any] = {"help": own.summary, "description": own.__doc__, "usage": f"weft {name} {own.usage}"}
+        told: dict[str, Any] = {
+            "help": own.summary,
+            "description": own.__doc__,
+            "usage": f"weft {name} {own.usage}",
+        }
         made = commands.add_parser(name, allow_abbrev=False, **told)
         made.set_defaults(parser=made)
         _add_flags(made, own, requires)
@@ -176,6 +208,10 @@ def _add_flags(parser: argparse.ArgumentParser, own: type[Options], requires: bo
             continue
         if type(field.default) in (int, float, str) and "default" not in help:
             help += f" (default {str(field.default).removesuffix('.0')})"
-        told = {"help": help, "required": requires and field.default is attrs.NOTHING, **field.metadata["kind"]}
+        told = {
+            "help": help,
+            "required": requires and field.default is attrs.NOTHING,
+            **field.metadata["kind"],
+        }
         for flag, keywords in {flag_of(field.name): told, **field.metadata["also"]}.items():
             groups[name].add_argument(flag, dest=field.name, default=argparse.SUPPRESS, **keywords)

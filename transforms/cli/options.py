@@ -55,12 +55,15 @@ PRESETS = (
     "llama-3.2-1b",
     "llama-3.1-8b",
 )
-"""The values of `--preset`: the names in `weft.stages.random_weights`, without its import of torch."""
+"""The values of `--preset`: the names in `weft.stages.random_weights`, without its import of torch.
+"""
 
 _TOKENS_PER_STEP = "8192 on a large GPU, 4096 there for a small model, else 2048"
 WORKLOADS = {"decode": (2, 512), "prefill": (512, 64), "mixed": (512, 512)}
 """The values of `--workload`: tokens of each prompt and of each completion."""
-_SIZES = ", ".join(f"{name} {prompt} and {completion}" for name, (prompt, completion) in WORKLOADS.items())
+_SIZES = ", ".join(
+    f"{name} {prompt} and {completion}" for name, (prompt, completion) in WORKLOADS.items()
+)
 
 _model, _general, _prompts, _sampling, _measured, _load, _machine, _how, _network = (
     partial(option, group) for group in GROUPS
@@ -124,17 +127,34 @@ class RunOptions(ModelOptions):
     """The options of a command that runs a model: the drafts, and the place of the stages."""
 
     speculate: int | None = _how(
-        "draft and verify K tokens per step, by prompt lookup or --draft; the tokens stay the same", whole("K", 1, 1024)
+        "draft and verify K tokens per step, by prompt lookup or --draft; the tokens stay the same",
+        whole("K", 1, 1024),
     )
-    draft: str | None = _how("a checkpoint with the same vocabulary that drafts; needs --speculate", DIR)
-    transport: str | None = _how("between stages (default: nccl on GPUs, else gloo; local: one process)", TRANSPORTS)
-    stages: str | None = _how("stages of your own: a function that is given the model and returns it with them", NAMED)
-    timeout: float = _how("seconds that a stage may keep another waiting before both stop, once loaded", SECONDS, 30.0)
+    draft: str | None = _how(
+        "a checkpoint with the same vocabulary that drafts; needs --speculate", DIR
+    )
+    transport: str | None = _how(
+        "between stages (default: nccl on GPUs, else gloo; local: one process)", TRANSPORTS
+    )
+    stages: str | None = _how(
+        "stages of your own: a function that is given the model and returns it with them", NAMED
+    )
+    timeout: float = _how(
+        "seconds that a stage may keep another waiting before both stop, once loaded", SECONDS, 30.0
+    )
     device: str | None = _how(_DEVICE, DEVICE)
-    dtype: str | None = _how("dtype of the weights and the KV cache (default: the checkpoint's)", DTYPES)
-    kv_dtype: str | None = _how("dtype of the KV cache, if another: half the memory, rounded", KV_DTYPES)
-    attention: str = _how("implementation of attention; auto: the fastest that was measured", ATTENTION, "auto")
-    batch_invariant: bool = _how("a request's tokens and logprobs are the same bits in any batch", SWITCH, False)
+    dtype: str | None = _how(
+        "dtype of the weights and the KV cache (default: the checkpoint's)", DTYPES
+    )
+    kv_dtype: str | None = _how(
+        "dtype of the KV cache, if another: half the memory, rounded", KV_DTYPES
+    )
+    attention: str = _how(
+        "implementation of attention; auto: the fastest that was measured", ATTENTION, "auto"
+    )
+    batch_invariant: bool = _how(
+        "a request's tokens and logprobs are the same bits in any batch", SWITCH, False
+    )
     reduction_leaves: int = _how(_LEAVES, whole("N"), 1)
     graph: str | None = _how(f"{_GRAPH})", MODES)
 
@@ -155,7 +175,9 @@ class RunOptions(ModelOptions):
 class WeightOptions(RunOptions):
     """The options of a command that runs random weights, too."""
 
-    load_format: str | None = _general("dummy: random weights (default: auto; with --preset dummy)", ("auto", "dummy"))
+    load_format: str | None = _general(
+        "dummy: random weights (default: auto; with --preset dummy)", ("auto", "dummy")
+    )
 
     @property
     def dummy(self) -> bool:
@@ -166,14 +188,19 @@ class WeightOptions(RunOptions):
         """Refuse to load a preset's weights, also."""
         super().check()
         if self.preset is not None and self.load_format == "auto":
-            self.refuse("--load-format auto", "a preset has no weights", "--load-format dummy, or a checkpoint")
+            self.refuse(
+                "--load-format auto",
+                "a preset has no weights",
+                "--load-format dummy, or a checkpoint",
+            )
 
 
 @attrs.frozen(kw_only=True)
 class Demo(Options):
-    """Generate from three prompts with the checkpoint that weft ships: eagerly, graphified, pipelined over 2 stages,
-    both, and each prompt alone; fast, and batch invariant. Compare tokens, logits and state after every step, and exit
-    with 1 if they differ by more than rounding, or in any bit of the batch-invariant model."""
+    """Generate from three prompts with the checkpoint that weft ships: eagerly, graphified,
+    pipelined over 2 stages, both, and each prompt alone; fast, and batch invariant. Compare tokens,
+    logits and state after every step, and exit with 1 if they differ by more than rounding, or in
+    any bit of the batch-invariant model."""
 
     command, summary = "demo", "see that graphs and pipelines change no result"
 
@@ -199,11 +226,17 @@ class Generate(RunOptions):
 
     model: str = _general(_FOLDER, DIR, attrs.NOTHING)
     preset: None = None
-    prompt: Sequence[str | list[int]] = _prompts("a text; may be repeated", TEXT, (), also={"--prompt-ids": IDS})
-    chat: bool = _prompts("each text is a user's message, by the checkpoint's chat template", SWITCH, False)
+    prompt: Sequence[str | list[int]] = _prompts(
+        "a text; may be repeated", TEXT, (), also={"--prompt-ids": IDS}
+    )
+    chat: bool = _prompts(
+        "each text is a user's message, by the checkpoint's chat template", SWITCH, False
+    )
     system: str | None = _prompts("the system's message before it; needs --chat", TEXT_ONCE)
     max_tokens: int = _sampling(
-        "tokens to generate per prompt (default 64, or as many as the model has room for)", whole("N"), 64
+        "tokens to generate per prompt (default 64, or as many as the model has room for)",
+        whole("N"),
+        64,
     )
     temperature: float = _sampling("0, the default, is greedy", TEMPERATURE, 0.0)
     seed: int | None = _sampling("seed of all random choices (default: a fresh one)", SEED)
@@ -216,60 +249,96 @@ class Generate(RunOptions):
 
 @attrs.frozen(kw_only=True)
 class Verify(RunOptions):
-    """Compute certified completions again, all in one batch, in any split and mode, and compare them bit for bit. Print
-    `equal`, `equal, with other weights`, or the first token that differs, and exit with 1 unless all are equal."""
+    """Compute certified completions again, all in one batch, in any split and mode, and compare
+    them bit for bit. Print `equal`, `equal, with other weights`, or the first token that differs,
+    and exit with 1 unless all are equal."""
 
     command, usage = "verify", "CERTIFICATES --model DIR [options]"
     summary = "compute certified completions again, and compare every bit"
 
-    certificate: str = _general("what weft generate --certificates wrote", CERTIFICATES, attrs.NOTHING)
+    certificate: str = _general(
+        "what weft generate --certificates wrote", CERTIFICATES, attrs.NOTHING
+    )
     model: str = _general(_FOLDER, DIR, attrs.NOTHING)
     preset: None = None
     json: bool = _general("print one JSON object per certificate, one per line", SWITCH, False)
-    adapter: Sequence[str] = _general("a LoRA adapter that a certificate names; may be repeated", DIRS, ())
+    adapter: Sequence[str] = _general(
+        "a LoRA adapter that a certificate names; may be repeated", DIRS, ()
+    )
     max_num_seqs: int = _how("completions that run at once", COUNT, 64)
-    max_num_tokens: int | None = _how("tokens per step, so that prompts are read in chunks", whole("N", 1, 2**17))
+    max_num_tokens: int | None = _how(
+        "tokens per step, so that prompts are read in chunks", whole("N", 1, 2**17)
+    )
     batch_invariant: bool = True
 
 
 @attrs.frozen(kw_only=True)
 class Serve(WeightOptions):
-    """Serve a checkpoint over HTTP, by OpenAI's API: /v1/completions, /v1/chat/completions, /v1/models, /tokenize,
-    /health, /metrics. It listens on this machine alone unless --host says otherwise. On SIGTERM or Ctrl-C it
-    finishes the running requests and then exits."""
+    """Serve a checkpoint over HTTP, by OpenAI's API: /v1/completions, /v1/chat/completions,
+    /v1/models, /tokenize, /health, /metrics. It listens on this machine alone unless --host says
+    otherwise. On SIGTERM or Ctrl-C it finishes the running requests and then exits."""
 
     command, usage = "serve", "(MODEL | --preset NAME) [options]"
     summary = "serve a checkpoint over HTTP, by OpenAI's API"
 
     model: str | None = _model(_FOLDER, WORD)
-    preset: str | None = _model("the dimensions of a known model; random weights, prompts are token ids", PRESETS)
+    preset: str | None = _model(
+        "the dimensions of a known model; random weights, prompts are token ids", PRESETS
+    )
     json: bool = False
-    host: str = _network("address to listen on", value("ADDRESS", str, bool, "an address"), "127.0.0.1")
+    host: str = _network(
+        "address to listen on", value("ADDRESS", str, bool, "an address"), "127.0.0.1"
+    )
     port: int = _network("0: one that is free, which is printed", whole("N", 0, 65535), 8000)
-    api_key: str | None = _network("what clients must send (default: $WEFT_API_KEY; without one, nothing)", TEXT_ONCE)
-    served_model_name: str | None = _network("the model's name to clients (default: that of its folder)", TEXT_ONCE)
-    adapter: Sequence[tuple[str, str]] = _network("a LoRA adapter, a model of its own to clients", ADAPTER, ())
-    chat_template: str | None = _network("a template of your own, in Jinja (default: the checkpoint's)", FILE)
-    max_waiting: int = _network("requests that may wait; others get status 429", whole("N", 0, 2**20), 1024)
+    api_key: str | None = _network(
+        "what clients must send (default: $WEFT_API_KEY; without one, nothing)", TEXT_ONCE
+    )
+    served_model_name: str | None = _network(
+        "the model's name to clients (default: that of its folder)", TEXT_ONCE
+    )
+    adapter: Sequence[tuple[str, str]] = _network(
+        "a LoRA adapter, a model of its own to clients", ADAPTER, ()
+    )
+    chat_template: str | None = _network(
+        "a template of your own, in Jinja (default: the checkpoint's)", FILE
+    )
+    max_waiting: int = _network(
+        "requests that may wait; others get status 429", whole("N", 0, 2**20), 1024
+    )
     max_body: int = _network("bytes of a request", whole("N", 1, 2**30), 4 * 2**20)
     max_n: int = _network("completions of one prompt", whole("N", 1, 10_000), 128)
-    request_timeout: float | None = _network("seconds that a request may take (default: no limit)", SECONDS)
-    max_logprobs: int = _network("the most logprobs of a token; more cost time at each step", whole("N", 0, 2**17), 5)
-    scheduling_policy: str = _how("fcfs: as they come; priority: by the requests' `priority`", POLICIES, "fcfs")
-    no_prefix_caching: bool = _how("compute every prompt whole, also where another one began alike", SWITCH, False)
+    request_timeout: float | None = _network(
+        "seconds that a request may take (default: no limit)", SECONDS
+    )
+    max_logprobs: int = _network(
+        "the most logprobs of a token; more cost time at each step", whole("N", 0, 2**17), 5
+    )
+    scheduling_policy: str = _how(
+        "fcfs: as they come; priority: by the requests' `priority`", POLICIES, "fcfs"
+    )
+    no_prefix_caching: bool = _how(
+        "compute every prompt whole, also where another one began alike", SWITCH, False
+    )
     max_num_seqs: int = _how("completions that run at once", COUNT, 128)
-    max_num_tokens: int | None = _how(f"tokens per step (default {_TOKENS_PER_STEP})", whole("N", 1, 2**17))
+    max_num_tokens: int | None = _how(
+        f"tokens per step (default {_TOKENS_PER_STEP})", whole("N", 1, 2**17)
+    )
     max_step_seconds: float | None = _how(_STEP_SECONDS, SECONDS)
-    max_model_len: int | None = _how("tokens of a request (default: the model's limit, at most 4096)", COUNT)
+    max_model_len: int | None = _how(
+        "tokens of a request (default: the model's limit, at most 4096)", COUNT
+    )
     num_pages: int | None = _how(_NUM_PAGES, COUNT)
-    run_ahead: int = _how("steps that are launched before the first of them is read", whole("K", 0, 2**20), 1)
+    run_ahead: int = _how(
+        "steps that are launched before the first of them is read", whole("K", 0, 2**20), 1
+    )
     seed: int | None = _how("seed of requests without one (default: a fresh one)", SEED)
 
 
 @attrs.frozen(kw_only=True)
 class Bench(WeightOptions):
-    """Serve many requests that all arrive at once, and measure when the host reads each token. With --eval, score a
-    file of tasks in each graph mode and split instead, and exit with 1 if the scores differ."""
+    """Serve many requests that all arrive at once, and measure when the host reads each token. With
+    --eval, score a file of tasks in each graph mode and split instead, and exit with 1 if the
+    scores differ."""
 
     command, usage = "bench", "(--model DIR | --preset NAME) [options]"
     summary = "measure serving, or score a file of tasks"
@@ -288,13 +357,16 @@ class Bench(WeightOptions):
     )
     max_num_seqs: int = _how("requests that run at once", COUNT, 128)
     max_num_tokens: int | None = _how(
-        f"tokens per step (default {_TOKENS_PER_STEP}; with --eval as --max-num-seqs)", whole("N", 1, 2**17)
+        f"tokens per step (default {_TOKENS_PER_STEP}; with --eval as --max-num-seqs)",
+        whole("N", 1, 2**17),
     )
     max_step_seconds: float | None = _how(_STEP_SECONDS, SECONDS)
     num_pages: int | None = _how(_NUM_PAGES, COUNT)
     pp: int | tuple[int, ...] | None = _how(f"{_STAGES}; with --eval several too: 1,2,3", SPLITS)
     graph: str | None = _how(f"{_GRAPH}; with --eval all, one by one)", (*MODES, "all"))
-    run_ahead: int = _how("steps that are launched before the first of them is read", whole("K", 0, 2**20), 1)
+    run_ahead: int = _how(
+        "steps that are launched before the first of them is read", whole("K", 0, 2**20), 1
+    )
 
     @property
     def lengths(self) -> tuple[int, int]:
@@ -318,33 +390,51 @@ class Bench(WeightOptions):
 
 @attrs.frozen(kw_only=True)
 class Plan(ModelOptions):
-    """Predict the speed of decoding over several GPUs from config.json alone, without weights: tokens/s and what bounds
-    them, whether it fits into memory, the best split of the layers, the best number of groups of requests that take
-    turns, and a timeline. A stage's time is the bytes that it reads divided by the memory bandwidth. Exit with 1 if the
-    model does not fit into memory."""
+    """Predict the speed of decoding over several GPUs from config.json alone, without weights:
+    tokens/s and what bounds them, whether it fits into memory, the best split of the layers, the
+    best number of groups of requests that take turns, and a timeline. A stage's time is the bytes
+    that it reads divided by the memory bandwidth. Exit with 1 if the model does not fit into
+    memory."""
 
-    command, usage = "plan", "(--model DIR | --preset NAME) [[--pp N] [--tp N] | --gpus N] [options]"
+    command, usage = (
+        "plan",
+        "(--model DIR | --preset NAME) [[--pp N] [--tp N] | --gpus N] [options]",
+    )
     summary = "predict a pipeline from a config.json"
 
     pp: int | None = _general("pipeline stages (default 1)", whole("N"))
     tp: int = _general("tensor parallelism: GPUs that split each layer (default 1)", whole("N"), 1)
-    gpus: int | None = _general("GPUs: try each --tp times --pp that uses all, and show the best", whole("N"))
+    gpus: int | None = _general(
+        "GPUs: try each --tp times --pp that uses all, and show the best", whole("N")
+    )
     svg: str | None = _general("write a picture of the timeline, too", FILE)
     programs: bool = _general("print the timeline's programs, too", SWITCH, False)
     requests: int = _load("requests that decode together", whole("R"), 128)
-    context: int | None = _load("tokens before the new one (default 1024, or half of the positions)", whole("T", 0))
-    cohorts: int | None = _load("groups of requests that take turns (default: the fastest number)", whole("C", 1, 1000))
+    context: int | None = _load(
+        "tokens before the new one (default 1024, or half of the positions)", whole("T", 0)
+    )
+    cohorts: int | None = _load(
+        "groups of requests that take turns (default: the fastest number)", whole("C", 1, 1000)
+    )
     steps: int = _load("steps of each cohort in the timeline", whole("K"), 2)
-    bandwidth: float = _machine("memory bandwidth of a device (default 4800, an H200's data sheet)", BANDWIDTH, 4800.0)
-    memory: float = _machine("memory of a device (default 141, an H200's data sheet)", GIGABYTES, 141.0)
+    bandwidth: float = _machine(
+        "memory bandwidth of a device (default 4800, an H200's data sheet)", BANDWIDTH, 4800.0
+    )
+    memory: float = _machine(
+        "memory of a device (default 141, an H200's data sheet)", GIGABYTES, 141.0
+    )
     link: float = _machine("bandwidth between two ranks (default: no limit)", LINK, math.inf)
     latency: float = _machine("microseconds of a transfer, whatever its size", LATENCY, 0)
     capacity: int = _machine("messages that an edge holds", whole("M"), 2)
     kernel: float = _machine(
-        "microseconds that each of a layer's 11 kernels adds to the time of reading (default 0)", LATENCY, 0
+        "microseconds that each of a layer's 11 kernels adds to the time of reading (default 0)",
+        LATENCY,
+        0,
     )
     gpus_per_node: int | None = _machine("GPUs of a node (default: all are in one)", whole("N"))
-    node_link: float | None = _machine("bandwidth between ranks of two nodes (default: as --link)", LINK)
+    node_link: float | None = _machine(
+        "bandwidth between ranks of two nodes (default: as --link)", LINK
+    )
     node_latency: float | None = _machine(
         "microseconds of a transfer between two nodes (default: as --latency)", LATENCY
     )
@@ -359,4 +449,6 @@ class Plan(ModelOptions):
         super().check()
         for name, given in (("--node-link", self.node_link), ("--node-latency", self.node_latency)):
             if given is not None and self.gpus_per_node is None:
-                self.refuse(f"{name} {given:g}", "one node", f"--gpus-per-node 8 with {name}, or neither")
+                self.refuse(
+                    f"{name} {given:g}", "one node", f"--gpus-per-node 8 with {name}, or neither"
+                )

@@ -1,4 +1,5 @@
-"""`weft plan`: predict the speed of decoding over several GPUs, from a config.json and a memory bandwidth alone."""
+"""`weft plan`: predict the speed of decoding over several GPUs, from a config.json and a memory
+bandwidth alone."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -24,7 +25,8 @@ from weft.transforms.pipelines.timing.splits import SplitPlan, plan_splits
 
 
 def run(options: Plan) -> int:
-    """Predict, and print the prediction; the exit code is 1 if the model does not fit into memory."""
+    """Predict, and print the prediction; the exit code is 1 if the model does not fit into memory.
+    """
     check_file(options, "--svg", options.svg)
     config = read_config(options)
     machine = Machine(
@@ -38,7 +40,9 @@ def run(options: Plan) -> int:
         node_link=None if options.node_link is None else options.node_link * 1e9,
         node_latency=None if options.node_latency is None else options.node_latency * 1e-6,
     )
-    asked: dict[str, Any] = {name: getattr(options, name) for name in ("requests", "context", "cohorts", "steps")}
+    asked: dict[str, Any] = {
+        name: getattr(options, name) for name in ("requests", "context", "cohorts", "steps")
+    }
     splits = None
     if options.gpus is not None:
         with options.about(f"--gpus {options.gpus}", ProgramError):
@@ -59,12 +63,27 @@ def run(options: Plan) -> int:
 def as_report(options: Plan, plan: Prediction, splits: SplitPlan | None) -> dict[str, Any]:
     """The JSON report, in seconds and bytes."""
     config, timeline = plan.load.config, plan.timeline
-    names = "model", "preset", "cohorts", "steps", "requests", "bandwidth", "memory", "link", "latency", "capacity"
+    names = (
+        "model",
+        "preset",
+        "cohorts",
+        "steps",
+        "requests",
+        "bandwidth",
+        "memory",
+        "link",
+        "latency",
+        "capacity",
+    )
     nodes = "kernel", "gpus_per_node", "node_link", "node_latency"
     return {
         "costs": "bytes over bandwidth, not measured",
         "wanted": {name: getattr(options, name) for name in (*names, *nodes)}
-        | {"stages": plan.load.num_stages, "shards": plan.load.num_shards, "context": plan.load.context},
+        | {
+            "stages": plan.load.num_stages,
+            "shards": plan.load.num_shards,
+            "context": plan.load.context,
+        },
         "model": {
             "architecture": config.architecture,
             "num_layers": config.num_layers,
@@ -72,19 +91,30 @@ def as_report(options: Plan, plan: Prediction, splits: SplitPlan | None) -> dict
             "bytes": plan.load.bytes(),
         },
         "gpus": [
-            {"shards": one.load.num_shards, "stages": one.load.num_stages, "fits": one.fits, **attrs.asdict(one.chosen)}
+            {
+                "shards": one.load.num_shards,
+                "stages": one.load.num_stages,
+                "fits": one.fits,
+                **attrs.asdict(one.chosen),
+            }
             for one in (() if splits is None else splits.predictions)
         ],
         "left_out": () if splits is None else splits.left_out,
         "fits": plan.fits,
         "memory": [
-            attrs.asdict(need) | {"total": need.total} for need in plan.load.memory(options.requests, plan.chosen.size)
+            attrs.asdict(need) | {"total": need.total}
+            for need in plan.load.memory(options.requests, plan.chosen.size)
         ],
         "splits": plan.splits,
         "programs": [str(program) for program in plan.programs],
         "timeline": {
-            **{name: getattr(timeline, name) for name in ("step_time", "busy", "bubble", "peak_bytes")},
-            "events": [attrs.asdict(e, recurse=False) | {"effect": str(e.effect)} for e in timeline.events],
+            **{
+                name: getattr(timeline, name)
+                for name in ("step_time", "busy", "bubble", "peak_bytes")
+            },
+            "events": [
+                attrs.asdict(e, recurse=False) | {"effect": str(e.effect)} for e in timeline.events
+            ],
         },
         "cohorts": [attrs.asdict(row) | {"bubble": row.bubble} for row in plan.cohorts.rows],
         "best": plan.cohorts.best.cohorts,
@@ -95,10 +125,18 @@ def as_report(options: Plan, plan: Prediction, splits: SplitPlan | None) -> dict
 def sections(options: Plan, plan: Prediction, splits: SplitPlan | None) -> Iterator[Any]:
     """The answer, then how it comes about."""
     shards, stages = plan.load.num_shards, plan.load.num_stages
-    alike = () if shards == 1 else (f"Rank N stands for the {shards} ranks of stage N, which run alike.",)
+    alike = (
+        ()
+        if shards == 1
+        else (f"Rank N stands for the {shards} ranks of stage N, which run alike.",)
+    )
     slowest, even = (max(stage["seconds"] for stage in split) for split in plan.splits.values())
     steps = f"{counted(options.steps, 'step')} of each of {counted(plan.chosen.cohorts, 'cohort')}"
-    tried = {} if splits is None else {f"splits over {plan.num_gpus} GPUs (simulated)": (splits, *splits.left_out)}
+    tried = (
+        {}
+        if splits is None
+        else {f"splits over {plan.num_gpus} GPUs (simulated)": (splits, *splits.left_out)}
+    )
     parts_of: dict[str, tuple[Any, ...]] = tried | {
         "prediction": (*plan.answer(), "", Text(NOTE)),
         "assumptions": (*plan.assumptions(),),
@@ -106,7 +144,9 @@ def sections(options: Plan, plan: Prediction, splits: SplitPlan | None) -> Itera
             plan.stages(),
             f"slowest stage: {duration(slowest)} balanced, {duration(even)} even ({even / slowest - 1:.1%} slower)",
         ),
-        "numbers of cohorts, once the pipeline is full (each in its own best split)": (plan.cohorts,),
+        "numbers of cohorts, once the pipeline is full (each in its own best split)": (
+            plan.cohorts,
+        ),
         f"timeline of {steps}, from an empty pipeline": (
             *alike,
             plan.timeline.as_text(max(Console().width, LEAST_WIDTH)),
@@ -114,6 +154,8 @@ def sections(options: Plan, plan: Prediction, splits: SplitPlan | None) -> Itera
     }
     if options.programs:
         lanes = spread(plan.programs, Mesh(pipeline=stages, tensor=shards))
-        parts_of["programs of this timeline, of the first rank of each stage"] = (listing(lanes[::shards]),)
+        parts_of["programs of this timeline, of the first rank of each stage"] = (
+            listing(lanes[::shards]),
+        )
     for title, parts in parts_of.items():
         yield from (heading(title), *parts, "")

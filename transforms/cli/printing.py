@@ -1,4 +1,5 @@
-"""Texts, tables and files that commands print and write. It imports neither torch, numpy nor rich."""
+"""Texts, tables and files that commands print and write. It imports neither torch, numpy nor rich.
+"""
 
 import os
 from collections.abc import Iterable
@@ -14,7 +15,9 @@ def printable(text: str) -> str:
     >>> printable("a\\x1b[31mb\\n")
     'a\N{REPLACEMENT CHARACTER}[31mb\\n'
     """
-    return "".join(c if c.isprintable() or c in "\n\t" else "\N{REPLACEMENT CHARACTER}" for c in text)
+    return "".join(
+        c if c.isprintable() or c in "\n\t" else "\N{REPLACEMENT CHARACTER}" for c in text
+    )
 
 
 def check_file(options: Options, flag: str, file: str | None) -> None:
@@ -37,11 +40,14 @@ def write_file(options: Options, flag: str, file: str | None, text: str) -> None
             Path(file).write_text(text, encoding="utf-8")
     except (OSError, ValueError) as error:
         seen = f"{getattr(error, 'strerror', error)}: {file:.300}"
-        options.refuse(f"{flag} {file}", seen, "a file that can be written, in a folder that exists")
+        options.refuse(
+            f"{flag} {file}", seen, "a file that can be written, in a folder that exists"
+        )
 
 
 def show(parts: Iterable[Any]) -> None:
-    """Print texts, tables and other things that rich prints. A plain text is neither wrapped nor cut."""
+    """Print texts, tables and other things that rich prints. A plain text is neither wrapped nor
+    cut."""
     from rich.console import Console
 
     out = Console(highlight=False)

@@ -1,4 +1,5 @@
-"""The processes that run a command's stages, this one, ranks that it starts, or torchrun's; and what each opens."""
+"""The processes that run a command's stages, this one, ranks that it starts, or torchrun's; and
+what each opens."""
 
 import importlib
 import os
@@ -77,24 +78,32 @@ class Here:
 
 
 def in_ranks(fn: Callable[[Here, *Ts], T], options: RunOptions, *args: *Ts) -> T:
-    """Call `fn(here, *args)` in every process of the pipeline, and return the first one's result. The other ranks of
-    torchrun end here, as only the first one prints.
+    """Call `fn(here, *args)` in every process of the pipeline, and return the first one's result.
+    The other ranks of torchrun end here, as only the first one prints.
 
     Args:
         fn: a function of a module (it is pickled by name).
 
     Raises:
-        RequestError: `--pp` is not torchrun's number of processes; a transport that needs several stages, or does not
-            serve the device; or fewer GPUs than stages.
+        RequestError: `--pp` is not torchrun's number of processes; a transport that needs several
+            stages, or does not serve the device; or fewer GPUs than stages.
         SystemExit: with 0, on a rank of torchrun that is not the first.
         Whatever `fn` raises.
     """
     world, transport, shares = world_size(options), options.transport, options.tp
-    stages, flag, within = num_stages(options), f"--transport {transport}", transport in ("local", "threads")
+    stages, flag, within = (
+        num_stages(options),
+        f"--transport {transport}",
+        transport in ("local", "threads"),
+    )
     ranks, written = stages * shares, f"--pp {stages}" + f" --tp {shares}" * (shares > 1)
     if world > 1 and ranks != world:
         seen = f"{written} under torchrun with {world} processes"
-        options.refuse(written, seen, f"--pp {world // shares}, or leave it out" if world % shares == 0 else "--tp 1")
+        options.refuse(
+            written,
+            seen,
+            f"--pp {world // shares}, or leave it out" if world % shares == 0 else "--tp 1",
+        )
     if world > 1 and within:
         seen = f"{world} processes of torchrun, and a transport within one process"
         options.refuse(flag, seen, "no torchrun, or no --transport")
@@ -105,7 +114,11 @@ def in_ranks(fn: Callable[[Here, *Ts], T], options: RunOptions, *args: *Ts) -> T
         seen = f"one stage, which sends nothing by {transport}"
         options.refuse(flag, seen, "--pp 2 or more, or no --transport")
     if ranks == 1 or within:
-        here = Here(Threads(timeout=options.timeout) if transport == "threads" else Local(), stages, options.device)
+        here = Here(
+            Threads(timeout=options.timeout) if transport == "threads" else Local(),
+            stages,
+            options.device,
+        )
         return fn(here, *args)
     _check_device(options, ranks if world == 1 else 1)
     if world > 1:
@@ -132,25 +145,40 @@ def world_size(options: Options) -> int:
 def _as_rank(fn: Callable[[Here, *Ts], T], options: RunOptions, *args: *Ts) -> T:
     """Call `fn` as one rank."""
     backend: Any = options.transport
-    device = None if options.device == "cuda" else options.device  # each rank takes a GPU of its own
-    warnings.simplefilter("ignore", ConfigWarning)  # the command has read the configuration before, and warned
+    device = (
+        None if options.device == "cuda" else options.device
+    )  # each rank takes a GPU of its own
+    warnings.simplefilter(
+        "ignore", ConfigWarning
+    )  # the command has read the configuration before, and warned
     transport = Distributed(device=device, backend=backend, timeout=options.timeout)
     try:
         stages = transport.num_ranks // options.tp
-        stage, shard = (transport.rank // options.tp, stages), (transport.rank % options.tp, options.tp)
+        stage, shard = (
+            (transport.rank // options.tp, stages),
+            (transport.rank % options.tp, options.tp),
+        )
         return fn(Here(transport, stages, transport.device, stage, shard), *args)
     finally:
         transport.close()
 
 
 def _check_device(options: RunOptions, num_ranks: int) -> None:
-    """Refuse a device that the transport of ranks does not serve, or that has to serve several of the ranks here."""
-    device, transport = pick_device(options.device, call=f"--device {options.device}"), options.transport
+    """Refuse a device that the transport of ranks does not serve, or that has to serve several of
+    the ranks here."""
+    device, transport = (
+        pick_device(options.device, call=f"--device {options.device}"),
+        options.transport,
+    )
     on_gpus, count = device.type == "cuda", torch.cuda.device_count()
     suiting = ("nccl", "peer") if on_gpus else ("gloo",)
     if transport not in (None, *suiting):
         seen = f"stages on {'GPUs' if on_gpus else 'the CPU'}, which {transport} does not connect"
-        options.refuse(f"--transport {transport}", seen, f"--transport {' or '.join(suiting)}, or another --device")
+        options.refuse(
+            f"--transport {transport}",
+            seen,
+            f"--transport {' or '.join(suiting)}, or another --device",
+        )
     if on_gpus and count < num_ranks:
         flag, what = ("--pp", "stages") if options.tp == 1 else (f"--tp {options.tp} --pp", "ranks")
         instead = f"--transport local (all stages on one GPU), --device cpu, or a smaller {flag.split()[0]}"
@@ -168,15 +196,18 @@ def _read_config(model: str, call: str) -> ModelConfig:
 
 def _model_call(options: ModelOptions) -> str:
     """The part of the command that names the model, as it was written."""
-    return f"weft serve {options.model}" if isinstance(options, Serve) else f"--model {options.model}"
+    return (
+        f"weft serve {options.model}" if isinstance(options, Serve) else f"--model {options.model}"
+    )
 
 
 def read_config(options: ModelOptions) -> ModelConfig:
-    """The configuration of the folder or the preset. It is read before anything is loaded, and so is that of the model
-    that drafts.
+    """The configuration of the folder or the preset. It is read before anything is loaded, and so
+    is that of the model that drafts.
 
     Raises:
-        CheckpointNotFoundError, ConfigError: there is none, or it has a field that weft does not support.
+        CheckpointNotFoundError, ConfigError: there is none, or it has a field that weft does not
+            support.
         RequestError: more stages than layers; without `--pp`, torchrun's processes are the stages.
     """
     if options.draft is not None:
@@ -186,7 +217,9 @@ def read_config(options: ModelOptions) -> ModelConfig:
     else:
         config = _read_config(options.model, _model_call(options))
     count = num_stages(options)
-    written = f"under torchrun with {count} processes" if options.num_stages is None else f"--pp {count}"
+    written = (
+        f"under torchrun with {count} processes" if options.num_stages is None else f"--pp {count}"
+    )
     with options.about(written, ProgramError):
         split_layers(config.num_layers, count)
     flag, ranks = options.sharing
@@ -196,7 +229,9 @@ def read_config(options: ModelOptions) -> ModelConfig:
         share_config(config, options.tp)
     if isinstance(options, RunOptions):
         with options.about(f"--reduction-leaves {options.reduction_leaves}", WeftError):
-            pick_leaves(options.reduction_leaves, config, options.batch_invariant, options.tp, call="")
+            pick_leaves(
+                options.reduction_leaves, config, options.batch_invariant, options.tp, call=""
+            )
     return config
 
 
@@ -204,20 +239,35 @@ def open_model(options: RunOptions, here: Here) -> Model:
     """The part of the model that runs in this process, with the stages that `--stages` gives it."""
     if options.dummy and isinstance(options, Bench | Serve):
         config, name = read_config(options), options.model or str(options.preset)
-        kind: dict[str, Any] = {"dtype": options.dtype, "stage": here.stage, "name": name, "kv_dtype": options.kv_dtype}
+        kind: dict[str, Any] = {
+            "dtype": options.dtype,
+            "stage": here.stage,
+            "name": name,
+            "kv_dtype": options.kv_dtype,
+        }
         kind["shard"] = here.shard
         model = random_model(config, seed=options.seed or 0, device=here.device, **kind)
         if options.model is not None:
             call = _model_call(options)
             checkpoint = open_checkpoint(options.model, call)
             template = checkpoint.read_chat_template(call)
-            model = attrs.evolve(model, tokenizer=checkpoint.read_tokenizer(call, False), chat_template=template)
+            model = attrs.evolve(
+                model, tokenizer=checkpoint.read_tokenizer(call, False), chat_template=template
+            )
         return _with_stages(options, model)
-    kind = {"stage": here.stage, "shard": here.shard, "experts": options.experts, "kv_dtype": options.kv_dtype}
+    kind = {
+        "stage": here.stage,
+        "shard": here.shard,
+        "experts": options.experts,
+        "kv_dtype": options.kv_dtype,
+    }
     try:
         model = load(str(options.model), here.device, options.dtype, progress=here.progress, **kind)
     except CheckpointNotFoundError as error:
-        if not isinstance(options, Bench | Serve) or not Path(str(options.model), "config.json").is_file():
+        if (
+            not isinstance(options, Bench | Serve)
+            or not Path(str(options.model), "config.json").is_file()
+        ):
             raise
         instead = f"{error.instead}; or random weights: --load-format dummy"
         raise CheckpointNotFoundError(error.call, error.seen, instead) from None
@@ -225,8 +275,8 @@ def open_model(options: RunOptions, here: Here) -> Model:
 
 
 def _with_stages(options: RunOptions, model: Model) -> Model:
-    """The model with the attention of `--attention` and with `--batch-invariant`, of `--reduction-leaves`, as the
-    function that `--stages` names returns it."""
+    """The model with the attention of `--attention` and with `--batch-invariant`, of
+    `--reduction-leaves`, as the function that `--stages` names returns it."""
     if options.attention != "auto":
         with options.about(f"--attention {options.attention}", WeftError):
             own = model.config, model.device, model.dtype, model.kv_dtype, options.batch_invariant
@@ -243,7 +293,9 @@ def _with_stages(options: RunOptions, model: Model) -> Model:
     except Exception as error:
         seen = traceback.format_exception_only(error)[-1].strip()
         options.refuse(
-            flag, seen, "a function of a module in this folder, or of an installed one, that takes the model"
+            flag,
+            seen,
+            "a function of a module in this folder, or of an installed one, that takes the model",
         )
     finally:
         sys.path.remove(os.getcwd())
@@ -253,17 +305,26 @@ def _with_stages(options: RunOptions, model: Model) -> Model:
 
 
 def open_drafts(options: RunOptions, here: Here) -> Speculation | None:
-    """The speculation that the options ask for. The draft model is loaded on the first rank alone."""
+    """The speculation that the options ask for. The draft model is loaded on the first rank alone.
+    """
     count, folder = options.speculate, options.draft
     if count is None or folder is None:
         return None if count is None else Speculation(count)
     return Speculation(
-        count, model=load(folder, here.device, options.dtype) if here.has_first_stage else load_config(folder)
+        count,
+        model=load(folder, here.device, options.dtype)
+        if here.has_first_stage
+        else load_config(folder),
     )
 
 
 def make_engine(
-    options: Bench, here: Here, model: Model, graph: str, max_model_len: int, num_cohorts: int | None = None
+    options: Bench,
+    here: Here,
+    model: Model,
+    graph: str,
+    max_model_len: int,
+    num_cohorts: int | None = None,
 ) -> Engine:
     """The engine that the options ask for, in one of the graph modes."""
     limits = EngineLimits(

@@ -34,16 +34,24 @@ _BACKLOG = 2048
 
 def run(options: Serve) -> int:
     """Serve until a signal, or until a rank has ended; the exit code is 1 if the engine failed."""
-    name = options.served_model_name or options.preset or Path(str(options.model)).resolve().name.removesuffix(".gguf")
+    name = (
+        options.served_model_name
+        or options.preset
+        or Path(str(options.model)).resolve().name.removesuffix(".gguf")
+    )
     try:
-        importlib.import_module("weft.transforms.server.app")  # an error here comes before the model is loaded
+        importlib.import_module(
+            "weft.transforms.server.app"
+        )  # an error here comes before the model is loaded
     except ImportError as error:
         options.refuse("", f"{error}", install_command("serve"))
     _check_files(options)
     asked, limit = options.max_model_len, read_config(options).max_position_embeddings
     if asked is not None and asked > limit:
         flag = "--max-model-len"
-        options.refuse(f"{flag} {asked}", f"the model's limit is {limit}", f"{flag} {limit}, or fewer")
+        options.refuse(
+            f"{flag} {asked}", f"the model's limit is {limit}", f"{flag} {limit}, or fewer"
+        )
     with _signals_forwarded():
         return in_ranks(_serve, options, options, name)
 
@@ -62,12 +70,15 @@ def _check_files(options: Serve) -> None:
 
 @contextlib.contextmanager
 def _signals_forwarded() -> Iterator[None]:
-    """Within, in the process that has started ranks, a first signal goes to the first rank, which lets requests end; a
-    second one ends all of them. Without ranks, signals do what they do until the server listens."""
+    """Within, in the process that has started ranks, a first signal goes to the first rank, which
+    lets requests end; a second one ends all of them. Without ranks, signals do what they do until
+    the server listens."""
     told = list[int]()
 
     def forward(sig: int, _: Any) -> None:
-        first = next((own for own in multiprocessing.active_children() if own.name == "weft rank 0"), None)
+        first = next(
+            (own for own in multiprocessing.active_children() if own.name == "weft rank 0"), None
+        )
         if first is None or first.pid is None or told:
             if sig == signal.SIGTERM and first is None:
                 signal.signal(sig, signal.SIG_DFL)
@@ -110,7 +121,9 @@ def _serve(here: Here, options: Serve, name: str) -> int:
             max_waiting=options.max_waiting,
             name=name,
             adapters=[each for each, _ in options.adapter],
-            chat_template=None if template is None else ChatTemplate(template, _special_tokens(engine.model)),
+            chat_template=None
+            if template is None
+            else ChatTemplate(template, _special_tokens(engine.model)),
             api_key=key,
             limits=ServerLimits(
                 max_body=options.max_body,
@@ -129,11 +142,14 @@ def _serve(here: Here, options: Serve, name: str) -> int:
 
 
 def _bound(options: Serve) -> list[socket.socket]:
-    """The sockets of the address. They listen, so that of two servers that are started together one is told that the
-    port is taken: sockets that are only bound can share it. Connections wait until the model is loaded."""
+    """The sockets of the address. They listen, so that of two servers that are started together one
+    is told that the port is taken: sockets that are only bound can share it. Connections wait until
+    the model is loaded."""
     found, wrong = list[socket.socket](), OSError("no address")
     try:
-        places = socket.getaddrinfo(options.host, options.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+        places = socket.getaddrinfo(
+            options.host, options.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )
         for family, *_, place in dict.fromkeys(places):
             try:
                 found.append(_listening_on(family, place))
@@ -152,7 +168,8 @@ def _bound(options: Serve) -> list[socket.socket]:
 
 
 def _listening_on(family: int, place: Any) -> socket.socket:
-    """A socket that listens. Two that begin to listen at the same moment may both be refused, so it tries again."""
+    """A socket that listens. Two that begin to listen at the same moment may both be refused, so it
+    tries again."""
     pauses = [secrets.randbelow(100) / 1000 for _ in range(2)]
     for pause in pauses:
         try:
@@ -214,7 +231,9 @@ def _engine(here: Here, options: Serve, name: str) -> Engine:
     if graph != "none":
         say(f"capturing graphs of mode {graph}")
     captures = engine.warm_up().captures
-    say(f"{counted(captures, 'graph')}; {counted(engine.stats().pages_free, 'page')} of the KV cache")
+    say(
+        f"{counted(captures, 'graph')}; {counted(engine.stats().pages_free, 'page')} of the KV cache"
+    )
     return engine
 
 

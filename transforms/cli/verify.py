@@ -53,21 +53,37 @@ def _verify(here: Here, options: Verify, certificates: list[Certificate]) -> lis
 
 def _row(found: Verification) -> dict[str, Any]:
     """A result, for JSON."""
-    facts = {name: {"here": own, "certified": other} for name, (own, other) in found.other_facts.items()}
+    facts = {
+        name: {"here": own, "certified": other} for name, (own, other) in found.other_facts.items()
+    }
     first = found.first_difference
-    return {"equal": found.equal, "result": found.result, "first_difference": first, "other_facts": facts}
+    return {
+        "equal": found.equal,
+        "result": found.result,
+        "first_difference": first,
+        "other_facts": facts,
+    }
 
 
 def _shown(found: list[Verification]) -> Iterator[Any]:
     """A line for each certificate, and once the facts that differ."""
     rows = (
-        {"certificate": f"{number}", "tokens": f"{len(one.certificate.token_ids)}", "result": one.result}
+        {
+            "certificate": f"{number}",
+            "tokens": f"{len(one.certificate.token_ids)}",
+            "result": one.result,
+        }
         for number, one in enumerate(found, 1)
     )
     yield Table.of(rows)
-    facts = {(name, *map(_short, pair)): None for one in found for name, pair in one.other_facts.items()}
+    facts = {
+        (name, *map(_short, pair)): None for one in found for name, pair in one.other_facts.items()
+    }
     if facts:
-        yield Table.of(({"fact": name, "here": own, "certified": other} for name, own, other in facts), "what differs")
+        yield Table.of(
+            ({"fact": name, "here": own, "certified": other} for name, own, other in facts),
+            "what differs",
+        )
     equal = sum(one.equal for one in found)
     yield f"{equal} of {counted(len(found), 'completion')} equal, bit for bit"
 

@@ -1,17 +1,24 @@
 """The engine: continuous batching, which turns a step over batches into a function over requests.
 
-`Engine` drives it. Its parts are functions over a `HostState`: `add` puts a request into the queue, `schedule` decides
-the next step's `Work`, `observe` reads the tokens that it sampled, `finish` ends a request, and `outdate` notes that
-the parameters have changed. A request's way: `requests/inputs.py` checks it, `scheduler.py` admits it,
-`requests/prefix_cache.py` gives it pages (`requests/pages.py`), `steps/executor.py` runs its steps, `steps/results.py`
-copies its tokens to the host, and `outputs.py` turns them into text.
+`Engine` drives it. Its parts are functions over a `HostState`: `add` puts a request into the queue,
+`schedule` decides the next step's `Work`, `observe` reads the tokens that it sampled, `finish` ends
+a request, and `outdate` notes that the parameters have changed. A request's way:
+`requests/inputs.py` checks it, `scheduler.py` admits it, `requests/prefix_cache.py` gives it pages
+(`requests/pages.py`), `steps/executor.py` runs its steps, `steps/results.py` copies its tokens to
+the host, and `outputs.py` turns them into text.
 
-`evaluation` holds what can be measured of a model: `score` gives its perplexity and right answers, `trace_run` and
-`compare_runs` the differences between splits and graph modes.
+`evaluation` holds what can be measured of a model: `score` gives its perplexity and right answers,
+`trace_run` and `compare_runs` the differences between splits and graph modes.
 """
 
 from weft.transforms.engine.engine import Engine
-from weft.transforms.engine.evaluation.comparison import RunComparison, RunTrace, Way, compare_runs, trace_run
+from weft.transforms.engine.evaluation.comparison import (
+    RunComparison,
+    RunTrace,
+    Way,
+    compare_runs,
+    trace_run,
+)
 from weft.transforms.engine.evaluation.scoring import Score, Task, read_tasks, score
 from weft.transforms.engine.options import EngineLimits, Speculation
 from weft.transforms.engine.outputs import RequestOutput

@@ -1,5 +1,6 @@
-"""`Calls`: the calls of an engine, from one thread at a time. Ctrl-C waits for the end of a call that changes the
-engine; whatever else is raised in the middle of its changes ends the engine, by name."""
+"""`Calls`: the calls of an engine, from one thread at a time. Ctrl-C waits for the end of a call
+that changes the engine; whatever else is raised in the middle of its changes ends the engine, by
+name."""
 
 import signal
 import sys
@@ -18,15 +19,18 @@ _NEW_ENGINE = "another weft.Engine(...), and its requests again"
 class Calls:
     """The calls of one engine.
 
-    A call is entered by one operation of a dict, which no other thread and no interrupt can halve; it then is the
-    owner. Another thread's call is refused meanwhile, and so is one from within it that would change what it changes.
+    A call is entered by one operation of a dict, which no other thread and no interrupt can halve;
+    it then is the owner. Another thread's call is refused meanwhile, and so is one from within it
+    that would change what it changes.
     """
 
     def __init__(self) -> None:
         self._owner: dict[str, Call] = {}
         self._broken = ""
 
-    def enter(self, call: str, *, nests: bool = False, needs_whole: bool = True, defers: bool = True) -> "Call":
+    def enter(
+        self, call: str, *, nests: bool = False, needs_whole: bool = True, defers: bool = True
+    ) -> "Call":
         """A context for a call of the engine; to be used in the method that the user called.
 
         Args:
@@ -65,15 +69,23 @@ class Calls:
             if owner.is_under_way():
                 if not is_same_thread:
                     seen = f"thread {entered.thread.name!r}, while thread {owner.thread.name!r} is inside {owner.call}"
-                    raise EngineError(entered.call, seen, "calls from one thread at a time, such as with a lock")
+                    raise EngineError(
+                        entered.call, seen, "calls from one thread at a time, such as with a lock"
+                    )
                 if not entered.nests:
-                    raise EngineError(entered.call, "a call from within a step", "a mask that leaves the engine alone")
+                    raise EngineError(
+                        entered.call,
+                        "a call from within a step",
+                        "a mask that leaves the engine alone",
+                    )
                 return False
             if (
                 self._owner.get(_UNDER_WAY) is owner
             ):  # its method has gone: an exception from outside kept it from leaving
                 if owner.changing and not self._broken:
-                    self.mark_broken(f"an earlier {owner.changing} that was interrupted; {_NOT_KNOWN}")
+                    self.mark_broken(
+                        f"an earlier {owner.changing} that was interrupted; {_NOT_KNOWN}"
+                    )
                 self._owner.pop(_UNDER_WAY, None)
         return True
 
@@ -87,11 +99,13 @@ class Call:
     """A call of an engine, as the context in which it runs.
 
     Attributes:
-        changing: what an exception would leave half done, such as "step"; empty: nothing. Whoever sets it clears it
-            when all is done.
+        changing: what an exception would leave half done, such as "step"; empty: nothing. Whoever
+            sets it clears it when all is done.
     """
 
-    def __init__(self, calls: Calls, call: str, *, nests: bool, needs_whole: bool, defers: bool) -> None:
+    def __init__(
+        self, calls: Calls, call: str, *, nests: bool, needs_whole: bool, defers: bool
+    ) -> None:
         self.call = call
         self.nests = nests
         self.thread = threading.current_thread()
@@ -115,10 +129,14 @@ class Call:
             raise
         return self
 
-    def __exit__(self, kind: object, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: object, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         if error is not None and self.changing:
             raised = traceback.format_exception_only(error)[-1].strip().splitlines()[0]
-            self._calls.mark_broken(f"an earlier {self.changing} that raised {raised}; {_NOT_KNOWN}")
+            self._calls.mark_broken(
+                f"an earlier {self.changing} that raised {raised}; {_NOT_KNOWN}"
+            )
         self._leave()
 
     def _leave(self) -> None:
@@ -139,8 +157,8 @@ class Call:
 
 
 class HeldInterrupt:
-    """A handler of SIGINT that keeps the first one until `release`. A second one goes through at once: someone who
-    presses Ctrl-C twice does not want to wait.
+    """A handler of SIGINT that keeps the first one until `release`. A second one goes through at
+    once: someone who presses Ctrl-C twice does not want to wait.
 
     Args:
         call: until whose end it is kept.
@@ -172,8 +190,8 @@ class HeldInterrupt:
 
 
 def hold_interrupt(call: Call) -> HeldInterrupt | None:
-    """Hold SIGINT for a call; None where it is held already, where Python does not handle it, or beside the main
-    thread, in which Python runs no handlers."""
+    """Hold SIGINT for a call; None where it is held already, where Python does not handle it, or
+    beside the main thread, in which Python runs no handlers."""
     if call.thread is not threading.main_thread():
         return None
     handler: Any = signal.getsignal(signal.SIGINT)

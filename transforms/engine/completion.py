@@ -16,14 +16,14 @@ TopLogprobs = dict[int, float]
 
 _MAX_LENT = 1024
 _MAX_ROWS_LENT = 2**17
-"""The steps whose tensors a completion keeps for its part of them before it copies that part, and their tokens in all:
-a decode among prompts has one of thousands."""
+"""The steps whose tensors a completion keeps for its part of them before it copies that part, and
+their tokens in all: a decode among prompts has one of thousands."""
 
 
 @attrs.define
 class RequestTimes:
-    """The moments of a completion, in seconds of `time.monotonic()`; None: not yet. Any two are equal, so that equal
-    completions are.
+    """The moments of a completion, in seconds of `time.monotonic()`; None: not yet. Any two are
+    equal, so that equal completions are.
 
     Args:
         added: it was added to the engine.
@@ -40,8 +40,9 @@ class RequestTimes:
 
 @attrs.define(eq=False)
 class _Captured:
-    """What was captured of the tokens `first:stop` of each of some steps. A decode's token has the same place in many
-    steps: one entry covers them, so that the garbage collector has fewer objects to visit."""
+    """What was captured of the tokens `first:stop` of each of some steps. A decode's token has the
+    same place in many steps: one entry covers them, so that the garbage collector has fewer objects
+    to visit."""
 
     first: int
     stop: int
@@ -72,11 +73,12 @@ class CompletionState:
         token_ids, logprobs: one entry for each generated token.
         top_logprobs: the same where the request asks for logprobs.
         ranks: the same where it asks for one or more.
-        prompt_logprobs, prompt_top_logprobs, prompt_ranks: one entry for each token of the prompt but the first, as far
-            as computed.
+        prompt_logprobs, prompt_top_logprobs, prompt_ranks: one entry for each token of the prompt
+            but the first, as far as computed.
         text_offsets: for each generated token, where its text begins in the text so far.
         reason: why it ended; empty: it has not.
-        stop_reason: the token or the text that ended it; None: the model's own end, or nothing of the kind.
+        stop_reason: the token or the text that ended it; None: the model's own end, or nothing of
+            the kind.
         times: when it was added, admitted, first heard of, and finished.
         num_captured: the number of tokens of which the stages' captures have come.
     """
@@ -122,7 +124,8 @@ class CompletionState:
 
     @property
     def text(self) -> str:
-        """The text to show: what no later token can change, without an end that may be the beginning of a stop text."""
+        """The text to show: what no later token can change, without an end that may be the
+        beginning of a stop text."""
         return "".join(self._shown)
 
     def take_text(self) -> str:
@@ -136,8 +139,11 @@ class CompletionState:
         """The natural logarithm of the model's probability of all generated tokens."""
         return sum(self.logprobs)
 
-    def append(self, result: StepResult, row: int, index: int = 0, *, is_stop: bool = False) -> bool:
-        """Append token `index` of a row of a step; returns whether a stop text ends the request with it.
+    def append(
+        self, result: StepResult, row: int, index: int = 0, *, is_stop: bool = False
+    ) -> bool:
+        """Append token `index` of a row of a step; returns whether a stop text ends the request
+        with it.
 
         Args:
             is_stop: it is a token that ends the request.
@@ -198,16 +204,21 @@ class CompletionState:
                 self._own_captured()
 
     def _own_captured(self) -> None:
-        """Copy what was captured out of the tensors of whole steps, which hold other requests' values too."""
+        """Copy what was captured out of the tensors of whole steps, which hold other requests'
+        values too."""
         lent = self._captured[self._num_owned :]
         names = lent[0].steps[0]
-        owned = {name: torch.cat([x for own in lent for x in own.values(name, 0, own.size)]) for name in names}
+        owned = {
+            name: torch.cat([x for own in lent for x in own.values(name, 0, own.size)])
+            for name in names
+        }
         self._captured[self._num_owned :] = [_Captured(0, sum(own.size for own in lent), [owned])]
         self._num_owned, self._num_lent, self._rows_lent = self._num_owned + 1, 0, 0
 
     @property
     def captured(self) -> dict[str, Tensor]:
-        """The captures of the tokens that were read, which are all but the last: [n, ...] by name."""
+        """The captures of the tokens that were read, which are all but the last: [n, ...] by name.
+        """
         return self.captured_of(0, self.num_captured)
 
     def captured_of(self, start: int, stop: int) -> dict[str, Tensor]:
@@ -222,11 +233,15 @@ class CompletionState:
             place += own.size
         names = self._captured[0].steps[0] if self._captured else {}
         return {
-            name: torch.cat([x for own, *part in found for x in own.values(name, *part)]) if found else values[:0]
+            name: torch.cat([x for own, *part in found for x in own.values(name, *part)])
+            if found
+            else values[:0]
             for name, values in names.items()
         }
 
-    def append_prompt_logprobs(self, result: StepResult, first: int, start: int, count: int) -> None:
+    def append_prompt_logprobs(
+        self, result: StepResult, first: int, start: int, count: int
+    ) -> None:
         """Append the logprobs of a chunk of the prompt; those computed a second time are skipped.
 
         Args:
@@ -249,7 +264,8 @@ class CompletionState:
             self._num_shown += len(text)
 
     def _search(self, new: str) -> bool:
-        """Search for stop texts in this new text and in what may still change; returns whether there is one."""
+        """Search for stop texts in this new text and in what may still change; returns whether
+        there is one."""
         params = self.request.sampling
         tentative = self._detokenizer.end().rstrip(REPLACEMENT)
         if not (new + tentative).startswith(self._tentative):

@@ -1,8 +1,10 @@
-"""`Detokenizer`: the text of a completion, token by token, as the tokenizer decodes it together with its prompt.
+"""`Detokenizer`: the text of a completion, token by token, as the tokenizer decodes it together
+with its prompt.
 
-A decoder of the `tokenizers` package is a chain of steps. Each takes a list of chunks, which are the tokens at first,
-and makes another; the last list, joined, is the text. Here each step takes the chunks as they come, and returns those
-that nothing that follows can change. So the cost of a token does not depend on how many came before it.
+A decoder of the `tokenizers` package is a chain of steps. Each takes a list of chunks, which are
+the tokens at first, and makes another; the last list, joined, is the text. Here each step takes the
+chunks as they come, and returns those that nothing that follows can change. So the cost of a token
+does not depend on how many came before it.
 """
 
 import codecs
@@ -21,7 +23,8 @@ REPLACEMENT = "\ufffd"
 _CONTEXT = 16
 """Tokens at the beginning and at the end of a prompt that fix the text of what follows it."""
 _MOST_LOOKED_AT = 256
-"""Chunks that are held back and of which the length of the text is known nonetheless, after each token."""
+"""Chunks that are held back and of which the length of the text is known nonetheless, after each
+token."""
 _NEUTRAL = "\0"
 """A chunk that no decoder changes."""
 _BYTE_CHUNK = re.compile(r"<0x([0-9A-Fa-f]{2}|\+[0-9A-Fa-f])>")
@@ -30,10 +33,13 @@ _BYTE_CHUNK = re.compile(r"<0x([0-9A-Fa-f]{2}|\+[0-9A-Fa-f])>")
 
 @functools.cache
 def byte_of() -> dict[str, int]:
-    """The bytes by the characters that stand for them in byte-level BPE (GPT-2, Radford et al. 2019)."""
+    """The bytes by the characters that stand for them in byte-level BPE (GPT-2, Radford et al.
+    2019)."""
     shown = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     hidden = [byte for byte in range(256) if byte not in shown]
-    return {chr(byte): byte for byte in shown} | {chr(256 + place): byte for place, byte in enumerate(hidden)}
+    return {chr(byte): byte for byte in shown} | {
+        chr(256 + place): byte for place, byte in enumerate(hidden)
+    }
 
 
 def special_ids(tokenizer: Tokenizer | None) -> frozenset[int]:
@@ -91,8 +97,8 @@ class _Spaced(_Step):
 
 
 class _Each(_Step):
-    """A decoder that changes each chunk by itself: `Replace` and `Strip`. In a text, one that changes each character by
-    itself."""
+    """A decoder that changes each chunk by itself: `Replace` and `Strip`. In a text, one that
+    changes each character by itself."""
 
     def __init__(self, decoder: Any) -> None:
         self._decoder = decoder
@@ -102,7 +108,8 @@ class _Each(_Step):
 
 
 class _Placed(_Step):
-    """A decoder that changes the first chunk in another way than the others: `Metaspace` and `WordPiece`."""
+    """A decoder that changes the first chunk in another way than the others: `Metaspace` and
+    `WordPiece`."""
 
     _is_first = True
 
@@ -154,8 +161,8 @@ class _Distinct(_Step):
 
 
 class _ByteRuns(_Step):
-    """`ByteFallback`: a run of bytes is one chunk if all of it is UTF-8, and else U+FFFD for each byte. So a run is
-    held back until it ends, or until it can no longer be UTF-8."""
+    """`ByteFallback`: a run of bytes is one chunk if all of it is UTF-8, and else U+FFFD for each
+    byte. So a run is held back until it ends, or until it can no longer be UTF-8."""
 
     def __init__(self) -> None:
         self._run = bytearray()
@@ -200,7 +207,8 @@ class _ByteRuns(_Step):
 
 
 class _ByteLevel(_Step):
-    """`ByteLevel`: the characters of a chunk stand for bytes, unless one of them stands for none."""
+    """`ByteLevel`: the characters of a chunk stand for bytes, unless one of them stands for none.
+    """
 
     _left = b""
 
@@ -263,7 +271,9 @@ class _StripText(_Step):
             return ()
         if self._start:
             num_removed = 0
-            while num_removed < min(self._start, len(chunk)) and chunk[num_removed] == self._content:
+            while (
+                num_removed < min(self._start, len(chunk)) and chunk[num_removed] == self._content
+            ):
                 num_removed += 1
             chunk = chunk[num_removed:]
             self._start = 0 if chunk else self._start - num_removed
@@ -342,7 +352,9 @@ def _of_text(part: dict[str, Any]) -> _Step:
             return _Each(_decoder(part))
         case {"type": "Replace", "pattern": {"String": str(pattern)}} if len(pattern) == 1:
             return _Each(_decoder(part))
-        case {"type": "Replace", "pattern": {"String": str(pattern)}, "content": content} if pattern:
+        case {"type": "Replace", "pattern": {"String": str(pattern)}, "content": content} if (
+            pattern
+        ):
             return _ReplaceInText(pattern, content)
         case {"type": "Strip", "content": content, "start": start, "stop": stop}:
             return _StripText(content, start, stop)
@@ -426,19 +438,22 @@ def _num_common(first: str, second: str) -> int:
 
 
 class Detokenizer:
-    """Turns the tokens of a completion into text: all that `tokenizer.decode(prompt + completion)` has after its
-    longest common beginning with `tokenizer.decode(prompt)`. It is that text exactly, for any decoder.
+    """Turns the tokens of a completion into text: all that `tokenizer.decode(prompt + completion)`
+    has after its longest common beginning with `tokenizer.decode(prompt)`. It is that text exactly,
+    for any decoder.
 
-    A text is returned once no later token can change it. So of bytes that are not yet a character nothing is returned;
-    of the byte tokens of `ByteFallback` nothing until another token follows, as one wrong byte turns all of a run into
-    U+FFFD; of `BPEDecoder`, whose last token differs, the text of a token comes with the next one. After a decoder that
-    only the whole text decides (`Replace` by a regular expression after `Fuse`, one written in Python), all text comes
-    at the end.
+    A text is returned once no later token can change it. So of bytes that are not yet a character
+    nothing is returned; of the byte tokens of `ByteFallback` nothing until another token follows,
+    as one wrong byte turns all of a run into U+FFFD; of `BPEDecoder`, whose last token differs, the
+    text of a token comes with the next one. After a decoder that only the whole text decides
+    (`Replace` by a regular expression after `Fuse`, one written in Python), all text comes at the
+    end.
 
     Args:
         tokenizer: None: tokens have no text.
-        prompt: the tokens before the completion; negative ones, which stand for embeddings, have no text. Of a long
-            prompt only the beginning and the end are read, where they fix what follows.
+        prompt: the tokens before the completion; negative ones, which stand for embeddings, have no
+            text. Of a long prompt only the beginning and the end are read, where they fix what
+            follows.
         hidden: tokens without a text: special ones.
 
     Attributes:
@@ -446,7 +461,10 @@ class Detokenizer:
     """
 
     def __init__(
-        self, tokenizer: Tokenizer | None, prompt: Sequence[int] = (), hidden: Container[int] = frozenset()
+        self,
+        tokenizer: Tokenizer | None,
+        prompt: Sequence[int] = (),
+        hidden: Container[int] = frozenset(),
     ) -> None:
         self._tokenizer = tokenizer
         self._hidden = hidden
@@ -480,7 +498,8 @@ class Detokenizer:
         return text[_num_common(text, self._left_of_prompt) :] if self._left_of_prompt else text
 
     def _read_prompt(self) -> None:
-        """Read the prompt when the first token comes: if that raises, it is a fault of this completion alone."""
+        """Read the prompt when the first token comes: if that raises, it is a fault of this
+        completion alone."""
         if self._prompt is None:
             return
         if self._tokenizer is not None:
@@ -497,8 +516,9 @@ class Detokenizer:
         return self._tokenizer.id_to_token(token)
 
     def _context(self, prompt: Sequence[int]) -> Iterable[str]:
-        """The chunks of a prompt that fix the text of what follows. At its beginning a decoder may remove spaces; at
-        its end are bytes of a character, and a run of bytes is read from where it begins."""
+        """The chunks of a prompt that fix the text of what follows. At its beginning a decoder may
+        remove spaces; at its end are bytes of a character, and a run of bytes is read from where it
+        begins."""
         if any(step.needs_all for step in self._steps):
             return self._chunks(prompt)
         last = list[str]()
@@ -518,8 +538,8 @@ class Detokenizer:
 
 
 def text_between(tokenizer: Tokenizer, token: int) -> str:
-    """The text of a token that is neither the first one nor the last: with its space, and with U+FFFD for bytes that
-    are no character by themselves."""
+    """The text of a token that is neither the first one nor the last: with its space, and with
+    U+FFFD for bytes that are no character by themselves."""
     chunk = tokenizer.id_to_token(token)
     if chunk is None:
         return ""
@@ -530,7 +550,9 @@ def text_between(tokenizer: Tokenizer, token: int) -> str:
     return text.removeprefix(before)
 
 
-def text_offsets(tokenizer: Tokenizer | None, token_ids: Sequence[int], hidden: Container[int]) -> list[int]:
+def text_offsets(
+    tokenizer: Tokenizer | None, token_ids: Sequence[int], hidden: Container[int]
+) -> list[int]:
     """For each token, where its text begins in the text of all."""
     stream = Detokenizer(tokenizer, (), hidden)
     offsets = list[int]()

@@ -1,4 +1,5 @@
-"""`Engine`: requests in, tokens out. The driver loop: schedule on the host, run on the device, read later."""
+"""`Engine`: requests in, tokens out. The driver loop: schedule on the host, run on the device, read
+later."""
 
 import functools
 import itertools
@@ -18,7 +19,13 @@ from weft.stages.adapters.adapter import Adapter
 from weft.stages.model import Model
 from weft.transforms.engine.calls import Calls
 from weft.transforms.engine.options import EngineLimits, Speculation, check_engine, query_lens
-from weft.transforms.engine.outputs import OutputProcessor, RequestOutput, Streams, joined, joined_by_completion
+from weft.transforms.engine.outputs import (
+    OutputProcessor,
+    RequestOutput,
+    Streams,
+    joined,
+    joined_by_completion,
+)
 from weft.transforms.engine.requests.host_state import HostState, Request, RequestState, check_free
 from weft.transforms.engine.requests.inputs import RequestBuilder, call_of_add
 from weft.transforms.engine.requests.masks import Mask
@@ -43,20 +50,25 @@ class Engine:
     """Continuous batching of a model: requests arrive and end at any time, and share every step.
 
     Args:
-        model: from `weft.load`; with a pipeline over processes, this rank's stage (`weft.load(..., stage=...)`).
+        model: from `weft.load`; with a pipeline over processes, this rank's stage (`weft.load(...,
+            stage=...)`).
         limits: rows, tokens per step, pages. None: what fits in memory.
         pipeline: the number of stages that the layers are split into.
-        tensor: the ranks that share each layer, each a process with its share (`weft.load(..., shard=...)`); those that
-            share a stage are neighbours. None: as many as the model has shares.
-        graph: one of `weft.transforms.MODES`. On a GPU a step without a graph is padded, as in the default mode.
+        tensor: the ranks that share each layer, each a process with its share (`weft.load(...,
+            shard=...)`); those that share a stage are neighbours. None: as many as the model has
+            shares.
+        graph: one of `weft.transforms.MODES`. On a GPU a step without a graph is padded, as in the
+            default mode.
         transport: where the stages run; None: in this process. Every rank makes the same calls.
-        run_ahead: steps to launch before the tokens of the first are read, so that host and device work together.
+        run_ahead: steps to launch before the tokens of the first are read, so that host and device
+            work together.
         num_logprobs: the most logprobs that a request may ask for; -1: those of all tokens.
         seed: for requests without one; None: a fresh one.
         backend: of graphify.
         adapters: LoRA adapters by name (`weft.load_adapter`), for requests to choose from.
         speculation: how drafts are made, so that a step verifies several tokens; None: no drafts.
-        prefix_caching: whether requests share the pages of equal prefixes; False: each computes its own.
+        prefix_caching: whether requests share the pages of equal prefixes; False: each computes its
+            own.
 
     Raises:
         RequestError: an invalid argument, or limits that leave no room for a request.
@@ -86,44 +98,89 @@ class Engine:
         speculation: Speculation | None = None,
         prefix_caching: bool = True,
     ) -> None:
-        call = f"weft.Engine(model, pipeline={pipeline!r}, graph={graph!r}, run_ahead={run_ahead!r})"
-        options = {"graph": graph, "num_logprobs": num_logprobs, "seed": seed, "prefix_caching": prefix_caching}
+        call = (
+            f"weft.Engine(model, pipeline={pipeline!r}, graph={graph!r}, run_ahead={run_ahead!r})"
+        )
+        options = {
+            "graph": graph,
+            "num_logprobs": num_logprobs,
+            "seed": seed,
+            "prefix_caching": prefix_caching,
+        }
         own = {"limits": limits, "adapters": adapters, "speculation": speculation}
-        check_engine(call, model, transport, pipeline=pipeline, tensor=tensor, run_ahead=run_ahead, **options, **own)
+        check_engine(
+            call,
+            model,
+            transport,
+            pipeline=pipeline,
+            tensor=tensor,
+            run_ahead=run_ahead,
+            **options,
+            **own,
+        )
         self.model, self.transport, self.run_ahead = model, transport or Local(), run_ahead
-        self.num_logprobs = num_logprobs = model.config.vocab_size if num_logprobs == -1 else num_logprobs
+        self.num_logprobs = num_logprobs = (
+            model.config.vocab_size if num_logprobs == -1 else num_logprobs
+        )
         split = Split(self.transport, pipeline, tensor or model.shard[1])
         split.check(call, model, backend)
         if speculation is not None:
             speculation.check(call, model, 0 in split.here)
-        graph = mode_within(call, graph, query_lens(speculation), model.functions.capability)  # once, with one warning
+        graph = mode_within(
+            call, graph, query_lens(speculation), model.functions.capability
+        )  # once, with one warning
         self._is_distributed = split.is_distributed
         self._decides = 0 in self.transport.ranks(split.num_stages * split.num_shards)
         limits = limits or EngineLimits()
         if self._is_distributed:
-            own = {f"limits.{name}": getattr(limits, name) for name in ("num_pages", "max_step_seconds")}
+            own = {
+                f"limits.{name}": getattr(limits, name)
+                for name in ("num_pages", "max_step_seconds")
+            }
             assert_same_left_out(call, self.transport, {"seed": seed, **own})
         self._weights = make_weights(model, split, named := dict(adapters or {}), speculation)
         executor = functools.partial(
-            make_executor, self._weights, split=split, graph=graph, num_logprobs=num_logprobs, backend=backend
+            make_executor,
+            self._weights,
+            split=split,
+            graph=graph,
+            num_logprobs=num_logprobs,
+            backend=backend,
         )
         self.limits = limits.resolve(model, split, speculation, executor)
         own_seed = self.transport.share(secrets.randbits(62)) if seed is None else seed
-        self._builder = RequestBuilder(model, num_logprobs, own_seed, self._weights.slots, prefix_caching)
-        self._host = HostState.empty(self.limits.budget, self.limits.num_pages, self.limits.page_size)
+        self._builder = RequestBuilder(
+            model, num_logprobs, own_seed, self._weights.slots, prefix_caching
+        )
+        self._host = HostState.empty(
+            self.limits.budget, self.limits.num_pages, self.limits.page_size
+        )
         self._executor = executor(self.limits)
-        self._outputs = OutputProcessor(model.tokenizer, model.config.vocab_size, self._builder.eos_ids)
+        self._outputs = OutputProcessor(
+            model.tokenizer, model.config.vocab_size, self._builder.eos_ids
+        )
         self._counts, self._num_added = Counts(self._executor.classes), 0
         self._pending = deque[PendingResults]()
         self._unreturned = list[RequestOutput]()
         self._calls = Calls()
         self._streams = Streams(self, self._is_distributed)
         if self._is_distributed:
-            assert_same_engines(self.transport.assert_equal, model, self.limits, {**options, "seed": own_seed}, named)
+            assert_same_engines(
+                self.transport.assert_equal,
+                model,
+                self.limits,
+                {**options, "seed": own_seed},
+                named,
+            )
         if limits.max_step_seconds is not None:
             self.warm_up()
-            self.limits = limit_steps(self, limits.max_step_seconds, self._executor.classes.captured_tokens)
-            self._counts, self._num_added = Counts(self._executor.classes), 0  # as if nothing had been served
+            self.limits = limit_steps(
+                self, limits.max_step_seconds, self._executor.classes.captured_tokens
+            )
+            self._counts, self._num_added = (
+                Counts(self._executor.classes),
+                0,
+            )  # as if nothing had been served
             self._outputs.ended, self._host.num_found = Counter(), 0
 
     def __repr__(self) -> str:
@@ -149,20 +206,24 @@ class Engine:
         """Add a request; the next `step()`s return its tokens.
 
         Args:
-            prompt: a string or token ids; or, with embeddings and positions of its own, a `weft.EmbedsPrompt`, the same
-                on every rank, bit for bit.
-            sampling: how its tokens are chosen, and what ends it; None: greedy. With `n` > 1 it has `n` completions,
-                which share the pages of the prompt.
-            max_tokens: the most tokens to generate; the model's own limit on positions may end it sooner.
+            prompt: a string or token ids; or, with embeddings and positions of its own, a
+                `weft.EmbedsPrompt`, the same on every rank, bit for bit.
+            sampling: how its tokens are chosen, and what ends it; None: greedy. With `n` > 1 it has
+                `n` completions, which share the pages of the prompt.
+            max_tokens: the most tokens to generate; the model's own limit on positions may end it
+                sooner.
             id: a name that no request has that has not ended; None: the engine makes one.
-            priority: FIFO within a priority; lower numbers first, and a higher one gets no turn while they keep coming.
+            priority: FIFO within a priority; lower numbers first, and a higher one gets no turn
+                while they keep coming.
             adapter: the name of its LoRA adapter, one of the engine's; None: the model alone.
-            mask: a function, such as a grammar's, that is called before each token with the tokens generated so far and
-                returns those that may be next (`weft.transforms.engine.requests.masks.Mask`); None: any token. Each
-                token waits until the one before has been read: no run-ahead, no drafts. If the function raises or
-                allows nothing, this request alone ends with an error.
-            extras: the request's own inputs for the model's stages, by name (`model.with_stages(..., extras=...)`), and
-                those of its prompt's tokens (`token_extras=...`); names that it leaves out have the model's defaults.
+            mask: a function, such as a grammar's, that is called before each token with the tokens
+                generated so far and returns those that may be next
+                (`weft.transforms.engine.requests.masks.Mask`); None: any token. Each token waits
+                until the one before has been read: no run-ahead, no drafts. If the function raises
+                or allows nothing, this request alone ends with an error.
+            extras: the request's own inputs for the model's stages, by name
+                (`model.with_stages(..., extras=...)`), and those of its prompt's tokens
+                (`token_extras=...`); names that it leaves out have the model's defaults.
             cache_salt: it shares pages of the prefix cache with requests of the same salt alone.
 
         Returns:
@@ -177,9 +238,16 @@ class Engine:
         with self._calls.enter("engine.add(...)", nests=True) as entered:
             index = self._num_added
             names = (f"request {number}" for number in itertools.count(index))
-            free = (each for each in names if each not in self._outputs and not self._host.find(each))
+            free = (
+                each for each in names if each not in self._outputs and not self._host.find(each)
+            )
             name = next(free) if id is None else id
-            options: dict[str, Any] = {"max_tokens": max_tokens, "priority": priority, "adapter": adapter, "mask": mask}
+            options: dict[str, Any] = {
+                "max_tokens": max_tokens,
+                "priority": priority,
+                "adapter": adapter,
+                "mask": mask,
+            }
             options |= {"extras": extras, "cache_salt": cache_salt}
             call = call_of_add(sampling, max_tokens, name)
             requests, mask = self._builder.build(call, index, name, prompt, sampling, **options)
@@ -192,7 +260,9 @@ class Engine:
                 self._host = forget(self._host, [each.id for each in requests])
                 self._outputs.forget(name, requests)
                 self._num_added = index
-                if not self._is_distributed or isinstance(error, WeftError):  # other ranks may have it
+                if not self._is_distributed or isinstance(
+                    error, WeftError
+                ):  # other ranks may have it
                     entered.changing = ""
                 raise
         return name
@@ -202,7 +272,12 @@ class Engine:
         if self._is_distributed:
             self.transport.assert_equal("the request", f"{requests[0]}, n={len(requests)}")
         for request in requests:  # the later ones wait for the pages of their prompt
-            self._host = add(self._host, request, self.limits.budget, behind=None if request is requests[0] else name)
+            self._host = add(
+                self._host,
+                request,
+                self.limits.budget,
+                behind=None if request is requests[0] else name,
+            )
         self._outputs.add(name, requests, self._host.num_jobs, mask)
         self._num_added += 1
 
@@ -215,11 +290,15 @@ class Engine:
             RequestError: the engine has no request of this name, or it has ended.
             EngineError: another thread is inside a call of the engine.
         """
-        with self._calls.enter(call := f"engine.abort({id!r})", nests=True, needs_whole=False) as entered:
+        with self._calls.enter(
+            call := f"engine.abort({id!r})", nests=True, needs_whole=False
+        ) as entered:
             names = self._outputs.names(call, id)
             entered.changing = "abort"
             self.transport.assert_equal("the abort", repr(id))
-            if not self._calls.is_broken:  # else nothing of it will be stepped again, and its pages are not known
+            if (
+                not self._calls.is_broken
+            ):  # else nothing of it will be stepped again, and its pages are not known
                 for name in names:
                     self._host = finish(self._host, name, "abort")
             outputs = [self._outputs.end(name, "abort", []) for name in names]
@@ -246,12 +325,14 @@ class Engine:
         extras: Mapping[str, Tensor] | None = None,
         cache_salt: str = "",
     ) -> AsyncGenerator[RequestOutput, None]:
-        """The outputs of one request as an async iterator. Any number of streams share one event loop, a task of which
-        steps the engine: do not call `step()` or iterate over the engine meanwhile. A consumer that stops (`aclose()`,
-        `break`, a cancelled task) aborts its request. All stages must run in this process.
+        """The outputs of one request as an async iterator. Any number of streams share one event
+        loop, a task of which steps the engine: do not call `step()` or iterate over the engine
+        meanwhile. A consumer that stops (`aclose()`, `break`, a cancelled task) aborts its request.
+        All stages must run in this process.
 
         Args:
-            prompt, sampling, max_tokens, id, priority, adapter, mask, extras, cache_salt: as `add` takes them.
+            prompt, sampling, max_tokens, id, priority, adapter, mask, extras, cache_salt: as `add`
+                takes them.
 
         Raises:
             RequestError: what `add` raises, when the first output is awaited.
@@ -265,8 +346,15 @@ class Engine:
         >>> asyncio.run(count())
         3
         """
-        options: dict[str, Any] = {"priority": priority, "adapter": adapter, "mask": mask, "extras": extras}
-        return self._streams.stream(prompt, sampling, max_tokens=max_tokens, id=id, cache_salt=cache_salt, **options)
+        options: dict[str, Any] = {
+            "priority": priority,
+            "adapter": adapter,
+            "mask": mask,
+            "extras": extras,
+        }
+        return self._streams.stream(
+            prompt, sampling, max_tokens=max_tokens, id=id, cache_salt=cache_salt, **options
+        )
 
     @property
     def num_unfinished(self) -> int:
@@ -276,7 +364,9 @@ class Engine:
     @property
     def is_idle(self) -> bool:
         """Whether no request is left, and no step whose tokens were not read."""
-        return not (len(self._outputs) or self._pending or self._unreturned or self._executor.num_running)
+        return not (
+            len(self._outputs) or self._pending or self._unreturned or self._executor.num_running
+        )
 
     def is_under_way(self, id: str) -> bool:
         """Whether the request of that id has not ended."""
@@ -293,20 +383,23 @@ class Engine:
                 self._step()
             while self._unreturned:
                 output = self._unreturned[0]
-                del self._unreturned[0]  # no function is called up to `yield`, so that no interrupt comes between
+                del self._unreturned[
+                    0
+                ]  # no function is called up to `yield`, so that no interrupt comes between
                 yield output
 
     def step(self) -> list[RequestOutput]:
-        """Launch work as far ahead as is allowed, and read the oldest; returns one output for each completion that got
-        tokens or ended, if there was something to read.
+        """Launch work as far ahead as is allowed, and read the oldest; returns one output for each
+        completion that got tokens or ended, if there was something to read.
 
-        Ctrl-C waits until the step has ended: the engine goes on, and the next `step()` also returns the outputs of
-        this one. A second Ctrl-C ends the step at once, and the engine with it. Other exceptions that come from outside
-        in the middle of a step (a signal's own handler, `PyThreadState_SetAsyncExc`) end the engine, too.
+        Ctrl-C waits until the step has ended: the engine goes on, and the next `step()` also
+        returns the outputs of this one. A second Ctrl-C ends the step at once, and the engine with
+        it. Other exceptions that come from outside in the middle of a step (a signal's own handler,
+        `PyThreadState_SetAsyncExc`) end the engine, too.
 
         Raises:
-            EngineError: an earlier step was interrupted by an error, and what it did is not known; or another thread is
-                inside a call of the engine.
+            EngineError: an earlier step was interrupted by an error, and what it did is not known;
+                or another thread is inside a call of the engine.
             BaseException: whatever a step raises.
         """
         self._step()
@@ -328,7 +421,8 @@ class Engine:
             entered.changing = ""
 
     def launch(self) -> None:
-        """Launch steps until `run_ahead` of them follow the next one to read, or until there is no work."""
+        """Launch steps until `run_ahead` of them follow the next one to read, or until there is no
+        work."""
         with self._calls.enter("engine.launch()") as entered:
             self._check_weights()
             entered.changing = "step"
@@ -338,7 +432,9 @@ class Engine:
     def _check_weights(self) -> None:
         if self._is_distributed and self._weights.are_changed:
             seen = "parameters that were changed in place, of which other ranks do not know"
-            raise EngineError("engine.step()", seen, "engine.update() after the change, on every rank")
+            raise EngineError(
+                "engine.step()", seen, "engine.update() after the change, on every rank"
+            )
 
     def _launch(self) -> None:
         if self._weights.are_changed:
@@ -367,9 +463,11 @@ class Engine:
         return bool(works)
 
     def _apply_masks(self, works: Sequence[Work]) -> list[Work]:
-        """The works with their requests' masks. A request whose mask fails ends, and what is sampled for it is
-        dropped."""
-        masked, failed = self._outputs.apply_masks(works, self.transport.share, decides=self._decides)
+        """The works with their requests' masks. A request whose mask fails ends, and what is
+        sampled for it is dropped."""
+        masked, failed = self._outputs.apply_masks(
+            works, self.transport.share, decides=self._decides
+        )
         for name, error in failed.items():
             if self._host.find(name) is not None:  # its mask may have aborted it
                 self._host = finish(self._host, name, "error")
@@ -402,25 +500,30 @@ class Engine:
             self._host = finish(self._host, req.request.id, output.finish_reason)
         return output
 
-    def update(self, params: Params | None = None, *, adapters: Mapping[str, Adapter] | None = None) -> None:
-        """Change the parameters. Pages of the KV cache that were computed with the old ones are not read again:
-        unfinished requests keep their tokens, and their pages are computed anew. Graphs are not captured again.
+    def update(
+        self, params: Params | None = None, *, adapters: Mapping[str, Adapter] | None = None
+    ) -> None:
+        """Change the parameters. Pages of the KV cache that were computed with the old ones are not
+        read again: unfinished requests keep their tokens, and their pages are computed anew. Graphs
+        are not captured again.
 
-        The new values are written into the tensors of `engine.model`. If you change those in place yourself, or an
-        adapter's, as an optimizer does, the next step notices, as far as torch counts changes: by operators, but not
-        those to a tensor's `.data`, by `fused=True` optimizers, an array, your own kernel, another process, or in
-        inference mode: then call `engine.update()`. With stages in other processes, call it after every change, on
-        every rank.
+        The new values are written into the tensors of `engine.model`. If you change those in place
+        yourself, or an adapter's, as an optimizer does, the next step notices, as far as torch
+        counts changes: by operators, but not those to a tensor's `.data`, by `fused=True`
+        optimizers, an array, your own kernel, another process, or in inference mode: then call
+        `engine.update()`. With stages in other processes, call it after every change, on every
+        rank.
 
         Args:
-            params: parameters as in a model of `weft.load`; or tensors by transformers' names, such as a
-                `state_dict()`: parameters that it does not name stay, and those of other stages are skipped. Between
-                ranks, 4 values of each are compared. None: they were changed in place.
+            params: parameters as in a model of `weft.load`; or tensors by transformers' names, such
+                as a `state_dict()`: parameters that it does not name stay, and those of other
+                stages are skipped. Between ranks, 4 values of each are compared. None: they were
+                changed in place.
             adapters: new adapters under names that the engine was made with, of no larger rank.
 
         Raises:
-            RequestError: parameters or adapters that do not fit, or two names of one tensor, such as a tied head, with
-                different values; nothing is changed.
+            RequestError: parameters or adapters that do not fit, or two names of one tensor, such
+                as a tied head, with different values; nothing is changed.
 
         >>> from weft.stages import DEMO, load
         >>> engine = Engine(load(DEMO, "cpu"), graph="none")
@@ -431,7 +534,9 @@ class Engine:
             pairs = [] if params is None else self._weights.pairs(call, params)
             self._weights.check_adapters(call, adapters)
             if self._is_distributed:
-                self.transport.assert_equal("the update", f"{call} of {self._weights.digest(params, adapters or {})}")
+                self.transport.assert_equal(
+                    "the update", f"{call} of {self._weights.digest(params, adapters or {})}"
+                )
             entered.changing = "update"
             self._outdate()
             self._weights.write(pairs, adapters or {})
@@ -442,8 +547,8 @@ class Engine:
         self._host = outdate(self._host)
 
     def reset_prefix_cache(self) -> int:
-        """Let no later request find the pages computed so far; returns how many could be found. Requests under way keep
-        theirs. With stages in other processes, call it on every rank."""
+        """Let no later request find the pages computed so far; returns how many could be found.
+        Requests under way keep theirs. With stages in other processes, call it on every rank."""
         with self._calls.enter(call := "engine.reset_prefix_cache()", nests=True) as entered:
             entered.changing = "reset_prefix_cache"
             self.transport.assert_equal("the call", call)
@@ -452,10 +557,11 @@ class Engine:
         return count
 
     def warm_up(self) -> Stats:
-        """Capture all graphs, on padding, with a progress bar on a terminal; returns `stats()`. On a GPU kernels are
-        compiled first, also for larger steps without a graph, which then run once; not in mode none. Steps with masks,
-        embeddings or prompt logprobs have other graphs, captured when first needed. For even latency, call `gc.collect`
-        and `gc.freeze` afterwards: a full collection takes 0.1 s. With stages elsewhere, call it on every rank."""
+        """Capture all graphs, on padding, with a progress bar on a terminal; returns `stats()`. On
+        a GPU kernels are compiled first, also for larger steps without a graph, which then run
+        once; not in mode none. Steps with masks, embeddings or prompt logprobs have other graphs,
+        captured when first needed. For even latency, call `gc.collect` and `gc.freeze` afterwards:
+        a full collection takes 0.1 s. With stages elsewhere, call it on every rank."""
         with self._calls.enter(call := "engine.warm_up()", nests=True, defers=False) as entered:
             entered.changing = "step"
             self.transport.assert_equal("the call", call)
@@ -466,7 +572,8 @@ class Engine:
 
     @property
     def graphs(self) -> Sequence[Graphified[..., Any]]:
-        """The graphified functions that run in this process, for their `memory_analysis()`; empty in mode none."""
+        """The graphified functions that run in this process, for their `memory_analysis()`; empty
+        in mode none."""
         return self._executor.graphs
 
     def stats(self) -> Stats:

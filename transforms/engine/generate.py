@@ -25,7 +25,13 @@ from weft.transforms.engine.evaluation.facts import seen_of
 from weft.transforms.engine.options import EngineLimits, Speculation, check_engine
 from weft.transforms.engine.outputs import RequestOutput
 from weft.transforms.engine.requests.host_state import Request
-from weft.transforms.engine.requests.inputs import check_sampling, each_rule, encode_prompt, most_logprobs, one_each
+from weft.transforms.engine.requests.inputs import (
+    check_sampling,
+    each_rule,
+    encode_prompt,
+    most_logprobs,
+    one_each,
+)
 from weft.transforms.engine.requests.prompts import EmbedsPrompt
 from weft.transforms.pipelines.transports import Transport
 from weft.transforms.pipelines.transports.local import Local
@@ -35,7 +41,9 @@ _RULES: dict[str, Rule] = {
     "temperature": (lambda value: is_number(value, 0, 1e38), "a finite number >= 0; 0 is greedy"),
     "beside sampling, temperature": (lambda value: value == 0, "SamplingParams(temperature=...)"),
     "prompts": (
-        lambda given: isinstance(given, list | tuple) and not all(isinstance(prompt, int) for prompt in given),
+        lambda given: (
+            isinstance(given, list | tuple) and not all(isinstance(prompt, int) for prompt in given)
+        ),
         "pass a list of prompts, each a string or a list of token ids",
     ),
 }
@@ -50,25 +58,30 @@ class Completion:
     """What was generated for one prompt.
 
     Args:
-        text: the tokens as text, without special tokens; None where the checkpoint has no tokenizer.
+        text: the tokens as text, without special tokens; None where the checkpoint has no
+            tokenizer.
         token_ids: the tokens, the end-of-sequence token included.
-        logprobs: for each token, the natural logarithm of the model's probability, before temperature and all else.
-        finish_reason: `stop` (a token or a text that ends it), `length` (`max_tokens`, or the model's own limit), or
-            `error`.
-        stop_reason: the token or the text that ended it; None: the model's own end-of-sequence token, or nothing of the
-            kind.
-        top_logprobs: for each token, the logprobs of the likeliest ones; None unless `SamplingParams.logprobs` asks.
-        prompt_logprobs: for each token of the prompt but the first; None unless `SamplingParams.prompt_logprobs` asks.
+        logprobs: for each token, the natural logarithm of the model's probability, before
+            temperature and all else.
+        finish_reason: `stop` (a token or a text that ends it), `length` (`max_tokens`, or the
+            model's own limit), or `error`.
+        stop_reason: the token or the text that ended it; None: the model's own end-of-sequence
+            token, or nothing of the kind.
+        top_logprobs: for each token, the logprobs of the likeliest ones; None unless
+            `SamplingParams.logprobs` asks.
+        prompt_logprobs: for each token of the prompt but the first; None unless
+            `SamplingParams.prompt_logprobs` asks.
         prompt_top_logprobs: for each of those, the logprobs of the likeliest tokens.
         ranks: for each token, 1 + the number of tokens that the model held likelier; None unless
             `SamplingParams.logprobs` asks for one or more.
         prompt_ranks: for each token of `prompt_logprobs`.
-        error: with the reason `error`, what went wrong after these tokens, such as logits that are NaN.
-        text_offsets: for each token, where its text begins in `text`; None if the checkpoint has no tokenizer. A token
-            that ends inside a character has no text: its text is part of the next token's. Tokens from a stop text on
-            begin at the end of `text`.
-        captured: [n, ...] by name: what the model's stages captured of each token that was read, those of the prompt
-            first, all but the last (`weft.stages.sow`).
+        error: with the reason `error`, what went wrong after these tokens, such as logits that are
+            NaN.
+        text_offsets: for each token, where its text begins in `text`; None if the checkpoint has no
+            tokenizer. A token that ends inside a character has no text: its text is part of the
+            next token's. Tokens from a stop text on begin at the end of `text`.
+        captured: [n, ...] by name: what the model's stages captured of each token that was read,
+            those of the prompt first, all but the last (`weft.stages.sow`).
         times: when it was added to the engine, admitted, first heard of, and finished.
         provenance: what made it, which `certificate()` reads; None: no model of this process did.
 
@@ -94,13 +107,15 @@ class Completion:
     provenance: Provenance | None = attrs.field(default=None, repr=False, eq=False)
 
     def certificate(self) -> Certificate:
-        """All that fixes the bits of this completion, for `weft.verify` to compute it again, in any split and mode. It
-        reads all weights. With stages in other processes, every rank makes the call.
+        """All that fixes the bits of this completion, for `weft.verify` to compute it again, in any
+        split and mode. It reads all weights. With stages in other processes, every rank makes the
+        call.
 
         Raises:
-            RequestError: the model was not loaded as batch invariant, its weights or functions were changed since (as
-                far as torch counts changes, or four values of each tensor show them), or it is gone; or the request had
-                inputs that no certificate holds. Outputs of a stream and of an `Engine` have no certificates.
+            RequestError: the model was not loaded as batch invariant, its weights or functions were
+                changed since (as far as torch counts changes, or four values of each tensor show
+                them), or it is gone; or the request had inputs that no certificate holds. Outputs
+                of a stream and of an `Engine` have no certificates.
         """
         return certify(self.provenance, self)
 
@@ -111,19 +126,26 @@ class Completion:
 
     @property
     def token_texts(self) -> list[str]:
-        """The text of each token; together they are `text`. Where there is no text, the tokens' ids."""
+        """The text of each token; together they are `text`. Where there is no text, the tokens'
+        ids."""
         if self.text is None or self.text_offsets is None:
             return [f"{token} " for token in self.token_ids]
-        return [self.text[start:end] for start, end in pairwise((*self.text_offsets, len(self.text)))]
+        return [
+            self.text[start:end] for start, end in pairwise((*self.text_offsets, len(self.text)))
+        ]
 
     def _repr_html_(self) -> str:
         what = f"{len(self.token_ids)} tokens, {self.finish_reason}; the bars: the model's probability of each"
         if self.text is not None and self.text_offsets is None:
-            written = element("div", text(self.text), style="white-space: pre-wrap; font-family: monospace")
+            written = element(
+                "div", text(self.text), style="white-space: pre-wrap; font-family: monospace"
+            )
             return titled(text(what), written)
         shares = [exp(p) if p <= 0 else 0.0 for p in self.logprobs]  # NaN counts as probability 0
         tokens = enumerate(zip(self.token_ids, shares, strict=False))
-        said = [(share, f"token {index}: {token}, p = {share:.3f}") for index, (token, share) in tokens]
+        said = [
+            (share, f"token {index}: {token}, p = {share:.3f}") for index, (token, share) in tokens
+        ]
         pieces = [(piece, *own) for piece, own in zip(self.token_texts, said, strict=False)]
         return titled(text(what), bars_over_text(pieces))
 
@@ -189,31 +211,38 @@ def generate(
 
     Args:
         model: from `weft.load`.
-        prompts: strings, lists of token ids, or `weft.EmbedsPrompt`s, of any lengths; with `chat`, lists of messages.
-        max_tokens: the most tokens to generate for each; the model's own limit on positions may end one sooner.
+        prompts: strings, lists of token ids, or `weft.EmbedsPrompt`s, of any lengths; with `chat`,
+            lists of messages.
+        max_tokens: the most tokens to generate for each; the model's own limit on positions may end
+            one sooner.
         temperature: 0 is greedy; short for `sampling=SamplingParams(temperature=...)`.
-        seed: of all random choices. The seed and a prompt's place in the list fix its completion, whatever the other
-            prompts, the split and the graph mode are, up to rounding of the logits. None: a fresh one.
-        sampling: how tokens are chosen and what ends a completion, for all prompts or one per prompt. If it has a seed,
-            that one holds for the prompt, whatever its place.
+        seed: of all random choices. The seed and a prompt's place in the list fix its completion,
+            whatever the other prompts, the split and the graph mode are, up to rounding of the
+            logits. None: a fresh one.
+        sampling: how tokens are chosen and what ends a completion, for all prompts or one per
+            prompt. If it has a seed, that one holds for the prompt, whatever its place.
         pipeline: the number of stages that the layers are split into.
         graph: one of `weft.transforms.MODES`.
-        adapter: a LoRA from `weft.load_adapter`, for all prompts or one per prompt; None: the model alone.
-        extras: inputs of their own for the model's stages (`model.with_stages(..., extras=...)`), by name, for all
-            prompts or one dict per prompt; None: the model's defaults.
-        speculation: how drafts are made, so that a step verifies several tokens; no token changes. None: no drafts.
-        transport: where the stages run; None: in this process. Every rank makes the same call, and returns the same.
+        adapter: a LoRA from `weft.load_adapter`, for all prompts or one per prompt; None: the model
+            alone.
+        extras: inputs of their own for the model's stages (`model.with_stages(..., extras=...)`),
+            by name, for all prompts or one dict per prompt; None: the model's defaults.
+        speculation: how drafts are made, so that a step verifies several tokens; no token changes.
+            None: no drafts.
+        transport: where the stages run; None: in this process. Every rank makes the same call, and
+            returns the same.
         progress: show a progress bar.
-        chat: each prompt is a list of messages, each with a `role` and a `content`, which the checkpoint's template
-            makes a prompt of (`model.encode_chat`).
-        stream: return an iterator of outputs as they come (`RequestOutput`, whose `id` is the prompt's place in the
-            list, as a string) instead of the completions at the end.
+        chat: each prompt is a list of messages, each with a `role` and a `content`, which the
+            checkpoint's template makes a prompt of (`model.encode_chat`).
+        stream: return an iterator of outputs as they come (`RequestOutput`, whose `id` is the
+            prompt's place in the list, as a string) instead of the completions at the end.
 
     Returns:
         One completion per prompt, in order; `n` in a row for a prompt with `SamplingParams(n=...)`.
 
     Raises:
-        RequestError: a prompt or an argument that cannot be served, such as more stages than layers.
+        RequestError: a prompt or an argument that cannot be served, such as more stages than
+            layers.
 
     >>> from weft.stages import DEMO, load
     >>> model = load(DEMO, "cpu")
@@ -224,10 +253,10 @@ def generate(
     >>> text == "".join(o.text for o in generate(model, ["The function returns"], max_tokens=4, stream=True))
     True
     """
-    call = (
-        f"weft.generate(model, prompts, max_tokens={max_tokens!r}, temperature={temperature!r}, pipeline={pipeline!r})"
+    call = f"weft.generate(model, prompts, max_tokens={max_tokens!r}, temperature={temperature!r}, pipeline={pipeline!r})"
+    check_engine(
+        call, model, transport, graph=graph, pipeline=pipeline, seed=seed, speculation=speculation
     )
-    check_engine(call, model, transport, graph=graph, pipeline=pipeline, seed=seed, speculation=speculation)
     temperatures = {"temperature": temperature}
     if sampling is not None:
         temperatures["beside sampling, temperature"] = temperature
@@ -240,10 +269,14 @@ def generate(
     rules = {
         "sampling": each_rule(SamplingParams, len(encoded), "one SamplingParams, or a list of {}"),
         "adapter": each_rule(
-            Adapter | None, len(encoded), "weft.load_adapter(model, folder), or a list of {} of them and None"
+            Adapter | None,
+            len(encoded),
+            "weft.load_adapter(model, folder), or a list of {} of them and None",
         ),
     }
-    rules["extras"] = each_rule(Mapping | None, len(encoded), "a dict of tensors by name, or a list of {} of them")
+    rules["extras"] = each_rule(
+        Mapping | None, len(encoded), "a dict of tensors by name, or a list of {} of them"
+    )
     check_values(call, rules, {"sampling": given, "adapter": adapter, "extras": extras})
     params: list[SamplingParams] = one_each(given, len(encoded))
     adapters: list[Adapter | None] = one_each(adapter, len(encoded))
@@ -251,7 +284,9 @@ def generate(
     for each in params:
         check_sampling(call, model, each, num_logprobs)
     once = {id(each): each for each in adapters if each is not None}
-    named = {f"adapter {place}": each for place, each in enumerate(once.values())}  # the same names on every rank
+    named = {
+        f"adapter {place}": each for place, each in enumerate(once.values())
+    }  # the same names on every rank
     names = dict(zip(once, named, strict=True))
     limits = _limits(model, encoded, params, max_tokens)
     engine = Engine(
@@ -266,14 +301,21 @@ def generate(
         speculation=speculation,
     )
     inputs: list[Mapping[str, Tensor] | None] = one_each(extras, len(encoded))
-    for index, (ids, each, own, more) in enumerate(zip(encoded, params, adapters, inputs, strict=True)):
-        engine.add(ids, each, max_tokens=max_tokens, id=str(index), adapter=names.get(id(own)), extras=more)
+    for index, (ids, each, own, more) in enumerate(
+        zip(encoded, params, adapters, inputs, strict=True)
+    ):
+        engine.add(
+            ids, each, max_tokens=max_tokens, id=str(index), adapter=names.get(id(own)), extras=more
+        )
     outputs = _shown(engine, max_tokens * sum(each.n for each in params), progress)
     if stream:
         return outputs
     last = {(int(output.id), output.index): output for output in outputs}
     made = partial(Provenance, weakref.ref(model), transport or Local(), seen_of(model))
-    return [_completion(last[key], partial(made, params[key[0]], adapters[key[0]])) for key in sorted(last)]
+    return [
+        _completion(last[key], partial(made, params[key[0]], adapters[key[0]]))
+        for key in sorted(last)
+    ]
 
 
 def _shown(engine: Engine, total: int, progress: bool) -> Iterator[RequestOutput]:
@@ -320,7 +362,15 @@ def _limits(
     return EngineLimits(max_num_reqs=rows, max_model_len=longest, page_size=size)
 
 
-def _encode_prompts(model: Model, prompts: Any, call: str, chat: bool) -> list[list[int] | EmbedsPrompt]:
+def _encode_prompts(
+    model: Model, prompts: Any, call: str, chat: bool
+) -> list[list[int] | EmbedsPrompt]:
     prompts = [model.encode_chat(messages) for messages in prompts] if chat else prompts
-    encoded = [encode_prompt(model, prompt, call, f"prompt {index}") for index, prompt in enumerate(prompts)]
-    return [own if isinstance(own, EmbedsPrompt) else ids for own, ids in zip(prompts, encoded, strict=True)]
+    encoded = [
+        encode_prompt(model, prompt, call, f"prompt {index}")
+        for index, prompt in enumerate(prompts)
+    ]
+    return [
+        own if isinstance(own, EmbedsPrompt) else ids
+        for own, ids in zip(prompts, encoded, strict=True)
+    ]

@@ -15,16 +15,18 @@ from weft.transforms.pipelines.timing.hardware import MEMORY_SHARE
 from weft.trees import tree_leaves
 
 _SMALL_CACHE_SHARE = 0.25
-"""A KV cache that takes a smaller share of the free memory leaves room for any graphs: they are not estimated."""
+"""A KV cache that takes a smaller share of the free memory leaves room for any graphs: they are not
+estimated."""
 _GRAPHS_MARGIN = 1.25
-"""Factor on the estimate of the graphs' memory, which is interpolated: with a draft model, whose classes differ in more
-than their size, graphs were found to take up to a fifth more."""
+"""Factor on the estimate of the graphs' memory, which is interpolated: with a draft model, whose
+classes differ in more than their size, graphs were found to take up to a fifth more."""
 _CPU_BYTES = 2**30
 """The most that the KV cache takes on a CPU."""
 
 
 def empty_pages(model: Model, num_pages: int, page_size: int) -> Tensor:
-    """Pages of a whole model beside the engine's, [num_layers, 2, num_pages, page_size, num_kv_heads, head_dim]."""
+    """Pages of a whole model beside the engine's, [num_layers, 2, num_pages, page_size,
+    num_kv_heads, head_dim]."""
     config = model.config
     shape = config.num_layers, 2, num_pages, page_size, config.num_kv_heads, config.head_dim
     return torch.zeros(shape, dtype=model.cache_dtype, device=model.device)
@@ -33,10 +35,19 @@ def empty_pages(model: Model, num_pages: int, page_size: int) -> Tensor:
 def page_bytes(model: Model, num_layers: int, page_size: int) -> int:
     """Bytes of one page of the KV cache, over so many of the model's layers."""
     config = model.own_config
-    return 2 * num_layers * page_size * config.num_kv_heads * config.head_dim * model.cache_dtype.itemsize
+    return (
+        2
+        * num_layers
+        * page_size
+        * config.num_kv_heads
+        * config.head_dim
+        * model.cache_dtype.itemsize
+    )
 
 
-def fitting_pages(device: torch.device, page_bytes: int, most: int, reserved: Callable[[], int]) -> int:
+def fitting_pages(
+    device: torch.device, page_bytes: int, most: int, reserved: Callable[[], int]
+) -> int:
     """The number of pages that fit into memory beside the `reserved` bytes, at least 1."""
     free = free_bytes(device)
     if free is None:
@@ -47,7 +58,9 @@ def fitting_pages(device: torch.device, page_bytes: int, most: int, reserved: Ca
     return max(1, int(MEMORY_SHARE * (free_bytes(device) or 0) - num_bytes) // page_bytes)
 
 
-def check_room(device: torch.device, num_pages: int, page_bytes: int, least: Callable[[int], int]) -> None:
+def check_room(
+    device: torch.device, num_pages: int, page_bytes: int, least: Callable[[int], int]
+) -> None:
     """Refuse a number of pages that does not fit into memory, before any rank allocates them.
 
     Args:
@@ -59,17 +72,25 @@ def check_room(device: torch.device, num_pages: int, page_bytes: int, least: Cal
     free = available_bytes(device)
     here = num_pages if free is None else min(num_pages, free // page_bytes)
     if (fitting := least(here)) < num_pages:
-        room = f"another rank with room for {fitting}" if fitting < here else f"{byte_size(free or 0)} free on {device}"
+        room = (
+            f"another rank with room for {fitting}"
+            if fitting < here
+            else f"{byte_size(free or 0)} free on {device}"
+        )
         seen = f"pages of {byte_size(num_pages * page_bytes)}, {byte_size(page_bytes)} each, and {room}"
         instead = f"num_pages={max(fitting, 1)} or fewer; None: as many as fit beside the graphs"
         raise RequestError(f"weft.EngineLimits(num_pages={num_pages})", seen, instead)
 
 
 def available_bytes(device: torch.device) -> int | None:
-    """The memory that pages can take: on a GPU what is free, and what torch holds for nothing at the moment; on a CPU
-    what Linux can give, swap included. None: not known."""
+    """The memory that pages can take: on a GPU what is free, and what torch holds for nothing at
+    the moment; on a CPU what Linux can give, swap included. None: not known."""
     if device.type == "cuda":
-        return (free_bytes(device) or 0) + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+        return (
+            (free_bytes(device) or 0)
+            + torch.cuda.memory_reserved(device)
+            - torch.cuda.memory_allocated(device)
+        )
     try:
         text = Path("/proc/meminfo").read_text(encoding="ascii")
     except OSError:
@@ -87,8 +108,11 @@ def free_bytes(device: torch.device) -> int | None:
 
 
 def reserved_bytes(executor: Executor | None) -> int:
-    """The memory that an executor takes beside pages: its tables, and its graphs once they are captured."""
+    """The memory that an executor takes beside pages: its tables, and its graphs once they are
+    captured."""
     if executor is None:
         return 0
     tables = sum(x.nbytes for x in tree_leaves(executor.state) if isinstance(x, Tensor))
-    return tables + int(_GRAPHS_MARGIN * sum(estimate.total_bytes for estimate in estimate_all(executor)))
+    return tables + int(
+        _GRAPHS_MARGIN * sum(estimate.total_bytes for estimate in estimate_all(executor))
+    )

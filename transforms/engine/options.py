@@ -1,4 +1,5 @@
-"""Options of an engine: `EngineLimits`, `Speculation`, and the checks of them and of its other arguments."""
+"""Options of an engine: `EngineLimits`, `Speculation`, and the checks of them and of its other
+arguments."""
 
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -17,7 +18,13 @@ from weft.stages.drafters.drafting import Drafter, drafted, model_drafter, ngram
 from weft.stages.layout import StageLayout
 from weft.stages.model import Model
 from weft.state import Drafting, State
-from weft.transforms.engine.memory import check_room, empty_pages, fitting_pages, page_bytes, reserved_bytes
+from weft.transforms.engine.memory import (
+    check_room,
+    empty_pages,
+    fitting_pages,
+    page_bytes,
+    reserved_bytes,
+)
 from weft.transforms.engine.requests.host_state import Budget, tokens_rule
 from weft.transforms.engine.split import Split
 from weft.transforms.engine.steps.classes import captured_tokens, has_small_layers
@@ -27,8 +34,9 @@ from weft.transforms.pipelines.argument_checks import TRANSPORT
 
 _MAX_CONTEXT = 4096
 _NUM_TOKENS, _NUM_TOKENS_OF_A_LARGE_GPU, _LARGE_GPU = 2048, 8192, 64 * 2**30
-"""The most tokens of a step where nobody says it; that of a GPU with as many bytes or more, but for models with small
-layers. Prompts are faster in large steps, and decodes that share them wait longer."""
+"""The most tokens of a step where nobody says it; that of a GPU with as many bytes or more, but for
+models with small layers. Prompts are faster in large steps, and decodes that share them wait
+longer."""
 _LIMIT_RULES: dict[str, Rule] = {
     **dict.fromkeys(("max_num_reqs", "page_size"), COUNT),
     **dict.fromkeys(("max_num_tokens", "max_model_len", "num_pages", "num_cohorts"), COUNT_OR_NONE),
@@ -40,14 +48,19 @@ _LIMIT_RULES: dict[str, Rule] = {
 }
 _NGRAM = (1, 3)
 _MAX_NUM_TOKENS = 1024
-"""Limit of `num_tokens`: the classes and buffers of a step have room for the drafts of all requests."""
+"""Limit of `num_tokens`: the classes and buffers of a step have room for the drafts of all
+requests."""
 
 
 def _num_tokens(model: Model) -> int:
     device = torch.device(model.device)
     if device.type != "cuda" or torch.cuda.get_device_properties(device).total_memory < _LARGE_GPU:
         return _NUM_TOKENS
-    return captured_tokens(model.config) if has_small_layers(model.config) else _NUM_TOKENS_OF_A_LARGE_GPU
+    return (
+        captured_tokens(model.config)
+        if has_small_layers(model.config)
+        else _NUM_TOKENS_OF_A_LARGE_GPU
+    )
 
 
 def _is_range(value: Any) -> bool:
@@ -56,29 +69,43 @@ def _is_range(value: Any) -> bool:
 
 
 _DRAFT_RULES: dict[str, Rule] = {
-    "num_tokens": (lambda value: is_int(value, 1, _MAX_NUM_TOKENS), f"a whole number from 1 to {_MAX_NUM_TOKENS}"),
-    "ngram": (lambda value: value is None or _is_range(value), "the fewest tokens and the most, as in ngram=(1, 3)"),
+    "num_tokens": (
+        lambda value: is_int(value, 1, _MAX_NUM_TOKENS),
+        f"a whole number from 1 to {_MAX_NUM_TOKENS}",
+    ),
+    "ngram": (
+        lambda value: value is None or _is_range(value),
+        "the fewest tokens and the most, as in ngram=(1, 3)",
+    ),
     "model": (Model | ModelConfig | None, "model = weft.load(folder)"),
-    "beside model, ngram": (lambda value: value is None, "ngram=..., or model=...: one way to draft"),
-    "model.transforms": (lambda value: not value, "a draft model without transformed stages; functions are its own"),
+    "beside model, ngram": (
+        lambda value: value is None,
+        "ngram=..., or model=...: one way to draft",
+    ),
+    "model.transforms": (
+        lambda value: not value,
+        "a draft model without transformed stages; functions are its own",
+    ),
 }
 
 
 @attrs.frozen
 class Speculation:
-    """Draft tokens, and verify them with the model in one step. The tokens stay the same, greedy or sampled; only the
-    number of steps changes.
+    """Draft tokens, and verify them with the model in one step. The tokens stay the same, greedy or
+    sampled; only the number of steps changes.
 
-    Requests with penalties (repetition, presence, frequency) have no drafts, because each of their tokens changes the
-    distribution of the next. Neither have requests in a step that also computes prompts.
+    Requests with penalties (repetition, presence, frequency) have no drafts, because each of their
+    tokens changes the distribution of the next. Neither have requests in a step that also computes
+    prompts.
 
     Args:
-        num_tokens: the most drafts per request and step; steps with half as many, and with none, have graphs of their
-            own.
-        ngram: draft by prompt lookup: propose what followed the last n tokens where they occurred before, for n from
-            the second number down to the first. None: (1, 3), or, with a model, no lookup.
-        model: draft with a smaller model from `weft.load`, with the same vocabulary, on the device of the first stage;
-            on a rank without that stage its configuration is enough.
+        num_tokens: the most drafts per request and step; steps with half as many, and with none,
+            have graphs of their own.
+        ngram: draft by prompt lookup: propose what followed the last n tokens where they occurred
+            before, for n from the second number down to the first. None: (1, 3), or, with a model,
+            no lookup.
+        model: draft with a smaller model from `weft.load`, with the same vocabulary, on the device
+            of the first stage; on a rank without that stage its configuration is enough.
 
     Raises:
         RequestError: an invalid number of tokens, an invalid range of n, or two ways to draft.
@@ -110,7 +137,9 @@ class Speculation:
         if self.config is not None:
             if not isinstance(self.model, Model):  # another rank has it, and drafts
                 return model_drafter(self.num_tokens, self.config)
-            return model_drafter(self.num_tokens, self.config, self.model.functions, device=self.model.device)
+            return model_drafter(
+                self.num_tokens, self.config, self.model.functions, device=self.model.device
+            )
         return ngram_drafter(self.num_tokens, *(self.ngram or _NGRAM))
 
     @property
@@ -132,25 +161,40 @@ class Speculation:
             first: whether the first stage, and so the draft model, runs here.
 
         Raises:
-            RequestError: another vocabulary; or, where the first stage runs, another device or only a part of a model.
+            RequestError: another vocabulary; or, where the first stage runs, another device or only
+                a part of a model.
         """
         if self.config is None:
             return
         vocab, place = model.config.vocab_size, (model.device, True)
-        own, extras = self.model.functions if isinstance(self.model, Model) else OWN, model.functions.extras
+        own, extras = (
+            self.model.functions if isinstance(self.model, Model) else OWN,
+            model.functions.extras,
+        )
         rules: dict[str, Rule] = {
             "the draft model's vocab_size": (
                 lambda own: own == vocab,
                 f"a draft model of {vocab} tokens, as the model's",
             ),
             "the draft model's extras": (
-                lambda own: all(name in extras and extras[name].shape == x.shape for name, x in own.items()),
+                lambda own: all(
+                    name in extras and extras[name].shape == x.shape for name, x in own.items()
+                ),
                 "a draft model whose extras the model has too: the requests' values are the model's",
             ),
-            "the draft model's captures": (lambda own: not own, "a draft model whose logits read no captures"),
-            "the draft model's beside": (lambda own: not own, "a draft model without models beside"),
+            "the draft model's captures": (
+                lambda own: not own,
+                "a draft model whose logits read no captures",
+            ),
+            "the draft model's beside": (
+                lambda own: not own,
+                "a draft model without models beside",
+            ),
             "the draft model's attend": (
-                lambda own: not isinstance(own, AttentionBackend) or (own.capability == "full" and not own.page_sizes),
+                lambda own: (
+                    not isinstance(own, AttentionBackend)
+                    or (own.capability == "full" and not own.page_sizes)
+                ),
                 "a draft model whose attention can be in any graph, with pages of any size",
             ),
             "the draft model's carries": (
@@ -162,7 +206,9 @@ class Speculation:
                 "a draft model whose functions take no inputs of tokens: they go to the model alone",
             ),
             "the draft model": (
-                lambda own: not first or (isinstance(own, Model) and (own.device, own.is_whole) == place),
+                lambda own: (
+                    not first or (isinstance(own, Model) and (own.device, own.is_whole) == place)
+                ),
                 f"weft.load(folder, {str(model.device)!r}), whole and beside {model!r}",
             ),
         }
@@ -186,8 +232,11 @@ class Speculation:
         return [drafted(stages[0], self.drafter), *stages[1:]]
 
     def states(self, states: Sequence[State], layouts: Sequence[StageLayout]) -> tuple[State, ...]:
-        """The same empty states with room for drafts; their block tables must have `spare_pages`."""
-        return tuple(self._state(state, layout.first) for state, layout in zip(states, layouts, strict=True))
+        """The same empty states with room for drafts; their block tables must have `spare_pages`.
+        """
+        return tuple(
+            self._state(state, layout.first) for state, layout in zip(states, layouts, strict=True)
+        )
 
     def _state(self, state: State, first: bool) -> State:
         (num_rows, max_pages), device = state.block_table.shape, state.block_table.device
@@ -201,7 +250,8 @@ class Speculation:
         return attrs.evolve(state, drafting=drafting)
 
     def spare_pages(self, page_size: int) -> int:
-        """Columns of the block table that no request has pages for: drafts after a request's last token go there."""
+        """Columns of the block table that no request has pages for: drafts after a request's last
+        token go there."""
         return -(-self.num_tokens // page_size)
 
     def page_bytes(self, page_size: int) -> int:
@@ -223,24 +273,26 @@ class EngineLimits:
 
     Args:
         max_num_reqs: requests that run at once.
-        max_num_tokens: tokens per step; ragged steps of more than 2,048 run without a graph, from which they gain
-            nothing: of more than 4,096, if the model's layers are so small that a GPU waits for the host. None: on a
-            GPU with 64 GiB or more 8,192, or 4,096 for such a model; 2,048 elsewhere; and at least one for each
-            request.
-        max_model_len: tokens per request, those to generate included, rounded up to whole pages; at most the model's
-            number of positions. None: that number, or 4,096 if it is more.
+        max_num_tokens: tokens per step; ragged steps of more than 2,048 run without a graph, from
+            which they gain nothing: of more than 4,096, if the model's layers are so small that a
+            GPU waits for the host. None: on a GPU with 64 GiB or more 8,192, or 4,096 for such a
+            model; 2,048 elsewhere; and at least one for each request.
+        max_model_len: tokens per request, those to generate included, rounded up to whole pages; at
+            most the model's number of positions. None: that number, or 4,096 if it is more.
         page_size: tokens per page.
-        num_pages: pages of the KV cache; None: as many as fit into memory beside the graphs, whose memory is estimated
-            where it is short (`Graphified.memory_estimate`), and no more than all rows could fill.
+        num_pages: pages of the KV cache; None: as many as fit into memory beside the graphs, whose
+            memory is estimated where it is short (`Graphified.memory_estimate`), and no more than
+            all rows could fill.
         num_cohorts: groups of requests that are stepped in turn; None: one per stage.
-        mixed: whether decodes share steps with prompts: a step that is bound by compute for one and by memory for the
-            other does both at once. Without it they take turns, and decodes stay uniform, which is best for requests
-            that decode.
-        max_step_seconds: the most seconds that a step with prompts may keep a decode waiting for its next token; it
-            then has fewer tokens than `max_num_tokens` if need be, but at least a page of a prompt's. An engine that
-            has it warms up when it is made, and measures steps of prompts and of decodes, from which it knows what
-            tokens, and what they attend to, take (`engine.limits.budget.step_time`). Decodes wait less, and prompts
-            take longer. None: any.
+        mixed: whether decodes share steps with prompts: a step that is bound by compute for one and
+            by memory for the other does both at once. Without it they take turns, and decodes stay
+            uniform, which is best for requests that decode.
+        max_step_seconds: the most seconds that a step with prompts may keep a decode waiting for
+            its next token; it then has fewer tokens than `max_num_tokens` if need be, but at least
+            a page of a prompt's. An engine that has it warms up when it is made, and measures steps
+            of prompts and of decodes, from which it knows what tokens, and what they attend to,
+            take (`engine.limits.budget.step_time`). Decodes wait less, and prompts take longer.
+            None: any.
 
     Raises:
         RequestError: not an integer, or less than 1; or seconds that are no positive number.
@@ -269,7 +321,8 @@ class EngineLimits:
         """These limits for a model on its device; the same on every rank.
 
         Args:
-            executor: makes an executor under given limits; pages leave room for its graphs. None: there are no graphs.
+            executor: makes an executor under given limits; pages leave room for its graphs. None:
+                there are no graphs.
 
         Raises:
             ProgramError: pages of a size for which the model's attention has no kernels.
@@ -280,25 +333,43 @@ class EngineLimits:
         max_pages = -(-length // self.page_size)
         cohorts, transport = self.num_cohorts or split.num_stages, split.transport
         least = -(-self.max_num_reqs // cohorts)
-        usual = transport.share(max(least, _num_tokens(model)))  # on every rank, whatever it was given
+        usual = transport.share(
+            max(least, _num_tokens(model))
+        )  # on every rank, whatever it was given
         tokens = self.max_num_tokens or usual
-        check_values("weft.EngineLimits(...)", {"max_num_tokens": tokens_rule(least)}, {"max_num_tokens": tokens})
-        budget = Budget(self.max_num_reqs, tokens, max_pages, cohorts, self.mixed, query_lens(speculation))
+        check_values(
+            "weft.EngineLimits(...)",
+            {"max_num_tokens": tokens_rule(least)},
+            {"max_num_tokens": tokens},
+        )
+        budget = Budget(
+            self.max_num_reqs, tokens, max_pages, cohorts, self.mixed, query_lens(speculation)
+        )
         most = max_pages * self.max_num_reqs
         small = ResolvedLimits(budget, 1, self.page_size, speculation, self.max_step_seconds)
         here = split.layouts(model)
-        drafts = 0 if speculation is None or not here[0].first else speculation.page_bytes(self.page_size)
-        page = page_bytes(model, sum(len(layout.layers) for layout in here), self.page_size) + drafts
+        drafts = (
+            0
+            if speculation is None or not here[0].first
+            else speculation.page_bytes(self.page_size)
+        )
+        page = (
+            page_bytes(model, sum(len(layout.layers) for layout in here), self.page_size) + drafts
+        )
         beside = model.functions.beside
         if model.functions.policy == "snapshot":
             page += len(here) * sum(x.nbytes for x in model.functions.carries.values())
         if here[-1].last:
-            page += sum(page_bytes(own, own.config.num_layers, self.page_size) for own in beside.values())
+            page += sum(
+                page_bytes(own, own.config.num_layers, self.page_size) for own in beside.values()
+            )
         if self.num_pages is not None:
             given = transport.share(self.num_pages)
             check_room(model.device, given, page, lambda here: min(transport.collect(here)))
             return attrs.evolve(small, num_pages=given)
-        fitting = fitting_pages(model.device, page, most, lambda: reserved_bytes(executor and executor(small)))
+        fitting = fitting_pages(
+            model.device, page, most, lambda: reserved_bytes(executor and executor(small))
+        )
         return attrs.evolve(small, num_pages=min(most, *transport.collect(fitting)))
 
 
@@ -314,11 +385,17 @@ class ResolvedLimits:
 
     @property
     def options(self) -> dict[str, Any]:
-        """The options that must be equal on all ranks. Only the first rank has the draft model; the others have its
-        configuration."""
+        """The options that must be equal on all ranks. Only the first rank has the draft model; the
+        others have its configuration."""
         budget, own = attrs.asdict(self.budget, recurse=False), self.speculation
-        drafts = None if own is None else (own.num_tokens, own.ngram, getattr(own.model, "config", own.model))
-        shared = {name: getattr(self, name) for name in ("num_pages", "page_size", "max_step_seconds")}
+        drafts = (
+            None
+            if own is None
+            else (own.num_tokens, own.ngram, getattr(own.model, "config", own.model))
+        )
+        shared = {
+            name: getattr(self, name) for name in ("num_pages", "page_size", "max_step_seconds")
+        }
         return {**budget, **shared, "speculation": drafts}
 
 
@@ -346,7 +423,9 @@ RULES: dict[str, Rule] = {
 def stage_rule(model: Model) -> Rule:
     """The rule of a number of stages that the model's layers are split into."""
     most = model.config.num_layers
-    return (lambda value: is_int(value, 1, most)), f"a whole number from 1 to {most}, the model's layers"
+    return (
+        lambda value: is_int(value, 1, most)
+    ), f"a whole number from 1 to {most}, the model's layers"
 
 
 def check_engine(call: str, model: Any, transport: Any = None, **options: Any) -> None:

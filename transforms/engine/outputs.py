@@ -1,4 +1,5 @@
-"""Outputs: from the tokens that a step sampled to each request's text, stop texts, outputs and streams."""
+"""Outputs: from the tokens that a step sampled to each request's text, stop texts, outputs and
+streams."""
 
 import asyncio
 import itertools
@@ -16,7 +17,14 @@ from weft.errors import EngineError, ProgramError, RequestError, WeftError
 from weft.transforms.engine.completion import CompletionState
 from weft.transforms.engine.detokenizing import special_ids
 from weft.transforms.engine.requests.host_state import Request, find_open
-from weft.transforms.engine.requests.masks import Mask, MaskBudget, RequestMask, blame, budget_of, compute_mask
+from weft.transforms.engine.requests.masks import (
+    Mask,
+    MaskBudget,
+    RequestMask,
+    blame,
+    budget_of,
+    compute_mask,
+)
 from weft.transforms.engine.steps.results import StepResult
 from weft.transforms.engine.steps.step import Work
 
@@ -25,7 +33,9 @@ _POLL_SECONDS = 1e-4
 _NO_CAPTURES = 0, 0
 
 
-@attrs.define(eq=False)  # not frozen, which takes three times as long to make: there is one for every token
+@attrs.define(
+    eq=False
+)  # not frozen, which takes three times as long to make: there is one for every token
 class RequestOutput:
     """What one completion of a request got in a step of the engine.
 
@@ -33,12 +43,14 @@ class RequestOutput:
         id: of the request.
         index: which of its completions (`SamplingParams.n`), from 0 on.
         token_ids: the new tokens.
-        text: the new text; None where the checkpoint has no tokenizer, or the request asked for none.
-        finish_reason: None: it goes on. `stop` (a token or a text that ends it), `length`, `abort`, or `error`.
+        text: the new text; None where the checkpoint has no tokenizer, or the request asked for
+            none.
+        finish_reason: None: it goes on. `stop` (a token or a text that ends it), `length`, `abort`,
+            or `error`.
         track: the whole completion so far: tokens, logprobs, text, times.
         error: with the reason `error`, what went wrong with this request alone.
-        captured_range: the places, in the request, of the tokens whose captures are new, from the first to the one
-            after the last.
+        captured_range: the places, in the request, of the tokens whose captures are new, from the
+            first to the one after the last.
     """
 
     id: str
@@ -52,7 +64,8 @@ class RequestOutput:
 
     @property
     def stop_reason(self) -> int | str | None:
-        """The token or the text that ended it; None: it goes on, or the model's own end-of-sequence token did."""
+        """The token or the text that ended it; None: it goes on, or the model's own end-of-sequence
+        token did."""
         return self.track.stop_reason
 
     @property
@@ -66,7 +79,9 @@ def joined(first: RequestOutput, second: RequestOutput) -> RequestOutput:
     """Two consecutive outputs of one completion as one."""
     text = None if second.text is None else f"{first.text or ''}{second.text}"
     captured = first.captured_range[0], second.captured_range[1]
-    return attrs.evolve(second, token_ids=[*first.token_ids, *second.token_ids], text=text, captured_range=captured)
+    return attrs.evolve(
+        second, token_ids=[*first.token_ids, *second.token_ids], text=text, captured_range=captured
+    )
 
 
 def joined_by_completion(outputs: Sequence[RequestOutput]) -> list[RequestOutput]:
@@ -94,7 +109,9 @@ class _OpenCompletion:
     first_job: int
     _num_captured: int = 0
 
-    def output(self, tokens: list[int], reason: str | None = None, error: WeftError | None = None) -> RequestOutput:
+    def output(
+        self, tokens: list[int], reason: str | None = None, error: WeftError | None = None
+    ) -> RequestOutput:
         """An output with these tokens and the text that is new."""
         state = self.state
         text = None if state.tokenizer is None else state.take_text()
@@ -141,7 +158,9 @@ class OutputProcessor:
         ended: completions that have ended, by reason.
     """
 
-    def __init__(self, tokenizer: Tokenizer | None, vocab_size: int, eos_ids: Sequence[int] = ()) -> None:
+    def __init__(
+        self, tokenizer: Tokenizer | None, vocab_size: int, eos_ids: Sequence[int] = ()
+    ) -> None:
         self._tokenizer, self._special_ids = tokenizer, special_ids(tokenizer)
         self._vocab_size, self._eos_ids = vocab_size, frozenset(eos_ids)
         self._open: dict[str, _OpenCompletion] = {}
@@ -159,16 +178,23 @@ class OutputProcessor:
         return id in self._names
 
     def names(self, call: str, id: object) -> list[str]:
-        """The names of a request's completions that have not ended. The RequestError for an unknown id names `call`."""
+        """The names of a request's completions that have not ended. The RequestError for an unknown
+        id names `call`."""
         return list(find_open(call, self._names, id))
 
     def add(self, id: str, requests: Sequence[Request], first_job: int, mask: Mask | None) -> None:
-        """Add a request's completions; the first one collects the logprobs of the prompt for all."""
+        """Add a request's completions; the first one collects the logprobs of the prompt for all.
+        """
         own = self._tokenizer, self._special_ids, self._eos_ids
         states = [CompletionState(request, *own) for request in requests]
-        own_mask = None if mask is None else RequestMask.of(mask, requests[0].sampling, self._vocab_size)
+        own_mask = (
+            None if mask is None else RequestMask.of(mask, requests[0].sampling, self._vocab_size)
+        )
         for index, (request, state) in enumerate(zip(requests, states, strict=True)):
-            state.prompt_logprobs, state.prompt_top_logprobs = states[0].prompt_logprobs, states[0].prompt_top_logprobs
+            state.prompt_logprobs, state.prompt_top_logprobs = (
+                states[0].prompt_logprobs,
+                states[0].prompt_top_logprobs,
+            )
             state.prompt_ranks = states[0].prompt_ranks
             self._open[request.id] = _OpenCompletion(id, index, state, first_job)
             if own_mask is not None:
@@ -192,13 +218,16 @@ class OutputProcessor:
             names = dict(zip(work.rows, work.requests, strict=True))
             for admission in work.edits.admissions:
                 own = self._open.get(names[admission.row])
-                if own is not None and own.state.times.admitted is None:  # its mask may have ended it
+                if (
+                    own is not None and own.state.times.admitted is None
+                ):  # its mask may have ended it
                     own.state.times.admitted = time.monotonic()
 
     def apply_masks(
         self, works: Sequence[Work], share: Callable[[Any], Any], *, decides: bool = True
     ) -> tuple[list[Work], dict[str, RequestError]]:
-        """The works of a step with their requests' masks, and an error for each completion whose mask failed.
+        """The works of a step with their requests' masks, and an error for each completion whose
+        mask failed.
 
         Args:
             works: of one step.
@@ -219,13 +248,19 @@ class OutputProcessor:
         masks = {name: self._mask(name, failed, clock if decides else None) for name in masked}
         for id, seconds in clock.seconds.items():
             if id in self._budgets:
-                self._debts[id] = clock.budget(self._budgets[id]).owed(self._debts.get(id, 0.0), seconds)
+                self._debts[id] = clock.budget(self._budgets[id]).owed(
+                    self._debts.get(id, 0.0), seconds
+                )
         if has_budget and decides:
             share({name: (error.call, error.seen, error.instead) for name, error in failed.items()})
-        kept = {name: mask for name, mask in masks.items() if mask is not None and name not in failed}
+        kept = {
+            name: mask for name, mask in masks.items() if mask is not None and name not in failed
+        }
         return [_with_masks(work, kept) for work in works], failed
 
-    def _mask(self, name: str, failed: dict[str, RequestError], clock: MaskClock | None) -> bytes | None:
+    def _mask(
+        self, name: str, failed: dict[str, RequestError], clock: MaskClock | None
+    ) -> bytes | None:
         if name in failed or name not in self._masks:  # the mask of another may have ended it
             return None
         own = self._open[name]
@@ -242,7 +277,9 @@ class OutputProcessor:
             self._check_budget(own, failed, clock)
         return mask
 
-    def _check_budget(self, own: _OpenCompletion, failed: dict[str, RequestError], clock: MaskClock) -> None:
+    def _check_budget(
+        self, own: _OpenCompletion, failed: dict[str, RequestError], clock: MaskClock
+    ) -> None:
         """Let all completions of a request fail whose masks have taken too long."""
         budget = clock.budget(self._budgets[own.id])
         seconds = clock.seconds[own.id]
@@ -259,7 +296,8 @@ class OutputProcessor:
             failed.setdefault(each, RequestError(call, seen, instead))
 
     def append_per_token(self, work: Work, result: StepResult) -> None:
-        """Append what a step returned of each token: the logprobs of prompts, and what the stages captured."""
+        """Append what a step returned of each token: the logprobs of prompts, and what the stages
+        captured."""
         if work.targets:
             self._append_prompt_logprobs(work, result)
         if work.captures:
@@ -270,20 +308,35 @@ class OutputProcessor:
         first = 0
         for name, targets, start in zip(work.requests, work.targets, work.starts, strict=True):
             own = self._open.get(name)
-            is_its = own is not None and work.job >= own.first_job  # not of an earlier request of the same name
-            if own is not None and is_its and own.state.request.sampling.prompt_logprobs is not None:
+            is_its = (
+                own is not None and work.job >= own.first_job
+            )  # not of an earlier request of the same name
+            if (
+                own is not None
+                and is_its
+                and own.state.request.sampling.prompt_logprobs is not None
+            ):
                 own.state.append_prompt_logprobs(result, first, start, len(targets))
             first += len(targets)
 
     def _append_captured(self, work: Work, result: StepResult) -> None:
-        """Append what a step captured of each request's tokens; of a decode, those that it keeps."""
-        if not work.token_ids and work.query_len == 1:  # the same for a token each, in half the time
+        """Append what a step captured of each request's tokens; of a decode, those that it keeps.
+        """
+        if (
+            not work.token_ids and work.query_len == 1
+        ):  # the same for a token each, in half the time
             for row, (name, tokens) in enumerate(zip(work.requests, result.token_ids, strict=True)):
-                if tokens and (own := self._open.get(name)) is not None and work.job >= own.first_job:
+                if (
+                    tokens
+                    and (own := self._open.get(name)) is not None
+                    and work.job >= own.first_job
+                ):
                     own.state.append_captured(result.captured, row)
             return
         first, chunks = 0, work.token_ids or ((LAST_TOKEN,),) * len(work.rows)
-        for row, (name, ids, start) in enumerate(zip(work.requests, chunks, work.starts, strict=True)):
+        for row, (name, ids, start) in enumerate(
+            zip(work.requests, chunks, work.starts, strict=True)
+        ):
             count, own = len(ids) if work.token_ids else work.query_len, self._open.get(name)
             if own is not None and work.job >= own.first_job:
                 kept = count if work.token_ids else min(count, len(result.token_ids[row]))
@@ -291,9 +344,11 @@ class OutputProcessor:
                 own.state.append_captured(result.captured, first, kept, None if goes_on else start)
             first += count
 
-    def append(self, name: str, result: StepResult, row: int, count: int, reason: str) -> RequestOutput:
-        """Append the first `count` tokens of a row of a step to a completion; a stop text, or a token that cannot be
-        decoded, ends it earlier.
+    def append(
+        self, name: str, result: StepResult, row: int, count: int, reason: str
+    ) -> RequestOutput:
+        """Append the first `count` tokens of a row of a step to a completion; a stop text, or a
+        token that cannot be decoded, ends it earlier.
 
         Args:
             reason: why it ends after these tokens; empty: it goes on.
@@ -303,7 +358,9 @@ class OutputProcessor:
             tokens = tokens[:count]
         for index in range(count):
             try:
-                stopped = own.state.append(result, row, index, is_stop=reason == "stop" and index == count - 1)
+                stopped = own.state.append(
+                    result, row, index, is_stop=reason == "stop" and index == count - 1
+                )
             except BaseException as error:
                 return self.end(name, "error", tokens[: index + 1], _undecodable(own, error))
             if stopped:
@@ -315,8 +372,11 @@ class OutputProcessor:
         num_tokens = len(own.state.request.prompt) + len(own.state.token_ids)
         return self.end(name, reason, tokens, result.error(row, own.id, num_tokens))
 
-    def end(self, name: str, reason: str, tokens: list[int], error: WeftError | None = None) -> RequestOutput:
-        """End a completion; returns its last output. If its text cannot be decoded, the reason is `error`.
+    def end(
+        self, name: str, reason: str, tokens: list[int], error: WeftError | None = None
+    ) -> RequestOutput:
+        """End a completion; returns its last output. If its text cannot be decoded, the reason is
+        `error`.
 
         Args:
             error: with the reason `error`, what went wrong.
@@ -352,15 +412,19 @@ def _with_masks(work: Work, masks: Mapping[str, bytes]) -> Work:
 
 def _undecodable(own: _OpenCompletion, error: BaseException) -> RequestError:
     call = f"the text of request {own.id!r}, of {len(own.state.token_ids)} tokens"
-    return blame(error, call, "a tokenizer that decodes every token of the model, or a model without one")
+    return blame(
+        error, call, "a tokenizer that decodes every token of the model, or a model without one"
+    )
 
 
 class Streams:
-    """The streams of an engine: while there are any, one task of the event loop steps the engine for all of them.
+    """The streams of an engine: while there are any, one task of the event loop steps the engine
+    for all of them.
 
     Args:
         engine: the `Engine`, whose module imports this one.
-        is_distributed: whether other processes run some of its stages; they could not know when requests arrive.
+        is_distributed: whether other processes run some of its stages; they could not know when
+            requests arrive.
     """
 
     def __init__(self, engine: Any, is_distributed: bool) -> None:
@@ -369,11 +433,15 @@ class Streams:
         self._queues: dict[str, asyncio.Queue[RequestOutput | BaseException]] = {}
         self._task: asyncio.Task[None] | None = None
 
-    async def stream(self, prompt: Any, sampling: Any, **options: Any) -> AsyncGenerator[RequestOutput, None]:
+    async def stream(
+        self, prompt: Any, sampling: Any, **options: Any
+    ) -> AsyncGenerator[RequestOutput, None]:
         """The outputs of a request, until all of its completions have ended."""
         if self._is_distributed:
             call, instead = "engine.stream(prompt)", "add() on all ranks, and step() on each"
-            raise ProgramError(call, "stages in other processes, which do not know when requests come", instead)
+            raise ProgramError(
+                call, "stages in other processes, which do not know when requests come", instead
+            )
         loop = asyncio.get_running_loop()
         self._check_loop(loop)
         name = self._engine.add(prompt, sampling, **options)
@@ -400,7 +468,9 @@ class Streams:
         other = self._task.get_loop()
         if other is not loop and other.is_running():
             seen = "an event loop, while one of another thread steps the engine for its streams"
-            raise EngineError("engine.stream(prompt)", seen, "streams of one event loop, or an engine for each")
+            raise EngineError(
+                "engine.stream(prompt)", seen, "streams of one event loop, or an engine for each"
+            )
 
     def publish(self, outputs: Iterable[RequestOutput]) -> None:
         """Put outputs into the queues of their streams."""

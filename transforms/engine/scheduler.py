@@ -1,7 +1,9 @@
-"""The scheduler: decides on the host what every step computes, some steps ahead of the tokens that it has read.
+"""The scheduler: decides on the host what every step computes, some steps ahead of the tokens that
+it has read.
 
-Each function takes the host's state and returns the next one, which owns what the old one held. The result depends on
-the arguments alone: ranks that see the same requests and read the same tokens between the same calls decide the same.
+Each function takes the host's state and returns the next one, which owns what the old one held. The
+result depends on the arguments alone: ranks that see the same requests and read the same tokens
+between the same calls decide the same.
 """
 
 import bisect
@@ -23,7 +25,11 @@ from weft.transforms.engine.requests.host_state import (
     preempt,
     turn,
 )
-from weft.transforms.engine.requests.prefix_cache import allocate_pages, publish_pages, publish_prompt
+from weft.transforms.engine.requests.prefix_cache import (
+    allocate_pages,
+    publish_pages,
+    publish_prompt,
+)
 from weft.transforms.engine.requests.prompts import PromptContent
 from weft.transforms.engine.requests.step_time import pairs_of
 from weft.transforms.engine.steps.step import Admission, Edits, Growth, Work
@@ -36,8 +42,9 @@ def add(host: HostState, request: Request, budget: Budget, behind: str | None = 
         host: donated.
         request: what the user asked for.
         budget: the scheduler's limits.
-        behind: the id of a request that has not ended and has the same prompt: this one waits until that prompt is in
-            the cache, and shares its pages; the prompt's logprobs are computed for that one alone.
+        behind: the id of a request that has not ended and has the same prompt: this one waits until
+            that prompt is in the cache, and shares its pages; the prompt's logprobs are computed
+            for that one alone.
 
     Raises:
         RequestError: its id is taken, or it could never be served.
@@ -52,9 +59,13 @@ def add(host: HostState, request: Request, budget: Budget, behind: str | None = 
         if needed > most:
             seen = f"a prompt of {len(request.prompt)} tokens, and {request.max_tokens} to generate; {what} "
             seen += f"{most * size}, by EngineLimits.{limit}"
-            raise RequestError(call, seen, f"a shorter prompt, fewer max_tokens, or a greater {limit}")
+            raise RequestError(
+                call, seen, f"a shorter prompt, fewer max_tokens, or a greater {limit}"
+            )
     if behind is not None:
-        request = attrs.evolve(request, sampling=attrs.evolve(request.sampling, prompt_logprobs=None))
+        request = attrs.evolve(
+            request, sampling=attrs.evolve(request.sampling, prompt_logprobs=None)
+        )
     req = RequestState(request, host.num_arrivals, host.version, [*request.prompt])
     leader = None if behind is None else host.find(behind)
     host.requests[request.id] = req
@@ -96,8 +107,8 @@ def finish(host: HostState, request_id: str, reason: str) -> HostState:
 
 
 def outdate(host: HostState) -> HostState:
-    """Note that the parameters have changed: no page computed before is read again. Running requests begin again with
-    the tokens that they have, those of launched steps included.
+    """Note that the parameters have changed: no page computed before is read again. Running
+    requests begin again with the tokens that they have, those of launched steps included.
 
     Args:
         host: donated.
@@ -119,12 +130,12 @@ def observe(
         host: donated.
         job: its number.
         token_ids: the new tokens of each row of its batch.
-        faults: the rows in which no token could be drawn after these: their requests end with the reason `error`, and
-            the pages they computed leave the prefix cache.
+        faults: the rows in which no token could be drawn after these: their requests end with the
+            reason `error`, and the pages they computed leave the prefix cache.
 
     Returns:
-        The host's state, and the requests that got tokens or ended: place in the batch, request, and number of tokens,
-        none of them after its end. A request that ended has a `reason`.
+        The host's state, and the requests that got tokens or ended: place in the batch, request,
+        and number of tokens, none of them after its end. A request that ended has a `reason`.
     """
     got, page_size = [], host.pages.page_size
     for index, req, most in host.unread.pop(job):
@@ -156,11 +167,13 @@ def _append_tokens(host: HostState, req: RequestState, token_ids: Sequence[int])
 
 
 def schedule(host: HostState, budget: Budget) -> tuple[HostState, tuple[Work, ...]]:
-    """Schedule the next cohort's steps: its decodes, and as many prompt tokens as the budget allows.
+    """Schedule the next cohort's steps: its decodes, and as many prompt tokens as the budget
+    allows.
 
-    FIFO within a priority; lower numbers first, so that a request of a higher number may wait without a bound. When
-    pages run out, the last request in that order is preempted: it gives up its pages and begins again later. Its tokens
-    are computed again, and none is sampled twice. A decode that shares a batch with prompts has no drafts.
+    FIFO within a priority; lower numbers first, so that a request of a higher number may wait
+    without a bound. When pages run out, the last request in that order is preempted: it gives up
+    its pages and begins again later. Its tokens are computed again, and none is sampled twice. A
+    decode that shares a batch with prompts has no drafts.
 
     Args:
         host: donated.
@@ -175,7 +188,9 @@ def schedule(host: HostState, budget: Budget) -> tuple[HostState, tuple[Work, ..
     chunks, edits = _schedule_prefills(host, budget, cohort, _Room(budget, decodes))
     works = []
     if decodes and (not chunks or not budget.mixed):
-        works.append(_make_work(host, Edits(growths=growths), [(req, 0) for req in decodes], query_len))
+        works.append(
+            _make_work(host, Edits(growths=growths), [(req, 0) for req in decodes], query_len)
+        )
         decodes, growths = [], ()
     if chunks:
         scheduled = [*((req, 0) for req in decodes), *chunks]
@@ -204,7 +219,9 @@ def _schedule_decodes(
         if reach > len(req.pages) * page_size and (need := _pages_needed(host, req, query_len)):
             if not _preempt_for(host, req, need):
                 continue
-            growths.append(Growth(req.row, len(req.pages), tuple(more := host.pages.allocate(need))))
+            growths.append(
+                Growth(req.row, len(req.pages), tuple(more := host.pages.allocate(need)))
+            )
             req.pages += more
         decodes.append(req)
     return query_len, decodes, tuple(growths)
@@ -213,9 +230,10 @@ def _schedule_decodes(
 def choose_query_len(host: HostState, budget: Budget, ready: Sequence[RequestState]) -> int:
     """The tokens per request of a decode, drafts included.
 
-    It is the smallest captured length that holds all tokens that any request can use. If the step has no room for that,
-    or too few pages are free, it is the next smaller one that fits: no request is preempted for drafts. It is 1 if any
-    request has a mask, which is known for the next token only.
+    It is the smallest captured length that holds all tokens that any request can use. If the step
+    has no room for that, or too few pages are free, it is the next smaller one that fits: no
+    request is preempted for drafts. It is 1 if any request has a mask, which is known for the next
+    token only.
     """
     if max(budget.query_lens) == 1 or any(req.request.is_masked for req in ready):
         return 1
@@ -223,14 +241,17 @@ def choose_query_len(host: HostState, budget: Budget, ready: Sequence[RequestSta
     wanted = min((n for n in budget.query_lens if n >= useful), default=max(budget.query_lens))
     for query_len in sorted(budget.query_lens, reverse=True):
         fits = 1 < query_len <= wanted and query_len * len(ready) <= budget.max_num_tokens
-        if fits and sum(_pages_needed(host, req, query_len) for req in ready) <= host.pages.num_free:
+        if (
+            fits
+            and sum(_pages_needed(host, req, query_len) for req in ready) <= host.pages.num_free
+        ):
             return query_len
     return 1
 
 
 def _pages_needed(host: HostState, req: RequestState, query_len: int) -> int:
-    """Pages that a request lacks for a step of `query_len` tokens, however many drafts of the launched steps are
-    accepted. Its very last token is never read, and needs no slot."""
+    """Pages that a request lacks for a step of `query_len` tokens, however many drafts of the
+    launched steps are accepted. Its very last token is never read, and needs no slot."""
     reach, has = req.num_computed + query_len, len(req.pages)
     if reach <= has * host.pages.page_size:
         return 0
@@ -238,8 +259,8 @@ def _pages_needed(host: HostState, req: RequestState, query_len: int) -> int:
 
 
 def _preempt_for(host: HostState, req: RequestState, count: int) -> bool:
-    """Preempt requests, the last in scheduling order first, until `count` pages are free; False if `req` itself had to
-    go."""
+    """Preempt requests, the last in scheduling order first, until `count` pages are free; False if
+    `req` itself had to go."""
     while host.pages.num_free < count:
         last = max(host.running.values(), key=turn)
         preempt(host, last)
@@ -249,8 +270,8 @@ def _preempt_for(host: HostState, req: RequestState, count: int) -> bool:
 
 
 class _Room:
-    """The tokens, and the seconds if there is a limit, that a step has left for prompts beside its decodes, or after a
-    step of these."""
+    """The tokens, and the seconds if there is a limit, that a step has left for prompts beside its
+    decodes, or after a step of these."""
 
     def __init__(self, budget: Budget, decodes: Sequence[RequestState]) -> None:
         self.tokens, self._time = budget.max_num_tokens, budget.step_time
@@ -263,11 +284,13 @@ class _Room:
             self._time = attrs.evolve(self._time, limit=self._time.limit - before)
 
     def take(self, req: RequestState, page_size: int, is_first: bool) -> int:
-        """The tokens of a request's next chunk. If seconds are the limit these are whole pages, and of the step's first
-        chunk at least one, so that prompts go on beside any decodes."""
+        """The tokens of a request's next chunk. If seconds are the limit these are whole pages, and
+        of the step's first chunk at least one, so that prompts go on beside any decodes."""
         count = wanted = min(self.tokens, req.length - req.num_prefilled)
         if self._time is not None:
-            most = self._time.most_tokens(wanted, req.num_prefilled, self._taken, self._pairs, self._reads)
+            most = self._time.most_tokens(
+                wanted, req.num_prefilled, self._taken, self._pairs, self._reads
+            )
             if most < wanted:
                 count = min(wanted, max(most // page_size, int(is_first)) * page_size)
             self._taken += count
@@ -282,7 +305,8 @@ class _Room:
 def _schedule_prefills(
     host: HostState, budget: Budget, cohort: int, room: _Room
 ) -> tuple[list[tuple[RequestState, int]], Edits]:
-    """Chunks of prompts that fit into `room`: first of admitted requests, then of requests admitted here."""
+    """Chunks of prompts that fit into `room`: first of admitted requests, then of requests admitted
+    here."""
     chunks: list[tuple[RequestState, int]] = []
     copies: list[tuple[int, int]] = []
     admissions: list[Admission] = []
@@ -291,7 +315,12 @@ def _schedule_prefills(
         if not req.on_device and req.num_prefilled < req.length:
             _schedule_chunk(host, req, room, chunks)
     share = -(-(len(host.running) + len(host.waiting)) // budget.num_cohorts)
-    while room.tokens and host.waiting and host.free_rows and len(members) < min(share, budget.cohort_size):
+    while (
+        room.tokens
+        and host.waiting
+        and host.free_rows
+        and len(members) < min(share, budget.cohort_size)
+    ):
         head = host.waiting[0]
         if head.num_unread or not allocate_pages(host, head, copies):
             break
@@ -301,7 +330,9 @@ def _schedule_prefills(
     return chunks, Edits(tuple(copies), tuple(admissions))
 
 
-def _schedule_chunk(host: HostState, req: RequestState, room: _Room, chunks: list[tuple[RequestState, int]]) -> None:
+def _schedule_chunk(
+    host: HostState, req: RequestState, room: _Room, chunks: list[tuple[RequestState, int]]
+) -> None:
     if room.tokens and (count := room.take(req, host.pages.page_size, not chunks)):
         chunks.append((req, count))
 
@@ -334,7 +365,8 @@ def _admit(host: HostState, req: RequestState, cohort: int, admissions: list[Adm
 def _make_work(
     host: HostState, edits: Edits, scheduled: Sequence[tuple[RequestState, int]], query_len: int = 1
 ) -> Work:
-    """A step over these requests, each with its number of prompt tokens, or 0: its last token, and drafts."""
+    """A step over these requests, each with its number of prompt tokens, or 0: its last token, and
+    drafts."""
     job, uniform = host.num_jobs, not any(count for _, count in scheduled)
     host.num_jobs += 1
     requests = [req for req, _ in scheduled]
@@ -386,7 +418,9 @@ def _targets(scheduled: Sequence[tuple[RequestState, int]]) -> tuple[tuple[int, 
     targets = []
     for req, count in scheduled:
         start, length = req.num_computed + 1, max(count, 1)
-        wants = req.request.sampling.prompt_logprobs is not None  # another prompt may hold EMBEDDED, which is no token
+        wants = (
+            req.request.sampling.prompt_logprobs is not None
+        )  # another prompt may hold EMBEDDED, which is no token
         own = req.request.prompt[start : start + length] if wants else ()
         targets.append((*own, *[0] * (length - len(own))))
     return tuple(targets)
@@ -398,4 +432,6 @@ def _contents(scheduled: Sequence[tuple[RequestState, int]]) -> tuple[PromptCont
 
 
 def _next_tokens(req: RequestState, count: int) -> tuple[int, ...]:
-    return tuple(req.tokens[req.num_computed : req.num_computed + count]) if count else (LAST_TOKEN,)
+    return (
+        tuple(req.tokens[req.num_computed : req.num_computed + count]) if count else (LAST_TOKEN,)
+    )

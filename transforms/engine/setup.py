@@ -1,4 +1,5 @@
-"""Setup: a model's weights, states and stages as one step: `make_executor` for an engine, `make_runner` without one."""
+"""Setup: a model's weights, states and stages as one step: `make_executor` for an engine,
+`make_runner` without one."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -43,7 +44,9 @@ from weft.transforms.pipelines.transports.local import Local
 from weft.trees import tree_map
 
 _LENGTHS: Rule = (
-    lambda given: isinstance(given, Sequence) and given and all(isinstance(n, int) and n >= 1 for n in given),
+    lambda given: (
+        isinstance(given, Sequence) and given and all(isinstance(n, int) and n >= 1 for n in given)
+    ),
     "a list of whole numbers >= 1, one a request",
 )
 
@@ -63,8 +66,8 @@ def assert_same_engines(
 
 
 def assert_same_left_out(call: str, transport: Transport, given: Mapping[str, Any]) -> None:
-    """Compare which of these are None on each rank: the ranks then send each other what they use in their place, and a
-    rank that does not would be waited for.
+    """Compare which of these are None on each rank: the ranks then send each other what they use in
+    their place, and a rank that does not would be waited for.
 
     Raises:
         ProgramError: another rank has left out others.
@@ -78,7 +81,9 @@ def assert_same_left_out(call: str, transport: Transport, given: Mapping[str, An
                 raise ProgramError(call, seen, "the same arguments on every rank")
 
 
-def make_states(model: Model, layouts: Sequence[StageLayout], limits: ResolvedLimits) -> tuple[State, ...]:
+def make_states(
+    model: Model, layouts: Sequence[StageLayout], limits: ResolvedLimits
+) -> tuple[State, ...]:
     """An empty state for each stage that runs here."""
     speculation, functions = limits.speculation, model.functions
     spare = 0 if speculation is None else speculation.spare_pages(limits.page_size)
@@ -95,21 +100,33 @@ def make_states(model: Model, layouts: Sequence[StageLayout], limits: ResolvedLi
         device=model.device,
     )
     if is_recomputed:
-        states = tuple(attrs.evolve(state, found=torch.zeros_like(state.positions)) for state in states)
+        states = tuple(
+            attrs.evolve(state, found=torch.zeros_like(state.positions)) for state in states
+        )
     drafts, pages = 0 if speculation is None else speculation.num_tokens, None
     if functions.policy == "snapshot":
         pages = limits.num_pages
     states = tuple(_carrying(state, functions.carries, drafts, pages) for state in states)
-    states = tuple(_with_pages_beside(state, layout, model) for state, layout in zip(states, layouts, strict=True))
+    states = tuple(
+        _with_pages_beside(state, layout, model)
+        for state, layout in zip(states, layouts, strict=True)
+    )
     return states if speculation is None else speculation.states(states, layouts)
 
 
-def _carrying(state: State, defaults: Mapping[str, Tensor], num_drafts: int = 0, num_pages: int | None = None) -> State:
+def _carrying(
+    state: State, defaults: Mapping[str, Tensor], num_drafts: int = 0, num_pages: int | None = None
+) -> State:
     """The same empty state with what its requests carry."""
     if not defaults:
         return state
-    given, num_rows = {name: x.to(state.positions.device) for name, x in defaults.items()}, len(state.positions)
-    return attrs.evolve(state, carried=Carried.of(given, num_rows, num_drafts=num_drafts, num_pages=num_pages))
+    given, num_rows = (
+        {name: x.to(state.positions.device) for name, x in defaults.items()},
+        len(state.positions),
+    )
+    return attrs.evolve(
+        state, carried=Carried.of(given, num_rows, num_drafts=num_drafts, num_pages=num_pages)
+    )
 
 
 def _with_pages_beside(state: State, layout: StageLayout, model: Model) -> State:
@@ -117,7 +134,9 @@ def _with_pages_beside(state: State, layout: StageLayout, model: Model) -> State
     if not layout.last or not model.functions.beside:
         return state
     _, _, num_pages, page_size, _, _ = state.kv_pages.shape
-    pages = {name: empty_pages(own, num_pages, page_size) for name, own in model.functions.beside.items()}
+    pages = {
+        name: empty_pages(own, num_pages, page_size) for name, own in model.functions.beside.items()
+    }
     return attrs.evolve(state, beside=pages)
 
 
@@ -131,7 +150,8 @@ def make_executor(
     keep_logits: bool = False,
     backend: str | None = None,
 ) -> Executor:
-    """An executor for an engine's work: one graphified step for one stage, a pipeline of graphified stages for more.
+    """An executor for an engine's work: one graphified step for one stage, a pipeline of graphified
+    stages for more.
 
     Args:
         graph: one of `weft.transforms.MODES`.
@@ -144,8 +164,14 @@ def make_executor(
     classes = Classes(ladder, eager, budget.max_num_tokens)
     layouts = [layout for layout, _ in weights.stages]
     drafts = 0 if speculation is None else speculation.num_tokens
-    extras: dict[str, Any] = {"num_logprobs": num_logprobs, "keep_logits": keep_logits, "num_drafts": drafts}
-    stages: list[Any] = [model.stage(layout, **extras) for layout in split_model(model.config, split.num_stages)]
+    extras: dict[str, Any] = {
+        "num_logprobs": num_logprobs,
+        "keep_logits": keep_logits,
+        "num_drafts": drafts,
+    }
+    stages: list[Any] = [
+        model.stage(layout, **extras) for layout in split_model(model.config, split.num_stages)
+    ]
     params: tuple[Any, ...] = tuple(own for _, own in weights.stages)
     state = make_states(model, layouts, limits)
     if speculation is not None:
@@ -157,9 +183,13 @@ def make_executor(
         return StepExecutor(whole, params, state, model.device, classes)
     x = _example(model, drafts)
     alone = split.num_stages == 1
-    spanned = [graph_step(with_advance(stage) if alone else stage, ladder, backend) for stage in stages]
+    spanned = [
+        graph_step(with_advance(stage) if alone else stage, ladder, backend) for stage in stages
+    ]
     own: dict[str, Any] = {"transport": split.transport, "mesh": split.mesh, "schema": Schema.of(x)}
-    step = pipeline([with_edits(s) for s in spanned], advance=is_advanced if alone else advance_work, **own)
+    step = pipeline(
+        [with_edits(s) for s in spanned], advance=is_advanced if alone else advance_work, **own
+    )
     graphs = [(spanned[stage], x if stage else None) for stage in split.here] if len(ladder) else []
     return PipelineExecutor(step, params, state, model.device, classes, graphs)
 
@@ -175,7 +205,10 @@ def _example(model: Model, drafts: int) -> IntermediateTensors:
     hidden = torch.zeros(1, model.config.hidden_size, dtype=model.dtype, device=model.device)
     has_mrope = model.config.rope.mrope_section is not None
     positions, captures = ids.new_zeros(1, 3) if has_mrope else None, model.functions.captures
-    captured = {name: PerToken(x.new_zeros(1, *x.shape, device=model.device)) for name, x in captures.items()}
+    captured = {
+        name: PerToken(x.new_zeros(1, *x.shape, device=model.device))
+        for name, x in captures.items()
+    }
     return IntermediateTensors(hidden, ids if drafts else None, positions, captured)
 
 
@@ -184,7 +217,8 @@ class Runner:
     """A model ready to step; `make_state` makes its state.
 
     Args:
-        step: `(params, state, batch) -> (state, Output)` over tuples with one entry for each stage that runs here.
+        step: `(params, state, batch) -> (state, Output)` over tuples with one entry for each stage
+            that runs here.
         params: that tuple of parameters.
         stages: all plain stages that the step is composed of.
         layouts: the layers of each stage that runs here.
@@ -203,7 +237,11 @@ class Runner:
 
     def _repr_html_(self) -> str:
         rows = (
-            (f"{layout.index}", f"{layout.start} to {layout.stop - 1}", f"{num_bytes(own) / 2**20:,.1f} MiB")
+            (
+                f"{layout.index}",
+                f"{layout.start} to {layout.stop - 1}",
+                f"{num_bytes(own) / 2**20:,.1f} MiB",
+            )
             for layout, own in zip(self.layouts, self.params, strict=True)
         )
         return Table(("stage", "layers", "parameters"), tuple(rows), repr(self))._repr_html_()
@@ -220,8 +258,8 @@ def make_runner(
     num_logprobs: int = 0,
     transport: Transport | None = None,
 ) -> Runner:
-    """Compose the model's stages into a step: `graphify(compose(...))` for one stage, `pipeline(map(graphify, stages))`
-    for more.
+    """Compose the model's stages into a step: `graphify(compose(...))` for one stage,
+    `pipeline(map(graphify, stages))` for more.
 
     Args:
         model: the checkpoint.
@@ -234,14 +272,23 @@ def make_runner(
         transport: of the pipeline; None: `Local()`.
 
     Raises:
-        ProgramError: more stages than layers, or a model that is not the part that runs here, or a share of one.
-        DescriptorError: an unknown mode, or limits with places for drafts (`query_lens`), which a runner does not fill.
+        ProgramError: more stages than layers, or a model that is not the part that runs here, or a
+            share of one.
+        DescriptorError: an unknown mode, or limits with places for drafts (`query_lens`), which a
+            runner does not fill.
     """
-    call, rules = f"make_runner(model, limits, num_stages={num_stages!r})", {"num_stages": stage_rule(model)}
+    call, rules = (
+        f"make_runner(model, limits, num_stages={num_stages!r})",
+        {"num_stages": stage_rule(model)},
+    )
     if max(limits.query_lens) > 1:
-        raise DescriptorError(call, f"limits.query_lens={limits.query_lens}, where nothing drafts", NO_DRAFTS)
+        raise DescriptorError(
+            call, f"limits.query_lens={limits.query_lens}, where nothing drafts", NO_DRAFTS
+        )
     ladder = model_ladder(mode, limits, model.functions)
-    check_values(call, RULES | rules, {"transport": transport, "num_stages": num_stages}, ProgramError)
+    check_values(
+        call, RULES | rules, {"transport": transport, "num_stages": num_stages}, ProgramError
+    )
     if model.shard[1] > 1:
         instead = "weft.Engine, whose ranks share layers; or weft.load(path) without shard="
         raise ProgramError(call, f"{model!r}", instead)
@@ -252,14 +299,23 @@ def make_runner(
     stages = tuple(model.stage(layout, **extras) for layout in every)
     params = stage_params(model, layouts)
     if len(layouts) < num_stages:
-        for subject, value in {**model.facts, "limits": f"{limits}", "mode": mode, **extras}.items():
+        for subject, value in {
+            **model.facts,
+            "limits": f"{limits}",
+            "mode": mode,
+            **extras,
+        }.items():
             transport.assert_equal(subject, f"{value}")
     if num_stages == 1:
         whole = graph_step(compose(stages, advance=advance), ladder, backend)
         return Runner(whole, params, stages, layouts, (whole,) if len(ladder) else ())
     spanned = [graph_step(stage, ladder, backend) for stage in stages]
     step = pipeline(
-        spanned, microbatches=num_stages, advance=advance, schema=Schema.of(_example(model, 0)), transport=transport
+        spanned,
+        microbatches=num_stages,
+        advance=advance,
+        schema=Schema.of(_example(model, 0)),
+        transport=transport,
     )
     return Runner(step, params, stages, layouts, tuple(spanned) if len(ladder) else ())
 
@@ -274,16 +330,16 @@ def make_state(
     extras: Sequence[Mapping[str, Tensor]] | None = None,
     adapters: Sequence[int] | None = None,
 ) -> tuple[State, ...]:
-    """Make each stage's state, with one admitted request per length, in rows 0, 1, ..., and enough pages for each
-    request to grow to its length.
+    """Make each stage's state, with one admitted request per length, in rows 0, 1, ..., and enough
+    pages for each request to grow to its length.
 
     Args:
         model: the checkpoint.
         layouts: the stages' layers, as in `Runner.layouts`.
         lengths: the most tokens that each request will hold.
-        sampling, prompts, mrope_position_deltas, extras, adapters: one per request, as `weft.state.admit` takes them.
-            None: greedy; empty prompts, so that penalties count none of their tokens; 0; the model's defaults; no
-            adapters.
+        sampling, prompts, mrope_position_deltas, extras, adapters: one per request, as
+            `weft.state.admit` takes them. None: greedy; empty prompts, so that penalties count none
+            of their tokens; 0; the model's defaults; no adapters.
 
     Raises:
         RequestError: lengths that are not a list of integers >= 1.
@@ -307,7 +363,14 @@ def make_state(
         device=model.device,
     )
     rows = range(len(lengths))
-    own: dict[str, Any] = {"mrope_position_deltas": mrope_position_deltas, "extras": extras, "adapters": adapters}
-    beside = (_with_pages_beside(state, layout, model) for state, layout in zip(states, layouts, strict=True))
+    own: dict[str, Any] = {
+        "mrope_position_deltas": mrope_position_deltas,
+        "extras": extras,
+        "adapters": adapters,
+    }
+    beside = (
+        _with_pages_beside(state, layout, model)
+        for state, layout in zip(states, layouts, strict=True)
+    )
     carrying = (_carrying(state, model.functions.carries) for state in beside)
     return tuple(admit(empty, rows, pages, params, prompts, **own) for empty in carrying)

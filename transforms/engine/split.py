@@ -1,4 +1,5 @@
-"""`Split`: the ranks that an engine's model is spread over, stages by shares of each, and those that run here."""
+"""`Split`: the ranks that an engine's model is spread over, stages by shares of each, and those
+that run here."""
 
 from typing import Any
 
@@ -32,12 +33,19 @@ class Split:
     @property
     def mesh(self) -> Mesh | None:
         """The ranks, where several share a stage: those of a stage are neighbours."""
-        return None if self.num_shards == 1 else Mesh(**{PIPELINE: self.num_stages, AXIS: self.num_shards})
+        return (
+            None
+            if self.num_shards == 1
+            else Mesh(**{PIPELINE: self.num_stages, AXIS: self.num_shards})
+        )
 
     @property
     def here(self) -> list[int]:
         """The stages that run in this process, in order."""
-        return [lane_rank(self.mesh, rank) for rank in self.transport.ranks(self.num_stages * self.num_shards)]
+        return [
+            lane_rank(self.mesh, rank)
+            for rank in self.transport.ranks(self.num_stages * self.num_shards)
+        ]
 
     @property
     def is_distributed(self) -> bool:
@@ -50,8 +58,8 @@ class Split:
         return [every[stage] for stage in self.here]
 
     def check(self, call: str, model: Model, backend: str | None = None) -> None:
-        """Raise ProgramError unless the model is this rank's share, in a process of its own, and the back end of its
-        graphs is one for its device."""
+        """Raise ProgramError unless the model is this rank's share, in a process of its own, and
+        the back end of its graphs is one for its device."""
         if backend == "cuda" and torch.device(model.device).type != "cuda":
             instead = 'backend=None; or weft.load(..., device="cuda")'
             raise ProgramError(call, f"backend='cuda', and a model on '{model.device}'", instead)
@@ -63,11 +71,12 @@ class Split:
             seen = f"transport={self.transport!r}, where {self.num_shards} ranks share each stage"
         elif self.mesh is not None and isinstance(self.transport, Distributed):
             own = self.mesh.coordinates(self.transport.rank)[AXIS]
-            seen = f"share {index} of the model on rank {self.transport.rank}, which has share {own}" * (own != index)
-        if seen:
-            instead = (
-                f"Distributed(), and weft.load(path, shard=(index, {self.num_shards})), in a process for each rank"
+            seen = (
+                f"share {index} of the model on rank {self.transport.rank}, which has share {own}"
+                * (own != index)
             )
+        if seen:
+            instead = f"Distributed(), and weft.load(path, shard=(index, {self.num_shards})), in a process for each rank"
             if self.num_shards == 1:
                 instead = f"weft.Engine(model, tensor={num_shards}, ...)"
             raise ProgramError(call, seen, instead)

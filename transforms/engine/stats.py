@@ -17,9 +17,10 @@ class Stats:
     """An engine's counts, at one moment.
 
     Args:
-        running, waiting: requests with and without a row of the state; each completion of a prompt counts.
-        pages_held, pages_kept, pages_free: pages of the KV cache that requests hold; free pages that are still in the
-            prefix cache; all free pages.
+        running, waiting: requests with and without a row of the state; each completion of a prompt
+            counts.
+        pages_held, pages_kept, pages_free: pages of the KV cache that requests hold; free pages
+            that are still in the prefix cache; all free pages.
         prefix_tokens: tokens of prompts that were found in the prefix cache, and not computed.
         preempted: how often a request gave up its pages to others, to begin again later.
         ended: requests that have ended, by reason.
@@ -27,11 +28,13 @@ class Stats:
         modes: the same steps by the mode they were dispatched to: `full`, `piecewise` or `none`.
         tokens: tokens that steps computed.
         padding: tokens that steps computed in addition, since the sizes of graphs are fixed.
-        drafted, accepted: drafts that were verified, and those that were accepted, in the steps read so far.
-        captures, replays, eager: captures and replays of graphs in all stages that run here, and calls without a
-            graph.
+        drafted, accepted: drafts that were verified, and those that were accepted, in the steps
+            read so far.
+        captures, replays, eager: captures and replays of graphs in all stages that run here, and
+            calls without a graph.
         graphs: graphs held, by mode.
-        eager_reasons: the calls without a graph, by reason: each class that no captured class covers is one.
+        eager_reasons: the calls without a graph, by reason: each class that no captured class
+            covers is one.
     """
 
     running: int
@@ -96,8 +99,11 @@ class Counts:
             self.drafted += result.num_drafts
             self.accepted += sum(len(ids) - 1 for ids in result.token_ids if ids)
 
-    def stats(self, host: HostState, ended: Mapping[str, int], graphs: Sequence[Graphified[..., object]]) -> Stats:
-        """A snapshot, with what the host and the graphs hold, and the completions that have ended, by reason."""
+    def stats(
+        self, host: HostState, ended: Mapping[str, int], graphs: Sequence[Graphified[..., object]]
+    ) -> Stats:
+        """A snapshot, with what the host and the graphs hold, and the completions that have ended,
+        by reason."""
         infos = [graph.cache_info() for graph in graphs]
         pages, running = host.pages, len(host.running)
         return Stats(
@@ -119,5 +125,7 @@ class Counts:
             replays=sum(info.replays for info in infos),
             eager=sum(info.eager for info in infos),
             graphs=dict(Counter(mode for graph in graphs for mode, _ in graph.captured())),
-            eager_reasons=dict(sum((Counter(info.eager_reasons) for info in infos), Counter[str]())),
+            eager_reasons=dict(
+                sum((Counter(info.eager_reasons) for info in infos), Counter[str]())
+            ),
         )

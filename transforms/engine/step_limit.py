@@ -1,4 +1,5 @@
-"""Steps of prompts within a number of seconds: measured when an engine is made, the same on all ranks."""
+"""Steps of prompts within a number of seconds: measured when an engine is made, the same on all
+ranks."""
 
 import random
 import time
@@ -19,12 +20,13 @@ _SHARES = 1, 2, 4, 8, 16, 32
 _REPEATS = 5
 """The steps by whose time a run of several is longer than a run of one."""
 _TRIES = 2
-"""The runs of several steps, and of decodes, of which the fastest counts, and the measurements of all before a limit is
-refused: another process may take the time of one."""
+"""The runs of several steps, and of decodes, of which the fastest counts, and the measurements of
+all before a limit is refused: another process may take the time of one."""
 _DECODES = 8
 """The most steps of decodes that are measured after one of prompts."""
 _FEWER = 4
-"""To find what a pair takes, many short prompts are compared with this many times fewer, longer ones."""
+"""To find what a pair takes, many short prompts are compared with this many times fewer, longer
+ones."""
 _GREEDY = SamplingParams(ignore_eos=True)
 
 
@@ -44,19 +46,22 @@ class _Engine(Protocol):
 
 
 def limit_steps(engine: _Engine, seconds: float, captured: int) -> ResolvedLimits:
-    """The limits of an idle engine, with a time for its steps, measured by prompts alone and decodes alone.
+    """The limits of an idle engine, with a time for its steps, measured by prompts alone and
+    decodes alone.
 
     Args:
         engine: has served nothing.
         seconds: the limit.
-        captured: the most tokens of a step with prompts that has a graph. A token more may take longer: a step's
-            launches then take the host's time.
+        captured: the most tokens of a step with prompts that has a graph. A token more may take
+            longer: a step's launches then take the host's time.
 
     Raises:
         RequestError: a step of one page of tokens takes longer.
     """
     limits, page, draw = engine.limits, engine.limits.page_size, random.Random(0)
-    sizes, many, few = prompt_lengths(limits, engine.model.config.max_position_embeddings, captured, engine.run_ahead)
+    sizes, many, few = prompt_lengths(
+        limits, engine.model.config.max_position_embeddings, captured, engine.run_ahead
+    )
     for _ in range(_TRIES):
         own = [_step_seconds(engine, draw, lengths) for lengths in (*sizes, many, few)]
         own += [_decode_seconds(engine, draw, lengths) for lengths in ([1] * len(few), few)]
@@ -67,23 +72,33 @@ def limit_steps(engine: _Engine, seconds: float, captured: int) -> ResolvedLimit
         if (least := found.seconds(page)) <= seconds:
             return attrs.evolve(limits, budget=attrs.evolve(limits.budget, step_time=found))
     call = f"weft.EngineLimits(max_step_seconds={seconds!r})"
-    raise RequestError(call, f"a step of one page of {page} tokens takes {least:.2g} s", f"{2 * least:.2g} or more")
+    raise RequestError(
+        call, f"a step of one page of {page} tokens takes {least:.2g} s", f"{2 * least:.2g} or more"
+    )
 
 
 def prompt_lengths(
     limits: ResolvedLimits, max_positions: int, captured: int, run_ahead: int
 ) -> tuple[list[list[int]], list[int], list[int]]:
-    """The lengths of the prompts of each step that is measured: for several numbers of tokens as few as hold them, with
-    the most that a graph has and one more; and for one number many of them, and a few of the greatest length."""
+    """The lengths of the prompts of each step that is measured: for several numbers of tokens as
+    few as hold them, with the most that a graph has and one more; and for one number many of them,
+    and a few of the greatest length."""
     budget, page = limits.budget, limits.page_size
     room = _most_positions(limits, max_positions)
     longest = max(1, min(budget.max_num_tokens, room - 1 - _DECODES))
     pages = limits.num_pages // budget.num_cohorts
-    # A step's prompts are there until it is read, and those of the steps that are launched before that.
-    count = min(budget.cohort_size, pages // -(-min(room, longest + 1 + _DECODES) // page)) // (1 + run_ahead)
+    # A step's prompts are there until it is read, and those of the steps that are launched before
+    # that.
+    count = min(budget.cohort_size, pages // -(-min(room, longest + 1 + _DECODES) // page)) // (
+        1 + run_ahead
+    )
     most = min(budget.max_num_tokens, max(1, count) * longest)
     few = [longest] * max(1, min(most // longest, count // _FEWER))
-    wanted = min(page, longest), *(most // share for share in _SHARES), *((captured, captured + 1) if captured else ())
+    wanted = (
+        min(page, longest),
+        *(most // share for share in _SHARES),
+        *((captured, captured + 1) if captured else ()),
+    )
     tokens = sorted({min(most, max(1, size)) for size in wanted})
     many = _split(sum(few), max(1, min(_FEWER * len(few), count, sum(few))))
     return [_split(size, -(-size // longest)) for size in tokens], many, few
@@ -100,8 +115,9 @@ def _split(tokens: int, count: int) -> list[int]:
 
 
 def _step_seconds(engine: _Engine, draw: random.Random, lengths: Sequence[int]) -> float:
-    """The seconds from one step of a cohort to its next, where each has prompts of these lengths: by what several of
-    them take longer than one. A step of fewer tokens than a cohort has requests is measured by itself."""
+    """The seconds from one step of a cohort to its next, where each has prompts of these lengths:
+    by what several of them take longer than one. A step of fewer tokens than a cohort has requests
+    is measured by itself."""
     limits, cohorts = engine.limits, engine.limits.budget.num_cohorts
     most = max(sum(lengths), limits.budget.cohort_size)
     engine.limits = attrs.evolve(limits, budget=attrs.evolve(limits.budget, max_num_tokens=most))
@@ -109,16 +125,21 @@ def _step_seconds(engine: _Engine, draw: random.Random, lengths: Sequence[int]) 
         _, *alone = (_serve(engine, draw, [*lengths] * cohorts, 1)[1] for _ in range(3))
         if most > sum(lengths):
             return min(alone)
-        several = min(_serve(engine, draw, [*lengths] * (cohorts * (1 + _REPEATS)), 1)[1] for _ in range(_TRIES))
+        several = min(
+            _serve(engine, draw, [*lengths] * (cohorts * (1 + _REPEATS)), 1)[1]
+            for _ in range(_TRIES)
+        )
     finally:
         engine.limits = limits
     more = several - min(alone)
-    return more / _REPEATS if more > 0 else several / (1 + _REPEATS)  # noise in all runs of one step
+    return (
+        more / _REPEATS if more > 0 else several / (1 + _REPEATS)
+    )  # noise in all runs of one step
 
 
 def _decode_seconds(engine: _Engine, draw: random.Random, lengths: Sequence[int]) -> float:
-    """The seconds from one token of a cohort's requests to the next, after prompts of these lengths; 0 if requests have
-    no room for more tokens."""
+    """The seconds from one token of a cohort's requests to the next, after prompts of these
+    lengths; 0 if requests have no room for more tokens."""
     room = _most_positions(engine.limits, engine.model.config.max_position_embeddings)
     count = max(0, min(_DECODES, room - 1 - max(lengths)))
     prompts = [*lengths] * engine.limits.budget.num_cohorts
@@ -126,8 +147,11 @@ def _decode_seconds(engine: _Engine, draw: random.Random, lengths: Sequence[int]
     return min(last - first for first, last in runs) / count if count else 0.0
 
 
-def _serve(engine: _Engine, draw: random.Random, lengths: Sequence[int], max_tokens: int) -> tuple[float, float]:
-    """When the host has read the first and the last token of prompts of these lengths, in seconds from the launch."""
+def _serve(
+    engine: _Engine, draw: random.Random, lengths: Sequence[int], max_tokens: int
+) -> tuple[float, float]:
+    """When the host has read the first and the last token of prompts of these lengths, in seconds
+    from the launch."""
     vocabulary = range(engine.model.config.vocab_size)
     for length in lengths:
         engine.add(draw.choices(vocabulary, k=length), _GREEDY, max_tokens=max_tokens)

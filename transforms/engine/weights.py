@@ -1,4 +1,5 @@
-"""`Weights`: the parameters of an engine's stages: which they are, and how they are changed under way."""
+"""`Weights`: the parameters of an engine's stages: which they are, and how they are changed under
+way."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
@@ -30,7 +31,8 @@ _PARAMS: Rule = (
     "params of a weft.load(...), a state_dict() by transformers' names, or None: changed in place",
 )
 Params = DecoderParams | Mapping[str, Tensor]
-"""Parameters as `weft.load` returns them in a model; or tensors by transformers' names, as in a `state_dict()`."""
+"""Parameters as `weft.load` returns them in a model; or tensors by transformers' names, as in a
+`state_dict()`."""
 
 
 @attrs.define(eq=False)
@@ -39,7 +41,8 @@ class Weights:
 
     Args:
         model: the model, whose tensors the stages share.
-        stages: the layers and the parameters, with slots for adapters, of each stage that runs here.
+        stages: the layers and the parameters, with slots for adapters, of each stage that runs
+            here.
         drafts: the parameters of a draft model, or None.
         adapters: those in the slots, by name, in the order of the slots, which hold copies of them.
     """
@@ -69,7 +72,8 @@ class Weights:
 
     @property
     def are_changed(self) -> bool:
-        """Whether a tensor was changed in place since `mark_seen`, as far as torch counts it (`changes_of`)."""
+        """Whether a tensor was changed in place since `mark_seen`, as far as torch counts it
+        (`changes_of`)."""
         return changes_of(self._tracked) != self._seen
 
     def pairs(self, call: str, given: Any) -> list[tuple[Tensor, Tensor]]:
@@ -82,23 +86,35 @@ class Weights:
         if isinstance(given, DecoderParams):
             own, given = _tensors(self.model.params), _tensors(given)
             here = {name: PartView(x, Part(name, tuple(x.shape))) for name, x in own.items()}
-            wrong, instead = here.keys() ^ given.keys(), f"parameters of the structure of {self.model!r}"
+            wrong, instead = (
+                here.keys() ^ given.keys(),
+                f"parameters of the structure of {self.model!r}",
+            )
             where = "which either the model or the given parameters lack"
         else:
             here = places(self.model.params, self.model.config, self.model.layout, self.model.shard)
             (whole,) = split_layers(self.model.config.num_layers, 1)
             tied = tied_names(self.model.config)
-            wrong = given.keys() - here.keys() - tensor_shapes(self.model.config, whole).keys() - tied.keys()
+            wrong = (
+                given.keys()
+                - here.keys()
+                - tensor_shapes(self.model.config, whole).keys()
+                - tied.keys()
+            )
             instead = f"names as {next(iter(here))!r}, of the model's own architecture"
             where = "which the model does not have"
             for second, first in tied.items():  # on every rank, whatever it holds
                 if {first, second} <= given.keys():
-                    _refuse_two_values(call, first, given[first], second, given[second], self.model.dtype)
+                    _refuse_two_values(
+                        call, first, given[first], second, given[second], self.model.dtype
+                    )
         if wrong:
             raise RequestError(call, f"{list_some(sorted(map(str, wrong)))}, {where}", instead)
         new = {name: x for name, x in given.items() if name in here}
         check_values(call, {name: _like(here[name]) for name in new}, new)
-        return _once_each(call, {name: (here[name].view, here[name].own(x.detach())) for name, x in new.items()})
+        return _once_each(
+            call, {name: (here[name].view, here[name].own(x.detach())) for name, x in new.items()}
+        )
 
     def digest(self, params: Any, adapters: Mapping[str, Adapter]) -> str:
         """One line about given parameters and adapters, to be equal on all ranks."""
@@ -110,7 +126,10 @@ class Weights:
         if given is None:
             return "what was changed in place"
         (whole,) = split_layers(self.model.config.num_layers, 1)
-        if not isinstance(given, Mapping) or not given.keys() >= tensor_shapes(self.model.config, whole).keys():
+        if (
+            not isinstance(given, Mapping)
+            or not given.keys() >= tensor_shapes(self.model.config, whole).keys()
+        ):
             return "a part of the model"
         return digest_params([given[name] for name in sorted(given)])
 
@@ -123,22 +142,29 @@ class Weights:
         check_values(call, RULES, {"adapters": adapters})
         adapters = adapters or {}
         known = f"names that the engine was made with: {', '.join(map(repr, self.slots)) or 'none'}"
-        rules: dict[str, Rule] = {"adapters": (lambda given: given.keys() <= self.slots.keys(), known)}
+        rules: dict[str, Rule] = {
+            "adapters": (lambda given: given.keys() <= self.slots.keys(), known)
+        }
         check_values(call, rules, {"adapters": adapters})
         for layout, params in self.stages:
             for name, adapter in adapters.items():
                 check_slot(params, self.model.config, layout, self.slots[name], adapter)
 
-    def write(self, pairs: Iterable[tuple[Tensor, Tensor]], adapters: Mapping[str, Adapter]) -> None:
-        """Write each second tensor of checked pairs over the first, and all adapters into their slots: the checked new
-        ones, and the others as they are now, since they may have been changed in place."""
+    def write(
+        self, pairs: Iterable[tuple[Tensor, Tensor]], adapters: Mapping[str, Adapter]
+    ) -> None:
+        """Write each second tensor of checked pairs over the first, and all adapters into their
+        slots: the checked new ones, and the others as they are now, since they may have been
+        changed in place."""
         self.adapters = {**self.adapters, **adapters}
         with torch.inference_mode():  # elsewhere, tensors that were made in it cannot be written
             for own, new in pairs:
                 own.copy_(new)
             for layout, params in self.stages:
                 for slot, adapter in enumerate(self.adapters.values()):
-                    write_slot(params, self.model.config, layout, slot, adapter, shard=self.model.shard)
+                    write_slot(
+                        params, self.model.config, layout, slot, adapter, shard=self.model.shard
+                    )
         self.mark_seen()
 
 
@@ -146,7 +172,9 @@ def _tensors(params: DecoderParams) -> dict[str, Tensor]:
     return {name: leaf for name, leaf in leaves_with_names(params) if isinstance(leaf, Tensor)}
 
 
-def _once_each(call: str, pairs: Mapping[str, tuple[Tensor, Tensor]]) -> list[tuple[Tensor, Tensor]]:
+def _once_each(
+    call: str, pairs: Mapping[str, tuple[Tensor, Tensor]]
+) -> list[tuple[Tensor, Tensor]]:
     """The pairs by name, without those that say the same of a tensor that has several names.
 
     Raises:
@@ -161,23 +189,30 @@ def _once_each(call: str, pairs: Mapping[str, tuple[Tensor, Tensor]]) -> list[tu
     return [pair for name, pair in pairs.items() if name in kept]
 
 
-def _refuse_two_values(call: str, first: str, value: Tensor, second: str, other: Tensor, dtype: torch.dtype) -> None:
-    """Raise RequestError unless two names of one tensor of this dtype have equal values; NaN is equal to NaN."""
+def _refuse_two_values(
+    call: str, first: str, value: Tensor, second: str, other: Tensor, dtype: torch.dtype
+) -> None:
+    """Raise RequestError unless two names of one tensor of this dtype have equal values; NaN is
+    equal to NaN."""
     if value is other or first == second:
         return
     one, two = (x.to(value.device, dtype) for x in (value, other))
     if dtype.itemsize == 1:  # torch compares no FP8
         one = one.float()
         two = two.float()
-    if one.shape == two.shape and bool(torch.isclose(one, two, rtol=0, atol=0, equal_nan=True).all()):
+    if one.shape == two.shape and bool(
+        torch.isclose(one, two, rtol=0, atol=0, equal_nan=True).all()
+    ):
         return
     seen = f"{first!r} and {second!r}, which are one tensor of the model, with different values"
-    raise RequestError(call, seen, "equal values, or one of the two names; untied, they need another model")
+    raise RequestError(
+        call, seen, "equal values, or one of the two names; untied, they need another model"
+    )
 
 
 def _like(place: PartView) -> Rule:
-    """The rule of a tensor for a place: the checkpoint's shape, and, if one of them is in FP8, whose scales are other
-    tensors, the place's dtype."""
+    """The rule of a tensor for a place: the checkpoint's shape, and, if one of them is in FP8,
+    whose scales are other tensors, the place's dtype."""
     shape, dtype = place.part.stored_shape, place.view.dtype
 
     def fits(given: Tensor) -> bool:

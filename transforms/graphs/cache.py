@@ -1,7 +1,8 @@
 """`Cache`: the graphs of one graphified function, captured on demand, found by key and evicted.
 
-An entry has a graph and the plans by which calls of different signatures replay it. It alone holds them: other tables,
-which find a plan without its key, hold weak references. So an evicted entry is gone at once.
+An entry has a graph and the plans by which calls of different signatures replay it. It alone holds
+them: other tables, which find a plan without its key, hold weak references. So an evicted entry is
+gone at once.
 """
 
 import functools
@@ -56,10 +57,10 @@ class Plan:
 
     Args:
         graph: the graph.
-        wait_for_last_replay: makes the current stream wait for the last replay, if that ran on another stream; None on
-            the CPU.
-        fill: fills the graph's input buffers from the leaves of a call, those by reference first; None if it has no
-            buffers.
+        wait_for_last_replay: makes the current stream wait for the last replay, if that ran on
+            another stream; None on the CPU.
+        fill: fills the graph's input buffers from the leaves of a call, those by reference first;
+            None if it has no buffers.
         run: replays the graph.
         handover: makes the result.
     """
@@ -70,11 +71,12 @@ class Plan:
     run: Callable[[], None]
     handover: Handover
     holds: Callable[[], bool] | None
-    """Returns whether what the graph reads from outside its arguments is what it was; None: it reads nothing."""
+    """Returns whether what the graph reads from outside its arguments is what it was; None: it
+    reads nothing."""
 
     def may_run(self) -> bool:
-        """Whether the graph may replay now: not inside `no_capture(replay=False)`, and not where autograd would
-        record."""
+        """Whether the graph may replay now: not inside `no_capture(replay=False)`, and not where
+        autograd would record."""
         return may_replay() and not self.graph.needs_autograd()
 
     def reads_the_same(self) -> bool:
@@ -82,22 +84,37 @@ class Plan:
         return self.holds is None or self.holds()
 
     def condition(self) -> "Callable[[Plan], bool] | None":
-        """The condition that this plan adds to those of the fast path, besides `holds`: nothing that its graph reads
-        from outside has come to require grad, and torch's back-end switches choose the same kernels. None: none."""
+        """The condition that this plan adds to those of the fast path, besides `holds`: nothing
+        that its graph reads from outside has come to require grad, and torch's back-end switches
+        choose the same kernels. None: none."""
         switches = backend_switches() if self.graph.consults_switches else None
         if switches is None and not (self.graph.external and torch.is_grad_enabled()):
             return None
-        return lambda plan: not plan.graph.needs_autograd() and (switches is None or backend_switches() == switches)
+        return lambda plan: (
+            not plan.graph.needs_autograd() and (switches is None or backend_switches() == switches)
+        )
 
 
 def make_plan(
-    graph: Graph, call: Call, padded: Any, own: Any, borrow: bool, wait_for_last_replay: Callable[[], None] | None
+    graph: Graph,
+    call: Call,
+    padded: Any,
+    own: Any,
+    borrow: bool,
+    wait_for_last_replay: Callable[[], None] | None,
 ) -> Plan:
     """Plan how a graph of class `padded` answers calls like `call`, of class `own`."""
-    leaves, num_references = (*call.reference_leaves, *call.copied_leaves), len(call.reference_leaves)
+    leaves, num_references = (
+        (*call.reference_leaves, *call.copied_leaves),
+        len(call.reference_leaves),
+    )
     copies = plan_copies(graph.buffers, graph.padding_sources, graph.axes, leaves, num_references)
     handover = hand_over(graph.outputs, graph.buffers, borrow, None if padded == own else own)
-    fill, replay, holds = copies.fill if copies else None, graph.recording.replay, graph.outside.holds
+    fill, replay, holds = (
+        copies.fill if copies else None,
+        graph.recording.replay,
+        graph.outside.holds,
+    )
     return Plan(graph, wait_for_last_replay, fill, replay, handover, holds)
 
 
@@ -113,7 +130,8 @@ class Entry:
     """A graph and the plans that replay it, by signature.
 
     Args:
-        references: the key's part for arguments by reference, which equal calls take, so that it is compared quickly.
+        references: the key's part for arguments by reference, which equal calls take, so that it is
+            compared quickly.
         statics: weak references to static arguments, with whose end the entry goes.
     """
 
@@ -125,7 +143,8 @@ class Entry:
 
 @attrs.define(eq=False)
 class Count:
-    """The number of replays of graphs that may share memory, which are those captured since `cache_clear()`."""
+    """The number of replays of graphs that may share memory, which are those captured since
+    `cache_clear()`."""
 
     replays: int = 0
 
@@ -153,7 +172,9 @@ class Cache:
         self.backends = {}
         self.entries = {}
         self._plans: dict[Key, weakref.ref[Plan] | Eager] = {}
-        self.fast_paths = FastPaths(self.graphable.roles, self.graphable.name, self.graphable.ladder is not None)
+        self.fast_paths = FastPaths(
+            self.graphable.roles, self.graphable.name, self.graphable.ladder is not None
+        )
         self.exhausted = ""
         self.frozen = False
         self.captures = 0
@@ -166,15 +187,17 @@ class Cache:
     def info(self) -> CacheInfo:
         """The counts since the last `clear()`."""
         eager = self.eager_calls
-        return CacheInfo(self.captures, self.count.replays, eager.number, len(self.entries), dict(eager.counts))
+        return CacheInfo(
+            self.captures, self.count.replays, eager.number, len(self.entries), dict(eager.counts)
+        )
 
     def graphs(self) -> list[Graph]:
         """The graphs held, in the order of capture."""
         return [entry.graph for entry in self.entries.values()]
 
     def plan(self, call: Call, signature: Key) -> tuple[Plan | Eager, bool]:
-        """The plan for a call with this key before dispatch, captured if there is none, or the reason why the function
-        itself runs; and whether later calls will find it."""
+        """The plan for a call with this key before dispatch, captured if there is none, or the
+        reason why the function itself runs; and whether later calls will find it."""
         if (found := self._plans.get(signature)) is not None:
             answer = found if isinstance(found, Eager) else found()
             if isinstance(answer, Eager) or (answer is not None and answer.reads_the_same()):
@@ -196,7 +219,8 @@ class Cache:
         return plan, may_capture()
 
     def _make_room_for_a_signature(self) -> None:
-        """Forget all plans if there are too many: calls of ever new signatures must not fill the memory."""
+        """Forget all plans if there are too many: calls of ever new signatures must not fill the
+        memory."""
         if len(self._plans) >= _MAX_SIGNATURES:
             self._plans.clear()
             for entry in self.entries.values():
@@ -208,10 +232,13 @@ class Cache:
         own = None if padded is None else find_descriptors(call.copied)[0]
         backend = self.backend_for(call)
         with backend.allocating():
-            return make_plan(graph, call, padded, own, self.graphable.borrow, backend.wait_for_last_replay)
+            return make_plan(
+                graph, call, padded, own, self.graphable.borrow, backend.wait_for_last_replay
+            )
 
     def key(self, call: Call, decision: Decision[Any], signature: Key | None = None) -> Key:
-        """The key of a call under a dispatch decision; `signature` is the one before dispatch, if that is known."""
+        """The key of a call under a dispatch decision; `signature` is the one before dispatch, if
+        that is known."""
         return key_of(call, decision.mode, decision.descriptor, signature)
 
     def find(self, key: Key) -> Graph | None:
@@ -227,14 +254,18 @@ class Cache:
             return entry.graph
         if self.frozen:
             instead = "keep what the function reads from outside, or pass it in as an argument"
-            raise CacheMissError(f"{self.graphable.name}(...)", f"a miss after freeze(): {change}", instead)
+            raise CacheMissError(
+                f"{self.graphable.name}(...)", f"a miss after freeze(): {change}", instead
+            )
         self._outside_change = change
         return None
 
     def _captured_classes(self, call: Call, ladder: Ladder[Any]) -> Ladder[Any]:
         """The part of the ladder whose classes have a graph for calls like this one."""
         full = [d for d in ladder.full if key_of(call, "full", d) in self.entries]
-        return Ladder(full, [d for d in ladder.piecewise if key_of(call, "piecewise", d) in self.entries])
+        return Ladder(
+            full, [d for d in ladder.piecewise if key_of(call, "piecewise", d) in self.entries]
+        )
 
     def blocked_reason(self) -> str:
         """The reason why nothing may be captured now; empty if captures are allowed."""
@@ -245,8 +276,8 @@ class Cache:
         return nearest_miss(key, self.entries, call.leaf_names(), self.graphable.roles.donated)
 
     def _obtain(self, call: Call, signature: Key) -> tuple[Decision[Any], Key | None]:
-        """Decide the mode and class of a call, and find or capture its graph; if nothing may be captured, choose among
-        the graphs that exist."""
+        """Decide the mode and class of a call, and find or capture its graph; if nothing may be
+        captured, choose among the graphs that exist."""
         decision = self.decide(call)
         if decision.mode == "none":
             return decision, None
@@ -295,19 +326,25 @@ class Cache:
 
     def _check_kind(self, descriptor: Any) -> None:
         """Raise DescriptorError if the ladder's descriptors are of another class."""
-        other = next((d for d in self.graphable.ladder or () if type(d) is not type(descriptor)), None)
+        other = next(
+            (d for d in self.graphable.ladder or () if type(d) is not type(descriptor)), None
+        )
         if other is not None:
             own, kind = type(descriptor).__name__, type(other).__name__
             seen = f"a batch with a descriptor of class {own}, and a ladder of {kind}: '{other}'"
-            raise DescriptorError(f"{self.graphable.name}(...)", seen, f"a ladder of {own}, or batches of {kind}")
+            raise DescriptorError(
+                f"{self.graphable.name}(...)", seen, f"a ladder of {own}, or batches of {kind}"
+            )
 
     def note_inline(self, why: Callable[[], str | None]) -> None:
-        """Count a call that ran the function itself because of `why`, and that could be captured otherwise."""
+        """Count a call that ran the function itself because of `why`, and that could be captured
+        otherwise."""
         self.eager_calls.note(INLINE)
         self._inlines.note(why, self.count.replays)
 
     def needs_autograd_reason(self, graph: Graph) -> str:
-        """The reason why the function itself runs although its graph exists: it reads a tensor that requires grad."""
+        """The reason why the function itself runs although its graph exists: it reads a tensor that
+        requires grad."""
         name = outside_name(self.graphable.fn, next(x for x in graph.external if x.requires_grad))
         return (
             f"it reads {name} from outside, which requires grad, and autograd must see the operators; torch.no_grad() "
@@ -329,7 +366,9 @@ class Cache:
     def explain(self, call: Call) -> Explanation:
         """Say what a call would do, and why, without doing it."""
         if not may_replay():
-            return Explanation(Decision("none", None, NO_REPLAY), False, f"runs eagerly: {NO_REPLAY}")
+            return Explanation(
+                Decision("none", None, NO_REPLAY), False, f"runs eagerly: {NO_REPLAY}"
+            )
         decision = self.decide(call)
         key = self.key(call, decision)
         graph = None if decision.mode == "none" else self.find(key)
@@ -347,7 +386,8 @@ class Cache:
         return Explanation(decision, False, f"{verb}: {decision.reason}; {self.miss(call, key)}")
 
     def capture(self, call: Call, decision: Decision[Any], key: Key) -> Graph:
-        """Capture the graph for a call, and evict the least recently used one if there are too many.
+        """Capture the graph for a call, and evict the least recently used one if there are too
+        many.
 
         Raises:
             CacheMissError: the function is frozen.
@@ -360,7 +400,9 @@ class Cache:
             miss = find_miss()
             instead = "capture this signature before freeze(), or call it with arguments like the captured ones"
             seen = f"a miss after freeze(): {miss.differs}"
-            raise CacheMissError(f"{name}(...)", seen, f"{instead}: {miss.remedy}" if miss.remedy else instead)
+            raise CacheMissError(
+                f"{name}(...)", seen, f"{instead}: {miss.remedy}" if miss.remedy else instead
+            )
         title = name if decision.descriptor is None else f"{name} for '{decision.descriptor}'"
         count_capture(title, lambda: attrs.astuple(find_miss()))
         if config.explain_cache_misses and self.entries:
@@ -371,7 +413,9 @@ class Cache:
         graph = capture(self.graphable, call, decision.mode, decision.descriptor, backend, writer)
         if config.log_captures:
             size = (graph.recording.nbytes + graph.buffer_bytes) / 2**20
-            _LOG.warning("captured %s, %s: %.3f s, %.2f MiB", title, decision.mode, graph.seconds, size)
+            _LOG.warning(
+                "captured %s, %s: %.3f s, %.2f MiB", title, decision.mode, graph.seconds, size
+            )
         self.captures += 1
         self._insert(key, graph)
         self._recaptures.note(key, call.leaf_names, self.count.replays, self._outside_change)
@@ -380,15 +424,23 @@ class Cache:
 
     def _insert(self, key: Key, graph: Graph) -> None:
         graph.last_use = self.count.replays
-        self.entries = {k: entry for k, entry in self.entries.items() if not entry.graph.outside.has_changed()}
-        while self.graphable.max_captures is not None and len(self.entries) >= self.graphable.max_captures:
+        self.entries = {
+            k: entry for k, entry in self.entries.items() if not entry.graph.outside.has_changed()
+        }
+        while (
+            self.graphable.max_captures is not None
+            and len(self.entries) >= self.graphable.max_captures
+        ):
             del self.entries[min(self.entries, key=lambda k: self.entries[k].graph.last_use)]
         drop = functools.partial(_drop, weakref.ref(self), key)
         held = (value.reference() for _, (_, value, *_) in key.statics if isinstance(value, Weakly))
-        self.entries[key] = Entry(graph, key.references, tuple(weakref.ref(value, drop) for value in held))
+        self.entries[key] = Entry(
+            graph, key.references, tuple(weakref.ref(value, drop) for value in held)
+        )
 
     def note_full_memory(self, decision: Decision[Any]) -> str:
-        """Stop capturing because the memory is full, warn, and return the reason. If other ranks wait, raise again."""
+        """Stop capturing because the memory is full, warn, and return the reason. If other ranks
+        wait, raise again."""
         if others_wait():
             raise
         title = "a call" if decision.descriptor is None else f"'{decision.descriptor}'"

@@ -1,4 +1,5 @@
-"""`capture` records a function for one key on its own input buffers, and restores the caller's state afterwards."""
+"""`capture` records a function for one key on its own input buffers, and restores the caller's
+state afterwards."""
 
 import time
 import weakref
@@ -22,7 +23,12 @@ from weft.transforms.graphs.calls.aliasing import Storages
 from weft.transforms.graphs.calls.buffers import InputBufferPool
 from weft.transforms.graphs.calls.call import Call, invoke
 from weft.transforms.graphs.calls.key import OF_OTHERS
-from weft.transforms.graphs.calls.results import Outputs, make_outputs, refuse_opaque, refuse_requiring_grad
+from weft.transforms.graphs.calls.results import (
+    Outputs,
+    make_outputs,
+    refuse_opaque,
+    refuse_requiring_grad,
+)
 from weft.transforms.graphs.one_at_a_time import ONE_AT_A_TIME
 from weft.transforms.graphs.options import Graphable
 from weft.transforms.graphs.outside import Outside, PythonState
@@ -52,15 +58,18 @@ class Graph:
         recording: the graph.
         buffers: its input buffers, for the copied arguments.
         axes: the axes of each buffer that is padded; None for the others.
-        external: the tensors from outside that it reads and that could require grad: while one does, the function
-            itself must run under autograd.
+        external: the tensors from outside that it reads and that could require grad: while one
+            does, the function itself must run under autograd.
         outside: all that it reads from outside, to see whether that has changed.
         consults_switches: whether it chose kernels by `weft.torchapi.private.backend_switches`.
-        padding_sources: a tensor of padding for each small buffer that is padded with one number; None for the others.
-        buffer_bytes: the bytes that this graph added to the shared input buffers and padding sources.
+        padding_sources: a tensor of padding for each small buffer that is padded with one number;
+            None for the others.
+        buffer_bytes: the bytes that this graph added to the shared input buffers and padding
+            sources.
         operators: the number of operators that it repeats.
         seconds: the duration of its capture.
-        last_use: the number of the last replay that used it, for finding the least recently used graph.
+        last_use: the number of the last replay that used it, for finding the least recently used
+            graph.
         watch: what watched the recorded run; None if nothing did.
     """
 
@@ -103,10 +112,10 @@ class Prepared:
         axes: the axes of the buffers that are padded.
         num_donated: the number of donated leaves, which come first, and which `run` may write.
         restored: a context that restores the donated tensors and the random generators on exit.
-        rewind: restores the donated tensors for another run, inside that context: a state that counts tokens or pages
-            has room for one run only.
-        refuse_changes: raises an error, which begins with a call, if the last run changed what the function keeps in
-            Python.
+        rewind: restores the donated tensors for another run, inside that context: a state that
+            counts tokens or pages has room for one run only.
+        refuse_changes: raises an error, which begins with a call, if the last run changed what the
+            function keeps in Python.
     """
 
     run: Callable[[], Outputs]
@@ -123,21 +132,30 @@ class Prepared:
     refuse_changes: Callable[[str], None]
 
 
-def prepare(graphable: Graphable, call: Call, descriptor: Any, input_buffers: InputBufferPool) -> Prepared:
-    """Make buffers in `input_buffers` for calls like `call`, padded to `descriptor`, or unpadded if that is None.
+def prepare(
+    graphable: Graphable, call: Call, descriptor: Any, input_buffers: InputBufferPool
+) -> Prepared:
+    """Make buffers in `input_buffers` for calls like `call`, padded to `descriptor`, or unpadded if
+    that is None.
 
-    With a descriptor the buffers hold only padding, which by contract (law L2) changes no state. So a state of over
-    `SAVED_BYTES`, such as a KV cache, is not saved.
+    With a descriptor the buffers hold only padding, which by contract (law L2) changes no state. So
+    a state of over `SAVED_BYTES`, such as a KV cache, is not saved.
     """
     with torch.no_grad():
         example = call.copied if descriptor is None else inert(call.copied, descriptor)
         leaves, tree = tree_flatten(example)
-        buffers = tuple(input_buffers.buffer(i, x) if isinstance(x, Tensor) else x for i, x in enumerate(leaves))
+        buffers = tuple(
+            input_buffers.buffer(i, x) if isinstance(x, Tensor) else x for i, x in enumerate(leaves)
+        )
     axes = tuple([None] * len(buffers) if descriptor is None else leaf_axes(example))
     donated = [x for x in call.reference_leaves[: call.num_donated] if isinstance(x, Tensor)]
     kept = _unwritten(graphable, donated, call.reference_leaves[call.num_donated :])
     saved = [x for x in donated if descriptor is None or x.nbytes <= SAVED_BYTES]
-    originals, count, grad = (*call.reference_leaves, *buffers), len(call.reference_leaves), torch.is_grad_enabled()
+    originals, count, grad = (
+        (*call.reference_leaves, *buffers),
+        len(call.reference_leaves),
+        torch.is_grad_enabled(),
+    )
     likes = [_Like.of(x) for x in (*call.reference_leaves, *call.copied_leaves)]
     state = SavedTensors(saved)
     in_python = PythonState(graphable.fn)
@@ -153,11 +171,18 @@ def prepare(graphable: Graphable, call: Call, descriptor: Any, input_buffers: In
         containers = containers_in(references | copied)
         in_python.begin_run()
         with torch.set_grad_enabled(grad), constant(kept), _unchanged_switches(graphable.name):
-            result = invoke(graphable.fn, graphable.roles, {**call.statics, **references, **copied}, call.keywords)
+            result = invoke(
+                graphable.fn,
+                graphable.roles,
+                {**call.statics, **references, **copied},
+                call.keywords,
+            )
         returned[:] = [weakref.ref(x) for x in tree_leaves(result) if isinstance(x, Tensor)]
         if (changed := changed_container(containers)) is not None:
             seen = f"it changes its argument {changed} in place, which a replay does not do to the caller's"
-            raise CaptureError(f"graphify({graphable.name})", seen, "return a new one with the new values")
+            raise CaptureError(
+                f"graphify({graphable.name})", seen, "return a new one with the new values"
+            )
         targets = tree_unflatten(_plain_aliases(call.reference_leaves), call.reference_tree)
         donated = [targets[n] for n in graphable.roles.donated if n in targets]
         return make_outputs(result, donated, call.reference_leaves)
@@ -189,7 +214,8 @@ def prepare(graphable: Graphable, call: Call, descriptor: Any, input_buffers: In
 
 @contextmanager
 def _unchanged_switches(name: str) -> Iterator[None]:
-    """Context of a run, which puts torch's settings back, and refuses a run that has left one changed."""
+    """Context of a run, which puts torch's settings back, and refuses a run that has left one
+    changed."""
     put_back, changed = switches_put_back(), list[str]()
     try:
         yield
@@ -201,9 +227,11 @@ def _unchanged_switches(name: str) -> Iterator[None]:
         raise CaptureError(f"graphify({name})", seen, instead)
 
 
-def _unwritten(graphable: Graphable, donated: Sequence[Tensor], leaves: Iterable[Any]) -> list[Tensor]:
-    """The leaves by reference that the function cannot write: the audit refuses what writes them, but for collectives,
-    and the memory of a donated one may be theirs too."""
+def _unwritten(
+    graphable: Graphable, donated: Sequence[Tensor], leaves: Iterable[Any]
+) -> list[Tensor]:
+    """The leaves by reference that the function cannot write: the audit refuses what writes them,
+    but for collectives, and the memory of a donated one may be theirs too."""
     if graphable.collectives:
         return []
     storages = Storages(donated)
@@ -237,15 +265,16 @@ def capture(
     backend: Backend,
     watch: Callable[[Prepared], OperatorWatch] | None = None,
 ) -> Graph:
-    """Record a function for calls like `call`, padded to `descriptor`, or unpadded if that is None. `watch` makes a
-    watch of the next run; the graph keeps that of the recorded one.
+    """Record a function for calls like `call`, padded to `descriptor`, or unpadded if that is None.
+    `watch` makes a watch of the next run; the graph keeps that of the recorded one.
 
     The donated arguments and the random generators are saved and restored.
 
     Raises:
-        CaptureError: the audit refused something that the function did, or a result of a padded call cannot be
-            unpadded.
-        torch.OutOfMemoryError: the device's memory is full. Then no state has changed, and only input buffers are held.
+        CaptureError: the audit refused something that the function did, or a result of a padded
+            call cannot be unpadded.
+        torch.OutOfMemoryError: the device's memory is full. Then no state has changed, and only
+            input buffers are held.
     """
     start = time.perf_counter()
     input_buffers, before = backend.input_buffers, backend.input_buffers.nbytes
@@ -261,15 +290,23 @@ def capture(
             return prepared.run()
 
     with ONE_AT_A_TIME:
-        audit = audit_of(graphable, prepared, backend.device)  # no other capture has set the generators that it saves
+        audit = audit_of(
+            graphable, prepared, backend.device
+        )  # no other capture has set the generators that it saves
         with prepared.restored(audit), _with_padding_note(graphable.name, descriptor):
-            recording: Any = backend.capture(prepared.run if watch is None else watched, audit, split_at)
+            recording: Any = backend.capture(
+                prepared.run if watch is None else watched, audit, split_at
+            )
             prepared.aliases.clear()
-            external = tuple(x for x in audit.external.values() if x.is_floating_point() or x.is_complex())
+            external = tuple(
+                x for x in audit.external.values() if x.is_floating_point() or x.is_complex()
+            )
             prepared.refuse_changes(audit.call)
             refuse_opaque(audit.call, recording.outputs, call)
             audit.refuse_leaks(recording.outputs.leaves)
-            recording = attrs.evolve(recording, outputs=_renewed(recording.outputs, audit.own - audit.writable))
+            recording = attrs.evolve(
+                recording, outputs=_renewed(recording.outputs, audit.own - audit.writable)
+            )
             audit.refuse_kept_results()
     if not _autograd_records(external):
         refuse_requiring_grad(audit.call, recording.outputs, call, prepared.buffers)
@@ -278,16 +315,22 @@ def capture(
         shown = ", ".join(called[:10]) + (", ..." if len(called) > 10 else "")
         seen = f"no call of {', '.join(sorted(split_at))}, which split_at names"
         raise CaptureError(
-            f"graphify({graphable.name})", seen, f"name an operator that it calls: {shown or 'it calls none'}"
+            f"graphify({graphable.name})",
+            seen,
+            f"name an operator that it calls: {shown or 'it calls none'}",
         )
     if descriptor is not None:
         _refuse_unsized(graphable.name, recording.outputs, descriptor, prepared.axes)
     if not graphable.borrow:
         recording = backend.release_output_memory(recording, audit.own - audit.writable)
-        recording = attrs.evolve(recording, outputs=_without_owning(recording.outputs, audit.by_reference))
+        recording = attrs.evolve(
+            recording, outputs=_without_owning(recording.outputs, audit.by_reference)
+        )
     pairs = zip(prepared.buffers, prepared.axes, strict=True)
     with backend.allocating():
-        padding_sources = tuple(input_buffers.padding_source(i, buffer, spec) for i, (buffer, spec) in enumerate(pairs))
+        padding_sources = tuple(
+            input_buffers.padding_source(i, buffer, spec) for i, (buffer, spec) in enumerate(pairs)
+        )
     return Graph(
         recording,
         prepared.buffers,
@@ -315,7 +358,9 @@ def _with_padding_note(name: str, descriptor: Any) -> Iterator[None]:
         yield
     except Exception as error:
         if descriptor is not None and not isinstance(error, WeftError):
-            error.add_note(f"in {name}, captured for '{descriptor}': only fields with weft.axes(...) are padded to it")
+            error.add_note(
+                f"in {name}, captured for '{descriptor}': only fields with weft.axes(...) are padded to it"
+            )
         raise
 
 
@@ -356,8 +401,8 @@ def _tensors(tree: Any) -> list[Tensor]:
 
 @attrs.frozen(eq=False)
 class _Like:
-    """A caller's leaf, and what autograd says of it before any run: of a view that was made without gradients, it says
-    nothing more once a run has written to its base.
+    """A caller's leaf, and what autograd says of it before any run: of a view that was made without
+    gradients, it says nothing more once a run has written to its base.
 
     Args:
         leaf: the tensor or value.
@@ -377,12 +422,16 @@ class _Like:
 
 
 def _aliases(leaves: Iterable[Any], likes: Iterable[_Like], grad: bool) -> list[Any]:
-    """New tensor objects on the same storages, so that donation or `requires_grad_()` inside the function does not mark
-    the caller's tensors. They are like the caller's: parameters, leaves of autograd, with the same attributes, and one
-    object where the caller passed one tensor twice. Where autograd could record (`grad`), none requires grad."""
+    """New tensor objects on the same storages, so that donation or `requires_grad_()` inside the
+    function does not mark the caller's tensors. They are like the caller's: parameters, leaves of
+    autograd, with the same attributes, and one object where the caller passed one tensor twice.
+    Where autograd could record (`grad`), none requires grad."""
     made: dict[int, Any] = {}
     with unseen():
-        return [made.setdefault(id(like.leaf), _alias(x, like, grad)) for x, like in zip(leaves, likes, strict=True)]
+        return [
+            made.setdefault(id(like.leaf), _alias(x, like, grad))
+            for x, like in zip(leaves, likes, strict=True)
+        ]
 
 
 def _alias(leaf: Any, like: _Like, grad: bool) -> Any:
@@ -398,15 +447,22 @@ def _alias(leaf: Any, like: _Like, grad: bool) -> Any:
             with torch.enable_grad():
                 alias = alias.view_as(alias)
     attributes = vars(like.leaf).items()
-    vars(alias).update({name: value for name, value in attributes if not name.startswith(OF_OTHERS)})
+    vars(alias).update(
+        {name: value for name, value in attributes if not name.startswith(OF_OTHERS)}
+    )
     return alias
 
 
 def _without_owning(outputs: Outputs, storages: Set[int]) -> Outputs:
-    """The outputs, of which those in these storages, such as views of parameters, do not keep the memory alive."""
+    """The outputs, of which those in these storages, such as views of parameters, do not keep the
+    memory alive."""
 
     def released(leaf: Any) -> Any:
-        is_view = isinstance(leaf, Tensor) and leaf.layout is torch.strided and storage_id(leaf) in storages
+        is_view = (
+            isinstance(leaf, Tensor)
+            and leaf.layout is torch.strided
+            and storage_id(leaf) in storages
+        )
         return unowned(leaf) if is_view and leaf.untyped_storage().nbytes() else leaf
 
     return attrs.evolve(outputs, leaves=tuple(map(released, outputs.leaves)))
@@ -430,10 +486,15 @@ def _plain_aliases(leaves: Iterable[Any]) -> list[Any]:
         return [x.data if isinstance(x, Tensor) else x for x in leaves]
 
 
-def _refuse_unsized(name: str, outputs: Outputs, descriptor: Any, buffer_axes: tuple[Axes | None, ...]) -> None:
-    """Raise if a result does not declare its padded axes; the error's example uses an axis of the arguments."""
+def _refuse_unsized(
+    name: str, outputs: Outputs, descriptor: Any, buffer_axes: tuple[Axes | None, ...]
+) -> None:
+    """Raise if a result does not declare its padded axes; the error's example uses an axis of the
+    arguments."""
     result = tree_unflatten(list(outputs.leaves), outputs.structure)
-    example_axis = next((name for spec in buffer_axes if spec for name in spec.dims if name), "num_reqs")
+    example_axis = next(
+        (name for spec in buffer_axes if spec for name in spec.dims if name), "num_reqs"
+    )
     leaves = zip(leaves_with_names(result), leaf_axes(result), outputs.references, strict=True)
     for (path, leaf), spec, reference in leaves:
         if leaf is None or reference is not None:

@@ -1,4 +1,5 @@
-"""`dispatch` chooses the captured class for a batch, as a pure function; `dispatch_table` shows its decisions."""
+"""`dispatch` chooses the captured class for a batch, as a pure function; `dispatch_table` shows its
+decisions."""
 
 from collections.abc import Iterable, Sequence
 from typing import Any, Generic, TypeVar
@@ -13,20 +14,24 @@ from weft.errors import DescriptorError
 from weft.transforms.graphs.ladder import Ladder, Limits, as_ladder, make_ladder
 
 D = TypeVar("D", bound=Descriptor)
-EXACT, LEAST, NONE = "exactly", "the least of the ladder that covers it", "no captured class covers it"
+EXACT, LEAST, NONE = (
+    "exactly",
+    "the least of the ladder that covers it",
+    "no captured class covers it",
+)
 
 
 @attrs.frozen
 class Decision(Generic[D]):
-    """The dispatch of a batch: to a whole graph (`full`) or to pieces (`piecewise`) of class `descriptor`, or unpadded
-    to the function itself (`none`).
+    """The dispatch of a batch: to a whole graph (`full`) or to pieces (`piecewise`) of class
+    `descriptor`, or unpadded to the function itself (`none`).
 
     Args:
         mode: `full`, `piecewise` or `none`.
         descriptor: the class that the batch runs under.
         reason: the reason in words.
-        padding: (name, number) for each size that is padded, as in `(("num_tokens", 3),)`; empty if the class is the
-            batch's own.
+        padding: (name, number) for each size that is padded, as in `(("num_tokens", 3),)`; empty if
+            the class is the batch's own.
 
     >>> from weft.descriptor import BatchDescriptor as B
     >>> print(dispatch(B(2, 2), [B(4, 4)]))  # doctest: +ELLIPSIS
@@ -44,16 +49,17 @@ class Decision(Generic[D]):
 
 
 def dispatch(descriptor: D, ladder: Ladder[D] | Sequence[D]) -> Decision[D]:
-    """The least class of the ladder that covers `descriptor`, by mode and then by padding. Total and deterministic.
+    """The least class of the ladder that covers `descriptor`, by mode and then by padding. Total
+    and deterministic.
 
-    Whole graphs come before pieces. Within a mode, the least class in the partial order `covers` is chosen. Among
-    several incomparable ones it is the one with the least padding, compared by the first size (tokens, for a
-    `BatchDescriptor`), then by the next; among equal ones, the one later in the ladder.
-    `weft.proofs.solver.dispatch_proof` proves this about this code.
+    Whole graphs come before pieces. Within a mode, the least class in the partial order `covers` is
+    chosen. Among several incomparable ones it is the one with the least padding, compared by the
+    first size (tokens, for a `BatchDescriptor`), then by the next; among equal ones, the one later
+    in the ladder. `weft.proofs.solver.dispatch_proof` proves this about this code.
 
     Raises:
-        DescriptorError: two classes cover each other and are not equal, so `covers` is not a partial order; or an
-            argument is not a descriptor, or not a ladder.
+        DescriptorError: two classes cover each other and are not equal, so `covers` is not a
+            partial order; or an argument is not a descriptor, or not a ladder.
 
     >>> from weft.descriptor import BatchDescriptor as B
     >>> dispatch(B.uniform(3), [B.uniform(8), B.uniform(4), B.uniform(2)]).descriptor
@@ -64,15 +70,21 @@ def dispatch(descriptor: D, ladder: Ladder[D] | Sequence[D]) -> Decision[D]:
     ladder = as_ladder(ladder)
     for mode, classes in (("full", ladder.full), ("piecewise", ladder.piecewise)):
         covering = [d for d in classes if d.covers(descriptor)]
-        least = [d for d in covering if not any(d != other and d.covers(other) for other in covering)]
+        least = [
+            d for d in covering if not any(d != other and d.covers(other) for other in covering)
+        ]
         if covering and not least:
             raise _not_an_order(descriptor, covering)
         if least:
             chosen = min(reversed(least), key=lambda d: tuple(excess(d, descriptor).values()))
             in_pieces = "" if mode == "full" else ", in pieces"
             why = EXACT if chosen == descriptor else LEAST
-            padding = tuple((name, more) for name, more in excess(chosen, descriptor).items() if more)
-            return Decision(mode, chosen, f"'{descriptor}' runs under '{chosen}'{in_pieces}, {why}", padding)
+            padding = tuple(
+                (name, more) for name, more in excess(chosen, descriptor).items() if more
+            )
+            return Decision(
+                mode, chosen, f"'{descriptor}' runs under '{chosen}'{in_pieces}, {why}", padding
+            )
     return Decision("none", descriptor, f"no captured class covers '{descriptor}'")
 
 
@@ -80,23 +92,29 @@ def _wrong_arguments(descriptor: Any, ladder: Any) -> DescriptorError:
     """The error for arguments that are not a descriptor and a ladder."""
     if hasattr(ladder, "covers"):
         return DescriptorError(
-            f"dispatch(..., '{ladder}')", "a descriptor where the ladder should be", "dispatch(descriptor, ladder)"
+            f"dispatch(..., '{ladder}')",
+            "a descriptor where the ladder should be",
+            "dispatch(descriptor, ladder)",
         )
     call = f"dispatch({type(descriptor).__name__}, {type(ladder).__name__})"
     if hasattr(descriptor, "descriptor"):
-        return DescriptorError(call, "a batch where its class should be", "dispatch(batch.descriptor, ladder)")
+        return DescriptorError(
+            call, "a batch where its class should be", "dispatch(batch.descriptor, ladder)"
+        )
     return DescriptorError(
-        call, "not a descriptor, or not a ladder", "dispatch(batch.descriptor, make_ladder(mode, limits))"
+        call,
+        "not a descriptor, or not a ladder",
+        "dispatch(batch.descriptor, make_ladder(mode, limits))",
     )
 
 
 def excess(larger: Any, own: Any) -> dict[str, int]:
     """The difference in each size between class `larger` and class `own`, which it covers.
 
-    The sizes are the int arguments of `own`, in order (attrs, dataclasses and named tuples list their arguments; for
-    other classes the attributes are used). A size that the larger class leaves open, as None, is not padded. A class
-    with other sizes defines a method `excess(self, own)` that returns such a dict, such as `{"pixels": ...}` for an
-    image's resolution.
+    The sizes are the int arguments of `own`, in order (attrs, dataclasses and named tuples list
+    their arguments; for other classes the attributes are used). A size that the larger class leaves
+    open, as None, is not padded. A class with other sizes defines a method `excess(self, own)` that
+    returns such a dict, such as `{"pixels": ...}` for an image's resolution.
 
     >>> from weft.descriptor import BatchDescriptor as B
     >>> excess(B(8, 4), B.uniform(3))
@@ -111,11 +129,15 @@ def excess(larger: Any, own: Any) -> dict[str, int]:
 def padding_text(padding: Sequence[tuple[str, int]]) -> str:
     """The padding in words, as `3 tokens, 1 req`; empty if there is none."""
     names = [(name.removeprefix("num_").replace("_", " "), more) for name, more in padding]
-    return ", ".join(f"{more} {name.removesuffix('s') if more == 1 else name}" for name, more in names)
+    return ", ".join(
+        f"{more} {name.removesuffix('s') if more == 1 else name}" for name, more in names
+    )
 
 
 def _not_an_order(descriptor: Any, covering: Sequence[Any]) -> DescriptorError:
-    a, b = next((a, b) for a in covering for b in covering if a != b and a.covers(b) and b.covers(a))
+    a, b = next(
+        (a, b) for a in covering for b in covering if a != b and a.covers(b) and b.covers(a)
+    )
     return DescriptorError(
         f"dispatch('{descriptor}', <ladder>)",
         f"'{a}' and '{b}' cover each other and are not equal",
@@ -146,7 +168,8 @@ class Row:
 
 @attrs.frozen(repr=False)
 class DispatchTable(Tabled):
-    """The decisions for several classes, as `dispatch_table` returns them; prints aligned, and is a table in notebooks.
+    """The decisions for several classes, as `dispatch_table` returns them; prints aligned, and is a
+    table in notebooks.
 
     Args:
         rows: one class and its decision per row.
@@ -162,8 +185,8 @@ class DispatchTable(Tabled):
         """Draw each batch as a bar of its own size and its padding (matplotlib).
 
         Args:
-            size: the size to draw, an int attribute of the classes. None: the first size that any batch pads, which is
-                `num_tokens` for a `BatchDescriptor`.
+            size: the size to draw, an int attribute of the classes. None: the first size that any
+                batch pads, which is `num_tokens` for a `BatchDescriptor`.
             ax: the axes to draw in; None: new ones.
 
         Returns:
@@ -175,7 +198,9 @@ class DispatchTable(Tabled):
         """
         if size is not None:
             self._check_size(size)
-        ax = axes_for("dispatch_table(...).plot()", ax, 8.0, 1.2 + 0.24 * min(len(self.rows), _MOST_NAMED))
+        ax = axes_for(
+            "dispatch_table(...).plot()", ax, 8.0, 1.2 + 0.24 * min(len(self.rows), _MOST_NAMED)
+        )
         name = self._padded_size() if size is None else size
         own = [getattr(row.batch, name, 0) for row in self.rows]
         more = [dict(row.decision.padding).get(name, 0) for row in self.rows]
@@ -186,7 +211,10 @@ class DispatchTable(Tabled):
             ax.set_ylabel("batches, in their order")
         wasted = sum(more) / max(sum(own) + sum(more), 1)
         scale = " (logarithmic)" * (ax.get_xscale() == "log")
-        ax.set(xlabel=name.removeprefix("num_") + scale, title=f"{wasted:.0%} of what is computed is padding")
+        ax.set(
+            xlabel=name.removeprefix("num_") + scale,
+            title=f"{wasted:.0%} of what is computed is padding",
+        )
         legend(ax, {"the batch's own": _OWN, "padding": _PADDING, "no class covers it": _EAGER})
         return ax
 
@@ -195,7 +223,9 @@ class DispatchTable(Tabled):
             own = {name: None for row in self.rows for name in excess(row.batch, row.batch)}
             instead = f"one of {', '.join(own)}, or None: the first that is padded"
             raise DescriptorError(
-                f"dispatch_table(...).plot({size!r})", "a size that these classes do not have", instead
+                f"dispatch_table(...).plot({size!r})",
+                "a size that these classes do not have",
+                instead,
             )
 
     def _padded_size(self) -> str:
@@ -204,7 +234,10 @@ class DispatchTable(Tabled):
 
 
 def dispatch_table(
-    ladder: Ladder[Any] | Sequence[Any] | Limits, descriptors: Iterable[Any], *, mode: str = "full_and_piecewise"
+    ladder: Ladder[Any] | Sequence[Any] | Limits,
+    descriptors: Iterable[Any],
+    *,
+    mode: str = "full_and_piecewise",
 ) -> DispatchTable:
     """The decisions of `dispatch` for each of `descriptors`, as a table.
 
@@ -222,7 +255,13 @@ def dispatch_table(
     """
     if hasattr(descriptors, "covers") or isinstance(descriptors, Limits | Ladder):
         kinds = f"{type(ladder).__name__}, {type(descriptors).__name__}"
-        seen = "one class" if hasattr(descriptors, "covers") else "a ladder where the classes of batches should be"
-        raise DescriptorError(f"dispatch_table({kinds})", seen, "dispatch_table(ladder, [descriptor, ...])")
+        seen = (
+            "one class"
+            if hasattr(descriptors, "covers")
+            else "a ladder where the classes of batches should be"
+        )
+        raise DescriptorError(
+            f"dispatch_table({kinds})", seen, "dispatch_table(ladder, [descriptor, ...])"
+        )
     rungs = make_ladder(mode, ladder) if isinstance(ladder, Limits) else ladder
     return DispatchTable(tuple(Row(own, dispatch(own, rungs)) for own in descriptors))

@@ -1,5 +1,5 @@
-"""Explanations: what a call would do, and why; the difference between a call and the captured ones, and the advice that
-avoids it; warnings for functions that capture, or run inline, at every call.
+"""Explanations: what a call would do, and why; the difference between a call and the captured ones,
+and the advice that avoids it; warnings for functions that capture, or run inline, at every call.
 """
 
 import contextlib
@@ -43,13 +43,15 @@ class Explanation:
 
 
 ENDLESS = 8
-"""The number of captures in a row, or of inline calls in a row, after which a warning says that nothing replays."""
+"""The number of captures in a row, or of inline calls in a row, after which a warning says that
+nothing replays."""
 _MOST_SHOWN = 4
 
 
 @attrs.frozen
 class Miss:
-    """The difference between a call and a captured one, in words, and the code that avoids it, if that is known."""
+    """The difference between a call and a captured one, in words, and the code that avoids it, if
+    that is known."""
 
     differs: str
     remedy: str = ""
@@ -82,10 +84,15 @@ class Changed:
         return (self.donated, self.references, tuple(self.values), self.outside)
 
     def __str__(self) -> str:
-        moved = [f"{name} (captured by reference, and other tensors at each call)" for name in self.references]
+        moved = [
+            f"{name} (captured by reference, and other tensors at each call)"
+            for name in self.references
+        ]
         moved += [f"{name} (donated, and in other storage at each call)" for name in self.donated]
         moved += [f"{name} (a Python value, which is part of the key)" for name in self.values]
-        return ", ".join([*moved, *([f"what it reads from outside ({self.outside})"] if self.outside else [])])
+        return ", ".join(
+            [*moved, *([f"what it reads from outside ({self.outside})"] if self.outside else [])]
+        )
 
     def remedy(self) -> str:
         """The code to write instead, which avoids these differences."""
@@ -99,14 +106,22 @@ class Changed:
             "before other results of its structure"
             for name in self.donated
         ]
-        found += [f"pass {name} as a 0-dim tensor: torch.tensor({value})" for name, value in self.values.items()]
+        found += [
+            f"pass {name} as a 0-dim tensor: torch.tensor({value})"
+            for name, value in self.values.items()
+        ]
         found += ["keep that as it is, or pass it in as an argument"] if self.outside else []
         return "; ".join(found)
 
 
-def changed_between(new: Key, old: Key, names: Callable[[], Iterable[str]], donated: Sequence[str]) -> Changed:
-    """Sort the fields in which two keys differ by kind; `names` makes those of the leaves, which takes milliseconds."""
-    if any(one != other for one, other in zip(_besides_leaves(new), _besides_leaves(old), strict=True)):
+def changed_between(
+    new: Key, old: Key, names: Callable[[], Iterable[str]], donated: Sequence[str]
+) -> Changed:
+    """Sort the fields in which two keys differ by kind; `names` makes those of the leaves, which
+    takes milliseconds."""
+    if any(
+        one != other for one, other in zip(_besides_leaves(new), _besides_leaves(old), strict=True)
+    ):
         return Changed((), (), {}, True)
     moved: dict[str, None] = {}
     values: dict[str, Any] = {}
@@ -114,14 +129,21 @@ def changed_between(new: Key, old: Key, names: Callable[[], Iterable[str]], dona
     for name, a, b in zip(names(), new.leaves, old.leaves, strict=True):
         if a == b:
             continue
-        if isinstance(a, LeafKey) and isinstance(b, LeafKey) and a.besides_address() == b.besides_address():
+        if (
+            isinstance(a, LeafKey)
+            and isinstance(b, LeafKey)
+            and a.besides_address() == b.besides_address()
+        ):
             moved[re.split(r"\W", name, maxsplit=1)[0]] = None
         elif not isinstance(b, LeafKey) and _is_number(a):
             values[name] = value_text(a)
         else:
             has_others = True
     return Changed(
-        tuple(n for n in moved if n in donated), tuple(n for n in moved if n not in donated), values, has_others
+        tuple(n for n in moved if n in donated),
+        tuple(n for n in moved if n not in donated),
+        values,
+        has_others,
     )
 
 
@@ -132,7 +154,11 @@ def _besides_leaves(key: Key) -> tuple[Any, ...]:
 
 
 def _is_number(key: Any) -> bool:
-    return not isinstance(key, LeafKey) and key[0] is not bool and issubclass(key[0], int | float | complex)
+    return (
+        not isinstance(key, LeafKey)
+        and key[0] is not bool
+        and issubclass(key[0], int | float | complex)
+    )
 
 
 def differences(new: Key, old: Key, names: Iterable[str]) -> Iterator[str]:
@@ -149,7 +175,9 @@ def differences(new: Key, old: Key, names: Iterable[str]) -> Iterator[str]:
     structures = [(one.structure, other.structure) for one, other in parts]
     keys = [(*own.references.keys, *own.copied.keys) for own in (new, old)]
     if any(one != other for one, other in structures) or keys[0] != keys[1]:
-        if new.descriptor == old.descriptor:  # the descriptor is part of the structure, and was reported above
+        if (
+            new.descriptor == old.descriptor
+        ):  # the descriptor is part of the structure, and was reported above
             for one, other in structures:
                 yield from _argument_differences(one, other)
             if all(one == other for one, other in structures):
@@ -216,7 +244,9 @@ def miss_between(new: Key, old: Key, names: Sequence[str], donated: Sequence[str
     return Miss(text, changed_between(new, old, lambda: names, donated).remedy())
 
 
-def nearest_miss(key: Key, memo: Mapping[Key, Any], names: Sequence[str], donated: Sequence[str]) -> Miss:
+def nearest_miss(
+    key: Key, memo: Mapping[Key, Any], names: Sequence[str], donated: Sequence[str]
+) -> Miss:
     """The difference between `key` and the most similar captured key."""
     if not memo:
         return Miss("nothing is captured yet")
@@ -230,8 +260,9 @@ def nearest_miss(key: Key, memo: Mapping[Key, Any], names: Sequence[str], donate
 
 @attrs.define
 class Recaptures:
-    """Warns once if a function captures at every call: if `ENDLESS` captures in a row each differ from the one before
-    only in the same addresses and numbers, and no call in between replayed an existing graph.
+    """Warns once if a function captures at every call: if `ENDLESS` captures in a row each differ
+    from the one before only in the same addresses and numbers, and no call in between replayed an
+    existing graph.
 
     Args:
         name: the function's name.
@@ -246,7 +277,9 @@ class Recaptures:
     _streak: int = 0
     _warned: list[Any] = attrs.field(factory=list)
 
-    def note(self, key: Key, names: Callable[[], Sequence[str]], replays: int, outside: str = "") -> None:
+    def note(
+        self, key: Key, names: Callable[[], Sequence[str]], replays: int, outside: str = ""
+    ) -> None:
         """Count a capture.
 
         Args:
@@ -254,15 +287,22 @@ class Recaptures:
             replays: the number of replays of all graphs so far.
             outside: what had changed outside, if a graph of this key was dropped for that.
         """
-        last, quiet = self._last, replays <= self._replays + 1  # the call that captures a graph replays it once
+        last, quiet = (
+            self._last,
+            replays <= self._replays + 1,
+        )  # the call that captures a graph replays it once
         self._last, self._replays = key, replays
-        changed = None if last is None or not quiet else changed_between(key, last, names, self.donated)
+        changed = (
+            None if last is None or not quiet else changed_between(key, last, names, self.donated)
+        )
         if changed is not None and key == last:
             changed = attrs.evolve(changed, outside=outside)
         if changed is None or changed.has_others:
             self._streak, self._fields = 1, ()
             return
-        self._streak = self._streak + 1 if changed.fields == self._fields or self._streak == 1 else 2
+        self._streak = (
+            self._streak + 1 if changed.fields == self._fields or self._streak == 1 else 2
+        )
         self._fields = changed.fields
         if self._streak == ENDLESS and changed.fields not in self._warned:
             self._warned.append(changed.fields)
@@ -283,8 +323,8 @@ INLINE = "autograd must see the operators, or an argument has no fixed addresses
 
 @attrs.define
 class EagerCalls:
-    """The calls that ran the function itself, by reason. If `weft.config` asks for messages, each new reason is logged:
-    that no class covers a batch is one reason for each class.
+    """The calls that ran the function itself, by reason. If `weft.config` asks for messages, each
+    new reason is logged: that no class covers a batch is one reason for each class.
 
     Args:
         name: the function's name.
@@ -310,8 +350,8 @@ class EagerCalls:
 
 @attrs.define
 class Inlines:
-    """Warns once if a function always runs inline because of an argument or autograd: after `ENDLESS` such calls in a
-    row, with no replay in between.
+    """Warns once if a function always runs inline because of an argument or autograd: after
+    `ENDLESS` such calls in a row, with no replay in between.
 
     Args:
         name: the function's name.
@@ -337,7 +377,8 @@ class Inlines:
 
 
 def outside_name(fn: Callable[..., Any], tensor: Tensor) -> str:
-    """The name that a function has for a tensor which it reads and is not passed: `model.lm_head.weight`."""
+    """The name that a function has for a tensor which it reads and is not passed:
+    `model.lm_head.weight`."""
     for name, value in _values_read_by(inspect.unwrap(fn)):
         own = value.named_parameters() if isinstance(value, nn.Module) else [("", value)]
         if (path := next((path for path, x in own if x is tensor), None)) is not None:
@@ -346,10 +387,13 @@ def outside_name(fn: Callable[..., Any], tensor: Tensor) -> str:
 
 
 def _values_read_by(fn: Any) -> Iterator[tuple[str, Any]]:
-    """Yield (name, value) for the instance that a function is bound to, and for its nonlocals and globals."""
+    """Yield (name, value) for the instance that a function is bound to, and for its nonlocals and
+    globals."""
     owner = fn if isinstance(fn, nn.Module) else getattr(fn, "__self__", None)
     yield type(owner).__name__, owner
-    with contextlib.suppress(TypeError, ValueError):  # not a Python function, or a closure cell that is still empty
+    with contextlib.suppress(
+        TypeError, ValueError
+    ):  # not a Python function, or a closure cell that is still empty
         read = inspect.getclosurevars(fn)
         yield from (*read.nonlocals.items(), *read.globals.items())
 
@@ -365,21 +409,31 @@ def structure_text(structure: TreeSpec) -> str:
         return "*"
     parts = [structure_text(child) for child in structure.children()]
     if structure.type is dict:
-        return "{" + ", ".join(f"{k!r}: {part}" for k, part in zip(structure.context, parts, strict=True)) + "}"
+        return (
+            "{"
+            + ", ".join(f"{k!r}: {part}" for k, part in zip(structure.context, parts, strict=True))
+            + "}"
+        )
     if structure.type is list:
         return f"[{', '.join(parts)}]"
     if structure.type is tuple:
         return f"({', '.join(parts)}{',' * (len(parts) == 1)})"
     named = structure.context if isinstance(structure.context, type) else structure.type
     if (fields := node_fields(structure.type)) is not None:
-        parts = [f"{name}={part}" for name, part in zip(fields.of(structure.context), parts, strict=True)]
+        parts = [
+            f"{name}={part}" for name, part in zip(fields.of(structure.context), parts, strict=True)
+        ]
         parts += [f"{name}=None" for name in structure.context.absent]
-        parts += [f"{name}={value!r}" for name, value in zip(fields.statics, structure.context.values, strict=True)]
+        parts += [
+            f"{name}={value!r}"
+            for name, value in zip(fields.statics, structure.context.values, strict=True)
+        ]
     return f"{named.__name__}({', '.join(parts)})"
 
 
 def structure_differences(new: TreeSpec, old: TreeSpec) -> Iterator[tuple[str, str, str]]:
-    """The differences between two structures: for each, the path and the text of both structures there.
+    """The differences between two structures: for each, the path and the text of both structures
+    there.
 
     >>> from weft.trees import tree_structure
     >>> [*structure_differences(tree_structure({"a": [1, 2]}), tree_structure({"a": 3}))]
@@ -391,7 +445,11 @@ def structure_differences(new: TreeSpec, old: TreeSpec) -> Iterator[tuple[str, s
         yield "", f"{structure_text(new):.200}", f"{structure_text(old):.200}"
         return
     fields = node_fields(new.type)
-    keys = [f"[{k!r}]" for k in new.context] if new.type is dict else [f"[{i}]" for i in range(new.num_children)]
+    keys = (
+        [f"[{k!r}]" for k in new.context]
+        if new.type is dict
+        else [f"[{i}]" for i in range(new.num_children)]
+    )
     steps = [f".{name}" for name in fields.of(new.context)] if fields else keys
     for step, one, other in zip(steps, new.children(), old.children(), strict=True):
         for path, seen, captured in structure_differences(one, other):

@@ -1,4 +1,5 @@
-"""`Graphified`: the result of `graphify`, a function that memoizes one captured graph per key and replays it."""
+"""`Graphified`: the result of `graphify`, a function that memoizes one captured graph per key and
+replays it."""
 
 import contextlib
 import functools
@@ -59,7 +60,8 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 _PROGRESS_BAR_DELAY = 1.0
-"""Seconds before a progress bar shows: a notebook keeps every bar, so bars of short captures would be noise."""
+"""Seconds before a progress bar shows: a notebook keeps every bar, so bars of short captures would
+be noise."""
 _ALL: "weakref.WeakSet[Graphified[..., Any]]" = weakref.WeakSet()
 
 
@@ -102,7 +104,8 @@ class Graphified(Generic[P, R]):
 
     @uncompiled
     def __call__(self, /, *args: P.args, **kwargs: P.kwargs) -> R:
-        """Take the fast path if an earlier call was like this one, and the general one otherwise."""
+        """Take the fast path if an earlier call was like this one, and the general one otherwise.
+        """
         call, modes = None, None
         if in_plain_surroundings() and may_replay():
             if num_function_modes() or is_batch_invariant() or current_place():
@@ -114,14 +117,17 @@ class Graphified(Generic[P, R]):
                     continue
                 if (plan := fast_path.find(read)) is not None:
                     with self._lock:
-                        return self._replay(plan, fast_path.take_donated(read) if fast_path.num_donated else read[1])
+                        return self._replay(
+                            plan, fast_path.take_donated(read) if fast_path.num_donated else read[1]
+                        )
                 missed.append((fast_path, read))
             call = fast_paths.known_call(missed, args, kwargs)
         return self._call(args, kwargs, call, modes)
 
     def _call_in_modes(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> R:
-        """Take the fast path of calls in these function modes, which do not see it (torch would ask them about every
-        property that it reads), in `batch_invariant()`, and on a rank of a mesh."""
+        """Take the fast path of calls in these function modes, which do not see it (torch would ask
+        them about every property that it reads), in `batch_invariant()`, and on a rank of a mesh.
+        """
         if watches_borrows():
             return self._call(args, kwargs)
         modes, fast_paths = modes_around(), self._cache.fast_paths
@@ -132,14 +138,16 @@ class Graphified(Generic[P, R]):
                     continue
                 if (plan := fast_path.find(read)) is not None:
                     with self._lock:
-                        return self._replay(plan, fast_path.take_donated(read) if fast_path.num_donated else read[1])
+                        return self._replay(
+                            plan, fast_path.take_donated(read) if fast_path.num_donated else read[1]
+                        )
                 missed.append((fast_path, read))
             call = fast_paths.known_call(missed, args, kwargs)
         return self._call(args, kwargs, call, modes)
 
     def _replay(self, plan: Plan, leaves: Sequence[Any]) -> R:
-        """Fill the input buffers from the leaves of a call (its donated ones already taken), replay, make the
-        result."""
+        """Fill the input buffers from the leaves of a call (its donated ones already taken),
+        replay, make the result."""
         if plan.wait_for_last_replay is not None:
             plan.wait_for_last_replay()
         if plan.fill is not None:
@@ -174,18 +182,25 @@ class Graphified(Generic[P, R]):
         return self._answer(plan, call, args, kwargs)
 
     def _plan(
-        self, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any], modes: tuple[Any, ...] | None
+        self,
+        call: Call,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        modes: tuple[Any, ...] | None,
     ) -> Plan | Eager:
-        """The plan of a call, which the fast path finds from now on, if it may; or the reason why the function itself
-        runs."""
+        """The plan of a call, which the fast path finds from now on, if it may; or the reason why
+        the function itself runs."""
         plan, is_kept = self._cache.plan(call, hashable_signature(call, self._graphable.name))
         if isinstance(plan, Plan) and is_kept and modes is not None and plan.may_run():
             with WithoutFunctionModes() if modes else contextlib.nullcontext():
-                self._cache.fast_paths.add(args, kwargs, modes, call, plan, self._condition(plan, call))
+                self._cache.fast_paths.add(
+                    args, kwargs, modes, call, plan, self._condition(plan, call)
+                )
         return plan
 
     def _condition(self, plan: Plan, call: Call) -> Callable[[Plan], bool] | None:
-        """The condition under which the fast path may use a plan for calls like this one; None if there is none."""
+        """The condition under which the fast path may use a plan for calls like this one; None if
+        there is none."""
         holds, training = plan.condition(), modules_keep_training(call, self._graphable.roles)
         if training is None:
             return holds
@@ -203,17 +218,24 @@ class Graphified(Generic[P, R]):
         with without_attention_fast_path():
             return self._fn(*args, **kwargs)
 
-    def _answer(self, plan: Plan | Eager, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> R:
-        """Replay the graph; run the function itself if there is no graph, or if it may not replay here."""
+    def _answer(
+        self, plan: Plan | Eager, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> R:
+        """Replay the graph; run the function itself if there is no graph, or if it may not replay
+        here."""
         if isinstance(plan, Eager) or not plan.may_run():
             with self._lock:
                 if isinstance(plan, Eager):
                     self._cache.eager_calls.note(plan.reason)
                 elif plan.graph.needs_autograd():
-                    self._cache.note_inline(functools.partial(self._cache.needs_autograd_reason, plan.graph))
+                    self._cache.note_inline(
+                        functools.partial(self._cache.needs_autograd_reason, plan.graph)
+                    )
                 else:
                     self._cache.eager_calls.note(NO_REPLAY)
-            return keep_in_place(self._run_without_graph(args, kwargs), self._graphable.roles.donated, call)
+            return keep_in_place(
+                self._run_without_graph(args, kwargs), self._graphable.roles.donated, call
+            )
         with self._lock:
             result = self._replay(plan, (*self._take_donated(call), *call.copied_leaves))
             if watches_borrows():
@@ -221,7 +243,8 @@ class Graphified(Generic[P, R]):
             return result
 
     def _with_donation_note(self, error: Exception) -> Exception:
-        """Add to an error that an operator raised in a replay a note about the donated arguments."""
+        """Add to an error that an operator raised in a replay a note about the donated arguments.
+        """
         if donated := ", ".join(self._graphable.roles.donated):
             error.add_note(
                 f"{self._graphable.name} took {donated} before its replay failed: their storage holds what the replay "
@@ -233,12 +256,14 @@ class Graphified(Generic[P, R]):
         """Take the donated arguments from the caller, and return the leaves by reference."""
         roles = self._graphable.roles
         donated = {name: call.references[name] for name in roles.donated if name in call.references}
-        taken = [donate(value, to=f"{self._graphable.name}({name})") for name, value in donated.items()]
+        taken = [
+            donate(value, to=f"{self._graphable.name}({name})") for name, value in donated.items()
+        ]
         return [*tree_leaves(taken), *call.reference_leaves[call.num_donated :]]
 
     def __get__(self, instance: Any, owner: type | None = None) -> Any:
-        """Bind to an instance, which becomes the first argument and part of the key, if the function itself would: a
-        bound method and a callable object do not."""
+        """Bind to an instance, which becomes the first argument and part of the key, if the
+        function itself would: a bound method and a callable object do not."""
         fn = self._graphable.fn
         binds = hasattr(type(fn), "__get__") and not isinstance(fn, types.MethodType)
         return Method(self, instance) if binds and instance is not None else self
@@ -251,24 +276,33 @@ class Graphified(Generic[P, R]):
         return call
 
     def capture(self, /, *args: P.args, **kwargs: P.kwargs) -> CacheInfo:
-        """Capture every class of the ladder, largest first, with a progress bar; without a ladder, this call's
-        signature.
+        """Capture every class of the ladder, largest first, with a progress bar; without a ladder,
+        this call's signature.
 
-        The arguments serve as examples: nothing is donated, and no state changes. If the device's memory is full, a
-        warning says so, and later calls use the graphs that exist; on a rank of a mesh, that is an error.
+        The arguments serve as examples: nothing is donated, and no state changes. If the device's
+        memory is full, a warning says so, and later calls use the graphs that exist; on a rank of a
+        mesh, that is an error.
 
         Raises:
-            CaptureError: the ladder has more classes than `max_captures`; also whatever a call raises.
+            CaptureError: the ladder has more classes than `max_captures`; also whatever a call
+                raises.
         """
         call = self._example(args, kwargs)
         rungs, max_captures = self._cache.rungs(call), self._graphable.max_captures
         if max_captures is not None and len(rungs) > max_captures:
             seen = f"a ladder of {len(rungs)} classes, and max_captures={max_captures}"
             raise CaptureError(
-                f"{self._graphable.name}.capture(...)", seen, "call it, and it captures what each call needs"
+                f"{self._graphable.name}.capture(...)",
+                seen,
+                "call it, and it captures what each call needs",
             )
         with self._lock:
-            bar: dict[str, Any] = {"unit": "graph", "leave": False, "disable": None, "delay": _PROGRESS_BAR_DELAY}
+            bar: dict[str, Any] = {
+                "unit": "graph",
+                "leave": False,
+                "disable": None,
+                "delay": _PROGRESS_BAR_DELAY,
+            }
             for decision in tqdm(rungs, desc=f"capture {self._graphable.name}", **bar):
                 if self._cache.find(key := self._cache.key(call, decision)) is None:
                     try:
@@ -279,12 +313,12 @@ class Graphified(Generic[P, R]):
         return self.cache_info()
 
     def compile_ahead(self, /, *args: P.args, **kwargs: P.kwargs) -> None:
-        """Compile the kernels that `capture` will launch, several at once, with a progress bar; or those of the call
-        itself, if no class of the ladder covers it. On a CPU it does nothing.
+        """Compile the kernels that `capture` will launch, several at once, with a progress bar; or
+        those of the call itself, if no class of the ladder covers it. On a CPU it does nothing.
 
-        Nothing is captured, and no state changes. The function runs once per class, with zeros as the results of weft's
-        own operators: it is for functions of these operators (transfers excepted). Without it, a capture compiles
-        its kernels one after another.
+        Nothing is captured, and no state changes. The function runs once per class, with zeros as
+        the results of weft's own operators: it is for functions of these operators (transfers
+        excepted). Without it, a capture compiles its kernels one after another.
         """
         call = self._example(args, kwargs)
         with self._lock:
@@ -292,9 +326,10 @@ class Graphified(Generic[P, R]):
                 compile_ahead(self._graphable, call, self._cache)
 
     def rehearse(self, /, *args: P.args, **kwargs: P.kwargs) -> None:
-        """Prepare for calls like this one: if their class is captured, plan the replay. If no class covers them, run
-        the function once on padding, if there is memory, so that libraries are ready. Arguments and default generators
-        are left as they are; a capture would refuse a function that writes to anything else, this does not."""
+        """Prepare for calls like this one: if their class is captured, plan the replay. If no class
+        covers them, run the function once on padding, if there is memory, so that libraries are
+        ready. Arguments and default generators are left as they are; a capture would refuse a
+        function that writes to anything else, this does not."""
         call = self._example(args, kwargs)
         if runs_inline(call):
             return
@@ -308,7 +343,8 @@ class Graphified(Generic[P, R]):
     def lower(self, /, *args: P.args, **kwargs: P.kwargs) -> "Lowered[R]":
         """Run the function once on its own buffers, without side effects, and list its operators.
 
-        The result prints as that listing; its `compile()` captures the graph for calls of this signature.
+        The result prints as that listing; its `compile()` captures the graph for calls of this
+        signature.
         """
         call = self._example(args, kwargs)
         decision = self._cache.decide(call)
@@ -318,7 +354,11 @@ class Graphified(Generic[P, R]):
         with self._lock:
             backend = self._cache.backend_for(call)
             return lower(
-                self._graphable, call, decision, backend.device, functools.partial(self._compile, call, decision)
+                self._graphable,
+                call,
+                decision,
+                backend.device,
+                functools.partial(self._compile, call, decision),
             )
 
     def _compile(self, call: Call, decision: Decision[Any], lowered: "Lowered[R]") -> "Compiled[R]":
@@ -338,13 +378,18 @@ class Graphified(Generic[P, R]):
             if (other := hashable_signature(given, self._graphable.name)) != signature:
                 if without_grad_mode(other) == without_grad_mode(signature):
                     return self._call(args, kwargs)
-                lowered.refuse(miss_between(other, signature, given.leaf_names(), self._graphable.roles.donated))
+                lowered.refuse(
+                    miss_between(
+                        other, signature, given.leaf_names(), self._graphable.roles.donated
+                    )
+                )
             return self._answer(plan, given, args, kwargs)
 
         return Compiled(lowered, graph, run)
 
     def explain(self, /, *args: P.args, **kwargs: P.kwargs) -> Explanation:
-        """Say whether this call would replay, capture, or run the function itself, and why, without doing it."""
+        """Say whether this call would replay, capture, or run the function itself, and why, without
+        doing it."""
         call = make_call(self._graphable.roles, self._graphable.name, args, kwargs)
         if reason := inline_reason(call):
             return Explanation(Decision("none", None, reason), False, f"runs inline: {reason}")
@@ -352,11 +397,13 @@ class Graphified(Generic[P, R]):
         return self._cache.explain(call)
 
     def freeze(self) -> "Graphified[P, R]":
-        """Make every later miss raise CacheMissError, which names the field that differed, instead of capturing.
+        """Make every later miss raise CacheMissError, which names the field that differed, instead
+        of capturing.
 
-        A batch that no class of the ladder covers is not a miss: it runs eagerly, as before (`cache_info().eager`). So
-        does a call that autograd must see, or one with a sparse argument (`explain`). There is no miss inside
-        `weft.no_capture()` either, because nothing would be captured there."""
+        A batch that no class of the ladder covers is not a miss: it runs eagerly, as before
+        (`cache_info().eager`). So does a call that autograd must see, or one with a sparse argument
+        (`explain`). There is no miss inside `weft.no_capture()` either, because nothing would be
+        captured there."""
         self._cache.frozen = True
         return self
 
@@ -365,13 +412,17 @@ class Graphified(Generic[P, R]):
         return self._cache.info()
 
     def captured(self) -> tuple[tuple[str, Any], ...]:
-        """The mode and the class (None without a ladder) of each graph held, in the order of capture."""
+        """The mode and the class (None without a ladder) of each graph held, in the order of
+        capture."""
         return tuple((key.mode, key.descriptor) for key in self._cache.entries)
 
     def graphs(self) -> CapturedGraphs:
-        """Each graph held, in the order of capture: pieces, operators, bytes and seconds, as a table and as a plot."""
+        """Each graph held, in the order of capture: pieces, operators, bytes and seconds, as a
+        table and as a plot."""
         return captured_graphs(
-            self._graphable.name, [(key, entry.graph) for key, entry in self._cache.entries.items()], self._cache.info()
+            self._graphable.name,
+            [(key, entry.graph) for key, entry in self._cache.entries.items()],
+            self._cache.info(),
         )
 
     def num_pieces(self) -> tuple[int, ...]:
@@ -383,13 +434,20 @@ class Graphified(Generic[P, R]):
         return analysis_of(self._cache.graphs())
 
     def memory_estimate(self, /, *args: P.args, **kwargs: P.kwargs) -> MemoryEstimate:
-        """Estimate the memory of the ladder's graphs (without a ladder, of this call's) before they are captured.
+        """Estimate the memory of the ladder's graphs (without a ladder, of this call's) before they
+        are captured.
 
-        The arguments serve as examples. A few classes are captured in a separate pool, and dropped again.
+        The arguments serve as examples. A few classes are captured in a separate pool, and dropped
+        again.
         """
         call = self._example(args, kwargs)
         with self._lock:
-            return estimate(self._graphable, call, self._cache.rungs(call), lambda: self._cache.new_backend(call))
+            return estimate(
+                self._graphable,
+                call,
+                self._cache.rungs(call),
+                lambda: self._cache.new_backend(call),
+            )
 
     def cache_clear(self) -> None:
         """Drop all graphs, their memory and the counts; a frozen function thaws."""
@@ -397,7 +455,8 @@ class Graphified(Generic[P, R]):
             self._cache.clear()
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Copy the function without its graphs, as for `copy.deepcopy` of a module that holds it."""
+        """Copy the function without its graphs, as for `copy.deepcopy` of a module that holds it.
+        """
         return type(self), (self._graphable,)
 
     def _repr_html_(self) -> str:

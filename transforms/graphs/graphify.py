@@ -1,5 +1,5 @@
-"""`graphify` makes a pure function replay: it memoizes one captured graph per key, and does not change the results.
-`piecewise` does the same with graphs that are interrupted at named operators.
+"""`graphify` makes a pure function replay: it memoizes one captured graph per key, and does not
+change the results. `piecewise` does the same with graphs that are interrupted at named operators.
 
 step = graphify(step, ladder=make_ladder("full", limits))
 state, out = step(params, state, batch)      # captures this batch's class once, then replays it
@@ -22,7 +22,9 @@ R = TypeVar("R")
 @overload
 def graphify(fn: Callable[P, R], **options: Unpack[GraphifyOptions]) -> Graphified[P, R]: ...
 @overload
-def graphify(fn: None = ..., **options: Unpack[GraphifyOptions]) -> Callable[[Callable[P, R]], Graphified[P, R]]: ...
+def graphify(
+    fn: None = ..., **options: Unpack[GraphifyOptions]
+) -> Callable[[Callable[P, R]], Graphified[P, R]]: ...
 @names_arguments(
     donate="donate_argnames=[...]",
     donate_argnums="donate_argnames=[...], by name",
@@ -45,70 +47,79 @@ def graphify(
 ) -> Graphified[P, R] | Callable[[Callable[P, R]], Graphified[P, R]]:
     """Make a pure function replay: same signature, same result, one captured graph per key.
 
-    The key (`weft.transforms.graphs.calls.call.key_of`) holds the tree structure of the arguments; static and other
-    non-tensor values; each tensor's shape, dtype, stride and device; the batch's class; the addresses of arguments
-    captured by reference; and the call's surroundings (grad mode, autocast, function modes, torch's global switches).
-    Results are safe unless borrowed: a later call does not change them. Inside another capture or a torch.func
-    transform, and where autograd would record, the function itself runs.
+    The key (`weft.transforms.graphs.calls.call.key_of`) holds the tree structure of the arguments;
+    static and other non-tensor values; each tensor's shape, dtype, stride and device; the batch's
+    class; the addresses of arguments captured by reference; and the call's surroundings (grad mode,
+    autocast, function modes, torch's global switches). Results are safe unless borrowed: a later
+    call does not change them. Inside another capture or a torch.func transform, and where autograd
+    would record, the function itself runs.
 
-    In `eval()`, `nn.MultiheadAttention` and the transformers of torch.nn call one operator for a whole layer where they
-    can, their fast path. A graphified function takes it neither in a graph nor where the function itself runs: its bits
-    are those with `torch.backends.mha.set_fastpath_enabled(False)`, and differ in the last digits from a plain call
-    with the fast path. Where values differ beyond that, the capture is refused: an `nn.TransformerEncoder` with a
-    padding mask returns zeros for padding on its fast path, unless it has `enable_nested_tensor=False`.
+    In `eval()`, `nn.MultiheadAttention` and the transformers of torch.nn call one operator for a
+    whole layer where they can, their fast path. A graphified function takes it neither in a graph
+    nor where the function itself runs: its bits are those with
+    `torch.backends.mha.set_fastpath_enabled(False)`, and differ in the last digits from a plain
+    call with the fast path. Where values differ beyond that, the capture is refused: an
+    `nn.TransformerEncoder` with a padding mask returns zeros for padding on its fast path, unless
+    it has `enable_nested_tensor=False`.
 
-    What the function reads from outside its arguments is compared at each call as far as that is cheap: tensors that
-    were given other memory, parameters of modules that were replaced, globals and nonlocals that name another object,
-    and functions and modules that were replaced among the attributes of an object, in a dict, or in a list of nothing
-    else lead to a new capture. Another change inside an object (a number, a tensor in a list) is not seen, because
-    Python code runs at the capture only; `verify` finds it. One that the recorded run itself makes in a module or in a
+    What the function reads from outside its arguments is compared at each call as far as that is
+    cheap: tensors that were given other memory, parameters of modules that were replaced, globals
+    and nonlocals that name another object, and functions and modules that were replaced among the
+    attributes of an object, in a dict, or in a list of nothing else lead to a new capture. Another
+    change inside an object (a number, a tensor in a list) is not seen, because Python code runs at
+    the capture only; `verify` finds it. One that the recorded run itself makes in a module or in a
     plain object that the function names, however deep, such as a counter, is refused by its path.
 
-    `torch.cuda.is_current_stream_capturing()` is True during every capture, even without a GPU. So code that skips host
-    reads inside CUDA graphs skips them in captures on a CPU too.
+    `torch.cuda.is_current_stream_capturing()` is True during every capture, even without a GPU. So
+    code that skips host reads inside CUDA graphs skips them in captures on a CPU too.
 
     Args:
         fn: a pure function over pytrees of tensors. Without it, `graphify` is a decorator.
-        ladder: the classes that may be captured (`make_ladder`). A call's batch is padded to the least class that
-            covers it, and runs eagerly if none does. None: every signature is captured as it is. Under a ladder,
-            padding must not change the donated tensors: captures run on padding, and a donated tensor of over 64 MiB is
-            not saved before a capture.
-        split_at: names of operators (`weft::paged_attention`) that stay outside the graphs in mode piecewise: the
-            classes of the ladder's `piecewise` part (without a ladder, all signatures) are captured as the pieces
-            between them. Under a ladder, a function that calls none of them is one piece; without, it is refused.
-        donate_argnames: arguments whose storage the function takes, such as the state (in addition to those that
-            `weft.donates` declares). The first part of the result with their structure is their next value, and is
-            kept in their storage. They are captured by reference, so pass on what the call returned: a new state is a
-            miss.
-        static_argnames: arguments with hashable values that are not tensors; they are part of the key. An object of a
-            class that defines no `__eq__` is equal to itself alone, whatever it holds: as with `jax.jit`, a change
-            inside it after the capture is not seen.
-        reference_argnames: arguments that are captured by reference and not copied: a call with tensors at other
-            addresses is a miss. None: `params`, if there is such an argument.
+        ladder: the classes that may be captured (`make_ladder`). A call's batch is padded to the
+            least class that covers it, and runs eagerly if none does. None: every signature is
+            captured as it is. Under a ladder, padding must not change the donated tensors: captures
+            run on padding, and a donated tensor of over 64 MiB is not saved before a capture.
+        split_at: names of operators (`weft::paged_attention`) that stay outside the graphs in mode
+            piecewise: the classes of the ladder's `piecewise` part (without a ladder, all
+            signatures) are captured as the pieces between them. Under a ladder, a function that
+            calls none of them is one piece; without, it is refused.
+        donate_argnames: arguments whose storage the function takes, such as the state (in addition
+            to those that `weft.donates` declares). The first part of the result with their
+            structure is their next value, and is kept in their storage. They are captured by
+            reference, so pass on what the call returned: a new state is a miss.
+        static_argnames: arguments with hashable values that are not tensors; they are part of the
+            key. An object of a class that defines no `__eq__` is equal to itself alone, whatever it
+            holds: as with `jax.jit`, a change inside it after the capture is not seen.
+        reference_argnames: arguments that are captured by reference and not copied: a call with
+            tensors at other addresses is a miss. None: `params`, if there is such an argument.
         backend: `cuda`, `tape`, or None to choose by the device of the arguments.
-        outputs: `safe`: results are copies, which no later call changes. `borrow`: results are the graph's own buffers,
-            which the next replay overwrites, for a caller that has finished with them before it calls again
-            (`weft.check_borrowed()` finds a use after that).
-        max_captures: the most graphs to hold; beyond it, the least recently used is dropped. None: any number.
-        collectives: whether collective operations (torch.distributed) may be captured. Every rank must then capture and
-            replay in the same order.
-        verify: run the function itself, too, at each call whose number is a multiple of this one, and compare the
-            results bit by bit, for tests and for debugging. It finds what a replay cannot see: a Python value that has
-            changed outside the arguments.
+        outputs: `safe`: results are copies, which no later call changes. `borrow`: results are the
+            graph's own buffers, which the next replay overwrites, for a caller that has finished
+            with them before it calls again (`weft.check_borrowed()` finds a use after that).
+        max_captures: the most graphs to hold; beyond it, the least recently used is dropped. None:
+            any number.
+        collectives: whether collective operations (torch.distributed) may be captured. Every rank
+            must then capture and replay in the same order.
+        verify: run the function itself, too, at each call whose number is a multiple of this one,
+            and compare the results bit by bit, for tests and for debugging. It finds what a replay
+            cannot see: a Python value that has changed outside the arguments.
 
     Raises:
-        CaptureError: at the first call, if the function reads tensors on the host, branches on them, has results whose
-            shapes depend on data, seeds a random generator, keeps tensors outside, counts in an object, or writes to
-            tensors that it does not own; the error names the line. Also if an argument or a result cannot be part of a
-            key: subclasses of Tensor, arbitrary objects.
+        CaptureError: at the first call, if the function reads tensors on the host, branches on
+            them, has results whose shapes depend on data, seeds a random generator, keeps tensors
+            outside, counts in an object, or writes to tensors that it does not own; the error names
+            the line. Also if an argument or a result cannot be part of a key: subclasses of Tensor,
+            arbitrary objects.
         CacheMissError: a miss after `freeze()`.
-        VerificationError: a replay differs from the function itself (`verify`); it names the first operator that does.
+        VerificationError: a replay differs from the function itself (`verify`); it names the first
+            operator that does.
 
-    The alignment of a copied argument to 16 bytes is part of its signature, because kernels choose by it and the last
-    bits depend on that: rows of a matrix may have up to four graphs; those of a clone have one.
+    The alignment of a copied argument to 16 bytes is part of its signature, because kernels choose
+    by it and the last bits depend on that: rows of a matrix may have up to four graphs; those of a
+    clone have one.
 
-    If the device's memory is full at a capture, a warning says so. That call and later ones then use the graphs that
-    exist, or run the function itself.
+    If the device's memory is full at a capture, a warning says so. That call and later ones then
+    use the graphs that exist, or run the function itself.
 
     >>> import torch
     >>> @graphify
@@ -133,7 +144,9 @@ def graphify(
     }
     if fn is None:
         return lambda f: graphify(f, **options)
-    if isinstance(fn, staticmethod | classmethod):  # the decorator below graphify, which has to be the outer one
+    if isinstance(
+        fn, staticmethod | classmethod
+    ):  # the decorator below graphify, which has to be the outer one
         outer: Any = type(fn)(graphify(fn.__func__, **options))
         return outer  # type: ignore[no-any-return]
     graphable = make_graphable(fn, options)
@@ -142,11 +155,19 @@ def graphify(
 
 @overload
 def piecewise(
-    fn: Callable[P, R], *, split_at: Operators, ladder: Sequence[Any] | None = ..., **options: Unpack[CommonOptions]
+    fn: Callable[P, R],
+    *,
+    split_at: Operators,
+    ladder: Sequence[Any] | None = ...,
+    **options: Unpack[CommonOptions],
 ) -> Graphified[P, R]: ...
 @overload
 def piecewise(
-    fn: None = ..., *, split_at: Operators, ladder: Sequence[Any] | None = ..., **options: Unpack[CommonOptions]
+    fn: None = ...,
+    *,
+    split_at: Operators,
+    ladder: Sequence[Any] | None = ...,
+    **options: Unpack[CommonOptions],
 ) -> Callable[[Callable[P, R]], Graphified[P, R]]: ...
 def piecewise(
     fn: Callable[P, R] | None = None,
@@ -155,22 +176,25 @@ def piecewise(
     ladder: Sequence[Any] | None = None,
     **options: Unpack[CommonOptions],
 ) -> Graphified[P, R] | Callable[[Callable[P, R]], Graphified[P, R]]:
-    """`graphify` in pieces: the capture is interrupted at each operator of `split_at`, which stays outside the graphs.
+    """`graphify` in pieces: the capture is interrupted at each operator of `split_at`, which stays
+    outside the graphs.
 
-    Use it for an operator that cannot be captured, or that needs the host's values (an attention kernel that plans its
-    launch), inside a function whose other operators should replay. It takes any function, because the function is
-    recorded as it runs and not traced. The pieces share one memory pool, and only the operator runs between two of
-    them.
+    Use it for an operator that cannot be captured, or that needs the host's values (an attention
+    kernel that plans its launch), inside a function whose other operators should replay. It takes
+    any function, because the function is recorded as it runs and not traced. The pieces share one
+    memory pool, and only the operator runs between two of them.
 
     Args:
         fn: a pure function over pytrees of tensors. Without it, `piecewise` is a decorator.
-        split_at: names of operators, as in `weft::paged_attention` or `aten::sort`, or operators themselves, as in
-            `torch.ops.aten.sort`.
-        ladder: the classes that may be captured in pieces; None: every signature is captured as it is.
+        split_at: names of operators, as in `weft::paged_attention` or `aten::sort`, or operators
+            themselves, as in `torch.ops.aten.sort`.
+        ladder: the classes that may be captured in pieces; None: every signature is captured as it
+            is.
         options: the other options of `graphify`.
 
     Raises:
-        CaptureError: at the first call, if the function never calls a split operator; and whatever `graphify` refuses.
+        CaptureError: at the first call, if the function never calls a split operator; and whatever
+            `graphify` refuses.
 
     >>> import torch
     >>> f = piecewise(lambda x: torch.sort(x * 2).values + 1, split_at="aten::sort")
@@ -178,8 +202,12 @@ def piecewise(
     (tensor([3., 7.]), tensor([-1.,  1.]))
     """
     if isinstance(split_at, list | tuple | set | frozenset) and not split_at:
-        instead = "the operators to cut at, as in split_at='aten::sort'; or weft.graphify, for one graph"
-        raise CaptureError(f"weft.piecewise({getattr(fn, '__name__', '...')})", f"split_at={split_at!r}", instead)
+        instead = (
+            "the operators to cut at, as in split_at='aten::sort'; or weft.graphify, for one graph"
+        )
+        raise CaptureError(
+            f"weft.piecewise({getattr(fn, '__name__', '...')})", f"split_at={split_at!r}", instead
+        )
     pieces = None if ladder is None else Ladder(piecewise=tuple(ladder))
     if fn is None:
         return graphify(split_at=split_at, ladder=pieces, **options)

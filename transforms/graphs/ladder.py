@@ -1,4 +1,5 @@
-"""`Ladder`: the finite set of classes that may be captured, one per mode, as a pure function of the limits."""
+"""`Ladder`: the finite set of classes that may be captured, one per mode, as a pure function of the
+limits."""
 
 import itertools
 import math
@@ -16,7 +17,11 @@ from weft.errors import DescriptorError, LoweredModeWarning
 D = TypeVar("D", bound=Descriptor)
 
 MODES = ("none", "piecewise", "full_decode_only", "full", "full_and_piecewise")
-_LOWER = {"full": "full_and_piecewise", "full_decode_only": "piecewise", "full_and_piecewise": "piecewise"}
+_LOWER = {
+    "full": "full_and_piecewise",
+    "full_decode_only": "piecewise",
+    "full_and_piecewise": "piecewise",
+}
 """The next lower mode; of the others it is `none`."""
 
 
@@ -35,7 +40,8 @@ class Limits:
         active_loras: the numbers of active LoRAs that have their own graphs (`lora_rungs`).
 
     Raises:
-        DescriptorError: a limit is not a positive int, or `query_lens` or `active_loras` is not a tuple of ints.
+        DescriptorError: a limit is not a positive int, or `query_lens` or `active_loras` is not a
+            tuple of ints.
     """
 
     max_num_reqs: int
@@ -48,18 +54,22 @@ class Limits:
             value = getattr(self, name)
             if not is_int(value, 1):
                 call = f"weft.Limits({self.max_num_reqs!r}, {self.max_num_tokens!r})"
-                raise DescriptorError(call, f"{name}={value!r}", "whole numbers of requests and tokens, at least 1")
+                raise DescriptorError(
+                    call, f"{name}={value!r}", "whole numbers of requests and tokens, at least 1"
+                )
         for name in ("query_lens", "active_loras"):
             value = getattr(self, name)
             if not isinstance(value, tuple) or not all(isinstance(number, int) for number in value):
                 call = f"weft.Limits({self.max_num_reqs!r}, {self.max_num_tokens!r}, {name}={value!r:.60})"
-                raise DescriptorError(call, kind_of(value), f"a tuple of whole numbers: {name}=(1,)")
+                raise DescriptorError(
+                    call, kind_of(value), f"a tuple of whole numbers: {name}=(1,)"
+                )
 
 
 @attrs.frozen
 class Ladder(Tabled, Generic[D]):
-    """The classes that may be captured, largest first, as whole graphs and as pieces. Shortening one part does not
-    shorten the other. Iteration yields the classes of both.
+    """The classes that may be captured, largest first, as whole graphs and as pieces. Shortening
+    one part does not shorten the other. Iteration yields the classes of both.
 
     Args:
         full: classes of whole graphs.
@@ -74,15 +84,16 @@ class Ladder(Tabled, Generic[D]):
         """The ladder of whole graphs with a class for each combination of sizes.
 
         Args:
-            kind: the class of descriptors. If it inherits from `weft.Descriptor`, its order is that of the sizes: a
-                batch then runs under the least of each that it fits in.
+            kind: the class of descriptors. If it inherits from `weft.Descriptor`, its order is that
+                of the sizes: a batch then runs under the least of each that it fits in.
             sizes: for each argument of `kind`, its values, or the one that all have.
 
         Raises:
-            DescriptorError: `kind` is not a class of descriptors, an argument has no values or values that are not
-                ints, or `kind` refuses a combination.
+            DescriptorError: `kind` is not a class of descriptors, an argument has no values or
+                values that are not ints, or `kind` refuses a combination.
 
-        To leave out combinations, filter them: `[d for d in Ladder.product(...) if d.height >= d.width]` is a ladder.
+        To leave out combinations, filter them: `[d for d in Ladder.product(...) if d.height >=
+        d.width]` is a ladder.
 
         >>> @attrs.frozen
         ... class Resolution(Descriptor):
@@ -92,7 +103,10 @@ class Ladder(Tabled, Generic[D]):
         [(128, 192), (128, 128), (64, 192), (128, 64), (64, 128), (64, 64)]
         """
         values = _check_product(kind, sizes)
-        made = [_make(kind, dict(zip(values, row, strict=True))) for row in itertools.product(*values.values())]
+        made = [
+            _make(kind, dict(zip(values, row, strict=True)))
+            for row in itertools.product(*values.values())
+        ]
         return Ladder(sorted(dict.fromkeys(made), key=lambda d: _volume(d, values), reverse=True))
 
     def __iter__(self) -> Iterator[D]:
@@ -129,24 +143,40 @@ def _make(kind: Callable[..., D], sizes: Mapping[str, int]) -> D:
     try:
         return kind(**sizes)
     except Exception as error:
-        seen, instead = f"{type(error).__name__}: {error}", "sizes that all go together, or a list of the descriptors"
+        seen, instead = (
+            f"{type(error).__name__}: {error}",
+            "sizes that all go together, or a list of the descriptors",
+        )
         raise DescriptorError(_product_text(kind, sizes), seen, instead) from error
 
 
 def _check_product(kind: Any, sizes: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
-    """The values of each argument of a product. Raises DescriptorError where they make no descriptors."""
+    """The values of each argument of a product. Raises DescriptorError where they make no
+    descriptors."""
     call, known = _product_text(kind, sizes), argument_names(kind) if isinstance(kind, type) else ()
     values = {name: (given,) if is_int(given) else given for name, given in sizes.items()}
     values = {
-        name: tuple(own) for name, own in values.items() if isinstance(own, Iterable) and not isinstance(own, str)
+        name: tuple(own)
+        for name, own in values.items()
+        if isinstance(own, Iterable) and not isinstance(own, str)
     }
-    wrong = [name for name in sizes if not values.get(name) or not all(is_int(size, 0) for size in values[name])]
+    wrong = [
+        name
+        for name in sizes
+        if not values.get(name) or not all(is_int(size, 0) for size in values[name])
+    ]
     unknown = [name for name in sizes if known and name not in known]
     if not isinstance(kind, type) or not hasattr(kind, "covers"):
         name = kind.__name__ if isinstance(kind, type) else "Resolution"
-        seen, instead = f"{_name(kind)}, not a class of descriptors", f"class {name}(weft.Descriptor), which has covers"
+        seen, instead = (
+            f"{_name(kind)}, not a class of descriptors",
+            f"class {name}(weft.Descriptor), which has covers",
+        )
     elif wrong:
-        seen, instead = f"{wrong[0]}={sizes[wrong[0]]!r:.60}", f"one or more ints: {wrong[0]}=(64, 128)"
+        seen, instead = (
+            f"{wrong[0]}={sizes[wrong[0]]!r:.60}",
+            f"one or more ints: {wrong[0]}=(64, 128)",
+        )
     elif unknown or not sizes:
         seen = f"{kind.__name__} has no {unknown[0]}" if unknown else "no sizes"
         instead = f"the sizes of {', '.join(known) or 'its arguments'}"
@@ -156,14 +186,20 @@ def _check_product(kind: Any, sizes: Mapping[str, Any]) -> dict[str, tuple[int, 
 
 
 def _kinds(mode: str, classes: Sequence[Any]) -> Iterator[tuple[str, str, str]]:
-    """Yield (mode, kind, sizes in increasing order) for each kind of classes; a user's own classes appear as they
-    print."""
+    """Yield (mode, kind, sizes in increasing order) for each kind of classes; a user's own classes
+    appear as they print."""
     groups: dict[tuple[str, str], list[Any]] = {}
     for descriptor in reversed(classes):
         groups.setdefault(_kind(descriptor), []).append(descriptor)
     for (kind, unit), group in groups.items():
-        sizes = [str(getattr(descriptor, unit)) for descriptor in group] if unit else [*map(str, group)]
-        yield mode, kind, (f"{', '.join(sizes)} {unit.removeprefix('num_')}" if unit else "; ".join(sizes))
+        sizes = (
+            [str(getattr(descriptor, unit)) for descriptor in group] if unit else [*map(str, group)]
+        )
+        yield (
+            mode,
+            kind,
+            (f"{', '.join(sizes)} {unit.removeprefix('num_')}" if unit else "; ".join(sizes)),
+        )
 
 
 def _kind(descriptor: Any) -> tuple[str, str]:
@@ -182,8 +218,9 @@ def as_ladder(given: Ladder[D] | Sequence[D]) -> Ladder[D]:
 
 
 def rungs(limit: int) -> tuple[int, ...]:
-    """The numbers of requests of uniform classes: 1, 2, 4, 8, then steps of 8 up to 128, then eight steps per doubling,
-    up to and including `limit`. Above 8, padding is at most 8 requests or an eighth of the batch.
+    """The numbers of requests of uniform classes: 1, 2, 4, 8, then steps of 8 up to 128, then eight
+    steps per doubling, up to and including `limit`. Above 8, padding is at most 8 requests or an
+    eighth of the batch.
 
     >>> rungs(20), rungs(300)[-4:]
     ((1, 2, 4, 8, 16, 20), (240, 256, 288, 300))
@@ -196,8 +233,9 @@ def rungs(limit: int) -> tuple[int, ...]:
 
 
 def token_rungs(limit: int) -> tuple[int, ...]:
-    """The numbers of tokens of ragged classes: powers of two up to 128, where reading the weights bounds a step and
-    padding costs little; then four steps per doubling, so that padding is at most a quarter of the batch.
+    """The numbers of tokens of ragged classes: powers of two up to 128, where reading the weights
+    bounds a step and padding costs little; then four steps per doubling, so that padding is at most
+    a quarter of the batch.
 
     >>> token_rungs(20), token_rungs(300)[-5:]
     ((1, 2, 4, 8, 16, 20), (160, 192, 224, 256, 300))
@@ -210,8 +248,8 @@ def token_rungs(limit: int) -> tuple[int, ...]:
 
 
 def lora_rungs(max_loras: int, *, specialised: bool = True) -> tuple[int, ...]:
-    """The numbers of active LoRAs to capture for: 0, and the powers of two up to the maximum (if not specialised, only
-    the maximum).
+    """The numbers of active LoRAs to capture for: 0, and the powers of two up to the maximum (if
+    not specialised, only the maximum).
 
     Args:
         max_loras: the most adapters that a batch may use at once.
@@ -236,27 +274,31 @@ def make_ladder(
 ) -> Ladder[BatchDescriptor]:
     """The classes that `mode` may capture under `limits`.
 
-    Whole graphs have uniform classes `R x q` for every query length q, up to R = `max_num_reqs` requests. Mode `full`
-    adds ragged classes for up to `max_num_reqs * max(query_lens)` tokens, for decode mixed with the end of a prefill.
+    Whole graphs have uniform classes `R x q` for every query length q, up to R = `max_num_reqs`
+    requests. Mode `full` adds ragged classes for up to `max_num_reqs * max(query_lens)` tokens, for
+    decode mixed with the end of a prefill.
 
-    Pieces have ragged classes of up to `max_num_tokens` tokens, each with as many requests as it can hold, so that
-    there is one class per number of tokens. Where there are no whole graphs for them, pieces have the uniform classes
-    above too, in which attention is launched as in a whole graph and sums in the same order.
+    Pieces have ragged classes of up to `max_num_tokens` tokens, each with as many requests as it
+    can hold, so that there is one class per number of tokens. Where there are no whole graphs for
+    them, pieces have the uniform classes above too, in which attention is launched as in a whole
+    graph and sums in the same order.
 
     A batch that no class covers runs eagerly.
 
     Args:
-        mode: one of `MODES`; `full_and_piecewise` has whole graphs for uniform decode, and pieces for all other
-            batches.
+        mode: one of `MODES`; `full_and_piecewise` has whole graphs for uniform decode, and pieces
+            for all other batches.
         limits: the limits of a batch.
-        sizes: numbers of requests (uniform) and of tokens (ragged), instead of `rungs` and `token_rungs`.
-        capability: the graphs in which the attention can run, one of `weft.descriptor.CAPABILITIES`.
-        strict: whether a mode that the attention cannot run in is an error; False: it is lowered to the next one in
-            which it can, with a `LoweredModeWarning`.
+        sizes: numbers of requests (uniform) and of tokens (ragged), instead of `rungs` and
+            `token_rungs`.
+        capability: the graphs in which the attention can run, one of
+            `weft.descriptor.CAPABILITIES`.
+        strict: whether a mode that the attention cannot run in is an error; False: it is lowered to
+            the next one in which it can, with a `LoweredModeWarning`.
 
     Raises:
-        DescriptorError: the mode or capability is unknown, no batch is within the limits, all sizes are beyond the
-            limits, or the attention cannot run in the graphs of this mode.
+        DescriptorError: the mode or capability is unknown, no batch is within the limits, all sizes
+            are beyond the limits, or the attention cannot run in the graphs of this mode.
 
     >>> [str(d) for d in make_ladder("full", Limits(max_num_reqs=2, max_num_tokens=64))]
     ['ragged 2 tokens, 2 reqs', 'uniform x1, 2 reqs', 'ragged 1 tokens, 1 reqs', 'uniform x1, 1 reqs']
@@ -268,11 +310,18 @@ def make_ladder(
     most = min(limits.max_num_reqs * max(limits.query_lens), limits.max_num_tokens)
     mixed = _ragged(limits, most, sizes) if mode == "full" else []
     pieces = _ragged(limits, limits.max_num_tokens, sizes) if "piecewise" in mode else []
-    whole = [d for d in uniform if mode != "piecewise" and (d.query_len == 1 or _includes(capability, "uniform"))]
+    whole = [
+        d
+        for d in uniform
+        if mode != "piecewise" and (d.query_len == 1 or _includes(capability, "uniform"))
+    ]
     if "piecewise" in mode:
         pieces = [*pieces, *(d for d in uniform if d not in whole)]
     if sizes and mode != "none" and not (whole or mixed or pieces):
-        call, instead = f"make_ladder({mode!r}, {limits}, sizes={sizes})", "sizes within the limits, or sizes=None"
+        call, instead = (
+            f"make_ladder({mode!r}, {limits}, sizes={sizes})",
+            "sizes within the limits, or sizes=None",
+        )
         raise DescriptorError(call, "only sizes that no batch within the limits can have", instead)
     return Ladder(_largest_first([*whole, *mixed]), _largest_first(pieces))
 
@@ -281,8 +330,11 @@ def _includes(capability: str, needed: str) -> bool:
     return CAPABILITIES.index(capability) >= CAPABILITIES.index(needed)
 
 
-def mode_within(call: str, mode: str, query_lens: Sequence[int], capability: str, strict: bool = False) -> str:
-    """The mode, or the next lower one in which attention of this capability can run, with a `LoweredModeWarning`.
+def mode_within(
+    call: str, mode: str, query_lens: Sequence[int], capability: str, strict: bool = False
+) -> str:
+    """The mode, or the next lower one in which attention of this capability can run, with a
+    `LoweredModeWarning`.
 
     Args:
         query_lens: of the uniform batches, as in `Limits`.
@@ -304,11 +356,15 @@ def mode_within(call: str, mode: str, query_lens: Sequence[int], capability: str
     seen = f"attention of capability {capability!r}; this mode needs {needs[mode]!r}"
     if strict:
         raise DescriptorError(call, seen, f"one of {', '.join(able)}")
-    warnings.warn(f"graph mode {mode!r} is lowered to {lowered!r}: {seen}", LoweredModeWarning, stacklevel=2)
+    warnings.warn(
+        f"graph mode {mode!r} is lowered to {lowered!r}: {seen}", LoweredModeWarning, stacklevel=2
+    )
     return lowered
 
 
-def with_whole(ladder: Ladder[BatchDescriptor], inside: Callable[[int | None], bool]) -> Ladder[BatchDescriptor]:
+def with_whole(
+    ladder: Ladder[BatchDescriptor], inside: Callable[[int | None], bool]
+) -> Ladder[BatchDescriptor]:
     """The same classes, as whole graphs those whose attention runs inside of them.
 
     Args:
@@ -330,7 +386,8 @@ def _uniform(limits: Limits, sizes: Sequence[int] | None) -> list[BatchDescripto
 
 
 def _ragged(limits: Limits, most: int, sizes: Sequence[int] | None) -> list[BatchDescriptor]:
-    """The ragged classes for batches of up to `most` tokens: of the usual rungs, the same ones whatever that is."""
+    """The ragged classes for batches of up to `most` tokens: of the usual rungs, the same ones
+    whatever that is."""
     rungs = token_rungs(limits.max_num_tokens) if sizes is None else sizes
     most = next(t for t in rungs if t >= most) if sizes is None else most
     return [
@@ -342,7 +399,12 @@ def _ragged(limits: Limits, most: int, sizes: Sequence[int] | None) -> list[Batc
 
 
 def _largest_first(found: Sequence[BatchDescriptor]) -> tuple[BatchDescriptor, ...]:
-    return tuple(sorted(set(found), key=lambda d: (-d.num_tokens, -d.num_reqs, -d.num_active_loras, d.is_uniform)))
+    return tuple(
+        sorted(
+            set(found),
+            key=lambda d: (-d.num_tokens, -d.num_reqs, -d.num_active_loras, d.is_uniform),
+        )
+    )
 
 
 def _check(mode: str, limits: Any, sizes: Sequence[int] | None, capability: str) -> None:
@@ -352,15 +414,33 @@ def _check(mode: str, limits: Any, sizes: Sequence[int] | None, capability: str)
     if capability not in CAPABILITIES:
         raise DescriptorError(call, "an unknown capability", f"one of {', '.join(CAPABILITIES)}")
     if not isinstance(limits, Limits):
-        raise DescriptorError(call, "limits that are not a weft.Limits", "weft.Limits(max_num_reqs, max_num_tokens)")
-    if isinstance(sizes, int | str) or (sizes is not None and not all(isinstance(size, int) for size in sizes)):
-        raise DescriptorError(call, "sizes that are not a list of ints", "sizes=[1, 2, 4], or None for the usual rungs")
-    if not limits.query_lens or min(limits.query_lens) < 1 or (sizes is not None and min(sizes, default=1) < 1):
+        raise DescriptorError(
+            call, "limits that are not a weft.Limits", "weft.Limits(max_num_reqs, max_num_tokens)"
+        )
+    if isinstance(sizes, int | str) or (
+        sizes is not None and not all(isinstance(size, int) for size in sizes)
+    ):
+        raise DescriptorError(
+            call,
+            "sizes that are not a list of ints",
+            "sizes=[1, 2, 4], or None for the usual rungs",
+        )
+    if (
+        not limits.query_lens
+        or min(limits.query_lens) < 1
+        or (sizes is not None and min(sizes, default=1) < 1)
+    ):
         by_sizes = sizes is not None and min(sizes, default=1) < 1
         seen = f"sizes={list(sizes or ())}" if by_sizes else f"query_lens={limits.query_lens}"
-        instead = "sizes of at least 1, or None for the usual rungs" if by_sizes else "query_lens=(1,) for plain decode"
+        instead = (
+            "sizes of at least 1, or None for the usual rungs"
+            if by_sizes
+            else "query_lens=(1,) for plain decode"
+        )
         raise DescriptorError(call, seen, instead)
     if not limits.active_loras or min(limits.active_loras) < 0:
         raise DescriptorError(
-            call, "active_loras that is empty, or holds a negative number", "active_loras=lora_rungs(max_loras)"
+            call,
+            "active_loras that is empty, or holds a negative number",
+            "active_loras=lora_rungs(max_loras)",
         )

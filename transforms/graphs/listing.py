@@ -1,7 +1,7 @@
 """A listing: the operators of a run with their inputs and results, as text or as a graph in DOT.
 
-`make_fx` and torch.fx's drawer were tried in its place. The text of `make_fx` names no shapes, and does not say where a
-tensor from outside comes from (`_tensor_constant0`); the drawer needs pydot.
+`make_fx` and torch.fx's drawer were tried in its place. The text of `make_fx` names no shapes, and
+does not say where a tensor from outside comes from (`_tensor_constant0`); the drawer needs pydot.
 """
 
 from collections.abc import Iterator, Sequence
@@ -19,7 +19,8 @@ from weft.trees import tree_leaves, tree_map
 
 @attrs.frozen
 class Value:
-    """A tensor of a listing: its number, dtype and shape, and what it is if no operator of the listing made it.
+    """A tensor of a listing: its number, dtype and shape, and what it is if no operator of the
+    listing made it.
 
     Args:
         address: its data pointer if it comes from outside; else 0.
@@ -87,7 +88,8 @@ class Listing:
             yield f"  return {path or 'the whole'} = {what}"
 
     def as_dot(self) -> str:
-        """The graph of operators in Graphviz's DOT: boxes are operators, ellipses are inputs, arrows are tensors."""
+        """The graph of operators in Graphviz's DOT: boxes are operators, ellipses are inputs,
+        arrows are tensors."""
         lines = ["digraph {", "  rankdir=TB; node [fontname=monospace];"]
         makers: dict[int, str] = {}
         for value in self.inputs:
@@ -99,7 +101,9 @@ class Listing:
             lines.append(f"  n{index} [shape={style}, label={_quoted(line.operator)}];")
             for value in dict.fromkeys(line.reads):
                 if value.number in makers:
-                    lines.append(f"  {makers[value.number]} -> n{index} [label={_quoted(value.kind)}];")
+                    lines.append(
+                        f"  {makers[value.number]} -> n{index} [label={_quoted(value.kind)}];"
+                    )
             makers.update((value.number, f"n{index}") for value in line.makes)
         return "\n".join([*lines, "}"])
 
@@ -127,9 +131,15 @@ class Writer(OperatorWatch):
 
     def operator(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         reads = tuple(self._value(x) for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor))
-        text = ", ".join([*map(self._show, args), *(f"{k}={self._show(v)}" for k, v in kwargs.items())])
+        text = ", ".join(
+            [*map(self._show, args), *(f"{k}={self._show(v)}" for k, v in kwargs.items())]
+        )
         result = self.pass_on(func, args, kwargs)
-        made = tuple(self._new(x, "") for x in tree_leaves(result) if isinstance(x, Tensor) and x not in self._values)
+        made = tuple(
+            self._new(x, "")
+            for x in tree_leaves(result)
+            if isinstance(x, Tensor) and x not in self._values
+        )
         name = func._schema.name
         overload = f".{func._overloadname}" if func._overloadname != "default" else ""
         self.lines.append(Line(name + overload, text, reads, made, name in self.split_at))
@@ -149,7 +159,9 @@ class Writer(OperatorWatch):
 
     def _new(self, tensor: Tensor, origin: str, address: int = 0) -> Value:
         shape = ", ".join(map(str, tensor.shape))
-        made = Value(self._count, f"{str(tensor.dtype).removeprefix('torch.')}[{shape}]", origin, address)
+        made = Value(
+            self._count, f"{str(tensor.dtype).removeprefix('torch.')}[{shape}]", origin, address
+        )
         self._count += 1
         self._values[tensor] = made
         return made
@@ -173,9 +185,14 @@ def _plain(value: Any) -> str:
 
 
 def writer_of(prepared: Prepared, split_at: frozenset[str]) -> Writer:
-    """Make the writer of a function's next run, in which its arguments have their names and roles."""
+    """Make the writer of a function's next run, in which its arguments have their names and roles.
+    """
     num_kept = len(prepared.references) - prepared.num_donated
-    roles = ["donated"] * prepared.num_donated + ["by reference"] * num_kept + ["copied in"] * len(prepared.buffers)
+    roles = (
+        ["donated"] * prepared.num_donated
+        + ["by reference"] * num_kept
+        + ["copied in"] * len(prepared.buffers)
+    )
     inputs = [
         (alias, f"{name}, {role}")
         for alias, name, role in zip(prepared.aliases, prepared.names(), roles, strict=True)

@@ -1,5 +1,5 @@
-"""`Lowered` and `Compiled`, the states of a graphified function for one signature, as in JAX; the listing of its
-operators; the kernels that are compiled ahead of a capture."""
+"""`Lowered` and `Compiled`, the states of a graphified function for one signature, as in JAX; the
+listing of its operators; the kernels that are compiled ahead of a capture."""
 
 import contextlib
 from collections.abc import Callable, Sequence, Set
@@ -62,14 +62,14 @@ class Lowered(Generic[R]):
     def as_text(self, form: str = "text") -> str:
         """The listing of the operators as text, or with `form="dot"` as a graph for Graphviz."""
         if form not in ("text", "dot"):
-            raise CaptureError(f"{self.name}.lower(...).as_text({form!r})", "no such form", "'text' or 'dot'")
+            raise CaptureError(
+                f"{self.name}.lower(...).as_text({form!r})", "no such form", "'text' or 'dot'"
+            )
         return str(self.listing) if form == "text" else self.listing.as_dot()
 
     def refuse(self, miss: Miss) -> NoReturn:
         """Raise the error for a call of another signature."""
-        instead = (
-            f"call {self.name} itself, which captures what it needs; or pass arguments like the lowered ones, and "
-        )
+        instead = f"call {self.name} itself, which captures what it needs; or pass arguments like the lowered ones, and "
         instead += "by reference the same tensors, or the ones that a call returned in their place"
         call = f"{self.name}.lower(...).compile()(...)"
         raise CacheMissError(call, f"arguments unlike the lowered ones: {miss.differs}", instead)
@@ -83,10 +83,11 @@ class Lowered(Generic[R]):
 
 @attrs.frozen(eq=False, repr=False)
 class Compiled(Generic[R]):
-    """A captured graph as a function. It takes calls of the lowered signature only, with the arguments captured by
-    reference (donated arguments, params) at the addresses that the lowered call had. Where the graphified function
-    would run inline (under autograd, torch.func, another capture), so does this one. For the other grad mode, in which
-    a function may compute something else, it has a second graph, captured at the first such call."""
+    """A captured graph as a function. It takes calls of the lowered signature only, with the
+    arguments captured by reference (donated arguments, params) at the addresses that the lowered
+    call had. Where the graphified function would run inline (under autograd, torch.func, another
+    capture), so does this one. For the other grad mode, in which a function may compute something
+    else, it has a second graph, captured at the first such call."""
 
     lowered: Lowered[R]
     _graph: Graph
@@ -114,9 +115,7 @@ class Compiled(Generic[R]):
         return analysis_of([self._graph])
 
     def __repr__(self) -> str:
-        return (
-            f"<Compiled {self.lowered.name}: {self._graph.recording.num_pieces} graphs, {self.lowered.decision.mode}>"
-        )
+        return f"<Compiled {self.lowered.name}: {self._graph.recording.num_pieces} graphs, {self.lowered.decision.mode}>"
 
 
 def lower(
@@ -133,7 +132,9 @@ def lower(
     """
     prepared = prepare(graphable, call, decision.descriptor, InputBufferPool())
     names = prepared.names()
-    writer = writer_of(prepared, graphable.split_at if decision.mode == "piecewise" else frozenset())
+    writer = writer_of(
+        prepared, graphable.split_at if decision.mode == "piecewise" else frozenset()
+    )
     with ONE_AT_A_TIME:
         audit = audit_of(graphable, prepared, device)
         with prepared.restored(audit):
@@ -145,7 +146,9 @@ def lower(
     paths = [path for path, _ in leaves_with_names(result)]
     descriptor = "" if decision.descriptor is None else f" for '{decision.descriptor}'"
     title = f"{graphable.name}({', '.join((*call.references, *call.copied))}), {decision.mode}{descriptor}"
-    listing = Listing(title, tuple(writer.inputs), tuple(writer.lines), tuple(zip(paths, values, strict=True)))
+    listing = Listing(
+        title, tuple(writer.inputs), tuple(writer.lines), tuple(zip(paths, values, strict=True))
+    )
     in_tree = tree_structure({**call.references, **call.copied})
     return Lowered(graphable.name, decision, in_tree, outputs.structure, listing, compile)
 
@@ -157,11 +160,12 @@ def _result_text(leaf: Any, reference: int | None, writer: Writer, names: Sequen
 
 
 class _Zeros(OperatorWatch):
-    """Makes weft's operators return zeros, because no kernel writes their results; zeros are valid as any index.
+    """Makes weft's operators return zeros, because no kernel writes their results; zeros are valid
+    as any index.
 
-    A call asks for the same kernels as an earlier one with the same kinds of arguments, in another layer say, and is
-    not passed on: its results are made from what is known of the other's. A collective is passed on each time, because
-    the other ranks take part in it.
+    A call asks for the same kernels as an earlier one with the same kinds of arguments, in another
+    layer say, and is not passed on: its results are made from what is known of the other's. A
+    collective is passed on each time, because the other ranks take part in it.
     """
 
     def __init__(self) -> None:
@@ -178,13 +182,16 @@ class _Zeros(OperatorWatch):
         for output in tensors_in(result):
             if storage_id(output) not in inputs:
                 output.zero_()
-        if effect_of(func, args) is None and _are_own(result if isinstance(result, tuple) else (result,), inputs):
+        if effect_of(func, args) is None and _are_own(
+            result if isinstance(result, tuple) else (result,), inputs
+        ):
             self._known[key] = _maker(result)
         return result
 
 
 def _kind(value: Any) -> Any:
-    """Everything about an operator's argument that the choice of its kernels may depend on, other than its values."""
+    """Everything about an operator's argument that the choice of its kernels may depend on, other
+    than its values."""
     if isinstance(value, Tensor):
         return kernel_kind(value)
     return tuple(map(_kind, value)) if isinstance(value, list) else (type(value), value)
@@ -202,12 +209,17 @@ def _maker(result: Any) -> Callable[[], Any]:
     if isinstance(result, tuple):
         makers = [*map(_maker, result)]
         return lambda: tuple(make() for make in makers)
-    size, stride, options = result.shape, result.stride(), {"dtype": result.dtype, "device": result.device}
+    size, stride, options = (
+        result.shape,
+        result.stride(),
+        {"dtype": result.dtype, "device": result.device},
+    )
     return lambda: torch.empty_strided(size, stride, **options).zero_()
 
 
 def compiling_at_once() -> AbstractContextManager[None]:
-    """A context in which several calls of `compile_ahead` compile their kernels side by side, until it exits."""
+    """A context in which several calls of `compile_ahead` compile their kernels side by side, until
+    it exits."""
     if triton_version() is None or not torch.cuda.is_available():
         return contextlib.nullcontext()
     from weft.ops.kernel_triton import compiling
@@ -216,14 +228,14 @@ def compiling_at_once() -> AbstractContextManager[None]:
 
 
 def compile_ahead(graphable: Graphable, call: Call, cache: Cache) -> None:
-    """Compile the kernels for the classes that have no graph yet, or for the call itself if no class covers it; the
-    arguments are left unchanged.
+    """Compile the kernels for the classes that have no graph yet, or for the call itself if no
+    class covers it; the arguments are left unchanged.
 
-    It is for functions of weft's own operators, because another library's operator may fail on zeros. A class for which
-    there is no memory is skipped: its capture will report that.
+    It is for functions of weft's own operators, because another library's operator may fail on
+    zeros. A class for which there is no memory is skipped: its capture will report that.
 
-    For graphs it runs on the back end's stream, on which libraries then allocate what they keep. A library that is
-    first called during a capture would allocate that in the graphs' pool.
+    For graphs it runs on the back end's stream, on which libraries then allocate what they keep. A
+    library that is first called during a capture would allocate that in the graphs' pool.
     """
     if triton_version() is None:
         return
@@ -232,13 +244,18 @@ def compile_ahead(graphable: Graphable, call: Call, cache: Cache) -> None:
     from weft.ops.kernel_triton import compiling
 
     backend = cache.backend_for(call)
-    # A separate pool, because replays may still be reading the graphs' own buffers, and its bytes would be counted.
+    # A separate pool, because replays may still be reading the graphs' own buffers, and its bytes
+    # would be counted.
     input_buffers = InputBufferPool()
     own = cache.decide(call)
     classes = [own] if own.mode == "none" else cache.rungs(call)
     missing = [rung for rung in classes if rung is own or cache.find(cache.key(call, rung)) is None]
     zeros = _Zeros()
-    with compiling(), ONE_AT_A_TIME, contextlib.nullcontext() if own.mode == "none" else backend.allocating():
+    with (
+        compiling(),
+        ONE_AT_A_TIME,
+        contextlib.nullcontext() if own.mode == "none" else backend.allocating(),
+    ):
         if backend.device.type == "cuda":
             ask_for_kernels(backend.device, len(call.copied_leaves))
         for rung in missing:
@@ -249,8 +266,9 @@ def compile_ahead(graphable: Graphable, call: Call, cache: Cache) -> None:
 
 
 def rehearse(graphable: Graphable, call: Call, cache: Cache) -> None:
-    """Run the function once, without a graph, on padding of the call's class, if there is memory for it; the arguments
-    are left unchanged. On a rank of a mesh, where others wait for this one's collectives, a full memory is an error."""
+    """Run the function once, without a graph, on padding of the call's class, if there is memory
+    for it; the arguments are left unchanged. On a rank of a mesh, where others wait for this one's
+    collectives, a full memory is an error."""
     with ONE_AT_A_TIME, _may_be_full():
         prepared = prepare(graphable, call, cache.descriptor(call), InputBufferPool())
         audit = audit_of(graphable, prepared, cache.backend_for(call).device)
@@ -259,5 +277,8 @@ def rehearse(graphable: Graphable, call: Call, cache: Cache) -> None:
 
 
 def _may_be_full() -> AbstractContextManager[None]:
-    """A context that ends quietly where the memory is full, unless other ranks wait for this one's collectives."""
-    return contextlib.nullcontext() if others_wait() else contextlib.suppress(torch.OutOfMemoryError)
+    """A context that ends quietly where the memory is full, unless other ranks wait for this one's
+    collectives."""
+    return (
+        contextlib.nullcontext() if others_wait() else contextlib.suppress(torch.OutOfMemoryError)
+    )

@@ -1,8 +1,8 @@
-"""What a step of `while_loop` needs that may run after the last one: a carry on which the body can run, and derivatives
-that are 0.
+"""What a step of `while_loop` needs that may run after the last one: a carry on which the body can
+run, and derivatives that are 0.
 
-The result of such a step is dropped by `torch.where`, whose derivative is 0 times that of the step: nan, where that is
-infinite or nan.
+The result of such a step is dropped by `torch.where`, whose derivative is 0 times that of the step:
+nan, where that is infinite or nan.
 """
 
 import weakref
@@ -12,13 +12,19 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from weft.torchapi.private import FunctionMode, in_vmap, is_batched, is_differentiated, is_differentiated_by_row
+from weft.torchapi.private import (
+    FunctionMode,
+    in_vmap,
+    is_batched,
+    is_differentiated,
+    is_differentiated_by_row,
+)
 from weft.trees import tree_map
 
 
 class _OfOtherRows(torch.autograd.Function):
-    """`vmap`'s rows of a tensor, with those of one row on which a condition holds in place of those on which it does
-    not. It is called on values that have no derivative."""
+    """`vmap`'s rows of a tensor, with those of one row on which a condition holds in place of those
+    on which it does not. It is called on values that have no derivative."""
 
     @staticmethod
     def forward(live: Tensor, x: Tensor) -> Tensor:
@@ -46,7 +52,8 @@ class _OfOtherRows(torch.autograd.Function):
 
 
 def safe_start(live: Tensor, x: Any) -> Any:
-    """A leaf of the first carry: in rows whose loop does not begin, that of a row whose loop does."""
+    """A leaf of the first carry: in rows whose loop does not begin, that of a row whose loop does.
+    """
     if not isinstance(x, Tensor):
         return x
     other = _OfOtherRows.apply(live, x.detach()) if in_vmap() else x.detach()
@@ -54,7 +61,8 @@ def safe_start(live: Tensor, x: Any) -> Any:
 
 
 def safe_next(live: Tensor, x: Tensor, last: Tensor) -> Tensor:
-    """A leaf of the next carry: in rows whose loop has ended, that of the last carry on which the body ran."""
+    """A leaf of the next carry: in rows whose loop has ended, that of the last carry on which the
+    body ran."""
     return torch.where(live, x, last.detach())
 
 
@@ -64,8 +72,9 @@ class DerivativesWhere(FunctionMode):
     Args:
         live: the flag, of each row.
         carry: the leaves of the carry, whose derivatives the loop sees to.
-        anywhere: whether `live` holds in some row. Then a row where it does not has the carry of one where it does, and
-            a sum of the derivatives of all rows is nan only where one of a row where it does is.
+        anywhere: whether `live` holds in some row. Then a row where it does not has the carry of
+            one where it does, and a sum of the derivatives of all rows is nan only where one of a
+            row where it does is.
     """
 
     def __init__(self, live: Tensor, carry: Sequence[Any], *, anywhere: bool) -> None:
@@ -75,7 +84,9 @@ class DerivativesWhere(FunctionMode):
         self._inside = {id(x): weakref.ref(x) for x in carry if isinstance(x, Tensor)}
         self._limited: dict[int, tuple[Tensor, Tensor]] = {}
 
-    def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
         kwargs = kwargs or {}
         name = getattr(func, "__name__", "")
         if name == "__get__":  # of an attribute, such as `x.T`
@@ -112,5 +123,10 @@ _OF_MEMORY = frozenset({"untyped_storage", "storage", "data_ptr"})
 
 
 def _writes(name: str) -> bool:
-    """Whether a function of torch of this name writes its first argument: what it closes over, a body must not."""
-    return name == "__setitem__" or (name.endswith("_") and not name.endswith("__")) or name.startswith("__i")
+    """Whether a function of torch of this name writes its first argument: what it closes over, a
+    body must not."""
+    return (
+        name == "__setitem__"
+        or (name.endswith("_") and not name.endswith("__"))
+        or name.startswith("__i")
+    )

@@ -1,4 +1,5 @@
-"""The memory of graphs: as measured at capture, graph by graph, or estimated beforehand from a few trial captures."""
+"""The memory of graphs: as measured at capture, graph by graph, or estimated beforehand from a few
+trial captures."""
 
 import math
 from bisect import bisect_left
@@ -33,11 +34,11 @@ class MemoryAnalysis:
     Args:
         num_graphs: the number of graphs.
         buffer_bytes: the input buffers, which the graphs share, and their padding sources.
-        graph_bytes: outputs and intermediate tensors: on a GPU the pool that the graphs share, on the CPU the tensors
-            that the tapes hold.
+        graph_bytes: outputs and intermediate tensors: on a GPU the pool that the graphs share, on
+            the CPU the tensors that the tapes hold.
         output_bytes: the outputs, a part of `graph_bytes`.
-        driver_bytes: the rest of the decrease in a GPU's free memory. The driver keeps the memory of a dropped graph
-            for later ones, so this is smaller if there was another graph before.
+        driver_bytes: the rest of the decrease in a GPU's free memory. The driver keeps the memory
+            of a dropped graph for later ones, so this is smaller if there was another graph before.
     """
 
     num_graphs: int
@@ -54,9 +55,7 @@ class MemoryAnalysis:
     def __str__(self) -> str:
         rest = f"tensors {size_text(self.graph_bytes)}, of which outputs {size_text(self.output_bytes)}"
         rest += f", driver {size_text(self.driver_bytes)}" if self.driver_bytes else ""
-        return (
-            f"{self.num_graphs} graphs, {size_text(self.total_bytes)}: buffers {size_text(self.buffer_bytes)}, {rest}"
-        )
+        return f"{self.num_graphs} graphs, {size_text(self.total_bytes)}: buffers {size_text(self.buffer_bytes)}, {rest}"
 
 
 @attrs.frozen
@@ -67,7 +66,8 @@ class MemoryEstimate:
         num_graphs: the number of graphs.
         buffer_bytes: the input buffers and their padding sources, computed from the classes alone.
         graph_bytes: outputs and intermediate tensors.
-        driver_bytes: the memory that a GPU's driver takes; accurate only if no graph was dropped before.
+        driver_bytes: the memory that a GPU's driver takes; accurate only if no graph was dropped
+            before.
         num_measured: the number of classes that were captured, and dropped, for the estimate.
     """
 
@@ -100,7 +100,8 @@ def analysis_of(graphs: Iterable[Graph]) -> MemoryAnalysis:
 
 
 def _buffers_held(graphs: Iterable[Graph]) -> int:
-    """The bytes of the graphs' buffers and padding sources; a shared block counts once, with its full size."""
+    """The bytes of the graphs' buffers and padding sources; a shared block counts once, with its
+    full size."""
     held = [x for g in graphs for x in (*g.buffers, *g.padding_sources) if isinstance(x, Tensor)]
     sizes = {storage_id(x): _bytes_held(x) for x in held}
     return sum(sizes.values())
@@ -112,36 +113,49 @@ def _bytes_held(buffer: Tensor) -> int:
 
 
 def estimate(
-    graphable: Graphable, call: Call, rungs: Sequence[Decision[Any]], new_backend: Callable[[], Backend]
+    graphable: Graphable,
+    call: Call,
+    rungs: Sequence[Decision[Any]],
+    new_backend: Callable[[], Backend],
 ) -> MemoryEstimate:
-    """Capture a few classes of each mode, in the order of the ladder and in one pool, and interpolate the others.
+    """Capture a few classes of each mode, in the order of the ladder and in one pool, and
+    interpolate the others.
 
-    The memory of a class between two captured ones is interpolated by the size of its inputs. The first capture of a
-    process also loads kernels, which stay loaded, so the first class is captured twice and the second capture counts.
+    The memory of a class between two captured ones is interpolated by the size of its inputs. The
+    first capture of a process also loads kernels, which stay loaded, so the first class is captured
+    twice and the second capture counts.
     """
     if not rungs:
         return MemoryEstimate(0, 0, 0, 0, 0)
     capture(graphable, call, rungs[0].mode, rungs[0].descriptor, new_backend())
     backend, graph_bytes, driver_bytes = new_backend(), 0, 0
-    kept: list[Graph] = []  # until the end, so that each shares the pool with those before it, as in the ladder
+    kept: list[
+        Graph
+    ] = []  # until the end, so that each shares the pool with those before it, as in the ladder
     for mode in dict.fromkeys(rung.mode for rung in rungs):
         group = [rung for rung in rungs if rung.mode == mode]
-        found = {i: capture(graphable, call, mode, group[i].descriptor, backend) for i in sample_indices(len(group))}
+        found = {
+            i: capture(graphable, call, mode, group[i].descriptor, backend)
+            for i in sample_indices(len(group))
+        }
         kept += found.values()
         sizes = [input_bytes(call, rung.descriptor) for rung in group]
         points = [(sizes[i], graph.recording.nbytes) for i, graph in found.items() if i > 0]
         for i, size in enumerate(sizes):
             graph_bytes += found[i].recording.nbytes if i in found else interpolate(points, size)
-        driver_bytes += sum(g.recording.driver_bytes for g in found.values()) * len(group) // len(found)
+        driver_bytes += (
+            sum(g.recording.driver_bytes for g in found.values()) * len(group) // len(found)
+        )
     input_buffer_bytes = buffer_bytes(call, [rung.descriptor for rung in rungs])
     return MemoryEstimate(len(rungs), input_buffer_bytes, graph_bytes, driver_bytes, len(kept))
 
 
 def sample_indices(count: int) -> tuple[int, ...]:
-    """The indices of the classes to capture out of `count`: all if they are few; else the first two, the last, and some
-    between.
+    """The indices of the classes to capture out of `count`: all if they are few; else the first
+    two, the last, and some between.
 
-    The first class pays for the pool that the others share, so the second shows the cost of one more.
+    The first class pays for the pool that the others share, so the second shows the cost of one
+    more.
 
     >>> sample_indices(3), sample_indices(35)
     ((0, 1, 2), (0, 1, 12, 23, 34))
@@ -153,7 +167,8 @@ def sample_indices(count: int) -> tuple[int, ...]:
 
 
 def interpolate(points: Sequence[tuple[int, int]], size: int) -> int:
-    """Interpolate linearly between points (size, value), rounded up; beyond the ends, take the nearest point.
+    """Interpolate linearly between points (size, value), rounded up; beyond the ends, take the
+    nearest point.
 
     >>> interpolate([(8, 40), (2, 10)], 4), interpolate([(8, 40), (2, 10)], 9)
     (20, 40)
@@ -174,8 +189,9 @@ def input_bytes(call: Call, descriptor: Any) -> int:
 
 
 def buffer_bytes(call: Call, descriptors: Iterable[Any]) -> int:
-    """The bytes of input buffers and padding sources of graphs of these classes, captured in this order. A buffer that
-    is part of a shared block (`InputBufferPool`) counts only as far as the block must grow."""
+    """The bytes of input buffers and padding sources of graphs of these classes, captured in this
+    order. A buffer that is part of a shared block (`InputBufferPool`) counts only as far as the
+    block must grow."""
     blocks: dict[tuple[int, bool], int] = {}
     total = 0
     for descriptor in descriptors:
@@ -192,10 +208,17 @@ def _padded(call: Call, descriptor: Any) -> Iterator[tuple[int, bool, bool]]:
     for leaf, spec in zip(call.copied_leaves, leaf_axes(call.copied), strict=True):
         if isinstance(leaf, Tensor):
             padded = spec is not None and descriptor is not None
-            shape = padded_shape(leaf, spec, descriptor) if spec is not None and padded else tuple(leaf.shape)
+            shape = (
+                padded_shape(leaf, spec, descriptor)
+                if spec is not None and padded
+                else tuple(leaf.shape)
+            )
             size = math.prod(shape) * leaf.element_size()
             has_padding_source = (
-                padded and spec is not None and not isinstance(spec.pad, str) and size <= PADDING_SOURCE_BYTES
+                padded
+                and spec is not None
+                and not isinstance(spec.pad, str)
+                and size <= PADDING_SOURCE_BYTES
             )
             yield size, has_padding_source, padded or is_dense(leaf)
 
@@ -212,7 +235,10 @@ def size_text(count: int) -> str:
 
 def size_unit(count: int) -> tuple[int, str]:
     """The suitable unit for a number of bytes: (bytes per unit, its name)."""
-    return next(((u, n) for u, n in ((2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB")) if count >= u), (1, "bytes"))
+    return next(
+        ((u, n) for u, n in ((2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB")) if count >= u),
+        (1, "bytes"),
+    )
 
 
 HEADER = ("mode", "of", "pieces", "operators", "buffers", "tensors", "captured in")
@@ -224,13 +250,15 @@ class CapturedGraph:
 
     Args:
         mode: `full` or `piecewise`.
-        of: the class that it was captured for; without a ladder, the shapes of the copied arguments.
+        of: the class that it was captured for; without a ladder, the shapes of the copied
+            arguments.
         pieces: the number of pieces.
-        operators: the number of operators that a replay repeats: those that compute or write. On a GPU each is one
-            kernel or a few.
-        buffer_bytes: the bytes that this graph added to the input buffers and padding sources: the buffers of a class
-            lie inside the larger ones of another class.
-        graph_bytes: its outputs and intermediate tensors; if graphs share a pool, the bytes that this one added.
+        operators: the number of operators that a replay repeats: those that compute or write. On a
+            GPU each is one kernel or a few.
+        buffer_bytes: the bytes that this graph added to the input buffers and padding sources: the
+            buffers of a class lie inside the larger ones of another class.
+        graph_bytes: its outputs and intermediate tensors; if graphs share a pool, the bytes that
+            this one added.
         seconds: the duration of its capture.
     """
 
@@ -251,19 +279,26 @@ class CapturedGraph:
 
     def cells(self) -> tuple[str, ...]:
         """The cells of its row as text, one per column of `HEADER`."""
-        counts, sizes = (f"{self.pieces}", f"{self.operators}"), (self.buffer_bytes, self.graph_bytes)
+        counts, sizes = (
+            (f"{self.pieces}", f"{self.operators}"),
+            (self.buffer_bytes, self.graph_bytes),
+        )
         return self.mode, self.of, *counts, *map(size_text, sizes), f"{self.seconds * 1e3:.1f} ms"
 
 
 def _shapes(key: Key) -> str:
     """The dtypes and shapes of the tensors that are copied in, as text."""
     tensors = [leaf for leaf in key.copied.leaves if isinstance(leaf, LeafKey)]
-    return ", ".join(f"{str(x.dtype).removeprefix('torch.')}{[*x.shape]}" for x in tensors) or "nothing copied in"
+    return (
+        ", ".join(f"{str(x.dtype).removeprefix('torch.')}{[*x.shape]}" for x in tensors)
+        or "nothing copied in"
+    )
 
 
 @attrs.frozen(repr=False)
 class CapturedGraphs(Tabled):
-    """The graphs that a function holds, as `graphified.graphs()` returns them; a table in print and in notebooks.
+    """The graphs that a function holds, as `graphified.graphs()` returns them; a table in print and
+    in notebooks.
 
     Args:
         name: the function's name.
@@ -285,9 +320,17 @@ class CapturedGraphs(Tabled):
 
     def table(self) -> Table:
         """A table with one row per graph."""
-        counts = (len(self.graphs), "graph"), (self.info.replays, "replay"), (self.info.eager, "eager call")
+        counts = (
+            (len(self.graphs), "graph"),
+            (self.info.replays, "replay"),
+            (self.info.eager, "eager call"),
+        )
         counts_text = ", ".join(f"{count} {noun}{'s' * (count != 1)}" for count, noun in counts)
-        return Table(HEADER, tuple(graph.cells() for graph in self.graphs), f"graphify({self.name}): {counts_text}")
+        return Table(
+            HEADER,
+            tuple(graph.cells() for graph in self.graphs),
+            f"graphify({self.name}): {counts_text}",
+        )
 
     def plot(self) -> Any:
         """Draw the seconds and the bytes of each graph side by side (matplotlib).
@@ -299,23 +342,40 @@ class CapturedGraphs(Tabled):
             MissingPackageError: matplotlib is not installed.
         """
         high = 1.6 + 0.26 * len(self.graphs)
-        figure, (left, right) = new_axes("graphified.graphs().plot()", 9.0, high, ncols=2, sharey=True)
+        figure, (left, right) = new_axes(
+            "graphified.graphs().plot()", 9.0, high, ncols=2, sharey=True
+        )
         total = sum(graph.buffer_bytes + graph.graph_bytes for graph in self.graphs)
         unit, name = size_unit(total)
         buffers = [graph.buffer_bytes / unit for graph in self.graphs]
         tensors = [graph.graph_bytes / unit for graph in self.graphs]
         names = [f"{graph.of}, {graph.mode}" for graph in self.graphs]
         rows(left, ([graph.seconds * 1e3 for graph in self.graphs], COLOURS[0], ""), names=names)
-        rows(right, (buffers, COLOURS[2], "input buffers"), (tensors, COLOURS[1], "outputs, intermediate tensors"))
-        left.set(xlabel="capture, ms", title=f"{duration(sum(graph.seconds for graph in self.graphs))} in all")
+        rows(
+            right,
+            (buffers, COLOURS[2], "input buffers"),
+            (tensors, COLOURS[1], "outputs, intermediate tensors"),
+        )
+        left.set(
+            xlabel="capture, ms",
+            title=f"{duration(sum(graph.seconds for graph in self.graphs))} in all",
+        )
         right.set(xlabel=name, title=f"{size_text(total)} in all")
         figure.suptitle(f"graphify({self.name})", color=GREY)
         figure.legend(
-            *right.get_legend_handles_labels(), loc="outside lower right", ncols=2, frameon=False, labelcolor=GREY
+            *right.get_legend_handles_labels(),
+            loc="outside lower right",
+            ncols=2,
+            frameon=False,
+            labelcolor=GREY,
         )
         return figure
 
 
-def captured_graphs(name: str, graphs: Iterable[tuple[Key, Graph]], info: CacheInfo) -> CapturedGraphs:
+def captured_graphs(
+    name: str, graphs: Iterable[tuple[Key, Graph]], info: CacheInfo
+) -> CapturedGraphs:
     """List the graphs, in the order of capture."""
-    return CapturedGraphs(name, tuple(CapturedGraph.make(key, graph) for key, graph in graphs), info)
+    return CapturedGraphs(
+        name, tuple(CapturedGraph.make(key, graph) for key, graph in graphs), info
+    )

@@ -1,4 +1,5 @@
-"""`ONE_AT_A_TIME`: one capture at a time, and an error for a thread that would wait for a capture for ever."""
+"""`ONE_AT_A_TIME`: one capture at a time, and an error for a thread that would wait for a capture
+for ever."""
 
 import sys
 import threading
@@ -7,15 +8,17 @@ import time
 from weft.errors import CaptureError
 
 STANDSTILL = 20.0
-"""A capture that has waited for a thread for so many seconds may wait for the one that wants to capture."""
+"""A capture that has waited for a thread for so many seconds may wait for the one that wants to
+capture."""
 
 _LOOK = 0.5
 """Seconds between two looks at the thread that captures; at most `STANDSTILL / 2`."""
 
 
 class CaptureLock:
-    """A reentrant lock. A thread that waits for it gets an error once the thread that has the lock has stood still
-    in `threading` for `STANDSTILL` seconds, in a `join` or in a wait for a future or a queue."""
+    """A reentrant lock. A thread that waits for it gets an error once the thread that has the lock
+    has stood still in `threading` for `STANDSTILL` seconds, in a `join` or in a wait for a future
+    or a queue."""
 
     def __init__(self) -> None:
         self._lock = threading.RLock()
@@ -54,4 +57,5 @@ def _waits_for_a_thread(thread: threading.Thread) -> bool:
 
 
 ONE_AT_A_TIME = CaptureLock()
-"""Held during a capture, because captures in all threads set the state of the same random generators."""
+"""Held during a capture, because captures in all threads set the state of the same random
+generators."""

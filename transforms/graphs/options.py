@@ -87,13 +87,19 @@ def make_graphable(fn: Callable[..., Any], options: GraphifyOptions) -> Graphabl
     static = names_in(options["static_argnames"])
     extra = tuple(n for n in names_in(options["donate_argnames"]) if n not in declared)
     by_name = options["reference_argnames"]
-    references = tuple(n for n in signature.parameters if n == "params") if by_name is None else names_in(by_name)
+    references = (
+        tuple(n for n in signature.parameters if n == "params")
+        if by_name is None
+        else names_in(by_name)
+    )
     for option, names in (("donate", extra), ("static", static), ("reference", references)):
         for argument in names:
             if argument not in signature.parameters:
                 seen = f"{option}_argnames holds {argument!r}, which is not one of its arguments"
                 instead = (
-                    f"one of {', '.join(signature.parameters)}" if signature.parameters else "no names: it has none"
+                    f"one of {', '.join(signature.parameters)}"
+                    if signature.parameters
+                    else "no names: it has none"
                 )
                 raise CaptureError(call, seen, instead)
     donated = (*declared, *extra)
@@ -134,16 +140,23 @@ def operators_in(call: str, given: Operators) -> Iterator[str]:
         name = operator if isinstance(operator, str) else operator_name(operator)
         if name is None or "::" not in name:
             instead = "operators by name, as in 'weft::paged_attention' or 'aten::sort', or as torch.ops.aten.sort"
-            raise CaptureError(call, f"split_at={getattr(operator, '__name__', repr(operator))}", instead)
+            raise CaptureError(
+                call, f"split_at={getattr(operator, '__name__', repr(operator))}", instead
+            )
         yield name.partition(".")[0]
 
 
-def _signatures_of(call: str, fn: Callable[..., Any]) -> tuple[inspect.Signature, inspect.Signature]:
-    """The signature that names the arguments, and the function's own: those of a decorator with `functools.wraps` and
-    the function that it wraps differ if it adds, drops or renames arguments."""
+def _signatures_of(
+    call: str, fn: Callable[..., Any]
+) -> tuple[inspect.Signature, inspect.Signature]:
+    """The signature that names the arguments, and the function's own: those of a decorator with
+    `functools.wraps` and the function that it wraps differ if it adds, drops or renames arguments.
+    """
     try:
         own = named = inspect.signature(fn)
-        with contextlib.suppress(ValueError):  # an object with __get__, such as a graphified function, has none
+        with contextlib.suppress(
+            ValueError
+        ):  # an object with __get__, such as a graphified function, has none
             own = inspect.signature(fn, follow_wrapped=False)
         variadic = any(p.kind in (p.VAR_POSITIONAL, p.VAR_KEYWORD) for p in own.parameters.values())
         return (named if variadic else own), own
@@ -157,14 +170,25 @@ def _check_function(call: str, fn: Any) -> None:
     if isinstance(fn, Tensor):
         seen = f"a tensor of shape {tuple(fn.shape)}, the result of a call"
         raise CaptureError(
-            "graphify(<a Tensor>, ...)", seen, "the function itself: graphify(f), and not graphify(f(x))"
+            "graphify(<a Tensor>, ...)",
+            seen,
+            "the function itself: graphify(f), and not graphify(f(x))",
         )
     if not callable(fn):
         raise CaptureError(call, f"{fn!r:.60}, which is not a function", "a function over tensors")
     if is_compiled(fn):
         instead = "the function itself, or torch.compile(fn, mode='reduce-overhead') alone"
-        raise CaptureError(call, "a result of torch.compile, which cannot compile during a capture", instead)
-    if any(test(fn) for test in (inspect.isgeneratorfunction, inspect.iscoroutinefunction, inspect.isasyncgenfunction)):
+        raise CaptureError(
+            call, "a result of torch.compile, which cannot compile during a capture", instead
+        )
+    if any(
+        test(fn)
+        for test in (
+            inspect.isgeneratorfunction,
+            inspect.iscoroutinefunction,
+            inspect.isasyncgenfunction,
+        )
+    ):
         seen = "a function that yields or awaits, so that a call does not run it"
         raise CaptureError(call, seen, "a function that returns all its results")
 
@@ -177,7 +201,8 @@ def _check_names(call: str, option: str, given: Any) -> None:
 
 
 def _missing_protocol(rung: Any) -> str:
-    """The property that a rung of a ladder lacks to be a descriptor, in words; empty if it is one."""
+    """The property that a rung of a ladder lacks to be a descriptor, in words; empty if it is one.
+    """
     kind = type(rung).__name__
     if not callable(getattr(rung, "covers", None)):
         return "" if isinstance(rung, str) else f"{kind} has no method covers"
@@ -193,11 +218,16 @@ def _check(call: str, options: GraphifyOptions) -> None:
     if ladder is not None and (isinstance(ladder, str) or any(map(_missing_protocol, ladder))):
         instead = "a sequence of descriptors, as from weft.make_ladder(mode, limits), or of a hashable class (such as "
         instead += "an @attrs.frozen one) with a method covers(other)"
-        seen = f"ladder={ladder!r}" + next((f"; {lack}" for lack in map(_missing_protocol, ladder) if lack), "")
+        seen = f"ladder={ladder!r}" + next(
+            (f"; {lack}" for lack in map(_missing_protocol, ladder) if lack), ""
+        )
         raise CaptureError(call, seen, instead)
     for rung in ladder or ():
         if (covers := rung.covers(rung)) is not True:
-            seen, instead = f"{rung!r}.covers(itself) is {covers!r}", "a covers(other) that returns True or False"
+            seen, instead = (
+                f"{rung!r}.covers(itself) is {covers!r}",
+                "a covers(other) that returns True or False",
+            )
             raise CaptureError(call, seen, instead)
     if isinstance(ladder, Ladder) and ladder.piecewise and not options["split_at"]:
         seen = "a ladder with classes for pieces, and no split_at"
@@ -205,7 +235,10 @@ def _check(call: str, options: GraphifyOptions) -> None:
         raise CaptureError(call, seen, instead)
     if options["backend"] not in (None, *NAMES):
         raise no_backend(options["backend"])
-    counts = (("max_captures", options["max_captures"], "any number"), ("verify", options["verify"], "no comparison"))
+    counts = (
+        ("max_captures", options["max_captures"], "any number"),
+        ("verify", options["verify"], "no comparison"),
+    )
     for option, given, meaning in counts:
         if given is not None and not is_int(given, 1):
             raise CaptureError(call, f"{option}={given!r}", f"an int >= 1, or None for {meaning}")

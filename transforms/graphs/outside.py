@@ -1,18 +1,21 @@
-"""`Outside`: what a graph reads that is not an argument, and whether it is still what the capture read.
+"""`Outside`: what a graph reads that is not an argument, and whether it is still what the capture
+read.
 
-A graph reads a closed-over tensor at the address that it had at the capture, and knows nothing of names. So each call
-compares these addresses, at some 0.06 µs each; and at some 0.04 µs each the objects that the function's globals and
-nonlocals name, and those of the parameters and buffers of closed-over modules that the graph reads. A name that the
-function itself binds anew, such as a counter, is not compared, and an equal number or string is no change. Functions
-and modules among the attributes of objects, in dicts, and in lists of nothing else are compared too, and the names
-that they read; and so are the methods that they call, in the classes of these objects, and what they read of a class or
-a file of Python code that they name (`settings.scale`). It also compares whether a module or an object has more
-attributes than before, a function among them; and whether containers that were empty still are, such as those of hooks,
-at some 0.01 to 0.03 µs each. On the CPU it also compares the code and the defaults of functions, the classes of
-objects, and the shapes, strides and dtypes of closed-over tensors, which `t_()` or `x.data = ...` may change at the
-same address, at some 0.2 µs each. What else an object holds inside (a number, a tensor in a list, an object) is not
-compared at calls; `graphify(..., verify=n)` finds such changes. Those that the recorded run itself makes are refused at
-the capture (`PythonState`).
+A graph reads a closed-over tensor at the address that it had at the capture, and knows nothing of
+names. So each call compares these addresses, at some 0.06 µs each; and at some 0.04 µs each the
+objects that the function's globals and nonlocals name, and those of the parameters and buffers of
+closed-over modules that the graph reads. A name that the function itself binds anew, such as a
+counter, is not compared, and an equal number or string is no change. Functions and modules among
+the attributes of objects, in dicts, and in lists of nothing else are compared too, and the names
+that they read; and so are the methods that they call, in the classes of these objects, and what
+they read of a class or a file of Python code that they name (`settings.scale`). It also compares
+whether a module or an object has more attributes than before, a function among them; and whether
+containers that were empty still are, such as those of hooks, at some 0.01 to 0.03 µs each. On the
+CPU it also compares the code and the defaults of functions, the classes of objects, and the shapes,
+strides and dtypes of closed-over tensors, which `t_()` or `x.data = ...` may change at the same
+address, at some 0.2 µs each. What else an object holds inside (a number, a tensor in a list, an
+object) is not compared at calls; `graphify(..., verify=n)` finds such changes. Those that the
+recorded run itself makes are refused at the capture (`PythonState`).
 """
 
 import dis
@@ -81,7 +84,8 @@ class _Bindings:
         return lambda: all(map(is_, map(get, *columns), values))
 
     def change(self) -> str:
-        """The first change, in words. An equal plain value is none, and takes the place of the old one."""
+        """The first change, in words. An equal plain value is none, and takes the place of the old
+        one."""
         for index, (label, place) in enumerate(zip(self.labels, self.places, strict=True)):
             value = self.get(*place)
             if not _is_equal(value, self.values[index]):
@@ -91,13 +95,14 @@ class _Bindings:
 
 
 class Outside:
-    """The tensors that a graph reads from outside its arguments, and the values of the names by which its function
-    finds them and others.
+    """The tensors that a graph reads from outside its arguments, and the values of the names by
+    which its function finds them and others.
 
     Args:
         fn: the function.
         external: the tensors.
-        thorough: whether the code of functions, the classes of objects, and the shapes of tensors are compared too.
+        thorough: whether the code of functions, the classes of objects, and the shapes of tensors
+            are compared too.
         without_gradient: tensors that it asked for their gradient, and that had none.
     """
 
@@ -115,7 +120,9 @@ class Outside:
         names.read_modules({storage_id(x) for x in external})
         gradients = _Bindings(attrgetter("grad"))
         for tensor in without_gradient:
-            gradients.note(f"the gradient of a tensor of shape {tuple(tensor.shape)} that it asks for", tensor)
+            gradients.note(
+                f"the gradient of a tensor of shape {tuple(tensor.shape)} that it asks for", tensor
+            )
         self._bindings = [names.entries, names.cells, names.of_classes, gradients]
         self._kinds = names.kinds if thorough else _Bindings(type)
         self._registries = names.registries
@@ -123,7 +130,10 @@ class Outside:
         self._empty = names.empty
         self._dicts = names.dicts
         same = dict[tuple[str, ...], tuple[str, ...]]()
-        self._names = [same.setdefault(names, names) for names in (tuple(bindings) for _, bindings in self._dicts)]
+        self._names = [
+            same.setdefault(names, names)
+            for names in (tuple(bindings) for _, bindings in self._dicts)
+        ]
         self._sizes = list(map(len, self._names))
         self._functions = names.functions if thorough else []
         self._parts = [list(map(part, self._functions)) for part in _OF_FUNCTIONS]
@@ -137,7 +147,8 @@ class Outside:
         return tuple(value for bindings in self._bindings for value in bindings.values)
 
     def _comparison(self) -> Callable[[], bool] | None:
-        """A function that returns whether all is as it was at the capture; None if there is nothing to compare."""
+        """A function that returns whether all is as it was at the capture; None if there is nothing
+        to compare."""
         parts = [
             (bool(self._tensors), self._same_addresses()),
             (bool(self._tensors) and self._layouts is not None, self._same_layouts()),
@@ -180,8 +191,8 @@ class Outside:
         return lambda: list(map(type, objects)) == kinds
 
     def change(self) -> str:
-        """The first change since the capture, in words; empty if there is none. An equal plain value is none, and takes
-        the place of the old one."""
+        """The first change since the capture, in words; empty if there is none. An equal plain
+        value is none, and takes the place of the old one."""
         for bindings in self._bindings:
             if change := bindings.change():
                 return change
@@ -190,7 +201,9 @@ class Outside:
                 return f"{label} has other functions or modules than at the capture"
         if change := self._kinds.change() or self._addition():
             return change
-        for part, captured, name in zip(_OF_FUNCTIONS, self._parts, ("code", "defaults", "defaults"), strict=True):
+        for part, captured, name in zip(
+            _OF_FUNCTIONS, self._parts, ("code", "defaults", "defaults"), strict=True
+        ):
             for function, own in zip(self._functions, captured, strict=True):
                 if part(function) is not own:
                     return f"{function.__name__} has other {name} than at the capture"
@@ -204,8 +217,8 @@ class Outside:
         return ""
 
     def _addition(self) -> str:
-        """The first function or module that was added where there was none, in words. Anything else is no change, and
-        is there from now on."""
+        """The first function or module that was added where there was none, in words. Anything else
+        is no change, and is there from now on."""
         for label, container in self._empty:
             if any(map(_may_be_called, _values_in(container))):
                 return f"{label} was empty at the capture and is not"
@@ -225,8 +238,8 @@ class Outside:
 
 
 class PythonState:
-    """What a function keeps in Python, in the modules and the plain objects that it names, however deep. A capture
-    freezes it, so it may not change in the run that is recorded.
+    """What a function keeps in Python, in the modules and the plain objects that it names, however
+    deep. A capture freezes it, so it may not change in the run that is recorded.
 
     Args:
         fn: the function.
@@ -240,7 +253,9 @@ class PythonState:
             parts = root.named_modules() if isinstance(root, nn.Module) else [("", root)]
             self._roots |= {_joined(label, path): part for path, part in parts}
         self._containers = names.containers
-        self._registered = {id(root) for root in self._roots.values() if isinstance(root, nn.Module)}
+        self._registered = {
+            id(root) for root in self._roots.values() if isinstance(root, nn.Module)
+        }
         self._first = self._last = self._snapshot()
 
     def _snapshot(self) -> Snapshot:
@@ -251,7 +266,8 @@ class PythonState:
         self._last = self._snapshot()
 
     def with_containers(self) -> Snapshot:
-        """All that there is now, also in the lists, dicts and sets that the function names, which a run may fill."""
+        """All that there is now, also in the lists, dicts and sets that the function names, which a
+        run may fill."""
         return Snapshot(self._roots | self._containers, self._registered)
 
     def change(self) -> Change | None:
@@ -262,8 +278,8 @@ class PythonState:
         return None
 
     def refuse_changes(self, call: str) -> None:
-        """Raise CaptureError, and put back what there was before the first run, if the last run changed a value.
-        Tensors that it keeps are for the audit to refuse."""
+        """Raise CaptureError, and put back what there was before the first run, if the last run
+        changed a value. Tensors that it keeps are for the audit to refuse."""
         if (change := self.change()) is not None:
             self._first.restore()
             seen = f"{change.path} {change}, and a replay does not repeat that"
@@ -274,17 +290,27 @@ class PythonState:
 
 def _layouts(tensors: Sequence[Tensor]) -> tuple[tuple[Any, ...], ...]:
     """The shapes, strides and dtypes of tensors."""
-    return tuple(map(_shape, tensors)), tuple(map(Tensor.stride, tensors)), tuple(map(_dtype, tensors))
+    return (
+        tuple(map(_shape, tensors)),
+        tuple(map(Tensor.stride, tensors)),
+        tuple(map(_dtype, tensors)),
+    )
 
 
 def _is_equal(value: Any, captured: Any) -> bool:
     """Whether a name still stands for the same object, or for an equal plain value."""
     if value is captured:
         return True
-    return type(value) is type(captured) and isinstance(value, _PLAIN) and value_key(value) == value_key(captured)
+    return (
+        type(value) is type(captured)
+        and isinstance(value, _PLAIN)
+        and value_key(value) == value_key(captured)
+    )
 
 
-def _same(get: Callable[[Any], Any], places: Sequence[Any], now: Sequence[Any]) -> Callable[[], bool]:
+def _same(
+    get: Callable[[Any], Any], places: Sequence[Any], now: Sequence[Any]
+) -> Callable[[], bool]:
     """A function that returns whether `get` finds these objects in these places."""
     return lambda: all(map(is_, map(get, places), now))
 
@@ -295,7 +321,8 @@ def _is_function(value: Any) -> bool:
 
 
 def _may_be_called(value: Any) -> bool:
-    """Whether a value is a function, a module, or an object with methods; or a container that holds one."""
+    """Whether a value is a function, a module, or an object with methods; or a container that holds
+    one."""
     if isinstance(value, _CONTAINERS):
         return any(map(_may_be_called, _values_in(value)))
     return _is_function(value) or is_plain_object(value)
@@ -325,13 +352,14 @@ class _Names:
         self._modules: dict[str, nn.Module] = {}
         self._seen: set[int] = set()
         self._classes: dict[type, set[str]] = {}
-        """The classes of the modules and objects, with those of their attributes that have been read."""
+        """The classes of the modules and objects, with those of their attributes that have been
+        read."""
         self._asked_for = {"forward", "__call__"}
         """The names of attributes that the functions read, and of what calls of objects do."""
 
     def read_all(self, fn: Callable[..., Any]) -> None:
-        """Note the names that a function reads, those that the functions which it names read, and those that the
-        methods of the objects which they name read."""
+        """Note the names that a function reads, those that the functions which it names read, and
+        those that the methods of the objects which they name read."""
         self.read(fn)
         while pending := [(kind, names) for kind in self._classes if (names := self._unread(kind))]:
             for kind, names in pending:
@@ -342,10 +370,13 @@ class _Names:
     def _unread(self, kind: type) -> Set[str]:
         """The attributes of a class that functions ask for, and that have not been read yet."""
         asked_for = {"forward"} if _is_foreign_class(kind) else self._asked_for
-        return {name for base in kind.__mro__ for name in vars(base).keys() & asked_for} - self._classes[kind]
+        return {
+            name for base in kind.__mro__ for name in vars(base).keys() & asked_for
+        } - self._classes[kind]
 
     def read(self, value: Any, label: str = "") -> None:
-        """Note the names that a function reads, and those that the functions which it names read."""
+        """Note the names that a function reads, and those that the functions which it names read.
+        """
         if id(value) in self._seen or isinstance(value, type):
             return
         self._seen.add(id(value))
@@ -367,9 +398,14 @@ class _Names:
             self._read_value(label, value())
         elif isinstance(value, types.FunctionType):
             self._read_function(value)
-        elif isinstance(inner := getattr(value, "__dict__", {}).get("__wrapped__"), types.FunctionType | nn.Module):
+        elif isinstance(
+            inner := getattr(value, "__dict__", {}).get("__wrapped__"),
+            types.FunctionType | nn.Module,
+        ):
             self.read(inner, label)  # such as a graphified function
-        elif isinstance(call := inspect.getattr_static(type(value), "__call__", None), types.FunctionType):
+        elif isinstance(
+            call := inspect.getattr_static(type(value), "__call__", None), types.FunctionType
+        ):
             self._note_object(label or type(value).__name__, value)
             self.read(call, label)
             self._read_object(value, label)
@@ -404,9 +440,16 @@ class _Names:
         if is_dict and not is_foreign:
             self.dicts.append((label, bindings))
         for name, value in attributes(owner):
-            if _is_empty(value) and (is_foreign or (isinstance(owner, nn.Module) and _is_unused(name))):
+            if _is_empty(value) and (
+                is_foreign or (isinstance(owner, nn.Module) and _is_unused(name))
+            ):
                 continue
-            self._read_part(_joined(label, name), value, bindings if is_dict and name in bindings else None, name)
+            self._read_part(
+                _joined(label, name),
+                value,
+                bindings if is_dict and name in bindings else None,
+                name,
+            )
 
     def _read_elements(self, container: Any, label: str) -> None:
         """Read the functions in a container."""
@@ -425,7 +468,8 @@ class _Names:
             self._read_part(step.after(label), value, mapping, step.key)
 
     def _read_part(self, label: str, value: Any, mapping: dict[Any, Any] | None, key: Any) -> None:
-        """Read a function or a container that `mapping` has under `key`; None: it is in no mapping."""
+        """Read a function or a container that `mapping` has under `key`; None: it is in no mapping.
+        """
         is_function = _is_function(value)
         if is_function and mapping is not None:
             self.entries.note(label, mapping, key)
@@ -434,7 +478,8 @@ class _Names:
             self.read(value, label)
 
     def _read_of_class(self, kind: type, name: str) -> None:
-        """Note a function or a module that a class has for all of its objects, and that one of its bases has not."""
+        """Note a function or a module that a class has for all of its objects, and that one of its
+        bases has not."""
         bases = [base for base in kind.__mro__ if not _is_foreign_class(base) or name == "forward"]
         for depth, base in enumerate(bases):
             if name in vars(base):
@@ -447,7 +492,8 @@ class _Names:
                 return
 
     def _read_method(self, value: Any, label: str) -> None:
-        """Read what lies in a class: a function, also one in a descriptor, a module or a container."""
+        """Read what lies in a class: a function, also one in a descriptor, a module or a container.
+        """
         parts = [value]
         if isinstance(value, property):
             parts = [value.fget]
@@ -464,7 +510,9 @@ class _Names:
         if not is_foreign:
             self.functions.append(function)
         names = _names_in(function.__code__)
-        for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
+        for name, cell in zip(
+            function.__code__.co_freevars, function.__closure__ or (), strict=True
+        ):
             if (held := _held_by(cell)) is not cell:
                 if not is_foreign and name not in names.bound:
                     self.cells.note(f"{name}, a nonlocal of {function.__name__},", cell)
@@ -476,17 +524,26 @@ class _Names:
             return
         self._asked_for |= names.attributes
         for name in names.read - names.bound:
-            self.entries.note(f"{name}, a global of {function.__name__},", function.__globals__, name)
+            self.entries.note(
+                f"{name}, a global of {function.__name__},", function.__globals__, name
+            )
             self._read_value(name, function.__globals__.get(name))
         for value in (*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()):
             self._read_value(f"a default of {function.__name__}", value)
-        free = dict(zip(function.__code__.co_freevars, map(_held_by, function.__closure__ or ()), strict=True))
+        free = dict(
+            zip(
+                function.__code__.co_freevars,
+                map(_held_by, function.__closure__ or ()),
+                strict=True,
+            )
+        )
         for root, *path in names.paths:
             if root not in names.bound:
                 self._read_path(root, free.get(root, function.__globals__.get(root)), path)
 
     def _read_path(self, label: str, owner: Any, path: Iterable[str]) -> None:
-        """Note what a function reads of the classes, functions and files of Python code that it names: `a.b.c`."""
+        """Note what a function reads of the classes, functions and files of Python code that it
+        names: `a.b.c`."""
         for name in path:
             if isinstance(owner, types.ModuleType):
                 if _is_foreign_package(owner.__name__):
@@ -513,11 +570,14 @@ class _Names:
                 self._read_value(label, owner)
 
     def read_modules(self, storages: Set[int]) -> None:
-        """Note those parameters and buffers of the modules that lie in these storages, or that are None."""
+        """Note those parameters and buffers of the modules that lie in these storages, or that are
+        None."""
         for label, module in self._modules.items():
             for path, part in module.named_modules():
                 for names in (part._parameters, part._buffers):
-                    if not isinstance(names, dict):  # a module of TorchScript, which cannot be given other tensors
+                    if not isinstance(
+                        names, dict
+                    ):  # a module of TorchScript, which cannot be given other tensors
                         continue
                     for name, value in names.items():
                         if value is not None and innermost_storage_id(value) not in storages:
@@ -555,12 +615,15 @@ def _values_in(container: Any) -> Any:
 
 def _is_method(value: Any) -> bool:
     """Whether a value in a class is a function, a descriptor of one, or a module."""
-    return callable(value) or isinstance(value, property | staticmethod | classmethod | functools.cached_property)
+    return callable(value) or isinstance(
+        value, property | staticmethod | classmethod | functools.cached_property
+    )
 
 
 @functools.cache
 def _is_foreign_package(name: str) -> bool:
-    """Whether a file of Python code is not the user's: of torch, weft, the standard library or an installed package."""
+    """Whether a file of Python code is not the user's: of torch, weft, the standard library or an
+    installed package."""
     if name == "__main__" or name.startswith("weft.proofs."):
         return False  # laws and strategies stand for what users write
     package = name.partition(".")[0]
@@ -579,7 +642,9 @@ def _is_known_by_itself(value: Any) -> bool:
 
 
 def _is_foreign(function: types.FunctionType) -> bool:
-    home = function.__globals__.get("__name__", "")  # and not __module__, which functools.wraps copies
+    home = function.__globals__.get(
+        "__name__", ""
+    )  # and not __module__, which functools.wraps copies
     if home.startswith("weft.proofs."):
         return False  # laws and strategies stand for what users write
     return home.split(".")[0] in _FOREIGN or "site-packages" in function.__code__.co_filename
@@ -612,7 +677,13 @@ class _Code:
 
 @functools.lru_cache(1024)
 def _names_in(code: types.CodeType) -> _Code:
-    read, bound, local, attributes, stored = set[str](), set[str](), set[str](), set[str](), set[str]()
+    read, bound, local, attributes, stored = (
+        set[str](),
+        set[str](),
+        set[str](),
+        set[str](),
+        set[str](),
+    )
     paths = set[tuple[str, ...]]()
     path: tuple[str, ...] = ()
     for instruction in dis.get_instructions(code):
@@ -628,13 +699,17 @@ def _names_in(code: types.CodeType) -> _Code:
             path = (name,)
         elif kind in ("LOAD_DEREF", "LOAD_CLASSDEREF") and name in code.co_freevars:
             path = (name,)
-        elif kind in ("STORE_GLOBAL", "DELETE_GLOBAL") or (kind == "STORE_DEREF" and name in code.co_freevars):
+        elif kind in ("STORE_GLOBAL", "DELETE_GLOBAL") or (
+            kind == "STORE_DEREF" and name in code.co_freevars
+        ):
             bound.add(name)
         elif kind in ("STORE_ATTR", "DELETE_ATTR"):
             stored.add(name)
         elif kind == "STORE_NAME":  # in the body of a class
             local.add(name)
-    inner = [_names_in(constant) for constant in code.co_consts if isinstance(constant, types.CodeType)]
+    inner = [
+        _names_in(constant) for constant in code.co_consts if isinstance(constant, types.CodeType)
+    ]
     paths.update(path for one in inner for path in one.paths if path[0] not in code.co_cellvars)
     return _Code(
         read=(read - local).union(*(one.read for one in inner)),

@@ -29,8 +29,8 @@ R = TypeVar("R")
 
 
 class Verified(Graphified[P, R]):
-    """A graphified function of which each call whose number is a multiple of `verify` runs the function, too, and
-    compares the results and the states of the random generators bit by bit."""
+    """A graphified function of which each call whose number is a multiple of `verify` runs the
+    function, too, and compares the results and the states of the random generators bit by bit."""
 
     def __init__(self, graphable: Graphable) -> None:
         super().__init__(graphable)
@@ -59,21 +59,30 @@ class Verified(Graphified[P, R]):
             if self._cache.count.replays == replays:
                 return result  # not a replay
             seen = _difference(result, expected)
-            if not seen and any(not torch.equal(x, g.get_state()) for x, g in zip(drawn, generators, strict=True)):
+            if not seen and any(
+                not torch.equal(x, g.get_state()) for x, g in zip(drawn, generators, strict=True)
+            ):
                 seen = "it draws another number of random numbers"
             if seen:
                 entry = self._cache.entries.get(key)
-                raise self._error(number, seen, spare, decision, None if entry is None else entry.graph.watch)
+                raise self._error(
+                    number, seen, spare, decision, None if entry is None else entry.graph.watch
+                )
             return result
 
     def _with_copies(self, call: Call) -> Call:
         """The call with copies of what the function may write: the donated arguments."""
-        donated = {name: clone(call.references[name]) for name in call.references if name in self.roles.donated}
+        donated = {
+            name: clone(call.references[name])
+            for name in call.references
+            if name in self.roles.donated
+        }
         references = call.references | donated
         return attrs.evolve(call, references=references, reference_leaves=tree_leaves(references))
 
     def _run_itself(self, call: Call, decision: Decision[Any]) -> Any:
-        """Run the function on the arguments, padded as for the graph, and cut the result to their own size."""
+        """Run the function on the arguments, padded as for the graph, and cut the result to their
+        own size."""
         padded = decision.descriptor
         copied = call.copied if padded is None else pad(call.copied, padded)
         arguments = {**call.statics, **call.references, **copied}
@@ -84,7 +93,12 @@ class Verified(Graphified[P, R]):
         return result if padded is None else unpad(result, find_descriptors(call.copied)[0])
 
     def _error(
-        self, number: int, seen: str, call: Call, decision: Decision[Any], watch: OperatorWatch | None
+        self,
+        number: int,
+        seen: str,
+        call: Call,
+        decision: Decision[Any],
+        watch: OperatorWatch | None,
     ) -> VerificationError:
         name, where = self._graphable.name, ""
         if isinstance(watch, Writer):
@@ -95,11 +109,15 @@ class Verified(Graphified[P, R]):
             f"pass what {name} reads from outside as an argument: a replay repeats what it was at the capture",
         )
 
-    def _first_difference(self, captured: Sequence[Line], call: Call, decision: Decision[Any]) -> str:
+    def _first_difference(
+        self, captured: Sequence[Line], call: Call, decision: Decision[Any]
+    ) -> str:
         """The first operator of the function that is not as it was at the capture, in words."""
         backend = self._cache.backend_for(call)
         try:
-            listing: Listing = lower(self._graphable, call, decision, backend.device, _not_compiled).listing
+            listing: Listing = lower(
+                self._graphable, call, decision, backend.device, _not_compiled
+            ).listing
         except CaptureError as error:
             return f"; it cannot be captured any more: {error.seen}"
         except Exception:  # the function's own, which is the difference
@@ -130,7 +148,8 @@ def _generators(call: Call) -> Iterator[torch.Generator]:
 
 
 def _difference(result: Any, expected: Any) -> str:
-    """The first difference between a replay's result and that of the function, in words; empty if there is none."""
+    """The first difference between a replay's result and that of the function, in words; empty if
+    there is none."""
     if isinstance(expected, Exception):
         return f"the function raises {type(expected).__name__}: {expected}"
     pairs = leaves_with_names(result), leaves_with_names(expected)
@@ -145,14 +164,21 @@ def _difference(result: Any, expected: Any) -> str:
 def _same(one: Any, other: Any) -> bool:
     if not isinstance(one, Tensor) or not isinstance(other, Tensor):
         return bool(value_key(one) == value_key(other))
-    if (one.shape, one.dtype, one.device, one.layout) != (other.shape, other.dtype, other.device, other.layout):
+    if (one.shape, one.dtype, one.device, one.layout) != (
+        other.shape,
+        other.dtype,
+        other.device,
+        other.layout,
+    ):
         return False
     with torch.no_grad():
         one, other = (x.to_dense() if x.layout is not torch.strided else x for x in (one, other))
         if torch.equal(_bits(one), _bits(other)):
             return True
         nan = one.isnan() & other.isnan()
-        return bool(nan.any()) and torch.equal(_bits(one.masked_fill(nan, 0)), _bits(other.masked_fill(nan, 0)))
+        return bool(nan.any()) and torch.equal(
+            _bits(one.masked_fill(nan, 0)), _bits(other.masked_fill(nan, 0))
+        )
 
 
 def _bits(x: Tensor) -> Tensor:
@@ -162,7 +188,10 @@ def _bits(x: Tensor) -> Tensor:
 def _far(one: Any, other: Any) -> str:
     """How far a leaf is from the expected one."""
     if not isinstance(one, Tensor) or not isinstance(other, Tensor) or one.shape != other.shape:
-        shapes = [f"a tensor of shape {tuple(x.shape)}" if isinstance(x, Tensor) else repr(x) for x in (one, other)]
+        shapes = [
+            f"a tensor of shape {tuple(x.shape)}" if isinstance(x, Tensor) else repr(x)
+            for x in (one, other)
+        ]
         return f" is {shapes[0]}, and should be {shapes[1]}"
     if one.dtype != other.dtype:
         return f" is of {one.dtype}, and should be of {other.dtype}"

@@ -1,4 +1,5 @@
-"""`while_loop`: repeats a pure function while a condition on its results holds; one launch in a graph."""
+"""`while_loop`: repeats a pure function while a condition on its results holds; one launch in a
+graph."""
 
 from collections.abc import Callable, Sequence, Set
 from typing import Any, TypeVar
@@ -21,52 +22,74 @@ from weft.transforms.graphs.backends.loops import Looper, current_looper
 from weft.transforms.graphs.backends.writes import watching_writes
 from weft.transforms.graphs.calls.aliasing import overlap, overlaps_itself
 from weft.transforms.graphs.masked_steps import DerivativesWhere, safe_next, safe_start
-from weft.trees import TreeSpec, leaves_with_names, tree_flatten, tree_leaves, tree_map, tree_unflatten
+from weft.trees import (
+    TreeSpec,
+    leaves_with_names,
+    tree_flatten,
+    tree_leaves,
+    tree_map,
+    tree_unflatten,
+)
 from weft.value_keys import value_key
 
 T = TypeVar("T")
 
 _RULES: dict[str, Rule] = {
     "cond_fun": (callable, "a function carry -> a tensor of shape [] and dtype bool"),
-    "body_fun": (callable, "a function carry -> the next carry, of the same structure, shapes and dtypes"),
-    "max_steps": (lambda value: value is None or is_int(value, 1), f"{COUNT[1]}; or None, for no bound"),
+    "body_fun": (
+        callable,
+        "a function carry -> the next carry, of the same structure, shapes and dtypes",
+    ),
+    "max_steps": (
+        lambda value: value is None or is_int(value, 1),
+        f"{COUNT[1]}; or None, for no bound",
+    ),
 }
 
 
 def while_loop(
-    cond_fun: Callable[[T], Tensor], body_fun: Callable[[T], T], init_val: T, *, max_steps: int | None = None
+    cond_fun: Callable[[T], Tensor],
+    body_fun: Callable[[T], T],
+    init_val: T,
+    *,
+    max_steps: int | None = None,
 ) -> T:
-    """Repeat `carry = body_fun(carry)` while `cond_fun(carry)` holds, as `jax.lax.while_loop` does; returns the last
-    carry. It computes what this Python loop does:
+    """Repeat `carry = body_fun(carry)` while `cond_fun(carry)` holds, as `jax.lax.while_loop` does;
+    returns the last carry. It computes what this Python loop does:
 
         while cond_fun(carry):
             carry = body_fun(carry)
 
-    Inside `graphify` the loop is a part of the graph, which reads the condition on the device: a decode loop until
-    every request has ended is one launch. On a GPU that is a conditional node (`cuda-bindings`, and a driver for CUDA
-    12.4 or newer). Where there can be none, the graph has `max_steps` steps; each after the last one keeps the carry.
+    Inside `graphify` the loop is a part of the graph, which reads the condition on the device: a
+    decode loop until every request has ended is one launch. On a GPU that is a conditional node
+    (`cuda-bindings`, and a driver for CUDA 12.4 or newer). Where there can be none, the graph has
+    `max_steps` steps; each after the last one keeps the carry.
 
     Args:
         cond_fun: `carry -> [] bool`, on the device of the loop.
-        body_fun: `carry -> carry`, with the same structure and, for each tensor, the same shape, dtype and device;
-            values that are not tensors stay the same, also in type. A body that takes the storage of its carry
-            (`weft.donates`) updates it in place, without a copy in each step; any other one returns new tensors.
+        body_fun: `carry -> carry`, with the same structure and, for each tensor, the same shape,
+            dtype and device; values that are not tensors stay the same, also in type. A body that
+            takes the storage of its carry (`weft.donates`) updates it in place, without a copy in
+            each step; any other one returns new tensors.
         init_val: the first carry, a pytree of tensors.
-        max_steps: the loop ends after this many steps, whatever `cond_fun` says; None: only `cond_fun` ends it.
+        max_steps: the loop ends after this many steps, whatever `cond_fun` says; None: only
+            `cond_fun` ends it.
 
     The result is in memory of its own, and each carry has the memory layout of the first one.
 
-    A capture runs the body once on the first carry, whatever `cond_fun` says. In a graph the carry is data: an index by
-    it is a gather, and the host cannot read it; and the body cannot draw random numbers. Under torch.func's transforms,
-    and where autograd records, the Python loop runs. Under `vmap`, where the condition differs from row to row, and in
-    `shard`, up to `max_steps` steps do: a row that has ended keeps its carry, and runs the body on the last one for
-    which its condition held.
+    A capture runs the body once on the first carry, whatever `cond_fun` says. In a graph the carry
+    is data: an index by it is a gather, and the host cannot read it; and the body cannot draw
+    random numbers. Under torch.func's transforms, and where autograd records, the Python loop runs.
+    Under `vmap`, where the condition differs from row to row, and in `shard`, up to `max_steps`
+    steps do: a row that has ended keeps its carry, and runs the body on the last one for which its
+    condition held.
 
     Raises:
-        ProgramError: `cond_fun` returns something else, the carry changes its structure, a shape or a dtype, a function
-            writes its carry without taking it, or the condition has no single value and there is no `max_steps`.
-        CaptureError: in a graph, a host read, a random draw, a derivative by autograd without `max_steps`, or a device
-            that cannot repeat.
+        ProgramError: `cond_fun` returns something else, the carry changes its structure, a shape or
+            a dtype, a function writes its carry without taking it, or the condition has no single
+            value and there is no `max_steps`.
+        CaptureError: in a graph, a host read, a random draw, a derivative by autograd without
+            `max_steps`, or a device that cannot repeat.
 
     >>> while_loop(lambda x: x < 100, lambda x: 3 * x, torch.tensor(5))
     tensor(135)
@@ -84,8 +107,8 @@ def _tensors(tree: Any) -> list[Tensor]:
 
 
 _Order = tuple[int, ...] | None
-"""The dimensions of a tensor from the one whose elements are farthest apart to the one of neighbours; None for what has
-no strides."""
+"""The dimensions of a tensor from the one whose elements are farthest apart to the one of
+neighbours; None for what has no strides."""
 
 
 def _order(leaf: Any) -> _Order:
@@ -96,12 +119,15 @@ def _order(leaf: Any) -> _Order:
 
 
 def _in_order(carry: Any, orders: Sequence[_Order] | None) -> Any:
-    """The carry with the memory layout that it has in each step, and nothing to conjugate or negate: a copy of those
-    leaves that differ. A replay finds the carry at fixed addresses, so all ways to run a loop keep its layout."""
+    """The carry with the memory layout that it has in each step, and nothing to conjugate or
+    negate: a copy of those leaves that differ. A replay finds the carry at fixed addresses, so all
+    ways to run a loop keep its layout."""
     if orders is None:
         return carry
     leaves, structure = tree_flatten(carry)
-    return tree_unflatten([_leaf_in_order(*pair) for pair in zip(leaves, orders, strict=True)], structure)
+    return tree_unflatten(
+        [_leaf_in_order(*pair) for pair in zip(leaves, orders, strict=True)], structure
+    )
 
 
 def _leaf_in_order(x: Any, order: _Order) -> Any:
@@ -153,7 +179,9 @@ class _Underivable(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *_: Any) -> Any:
         seen = "a derivative of its result in a graph, which repeats the loop and does not record its steps"
-        raise CaptureError(ctx.call, seen, "while_loop(..., max_steps=...), which the graph then has in full")
+        raise CaptureError(
+            ctx.call, seen, "while_loop(..., max_steps=...), which the graph then has in full"
+        )
 
 
 def _without_derivative(x: Any, differentiated: Tensor, call: str) -> Any:
@@ -167,7 +195,11 @@ class _Loop:
     """A call of `while_loop`."""
 
     def __init__(
-        self, call: str, cond: Callable[[Any], Any], body: Callable[[Any], Any], max_steps: int | None
+        self,
+        call: str,
+        cond: Callable[[Any], Any],
+        body: Callable[[Any], Any],
+        max_steps: int | None,
     ) -> None:
         self.call = call
         self.cond = cond
@@ -187,7 +219,9 @@ class _Loop:
             return self.record(init, looper)
         if self.max_steps is None:
             seen = f"a graph that cannot repeat: {unable}"
-            raise CaptureError(self.call, seen, "while_loop(..., max_steps=...), which the graph then has in full")
+            raise CaptureError(
+                self.call, seen, "while_loop(..., max_steps=...), which the graph then has in full"
+            )
         return self.run_masked(init, host_reads=False)
 
     def _why_unable(self, init: Any, looper: Looper) -> str | None:
@@ -201,7 +235,11 @@ class _Loop:
     def run(self, init: Any) -> Any:
         """The Python loop."""
         orders = self._orders(init)
-        taken = frozenset(map(innermost_storage_id, _tensors(init))) if self.takes_carry else frozenset()
+        taken = (
+            frozenset(map(innermost_storage_id, _tensors(init)))
+            if self.takes_carry
+            else frozenset()
+        )
         carry = _in_order(init, orders)
         steps = 0
         while steps != self.max_steps:
@@ -212,9 +250,7 @@ class _Loop:
                 if self.max_steps is not None:
                     return self.run_masked(init, host_reads=True)
                 seen = f"a condition whose value the host cannot read: {str(error).splitlines()[0]:.150}"
-                instead = (
-                    "while_loop(..., max_steps=...), which then runs so many steps; or the loop outside the transform"
-                )
+                instead = "while_loop(..., max_steps=...), which then runs so many steps; or the loop outside the transform"
                 raise ProgramError(self.call, seen, instead) from error
             if not goes_on:
                 break
@@ -225,17 +261,22 @@ class _Loop:
     def run_masked(self, init: Any, *, host_reads: bool) -> Any:
         """`max_steps` steps, of which each after the last one keeps the carry as it is.
 
-        A row whose loop has ended still runs the body, on the last carry of its own on which `cond_fun` held; one whose
-        loop never began, on the first carry of a row whose loop did. What the body computes there is dropped, but it
-        must not fail, and its derivatives must be finite: the derivative of `where` is 0 times theirs.
+        A row whose loop has ended still runs the body, on the last carry of its own on which
+        `cond_fun` held; one whose loop never began, on the first carry of a row whose loop did.
+        What the body computes there is dropped, but it must not fail, and its derivatives must be
+        finite: the derivative of `where` is 0 times theirs.
 
         Args:
             init: the first carry.
             host_reads: whether the host may read if any row goes on.
         """
         if self.takes_carry:
-            seen = "a body that updates its carry in place, which steps after the last one cannot undo"
-            raise ProgramError(self.call, seen, "a body that returns new tensors, without weft.donates")
+            seen = (
+                "a body that updates its carry in place, which steps after the last one cannot undo"
+            )
+            raise ProgramError(
+                self.call, seen, "a body that returns new tensors, without weft.donates"
+            )
         assert self.max_steps is not None, "the caller has seen to it"
         orders = self._orders(init)
         carry, structure = tree_flatten(_in_order(init, orders))
@@ -258,7 +299,8 @@ class _Loop:
         return self._owned(_in_order(tree_unflatten(carry, structure), orders), frozenset())
 
     def record(self, init: Any, looper: Looper) -> Any:
-        """Record the loop: the carry has fixed addresses, to which each step writes the next one."""
+        """Record the loop: the carry has fixed addresses, to which each step writes the next one.
+        """
         leaves, structure = tree_flatten(init)
         if self.takes_carry:
             self._refuse_overlaps(init)
@@ -271,7 +313,11 @@ class _Loop:
             buffers = [x.clone() if isinstance(x, Tensor) else x for x in ordered]
         differentiated = [x for x in _tensors(leaves) if x.requires_grad]
         flag = self._flag(tree_unflatten(buffers, structure)).clone()
-        left = None if self.max_steps is None else torch.full_like(flag, self.max_steps, dtype=torch.int64)
+        left = (
+            None
+            if self.max_steps is None
+            else torch.full_like(flag, self.max_steps, dtype=torch.int64)
+        )
 
         def step() -> None:
             carry = tree_unflatten(buffers, structure)
@@ -290,22 +336,29 @@ class _Loop:
         return tree_unflatten(buffers, structure)
 
     def _orders(self, init: Any) -> tuple[_Order, ...] | None:
-        """The order of dimensions in memory that each leaf keeps; None where the body takes the carry's storage."""
+        """The order of dimensions in memory that each leaf keeps; None where the body takes the
+        carry's storage."""
         return None if self.takes_carry else tuple(map(_order, tree_leaves(init)))
 
     def _owned(self, carry: Any, taken: Set[int]) -> Any:
-        """The result, in memory of its own: a replay returns new memory too, whether it repeats the body or not.
+        """The result, in memory of its own: a replay returns new memory too, whether it repeats the
+        body or not.
 
         Args:
-            carry: the last one, which may be the first one, what the body closes over, or lent by the body.
+            carry: the last one, which may be the first one, what the body closes over, or lent by
+                the body.
             taken: the storages that the body takes and gives back.
         """
         return tree_map(
-            lambda x: x.clone() if isinstance(x, Tensor) and innermost_storage_id(x) not in taken else x, carry
+            lambda x: (
+                x.clone() if isinstance(x, Tensor) and innermost_storage_id(x) not in taken else x
+            ),
+            carry,
         )
 
     def _refuse_overlaps(self, init: Any) -> None:
-        """Raise ProgramError for a carry of shared memory, whose parts cannot all have their next value in place."""
+        """Raise ProgramError for a carry of shared memory, whose parts cannot all have their next
+        value in place."""
         leaves = [(name, x) for name, x in leaves_with_names(init) if isinstance(x, Tensor)]
         for index, (name, x) in enumerate(leaves):
             if x.layout is not torch.strided:
@@ -322,9 +375,15 @@ class _Loop:
     def _flag(self, carry: Any) -> Tensor:
         flag = self._call(self.cond, "cond_fun", carry)
         if not isinstance(flag, Tensor) or flag.dim() or flag.dtype is not torch.bool:
-            shown = f"{flag.dtype} of shape {tuple(flag.shape)}" if isinstance(flag, Tensor) else kind_of(flag)
+            shown = (
+                f"{flag.dtype} of shape {tuple(flag.shape)}"
+                if isinstance(flag, Tensor)
+                else kind_of(flag)
+            )
             instead = "a tensor of shape [] and dtype bool: (carry[0] < 3).any(), ~done.all()"
-            raise ProgramError(self.call, f"cond_fun returned {shown.replace('torch.', '')}", instead)
+            raise ProgramError(
+                self.call, f"cond_fun returned {shown.replace('torch.', '')}", instead
+            )
         return flag
 
     def _step(self, carry: Any, *, is_masked: bool = False) -> Any:
@@ -334,12 +393,17 @@ class _Loop:
         kinds = [_kind(leaf) for _, leaf in before]  # read now: a body may change its argument
         made = self._call(self.body, "body_fun", carry, is_masked=is_masked)
         if (seen := _difference(before, kinds, structure, made)) is not None:
-            raise ProgramError(self.call, f"body_fun returned {seen}", "the carry's structure, shapes and dtypes")
+            raise ProgramError(
+                self.call, f"body_fun returned {seen}", "the carry's structure, shapes and dtypes"
+            )
         return made
 
-    def _call(self, function: Callable[[Any], Any], name: str, carry: Any, *, is_masked: bool = False) -> Any:
-        """Call a function of the carry, which it must not write, unless it takes its storage: a replay would write a
-        copy. In steps that may come after the last one it must write nothing else either."""
+    def _call(
+        self, function: Callable[[Any], Any], name: str, carry: Any, *, is_masked: bool = False
+    ) -> Any:
+        """Call a function of the carry, which it must not write, unless it takes its storage: a
+        replay would write a copy. In steps that may come after the last one it must write nothing
+        else either."""
         if self.takes_carry:
             return function(carry)
         leaves = [(path, x) for path, x in leaves_with_names(carry) if isinstance(x, Tensor)]
@@ -359,7 +423,11 @@ class _Loop:
             raise ProgramError(self.call, seen, instead)
         if is_masked and writes is not None and writes.outside:
             seen = f"{name} writes a tensor that is no part of its carry, and may run after the last step"
-            raise ProgramError(self.call, seen, "the tensor in the carry, and its next value in what body_fun returns")
+            raise ProgramError(
+                self.call,
+                seen,
+                "the tensor in the carry, and its next value in what body_fun returns",
+            )
         return made
 
 
@@ -368,7 +436,9 @@ def _kind(leaf: Any) -> Any:
     return (tuple(leaf.shape), leaf.dtype, leaf.device) if isinstance(leaf, Tensor) else leaf
 
 
-def _difference(before: Sequence[tuple[str, Any]], kinds: Sequence[Any], structure: TreeSpec, made: Any) -> str | None:
+def _difference(
+    before: Sequence[tuple[str, Any]], kinds: Sequence[Any], structure: TreeSpec, made: Any
+) -> str | None:
     """What a body returned that its carry was not; None if there is nothing."""
     leaves, found = tree_flatten(made)
     if found != structure:
@@ -379,7 +449,9 @@ def _difference(before: Sequence[tuple[str, Any]], kinds: Sequence[Any], structu
             return f"{where} as {kind_of(new)}, which was {kind_of(old)}"
         if not isinstance(new, Tensor):
             if new is not kind and value_key(new) != value_key(kind):
-                return f"{where} as {new!r:.60}, which was {kind!r:.60}: what changes must be a tensor"
+                return (
+                    f"{where} as {new!r:.60}, which was {kind!r:.60}: what changes must be a tensor"
+                )
         elif _kind(new) != kind:
             return f"{where} of {_shown(*_kind(new))}, which was {_shown(*kind)}"
     return None
@@ -390,10 +462,15 @@ def _shown(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> 
 
 
 def _write(buffers: Sequence[Any], made: Sequence[Any]) -> None:
-    """Write the next carry to the addresses of this one. What was updated in place is there already; what is another
-    part of the carry is copied first, since it may be overwritten before it is read."""
+    """Write the next carry to the addresses of this one. What was updated in place is there
+    already; what is another part of the carry is copied first, since it may be overwritten before
+    it is read."""
     own = {innermost_storage_id(x) for x in buffers if isinstance(x, Tensor)}
-    pairs = [(a, b) for a, b in zip(buffers, made, strict=True) if isinstance(a, Tensor) and not _is_same(a, b)]
+    pairs = [
+        (a, b)
+        for a, b in zip(buffers, made, strict=True)
+        if isinstance(a, Tensor) and not _is_same(a, b)
+    ]
     values = [b.clone() if innermost_storage_id(b) in own else b for _, b in pairs]
     for (buffer, _), value in zip(pairs, values, strict=True):
         buffer.copy_(value)
@@ -401,7 +478,10 @@ def _write(buffers: Sequence[Any], made: Sequence[Any]) -> None:
 
 def _is_same(a: Tensor, b: Tensor) -> bool:
     """Whether two tensors are the same elements of one storage."""
-    same = innermost_storage_id(a) == innermost_storage_id(b) and a.storage_offset() == b.storage_offset()
+    same = (
+        innermost_storage_id(a) == innermost_storage_id(b)
+        and a.storage_offset() == b.storage_offset()
+    )
     same = same and a.shape == b.shape and a.stride() == b.stride()
     # A SymBool by torch 2.14's types.
     return bool(same and a.is_conj() == b.is_conj() and a.is_neg() == b.is_neg())

@@ -1,4 +1,5 @@
-"""Checks of the arguments of `pipeline`, `compose`, `microbatch` and `scan`, before anything runs."""
+"""Checks of the arguments of `pipeline`, `compose`, `microbatch` and `scan`, before anything runs.
+"""
 
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
@@ -50,12 +51,20 @@ def refuse(call: str, mistake: Mistake | None) -> None:
 
 def check_stages(transform: str, stages: Any) -> tuple[Callable[..., Any], ...]:
     """The stages as a tuple of functions. Raises ProgramError for anything else."""
-    is_list = isinstance(stages, Iterable) and not callable(stages) and not isinstance(stages, str | dict)
+    is_list = (
+        isinstance(stages, Iterable) and not callable(stages) and not isinstance(stages, str | dict)
+    )
     checked = tuple(stages) if is_list else ()
     if not checked:
         seen = "one function" if callable(stages) else "no stage" if is_list else kind_of(stages)
-        instead = f"a list of stages: {transform}([stage])" if callable(stages) else f"a list of stages {_SIGNATURE}"
-        raise ProgramError(f"{transform}({getattr(stages, '__name__', stages)!s:.80})", seen, instead)
+        instead = (
+            f"a list of stages: {transform}([stage])"
+            if callable(stages)
+            else f"a list of stages {_SIGNATURE}"
+        )
+        raise ProgramError(
+            f"{transform}({getattr(stages, '__name__', stages)!s:.80})", seen, instead
+        )
     call = f"{transform}(<{len(checked)} stage{'s' * (len(checked) > 1)}>)"
     for index, stage in enumerate(checked):
         refuse(call, _mistake_in_stage(f"stage {index}", stage))
@@ -63,13 +72,15 @@ def check_stages(transform: str, stages: Any) -> tuple[Callable[..., Any], ...]:
 
 
 def check_lending(call: str, stages: Sequence[Any]) -> None:
-    """Raise ProgramError if one function that lends its results is more than one stage: ranks run at the same time, and
-    one would overwrite what another has made."""
+    """Raise ProgramError if one function that lends its results is more than one stage: ranks run
+    at the same time, and one would overwrite what another has made."""
     first: dict[int, int] = {}
     for index, stage in enumerate(stages):
         if lends(stage) and (other := first.setdefault(id(stage), index)) != index:
             seen = f"stages {other} and {index} are one function, which lends its results"
-            raise ProgramError(call, seen, 'a graph for each stage, or one of graphify(stage, outputs="safe")')
+            raise ProgramError(
+                call, seen, 'a graph for each stage, or one of graphify(stage, outputs="safe")'
+            )
 
 
 def _mistake_in_stage(name: str, stage: Any) -> Mistake | None:
@@ -92,8 +103,8 @@ def check_count(call: str, name: str, count: Any) -> None:
 
 
 def check_step(transform: str, step: Any, name: str, count: Any) -> str:
-    """The call `transform(step, count)` as text. Raises ProgramError unless `step` takes the three arguments of a step,
-    and `count`, the argument `name`, is a positive int."""
+    """The call `transform(step, count)` as text. Raises ProgramError unless `step` takes the three
+    arguments of a step, and `count`, the argument `name`, is a positive int."""
     call = f"{transform}({getattr(step, '__name__', step)!s:.60}, {getattr(count, '__name__', repr(count))})"
     check_count(call, name, count)
     seen = other_signature(step, 3) if callable(step) else f"{kind_of(step)}, no function"
@@ -101,14 +112,29 @@ def check_step(transform: str, step: Any, name: str, count: Any) -> str:
     return call
 
 
-def check_options(num_stages: int, microbatches: Any, advance: Any, schema: Any, transport: Any, schedule: Any) -> None:
+def check_options(
+    num_stages: int, microbatches: Any, advance: Any, schema: Any, transport: Any, schedule: Any
+) -> None:
     """Raise ProgramError for an argument that `pipeline` cannot take, other than its stages."""
-    options = {"microbatches": microbatches, "advance": advance, "schema": schema, "transport": transport}
+    options = {
+        "microbatches": microbatches,
+        "advance": advance,
+        "schema": schema,
+        "transport": transport,
+    }
     options["schedule"] = schedule
     for name, value in options.items():
-        check_values(f"pipeline(<{num_stages} stages>, {name}={value!r:.60})", _OPTIONS, {name: value}, ProgramError)
+        check_values(
+            f"pipeline(<{num_stages} stages>, {name}={value!r:.60})",
+            _OPTIONS,
+            {name: value},
+            ProgramError,
+        )
     if advance is not None and (signature := other_signature(advance, 3)) is not None:
-        refuse(f"pipeline(<{num_stages} stages>, advance=...)", (signature, "a function (state, batch, out) -> state"))
+        refuse(
+            f"pipeline(<{num_stages} stages>, advance=...)",
+            (signature, "a function (state, batch, out) -> state"),
+        )
     takes = 2, "schema", "advances", "buffers"
     if callable(schedule) and (signature := other_signature(schedule, *takes)) is not None:
         refuse(f"pipeline(<{num_stages} stages>, schedule=...)", (signature, _SCHEDULE))
@@ -123,8 +149,8 @@ def check_entries(
     batch: Any = None,
     mesh: Mesh | None = None,
 ) -> None:
-    """Raise ProgramError unless `params` and `state` have an entry for each stage that runs here, and DonatedError if a
-    tensor among the arguments was donated before.
+    """Raise ProgramError unless `params` and `state` have an entry for each stage that runs here,
+    and DonatedError if a tensor among the arguments was donated before.
 
     Args:
         transform: the caller's name.
@@ -150,9 +176,13 @@ def check_entries(
 
 
 def refuse_transform(transport: Transport) -> None:
-    """Raise ProgramError inside a torch.func transform that the transport's ranks would not see: derivatives would be
-    zero without a word."""
+    """Raise ProgramError inside a torch.func transform that the transport's ranks would not see:
+    derivatives would be zero without a word."""
     if not isinstance(transport, Local) and in_functorch_transform():
         seen = "ranks outside the thread in which vmap, grad, jvp or vjp is active"
-        instead = "transport=Local() inside it; or transform the stages: pipeline([vmap(stage), ...])"
-        raise ProgramError(f"pipeline(..., transport={transport!r}) inside a torch.func transform", seen, instead)
+        instead = (
+            "transport=Local() inside it; or transform the stages: pipeline([vmap(stage), ...])"
+        )
+        raise ProgramError(
+            f"pipeline(..., transport={transport!r}) inside a torch.func transform", seen, instead
+        )

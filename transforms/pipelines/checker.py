@@ -1,15 +1,17 @@
-"""The checker: proves programs right before anything moves. `CheckedPrograms` are what a transport runs.
+"""The checker: proves programs right before anything moves. `CheckedPrograms` are what a transport
+runs.
 
 It checks each rank's program by itself, and then runs all of them on an abstract machine
 (`weft.transforms.pipelines.machine`).
 
-Stage s runs on rank s % num_ranks, and each rank runs as many stages: one, or several in turn (interleaved stages).
+Stage s runs on rank s % num_ranks, and each rank runs as many stages: one, or several in turn
+(interleaved stages).
 
-Ranks are deterministic, and each queue has one writer and one reader. So the messages, and whether all ranks reach
-their end, do not depend on the order in which ranks move, and more capacity never blocks (Kahn, 1974, "The semantics of
-a simple language for parallel programming"). So one run of the machine, with one message per edge, is enough: programs
-that pass it end in every order and with every capacity. `weft.proofs.solver.programs_exhaustive` compares that with all
-interleavings.
+Ranks are deterministic, and each queue has one writer and one reader. So the messages, and whether
+all ranks reach their end, do not depend on the order in which ranks move, and more capacity never
+blocks (Kahn, 1974, "The semantics of a simple language for parallel programming"). So one run of
+the machine, with one message per edge, is enough: programs that pass it end in every order and with
+every capacity. `weft.proofs.solver.programs_exhaustive` compares that with all interleavings.
 """
 
 import functools
@@ -36,23 +38,27 @@ _COLLECTIVES = (
 )
 
 PROGRAMS: Rule = (
-    lambda given: isinstance(given, list | tuple) and all(isinstance(program, Program) for program in given),
+    lambda given: (
+        isinstance(given, list | tuple) and all(isinstance(program, Program) for program in given)
+    ),
     "the programs of all ranks: step.programs(), weft.effects.parse_listing(text)",
 )
 
 
 def check(programs: Sequence[Program], *, buffers: int | None = None) -> None:
-    """Raise ProgramError unless the programs are right: all ranks run the same micro-batches, of the same classes, in
-    the same order, and advance with all of them or with none; each effect finds what it needs; every receive meets its
-    send, in order and schema; all ranks reach their end even if an edge holds only one message; and no result is
-    overwritten before it was read, or before a fence has waited until it was sent.
+    """Raise ProgramError unless the programs are right: all ranks run the same micro-batches, of
+    the same classes, in the same order, and advance with all of them or with none; each effect
+    finds what it needs; every receive meets its send, in order and schema; all ranks reach their
+    end even if an edge holds only one message; and no result is overwritten before it was read, or
+    before a fence has waited until it was sent.
 
-    The job that a job runs after (`Job.after`) is not part of a program; `weft.proofs.solver.schedule_proof` proves
-    that `make_programs` respects it.
+    The job that a job runs after (`Job.after`) is not part of a program;
+    `weft.proofs.solver.schedule_proof` proves that `make_programs` respects it.
 
     Args:
         programs: of all ranks, in order.
-        buffers: results that a stage holds before it overwrites the oldest; None: it overwrites none.
+        buffers: results that a stage holds before it overwrites the oldest; None: it overwrites
+            none.
     """
     check_values("check(programs)", {"programs": PROGRAMS}, {"programs": programs}, ProgramError)
     for mistake in _mistakes(programs, buffers):
@@ -67,16 +73,24 @@ def count_stages(programs: Sequence[Program]) -> int:
     >>> count_stages([Program(0, 1, (Run("stage 0", 0), Run("stage 1", 0)))])
     2
     """
-    found = [e.stage for program in programs for e in program.effects if isinstance(e, Run) and e.stage is not None]
+    found = [
+        e.stage
+        for program in programs
+        for e in program.effects
+        if isinstance(e, Run) and e.stage is not None
+    ]
     return -(-(max(found, default=0) + 1) // len(programs)) * len(programs)
 
 
 def _mistakes(programs: Sequence[Program], buffers: int | None) -> Iterator[ProgramError]:
-    """The errors for what is wrong before any rank moves. Only the first one counts: the others may follow from it."""
+    """The errors for what is wrong before any rank moves. Only the first one counts: the others may
+    follow from it."""
     call = f"check of {len(programs)} programs"
     if not programs or (buffers is not None and buffers < 1):
         seen = f"buffers={buffers}" if programs else "no program"
-        yield ProgramError(call, seen, "a program for each rank, and one buffer or more (None: no reuse)")
+        yield ProgramError(
+            call, seen, "a program for each rank, and one buffer or more (None: no reuse)"
+        )
     stages = count_stages(programs)
     for index, program in enumerate(programs):
         if (program.rank, program.num_ranks) != (index, len(programs)):
@@ -87,7 +101,9 @@ def _mistakes(programs: Sequence[Program], buffers: int | None) -> Iterator[Prog
             yield ProgramError(call, seen, "make the batch by the same pure function on every rank")
         yield from check_peers(program, stages)
     yield from _check_runs(programs)
-    returning = frozenset(effect.microbatch for effect in programs[-1].effects if isinstance(effect, Broadcast))
+    returning = frozenset(
+        effect.microbatch for effect in programs[-1].effects if isinstance(effect, Broadcast)
+    )
     for program in programs:
         yield from check_needs(program, returning, stages)
         if buffers is not None:
@@ -97,12 +113,15 @@ def _mistakes(programs: Sequence[Program], buffers: int | None) -> Iterator[Prog
 
 
 def _check_runs(programs: Sequence[Program]) -> Iterator[ProgramError]:
-    """Errors unless all stages run the same micro-batches in the same order, and all ranks advance alike."""
+    """Errors unless all stages run the same micro-batches in the same order, and all ranks advance
+    alike."""
     call, ranks = f"check of {len(programs)} programs", len(programs)
     wanted = _ran(programs[0], "stage 0")
     count = len(programs[0].classes) or len(wanted)
     if sorted(wanted) != list(range(count)):
-        yield ProgramError(call, f"rank 0 runs micro-batches {wanted}", f"each of the {count} from 0 on, once")
+        yield ProgramError(
+            call, f"rank 0 runs micro-batches {wanted}", f"each of the {count} from 0 on, once"
+        )
     for stage in range(count_stages(programs)):
         rank = stage % ranks
         if (ran := _ran(programs[rank], f"stage {stage}")) != wanted:
@@ -114,17 +133,23 @@ def _check_runs(programs: Sequence[Program]) -> Iterator[ProgramError]:
         mine = sorted(_ran(program, "advance"))
         if mine != advanced or mine not in ([], list(range(count))):
             seen = f"rank {rank} advances with micro-batches {mine} of {count}, and rank 0 with {advanced}"
-            yield ProgramError(call, seen, "every rank advances with each micro-batch once, or none with any")
+            yield ProgramError(
+                call, seen, "every rank advances with each micro-batch once, or none with any"
+            )
 
 
 def _ran(program: Program, what: str) -> list[int]:
-    return [effect.microbatch for effect in program.effects if isinstance(effect, Run) and effect.what == what]
+    return [
+        effect.microbatch
+        for effect in program.effects
+        if isinstance(effect, Run) and effect.what == what
+    ]
 
 
 def check_peers(program: Program, num_stages: int) -> Iterator[ProgramError]:
-    """An error for each effect that this rank cannot have: a rank runs its own stages, receives from the rank
-    before it and sends to the rank after it (rank 0 is after the last one); the last rank broadcasts. Collectives are
-    performed inside stages, and not by programs."""
+    """An error for each effect that this rank cannot have: a rank runs its own stages, receives
+    from the rank before it and sends to the rank after it (rank 0 is after the last one); the last
+    rank broadcasts. Collectives are performed inside stages, and not by programs."""
     rank, ranks = program.rank, program.num_ranks
     last, following, previous = ranks - 1, (rank + 1) % ranks, (rank - 1) % ranks
     for effect in program.effects:
@@ -134,12 +159,20 @@ def check_peers(program: Program, num_stages: int) -> Iterator[ProgramError]:
         match effect:
             case Send(to):
                 ok = between and sent % ranks == rank and to == following
-                instead = f"send to {rank + 1}" if rank < last else "a broadcast: the last rank sends to none"
+                instead = (
+                    f"send to {rank + 1}"
+                    if rank < last
+                    else "a broadcast: the last rank sends to none"
+                )
                 if num_stages > ranks > 1:
                     instead = f"send stage {rank} to {following}: a stage of rank {rank}, and not the last one"
             case Recv(source):
                 ok = between and sent % ranks == source == previous
-                instead = f"recv from {rank - 1}" if rank > 0 else "no recv: the first stage runs on the batch"
+                instead = (
+                    f"recv from {rank - 1}"
+                    if rank > 0
+                    else "no recv: the first stage runs on the batch"
+                )
                 if num_stages > ranks > 1:
                     instead = f"recv stage {previous} from {previous}: a stage of that rank, and not the last one"
             case Broadcast(root):
@@ -155,8 +188,11 @@ def check_peers(program: Program, num_stages: int) -> Iterator[ProgramError]:
             yield _refused(program, f"'{effect}' on rank {rank} of {last + 1}", instead)
 
 
-def check_needs(program: Program, returning: frozenset[int], num_stages: int) -> Iterator[ProgramError]:
-    """An error for each effect that does not stand once, after the effect that makes its input, result or output.
+def check_needs(
+    program: Program, returning: frozenset[int], num_stages: int
+) -> Iterator[ProgramError]:
+    """An error for each effect that does not stand once, after the effect that makes its input,
+    result or output.
 
     Args:
         program: one rank's.
@@ -187,10 +223,16 @@ def _bare(rank: int, effect: Effect) -> Effect:
 
 def _shown(effect: Effect, interleaved: bool) -> Effect:
     """The effect as the programs write it: without the stage where a rank has only one."""
-    return attrs.evolve(effect, stage=None) if isinstance(effect, Send | Recv) and not interleaved else effect
+    return (
+        attrs.evolve(effect, stage=None)
+        if isinstance(effect, Send | Recv) and not interleaved
+        else effect
+    )
 
 
-def _needs(program: Program, effect: Effect, returning: frozenset[int], num_stages: int) -> Iterator[Effect]:
+def _needs(
+    program: Program, effect: Effect, returning: frozenset[int], num_stages: int
+) -> Iterator[Effect]:
     """The effects that must stand before an effect; for a fence, one of them must."""
     rank, ranks, mb = program.rank, program.num_ranks, effect.microbatch
     own = range(rank, num_stages, ranks)
@@ -216,7 +258,8 @@ def _needs(program: Program, effect: Effect, returning: frozenset[int], num_stag
 
 
 def _out(program: Program, stage: int, mb: int, num_stages: int) -> Effect:
-    """The effect by which a result leaves its rank, or by which the next stage of the rank takes it."""
+    """The effect by which a result leaves its rank, or by which the next stage of the rank takes
+    it."""
     if stage == num_stages - 1:
         return Broadcast(program.num_ranks - 1, mb)
     if program.num_ranks == 1:
@@ -225,17 +268,26 @@ def _out(program: Program, stage: int, mb: int, num_stages: int) -> Effect:
 
 
 def check_buffers(program: Program, buffers: int, num_stages: int) -> Iterator[ProgramError]:
-    """An error for each stage that overwrites a result that is still to be sent or read, or that may still be in
-    flight: only a fence says that it is not. The program has passed `check_needs`."""
-    effects, places = [_bare(program.rank, effect) for effect in program.effects], defaultdict[Effect, list[int]](list)
+    """An error for each stage that overwrites a result that is still to be sent or read, or that
+    may still be in flight: only a fence says that it is not. The program has passed `check_needs`.
+    """
+    effects, places = (
+        [_bare(program.rank, effect) for effect in program.effects],
+        defaultdict[Effect, list[int]](list),
+    )
     for place, effect in enumerate(effects):
         places[effect].append(place)
     interleaved = num_stages > program.num_ranks
     for stage in range(program.rank, num_stages, program.num_ranks):
-        runs = [(place, e) for place, e in enumerate(effects) if isinstance(e, Run) and e.stage == stage]
+        runs = [
+            (place, e) for place, e in enumerate(effects) if isinstance(e, Run) and e.stage == stage
+        ]
         for (_, old), (place, new) in zip(runs, runs[buffers:], strict=False):
             uses = _uses(program, places, stage, old.microbatch, num_stages)
-            late = next((use for use, after in uses if not any(after <= at < place for at in places[use])), None)
+            late = next(
+                (use for use, after in uses if not any(after <= at < place for at in places[use])),
+                None,
+            )
             if late is not None:
                 shown = _shown(late, interleaved)
                 seen = f"'{new}' overwrites what '{old}' made, with no '{shown}' before it"
@@ -257,9 +309,13 @@ def _uses(
 
 
 def check_channels(programs: Sequence[Program]) -> Iterator[ProgramError]:
-    """An error for two ranks between which messages of both kinds, of stages and outputs that return, are received in
-    another order than they are sent: processes have one channel from a rank to another."""
-    sent, taken = defaultdict[tuple[int, int], list[Step]](list), defaultdict[tuple[int, int], list[Step]](list)
+    """An error for two ranks between which messages of both kinds, of stages and outputs that
+    return, are received in another order than they are sent: processes have one channel from a rank
+    to another."""
+    sent, taken = (
+        defaultdict[tuple[int, int], list[Step]](list),
+        defaultdict[tuple[int, int], list[Step]](list),
+    )
     for step in (Step(program.rank, effect) for program in programs for effect in program.effects):
         for edge in puts(step, len(programs)):
             sent[edge.source, edge.to].append(step)
@@ -269,7 +325,9 @@ def check_channels(programs: Sequence[Program]) -> Iterator[ProgramError]:
         for mine, other in zip(sent[pair], theirs, strict=False):
             if isinstance(mine.effect, Send) != isinstance(other.effect, Recv):
                 seen = f"{mine} comes before what {other} waits for, on the one channel from rank {pair[0]}"
-                yield ProgramError(f"check of {len(programs)} programs", seen, "receive in the order of the sends")
+                yield ProgramError(
+                    f"check of {len(programs)} programs", seen, "receive in the order of the sends"
+                )
 
 
 def _refused(program: Program, seen: str, instead: str) -> ProgramError:
@@ -278,16 +336,19 @@ def _refused(program: Program, seen: str, instead: str) -> ProgramError:
 
 @attrs.frozen(eq=False)
 class CheckedPrograms:
-    """The programs of a run, checked when this is made, and all that ranks must agree on before they perform them.
+    """The programs of a run, checked when this is made, and all that ranks must agree on before
+    they perform them.
 
     Args:
         lane: of the ranks of a pipeline.
-        buffers: results that a stage holds before it overwrites the oldest; None: it overwrites none.
-        read_sources: returns the digest of each stage's source, and of `advance`'s (`source_digest`). It takes a while,
-            and only processes compare them.
-        spans: for each rank the effects `start:stop` that this run performs; earlier runs have performed those before,
-            and later runs perform those after. None: all effects.
-        mesh: each of whose lanes performs the programs (`weft.transforms.pipelines.lanes`); None: there is one lane.
+        buffers: results that a stage holds before it overwrites the oldest; None: it overwrites
+            none.
+        read_sources: returns the digest of each stage's source, and of `advance`'s
+            (`source_digest`). It takes a while, and only processes compare them.
+        spans: for each rank the effects `start:stop` that this run performs; earlier runs have
+            performed those before, and later runs perform those after. None: all effects.
+        mesh: each of whose lanes performs the programs (`weft.transforms.pipelines.lanes`); None:
+            there is one lane.
     """
 
     lane: tuple[Program, ...]
@@ -307,7 +368,9 @@ class CheckedPrograms:
     @functools.cached_property
     def text(self) -> str:
         """The lines that all ranks compare: versions, sources, programs."""
-        versions = f"weft {__version__}, torch {torch.__version__}, Python {platform.python_version()}"
+        versions = (
+            f"weft {__version__}, torch {torch.__version__}, Python {platform.python_version()}"
+        )
         return "\n".join([versions, *self.read_sources(), listing(self.programs)])
 
     @functools.cached_property
@@ -323,7 +386,9 @@ class CheckedPrograms:
     @functools.cached_property
     def num_microbatches(self) -> int:
         """The number of micro-batches of the programs."""
-        return 1 + max((effect.microbatch for program in self.lane for effect in program.effects), default=-1)
+        return 1 + max(
+            (effect.microbatch for program in self.lane for effect in program.effects), default=-1
+        )
 
     @functools.cached_property
     def lines(self) -> tuple[tuple[str, ...], ...]:
@@ -341,7 +406,8 @@ class CheckedPrograms:
 
     @functools.cached_property
     def order(self) -> tuple[Step, ...]:
-        """The effects of this run, in an order in which one thread can perform them for all ranks."""
+        """The effects of this run, in an order in which one thread can perform them for all ranks.
+        """
         counts, order = [0] * len(self.programs), []
         for step in interleave(self.programs):
             start, stop = self.span(step.rank)
@@ -359,6 +425,6 @@ class CheckedPrograms:
 
     @property
     def lends(self) -> bool:
-        """Whether results are lent: the sender overwrites them later, so that a receiver, whose stage may keep or
-        return what it got, must copy them."""
+        """Whether results are lent: the sender overwrites them later, so that a receiver, whose
+        stage may keep or return what it got, must copy them."""
         return self.buffers is not None

@@ -1,6 +1,8 @@
-"""Lanes: on a mesh, each place along the other axes has a pipeline of its own, and all of them run one program.
+"""Lanes: on a mesh, each place along the other axes has a pipeline of its own, and all of them run
+one program.
 
-The ranks of a stage, one from each lane, share its layers: between them there are collectives, inside its runs.
+The ranks of a stage, one from each lane, share its layers: between them there are collectives,
+inside its runs.
 """
 
 from collections.abc import Sequence
@@ -75,5 +77,7 @@ def _moved(effect: Effect, rank: int, lane: tuple[int, ...]) -> Effect:
             return attrs.evolve(effect, source=lane[source], stage=stage_sent(Step(rank, effect)))
         case Broadcast(root):
             return attrs.evolve(effect, root=lane[root], ranks=lane)
-        case Run() | Fence() | AllReduce() | AllGather() | ReduceScatter() | AllToAll() | PPermute():
+        case (
+            Run() | Fence() | AllReduce() | AllGather() | ReduceScatter() | AllToAll() | PPermute()
+        ):
             return effect

@@ -1,8 +1,10 @@
-"""The abstract machine: programs under way on queues that hold a few messages, without what they compute.
+"""The abstract machine: programs under way on queues that hold a few messages, without what they
+compute.
 
-Every rank performs its effects in order, and each edge is a queue of `capacity` messages; what stages send and what
-returns have queues of their own. A send waits while its queue is full, a receive while it is empty, and a fence until
-its messages were received. A collective waits until all its ranks are there.
+Every rank performs its effects in order, and each edge is a queue of `capacity` messages; what
+stages send and what returns have queues of their own. A send waits while its queue is full, a
+receive while it is empty, and a fence until its messages were received. A collective waits until
+all its ranks are there.
 """
 
 from collections import Counter, deque
@@ -13,14 +15,25 @@ import attrs
 
 from weft.effects import Broadcast, Effect, Fence, Program, Recv, Run, Send
 from weft.errors import ProgramError
-from weft.meshes.collectives import AllGather, AllReduce, AllToAll, Collective, PPermute, ReduceScatter, impossible
+from weft.meshes.collectives import (
+    AllGather,
+    AllReduce,
+    AllToAll,
+    Collective,
+    PPermute,
+    ReduceScatter,
+    impossible,
+)
 
-_TOGETHER = "the same collectives in the same order on all ranks of a group, with one shape and dtype"
+_TOGETHER = (
+    "the same collectives in the same order on all ranks of a group, with one shape and dtype"
+)
 
 
 @attrs.frozen
 class Edge:
-    """A queue from one rank to another, for what stages send or for what returns from the last stage."""
+    """A queue from one rank to another, for what stages send or for what returns from the last
+    stage."""
 
     source: int
     to: int
@@ -45,8 +58,19 @@ def puts(step: Step, num_ranks: int) -> tuple[Edge, ...]:
             return (Edge(step.rank, to, "stages"),)
         case Broadcast(root, ranks=ranks):
             receivers = range(num_ranks) if ranks is None else ranks
-            return tuple(Edge(root, rank, "returns") for rank in receivers if rank != root == step.rank)
-        case Run() | Recv() | Fence() | AllReduce() | AllGather() | ReduceScatter() | AllToAll() | PPermute():
+            return tuple(
+                Edge(root, rank, "returns") for rank in receivers if rank != root == step.rank
+            )
+        case (
+            Run()
+            | Recv()
+            | Fence()
+            | AllReduce()
+            | AllGather()
+            | ReduceScatter()
+            | AllToAll()
+            | PPermute()
+        ):
             return ()
 
 
@@ -57,12 +81,22 @@ def takes(step: Step) -> Edge | None:
             return Edge(source, step.rank, "stages")
         case Broadcast(root):
             return Edge(root, step.rank, "returns") if root != step.rank else None
-        case Run() | Send() | Fence() | AllReduce() | AllGather() | ReduceScatter() | AllToAll() | PPermute():
+        case (
+            Run()
+            | Send()
+            | Fence()
+            | AllReduce()
+            | AllGather()
+            | ReduceScatter()
+            | AllToAll()
+            | PPermute()
+        ):
             return None
 
 
 def matches(sent: Step, taken: Step) -> bool:
-    """Whether a message has the micro-batch, the stage and the schema that its receiver waits for."""
+    """Whether a message has the micro-batch, the stage and the schema that its receiver waits for.
+    """
     ours, theirs = taken.effect, sent.effect
     assert isinstance(ours, Recv | Broadcast)
     assert isinstance(theirs, Send | Broadcast)
@@ -77,7 +111,16 @@ def stage_sent(step: Step) -> int | None:
             return step.rank if stage is None else stage
         case Recv(source, stage=stage):
             return source if stage is None else stage
-        case Run() | Broadcast() | Fence() | AllReduce() | AllGather() | ReduceScatter() | AllToAll() | PPermute():
+        case (
+            Run()
+            | Broadcast()
+            | Fence()
+            | AllReduce()
+            | AllGather()
+            | ReduceScatter()
+            | AllToAll()
+            | PPermute()
+        ):
             return None
 
 
@@ -93,10 +136,14 @@ class Machine:
         self._meetings = [_meetings(program) for program in self.programs]
 
     def place(self, at: Sequence[int]) -> None:
-        """Move each rank to where it has performed `at[rank]` effects; an edge then holds what was sent and not
-        received."""
+        """Move each rank to where it has performed `at[rank]` effects; an edge then holds what was
+        sent and not received."""
         self.at = list(at)
-        done = [Step(p.rank, e) for p, count in zip(self.programs, at, strict=True) for e in p.effects[:count]]
+        done = [
+            Step(p.rank, e)
+            for p, count in zip(self.programs, at, strict=True)
+            for e in p.effects[:count]
+        ]
         received = Counter(edge for step in done if (edge := takes(step)) is not None)
         self.queues = {}
         for step in done:
@@ -122,18 +169,30 @@ class Machine:
         if isinstance(step.effect, Fence):
             mb = step.effect.microbatch
             mine = (e for e in self.queues if e.source == step.rank)
-            return tuple(e.to for e in mine if any(sent.effect.microbatch == mb for sent in self.queues[e]))
-        full = (e for e in puts(step, len(self.programs)) if len(self.queues.get(e, ())) >= self.capacity)
+            return tuple(
+                e.to for e in mine if any(sent.effect.microbatch == mb for sent in self.queues[e])
+            )
+        full = (
+            e
+            for e in puts(step, len(self.programs))
+            if len(self.queues.get(e, ())) >= self.capacity
+        )
         return tuple(edge.to for edge in full)
 
     def _meeting(self, step: Step) -> dict[int, int | None]:
-        """For each rank of a collective, the place of its effect that meets this one, the next one of this rank; None:
-        it has none."""
+        """For each rank of a collective, the place of its effect that meets this one, the next one
+        of this rank; None: it has none."""
         effect = step.effect
         assert isinstance(effect, Collective), "others meet nobody"
         number = self._meetings[step.rank][effect.ranks].index(self.at[step.rank])
-        found = {rank: self._meetings[rank].get(effect.ranks, ()) for rank in effect.ranks if rank < len(self.programs)}
-        return {rank: places[number] if number < len(places) else None for rank, places in found.items()}
+        found = {
+            rank: self._meetings[rank].get(effect.ranks, ())
+            for rank in effect.ranks
+            if rank < len(self.programs)
+        }
+        return {
+            rank: places[number] if number < len(places) else None for rank, places in found.items()
+        }
 
     def _match(self, step: Step) -> None:
         """Raise ProgramError if the ranks of a collective meet for different ones."""
@@ -155,8 +214,8 @@ class Machine:
         """Run one effect.
 
         Raises:
-            ProgramError: it receives a message of another micro-batch, schema or kind than it expects, or meets another
-                collective.
+            ProgramError: it receives a message of another micro-batch, schema or kind than it
+                expects, or meets another collective.
         """
         self._match(step)
         edge = takes(step)
@@ -170,8 +229,8 @@ class Machine:
         self.at[step.rank] += 1
 
     def stray(self) -> ProgramError | None:
-        """The error for a collective whose ranks are not different ones of these programs, its own among them, or
-        which its tensor's shape does not allow; None if there is none."""
+        """The error for a collective whose ranks are not different ones of these programs, its own
+        among them, or which its tensor's shape does not allow; None if there is none."""
         for rank, (program, meetings) in enumerate(zip(self.programs, self._meetings, strict=True)):
             for effect in program.effects:
                 if isinstance(effect, Collective) and (mistake := impossible(effect)):
@@ -179,7 +238,9 @@ class Machine:
             for ranks, (first, *_) in meetings.items():
                 if rank in ranks and len({*ranks} & {*range(len(self.programs))}) == len(ranks):
                     continue
-                instead = f"different ranks from 0 to {len(self.programs) - 1}, and {rank} among them"
+                instead = (
+                    f"different ranks from 0 to {len(self.programs) - 1}, and {rank} among them"
+                )
                 return ProgramError(self.call, str(Step(rank, program.effects[first])), instead)
         return None
 
@@ -192,14 +253,20 @@ class Machine:
         return ProgramError(self.call, f"{self.queues[edge][0]} is never received", instead)
 
     def deadlock(self) -> ProgramError:
-        """The error for programs that cannot go on: ranks wait for each other, or for one that is at its end."""
-        rank, chain = next(r for r in range(len(self.programs)) if self.next(r) is not None), list[Step]()
+        """The error for programs that cannot go on: ranks wait for each other, or for one that is
+        at its end."""
+        rank, chain = (
+            next(r for r in range(len(self.programs)) if self.next(r) is not None),
+            list[Step](),
+        )
         while (step := self.next(rank)) is not None and step not in chain:
             chain.append(step)
             rank = self.blockers(step)[0]
         links = chain if step is None else chain[chain.index(step) :]
         targets = [*(link.rank for link in links[1:]), rank]
-        waits = "; ".join(f"{link} waits for rank {target}" for link, target in zip(links, targets, strict=True))
+        waits = "; ".join(
+            f"{link} waits for rank {target}" for link, target in zip(links, targets, strict=True)
+        )
         ends = ": a cycle" if step is not None else ", which is at its end"
         instead = "give every send a recv, and order them so that one message an edge is enough"
         if all(isinstance(link.effect, Collective) for link in links):
@@ -220,14 +287,17 @@ def interleave(programs: Sequence[Program], *, capacity: int = 1) -> Iterator[St
     """The effects of all ranks in an order in which one process can run them.
 
     Raises:
-        ProgramError: a receive meets a message of another micro-batch or schema, no rank can go on, a message is left
-            over, or a collective is not among ranks of these programs, its own included.
+        ProgramError: a receive meets a message of another micro-batch or schema, no rank can go on,
+            a message is left over, or a collective is not among ranks of these programs, its own
+            included.
     """
     machine = Machine(programs, capacity)
     if (stray := machine.stray()) is not None:
         raise stray
     while steps := machine.ready():
-        for step in steps:  # a step that is ready stays ready: only its own rank takes from its queues
+        for (
+            step
+        ) in steps:  # a step that is ready stays ready: only its own rank takes from its queues
             machine.move(step)
             yield step
     waits = any(machine.next(rank) is not None for rank in range(len(programs)))

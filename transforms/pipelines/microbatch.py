@@ -18,19 +18,22 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 
 def microbatch(step: F, parts: int) -> F:
-    """Run a step `(params, state, batch) -> (state, out)` on at most `parts` parts of its batch, and thread the state
-    through.
+    """Run a step `(params, state, batch) -> (state, out)` on at most `parts` parts of its batch,
+    and thread the state through.
 
-    That changes nothing if the step is separable by rows: what it returns for a request (for plain tensors, a row)
-    depends only on that request, the params and the state of that request, and every output tensor holds one entry per
-    request or token. The state must have an entry per request, or be a sum over requests. It must not be a mean over
-    the batch, or a running mean that is updated once per step, since the step runs once per part. Sizes are checked
-    (`join`); separability cannot be: a `batch.sum(0)` with as many columns as a part has rows is joined, and wrong.
+    That changes nothing if the step is separable by rows: what it returns for a request (for plain
+    tensors, a row) depends only on that request, the params and the state of that request, and
+    every output tensor holds one entry per request or token. The state must have an entry per
+    request, or be a sum over requests. It must not be a mean over the batch, or a running mean that
+    is updated once per step, since the step runs once per part. Sizes are checked (`join`);
+    separability cannot be: a `batch.sum(0)` with as many columns as a part has rows is joined, and
+    wrong.
 
     Args:
         step: the step.
-        parts: at least 1. A batch of fewer requests is cut into one part per request. `weft.transforms.split` says how
-            batches are cut, also those of your own classes; one part takes any batch.
+        parts: at least 1. A batch of fewer requests is cut into one part per request.
+            `weft.transforms.split` says how batches are cut, also those of your own classes; one
+            part takes any batch.
 
     Raises:
         ProgramError: `parts` is not such a number, or the step does not return `(state, out)`.
@@ -52,34 +55,40 @@ def microbatch(step: F, parts: int) -> F:
         batches = split(batch, parts)
         for part in batches:
             state, out = check_pair(call, step(params, state, part), "(state, out)")
-            outputs.append(clone(out) if lends(step) else out)  # the next part overwrites a lent result
+            outputs.append(
+                clone(out) if lends(step) else out
+            )  # the next part overwrites a lent result
         return clone(state) if lends_state(step) else state, join(outputs, batches, batch)
 
     return cast(F, declare_lending(declare_donated(run, donated_argnames(step)), False))
 
 
 def lends_state(step: Callable[..., Any]) -> bool:
-    """Whether the next call of a step or a stage may overwrite the state that this one returns. A donated state is
-    kept in its own storage."""
+    """Whether the next call of a step or a stage may overwrite the state that this one returns. A
+    donated state is kept in its own storage."""
     return lends(step) and not donated_argnames(step)
 
 
 def after_first(tree: Any) -> Any:
     """A batch, or a tree with batches in it, without the fields that only the first stage reads."""
     return tree_map(
-        lambda x: x.after_first() if isinstance(x, Batch) else x, tree, is_leaf=lambda x: isinstance(x, Batch)
+        lambda x: x.after_first() if isinstance(x, Batch) else x,
+        tree,
+        is_leaf=lambda x: isinstance(x, Batch),
     )
 
 
 def class_of(batch: Any) -> Any:
-    """The class of a batch, on which all ranks must agree: its descriptor; without one, its tensors' schema."""
+    """The class of a batch, on which all ranks must agree: its descriptor; without one, its
+    tensors' schema."""
     found = find_descriptors(batch)
     return found[0] if found else Schema.of(opened(batch))
 
 
 def class_text(batch: Any) -> str:
-    """The class of a batch (or of a value with a field `batch`) as text, which also says whether logprobs of targets
-    come back. All ranks must agree on it, and the layout of the batch's messages follows from it."""
+    """The class of a batch (or of a value with a field `batch`) as text, which also says whether
+    logprobs of targets come back. All ranks must agree on it, and the layout of the batch's
+    messages follows from it."""
     targets = getattr(getattr(batch, "batch", batch), "targets", None)
     return f"{class_of(batch)}{'' if targets is None else ', with targets'}"
 
@@ -92,21 +101,25 @@ class Repeats(Protocol):
         """The state after `length` steps on the same batch, and the output of each."""
 
 
-def scan(step: Callable[[Any, Any, Any], tuple[Any, Any]], length: int) -> Callable[[Any, Any, Any], tuple[Any, Any]]:
-    """Run a step `length` times on the same batch, and thread the state through. That is a decode loop: a decode batch
-    only names rows of the state, and the state holds their last tokens.
+def scan(
+    step: Callable[[Any, Any, Any], tuple[Any, Any]], length: int
+) -> Callable[[Any, Any, Any], tuple[Any, Any]]:
+    """Run a step `length` times on the same batch, and thread the state through. That is a decode
+    loop: a decode batch only names rows of the state, and the state holds their last tokens.
 
     Args:
-        step: `(params, state, batch) -> (state, out)`. A pipeline overlaps its stages: its micro-batches are cohorts of
-            requests, each of which waits only for its own tokens.
+        step: `(params, state, batch) -> (state, out)`. A pipeline overlaps its stages: its
+            micro-batches are cohorts of requests, each of which waits only for its own tokens.
         length: at least 1.
 
     Returns:
-        A step `(params, state, batch) -> (state, outs)`, where `outs` is the list of what each step returned. They are
-        not stacked, as `jax.lax.scan` does, so that their dimensions keep the names by which a ladder pads and unpads.
+        A step `(params, state, batch) -> (state, outs)`, where `outs` is the list of what each step
+        returned. They are not stacked, as `jax.lax.scan` does, so that their dimensions keep the
+        names by which a ladder pads and unpads.
 
     Raises:
-        ProgramError: a length that is not a whole number >= 1, or a step that is not a function to `(state, out)`.
+        ProgramError: a length that is not a whole number >= 1, or a step that is not a function to
+            `(state, out)`.
         DonatedError: at a call, an argument that was donated before.
 
     >>> double = scan(lambda params, state, batch: (2 * state, state + batch), 3)
@@ -123,9 +136,13 @@ def scan(step: Callable[[Any, Any, Any], tuple[Any, Any]], length: int) -> Calla
         outs = []
         for _ in range(length):
             state, out = check_pair(call, step(params, state, batch), "(state, out)")
-            outs.append(clone(out) if lends(step) else out)  # the next step overwrites a lent result
+            outs.append(
+                clone(out) if lends(step) else out
+            )  # the next step overwrites a lent result
         return clone(state) if lends_state(step) else state, outs
 
-    functools.update_wrapper(run, step, assigned=("__module__", "__name__", "__qualname__"), updated=())
+    functools.update_wrapper(
+        run, step, assigned=("__module__", "__name__", "__qualname__"), updated=()
+    )
     del vars(run)["__wrapped__"]
     return declare_donated(run, donated_argnames(step))

@@ -1,4 +1,5 @@
-"""The parts of a batch: `split` cuts it into whole requests or rows, and `join` joins what a step returned for each."""
+"""The parts of a batch: `split` cuts it into whole requests or rows, and `join` joins what a step
+returned for each."""
 
 import operator
 from collections.abc import Iterator, Mapping, Sequence
@@ -13,7 +14,15 @@ from weft.containers import map_tensors, opened
 from weft.descriptor import arguments_of
 from weft.donation import refuse_donated_in
 from weft.errors import DescriptorError, WeftError
-from weft.splitting import axis_sizes, cut_sized, find_bounds, parse_axis, read_starts, resized, sized_tensors
+from weft.splitting import (
+    axis_sizes,
+    cut_sized,
+    find_bounds,
+    parse_axis,
+    read_starts,
+    resized,
+    sized_tensors,
+)
 from weft.transforms.pipelines.argument_checks import Mistake
 from weft.trees import (
     Axes,
@@ -27,39 +36,46 @@ from weft.trees import (
     tree_unflatten,
 )
 
-_OTHER_STRUCTURE: Mistake = "outputs of different structures", "return the same structure for every batch"
+_OTHER_STRUCTURE: Mistake = (
+    "outputs of different structures",
+    "return the same structure for every batch",
+)
 
 
 @runtime_checkable
 class Splits(Protocol):
-    """A batch whose class says how it is split. It may also have a method `join(outputs)`, which is called on the whole
-    batch with the outputs of its parts and returns the output of the whole."""
+    """A batch whose class says how it is split. It may also have a method `join(outputs)`, which is
+    called on the whole batch with the outputs of its parts and returns the output of the whole."""
 
     def split(self, parts: int, /) -> tuple[Self, ...]:
         """At least one and at most `parts` batches, in order."""
 
 
 def split(batch: Any, parts: int) -> tuple[Any, ...]:
-    """Cut a batch into at most `parts` parts, whose numbers of requests (or rows) differ by at most one.
+    """Cut a batch into at most `parts` parts, whose numbers of requests (or rows) differ by at most
+    one.
 
     1. If `parts` is 1, the batch is the only part, whatever it is.
     2. A class with a method `split(parts)`, such as `weft.Batch`, cuts itself.
-    3. A class whose fields name one axis (`weft.axes`) is cut along it. If they name two, one integer field with
-       `axes("first+1")` must hold the start of each entry in the second axis, and the end of the last.
-    4. In all other trees, also in attrs classes, dataclasses and mappings, tensors are cut along their first
-       dimensions, which must agree.
+    3. A class whose fields name one axis (`weft.axes`) is cut along it. If they name two, one
+       integer field with `axes("first+1")` must hold the start of each entry in the second axis,
+       and the end of the last.
+    4. In all other trees, also in attrs classes, dataclasses and mappings, tensors are cut along
+       their first dimensions, which must agree.
 
-    A field that names no axis, in a class where others do, goes to every part; so do Python values. The steps that run
-    on the parts must be separable by what is cut (see `microbatch`).
+    A field that names no axis, in a class where others do, goes to every part; so do Python values.
+    The steps that run on the parts must be separable by what is cut (see `microbatch`).
 
     Args:
         batch: the batch.
         parts: at least 1. A batch of fewer requests is cut into one part per request.
 
     Raises:
-        DescriptorError: a batch that cannot be cut, or a method `split` that returns something else.
-        CaptureError: inside a captured function, a batch whose tensors say where it is cut, as those of a ragged
-            `Batch`. Cut only uniform batches there, or capture the parts (`pipeline(map(graphify, stages))`).
+        DescriptorError: a batch that cannot be cut, or a method `split` that returns something
+            else.
+        CaptureError: inside a captured function, a batch whose tensors say where it is cut, as
+            those of a ragged `Batch`. Cut only uniform batches there, or capture the parts
+            (`pipeline(map(graphify, stages))`).
         DonatedError: a tensor was donated before.
 
     >>> from weft.batch import Batch
@@ -81,24 +97,35 @@ def split(batch: Any, parts: int) -> tuple[Any, ...]:
     except WeftError:
         raise
     except Exception as error:  # of a class that refuses the values of a part
-        raise DescriptorError(call, f"{type(error).__name__}: {error}", _own_methods(batch)) from error
+        raise DescriptorError(
+            call, f"{type(error).__name__}: {error}", _own_methods(batch)
+        ) from error
 
 
 def splits(batch: Any) -> bool:
-    """Whether the class of a batch has a method `split` for it. Those of tensors and texts do something else."""
+    """Whether the class of a batch has a method `split` for it. Those of tensors and texts do
+    something else."""
     return isinstance(batch, Splits) and not isinstance(batch, type | Tensor | str | bytes)
 
 
 def _checked(found: Any, kind: str, parts: int) -> tuple[Any, ...]:
     if isinstance(found, tuple | list) and 1 <= len(found) <= parts:
         return tuple(found)
-    seen = f"it returned {len(found)} parts" if isinstance(found, tuple | list) else f"it returned {kind_of(found)}"
+    seen = (
+        f"it returned {len(found)} parts"
+        if isinstance(found, tuple | list)
+        else f"it returned {kind_of(found)}"
+    )
     raise DescriptorError(f"{kind}.split({parts})", seen, f"return a tuple of 1 to {parts} batches")
 
 
 def _own_methods(batch: Any) -> str:
     """The remedy that always works."""
-    kind = "a class of your own" if type(batch).__module__ == "builtins" else f"class {type(batch).__name__}"
+    kind = (
+        "a class of your own"
+        if type(batch).__module__ == "builtins"
+        else f"class {type(batch).__name__}"
+    )
     return f"in {kind} a method split(parts) that returns a tuple of batches, and join(outputs) if they need one"
 
 
@@ -111,13 +138,14 @@ def _split_named(call: str, batch: Any, parts: int) -> Iterator[Any]:
         for start, end in pairwise(find_bounds(size, parts)):
             yield cut_sized(batch, {axis: (start, end)}, resized(descriptor, {axis: end - start}))
     elif starts is None:
-        seen, instead = f"axes {', '.join(sizes)}; a field of starts connects two", _own_methods(batch)
+        seen, instead = (
+            f"axes {', '.join(sizes)}; a field of starts connects two",
+            _own_methods(batch),
+        )
         if len(sizes) == 2:
             seen = f"axes {', '.join(sizes)}, and no field that says how they go together"
             named = " or ".join(f'axes("{axis}+1")' for axis in sizes)
-            instead += (
-                f"; or, where an entry of one has some of the other to itself, an integer field of starts, {named}"
-            )
+            instead += f"; or, where an entry of one has some of the other to itself, an integer field of starts, {named}"
         raise DescriptorError(call, seen, instead)
     else:
         field, first, second = starts
@@ -132,9 +160,12 @@ def _split_named(call: str, batch: Any, parts: int) -> Iterator[Any]:
 
 
 def _check_sizes(call: str, batch: Any, descriptor: Any) -> dict[str, int]:
-    """The sizes of a batch's axes. Raises DescriptorError if it has two descriptors, or a tensor has another size."""
+    """The sizes of a batch's axes. Raises DescriptorError if it has two descriptors, or a tensor
+    has another size."""
     if len(find_descriptors(batch)) > 1:
-        raise DescriptorError(call, "two descriptors in one batch", "one descriptor for all of its fields")
+        raise DescriptorError(
+            call, "two descriptors in one batch", "one descriptor for all of its fields"
+        )
     sizes = axis_sizes(batch, descriptor)
     for value, spec in sized_tensors(batch):
         for dim, name in enumerate(spec.dims):
@@ -150,12 +181,15 @@ def _check_sizes(call: str, batch: Any, descriptor: Any) -> dict[str, int]:
 
 
 def _field_of_starts(batch: Any) -> tuple[str, str, str] | None:
-    """The one integer field that follows one of two axes, and one more: its name, that axis and the other one."""
+    """The one integer field that follows one of two axes, and one more: its name, that axis and the
+    other one."""
     held = {name: (getattr(batch, name), spec.dims) for name, spec in sized_fields(batch).items()}
     found = [
         (name, dims[0].removesuffix("+1"))
         for name, (value, dims) in held.items()
-        if isinstance(value, Tensor) and value.dim() == len(dims) == 1 and not value.is_floating_point()
+        if isinstance(value, Tensor)
+        and value.dim() == len(dims) == 1
+        and not value.is_floating_point()
         if dims[0] is not None and dims[0].endswith("+1")
     ]
     if len(found) != 1:
@@ -178,7 +212,9 @@ def _split_rows(call: str, batch: Any, parts: int) -> Iterator[Any]:
 
 def _common_length(call: str, tree: Any) -> int:
     """The number of rows of a tree of tensors."""
-    shapes = {name: tuple(x.shape) for name, x in leaves_with_names(opened(tree)) if isinstance(x, Tensor)}
+    shapes = {
+        name: tuple(x.shape) for name, x in leaves_with_names(opened(tree)) if isinstance(x, Tensor)
+    }
     lengths = {shape[0] if shape else None for shape in shapes.values()}
     if len(lengths) == 1 and None not in lengths:
         return int(lengths.pop() or 0)
@@ -186,33 +222,41 @@ def _common_length(call: str, tree: Any) -> int:
     if not shapes:
         seen = f"no tensor in {tree!r:.60}" + ("" if tree is None else f", {kind_of(tree)}")
     raise DescriptorError(
-        call, seen, f"tensors with a row for each entry, and the rest in params; or {_own_methods(tree)}"
+        call,
+        seen,
+        f"tensors with a row for each entry, and the rest in params; or {_own_methods(tree)}",
     )
 
 
 def _check_values(call: str, batch: Any, count: int) -> None:
-    """Raise DescriptorError for leaves that are not tensors and look like rows: every part would get all of them."""
+    """Raise DescriptorError for leaves that are not tensors and look like rows: every part would
+    get all of them."""
     for name, leaf in leaves_with_names(opened(batch), is_leaf=_is_list_of_values):
         seen, instead = "", "a tensor; or a tuple, if every part takes all of it"
         if isinstance(leaf, list) and len(leaf) == count:
             seen = f"{name or 'it'} is a list of {count} Python values, as many as there are rows"
         elif getattr(leaf, "shape", None) and not isinstance(leaf, Tensor):
-            seen, instead = f"{name or 'it'} is {kind_of(leaf)}, not a tensor", "torch.as_tensor(...) of it"
+            seen, instead = (
+                f"{name or 'it'} is {kind_of(leaf)}, not a tensor",
+                "torch.as_tensor(...) of it",
+            )
         if seen:
             raise DescriptorError(call, seen, instead)
 
 
 def _is_list_of_values(node: Any) -> bool:
-    return isinstance(node, list) and not any(isinstance(leaf, Tensor) for leaf in tree_leaves(node))
+    return isinstance(node, list) and not any(
+        isinstance(leaf, Tensor) for leaf in tree_leaves(node)
+    )
 
 
 def join(outputs: Sequence[Any], parts: Sequence[Any], batch: Any = None) -> Any:
-    """Join the outputs of the parts of a batch, by the batch's own `join(outputs)`; without one, sized fields along
-    their named dimension, and other tensors along the first.
+    """Join the outputs of the parts of a batch, by the batch's own `join(outputs)`; without one,
+    sized fields along their named dimension, and other tensors along the first.
 
-    Every tensor must hold one entry per request (for plain tensors, per row) or per token of its part; for a class of
-    your own, per entry of an axis that it names. Only sizes are checked: a sum over 2 rows of 2 columns has the size of
-    a result for 2 rows, and is joined as one.
+    Every tensor must hold one entry per request (for plain tensors, per row) or per token of its
+    part; for a class of your own, per entry of an axis that it names. Only sizes are checked: a sum
+    over 2 rows of 2 columns has the size of a result for 2 rows, and is joined as one.
 
     Args:
         outputs: the step's output for each part.
@@ -220,8 +264,9 @@ def join(outputs: Sequence[Any], parts: Sequence[Any], batch: Any = None) -> Any
         batch: the batch that was split. Only a class with a method `join` needs it.
 
     Raises:
-        DescriptorError: the outputs have different structures, hold another descriptor than their part's, or hold a
-            leaf whose size is not the part's number of requests or tokens: a loss, a parameter, a Python value.
+        DescriptorError: the outputs have different structures, hold another descriptor than their
+            part's, or hold a leaf whose size is not the part's number of requests or tokens: a
+            loss, a parameter, a Python value.
         DonatedError: an output was donated before.
     """
     refuse_donated_in("join(outputs, parts)", outputs=outputs)
@@ -231,7 +276,9 @@ def join(outputs: Sequence[Any], parts: Sequence[Any], batch: Any = None) -> Any
     if splits(parts[0]) and callable(getattr(parts[0], "join", None)):
         if not splits(batch):
             raise DescriptorError(
-                call, f"{type(parts[0]).__name__} has a join of its own", "join(outputs, parts, batch)"
+                call,
+                f"{type(parts[0]).__name__} has a join of its own",
+                "join(outputs, parts, batch)",
             )
         return batch.join(list(outputs))
     descriptors = [find_descriptors(part) for part in parts]
@@ -242,7 +289,10 @@ def join(outputs: Sequence[Any], parts: Sequence[Any], batch: Any = None) -> Any
     for out, own, known in zip(outputs, found, descriptors, strict=True):
         mistake = None if tree_structure(own) == structure else _OTHER_STRUCTURE
         if strange := [d for d in find_descriptors(out) if d not in known]:
-            mistake = f"an output of descriptor '{strange[0]}', not its part's", "return it without one"
+            mistake = (
+                f"an output of descriptor '{strange[0]}', not its part's",
+                "return it without one",
+            )
         if mistake is not None:
             raise DescriptorError(call, *mistake)
     starts = _field_of_starts(outputs[0]) if sized_fields(outputs[0]) else None
@@ -260,13 +310,19 @@ def join(outputs: Sequence[Any], parts: Sequence[Any], batch: Any = None) -> Any
 
 
 def _sizes_of(parts: Sequence[Any], descriptors: Sequence[Sequence[Any]]) -> list[dict[str, int]]:
-    """For each part the sizes that an output for it may have, by axis; by an empty name if there is no axis."""
+    """For each part the sizes that an output for it may have, by axis; by an empty name if there is
+    no axis."""
     first = parts[0]
     if not all(sized_fields(part) for part in parts):
         return [{"": _common_length("join", part)} for part in parts]
     if not all(descriptors) or not all(type(part) is type(first) for part in parts):
-        return [axis_sizes(part, own[0] if own else None) for part, own in zip(parts, descriptors, strict=True)]
-    names = axis_sizes(first, descriptors[0][0])  # the same in all parts, whose descriptors have their sizes
+        return [
+            axis_sizes(part, own[0] if own else None)
+            for part, own in zip(parts, descriptors, strict=True)
+        ]
+    names = axis_sizes(
+        first, descriptors[0][0]
+    )  # the same in all parts, whose descriptors have their sizes
     return [{name: getattr(own[0], name) for name in names} for own in descriptors]
 
 
@@ -278,8 +334,11 @@ def _join_starts(starts: Sequence[Tensor]) -> Tensor:
     return torch.cat(joined)
 
 
-def _mistake_in_leaf(name: str, leaf: Any, spec: Axes | None, dim: int, sizes: Mapping[str, int]) -> Mistake | None:
-    """The mistake in a leaf of the output of a part of these sizes: along `dim` it has another size."""
+def _mistake_in_leaf(
+    name: str, leaf: Any, spec: Axes | None, dim: int, sizes: Mapping[str, int]
+) -> Mistake | None:
+    """The mistake in a leaf of the output of a part of these sizes: along `dim` it has another
+    size."""
     if leaf is None:
         return None
     axis = None if spec is None else spec.name(dim)
@@ -290,19 +349,28 @@ def _mistake_in_leaf(name: str, leaf: Any, spec: Axes | None, dim: int, sizes: M
     if isinstance(leaf, Tensor) and leaf.dim() > dim and leaf.shape[dim] in wanted:
         return None
     shape = tuple(leaf.shape) if isinstance(leaf, Tensor) else f"{leaf!r:.60}"
-    seen = f"output {name or '(the whole)'} is {shape}, not one entry a request or a token of its part"
+    seen = (
+        f"output {name or '(the whole)'} is {shape}, not one entry a request or a token of its part"
+    )
     return seen, "return such tensors, and reduce them outside"
 
 
-def _whole(call: str, descriptors: Sequence[Sequence[Any]], sizes: Sequence[Mapping[str, int]], batch: Any) -> Any:
-    """The descriptor of the batch whose parts have these descriptors and sizes; None if they have none."""
+def _whole(
+    call: str, descriptors: Sequence[Sequence[Any]], sizes: Sequence[Mapping[str, int]], batch: Any
+) -> Any:
+    """The descriptor of the batch whose parts have these descriptors and sizes; None if they have
+    none."""
     if not all(descriptors):
         return None
-    whole = resized(descriptors[0][0], {name: sum(own[name] for own in sizes) for name in sizes[0] if name})
+    whole = resized(
+        descriptors[0][0], {name: sum(own[name] for own in sizes) for name in sizes[0] if name}
+    )
     if batch is not None and whole not in (was := find_descriptors(batch)):
         kind = type(batch).__name__
         seen = f"parts that together are '{whole}', where the {kind} is '{next(iter(was), None)}'"
-        raise DescriptorError(call, seen, f"in class {kind} a method join(outputs) beside its split")
+        raise DescriptorError(
+            call, seen, f"in class {kind} a method join(outputs) beside its split"
+        )
     return whole
 
 

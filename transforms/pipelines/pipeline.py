@@ -1,7 +1,9 @@
-"""`pipeline`: makes stages one step. Each rank performs a program of effects, checked before the first tensor moves.
+"""`pipeline`: makes stages one step. Each rank performs a program of effects, checked before the
+first tensor moves.
 
-A transport (`transports`) executes the programs: its `run` has each rank's worker (`worker.Worker.perform`) perform the
-effects in order, and the worker gives every send and receive to the transport's link.
+A transport (`transports`) executes the programs: its `run` has each rank's worker
+(`worker.Worker.perform`) perform the effects in order, and the worker gives every send and receive
+to the transport's link.
 """
 
 import copy
@@ -51,7 +53,15 @@ from weft.transforms.pipelines.transports import Transport
 from weft.transforms.pipelines.transports.agreement import source_digest
 from weft.transforms.pipelines.transports.local import Local
 from weft.transforms.pipelines.weaving import Schedule
-from weft.transforms.pipelines.worker import StageRun, Worker, call_advance, call_stage, in_kind, put_batches, states_of
+from weft.transforms.pipelines.worker import (
+    StageRun,
+    Worker,
+    call_advance,
+    call_stage,
+    in_kind,
+    put_batches,
+    states_of,
+)
 from weft.trees import leaves_with_names
 
 Stage = Callable[[Any, Any, Any, Any], tuple[Any, Any]]
@@ -60,16 +70,20 @@ Advance = Callable[[Any, Any, Any], Any]
 _MAX_PROGRAMS = 1024
 
 
-def compose(stages: Sequence[Stage], *, advance: Advance | None = None) -> Callable[[Any, Any, Any], tuple[Any, Any]]:
-    """The step that runs the stages one after the other on the whole batch. Every pipeline must equal it.
+def compose(
+    stages: Sequence[Stage], *, advance: Advance | None = None
+) -> Callable[[Any, Any, Any], tuple[Any, Any]]:
+    """The step that runs the stages one after the other on the whole batch. Every pipeline must
+    equal it.
 
     Args:
-        stages: each `(params, state, batch, x) -> (state, y)`; x is None on the first, then the y of the one before.
+        stages: each `(params, state, batch, x) -> (state, y)`; x is None on the first, then the y
+            of the one before.
         advance: `(state, batch, out) -> state`, run for every stage with the last one's output.
 
     Returns:
-        A step `(params, state, batch) -> (state, out)`, where params and state have one entry per stage. The new state
-        is a list if the given one is, or else a tuple.
+        A step `(params, state, batch) -> (state, out)`, where params and state have one entry per
+        stage. The new state is a list if the given one is, or else a tuple.
     """
     stages = check_stages("compose", stages)
 
@@ -99,8 +113,8 @@ def _donations(stages: Sequence[Stage], advance: Advance | None) -> tuple[str, .
 
 
 def _with_own_results(stages: Sequence[Stage]) -> Iterator[Stage]:
-    """The stages, each with results of its own: a function that lends its results and is several stages is copied,
-    because the stages may run at the same time.
+    """The stages, each with results of its own: a function that lends its results and is several
+    stages is copied, because the stages may run at the same time.
 
     Raises:
         ProgramError: it cannot be copied.
@@ -163,7 +177,8 @@ class Pipelined:
         self.programs()
 
     def placed(self) -> AbstractContextManager[None]:
-        """The context in which a stage runs in this process, for calls of it outside the pipeline."""
+        """The context in which a stage runs in this process, for calls of it outside the pipeline.
+        """
         member = self.transport.member
         if self.mesh is None or member is None:
             return nullcontext()
@@ -175,7 +190,8 @@ class Pipelined:
         return any(index == 0 for index, _ in self._here)
 
     def programs(self, microbatches: int | None = None) -> tuple[Program, ...]:
-        """The checked program of each rank, for so many micro-batches (None: the pipeline's own number)."""
+        """The checked program of each rank, for so many micro-batches (None: the pipeline's own
+        number)."""
         microbatches = self.microbatches if microbatches is None else microbatches
         check_count(f"{self._text}.programs({microbatches!r})", "microbatches", microbatches)
         return self._check_programs([Job(feeds=self._returns)] * microbatches, ()).programs
@@ -187,11 +203,15 @@ class Pipelined:
         if (checked := self._checked_by_key.get(key)) is None:
             if len(self._checked_by_key) >= _MAX_PROGRAMS:
                 self._checked_by_key.clear()
-            programs = tuple(put_classes(self._make_programs(jobs), classes, self._schema, self._text))
+            programs = tuple(
+                put_classes(self._make_programs(jobs), classes, self._schema, self._text)
+            )
             checked = CheckedPrograms(programs, self._buffers, self._read_sources, spans, self.mesh)
             if self._schedule is not make_programs:
                 counts = len(self.stages), self._num_ranks
-                refuse_other_work(self._text, programs, counts, jobs, advances=self._advance is not None)
+                refuse_other_work(
+                    self._text, programs, counts, jobs, advances=self._advance is not None
+                )
             self._checked_by_key[key] = checked
         return checked
 
@@ -201,27 +221,35 @@ class Pipelined:
             return self._schedule
         advances, given = self._advance is not None, (len(self.stages), jobs)
         made = self._schedule(*given, schema=self._schema, advances=advances, buffers=self._buffers)
-        check_values(f"{self._text}: schedule(...)", {"programs": PROGRAMS}, {"programs": made}, ProgramError)
+        check_values(
+            f"{self._text}: schedule(...)", {"programs": PROGRAMS}, {"programs": made}, ProgramError
+        )
         return made
 
     @uncompiled
     def __call__(self, params: Sequence[Any], state: Sequence[Any], batch: Any) -> tuple[Any, Any]:
         workers = self._workers(params, state, batch)
         batches = split(batch, self.microbatches)
-        states, outputs = self._run(state, workers, batches, [Job(feeds=self._returns)] * len(batches))
+        states, outputs = self._run(
+            state, workers, batches, [Job(feeds=self._returns)] * len(batches)
+        )
         return states, join(outputs, batches, batch)
 
     def stream(
-        self, params: Sequence[Any], state: Sequence[Any], batches: Sequence[Any], jobs: Sequence[Job] | None = None
+        self,
+        params: Sequence[Any],
+        state: Sequence[Any],
+        batches: Sequence[Any],
+        jobs: Sequence[Job] | None = None,
     ) -> tuple[Any, list[Any]]:
-        """Run batches in order, with the results of one call after the other, but overlap the stages: each batch is a
-        micro-batch, and waits only for the tokens of its own requests.
+        """Run batches in order, with the results of one call after the other, but overlap the
+        stages: each batch is a micro-batch, and waits only for the tokens of its own requests.
 
         Args:
             params, state: as a call takes them.
             batches: prefills, chunks of prompts and decodes in any mixture.
-            jobs: the job of each, which says what it waits for (`jobs_for`, `decode_jobs`). None: the host reads the
-                batches to find out.
+            jobs: the job of each, which says what it waits for (`jobs_for`, `decode_jobs`). None:
+                the host reads the batches to find out.
 
         Returns:
             The new state, and the output for each batch; None for a batch whose job does not feed.
@@ -229,15 +257,22 @@ class Pipelined:
         given: Any = batches
         is_list = isinstance(given, Sequence)
         if not is_list or (jobs is not None and len(jobs) != len(given)):
-            seen = f"{len(given)} batches and {len(jobs or ())} jobs" if is_list else f"batches is {kind_of(given)}"
+            seen = (
+                f"{len(given)} batches and {len(jobs or ())} jobs"
+                if is_list
+                else f"batches is {kind_of(given)}"
+            )
             instead = "a job for each batch" if is_list else "a list of batches: [batch]"
             raise ProgramError(f"{self._text}.stream(params, state, batches)", seen, instead)
         workers = self._workers(params, state, batches)
         return self._run(state, workers, batches, self._jobs(batches) if jobs is None else jobs)
 
-    def repeat(self, params: Sequence[Any], state: Sequence[Any], batch: Any, length: int) -> tuple[Any, list[Any]]:
-        """Run the same batch `length` times, with the results of one call after the other, but overlap the stages: the
-        micro-batches are cohorts, each of which waits only for its own tokens of the step before. `scan` calls it.
+    def repeat(
+        self, params: Sequence[Any], state: Sequence[Any], batch: Any, length: int
+    ) -> tuple[Any, list[Any]]:
+        """Run the same batch `length` times, with the results of one call after the other, but
+        overlap the stages: the micro-batches are cohorts, each of which waits only for its own
+        tokens of the step before. `scan` calls it.
 
         Returns:
             The new state, and the output of each step.
@@ -254,11 +289,20 @@ class Pipelined:
 
     def _jobs(self, batches: Sequence[Any]) -> Sequence[Job]:
         if not all(isinstance(batch, Batch) for batch in batches):
-            return [Job(feeds=self._returns, after=i - 1 if i and self._returns else None) for i in range(len(batches))]
-        return jobs_for([frozenset(b.rows.tolist()) for b in batches], [bool(b.samples.any()) for b in batches])
+            return [
+                Job(feeds=self._returns, after=i - 1 if i and self._returns else None)
+                for i in range(len(batches))
+            ]
+        return jobs_for(
+            [frozenset(b.rows.tolist()) for b in batches], [bool(b.samples.any()) for b in batches]
+        )
 
     def _run(
-        self, state: Sequence[Any], workers: Sequence[Worker], batches: Sequence[Any], jobs: Sequence[Job]
+        self,
+        state: Sequence[Any],
+        workers: Sequence[Worker],
+        batches: Sequence[Any],
+        jobs: Sequence[Job],
     ) -> tuple[Sequence[Any], list[Any]]:
         checked = self._check_programs(jobs, [class_text(batch) for batch in batches])
         put_batches(workers, batches, [after_first(batch) for batch in batches])
@@ -274,59 +318,79 @@ class Pipelined:
         return kept | worker.outputs
 
     def _compare_lanes(self, mesh: Mesh, workers: Sequence[Worker]) -> None:
-        """Raise MeshError where ranks that share the last stage return different outputs, of which the caller gets one.
-        Those on a GPU are compared in the first run alone, as the host waits for them. Ranks in other processes are not
-        compared: each returns its own."""
+        """Raise MeshError where ranks that share the last stage return different outputs, of which
+        the caller gets one. Those on a GPU are compared in the first run alone, as the host waits
+        for them. Ranks in other processes are not compared: each returns its own."""
         end = 0 if self._returns else self._num_ranks - 1
         lanes = [worker for worker in workers if lane_rank(mesh, worker.rank) == end]
         outputs = [self._outputs(worker) for worker in lanes]
         for mb in outputs[0]:
-            for (name, first), *others in zip(*(leaves_with_names(own.get(mb)) for own in outputs), strict=False):
+            for (name, first), *others in zip(
+                *(leaves_with_names(own.get(mb)) for own in outputs), strict=False
+            ):
                 if self._has_compared and isinstance(first, Tensor) and first.device.type != "cpu":
                     continue
                 if found := differing([first, *(leaf for _, leaf in others)]):
                     ranks = ranks_in_words([lanes[index].rank for index in (0, *found)])
                     seen = f"output{name} of micro-batch {mb}: {ranks} have different values"
                     instead = "weft.all_reduce or weft.all_gather in the last stage, so that all of its ranks return it"
-                    raise MeshError(f"{self._text[:-1]}, mesh={mesh})(params, state, batch)", seen, instead)
+                    raise MeshError(
+                        f"{self._text[:-1]}, mesh={mesh})(params, state, batch)", seen, instead
+                    )
         self._has_compared = True
 
-    def _workers(self, params: Sequence[Any], state: Sequence[Any], batch: Any = None) -> list[Worker]:
+    def _workers(
+        self, params: Sequence[Any], state: Sequence[Any], batch: Any = None
+    ) -> list[Worker]:
         stages_here = [index for index, _ in self._here]
         check_entries("pipeline", len(self.stages), stages_here, params, state, batch, self.mesh)
         refuse_transform(self.transport)
         traced = in_dispatch_mode()
-        by_rank: dict[int, list[StageRun]] = {rank: [] for rank in sorted(rank for _, rank in self._here)}
+        by_rank: dict[int, list[StageRun]] = {
+            rank: [] for rank in sorted(rank for _, rank in self._here)
+        }
         for (index, rank), own_params, own_state in zip(self._here, params, state, strict=True):
             stage, is_last = self.stages[index], index == len(self.stages) - 1
-            # A graphified stage returns a copy of its own, unless it only becomes part of a graph around it.
+            # A graphified stage returns a copy of its own, unless it only becomes part of a graph
+            # around it.
             shares = bool(self.__weft_donates__) and (traced or not owns_results(stage))
             copies = lends(stage) and is_last, shares, lends_state(stage) and not traced
             by_rank[rank].append(StageRun(index, stage, own_params, own_state, *copies))
-        return [Worker(rank, stages, self._advance, mesh=self.mesh) for rank, stages in by_rank.items()]
+        return [
+            Worker(rank, stages, self._advance, mesh=self.mesh) for rank, stages in by_rank.items()
+        ]
 
     def session(self, params: Sequence[Any], state: Sequence[Any]) -> Session:
-        """A stream without an end: batches are submitted a few at a time, and stages overlap across submissions.
+        """A stream without an end: batches are submitted a few at a time, and stages overlap across
+        submissions.
 
         Args:
-            params, state: as a call takes them; the state is the session's until `close()` returns it.
+            params, state: as a call takes them; the state is the session's until `close()` returns
+                it.
 
         Raises:
             ProgramError: a pipeline without `advance`, to whose ranks nothing returns.
         """
         if self._advance is None:
             call = f"{self._text}.session(params, state)"
-            raise ProgramError(call, "no advance, so that nothing returns", "pipeline(stages, advance=...)")
+            raise ProgramError(
+                call, "no advance, so that nothing returns", "pipeline(stages, advance=...)"
+            )
         workers = self._workers(params, state)
-        return Session(self._num_ranks, self.transport, workers, self._check_programs, self._count_running)
+        return Session(
+            self._num_ranks, self.transport, workers, self._check_programs, self._count_running
+        )
 
     def _count_running(self, jobs: Sequence[Job]) -> tuple[tuple[int, ...], int]:
-        """For each rank the number of effects to perform once these jobs are submitted, and the first job that then is
-        not over. Only the programs of `make_programs` go on where those of fewer jobs ended."""
+        """For each rank the number of effects to perform once these jobs are submitted, and the
+        first job that then is not over. Only the programs of `make_programs` go on where those of
+        fewer jobs ended."""
         if self._schedule is make_programs:
             return count_running(len(self.stages), jobs, advances=True, buffers=self._buffers)
         programs = self._check_programs(jobs, ()).programs if jobs else ()
-        return tuple(len(program.effects) for program in programs) or (0,) * self._num_ranks, len(jobs)
+        return tuple(len(program.effects) for program in programs) or (0,) * self._num_ranks, len(
+            jobs
+        )
 
     def __str__(self) -> str:
         return listing(self.programs())
@@ -341,7 +405,11 @@ class Pipelined:
         return f"<{self.__name__}, {self.microbatches} micro-batches>"
 
 
-@names_arguments("a list of stages: pipeline([f, g])", num_microbatches="microbatches=...", chunks="microbatches=...")
+@names_arguments(
+    "a list of stages: pipeline([f, g])",
+    num_microbatches="microbatches=...",
+    chunks="microbatches=...",
+)
 def pipeline(
     stages: Sequence[Stage],
     *,
@@ -352,42 +420,49 @@ def pipeline(
     schedule: Schedule | Sequence[Program] | None = None,
     mesh: Any = None,
 ) -> Pipelined:
-    """Span a step over stages: each rank has a program of Send, Recv and Run, checked and then executed by a transport.
+    """Span a step over stages: each rank has a program of Send, Recv and Run, checked and then
+    executed by a transport.
 
     Args:
-        stages: each `(params, state, batch, x) -> (state, y)`; x is None on the first, then the y of the one before. A
-            graphified stage is a stage.
-        microbatches: the most parts that the batch is cut into (a batch of fewer requests: one per request), as
-            `weft.transforms.split` does; batches of your own classes too. With more than one, the stages must be
-            separable by rows: what they return for a request depends only on that request, the params and its own part
-            of the state, and every output holds one entry per request or token. Only sizes are checked: a
-            `batch.sum(0)` with as many columns as a part has rows is joined, and wrong.
-        advance: `(state, batch, out) -> state`; if given, the last stage's output returns to every rank, and each rank
-            advances its state with it.
+        stages: each `(params, state, batch, x) -> (state, y)`; x is None on the first, then the y
+            of the one before. A graphified stage is a stage.
+        microbatches: the most parts that the batch is cut into (a batch of fewer requests: one per
+            request), as `weft.transforms.split` does; batches of your own classes too. With more
+            than one, the stages must be separable by rows: what they return for a request depends
+            only on that request, the params and its own part of the state, and every output holds
+            one entry per request or token. Only sizes are checked: a `batch.sum(0)` with as many
+            columns as a part has rows is joined, and wrong.
+        advance: `(state, batch, out) -> state`; if given, the last stage's output returns to every
+            rank, and each rank advances its state with it.
         schema: of what travels between two stages; if given, every value is compared with it.
         transport: executes the programs; None: `Local()`, in this process and thread.
-        schedule: a pure function `(num_stages, jobs, *, schema, advances, buffers) -> programs`, such as
-            `interleaved(num_ranks)`, or one that calls `weave`; or the programs themselves, such as edited ones
-            (`parse_listing`); None: `make_programs`. Stage s runs on rank s % num_ranks, where num_ranks is the number
-            of programs. They are checked before every new number of micro-batches: also that they run each job, in
-            order, after the job that it waits for, and return the output of each job that feeds.
-        mesh: a `weft.Mesh` with an axis `pipeline` along which the ranks are, and others along which ranks share each
-            stage: the stage is then a function of one rank's part, as for `weft.shard`. It runs on `Threads` or
-            `Distributed`. Nothing is cut for you: params and state have an entry for each rank that runs a stage here,
-            with that rank's part, stage by stage (`weft.distribute` cuts whole ones); and each rank of the first stage
-            gets the whole batch. All ranks that share the last stage must return the same output.
+        schedule: a pure function `(num_stages, jobs, *, schema, advances, buffers) -> programs`,
+            such as `interleaved(num_ranks)`, or one that calls `weave`; or the programs themselves,
+            such as edited ones (`parse_listing`); None: `make_programs`. Stage s runs on rank s %
+            num_ranks, where num_ranks is the number of programs. They are checked before every new
+            number of micro-batches: also that they run each job, in order, after the job that it
+            waits for, and return the output of each job that feeds.
+        mesh: a `weft.Mesh` with an axis `pipeline` along which the ranks are, and others along
+            which ranks share each stage: the stage is then a function of one rank's part, as for
+            `weft.shard`. It runs on `Threads` or `Distributed`. Nothing is cut for you: params and
+            state have an entry for each rank that runs a stage here, with that rank's part, stage
+            by stage (`weft.distribute` cuts whole ones); and each rank of the first stage gets the
+            whole batch. All ranks that share the last stage must return the same output.
 
     Returns:
-        A step `(params, state, batch) -> (state, out)` over tuples with one entry for each stage that runs in this
-        process: all stages with `Local` and `Threads`, this rank's with `Distributed`. Its `programs(m)` are data.
-        Lists may be given too; a list of states becomes a list of new ones.
-        Gradients pass with `Local` (`torch.func` too) and `Threads` (only `backward()`), but not between processes, nor
-        through the collectives of a mesh.
+        A step `(params, state, batch) -> (state, out)` over tuples with one entry for each stage
+        that runs in this
+        process: all stages with `Local` and `Threads`, this rank's with `Distributed`. Its
+        `programs(m)` are data. Lists may be given too; a list of states becomes a list of new ones.
+        Gradients pass with `Local` (`torch.func` too) and `Threads` (only `backward()`), but not
+        between processes, nor through the collectives of a mesh.
 
     Raises:
-        ProgramError: an argument of a wrong kind; a program that the check refuses; or one function given for two
-            stages although it lends its results, which the second stage would overwrite.
-        MeshError: when called, if ranks in this process that share the last stage return different outputs.
+        ProgramError: an argument of a wrong kind; a program that the check refuses; or one function
+            given for two stages although it lends its results, which the second stage would
+            overwrite.
+        MeshError: when called, if ranks in this process that share the last stage return different
+            outputs.
         DonatedError: when called, for an argument that was donated before.
 
     >>> print(pipeline([lambda p, s, batch, x: (s, batch + p), lambda p, s, batch, x: (s, x * p)], microbatches=1))

@@ -1,7 +1,8 @@
 """Schedules: pure functions from stages and jobs to each rank's program.
 
-A schedule is a list of jobs, one per micro-batch, which every rank takes in the same order. Schedules differ in what a
-job waits for: in streaming for nothing, in a decode loop for the tokens of the step before.
+A schedule is a list of jobs, one per micro-batch, which every rank takes in the same order.
+Schedules differ in what a job waits for: in streaming for nothing, in a decode loop for the tokens
+of the step before.
 """
 
 from collections.abc import Generator, Iterator, Sequence
@@ -21,9 +22,11 @@ class Job:
     """One micro-batch of a schedule.
 
     Args:
-        feeds: whether its output returns to all ranks, which then advance their states with it. A micro-batch that
-            samples nothing (a chunk of a prompt) need not feed: the ranks advance without its output.
-        after: the job whose output must return before this one runs: the last one that feeds one of its requests.
+        feeds: whether its output returns to all ranks, which then advance their states with it. A
+            micro-batch that samples nothing (a chunk of a prompt) need not feed: the ranks advance
+            without its output.
+        after: the job whose output must return before this one runs: the last one that feeds one of
+            its requests.
     """
 
     feeds: bool = True
@@ -38,19 +41,20 @@ def make_programs(
     advances: bool = True,
     buffers: int | None = None,
 ) -> tuple[Program, ...]:
-    """The programs that take `jobs` through the stages in order. Each rank receives, runs and sends one job after the
-    other, and receives the outputs that return no sooner than a job needs them.
+    """The programs that take `jobs` through the stages in order. Each rank receives, runs and sends
+    one job after the other, and receives the outputs that return no sooner than a job needs them.
 
     Args:
         num_stages: ranks; stage r runs on rank r.
         jobs: one per micro-batch.
         schema: of what travels between stages, if it is declared.
         advances: whether the ranks advance a state.
-        buffers: results that a stage holds before it overwrites the oldest, for which a fence waits; None: it
-            overwrites none.
+        buffers: results that a stage holds before it overwrites the oldest, for which a fence
+            waits; None: it overwrites none.
 
     Raises:
-        ProgramError: fewer than one stage or buffer, or a job that runs after one that is later or does not feed.
+        ProgramError: fewer than one stage or buffer, or a job that runs after one that is later or
+            does not feed.
 
     >>> print(make_programs(2, [Job(), Job(after=0)])[0])
     rank 0 of 2
@@ -69,22 +73,31 @@ def make_programs(
     check_count(call, "buffers", 1 if buffers is None else buffers)
     mistake = "no list of jobs", "make_programs(2, decode_jobs(...)), or [Job(), ...]"
     refuse(call, mistake_in_jobs(jobs) if is_list else mistake)
-    programs = (_effects(rank, num_stages, jobs, schema, advances, buffers) for rank in range(num_stages))
+    programs = (
+        _effects(rank, num_stages, jobs, schema, advances, buffers) for rank in range(num_stages)
+    )
     return tuple(Program(rank, num_stages, tuple(effects)) for rank, effects in enumerate(programs))
 
 
 def mistake_in_jobs(jobs: Sequence[Job], first: int = 0) -> Mistake | None:
-    """The first job, of jobs that are numbered from `first` on, that runs after one which is not before it, or whose
-    output does not return; None if there is none."""
+    """The first job, of jobs that are numbered from `first` on, that runs after one which is not
+    before it, or whose output does not return; None if there is none."""
     for index, job in enumerate(jobs, first):
         after = job.after
-        if after is not None and not (0 <= after < index and (after < first or jobs[after - first].feeds)):
+        if after is not None and not (
+            0 <= after < index and (after < first or jobs[after - first].feeds)
+        ):
             return f"job {index} runs after job {after}", "an earlier job, whose output returns"
     return None
 
 
 def _effects(
-    rank: int, num_stages: int, jobs: Sequence[Job], schema: Schema | None, advances: bool, buffers: int | None
+    rank: int,
+    num_stages: int,
+    jobs: Sequence[Job],
+    schema: Schema | None,
+    advances: bool,
+    buffers: int | None,
 ) -> Iterator[Effect]:
     left = yield from _running(rank, num_stages, jobs, schema, advances, buffers)
     for mb in left:
@@ -92,9 +105,15 @@ def _effects(
 
 
 def _running(
-    rank: int, num_stages: int, jobs: Sequence[Job], schema: Schema | None, advances: bool, buffers: int | None
+    rank: int,
+    num_stages: int,
+    jobs: Sequence[Job],
+    schema: Schema | None,
+    advances: bool,
+    buffers: int | None,
 ) -> Generator[Effect, None, Sequence[int]]:
-    """The effects up to the last job's own. Returns the jobs whose output has not returned by then."""
+    """The effects up to the last job's own. Returns the jobs whose output has not returned by then.
+    """
     last = num_stages - 1
     feeding = [index for index, job in enumerate(jobs) if job.feeds]
     taken = 0  # the number of those that have returned
@@ -121,8 +140,9 @@ def _running(
 def count_running(
     num_stages: int, jobs: Sequence[Job], *, advances: bool = False, buffers: int | None = None
 ) -> tuple[tuple[int, ...], int]:
-    """For each rank's program by `make_programs`, the number of effects up to the last job's own; and the first job
-    whose output has not returned to some rank by then (the number of jobs if there is none).
+    """For each rank's program by `make_programs`, the number of effects up to the last job's own;
+    and the first job whose output has not returned to some rank by then (the number of jobs if
+    there is none).
 
     >>> count_running(2, [Job(), Job()])
     ((4, 6), 0)
@@ -142,8 +162,9 @@ def count_running(
 
 
 def _ahead(stages_behind: int) -> int:
-    """The most jobs that a rank runs ahead of the outputs that returned. With more than 2n + 1 it could block the last
-    rank, for which it waits, if an edge holds one message; with more than n + 2 its state only advances later."""
+    """The most jobs that a rank runs ahead of the outputs that returned. With more than 2n + 1 it
+    could block the last rank, for which it waits, if an edge holds one message; with more than n +
+    2 its state only advances later."""
     return min(2 * stages_behind + 1, stages_behind + 2)
 
 
@@ -169,7 +190,8 @@ def streaming(
         num_stages: ranks; stage r runs on rank r.
         num_microbatches: parts of the batch.
         schema: of what travels between stages, if it is declared.
-        feedback: whether the last stage's output returns to all ranks, which then advance their states with it.
+        feedback: whether the last stage's output returns to all ranks, which then advance their
+            states with it.
         buffers: as `make_programs` takes it.
 
     >>> print(streaming(2, 1, feedback=True)[0])
@@ -184,8 +206,9 @@ def streaming(
 
 
 def decode_jobs(num_cohorts: int, num_steps: int) -> tuple[Job, ...]:
-    """The jobs of a decode loop: cohorts of requests take turns, `num_steps` steps each, and a cohort's step waits for
-    the tokens of its step before. With as many cohorts as stages, all stages are busy.
+    """The jobs of a decode loop: cohorts of requests take turns, `num_steps` steps each, and a
+    cohort's step waits for the tokens of its step before. With as many cohorts as stages, all
+    stages are busy.
 
     Args:
         num_cohorts: groups of requests that decode in turn.
@@ -201,13 +224,14 @@ def decode_jobs(num_cohorts: int, num_steps: int) -> tuple[Job, ...]:
     check_count(call, "num_cohorts", num_cohorts)
     check_count(call, "num_steps", num_steps)
     return tuple(
-        Job(after=None if index < num_cohorts else index - num_cohorts) for index in range(num_cohorts * num_steps)
+        Job(after=None if index < num_cohorts else index - num_cohorts)
+        for index in range(num_cohorts * num_steps)
     )
 
 
 def jobs_for(rows: Sequence[frozenset[int]], samples: Sequence[bool]) -> tuple[Job, ...]:
-    """The jobs of any mixture of prompt chunks and decodes: each waits for the last earlier job that sampled a token
-    for one of its requests.
+    """The jobs of any mixture of prompt chunks and decodes: each waits for the last earlier job
+    that sampled a token for one of its requests.
 
     Args:
         rows: the requests of each micro-batch.
@@ -226,7 +250,8 @@ def jobs_for(rows: Sequence[frozenset[int]], samples: Sequence[bool]) -> tuple[J
 def put_classes(
     programs: Sequence[Program], classes: Sequence[str], schema: Schema | None, call: str
 ) -> Iterator[Program]:
-    """The programs with the classes of their micro-batches, and with the schema of what travels where they have none.
+    """The programs with the classes of their micro-batches, and with the schema of what travels
+    where they have none.
 
     Raises:
         ProgramError: programs for other micro-batches, or other classes.
@@ -239,19 +264,31 @@ def put_classes(
     for program in programs:
         if program.classes and classes and program.classes != tuple(classes):
             seen = f"programs for micro-batches {program.classes}, and a batch of {tuple(classes)}"
-            raise ProgramError(call, seen, "programs without classes, or a schedule that makes them")
+            raise ProgramError(
+                call, seen, "programs without classes, or a schedule that makes them"
+            )
         own = (
-            attrs.evolve(effect, schema=effect.schema or schema) if isinstance(effect, Send | Recv) else effect
+            attrs.evolve(effect, schema=effect.schema or schema)
+            if isinstance(effect, Send | Recv)
+            else effect
             for effect in program.effects
         )
-        yield attrs.evolve(program, classes=tuple(classes), effects=tuple(own) if schema else program.effects)
+        yield attrs.evolve(
+            program, classes=tuple(classes), effects=tuple(own) if schema else program.effects
+        )
 
 
 def refuse_other_work(
-    call: str, programs: Sequence[Program], counts: tuple[int, int], jobs: Sequence[Job], *, advances: bool
+    call: str,
+    programs: Sequence[Program],
+    counts: tuple[int, int],
+    jobs: Sequence[Job],
+    *,
+    advances: bool,
 ) -> None:
-    """Raise ProgramError unless checked programs run all jobs in order on all stages, each after the job that its own
-    is after, return the output of each job that feeds, and advance where there is an `advance`.
+    """Raise ProgramError unless checked programs run all jobs in order on all stages, each after
+    the job that its own is after, return the output of each job that feeds, and advance where there
+    is an `advance`.
 
     Args:
         call: the call that the error names.
@@ -268,13 +305,19 @@ def _other_work(
 ) -> Mistake | None:
     num_stages, num_ranks = counts
     if len(programs) != num_ranks:
-        return f"programs of {len(programs)} ranks, which were {num_ranks} before", "as many ranks for any jobs"
+        return (
+            f"programs of {len(programs)} ranks, which were {num_ranks} before",
+            "as many ranks for any jobs",
+        )
     if jobs and (stages := count_stages(programs)) != num_stages:
         return f"programs of {stages} stages for {num_stages}", "each stage s on rank s % num_ranks"
     ran = [e.microbatch for e in programs[0].effects if isinstance(e, Run) and e.stage == 0]
     if ran != list(range(len(jobs))):
         seen = f"runs of the micro-batches {ran}, where there are {len(jobs)}, in order"
-        return seen, "each job once, in order: a schedule (num_stages, jobs, ...), or a batch of as many parts"
+        return (
+            seen,
+            "each job once, in order: a schedule (num_stages, jobs, ...), or a batch of as many parts",
+        )
     feeding = {mb for mb, job in enumerate(jobs) if job.feeds}
     returned = {e.microbatch for e in programs[-1].effects if isinstance(e, Broadcast)}
     if feeding != returned:
@@ -282,7 +325,10 @@ def _other_work(
         seen = f"micro-batch {which} {'feeds, and is not' if which in feeding else 'does not feed, and is'} broadcast"
         return seen, f"broadcast from {num_ranks - 1} for the jobs with feeds=True, on every rank"
     if ((Run("advance", 0) in programs[0].effects) != advances) and jobs:
-        return f"{'no ' * advances}run advance", f"{'a' if advances else 'no'} run advance for each micro-batch"
+        return (
+            f"{'no ' * advances}run advance",
+            f"{'a' if advances else 'no'} run advance for each micro-batch",
+        )
     for program in programs:
         over = set[int]()
         for effect in program.effects:

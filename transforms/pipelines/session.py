@@ -23,8 +23,8 @@ _MAX_COUNTS = 1024
 
 @attrs.frozen(eq=False)
 class Submission:
-    """A batch, the part of it that stages after the first one get, and the text that all ranks must agree on. A caller
-    who submits one immutable batch again and again makes them once."""
+    """A batch, the part of it that stages after the first one get, and the text that all ranks must
+    agree on. A caller who submits one immutable batch again and again makes them once."""
 
     batch: Any
     later: Any
@@ -39,8 +39,8 @@ class Submission:
 class Session:
     """A pipeline under way. Made by `Pipelined.session`.
 
-    The schedule says when an output returns from the last stage. A later `submit`, or `close`, may be the call that
-    returns it. Every rank gets the same outputs from the same call.
+    The schedule says when an output returns from the last stage. A later `submit`, or `close`, may
+    be the call that returns it. Every rank gets the same outputs from the same call.
 
     >>> from weft.transforms import pipeline
     >>> stages = [lambda p, s, batch, x: (s, 10 * batch), lambda p, s, batch, x: (s, x + s)]
@@ -64,12 +64,18 @@ class Session:
         self._make_checked = checked
         self._count_running = count
         self._mail = transport.mail(num_ranks)
-        self._jobs: list[Job] = []  # from job `_first` on, the first one whose output some rank has yet to receive
+        self._jobs: list[
+            Job
+        ] = []  # from job `_first` on, the first one whose output some rank has yet to receive
         self._batches: list[Submission] = []
         self._first = 0
-        self._done = (0,) * num_ranks  # for each rank the effects performed, of the programs of `_jobs`
+        self._done = (
+            0,
+        ) * num_ranks  # for each rank the effects performed, of the programs of `_jobs`
         self._ended = ""
-        self._counts: dict[tuple[Job, ...], tuple[tuple[int, ...], int]] = {}  # by the jobs that are counted
+        self._counts: dict[
+            tuple[Job, ...], tuple[tuple[int, ...], int]
+        ] = {}  # by the jobs that are counted
 
     @property
     def num_jobs(self) -> int:
@@ -84,50 +90,69 @@ class Session:
             jobs: one per batch; `after` counts from the first job of the session.
 
         Returns:
-            The number and the output of each job whose output has now returned to all ranks and had not before; the
-            output is None for a job that does not feed.
+            The number and the output of each job whose output has now returned to all ranks and had
+            not before; the output is None for a job that does not feed.
 
         Raises:
-            ProgramError: not one job per batch, or a job that runs after a job that does not feed or is not before it;
-                then nothing ran. Or the session was closed, or failed before, and its state is lost.
+            ProgramError: not one job per batch, or a job that runs after a job that does not feed
+                or is not before it; then nothing ran. Or the session was closed, or failed before,
+                and its state is lost.
         """
         self._check(batches, jobs)
-        submissions = [one if isinstance(one, Submission) else Submission.of(one) for one in batches]
+        submissions = [
+            one if isinstance(one, Submission) else Submission.of(one) for one in batches
+        ]
         all_jobs = [*self._jobs, *(_shifted(job, self._first) for job in jobs)]
-        ends, taken = self._count(all_jobs)  # before anything changes: the schedule's programs may be refused
+        ends, taken = self._count(
+            all_jobs
+        )  # before anything changes: the schedule's programs may be refused
         self._batches += submissions
         self._jobs = all_jobs
         return self._advance_to(ends, taken)
 
     def close(self) -> tuple[tuple[Any, ...], list[tuple[int, Any]]]:
-        """Receive all outputs that have yet to return. Returns the state, which now belongs to the caller, and the
-        outputs.
+        """Receive all outputs that have yet to return. Returns the state, which now belongs to the
+        caller, and the outputs.
 
         Raises:
             ProgramError: the session was closed, or failed before.
         """
         self._refuse_ended("session.close()")
-        ends = tuple(len(program.effects) for program in self._checked(None).lane) if self._jobs else self._done
+        ends = (
+            tuple(len(program.effects) for program in self._checked(None).lane)
+            if self._jobs
+            else self._done
+        )
         outputs = self._advance_to(ends, len(self._jobs))
         self._ended = "it was closed, and its state is the caller's"
         return states_of(self._workers), outputs
 
     def _refuse_ended(self, call: str) -> None:
         if self._ended:
-            raise ProgramError(call, f"a session that is over: {self._ended}", "pipelined.session(params, state) anew")
+            raise ProgramError(
+                call,
+                f"a session that is over: {self._ended}",
+                "pipelined.session(params, state) anew",
+            )
 
     def _check(self, batches: Sequence[Any], jobs: Sequence[Job]) -> None:
-        """Raise ProgramError if these cannot be submitted. All ranks are past the jobs before those that are kept, so a
-        job that runs after one of them waits for nothing."""
+        """Raise ProgramError if these cannot be submitted. All ranks are past the jobs before those
+        that are kept, so a job that runs after one of them waits for nothing."""
         are_lists = isinstance(batches, list | tuple) and isinstance(jobs, list | tuple)
-        sizes = [f"{len(x)} {of}" if are_lists else kind_of(x) for x, of in ((batches, "batches"), (jobs, "jobs"))]
+        sizes = [
+            f"{len(x)} {of}" if are_lists else kind_of(x)
+            for x, of in ((batches, "batches"), (jobs, "jobs"))
+        ]
         call = f"session.submit(<{sizes[0]}>, <{sizes[1]}>)"
         self._refuse_ended(call)
         if are_lists and len(batches) == len(jobs) and all(isinstance(job, Job) for job in jobs):
             kept = [Job(job.feeds) for job in self._jobs]
             mistake = mistake_in_jobs([*kept, *jobs], self._first)
         else:
-            mistake = f"{sizes[0]} and the jobs {jobs!r:.60}", "a Job for each batch: submit([batch], [Job()])"
+            mistake = (
+                f"{sizes[0]} and the jobs {jobs!r:.60}",
+                "a Job for each batch: submit([batch], [Job()])",
+            )
         refuse(call, mistake)
 
     def _count(self, jobs: Sequence[Job]) -> tuple[tuple[int, ...], int]:
@@ -144,15 +169,26 @@ class Session:
     def _advance_to(self, ends: tuple[int, ...], taken: int) -> list[tuple[int, Any]]:
         """Perform each rank's effects up to `ends`; after that the first `taken` jobs are over."""
         if ends != self._done:
-            whole, later = [one.batch for one in self._batches], [one.later for one in self._batches]
+            whole, later = (
+                [one.batch for one in self._batches],
+                [one.later for one in self._batches],
+            )
             put_batches(self._workers, whole, later, self._first)
             try:
-                self._transport.run(self._checked(tuple(zip(self._done, ends, strict=True))), self._workers, self._mail)
-            except BaseException as error:  # some ranks are further than others, and messages are under way
+                self._transport.run(
+                    self._checked(tuple(zip(self._done, ends, strict=True))),
+                    self._workers,
+                    self._mail,
+                )
+            except (
+                BaseException
+            ) as error:  # some ranks are further than others, and messages are under way
                 self._ended = f"it failed ({described(error):.200})"
                 raise
             finally:
-                put_batches(self._workers, (), (), self._first)  # a session that waits holds no batch that is over
+                put_batches(
+                    self._workers, (), (), self._first
+                )  # a session that waits holds no batch that is over
         outputs = [(self._first + mb, self._workers[0].outputs.get(mb)) for mb in range(taken)]
         for worker in self._workers:
             worker.drop_finished(taken)

@@ -1,8 +1,9 @@
-"""`weave`: makes the programs of any order in which ranks run stages; `interleaved` is such an order, with several
-stages on each rank.
+"""`weave`: makes the programs of any order in which ranks run stages; `interleaved` is such an
+order, with several stages on each rank.
 
-A schedule is a pure function `(num_stages, jobs, *, schema, advances, buffers) -> programs`, as `make_programs` is one.
-To write one, say in which order each rank runs its stages, and let `weave` add what moves the results.
+A schedule is a pure function `(num_stages, jobs, *, schema, advances, buffers) -> programs`, as
+`make_programs` is one. To write one, say in which order each rank runs its stages, and let `weave`
+add what moves the results.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -16,16 +17,19 @@ from weft.transforms.pipelines.argument_checks import check_count
 from weft.transforms.pipelines.schedule import Job
 
 Schedule = Callable[..., Sequence[Program]]
-"""`(num_stages, jobs, *, schema, advances, buffers) -> programs`, with the arguments of `make_programs`."""
+"""`(num_stages, jobs, *, schema, advances, buffers) -> programs`, with the arguments of
+`make_programs`."""
 
 
 def interleaved(num_ranks: int) -> Schedule:
-    """The schedule of interleaved stages: stage s runs on rank s % num_ranks, and a rank runs its first stage on
-    `num_ranks` micro-batches, then its second one on them, and so on (Narayanan et al., 2021, "Efficient large-scale
-    language model training on GPU clusters using Megatron-LM", forward only).
+    """The schedule of interleaved stages: stage s runs on rank s % num_ranks, and a rank runs its
+    first stage on `num_ranks` micro-batches, then its second one on them, and so on (Narayanan et
+    al., 2021, "Efficient large-scale language model training on GPU clusters using Megatron-LM",
+    forward only).
 
-    With p ranks, v stages on each and m micro-batches (a multiple of p), ranks that are equally fast idle for
-    (p - 1) / (v * m) of the time in which they work; with one stage on each rank for (p - 1) / m.
+    With p ranks, v stages on each and m micro-batches (a multiple of p), ranks that are equally
+    fast idle for (p - 1) / (v * m) of the time in which they work; with one stage on each rank for
+    (p - 1) / m.
 
     Args:
         num_ranks: ranks, of each of which the number of stages is a multiple.
@@ -58,7 +62,9 @@ def interleaved(num_ranks: int) -> Schedule:
     ) -> tuple[Program, ...]:
         if num_stages < 1 or num_stages % num_ranks:
             call = f"interleaved({num_ranks})({num_stages}, <{len(jobs)} jobs>)"
-            raise ProgramError(call, f"{num_stages} stages on {num_ranks} ranks", "as many stages on each rank")
+            raise ProgramError(
+                call, f"{num_stages} stages on {num_ranks} ranks", "as many stages on each rank"
+            )
         groups = list(_groups(jobs, num_ranks, advances))
         runs = [
             [
@@ -95,22 +101,24 @@ def weave(
     advances: bool = True,
     buffers: int | None = None,
 ) -> tuple[Program, ...]:
-    """The programs in which each rank runs stages in the given order: the receives, sends, returned outputs, fences and
-    advances are added, in an order in which one message on an edge is enough.
+    """The programs in which each rank runs stages in the given order: the receives, sends, returned
+    outputs, fences and advances are added, in an order in which one message on an edge is enough.
 
-    It plays the runs in rounds, as if all stages were equally fast. A message is received in the round after it was
-    sent, before the rank runs on, so that no rank waits for room on an edge: each runs as soon as what its next run
-    needs is there, and no programs of these orders take fewer rounds. Every order ends in which a run comes after those
-    that it needs.
+    It plays the runs in rounds, as if all stages were equally fast. A message is received in the
+    round after it was sent, before the rank runs on, so that no rank waits for room on an edge:
+    each runs as soon as what its next run needs is there, and no programs of these orders take
+    fewer rounds. Every order ends in which a run comes after those that it needs.
 
     Args:
         runs: for each rank, its runs of stages in order; stage s runs on rank s % len(runs).
-        jobs: one per micro-batch; a run waits for the output of the job that its own runs after. A job that does not
-            feed advances once the rank has run all its stages on it, and runs of later jobs wait for that.
+        jobs: one per micro-batch; a run waits for the output of the job that its own runs after. A
+            job that does not feed advances once the rank has run all its stages on it, and runs of
+            later jobs wait for that.
         schema, advances, buffers: as `make_programs` takes them.
 
     Raises:
-        ProgramError: runs that cannot end, such as a stage before the stage from which it gets its input, on one rank.
+        ProgramError: runs that cannot end, such as a stage before the stage from which it gets its
+            input, on one rank.
 
     >>> runs = [Run("stage 0", 0), Run("stage 2", 0)], [Run("stage 1", 0), Run("stage 3", 0)]
     >>> print(weave(runs, [Job()])[0])
@@ -127,7 +135,11 @@ def weave(
     call = f"weave(<the runs of {len(orders)} ranks>, <{len(jobs)} jobs>)"
     for rank, order in enumerate(orders):
         for run in order:
-            if run.stage is None or run.stage % len(orders) != rank or not 0 <= run.microbatch < len(jobs):
+            if (
+                run.stage is None
+                or run.stage % len(orders) != rank
+                or not 0 <= run.microbatch < len(jobs)
+            ):
                 instead = f"Run('stage s', mb), with s % {len(orders)} the rank and mb less than {len(jobs)}"
                 raise ProgramError(call, f"'{run}' on rank {rank}", instead)
     loom = _Loom(orders, jobs, schema, advances, buffers)
@@ -135,11 +147,11 @@ def weave(
         pass
     stuck = next(((rank, order[0]) for rank, order in enumerate(orders) if order), None)
     if stuck is not None:
-        instead = (
-            "runs in an order in which each finds its input: stage by stage, and after the job that its own is after"
-        )
+        instead = "runs in an order in which each finds its input: stage by stage, and after the job that its own is after"
         raise ProgramError(call, f"rank {stuck[0]} waits for ever at '{stuck[1]}'", instead)
-    return tuple(Program(rank, len(orders), tuple(effects)) for rank, effects in enumerate(loom.effects))
+    return tuple(
+        Program(rank, len(orders), tuple(effects)) for rank, effects in enumerate(loom.effects)
+    )
 
 
 @attrs.define(eq=False)
@@ -151,8 +163,10 @@ class _Loom:
         jobs, schema, advances, buffers: as `weave` takes them.
         effects: for each rank, its effects so far.
         channels: for each pair of ranks, the sends and broadcasts under way, oldest first.
-        made: the results, by stage and micro-batch, that are on the rank of the next stage, which has not yet run.
-        taken: for each rank, the jobs that are over: their output has returned, or they do not feed and have advanced.
+        made: the results, by stage and micro-batch, that are on the rank of the next stage, which
+            has not yet run.
+        taken: for each rank, the jobs that are over: their output has returned, or they do not feed
+            and have advanced.
         ran: for each stage, the micro-batches that it ran.
         last: for each rank, the stage and the micro-batch that it ran last.
         num_stages: of all ranks.
@@ -191,8 +205,8 @@ class _Loom:
         return sum(map(len, self.effects)) > count
 
     def _take_in(self, rank: int) -> None:
-        """Receive all that was sent in the round before. So each edge has room for what this round sends, and no run
-        waits for a fence."""
+        """Receive all that was sent in the round before. So each edge has room for what this round
+        sends, and no run waits for a fence."""
         last, before = len(self.orders) - 1, (rank - 1) % len(self.orders)
         for source in dict.fromkeys((last, before)):
             for sent in self.channels.pop((source, rank), []):
@@ -200,7 +214,9 @@ class _Loom:
                     self.effects[rank].append(Broadcast(last, sent.microbatch))
                     self._return(rank, sent.microbatch)
                 else:
-                    self.effects[rank].append(Recv(source, sent.microbatch, self.schema, sent.stage))
+                    self.effects[rank].append(
+                        Recv(source, sent.microbatch, self.schema, sent.stage)
+                    )
                     self.made.add((source if sent.stage is None else sent.stage, sent.microbatch))
 
     def _return(self, rank: int, mb: int) -> None:
@@ -223,18 +239,30 @@ class _Loom:
             before.add(after)
         if not before <= self.taken[rank] or mb in self.ran[stage]:
             return False
-        if len(self.orders) == 1 and self.buffers is not None and any(own == stage for own, _ in self.made):
-            return False  # the next stage of the rank takes the result before this one makes another
+        if (
+            len(self.orders) == 1
+            and self.buffers is not None
+            and any(own == stage for own, _ in self.made)
+        ):
+            return (
+                False  # the next stage of the rank takes the result before this one makes another
+            )
         return stage == 0 or (stage - 1, mb) in self.made
 
     def _send(self, stage: int, mb: int) -> Send:
         ranks = len(self.orders)
-        return Send((stage + 1) % ranks, mb, self.schema, stage if self.num_stages > ranks else None)
+        return Send(
+            (stage + 1) % ranks, mb, self.schema, stage if self.num_stages > ranks else None
+        )
 
     def _fenced(self, stage: int) -> int | None:
         """The micro-batch whose result the next run of a stage overwrites, if that was sent."""
         ran, buffers = self.ran[stage], self.buffers
-        if buffers is None or len(ran) < buffers or (len(self.orders) == 1 and stage < self.num_stages - 1):
+        if (
+            buffers is None
+            or len(ran) < buffers
+            or (len(self.orders) == 1 and stage < self.num_stages - 1)
+        ):
             return None
         mb = ran[-buffers]
         return mb if stage < self.num_stages - 1 or self.jobs[mb].feeds else None
@@ -263,5 +291,7 @@ class _Loom:
             for to in range(rank):
                 self.channels.setdefault((rank, to), []).append(returned)
             self._return(rank, mb)
-        if not self.jobs[mb].feeds and all(mb in self.ran[own] for own in range(rank, self.num_stages, ranks)):
+        if not self.jobs[mb].feeds and all(
+            mb in self.ran[own] for own in range(rank, self.num_stages, ranks)
+        ):
             self._return(rank, mb)

@@ -1,4 +1,5 @@
-"""The worker: performs one rank's effects in order. A transport's `Link` executes the sends and receives among them."""
+"""The worker: performs one rank's effects in order. A transport's `Link` executes the sends and
+receives among them."""
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -21,19 +22,20 @@ from weft.trees import tree_leaves, tree_map
 
 
 class Link(Protocol):
-    """One rank's ends of the edges, which a transport makes: it sends, receives, and waits until what it sent has
-    left."""
+    """One rank's ends of the edges, which a transport makes: it sends, receives, and waits until
+    what it sent has left."""
 
     @property
     def member(self) -> int | None:
-        """The number of this rank as a member of collectives (`weft.ops.transfers.collective`); None: it takes part in
-        none."""
+        """The number of this rank as a member of collectives (`weft.ops.transfers.collective`);
+        None: it takes part in none."""
 
     def send(self, effect: Send | Broadcast, value: Any) -> None:
         """Start to send `value` to the rank that `effect` names (all ranks for a broadcast)."""
 
     def recv(self, effect: Recv | Broadcast) -> Any:
-        """The value from the rank that `effect` names. It belongs to the receiver: nothing overwrites it."""
+        """The value from the rank that `effect` names. It belongs to the receiver: nothing
+        overwrites it."""
 
     def fence(self, effect: Fence, /) -> None:
         """Return when everything that was sent for the micro-batch has left its buffer."""
@@ -46,8 +48,10 @@ class StageRun:
     Args:
         index: the number of the stage.
         stage, params, state: its own; `run` replaces the state by the next one.
-        copies_results: whether results of the stage are copied, since they are lent and stay here to the end.
-        copies_shared: whether results that share memory with the state are copied, since it is written in place.
+        copies_results: whether results of the stage are copied, since they are lent and stay here
+            to the end.
+        copies_shared: whether results that share memory with the state are copied, since it is
+            written in place.
         copies_state: whether the stage's next state is copied, since it is lent.
     """
 
@@ -69,8 +73,12 @@ class StageRun:
         """The result without memory of the state, which the next micro-batch may overwrite."""
         if not self.copies_shared:
             return made
-        tensors = {id(leaf): storage_of(leaf) for leaf in tree_leaves(made) if isinstance(leaf, Tensor)}
-        shared = set(tensors.values()) & {storage_of(x) for x in tree_leaves(self.state) if isinstance(x, Tensor)}
+        tensors = {
+            id(leaf): storage_of(leaf) for leaf in tree_leaves(made) if isinstance(leaf, Tensor)
+        }
+        shared = set(tensors.values()) & {
+            storage_of(x) for x in tree_leaves(self.state) if isinstance(x, Tensor)
+        }
         shared.discard(None)
         if not shared:
             return made
@@ -86,8 +94,10 @@ class Worker:
         stages: the stages that it runs, in order.
         advance: the function that `run advance` calls.
         batches: the micro-batches.
-        later: the micro-batches as stages after the first one get them, where the rank also runs the first one.
-        inputs: received values that a stage has not yet run on, by the stage that made them and micro-batch.
+        later: the micro-batches as stages after the first one get them, where the rank also runs
+            the first one.
+        inputs: received values that a stage has not yet run on, by the stage that made them and
+            micro-batch.
         results: the results of stages, by stage and micro-batch.
         outputs: the outputs of the last stage, by micro-batch.
         first: the number of micro-batch 0 over all runs that this one goes on from.
@@ -108,7 +118,9 @@ class Worker:
     def drop_finished(self, count: int) -> None:
         """Drop the first `count` micro-batches, which are over, and number the others from 0."""
         for held in (self.inputs, self.results):
-            left = {(stage, mb - count): value for (stage, mb), value in held.items() if mb >= count}
+            left = {
+                (stage, mb - count): value for (stage, mb), value in held.items() if mb >= count
+            }
             held.clear()
             held.update(left)
         self.outputs = {mb - count: value for mb, value in self.outputs.items() if mb >= count}
@@ -125,12 +137,18 @@ class Worker:
             case Run("advance"):
                 assert self.advance is not None, "a program advances only where there is an advance"
                 for own in self.stages:
-                    own.state = call_advance(own.index, self.advance, own.state, self.batches[mb], self.outputs.get(mb))
+                    own.state = call_advance(
+                        own.index, self.advance, own.state, self.batches[mb], self.outputs.get(mb)
+                    )
             case Run():
                 own = next(own for own in self.stages if own.index == effect.stage)
                 batch = (self.later if own.index and self.later else self.batches)[mb]
                 before = own.index - 1, mb
-                x = self.inputs.pop(before, None) if before not in self.results else self.results.pop(before)
+                x = (
+                    self.inputs.pop(before, None)
+                    if before not in self.results
+                    else self.results.pop(before)
+                )
                 with self._placed(link):
                     self.results[own.index, mb] = own.run(batch, x)
             case Send(_, _, schema, stage):
@@ -155,13 +173,19 @@ class Worker:
         if self.mesh is None:
             return nullcontext()
         if link.member is None:
-            seen, instead = f"{self.mesh} in one thread", "Threads() or Distributed(); or weft.shard of each stage"
+            seen, instead = (
+                f"{self.mesh} in one thread",
+                "Threads() or Distributed(); or weft.shard of each stage",
+            )
             raise ProgramError("pipeline(..., mesh=..., transport=Local())", seen, instead)
         return placed(Place(self.mesh, self.rank, link.member))
 
 
-def put_batches(workers: Sequence[Worker], batches: Sequence[Any], later: Sequence[Any], first: int = 0) -> None:
-    """Give workers the micro-batches of a run; after the first stage they get `later`, made by `after_first`."""
+def put_batches(
+    workers: Sequence[Worker], batches: Sequence[Any], later: Sequence[Any], first: int = 0
+) -> None:
+    """Give workers the micro-batches of a run; after the first stage they get `later`, made by
+    `after_first`."""
     for worker in workers:
         has_first = worker.stages[0].index == 0
         worker.batches, worker.first = (batches if has_first else later), first
@@ -170,11 +194,15 @@ def put_batches(workers: Sequence[Worker], batches: Sequence[Any], later: Sequen
 
 def states_of(workers: Sequence[Worker]) -> tuple[Any, ...]:
     """The state of each stage that runs here, in the order of the stages."""
-    return tuple(own.state for own in sorted((own for worker in workers for own in worker.stages), key=_index))
+    return tuple(
+        own.state
+        for own in sorted((own for worker in workers for own in worker.stages), key=_index)
+    )
 
 
 def in_kind(states: Sequence[Any], given: Sequence[Any]) -> Sequence[Any]:
-    """The states as a list if they were given as one, or else as a tuple: so that a step returns what it takes."""
+    """The states as a list if they were given as one, or else as a tuple: so that a step returns
+    what it takes."""
     return list(states) if isinstance(given, list) else tuple(states)
 
 
@@ -190,7 +218,9 @@ def storage_of(tensor: Tensor) -> int | None:
         return None
 
 
-def call_stage(index: int, stage: Callable[..., Any], params: Any, state: Any, batch: Any, x: Any) -> tuple[Any, Any]:
+def call_stage(
+    index: int, stage: Callable[..., Any], params: Any, state: Any, batch: Any, x: Any
+) -> tuple[Any, Any]:
     """The stage's `(state, y)`; an error from inside gets a note that names the stage."""
     try:
         made = stage(params, state, batch, x)
@@ -202,19 +232,24 @@ def call_stage(index: int, stage: Callable[..., Any], params: Any, state: Any, b
 
 
 def call_advance(index: int, advance: Callable[..., Any], state: Any, batch: Any, out: Any) -> Any:
-    """The stage's next state; an error from inside gets a note that names the stage whose state it was."""
+    """The stage's next state; an error from inside gets a note that names the stage whose state it
+    was."""
     try:
         return advance(state, batch, out)
     except Exception as error:
-        made = ", which a transform made: advance=lift(...)" if type(state).__name__ == "Carried" else ""
+        made = (
+            ", which a transform made: advance=lift(...)"
+            if type(state).__name__ == "Carried"
+            else ""
+        )
         name = getattr(advance, "__name__", advance)
         error.add_note(f"in advance ({name}) on stage {index}'s state, {kind_of(state)}{made}")
         raise
 
 
 def check_pair(call: str, made: Any, pair: str) -> tuple[Any, Any]:
-    """The pair that a step or a stage returned. Anything else is refused: a tensor of two rows would unpack into two
-    values."""
+    """The pair that a step or a stage returned. Anything else is refused: a tensor of two rows
+    would unpack into two values."""
     if not isinstance(made, tuple) or len(made) != 2:
         length = f" of {len(made)}" if isinstance(made, tuple) else ""
         raise ProgramError(call, f"it returned {kind_of(made)}{length}", f"return {pair}")
@@ -222,6 +257,11 @@ def check_pair(call: str, made: Any, pair: str) -> tuple[Any, Any]:
 
 
 def match_schema(rank: int, effect: Effect, schema: Schema | None, value: Any) -> None:
-    """Raise ProgramError unless a sent or received value has the schema that was declared for its edge."""
+    """Raise ProgramError unless a sent or received value has the schema that was declared for its
+    edge."""
     if schema is not None and (seen := Schema.of(value)) != schema:
-        raise ProgramError(f"rank {rank}: '{effect}'", f"a value of schema {seen}", f"return {schema} from the stage")
+        raise ProgramError(
+            f"rank {rank}: '{effect}'",
+            f"a value of schema {seen}",
+            f"return {schema} from the stage",
+        )

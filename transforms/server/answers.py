@@ -1,4 +1,5 @@
-"""The contents of answers: choices as they grow, logprobs in OpenAI's and vLLM's forms, usage, captures."""
+"""The contents of answers: choices as they grow, logprobs in OpenAI's and vLLM's forms, usage,
+captures."""
 
 import base64
 import time
@@ -41,7 +42,11 @@ class Choice:
         self.captured = output.progress.captured
         new = output.text or ""
         part = Part(self, new, start, start + len(output.token_ids), output.finish_reason)
-        self.text, self.num_tokens, self.finish_reason = self.text + new, part.stop, output.finish_reason
+        self.text, self.num_tokens, self.finish_reason = (
+            self.text + new,
+            part.stop,
+            output.finish_reason,
+        )
         return part
 
     def whole(self) -> "Part":
@@ -61,8 +66,13 @@ class Part:
 
     @property
     def stop_reason(self) -> int | str | None:
-        """The token or the text that ended it, in vLLM's form; None: the model's own end, or it goes on."""
-        return None if self.finish_reason is None or self.choice.track is None else self.choice.track.stop_reason
+        """The token or the text that ended it, in vLLM's form; None: the model's own end, or it
+        goes on."""
+        return (
+            None
+            if self.finish_reason is None or self.choice.track is None
+            else self.choice.track.stop_reason
+        )
 
     @property
     def tokens(self) -> list[tuple[int, float, dict[int, float]]]:
@@ -76,8 +86,13 @@ class Part:
 
     @property
     def text_offsets(self) -> list[int]:
-        """For each token, where its text begins in the text of the choice; none where there is no text."""
-        return [] if self.choice.track is None else self.choice.track.text_offsets[self.start : self.stop]
+        """For each token, where its text begins in the text of the choice; none where there is no
+        text."""
+        return (
+            []
+            if self.choice.track is None
+            else self.choice.track.text_offsets[self.start : self.stop]
+        )
 
     @property
     def prompt_tokens(self) -> list[tuple[int, float | None, dict[int, float] | None]]:
@@ -103,19 +118,32 @@ class Writer:
     vocabulary: Vocabulary | None
     created: int = attrs.field(factory=lambda: int(time.time()))
 
-    def answer(self, kind: str, choices: list[Any], usage: dict[str, Any] | None, **more: Any) -> dict[str, Any]:
+    def answer(
+        self, kind: str, choices: list[Any], usage: dict[str, Any] | None, **more: Any
+    ) -> dict[str, Any]:
         """The body of an answer or a chunk of one."""
-        body = {"id": self.id, "object": kind, "created": self.created, "model": self.model, "choices": choices, **more}
+        body = {
+            "id": self.id,
+            "object": kind,
+            "created": self.created,
+            "model": self.model,
+            "choices": choices,
+            **more,
+        }
         return body if usage is None else body | {"usage": usage}
 
     def token(self, token: int, as_id: bool = False) -> str:
         """A token as text, or as `token_id:N`."""
-        return f"token_id:{token}" if as_id or self.vocabulary is None else self.vocabulary.text(token)
+        return (
+            f"token_id:{token}" if as_id or self.vocabulary is None else self.vocabulary.text(token)
+        )
 
-    def text_logprobs(self, part: Part, as_ids: bool, with_prompt: bool, echoed: str = "") -> dict[str, Any]:
-        """The `logprobs` of a completion: parallel lists over the tokens. `top_logprobs` has the chosen token even
-        where no others were asked for. `text_offset` is where the text of a token begins in the text of the answer; two
-        tokens that make one character begin where it does.
+    def text_logprobs(
+        self, part: Part, as_ids: bool, with_prompt: bool, echoed: str = ""
+    ) -> dict[str, Any]:
+        """The `logprobs` of a completion: parallel lists over the tokens. `top_logprobs` has the
+        chosen token even where no others were asked for. `text_offset` is where the text of a token
+        begins in the text of the answer; two tokens that make one character begin where it does.
 
         Args:
             with_prompt: the prompt's tokens come first.
@@ -130,7 +158,10 @@ class Writer:
             offsets += [min(offset, len(echoed)) for offset in self.vocabulary.text_offsets(ids)]
         offsets += [len(echoed) + offset for offset in part.text_offsets]
         offsets += [0] * (len(tokens) - len(offsets))  # where there is no text
-        top = [None if own is None else self._top(token, logprob, own, as_ids) for token, logprob, own in tokens]
+        top = [
+            None if own is None else self._top(token, logprob, own, as_ids)
+            for token, logprob, own in tokens
+        ]
         return {
             "tokens": names,
             "token_logprobs": [logprob for _, logprob, _ in tokens],
@@ -138,9 +169,12 @@ class Writer:
             "text_offset": offsets,
         }
 
-    def _top(self, token: int, logprob: float | None, own: dict[int, float], as_ids: bool) -> dict[str, float]:
-        """The likeliest tokens by text, the chosen one among them with its own logprob, to the bit. Of several with the
-        same text, which are parts of characters, the later ones are named by their ids."""
+    def _top(
+        self, token: int, logprob: float | None, own: dict[int, float], as_ids: bool
+    ) -> dict[str, float]:
+        """The likeliest tokens by text, the chosen one among them with its own logprob, to the bit.
+        Of several with the same text, which are parts of characters, the later ones are named by
+        their ids."""
         all_of = own if logprob is None else {**own, token: logprob}
         found = dict[str, float]()
         for each, value in all_of.items():
@@ -153,7 +187,9 @@ class Writer:
         content = []
         for token, logprob, top in part.tokens:
             known = {each: logprob if each == token else value for each, value in top.items()}
-            likeliest = sorted(known.items(), key=lambda own: -own[1])[: None if wanted < 0 else wanted]
+            likeliest = sorted(known.items(), key=lambda own: -own[1])[
+                : None if wanted < 0 else wanted
+            ]
             own = [self._chat_token(*each) for each in likeliest]
             content.append({**self._chat_token(token, logprob), "top_logprobs": own})
         return {"content": content, "refusal": None}
@@ -163,18 +199,27 @@ class Writer:
         return {"token": self.token(token), "logprob": logprob, "bytes": raw}
 
     def prompt_logprobs(self, part: Part) -> list[dict[str, Any] | None]:
-        """vLLM's `prompt_logprobs`: for each token of the prompt an object by token ids; None for the first."""
+        """vLLM's `prompt_logprobs`: for each token of the prompt an object by token ids; None for
+        the first."""
         found = list[dict[str, Any] | None]()
         ranks = [None, *(part.choice.track.prompt_ranks if part.choice.track is not None else ())]
         for (token, logprob, top), rank in zip(part.prompt_tokens, ranks, strict=False):
             if logprob is None or top is None:
                 found.append(None)
                 continue
-            places: dict[int, int | None] = {each: place for place, each in enumerate(top, 1)} | {token: rank}
+            places: dict[int, int | None] = {each: place for place, each in enumerate(top, 1)} | {
+                token: rank
+            }
             found.append(
                 {
-                    str(each): {"logprob": value, "rank": places[each], "decoded_token": self.token(each)}
-                    for each, value in sorted({**top, token: logprob}.items(), key=lambda own: -own[1])
+                    str(each): {
+                        "logprob": value,
+                        "rank": places[each],
+                        "decoded_token": self.token(each),
+                    }
+                    for each, value in sorted(
+                        {**top, token: logprob}.items(), key=lambda own: -own[1]
+                    )
                 }
             )
         return found
@@ -187,7 +232,8 @@ def usage_of(choices: Sequence[Choice], prompts: Sequence[Sequence[int]]) -> dic
 
 
 def captured_of(choice: Choice) -> dict[str, Any]:
-    """The captures of each token that was read, by name: little-endian bytes in base64, with their dtype and shape."""
+    """The captures of each token that was read, by name: little-endian bytes in base64, with their
+    dtype and shape."""
     return {name: _encoded(x) for name, x in choice.captured.items()}
 
 

@@ -84,7 +84,9 @@ class Server:
         self.host, self.name, self.adapters = host, name, tuple(adapters)
         self.limits, self._key = limits or ServerLimits(), api_key
         self.max_model_len, model = host.max_model_len, host.model
-        self.model = model if chat_template is None else attrs.evolve(model, chat_template=chat_template)
+        self.model = (
+            model if chat_template is None else attrs.evolve(model, chat_template=chat_template)
+        )
         size = model.config.vocab_size
         self.vocabulary = None if model.tokenizer is None else Vocabulary(model.tokenizer, size)
         self.metrics = Metrics(name)
@@ -118,7 +120,14 @@ class Server:
     def _models(self) -> list[dict[str, Any]]:
         known = [(self.name, None), *((name, self.name) for name in self.adapters)]
         return [
-            {"id": name, "object": "model", "created": 0, "owned_by": "weft", "root": self.name, "parent": parent}
+            {
+                "id": name,
+                "object": "model",
+                "created": 0,
+                "owned_by": "weft",
+                "root": self.name,
+                "parent": parent,
+            }
             | {"max_model_len": self.max_model_len}
             for name, parent in known
         ]
@@ -142,10 +151,14 @@ class Server:
         if (body.prompt is None) == (body.messages is None):
             raise Refusal(400, "either prompt or messages", param="prompt")
         if body.messages is not None:
-            ids = await self._encode_chat(body.messages, {"add_generation_prompt": body.add_generation_prompt})
+            ids = await self._encode_chat(
+                body.messages, {"add_generation_prompt": body.add_generation_prompt}
+            )
         else:
             ids = await self._encode(body.prompt, body.add_special_tokens)
-        return json_response({"tokens": ids, "count": len(ids), "max_model_len": self.max_model_len})
+        return json_response(
+            {"tokens": ids, "count": len(ids), "max_model_len": self.max_model_len}
+        )
 
     async def detokenize(self, request: Request) -> Response:
         """The text of tokens."""
@@ -156,11 +169,19 @@ class Server:
         """`/v1/completions`."""
         body = await read_body(request, self.limits, CompletionRequest, self._bodies)
         if len(body.prompt) > self.limits.max_prompts:
-            raise Refusal(400, f"{len(body.prompt)} prompts; at most {self.limits.max_prompts}", param="prompt")
+            raise Refusal(
+                400,
+                f"{len(body.prompt)} prompts; at most {self.limits.max_prompts}",
+                param="prompt",
+            )
         prompts = [await self._encode(own) if isinstance(own, str) else own for own in body.prompt]
         wanted = body.logprobs
-        prompt_logprobs = wanted if body.echo and body.prompt_logprobs is None else body.prompt_logprobs
-        asked = await self._asked(request, body, "cmpl", prompts, body.max_tokens, wanted, prompt_logprobs)
+        prompt_logprobs = (
+            wanted if body.echo and body.prompt_logprobs is None else body.prompt_logprobs
+        )
+        asked = await self._asked(
+            request, body, "cmpl", prompts, body.max_tokens, wanted, prompt_logprobs
+        )
         shown = body.prompt if body.echo else [""] * len(prompts)
         texts = [own if isinstance(own, str) else self.model.decode(own) or "" for own in shown]
         form = TextForm(asked, body, texts)
@@ -170,13 +191,20 @@ class Server:
         """`/v1/chat/completions`."""
         body = await read_body(request, self.limits, ChatRequest, self._bodies)
         if body.top_logprobs is not None and not body.logprobs:
-            raise Refusal(400, "top_logprobs without logprobs: write logprobs=true", param="top_logprobs")
-        variables = {**body.chat_template_kwargs, "add_generation_prompt": body.add_generation_prompt}
+            raise Refusal(
+                400, "top_logprobs without logprobs: write logprobs=true", param="top_logprobs"
+            )
+        variables = {
+            **body.chat_template_kwargs,
+            "add_generation_prompt": body.add_generation_prompt,
+        }
         async with while_connected(request.receive):
             ids = await self._encode_chat(body.messages, variables)
         most = body.max_completion_tokens if body.max_tokens is None else body.max_tokens
         wanted = (body.top_logprobs or 0) if body.logprobs else None
-        asked = await self._asked(request, body, "chatcmpl", [ids], most, wanted, body.prompt_logprobs)
+        asked = await self._asked(
+            request, body, "chatcmpl", [ids], most, wanted, body.prompt_logprobs
+        )
         return await self._answer(request, asked, ChatForm(asked, body))
 
     # What they have in common
@@ -206,9 +234,13 @@ class Server:
         longest = None if self.vocabulary is None else self.vocabulary.longest
         if longest is not None and len(text) > self.max_model_len * longest:
             seen = f"This model's maximum context length is {self.max_model_len} tokens. However, you requested"
-            raise Refusal(400, f"{seen} at least {len(text) // longest} tokens in the prompt.", **_TOO_LONG)
+            raise Refusal(
+                400, f"{seen} at least {len(text) // longest} tokens in the prompt.", **_TOO_LONG
+            )
 
-    async def _encode_chat(self, messages: Sequence[Mapping[str, Any]], variables: Mapping[str, Any]) -> list[int]:
+    async def _encode_chat(
+        self, messages: Sequence[Mapping[str, Any]], variables: Mapping[str, Any]
+    ) -> list[int]:
         if self._renderer is None or self.model.tokenizer is None:
             lacks = "tokenizer" if self.model.tokenizer is None else "chat template"
             seen = f"the checkpoint of {self.name} has no {lacks}; use /v1/completions, or weft serve --chat-template"
@@ -229,7 +261,12 @@ class Server:
         """A checked request. It is under way from here on: a signal lets it end."""
         self.host.check_open()
         check_stream_options(body)
-        check_limits(body, self.limits, self.model.config.vocab_size, max(logprobs or 0, prompt_logprobs or 0))
+        check_limits(
+            body,
+            self.limits,
+            self.model.config.vocab_size,
+            max(logprobs or 0, prompt_logprobs or 0),
+        )
         adapter, limit = self._adapter(body.model), self.max_model_len
         longest = max(map(len, prompts))
         if max_tokens is not None and max_tokens < 1:
@@ -240,9 +277,7 @@ class Server:
             raise Refusal(400, f"{seen}the prompt{wanted}.", **_TOO_LONG)
         count = body.n * len(prompts)
         if count > self.host.max_open:
-            seen = (
-                f"{len(prompts)} prompts with n={body.n} are {count} completions; at most {self.host.max_open} at once"
-            )
+            seen = f"{len(prompts)} prompts with n={body.n} are {count} completions; at most {self.host.max_open} at once"
             raise Refusal(400, seen, param="n")
         grammar = None
         if body.response_format is not None and body.response_format.type != "text":
@@ -250,24 +285,42 @@ class Server:
             use = GrammarUse(num_tokens=max_tokens or limit - min(map(len, prompts)), n=count)
             async with while_connected(request.receive):
                 grammar = await self._compiled(form, use)
-        own: dict[str, Any] = {"adapter": adapter, "priority": body.priority, "extras": body.weft.extras}
-        own |= {"cache_salt": body.cache_salt or "", "captured": body.weft.captured, "grammar": grammar}
+        own: dict[str, Any] = {
+            "adapter": adapter,
+            "priority": body.priority,
+            "extras": body.weft.extras,
+        }
+        own |= {
+            "cache_salt": body.cache_salt or "",
+            "captured": body.weft.captured,
+            "grammar": grammar,
+        }
         own["sampling"] = body.sampling(logprobs, prompt_logprobs)
-        requests = [Add(prompt=ids, max_tokens=max_tokens or limit - len(ids), **own) for ids in prompts]
+        requests = [
+            Add(prompt=ids, max_tokens=max_tokens or limit - len(ids), **own) for ids in prompts
+        ]
         self.host.check_room(count)
         writer = Writer(f"{kind}-{secrets.token_hex(12)}", body.model or self.name, self.vocabulary)
         return Asked(body, requests, writer)
 
     async def _compiled(self, form: dict[str, Any], use: GrammarUse) -> str:
-        """A `response_format`, compiled beside the event loop, where slow ones wait for each other."""
+        """A `response_format`, compiled beside the event loop, where slow ones wait for each other.
+        """
         found = self._compile_grammar.find(form, use)
         if found is not None:
             return found
         if self._num_compiling >= _MOST_COMPILING:
-            raise Refusal(429, f"{self._num_compiling} grammars wait to be compiled", "rate_limit_error", code="busy")
+            raise Refusal(
+                429,
+                f"{self._num_compiling} grammars wait to be compiled",
+                "rate_limit_error",
+                code="busy",
+            )
         self._num_compiling += 1
         try:
-            return await asyncio.get_running_loop().run_in_executor(self._compilers, self._compile_grammar, form, use)
+            return await asyncio.get_running_loop().run_in_executor(
+                self._compilers, self._compile_grammar, form, use
+            )
         except ImportError as error:
             seen = f"this server has no grammars: {error}; {install_command('serve')}"
             raise Refusal(501, seen, param="response_format", code="no_grammars") from error
@@ -295,10 +348,15 @@ class Server:
         n, clock = asked.body.n, self.metrics.begin(sum(map(len, asked.prompts)))
         outputs, seconds = self.host.stream(asked.requests), self.limits.timeout
         try:
-            async with contextlib.aclosing(outputs if seconds is None else _within(outputs, seconds)) as stream:
+            async with contextlib.aclosing(
+                outputs if seconds is None else _within(outputs, seconds)
+            ) as stream:
                 async for found in stream:
                     clock.add(sum(len(output.token_ids) for output in found))
-                    yield [form.choices[output.place * n + output.index].add(output) for output in found]
+                    yield [
+                        form.choices[output.place * n + output.index].add(output)
+                        for output in found
+                    ]
             clock.end([choice.finish_reason or "" for choice in form.choices])
         finally:
             clock.drop()
@@ -316,7 +374,9 @@ class Server:
             Route("/tokenize", self._guarded(self.tokenize), methods=["POST"]),
             Route("/detokenize", self._guarded(self.detokenize), methods=["POST"]),
         ]
-        return Starlette(routes=routes, exception_handlers={HTTPException: _no_route}, lifespan=self._lifespan)
+        return Starlette(
+            routes=routes, exception_handlers={HTTPException: _no_route}, lifespan=self._lifespan
+        )
 
     @contextlib.asynccontextmanager
     async def _lifespan(self, _: Starlette) -> AsyncIterator[None]:
@@ -356,10 +416,17 @@ class Server:
     def _check_key(self, request: Request) -> None:
         given = request.headers.get("authorization", "").encode("latin-1", "replace")
         if not hmac.compare_digest(given, f"Bearer {self._key}".encode()):
-            raise Refusal(401, "the API key is missing or wrong", "authentication_error", code="invalid_api_key")
+            raise Refusal(
+                401,
+                "the API key is missing or wrong",
+                "authentication_error",
+                code="invalid_api_key",
+            )
 
 
-async def _within(outputs: AsyncGenerator[list[Output], None], seconds: float) -> AsyncGenerator[list[Output], None]:
+async def _within(
+    outputs: AsyncGenerator[list[Output], None], seconds: float
+) -> AsyncGenerator[list[Output], None]:
     """The outputs that come before so many seconds have passed.
 
     Raises:
@@ -374,7 +441,9 @@ async def _within(outputs: AsyncGenerator[list[Output], None], seconds: float) -
             except StopAsyncIteration:
                 return
             except TimeoutError:
-                raise Refusal(504, f"no end within {seconds:g} s", "timeout", code="timeout") from None
+                raise Refusal(
+                    504, f"no end within {seconds:g} s", "timeout", code="timeout"
+                ) from None
             yield found
 
 
@@ -385,7 +454,9 @@ class EventStream(Response):
         first, parts, form: the first parts of the answer, the later ones, and how they are written.
     """
 
-    def __init__(self, first: Sequence[Part], parts: AsyncGenerator[Sequence[Part], None], form: Form) -> None:
+    def __init__(
+        self, first: Sequence[Part], parts: AsyncGenerator[Sequence[Part], None], form: Form
+    ) -> None:
         super().__init__(None, media_type="text/event-stream")
         del self.headers["content-length"]
         self.headers["cache-control"] = "no-cache"
@@ -400,7 +471,9 @@ class EventStream(Response):
                         whole = Response(b"".join([own async for own in events]), 200, self.headers)
                         await whole(scope, receive, send)
                         return
-                    await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
+                    await send(
+                        {"type": "http.response.start", "status": 200, "headers": self.raw_headers}
+                    )
                     async for own in events:
                         await send({"type": "http.response.body", "body": own, "more_body": True})
                     await send({"type": "http.response.body", "body": b"", "more_body": False})
@@ -418,4 +491,6 @@ async def _no_route(request: Request, error: Exception) -> Response:
     status = error.status_code if isinstance(error, HTTPException) else 500
     seen = f"{request.method} {request.url.path!r:.200}: {getattr(error, 'detail', 'not found')}"
     code = "method_not_allowed" if status == 405 else "not_found"
-    return json_response(Refusal(status, seen, code=code).body, status, getattr(error, "headers", None))
+    return json_response(
+        Refusal(status, seen, code=code).body, status, getattr(error, "headers", None)
+    )

@@ -22,7 +22,8 @@ MAX_STOP_LEN = 512
 _LONGEST_NAME = 64
 """Characters of a field's name that are compared with those of the fields that there are."""
 MAX_DEPTH = 128
-"""The most lists and objects within each other. Far beneath Python's own limit, which other code would meet first."""
+"""The most lists and objects within each other. Far beneath Python's own limit, which other code
+would meet first."""
 
 
 @attrs.frozen(kw_only=True)
@@ -31,12 +32,13 @@ class ServerLimits:
 
     Args:
         max_body: bytes of a body.
-        max_unfinished: bytes of all bodies that have begun to come. If there are more, the one that began first is
-            refused: a body that comes at once is never that for long.
+        max_unfinished: bytes of all bodies that have begun to come. If there are more, the one that
+            began first is refused: a body that comes at once is never that for long.
         max_n: completions of a prompt.
         max_logprobs: of a token; None: as the engine has it.
         max_prompts: prompts of a request.
-        max_stops: stop texts of a request, all of which are looked for at each token; and bad words.
+        max_stops: stop texts of a request, all of which are looked for at each token; and bad
+            words.
         has_priorities: a request may come before others, by its `priority`.
         timeout: seconds from a request's body until its last token; None: no limit.
         body_timeout: seconds in which a body must come.
@@ -76,7 +78,8 @@ class UnfinishedBodies:
 
     @contextlib.asynccontextmanager
     async def reading(self, seconds: float) -> AsyncIterator[Callable[[int], None]]:
-        """A function that is told how many more bytes of a body have come. Within, the body has so many seconds.
+        """A function that is told how many more bytes of a body have come. Within, the body has so
+        many seconds.
 
         Raises:
             Refusal: it took longer, or others needed the room.
@@ -109,7 +112,9 @@ class UnfinishedBodies:
             first.clock.reschedule(0)
 
 
-async def read_body(request: Request, limits: ServerLimits, kind: type[BaseModel], bodies: UnfinishedBodies) -> Any:
+async def read_body(
+    request: Request, limits: ServerLimits, kind: type[BaseModel], bodies: UnfinishedBodies
+) -> Any:
     """The body of a request, as a value of its class.
 
     Args:
@@ -156,8 +161,8 @@ def _refusal(error: ValidationError, kind: type[BaseModel]) -> Refusal:
 
 
 def check_limits(body: Sampled, limits: ServerLimits, vocab_size: int, logprobs: int) -> None:
-    """Refuse more completions, longer lists or more logprobs than may be: each costs time at each token. And refuse a
-    priority, if requests have none here.
+    """Refuse more completions, longer lists or more logprobs than may be: each costs time at each
+    token. And refuse a priority, if requests have none here.
 
     Raises:
         Refusal: 400, with the field.
@@ -170,20 +175,25 @@ def check_limits(body: Sampled, limits: ServerLimits, vocab_size: int, logprobs:
     if body.priority and not limits.has_priorities:
         seen = "this server takes requests as they come; it has priorities by `weft serve --scheduling-policy priority`"
         raise Refusal(400, f"priority={body.priority}; {seen}", param="priority")
-    for name, what, given in (("stop", "stop texts", body.stop), ("bad_words", "bad words", body.bad_words)):
+    for name, what, given in (
+        ("stop", "stop texts", body.stop),
+        ("bad_words", "bad words", body.bad_words),
+    ):
         texts = [given] if isinstance(given, str) else given or []
         if len(texts) > limits.max_stops:
             raise Refusal(400, f"{len(texts)} {what}; at most {limits.max_stops}", param=name)
         if (longest := max(map(len, texts), default=0)) > MAX_STOP_LEN:
-            raise Refusal(400, f"{what} of {longest} characters; at most {MAX_STOP_LEN}", param=name)
+            raise Refusal(
+                400, f"{what} of {longest} characters; at most {MAX_STOP_LEN}", param=name
+            )
     for name in ("logit_bias", "stop_token_ids", "allowed_token_ids"):
         if len(getattr(body, name) or ()) > vocab_size:
             raise Refusal(400, f"more of {name} than the model has tokens", param=name)
 
 
 def check_stream_options(body: Sampled) -> None:
-    """Refuse options that would change nothing: of an answer that is no stream, as OpenAI's API does; and the usage in
-    each chunk without `include_usage`, which vLLM ignores.
+    """Refuse options that would change nothing: of an answer that is no stream, as OpenAI's API
+    does; and the usage in each chunk without `include_usage`, which vLLM ignores.
 
     Raises:
         Refusal: 400, with the field.
@@ -192,7 +202,9 @@ def check_stream_options(body: Sampled) -> None:
     if options is None:
         return
     if not body.stream:
-        raise Refusal(400, "stream_options without stream: write stream=true", param="stream_options")
+        raise Refusal(
+            400, "stream_options without stream: write stream=true", param="stream_options"
+        )
     if options.continuous_usage_stats and not options.include_usage:
         seen = "continuous_usage_stats without include_usage: write include_usage=true beside it"
         raise Refusal(400, seen, param="stream_options.continuous_usage_stats")
@@ -218,7 +230,9 @@ def _check_depth(given: Any) -> None:
         level = [each for own in parts for each in own if isinstance(each, dict | list)]
         if not level:
             return
-    raise Refusal(400, f"more than {MAX_DEPTH} lists and objects within each other", code="invalid_json")
+    raise Refusal(
+        400, f"more than {MAX_DEPTH} lists and objects within each other", code="invalid_json"
+    )
 
 
 def _check_characters(given: Any) -> None:

@@ -1,9 +1,11 @@
-"""`refuse_browsers`: pages of other sites reach a server without a key through their reader's browser, unless refused.
+"""`refuse_browsers`: pages of other sites reach a server without a key through their reader's
+browser, unless refused.
 
-A page may send a POST of plain text to any address, 127.0.0.1 among them, and needs no permission for that. It may also
-let its own name mean 127.0.0.1 (DNS rebinding), and then reads the answers too. In the first case the browser names the
-page in `Origin`; in the second, its name is in `Host`. Programs send no `Origin`, so neither check is in their way. A
-server with a key needs neither: no page can add the key to what it sends.
+A page may send a POST of plain text to any address, 127.0.0.1 among them, and needs no permission
+for that. It may also let its own name mean 127.0.0.1 (DNS rebinding), and then reads the answers
+too. In the first case the browser names the page in `Origin`; in the second, its name is in `Host`.
+Programs send no `Origin`, so neither check is in their way. A server with a key needs neither: no
+page can add the key to what it sends.
 """
 
 import ipaddress
@@ -33,9 +35,7 @@ def refuse_browsers(headers: Mapping[str, str], is_local: bool) -> None:
     if origin is not None:
         name = _name_of(origin.partition("://")[2])
         if name != host and not is_loopback(name):
-            seen = (
-                f"Origin {origin!r:.100}: pages of other sites are not answered; start the server with a key for that"
-            )
+            seen = f"Origin {origin!r:.100}: pages of other sites are not answered; start the server with a key for that"
             raise Refusal(403, seen, "permission_error", code="forbidden_origin")
 
 
@@ -50,7 +50,8 @@ def is_loopback(name: str) -> bool:
 
 
 def _name_of(place: str) -> str:
-    """The name in `name:port`, `[address]:port` or either alone, in small letters; empty if it is none of these."""
+    """The name in `name:port`, `[address]:port` or either alone, in small letters; empty if it is
+    none of these."""
     parts = _PLACE.fullmatch(place.strip().lower().rstrip("/"))
     if parts is None:
         return ""

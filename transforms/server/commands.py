@@ -1,5 +1,5 @@
-"""The commands of a server to its engine, `Add`, `Abort`, `Ask` and `Stop`, which travel to all ranks; `follow`: those
-ranks."""
+"""The commands of a server to its engine, `Add`, `Abort`, `Ask` and `Stop`, which travel to all
+ranks; `follow`: those ranks."""
 
 import base64
 import contextlib
@@ -17,7 +17,10 @@ from weft.transforms.engine.requests.masks import Mask
 
 FAULTS = TypeError, ValueError, LookupError
 """Errors by which a request's own values may break `Engine.add`, before it has changed anything."""
-_DTYPES = {str(one).removeprefix("torch."): one for one in (torch.float32, torch.int64, torch.int32, torch.bool)}
+_DTYPES = {
+    str(one).removeprefix("torch."): one
+    for one in (torch.float32, torch.int64, torch.int32, torch.bool)
+}
 """Those in which captures come back."""
 MakeMask = Callable[[str], Mask]
 """Makes the mask of a request from its compiled grammar."""
@@ -105,7 +108,8 @@ Command = Add | Abort | Ask | Stop
 
 
 def follow(engine: Engine, make_mask: MakeMask) -> None:
-    """The part of a rank beside the first one: the same requests and steps, until the first rank stops.
+    """The part of a rank beside the first one: the same requests and steps, until the first rank
+    stops.
 
     Raises:
         RankError: a rank ended, or kept this one waiting.
@@ -113,7 +117,9 @@ def follow(engine: Engine, make_mask: MakeMask) -> None:
     while True:
         commands = engine.transport.share(None)
         for command in commands:
-            with contextlib.suppress(RequestError, *FAULTS):  # as on the first rank, which tells the client
+            with contextlib.suppress(
+                RequestError, *FAULTS
+            ):  # as on the first rank, which tells the client
                 command.apply(engine, make_mask)
         if any(isinstance(command, Stop) for command in commands):
             return
@@ -133,8 +139,17 @@ def _tensor(name: str, given: Any, like: torch.Tensor | None) -> torch.Tensor:
         if not isinstance(given, Mapping):
             return torch.tensor(given, dtype=dtype)
         raw = bytearray(base64.b64decode(given["base64"], validate=True))
-        return torch.frombuffer(raw, dtype=_DTYPES[given["dtype"]]).reshape(given["shape"]).to(dtype)
-    except (ValueError, TypeError, LookupError, RuntimeError, OverflowError, RecursionError) as error:
+        return (
+            torch.frombuffer(raw, dtype=_DTYPES[given["dtype"]]).reshape(given["shape"]).to(dtype)
+        )
+    except (
+        ValueError,
+        TypeError,
+        LookupError,
+        RuntimeError,
+        OverflowError,
+        RecursionError,
+    ) as error:
         seen = f"{type(error).__name__}: {error!s:.200}"
         instead = 'numbers, lists of lists of them, or {"dtype": "float32", "shape": [...], "base64": "..."}'
         raise RequestError(f"weft.extras[{name!r}]", seen, instead) from error

@@ -37,7 +37,11 @@ class Asked:
     def choices(self) -> list[Choice]:
         """The choices of the answer, in order."""
         n = self.body.n
-        return [Choice(place * n + index, prompt) for place, prompt in enumerate(self.prompts) for index in range(n)]
+        return [
+            Choice(place * n + index, prompt)
+            for place, prompt in enumerate(self.prompts)
+            for index in range(n)
+        ]
 
 
 class Form(ABC):
@@ -48,7 +52,9 @@ class Form(ABC):
     def __init__(self, asked: Asked, has_logprobs: bool) -> None:
         self.asked, self.choices, self.writer = asked, asked.choices(), asked.writer
         options = asked.body.stream_options
-        self._is_plain = not (has_logprobs or (options is not None and options.continuous_usage_stats))
+        self._is_plain = not (
+            has_logprobs or (options is not None and options.continuous_usage_stats)
+        )
         self._frames: dict[int, Sequence[bytes]] = {}
 
     def written(self, parts: Sequence[Part]) -> bytes:
@@ -60,8 +66,8 @@ class Form(ABC):
         return raw + usage + b"data: [DONE]\n\n"
 
     def events(self, part: Part) -> bytes:
-        """The server-sent events of a part. Where two chunks differ by their texts alone, the text is put between bytes
-        that were encoded once."""
+        """The server-sent events of a part. Where two chunks differ by their texts alone, the text
+        is put between bytes that were encoded once."""
         if not self._is_plain or part.start == 0 or part.finish_reason is not None:
             return b"".join(event(chunk) for chunk in self.chunks(part))
         if (frame := self._frames.get(part.choice.index)) is None:
@@ -90,7 +96,11 @@ class Form(ABC):
     def chunk(self, kind: str, choice: dict[str, Any], part: Part) -> dict[str, Any]:
         """A chunk of a stream."""
         options = self.asked.body.stream_options
-        usage = usage_of(self.choices, self.asked.prompts) if options and options.continuous_usage_stats else None
+        usage = (
+            usage_of(self.choices, self.asked.prompts)
+            if options and options.continuous_usage_stats
+            else None
+        )
         if part.finish_reason is not None:
             self._with_ours(choice, part.choice)
         return self.writer.answer(kind, [choice], usage)
@@ -101,7 +111,11 @@ class Form(ABC):
         options = self.asked.body.stream_options
         wanted = options is not None and options.include_usage
         kind = "text_completion" if self.kind == "text_completion" else f"{self.kind}.chunk"
-        return self.writer.answer(kind, [], usage_of(self.choices, self.asked.prompts)) if wanted else None
+        return (
+            self.writer.answer(kind, [], usage_of(self.choices, self.asked.prompts))
+            if wanted
+            else None
+        )
 
 
 class TextForm(Form):
@@ -139,7 +153,11 @@ class ChatForm(Form):
         self.body = body
 
     def _logprobs(self, part: Part) -> dict[str, Any] | None:
-        return self.writer.chat_logprobs(part, self.body.top_logprobs or 0) if self.body.logprobs else None
+        return (
+            self.writer.chat_logprobs(part, self.body.top_logprobs or 0)
+            if self.body.logprobs
+            else None
+        )
 
     def choice(self, part: Part) -> dict[str, Any]:
         """A whole choice, with its message."""
@@ -159,7 +177,11 @@ class ChatForm(Form):
         kind, found = f"{self.kind}.chunk", list[dict[str, Any]]()
         own: dict[str, Any] = {"index": part.choice.index, "logprobs": None, "finish_reason": None}
         if part.start == 0:
-            found.append(self.writer.answer(kind, [{**own, "delta": {"role": "assistant", "content": ""}}], None))
+            found.append(
+                self.writer.answer(
+                    kind, [{**own, "delta": {"role": "assistant", "content": ""}}], None
+                )
+            )
         own |= {"logprobs": self._logprobs(part), "finish_reason": part.finish_reason}
         own |= {"stop_reason": part.stop_reason}
         return [*found, self.chunk(kind, {**own, "delta": {"content": part.text}}, part)]

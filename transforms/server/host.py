@@ -1,4 +1,5 @@
-"""`EngineHost` and what it shares with `RemoteHost`: requests from an event loop to an engine elsewhere."""
+"""`EngineHost` and what it shares with `RemoteHost`: requests from an event loop to an engine
+elsewhere."""
 
 import asyncio
 import itertools
@@ -18,7 +19,8 @@ from weft.transforms.server.loop import Delta, Ended, EngineLoop, Message, Told
 from weft.transforms.server.streams import Output, Progress
 
 STILL_SECONDS = 10.0
-"""Seconds after which an engine that does not answer, as it does between two steps, is said to stand still."""
+"""Seconds after which an engine that does not answer, as it does between two steps, is said to
+stand still."""
 GIVE_UP_SECONDS = 30.0
 """Seconds after which a server that is being stopped no longer waits for such an engine."""
 
@@ -33,7 +35,8 @@ class ClosedError(WeftError):
 
 @attrs.define(eq=False)
 class _Listener:
-    """What has come for a client's request and was not taken yet. A slow client finds several steps' tokens at once."""
+    """What has come for a client's request and was not taken yet. A slow client finds several
+    steps' tokens at once."""
 
     deltas: list[tuple[int, Delta]] = attrs.field(factory=list)
     error: WeftError | None = None
@@ -51,10 +54,11 @@ class _Listener:
 
 
 class Host(ABC):
-    """An engine that runs elsewhere, as an event loop sees it. All methods are called in that loop's thread.
+    """An engine that runs elsewhere, as an event loop sees it. All methods are called in that
+    loop's thread.
 
-    An event loop that is slow, or a client, keeps nobody else waiting: what has come waits in the request's listener,
-    which holds no more than its tokens.
+    An event loop that is slow, or a client, keeps nobody else waiting: what has come waits in the
+    request's listener, which holds no more than its tokens.
 
     Args:
         model: of which only the configuration, the tokenizer and the path are read.
@@ -98,21 +102,27 @@ class Host(ABC):
     def check_room(self, count: int) -> None:
         """Raise BusyError if so many more completions would be too many."""
         if self.num_open + count > self.max_open:
-            seen = f"{self.num_open} completions under way, {count} more, and room for {self.max_open}"
+            seen = (
+                f"{self.num_open} completions under way, {count} more, and room for {self.max_open}"
+            )
             raise BusyError("a request", seen, "the same request later")
 
     def check_open(self) -> None:
         """Raise ClosedError unless the engine takes new requests."""
         self._check_running()
         if self.is_closing:
-            raise ClosedError("a request", "a server that is being stopped", "another server, or this one later")
+            raise ClosedError(
+                "a request", "a server that is being stopped", "another server, or this one later"
+            )
 
     def _check_running(self) -> None:
         if self.fault is not None:
             instead = "start the server anew; its log has the error"
             raise ClosedError("a request", f"a step that raised {self.fault}", instead)
         if self._has_ended:
-            raise ClosedError("a request", "a server that was stopped", "another server, or this one later")
+            raise ClosedError(
+                "a request", "a server that was stopped", "another server, or this one later"
+            )
 
     @property
     def has_ended(self) -> bool:
@@ -120,7 +130,8 @@ class Host(ABC):
         return self._has_ended
 
     async def is_moving(self, seconds: float) -> bool:
-        """Whether the engine's loop goes on: it answers within so many seconds, which it does between two steps."""
+        """Whether the engine's loop goes on: it answers within so many seconds, which it does
+        between two steps."""
         if self._has_ended:
             return False
         try:
@@ -151,8 +162,9 @@ class Host(ABC):
             del self._asked[number]
 
     async def stream(self, requests: Sequence[Add]) -> AsyncGenerator[list[Output], None]:
-        """The outputs of requests, several at a time, until all of their completions have ended. A consumer that stops
-        aborts them. A server that is being stopped goes on with them: new ones are refused before, by `check_open`.
+        """The outputs of requests, several at a time, until all of their completions have ended. A
+        consumer that stops aborts them. A server that is being stopped goes on with them: new ones
+        are refused before, by `check_open`.
 
         Raises:
             BusyError: too many requests wait.
@@ -221,7 +233,9 @@ class Host(ABC):
         self.send(Stop())
 
 
-def _outputs(found: Sequence[tuple[int, Delta]], of: dict[tuple[int, int], Progress]) -> list[Output]:
+def _outputs(
+    found: Sequence[tuple[int, Delta]], of: dict[tuple[int, int], Progress]
+) -> list[Output]:
     """One output for each completion that something came for."""
     if len(found) == 1:
         [(place, delta)] = found
@@ -242,12 +256,18 @@ class EngineHost(Host):
         num_ranks: processes in which stages of the engine run; the others `follow`.
     """
 
-    def __init__(self, engine: Engine, max_waiting: int, make_mask: MakeMask, *, num_ranks: int = 1) -> None:
-        super().__init__(engine.model, max_model_len(engine), engine.limits.budget.max_num_reqs + max_waiting)
+    def __init__(
+        self, engine: Engine, max_waiting: int, make_mask: MakeMask, *, num_ranks: int = 1
+    ) -> None:
+        super().__init__(
+            engine.model, max_model_len(engine), engine.limits.budget.max_num_reqs + max_waiting
+        )
         self.engine = engine
         self._loop: asyncio.AbstractEventLoop | None = None
         self._engine_loop = EngineLoop(engine, make_mask, self._deliver, num_ranks=num_ranks)
-        self._thread = threading.Thread(target=self._engine_loop.run, name="weft engine", daemon=True)
+        self._thread = threading.Thread(
+            target=self._engine_loop.run, name="weft engine", daemon=True
+        )
         self._thread.start()
 
     async def open(self) -> None:
@@ -269,4 +289,6 @@ class EngineHost(Host):
 def max_model_len(engine: Engine) -> int:
     """The most tokens of a request."""
     limits = engine.limits
-    return min(engine.model.config.max_position_embeddings, limits.budget.max_pages * limits.page_size)
+    return min(
+        engine.model.config.max_position_embeddings, limits.budget.max_pages * limits.page_size
+    )

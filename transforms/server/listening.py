@@ -26,10 +26,13 @@ STALL_SECONDS = 120.0
 """Seconds that an answer may wait for a client that does not read it."""
 MAX_CONNECTIONS = 16_384
 MAX_HEAD = 2**16
-"""Bytes of a request's head, or of anything else between two parts of a body, that came in several pieces."""
+"""Bytes of a request's head, or of anything else between two parts of a body, that came in several
+pieces."""
 _INVALID = "Invalid HTTP request received."
 _LOG = logging.getLogger("weft.server.http")
-_LOG.setLevel(logging.ERROR)  # a warning for each request that is none would let anybody fill the log
+_LOG.setLevel(
+    logging.ERROR
+)  # a warning for each request that is none would let anybody fill the log
 SPARE_FILES = 128
 """File descriptors that connections leave to everything else."""
 MIN_CONNECTIONS = 64
@@ -41,12 +44,12 @@ SHUTDOWN_SECONDS = 5
 
 
 class Connection(HttpToolsProtocol):
-    """Uvicorn's connection, closed if it sends no request in time or does not read its answer; with a bound for what is
-    read before it means something; errors are JSON.
+    """Uvicorn's connection, closed if it sends no request in time or does not read its answer; with
+    a bound for what is read before it means something; errors are JSON.
 
-    One request is under way at a time. If another one follows before the answer, the first one is answered, and the
-    connection closes: its client sends the others again (RFC 9112, 9.3.2). Uvicorn would queue them without bound, and
-    not tell the first one that its client has gone.
+    One request is under way at a time. If another one follows before the answer, the first one is
+    answered, and the connection closes: its client sends the others again (RFC 9112, 9.3.2).
+    Uvicorn would queue them without bound, and not tell the first one that its client has gone.
     """
 
     max_connections = MAX_CONNECTIONS
@@ -56,7 +59,8 @@ class Connection(HttpToolsProtocol):
     _is_in_request = False
     """The head of a request has come, its end has not."""
     _is_last = False
-    """The connection closes after the answer under way; what the client sends meanwhile is dropped."""
+    """The connection closes after the answer under way; what the client sends meanwhile is dropped.
+    """
     _num_unread = 0
     """Bytes since the last head, part of a body, or end."""
 
@@ -68,7 +72,11 @@ class Connection(HttpToolsProtocol):
         """Take the connection, unless there are too many."""
         super().connection_made(transport)
         if len(self.connections) > self.max_connections:
-            self._refuse(Refusal(503, f"{counted(self.max_connections, 'connection')} at most", "server_error"))
+            self._refuse(
+                Refusal(
+                    503, f"{counted(self.max_connections, 'connection')} at most", "server_error"
+                )
+            )
         self._set_head()
 
     def data_received(self, data: bytes) -> None:
@@ -86,8 +94,8 @@ class Connection(HttpToolsProtocol):
         self._set_head()
 
     def _feed(self, data: bytes) -> None:
-        """Parse bytes. An upgrade to another protocol is not taken (Java's client asks for HTTP/2): as the parser then
-        reads no body, the same request is parsed without it."""
+        """Parse bytes. An upgrade to another protocol is not taken (Java's client asks for HTTP/2):
+        as the parser then reads no body, the same request is parsed without it."""
         try:
             self.parser.feed_data(data)
         except httptools.HttpParserUpgrade as upgrade:
@@ -103,7 +111,8 @@ class Connection(HttpToolsProtocol):
         return self.cycle is None or self.cycle.response_complete
 
     def _set_head(self) -> None:
-        """Start the clock of a head, or of what goes on after an answer; stop it while an answer is under way."""
+        """Start the clock of a head, or of what goes on after an answer; stop it while an answer is
+        under way."""
         if self.transport.is_closing() or not self._is_answered:
             _stop(self._head)
             self._head = None
@@ -117,7 +126,8 @@ class Connection(HttpToolsProtocol):
         super().on_message_begin()
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        """Called by the parser. A field after the body is none of the request's (RFC 9110, 6.5.1)."""
+        """Called by the parser. A field after the body is none of the request's (RFC 9110, 6.5.1).
+        """
         if not self._is_in_request:
             super().on_header(name, value)
 
@@ -127,7 +137,10 @@ class Connection(HttpToolsProtocol):
             raise ValueError("this server is no proxy")
         if self.parser.should_upgrade():
             return
-        num_hosts, version = sum(name == b"host" for name, _ in self.headers), self.parser.get_http_version()
+        num_hosts, version = (
+            sum(name == b"host" for name, _ in self.headers),
+            self.parser.get_http_version(),
+        )
         if num_hosts > 1 or (not num_hosts and version == "1.1"):
             raise ValueError(f"{num_hosts} hosts")
         self._num_unread, self._is_in_request = 0, True
@@ -147,7 +160,8 @@ class Connection(HttpToolsProtocol):
         super().on_message_complete()
 
     def on_response_complete(self) -> None:
-        """Called at the end of an answer. If the client has not read it all, it has some time to do so."""
+        """Called at the end of an answer. If the client has not read it all, it has some time to do
+        so."""
         if self.transport.get_write_buffer_size():
             self._start_stall()
         super().on_response_complete()
@@ -182,7 +196,8 @@ class Connection(HttpToolsProtocol):
             self._start_stall()
 
     def send_400_response(self, msg: str) -> None:
-        """Answer bytes that are no request. After a request that is under way they are not answered."""
+        """Answer bytes that are no request. After a request that is under way they are not
+        answered."""
         if self._is_answered or self._is_in_request:
             self._refuse(Refusal(400, msg, code="invalid_http"))
         else:
@@ -191,9 +206,14 @@ class Connection(HttpToolsProtocol):
     def _refuse(self, refusal: Refusal) -> None:
         if self.transport.is_closing():
             return
-        if not (self._is_in_request and self.cycle.response_started):  # else it would stand in or after an answer
+        if not (
+            self._is_in_request and self.cycle.response_started
+        ):  # else it would stand in or after an answer
             raw = as_json(refusal.body)
-            head = b"content-type: application/json\r\ncontent-length: %d\r\nconnection: close\r\n\r\n" % len(raw)
+            head = (
+                b"content-type: application/json\r\ncontent-length: %d\r\nconnection: close\r\n\r\n"
+                % len(raw)
+            )
             self.transport.write(STATUS_LINE[refusal.status] + head + raw)
         self.transport.close()
 
@@ -204,7 +224,8 @@ def _stop(clock: asyncio.TimerHandle | None) -> None:
 
 
 class Listener(uvicorn.Server):
-    """A server that says where it listens, and that a signal ends once the requests under way have ended.
+    """A server that says where it listens, and that a signal ends once the requests under way have
+    ended.
 
     Args:
         app: the application.
@@ -213,7 +234,11 @@ class Listener(uvicorn.Server):
     """
 
     def __init__(self, app: Starlette, engine_host: Host, name: str) -> None:
-        options: dict[str, Any] = {"log_level": "warning", "access_log": False, "server_header": False}
+        options: dict[str, Any] = {
+            "log_level": "warning",
+            "access_log": False,
+            "server_header": False,
+        }
         options["timeout_graceful_shutdown"] = SHUTDOWN_SECONDS
         super().__init__(uvicorn.Config(app, http=Connection, ws="none", **options))
         self.engine_host = engine_host
@@ -239,7 +264,11 @@ class Listener(uvicorn.Server):
         self.engine_host.refuse_requests()
         self._prepare_until = time.monotonic() + PREPARE_SECONDS
         name, open_ones = signal.Signals(sig).name, counted(self.engine_host.num_open, "completion")
-        print(f"{name}: {open_ones} under way may end; a second signal ends at once", file=sys.stderr, flush=True)
+        print(
+            f"{name}: {open_ones} under way may end; a second signal ends at once",
+            file=sys.stderr,
+            flush=True,
+        )
 
     async def on_tick(self, counter: int) -> bool:
         """End with the engine's process, or after a signal when no completion is under way and no
@@ -253,11 +282,16 @@ class Listener(uvicorn.Server):
         return await super().on_tick(counter)
 
     async def _end_if_still(self) -> None:
-        """After a signal, end as soon as the engine stands still: no completion under way will end then."""
+        """After a signal, end as soon as the engine stands still: no completion under way will end
+        then."""
         while await self.engine_host.is_moving(GIVE_UP_SECONDS):
             await asyncio.sleep(1.0)
         if not self.engine_host.has_ended:
-            print("error: the engine stands still; completions under way are given up", file=sys.stderr, flush=True)
+            print(
+                "error: the engine stands still; completions under way are given up",
+                file=sys.stderr,
+                flush=True,
+            )
         self.engine_host.give_up()
         self.should_exit = True
 

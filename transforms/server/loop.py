@@ -1,4 +1,5 @@
-"""`EngineLoop`: takes commands, steps an engine, and says what each step made, in messages that may travel."""
+"""`EngineLoop`: takes commands, steps an engine, and says what each step made, in messages that may
+travel."""
 
 import logging
 import queue
@@ -16,12 +17,13 @@ from weft.transforms.server.commands import FAULTS, Abort, Add, Ask, Command, Ma
 
 _LOG = logging.getLogger("weft.server")
 Delta = tuple[str, int, list[int], str | None, str | None, dict[str, Any]]
-"""What is new of a completion: its request's name, its index, tokens, text, reason of its end, and more by name. A step
-makes one for each row, so they are tuples: pickled in a fifth of the time of objects."""
+"""What is new of a completion: its request's name, its index, tokens, text, reason of its end, and
+more by name. A step makes one for each row, so they are tuples: pickled in a fifth of the time of
+objects."""
 
 PER_TOKEN = ("logprobs", "top_logprobs", "text_offsets")
-"""Lists of `CompletionState` that grow by a token's entry; they travel if the request asks for logprobs. There are text
-offsets of a completion whose text the engine makes."""
+"""Lists of `CompletionState` that grow by a token's entry; they travel if the request asks for
+logprobs. There are text offsets of a completion whose text the engine makes."""
 PER_PROMPT = ("prompt_logprobs", "prompt_top_logprobs", "prompt_ranks")
 """Its lists about the prompt, which travel with the first token."""
 
@@ -49,8 +51,12 @@ class Ended:
     def error(self) -> EngineError:
         """The error of requests that were under way."""
         if self.fault is None:
-            return EngineError("engine.step()", "a server that was stopped", "the same request later")
-        return EngineError("engine.step()", self.fault, "start the server anew; its log has the error")
+            return EngineError(
+                "engine.step()", "a server that was stopped", "the same request later"
+            )
+        return EngineError(
+            "engine.step()", self.fault, "start the server anew; its log has the error"
+        )
 
 
 Message = list[Delta] | Told | Ended
@@ -71,7 +77,12 @@ class EngineLoop:
     """
 
     def __init__(
-        self, engine: Engine, make_mask: MakeMask, deliver: Callable[[Message], None], *, num_ranks: int = 1
+        self,
+        engine: Engine,
+        make_mask: MakeMask,
+        deliver: Callable[[Message], None],
+        *,
+        num_ranks: int = 1,
     ) -> None:
         self.engine, self.inbox = engine, queue.SimpleQueue[Command]()
         self.fault: BaseException | None = None
@@ -86,7 +97,9 @@ class EngineLoop:
                 pass
         except BaseException as error:
             self.fault = error
-            _LOG.error("a step of the engine raised; the server takes no more requests", exc_info=error)
+            _LOG.error(
+                "a step of the engine raised; the server takes no more requests", exc_info=error
+            )
             ended = Ended(f"{type(error).__name__}: {error}", isinstance(error, RankError))
         self._deliver(ended)
 
@@ -121,7 +134,9 @@ class EngineLoop:
     def _take(self) -> Sequence[Command]:
         """What has come. Without work, wait for it, but no longer than other ranks wait."""
         found, wait = list[Command](), self.engine.is_idle
-        longest = None if self._num_ranks == 1 else getattr(self.engine.transport, "timeout", 30.0) / 4
+        longest = (
+            None if self._num_ranks == 1 else getattr(self.engine.transport, "timeout", 30.0) / 4
+        )
         while True:
             try:
                 found.append(self.inbox.get(block=wait, timeout=longest))

@@ -5,7 +5,13 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import attrs
-from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, Counter, Histogram, generate_latest
+from prometheus_client import (
+    CONTENT_TYPE_LATEST,
+    CollectorRegistry,
+    Counter,
+    Histogram,
+    generate_latest,
+)
 from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
@@ -57,14 +63,24 @@ class Metrics:
         def histogram(name: str, what: str) -> Histogram:
             return Histogram(f"weft_{name}_seconds", what, buckets=_SECONDS, **own).labels(model)
 
-        self.first_token = histogram("time_to_first_token", "from a request's body to its first token")
-        self.per_token = histogram("time_per_output_token", "mean time between two tokens of a request")
+        self.first_token = histogram(
+            "time_to_first_token", "from a request's body to its first token"
+        )
+        self.per_token = histogram(
+            "time_per_output_token", "mean time between two tokens of a request"
+        )
         self.whole = histogram("request", "from a request's body to its last token")
-        self._prompt_tokens = Counter("weft_prompt_tokens", "tokens of prompts", **own).labels(model)
+        self._prompt_tokens = Counter("weft_prompt_tokens", "tokens of prompts", **own).labels(
+            model
+        )
         self._tokens = Counter("weft_generation_tokens", "generated tokens", **own).labels(model)
-        by_reason, by_status = ({**own, "labelnames": ("model_name", name)} for name in ("reason", "status"))
+        by_reason, by_status = (
+            {**own, "labelnames": ("model_name", name)} for name in ("reason", "status")
+        )
         self._ended = Counter("weft_completions", "completions that ended, by reason", **by_reason)
-        self._refused = Counter("weft_refused", "requests that were answered by an error, by status", **by_status)
+        self._refused = Counter(
+            "weft_refused", "requests that were answered by an error, by status", **by_status
+        )
         self._engine = _EngineCounts(model)
         self._registry.register(self._engine)
 

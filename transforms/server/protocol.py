@@ -1,4 +1,5 @@
-"""The bodies of requests, in OpenAI's form and with vLLM's additions, and what they ask of the engine."""
+"""The bodies of requests, in OpenAI's form and with vLLM's additions, and what they ask of the
+engine."""
 
 import functools
 from collections.abc import Mapping, Sequence
@@ -31,7 +32,11 @@ INSTEAD = {
 
 
 def _without_unused(given: Any) -> Any:
-    return {k: v for k, v in given.items() if k not in _UNUSED} if isinstance(given, Mapping) else given
+    return (
+        {k: v for k, v in given.items() if k not in _UNUSED}
+        if isinstance(given, Mapping)
+        else given
+    )
 
 
 TokenIds = list[Annotated[int, Field(strict=True)]]
@@ -59,14 +64,20 @@ class _Body(BaseModel):
         """In OpenAI's API null is a field's default, of whatever type it is."""
         if not isinstance(given, Mapping):
             return given
-        return {name: own for name, own in given.items() if own is not None or name not in _never_null(cls)}
+        return {
+            name: own
+            for name, own in given.items()
+            if own is not None or name not in _never_null(cls)
+        }
 
 
 @functools.cache
 def _never_null(kind: type[BaseModel]) -> frozenset[str]:
     """The fields with a default that take no null by themselves."""
     fields = kind.model_fields.items()
-    return frozenset(name for name, one in fields if not one.is_required() and "None" not in str(one.annotation))
+    return frozenset(
+        name for name, one in fields if not one.is_required() and "None" not in str(one.annotation)
+    )
 
 
 class StreamOptions(_Body):
@@ -95,11 +106,12 @@ class ResponseFormat(_Body):
 
 
 class WeftField(_Body):
-    """The field `weft`: the inputs that the model's stages read of the request, and whether their captures come back.
+    """The field `weft`: the inputs that the model's stages read of the request, and whether their
+    captures come back.
 
     Args:
-        extras: numbers or lists of them by name (`model.with_stages(..., extras=...)`), of the dtype of the model's
-            default; or the form in which captures come back.
+        extras: numbers or lists of them by name (`model.with_stages(..., extras=...)`), of the
+            dtype of the model's default; or the form in which captures come back.
         captured: return what the stages captured of each token.
     """
 
@@ -170,7 +182,9 @@ class Sampled(_Body):
 
 def _one_or_more(given: Any) -> Any:
     """The prompts of a completion: a text, its tokens, or a list of either, as a list."""
-    one = isinstance(given, str) or (isinstance(given, list) and given and all(isinstance(x, int) for x in given))
+    one = isinstance(given, str) or (
+        isinstance(given, list) and given and all(isinstance(x, int) for x in given)
+    )
     return [given] if one else given
 
 
@@ -231,8 +245,8 @@ def texts_of(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """The messages with contents as texts: OpenAI's lists of parts of type `text` are put together.
 
     Raises:
-        RequestError: a message without a role or a content, of which only an assistant's may be null; or a part of
-            another type, such as an image.
+        RequestError: a message without a role or a content, of which only an assistant's may be
+            null; or a part of another type, such as an image.
     """
     for index, message in enumerate(messages):
         _check_message(message, f"messages[{index}]")
@@ -244,10 +258,14 @@ def _check_message(message: Mapping[str, Any], path: str) -> None:
     role = message.get("role")
     if not isinstance(role, str) or not role:
         seen = f"the role {role!r:.80}" if "role" in message else f"no role, but {fields:.200}"
-        raise RequestError("messages", f"{path} has {seen}", "a role by its name: 'system', 'user' or 'assistant'")
+        raise RequestError(
+            "messages", f"{path} has {seen}", "a role by its name: 'system', 'user' or 'assistant'"
+        )
     if message.get("content") is None and (role != "assistant" or "content" not in message):
         seen = "null as its content" if "content" in message else f"no content, but {fields:.200}"
-        raise RequestError("messages", f"{path} has {seen}", 'a text, or a list of {"type": "text", "text": ...}')
+        raise RequestError(
+            "messages", f"{path} has {seen}", 'a text, or a list of {"type": "text", "text": ...}'
+        )
 
 
 def _text_of(content: Any) -> Any:
@@ -255,8 +273,14 @@ def _text_of(content: Any) -> Any:
         return content or ""
     parts = content if isinstance(content, list) else [content]
     for part in parts:
-        if not isinstance(part, Mapping) or part.get("type") != "text" or not isinstance(part.get("text"), str):
+        if (
+            not isinstance(part, Mapping)
+            or part.get("type") != "text"
+            or not isinstance(part.get("text"), str)
+        ):
             raise RequestError(
-                "messages", f"content {part!r:.80}", 'a text, or a list of {"type": "text", "text": ...}'
+                "messages",
+                f"content {part!r:.80}",
+                'a text, or a list of {"type": "text", "text": ...}',
             )
     return "".join(part["text"] for part in parts)

@@ -16,9 +16,13 @@ _LOG = logging.getLogger("weft.server")
 class Refusal(Exception):
     """An answer that is an error."""
 
-    def __init__(self, status: int, message: str, kind: str = "invalid_request_error", **more: Any) -> None:
+    def __init__(
+        self, status: int, message: str, kind: str = "invalid_request_error", **more: Any
+    ) -> None:
         self.status = status
-        self.body = {"error": {"message": message, "type": kind, "param": None, "code": None, **more}}
+        self.body = {
+            "error": {"message": message, "type": kind, "param": None, "code": None, **more}
+        }
 
 
 def refusal_of(error: BaseException) -> Refusal:
@@ -33,13 +37,17 @@ def _refusal_of(error: BaseException) -> Refusal:
     if isinstance(error, Refusal):
         return error
     if isinstance(error, WeftError):
-        ours: dict[str, Any] = {"weft": {"call": error.call, "seen": error.seen, "instead": error.instead}}
+        ours: dict[str, Any] = {
+            "weft": {"call": error.call, "seen": error.seen, "instead": error.instead}
+        }
         if isinstance(error, BusyError):
             return Refusal(429, str(error), "rate_limit_error", code="busy", **ours)
         if isinstance(error, ClosedError):
             return Refusal(503, str(error), "server_error", code="closed", **ours)
         if isinstance(error, RequestError):
-            return Refusal(400, f"{error.seen}; instead: {error.instead}", **ours)  # the call is the server's own
+            return Refusal(
+                400, f"{error.seen}; instead: {error.instead}", **ours
+            )  # the call is the server's own
         return Refusal(500, str(error), "server_error", **ours)
     if isinstance(error, RecursionError):
         return Refusal(400, "lists and objects within each other, too many of them")
@@ -55,14 +63,17 @@ _ENCODER = json.JSONEncoder(allow_nan=False, separators=(",", ":"))
 
 
 def as_json(body: Any) -> bytes:
-    """JSON in ASCII, which has no infinity: such a logprob is ±9999, as vLLM writes it; NaN is null."""
+    """JSON in ASCII, which has no infinity: such a logprob is ±9999, as vLLM writes it; NaN is
+    null."""
     try:
         return _ENCODER.encode(body).encode()
     except ValueError:
         return _ENCODER.encode(_finite(body)).encode()
 
 
-def json_response(body: Any, status: int = 200, headers: Mapping[str, str] | None = None) -> Response:
+def json_response(
+    body: Any, status: int = 200, headers: Mapping[str, str] | None = None
+) -> Response:
     """A body as an answer."""
     return Response(as_json(body), status, headers, media_type="application/json")
 
@@ -74,4 +85,8 @@ def _finite(value: Any) -> Any:
         return [_finite(own) for own in value]
     if isinstance(value, float) and value != value:
         return None
-    return max(min(value, 9999.0), -9999.0) if isinstance(value, float) and abs(value) == float("inf") else value
+    return (
+        max(min(value, 9999.0), -9999.0)
+        if isinstance(value, float) and abs(value) == float("inf")
+        else value
+    )

@@ -1,7 +1,8 @@
 """`RemoteHost` and `run_engine`: clients and an engine in two processes, connected by a socket.
 
-Python runs one thread of a process at a time. An event loop beside the engine would take the time in which the engine's
-thread prepares steps, and that thread would wait for its turn at each operator of torch.
+Python runs one thread of a process at a time. An event loop beside the engine would take the time
+in which the engine's thread prepares steps, and that thread would wait for its turn at each
+operator of torch.
 """
 
 import asyncio
@@ -64,7 +65,9 @@ class RemoteHost(Host, asyncio.Protocol):
         model, max_model_len, max_open: as `Host` takes them.
     """
 
-    def __init__(self, sock: socket.socket, model: Model, max_model_len: int, max_open: int) -> None:
+    def __init__(
+        self, sock: socket.socket, model: Model, max_model_len: int, max_open: int
+    ) -> None:
         super().__init__(model, max_model_len, max_open)
         self._socket, self._unpacker, self._ended = sock, Unpacker(), asyncio.Event()
         self._transport: asyncio.WriteTransport | None = None
@@ -101,8 +104,11 @@ class RemoteHost(Host, asyncio.Protocol):
             self._ended.set()
 
 
-def run_engine(sock: socket.socket, engine: Engine, make_mask: MakeMask, *, num_ranks: int = 1) -> BaseException | None:
-    """Run an engine in this thread for the `RemoteHost` at the other end of a socket, until it says `Stop` or has gone.
+def run_engine(
+    sock: socket.socket, engine: Engine, make_mask: MakeMask, *, num_ranks: int = 1
+) -> BaseException | None:
+    """Run an engine in this thread for the `RemoteHost` at the other end of a socket, until it says
+    `Stop` or has gone.
 
     Args:
         sock, engine, make_mask, num_ranks: as `EngineLoop` takes them.
@@ -119,7 +125,9 @@ def run_engine(sock: socket.socket, engine: Engine, make_mask: MakeMask, *, num_
             while raw := sock.recv(_BUFFER):
                 for command in unpacker.feed(raw):
                     if isinstance(command, Add) and command.grammar is not None:
-                        with contextlib.suppress(RequestError):  # it is read here, and kept; a step would wait
+                        with contextlib.suppress(
+                            RequestError
+                        ):  # it is read here, and kept; a step would wait
                             make_mask(command.grammar)
                     loop.inbox.put(command)
         loop.inbox.put(Stop())

@@ -1,4 +1,5 @@
-"""`Progress`: a completion in the process that answers the client, from what the engine's loop says of it."""
+"""`Progress`: a completion in the process that answers the client, from what the engine's loop says
+of it."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -36,8 +37,8 @@ class Output:
 
 
 class Progress:
-    """A completion as it grows. It has the text of its tokens, which the engine has made only if it looks for stop
-    texts.
+    """A completion as it grows. It has the text of its tokens, which the engine has made only if it
+    looks for stop texts.
 
     Args:
         request: as the engine was sent it.
@@ -50,7 +51,12 @@ class Progress:
     """
 
     def __init__(
-        self, request: Add, place: int, index: int, tokenizer: Tokenizer | None, special_ids: frozenset[int]
+        self,
+        request: Add,
+        place: int,
+        index: int,
+        tokenizer: Tokenizer | None,
+        special_ids: frozenset[int],
     ) -> None:
         own, tokenizer = request.sampling, None if request.sampling.detokenize else tokenizer
         own = own if tokenizer is None else attrs.evolve(own, detokenize=True)
@@ -99,6 +105,10 @@ class Progress:
                 state.end(reason)
         except BaseException as error:
             call = f"the text of {state.request.id}, of {len(state.token_ids)} tokens"
-            found = blame(error, call, "a tokenizer that decodes every token of the model, or a model without one")
+            found = blame(
+                error,
+                call,
+                "a tokenizer that decodes every token of the model, or a model without one",
+            )
             raise found from error
         return state.take_text()

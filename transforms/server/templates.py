@@ -1,4 +1,5 @@
-"""`ChatRenderer`: chats as prompts, by templates that run in processes of their own, which can be ended."""
+"""`ChatRenderer`: chats as prompts, by templates that run in processes of their own, which can be
+ended."""
 
 import asyncio
 import contextlib
@@ -41,9 +42,9 @@ class _Rendering:
 
 
 class ChatRenderer:
-    """Renders chats beside the event loop, each in a process within a limit of time. While others wait, the one that
-    began first is ended earlier, so that several slow ones keep nobody waiting. Where processes cannot be copied
-    (Windows), a thread renders, without a limit.
+    """Renders chats beside the event loop, each in a process within a limit of time. While others
+    wait, the one that began first is ended earlier, so that several slow ones keep nobody waiting.
+    Where processes cannot be copied (Windows), a thread renders, without a limit.
 
     Args:
         template: of the model.
@@ -72,7 +73,9 @@ class ChatRenderer:
             )
         assert self._process.stdin is not None
         with contextlib.suppress(OSError), self._process.stdin as stream:
-            chat_jinja.write_message(stream, {"source": self._template.source, "seconds": self._seconds})
+            chat_jinja.write_message(
+                stream, {"source": self._template.source, "seconds": self._seconds}
+            )
 
     def close(self) -> None:
         """End all processes."""
@@ -81,7 +84,9 @@ class ChatRenderer:
             self._process.kill()
             self._process.wait()
 
-    async def render(self, messages: Sequence[Mapping[str, Any]], variables: Mapping[str, Any]) -> str:
+    async def render(
+        self, messages: Sequence[Mapping[str, Any]], variables: Mapping[str, Any]
+    ) -> str:
         """As `ChatTemplate.render`.
 
         Raises:
@@ -134,8 +139,8 @@ class ChatRenderer:
 
     @contextlib.asynccontextmanager
     async def _place(self) -> AsyncIterator[_Rendering]:
-        """A place among those that render. If there is none, the one that began first is ended once it has had its
-        time."""
+        """A place among those that render. If there is none, the one that began first is ended once
+        it has had its time."""
         async with self._freed:
             self._num_waiting += 1
             try:

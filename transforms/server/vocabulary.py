@@ -25,7 +25,8 @@ def _types(part: Any) -> set[Any]:
 
 
 def _most_joined(normalizer: Any) -> int | None:
-    """The most characters of a text that a normalizer may turn into one; None if that is not known."""
+    """The most characters of a text that a normalizer may turn into one; None if that is not known.
+    """
     types = _types(normalizer)
     if not types <= {"Sequence", "Prepend", "Replace", "NFD", "NFKD", "NFC", "ByteLevel", None}:
         return None
@@ -53,41 +54,56 @@ class Vocabulary:
     @_file.default
     def _read(self) -> dict[str, Any]:
         file: dict[str, Any] = json.loads(self.tokenizer.to_str())
-        file["model"] = {name: own for name, own in file["model"].items() if name not in ("vocab", "merges")}
+        file["model"] = {
+            name: own for name, own in file["model"].items() if name not in ("vocab", "merges")
+        }
         return file
 
     @functools.cached_property
     def kind(self) -> str:
         """The way in which tokens spell bytes: `byte_level`, `byte_fallback` or `raw`."""
         kinds = _types(self._file.get("decoder"))
-        return "byte_level" if "ByteLevel" in kinds else "byte_fallback" if "ByteFallback" in kinds else "raw"
+        return (
+            "byte_level"
+            if "ByteLevel" in kinds
+            else "byte_fallback"
+            if "ByteFallback" in kinds
+            else "raw"
+        )
 
     @functools.cached_property
     def longest(self) -> int | None:
-        """The most characters of a text that a token stands for. None: any number, as some tokenizers drop spaces, or
-        have one token for all words that they do not know."""
+        """The most characters of a text that a token stands for. None: any number, as some
+        tokenizers drop spaces, or have one token for all words that they do not know."""
         file, model = self._file, self._file["model"]
         joined = _most_joined(file.get("normalizer"))
         dropped = any("Removed" in own.values() for own in _parts(file.get("pre_tokenizer")))
-        dropped |= any(own.get("lstrip") or own.get("rstrip") for own in file.get("added_tokens", ()))
+        dropped |= any(
+            own.get("lstrip") or own.get("rstrip") for own in file.get("added_tokens", ())
+        )
         if self.kind == "byte_level":
             knows_all = all(self.tokenizer.token_to_id(char) is not None for char in byte_of())
         else:
             knows_all = self.kind == "byte_fallback" and bool(model.get("byte_fallback"))
-        spaces = _types(file.get("pre_tokenizer")) & {"Whitespace", "WhitespaceSplit", "BertPreTokenizer"}
+        spaces = _types(file.get("pre_tokenizer")) & {
+            "Whitespace",
+            "WhitespaceSplit",
+            "BertPreTokenizer",
+        }
         if joined is None or dropped or spaces or not knows_all:
             return None
         return joined * max(len(self.written(token)) for token in range(self.size))
 
     def text(self, token: int) -> str:
-        """The token as text, as it is between others: with its space, and with U+FFFD for bytes that are no character
-        by themselves."""
+        """The token as text, as it is between others: with its space, and with U+FFFD for bytes
+        that are no character by themselves."""
         if token not in self._texts:
             self._texts[token] = text_between(self.tokenizer, token)
         return self._texts[token]
 
     def text_offsets(self, token_ids: Sequence[int]) -> list[int]:
-        """For each of these tokens, where its text begins in the text of all, which shows no special tokens."""
+        """For each of these tokens, where its text begins in the text of all, which shows no
+        special tokens."""
         return text_offsets(self.tokenizer, token_ids, special_ids(self.tokenizer))
 
     def written(self, token: int) -> str:
@@ -99,6 +115,11 @@ class Vocabulary:
         written, table = self.written(token), byte_of()
         if self.kind == "byte_level" and all(char in table for char in written):
             return [table[char] for char in written]
-        if self.kind == "byte_fallback" and len(written) == 6 and written.startswith("<0x") and written.endswith(">"):
+        if (
+            self.kind == "byte_fallback"
+            and len(written) == 6
+            and written.startswith("<0x")
+            and written.endswith(">")
+        ):
             return [int(written[3:5], 16)]
         return list(self.text(token).encode())

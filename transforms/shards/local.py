@@ -1,7 +1,7 @@
 """The ranks of a mesh in one process and one thread, which runs the parts of their traces in turn.
 
-Everything is an operation on tensors of this process, so autograd and torch.func follow the result, and `graphify`
-records all ranks in one graph.
+Everything is an operation on tensors of this process, so autograd and torch.func follow the result,
+and `graphify` records all ranks in one graph.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -78,11 +78,15 @@ class Participant(Protocol[T_contra]):
 
 
 def take_turns(
-    ranks: Sequence[Participant[T]], order: Sequence[Step], meet: Callable[[Collective], Iterable[T]]
+    ranks: Sequence[Participant[T]],
+    order: Sequence[Step],
+    meet: Callable[[Collective], Iterable[T]],
 ) -> None:
-    """Run the parts of all ranks in an order that their programs allow. `meet` makes the results of a collective, for
-    each of its ranks in order."""
-    results = dict[int, T]()  # of ranks that have not come to the collective in which another one got them
+    """Run the parts of all ranks in an order that their programs allow. `meet` makes the results of
+    a collective, for each of its ranks in order."""
+    results = dict[
+        int, T
+    ]()  # of ranks that have not come to the collective in which another one got them
     for step in order:
         rank = ranks[step.rank]
         if not isinstance(step.effect, Collective):
@@ -93,10 +97,15 @@ def take_turns(
         rank.take(results.pop(step.rank))
 
 
-def run_in_turn(traces: Sequence[Trace], order: Sequence[Step], args: Sequence[Sequence[Tensor]]) -> list[list[Any]]:
-    """Run traces on the tensors of each rank's arguments, in an order that their programs allow; the leaves of each
-    rank's result. One that is an argument is that tensor itself."""
-    ranks = [_Rank(one, dict(zip(_inputs(one), own, strict=True))) for one, own in zip(traces, args, strict=True)]
+def run_in_turn(
+    traces: Sequence[Trace], order: Sequence[Step], args: Sequence[Sequence[Tensor]]
+) -> list[list[Any]]:
+    """Run traces on the tensors of each rank's arguments, in an order that their programs allow;
+    the leaves of each rank's result. One that is an argument is that tensor itself."""
+    ranks = [
+        _Rank(one, dict(zip(_inputs(one), own, strict=True)))
+        for one, own in zip(traces, args, strict=True)
+    ]
 
     def meet(effect: Collective) -> Iterator[Tensor]:
         every = combine(effect, [ranks[rank].offered() for rank in effect.ranks])
@@ -109,7 +118,10 @@ def run_in_turn(traces: Sequence[Trace], order: Sequence[Step], args: Sequence[S
 
 def _results(own: _Rank, given: Sequence[Tensor]) -> list[Any]:
     made = [own.values[x] if isinstance(x, Node) else x for x in own.trace.leaves]
-    return [given[own.trace.arguments[index]] if index in own.trace.arguments else x for index, x in enumerate(made)]
+    return [
+        given[own.trace.arguments[index]] if index in own.trace.arguments else x
+        for index, x in enumerate(made)
+    ]
 
 
 def _inputs(one: Trace) -> Iterator[Node]:

@@ -1,4 +1,5 @@
-"""What a sharded function returns, by its traces: where each leaf is placed, and whether the ranks' parts fit."""
+"""What a sharded function returns, by its traces: where each leaf is placed, and whether the ranks'
+parts fit."""
 
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -24,9 +25,9 @@ class PlacedResult:
         name: of the leaf, as errors have it.
         indices: the index of the leaf among those of each rank.
         layout: the placement on each axis. A leaf that is no tensor is the same on all ranks.
-        unproven: the axes along which it is `Replicate()`, each with ranks that do not compute it from the same values,
-            by their traces; and whether they do if `PerRank()` arguments, such as weights that each rank loads, are
-            equal.
+        unproven: the axes along which it is `Replicate()`, each with ranks that do not compute it
+            from the same values, by their traces; and whether they do if `PerRank()` arguments,
+            such as weights that each rank loads, are equal.
         has_known_size: whether its size does not depend on values of tensors.
     """
 
@@ -65,10 +66,14 @@ def place_results(
         mesh, out_placements, call: as `shard` has them.
 
     Raises:
-        MeshError: placements of another structure than the result, or results that do not fit together: their
-            structures, shapes or dtypes differ from rank to rank, or they lack the dimension of a `Shard`.
+        MeshError: placements of another structure than the result, or results that do not fit
+            together: their structures, shapes or dtypes differ from rank to rank, or they lack the
+            dimension of a `Shard`.
     """
-    trees = [tree_unflatten([_Place(index) for index in range(len(one.leaves))], one.structure) for one in traces]
+    trees = [
+        tree_unflatten([_Place(index) for index in range(len(one.leaves))], one.structure)
+        for one in traces
+    ]
     placed, _, _ = match_placements(out_placements, trees[0], call, "out_placements")
     below = [match_placements(out_placements, tree, call, "out_placements")[1] for tree in trees]
     names = [f"result{name}" for name, _ in leaves_with_names(trees[0])]
@@ -77,14 +82,21 @@ def place_results(
             continue
         given = on_axes(placement, mesh, f"{call}: out_placements")
         flat = [tree_flatten(part) for part in parts]
-        if different := [rank for rank, (_, structure) in enumerate(flat) if structure != flat[0][1]]:
+        if different := [
+            rank for rank, (_, structure) in enumerate(flat) if structure != flat[0][1]
+        ]:
             seen = f"results of other structures on other ranks: {_structures(flat, different[0])}"
             raise MeshError(call, seen, "the same structure on every rank")
         for places in zip(*(places for places, _ in flat), strict=True):
             indices = tuple(place.index for place in places)
             leaves = [one.leaves[index] for one, index in zip(traces, indices, strict=True)]
             name = names[indices[0]]
-            refuse_unlike(name, [leaf.meta["val"] if isinstance(leaf, Node) else leaf for leaf in leaves], given, call)
+            refuse_unlike(
+                name,
+                [leaf.meta["val"] if isinstance(leaf, Node) else leaf for leaf in leaves],
+                given,
+                call,
+            )
             layout = given
             if isinstance(leaves[0], Node):
                 _refuse_missing(name, leaves[0], given, call)
@@ -101,7 +113,9 @@ def place_results(
 
 
 def _has_known_size(leaf: Any) -> bool:
-    return not isinstance(leaf, Node) or all(isinstance(size, int) for size in leaf.meta["val"].shape)
+    return not isinstance(leaf, Node) or all(
+        isinstance(size, int) for size in leaf.meta["val"].shape
+    )
 
 
 def _structures(flat: Sequence[tuple[Any, Any]], rank: int) -> str:
@@ -117,7 +131,9 @@ def refuse_unlike(name: str, leaves: Sequence[Any], layout: Layout, call: str) -
         return
     placed = ", ".join(map(str, dict.fromkeys(placement for _, placement in layout)))
     seen = f"{name}, placed as {placed}, is {kinds[0]} on rank 0 and {kinds[rank]} on rank {rank}"
-    raise MeshError(call, seen, "the same shape and dtype on every rank: pad it, convert it; or PerRank()")
+    raise MeshError(
+        call, seen, "the same shape and dtype on every rank: pad it, convert it; or PerRank()"
+    )
 
 
 def _kind(leaf: Any) -> str:

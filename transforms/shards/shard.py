@@ -1,4 +1,5 @@
-"""`shard`: a function of one rank's part becomes a function of whole tensors, which every rank of a mesh runs."""
+"""`shard`: a function of one rank's part becomes a function of whole tensors, which every rank of a
+mesh runs."""
 
 import functools
 import inspect
@@ -50,7 +51,14 @@ from weft.transforms.shards.results import PlacedResult, place_results, refuse_u
 from weft.transforms.shards.surroundings import ClosedOver, wrapped_tensors
 from weft.transforms.shards.tracing import Trace, has_strides, refuse_layout, trace
 from weft.transforms.shards.value_numbers import result_numbers
-from weft.trees import TreeSpec, leaves_with_names, tree_flatten, tree_leaves, tree_map, tree_unflatten
+from weft.trees import (
+    TreeSpec,
+    leaves_with_names,
+    tree_flatten,
+    tree_leaves,
+    tree_map,
+    tree_unflatten,
+)
 from weft.value_keys import value_key
 
 _MAX_TRACES = 1024
@@ -62,10 +70,11 @@ class Parts:
 
     Args:
         by_rank: for each rank.
-        sources: for the identity of each of their tensors, the argument that it is a part of, and its placements.
+        sources: for the identity of each of their tensors, the argument that it is a part of, and
+            its placements.
         replicas: the identities of those that an earlier rank holds, too.
-        keys: for each rank and tensor, in order, what is the same for equal parts of one tensor alone; and for those
-            that are `PerRank()` their rank, else None.
+        keys: for each rank and tensor, in order, what is the same for equal parts of one tensor
+            alone; and for those that are `PerRank()` their rank, else None.
     """
 
     by_rank: tuple[tuple[Any, ...], ...]
@@ -87,7 +96,11 @@ class Parts:
                 _, layout = self.sources.get(id(leaf), (leaf, ()))
                 if partial := next((own for _, own in layout if isinstance(own, Partial)), None):
                     seen = f"{partial} of a tensor {list(leaf.shape)} that the function writes in place"
-                    raise MeshError(call, seen, "Replicate(), and all_reduce what is written; or return a new tensor")
+                    raise MeshError(
+                        call,
+                        seen,
+                        "Replicate(), and all_reduce what is written; or return a new tensor",
+                    )
                 if (rank, id(leaf)) in self.replicas:
                     leaves[index] = leaf.clone()
                     self.sources[id(leaves[index])] = self.sources[id(leaf)]
@@ -121,7 +134,9 @@ class Sharded:
         call: the text of the call that made it, for errors.
     """
 
-    def __init__(self, fn: Callable[..., Any], mesh: Mesh, in_placements: Any, out_placements: Any, call: str) -> None:
+    def __init__(
+        self, fn: Callable[..., Any], mesh: Mesh, in_placements: Any, out_placements: Any, call: str
+    ) -> None:
         functools.update_wrapper(self, fn)
         self.mesh = mesh
         self.in_placements = in_placements
@@ -136,7 +151,9 @@ class Sharded:
         given = self._parts(self._positional(args, kwargs))
         traces = self._trace(given)
         with WithoutAutocast():  # the traces have its conversions
-            made = run_in_turn(traces.by_rank, traces.order, given.tensors(traces.by_rank, self._call))
+            made = run_in_turn(
+                traces.by_rank, traces.order, given.tensors(traces.by_rank, self._call)
+            )
         for result in traces.results:
             if not result.has_known_size:
                 refuse_unlike(result.name, result.of(made), result.layout, self._call)
@@ -150,13 +167,16 @@ class Sharded:
         return tuple(one.program(self.mesh.num_ranks) for one in self._trace(given).by_rank)
 
     def _positional(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
-        """The arguments in the order of the function's parameters, which is that of `in_placements`."""
+        """The arguments in the order of the function's parameters, which is that of
+        `in_placements`."""
         if not kwargs:
             return args
         try:
             bound = inspect.signature(self._fn).bind(*args, **kwargs)
         except TypeError as error:
-            raise MeshError(f"{self._call}(...)", str(error), f"the arguments of {self._name}") from error
+            raise MeshError(
+                f"{self._call}(...)", str(error), f"the arguments of {self._name}"
+            ) from error
         if bound.kwargs:
             seen = f"{', '.join(bound.kwargs)}, a parameter by name alone"
             instead = f"functools.partial({self._name}, ...), or a positional parameter"
@@ -165,24 +185,35 @@ class Sharded:
 
     def _parts(self, args: tuple[Any, ...]) -> Parts:
         """Each rank's arguments."""
-        given = self.in_placements if isinstance(self.in_placements, tuple) else (self.in_placements,) * len(args)
+        given = (
+            self.in_placements
+            if isinstance(self.in_placements, tuple)
+            else (self.in_placements,) * len(args)
+        )
         if len(given) != len(args):
             seen = f"in_placements for {len(given)} arguments, and {len(args)} arguments"
-            raise MeshError(f"{self._call}(...)", seen, "a placement, or a tree of them, for each argument")
+            raise MeshError(
+                f"{self._call}(...)", seen, "a placement, or a tree of them, for each argument"
+            )
         made = Parts(tuple(() for _ in self.mesh), {}, set(), tuple([] for _ in self.mesh))
         by_rank = [list[Any]() for _ in self.mesh]
         for index, (prefix, arg) in enumerate(zip(given, args, strict=True)):
             self._check_tensors(arg, index)
-            placed, below, structure = match_placements(prefix, arg, self._call, f"in_placements[{index}]")
+            placed, below, structure = match_placements(
+                prefix, arg, self._call, f"in_placements[{index}]"
+            )
             for rank, own in enumerate(by_rank):
                 parts = zip(placed, below, strict=True)
-                found = [self._part(*each, rank, made, (index, place)) for place, each in enumerate(parts)]
+                found = [
+                    self._part(*each, rank, made, (index, place))
+                    for place, each in enumerate(parts)
+                ]
                 own.append(tree_unflatten(found, structure))
         return attrs.evolve(made, by_rank=tuple(map(tuple, by_rank)))
 
     def _check_tensors(self, arg: Any, index: int) -> None:
-        """Raise CaptureError for a tensor whose class may redefine operators, which a trace would not call, and for an
-        object that may change, which a trace would not see."""
+        """Raise CaptureError for a tensor whose class may redefine operators, which a trace would
+        not call, and for an object that may change, which a trace would not see."""
 
         def names() -> list[str]:
             return [f"args[{index}]{name}" for name, _ in leaves_with_names(arg)]
@@ -192,7 +223,9 @@ class Sharded:
             for name, leaf in zip(names(), leaves, strict=True):
                 refuse_layout(leaf, name, self._call)
         if any(isinstance(leaf, Tensor) and type(leaf) is not Tensor for leaf in leaves):
-            known = [None if isinstance(leaf, Tensor) and is_fake(leaf) else leaf for leaf in leaves]
+            known = [
+                None if isinstance(leaf, Tensor) and is_fake(leaf) else leaf for leaf in leaves
+            ]
             check_tensors(known, self._call, names)
         check_plain(leaves, self._call, names, "close over it if it never changes")
 
@@ -201,7 +234,9 @@ class Sharded:
         if isinstance(placement, PerRank):
             if not isinstance(tree, tuple) or len(tree) != self.mesh.num_ranks:
                 seen = f"PerRank() of {kind_of(tree)}{f' of {len(tree)}' if isinstance(tree, tuple) else ''}"
-                raise MeshError(self._call, seen, f"a tuple with a tree for each of {self.mesh.num_ranks} ranks")
+                raise MeshError(
+                    self._call, seen, f"a tuple with a tree for each of {self.mesh.num_ranks} ranks"
+                )
             refuse_donated_in(self._call, tree=tree[rank])
             num_tensors = sum(isinstance(leaf, Tensor) for leaf in tree_leaves(tree[rank]))
             given.keys[rank].extend(((name, number), rank) for number in range(num_tensors))
@@ -230,7 +265,8 @@ class Sharded:
         every = [leaf for leaves, _ in flat for leaf in leaves]
         is_transformed = in_functorch_transform()
         grads = is_transformed or (
-            torch.is_grad_enabled() and any(isinstance(x, Tensor) and x.requires_grad for x in every)
+            torch.is_grad_enabled()
+            and any(isinstance(x, Tensor) and x.requires_grad for x in every)
         )
         structures = tuple(structure for _, structure in flat)
         device = default_device()
@@ -248,7 +284,10 @@ class Sharded:
         return found
 
     def _make_traces(
-        self, flat: Sequence[tuple[Any, TreeSpec]], keys: Sequence[Sequence[tuple[Hashable, int | None]]], grads: bool
+        self,
+        flat: Sequence[tuple[Any, TreeSpec]],
+        keys: Sequence[Sequence[tuple[Hashable, int | None]]],
+        grads: bool,
     ) -> Traces:
         """Trace the function on all ranks."""
         wrapped = wrapped_tensors(self._fn) if in_functorch_transform() else []
@@ -257,7 +296,16 @@ class Sharded:
         for rank, (leaves, structure) in enumerate(flat):
             for _ in ("the first time", "with what that has put in a cache"):
                 in_python.begin_run()
-                made = trace(self._fn, self._name, self.mesh, rank, leaves, structure, grads=grads, wrapped=wrapped)
+                made = trace(
+                    self._fn,
+                    self._name,
+                    self.mesh,
+                    rank,
+                    leaves,
+                    structure,
+                    grads=grads,
+                    wrapped=wrapped,
+                )
                 if in_python.change() is None:
                     break
             in_python.refuse_changes(self._call)
@@ -269,19 +317,34 @@ class Sharded:
             order = tuple(interleave([one.program(self.mesh.num_ranks) for one in by_rank]))
             numbers = result_numbers(by_rank, order, keys)
             alike = result_numbers(by_rank, order, [[key for key, _ in own] for own in keys])
-            results = tuple(place_results(by_rank, numbers, alike, self.mesh, self.out_placements, self._call))
+            results = tuple(
+                place_results(by_rank, numbers, alike, self.mesh, self.out_placements, self._call)
+            )
             return Traces(
-                tuple(by_rank), order, ClosedOver(self._fn, closed_over, in_python.with_containers()), results
+                tuple(by_rank),
+                order,
+                ClosedOver(self._fn, closed_over, in_python.with_containers()),
+                results,
             )
 
     def _join(self, traces: Sequence[Trace], made: Sequence[Sequence[Any]], given: Parts) -> Any:
-        """The whole result. A result that is the ranks' parts of an argument, written in place or not, is the
-        argument."""
-        trees = [tree_unflatten(list(own), one.structure) for own, one in zip(made, traces, strict=True)]
-        placed, _, structure = match_placements(self.out_placements, trees[0], self._call, "out_placements")
-        below = [match_placements(self.out_placements, tree, self._call, "out_placements")[1] for tree in trees]
+        """The whole result. A result that is the ranks' parts of an argument, written in place or
+        not, is the argument."""
+        trees = [
+            tree_unflatten(list(own), one.structure) for own, one in zip(made, traces, strict=True)
+        ]
+        placed, _, structure = match_placements(
+            self.out_placements, trees[0], self._call, "out_placements"
+        )
+        below = [
+            match_placements(self.out_placements, tree, self._call, "out_placements")[1]
+            for tree in trees
+        ]
         return tree_unflatten(
-            [self._whole(one, parts, given) for one, parts in zip(placed, zip(*below, strict=True), strict=True)],
+            [
+                self._whole(one, parts, given)
+                for one, parts in zip(placed, zip(*below, strict=True), strict=True)
+            ],
             structure,
         )
 
@@ -295,7 +358,9 @@ class Sharded:
                 return leaves[0]
             sources = [given.sources.get(id(leaf)) for leaf in leaves]
             first = sources[0]
-            if first is not None and all(source is not None and source[0] is first[0] for source in sources):
+            if first is not None and all(
+                source is not None and source[0] is first[0] for source in sources
+            ):
                 argument, placed_as = first
                 if same_parts(placed_as, layout, argument.ndim):
                     return argument
@@ -304,8 +369,9 @@ class Sharded:
         return tree_map(whole, *parts)
 
     def _compare(self, traces: Traces, results: Sequence[Sequence[Any]]) -> None:
-        """Raise MeshError where ranks differ in what `out_placements` says that they have alike; or where, by their
-        traces, they may differ later: on the other values of a replay, or in their derivatives."""
+        """Raise MeshError where ranks differ in what `out_placements` says that they have alike; or
+        where, by their traces, they may differ later: on the other values of a replay, or in their
+        derivatives."""
         for result in traces.results:
             leaves = result.of(results)
             for axis, ranks, is_trusted in result.unproven:
@@ -327,7 +393,9 @@ class Sharded:
                     instead = "a value that is the same on all ranks; or PerRank() as its placement"
                     raise MeshError(self._call, f"{result.name} is no tensor, and {fault}", instead)
                 instead = f"weft.all_reduce(..., {axis!r}) in {self._name}; or as its placement Partial() or Shard(dim)"
-                raise MeshError(self._call, f"{result.name} is Replicate() along {axis!r}, and {fault}", instead)
+                raise MeshError(
+                    self._call, f"{result.name} is Replicate() along {axis!r}, and {fault}", instead
+                )
 
     def __getstate__(self) -> dict[str, Any]:
         """All but the traces: a copy makes its own."""
@@ -346,45 +414,63 @@ def _is_recorded() -> bool:
 
 def _leaf_key(leaf: Any) -> Any:
     if isinstance(leaf, Tensor):
-        layout = tuple(leaf.shape), leaf.stride(), leaf.dtype, leaf.device, leaf.is_conj(), leaf.is_neg()
+        layout = (
+            tuple(leaf.shape),
+            leaf.stride(),
+            leaf.dtype,
+            leaf.device,
+            leaf.is_conj(),
+            leaf.is_neg(),
+        )
         return *layout, may_be_differentiated(leaf), leaf.is_leaf
     return value_key(leaf)
 
 
-@names_arguments("mesh, in_placements and out_placements", in_specs="in_placements=...", out_specs="out_placements=...")
+@names_arguments(
+    "mesh, in_placements and out_placements",
+    in_specs="in_placements=...",
+    out_specs="out_placements=...",
+)
 def shard(f: Callable[..., Any], mesh: Any, in_placements: Any, out_placements: Any) -> Sharded:
-    """Run a function on every rank of a mesh, each with its part of the arguments: JAX's `shard_map`.
+    """Run a function on every rank of a mesh, each with its part of the arguments: JAX's
+    `shard_map`.
 
-    The function is written for one rank. It gets that rank's part of each argument, computes with it, and exchanges
-    tensors by `weft.all_reduce`, `all_gather`, `reduce_scatter`, `all_to_all` and `ppermute`. On a mesh of one rank the
-    parts are whole, and the collectives but `ppermute`, which names places, change nothing. So compare it on your mesh
-    with itself on one rank: where the results differ, a collective is missing or a placement is wrong.
+    The function is written for one rank. It gets that rank's part of each argument, computes with
+    it, and exchanges tensors by `weft.all_reduce`, `all_gather`, `reduce_scatter`, `all_to_all` and
+    `ppermute`. On a mesh of one rank the parts are whole, and the collectives but `ppermute`, which
+    names places, change nothing. So compare it on your mesh with itself on one rank: where the
+    results differ, a collective is missing or a placement is wrong.
 
     Args:
-        f: a pure function of tensors, and of trees of them. It is traced once for each rank and signature, and again
-            when a tensor or another value that it reads by name, however deep in an object, is another one. Tensors
-            that it closes over have derivatives, as arguments have. One that is found neither by a name nor inside an
-            object, or that a transform of torch.func has wrapped, makes each call a trace.
-        mesh: a `Mesh`, a dict of sizes by axis, or a `torch.distributed.device_mesh.DeviceMesh` with names.
-        in_placements: a tuple with a placement for each argument; one that is not a tuple holds for every argument. A
-            placement is `Shard(dim)`, `Replicate()` or `Partial()`, of weft or of `torch.distributed.tensor`. On a mesh
-            of several axes, name the axis: `Placements(tensor=Shard(0))`. For an argument that is a tree, give a tree
-            of placements, which may end above its leaves: a placement holds for all that is below it. `PerRank()`: the
-            argument is a tuple with a tree for each rank.
+        f: a pure function of tensors, and of trees of them. It is traced once for each rank and
+            signature, and again when a tensor or another value that it reads by name, however deep
+            in an object, is another one. Tensors that it closes over have derivatives, as arguments
+            have. One that is found neither by a name nor inside an object, or that a transform of
+            torch.func has wrapped, makes each call a trace.
+        mesh: a `Mesh`, a dict of sizes by axis, or a `torch.distributed.device_mesh.DeviceMesh`
+            with names.
+        in_placements: a tuple with a placement for each argument; one that is not a tuple holds for
+            every argument. A placement is `Shard(dim)`, `Replicate()` or `Partial()`, of weft or of
+            `torch.distributed.tensor`. On a mesh of several axes, name the axis:
+            `Placements(tensor=Shard(0))`. For an argument that is a tree, give a tree of
+            placements, which may end above its leaves: a placement holds for all that is below it.
+            `PerRank()`: the argument is a tuple with a tree for each rank.
         out_placements: of the result, likewise.
 
     Returns:
-        A function of whole tensors, with the signature of `f`. It runs all ranks in this thread; for ranks in threads
-        or processes, see `mesh` of `weft.pipeline`. Its `programs(*args)` are data: for each rank the parts that
-        it runs, and the collectives between them, checked before anything runs.
+        A function of whole tensors, with the signature of `f`. It runs all ranks in this thread;
+        for ranks in threads or processes, see `mesh` of `weft.pipeline`. Its `programs(*args)` are
+        data: for each rank the parts that it runs, and the collectives between them, checked before
+        anything runs.
 
     Raises:
-        MeshError: placements that do not fit the mesh, the arguments or the results; results of other shapes or dtypes
-            on other ranks; a result that is placed as `Replicate()`, and of which ranks have different values; or, in a
-            graph or a derivative, one that they do not compute from the same values.
+        MeshError: placements that do not fit the mesh, the arguments or the results; results of
+            other shapes or dtypes on other ranks; a result that is placed as `Replicate()`, and of
+            which ranks have different values; or, in a graph or a derivative, one that they do not
+            compute from the same values.
         ProgramError: ranks that do not run the same collectives in the same order.
-        CaptureError: a function that reads the values of tensors, writes one in place that is no argument, or draws
-            random numbers; or a tensor of a subclass of `torch.Tensor`.
+        CaptureError: a function that reads the values of tensors, writes one in place that is no
+            argument, or draws random numbers; or a tensor of a subclass of `torch.Tensor`.
 
     >>> import torch, weft
     >>> def mlp(params, x):  # columns of `up` and rows of `down`: one sum over the ranks

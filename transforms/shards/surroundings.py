@@ -19,7 +19,18 @@ _MOST_OBJECTS = 10_000
 """The most objects that are searched for a tensor."""
 _MOST_VALUES = 100_000
 """The most values that are compared in each call; a function that names more is traced in each."""
-_OPAQUE = (type, types.ModuleType, types.BuiltinFunctionType, str, bytes, int, float, complex, bool, type(None))
+_OPAQUE = (
+    type,
+    types.ModuleType,
+    types.BuiltinFunctionType,
+    str,
+    bytes,
+    int,
+    float,
+    complex,
+    bool,
+    type(None),
+)
 
 
 @attrs.frozen(eq=False)
@@ -27,7 +38,8 @@ class _Link:
     """A place in an object that holds another one.
 
     Args:
-        read: returns what is in a place of an object, and raises LookupError or AttributeError where there is none.
+        read: returns what is in a place of an object, and raises LookupError or AttributeError
+            where there is none.
         holder, key: the object, and the place.
         value: what it held.
     """
@@ -46,7 +58,8 @@ class _Link:
 
 
 class ClosedOver:
-    """The tensors that a function reads and that are no arguments, how it finds them, and what else it names.
+    """The tensors that a function reads and that are no arguments, how it finds them, and what else
+    it names.
 
     Args:
         fn: the function.
@@ -54,11 +67,14 @@ class ClosedOver:
         in_python: the values that it names, after its traces.
     """
 
-    def __init__(self, fn: Callable[..., Any], tensors: Sequence[Tensor], in_python: Snapshot) -> None:
+    def __init__(
+        self, fn: Callable[..., Any], tensors: Sequence[Tensor], in_python: Snapshot
+    ) -> None:
         self._in_python = in_python
         self._tensors = tuple({id(x): x for x in tensors}.values())
         self.is_lasting = all(map(_lasts, self._tensors)) and in_python.num_values <= _MOST_VALUES
-        """Whether all of them can be the same ones at a later call, and a change would be noticed."""
+        """Whether all of them can be the same ones at a later call, and a change would be noticed.
+        """
         if not self.is_lasting:
             return
         self._outside = Outside(fn, self._tensors, thorough=True)
@@ -68,22 +84,31 @@ class ClosedOver:
         self.is_lasting = links is not None
 
     def has_changed(self) -> bool:
-        """Whether a name, or a place in an object, holds another value than it did; or a tensor changed its form."""
+        """Whether a name, or a place in an object, holds another value than it did; or a tensor
+        changed its form."""
         if self._outside.has_changed() or not all(link.holds() for link in self._links):
             return True
-        if not self._in_python.is_unchanged() and any(map(_is_of_python, self._in_python.changes())):
+        if not self._in_python.is_unchanged() and any(
+            map(_is_of_python, self._in_python.changes())
+        ):
             return True
         return [_form(x) for x in self._tensors] != self._forms
 
 
 def _is_of_python(change: Change) -> bool:
-    """Whether a change is of something else than a tensor, whose places are compared by themselves."""
+    """Whether a change is of something else than a tensor, whose places are compared by themselves.
+    """
     return not isinstance(change.before, Tensor) and not isinstance(change.after, Tensor)
 
 
 def _lasts(tensor: Tensor) -> bool:
-    """Whether a tensor may be there at a later call: it is neither inside a transform nor a result of autograd."""
-    return type(tensor) in _PLAIN and not is_functorch_wrapped_tensor(tensor) and tensor.grad_fn is None
+    """Whether a tensor may be there at a later call: it is neither inside a transform nor a result
+    of autograd."""
+    return (
+        type(tensor) in _PLAIN
+        and not is_functorch_wrapped_tensor(tensor)
+        and tensor.grad_fn is None
+    )
 
 
 def _form(x: Tensor) -> tuple[Any, ...]:
@@ -95,11 +120,16 @@ def wrapped_tensors(fn: Callable[..., Any]) -> list[Tensor]:
     """The tensors that a function may read and that transforms of torch.func have wrapped."""
     roots = [fn, *Outside(fn, (), thorough=True).named]
     values = [*roots, *(link.value for link, _ in _search(roots))]
-    return [value for value in values if isinstance(value, Tensor) and is_functorch_wrapped_tensor(value)]
+    return [
+        value
+        for value in values
+        if isinstance(value, Tensor) and is_functorch_wrapped_tensor(value)
+    ]
 
 
 def _links_to(tensors: Sequence[Tensor], roots: Sequence[Any]) -> list[_Link] | None:
-    """The places through which the tensors are found from some objects; None if one cannot be found so."""
+    """The places through which the tensors are found from some objects; None if one cannot be found
+    so."""
     missing = {id(x) for x in tensors} - {id(root) for root in roots}
     links = dict[int, _Link]()
     search = _search(roots)
@@ -114,8 +144,8 @@ def _links_to(tensors: Sequence[Tensor], roots: Sequence[Any]) -> list[_Link] | 
 
 
 def _search(roots: Sequence[Any]) -> Iterator[tuple[_Link, tuple[_Link, ...]]]:
-    """The places where other objects are found from some objects, the nearest first, each object once, and the way to
-    each."""
+    """The places where other objects are found from some objects, the nearest first, each object
+    once, and the way to each."""
     queue = deque[tuple[Any, tuple[_Link, ...]]]((root, ()) for root in roots)
     seen = {id(root) for root in roots}
     while queue and len(seen) < _MOST_OBJECTS:

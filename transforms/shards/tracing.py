@@ -1,4 +1,5 @@
-"""Traces of a function on each rank of a mesh: its operators, cut at the collectives, as a program of effects."""
+"""Traces of a function on each rank of a mesh: its operators, cut at the collectives, as a program
+of effects."""
 
 import contextlib
 import gc
@@ -56,15 +57,16 @@ class Trace:
     Args:
         rank: the rank.
         graph: the operators.
-        outside: the tensors that it reads which are no arguments, by the name that its graph has for each.
+        outside: the tensors that it reads which are no arguments, by the name that its graph has
+            for each.
         closed_over: those of them that the function did not make.
         parts: the operators between two collectives, in order.
         collectives: the collective after each part but the last, with its node.
         structure: of the result.
         leaves: of the result: the node of a tensor, or a value that is no tensor.
         last_uses: for each node, the values that no later one uses.
-        arguments: for each leaf of the result that is an argument, written in place or not, the argument's index among
-            the tensors of the arguments.
+        arguments: for each leaf of the result that is an argument, written in place or not, the
+            argument's index among the tensors of the arguments.
         written: the indices of the arguments that are written in place.
     """
 
@@ -105,31 +107,49 @@ def trace(
 ) -> Trace:
     """Trace a function on fake tensors, as one rank runs it.
 
-    The trace is the same in whatever surroundings the call is made: captures, transforms, modes, hooks on saved tensors
-    and autocast are those of the replay. Only the default device is kept, since it decides what the function makes.
+    The trace is the same in whatever surroundings the call is made: captures, transforms, modes,
+    hooks on saved tensors and autocast are those of the replay. Only the default device is kept,
+    since it decides what the function makes.
 
     Args:
         fn, name: the function.
         mesh, rank: where it runs.
-        leaves, structure: the rank's arguments. Only shapes, strides, dtypes and devices of tensors are read.
-        grads: whether the trace will be differentiated. Then functions with derivatives stand for weft's operators.
-        wrapped: the tensors that the function may read and that transforms around the call have wrapped.
+        leaves, structure: the rank's arguments. Only shapes, strides, dtypes and devices of tensors
+            are read.
+        grads: whether the trace will be differentiated. Then functions with derivatives stand for
+            weft's operators.
+        wrapped: the tensors that the function may read and that transforms around the call have
+            wrapped.
 
     Raises:
-        CaptureError: the function reads the values of tensors, writes one in place that is no argument, keeps one that
-            it made, or draws random numbers, which would be others on each number of ranks.
-        DerivativeError: the trace will be differentiated, and the function keeps autograd from following a value; or it
-            registers a hook on a tensor, which would not be part of the trace.
+        CaptureError: the function reads the values of tensors, writes one in place that is no
+            argument, keeps one that it made, or draws random numbers, which would be others on each
+            number of ranks.
+        DerivativeError: the trace will be differentiated, and the function keeps autograd from
+            following a value; or it registers a hook on a tensor, which would not be part of the
+            trace.
     """
     recorder = Recorder(name, rank, grads, wrapped)
     device = default_device()
     with contextlib.ExitStack() as surroundings:
-        for context in (keeping_dispatch_keys(), without_modes(), without_saved_tensors_hooks(), looping(None)):
+        for context in (
+            keeping_dispatch_keys(),
+            without_modes(),
+            without_saved_tensors_hooks(),
+            looping(None),
+        ):
             surroundings.enter_context(context)
         surroundings.enter_context(torch.set_grad_enabled(grads or torch.is_grad_enabled()))
         surroundings.enter_context(placed(Place(mesh, rank, differentiated=grads)))
-        arguments = [recorder.argument(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
-        for inner in (recorder.fake, recorder, _Calls(recorder), device or contextlib.nullcontext()):
+        arguments = [
+            recorder.argument(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves
+        ]
+        for inner in (
+            recorder.fake,
+            recorder,
+            _Calls(recorder),
+            device or contextlib.nullcontext(),
+        ):
             surroundings.enter_context(inner)
         try:
             result, result_structure = tree_flatten(fn(*tree_unflatten(arguments, structure)))
@@ -141,7 +161,9 @@ def trace(
                 ) from error
             if makes_subclass(error):
                 seen = f"rank {rank} makes a tensor of a subclass of Tensor, which may redefine any operator"
-                raise CaptureError(recorder.call, seen, "plain tensors inside, and the subclass around it") from error
+                raise CaptureError(
+                    recorder.call, seen, "plain tensors inside, and the subclass around it"
+                ) from error
             if not reads_values(error):
                 raise
             raise recorder.refuse_read(str(error)) from error
@@ -150,7 +172,9 @@ def trace(
         made = tuple(map(recorder.in_graph, result))
         recorder.refuse_backward()
     del arguments, result
-    with without_modes():  # of a trace around this one, which would take these tensors for closed-over ones
+    with (
+        without_modes()
+    ):  # of a trace around this one, which would take these tensors for closed-over ones
         return _finished(recorder, made, result_structure)
 
 
@@ -158,22 +182,34 @@ def _finished(recorder: "Recorder", made: tuple[Any, ...], structure: TreeSpec) 
     """The trace that a recorder has recorded, of a function with these results."""
     if recorder.cut is not None:
         seen = f"{recorder.cut} under torch.no_grad(), or in an autograd.Function, on a value that has a gradient"
-        raise DerivativeError(recorder.call, seen, "value.detach(); or the whole call in torch.no_grad()")
+        raise DerivativeError(
+            recorder.call, seen, "value.detach(); or the whole call in torch.no_grad()"
+        )
     graph = recorder.graph
     _erase_shapes_alone(graph, {leaf for leaf in made if isinstance(leaf, Node)})
     if (node := next(filter(_draws, graph.nodes), None)) is not None:
         seen = f"{node.target}, whose random numbers would be others on each number of ranks"
-        raise CaptureError(recorder.call, seen, "an argument that is drawn outside, placed as what it meets")
+        raise CaptureError(
+            recorder.call, seen, "an argument that is drawn outside, placed as what it meets"
+        )
     recorder.refuse_kept()
     inputs = {node: index for index, node in enumerate(graph.find_nodes(op="placeholder"))}
-    origins = ((place, inputs.get(_origin(leaf))) for place, leaf in enumerate(made) if isinstance(leaf, Node))
+    origins = (
+        (place, inputs.get(_origin(leaf)))
+        for place, leaf in enumerate(made)
+        if isinstance(leaf, Node)
+    )
     returned = {place: index for place, index in origins if index is not None}
     _separate_elements(graph)
     storages = {storage for node in graph.nodes for storage in written_by(node)}
     _allow_other_strides(graph, storages)
     written = frozenset(index for node, index in inputs.items() if storage_of(node) in storages)
-    closed_over = (node for node in graph.find_nodes(op="get_attr") if node.target in recorder.closed_over)
-    if (node := next((node for node in closed_over if storage_of(node) in storages), None)) is not None:
+    closed_over = (
+        node for node in graph.find_nodes(op="get_attr") if node.target in recorder.closed_over
+    )
+    if (
+        node := next((node for node in closed_over if storage_of(node) in storages), None)
+    ) is not None:
         seen = f"a tensor {list(node.meta['val'].shape)} that is no argument, and that each rank writes in place"
         raise CaptureError(recorder.call, seen, "an argument, whose new value the function returns")
     parts, collectives = _cut(graph)
@@ -195,8 +231,9 @@ def _finished(recorder: "Recorder", made: tuple[Any, ...], structure: TreeSpec) 
 class Recorder(DispatchMode):
     """Records the operators that a function calls on fake tensors.
 
-    A tensor that is no argument, and that the trace did not make, is closed over. It is read anew in each run, as the
-    object that the function named: so its derivatives, and the transforms that wrap it, are those of the run.
+    A tensor that is no argument, and that the trace did not make, is closed over. It is read anew
+    in each run, as the object that the function named: so its derivatives, and the transforms that
+    wrap it, are those of the run.
 
     Args:
         name: of the function.
@@ -215,14 +252,16 @@ class Recorder(DispatchMode):
         self.outside = dict[str, Tensor]()
         self.closed_over = set[str]()
         self.cut: str | None = None
-        """The first operator where autograd would not follow a value, as the trace's operators would."""
+        """The first operator where autograd would not follow a value, as the trace's operators
+        would."""
         self._wrapped = {id(x): x for x in wrapped}
         self._has_fake_arguments = False
         self._nodes = dict[int, tuple[Tensor, Node]]()
         self._stand_ins = dict[int, tuple[Tensor, Tensor]]()
         self._leaves = list[Tensor]()
         self.reads = list[str]()
-        """The words of errors at reads of values. They end the trace though the function goes on after one."""
+        """The words of errors at reads of values. They end the trace though the function goes on
+        after one."""
         self._is_transformed = in_functorch_transform()
 
     def argument(self, like: Tensor) -> Tensor:
@@ -231,7 +270,8 @@ class Recorder(DispatchMode):
         return self._stand_in(like, self.graph.placeholder(f"argument_{len(self._nodes)}"))
 
     def inside(self, tensor: Tensor) -> Tensor:
-        """The tensor in the trace: itself if the trace made it, or a fake one for one that is closed over."""
+        """The tensor in the trace: itself if the trace made it, or a fake one for one that is
+        closed over."""
         if is_fake_of(tensor, self.fake):
             return tensor
         if id(tensor) not in self._stand_ins:
@@ -247,17 +287,27 @@ class Recorder(DispatchMode):
         return self._stand_ins[id(tensor)][1]
 
     def _refuse_fake(self, tensor: Tensor) -> None:
-        """Raise CaptureError for a tensor of an earlier trace, unless the call is one of fake tensors itself."""
+        """Raise CaptureError for a tensor of an earlier trace, unless the call is one of fake
+        tensors itself."""
         if not self._has_fake_arguments:
             seen = f"a tensor {list(tensor.shape)} without values, which an earlier trace made and the function kept"
-            raise CaptureError(self.call, seen, "make it before the call and pass it in, or return it")
+            raise CaptureError(
+                self.call, seen, "make it before the call and pass it in, or return it"
+            )
 
     def _refuse_inner(self, tensor: Tensor) -> None:
-        """Raise CaptureError for a tensor that a transform inside the function has wrapped, before the trace saw it."""
-        if id(tensor) in self._wrapped or not is_functorch_wrapped_tensor(tensor) or not in_functorch_transform():
+        """Raise CaptureError for a tensor that a transform inside the function has wrapped, before
+        the trace saw it."""
+        if (
+            id(tensor) in self._wrapped
+            or not is_functorch_wrapped_tensor(tensor)
+            or not in_functorch_transform()
+        ):
             return
         seen = f"a transform of torch.func inside it, of a tensor {list(tensor.shape)} that it closes over"
-        raise CaptureError(self.call, seen, "the tensor as an argument of f; or x * 1 for x in that call")
+        raise CaptureError(
+            self.call, seen, "the tensor as an argument of f; or x * 1 for x in that call"
+        )
 
     def node_of(self, tensor: Tensor) -> Node:
         """The node that made a tensor."""
@@ -267,8 +317,8 @@ class Recorder(DispatchMode):
         return self._nodes[id(fake)][1]
 
     def refuse_kept(self) -> None:
-        """Raise CaptureError if a tensor of the trace, which has no values, is alive outside it. The trace must have
-        been read before: this forgets which node made which tensor."""
+        """Raise CaptureError if a tensor of the trace, which has no values, is alive outside it.
+        The trace must have been read before: this forgets which node made which tensor."""
         made = [weakref.ref(tensor) for tensor, _ in self._nodes.values()]
         self._nodes.clear()
         self._stand_ins.clear()
@@ -277,17 +327,24 @@ class Recorder(DispatchMode):
             gc.collect()  # a tensor in a reference cycle is not kept
         kept = [tensor for reference in made if (tensor := reference()) is not None]
         if kept:
-            shapes = ", ".join(f"{str(x.dtype).removeprefix('torch.')}{list(x.shape)}" for x in kept[:3])
+            shapes = ", ".join(
+                f"{str(x.dtype).removeprefix('torch.')}{list(x.shape)}" for x in kept[:3]
+            )
             seen = f"a tensor that it made is kept and not returned ({shapes}): in a cache, a global or an attribute"
-            raise CaptureError(self.call, seen, "make it before the call and pass it in, or return it")
+            raise CaptureError(
+                self.call, seen, "make it before the call and pass it in, or return it"
+            )
 
     def refuse_backward(self) -> None:
-        """Raise DerivativeError if the function has added to the gradient of what it was given, or closes over."""
+        """Raise DerivativeError if the function has added to the gradient of what it was given, or
+        closes over."""
         with without_modes():
             lost = next((leaf for leaf in self._leaves if leaf.grad is not None), None)
         if lost is not None:
             seen = f"backward() inside it, whose gradient of a tensor {list(lost.shape)} its trace would lose"
-            raise DerivativeError(self.call, seen, "torch.autograd.grad inside it; or backward() of what it returns")
+            raise DerivativeError(
+                self.call, seen, "torch.autograd.grad inside it; or backward() of what it returns"
+            )
 
     def record(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
         """Add a call of an operator, and what it returned."""
@@ -304,11 +361,16 @@ class Recorder(DispatchMode):
         kwargs = kwargs or {}
         if func is torch.ops.aten.lift_fresh.default and not is_fake_of(args[0], self.fake):
             constant = func(*args)
-            self.record(torch.ops.aten.lift_fresh_copy.default, (self._read(args[0]),), {}, constant)
+            self.record(
+                torch.ops.aten.lift_fresh_copy.default, (self._read(args[0]),), {}, constant
+            )
             return constant
-        args, kwargs = tree_map(lambda x: self.inside(x) if isinstance(x, Tensor) else x, (args, kwargs))
+        args, kwargs = tree_map(
+            lambda x: self.inside(x) if isinstance(x, Tensor) else x, (args, kwargs)
+        )
         if effect_of(func, args) is not None:
-            # The fake tensor of a constant has its value, and that of the sum over all ranks would be computed from it.
+            # The fake tensor of a constant has its value, and that of the sum over all ranks would
+            # be computed from it.
             result = func(_blank(args[0]), *args[1:], **kwargs)
         else:
             result = func(*args, **kwargs)
@@ -321,19 +383,24 @@ class Recorder(DispatchMode):
         return result
 
     def _refuse_own_rule(self) -> None:
-        """Raise DerivativeError for an operator in an autograd.Function, if a transform of torch.func around the call
-        would take the Function's own rule in its place."""
+        """Raise DerivativeError for an operator in an autograd.Function, if a transform of
+        torch.func around the call would take the Function's own rule in its place."""
         if not self._is_transformed or torch.is_grad_enabled():
             return
         kind = custom_function("weft.transforms.shards.shard")
         if kind is not None and not kind.__module__.startswith("weft."):
             seen = f"the autograd.Function {kind.__name__} under a transform of torch.func, which would lose its rule"
-            raise DerivativeError(self.call, seen, "the transform inside the shard: weft.shard(vmap(f), ...)")
+            raise DerivativeError(
+                self.call, seen, "the transform inside the shard: weft.shard(vmap(f), ...)"
+            )
 
     def _look_for_a_cut(self, func: Any, given: Any, result: Any) -> None:
         if not self.grads or self.cut is not None or torch.is_grad_enabled():
             return
-        if func.namespace == "weft" or func in (torch.ops.aten.detach.default, torch.ops.aten.alias.default):
+        if func.namespace == "weft" or func in (
+            torch.ops.aten.detach.default,
+            torch.ops.aten.alias.default,
+        ):
             return
         made = any(isinstance(x, Tensor) and has_derivatives(x) for x in tree_leaves(result))
         if made and any(isinstance(x, Tensor) and x.requires_grad for x in tree_leaves(given)):
@@ -346,8 +413,9 @@ class Recorder(DispatchMode):
         return self.graph.get_attr(target)
 
     def _stand_in(self, like: Tensor, node: Node) -> Tensor:
-        """A fake tensor of the same shape, strides, dtype, device, and conjugate and negative bit, which autograd
-        follows if it follows the tensor: as a leaf that no operator may write, or as a result."""
+        """A fake tensor of the same shape, strides, dtype, device, and conjugate and negative bit,
+        which autograd follows if it follows the tensor: as a leaf that no operator may write, or as
+        a result."""
         with without_modes(), torch.inference_mode(False), torch.enable_grad(), self.fake:
             fake = _blank(like)
             if may_be_differentiated(like) and has_derivatives(fake):
@@ -360,13 +428,15 @@ class Recorder(DispatchMode):
         return fake
 
     def _note(self, made: Tensor, node: Node) -> None:
-        """Remember which node made a tensor. Its metadata are kept as they are now: an operator may change them."""
+        """Remember which node made a tensor. Its metadata are kept as they are now: an operator may
+        change them."""
         self._nodes[id(made)] = (made, node)
         with without_modes(), self.fake:
             node.meta["val"] = made.detach()
 
     def _find_copy(self, fake: Tensor) -> None:
-        """Find the node of a copy that torch made without an operator: the last tensor with the same memory."""
+        """Find the node of a copy that torch made without an operator: the last tensor with the
+        same memory."""
         for made, node in reversed(self._nodes.values()):
             if storage_id(made) == storage_id(fake) and layout_of(made) == layout_of(fake):
                 self._nodes[id(fake)] = (fake, node)
@@ -396,24 +466,29 @@ def refuse_layout(tensor: Any, name: str, call: str) -> None:
     """Raise CaptureError for a sparse or nested tensor, whose layout a trace does not have."""
     if isinstance(tensor, Tensor) and not has_strides(tensor):
         seen = f"{name} is {'nested' if tensor.is_nested else tensor.layout}, which no rank has a part of"
-        raise CaptureError(call, seen, "x.to_dense(); or its indices and values, as tensors of their own")
+        raise CaptureError(
+            call, seen, "x.to_dense(); or its indices and values, as tensors of their own"
+        )
 
 
 def _blank(like: Tensor) -> Tensor:
     """A tensor of the same shape, strides, dtype, device, and conjugate and negative bit."""
-    return seen_as(torch.empty_strided(like.shape, like.stride(), dtype=like.dtype, device=like.device), like)
+    return seen_as(
+        torch.empty_strided(like.shape, like.stride(), dtype=like.dtype, device=like.device), like
+    )
 
 
 def _is_part_of_a_trace(func: Any, result: Any) -> bool:
-    """Whether an operator makes or writes a tensor. Others answer questions about one: its device, its size."""
+    """Whether an operator makes or writes a tensor. Others answer questions about one: its device,
+    its size."""
     makes = any(isinstance(leaf, Tensor) for leaf in tree_leaves(result))
     schema = schema_of(func)
     return makes or schema is None or schema.is_mutable or not schema.returns
 
 
 def _erase_shapes_alone(graph: Graph, results: Set[Node]) -> None:
-    """Erase operators on the device `meta` that compute nothing for the results: torch has called them for the
-    shapes of tangents."""
+    """Erase operators on the device `meta` that compute nothing for the results: torch has called
+    them for the shapes of tangents."""
     for node in reversed(graph.nodes):
         if node.op != "call_function" or node.users or node in results:
             continue
@@ -426,11 +501,14 @@ def _erase_shapes_alone(graph: Graph, results: Set[Node]) -> None:
 
 
 def _separate_elements(graph: Graph) -> None:
-    """Give each element of a tangent memory of its own. In a trace torch makes a tangent like zeros that it has
-    expanded from one element, where otherwise it makes it like zeros without memory; and then writes to it."""
+    """Give each element of a tangent memory of its own. In a trace torch makes a tangent like zeros
+    that it has expanded from one element, where otherwise it makes it like zeros without memory;
+    and then writes to it."""
     for node in graph.find_nodes(op="call_function", target=ZEROS_OF_A_TANGENT):
         value = node.meta["val"]
-        if any(size > 1 and step == 0 for size, step in zip(value.shape, value.stride(), strict=True)):
+        if any(
+            size > 1 and step == 0 for size, step in zip(value.shape, value.stride(), strict=True)
+        ):
             node.target = torch.ops.aten.new_zeros.default
             node.args, node.kwargs = (node.args[0], list(value.shape)), {}
 
@@ -477,8 +555,9 @@ own transforms, and on a tensor that one inside the function has wrapped, nothin
 
 
 class _Calls(FunctionMode):
-    """Sees the functions of torch as they are called, above autograd and torch.func: gives them what stands for tensors
-    that are closed over, records what reaches no operator, and refuses hooks."""
+    """Sees the functions of torch as they are called, above autograd and torch.func: gives them
+    what stands for tensors that are closed over, records what reaches no operator, and refuses
+    hooks."""
 
     def __init__(self, recorder: Recorder) -> None:
         super().__init__()
@@ -492,18 +571,26 @@ class _Calls(FunctionMode):
             raise DerivativeError(self.recorder.call, seen, instead)
         if func in _LOST:
             seen = f"x.{_LOST[func]} = ... on a tensor {list(args[0].shape)}, which its trace would lose"
-            raise CaptureError(self.recorder.call, seen, "x.copy_(...) on an argument; or a new tensor that it returns")
+            raise CaptureError(
+                self.recorder.call,
+                seen,
+                "x.copy_(...) on an argument; or a new tensor that it returns",
+            )
         if func in _SHOWS:
             seen = f"rank {self.recorder.rank} reads the values of a tensor: Tensor.{func.__name__}"
             raise CaptureError(self.recorder.call, seen, "torch.where, or a Python argument")
         if func in _OF_THE_OBJECT:
             return func(*args)
-        args, kwargs = tree_map(lambda x: self.recorder.inside(x) if isinstance(x, Tensor) else x, (args, kwargs))
+        args, kwargs = tree_map(
+            lambda x: self.recorder.inside(x) if isinstance(x, Tensor) else x, (args, kwargs)
+        )
         try:
             result = func(*args, **kwargs)
         except Exception as error:
             if reads_values(error):
-                self.recorder.reads.append(str(error))  # and not the error, whose frames hold the recorder
+                self.recorder.reads.append(
+                    str(error)
+                )  # and not the error, whose frames hold the recorder
             raise
         if func in _READS:
             tree_map(self.recorder.in_graph, result)
@@ -532,8 +619,8 @@ _DETACHED = (torch.ops.aten.detach.default, torch.ops.aten.detach_.default)
 
 
 def _origin(node: Node) -> Node:
-    """The node that first made a tensor: not an operator that wrote it in place, or that returned all of it as it
-    is."""
+    """The node that first made a tensor: not an operator that wrote it in place, or that returned
+    all of it as it is."""
     schema = schema_of(node.target)
     if (
         node.target in _DETACHED
@@ -542,7 +629,11 @@ def _origin(node: Node) -> Node:
         or (alias := schema.returns[0].alias_info) is None
     ):
         return node
-    given = [arg for arg, own in zip(node.args, schema.arguments, strict=False) if own.alias_info is not None]
+    given = [
+        arg
+        for arg, own in zip(node.args, schema.arguments, strict=False)
+        if own.alias_info is not None
+    ]
     if len(given) != 1 or not isinstance(given[0], Node):
         return node
     if not alias.is_write and _layout(node) != _layout(given[0]):
@@ -556,7 +647,14 @@ def _layout(node: Node) -> tuple[Any, ...]:
 
 def layout_of(value: Tensor) -> tuple[Any, ...]:
     """Where a tensor lies in its memory, and how its elements are read."""
-    return tuple(value.shape), value.stride(), value.storage_offset(), value.dtype, value.is_conj(), value.is_neg()
+    return (
+        tuple(value.shape),
+        value.stride(),
+        value.storage_offset(),
+        value.dtype,
+        value.is_conj(),
+        value.is_neg(),
+    )
 
 
 def has_derivatives(tensor: Tensor) -> bool:
@@ -575,12 +673,14 @@ def written_by(node: Node) -> Iterator[int]:
     given = {own.name: arg for own, arg in zip(arguments, node.args, strict=False)} | node.kwargs
     for own in arguments:
         if own.alias_info is not None and own.alias_info.is_write and own.name in given:
-            yield from (storage_of(leaf) for leaf in tree_leaves(given[own.name]) if isinstance(leaf, Node))
+            yield from (
+                storage_of(leaf) for leaf in tree_leaves(given[own.name]) if isinstance(leaf, Node)
+            )
 
 
 def _allow_other_strides(graph: Graph, written: set[int]) -> None:
-    """Turn views into `reshape`, where nothing writes to them: under `vmap` the tensors may have strides that allow no
-    view. On the strides of the trace `reshape` makes the same view."""
+    """Turn views into `reshape`, where nothing writes to them: under `vmap` the tensors may have
+    strides that allow no view. On the strides of the trace `reshape` makes the same view."""
     for node in graph.nodes:
         if node.target in VIEWS and storage_of(node) not in written:
             node.target = torch.ops.aten.reshape.default

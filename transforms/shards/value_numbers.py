@@ -1,8 +1,10 @@
-"""Value numbers: which values of several ranks are equal by their traces, whatever the arguments hold.
+"""Value numbers: which values of several ranks are equal by their traces, whatever the arguments
+hold.
 
-As in a compiler, two values have one number if the same operator computes them from values with the same numbers. Here
-the values are those of all ranks. A collective gives values of several ranks to one: the sum over all ranks has one
-number on each of them. An operator that writes in place gives its memory a new number.
+As in a compiler, two values have one number if the same operator computes them from values with the
+same numbers. Here the values are those of all ranks. A collective gives values of several ranks to
+one: the sum over all ranks has one number on each of them. An operator that writes in place gives
+its memory a new number.
 """
 
 from collections.abc import Hashable, Iterator, Sequence
@@ -59,13 +61,20 @@ class _Rank:
     def run_part(self) -> None:
         """Number the values up to the next collective, or the end."""
         for node in self.trace.parts[self.done]:
-            self.computed[node] = self._constant(node) if node.op == "get_attr" else self._call(node)
+            self.computed[node] = (
+                self._constant(node) if node.op == "get_attr" else self._call(node)
+            )
         self.done += 1
 
     def _constant(self, node: Node) -> int:
         tensor = self.trace.outside[str(node.target)]
         is_constant = not any(tensor is x for x in self.trace.closed_over)
-        if not is_constant or tensor.device.type != "cpu" or is_fake(tensor) or tensor.numel() > _MOST_ELEMENTS:
+        if (
+            not is_constant
+            or tensor.device.type != "cpu"
+            or is_fake(tensor)
+            or tensor.numel() > _MOST_ELEMENTS
+        ):
             return self.numbers.of("outside", id(tensor))
         with without_modes():
             return self.numbers.of("constant", tensor.dtype, tensor.shape, _bits(tensor))
@@ -91,7 +100,11 @@ class _Rank:
         if not isinstance(node.meta.get("val"), Tensor):
             return self.computed[node]
         written = self.memory.get(storage_of(node))
-        return self.computed[node] if written is None else self.numbers.of("read", self.computed[node], written)
+        return (
+            self.computed[node]
+            if written is None
+            else self.numbers.of("read", self.computed[node], written)
+        )
 
     def offered(self) -> int:
         """The number of what this rank brings to the collective after the parts that it has run."""
@@ -104,8 +117,8 @@ class _Rank:
         self.computed[node] = number
 
     def offered_parts(self, effect: Collective) -> list[int] | None:
-        """The numbers of the parts of what this rank brings to an exchange, one for each rank of it, where it has been
-        joined of them; else None."""
+        """The numbers of the parts of what this rank brings to an exchange, one for each rank of
+        it, where it has been joined of them; else None."""
         if not isinstance(effect, AllToAll):
             return None
         node, _ = self.trace.collectives[self.done - 1]
@@ -116,7 +129,11 @@ class _Rank:
         dim: Any = joined.args[1] if len(joined.args) > 1 else 0
         num_dims = joined.meta["val"].ndim
         sizes = {part.meta["val"].shape for part in parts}
-        if len(parts) != len(effect.ranks) or len(sizes) != 1 or (dim - effect.split_dim) % num_dims:
+        if (
+            len(parts) != len(effect.ranks)
+            or len(sizes) != 1
+            or (dim - effect.split_dim) % num_dims
+        ):
             return None
         were_written = any(storage_of(one) in self.memory for one in (joined, *parts))
         return None if were_written else [self.computed[part] for part in parts]
@@ -124,7 +141,11 @@ class _Rank:
     def results(self) -> Iterator[int]:
         """The numbers of the leaves of the result."""
         for leaf in self.trace.leaves:
-            yield self.now(leaf) if isinstance(leaf, Node) else self.numbers.of("leaf", value_key(leaf))
+            yield (
+                self.now(leaf)
+                if isinstance(leaf, Node)
+                else self.numbers.of("leaf", value_key(leaf))
+            )
 
 
 def result_numbers(
@@ -135,8 +156,8 @@ def result_numbers(
     Args:
         traces: of all ranks.
         order: of their effects, which their programs allow.
-        arguments: for each rank and tensor of its arguments, what tells its values from those of other arguments and
-            parts.
+        arguments: for each rank and tensor of its arguments, what tells its values from those of
+            other arguments and parts.
     """
     numbers = _Numbers()
     ranks = []
@@ -167,7 +188,9 @@ def _combined(
                 sent = "zeros" if source is None else every[source]
                 yield numbers.of(effect.verb, str(effect.schema), sent)
             case _ if None not in parts:  # an exchange, in which several ranks may be sent the same
-                yield numbers.of(effect.verb, "parts", *(own[place] for own in parts if own is not None))
+                yield numbers.of(
+                    effect.verb, "parts", *(own[place] for own in parts if own is not None)
+                )
             case _:
                 yield numbers.of(effect.verb, place, *every)
 

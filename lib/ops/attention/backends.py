@@ -1,4 +1,5 @@
-"""`AttentionBackend`: an implementation of attention over pages, with what it can run on, and in which graphs."""
+"""`AttentionBackend`: an implementation of attention over pages, with what it can run on, and in
+which graphs."""
 
 import threading
 from collections.abc import Callable
@@ -28,16 +29,25 @@ def _are(kind: Any) -> Callable[[Any], bool]:
 _RULES: dict[str, Rule] = {
     "name": (lambda name: isinstance(name, str) and name, "a name"),
     "attend": (callable, "a function (q, kv_pages, slot_mapping, ...), as its docstring says"),
-    "plan": (lambda plan: plan is None or callable(plan), "a function (q, kv_pages, slot_mapping, ...), or None"),
+    "plan": (
+        lambda plan: plan is None or callable(plan),
+        "a function (q, kv_pages, slot_mapping, ...), or None",
+    ),
     "capability": (lambda one: one in CAPABILITIES, f"one of {', '.join(CAPABILITIES)}"),
     "devices": (_are(str), "a tuple of device types, such as ('cpu', 'cuda')"),
     "dtypes": (_are(torch.dtype), "a tuple of dtypes, such as (torch.bfloat16,)"),
     "head_dims": (_are(int), "a tuple of sizes, such as (64, 128); (): any"),
-    "kv_dtypes": (_are(torch.dtype), "a tuple of dtypes, such as (torch.float8_e4m3fn,); (): only that of q"),
+    "kv_dtypes": (
+        _are(torch.dtype),
+        "a tuple of dtypes, such as (torch.float8_e4m3fn,); (): only that of q",
+    ),
     "page_sizes": (_are(int), "a tuple of sizes, such as (16, 32); (): any"),
     "windows": (bool, "True or False"),
     "batch_invariant": (bool, "True or False"),
-    "missing": (callable, "a function of a device, which returns what it lacks in words, or an empty text"),
+    "missing": (
+        callable,
+        "a function of a device, which returns what it lacks in words, or an empty text",
+    ),
 }
 _READ = "kv_pages", "slot_mapping", "block_table", "query_start_loc", "seq_lens"
 """The tensors that `attend` only reads: the layers after it read them, too."""
@@ -54,24 +64,28 @@ _BY_HANDLE: dict[int, "AttentionBackend"] = {}
 
 @attrs.frozen(eq=False)
 class AttentionBackend:
-    """An implementation of attention over pages: the result of `weft::paged_attention`, by other means.
+    """An implementation of attention over pages: the result of `weft::paged_attention`, by other
+    means.
 
     Args:
         name: for errors, reports and the comparison of ranks.
-        attend: `(q, kv_pages, slot_mapping, block_table, query_start_loc, seq_lens, max_query_len, scale, window)`,
-            which returns `[T, H, D]`: the arguments of `paged_attention` without `k` and `v`, which are in the pages.
-            In a graph it may not read values on the host; what does so is of capability `piecewise`.
-            It writes to none of its arguments but `q`: a write that torch counts is an error in the step.
-        plan: a function of the same arguments. Its result is computed once per step, by the first layer, and passed to
-            `attend` as the last argument. It reads no values of `q` and `kv_pages`. Where `attend` runs inside a graph,
-            so does `plan`; between graphs both may read values on the host.
+        attend: `(q, kv_pages, slot_mapping, block_table, query_start_loc, seq_lens, max_query_len,
+            scale, window)`, which returns `[T, H, D]`: the arguments of `paged_attention` without
+            `k` and `v`, which are in the pages. In a graph it may not read values on the host; what
+            does so is of capability `piecewise`. It writes to none of its arguments but `q`: a
+            write that torch counts is an error in the step.
+        plan: a function of the same arguments. Its result is computed once per step, by the first
+            layer, and passed to `attend` as the last argument. It reads no values of `q` and
+            `kv_pages`. Where `attend` runs inside a graph, so does `plan`; between graphs both may
+            read values on the host.
         capability: the graphs in which it can run, one of `CAPABILITIES`.
         devices, dtypes: what it runs on and in.
         head_dims, page_sizes: those that it has kernels for; empty: any.
         kv_dtypes: those of pages that it reads besides that of q.
         windows: whether it attends to a window; False: `window` is always 0.
-        batch_invariant: whether, in `weft.batch_invariant()`, a token's result depends on the token and its context
-            alone, bit for bit. Others are refused by models with `batch_invariant=True`.
+        batch_invariant: whether, in `weft.batch_invariant()`, a token's result depends on the token
+            and its context alone, bit for bit. Others are refused by models with
+            `batch_invariant=True`.
         missing: what a device lacks to run it, in words: a package, or a newer GPU. Empty: nothing.
 
     Raises:
@@ -90,23 +104,35 @@ class AttentionBackend:
     windows: bool = True
     batch_invariant: bool = False
     missing: Callable[[torch.device], str] = _lacks_nothing
-    handle: int = attrs.field(init=False, repr=False, factory=count().__next__, metadata=OF_THIS_PROCESS)
+    handle: int = attrs.field(
+        init=False, repr=False, factory=count().__next__, metadata=OF_THIS_PROCESS
+    )
 
     def __attrs_post_init__(self) -> None:
         given = {name: getattr(self, name) for name in _RULES}
         check_values(f"AttentionBackend({self.name!r}, ...)", _RULES, given, ProgramError)
         last = () if self.plan is None else ("plan",)
-        for name, taken in (("attend", (*_TAKEN, *last)), ("plan", _TAKEN), ("missing", ("device",))):
+        for name, taken in (
+            ("attend", (*_TAKEN, *last)),
+            ("plan", _TAKEN),
+            ("missing", ("device",)),
+        ):
             if (seen := other_signature(getattr(self, name), len(taken))) is not None:
                 call = f"AttentionBackend({self.name!r}, {name}={seen.partition('(')[0]}, ...)"
-                raise ProgramError(call, seen, f"a function of {counted(len(taken), 'argument')}: ({', '.join(taken)})")
+                raise ProgramError(
+                    call,
+                    seen,
+                    f"a function of {counted(len(taken), 'argument')}: ({', '.join(taken)})",
+                )
         _BY_HANDLE[self.handle] = self
 
     def __reduce__(self) -> Any:
         """A copy has a handle of its own; a back end of weft's own is itself."""
         if BACKENDS.get(self.name) is self:
             return _named, (self.name,)
-        return AttentionBackend, tuple(getattr(self, own.name) for own in attrs.fields(AttentionBackend) if own.init)
+        return AttentionBackend, tuple(
+            getattr(self, own.name) for own in attrs.fields(AttentionBackend) if own.init
+        )
 
     def check(
         self,
@@ -122,16 +148,22 @@ class AttentionBackend:
 
         Raises:
             DeviceError: it does not run on the device, or lacks something there.
-            ProgramError: it has no kernels for the dtype, the size of the heads, a window, or the dtype of the cache,
-                or it is not batch invariant and has to be.
+            ProgramError: it has no kernels for the dtype, the size of the heads, a window, or the
+                dtype of the cache, or it is not batch invariant and has to be.
         """
-        names = (name for name, one in BACKENDS.items() if one is not self and device.type in one.devices)
+        names = (
+            name for name, one in BACKENDS.items() if one is not self and device.type in one.devices
+        )
         instead = f"another back end: attention='auto', or one of {', '.join(names)}"
         if device.type not in self.devices:
             seen = f"attention back end {self.name!r}, which runs on {' and '.join(self.devices)}, not on {device}"
             raise DeviceError(call, seen, instead)
         if missing := self.missing(device):
-            raise DeviceError(call, f"attention back end {self.name!r} on {device}, which lacks {missing}", instead)
+            raise DeviceError(
+                call,
+                f"attention back end {self.name!r} on {device}, which lacks {missing}",
+                instead,
+            )
         seen = ""
         if dtype not in self.dtypes:
             seen = f"which has no kernels in {dtype}"
@@ -143,10 +175,12 @@ class AttentionBackend:
             seen = f"which reads no cache in {kv_dtype}"
         elif batch_invariant and not self.batch_invariant:
             seen = "which is not batch invariant"
-            capable = (n for n, one in BACKENDS.items() if one.batch_invariant and device.type in one.devices)
-            instead = (
-                f"another back end: attention='auto', or {' or '.join(capable)}; or leave out batch_invariant=True"
+            capable = (
+                n
+                for n, one in BACKENDS.items()
+                if one.batch_invariant and device.type in one.devices
             )
+            instead = f"another back end: attention='auto', or {' or '.join(capable)}; or leave out batch_invariant=True"
         if seen:
             raise ProgramError(call, f"attention back end {self.name!r}, {seen}", instead)
 
@@ -158,8 +192,11 @@ class AttentionBackend:
             raise ProgramError(call, seen, f"EngineLimits(..., page_size={self.page_sizes[0]})")
 
     def runs_inside(self, query_len: int | None) -> bool:
-        """Whether it can run inside a whole graph of a class with this query length (None: ragged)."""
-        needs = "full" if query_len is None else "uniform" if query_len > 1 else "uniform_single_token"
+        """Whether it can run inside a whole graph of a class with this query length (None: ragged).
+        """
+        needs = (
+            "full" if query_len is None else "uniform" if query_len > 1 else "uniform_single_token"
+        )
         return CAPABILITIES.index(self.capability) >= CAPABILITIES.index(needs)
 
     @property
@@ -180,16 +217,24 @@ class AttentionBackend:
         after = before and counted_changes(read)
         if before != after:
             written = [name for name, x, y in zip(_READ, before, after, strict=True) if x != y]
-            call, seen = f"AttentionBackend({self.name!r}, ...)", f"an attend that wrote to {' and '.join(written)}"
+            call, seen = (
+                f"AttentionBackend({self.name!r}, ...)",
+                f"an attend that wrote to {' and '.join(written)}",
+            )
             instead = f"writes to a copy, {written[0]}.clone(): the other layers of the step read the same memory"
             raise ProgramError(call, seen, instead)
         return out
 
     def __call__(
-        self, query_len: int | None, q: Tensor, kv_pages: Tensor, *where: Any, plans: dict[Any, Any] | None = None
+        self,
+        query_len: int | None,
+        q: Tensor,
+        kv_pages: Tensor,
+        *where: Any,
+        plans: dict[Any, Any] | None = None,
     ) -> Tensor:
-        """Attend: in a graph of a class with this query length if it can, otherwise as `weft::attend_outside`, at which
-        graphs in pieces are cut.
+        """Attend: in a graph of a class with this query length if it can, otherwise as
+        `weft::attend_outside`, at which graphs in pieces are cut.
 
         Args:
             where: the arguments of `attend` after the pages.
@@ -206,7 +251,9 @@ class AttentionBackend:
         slots, table, starts, lengths, longest, scale, window = where
         begins = key not in plans
         plans[key] = None  # it is made when the operator runs
-        return _attend_outside(q, kv_pages, slots, table, starts, lengths, longest, scale, window, self.handle, begins)
+        return _attend_outside(
+            q, kv_pages, slots, table, starts, lengths, longest, scale, window, self.handle, begins
+        )
 
 
 def _functional(q: Tensor, kv_pages: Tensor, *where: Any) -> Tensor:
@@ -231,13 +278,15 @@ def _attend_outside(
     handle: int,
     begins: bool,
 ) -> Tensor:
-    """The operator of a back end that does not run in the graph at hand; the first of a step begins with the plan."""
+    """The operator of a back end that does not run in the graph at hand; the first of a step begins
+    with the plan."""
     where = slot_mapping, block_table, query_start_loc, seq_lens, max_query_len, scale, window
     return attend_by_handle(q, kv_pages, *where, handle, begins)
 
 
 class _Plans(threading.local):
-    """For each back end and shape, this thread's last plan, and the addresses of the tensors it was made from."""
+    """For each back end and shape, this thread's last plan, and the addresses of the tensors it was
+    made from."""
 
     def __init__(self) -> None:
         self.made: dict[Any, tuple[Any, Any]] = {}
@@ -247,8 +296,8 @@ _PLANS = _Plans()
 
 
 def attend_by_handle(q: Tensor, kv_pages: Tensor, *rest: Any) -> Tensor:
-    """The result of the back end with a handle. If `begins` is false, the last plan is used again, provided that its
-    tensors are at the same addresses; otherwise one is made."""
+    """The result of the back end with a handle. If `begins` is false, the last plan is used again,
+    provided that its tensors are at the same addresses; otherwise one is made."""
     *where, handle, begins = rest
     backend = _BY_HANDLE[handle]
     plan = list[Any]()
@@ -259,7 +308,9 @@ def attend_by_handle(q: Tensor, kv_pages: Tensor, *rest: Any) -> Tensor:
             _PLANS.made[key] = memory, backend.plan(q, kv_pages, *where)
         plan = [_PLANS.made[key][1]]
     out = backend._attended(q, kv_pages, *where, *plan)
-    return out.clone() if _shares(out, q, kv_pages, *where) else out  # an operator's result is new memory
+    return (
+        out.clone() if _shares(out, q, kv_pages, *where) else out
+    )  # an operator's result is new memory
 
 
 def _named(name: str) -> AttentionBackend:
@@ -268,7 +319,9 @@ def _named(name: str) -> AttentionBackend:
 
 def _shares(out: Any, *inputs: Any) -> bool:
     """Whether a result is in the memory of an argument."""
-    return isinstance(out, Tensor) and storage_id(out) in {storage_id(x) for x in inputs if isinstance(x, Tensor)}
+    return isinstance(out, Tensor) and storage_id(out) in {
+        storage_id(x) for x in inputs if isinstance(x, Tensor)
+    }
 
 
 def _by_operator(q: Tensor, kv_pages: Tensor, *where: Any) -> Tensor:
@@ -280,8 +333,12 @@ def _in_torch(q: Tensor, kv_pages: Tensor, *where: Any) -> Tensor:
 
 
 _FP8 = (torch.float8_e4m3fn,)
-REFERENCE = AttentionBackend("reference", _by_operator, devices=("cpu",), kv_dtypes=_FP8, batch_invariant=True)
-TRITON = AttentionBackend("triton", _by_operator, devices=("cuda",), kv_dtypes=_FP8, batch_invariant=True)
+REFERENCE = AttentionBackend(
+    "reference", _by_operator, devices=("cpu",), kv_dtypes=_FP8, batch_invariant=True
+)
+TRITON = AttentionBackend(
+    "triton", _by_operator, devices=("cuda",), kv_dtypes=_FP8, batch_invariant=True
+)
 TORCH = AttentionBackend("torch", _in_torch, kv_dtypes=_FP8)
 FLASHINFER = AttentionBackend(
     "flashinfer",

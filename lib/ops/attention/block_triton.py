@@ -1,7 +1,8 @@
 """Attention of a block of queries to a share of its request's context, in Triton.
 
-It is softmax attention over one tile of keys at a time, with a running maximum and sum (FlashAttention-2, Dao 2023,
-algorithm 1). The heads that share a key head are rows of one matrix, so that each key is loaded once for all.
+It is softmax attention over one tile of keys at a time, with a running maximum and sum
+(FlashAttention-2, Dao 2023, algorithm 1). The heads that share a key head are rows of one matrix,
+so that each key is loaded once for all.
 
 Import this module only where triton is installed.
 """
@@ -25,21 +26,44 @@ def attend_shares(
     DIMS: tl.constexpr, SPLITS: tl.constexpr, PARTS: tl.constexpr, WINDOW: tl.constexpr, ONE_BLOCK: tl.constexpr,
     QUANTIZE: tl.constexpr, BLOCK_R: tl.constexpr, SEGMENT: tl.constexpr, SEGMENTS: tl.constexpr,
 ):  # fmt: skip
-    """`attend_kernel` for requests whose queries have ROWS rows or fewer: program `index` attends to one, or, with
-    SPLITS > 1 or PARTS, to a share of one or of several in turn (`weft.ops.attention.shares_triton`); `spans` then has
-    the first program of each request that has a tile, its last, and whether these are its splits."""
+    """`attend_kernel` for requests whose queries have ROWS rows or fewer: program `index` attends
+    to one, or, with SPLITS > 1 or PARTS, to a share of one or of several in turn
+    (`weft.ops.attention.shares_triton`); `spans` then has the first program of each request that
+    has a tile, its last, and whether these are its splits."""
     QUERIES: tl.constexpr = ROWS * KV_HEADS // HEADS
     COMBINED: tl.constexpr = SPLITS > 1 or PARTS
     UNIT: tl.constexpr = SEGMENT if SEGMENT else KEYS
-    first_request, number, even, total, begin_at, end_at, before = index // SPLITS, 1, True, 1, 0, 0, 0
+    first_request, number, even, total, begin_at, end_at, before = (
+        index // SPLITS,
+        1,
+        True,
+        1,
+        0,
+        0,
+        0,
+    )
     if PARTS:
         first_request, number, even, total, begin_at, end_at, before = requests_of(
-            index, query_start_loc, seq_lens, num_reqs, parts, slack, spare, QUERIES, SPLITS, UNIT, WINDOW, BLOCK_R
+            index,
+            query_start_loc,
+            seq_lens,
+            num_reqs,
+            parts,
+            slack,
+            spare,
+            QUERIES,
+            SPLITS,
+            UNIT,
+            WINDOW,
+            BLOCK_R,
         )
-    # What one request's stores need is not worked out, and kept in registers, before the loop over all.
+    # What one request's stores need is not worked out, and kept in registers, before the loop over
+    # all.
     for following in tl.range(number, disable_licm=True):
         request = first_request + following
-        first_tile, count = count_tiles(request, query_start_loc, seq_lens, num_reqs, QUERIES, UNIT, WINDOW)
+        first_tile, count = count_tiles(
+            request, query_start_loc, seq_lens, num_reqs, QUERIES, UNIT, WINDOW
+        )
         lo, hi = split_of(index % SPLITS, count, SPLITS)
         place, last = index, index + tl.minimum(count, SPLITS) - 1
         if PARTS:
@@ -96,15 +120,16 @@ def attend_block(
     SEGMENT: tl.constexpr,
     SEGMENTS: tl.constexpr,
 ):
-    """`attend_kernel` for a block of a request's queries; `own` is the request, the key head, the request's
-    first token, the number of its tokens in this step, and that of its context.
+    """`attend_kernel` for a block of a request's queries; `own` is the request, the key head, the
+    request's first token, the number of its tokens in this step, and that of its context.
 
-    With SHARED, `share` is what it attends to: from one tile to another, whether these are all, and the place of this
-    share, which a segment does not need.
+    With SHARED, `share` is what it attends to: from one tile to another, whether these are all, and
+    the place of this share, which a segment does not need.
 
-    With SEGMENT > 0 the positions are attended to so many at a time, from position 0 on, each segment by itself, and
-    then merged in order, in this program or, from `shares`, in `combine_kernel`. So the order of a query's sums depends
-    on its position alone. A segment is the tile of a share.
+    With SEGMENT > 0 the positions are attended to so many at a time, from position 0 on, each
+    segment by itself, and then merged in order, in this program or, from `shares`, in
+    `combine_kernel`. So the order of a query's sums depends on its position alone. A segment is the
+    tile of a share.
     """
     GROUP: tl.constexpr = HEADS // KV_HEADS
     request, kv_head, start, query_len, seq_len = own
@@ -126,9 +151,12 @@ def attend_block(
     head_pages = kv_pages + kv_head * DIM
     dim = tl.arange(0, DIMS)
     mask = live[:, None] & (dim < DIM)[None, :]
-    queries = tl.load(q + (token * stride_q + head * DIM)[:, None] + dim[None, :], mask=mask, other=0.0)
+    queries = tl.load(
+        q + (token * stride_q + head * DIM)[:, None] + dim[None, :], mask=mask, other=0.0
+    )
     if kv_pages.dtype.element_ty == tl.float8e4nv and queries.dtype == tl.bfloat16:
-        # FP8 becomes float16 in one instruction, and bfloat16 in several. Queries beyond float16 are clamped.
+        # FP8 becomes float16 in one instruction, and bfloat16 in several. Queries beyond float16
+        # are clamped.
         queries = tl.clamp(queries.to(tl.float32), -65504.0, 65504.0).to(tl.float16)
     table = block_table + request.to(tl.int64) * stride_table
     m = tl.full([ROWS], float("-inf"), tl.float32)
@@ -167,7 +195,16 @@ def attend_block(
         return
     if whole:
         acc = tl.where(live[:, None], acc / tl.where(s == 0, 1.0, s)[:, None], 0.0)
-        store_heads(acc.to(q.dtype.element_ty).to(tl.float32), out, scales, cell, inside, DIM, DIMS, QUANTIZE)
+        store_heads(
+            acc.to(q.dtype.element_ty).to(tl.float32),
+            out,
+            scales,
+            cell,
+            inside,
+            DIM,
+            DIMS,
+            QUANTIZE,
+        )
     else:
         at = (tl.cast(place, tl.int64) * KV_HEADS + kv_head) * ROWS + row
         tl.store(maxima + at, m, mask=live)
@@ -181,8 +218,8 @@ def _attend_range(
     KV_HEADS: tl.constexpr, DIM: tl.constexpr, PAGE_SIZE: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr,
     DIMS: tl.constexpr, WINDOW: tl.constexpr, ONE_BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """The maximum `[ROWS]`, sum `[ROWS]` and weighted values `[ROWS, DIMS]` of the positions lo:hi, of a block whose
-    last query is at `end - 1`."""
+    """The maximum `[ROWS]`, sum `[ROWS]` and weighted values `[ROWS, DIMS]` of the positions lo:hi,
+    of a block whose last query is at `end - 1`."""
     m = tl.full([ROWS], float("-inf"), tl.float32)
     s = tl.zeros([ROWS], tl.float32)
     acc = tl.zeros([ROWS, DIMS], tl.float32)
@@ -228,18 +265,25 @@ def _attend_tiles(
     WINDOW: tl.constexpr,
     MASKED: tl.constexpr,
 ):
-    """The running maximum `[ROWS]`, sum `[ROWS]` and weighted values `[ROWS, DIMS]` after the positions lo:hi. Without
-    MASKED these are whole tiles that every live query sees."""
+    """The running maximum `[ROWS]`, sum `[ROWS]` and weighted values `[ROWS, DIMS]` after the
+    positions lo:hi. Without MASKED these are whole tiles that every live query sees."""
     dim, own = tl.arange(0, DIMS), tl.arange(0, KEYS)
     WIDTH: tl.constexpr = KV_HEADS * DIM
     for start in range(lo, hi, KEYS):
         at = start + own
-        if KEYS % PAGE_SIZE == 0:  # a tile begins with a page, so that places in pages are the same for all tiles
+        if (
+            KEYS % PAGE_SIZE == 0
+        ):  # a tile begins with a page, so that places in pages are the same for all tiles
             pages, slot = table + start // PAGE_SIZE + own // PAGE_SIZE, own % PAGE_SIZE
         else:
             pages, slot = table + at // PAGE_SIZE, (at % PAGE_SIZE).to(tl.int64)
         page = tl.load(pages, mask=at < hi, other=0) if MASKED else tl.load(pages)
-        where = head_pages + (slot * WIDTH)[:, None] + dim[None, :] + (page.to(tl.int64) * (PAGE_SIZE * WIDTH))[:, None]
+        where = (
+            head_pages
+            + (slot * WIDTH)[:, None]
+            + dim[None, :]
+            + (page.to(tl.int64) * (PAGE_SIZE * WIDTH))[:, None]
+        )
         if MASKED or DIM < DIMS:
             # Zeros instead of the memory's values: a probability of 0 times NaN is NaN.
             mask = (at < hi)[:, None] & (dim < DIM)[None, :]

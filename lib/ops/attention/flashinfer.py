@@ -1,5 +1,5 @@
-"""FlashInfer's attention over pages: XQA for decodes, which a graph can hold; FA3 or FA2, planned on the host, for the
-rest. The package is imported at the first call, so that weft works without it.
+"""FlashInfer's attention over pages: XQA for decodes, which a graph can hold; FA3 or FA2, planned
+on the host, for the rest. The package is imported at the first call, so that weft works without it.
 """
 
 import functools
@@ -18,8 +18,8 @@ from weft.torchapi.private import is_differentiated
 DTYPES = torch.bfloat16, torch.float16
 HEAD_DIMS = 64, 128, 256
 
-# XQA keeps its semaphores, which must be zero, in the first 8 MiB of the workspace; after them come the shares of a
-# context that is split, one for each multiprocessor at most.
+# XQA keeps its semaphores, which must be zero, in the first 8 MiB of the workspace; after them come
+# the shares of a context that is split, one for each multiprocessor at most.
 _SEMAPHORES = 8 * 2**20
 _SHARES = 16 * 2**20
 _WORKSPACE = 128 * 2**20
@@ -30,14 +30,19 @@ def missing(device: torch.device) -> str:
     """Why FlashInfer's kernels cannot run on the device, or an empty text."""
     if find_spec("flashinfer") is None:
         return "the package flashinfer-python"
-    if device.type == "cuda" and torch.cuda.is_available() and torch.cuda.get_device_capability(device) != (9, 0):
+    if (
+        device.type == "cuda"
+        and torch.cuda.is_available()
+        and torch.cuda.get_device_capability(device) != (9, 0)
+    ):
         return "compute capability 9.0, the only one on which weft has run it"
     return ""
 
 
 @attrs.frozen(eq=False)
 class DecodePlan:
-    """The plan of a decode: arguments in which XQA finds nothing invalid, padding included, and memory for it.
+    """The plan of a decode: arguments in which XQA finds nothing invalid, padding included, and
+    memory for it.
 
     Args:
         table: the block table, with page 0 for padded requests.
@@ -75,7 +80,9 @@ def plan(q: Tensor, kv_pages: Tensor, *where: Any) -> DecodePlan | PromptPlan:
     with torch.cuda.device_of(q):
         if longest == 1 and len(q) == len(lengths):
             return _plan_decode(q, slots, table, lengths)
-        return _plan_prompts(q, kv_pages, table, _read_queries(slots, starts, lengths), scale, window)
+        return _plan_prompts(
+            q, kv_pages, table, _read_queries(slots, starts, lengths), scale, window
+        )
 
 
 def attend(q: Tensor, kv_pages: Tensor, *rest: Any) -> Tensor:
@@ -90,7 +97,9 @@ def attend(q: Tensor, kv_pages: Tensor, *rest: Any) -> Tensor:
         return _prompts(q, kv_pages, planned)
 
 
-def _plan_decode(q: Tensor, slot_mapping: Tensor, block_table: Tensor, seq_lens: Tensor) -> DecodePlan:
+def _plan_decode(
+    q: Tensor, slot_mapping: Tensor, block_table: Tensor, seq_lens: Tensor
+) -> DecodePlan:
     live = seq_lens > 0
     workspace = torch.empty(_SEMAPHORES + _SHARES, dtype=torch.uint8, device=q.device)
     workspace[: 4 * q.shape[0] * q.shape[1]].zero_()
@@ -140,8 +149,11 @@ class _Queries:
 def _read_queries(slot_mapping: Tensor, query_start_loc: Tensor, seq_lens: Tensor) -> _Queries:
     bounds, lengths = query_start_loc.cpu().numpy(), seq_lens.cpu().numpy()
     live = slot_mapping.cpu().numpy() >= 0
-    # One past the last live token up to each place, and so the end of a request without the padding that ends it.
-    last = np.maximum.accumulate(np.concatenate([[0], np.where(live, np.arange(1, len(live) + 1), 0)]))
+    # One past the last live token up to each place, and so the end of a request without the padding
+    # that ends it.
+    last = np.maximum.accumulate(
+        np.concatenate([[0], np.where(live, np.arange(1, len(live) + 1), 0)])
+    )
     ends = np.minimum(last[bounds[1:]], bounds[1:])
     requests = np.flatnonzero((ends > bounds[:-1]) & (lengths > 0))
     starts, ends, padding = bounds[requests], ends[requests], bounds[requests + 1] - ends[requests]
@@ -153,7 +165,8 @@ def _read_queries(slot_mapping: Tensor, query_start_loc: Tensor, seq_lens: Tenso
 
 
 class _Wrappers(threading.local):
-    """This thread's wrappers, by device and by all that a plan is made for except lengths; workspaces by device."""
+    """This thread's wrappers, by device and by all that a plan is made for except lengths;
+    workspaces by device."""
 
     def __init__(self) -> None:
         self.of: dict[Any, Any] = {}
@@ -193,7 +206,10 @@ def _plan_prompts(
         kv_data_type=kv_pages.dtype,
         seq_lens=torch.from_numpy(queries.contexts.astype(np.int32)),
     )
-    on_device = [None if one is None or not len(one) else torch.from_numpy(one).to(device) for one in (rows, places)]
+    on_device = [
+        None if one is None or not len(one) else torch.from_numpy(one).to(device)
+        for one in (rows, places)
+    ]
     return PromptPlan(wrapper, on_device[0], int(bounds[-1]), on_device[1])
 
 
@@ -204,7 +220,9 @@ def _wrapper(device: torch.device, *shape: Any) -> Any:
     if (device, shape) not in own.of:
         if device not in own.workspaces:
             own.workspaces[device] = torch.empty(_WORKSPACE, dtype=torch.uint8, device=device)
-        own.of[device, shape] = BatchPrefillWithPagedKVCacheWrapper(own.workspaces[device], "NHD", backend="auto")
+        own.of[device, shape] = BatchPrefillWithPagedKVCacheWrapper(
+            own.workspaces[device], "NHD", backend="auto"
+        )
     return own.of[device, shape]
 
 
@@ -219,7 +237,9 @@ def _prompts(q: Tensor, kv_pages: Tensor, planned: PromptPlan) -> Tensor:
         return out if planned.dead is None else out.index_fill_(0, planned.dead, 0)
     found = run(q[planned.rows])
     found = found if planned.dead is None else found.index_fill_(0, planned.dead, 0)
-    return torch.zeros_like(q, memory_format=torch.contiguous_format).index_copy_(0, planned.rows, found)
+    return torch.zeros_like(q, memory_format=torch.contiguous_format).index_copy_(
+        0, planned.rows, found
+    )
 
 
 def _sums(counts: Any) -> Any:

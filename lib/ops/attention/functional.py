@@ -1,7 +1,7 @@
 """The functional forms of the KV cache and of `weft::paged_attention`, for autograd and torch.func.
 
-They are in torch's own operations, run on any device, and read nothing on the host, so that they can be captured and
-mapped too.
+They are in torch's own operations, run on any device, and read nothing on the host, so that they
+can be captured and mapped too.
 """
 
 import torch
@@ -14,17 +14,22 @@ from weft.ops.products.parts import widened
 
 
 def keep(k: Tensor, v: Tensor, slot_mapping: Tensor, kv_pages: Tensor) -> Tensor:
-    """New pages with each token's key and value `[T, Hkv, D]` in its slot; a token with slot -1 is left out."""
+    """New pages with each token's key and value `[T, Hkv, D]` in its slot; a token with slot -1 is
+    left out."""
     slots, slot = kv_pages.shape[1] * kv_pages.shape[2], slot_mapping.long()
     index = torch.where(slot < 0, 2 * slots, torch.stack((slot, slot + slots))).flatten()
-    given, old = _as_bytes(as_kept(torch.cat((k, v)), kv_pages.dtype)), _as_bytes(kv_pages.flatten(0, 2))
+    given, old = (
+        _as_bytes(as_kept(torch.cat((k, v)), kv_pages.dtype)),
+        _as_bytes(kv_pages.flatten(0, 2)),
+    )
     rows = torch.cat((old, old.new_zeros((1, *old.shape[1:]))))  # the last row takes those left out
     kept: Tensor = rows.index_copy(0, index, given)[: 2 * slots].view(kv_pages.shape)
     return kept if kept.dtype == kv_pages.dtype else kept.view(kv_pages.dtype)
 
 
 def write_rows(rows: Tensor, index: Tensor, pages: Tensor) -> None:
-    """Write keys or values `[n, Hkv, D]` to the slots `[n]` of pages `[P * page_size, Hkv, D]`, in place."""
+    """Write keys or values `[n, Hkv, D]` to the slots `[n]` of pages `[P * page_size, Hkv, D]`, in
+    place."""
     _as_bytes(pages).index_copy_(0, index.long(), _as_bytes(as_kept(rows, pages.dtype)))
 
 
@@ -48,9 +53,11 @@ def attend(
 ) -> Tensor:
     """`weft.ops.attention.paged.paged_attention`, with the same arguments.
 
-    Gradients go to q and to the pages, and so to the keys and values that were written there in this step or before.
+    Gradients go to q and to the pages, and so to the keys and values that were written there in
+    this step or before.
 
-    Scores are `[R, Hkv, n * H / Hkv, max_pages * page_size]` in float32, for at most n queries a request.
+    Scores are `[R, Hkv, n * H / Hkv, max_pages * page_size]` in float32, for at most n queries a
+    request.
 
     Raises:
         DerivativeError: k and v are given, and the pages cannot be written in place here.
@@ -64,7 +71,8 @@ def attend(
     if k is not None and v is not None:
         _write(k, v, torch.where(live, slot_mapping, -1), kv_pages)
 
-    # A row for each request, as long as the longest request may be: its queries, and their positions.
+    # A row for each request, as long as the longest request may be: its queries, and their
+    # positions.
     step = torch.arange(min(max_query_len, tokens), device=q.device)
     token = (query_start_loc[:-1, None] + step).clamp(max=tokens - 1)
     position = (seq_lens - lengths)[:, None] + step
@@ -73,7 +81,9 @@ def attend(
 
     history = kv_pages[:, block_table.clamp(0, kv_pages.shape[1] - 1)].flatten(2, 3)
     context = torch.arange(history.shape[2], device=q.device)
-    history = torch.where((context < end[:, None])[:, :, None, None], history, 0)  # the rest may be NaN
+    history = torch.where(
+        (context < end[:, None])[:, :, None, None], history, 0
+    )  # the rest may be NaN
     keys, values = widened(history).transpose(2, 3).unbind(0)
 
     last = position[:, :, None]
@@ -90,7 +100,8 @@ def attend(
 
 
 def _by_kv_head(q: Tensor, kv_heads: int) -> Tensor:
-    """`[R, n, H, D] -> [R, Hkv, n * (H // Hkv), D]`: the queries that share a key head as the rows of one matrix."""
+    """`[R, n, H, D] -> [R, Hkv, n * (H // Hkv), D]`: the queries that share a key head as the rows
+    of one matrix."""
     grouped: Tensor = q.unflatten(2, (kv_heads, -1))
     return grouped.transpose(1, 2).flatten(2, 3)
 
@@ -101,4 +112,6 @@ def _write(k: Tensor, v: Tensor, slot_mapping: Tensor, kv_pages: Tensor) -> None
     except RuntimeError as error:
         seen = f"pages that cannot be written in place here: {str(error).splitlines()[0]}"
         instead = "a clone of the pages, made inside of the function that is transformed"
-        raise DerivativeError("the derivative of paged_attention(q, k, v, kv_pages, …)", seen, instead) from error
+        raise DerivativeError(
+            "the derivative of paged_attention(q, k, v, kv_pages, …)", seen, instead
+        ) from error

@@ -9,38 +9,45 @@ from weft.ops.tiles.tile import power_of_two
 _PROMPT_ROWS = 128
 """The most rows of a program, with heads of 128 in 16 bits."""
 _PROMPT_TILE = 128, 8, 2
-"""Keys of a tile, of which heads of 128 have 64, warps and stages, in programs of so many rows in 16 bits. With a cache
-in FP8, registers of the conversion would spill."""
+"""Keys of a tile, of which heads of 128 have 64, warps and stages, in programs of so many rows in
+16 bits. With a cache in FP8, registers of the conversion would spill."""
 _FIXED_TILE = 64, 4, 2
 """Keys, warps and stages of other programs for prompts, and of all that are batch invariant."""
 
 _MOST_REGISTERS = 128
-"""The most registers of a thread in programs of 8 warps, so that two fit on a multiprocessor, which has 65,536. With
-128 rows and heads of 128, accumulators take half of them; where contexts are shared that leaves too few."""
+"""The most registers of a thread in programs of 8 warps, so that two fit on a multiprocessor, which
+has 65,536. With 128 rows and heads of 128, accumulators take half of them; where contexts are
+shared that leaves too few."""
 _WARPS = 16
-"""The warps of a multiprocessor among which decodes are shared, enough for 128 registers a thread; half of them where
-the cache is in FP8, whose programs take 255."""
+"""The warps of a multiprocessor among which decodes are shared, enough for 128 registers a thread;
+half of them where the cache is in FP8, whose programs take 255."""
 _FEW_ROWS = 16
-"""The most rows of queries, among prompts, whose context is shared as in decodes: the least that a product has."""
+"""The most rows of queries, among prompts, whose context is shared as in decodes: the least that a
+product has."""
 _MOST_COUNTED = 1024
-"""The most requests whose contexts are cut into parts: each program has the lengths of all in registers."""
+"""The most requests whose contexts are cut into parts: each program has the lengths of all in
+registers."""
 _MOST_SPLITS = 64
 """The most splits of a request, whose results are combined at once."""
 _FEW_WAVES, _FEW_SLACK, _SLACK = 3, 9, 12
-"""With less than 3 programs a multiprocessor, contexts are cut into equal parts if the largest share would have more
-than 9 eighths of a part; with more programs, which hide each other's waits, than 12 eighths."""
+"""With less than 3 programs a multiprocessor, contexts are cut into equal parts if the largest
+share would have more than 9 eighths of a part; with more programs, which hide each other's waits,
+than 12 eighths."""
 _SPARE, _MIXED_SPARE = 192, 1024
-"""Contexts are cut into parts if the largest share is longer than a part by more positions than this: in decodes, and
-among prompts. Up to there a program would finish sooner than parts are combined, or than the prompts are done."""
+"""Contexts are cut into parts if the largest share is longer than a part by more positions than
+this: in decodes, and among prompts. Up to there a program would finish sooner than parts are
+combined, or than the prompts are done."""
 _LONG = 2048
-"""The most positions in which a request is left to one program, however short the others are: it ends soon enough."""
+"""The most positions in which a request is left to one program, however short the others are: it
+ends soon enough."""
 _FEW_INVARIANT_WAVES = 1
-"""Batch-invariant launches with more programs a multiprocessor are not shared: they keep a share of each segment of the
-largest context. Nor are they cut into parts, which are not faster there."""
+"""Batch-invariant launches with more programs a multiprocessor are not shared: they keep a share of
+each segment of the largest context. Nor are they cut into parts, which are not faster there."""
 SEGMENT = 512
 """The positions that a batch-invariant launch attends to at a time."""
 _FIXED_ROWS = 64
-"""The rows of its programs, whatever the number of queries: one layout, and so one order of sums."""
+"""The rows of its programs, whatever the number of queries: one layout, and so one order of sums.
+"""
 
 
 @attrs.frozen
@@ -52,20 +59,23 @@ class Launch:
         queries: queries of a program.
         keys: keys of a tile, a power of two.
         dims: the head dimension, rounded up to a power of two.
-        one_block: whether each request's queries fit in one program; then, unless contexts are shared, program r serves
-            request r.
-        share_rows: rows of the programs that share contexts: all if one_block, else the first ones, for requests with
-            few queries, which may have a context each; 0: there are none.
+        one_block: whether each request's queries fit in one program; then, unless contexts are
+            shared, program r serves request r.
+        share_rows: rows of the programs that share contexts: all if one_block, else the first ones,
+            for requests with few queries, which may have a context each; 0: there are none.
         programs: for each key head.
-        splits: programs that share a request's context where contexts are about equal, a power of two.
+        splits: programs that share a request's context where contexts are about equal, a power of
+            two.
         parts: programs that share all contexts otherwise; 0: they are taken for equal.
-        slack: the eighths of a part that the largest share has, at most, if contexts are about equal.
+        slack: the eighths of a part that the largest share has, at most, if contexts are about
+            equal.
         spare: tiles of that share that do not count.
         warps: of a program.
-        stages: of Triton's pipeline. A tile takes two in a decode, since its page is loaded before its keys.
+        stages: of Triton's pipeline. A tile takes two in a decode, since its page is loaded before
+            its keys.
         registers: the most of a thread; None: as many as it takes.
-        segments: of the largest context that fits in the block table, each of `SEGMENT` positions; 0: the context is
-            attended to as a whole.
+        segments: of the largest context that fits in the block table, each of `SEGMENT` positions;
+            0: the context is attended to as a whole.
     """
 
     rows: int
@@ -91,7 +101,8 @@ class Launch:
 
     @property
     def places(self) -> int:
-        """The room for shares, in programs' results; batch-invariant launches have that of all segments instead."""
+        """The room for shares, in programs' results; batch-invariant launches have that of all
+        segments instead."""
         return max(self.programs if self.one_block else 0, 2 * self.parts)
 
 
@@ -109,18 +120,27 @@ def plan_launch(
     processors: int,
     batch_invariant: bool = False,
 ) -> Launch:
-    """The launch for these shapes; `max_context` is the capacity of a block table's row, in tokens, and the sizes are
-    the bytes of a number of the queries and of the pages."""
+    """The launch for these shapes; `max_context` is the capacity of a block table's row, in tokens,
+    and the sizes are the bytes of a number of the queries and of the pages."""
     dims = max(16, power_of_two(head_dim))
-    # The accumulator, rows * dims in float32, stays in registers, and a tile of keys takes 16 KiB of shared memory.
+    # The accumulator, rows * dims in float32, stays in registers, and a tile of keys takes 16 KiB
+    # of shared memory.
     most_rows = max(16, min(_PROMPT_ROWS, _PROMPT_ROWS * 256 // (dims * itemsize)))
-    rows = _FIXED_ROWS if batch_invariant else min(max(16, power_of_two(max_query_len * group)), most_rows)
+    rows = (
+        _FIXED_ROWS
+        if batch_invariant
+        else min(max(16, power_of_two(max_query_len * group)), most_rows)
+    )
     rows = max(rows, power_of_two(group))
     queries = rows // group
     one_block = max_query_len <= queries
-    # Request r starts at block query_start_loc[r] // queries + r: room enough for its partial block, and no overlap.
+    # Request r starts at block query_start_loc[r] // queries + r: room enough for its partial
+    # block, and no overlap.
     blocks = num_reqs if one_block else num_tokens // queries + num_reqs
-    waves, fp8 = num_reqs * kv_heads // processors if one_block else 0, itemsize == 2 and kv_itemsize == 1
+    waves, fp8 = (
+        num_reqs * kv_heads // processors if one_block else 0,
+        itemsize == 2 and kv_itemsize == 1,
+    )
     if rows >= _PROMPT_ROWS and itemsize == kv_itemsize == 2 and not batch_invariant:
         keys, warps, stages = _PROMPT_TILE
     elif batch_invariant or rows > 64:
@@ -131,7 +151,10 @@ def plan_launch(
     # The keys of so many tiles fit in shared memory; only a very wide head has a larger tile.
     stages = max(1, min(stages, 98304 // (keys * dims * kv_itemsize)))
     segments = -(-max_context // SEGMENT) if batch_invariant else 0
-    tiles, places = segments or -(-max_context // keys), _WARPS // warps // (1 + fp8) * processors // kv_heads
+    tiles, places = (
+        segments or -(-max_context // keys),
+        _WARPS // warps // (1 + fp8) * processors // kv_heads,
+    )
     splits, parts, few = 1, 0, waves < (_FEW_INVARIANT_WAVES if batch_invariant else _FEW_WAVES)
     if one_block:
         splits = max(1, min(places // num_reqs, tiles, _MOST_SPLITS)) if few else 1
@@ -141,22 +164,35 @@ def plan_launch(
         # In decodes of many programs, more would idle where contexts are about equal.
         parts = min(places, num_reqs * tiles) if few or not one_block else num_reqs
         parts = parts if min(parts, num_reqs, tiles) > 1 and num_reqs <= _MOST_COUNTED else 0
-    slack, spare = _FEW_SLACK if few and one_block else _SLACK, (_SPARE if one_block else _MIXED_SPARE) // keys
+    slack, spare = (
+        _FEW_SLACK if few and one_block else _SLACK,
+        (_SPARE if one_block else _MIXED_SPARE) // keys,
+    )
     all_share = one_block and splits + parts > 1
     small = rows == 16 and all_share and warps == 4 and kv_itemsize == 2
-    fits = (warps == 8 or small) and itemsize == 2 and rows * dims * (1 + all_share) <= _PROMPT_ROWS * 128
+    fits = (
+        (warps == 8 or small)
+        and itemsize == 2
+        and rows * dims * (1 + all_share) <= _PROMPT_ROWS * 128
+    )
     registers = _MOST_REGISTERS if fits else None
-    programs = max(blocks * splits, parts) if one_block else blocks + (max(num_reqs, parts) if share_rows else 0)
+    programs = (
+        max(blocks * splits, parts)
+        if one_block
+        else blocks + (max(num_reqs, parts) if share_rows else 0)
+    )
     sharing = rows if all_share else share_rows, programs, splits, parts, slack, spare
-    return Launch(rows, queries, keys, dims, one_block, *sharing, warps, stages, registers, segments)
+    return Launch(
+        rows, queries, keys, dims, one_block, *sharing, warps, stages, registers, segments
+    )
 
 
 def _tile(rows: int, dims: int, waves: int, fp8: bool) -> tuple[int, int, int]:
-    """Keys of a tile, warps of a program and stages, for programs of up to 64 rows, and in a decode so many of
-    them a multiprocessor; `fp8`: the keys have a byte a number, and queries two.
+    """Keys of a tile, warps of a program and stages, for programs of up to 64 rows, and in a decode
+    so many of them a multiprocessor; `fp8`: the keys have a byte a number, and queries two.
 
-    Many small programs hide each other's waits; few programs must hide their own. Measured on an H200 with heads of 128
-    in bfloat16, and contexts of 256 to 32,768 in decodes.
+    Many small programs hide each other's waits; few programs must hide their own. Measured on an
+    H200 with heads of 128 in bfloat16, and contexts of 256 to 32,768 in decodes.
     """
     if fp8 and rows <= 16:
         return (128, 4, 2) if waves < 3 else (64, 2, 3) if waves < 6 else (32, 1, 4)

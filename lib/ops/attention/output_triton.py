@@ -1,4 +1,5 @@
-"""The output of attention, in Triton: heads stored as they are or in FP8, zeros for padding, and shares combined.
+"""The output of attention, in Triton: heads stored as they are or in FP8, zeros for padding, and
+shares combined.
 
 Import this module only where triton is installed.
 """
@@ -28,11 +29,15 @@ def zero_tokens(out, scales, first, end, step, head, heads, GROUP: tl.constexpr,
     row = tl.arange(0, ROWS)
     for token in range(first, end, step):
         cell = tl.cast(token, tl.int64) * heads + head + row
-        store_heads(tl.zeros([ROWS, DIMS], tl.float32), out, scales, cell, row < GROUP, DIM, DIMS, QUANTIZE)
+        store_heads(
+            tl.zeros([ROWS, DIMS], tl.float32), out, scales, cell, row < GROUP, DIM, DIMS, QUANTIZE
+        )
 
 
 @triton.jit
-def store_heads(x, out, scales, cell, inside, DIM: tl.constexpr, DIMS: tl.constexpr, QUANTIZE: tl.constexpr):
+def store_heads(
+    x, out, scales, cell, inside, DIM: tl.constexpr, DIMS: tl.constexpr, QUANTIZE: tl.constexpr
+):
     """Store heads `[R, DIMS]` of float32 at `cell` `[R]`; in FP8 each is a block with a scale."""
     dim = tl.arange(0, DIMS)
     at = out + (cell * DIM)[:, None] + dim[None, :]
@@ -47,8 +52,8 @@ def store_heads(x, out, scales, cell, inside, DIM: tl.constexpr, DIMS: tl.conste
 
 @triton.jit
 def merge(m, s, acc, m_more, s_more, acc_more):
-    """The maximum `[R]`, sum `[R]` and weighted values `[R, DIMS]` of two shares of a context, always in the same
-    operations, so that it does not matter which kernel merges them."""
+    """The maximum `[R]`, sum `[R]` and weighted values `[R, DIMS]` of two shares of a context,
+    always in the same operations, so that it does not matter which kernel merges them."""
     top = tl.maximum(m, m_more)
     base = tl.where(top == float("-inf"), 0.0, top)
     left, right = tl.exp2(m - base), tl.exp2(m_more - base)
@@ -84,11 +89,13 @@ def combine_kernel(
     SEGMENTS: tl.constexpr,
     WINDOW: tl.constexpr,
 ):
-    """Combine the shares of a request and a key head, EACH rows and SHARES shares at a time: the weighted mean, by sums
-    scaled to the largest maximum. The result of a request in one share is there already. The zeros of requests without
-    a tile, and of num_tokens' tokens after the last request, are written here.
+    """Combine the shares of a request and a key head, EACH rows and SHARES shares at a time: the
+    weighted mean, by sums scaled to the largest maximum. The result of a request in one share is
+    there already. The zeros of requests without a tile, and of num_tokens' tokens after the last
+    request, are written here.
 
-    With SEGMENTS > 0 a share is UNIT positions, and they are merged one after the other, also those of one program.
+    With SEGMENTS > 0 a share is UNIT positions, and they are merged one after the other, also those
+    of one program.
     """
     begin(at_once)
     request, own_row, kv_head = tl.program_id(0), tl.program_id(1) * EACH, tl.program_id(2)
@@ -97,13 +104,19 @@ def combine_kernel(
     QUERIES: tl.constexpr = ROWS // GROUP
     dim = tl.arange(0, DIMS)
     # All that does not depend on another value is asked for before any of it is waited for.
-    first, last, even = tl.load(spans + 4 * request), tl.load(spans + 4 * request + 1), tl.load(spans + 4 * request + 2)
+    first, last, even = (
+        tl.load(spans + 4 * request),
+        tl.load(spans + 4 * request + 1),
+        tl.load(spans + 4 * request + 2),
+    )
     start, end = tl.load(query_start_loc + request), tl.load(query_start_loc + request + 1)
     seq_len, total_tokens = tl.load(seq_lens + request), tl.load(query_start_loc + num_reqs)
     if SPLITS > 1 and SEGMENTS == 0:  # EACH is 1, and the step all rows
         row, share = own_row + tl.arange(0, EACH), tl.arange(0, SPLITS)
         place = (tl.cast(request * SPLITS + share, tl.int64) * KV_HEADS + kv_head) * ROWS
-        m_even, s_even, shares_even = _load_shares(shares, maxima, sums, place, share < SPLITS, row, dim, DIM)
+        m_even, s_even, shares_even = _load_shares(
+            shares, maxima, sums, place, share < SPLITS, row, dim, DIM
+        )
     query_len = tl.where(end - start <= QUERIES, end - start, 0)
     _, own = count_tiles(request, query_start_loc, seq_lens, num_reqs, QUERIES, UNIT, WINDOW)
     shared = (own > 0) & ((last > first) | (SEGMENTS > 0))  # a request without a tile has no span
@@ -123,8 +136,12 @@ def combine_kernel(
                     oldest = tl.maximum(position - WINDOW + 1, 0) if WINDOW else 0
                     for segment in range(oldest // UNIT, tl.cdiv(position + 1, UNIT)):
                         at, mask = cell * SEGMENTS + segment, (dim < DIM)[None, :]
-                        values = tl.load(shares + (at * DIM)[:, None] + dim[None, :], mask=mask, other=0.0)
-                        m, total, result = merge(m, total, result, tl.load(maxima + at), tl.load(sums + at), values)
+                        values = tl.load(
+                            shares + (at * DIM)[:, None] + dim[None, :], mask=mask, other=0.0
+                        )
+                        m, total, result = merge(
+                            m, total, result, tl.load(maxima + at), tl.load(sums + at), values
+                        )
                 elif even:
                     if SPLITS > 1:
                         m_own = tl.where((first + share <= last)[:, None], m_even, float("-inf"))
@@ -132,17 +149,36 @@ def combine_kernel(
                 elif PARTS:
                     for base in range(first, last + 1, SHARES):
                         part = base + tl.arange(0, SHARES)
-                        at = (tl.cast(place_of(part, part == first), tl.int64) * KV_HEADS + kv_head) * ROWS
+                        at = (
+                            tl.cast(place_of(part, part == first), tl.int64) * KV_HEADS + kv_head
+                        ) * ROWS
                         m_part, s_part, shares_part = _load_shares(
                             shares, maxima, sums, at, part <= last, row, dim, DIM
                         )
-                        m, total, result = _add_shares(m, total, result, m_part, s_part, shares_part)
-                result = tl.where(live[:, None], result / tl.where(total == 0, 1.0, total)[:, None], 0.0)
-            store_heads(result.to(TYPE).to(tl.float32), out, scales, cell, inside, DIM, DIMS, QUANTIZE)
+                        m, total, result = _add_shares(
+                            m, total, result, m_part, s_part, shares_part
+                        )
+                result = tl.where(
+                    live[:, None], result / tl.where(total == 0, 1.0, total)[:, None], 0.0
+                )
+            store_heads(
+                result.to(TYPE).to(tl.float32), out, scales, cell, inside, DIM, DIMS, QUANTIZE
+            )
     for first_row in range(own_row, GROUP, step):
         padding, head = total_tokens + request, kv_head * GROUP + first_row
         zero_tokens(
-            out, scales, padding, num_tokens, num_reqs, head, HEADS, GROUP - first_row, EACH, DIM, DIMS, QUANTIZE
+            out,
+            scales,
+            padding,
+            num_tokens,
+            num_reqs,
+            head,
+            HEADS,
+            GROUP - first_row,
+            EACH,
+            DIM,
+            DIMS,
+            QUANTIZE,
         )
 
 
@@ -158,8 +194,8 @@ def _load_shares(shares, maxima, sums, place, there, row, dim, DIM: tl.constexpr
 
 @triton.jit
 def _add_shares(m, total, result, m_own, s_own, shares):
-    """The running maximum `[R]`, sum `[R]` and weighted values `[R, DIMS]` with those of shares, of which one with a
-    maximum of -inf may hold anything."""
+    """The running maximum `[R]`, sum `[R]` and weighted values `[R, DIMS]` with those of shares, of
+    which one with a maximum of -inf may hold anything."""
     top = tl.maximum(m, tl.max(m_own, axis=0))
     base = tl.where(top == float("-inf"), 0.0, top)
     weight, kept = tl.exp2(m_own - base[None, :]), tl.exp2(m - base)
@@ -170,15 +206,26 @@ def _add_shares(m, total, result, m_own, s_own, shares):
 
 
 def combine(
-    plan: Launch, tensors: tuple[Tensor, ...], q: Tensor, kv_heads: int, max_query_len: int, window: int
+    plan: Launch,
+    tensors: tuple[Tensor, ...],
+    q: Tensor,
+    kv_heads: int,
+    max_query_len: int,
+    window: int,
 ) -> None:
-    """Launch `combine_kernel` for queries `q` `[T, H, D]`; `tensors` are its first arguments, from shares to scales."""
+    """Launch `combine_kernel` for queries `q` `[T, H, D]`; `tensors` are its first arguments, from
+    shares to scales."""
     (tokens, heads, dim), requests, out = q.shape, tensors[6].shape[0], tensors[7]
     group = heads // kv_heads
-    # Where a request has one split most programs find nothing to do, and each one begins later than the one before it.
+    # Where a request has one split most programs find nothing to do, and each one begins later than
+    # the one before it.
     rows = min(max_query_len, plan.share_rows // group) * group
     wanted = rows if plan.one_block else group  # most decodes among prompts have one query
-    programs, each = (rows, 1) if plan.splits > 1 else (1, min(power_of_two(wanted), max(1, _MOST_VALUES // plan.dims)))
+    programs, each = (
+        (rows, 1)
+        if plan.splits > 1
+        else (1, min(power_of_two(wanted), max(1, _MOST_VALUES // plan.dims)))
+    )
     shares = max(1, min(16, _MOST_AT_ONCE // (each * plan.dims)))
     combine_kernel[(requests, programs, kv_heads)](
         *tensors,
@@ -194,7 +241,9 @@ def combine(
         PARTS=plan.parts > 0,
         EACH=each,
         SHARES=shares,
-        num_warps=max(1, max(shares * each, plan.splits) * plan.dims // 4096),  # few: larger programs begin later
+        num_warps=max(
+            1, max(shares * each, plan.splits) * plan.dims // 4096
+        ),  # few: larger programs begin later
         QUANTIZE=out.dtype == torch.float8_e4m3fn,
         TYPE=TRITON_DTYPES[q.dtype],
         SEGMENTS=plan.segments,

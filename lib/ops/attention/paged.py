@@ -1,4 +1,5 @@
-"""Attention over a paged KV cache, as one operator: write this step's keys and values, then attend to the history."""
+"""Attention over a paged KV cache, as one operator: write this step's keys and values, then attend
+to the history."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -17,14 +18,18 @@ _FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 _SLOT_DTYPES = (torch.int32, torch.int64)
 _INT32 = (torch.int32,)
 
-# The reference attends this many queries at a time, so that a long prompt's scores need memory linear in its length.
+# The reference attends this many queries at a time, so that a long prompt's scores need memory
+# linear in its length.
 _QUERY_BLOCK = 256
 _PADDED = 16
 """The rows and columns of batch-invariant products are multiples of it."""
 
 
-def _check(q: Tensor, k: Tensor | None, v: Tensor | None, kv_pages: Tensor, *where: Any, block: int = 0) -> None:
-    """Raise unless the arguments agree: DeviceError for a device, DescriptorError for anything else.
+def _check(
+    q: Tensor, k: Tensor | None, v: Tensor | None, kv_pages: Tensor, *where: Any, block: int = 0
+) -> None:
+    """Raise unless the arguments agree: DeviceError for a device, DescriptorError for anything
+    else.
 
     Args:
         block: the only size of a head; 0: any.
@@ -33,7 +38,11 @@ def _check(q: Tensor, k: Tensor | None, v: Tensor | None, kv_pages: Tensor, *whe
     if fault is None and len(where) > 6 and where[6] < 0:
         fault = "window", f"{where[6]}", "the positions that a query sees, 1 or more; 0: all"
     if fault is None and block and q.shape[2] != block:
-        fault = "q", f"heads of {q.shape[2]}, not blocks of {block}", "quantize(paged_attention(q, …).flatten(1))"
+        fault = (
+            "q",
+            f"heads of {q.shape[2]}, not blocks of {block}",
+            "quantize(paged_attention(q, …).flatten(1))",
+        )
     if fault is not None:
         name, seen, instead = fault
         raise DescriptorError(f"paged_attention(…, {name}=…)", f"{name} has {seen}", instead)
@@ -63,43 +72,47 @@ def paged_attention(
 ) -> Tensor:
     """Write `k` and `v` into `kv_pages` in place, then attend, causally, to each request's pages.
 
-    Request r owns the tokens `query_start_loc[r]:query_start_loc[r + 1]` (possibly none). They are the last tokens of
-    its context, which is `seq_lens[r]` long. Head h reads the key and value head `h // (H // Hkv)` (grouped-query
-    attention).
+    Request r owns the tokens `query_start_loc[r]:query_start_loc[r + 1]` (possibly none). They are
+    the last tokens of its context, which is `seq_lens[r]` long. Head h reads the key and value head
+    `h // (H // Hkv)` (grouped-query attention).
 
-    Padding is every token past `query_start_loc[-1]`, every token of a request with `seq_lens[r] == 0`, and every token
-    with slot -1. Its output is 0 whatever it holds, and its keys and values are not written. Memory that no token
-    reads may hold anything, NaN included: pages outside the used part of the table, the rest of a last page, and the
-    positions of slot -1 that end a request. (A slot of -1 elsewhere in a request leaves a position that later tokens
-    do read.)
+    Padding is every token past `query_start_loc[-1]`, every token of a request with `seq_lens[r] ==
+    0`, and every token with slot -1. Its output is 0 whatever it holds, and its keys and values are
+    not written. Memory that no token reads may hold anything, NaN included: pages outside the used
+    part of the table, the rest of a last page, and the positions of slot -1 that end a request. (A
+    slot of -1 elsewhere in a request leaves a position that later tokens do read.)
 
-    All writes come before all reads, so a request may read what another one writes in this call. Two tokens must not
-    write to one slot.
+    All writes come before all reads, so a request may read what another one writes in this call.
+    Two tokens must not write to one slot.
 
-    The operator is `weft::paged_attention`. The CPU implementation attends one request after another, so that a result
-    does not depend on the rest of the batch; in `weft.batch_invariant()` one query after another.
+    The operator is `weft::paged_attention`. The CPU implementation attends one request after
+    another, so that a result does not depend on the rest of the batch; in `weft.batch_invariant()`
+    one query after another.
 
     Args:
         q: `[T, H, D]`, float32, bfloat16 or float16. Sums are in float32.
         k: `[T, Hkv, D]`, q's dtype, as is v; Hkv divides H.
         v: `[T, Hkv, D]`. If k and v are None, each token's are already in its slot.
-        kv_pages: `[2, P, page_size, Hkv, D]`, contiguous: a layer's pages, keys at 0, values at 1; written in place. Of
-            q's dtype, or float8_e4m3fn, which keeps ±448 at the most.
-        slot_mapping: `[T]`, int32 or int64: token t is kept in page `slot // page_size` at `slot % page_size`.
+        kv_pages: `[2, P, page_size, Hkv, D]`, contiguous: a layer's pages, keys at 0, values at 1;
+            written in place. Of q's dtype, or float8_e4m3fn, which keeps ±448 at the most.
+        slot_mapping: `[T]`, int32 or int64: token t is kept in page `slot // page_size` at `slot %
+            page_size`.
         block_table: `[R, max_pages]`, int32: the pages of each request, in order.
         query_start_loc: `[R + 1]`, int32, ascending from 0.
-        seq_lens: `[R]`, int32: the context of each request, this call's tokens included; 0 for a padded request.
-        max_query_len: the most tokens of a request. On a GPU it shapes the launch and may change the order of sums.
+        seq_lens: `[R]`, int32: the context of each request, this call's tokens included; 0 for a
+            padded request.
+        max_query_len: the most tokens of a request. On a GPU it shapes the launch and may change
+            the order of sums.
         scale: what the products of queries and keys are multiplied by, usually `D ** -0.5`.
-        window: how many of the last positions a query sees, its own included (sliding-window attention, Beltagy et al.
-            2020); 0: all.
+        window: how many of the last positions a query sees, its own included (sliding-window
+            attention, Beltagy et al. 2020); 0: all.
 
     Returns:
         `[T, H, D]`, q's dtype, contiguous.
 
     Raises:
-        DescriptorError: shapes or dtypes contradict each other; on the CPU, the lengths too. On a GPU the values of the
-            lengths are not checked, since that would stop the host.
+        DescriptorError: shapes or dtypes contradict each other; on the CPU, the lengths too. On a
+            GPU the values of the lengths are not checked, since that would stop the host.
         DeviceError: the tensors are on several devices, or on CUDA without triton.
 
     >>> kv_pages = torch.zeros(2, 1, 4, 1, 2)  # one page of four slots
@@ -115,7 +128,9 @@ def paged_attention(
             [0., 0.]])
     """
     limit = block_table.shape[1] * kv_pages.shape[2]
-    spans = list(_spans(query_start_loc.tolist(), seq_lens.tolist(), q.shape[0], max_query_len, limit))
+    spans = list(
+        _spans(query_start_loc.tolist(), seq_lens.tolist(), q.shape[0], max_query_len, limit)
+    )
     slots = slot_mapping.tolist()
     live = [t for span in spans for t in range(span.start, span.end) if slots[t] >= 0]
     if k is not None and v is not None:
@@ -138,7 +153,8 @@ def paged_attention(
 
 
 def paged_attention_quantized(q: Tensor, *where: Any) -> Quantized:
-    """`weft.ops.products.fp8.quantize` of the result of `paged_attention`, bit for bit, without a launch of its own.
+    """`weft.ops.products.fp8.quantize` of the result of `paged_attention`, bit for bit, without a
+    launch of its own.
 
     The operator is an overload, `weft::paged_attention.quantized`, for an output projection in FP8.
 
@@ -168,7 +184,9 @@ def _functional_quantized(q: Tensor, *where: Any) -> tuple[Tensor, Tensor]:
     functional=_functional_quantized,
     no_derivative=ROUNDED,
 )
-def _paged_attention_quantized(q: Tensor, *where: Any, batch_invariant: bool = False) -> tuple[Tensor, Tensor]:
+def _paged_attention_quantized(
+    q: Tensor, *where: Any, batch_invariant: bool = False
+) -> tuple[Tensor, Tensor]:
     """The operator of `paged_attention_quantized`."""
     reference: Any = paged_attention.reference
     return reference_quantize(reference(q, *where, batch_invariant=batch_invariant).flatten(1))
@@ -176,7 +194,8 @@ def _paged_attention_quantized(q: Tensor, *where: Any, batch_invariant: bool = F
 
 @attrs.frozen
 class _Span:
-    """A request that is not padding. It owns the tokens `start:end`; the first is at position `past`."""
+    """A request that is not padding. It owns the tokens `start:end`; the first is at position
+    `past`."""
 
     request: int
     start: int
@@ -191,8 +210,11 @@ class _Span:
         return attrs.evolve(self, end=end)
 
 
-def _spans(starts: list[int], seq_lens: list[int], num_tokens: int, max_query_len: int, limit: int) -> Iterator[_Span]:
-    """The requests that are not padding, with their lengths checked; `limit` positions have a page in the table."""
+def _spans(
+    starts: list[int], seq_lens: list[int], num_tokens: int, max_query_len: int, limit: int
+) -> Iterator[_Span]:
+    """The requests that are not padding, with their lengths checked; `limit` positions have a page
+    in the table."""
     for request, seq_len in enumerate(seq_lens):
         start, end = starts[request], starts[request + 1]
         query_len = end - start
@@ -231,16 +253,20 @@ def _attend(
 ) -> None:
     """Fill the span's rows of `out` by softmax attention in float32, a block of queries at a time.
 
-    The request alone determines the shapes below, and everything is in new memory (scaling copies q, indexing copies
-    the pages). So alignment, on which the matrix products may depend, is the same in every batch. One query at a time,
-    the rows and columns of the products are padded, so that the number of its heads, of which a rank may have some,
-    chooses no other product.
+    The request alone determines the shapes below, and everything is in new memory (scaling copies
+    q, indexing copies the pages). So alignment, on which the matrix products may depend, is the
+    same in every batch. One query at a time, the rows and columns of the products are padded, so
+    that the number of its heads, of which a rank may have some, chooses no other product.
     """
     page_size, kv_heads = kv_pages.shape[2:4]
     for start in range(span.start, span.end, block):
         end = min(start + block, span.end)
         length = span.past + end - span.start
-        history = kv_pages.index_select(1, pages[: -(-length // page_size)]).flatten(1, 2)[:, :length].float()
+        history = (
+            kv_pages.index_select(1, pages[: -(-length // page_size)])
+            .flatten(1, 2)[:, :length]
+            .float()
+        )
         rows = _by_kv_head(q[start:end].float() * scale, kv_heads)
         num_rows, dim = rows.shape[1:]
         if block == 1:
@@ -251,19 +277,22 @@ def _attend(
         if end - start > 1 or 0 < window < length:
             scores = _masked(scores, end - start, window)
         weighted = torch.bmm(torch.softmax(scores, dim=-1), values)[:, :num_rows, :dim]
-        out[start:end] = weighted.reshape(kv_heads, end - start, -1, q.shape[2]).transpose(0, 1).flatten(1, 2)
+        out[start:end] = (
+            weighted.reshape(kv_heads, end - start, -1, q.shape[2]).transpose(0, 1).flatten(1, 2)
+        )
 
 
 def _by_kv_head(q: Tensor, kv_heads: int) -> Tensor:
-    """`[n, H, D] -> [Hkv, n * (H // Hkv), D]`: the queries that share a key head as the rows of one matrix."""
+    """`[n, H, D] -> [Hkv, n * (H // Hkv), D]`: the queries that share a key head as the rows of one
+    matrix."""
     queries, heads, dim = q.shape
     grouped = q.reshape(queries, kv_heads, heads // kv_heads, dim).transpose(0, 1)
     return grouped.reshape(kv_heads, -1, dim).contiguous()
 
 
 def _masked(scores: Tensor, queries: int, window: int) -> Tensor:
-    """Mask the future of the last `queries` positions in `scores` `[Hkv, queries * group, length]`, and what is outside
-    of their windows."""
+    """Mask the future of the last `queries` positions in `scores` `[Hkv, queries * group, length]`,
+    and what is outside of their windows."""
     kv_heads, rows, length = scores.shape
     visible = torch.ones(queries, length, dtype=torch.bool).tril(length - queries)
     if window:
@@ -283,7 +312,8 @@ def _fault(
     seq_lens: Tensor,
     max_query_len: int,
 ) -> tuple[str, str, str] | None:
-    """The first argument that does not agree with the others, its fault, and what to pass instead."""
+    """The first argument that does not agree with the others, its fault, and what to pass instead.
+    """
     ranks = (("q", q, "[T, H, D]"), ("kv_pages", kv_pages, "[2, P, page_size, Hkv, D]"))
     for name, tensor, layout in (*ranks, ("block_table", block_table, "[R, max_pages]")):
         if tensor.dim() != layout.count(",") + 1:
@@ -294,8 +324,17 @@ def _fault(
     device, floats = q.device, (q.dtype,) if q.dtype in _FLOATS else _FLOATS
     for name, tensor, shape, dtypes in (
         ("q", q, q.shape, floats),
-        ("kv_pages", kv_pages, (2, pages, page_size, kv_heads, dim), (*floats, torch.float8_e4m3fn)),
-        *((name, x, (tokens, kv_heads, dim), floats) for name, x in (("k", k), ("v", v)) if x is not None),
+        (
+            "kv_pages",
+            kv_pages,
+            (2, pages, page_size, kv_heads, dim),
+            (*floats, torch.float8_e4m3fn),
+        ),
+        *(
+            (name, x, (tokens, kv_heads, dim), floats)
+            for name, x in (("k", k), ("v", v))
+            if x is not None
+        ),
         ("slot_mapping", slot_mapping, (tokens,), _SLOT_DTYPES),
         ("block_table", block_table, block_table.shape, _INT32),
         ("query_start_loc", query_start_loc, (requests + 1,), _INT32),
@@ -303,16 +342,29 @@ def _fault(
     ):
         if tensor.shape != shape or tensor.dtype not in dtypes:
             seen = f"shape {list(tensor.shape)} and dtype {tensor.dtype} beside q {list(q.shape)} {q.dtype}"
-            beside = f"{seen}, kv_pages {list(kv_pages.shape)} and block_table {list(block_table.shape)}"
-            return name, beside, f"pass {name} of shape {list(shape)} as {' or '.join(map(str, dtypes))}"
+            beside = (
+                f"{seen}, kv_pages {list(kv_pages.shape)} and block_table {list(block_table.shape)}"
+            )
+            return (
+                name,
+                beside,
+                f"pass {name} of shape {list(shape)} as {' or '.join(map(str, dtypes))}",
+            )
         if tensor.device != device:
-            call, seen = f"paged_attention(…, {name}=…)", f"{name} on {tensor.device}, q on {device}"
+            call, seen = (
+                f"paged_attention(…, {name}=…)",
+                f"{name} on {tensor.device}, q on {device}",
+            )
             raise DeviceError(call, seen, f"{name}.to({str(device)!r})")
     if not dim or not kv_heads or heads % kv_heads:
         seen = f"{heads} heads, {kv_heads} key heads, head dimension {dim}"
         return "q", seen, "let the number of key heads divide the number of heads, none of them 0"
     if (k is None) != (v is None):
-        return "v" if v is None else "k", "no values beside it", "pass both k and v, or None for both"
+        return (
+            "v" if v is None else "k",
+            "no values beside it",
+            "pass both k and v, or None for both",
+        )
     if not kv_pages.is_contiguous():
         seen = f"strides {kv_pages.stride()} of shape {list(kv_pages.shape)}"
         return "kv_pages", seen, "pass one layer of contiguous pages, such as pages[layer]"

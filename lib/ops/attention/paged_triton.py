@@ -1,18 +1,22 @@
-"""The CUDA implementation of `weft::paged_attention`, in Triton: three kernels whose launches depend on shapes alone.
+"""The CUDA implementation of `weft::paged_attention`, in Triton: three kernels whose launches
+depend on shapes alone.
 
-1. `write_kernel`, one program for each token, writes k and v to their slots. It is left out if they are there already.
+1. `write_kernel`, one program for each token, writes k and v to their slots. It is left out if they
+  are there already.
 2. `attend_kernel`, one program for a block of queries of one request and a key head
-   (`weft.ops.attention.block_triton`), or, where requests have few queries, for a key head and a share of their
-   contexts (`weft.ops.attention.shares_triton`). Among prompts the first programs are those of such requests.
-3. `combine_kernel` of `weft.ops.attention.output_triton`, only after such shares: it rescales and adds those of
-   each request that several programs attended to.
+   (`weft.ops.attention.block_triton`), or, where requests have few queries, for a key head and a
+   share of their contexts (`weft.ops.attention.shares_triton`). Among prompts the first programs
+   are those of such requests.
+3. `combine_kernel` of `weft.ops.attention.output_triton`, only after such shares: it rescales and
+   adds those of each request that several programs attended to.
 
-The zeros of the tokens after the last request are written by the last kernel, or by the programs of prompts, all in
-turn.
+The zeros of the tokens after the last request are written by the last kernel, or by the programs of
+prompts, all in turn.
 
-Nothing here reads a tensor's values on the host, so a CUDA graph can hold all of it and replay it for other lengths.
-Import this module only where triton is installed. If TRITON_INTERPRET=1 was set before, it runs on CPU tensors, for
-tests; not in bfloat16, whose products Triton's interpreter computes wrongly.
+Nothing here reads a tensor's values on the host, so a CUDA graph can hold all of it and replay it
+for other lengths. Import this module only where triton is installed. If TRITON_INTERPRET=1 was set
+before, it runs on CPU tensors, for tests; not in bfloat16, whose products Triton's interpreter
+computes wrongly.
 """
 
 # Triton's decorators have no types, and neither have the pointers that a kernel takes.
@@ -38,17 +42,27 @@ _LOG2_E = 1.4426950408889634
 _TINY = 2.0**-126
 """A scale of less is 0 in a kernel, where products with it are."""
 _WIDEST = 2**30
-"""The largest window of a kernel, in whose 32 bits positions and windows are added; no context is as long."""
+"""The largest window of a kernel, in whose 32 bits positions and windows are added; no context is
+as long."""
 _SEARCHED = 128
-"""Requests among which a program looks for the owner of a block at a time: the same for all batches, so that they share
-a compiled kernel."""
+"""Requests among which a program looks for the owner of a block at a time: the same for all
+batches, so that they share a compiled kernel."""
 
 
 @triton.jit
-def _owner(index, query_start_loc, num_reqs, QUERIES: tl.constexpr, EXTRA: tl.constexpr, BLOCK_R: tl.constexpr):
-    """The request that owns block `index`, or num_reqs: how many of the requests 1..num_reqs begin at or before it.
+def _owner(
+    index,
+    query_start_loc,
+    num_reqs,
+    QUERIES: tl.constexpr,
+    EXTRA: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+):
+    """The request that owns block `index`, or num_reqs: how many of the requests 1..num_reqs begin
+    at or before it.
 
-    Request r begins at block query_start_loc[r] // QUERIES + EXTRA * r; empty requests that begin there are skipped.
+    Request r begins at block query_start_loc[r] // QUERIES + EXTRA * r; empty requests that begin
+    there are skipped.
     """
     count = 0
     for base in range(0, num_reqs, BLOCK_R):
@@ -76,7 +90,8 @@ def write_kernel(
     BLOCK_R: tl.constexpr,
     FP8: tl.constexpr,
 ):
-    """Write one token's k and v to its slot, unless it is padding; `values` is the offset of kv_pages[1]."""
+    """Write one token's k and v to its slot, unless it is padding; `values` is the offset of
+    kv_pages[1]."""
     begin()
     token = tl.program_id(0)
     request = _owner(token, query_start_loc, num_reqs, 1, 0, BLOCK_R)
@@ -136,12 +151,14 @@ def attend_kernel(
     SEGMENT: tl.constexpr,
     SEGMENTS: tl.constexpr,
 ):
-    """Attend with QUERIES queries of one request, and the heads of one key head, to its context. With SHARE_ROWS the
-    first programs attend to requests whose queries have no more rows than that (`attend_shares`): all programs if these
-    are all requests (ONE_BLOCK), else as many as there are requests or parts.
+    """Attend with QUERIES queries of one request, and the heads of one key head, to its context.
+    With SHARE_ROWS the first programs attend to requests whose queries have no more rows than that
+    (`attend_shares`): all programs if these are all requests (ONE_BLOCK), else as many as there are
+    requests or parts.
 
-    `scale` is positive, and includes log2(e), since powers are of 2. `combine_kernel` reads the `shares` of requests
-    that several programs attend to. Rows of padding are not read; in the output they are zeroed.
+    `scale` is positive, and includes log2(e), since powers are of 2. `combine_kernel` reads the
+    `shares` of requests that several programs attend to. Rows of padding are not read; in the
+    output they are zeroed.
     """
     begin(at_once)
     GROUP: tl.constexpr = HEADS // KV_HEADS
@@ -160,17 +177,26 @@ def attend_kernel(
             )  # fmt: skip
     index -= few
     if not (SHARE_ROWS and ONE_BLOCK) and index >= 0:
-        first, step, head = tl.load(query_start_loc + num_reqs) + index, programs - few, kv_head * GROUP
-        zero_tokens(out, scales, first, num_tokens, step, head, HEADS, GROUP, ROWS, DIM, DIMS, QUANTIZE)
-        request = index if ONE_BLOCK else _owner(index, query_start_loc, num_reqs, QUERIES, 1, BLOCK_R)
+        first, step, head = (
+            tl.load(query_start_loc + num_reqs) + index,
+            programs - few,
+            kv_head * GROUP,
+        )
+        zero_tokens(
+            out, scales, first, num_tokens, step, head, HEADS, GROUP, ROWS, DIM, DIMS, QUANTIZE
+        )
+        request = (
+            index if ONE_BLOCK else _owner(index, query_start_loc, num_reqs, QUERIES, 1, BLOCK_R)
+        )
         if request < num_reqs:
             start = tl.load(query_start_loc + request)
             query_len = tl.load(query_start_loc + request + 1) - start
             seq_len = tl.load(seq_lens + request)
             block = 0
             if not ONE_BLOCK:
-                # A request's last block, the longest, begins first, as contexts that are shared begin before prompts:
-                # long programs that began last would leave most multiprocessors idle in the end.
+                # A request's last block, the longest, begins first, as contexts that are shared
+                # begin before prompts: long programs that began last would leave most
+                # multiprocessors idle in the end.
                 block = tl.cdiv(query_len, QUERIES) - 1 - (index - start // QUERIES - request)
                 if SHARE_ROWS and (query_len <= SHARE_ROWS // GROUP) & (seq_len > 0):
                     block = -1
@@ -219,7 +245,8 @@ def _attend_into(
     scale: float,
     window: int,
 ) -> bool:
-    """Write and attend. Results go to `out` `[T, H, D]`, or in FP8 `[T, H * D]` with `scales` `[T, H]`.
+    """Write and attend. Results go to `out` `[T, H, D]`, or in FP8 `[T, H * D]` with `scales` `[T,
+    H]`.
 
     Returns:
         False if there is no request: then nothing is written.
@@ -228,17 +255,33 @@ def _attend_into(
         return False
     if not q.numel():
         return True
-    where = (slot_mapping.contiguous(), block_table.contiguous(), query_start_loc.contiguous(), seq_lens.contiguous())
+    where = (
+        slot_mapping.contiguous(),
+        block_table.contiguous(),
+        query_start_loc.contiguous(),
+        seq_lens.contiguous(),
+    )
     # A launch goes to the current device, which need not be that of the tensors.
     with torch.cuda.device_of(q):
         if k is not None and v is not None:
             _launch_write(_packed_heads(k), _packed_heads(v), kv_pages, where)
-        _launch_attend(_packed_heads(q), kv_pages, where, max_query_len, scale, window, out, scales, batch_invariant)
+        _launch_attend(
+            _packed_heads(q),
+            kv_pages,
+            where,
+            max_query_len,
+            scale,
+            window,
+            out,
+            scales,
+            batch_invariant,
+        )
     return True
 
 
 def _packed_heads(x: Tensor) -> Tensor:
-    """`x` `[T, heads, D]` with each token's heads contiguous; tokens need not be, as in a slice of fused q, k, v."""
+    """`x` `[T, heads, D]` with each token's heads contiguous; tokens need not be, as in a slice of
+    fused q, k, v."""
     return x if x.stride(2) == 1 and x.stride(1) == x.shape[2] else x.contiguous()
 
 
@@ -279,19 +322,35 @@ def _launch_attend(
         q, scale = (-q, -scale) if scale <= -_TINY else (torch.zeros_like(q), 1.0)
     slot_mapping, block_table, query_start_loc, seq_lens = where
     (tokens, heads, dim), (_, _, page_size, kv_heads, _) = q.shape, kv_pages.shape
-    requests, group, context = seq_lens.shape[0], heads // kv_heads, block_table.shape[1] * page_size
+    requests, group, context = (
+        seq_lens.shape[0],
+        heads // kv_heads,
+        block_table.shape[1] * page_size,
+    )
     window = min(window, _WIDEST)
     if window and not batch_invariant:  # segments are counted from position 0
         context = min(context, window + max_query_len)
     shapes = tokens, requests, group, kv_heads, dim, context, max_query_len
-    plan = plan_launch(*shapes, q.element_size(), kv_pages.element_size(), _processors(q.device), batch_invariant)
+    plan = plan_launch(
+        *shapes, q.element_size(), kv_pages.element_size(), _processors(q.device), batch_invariant
+    )
     segment = SEGMENT if batch_invariant else 0
     quantized, scales = scales is not None, out if scales is None else scales
     results = out, out, out, out  # of shares: there are none
     if plan.shared:
-        sizes = (tokens, heads, plan.segments) if segment else (plan.places, kv_heads, plan.share_rows)
-        maxima, spans = q.new_empty(sizes, dtype=torch.float32), q.new_empty((requests, 4), dtype=torch.int32)
-        results = q.new_empty((*sizes, dim), dtype=torch.float32), maxima, torch.empty_like(maxima), spans
+        sizes = (
+            (tokens, heads, plan.segments) if segment else (plan.places, kv_heads, plan.share_rows)
+        )
+        maxima, spans = (
+            q.new_empty(sizes, dtype=torch.float32),
+            q.new_empty((requests, 4), dtype=torch.int32),
+        )
+        results = (
+            q.new_empty((*sizes, dim), dtype=torch.float32),
+            maxima,
+            torch.empty_like(maxima),
+            spans,
+        )
     searched = max(64, power_of_two(requests)) if plan.parts else 1 if plan.one_block else _SEARCHED
     grid = (plan.programs, kv_heads) if plan.one_block else (plan.programs * kv_heads,)
     attend_kernel[grid](
@@ -342,4 +401,8 @@ def _launch_attend(
 
 def _processors(device: torch.device) -> int:
     """The multiprocessors of a CUDA device; on the CPU, in the interpreter, 4."""
-    return int(torch.cuda.get_device_properties(device).multi_processor_count) if device.type == "cuda" else 4
+    return (
+        int(torch.cuda.get_device_properties(device).multi_processor_count)
+        if device.type == "cuda"
+        else 4
+    )

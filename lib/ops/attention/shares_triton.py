@@ -1,12 +1,14 @@
-"""Contexts that several programs share, in Triton: which tiles of which requests a program attends to.
+"""Contexts that several programs share, in Triton: which tiles of which requests a program attends
+to.
 
-Requests of a batch have contexts of any lengths, which the host does not know where a graph is replayed. So each
-program counts the tiles of all requests. Where the contexts are about equal, or short, each request has as many
-programs as any other, and they take equal shares of its tiles (flash-decoding, Dao et al. 2023). Otherwise the tiles of
-all requests, one after the other, are cut into equal parts, and each program takes one, which may begin in one request
-and end in another (Stream-K, Osama et al. 2023, https://arxiv.org/abs/2301.03598). A program writes the result of a
-request that is its own as a whole; of the others it writes shares to be combined. A tile is UNIT positions: those of a
-product, or a segment.
+Requests of a batch have contexts of any lengths, which the host does not know where a graph is
+replayed. So each program counts the tiles of all requests. Where the contexts are about equal, or
+short, each request has as many programs as any other, and they take equal shares of its tiles
+(flash-decoding, Dao et al. 2023). Otherwise the tiles of all requests, one after the other, are cut
+into equal parts, and each program takes one, which may begin in one request and end in another
+(Stream-K, Osama et al. 2023, https://arxiv.org/abs/2301.03598). A program writes the result of a
+request that is its own as a whole; of the others it writes shares to be combined. A tile is UNIT
+positions: those of a product, or a segment.
 
 Import this module only where triton is installed.
 """
@@ -20,10 +22,17 @@ import triton.language as tl
 
 @triton.jit
 def count_tiles(
-    request, query_start_loc, seq_lens, num_reqs, QUERIES: tl.constexpr, UNIT: tl.constexpr, WINDOW: tl.constexpr
+    request,
+    query_start_loc,
+    seq_lens,
+    num_reqs,
+    QUERIES: tl.constexpr,
+    UNIT: tl.constexpr,
+    WINDOW: tl.constexpr,
 ):
-    """The first tile that a request's queries see, and the number of them, for one request or several. Those from
-    num_reqs on, padded ones, and those without a query or with more than QUERIES have none."""
+    """The first tile that a request's queries see, and the number of them, for one request or
+    several. Those from num_reqs on, padded ones, and those without a query or with more than
+    QUERIES have none."""
     there = request < num_reqs
     start = tl.load(query_start_loc + request, mask=there, other=0)
     query_len = tl.load(query_start_loc + request + 1, mask=there, other=0) - start
@@ -31,7 +40,9 @@ def count_tiles(
     first = start * 0
     if WINDOW:
         first = tl.maximum(seq_len - query_len + 1 - WINDOW, 0) // UNIT
-    return first, tl.where((query_len > 0) & (query_len <= QUERIES), tl.cdiv(seq_len, UNIT) - first, 0)
+    return first, tl.where(
+        (query_len > 0) & (query_len <= QUERIES), tl.cdiv(seq_len, UNIT) - first, 0
+    )
 
 
 @triton.jit
@@ -39,10 +50,12 @@ def count_all(
     query_start_loc, seq_lens, num_reqs, parts, slack, spare,
     QUERIES: tl.constexpr, SPLITS: tl.constexpr, UNIT: tl.constexpr, WINDOW: tl.constexpr, BLOCK_R: tl.constexpr,
 ):  # fmt: skip
-    """The tiles of each request `[BLOCK_R]`, of all, at least 1, and whether each request has SPLITS programs: where
-    the largest share would have at most `slack` eighths of a part, and `spare` tiles more, which is what parts cost
-    beside it."""
-    _, tiles = count_tiles(tl.arange(0, BLOCK_R), query_start_loc, seq_lens, num_reqs, QUERIES, UNIT, WINDOW)
+    """The tiles of each request `[BLOCK_R]`, of all, at least 1, and whether each request has
+    SPLITS programs: where the largest share would have at most `slack` eighths of a part, and
+    `spare` tiles more, which is what parts cost beside it."""
+    _, tiles = count_tiles(
+        tl.arange(0, BLOCK_R), query_start_loc, seq_lens, num_reqs, QUERIES, UNIT, WINDOW
+    )
     total = tl.maximum(tl.sum(tiles, axis=0), 1)
     largest = tl.cdiv(tl.max(tiles, axis=0), SPLITS) - spare
     return tiles, total, tl.cast(largest, tl.int64) * parts * 8 <= tl.cast(total, tl.int64) * slack
@@ -50,16 +63,20 @@ def count_all(
 
 @triton.jit
 def split_of(split, tiles, SPLITS: tl.constexpr):
-    """The first tile, of a request's, of one of its shares, and the one after the last. If there are fewer tiles than
-    splits, the last of these are empty."""
+    """The first tile, of a request's, of one of its shares, and the one after the last. If there
+    are fewer tiles than splits, the last of these are empty."""
     few = tiles < SPLITS
-    first, end = tl.where(few, split, split * tiles // SPLITS), tl.where(few, split + 1, (split + 1) * tiles // SPLITS)
+    first, end = (
+        tl.where(few, split, split * tiles // SPLITS),
+        tl.where(few, split + 1, (split + 1) * tiles // SPLITS),
+    )
     return tl.minimum(first, tiles), tl.minimum(end, tiles)
 
 
 @triton.jit
 def first_of(part, total, parts):
-    """The first tile of a part; the first ones have a tile more than the others, if these do not divide the total."""
+    """The first tile of a part; the first ones have a tile more than the others, if these do not
+    divide the total."""
     return part * (total // parts) + tl.minimum(part, total % parts)
 
 
@@ -71,12 +88,22 @@ def requests_of(
     """The requests, or the part of their contexts, that program `index` attends to.
 
     Returns:
-        Its first request; how many it has; and whether contexts are about equal, so that it has a split of one request.
-        If they are not: the tiles of all requests; the first tile of its part; the tile after the last; and the tiles
-        of the requests before its first.
+        Its first request; how many it has; and whether contexts are about equal, so that it has a
+        split of one request. If they are not: the tiles of all requests; the first tile of its
+        part; the tile after the last; and the tiles of the requests before its first.
     """
     tiles, total, even = count_all(
-        query_start_loc, seq_lens, num_reqs, parts, slack, spare, QUERIES, SPLITS, UNIT, WINDOW, BLOCK_R
+        query_start_loc,
+        seq_lens,
+        num_reqs,
+        parts,
+        slack,
+        spare,
+        QUERIES,
+        SPLITS,
+        UNIT,
+        WINDOW,
+        BLOCK_R,
     )
     first, begin_at, end_at, before = index // SPLITS, 0, 0, 0
     number = tl.where(first < num_reqs, 1, 0)
@@ -99,6 +126,6 @@ def part_of(tile, total, parts):
 
 @triton.jit
 def place_of(part, begins):
-    """The place of a part's share of a request. A part has two at most: one of a request that began in an earlier part,
-    and one of a request that `begins` in it and goes on in the next."""
+    """The place of a part's share of a request. A part has two at most: one of a request that began
+    in an earlier part, and one of a request that `begins` in it and goes on in the next."""
     return 2 * part + tl.where(begins, 1, 0)

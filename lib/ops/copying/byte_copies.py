@@ -13,8 +13,8 @@ class Copies:
         fixed: the fixed sides; each is dense, as `same_bytes` says, and keeps its address.
         into_fixed: whether the fixed sides are written or read.
         constants: (target, source) pairs with both sides fixed, which are copied too.
-        repeats: (tail, index, period): fill `tail`, which is fixed, with the last `period` bytes of the tensor given
-            for `fixed[index]`.
+        repeats: (tail, index, period): fill `tail`, which is fixed, with the last `period` bytes of
+            the tensor given for `fixed[index]`.
     """
 
     fixed: tuple[Tensor, ...]
@@ -30,7 +30,9 @@ class Copies:
     def __getitem__(self, part: slice) -> "Copies":
         """The copies of some of the fixed tensors; the first ones take the constants."""
         start, stop, _ = part.indices(len(self.fixed))
-        repeats = tuple((tail, i - start, period) for tail, i, period in self.repeats if start <= i < stop)
+        repeats = tuple(
+            (tail, i - start, period) for tail, i, period in self.repeats if start <= i < stop
+        )
         return Copies(self.fixed[part], self.into_fixed, () if start else self.constants, repeats)
 
 
@@ -41,7 +43,9 @@ MOST_REPEATED = 2**14
 def is_dense(x: Tensor) -> bool:
     """Whether the elements of `x` are contiguous in some order of its dimensions."""
     expected = 1
-    for stride, size in sorted((stride, size) for stride, size in zip(x.stride(), x.shape, strict=True) if size != 1):
+    for stride, size in sorted(
+        (stride, size) for stride, size in zip(x.stride(), x.shape, strict=True) if size != 1
+    ):
         if stride != expected:
             return x.numel() == 0
         expected *= size
@@ -49,7 +53,8 @@ def is_dense(x: Tensor) -> bool:
 
 
 def is_bytes(x: Tensor) -> bool:
-    """Whether copying the bytes of `x` copies `x`: it is dense, without lazy conjugation or negation."""
+    """Whether copying the bytes of `x` copies `x`: it is dense, without lazy conjugation or
+    negation."""
     return (
         x.layout is torch.strided
         and not (x.is_conj() or x.is_neg() or x._is_zerotensor() or x.is_quantized)
@@ -59,7 +64,11 @@ def is_bytes(x: Tensor) -> bool:
 
 def same_bytes(a: Tensor, b: Tensor) -> bool:
     """Whether copying one to the other is a copy of bytes."""
-    return (a.dtype, a.device, _steps(a)) == (b.dtype, b.device, _steps(b)) and is_bytes(a) and is_bytes(b)
+    return (
+        (a.dtype, a.device, _steps(a)) == (b.dtype, b.device, _steps(b))
+        and is_bytes(a)
+        and is_bytes(b)
+    )
 
 
 def _steps(x: Tensor) -> list[tuple[int, int]]:

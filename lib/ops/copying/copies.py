@@ -1,8 +1,8 @@
 """Copies between a graph's buffers and the tensors of its callers, all in one launch.
 
-On a CUDA device a Triton kernel copies bytes (`weft.ops.copying.copies_triton`), whatever the dtypes. Where it cannot
-run, and on the CPU, `torch._foreach_copy_` copies the tensors of one dtype together. `weft doctor` says which one runs,
-and why.
+On a CUDA device a Triton kernel copies bytes (`weft.ops.copying.copies_triton`), whatever the
+dtypes. Where it cannot run, and on the CPU, `torch._foreach_copy_` copies the tensors of one dtype
+together. `weft doctor` says which one runs, and why.
 """
 
 import functools
@@ -21,7 +21,8 @@ T = TypeVar("T")
 
 
 def no_kernel(device: torch.device, *, trial: bool = True) -> str | None:
-    """The reason why the kernel does not run on a CUDA device, or None if it does; without a trial, None if it may."""
+    """The reason why the kernel does not run on a CUDA device, or None if it does; without a trial,
+    None if it may."""
     if triton_version() is None:
         return "triton cannot be imported"
     return _tried(device) if trial else None
@@ -34,8 +35,12 @@ def _tried(device: torch.device) -> str | None:
 
     try:
         kernel_handle(device, ARITIES[0])
-    except Exception as error:  # no compiler, an old driver: whatever keeps triton from running a kernel
-        seen = f"triton cannot run it: {type(error).__name__}: {str(error).strip().splitlines()[:1]}"
+    except (
+        Exception
+    ) as error:  # no compiler, an old driver: whatever keeps triton from running a kernel
+        seen = (
+            f"triton cannot run it: {type(error).__name__}: {str(error).strip().splitlines()[:1]}"
+        )
         warnings.warn(f"weft copies with torch._foreach_copy_ on {device}: {seen}", stacklevel=2)
         return seen
     return None
@@ -46,7 +51,11 @@ def how_launched(device: torch.device) -> str:
     from weft.ops.copying.copies_triton import ARITIES, kernel_handle
 
     direct = kernel_handle(device, ARITIES[0]) is not None
-    return "launched by the driver" if direct else "launched by triton, which takes longer: it gives no handle"
+    return (
+        "launched by the driver"
+        if direct
+        else "launched by triton, which takes longer: it gives no handle"
+    )
 
 
 def uses_kernel(device: torch.device) -> bool:
@@ -62,8 +71,8 @@ def plan_copies_of_bytes(copies: Copies) -> Callable[[Sequence[Tensor]], None]:
 def plan_clones(made: Sequence[Tensor]) -> Callable[[Sequence[Tensor]], list[Tensor]]:
     """Plan repeated clones of these tensors, which are dense and on one device, by the kernel.
 
-    Each clone has its own storage. As views of one storage, a result would keep all others alive, and a caller who
-    resizes or saves it would reach them.
+    Each clone has its own storage. As views of one storage, a result would keep all others alive,
+    and a caller who resizes or saves it would reach them.
     """
     device = made[0].device
     empty = empty_strided_on(device)
@@ -85,7 +94,9 @@ def _plan(copies: Copies) -> Callable[[Sequence[Tensor]], None]:
     if len(copies.fixed) <= most:
         return plan_launch(copies)
     starts = range(0, len(copies.fixed), most)
-    launches = [(slice(start, start + most), plan_launch(copies[start : start + most])) for start in starts]
+    launches = [
+        (slice(start, start + most), plan_launch(copies[start : start + most])) for start in starts
+    ]
 
     def launch(others: Sequence[Tensor]) -> None:
         for part, one in launches:
@@ -94,7 +105,9 @@ def _plan(copies: Copies) -> Callable[[Sequence[Tensor]], None]:
     return launch
 
 
-def _on_device(fn: Callable[[Sequence[Tensor]], T], device: torch.device) -> Callable[[Sequence[Tensor]], T]:
+def _on_device(
+    fn: Callable[[Sequence[Tensor]], T], device: torch.device
+) -> Callable[[Sequence[Tensor]], T]:
     """`fn` with `device` as the current device."""
     index, current = device.index, current_device()
 

@@ -1,12 +1,14 @@
-"""Many copies in one launch, in Triton: the kernel moves bytes, so that it takes any mix of dtypes and sizes.
+"""Many copies in one launch, in Triton: the kernel moves bytes, so that it takes any mix of dtypes
+and sizes.
 
-One side of each copy is fixed (a graph's buffer), the other is the caller's tensor, new in every call. A table on the
-device, written once, holds the fixed sides and the sizes; the addresses of the callers' tensors are arguments of the
-launch. Each program chooses the widest words that both addresses allow, so the host checks no alignment.
+One side of each copy is fixed (a graph's buffer), the other is the caller's tensor, new in every
+call. A table on the device, written once, holds the fixed sides and the sizes; the addresses of the
+callers' tensors are arguments of the launch. Each program chooses the widest words that both
+addresses allow, so the host checks no alignment.
 
-The driver's own call launches the kernel, from arguments that are packed in place: Triton's launcher takes some ten
-times as long. Import this module only where triton is installed. If TRITON_INTERPRET=1 was set before, it runs on CPU
-tensors.
+The driver's own call launches the kernel, from arguments that are packed in place: Triton's
+launcher takes some ten times as long. Import this module only where triton is installed. If
+TRITON_INTERPRET=1 was set before, it runs on CPU tensors.
 """
 
 # Triton's decorators have no types, and neither have the pointers that a kernel takes.
@@ -29,7 +31,8 @@ from weft.ops.kernel_triton import kernel
 from weft.torchapi.private import current_stream_id, to_device
 
 ARITIES = (8, 64, 448)
-"""The most tensors of a launch, one kernel for each: the largest stays within the 4 KiB of a kernel's arguments."""
+"""The most tensors of a launch, one kernel for each: the largest stays within the 4 KiB of a
+kernel's arguments."""
 
 _WARPS = 4
 _BLOCK = 1024
@@ -40,7 +43,8 @@ _SCRATCH = 4
 
 @triton.jit
 def _move(source, target, size, TYPE: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
-    """Copy `size` bytes in words of `WIDTH`, which divides both addresses, and the rest byte by byte."""
+    """Copy `size` bytes in words of `WIDTH`, which divides both addresses, and the rest byte by
+    byte."""
     reads = source.to(tl.pointer_type(TYPE))
     writes = target.to(tl.pointer_type(TYPE))
     span = tl.arange(0, BLOCK)
@@ -97,16 +101,17 @@ Launch = Callable[[Sequence[Tensor]], None]
 """A function that copies to or from the tensors that it is given."""
 
 _Row = tuple[int, int, int, int, int, int]
-"""The index of the caller's tensor, or -1; the address of the fixed side; the offset in the caller's tensor, or with -1
-the address that is read; the bytes; whether the fixed side is written; and the bytes that repeat, or 0."""
+"""The index of the caller's tensor, or -1; the address of the fixed side; the offset in the
+caller's tensor, or with -1 the address that is read; the bytes; whether the fixed side is written;
+and the bytes that repeat, or 0."""
 
 
 def plan_launch(copies: Copies) -> Launch:
     """Plan one launch for at most `ARITIES[-1]` tensors.
 
     Returns:
-        A function that copies between the fixed tensors and those that it is given, on the current stream of their
-        device, which must be the current one. Two threads must not call it at once.
+        A function that copies between the fixed tensors and those that it is given, on the current
+        stream of their device, which must be the current one. Two threads must not call it at once.
     """
     device = copies.device
     rows = table_rows(copies)
@@ -127,7 +132,10 @@ def table_rows(copies: Copies) -> list[_Row]:
     """The rows of a launch's table; programs share large copies evenly."""
     into = int(copies.into_fixed)
     plain = [(i, x.data_ptr(), 0, x.nbytes, into) for i, x in enumerate(copies.fixed)]
-    plain += [(-1, target.data_ptr(), source.data_ptr(), target.nbytes, 1) for target, source in copies.constants]
+    plain += [
+        (-1, target.data_ptr(), source.data_ptr(), target.nbytes, 1)
+        for target, source in copies.constants
+    ]
     total = sum(row[3] for row in plain)
     share = max(_LEAST_SHARE, -(-total // (_MOST_PROGRAMS * _LEAST_SHARE)) * _LEAST_SHARE)
     rows = [
@@ -142,14 +150,16 @@ def table_rows(copies: Copies) -> list[_Row]:
 
 
 def _launch_by_triton(table: Tensor, arity: int, copies: Copies, others: Sequence[Tensor]) -> None:
-    """A launch by Triton's own launcher. It keeps the copies alive, whose addresses are in the table."""
+    """A launch by Triton's own launcher. It keeps the copies alive, whose addresses are in the
+    table."""
     # Tensors that no row names may have any address.
     addresses = [x.data_ptr() for x in others] + [table.data_ptr()] * (arity - len(others))
     _copy_kernel.jit[(len(table),)](tuple(addresses), table, BLOCK=_BLOCK, num_warps=_WARPS)
 
 
 def ask_for_kernels(device: torch.device, count: int) -> None:
-    """Ask for the kernels that copy up to so many tensors, inside `weft.ops.kernel_triton.compiling()`."""
+    """Ask for the kernels that copy up to so many tensors, inside
+    `weft.ops.kernel_triton.compiling()`."""
     for before, arity in zip((0, *ARITIES), ARITIES, strict=False):
         if before < max(count, 1):
             _copy_nothing(_copy_kernel, device, arity)
@@ -164,10 +174,11 @@ def _copy_nothing(launched: Any, device: torch.device, arity: int) -> Any:
 
 @functools.cache
 def kernel_handle(device: torch.device, arity: int) -> int | None:
-    """The driver's handle of the kernel that takes `arity` tensors, or None where this triton or driver gives none.
+    """The driver's handle of the kernel that takes `arity` tensors, or None where this triton or
+    driver gives none.
 
-    This relies on two things beyond Triton's public launch: the launch returns the compiled kernel, with the driver's
-    handle as `function`, and the kernel's parameters are the arguments in order.
+    This relies on two things beyond Triton's public launch: the launch returns the compiled kernel,
+    with the driver's handle as `function`, and the kernel's parameters are the arguments in order.
     """
     compiled = _copy_nothing(_copy_kernel.jit, device, arity)
     handle = getattr(compiled, "function", None)
@@ -198,9 +209,10 @@ class _Config(ctypes.Structure):
 
 
 def launch_by_driver(handle: int, arity: int, table: Tensor, copies: Copies) -> Launch:
-    """A launch by `cuLaunchKernelEx`, with all arguments but the addresses and the stream prepared."""
-    # The arguments in order: addresses, the table, and the pointers to scratch memory that Triton may add, which this
-    # kernel does not use.
+    """A launch by `cuLaunchKernelEx`, with all arguments but the addresses and the stream prepared.
+    """
+    # The arguments in order: addresses, the table, and the pointers to scratch memory that Triton
+    # may add, which this kernel does not use.
     values = (ctypes.c_uint64 * (arity + 1 + _SCRATCH))()
     values[arity] = table.data_ptr()
     places = range(ctypes.addressof(values), ctypes.addressof(values) + ctypes.sizeof(values), 8)
@@ -212,14 +224,21 @@ def launch_by_driver(handle: int, arity: int, table: Tensor, copies: Copies) -> 
     run = functools.partial(library.cuLaunchKernelEx, *arguments)
     pack, address = struct.Struct(f"={len(copies.fixed)}Q").pack_into, Tensor.data_ptr
 
-    def launch(others: Sequence[Tensor], _held: Any = (table, copies)) -> None:  # their addresses are in the arguments
+    def launch(
+        others: Sequence[Tensor], _held: Any = (table, copies)
+    ) -> None:  # their addresses are in the arguments
         pack(values, 0, *map(address, others))
         config.stream = stream()
         if run():
-            # A thread that has not used CUDA yet has no context: torch makes it current, and the second launch works.
+            # A thread that has not used CUDA yet has no context: torch makes it current, and the
+            # second launch works.
             torch.cuda.synchronize(table.device)
             if error := run():
                 seen = f"error {error} of cuLaunchKernelEx"
-                raise DeviceError("a copy between a graph and its caller", seen, "look for an earlier error of CUDA")
+                raise DeviceError(
+                    "a copy between a graph and its caller",
+                    seen,
+                    "look for an earlier error of CUDA",
+                )
 
     return launch

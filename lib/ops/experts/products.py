@@ -4,7 +4,14 @@ import torch
 from torch import Tensor
 
 from weft.errors import DescriptorError
-from weft.ops.products.fp8 import BLOCK, ROUNDED, Quantized, dequantize, dequantize_weight, reference_quantize
+from weft.ops.products.fp8 import (
+    BLOCK,
+    ROUNDED,
+    Quantized,
+    dequantize,
+    dequantize_weight,
+    reference_quantize,
+)
 from weft.ops.products.gate import functional_gated, gated
 from weft.ops.products.linear import multiply
 from weft.ops.products.parts import widened
@@ -26,49 +33,61 @@ def run_experts(
     num_experts: int | None = None,
     leaves: int = 0,
 ) -> Tensor:
-    """`weight * down(silu(gate(x)) * up(x))` of each token and each of its experts, still to be added up.
+    """`weight * down(silu(gate(x)) * up(x))` of each token and each of its experts, still to be
+    added up.
 
-    Products are in float32. The values between them are rounded to `dtype`, and in FP8 then quantised, 128 columns of a
-    token at a time.
+    Products are in float32. The values between them are rounded to `dtype`, and in FP8 then
+    quantised, 128 columns of a token at a time.
 
-    The weights may be those of some of the experts, where other ranks hold the others: what a token's expert elsewhere
-    adds is 0 here, and costs no product.
+    The weights may be those of some of the experts, where other ranks hold the others: what a
+    token's expert elsewhere adds is 0 here, and costs no product.
 
     Args:
         x: `[T, H]` of `dtype`, or quantised where the weights are.
         gate_up: `[E, 2 * I, H]`: the gates' rows, then the ups'.
         down: `[E, H, I]`.
         weights, experts: `[T, top_k]`, from `route`.
-        gate_up_scale, down_scale: `[E, ceil(2 * I / 128), ceil(H / 128)]` and `[E, ceil(H / 128), ceil(I / 128)]`
-            float32, of weights in FP8; then I is a multiple of 128.
+        gate_up_scale, down_scale: `[E, ceil(2 * I / 128), ceil(H / 128)]` and `[E, ceil(H / 128),
+            ceil(I / 128)]` float32, of weights in FP8; then I is a multiple of 128.
         first: the expert, of all, that `gate_up[0]` and `down[0]` are of.
         num_experts: all of them, from which `route` chose; None: E.
-        leaves: into which I is cut evenly on the way down (`weft.ops.products.leaves`), in FP8 at multiples of 128; 0:
-            not cut.
+        leaves: into which I is cut evenly on the way down (`weft.ops.products.leaves`), in FP8 at
+            multiples of 128; 0: not cut.
 
     Returns:
-        Parts (`weft.ops.products.parts`) `[top_k, T, H]` of `dtype`; or `[leaves * top_k, T, H]` float32, those of a
-        leaf one after another.
+        Parts (`weft.ops.products.parts`) `[top_k, T, H]` of `dtype`; or `[leaves * top_k, T, H]`
+        float32, those of a leaf one after another.
 
     Raises:
-        DescriptorError: shapes contradict each other, only one of x and the two weights is in FP8, or there are fewer
-            experts in all; or I has no such leaves.
+        DescriptorError: shapes contradict each other, only one of x and the two weights is in FP8,
+            or there are fewer experts in all; or I has no such leaves.
     """
     values, scales = (x.values, x.scales) if isinstance(x, Quantized) else (x, None)
     (held, doubled, hidden), (_, _, inner) = gate_up.shape, down.shape
     kinds = {scales is None, gate_up_scale is None, down_scale is None}
-    agree = (tuple(down.shape), doubled, values.shape[1]) == ((held, hidden, inner), 2 * inner, hidden)
+    agree = (tuple(down.shape), doubled, values.shape[1]) == (
+        (held, hidden, inner),
+        2 * inner,
+        hidden,
+    )
     if not agree or len(kinds) > 1 or (scales is not None and inner % BLOCK):
-        given = (("x", values, scales), ("gate_up", gate_up, gate_up_scale), ("down", down, down_scale))
+        given = (
+            ("x", values, scales),
+            ("gate_up", gate_up, gate_up_scale),
+            ("down", down, down_scale),
+        )
         seen = ", ".join(
-            f"{name} {list(one.shape)} {one.dtype} with{'out' * (scale is None)} scales" for name, one, scale in given
+            f"{name} {list(one.shape)} {one.dtype} with{'out' * (scale is None)} scales"
+            for name, one, scale in given
         )
         instead = f"pass [T, H], [E, 2 * I, H] and [E, H, I]; and scales of all three, with I in {BLOCK}s, or none"
         raise DescriptorError("run_experts(x, gate_up, down, …)", seen, instead)
     every = held if num_experts is None else num_experts
     if not 0 <= first <= every - held:
         seen = f"the weights of {held} experts from number {first} on, of {every}"
-        raise DescriptorError("run_experts(x, gate_up, down, …)", seen, f"first from 0 to {every - held}")
+        raise DescriptorError(
+            "run_experts(x, gate_up, down, …)", seen, f"first from 0 to {every - held}"
+        )
     leaf_columns(inner, leaves, 1 if scales is None else BLOCK)
     operands = values, scales, gate_up, gate_up_scale, down, down_scale, weights, experts, dtype
     return _run_experts(*operands, first, every, leaves)
@@ -88,8 +107,8 @@ def functional_run_experts(
     num_experts: int,
     leaves: int = 0,
 ) -> Tensor:
-    """`_run_experts` without a read on the host: every expert multiplies all tokens, and only those that chose it keep
-    the result."""
+    """`_run_experts` without a read on the host: every expert multiplies all tokens, and only those
+    that chose it keep the result."""
     if scales is not None:
         in_fp8 = without_derivative("run_experts", ROUNDED, _run_experts.reference)
         given = values, scales, gate_up, gate_up_scale, down, down_scale, weights, experts, dtype
@@ -148,8 +167,12 @@ def _run_experts(
         product = multiply(x[tokens], _wide(gate_up, gate_up_scale, expert), None, batch_invariant)
         gate, up = product.chunk(2, dim=-1)
         middle = gated(gate, up, dtype)
-        wide = middle.float() if scales is None else dequantize(Quantized(*reference_quantize(middle)))
-        pairs = zip(wide.chunk(count, 1), _wide(down, down_scale, expert).chunk(count, 1), strict=True)
+        wide = (
+            middle.float() if scales is None else dequantize(Quantized(*reference_quantize(middle)))
+        )
+        pairs = zip(
+            wide.chunk(count, 1), _wide(down, down_scale, expert).chunk(count, 1), strict=True
+        )
         for own, (given, columns) in zip(by_leaf, pairs, strict=True):
             product = multiply(given, columns.contiguous(), None, batch_invariant or leaves > 0)
             own[slots, tokens] = (product * weights[tokens, slots, None]).to(out.dtype)
@@ -157,4 +180,8 @@ def _run_experts(
 
 
 def _wide(weight: Tensor, scale: Tensor | None, expert: int) -> Tensor:
-    return weight[expert].float() if scale is None else dequantize_weight(weight[expert], scale[expert])
+    return (
+        weight[expert].float()
+        if scale is None
+        else dequantize_weight(weight[expert], scale[expert])
+    )

@@ -1,11 +1,12 @@
 """The products of `weft::run_experts` with tiles of 64 pairs or more, in Triton.
 
-The tensor cores are the bound here. So tokens are the left operand, a program takes two blocks of the weights' rows,
-and the tensor memory accelerator (TMA) of sm_90 fetches these, which saves registers and address arithmetic.
+The tensor cores are the bound here. So tokens are the left operand, a program takes two blocks of
+the weights' rows, and the tensor memory accelerator (TMA) of sm_90 fetches these, which saves
+registers and address arithmetic.
 
-Measured on an H200 at 2,048 tokens of Qwen3-30B-A3B in FP8: 177 and 118 us for the two products (582 and 437 TFLOP/s,
-padding not counted); 327 and 258 us by `weft.ops.experts.products_triton`. Import this module only where triton is
-installed.
+Measured on an H200 at 2,048 tokens of Qwen3-30B-A3B in FP8: 177 and 118 us for the two products
+(582 and 437 TFLOP/s, padding not counted); 327 and 258 us by `weft.ops.experts.products_triton`.
+Import this module only where triton is installed.
 """
 
 # Triton's decorators have no types, and neither have the pointers that a kernel takes.
@@ -24,7 +25,8 @@ from weft.ops.tiles.tile import Tile, cdiv, leaf_columns
 
 @triton.jit
 def _step(acc, a, w, factor, scale, FP8: tl.constexpr):
-    """`acc` `[TOKENS, WIDTH]` plus a product over one block of columns; in FP8 times the scales of tokens and block."""
+    """`acc` `[TOKENS, WIDTH]` plus a product over one block of columns; in FP8 times the scales of
+    tokens and block."""
     if FP8:
         acc += tl.dot(a, tl.trans(w)) * (factor * tl.load(scale))[:, None]
     else:
@@ -43,7 +45,18 @@ def _store_gated(gate, up, out, pair, live, first, inner, WIDTH: tl.constexpr, T
 
 @triton.jit
 def _store_weighted(
-    acc, out, by, pair, live, first, leaf, inner, tokens, TOP_K: tl.constexpr, WIDTH: tl.constexpr, TYPE: tl.constexpr
+    acc,
+    out,
+    by,
+    pair,
+    live,
+    first,
+    leaf,
+    inner,
+    tokens,
+    TOP_K: tl.constexpr,
+    WIDTH: tl.constexpr,
+    TYPE: tl.constexpr,
 ):
     """A block times the pairs' weights, each to its slot's part of the leaf."""
     column = first + tl.arange(0, WIDTH)
@@ -58,11 +71,11 @@ def _many_kernel(
     TOP_K: tl.constexpr, GATED: tl.constexpr, FP8: tl.constexpr, EVEN: tl.constexpr,
     WIDTH: tl.constexpr, TOKENS: tl.constexpr, COLUMNS: tl.constexpr, TYPE: tl.constexpr,
 ):  # fmt: skip
-    """A tile of an expert's pairs with two blocks of its rows, over the `share` columns of a leaf: gates and the ups
-    with them, or neighbours.
+    """A tile of an expert's pairs with two blocks of its rows, over the `share` columns of a leaf:
+    gates and the ups with them, or neighbours.
 
-    `weight` describes `[E * rows, columns]`; `inner` is the number of the result's columns. Rows past the expert's last
-    one belong to another expert, and nothing is stored for them.
+    `weight` describes `[E * rows, columns]`; `inner` is the number of the result's columns. Rows
+    past the expert's last one belong to another expert, and nothing is stored for them.
     """
     begin()
     expert = tl.load(owners + tl.program_id(0))
@@ -76,7 +89,9 @@ def _many_kernel(
         source = pair // TOP_K if GATED else pair
         blocks = tl.cdiv(columns, 128)
         first_scale = scale + (expert * tl.cdiv(height, 128) + first // 128) * blocks
-        second_scale = scale + (expert * tl.cdiv(height, 128) + tl.minimum(second, height - 1) // 128) * blocks
+        second_scale = (
+            scale + (expert * tl.cdiv(height, 128) + tl.minimum(second, height - 1) // 128) * blocks
+        )
         column = tl.arange(0, COLUMNS)
         x_rows = x + source.to(tl.int64)[:, None] * columns + column[None, :]
         factor = live.to(tl.float32)
@@ -88,16 +103,36 @@ def _many_kernel(
             inside = live[:, None] if EVEN else live[:, None] & (k + column < high)[None, :]
             a = tl.load(x_rows + k, mask=inside, other=0.0)
             if FP8:
-                factor = tl.load(x_scales + source.to(tl.int64) * blocks + k // 128, mask=live, other=0.0)
-            left = _step(left, a, weight.load([expert * height + first, k]), factor, first_scale + k // 128, FP8)
-            right = _step(right, a, weight.load([expert * height + second, k]), factor, second_scale + k // 128, FP8)
+                factor = tl.load(
+                    x_scales + source.to(tl.int64) * blocks + k // 128, mask=live, other=0.0
+                )
+            left = _step(
+                left,
+                a,
+                weight.load([expert * height + first, k]),
+                factor,
+                first_scale + k // 128,
+                FP8,
+            )
+            right = _step(
+                right,
+                a,
+                weight.load([expert * height + second, k]),
+                factor,
+                second_scale + k // 128,
+                FP8,
+            )
         release()
         if GATED:
             _store_gated(left, right, out, pair, live, first, inner, WIDTH, TYPE)
         else:
             by = tl.load(weights + pair, mask=live, other=0.0)
-            _store_weighted(left, out, by, pair, live, first, leaf, inner, tokens, TOP_K, WIDTH, TYPE)
-            _store_weighted(right, out, by, pair, live, second, leaf, inner, tokens, TOP_K, WIDTH, TYPE)
+            _store_weighted(
+                left, out, by, pair, live, first, leaf, inner, tokens, TOP_K, WIDTH, TYPE
+            )
+            _store_weighted(
+                right, out, by, pair, live, second, leaf, inner, tokens, TOP_K, WIDTH, TYPE
+            )
 
 
 def takes(tile: Tile, weight: Tensor) -> bool:
@@ -117,15 +152,22 @@ def launch(
     tile: Tile,
     leaves: int = 0,
 ) -> None:
-    """One product of sorted pairs: tokens with gates and ups if `weights` is None, else pairs with the way down.
+    """One product of sorted pairs: tokens with gates and ups if `weights` is None, else pairs with
+    the way down.
 
     Args:
         x, x_scales: quantised where the weights are.
     """
     (num_experts, height, columns), inner, width = weight.shape, out.shape[-1], tile.rows // 2
-    rows = TensorDescriptor(weight, [num_experts * height, columns], [columns, 1], [width, tile.columns])
+    rows = TensorDescriptor(
+        weight, [num_experts * height, columns], [columns, 1], [width, tile.columns]
+    )
     absent = experts
-    grid = aligned.owners.shape[0], cdiv(inner, width if weights is None else tile.rows), max(leaves, 1)
+    grid = (
+        aligned.owners.shape[0],
+        cdiv(inner, width if weights is None else tile.rows),
+        max(leaves, 1),
+    )
     share = leaf_columns(columns, leaves)
     _many_kernel[grid](
         x, absent if x_scales is None else x_scales, rows, absent if scale is None else scale,

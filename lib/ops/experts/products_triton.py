@@ -1,17 +1,20 @@
-"""The CUDA implementation of `weft::run_experts`, in Triton: two products, whose launches depend on shapes alone.
+"""The CUDA implementation of `weft::run_experts`, in Triton: two products, whose launches depend on
+shapes alone.
 
 A pair is a token and one of its experts; pair p is slot `p % top_k` of token `p // top_k`.
 
-1. One token's pairs have an expert each, and a program takes one of them. Other pairs are sorted by expert first
-   (`weft.ops.experts.routing_triton`), each expert's padded to whole blocks; programs for blocks that are not used end
-   at once. In float32, and on GPUs without measurements, each program finds the pairs of its expert where they are few,
-   and takes them one tile at a time.
-2. `_expert_kernel` multiplies a tile of the expert's rows with its pairs: first gates and ups, which become
-   `silu(gate) * up`, then, in a second launch, the way down, weighted. It is made for few tokens, where the bytes of
-   the weights are the bound; for many tokens `weft.ops.experts.products_many_triton` does the same.
+1. One token's pairs have an expert each, and a program takes one of them. Other pairs are sorted by
+   expert first (`weft.ops.experts.routing_triton`), each expert's padded to whole blocks; programs
+   for blocks that are not used end at once. In float32, and on GPUs without measurements, each
+   program finds the pairs of its expert where they are few, and takes them one tile at a time.
+2. `_expert_kernel` multiplies a tile of the expert's rows with its pairs: first gates and ups,
+   which become `silu(gate) * up`, then, in a second launch, the way down, weighted. It is made for
+   few tokens, where the bytes of the weights are the bound; for many tokens
+   `weft.ops.experts.products_many_triton` does the same.
 
-Sums over experts are left to the reader: each pair has a place of its own, so that nothing is added atomically and no
-result depends on the order of programs. Import this module only where triton is installed.
+Sums over experts are left to the reader: each pair has a place of its own, so that nothing is added
+atomically and no result depends on the order of programs. Import this module only where triton is
+installed.
 """
 
 # Triton's decorators have no types, and neither have the pointers that a kernel takes.
@@ -34,7 +37,8 @@ from weft.ops.tiles.tile import Tile, cdiv, leaf_columns, power_of_two
 @triton.jit
 def _store_gated(acc, out, out_scales, pair, live, tile, inner, WIDTH: tl.constexpr, TOKENS: tl.constexpr,
                  FP8_OUT: tl.constexpr, TYPE: tl.constexpr):  # fmt: skip
-    """`silu(gate) * up` of a tile `[2 * WIDTH, TOKENS]`, gates above ups, to the pairs' rows; in FP8 WIDTH is 128."""
+    """`silu(gate) * up` of a tile `[2 * WIDTH, TOKENS]`, gates above ups, to the pairs' rows; in
+    FP8 WIDTH is 128."""
     gate, up = tl.split(tl.permute(tl.reshape(acc, [2, WIDTH, TOKENS]), [1, 2, 0]))
     result = gated(gate, up).to(TYPE)
     column = tile * WIDTH + tl.arange(0, WIDTH)
@@ -44,7 +48,11 @@ def _store_gated(acc, out, out_scales, pair, live, tile, inner, WIDTH: tl.conste
         tl.store(out + place[:, None] * inner + column[None, :], values, mask=live[:, None])
         tl.store(out_scales + place * (inner // 128) + tile, scale, mask=live)
     else:
-        tl.store(out + place[None, :] * inner + column[:, None], result, mask=(column < inner)[:, None] & live[None, :])
+        tl.store(
+            out + place[None, :] * inner + column[:, None],
+            result,
+            mask=(column < inner)[:, None] & live[None, :],
+        )
 
 
 @triton.jit
@@ -55,12 +63,15 @@ def _store_weighted(acc, out, weights, pair, live, tile, leaf, inner, tokens, TO
     by = tl.load(weights + pair, mask=live, other=0.0)
     place = (leaf * TOP_K + pair % TOP_K).to(tl.int64) * tokens + pair // TOP_K
     mask = (column < inner)[:, None] & live[None, :]
-    tl.store(out + place[None, :] * inner + column[:, None], (acc * by[None, :]).to(TYPE), mask=mask)
+    tl.store(
+        out + place[None, :] * inner + column[:, None], (acc * by[None, :]).to(TYPE), mask=mask
+    )
 
 
 @triton.jit
 def _rows(tile, inner, GATED: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr):
-    """The rows of the weights in a tile; in the first product half are gates, and half are the ups with them."""
+    """The rows of the weights in a tile; in the first product half are gates, and half are the ups
+    with them."""
     which = tl.arange(0, ROWS)
     n = tl.minimum(tile * WIDTH + which % WIDTH, inner - 1)
     if GATED:
@@ -90,7 +101,9 @@ def _expert_tile(
     if GATED:
         _store_gated(acc, out, out_scales, pair, live, tile, inner, WIDTH, TOKENS, FP8_OUT, TYPE)
     else:
-        _store_weighted(acc, out, weights, pair, live, tile, leaf, inner, tokens, TOP_K, WIDTH, TYPE)
+        _store_weighted(
+            acc, out, weights, pair, live, tile, leaf, inner, tokens, TOP_K, WIDTH, TYPE
+        )
 
 
 @kernel(do_not_specialize=["pairs", "first_expert"])
@@ -101,11 +114,11 @@ def _expert_kernel(
     ROWS: tl.constexpr, TOKENS: tl.constexpr, COLUMNS: tl.constexpr, FP8_OUT: tl.constexpr, TYPE: tl.constexpr,
     PAIRS: tl.constexpr,
 ):  # fmt: skip
-    """Multiply a tile of an expert's rows with its pairs, over the `share` columns of a leaf; `inner` is the number of
-    the result's columns.
+    """Multiply a tile of an expert's rows with its pairs, over the `share` columns of a leaf;
+    `inner` is the number of the result's columns.
 
-    With PAIRS > 1, a power of two no less than the number of pairs, each program finds its own pairs. With PAIRS = 1,
-    for one token, a program has the pair `program_id(0)`.
+    With PAIRS > 1, a power of two no less than the number of pairs, each program finds its own
+    pairs. With PAIRS = 1, for one token, a program has the pair `program_id(0)`.
     """
     begin()
     tokens = pairs // TOP_K
@@ -151,14 +164,27 @@ def run_experts(
     leaves: int = 0,
     batch_invariant: bool = False,
 ) -> Tensor:
-    """`weft::run_experts`, batch invariant in any case: every tile adds up an expert's columns in one order.
+    """`weft::run_experts`, batch invariant in any case: every tile adds up an expert's columns in
+    one order.
 
     An expert has as many pairs as where all are here, and so the same tiles.
     """
     (tokens, top_k), (_, doubled, hidden) = experts.shape, gate_up.shape
     up_tile = expert_tile(tokens, top_k, doubled, hidden, num_experts, gate_up.itemsize)
     down_tile = expert_tile(tokens, top_k, hidden, doubled // 2, num_experts, down.itemsize)
-    given = values, scales, gate_up, gate_up_scale, down, down_scale, weights, experts, dtype, first, num_experts
+    given = (
+        values,
+        scales,
+        gate_up,
+        gate_up_scale,
+        down,
+        down_scale,
+        weights,
+        experts,
+        dtype,
+        first,
+        num_experts,
+    )
     return run_tiles(*given, up_tile, down_tile, leaves)
 
 
@@ -181,23 +207,47 @@ def run_tiles(
     """`run_experts` with these tiles."""
     (tokens, top_k), (held, _, hidden) = experts.shape, gate_up.shape
     with torch.cuda.device_of(values):
-        # No program writes the rows of a pair whose expert is elsewhere: these are 0 from the start.
+        # No program writes the rows of a pair whose expert is elsewhere: these are 0 from the
+        # start.
         make = values.new_empty if held == num_experts else values.new_zeros
-        out = make((max(leaves, 1) * top_k, tokens, hidden), dtype=torch.float32 if leaves else dtype)
+        out = make(
+            (max(leaves, 1) * top_k, tokens, hidden), dtype=torch.float32 if leaves else dtype
+        )
         if not tokens:
             return out
         aligned = align(experts, held, up_tile.tokens, first) if up_tile.sort else None
         middle, middle_scales = launch_gate_up(
-            values.contiguous(), scales, gate_up, gate_up_scale, experts, aligned, dtype, up_tile, first
+            values.contiguous(),
+            scales,
+            gate_up,
+            gate_up_scale,
+            experts,
+            aligned,
+            dtype,
+            up_tile,
+            first,
         )
         if not down_tile.sort:
             aligned = None
         elif aligned is None or down_tile.tokens != up_tile.tokens:
             aligned = align(experts, held, down_tile.tokens, first)
-        # With many pairs in a tile, each is quantised once here, instead of in every program that reads it.
+        # With many pairs in a tile, each is quantised once here, instead of in every program that
+        # reads it.
         if scales is not None and middle_scales is None and down_tile.tokens >= 64:
             middle, middle_scales = quantize(middle)
-        launch_down(middle, middle_scales, down, down_scale, weights, experts, aligned, out, down_tile, first, leaves)
+        launch_down(
+            middle,
+            middle_scales,
+            down,
+            down_scale,
+            weights,
+            experts,
+            aligned,
+            out,
+            down_tile,
+            first,
+            leaves,
+        )
     return out
 
 
@@ -212,10 +262,12 @@ def launch_gate_up(
     tile: Tile,
     first: int = 0,
 ) -> tuple[Tensor, Tensor | None]:
-    """`silu(gate) * up` of all pairs with the experts from `first` on; quantised, with scales, if a tile holds a whole
-    block of columns."""
+    """`silu(gate) * up` of all pairs with the experts from `first` on; quantised, with scales, if a
+    tile holds a whole block of columns."""
     inner, pairs = weight.shape[1] // 2, experts.numel()
-    fp8_out = scale is not None and tile.rows == 256 and not products_many_triton.takes(tile, weight)
+    fp8_out = (
+        scale is not None and tile.rows == 256 and not products_many_triton.takes(tile, weight)
+    )
     out = x.new_empty((pairs, inner), dtype=torch.float8_e4m3fn if fp8_out else dtype)
     out_scales = x.new_empty((pairs, inner // 128), dtype=torch.float32) if fp8_out else None
     _launch(x, x_scales, weight, scale, None, experts, aligned, out, out_scales, tile, dtype, first)
@@ -235,9 +287,23 @@ def launch_down(
     first: int = 0,
     leaves: int = 0,
 ) -> None:
-    """The way down of all pairs with the experts from `first` on, weighted, into the parts `out`, those of each leaf
-    one after another."""
-    _launch(x, x_scales, weight, scale, weights, experts, aligned, out, None, tile, out.dtype, first, leaves)
+    """The way down of all pairs with the experts from `first` on, weighted, into the parts `out`,
+    those of each leaf one after another."""
+    _launch(
+        x,
+        x_scales,
+        weight,
+        scale,
+        weights,
+        experts,
+        aligned,
+        out,
+        None,
+        tile,
+        out.dtype,
+        first,
+        leaves,
+    )
 
 
 def _launch(
@@ -258,12 +324,23 @@ def _launch(
     """One product: tokens with gates and ups if `weights` is None, else pairs with the way down."""
     if products_many_triton.takes(tile, weight):
         assert aligned is not None, "a tile that sorts"
-        products_many_triton.launch(x, x_scales, weight, scale, weights, experts, aligned, out, tile, leaves)
+        products_many_triton.launch(
+            x, x_scales, weight, scale, weights, experts, aligned, out, tile, leaves
+        )
         return
     (num_experts, _, columns), inner, pairs = weight.shape, out.shape[-1], experts.numel()
     one_token = aligned is None and pairs == experts.shape[-1]
-    programs = aligned.owners.shape[0] if aligned is not None else pairs if one_token else min(pairs, num_experts)
-    width, share = tile.rows if weights is not None else tile.rows // 2, leaf_columns(columns, leaves)
+    programs = (
+        aligned.owners.shape[0]
+        if aligned is not None
+        else pairs
+        if one_token
+        else min(pairs, num_experts)
+    )
+    width, share = (
+        tile.rows if weights is not None else tile.rows // 2,
+        leaf_columns(columns, leaves),
+    )
     order, owners = (experts, experts) if aligned is None else (aligned.order, aligned.owners)
     absent = experts
     _expert_kernel[(programs, cdiv(inner, width), max(leaves, 1))](

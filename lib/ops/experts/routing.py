@@ -13,7 +13,9 @@ def _empty_choice(logits: Tensor, top_k: int) -> tuple[Tensor, Tensor]:
 
 
 @operator(kernel="weft.ops.experts.routing_triton:route", fake=_empty_choice)
-def route(logits: Tensor, top_k: int, renormalize: bool, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+def route(
+    logits: Tensor, top_k: int, renormalize: bool, dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
     """The `top_k` experts of each token by softmax(logits), best first; among equals the first.
 
     Args:

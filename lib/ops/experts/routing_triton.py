@@ -1,8 +1,9 @@
 """The CUDA implementation of `weft::route`, in Triton, and the search for the pairs of each expert.
 
-`weft::route` is one kernel, a program a token: softmax, top-k and division. A pair is a token and one of its experts;
-pair p is slot `p % top_k` of token `p // top_k`. The products with the experts need each expert's pairs: these are
-sorted beforehand (`align`), or each program finds its own (`find_expert`, `scan`).
+`weft::route` is one kernel, a program a token: softmax, top-k and division. A pair is a token and
+one of its experts; pair p is slot `p % top_k` of token `p // top_k`. The products with the experts
+need each expert's pairs: these are sorted beforehand (`align`), or each program finds its own
+(`find_expert`, `scan`).
 
 Import this module only where triton is installed.
 """
@@ -58,7 +59,9 @@ def _route_kernel(
     tl.store(experts + token * TOP_K + slot, tl.minimum(chosen, num_experts - 1), mask=slot < TOP_K)
 
 
-def route(logits: Tensor, top_k: int, renormalize: bool, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+def route(
+    logits: Tensor, top_k: int, renormalize: bool, dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
     """`weft::route`."""
     tokens, num_experts = logits.shape[-2:]
     logits = logits.contiguous()
@@ -80,10 +83,11 @@ def _align_kernel(
     experts, order, owners, pairs, num_blocks, first_expert,
     BINS: tl.constexpr, BLOCK: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
-    """Write expert e's pairs, in ascending order, to its blocks of `order`, then -1; and e to these blocks' `owners`.
+    """Write expert e's pairs, in ascending order, to its blocks of `order`, then -1; and e to these
+    blocks' `owners`.
 
-    Experts are counted from `first_expert` on, and pairs of others are in no block. The program after the last expert
-    marks the unused blocks with -1.
+    Experts are counted from `first_expert` on, and pairs of others are in no block. The program
+    after the last expert marks the unused blocks with -1.
     """
     begin()
     expert = tl.program_id(0)
@@ -92,10 +96,15 @@ def _align_kernel(
     lane = tl.arange(0, CHUNK)
     counts = tl.zeros([BINS], tl.int32)
     for start in range(0, pairs, CHUNK):
-        ids = tl.load(experts + start + lane, mask=start + lane < pairs, other=first_expert) - first_expert
+        ids = (
+            tl.load(experts + start + lane, mask=start + lane < pairs, other=first_expert)
+            - first_expert
+        )
         ids = tl.where((ids >= 0) & (ids < held), ids, held)
         # Lanes past the end count as expert 0's.
-        counts += tl.histogram(ids, BINS) - tl.where(bins == 0, tl.maximum(start + CHUNK - pairs, 0), 0)
+        counts += tl.histogram(ids, BINS) - tl.where(
+            bins == 0, tl.maximum(start + CHUNK - pairs, 0), 0
+        )
     blocks = (counts + BLOCK - 1) // BLOCK
     first = tl.sum(tl.where(bins < expert, blocks, 0), 0)
     count = tl.sum(tl.where(bins == expert, counts, 0), 0)
@@ -118,8 +127,9 @@ def _align_kernel(
 def find_expert(experts, first_expert, pairs, num_experts, PAIRS: tl.constexpr):
     """This program's expert, counted from `first_expert` on, and the number of its pairs.
 
-    With fewer pairs than experts it is the expert of pair `program_id(0)`, and the number is 0 unless that pair is the
-    expert's first, and the expert one of the `num_experts`. Otherwise it is the expert `program_id(0)`.
+    With fewer pairs than experts it is the expert of pair `program_id(0)`, and the number is 0
+    unless that pair is the expert's first, and the expert one of the `num_experts`. Otherwise it is
+    the expert `program_id(0)`.
     """
     pair = tl.arange(0, PAIRS)
     ids = tl.load(experts + pair, mask=pair < pairs, other=-1)
@@ -147,15 +157,16 @@ def scan(experts, expert, pairs, start, PAIRS: tl.constexpr, TOKENS: tl.constexp
 
 @attrs.frozen(eq=False)
 class Aligned:
-    """Pairs sorted by expert, in blocks: `order` `[blocks * block]`, and the expert of each block, or -1."""
+    """Pairs sorted by expert, in blocks: `order` `[blocks * block]`, and the expert of each block,
+    or -1."""
 
     order: Tensor
     owners: Tensor
 
 
 def align(experts: Tensor, num_experts: int, block: int, first: int = 0) -> Aligned:
-    """Sort the pairs of `experts` `[T, top_k]` with the `num_experts` from `first` on, without a host read; the tensors
-    have room for the worst case."""
+    """Sort the pairs of `experts` `[T, top_k]` with the `num_experts` from `first` on, without a
+    host read; the tensors have room for the worst case."""
     pairs = experts.numel()
     blocks = pairs // block + min(pairs, num_experts)
     order = experts.new_empty(blocks * block)

@@ -1,12 +1,13 @@
-"""Functions that several Triton kernels share: sums of parts, blocks of 128 columns in FP8, and the product loop.
+"""Functions that several Triton kernels share: sums of parts, blocks of 128 columns in FP8, and the
+product loop.
 
-Import this module only where triton is installed. If TRITON_INTERPRET=1 was set before, kernels run on CPU tensors, for
-tests; not in bfloat16, whose products Triton's interpreter computes wrongly
+Import this module only where triton is installed. If TRITON_INTERPRET=1 was set before, kernels run
+on CPU tensors, for tests; not in bfloat16, whose products Triton's interpreter computes wrongly
 (https://github.com/triton-lang/triton/issues/11584).
 """
 
-# Triton's decorators have no types, and neither have the pointers that a kernel takes; its tuples grow in a loop.
-# mypy: disable-error-code="untyped-decorator, no-untyped-def, assignment, misc"
+# Triton's decorators have no types, and neither have the pointers that a kernel takes; its tuples
+# grow in a loop. mypy: disable-error-code="untyped-decorator, no-untyped-def, assignment, misc"
 
 import torch
 import triton
@@ -26,14 +27,17 @@ def load_sum(x, offsets, mask, stride, PARTS: tl.constexpr, TYPE: tl.constexpr):
     """The sum of the parts at `offsets`, rounded to TYPE, in float32; 0 parts: x is the sum."""
     total = tl.load(x + offsets, mask=mask, other=0.0).to(tl.float32)
     for i in tl.static_range(1, PARTS):
-        total += tl.load(x + i * tl.cast(stride, tl.int64) + offsets, mask=mask, other=0.0).to(tl.float32)
+        total += tl.load(x + i * tl.cast(stride, tl.int64) + offsets, mask=mask, other=0.0).to(
+            tl.float32
+        )
     return total.to(TYPE).to(tl.float32)
 
 
 @triton.jit
 def grouped(place, row_tiles, token_tiles, GROUP: tl.constexpr):
-    """The tile of rows and that of tokens of the program `place`. GROUP tiles of tokens are multiplied with a tile of
-    weights one after another: programs that run at the same time share tiles of both, which stay in the cache."""
+    """The tile of rows and that of tokens of the program `place`. GROUP tiles of tokens are
+    multiplied with a tile of weights one after another: programs that run at the same time share
+    tiles of both, which stay in the cache."""
     first = place // (GROUP * row_tiles) * GROUP
     size, place = tl.minimum(token_tiles - first, GROUP), place % (GROUP * row_tiles)
     return place // size, first + place % size
@@ -48,7 +52,8 @@ def gated(gate, up):
 @triton.jit
 def to_fp8(x):
     """float8_e4m3fn of float32 values in its range, rounded to nearest, ties to even."""
-    # The interpreter rounds ties and subnormals to FP8 wrongly: https://github.com/triton-lang/triton/pull/11897
+    # The interpreter rounds ties and subnormals to FP8 wrongly:
+    # https://github.com/triton-lang/triton/pull/11897
     if INTERPRETED:
         size = tl.abs(x)
         step = tl.exp2(tl.maximum(tl.floor(tl.log2(tl.maximum(size, 1e-30))), -6.0) - 3.0)
@@ -83,8 +88,8 @@ def _multiply_first(
     x, x_scales, token, live, weight, scale, row, low, high, columns,
     FP8: tl.constexpr, COLUMNS: tl.constexpr, TILES: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    """The product `[rows, tokens]` over the first tiles of columns of low:high, all of whose weights are asked for
-    before the activations are."""
+    """The product `[rows, tokens]` over the first tiles of columns of low:high, all of whose
+    weights are asked for before the activations are."""
     # One tile in bfloat16. In FP8 each has a scale of its own.
     WIDTH: tl.constexpr = COLUMNS if FP8 else TILES * COLUMNS
     COUNT: tl.constexpr = TILES if FP8 else 1
@@ -94,7 +99,9 @@ def _multiply_first(
     weights = ()
     for i in tl.static_range(COUNT):
         inside = step + i * WIDTH < high
-        weights += (tl.load(w_rows + i * WIDTH, mask=inside[None, :], other=0.0, cache_modifier=".cg"),)
+        weights += (
+            tl.load(w_rows + i * WIDTH, mask=inside[None, :], other=0.0, cache_modifier=".cg"),
+        )
     if EARLY:
         begin()
     values = ()
@@ -105,7 +112,9 @@ def _multiply_first(
     if FP8:
         blocks = tl.cdiv(columns, 128)
         for i in tl.static_range(COUNT):
-            block = tl.minimum(low // 128 + i, blocks - 1)  # past the last, values and weights are 0
+            block = tl.minimum(
+                low // 128 + i, blocks - 1
+            )  # past the last, values and weights are 0
             factor = tl.load(x_scales + token.to(tl.int64) * blocks + block, mask=live, other=0.0)
             by_row = tl.load(scale + row // 128 * blocks + block)
             acc += tl.dot(weights[i], tl.trans(values[i])) * (by_row[:, None] * factor[None, :])
@@ -138,7 +147,20 @@ def multiply(
     """
     if AHEAD:
         first = _multiply_first(
-            x, x_scales, token, live, weight, scale, row, low, high, columns, FP8, COLUMNS, AHEAD, EARLY
+            x,
+            x_scales,
+            token,
+            live,
+            weight,
+            scale,
+            row,
+            low,
+            high,
+            columns,
+            FP8,
+            COLUMNS,
+            AHEAD,
+            EARLY,
         )
         if ALL:
             return first
@@ -155,7 +177,9 @@ def multiply(
             if QUANTIZE:
                 a, factor = quantize_rows(a.to(tl.float32))
             else:
-                factor = tl.load(x_scales + token.to(tl.int64) * blocks + k // 128, mask=live, other=0.0)
+                factor = tl.load(
+                    x_scales + token.to(tl.int64) * blocks + k // 128, mask=live, other=0.0
+                )
             by_row = tl.load(scale + row // 128 * blocks + k // 128)
             if SWAP:
                 acc += tl.dot(w, tl.trans(a)) * (by_row[:, None] * factor[None, :])

@@ -1,7 +1,8 @@
-"""FP8 as DeepSeek-V3 stores it (arXiv 2412.19437, section 3.3): the format of weights, the quantiser of activations.
+"""FP8 as DeepSeek-V3 stores it (arXiv 2412.19437, section 3.3): the format of weights, the
+quantiser of activations.
 
-A value is a float8_e4m3fn times the float32 scale of its block: 128 by 128 weights, or 128 columns of one token. The
-last block of a row or a column may be smaller.
+A value is a float8_e4m3fn times the float32 scale of its block: 128 by 128 weights, or 128 columns
+of one token. The last block of a row or a column may be smaller.
 """
 
 import attrs
@@ -55,8 +56,9 @@ def as_kept(x: Tensor, dtype: torch.dtype) -> Tensor:
 def reference_quantize(x: Tensor) -> tuple[Tensor, Tensor]:
     """Quantise `[T, K]` 128 columns at a time; the reference of every kernel that quantises.
 
-    Let m be the largest magnitude of a block, at least 1e-10, in float32. The scale is m / 448, and a value becomes
-    x * (448 / m), clamped to ±448 and rounded to the nearest float8_e4m3fn, ties to even.
+    Let m be the largest magnitude of a block, at least 1e-10, in float32. The scale is m / 448, and
+    a value becomes x * (448 / m), clamped to ±448 and rounded to the nearest float8_e4m3fn, ties to
+    even.
 
     Returns:
         Values `[T, K]` float8_e4m3fn and scales `[T, ceil(K / 128)]` float32.

@@ -33,10 +33,12 @@ def functional_silu_mul(x: Tensor, dtype: torch.dtype) -> Tensor:
     functional=functional_silu_mul,
 )
 def silu_mul(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """`silu(gate) * up`: the gate is the left half of x, up the right half (SwiGLU, Shazeer, arXiv 2002.05202).
+    """`silu(gate) * up`: the gate is the left half of x, up the right half (SwiGLU, Shazeer, arXiv
+    2002.05202).
 
     Args:
-        x: `[T, 2 * I]`, or float32 parts of it `[S, T, 2 * I]`. Computed with in float32, rounded once.
+        x: `[T, 2 * I]`, or float32 parts of it `[S, T, 2 * I]`. Computed with in float32, rounded
+            once.
         dtype: of the result; the sum of the parts is rounded to it too.
 
     Returns:

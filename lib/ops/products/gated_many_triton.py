@@ -1,12 +1,14 @@
-"""`weft::swiglu` for many tokens, in Triton: the tensor cores are the bound, and the gate is the product's end.
+"""`weft::swiglu` for many tokens, in Triton: the tensor cores are the bound, and the gate is the
+product's end.
 
-The tensor memory accelerator (TMA) of sm_90 fetches both operands, and writes the result. A program takes as many rows
-of the gate as of up, which one description of the weights as `[2, I, K]` has side by side. So each step is one product
-of 128 by 256, and a thread has the gate and the up of the same column.
+The tensor memory accelerator (TMA) of sm_90 fetches both operands, and writes the result. A program
+takes as many rows of the gate as of up, which one description of the weights as `[2, I, K]` has
+side by side. So each step is one product of 128 by 256, and a thread has the gate and the up of the
+same column.
 
-Measured on an H100 under its power cap, 8,192 tokens: 2.92 ms for a gate and up of 28,672x4,096, and 4.39 ms for
-34,816x5,120, where torch's product and a kernel for the gate take 3.03 and 4.53 ms. Import this module only where
-triton is installed.
+Measured on an H100 under its power cap, 8,192 tokens: 2.92 ms for a gate and up of 28,672x4,096,
+and 4.39 ms for 34,816x5,120, where torch's product and a kernel for the gate take 3.03 and 4.53 ms.
+Import this module only where triton is installed.
 """
 
 # Triton's decorators have no types, and neither have the pointers that a kernel takes.
@@ -31,8 +33,12 @@ def _gated_many_kernel(
     BIAS: tl.constexpr, TOKENS: tl.constexpr, WIDTH: tl.constexpr, COLUMNS: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
     begin()
-    tl.assume(columns > 0)  # a way around the loop would make ptxas wait for each product before the next
-    row_tile, token_tile = grouped(tl.program_id(0), tl.cdiv(inner, WIDTH), tl.cdiv(tokens, TOKENS), GROUP)
+    tl.assume(
+        columns > 0
+    )  # a way around the loop would make ptxas wait for each product before the next
+    row_tile, token_tile = grouped(
+        tl.program_id(0), tl.cdiv(inner, WIDTH), tl.cdiv(tokens, TOKENS), GROUP
+    )
     row, token = row_tile * WIDTH, token_tile * TOKENS
     acc = tl.zeros([TOKENS, 2 * WIDTH], tl.float32)
     for k in range(0, columns, COLUMNS):
@@ -41,7 +47,9 @@ def _gated_many_kernel(
     if BIAS:
         i = tl.arange(0, 2 * WIDTH)
         n = row + i % WIDTH
-        acc += tl.load(bias + i // WIDTH * inner + n, mask=n < inner, other=0.0).to(tl.float32)[None, :]
+        acc += tl.load(bias + i // WIDTH * inner + n, mask=n < inner, other=0.0).to(tl.float32)[
+            None, :
+        ]
     release()
     pairs = tl.permute(tl.reshape(acc, (TOKENS, 2, WIDTH)), (0, 2, 1)).to(out.dtype).to(tl.float32)
     gate, up = tl.split(pairs)
@@ -52,7 +60,11 @@ def takes(x: Tensor, weight: Tensor) -> bool:
     """Whether `swiglu_many` takes such tensors on this GPU."""
     aligned = all(one.data_ptr() % LINE == 0 and one.is_contiguous() for one in (x, weight))
     rows_aligned = x.shape[1] * x.itemsize % LINE == weight.shape[0] // 2 * x.itemsize % LINE == 0
-    return aligned and rows_aligned and (not x.is_cuda or torch.cuda.get_device_capability(x.device) == (9, 0))
+    return (
+        aligned
+        and rows_aligned
+        and (not x.is_cuda or torch.cuda.get_device_capability(x.device) == (9, 0))
+    )
 
 
 def swiglu_many(x: Tensor, weight: Tensor, bias: Tensor | None, tile: Tile) -> Tensor:
@@ -61,7 +73,9 @@ def swiglu_many(x: Tensor, weight: Tensor, bias: Tensor | None, tile: Tile) -> T
     width = tile.rows // 2
     out = x.new_empty(tokens, inner)
     tokens_of = TensorDescriptor(x, [tokens, columns], [columns, 1], [tile.tokens, tile.columns])
-    rows = TensorDescriptor(weight, [2, inner, columns], [inner * columns, columns, 1], [2, width, tile.columns])
+    rows = TensorDescriptor(
+        weight, [2, inner, columns], [inner * columns, columns, 1], [2, width, tile.columns]
+    )
     results = TensorDescriptor(out, [tokens, inner], [inner, 1], [tile.tokens, width])
     with torch.cuda.device_of(x):
         _gated_many_kernel[(cdiv(tokens, tile.tokens) * cdiv(inner, width),)](

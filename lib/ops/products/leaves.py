@@ -1,10 +1,11 @@
 """Leaves: the parts of a sum whose order does not depend on the number of ranks that share it.
 
-A sum over columns is cut into contiguous leaves of one size. Each is summed by itself, and they are added up in float32
-as a balanced tree. A rank that has some of the columns has whole leaves, and adds up a subtree; an all-reduce adds up
-the ranks' sums (`weft.meshes.placements.reduced`). So the bits are the same for every number of ranks that divides the
-number of leaves (Zhang et al., 2025, "Deterministic inference across tensor parallel sizes that eliminates
-training-inference mismatch", arXiv 2511.17826).
+A sum over columns is cut into contiguous leaves of one size. Each is summed by itself, and they are
+added up in float32 as a balanced tree. A rank that has some of the columns has whole leaves, and
+adds up a subtree; an all-reduce adds up the ranks' sums (`weft.meshes.placements.reduced`). So the
+bits are the same for every number of ranks that divides the number of leaves (Zhang et al., 2025,
+"Deterministic inference across tensor parallel sizes that eliminates training-inference mismatch",
+arXiv 2511.17826).
 """
 
 import operator as arithmetic

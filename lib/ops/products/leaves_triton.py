@@ -1,4 +1,5 @@
-"""The CUDA implementation of `weft::sum_leaves`, in Triton. Import it only where triton is installed."""
+"""The CUDA implementation of `weft::sum_leaves`, in Triton. Import it only where triton is
+installed."""
 
 # Triton's decorators have no types, and neither have the pointers that a kernel takes.
 # mypy: disable-error-code="untyped-decorator, no-untyped-def"
@@ -17,7 +18,9 @@ _BLOCK = 1024
 
 
 @triton.jit
-def _tree(x, offsets, inside, stride, PARTS: tl.constexpr, FIRST: tl.constexpr, LEAVES: tl.constexpr):
+def _tree(
+    x, offsets, inside, stride, PARTS: tl.constexpr, FIRST: tl.constexpr, LEAVES: tl.constexpr
+):
     """The sum of the LEAVES leaves from FIRST on."""
     if LEAVES == 1:
         first = x + FIRST * PARTS * tl.cast(stride, tl.int64)
@@ -43,6 +46,13 @@ def sum_leaves(x: Tensor, leaves: int, dtype: torch.dtype) -> Tensor:
     with torch.cuda.device_of(x):
         if out.numel():
             _sum_kernel[(cdiv(out.numel(), _BLOCK),)](
-                x, out, out.numel(), PARTS=len(x) // leaves, LEAVES=leaves, BLOCK=_BLOCK, num_warps=4, **early(x)
+                x,
+                out,
+                out.numel(),
+                PARTS=len(x) // leaves,
+                LEAVES=leaves,
+                BLOCK=_BLOCK,
+                num_warps=4,
+                **early(x),
             )
     return out

@@ -1,4 +1,5 @@
-"""Linear layers: `weft::linear` for plain weights, and `weft::fp8_linear` for weights in FP8 blocks."""
+"""Linear layers: `weft::linear` for plain weights, and `weft::fp8_linear` for weights in FP8
+blocks."""
 
 import torch
 from torch import Tensor
@@ -31,7 +32,11 @@ def _empty_product(
     if leaves:
         return x.new_empty((leaves, tokens, rows), dtype=torch.float32)
     fp8 = weight.dtype == torch.float8_e4m3fn
-    parts = linear_parts(tokens, rows, columns, fp8, batch_invariant) if x.device.type == "cuda" and split else 1
+    parts = (
+        linear_parts(tokens, rows, columns, fp8, batch_invariant)
+        if x.device.type == "cuda" and split
+        else 1
+    )
     if parts == 1:
         return x.new_empty((tokens, rows), dtype=dtype)
     return x.new_empty((parts, tokens, rows), dtype=torch.float32)
@@ -44,7 +49,11 @@ def _empty_product(
     ),
 )
 def linear(
-    x: Tensor, weight: Tensor, bias: Tensor | None = None, leaves: int = 0, batch_invariant: bool = False
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    leaves: int = 0,
+    batch_invariant: bool = False,
 ) -> Tensor:
     """`x @ weight.T + bias`.
 
@@ -52,17 +61,22 @@ def linear(
         x: `[T, K]`.
         weight: `[N, K]`, of x's dtype.
         bias: `[N]`.
-        leaves: into which K is cut evenly, each summed in an order that neither N nor the others choose
-            (`weft.ops.products.leaves`); 0: the sum has any order. The bias is part of the first one.
+        leaves: into which K is cut evenly, each summed in an order that neither N nor the others
+            choose (`weft.ops.products.leaves`); 0: the sum has any order. The bias is part of the
+            first one.
 
     Returns:
-        `[T, N]` of x's dtype, or float32 parts of it `[S, T, N]` (`weft.ops.products.parts`). S is the number of
-        leaves, or follows from the shapes, the dtype and the device.
+        `[T, N]` of x's dtype, or float32 parts of it `[S, T, N]` (`weft.ops.products.parts`). S is
+        the number of leaves, or follows from the shapes, the dtype and the device.
 
     Raises:
         DescriptorError: K is no multiple of the leaves.
     """
-    return multiply(x, weight, bias, batch_invariant) if not leaves else _multiply_leaves(x, weight, bias, leaves)
+    return (
+        multiply(x, weight, bias, batch_invariant)
+        if not leaves
+        else _multiply_leaves(x, weight, bias, leaves)
+    )
 
 
 @operator(
@@ -70,9 +84,11 @@ def linear(
     fake=lambda x, weight: x.new_empty((x.shape[0], weight.shape[0] // 2)),
     functional=lambda x, weight, bias=None: functional_silu_mul(F.linear(x, weight, bias), x.dtype),
 )
-def swiglu(x: Tensor, weight: Tensor, bias: Tensor | None = None, batch_invariant: bool = False) -> Tensor:
-    """`silu(x @ gate.T) * (x @ up.T)` (Shazeer, arXiv 2002.05202): `silu_mul` of `linear`. A kernel that does both may
-    add up in another order than these two.
+def swiglu(
+    x: Tensor, weight: Tensor, bias: Tensor | None = None, batch_invariant: bool = False
+) -> Tensor:
+    """`silu(x @ gate.T) * (x @ up.T)` (Shazeer, arXiv 2002.05202): `silu_mul` of `linear`. A kernel
+    that does both may add up in another order than these two.
 
     Args:
         x: `[T, K]`.
@@ -92,14 +108,20 @@ def _multiply_leaves(x: Tensor, weight: Tensor, bias: Tensor | None, leaves: int
     """The leaves `[leaves, T, N]` of a product, in float32, batch invariant in any case."""
     share = leaf_columns(x.shape[1], leaves)
     pairs = zip(x.split(share, 1), weight.split(share, 1), strict=True)
-    made = torch.stack([multiply(widened(own), widened(columns).contiguous(), None, True) for own, columns in pairs])
+    made = torch.stack(
+        [
+            multiply(widened(own), widened(columns).contiguous(), None, True)
+            for own, columns in pairs
+        ]
+    )
     return made if bias is None else torch.cat((made[:1] + widened(bias), made[1:]))
 
 
 def multiply(x: Tensor, weight: Tensor, bias: Tensor | None, batch_invariant: bool) -> Tensor:
-    """`x @ weight.T + bias` in torch's own product. Batch invariant, it is made 16 tokens at a time, in new memory, so
-    that neither the number of tokens nor their alignment chooses its order of sums; and in float32 256 columns at a
-    time, since longer sums are cut on some CPUs as the number of rows and of threads has it."""
+    """`x @ weight.T + bias` in torch's own product. Batch invariant, it is made 16 tokens at a
+    time, in new memory, so that neither the number of tokens nor their alignment chooses its order
+    of sums; and in float32 256 columns at a time, since longer sums are cut on some CPUs as the
+    number of rows and of threads has it."""
     if not batch_invariant:
         return F.linear(x, weight, bias)
     rows, missing = len(weight), -len(x) % _BLOCK_TOKENS
@@ -107,7 +129,9 @@ def multiply(x: Tensor, weight: Tensor, bias: Tensor | None, batch_invariant: bo
         weight = F.pad(weight, (0, 0, 0, _BLOCK_TOKENS - rows))
         bias = None if bias is None else F.pad(bias, (0, _BLOCK_TOKENS - rows))
     blocks = F.pad(x, (0, 0, 0, missing)).split(_BLOCK_TOKENS) if len(x) else (x,)
-    return torch.cat([_multiply_block(block, weight, bias) for block in blocks])[: len(x), :rows].contiguous()
+    return torch.cat([_multiply_block(block, weight, bias) for block in blocks])[
+        : len(x), :rows
+    ].contiguous()
 
 
 def _multiply_block(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -128,7 +152,8 @@ def fp8_linear(
     dtype: torch.dtype,
     leaves: int = 0,
 ) -> Tensor:
-    """`x @ weight.T + bias`, both in FP8; products in float32, each block of 128 columns scaled before it is added.
+    """`x @ weight.T + bias`, both in FP8; products in float32, each block of 128 columns scaled
+    before it is added.
 
     Args:
         x: `[T, K]`; plain values are quantised, as by `weft.ops.products.fp8.quantize`.
@@ -147,9 +172,15 @@ def fp8_linear(
     values, scales = (x.values, x.scales) if isinstance(x, Quantized) else (x, None)
     columns, rows = values.shape[1], weight.shape[0]
     wanted = (ceil_blocks(rows), ceil_blocks(columns))
-    if weight.dtype != torch.float8_e4m3fn or tuple(weight.shape) != (rows, columns) or tuple(scale.shape) != wanted:
+    if (
+        weight.dtype != torch.float8_e4m3fn
+        or tuple(weight.shape) != (rows, columns)
+        or tuple(scale.shape) != wanted
+    ):
         seen = f"weight {list(weight.shape)} {weight.dtype} and scale {list(scale.shape)} beside {columns} columns"
-        instead = f"pass float8_e4m3fn [N, {columns}], and a scale for every {BLOCK} by {BLOCK} of it"
+        instead = (
+            f"pass float8_e4m3fn [N, {columns}], and a scale for every {BLOCK} by {BLOCK} of it"
+        )
         raise DescriptorError("fp8_linear(x, weight, scale)", seen, instead)
     leaf_columns(columns, leaves, BLOCK)
     return _fp8_linear(values, scales, weight, scale, bias, dtype, leaves)
@@ -172,7 +203,8 @@ def _fp8_linear(
     leaves: int = 0,
     batch_invariant: bool = False,
 ) -> Tensor:
-    """The operator of `fp8_linear`; without scales, `values` are plain and still to be quantised."""
+    """The operator of `fp8_linear`; without scales, `values` are plain and still to be quantised.
+    """
     x = Quantized(*reference_quantize(values)) if scales is None else Quantized(values, scales)
     if leaves:
         return _multiply_leaves(dequantize(x), dequantize_weight(weight, scale), bias, leaves)

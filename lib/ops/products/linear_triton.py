@@ -29,7 +29,8 @@ _WIDE = Tile(64, 64, 32, 4, 2)
 _GROUP = 8
 """Tiles of tokens that are multiplied with a tile of weights one after another."""
 _BLOCKS = 4096, 2048, 1024, 512, 256
-"""The numbers of tokens for which torch's product may take the kernel's place in a batch-invariant one."""
+"""The numbers of tokens for which torch's product may take the kernel's place in a batch-invariant
+one."""
 _LARGE = 2**24
 """Elements of such weights."""
 _MOST = 2**27
@@ -37,9 +38,11 @@ _MOST = 2**27
 _ALIGNED = 256
 """Bytes. cuBLAS may choose another algorithm for tensors that are aligned to fewer."""
 _TELLING = 8
-"""Output columns in which another order of sums must show for a weight to tell it from the kernel's."""
+"""Output columns in which another order of sums must show for a weight to tell it from the
+kernel's."""
 _AGREED: dict[Any, bool] = {}
-"""Whether it had the kernel's bits, by the shapes and all else that its order of sums could depend on."""
+"""Whether it had the kernel's bits, by the shapes and all else that its order of sums could depend
+on."""
 
 
 @kernel(do_not_specialize=["tokens"])
@@ -56,10 +59,14 @@ def _linear_kernel(
     row_tile, token_tile = tl.program_id(0), tl.program_id(1)
     if GROUP > 1:
         row_tiles = tl.num_programs(0)
-        row_tile, token_tile = grouped(token_tile * row_tiles + row_tile, row_tiles, tl.num_programs(1), GROUP)
+        row_tile, token_tile = grouped(
+            token_tile * row_tiles + row_tile, row_tiles, tl.num_programs(1), GROUP
+        )
     i = tl.arange(0, ROWS)
     n = row_tile * ROWS + i
-    if GATED:  # 8 rows of the gate and then the same 8 of up, so that one thread has what belongs together
+    if (
+        GATED
+    ):  # 8 rows of the gate and then the same 8 of up, so that one thread has what belongs together
         n = row_tile * (ROWS // 2) + i // 16 * 8 + i % 8 + i // 8 % 2 * (rows // 2)
     t = token_tile * TOKENS + tl.arange(0, TOKENS)
     part = tl.program_id(2)
@@ -85,36 +92,58 @@ def _linear_kernel(
     first = out + part.to(tl.int64) * tokens * rows
     if SWAP:
         place = first + t.to(tl.int64)[None, :] * rows + n[:, None]
-        tl.store(place, acc.to(out.dtype.element_ty), mask=(n < rows)[:, None] & (t < tokens)[None, :])
+        tl.store(
+            place, acc.to(out.dtype.element_ty), mask=(n < rows)[:, None] & (t < tokens)[None, :]
+        )
     else:
         place = first + t.to(tl.int64)[:, None] * rows + n[None, :]
-        tl.store(place, acc.to(out.dtype.element_ty), mask=(t < tokens)[:, None] & (n < rows)[None, :])
+        tl.store(
+            place, acc.to(out.dtype.element_ty), mask=(t < tokens)[:, None] & (n < rows)[None, :]
+        )
 
 
 @triton.jit
-def _gate_rows(acc, ROWS: tl.constexpr, TOKENS: tl.constexpr, SWAP: tl.constexpr, TYPE: tl.constexpr):
-    """`silu(gate) * up`, each rounded to TYPE, in float32, of a product whose rows are 8 of the gate, 8 of up, 8 of the
-    gate, and so on; half as many rows."""
+def _gate_rows(
+    acc, ROWS: tl.constexpr, TOKENS: tl.constexpr, SWAP: tl.constexpr, TYPE: tl.constexpr
+):
+    """`silu(gate) * up`, each rounded to TYPE, in float32, of a product whose rows are 8 of the
+    gate, 8 of up, 8 of the gate, and so on; half as many rows."""
     HALF: tl.constexpr = ROWS // 2
     if SWAP:
         pairs = tl.permute(tl.reshape(acc, (ROWS // 16, 2, 8, TOKENS)), (0, 2, 3, 1))
     else:
         pairs = tl.permute(tl.reshape(acc, (TOKENS, ROWS // 16, 2, 8)), (0, 1, 3, 2))
     gate, up = tl.split(pairs.to(TYPE).to(tl.float32))
-    return tl.reshape(gated(gate, up), (HALF, TOKENS)) if SWAP else tl.reshape(gated(gate, up), (TOKENS, HALF))
+    return (
+        tl.reshape(gated(gate, up), (HALF, TOKENS))
+        if SWAP
+        else tl.reshape(gated(gate, up), (TOKENS, HALF))
+    )
 
 
-def linear(x: Tensor, weight: Tensor, bias: Tensor | None, leaves: int = 0, batch_invariant: bool = False) -> Tensor:
+def linear(
+    x: Tensor, weight: Tensor, bias: Tensor | None, leaves: int = 0, batch_invariant: bool = False
+) -> Tensor:
     """`weft::linear`."""
     if leaves:
-        own = linear_tile(x.shape[0], *weight.shape, False, batch_invariant=True) if x.itemsize == 2 else None
+        own = (
+            linear_tile(x.shape[0], *weight.shape, False, batch_invariant=True)
+            if x.itemsize == 2
+            else None
+        )
         return run_tile(x, None, weight, None, bias, x.dtype, own or _WIDE, leaves)
-    tile = linear_tile(x.shape[0], *weight.shape, False, batch_invariant) if x.itemsize == 2 else None
+    tile = (
+        linear_tile(x.shape[0], *weight.shape, False, batch_invariant) if x.itemsize == 2 else None
+    )
     if batch_invariant and tile is None:
         tile = _WIDE
     if tile is not None and batch_invariant and x.shape[0] >= _BLOCKS[-1] and _is_large(weight):
         return _in_blocks(x.contiguous(), weight, bias, tile)
-    return F.linear(x, weight, bias) if tile is None else run_tile(x, None, weight, None, bias, x.dtype, tile)
+    return (
+        F.linear(x, weight, bias)
+        if tile is None
+        else run_tile(x, None, weight, None, bias, x.dtype, tile)
+    )
 
 
 def swiglu(x: Tensor, weight: Tensor, bias: Tensor | None, batch_invariant: bool = False) -> Tensor:
@@ -135,14 +164,21 @@ def _is_large(weight: Tensor) -> bool:
 
 
 def _in_blocks(x: Tensor, weight: Tensor, bias: Tensor | None, tile: Tile) -> Tensor:
-    """A batch-invariant product of many tokens, in blocks of a few sizes: by torch's product where that was seen to
-    give the same bits as the kernel, and by the kernel otherwise. So what was seen decides the time alone."""
+    """A batch-invariant product of many tokens, in blocks of a few sizes: by torch's product where
+    that was seen to give the same bits as the kernel, and by the kernel otherwise. So what was seen
+    decides the time alone."""
     out, start = x.new_empty(len(x), len(weight)), 0
-    sizes = [size for size in _BLOCKS if size * len(weight) <= _MOST] if _may_stand_in(x, weight, bias) else []
+    sizes = (
+        [size for size in _BLOCKS if size * len(weight) <= _MOST]
+        if _may_stand_in(x, weight, bias)
+        else []
+    )
     for size in sizes:
         agrees = len(x) - start >= size and _agrees(size, x, weight, bias, tile)
         while agrees and len(x) - start >= size:
-            _multiply_segments(x[start : start + size], weight, bias, tile.segments, out[start : start + size])
+            _multiply_segments(
+                x[start : start + size], weight, bias, tile.segments, out[start : start + size]
+            )
             start += size
     if start < len(x):
         out[start:] = run_tile(x[start:], None, weight, None, bias, x.dtype, tile)
@@ -150,22 +186,36 @@ def _in_blocks(x: Tensor, weight: Tensor, bias: Tensor | None, tile: Tile) -> Te
 
 
 def _may_stand_in(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
-    """Whether torch chooses its product by what `_agrees` knows: not with float16 sums, TunableOp or autocast, nor for
-    tensors that are aligned otherwise than those of a trial."""
+    """Whether torch chooses its product by what `_agrees` knows: not with float16 sums, TunableOp
+    or autocast, nor for tensors that are aligned otherwise than those of a trial."""
     is_other = torch.backends.cuda.matmul.allow_fp16_accumulation or torch.cuda.tunable.is_enabled()
     aligned = all(given is None or given.data_ptr() % _ALIGNED == 0 for given in (x, weight, bias))
     return aligned and not is_other and not torch.is_autocast_enabled("cuda")
 
 
 def _agrees(size: int, x: Tensor, weight: Tensor, bias: Tensor | None, tile: Tile) -> bool:
-    """Whether torch's product of a block of this many tokens has the bits of the kernel's. It is tried once for each
-    shape with random tokens, and not while a graph is captured. (While kernels are compiled ahead, a trial only asks
-    for its own.) A weight that cannot tell, such as one of zeros, whose sum is the same in any order, is not tried
-    again, and leaves it to the next one of its shape."""
+    """Whether torch's product of a block of this many tokens has the bits of the kernel's. It is
+    tried once for each shape with random tokens, and not while a graph is captured. (While kernels
+    are compiled ahead, a trial only asks for its own.) A weight that cannot tell, such as one of
+    zeros, whose sum is the same in any order, is not tried again, and leaves it to the next one of
+    its shape."""
     matmul = torch.backends.cuda.matmul
-    settings = matmul.allow_bf16_reduced_precision_reduction, matmul.allow_fp16_reduced_precision_reduction
+    settings = (
+        matmul.allow_bf16_reduced_precision_reduction,
+        matmul.allow_fp16_reduced_precision_reduction,
+    )
     library = torch.backends.cuda.preferred_blas_library()
-    key = size, tuple(weight.shape), weight.stride(), bias is None, x.dtype, x.device, tile.segments, settings, library
+    key = (
+        size,
+        tuple(weight.shape),
+        weight.stride(),
+        bias is None,
+        x.dtype,
+        x.device,
+        tile.segments,
+        settings,
+        library,
+    )
     alone = key, weight.data_ptr()
     if not {key, alone} & _AGREED.keys() and not torch.cuda.is_current_stream_capturing():
         generator = torch.Generator(x.device).manual_seed(size)
@@ -173,7 +223,10 @@ def _agrees(size: int, x: Tensor, weight: Tensor, bias: Tensor | None, tile: Til
         found = x.new_empty(size, len(weight))
         _multiply_segments(tokens, weight, bias, tile.segments, found)
         pairs = zip(tokens.split(_BLOCKS[-1]), found.split(_BLOCKS[-1]), strict=True)
-        same = all(torch.equal(run_tile(t, None, weight, None, bias, x.dtype, tile), own) for t, own in pairs)
+        same = all(
+            torch.equal(run_tile(t, None, weight, None, bias, x.dtype, tile), own)
+            for t, own in pairs
+        )
         other = attrs.evolve(tile, segments=tile.segments + 1)
         last = run_tile(tokens[-_BLOCKS[-1] :], None, weight, None, bias, x.dtype, other)
         tells = int((last != found[-_BLOCKS[-1] :]).any(0).sum()) >= _TELLING
@@ -182,10 +235,14 @@ def _agrees(size: int, x: Tensor, weight: Tensor, bias: Tensor | None, tile: Til
     return _AGREED.get(key, False)
 
 
-def _multiply_segments(x: Tensor, weight: Tensor, bias: Tensor | None, segments: int, out: Tensor) -> None:
+def _multiply_segments(
+    x: Tensor, weight: Tensor, bias: Tensor | None, segments: int, out: Tensor
+) -> None:
     """Write torch's product to `out`; several segments are added up in float32, first to last."""
     if segments == 1:
-        torch.mm(x, weight.t(), out=out) if bias is None else torch.addmm(bias, x, weight.t(), out=out)
+        torch.mm(x, weight.t(), out=out) if bias is None else torch.addmm(
+            bias, x, weight.t(), out=out
+        )
         return
     share = segment_columns(x.shape[1], segments)
     (first, *others) = zip(x.split(share, 1), weight.split(share, 1), strict=True)
@@ -217,9 +274,11 @@ def fp8_linear(
     return run_tile(values, scales, weight, scale, bias, dtype, own, leaves)
 
 
-def _scaled_mm(values: Tensor, scales: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None) -> Tensor:
-    """torch's product in blocks, which is cuBLASLt's, in bfloat16. It takes a multiple of four tokens, their scales by
-    columns, and the scales of the weights by columns, padded to four."""
+def _scaled_mm(
+    values: Tensor, scales: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None
+) -> Tensor:
+    """torch's product in blocks, which is cuBLASLt's, in bfloat16. It takes a multiple of four
+    tokens, their scales by columns, and the scales of the weights by columns, padded to four."""
     tokens, missing = len(values), -len(values) % 4
     if missing:
         values = F.pad(values.view(torch.uint8), (0, 0, 0, missing)).view(values.dtype)
@@ -243,8 +302,9 @@ def run_tile(
     leaves: int = 0,
     gate: bool = False,
 ) -> Tensor:
-    """A linear layer with this tile, in FP8 if the weights and x have scales; its parts are leaves, if there are
-    some. With `gate` its first half of rows is the gate of the second, and the tile has one part."""
+    """A linear layer with this tile, in FP8 if the weights and x have scales; its parts are leaves,
+    if there are some. With `gate` its first half of rows is the gate of the second, and the tile
+    has one part."""
     weight, bias = weight.contiguous(), None if bias is None else bias.contiguous()
     (tokens, columns), rows, fp8 = x.shape, weight.shape[0], scale is not None
     if leaves:

@@ -1,4 +1,5 @@
-"""`weft::add_lora`: the low-rank adapter of each token, added to a linear layer (Hu et al., 2021, arXiv 2106.09685)."""
+"""`weft::add_lora`: the low-rank adapter of each token, added to a linear layer (Hu et al., 2021,
+arXiv 2106.09685)."""
 
 from collections.abc import Sequence
 from itertools import pairwise
@@ -29,7 +30,10 @@ def _check(
     if wanted != (
         (tokens, rows), (num_slots, pairs, rank, columns), (num_slots, rows, rank), (tokens,), pairs + 1, 0, rows,
     ) or not x.dtype == a.dtype == b.dtype or (leaves and num_parts(y) != leaves):  # fmt: skip
-        shapes = ", ".join(f"{name} {list(t.shape)} {t.dtype}" for name, t in (("y", y), ("x", x), ("a", a), ("b", b)))
+        shapes = ", ".join(
+            f"{name} {list(t.shape)} {t.dtype}"
+            for name, t in (("y", y), ("x", x), ("a", a), ("b", b))
+        )
         seen = f"{shapes}, slots {list(slots.shape)}"
         instead = "y [T, N], x [T, K], a [L, P, R, K], b [L, N, R], slots [T], P + 1 starts from 0 to N, one dtype"
         instead += f"; y [{leaves}, T, N]" * bool(leaves)
@@ -47,22 +51,33 @@ def functional_add_lora(
     starts: Sequence[int],
     leaves: int = 0,
 ) -> Tensor:
-    """`add_lora` without a read on the host: every slot multiplies all tokens, and only its own keep the result."""
+    """`add_lora` without a read on the host: every slot multiplies all tokens, and only its own
+    keep the result."""
     if leaves:
         own = zip(y, x.chunk(leaves, 1), a.chunk(leaves, 3), strict=True)
         given = b, slots, active, starts
-        return torch.stack([_add_to_all(widened(part), left, right, *given) for part, left, right in own])
+        return torch.stack(
+            [_add_to_all(widened(part), left, right, *given) for part, left, right in own]
+        )
     return _add_to_all(widened(sum_parts(y, x.dtype)), x, a, b, slots, active, starts).to(x.dtype)
 
 
 def _add_to_all(
-    total: Tensor, x: Tensor, a: Tensor, b: Tensor, slots: Tensor, active: Tensor, starts: Sequence[int]
+    total: Tensor,
+    x: Tensor,
+    a: Tensor,
+    b: Tensor,
+    slots: Tensor,
+    active: Tensor,
+    starts: Sequence[int],
 ) -> Tensor:
     wide = widened(x)
     for slot in range(a.shape[0]):
         low = [(wide @ widened(a[slot, pair]).T).to(x.dtype) for pair in range(a.shape[1])]
         parts = zip(low, pairwise(starts), strict=True)
-        added = torch.cat([widened(part) @ widened(b[slot, start:end]).T for part, (start, end) in parts], -1)
+        added = torch.cat(
+            [widened(part) @ widened(b[slot, start:end]).T for part, (start, end) in parts], -1
+        )
         mine = (slots == slot) & (active == slot).any()
         total = total + torch.where(mine[:, None], added, 0)
     return total
@@ -87,9 +102,9 @@ def add_lora(
 ) -> Tensor:
     """`y[t] + b[s] @ (a[s] @ x[t])`, where s is `slots[t]`; `y[t]` where s is not an active slot.
 
-    A slot holds P pairs of matrices, one for each linear layer of a fused product: those of `a` one after another,
-    those of `b` one below another. The result of `a` is rounded to x's dtype; products are added up in float32, and the
-    sum is rounded once.
+    A slot holds P pairs of matrices, one for each linear layer of a fused product: those of `a` one
+    after another, those of `b` one below another. The result of `a` is rounded to x's dtype;
+    products are added up in float32, and the sum is rounded once.
 
     Args:
         y: `[T, N]` of x's dtype, or float32 parts of it `[S, T, N]` (`weft.ops.products.parts`).
@@ -99,8 +114,8 @@ def add_lora(
         slots: `[T]` int32; -1: none.
         active: `[n]` int32, the slots that occur in `slots`, each once, and -1.
         starts: P + 1 columns of y: the first column of each pair, and N.
-        leaves: into which K is cut evenly, when y is the leaves of a product of x (`weft.ops.products.leaves`); each
-            gets what its own columns give. 0: K is not cut.
+        leaves: into which K is cut evenly, when y is the leaves of a product of x
+            (`weft.ops.products.leaves`); each gets what its own columns give. 0: K is not cut.
 
     Returns:
         `[T, N]` of x's dtype, or the leaves `[leaves, T, N]` float32.
@@ -110,7 +125,9 @@ def add_lora(
     """
     if leaves:
         own = zip(y, x.chunk(leaves, 1), a.chunk(leaves, 3), strict=True)
-        return torch.stack([_add(part, left, right, b, slots, active, starts, True) for part, left, right in own])
+        return torch.stack(
+            [_add(part, left, right, b, slots, active, starts, True) for part, left, right in own]
+        )
     return _add(sum_parts(y, x.dtype), x, a, b, slots, active, starts, batch_invariant).to(x.dtype)
 
 
@@ -129,6 +146,10 @@ def _add(
     for slot in active[active >= 0].tolist():
         mine = (slots == slot).nonzero()[:, 0]
         for pair, (start, end) in enumerate(pairwise(starts)):
-            low = multiply(x[mine].float(), a[slot, pair].float(), None, batch_invariant).to(x.dtype)
-            total[mine, start:end] += multiply(low.float(), b[slot, start:end].float(), None, batch_invariant)
+            low = multiply(x[mine].float(), a[slot, pair].float(), None, batch_invariant).to(
+                x.dtype
+            )
+            total[mine, start:end] += multiply(
+                low.float(), b[slot, start:end].float(), None, batch_invariant
+            )
     return total

@@ -1,8 +1,9 @@
-"""The CUDA implementation of `weft::add_lora`, in Triton: one kernel for `a`, one for `b`, for any tokens of any slots.
+"""The CUDA implementation of `weft::add_lora`, in Triton: one kernel for `a`, one for `b`, for any
+tokens of any slots.
 
-A program takes a block of tokens in the order of the batch, and leaves out those of other slots. Each result has one
-writer, and sums have one order, so that a token's result does not depend on the rest of the batch. Import this module
-only where triton is installed.
+A program takes a block of tokens in the order of the batch, and leaves out those of other slots.
+Each result has one writer, and sums have one order, so that a token's result does not depend on the
+rest of the batch. Import this module only where triton is installed.
 """
 
 # Triton's decorators have no types, and neither have the pointers that a kernel takes.
@@ -23,7 +24,8 @@ _TOKENS, _ROWS, _COLUMNS = 16, 64, 128
 _MOST_RANK = 64
 """The most ranks in a block; a larger rank takes several steps."""
 _SHARE = 1024
-"""The most columns of x that a program multiplies. Several programs share more; the second kernel adds their sums."""
+"""The most columns of x that a program multiplies. Several programs share more; the second kernel
+adds their sums."""
 
 
 @kernel(do_not_specialize=["tokens"])
@@ -100,8 +102,14 @@ def add_lora(
     """`weft::add_lora`, which is batch invariant in any case."""
     (tokens, columns), (_, pairs, rank, _), rows = x.shape, a.shape, b.shape[1]
     assert pairs <= 3, "no more linear layers than three are one product"
-    out = x.new_empty((leaves, tokens, rows), dtype=torch.float32) if leaves else x.new_empty((tokens, rows))
-    share = leaf_columns(columns, leaves) if leaves else cdiv(min(_SHARE, columns), _COLUMNS) * _COLUMNS
+    out = (
+        x.new_empty((leaves, tokens, rows), dtype=torch.float32)
+        if leaves
+        else x.new_empty((tokens, rows))
+    )
+    share = (
+        leaf_columns(columns, leaves) if leaves else cdiv(min(_SHARE, columns), _COLUMNS) * _COLUMNS
+    )
     splits, num_active = cdiv(columns, share), active.shape[0]
     low = x.new_empty((splits, tokens, pairs * rank), dtype=torch.float32)
     token_blocks, ranks = cdiv(tokens, _TOKENS), max(16, min(power_of_two(rank), _MOST_RANK))

@@ -1,10 +1,11 @@
 """Parts: a result whose sum the next kernel forms, so that no launch is spent on addition alone.
 
-A product that was split, over its columns or over experts, is `[S, T, N]`: S parts, to be added in float32, first to
-last, and rounded once to the model's dtype. Every operator here that takes such a result also takes the sum, `[T, N]`.
+A product that was split, over its columns or over experts, is `[S, T, N]`: S parts, to be added in
+float32, first to last, and rounded once to the model's dtype. Every operator here that takes such a
+result also takes the sum, `[T, N]`.
 
-Leaves are parts that are added up as a balanced tree instead (`weft.ops.products.leaves`), so that ranks may have some
-of them each.
+Leaves are parts that are added up as a balanced tree instead (`weft.ops.products.leaves`), so that
+ranks may have some of them each.
 """
 
 from collections.abc import Callable, Sequence
@@ -28,13 +29,15 @@ def sum_parts(x: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def widened(x: Tensor) -> Tensor:
-    """x in float32, in which the operators compute; float64, in which derivatives are checked, stays."""
+    """x in float32, in which the operators compute; float64, in which derivatives are checked,
+    stays."""
     return x if x.dtype == torch.float64 else x.float()
 
 
 def balanced(add: Callable[[Tensor, Tensor], Tensor], xs: Sequence[Tensor]) -> Tensor:
-    """The tensors added up, by a function of two, as a balanced tree: `(x0 + x1) + (x2 + x3)`. So those whose number is
-    a power of two may be added up on several ranks, as many on each, and then the ranks' sums."""
+    """The tensors added up, by a function of two, as a balanced tree: `(x0 + x1) + (x2 + x3)`. So
+    those whose number is a power of two may be added up on several ranks, as many on each, and then
+    the ranks' sums."""
     while len(xs) > 1:
         xs = [add(*xs[i : i + 2]) if i + 1 < len(xs) else xs[i] for i in range(0, len(xs), 2)]
     return xs[0]

@@ -1,8 +1,10 @@
-"""The rules on logits that requests ask for, as pure functions: each row of [num_reqs, vocab_size] has its own.
+"""The rules on logits that requests ask for, as pure functions: each row of [num_reqs, vocab_size]
+has its own.
 
-`process` applies them in the order of vLLM's sampler (docs.vllm.ai, `vllm.v1.sample.sampler.Sampler`): allowed tokens,
-the stop tokens of a request that is still too short, bias, penalties (repetition, frequency, presence), temperature,
-min_p, top_k, top_p. transformers' `generate` has the same order except that min_p is last, so that its top_p counts the
+`process` applies them in the order of vLLM's sampler (docs.vllm.ai,
+`vllm.v1.sample.sampler.Sampler`): allowed tokens, the stop tokens of a request that is still too
+short, bias, penalties (repetition, frequency, presence), temperature, min_p, top_k, top_p.
+transformers' `generate` has the same order except that min_p is last, so that its top_p counts the
 tokens that min_p drops.
 """
 
@@ -13,7 +15,8 @@ import torch
 from torch import Tensor
 
 FLOATS = ("temperature", "top_p", "margin", "repetition", "frequency", "presence")
-"""The columns of a table's `floats`. The margin is -log(min_p), the largest distance from the best scaled logit."""
+"""The columns of a table's `floats`. The margin is -log(min_p), the largest distance from the best
+scaled logit."""
 TEMPERATURE, TOP_P, MARGIN, REPETITION, FREQUENCY, PRESENCE = map(FLOATS.index, FLOATS)
 
 INTS = ("seed", "features", "top_k", "min_len")
@@ -24,7 +27,8 @@ PENALTIES, BIAS, ALLOWED, STOPS, FILTERS = 1, 2, 4, 8, 16
 """Bits of the features that a request uses. The parameters of other features are not read."""
 
 IN_PROMPT = -(1 << 15)
-"""The sign bit in a table's `counts`: the prompt holds the token. The other bits count how often it was generated."""
+"""The sign bit in a table's `counts`: the prompt holds the token. The other bits count how often it
+was generated."""
 
 MOST_COUNTED = (1 << 15) - 1
 """The largest count of a token; a penalty of 0.01 makes it 300."""
@@ -60,7 +64,9 @@ def pack_bits(token_ids: Iterable[int], vocab_size: int) -> Tensor:
     for token in token_ids:
         words[token // 32] = words.get(token // 32, 0) | 1 << token % 32
     mask = torch.zeros(-(-vocab_size // 32), dtype=torch.int64)
-    mask[torch.tensor(list(words), dtype=torch.int64)] = torch.tensor(list(words.values()), dtype=torch.int64)
+    mask[torch.tensor(list(words), dtype=torch.int64)] = torch.tensor(
+        list(words.values()), dtype=torch.int64
+    )
     return mask.to(torch.int32)
 
 
@@ -77,11 +83,14 @@ def bar(logits: Tensor, barred: Tensor) -> Tensor:
 
 def add_bias(logits: Tensor, token_ids: Tensor, bias: Tensor) -> Tensor:
     """Add `bias` to the logits of `token_ids`, [num_reqs, most] each; an id of -1 is skipped."""
-    return logits.scatter_add(1, token_ids.clamp(min=0).to(torch.int64), torch.where(token_ids < 0, 0.0, bias))
+    return logits.scatter_add(
+        1, token_ids.clamp(min=0).to(torch.int64), torch.where(token_ids < 0, 0.0, bias)
+    )
 
 
 def penalise_repetition(logits: Tensor, seen: Tensor, penalty: Tensor) -> Tensor:
-    """Divide the positive logits of tokens in the prompt or the completion, and multiply the negative ones.
+    """Divide the positive logits of tokens in the prompt or the completion, and multiply the
+    negative ones.
 
     Source: Keskar et al., "CTRL", 2019, arXiv 1909.05858, in the form of transformers.
     """
@@ -90,7 +99,8 @@ def penalise_repetition(logits: Tensor, seen: Tensor, penalty: Tensor) -> Tensor
 
 
 def penalise_frequency(logits: Tensor, generated: Tensor, penalty: Tensor) -> Tensor:
-    """Subtract the penalty once for each time that a token was generated [num_reqs, vocab_size], as in OpenAI's API."""
+    """Subtract the penalty once for each time that a token was generated [num_reqs, vocab_size], as
+    in OpenAI's API."""
     return logits - penalty[:, None] * generated
 
 
@@ -100,40 +110,49 @@ def penalise_presence(logits: Tensor, generated: Tensor, penalty: Tensor) -> Ten
 
 
 def scale(logits: Tensor, temperature: Tensor) -> Tensor:
-    """(logits - the largest logit) / temperature; the logits themselves where the temperature is 0, which is greedy.
+    """(logits - the largest logit) / temperature; the logits themselves where the temperature is 0,
+    which is greedy.
 
     The differences overflow to -inf at the smallest temperatures, and never to a tie.
     """
     greedy = (temperature <= 0)[:, None]
     top = logits.amax(-1, keepdim=True)
     top = torch.where(top == -torch.inf, 0.0, top)  # all is barred: avoid -inf - -inf
-    return torch.where(greedy, logits, (logits - top) / torch.where(greedy, 1.0, temperature[:, None]))
+    return torch.where(
+        greedy, logits, (logits - top) / torch.where(greedy, 1.0, temperature[:, None])
+    )
 
 
 def keep_min_p(scaled: Tensor, margin: Tensor) -> Tensor:
-    """Bar tokens less likely than min_p times the likeliest one; margin is -log(min_p) (Nguyen et al., 2024, arXiv
-    2407.01082)."""
+    """Bar tokens less likely than min_p times the likeliest one; margin is -log(min_p) (Nguyen et
+    al., 2024, arXiv 2407.01082)."""
     return bar(scaled, scaled.amax(-1, keepdim=True) - scaled > margin[:, None])
 
 
 def keep_top_k(scaled: Tensor, top_k: Tensor) -> Tensor:
-    """Bar all but the k largest logits and those that tie with the last of them; 0 keeps all (Fan et al., 2018, arXiv
-    1805.04833)."""
+    """Bar all but the k largest logits and those that tie with the last of them; 0 keeps all (Fan
+    et al., 2018, arXiv 1805.04833)."""
     last = torch.where(top_k <= 0, scaled.shape[1], top_k).clamp(max=scaled.shape[1]) - 1
     least = scaled.sort(-1, descending=True).values.gather(1, last[:, None])
     return bar(scaled, scaled < least)
 
 
 def keep_top_p(scaled: Tensor, top_p: Tensor) -> Tensor:
-    """Keep the smallest set of the likeliest tokens whose probability reaches top_p, and those that tie with its last
-    (Holtzman et al., 2019, arXiv 1904.09751)."""
+    """Keep the smallest set of the likeliest tokens whose probability reaches top_p, and those that
+    tie with its last (Holtzman et al., 2019, arXiv 1904.09751)."""
     ordered = scaled.sort(-1, descending=True).values
     mass = (ordered - ordered[:, :1]).exp().double().cumsum(-1)
-    last = (mass < top_p.double()[:, None] * mass[:, -1:]).sum(-1, keepdim=True).clamp(max=scaled.shape[1] - 1)
+    last = (
+        (mass < top_p.double()[:, None] * mass[:, -1:])
+        .sum(-1, keepdim=True)
+        .clamp(max=scaled.shape[1] - 1)
+    )
     return torch.where((top_p < 1)[:, None], bar(scaled, scaled < ordered.gather(1, last)), scaled)
 
 
-def adjust(logits: Tensor, rules: Rules, positions: Tensor, token_mask: Tensor | None = None) -> Tensor:
+def adjust(
+    logits: Tensor, rules: Rules, positions: Tensor, token_mask: Tensor | None = None
+) -> Tensor:
     """The rules of `process` before temperature, which can change the most likely token."""
     vocab = logits.shape[1]
     if token_mask is not None:
@@ -149,19 +168,25 @@ def adjust(logits: Tensor, rules: Rules, positions: Tensor, token_mask: Tensor |
     return torch.where(rules.uses(PENALTIES), penalised, logits)
 
 
-def process(logits: Tensor, rules: Rules, positions: Tensor, token_mask: Tensor | None = None) -> Tensor:
-    """Apply all rules. The softmax of the result is the distribution of tokens, its arg max the greedy token.
+def process(
+    logits: Tensor, rules: Rules, positions: Tensor, token_mask: Tensor | None = None
+) -> Tensor:
+    """Apply all rules. The softmax of the result is the distribution of tokens, its arg max the
+    greedy token.
 
     Args:
         logits: [num_reqs, vocab_size], computed with in float32.
         rules: of these requests.
         positions: [num_reqs] int64, of the last token that the model has read.
-        token_mask: [num_reqs, ceil(vocab_size / 32)] int32, a bit for each token that a grammar allows; None: all.
+        token_mask: [num_reqs, ceil(vocab_size / 32)] int32, a bit for each token that a grammar
+            allows; None: all.
 
     Returns:
         [num_reqs, vocab_size] float32, -inf for tokens that cannot be drawn.
     """
-    scaled = scale(adjust(logits.float(), rules, positions, token_mask), rules.floats[:, TEMPERATURE])
+    scaled = scale(
+        adjust(logits.float(), rules, positions, token_mask), rules.floats[:, TEMPERATURE]
+    )
     kept = keep_min_p(scaled, rules.floats[:, MARGIN])
     kept = keep_top_p(keep_top_k(kept, rules.ints[:, TOP_K]), rules.floats[:, TOP_P])
     return torch.where(rules.uses(FILTERS), kept, scaled)

@@ -5,12 +5,12 @@ from torch import Tensor
 
 
 def find_drafts(tokens: Tensor, lengths: Tensor, count: int, shortest: int, longest: int) -> Tensor:
-    """The tokens after the latest earlier occurrence of a request's last n-gram, with n as large as possible, from
-    `longest` down to `shortest`.
+    """The tokens after the latest earlier occurrence of a request's last n-gram, with n as large as
+    possible, from `longest` down to `shortest`.
 
-    If the known tokens end before `count` drafts are found, the drafts start again from the first token after the
-    occurrence, so that text that repeats itself is drafted whole. (Prompt lookup decoding, Saxena, 2023, takes the
-    earliest occurrence, and stops at the known tokens.)
+    If the known tokens end before `count` drafts are found, the drafts start again from the first
+    token after the occurrence, so that text that repeats itself is drafted whole. (Prompt lookup
+    decoding, Saxena, 2023, takes the earliest occurrence, and stops at the known tokens.)
 
     Args:
         tokens: [num_reqs, most] integers; those past a request's length are not read.
@@ -28,7 +28,9 @@ def find_drafts(tokens: Tensor, lengths: Tensor, count: int, shortest: int, long
     place = torch.arange(width, device=tokens.device)
     last = (lengths - 1)[:, None]
     alive = place < last
-    run = torch.zeros_like(tokens, dtype=torch.int64)  # the number of tokens up to each place that equal the last ones
+    run = torch.zeros_like(
+        tokens, dtype=torch.int64
+    )  # the number of tokens up to each place that equal the last ones
     for back in range(longest):
         wanted = tokens.gather(1, (last - back).clamp(min=0))
         alive = alive & (place >= back) & (tokens.roll(back, 1) == wanted)
@@ -36,4 +38,6 @@ def find_drafts(tokens: Tensor, lengths: Tensor, count: int, shortest: int, long
     best, end = torch.where(run >= shortest, run * width + place, -1).max(1, keepdim=True)
     period = last - end
     ahead = torch.arange(count, device=tokens.device) % period.clamp(min=1)
-    return torch.where(best >= 0, tokens.gather(1, (end + 1 + ahead).clamp(max=width - 1)).to(torch.int64), -1)
+    return torch.where(
+        best >= 0, tokens.gather(1, (end + 1 + ahead).clamp(max=width - 1)).to(torch.int64), -1
+    )

@@ -1,4 +1,5 @@
-"""The draw of a token: `weft::sample`, `weft::sample_rows` by a table of parameters, and `weft::count_tokens`.
+"""The draw of a token: `weft::sample`, `weft::sample_rows` by a table of parameters, and
+`weft::count_tokens`.
 
 A request's seed and position fix its random numbers, in any batch, order or split.
 """
@@ -13,7 +14,16 @@ from torch import Tensor
 from weft.errors import RequestError
 from weft.ops.products.parts import widened
 from weft.ops.register import operator
-from weft.ops.sampling.logits import FEATURES, IN_PROMPT, MOST_COUNTED, PENALTIES, SEED, TEMPERATURE, process, scale
+from weft.ops.sampling.logits import (
+    FEATURES,
+    IN_PROMPT,
+    MOST_COUNTED,
+    PENALTIES,
+    SEED,
+    TEMPERATURE,
+    process,
+    scale,
+)
 from weft.ops.sampling.splitmix import exponential, random_bits
 from weft.sampling_table import SamplingTable
 
@@ -21,8 +31,8 @@ from weft.sampling_table import SamplingTable
 def _choose(
     logits: Tensor, scaled: Tensor, temperature: Tensor, seeds: Tensor, positions: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """The arg max of `scaled`, with noise unless the temperature is 0, and its logprob by `logits`; -inf where all of
-    `scaled` is."""
+    """The arg max of `scaled`, with noise unless the temperature is 0, and its logprob by `logits`;
+    -inf where all of `scaled` is."""
     noise = -torch.log(exponential(random_bits(seeds, positions, logits.shape[-1])))
     token_ids = torch.where((temperature <= 0)[:, None], scaled, scaled + noise).argmax(-1)
     logprobs = token_logprobs.reference(logits, token_ids[:, None])[:, 0]
@@ -35,13 +45,18 @@ def _choose(
     fake=lambda temperature, seeds: (torch.empty_like(seeds), torch.empty_like(temperature)),
 )
 def sample(
-    logits: Tensor, temperature: Tensor, seeds: Tensor, positions: Tensor, batch_invariant: bool = False
+    logits: Tensor,
+    temperature: Tensor,
+    seeds: Tensor,
+    positions: Tensor,
+    batch_invariant: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """Draw one token a request: the arg max where the temperature is 0, else from softmax(logits / temperature).
+    """Draw one token a request: the arg max where the temperature is 0, else from softmax(logits /
+    temperature).
 
-    With independent exponentials E_i, the index that maximises l_i / t - log(E_i) is distributed as softmax(l / t): the
-    Gumbel-max trick (Gumbel 1954; Maddison, Tarlow and Minka, 2014, arXiv 1411.0030). On CUDA one kernel reads the
-    logits once and keeps nothing of their size.
+    With independent exponentials E_i, the index that maximises l_i / t - log(E_i) is distributed as
+    softmax(l / t): the Gumbel-max trick (Gumbel 1954; Maddison, Tarlow and Minka, 2014, arXiv
+    1411.0030). On CUDA one kernel reads the logits once and keeps nothing of their size.
 
     The token has no derivative, since it changes in steps; its logprob has one.
 
@@ -51,10 +66,12 @@ def sample(
         seeds, positions: [num_reqs] int64; equal pairs draw equal noise.
 
     Returns:
-        Token ids [num_reqs] int64, and [num_reqs] float32 logprobs of them under softmax(logits), temperature 1. Where
-        no token can be drawn the logprob is -inf, and the id is some token's.
+        Token ids [num_reqs] int64, and [num_reqs] float32 logprobs of them under softmax(logits),
+        temperature 1. Where no token can be drawn the logprob is -inf, and the id is some token's.
     """
-    return _choose(logits, scale(logits.detach().float(), temperature), temperature, seeds, positions)
+    return _choose(
+        logits, scale(logits.detach().float(), temperature), temperature, seeds, positions
+    )
 
 
 @operator(
@@ -62,7 +79,8 @@ def sample(
     fake=lambda token_ids: torch.empty_like(token_ids, dtype=torch.float32),
 )
 def token_logprobs(logits: Tensor, token_ids: Tensor) -> Tensor:
-    """The logprobs of some tokens under softmax(logits), as `sample` gives the logprob of the token that it draws.
+    """The logprobs of some tokens under softmax(logits), as `sample` gives the logprob of the token
+    that it draws.
 
     In `weft.batch_invariant()` the two are equal, bit for bit.
 
@@ -82,23 +100,30 @@ def token_logprobs(logits: Tensor, token_ids: Tensor) -> Tensor:
 
 
 def sample_rows(
-    logits: Tensor, table: SamplingTable, rows: Tensor, positions: Tensor, token_mask: Tensor | None = None
+    logits: Tensor,
+    table: SamplingTable,
+    rows: Tensor,
+    positions: Tensor,
+    token_mask: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Draw one token a request, by its row of the table: from the softmax of `weft.ops.sampling.logits.process`.
+    """Draw one token a request, by its row of the table: from the softmax of
+    `weft.ops.sampling.logits.process`.
 
-    A request depends only on its own row, logits, mask and position. On CUDA a request that uses no feature costs what
-    it costs in `sample`, and one launch.
+    A request depends only on its own row, logits, mask and position. On CUDA a request that uses no
+    feature costs what it costs in `sample`, and one launch.
 
     Args:
         logits: [num_reqs, vocab_size] floating point, computed with in float32; unchanged.
         table: of the stage that samples.
         rows: [num_reqs] int64; -1 for padding, which draws some token.
         positions: [num_reqs] int64, of the last token that the model has read.
-        token_mask: [num_reqs, ceil(vocab_size / 32)] int32, a bit for each token that a grammar allows; None: all.
+        token_mask: [num_reqs, ceil(vocab_size / 32)] int32, a bit for each token that a grammar
+            allows; None: all.
 
     Returns:
-        Token ids and logprobs, as `sample` returns them. The logprobs are the model's, before the rules changed the
-        logits; -inf where the table, the mask and the model together leave no token.
+        Token ids and logprobs, as `sample` returns them. The logprobs are the model's, before the
+        rules changed the logits; -inf where the table, the mask and the model together leave no
+        token.
 
     Raises:
         RequestError: the table or the mask is of another vocabulary.
@@ -118,20 +143,33 @@ def sample_rows(
     )  # fmt: skip
 
 
-def functional_sample_rows(logits: Tensor, rows: Tensor, positions: Tensor, *tensors: Tensor) -> tuple[Tensor, Tensor]:
+def functional_sample_rows(
+    logits: Tensor, rows: Tensor, positions: Tensor, *tensors: Tensor
+) -> tuple[Tensor, Tensor]:
     """`sample_rows` without a read on the host: all requests are processed."""
     table, token_mask = SamplingTable(*tensors[:-1]), tensors[-1]
-    temperature, seeds, constant = table.floats[rows, TEMPERATURE], table.ints[rows, SEED], logits.detach()
+    temperature, seeds, constant = (
+        table.floats[rows, TEMPERATURE],
+        table.ints[rows, SEED],
+        logits.detach(),
+    )
     used = _uses_something(table, rows, token_mask)[:, None]
     processed = process(constant, table.rules(rows), positions, token_mask)
     return _choose(
-        logits, torch.where(used, processed, scale(constant.float(), temperature)), temperature, seeds, positions
+        logits,
+        torch.where(used, processed, scale(constant.float(), temperature)),
+        temperature,
+        seeds,
+        positions,
     )
 
 
 @operator(
     kernel="weft.ops.sampling.sample_rows_triton:draw_rows",
-    fake=lambda positions: (torch.empty_like(positions), torch.empty_like(positions, dtype=torch.float32)),
+    fake=lambda positions: (
+        torch.empty_like(positions),
+        torch.empty_like(positions, dtype=torch.float32),
+    ),
     functional=functional_sample_rows,
 )
 def _sample_rows(
@@ -163,11 +201,14 @@ def _uses_something(table: SamplingTable, rows: Tensor, token_mask: Tensor | Non
     return (rows >= 0) & ((table.ints[rows, FEATURES] != 0) | (token_mask is not None))
 
 
-def count_tokens(table: SamplingTable, rows: Tensor, token_ids: Tensor, kept: Tensor) -> SamplingTable:
-    """Count a token for each request where `kept` [num_reqs] bool is true and the request has penalties.
+def count_tokens(
+    table: SamplingTable, rows: Tensor, token_ids: Tensor, kept: Tensor
+) -> SamplingTable:
+    """Count a token for each request where `kept` [num_reqs] bool is true and the request has
+    penalties.
 
-    The table is written in place; inside a transform of torch.func the result is a new one. Rows are distinct, except
-    for padding, whose tokens are not kept.
+    The table is written in place; inside a transform of torch.func the result is a new one. Rows
+    are distinct, except for padding, whose tokens are not kept.
     """
     if not table.vocab_size:
         return table
@@ -189,12 +230,19 @@ def functional_count_tokens(
     fake=lambda: None,
     functional=functional_count_tokens,
 )
-def _count_tokens(counts: Tensor, ints: Tensor, rows: Tensor, token_ids: Tensor, kept: Tensor) -> None:
+def _count_tokens(
+    counts: Tensor, ints: Tensor, rows: Tensor, token_ids: Tensor, kept: Tensor
+) -> None:
     """The operator of `count_tokens`."""
     counts[rows, token_ids] = _counted(counts, ints, rows, token_ids, kept)
 
 
 def _counted(counts: Tensor, ints: Tensor, rows: Tensor, token_ids: Tensor, kept: Tensor) -> Tensor:
     old = counts[rows, token_ids]
-    counted = kept & (rows >= 0) & ((ints[rows, FEATURES] & PENALTIES) != 0) & ((old & ~IN_PROMPT) < MOST_COUNTED)
+    counted = (
+        kept
+        & (rows >= 0)
+        & ((ints[rows, FEATURES] & PENALTIES) != 0)
+        & ((old & ~IN_PROMPT) < MOST_COUNTED)
+    )
     return old + counted.to(torch.int16)

@@ -1,15 +1,17 @@
 """The CUDA implementation of `weft::sample_rows` and `weft::count_tokens`, in Triton.
 
-1. `_process_kernel`, one program a request, ends at once if the request uses no feature. If the request adjusts its
-   logits (penalties, bias, masks), the program writes the adjusted logits. If it filters (top_k, top_p, min_p), the
-   program searches the distance from the largest logit, before temperature, up to which tokens are kept. Instead of
-   sorting, it repeatedly cuts the interval of float32 bit patterns that holds the distance into eight, until a single
-   value is left. So the distance is exact, and equal logits are kept or dropped together.
+1. `_process_kernel`, one program a request, ends at once if the request uses no feature. If the
+   request adjusts its logits (penalties, bias, masks), the program writes the adjusted logits. If
+   it filters (top_k, top_p, min_p), the program searches the distance from the largest logit,
+   before temperature, up to which tokens are kept. Instead of sorting, it repeatedly cuts the
+   interval of float32 bit patterns that holds the distance into eight, until a single value is
+   left. So the distance is exact, and equal logits are kept or dropped together.
 2. The kernels of `weft::sample` read both.
 
-A program owns a whole request, so that its sums do not depend on the batch. Penalties divide as torch does, and no
-product is fused with a sum: adjusted logits equal the reference's to the bit. Import this module only where triton is
-installed. If TRITON_INTERPRET=1 was set before, it runs on CPU tensors, for tests.
+A program owns a whole request, so that its sums do not depend on the batch. Penalties divide as
+torch does, and no product is fused with a sum: adjusted logits equal the reference's to the bit.
+Import this module only where triton is installed. If TRITON_INTERPRET=1 was set before, it runs on
+CPU tensors, for tests.
 """
 
 # Triton's decorators have no types, and neither have the pointers that a kernel takes.
@@ -32,13 +34,18 @@ _COLUMNS = 2048
 _INFINITE = tl.constexpr(0x7F800000)
 """The bits of infinity. Distances are not negative, so their bits have the same order as they."""
 
-_TEMPERATURE, _TOP_P, _MARGIN = (tl.constexpr(x) for x in (names.TEMPERATURE, names.TOP_P, names.MARGIN))
+_TEMPERATURE, _TOP_P, _MARGIN = (
+    tl.constexpr(x) for x in (names.TEMPERATURE, names.TOP_P, names.MARGIN)
+)
 _REPETITION, _FREQUENCY = tl.constexpr(names.REPETITION), tl.constexpr(names.FREQUENCY)
 _PRESENCE = tl.constexpr(names.PRESENCE)
 _NUM_FLOATS, _NUM_INTS = tl.constexpr(len(names.FLOATS)), tl.constexpr(len(names.INTS))
-_SEED, _FEATURES, _TOP_K, _MIN_LEN = (tl.constexpr(x) for x in (names.SEED, names.FEATURES, names.TOP_K, names.MIN_LEN))
+_SEED, _FEATURES, _TOP_K, _MIN_LEN = (
+    tl.constexpr(x) for x in (names.SEED, names.FEATURES, names.TOP_K, names.MIN_LEN)
+)
 _PENALTIES, _BIAS, _ALLOWED, _STOPS, _FILTERS = (
-    tl.constexpr(x) for x in (names.PENALTIES, names.BIAS, names.ALLOWED, names.STOPS, names.FILTERS)
+    tl.constexpr(x)
+    for x in (names.PENALTIES, names.BIAS, names.ALLOWED, names.STOPS, names.FILTERS)
 )
 _MOST_COUNTED = tl.constexpr(names.MOST_COUNTED)
 
@@ -54,7 +61,8 @@ def _adjust(
     x, bias, columns, inside, row, request, used, floats, allowed, stops, counts, token_mask, vocab, words,
     HAS_MASK: tl.constexpr,
 ):  # fmt: skip
-    """`weft.ops.sampling.logits.adjust` for some columns; `used` has STOPS only while the request is too short."""
+    """`weft.ops.sampling.logits.adjust` for some columns; `used` has STOPS only while the request
+    is too short."""
     nothing = float("-inf")
     if HAS_MASK:
         x = tl.where(_has_bit(token_mask, request, columns, inside, words), x, nothing)
@@ -75,7 +83,8 @@ def _adjust(
 
 @triton.jit
 def _values(logits, adjusted, columns, inside, kind):
-    """The logits of some columns, adjusted or plain. A branch would keep the loads from overlapping."""
+    """The logits of some columns, adjusted or plain. A branch would keep the loads from
+    overlapping."""
     nothing = float("-inf")
     kinds = kind + tl.zeros_like(columns)
     own = tl.load(adjusted + columns, mask=inside & (kinds == ADJUSTED), other=nothing)
@@ -89,9 +98,10 @@ def _search(
 ):  # fmt: skip
     """The bits of the smallest distance within which there are `aim` tokens.
 
-    With BY_MASS, the tokens within it have the share `aim` of the probability of those within `limit`. The distance
-    lies between `low`, which falls short, and `high`, which does not. The first cuts are an eighth of the temperature,
-    a quarter, and so on up to eight times it; later cuts are even.
+    With BY_MASS, the tokens within it have the share `aim` of the probability of those within
+    `limit`. The distance lies between `low`, which falls short, and `high`, which does not. The
+    first cuts are an eighth of the temperature, a quarter, and so on up to eight times it; later
+    cuts are even.
     """
     steps = tl.arange(0, 8) + 1
     doubled = (tl.exp2(steps.to(tl.float32) - 4) / scale).to(tl.int32, bitcast=True)
@@ -100,7 +110,9 @@ def _search(
     high = limit + tl.zeros([], tl.int32)
     goal = aim
     if BY_MASS:
-        goal = tl.full((), 0.0, tl.float32)  # known after the first pass, which finds the whole mass
+        goal = tl.full(
+            (), 0.0, tl.float32
+        )  # known after the first pass, which finds the whole mass
     while high - low > 1:
         step = tl.maximum((high - low) >> 3, 1)
         cuts = tl.where(is_first != 0, doubled, low + step * steps)
@@ -109,7 +121,9 @@ def _search(
         nearest = tl.full([1, COLUMNS], _INFINITE, tl.int32)
         farthest = tl.full([1, COLUMNS], -1, tl.int32)
         for start in tl.range(0, vocab, COLUMNS, loop_unroll_factor=4):
-            columns = start + tl.arange(0, COLUMNS)[None, :]  # the shape of the sums, which avoids another layout
+            columns = (
+                start + tl.arange(0, COLUMNS)[None, :]
+            )  # the shape of the sums, which avoids another layout
             inside = columns < vocab
             away = peak - _values(logits, adjusted, columns, inside, kind)
             bits = away.to(tl.int32, bitcast=True)
@@ -197,10 +211,14 @@ def _process_kernel(
             top_k = tl.load(ints + row * _NUM_INTS + _TOP_K).to(tl.float32)
             top_p = tl.load(floats + row * _NUM_FLOATS + _TOP_P)
             if top_k > 0:
-                last = _search(logits, adjusted, vocab, kind, peak, scale, _INFINITE, top_k, False, COLUMNS)
+                last = _search(
+                    logits, adjusted, vocab, kind, peak, scale, _INFINITE, top_k, False, COLUMNS
+                )
                 bound = tl.minimum(bound, last)
             if top_p < 1:
-                bound = _search(logits, adjusted, vocab, kind, peak, scale, bound, top_p, True, COLUMNS)
+                bound = _search(
+                    logits, adjusted, vocab, kind, peak, scale, bound, top_p, True, COLUMNS
+                )
 
     tl.store(kinds + request, kind)
     tl.store(peaks + request, peak)
@@ -220,14 +238,18 @@ def draw_rows(
 def process_rows(
     logits: Tensor, rows: Tensor, positions: Tensor, table: SamplingTable, token_mask: Tensor | None
 ) -> tuple[Tensor, Tensor, Processed]:
-    """Each request's temperature [num_reqs] float32, its seed [num_reqs] int64, and its processed logits for `draw`.
+    """Each request's temperature [num_reqs] float32, its seed [num_reqs] int64, and its processed
+    logits for `draw`.
 
     Rows of `logits` are dense.
     """
     num_reqs, vocab = logits.shape
     device = logits.device
     temperatures, peaks, bounds = torch.empty(3, num_reqs, dtype=torch.float32, device=device)
-    kinds, seeds = torch.empty(num_reqs, dtype=torch.int32, device=device), torch.empty_like(positions)
+    kinds, seeds = (
+        torch.empty(num_reqs, dtype=torch.int32, device=device),
+        torch.empty_like(positions),
+    )
     adjusted = torch.empty(num_reqs, vocab, dtype=torch.float32, device=device)
     processed = Processed(kinds, adjusted, peaks, bounds)
     if num_reqs == 0:
@@ -262,5 +284,13 @@ def count(counts: Tensor, ints: Tensor, rows: Tensor, token_ids: Tensor, kept: T
     """`weft::count_tokens`."""
     if num_reqs := rows.shape[0]:
         _count_kernel[(cdiv(num_reqs, 256),)](
-            counts, ints, rows, token_ids, kept, num_reqs, counts.shape[1], BLOCK=256, **early(counts)
+            counts,
+            ints,
+            rows,
+            token_ids,
+            kept,
+            num_reqs,
+            counts.shape[1],
+            BLOCK=256,
+            **early(counts),
         )

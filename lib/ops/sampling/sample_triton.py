@@ -2,15 +2,17 @@
 
 Each is two kernels, whose launches depend on shapes alone.
 
-1. `_part_kernel`, one program for a share of one request's vocabulary: a running maximum, the sum of exponentials
-   relative to it (Milakov and Gimelshein, 2018, arXiv 1805.02867), and the best noisy score, relative to the same
-   maximum. Each lane keeps its own, and they are combined once, at the end.
-2. `_combine_kernel`, one program a request: the best of its shares, and the logprob of that token; -inf if no share has
-   a score, since then no logit was chosen. `_score_kernel` does the same for given tokens.
+1. `_part_kernel`, one program for a share of one request's vocabulary: a running maximum, the sum
+   of exponentials relative to it (Milakov and Gimelshein, 2018, arXiv 1805.02867), and the best
+   noisy score, relative to the same maximum. Each lane keeps its own, and they are combined once,
+   at the end.
+2. `_combine_kernel`, one program a request: the best of its shares, and the logprob of that token;
+   -inf if no share has a score, since then no logit was chosen. `_score_kernel` does the same for
+   given tokens.
 
-The random bits equal the reference's. Scores differ from it in the last places of float32, so that another token can
-win only if the two best scores are within about 1e-4. Import this module only where triton is installed. If
-TRITON_INTERPRET=1 was set before, it runs on CPU tensors, for tests.
+The random bits equal the reference's. Scores differ from it in the last places of float32, so that
+another token can win only if the two best scores are within about 1e-4. Import this module only
+where triton is installed. If TRITON_INTERPRET=1 was set before, it runs on CPU tensors, for tests.
 """
 
 # Triton's decorators have no types, and neither have the pointers that a kernel takes.
@@ -52,14 +54,20 @@ def _unsigned(x):
 
 @triton.jit
 def _gumbel(stream, columns):
-    """The noise of the reference: -log(E), E = -log(1 - u), by its series if u is small; such variates win."""
+    """The noise of the reference: -log(E), E = -log(1 - u), by its series if u is small; such
+    variates win."""
     bits = _mix(stream + (columns + 1).to(tl.uint64) * _GOLDEN)
     high, low = (bits >> 32).to(tl.uint32), bits.to(tl.uint32) >> 11
-    u = high.to(tl.float32) * 2.3283064365386963e-10 + (low.to(tl.float32) + 0.5) * 1.1102230246251565e-16
+    u = (
+        high.to(tl.float32) * 2.3283064365386963e-10
+        + (low.to(tl.float32) + 0.5) * 1.1102230246251565e-16
+    )
     u = tl.minimum(u, 1 - 5.9604644775390625e-08)
     series = u * (1 + u * (0.5 + u * (1.0 / 3 + u * 0.25)))
     # The hardware has logarithms to base 2.
-    return -0.6931471805599453 * tl.log2(tl.where(u < 0.015625, series, -0.6931471805599453 * tl.log2(1 - u)))
+    return -0.6931471805599453 * tl.log2(
+        tl.where(u < 0.015625, series, -0.6931471805599453 * tl.log2(1 - u))
+    )
 
 
 @triton.jit
@@ -93,7 +101,9 @@ def _part_kernel(
     for start in range(first, tl.minimum(first + share, vocab), BLOCK):
         columns = start + tl.arange(0, BLOCK)
         inside = (columns < vocab) & (columns < first + share)
-        x = tl.load(logits + row.to(tl.int64) * stride + columns, mask=inside, other=float("-inf")).to(tl.float32)
+        x = tl.load(
+            logits + row.to(tl.int64) * stride + columns, mask=inside, other=float("-inf")
+        ).to(tl.float32)
         new = tl.maximum(top, x)
         below = tl.where(x == new, 0.0, x - new)  # avoid -inf - -inf
         fall = tl.where(top == new, 0.0, top - new)
@@ -102,7 +112,9 @@ def _part_kernel(
         if kind > 0:
             own = x
             if kind == ADJUSTED:
-                own = tl.load(adjusted + row.to(tl.int64) * vocab + columns, mask=inside, other=float("-inf"))
+                own = tl.load(
+                    adjusted + row.to(tl.int64) * vocab + columns, mask=inside, other=float("-inf")
+                )
             scores = tl.where(peak - own <= bound, (own - peak) * scale, nothing)
             fall = tl.zeros([BLOCK], tl.float32)
         if not greedy:
@@ -124,7 +136,10 @@ def _part_kernel(
     out = row * SPLITS + split
     tl.store(best + out, best_here)
     tl.store(indices + out, tl.minimum(place, vocab - 1))  # in range even if a logit is NaN
-    tl.store(chosen + out, tl.max(tl.where((score == best_here) & (index == place), at_index, nothing), 0))
+    tl.store(
+        chosen + out,
+        tl.max(tl.where((score == best_here) & (index == place), at_index, nothing), 0),
+    )
     tl.store(maxima + out, peak_here)
     tl.store(sums + out, tl.sum(total, 0))
 
@@ -157,7 +172,9 @@ def _combine_kernel(
 def plan_splits(num_reqs: int, vocab: int, batch_invariant: bool = False) -> tuple[int, int]:
     """The number of shares of a row, a power of two, and the columns of each, in whole blocks."""
     blocks = cdiv(vocab, _BLOCK)
-    wanted = _FIXED_SPLITS if batch_invariant else power_of_two(max(1, _PROGRAMS // max(num_reqs, 1)))
+    wanted = (
+        _FIXED_SPLITS if batch_invariant else power_of_two(max(1, _PROGRAMS // max(num_reqs, 1)))
+    )
     splits = min(wanted, power_of_two(blocks))
     return splits, cdiv(blocks, splits) * _BLOCK
 
@@ -167,11 +184,12 @@ class Processed:
     """The results of `weft.ops.sampling.sample_rows_triton` for `draw`, for each request.
 
     Args:
-        kinds: [num_reqs] int32. 0: drawn from softmax(logits / temperature); FILTERED: the same within a bound;
-            ADJUSTED: from `adjusted` in place of the logits, within a bound.
+        kinds: [num_reqs] int32. 0: drawn from softmax(logits / temperature); FILTERED: the same
+            within a bound; ADJUSTED: from `adjusted` in place of the logits, within a bound.
         adjusted: [num_reqs, vocab_size] float32, written only for requests of kind ADJUSTED.
         peaks: [num_reqs] float32, the largest logit; 0 for a greedy request.
-        bounds: [num_reqs] float32, the distance from the peak, before temperature, up to which tokens are kept.
+        bounds: [num_reqs] float32, the distance from the peak, before temperature, up to which
+            tokens are kept.
     """
 
     kinds: Tensor
@@ -195,9 +213,13 @@ def draw(
         return token_ids, logprobs
     logits = logits if logits.stride(1) == 1 else logits.contiguous()
     splits, share = plan_splits(rows, vocab, batch_invariant)
-    best, chosen, maxima, sums = torch.empty(4, rows, splits, dtype=torch.float32, device=logits.device)
+    best, chosen, maxima, sums = torch.empty(
+        4, rows, splits, dtype=torch.float32, device=logits.device
+    )
     indices = torch.empty(rows, splits, dtype=torch.int32, device=logits.device)
-    found = processed or Processed(indices, best, best, best)  # placeholders, which the kernel does not read
+    found = processed or Processed(
+        indices, best, best, best
+    )  # placeholders, which the kernel does not read
     is_processed = processed is not None
     _part_kernel[(rows, splits)](
         logits, temperature, seeds, positions, best, indices, chosen, maxima, sums,
@@ -226,7 +248,9 @@ def _score_kernel(
     total = tl.sum(tl.load(sums + splits) * tl.exp(falls), 0)
     place = tl.arange(0, COUNT)
     token = tl.load(token_ids + row.to(tl.int64) * count + place, mask=place < count, other=0)
-    logit = tl.load(logits + row.to(tl.int64) * stride + token, mask=place < count, other=0.0).to(tl.float32)
+    logit = tl.load(logits + row.to(tl.int64) * stride + token, mask=place < count, other=0.0).to(
+        tl.float32
+    )
     found = tl.where(total == 0, float("-inf"), logit - top - tl.log(total))
     tl.store(logprobs + row.to(tl.int64) * count + place, found, mask=place < count)
 
@@ -237,11 +261,19 @@ def score(logits: Tensor, token_ids: Tensor) -> Tensor:
     logprobs = torch.empty_like(token_ids, dtype=torch.float32)
     if rows == 0 or count == 0:
         return logprobs
-    logits, token_ids = logits if logits.stride(1) == 1 else logits.contiguous(), token_ids.contiguous()
+    logits, token_ids = (
+        logits if logits.stride(1) == 1 else logits.contiguous(),
+        token_ids.contiguous(),
+    )
     splits, share = plan_splits(rows, vocab, True)
-    best, chosen, maxima, sums = torch.empty(4, rows, splits, dtype=torch.float32, device=logits.device)
+    best, chosen, maxima, sums = torch.empty(
+        4, rows, splits, dtype=torch.float32, device=logits.device
+    )
     indices = torch.empty(rows, splits, dtype=torch.int32, device=logits.device)
-    greedy, zeros = torch.zeros(rows, dtype=torch.float32, device=logits.device), torch.zeros_like(token_ids[:, 0])
+    greedy, zeros = (
+        torch.zeros(rows, dtype=torch.float32, device=logits.device),
+        torch.zeros_like(token_ids[:, 0]),
+    )
     _part_kernel[(rows, splits)](
         logits, greedy, zeros, zeros, best, indices, chosen, maxima, sums, best, indices, best, best,
         vocab, logits.stride(0), share, SPLITS=splits, BLOCK=_BLOCK, PROCESSED=False, num_warps=4, **early(logits),

@@ -1,4 +1,5 @@
-"""Random numbers as a pure function of a seed, a position and a counter: SplitMix64, in int64 arithmetic."""
+"""Random numbers as a pure function of a seed, a position and a counter: SplitMix64, in int64
+arithmetic."""
 
 import torch
 from torch import Tensor
@@ -14,7 +15,8 @@ def _shift(x: Tensor, bits: int) -> Tensor:
 
 
 def _mix(x: Tensor) -> Tensor:
-    """The output function of SplitMix64 on int64, read as unsigned: a bijection that passes BigCrush as a generator.
+    """The output function of SplitMix64 on int64, read as unsigned: a bijection that passes
+    BigCrush as a generator.
 
     Source: Steele, Lea and Flood, "Fast splittable pseudorandom number generators", OOPSLA 2014.
     """
@@ -41,9 +43,13 @@ def random_bits(seeds: Tensor, positions: Tensor, count: int) -> Tensor:
 def exponential(bits: Tensor) -> Tensor:
     """Standard exponential variates, float32, from uniform 64-bit numbers, by inversion.
 
-    Near 0 the uniform has 53 bits, so that small variates, which win, are resolved to one part in 2**24. It is the sum
-    of its upper 32 and its lower 21 bits, since a GPU converts 64 bits to a float slowly.
+    Near 0 the uniform has 53 bits, so that small variates, which win, are resolved to one part in
+    2**24. It is the sum of its upper 32 and its lower 21 bits, since a GPU converts 64 bits to a
+    float slowly.
     """
-    high, low = _shift(bits, 32).to(torch.float32), (_shift(bits, 11) & (1 << 21) - 1).to(torch.float32)
+    high, low = (
+        _shift(bits, 32).to(torch.float32),
+        (_shift(bits, 11) & (1 << 21) - 1).to(torch.float32),
+    )
     uniform = high * 2.0**-32 + (low + 0.5) * 2.0**-53
     return -torch.log1p(-uniform.clamp(max=1 - 2.0**-24))

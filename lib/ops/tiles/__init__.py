@@ -1,1 +1,2 @@
-"""Tiles: the parts of a product that programs of a kernel compute, and which are chosen for which shapes."""
+"""Tiles: the parts of a product that programs of a kernel compute, and which are chosen for which
+shapes."""

@@ -20,38 +20,53 @@ TILES: dict[bool, tuple[tuple[int, int, int, int, int], ...]] = {
         (128, 64, 128, 4, 3), (128, 64, 128, 4, 4), (128, 64, 128, 4, 5), (64, 128, 128, 4, 3),
     ),
 }  # fmt: skip
-"""Rows, tokens, columns, warps and stages, by whether in FP8: those of 97 that were timed without which many products
-would be slower. In 1,303 of 1,315 measured products the best of these is within 1 % of the best of all."""
+"""Rows, tokens, columns, warps and stages, by whether in FP8: those of 97 that were timed without
+which many products would be slower. In 1,303 of 1,315 measured products the best of these is within
+1 % of the best of all."""
 
 _PARTS = (1, 2, 3, 4, 6, 8, 12, 16)
 _PART_COLUMNS = 256
 """The fewest columns of a part. With fewer a program ends before its loads are in flight."""
 _FEW_PROGRAMS, _MANY_PROGRAMS = 44, 528
-"""A third of the multiprocessors of an H100, and four times as many: fewer programs leave most of them idle, and more
-gain nothing from a split. Candidates do not depend on the device."""
+"""A third of the multiprocessors of an H100, and four times as many: fewer programs leave most of
+them idle, and more gain nothing from a split. Candidates do not depend on the device."""
 
 
 def candidates(tokens: int, rows: int, columns: int, fp8: bool) -> list[Tile]:
-    """The tiles of a linear layer with weights `[rows, columns]` that may be the best one, each in several parts.
+    """The tiles of a linear layer with weights `[rows, columns]` that may be the best one, each in
+    several parts.
 
-    A tile is left out if it is mostly empty, or if it reads the weights more than twice though its programs would be
-    enough without; a number of parts, if its programs are too few though more are possible, or too many.
+    A tile is left out if it is mostly empty, or if it reads the weights more than twice though its
+    programs would be enough without; a number of parts, if its programs are too few though more are
+    possible, or too many.
     """
     found = []
     for tile in TILES[fp8]:
         height, programs = tile[1], cdiv(tokens, tile[1]) * cdiv(rows, tile[0])
-        is_spread = height >= 64 or cdiv(tokens, height) <= 2 or cdiv(tokens, height) * cdiv(rows, 64) <= 264
+        is_spread = (
+            height >= 64
+            or cdiv(tokens, height) <= 2
+            or cdiv(tokens, height) * cdiv(rows, 64) <= 264
+        )
         if height <= max(16, power_of_two(tokens)) and is_spread:
-            found += [Tile(*tile, parts=parts) for parts in _possible_parts(programs, columns, tile[2])]
+            found += [
+                Tile(*tile, parts=parts) for parts in _possible_parts(programs, columns, tile[2])
+            ]
     return found
 
 
 def _possible_parts(programs: int, columns: int, across: int) -> Iterator[int]:
     """The numbers of parts to consider. Every part has columns, the last one too."""
     steps = cdiv(columns, across)
-    possible = {cdiv(steps, cdiv(steps, n)) for n in _PARTS if n == 1 or n * _PART_COLUMNS <= columns}
+    possible = {
+        cdiv(steps, cdiv(steps, n)) for n in _PARTS if n == 1 or n * _PART_COLUMNS <= columns
+    }
     least = min(_FEW_PROGRAMS, programs * max(possible))
-    return (n for n in sorted(possible) if programs * n >= least and (n == 1 or programs * n <= _MANY_PROGRAMS))
+    return (
+        n
+        for n in sorted(possible)
+        if programs * n >= least and (n == 1 or programs * n <= _MANY_PROGRAMS)
+    )
 
 
 def tile_index(tile: Tile, fp8: bool) -> int:

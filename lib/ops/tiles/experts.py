@@ -1,7 +1,7 @@
 """The tiles of the products with experts: a function of shapes alone.
 
-`experts.json` beside this module has the best tiles of some shapes, measured on an H200. One token, more tokens, and
-other shapes go by rules. Nothing is tried out at run time.
+`experts.json` beside this module has the best tiles of some shapes, measured on an H200. One token,
+more tokens, and other shapes go by rules. Nothing is tried out at run time.
 """
 
 import functools
@@ -15,29 +15,35 @@ MEASURED = Path(__file__).parent / "experts.json"
 """Lists of `{"tokens": the most tokens, "tile": the fields of a Tile}`, by product."""
 
 SCAN_PAIRS = 64
-"""The (token, expert) pairs for which a program that finds its expert's tokens itself is made at least, and the most
-pairs for which programs do so in float32 and on GPUs without measurements."""
+"""The (token, expert) pairs for which a program that finds its expert's tokens itself is made at
+least, and the most pairs for which programs do so in float32 and on GPUs without measurements."""
 
 _BY_PAIRS: dict[bool, tuple[tuple[float, tuple[int, int, int, int, int]], ...]] = {
-    False: ((8, (64, 16, 128, 4, 3)), (32, (64, 32, 128, 4, 3)), (float("inf"), (256, 64, 64, 8, 4))),
+    False: (
+        (8, (64, 16, 128, 4, 3)),
+        (32, (64, 32, 128, 4, 3)),
+        (float("inf"), (256, 64, 64, 8, 4)),
+    ),
     True: ((8, (64, 16, 128, 4, 3)), (float("inf"), (128, 64, 128, 4, 3))),
 }
-"""Rows, tokens, columns, warps and stages of other shapes, by whether in FP8, each up to a number of pairs per expert.
-On ten sets of experts and eight numbers of tokens from 1 on, with at most 256 pairs per expert, timed on an H100
-(`python -m weft.proofs.bench.tiles.search --experts`, and again with `--counts 1 2 4 8`), both products and the sort
-take 0.7 and 1.2 % longer than with the best tiles (median), 2.8 and 5.8 % in the 90th percentile, and 6 and 9.5 % at
-the worst."""
+"""Rows, tokens, columns, warps and stages of other shapes, by whether in FP8, each up to a number
+of pairs per expert. On ten sets of experts and eight numbers of tokens from 1 on, with at most 256
+pairs per expert, timed on an H100 (`python -m weft.proofs.bench.tiles.search --experts`, and again
+with `--counts 1 2 4 8`), both products and the sort take 0.7 and 1.2 % longer than with the best
+tiles (median), 2.8 and 5.8 % in the 90th percentile, and 6 and 9.5 % at the worst."""
 
 
 @functools.cache
 def measured() -> dict[str, dict[int, Tile]]:
-    """The table of `experts.json`: for each key, tiles by the most tokens for which they were best, ascending."""
+    """The table of `experts.json`: for each key, tiles by the most tokens for which they were best,
+    ascending."""
     table = json.loads(MEASURED.read_text(encoding="utf-8"))
     return {key: {row["tokens"]: Tile(*row["tile"]) for row in rows} for key, rows in table.items()}
 
 
 def expert_key(rows: int, columns: int, num_experts: int, fp8: bool) -> str:
-    """The key in `experts.json` of the product of experts with weights `[num_experts, rows, columns]`."""
+    """The key in `experts.json` of the product of experts with weights `[num_experts, rows,
+    columns]`."""
     return f"experts {'fp8' if fp8 else 'bf16'} {num_experts}x{rows}x{columns}"
 
 
@@ -47,15 +53,25 @@ def _measured_tile(key: str, tokens: int) -> Tile | None:
 
 
 @functools.lru_cache(maxsize=4096)
-def expert_tile(tokens: int, top_k: int, rows: int, columns: int, num_experts: int, itemsize: int) -> Tile:
+def expert_tile(
+    tokens: int, top_k: int, rows: int, columns: int, num_experts: int, itemsize: int
+) -> Tile:
     """The tile of a product with experts.
 
     Args:
         rows: of the weights; in the first product 2 * I, and half of a tile's rows are gates.
         itemsize: bytes of an element of the weights; 1 is FP8.
     """
-    if itemsize < 4 and tokens == 1:  # nothing to sort; the longer a program's sum, the more of it is in flight
-        return Tile(64, 16, 128, 4, 4 if itemsize > 1 else 3 if columns < 1024 else 4 if columns < 2048 else 6)
+    if (
+        itemsize < 4 and tokens == 1
+    ):  # nothing to sort; the longer a program's sum, the more of it is in flight
+        return Tile(
+            64,
+            16,
+            128,
+            4,
+            4 if itemsize > 1 else 3 if columns < 1024 else 4 if columns < 2048 else 6,
+        )
     if itemsize < 4:
         tile = _measured_tile(expert_key(rows, columns, num_experts, itemsize == 1), tokens)
         if tile is not None:

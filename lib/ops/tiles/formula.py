@@ -24,7 +24,8 @@ class Coefficients:
         feed: bytes per second into one multiprocessor.
         latency: seconds from a load to its arrival; all stages but one are in flight.
         step: seconds of a step besides.
-        peak, chain: of the tensor cores' peak, for all programs of a multiprocessor and for one that waits for itself.
+        peak, chain: of the tensor cores' peak, for all programs of a multiprocessor and for one
+            that waits for itself.
         store: bytes per second of the result.
         power: the bounds are added as a norm with this exponent.
     """
@@ -42,22 +43,36 @@ class Coefficients:
 
 
 def formula_seconds(
-    tokens: int, rows: int, columns: int, fp8: bool, tiles: Sequence[Tile], gpu: Device, by: Coefficients
+    tokens: int,
+    rows: int,
+    columns: int,
+    fp8: bool,
+    tiles: Sequence[Tile],
+    gpu: Device,
+    by: Coefficients,
 ) -> Array:
     """The seconds of a product with each tile, by the formula.
 
-    Programs run in rounds: as many at a time as fit in the multiprocessors' shared memory and registers. The bounds are
-    the weights' bytes, the bytes into a multiprocessor, the chain of one program's steps, and the tensor cores.
+    Programs run in rounds: as many at a time as fit in the multiprocessors' shared memory and
+    registers. The bounds are the weights' bytes, the bytes into a multiprocessor, the chain of one
+    program's steps, and the tensor cores.
     """
-    values = np.array([(t.rows, t.tokens, t.columns, t.warps, t.stages, t.parts) for t in tiles], float).T
+    values = np.array(
+        [(t.rows, t.tokens, t.columns, t.warps, t.stages, t.parts) for t in tiles], float
+    ).T
     height, count, across, warps, stages, parts = values
     itemsize, peak = (1, 2 * gpu.peak) if fp8 else (2, gpu.peak)
     shared = (height + count) * across * itemsize * stages + 1024
     registers = height * count / (32 * warps) * (2 if fp8 else 1)
     registers = np.minimum(255, registers + np.where(warps > 4, 40, np.where(count < 64, 60, 80)))
-    together = np.maximum(1, np.minimum(np.floor(228 * 1024 / shared), np.floor(2**16 / (registers * 32 * warps))))
+    together = np.maximum(
+        1, np.minimum(np.floor(228 * 1024 / shared), np.floor(2**16 / (registers * 32 * warps)))
+    )
     programs = np.ceil(rows / height) * np.ceil(tokens / count) * parts
-    each, rounds = np.ceil(programs / gpu.processors), np.ceil(programs / (gpu.processors * together))
+    each, rounds = (
+        np.ceil(programs / gpu.processors),
+        np.ceil(programs / (gpu.processors * together)),
+    )
     steps = np.ceil(np.ceil(columns / across) / parts)
     multiply = 2 * height * count * across * gpu.processors / peak
     bounds = (
@@ -71,13 +86,18 @@ def formula_seconds(
     return np.asarray(by.launch + by.fill * rounds + total + stored)
 
 
-def library_seconds(tokens: int, rows: int, columns: int, fp8: bool, gpu: Device, by: Coefficients) -> float:
-    """The seconds of torch's own product, by the formula: in bfloat16 it has a good tile for any shape, so that there
-    are bounds alone; in FP8 its tiles have 128 rows and tokens."""
+def library_seconds(
+    tokens: int, rows: int, columns: int, fp8: bool, gpu: Device, by: Coefficients
+) -> float:
+    """The seconds of torch's own product, by the formula: in bfloat16 it has a good tile for any
+    shape, so that there are bounds alone; in FP8 its tiles have 128 rows and tokens."""
     if fp8:
         tile = Tile(128, min(128, power_of_two(max(tokens, 16))), 128, 8, 4)
         return float(formula_seconds(tokens, rows, columns, True, [tile], gpu, by)[0])
-    read, multiplied = 2 * rows * columns / (0.85 * gpu.bandwidth), 2 * tokens * rows * columns / (0.75 * gpu.peak)
+    read, multiplied = (
+        2 * rows * columns / (0.85 * gpu.bandwidth),
+        2 * tokens * rows * columns / (0.75 * gpu.peak),
+    )
     return float(2e-6 + (read**3 + multiplied**3) ** (1 / 3))
 
 
@@ -86,35 +106,43 @@ COPY_SECONDS = 2e-6
 
 
 def library_copies(columns: int, fp8: bool) -> float:
-    """The seconds of the copies that torch's product in FP8 needs: the scales by columns, and blocks padded to four."""
+    """The seconds of the copies that torch's product in FP8 needs: the scales by columns, and
+    blocks padded to four."""
     return (COPY_SECONDS + (COPY_SECONDS if columns % (4 * BLOCK) else 0.0)) if fp8 else 0.0
 
 
 def gate_seconds(tokens: int, rows: int) -> float:
-    """The seconds of a gate with a kernel of its own, from `[tokens, rows]` in the cache or, if that is too small, in
-    memory, as measured on an H100."""
+    """The seconds of a gate with a kernel of its own, from `[tokens, rows]` in the cache or, if
+    that is too small, in memory, as measured on an H100."""
     return 0.86e-6 + 3 * tokens * rows / (5e12 if 2 * tokens * rows <= 25e6 else 3e12)
 
 
 def gated_many_seconds(tokens: int, rows: int, columns: int, tile: Tile, gpu: Device) -> float:
-    """The seconds of the product of many tokens that ends with a gate (`weft.ops.products.gated_many_triton`).
+    """The seconds of the product of many tokens that ends with a gate
+    (`weft.ops.products.gated_many_triton`).
 
-    Programs run in rounds, one on each multiprocessor. It is within 8 % of four in five of an H100's times, of 8 shapes
-    and 14 numbers of tokens.
+    Programs run in rounds, one on each multiprocessor. It is within 8 % of four in five of an
+    H100's times, of 8 shapes and 14 numbers of tokens.
     """
     rounds = cdiv(cdiv(tokens, tile.tokens) * cdiv(rows, tile.rows), gpu.processors)
     each = 5e-6 + 1.13 * 2 * tile.tokens * tile.rows * columns * gpu.processors / gpu.peak
-    return float(((rounds * each) ** 3 + (2 * rows * columns / (0.85 * gpu.bandwidth)) ** 3) ** (1 / 3))
+    return float(
+        ((rounds * each) ** 3 + (2 * rows * columns / (0.85 * gpu.bandwidth)) ** 3) ** (1 / 3)
+    )
 
 
 def part_seconds(tokens: int, rows: int, parts: int) -> float:
-    """The seconds that the next kernel takes longer for parts than for their sum, as measured on an H100.
+    """The seconds that the next kernel takes longer for parts than for their sum, as measured on an
+    H100.
 
-    A norm has a program for each token, which reads all parts of its row at 110 GB/s; a gate has several. All programs
-    together read at 7.5 TB/s from the cache, and at 2.5 what does not fit there.
+    A norm has a program for each token, which reads all parts of its row at 110 GB/s; a gate has
+    several. All programs together read at 7.5 TB/s from the cache, and at 2.5 what does not fit
+    there.
     """
     if parts == 1:
         return 0.0
     more = (4 * parts - 2) * (rows if rows <= 8192 else 2048) / 1.1e11
-    total = (4 * parts - 2) * tokens * rows / (7.5e12 if 4 * parts * tokens * rows <= 25e6 else 2.5e12)
+    total = (
+        (4 * parts - 2) * tokens * rows / (7.5e12 if 4 * parts * tokens * rows <= 25e6 else 2.5e12)
+    )
     return float(0.1e-6 + (more**2 + total**2) ** 0.5)

@@ -8,7 +8,8 @@ import torch
 
 @attrs.frozen
 class Device:
-    """A GPU's multiprocessors, and its bandwidth (bytes/s) and bfloat16 peak (operations/s) from the data sheet."""
+    """A GPU's multiprocessors, and its bandwidth (bytes/s) and bfloat16 peak (operations/s) from
+    the data sheet."""
 
     processors: int
     bandwidth: float
@@ -23,10 +24,12 @@ _DEVICES = {"NVIDIA H100 80GB HBM3": MEASURED, "NVIDIA H200": Device(132, 4.8e12
 
 @functools.cache
 def device() -> Device | None:
-    """This machine's first GPU, or an H100 without one; None: a kind for which nothing was measured, and which has the
-    tiles of a rule."""
+    """This machine's first GPU, or an H100 without one; None: a kind for which nothing was
+    measured, and which has the tiles of a rule."""
     if not torch.cuda.is_available():
         return MEASURED
     found = torch.cuda.get_device_properties(0)
     facts = _DEVICES.get(found.name)
-    return facts if facts is not None and facts.processors == found.multi_processor_count else None  # not a part of one
+    return (
+        facts if facts is not None and facts.processors == found.multi_processor_count else None
+    )  # not a part of one

@@ -1,8 +1,8 @@
-"""The model of the seconds of a linear layer: a formula with ten coefficients, times what the nearest of the measured
-products took beyond it.
+"""The model of the seconds of a linear layer: a formula with ten coefficients, times what the
+nearest of the measured products took beyond it.
 
-`python -m weft.proofs.bench.tiles.fit` fits it to measurements. `linear.json` has the coefficients, and what was
-measured.
+`python -m weft.proofs.bench.tiles.fit` fits it to measurements. `linear.json` has the coefficients,
+and what was measured.
 """
 
 import functools
@@ -36,7 +36,8 @@ _NEAREST = 4
 _SCALE = np.array([0.5, 0.7, 0.7])
 """The distances at which tokens, rows and columns count alike, as natural logarithms of ratios."""
 _ABSENT = 0.03
-"""A tile that was not near the best in a measured product takes this much more than it usually does, as a logarithm."""
+"""A tile that was not near the best in a measured product takes this much more than it usually
+does, as a logarithm."""
 _PARTS_SCALE = 0.5
 """The same of numbers of parts."""
 
@@ -48,7 +49,8 @@ class Model:
     Args:
         usual: by tile, the mean.
         places: `[P, 3]`, the logarithms of tokens, rows and columns of the measured products.
-        beyond: by product and tile, for each number of parts that was near the best; -1 is torch's own product.
+        beyond: by product and tile, for each number of parts that was near the best; -1 is torch's
+            own product.
     """
 
     fp8: bool
@@ -57,16 +59,28 @@ class Model:
     places: Array
     beyond: Sequence[dict[int, list[tuple[float, float]]]]
 
-    def costs(self, tokens: int, rows: int, columns: int, choices: Sequence[Choice], gpu: Device) -> Array:
+    def costs(
+        self, tokens: int, rows: int, columns: int, choices: Sequence[Choice], gpu: Device
+    ) -> Array:
         """The predicted seconds of each choice, with what it leaves to other kernels."""
-        shape, tiles = (tokens, rows, columns, self.fp8), [choice for choice in choices if choice is not None]
-        seconds = iter(formula_seconds(*shape, tiles, gpu, self.coefficients).tolist() if tiles else [])
+        shape, tiles = (
+            (tokens, rows, columns, self.fp8),
+            [choice for choice in choices if choice is not None],
+        )
+        seconds = iter(
+            formula_seconds(*shape, tiles, gpu, self.coefficients).tolist() if tiles else []
+        )
         distances = (((self.places - np.log([tokens, rows, columns])) / _SCALE) ** 2).sum(1)
-        nearest = [(int(i), 1 / (1e-3 + distances[i])) for i in np.argsort(distances, kind="stable")[:_NEAREST]]
+        nearest = [
+            (int(i), 1 / (1e-3 + distances[i]))
+            for i in np.argsort(distances, kind="stable")[:_NEAREST]
+        ]
         found = []
         for choice in choices:
             if choice is None:
-                own = library_seconds(*shape, gpu, self.coefficients) * np.exp(self._library_beyond(nearest))
+                own = library_seconds(*shape, gpu, self.coefficients) * np.exp(
+                    self._library_beyond(nearest)
+                )
                 found.append(own + library_copies(columns, self.fp8))
             else:
                 own = next(seconds) * np.exp(self._beyond(choice, nearest))
@@ -74,27 +88,39 @@ class Model:
         return np.array(found)
 
     def _beyond(self, tile: Tile, nearest: Sequence[tuple[int, float]]) -> float:
-        """The logarithm of a tile's seconds over the formula's, estimated from the nearest measured products."""
+        """The logarithm of a tile's seconds over the formula's, estimated from the nearest measured
+        products."""
         index, parts = tile_index(tile, self.fp8), np.log(tile.parts)
         usual = self.usual[index] + _ABSENT
         weights, total = 0.1 * nearest[0][1], 0.1 * nearest[0][1] * usual
         for place, weight in nearest:
             seen = self.beyond[place].get(index, ())
-            likeness = [float(np.exp(-0.5 * ((one - parts) / _PARTS_SCALE) ** 2)) for one, _ in seen]
+            likeness = [
+                float(np.exp(-0.5 * ((one - parts) / _PARTS_SCALE) ** 2)) for one, _ in seen
+            ]
             most = max(likeness, default=0.0)
-            mean = sum(like * value for like, (_, value) in zip(likeness, seen, strict=True)) / max(sum(likeness), 1e-9)
+            mean = sum(like * value for like, (_, value) in zip(likeness, seen, strict=True)) / max(
+                sum(likeness), 1e-9
+            )
             weights, total = weights + weight, total + weight * (most * mean + (1 - most) * usual)
         return total / weights
 
     def _library_beyond(self, nearest: Sequence[tuple[int, float]]) -> float:
         """The same of torch's own product; infinite if it was measured for none of the nearest."""
-        seen = [(weight, self.beyond[place][-1][0][1]) for place, weight in nearest if -1 in self.beyond[place]]
-        return sum(w * value for w, value in seen) / sum(w for w, _ in seen) if seen else float("inf")
+        seen = [
+            (weight, self.beyond[place][-1][0][1])
+            for place, weight in nearest
+            if -1 in self.beyond[place]
+        ]
+        return (
+            sum(w * value for w, value in seen) / sum(w for w, _ in seen) if seen else float("inf")
+        )
 
 
 @functools.cache
 def record() -> dict[str, Any]:
-    """The contents of `linear.json`: where it was measured, how far the choices are from the best, and the models."""
+    """The contents of `linear.json`: where it was measured, how far the choices are from the best,
+    and the models."""
     return dict(json.loads(MODEL.read_text(encoding="utf-8")))
 
 
@@ -110,4 +136,6 @@ def model(fp8: bool) -> Model:
             places.append((int(tokens), *map(int, shape.split("x"))))
             beyond.append(entries)
     usual = [percent / 100 for percent in found["usual"]]
-    return Model(fp8, Coefficients(**found["coefficients"]), usual, np.log(np.array(places, float)), beyond)
+    return Model(
+        fp8, Coefficients(**found["coefficients"]), usual, np.log(np.array(places, float)), beyond
+    )

@@ -5,7 +5,8 @@ import attrs
 from weft.errors import DescriptorError
 
 FEW_TOKENS = 16
-"""The most tokens for which a kernel lets the next one be placed at once, and a product asks for weights early."""
+"""The most tokens for which a kernel lets the next one be placed at once, and a product asks for
+weights early."""
 
 
 @attrs.frozen
@@ -14,17 +15,19 @@ class Tile:
 
     Args:
         rows: of the weights, a power of two.
-        tokens: of the activations, a power of two, at least 16. Below 64 the weights are the left operand, since the
-            tensor cores of sm_90 take at least 64 rows of it.
+        tokens: of the activations, a power of two, at least 16. Below 64 the weights are the left
+            operand, since the tensor cores of sm_90 take at least 64 rows of it.
         columns: at a time, a power of two; 128 in FP8.
         warps: of a program.
         stages: tiles in flight.
         parts: into which the columns are split, each with programs of its own; of a linear layer.
         sort: whether the pairs are sorted by expert beforehand; of experts.
-        segments: into which a batch-invariant product splits the columns: each is summed by itself, and their sums are
-            added first to last, by one program, or by the next kernel where the parts are as many.
-        ahead: the first tiles of columns, a power of two, or 0, whose weights a program asks for together, and before
-            the last kernel has ended if nothing writes them; of a linear layer of few tokens.
+        segments: into which a batch-invariant product splits the columns: each is summed by itself,
+            and their sums are added first to last, by one program, or by the next kernel where the
+            parts are as many.
+        ahead: the first tiles of columns, a power of two, or 0, whose weights a program asks for
+            together, and before the last kernel has ended if nothing writes them; of a linear layer
+            of few tokens.
     """
 
     rows: int
@@ -39,7 +42,8 @@ class Tile:
 
 
 MANY_TOKENS = 2048
-"""Up to this many tokens a tile is chosen for a small range of numbers; beyond, for all up to a power of two."""
+"""Up to this many tokens a tile is chosen for a small range of numbers; beyond, for all up to a
+power of two."""
 
 
 def power_of_two(n: int) -> int:

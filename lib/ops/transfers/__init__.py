@@ -1,1 +1,2 @@
-"""Transfers between ranks: operators that a graph can repeat, and kernels that store into another GPU's memory."""
+"""Transfers between ranks: operators that a graph can repeat, and kernels that store into another
+GPU's memory."""

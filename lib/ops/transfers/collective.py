@@ -1,8 +1,10 @@
-"""Collectives between the ranks of a mesh, as functions and operators: `all_reduce`, `all_gather`, `reduce_scatter`,
-`all_to_all`, `ppermute`. They run inside a function that `weft.shard` calls, once on each rank.
+"""Collectives between the ranks of a mesh, as functions and operators: `all_reduce`, `all_gather`,
+`reduce_scatter`, `all_to_all`, `ppermute`. They run inside a function that `weft.shard` calls, once
+on each rank.
 
-The operator `weft::collective` has the effect as a text, so that a listing says what it does. A `Member` executes it: a
-rank among the others, for which a number stands, because an operator takes no objects (`weft.ops.transfers.transfer`).
+The operator `weft::collective` has the effect as a text, so that a listing says what it does. A
+`Member` executes it: a rank among the others, for which a number stands, because an operator takes
+no objects (`weft.ops.transfers.transfer`).
 """
 
 import contextlib
@@ -50,7 +52,8 @@ class Place:
     Args:
         mesh: the ranks.
         rank: this one.
-        number: of its `Member` (`weft.ops.transfers.transfer.register`); -1 in a trace, which executes nothing.
+        number: of its `Member` (`weft.ops.transfers.transfer.register`); -1 in a trace, which
+            executes nothing.
         differentiated: whether the trace will be differentiated.
     """
 
@@ -74,11 +77,13 @@ def placed(place: Place) -> Iterator[None]:
 
 
 current_place: Callable[[], Place | None] = _PLACE.get
-"""The rank that runs a function now; None: no rank of a mesh does. A captured call depends on it."""
+"""The rank that runs a function now; None: no rank of a mesh does. A captured call depends on it.
+"""
 
 
 def others_wait() -> bool:
-    """Whether other ranks take part in the collectives of this one, and would wait for those that it leaves out."""
+    """Whether other ranks take part in the collectives of this one, and would wait for those that
+    it leaves out."""
     place = current_place()
     return place is not None and place.mesh.num_ranks > 1
 
@@ -87,8 +92,9 @@ def all_reduce(x: Tensor, axis: str, *, reduce_op: str = "sum") -> Tensor:
     """The sum of the tensors of all ranks along an axis of the mesh, on each of them: JAX's `psum`.
 
     Args:
-        x: of one shape and dtype on all ranks. A sum is made in that dtype, or in float32 for 16-bit values, as a
-            balanced tree over the ranks in their order: `(x0 + x1) + (x2 + x3)`.
+        x: of one shape and dtype on all ranks. A sum is made in that dtype, or in float32 for
+            16-bit values, as a balanced tree over the ranks in their order: `(x0 + x1) + (x2 +
+            x3)`.
         axis: of the mesh.
         reduce_op: `sum`, `max` or `min`.
 
@@ -105,7 +111,8 @@ def all_reduce(x: Tensor, axis: str, *, reduce_op: str = "sum") -> Tensor:
 
 
 def all_gather(x: Tensor, axis: str, *, dim: int = 0) -> Tensor:
-    """The tensors of all ranks along an axis, joined along dimension `dim` in their order, on each of them.
+    """The tensors of all ranks along an axis, joined along dimension `dim` in their order, on each
+    of them.
 
     >>> import torch, weft
     >>> f = weft.shard(lambda x: all_gather(x, "tensor"), weft.Mesh(tensor=2), weft.Shard(0), weft.Replicate())
@@ -117,7 +124,8 @@ def all_gather(x: Tensor, axis: str, *, dim: int = 0) -> Tensor:
 
 
 def reduce_scatter(x: Tensor, axis: str, *, dim: int = 0, reduce_op: str = "sum") -> Tensor:
-    """This rank's part along `dim` of the sum of the tensors of all ranks along an axis: JAX's `psum_scatter`.
+    """This rank's part along `dim` of the sum of the tensors of all ranks along an axis: JAX's
+    `psum_scatter`.
 
     Args:
         x, axis, reduce_op: as in `all_reduce`.
@@ -127,12 +135,14 @@ def reduce_scatter(x: Tensor, axis: str, *, dim: int = 0, reduce_op: str = "sum"
         MeshError: as `all_reduce`; or the ranks cannot share the dimension evenly.
     """
     place = _find_place(f"reduce_scatter(x, {axis!r}, dim={dim})", axis, x, reduce_op, (dim,), dim)
-    return _call(place, x, ReduceScatter(place.mesh.group(place.rank, axis), reduce_op=reduce_op, dim=dim))
+    return _call(
+        place, x, ReduceScatter(place.mesh.group(place.rank, axis), reduce_op=reduce_op, dim=dim)
+    )
 
 
 def all_to_all(x: Tensor, axis: str, *, split_dim: int, concat_dim: int) -> Tensor:
-    """Part i of each rank's tensor along `split_dim` goes to the i-th rank along the axis, which joins what it gets
-    along `concat_dim`: JAX's `all_to_all` with `tiled=True`.
+    """Part i of each rank's tensor along `split_dim` goes to the i-th rank along the axis, which
+    joins what it gets along `concat_dim`: JAX's `all_to_all` with `tiled=True`.
 
     Args:
         x, axis: as in `all_reduce`.
@@ -148,12 +158,13 @@ def all_to_all(x: Tensor, axis: str, *, split_dim: int, concat_dim: int) -> Tens
 
 
 def ppermute(x: Tensor, axis: str, perm: Sequence[tuple[int, int]]) -> Tensor:
-    """The tensor of the rank that sends to this one along an axis, or zeros where none does: JAX's `ppermute`.
+    """The tensor of the rank that sends to this one along an axis, or zeros where none does: JAX's
+    `ppermute`.
 
     Args:
         x, axis: as in `all_reduce`.
-        perm: the place along the axis of each sender, and that of its receiver. A place sends at most once, and
-            receives at most once.
+        perm: the place along the axis of each sender, and that of its receiver. A place sends at
+            most once, and receives at most once.
 
     Raises:
         MeshError: as `all_reduce`; or places that the axis lacks, or that are there twice.
@@ -194,14 +205,25 @@ def _find_axis(call: str, axis: str) -> Place:
     place = _PLACE.get()
     if place is None:
         instead = "weft.shard(f, mesh, in_placements, out_placements), and the call inside f"
-        raise MeshError(call, "no mesh: the call is not in a function that weft.shard runs", instead)
+        raise MeshError(
+            call, "no mesh: the call is not in a function that weft.shard runs", instead
+        )
     if axis not in place.mesh.sizes:
-        raise MeshError(call, f"axis {axis!r} of {place.mesh}", f"one of {', '.join(map(repr, place.mesh.sizes))}")
+        raise MeshError(
+            call,
+            f"axis {axis!r} of {place.mesh}",
+            f"one of {', '.join(map(repr, place.mesh.sizes))}",
+        )
     return place
 
 
 def _find_place(
-    call: str, axis: str, x: Any, reduce_op: str = "sum", dims: Sequence[Any] = (), split: int | None = None
+    call: str,
+    axis: str,
+    x: Any,
+    reduce_op: str = "sum",
+    dims: Sequence[Any] = (),
+    split: int | None = None,
 ) -> Place:
     place = _find_axis(call, axis)
     size = place.mesh.sizes[axis]
@@ -212,18 +234,23 @@ def _find_place(
     elif not all(is_int(dim, -x.ndim, x.ndim - 1) for dim in dims):
         seen, instead = f"x {list(x.shape)}", "one of its dimensions"
     elif split is not None and x.shape[split] % size:
-        seen, instead = f"x {list(x.shape)} for {size} ranks", f"a dimension {split} that is a multiple of {size}"
+        seen, instead = (
+            f"x {list(x.shape)} for {size} ranks",
+            f"a dimension {split} that is a multiple of {size}",
+        )
     elif place.number >= 0 and x.requires_grad and torch.is_grad_enabled():
         seen = "a tensor that requires grad, whose gradient does not come back from another rank"
-        raise DerivativeError(call, seen, "torch.no_grad(); for gradients weft.shard, whose ranks are in one thread")
+        raise DerivativeError(
+            call, seen, "torch.no_grad(); for gradients weft.shard, whose ranks are in one thread"
+        )
     else:
         return place
     raise MeshError(call, seen, instead)
 
 
 class _Traced(torch.autograd.Function):
-    """A collective in a trace. The derivatives of the sharded function come from the trace; one that the function takes
-    itself would have to come back from the other ranks."""
+    """A collective in a trace. The derivatives of the sharded function come from the trace; one
+    that the function takes itself would have to come back from the other ranks."""
 
     generate_vmap_rule = True
 
@@ -251,20 +278,24 @@ class _Traced(torch.autograd.Function):
 
 def _refuse_derivative(effect: str) -> NoReturn:
     seen = "a derivative inside the function that weft.shard runs, which does not come back from the other ranks"
-    instead = "torch.func.grad(weft.shard(f, ...)); or the collective after the derivative, on its result"
+    instead = (
+        "torch.func.grad(weft.shard(f, ...)); or the collective after the derivative, on its result"
+    )
     raise DerivativeError(f"'{effect}'", seen, instead)
 
 
 def _call(place: Place, x: Tensor, effect: Collective) -> Tensor:
-    """Call the operator. In a trace that will be differentiated, the result stands for a value that autograd
-    follows."""
+    """Call the operator. In a trace that will be differentiated, the result stands for a value that
+    autograd follows."""
     is_transformed = in_functorch_transform()
     grad_mode: Any = contextlib.nullcontext()
     if place.differentiated and x.is_floating_point() and not (x.requires_grad or is_transformed):
         plain = x.clone() if x.is_inference() else x.detach()
         x = plain.requires_grad_()  # so the result is no leaf, which no operator could write
         grad_mode = torch.enable_grad()
-    call: Any = _Traced.apply if place.number < 0 and (x.requires_grad or is_transformed) else _COLLECTIVE
+    call: Any = (
+        _Traced.apply if place.number < 0 and (x.requires_grad or is_transformed) else _COLLECTIVE
+    )
     with grad_mode:
         out: Tensor = call(x, place.number, str(effect))
     return out
@@ -290,7 +321,9 @@ def _perform(x: Tensor, member: int, effect: str) -> Tensor:
 def _like_first(x: Tensor, effect: str) -> Tensor:
     """An empty result of a collective, whose shape is the same on all ranks."""
     parsed = _effect(effect)
-    return torch.empty_like(combine(parsed, [x] * len(parsed.ranks))[0], memory_format=torch.contiguous_format)
+    return torch.empty_like(
+        combine(parsed, [x] * len(parsed.ranks))[0], memory_format=torch.contiguous_format
+    )
 
 
 _COLLECTIVE = define("collective", _perform, fake=_like_first)

@@ -1,21 +1,25 @@
-"""Collectives by stores into the other ranks' memory, in Triton: one kernel sends, waits, and sums or joins.
+"""Collectives by stores into the other ranks' memory, in Triton: one kernel sends, waits, and sums
+or joins.
 
-In an *exchange* each rank sends a piece of its tensor to every other rank: the same to all, or to each its own. It
-joins the pieces that it gets, or sums them in float32 (`_sum`) and rounds once, so that all ranks get the same bits.
+In an *exchange* each rank sends a piece of its tensor to every other rank: the same to all, or to
+each its own. It joins the pieces that it gets, or sums them in float32 (`_sum`) and rounds once, so
+that all ranks get the same bits.
 
-Small pieces: each word travels with the number of the exchange (`weft.ops.transfers.peer_packed_triton`) into an inbox
-that a rank has for each other one. An inbox has two slots, which take turns, and needs no acknowledgement: a rank that
-has all words of exchange k knows that every other rank has sent them, and so has read those of k - 1, in whose slot
-those of k + 1 will be.
+Small pieces: each word travels with the number of the exchange
+(`weft.ops.transfers.peer_packed_triton`) into an inbox that a rank has for each other one. An inbox
+has two slots, which take turns, and needs no acknowledgement: a rank that has all words of exchange
+k knows that every other rank has sent them, and so has read those of k - 1, in whose slot those of
+k + 1 will be.
 
-Large pieces: a program of the kernel moves a share of each piece, chunk by chunk through a ring of SLOTS chunks. A flag
-beside the ring counts the chunks that are there. A program sends chunk c, then reads chunk c - AHEAD, then sends
-c + 1, and reads all before it ends. So the chunks acknowledge one another. Before it sends c it has read
-c - 1 - AHEAD of every other rank, which was sent after that rank had read its c - 2 - 2 AHEAD; chunk c takes the slot
-of c - SLOTS, and SLOTS = 2 + 2 AHEAD. Stores before a release at system scope are seen after the acquire that reads it.
+Large pieces: a program of the kernel moves a share of each piece, chunk by chunk through a ring of
+SLOTS chunks. A flag beside the ring counts the chunks that are there. A program sends chunk c, then
+reads chunk c - AHEAD, then sends c + 1, and reads all before it ends. So the chunks acknowledge one
+another. Before it sends c it has read c - 1 - AHEAD of every other rank, which was sent after that
+rank had read its c - 2 - 2 AHEAD; chunk c takes the slot of c - SLOTS, and SLOTS = 2 + 2 AHEAD.
+Stores before a release at system scope are seen after the acquire that reads it.
 
-The programs of a launch wait for those of other ranks with the same number. All must run at once, so there are few.
-A program whose wait is aborted stores nothing more.
+The programs of a launch wait for those of other ranks with the same number. All must run at once,
+so there are few. A program whose wait is aborted stores nothing more.
 """
 
 # mypy: disable-error-code="no-untyped-def, untyped-decorator, assignment"
@@ -31,8 +35,8 @@ from weft.ops.transfers import peer_packed_triton as packed
 from weft.ops.transfers.peer_packed_triton import MOST, REGION, block_of, shares_of
 
 PROGRAMS = 128
-"""The programs of a launch for large pieces. With _MAX_REGISTERS a multiprocessor has room for two, and every GPU whose
-memory others can reach has 64 of them and more."""
+"""The programs of a launch for large pieces. With _MAX_REGISTERS a multiprocessor has room for two,
+and every GPU whose memory others can reach has 64 of them and more."""
 AHEAD = 3
 """Chunks that a program sends before it reads the first."""
 SLOTS = 2 + 2 * AHEAD
@@ -59,9 +63,11 @@ class Group:
     """A rank's side of the exchanges among some ranks.
 
     Args:
-        outs: [ranks] int64, for each rank the address there of the inbox for this one; its own is not used.
+        outs: [ranks] int64, for each rank the address there of the inbox for this one; its own is
+            not used.
         ins: [ranks] int64, for each rank the address here of the inbox for it.
-        counts: [COUNTS] int64, this rank's own: exchanges and chunks so far. All inboxes are zeros before the first.
+        counts: [COUNTS] int64, this rank's own: exchanges and chunks so far. All inboxes are zeros
+            before the first.
         abort: [1] int32: not 0 ends every wait.
         own: this rank's place.
     """
@@ -84,12 +90,13 @@ class Pieces:
 
     Args:
         words: of 4 bytes in each piece.
-        source_run: the source has a piece for each rank, and they alternate after this many words: along its first
-            dimension that is `words`, along a later one less. None: it is one piece, which goes to all.
+        source_run: the source has a piece for each rank, and they alternate after this many words:
+            along its first dimension that is `words`, along a later one less. None: it is one
+            piece, which goes to all.
         target_run: likewise for the target; None: it is the sum.
 
-    Words of a piece that are beyond the end of the source are zeros, and those beyond the end of the target are left
-    out.
+    Words of a piece that are beyond the end of the source are zeros, and those beyond the end of
+    the target are left out.
     """
 
     words: int
@@ -114,8 +121,8 @@ def _left(count):
 
 @triton.jit
 def _sum(words, half: tl.constexpr, FIRST: tl.constexpr, COUNT: tl.constexpr, PAIR: tl.constexpr):
-    """The sum of one value of each of COUNT ranks from FIRST on, as a balanced tree: `weft.meshes.placements.reduced`
-    defines it."""
+    """The sum of one value of each of COUNT ranks from FIRST on, as a balanced tree:
+    `weft.meshes.placements.reduced` defines it."""
     if COUNT > 1:
         LEFT: tl.constexpr = _left(COUNT)
         left = _sum(words, half, FIRST, LEFT, PAIR)
@@ -130,8 +137,12 @@ def _reduced(words, RANKS: tl.constexpr, PAIR: tl.constexpr):
     if PAIR is None:
         return _sum(words, 0, 0, RANKS, PAIR).to(tl.int32, bitcast=True)
     else:
-        low = _sum(words, 0, 0, RANKS, PAIR).to(PAIR).to(tl.int16, bitcast=True).to(tl.int32) & 0xFFFF
-        high = _sum(words, 1, 0, RANKS, PAIR).to(PAIR).to(tl.int16, bitcast=True).to(tl.int32) & 0xFFFF
+        low = (
+            _sum(words, 0, 0, RANKS, PAIR).to(PAIR).to(tl.int16, bitcast=True).to(tl.int32) & 0xFFFF
+        )
+        high = (
+            _sum(words, 1, 0, RANKS, PAIR).to(PAIR).to(tl.int16, bitcast=True).to(tl.int32) & 0xFFFF
+        )
         return low | (high << 16)
 
 
@@ -186,7 +197,9 @@ def _small_kernel(
         else:
             every = every + (theirs,)  # noqa: RUF005 - Triton has no unpacking
     if SUM:
-        tl.store(target + offsets, _reduced(every, RANKS, PAIR), mask=there & (offsets < target_words))
+        tl.store(
+            target + offsets, _reduced(every, RANKS, PAIR), mask=there & (offsets < target_words)
+        )
     if tl.sum((inside & (~there)).to(tl.int32), 0) == 0:
         tl.debug_barrier()
         tl.store(counts + program, number)
@@ -205,8 +218,8 @@ def _wait(flag, number, abort):
 
 @triton.jit
 def _chunk(program, step, number, share, words, SLOTS: tl.constexpr, BLOCK: tl.constexpr):
-    """The words of a program's chunk: their places in the piece, which of them there are, and their places in a
-    ring."""
+    """The words of a program's chunk: their places in the piece, which of them there are, and their
+    places in a ring."""
     within = tl.arange(0, BLOCK)
     inside = step * BLOCK + within < share
     offsets = program * share + step * BLOCK + within
@@ -241,7 +254,9 @@ def _large_kernel(
                     tl.atomic_xchg(flags + program, number, sem="release", scope="sys")
         if alive and step >= AHEAD:
             number = count + step - AHEAD + 1
-            offsets, inside, slot = _chunk(program, step - AHEAD, number, share, words, SLOTS, BLOCK)
+            offsets, inside, slot = _chunk(
+                program, step - AHEAD, number, share, words, SLOTS, BLOCK
+            )
             for peer in tl.static_range(RANKS):
                 if peer != OWN:
                     flags = (tl.load(ins + peer) + FLAGS_AT).to(tl.pointer_type(tl.int64))
@@ -270,19 +285,28 @@ def _large_kernel(
         tl.store(counts + program, count + steps)
 
 
-def exchange(source: Tensor, target: Tensor, pieces: Pieces, group: Group, dtype: torch.dtype | None = None) -> None:
-    """Send each rank its piece of the source, and join or sum the pieces that arrive. All ranks call it alike.
+def exchange(
+    source: Tensor, target: Tensor, pieces: Pieces, group: Group, dtype: torch.dtype | None = None
+) -> None:
+    """Send each rank its piece of the source, and join or sum the pieces that arrive. All ranks
+    call it alike.
 
     Args:
         source, target: [words] int32, contiguous; apart from one another.
         pieces: their layout.
         group: the ranks.
-        dtype: of the values that are summed: float32, float16 or bfloat16. None: the pieces are joined.
+        dtype: of the values that are summed: float32, float16 or bfloat16. None: the pieces are
+            joined.
     """
     assert (dtype is None) == (pieces.target_run is not None), "pieces are joined or summed"
     addresses = group.outs, group.ins
     small, large = group.counts[: packed.PROGRAMS], group.counts[packed.PROGRAMS :]
-    layout = source.numel(), pieces.source_run or pieces.words, target.numel(), pieces.target_run or pieces.words
+    layout = (
+        source.numel(),
+        pieces.source_run or pieces.words,
+        target.numel(),
+        pieces.target_run or pieces.words,
+    )
     kind = {
         "OWN": group.own,
         "RANKS": group.ranks,

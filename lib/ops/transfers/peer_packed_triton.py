@@ -1,11 +1,13 @@
-"""Transfers of small messages by stores into another GPU's memory, in Triton: each word travels with its flag.
+"""Transfers of small messages by stores into another GPU's memory, in Triton: each word travels
+with its flag.
 
-A store of 8 aligned bytes is seen whole or not at all. So a word of 4 bytes is stored together with the number of its
-message, and no fence is needed between data and flag, which would cost more than the words. The receiver reads the
-words until all of them belong to the message that it waits for. NCCL's low-latency protocol does the same (Hu et al.,
-2025, arXiv 2507.04786, section on protocols). It moves twice the bytes, so long messages go by `peer_triton`. As there,
-everything that changes from one message to the next is counted on the device, and a program whose wait is aborted
-stores nothing.
+A store of 8 aligned bytes is seen whole or not at all. So a word of 4 bytes is stored together with
+the number of its message, and no fence is needed between data and flag, which would cost more than
+the words. The receiver reads the words until all of them belong to the message that it waits for.
+NCCL's low-latency protocol does the same (Hu et al., 2025, arXiv 2507.04786, section on protocols).
+It moves twice the bytes, so long messages go by `peer_triton`. As there, everything that changes
+from one message to the next is counted on the device, and a program whose wait is aborted stores
+nothing.
 """
 
 # mypy: disable-error-code="no-untyped-def, untyped-decorator"
@@ -27,8 +29,8 @@ _ALIGNED = 16
 """A share is a multiple of this many words."""
 _BLOCKS = (256, 1024, REGION)
 LENGTHS = (_BLOCKS[0], _SHARE, MOST)
-"""Lengths of messages that need every compiled kernel between them; messages of other lengths need no more, if they are
-aligned alike."""
+"""Lengths of messages that need every compiled kernel between them; messages of other lengths need
+no more, if they are aligned alike."""
 _WARPS = 8
 
 
@@ -41,7 +43,9 @@ def _send_kernel(
     number = tl.load(counts + program) + 1
     offsets = tl.arange(0, BLOCK)
     inside = (offsets < share) & (program * share + offsets < words)
-    word = tl.load(source + program * share + offsets, mask=inside, other=0).to(tl.int64) & 0xFFFFFFFF
+    word = (
+        tl.load(source + program * share + offsets, mask=inside, other=0).to(tl.int64) & 0xFFFFFFFF
+    )
     free = False
     waiting = True
     while waiting:
@@ -84,7 +88,8 @@ def send(source: Tensor, slots: Tensor, acks: Tensor, counts: Tensor, abort: Ten
 
     Args:
         source: [words] int32, contiguous, at most MOST of them.
-        slots: [messages that the edge holds, MOST] int64 in the receiver's memory, zeros before the first message.
+        slots: [messages that the edge holds, MOST] int64 in the receiver's memory, zeros before the
+            first message.
         acks: [PROGRAMS] int64 in the sender's memory.
         counts: [PROGRAMS] int64, the sender's own: messages so far.
         abort: [1] int32: not 0 ends every wait.
@@ -99,7 +104,8 @@ def send(source: Tensor, slots: Tensor, acks: Tensor, counts: Tensor, abort: Ten
 def recv(target: Tensor, slots: Tensor, acks: Tensor, counts: Tensor, abort: Tensor) -> None:
     """Wait for a message, and copy it out of its slot.
 
-    The arguments are those of `send` seen from the other side: slots are the receiver's own memory, acks the sender's.
+    The arguments are those of `send` seen from the other side: slots are the receiver's own memory,
+    acks the sender's.
     """
     programs, share = shares_of(target.numel())
     _recv_kernel[(programs,)](
@@ -109,12 +115,14 @@ def recv(target: Tensor, slots: Tensor, acks: Tensor, counts: Tensor, abort: Ten
 
 
 def block_of(share: int) -> int:
-    """The words that a program takes at once: one of three sizes, so that there are few kernels to compile."""
+    """The words that a program takes at once: one of three sizes, so that there are few kernels to
+    compile."""
     return next(block for block in _BLOCKS if share <= block)
 
 
 def shares_of(words: int) -> tuple[int, int]:
-    """The programs of a launch and the words of each share, for a message of so many: the same on both ends."""
+    """The programs of a launch and the words of each share, for a message of so many: the same on
+    both ends."""
     assert words <= MOST, "a longer message goes by peer_triton"
     programs = max(1, min(PROGRAMS, cdiv(words, _SHARE)))
     share = max(cdiv(cdiv(words, programs), _ALIGNED), 1) * _ALIGNED

@@ -1,12 +1,14 @@
 """Transfers by stores into another GPU's memory, in Triton: one kernel sends, one receives.
 
-A graph may hold both, since everything that changes from one message to the next is counted on the device.
+A graph may hold both, since everything that changes from one message to the next is counted on the
+device.
 
-A message is cut into shares, one for each program. The two programs of a share work by themselves. The sender's waits
-until the slot is free, stores its share there, and then sets the share's flag to the message's number. The receiver's
-waits for that number, reads the share, and acknowledges it in the sender's memory. No program waits for another one of
-its own kernel. A program whose wait is aborted stores nothing: a slot that is not free is still to be read. Stores
-before a release at system scope are seen after the acquire that reads it (PTX ISA, "Memory Consistency Model").
+A message is cut into shares, one for each program. The two programs of a share work by themselves.
+The sender's waits until the slot is free, stores its share there, and then sets the share's flag to
+the message's number. The receiver's waits for that number, reads the share, and acknowledges it in
+the sender's memory. No program waits for another one of its own kernel. A program whose wait is
+aborted stores nothing: a slot that is not free is still to be read. Stores before a release at
+system scope are seen after the acquire that reads it (PTX ISA, "Memory Consistency Model").
 """
 
 # mypy: disable-error-code="no-untyped-def, untyped-decorator"
@@ -20,8 +22,8 @@ from weft.ops.tiles.tile import cdiv
 PROGRAMS = 64
 """The most programs of a launch: shares of a message, flags of an edge."""
 _SHARE = 1024
-"""Words that a program moves; more if the message is longer than all programs can move so. A slot has room for so many
-words of each program."""
+"""Words that a program moves; more if the message is longer than all programs can move so. A slot
+has room for so many words of each program."""
 _BLOCK = 1024
 _ALIGNED = 16
 """A share is a multiple of this many words."""
@@ -70,21 +72,27 @@ def _recv_kernel(
         for start in range(0, share, BLOCK):
             offsets = start + tl.arange(0, BLOCK)
             inside = (offsets < share) & (first + offsets < words)
-            tl.store(target + first + offsets, tl.load(slot + offsets, mask=inside, cache_modifier=".cg"), mask=inside)
+            tl.store(
+                target + first + offsets,
+                tl.load(slot + offsets, mask=inside, cache_modifier=".cg"),
+                mask=inside,
+            )
         tl.debug_barrier()
         tl.atomic_xchg(acks + program, number, sem="release", scope="sys")
         tl.store(counts + program, number)
 
 
 def plan(words: int) -> tuple[int, int]:
-    """The programs of a launch and the words of each share (a multiple of 16) for a message of so many words: the same
-    on both ends."""
+    """The programs of a launch and the words of each share (a multiple of 16) for a message of so
+    many words: the same on both ends."""
     programs = max(1, min(PROGRAMS, cdiv(words, _SHARE)))
     share = cdiv(cdiv(words, programs), _ALIGNED) * _ALIGNED
     return cdiv(words, share) if words else 1, share
 
 
-def send(source: Tensor, slots: Tensor, flags: Tensor, acks: Tensor, counts: Tensor, abort: Tensor) -> None:
+def send(
+    source: Tensor, slots: Tensor, flags: Tensor, acks: Tensor, counts: Tensor, abort: Tensor
+) -> None:
     """Store a message into the receiver's slots, once one of them is free.
 
     Args:
@@ -102,11 +110,13 @@ def send(source: Tensor, slots: Tensor, flags: Tensor, acks: Tensor, counts: Ten
     )  # fmt: skip
 
 
-def recv(target: Tensor, slots: Tensor, flags: Tensor, acks: Tensor, counts: Tensor, abort: Tensor) -> None:
+def recv(
+    target: Tensor, slots: Tensor, flags: Tensor, acks: Tensor, counts: Tensor, abort: Tensor
+) -> None:
     """Wait for a message, and copy it out of its slot.
 
-    The arguments are those of `send` seen from the other side: slots and flags are the receiver's own memory, acks the
-    sender's.
+    The arguments are those of `send` seen from the other side: slots and flags are the receiver's
+    own memory, acks the sender's.
     """
     programs, share, region = _shares(target, slots)
     _recv_kernel[(programs,)](
@@ -124,7 +134,8 @@ def _shares(message: Tensor, slots: Tensor) -> tuple[int, int, int]:
 
 
 def capacity(slot_bytes: int, dtype: torch.dtype) -> int:
-    """The most elements of a message for slots of `slot_bytes`, so that each share fits its region of a slot."""
+    """The most elements of a message for slots of `slot_bytes`, so that each share fits its region
+    of a slot."""
     region = slot_bytes // dtype.itemsize // PROGRAMS // _ALIGNED * _ALIGNED
     assert region >= _SHARE, "a slot holds a share of every program"
     return region * PROGRAMS

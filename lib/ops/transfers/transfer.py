@@ -1,6 +1,8 @@
-"""`weft::send` and `weft::recv`: transfers between ranks as operators, so that a graph or a tape repeats them.
+"""`weft::send` and `weft::recv`: transfers between ranks as operators, so that a graph or a tape
+repeats them.
 
-An `End`, one rank's end of its edges, executes them. An operator takes no objects, so a number stands for the end.
+An `End`, one rank's end of its edges, executes them. An operator takes no objects, so a number
+stands for the end.
 """
 
 import itertools
@@ -16,14 +18,16 @@ from weft.ops.register import define
 
 
 class End(Protocol):
-    """A rank's end of its edges: it sends tensors to peers and receives tensors from them, in order."""
+    """A rank's end of its edges: it sends tensors to peers and receives tensors from them, in
+    order."""
 
     def send(self, tensors: Sequence[Tensor], peer: int, tag: int, /) -> None:
-        """Start to send; the tensors' memory must not change until a fence, or on a device until the stream gets
-        there."""
+        """Start to send; the tensors' memory must not change until a fence, or on a device until
+        the stream gets there."""
 
     def recv(self, tensors: Sequence[Tensor], peer: int, tag: int, /) -> None:
-        """Fill the tensors with the peer's message `tag`; on a device in the order of the stream."""
+        """Fill the tensors with the peer's message `tag`; on a device in the order of the stream.
+        """
 
 
 _REGISTERED: "weakref.WeakValueDictionary[int, Any]" = weakref.WeakValueDictionary()
@@ -31,8 +35,8 @@ _NUMBERS = itertools.count()
 
 
 def register(executor: Any) -> int:
-    """A number that stands for an end, or a member of collectives, in the operators, as long as the caller keeps it
-    alive."""
+    """A number that stands for an end, or a member of collectives, in the operators, as long as the
+    caller keeps it alive."""
     number = next(_NUMBERS)
     _REGISTERED[number] = executor
     return number

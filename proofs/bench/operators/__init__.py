@@ -1,1 +1,2 @@
-"""Benchmarks of single operators: the kernels of a layer, attention, sampling, and transfers between GPUs."""
+"""Benchmarks of single operators: the kernels of a layer, attention, sampling, and transfers
+between GPUs."""

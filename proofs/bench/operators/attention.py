@@ -2,11 +2,12 @@
 
     python -m weft.proofs.bench.operators.attention [--out FOLDER] [--quick] [--tiles]
 
-Heads of 128 in bfloat16 on pages of 16, in the numbers of three models. A decode's figure is the share of the H200's
-copy bandwidth (4.27 TB/s) at which keys and values are read, over replays of a graph; only back ends that can be in one
-are timed. A step's figure is TFLOP/s of causal attention. Neither has the plan, whose microseconds on the host stand
-beside it. `best` marks the fastest of a shape. With `--tiles` only steps are timed, by weft's kernel with other numbers
-of rows, keys, warps and stages than its own, which comes first. Without a GPU tiny shapes run, only to show that it
+Heads of 128 in bfloat16 on pages of 16, in the numbers of three models. A decode's figure is the
+share of the H200's copy bandwidth (4.27 TB/s) at which keys and values are read, over replays of a
+graph; only back ends that can be in one are timed. A step's figure is TFLOP/s of causal attention.
+Neither has the plan, whose microseconds on the host stand beside it. `best` marks the fastest of a
+shape. With `--tiles` only steps are timed, by weft's kernel with other numbers of rows, keys, warps
+and stages than its own, which comes first. Without a GPU tiny shapes run, only to show that it
 runs.
 """
 
@@ -91,14 +92,18 @@ class Case:
     where: tuple[Any, ...]
 
 
-def make_case(requests: Sequence[tuple[int, int]], heads: tuple[int, int], device: str, size: int = 16) -> Case:
+def make_case(
+    requests: Sequence[tuple[int, int]], heads: tuple[int, int], device: str, size: int = 16
+) -> Case:
     """Random requests of `(past, new)` tokens, on pages in random order."""
     lengths, counts = [sum(one) for one in requests], [new for _, new in requests]
     used = [-(-length // size) for length in lengths]
     order = torch.randperm(sum(used)).to(torch.int32)
     table = torch.nn.utils.rnn.pad_sequence(list(order.split(used)), batch_first=True)
     places = [torch.arange(past, past + new) for past, new in requests]
-    slots = torch.cat([row[at // size].long() * size + at % size for row, at in zip(table, places, strict=True)])
+    slots = torch.cat(
+        [row[at // size].long() * size + at % size for row, at in zip(table, places, strict=True)]
+    )
     starts = torch.tensor([*itertools.accumulate(counts, initial=0)], dtype=torch.int32)
     where = (x.to(device) for x in (slots, table, starts, torch.tensor(lengths, dtype=torch.int32)))
     pages = torch.randn(2, sum(used), size, heads[1], 128, device=device, dtype=torch.bfloat16)
@@ -107,7 +112,14 @@ def make_case(requests: Sequence[tuple[int, int]], heads: tuple[int, int], devic
 
 
 def time_case(
-    case: Case, model: str, shape: str, work: float, names: Sequence[str], device: str, *, decodes: bool
+    case: Case,
+    model: str,
+    shape: str,
+    work: float,
+    names: Sequence[str],
+    device: str,
+    *,
+    decodes: bool,
 ) -> list[Row]:
     """The rows of a shape; `work` is its bytes or its operations."""
     rows, first = list[Row](), None
@@ -141,10 +153,16 @@ def _timed(own: AttentionBackend, case: Case) -> tuple[Any, float]:
 def time_all(device: str, *, quick: bool) -> Iterator[Row]:
     """The rows of all shapes, as they come."""
     names = ["reference", "torch"] if device == "cpu" else ["triton"]
-    names += ["flashinfer"] if device == "cuda" and not BACKENDS["flashinfer"].missing(torch.device(device)) else []
+    names += (
+        ["flashinfer"]
+        if device == "cuda" and not BACKENDS["flashinfer"].missing(torch.device(device))
+        else []
+    )
     for model, heads in HEADS.items() if not quick else [("tiny", (4, 2))]:
         decodes: dict[str, Sequence[int]] = dict(TINY_UNEVEN if quick else UNEVEN)
-        for context, requests in itertools.product((20,) if quick else CONTEXTS, (2,) if quick else REQUESTS):
+        for context, requests in itertools.product(
+            (20,) if quick else CONTEXTS, (2,) if quick else REQUESTS
+        ):
             if context * requests <= MOST_POSITIONS:
                 decodes[f"{requests} x {context}"] = [context] * requests
         for shape, contexts in decodes.items():
@@ -154,7 +172,9 @@ def time_all(device: str, *, quick: bool) -> Iterator[Row]:
         for shape, own in (TINY_STEPS if quick else STEPS).items():
             pairs = sum(new * past + new * (new + 1) / 2 for past, new in own)
             case = make_case(own, heads, device)
-            yield from time_case(case, model, shape, 512.0 * heads[0] * pairs, names, device, decodes=False)
+            yield from time_case(
+                case, model, shape, 512.0 * heads[0] * pairs, names, device, decodes=False
+            )
 
 
 def time_tiles(device: str, *, quick: bool) -> Iterator[Row]:
@@ -190,10 +210,17 @@ def prompt_tile(rows: int, tile: tuple[int, int, int]) -> Iterator[None]:
 
 def show(row: Row) -> None:
     """Print a row."""
-    rate = f"{row.rate:>8.2f} TB/s {row.share:>5.0%}" if row.share is not None else f"{row.rate:>8.0f} TFLOP/s  "
+    rate = (
+        f"{row.rate:>8.2f} TB/s {row.share:>5.0%}"
+        if row.share is not None
+        else f"{row.rate:>8.0f} TFLOP/s  "
+    )
     plan = "" if row.plan_us is None else f"  plan {row.plan_us:,.0f} us"
     sign = "*" if row.best else " "
-    print(f"{row.model:<14}{row.shape:<32}{row.backend:<29}{sign}{row.us:>10.1f} us {rate}{plan}", flush=True)
+    print(
+        f"{row.model:<14}{row.shape:<32}{row.backend:<29}{sign}{row.us:>10.1f} us {rate}{plan}",
+        flush=True,
+    )
 
 
 def main() -> None:

@@ -2,11 +2,12 @@
 
     python -m weft.proofs.bench.operators.collectives [--ranks 2] [--out FOLDER]
 
-All-reduces of [tokens, 2048] bfloat16, the hidden states after a block of a model that the ranks share; and all-to-alls
-of logits, in which each rank has its columns of all rows, and gets all columns of its rows. A graph holds several
-collectives in a row. The figure is the device's time of a replay divided by their number, the median of rounds; eagerly
-it is the host's time too, with what the ranks tell one another. Results are compared bit for bit with those of
-`combine`, whose sums are made in float32 and rounded once.
+All-reduces of [tokens, 2048] bfloat16, the hidden states after a block of a model that the ranks
+share; and all-to-alls of logits, in which each rank has its columns of all rows, and gets all
+columns of its rows. A graph holds several collectives in a row. The figure is the device's time of
+a replay divided by their number, the median of rounds; eagerly it is the host's time too, with what
+the ranks tell one another. Results are compared bit for bit with those of `combine`, whose sums are
+made in float32 and rounded once.
 """
 
 import argparse
@@ -39,8 +40,8 @@ WAYS = ("ncclAllReduce", "nccl", "peer")
 
 @attrs.frozen
 class Row:
-    """One way's microseconds per collective, in a graph and eagerly; and whether every bit was as `combine` defines
-    it."""
+    """One way's microseconds per collective, in a graph and eagerly; and whether every bit was as
+    `combine` defines it."""
 
     way: str
     collective: str
@@ -68,10 +69,14 @@ def measure(way: str, timeout: float) -> list[Row]:
     member: Member = find(transport.member, "a collective")
     perform: Callable[[Collective, Tensor], Tensor] = member.perform
     if library:
-        perform = Library(nccl_group("library", transport.monitor.records.store, rank, ranks, 60.0, "lo")).perform
+        perform = Library(
+            nccl_group("library", transport.monitor.records.store, rank, ranks, 60.0, "lo")
+        ).perform
     rows = []
     for effect, shape in cases(ranks):
-        drawn = torch.randn(ranks, *shape, generator=torch.Generator(device).manual_seed(shape[0]), device=device)
+        drawn = torch.randn(
+            ranks, *shape, generator=torch.Generator(device).manual_seed(shape[0]), device=device
+        )
         every = drawn.to(torch.bfloat16)
         x = every[rank].contiguous()
         expected = combine(effect, list(every))[rank]
@@ -114,12 +119,16 @@ def _several(fn: Callable[[Tensor], Tensor], x: Tensor) -> Callable[[], None]:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(prog="python -m weft.proofs.bench.operators.collectives", description=__doc__)
+    parser = argparse.ArgumentParser(
+        prog="python -m weft.proofs.bench.operators.collectives", description=__doc__
+    )
     parser.add_argument("--ranks", type=int, default=2, help="a GPU for each (2)")
     parser.add_argument("--out", type=Path, help="a folder for the record")
     given = parser.parse_args(argv)
     rows = list[Row]()
-    print(f"{'way':14}{'collective':>22}{'a rank brings':>16}{'graph us':>10}{'eager us':>10}  bfloat16")
+    print(
+        f"{'way':14}{'collective':>22}{'a rank brings':>16}{'graph us':>10}{'eager us':>10}  bfloat16"
+    )
     for way in WAYS:
         for row in launch(measure, given.ranks, way, 60.0)[0]:
             rows.append(row)

@@ -1,4 +1,5 @@
-"""The kernels of a decoder layer at given sizes: the bytes that each must move, its calls, and the expected result."""
+"""The kernels of a decoder layer at given sizes: the bytes that each must move, its calls, and the
+expected result."""
 
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
@@ -26,7 +27,8 @@ class Case:
         kernel, shape: its name and shape.
         bytes: the least that it must move.
         calls: the same call, each time with other weights.
-        expected: the right result of the first call; None: torch's own kernel, which is not checked.
+        expected: the right result of the first call; None: torch's own kernel, which is not
+            checked.
     """
 
     kernel: str
@@ -76,13 +78,17 @@ def nbytes(*values: Any) -> int:
 
 
 def layer_cases(make: Maker, sizes: Sizes, tokens: int) -> Iterator[Case]:
-    """All kernels of a layer except attention, in the order of the computation. With experts, its linear layers are in
-    FP8."""
+    """All kernels of a layer except attention, in the order of the computation. With experts, its
+    linear layers are in FP8."""
     parts = sizes.top_k or 0
     yield norm_case(make, sizes, tokens, parts)
-    yield linear_case(make, "qkv", tokens, sizes.qkv, sizes.hidden, "quantized" if parts else "plain")
+    yield linear_case(
+        make, "qkv", tokens, sizes.qkv, sizes.hidden, "quantized" if parts else "plain"
+    )
     yield rotary_case(make, sizes, tokens)
-    yield linear_case(make, "o", tokens, sizes.hidden, sizes.heads * sizes.dim, "fp8" if parts else "plain")
+    yield linear_case(
+        make, "o", tokens, sizes.hidden, sizes.heads * sizes.dim, "fp8" if parts else "plain"
+    )
     yield norm_case(make, sizes, tokens, parts)
     if parts:
         yield linear_case(make, "router", tokens, sizes.num_experts, sizes.hidden, "plain")
@@ -95,7 +101,11 @@ def layer_cases(make: Maker, sizes: Sizes, tokens: int) -> Iterator[Case]:
 
 def norm_case(make: Maker, sizes: Sizes, tokens: int, parts: int) -> Case:
     """The residual addition and the norm after a block, quantised if the next layer is in FP8."""
-    x = make.randn(parts, tokens, sizes.hidden, dtype=torch.float32) if parts else make.randn(tokens, sizes.hidden)
+    x = (
+        make.randn(parts, tokens, sizes.hidden, dtype=torch.float32)
+        if parts
+        else make.randn(tokens, sizes.hidden)
+    )
     args = x, make.randn(tokens, sizes.hidden), make.randn(sizes.hidden), 1e-6
     name = "add_rms_norm_quantized" if parts else "add_rms_norm"
     op, reference = (
@@ -111,19 +121,36 @@ def linear_case(make: Maker, name: str, tokens: int, rows: int, columns: int, ki
     """A linear layer.
 
     Args:
-        kind: `plain`; `gated`, the same with a gate in its first half; `quantized`, in FP8 with a quantised input; or
-            `fp8`, which quantises its input itself.
+        kind: `plain`; `gated`, the same with a gate in its first half; `quantized`, in FP8 with a
+            quantised input; or `fp8`, which quantises its input itself.
     """
     has_scales = kind in ("quantized", "fp8")
-    copies, x = make.copies(rows, columns, itemsize=1 if has_scales else 2), make.randn(tokens, columns)
+    copies, x = (
+        make.copies(rows, columns, itemsize=1 if has_scales else 2),
+        make.randn(tokens, columns),
+    )
     shape, out_bytes = f"{name} {rows}x{columns}", tokens * rows * 2
     if not has_scales:
         plain = [make.randn(rows, columns) for _ in range(copies)]
         op, moved = linear.swiglu if kind == "gated" else linear.linear, nbytes(x, plain[0])
         calls: list[Callable[[], Any]] = [partial(op, x, w) for w in plain]
         if kind == "gated":
-            return Case("swiglu", shape, tokens, moved + out_bytes // 2, calls, lambda: op.reference(x, plain[0]))
-        return Case("linear", shape, tokens, moved + out_bytes, calls, lambda: F.linear(x.double(), plain[0].double()))
+            return Case(
+                "swiglu",
+                shape,
+                tokens,
+                moved + out_bytes // 2,
+                calls,
+                lambda: op.reference(x, plain[0]),
+            )
+        return Case(
+            "linear",
+            shape,
+            tokens,
+            moved + out_bytes,
+            calls,
+            lambda: F.linear(x.double(), plain[0].double()),
+        )
     weights = [make.fp8(rows, columns) for _ in range(copies)]
     made = fp8.Quantized(*fp8.reference_quantize(x))
     given = made if kind == "quantized" else x
@@ -135,7 +162,8 @@ def linear_case(make: Maker, name: str, tokens: int, rows: int, columns: int, ki
 
 
 def rotary_case(make: Maker, sizes: Sizes, tokens: int) -> Case:
-    """QK norm, rotation and the writes to the KV cache, from a product in as many parts as `fp8_linear` makes."""
+    """QK norm, rotation and the writes to the KV cache, from a product in as many parts as
+    `fp8_linear` makes."""
     x = make.randn(tokens, sizes.hidden)
     if sizes.num_experts:
         made = linear.fp8_linear(x, *make.fp8(sizes.qkv, sizes.hidden), dtype=make.dtype)
@@ -158,9 +186,13 @@ def rotary_case(make: Maker, sizes: Sizes, tokens: int) -> Case:
 
 def route_case(make: Maker, sizes: Sizes, tokens: int) -> Case:
     """The router: softmax, top-k and division."""
-    logits = linear.linear(make.randn(tokens, sizes.hidden), make.randn(sizes.num_experts, sizes.hidden))
+    logits = linear.linear(
+        make.randn(tokens, sizes.hidden), make.randn(sizes.num_experts, sizes.hidden)
+    )
     args = logits, sizes.top_k, True, make.dtype
-    shape = f"{logits.shape[0] if logits.dim() == 3 else 1} parts, {sizes.top_k} of {sizes.num_experts}"
+    shape = (
+        f"{logits.shape[0] if logits.dim() == 3 else 1} parts, {sizes.top_k} of {sizes.num_experts}"
+    )
     moved = nbytes(logits) + tokens * sizes.top_k * 8
     call = [lambda: route(*args)]
     return Case("route", shape, tokens, moved, call, lambda: route.reference(*args))
@@ -188,16 +220,25 @@ def experts_case(make: Maker, sizes: Sizes, tokens: int) -> Case:
         return products._run_experts.reference(*args, 0, sizes.num_experts)
 
     shape = f"{sizes.top_k} of {sizes.num_experts}, {sizes.hidden}x{sizes.inner}"
-    return Case("run_experts", shape, tokens, moved, [partial(call, i) for i in range(len(routes))], expected)
+    return Case(
+        "run_experts",
+        shape,
+        tokens,
+        moved,
+        [partial(call, i) for i in range(len(routes))],
+        expected,
+    )
 
 
 def relative_error(found: Any, expected: Any) -> float:
-    """The greatest ||found - expected|| / ||expected|| over the tensors of two results, after adding up parts."""
+    """The greatest ||found - expected|| / ||expected|| over the tensors of two results, after
+    adding up parts."""
     pairs = zip(*((x,) if isinstance(x, Tensor) else x for x in (found, expected)), strict=True)
     errors = []
     for one, other in pairs:
         one, other = (
-            sum_parts(x, torch.float64) if x.dim() == 3 and one.shape != other.shape else x for x in (one, other)
+            sum_parts(x, torch.float64) if x.dim() == 3 and one.shape != other.shape else x
+            for x in (one, other)
         )
         one, other = one.double(), other.double()
         errors.append(float((one - other).norm() / other.norm().clamp(min=1e-30)))

@@ -2,10 +2,11 @@
 
     python -m weft.proofs.bench.operators.kernels [--out FOLDER] [--quick] [--tokens 1 64]
 
-The sizes are those of Qwen3-30B-A3B in FP8 and of Qwen3-0.6B in bfloat16. Each row has the microseconds per call over
-repeated replays of a graph (which uses more copies of the weights than a cache holds), the floor at 4.27 TB/s (the copy
-bandwidth of an H200), their ratio, and the greatest relative error against the reference. Without a GPU the references
-run at tiny sizes, only to show that it runs: the figures mean nothing.
+The sizes are those of Qwen3-30B-A3B in FP8 and of Qwen3-0.6B in bfloat16. Each row has the
+microseconds per call over repeated replays of a graph (which uses more copies of the weights than a
+cache holds), the floor at 4.27 TB/s (the copy bandwidth of an H200), their ratio, and the greatest
+relative error against the reference. Without a GPU the references run at tiny sizes, only to show
+that it runs: the figures mean nothing.
 """
 
 import argparse
@@ -27,7 +28,8 @@ TOKENS = (1, 8, 64, 128, 256)
 
 @attrs.frozen
 class Row:
-    """One figure: microseconds per call, the floor, the ratio of both, and the error (None: not checked)."""
+    """One figure: microseconds per call, the floor, the ratio of both, and the error (None: not
+    checked)."""
 
     model: str
     kernel: str
@@ -60,7 +62,9 @@ def time_layers(sizes: Sequence[Sizes], tokens: Sequence[int], device: str) -> l
 
 def show(rows: Sequence[Row]) -> None:
     """Print the table, and the total of each layer's kernels."""
-    print(f"{'model':<14}{'tokens':>7} {'kernel':<23}{'shape':<30}{'us':>8}{'floor':>8}{'share':>7}{'error':>9}")
+    print(
+        f"{'model':<14}{'tokens':>7} {'kernel':<23}{'shape':<30}{'us':>8}{'floor':>8}{'share':>7}{'error':>9}"
+    )
     for row in rows:
         sizes = f"{row.model:<14}{row.tokens:>7} {row.kernel:<23}{row.shape:<30}"
         error = "" if row.error is None else f"{row.error:.1e}"
@@ -68,7 +72,9 @@ def show(rows: Sequence[Row]) -> None:
     for model, tokens in dict.fromkeys((row.model, row.tokens) for row in rows):
         us = sum(row.us for row in rows if (row.model, row.tokens) == (model, tokens))
         floor = sum(row.floor_us for row in rows if (row.model, row.tokens) == (model, tokens))
-        print(f"{model:<14}{tokens:>7} {'all of these':<53}{us:>8.2f}{floor:>8.2f}{floor / us:>7.0%}")
+        print(
+            f"{model:<14}{tokens:>7} {'all of these':<53}{us:>8.2f}{floor:>8.2f}{floor / us:>7.0%}"
+        )
 
 
 def main() -> None:
@@ -85,7 +91,11 @@ def main() -> None:
     rows = time_layers(sizes, given.tokens, device)
     if given.out:
         given.out.mkdir(parents=True, exist_ok=True)
-        report = {"environment": environment(device), "bandwidth": BANDWIDTH, "rows": [attrs.asdict(r) for r in rows]}
+        report = {
+            "environment": environment(device),
+            "bandwidth": BANDWIDTH,
+            "rows": [attrs.asdict(r) for r in rows],
+        }
         (given.out / "kernels.json").write_text(json.dumps(report, indent=1))
     show(rows)
 

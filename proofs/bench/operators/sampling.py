@@ -1,10 +1,12 @@
-"""Sampling at a model's head: the microseconds of `sample_rows`, by the sampling features that requests use.
+"""Sampling at a model's head: the microseconds of `sample_rows`, by the sampling features that
+requests use.
 
     python -m weft.proofs.bench.operators.sampling --out FOLDER [--quick]
 
-Logits are bfloat16, normal with deviation 3, over 151,936 tokens; one graph holds 20 draws. A time is the device's time
-for one draw, and beside it stands that of `sample`, which supports only temperature. Without a GPU the references run
-on a small vocabulary, only to show that it runs: their figures mean nothing.
+Logits are bfloat16, normal with deviation 3, over 151,936 tokens; one graph holds 20 draws. A time
+is the device's time for one draw, and beside it stands that of `sample`, which supports only
+temperature. Without a GPU the references run on a small vocabulary, only to show that it runs:
+their figures mean nothing.
 """
 
 import argparse
@@ -33,7 +35,13 @@ ASKED: dict[str, dict[str, Any]] = {
     "penalties": {"repetition_penalty": 1.1, "presence_penalty": 0.5},
     "allowed tokens": {"allowed_token_ids": range(10)},
     "bias": {"logit_bias": {1: 2.0, 5: -3.0}},
-    "all": {"top_k": 50, "top_p": 0.9, "min_p": 0.01, "repetition_penalty": 1.1, "logit_bias": {1: 2.0}},
+    "all": {
+        "top_k": 50,
+        "top_p": 0.9,
+        "min_p": 0.01,
+        "repetition_penalty": 1.1,
+        "logit_bias": {1: 2.0},
+    },
 }
 NUM_REQS = (1, 16, 256)
 DRAWS = 20
@@ -58,7 +66,9 @@ def time_case(name: str, count: int, vocab: int, device: str) -> dict[str, Any]:
     generator = torch.Generator().manual_seed(0)
     logits = (torch.randn(count, vocab, generator=generator) * 3).to(device, torch.bfloat16)
     table = SamplingTable.zeros(count + 1, vocab, 300, device)
-    params = [SamplingParams(**{"temperature": 1.0, "seed": row} | ASKED[name]) for row in range(count)]
+    params = [
+        SamplingParams(**{"temperature": 1.0, "seed": row} | ASKED[name]) for row in range(count)
+    ]
     write_rows(table, range(count), params, [[1, 2, 3]] * count, [[4, 5]] * count)
     rows = torch.arange(count, device=device)
     temperature = torch.full((count,), float(params[0].temperature), device=device)
@@ -71,7 +81,9 @@ def main() -> None:
     """Run everything, write `sampling.json`, and print the table."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--quick", action="store_true", help="a small vocabulary and batch, to see that it runs")
+    parser.add_argument(
+        "--quick", action="store_true", help="a small vocabulary and batch, to see that it runs"
+    )
     given = parser.parse_args()
     device = "cuda" if torch.cuda.is_available() else "cpu"
     vocab, counts = (64, (2,)) if given.quick or device == "cpu" else (151936, NUM_REQS)

@@ -11,7 +11,8 @@ class Sizes:
         inner: of the feed-forward block, or of an expert.
         dim: of a head of attention.
         vocab: the rows of the model's head; 0: it is not timed.
-        num_experts: the rows of a router; 0: it has none, and the feed-forward block has linear layers.
+        num_experts: the rows of a router; 0: it has none, and the feed-forward block has linear
+            layers.
         top_k: the experts of a token.
     """
 

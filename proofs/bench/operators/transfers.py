@@ -2,9 +2,10 @@
 
     python -m weft.proofs.bench.operators.transfers [--backends nccl peer] [--out FOLDER]
 
-Rank 0 sends [64, 2048] bfloat16, the hidden states of a decode step of 64 requests, and rank 1 sends them back. A graph
-holds several round trips in a row. The figure is the device's time of a replay divided by their number, the median of
-rounds. The floor is the bytes over the bandwidth of the link, measured in the same run by a large message.
+Rank 0 sends [64, 2048] bfloat16, the hidden states of a decode step of 64 requests, and rank 1
+sends them back. A graph holds several round trips in a row. The figure is the device's time of a
+replay divided by their number, the median of rounds. The floor is the bytes over the bandwidth of
+the link, measured in the same run by a large message.
 """
 
 import argparse
@@ -30,8 +31,8 @@ TRIPS, ROUNDS = 20, 9
 
 @attrs.frozen
 class Row:
-    """One back end's microseconds per round trip, in a graph and eagerly; the floor; and whether the message came back
-    as it was sent."""
+    """One back end's microseconds per round trip, in a graph and eagerly; the floor; and whether
+    the message came back as it was sent."""
 
     backend: str
     graph_us: float
@@ -85,17 +86,24 @@ def measure(backend: BackendName, timeout: float) -> Row:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(prog="python -m weft.proofs.bench.operators.transfers", description=__doc__)
+    parser = argparse.ArgumentParser(
+        prog="python -m weft.proofs.bench.operators.transfers", description=__doc__
+    )
     parser.add_argument("--backends", nargs="+", choices=("nccl", "peer"), default=("nccl", "peer"))
     parser.add_argument("--out", type=Path, help="a folder for the record")
     given = parser.parse_args(argv)
     rows = []
-    print(f"{'back end':10}{'graph us':>10}{'eager us':>10}{'floor us':>10}  [64, 2048] bfloat16, there and back")
+    print(
+        f"{'back end':10}{'graph us':>10}{'eager us':>10}{'floor us':>10}  [64, 2048] bfloat16, there and back"
+    )
     for backend in given.backends:
         row = launch(measure, 2, backend, 60.0)[0]
         rows.append(row)
         ok = "as sent" if row.equal else "NOT as sent"
-        print(f"{row.backend:10}{row.graph_us:10.1f}{row.eager_us:10.1f}{row.floor_us:10.2f}  {ok}", flush=True)
+        print(
+            f"{row.backend:10}{row.graph_us:10.1f}{row.eager_us:10.1f}{row.floor_us:10.2f}  {ok}",
+            flush=True,
+        )
     if given.out is not None:
         given.out.mkdir(parents=True, exist_ok=True)
         record = {"rows": [attrs.asdict(row) for row in rows], "environment": environment("cuda")}

@@ -2,8 +2,8 @@
 
     python -m weft.proofs.bench.startup.import_time
 
-`weft` imports its names on first use, so there are two figures: the import alone, and with every name of
-`weft.__all__`.
+`weft` imports its names on first use, so there are two figures: the import alone, and with every
+name of `weft.__all__`.
 """
 
 import statistics
@@ -22,12 +22,15 @@ _CASES = {
 
 def seconds(code: str) -> float:
     """The seconds that a line of code takes in a new process."""
-    done = subprocess.run([sys.executable, "-c", _TIMED.format(code)], check=True, capture_output=True, text=True)
+    done = subprocess.run(
+        [sys.executable, "-c", _TIMED.format(code)], check=True, capture_output=True, text=True
+    )
     return float(done.stdout)
 
 
 def measure(rounds: int) -> Mapping[str, float]:
-    """The median seconds of each case. The cases take turns, so that other load on the machine affects all of them."""
+    """The median seconds of each case. The cases take turns, so that other load on the machine
+    affects all of them."""
     for code in _CASES.values():
         seconds(code)  # brings files into the page cache, and writes .pyc files
     times: dict[str, list[float]] = {name: [] for name in _CASES}
@@ -45,7 +48,9 @@ def report(found: Mapping[str, float]) -> str:
     import weft                 0.500 s  0.25 x
     """
     torch = found["import torch"]
-    return "\n".join(f"{name:<26} {time:6.3f} s  {time / torch:.2f} x" for name, time in found.items())
+    return "\n".join(
+        f"{name:<26} {time:6.3f} s  {time / torch:.2f} x" for name, time in found.items()
+    )
 
 
 if __name__ == "__main__":

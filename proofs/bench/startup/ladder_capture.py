@@ -2,11 +2,12 @@
 
     python -m weft.proofs.bench.startup.ladder_capture --out FOLDER [--quick]
 
-The model has Qwen3-0.6B's dimensions and random weights, bfloat16, on one GPU, in mode full_and_piecewise with 128
-requests: 31 classes, 19 whole decode graphs and 12 in pieces of up to 256 tokens. Its kernels are compiled, and the
-ladder is captured, twice: the first time compiles whatever is not yet in triton's cache on disk. Memory is the loss of
-free memory on the GPU during the captures, the driver's share included, plus the input buffers. Without a GPU a tiny
-model runs on the tape, only to show that it runs: its figures mean nothing.
+The model has Qwen3-0.6B's dimensions and random weights, bfloat16, on one GPU, in mode
+full_and_piecewise with 128 requests: 31 classes, 19 whole decode graphs and 12 in pieces of up to
+256 tokens. Its kernels are compiled, and the ladder is captured, twice: the first time compiles
+whatever is not yet in triton's cache on disk. Memory is the loss of free memory on the GPU during
+the captures, the driver's share included, plus the input buffers. Without a GPU a tiny model runs
+on the tape, only to show that it runs: its figures mean nothing.
 """
 
 import argparse
@@ -32,7 +33,10 @@ def capture_ladder(model: Model, limits: Limits, device: str) -> dict[str, Any]:
     runner = make_runner(model, limits, mode="full_and_piecewise")
     rows = range(limits.max_num_reqs)
     state = make_state(
-        model, runner.layouts, [300] * len(rows), [SamplingParams(temperature=1.0, seed=row) for row in rows]
+        model,
+        runner.layouts,
+        [300] * len(rows),
+        [SamplingParams(temperature=1.0, seed=row) for row in rows],
     )
     (graph,) = runner.graphs
     example = runner.params, state, Batch.decode(rows, device=device)
@@ -61,13 +65,17 @@ def main() -> None:
     """Run everything, write `ladder_capture.json`, and print the table."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--quick", action="store_true", help="a tiny model and ladder, to see that it runs")
+    parser.add_argument(
+        "--quick", action="store_true", help="a tiny model and ladder, to see that it runs"
+    )
     given = parser.parse_args()
     device = "cuda" if torch.cuda.is_available() else "cpu"
     quick = given.quick or device == "cpu"
     model = random_model(TINY if quick else QWEN3_0_6B, device)
     limits = Limits(2, 4) if quick else Limits(128, 256)
-    runs = [{"run": which, **capture_ladder(model, limits, device)} for which in ("first", "second")]
+    runs = [
+        {"run": which, **capture_ladder(model, limits, device)} for which in ("first", "second")
+    ]
     given.out.mkdir(parents=True, exist_ok=True)
     report = {"environment": environment(device), "runs": runs}
     (given.out / "ladder_capture.json").write_text(json.dumps(report, indent=1))

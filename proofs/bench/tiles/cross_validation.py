@@ -1,11 +1,14 @@
-"""The loss of each measured product by a fit that has not seen its shape: k-fold cross-validation of the tile model.
+"""The loss of each measured product by a fit that has not seen its shape: k-fold cross-validation
+of the tile model.
 
-    python -m weft.proofs.bench.tiles.cross_validation proofs/results/…-tile-search.json.xz --out FILE [--folds 6]
+    python -m weft.proofs.bench.tiles.cross_validation proofs/results/…-tile-search.json.xz --out
+    FILE [--folds 6]
 
-The shapes `[N, K]` are shuffled into folds. For each fold the coefficients are fitted, and what was measured beyond the
-formula is kept, from the shapes of the other folds alone; that model then chooses for the fold's shapes. A loss is the
-time of its choice over that of the best choice of the whole search, less one, both with what their parts cost the next
-kernel. A fit takes about half a minute of a core, so that the losses are a record: the page of measurements draws it.
+The shapes `[N, K]` are shuffled into folds. For each fold the coefficients are fitted, and what was
+measured beyond the formula is kept, from the shapes of the other folds alone; that model then
+chooses for the fold's shapes. A loss is the time of its choice over that of the best choice of the
+whole search, less one, both with what their parts cost the next kernel. A fit takes about half a
+minute of a core, so that the losses are a record: the page of measurements draws it.
 """
 
 import argparse
@@ -42,17 +45,28 @@ def chosen(model: Model, case: Case) -> Choice:
     return known[int(model.costs(*case.shape, known, MEASURED).argmin())]
 
 
-def validate(cases: Sequence[Case], folds: Sequence[Sequence[Shape]], fp8: bool) -> Iterator[dict[str, Any]]:
-    """For each fold its shapes, the coefficients fitted without them, and a row for each of its products."""
+def validate(
+    cases: Sequence[Case], folds: Sequence[Sequence[Shape]], fp8: bool
+) -> Iterator[dict[str, Any]]:
+    """For each fold its shapes, the coefficients fitted without them, and a row for each of its
+    products."""
     for fold in folds:
         others = [case for case in cases if case.shape[1:] not in fold]
-        rounded = {name: float(f"{value:.4g}") for name, value in attrs.asdict(fit(others, fp8)).items()}
-        yield {"shapes": fold, "coefficients": rounded, "products": choices(cases, fold, Coefficients(**rounded), fp8)}
+        rounded = {
+            name: float(f"{value:.4g}") for name, value in attrs.asdict(fit(others, fp8)).items()
+        }
+        yield {
+            "shapes": fold,
+            "coefficients": rounded,
+            "products": choices(cases, fold, Coefficients(**rounded), fp8),
+        }
 
 
-def choices(cases: Sequence[Case], fold: Sequence[Shape], by: Coefficients, fp8: bool) -> list[list[Any]]:
-    """For each product of a fold its shape, the microseconds of the choice of a model that has all other shapes and of
-    the best choice, and the two choices."""
+def choices(
+    cases: Sequence[Case], fold: Sequence[Shape], by: Coefficients, fp8: bool
+) -> list[list[Any]]:
+    """For each product of a fold its shape, the microseconds of the choice of a model that has all
+    other shapes and of the best choice, and the two choices."""
     model = make_model([case for case in cases if case.shape[1:] not in fold], by, fp8)
     rows = []
     for case in cases:
@@ -78,11 +92,20 @@ def main(argv: Sequence[str] | None = None) -> None:
     folds = split([case.shape[1:] for case in cases[False]], given.folds)
     environment = {name: facts["environment"][name] for name in ("gpu", "torch", "cuda", "time")}
     fields = ["tokens", "rows", "columns", "chosen_us", "best_us", "chosen", "best"]
-    written = {"search": given.record.name, "environment": environment, "fields": fields, "models": {}}
+    written = {
+        "search": given.record.name,
+        "environment": environment,
+        "fields": fields,
+        "models": {},
+    }
     for name, fp8 in (("bf16", False), ("fp8", True)):
         found = list(validate(cases[fp8], folds, fp8))
         losses = [row[3] / row[4] - 1 for fold in found for row in fold["products"]]
-        print(name, figures(losses), {f"over {most:.0%}": sum(x > most for x in losses) for most in (0.05, 0.15)})
+        print(
+            name,
+            figures(losses),
+            {f"over {most:.0%}": sum(x > most for x in losses) for most in (0.05, 0.15)},
+        )
         written["models"][name] = found
     given.out.write_text(format_json(written), encoding="utf-8")
 

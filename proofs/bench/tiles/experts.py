@@ -55,7 +55,8 @@ class ExpertProduct:
     """One of the two products with experts on some tokens.
 
     Args:
-        kind: `gate_up`; `down`, in FP8 on values that are quantised; or `down_plain`, on values that are not.
+        kind: `gate_up`; `down`, in FP8 on values that are quantised; or `down_plain`, on values
+            that are not.
         rows, columns: of an expert's weights.
     """
 
@@ -75,7 +76,8 @@ class ExpertProduct:
 
 @attrs.frozen
 class ExpertKind:
-    """Everything that the compilation of a tile's kernel depends on, and values that stand for the others."""
+    """Everything that the compilation of a tile's kernel depends on, and values that stand for the
+    others."""
 
     product: ExpertProduct
     tile: Tile
@@ -89,8 +91,8 @@ _EXPERT_ROWS |= {32: _EXPERT_ROWS[16], 128: ((128, 4), (128, 8))}
 def expert_candidates(tokens: int, top_k: int, num_experts: int, fp8: bool) -> Iterator[Tile]:
     """The tiles of a product with experts that are worth timing.
 
-    A tile has at most four times the pairs that an expert has on average, and at least a quarter of them: with more it
-    is mostly empty, and with fewer it reads the weights more than four times.
+    A tile has at most four times the pairs that an expert has on average, and at least a quarter of
+    them: with more it is mostly empty, and with fewer it reads the weights more than four times.
     """
     pairs = tokens * top_k
     each = max(1, pairs // num_experts)
@@ -98,7 +100,9 @@ def expert_candidates(tokens: int, top_k: int, num_experts: int, fp8: bool) -> I
         for height in _EXPERT_ROWS if sort else (16,):
             if (height == 16 and each <= 128) or each // 4 <= height <= 4 * each:
                 for rows, warps in _EXPERT_ROWS[height]:
-                    for across, stages in ((128, 3), (128, 4), (128, 6)) if fp8 else ((64, 4), (128, 3), (128, 4)):
+                    for across, stages in (
+                        ((128, 3), (128, 4), (128, 6)) if fp8 else ((64, 4), (128, 3), (128, 4))
+                    ):
                         if (rows + height) * across * (1 if fp8 else 2) * stages <= _SHARED_BYTES:
                             yield Tile(rows, height, across, warps, stages, sort=sort)
 
@@ -110,7 +114,9 @@ def products(counts: tuple[int, ...]) -> list[ExpertProduct]:
         for one in SETS:
             rest = one.num_experts, one.top_k
             for in_fp8 in (True, False):
-                found.append(ExpertProduct("gate_up", count, 2 * one.inner, one.hidden, *rest, in_fp8))
+                found.append(
+                    ExpertProduct("gate_up", count, 2 * one.inner, one.hidden, *rest, in_fp8)
+                )
                 for kind in ("down", "down_plain") if in_fp8 else ("down_plain",):
                     found.append(ExpertProduct(kind, count, one.hidden, one.inner, *rest, in_fp8))
     return found
@@ -135,8 +141,12 @@ def compile_kind(kind: ExpertKind) -> tuple[ExpertKind, str]:
     """Run a kernel of this kind on a small product; the text of its error, or an empty one."""
     product = kind.product
     shape = product.num_experts, product.rows, product.columns
-    weight = torch.randn(shape, device="cuda").to(torch.float8_e4m3fn if product.fp8 else torch.bfloat16)
-    scale = torch.rand(product.num_experts, product.rows // 128, product.columns // 128, device="cuda")
+    weight = torch.randn(shape, device="cuda").to(
+        torch.float8_e4m3fn if product.fp8 else torch.bfloat16
+    )
+    scale = torch.rand(
+        product.num_experts, product.rows // 128, product.columns // 128, device="cuda"
+    )
     try:
         _call(product, kind.tile, _given(product), weight, scale if product.fp8 else None)()
         torch.cuda.synchronize()
@@ -165,7 +175,8 @@ class ExpertTimer:
         return self._graphs.capture(calls)
 
     def aligning(self, counts: tuple[int, ...]) -> Iterator[tuple[int, int, int, int, float]]:
-        """The seconds that it takes to sort pairs: tokens, top_k, experts, pairs of a block, and seconds."""
+        """The seconds that it takes to sort pairs: tokens, top_k, experts, pairs of a block, and
+        seconds."""
         from weft.ops.experts.routing_triton import align
 
         for count in counts:
@@ -179,24 +190,37 @@ class ExpertTimer:
                     yield count, top_k, num_experts, block, replay()
 
     def _make(self, product: ExpertProduct) -> list[Any]:
-        shape, arena = (product.num_experts, product.rows, product.columns), self._arenas[product.fp8]
+        shape, arena = (
+            (product.num_experts, product.rows, product.columns),
+            self._arenas[product.fp8],
+        )
         size, blocks = (
             product.rows * product.columns * product.num_experts,
             (product.rows // 128, product.columns // 128),
         )
-        touched = size * min(1.0, product.tokens * product.top_k / product.num_experts) * arena.itemsize
+        touched = (
+            size * min(1.0, product.tokens * product.top_k / product.num_experts) * arena.itemsize
+        )
         there = len(arena) // size
-        scales = self._scales[: product.num_experts * blocks[0] * blocks[1]].view(product.num_experts, *blocks)
+        scales = self._scales[: product.num_experts * blocks[0] * blocks[1]].view(
+            product.num_experts, *blocks
+        )
         given = [_given(product) for _ in range(_ROUTES)]
         return [
-            (given[i % _ROUTES], arena[i % there * size :][:size].view(shape), scales if product.fp8 else None)
+            (
+                given[i % _ROUTES],
+                arena[i % there * size :][:size].view(shape),
+                scales if product.fp8 else None,
+            )
             for i in range(max(2, min(int(LEAST_BYTES / touched) + 1, 128)))
         ]
 
 
 def _routed(tokens: int, num_experts: int, top_k: int) -> tuple[Tensor, Tensor]:
     """The weights and experts of tokens, with all experts equally likely."""
-    by, experts = route.reference(torch.randn(tokens, num_experts, device="cuda"), top_k, True, torch.float32)
+    by, experts = route.reference(
+        torch.randn(tokens, num_experts, device="cuda"), top_k, True, torch.float32
+    )
     return by, experts
 
 
@@ -218,7 +242,9 @@ def _given(product: ExpertProduct) -> _Given:
     return _Given(x, values, scales, *_routed(product.tokens, product.num_experts, product.top_k))
 
 
-def _call(product: ExpertProduct, tile: Tile, given: _Given, weight: Tensor, scale: Tensor | None) -> Callable[[], Any]:
+def _call(
+    product: ExpertProduct, tile: Tile, given: _Given, weight: Tensor, scale: Tensor | None
+) -> Callable[[], Any]:
     from weft.ops.experts.products_triton import launch_down, launch_gate_up
     from weft.ops.experts.routing_triton import align
     from weft.ops.norm_triton import quantize

@@ -2,9 +2,10 @@
 
     python -m weft.proofs.bench.tiles.fit proofs/results/…-tile-search.json.xz [MORE …] [--write]
 
-It fits the model to the training shapes, and prints how far its choices are from the best of all that was timed: on the
-shapes held out, whose numbers of tokens are others too, and for each shape by a model that has all others. With
-`--write` it fits all shapes, and writes the model and these figures to `linear.json`, in the package.
+It fits the model to the training shapes, and prints how far its choices are from the best of all
+that was timed: on the shapes held out, whose numbers of tokens are others too, and for each shape
+by a model that has all others. With `--write` it fits all shapes, and writes the model and these
+figures to `linear.json`, in the package.
 """
 
 import argparse
@@ -17,7 +18,14 @@ import attrs
 import numpy as np
 
 from weft.ops.tiles.candidates import TILES, tile_index
-from weft.ops.tiles.formula import Array, Coefficients, formula_seconds, library_copies, library_seconds, part_seconds
+from weft.ops.tiles.formula import (
+    Array,
+    Coefficients,
+    formula_seconds,
+    library_copies,
+    library_seconds,
+    part_seconds,
+)
 from weft.ops.tiles.gpus import MEASURED, Device
 from weft.ops.tiles.model import MODEL, Choice, Model
 from weft.ops.tiles.tile import Tile
@@ -41,8 +49,8 @@ _LEFT_OUT = (4, 8)
 
 @attrs.frozen(eq=False)
 class Case:
-    """A measured product: its shape `(tokens, rows, columns)`, the seconds of each choice, and with what it leaves to
-    other kernels."""
+    """A measured product: its shape `(tokens, rows, columns)`, the seconds of each choice, and with
+    what it leaves to other kernels."""
 
     shape: tuple[int, int, int]
     seconds: dict[Choice, float]
@@ -59,12 +67,16 @@ def merged(paths: Sequence[Path]) -> tuple[dict[bool, list[Case]], dict[str, Any
         for choice, value in measured.seconds.items():
             if isinstance(choice, Tile) or choice in _LIBRARIES:
                 values = [value, measured.again.get(choice, value)]
-                own.setdefault(choice if isinstance(choice, Tile) else None, []).append(sum(values) / 2)
+                own.setdefault(choice if isinstance(choice, Tile) else None, []).append(
+                    sum(values) / 2
+                )
     cases: dict[bool, list[Case]] = {False: [], True: []}
     for product, times in seconds.items():
         fp8 = product.kind == "fp8_linear"
         # The least of several records: a hiccup makes a time longer, never shorter.
-        cases[fp8].append(_case(product, {choice: min(values) for choice, values in times.items()}, fp8))
+        cases[fp8].append(
+            _case(product, {choice: min(values) for choice, values in times.items()}, fp8)
+        )
     return cases, records[0][1]
 
 
@@ -86,7 +98,8 @@ def is_known(choice: Choice, fp8: bool) -> bool:
 
 
 def fit(cases: Sequence[Case], fp8: bool, gpu: Device = MEASURED) -> Coefficients:
-    """The coefficients with the least squares of errors of the logarithm of seconds, large errors in proportion."""
+    """The coefficients with the least squares of errors of the logarithm of seconds, large errors
+    in proportion."""
     given = []
     for case in cases:
         tiles = [choice for choice in case.seconds if choice is not None and is_known(choice, fp8)]
@@ -96,14 +109,17 @@ def fit(cases: Sequence[Case], fp8: bool, gpu: Device = MEASURED) -> Coefficient
 
     def errors(x: Array) -> Array:
         by = Coefficients(*np.exp(x))
-        return np.concatenate([np.log(formula_seconds(*shape, fp8, ts, gpu, by)) - y for shape, ts, y in given])
+        return np.concatenate(
+            [np.log(formula_seconds(*shape, fp8, ts, gpu, by)) - y for shape, ts, y in given]
+        )
 
     start = np.log(attrs.astuple(_START))
     return Coefficients(*map(float, np.exp(_least_squares(errors, start))))
 
 
 def _least_squares(errors: Any, start: Array) -> Array:
-    """Levenberg and Marquardt's method, with a weak pull towards the start where the data do not tell."""
+    """Levenberg and Marquardt's method, with a weak pull towards the start where the data do not
+    tell."""
     x, damping, found = start, 1e-2, errors(start)
     pull = np.full(len(x), 1e-5 * len(found))
 
@@ -111,12 +127,16 @@ def _least_squares(errors: Any, start: Array) -> Array:
         return float((weights * own**2).sum() + (pull * (at - start) ** 2).sum())
 
     for _ in range(40):
-        jacobian = np.stack([(errors(x + 1e-4 * unit) - found) / 1e-4 for unit in np.eye(len(x))], 1)
+        jacobian = np.stack(
+            [(errors(x + 1e-4 * unit) - found) / 1e-4 for unit in np.eye(len(x))], 1
+        )
         weights = np.minimum(1, _STABLE / np.maximum(np.abs(found), 1e-9))
         normal = jacobian.T @ (jacobian * weights[:, None]) + np.diag(pull)
         gradient = jacobian.T @ (found * weights) + pull * (x - start)
         while damping < 1e6:
-            step = np.clip(np.linalg.solve(normal + damping * np.diag(np.diag(normal)), -gradient), -0.4, 0.4)
+            step = np.clip(
+                np.linalg.solve(normal + damping * np.diag(np.diag(normal)), -gradient), -0.4, 0.4
+            )
             other = errors(x + step)
             if loss(other, x + step, weights) < loss(found, x, weights):
                 break
@@ -140,7 +160,9 @@ def make_model(cases: Sequence[Case], by: Coefficients, fp8: bool, gpu: Device =
             if choice is not None and case.costs[choice] <= _USUAL * best:
                 usual[index].append(more)
             if choice is None or case.costs[choice] <= _NEAR * best:
-                entries.setdefault(index, []).append((float(np.log(choice.parts if choice else 1)), round(more, 2)))
+                entries.setdefault(index, []).append(
+                    (float(np.log(choice.parts if choice else 1)), round(more, 2))
+                )
         if case.shape[0] not in _LEFT_OUT:
             places.append(case.shape)
             beyond.append(entries)
@@ -154,7 +176,10 @@ def _beyond(case: Case, by: Coefficients, fp8: bool, gpu: Device) -> dict[Choice
     found: dict[Choice, float] = {}
     if tiles:
         own = formula_seconds(*case.shape, fp8, tiles, gpu, by)
-        found |= {tile: float(np.log(case.seconds[tile] / value)) for tile, value in zip(tiles, own, strict=True)}
+        found |= {
+            tile: float(np.log(case.seconds[tile] / value))
+            for tile, value in zip(tiles, own, strict=True)
+        }
     if None in case.seconds:
         found[None] = float(np.log(case.seconds[None] / library_seconds(*case.shape, fp8, gpu, by)))
     return found
@@ -175,14 +200,18 @@ def losses_without(cases: Sequence[Case], by: Coefficients, fp8: bool) -> list[f
     found = []
     for shape in dict.fromkeys(case.shape[1:] for case in cases):
         others = [case for case in cases if case.shape[1:] != shape]
-        found += losses(make_model(others, by, fp8), [case for case in cases if case.shape[1:] == shape])
+        found += losses(
+            make_model(others, by, fp8), [case for case in cases if case.shape[1:] == shape]
+        )
     return found
 
 
 def figures(values: Sequence[float]) -> dict[str, float]:
     """The number of losses, and their median, 90th and 99th percentile and maximum in percent."""
     cuts = np.percentile(values, [50, 90, 99, 100]) * 100
-    return {"cases": len(values)} | dict(zip(("median", "p90", "p99", "worst"), map(_percent, cuts), strict=True))
+    return {"cases": len(values)} | dict(
+        zip(("median", "p90", "p99", "worst"), map(_percent, cuts), strict=True)
+    )
 
 
 def _percent(value: Any) -> float:
@@ -200,7 +229,9 @@ def as_json(model: Model) -> dict[str, Any]:
             for number in (index, round(np.exp(log_parts)), round(100 * more))
         ]
         products.setdefault(f"{place[1]}x{place[2]}", {})[str(place[0])] = flat
-    coefficients = {name: float(f"{value:.4g}") for name, value in attrs.asdict(model.coefficients).items()}
+    coefficients = {
+        name: float(f"{value:.4g}") for name, value in attrs.asdict(model.coefficients).items()
+    }
     usual = [round(100 * value) for value in model.usual]
     return {"coefficients": coefficients, "usual": usual, "products": products}
 
@@ -221,13 +252,21 @@ def main(argv: Sequence[str] | None = None) -> None:
         first = make_model(training, fit(training, fp8), fp8)
         by = fit(cases[fp8], fp8)
         final = make_model(cases[fp8], by, fp8)
-        errors = np.abs([more for case in cases[fp8] for c, more in _beyond(case, by, fp8, MEASURED).items() if c])
+        errors = np.abs(
+            [
+                more
+                for case in cases[fp8]
+                for c, more in _beyond(case, by, fp8, MEASURED).items()
+                if c
+            ]
+        )
         own = {
             "formula error": {
                 "median": _percent(100 * np.median(errors)),
                 "p90": _percent(100 * np.percentile(errors, 90)),
             },
-            "held out": {"shapes": len({case.shape[1:] for case in apart})} | figures(losses(first, apart)),
+            "held out": {"shapes": len({case.shape[1:] for case in apart})}
+            | figures(losses(first, apart)),
             "each without itself": {"shapes": len({case.shape[1:] for case in cases[fp8]})}
             | figures(losses_without(cases[fp8], by, fp8)),
             "measured": figures(losses(final, cases[fp8])),
@@ -245,8 +284,13 @@ def format_json(written: dict[str, Any]) -> str:
     text = json.dumps(written, indent=1)
     for found in written["models"].values():
         for shape, products in found["products"].items():
-            text = text.replace(_indented(shape, products), f'"{shape}": {json.dumps(products, separators=(",", ":"))}')
-        text = text.replace(json.dumps(found["usual"], indent=1).replace("\n", "\n   "), json.dumps(found["usual"]))
+            text = text.replace(
+                _indented(shape, products),
+                f'"{shape}": {json.dumps(products, separators=(",", ":"))}',
+            )
+        text = text.replace(
+            json.dumps(found["usual"], indent=1).replace("\n", "\n   "), json.dumps(found["usual"])
+        )
     return text + "\n"
 
 

@@ -1,10 +1,12 @@
-"""A product of many tokens that ends with a gate, in each way that there is: microseconds on this GPU.
+"""A product of many tokens that ends with a gate, in each way that there is: microseconds on this
+GPU.
 
     python -m weft.proofs.bench.tiles.gates [--sustained] [--out FOLDER]
 
-`many` is the kernel of many tokens (`weft.ops.products.gated_many_triton`), `torch` is torch's product and a kernel for
-the gate, and `tile` the best tile of one part whose end is the gate, up to 1,024 tokens. The figure is the median of
-replays of a graph. With `--sustained` each way runs for a second at a time, to and fro, so that the power cap acts.
+`many` is the kernel of many tokens (`weft.ops.products.gated_many_triton`), `torch` is torch's
+product and a kernel for the gate, and `tile` the best tile of one part whose end is the gate, up to
+1,024 tokens. The figure is the median of replays of a graph. With `--sustained` each way runs for a
+second at a time, to and fro, so that the power cap acts.
 """
 
 import argparse
@@ -49,7 +51,9 @@ def ways(tokens: int, rows: int, columns: int) -> dict[str, Callable[[], Any]]:
 
 def measure(sustained: bool) -> Iterator[dict[str, Any]]:
     """The rows of the record."""
-    places = [(*shape, tokens) for shape in SHAPES for tokens in (TOKENS[-1:] if sustained else TOKENS)]
+    places = [
+        (*shape, tokens) for shape in SHAPES for tokens in (TOKENS[-1:] if sustained else TOKENS)
+    ]
     for rows, columns, tokens in tqdm(places, unit="product", disable=None):
         calls = ways(tokens, rows, columns)
         if sustained:
@@ -72,7 +76,9 @@ def main(argv: Sequence[str] | None = None) -> None:
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--sustained", action="store_true", help="8,192 tokens alone, under the power cap")
+    parser.add_argument(
+        "--sustained", action="store_true", help="8,192 tokens alone, under the power cap"
+    )
     parser.add_argument("--out", type=Path, help="a folder for the record")
     given = parser.parse_args(argv)
     if not torch.cuda.is_available():

@@ -14,9 +14,11 @@ K = TypeVar("K")
 V = TypeVar("V")
 
 
-def compile_all(kinds: Iterable[K], compile_kind: Callable[[K], tuple[K, V]], limit: float) -> dict[K, V]:
-    """Compile kernels in several processes, for at most `limit` seconds, into Triton's cache on disk; the first ones
-    first.
+def compile_all(
+    kinds: Iterable[K], compile_kind: Callable[[K], tuple[K, V]], limit: float
+) -> dict[K, V]:
+    """Compile kernels in several processes, for at most `limit` seconds, into Triton's cache on
+    disk; the first ones first.
 
     Returns:
         What the function returned for each kind that was reached.
@@ -34,7 +36,8 @@ def compile_all(kinds: Iterable[K], compile_kind: Callable[[K], tuple[K, V]], li
 
 
 def device_facts() -> Iterator[tuple[str, Any]]:
-    """The facts of a device on which a model of its times may depend: multiprocessors, caches, bandwidth, peak."""
+    """The facts of a device on which a model of its times may depend: multiprocessors, caches,
+    bandwidth, peak."""
     properties = torch.cuda.get_device_properties(0)
     yield "processors", properties.multi_processor_count
     yield "cache_bytes", properties.L2_cache_size

@@ -1,12 +1,13 @@
-"""The tiles of products in `weft.ops.tiles.candidates`, timed on the shapes of published models: the data of the model
-in `weft.ops.tiles.model`.
+"""The tiles of products in `weft.ops.tiles.candidates`, timed on the shapes of published models:
+the data of the model in `weft.ops.tiles.model`.
 
-    python -m weft.proofs.bench.tiles.search --out FOLDER [--experts] [--counts N ...] [--limit SECONDS] [--dry]
+    python -m weft.proofs.bench.tiles.search --out FOLDER [--experts] [--counts N ...] [--limit
+    SECONDS] [--dry]
 
-It writes `tile_search.json.xz`, or `tile_search_experts.json.xz`: the seconds of a call for each shape, number of
-tokens and tile, and for torch's own products. Work is ordered so that the time limit cuts off what matters least: all
-shapes have their first number of tokens before any has its second. With `--dry` it prints the numbers of kernels and
-timings, and needs no GPU.
+It writes `tile_search.json.xz`, or `tile_search_experts.json.xz`: the seconds of a call for each
+shape, number of tokens and tile, and for torch's own products. Work is ordered so that the time
+limit cuts off what matters least: all shapes have their first number of tokens before any has its
+second. With `--dry` it prints the numbers of kernels and timings, and needs no GPU.
 """
 
 import argparse
@@ -52,7 +53,8 @@ class Timer(Protocol):
     """What times a choice: `LinearTimer`, `ExpertTimer`, or a test's own."""
 
     def start(self, product: Any, choice: Any) -> Callable[[], float] | None:
-        """A function that returns the seconds of a call each time it is called; None: the choice does not run."""
+        """A function that returns the seconds of a call each time it is called; None: the choice
+        does not run."""
 
 
 @attrs.frozen
@@ -102,13 +104,17 @@ def measure(product: Product | ExpertProduct, timer: Timer) -> Measured:
             seconds[choice] = replay()
     again = dict[Choice, float]()
     for choice in sorted(seconds, key=seconds.__getitem__)[:_FINALISTS]:
-        if seconds[choice] <= _NEAR * min(seconds.values()) and (replay := timer.start(product, choice)):
+        if seconds[choice] <= _NEAR * min(seconds.values()) and (
+            replay := timer.start(product, choice)
+        ):
             replay()
             again[choice] = replay()
     return Measured(product, seconds, again)
 
 
-def search(work: Iterable[Product | ExpertProduct], timer: Timer, until: float) -> Iterator[Measured]:
+def search(
+    work: Iterable[Product | ExpertProduct], timer: Timer, until: float
+) -> Iterator[Measured]:
     """Time the products until the time is over."""
     for product in work:
         if time.time() >= until:
@@ -126,15 +132,24 @@ def as_json(found: Sequence[Measured], facts: dict[str, Any]) -> dict[str, Any]:
 
     return {
         **facts,
-        "choices": [attrs.astuple(choice)[:7] if isinstance(choice, Tile) else choice for choice in names],
-        "products": [[*attrs.astuple(one.product), rows(one.seconds), rows(one.again)] for one in found],
+        "choices": [
+            attrs.astuple(choice)[:7] if isinstance(choice, Tile) else choice for choice in names
+        ],
+        "products": [
+            [*attrs.astuple(one.product), rows(one.seconds), rows(one.again)] for one in found
+        ],
     }
 
 
 def kernels_as_json(compiled: dict[Kind, Compiled | str]) -> list[Any]:
-    """What was compiled: tile, whether in FP8, in parts and in groups, and its facts or its error."""
+    """What was compiled: tile, whether in FP8, in parts and in groups, and its facts or its error.
+    """
     return [
-        [attrs.astuple(kind.tile)[:5], *attrs.astuple(kind)[1:], one if isinstance(one, str) else attrs.astuple(one)]
+        [
+            attrs.astuple(kind.tile)[:5],
+            *attrs.astuple(kind)[1:],
+            one if isinstance(one, str) else attrs.astuple(one),
+        ]
         for kind, one in compiled.items()
     ]
 
@@ -142,10 +157,14 @@ def kernels_as_json(compiled: dict[Kind, Compiled | str]) -> list[Any]:
 def read(path: Path) -> tuple[list[Measured], dict[str, Any]]:
     """The measurements of a file, and the record that they are from."""
     record = json.loads(lzma.decompress(path.read_bytes()))
-    names: list[Choice] = [name if isinstance(name, str) else Tile(*name) for name in record["choices"]]
+    names: list[Choice] = [
+        name if isinstance(name, str) else Tile(*name) for name in record["choices"]
+    ]
     found = []
     for *fields, seconds, again in record["products"]:
-        times = ({names[i]: nanoseconds / 1e9 for i, nanoseconds in some} for some in (seconds, again))
+        times = (
+            {names[i]: nanoseconds / 1e9 for i, nanoseconds in some} for some in (seconds, again)
+        )
         found.append(Measured((Product if len(fields) == 4 else ExpertProduct)(*fields), *times))
     return found, record
 
@@ -160,9 +179,15 @@ def main(argv: Sequence[str] | None = None) -> None:
     """Compile, time, and write; or count."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--out", type=Path)
-    parser.add_argument("--experts", action="store_true", help="products with experts, in place of linear layers")
-    parser.add_argument("--counts", type=int, nargs="+", help="the numbers of tokens of products with experts")
-    parser.add_argument("--limit", type=float, default=420.0, help="seconds of wall time in all (420)")
+    parser.add_argument(
+        "--experts", action="store_true", help="products with experts, in place of linear layers"
+    )
+    parser.add_argument(
+        "--counts", type=int, nargs="+", help="the numbers of tokens of products with experts"
+    )
+    parser.add_argument(
+        "--limit", type=float, default=420.0, help="seconds of wall time in all (420)"
+    )
     parser.add_argument("--dry", action="store_true", help="only count")
     given = parser.parse_args(argv)
     if given.counts and not given.experts:
@@ -170,24 +195,36 @@ def main(argv: Sequence[str] | None = None) -> None:
     counts = tuple(given.counts or (count for count in _ORDER if count in COUNTS))
     work = experts.products(counts) if given.experts else products()
     every = [(product, choice) for product in work for choice in choices(product)]
-    kinds = dict.fromkeys(_kind_of(product, choice) for product, choice in every if isinstance(choice, Tile))
+    kinds = dict.fromkeys(
+        _kind_of(product, choice) for product, choice in every if isinstance(choice, Tile)
+    )
     print(f"{len(work)} products, {len(every)} timings, {len(kinds)} kernels", flush=True)
     if given.dry:
         print(f"an estimated {estimate(every, len(kinds)):.0f} s")
     elif given.experts:
-        run_experts(work, list(kinds), given.limit, given.out / "tile_search_experts.json.xz", counts)
+        run_experts(
+            work, list(kinds), given.limit, given.out / "tile_search_experts.json.xz", counts
+        )
     else:
         run_linear(work, list(kinds), given.limit, given.out / "tile_search.json.xz")
 
 
 def _kind_of(product: Product | ExpertProduct, tile: Tile) -> Kind | experts.ExpertKind:
-    return experts.kind_of(product, tile) if isinstance(product, ExpertProduct) else kind_of(product, tile)
+    return (
+        experts.kind_of(product, tile)
+        if isinstance(product, ExpertProduct)
+        else kind_of(product, tile)
+    )
 
 
-def run_linear(work: Sequence[Product | ExpertProduct], kinds: Sequence[Any], limit: float, path: Path) -> None:
+def run_linear(
+    work: Sequence[Product | ExpertProduct], kinds: Sequence[Any], limit: float, path: Path
+) -> None:
     """Compile, time and write linear layers."""
     start = time.time()
-    slow_first = sorted(kinds, key=lambda kind: -kind.tile.rows * kind.tile.tokens * kind.tile.stages)
+    slow_first = sorted(
+        kinds, key=lambda kind: -kind.tile.rows * kind.tile.tokens * kind.tile.stages
+    )
     compiled = compile_all(slow_first, compile_kind, 0.45 * limit)
     print(f"{len(compiled)} compiled by {time.time() - start:.0f} s", flush=True)
     for kind, made in compiled.items():
@@ -206,7 +243,11 @@ def run_linear(work: Sequence[Product | ExpertProduct], kinds: Sequence[Any], li
 
 
 def run_experts(
-    work: Sequence[Product | ExpertProduct], kinds: Sequence[Any], limit: float, path: Path, counts: tuple[int, ...]
+    work: Sequence[Product | ExpertProduct],
+    kinds: Sequence[Any],
+    limit: float,
+    path: Path,
+    counts: tuple[int, ...],
 ) -> None:
     """Compile, time and write products with experts."""
     start = time.time()
@@ -216,7 +257,10 @@ def run_experts(
         if error:
             print(kind, error)
     timer, found = experts.ExpertTimer(compiled), list[Measured]()
-    facts = _facts() | {"compile_seconds": time.time() - start, "aligning": list(timer.aligning(counts))}
+    facts = _facts() | {
+        "compile_seconds": time.time() - start,
+        "aligning": list(timer.aligning(counts)),
+    }
     try:
         _search(work, timer, start, limit, found)
     finally:
@@ -229,26 +273,40 @@ def _facts() -> dict[str, Any]:
 
 
 def _search(
-    work: Sequence[Product | ExpertProduct], timer: Timer, start: float, limit: float, found: list[Measured]
+    work: Sequence[Product | ExpertProduct],
+    timer: Timer,
+    start: float,
+    limit: float,
+    found: list[Measured],
 ) -> None:
     """Add what is measured to `found`, and print how far it is."""
     tokens = 0
     for one in search(work, timer, start + limit - 30):
         if one.product.tokens != tokens:
             tokens = one.product.tokens
-            print(f"{time.time() - start:.0f} s: {len(found)} products, now {tokens} tokens", flush=True)
+            print(
+                f"{time.time() - start:.0f} s: {len(found)} products, now {tokens} tokens",
+                flush=True,
+            )
         found.append(one)
 
 
 def estimate(every: Sequence[tuple[Product | ExpertProduct, Choice]], kernels: int) -> float:
-    """The seconds that a search takes on an H100, from its bytes at 2 TB/s and its operations at 300 TFLOP/s: a replay
-    for each, four more for every second one, and two milliseconds of the host; and a second of a core a kernel."""
+    """The seconds that a search takes on an H100, from its bytes at 2 TB/s and its operations at
+    300 TFLOP/s: a replay for each, four more for every second one, and two milliseconds of the
+    host; and a second of a core a kernel."""
     seconds = kernels / 10 + 30
     for product, _ in every:
-        size, flops = product.rows * product.columns, 2 * product.rows * product.columns * product.tokens
+        size, flops = (
+            product.rows * product.columns,
+            2 * product.rows * product.columns * product.tokens,
+        )
         is_fp8 = product.kind == "fp8_linear"
         if isinstance(product, ExpertProduct):
-            size, flops = size * min(product.num_experts, product.tokens * product.top_k), flops * product.top_k
+            size, flops = (
+                size * min(product.num_experts, product.tokens * product.top_k),
+                flops * product.top_k,
+            )
             is_fp8 = product.fp8
         bytes = size if is_fp8 else 2 * size
         seconds += 0.002 + 3 * max(2, math.ceil(2**28 / bytes)) * max(bytes / 2e12, flops / 3e14)

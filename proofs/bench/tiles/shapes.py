@@ -1,7 +1,7 @@
 """The shapes for which tiles are timed: the linear layers of published models, as ranks share them.
 
-The model of `weft.ops.tiles.model` is fitted to `TRAINING`, and judged by `HELD_OUT`: models, and the numbers of
-ranks that share each.
+The model of `weft.ops.tiles.model` is fitted to `TRAINING`, and judged by `HELD_OUT`: models, and
+the numbers of ranks that share each.
 """
 
 from collections.abc import Iterator, Mapping, Sequence

@@ -1,4 +1,5 @@
-"""The device's time for linear layers with any tile, and for the kernels that add up their parts."""
+"""The device's time for linear layers with any tile, and for the kernels that add up their parts.
+"""
 
 import contextlib
 from collections.abc import Callable, Iterator
@@ -59,8 +60,8 @@ class Kind:
 
 @attrs.frozen
 class Compiled:
-    """A kernel that was compiled: its registers and spills a thread, its shared memory in bytes, and its greatest error
-    relative to the largest value of the result."""
+    """A kernel that was compiled: its registers and spills a thread, its shared memory in bytes,
+    and its greatest error relative to the largest value of the result."""
 
     registers: int
     spills: int
@@ -85,7 +86,10 @@ def compile_kind(kind: Kind) -> tuple[Kind, Compiled | str]:
     values, scales, w, scale = (x, None, weight, None)
     if kind.fp8:
         values, scales = fp8.reference_quantize(x)
-        w, scale = weight.to(torch.float8_e4m3fn), torch.rand(rows // 128, columns // 128, device="cuda")
+        w, scale = (
+            weight.to(torch.float8_e4m3fn),
+            torch.rand(rows // 128, columns // 128, device="cuda"),
+        )
         x, weight = fp8.dequantize(fp8.Quantized(values, scales)), fp8.dequantize_weight(w, scale)
     tile = attrs.evolve(kind.tile, parts=2 if kind.split else 1)
     try:
@@ -100,7 +104,8 @@ def compile_kind(kind: Kind) -> tuple[Kind, Compiled | str]:
 
 
 class LinearTimer:
-    """Times linear layers on the GPU. Weights take turns, cut from one large tensor of each dtype."""
+    """Times linear layers on the GPU. Weights take turns, cut from one large tensor of each dtype.
+    """
 
     def __init__(self, compiled: dict[Kind, Compiled | str]) -> None:
         self._compiled, self._graphs = compiled, Graphs()
@@ -109,12 +114,15 @@ class LinearTimer:
         self._given: tuple[Product, list[Any]] | None = None
         self.errors: dict[str, str] = {}
         self.scaled_mm_error = 0.0
-        """The greatest error of torch's product in FP8, relative to the largest value of the result."""
+        """The greatest error of torch's product in FP8, relative to the largest value of the
+        result."""
 
     def start(self, product: Product, choice: Choice) -> Callable[[], float] | None:
-        """A function that returns the seconds a call takes, the median over some replays; the first time with fewer.
-        None: the choice does not run here."""
-        if isinstance(choice, Tile) and not isinstance(self._compiled.get(kind_of(product, choice)), Compiled):
+        """A function that returns the seconds a call takes, the median over some replays; the first
+        time with fewer. None: the choice does not run here."""
+        if isinstance(choice, Tile) and not isinstance(
+            self._compiled.get(kind_of(product, choice)), Compiled
+        ):
             return None
         if self._given is None or self._given[0] != product:
             self._given = product, self._make(product)
@@ -135,12 +143,14 @@ class LinearTimer:
             values, scales, weight, scale = self._given[1][0]
             wide = fp8.dequantize_weight(weight, scale).t()
             expected = fp8.dequantize(fp8.Quantized(values, scales)) @ wide
-            self.scaled_mm_error = float((out.float() - expected).abs().max() / expected.abs().max())
+            self.scaled_mm_error = float(
+                (out.float() - expected).abs().max() / expected.abs().max()
+            )
         return replay
 
     def consumers(self) -> Iterator[tuple[str, int, int, int, float]]:
-        """The kernels that add up a product's parts: the operator, tokens, rows, parts and seconds of a call, whose
-        input is in the cache. With no parts it reads the sum in bfloat16."""
+        """The kernels that add up a product's parts: the operator, tokens, rows, parts and seconds
+        of a call, whose input is in the cache. With no parts it reads the sum in bfloat16."""
         from weft.ops.kernel_triton import compiling
 
         given = list(_consumer_calls())
@@ -158,14 +168,20 @@ class LinearTimer:
         count = max(2, min(cdiv(LEAST_BYTES, size * arena.itemsize), _MOST_LAUNCHES))
         x = torch.randn(product.tokens, product.columns, device="cuda", dtype=torch.bfloat16)
         there = len(arena) // size
-        weights = [arena[i % there * size :][:size].view(product.rows, product.columns) for i in range(count)]
+        weights = [
+            arena[i % there * size :][:size].view(product.rows, product.columns)
+            for i in range(count)
+        ]
         if product.kind == "linear":
             return [(x, None, weight, None) for weight in weights]
         values, scales = fp8.reference_quantize(x)
         blocks = fp8.ceil_blocks(product.rows), fp8.ceil_blocks(product.columns)
         each = cdiv(blocks[0] * blocks[1], 4) * 4
         rest = len(self._scales) // each
-        cut = [self._scales[i % rest * each :][: blocks[0] * blocks[1]].view(blocks) for i in range(count)]
+        cut = [
+            self._scales[i % rest * each :][: blocks[0] * blocks[1]].view(blocks)
+            for i in range(count)
+        ]
         return [(values, scales, *pair) for pair in zip(weights, cut, strict=True)]
 
 
@@ -191,7 +207,8 @@ def _call(
         return partial(run_tile, x, x_scales, weight, scale, None, torch.bfloat16, choice)
     if x_scales is None or scale is None:
         return partial(F.linear, x, weight)
-    # The scales as torch takes them: column-major, and blocks padded to four. Making them is not timed.
+    # The scales as torch takes them: column-major, and blocks padded to four. Making them is not
+    # timed.
     by_token = x_scales.t().contiguous()
     by_block = F.pad(scale, (0, -scale.shape[1] % 4))
     return partial(scaled_mm, x, weight, by_token, by_block)
@@ -205,9 +222,17 @@ def _consumer_calls() -> Iterator[tuple[str, int, int, int, Callable[[], Any]]]:
         for parts in (0, 2, 4, 8):
             for rows in (2048, 4096, 8192, 28672):
                 shape = (parts, tokens, rows) if parts else (tokens, rows)
-                x = torch.randn(shape, device="cuda", dtype=torch.float32 if parts else torch.bfloat16)
+                x = torch.randn(
+                    shape, device="cuda", dtype=torch.float32 if parts else torch.bfloat16
+                )
                 if rows >= 8192:
                     yield "silu_mul", tokens, rows, parts, partial(silu_mul, x, torch.bfloat16)
                 if rows <= 8192:
                     other = torch.randn(tokens, rows, device="cuda", dtype=torch.bfloat16)
-                    yield "add_rms_norm", tokens, rows, parts, partial(add_norm, x, other, other[0], 1e-6)
+                    yield (
+                        "add_rms_norm",
+                        tokens,
+                        rows,
+                        parts,
+                        partial(add_norm, x, other, other[0], 1e-6),
+                    )

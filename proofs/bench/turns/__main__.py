@@ -1,20 +1,22 @@
-"""Serve requests of the same lengths by weft and by vLLM, or by an older weft, both alive at once, by turns: how many
-times as fast weft is.
+"""Serve requests of the same lengths by weft and by vLLM, or by an older weft, both alive at once,
+by turns: how many times as fast weft is.
 
-    python -m weft.proofs.bench.turns --models llama-3.1-8b qwen3-30b-a3b-fp8 --out FOLDER
-    python -m weft.proofs.bench.turns --models qwen3-30b-a3b-fp8 --pp 2 --gpus 0,1 --peer-gpus 2,3 --out FOLDER
-    VLLM_USE_DEEP_GEMM=0 python -m weft.proofs.bench.turns --python vllm/bin/python --models qwen3-0.6b --out FOLDER
-    python -m weft.proofs.bench.turns --against ../weft-of-last-month --models qwen3-0.6b --out FOLDER
+    python -m weft.proofs.bench.turns --models llama-3.1-8b qwen3-30b-a3b-fp8 --out FOLDER python -m
+    weft.proofs.bench.turns --models qwen3-30b-a3b-fp8 --pp 2 --gpus 0,1 --peer-gpus 2,3 --out
+    FOLDER VLLM_USE_DEEP_GEMM=0 python -m weft.proofs.bench.turns --python vllm/bin/python --models
+    qwen3-0.6b --out FOLDER python -m weft.proofs.bench.turns --against ../weft-of-last-month
+    --models qwen3-0.6b --out FOLDER
 
-A model is a preset of `weft bench`, or a folder with a `config.json`. Each engine serves a workload in turn, `--rounds`
-times after a first pass; the one that is first alternates. weft starts first, and vLLM may then use 7/6 of the memory
-that weft has at its peak, and 6 GB. Weights of both are random and of one distribution, which flatters the routing of
-experts; no completion ends early. The temperature is 1, but in `sampled`, which has top-k and top-p too; `varied` has
-prompts of 1 to 960 tokens, `long` of 7,936, `uneven` of 1 to 7,936; in `few_long` 4 of 15,360 come before 128 of 512.
-Both run as many requests at once as a workload of the run has. After fewer than three rounds equal builds may differ
-by a fourth. vLLM has its defaults but for the arguments and variables that the record names. An older weft is a
-checkout from 2026-11-24 on, for `few_long` from 2026-11-29; give both memory enough, since an engine takes fewer pages
-where there is less.
+A model is a preset of `weft bench`, or a folder with a `config.json`. Each engine serves a workload
+in turn, `--rounds` times after a first pass; the one that is first alternates. weft starts first,
+and vLLM may then use 7/6 of the memory that weft has at its peak, and 6 GB. Weights of both are
+random and of one distribution, which flatters the routing of experts; no completion ends early. The
+temperature is 1, but in `sampled`, which has top-k and top-p too; `varied` has prompts of 1 to 960
+tokens, `long` of 7,936, `uneven` of 1 to 7,936; in `few_long` 4 of 15,360 come before 128 of 512.
+Both run as many requests at once as a workload of the run has. After fewer than three rounds equal
+builds may differ by a fourth. vLLM has its defaults but for the arguments and variables that the
+record names. An older weft is a checkout from 2026-11-24 on, for `few_long` from 2026-11-29; give
+both memory enough, since an engine takes fewer pages where there is less.
 """
 
 import argparse
@@ -73,7 +75,8 @@ class Engine:
         return (self.folder / f"{self.name}.log").read_text(errors="replace")
 
     def ask(self, requests: dict[str, Any] | None) -> Path:
-        """Give the process a turn, or None if there are no more; returns where its answer will be."""
+        """Give the process a turn, or None if there are no more; returns where its answer will be.
+        """
         turn = self.folder / f"{self.name}-{self.count}"
         self.count += 1
         write(turn, requests)
@@ -83,12 +86,17 @@ class Engine:
         """Wait for the answer at a path, and read it.
 
         Raises:
-            SystemExit: the process ended first, or took longer than `seconds`; with the end of its output.
+            SystemExit: the process ended first, or took longer than `seconds`; with the end of its
+                output.
         """
         until = time.monotonic() + seconds
         while not path.exists():
             if self.process.poll() is not None or time.monotonic() > until:
-                ended = "took too long" if self.process.poll() is None else f"ended with {self.process.returncode}"
+                ended = (
+                    "took too long"
+                    if self.process.poll() is None
+                    else f"ended with {self.process.returncode}"
+                )
                 raise SystemExit(f"{self.name} {ended} before {path.name}:\n{self.log[-4000:]}")
             time.sleep(_POLL_SECONDS)
         found: dict[str, Any] = json.loads(path.read_text())
@@ -102,7 +110,9 @@ def running(
     """An engine's process, which ends with the block; it finds modules in `source` first."""
     environment = {**os.environ, **({} if gpus is None else {"CUDA_VISIBLE_DEVICES": gpus})}
     if source is not None:
-        environment["PYTHONPATH"] = os.pathsep.join(filter(None, (str(source), os.environ.get("PYTHONPATH"))))
+        environment["PYTHONPATH"] = os.pathsep.join(
+            filter(None, (str(source), os.environ.get("PYTHONPATH")))
+        )
     with open(folder / f"{name}.log", "wb") as log:
         process = subprocess.Popen(
             command, stdout=log, stderr=subprocess.STDOUT, env=environment, start_new_session=True
@@ -121,16 +131,29 @@ def running(
 
 @contextmanager
 def watched(gpu: str) -> Iterator[list[list[float]]]:
-    """Samples of a GPU in the meantime: the clock in MHz, degrees Celsius, watts, and why the clock is what it is; none
-    without nvidia-smi."""
+    """Samples of a GPU in the meantime: the clock in MHz, degrees Celsius, watts, and why the clock
+    is what it is; none without nvidia-smi."""
     samples, stop = list[list[float]](), threading.Event()
-    command = ["nvidia-smi", "-i", gpu, f"--query-gpu={','.join(_GPU_FIELDS)}", "--format=csv,noheader,nounits"]
+    command = [
+        "nvidia-smi",
+        "-i",
+        gpu,
+        f"--query-gpu={','.join(_GPU_FIELDS)}",
+        "--format=csv,noheader,nounits",
+    ]
 
     def sample() -> None:
         while not stop.wait(_SAMPLE_SECONDS):
             try:
-                text = subprocess.run(command, capture_output=True, text=True, check=True, timeout=10).stdout
-                samples.append([float(int(part, 0) if "x" in part else float(part)) for part in text.split(",")])
+                text = subprocess.run(
+                    command, capture_output=True, text=True, check=True, timeout=10
+                ).stdout
+                samples.append(
+                    [
+                        float(int(part, 0) if "x" in part else float(part))
+                        for part in text.split(",")
+                    ]
+                )
             except (OSError, ValueError, subprocess.SubprocessError):
                 return
 
@@ -144,7 +167,8 @@ def watched(gpu: str) -> Iterator[list[list[float]]]:
 
 
 def compare(name: str, given: argparse.Namespace) -> Iterator[dict[str, Any]]:
-    """Start both engines with a model and let them take turns: after each round, all that was measured so far."""
+    """Start both engines with a model and let them take turns: after each round, all that was
+    measured so far."""
     workloads = {name: WORKLOADS[name] for name in given.workloads}
     longest = max((one.longest for one in workloads.values()), key=sum)
     with tempfile.TemporaryDirectory() as temporary, ExitStack() as stack:
@@ -158,24 +182,44 @@ def compare(name: str, given: argparse.Namespace) -> Iterator[dict[str, Any]]:
         own |= {"input_len": longest[0], "output_len": longest[1], "max_num_seqs": most}
         if (pages := num_pages(workloads.values())) is not None:
             own["num_pages"] = pages
-        command = [sys.executable, str(Path(__file__).with_name("own.py")), temporary, json.dumps(own)]
+        command = [
+            sys.executable,
+            str(Path(__file__).with_name("own.py")),
+            temporary,
+            json.dumps(own),
+        ]
         weft = stack.enter_context(running("weft", folder, [*command, "weft"], given.gpus))
         started = weft.answer(folder / "weft-ready", _START_SECONDS)
         gpus = given.peer_gpus or given.gpus
         if given.against is not None:
-            peer = stack.enter_context(running("older", folder, [*command, "older"], gpus, given.against / _SOURCE))
+            peer = stack.enter_context(
+                running("older", folder, [*command, "older"], gpus, given.against / _SOURCE)
+            )
         else:
             positions = parse_config(given.models[name], source=name).max_position_embeddings
-            asked = {"model": str(model), "pipeline_parallel_size": given.pp or 1, "max_num_seqs": most}
+            asked = {
+                "model": str(model),
+                "pipeline_parallel_size": given.pp or 1,
+                "max_num_seqs": most,
+            }
             asked["max_model_len"] = min(sum(longest) + 64, positions)
             if started["device_bytes"] is not None:
                 used = max(rank["peak_bytes"] + rank["graph_bytes"] for rank in started["ranks"])
-                asked["gpu_memory_utilization"] = round((used * 7 / 6 + 6e9) / started["device_bytes"], 3)
-            command = [given.python, str(Path(__file__).with_name("peer.py")), temporary, json.dumps(asked)]
+                asked["gpu_memory_utilization"] = round(
+                    (used * 7 / 6 + 6e9) / started["device_bytes"], 3
+                )
+            command = [
+                given.python,
+                str(Path(__file__).with_name("peer.py")),
+                temporary,
+                json.dumps(asked),
+            ]
             peer = stack.enter_context(running("vllm", folder, command, gpus))
         chosen = peer.answer(folder / f"{peer.name}-ready", _START_SECONDS)
         if given.against is None:
-            lines = (re.sub(r"\x1b\[[0-9;]*m|/\S*/", "", line) for line in _CHOICES.findall(peer.log))
+            lines = (
+                re.sub(r"\x1b\[[0-9;]*m|/\S*/", "", line) for line in _CHOICES.findall(peer.log)
+            )
             chosen["arguments"]["model"] = name  # the folder is gone afterwards
             chosen["log"] = [*dict.fromkeys(lines)]  # of its choices, without colours and folders
         rows = list[dict[str, Any]]()
@@ -188,8 +232,17 @@ def compare(name: str, given: argparse.Namespace) -> Iterator[dict[str, Any]]:
             for workload, engine in itertools.product(workloads, orders[repeat % 2]):
                 asked = workloads[workload].turn(seed=repeat)
                 answer = engine.answer(engine.ask(asked), _TURN_SECONDS)
-                row = {"engine": engine.name, "workload": workload, "repeat": repeat, "first": repeat == 0}
-                row |= {**workloads[workload]._asdict(), "input_tokens": sum(asked["input_lens"]), **answer}
+                row = {
+                    "engine": engine.name,
+                    "workload": workload,
+                    "repeat": repeat,
+                    "first": repeat == 0,
+                }
+                row |= {
+                    **workloads[workload]._asdict(),
+                    "input_tokens": sum(asked["input_lens"]),
+                    **answer,
+                }
                 output = row["num_requests"] * row["output_len"]
                 row["output_tokens_per_s"] = output / row["seconds"]
                 row["total_tokens_per_s"] = (output + row["input_tokens"]) / row["seconds"]
@@ -212,15 +265,20 @@ def compare(name: str, given: argparse.Namespace) -> Iterator[dict[str, Any]]:
             }
 
 
-def table(rows: Sequence[dict[str, Any]], workloads: Iterable[str], other: str) -> Iterator[dict[str, Any]]:
-    """A row for each workload: both engines' passes after the first, and the ratio of their medians. Tokens of prompts
-    count where they are most of all."""
+def table(
+    rows: Sequence[dict[str, Any]], workloads: Iterable[str], other: str
+) -> Iterator[dict[str, Any]]:
+    """A row for each workload: both engines' passes after the first, and the ratio of their
+    medians. Tokens of prompts count where they are most of all."""
     for workload in workloads:
         own, peer = (
-            [row for row in rows if (row["engine"], row["workload"]) == (name, workload)] for name in ("weft", other)
+            [row for row in rows if (row["engine"], row["workload"]) == (name, workload)]
+            for name in ("weft", other)
         )
         one = own[0]
-        unit = "total_tokens_per_s" if one["input_len"] > one["output_len"] else "output_tokens_per_s"
+        unit = (
+            "total_tokens_per_s" if one["input_len"] > one["output_len"] else "output_tokens_per_s"
+        )
         speeds = [[row[unit] for row in side] for side in (own, peer)]
         medians = [statistics.median(side[1:] or side) for side in speeds]
         yield {
@@ -228,7 +286,12 @@ def table(rows: Sequence[dict[str, Any]], workloads: Iterable[str], other: str) 
             **{name: one[name] for name in Workload._fields},
             "unit": unit,
             **{
-                name: {"median": median, "min": min(side[1:] or side), "max": max(side[1:] or side), "first": side[0]}
+                name: {
+                    "median": median,
+                    "min": min(side[1:] or side),
+                    "max": max(side[1:] or side),
+                    "first": side[0],
+                }
                 for name, side, median in zip(("weft", other), speeds, medians, strict=True)
             },
             "ratio": medians[0] / medians[1],
@@ -271,11 +334,15 @@ def _config(model: str) -> tuple[str, Mapping[str, Any]]:
     path = Path(model, "config.json")
     if not path.is_file():
         known = ", ".join(PRESETS)
-        raise argparse.ArgumentTypeError(f"{model} is no preset, and no {path} is there: pass a folder, or {known}")
+        raise argparse.ArgumentTypeError(
+            f"{model} is no preset, and no {path} is there: pass a folder, or {known}"
+        )
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
         if not isinstance(found, dict):
-            raise argparse.ArgumentTypeError(f"{path} holds no JSON object: pass the folder of a model")
+            raise argparse.ArgumentTypeError(
+                f"{path} holds no JSON object: pass the folder of a model"
+            )
         parse_config(found, source=str(path))
     except (ValueError, WeftError) as error:
         raise argparse.ArgumentTypeError(f"{path} cannot be read: {error}") from error
@@ -302,15 +369,18 @@ def _refusal(given: argparse.Namespace) -> str | None:
         if not (given.against / _SOURCE / "weft").is_dir():
             return f"--against {given.against}: no {_SOURCE}/weft is there: pass a checkout of weft"
     elif shutil.which(given.python) is None:
-        return f"--python {given.python}: not found: pass the Python of an environment that has vLLM"
+        return (
+            f"--python {given.python}: not found: pass the Python of an environment that has vLLM"
+        )
     elif subprocess.run([given.python, "-c", _HAS_VLLM], check=False).returncode:
         return f"{given.python} has no vllm: pass --python PATH, the Python of an environment that has it"
     return None
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Compare both with each model, print a table after each round, and write `vllm-MODEL-ppN.json`, or
-    `older-MODEL-ppN.json`: who is stopped keeps the rounds that were finished."""
+    """Compare both with each model, print a table after each round, and write
+    `vllm-MODEL-ppN.json`, or `older-MODEL-ppN.json`: who is stopped keeps the rounds that were
+    finished."""
     parser = argparse.ArgumentParser(
         prog="python -m weft.proofs.bench.turns",
         description=__doc__,
@@ -330,12 +400,20 @@ def main(argv: Sequence[str] | None = None) -> None:
         default=[name for name in WORKLOADS if name not in LONG],
         help=f"in order (all but {', '.join(LONG)})",
     )
-    parser.add_argument("--rounds", type=int, default=4, metavar="N", help="after the first pass (4)")
+    parser.add_argument(
+        "--rounds", type=int, default=4, metavar="N", help="after the first pass (4)"
+    )
     parser.add_argument("--pp", type=int, metavar="N", help="pipeline stages of both (1)")
-    parser.add_argument("--gpus", metavar="LIST", help="CUDA_VISIBLE_DEVICES of weft, and of vLLM without --peer-gpus")
+    parser.add_argument(
+        "--gpus",
+        metavar="LIST",
+        help="CUDA_VISIBLE_DEVICES of weft, and of vLLM without --peer-gpus",
+    )
     parser.add_argument("--peer-gpus", metavar="LIST", help="CUDA_VISIBLE_DEVICES of vLLM")
     parser.add_argument("--python", default=sys.executable, help="that has vLLM (this one)")
-    parser.add_argument("--against", type=Path, metavar="CHECKOUT", help="an older weft in the place of vLLM")
+    parser.add_argument(
+        "--against", type=Path, metavar="CHECKOUT", help="an older weft in the place of vLLM"
+    )
     parser.add_argument("--out", type=Path, required=True, help="a folder for the records")
     given = parser.parse_args(argv)
     if (refusal := _refusal(given)) is not None:
@@ -343,7 +421,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     given.against = given.against and given.against.resolve()
     given.models = dict(given.models)
     given.out.mkdir(parents=True, exist_ok=True)
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit("ended by SIGTERM"))  # so that both engines are ended too
+    signal.signal(
+        signal.SIGTERM, lambda *_: sys.exit("ended by SIGTERM")
+    )  # so that both engines are ended too
     other = "vllm" if given.against is None else "older"
     for name in given.models:
         path = given.out / f"{other}-{name}-pp{given.pp or 1}.json"

@@ -1,6 +1,8 @@
-"""weft's side: one process, or a rank for each stage. It runs by path, so that it may be the side of an older weft too.
+"""weft's side: one process, or a rank for each stage. It runs by path, so that it may be the side
+of an older weft too.
 
-python own.py FOLDER '{"model": DIRECTORY, "load_format": "dummy", "input_len": 2, "output_len": 8}' weft
+python own.py FOLDER '{"model": DIRECTORY, "load_format": "dummy", "input_len": 2, "output_len": 8}'
+weft
 """
 
 import gc
@@ -23,12 +25,16 @@ from weft.transforms.cli.ranks import Here, in_ranks
 from weft.transforms.engine.engine import Engine
 from weft.transforms.engine.evaluation.serving import Served, figures, measure
 
-_PEER = runpy.run_path(str(Path(__file__).with_name("peer.py")))  # of this build, whichever weft is imported
+_PEER = runpy.run_path(
+    str(Path(__file__).with_name("peer.py"))
+)  # of this build, whichever weft is imported
 turns, write = _PEER["turns"], _PEER["write"]
 _KEPT = "seconds", "ttft", "tpot", "num_steps", "graphs", "captures"
 
 
-def at_once(engine: Engine, prompts: Sequence[Sequence[int]], sampling: SamplingParams, max_tokens: int) -> Served:
+def at_once(
+    engine: Engine, prompts: Sequence[Sequence[int]], sampling: SamplingParams, max_tokens: int
+) -> Served:
     """Complete prompts that all arrive at once, by what every build since 2026-11-24 has."""
     before, began, read = engine.stats(), time.perf_counter(), dict[str, list[float]]()
     for prompt in prompts:
@@ -43,11 +49,21 @@ def at_once(engine: Engine, prompts: Sequence[Sequence[int]], sampling: Sampling
 def serve(here: Here, options: Bench, folder: Path, name: str) -> None:
     """Start an engine, and serve each turn's requests; the first rank answers."""
     engine, started = start_engine(here, options)
-    first = next(iter(measure(engine, workload_of(attrs.evolve(options, num_prompts=1, output_len=2)), started)))
+    first = next(
+        iter(
+            measure(
+                engine, workload_of(attrs.evolve(options, num_prompts=1, output_len=2)), started
+            )
+        )
+    )
     if here.first:
         on_gpu = started.device.startswith("cuda")
         total = torch.cuda.get_device_properties(started.device).total_memory if on_gpu else None
-        ready = {"mode": options.graphs[0], "device_bytes": total, "max_num_tokens": first["max_num_tokens"]}
+        ready = {
+            "mode": options.graphs[0],
+            "device_bytes": total,
+            "max_num_tokens": first["max_num_tokens"],
+        }
         ready |= {"ranks": first["ranks"], "environment": environment("cuda" if on_gpu else "cpu")}
         write(folder / f"{name}-ready", ready)
     # Other prompts than those of the first tokens above, whose keys are kept.

@@ -1,6 +1,7 @@
 """vLLM's process. It runs in vLLM's own environment, by path, so it imports nothing of weft.
 
-python peer.py FOLDER '{"model": DIRECTORY, "gpu_memory_utilization": 0.3, "max_model_len": 1088, "max_num_seqs": 128}'
+python peer.py FOLDER '{"model": DIRECTORY, "gpu_memory_utilization": 0.3, "max_model_len": 1088,
+"max_num_seqs": 128}'
 """
 
 import importlib
@@ -50,14 +51,16 @@ def write(path: Path, value: Any, indent: int | None = None) -> None:
 def draw_weights(model: Any) -> None:
     """Give a model of vLLM's weights that are distributed as those of weft's random models.
 
-    A GPU takes more power for some numbers than for others, and under its power cap that is time: its dummy weights lie
-    evenly between -0.001 and 0.001, and in FP8 nearly all of them are 0.
+    A GPU takes more power for some numbers than for others, and under its power cap that is time:
+    its dummy weights lie evenly between -0.001 and 0.001, and in FP8 nearly all of them are 0.
     """
     torch: Any = importlib.import_module("torch")
     for name, value in model.state_dict().items():
         if not (value.is_floating_point() and ("weight" in name or name.endswith("bias"))):
             continue  # scales of keys, say, which are not random
-        for some in value.split(max(1, _AT_ONCE // max(value[:1].numel(), 1))) if value.ndim else (value,):
+        for some in (
+            value.split(max(1, _AT_ONCE // max(value[:1].numel(), 1))) if value.ndim else (value,)
+        ):
             noise = torch.empty(some.shape, device=some.device)
             if "scale" in name:
                 noise.uniform_(0.5 * _DEVIATION / 16, 1.5 * _DEVIATION / 16)
@@ -73,7 +76,9 @@ def main() -> None:
     folder, given = Path(sys.argv[1]), json.loads(sys.argv[2])
     os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
-    os.environ.setdefault("VLLM_ALLOW_INSECURE_SERIALIZATION", "1")  # a function goes to its own processes
+    os.environ.setdefault(
+        "VLLM_ALLOW_INSECURE_SERIALIZATION", "1"
+    )  # a function goes to its own processes
     began = time.perf_counter()
     vllm: Any = importlib.import_module("vllm")
     prompt_type: Any = importlib.import_module("vllm.inputs").TokensPrompt
@@ -99,15 +104,24 @@ def main() -> None:
             "max_num_batched_tokens": config.scheduler_config.max_num_batched_tokens,
             "cudagraph_mode": str(config.compilation_config.cudagraph_mode),
             "quantization": config.model_config.quantization,
-            "variables": {name: value for name, value in os.environ.items() if name.startswith("VLLM_")},
+            "variables": {
+                name: value for name, value in os.environ.items() if name.startswith("VLLM_")
+            },
         },
     )
-    draw, size = random.Random(0), json.loads(Path(given["model"], "config.json").read_text())["vocab_size"]
+    draw, size = (
+        random.Random(0),
+        json.loads(Path(given["model"], "config.json").read_text())["vocab_size"],
+    )
     vocabulary = range(min(1000, size // 2), min(100_000, size))
     for answer, asked in turns(folder, "vllm"):
         lengths, most = asked["input_lens"], asked["output_len"]
-        prompts = [prompt_type(prompt_token_ids=draw.choices(vocabulary, k=length)) for length in lengths]
-        wanted = vllm.SamplingParams(max_tokens=most, ignore_eos=True, detokenize=False, **asked["sampling"])
+        prompts = [
+            prompt_type(prompt_token_ids=draw.choices(vocabulary, k=length)) for length in lengths
+        ]
+        wanted = vllm.SamplingParams(
+            max_tokens=most, ignore_eos=True, detokenize=False, **asked["sampling"]
+        )
         start = time.perf_counter()
         done = llm.generate(prompts, wanted, use_tqdm=False)
         seconds = time.perf_counter() - start

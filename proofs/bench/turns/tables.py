@@ -1,4 +1,5 @@
-"""weft beside vLLM, by turns on one GPU: the rows of `proofs/pages/measured.md`, and a short table of the newest."""
+"""weft beside vLLM, by turns on one GPU: the rows of `proofs/pages/measured.md`, and a short table
+of the newest."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -43,10 +44,16 @@ class Turns:
     @property
     def workload(self) -> str:
         """The requests, and their tokens in and out."""
-        count, lengths = self.row["num_requests"], f"{self.row['input_len']} in, {self.row['output_len']} out"
+        count, lengths = (
+            self.row["num_requests"],
+            f"{self.row['input_len']} in, {self.row['output_len']} out",
+        )
         if long := self.row.get("num_long"):
             lengths = f"{lengths}, {long} of them {self.row['long_len']} in"
-        own = {**dict.fromkeys(("varied", "uneven"), f"1 to {lengths}"), "sampled": f"{lengths}, top-k, top-p"}
+        own = {
+            **dict.fromkeys(("varied", "uneven"), f"1 to {lengths}"),
+            "sampled": f"{lengths}, top-k, top-p",
+        }
         return f"{count} request{'s' * (count > 1)}, {own.get(self.row['workload'], lengths)}"
 
 
@@ -65,14 +72,19 @@ def turns() -> Iterator[Turns]:
 def peer_rows() -> Iterator[tuple[str, ...]]:
     """A row for each workload of each record."""
     for one in turns():
-        ours, theirs = (span((one.row[own]["min"], one.row[own]["max"]), "{:,.0f}") for own in ("weft", "vllm"))
+        ours, theirs = (
+            span((one.row[own]["min"], one.row[own]["max"]), "{:,.0f}") for own in ("weft", "vllm")
+        )
         unit = "tokens/s, prompts included" if one.row["unit"] == _TOTAL else "tokens/s"
         peer = f"{one.peer}: {theirs}; {one.row['ratio']:.2f} times, by {'one pass each' if one.once else 'medians'}"
-        yield one.record.row(f"{one.model}: {one.workload}, by turns", f"{ours} {unit}", peer, one.machine)
+        yield one.record.row(
+            f"{one.model}: {one.workload}, by turns", f"{ours} {unit}", peer, one.machine
+        )
 
 
 def newest_table() -> list[tuple[str, ...]]:
-    """A header with the workloads; then, for each model, vLLM and machine, the newest ratios and weft's medians."""
+    """A header with the workloads; then, for each model, vLLM and machine, the newest ratios and
+    weft's medians."""
     rows: dict[tuple[str, str, str], dict[str, str]] = {}
     for one in sorted(turns(), key=lambda one: one.record.build):
         shown = f"{one.row['ratio']:.2f}{'²' * one.once} ({one.row['weft']['median']:,.0f})"

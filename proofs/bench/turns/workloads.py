@@ -10,9 +10,11 @@ class Workload(NamedTuple):
 
     Args:
         num_requests: their number.
-        input_len: the tokens of each prompt; if `varied`, the most, and every number from 1 is as likely.
+        input_len: the tokens of each prompt; if `varied`, the most, and every number from 1 is as
+            likely.
         output_len: the tokens of each completion.
-        varied: prompts differ in length. Both engines have the same lengths in a round, and others in the next.
+        varied: prompts differ in length. Both engines have the same lengths in a round, and others
+            in the next.
         sampling: of all requests, under the names that both engines give them.
         num_long: so many of the requests, the first ones, have prompts of `long_len` tokens.
     """
@@ -28,7 +30,9 @@ class Workload(NamedTuple):
     @property
     def most(self) -> list[int]:
         """The tokens of each prompt; if they differ, the most."""
-        return [self.long_len] * self.num_long + [self.input_len] * (self.num_requests - self.num_long)
+        return [self.long_len] * self.num_long + [self.input_len] * (
+            self.num_requests - self.num_long
+        )
 
     @property
     def longest(self) -> tuple[int, int]:
@@ -36,7 +40,8 @@ class Workload(NamedTuple):
         return max(self.most), self.output_len
 
     def turn(self, seed: int) -> dict[str, Any]:
-        """The requests of one round, for both engines: prompt lengths, completion length, sampling."""
+        """The requests of one round, for both engines: prompt lengths, completion length, sampling.
+        """
         draw = random.Random(seed)
         lengths = [draw.randint(1, one) for one in self.most] if self.varied else self.most
         return {"input_lens": lengths, "output_len": self.output_len, "sampling": self.sampling}
@@ -49,19 +54,22 @@ WORKLOADS = {
     "one": Workload(1, 2, 256),
     "eight": Workload(8, 2, 256),
     "varied": Workload(128, 960, 64, varied=True),
-    "sampled": Workload(128, 2, 512, sampling={"temperature": 0.6, "top_k": 20, "top_p": 0.95}),  # as Qwen3 advises
+    "sampled": Workload(
+        128, 2, 512, sampling={"temperature": 0.6, "top_k": 20, "top_p": 0.95}
+    ),  # as Qwen3 advises
     "long": Workload(16, 7936, 256),
     "uneven": Workload(32, 7936, 512, varied=True),
     "few_long": Workload(132, 512, 256, num_long=4, long_len=15360),
 }
 LONG = "long", "uneven", "few_long"
-"""Run only when asked for: with room for 128 requests of that length, one engine would leave the other no memory."""
+"""Run only when asked for: with room for 128 requests of that length, one engine would leave the
+other no memory."""
 _PAGE_SIZE = 16
 
 
 def num_pages(workloads: Iterable[Workload]) -> int | None:
-    """The pages of a KV cache for each of them; None: for as many requests of the longest kind as run at once, which
-    is too much where only a few are long.
+    """The pages of a KV cache for each of them; None: for as many requests of the longest kind as
+    run at once, which is too much where only a few are long.
 
     >>> num_pages([WORKLOADS["few_long"]]), num_pages([WORKLOADS["few_long"], WORKLOADS["uneven"]])
     (10312, 16960)
@@ -69,4 +77,6 @@ def num_pages(workloads: Iterable[Workload]) -> int | None:
     found = [*workloads]
     if not any(one.num_long for one in found):
         return None
-    return max(sum((length + one.output_len) // _PAGE_SIZE + 2 for length in one.most) for one in found)
+    return max(
+        sum((length + one.output_len) // _PAGE_SIZE + 2 for length in one.most) for one in found
+    )

@@ -25,15 +25,20 @@ class Asked:
 
 @functools.cache
 def _programs(microbatches: int, program: str) -> CheckedPrograms:
-    return CheckedPrograms(make_programs(2, [Job()] * microbatches), read_sources=lambda: (program,))
+    return CheckedPrograms(
+        make_programs(2, [Job()] * microbatches), read_sources=lambda: (program,)
+    )
 
 
-def differences_are_refused(steps: Sequence[tuple[int, bool]], mine: Sequence[Asked], theirs: Sequence[Asked]) -> None:
-    """L11: a rank accepts another's message if and only if both had the same requests up to its step; later requests do
-    not matter.
+def differences_are_refused(
+    steps: Sequence[tuple[int, bool]], mine: Sequence[Asked], theirs: Sequence[Asked]
+) -> None:
+    """L11: a rank accepts another's message if and only if both had the same requests up to its
+    step; later requests do not matter.
 
     Args:
-        steps: each step's number of micro-batches, and whether the last one is sent and received in the next step.
+        steps: each step's number of micro-batches, and whether the last one is sent and received in
+            the next step.
         mine, theirs: each rank's requests before and in each step.
     """
     sender, receiver = Agreement(0), Agreement(1)
@@ -51,9 +56,13 @@ def differences_are_refused(steps: Sequence[tuple[int, bool]], mine: Sequence[As
         for microbatch in owed[: len(owed) - len(waiting)]:
             refused = _refusal(sender, receiver, microbatch)
             if same_in[microbatch] and refused:
-                raise LawViolation(f"{_LAW}: both were asked for {mine[: step + 1]}, and it said: {refused}")
+                raise LawViolation(
+                    f"{_LAW}: both were asked for {mine[: step + 1]}, and it said: {refused}"
+                )
             if not same_in[microbatch] and not refused:
-                raise LawViolation(f"{_LAW}: {mine[: step + 1]} and {theirs[: step + 1]} were taken for the same")
+                raise LawViolation(
+                    f"{_LAW}: {mine[: step + 1]} and {theirs[: step + 1]} were taken for the same"
+                )
             if refused:
                 return
 

@@ -1,4 +1,5 @@
-"""L20: with `batch_invariant=True` a request's tokens and logprobs are bits of that request alone."""
+"""L20: with `batch_invariant=True` a request's tokens and logprobs are bits of that request alone.
+"""
 
 import functools
 from collections.abc import Sequence
@@ -26,16 +27,27 @@ from weft.transforms.pipelines.transports.threads import Threads
 from weft.trees import tree_map
 
 _LAW = "L20 same bits"
-_FIELDS = "token_ids", "logprobs", "top_logprobs", "ranks", "prompt_logprobs", "prompt_top_logprobs", "prompt_ranks"
+_FIELDS = (
+    "token_ids",
+    "logprobs",
+    "top_logprobs",
+    "ranks",
+    "prompt_logprobs",
+    "prompt_top_logprobs",
+    "prompt_ranks",
+)
 _TIMEOUT = 120.0
 """Seconds for which a thread may compile or capture while the others wait."""
 
 
-def bits_are_of_the_request(case: InvariantLoad, device: str = "cpu", transport: Transport | None = None) -> None:
-    """L20: in any batch, order, chunks, mode and split, over any transport, after preemption, with drafts, and with
-    pages of others, a completion has the tokens and the logprobs of a run by itself, eagerly, on one stage, bit for
-    bit. (An aborted one has the first of them.) They are also those of one pass over prompt and completion; where the
-    prompt has embeddings, which have no prompt logprobs, of one pass for each token.
+def bits_are_of_the_request(
+    case: InvariantLoad, device: str = "cpu", transport: Transport | None = None
+) -> None:
+    """L20: in any batch, order, chunks, mode and split, over any transport, after preemption, with
+    drafts, and with pages of others, a completion has the tokens and the logprobs of a run by
+    itself, eagerly, on one stage, bit for bit. (An aborted one has the first of them.) They are
+    also those of one pass over prompt and completion; where the prompt has embeddings, which have
+    no prompt logprobs, of one pass for each token.
 
     Args:
         transport: where the stages run; None: in this process, in threads if the case has them.
@@ -59,14 +71,21 @@ def bits_are_of_the_request(case: InvariantLoad, device: str = "cpu", transport:
                 raise LawViolation(f"{_LAW}: {field} of {name}, are {found}, and alone {wanted}")
         forced = _forced(case.kind, device, call, prompt, expected.token_ids)
         if forced != expected.logprobs:
-            raise LawViolation(f"{_LAW}: {name} decoded has logprobs {expected.logprobs}, and in one pass {forced}")
+            raise LawViolation(
+                f"{_LAW}: {name} decoded has logprobs {expected.logprobs}, and in one pass {forced}"
+            )
 
 
 def _forced(
-    kind: str, device: str, call: Call, prompt: tuple[int, ...] | EmbedsPrompt, tokens: Sequence[int]
+    kind: str,
+    device: str,
+    call: Call,
+    prompt: tuple[int, ...] | EmbedsPrompt,
+    tokens: Sequence[int],
 ) -> list[float]:
-    """The logprobs of a completion's tokens in one pass over it and its prompt; if the prompt has embeddings, each
-    token's in a pass over what precedes it, after which no other token is allowed."""
+    """The logprobs of a completion's tokens in one pass over it and its prompt; if the prompt has
+    embeddings, each token's in a pass over what precedes it, after which no other token is allowed.
+    """
     if isinstance(prompt, EmbedsPrompt) and EMBEDDED in prompt.ids:
         told = [SamplingParams(temperature=0.0, allowed_token_ids=[token]) for token in tokens]
         before = [_longer(prompt, tokens[:count]) for count in range(len(tokens))]
@@ -75,10 +94,14 @@ def _forced(
     if not tokens:
         return []
     scored = SamplingParams(temperature=0.0, prompt_logprobs=0)
-    return _complete(kind, device, call, scored, _longer(prompt, tokens), 1).prompt_logprobs[len(prompt) - 1 :]
+    return _complete(kind, device, call, scored, _longer(prompt, tokens), 1).prompt_logprobs[
+        len(prompt) - 1 :
+    ]
 
 
-def _longer(prompt: tuple[int, ...] | EmbedsPrompt, tokens: Sequence[int]) -> tuple[int, ...] | EmbedsPrompt:
+def _longer(
+    prompt: tuple[int, ...] | EmbedsPrompt, tokens: Sequence[int]
+) -> tuple[int, ...] | EmbedsPrompt:
     """The prompt with tokens appended, at the positions that they have when they are generated."""
     if not isinstance(prompt, EmbedsPrompt):
         return (*prompt, *tokens)
@@ -110,12 +133,16 @@ def _complete(
 @functools.cache
 def _on(kind: str, device: str) -> Model:
     model = invariant_model(kind)
-    return attrs.evolve(model, params=tree_map(lambda x: x.to(device) if isinstance(x, Tensor) else x, model.params))
+    return attrs.evolve(
+        model, params=tree_map(lambda x: x.to(device) if isinstance(x, Tensor) else x, model.params)
+    )
 
 
 @functools.cache
 def _engine_for_one(kind: str, device: str, adapter: str | None) -> Engine:
     model, options = _on(kind, device), dict[str, Any](graph="none", run_ahead=0, num_logprobs=3)
     own = None if adapter is None else {adapter: adapters_of(model.config)[adapter]}
-    limits = EngineLimits(max_num_reqs=1, max_num_tokens=MAX_LEN, page_size=64, num_pages=MAX_LEN // 64)
+    limits = EngineLimits(
+        max_num_reqs=1, max_num_tokens=MAX_LEN, page_size=64, num_pages=MAX_LEN // 64
+    )
     return Engine(model, limits, adapters=own, **options)

@@ -1,4 +1,5 @@
-"""L11 and L19 over the whole engine: each completion is what it is alone, no matter how far the host runs ahead."""
+"""L11 and L19 over the whole engine: each completion is what it is alone, no matter how far the
+host runs ahead."""
 
 import functools
 from collections.abc import Callable, Mapping, Sequence
@@ -22,8 +23,8 @@ Said = Mapping[tuple[int, int], tuple[list[int], str]]
 
 
 def engine_serves_as_alone(load: Load) -> None:
-    """L11: each completion has the tokens of an eager run by itself (an aborted one has the first of them), its mask
-    allows each of them, and no page is held at the end."""
+    """L11: each completion has the tokens of an eager run by itself (an aborted one has the first
+    of them), its mask allows each of them, and no page is held at the end."""
     engine = load.engine()
     said = run("L11 an engine serves as alone", load, engine)
     check_nothing_is_left(engine)
@@ -37,16 +38,24 @@ def _check_allowed(name: str, mask: Half, tokens: Sequence[int]) -> None:
     for count, token in enumerate(tokens):
         allowed = mask.allowed(tokens[:count])
         if allowed is not None and token not in allowed:
-            raise LawViolation(f"L11 masks hold: {name} is {tokens}, where {allowed} may follow {count} tokens")
+            raise LawViolation(
+                f"L11 masks hold: {name} is {tokens}, where {allowed} may follow {count} tokens"
+            )
 
 
 def run_ahead_is_none(load: Load) -> None:
-    """L19: an engine whose host runs ahead, however far, gives the same completions as one whose host reads each step
-    before it launches the next."""
-    near, far = (run("L19 run-ahead is none", load, load.engine(ahead)) for ahead in (0, load.run_ahead))
+    """L19: an engine whose host runs ahead, however far, gives the same completions as one whose
+    host reads each step before it launches the next."""
+    near, far = (
+        run("L19 run-ahead is none", load, load.engine(ahead)) for ahead in (0, load.run_ahead)
+    )
     for key, (tokens, reason) in near.items():
         others, other = far[key]
-        same = min(len(tokens), len(others)) if "abort" in (reason, other) else max(len(tokens), len(others))
+        same = (
+            min(len(tokens), len(others))
+            if "abort" in (reason, other)
+            else max(len(tokens), len(others))
+        )
         if tokens[:same] != others[:same] or (reason != other and "abort" not in (reason, other)):
             seen = f"{tokens}, {reason}, and {load.run_ahead} steps ahead {others}, {other}"
             raise LawViolation(f"L19 run-ahead is none: completion {key} is {seen}")
@@ -114,7 +123,9 @@ def _compare(law: str, load: Load, said: Said) -> None:
             own = attrs.evolve(call.sampling, seed=seed, n=1)
             expected, ended = alone(call.prompt, own, call.max_tokens, call.adapter, call.mask)
             whole = reason != "abort" or call.aborted is None
-            if tokens != (expected if whole else expected[: len(tokens)]) or (whole and reason != ended):
+            if tokens != (expected if whole else expected[: len(tokens)]) or (
+                whole and reason != ended
+            ):
                 seen = f"{tokens}, {reason}, and alone {expected}, {ended}"
                 raise LawViolation(f"{law}: completion {sample} of call {index} is {seen}")
 
@@ -135,7 +146,9 @@ def alone(
         adapters: the version of its adapters.
     """
     own = attrs.evolve(sampling, prompt_logprobs=None)
-    track = complete(_engine_for_one(adapter, weights, adapters), prompt, own, max_tokens, adapter, mask)
+    track = complete(
+        _engine_for_one(adapter, weights, adapters), prompt, own, max_tokens, adapter, mask
+    )
     return track.token_ids, track.reason
 
 

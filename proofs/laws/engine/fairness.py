@@ -1,5 +1,5 @@
-"""L18: FIFO within a priority, lower numbers first, every request ends, and steps keep their time; checked on the host,
-for any tokens."""
+"""L18: FIFO within a priority, lower numbers first, every request ends, and steps keep their time;
+checked on the host, for any tokens."""
 
 import itertools
 from collections.abc import Sequence
@@ -15,9 +15,10 @@ from weft.transforms.engine.steps.step import Work
 
 
 def served_in_turn(trace: Trace) -> None:
-    """L18: no request begins while one with a better priority waits, or an earlier one of the same priority. The first
-    of all that have begun gets a step at each turn of its cohort. So every request ends. If there is a limit,
-    a step with prompts and one of decodes before it keep within it, or have a single chunk of at most a page."""
+    """L18: no request begins while one with a better priority waits, or an earlier one of the same
+    priority. The first of all that have begun gets a step at each turn of its cohort. So every
+    request ends. If there is a limit, a step with prompts and one of decodes before it keep within
+    it, or have a single chunk of at most a page."""
     time = trace.budget.step_time
     host = HostState.empty(trace.budget, trace.num_pages, trace.page_size)
     last = max(arrival.tick for arrival in trace.arrivals)
@@ -29,14 +30,26 @@ def served_in_turn(trace: Trace) -> None:
         if host.is_idle and tick > last:
             return
         if tick > most:
-            raise LawViolation(f"L18 everything ends: {sorted(host.requests)} are left after {most} steps")
+            raise LawViolation(
+                f"L18 everything ends: {sorted(host.requests)} are left after {most} steps"
+            )
         before = list(host.waiting)
         first = min(host.running.values(), key=lambda r: r.turn, default=None)
-        due = first is not None and first.cohort == tick % trace.budget.num_cohorts and not first.is_full
+        due = (
+            first is not None
+            and first.cohort == tick % trace.budget.num_cohorts
+            and not first.is_full
+        )
         host, works = schedule(host, trace.budget)
         _check_order(before, host)
-        if due and first is not None and all(first.request.id not in work.requests for work in works):
-            raise LawViolation(f"L18 in turn: {first.request.id} is the first of all, and gets no step of its cohort's")
+        if (
+            due
+            and first is not None
+            and all(first.request.id not in work.requests for work in works)
+        ):
+            raise LawViolation(
+                f"L18 in turn: {first.request.id} is the first of all, and gets no step of its cohort's"
+            )
         if time is not None:
             check_time(works, time, trace.page_size)
         unread.append(list(works))
@@ -46,7 +59,8 @@ def served_in_turn(trace: Trace) -> None:
 
 
 def check_time(works: Sequence[Work], time: StepTime, page_size: int) -> None:
-    """Check the work of one turn: a step of prompts, with the one of decodes before it if they are apart.
+    """Check the work of one turn: a step of prompts, with the one of decodes before it if they are
+    apart.
 
     Raises:
         LawViolation: it takes longer than the limit, and has more than one chunk of at most a page.
@@ -71,4 +85,6 @@ def _check_order(before: list[RequestState], host: HostState) -> None:
     for req in before:
         late = next((other for other in begun if req.row < 0 and other.turn > req.turn), None)
         if late is not None:
-            raise LawViolation(f"L18 in turn: {late.request.id} begins before {req.request.id}, which waits")
+            raise LawViolation(
+                f"L18 in turn: {late.request.id} begins before {req.request.id}, which waits"
+            )

@@ -1,4 +1,5 @@
-"""L11 for faulty requests: one that `Engine.add` accepts breaks no step, ends alone, and gets no forbidden token."""
+"""L11 for faulty requests: one that `Engine.add` accepts breaks no step, ends alone, and gets no
+forbidden token."""
 
 import math
 import re
@@ -20,7 +21,8 @@ from weft.transforms.engine.engine import Engine
 from weft.transforms.engine.outputs import RequestOutput
 
 _LARGEST_EMBEDDING = 1e9
-"""The largest embedding value that cannot make the logits NaN: the squares of larger ones may be infinite."""
+"""The largest embedding value that cannot make the logits NaN: the squares of larger ones may be
+infinite."""
 
 
 @attrs.define
@@ -44,9 +46,9 @@ class Tally:
 
 
 def faults_end_their_own_request(load: OddLoad, tally: Tally | None = None) -> None:
-    """L11: no step raises, whatever was accepted. Each completion ends once, with a reason, and one that ends by an
-    error has a cause. Parameters and masks allow every token. A well-formed request in the same batches gets the tokens
-    that it gets alone. At the end no page is held.
+    """L11: no step raises, whatever was accepted. Each completion ends once, with a reason, and one
+    that ends by an error has a cause. Parameters and masks allow every token. A well-formed request
+    in the same batches gets the tokens that it gets alone. At the end no page is held.
 
     Args:
         load: an engine, and requests.
@@ -65,14 +67,18 @@ def faults_end_their_own_request(load: OddLoad, tally: Tally | None = None) -> N
         if name == witness:
             expected = alone((1, 2, 3), careful, 5)
             if (last.track.token_ids, last.finish_reason) != expected:
-                raise LawViolation(f"L11 faults: a careful request got {last.track.token_ids}, and alone {expected}")
+                raise LawViolation(
+                    f"L11 faults: a careful request got {last.track.token_ids}, and alone {expected}"
+                )
             continue
         _check_said(load, calls[name], last)
         tally.tokens += len(last.track.token_ids)
         tally.ended[str(last.finish_reason)] += 1
         if last.error is not None:
             tally.errors[re.split(r"[:\d\[]", last.error.seen)[0]] += 1
-    missing = {name: call for name, call in calls.items() if not any(key[0] == name for key in outputs)}
+    missing = {
+        name: call for name, call in calls.items() if not any(key[0] == name for key in outputs)
+    }
     if missing:
         raise LawViolation(f"L11 faults: nothing came of {missing}")
 
@@ -81,7 +87,8 @@ Outputs = dict[tuple[str, int], list[RequestOutput]]
 
 
 def _run(load: OddLoad, engine: Engine, tally: Tally) -> tuple[dict[str, OddCall], Outputs]:
-    """Run a load to its end, and return the accepted requests and the outputs of each completion."""
+    """Run a load to its end, and return the accepted requests and the outputs of each completion.
+    """
     calls: dict[str, OddCall] = {}
     outputs: Outputs = {}
     step, last = 0, max(call.step for call in load.calls)
@@ -96,7 +103,9 @@ def _run(load: OddLoad, engine: Engine, tally: Tally) -> tuple[dict[str, OddCall
         try:
             got += engine.step()
         except Exception as error:
-            raise LawViolation(f"L11 faults: a step raised {type(error).__name__}: {error}") from error
+            raise LawViolation(
+                f"L11 faults: a step raised {type(error).__name__}: {error}"
+            ) from error
         for output in got:
             outputs.setdefault((output.id, output.index), []).append(output)
         step += 1
@@ -108,7 +117,12 @@ def _run(load: OddLoad, engine: Engine, tally: Tally) -> tuple[dict[str, OddCall
 def _add(engine: Engine, index: int, call: OddCall, tally: Tally) -> str | None:
     """Add a request, and return its name; None if it was refused."""
     name = None if call.id is None else f"{call.id}{index}"
-    options = {"max_tokens": call.max_tokens, "priority": call.priority, "adapter": call.adapter, "mask": call.mask}
+    options = {
+        "max_tokens": call.max_tokens,
+        "priority": call.priority,
+        "adapter": call.adapter,
+        "mask": call.mask,
+    }
     try:
         found = engine.add(call.given, SamplingParams(**call.sampling), id=name, **options)  # type: ignore[arg-type]
     except RequestError:
@@ -129,7 +143,9 @@ def _last(name: str, outputs: Sequence[RequestOutput]) -> RequestOutput:
         raise LawViolation(f"L11 faults: {name} ended by {reasons}")
     said = [token for output in outputs for token in output.token_ids]
     if said != outputs[-1].track.token_ids:
-        raise LawViolation(f"L11 faults: {name} got {said} in parts, and {outputs[-1].track.token_ids} in all")
+        raise LawViolation(
+            f"L11 faults: {name} got {said} in parts, and {outputs[-1].track.token_ids} in all"
+        )
     return outputs[-1]
 
 
@@ -146,7 +162,8 @@ def _check_said(load: OddLoad, call: OddCall, last: RequestOutput) -> None:
         if token in stops and count + 1 < len(tokens):
             raise LawViolation(f"L11 faults: {tokens} go on behind an end, of {stops}")
     causes = {
-        "stop": bool(stops & set(tokens[-1:])) or any(stop in _text(load, tokens) for stop in params.stop),
+        "stop": bool(stops & set(tokens[-1:]))
+        or any(stop in _text(load, tokens) for stop in params.stop),
         "length": len(tokens) == min(call.max_tokens, 24 - len(call.prompt)),
         "abort": call.aborted is not None,
         "error": isinstance(last.error, WeftError) and _may_fail(load, call, params, stops, tokens),
@@ -155,7 +172,9 @@ def _check_said(load: OddLoad, call: OddCall, last: RequestOutput) -> None:
         raise LawViolation(f"L11 faults: {tokens} ended by {reason} without a cause, {last.error}")
 
 
-def _allowed(params: SamplingParams, stops: set[int], mask: OddMask | None, said: Sequence[int]) -> set[int]:
+def _allowed(
+    params: SamplingParams, stops: set[int], mask: OddMask | None, said: Sequence[int]
+) -> set[int]:
     """The tokens allowed next for a request, by brute force."""
     allowed = set(range(VOCABULARY))
     if params.allowed_token_ids is not None:
@@ -174,7 +193,9 @@ def _answer(mask: OddMask, said: Sequence[int]) -> set[int]:
         if found is None:
             return everything
         if isinstance(found, torch.Tensor):
-            fits = found.dtype == torch.int32 and found.shape == (1,) and found.layout == torch.strided
+            fits = (
+                found.dtype == torch.int32 and found.shape == (1,) and found.layout == torch.strided
+            )
             return {token for token in everything if fits and int(found[0]) >> token & 1}
         ids = list(found)
     except Exception:
@@ -182,10 +203,15 @@ def _answer(mask: OddMask, said: Sequence[int]) -> set[int]:
     return set(ids) if all(type(one) is int and one in everything for one in ids) else set()
 
 
-def _may_fail(load: OddLoad, call: OddCall, params: SamplingParams, stops: set[int], tokens: Sequence[int]) -> bool:
-    """Whether a request with these generated tokens has a fault: no token is allowed next, one of it or of its
-    prompt cannot be decoded, or the logits may be NaN."""
-    large = any(not math.isfinite(value) or abs(value) > _LARGEST_EMBEDDING for value in call.embeds.values())
+def _may_fail(
+    load: OddLoad, call: OddCall, params: SamplingParams, stops: set[int], tokens: Sequence[int]
+) -> bool:
+    """Whether a request with these generated tokens has a fault: no token is allowed next, one of
+    it or of its prompt cannot be decoded, or the logits may be NaN."""
+    large = any(
+        not math.isfinite(value) or abs(value) > _LARGEST_EMBEDDING
+        for value in call.embeds.values()
+    )
     mute = load.decodes == "most" and MUTE in (*call.prompt, *tokens)
     return large or mute or not _allowed(params, stops, call.mask, tokens)
 

@@ -23,12 +23,15 @@ _LAW = "L21 own stages serve as alone"
 
 
 def own_stages_serve_as_alone(
-    load: Load, stages: OwnStages | OtherAttention, extras: Sequence[Extras | None], device: str = "cpu"
+    load: Load,
+    stages: OwnStages | OtherAttention,
+    extras: Sequence[Extras | None],
+    device: str = "cpu",
 ) -> None:
-    """L21: with functions of one's own in its stages, in any batch, split and mode, an engine gives each completion the
-    tokens, and captures of each of its tokens the values, of an eager run by itself whose functions have the request's
-    extras as constants, and compute what it carries from all of its tokens at each step. An aborted one has the first
-    of them.
+    """L21: with functions of one's own in its stages, in any batch, split and mode, an engine gives
+    each completion the tokens, and captures of each of its tokens the values, of an eager run by
+    itself whose functions have the request's extras as constants, and compute what it carries from
+    all of its tokens at each step. An aborted one has the first of them.
 
     Args:
         extras: one entry for each call.
@@ -48,7 +51,9 @@ def own_stages_serve_as_alone(
 def _on(device: str) -> Model:
     """The small model on a device."""
     model = small_model()
-    return attrs.evolve(model, params=tree_map(lambda x: x.to(device) if isinstance(x, Tensor) else x, model.params))
+    return attrs.evolve(
+        model, params=tree_map(lambda x: x.to(device) if isinstance(x, Tensor) else x, model.params)
+    )
 
 
 def _alone(
@@ -79,4 +84,6 @@ def _compare(name: str, call: Call, track: CompletionState, alone: CompletionSta
             )
         if not torch.allclose(values[: len(own)], own, RTOL, ATOL):
             token = int((values[: len(own)] - own).abs().sum(-1).argmax())
-            raise LawViolation(f"{_LAW}: {name} captures other values of {key} at token {token} than alone")
+            raise LawViolation(
+                f"{_LAW}: {name} captures other values of {key} at token {token} than alone"
+            )

@@ -1,5 +1,5 @@
-"""L9 for the KV cache: a request reads only keys and values computed for its own tokens, by itself or by another
-request. L23: and only those computed with the current parameters."""
+"""L9 for the KV cache: a request reads only keys and values computed for its own tokens, by itself
+or by another request. L23: and only those computed with the current parameters."""
 
 from collections.abc import Collection
 
@@ -14,14 +14,16 @@ from weft.transforms.engine.scheduler import outdate, schedule
 from weft.transforms.engine.steps.step import Work
 
 Content = tuple[int | None, ...] | None
-"""The tokens up to and including a slot's, for which it was computed; None stands for a token unknown to the host."""
+"""The tokens up to and including a slot's, for which it was computed; None stands for a token
+unknown to the host."""
 Slot = tuple[int, int]
 """A page, and an offset in it."""
 
 
 @attrs.define
 class Device:
-    """A model of the device that stores, in place of keys and values, the tokens that they were computed for.
+    """A model of the device that stores, in place of keys and values, the tokens that they were
+    computed for.
 
     Args:
         page_size: slots per page.
@@ -41,8 +43,8 @@ class Device:
         """Edit the tables and fill slots, as a stage would.
 
         Raises:
-            LawViolation: a request reads a slot that was not computed, or was computed for other tokens or with other
-                parameters.
+            LawViolation: a request reads a slot that was not computed, or was computed for other
+                tokens or with other parameters.
         """
         for source, target in work.edits.copies:
             for offset in range(self.page_size):
@@ -68,7 +70,9 @@ class Device:
                 raise LawViolation(f"L9 pages: {seen}, and its own are {past}")
             elif self.versions[slot] != self.version:
                 seen = f"{name} reads token {place} from page {slot[0]}, computed by version {self.versions[slot]}"
-                raise LawViolation(f"L23 versions: {seen} of the parameters, after {self.version} changes")
+                raise LawViolation(
+                    f"L23 versions: {seen} of the parameters, after {self.version} changes"
+                )
 
 
 def _may_be(content: Content, past: tuple[int | None, ...]) -> bool:
@@ -80,20 +84,23 @@ def _may_be(content: Content, past: tuple[int | None, ...]) -> bool:
 
 
 def pages_are_read_by_whom_they_were_written_for(trace: Trace) -> None:
-    """L9: whichever requests come, end, or are preempted, none reads a page that was computed for other tokens, and in
-    the end no page is held."""
+    """L9: whichever requests come, end, or are preempted, none reads a page that was computed for
+    other tokens, and in the end no page is held."""
     pages_are_of_the_parameters(trace, ())
 
 
 def pages_are_of_the_parameters(trace: Trace, changes: Collection[int]) -> None:
-    """L23: after the parameters change, no request reads a page that was computed before, neither from the prefix cache
-    nor from its own earlier steps. L9 holds too.
+    """L23: after the parameters change, no request reads a page that was computed before, neither
+    from the prefix cache nor from its own earlier steps. L9 holds too.
 
     Args:
         trace: the requests that come and go.
         changes: the ticks before which the parameters change.
     """
-    host, device = HostState.empty(trace.budget, trace.num_pages, trace.page_size), Device(trace.page_size)
+    host, device = (
+        HostState.empty(trace.budget, trace.num_pages, trace.page_size),
+        Device(trace.page_size),
+    )
     tick, last = 0, max(arrival.tick for arrival in trace.arrivals)
     while tick <= last or not host.is_idle:
         check_ends("L9 pages", tick - last)

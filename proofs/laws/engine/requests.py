@@ -1,4 +1,5 @@
-"""L16 and L17: a request's result depends only on the request, not on its batch, its order, or the way it is run."""
+"""L16 and L17: a request's result depends only on the request, not on its batch, its order, or the
+way it is run."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -36,7 +37,9 @@ def make_way(
     stages = scenario.stages(num_stages, device)
     if way == "pipeline of graphs":
         stages = [graphify(stage, ladder=ladder) for stage in stages]
-    inside = way == "graph of a pipeline"  # a graph cannot cut a ragged batch, since that reads the host
+    inside = (
+        way == "graph of a pipeline"
+    )  # a graph cannot cut a ragged batch, since that reads the host
     step = pipeline(stages, microbatches=1 if inside else microbatches, advance=advance)
     return (graphify(step, ladder=ladder) if inside else step), num_stages
 
@@ -49,8 +52,9 @@ def seed_and_position_fix_the_sample(
     ladder: Sequence[BatchDescriptor],
     device: str = "cpu",
 ) -> None:
-    """L16: in any batch, bucket, order, mode and split, a request's sample is a function of its own logits, parameters,
-    seed, position and tokens, which this law counts on the host; and each of them has an effect."""
+    """L16: in any batch, bucket, order, mode and split, a request's sample is a function of its own
+    logits, parameters, seed, position and tokens, which this law counts on the host; and each of
+    them has an effect."""
     step, count = make_way(scenario, way, num_stages, microbatches, ladder, device)
     params, state = scenario.params(count, device), scenario.state(count, device)
     done, said = [0] * len(scenario.prompts), [[] for _ in scenario.prompts]  # type: tuple[list[int], list[list[int]]]
@@ -70,17 +74,21 @@ def seed_and_position_fix_the_sample(
 def _draw_alone(
     scenario: Scenario, row: int, said: Sequence[int], logits: Tensor, position: int
 ) -> tuple[Tensor, Tensor]:
-    """The draw of a request that is alone in a table, into which the host wrote all tokens that it generated."""
+    """The draw of a request that is alone in a table, into which the host wrote all tokens that it
+    generated."""
     table = SamplingTable.zeros(2, scenario.config.vocab_size, 4, logits.device)
     write_rows(table, [0], [scenario.sampling[row]], [scenario.prompts[row]], [said])
     return sample_rows(logits, table, *torch.tensor([[0], [position]], device=logits.device))
 
 
 def order_is_free(
-    scenario: Scenario, orders: Sequence[Sequence[int]], ladder: Sequence[BatchDescriptor], device: str = "cpu"
+    scenario: Scenario,
+    orders: Sequence[Sequence[int]],
+    ladder: Sequence[BatchDescriptor],
+    device: str = "cpu",
 ) -> None:
-    """L17: reordering a batch's requests changes neither their results nor the state, eagerly and through a graph,
-    which is the same one for both orders."""
+    """L17: reordering a batch's requests changes neither their results nor the state, eagerly and
+    through a graph, which is the same one for both orders."""
     moved = attrs.evolve(scenario, moves=tuple(map(_reordered, scenario.moves, orders)))
     steps: list[Any] = [
         whole(scenario, device),
@@ -91,14 +99,18 @@ def order_is_free(
     pairs = zip(scenario.batches(device), moved.batches(device), orders, strict=True)
     for batch, other, order in pairs:
         if batch.descriptor != other.descriptor:
-            raise LawViolation(f"L17 order is free: '{batch.descriptor}' became '{other.descriptor}'")
+            raise LawViolation(
+                f"L17 order is free: '{batch.descriptor}' became '{other.descriptor}'"
+            )
         outs: list[Any] = [None] * len(steps)
         for i, given in enumerate((batch, other, other)):
             states[i], outs[i] = steps[i](params, states[i], given)
         expected = _ordered(outs[0], order)
         for way, out, state in zip(("eagerly", "in a graph"), outs[1:], states[1:], strict=True):
             assert_equal(f"L17 order is free, {way}: output", out, expected, exact=False)
-            assert_equal(f"L17 order is free, {way}: state", visible(state), visible(states[0]), exact=False)
+            assert_equal(
+                f"L17 order is free, {way}: state", visible(state), visible(states[0]), exact=False
+            )
 
 
 def _reordered(moves: tuple[Move, ...], order: Sequence[int]) -> tuple[Move, ...]:
@@ -108,4 +120,6 @@ def _reordered(moves: tuple[Move, ...], order: Sequence[int]) -> tuple[Move, ...
 def _ordered(out: Output, order: Sequence[int]) -> Output:
     index = torch.tensor(order, device=out.token_ids.device)
     logits = None if out.logits is None else out.logits[index]
-    return attrs.evolve(out, token_ids=out.token_ids[index], logprobs=out.logprobs[index], logits=logits)
+    return attrs.evolve(
+        out, token_ids=out.token_ids[index], logprobs=out.logprobs[index], logits=logits
+    )

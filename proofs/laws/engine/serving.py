@@ -1,4 +1,5 @@
-"""L11 over traces: all stages agree on the requests, and each request gets the tokens that it gets alone."""
+"""L11 over traces: all stages agree on the requests, and each request gets the tokens that it gets
+alone."""
 
 from collections.abc import Sequence
 from itertools import zip_longest
@@ -40,24 +41,33 @@ def spanned(
 ) -> Pipelined:
     """The trace's model as a pipeline over work, its stages graphified in a mode."""
     loras = lora_rungs(min(trace.num_adapters, trace.budget.cohort_size))
-    limits = Limits(trace.budget.cohort_size, trace.budget.max_num_tokens, trace.budget.query_lens, loras)
+    limits = Limits(
+        trace.budget.cohort_size, trace.budget.max_num_tokens, trace.budget.query_lens, loras
+    )
     stages = trace.stages(num_stages, device)
     if mode != "none":
         ladder = make_ladder(mode, limits)
         split_at = ("weft::paged_attention",)
-        stages = [graphify(stage, ladder=ladder, split_at=split_at, backend=backend) for stage in stages]
-    return pipeline([with_edits(stage) for stage in stages], advance=advance_work, transport=transport)
+        stages = [
+            graphify(stage, ladder=ladder, split_at=split_at, backend=backend) for stage in stages
+        ]
+    return pipeline(
+        [with_edits(stage) for stage in stages], advance=advance_work, transport=transport
+    )
 
 
 def stages_agree(trace: Trace, num_stages: int, mode: str, device: str = "cpu") -> None:
-    """L11: after any number of steps all stages have the same tables, whichever requests came, ended, were aborted or
-    were preempted. Each request's tokens are those that it gets alone and eagerly."""
+    """L11: after any number of steps all stages have the same tables, whichever requests came,
+    ended, were aborted or were preempted. Each request's tokens are those that it gets alone and
+    eagerly."""
     _serve("L11", trace, num_stages, mode, device)
 
 
-def speculation_changes_nothing(trace: Trace, num_stages: int, mode: str, device: str = "cpu") -> None:
-    """L12: whatever is drafted, and however, each request's tokens, greedy or random, are those that it gets alone,
-    eagerly, one by one; and all stages have the same tables."""
+def speculation_changes_nothing(
+    trace: Trace, num_stages: int, mode: str, device: str = "cpu"
+) -> None:
+    """L12: whatever is drafted, and however, each request's tokens, greedy or random, are those
+    that it gets alone, eagerly, one by one; and all stages have the same tables."""
     _serve("L12", trace, num_stages, mode, device)
 
 
@@ -71,7 +81,10 @@ def _serve(law: str, trace: Trace, num_stages: int, mode: str, device: str) -> N
     windows: list[Window] = []
     for window in serve(trace, run):
         states = run.state if window.settled else ()
-        tables = [{name: x[:-1] for name, x in leaves_with_names(state) if name in TABLES} for state in states]
+        tables = [
+            {name: x[:-1] for name, x in leaves_with_names(state) if name in TABLES}
+            for state in states
+        ]
         for index, table in enumerate(tables[1:], 1):
             assert_equal(f"{law} stages agree: stage {index} and stage 0", table, tables[0])
         windows.append(window)
@@ -79,10 +92,14 @@ def _serve(law: str, trace: Trace, num_stages: int, mode: str, device: str) -> N
 
 
 def hosts_agree(trace: Trace, num_ranks: int, device: str = "cpu") -> None:
-    """L11: ranks that schedule for themselves and see the same tokens decide the same: equal work, as data."""
+    """L11: ranks that schedule for themselves and see the same tokens decide the same: equal work,
+    as data."""
     first = _First(
         PipelineExecutor(
-            spanned(trace, 1, "none", device=device), trace.params(1, device), trace.state(1, device), device
+            spanned(trace, 1, "none", device=device),
+            trace.params(1, device),
+            trace.state(1, device),
+            device,
         ),
         [],
         [],
@@ -120,32 +137,45 @@ class _Other:
     def __call__(self, works: Sequence[Work]) -> Sequence[FinishedWork]:
         if list(works) != list(self.first.works):
             theirs = [str(work) for work in self.first.works]
-            raise LawViolation(f"L11 hosts agree: one does {[str(work) for work in works]}, another {theirs}")
+            raise LawViolation(
+                f"L11 hosts agree: one does {[str(work) for work in works]}, another {theirs}"
+            )
         return self.first.done
 
     def flush(self) -> Sequence[FinishedWork]:
         return self.first.flushed
 
 
-def served_as_alone(trace: Trace, windows: Sequence[Window], device: str = "cpu", law: str = "L11") -> None:
-    """Raise LawViolation unless each request got the tokens that it gets alone; an aborted one, the first of them."""
+def served_as_alone(
+    trace: Trace, windows: Sequence[Window], device: str = "cpu", law: str = "L11"
+) -> None:
+    """Raise LawViolation unless each request got the tokens that it gets alone; an aborted one, the
+    first of them."""
     got = {running.request.id: running for window in windows for running in window.got}
     for arrival in trace.arrivals:
         request = arrival.request
         running = got.get(request.id)
         tokens = [] if running is None else running.tokens[len(request.prompt) :]
         expected = alone(trace, request, device)
-        aborted = arrival.aborted is not None and (running is None or running.reason in ("", "abort"))
+        aborted = arrival.aborted is not None and (
+            running is None or running.reason in ("", "abort")
+        )
         if tokens != (expected[: len(tokens)] if aborted else expected):
-            raise LawViolation(f"{law} served as alone: {request} got {tokens}, and alone {expected}")
+            raise LawViolation(
+                f"{law} served as alone: {request} got {tokens}, and alone {expected}"
+            )
 
 
 def alone(trace: Trace, request: Request, device: str = "cpu") -> list[int]:
-    """The tokens of a request that runs by itself, eagerly, on one stage. If its prompt has positions, those of later
-    tokens are counted here, and the state has no delta."""
+    """The tokens of a request that runs by itself, eagerly, on one stage. If its prompt has
+    positions, those of later tokens are counted here, and the state has no delta."""
     step, params = compose(trace.stages(1, device), advance=advance), trace.params(1, device)
     most = -(-(len(request.prompt) + request.max_tokens) // trace.page_size)
-    empty, sampling, loras = _small(trace, most, device), request.sampling, int(request.adapter >= 0)
+    empty, sampling, loras = (
+        _small(trace, most, device),
+        request.sampling,
+        int(request.adapter >= 0),
+    )
     state: tuple[State, ...] = (
         admit(empty, [0], [range(most)], [sampling], [request.prompt], adapters=[request.adapter]),
     )
@@ -155,14 +185,20 @@ def alone(trace: Trace, request: Request, device: str = "cpu") -> list[int]:
         device=device,
     )  # fmt: skip
     tokens: list[int] = []
-    while len(tokens) < request.max_tokens and not (tokens and tokens[-1] in request.sampling.stop_token_ids):
+    while len(tokens) < request.max_tokens and not (
+        tokens and tokens[-1] in request.sampling.stop_token_ids
+    ):
         state, out = step(params, state, batch)
         tokens.append(int(out.token_ids[0]))
         batch = Batch.decode([0], num_active_loras=loras, device=device)
         if given.positions is not None:
             place = int(given.positions.max()) + len(tokens)
             batch = Batch.ragged(
-                [0], [[LAST_TOKEN]], positions=torch.full((3, 1), place), num_active_loras=loras, device=device
+                [0],
+                [[LAST_TOKEN]],
+                positions=torch.full((3, 1), place),
+                num_active_loras=loras,
+                device=device,
             )
     return tokens
 

@@ -1,4 +1,5 @@
-"""L23 over the whole engine: after a change of the parameters, everything is computed with the new ones."""
+"""L23 over the whole engine: after a change of the parameters, everything is computed with the new
+ones."""
 
 from collections.abc import Mapping, Sequence
 
@@ -32,8 +33,9 @@ class _Begins:
 
 
 def changed_parameters_compute_all(load: Load, step: int, how: str, parts: str) -> None:
-    """L23: if the parameters, or the adapters', change while requests run, announced or not, each continues as it would
-    alone in an engine with the new ones, given its tokens so far. At the end no page is held.
+    """L23: if the parameters, or the adapters', change while requests run, announced or not, each
+    continues as it would alone in an engine with the new ones, given its tokens so far. At the end
+    no page is held.
 
     Args:
         load: a load without masks.
@@ -57,7 +59,9 @@ def changed_parameters_compute_all(load: Load, step: int, how: str, parts: str) 
     check_nothing_is_left(engine)
     for (index, sample), (tokens, reason) in said.items():
         call = load.calls[index]
-        ended = 0 if call.step >= step else call.max_tokens  # tokens of the old parameters: all of them if it had ended
+        ended = (
+            0 if call.step >= step else call.max_tokens
+        )  # tokens of the old parameters: all of them if it had ended
         least, most = drawn.get((index, sample), (ended, ended))
         seed = sample_seeds(call.sampling.seed or 0, call.sampling.n)[sample]
         call = attrs.evolve(call, sampling=attrs.evolve(call.sampling, seed=seed, n=1))
@@ -69,8 +73,8 @@ def changed_parameters_compute_all(load: Load, step: int, how: str, parts: str) 
 
 
 def _drawn_by_now(load: Load, engine: Engine) -> dict[tuple[int, int], tuple[int, int]]:
-    """For each running completion, the number of tokens that the old parameters drew: at least those that the host has
-    read, and at most those with the steps in flight."""
+    """For each running completion, the number of tokens that the old parameters drew: at least
+    those that the host has read, and at most those with the steps in flight."""
     found = {}
     for index, call in enumerate(load.calls):
         names = [str(index), *(f"{index}[{sample}]" for sample in range(1, call.sampling.n))]
@@ -90,14 +94,18 @@ def _change(engine: Engine, new: Model, adapters: Mapping[str, Adapter], how: st
     pairs = zip(tree_leaves(present), tree_leaves((new.params, [*named.values()])), strict=True)
     for own, other in pairs:
         if isinstance(own, torch.Tensor):
-            (own.data if how == "in place" else own).copy_(other)  # torch's version counter misses writes to `.data`
+            (own.data if how == "in place" else own).copy_(
+                other
+            )  # torch's version counter misses writes to `.data`
     if how == "in place":
         engine.update()
 
 
-def _agrees(call: Call, tokens: list[int], reason: str, old: int, begun: int, weights: int, version: int) -> bool:
-    """Whether the first `old` tokens are those of the old parameters, and those after the first `begun` are those of
-    the new ones."""
+def _agrees(
+    call: Call, tokens: list[int], reason: str, old: int, begun: int, weights: int, version: int
+) -> bool:
+    """Whether the first `old` tokens are those of the old parameters, and those after the first
+    `begun` are those of the new ones."""
     if old:
         by_old, ended = alone(call.prompt, call.sampling, call.max_tokens, call.adapter)
         if tokens[:old] != by_old[: len(tokens[:old])]:
@@ -105,7 +113,9 @@ def _agrees(call: Call, tokens: list[int], reason: str, old: int, begun: int, we
         if begun == call.max_tokens:
             return reason in (ended, "abort")
     begins = _Begins(tuple(tokens[:begun]))
-    expected, ended = alone(call.prompt, call.sampling, call.max_tokens, call.adapter, begins, weights, version)
+    expected, ended = alone(
+        call.prompt, call.sampling, call.max_tokens, call.adapter, begins, weights, version
+    )
     if reason == "abort" and call.aborted is not None:
         return tokens == expected[: len(tokens)]
     return (tokens, reason) == (expected, ended)

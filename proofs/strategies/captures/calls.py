@@ -1,4 +1,5 @@
-"""Sequences of calls in which each differs from the one before in a single thing that a graph must notice."""
+"""Sequences of calls in which each differs from the one before in a single thing that a graph must
+notice."""
 
 from collections.abc import Callable
 from typing import Any
@@ -34,21 +35,28 @@ STATICS: tuple[bool | int | float, ...] = (1, 2, True, 1.0)
 
 @attrs.frozen
 class Call:
-    """A call of `called`: a parameter (from `worlds`), a view of it, an input, and a static value."""
+    """A call of `called`: a parameter (from `worlds`), a view of it, an input, and a static value.
+    """
 
     world: int
     place: str
     value: str
     static: bool | int | float
 
-    def arguments(self, worlds: tuple[Tensor, ...], x: Tensor) -> tuple[Tensor, Tensor, bool | int | float]:
+    def arguments(
+        self, worlds: tuple[Tensor, ...], x: Tensor
+    ) -> tuple[Tensor, Tensor, bool | int | float]:
         """The arguments themselves."""
         return PLACES[self.place](worlds[self.world]), VALUES[self.value](x), self.static
 
 
 def called(params: Tensor, x: Tensor, static: float) -> tuple[Tensor, Tensor, Tensor]:
     """A pure function whose result depends on each property of its arguments."""
-    return params.sum(-1) * static, torch.cumsum(x, 0) * static, torch.full((2,), static, device=x.device)
+    return (
+        params.sum(-1) * static,
+        torch.cumsum(x, 0) * static,
+        torch.full((2,), static, device=x.device),
+    )
 
 
 def worlds(device: torch.device | str = "cpu") -> tuple[Tensor, ...]:

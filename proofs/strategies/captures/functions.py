@@ -16,7 +16,8 @@ from weft.trees import axes, descriptor_field, pytree
 @pytree
 @attrs.frozen(eq=False)
 class Rows:
-    """A batch as in research code: a tensor with a padded first dimension. Its descriptor is a `BatchDescriptor`."""
+    """A batch as in research code: a tensor with a padded first dimension. Its descriptor is a
+    `BatchDescriptor`."""
 
     descriptor: BatchDescriptor = attrs.field(metadata=descriptor_field())
     x: Tensor = attrs.field(metadata=axes("num_tokens", None))
@@ -24,7 +25,8 @@ class Rows:
 
 @attrs.frozen(eq=False)
 class Function:
-    """A random pure function `(params, state, batch) -> (state, out)` on tensors [rows, width], and inputs for it.
+    """A random pure function `(params, state, batch) -> (state, out)` on tensors [rows, width], and
+    inputs for it.
 
     Args:
         code: the names of the operations, in order; `repr` shows them.
@@ -40,7 +42,9 @@ class Function:
     state: dict[str, Tensor] = attrs.field(repr=False)
     inputs: tuple[Tensor, ...] = attrs.field(repr=lambda xs: str([tuple(x.shape) for x in xs]))
 
-    def counted(self, params: Tensor, state: dict[str, Tensor], batch: Rows) -> tuple[dict[str, Tensor], Rows]:
+    def counted(
+        self, params: Tensor, state: dict[str, Tensor], batch: Rows
+    ) -> tuple[dict[str, Tensor], Rows]:
         """The function as a step on batches that may be padded; its state counts its calls."""
         _, y = self.fn(params, clone(state), batch.x)
         return {**state, "n": state["n"] + 1}, attrs.evolve(batch, x=y)
@@ -72,7 +76,8 @@ UPDATES: dict[str, Callable[[dict[str, Tensor], Tensor], dict[str, Tensor]]] = {
 
 @st.composite
 def pure_functions(draw: st.DrawFn) -> Function:
-    """A random chain of operations, a random way to make the next state, and 1 to 5 calls of 1 to 6 rows.
+    """A random chain of operations, a random way to make the next state, and 1 to 5 calls of 1 to 6
+    rows.
 
     >>> from hypothesis import find
     >>> function = find(pure_functions(), lambda f: "state: in place" in f.code)
@@ -87,7 +92,9 @@ def pure_functions(draw: st.DrawFn) -> Function:
     generator = torch.Generator().manual_seed(draw(st.integers(0, 999)))
 
     @donates("state")
-    def fn(params: Tensor, state: dict[str, Tensor], batch: Tensor) -> tuple[dict[str, Tensor], Tensor]:
+    def fn(
+        params: Tensor, state: dict[str, Tensor], batch: Tensor
+    ) -> tuple[dict[str, Tensor], Tensor]:
         x = batch
         for name in names:
             x = OPERATIONS[name](x, params, state)
@@ -99,12 +106,15 @@ def pure_functions(draw: st.DrawFn) -> Function:
         "n": torch.zeros((), dtype=torch.int64),
     }
     inputs = tuple(torch.randn(n, width, generator=generator) for n in rows)
-    return Function((*names, update), fn, torch.randn(width, width, generator=generator), state, inputs)
+    return Function(
+        (*names, update), fn, torch.randn(width, width, generator=generator), state, inputs
+    )
 
 
 @attrs.frozen(eq=False)
 class Mapping:
-    """A random pure function `(params, x) -> y` that can be differentiated and mapped, and inputs of one shape for it.
+    """A random pure function `(params, x) -> y` that can be differentiated and mapped, and inputs
+    of one shape for it.
 
     Args:
         code: the names of the operations, in order.
@@ -121,7 +131,8 @@ class Mapping:
 
 @st.composite
 def mappings(draw: st.DrawFn, device: str = "cpu") -> Mapping:
-    """A random chain of operations, one of which may read a tensor from its closure, and 1 to 3 calls."""
+    """A random chain of operations, one of which may read a tensor from its closure, and 1 to 3
+    calls."""
     names = draw(st.lists(st.sampled_from(sorted(OPERATIONS)), min_size=1, max_size=4))
     rows, width = draw(st.integers(1, 3)), draw(st.sampled_from((2, 4)))
     generator = torch.Generator().manual_seed(draw(st.integers(0, 999)))
@@ -132,13 +143,19 @@ def mappings(draw: st.DrawFn, device: str = "cpu") -> Mapping:
             x = OPERATIONS[name](x, params, held)
         return x
 
-    inputs = [torch.randn(rows, width, generator=generator).to(device) for _ in range(draw(st.integers(1, 3)))]
-    return Mapping(tuple(names), fn, torch.randn(width, width, generator=generator).to(device), tuple(inputs))
+    inputs = [
+        torch.randn(rows, width, generator=generator).to(device)
+        for _ in range(draw(st.integers(1, 3)))
+    ]
+    return Mapping(
+        tuple(names), fn, torch.randn(width, width, generator=generator).to(device), tuple(inputs)
+    )
 
 
 @st.composite
 def stage_lists(draw: st.DrawFn, max_stages: int = 4) -> list[Function]:
-    """Random pure functions of one width that fit together as stages; `pipeline_stage` makes a stage of each."""
+    """Random pure functions of one width that fit together as stages; `pipeline_stage` makes a
+    stage of each."""
     width_seed = draw(st.integers(0, 999))
     count = draw(st.integers(1, max_stages))
     generator = torch.Generator().manual_seed(width_seed)
@@ -147,15 +164,24 @@ def stage_lists(draw: st.DrawFn, max_stages: int = 4) -> list[Function]:
         names = draw(st.lists(st.sampled_from(sorted(OPERATIONS)), min_size=1, max_size=3))
         state = {"h": torch.randn(4, generator=generator), "n": torch.zeros((), dtype=torch.int64)}
         functions.append(
-            Function(tuple(names), _chain(tuple(names)), torch.randn(4, 4, generator=generator), state, ())
+            Function(
+                tuple(names),
+                _chain(tuple(names)),
+                torch.randn(4, 4, generator=generator),
+                state,
+                (),
+            )
         )
     return functions
 
 
 def _chain(names: tuple[str, ...]) -> Callable[..., Any]:
-    """A stage that applies the operations to each row, and counts the rows that it saw in its state."""
+    """A stage that applies the operations to each row, and counts the rows that it saw in its
+    state."""
 
-    def stage(params: Tensor, state: dict[str, Tensor], batch: Tensor, x: Tensor | None) -> tuple[Any, Tensor]:
+    def stage(
+        params: Tensor, state: dict[str, Tensor], batch: Tensor, x: Tensor | None
+    ) -> tuple[Any, Tensor]:
         y = batch if x is None else x
         for name in names:
             y = OPERATIONS[name](y, params, state)

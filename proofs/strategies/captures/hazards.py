@@ -1,4 +1,5 @@
-"""Known hazards of captures as Python code: `hazards()` draws one with its parameters, as a `TensorProgram`."""
+"""Known hazards of captures as Python code: `hazards()` draws one with its parameters, as a
+`TensorProgram`."""
 
 from string import Template
 from typing import Any
@@ -65,9 +66,13 @@ def hazards(draw: st.DrawFn, device: str = "cpu") -> Hazard:
     >>> hazard.refused, hazard.program.calls
     (False, 2)
     """
-    name = draw(st.sampled_from([name for name, kind in HAZARDS.items() if kind.on_gpu or device == "cpu"]))
+    name = draw(
+        st.sampled_from([name for name, kind in HAZARDS.items() if kind.on_gpu or device == "cpu"])
+    )
     kind = HAZARDS[name]
-    values = {parameter: draw(st.sampled_from(texts)) for parameter, texts in kind.parameters.items()}
+    values = {
+        parameter: draw(st.sampled_from(texts)) for parameter, texts in kind.parameters.items()
+    }
     code = _HEAD.format(device=device).lstrip() + Template(kind.code).substitute(values)
     options: dict[str, Any] = {"calls": draw(st.integers(2, 4)), **kind.options}
     # A CUDA graph cannot hold all that a tape can.

@@ -1,4 +1,5 @@
-"""`Kind`: a kind of hazard as code with parameters; and the kinds in the arguments and surroundings of a call."""
+"""`Kind`: a kind of hazard as code with parameters; and the kinds in the arguments and surroundings
+of a call."""
 
 from collections.abc import Mapping
 
@@ -65,8 +66,16 @@ def f(x):
     return y.mul(3), x @ y.float()
 """,
         {
-            "outside": ("torch.autocast(device, dtype=torch.bfloat16)", "halving", "contextlib.nullcontext()"),
-            "inside": ("torch.autocast(device, enabled=False)", "contextlib.nullcontext()", "halving"),
+            "outside": (
+                "torch.autocast(device, dtype=torch.bfloat16)",
+                "halving",
+                "contextlib.nullcontext()",
+            ),
+            "inside": (
+                "torch.autocast(device, enabled=False)",
+                "contextlib.nullcontext()",
+                "halving",
+            ),
         },
     ),
     "hooks on saved tensors": Kind(
@@ -85,7 +94,10 @@ def f(x):
         q = x.detach().requires_grad_()
         return torch.autograd.grad($loss, q)[0]
 """,
-        {"when": ("== 1", "== 0", "!= 2"), "loss": ("q.square().sum()", "q.sin().sum()", "(q * q).mean()")},
+        {
+            "when": ("== 1", "== 0", "!= 2"),
+            "loss": ("q.square().sum()", "q.sin().sum()", "(q * q).mean()"),
+        },
     ),
     "the identity of arguments": Kind(
         """
@@ -102,7 +114,13 @@ def f(x, y):
     return x * $asked + y
 """,
         {
-            "made": ("[x, x if call == 1 else y]", "[x, p]", "[p, p if call else p.clone()]", "[p.data, x]", "[x, y]"),
+            "made": (
+                "[x, x if call == 1 else y]",
+                "[x, p]",
+                "[p, p if call else p.clone()]",
+                "[p.data, x]",
+                "[x, y]",
+            ),
             "asked": (
                 "(2 if x is y else 3)",
                 "len({x, y})",
@@ -123,8 +141,18 @@ def f(x):
     return x * $asked, x @ x.t()
 """,
         {
-            "view": ("base", "base[:1].expand(5, 4)", "base.t()", "base[:, ::2]", "base.as_strided((3, 3), (1, 1))"),
-            "asked": ("sum(x.stride())", "(2 if x.is_contiguous() else 3)", "x.expand(2, *x.shape).stride(1)"),
+            "view": (
+                "base",
+                "base[:1].expand(5, 4)",
+                "base.t()",
+                "base[:, ::2]",
+                "base.as_strided((3, 3), (1, 1))",
+            ),
+            "asked": (
+                "sum(x.stride())",
+                "(2 if x.is_contiguous() else 3)",
+                "x.expand(2, *x.shape).stride(1)",
+            ),
         },
     ),
     "defaults of a decorator": Kind(
@@ -213,7 +241,16 @@ def f(state, x):
     state.add_(1)
     return state, x * 2
 """,
-        {"view": ("state[1:]", "state.t()", "state[:, 0]", "state.view(-1)", "torch.from_dlpack(state)", "state + 1")},
+        {
+            "view": (
+                "state[1:]",
+                "state.t()",
+                "state[:, 0]",
+                "state.view(-1)",
+                "torch.from_dlpack(state)",
+                "state + 1",
+            )
+        },
         refused=True,
         options={"donated": ("state",)},
     ),

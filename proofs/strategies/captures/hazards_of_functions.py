@@ -1,4 +1,5 @@
-"""The kinds of hazards in what a function does: its reads, its errors, what it keeps, and what it reads outside."""
+"""The kinds of hazards in what a function does: its reads, its errors, what it keeps, and what it
+reads outside."""
 
 from weft.proofs.strategies.captures.hazards_of_calls import Kind
 
@@ -14,7 +15,13 @@ def f(x):
     return x / found
 """,
         {
-            "read": ("float(x.max())", "x[0].item()", "int(x[1])", "x.tolist()[2]", "3.0 if x.sum() > 7 else 2.0"),
+            "read": (
+                "float(x.max())",
+                "x[0].item()",
+                "int(x[1])",
+                "x.tolist()[2]",
+                "3.0 if x.sum() > 7 else 2.0",
+            ),
             "errors": ("Exception", "RuntimeError", "BaseException"),
         },
         refused=True,
@@ -55,7 +62,11 @@ def f(a):
         {
             "value": ("0.0", "-1.0"),
             "when": ("== 1", "== 0", "> 0"),
-            "operator": ("torch.linalg.cholesky(a)", "torch.linalg.inv(a)", "torch.linalg.solve(a, a)"),
+            "operator": (
+                "torch.linalg.cholesky(a)",
+                "torch.linalg.inv(a)",
+                "torch.linalg.solve(a, a)",
+            ),
         },
         refused=True,
     ),
@@ -358,7 +369,10 @@ def f(x):
         x = x + 0 * $draw
     return x
 """,
-        {"times": ("30", "60"), "draw": ("torch.rand(1)", "torch.randn_like(x)", "x.bernoulli(0.5)")},
+        {
+            "times": ("30", "60"),
+            "draw": ("torch.rand(1)", "torch.randn_like(x)", "x.bernoulli(0.5)"),
+        },
         options={"calls": 6, "draws": False},
         on_gpu=False,
     ),
@@ -376,7 +390,10 @@ params = torch.ones(1, device=device)
 def arguments(call):
     return params, torch.zeros(1, device=device), torch.arange(4.0, device=device).add(call)
 """,
-        {"state": ("state + batch.sum()", "batch.sum()[None] * params"), "out": ("state", "params", "2")},
+        {
+            "state": ("state + batch.sum()", "batch.sum()[None] * params"),
+            "out": ("state", "params", "2"),
+        },
     ),
     "one borrowed stage on several ranks": Kind(
         """

@@ -1,4 +1,5 @@
-"""`Operation`: one statement of a random program, as text with places for tensors; `OPERATIONS` has them by kind."""
+"""`Operation`: one statement of a random program, as text with places for tensors; `OPERATIONS` has
+them by kind."""
 
 from collections.abc import Callable, Sequence
 
@@ -66,7 +67,9 @@ def _two(a: Tensor) -> bool:
 
 def _broadcast(a: Tensor, b: Tensor) -> bool:
     pairs = zip(reversed(a.shape), reversed(b.shape), strict=False)
-    return not a.is_complex() and not b.is_complex() and all(n == m or 1 in (n, m) for n, m in pairs)
+    return (
+        not a.is_complex() and not b.is_complex() and all(n == m or 1 in (n, m) for n, m in pairs)
+    )
 
 
 def _into(a: Tensor, b: Tensor) -> bool:
@@ -90,7 +93,9 @@ def _alike(a: Tensor, b: Tensor) -> bool:
     return a.shape == b.shape and a.dtype == b.dtype and a.dim() > 0
 
 
-def _operations(fits: Callable[..., bool], *texts: str, writes: bool = False) -> tuple[Operation, ...]:
+def _operations(
+    fits: Callable[..., bool], *texts: str, writes: bool = False
+) -> tuple[Operation, ...]:
     return tuple(Operation(text, fits, writes) for text in texts)
 
 
@@ -104,7 +109,13 @@ _LOSSES = (
     "(q.t() @ q).sum()",
     "torch.where(q > 0, q, 0.1 * q).sum()",
 )
-_MAPPED = ("q * 2", "q.sin() + q.sum(-1, keepdim=True)", "q.clone().mul_(3)", "q[..., :1] - q", "q.cumprod(-1)")
+_MAPPED = (
+    "q * 2",
+    "q.sin() + q.sum(-1, keepdim=True)",
+    "q.clone().mul_(3)",
+    "q[..., :1] - q",
+    "q.cumprod(-1)",
+)
 
 
 def _derivatives(texts: Sequence[str]) -> tuple[Operation, ...]:
@@ -117,46 +128,136 @@ def _derivatives(texts: Sequence[str]) -> tuple[Operation, ...]:
 
 OPERATIONS: dict[str, tuple[Operation, ...]] = {
     "pointwise": (
-        *_operations(_number, "{a} + 1", "{a} * 2", "-{a}", "{a}.clone()", "{a}.square()", "{a}.abs()"),
-        *_operations(_real, "{a}.sin()", "{a}.exp()", "{a}.sigmoid()", "torch.relu({a})", "{a} / 3", "{a}.float()"),
-        *_operations(_real, "{a}.double()", "{a}.to(torch.bfloat16).float()", "{a}.long()", "{a} > 0", "{a} + 1j"),
-        *_operations(_real, "torch.where({a} > 0, {a}, -{a})", "torch.nn.functional.gelu({a})", "{a}.clamp(-0.5, 0.5)"),
-        *_operations(_broadcast, "{a} + {b}", "{a} * {b}", "torch.maximum({a}, {b})", "torch.where({a} > 0, {a}, {b})"),
+        *_operations(
+            _number, "{a} + 1", "{a} * 2", "-{a}", "{a}.clone()", "{a}.square()", "{a}.abs()"
+        ),
+        *_operations(
+            _real,
+            "{a}.sin()",
+            "{a}.exp()",
+            "{a}.sigmoid()",
+            "torch.relu({a})",
+            "{a} / 3",
+            "{a}.float()",
+        ),
+        *_operations(
+            _real,
+            "{a}.double()",
+            "{a}.to(torch.bfloat16).float()",
+            "{a}.long()",
+            "{a} > 0",
+            "{a} + 1j",
+        ),
+        *_operations(
+            _real,
+            "torch.where({a} > 0, {a}, -{a})",
+            "torch.nn.functional.gelu({a})",
+            "{a}.clamp(-0.5, 0.5)",
+        ),
+        *_operations(
+            _broadcast,
+            "{a} + {b}",
+            "{a} * {b}",
+            "torch.maximum({a}, {b})",
+            "torch.where({a} > 0, {a}, {b})",
+        ),
     ),
     "reduction": (
-        *_operations(_real, "{a}.sum()", "{a}.mean()", "{a}.norm()", "{a}.prod()", "{a}.square().mean()"),
-        *_operations(_rows, "{a}.max()", "{a}.amax(-1)", "{a}.softmax(-1)", "{a}.cumsum(-1)", "{a}.logsumexp(0)"),
-        *_operations(_rows, "{a}.sort(-1).values", "{a}.argsort(-1)", "{a}.sum(0, keepdim=True)", "{a}.flip(0)"),
+        *_operations(
+            _real, "{a}.sum()", "{a}.mean()", "{a}.norm()", "{a}.prod()", "{a}.square().mean()"
+        ),
+        *_operations(
+            _rows,
+            "{a}.max()",
+            "{a}.amax(-1)",
+            "{a}.softmax(-1)",
+            "{a}.cumsum(-1)",
+            "{a}.logsumexp(0)",
+        ),
+        *_operations(
+            _rows,
+            "{a}.sort(-1).values",
+            "{a}.argsort(-1)",
+            "{a}.sum(0, keepdim=True)",
+            "{a}.flip(0)",
+        ),
     ),
     "matrix": (
         *_operations(_product, "{a} @ {b}", "torch.addmm({a}[:, :1], {a}, {b})"),
         *_operations(_linear, "torch.nn.functional.linear({a}, {b})", "torch.cat([{a}, {b}])"),
         *_operations(_alike, "torch.stack([{a}, {b}])", "torch.cat([{a}, {b}], -1)"),
-        *_operations(_matrix, "{a} @ {a}.t()", "torch.nn.functional.layer_norm({a}, {a}.shape[1:])"),
+        *_operations(
+            _matrix, "{a} @ {a}.t()", "torch.nn.functional.layer_norm({a}, {a}.shape[1:])"
+        ),
         *_operations(_of_three, "layer({a})", "layer({a}).relu()"),
         *_operations(_square, "{a}.tril()", "torch.linalg.matrix_power({a}, 3)"),
     ),
     "view": (
-        *_operations(_sized, "{a}[:1]", "{a}[1:]", "{a}[::2]", "{a}[-1]", "{a}.unbind(0)[0]", "{a}.unfold(0, 1, 1)"),
-        *_operations(_two, "{a}.t()", "{a}.diagonal()", "{a}[:, ::2]", "{a}.as_strided(({a}.shape[1],), (1,))"),
-        *_operations(_any, "{a}.unsqueeze(0)", "{a}.expand(2, *{a}.shape)", "{a}.reshape(-1)", "{a}.detach()"),
+        *_operations(
+            _sized,
+            "{a}[:1]",
+            "{a}[1:]",
+            "{a}[::2]",
+            "{a}[-1]",
+            "{a}.unbind(0)[0]",
+            "{a}.unfold(0, 1, 1)",
+        ),
+        *_operations(
+            _two,
+            "{a}.t()",
+            "{a}.diagonal()",
+            "{a}[:, ::2]",
+            "{a}.as_strided(({a}.shape[1],), (1,))",
+        ),
+        *_operations(
+            _any, "{a}.unsqueeze(0)", "{a}.expand(2, *{a}.shape)", "{a}.reshape(-1)", "{a}.detach()"
+        ),
         *_operations(_any, "{a}.view_as({a})", "{a}.contiguous()"),
-        *_operations(_complex, "{a}.real", "{a}.imag", "{a}.conj()", "torch.view_as_real({a})", "{a}.conj().imag"),
+        *_operations(
+            _complex,
+            "{a}.real",
+            "{a}.imag",
+            "{a}.conj()",
+            "torch.view_as_real({a})",
+            "{a}.conj().imag",
+        ),
     ),
     "in place": (
-        *_operations(_real, "{a}.add_(1)", "{a}.mul_(0.5)", "{a}.zero_()", "{a}[...] = 2", "{a}.sin_()", writes=True),
+        *_operations(
+            _real,
+            "{a}.add_(1)",
+            "{a}.mul_(0.5)",
+            "{a}.zero_()",
+            "{a}[...] = 2",
+            "{a}.sin_()",
+            writes=True,
+        ),
         *_operations(_real, "{a}.masked_fill_({a} > 0, 0.5)", "{a}.clamp_(-1, 1)", writes=True),
-        *_operations(_rows, "{a}[..., 0] += 1", "{a}[..., :1].copy_({a}[..., -1:])", "{a}[0] = -1", writes=True),
+        *_operations(
+            _rows,
+            "{a}[..., 0] += 1",
+            "{a}[..., :1].copy_({a}[..., -1:])",
+            "{a}[0] = -1",
+            writes=True,
+        ),
         *_operations(_two, "{a}.t_()", "{a}.diagonal().zero_()", writes=True),
         *_operations(_into, "{a}.add_({b})", "{a}.copy_({b})", "{a}[...] = {b}", writes=True),
         *_operations(_into, "torch.mul({a}, {b}, out={a})", writes=True),
     ),
     "random": (
         *_operations(_real, "torch.rand_like({a})", "torch.nn.functional.dropout({a}, 0.5)"),
-        *_operations(_real, "{a}.sigmoid().nan_to_num(0.5).bernoulli()"),  # nan makes a CUDA device fail
-        *_operations(_real, "torch.empty_like({a}).normal_()", "{a} + torch.randn({a}.shape, device=device)"),
+        *_operations(
+            _real, "{a}.sigmoid().nan_to_num(0.5).bernoulli()"
+        ),  # nan makes a CUDA device fail
+        *_operations(
+            _real, "torch.empty_like({a}).normal_()", "{a} + torch.randn({a}.shape, device=device)"
+        ),
         *_operations(_real, "{a} + torch.rand({a}.shape, generator=generator, device=device)"),
-        *_operations(_real, "torch.empty_like({a}).uniform_(generator=generator)", "torch.randperm(3, device=device)"),
+        *_operations(
+            _real,
+            "torch.empty_like({a}).uniform_(generator=generator)",
+            "torch.randperm(3, device=device)",
+        ),
     ),
     "autograd": (
         *_derivatives(("torch.func.grad(lambda q: LOSS)({a})",)),
@@ -170,7 +271,9 @@ OPERATIONS: dict[str, tuple[Operation, ...]] = {
     "torch.func": (
         *(Operation(f"torch.func.vmap(lambda q: {mapped})({{a}})", _matrix) for mapped in _MAPPED),
         *(
-            Operation(f"torch.func.jvp(lambda q: {mapped}, ({{a}},), (torch.ones_like({{a}}),))[1]", _rows)
+            Operation(
+                f"torch.func.jvp(lambda q: {mapped}, ({{a}},), (torch.ones_like({{a}}),))[1]", _rows
+            )
             for mapped in _MAPPED
         ),
         *_operations(
@@ -190,15 +293,21 @@ OPERATIONS: dict[str, tuple[Operation, ...]] = {
             "with torch.inference_mode():\n    {out} = {a} * 3",
             "with torch.device(device):\n    {out} = {a} + torch.ones({a}.shape)",
         ),
-        *_operations(_any, "torch.tensor([0.1, 0.2], device=device)", "torch.arange(3, device=device) / 2"),
+        *_operations(
+            _any, "torch.tensor([0.1, 0.2], device=device)", "torch.arange(3, device=device) / 2"
+        ),
         *_operations(_any, "torch.full((2,), 0.5, device=device)", "torch.zeros(2, 2)"),
     ),
     "identity": (
         *_operations(_broadcast, "{a} * (2 if {a} is {b} else 3)", "{a} + len({{{a}, {b}}})"),
-        *_operations(_number, "{a} * (2 if isinstance({a}, torch.nn.Parameter) else 3)", "{a} + {a}.requires_grad"),
+        *_operations(
+            _number,
+            "{a} * (2 if isinstance({a}, torch.nn.Parameter) else 3)",
+            "{a} + {a}.requires_grad",
+        ),
         *_operations(_number, "{a} + {a}.is_contiguous()", "{a} + sum({a}.stride())"),
         *_operations(_number, "{a} + {a}.is_leaf", "{a} + len({a}.shape)"),
     ),
 }
-"""The operations of random programs. A program's names are `device`, `generator`, `layer` (a linear one, of 3
-features), and those of its tensors."""
+"""The operations of random programs. A program's names are `device`, `generator`, `layer` (a linear
+one, of 3 features), and those of its tensors."""

@@ -1,4 +1,5 @@
-"""Random programs on tensors, as Python code: `tensor_programs()` draws `TensorProgram`s, for graphs and eager runs."""
+"""Random programs on tensors, as Python code: `tensor_programs()` draws `TensorProgram`s, for
+graphs and eager runs."""
 
 import contextlib
 import warnings
@@ -14,7 +15,17 @@ from weft.proofs.strategies.captures.operations import OPERATIONS, Operation
 from weft.torchapi.private import storage_id
 
 _SHAPES = ((2, 3), (3, 3), (4,), (3, 2), (2, 3), (3, 3), (5, 3), (), (1, 3), (0, 3))
-_DTYPES = ("float32", "float32", "float32", "float32", "float32", "float64", "int64", "complex64", "bool")
+_DTYPES = (
+    "float32",
+    "float32",
+    "float32",
+    "float32",
+    "float32",
+    "float64",
+    "int64",
+    "complex64",
+    "bool",
+)
 ALIASES = (
     "{base}.clone()",
     "{base}",
@@ -29,7 +40,8 @@ ALIASES = (
     "torch.nn.Parameter({base}.clone())",
     "{base}.clone().requires_grad_()",
 )
-"""The ways to make an argument from one of the first two tensors, which other arguments may share."""
+"""The ways to make an argument from one of the first two tensors, which other arguments may share.
+"""
 
 SURROUNDINGS: dict[str, str] = {
     "contextlib.nullcontext()": "",
@@ -96,7 +108,8 @@ _GENERATOR = """
 generator = torch.Generator(device).manual_seed(0)
 """
 _GENERATORS = ("", "generator", "torch.Generator(device).manual_seed(call)")
-"""The last argument, in a function that draws from a generator: none, the same in all calls, or a new one."""
+"""The last argument, in a function that draws from a generator: none, the same in all calls, or a
+new one."""
 _LAYER = """
 layer = torch.nn.Linear(3, 2, device=device).requires_grad_(False)
 torch.nn.init.constant_(layer.weight, 0.3)
@@ -109,18 +122,21 @@ class TensorProgram:
     """A random function of tensors, its arguments, and calls of it, as Python code.
 
     Args:
-        code: defines `f`; `arguments(call)`, which makes the arguments of the call of that number; `around(call)`, the
-            context of that call; `before(call)`, which runs before it; and perhaps `graph`, if that is not
-            `graphify(f)`.
+        code: defines `f`; `arguments(call)`, which makes the arguments of the call of that number;
+            `around(call)`, the context of that call; `before(call)`, which runs before it; and
+            perhaps `graph`, if that is not `graphify(f)`.
         calls: the number of calls, each with new values.
-        donated: the arguments that are donated, which are the first ones; the first results are their next values.
+        donated: the arguments that are donated, which are the first ones; the first results are
+            their next values.
         static: the arguments that are not tensors.
         borrow: whether results are borrowed.
         chained: whether the donated arguments of a call are the results of the one before.
         threads: the number of threads that make all calls at once at the end; 0: none.
-        draws: whether no other thread draws random numbers, so that the states of generators can be compared.
+        draws: whether no other thread draws random numbers, so that the states of generators can be
+            compared.
 
-    Its `repr` is a script to paste and run. It prints each call's result, first the function's and then its graph's.
+    Its `repr` is a script to paste and run. It prints each call's result, first the function's and
+    then its graph's.
     """
 
     code: str
@@ -145,13 +161,21 @@ class TensorProgram:
         return f"{self.code}\n\nimport weft\n{self._calls()}"
 
     def _calls(self) -> str:
-        options = "".join(f", {name}={value!r}" for name, value in self.options().items() if value not in ((), "safe"))
+        options = "".join(
+            f", {name}={value!r}"
+            for name, value in self.options().items()
+            if value not in ((), "safe")
+        )
         plain = f"weft.donates{self.donated!r}(f)" if self.donated else "f"
         graph = (
-            "" if "\ngraph = " in self.code or "\ndef graph(" in self.code else f"graph = weft.graphify(f{options})\n"
+            ""
+            if "\ngraph = " in self.code or "\ndef graph(" in self.code
+            else f"graph = weft.graphify(f{options})\n"
         )
         more = f"# {self.threads} threads make these calls at once too\n" if self.threads else ""
-        more += "# the first argument is the first result of the call before\n" if self.chained else ""
+        more += (
+            "# the first argument is the first result of the call before\n" if self.chained else ""
+        )
         return (
             f"{graph}{more}for call in range({self.calls}):\n    before(call)\n    with around(call):\n"
             f"        print({plain}(*arguments(call)), graph(*arguments(call)), sep='\\n')\n"
@@ -169,7 +193,8 @@ def run_code(code: str) -> dict[str, Any]:
 
 @attrs.define
 class _Body:
-    """The statements of a function while it is written, and the tensors that they gave when they ran."""
+    """The statements of a function while it is written, and the tensors that they gave when they
+    ran."""
 
     names: dict[str, Any]
     tensors: dict[str, Tensor]
@@ -177,7 +202,8 @@ class _Body:
     lines: list[str] = attrs.field(factory=list)
 
     def add(self, operation: Operation, first: int, second: int) -> None:
-        """Add a statement, on tensors that fit it; none if there are no such tensors, or if it raises."""
+        """Add a statement, on tensors that fit it; none if there are no such tensors, or if it
+        raises."""
         chosen = self._choose(operation, first, second)
         if chosen is None:
             return
@@ -202,7 +228,9 @@ class _Body:
 
     def _fits(self, operation: Operation, names: tuple[str, str]) -> bool:
         tensors = [self.tensors[name] for name in names[: max(operation.arity, 1)]]
-        return operation.fits(*tensors) and not (operation.writes and storage_id(tensors[0]) in self.foreign)
+        return operation.fits(*tensors) and not (
+            operation.writes and storage_id(tensors[0]) in self.foreign
+        )
 
 
 def _base(index: int, shape: tuple[int, ...], dtype: str) -> str:
@@ -221,23 +249,36 @@ def _definitions(surroundings: Sequence[str], device: str) -> str:
 
 
 def _choosing(name: str, values: Sequence[str], first: str = "") -> str:
-    """A function of the number of a call that runs the statement, or returns the expression, of that call."""
-    lines = [f"    if call == {index}:\n        {value}" for index, value in enumerate(values) if value != "pass"]
-    return f"def {name}(call):\n" + "\n".join([*([first] if first else []), *lines, "    return None"]) + "\n"
+    """A function of the number of a call that runs the statement, or returns the expression, of
+    that call."""
+    lines = [
+        f"    if call == {index}:\n        {value}"
+        for index, value in enumerate(values)
+        if value != "pass"
+    ]
+    return (
+        f"def {name}(call):\n"
+        + "\n".join([*([first] if first else []), *lines, "    return None"])
+        + "\n"
+    )
 
 
 _STATEMENTS = st.one_of(
-    [st.tuples(st.sampled_from(kind), st.integers(0, 7), st.integers(0, 7)) for kind in OPERATIONS.values()]
+    [
+        st.tuples(st.sampled_from(kind), st.integers(0, 7), st.integers(0, 7))
+        for kind in OPERATIONS.values()
+    ]
 )
 
 
 @st.composite
 def tensor_programs(draw: st.DrawFn, device: str = "cpu", max_calls: int = 5) -> TensorProgram:
-    """A random function of one to three tensors and a generator, and calls of it in random surroundings.
+    """A random function of one to three tensors and a generator, and calls of it in random
+    surroundings.
 
-    The function's statements are views, writes in place, random numbers, derivatives, and surroundings of their own
-    (`weft.proofs.strategies.captures.operations`). Arguments may be one tensor, or views of one; one may be donated. A
-    closed-over tensor may change between calls.
+    The function's statements are views, writes in place, random numbers, derivatives, and
+    surroundings of their own (`weft.proofs.strategies.captures.operations`). Arguments may be one
+    tensor, or views of one; one may be donated. A closed-over tensor may change between calls.
 
     >>> from hypothesis import find
     >>> program = find(tensor_programs(), lambda program: True)
@@ -246,16 +287,24 @@ def tensor_programs(draw: st.DrawFn, device: str = "cpu", max_calls: int = 5) ->
     """
     shapes = draw(st.lists(st.sampled_from(_SHAPES), min_size=1, max_size=2))
     dtypes = [draw(st.sampled_from(_DTYPES)) for _ in shapes]
-    bases = [_base(i, shape, dtype) for i, (shape, dtype) in enumerate(zip(shapes, dtypes, strict=True))]
+    bases = [
+        _base(i, shape, dtype) for i, (shape, dtype) in enumerate(zip(shapes, dtypes, strict=True))
+    ]
     made = draw(
-        st.lists(st.tuples(st.sampled_from(ALIASES), st.sampled_from(range(len(bases)))), min_size=1, max_size=3)
+        st.lists(
+            st.tuples(st.sampled_from(ALIASES), st.sampled_from(range(len(bases)))),
+            min_size=1,
+            max_size=3,
+        )
     )
     donated, way = draw(st.integers(0, 5)) == 5, draw(st.integers(0, 7))
     borrow, alone = way == 7, way != 6  # or other arguments may be views of the donated one
     calls = draw(st.integers(2, max_calls))
     some = st.sampled_from(draw(st.lists(st.sampled_from([*SURROUNDINGS]), min_size=1, max_size=2)))
     surroundings = [draw(some) for _ in range(calls)]
-    if donated:  # torch itself refuses to write in place to an inference tensor outside inference mode
+    if (
+        donated
+    ):  # torch itself refuses to write in place to an inference tensor outside inference mode
         surroundings = [around.replace("inference_mode", "no_grad") for around in surroundings]
     events = [draw(st.sampled_from(("pass", "pass", "pass", *EVENTS))) for _ in range(calls)]
     statements = draw(st.lists(_STATEMENTS, min_size=1, max_size=8))
@@ -271,9 +320,14 @@ def tensor_programs(draw: st.DrawFn, device: str = "cpu", max_calls: int = 5) ->
     outputs = _outputs(body, names, returned, donated)
     text = "".join(f"    {line}\n" for line in body.lines)
     if "torch.func" in text:  # which takes no hooks on saved tensors
-        surroundings = [around.replace("doubled_when_saved()", "torch.no_grad()") for around in surroundings]
+        surroundings = [
+            around.replace("doubled_when_saved()", "torch.no_grad()") for around in surroundings
+        ]
     if "layer" not in text:
-        head, events = head.removesuffix(_LAYER), ["pass" if "layer" in event else event for event in events]
+        head, events = (
+            head.removesuffix(_LAYER),
+            ["pass" if "layer" in event else event for event in events],
+        )
     if "generator" not in text:
         head, generator = head.replace(_GENERATOR, ""), ""
     if generator:
@@ -286,9 +340,16 @@ def tensor_programs(draw: st.DrawFn, device: str = "cpu", max_calls: int = 5) ->
     )
     shared = any(text.startswith(OF_ALL_THREADS) for text in surroundings)
     alone = shared or donated or borrow or any(event != "pass" for event in events) or _draws(text)
-    alone = alone or "torch.func.jvp" in text  # torch counts its levels in a variable of all threads
+    alone = (
+        alone or "torch.func.jvp" in text
+    )  # torch counts its levels in a variable of all threads
     return TensorProgram(
-        code, calls, ("x0",) if donated else (), borrow=borrow, chained=donated, threads=0 if alone else threads
+        code,
+        calls,
+        ("x0",) if donated else (),
+        borrow=borrow,
+        chained=donated,
+        threads=0 if alone else threads,
     )
 
 
@@ -298,13 +359,21 @@ def _draws(text: str) -> bool:
 
 
 def _arguments(bases: Sequence[str], made: Sequence[tuple[str, int]], copied: bool) -> list[str]:
-    """The code of each tensor argument; one that cannot be made is the base itself. The first one may be a copy."""
+    """The code of each tensor argument; one that cannot be made is the base itself. The first one
+    may be a copy."""
     example = {"torch": torch, "device": "cpu", "call": 0}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         example |= {f"base{i}": eval(base, example) for i, base in enumerate(bases)}
-        texts = [_possible(alias.format(base=f"base{base}"), f"base{base}", example) for alias, base in made]
-    return [f"{texts[0]}.clone()", *texts[1:]] if copied and not texts[0].endswith(".clone()") else texts
+        texts = [
+            _possible(alias.format(base=f"base{base}"), f"base{base}", example)
+            for alias, base in made
+        ]
+    return (
+        [f"{texts[0]}.clone()", *texts[1:]]
+        if copied and not texts[0].endswith(".clone()")
+        else texts
+    )
 
 
 def _making(bases: Sequence[str], texts: Sequence[str]) -> str:
@@ -320,7 +389,9 @@ def _possible(text: str, otherwise: str, names: dict[str, Any]) -> str:
     return text
 
 
-def _body(code: str, names: list[str], donated: bool, statements: Sequence[tuple[Operation, int, int]]) -> _Body:
+def _body(
+    code: str, names: list[str], donated: bool, statements: Sequence[tuple[Operation, int, int]]
+) -> _Body:
     """The function's statements, each tried on the arguments of a call."""
     module = run_code(code.replace("device = 'cuda'", "device = 'cpu'"))
     with contextlib.ExitStack() as stack:
@@ -342,6 +413,10 @@ def _outputs(body: _Body, names: list[str], returned: Sequence[int], donated: bo
     outputs = [newest[index % len(newest)] for index in returned]
     if donated:
         old = body.tensors[names[0]]
-        alike = [n for n, x in body.tensors.items() if x.shape == old.shape and x.dtype == old.dtype and n[0] == "y"]
+        alike = [
+            n
+            for n, x in body.tensors.items()
+            if x.shape == old.shape and x.dtype == old.dtype and n[0] == "y"
+        ]
         outputs.insert(0, alike[-1] if alike else names[0])
     return ", ".join(outputs) + ("," if len(outputs) == 1 else "")

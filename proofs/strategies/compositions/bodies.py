@@ -1,4 +1,5 @@
-"""The functions inside a composition: chains of operations, each with a habit that a transform could get wrong."""
+"""The functions inside a composition: chains of operations, each with a habit that a transform
+could get wrong."""
 
 from collections.abc import Callable
 from typing import Any, Literal
@@ -35,8 +36,8 @@ class World:
 
 
 Kind = Literal["graph", "shard", "loop", "func", "autograd", "compile", "autocast"]
-"""Where a layer puts the code inside it: into a captured graph, on one rank, into a loop's body, into a
-transform of torch.func, before a backward pass, into compiled code, or under autocast."""
+"""Where a layer puts the code inside it: into a captured graph, on one rank, into a loop's body,
+into a transform of torch.func, before a backward pass, into compiled code, or under autocast."""
 
 
 @attrs.frozen(eq=False)
@@ -161,13 +162,19 @@ OPERATIONS: dict[str, Operation] = {
     "makes new tensors": Operation(
         lambda x, world: x + torch.arange(2.0, device=x.device) + torch.ones(2, device=x.device)
     ),
-    "draws random numbers": Operation(lambda x, world: x + torch.rand_like(x), frozenset({"shard", "loop", "compile"})),
+    "draws random numbers": Operation(
+        lambda x, world: x + torch.rand_like(x), frozenset({"shard", "loop", "compile"})
+    ),
     "reads its argument": Operation(_reads_its_argument, frozenset({"graph", "shard", "compile"})),
-    "branches on its argument": Operation(_branches_on_its_argument, frozenset({"graph", "shard", "compile"})),
+    "branches on its argument": Operation(
+        _branches_on_its_argument, frozenset({"graph", "shard", "compile"})
+    ),
     "reads what it closes over": Operation(
         lambda x, world: x + float(world.weight.sum()), frozenset({"graph", "shard", "compile"})
     ),
-    "remembers its first argument": Operation(_remembers_its_first_argument, frozenset({"graph", "shard", "compile"})),
+    "remembers its first argument": Operation(
+        _remembers_its_first_argument, frozenset({"graph", "shard", "compile"})
+    ),
     "a custom operator": Operation(lambda x, world: halve(x), frozenset({"shard"})),
     "a custom derivative": Operation(lambda x, world: _Doubling.apply(x), frozenset({"shard"})),
     "attention": Operation(_attends),

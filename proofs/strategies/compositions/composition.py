@@ -1,4 +1,5 @@
-"""`compositions()`: a nest of transforms around a drawn function, and the occasions on which it is called."""
+"""`compositions()`: a nest of transforms around a drawn function, and the occasions on which it is
+called."""
 
 import attrs
 import torch
@@ -21,8 +22,14 @@ ROWS = 16
 MAX_DEPTH = 3
 
 _WEIGHTS: dict[Kind | None, int] = {"graph": 5, "shard": 2, "loop": 2}
-"""These kinds of layers are drawn so many times as often as others: they keep state between calls."""
-_QUICK = tuple(name for name, layer in LAYERS.items() if not layer.slow for _ in range(_WEIGHTS.get(layer.kind, 1)))
+"""These kinds of layers are drawn so many times as often as others: they keep state between calls.
+"""
+_QUICK = tuple(
+    name
+    for name, layer in LAYERS.items()
+    if not layer.slow
+    for _ in range(_WEIGHTS.get(layer.kind, 1))
+)
 _SLOW = tuple(name for name, layer in LAYERS.items() if layer.slow)
 _SELDOM = 40
 _PLAIN_CALLS = 6
@@ -66,7 +73,8 @@ class Composition:
         return max((layer.tolerance for layer in self.table), default=0.0)
 
     def may_be_refused(self, occasion: str) -> bool:
-        """Whether weft may refuse a call: an operation or a layer is inside a layer that does not promise it."""
+        """Whether weft may refuse a call: an operation or a layer is inside a layer that does not
+        promise it."""
         around = OCCASIONS[occasion].kind
         kinds: set[Kind] = set() if around is None else {around}
         for layer in self.table:
@@ -76,17 +84,22 @@ class Composition:
                 return True  # torch.compile may run a capture while it compiles
             if layer.kind is not None:
                 kinds.add(layer.kind)
-        if "piecewise" in self.layers and "loop" in kinds and "a custom operator" in self.body.operations:
+        if (
+            "piecewise" in self.layers
+            and "loop" in kinds
+            and "a custom operator" in self.body.operations
+        ):
             return True  # a graph is cut at this operator, and cannot be cut inside a loop
         return any(OPERATIONS[name].refused_in & kinds for name in self.body.operations)
 
     def is_defined(self, occasion: str) -> bool:
         """Whether the meaning of a call is defined.
 
-        It is not where a function keeps a tensor inside a transform of torch.func, which outlives the transform, or in
-        a loop that may have no step, whose body is recorded all the same; where threads call at once what has one state
-        for all, which forward-mode derivatives and borrowed results are; and where torch itself fails: on a view in
-        inference mode, or compiled code, of a tensor that torch.func differentiates.
+        It is not where a function keeps a tensor inside a transform of torch.func, which outlives
+        the transform, or in a loop that may have no step, whose body is recorded all the same;
+        where threads call at once what has one state for all, which forward-mode derivatives and
+        borrowed results are; and where torch itself fails: on a view in inference mode, or compiled
+        code, of a tensor that torch.func differentiates.
         """
         is_transformed = any(layer.kind == "func" for layer in self.table)
         is_followed = is_transformed or OCCASIONS[occasion].kind == "func"

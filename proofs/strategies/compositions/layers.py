@@ -1,4 +1,5 @@
-"""The transforms of a composition: each as a user writes it, and by its definition in plain torch."""
+"""The transforms of a composition: each as a user writes it, and by its definition in plain torch.
+"""
 
 import copy
 import functools
@@ -51,7 +52,8 @@ class Layer:
     Args:
         apply: as a user writes it.
         meaning: its definition in plain torch, by brute force.
-        torch_alone: the same by torch's transforms; None: `meaning`. Where this raises, torch itself cannot do it.
+        torch_alone: the same by torch's transforms; None: `meaning`. Where this raises, torch
+            itself cannot do it.
         uses: the public names of weft that it draws.
         divides: whether the function inside sees half of the rows.
         keeps_draws: whether random numbers are drawn in the order of the plain function.
@@ -163,7 +165,8 @@ def _first_added_to_second(function: Function) -> Function:
 
 
 def _quarters_exchanged(function: Function) -> Function:
-    """Each rank keeps the first half of its result and swaps the second: all_to_all on two ranks."""
+    """Each rank keeps the first half of its result and swaps the second: all_to_all on two ranks.
+    """
 
     def whole(x: Tensor) -> Tensor:
         first, second = _halves_of(function, x)
@@ -186,7 +189,9 @@ def _stage(function: Function) -> Callable[..., Any]:
     return stage
 
 
-def _piped(microbatches: int, *, threads: bool = False, lent: bool = False, advances: bool = False) -> Wrap:
+def _piped(
+    microbatches: int, *, threads: bool = False, lent: bool = False, advances: bool = False
+) -> Wrap:
     def wrap(function: Function) -> Function:
         stages = [_stage(function), _stage(function)]
         if lent:
@@ -312,7 +317,8 @@ def _repeated_by_data(function: Function) -> Function:
 
 
 def _tried_and_repeated_by_data(function: Function) -> Function:
-    """The same, of a function that torch can run: one that records a loop runs its body though there is no step."""
+    """The same, of a function that torch can run: one that records a loop runs its body though
+    there is no step."""
 
     def repeat(x: Tensor) -> Tensor:
         function(x.clone())
@@ -389,7 +395,9 @@ def _autograd(function: Function) -> Function:
             y = function(leaf)
             if not y.requires_grad:
                 return torch.zeros_like(x)
-            return torch.autograd.grad(y.square().sum(), leaf, allow_unused=True, materialize_grads=True)[0]
+            return torch.autograd.grad(
+                y.square().sum(), leaf, allow_unused=True, materialize_grads=True
+            )[0]
 
     return backward
 
@@ -451,10 +459,18 @@ _HOOKS = torch.autograd.graph.saved_tensors_hooks
 
 LAYERS: dict[str, Layer] = {
     "graphify": Layer(_graphified(), uses=("graphify",), kind="graph", keeps_draws=True),
-    "graphify, verified": Layer(_graphified(verify=1), uses=("graphify",), kind="graph", keeps_draws=True),
-    "graphify, borrowing": Layer(_borrowing, uses=("graphify",), lends=True, kind="graph", keeps_draws=True),
+    "graphify, verified": Layer(
+        _graphified(verify=1), uses=("graphify",), kind="graph", keeps_draws=True
+    ),
+    "graphify, borrowing": Layer(
+        _borrowing, uses=("graphify",), lends=True, kind="graph", keeps_draws=True
+    ),
     "graphify, donating": Layer(
-        _donating, lambda f: lambda x: f(x.clone()), uses=("graphify",), kind="graph", keeps_draws=True
+        _donating,
+        lambda f: lambda x: f(x.clone()),
+        uses=("graphify",),
+        kind="graph",
+        keeps_draws=True,
     ),
     "piecewise": Layer(
         _split_at_custom_operators,
@@ -467,9 +483,15 @@ LAYERS: dict[str, Layer] = {
         refused_in=(frozenset({"loop", "graph"}), frozenset({"shard"})),
     ),
     "shard by rows": Layer(
-        _sharded(lambda f, x: f(x), Shard(0), Shard(0)), _by_halves, uses=("shard",), kind="shard", divides=True
+        _sharded(lambda f, x: f(x), Shard(0), Shard(0)),
+        _by_halves,
+        uses=("shard",),
+        kind="shard",
+        divides=True,
     ),
-    "shard of copies": Layer(_sharded(lambda f, x: f(x), Replicate(), Replicate()), uses=("shard",), kind="shard"),
+    "shard of copies": Layer(
+        _sharded(lambda f, x: f(x), Replicate(), Replicate()), uses=("shard",), kind="shard"
+    ),
     "shard, all_reduce": Layer(
         _sharded(lambda f, x: (lambda y: y + all_reduce(y, _AXIS))(f(x)), Shard(0), Shard(0)),
         _sum_added,
@@ -490,20 +512,26 @@ LAYERS: dict[str, Layer] = {
         kind="shard",
     ),
     "shard, all_to_all": Layer(
-        _sharded(lambda f, x: all_to_all(f(x), _AXIS, split_dim=0, concat_dim=0), Shard(0), Shard(0)),
+        _sharded(
+            lambda f, x: all_to_all(f(x), _AXIS, split_dim=0, concat_dim=0), Shard(0), Shard(0)
+        ),
         _quarters_exchanged,
         uses=("shard", "all_to_all"),
         kind="shard",
         divides=True,
     ),
     "shard, ppermute": Layer(
-        _sharded(lambda f, x: (lambda y: y + ppermute(y, _AXIS, [(0, 1)]))(f(x)), Shard(0), Shard(0)),
+        _sharded(
+            lambda f, x: (lambda y: y + ppermute(y, _AXIS, [(0, 1)]))(f(x)), Shard(0), Shard(0)
+        ),
         _first_added_to_second,
         uses=("shard", "ppermute"),
         kind="shard",
         divides=True,
     ),
-    "microbatch": Layer(_micro_batched, _by_halves, uses=("microbatch",), divides=True, keeps_draws=True),
+    "microbatch": Layer(
+        _micro_batched, _by_halves, uses=("microbatch",), divides=True, keeps_draws=True
+    ),
     "scan": Layer(_scanned, _repeated(_STEPS), uses=("scan",), keeps_draws=True),
     "compose": Layer(_composed, _repeated(2), uses=("compose",), keeps_draws=True),
     "pipeline": Layer(_piped(1), _repeated(2), uses=("pipeline",)),
@@ -513,7 +541,9 @@ LAYERS: dict[str, Layer] = {
     "pipeline, advancing": Layer(_piped(1, advances=True), _repeated(2), uses=("pipeline", "lift")),
     "pipeline of borrowing graphs": Layer(
         _piped(2, lent=True),
-        lambda f: _by_halves(_repeated(2)(lambda x: f(x).clone())),  # what a stage lends is copied for the next
+        lambda f: _by_halves(
+            _repeated(2)(lambda x: f(x).clone())
+        ),  # what a stage lends is copied for the next
         uses=("pipeline", "graphify"),
         lends=True,
         kind="graph",
@@ -524,8 +554,14 @@ LAYERS: dict[str, Layer] = {
         _repeated(2),
         uses=("pipeline",),
         slow=True,
-        # In a step of a loop that is watched for writes, as in a capture, another thread is not seen.
-        refused_in=(frozenset({"graph"}), frozenset({"func"}), frozenset({"shard"}), frozenset({"loop"})),
+        # In a step of a loop that is watched for writes, as in a capture, another thread is not
+        # seen.
+        refused_in=(
+            frozenset({"graph"}),
+            frozenset({"func"}),
+            frozenset({"shard"}),
+            frozenset({"loop"}),
+        ),
     ),
     "Transform": Layer(_counted, uses=("Transform",), keeps_draws=True),
     "while_loop": Layer(
@@ -542,7 +578,11 @@ LAYERS: dict[str, Layer] = {
         ),
     ),
     "while_loop, max_steps": Layer(
-        _counting_loop(_STEPS + 2), _repeated(_STEPS), uses=("while_loop",), kind="loop", refused_in=(_CHANGES_DTYPE,)
+        _counting_loop(_STEPS + 2),
+        _repeated(_STEPS),
+        uses=("while_loop",),
+        kind="loop",
+        refused_in=(_CHANGES_DTYPE,),
     ),
     "while_loop, reading by its counter": Layer(
         _indexing_loop,
@@ -567,7 +607,9 @@ LAYERS: dict[str, Layer] = {
     "jvp": Layer(_tangent, _tangent, kind="func"),
     "vjp": Layer(_cotangent, _cotangent, kind="func"),
     "jacrev": Layer(_jacobian, _jacobian, kind="func"),
-    "autograd": Layer(_autograd, _autograd, keeps_draws=True, kind="autograd", refused_in=(frozenset({"shard"}),)),
+    "autograd": Layer(
+        _autograd, _autograd, keeps_draws=True, kind="autograd", refused_in=(frozenset({"shard"}),)
+    ),
     "checkpoint": Layer(_checkpointed, _checkpointed, keeps_draws=True),
     "saved-tensor hooks": Layer(
         _inside(lambda x: _HOOKS(lambda t: t.clone(), lambda t: t)),
@@ -575,7 +617,9 @@ LAYERS: dict[str, Layer] = {
         keeps_draws=True,
         refused_in=(frozenset({"shard"}),),  # torch runs hooks under no_grad
     ),
-    "batch_invariant": Layer(_inside(lambda x: batch_invariant()), uses=("batch_invariant",), keeps_draws=True),
+    "batch_invariant": Layer(
+        _inside(lambda x: batch_invariant()), uses=("batch_invariant",), keeps_draws=True
+    ),
     "autocast": Layer(
         _inside(lambda x: torch.autocast(x.device.type, torch.bfloat16)),
         _inside(lambda x: torch.autocast(x.device.type, torch.bfloat16)),
@@ -597,17 +641,27 @@ LAYERS: dict[str, Layer] = {
         refused_in=(frozenset({"shard"}),),
     ),
     "default device": Layer(
-        _inside(lambda x: torch.device(x.device)), _inside(lambda x: torch.device(x.device)), keeps_draws=True
+        _inside(lambda x: torch.device(x.device)),
+        _inside(lambda x: torch.device(x.device)),
+        keeps_draws=True,
     ),
     "copy": Layer(lambda f: copy.copy(f), keeps_draws=True),
     "deepcopy": Layer(lambda f: copy.deepcopy(f), keeps_draws=True),
     "a thread": Layer(
         _in_a_thread,
         _in_a_thread,  # in a capture too, another thread draws from torch's default generator
-        refused_in=(frozenset({"shard"}), frozenset({"graph"})),  # another thread's operators are in no trace
+        refused_in=(
+            frozenset({"shard"}),
+            frozenset({"graph"}),
+        ),  # another thread's operators are in no trace
     ),
     "torch.compile": Layer(
-        _compiled, _same, _compiled, slow=True, kind="compile", refused_in=(frozenset({"graph"}), frozenset({"shard"}))
+        _compiled,
+        _same,
+        _compiled,
+        slow=True,
+        kind="compile",
+        refused_in=(frozenset({"graph"}), frozenset({"shard"})),
     ),
 }
 """The transforms that compositions draw, by name."""

@@ -167,7 +167,9 @@ OCCASIONS: dict[str, Occasion] = {
     "a call after a memory estimate": Occasion(_after_an_estimate, kind="graph"),
     "backward": Occasion(_backward),
     "backward under hooks": Occasion(_backward_under_hooks),
-    "the derivative by what it closes over": Occasion(_derivative_by_what_it_closes_over, kind="func"),
+    "the derivative by what it closes over": Occasion(
+        _derivative_by_what_it_closes_over, kind="func"
+    ),
     "calls in threads at once": Occasion(_in_threads_at_once, keeps_draws=False),
     "calls before and after an error": Occasion(_after_an_error, keeps_draws=False),
     "calls before and after a change outside": Occasion(_after_a_change),

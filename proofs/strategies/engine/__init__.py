@@ -1,1 +1,2 @@
-"""Strategies for engines: loads and traces of requests, and what requests bring: adapters, drafts, embeddings."""
+"""Strategies for engines: loads and traces of requests, and what requests bring: adapters, drafts,
+embeddings."""

@@ -1,4 +1,5 @@
-"""Two LoRA adapters for any model, and parameters with both; requests in scenarios and traces use them."""
+"""Two LoRA adapters for any model, and parameters with both; requests in scenarios and traces use
+them."""
 
 from itertools import cycle, islice
 
@@ -29,8 +30,9 @@ def slots(count: int) -> st.SearchStrategy[tuple[int, ...]]:
 def hold_adapters(
     params: DecoderParams, config: ModelConfig, layout: StageLayout, seed: int, shard: Share = WHOLE
 ) -> DecoderParams:
-    """A stage's parameters, or a rank's share of them, with both adapters: one for all linear layers that can have one,
-    the other for some of them and with another rank. Their weights are large, so that differences show."""
+    """A stage's parameters, or a rank's share of them, with both adapters: one for all linear
+    layers that can have one, the other for some of them and with another rank. Their weights are
+    large, so that differences show."""
     names = [name for index in range(config.num_layers) for name in adaptable(config, index)]
     first = random_adapter(config, names, rank=3, seed=seed, std=0.4)
     second = random_adapter(config, names[::2], rank=1, seed=seed + 1, std=0.6)

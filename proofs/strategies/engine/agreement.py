@@ -5,7 +5,9 @@ from hypothesis import strategies as st
 
 from weft.proofs.laws.engine.agreement import Asked
 
-_NOTES = st.lists(st.tuples(st.sampled_from(("request", "abort")), st.sampled_from("abc")), max_size=3).map(tuple)
+_NOTES = st.lists(
+    st.tuples(st.sampled_from(("request", "abort")), st.sampled_from("abc")), max_size=3
+).map(tuple)
 _ASKED = st.builds(Asked, _NOTES, st.sampled_from(("scale", "scale", "other")))
 
 
@@ -13,7 +15,8 @@ _ASKED = st.builds(Asked, _NOTES, st.sampled_from(("scale", "scale", "other")))
 def conversations(
     draw: st.DrawFn,
 ) -> tuple[list[tuple[int, bool]], list[Asked], list[Asked]]:
-    """Steps, as `differences_are_refused` takes them, and the requests to each of two ranks in them."""
+    """Steps, as `differences_are_refused` takes them, and the requests to each of two ranks in
+    them."""
     steps = draw(st.lists(st.tuples(st.integers(1, 3), st.booleans()), min_size=1, max_size=6))
     mine = draw(st.lists(_ASKED, min_size=len(steps), max_size=len(steps)))
     theirs = list(mine)
@@ -26,5 +29,7 @@ def conversations(
             theirs[place] = attrs.evolve(own, notes=own.notes[::-1])
         case "a step later" if place + 1 < len(steps):
             theirs[place] = attrs.evolve(own, notes=own.notes[:-1])
-            theirs[place + 1] = attrs.evolve(mine[place + 1], notes=own.notes[-1:] + mine[place + 1].notes)
+            theirs[place + 1] = attrs.evolve(
+                mine[place + 1], notes=own.notes[-1:] + mine[place + 1].notes
+            )
     return steps, mine, theirs

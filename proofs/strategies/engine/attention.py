@@ -1,4 +1,5 @@
-"""Attention by other means: back ends of every capability, windows in some layers, and dense attention beside it."""
+"""Attention by other means: back ends of every capability, windows in some layers, and dense
+attention beside it."""
 
 from typing import Any
 
@@ -20,14 +21,16 @@ class OtherAttention:
 
     Args:
         windows: of each layer; 0: none.
-        capability: of the back end. Where it cannot be in a graph, it reads the lengths on the host.
+        capability: of the back end. Where it cannot be in a graph, it reads the lengths on the
+            host.
     """
 
     windows: tuple[int, ...]
     capability: str
 
     def apply(self, model: Model, given: Extras | None = None) -> Model:
-        """The model with that attention; if `given` is not None, with dense attention in its place."""
+        """The model with that attention; if `given` is not None, with dense attention in its place.
+        """
         model = attrs.evolve(model, config=attrs.evolve(model.config, windows=self.windows))
         if given is not None:
             return model.with_stages(attend=dense)
@@ -35,11 +38,14 @@ class OtherAttention:
         return model.with_stages(attend=own)
 
     def _plan(self, q: Tensor, _: Tensor, *where: Any) -> tuple[Any, Any]:
-        """The start and the length of each request: lists on the host or, where a graph may be captured, tensors."""
+        """The start and the length of each request: lists on the host or, where a graph may be
+        captured, tensors."""
         longest, lengths = where[4], where[3]
         is_uniform = len(lengths) * longest == len(q)
         single = is_uniform and longest == 1
-        inside = {"full": True, "uniform": is_uniform, "uniform_single_token": single}.get(self.capability, False)
+        inside = {"full": True, "uniform": is_uniform, "uniform_single_token": single}.get(
+            self.capability, False
+        )
         return (where[2] + 0, lengths + 0) if inside else (where[2].tolist(), lengths.tolist())
 
     def _attend(self, q: Tensor, kv_pages: Tensor, *where: Any) -> Tensor:
@@ -50,7 +56,12 @@ class OtherAttention:
 
 
 def planned(
-    q: Tensor, kv_pages: Tensor, plan: tuple[list[int], list[int]], slots: Tensor, table: Tensor, *rest: Any
+    q: Tensor,
+    kv_pages: Tensor,
+    plan: tuple[list[int], list[int]],
+    slots: Tensor,
+    table: Tensor,
+    *rest: Any,
 ) -> Tensor:
     """Attention of one request after the other, by a plan that was made on the host."""
     starts, lengths, longest, scale, window = rest

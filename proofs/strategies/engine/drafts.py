@@ -1,4 +1,5 @@
-"""Drafters for the requests of a trace or an engine: prompt lookup, or a model that is often or seldom right."""
+"""Drafters for the requests of a trace or an engine: prompt lookup, or a model that is often or
+seldom right."""
 
 from pathlib import Path
 
@@ -18,8 +19,8 @@ MODELS = ("itself", "another")
 
 @attrs.frozen
 class Drafts:
-    """The most tokens drafted per step, by prompt lookup of n-grams or by a model: the served one itself, or another
-    with one layer."""
+    """The most tokens drafted per step, by prompt lookup of n-grams or by a model: the served one
+    itself, or another with one layer."""
 
     num_tokens: int
     way: tuple[int, int] | str
@@ -30,7 +31,11 @@ class Drafts:
         """The drafter for a model with these weights (`random_params`)."""
         if not isinstance(self.way, str):
             return Speculation(self.num_tokens, ngram=self.way)
-        own = config if self.way == "itself" else attrs.evolve(config, num_layers=1, windows=config.windows[:1])
+        own = (
+            config
+            if self.way == "itself"
+            else attrs.evolve(config, num_layers=1, windows=config.windows[:1])
+        )
         seed += self.way == "another"
         (whole,) = split_layers(own.num_layers, 1)
         params = random_params(own, whole, seed=seed, device="cpu", dtype=torch.float32, std=std)
@@ -40,7 +45,9 @@ class Drafts:
 
 def lookups() -> st.SearchStrategy[Drafts]:
     """Prompt lookup, often of single tokens."""
-    return st.builds(Drafts, st.sampled_from((4, 3, 2, 1)), st.sampled_from(((1, 3), (1, 1), (2, 3))))
+    return st.builds(
+        Drafts, st.sampled_from((4, 3, 2, 1)), st.sampled_from(((1, 3), (1, 1), (2, 3)))
+    )
 
 
 def models() -> st.SearchStrategy[Drafts]:

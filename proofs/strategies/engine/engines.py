@@ -1,4 +1,5 @@
-"""Random loads of an engine: a small model, the engine's options, and prompts that arrive, fork and end."""
+"""Random loads of an engine: a small model, the engine's options, and prompts that arrive, fork and
+end."""
 
 import functools
 import random
@@ -30,7 +31,8 @@ _STD = 0.5
 
 @functools.cache
 def small_model(seed: int = 0) -> Model:
-    """A model of three layers without a tokenizer. Its weights are large, so that differences show."""
+    """A model of three layers without a tokenizer. Its weights are large, so that differences show.
+    """
     config = parse_config(
         {
             "architectures": ["Qwen3ForCausalLM"],
@@ -58,13 +60,17 @@ def small_adapters(version: int = 0) -> dict[str, Adapter]:
 
 
 def adapters_of(config: ModelConfig, version: int = 0) -> dict[str, Adapter]:
-    """Two adapters for a model: one for attention alone, one for all layers that can have one, of a larger rank. Each
-    version has the same shapes, and other values."""
+    """Two adapters for a model: one for attention alone, one for all layers that can have one, of a
+    larger rank. Each version has the same shapes, and other values."""
     names = [name for layer in range(config.num_layers) for name in adaptable(config, layer)]
     parts = {"of attention": [name for name in names if "self_attn" in name], "of all": names}
     return {
         name: random_adapter(
-            config, own, rank=(1, max(2, config.hidden_size // 16))[index], seed=index + 2 * version, std=0.5
+            config,
+            own,
+            rank=(1, max(2, config.hidden_size // 16))[index],
+            seed=index + 2 * version,
+            std=0.5,
         )
         for index, (name, own) in enumerate(parts.items())
     }
@@ -78,7 +84,8 @@ def small_speculation(drafts: Drafts, device: torch.device | str = "cpu") -> Spe
 
 @attrs.frozen
 class Half:
-    """A mask that allows half of some tokens, others after each prefix, as ids or as bits; sometimes any token.
+    """A mask that allows half of some tokens, others after each prefix, as ids or as bits;
+    sometimes any token.
 
     Args:
         seed: fixes what it allows.
@@ -98,12 +105,17 @@ class Half:
     def allowed(self, said: Sequence[int]) -> list[int] | None:
         """The tokens allowed next; None: any."""
         chosen = random.Random(f"{self.seed} {list(said)}")
-        return sorted(chosen.sample(self.tokens, len(self.tokens) // 2)) if chosen.random() < 0.8 else None
+        return (
+            sorted(chosen.sample(self.tokens, len(self.tokens) // 2))
+            if chosen.random() < 0.8
+            else None
+        )
 
 
 @attrs.frozen
 class Call:
-    """A prompt that arrives before a step of the engine, with its index as its id, and the step of its abort."""
+    """A prompt that arrives before a step of the engine, with its index as its id, and the step of
+    its abort."""
 
     step: int
     prompt: tuple[int, ...]
@@ -127,9 +139,13 @@ class Load:
     drafts: Drafts | None = None
 
     def engine(
-        self, run_ahead: int | None = None, model: Model | None = None, transport: Transport | None = None
+        self,
+        run_ahead: int | None = None,
+        model: Model | None = None,
+        transport: Transport | None = None,
     ) -> Engine:
-        """The engine, for `small_model()` or for another one, in this thread or over another transport."""
+        """The engine, for `small_model()` or for another one, in this thread or over another
+        transport."""
         model = model or small_model()
         return Engine(
             model,
@@ -140,8 +156,12 @@ class Load:
             run_ahead=self.run_ahead if run_ahead is None else run_ahead,
             num_logprobs=max(1, *(call.sampling.logprobs or 0 for call in self.calls)),
             seed=0,
-            adapters=adapters_of(model.config) if any(call.adapter for call in self.calls) else None,
-            speculation=None if self.drafts is None else small_speculation(self.drafts, model.device),
+            adapters=adapters_of(model.config)
+            if any(call.adapter for call in self.calls)
+            else None,
+            speculation=None
+            if self.drafts is None
+            else small_speculation(self.drafts, model.device),
         )
 
 
@@ -153,20 +173,24 @@ def loads(
     adapters: bool = True,
     stages: tuple[int, int] = (1, 3),
 ) -> Load:
-    """Up to four prompts, some with the same beginning, with several completions or with adapters. The engine's rows,
-    pages and tokens per step may be scarce, and it may draft.
+    """Up to four prompts, some with the same beginning, with several completions or with adapters.
+    The engine's rows, pages and tokens per step may be scarce, and it may draft.
 
     Args:
         modes: the graph modes to draw from.
-        masks: whether most prompts have a mask; then there are more prompts, at the same time, so that they share
-        steps.
+        masks: whether most prompts have a mask; then there are more prompts, at the same time, so
+        that they share steps.
         adapters: whether some loads have adapters.
         stages: the fewest and the most stages.
     """
     page_size, rows = draw(st.sampled_from((2, 4))), draw(st.integers(3 if masks else 1, 5))
     num_stages = draw(st.integers(*stages))
-    names = draw(st.sampled_from(((None,), (None,), (None, *small_adapters())) if adapters else ((None,),)))
-    calls = tuple(draw(_calls(names, masks)) for _ in range(draw(st.integers(3 if masks else 1, 4))))
+    names = draw(
+        st.sampled_from(((None,), (None,), (None, *small_adapters())) if adapters else ((None,),))
+    )
+    calls = tuple(
+        draw(_calls(names, masks)) for _ in range(draw(st.integers(3 if masks else 1, 4)))
+    )
     longest = max(len(call.prompt) + call.max_tokens for call in calls)
     pages = -(-longest // page_size)
     limits = EngineLimits(
@@ -178,7 +202,9 @@ def loads(
         mixed=draw(st.booleans()),
     )
     drafts = draw(st.one_of(st.none(), lookups(), models()))
-    return Load(limits, num_stages, draw(st.sampled_from(modes)), draw(st.integers(0, 3)), calls, drafts)
+    return Load(
+        limits, num_stages, draw(st.sampled_from(modes)), draw(st.integers(0, 3)), calls, drafts
+    )
 
 
 @st.composite

@@ -1,4 +1,5 @@
-"""Interrupts of an engine's calls: an exception from outside, or Ctrl-C, at any line that a call executes."""
+"""Interrupts of an engine's calls: an exception from outside, or Ctrl-C, at any line that a call
+executes."""
 
 import dis
 import functools
@@ -13,7 +14,8 @@ from typing import Any
 import attrs
 
 _LOOKS = "CALL", "JUMP_BACKWARD", "RESUME", "SEND", "FOR_ITER", "WITH"
-"""CPython looks for signals at these instructions: none arrives between two lines that have none of them."""
+"""CPython looks for signals at these instructions: none arrives between two lines that have none of
+them."""
 
 
 def press_ctrl_c() -> None:
@@ -86,8 +88,9 @@ class Interrupt:
 
 @attrs.frozen
 class Places:
-    """Draws the lines of calls: a module by its depth, then one of the lines that the call had there before. Most lines
-    of a call are those of operators; the few in which the engine's books change would hardly be drawn.
+    """Draws the lines of calls: a module by its depth, then one of the lines that the call had
+    there before. Most lines of a call are those of operators; the few in which the engine's books
+    change would hardly be drawn.
 
     Args:
         modules: beginnings of modules' names.

@@ -19,8 +19,19 @@ from weft.transforms.engine.requests.prompts import EmbedsPrompt
 
 _LAYERS = 4
 _STD = 0.2
-_EXPERTS = {"num_experts": 6, "num_experts_per_tok": 4, "moe_intermediate_size": 128, "norm_topk_prob": True}
-_FP8 = {"quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128], "activation_scheme": "dynamic"}}
+_EXPERTS = {
+    "num_experts": 6,
+    "num_experts_per_tok": 4,
+    "moe_intermediate_size": 128,
+    "norm_topk_prob": True,
+}
+_FP8 = {
+    "quantization_config": {
+        "quant_method": "fp8",
+        "weight_block_size": [128, 128],
+        "activation_scheme": "dynamic",
+    }
+}
 INVARIANT_MODELS: dict[str, dict[str, Any]] = {
     "Qwen3": {"architectures": ["Qwen3ForCausalLM"]},
     "Llama with a scaled rope": {
@@ -31,7 +42,11 @@ INVARIANT_MODELS: dict[str, dict[str, Any]] = {
     "Mistral with a window": {"architectures": ["MistralForCausalLM"], "sliding_window": 5},
     "Qwen2-VL with images": {
         "architectures": ["Qwen2VLForConditionalGeneration"],
-        "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [4, 6, 6]},
+        "rope_parameters": {
+            "rope_type": "default",
+            "rope_theta": 10000.0,
+            "mrope_section": [4, 6, 6],
+        },
         "eos_token_id": None,
     },
     "experts": {"architectures": ["Qwen3MoeForCausalLM"], **_EXPERTS},
@@ -40,7 +55,8 @@ INVARIANT_MODELS: dict[str, dict[str, Any]] = {
     "float16": {"architectures": ["LlamaForCausalLM"]},
     "a cache in FP8": {"architectures": ["Qwen3ForCausalLM"]},
 }
-"""The fields of the batch-invariant models' configurations, by kind; each architecture has a kind."""
+"""The fields of the batch-invariant models' configurations, by kind; each architecture has a kind.
+"""
 _DTYPES = {"FP8": torch.bfloat16, "experts in FP8": torch.bfloat16, "float16": torch.float16}
 _KV_DTYPES = {"a cache in FP8": torch.float8_e4m3fn}
 MAX_LEN = 640
@@ -49,8 +65,9 @@ MAX_LEN = 640
 
 @functools.cache
 def invariant_model(kind: str) -> Model:
-    """A batch-invariant model, one of `INVARIANT_MODELS`, wide enough for sums to have several orders. Its weights are
-    large: a logprob is rounded coarsely, so differences between small logits would seldom show in it."""
+    """A batch-invariant model, one of `INVARIANT_MODELS`, wide enough for sums to have several
+    orders. Its weights are large: a logprob is rounded coarsely, so differences between small
+    logits would seldom show in it."""
     config = parse_config(
         {
             "vocab_size": VOCABULARY,
@@ -67,8 +84,12 @@ def invariant_model(kind: str) -> Model:
         source=f"a model of {kind}",
     )
     (whole,) = split_model(config, 1)
-    params = random_params(config, whole, seed=0, device="cpu", dtype=_DTYPES.get(kind, torch.float32), std=_STD)
-    return Model(config, params, None, Path(kind), kv_dtype=_KV_DTYPES.get(kind)).with_stages(batch_invariant=True)
+    params = random_params(
+        config, whole, seed=0, device="cpu", dtype=_DTYPES.get(kind, torch.float32), std=_STD
+    )
+    return Model(config, params, None, Path(kind), kv_dtype=_KV_DTYPES.get(kind)).with_stages(
+        batch_invariant=True
+    )
 
 
 @attrs.frozen
@@ -77,7 +98,8 @@ class InvariantLoad:
 
     Args:
         kind: of the model, one of `INVARIANT_MODELS`.
-        prompts: for each call of the load, the prompt with an image and positions that replaces its own; or None.
+        prompts: for each call of the load, the prompt with an image and positions that replaces its
+            own; or None.
         has_threads: whether each stage runs in a thread of its own.
     """
 
@@ -94,8 +116,8 @@ class InvariantLoad:
 
 @st.composite
 def invariant_loads(draw: st.DrawFn, stages: tuple[int, int] = (1, _LAYERS)) -> InvariantLoad:
-    """A model and a load of 1 to 4 stages, in threads or not. If the model has mRoPE, most prompts have positions, and
-    most of these an image. Of any other model, some prompts are long.
+    """A model and a load of 1 to 4 stages, in threads or not. If the model has mRoPE, most prompts
+    have positions, and most of these an image. Of any other model, some prompts are long.
 
     Args:
         stages: the fewest and the most stages.
@@ -107,7 +129,9 @@ def invariant_loads(draw: st.DrawFn, stages: tuple[int, int] = (1, _LAYERS)) -> 
         load = draw(_lengthened(load))
     for index, call in enumerate(load.calls):
         has_image = config.rope.mrope_section is not None and draw(st.integers(0, 3)) < 3
-        prompts.append(draw(images(call.prompt, config.hidden_size, index % 2)) if has_image else None)
+        prompts.append(
+            draw(images(call.prompt, config.hidden_size, index % 2)) if has_image else None
+        )
     counts = [draw(st.sampled_from((None, 0, 1, 3))) for _ in load.calls]
     calls = tuple(map(_asking, load.calls, counts, prompts))
     has_threads = load.pipeline > 1 and draw(st.booleans())
@@ -116,8 +140,8 @@ def invariant_loads(draw: st.DrawFn, stages: tuple[int, int] = (1, _LAYERS)) -> 
 
 @st.composite
 def _lengthened(draw: st.DrawFn, load: Load) -> Load:
-    """The load with one or all prompts after a long text, the same one, in chunks of several sizes. It drafts by prompt
-    lookup, if at all: the draft models are for short prompts."""
+    """The load with one or all prompts after a long text, the same one, in chunks of several sizes.
+    It drafts by prompt lookup, if at all: the draft models are for short prompts."""
     longer = draw(st.sampled_from((270, 70, 270, 530)))
     index = draw(st.sampled_from((0, 0, None)))
     text = tuple(at * at % 11 for at in range(longer))
@@ -142,8 +166,10 @@ def _lengthened(draw: st.DrawFn, load: Load) -> Load:
 
 
 def _asking(call: Call, logprobs: int | None, prompt: EmbedsPrompt | None) -> Call:
-    """The call, which asks for the logprobs of this many of the likeliest tokens; and for those of its prompt, unless
-    that has embeddings, which have none."""
+    """The call, which asks for the logprobs of this many of the likeliest tokens; and for those of
+    its prompt, unless that has embeddings, which have none."""
     has_none = prompt is not None and EMBEDDED in prompt.ids
     of_prompt = None if has_none or call.sampling.prompt_logprobs is None else logprobs
-    return attrs.evolve(call, sampling=attrs.evolve(call.sampling, logprobs=logprobs, prompt_logprobs=of_prompt))
+    return attrs.evolve(
+        call, sampling=attrs.evolve(call.sampling, logprobs=logprobs, prompt_logprobs=of_prompt)
+    )

@@ -12,7 +12,12 @@ from tokenizers import decoders
 from weft.batch import EMBEDDED
 from weft.ops.sampling.logits import pack_bits
 from weft.proofs.strategies.engine.drafts import Drafts, lookups, models
-from weft.proofs.strategies.engine.engines import VOCABULARY, small_adapters, small_model, small_speculation
+from weft.proofs.strategies.engine.engines import (
+    VOCABULARY,
+    small_adapters,
+    small_model,
+    small_speculation,
+)
 from weft.transforms.engine.engine import Engine
 from weft.transforms.engine.options import EngineLimits
 from weft.transforms.engine.requests.prompts import EmbedsPrompt
@@ -48,7 +53,9 @@ class OddMask:
             case "any":
                 return None
             case "bits" | "sparse":
-                bits = pack_bits(ids, VOCABULARY) | torch.tensor([chosen.choice((0, -(2**31)))], dtype=torch.int32)
+                bits = pack_bits(ids, VOCABULARY) | torch.tensor(
+                    [chosen.choice((0, -(2**31)))], dtype=torch.int32
+                )
                 return bits if kind == "bits" else bits.to_sparse()
             case "few":
                 return ids[:1]
@@ -61,7 +68,14 @@ class OddMask:
             case "nothing":
                 return chosen.choice(([], torch.zeros(1, dtype=torch.int32)))
             case "raises":
-                raise chosen.choice((KeyError("state"), RecursionError(), StopIteration(), AssertionError("grammar")))
+                raise chosen.choice(
+                    (
+                        KeyError("state"),
+                        RecursionError(),
+                        StopIteration(),
+                        AssertionError("grammar"),
+                    )
+                )
             case "a number":
                 return 3
             case "beyond":
@@ -137,7 +151,9 @@ class OddCall:
         rows = torch.zeros(len(self.prompt), hidden)
         for place, value in self.embeds.items():
             rows[place] = value * torch.linspace(-1, 1, hidden)
-        return EmbedsPrompt([EMBEDDED if i in self.embeds else t for i, t in enumerate(self.prompt)], rows)
+        return EmbedsPrompt(
+            [EMBEDDED if i in self.embeds else t for i, t in enumerate(self.prompt)], rows
+        )
 
 
 @attrs.frozen
@@ -161,7 +177,9 @@ class OddLoad:
     def engine(self) -> Engine:
         """The engine."""
         model: Any = small_model()
-        tokenizer = None if self.decodes == "nothing" else Letters(MUTE if self.decodes == "most" else None)
+        tokenizer = (
+            None if self.decodes == "nothing" else Letters(MUTE if self.decodes == "most" else None)
+        )
         config = attrs.evolve(model.config, eos_token_ids=self.ends)
         return Engine(
             attrs.evolve(model, config=config, tokenizer=tokenizer),
@@ -190,7 +208,9 @@ _FIELDS: dict[str, st.SearchStrategy[Any]] = {
     "logit_bias": st.dictionaries(
         _TOKEN, st.sampled_from((0, -100, 100, 10**30, -(10**30), 1e30, -1e30, 1e-30)), min_size=1
     ),
-    "allowed_token_ids": st.one_of(st.lists(_TOKEN, min_size=1, max_size=2), _TOKENS, st.just(list(ENDS))),
+    "allowed_token_ids": st.one_of(
+        st.lists(_TOKEN, min_size=1, max_size=2), _TOKENS, st.just(list(ENDS))
+    ),
     "bad_token_ids": st.one_of(_TOKENS, st.just(_OTHERS)),
     "min_tokens": st.sampled_from((1, 2, 5, 1000, 2**31 - 1)),
     "stop_token_ids": _TOKENS,
@@ -205,8 +225,8 @@ _FIELDS: dict[str, st.SearchStrategy[Any]] = {
 
 @st.composite
 def odd_loads(draw: st.DrawFn) -> OddLoad:
-    """Up to eight requests with any parameters, arbitrary masks, embeddings of NaN or infinity, and odd ids, for an
-    engine with few rows and pages, or many."""
+    """Up to eight requests with any parameters, arbitrary masks, embeddings of NaN or infinity, and
+    odd ids, for an engine with few rows and pages, or many."""
     page_size, stages = draw(st.sampled_from((2, 4))), draw(st.integers(1, 3))
     rows = draw(st.integers(1, 5))
     limits = EngineLimits(
@@ -230,8 +250,14 @@ def odd_loads(draw: st.DrawFn) -> OddLoad:
 
 
 _THEMES: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
-    "a mask, and parameters that bar": (("few", "ends", "ids"), ("allowed_token_ids", "min_tokens", "bad_token_ids")),
-    "parameters that bar": ((), ("bad_token_ids", "min_tokens", "stop_token_ids", "allowed_token_ids")),
+    "a mask, and parameters that bar": (
+        ("few", "ends", "ids"),
+        ("allowed_token_ids", "min_tokens", "bad_token_ids"),
+    ),
+    "parameters that bar": (
+        (),
+        ("bad_token_ids", "min_tokens", "stop_token_ids", "allowed_token_ids"),
+    ),
     "a mask": (ANSWERS, ("temperature", "n", "prompt_logprobs", "seed")),
     "any parameters": ((), tuple(_FIELDS)),
     "anything": (ANSWERS, tuple(_FIELDS)),
@@ -247,7 +273,11 @@ def _calls(draw: st.DrawFn) -> OddCall:
     answers = draw(st.lists(st.sampled_from(kinds), min_size=1, max_size=4)) if kinds else []
     places = st.integers(0, len(prompt) - 1)
     values = st.sampled_from((1.0, 0.0, 100.0, 1e30, float("inf"), float("nan")))
-    embeds = draw(st.one_of(st.just({}), st.just({}), st.just({}), st.dictionaries(places, values, max_size=3)))
+    embeds = draw(
+        st.one_of(
+            st.just({}), st.just({}), st.just({}), st.dictionaries(places, values, max_size=3)
+        )
+    )
     step = draw(st.integers(0, 6))
     return OddCall(
         step,

@@ -1,4 +1,5 @@
-"""Functions of one's own in a decoder's stages, random ones, with their extras and what they capture and carry."""
+"""Functions of one's own in a decoder's stages, random ones, with their extras and what they
+capture and carry."""
 
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -22,12 +23,13 @@ class OwnStages:
     """Changes of a model, each by extras of the request.
 
     Args:
-        layers: for the indices of some layers, what is changed in their result: `vector` is added, or it is multiplied
-            by 1 + `strength`.
-        parts: the functions that are replaced: `feed_forward` and `attention` are multiplied by 1 + `strength`, and
-            `bias` is added to the `logits`.
+        layers: for the indices of some layers, what is changed in their result: `vector` is added,
+            or it is multiplied by 1 + `strength`.
+        parts: the functions that are replaced: `feed_forward` and `attention` are multiplied by 1 +
+            `strength`, and `bias` is added to the `logits`.
         captured: the indices of the layers whose result is captured.
-        carried: the indices of the layers that carry a sum over the request's tokens, which is added to their result.
+        carried: the indices of the layers that carry a sum over the request's tokens, which is
+            added to their result.
         prefix_caching: of `model.with_stages`.
         patched: the indices of the layers to whose input each token's own `patch` is added.
     """
@@ -43,14 +45,25 @@ class OwnStages:
         """The changed model.
 
         Args:
-            given: the values of the extras, as constants of the functions, which see one request alone, and compute
-                what it carries anew from all of its tokens at each step; None: those of each request.
+            given: the values of the extras, as constants of the functions, which see one request
+                alone, and compute what it carries anew from all of its tokens at each step; None:
+                those of each request.
         """
         hidden, vocab = model.config.hidden_size, model.config.vocab_size
-        defaults = {"vector": torch.zeros(hidden), "strength": torch.zeros(()), "bias": torch.zeros(vocab)}
-        values = {} if given is None else {name: given.get(name, x).to(model.device) for name, x in defaults.items()}
+        defaults = {
+            "vector": torch.zeros(hidden),
+            "strength": torch.zeros(()),
+            "bias": torch.zeros(vocab),
+        }
+        values = (
+            {}
+            if given is None
+            else {name: given.get(name, x).to(model.device) for name, x in defaults.items()}
+        )
         unpatched = torch.full((hidden,), 0.25)
-        table = torch.cat(((given or {}).get("patch", unpatched[None]), unpatched[None])).to(model.device)
+        table = torch.cat(((given or {}).get("patch", unpatched[None]), unpatched[None])).to(
+            model.device
+        )
 
         def patch(batch: Any) -> Tensor:
             if given is None:
@@ -68,7 +81,9 @@ class OwnStages:
         def stronger(config: Any, layer: Any, batch: Any, x: Any) -> Tensor:
             return _times(feed_forward(config, layer, batch, x), read("strength", batch))
 
-        def attentive(config: Any, layer: Any, kv_pages: Tensor, batch: Any, *rest: Any) -> tuple[Tensor, Tensor]:
+        def attentive(
+            config: Any, layer: Any, kv_pages: Tensor, batch: Any, *rest: Any
+        ) -> tuple[Tensor, Tensor]:
             added, pages = attention(config, layer, kv_pages, batch, *rest)
             return _times(added, read("strength", batch)), pages
 
@@ -96,11 +111,14 @@ class OwnStages:
 
     @property
     def _indices(self) -> list[int]:
-        return sorted({index for index, _ in self.layers} | {*self.captured, *self.carried, *self.patched})
+        return sorted(
+            {index for index, _ in self.layers} | {*self.captured, *self.carried, *self.patched}
+        )
 
 
 def _times(added: Tensor, strength: Tensor) -> Tensor:
-    """A block's result times 1 + strength; it may be parts of a sum, [parts, num_tokens, hidden_size]."""
+    """A block's result times 1 + strength; it may be parts of a sum, [parts, num_tokens,
+    hidden_size]."""
     return added * (1 + strength)
 
 
@@ -124,7 +142,8 @@ def _adding(index: int) -> Add:
 
 
 def _adding_anew(start: Tensor) -> Add:
-    """The same for one request alone, whose tokens are kept here. The batch may be padded at its end, at position 0."""
+    """The same for one request alone, whose tokens are kept here. The batch may be padded at its
+    end, at position 0."""
     seen: dict[int, Tensor] = {}
 
     def add(batch: Any, hidden: Tensor) -> Tensor:
@@ -140,10 +159,16 @@ def _adding_anew(start: Tensor) -> Add:
 
 
 def _change(
-    kind: str | None, captured: bool, index: int, read: Callable[[str, Any], Tensor], add: Add | None = None
+    kind: str | None,
+    captured: bool,
+    index: int,
+    read: Callable[[str, Any], Tensor],
+    add: Add | None = None,
 ) -> Any:
     def change(layer: Any) -> Any:
-        def run(params: Any, kv_pages: Tensor, batch: Any, tables: Any, hidden: Tensor) -> tuple[Tensor, Tensor]:
+        def run(
+            params: Any, kv_pages: Tensor, batch: Any, tables: Any, hidden: Tensor
+        ) -> tuple[Tensor, Tensor]:
             hidden, kv_pages = layer(params, kv_pages, batch, tables, hidden)
             if kind == "vector":
                 hidden = hidden + read("vector", batch)
@@ -172,11 +197,14 @@ def _patched(change: Any, patch: Callable[[Any], Tensor]) -> Any:
 
 
 def patched_stages(num_layers: int) -> st.SearchStrategy[OwnStages]:
-    """Changes of a model with so many layers by inputs of each token, in some layers; others are captured, or not."""
+    """Changes of a model with so many layers by inputs of each token, in some layers; others are
+    captured, or not."""
     some = st.lists(st.integers(0, num_layers - 1), unique=True, min_size=1).map(tuple)
     policies = st.sampled_from((None, "recompute"))
     no_captures = st.builds(OwnStages, st.just(()), st.just(()), st.just(()), patched=some)
-    return no_captures | st.builds(OwnStages, st.just(()), st.just(()), some, patched=some, prefix_caching=policies)
+    return no_captures | st.builds(
+        OwnStages, st.just(()), st.just(()), some, patched=some, prefix_caching=policies
+    )
 
 
 @st.composite
@@ -190,24 +218,40 @@ def token_patches(draw: st.DrawFn, model: Model, num_tokens: int) -> Extras | No
 
 
 def own_stages(num_layers: int) -> st.SearchStrategy[OwnStages]:
-    """Changes of a model with so many layers: of some layers, and of some of a stage's functions."""
+    """Changes of a model with so many layers: of some layers, and of some of a stage's functions.
+    """
     index = st.integers(0, num_layers - 1)
     parts = {
-        "layers": st.dictionaries(index, st.sampled_from(_LAYERS)).map(lambda own: tuple(sorted(own.items()))),
+        "layers": st.dictionaries(index, st.sampled_from(_LAYERS)).map(
+            lambda own: tuple(sorted(own.items()))
+        ),
         "parts": st.lists(st.sampled_from(_PARTS), unique=True).map(tuple),
     }
-    some, policies = st.lists(index, unique=True).map(tuple), st.sampled_from((None, "none", "recompute"))
+    some, policies = (
+        st.lists(index, unique=True).map(tuple),
+        st.sampled_from((None, "none", "recompute")),
+    )
     carried = st.lists(index, unique=True, min_size=1).map(tuple)
     return st.one_of(
         st.builds(OwnStages, **parts, captured=some, carried=some, prefix_caching=policies),
-        st.builds(OwnStages, **parts, captured=st.just(()), carried=carried, prefix_caching=st.just("snapshot")),
+        st.builds(
+            OwnStages,
+            **parts,
+            captured=st.just(()),
+            carried=carried,
+            prefix_caching=st.just("snapshot"),
+        ),
     )
 
 
 @st.composite
 def request_extras(draw: st.DrawFn, model: Model) -> Extras | None:
     """The extras that one request gives for the changes of `OwnStages`: some of them, or none."""
-    sizes = {"vector": (model.config.hidden_size,), "strength": (), "bias": (model.config.vocab_size,)}
+    sizes = {
+        "vector": (model.config.hidden_size,),
+        "strength": (),
+        "bias": (model.config.vocab_size,),
+    }
     names, seed = draw(st.lists(st.sampled_from([*sizes]), unique=True)), draw(st.integers(0, 2))
     generator = torch.Generator().manual_seed(seed)
     return {name: torch.randn(sizes[name], generator=generator) for name in sorted(names)} or None

@@ -1,4 +1,5 @@
-"""Random traces: requests with their arrivals, parameters and aborts, and the model and memory that serve them."""
+"""Random traces: requests with their arrivals, parameters and aborts, and the model and memory that
+serve them."""
 
 import itertools
 from typing import Any
@@ -29,22 +30,30 @@ _STD = 0.3
 """The standard deviation of the weights, large enough that differences show."""
 
 
-def step_times(max_limit: int, max_tokens: int = 5, max_seconds: int = 9) -> st.SearchStrategy[StepTime]:
+def step_times(
+    max_limit: int, max_tokens: int = 5, max_seconds: int = 9
+) -> st.SearchStrategy[StepTime]:
     """Limits on a step's seconds, and what steps take, in whole numbers.
 
     Args:
         max_limit: the greatest limit.
         max_tokens, max_seconds: between one measured step and the next.
     """
-    points = st.lists(st.tuples(st.integers(1, max_tokens), st.integers(0, max_seconds)), min_size=1, max_size=3)
-    curve = points.map(lambda own: tuple(zip(*map(itertools.accumulate, zip(*own, strict=True)), strict=True)))
-    return st.builds(StepTime, st.integers(1, max_limit), curve, st.integers(0, 2), st.integers(0, 5))
+    points = st.lists(
+        st.tuples(st.integers(1, max_tokens), st.integers(0, max_seconds)), min_size=1, max_size=3
+    )
+    curve = points.map(
+        lambda own: tuple(zip(*map(itertools.accumulate, zip(*own, strict=True)), strict=True))
+    )
+    return st.builds(
+        StepTime, st.integers(1, max_limit), curve, st.integers(0, 2), st.integers(0, 5)
+    )
 
 
 @attrs.frozen
 class Arrival:
-    """A request, the tick before which it arrives, the tick before which it is aborted (None: never), and the request
-    with the same prompt whose pages it waits for."""
+    """A request, the tick before which it arrives, the tick before which it is aborted (None:
+    never), and the request with the same prompt whose pages it waits for."""
 
     tick: int
     request: Request
@@ -62,7 +71,8 @@ class Trace:
         budget: the limits of a step.
         num_pages, page_size: of the KV cache.
         window: the ticks that are scheduled before the tokens of the first of them are read.
-        reads_late: whether a pipeline's tokens are read once they have returned to all ranks, not once per window.
+        reads_late: whether a pipeline's tokens are read once they have returned to all ranks, not
+            once per window.
         seed: of the weights.
         drafts: the way tokens are drafted; None: not at all.
     """
@@ -81,7 +91,8 @@ class Trace:
         return (
             f"Trace({self.config.architecture}, {self.config.num_layers} layers, seed={self.seed}, {self.budget}, "
             f"num_pages={self.num_pages}, page_size={self.page_size}, window={self.window}, "
-            f"reads_late={self.reads_late}, arrivals={self.arrivals}" + (f", {self.drafts})" if self.drafts else ")")
+            f"reads_late={self.reads_late}, arrivals={self.arrivals}"
+            + (f", {self.drafts})" if self.drafts else ")")
         )
 
     @property
@@ -109,10 +120,16 @@ class Trace:
     def params(self, num_stages: int, device: torch.device | str = "cpu") -> tuple[Any, ...]:
         """The weights of each stage, of deviation 0.3, so that differences show."""
         (whole,) = self.layouts(1)
-        made = random_params(self.config, whole, seed=self.seed, device="cpu", dtype=torch.float32, std=_STD)
+        made = random_params(
+            self.config, whole, seed=self.seed, device="cpu", dtype=torch.float32, std=_STD
+        )
         made = tree_map(lambda x: x.to(device) if isinstance(x, torch.Tensor) else x, made)
-        own = [(slice_params(made, layout), self.config, layout) for layout in self.layouts(num_stages)]
-        held = tuple(hold_adapters(*stage, self.seed) if self.num_adapters else stage[0] for stage in own)
+        own = [
+            (slice_params(made, layout), self.config, layout) for layout in self.layouts(num_stages)
+        ]
+        held = tuple(
+            hold_adapters(*stage, self.seed) if self.num_adapters else stage[0] for stage in own
+        )
         return ((held[0], self.speculation(device).params), *held[1:]) if self.drafts else held
 
     def state(self, num_stages: int, device: torch.device | str = "cpu") -> tuple[State, ...]:
@@ -144,10 +161,11 @@ def traces(
     drafts: st.SearchStrategy[Drafts] | st.SearchStrategy[Drafts | None] | None = None,
     embeds: bool = False,
 ) -> Trace:
-    """A model, and up to `max_requests` requests with prompts of 1 to 12 tokens, some with the same beginning. Some end
-    by a stop token, and some are aborted; one in `alone` + 1 is followed by another with its prompt. Rows, pages and
-    tokens per step may be scarce. With `adapters`, some requests have one; with `drafts`, tokens are drafted; with
-    `embeds`, the model has mRoPE, and some prompts have an image."""
+    """A model, and up to `max_requests` requests with prompts of 1 to 12 tokens, some with the same
+    beginning. Some end by a stop token, and some are aborted; one in `alone` + 1 is followed by
+    another with its prompt. Rows, pages and tokens per step may be scarce. With `adapters`, some
+    requests have one; with `drafts`, tokens are drafted; with `embeds`, the model has mRoPE, and
+    some prompts have an image."""
     config = draw(configs(min_layers, max_layers))
     config = with_mrope(config) if embeds else config
     page_size, num_rows = draw(st.sampled_from(page_sizes)), draw(st.sampled_from((2, 1, 2, 3, 4)))
@@ -160,7 +178,11 @@ def traces(
             draw(_with_image(config, one, i % 2)) if draw(st.integers(0, 3)) < 3 else one
             for i, one in enumerate(arrivals)
         ]
-    arrivals += [draw(_followers(config, arrival)) for arrival in arrivals if draw(st.integers(0, alone)) == 0]
+    arrivals += [
+        draw(_followers(config, arrival))
+        for arrival in arrivals
+        if draw(st.integers(0, alone)) == 0
+    ]
     longest = max(len(a.request.prompt) + a.request.max_tokens for a in arrivals)
     max_pages = -(-longest // page_size)
     size = -(-num_rows // num_cohorts)
@@ -189,12 +211,16 @@ def _followers(draw: st.DrawFn, config: ModelConfig, leader: Arrival) -> Arrival
     request = attrs.evolve(leader.request, id=f"{leader.request.id}[1]", sampling=sampling)
     behind = draw(st.sampled_from((leader.request.id, None)))
     tick = leader.tick + (0 if behind else draw(st.sampled_from((0, 1, 2, 6))))
-    return Arrival(tick, request, draw(st.one_of(st.integers(tick + 1, tick + 5), st.none())), behind)
+    return Arrival(
+        tick, request, draw(st.one_of(st.integers(tick + 1, tick + 5), st.none())), behind
+    )
 
 
 def _with_image(config: ModelConfig, arrival: Arrival, image: int) -> st.SearchStrategy[Arrival]:
     def given(prompt: EmbedsPrompt) -> Arrival:
-        request = attrs.evolve(arrival.request, prompt=tuple(prompt.ids), given=read_content(prompt))
+        request = attrs.evolve(
+            arrival.request, prompt=tuple(prompt.ids), given=read_content(prompt)
+        )
         return attrs.evolve(arrival, request=request)
 
     return images(arrival.request.prompt, config.hidden_size, image).map(given)
@@ -204,7 +230,10 @@ def _with_image(config: ModelConfig, arrival: Arrival, image: int) -> st.SearchS
 def _arrivals(draw: st.DrawFn, config: ModelConfig, index: int, adapter: int) -> Arrival:
     token = st.integers(0, config.vocab_size - 1)
     begin = draw(st.sampled_from(((1, 2, 3, 4, 5, 6, 7, 8), (5, 6, 7, 8), (1, 2, 3, 4), ())))
-    prompt: tuple[int, ...] = (*begin, *draw(st.lists(token, min_size=0 if begin else 1, max_size=4)))
+    prompt: tuple[int, ...] = (
+        *begin,
+        *draw(st.lists(token, min_size=0 if begin else 1, max_size=4)),
+    )
     request = Request(
         f"request {index}",
         prompt,
@@ -220,9 +249,15 @@ def _arrivals(draw: st.DrawFn, config: ModelConfig, index: int, adapter: int) ->
 @st.composite
 def timed_traces(draw: st.DrawFn) -> Trace:
     """Requests with prompts of several pages, and a limit on the seconds of their steps."""
-    trace, prompts = draw(traces(max_layers=1)), st.lists(st.integers(3, 9), min_size=1, max_size=40)
+    trace, prompts = (
+        draw(traces(max_layers=1)),
+        st.lists(st.integers(3, 9), min_size=1, max_size=40),
+    )
     requests = [attrs.evolve(one.request, prompt=tuple(draw(prompts))) for one in trace.arrivals]
-    arrivals = [attrs.evolve(one, request=own, behind=None) for one, own in zip(trace.arrivals, requests, strict=True)]
+    arrivals = [
+        attrs.evolve(one, request=own, behind=None)
+        for one, own in zip(trace.arrivals, requests, strict=True)
+    ]
     longest = max(len(own.prompt) + own.max_tokens for own in requests)
     budget = attrs.evolve(
         trace.budget,
@@ -232,4 +267,6 @@ def timed_traces(draw: st.DrawFn) -> Trace:
         step_time=draw(step_times(400, 20, 60)),
     )
     num_pages = draw(st.integers(1, 3)) * budget.max_pages
-    return attrs.evolve(trace, arrivals=tuple(arrivals), budget=budget, num_pages=num_pages, drafts=None)
+    return attrs.evolve(
+        trace, arrivals=tuple(arrivals), budget=budget, num_pages=num_pages, drafts=None
+    )

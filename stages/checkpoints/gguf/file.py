@@ -1,6 +1,7 @@
 """`GgufFile`: a GGUF file, mapped; its metadata and the places of its tensors, read within bounds.
 
-The format: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md, versions 2 and 3, little-endian.
+The format: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md, versions 2 and 3,
+little-endian.
 """
 
 import importlib
@@ -16,12 +17,24 @@ import attrs
 from weft.errors import CheckpointError, CheckpointNotFoundError, WeftError
 from weft.extras import install_command
 
-_SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
+_SCALARS = {
+    0: "B",
+    1: "b",
+    2: "H",
+    3: "h",
+    4: "I",
+    5: "i",
+    6: "f",
+    7: "?",
+    10: "Q",
+    11: "q",
+    12: "d",
+}
 _STRING, _ARRAY = 8, 9
 _VERSIONS = 2, 3
 _MOST_BYTES, _MOST_VALUES = 2**28, 2**22
-"""The most bytes of metadata and of names, and the most values of an array; the largest vocabularies take some 2**24
-bytes, and 2**19 values."""
+"""The most bytes of metadata and of names, and the most values of an array; the largest
+vocabularies take some 2**24 bytes, and 2**19 values."""
 _MOST_DIMS = 4
 _SPLIT = "split.count"
 
@@ -84,7 +97,8 @@ def gguf_module(name: str, call: str = "") -> Any:
 
 
 def kind_name(kind: int) -> str:
-    """The name of a type of ggml, such as `Q4_K`; its number where the package `gguf` does not know it."""
+    """The name of a type of ggml, such as `Q4_K`; its number where the package `gguf` does not know
+    it."""
     try:
         return str(gguf_module("constants").GGMLQuantizationType(kind).name)
     except ValueError:
@@ -96,7 +110,8 @@ def open_gguf(path: Path, call: str) -> GgufFile:
 
     Raises:
         CheckpointNotFoundError: there is no such file.
-        CheckpointError: it is not a GGUF file, or it is damaged, one part of several, or too large to be true.
+        CheckpointError: it is not a GGUF file, or it is damaged, one part of several, or too large
+            to be true.
     """
     sizes = gguf_module("constants", call).GGML_QUANT_SIZES
     block_sizes = {int(kind): size for kind, size in sizes.items()}
@@ -107,20 +122,27 @@ def open_gguf(path: Path, call: str) -> GgufFile:
         metadata, tensors, start = _read(reader, block_sizes)
         if (parts := metadata.get(_SPLIT, 1)) != 1:
             seen = f"{path.name} is one of {parts!r:.60} parts"
-            raise CheckpointError(call, seen, "one file: llama-gguf-split --merge FIRST-PART whole.gguf")
+            raise CheckpointError(
+                call, seen, "one file: llama-gguf-split --merge FIRST-PART whole.gguf"
+            )
         return GgufFile(path, metadata, tensors, start, data)
     except FileNotFoundError as error:
-        raise CheckpointNotFoundError(call, f"there is no file {str(path)!r:.300}", "a .gguf file") from error
+        raise CheckpointNotFoundError(
+            call, f"there is no file {str(path)!r:.300}", "a .gguf file"
+        ) from error
     except (_Fault, OSError, ValueError) as error:
         if isinstance(error, WeftError):
             raise
         seen = f"{path.name} is not a GGUF file that weft can read: {error!s:.300}"
-        raise CheckpointError(call, seen, f"copy {path.name} again from where it came from") from error
+        raise CheckpointError(
+            call, seen, f"copy {path.name} again from where it came from"
+        ) from error
 
 
 @attrs.define
 class _Reader:
-    """Reads numbers and strings one after the other; it takes no more memory than the file has bytes."""
+    """Reads numbers and strings one after the other; it takes no more memory than the file has
+    bytes."""
 
     data: mmap.mmap
     at: int = 0
@@ -180,7 +202,11 @@ class _Reader:
     def _skip(self, size: int) -> int:
         """Go on by so many bytes, and return where they begin."""
         if size > self._left():
-            ends = f"ends after {len(self.data)}" if len(self.data) < _MOST_BYTES else f"may have {_MOST_BYTES} there"
+            ends = (
+                f"ends after {len(self.data)}"
+                if len(self.data) < _MOST_BYTES
+                else f"may have {_MOST_BYTES} there"
+            )
             raise _Fault(f"at byte {self.at}: {size} bytes of a header, and the file {ends}")
         start, self.at = self.at, self.at + size
         return start
@@ -212,7 +238,10 @@ def _read(
         shape = reader.numbers("Q", dims)[::-1]
         _add(infos, name, (shape, *reader.numbers("I"), *reader.numbers("Q")))
     start = -(-reader.at // alignment) * alignment
-    tensors = {name: _place(name, *own, start, len(reader.data), block_sizes) for name, own in infos.items()}
+    tensors = {
+        name: _place(name, *own, start, len(reader.data), block_sizes)
+        for name, own in infos.items()
+    }
     wrong = [name for name, own in tensors.items() if own.start % alignment]
     if wrong:
         raise _Fault(f"{wrong[0]:.200} is not at a multiple of {alignment} bytes")
@@ -232,7 +261,9 @@ def _place(
         return StoredTensor(shape, kind, start, 0)  # refused by its name if the model needs it
     block, size = block_sizes[kind]
     if min(shape) < 1 or shape[-1] % block:
-        raise _Fault(f"{name:.200} has the shape {list(shape)}, whose rows are no blocks of {block}")
+        raise _Fault(
+            f"{name:.200} has the shape {list(shape)}, whose rows are no blocks of {block}"
+        )
     size *= math.prod(shape) // block
     if start + offset + size > end:
         raise _Fault(f"{name:.200} ends at byte {start + offset + size}, and the file after {end}")

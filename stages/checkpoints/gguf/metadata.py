@@ -71,10 +71,12 @@ def read_config(file: GgufFile, call: str, *, strict: bool = False) -> ModelConf
     Its dtype is that of the matrices, and bfloat16 where they are quantised.
 
     Args:
-        strict: whether keys of the architecture that weft does not know are an error, instead of one `ConfigWarning`.
+        strict: whether keys of the architecture that weft does not know are an error, instead of
+            one `ConfigWarning`.
 
     Raises:
-        ConfigError: another architecture, a key that is missing, or one that asks for what weft does not support.
+        ConfigError: another architecture, a key that is missing, or one that asks for what weft
+            does not support.
         CheckpointError: no embedding, or factors of the rotary embedding that are none.
     """
     architecture = file.architecture
@@ -82,14 +84,24 @@ def read_config(file: GgufFile, call: str, *, strict: bool = False) -> ModelConf
         seen = f"{file.path.name} has general.architecture={architecture!r:.60}"
         raise ConfigError(call, seen, f"weft reads GGUFs of {', '.join(_ARCHITECTURES)}")
     prefix = f"{architecture}."
-    own = {name.removeprefix(prefix): one for name, one in file.metadata.items() if name.startswith(prefix)}
+    own = {
+        name.removeprefix(prefix): one
+        for name, one in file.metadata.items()
+        if name.startswith(prefix)
+    }
     fields = Fields(own, call, file.path.name, prefix)
     raw = dict(_fields_of(file, fields, experts=architecture == "qwen3moe"))
-    config = parse_fields(Fields(raw, call, f"{file.path.name}, in the words of a config.json,"), strict)
+    config = parse_fields(
+        Fields(raw, call, f"{file.path.name}, in the words of a config.json,"), strict
+    )
     factors = rope_factors(file, config.head_dim // 2, call)
     if factors is None:
         return config
-    fields.check(config.rope.kind == "default", "rope.scaling.type", "no scaling beside the tensor rope_freqs.weight")
+    fields.check(
+        config.rope.kind == "default",
+        "rope.scaling.type",
+        "no scaling beside the tensor rope_freqs.weight",
+    )
     return attrs.evolve(config, rope=attrs.evolve(config.rope, factors=factors))
 
 
@@ -100,20 +112,36 @@ def _fields_of(file: GgufFile, fields: Fields, *, experts: bool) -> Iterator[tup
         fields.check(name in fields.raw, name, f"{name} is written")
         yield field, fields.raw[name]
     window = fields.raw.get("attention.sliding_window", 0)
-    fields.check(not window or file.architecture == "llama", "attention.sliding_window", "weft has it in llama alone")
-    yield "architectures", ["MistralForCausalLM" if window else _ARCHITECTURES[str(file.architecture)]]
+    fields.check(
+        not window or file.architecture == "llama",
+        "attention.sliding_window",
+        "weft has it in llama alone",
+    )
+    yield (
+        "architectures",
+        ["MistralForCausalLM" if window else _ARCHITECTURES[str(file.architecture)]],
+    )
     yield from {"sliding_window": window}.items() if window else ()
     yield from _sizes(file, fields)
     yield from _rope(fields)
     if experts:
-        yield from {"norm_topk_prob": True, "decoder_sparse_step": 1}.items()  # as llama.cpp computes it
+        yield from {
+            "norm_topk_prob": True,
+            "decoder_sparse_step": 1,
+        }.items()  # as llama.cpp computes it
     else:
-        yield from {"attention_bias": "blk.0.attn_q.bias" in file.tensors}.items() if not window else ()
+        yield from (
+            {"attention_bias": "blk.0.attn_q.bias" in file.tensors}.items() if not window else ()
+        )
     yield "eos_token_id", _ends(file, fields)
     for name, value in fields.raw.items():
         if name in _NEUTRAL_AT and name not in needed:
             allowed = _NEUTRAL_AT[name]
-            fields.check(value in allowed, name, f"weft supports {fields.prefix}{name}={allowed[-1]!r}, or none")
+            fields.check(
+                value in allowed,
+                name,
+                f"weft supports {fields.prefix}{name}={allowed[-1]!r}, or none",
+            )
         elif name not in needed and name not in _OTHERS | _NEUTRAL:
             yield f"{fields.prefix}{name}", value  # unknown: the parser warns of it
 
@@ -121,18 +149,31 @@ def _fields_of(file: GgufFile, fields: Fields, *, experts: bool) -> Iterator[tup
 def _sizes(file: GgufFile, fields: Fields) -> Iterator[tuple[str, Any]]:
     embedding = file.tensors.get("token_embd.weight")
     if embedding is None or len(embedding.shape) != 2:
-        fields.refuse("no tensor token_embd.weight of two dimensions", "copy the file again from where it came from")
-    heads, hidden = (fields.integer(name, None) for name in ("attention.head_count", "embedding_length"))
+        fields.refuse(
+            "no tensor token_embd.weight of two dimensions",
+            "copy the file again from where it came from",
+        )
+    heads, hidden = (
+        fields.integer(name, None) for name in ("attention.head_count", "embedding_length")
+    )
     layers = fields.integer("block_count", None)
-    fields.check(layers <= len(file.tensors), "block_count", f"as many as its {len(file.tensors)} tensors make")
+    fields.check(
+        layers <= len(file.tensors),
+        "block_count",
+        f"as many as its {len(file.tensors)} tensors make",
+    )
     size = fields.integer("attention.key_length", max(hidden // heads, 1))
     for name in ("attention.value_length", "rope.dimension_count"):
-        fields.check(fields.raw.get(name, size) == size, name, f"{name} is the size of a head, {size}")
+        fields.check(
+            fields.raw.get(name, size) == size, name, f"{name} is the size of a head, {size}"
+        )
     yield "head_dim", size
     yield "num_key_value_heads", fields.integer("attention.head_count_kv", heads)
     yield "vocab_size", fields.integer("vocab_size", embedding.shape[0])
     yield "tie_word_embeddings", "output.weight" not in file.tensors
-    matrix = file.tensors.get("blk.0.ffn_down.weight") or file.tensors.get("blk.0.ffn_down_exps.weight", embedding)
+    matrix = file.tensors.get("blk.0.ffn_down.weight") or file.tensors.get(
+        "blk.0.ffn_down_exps.weight", embedding
+    )
     kind = KINDS.get(matrix.kind)
     yield "dtype", "bfloat16" if kind is None else f"{kind}".removeprefix("torch.")
 
@@ -141,12 +182,18 @@ def _rope(fields: Fields) -> Iterator[tuple[str, Any]]:
     yield "rope_theta", fields.number("rope.freq_base", 10_000.0)
     kind = fields.raw.get("rope.scaling.type", "none")
     kinds = "none", "linear", "yarn"
-    fields.check(kind in kinds, "rope.scaling.type", f"weft supports {', '.join(kinds)}, and rope_freqs.weight")
+    fields.check(
+        kind in kinds,
+        "rope.scaling.type",
+        f"weft supports {', '.join(kinds)}, and rope_freqs.weight",
+    )
     if kind == "none":
         return
     block = {"rope_type": kind, "factor": fields.number("rope.scaling.factor", 1.0)}
     if kind == "yarn" and "rope.scaling.original_context_length" in fields.raw:
-        block["original_max_position_embeddings"] = fields.integer("rope.scaling.original_context_length", None)
+        block["original_max_position_embeddings"] = fields.integer(
+            "rope.scaling.original_context_length", None
+        )
     yield "rope_scaling", block
 
 

@@ -27,7 +27,8 @@ _AT_ONCE = 2**22
 
 
 def stored_name(name: str, architecture: str, num_layers: int) -> str:
-    """The name in a GGUF of a tensor of transformers, by the package gguf; the experts of a layer are in one tensor.
+    """The name in a GGUF of a tensor of transformers, by the package gguf; the experts of a layer
+    are in one tensor.
 
     >>> stored_name("model.layers.3.mlp.experts.7.up_proj.weight", "qwen3moe", 4)
     'blk.3.ffn_up_exps.weight'
@@ -60,9 +61,12 @@ class GgufTensors:
         return stored_name(part.name, self.file.architecture, self.config.num_layers)
 
     def check(self, parts: Iterable[tuple[Part, Sequence[str]]]) -> None:
-        """Raise CheckpointError unless the file has these tensors, and no others but those of other stages."""
+        """Raise CheckpointError unless the file has these tensors, and no others but those of other
+        stages."""
         fields = stage_fields(self.config, StageLayout(0, 1, 0, self.config.num_layers))
-        explained = {self._stored_name(part) for _, field in fields for part in field.parts} | {ROPE_FACTORS}
+        explained = {self._stored_name(part) for _, field in fields for part in field.parts} | {
+            ROPE_FACTORS
+        }
         needed = {part: self._stored_name(part) for part, _ in parts}
         missing = sorted({name for name in needed.values() if name not in self.file.tensors})
         extra = [name for name in self.file.tensors if name not in explained]
@@ -76,22 +80,31 @@ class GgufTensors:
             shape = self.config.moe.num_experts, *shape
         if not _unpacks(stored.kind):
             seen = f"{name} is {kind_name(stored.kind)}, which the package gguf does not unpack"
-            raise CheckpointError(self.call, seen, "another quantization of the model, such as Q4_K_M or Q8_0")
+            raise CheckpointError(
+                self.call, seen, "another quantization of the model, such as Q4_K_M or Q8_0"
+            )
         if stored.shape != shape:
             seen = f"{name} in {self.file.path.name} is {stored.shape}, and its metadata makes it {shape}"
-            raise CheckpointError(self.call, seen, "check that it is a whole file, of this architecture")
+            raise CheckpointError(
+                self.call, seen, "check that it is a whole file, of this architecture"
+            )
 
     def read(self, part: Part, dtype: torch.dtype) -> Tensor:
-        """A tensor on the CPU, or a part's share of it: a view of the mapped file, or, if that is packed, a new one of
-        `dtype`."""
+        """A tensor on the CPU, or a part's share of it: a view of the mapped file, or, if that is
+        packed, a new one of `dtype`."""
         stored = self.file.tensors[self._stored_name(part)]
         if expert := _EXPERT.search(part.name):
             size = stored.size // stored.shape[0]
-            stored = StoredTensor(stored.shape[1:], stored.kind, stored.start + int(expert[1]) * size, size)
+            stored = StoredTensor(
+                stored.shape[1:], stored.kind, stored.start + int(expert[1]) * size, size
+            )
         found = self._tensor(stored, dtype)
-        heads = {"q_proj": self.config.num_heads, "k_proj": self.config.num_kv_heads}.get(part.name.split(".")[-2])
+        heads = {"q_proj": self.config.num_heads, "k_proj": self.config.num_kv_heads}.get(
+            part.name.split(".")[-2]
+        )
         if heads is not None and self.file.architecture == "llama":
-            # llama.cpp's llama turns neighbours in a head together, so there the two halves of a head alternate.
+            # llama.cpp's llama turns neighbours in a head together, so there the two halves of a
+            # head alternate.
             halves: Tensor = found.unflatten(0, (heads, -1, 2))
             found = halves.transpose(1, 2).flatten(0, 2)
         return found[part.slices]
@@ -99,11 +112,15 @@ class GgufTensors:
     def _tensor(self, stored: StoredTensor, dtype: torch.dtype) -> Tensor:
         if kind := KINDS.get(stored.kind):
             count = stored.size // kind.itemsize
-            flat: Tensor = torch.frombuffer(self.file.data, dtype=kind, count=count, offset=stored.start)
+            flat: Tensor = torch.frombuffer(
+                self.file.data, dtype=kind, count=count, offset=stored.start
+            )
             return flat.view(stored.shape)
         columns = stored.shape[-1]
         found = torch.empty(stored.shape, dtype=dtype, device="cpu").view(-1, columns)
-        packed = np.frombuffer(self.file.data, np.uint8, stored.size, stored.start).reshape(len(found), -1)
+        packed = np.frombuffer(self.file.data, np.uint8, stored.size, stored.start).reshape(
+            len(found), -1
+        )
         step = max(_AT_ONCE // columns, 1)
         for start in range(0, len(found), step):
             rows = _unpack(packed[start : start + step], stored.kind)
@@ -125,7 +142,9 @@ def rope_factors(file: GgufFile, pairs: int, call: str) -> tuple[float, ...] | N
         if bool((np.isfinite(found) & (found > 0)).all()):
             return tuple(found.tolist())
     seen = f"{ROPE_FACTORS} is {kind_name(stored.kind)} {stored.shape}"
-    raise CheckpointError(call, seen, f"{pairs} finite numbers greater than 0 in F32, one for each pair of a head")
+    raise CheckpointError(
+        call, seen, f"{pairs} finite numbers greater than 0 in F32, one for each pair of a head"
+    )
 
 
 @functools.cache
@@ -145,4 +164,6 @@ def _unpacks(kind: int) -> bool:
 def _unpack(packed: Any, kind: int) -> Any:
     """Rows of blocks as float32."""
     with np.errstate(all="ignore"):  # a scale may be anything that float16 holds
-        return gguf_module("quants").dequantize(packed, gguf_module("constants").GGMLQuantizationType(kind))
+        return gguf_module("quants").dequantize(
+            packed, gguf_module("constants").GGMLQuantizationType(kind)
+        )

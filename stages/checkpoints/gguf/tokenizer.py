@@ -5,7 +5,16 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import attrs
-from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
+from tokenizers import (
+    AddedToken,
+    Regex,
+    Tokenizer,
+    decoders,
+    models,
+    normalizers,
+    pre_tokenizers,
+    processors,
+)
 
 from weft.arguments.checks import is_number
 from weft.arguments.json_text import Fields
@@ -16,12 +25,18 @@ from weft.stages.checkpoints.tokenizer import tokenizer_failures
 
 _PREFIX = "tokenizer.ggml."
 _CONTROL, _USER_DEFINED = 3, 4
-_IDS = {"unk_token": "unknown_token_id", "pad_token": "padding_token_id", "sep_token": "seperator_token_id"}
-"""The keys of special tokens that are not named as in transformers; the misspelling is the format's."""
+_IDS = {
+    "unk_token": "unknown_token_id",
+    "pad_token": "padding_token_id",
+    "sep_token": "seperator_token_id",
+}
+"""The keys of special tokens that are not named as in transformers; the misspelling is the
+format's."""
 _SPACE = "\u2581"
 """SentencePiece's letter for a space."""
 
-# Sources: the regular expressions of the models' tokenizer.json, which those of llama.cpp (llama-vocab.cpp) equal.
+# Sources: the regular expressions of the models' tokenizer.json, which those of llama.cpp
+# (llama-vocab.cpp) equal.
 _GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 _LLAMA3 = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
@@ -61,19 +76,24 @@ _PRE_TOKENIZERS: Mapping[str, _PreTokenizer] = {
 
 
 def tokenizer_of(file: GgufFile, call: str, *, strict: bool = False) -> Tokenizer | None:
-    """The tokenizer of a file; None if it has none, or one that weft does not know, of which a `ConfigWarning` tells.
+    """The tokenizer of a file; None if it has none, or one that weft does not know, of which a
+    `ConfigWarning` tells.
 
     Args:
         strict: whether an unknown tokenizer is an error.
 
     Raises:
-        ConfigError: values of other types than the format says; or an unknown tokenizer, if `strict`.
+        ConfigError: values of other types than the format says; or an unknown tokenizer, if
+            `strict`.
         CheckpointError: tokens and merges that are no tokenizer.
     """
     fields = _fields(file, call)
     build, unknown = _builder(fields)
     if unknown:
-        seen, instead = f"{file.path.name} has {unknown}", "prompts of token ids, or a file that was converted anew"
+        seen, instead = (
+            f"{file.path.name} has {unknown}",
+            "prompts of token ids, or a file that was converted anew",
+        )
         if strict:
             raise ConfigError(call, f"{seen}, which weft does not know", instead)
         text = f"weft does not know the tokenizer of this file, and loads none: {seen}. Instead: {instead}."
@@ -81,7 +101,9 @@ def tokenizer_of(file: GgufFile, call: str, *, strict: bool = False) -> Tokenize
     if build is None:
         return None
     seen = f"the tokenizer of {file.path.name} cannot be built"
-    with tokenizer_failures(CheckpointError, call, seen, f"copy {file.path.name} again from where it came from"):
+    with tokenizer_failures(
+        CheckpointError, call, seen, f"copy {file.path.name} again from where it came from"
+    ):
         return build(fields)
 
 
@@ -99,11 +121,17 @@ def chat_template_of(file: GgufFile, call: str) -> ChatTemplate | None:
     fields = _fields(file, call)
     tokens = _strings(fields, "tokens")
     ids = {name: _token_id(fields, _IDS.get(name, f"{name}_id"), tokens) for name in TOKENS}
-    return ChatTemplate(source, {name: tokens[token] for name, token in ids.items() if token is not None})
+    return ChatTemplate(
+        source, {name: tokens[token] for name, token in ids.items() if token is not None}
+    )
 
 
 def _fields(file: GgufFile, call: str) -> Fields:
-    own = {name.removeprefix(_PREFIX): one for name, one in file.metadata.items() if name.startswith(_PREFIX)}
+    own = {
+        name.removeprefix(_PREFIX): one
+        for name, one in file.metadata.items()
+        if name.startswith(_PREFIX)
+    }
     return Fields(own, call, file.path.name, _PREFIX)
 
 
@@ -124,12 +152,17 @@ def _builder(fields: Fields) -> tuple[Callable[[Fields], Tokenizer] | None, str]
 def _byte_level(fields: Fields) -> Tokenizer:
     """Byte-level BPE, as of GPT-2."""
     own, tokens = _PRE_TOKENIZERS[fields.raw["pre"]], _strings(fields, "tokens")
-    merges = [(left, right) for left, _, right in (one.partition(" ") for one in _strings(fields, "merges"))]
+    merges = [
+        (left, right)
+        for left, _, right in (one.partition(" ") for one in _strings(fields, "merges"))
+    ]
     vocab = {token: index for index, token in enumerate(tokens)}
     tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=merges, ignore_merges=own.whole_words))
     if own.nfc:
         tokenizer.normalizer = normalizers.NFC()
-    splits: list[Any] = [pre_tokenizers.Split(Regex(one), behavior="isolated") for one in own.splits]
+    splits: list[Any] = [
+        pre_tokenizers.Split(Regex(one), behavior="isolated") for one in own.splits
+    ]
     last = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence([*splits, last])
     tokenizer.decoder = decoders.ByteLevel()
@@ -151,10 +184,14 @@ def _sentencepiece(fields: Fields) -> Tokenizer:
 
 
 def _merges_by_score(fields: Fields, vocab: Mapping[str, int]) -> list[tuple[str, str]]:
-    """SentencePiece merges the pair first whose token has the highest score; the pairs of one token, and of tokens of
-    one score, in the order of transformers' `generate_merges`."""
+    """SentencePiece merges the pair first whose token has the highest score; the pairs of one
+    token, and of tokens of one score, in the order of transformers' `generate_merges`."""
     scores = fields.value("scores", [], lambda one: _is_list(one, float), "a list of numbers")
-    fields.check(len(scores) == len(fields.raw["tokens"]), {"scores": len(scores)}, "one score for each token")
+    fields.check(
+        len(scores) == len(fields.raw["tokens"]),
+        {"scores": len(scores)},
+        "one score for each token",
+    )
     pairs = []
     for token, index in vocab.items():
         cuts = ((token[:at], token[at:]) for at in range(1, len(token)))
@@ -165,23 +202,40 @@ def _merges_by_score(fields: Fields, vocab: Mapping[str, int]) -> list[tuple[str
     return [(left, right) for *_, left, right in pairs]
 
 
-def _with_special_tokens(tokenizer: Tokenizer, fields: Fields, tokens: Sequence[str], *, add_bos: bool) -> Tokenizer:
-    """The tokenizer with tokens that are found whole in any text, and those that stand around a text."""
-    kinds = fields.value("token_type", [], lambda one: _is_list(one, int), "a list of whole numbers")
-    fields.check(len(kinds) in (0, len(tokens)), {"token_type": len(kinds)}, "one type for each token")
+def _with_special_tokens(
+    tokenizer: Tokenizer, fields: Fields, tokens: Sequence[str], *, add_bos: bool
+) -> Tokenizer:
+    """The tokenizer with tokens that are found whole in any text, and those that stand around a
+    text."""
+    kinds = fields.value(
+        "token_type", [], lambda one: _is_list(one, int), "a list of whole numbers"
+    )
+    fields.check(
+        len(kinds) in (0, len(tokens)), {"token_type": len(kinds)}, "one type for each token"
+    )
     pairs = [(token, kind) for token, kind in zip(tokens, kinds, strict=False) if token]
-    tokenizer.add_special_tokens([AddedToken(own, normalized=False, special=True) for own, k in pairs if k == _CONTROL])
-    tokenizer.add_tokens([AddedToken(own, normalized=False) for own, kind in pairs if kind == _USER_DEFINED])
+    tokenizer.add_special_tokens(
+        [AddedToken(own, normalized=False, special=True) for own, k in pairs if k == _CONTROL]
+    )
+    tokenizer.add_tokens(
+        [AddedToken(own, normalized=False) for own, kind in pairs if kind == _USER_DEFINED]
+    )
     around = []
     for name, default in (("bos", add_bos), ("eos", False)):
         token = _token_id(fields, f"{name}_token_id", tokens)
         wanted = fields.flag(f"add_{name}_token", default and token is not None)
-        fields.check(token is not None or not wanted, f"{name}_token_id", "the token that the file says to add")
+        fields.check(
+            token is not None or not wanted,
+            f"{name}_token_id",
+            "the token that the file says to add",
+        )
         around.append([(tokens[token], token)] if wanted and token is not None else [])
     begin, end = around
     if begin or end:
         single: Any = [*(text for text, _ in begin), "$A", *(text for text, _ in end)]
-        tokenizer.post_processor = processors.TemplateProcessing(single=single, special_tokens=[*begin, *end])
+        tokenizer.post_processor = processors.TemplateProcessing(
+            single=single, special_tokens=[*begin, *end]
+        )
     return tokenizer
 
 

@@ -36,10 +36,16 @@ RULES: dict[str, Rule] = {
 def test_the_value_that_breaks_its_rule_is_named(name: str, value: Any, seen: str) -> None:
     with pytest.raises(RequestError) as error:
         check_values("f(...)", RULES, {"of": None, name: value})
-    assert (error.value.call, error.value.seen, error.value.instead) == ("f(...)", seen, RULES[name][1])
+    assert (error.value.call, error.value.seen, error.value.instead) == (
+        "f(...)",
+        seen,
+        RULES[name][1],
+    )
 
 
 def test_the_first_mistake_is_said_and_what_keeps_its_rule_passes() -> None:
-    check_values("f(...)", RULES, {"count": 1, "most": None, "name": "a", "weight": torch.ones(2), "of": 3})
+    check_values(
+        "f(...)", RULES, {"count": 1, "most": None, "name": "a", "weight": torch.ones(2), "of": 3}
+    )
     with pytest.raises(CostError, match=r"^\[1\]\n  saw: most=0"):
         check_values([1], RULES, {"count": 1, "most": 0, "name": 5}, CostError)

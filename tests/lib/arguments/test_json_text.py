@@ -11,7 +11,9 @@ from weft.arguments.json_text import parse_json, write_json
 
 values = st.recursive(
     st.one_of(st.none(), st.booleans(), st.integers(), st.floats(), st.text()),
-    lambda inner: st.one_of(st.lists(inner, max_size=3), st.dictionaries(st.text(), inner, max_size=3)),
+    lambda inner: st.one_of(
+        st.lists(inner, max_size=3), st.dictionaries(st.text(), inner, max_size=3)
+    ),
     max_leaves=12,
 )
 

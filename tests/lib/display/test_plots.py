@@ -18,11 +18,22 @@ from weft.display.plots import GREY
 from weft.effects import Run
 from weft.errors import MissingPackageError
 from weft.extras import install_command
-from weft.transforms import Costs, Limits, dispatch_table, graphify, make_ladder, simulate, streaming
+from weft.transforms import (
+    Costs,
+    Limits,
+    dispatch_table,
+    graphify,
+    make_ladder,
+    simulate,
+    streaming,
+)
 from weft.transforms.pipelines.timing.timeline import compare
 
 mpl.use("agg")
-FAST, SLOW = (simulate(streaming(2, 3), Costs(stages, advance=1e-4)) for stages in ((1e-3, 2e-3), (2e-3, 2e-3)))
+FAST, SLOW = (
+    simulate(streaming(2, 3), Costs(stages, advance=1e-4))
+    for stages in ((1e-3, 2e-3), (2e-3, 2e-3))
+)
 
 
 @pytest.fixture(autouse=True)
@@ -59,7 +70,10 @@ def test_labels_are_inside_and_do_not_touch(plot: str) -> None:
         (left, right), (low, high) = ax.get_xlim(), sorted(ax.get_ylim())
         across = [t.label1 for t in ax.xaxis.get_major_ticks() if left <= t.get_loc() <= right]
         up = [t.label1 for t in ax.yaxis.get_major_ticks() if low <= t.get_loc() <= high]
-        boxes = [[label.get_window_extent() for label in labels if label.get_visible()] for labels in (across, up)]
+        boxes = [
+            [label.get_window_extent() for label in labels if label.get_visible()]
+            for labels in (across, up)
+        ]
         for before, after in itertools.pairwise(sorted(boxes[0], key=lambda box: box.x0)):
             assert before.x1 < after.x0
         for below, above in itertools.pairwise(sorted(boxes[1], key=lambda box: box.y0)):
@@ -73,7 +87,10 @@ def test_labels_are_inside_and_do_not_touch(plot: str) -> None:
 
 def test_a_timeline_has_a_row_a_rank_and_a_number_a_run() -> None:
     ax = FAST.plot()
-    assert [label.get_text().splitlines()[0] for label in ax.get_yticklabels()] == ["rank 0", "rank 1"]
+    assert [label.get_text().splitlines()[0] for label in ax.get_yticklabels()] == [
+        "rank 0",
+        "rank 1",
+    ]
     runs = [e for e in FAST.events if isinstance(e.effect, Run) and e.effect.what != "advance"]
     assert [text.get_text() for text in ax.texts] == [str(e.effect.microbatch) for e in runs]
     assert ax.get_xlim() == pytest.approx((0, FAST.step_time * 1e3))
@@ -84,7 +101,10 @@ def test_timelines_that_are_compared_have_one_scale() -> None:
     figure = compare(FAST, SLOW).plot()
     assert [ax.get_xlim()[1] for ax in figure.axes] == pytest.approx([SLOW.step_time * 1e3] * 2)
     assert FAST.step_time < SLOW.step_time
-    assert [ax.get_title().split(":")[0] for ax in figure.axes] == ["simulated (-12.5%)", "measured"]
+    assert [ax.get_title().split(":")[0] for ax in figure.axes] == [
+        "simulated (-12.5%)",
+        "measured",
+    ]
 
 
 def test_padding_is_counted_for_each_batch() -> None:
@@ -137,11 +157,16 @@ def test_graphs_show_what_each_capture_took() -> None:
     assert widths(left) == pytest.approx([graph.seconds * 1e3 for graph in graphs.graphs])
     sizes = [*(g.buffer_bytes for g in graphs.graphs), *(g.graph_bytes for g in graphs.graphs)]
     assert widths(right) == pytest.approx([size / 1024 for size in sizes])
-    assert [label.get_text() for label in left.get_yticklabels()] == ["float32[2], full", "float32[300], full"]
+    assert [label.get_text() for label in left.get_yticklabels()] == [
+        "float32[2], full",
+        "float32[300], full",
+    ]
 
 
 @pytest.mark.parametrize("plot", sorted(set(PLOTS) - {"nothing"}))
-def test_without_matplotlib_it_says_what_to_install(plot: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_matplotlib_it_says_what_to_install(
+    plot: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib.pyplot", None)
     with pytest.raises(MissingPackageError) as error:
         PLOTS[plot]()

@@ -1,4 +1,5 @@
-"""Objects full of tensors print in one line without reading a value, and are tables in a notebook."""
+"""Objects full of tensors print in one line without reading a value, and are tables in a notebook.
+"""
 
 import sys
 from html.parser import HTMLParser
@@ -18,7 +19,8 @@ from weft.transforms.transform import Carried
 from weft.trees import tree_flatten, tree_unflatten
 
 WITHOUT = {Carried.__name__, "Quantized", "DeviceWork", "Adapter"}
-"""Pytrees without it: a user transform's state, two internal ones with attrs' own repr, and one with a short repr."""
+"""Pytrees without it: a user transform's state, two internal ones with attrs' own repr, and one
+with a short repr."""
 
 
 @pytest.fixture(scope="module")
@@ -32,8 +34,20 @@ def values() -> dict[str, Any]:
     _, x = runner.stages[0](runner.params[0], weft.clone(state[0]), batch, None)
     state, out = runner.step(runner.params, state, batch)
     module = torch.nn.Sequential(*(torch.nn.Linear(4, 4) for _ in range(20)))
-    named = {"batch": batch, "resolved": resolved, "x": x, "out": out, "state": state[0], "table": state[0].sampling}
-    params = {"params": model.params, "layer": model.params.layers[0], "runner": runner, "model": model}
+    named = {
+        "batch": batch,
+        "resolved": resolved,
+        "x": x,
+        "out": out,
+        "state": state[0],
+        "table": state[0].sampling,
+    }
+    params = {
+        "params": model.params,
+        "layer": model.params.layers[0],
+        "runner": runner,
+        "model": model,
+    }
     embeds = weft.EmbedsPrompt([weft.EMBEDDED] * 200, torch.zeros(200, model.config.hidden_size))
     return {**named, **params, "stage": weft.stages.from_module(module), "embeds": embeds}
 
@@ -47,8 +61,13 @@ def test_they_print_in_one_line(values: dict[str, Any]) -> None:
     assert repr(values["params"]) == (
         "DecoderParams(embed_tokens=bfloat16[257, 128], layers=<48 tensors>, norm=bfloat16[128])"
     )
-    assert repr(values["stage"]) == "ModuleStage(stage=stage Sequential, params=<40 tensors>, state={})"
-    assert repr(values["state"]).endswith("mrope_position_deltas=int64[3], sampling=SamplingTable(...))")
+    assert (
+        repr(values["stage"])
+        == "ModuleStage(stage=stage Sequential, params=<40 tensors>, state={})"
+    )
+    assert repr(values["state"]).endswith(
+        "mrope_position_deltas=int64[3], sampling=SamplingTable(...))"
+    )
     assert repr(values["embeds"]).endswith("-2…, inputs_embeds=float32[200, 128])")
 
 
@@ -74,10 +93,14 @@ def test_a_donated_state_says_so(values: dict[str, Any]) -> None:
     assert state._repr_html_() is None
 
 
-def test_they_are_pytrees_as_before_and_print_where_there_are_no_values(values: dict[str, Any]) -> None:
+def test_they_are_pytrees_as_before_and_print_where_there_are_no_values(
+    values: dict[str, Any],
+) -> None:
     leaves, structure = tree_flatten(values["params"])
     with FakeTensorMode() as mode:
-        fake = tree_unflatten([mode.from_tensor(x) if isinstance(x, torch.Tensor) else x for x in leaves], structure)
+        fake = tree_unflatten(
+            [mode.from_tensor(x) if isinstance(x, torch.Tensor) else x for x in leaves], structure
+        )
         assert isinstance(fake, DecoderParams)
         assert repr(fake) == repr(values["params"])
     lora = LayerLora(qkv=LoraWeights(torch.ones(1, 1, 2, 4), torch.ones(1, 4, 2), (0, 4)))
@@ -86,7 +109,15 @@ def test_they_are_pytrees_as_before_and_print_where_there_are_no_values(values: 
 
 
 def test_no_class_of_tensors_is_forgotten() -> None:
-    named = [cls for cls in pytree.SUPPORTED_NODES if getattr(cls, "__module__", "").startswith("weft.")]
-    own = [cls for cls in named if getattr(sys.modules.get(cls.__module__), cls.__name__, None) is cls]  # not doctests'
-    floods = {cls.__name__ for cls in own if not issubclass(cls, Summarized) and "proofs" not in cls.__module__}
+    named = [
+        cls for cls in pytree.SUPPORTED_NODES if getattr(cls, "__module__", "").startswith("weft.")
+    ]
+    own = [
+        cls for cls in named if getattr(sys.modules.get(cls.__module__), cls.__name__, None) is cls
+    ]  # not doctests'
+    floods = {
+        cls.__name__
+        for cls in own
+        if not issubclass(cls, Summarized) and "proofs" not in cls.__module__
+    }
     assert floods == WITHOUT

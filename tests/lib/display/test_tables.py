@@ -1,4 +1,5 @@
-"""Tables and markup: aligned in a terminal, wrapped by rich, escaped in a notebook, and readable in both themes."""
+"""Tables and markup: aligned in a terminal, wrapped by rich, escaped in a notebook, and readable in
+both themes."""
 
 import io
 import re
@@ -47,12 +48,16 @@ def drawn() -> dict[str, Any]:
         "ragged": BatchDescriptor(3000, 5),
         "empty": BatchDescriptor(0, 0),
         "ladder": make_ladder("full_and_piecewise", Limits(128, 512, (1, 2), (0, 1))),
-        "dispatch table": dispatch_table([BatchDescriptor(4, 4)], [BatchDescriptor(3, 2), BatchDescriptor(9, 9)]),
+        "dispatch table": dispatch_table(
+            [BatchDescriptor(4, 4)], [BatchDescriptor(3, 2), BatchDescriptor(9, 9)]
+        ),
         "graphified": captured(),
         "program": programs[1],
         "pipeline": pipeline(stages, microbatches=3, schema=schema),
         "completion": Completion(NASTY, [1, 2, 3], [-0.1, float("nan"), -9.0], "stop"),
-        "aligned": Completion("ab c", [1, 2, 3], [-0.1, -0.5, -9.0], "stop", text_offsets=[0, 1, 2]),
+        "aligned": Completion(
+            "ab c", [1, 2, 3], [-0.1, -0.5, -9.0], "stop", text_offsets=[0, 1, 2]
+        ),
         "ids": Completion(None, [1, 2], [-0.1, -0.2], "length"),
         "cohorts": plan_cohorts(lambda size: [1e-3 * size] * 2, 8, 2),
         "timeline": simulate(programs, costs),
@@ -96,7 +101,9 @@ def test_what_a_notebook_shows_is_small_closed_and_its_own(name: str) -> None:
     assert len(html) < 60_000
 
 
-@pytest.mark.parametrize("name", sorted({*drawn()} - {"timeline", "comparison"}))  # they bring a background
+@pytest.mark.parametrize(
+    "name", sorted({*drawn()} - {"timeline", "comparison"})
+)  # they bring a background
 def test_text_has_the_colour_of_the_page_or_a_background(name: str) -> None:
     html = drawn()[name]._repr_html_()
     for style in re.findall(r'style="([^"]*)"', html):
@@ -113,7 +120,11 @@ def test_text_is_escaped_and_all_there() -> None:
 
 def test_numbers_are_aligned_to_the_right() -> None:
     assert TABLE.right == (False, True)
-    assert str(Table(("a", "n"), (("x", "8"), ("y", "128")))).splitlines() == ["a    n", "x    8", "y  128"]
+    assert str(Table(("a", "n"), (("x", "8"), ("y", "128")))).splitlines() == [
+        "a    n",
+        "x    8",
+        "y  128",
+    ]
     assert TABLE._repr_html_().count("text-align: right") == 4
 
 
@@ -122,7 +133,9 @@ def test_rich_shows_a_table_and_no_colour_in_a_pipe(name: str) -> None:
     value = drawn()[name]
     pipe, screen = io.StringIO(), io.StringIO()
     Console(file=pipe, width=400).print(value)
-    Console(file=screen, width=400, force_terminal=True, color_system="standard", _environ={}).print(value)
+    Console(
+        file=screen, width=400, force_terminal=True, color_system="standard", _environ={}
+    ).print(value)
     table = value if isinstance(value, Table) else value.table()
     assert "\x1b[" not in pipe.getvalue()
     assert "\x1b[" in screen.getvalue()
@@ -132,7 +145,10 @@ def test_rich_shows_a_table_and_no_colour_in_a_pipe(name: str) -> None:
 
 
 def test_a_wrapped_cell_begins_at_the_top_and_a_short_name_stands_below() -> None:
-    table = Table(("op", "in two\nlines", "why"), (("linear", "1", "plain torch; no other"), ("route", "20", "x")))
+    table = Table(
+        ("op", "in two\nlines", "why"),
+        (("linear", "1", "plain torch; no other"), ("route", "20", "x")),
+    )
     pipe = io.StringIO()
     Console(file=pipe, width=32).print(table)
     assert [line.rstrip() for line in pipe.getvalue().splitlines()] == [

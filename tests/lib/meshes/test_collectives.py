@@ -1,4 +1,5 @@
-"""Collectives as data: they print and parse back; and their results by definition, against loops and against gloo."""
+"""Collectives as data: they print and parse back; and their results by definition, against loops
+and against gloo."""
 
 import itertools
 import os
@@ -78,13 +79,17 @@ def test_a_collective_prints_and_parses_back(effect: Collective) -> None:
 )
 def test_options_that_a_collective_does_not_have_are_refused(line: str) -> None:
     instead = "all_reduce sum, all_gather dim 0, reduce_scatter sum dim 0, <any>, or ppermute 0 to 1, 1 to 0"
-    with refused(ProgramError, f"parse_effect({line!r})", "a collective with other options", instead):
+    with refused(
+        ProgramError, f"parse_effect({line!r})", "a collective with other options", instead
+    ):
         parse_effect(line)
 
 
 def test_every_kind_of_collective_is_drawn() -> None:
     for kind in get_args(Collective):
-        assert isinstance(find(COLLECTIVES, lambda effect, kind=kind: isinstance(effect, kind)), kind)
+        assert isinstance(
+            find(COLLECTIVES, lambda effect, kind=kind: isinstance(effect, kind)), kind
+        )
 
 
 @pytest.mark.parametrize(
@@ -96,7 +101,9 @@ def test_every_kind_of_collective_is_drawn() -> None:
         (((0, 1), (1, 1)), "place 1, which receives twice"),
     ],
 )
-def test_a_permutation_that_is_none_is_impossible(pairs: tuple[tuple[int, int], ...], mistake: str) -> None:
+def test_a_permutation_that_is_none_is_impossible(
+    pairs: tuple[tuple[int, int], ...], mistake: str
+) -> None:
     effect = PPermute((4, 5), pairs=pairs)
     instead = "each place at most once as a sender and once as a receiver"
     assert impossible(effect) == (f"'{effect}', with {mistake}", instead)
@@ -129,25 +136,33 @@ def brute_force(effect: Collective, inputs: list[Tensor]) -> list[list[list[floa
         case ReduceScatter(reduce_op=op, dim=dim):
             return [cut(reduce(op), dim, rank) for rank in range(count)]
         case AllToAll(split_dim=split, concat_dim=concat):
-            return [join([cut(own, split, rank) for own in values], concat) for rank in range(count)]
+            return [
+                join([cut(own, split, rank) for own in values], concat) for rank in range(count)
+            ]
         case PPermute(pairs=pairs):
             zeros = [[0.0] * columns for _ in range(rows)]
             by_receiver = {to: values[source] for source, to in pairs}
             return [by_receiver.get(rank, zeros) for rank in range(count)]
 
 
-@given(COLLECTIVES.filter(lambda e: all(-2 <= getattr(e, n, 0) < 2 for n in ("dim", "split_dim", "concat_dim"))))
+@given(
+    COLLECTIVES.filter(
+        lambda e: all(-2 <= getattr(e, n, 0) < 2 for n in ("dim", "split_dim", "concat_dim"))
+    )
+)
 def test_the_results_are_those_of_loops(effect: Collective) -> None:
     count = len(effect.ranks)
     inputs = [
-        torch.randint(-9, 9, (2 * count, 3 * count), generator=torch.Generator().manual_seed(i)) for i in range(count)
+        torch.randint(-9, 9, (2 * count, 3 * count), generator=torch.Generator().manual_seed(i))
+        for i in range(count)
     ]
     assert [made.tolist() for made in combine(effect, inputs)] == brute_force(effect, inputs)
 
 
 @pytest.mark.parametrize("count", range(1, 9))
 def test_a_sum_is_a_balanced_tree(count: int) -> None:
-    """Equal halves are summed alone, and then their sums: so a rank may sum what other ranks would bring."""
+    """Equal halves are summed alone, and then their sums: so a rank may sum what other ranks would
+    bring."""
     xs = list(torch.randn(count, 1000, generator=torch.Generator().manual_seed(count)))
     halves = 1 << (count - 1).bit_length() >> 1
     expected = reduced(xs[:halves], "sum") + reduced(xs[halves:], "sum") if count > 1 else xs[0]
@@ -155,7 +170,10 @@ def test_a_sum_is_a_balanced_tree(count: int) -> None:
 
 
 def test_sums_of_halves_are_rounded_once() -> None:
-    parts = [torch.tensor([1.0], dtype=torch.bfloat16), *[torch.tensor([2.0**-9], dtype=torch.bfloat16)] * 4]
+    parts = [
+        torch.tensor([1.0], dtype=torch.bfloat16),
+        *[torch.tensor([2.0**-9], dtype=torch.bfloat16)] * 4,
+    ]
     assert reduced(parts, "sum") == torch.tensor([1.0 + 2.0**-7], dtype=torch.bfloat16)
     assert reduced(parts, "sum").dtype == torch.bfloat16
 
@@ -166,9 +184,13 @@ def test_a_schema_is_that_of_the_tensor() -> None:
 
 
 def on_gloo(path: str, count: int) -> list[bool]:
-    """Whether `combine` says what each collective of torch.distributed over gloo gives this rank."""
+    """Whether `combine` says what each collective of torch.distributed over gloo gives this rank.
+    """
     rank = int(os.environ["RANK"])
-    inputs = [torch.randn(2 * count, 3 * count, generator=torch.Generator().manual_seed(i)) for i in range(count)]
+    inputs = [
+        torch.randn(2 * count, 3 * count, generator=torch.Generator().manual_seed(i))
+        for i in range(count)
+    ]
     own, ranks = inputs[rank], tuple(range(count))
     dist.init_process_group("gloo", rank=rank, world_size=count, store=dist.FileStore(path, count))
     found = []
@@ -186,7 +208,9 @@ def on_gloo(path: str, count: int) -> list[bool]:
     dist.all_to_all_single(exchanged, own)
     found.append((AllToAll(ranks), exchanged))
     dist.destroy_process_group()
-    return [torch.allclose(combine(effect, inputs)[rank], theirs, atol=1e-5) for effect, theirs in found]
+    return [
+        torch.allclose(combine(effect, inputs)[rank], theirs, atol=1e-5) for effect, theirs in found
+    ]
 
 
 @pytest.mark.parametrize("count", [3, pytest.param(2, marks=pytest.mark.slow)])

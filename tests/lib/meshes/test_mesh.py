@@ -1,4 +1,5 @@
-"""`Mesh`: the numbers, places and groups of its ranks, against torch's DeviceMesh; and what it refuses."""
+"""`Mesh`: the numbers, places and groups of its ranks, against torch's DeviceMesh; and what it
+refuses."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -27,7 +28,10 @@ def world() -> Iterator[None]:
 
 @given(SIZES)
 def test_ranks_are_numbered_row_by_row(sizes: dict[str, int]) -> None:
-    mesh, grid = Mesh(**sizes), torch.arange(torch.Size(sizes.values()).numel()).reshape(*sizes.values())
+    mesh, grid = (
+        Mesh(**sizes),
+        torch.arange(torch.Size(sizes.values()).numel()).reshape(*sizes.values()),
+    )
     assert list(mesh) == list(range(mesh.num_ranks)) == grid.flatten().tolist()
     for rank in mesh:
         place = mesh.coordinates(rank)
@@ -60,7 +64,12 @@ def test_a_mesh_is_given_as_one_or_as_its_sizes() -> None:
     assert Mesh.of({"tensor": 2}, "f()") == Mesh.of(Mesh(tensor=2), "f()") == Mesh(tensor=2)
     assert Mesh(data=2, tensor=3) != Mesh(tensor=3, data=2)
     assert str(Mesh(data=2, tensor=3)) == "Mesh(data=2, tensor=3)"
-    with refused(MeshError, "f()", "mesh is an int", 'weft.Mesh(tensor=2), or <any>mesh_dim_names=("tensor",)'):
+    with refused(
+        MeshError,
+        "f()",
+        "mesh is an int",
+        'weft.Mesh(tensor=2), or <any>mesh_dim_names=("tensor",)',
+    ):
         Mesh.of(4, "f()")
 
 

@@ -1,4 +1,5 @@
-"""Placements: the parts of a tensor on the ranks are the whole, and those of torch's DTensor; and what is refused."""
+"""Placements: the parts of a tensor on the ranks are the whole, and those of torch's DTensor; and
+what is refused."""
 
 import itertools
 from collections.abc import Iterator
@@ -36,11 +37,19 @@ from weft.meshes.placements import (
 )
 
 INSTEAD = "Shard(dim), Replicate() or Partial(); PerRank() for a tuple of trees"
-PLACEMENTS = st.sampled_from((Replicate(), Shard(0), Shard(1), Shard(-1), Partial(), Partial("max"), Partial("min")))
+PLACEMENTS = st.sampled_from(
+    (Replicate(), Shard(0), Shard(1), Shard(-1), Partial(), Partial("max"), Partial("min"))
+)
 
 
-@given(st.tuples(PLACEMENTS, PLACEMENTS), st.permutations(("a", "b")), st.sampled_from(((2, 3), (1, 4), (2, 2))))
-def test_the_parts_are_the_whole(placed: tuple[Placement, Placement], order: list[str], sizes: tuple[int, int]) -> None:
+@given(
+    st.tuples(PLACEMENTS, PLACEMENTS),
+    st.permutations(("a", "b")),
+    st.sampled_from(((2, 3), (1, 4), (2, 2))),
+)
+def test_the_parts_are_the_whole(
+    placed: tuple[Placement, Placement], order: list[str], sizes: tuple[int, int]
+) -> None:
     mesh, value = Mesh(a=sizes[0], b=sizes[1]), torch.arange(12 * 24.0).reshape(12, 24)
     by_axis = dict(zip(order, placed, strict=True))
     layout = on_axes(Placements(**by_axis), mesh, "f()")
@@ -71,7 +80,10 @@ def test_the_parts_are_those_of_a_dtensor(rank: int) -> None:
 
 def test_shards_are_views_and_a_sum_is_on_the_first_rank() -> None:
     value, mesh = torch.ones(4), Mesh(a=2)
-    assert part_of(value, (("a", Shard(0)),), mesh, 1, "f()").untyped_storage().data_ptr() == value.data_ptr()
+    assert (
+        part_of(value, (("a", Shard(0)),), mesh, 1, "f()").untyped_storage().data_ptr()
+        == value.data_ptr()
+    )
     assert part_of(value, (("a", Replicate()),), mesh, 1, "f()") is value
     sums = [part_of(value, (("a", Partial()),), mesh, rank, "f()").sum().item() for rank in mesh]
     assert sums == [4, 0]
@@ -85,7 +97,12 @@ def test_those_of_torch_stand_for_ours() -> None:
     assert as_placement(TorchReplicate(), "f()") == Replicate()
     assert as_placement(TorchPartial("max"), "f()") == Partial("max")
     assert Placements(a=TorchShard(0)) == Placements(a=Shard(0))
-    assert all(map(is_placement, (TorchShard(0), TorchReplicate(), TorchPartial(), Placements(), PerRank(), Shard(0))))
+    assert all(
+        map(
+            is_placement,
+            (TorchShard(0), TorchReplicate(), TorchPartial(), Placements(), PerRank(), Shard(0)),
+        )
+    )
     assert not any(map(is_placement, ("Shard", None, {"a": Shard(0)}, Mesh(a=2))))
 
 
@@ -93,27 +110,38 @@ def test_those_of_torch_stand_for_ours() -> None:
 @settings(max_examples=20)
 def test_placements_print_as_they_are_written(by_axis: dict[str, Placement]) -> None:
     given_as = Placements(**by_axis)
-    assert eval(str(given_as), {kind.__name__: kind for kind in (Placements, Shard, Replicate, Partial)}) == given_as
+    assert (
+        eval(
+            str(given_as), {kind.__name__: kind for kind in (Placements, Shard, Replicate, Partial)}
+        )
+        == given_as
+    )
     assert str(PerRank()) == "PerRank()"
 
 
 def test_an_axis_that_is_not_named_has_replicas() -> None:
     mesh = Mesh(data=2, tensor=2)
-    assert on_axes(Placements(tensor=Shard(0)), mesh, "f()") == (("tensor", Shard(0)), ("data", Replicate()))
+    assert on_axes(Placements(tensor=Shard(0)), mesh, "f()") == (
+        ("tensor", Shard(0)),
+        ("data", Replicate()),
+    )
     assert on_axes(Replicate(), mesh, "f()") == (("data", Replicate()), ("tensor", Replicate()))
     assert on_axes(Shard(1), Mesh(tensor=2), "f()") == (("tensor", Shard(1)),)
 
 
 @pytest.mark.parametrize("order", list(itertools.permutations(("x", "y", "z"), 2)))
 def test_the_axis_that_is_named_first_cuts_first(order: tuple[str, str]) -> None:
-    """JAX: `P((first, second))` numbers the blocks with the index along `first` in the higher place."""
+    """JAX: `P((first, second))` numbers the blocks with the index along `first` in the higher
+    place."""
     mesh, value = Mesh(x=2, y=3, z=2), torch.arange(12.0)
     first, second = order
     layout = on_axes(Placements(**dict.fromkeys(order, Shard(0))), mesh, "f()")
     blocks = value.view(mesh.sizes[first], mesh.sizes[second], -1)
     for rank in mesh:
         place = mesh.coordinates(rank)
-        assert torch.equal(part_of(value, layout, mesh, rank, "f()"), blocks[place[first], place[second]])
+        assert torch.equal(
+            part_of(value, layout, mesh, rank, "f()"), blocks[place[first], place[second]]
+        )
 
 
 @pytest.mark.parametrize(
@@ -126,7 +154,9 @@ def test_the_axis_that_is_named_first_cuts_first(order: tuple[str, str]) -> None
         (Placements(a=Partial()), Placements(a=Replicate()), False),
     ],
 )
-def test_the_order_counts_only_where_axes_cut_one_dimension(one: Placements, other: Placements, same: bool) -> None:
+def test_the_order_counts_only_where_axes_cut_one_dimension(
+    one: Placements, other: Placements, same: bool
+) -> None:
     mesh = Mesh(a=2, b=2)
     assert same_parts(on_axes(one, mesh, "f()"), on_axes(other, mesh, "f()"), ndim=2) == same
 

@@ -1,4 +1,5 @@
-"""Ranks of collectives in the interpreter: processes that share their inboxes, each with its own kernels."""
+"""Ranks of collectives in the interpreter: processes that share their inboxes, each with its own
+kernels."""
 
 import mmap
 import os
@@ -30,8 +31,11 @@ class Ranks:
     def __init__(self, ranks: int) -> None:
         self.ranks = ranks
         shape = ranks, ranks, peer.INBOX  # [of a rank, from a rank]
-        self.inboxes = torch.frombuffer(mmap.mmap(-1, ranks * ranks * peer.INBOX), dtype=torch.uint8).view(shape)
-        # Each in memory of its own: the interpreter writes whole storages of arguments back, with what they had before.
+        self.inboxes = torch.frombuffer(
+            mmap.mmap(-1, ranks * ranks * peer.INBOX), dtype=torch.uint8
+        ).view(shape)
+        # Each in memory of its own: the interpreter writes whole storages of arguments back, with
+        # what they had before.
         self.aborts = [torch.frombuffer(mmap.mmap(-1, 4), dtype=torch.int32) for _ in range(ranks)]
 
     def abort(self) -> None:
@@ -64,7 +68,8 @@ class Ranks:
 
 
 def drawn(shape: tuple[int, ...], dtype: torch.dtype, seed: int) -> Tensor:
-    """Values whose sums are exact in bfloat16, which the interpreter cuts and does not round; all bits otherwise."""
+    """Values whose sums are exact in bfloat16, which the interpreter cuts and does not round; all
+    bits otherwise."""
     chance = torch.Generator().manual_seed(seed)
     if dtype in (torch.float32, torch.float16):
         return torch.randn(shape, generator=chance).to(dtype)

@@ -1,4 +1,5 @@
-"""The Triton kernels of a decoder layer, with small arguments, and the operators that they implement."""
+"""The Triton kernels of a decoder layer, with small arguments, and the operators that they
+implement."""
 
 from typing import Any
 
@@ -16,8 +17,8 @@ GENERATOR = torch.Generator().manual_seed(11)
 
 @attrs.frozen(eq=False)
 class Case:
-    """A kernel by `module:function`, its arguments, and the operator, by `module:op` of weft.ops, whose reference gives
-    the expected results.
+    """A kernel by `module:function`, its arguments, and the operator, by `module:op` of weft.ops,
+    whose reference gives the expected results.
 
     Args:
         more: the function's extra arguments, after the operator's.
@@ -50,14 +51,38 @@ def norms() -> list[Case]:
     found = []
     for columns, parts in ((32, 0), (300, 1), (2048, 3)):
         for dtype in (torch.float32, torch.float16):
-            x = randn(*((parts,) if parts else ()), 3, columns, dtype=torch.float32 if parts else dtype)
+            x = randn(
+                *((parts,) if parts else ()), 3, columns, dtype=torch.float32 if parts else dtype
+            )
             residual, weight = randn(3, columns, dtype=dtype), 1 + randn(columns, dtype=dtype)
             near = 2e-6 if dtype == torch.float32 else 5e-3
-            name, both, module = f"{columns} {parts} {dtype}", (x, residual, weight, 1e-5), "weft.ops.norm_triton:"
+            name, both, module = (
+                f"{columns} {parts} {dtype}",
+                (x, residual, weight, 1e-5),
+                "weft.ops.norm_triton:",
+            )
             found += [
-                Case(f"add_rms_norm {name}", f"{module}add_norm", "norm:add_rms_norm", both, tolerance=near),
-                Case(f"rms_norm {name}", f"{module}norm", "norm:rms_norm", (residual, weight, 1e-5), tolerance=near),
-                Case(f"add_parts {name}", f"{module}add", "norm:add_parts", (x, residual), tolerance=near),
+                Case(
+                    f"add_rms_norm {name}",
+                    f"{module}add_norm",
+                    "norm:add_rms_norm",
+                    both,
+                    tolerance=near,
+                ),
+                Case(
+                    f"rms_norm {name}",
+                    f"{module}norm",
+                    "norm:rms_norm",
+                    (residual, weight, 1e-5),
+                    tolerance=near,
+                ),
+                Case(
+                    f"add_parts {name}",
+                    f"{module}add",
+                    "norm:add_parts",
+                    (x, residual),
+                    tolerance=near,
+                ),
                 Case(f"quantize {name}", f"{module}quantize", "products.fp8:quantize", (residual,)),
             ]
     return found
@@ -66,10 +91,17 @@ def norms() -> list[Case]:
 def gates() -> list[Case]:
     found = []
     for inner, parts in ((20, 0), (128, 2), (1152, 0)):
-        x, module = randn(*((parts,) if parts else ()), 3, 2 * inner), "weft.ops.products.gate_triton:"
+        x, module = (
+            randn(*((parts,) if parts else ()), 3, 2 * inner),
+            "weft.ops.products.gate_triton:",
+        )
         for dtype, near in ((torch.float32, 2e-6), (torch.float16, 1e-4)):
             name = f"silu_mul {inner} {parts} {dtype}"
-            found.append(Case(name, f"{module}silu_mul", "products.gate:silu_mul", (x, dtype), tolerance=near))
+            found.append(
+                Case(
+                    name, f"{module}silu_mul", "products.gate:silu_mul", (x, dtype), tolerance=near
+                )
+            )
     return found
 
 
@@ -79,7 +111,15 @@ def rotations() -> list[Case]:
         (3, 1, 8, (24, 32), 0, True, None),
         (4, 2, 6, (128, 256), 2, True, None),
         (8, 2, 16, (128, 160), 1, False, None),
-        (4, 2, 16, (64, 96), 0, False, (2, 3, 3)),  # as in a model with mRoPE, which only the tables depend on
+        (
+            4,
+            2,
+            16,
+            (64, 96),
+            0,
+            False,
+            (2, 3, 3),
+        ),  # as in a model with mRoPE, which only the tables depend on
     ):
         columns = starts[1] + kv_heads * dim
         qkv = randn(*((parts,) if parts else ()), 5, columns)
@@ -87,7 +127,9 @@ def rotations() -> list[Case]:
         tables = angles.cos(), angles.sin()
         if section is not None:
             positions = torch.tensor([[0, 0, 0], [1, 1, 1], [1, 1, 2], [1, 2, 1], [300, 3, 2]])
-            tables = rope_tables(inverse_frequencies(Rope(), dim, 512)[0], positions, 1.0, torch.float32, section)
+            tables = rope_tables(
+                inverse_frequencies(Rope(), dim, 512)[0], positions, 1.0, torch.float32, section
+            )
         norms = (1 + randn(dim), 1 + randn(dim)) if normed else (None, None)
         slots = torch.tensor([7, -1, 0, 11, 3])
         args = (qkv, *norms, 1e-6, *tables, slots, randn(2, 3, 4, kv_heads, dim), heads, starts)
@@ -98,7 +140,10 @@ def rotations() -> list[Case]:
 
 
 def routes() -> list[Case]:
-    kernel, ties = "weft.ops.experts.routing_triton:route", torch.tensor([[1.0, 3, 3, 0, 3], [2, 2, 2, 2, 2]])
+    kernel, ties = (
+        "weft.ops.experts.routing_triton:route",
+        torch.tensor([[1.0, 3, 3, 0, 3], [2, 2, 2, 2, 2]]),
+    )
     return [
         Case(
             f"route {experts} {top_k} {renormalize}",
@@ -106,7 +151,11 @@ def routes() -> list[Case]:
             "experts.routing:route",
             (logits, top_k, renormalize, torch.float32),
         )
-        for experts, top_k, logits in ((5, 3, ties), (128, 8, randn(3, 1, 128)), (60, 1, randn(4, 60)))
+        for experts, top_k, logits in (
+            (5, 3, ties),
+            (128, 8, randn(3, 1, 128)),
+            (60, 1, randn(4, 60)),
+        )
         for renormalize in (False, True)
     ]
 
@@ -133,7 +182,12 @@ def parts() -> list[Case]:
     for tokens, rows, columns, tile in (
         (3, 72, 200, Tile(64, 16, 64, 4, 2, parts=3)),
         (66, 72, 512, Tile(64, 64, 128, 4, 2, parts=4)),
-        (2, 72, 900, Tile(64, 16, 64, 4, 2, parts=2, ahead=2)),  # two of eight tiles of columns ahead of a loop
+        (
+            2,
+            72,
+            900,
+            Tile(64, 16, 64, 4, 2, parts=2, ahead=2),
+        ),  # two of eight tiles of columns ahead of a loop
         (5, 72, 900, Tile(64, 16, 128, 4, 1, parts=2, ahead=4)),  # all of them
     ):
         x, weight, bias = randn(tokens, columns), randn(rows, columns), randn(rows)
@@ -148,7 +202,8 @@ def parts() -> list[Case]:
 
 
 def gated() -> list[Case]:
-    """Products that end with a gate: few tokens and many, rows that are not those of whole tiles, weights ahead."""
+    """Products that end with a gate: few tokens and many, rows that are not those of whole tiles,
+    weights ahead."""
     found, kernel = [], "weft.ops.products.linear_triton:run_tile"
     for tokens, inner, columns, tile in (
         (1, 40, 300, Tile(64, 16, 64, 4, 2)),
@@ -159,33 +214,61 @@ def gated() -> list[Case]:
         (130, 64, 200, Tile(128, 128, 64, 8, 2)),
         (50, 40, 200, Tile(64, 16, 128, 4, 2)),  # four tiles of tokens share those of weights
     ):
-        x, weight, bias = randn(tokens, columns), randn(2 * inner, columns), randn(2 * inner) if tokens < 70 else None
+        x, weight, bias = (
+            randn(tokens, columns),
+            randn(2 * inner, columns),
+            randn(2 * inner) if tokens < 70 else None,
+        )
         given = (x, None, weight, None, bias, torch.float32)
         name, args = f"swiglu {tokens} {inner}", (x, weight, bias)
-        found.append(Case(name, kernel, "products.linear:swiglu", args, (tile, 0, True), tolerance=2e-5, given=given))
+        found.append(
+            Case(
+                name,
+                kernel,
+                "products.linear:swiglu",
+                args,
+                (tile, 0, True),
+                tolerance=2e-5,
+                given=given,
+            )
+        )
     for tokens, inner, columns, tile in (
         (130, 72, 200, Tile(64, 64, 64, 4, 2)),
         (290, 40, 96, Tile(32, 16, 32, 4, 2)),  # more tiles of tokens than share those of weights
         (64, 128, 64, Tile(256, 64, 64, 8, 3)),
     ):
-        x, weight, bias = randn(tokens, columns), randn(2 * inner, columns), randn(2 * inner) if tokens > 64 else None
-        name, kernel = f"swiglu of many {tokens} {inner}", "weft.ops.products.gated_many_triton:swiglu_many"
+        x, weight, bias = (
+            randn(tokens, columns),
+            randn(2 * inner, columns),
+            randn(2 * inner) if tokens > 64 else None,
+        )
+        name, kernel = (
+            f"swiglu of many {tokens} {inner}",
+            "weft.ops.products.gated_many_triton:swiglu_many",
+        )
         args = (x, weight, bias)
         found.append(Case(name, kernel, "products.linear:swiglu", args, (tile,), tolerance=2e-5))
     for tokens, inner, columns in ((1, 128, 256), (5, 64, 1000), (33, 100, 300)):
-        # Sums of whole numbers are exact in any order, and so is silu of large ones. Gates are beyond 2048, so that it
-        # shows whether each is rounded before it is multiplied.
-        x, gate = randn(tokens, columns, scale=2.0).round(), randn(inner, columns, scale=32.0).round()
+        # Sums of whole numbers are exact in any order, and so is silu of large ones. Gates are
+        # beyond 2048, so that it shows whether each is rounded before it is multiplied.
+        x, gate = (
+            randn(tokens, columns, scale=2.0).round(),
+            randn(inner, columns, scale=32.0).round(),
+        )
         up = torch.eye(inner, columns) / 2
         bias = torch.cat((torch.full((inner,), 8192.0), torch.zeros(inner)))
         args = tuple(one.half() for one in (x, torch.cat((gate, up)), bias))
-        name, kernel = f"swiglu {tokens} {inner}, any tile", "weft.ops.products.linear_triton:swiglu"
+        name, kernel = (
+            f"swiglu {tokens} {inner}, any tile",
+            "weft.ops.products.linear_triton:swiglu",
+        )
         found.append(Case(name, kernel, "products.linear:swiglu", args, tolerance=0))
     return found
 
 
 def leaves() -> list[Case]:
-    """Products cut into leaves, of columns that are and are not those of a tile, and the sum of leaves."""
+    """Products cut into leaves, of columns that are and are not those of a tile, and the sum of
+    leaves."""
     found, module = [], "weft.ops.products.linear_triton"
     for tokens, rows, columns, count, dtype in (
         (3, 72, 200, 1, torch.float32),
@@ -193,23 +276,41 @@ def leaves() -> list[Case]:
         (70, 72, 512, 2, torch.float16),
         (70, 30, 40, 8, torch.float32),
     ):
-        x, weight, bias = randn(tokens, columns, dtype=dtype), randn(rows, columns, dtype=dtype), randn(rows)
+        x, weight, bias = (
+            randn(tokens, columns, dtype=dtype),
+            randn(rows, columns, dtype=dtype),
+            randn(rows),
+        )
         args = (x, weight, bias.to(dtype) if count > 1 else None, count)
-        found.append(Case(f"linear {tokens}, {count} leaves", f"{module}:linear", "products.linear:linear", args))
+        found.append(
+            Case(
+                f"linear {tokens}, {count} leaves",
+                f"{module}:linear",
+                "products.linear:linear",
+                args,
+            )
+        )
         x, weights = randn(tokens, 128 * count), fp8_weight(rows, 128 * count)
         args = (*reference_quantize(x), *weights, None, torch.float32, count)
         name = f"fp8_linear {tokens}, {count} leaves"
         found.append(Case(name, f"{module}:fp8_linear", "products.linear:fp8_linear", args))
         for each in (1, 3):
             kind = dtype if each == 1 else torch.float32
-            given, name = (randn(count * each, tokens, rows), count, kind), f"sum_leaves {tokens}, {count} of {each}"
+            given, name = (
+                (randn(count * each, tokens, rows), count, kind),
+                f"sum_leaves {tokens}, {count} of {each}",
+            )
             kernel = "weft.ops.products.leaves_triton:sum_leaves"
             found.append(Case(name, kernel, "products.leaves:sum_leaves", given, tolerance=0))
     return found
 
 
 def experts() -> list[Case]:
-    small, large, whole = Tile(32, 16, 128, 4, 2), Tile(64, 64, 128, 4, 2, sort=True), Tile(256, 16, 128, 4, 2)
+    small, large, whole = (
+        Tile(32, 16, 128, 4, 2),
+        Tile(64, 64, 128, 4, 2, sort=True),
+        Tile(256, 16, 128, 4, 2),
+    )
     found = []
     for tokens, top_k, num, fp8, tiles, leaves, *own in (
         (1, 2, 4, False, (small, small), 0),
@@ -237,24 +338,35 @@ def experts() -> list[Case]:
         gate_up_scale = down_scale = scales = None
         if fp8:
             x, scales = reference_quantize(x)
-            (gate_up, gate_up_scale), (down, down_scale) = fp8_weight(*gate_up.shape), fp8_weight(*down.shape)
+            (gate_up, gate_up_scale), (down, down_scale) = (
+                fp8_weight(*gate_up.shape),
+                fp8_weight(*down.shape),
+            )
         # No token chooses the last expert, if there are several.
-        chosen = torch.rand(tokens, max(1, num - 1), generator=GENERATOR).argsort(1)[:, :top_k].int()
+        chosen = (
+            torch.rand(tokens, max(1, num - 1), generator=GENERATOR).argsort(1)[:, :top_k].int()
+        )
         weights = torch.rand(tokens, top_k, generator=GENERATOR)
         start, stop = own or (0, num)  # the experts that are here
-        held = [None if one is None else one[start:stop] for one in (gate_up, gate_up_scale, down, down_scale)]
+        held = [
+            None if one is None else one[start:stop]
+            for one in (gate_up, gate_up_scale, down, down_scale)
+        ]
         args = (x, scales, *held, weights, chosen.contiguous(), torch.float32, start, num)
         # A sum that is rounded another way may fall to the next value of FP8.
         near = 5e-3 if fp8 else 2e-6
-        name, kernel = f"run_experts {tokens} {fp8} {len(found)}", "weft.ops.experts.products_triton:run_tiles"
+        name, kernel = (
+            f"run_experts {tokens} {fp8} {len(found)}",
+            "weft.ops.experts.products_triton:run_tiles",
+        )
         more, op = (*tiles, leaves), "experts.products:run_experts"
         found.append(Case(name, kernel, op, (*args, leaves), more, tolerance=near, given=args))
     return found
 
 
 def loras() -> list[Case]:
-    """One, two and three products; y in parts; ranks split over steps and columns shared by programs; slots without
-    tokens, and tokens without a slot."""
+    """One, two and three products; y in parts; ranks split over steps and columns shared by
+    programs; slots without tokens, and tokens without a slot."""
     found, kernel = [], "weft.ops.products.lora_triton:add_lora"
     for tokens, columns, starts, rank, num_slots, parts, dtype, is_cut in (
         (1, 40, (0, 24), 3, 1, 0, torch.float32, False),
@@ -265,7 +377,12 @@ def loras() -> list[Case]:
         (20, 136, (0, 300), 4, 2, 2, torch.float16, True),
         (37, 1500, (0, 70), 16, 4, 4, torch.float32, True),
     ):
-        y = randn(*((parts,) if parts else ()), tokens, starts[-1], dtype=torch.float32 if parts else dtype)
+        y = randn(
+            *((parts,) if parts else ()),
+            tokens,
+            starts[-1],
+            dtype=torch.float32 if parts else dtype,
+        )
         a = randn(num_slots, len(starts) - 1, rank, columns, scale=columns**-0.5, dtype=dtype)
         b = randn(num_slots, starts[-1], rank, scale=rank**-0.5, dtype=dtype)
         slots = torch.randint(-1, num_slots, (tokens,), generator=GENERATOR, dtype=torch.int32)
@@ -280,8 +397,8 @@ def loras() -> list[Case]:
 
 
 def requests() -> list[Case]:
-    """Reads and writes of the table of requests: padding, prompts and decodes, tokens after the end, drafts at a limit,
-    more requests than a block, and no request."""
+    """Reads and writes of the table of requests: padding, prompts and decodes, tokens after the
+    end, drafts at a limit, more requests than a block, and no request."""
     found, module = [], "weft.ops.requests_triton"
     for lengths, rows, behind in (
         ((1, 1, 1), (2, 0, 1), 0),
@@ -289,7 +406,11 @@ def requests() -> list[Case]:
         ((1,) * 150 + (200,), (*range(150), -1), 9),
         ((), (), 0),
     ):
-        size, starts, num_rows = sum(lengths) + behind, torch.tensor([0, *lengths]).cumsum(0).int(), 160
+        size, starts, num_rows = (
+            sum(lengths) + behind,
+            torch.tensor([0, *lengths]).cumsum(0).int(),
+            160,
+        )
         positions, last = torch.randint(0, 30, (2, num_rows), generator=GENERATOR)
         table = torch.randint(0, 99, (num_rows, 80), generator=GENERATOR, dtype=torch.int32)
         ids, limits = torch.randint(-1, 50, (size,), generator=GENERATOR), positions + 2
@@ -300,13 +421,18 @@ def requests() -> list[Case]:
             name = f"resolve_tokens {len(rows)} {most is not None}"
             found.append(Case(name, f"{module}:resolve_tokens", "requests:resolve_tokens", args))
         if rows:
-            kept, sampled = torch.arange(len(rows)) % 4 != 1, torch.randint(50, 99, (len(rows),), generator=GENERATOR)
+            kept, sampled = (
+                torch.arange(len(rows)) % 4 != 1,
+                torch.randint(50, 99, (len(rows),), generator=GENERATOR),
+            )
             for more, written in ((None, (0,)), (sampled, (0, 1))):
                 args, name = (
                     (positions.clone(), last.clone(), own, starts, kept, more),
                     f"move_on {len(rows)} {more is not None}",
                 )
-                found.append(Case(name, f"{module}:move_on", "requests:move_on", args, written=written))
+                found.append(
+                    Case(name, f"{module}:move_on", "requests:move_on", args, written=written)
+                )
     return found
 
 
@@ -317,9 +443,22 @@ def turns() -> list[Case]:
         positions = torch.randint(0, 40_000, shape, generator=GENERATOR)
         args = (torch.rand(12, generator=GENERATOR), positions, 1.2, dtype)
         near = 1e-3 if dtype == torch.float16 else 2e-6
-        found.append(Case(f"turn_tables {shape} {dtype}", kernel, "rotary:turn_tables", args, tolerance=near))
+        found.append(
+            Case(f"turn_tables {shape} {dtype}", kernel, "rotary:turn_tables", args, tolerance=near)
+        )
     return found
 
 
-CASES = [*norms(), *gates(), *rotations(), *routes(), *linears(), *parts(), *gated(), *leaves(), *loras(), *experts()]
+CASES = [
+    *norms(),
+    *gates(),
+    *rotations(),
+    *routes(),
+    *linears(),
+    *parts(),
+    *gated(),
+    *leaves(),
+    *loras(),
+    *experts(),
+]
 CASES += [*requests(), *turns()]

@@ -6,7 +6,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from weft.meshes.collectives import AllGather, AllReduce, AllToAll, Collective, PPermute, ReduceScatter, combine
+from weft.meshes.collectives import (
+    AllGather,
+    AllReduce,
+    AllToAll,
+    Collective,
+    PPermute,
+    ReduceScatter,
+    combine,
+)
 from weft.ops import norm, requests, rotary
 from weft.ops.attention import backends, paged
 from weft.ops.experts import products, routing
@@ -58,7 +66,8 @@ INVARIANT = {
         "sample_rows", "swiglu",
     )
 }  # fmt: skip
-"""The operators that are called in `weft.batch_invariant()`, by name, and those that are called elsewhere."""
+"""The operators that are called in `weft.batch_invariant()`, by name, and those that are called
+elsewhere."""
 CALLS |= {name: batch_invariant()(CALLS[other]) for name, other in INVARIANT.items()}
 
 _FP8 = {name for name in CALLS if name.endswith("quantized")} | {"fp8_linear", "quantize"}
@@ -67,7 +76,8 @@ IN_FP8 = _FP8 | {name for name, other in INVARIANT.items() if other in _FP8}
 
 
 class Nobody:
-    """An end of transfers that neither sends nor receives, and a member of collectives among its like."""
+    """An end of transfers that neither sends nor receives, and a member of collectives among its
+    like."""
 
     def send(self, tensors: Sequence[Tensor], peer: int, tag: int, /) -> None: ...
 
@@ -75,7 +85,9 @@ class Nobody:
 
     def perform(self, effect: Collective, x: Tensor, /) -> Tensor:
         """The result where all ranks bring the same tensor."""
-        return combine(effect, [x] * len(effect.ranks))[0].clone(memory_format=torch.contiguous_format)
+        return combine(effect, [x] * len(effect.ranks))[0].clone(
+            memory_format=torch.contiguous_format
+        )
 
 
 NOBODY = Nobody()
@@ -101,7 +113,8 @@ def arguments(dtype: torch.dtype = torch.float32) -> dict[str, list[Args]]:
     in_fp8 = reference_quantize(randn(3, 128))
     gate_up, down = (randn(2, *shape).to(torch.float8_e4m3fn) for shape in ((256, 128), (128, 128)))
     chosen = torch.tensor([[1, 0], [3, 1], [0, 2]], dtype=torch.int32)
-    # Two requests: the first has 5 tokens in its pages and reads 2 more, the second begins. Then two of padding.
+    # Two requests: the first has 5 tokens in its pages and reads 2 more, the second begins. Then
+    # two of padding.
     where = (
         integers(13, 14, 4, 5, 6, -1, -1), torch.tensor([[2, 3], [1, 2], [0, 0]], dtype=torch.int32),
         integers(0, 2, 5, 7, of=torch.int32), integers(7, 3, 0, of=torch.int32), 3, 0.5, 2,
@@ -178,4 +191,8 @@ def arguments(dtype: torch.dtype = torch.float32) -> dict[str, list[Args]]:
 
 def tensors_in(args: Args) -> list[int]:
     """The positions of the arguments that could have a derivative."""
-    return [i for i, x in enumerate(args) if isinstance(x, Tensor) and x.is_floating_point() and x.itemsize > 1]
+    return [
+        i
+        for i, x in enumerate(args)
+        if isinstance(x, Tensor) and x.is_floating_point() and x.itemsize > 1
+    ]

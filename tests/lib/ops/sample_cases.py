@@ -37,11 +37,17 @@ class Case:
             return None if x is None else x.to(device)
 
         table = tree_map(move, self.table)
-        return Case(move(self.logits), table, move(self.rows), move(self.positions), move(self.token_mask))
+        return Case(
+            move(self.logits), table, move(self.rows), move(self.positions), move(self.token_mask)
+        )
 
 
 def make_case(
-    params: list[SamplingParams], logits: Tensor, seed: int = 0, mask: bool = False, padding: int = 0
+    params: list[SamplingParams],
+    logits: Tensor,
+    seed: int = 0,
+    mask: bool = False,
+    padding: int = 0,
 ) -> Case:
     """Requests with these parameters in a table full of old data, not in the order of its rows."""
     generator = torch.Generator().manual_seed(seed)
@@ -51,7 +57,10 @@ def make_case(
     for old in (table.allowed, table.stops):
         old.random_(-(2**31), 2**31 - 1, generator=generator)
     prompts = torch.randint(0, vocab, (count, 9), generator=generator).tolist()
-    said = [ids[: n % 7] for n, ids in enumerate(torch.randint(0, vocab, (count, 9), generator=generator).tolist())]
+    said = [
+        ids[: n % 7]
+        for n, ids in enumerate(torch.randint(0, vocab, (count, 9), generator=generator).tolist())
+    ]
     rows = torch.randperm(count + 2, generator=generator)[:count]
     write_rows(table, rows.tolist(), params, prompts, said)
     positions = torch.tensor([8 + len(own) for own in said])

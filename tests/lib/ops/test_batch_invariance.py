@@ -1,4 +1,5 @@
-"""L20 of single operators: a token's result is the same bits alone, among any others, and however a prompt is cut."""
+"""L20 of single operators: a token's result is the same bits alone, among any others, and however a
+prompt is cut."""
 
 import importlib
 from collections.abc import Callable, Iterator
@@ -35,7 +36,8 @@ def invariant() -> Iterator[None]:
 
 
 def check_counts(run: Callable[[Tensor], Tensor], most: int) -> None:
-    """Raise unless the rows that `run` computes for some tokens of `most` are those that it computes for all."""
+    """Raise unless the rows that `run` computes for some tokens of `most` are those that it
+    computes for all."""
     order = torch.randperm(most)
     whole = run(order)
     for count in (one for one in COUNTS if one <= most):
@@ -52,7 +54,10 @@ def few(device: str) -> int:
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_linear(device: str, dtype: torch.dtype, shape: tuple[int, int]) -> None:
-    weight, bias = torch.randn(shape, device=device, dtype=dtype), torch.randn(shape[0], device=device, dtype=dtype)
+    weight, bias = (
+        torch.randn(shape, device=device, dtype=dtype),
+        torch.randn(shape[0], device=device, dtype=dtype),
+    )
     x = torch.randn(few(device), shape[1], device=device, dtype=dtype)
     check_counts(lambda index: sum_parts(linear(x[index.to(device)], weight, bias), dtype), len(x))
 
@@ -65,7 +70,9 @@ def test_linear_in_fp8(device: str, shape: tuple[int, int]) -> None:
     x = torch.randn(few(device), shape[1], device=device, dtype=torch.bfloat16)
 
     def run(index: Tensor) -> Tensor:
-        return sum_parts(fp8_linear(quantize(x[index.to(device)]), weight, scale, dtype=x.dtype), x.dtype)
+        return sum_parts(
+            fp8_linear(quantize(x[index.to(device)]), weight, scale, dtype=x.dtype), x.dtype
+        )
 
     check_counts(run, len(x))
 
@@ -80,7 +87,10 @@ def test_the_gate(device: str, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_a_product_and_its_gate(device: str, dtype: torch.dtype) -> None:
-    x, weight = (torch.randn(shape, device=device, dtype=dtype) for shape in ((few(device), 1000), (2 * 260, 1000)))
+    x, weight = (
+        torch.randn(shape, device=device, dtype=dtype)
+        for shape in ((few(device), 1000), (2 * 260, 1000))
+    )
     check_counts(lambda index: swiglu(x[index.to(device)], weight), len(x))
 
 
@@ -95,7 +105,12 @@ def check_adapters(device: str, dtype: torch.dtype, rank: int) -> None:
     columns, rows = 1000, 520
     x, weight, a, b = (
         torch.randn(shape).to(device, dtype)
-        for shape in ((few(device), columns), (rows, columns), (3, 1, rank, columns), (3, rows, rank))
+        for shape in (
+            (few(device), columns),
+            (rows, columns),
+            (3, 1, rank, columns),
+            (3, rows, rank),
+        )
     )
     slots = torch.randint(-1, 3, (len(x),), dtype=torch.int32).to(device)
 
@@ -108,7 +123,9 @@ def check_adapters(device: str, dtype: torch.dtype, rank: int) -> None:
 
 
 @pytest.mark.parametrize("is_of_b", [False, True])
-def test_adapters_in_another_order_are_found(is_of_b: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_adapters_in_another_order_are_found(
+    is_of_b: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def multiply(x: Tensor, weight: Tensor, bias: Tensor | None, batch_invariant: bool) -> Tensor:
         halves = 2 if len(x) > 2 and (weight.shape[1] == 8) == is_of_b else 1
         share = -(-x.shape[1] // halves)
@@ -128,7 +145,10 @@ def test_adapters_in_another_order_are_found(is_of_b: bool, monkeypatch: pytest.
 def test_experts(device: str, fp8: bool, sizes: tuple[int, int, int, int]) -> None:
     num_experts, hidden, inner, top_k = sizes
     x = torch.randn(few(device), hidden, device=device, dtype=torch.bfloat16)
-    gate_up, down = torch.randn(num_experts, 2 * inner, hidden), torch.randn(num_experts, hidden, inner)
+    gate_up, down = (
+        torch.randn(num_experts, 2 * inner, hidden),
+        torch.randn(num_experts, hidden, inner),
+    )
     kind = torch.float8_e4m3fn if fp8 else x.dtype
     gate_up, down = gate_up.to(device, kind), down.to(device, kind)
     blocks = hidden // 128, inner // 128
@@ -139,7 +159,9 @@ def test_experts(device: str, fp8: bool, sizes: tuple[int, int, int, int]) -> No
     def run(index: Tensor) -> Tensor:
         given = x[index.to(device)]
         weights, experts = route(linear(given, router), top_k, True, x.dtype)
-        made = run_experts(quantize(given) if fp8 else given, gate_up, down, weights, experts, dtype=x.dtype, **own)
+        made = run_experts(
+            quantize(given) if fp8 else given, gate_up, down, weights, experts, dtype=x.dtype, **own
+        )
         return sum_parts(made, x.dtype)
 
     check_counts(run, len(x))
@@ -151,10 +173,21 @@ PAGE = 16
 class Context:
     """Requests with their keys and values in pages, whose attention is asked for in pieces."""
 
-    def __init__(self, device: str, dtype: torch.dtype, kv_dtype: torch.dtype, lengths: list[int], window: int) -> None:
+    def __init__(
+        self,
+        device: str,
+        dtype: torch.dtype,
+        kv_dtype: torch.dtype,
+        lengths: list[int],
+        window: int,
+    ) -> None:
         self.device, self.lengths, self.window = device, lengths, window
         most = -(-max(lengths) // PAGE)
-        self.table = torch.randperm(len(lengths) * most, dtype=torch.int32).view(len(lengths), most).to(device)
+        self.table = (
+            torch.randperm(len(lengths) * most, dtype=torch.int32)
+            .view(len(lengths), most)
+            .to(device)
+        )
         self.pages = torch.randn(2, len(lengths) * most, PAGE, 2, 64).to(device, kv_dtype)
         self.q = [torch.randn(length, 8, 64, device=device, dtype=dtype) for length in lengths]
 
@@ -173,7 +206,12 @@ class Context:
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("window", [0, 70])
 @pytest.mark.parametrize(
-    "dtypes", [(torch.bfloat16, torch.bfloat16), (torch.float32, torch.float32), (torch.bfloat16, torch.float8_e4m3fn)]
+    "dtypes",
+    [
+        (torch.bfloat16, torch.bfloat16),
+        (torch.float32, torch.float32),
+        (torch.bfloat16, torch.float8_e4m3fn),
+    ],
 )
 def test_attention(device: str, window: int, dtypes: tuple[torch.dtype, torch.dtype]) -> None:
     lengths = [1500, 1100, 513, 512, 300, 64, 40, 1] if device == "cuda" else [90, 33, 16, 1]
@@ -182,12 +220,18 @@ def test_attention(device: str, window: int, dtypes: tuple[torch.dtype, torch.dt
     last = [(request, length - 1, length) for request, length in enumerate(lengths)]
     for request, (_, start, end) in enumerate(last):
         alone = context.attend([last[request]], uniform=1)[0]
-        assert torch.equal(alone, whole[request][start:end]), f"request {request} of {end} tokens, alone"
+        assert torch.equal(alone, whole[request][start:end]), (
+            f"request {request} of {end} tokens, alone"
+        )
     for copies in (1, 3, 40):
         together = context.attend(last * copies, uniform=1)
         for request, own in enumerate(together):
             assert torch.equal(own, whole[request % len(last)][-1:]), f"decodes, {copies} of each"
-    drafts = [(request, max(length - 4, 0), length) for request, length in enumerate(lengths) if length > 4]
+    drafts = [
+        (request, max(length - 4, 0), length)
+        for request, length in enumerate(lengths)
+        if length > 4
+    ]
     for (request, start, end), own in zip(drafts, context.attend(drafts, uniform=4), strict=True):
         assert torch.equal(own, whole[request][start:end]), f"request {request}, four queries"
     for chunk in (7, 100, 511):
@@ -201,13 +245,18 @@ def test_attention(device: str, window: int, dtypes: tuple[torch.dtype, torch.dt
 @pytest.mark.parametrize("vocab", [11, 5000, pytest.param(151_936, marks=pytest.mark.slow)])
 def test_draws_and_logprobs(device: str, vocab: int) -> None:
     logits = torch.randn(few(device), vocab, device=device).mul(3).to(torch.bfloat16)
-    seeds, positions = torch.arange(len(logits), device=device), torch.arange(len(logits), device=device) * 3
+    seeds, positions = (
+        torch.arange(len(logits), device=device),
+        torch.arange(len(logits), device=device) * 3,
+    )
     temperature = torch.linspace(0, 1.5, len(logits), device=device)
 
     def run(index: Tensor) -> Tensor:
         own = index.to(device)
         ids, logprobs = sample(logits[own], temperature[own], seeds[own], positions[own])
-        assert torch.equal(token_logprobs(logits[own], ids[:, None])[:, 0], logprobs), "drawn and scored"
+        assert torch.equal(token_logprobs(logits[own], ids[:, None])[:, 0], logprobs), (
+            "drawn and scored"
+        )
         return torch.stack((ids.double(), logprobs.double()), 1)
 
     check_counts(run, len(logits))
@@ -230,14 +279,19 @@ def test_transforms_of_torch_func_follow_the_operator_s_values() -> None:
         made = linear(x, weight)
         return made.square().sum(), made
 
-    for grad in (torch.func.grad(loss, has_aux=True), lambda x: torch.func.vjp(loss, x, has_aux=True)[1:]):
+    for grad in (
+        torch.func.grad(loss, has_aux=True),
+        lambda x: torch.func.vjp(loss, x, has_aux=True)[1:],
+    ):
         made = grad(x)[-1]
         assert torch.equal(made[:1], linear(x[:1], weight))
     wanted = 2 * (x @ weight.T) @ weight
     torch.testing.assert_close(torch.func.grad(lambda x: loss(x)[0])(x), wanted)
     second = torch.func.hessian(lambda x: loss(x)[0])(x[:1])
     torch.testing.assert_close(second[0, :, 0], 2 * weight.T @ weight)
-    torch.testing.assert_close(torch.func.vmap(torch.func.grad(lambda x: loss(x[None])[0]))(x), wanted)
+    torch.testing.assert_close(
+        torch.func.vmap(torch.func.grad(lambda x: loss(x[None])[0]))(x), wanted
+    )
 
 
 def test_a_graph_of_the_context_is_not_one_of_its_surroundings() -> None:
@@ -287,17 +341,25 @@ def test_torch_s_product_takes_the_kernel_s_place_only_with_its_bits(
     module = importlib.import_module("weft.ops.products.linear_triton")
     monkeypatch.setattr(module, "_AGREED", agreed := dict[Any, bool]())
     weight = torch.randn(shape, device="cuda", dtype=torch.bfloat16)
-    bias, x = weight[:, 0].contiguous(), torch.randn(8000, shape[1], device="cuda", dtype=torch.bfloat16)
+    bias, x = (
+        weight[:, 0].contiguous(),
+        torch.randn(8000, shape[1], device="cuda", dtype=torch.bfloat16),
+    )
     for own in (None, bias):
         whole = linear(x, weight, own)
         for start in (0, 4095, 7999):
-            assert torch.equal(sum_parts(linear(x[start : start + 1], weight, own), x.dtype)[0], whole[start])
+            assert torch.equal(
+                sum_parts(linear(x[start : start + 1], weight, own), x.dtype)[0], whole[start]
+            )
     assert any(agreed.values()), f"in no case: {agreed}"
 
-    def in_another_order(x: Tensor, weight: Tensor, bias: Tensor | None, segments: int, out: Tensor) -> None:
+    def in_another_order(
+        x: Tensor, weight: Tensor, bias: Tensor | None, segments: int, out: Tensor
+    ) -> None:
         half = x.shape[1] // 4
         out.copy_(
-            x[:, half:].float() @ weight[:, half:].t().float() + x[:, :half].float() @ weight[:, :half].t().float()
+            x[:, half:].float() @ weight[:, half:].t().float()
+            + x[:, :half].float() @ weight[:, :half].t().float()
         )
 
     monkeypatch.setattr(module, "_AGREED", agreed := dict[Any, bool]())
@@ -307,7 +369,9 @@ def test_torch_s_product_takes_the_kernel_s_place_only_with_its_bits(
     assert agreed
     monkeypatch.setattr(module, "_AGREED", agreed := dict[Any, bool]())
     assert not linear(x, torch.zeros_like(weight)).any()
-    assert not any(agreed.values()), "weights of zeros have the same sum in any order, which tells nothing"
+    assert not any(agreed.values()), (
+        "weights of zeros have the same sum in any order, which tells nothing"
+    )
     assert torch.equal(linear(x, weight, bias), whole)
     monkeypatch.undo()
     monkeypatch.setattr(module, "_AGREED", agreed := dict[Any, bool]())
@@ -318,14 +382,20 @@ def test_torch_s_product_takes_the_kernel_s_place_only_with_its_bits(
     assert not agreed, "no trial under autocast, and of a weight that is aligned otherwise"
 
 
-def test_a_trial_of_torch_s_product_decides_only_where_kernels_run(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_trial_of_torch_s_product_decides_only_where_kernels_run(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     pytest.importorskip("triton")
     from weft.ops.kernel_triton import compiling
 
     module: Any = importlib.import_module("weft.ops.products.linear_triton")
     monkeypatch.setattr(module, "_AGREED", agreed := dict[Any, bool]())
-    monkeypatch.setattr(module, "run_tile", lambda x, _, weight, *rest: (x @ weight.T) * rest[-1].segments)
-    monkeypatch.setattr(module, "_multiply_segments", lambda x, weight, bias, n, out: out.copy_(x @ weight.T))
+    monkeypatch.setattr(
+        module, "run_tile", lambda x, _, weight, *rest: (x @ weight.T) * rest[-1].segments
+    )
+    monkeypatch.setattr(
+        module, "_multiply_segments", lambda x, weight, bias, n, out: out.copy_(x @ weight.T)
+    )
     monkeypatch.setattr(module, "_TELLING", 1)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     x, weight, tile = torch.randn(4, 16), torch.randn(8, 16), Tile(64, 16, 64, 4, 3)
@@ -337,13 +407,17 @@ def test_a_trial_of_torch_s_product_decides_only_where_kernels_run(monkeypatch: 
     assert [*agreed.values()] == [True]
 
 
-def test_torch_s_product_takes_no_place_under_settings_that_no_trial_knows(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_torch_s_product_takes_no_place_under_settings_that_no_trial_knows(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     pytest.importorskip("triton")
     module: Any = importlib.import_module("weft.ops.products.linear_triton")
     monkeypatch.setattr(torch.cuda.tunable, "is_enabled", lambda: False)
     memory = torch.empty(4096, dtype=torch.uint8)
     start = -memory.data_ptr() % 256
-    x, weight, odd = (memory[start + at :][:512].view(torch.bfloat16).view(16, 16) for at in (0, 512, 1026))
+    x, weight, odd = (
+        memory[start + at :][:512].view(torch.bfloat16).view(16, 16) for at in (0, 512, 1026)
+    )
     assert module._may_stand_in(x, weight, None)
     assert module._may_stand_in(x, weight, weight[0])
     assert not module._may_stand_in(x, odd, None)

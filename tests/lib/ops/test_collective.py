@@ -30,25 +30,34 @@ CALLS: dict[str, Callable[[Any], Any]] = {
     "all_gather(x, 'tensor', dim=0)": lambda x: all_gather(x, "tensor"),
     "reduce_scatter(x, 'tensor', dim=0)": lambda x: reduce_scatter(x, "tensor"),
     "ppermute(x, 'tensor', [(0, 1)])": lambda x: ppermute(x, "tensor", [(0, 1)]),
-    "all_to_all(x, 'tensor', split_dim=0, concat_dim=1)": lambda x: all_to_all(x, "tensor", split_dim=0, concat_dim=1),
+    "all_to_all(x, 'tensor', split_dim=0, concat_dim=1)": lambda x: all_to_all(
+        x, "tensor", split_dim=0, concat_dim=1
+    ),
     "axis_index('tensor')": lambda x: axis_index("tensor"),
     "axis_size('tensor')": lambda x: axis_size("tensor"),
 }
-PAIRS = "pairs of places along the axis, each once as a sender and once as a receiver: [(0, 1), (1, 0)]"
+PAIRS = (
+    "pairs of places along the axis, each once as a sender and once as a receiver: [(0, 1), (1, 0)]"
+)
 OF_TENSORS = [call for call in CALLS if not call.startswith("axis")]
 
 
 @pytest.mark.parametrize("call", CALLS)
 def test_outside_a_shard(call: str) -> None:
     instead = "weft.shard(f, mesh, in_placements, out_placements), and the call inside f"
-    with refused(MeshError, call, "no mesh: the call is not in a function that weft.shard runs", instead):
+    with refused(
+        MeshError, call, "no mesh: the call is not in a function that weft.shard runs", instead
+    ):
         CALLS[call](torch.ones(2, 2))
 
 
 @pytest.mark.parametrize("call", CALLS)
 def test_an_axis_that_the_mesh_lacks(call: str) -> None:
     seen = "axis 'tensor' of Mesh(data=2, rows=2)"
-    with placed(Place(Mesh(data=2, rows=2), 0)), refused(MeshError, call, seen, "one of 'data', 'rows'"):
+    with (
+        placed(Place(Mesh(data=2, rows=2), 0)),
+        refused(MeshError, call, seen, "one of 'data', 'rows'"),
+    ):
         CALLS[call](torch.ones(2, 2))
 
 
@@ -112,7 +121,9 @@ def test_what_is_no_tensor(call: str) -> None:
         ),
     ],
 )
-def test_options_that_do_not_fit(call: str, fn: Callable[[Tensor], Any], seen: str, instead: str) -> None:
+def test_options_that_do_not_fit(
+    call: str, fn: Callable[[Tensor], Any], seen: str, instead: str
+) -> None:
     with placed(Place(Mesh(tensor=2), 0)), refused(MeshError, call, seen, instead):
         fn(torch.ones(4, 3))
 
@@ -150,7 +161,9 @@ def test_a_member_that_is_gone_is_named() -> None:
         all_reduce(torch.ones(2), "tensor")
 
 
-@pytest.mark.parametrize("dtype", [torch.bool, torch.int64, torch.float16, torch.float64, torch.complex64])
+@pytest.mark.parametrize(
+    "dtype", [torch.bool, torch.int64, torch.float16, torch.float64, torch.complex64]
+)
 def test_any_dtype_is_gathered(dtype: torch.dtype) -> None:
     f = shard(lambda x: all_gather(x, "tensor"), Mesh(tensor=3), Replicate(), Replicate())
     assert torch.equal(f(torch.ones(1, dtype=dtype)), torch.ones(3, dtype=dtype))

@@ -1,5 +1,6 @@
-"""A constant of a kernel's module stands before no tensor. Triton 3.8's interpreter makes a constant, not a tensor, of
-`constant + tensor`, and refuses it later; `tl.full` makes a tensor of a constant."""
+"""A constant of a kernel's module stands before no tensor. Triton 3.8's interpreter makes a
+constant, not a tensor, of `constant + tensor`, and refuses it later; `tl.full` makes a tensor of a
+constant."""
 
 import ast
 from pathlib import Path
@@ -23,7 +24,9 @@ def constants(tree: ast.Module) -> set[str]:
     }
 
 
-ALL_CONSTANTS = {name for file in KERNELS for name in constants(ast.parse(file.read_text(encoding="utf-8")))}
+ALL_CONSTANTS = {
+    name for file in KERNELS for name in constants(ast.parse(file.read_text(encoding="utf-8")))
+}
 
 
 def constants_before_tensors(code: str) -> list[str]:
@@ -34,14 +37,22 @@ def constants_before_tensors(code: str) -> list[str]:
             return is_constant(node.operand)
         if isinstance(node, ast.BinOp):
             return is_constant(node.left) and is_constant(node.right)
-        return isinstance(node, ast.Constant) or (isinstance(node, ast.Name) and node.id in ALL_CONSTANTS)
+        return isinstance(node, ast.Constant) or (
+            isinstance(node, ast.Name) and node.id in ALL_CONSTANTS
+        )
 
     def names_one(node: ast.expr) -> bool:
         return any(isinstance(name, ast.Name) for name in ast.walk(node)) and is_constant(node)
 
     functions = [node for node in ast.walk(ast.parse(code)) if isinstance(node, ast.FunctionDef)]
-    operations = [node for function in functions for node in ast.walk(function) if isinstance(node, ast.BinOp)]
-    return [ast.unparse(node) for node in operations if names_one(node.left) and not is_constant(node.right)]
+    operations = [
+        node for function in functions for node in ast.walk(function) if isinstance(node, ast.BinOp)
+    ]
+    return [
+        ast.unparse(node)
+        for node in operations
+        if names_one(node.left) and not is_constant(node.right)
+    ]
 
 
 def test_there_are_kernels_with_constants() -> None:
@@ -53,6 +64,10 @@ def test_no_constant_stands_before_a_tensor(file: Path) -> None:
     assert constants_before_tensors(file.read_text(encoding="utf-8")) == []
 
 
-@pytest.mark.parametrize("planted", ["_MOST + tl.zeros_like(most)", "-_MOST * x", "(_MOST + 1) / most"])
+@pytest.mark.parametrize(
+    "planted", ["_MOST + tl.zeros_like(most)", "-_MOST * x", "(_MOST + 1) / most"]
+)
 def test_a_constant_before_a_tensor_is_found(planted: str) -> None:
-    assert constants_before_tensors(f"def kernel(x, most):\n    return tl.div_rn({planted}, most)") == [planted]
+    assert constants_before_tensors(
+        f"def kernel(x, most):\n    return tl.div_rn({planted}, most)"
+    ) == [planted]

@@ -1,4 +1,5 @@
-"""L20 of single operators on the CPU under settings of torch: the number of threads, autocast, and other products."""
+"""L20 of single operators on the CPU under settings of torch: the number of threads, autocast, and
+other products."""
 
 import threading
 from collections.abc import Callable, Iterator
@@ -71,7 +72,10 @@ def norm(columns: int) -> Operator:
 def draw(count: int) -> Operator:
     logits, seeds = torch.randn(count, 151_936) * 3, torch.arange(count)
     temperature = torch.ones(count)
-    return lambda: (*sample(logits, temperature, seeds, seeds), token_logprobs(logits, seeds[:, None]))
+    return lambda: (
+        *sample(logits, temperature, seeds, seeds),
+        token_logprobs(logits, seeds[:, None]),
+    )
 
 
 def angles() -> Operator:
@@ -140,7 +144,10 @@ def test_a_row_has_its_bits_among_others_whatever_the_number_of_threads() -> Non
 
 def test_captured_and_compiled_functions_have_the_bits_of_one_thread() -> None:
     x, weight = torch.randn(3, 7777), torch.randn(17, 7777)
-    step, compiled = weft.graphify(linear), torch.compile(lambda x: linear(x, weight), backend="aot_eager")
+    step, compiled = (
+        weft.graphify(linear),
+        torch.compile(lambda x: linear(x, weight), backend="aot_eager"),
+    )
     torch.set_num_threads(1)
     alone = linear(x, weight)
     torch.set_num_threads(8)
@@ -181,14 +188,17 @@ def test_another_precision_of_products_is_refused(kept: str) -> None:
             run()
     finally:
         torch.set_float32_matmul_precision("highest")
-    assert "linear(…) in weft.batch_invariant(), on the CPU\n  saw: torch.backends.mkldnn" in str(error.value)
+    assert "linear(…) in weft.batch_invariant(), on the CPU\n  saw: torch.backends.mkldnn" in str(
+        error.value
+    )
     assert "instead: torch.set_float32_matmul_precision('highest')" in str(error.value)
     run()
 
 
 def test_another_library_of_products_is_refused() -> None:
     run = product(17, 64)
-    # By a context: torch's own tests, of which others here import a part, forbid to set the flag otherwise.
+    # By a context: torch's own tests, of which others here import a part, forbid to set the flag
+    # otherwise.
     with torch.backends.mkldnn.flags(enabled=False), pytest.raises(DeviceError) as error:
         run()
     assert "saw: torch.backends.mkldnn.enabled = False, and other bits" in str(error.value)

@@ -1,4 +1,5 @@
-"""The products of a rank that holds some of the experts: a pair whose expert is elsewhere adds exactly 0."""
+"""The products of a rank that holds some of the experts: a pair whose expert is elsewhere adds
+exactly 0."""
 
 from pathlib import Path
 from typing import Any
@@ -21,7 +22,10 @@ TOKENS, TOP_K, EXPERTS, HIDDEN, INNER = 9, 3, 6, 10, 7
 def drawn(tokens: int = TOKENS, seed: int = 0) -> tuple[Tensor, ...]:
     """Tokens, the weights of all experts, and what a router chose; nothing chose expert 5."""
     own = torch.Generator().manual_seed(seed)
-    x, logits = torch.randn(tokens, HIDDEN, generator=own), torch.randn(tokens, EXPERTS, generator=own)
+    x, logits = (
+        torch.randn(tokens, HIDDEN, generator=own),
+        torch.randn(tokens, EXPERTS, generator=own),
+    )
     logits[:, 5] = -9
     gate_up = torch.randn(EXPERTS, 2 * INNER, HIDDEN, generator=own)
     down = torch.randn(EXPERTS, HIDDEN, INNER, generator=own)
@@ -36,7 +40,9 @@ def by_pair(given: tuple[Tensor, ...], own: range) -> Tensor:
             expert = int(experts[token, slot])
             if expert in own:
                 gate, up = (gate_up[expert] @ x[token]).chunk(2)
-                rows.append(weights[token, slot] * (down[expert] @ (gate * torch.sigmoid(gate) * up)))
+                rows.append(
+                    weights[token, slot] * (down[expert] @ (gate * torch.sigmoid(gate) * up))
+                )
             else:
                 rows.append(x.new_zeros(x.shape[1]))
     return torch.stack(rows).view(experts.shape[1], *x.shape)
@@ -66,7 +72,8 @@ def test_a_rank_computes_the_pairs_of_its_own_experts(own: range, derived: bool)
 
 
 def test_the_ranks_add_up_to_the_whole() -> None:
-    """Bit for bit: a pair is computed by one rank, with the weight that it has among all that the token chose."""
+    """Bit for bit: a pair is computed by one rank, with the weight that it has among all that the
+    token chose."""
     given = drawn()
     every = [of_rank(given, range(first, first + 2)) for first in (0, 2, 4)]
     assert torch.equal(sum(every[1:], every[0]), of_rank(given, range(EXPERTS)))
@@ -93,7 +100,9 @@ def test_experts_that_there_are_not_are_refused(first: int) -> None:
     x, gate_up, down, weights, experts = drawn()
     seen, instead = f"the weights of 2 experts from number {first} on, of 6", "first from 0 to 4"
     with refused(DescriptorError, "run_experts(x, gate_up, down, …)", seen, instead):
-        run_experts(x, gate_up[:2], down[:2], weights, experts, dtype=x.dtype, first=first, num_experts=6)
+        run_experts(
+            x, gate_up[:2], down[:2], weights, experts, dtype=x.dtype, first=first, num_experts=6
+        )
 
 
 # The kernels, interpreted. New memory is NaN there, so that what no program writes is seen.
@@ -120,7 +129,8 @@ KERNELS = {  # tokens, top_k, experts, ranks, FP8, tiles
 
 
 def kernel_args(name: str) -> list[tuple[Any, ...]]:
-    """The arguments of `run_tiles` for the whole layer, then for each rank. No token chooses an expert of rank 1."""
+    """The arguments of `run_tiles` for the whole layer, then for each rank. No token chooses an
+    expert of rank 1."""
     tokens, top_k, count, ranks, fp8, tiles = KERNELS[name]
     own = torch.Generator().manual_seed(3)
     hidden, inner = (128, 128) if fp8 else (40, 24)
@@ -137,8 +147,13 @@ def kernel_args(name: str) -> list[tuple[Any, ...]]:
     logits[:, held : 2 * held] -= 99
     weights, experts = route(logits, min(top_k, count - held), True, torch.float32)
     every = []
-    for mine in (slice(0, count), *(slice(rank * held, (rank + 1) * held) for rank in range(ranks))):
-        up, down, up_scale, down_scale = (None if one is None else one[mine] for one in (*products, *blocks))
+    for mine in (
+        slice(0, count),
+        *(slice(rank * held, (rank + 1) * held) for rank in range(ranks)),
+    ):
+        up, down, up_scale, down_scale = (
+            None if one is None else one[mine] for one in (*products, *blocks)
+        )
         rest = weights, experts, torch.float32, mine.start, count
         every.append((x, scales, up, up_scale, down, down_scale, *rest, *tiles))
     return every
@@ -174,7 +189,8 @@ def test_programs_of_one_token_search_for_no_pairs(monkeypatch: pytest.MonkeyPat
 
 
 def assert_shares(every: list[tuple[Any, ...]], found: list[Tensor]) -> None:
-    """The rows of each rank are the whole's where it has the expert, and 0 elsewhere. Rank 1 has no pair."""
+    """The rows of each rank are the whole's where it has the expert, and 0 elsewhere. Rank 1 has no
+    pair."""
     (whole, *shares), experts, held = found, every[0][7].T, len(every[1][2])
     assert not whole.isnan().any()
     for rank, made in enumerate(shares):
@@ -192,7 +208,9 @@ def test_kernels_of_ranks_are_those_of_the_whole(name: str) -> None:
     experts = kernel_args(name)[0][7].cuda()
     every = list[tuple[Any, ...]]()
     for args in kernel_args(name):
-        every.append((*(x.cuda() if isinstance(x, Tensor) else x for x in args[:7]), experts, *args[8:]))
+        every.append(
+            (*(x.cuda() if isinstance(x, Tensor) else x for x in args[:7]), experts, *args[8:])
+        )
     chosen = experts.clone()
     torch.use_deterministic_algorithms(True)  # new memory is NaN
     try:
@@ -217,7 +235,11 @@ def test_a_rank_in_fp8_has_the_rows_of_the_whole() -> None:
     given = Quantized(x, scales)
 
     def of(mine: slice) -> Tensor:
-        own: Any = {"gate_up_scale": up_scale[mine], "down_scale": down_scale[mine], "first": mine.start}
+        own: Any = {
+            "gate_up_scale": up_scale[mine],
+            "down_scale": down_scale[mine],
+            "first": mine.start,
+        }
         rest: Any = {"dtype": torch.bfloat16, "num_experts": 4}
         return run_experts(given, up[mine], down[mine], weights, experts, **own, **rest)
 

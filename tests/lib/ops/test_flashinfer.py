@@ -1,5 +1,5 @@
-"""The back end of FlashInfer: its arguments, to functions that stand for the package's by their documentation, and the
-package itself on a GPU."""
+"""The back end of FlashInfer: its arguments, to functions that stand for the package's by their
+documentation, and the package itself on a GPU."""
 
 import sys
 import types
@@ -22,7 +22,13 @@ from weft.transforms.engine.engine import Engine
 from weft.transforms.engine.options import EngineLimits
 
 FLASHINFER = BACKENDS["flashinfer"]
-SMALL = {"hidden_size": 256, "intermediate_size": 256, "num_hidden_layers": 2, "vocab_size": 512, "eos_token_id": 0}
+SMALL = {
+    "hidden_size": 256,
+    "intermediate_size": 256,
+    "num_hidden_layers": 2,
+    "vocab_size": 512,
+    "eos_token_id": 0,
+}
 
 
 class Wrappers:
@@ -34,16 +40,26 @@ class Wrappers:
 
 
 class Wrapper:
-    """What `flashinfer.BatchPrefillWithPagedKVCacheWrapper` is documented to compute, request by request."""
+    """What `flashinfer.BatchPrefillWithPagedKVCacheWrapper` is documented to compute, request by
+    request."""
 
     def __init__(self, workspace: Tensor, layout: str, **_: str) -> None:
         assert layout == "NHD"
         assert workspace.dtype == torch.uint8
 
-    def plan(self, bounds: Tensor, pages: Tensor, entries: Tensor, last: Tensor, *sizes: int, **more: Any) -> None:
+    def plan(
+        self, bounds: Tensor, pages: Tensor, entries: Tensor, last: Tensor, *sizes: int, **more: Any
+    ) -> None:
         assert all(x.dtype == torch.int32 for x in (bounds, pages, entries, last))
         assert more["causal"]
-        self.planned = bounds.tolist(), pages.tolist(), entries.tolist(), last.tolist(), sizes[3], more
+        self.planned = (
+            bounds.tolist(),
+            pages.tolist(),
+            entries.tolist(),
+            last.tolist(),
+            sizes[3],
+            more,
+        )
         assert len(entries) == pages[-1]
 
     def run(self, q: Tensor, paged_kv_cache: Any, out: Tensor | None = None) -> Tensor:
@@ -62,7 +78,13 @@ class Wrapper:
 
 
 def decode(
-    query: Tensor, kv_cache: Any, workspace: Tensor, table: Tensor, lengths: Tensor, most: int, **more: Any
+    query: Tensor,
+    kv_cache: Any,
+    workspace: Tensor,
+    table: Tensor,
+    lengths: Tensor,
+    most: int,
+    **more: Any,
 ) -> Tensor:
     """What `flashinfer.decode.trtllm_batch_decode_with_kv_cache` is documented to compute."""
     (keys, values), out = kv_cache, more["out"]
@@ -71,7 +93,9 @@ def decode(
     assert lengths.dtype == torch.uint32
     for r, length in enumerate(lengths.tolist()):
         own = [x[table[r].long()].flatten(0, 1)[:length] for x in (keys, values)]
-        out[r] = dense(query[r : r + 1], *own, more["bmm1_scale"], more["window_left"] + 1)[0].to(out.dtype)
+        out[r] = dense(query[r : r + 1], *own, more["bmm1_scale"], more["window_left"] + 1)[0].to(
+            out.dtype
+        )
     return out
 
 
@@ -86,7 +110,8 @@ def install(patch: pytest.MonkeyPatch) -> None:
 
 
 def check(shape: Shape, device: str = "cpu") -> None:
-    """The back end's result is that of dense attention where keys and values are in the pages already."""
+    """The back end's result is that of dense attention where keys and values are in the pages
+    already."""
     case = draw_case(shape)
     q, _, _, _, *where = (x.to(device) if isinstance(x, Tensor) else x for x in case.args)
     pages = case.pages.to(device)
@@ -94,12 +119,16 @@ def check(shape: Shape, device: str = "cpu") -> None:
 
 
 @pytest.mark.parametrize("shape", [shape for shape in FIXED if shape.requests], ids=str)
-def test_its_arguments_mean_what_flashinfer_says(shape: Shape, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_its_arguments_mean_what_flashinfer_says(
+    shape: Shape, monkeypatch: pytest.MonkeyPatch
+) -> None:
     install(monkeypatch)
     check(shape)
 
 
-REQUESTS = st.builds(Request, st.integers(0, 9), st.integers(0, 9), st.integers(0, 3), st.booleans())
+REQUESTS = st.builds(
+    Request, st.integers(0, 9), st.integers(0, 9), st.integers(0, 3), st.booleans()
+)
 
 
 @given(st.lists(REQUESTS, min_size=1, max_size=5), st.integers(0, 3), st.sampled_from([0, 1, 4]))
@@ -118,9 +147,20 @@ HEADS = {"page_size": 16, "dim": 128, "dtype": torch.bfloat16}
     "shape",
     [
         Shape(tuple(Request(past, 1) for past in range(0, 900, 150)), kv_heads=8, group=4, **HEADS),
-        Shape((Request(0, 1, padded=True), Request(2000, 1), Request(3, 1)), kv_heads=8, group=2, **HEADS),
+        Shape(
+            (Request(0, 1, padded=True), Request(2000, 1), Request(3, 1)),
+            kv_heads=8,
+            group=2,
+            **HEADS,
+        ),
         Shape((Request(0, 200), Request(100, 77), *DECODE), 9, 8, 4, **HEADS),
-        Shape((Request(0, 20, 3), Request(5, 0, 2), Request(300, 5), Request(0, 4, padded=True)), 1, 8, 2, **HEADS),
+        Shape(
+            (Request(0, 20, 3), Request(5, 0, 2), Request(300, 5), Request(0, 4, padded=True)),
+            1,
+            8,
+            2,
+            **HEADS,
+        ),
         Shape((Request(0, 0, 3), Request(5, 3, padded=True)), 2, 8, 2, **HEADS),
     ],
     ids=str,
@@ -132,7 +172,10 @@ def test_on_a_gpu(shape: Shape) -> None:
 @pytest.mark.gpu
 @pytest.mark.skipif(find_spec("flashinfer") is None, reason="flashinfer-python is not installed")
 def test_an_engine_has_it_plan_a_long_prompt(monkeypatch: pytest.MonkeyPatch) -> None:
-    device, config = torch.device("cuda", 0), parse_config({**PRESETS["qwen3-0.6b"], **SMALL}, source="a small model")
+    device, config = (
+        torch.device("cuda", 0),
+        parse_config({**PRESETS["qwen3-0.6b"], **SMALL}, source="a small model"),
+    )
     model, prompt = random_model(config, seed=0, device=device), [7 * i % 500 for i in range(3000)]
     limits = EngineLimits(max_num_reqs=1, max_num_tokens=4096, max_model_len=3008)
 

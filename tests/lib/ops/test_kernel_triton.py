@@ -1,4 +1,5 @@
-"""Launches of kernels reuse a compiled kernel for arguments of the same kinds, and for no others."""
+"""Launches of kernels reuse a compiled kernel for arguments of the same kinds, and for no others.
+"""
 
 import itertools
 from collections.abc import Callable, Sequence
@@ -22,7 +23,8 @@ PARAMS = ("x", "y", "size", "BLOCK", "EVEN")
 
 
 def kinds(args: Sequence[Any]) -> tuple[Any, ...]:
-    """Triton's own key of the compilation for these arguments: x, y and size are specialised, the others constant."""
+    """Triton's own key of the compilation for these arguments: x, y and size are specialised, the
+    others constant."""
     own = [native_specialize_impl(CUDABackend, arg, False, True, True) for arg in args[:3]]
     return *own, *((type(arg), arg) for arg in args[3:])
 
@@ -65,12 +67,42 @@ class Jit:
 
 
 STORAGE = torch.zeros(64)
-TENSORS = (STORAGE, STORAGE[1:], STORAGE[4:], STORAGE.int(), STORAGE[::2], torch.zeros(3, dtype=torch.float16))
-SIZES = (0, 1, 2, 15, 16, 17, 32, -16, 2**31 - 1, 2**31, 2**40, 2**63, -(2**31), -(2**63), True, False, 1.0, 16.0, None)
+TENSORS = (
+    STORAGE,
+    STORAGE[1:],
+    STORAGE[4:],
+    STORAGE.int(),
+    STORAGE[::2],
+    torch.zeros(3, dtype=torch.float16),
+)
+SIZES = (
+    0,
+    1,
+    2,
+    15,
+    16,
+    17,
+    32,
+    -16,
+    2**31 - 1,
+    2**31,
+    2**40,
+    2**63,
+    -(2**31),
+    -(2**63),
+    True,
+    False,
+    1.0,
+    16.0,
+    None,
+)
 CALLS = st.tuples(
     st.tuples(st.sampled_from(TENSORS), st.sampled_from(TENSORS), st.sampled_from(SIZES)),
     st.fixed_dictionaries(
-        {"EVEN": st.sampled_from((True, False, 1, 0)), "BLOCK": st.sampled_from((1, True, 16, None))}
+        {
+            "EVEN": st.sampled_from((True, False, 1, 0)),
+            "BLOCK": st.sampled_from((1, True, 16, None)),
+        }
     ),
     st.sampled_from(((1,), (2, 3), (4, 5, 6))),
 )
@@ -97,7 +129,9 @@ def test_no_integer_is_launched_with_the_kernel_of_another_kind(named: bool) -> 
         kernel = Kernel(jit)
         for size in (first, second, first):
             given = (*TENSORS[:2], size)
-            kernel[(1,)](*given[: 3 - named], **({"size": size} if named else {}), BLOCK=16, EVEN=True)
+            kernel[(1,)](
+                *given[: 3 - named], **({"size": size} if named else {}), BLOCK=16, EVEN=True
+            )
             assert jit.launched[-1][1][2] is size
 
 
@@ -137,7 +171,8 @@ def test_a_tensor_that_is_named_is_not_kept() -> None:
 
 
 class Promised:
-    """Like triton's `FutureKernel`: it has all attributes of a compiled kernel, and cannot be launched."""
+    """Like triton's `FutureKernel`: it has all attributes of a compiled kernel, and cannot be
+    launched."""
 
     def __init__(self, compiled: Compiled) -> None:
         self.future, self._compiled = None, compiled

@@ -1,4 +1,5 @@
-"""The Triton kernels of a decoder layer, interpreted on the CPU, against the references of their ops.
+"""The Triton kernels of a decoder layer, interpreted on the CPU, against the references of their
+ops.
 
 Not in bfloat16: triton's interpreter truncates to it, and gets its products wrong.
 """
@@ -41,12 +42,23 @@ EVERY = 7
 
 
 @pytest.fixture(scope="module")
-def interpreted(tmp_path_factory: pytest.TempPathFactory, runs_all: bool) -> dict[int, tuple[Any, tuple[Any, ...]]]:
+def interpreted(
+    tmp_path_factory: pytest.TempPathFactory, runs_all: bool
+) -> dict[int, tuple[Any, tuple[Any, ...]]]:
     """The cases of this run, by index, in one process: triton takes seconds to import."""
     indices = drawn(len(CASES), EVERY, runs_all)
     cases = [CASES[index] for index in indices]
-    calls = [(case.kernel, (*(case.args if case.given is None else case.given), *case.more)) for case in cases]
-    return dict(zip(indices, interpret(_INTERPRETED, calls, tmp_path_factory.mktemp("interpreted")), strict=True))
+    calls = [
+        (case.kernel, (*(case.args if case.given is None else case.given), *case.more))
+        for case in cases
+    ]
+    return dict(
+        zip(
+            indices,
+            interpret(_INTERPRETED, calls, tmp_path_factory.mktemp("interpreted")),
+            strict=True,
+        )
+    )
 
 
 def assert_near(found: Tensor, expected: Tensor, tolerance: float) -> None:
@@ -66,9 +78,11 @@ def op_of(case: Case) -> Callable[..., Any]:
     return op
 
 
-def beside_the_reference(case: Case, found: Any, args: Sequence[Any]) -> tuple[list[Any], list[tuple[Tensor, Tensor]]]:
-    """The reference's arguments, and each result and written argument of the kernel, with parts added up, next to the
-    reference's."""
+def beside_the_reference(
+    case: Case, found: Any, args: Sequence[Any]
+) -> tuple[list[Any], list[tuple[Tensor, Tensor]]]:
+    """The reference's arguments, and each result and written argument of the kernel, with parts
+    added up, next to the reference's."""
     given = [x.clone() if isinstance(x, Tensor) else x for x in case.args]
     expected = op_of(case)(*given)
     pairs = list(zip(*map(results, (found, expected)), strict=True))
@@ -89,7 +103,9 @@ def test_kernels_interpreted_equal_the_reference(
         assert_near(one, other, case.tolerance)
     for place, (before, after) in enumerate(zip(case.args, given, strict=True)):
         if isinstance(before, Tensor) and place not in case.written:
-            assert torch.equal(before.float().nan_to_num(), after.float().nan_to_num()), f"argument {place} is written"
+            assert torch.equal(before.float().nan_to_num(), after.float().nan_to_num()), (
+                f"argument {place} is written"
+            )
 
 
 def results(returned: Any) -> tuple[Tensor, ...]:
@@ -103,8 +119,9 @@ def on_cuda(values: tuple[Any, ...]) -> list[Any]:
 @pytest.mark.gpu
 @pytest.mark.parametrize("index", range(len(CASES)), ids=[case.name for case in CASES])
 def test_kernels_on_a_gpu_equal_the_reference(index: int) -> None:
-    """The tensor cores add up products in FP8 with fewer bits than float32 has; a value between two products of experts
-    that this puts on the other side of a step in FP8 then differs by up to an eighth."""
+    """The tensor cores add up products in FP8 with fewer bits than float32 has; a value between two
+    products of experts that this puts on the other side of a step in FP8 then differs by up to an
+    eighth."""
     case = CASES[index]
     module, _, function = case.kernel.partition(":")
     args = on_cuda((*(case.args if case.given is None else case.given), *case.more))
@@ -117,13 +134,19 @@ def test_kernels_on_a_gpu_equal_the_reference(index: int) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("shape", [(6144, 1024), (16384, 2048), (28672, 4096), (1000, 300)], ids=str)
-def test_a_product_that_ends_with_a_gate_has_the_bits_of_both(shape: tuple[int, int], dtype: torch.dtype) -> None:
+@pytest.mark.parametrize(
+    "shape", [(6144, 1024), (16384, 2048), (28672, 4096), (1000, 300)], ids=str
+)
+def test_a_product_that_ends_with_a_gate_has_the_bits_of_both(
+    shape: tuple[int, int], dtype: torch.dtype
+) -> None:
     from weft.ops.products.gate_triton import silu_mul
     from weft.ops.products.linear_triton import run_tile
 
     rows, columns = shape
-    weight, bias = (torch.randn(one, device="cuda", dtype=dtype) / columns**0.5 for one in (shape, rows))
+    weight, bias = (
+        torch.randn(one, device="cuda", dtype=dtype) / columns**0.5 for one in (shape, rows)
+    )
     found = 0
     for tokens in (1, 2, 7, 16, 17, 40, 64, 96, 128):
         tile = gated_tile(tokens, rows, columns)
@@ -131,7 +154,9 @@ def test_a_product_that_ends_with_a_gate_has_the_bits_of_both(shape: tuple[int, 
             continue
         x, found = torch.randn(tokens, columns, device="cuda", dtype=dtype), found + 1
         gated = run_tile(x, None, weight, None, bias, dtype, tile, gate=True)
-        assert torch.equal(gated, silu_mul(run_tile(x, None, weight, None, bias, dtype, tile), dtype)), tokens
+        assert torch.equal(
+            gated, silu_mul(run_tile(x, None, weight, None, bias, dtype, tile), dtype)
+        ), tokens
         assert torch.equal(gated, swiglu(x, weight, bias)), tokens
     assert found >= 3
 
@@ -145,13 +170,17 @@ def test_a_gated_product_of_many_tokens_is_no_less_exact_than_torchs(
     from weft.ops.products import linear_triton
 
     rows, columns = shape
-    weight, bias = (torch.randn(one, device="cuda", dtype=dtype) / columns**0.5 for one in (shape, rows))
+    weight, bias = (
+        torch.randn(one, device="cuda", dtype=dtype) / columns**0.5 for one in (shape, rows)
+    )
     calls: list[int] = []
     many = linear_triton.swiglu_many
     monkeypatch.setattr(linear_triton, "swiglu_many", lambda *args: calls.append(1) or many(*args))
     for tokens in (3000, 4096):
         x = torch.randn(tokens, columns, device="cuda", dtype=dtype)
-        gate, up = torch.nn.functional.linear(x.double(), weight.double(), bias.double()).chunk(2, 1)
+        gate, up = torch.nn.functional.linear(x.double(), weight.double(), bias.double()).chunk(
+            2, 1
+        )
         exact, found = torch.nn.functional.silu(gate) * up, swiglu(x, weight, bias)
         other = linear_triton.silu_mul(torch.nn.functional.linear(x, weight, bias), dtype)
         errors = [(one.double() - exact).square().mean() for one in (found, other)]
@@ -166,7 +195,11 @@ def fused() -> list[tuple[str, tuple[Any, ...]]]:
     """Kernels that also quantise, each after the one that does not."""
     found = []
     for columns, dtype in ((300, torch.float16), (1024, torch.float32)):
-        x, residual, weight = randn(2, 3, columns), randn(3, columns, dtype=dtype), randn(columns, dtype=dtype)
+        x, residual, weight = (
+            randn(2, 3, columns),
+            randn(3, columns, dtype=dtype),
+            randn(columns, dtype=dtype),
+        )
         calls = [("norm_triton:norm", (residual, weight, 1e-5)), ("norm_triton:add_norm", (x, residual, weight, 1e-5)),
                  ("products.gate_triton:silu_mul", (x, dtype))]  # fmt: skip
         for name, args in calls:
@@ -182,14 +215,31 @@ def test_what_is_quantised_with_another_kernel_is_quantised_by_definition(tmp_pa
         assert not isinstance(both, str), both
         first = plain if isinstance(plain, Tensor) else plain[0]
         values, scales = reference_quantize(first)
-        made = [one for one in both if one.dtype == FP8 or (one.shape == scales.shape and one.dtype == torch.float32)]
+        made = [
+            one
+            for one in both
+            if one.dtype == FP8 or (one.shape == scales.shape and one.dtype == torch.float32)
+        ]
         assert torch.equal(made[0].float(), values.float())
         assert torch.equal(made[1], scales)
-        assert all(torch.equal(one, other) for one, other in zip(both[:1], [first], strict=True) if one.dtype != FP8)
+        assert all(
+            torch.equal(one, other)
+            for one, other in zip(both[:1], [first], strict=True)
+            if one.dtype != FP8
+        )
 
 
 def test_the_table_of_ops_says_what_runs_between_attention_calls() -> None:
-    ops = ["norms", "silu_mul", "rotate_and_keep", "quantize", "route", "linear", "fp8_linear", "run_experts"]
+    ops = [
+        "norms",
+        "silu_mul",
+        "rotate_and_keep",
+        "quantize",
+        "route",
+        "linear",
+        "fp8_linear",
+        "run_experts",
+    ]
     ops += ["add_lora", "sum_leaves", "resolve_tokens", "move_on", "turn_tables"]
     for device, implementation in (("cpu", "reference"), ("cuda", "triton ")):
         rows = {row.op: row for row in backends(device)}

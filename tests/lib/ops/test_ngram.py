@@ -9,8 +9,8 @@ from weft.ops.sampling.ngram import find_drafts
 
 
 def by_definition(tokens: Sequence[int], count: int, shortest: int, longest: int) -> list[int]:
-    """For n from the longest down: find the latest earlier occurrence of the last n tokens, and draft the tokens after
-    it; where these end, go on with the drafts so far."""
+    """For n from the longest down: find the latest earlier occurrence of the last n tokens, and
+    draft the tokens after it; where these end, go on with the drafts so far."""
     for n in range(longest, shortest - 1, -1):
         for start in range(len(tokens) - n - 1, -1, -1):
             if list(tokens[start : start + n]) == list(tokens[len(tokens) - n :]):
@@ -34,7 +34,9 @@ def test_drafts_are_those_of_the_definition(
 ) -> None:
     longest = shortest + more
     width = max(map(len, tokens)) + behind
-    table = torch.randint(0, 3, (len(tokens), width), dtype=torch.int32)  # after the end is another request's text
+    table = torch.randint(
+        0, 3, (len(tokens), width), dtype=torch.int32
+    )  # after the end is another request's text
     for row, own in zip(table, tokens, strict=True):
         row[: len(own)] = torch.tensor(own)
     found = find_drafts(table, torch.tensor([*map(len, tokens)]), count, shortest, longest)
@@ -42,4 +44,6 @@ def test_drafts_are_those_of_the_definition(
 
 
 def test_text_that_repeats_itself_is_drafted_whole() -> None:
-    assert find_drafts(torch.tensor([[5, 1, 2, 1, 2]]), torch.tensor([5]), 5, 1, 3).tolist() == [[1, 2, 1, 2, 1]]
+    assert find_drafts(torch.tensor([[5, 1, 2, 1, 2]]), torch.tensor([5]), 5, 1, 3).tolist() == [
+        [1, 2, 1, 2, 1]
+    ]

@@ -14,13 +14,19 @@ from weft.torchapi.private import overload_of
 from weft.transforms.graphs.graphify import graphify
 
 FP8 = torch.float8_e4m3fn
-ALL_CHECKS = ("test_schema", "test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic")
+ALL_CHECKS = (
+    "test_schema",
+    "test_autograd_registration",
+    "test_faketensor",
+    "test_aot_dispatch_dynamic",
+)
 CASES = arguments()
 WIDE = arguments(torch.float64)
 EACH = [(name, index) for name, cases in CASES.items() for index in range(len(cases))]
 PLAIN = CALLS.keys() - IN_FP8 - INVARIANT.keys()
 SMOOTH = [(name, i) for name, i in EACH if name in PLAIN and (name, i) != ("run_experts", 3)]
-"""The cases with a derivative by their floating-point arguments. Those of `INVARIANT` have the same."""
+"""The cases with a derivative by their floating-point arguments. Those of `INVARIANT` have the
+same."""
 
 
 def ids_of(pairs: list[tuple[str, int]]) -> list[str]:
@@ -29,14 +35,22 @@ def ids_of(pairs: list[tuple[str, int]]) -> list[str]:
 
 def test_every_operator_has_a_case() -> None:
     """An operator that is not in `operator_cases` was not checked."""
-    found = {name.removeprefix("weft::") for name in torch._C._dispatch_get_all_op_names() if name.startswith("weft::")}
+    found = {
+        name.removeprefix("weft::")
+        for name in torch._C._dispatch_get_all_op_names()
+        if name.startswith("weft::")
+    }
     assert found == set(CASES)
     assert found - {"send", "recv", "collective"} == set(CALLS)
 
 
 @pytest.mark.parametrize(("name", "index"), EACH, ids=ids_of(EACH))
 def test_torch_s_check_of_operators_passes(name: str, index: int) -> None:
-    op, args, checks = overload_of(f"weft::{name}"), fresh(CASES[name][index]), dict.fromkeys(ALL_CHECKS)
+    op, args, checks = (
+        overload_of(f"weft::{name}"),
+        fresh(CASES[name][index]),
+        dict.fromkeys(ALL_CHECKS),
+    )
     if any(isinstance(x, Tensor) and x.dtype == FP8 for x in args):
         del checks["test_schema"]  # which multiplies the arguments, and torch has no product of FP8
     if any(x.dtype == FP8 for x in results(op(*fresh(args)))):
@@ -49,14 +63,22 @@ def fresh(args: Args) -> Args:
 
 
 def results(returned: Any) -> list[Tensor]:
-    return [x for x in (returned if isinstance(returned, tuple | list) else (returned,)) if x is not None]
+    return [
+        x
+        for x in (returned if isinstance(returned, tuple | list) else (returned,))
+        if x is not None
+    ]
 
 
 @pytest.mark.parametrize(("name", "index"), SMOOTH, ids=ids_of(SMOOTH))
 def test_the_functional_form_is_the_operator(name: str, index: int) -> None:
-    """The functional form returns the operator's results and the new values of written arguments. It writes to none
-    itself, except `k` and `v` of attention."""
-    given, written, kept = fresh(CASES[name][index]), fresh(CASES[name][index]), fresh(CASES[name][index])
+    """The functional form returns the operator's results and the new values of written arguments.
+    It writes to none itself, except `k` and `v` of attention."""
+    given, written, kept = (
+        fresh(CASES[name][index]),
+        fresh(CASES[name][index]),
+        fresh(CASES[name][index]),
+    )
     expected = results(overload_of(f"weft::{name}")(*written))
     in_place = [i for i, (a, b) in enumerate(zip(written, kept, strict=True))
                 if isinstance(a, Tensor) and not torch.equal(a, b)]  # fmt: skip
@@ -73,8 +95,8 @@ def test_the_functional_form_is_the_operator(name: str, index: int) -> None:
 
 @pytest.mark.parametrize(("name", "index"), SMOOTH, ids=ids_of(SMOOTH))
 def test_derivatives_are_those_of_small_differences(name: str, index: int, runs_all: bool) -> None:
-    """In float64, backward and forward, of a batch of vectors too, and the second backward. A short run compares
-    products of the Jacobian with random vectors, and `--all` compares each entry."""
+    """In float64, backward and forward, of a batch of vectors too, and the second backward. A short
+    run compares products of the Jacobian with random vectors, and `--all` compares each entry."""
     args = WIDE[name][index]
     places = [place for place in tensors_in(args) if args[place].dtype == torch.float64]
 
@@ -89,17 +111,25 @@ def test_derivatives_are_those_of_small_differences(name: str, index: int, runs_
     if not places or not any(x.requires_grad for x in function(*tensors)):
         return
     fast = not runs_all
-    assert torch.autograd.gradcheck(function, tensors, check_forward_ad=True, check_batched_grad=True, fast_mode=fast)
+    assert torch.autograd.gradcheck(
+        function, tensors, check_forward_ad=True, check_batched_grad=True, fast_mode=fast
+    )
     assert torch.autograd.gradgradcheck(function, tensors, fast_mode=fast)
 
 
 PAGED = [
     Shape((Request(past=5, new=3), Request(new=9), Request(past=2, new=1)), tail=2),
     Shape((Request(past=3, new=1), Request(past=9, new=1), Request(padded=True, new=1)), seed=1),
-    Shape((Request(new=4, dead=2), Request(), Request(past=7, new=2, dead=1)), tail=1, kv_heads=1, seed=2),
+    Shape(
+        (Request(new=4, dead=2), Request(), Request(past=7, new=2, dead=1)),
+        tail=1,
+        kv_heads=1,
+        seed=2,
+    ),
     Shape((Request(past=9, new=4), Request(past=7, new=2, dead=1)), tail=1, seed=3, window=3),
 ]
-"""The derivatives with NaN wherever nothing may read: in padding, the rest of last pages, and unowned pages."""
+"""The derivatives with NaN wherever nothing may read: in padding, the rest of last pages, and
+unowned pages."""
 
 
 @pytest.mark.parametrize("shape", PAGED, ids=str)
@@ -117,9 +147,14 @@ def test_attention_and_its_gradients_read_nothing_that_they_may_not(shape: Shape
 
 
 def test_gradients_of_attention_reach_what_another_request_wrote() -> None:
-    """Two requests share a page: in one call the first writes its start, and the second reads it."""
+    """Two requests share a page: in one call the first writes its start, and the second reads it.
+    """
     q, k, v = torch.randn(3, 3, 1, 2, generator=torch.Generator().manual_seed(0)).unbind(0)
-    where = torch.tensor([0, 1, 4]), torch.tensor([[0, 0], [0, 1]]).int(), torch.tensor([0, 2, 3]).int()
+    where = (
+        torch.tensor([0, 1, 4]),
+        torch.tensor([[0, 0], [0, 1]]).int(),
+        torch.tensor([0, 2, 3]).int(),
+    )
     pages = torch.zeros(2, 2, 4, 1, 2)
 
     def second(v: Tensor) -> Tensor:
@@ -127,18 +162,30 @@ def test_gradients_of_attention_reach_what_another_request_wrote() -> None:
         return paged_attention(q, k, v, pages.clone(), *where, lengths, 2, 1.0)[2].sum()
 
     weights = (torch.cat([k[:2], torch.zeros(2, 1, 2), k[2:]])[:, 0] @ q[2, 0]).softmax(0)
-    torch.testing.assert_close(torch.func.grad(second)(v), weights[[0, 1, 4], None, None].expand(3, 1, 2))
+    torch.testing.assert_close(
+        torch.func.grad(second)(v), weights[[0, 1, 4], None, None].expand(3, 1, 2)
+    )
 
 
 def test_pages_that_cannot_be_written_inside_a_transform_are_named() -> None:
     q, pages = torch.ones(1, 1, 2), torch.zeros(2, 1, 4, 1, 2)
-    rest = torch.tensor([0]), torch.tensor([[0]]).int(), torch.tensor([0, 1]).int(), torch.tensor([1]).int(), 1, 1.0
+    rest = (
+        torch.tensor([0]),
+        torch.tensor([[0]]).int(),
+        torch.tensor([0, 1]).int(),
+        torch.tensor([1]).int(),
+        1,
+        1.0,
+    )
     with pytest.raises(DerivativeError) as caught:
         torch.func.grad(lambda x: paged_attention(x, x, x, pages, *rest).sum())(q)
     assert str(caught.value).startswith(
         "the derivative of paged_attention(q, k, v, kv_pages, …)\n  saw: pages that cannot be written in place here: "
     )
-    assert caught.value.instead == "a clone of the pages, made inside of the function that is transformed"
+    assert (
+        caught.value.instead
+        == "a clone of the pages, made inside of the function that is transformed"
+    )
 
 
 @pytest.mark.parametrize("name", [*sorted(IN_FP8 - INVARIANT.keys()), "run_experts"])
@@ -156,7 +203,9 @@ def test_what_rounds_to_fp8_has_no_derivative_and_says_so(name: str) -> None:
         "grad": lambda: torch.func.grad(function)(x),
         "jvp": lambda: torch.func.jvp(function, (x,), (x,)),
         "vmap of grad": lambda: torch.func.vmap(torch.func.grad(function))(torch.stack([x, x])),
-        "grad of vmap": lambda: torch.func.grad(lambda x: torch.func.vmap(function)(torch.stack([x, x])).sum())(x),
+        "grad of vmap": lambda: torch.func.grad(
+            lambda x: torch.func.vmap(function)(torch.stack([x, x])).sum()
+        )(x),
     }
     for way in ways.values():
         with pytest.raises(DerivativeError) as caught:
@@ -169,7 +218,9 @@ def test_what_rounds_to_fp8_has_no_derivative_and_says_so(name: str) -> None:
     with torch.no_grad():
         function(x.clone().requires_grad_())
     expected = function(x)
-    torch.testing.assert_close(torch.func.grad(lambda y: y * function(x))(torch.tensor(2.0)), expected)
+    torch.testing.assert_close(
+        torch.func.grad(lambda y: y * function(x))(torch.tensor(2.0)), expected
+    )
 
 
 @pytest.mark.parametrize(("name", "index"), SMOOTH, ids=ids_of(SMOOTH))

@@ -6,7 +6,18 @@ import sys
 import pytest
 import torch
 from hypothesis import given, settings
-from paged_cases import DECODE, FIXED, RAGGED, Case, Request, Shape, assert_matches, bits, draw_case, shapes
+from paged_cases import (
+    DECODE,
+    FIXED,
+    RAGGED,
+    Case,
+    Request,
+    Shape,
+    assert_matches,
+    bits,
+    draw_case,
+    shapes,
+)
 from torch import Tensor, library
 
 from weft.errors import DescriptorError, DeviceError
@@ -39,9 +50,12 @@ def test_long_prompts_are_attended_in_blocks_of_queries() -> None:
 def test_a_request_reads_what_another_writes_in_the_same_call() -> None:
     q, kv = torch.zeros(2, 1, 2), torch.tensor([[[1.0, 2.0]], [[3.0, 6.0]]])
     pages = torch.full((2, 2, 1, 1, 2), float("nan"))
-    table = torch.tensor([[1, 0], [0, 0]], dtype=torch.int32)  # request 0 shares the page that request 1 fills
+    table = torch.tensor(
+        [[1, 0], [0, 0]], dtype=torch.int32
+    )  # request 0 shares the page that request 1 fills
     lengths = torch.tensor([0, 1, 2], dtype=torch.int32), torch.tensor([2, 1], dtype=torch.int32)
-    # Request 0's token is at position 1, whose page is 0: give it page 1's slot, so that page 0 is the other's.
+    # Request 0's token is at position 1, whose page is 0: give it page 1's slot, so that page 0 is
+    # the other's.
     out = paged_attention(q, kv, kv, pages, torch.tensor([1, 0]), table, *lengths, 1, 1.0)
     assert out[:, 0].tolist() == [[2.0, 4.0], [3.0, 6.0]]
 
@@ -51,8 +65,18 @@ def alone(case: Case, request: int) -> tuple[Tensor, Tensor]:
     q, k, v, pages, slots, table, starts, lens, longest, scale, window = case.args
     rows = slice(int(starts[request]), int(starts[request + 1]))
     span = torch.tensor([0, rows.stop - rows.start], dtype=torch.int32)
-    one = (q[rows], k[rows], v[rows], pages.clone(), slots[rows], table[request : request + 1], span)
-    batch = paged_attention(q, k, v, pages.clone(), slots, table, starts, lens, longest, scale, window)
+    one = (
+        q[rows],
+        k[rows],
+        v[rows],
+        pages.clone(),
+        slots[rows],
+        table[request : request + 1],
+        span,
+    )
+    batch = paged_attention(
+        q, k, v, pages.clone(), slots, table, starts, lens, longest, scale, window
+    )
     return batch[rows], paged_attention(*one, lens[request : request + 1], longest, scale, window)
 
 
@@ -127,24 +151,40 @@ def test_errors_name_the_argument_and_say_what_to_pass() -> None:
     assert "instead: pass q of shape [T, H, D]" in refusal({0: q[0]})
     assert "5 heads, 2 key heads" in refusal({0: q[:, :5]})
     assert "seq_lens has shape [3]" in refusal({7: torch.ones(3, dtype=torch.int32)})
-    assert "v has shape [5, 2, 8] and dtype torch.float16 beside q [5, 6, 8] torch.float32" in refusal({2: k.half()})
+    assert (
+        "v has shape [5, 2, 8] and dtype torch.float16 beside q [5, 6, 8] torch.float32"
+        in refusal({2: k.half()})
+    )
     assert "dtype torch.float64" in refusal({0: q.double()})
-    assert "pass seq_lens of shape [5] as torch.int32" in refusal({7: torch.ones(5, dtype=torch.int64)})
+    assert "pass seq_lens of shape [5] as torch.int32" in refusal(
+        {7: torch.ones(5, dtype=torch.int64)}
+    )
     assert "strides" in refusal({3: pages.transpose(2, 3).contiguous().transpose(2, 3)})
     assert "k on meta, q on cpu" in refusal({1: k.to("meta")}, DeviceError)
     assert "no request could have a token" in refusal({8: 0})
-    assert "window has -1\n  instead: the positions that a query sees, 1 or more; 0: all" in refusal({10: -1})
+    assert (
+        "window has -1\n  instead: the positions that a query sees, 1 or more; 0: all"
+        in refusal({10: -1})
+    )
 
 
 def test_the_reference_looks_at_the_lengths_too() -> None:
     lens = torch.tensor([1, 4, 5, 41, 0], dtype=torch.int32)
     assert "context 4000, its pages hold" in refusal({7: lens.index_fill(0, torch.tensor(3), 4000)})
-    assert "request 0 has -1 queries" in refusal({6: torch.tensor([1, 0, 2, 3, 4, 5], dtype=torch.int32)})
+    assert "request 0 has -1 queries" in refusal(
+        {6: torch.tensor([1, 0, 2, 3, 4, 5], dtype=torch.int32)}
+    )
     beyond = {6: torch.tensor([0, 1, 2, 3, 4, 6], dtype=torch.int32), 7: lens.clamp(min=2), 8: 2}
     assert "request 4 has the tokens from 4 to 6, and leaves the 5 tokens" in refusal(beyond)
-    assert "request 3 has 2 queries, context 41" in refusal({6: torch.tensor([0, 1, 2, 3, 5, 5], dtype=torch.int32)})
+    assert "request 3 has 2 queries, context 41" in refusal(
+        {6: torch.tensor([0, 1, 2, 3, 5, 5], dtype=torch.int32)}
+    )
     assert "request 1 has 2 queries, context 1" in refusal(
-        {6: torch.tensor([0, 0, 2, 3, 4, 5], dtype=torch.int32), 7: torch.ones(5, dtype=torch.int32), 8: 2}
+        {
+            6: torch.tensor([0, 0, 2, 3, 4, 5], dtype=torch.int32),
+            7: torch.ones(5, dtype=torch.int32),
+            8: 2,
+        }
     )
 
 
@@ -161,7 +201,9 @@ from weft.ops.backends import backends
 assert triton_version() is None
 print(backends("cuda")[0].implementation, "|", backends("cuda")[0].reason, "|", no_triton("f()"))
 """
-    shown = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+    shown = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True
+    ).stdout
     assert shown.startswith("missing | triton cannot be imported")
     assert shown.count("pip install 'triton>=3.6'") == 2
 
@@ -169,7 +211,9 @@ print(backends("cuda")[0].implementation, "|", backends("cuda")[0].reason, "|", 
 def test_the_table_says_what_runs_where_and_why() -> None:
     cpu, *_ = backends("cpu")
     assert cpu == OpBackend("paged_attention", "reference", cpu.reason)
-    assert cpu.reason == "full graphs, batch invariant; attention=... takes also torch (full graphs)"
+    assert (
+        cpu.reason == "full graphs, batch invariant; attention=... takes also torch (full graphs)"
+    )
     cuda, *_ = backends(torch.device("cuda", 1))
     assert cuda.implementation.startswith(("triton ", "missing"))
     with pytest.raises(DeviceError, match="weft has no kernels for 'meta'"):

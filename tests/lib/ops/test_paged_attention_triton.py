@@ -9,7 +9,17 @@ import pytest
 import torch
 from hypothesis import given, strategies as st
 from interpreting import drawn, interpret
-from paged_cases import DECODE, FIXED, TOLERANCE, Case, Request, Shape, assert_matches, bits, draw_case
+from paged_cases import (
+    DECODE,
+    FIXED,
+    TOLERANCE,
+    Case,
+    Request,
+    Shape,
+    assert_matches,
+    bits,
+    draw_case,
+)
 from torch import Tensor
 
 from weft.ops.attention.launch import plan_launch
@@ -38,12 +48,20 @@ EVERY = 4
 
 
 @pytest.fixture(scope="module")
-def interpreted(tmp_path_factory: pytest.TempPathFactory, runs_all: bool) -> dict[int, tuple[Case, list[Tensor]]]:
-    """The shapes of FIXED that this run has, by index, run by the kernels: the pages, and the result of both modes."""
+def interpreted(
+    tmp_path_factory: pytest.TempPathFactory, runs_all: bool
+) -> dict[int, tuple[Case, list[Tensor]]]:
+    """The shapes of FIXED that this run has, by index, run by the kernels: the pages, and the
+    result of both modes."""
     indices = drawn(len(FIXED), EVERY, runs_all)
     cases = [draw_case(FIXED[index]) for index in indices]
-    results = interpret(_INTERPRETED, [case.args for case in cases], tmp_path_factory.mktemp("interpreted"))
-    return {index: (case, list(result)) for index, case, result in zip(indices, cases, results, strict=True)}
+    results = interpret(
+        _INTERPRETED, [case.args for case in cases], tmp_path_factory.mktemp("interpreted")
+    )
+    return {
+        index: (case, list(result))
+        for index, case, result in zip(indices, cases, results, strict=True)
+    }
 
 
 @pytest.mark.one_of(EVERY)
@@ -82,7 +100,8 @@ torch.save([(attend(*args), *attend_quantized(*args)) for args in batches], sys.
 @pytest.mark.slow
 def test_results_in_fp8_are_those_that_would_be_quantised(tmp_path: Path) -> None:
     cases = [
-        draw_case(attrs.evolve(shape, dim=128, kv_heads=2, group=2)) for shape in (*FIXED[:11], FIXED[12], FIXED[-1])
+        draw_case(attrs.evolve(shape, dim=128, kv_heads=2, group=2))
+        for shape in (*FIXED[:11], FIXED[12], FIXED[-1])
     ]
     for case, (out, values, scales) in zip(
         cases, interpret(_QUANTIZED, [case.args for case in cases], tmp_path), strict=True
@@ -93,7 +112,9 @@ def test_results_in_fp8_are_those_that_would_be_quantised(tmp_path: Path) -> Non
 
 
 @given(st.lists(st.integers(0, 40), min_size=1, max_size=12), st.integers(1, 20))
-def test_the_blocks_of_a_ragged_launch_are_enough_and_apart(lengths: list[int], queries: int) -> None:
+def test_the_blocks_of_a_ragged_launch_are_enough_and_apart(
+    lengths: list[int], queries: int
+) -> None:
     # The formula of plan_launch: request r begins at block start // queries + r.
     starts = [sum(lengths[:r]) for r in range(len(lengths) + 1)]
     first = [start // queries + r for r, start in enumerate(starts)]
@@ -113,7 +134,14 @@ def test_the_blocks_of_a_ragged_launch_are_enough_and_apart(lengths: list[int], 
     st.sampled_from([(2, 2), (4, 4), (2, 1), (4, 1)]),
 )
 def test_launches_keep_their_bounds(
-    tokens: int, reqs: int, group: int, kv_heads: int, dim: int, context: int, longest: int, sizes: tuple[int, int]
+    tokens: int,
+    reqs: int,
+    group: int,
+    kv_heads: int,
+    dim: int,
+    context: int,
+    longest: int,
+    sizes: tuple[int, int],
 ) -> None:
     plan = plan_launch(tokens, reqs, group, kv_heads, dim, context, longest, *sizes, 132)
     assert plan.queries >= 1
@@ -124,7 +152,9 @@ def test_launches_keep_their_bounds(
     assert plan.splits & (plan.splits - 1) == 0
     assert plan.programs >= max(reqs * plan.splits, plan.parts)
     assert plan.places >= 2 * plan.parts
-    assert plan.registers is None or plan.rows * plan.dims <= 64 * 32 * plan.warps, "accumulators take half of them"
+    assert plan.registers is None or plan.rows * plan.dims <= 64 * 32 * plan.warps, (
+        "accumulators take half of them"
+    )
     for power in (plan.rows, plan.keys, plan.dims):
         assert power & (power - 1) == 0
 
@@ -139,10 +169,25 @@ def on_cuda(case: Case) -> tuple[Any, ...]:
 GPU_SHAPES = [
     *FIXED,
     *(attrs.evolve(shape, dtype=torch.bfloat16) for shape in FIXED),
-    Shape(tuple(Request(past, 1) for past in range(0, 900, 150)), kv_heads=4, group=8, dim=128, page_size=16),
+    Shape(
+        tuple(Request(past, 1) for past in range(0, 900, 150)),
+        kv_heads=4,
+        group=8,
+        dim=128,
+        page_size=16,
+    ),
     Shape((Request(2000, 1),), kv_heads=2, group=5, dim=128, page_size=16, dtype=torch.bfloat16),
     Shape((Request(0, 200), Request(100, 77), *DECODE), 9, 2, 4, 128, 16, torch.bfloat16),
-    Shape((Request(0, 200), Request(100, 77), Request(150, 2), *DECODE), 9, 2, 4, 128, 16, torch.bfloat16, window=90),
+    Shape(
+        (Request(0, 200), Request(100, 77), Request(150, 2), *DECODE),
+        9,
+        2,
+        4,
+        128,
+        16,
+        torch.bfloat16,
+        window=90,
+    ),
     Shape((Request(0, 100), Request(10, 30)), 1, 1, 2, 256, 32, torch.float32),
     Shape((Request(0, 20), Request(10, 1)), 1, 1, 3, 512, 32, torch.float32),
 ]
@@ -156,10 +201,14 @@ def test_kernels_on_a_gpu_equal_dense_attention_and_the_reference(shape: Shape) 
     out = paged_attention(*args)
     assert_matches(case, out, args[3])
     reference = paged_attention(*case.args)
-    torch.testing.assert_close(out.cpu(), reference, rtol=TOLERANCE[shape.dtype], atol=TOLERANCE[shape.dtype])
+    torch.testing.assert_close(
+        out.cpu(), reference, rtol=TOLERANCE[shape.dtype], atol=TOLERANCE[shape.dtype]
+    )
 
 
-@pytest.mark.parametrize("shape", [attrs.evolve(s, dim=128, group=8) for s in GPU_SHAPES[: 2 * len(FIXED)]], ids=str)
+@pytest.mark.parametrize(
+    "shape", [attrs.evolve(s, dim=128, group=8) for s in GPU_SHAPES[: 2 * len(FIXED)]], ids=str
+)
 @pytest.mark.gpu
 def test_results_in_fp8_on_a_gpu_are_those_that_would_be_quantised(shape: Shape) -> None:
     args = on_cuda(draw_case(shape))
@@ -177,8 +226,11 @@ def test_a_captured_call_replays_on_other_inputs(dtype: torch.dtype, longest: in
         pasts = torch.randint(0, 60, (4,), generator=random).tolist()
         news = [1, 1, 1, 1] if longest == 1 else [seed % 4 + 1, 1, 11 - seed % 4, 3]
         requests = tuple(Request(past, new) for past, new in zip(pasts, news, strict=True))
-        # The longest request fixes the width of the block table and the number of pages, for every seed.
-        return draw_case(Shape((*requests, Request(100 - seed, 1, 0), Request(seed, 0)), dtype=dtype, seed=seed))
+        # The longest request fixes the width of the block table and the number of pages, for every
+        # seed.
+        return draw_case(
+            Shape((*requests, Request(100 - seed, 1, 0), Request(seed, 0)), dtype=dtype, seed=seed)
+        )
 
     def padded(case: Case) -> list[Any]:
         args = list(on_cuda(case))

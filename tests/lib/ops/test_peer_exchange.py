@@ -1,4 +1,5 @@
-"""The collectives of symmetric memory, interpreted: each rank is a process, and `combine` defines the results."""
+"""The collectives of symmetric memory, interpreted: each rank is a process, and `combine` defines
+the results."""
 
 import itertools
 import random
@@ -94,7 +95,8 @@ def test_an_abort_ends_the_wait_for_a_rank_that_takes_no_part(count: int, tmp_pa
 
 
 def overwrites(ranks: int, launches: Sequence[int], ahead: int, slots: int) -> bool:
-    """Whether some order of events lets a rank send into a slot that another one has yet to read, by trying all.
+    """Whether some order of events lets a rank send into a slot that another one has yet to read,
+    by trying all.
 
     Args:
         launches: chunks of each launch.
@@ -103,10 +105,15 @@ def overwrites(ranks: int, launches: Sequence[int], ahead: int, slots: int) -> b
     program, first = list[tuple[str, int]](), 0
     for chunks in launches:
         for step in range(chunks + ahead):
-            program += [("send", first + step)] * (step < chunks) + [("read", first + step - ahead)] * (step >= ahead)
+            program += [("send", first + step)] * (step < chunks) + [
+                ("read", first + step - ahead)
+            ] * (step >= ahead)
         first += chunks
     # The sends and the reads among the first events of a rank, by the number of these.
-    done = {kind: [0, *itertools.accumulate(event == kind for event, _ in program)] for kind in ("send", "read")}
+    done = {
+        kind: [0, *itertools.accumulate(event == kind for event, _ in program)]
+        for kind in ("send", "read")
+    }
     seen, left = set[tuple[int, ...]](), [(0,) * ranks]
     while left:
         places = left.pop()

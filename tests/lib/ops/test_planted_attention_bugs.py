@@ -1,7 +1,8 @@
-"""Bugs planted in the Triton kernels of attention, each of which breaks one of the fixed cases, interpreted.
+"""Bugs planted in the Triton kernels of attention, each of which breaks one of the fixed cases,
+interpreted.
 
-A bug replaces some text of a module. The cases are those of `test_paged_attention_triton`, which its kernels pass
-without a bug.
+A bug replaces some text of a module. The cases are those of `test_paged_attention_triton`, which
+its kernels pass without a bug.
 """
 
 from pathlib import Path
@@ -62,7 +63,13 @@ class Bug:
 _MIXED = next(shape for shape in FIXED if Request(70, 90) in shape.requests)
 _FEW = tuple(
     next(shape for shape in FIXED if request in shape.requests)
-    for request in (Request(662, 3), Request(150, 1), Request(1100, 3), Request(1400, 1), Request(2100, 1))
+    for request in (
+        Request(662, 3),
+        Request(150, 1),
+        Request(1100, 3),
+        Request(1400, 1),
+        Request(2100, 1),
+    )
 )
 _ALL = _MIXED, next(shape for shape in FIXED if Request(0, 23) in shape.requests), *_FEW
 _BUGS = (
@@ -94,8 +101,13 @@ _BUGS = (
 @pytest.mark.one_of(1, 4)
 @pytest.mark.parametrize("bug", _BUGS, ids=str)
 def test_a_planted_bug_breaks_a_case(bug: Bug, tmp_path: Path) -> None:
-    module, cases = f"weft.ops.attention.{bug.module}_triton", [FIXED.index(shape) for shape in bug.cases]
-    found = run_interpreted(_BROKEN, tmp_path, module, bug.old, bug.new, tmp_path, bug.batch_invariant, *cases)
+    module, cases = (
+        f"weft.ops.attention.{bug.module}_triton",
+        [FIXED.index(shape) for shape in bug.cases],
+    )
+    found = run_interpreted(
+        _BROKEN, tmp_path, module, bug.old, bug.new, tmp_path, bug.batch_invariant, *cases
+    )
     assert "caught:" in found, found
 
 
@@ -104,5 +116,7 @@ def test_a_planted_bug_breaks_a_case(bug: Bug, tmp_path: Path) -> None:
 def test_without_a_bug_no_case_breaks(batch_invariant: bool, tmp_path: Path) -> None:
     module, cases = "weft.ops.attention.shares_triton", [FIXED.index(shape) for shape in _ALL]
     same = "@triton.jit\ndef place_of("
-    found = run_interpreted(_BROKEN, tmp_path, module, same, same, tmp_path, batch_invariant, *cases)
+    found = run_interpreted(
+        _BROKEN, tmp_path, module, same, same, tmp_path, batch_invariant, *cases
+    )
     assert "caught:" not in found, found

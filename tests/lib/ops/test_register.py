@@ -25,15 +25,25 @@ def test_annotations_are_the_signature() -> None:
     import_module("weft.ops.sampling.sample")  # registers count_tokens
     assert schema("rms_norm") == "weft::rms_norm(Tensor x, Tensor weight, float eps) -> Tensor"
     # Without defaults: torch leaves out arguments that equal their default when it calls a kernel.
-    assert schema("linear") == "weft::linear(Tensor x, Tensor weight, Tensor? bias, SymInt leaves) -> Tensor"
-    assert schema("linear.batch_invariant") == schema("linear").replace("linear(", "linear.batch_invariant(")
+    assert (
+        schema("linear")
+        == "weft::linear(Tensor x, Tensor weight, Tensor? bias, SymInt leaves) -> Tensor"
+    )
+    assert schema("linear.batch_invariant") == schema("linear").replace(
+        "linear(", "linear.batch_invariant("
+    )
     counts = "Tensor(a0!) counts, Tensor ints, Tensor rows, Tensor token_ids, Tensor kept"
     assert schema("count_tokens") == f"weft::count_tokens({counts}) -> ()"
 
 
 def test_an_operator_may_have_the_parameters_of_another_function() -> None:
-    parameters = ", ".join(argument.name for argument in overload_of("weft::rotate_and_keep")._schema.arguments)
-    assert parameters == "qkv, q_norm, k_norm, eps, cos, sin, slot_mapping, kv_pages, num_heads, starts"
+    parameters = ", ".join(
+        argument.name for argument in overload_of("weft::rotate_and_keep")._schema.arguments
+    )
+    assert (
+        parameters
+        == "qkv, q_norm, k_norm, eps, cos, sin, slot_mapping, kv_pages, num_heads, starts"
+    )
     assert list(inspect.signature(_rotate_and_keep.reference).parameters) == ["args"]
 
 
@@ -54,7 +64,9 @@ def test_a_call_is_checked_unless_it_is_unchecked() -> None:
     with pytest.raises(DescriptorError, match="add_lora"):
         add_lora(torch.zeros(1, 4), x, a, b, slots, slots, (0, 3))
     assert add_lora(torch.zeros(1, 3), x, a, b, slots, slots, (0, 3)).tolist() == [[2.0] * 3]
-    assert add_lora.unchecked(torch.zeros(1, 3), x, a, b, slots, slots, (0, 3)).tolist() == [[2.0] * 3]
+    assert add_lora.unchecked(torch.zeros(1, 3), x, a, b, slots, slots, (0, 3)).tolist() == [
+        [2.0] * 3
+    ]
     assert linear.unchecked is linear
 
 

@@ -43,7 +43,13 @@ def signed(v: int) -> int:
     return v - (1 << 64) if v >> 63 else v
 
 
-PUBLISHED = [6457827717110365317, 3203168211198807973, 9817491932198370423, 4593380528125082431, 16408922859458223821]
+PUBLISHED = [
+    6457827717110365317,
+    3203168211198807973,
+    9817491932198370423,
+    4593380528125082431,
+    16408922859458223821,
+]
 
 
 def test_the_published_outputs_for_seed_1234567() -> None:
@@ -60,7 +66,9 @@ def test_mix_is_the_output_function(values: list[int]) -> None:
 
 @FAST
 @given(INT64, st.integers(0, 1 << 40), st.integers(1, 6))
-def test_random_bits_are_a_splitmix64_stream_a_request(seed: int, position: int, count: int) -> None:
+def test_random_bits_are_a_splitmix64_stream_a_request(
+    seed: int, position: int, count: int
+) -> None:
     stream = finalised((finalised((seed + GOLDEN) & MASK) + position * GOLDEN) & MASK)
     (row,) = random_bits(torch.tensor([seed]), torch.tensor([position]), count)
     assert unsigned(row) == splitmix64(stream, count)
@@ -77,14 +85,17 @@ def test_a_request_draws_its_own_numbers_in_any_batch(pairs: list[tuple[int, int
 
 
 def test_neighbouring_seeds_and_positions_do_not_share_a_stream() -> None:
-    """Seed s at position p + 1 must not be seed s + 1 at position p, nor its numbers shifted by one."""
+    """Seed s at position p + 1 must not be seed s + 1 at position p, nor its numbers shifted by
+    one."""
     grid = [(s, p) for s in range(16) for p in range(16)]
     bits = random_bits(torch.tensor([s for s, _ in grid]), torch.tensor([p for _, p in grid]), 32)
     assert bits.unique().numel() == bits.numel()
 
 
 def test_exponentials_have_mean_and_variance_one() -> None:
-    draws = exponential(random_bits(torch.arange(64), torch.zeros(64, dtype=torch.int64), 4096)).double()
+    draws = exponential(
+        random_bits(torch.arange(64), torch.zeros(64, dtype=torch.int64), 4096)
+    ).double()
     count = draws.numel()
     # Standard errors: of the mean 1 / sqrt(n), of the variance sqrt(8 / n).
     assert abs(draws.mean().item() - 1) < 5 / math.sqrt(count)
@@ -102,12 +113,16 @@ def test_exponentials_are_finite_positive_and_ordered_at_the_ends() -> None:
     assert draws[3].item() == pytest.approx(-math.log1p(-0.25), rel=1e-6)
 
 
-LOGITS = torch.tensor([[0.0, 3.0, -1.0, 2.5], [2.0, 2.0, 2.0, 2.0], [-math.inf, 0.0, -math.inf, -math.inf]])
+LOGITS = torch.tensor(
+    [[0.0, 3.0, -1.0, 2.5], [2.0, 2.0, 2.0, 2.0], [-math.inf, 0.0, -math.inf, -math.inf]]
+)
 
 
 def drawn(temperature: float, logits: Tensor = LOGITS, seed: int = 0) -> tuple[list[int], Tensor]:
     n = logits.shape[0]
-    ids, logprobs = sample(logits, torch.full((n,), temperature), torch.arange(n) + seed, torch.arange(n) * 3)
+    ids, logprobs = sample(
+        logits, torch.full((n,), temperature), torch.arange(n) + seed, torch.arange(n) * 3
+    )
     return ids.tolist(), logprobs
 
 
@@ -194,7 +209,8 @@ def test_captured_it_draws_anew_for_each_position() -> None:
     assert g.cache_info().captures == 1
 
 
-# The operator and its kernel ------------------------------------------------------------------------------------------
+# The operator and its kernel
+# ------------------------------------------------------------------------------------------
 
 _INTERPRETED = """
 import sys, torch
@@ -212,11 +228,20 @@ def _cases() -> list[tuple[Tensor, Tensor, Tensor, Tensor]]:
         seeds = torch.randint(-(2**63), 2**63 - 1, (rows,), generator=generator)
         cases.append((logits, temperature, seeds, torch.arange(rows)))
     barred = torch.full((4, 3000), -torch.inf)
-    barred[torch.arange(4), torch.tensor([0, 2999, 2047, 2048])] = torch.tensor([-3.0, 1e4, 0.0, -1e4])
+    barred[torch.arange(4), torch.tensor([0, 2999, 2047, 2048])] = torch.tensor(
+        [-3.0, 1e4, 0.0, -1e4]
+    )
     cases.append((barred, torch.tensor([1.0, 0.0, 0.5, 1.0]), torch.arange(4), torch.arange(4)))
     half = torch.randn(3, 300, generator=generator).half()
     cases.append((half, torch.tensor([1.0, 0.0, 0.5]), torch.arange(3), torch.arange(3)))
-    cases.append((torch.randn(3, 3000, generator=generator).t()[:5], torch.ones(5), torch.arange(5), torch.arange(5)))
+    cases.append(
+        (
+            torch.randn(3, 3000, generator=generator).t()[:5],
+            torch.ones(5),
+            torch.arange(5),
+            torch.arange(5),
+        )
+    )
     many = torch.randn(1, 40, generator=generator).expand(300, 40).contiguous()
     cases.append((many, torch.ones(300), torch.arange(300), torch.arange(300) % 7))
     return cases
@@ -230,12 +255,16 @@ def interpreted(tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
 
 
 def assert_same_draw(case: Any, expected: Any, drawn: Any) -> None:
-    """Equal tokens, except where the two best scores are within 1e-4; logprobs within 5e-5, since they contain a sum
-    over the vocabulary in another order."""
+    """Equal tokens, except where the two best scores are within 1e-4; logprobs within 5e-5, since
+    they contain a sum over the vocabulary in another order."""
     logits, temperature, seeds, positions = case
     same = expected[0] == drawn[0]
     for row in (~same).nonzero()[:, 0].tolist():
-        noise = -torch.log(exponential(random_bits(seeds[row : row + 1], positions[row : row + 1], logits.shape[1])))
+        noise = -torch.log(
+            exponential(
+                random_bits(seeds[row : row + 1], positions[row : row + 1], logits.shape[1])
+            )
+        )
         best = (logits[row].float() / temperature[row] + noise[0]).topk(2).values
         assert float(best[0] - best[1]) < 1e-4, (row, expected[0][row], drawn[0][row])
     assert int((~same).sum()) <= len(same) // 100
@@ -244,7 +273,9 @@ def assert_same_draw(case: Any, expected: Any, drawn: Any) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("index", range(10))
-def test_the_kernel_interpreted_draws_what_the_reference_draws(index: int, interpreted: list[Any]) -> None:
+def test_the_kernel_interpreted_draws_what_the_reference_draws(
+    index: int, interpreted: list[Any]
+) -> None:
     assert_same_draw(*interpreted[index])
 
 
@@ -256,7 +287,9 @@ def test_sample_is_an_operator() -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("shape", [(1, 151936), (64, 151936), (256, 151936), (3, 11)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_the_kernel_draws_what_the_reference_draws(shape: tuple[int, int], dtype: torch.dtype) -> None:
+def test_the_kernel_draws_what_the_reference_draws(
+    shape: tuple[int, int], dtype: torch.dtype
+) -> None:
     generator = torch.Generator().manual_seed(1)
     logits = (torch.randn(shape, generator=generator) * 3).to(dtype)
     temperature = torch.rand(shape[0], generator=generator) * 2 - 0.3
@@ -269,7 +302,9 @@ def test_the_kernel_draws_what_the_reference_draws(shape: tuple[int, int], dtype
 def test_padding_draws_some_token() -> None:
     logits = torch.full((2, 5000), torch.nan, device="cuda")
     temperature = torch.tensor([torch.nan, 1.0], device="cuda")
-    token_ids, _ = sample(logits, temperature, torch.arange(2, device="cuda"), torch.arange(2, device="cuda"))
+    token_ids, _ = sample(
+        logits, temperature, torch.arange(2, device="cuda"), torch.arange(2, device="cuda")
+    )
     assert bool(((token_ids >= 0) & (token_ids < 5000)).all())
 
 

@@ -36,10 +36,13 @@ def test_samples_are_distributed_as_softmax(stream: str, temperature: float) -> 
 
 
 @pytest.mark.parametrize(
-    "step", [(0, 1), (1, 0), (1, -1), (1, 1), (0, 16)], ids=lambda s: f"seed{s[0]:+}position{s[1]:+}"
+    "step",
+    [(0, 1), (1, 0), (1, -1), (1, 1), (0, 16)],
+    ids=lambda s: f"seed{s[0]:+}position{s[1]:+}",
 )
 def test_neighbours_draw_independently(step: tuple[int, int]) -> None:
-    """All pairs of tokens of two neighbouring streams, against the product of their probabilities."""
+    """All pairs of tokens of two neighbouring streams, against the product of their probabilities.
+    """
     seeds, positions = torch.arange(DRAWS) // 100 * 2, torch.arange(DRAWS) % 100 * 32 + 1
     first = draw_tokens(2.0, seeds, positions)
     second = draw_tokens(2.0, seeds + step[0], positions + step[1])
@@ -49,12 +52,14 @@ def test_neighbours_draw_independently(step: tuple[int, int]) -> None:
 
 
 def test_rows_of_a_batch_are_sampled_each_at_its_own_temperature() -> None:
-    """Greedy and random rows in one batch draw what they draw alone; logprobs are those of temperature 1."""
+    """Greedy and random rows in one batch draw what they draw alone; logprobs are those of
+    temperature 1."""
     temperature = torch.tensor([0.0, 1.0, 0.0, 2.0, 1e-6])
     logits, seeds, positions = LOGITS.expand(5, -1), torch.arange(5), torch.arange(5)
     tokens, logprobs = sample(logits, temperature, seeds, positions)
     alone = [
-        sample(logits[i : i + 1], temperature[i : i + 1], seeds[i : i + 1], positions[i : i + 1])[0] for i in range(5)
+        sample(logits[i : i + 1], temperature[i : i + 1], seeds[i : i + 1], positions[i : i + 1])[0]
+        for i in range(5)
     ]
     assert torch.equal(tokens, torch.cat(alone))
     assert tokens[[0, 2, 4]].tolist() == [4, 4, 4]

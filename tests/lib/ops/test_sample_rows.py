@@ -27,8 +27,11 @@ PARAMS = st.lists(sampling_params(VOCAB), min_size=1, max_size=5)
 
 @FAST
 @given(PARAMS, st.integers(0, 99), st.booleans())
-def test_a_request_draws_what_it_draws_alone(params: list[SamplingParams], seed: int, mask: bool) -> None:
-    """A request draws the same in any batch and at any place, from the logits that `process` returns, greedy or not."""
+def test_a_request_draws_what_it_draws_alone(
+    params: list[SamplingParams], seed: int, mask: bool
+) -> None:
+    """A request draws the same in any batch and at any place, from the logits that `process`
+    returns, greedy or not."""
     case = make_case(params, random_logits(len(params), VOCAB, seed), seed, mask)
     ids, logprobs = case.drawn()
     order = list(range(len(params)))[::-1]
@@ -36,7 +39,9 @@ def test_a_request_draws_what_it_draws_alone(params: list[SamplingParams], seed:
     for i in order:
         assert_equal("alone", case.of([i]).drawn(), (ids[i : i + 1], logprobs[i : i + 1]))
         alone = case.of([i])
-        processed = process(alone.logits, case.table.rules(alone.rows), alone.positions, alone.token_mask)
+        processed = process(
+            alone.logits, case.table.rules(alone.rows), alone.positions, alone.token_mask
+        )
         if not params[i].temperature:
             assert ids[i] == processed.argmax()
         assert processed[0, ids[i]] > -math.inf
@@ -45,15 +50,22 @@ def test_a_request_draws_what_it_draws_alone(params: list[SamplingParams], seed:
 
 @FAST
 @given(st.lists(st.sampled_from((0.0, 0.5, 1.0, 2.0)), min_size=1, max_size=4), st.integers(0, 99))
-def test_requests_that_use_nothing_draw_as_sample_does(temperatures: list[float], seed: int) -> None:
+def test_requests_that_use_nothing_draw_as_sample_does(
+    temperatures: list[float], seed: int
+) -> None:
     params = [SamplingParams(temperature=t, seed=seed + i) for i, t in enumerate(temperatures)]
     case = make_case(params, random_logits(len(params), VOCAB, seed))
-    plain = sample(case.logits, torch.tensor(temperatures), torch.arange(len(params)) + seed, case.positions)
+    plain = sample(
+        case.logits, torch.tensor(temperatures), torch.arange(len(params)) + seed, case.positions
+    )
     assert_equal("plain", case.drawn(), plain)
 
 
 def test_padding_is_not_processed() -> None:
-    params = [SamplingParams(temperature=0.0, bad_token_ids=[1]), SamplingParams(temperature=0.0, bad_token_ids=[1])]
+    params = [
+        SamplingParams(temperature=0.0, bad_token_ids=[1]),
+        SamplingParams(temperature=0.0, bad_token_ids=[1]),
+    ]
     case = make_case(params, torch.tensor([[0.0, 1.0, 0.5]] * 2), padding=1)
     case.table.ints[-1, FEATURES] = ALLOWED
     case.table.allowed[-1] = 0
@@ -62,13 +74,18 @@ def test_padding_is_not_processed() -> None:
 
 def test_a_table_or_a_mask_of_another_vocabulary_is_refused() -> None:
     case = make_case([SamplingParams(temperature=1.0, seed=1)], random_logits(1, VOCAB))
-    with pytest.raises(RequestError, match=r"a table of vocab_size=40\n  instead: State.zeros\(..., vocab_size=41"):
+    with pytest.raises(
+        RequestError, match=r"a table of vocab_size=40\n  instead: State.zeros\(..., vocab_size=41"
+    ):
         attrs.evolve(case, logits=random_logits(1, VOCAB + 1)).drawn()
-    with pytest.raises(RequestError, match=r"saw: a mask of shape \(1, 1\)\n  instead: one of \(1, 2\), int32"):
+    with pytest.raises(
+        RequestError, match=r"saw: a mask of shape \(1, 1\)\n  instead: one of \(1, 2\), int32"
+    ):
         attrs.evolve(case, token_mask=torch.zeros(1, 1, dtype=torch.int32)).drawn()
 
 
-# Distribution ---------------------------------------------------------------------------------------------------------
+# Distribution
+# ---------------------------------------------------------------------------------------------------------
 
 DRAWS = 20000
 ASKED = {
@@ -78,7 +95,14 @@ ASKED = {
     "min_p": {"min_p": 0.1, "temperature": 1.5},
     "penalties": {"repetition_penalty": 1.5, "presence_penalty": 0.5, "frequency_penalty": 0.3},
     "bias": {"logit_bias": {0: 1.5, 3: -2.0}, "bad_token_ids": [1]},
-    "all": {"temperature": 1.3, "top_k": 9, "top_p": 0.9, "min_p": 0.01, "logit_bias": {2: 1}, "bad_token_ids": [0]},
+    "all": {
+        "temperature": 1.3,
+        "top_k": 9,
+        "top_p": 0.9,
+        "min_p": 0.01,
+        "logit_bias": {2: 1},
+        "bad_token_ids": [0],
+    },
 }
 
 
@@ -87,34 +111,55 @@ def test_tokens_are_distributed_as_what_process_makes(name: str) -> None:
     """Pearson's chi-square over many seeds; the statistic's own deviation is sqrt(2 k)."""
     logits = random_logits(1, 12, seed=3, width=1.0)
     table = SamplingTable.zeros(2, 12, 5, "cpu")
-    write_rows(table, [0], [SamplingParams(**{"temperature": 1.0, "seed": 0} | ASKED[name])], [[4, 5, 4]], [[6, 6, 7]])
+    write_rows(
+        table,
+        [0],
+        [SamplingParams(**{"temperature": 1.0, "seed": 0} | ASKED[name])],
+        [[4, 5, 4]],
+        [[6, 6, 7]],
+    )
     expected = process(logits, table.rules(torch.tensor([0])), torch.tensor([5]))[0].softmax(-1)
     many = tree_map(lambda x: x[:1].expand(DRAWS, *x.shape[1:]).contiguous(), table)
     many.ints[:, 0] = torch.arange(DRAWS) * 7919
-    ids, _ = sample_rows(logits.expand(DRAWS, -1), many, torch.arange(DRAWS), torch.full((DRAWS,), 5))
+    ids, _ = sample_rows(
+        logits.expand(DRAWS, -1), many, torch.arange(DRAWS), torch.full((DRAWS,), 5)
+    )
     counts = torch.bincount(ids, minlength=12)
     possible = expected > 0
     assert not counts[~possible].any()
-    statistic = ((counts - DRAWS * expected)[possible] ** 2 / (DRAWS * expected[possible])).sum().item()
+    statistic = (
+        ((counts - DRAWS * expected)[possible] ** 2 / (DRAWS * expected[possible])).sum().item()
+    )
     freedom = int(possible.sum()) - 1
     assert freedom >= 2
     assert statistic < freedom + 5 * math.sqrt(2 * freedom), (counts, DRAWS * expected)
 
 
-# Counts ---------------------------------------------------------------------------------------------------------------
+# Counts
+# ---------------------------------------------------------------------------------------------------------------
 
 
 @FAST
-@given(st.lists(st.lists(st.tuples(st.integers(0, 5), st.booleans()), min_size=4, max_size=4), max_size=8))
+@given(
+    st.lists(
+        st.lists(st.tuples(st.integers(0, 5), st.booleans()), min_size=4, max_size=4), max_size=8
+    )
+)
 def test_counts_are_those_of_what_was_generated(steps: list[list[tuple[int, bool]]]) -> None:
-    """Tokens are counted for rows with penalties; a table that the host writes anew from all tokens is the same."""
+    """Tokens are counted for rows with penalties; a table that the host writes anew from all tokens
+    is the same."""
     params = [SamplingParams(temperature=0.0, presence_penalty=p) for p in (1.0, 0.0, -1.0, 2.0)]
     prompts = [[0, 1], [2], [3], [5, 5]]
     table, rows = SamplingTable.zeros(5, 6, 2, "cpu"), torch.tensor([3, 1, 0, -1])
     write_rows(table, range(4), params, prompts, [[]] * 4)
     said: list[list[int]] = [[] for _ in range(4)]
     for step in steps:
-        count_tokens(table, rows, torch.tensor([t for t, _ in step]), torch.tensor([kept for _, kept in step]))
+        count_tokens(
+            table,
+            rows,
+            torch.tensor([t for t, _ in step]),
+            torch.tensor([kept for _, kept in step]),
+        )
         for row, (token, kept) in zip(rows.tolist(), step, strict=True):
             if kept and row >= 0:
                 said[row].append(token)
@@ -129,7 +174,13 @@ def test_counts_are_those_of_what_was_generated(steps: list[list[tuple[int, bool
 
 def test_counts_end_at_the_most() -> None:
     table = SamplingTable.zeros(2, 3, 1, "cpu")
-    write_rows(table, [0], [SamplingParams(temperature=0.0, presence_penalty=1.0)], [[2]], [[1] * 40000 + [2] * 32766])
+    write_rows(
+        table,
+        [0],
+        [SamplingParams(temperature=0.0, presence_penalty=1.0)],
+        [[2]],
+        [[1] * 40000 + [2] * 32766],
+    )
     assert table.counts[0].tolist() == [0, 32767, -2]
     for _ in range(3):
         for token in (1, 2):

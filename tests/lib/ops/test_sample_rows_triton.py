@@ -29,7 +29,8 @@ from weft.sampling_table import SamplingTable, write_rows
 from weft.transforms.graphs.graphify import graphify
 from weft.trees import tree_leaves
 
-# The operators and their kernels --------------------------------------------------------------------------------------
+# The operators and their kernels
+# --------------------------------------------------------------------------------------
 
 _INTERPRETED = """
 import sys, torch
@@ -73,7 +74,10 @@ MIXED: list[dict[str, Any]] = [
 def _cases() -> list[Case]:
     params = [SamplingParams(**SEEDED | changes) for changes in MIXED]
     count = len(params)
-    cases = [make_case(params, random_logits(count, vocab, vocab), vocab) for vocab in (7, 64, 2048, 2049, 5000)]
+    cases = [
+        make_case(params, random_logits(count, vocab, vocab), vocab)
+        for vocab in (7, 64, 2048, 2049, 5000)
+    ]
     cases.append(make_case(params, random_logits(count, 333), 1, mask=True, padding=2))
     cases.append(make_case(params, random_logits(count, 3000).half(), 2))
     cases.append(make_case(params, (random_logits(count, 3000) * 2).round(), 3))  # many ties
@@ -88,8 +92,17 @@ def _cases() -> list[Case]:
 
 def _barred() -> Case:
     """A mask that allows no token to every other request."""
-    params = [SamplingParams(**SEEDED | changes) for changes in MIXED if "allowed_token_ids" not in changes]
-    case = make_case([each for each in params for _ in range(2)], random_logits(2 * len(params), 2100, 8), 8, mask=True)
+    params = [
+        SamplingParams(**SEEDED | changes)
+        for changes in MIXED
+        if "allowed_token_ids" not in changes
+    ]
+    case = make_case(
+        [each for each in params for _ in range(2)],
+        random_logits(2 * len(params), 2100, 8),
+        8,
+        mask=True,
+    )
     assert case.token_mask is not None
     case.token_mask[::2] = 0
     return case
@@ -108,19 +121,24 @@ def _count_cases() -> list[tuple[Tensor, ...]]:
 
 
 @pytest.fixture(scope="module")
-def interpreted(tmp_path_factory: pytest.TempPathFactory, runs_all: bool) -> tuple[list[Any], list[Any], list[Tensor]]:
+def interpreted(
+    tmp_path_factory: pytest.TempPathFactory, runs_all: bool
+) -> tuple[list[Any], list[Any], list[Tensor]]:
     """The results of the interpreted kernels for all cases; in a short run, for the first."""
     special = _barred(), _without_numbers(math.nan), _without_numbers(-math.inf)
     cases = (*_cases(), *special) if runs_all else _cases()[:1]
     draws = [(c.logits, tree_leaves(c.table), c.rows, c.positions, c.token_mask) for c in cases]
     given = (draws, _count_cases())
-    made: tuple[list[Any], list[Any], list[Tensor]] = interpret(_INTERPRETED, given, tmp_path_factory.mktemp("rows"))
+    made: tuple[list[Any], list[Any], list[Tensor]] = interpret(
+        _INTERPRETED, given, tmp_path_factory.mktemp("rows")
+    )
     return made
 
 
 def assert_same_draws(case: Case, drawn: Any) -> None:
-    """The tokens equal the reference's, except where another score is within 1e-4 of the best, or where the edge of
-    top_p or of a tie falls between two sums that differ by rounding: at most one request in 100."""
+    """The tokens equal the reference's, except where another score is within 1e-4 of the best, or
+    where the edge of top_p or of a tie falls between two sums that differ by rounding: at most one
+    request in 100."""
     ids, logprobs = (x[case.rows >= 0] for x in case.drawn())
     seen_ids, seen = (x[case.rows >= 0] for x in drawn)
     same = seen_ids == ids
@@ -130,7 +148,9 @@ def assert_same_draws(case: Case, drawn: Any) -> None:
 
 @pytest.mark.one_of(12)
 @pytest.mark.parametrize("index", range(12))
-def test_the_kernels_interpreted_draw_what_the_reference_draws(index: int, interpreted: Any) -> None:
+def test_the_kernels_interpreted_draw_what_the_reference_draws(
+    index: int, interpreted: Any
+) -> None:
     assert_same_draws(_cases()[index], interpreted[0][index])
 
 
@@ -158,7 +178,11 @@ def test_where_no_token_is_left_the_kernels_interpreted_give_no_logprob(interpre
 
 def _without_numbers(value: float) -> Case:
     """The logits are all -inf, or the one of a token that is barred is NaN."""
-    params = [SamplingParams(temperature=t, seed=1, bad_token_ids=bad) for t in (0.0, 1.0) for bad in ([], [0])]
+    params = [
+        SamplingParams(temperature=t, seed=1, bad_token_ids=bad)
+        for t in (0.0, 1.0)
+        for bad in ([], [0])
+    ]
     case = make_case(params, random_logits(4, 9))
     case.logits[:, : 9 if value < 0 else 1] = value
     return case
@@ -166,7 +190,8 @@ def _without_numbers(value: float) -> Case:
 
 @pytest.mark.parametrize("value", [math.nan, -math.inf])
 def test_logits_that_are_no_numbers_have_that_logprob(value: float) -> None:
-    """This holds even if the logit is barred; a request ends at such a step, and says which it was."""
+    """This holds even if the logit is barred; a request ends at such a step, and says which it was.
+    """
     assert str(_without_numbers(value).drawn()[1].tolist()) == str([value] * 4)
 
 
@@ -179,8 +204,8 @@ def test_logits_that_are_no_numbers_have_that_logprob_by_the_kernels_interpreted
 
 
 def assert_same_processed(case: Case, found: Any) -> None:
-    """The adjusted logits and the largest one equal the reference bitwise. So do the kept tokens, except at the edge,
-    where the mass above a token is within 1e-5 of top_p."""
+    """The adjusted logits and the largest one equal the reference bitwise. So do the kept tokens,
+    except at the edge, where the mass above a token is within 1e-5 of top_p."""
     kinds, adjusted, peaks, bounds = found
     rules = case.table.rules(case.rows)
     expected = process(case.logits, rules, case.positions, case.token_mask)
@@ -194,13 +219,18 @@ def assert_same_processed(case: Case, found: Any) -> None:
             assert peaks[i] == before[i].max()
             kept = peaks[i] - before[i] <= bounds[i]
             wrong = (kept != (expected[i] > -math.inf)) & (before[i] > -math.inf)
-            assert not (wrong & (edge_of_top_p(before[i], rules, i) > 1e-5)).any(), (i, wrong.nonzero())
+            assert not (wrong & (edge_of_top_p(before[i], rules, i) > 1e-5)).any(), (
+                i,
+                wrong.nonzero(),
+            )
 
 
 def edge_of_top_p(logits: Tensor, rules: Any, i: int) -> Tensor:
     """For each token, the distance between the mass of the likelier tokens and top_p."""
     scaled = logits / rules.floats[i, TEMPERATURE]
-    kept = keep_top_k(keep_min_p(scaled[None], rules.floats[i : i + 1, MARGIN]), rules.ints[i : i + 1, TOP_K])[0]
+    kept = keep_top_k(
+        keep_min_p(scaled[None], rules.floats[i : i + 1, MARGIN]), rules.ints[i : i + 1, TOP_K]
+    )[0]
     ordered, order = kept.double().softmax(0).sort(descending=True)
     above = torch.empty_like(ordered)
     above[order] = ordered.cumsum(0) - ordered
@@ -209,7 +239,9 @@ def edge_of_top_p(logits: Tensor, rules: Any, i: int) -> Tensor:
 
 @pytest.mark.one_of(12)
 @pytest.mark.parametrize("index", range(12))
-def test_the_kernel_interpreted_processes_as_the_reference_does(index: int, interpreted: Any) -> None:
+def test_the_kernel_interpreted_processes_as_the_reference_does(
+    index: int, interpreted: Any
+) -> None:
     assert_same_processed(_cases()[index], interpreted[1][index])
 
 
@@ -238,12 +270,15 @@ def compiles(fn: Any, logits: str = "bf16", **constants: Any) -> bool:
     known = {name: f"*{kind}" for kind, names in POINTERS.items() for name in names}
     known |= {"logits": f"*{logits}"} | dict.fromkeys(constants, "constexpr")
     source = ASTSource(fn, {name: known.get(name, "i32") for name in fn.arg_names}, constants)
-    return bool(compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 16}).asm["ptx"])
+    return bool(
+        compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 16}).asm["ptx"]
+    )
 
 
 @pytest.mark.filterwarnings("ignore:TRITON_DEFAULT_FP_FUSION")
 def test_the_kernels_compile_where_there_is_no_gpu() -> None:
-    """Compile the kernels too: the interpreter accepts a variable that changes its type in a loop."""
+    """Compile the kernels too: the interpreter accepts a variable that changes its type in a loop.
+    """
     pytest.importorskip("triton")
     from weft.ops.sampling import sample_rows_triton as ours, sample_triton as drawn
 
@@ -268,7 +303,9 @@ def test_they_are_operators() -> None:
 def test_captured_they_follow_the_table() -> None:
     """One graph serves all sampling parameters, since they are not part of its key."""
 
-    def step(logits: Tensor, table: SamplingTable, rows: Tensor, positions: Tensor) -> tuple[SamplingTable, Tensor]:
+    def step(
+        logits: Tensor, table: SamplingTable, rows: Tensor, positions: Tensor
+    ) -> tuple[SamplingTable, Tensor]:
         ids, _ = sample_rows(logits, table, rows, positions)
         count_tokens(table, rows, ids, torch.ones_like(rows, dtype=torch.bool))
         return table, ids
@@ -315,8 +352,12 @@ def test_the_kernels_process_as_the_reference_does(index: int) -> None:
 
     case = _cases()[index]
     there = case.to("cuda")
-    *_, found = process_rows(there.logits.contiguous(), there.rows, there.positions, there.table, there.token_mask)
-    assert_same_processed(case, [x.cpu() for x in (found.kinds, found.adjusted, found.peaks, found.bounds)])
+    *_, found = process_rows(
+        there.logits.contiguous(), there.rows, there.positions, there.table, there.token_mask
+    )
+    assert_same_processed(
+        case, [x.cpu() for x in (found.kinds, found.adjusted, found.peaks, found.bounds)]
+    )
 
 
 @pytest.mark.gpu

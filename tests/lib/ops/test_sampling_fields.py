@@ -1,4 +1,5 @@
-"""Each field of `SamplingParams` is drawn, and reaches the draw of a token, by the reference and by the CUDA kernel."""
+"""Each field of `SamplingParams` is drawn, and reaches the draw of a token, by the reference and by
+the CUDA kernel."""
 
 import functools
 from pathlib import Path
@@ -45,7 +46,9 @@ def values_of(name: str) -> st.SearchStrategy[Any]:
     own: dict[str, st.SearchStrategy[Any]] = {
         "temperature": st.sampled_from((0.3, 2.0)),
         "seed": st.integers(-(2**63), 2**63 - 1),
-        "stop_token_ids": st.lists(st.integers(0, VOCAB - 1), min_size=1, max_size=VOCAB // 6, unique=True),
+        "stop_token_ids": st.lists(
+            st.integers(0, VOCAB - 1), min_size=1, max_size=VOCAB // 6, unique=True
+        ),
     }
     return own[name] if name in own else choices(VOCAB)[name]
 
@@ -57,9 +60,16 @@ def requests(name: str) -> tuple[list[SamplingParams], list[SamplingParams]]:
     plain: list[SamplingParams] = []
 
     @given(values_of(name), st.integers(0, 2**20))  # a seed, since a value is drawn once
-    @settings(max_examples=REQUESTS, derandomize=True, database=None, phases=[Phase.generate], deadline=None)
+    @settings(
+        max_examples=REQUESTS,
+        derandomize=True,
+        database=None,
+        phases=[Phase.generate],
+        deadline=None,
+    )
     def collect(value: Any, seed: int) -> None:
-        # So many draws are greedy that a change of the likeliest token shows, and so many are not that a filter does.
+        # So many draws are greedy that a change of the likeliest token shows, and so many are not
+        # that a filter does.
         others: dict[str, Any] = {"temperature": 1.5 if len(changed) % 3 else 0.0, "seed": seed}
         if name in ("temperature", "seed", "top_k", "top_p", "min_p"):
             others["temperature"] = 1.5
@@ -76,14 +86,17 @@ def requests(name: str) -> tuple[list[SamplingParams], list[SamplingParams]]:
 
 @functools.cache
 def cases(name: str) -> tuple[Case, Case]:
-    """The requests with the field and without it, over the first random logits by which two of their draws differ."""
+    """The requests with the field and without it, over the first random logits by which two of
+    their draws differ."""
     changed, plain = requests(name)
     for seed in range(200):
         logits = random_logits(len(changed), VOCAB, seed, width=0.7)
         both = make_case(changed, logits, 3), make_case(plain, logits, 3)
         if int((both[0].drawn()[0] != both[1].drawn()[0]).sum()) >= 2:
             return both
-    raise AssertionError(f"{name} changes no draw, so that a kernel which ignores it would not be found")
+    raise AssertionError(
+        f"{name} changes no draw, so that a kernel which ignores it would not be found"
+    )
 
 
 @pytest.fixture(scope="module")
@@ -103,7 +116,8 @@ def test_every_field_is_drawn_or_is_the_host_s() -> None:
 
 @pytest.mark.parametrize("name", DRAWN)
 def test_the_kernel_follows_every_field(name: str, interpreted: dict[str, Any]) -> None:
-    """As the reference does. The draws without the field, which a kernel that ignores it would make, are others."""
+    """As the reference does. The draws without the field, which a kernel that ignores it would
+    make, are others."""
     case, without = cases(name)
     assert_same_draws(case, interpreted[name])
     with pytest.raises(AssertionError):
@@ -140,7 +154,9 @@ logits.{name} = logits.{other}
 @pytest.mark.parametrize(("field", "name", "other"), [
     ("presence_penalty", "PRESENCE", "FREQUENCY"), ("min_p", "MARGIN", "REPETITION"), ("top_k", "TOP_K", "FEATURES"),
 ])  # fmt: skip
-def test_a_kernel_that_reads_another_column_is_found(field: str, name: str, other: str, tmp_path: Path) -> None:
+def test_a_kernel_that_reads_another_column_is_found(
+    field: str, name: str, other: str, tmp_path: Path
+) -> None:
     case, _ = cases(field)
     draws = [(case.logits, tree_leaves(case.table), case.rows, case.positions, case.token_mask)]
     planted = IGNORES.format(name=name, other=other) + _INTERPRETED

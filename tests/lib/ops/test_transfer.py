@@ -57,7 +57,9 @@ def test_a_graph_repeats_its_transfers_where_it_may_hold_some() -> None:
         return y + 1
 
     step = graphify(there_and_back, collectives=True)
-    assert [step(torch.full((2,), float(i))).tolist() for i in range(4)] == [[2.0 * i + 1] * 2 for i in range(4)]
+    assert [step(torch.full((2,), float(i))).tolist() for i in range(4)] == [
+        [2.0 * i + 1] * 2 for i in range(4)
+    ]
     assert step.cache_info().captures == 1
     with pytest.raises(CaptureError, match=r"weft\.send\.default is a collective operation"):
         graphify(there_and_back)(torch.ones(2))
@@ -135,4 +137,7 @@ print("right")
 @pytest.mark.skipif(sys.platform != "linux", reason="Triton is for Linux")
 @pytest.mark.parametrize("script", [_INTERPRETED, _PACKED], ids=["bulk", "packed"])
 def test_the_kernels_of_symmetric_memory_interpreted(script: str, tmp_path: Path) -> None:
-    assert run_interpreted(script, tmp_path, random.Random(0).randrange(99), seconds=120).strip() == "right"
+    assert (
+        run_interpreted(script, tmp_path, random.Random(0).randrange(99), seconds=120).strip()
+        == "right"
+    )

@@ -1,4 +1,5 @@
-"""`load_adapter` against PEFT: the logits of a model with one adapter, of any targets, ranks and scalings."""
+"""`load_adapter` against PEFT: the logits of a model with one adapter, of any targets, ranks and
+scalings."""
 
 import copy
 import json
@@ -34,16 +35,24 @@ from weft.transforms.graphs.graphify import graphify
 from weft.transforms.graphs.ladder import Limits, lora_rungs, make_ladder
 from weft.transforms.pipelines.pipeline import compose
 
-pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning", "ignore:The following:RuntimeWarning")
+pytestmark = pytest.mark.filterwarnings(
+    "ignore::FutureWarning", "ignore:The following:RuntimeWarning"
+)
 
 TOLERANCE = 1e-5
-"""The tolerance of logits relative to the greatest, in float32: weft sums in another order, and scales earlier."""
+"""The tolerance of logits relative to the greatest, in float32: weft sums in another order, and
+scales earlier."""
 
 SIZES: dict[str, Any] = {
     "vocab_size": 48, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 3, "num_attention_heads": 4,
     "num_key_value_heads": 2, "max_position_embeddings": 64,
 }  # fmt: skip
-EXPERTS = {"num_experts": 3, "num_experts_per_tok": 2, "moe_intermediate_size": 8, "mlp_only_layers": [1]}
+EXPERTS = {
+    "num_experts": 3,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 8,
+    "mlp_only_layers": [1],
+}
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("LlamaForCausalLM", {"attention_bias": True, "mlp_bias": True}),
     "qwen2": ("Qwen2ForCausalLM", {"tie_word_embeddings": True}),
@@ -75,7 +84,9 @@ def randomized(model: Any, seed: int, std: float) -> Any:
 
 def save_adapter(folder: Path, base: str, seed: int = 1, **fields: Any) -> Any:
     """Have PEFT make an adapter, give it weights, and write it. Returns PEFT's model."""
-    made = get_peft_model(build(base), LoraConfig(task_type="CAUSAL_LM", **{"r": 4, "lora_alpha": 6, **fields}))
+    made = get_peft_model(
+        build(base), LoraConfig(task_type="CAUSAL_LM", **{"r": 4, "lora_alpha": 6, **fields})
+    )
     randomized(made, seed, 0.3).save_pretrained(folder)
     return made.eval()
 
@@ -98,9 +109,15 @@ def empty_state(model: Model, layouts: Any, num_reqs: int = 1) -> tuple[State, .
 def logits(model: Model, adapters: list[Adapter], slot: int, num_stages: int = 1) -> Tensor:
     """The logits [vocab_size] after the prompt, for a request with the adapter in that slot."""
     layouts = split_layers(model.config.num_layers, num_stages)
-    step = compose([decoder_stage(model.config, layout, keep_logits=True) for layout in layouts], advance=advance)
+    step = compose(
+        [decoder_stage(model.config, layout, keep_logits=True) for layout in layouts],
+        advance=advance,
+    )
     greedy = SamplingParams(temperature=0.0).for_request((), 0)
-    states = tuple(admit(s, [0], [range(4)], [greedy], [PROMPT], adapters=[slot]) for s in empty_state(model, layouts))
+    states = tuple(
+        admit(s, [0], [range(4)], [greedy], [PROMPT], adapters=[slot])
+        for s in empty_state(model, layouts)
+    )
     batch = Batch.ragged([0], [PROMPT], num_active_loras=int(slot >= 0))
     _, out = step(stage_params(model, layouts, adapters), states, batch)
     assert out.logits is not None
@@ -118,31 +135,45 @@ def assert_near(found: Tensor, expected: Tensor) -> None:
 
 
 def assert_near_to_peft(found: Tensor, model: Any) -> None:
-    """As near to PEFT's logits in float64 as to other float32 logits, or as PEFT's own in float32: a large scaling
-    makes the sums inside much larger than the logits."""
+    """As near to PEFT's logits in float64 as to other float32 logits, or as PEFT's own in float32:
+    a large scaling makes the sums inside much larger than the logits."""
     exact = theirs(copy.deepcopy(model).double())
-    error, error_of_peft = (float((logits - exact).abs().max()) for logits in (found, theirs(model)))
+    error, error_of_peft = (
+        float((logits - exact).abs().max()) for logits in (found, theirs(model))
+    )
     assert error <= max(TOLERANCE * float(exact.abs().max()), 4 * error_of_peft)
 
 
 @st.composite
 def lora_fields(draw: st.DrawFn, dense: bool = True) -> dict[str, Any]:
-    """Fields of PEFT's LoraConfig: any targets, ranks, scalings and layers. For a model with experts, only targets in
-    attention, since PEFT takes the other names for those of experts."""
+    """Fields of PEFT's LoraConfig: any targets, ranks, scalings and layers. For a model with
+    experts, only targets in attention, since PEFT takes the other names for those of experts."""
     names = ALL if dense else ALL[:4]
-    whole = [r".*\.(1|2)\.self_attn\.[qv]_proj", *([r".*mlp\.down_proj", "all-linear"] if dense else [])]
+    whole = [
+        r".*\.(1|2)\.self_attn\.[qv]_proj",
+        *([r".*mlp\.down_proj", "all-linear"] if dense else []),
+    ]
     some = st.lists(st.sampled_from(names), min_size=1, unique=True)
     targets: Any = draw(st.one_of(some, some, st.sampled_from(whole)))
     fields: dict[str, Any] = {
         "target_modules": targets, "r": draw(st.integers(1, 9)), "lora_alpha": draw(st.integers(1, 20)),
         "use_rslora": draw(st.booleans()), "lora_dropout": 0.1,
     }  # fmt: skip
-    keys = st.sampled_from(["q_proj", "mlp.down_proj", "layers.1.self_attn.o_proj", r".*\.0\..*", "v_proj"])
-    for name in ("rank_pattern", "alpha_pattern"):  # the first that matches counts, and PEFT sorts them in the file
-        fields[name] = dict(sorted(draw(st.dictionaries(keys, st.integers(1, 12), max_size=2)).items()))
+    keys = st.sampled_from(
+        ["q_proj", "mlp.down_proj", "layers.1.self_attn.o_proj", r".*\.0\..*", "v_proj"]
+    )
+    for name in (
+        "rank_pattern",
+        "alpha_pattern",
+    ):  # the first that matches counts, and PEFT sorts them in the file
+        fields[name] = dict(
+            sorted(draw(st.dictionaries(keys, st.integers(1, 12), max_size=2)).items())
+        )
     if isinstance(targets, list):
         fields["layers_to_transform"] = draw(st.sampled_from([None, [0, 2], 1, [1]]))
-        fields["exclude_modules"] = draw(st.sampled_from([None, ["layers.2.mlp.up_proj", "k_proj"], r".*\.2\..*"]))
+        fields["exclude_modules"] = draw(
+            st.sampled_from([None, ["layers.2.mlp.up_proj", "k_proj"], r".*\.2\..*"])
+        )
     return fields
 
 
@@ -150,9 +181,15 @@ def lora_fields(draw: st.DrawFn, dense: bool = True) -> dict[str, Any]:
 @given(data=st.data())
 @settings(max_examples=12, deadline=None, suppress_health_check=list(HealthCheck))
 def test_logits_are_those_of_peft(
-    name: str, data: st.DataObject, folders: dict[str, Path], tmp_path_factory: pytest.TempPathFactory
+    name: str,
+    data: st.DataObject,
+    folders: dict[str, Path],
+    tmp_path_factory: pytest.TempPathFactory,
 ) -> None:
-    fields, num_stages = data.draw(lora_fields(dense=name != "qwen3-moe")), data.draw(st.integers(1, 3))
+    fields, num_stages = (
+        data.draw(lora_fields(dense=name != "qwen3-moe")),
+        data.draw(st.integers(1, 3)),
+    )
     folder = tmp_path_factory.mktemp("adapter")
     try:
         peft_model = save_adapter(folder, name, **fields)
@@ -186,13 +223,22 @@ def test_a_slot_is_written_anew_without_a_capture(folders: dict[str, Path], tmp_
     model, layouts = weft.load(folders["qwen3"], "cpu"), split_layers(3, 1)
     expected, adapters = [], []
     for seed, rank in ((1, 4), (2, 2)):
-        expected.append(theirs(save_adapter(tmp_path / str(seed), "qwen3", seed, target_modules=ALL, r=rank)))
+        expected.append(
+            theirs(save_adapter(tmp_path / str(seed), "qwen3", seed, target_modules=ALL, r=rank))
+        )
         adapters.append(weft.load_adapter(model, tmp_path / str(seed)))
     params = (reserve_slots(model.params, model.config, layouts[0], num_slots=2, rank=4),)
-    step = graphify(compose([decoder_stage(model.config, layouts[0], keep_logits=True)], advance=advance))
+    step = graphify(
+        compose([decoder_stage(model.config, layouts[0], keep_logits=True)], advance=advance)
+    )
     state, greedy = empty_state(model, layouts), SamplingParams(temperature=0.0).for_request((), 0)
     base = logits(model, [], -1)
-    for adapter, wanted in ((None, base), (adapters[0], expected[0]), (adapters[1], expected[1]), (None, base)):
+    for adapter, wanted in (
+        (None, base),
+        (adapters[0], expected[0]),
+        (adapters[1], expected[1]),
+        (None, base),
+    ):
         write_slot(params[0], model.config, layouts[0], 1, adapter)
         state = tuple(admit(s, [0], [range(4)], [greedy], [PROMPT], adapters=[1]) for s in state)
         state, out = step(params, state, Batch.ragged([0], [PROMPT], num_active_loras=1))
@@ -206,11 +252,18 @@ def test_a_slot_refuses_what_does_not_fit(folders: dict[str, Path], tmp_path: Pa
     adapter = weft.load_adapter(model, tmp_path)
     for rank, names, slot, seen in (
         (3, None, 0, r"q_proj of rank 4, and slots of rank 3"),
-        (4, {"model.layers.0.self_attn.v_proj"}, 0, r"up_proj of rank 4, and slots of model.layers.0.self_attn.q_proj"),
+        (
+            4,
+            {"model.layers.0.self_attn.v_proj"},
+            0,
+            r"up_proj of rank 4, and slots of model.layers.0.self_attn.q_proj",
+        ),
         (4, None, 2, r"2 slots(.|\n)*a slot from 0 to 1"),
         (4, None, -1, r"2 slots"),
     ):
-        params = reserve_slots(model.params, model.config, layout, num_slots=2, rank=rank, names=names)
+        params = reserve_slots(
+            model.params, model.config, layout, num_slots=2, rank=rank, names=names
+        )
         with pytest.raises(RequestError, match=seen):
             write_slot(params, model.config, layout, slot, adapter)
 
@@ -221,7 +274,10 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "modules": ({"modules_to_save": ["lm_head"]}, r"modules_to_save=\['lm_head'\]"),
     "dora": ({"use_dora": True}, r"use_dora=True(.|\n)*LoRA without use_dora"),
     "pissa": ({"init_lora_weights": "pissa"}, r"init_lora_weights='pissa'"),
-    "experts": ({"target_parameters": ["mlp.experts.down_proj"]}, r"target_parameters=\['mlp.experts.down_proj'\]"),
+    "experts": (
+        {"target_parameters": ["mlp.experts.down_proj"]},
+        r"target_parameters=\['mlp.experts.down_proj'\]",
+    ),
     "new": ({"use_something_new": 3}, r"use_something_new=3"),
     "rank": ({"r": 0}, r"r=0(.|\n)*a whole number, 1 or more"),
     "ranks": ({"rank_pattern": {"q_proj": -1}}, r"rank_pattern.q_proj=-1"),
@@ -240,7 +296,10 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         {"target_modules": ["q_proj", "v_proj"]},
         r"has no base_model.model.model.layers.0.self_attn.v_proj.lora_A.weight, ",
     ),
-    "less": ({"layers_to_transform": [1]}, r"has base_model.model.model.layers.0.self_attn.q_proj.lora_A"),
+    "less": (
+        {"layers_to_transform": [1]},
+        r"has base_model.model.model.layers.0.self_attn.q_proj.lora_A",
+    ),
     "other rank": ({"r": 5}, r"lora_A.weight in .* is F32 \(4, 16\).*\(5, 16\)"),
 }
 
@@ -264,7 +323,9 @@ def test_what_is_not_supported_is_refused_by_name(name: str, saved: Saved) -> No
     fields, seen = REFUSED[name]
     file = saved.folder / "adapter_config.json"
     file.write_text(json.dumps(json.loads(file.read_text()) | fields))
-    with pytest.raises((ConfigError, CheckpointError), match=rf"weft.load_adapter\(<Model Qwen3(.|\n)*{seen}"):
+    with pytest.raises(
+        (ConfigError, CheckpointError), match=rf"weft.load_adapter\(<Model Qwen3(.|\n)*{seen}"
+    ):
         weft.load_adapter(saved.model, saved.folder)
 
 
@@ -281,10 +342,19 @@ def test_files_that_are_missing_or_damaged(saved: Saved) -> None:
     tensors = load_file(weights)
     name = "base_model.model.model.layers.1.self_attn.q_proj.lora_B.weight"
     for changed, seen in (
-        ({name: tensors[name].T.contiguous()}, r"lora_B.weight in .* is F32 \(4, 32\).*\(32, 4\) of F16"),
+        (
+            {name: tensors[name].T.contiguous()},
+            r"lora_B.weight in .* is F32 \(4, 32\).*\(32, 4\) of F16",
+        ),
         ({name: tensors[name].int()}, r"lora_B.weight in .* is I32"),
-        ({"base_model.model.lm_head.lora_A.weight": torch.ones(4, 16)}, r"has base_model.model.lm_head"),
-        ({name.replace("_B.weight", "_magnitude_vector"): torch.ones(4)}, r"lora_magnitude_vector, and no field"),
+        (
+            {"base_model.model.lm_head.lora_A.weight": torch.ones(4, 16)},
+            r"has base_model.model.lm_head",
+        ),
+        (
+            {name.replace("_B.weight", "_magnitude_vector"): torch.ones(4)},
+            r"lora_magnitude_vector, and no field",
+        ),
     ):
         save_file(tensors | changed, weights)
         with pytest.raises(CheckpointError, match=seen):
@@ -293,9 +363,13 @@ def test_files_that_are_missing_or_damaged(saved: Saved) -> None:
     with pytest.raises(CheckpointError, match=r"adapter_model.safetensors .20 bytes. is damaged"):
         weft.load_adapter(saved.model, saved.folder)
     weights.rename(saved.folder / "adapter_model.bin")
-    with pytest.raises(CheckpointNotFoundError, match=r"but adapter_model.bin(.|\n)*as safetensors"):
+    with pytest.raises(
+        CheckpointNotFoundError, match=r"but adapter_model.bin(.|\n)*as safetensors"
+    ):
         weft.load_adapter(saved.model, saved.folder)
-    with pytest.raises(CheckpointNotFoundError, match=r"there is no folder '.*nowhere'(.|\n)*a local folder"):
+    with pytest.raises(
+        CheckpointNotFoundError, match=r"there is no folder '.*nowhere'(.|\n)*a local folder"
+    ):
         weft.load_adapter(saved.model, saved.folder / "nowhere")
 
 
@@ -312,7 +386,8 @@ class _Names(TorchDispatchMode):
 
 
 def test_graphs_differ_by_the_number_of_adapters(folders: dict[str, Path], tmp_path: Path) -> None:
-    """A batch with 3 adapters runs under the class of 4; one without any, under a class without LoRA operators."""
+    """A batch with 3 adapters runs under the class of 4; one without any, under a class without
+    LoRA operators."""
     model, layouts = weft.load(folders["qwen3"], "cpu"), split_layers(3, 1)
     adapters = []
     for seed in range(5):
@@ -340,20 +415,36 @@ def test_graphs_differ_by_the_number_of_adapters(folders: dict[str, Path], tmp_p
             plain(params, clone(before), batch)
         assert seen.names.count("weft::add_lora") == (3 * 4 if loras else 0)
         for row, own in zip(rows, replayed.logits, strict=True):
-            _, out = plain(params, clone(before), Batch.decode([row], num_active_loras=int(slots[row] >= 0)))
+            _, out = plain(
+                params, clone(before), Batch.decode([row], num_active_loras=int(slots[row] >= 0))
+            )
             assert_near(own, out.logits[0])
     assert step.cache_info().captures == 4 + 1  # of 0, 1, 2, 4 and 5
 
 
 def test_layers_in_fp8_have_plain_adapters() -> None:
-    """An adapter of a feed-forward block whose matrices start at multiples of 128 rows, with gaps and extra columns."""
-    quantization = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}
-    raw = {"architectures": ["Qwen3ForCausalLM"], "quantization_config": quantization, "head_dim": 8, **SIZES}
-    config = parse_config({**raw, "intermediate_size": 130, "num_hidden_layers": 1}, source="a test")
+    """An adapter of a feed-forward block whose matrices start at multiples of 128 rows, with gaps
+    and extra columns."""
+    quantization = {
+        "quant_method": "fp8",
+        "activation_scheme": "dynamic",
+        "weight_block_size": [128, 128],
+    }
+    raw = {
+        "architectures": ["Qwen3ForCausalLM"],
+        "quantization_config": quantization,
+        "head_dim": 8,
+        **SIZES,
+    }
+    config = parse_config(
+        {**raw, "intermediate_size": 130, "num_hidden_layers": 1}, source="a test"
+    )
     (layout,) = split_layers(1, 1)
     names = [f"model.layers.0.mlp.{name}" for name in ALL[4:]]
     adapter = random_adapter(config, names, rank=3, seed=5, std=0.3)
-    params = with_adapters(random_params(config, layout, seed=3, std=0.3), config, layout, [adapter])
+    params = with_adapters(
+        random_params(config, layout, seed=3, std=0.3), config, layout, [adapter]
+    )
     layer, x = params.layers[0], torch.randn(4, 16, generator=torch.Generator().manual_seed(1))
     assert (layer.down_scale is not None, layer.gate_up_proj.shape, layer.down_proj.shape) == (
         True,
@@ -371,7 +462,11 @@ def test_layers_in_fp8_have_plain_adapters() -> None:
     inner = silu_mul(gate_up, x.dtype)
     expected = project(Normed(inner), layer.down_proj, layer.down_scale, None)
     expected[[0, 1, 3]] += added("down_proj", inner[[0, 1, 3], :130])
-    batch = resolve(empty_state(Model(config, params, None, Path()), (layout,))[0], Batch.ragged([0], [[1] * 4]))
+    batch = resolve(
+        empty_state(Model(config, params, None, Path()), (layout,))[0], Batch.ragged([0], [[1] * 4])
+    )
     slots, active = torch.tensor([0, 0, -1, 0]).int(), torch.tensor([0, -1]).int()
-    found = feed_forward(config, layer, attrs.evolve(batch, adapters=slots, active_adapters=active), Normed(x))
+    found = feed_forward(
+        config, layer, attrs.evolve(batch, adapters=slots, active_adapters=active), Normed(x)
+    )
     assert torch.allclose(found, expected, atol=1e-5, rtol=1e-5)

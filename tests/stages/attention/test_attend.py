@@ -1,4 +1,5 @@
-"""Attention of one's own, and logits that read captures: what transformers computes, in every way to run."""
+"""Attention of one's own, and logits that read captures: what transformers computes, in every way
+to run."""
 
 import functools
 from collections.abc import Mapping
@@ -37,7 +38,9 @@ def model() -> Model:
 
 def theirs(**fields: Any) -> Any:
     transformers = pytest.importorskip("transformers")
-    return transformers.AutoModelForCausalLM.from_pretrained(Path(DEMO), dtype=torch.float32, **fields)
+    return transformers.AutoModelForCausalLM.from_pretrained(
+        Path(DEMO), dtype=torch.float32, **fields
+    )
 
 
 def tokens(model: Model, **options: Any) -> list[list[int]]:
@@ -62,7 +65,10 @@ def test_windows_in_a_loaded_checkpoint_are_transformers_windows(model: Model, w
     config = transformers.AutoConfig.from_pretrained(Path(DEMO), **fields)
     reference = theirs(config=config)
     assert {layer.self_attn.sliding_window for layer in reference.model.layers} == {window}
-    expected, slid = said(reference, model), model.with_stages(attend=functools.partial(attend, window=window))
+    expected, slid = (
+        said(reference, model),
+        model.with_stages(attend=functools.partial(attend, window=window)),
+    )
     assert expected != tokens(model)
     for way in WAYS:
         assert tokens(slid, **way) == expected, way
@@ -76,11 +82,15 @@ def entropic(config: Any, layer: Any, q: Tensor, kv_pages: Tensor, batch: Resolv
 
 
 def test_entropies_of_attention_are_those_of_transformers(model: Model) -> None:
-    own = model.with_stages(attend=entropic, captures={"entropy": torch.zeros(model.config.num_heads)})
+    own = model.with_stages(
+        attend=entropic, captures={"entropy": torch.zeros(model.config.num_heads)}
+    )
     reference = theirs(attn_implementation="eager")
     expected = said(reference, model)
     for way in WAYS:
-        for prompt, ids, found in zip(PROMPTS, expected, generate(own, PROMPTS, max_tokens=16, **way), strict=True):
+        for prompt, ids, found in zip(
+            PROMPTS, expected, generate(own, PROMPTS, max_tokens=16, **way), strict=True
+        ):
             assert found.token_ids == ids, way
             whole = torch.tensor([[*model.encode(prompt), *ids[:-1]]])
             weights = reference(whole, output_attentions=True).attentions[MIDDLE][0]
@@ -124,23 +134,31 @@ def kept(layer: Any) -> Any:
 
 
 def test_a_logit_lens_is_that_of_transformers(model: Model) -> None:
-    own = model.with_stages(layers={MIDDLE: kept}, captures={"hidden": torch.zeros(model.config.hidden_size)})
+    own = model.with_stages(
+        layers={MIDDLE: kept}, captures={"hidden": torch.zeros(model.config.hidden_size)}
+    )
     reference, prompt = theirs(), PROMPTS[0]
     out = reference(torch.tensor([model.encode(prompt)]), output_hidden_states=True)
     wanted = reference.lm_head(reference.model.norm(out.hidden_states[MIDDLE + 1][0]))
     for way in WAYS:
         (found,) = generate(own, [prompt], max_tokens=1, **way)
-        torch.testing.assert_close(model.logits(found.captured["hidden"]), wanted, rtol=1e-4, atol=1e-3)
+        torch.testing.assert_close(
+            model.logits(found.captured["hidden"]), wanted, rtol=1e-4, atol=1e-3
+        )
 
 
 def test_logits_read_what_a_layer_captured_of_their_token(model: Model) -> None:
-    """Contrast with an early layer (DoLa, Chuang et al. 2023): drafts and padding included, from another stage."""
+    """Contrast with an early layer (DoLa, Chuang et al. 2023): drafts and padding included, from
+    another stage."""
 
     def contrast(logits: Tensor, rows: Tensor, extras: Mapping[str, Tensor]) -> Tensor:
         return logits - 0.5 * model.logits(extras["hidden"])
 
     captures = {"hidden": torch.zeros(model.config.hidden_size)}
-    own, reference = model.with_stages(layers={MIDDLE: kept}, captures=captures, logits=contrast), theirs()
+    own, reference = (
+        model.with_stages(layers={MIDDLE: kept}, captures=captures, logits=contrast),
+        theirs(),
+    )
     expected = []
     for prompt in PROMPTS:
         ids = model.encode(prompt)
@@ -159,7 +177,9 @@ def test_logits_read_what_a_layer_captured_of_their_token(model: Model) -> None:
 
 
 def test_wrong_uses_are_named(model: Model) -> None:
-    with pytest.raises(ProgramError, match=r"attend of with_stages.*\n.*it returned \[4, 2\](.|\n)*as the queries"):
+    with pytest.raises(
+        ProgramError, match=r"attend of with_stages.*\n.*it returned \[4, 2\](.|\n)*as the queries"
+    ):
         generate(model.with_stages(attend=lambda *args: torch.zeros(4, 2)), PROMPTS, max_tokens=2)
     with pytest.raises(ProgramError, match=r"both attention=f and attend=g(.|\n)*instead"):
         model.with_stages(attention=lambda *args: None).with_stages(attend=attend)

@@ -1,4 +1,5 @@
-"""Attention back ends: the same tokens by other means, in the graphs that they declare, and what is refused."""
+"""Attention back ends: the same tokens by other means, in the graphs that they declare, and what is
+refused."""
 
 import pickle
 import warnings
@@ -30,7 +31,8 @@ TORCH = BACKENDS["torch"]
 
 
 def planned(q: Tensor, kv_pages: Tensor, slots: Tensor, table: Tensor, *rest: Any) -> Tensor:
-    """As wrappers with a `plan` are: it reads the lengths on the host, and so cannot be in a graph."""
+    """As wrappers with a `plan` are: it reads the lengths on the host, and so cannot be in a graph.
+    """
     starts, lengths, longest, scale, window = rest
     spans, out = starts.tolist(), torch.zeros_like(q)
     for r, length in enumerate(lengths.tolist()):
@@ -63,15 +65,25 @@ def test_each_is_dense_attention(name: str, shape: Shape) -> None:
 
 @pytest.mark.one_of(2)
 @pytest.mark.parametrize("capability", [*CAPABILITIES[:-1], "torch"])
-def test_each_serves_the_same_tokens_in_the_graphs_that_it_declares(model: Model, capability: str) -> None:
+def test_each_serves_the_same_tokens_in_the_graphs_that_it_declares(
+    model: Model, capability: str
+) -> None:
     expected = tokens(model)
-    backend = TORCH if capability == "torch" else AttentionBackend("planned", inside_too, capability=capability)
+    backend = (
+        TORCH
+        if capability == "torch"
+        else AttentionBackend("planned", inside_too, capability=capability)
+    )
     own = model.with_stages(attend=backend)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", LoweredModeWarning)
         for mode in MODES:
             assert tokens(own, graph=mode) == expected, mode
-        assert tokens(own, pipeline=2) == tokens(own, speculation=Speculation(num_tokens=2)) == expected
+        assert (
+            tokens(own, pipeline=2)
+            == tokens(own, speculation=Speculation(num_tokens=2))
+            == expected
+        )
 
 
 def inside_too(q: Tensor, kv_pages: Tensor, *where: Any) -> Tensor:
@@ -83,7 +95,9 @@ def inside_too(q: Tensor, kv_pages: Tensor, *where: Any) -> Tensor:
 @pytest.mark.parametrize("stages", [1, 2])
 def test_modes_are_lowered_to_what_the_back_end_can(model: Model, stages: int) -> None:
     own = model.with_stages(attend=AttentionBackend("planned", planned, capability="piecewise"))
-    with pytest.warns(LoweredModeWarning, match="'full_and_piecewise' is lowered to 'piecewise'") as told:
+    with pytest.warns(
+        LoweredModeWarning, match="'full_and_piecewise' is lowered to 'piecewise'"
+    ) as told:
         engine = Engine(own, pipeline=stages)
     assert len(told) == 1
     engine.add(PROMPTS[0], max_tokens=4)
@@ -96,11 +110,16 @@ def test_modes_are_lowered_to_what_the_back_end_can(model: Model, stages: int) -
 
 
 @pytest.mark.parametrize("capability", ["uniform_single_token", "full"])
-def test_a_capability_that_lies_is_named_at_the_first_capture(model: Model, capability: str) -> None:
+def test_a_capability_that_lies_is_named_at_the_first_capture(
+    model: Model, capability: str
+) -> None:
     lying = model.with_stages(attend=AttentionBackend("planned", planned, capability=capability))
     with pytest.raises(CaptureError, match="tolist") as caught:
         generate(lying, PROMPTS, max_tokens=4, graph="full_and_piecewise")
-    assert f"in the attention back end 'planned', of capability '{capability}'" in caught.value.__notes__
+    assert (
+        f"in the attention back end 'planned', of capability '{capability}'"
+        in caught.value.__notes__
+    )
 
 
 def in_place(q: Tensor, kv_pages: Tensor, *where: Any) -> Tensor:
@@ -111,14 +130,21 @@ def in_place(q: Tensor, kv_pages: Tensor, *where: Any) -> Tensor:
 def test_a_result_in_the_queries_memory_is_replayed(model: Model) -> None:
     expected = tokens(model)
     for capability in CAPABILITIES[1:]:
-        own = model.with_stages(attend=AttentionBackend("in place", in_place, capability=capability))
+        own = model.with_stages(
+            attend=AttentionBackend("in place", in_place, capability=capability)
+        )
         assert tokens(own, graph="piecewise") == expected, capability
 
 
 def test_a_copy_is_registered_anew() -> None:
     mine = AttentionBackend("mine", planned, capability="piecewise", page_sizes=(4,))
     for copy in (pickle.loads(pickle.dumps(mine)), deepcopy(mine)):
-        assert (copy.name, copy.attend, copy.capability, copy.page_sizes) == ("mine", planned, "piecewise", (4,))
+        assert (copy.name, copy.attend, copy.capability, copy.page_sizes) == (
+            "mine",
+            planned,
+            "piecewise",
+            (4,),
+        )
         assert copy.handle != mine.handle
         assert _BY_HANDLE[copy.handle] is copy
     assert pickle.loads(pickle.dumps(TORCH)) is TORCH
@@ -127,13 +153,22 @@ def test_a_copy_is_registered_anew() -> None:
 def test_pages_have_the_size_that_all_back_ends_have(model: Model) -> None:
     paged = AttentionBackend("paged", TORCH.attend, page_sizes=(8,))
     small = model.with_stages(attend=paged)
-    beside = model.with_stages(beside={"other": small}, logits=lambda logits, rows, extras: logits + extras["other"])
+    beside = model.with_stages(
+        beside={"other": small}, logits=lambda logits, rows, extras: logits + extras["other"]
+    )
     assert tokens(beside) == tokens(model)
     with pytest.raises(ProgramError, match="kernels for 8"):
         Engine(beside)
-    assert make_state(small, split_layers(model.config.num_layers, 1), lengths=[9])[0].kv_pages.shape[3] == 8
+    assert (
+        make_state(small, split_layers(model.config.num_layers, 1), lengths=[9])[0].kv_pages.shape[
+            3
+        ]
+        == 8
+    )
     eager = model.with_stages(attend=AttentionBackend("planned", planned, capability="none"))
-    lowest = model.with_stages(beside={"other": eager}, logits=lambda logits, rows, extras: logits + extras["other"])
+    lowest = model.with_stages(
+        beside={"other": eager}, logits=lambda logits, rows, extras: logits + extras["other"]
+    )
     with pytest.warns(LoweredModeWarning, match="lowered to 'none'"):
         assert tokens(lowest, graph="full") == tokens(model)
     with pytest.raises(RequestError, match="attention can be in any graph"):
@@ -141,11 +176,18 @@ def test_pages_have_the_size_that_all_back_ends_have(model: Model) -> None:
 
 
 def test_what_is_refused(model: Model) -> None:
-    with pytest.raises(DeviceError, match=r"'triton', which runs on cuda, not on cpu\n.*attention='auto', or one of"):
+    with pytest.raises(
+        DeviceError,
+        match=r"'triton', which runs on cuda, not on cpu\n.*attention='auto', or one of",
+    ):
         load(DEMO, "cpu", attention="triton")
-    with pytest.raises(RequestError, match=r"attention='flash'(.|\n)*one of auto, reference, triton, torch"):
+    with pytest.raises(
+        RequestError, match=r"attention='flash'(.|\n)*one of auto, reference, triton, torch"
+    ):
         load(DEMO, "cpu", attention="flash")
-    small = AttentionBackend("small", planned, head_dims=(512,), page_sizes=(64,), dtypes=(torch.float32,))
+    small = AttentionBackend(
+        "small", planned, head_dims=(512,), page_sizes=(64,), dtypes=(torch.float32,)
+    )
     with pytest.raises(ProgramError, match=r"no kernels for heads of .*, but of 512"):
         model.with_stages(attend=small)
     with pytest.raises(ProgramError, match=r"no kernels in torch\.bfloat16"):
@@ -169,7 +211,9 @@ def test_what_is_refused(model: Model) -> None:
     ],
 )
 def test_a_field_of_another_type_is_refused(field: str, value: Any, instead: str) -> None:
-    with pytest.raises(ProgramError, match=rf"AttentionBackend\('odd', \.\.\.\)\n  saw: {field}.*\n.*{instead}"):
+    with pytest.raises(
+        ProgramError, match=rf"AttentionBackend\('odd', \.\.\.\)\n  saw: {field}.*\n.*{instead}"
+    ):
         AttentionBackend("odd", planned, **{field: value})
 
 
@@ -177,7 +221,17 @@ def three(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return q
 
 
-def nine(q: Any, kv_pages: Any, slots: Any, table: Any, starts: Any, lengths: Any, longest: Any, a: Any, b: Any) -> Any:
+def nine(
+    q: Any,
+    kv_pages: Any,
+    slots: Any,
+    table: Any,
+    starts: Any,
+    lengths: Any,
+    longest: Any,
+    a: Any,
+    b: Any,
+) -> Any:
     return q
 
 
@@ -190,7 +244,9 @@ def test_functions_of_other_arguments_are_refused_when_the_back_end_is_made() ->
         ("missing", {"attend": nine, "missing": lambda: ""}, r"1 argument: \(device\)"),
     ):
         own: dict[str, Any] = functions
-        with pytest.raises(ProgramError, match=rf"AttentionBackend\('odd', {field}=(.|\n)*a function of {instead}"):
+        with pytest.raises(
+            ProgramError, match=rf"AttentionBackend\('odd', {field}=(.|\n)*a function of {instead}"
+        ):
             AttentionBackend("odd", **own)
     AttentionBackend("plain", nine)
     AttentionBackend("bound", partial(nine))
@@ -234,12 +290,21 @@ def test_writes_are_not_counted_where_torch_counts_none(model: Model) -> None:
 
 
 def test_a_batch_invariant_model_refuses_attention_that_is_not() -> None:
-    exact, other = weft.load("demo", "cpu", batch_invariant=True), weft.load("demo", "cpu", attention="torch")
+    exact, other = (
+        weft.load("demo", "cpu", batch_invariant=True),
+        weft.load("demo", "cpu", attention="torch"),
+    )
     seen = "attention back end 'torch', which is not batch invariant"
     for model, options in (
         (exact, {"attend": BACKENDS["torch"]}),
         (other, {"batch_invariant": True}),
-        (exact, {"beside": {"amateur": other}, "logits": lambda logits, rows, extras: logits - extras["amateur"]}),
+        (
+            exact,
+            {
+                "beside": {"amateur": other},
+                "logits": lambda logits, rows, extras: logits - extras["amateur"],
+            },
+        ),
     ):
         with pytest.raises(ProgramError) as caught:
             model.with_stages(**options)

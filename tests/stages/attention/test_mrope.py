@@ -1,4 +1,5 @@
-"""mRoPE: the decoder of Qwen2-VL against transformers', over a prompt with an image's embeddings and its decodes."""
+"""mRoPE: the decoder of Qwen2-VL against transformers', over a prompt with an image's embeddings
+and its decodes."""
 
 import copy
 from collections.abc import Iterator, Sequence
@@ -55,9 +56,20 @@ def theirs() -> Any:
             "max_position_embeddings": 128,
             "eos_token_id": None,
             "initializer_range": 0.3,
-            "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [1, 1, 2]},
+            "rope_parameters": {
+                "rope_type": "default",
+                "rope_theta": 1e4,
+                "mrope_section": [1, 1, 2],
+            },
         },
-        vision_config={"depth": 1, "embed_dim": 16, "hidden_size": 32, "num_heads": 2, "mlp_ratio": 2, "patch_size": 4},
+        vision_config={
+            "depth": 1,
+            "embed_dim": 16,
+            "hidden_size": 32,
+            "num_heads": 2,
+            "mlp_ratio": 2,
+            "patch_size": 4,
+        },
         image_token_id=IMAGE,
         video_token_id=61,
         vision_start_token_id=62,
@@ -75,7 +87,9 @@ def model(theirs: Any, tmp_path_factory: pytest.TempPathFactory) -> Model:
 
 @pytest.fixture(scope="module")
 def embeds(model: Model) -> Tensor:
-    return torch.randn(len(IDS), model.config.hidden_size, generator=torch.Generator().manual_seed(3))
+    return torch.randn(
+        len(IDS), model.config.hidden_size, generator=torch.Generator().manual_seed(3)
+    )
 
 
 @pytest.fixture(scope="module")
@@ -86,7 +100,9 @@ def positions(theirs: Any) -> Tensor:
     return found[:, 0].clone()
 
 
-def expected(theirs: Any, ids: Sequence[int], embeds: Tensor | None, positions: Tensor | None) -> list[Tensor]:
+def expected(
+    theirs: Any, ids: Sequence[int], embeds: Tensor | None, positions: Tensor | None
+) -> list[Tensor]:
     """transformers' logits after the prompt, and after each token that it decodes greedily."""
     inputs = theirs.get_input_embeddings()(torch.tensor(ids))
     if embeds is not None:
@@ -95,7 +111,9 @@ def expected(theirs: Any, ids: Sequence[int], embeds: Tensor | None, positions: 
     found = []
     for _ in range(STEPS):
         with torch.no_grad():
-            hidden = theirs.model.language_model(inputs_embeds=inputs[None], position_ids=at[:, None])
+            hidden = theirs.model.language_model(
+                inputs_embeds=inputs[None], position_ids=at[:, None]
+            )
             found.append(theirs.lm_head(hidden.last_hidden_state)[0, -1])
         inputs = torch.cat([inputs, theirs.get_input_embeddings()(found[-1].argmax()[None])])
         at = torch.cat([at, at.max() + torch.ones(3, 1, dtype=torch.int64)], dim=1)
@@ -103,7 +121,8 @@ def expected(theirs: Any, ids: Sequence[int], embeds: Tensor | None, positions: 
 
 
 def prompts(embeds: Tensor, positions: Tensor, sizes: Sequence[int]) -> Iterator[Batch]:
-    """The image's prompt in row 0, in chunks; a text prompt in row 1, in the same batch as the first chunk."""
+    """The image's prompt in row 0, in chunks; a text prompt in row 1, in the same batch as the
+    first chunk."""
     start = 0
     for size in sizes:
         ids = [EMBEDDED if token == IMAGE else token for token in IDS[start : start + size]]
@@ -114,12 +133,15 @@ def prompts(embeds: Tensor, positions: Tensor, sizes: Sequence[int]) -> Iterator
         else:
             here = torch.cat([here, torch.zeros(len(TEXT), embeds.shape[1])])
             at = torch.cat([at, torch.full((3, len(TEXT)), -1)], dim=1)
-            yield Batch.ragged([0, 1], [ids, TEXT], samples=[last, True], inputs_embeds=here, positions=at)
+            yield Batch.ragged(
+                [0, 1], [ids, TEXT], samples=[last, True], inputs_embeds=here, positions=at
+            )
         start += size
 
 
 def run(step: Any, params: Any, state: Any, batches: Iterator[Batch]) -> dict[int, list[Tensor]]:
-    """The logits of each row, after its prompt and after each token of some decodes of both rows."""
+    """The logits of each row, after its prompt and after each token of some decodes of both rows.
+    """
     found: dict[int, list[Tensor]] = {0: [], 1: []}
     for batch in [*batches, *[Batch.decode([0, 1])] * (STEPS - 1)]:
         state, out = step(params, state, batch)
@@ -135,7 +157,9 @@ def state_of(model: Model, num_stages: int, positions: Tensor) -> tuple[State, .
 
 
 def check(found: dict[int, list[Tensor]], theirs: Any, embeds: Tensor, positions: Tensor) -> None:
-    for row, wanted in enumerate((expected(theirs, IDS, embeds, positions), expected(theirs, TEXT, None, None))):
+    for row, wanted in enumerate(
+        (expected(theirs, IDS, embeds, positions), expected(theirs, TEXT, None, None))
+    ):
         assert len(found[row]) == STEPS
         for ours, one in zip(found[row], wanted, strict=True):
             torch.testing.assert_close(ours, one, **TOLERANCE)
@@ -146,7 +170,13 @@ def check(found: dict[int, list[Tensor]], theirs: Any, embeds: Tensor, positions
 @pytest.mark.parametrize("mode", ["none", "full", "piecewise", "full_and_piecewise"])
 @pytest.mark.parametrize("num_stages", [1, 2, 3])
 def test_logits_are_those_of_transformers(
-    theirs: Any, model: Model, embeds: Tensor, positions: Tensor, num_stages: int, mode: str, sizes: tuple[int, ...]
+    theirs: Any,
+    model: Model,
+    embeds: Tensor,
+    positions: Tensor,
+    num_stages: int,
+    mode: str,
+    sizes: tuple[int, ...],
 ) -> None:
     runner = make_runner(model, Limits(2, 24), num_stages=num_stages, mode=mode, keep_logits=True)
     batches = prompts(embeds, positions, sizes)
@@ -166,7 +196,9 @@ def test_gradients_are_those_of_transformers(
     kept = torch.tensor([1.0] * 16 + [0] + [1] * 4 + [0])
 
     def loss(params: Any, embeds: Tensor) -> Tensor:
-        given = attrs.evolve(batch, inputs_embeds=torch.cat([embeds, torch.zeros(len(TEXT), embeds.shape[1])]))
+        given = attrs.evolve(
+            batch, inputs_embeds=torch.cat([embeds, torch.zeros(len(TEXT), embeds.shape[1])])
+        )
         _, out = runner.step(params, state_of(model, 2, positions), given)
         return -(out.prompt_logprobs * kept).sum()
 
@@ -175,11 +207,16 @@ def test_gradients_are_those_of_transformers(
 
     copied = copy.deepcopy(theirs)
     own = embeds.clone().requires_grad_()
-    for tokens, at, image in ((ids, positions, own), (torch.tensor(TEXT), torch.arange(5).expand(3, -1), None)):
+    for tokens, at, image in (
+        (ids, positions, own),
+        (torch.tensor(TEXT), torch.arange(5).expand(3, -1), None),
+    ):
         inputs = copied.get_input_embeddings()(tokens)
         if image is not None:
             inputs = torch.where((tokens == IMAGE)[:, None], image, inputs)
-        hidden = copied.model.language_model(inputs_embeds=inputs[None], position_ids=at[:, None]).last_hidden_state[0]
+        hidden = copied.model.language_model(
+            inputs_embeds=inputs[None], position_ids=at[:, None]
+        ).last_hidden_state[0]
         next_token_loss(copied.lm_head(hidden), tokens.tolist()).backward()
     wanted = gradients_as_params(copied, tmp_path)
     error, where = worst(found, wanted)
@@ -193,23 +230,41 @@ def test_graph_of_a_pipeline(theirs: Any, model: Model, embeds: Tensor, position
     stages = [decoder_stage(model.config, layout, keep_logits=True) for layout in layouts]
     params = tuple(slice_params(model.params, layout) for layout in layouts)
     step = graphify(
-        pipeline(stages, advance=advance), ladder=make_ladder("full", Limits(2, 24)), split_at="weft::paged_attention"
+        pipeline(stages, advance=advance),
+        ladder=make_ladder("full", Limits(2, 24)),
+        split_at="weft::paged_attention",
     )
-    check(run(step, params, state_of(model, 2, positions), prompts(embeds, positions, [17])), theirs, embeds, positions)
+    check(
+        run(step, params, state_of(model, 2, positions), prompts(embeds, positions, [17])),
+        theirs,
+        embeds,
+        positions,
+    )
 
 
 @pytest.mark.one_of(3)
 @pytest.mark.parametrize("drafts", [False, True])
-@pytest.mark.parametrize(("num_stages", "graph"), [(1, "none"), (2, "full_and_piecewise"), (1, "full"), (3, "full")])
+@pytest.mark.parametrize(
+    ("num_stages", "graph"), [(1, "none"), (2, "full_and_piecewise"), (1, "full"), (3, "full")]
+)
 def test_an_engine_says_what_transformers_says(
-    theirs: Any, model: Model, embeds: Tensor, positions: Tensor, num_stages: int, graph: str, drafts: bool
+    theirs: Any,
+    model: Model,
+    embeds: Tensor,
+    positions: Tensor,
+    num_stages: int,
+    graph: str,
+    drafts: bool,
 ) -> None:
-    """Chunks of at most 6 tokens, next to a text request; twice, so that the second request finds pages. A draft model
-    that takes images for text drafts badly, which does not change the results."""
+    """Chunks of at most 6 tokens, next to a text request; twice, so that the second request finds
+    pages. A draft model that takes images for text drafts badly, which does not change the results.
+    """
     speculation = Speculation(3, model=model) if drafts else None
     limits = EngineLimits(max_num_reqs=4, max_num_tokens=6, max_model_len=32, page_size=4)
     engine = Engine(model, limits, pipeline=num_stages, graph=graph, speculation=speculation)
-    prompt = EmbedsPrompt([EMBEDDED if token == IMAGE else token for token in IDS], embeds, positions)
+    prompt = EmbedsPrompt(
+        [EMBEDDED if token == IMAGE else token for token in IDS], embeds, positions
+    )
     wanted = [
         [int(logits.argmax()) for logits in expected(theirs, *case)]
         for case in ((IDS, embeds, positions), (TEXT, None, None), (IDS, embeds, positions))
@@ -224,8 +279,11 @@ def test_an_engine_says_what_transformers_says(
     assert (engine.stats().drafted > 0) == drafts
 
 
-def test_the_oracle_sees_each_part(theirs: Any, model: Model, embeds: Tensor, positions: Tensor) -> None:
-    """Logits differ without the delta, with one row of positions for all three, or without the batch's positions."""
+def test_the_oracle_sees_each_part(
+    theirs: Any, model: Model, embeds: Tensor, positions: Tensor
+) -> None:
+    """Logits differ without the delta, with one row of positions for all three, or without the
+    batch's positions."""
     find = rope.mrope_positions
 
     def without_delta(state: State, batch: Batch, resolved: Any) -> Tensor:
@@ -241,9 +299,17 @@ def test_the_oracle_sees_each_part(theirs: Any, model: Model, embeds: Tensor, po
     for mutant, right in ((without_delta, 1), (of_time_alone, 0), (in_order, 0)):
         runner = make_runner(model, Limits(2, 24), num_stages=2, mode="none", keep_logits=True)
         with mock.patch.object(decoder, "mrope_positions", mutant):
-            found = run(runner.step, runner.params, state_of(model, 2, positions), prompts(embeds, positions, [17]))
+            found = run(
+                runner.step,
+                runner.params,
+                state_of(model, 2, positions),
+                prompts(embeds, positions, [17]),
+            )
         wanted = expected(theirs, IDS, embeds, positions)
-        near = [torch.allclose(ours, one, **TOLERANCE) for ours, one in zip(found[0], wanted, strict=True)]
+        near = [
+            torch.allclose(ours, one, **TOLERANCE)
+            for ours, one in zip(found[0], wanted, strict=True)
+        ]
         assert near == [True] * right + [False] * (STEPS - right), mutant.__name__
 
 
@@ -264,11 +330,15 @@ def test_text_has_ordinary_positions(model: Model) -> None:
 
 def test_what_travels_is_declared(model: Model) -> None:
     runner = make_runner(model, Limits(2, 24), num_stages=2, mode="none")
-    schema = "send to 1 [mb 0]: hidden_states[num_tokens, 32] float32, positions[num_tokens, 3] int64"
+    schema = (
+        "send to 1 [mb 0]: hidden_states[num_tokens, 32] float32, positions[num_tokens, 3] int64"
+    )
     assert schema in str(runner.step)
 
 
-def test_later_stages_do_not_see_the_batch_s_positions(model: Model, embeds: Tensor, positions: Tensor) -> None:
+def test_later_stages_do_not_see_the_batch_s_positions(
+    model: Model, embeds: Tensor, positions: Tensor
+) -> None:
     runner = make_runner(model, Limits(2, 24), num_stages=2, mode="none")
     seen: list[tuple[Any, Any]] = []
 
@@ -290,7 +360,9 @@ def test_what_does_not_fit_is_named(model: Model, embeds: Tensor, positions: Ten
         "  saw: positions of shape [3, 17], torch.int64, for 5 tokens\n"
         "  instead: rows for time, height and width, [3, num_tokens] int64, as get_rope_index(...)[0][:, 0]"
     )
-    with pytest.raises(DescriptorError, match=r"positions of shape \[3, 5\], torch.float32, for 5 tokens"):
+    with pytest.raises(
+        DescriptorError, match=r"positions of shape \[3, 5\], torch.float32, for 5 tokens"
+    ):
         Batch.ragged([0], [TEXT], positions=torch.zeros(3, 5))
     runner = make_runner(model, Limits(2, 24), num_stages=2, mode="none")
     state, batch = state_of(model, 2, positions), next(prompts(embeds, positions, [17]))
@@ -303,7 +375,10 @@ def test_what_does_not_fit_is_named(model: Model, embeds: Tensor, positions: Ten
         "  instead: batch.after_first(); what the first stage makes of them comes with x"
     )
     for given, seen in (
-        (attrs.evolve(batch, positions=None), r"saw: batch\.inputs_embeds, which the first stage alone takes"),
+        (
+            attrs.evolve(batch, positions=None),
+            r"saw: batch\.inputs_embeds, which the first stage alone takes",
+        ),
         (batch.after_first(), r"saw: no x\.positions, in a model with mRoPE"),
     ):
         state = state_of(model, 2, positions)
@@ -312,7 +387,9 @@ def test_what_does_not_fit_is_named(model: Model, embeds: Tensor, positions: Ten
     plain = attrs.evolve(model.config, rope=attrs.evolve(model.config.rope, mrope_section=None))
     (layout,) = split_layers(3, 1)
     with pytest.raises(DescriptorError) as caught:
-        decoder_stage(plain, layout)(model.params, make_state(model, [layout], [32, 32])[0], batch, None)
+        decoder_stage(plain, layout)(
+            model.params, make_state(model, [layout], [32, 32])[0], batch, None
+        )
     assert str(caught.value) == (
         "stage 0 of 1(params, state, batch, x)\n"
         "  saw: batch.positions, and a model without mRoPE (no mrope_section in its rope_parameters)\n"

@@ -18,7 +18,13 @@ from transformers.models.qwen3.modeling_qwen3 import Qwen3RotaryEmbedding
 from weft.arguments.json_text import Fields
 from weft.errors import ConfigError
 from weft.ops.rotary import rotate_and_keep
-from weft.stages.attention.rope import Rope, inverse_frequencies, parse_rope, rope_tables, unknown_rope_keys
+from weft.stages.attention.rope import (
+    Rope,
+    inverse_frequencies,
+    parse_rope,
+    rope_tables,
+    unknown_rope_keys,
+)
 
 MODULES = [
     (LlamaConfig, LlamaRotaryEmbedding),
@@ -70,7 +76,12 @@ def rope_parameters(draw: st.DrawFn) -> dict[str, Any]:
 
 
 def in_transformers(config_class: type, raw: dict[str, Any], head_dim: int, length: int) -> Any:
-    sizes = {"hidden_size": 2 * head_dim, "num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": head_dim}
+    sizes = {
+        "hidden_size": 2 * head_dim,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 2,
+        "head_dim": head_dim,
+    }
     return config_class(**sizes, max_position_embeddings=length, rope_parameters=dict(raw))
 
 
@@ -82,7 +93,9 @@ def test_frequencies_are_those_of_transformers(
 ) -> None:
     config = in_transformers(config_class, raw, head_dim, length)
     theirs = module_class(config)
-    inv_freq, attention_factor = inverse_frequencies(parse({"rope_parameters": raw}), head_dim, length)
+    inv_freq, attention_factor = inverse_frequencies(
+        parse({"rope_parameters": raw}), head_dim, length
+    )
     assert inv_freq.dtype == torch.float32
     assert inv_freq.shape == (head_dim // 2,)
     torch.testing.assert_close(inv_freq, theirs.inv_freq, rtol=1e-6, atol=0)
@@ -117,7 +130,12 @@ def test_frequencies_are_those_of_transformers(
         ),
         # A null factor is the ratio of the two lengths.
         (
-            {"rope_type": "yarn", "rope_theta": 1e4, "factor": None, "original_max_position_embeddings": 2048},
+            {
+                "rope_type": "yarn",
+                "rope_theta": 1e4,
+                "factor": None,
+                "original_max_position_embeddings": 2048,
+            },
             64,
             8192,
         ),
@@ -127,14 +145,18 @@ def test_frequencies_are_those_of_transformers(
 def test_released_models_to_the_last_bit(raw: dict[str, Any], head_dim: int, length: int) -> None:
     config = in_transformers(LlamaConfig, raw, head_dim, length)
     expected, expected_factor = ROPE_INIT_FUNCTIONS[raw["rope_type"]](config)
-    inv_freq, attention_factor = inverse_frequencies(parse({"rope_parameters": raw}), head_dim, length)
+    inv_freq, attention_factor = inverse_frequencies(
+        parse({"rope_parameters": raw}), head_dim, length
+    )
     assert torch.equal(inv_freq, expected)
     assert attention_factor == expected_factor
 
 
 @given(raw=rope_parameters(), old_type=st.booleans(), outer_length=st.booleans())
 @settings(max_examples=100, deadline=None)
-def test_old_and_new_style_say_the_same(raw: dict[str, Any], old_type: bool, outer_length: bool) -> None:
+def test_old_and_new_style_say_the_same(
+    raw: dict[str, Any], old_type: bool, outer_length: bool
+) -> None:
     scaling = {name: value for name, value in raw.items() if name != "rope_theta"}
     if old_type:
         scaling["type"] = scaling.pop("rope_type")
@@ -152,7 +174,11 @@ def test_missing_means_no_scaling() -> None:
 POSITIONS = st.lists(st.integers(0, 40_000), min_size=1, max_size=20)
 
 
-@given(raw=rope_parameters(), positions=POSITIONS, dtype=st.sampled_from([torch.float32, torch.bfloat16]))
+@given(
+    raw=rope_parameters(),
+    positions=POSITIONS,
+    dtype=st.sampled_from([torch.float32, torch.bfloat16]),
+)
 @example(raw={"rope_type": "default", "rope_theta": 1e4}, positions=[0], dtype=torch.float32)
 @settings(max_examples=80, deadline=None)
 def test_tables_and_rotation_are_those_of_transformers(
@@ -160,17 +186,22 @@ def test_tables_and_rotation_are_those_of_transformers(
 ) -> None:
     head_dim, heads = 16, 3
     module = LlamaRotaryEmbedding(in_transformers(LlamaConfig, raw, head_dim, 4096))
-    x = torch.randn(len(positions), heads, head_dim, generator=torch.Generator().manual_seed(len(positions))).to(dtype)
+    x = torch.randn(
+        len(positions), heads, head_dim, generator=torch.Generator().manual_seed(len(positions))
+    ).to(dtype)
     where = torch.tensor(positions)
     their_cos, their_sin = module(x, where[None])
     expected, _ = apply_rotary_pos_emb(x[None], x[None], their_cos, their_sin, unsqueeze_dim=2)
-    # Their own frequencies, so that a difference in the last bit of one is not taken for one in the tables.
+    # Their own frequencies, so that a difference in the last bit of one is not taken for one in the
+    # tables.
     cos, sin = rope_tables(module.inv_freq, where, module.attention_scaling, dtype)
     assert cos.dtype == sin.dtype == dtype
     assert torch.equal(torch.cat((cos, cos), dim=-1), their_cos[0])
     assert torch.equal(torch.cat((sin, sin), dim=-1), their_sin[0])
     # weft rounds once, transformers after each product and sum.
-    assert torch.allclose(rotated(x, cos, sin), expected[0], rtol=0, atol=8 * torch.finfo(dtype).eps)
+    assert torch.allclose(
+        rotated(x, cos, sin), expected[0], rtol=0, atol=8 * torch.finfo(dtype).eps
+    )
 
 
 @given(position=st.integers(0, 10_000), shift=st.integers(0, 1000))
@@ -284,10 +315,22 @@ LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_fr
             "config.json has rope_scaling.partial_rotary_factor=0.5",
             "weft rotates whole heads",
         ),
-        ({"rope_scaling": "yarn"}, "config.json has rope_scaling='yarn'", "rope_scaling is an object, or null"),
-        ({"rope_theta": 0}, "config.json has rope_theta=0", "rope_theta is a finite number greater than 0"),
+        (
+            {"rope_scaling": "yarn"},
+            "config.json has rope_scaling='yarn'",
+            "rope_scaling is an object, or null",
+        ),
+        (
+            {"rope_theta": 0},
+            "config.json has rope_theta=0",
+            "rope_theta is a finite number greater than 0",
+        ),
         ({"rope_theta": 1.0}, "config.json has rope_theta=1.0", "rope_theta is greater than 1"),
-        ({"rope_theta": True}, "config.json has rope_theta=True", "rope_theta is a finite number greater than 0"),
+        (
+            {"rope_theta": True},
+            "config.json has rope_theta=True",
+            "rope_theta is a finite number greater than 0",
+        ),
         (
             {"rope_theta": 1e4, "rope_parameters": {"rope_theta": 5e5}},
             "config.json has rope_theta=10000.0 and rope_parameters.rope_theta=500000.0",
@@ -326,7 +369,14 @@ def test_no_key_is_overlooked(raw: dict[str, Any], name: str) -> None:
     "raw",
     [
         {"rope_theta": 1e6, "rope_scaling": {"type": "mrope", "mrope_section": [16, 24, 24]}},
-        {"rope_theta": 1e6, "rope_scaling": {"rope_type": "default", "type": "default", "mrope_section": [16, 24, 24]}},
+        {
+            "rope_theta": 1e6,
+            "rope_scaling": {
+                "rope_type": "default",
+                "type": "default",
+                "mrope_section": [16, 24, 24],
+            },
+        },
         {
             "rope_parameters": {
                 "rope_type": "default",
@@ -344,7 +394,13 @@ def test_mrope_is_read_in_each_style(raw: dict[str, Any]) -> None:
 def test_mrope_stretches_as_the_others_do() -> None:
     raw = {**YARN, "original_max_position_embeddings": 32, "mrope_section": [1, 1, 2]}
     assert parse({"rope_scaling": raw}) == attrs.evolve(
-        parse({"rope_scaling": {name: value for name, value in raw.items() if name != "mrope_section"}}),
+        parse(
+            {
+                "rope_scaling": {
+                    name: value for name, value in raw.items() if name != "mrope_section"
+                }
+            }
+        ),
         mrope_section=(1, 1, 2),
     )
 
@@ -352,7 +408,8 @@ def test_mrope_stretches_as_the_others_do() -> None:
 @given(st.lists(st.tuples(*[st.integers(0, 10_000)] * 3), min_size=1, max_size=9))
 @settings(max_examples=50, deadline=None)
 def test_each_pair_turns_with_its_own_position(rows: list[tuple[int, int, int]]) -> None:
-    """The same as transformers' Qwen2VLRotaryEmbedding; three equal positions give bitwise what one gives."""
+    """The same as transformers' Qwen2VLRotaryEmbedding; three equal positions give bitwise what one
+    gives."""
     inv_freq, _ = inverse_frequencies(Rope(), 16, 4096)
     config = Qwen2VLTextConfig(
         hidden_size=32,

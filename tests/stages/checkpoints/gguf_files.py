@@ -25,7 +25,12 @@ SIZES: dict[str, Any] = {
     "eos_token_id": 5,
 }
 """Sizes whose rows are whole blocks of each type."""
-EXPERTS = {"num_experts": 3, "num_experts_per_tok": 2, "moe_intermediate_size": 256, "norm_topk_prob": True}
+EXPERTS = {
+    "num_experts": 3,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 256,
+    "norm_topk_prob": True,
+}
 MODELS: dict[str, tuple[str, str, dict[str, Any]]] = {
     "llama": ("llama", "LlamaForCausalLM", {}),
     "llama-tied": ("llama", "LlamaForCausalLM", {"tie_word_embeddings": True}),
@@ -40,7 +45,8 @@ Kind = Callable[[np.ndarray[Any, Any]], Packed]
 
 
 def scrambled(name: str, **fields: Any) -> Any:
-    """A transformers model whose norms and biases too are random, so that no two tensors are alike."""
+    """A transformers model whose norms and biases too are random, so that no two tensors are alike.
+    """
     _, architecture, own = MODELS[name]
     config_class, model_class = CLASSES[architecture]
     model = model_class(config_class(**SIZES | own | fields)).eval()
@@ -72,7 +78,11 @@ def stored_tensors(model: Any, architecture: str) -> dict[str, np.ndarray[Any, A
                 keep(f"{module}.{own}_proj.weight", half.copy())
             continue
         if architecture == "llama" and module.endswith((".q_proj", ".k_proj")):
-            heads = model.config.num_attention_heads if "q_proj" in module else model.config.num_key_value_heads
+            heads = (
+                model.config.num_attention_heads
+                if "q_proj" in module
+                else model.config.num_key_value_heads
+            )
             # LlamaModel.permute of llama.cpp's convert_hf_to_gguf.py
             halves = values.reshape(heads, 2, values.shape[0] // heads // 2, *values.shape[1:])
             values = halves.swapaxes(1, 2).reshape(values.shape)
@@ -108,11 +118,18 @@ def metadata_of(model: Any, architecture: str) -> dict[str, Any]:
     return named | {"tokenizer.ggml.eos_token_id": config.eos_token_id}
 
 
-def write_file(path: Path, architecture: str, metadata: Mapping[str, Any], tensors: Mapping[str, Packed]) -> None:
+def write_file(
+    path: Path, architecture: str, metadata: Mapping[str, Any], tensors: Mapping[str, Packed]
+) -> None:
     """Write a GGUF: ints as uint32, and numbers, texts, flags and lists by their type."""
     writer = GGUFWriter(path, architecture)
     for name, value in metadata.items():
-        kinds = {bool: writer.add_bool, int: writer.add_uint32, float: writer.add_float32, str: writer.add_string}
+        kinds = {
+            bool: writer.add_bool,
+            int: writer.add_uint32,
+            float: writer.add_float32,
+            str: writer.add_string,
+        }
         if name == "general.alignment":
             writer.add_custom_alignment(value)
         elif isinstance(value, list):
@@ -169,5 +186,6 @@ def write_model(path: Path, name: str, model: Any, pack: Kind, **more: Any) -> d
 def unpacked(tensors: Mapping[str, Packed]) -> dict[str, Packed]:
     """The same tensors in F32, by the package."""
     return {
-        name: (quants.dequantize(values, kind), GGMLQuantizationType.F32) for name, (values, kind) in tensors.items()
+        name: (quants.dequantize(values, kind), GGMLQuantizationType.F32)
+        for name, (values, kind) in tensors.items()
     }

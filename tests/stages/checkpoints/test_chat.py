@@ -60,7 +60,12 @@ TEMPLATES = {
     ),
 }
 VARIABLES: dict[str, list[dict[str, Any]]] = {
-    "qwen3": [{}, {"enable_thinking": False}, {"enable_thinking": True}, {"tools": [{"name": "größe", "n": [1, 2]}]}]
+    "qwen3": [
+        {},
+        {"enable_thinking": False},
+        {"enable_thinking": True},
+        {"tools": [{"name": "größe", "n": [1, 2]}]},
+    ]
 }
 words = st.text(st.characters(exclude_categories=("Cs",)), max_size=12) | st.sampled_from(
     ["Hello", " a ", "<think>x</think>\ny", END, "{{ bos_token }}", "<|im_end|>", "\n"]
@@ -78,20 +83,27 @@ chats = st.lists(
 
 @attrs.frozen(eq=False)
 class Both:
-    """A model, and transformers' tokenizer of its folder, which begins each text with a token of its own."""
+    """A model, and transformers' tokenizer of its folder, which begins each text with a token of
+    its own."""
 
     model: weft.Model
     theirs: Any
 
 
 @pytest.fixture(scope="module", params=TEMPLATES)
-def both(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Both]:
+def both(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[str, Both]:
     folder = tmp_path_factory.mktemp("chat")
     for name in ("config.json", "generation_config.json", "model.safetensors"):
         (folder / name).symlink_to(DEMO / name)
     tokenizer = Tokenizer.from_file(str(DEMO / "tokenizer.json"))
     tokenizer.post_processor = TemplateProcessing(single=f"{END} $A", special_tokens=[(END, 256)])
-    names: dict[str, Any] = {"bos_token": END, "eos_token": END, "chat_template": TEMPLATES[request.param]}
+    names: dict[str, Any] = {
+        "bos_token": END,
+        "eos_token": END,
+        "chat_template": TEMPLATES[request.param],
+    }
     theirs = PreTrainedTokenizerFast(tokenizer_object=tokenizer, **names)
     theirs.save_pretrained(folder)
     return request.param, Both(weft.load(folder, "cpu", "float32"), theirs)
@@ -112,7 +124,9 @@ def test_the_prompt_is_that_of_transformers(both: tuple[str, Both], chat: Any, a
         given = {"add_generation_prompt": add, **more}
         text, refused = rendered(own.theirs, chat, given)
         if text is None:
-            with pytest.raises(RequestError, match=r"the checkpoint's chat template raised") as caught:
+            with pytest.raises(
+                RequestError, match=r"the checkpoint's chat template raised"
+            ) as caught:
                 own.model.encode_chat(chat, **given)
             assert refused in str(caught.value)
             continue
@@ -120,7 +134,10 @@ def test_the_prompt_is_that_of_transformers(both: tuple[str, Both], chat: Any, a
         assert own.model.encode_chat(chat, **given) == ids
         assert own.model.chat_template is not None
         assert own.model.chat_template.render(chat, **given) == text
-        assert own.model.encode(text) == [256, *ids]  # the begin that the template itself may write is not doubled
+        assert own.model.encode(text) == [
+            256,
+            *ids,
+        ]  # the begin that the template itself may write is not doubled
 
 
 def test_generate_completes_chats(both: tuple[str, Both]) -> None:
@@ -133,13 +150,22 @@ def test_generate_completes_chats(both: tuple[str, Both]) -> None:
     assert [token for own in streamed for token in own.token_ids] == expected[0].token_ids
 
 
-WRONG: list[Any] = ["Hello", [], [["user", "Hello"]], None, {"role": "user", "content": "Hello"}, [1, 2]]
+WRONG: list[Any] = [
+    "Hello",
+    [],
+    [["user", "Hello"]],
+    None,
+    {"role": "user", "content": "Hello"},
+    [1, 2],
+]
 
 
 @pytest.mark.parametrize("messages", WRONG)
 def test_what_is_no_chat(messages: Any) -> None:
     model = attrs.evolve(weft.load(DEMO, "cpu"), chat_template=ChatTemplate(TEMPLATES["chatml"]))
-    with pytest.raises(RequestError, match=r"model.encode_chat\(messages\)\n.*\n  instead: a list of messages, as"):
+    with pytest.raises(
+        RequestError, match=r"model.encode_chat\(messages\)\n.*\n  instead: a list of messages, as"
+    ):
         model.encode_chat(messages)
     with pytest.raises(RequestError, match="instead: a list of messages, as in"):
         weft.generate(model, [messages], max_tokens=1, chat=True)
@@ -148,7 +174,9 @@ def test_what_is_no_chat(messages: Any) -> None:
 def test_a_checkpoint_without_a_template_or_a_tokenizer() -> None:
     model, chat = weft.load(DEMO, "cpu"), [{"role": "user", "content": "Hello"}]
     assert model.chat_template is None
-    with pytest.raises(RequestError, match=r"demo holds no chat template\n  instead: a checkpoint of a chat model"):
+    with pytest.raises(
+        RequestError, match=r"demo holds no chat template\n  instead: a checkpoint of a chat model"
+    ):
         weft.generate(model, [chat], max_tokens=1, chat=True)
     mute = attrs.evolve(model, tokenizer=None, chat_template=ChatTemplate(TEMPLATES["chatml"]))
     with pytest.raises(RequestError, match=r"demo holds no tokenizer.json"):
@@ -162,7 +190,9 @@ def test_variables_that_are_the_checkpoints_own(name: str) -> None:
     chat = [{"role": "user", "content": "Hello"}]
     with pytest.raises(RequestError, match=rf"saw: the variable {name}\n  instead: other names"):
         model.encode_chat(chat, **{name: "x"})
-    with pytest.raises(RequestError, match=rf"chat_template.render\(messages\)\n  saw: the variable {name}"):
+    with pytest.raises(
+        RequestError, match=rf"chat_template.render\(messages\)\n  saw: the variable {name}"
+    ):
         template.render(chat, **{name: "x"})
 
 

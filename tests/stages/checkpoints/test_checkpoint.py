@@ -1,4 +1,5 @@
-"""`weft.stages.checkpoints.reading` and `.params` against folders that transformers' save_pretrained wrote."""
+"""`weft.stages.checkpoints.reading` and `.params` against folders that transformers'
+save_pretrained wrote."""
 
 import json
 from collections.abc import Iterator
@@ -32,7 +33,9 @@ def shard_size(request: pytest.FixtureRequest) -> str | None:
 
 
 @pytest.fixture(scope="module", params=MODELS)
-def saved(request: pytest.FixtureRequest, shard_size: str | None, tmp_path_factory: pytest.TempPathFactory) -> Any:
+def saved(
+    request: pytest.FixtureRequest, shard_size: str | None, tmp_path_factory: pytest.TempPathFactory
+) -> Any:
     """A folder, and the model saved in it."""
     folder, model = tmp_path_factory.mktemp("saved"), scrambled(request.param)
     model.save_pretrained(folder, **({"max_shard_size": shard_size} if shard_size else {}))
@@ -49,10 +52,14 @@ def by_their_names(config: ModelConfig, params: DecoderParams) -> dict[str, Tens
     }
     query, key = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
     for i, layer in enumerate(params.layers):
-        for kind, qkv, o in (("weight", layer.qkv_proj, layer.o_proj), ("bias", layer.qkv_bias, layer.o_bias)):
+        for kind, qkv, o in (
+            ("weight", layer.qkv_proj, layer.o_proj),
+            ("bias", layer.qkv_bias, layer.o_bias),
+        ):
             parts = (None,) * 3 if qkv is None else qkv.split((query, key, key))
             found |= {
-                f"model.layers.{i}.self_attn.{x}_proj.{kind}": t for x, t in zip("qkvo", (*parts, o), strict=True)
+                f"model.layers.{i}.self_attn.{x}_proj.{kind}": t
+                for x, t in zip("qkvo", (*parts, o), strict=True)
             }
         found[f"model.layers.{i}.self_attn.q_norm.weight"] = layer.q_norm
         found[f"model.layers.{i}.self_attn.k_norm.weight"] = layer.k_norm
@@ -63,7 +70,10 @@ def by_their_names(config: ModelConfig, params: DecoderParams) -> dict[str, Tens
             found[f"model.layers.{i}.mlp.experts.gate_up_proj"] = layer.gate_up_proj
             found[f"model.layers.{i}.mlp.experts.down_proj"] = layer.down_proj
             continue
-        kinds = (("weight", layer.gate_up_proj, layer.down_proj), ("bias", layer.gate_up_bias, layer.down_bias))
+        kinds = (
+            ("weight", layer.gate_up_proj, layer.down_proj),
+            ("bias", layer.gate_up_bias, layer.down_bias),
+        )
         for kind, gate_up, down in kinds:
             gate, up = (None, None) if gate_up is None else gate_up.chunk(2)
             named = {"gate": gate, "up": up, "down": down}
@@ -81,12 +91,18 @@ def test_the_whole_model_is_what_transformers_saved(saved: Any) -> None:
     for name, tensor in theirs.items():
         assert ours[name].dtype == tensor.dtype
         assert torch.equal(ours[name], tensor), name
-    assert (params.lm_head is None) == (params.head is params.embed_tokens) == config.tie_word_embeddings
+    assert (
+        (params.lm_head is None)
+        == (params.head is params.embed_tokens)
+        == config.tie_word_embeddings
+    )
     assert num_bytes(params) == 4 * sum(p.numel() for p in model.parameters())
 
 
 @pytest.mark.parametrize("num_stages", [2, 3, 5])
-def test_a_stage_reads_its_own_tensors_alone(saved: Any, num_stages: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_stage_reads_its_own_tensors_alone(
+    saved: Any, num_stages: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     folder, _ = saved
     config = load_config(folder)
     complete = load_params(folder, config, whole(config))
@@ -145,7 +161,10 @@ def test_the_format_of_transformers_4(folder: Path) -> None:
 def test_a_tied_head_that_was_saved_all_the_same(tmp_path: Path) -> None:
     scrambled("llama-tied").save_pretrained(tmp_path)
     tensors = load_file(tmp_path / "model.safetensors")
-    save_file({**tensors, "lm_head.weight": tensors["model.embed_tokens.weight"] + 0}, tmp_path / "model.safetensors")
+    save_file(
+        {**tensors, "lm_head.weight": tensors["model.embed_tokens.weight"] + 0},
+        tmp_path / "model.safetensors",
+    )
     config = load_config(tmp_path)
     first, last = split_layers(5, 2)
     assert load_params(tmp_path, config, first).lm_head is None
@@ -175,7 +194,12 @@ def test_a_bar_shows_the_progress(folder: Path, capsys: pytest.CaptureFixture[st
 
 
 def shared(stages: list[DecoderParams]) -> Iterator[int]:
-    return (leaf.data_ptr() for stage in stages for path, leaf in leaves_with_names(stage) if leaf is not None)
+    return (
+        leaf.data_ptr()
+        for stage in stages
+        for path, leaf in leaves_with_names(stage)
+        if leaf is not None
+    )
 
 
 def test_slices_share_the_whole_models_tensors(folder: Path) -> None:

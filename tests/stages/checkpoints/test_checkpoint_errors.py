@@ -27,14 +27,22 @@ def shards(tmp_path: Path) -> Path:
 
 
 def assert_refused(
-    folder: Path, seen: str, instead: str, kind: type[CheckpointError] = CheckpointError, **config_changes: Any
+    folder: Path,
+    seen: str,
+    instead: str,
+    kind: type[CheckpointError] = CheckpointError,
+    **config_changes: Any,
 ) -> None:
     """Loading fails with this text, before any tensor is read."""
-    config = attrs.evolve(parse_config(json.loads((folder / "config.json").read_text()), source="t"), **config_changes)
+    config = attrs.evolve(
+        parse_config(json.loads((folder / "config.json").read_text()), source="t"), **config_changes
+    )
     layout = whole(config)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(checkpoint, "assemble", lambda *_: pytest.fail("loaded"))
-        patch.setattr(checkpoint, "tqdm", lambda *_, **__: pytest.fail("a tensor was about to be read"))
+        patch.setattr(
+            checkpoint, "tqdm", lambda *_, **__: pytest.fail("a tensor was about to be read")
+        )
         with pytest.raises(kind) as caught:
             load_params(folder, config, layout)
     assert type(caught.value) is kind
@@ -57,7 +65,9 @@ def test_missing_folders_and_files(folder: Path) -> None:
     )
     (folder / "model.safetensors").unlink()
     seen = f"{str(folder)!r} has no model.safetensors and no model.safetensors.index.json"
-    assert_refused(folder, seen, "pass a folder that save_pretrained wrote", CheckpointNotFoundError)
+    assert_refused(
+        folder, seen, "pass a folder that save_pretrained wrote", CheckpointNotFoundError
+    )
     (folder / "pytorch_model.bin").write_bytes(b"")
     instead = "convert it: AutoModelForCausalLM.from_pretrained(…).save_pretrained(…, safe_serialization=True)"
     assert_refused(folder, f"{seen}, but pytorch_model.bin", instead, CheckpointNotFoundError)
@@ -83,7 +93,11 @@ def test_a_damaged_shard_and_a_damaged_index(shards: Path) -> None:
     file = max(shards.glob("*.safetensors"))
     whole_file = file.read_bytes()
     file.write_bytes(b"\xff" * 100)
-    assert_refused(shards, f"{file.name} (100 bytes) is damaged", f"copy {file.name} again from where it came from")
+    assert_refused(
+        shards,
+        f"{file.name} (100 bytes) is damaged",
+        f"copy {file.name} again from where it came from",
+    )
     file.write_bytes(whole_file)
     index = shards / "model.safetensors.index.json"
     for text in ("{", "[]", "{}", '{"weight_map": 3}', '{"weight_map": {"lm_head.weight": 3}}'):
@@ -139,7 +153,9 @@ def test_a_wrong_shape(folder: Path) -> None:
 def test_tensors_that_nothing_explains(folder: Path) -> None:
     edit(folder, model__layers__1__self_attn__q_proj__bias=torch.zeros(16))
     unexplained = "and no field of config.json explains that"
-    assert_refused(folder, f"the checkpoint has model.layers.1.self_attn.q_proj.bias, {unexplained}", BELONG)
+    assert_refused(
+        folder, f"the checkpoint has model.layers.1.self_attn.q_proj.bias, {unexplained}", BELONG
+    )
     edit(folder, model__layers__1__self_attn__q_proj__bias=None)
     # A config.json with fewer layers than the weights have.
     seen = "the checkpoint has model.layers.4.input_layernorm.weight, model.layers.4.mlp.down_proj.weight, "
@@ -148,7 +164,9 @@ def test_tensors_that_nothing_explains(folder: Path) -> None:
 
 
 def qk_norms() -> str:
-    return ", ".join(f"model.layers.{i}.self_attn.{part}_norm.weight" for i in range(2) for part in "qk")
+    return ", ".join(
+        f"model.layers.{i}.self_attn.{part}_norm.weight" for i in range(2) for part in "qk"
+    )
 
 
 @pytest.mark.parametrize(("dtype", "shown"), [(torch.int8, "I8"), (torch.float8_e4m3fn, "F8_E4M3")])
@@ -158,10 +176,15 @@ def test_quantized_tensors(folder: Path, dtype: torch.dtype, shown: str) -> None
     assert_refused(folder, seen, "use the checkpoint before quantization")
 
 
-def test_a_head_that_is_stored_though_it_is_tied(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_head_that_is_stored_though_it_is_tied(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """transformers 5 takes it where it differs, and older ones do not."""
     monkeypatch.setattr(checkpoint, "_ROWS", 7)
-    file, seen = folder / "model.safetensors", "lm_head.weight is not model.embed_tokens.weight, and config.json has"
+    file, seen = (
+        folder / "model.safetensors",
+        "lm_head.weight is not model.embed_tokens.weight, and config.json has",
+    )
     instead = "set it to false to use the head that is stored, or leave that head out of the files"
     assert_refused(folder, seen, instead, tie_word_embeddings=True)
     tensors = load_file(file)
@@ -179,7 +202,9 @@ def test_a_head_that_is_stored_though_it_is_tied(folder: Path, monkeypatch: pyte
 
 def test_a_device_that_is_not_there(folder: Path) -> None:
     config = load_config(folder)
-    with pytest.raises(DeviceError, match=r"device='cuda:99'.*\n.*use a device of this machine, or 'cpu'"):
+    with pytest.raises(
+        DeviceError, match=r"device='cuda:99'.*\n.*use a device of this machine, or 'cpu'"
+    ):
         load_params(folder, config, whole(config), device="cuda:99")
 
 
@@ -188,7 +213,10 @@ def test_a_layout_for_another_model(folder: Path) -> None:
     for layout in (split_layers(4, 2)[1], split_layers(6, 2)[1], split_layers(6, 1)[0]):
         with pytest.raises(ProgramError) as caught:
             load_params(folder, config, layout)
-        assert caught.value.seen == f"a layout that ends with layer {layout.stop - 1}, and a model of 5 layers"
+        assert (
+            caught.value.seen
+            == f"a layout that ends with layer {layout.stop - 1}, and a model of 5 layers"
+        )
         assert caught.value.instead == f"split_layers(5, {layout.num_stages})[{layout.index}]"
         with pytest.raises(ProgramError, match="and a model of 5 layers"):
             random_params(config, layout, seed=0)

@@ -14,7 +14,9 @@ from weft.stages.checkpoints.loading import load
 
 def changed(folder: Path, file: str) -> None:
     tensors = load_file(folder / file)
-    save_file({name: 1.5 * x if "layers.1." in name else x for name, x in tensors.items()}, folder / file)
+    save_file(
+        {name: 1.5 * x if "layers.1." in name else x for name, x in tensors.items()}, folder / file
+    )
 
 
 @pytest.mark.parametrize("shard", ["model.safetensors", "below/of.safetensors"])
@@ -35,14 +37,18 @@ def test_checkpoints_are_told_apart_wherever_their_shards_lie(tmp_path: Path, sh
     assert said[0] == said[1] != said[2]
 
 
-def test_adapters_are_told_apart_by_their_scaling_and_by_what_became_of_them(tmp_path: Path) -> None:
+def test_adapters_are_told_apart_by_their_scaling_and_by_what_became_of_them(
+    tmp_path: Path,
+) -> None:
     peft = pytest.importorskip("peft")
     transformers = pytest.importorskip("transformers")
     base = transformers.AutoModelForCausalLM.from_pretrained(DEMO)
     peft.get_peft_model(base, peft.LoraConfig(target_modules=["q_proj"])).save_pretrained(tmp_path)
     model = load(DEMO, "cpu", stage=(1, 2))
     first = load_adapter(model, tmp_path)
-    assert load_adapter(load(DEMO, "cpu", stage=(0, 2)), tmp_path).weights == first.weights  # each read its own layers
+    assert (
+        load_adapter(load(DEMO, "cpu", stage=(0, 2)), tmp_path).weights == first.weights
+    )  # each read its own layers
     config = json.loads((tmp_path / "adapter_config.json").read_text())
     (tmp_path / "adapter_config.json").write_text(json.dumps({**config, "lora_alpha": 800}))
     second = load_adapter(model, tmp_path)

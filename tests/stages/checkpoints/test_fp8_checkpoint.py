@@ -1,4 +1,5 @@
-"""Checkpoints in FP8 blocks, as Hugging Face writes them: loaded (with ragged edges), run, and refused."""
+"""Checkpoints in FP8 blocks, as Hugging Face writes them: loaded (with ragged edges), run, and
+refused."""
 
 import json
 from pathlib import Path
@@ -36,7 +37,12 @@ SIZES: dict[str, Any] = {
     "bos_token_id": None,
     "eos_token_id": None,
 }
-EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 130, "mlp_only_layers": [1]}
+EXPERTS = {
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 130,
+    "mlp_only_layers": [1],
+}
 SKIPPED = ["lm_head", "model.layers.0.mlp.gate", "model.layers.2"]
 
 
@@ -108,11 +114,17 @@ def test_every_block_and_every_ragged_edge_is_loaded(written: Any) -> None:
             assert not ours["qkv"][start + rows : [k, v, end]["qkv".index(part)]].any()
         experts = [""] if layer.router is None else [f".experts.{e}" for e in range(4)]
         for e, expert in enumerate(experts):
-            gate_up, down = (x if layer.router is None else x[e] for x in (ours["gate_up"], ours["down"]))
+            gate_up, down = (
+                x if layer.router is None else x[e] for x in (ours["gate_up"], ours["down"])
+            )
             inner = values[f"{prefix}.mlp{expert}.up_proj.weight"].shape[0]
             gate, up = gate_up.chunk(2)
             assert gate.shape[0] == down.shape[1] == (256 if fp8 else inner)
-            for name, found in (("gate", gate[:inner]), ("up", up[:inner]), ("down", down[:, :inner])):
+            for name, found in (
+                ("gate", gate[:inner]),
+                ("up", up[:inner]),
+                ("down", down[:, :inner]),
+            ):
                 assert torch.equal(found, values[f"{prefix}.mlp{expert}.{name}_proj.weight"])
             assert not gate[inner:].any()
             assert not up[inner:].any()
@@ -121,7 +133,9 @@ def test_every_block_and_every_ragged_edge_is_loaded(written: Any) -> None:
 
 def test_scales_of_another_float_are_cast(tmp_path: Path) -> None:
     values = write(tmp_path, "qwen3", torch.bfloat16)
-    params = load_params(tmp_path, load_config(tmp_path), split_layers(3, 1)[0], dtype=torch.bfloat16)
+    params = load_params(
+        tmp_path, load_config(tmp_path), split_layers(3, 1)[0], dtype=torch.bfloat16
+    )
     layer = params.layers[0]
     assert layer.o_scale is not None
     assert (layer.o_scale.dtype, layer.o_proj.dtype, layer.input_layernorm.dtype) == (
@@ -142,13 +156,17 @@ def without_quantization(folder: Path, values: dict[str, Tensor], into: Path) ->
 
 
 def test_the_model_is_near_the_one_without_quantisation(written: Any, tmp_path: Path) -> None:
-    """Logprobs differ by the effect of rounding activations to 3 bits of mantissa; the bound is five times the observed
-    difference."""
+    """Logprobs differ by the effect of rounding activations to 3 bits of mantissa; the bound is
+    five times the observed difference."""
     folder, values = written
     ours, plain = weft.load(folder, "cpu"), without_quantization(folder, values, tmp_path)
     prompts = [[i, 2 * i, 63 - i] for i in range(1, 17)]
     found, theirs = (weft.generate(model, prompts, max_tokens=1) for model in (ours, plain))
-    same = [(a.logprobs[0], b.logprobs[0]) for a, b in zip(found, theirs, strict=True) if a.token_ids == b.token_ids]
+    same = [
+        (a.logprobs[0], b.logprobs[0])
+        for a, b in zip(found, theirs, strict=True)
+        if a.token_ids == b.token_ids
+    ]
     assert len(same) >= 8
     differences = torch.tensor([a - b for a, b in same]).abs()
     assert 1e-5 < float(differences.mean()) < 0.25
@@ -184,9 +202,15 @@ def test_what_a_checkpoint_lacks_or_has_too_much(tmp_path: Path) -> None:
 
     assert refused(_scale_inv=None) == f"the checkpoint has no {name}_scale_inv"
     found = f"{name}_scale_inv in model.safetensors is F32 (1, 2)"
-    assert refused(_scale_inv=torch.ones(1, 2)) == f"{found}, and config.json makes it (2, 2) of F16, BF16, F32, F64"
+    assert (
+        refused(_scale_inv=torch.ones(1, 2))
+        == f"{found}, and config.json makes it (2, 2) of F16, BF16, F32, F64"
+    )
     found = f"{name} in model.safetensors is F32 (150, 160)"
-    assert refused(**{"": torch.ones(150, 160)}) == f"{found}, and config.json makes it (150, 160) of F8_E4M3"
+    assert (
+        refused(**{"": torch.ones(150, 160)})
+        == f"{found}, and config.json makes it (150, 160) of F8_E4M3"
+    )
     unexplained = "and no field of config.json explains that"
     assert refused(_scale=torch.ones(2, 2)) == f"the checkpoint has {name}_scale, {unexplained}"
 
@@ -194,8 +218,14 @@ def test_what_a_checkpoint_lacks_or_has_too_much(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("skipped", "seen"),
     [
-        ("model.layers.0.self_attn.k_proj", "self_attn.q_proj in FP8 and model.layers.0.self_attn.k_proj not,"),
-        ("model.layers.0.mlp.experts.2", "experts.0.gate_proj in FP8 and model.layers.0.mlp.experts.2.gate_proj not,"),
+        (
+            "model.layers.0.self_attn.k_proj",
+            "self_attn.q_proj in FP8 and model.layers.0.self_attn.k_proj not,",
+        ),
+        (
+            "model.layers.0.mlp.experts.2",
+            "experts.0.gate_proj in FP8 and model.layers.0.mlp.experts.2.gate_proj not,",
+        ),
     ],
 )
 def test_what_is_one_product_is_quantised_as_one(skipped: str, seen: str) -> None:
@@ -222,5 +252,7 @@ def test_random_parameters_in_fp8() -> None:
     assert not projections(layer)["down"][..., 130:].any()
     stages = [random_params(config, layout, seed=5, std=0.1) for layout in split_layers(3, 2)]
     for stage, layout in zip(stages, split_layers(3, 2), strict=True):
-        same = zip(leaves_with_names(stage), leaves_with_names(slice_params(params, layout)), strict=True)
+        same = zip(
+            leaves_with_names(stage), leaves_with_names(slice_params(params, layout)), strict=True
+        )
         assert all(a is b is None or torch.equal(a.float(), b.float()) for (_, a), (_, b) in same)

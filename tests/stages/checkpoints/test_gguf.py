@@ -1,4 +1,5 @@
-"""GGUFs of small models of each architecture and type, against transformers' own reading of them."""
+"""GGUFs of small models of each architecture and type, against transformers' own reading of them.
+"""
 
 from pathlib import Path
 from typing import Any
@@ -44,10 +45,14 @@ def loaded(path: Path, **options: Any) -> weft.Model:
 
 def logits_of(model: weft.Model, ids: list[int]) -> torch.Tensor:
     """The logits after each token but the last."""
-    sampling = weft.SamplingParams(temperature=0, logprobs=0, prompt_logprobs=model.config.vocab_size)
+    sampling = weft.SamplingParams(
+        temperature=0, logprobs=0, prompt_logprobs=model.config.vocab_size
+    )
     [found] = weft.generate(model, [ids], max_tokens=1, sampling=sampling)
     assert found.prompt_top_logprobs is not None
-    return torch.tensor([[row[token] for token in range(len(row))] for row in found.prompt_top_logprobs])
+    return torch.tensor(
+        [[row[token] for token in range(len(row))] for row in found.prompt_top_logprobs]
+    )
 
 
 def assert_like(model: weft.Model, theirs: Any) -> None:
@@ -55,7 +60,9 @@ def assert_like(model: weft.Model, theirs: Any) -> None:
     for ids in PROMPTS:
         with torch.no_grad():
             expected = theirs(torch.tensor([ids])).logits[0].float().log_softmax(-1)
-            said = theirs.generate(torch.tensor([ids]), max_new_tokens=6, do_sample=False)[0, len(ids) :].tolist()
+            said = theirs.generate(torch.tensor([ids]), max_new_tokens=6, do_sample=False)[
+                0, len(ids) :
+            ].tolist()
         if len(ids) > 1:
             torch.testing.assert_close(logits_of(model, ids), expected[:-1], rtol=2e-4, atol=2e-4)
         [found] = weft.generate(model, [ids], max_tokens=6)
@@ -69,7 +76,9 @@ def test_every_architecture_is_read_as_transformers_wrote_it(name: str, tmp_path
     model = loaded(file)
     theirs.save_pretrained(tmp_path / "folder")
     folder = weft.load(tmp_path / "folder", "cpu", "float32")
-    differing = {"architecture", "rms_norm_eps"} if name == "mistral" else {"rms_norm_eps"}  # of float32 in a GGUF
+    differing = (
+        {"architecture", "rms_norm_eps"} if name == "mistral" else {"rms_norm_eps"}
+    )  # of float32 in a GGUF
     own, other = (attrs.asdict(one.config, recurse=False) for one in (model, folder))
     assert {key for key in own if own[key] != other[key]} <= differing
     assert own["rms_norm_eps"] == pytest.approx(other["rms_norm_eps"])
@@ -86,22 +95,36 @@ ITS_DEFAULTS = {"qwen3": {"head_dim": 128}, "qwen3-moe": {"moe_intermediate_size
 def test_transformers_reads_the_same_from_the_file(name: str, tmp_path: Path) -> None:
     theirs = scrambled(name, **ITS_DEFAULTS.get(name, {}))
     tokens = [f"t{index}" for index in range(SIZES["vocab_size"])]
-    more = {"tokenizer.ggml.tokens": tokens, "tokenizer.ggml.model": "no_vocab", "general.alignment": 64}
+    more = {
+        "tokenizer.ggml.tokens": tokens,
+        "tokenizer.ggml.model": "no_vocab",
+        "general.alignment": 64,
+    }
     write_model(tmp_path / "model.gguf", name, theirs, quantized(Q.Q8_0), **more)
-    read: Any = AutoModelForCausalLM.from_pretrained(tmp_path, gguf_file="model.gguf", dtype=torch.float32).eval()
+    read: Any = AutoModelForCausalLM.from_pretrained(
+        tmp_path, gguf_file="model.gguf", dtype=torch.float32
+    ).eval()
     assert_like(loaded(tmp_path), read)
 
 
 @pytest.mark.parametrize("kind", [*PACKED, *DRAWN])
 @pytest.mark.parametrize("name", ["llama", "qwen3-moe"])
-def test_every_type_is_unpacked_as_the_package_unpacks_it(name: str, kind: str, tmp_path: Path) -> None:
+def test_every_type_is_unpacked_as_the_package_unpacks_it(
+    name: str, kind: str, tmp_path: Path
+) -> None:
     theirs, architecture = scrambled(name), MODELS[name][0]
     pack = random_blocks(Q[kind]) if kind in DRAWN else quantized(Q[kind])
     tensors = write_model(tmp_path / "packed.gguf", name, theirs, pack)
-    write_file(tmp_path / "plain.gguf", architecture, metadata_of(theirs, architecture), unpacked(tensors))
+    write_file(
+        tmp_path / "plain.gguf", architecture, metadata_of(theirs, architecture), unpacked(tensors)
+    )
     packed, plain = (loaded(tmp_path / f"{which}.gguf") for which in ("packed", "plain"))
     assert_same(packed.params, plain.params)
-    assert all(bool(x.isfinite().all()) for x in (packed.params.embed_tokens, packed.params.lm_head) if x is not None)
+    assert all(
+        bool(x.isfinite().all())
+        for x in (packed.params.embed_tokens, packed.params.lm_head)
+        if x is not None
+    )
     dtype = {"F16": torch.float16}.get(kind, torch.bfloat16)
     assert weft.load(tmp_path / "packed.gguf", "cpu").dtype == dtype
     assert weft.load(tmp_path / "plain.gguf", "cpu").dtype == torch.float32
@@ -112,16 +135,23 @@ def test_a_quantized_model_computes_what_transformers_does(kind: str, tmp_path: 
     pack = random_blocks(Q[kind]) if kind in DRAWN else quantized(Q[kind])
     more = {"tokenizer.ggml.tokens": [f"t{index}" for index in range(SIZES["vocab_size"])]}
     write_model(tmp_path / "model.gguf", "llama", scrambled("llama"), pack, **more)
-    read: Any = AutoModelForCausalLM.from_pretrained(tmp_path, gguf_file="model.gguf", dtype=torch.float32).eval()
+    read: Any = AutoModelForCausalLM.from_pretrained(
+        tmp_path, gguf_file="model.gguf", dtype=torch.float32
+    ).eval()
     assert_like(loaded(tmp_path), read)
 
 
 def test_a_type_that_nothing_unpacks_is_named(tmp_path: Path) -> None:
-    tensors = {name: quantized(Q.F32)(own) for name, own in stored_tensors(scrambled("llama"), "llama").items()}
+    tensors = {
+        name: quantized(Q.F32)(own)
+        for name, own in stored_tensors(scrambled("llama"), "llama").items()
+    }
     shape = tensors["blk.1.ffn_up.weight"][0].shape
     tensors["blk.1.ffn_up.weight"] = np.ones(shape, np.float64), Q.F64
     write_file(tmp_path / "a.gguf", "llama", metadata_of(scrambled("llama"), "llama"), tensors)
-    with pytest.raises(CheckpointError, match=r"saw: blk.1.ffn_up.weight is F64, which the package gguf"):
+    with pytest.raises(
+        CheckpointError, match=r"saw: blk.1.ffn_up.weight is F64, which the package gguf"
+    ):
         loaded(tmp_path / "a.gguf")
     assert loaded(tmp_path / "a.gguf", stage=(0, 2)).layout.layers == range(1)
 
@@ -132,17 +162,27 @@ def test_only_the_tensors_of_a_stage_are_read(tmp_path: Path) -> None:
     for layout in split_layers(2, 2):
         part = load_params(tmp_path / "model.gguf", config, layout, dtype=torch.float32)
         assert_same(part, weft.stages.slice_params(whole.params, layout))
-    prompts, stages = [[1, 2, 3], [4]], [weft.load(tmp_path, "cpu", "float32", stage=(i, 2)) for i in range(2)]
+    prompts, stages = (
+        [[1, 2, 3], [4]],
+        [weft.load(tmp_path, "cpu", "float32", stage=(i, 2)) for i in range(2)],
+    )
     assert {stage.weights.split(",")[1] for stage in stages} == {whole.weights.split(",")[1]}
     said = [weft.generate(whole, prompts, max_tokens=4, pipeline=n) for n in (1, 2)]
     assert [own.token_ids for own in said[0]] == [own.token_ids for own in said[1]]
 
 
 def test_only_the_experts_of_a_rank_are_read(tmp_path: Path) -> None:
-    write_model(tmp_path / "model.gguf", "qwen3-moe", scrambled("qwen3-moe", num_experts=4), quantized(Q.Q8_0))
+    write_model(
+        tmp_path / "model.gguf",
+        "qwen3-moe",
+        scrambled("qwen3-moe", num_experts=4),
+        quantized(Q.Q8_0),
+    )
     whole = loaded(tmp_path)
     shares = [loaded(tmp_path, shard=(rank, 2), experts="whole") for rank in range(2)]
-    for layer, *own in zip(whole.params.layers, *(share.params.layers for share in shares), strict=True):
+    for layer, *own in zip(
+        whole.params.layers, *(share.params.layers for share in shares), strict=True
+    ):
         for name in ("gate_up_proj", "down_proj"):
             parts = [getattr(one, name) for one in own]
             assert [len(part) for part in parts] == [2, 2]
@@ -154,7 +194,9 @@ def test_llama_3_1_scales_its_frequencies_by_a_tensor(tmp_path: Path) -> None:
     rope = {"rope_type": "llama3", "rope_theta": 500000.0, "factor": 8.0, "low_freq_factor": 1.0}
     rope |= {"high_freq_factor": 4.0, "original_max_position_embeddings": 32}
     theirs = scrambled("llama", rope_parameters=rope)
-    plain = LlamaForCausalLM(LlamaConfig(**SIZES, rope_parameters={"rope_type": "default", "rope_theta": 500000.0}))
+    plain = LlamaForCausalLM(
+        LlamaConfig(**SIZES, rope_parameters={"rope_type": "default", "rope_theta": 500000.0})
+    )
     factors = (plain.model.rotary_emb.inv_freq / theirs.model.rotary_emb.inv_freq).numpy()
     assert factors.min() == 1
     assert factors.max() > 7.9
@@ -167,7 +209,9 @@ def test_llama_3_1_scales_its_frequencies_by_a_tensor(tmp_path: Path) -> None:
     assert_like(model, theirs)
     tensors["rope_freqs.weight"] = factors[1:].copy(), Q.F32
     write_file(tmp_path / "a.gguf", "llama", metadata_of(theirs, "llama"), tensors)
-    with pytest.raises(CheckpointError, match=r"rope_freqs.weight is F32 \(31,\)\n.*instead: 32 finite numbers"):
+    with pytest.raises(
+        CheckpointError, match=r"rope_freqs.weight is F32 \(31,\)\n.*instead: 32 finite numbers"
+    ):
         load_config(tmp_path)
 
 
@@ -176,30 +220,52 @@ def test_scalings_that_the_metadata_name(kind: str, tmp_path: Path) -> None:
     rope: dict[str, Any] = {"rope_type": kind, "rope_theta": 10000.0, "factor": 4.0}
     more: dict[str, Any] = {"llama.rope.scaling.type": kind, "llama.rope.scaling.factor": 4.0}
     if kind == "yarn":
-        rope["original_max_position_embeddings"] = more["llama.rope.scaling.original_context_length"] = 32
+        rope["original_max_position_embeddings"] = more[
+            "llama.rope.scaling.original_context_length"
+        ] = 32
     theirs = scrambled("llama", rope_parameters=rope)
     write_model(
-        tmp_path / "a.gguf", "llama", theirs, quantized(Q.F32), **more, **{"llama.rope.scaling.finetuned": True}
+        tmp_path / "a.gguf",
+        "llama",
+        theirs,
+        quantized(Q.F32),
+        **more,
+        **{"llama.rope.scaling.finetuned": True},
     )
     assert_like(loaded(tmp_path), theirs)
 
 
 def test_a_window_of_mistral(tmp_path: Path) -> None:
     theirs = scrambled("mistral", sliding_window=3)
-    write_model(tmp_path / "a.gguf", "mistral", theirs, quantized(Q.F32), **{"llama.attention.sliding_window": 3})
+    write_model(
+        tmp_path / "a.gguf",
+        "mistral",
+        theirs,
+        quantized(Q.F32),
+        **{"llama.attention.sliding_window": 3},
+    )
     model = loaded(tmp_path)
     assert (model.config.architecture, model.config.windows) == ("MistralForCausalLM", (3, 3))
     assert_like(model, theirs)
 
 
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
-    "an unknown architecture": ({"general.architecture": "gemma2"}, "general.architecture='gemma2'"),
+    "an unknown architecture": (
+        {"general.architecture": "gemma2"},
+        "general.architecture='gemma2'",
+    ),
     "experts of Mixtral": ({"llama.expert_count": 8}, "llama.expert_count=8"),
     "long rope": ({"llama.rope.scaling.type": "longrope"}, "llama.rope.scaling.type='longrope'"),
     "a part of a head": ({"llama.rope.dimension_count": 32}, "llama.rope.dimension_count=32"),
-    "values of another size": ({"llama.attention.value_length": 32}, "llama.attention.value_length=32"),
+    "values of another size": (
+        {"llama.attention.value_length": 32},
+        "llama.attention.value_length=32",
+    ),
     "a scale": ({"llama.logit_scale": 0.5}, "llama.logit_scale=0.5"),
-    "heads of each layer": ({"llama.attention.head_count_kv": [2, 1]}, r"llama.attention.head_count_kv=\[2, 1\]"),
+    "heads of each layer": (
+        {"llama.attention.head_count_kv": [2, 1]},
+        r"llama.attention.head_count_kv=\[2, 1\]",
+    ),
     "layers without tensors": ({"llama.block_count": 2**30}, "llama.block_count=1073741824"),
     "an end beyond": ({"tokenizer.ggml.eos_token_id": -1.0}, "tokenizer.ggml.eos_token_id=-1.0"),
     "no heads": ({"llama.attention.head_count": 0}, "llama.attention.head_count=0"),
@@ -236,9 +302,15 @@ def test_a_missing_key_and_an_unknown_one(tmp_path: Path) -> None:
 def test_files_that_are_not_there_and_parts(tmp_path: Path) -> None:
     with pytest.raises(CheckpointNotFoundError, match=r"there is no file '.*missing.gguf'"):
         loaded(tmp_path / "missing.gguf")
-    write_model(tmp_path / "a.gguf", "llama", scrambled("llama"), quantized(Q.F32), **{"split.count": 2})
-    with pytest.raises(CheckpointError, match=r"a.gguf is one of 2 parts\n.*llama-gguf-split --merge"):
+    write_model(
+        tmp_path / "a.gguf", "llama", scrambled("llama"), quantized(Q.F32), **{"split.count": 2}
+    )
+    with pytest.raises(
+        CheckpointError, match=r"a.gguf is one of 2 parts\n.*llama-gguf-split --merge"
+    ):
         loaded(tmp_path)
     (tmp_path / "config.json").write_text("{}")
-    with pytest.raises(ConfigError, match=r"config.json has no model_type"):  # the folder's own configuration counts
+    with pytest.raises(
+        ConfigError, match=r"config.json has no model_type"
+    ):  # the folder's own configuration counts
         loaded(tmp_path)

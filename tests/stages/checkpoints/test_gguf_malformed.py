@@ -1,5 +1,5 @@
-"""Damaged and hostile GGUFs are errors of weft's, in little time and memory; and what a sound file holds is what the
-package `gguf` reads from it."""
+"""Damaged and hostile GGUFs are errors of weft's, in little time and memory; and what a sound file
+holds is what the package `gguf` reads from it."""
 
 import struct
 import tracemalloc
@@ -22,7 +22,12 @@ from gguf_files import metadata_of, quantized, scrambled, stored_tensors, write_
 
 Q = gguf.GGMLQuantizationType
 MOST = 64 * 2**20
-SMALL = {"hidden_size": 32, "intermediate_size": 32, "num_attention_heads": 2, "num_key_value_heads": 1}
+SMALL = {
+    "hidden_size": 32,
+    "intermediate_size": 32,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+}
 TOKENS = ["<s>", *"abcdefghijklm", "ab", "abc"]
 TEXTS = {
     "tokenizer.ggml.model": "gpt2",
@@ -90,9 +95,15 @@ def test_a_file_that_is_cut_off(sound: bytes, file: Path, data: st.DataObject) -
 @given(st.data())
 def test_changed_bytes(sound: bytes, file: Path, data: st.DataObject) -> None:
     """In what stands before the tensors: the file loads all the same, or is refused."""
-    changed, start = bytearray(sound), len(sound) - sum(own.size for own in opened(file, sound).tensors.values())
+    changed, start = (
+        bytearray(sound),
+        len(sound) - sum(own.size for own in opened(file, sound).tensors.values()),
+    )
     for _ in range(data.draw(st.integers(1, 4))):
-        new = data.draw(st.binary(min_size=1, max_size=8) | st.sampled_from([struct.pack("<Q", 2**60), b"\xff" * 8]))
+        new = data.draw(
+            st.binary(min_size=1, max_size=8)
+            | st.sampled_from([struct.pack("<Q", 2**60), b"\xff" * 8])
+        )
         at = data.draw(st.integers(4, start - len(new)), "place")
         changed[at : at + len(new)] = new
     refused(file, bytes(changed))
@@ -152,7 +163,10 @@ HOSTILE: dict[str, tuple[bytes, str]] = {
 def test_a_hostile_file_says_what_is_wrong_with_it(case: str, file: Path) -> None:
     data, seen = HOSTILE[case]
     file.write_bytes(data)
-    with little_memory(), pytest.raises(CheckpointError, match=rf"saw: a.gguf is not a GGUF file that .*: .*{seen}"):
+    with (
+        little_memory(),
+        pytest.raises(CheckpointError, match=rf"saw: a.gguf is not a GGUF file that .*: .*{seen}"),
+    ):
         weft.load(file, "cpu")
 
 
@@ -164,32 +178,52 @@ def test_tensors_that_are_missing_of_another_shape_or_unknown(tmp_path: Path) ->
     write_file(tmp_path / "a.gguf", "llama", metadata, tensors)
     with pytest.raises(CheckpointError, match=r"saw: a.gguf has no blk.1.attn_k.weight\n"):
         weft.load(tmp_path, "cpu")
-    write_file(tmp_path / "a.gguf", "llama", metadata, tensors | {name: (whole[0][:8].copy(), whole[1])})
+    write_file(
+        tmp_path / "a.gguf", "llama", metadata, tensors | {name: (whole[0][:8].copy(), whole[1])}
+    )
     with pytest.raises(
-        CheckpointError, match=r"blk.1.attn_k.weight in a.gguf is \(8, 32\), and .* makes it \(16, 32\)"
+        CheckpointError,
+        match=r"blk.1.attn_k.weight in a.gguf is \(8, 32\), and .* makes it \(16, 32\)",
     ):
         weft.load(tmp_path, "cpu")
-    write_file(tmp_path / "a.gguf", "llama", metadata, tensors | {name: whole, "blk.1.attn_sinks": whole})
-    with pytest.raises(CheckpointError, match=r"a.gguf has blk.1.attn_sinks, and no field of its metadata explains"):
+    write_file(
+        tmp_path / "a.gguf", "llama", metadata, tensors | {name: whole, "blk.1.attn_sinks": whole}
+    )
+    with pytest.raises(
+        CheckpointError, match=r"a.gguf has blk.1.attn_sinks, and no field of its metadata explains"
+    ):
         weft.load(tmp_path, "cpu")
 
 
 def test_it_reads_what_the_package_reads(sound: bytes, file: Path) -> None:
     ours, theirs = opened(file, sound), gguf.GGUFReader(file)
-    fields = {name: own.contents() for name, own in theirs.fields.items() if not name.startswith("GGUF.")}
+    fields = {
+        name: own.contents() for name, own in theirs.fields.items() if not name.startswith("GGUF.")
+    }
     assert ours.metadata == fields
     assert [*ours.tensors] == [own.name for own in theirs.tensors]
     for own in theirs.tensors:
         stored = ours.tensors[own.name]
         found = stored.shape[::-1], stored.kind, stored.start, stored.size
-        assert found == (tuple(own.shape.tolist()), int(own.tensor_type), own.data_offset, own.n_bytes)
+        assert found == (
+            tuple(own.shape.tolist()),
+            int(own.tensor_type),
+            own.data_offset,
+            own.n_bytes,
+        )
     assert ours.start == theirs.data_offset
 
 
 def test_another_alignment(tmp_path: Path) -> None:
     theirs = scrambled("llama", **SMALL)
     for alignment in (8, 32, 256):
-        write_model(tmp_path / "a.gguf", "llama", theirs, quantized(Q.F32), **{"general.alignment": alignment})
+        write_model(
+            tmp_path / "a.gguf",
+            "llama",
+            theirs,
+            quantized(Q.F32),
+            **{"general.alignment": alignment},
+        )
         found = weft.load(tmp_path, "cpu").params.norm
         assert found is not None
         assert torch.equal(found, theirs.model.norm.weight)

@@ -1,5 +1,5 @@
-"""Tokenizers of GGUFs: vocabularies that the tokenizers library trained, against that tokenizer, llama.cpp's regular
-expressions and transformers' reading of the file."""
+"""Tokenizers of GGUFs: vocabularies that the tokenizers library trained, against that tokenizer,
+llama.cpp's regular expressions and transformers' reading of the file."""
 
 import json
 import random
@@ -35,7 +35,8 @@ SAMPLES = (
 SPECIAL = ["<|begin|>", "<|end|>", "<|pad|>", "<tool>"]
 KINDS = [3, 3, 3, 4]
 """The last one is a token of the user's, which stays in a text."""
-# llama-vocab.cpp of llama.cpp, `llm_tokenizer_bpe`, which matches one after the other; without `(?i:`, as there.
+# llama-vocab.cpp of llama.cpp, `llm_tokenizer_bpe`, which matches one after the other; without
+# `(?i:`, as there.
 _CONTRACTIONS = r"(?:'[sS]|'[tT]|'[rR][eE]|'[vV][eE]|'[mM]|'[lL][lL]|'[dD])"
 _REST = r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 _OF_GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)"
@@ -58,7 +59,9 @@ texts = st.lists(
 
 def their_pre_tokenizer(pre: str) -> Any:
     """The part of the models' own tokenizer.json."""
-    byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=pre in ("gpt-2", "smollm"))
+    byte_level = pre_tokenizers.ByteLevel(
+        add_prefix_space=False, use_regex=pre in ("gpt-2", "smollm")
+    )
     if pre == "smollm":
         return pre_tokenizers.Sequence([pre_tokenizers.Digits(individual_digits=True), byte_level])
     if pre == "gpt-2":
@@ -95,7 +98,9 @@ def merges_of(found: Tokenizer) -> list[str]:
 
 
 @pytest.fixture(scope="module", params=LLAMA_CPP)
-def byte_level(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Path, Tokenizer]:
+def byte_level(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[str, Path, Tokenizer]:
     file, found = tmp_path_factory.mktemp("bpe") / "a.gguf", trained(request.param)
     more = {"pre": request.param, "merges": merges_of(found), "add_bos_token": False}
     write_file(file, "llama", metadata_of(found, "gpt2", **more), {})
@@ -145,10 +150,14 @@ def scored(tmp_path_factory: pytest.TempPathFactory) -> Path:
     found.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first", split=False)
     special = ["<unk>", *(f"<0x{byte:02X}>" for byte in range(256))]
     trainer = trainers.BpeTrainer(vocab_size=700, special_tokens=special, show_progress=False)
-    words = [" ".join(random.Random(seed).sample(" ".join(SAMPLES).split(), 20)) for seed in range(20)]
+    words = [
+        " ".join(random.Random(seed).sample(" ".join(SAMPLES).split(), 20)) for seed in range(20)
+    ]
     found.train_from_iterator([*SAMPLES, *words], trainer)
     found.add_special_tokens(SPECIAL)
-    metadata = metadata_of(found, "llama", scores=[float(-index) for index in range(found.get_vocab_size())])
+    metadata = metadata_of(
+        found, "llama", scores=[float(-index) for index in range(found.get_vocab_size())]
+    )
     metadata["tokenizer.ggml.token_type"][:257] = [2] + [6] * 256
     file = tmp_path_factory.mktemp("spm") / "a.gguf"
     write_file(file, "llama", metadata | {"tokenizer.ggml.unknown_token_id": 0}, {})
@@ -165,17 +174,33 @@ def test_sentencepiece(scored: Path, theirs: Any, text: str) -> None:
     ours = opened(scored)
     ids = theirs(text)["input_ids"]
     assert ours.encode(text).ids == ids
-    assert ids[0] == ours.token_to_id(SPECIAL[0])  # where the file is silent, such a text begins with BOS
+    assert ids[0] == ours.token_to_id(
+        SPECIAL[0]
+    )  # where the file is silent, such a text begins with BOS
     assert ours.decode(ids) == theirs.decode(ids, skip_special_tokens=True)
 
 
 @pytest.mark.parametrize("pre", ["llama-bpe", "qwen2", "gpt-2"])
 @pytest.mark.parametrize("add", [(None, None), (True, False), (False, True), (True, True)])
-def test_what_stands_around_a_text(pre: str, add: tuple[bool | None, bool | None], tmp_path: Path) -> None:
+def test_what_stands_around_a_text(
+    pre: str, add: tuple[bool | None, bool | None], tmp_path: Path
+) -> None:
     found = trained(pre)
-    flags = {f"add_{name}_token": own for name, own in zip(("bos", "eos"), add, strict=True) if own is not None}
-    write_file(tmp_path / "a.gguf", "llama", metadata_of(found, "gpt2", pre=pre, merges=merges_of(found), **flags), {})
-    ours, (begin, end) = opened(tmp_path / "a.gguf"), (found.token_to_id(token) for token in SPECIAL[:2])
+    flags = {
+        f"add_{name}_token": own
+        for name, own in zip(("bos", "eos"), add, strict=True)
+        if own is not None
+    }
+    write_file(
+        tmp_path / "a.gguf",
+        "llama",
+        metadata_of(found, "gpt2", pre=pre, merges=merges_of(found), **flags),
+        {},
+    )
+    ours, (begin, end) = (
+        opened(tmp_path / "a.gguf"),
+        (found.token_to_id(token) for token in SPECIAL[:2]),
+    )
     has_begin = pre == "llama-bpe" if add[0] is None else add[0]  # llama.cpp's own default
     inner = found.encode("Hello 12").ids
     assert ours.encode("Hello 12").ids == [begin] * has_begin + inner + [end] * bool(add[1])
@@ -185,11 +210,15 @@ def test_what_stands_around_a_text(pre: str, add: tuple[bool | None, bool | None
 def test_a_word_of_llama_3_is_the_token_that_it_is(tmp_path: Path) -> None:
     """Whatever the merges make of it: `ignore_merges` of its tokenizer.json."""
     found = trained("llama-bpe")
-    metadata = metadata_of(found, "gpt2", pre="llama-bpe", merges=merges_of(found), add_bos_token=False)
+    metadata = metadata_of(
+        found, "gpt2", pre="llama-bpe", merges=merges_of(found), add_bos_token=False
+    )
     metadata["tokenizer.ggml.tokens"].append("zqxzqx")
     metadata["tokenizer.ggml.token_type"].append(1)
     write_file(tmp_path / "a.gguf", "llama", metadata, {})
-    assert opened(tmp_path / "a.gguf").encode("zqxzqx").ids == [len(metadata["tokenizer.ggml.tokens"]) - 1]
+    assert opened(tmp_path / "a.gguf").encode("zqxzqx").ids == [
+        len(metadata["tokenizer.ggml.tokens"]) - 1
+    ]
 
 
 UNKNOWN = {
@@ -201,11 +230,22 @@ UNKNOWN = {
 
 @pytest.mark.parametrize("seen", UNKNOWN)
 def test_an_unknown_tokenizer_leaves_token_ids(seen: str, tmp_path: Path) -> None:
-    write_model(tmp_path / "a.gguf", "llama", scrambled("llama"), quantized(GGMLQuantizationType.F32), **UNKNOWN[seen])
-    with pytest.warns(ConfigWarning, match=rf"does not know the tokenizer of this file.*: a.gguf has {seen}\. Instead"):
+    write_model(
+        tmp_path / "a.gguf",
+        "llama",
+        scrambled("llama"),
+        quantized(GGMLQuantizationType.F32),
+        **UNKNOWN[seen],
+    )
+    with pytest.warns(
+        ConfigWarning,
+        match=rf"does not know the tokenizer of this file.*: a.gguf has {seen}\. Instead",
+    ):
         model = weft.load(tmp_path, "cpu")
     assert len(weft.generate(model, [[1, 2]], max_tokens=2)[0].token_ids) == 2
-    with pytest.raises(RequestError, match=r"a.gguf holds no tokenizer that weft knows\n  instead: pass token ids"):
+    with pytest.raises(
+        RequestError, match=r"a.gguf holds no tokenizer that weft knows\n  instead: pass token ids"
+    ):
         model.encode("text")
     with pytest.raises(ConfigError, match=rf"a.gguf has {seen}, which weft does not know"):
         weft.load(tmp_path, "cpu", strict=True)

@@ -1,4 +1,5 @@
-"""`weft.load` of damaged folders, or on missing devices: the errors, and that an intact folder loads afterwards.
+"""`weft.load` of damaged folders, or on missing devices: the errors, and that an intact folder
+loads afterwards.
 
 `test_checkpoint_errors.py` and `test_config.py` have the whole list of a checkpoint's faults.
 """
@@ -35,7 +36,11 @@ from weft.stages.checkpoints.known_models import DEMO
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
     """A copy of the demo checkpoint, for a test to damage."""
-    return Path(shutil.copytree(DEMO, tmp_path / "model", ignore=shutil.ignore_patterns("*.py", "__pycache__")))
+    return Path(
+        shutil.copytree(
+            DEMO, tmp_path / "model", ignore=shutil.ignore_patterns("*.py", "__pycache__")
+        )
+    )
 
 
 def change_config(folder: Path, **fields: Any) -> None:
@@ -128,13 +133,17 @@ DAMAGES: dict[str, tuple[Callable[[Path], object], type[WeftError], str, str]] =
 
 
 @pytest.mark.parametrize("damage", DAMAGES)
-def test_a_damaged_checkpoint_is_refused_and_loads_once_it_is_whole(damage: str, folder: Path) -> None:
+def test_a_damaged_checkpoint_is_refused_and_loads_once_it_is_whole(
+    damage: str, folder: Path
+) -> None:
     spoil, kind, seen, instead = DAMAGES[damage]
     spoil(folder)
     with refused(kind, f"<any>{folder}<any>", seen, instead):
         weft.load(folder, "cpu")
     shutil.copytree(DEMO, folder, dirs_exist_ok=True)
-    assert_equal("the checkpoint made whole", weft.load(folder, "cpu").params, weft.load(DEMO, "cpu").params)
+    assert_equal(
+        "the checkpoint made whole", weft.load(folder, "cpu").params, weft.load(DEMO, "cpu").params
+    )
 
 
 def test_a_missing_checkpoint_is_a_missing_file_and_a_damaged_one_a_bad_value(folder: Path) -> None:
@@ -155,14 +164,19 @@ def test_fields_that_weft_does_not_know_are_a_warning_or_an_error(folder: Path) 
     said = f"weft does not know these fields of config.json, and ignores them: {unknown}"
     assert str(warning.message) == said
     assert_equal("the parameters", model.params, weft.load(DEMO, "cpu").params)
-    call, seen = f"weft.load({str(folder)!r}, device='cpu', dtype=None)", f"config.json has {unknown}"
+    call, seen = (
+        f"weft.load({str(folder)!r}, device='cpu', dtype=None)",
+        f"config.json has {unknown}",
+    )
     instead = "weft does not know what that does to Qwen3ForCausalLM; remove what does nothing, or leave out strict"
     with refused(ConfigError, call, seen, instead):
         weft.load(folder, "cpu", strict=True)
     assert weft.load(DEMO, "cpu", strict=True).config == model.config
 
 
-@pytest.mark.parametrize("device", ["cuda", "cuda:0", torch.device("cuda"), torch.device("cuda", 1)])
+@pytest.mark.parametrize(
+    "device", ["cuda", "cuda:0", torch.device("cuda"), torch.device("cuda", 1)]
+)
 def test_cuda_where_there_is_none(device: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     call = f"weft.load({str(DEMO)!r}, device={device!r}, dtype=None)"
@@ -181,22 +195,36 @@ def test_what_cannot_be_loaded_names_the_call_as_it_was_written(damage: str, fol
 
 
 def test_no_path_and_arguments_of_transformers() -> None:
-    with refused(RequestError, "weft.load(None, device=None, dtype=None)", "path is None", "<any>'demo' and 'smollm2'"):
+    with refused(
+        RequestError,
+        "weft.load(None, device=None, dtype=None)",
+        "path is None",
+        "<any>'demo' and 'smollm2'",
+    ):
         weft.load(None)  # type: ignore[arg-type]
-    with refused(ArgumentError, "load(..., torch_dtype=...)", "'torch_dtype', which is no argument of it", "dtype=..."):
+    with refused(
+        ArgumentError,
+        "load(..., torch_dtype=...)",
+        "'torch_dtype', which is no argument of it",
+        "dtype=...",
+    ):
         weft.load(DEMO, torch_dtype=torch.float32)  # type: ignore[call-arg]
 
 
 @pytest.mark.parametrize("stage", [(2, 2), (-1, 2), (0, 0), 3, (0, 1, 2)])
 def test_stages_that_do_not_exist(stage: Any) -> None:
     call = f"weft.load({str(DEMO)!r}, device='cpu', dtype=None)"
-    with refused(ProgramError, call, f"stage={stage!r}", "(index, num_stages), the stages numbered from 0"):
+    with refused(
+        ProgramError, call, f"stage={stage!r}", "(index, num_stages), the stages numbered from 0"
+    ):
         weft.load(DEMO, "cpu", stage=stage)
 
 
 def test_devices_and_dtypes_that_do_not_exist() -> None:
     call = f"weft.load({str(DEMO)!r}, device='gpu', dtype=None)"
-    with refused(DeviceError, call, "device 'gpu', which torch does not know", "'cpu', 'cuda' or 'cuda:N'"):
+    with refused(
+        DeviceError, call, "device 'gpu', which torch does not know", "'cpu', 'cuda' or 'cuda:N'"
+    ):
         weft.load(DEMO, device="gpu")
     for dtype in ("float64", "int8", torch.int8, "f32", np.dtype("float32")):
         call = f"weft.load({str(DEMO)!r}, device='cpu', dtype={dtype!r})"
@@ -223,7 +251,9 @@ def test_a_dtype_that_no_decoder_computes_in_is_refused_when_it_is_loaded(folder
 def test_a_text_for_a_checkpoint_without_a_tokenizer(folder: Path) -> None:
     (folder / "tokenizer.json").unlink()
     model = weft.load(folder, "cpu")
-    with refused(RequestError, "model.encode('An')", f"{folder} holds no tokenizer.json", "pass token ids"):
+    with refused(
+        RequestError, "model.encode('An')", f"{folder} holds no tokenizer.json", "pass token ids"
+    ):
         weft.generate(model, ["An"], max_tokens=1)
     [made] = weft.generate(model, [[65, 110]], max_tokens=2)
     assert made.text is None

@@ -1,5 +1,5 @@
-"""The page's recipe of a decoder and its cache, over architectures drawn from transformers' own mapping: the logits of
-a graph are those of the module without one, or weft refuses it by name."""
+"""The page's recipe of a decoder and its cache, over architectures drawn from transformers' own
+mapping: the logits of a graph are those of the module without one, or weft refuses it by name."""
 
 import warnings
 from typing import Any
@@ -48,7 +48,8 @@ def recipe() -> type[nn.Module]:
 
 
 def built(kind: str, **more: Any) -> Any:
-    """A small random model; None if it is none with these sizes, or cannot run with the recipe's cache."""
+    """A small random model; None if it is none with these sizes, or cannot run with the recipe's
+    cache."""
     try:
         config = transformers.AutoConfig.for_model(kind, **SIZES, **more)
         with torch.device("meta"):
@@ -109,7 +110,11 @@ def test_any_decoder_with_a_cache_is_itself_or_refused(kind: str, more: dict[str
         ("mistral", {"sliding_window": 5}),
         (
             "gemma3_text",
-            {"sliding_window": 5, "layer_types": ["sliding_attention", "full_attention"], "query_pre_attn_scalar": 8},
+            {
+                "sliding_window": 5,
+                "layer_types": ["sliding_attention", "full_attention"],
+                "query_pre_attn_scalar": 8,
+            },
         ),
         ("lfm2", {"layer_types": ["conv", "full_attention"], "block_auto_adjust_ff_dim": False}),
     ],
@@ -119,7 +124,8 @@ def test_these_are_equal(kind: str, more: dict[str, Any]) -> None:
 
 
 def test_a_cache_that_counts_in_python_is_refused_by_the_path_of_its_counter() -> None:
-    """Without the layers that the recipe puts in its place: graphs of such a cache gave other logits."""
+    """Without the layers that the recipe puts in its place: graphs of such a cache gave other
+    logits."""
 
     class Plain(nn.Module):
         def __init__(self, model: Any) -> None:
@@ -149,14 +155,17 @@ def test_a_cache_that_counts_in_python_is_refused_by_the_path_of_its_counter() -
 
 
 class Counting(nn.Module):
-    """A decoder with a cache of transformers as it is, whose layers with a window count tokens in Python."""
+    """A decoder with a cache of transformers as it is, whose layers with a window count tokens in
+    Python."""
 
     def __init__(self, model: Any) -> None:
         super().__init__()
         config = model.config
         self.model = model
         self.cache = transformers.StaticCache(config, max_cache_len=LENGTH)
-        self.cache.early_initialization(1, config.num_key_value_heads, config.head_dim, model.dtype, model.device)
+        self.cache.early_initialization(
+            1, config.num_key_value_heads, config.head_dim, model.dtype, model.device
+        )
 
     def forward(self, ids: Tensor) -> Tensor:
         logits: Tensor = self.model(ids, past_key_values=self.cache).logits[:, -1:]
@@ -176,14 +185,20 @@ WINDOWS: dict[str, dict[str, Any]] = {
 def counting(kind: str) -> nn.Module:
     config = transformers.AutoConfig.for_model(kind, **SIZES, **WINDOWS[kind], sliding_window=5)
     torch.manual_seed(0)
-    return Counting(transformers.AutoModelForCausalLM.from_config(config).eval().requires_grad_(False))
+    return Counting(
+        transformers.AutoModelForCausalLM.from_config(config).eval().requires_grad_(False)
+    )
 
 
 @pytest.mark.parametrize("kind", WINDOWS)
-def test_a_planted_counter_that_nobody_sees_gives_other_logits(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_planted_counter_that_nobody_sees_gives_other_logits(
+    kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     assert kind in KINDS, "it is drawn"
     expected = logits(counting(kind), graph=False)
-    with pytest.raises(CaptureError, match=r"cumulative_length_int of the module changes from 0 to 6"):
+    with pytest.raises(
+        CaptureError, match=r"cumulative_length_int of the module changes from 0 to 6"
+    ):
         logits(counting(kind), graph=True)
     monkeypatch.setattr(Snapshot, "changes", lambda self, state=frozenset(): iter(()))
     difference = logits(counting(kind), graph=True) - expected

@@ -32,7 +32,9 @@ def reading(name: str) -> Callable[[Any], Any]:
     """The change of a layer that reads what another one carries."""
 
     def change(layer: Any) -> Any:
-        def run(params: Any, kv_pages: Tensor, batch: ResolvedBatch, tables: Any, hidden: Tensor) -> Any:
+        def run(
+            params: Any, kv_pages: Tensor, batch: ResolvedBatch, tables: Any, hidden: Tensor
+        ) -> Any:
             hidden, kv_pages = layer(params, kv_pages, batch, tables, hidden)
             return hidden + batch.per_token(batch.carried[name]).sum(-1, keepdim=True), kv_pages
 
@@ -80,18 +82,29 @@ def run_two(model: Model, **options: Any) -> Any:
 WRONG: list[tuple[Callable[[Model], Any], str]] = [
     (lambda m: m.with_stages(carries={"a": 3}), "a dict of the values before the first token"),
     (lambda m: m.with_stages(prefix_caching="sometimes"), "one of full, recompute, snapshot, none"),
-    (lambda m: m.with_stages(carries={"a": ONE}, prefix_caching="full"), "carries, which skipped tokens do not have"),
     (
-        lambda m: m.with_stages(carries={"a": ONE}, prefix_caching="snapshot").with_stages(captures={"b": ONE}),
+        lambda m: m.with_stages(carries={"a": ONE}, prefix_caching="full"),
+        "carries, which skipped tokens do not have",
+    ),
+    (
+        lambda m: m.with_stages(carries={"a": ONE}, prefix_caching="snapshot").with_stages(
+            captures={"b": ONE}
+        ),
         r"prefix_caching='snapshot'[\s\S]*captures, which skipped[\s\S]*'recompute' or 'none'",
     ),
-    (lambda m: m.with_stages(prefix_caching="snapshot"), "no carries, so that there is nothing to keep"),
+    (
+        lambda m: m.with_stages(prefix_caching="snapshot"),
+        "no carries, so that there is nothing to keep",
+    ),
     (lambda m: run_two(m, layers={0: GOOD}), "do not declare; they declare none"),
     (
         lambda m: run_two(m, layers={0: carrying(lambda hidden: hidden[:1])}, carries={"a": ONE}),
         r"a tensor \[\d+, 1\]: \[1\] for each token",
     ),
-    (lambda m: run_two(m, layers={0: carrying(lambda hidden: 3)}, carries={"a": ONE}), "for each token of the batch"),
+    (
+        lambda m: run_two(m, layers={0: carrying(lambda hidden: 3)}, carries={"a": ONE}),
+        "for each token of the batch",
+    ),
     (
         lambda m: run_two(m, layers={0: GOOD, 1: GOOD}, carries={"a": ONE}),
         "in layer 1[\\s\\S]*the second call in a step: layer 0 carries it",
@@ -112,7 +125,10 @@ WRONG: list[tuple[Callable[[Model], Any], str]] = [
     ),
     (
         lambda m: run_two(
-            m, layers={0: GOOD}, carries={"a": ONE}, logits=lambda x, rows, extras: (carry("a", x), x)[1]
+            m,
+            layers={0: GOOD},
+            carries={"a": ONE},
+            logits=lambda x, rows, extras: (carry("a", x), x)[1],
         ),
         "a call from logits",
     ),
@@ -124,7 +140,10 @@ SPLIT: list[tuple[dict[str, Any], str]] = [
         {"layers": {0: GOOD, 4: GOOD}, "carries": {"a": ONE}},
         r"carry\('a', value\) in layer 4[\s\S]*the second call in a step: layer 0 carries it",
     ),
-    ({"layers": {1: GOOD}, "carries": {"a": ONE, "b": ONE}}, r"no function that calls weft.stages.carry\('b', value\)"),
+    (
+        {"layers": {1: GOOD}, "carries": {"a": ONE, "b": ONE}},
+        r"no function that calls weft.stages.carry\('b', value\)",
+    ),
     (
         {"layers": {5: sowing("a")}, "captures": {"a": ONE, "b": ONE}},
         r"no function that calls weft.stages.sow\('b', value\)",
@@ -141,11 +160,15 @@ def test_several_stages_refuse_what_one_refuses(
 ) -> None:
     own = model.with_stages(**options)
     with pytest.raises(ProgramError, match=text):
-        generate(own, ["A list is"], max_tokens=2, pipeline=stages, graph=graph, transport=transport())
+        generate(
+            own, ["A list is"], max_tokens=2, pipeline=stages, graph=graph, transport=transport()
+        )
 
 
 def test_the_warm_up_of_a_pipeline_finds_what_nobody_captures(model: Model) -> None:
-    engine = Engine(model.with_stages(layers={5: sowing("a")}, captures={"a": ONE, "b": ONE}), pipeline=2)
+    engine = Engine(
+        model.with_stages(layers={5: sowing("a")}, captures={"a": ONE, "b": ONE}), pipeline=2
+    )
     with pytest.raises(ProgramError, match=r"no function that calls weft.stages.sow\('b', value\)"):
         engine.warm_up()
 
@@ -165,7 +188,9 @@ def test_what_is_sown_or_carried_in_some_steps_only_is_refused(
     """The other steps would have zeros, and hand on an old value."""
 
     def of_prompts(layer: Any) -> Any:
-        def run(params: Any, kv_pages: Tensor, batch: ResolvedBatch, tables: Any, hidden: Tensor) -> Any:
+        def run(
+            params: Any, kv_pages: Tensor, batch: ResolvedBatch, tables: Any, hidden: Tensor
+        ) -> Any:
             hidden, kv_pages = layer(params, kv_pages, batch, tables, hidden)
             if batch.descriptor.query_len is None:
                 verb("a", hidden)
@@ -175,7 +200,9 @@ def test_what_is_sown_or_carried_in_some_steps_only_is_refused(
 
     declared: Any = {option: {"a": torch.zeros(model.config.hidden_size)}}
     own = model.with_stages(layers={0: of_prompts}, **declared)
-    with pytest.raises(ProgramError, match=rf"no function that calls weft.stages.{verb.__name__}\('a', value\)"):
+    with pytest.raises(
+        ProgramError, match=rf"no function that calls weft.stages.{verb.__name__}\('a', value\)"
+    ):
         generate(own, ["A list is"], max_tokens=3, pipeline=pipeline, graph="none")
 
 

@@ -1,4 +1,5 @@
-"""Stages of one's own in an engine: what transformers computes with hooks, and errors that name what is wrong."""
+"""Stages of one's own in an engine: what transformers computes with hooks, and errors that name
+what is wrong."""
 
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -66,7 +67,9 @@ def plus(vector: Tensor) -> Callable[[Any], Any]:
     """The change of a layer that adds a vector to its result."""
 
     def change(layer: Any) -> Any:
-        def run(params: Any, kv_pages: Tensor, batch: ResolvedBatch, tables: Any, hidden: Tensor) -> Any:
+        def run(
+            params: Any, kv_pages: Tensor, batch: ResolvedBatch, tables: Any, hidden: Tensor
+        ) -> Any:
             hidden, kv_pages = layer(params, kv_pages, batch, tables, hidden)
             return hidden + vector, kv_pages
 
@@ -78,7 +81,9 @@ def plus(vector: Tensor) -> Callable[[Any], Any]:
 def test_a_steered_layer_is_transformers_with_a_hook(model: Model, reference: Any) -> None:
     vector = torch.randn(model.config.hidden_size, generator=torch.Generator().manual_seed(0))
     reference.model.layers[STEERED].register_forward_hook(
-        lambda module, args, out: (out[0] + vector, *out[1:]) if isinstance(out, tuple) else out + vector
+        lambda module, args, out: (
+            (out[0] + vector, *out[1:]) if isinstance(out, tuple) else out + vector
+        )
     )
     expected = said(reference, model)
     assert expected != tokens(model)
@@ -87,7 +92,9 @@ def test_a_steered_layer_is_transformers_with_a_hook(model: Model, reference: An
         assert tokens(steered, **way) == expected, way
 
 
-def test_a_feed_forward_of_ones_own_is_transformers_with_a_hook(model: Model, reference: Any) -> None:
+def test_a_feed_forward_of_ones_own_is_transformers_with_a_hook(
+    model: Model, reference: Any
+) -> None:
     for layer in reference.model.layers:
         layer.mlp.register_forward_hook(lambda module, args, out: 0.5 * out)
 
@@ -140,7 +147,9 @@ def test_logits_of_ones_own(model: Model) -> None:
             1, torch.tensor([*model.encode(PROMPTS[0])[1:], *changed.token_ids])[:, None]
         )
         found = [*(changed.prompt_logprobs or []), *changed.logprobs]
-        torch.testing.assert_close(torch.tensor(found), wanted[: len(found), 0], atol=1e-4, rtol=1e-4)
+        torch.testing.assert_close(
+            torch.tensor(found), wanted[: len(found), 0], atol=1e-4, rtol=1e-4
+        )
 
 
 def all_logits(model: Model, ids: list[int]) -> Tensor:
@@ -156,7 +165,9 @@ def test_changes_follow_one_another(model: Model) -> None:
     ones = torch.ones(model.config.hidden_size)
 
     def doubled(layer: Any) -> Any:
-        def run(params: Any, kv_pages: Tensor, batch: ResolvedBatch, tables: Any, hidden: Tensor) -> Any:
+        def run(
+            params: Any, kv_pages: Tensor, batch: ResolvedBatch, tables: Any, hidden: Tensor
+        ) -> Any:
             hidden, kv_pages = layer(params, kv_pages, batch, tables, hidden)
             return 2 * hidden, kv_pages
 
@@ -168,7 +179,8 @@ def test_changes_follow_one_another(model: Model) -> None:
 
 
 def test_a_transformed_stage_runs_in_every_way(model: Model) -> None:
-    """A transform of whole stages, which sees the state and the batch: here it changes nothing but a count."""
+    """A transform of whole stages, which sees the state and the batch: here it changes nothing but
+    a count."""
     seen = []
 
     def counted(stage: Any) -> Any:
@@ -187,7 +199,10 @@ def test_a_transformed_stage_runs_in_every_way(model: Model) -> None:
 
 def test_a_stage_without_attention_is_one_piece(model: Model) -> None:
     def alone(layer: Any) -> Any:
-        return lambda params, kv_pages, batch, tables, hidden: (hidden + torch.tanh(hidden), kv_pages)
+        return lambda params, kv_pages, batch, tables, hidden: (
+            hidden + torch.tanh(hidden),
+            kv_pages,
+        )
 
     count = model.config.num_layers
     half = model.with_stages(layers=dict.fromkeys(range(count // 2, count), alone))
@@ -198,10 +213,15 @@ def test_a_stage_without_attention_is_one_piece(model: Model) -> None:
 
 def test_functions_print_as_what_they_are_and_name_their_policy() -> None:
     value = {"a": torch.zeros(2)}
-    assert str(StageFunctions(batch_invariant=True, reduction_leaves=4)) == "batch invariant, 4 reduction leaves"
+    assert (
+        str(StageFunctions(batch_invariant=True, reduction_leaves=4))
+        == "batch invariant, 4 reduction leaves"
+    )
     assert str(StageFunctions(extras=value)) == "extra a: [2] torch.float32"
     assert str(StageFunctions(carries=value)) == "carried a: [2] torch.float32"
-    policies = [StageFunctions(**names).policy for names in ({}, {"captures": value}, {"carries": value})]
+    policies = [
+        StageFunctions(**names).policy for names in ({}, {"captures": value}, {"carries": value})
+    ]
     assert policies == ["full", "none", "none"]
     assert StageFunctions(captures=value, prefix_caching="recompute").policy == "recompute"
 
@@ -230,7 +250,9 @@ def sowing_logits(logits: Tensor, rows: Tensor, extras: Mapping[str, Tensor]) ->
 
 def test_an_error_says_in_which_function_it_was_raised(model: Model) -> None:
     def change(layer: Any) -> Any:
-        return lambda params, pages, batch, *rest: layer(params, pages, batch, *rest) + batch.extras["vctor"]
+        return lambda params, pages, batch, *rest: (
+            layer(params, pages, batch, *rest) + batch.extras["vctor"]
+        )
 
     own = model.with_stages(layers={1: change}, extras={"vector": torch.zeros(2)})
     with pytest.raises(KeyError, match="vctor") as found:
@@ -239,13 +261,21 @@ def test_an_error_says_in_which_function_it_was_raised(model: Model) -> None:
 
 
 READ: list[tuple[Callable[[Any], Any], str]] = [
-    (lambda batch: batch.extras["a"], "; batch.extras has 'vector', batch.token_extras has 'patch'"),
-    (lambda batch: batch.token_extras["vector"], "; batch.extras has 'vector', batch.token_extras has 'patch'"),
+    (
+        lambda batch: batch.extras["a"],
+        "; batch.extras has 'vector', batch.token_extras has 'patch'",
+    ),
+    (
+        lambda batch: batch.token_extras["vector"],
+        "; batch.extras has 'vector', batch.token_extras has 'patch'",
+    ),
 ]
 
 
 @pytest.mark.parametrize(("read", "known"), READ)
-def test_an_unknown_name_is_answered_with_the_known_ones(model: Model, read: Callable[[Any], Any], known: str) -> None:
+def test_an_unknown_name_is_answered_with_the_known_ones(
+    model: Model, read: Callable[[Any], Any], known: str
+) -> None:
     def own(config: Any, layer: Any, batch: ResolvedBatch, x: Any) -> Any:
         return read(batch)
 
@@ -282,7 +312,11 @@ def test_tensors_that_require_grad_may_be_read(model: Model) -> None:
         assert len(engine.graphs) == (0 if graph == "none" else stages)
         assert all(own.cache_info().replays for own in engine.graphs)
         assert not any(output.captured["probe"].requires_grad for output in outputs)
-        assert not any(leaf.requires_grad for leaf in tree_leaves(engine._executor.state) if isinstance(leaf, Tensor))
+        assert not any(
+            leaf.requires_grad
+            for leaf in tree_leaves(engine._executor.state)
+            if isinstance(leaf, Tensor)
+        )
 
 
 def halved(x: Any) -> Any:
@@ -298,19 +332,38 @@ WRONG: list[tuple[Callable[[Model], Any], str]] = [
     (lambda model: model.with_stages(layers={0: 3}), "a dict from a layer's index"),
     (lambda model: model.with_stages(prefix_caching="all"), "prefix_caching"),
     (
-        lambda model: said_by(model.with_stages(layers={1: plus(torch.zeros(1, dtype=torch.float64))})),
+        lambda model: said_by(
+            model.with_stages(layers={1: plus(torch.zeros(1, dtype=torch.float64))})
+        ),
         "layer 1 of with_stages.*\n.*float64",
     ),
     (
         lambda model: said_by(model.with_stages(layers={1: lambda layer: lambda *args: args[-1]})),
         "layer 1 of with_stages",
     ),
-    (lambda model: said_by(model.with_stages(layers={1: lambda layer: None})), "layers={1: ...}.layer."),
-    (lambda model: said_by(model.with_stages(feed_forward=lambda *args: args[-1].plain[:1])), "feed_forward of with"),
-    (lambda model: said_by(model.with_stages(feed_forward=lambda *args: args[-1])), "it returned a Normed"),
-    (lambda model: said_by(model.with_stages(logits=lambda logits, rows, extras: logits[:, :10])), "logits of with"),
+    (
+        lambda model: said_by(model.with_stages(layers={1: lambda layer: None})),
+        "layers={1: ...}.layer.",
+    ),
+    (
+        lambda model: said_by(model.with_stages(feed_forward=lambda *args: args[-1].plain[:1])),
+        "feed_forward of with",
+    ),
+    (
+        lambda model: said_by(model.with_stages(feed_forward=lambda *args: args[-1])),
+        "it returned a Normed",
+    ),
+    (
+        lambda model: said_by(
+            model.with_stages(logits=lambda logits, rows, extras: logits[:, :10])
+        ),
+        "logits of with",
+    ),
     (lambda model: generate(sowing(model), PROMPTS, max_tokens=2, pipeline=2), "from logits"),
-    (lambda model: said_by(model.with_stages(captures={"a": torch.zeros(())})), "no function that calls"),
+    (
+        lambda model: said_by(model.with_stages(captures={"a": torch.zeros(())})),
+        "no function that calls",
+    ),
     (lambda model: said_by(model.with_stages(lambda stage: 3)), "a stage: a function"),
     (
         lambda model: said_by(model.with_stages(lambda stage: lambda x: x)),
@@ -329,8 +382,14 @@ WRONG: list[tuple[Callable[[Model], Any], str]] = [
         lambda model: model.with_stages(attention=halved),
         r"halved\(x.*\n.*\(config, layer, kv_pages, batch, tables, x\)",
     ),
-    (lambda model: model.with_stages(attend=halved), r"halved\(x.*\n.*\(config, layer, q, kv_pages, batch\) -> mixed"),
-    (lambda model: model.with_stages(logits=halved), r"halved\(x.*\n.*\(logits, rows, extras\) -> logits"),
+    (
+        lambda model: model.with_stages(attend=halved),
+        r"halved\(x.*\n.*\(config, layer, q, kv_pages, batch\) -> mixed",
+    ),
+    (
+        lambda model: model.with_stages(logits=halved),
+        r"halved\(x.*\n.*\(logits, rows, extras\) -> logits",
+    ),
     (
         lambda model: model.with_stages(norm=lambda weight, eps, added, hidden: None),
         r"\(weight, eps, added, hidden\)\n.*\(weight, eps, added, hidden, \*, quantized\)",
@@ -348,7 +407,9 @@ WRONG: list[tuple[Callable[[Model], Any], str]] = [
         "it returned a State",
     ),
     (
-        lambda model: said_by(model.with_stages(lambda stage: lambda *args: (None, stage(*args)[1]))),
+        lambda model: said_by(
+            model.with_stages(lambda stage: lambda *args: (None, stage(*args)[1]))
+        ),
         "a state of another structure",
     ),
 ]

@@ -54,13 +54,18 @@ class Assigns(nn.Module):
 
 
 def network() -> nn.Module:
-    return nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3), nn.ReLU(), nn.BatchNorm1d(3, momentum=0.5))
+    return nn.Sequential(
+        nn.Linear(4, 3), nn.BatchNorm1d(3), nn.ReLU(), nn.BatchNorm1d(3, momentum=0.5)
+    )
 
 
 MODULES: dict[str, tuple[Callable[[], nn.Module], Tensor]] = {
     "linear": (lambda: nn.Linear(4, 2), torch.arange(12.0).view(3, 4)),
     "batch norm": (network, torch.arange(12.0).view(3, 4) ** 2),
-    "no tracked statistics": (lambda: nn.BatchNorm1d(4, track_running_stats=False), torch.arange(12.0).view(3, 4)),
+    "no tracked statistics": (
+        lambda: nn.BatchNorm1d(4, track_running_stats=False),
+        torch.arange(12.0).view(3, 4),
+    ),
     "in eval mode": (lambda: network().eval(), torch.arange(12.0).view(3, 4)),
     "no parameters": (nn.Flatten, torch.arange(12.0).view(3, 2, 2)),
     "tied": (Tied, torch.tensor([0, 3, 3, 1])),
@@ -95,7 +100,9 @@ def test_graphified_it_is_the_same(name: str) -> None:
 
 
 def test_a_module_that_reads_a_buffer_on_the_host_runs_eagerly_only() -> None:
-    module = nn.BatchNorm1d(4, momentum=None)  # a cumulative average: it divides by its counter, on the host
+    module = nn.BatchNorm1d(
+        4, momentum=None
+    )  # a cumulative average: it divides by its counter, on the host
     made, reference, x = from_module(module), copy.deepcopy(module), torch.arange(12.0).view(3, 4)
     state, _ = made.stage(made.params, clone(made.state), x, None)
     reference(x)
@@ -106,7 +113,9 @@ def test_a_module_that_reads_a_buffer_on_the_host_runs_eagerly_only() -> None:
 
 
 def stages() -> tuple[list[ModuleStage], list[nn.Module]]:
-    modules = [seeded(make) for make in (network, lambda: nn.Linear(3, 3), lambda: nn.BatchNorm1d(3))]
+    modules = [
+        seeded(make) for make in (network, lambda: nn.Linear(3, 3), lambda: nn.BatchNorm1d(3))
+    ]
     return [from_module(m) for m in modules], [copy.deepcopy(m) for m in modules]
 
 
@@ -125,10 +134,15 @@ def test_in_a_pipeline(build: Any, graphs: bool) -> None:
 
 @pytest.mark.parametrize("whole", [True, False])
 def test_stages_that_share_a_module_run_on_threads_of_their_own(whole: bool) -> None:
-    """The stages have other parameters, and give them to the same parts, which one thread must not see of another."""
-    module = seeded(lambda: nn.Sequential(*[nn.Sequential(nn.Linear(4, 4), nn.Tanh()) for _ in range(20)]))
+    """The stages have other parameters, and give them to the same parts, which one thread must not
+    see of another."""
+    module = seeded(
+        lambda: nn.Sequential(*[nn.Sequential(nn.Linear(4, 4), nn.Tanh()) for _ in range(20)])
+    )
     made = [from_module(module), from_module(module if whole else module[:15])]
-    params = [{name: p * (1 + index) for name, p in own.params.items()} for index, own in enumerate(made)]
+    params = [
+        {name: p * (1 + index) for name, p in own.params.items()} for index, own in enumerate(made)
+    ]
     stages, x = [own.stage for own in made], torch.arange(64.0).view(16, 4)
     _, wanted = pipeline(stages, microbatches=8)(params, [{}, {}], x)
     threads = Threads()
@@ -249,7 +263,9 @@ def test_a_graph_draws_the_numbers_that_the_module_draws(name: str) -> None:
     assert str(outs[0]) != str(outs[1])
     module.eval()
     _, out = step(made.params, state, inputs, None)
-    assert_equal(f"{LAW}: eval", out, module(*inputs) if isinstance(inputs, tuple) else module(inputs))
+    assert_equal(
+        f"{LAW}: eval", out, module(*inputs) if isinstance(inputs, tuple) else module(inputs)
+    )
     assert step.cache_info().captures == 2
 
 
@@ -277,4 +293,6 @@ def test_a_module_of_torchscript(script: Any) -> None:
     made = from_module(script(module))
     assert_equal(LAW, graphify(made.stage)(made.params, {}, X, None)[1], module(X))
     larger = {name: value + 1 for name, value in made.params.items()}
-    assert_equal(LAW, made.stage(larger, {}, X, None)[1], torch.func.functional_call(module, larger, (X,)))
+    assert_equal(
+        LAW, made.stage(larger, {}, X, None)[1], torch.func.functional_call(module, larger, (X,))
+    )

@@ -1,4 +1,5 @@
-"""from_module: what it refuses, and what a graph of a module refuses; the module is left as it was."""
+"""from_module: what it refuses, and what a graph of a module refuses; the module is left as it was.
+"""
 
 import copy
 import random
@@ -68,7 +69,11 @@ CHANGES: dict[str, tuple[Callable[[Any, Tensor], Any], str, str]] = {
         "inner.count",
         "changes from 0 to 1 while it runs",
     ),
-    "a tensor": (lambda module, x: setattr(module, "last", module.last + x), "inner.last", "changes while it runs"),
+    "a tensor": (
+        lambda module, x: setattr(module, "last", module.last + x),
+        "inner.last",
+        "changes while it runs",
+    ),
     "a list": (lambda module, x: module.seen.append(1), "inner.seen", "changes while it runs"),
     "a new attribute": (
         lambda module, x: setattr(module, "fresh", module.count),
@@ -79,7 +84,9 @@ CHANGES: dict[str, tuple[Callable[[Any, Tensor], Any], str, str]] = {
 
 
 @pytest.mark.parametrize("name", CHANGES)
-def test_what_a_module_keeps_in_attributes_is_refused_in_a_graph_and_left_as_it_was(name: str) -> None:
+def test_what_a_module_keeps_in_attributes_is_refused_in_a_graph_and_left_as_it_was(
+    name: str,
+) -> None:
     change, path, how = CHANGES[name]
     module = nn.Sequential(OrderedDict(inner=Keeps(change)))
     made, key = from_module(module), path.partition(".")[2]
@@ -95,7 +102,8 @@ def test_what_a_module_keeps_in_attributes_is_refused_in_a_graph_and_left_as_it_
 
 
 @pytest.mark.parametrize(
-    "hook", [nn.utils.spectral_norm, lambda module: prune.random_unstructured(module, "weight", 0.5)]
+    "hook",
+    [nn.utils.spectral_norm, lambda module: prune.random_unstructured(module, "weight", 0.5)],
 )
 def test_a_weight_that_a_hook_computes_is_refused_in_a_graph(hook: Any) -> None:
     made = from_module(nn.Sequential(hook(nn.Linear(4, 2))))
@@ -105,8 +113,12 @@ def test_a_weight_that_a_hook_computes_is_refused_in_a_graph(hook: Any) -> None:
         graphify(made.stage)(made.params, made.state, X, None)
 
 
-@pytest.mark.parametrize(("name", "draw"), [("random", random.random), ("numpy.random", np.random.rand)])
-def test_draws_that_are_not_torchs_are_refused_in_a_graph(name: str, draw: Callable[[], float]) -> None:
+@pytest.mark.parametrize(
+    ("name", "draw"), [("random", random.random), ("numpy.random", np.random.rand)]
+)
+def test_draws_that_are_not_torchs_are_refused_in_a_graph(
+    name: str, draw: Callable[[], float]
+) -> None:
     class Draws(nn.Module):
         def forward(self, x: Tensor) -> Tensor:
             return x * draw()
@@ -116,7 +128,10 @@ def test_draws_that_are_not_torchs_are_refused_in_a_graph(name: str, draw: Calla
     wanted = draw()
     random.seed(0)
     np.random.seed(0)
-    seen, instead = f"a draw from {name}, which a replay does not repeat", "a draw from torch: torch.rand(...)"
+    seen, instead = (
+        f"a draw from {name}, which a replay does not repeat",
+        "a draw from torch: torch.rand(...)",
+    )
     with refused(CaptureError, "graphify(stage Draws)", seen, instead):
         graphify(from_module(Draws()).stage)({}, {}, X, None)
     assert draw() == wanted
@@ -137,7 +152,9 @@ def test_draws_that_are_not_torchs_are_refused_in_a_graph(name: str, draw: Calla
         ),
     ],
 )
-def test_a_run_that_makes_what_has_no_place_in_the_state(change: Any, seen: str, instead: str) -> None:
+def test_a_run_that_makes_what_has_no_place_in_the_state(
+    change: Any, seen: str, instead: str
+) -> None:
     made = from_module(Keeps(change))
     with refused(ProgramError, "stage Keeps(params, state, ...)", seen, instead):
         made.stage(made.params, made.state, X, None)
@@ -163,12 +180,20 @@ class Views(nn.Module):
             "weight, which has no shape yet",
             "call the module once on inputs before that",
         ),
-        (Views(1), None, "Views(...)", "buffers a and b, which share memory", "a clone() of one of them"),
+        (
+            Views(1),
+            None,
+            "Views(...)",
+            "buffers a and b, which share memory",
+            "a clone() of one of them",
+        ),
         (Views(0), 3, "Views(...)", "call=3, an int", "call=lambda module, batch, x: module(...)"),
         (nn.Linear, None, "module", "Linear, the class", "a module of it: Linear(...)"),
     ],
 )
-def test_modules_that_are_refused(module: Any, call: Any, written: str, seen: str, instead: str) -> None:
+def test_modules_that_are_refused(
+    module: Any, call: Any, written: str, seen: str, instead: str
+) -> None:
     with refused(ProgramError, f"weft.stages.from_module({written})", seen, instead):
         from_module(module, call=call)
 

@@ -1,4 +1,5 @@
-"""Modules of transformers, diffusers and timm as stages: equal to themselves in bits, in a graph too, or refused."""
+"""Modules of transformers, diffusers and timm as stages: equal to themselves in bits, in a graph
+too, or refused."""
 
 import copy
 from collections.abc import Callable
@@ -19,7 +20,13 @@ LAW = "a stage is its module"
 IDS = torch.arange(14).view(2, 7) % 11 + 1
 TEXT = {"input_ids": IDS, "attention_mask": (torch.arange(7) < torch.tensor([[7], [5]])).long()}
 IMAGES = {"pixel_values": torch.linspace(-1, 1, 2 * 3 * 32 * 32).view(2, 3, 32, 32)}
-SMALL = {"vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 64}
+SMALL = {
+    "vocab_size": 64,
+    "hidden_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "intermediate_size": 64,
+}
 CONV = {"hidden_sizes": [8, 16], "depths": [1, 1]}
 
 TRANSFORMERS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
@@ -36,7 +43,11 @@ TRANSFORMERS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     ),
     "GPTNeoXForCausalLM": ("GPTNeoXConfig", SMALL, {**TEXT, "use_cache": False}),
     "BertForMaskedLM": ("BertConfig", SMALL, {**TEXT, "labels": IDS}),
-    "DebertaV2Model": ("DebertaV2Config", {**SMALL, "relative_attention": True, "pos_att_type": ["p2c", "c2p"]}, TEXT),
+    "DebertaV2Model": (
+        "DebertaV2Config",
+        {**SMALL, "relative_attention": True, "pos_att_type": ["p2c", "c2p"]},
+        TEXT,
+    ),
     "XLNetModel": (
         "XLNetConfig",
         {"vocab_size": 64, "d_model": 32, "n_layer": 2, "n_head": 4, "d_inner": 64},
@@ -52,10 +63,21 @@ TRANSFORMERS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
         {"vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 2, "state_size": 4},
         {"input_ids": IDS, "use_cache": False},
     ),
-    "ViTForImageClassification": ("ViTConfig", {**SMALL, "image_size": 32, "patch_size": 8}, IMAGES),
+    "ViTForImageClassification": (
+        "ViTConfig",
+        {**SMALL, "image_size": 32, "patch_size": 8},
+        IMAGES,
+    ),
     "SwinModel": (
         "SwinConfig",
-        {"embed_dim": 16, "depths": [2, 2], "num_heads": [2, 4], "window_size": 4, "image_size": 32, "patch_size": 2},
+        {
+            "embed_dim": 16,
+            "depths": [2, 2],
+            "num_heads": [2, 4],
+            "window_size": 4,
+            "image_size": 32,
+            "patch_size": 2,
+        },
         IMAGES,
     ),
     "ResNetModel": ("ResNetConfig", {**CONV, "embedding_size": 8, "layer_type": "basic"}, IMAGES),
@@ -65,15 +87,24 @@ TRANSFORMERS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
 
 def moved(inputs: dict[str, Any], by: int) -> dict[str, Any]:
     """Inputs of the same shapes with other values: other tokens, brighter images."""
-    floats = {name: x + 0.1 * by for name, x in inputs.items() if isinstance(x, Tensor) and x.is_floating_point()}
+    floats = {
+        name: x + 0.1 * by
+        for name, x in inputs.items()
+        if isinstance(x, Tensor) and x.is_floating_point()
+    }
     ids = {
-        name: (inputs[name] + by) % 11 + 1 for name in ("input_ids", "decoder_input_ids", "labels") if name in inputs
+        name: (inputs[name] + by) % 11 + 1
+        for name in ("input_ids", "decoder_input_ids", "labels")
+        if name in inputs
     }
     return {**inputs, **floats, **ids}
 
 
-def check_equal_to_itself(make: Callable[[], Any], inputs: dict[str, Any], training: bool, device: str = "cpu") -> None:
-    """Three calls of the stage and of its graph against the module: outputs, buffers, and the numbers drawn."""
+def check_equal_to_itself(
+    make: Callable[[], Any], inputs: dict[str, Any], training: bool, device: str = "cpu"
+) -> None:
+    """Three calls of the stage and of its graph against the module: outputs, buffers, and the
+    numbers drawn."""
     torch.manual_seed(0)
     module = make().to(device).train(training).requires_grad_(False)
     inputs = {name: x.to(device) if isinstance(x, Tensor) else x for name, x in inputs.items()}
@@ -111,8 +142,8 @@ def of_transformers(name: str) -> tuple[Callable[[], Any], dict[str, Any]]:
 @pytest.mark.parametrize("training", [False, True], ids=["eval", "train"])
 @pytest.mark.parametrize("name", ["GPT2LMHeadModel", "BertForMaskedLM", "ResNetModel"])
 def test_of_transformers_on_a_gpu(name: str, training: bool) -> None:
-    """Models whose eager run has the same kernels as the captured one, with a padded mask or without any. (A ViT's has
-    not: `torch.cuda.graph` of the module itself differs in last bits.)"""
+    """Models whose eager run has the same kernels as the captured one, with a padded mask or
+    without any. (A ViT's has not: `torch.cuda.graph` of the module itself differs in last bits.)"""
     make, inputs = of_transformers(name)
     with torch.backends.cudnn.flags(enabled=True, benchmark=False, deterministic=True):
         check_equal_to_itself(make, inputs, training, "cuda")
@@ -121,11 +152,17 @@ def test_of_transformers_on_a_gpu(name: str, training: bool) -> None:
 def test_what_a_graph_cannot_hold_of_transformers_is_refused_with_a_remedy() -> None:
     transformers = pytest.importorskip("transformers")
     made = from_module(transformers.LlamaForCausalLM(transformers.LlamaConfig(**SMALL)))
-    with pytest.raises(CaptureError, match=r"(past_key_values|cache)'. is of class DynamicCache.*\n.*instead: return"):
+    with pytest.raises(
+        CaptureError,
+        match=r"(past_key_values|cache)'. is of class DynamicCache.*\n.*instead: return",
+    ):
         graphify(made.stage)(made.params, made.state, TEXT, None)
-    longformer = transformers.LongformerConfig(**SMALL, attention_window=4, max_position_embeddings=64)
+    longformer = transformers.LongformerConfig(
+        **SMALL, attention_window=4, max_position_embeddings=64
+    )
     made = from_module(transformers.LongformerModel(longformer))
-    # Where a mask chooses what one number is written to, torch 2.15 needs no shape that depends on data.
+    # Where a mask chooses what one number is written to, torch 2.15 needs no shape that depends on
+    # data.
     why = r"(a boolean mask|Tensor\.item).*\n.*modeling_longformer.*\n.*instead: .*torch\.where"
     with pytest.raises(CaptureError, match=why):
         graphify(made.stage)(made.params, made.state, TEXT, None)
@@ -134,21 +171,35 @@ def test_what_a_graph_cannot_hold_of_transformers_is_refused_with_a_remedy() -> 
 def test_states_in_attributes_and_draws_of_numpy_in_transformers_are_refused() -> None:
     transformers = pytest.importorskip("transformers")
     arguments = {**SMALL, "num_hidden_layers": 3, "intermediate_size": 96, "lru_width": 32}
-    made = from_module(transformers.RecurrentGemmaForCausalLM(transformers.RecurrentGemmaConfig(**arguments)))
+    made = from_module(
+        transformers.RecurrentGemmaForCausalLM(transformers.RecurrentGemmaConfig(**arguments))
+    )
     seen = "model.layers.0.temporal_block.rg_lru.recurrent_states of the module changes while it runs, <any>"
     with refused(
-        CaptureError, "graphify(stage RecurrentGemmaForCausalLM)", seen, "return it, or register_buffer(<any>"
+        CaptureError,
+        "graphify(stage RecurrentGemmaForCausalLM)",
+        seen,
+        "return it, or register_buffer(<any>",
     ):
         graphify(made.stage)(made.params, made.state, {**TEXT, "use_cache": False}, None)
-    config = transformers.BigBirdConfig(**SMALL, block_size=4, num_random_blocks=1, max_position_embeddings=64)
+    config = transformers.BigBirdConfig(
+        **SMALL, block_size=4, num_random_blocks=1, max_position_embeddings=64
+    )
     made = from_module(transformers.BigBirdModel(config).train())
-    seen, instead = "a draw from numpy.random, which a replay does not repeat", "a draw from torch: torch.rand(...)"
+    seen, instead = (
+        "a draw from numpy.random, which a replay does not repeat",
+        "a draw from torch: torch.rand(...)",
+    )
     with refused(CaptureError, "graphify(stage BigBirdModel)", seen, instead):
-        graphify(made.stage)(made.params, made.state, {"input_ids": IDS.repeat(1, 10)[:, :64]}, None)
+        graphify(made.stage)(
+            made.params, made.state, {"input_ids": IDS.repeat(1, 10)[:, :64]}, None
+        )
 
 
 @pytest.mark.parametrize("training", [False, True], ids=["eval", "train"])
-@pytest.mark.parametrize("time", [torch.tensor(3), torch.tensor([3, 900])], ids=["one time", "a time each"])
+@pytest.mark.parametrize(
+    "time", [torch.tensor(3), torch.tensor([3, 900])], ids=["one time", "a time each"]
+)
 def test_a_unet_of_diffusers(training: bool, time: Tensor) -> None:
     diffusers = pytest.importorskip("diffusers")
     arguments = {
@@ -174,4 +225,6 @@ def test_a_unet_of_diffusers(training: bool, time: Tensor) -> None:
 )
 def test_of_timm(name: str, arguments: Any, training: bool) -> None:
     timm = pytest.importorskip("timm")
-    check_equal_to_itself(lambda: timm.create_model(name, **arguments), {"x": IMAGES["pixel_values"]}, training)
+    check_equal_to_itself(
+        lambda: timm.create_model(name, **arguments), {"x": IMAGES["pixel_values"]}, training
+    )

@@ -1,4 +1,5 @@
-"""Models that read beside another one: contrastive decoding as transformers computes it, in every way to run."""
+"""Models that read beside another one: contrastive decoding as transformers computes it, in every
+way to run."""
 
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -48,14 +49,19 @@ def amateur(expert: Model) -> Model:
     """The expert's first layers."""
     params = attrs.evolve(expert.params, layers=expert.params.layers[:LAYERS])
     (layout,) = split_layers(LAYERS, 1)
-    return Model(attrs.evolve(expert.config, num_layers=LAYERS), params, None, Path("amateur"), layout=layout)
+    return Model(
+        attrs.evolve(expert.config, num_layers=LAYERS), params, None, Path("amateur"), layout=layout
+    )
 
 
 @pytest.fixture(scope="module")
 def theirs() -> tuple[Any, Any]:
     """Transformers' expert and amateur."""
     transformers = pytest.importorskip("transformers")
-    whole, first = (transformers.AutoModelForCausalLM.from_pretrained(Path(DEMO), dtype=torch.float32) for _ in "12")
+    whole, first = (
+        transformers.AutoModelForCausalLM.from_pretrained(Path(DEMO), dtype=torch.float32)
+        for _ in "12"
+    )
     first.model.layers = first.model.layers[:LAYERS]
     return whole, first
 
@@ -76,7 +82,9 @@ def operators_of(expert: Model, amateur: Model, logits: Callable[..., Tensor]) -
     """The operators of a step that captures, and has extras and a model beside."""
     options: dict[str, Any] = {"beside": {"amateur": amateur}, "logits": logits}
     zero = torch.zeros(expert.config.hidden_size)
-    own = expert.with_stages(layers={1: watched}, captures={"early": zero}, extras={"vector": zero}, **options)
+    own = expert.with_stages(
+        layers={1: watched}, captures={"early": zero}, extras={"vector": zero}, **options
+    )
     runner = make_runner(own, Limits(2, 16), mode="none")
     state = make_state(own, runner.layouts, [8, 8])
     with Operators() as seen, torch.no_grad():
@@ -106,7 +114,8 @@ def reading(*names: str) -> Callable[..., Tensor]:
 
 
 def test_what_logits_do_not_read_is_not_computed(expert: Model, amateur: Model) -> None:
-    """What they read is computed once: a capture by one operator, the logits of the model beside by several."""
+    """What they read is computed once: a capture by one operator, the logits of the model beside by
+    several."""
     none, early, other, twice = (
         len(operators_of(expert, amateur, reading(*names)))
         for names in ((), ("early",), ("amateur",), ("amateur", "amateur"))
@@ -125,12 +134,15 @@ def logits_of(model: Model) -> Tensor:
     return out.logits
 
 
-def test_a_model_with_positions_in_three_parts_reads_text_beside_another(expert: Model, amateur: Model) -> None:
+def test_a_model_with_positions_in_three_parts_reads_text_beside_another(
+    expert: Model, amateur: Model
+) -> None:
     pairs = amateur.config.head_dim // 2
     rope = attrs.evolve(amateur.config.rope, mrope_section=(pairs - 2, 1, 1))
     in_parts = attrs.evolve(amateur, config=attrs.evolve(amateur.config, rope=rope))
     with_text, with_parts = (
-        logits_of(expert.with_stages(beside={"amateur": one}, logits=contrast)) for one in (amateur, in_parts)
+        logits_of(expert.with_stages(beside={"amateur": one}, logits=contrast))
+        for one in (amateur, in_parts)
     )
     torch.testing.assert_close(with_parts, with_text)
 
@@ -165,7 +177,9 @@ def expected(expert: Model, theirs: tuple[Any, Any]) -> list[list[int]]:
     for prompt in PROMPTS:
         ids = expert.encode(prompt)
         start = len(ids)
-        while len(ids) < start + 16 and (len(ids) == start or ids[-1] not in expert.config.eos_token_ids):
+        while len(ids) < start + 16 and (
+            len(ids) == start or ids[-1] not in expert.config.eos_token_ids
+        ):
             ids = [*ids, int(contrasted(theirs, ids)[-1].argmax())]
         found.append(ids[start:])
     return found
@@ -175,18 +189,24 @@ def tokens(model: Model, **options: Any) -> list[list[int]]:
     return [c.token_ids for c in generate(model, PROMPTS, max_tokens=16, **options)]
 
 
-def test_contrastive_decoding_is_that_of_transformers(expert: Model, amateur: Model, expected: list[list[int]]) -> None:
+def test_contrastive_decoding_is_that_of_transformers(
+    expert: Model, amateur: Model, expected: list[list[int]]
+) -> None:
     own = expert.with_stages(beside={"amateur": amateur}, logits=contrast)
     assert tokens(expert) != expected
     for way in WAYS:
         assert tokens(own, **way) == expected, way
 
 
-def test_pages_are_shared_preempted_and_forked(expert: Model, amateur: Model, expected: list[list[int]]) -> None:
+def test_pages_are_shared_preempted_and_forked(
+    expert: Model, amateur: Model, expected: list[list[int]]
+) -> None:
     own = expert.with_stages(beside={"amateur": amateur}, logits=contrast)
     ids = [expert.encode(prompt) for prompt in PROMPTS]
     longest = max(map(len, ids)) + 16
-    limits = EngineLimits(page_size=4, max_num_reqs=4, max_model_len=longest, max_num_tokens=16, num_pages=24)
+    limits = EngineLimits(
+        page_size=4, max_num_reqs=4, max_model_len=longest, max_num_tokens=16, num_pages=24
+    )
     engine = Engine(own, limits)
     names = {}
     for _ in range(2):  # the second time their prefixes are known
@@ -202,7 +222,9 @@ def test_pages_are_shared_preempted_and_forked(expert: Model, amateur: Model, ex
     assert stats.prefix_tokens > 0
 
 
-def test_logprobs_of_prompts_are_of_the_changed_logits(expert: Model, amateur: Model, theirs: tuple[Any, Any]) -> None:
+def test_logprobs_of_prompts_are_of_the_changed_logits(
+    expert: Model, amateur: Model, theirs: tuple[Any, Any]
+) -> None:
     own = expert.with_stages(beside={"amateur": amateur}, logits=contrast)
     ids = expert.encode(PROMPTS[0])
     wanted = contrasted(theirs, ids).log_softmax(-1)[range(len(ids) - 1), ids[1:]].tolist()
@@ -212,9 +234,13 @@ def test_logprobs_of_prompts_are_of_the_changed_logits(expert: Model, amateur: M
         assert found.prompt_logprobs == pytest.approx(wanted, abs=1e-3), way
 
 
-def test_parameters_of_a_model_beside_that_change_are_noticed(expert: Model, amateur: Model) -> None:
+def test_parameters_of_a_model_beside_that_change_are_noticed(
+    expert: Model, amateur: Model
+) -> None:
     params = tree_map(lambda x: x.clone() if isinstance(x, Tensor) else x, amateur.params)
-    own = expert.with_stages(beside={"amateur": attrs.evolve(amateur, params=params)}, logits=contrast)
+    own = expert.with_stages(
+        beside={"amateur": attrs.evolve(amateur, params=params)}, logits=contrast
+    )
     ids = expert.encode(PROMPTS[0])
 
     def said(engine: Engine) -> list[int]:
@@ -233,17 +259,23 @@ def test_models_that_cannot_are_named(expert: Model, amateur: Model) -> None:
     with pytest.raises(ProgramError, match=r"beside={'amateur': \.\.\.}\n  saw: an int"):
         expert.with_stages(beside={"amateur": 3}, logits=contrast)  # type: ignore[dict-item]
     steered = amateur.with_stages(extras={"vector": torch.zeros(2)})
-    with pytest.raises(ProgramError, match=r"extra vector: \[2\](.|\n)*whose functions read no extras"):
+    with pytest.raises(
+        ProgramError, match=r"extra vector: \[2\](.|\n)*whose functions read no extras"
+    ):
         expert.with_stages(beside={"amateur": steered}, logits=contrast)
     with pytest.raises(ProgramError, match="'x' in extras and in captures"):
         expert.with_stages(extras={"x": torch.zeros(())}, captures={"x": torch.zeros(())})
     other = attrs.evolve(amateur, config=attrs.evolve(amateur.config, vocab_size=7))
     with pytest.raises(ProgramError, match=r"of 7 tokens(.|\n)*a whole model, here, of 257 tokens"):
         expert.with_stages(beside={"amateur": other}, logits=contrast)
-    with pytest.raises(ProgramError, match=r"beside={'other': \.\.\.}\n  saw: (.|\n)*of 7 tokens\n"):
+    with pytest.raises(
+        ProgramError, match=r"beside={'other': \.\.\.}\n  saw: (.|\n)*of 7 tokens\n"
+    ):
         expert.with_stages(beside={"amateur": amateur, "other": other}, logits=contrast)
     own = expert.with_stages(beside={"amateur": amateur}, logits=contrast)
     with pytest.raises(RequestError, match="a draft model without models beside"):
         Engine(expert, speculation=Speculation(num_tokens=2, model=own))
     with pytest.raises(ProgramError, match="'amateur' in extras and in beside"):
-        expert.with_stages(beside={"amateur": amateur}, logits=contrast, extras={"amateur": torch.zeros(())})
+        expert.with_stages(
+            beside={"amateur": amateur}, logits=contrast, extras={"amateur": torch.zeros(())}
+        )

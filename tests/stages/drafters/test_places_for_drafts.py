@@ -1,4 +1,5 @@
-"""Places for drafts in a batch: filled where a stage drafts, and refused on the host where nothing does."""
+"""Places for drafts in a batch: filled where a stage drafts, and refused on the host where nothing
+does."""
 
 from typing import Any
 
@@ -26,7 +27,8 @@ LENGTH = 20
 
 @attrs.frozen
 class Case:
-    """A step after a prompt: with so many drafts in a stage, tokens of a request in a batch, and in a graph mode."""
+    """A step after a prompt: with so many drafts in a stage, tokens of a request in a batch, and in
+    a graph mode."""
 
     num_drafts: int
     query_len: int
@@ -50,7 +52,9 @@ def next_tokens(case: Case) -> list[int]:
         state = (attrs.evolve(state[0], drafting=drafting),)
         params = ((model.params, None),)
     limits = Limits(2, 16, query_lens=tuple(range(1, case.num_drafts + 2)))
-    step = graph_step(compose(stages, advance=advance), make_ladder(case.mode, limits, strict=False), None)
+    step = graph_step(
+        compose(stages, advance=advance), make_ladder(case.mode, limits, strict=False), None
+    )
     state, first = step(params, state, Batch.ragged([0], [PROMPT]))
     _, out = step(params, state, Batch.decode([0], query_len=case.query_len))
     count = 1 if out.num_tokens is None else int(out.num_tokens[0])
@@ -104,4 +108,9 @@ def test_the_refusals_say_what_to_write() -> None:
         make_runner(model, Limits(2, 16, query_lens=(1, 3)))
     stage = model.stage(model.layout, num_drafts=1)
     with pytest.raises(RequestError, match="a state without `drafting`"):
-        stage(model.params, make_state(model, [model.layout], [LENGTH])[0], Batch.decode([0], query_len=2), None)
+        stage(
+            model.params,
+            make_state(model, [model.layout], [LENGTH])[0],
+            Batch.decode([0], query_len=2),
+            None,
+        )

@@ -1,4 +1,5 @@
-"""A call of the command line, and the assertion that it was refused: for the tests of all commands."""
+"""A call of the command line, and the assertion that it was refused: for the tests of all commands.
+"""
 
 from collections.abc import Callable
 

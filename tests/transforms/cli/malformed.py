@@ -1,5 +1,5 @@
-"""Malformed files and arguments: a small valid checkpoint with one damage at a time, and the command that reads it.
-`CASES` holds them by the damaged part."""
+"""Malformed files and arguments: a small valid checkpoint with one damage at a time, and the
+command that reads it. `CASES` holds them by the damaged part."""
 
 import json
 import math
@@ -26,17 +26,54 @@ CONFIG: dict[str, Any] = {
 }  # fmt: skip
 LORA: dict[str, Any] = {"peft_type": "LORA", "r": 2, "lora_alpha": 4, "target_modules": ["q_proj"]}
 SHARDS = ("model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors")
-INDEX, GENERATION, ADAPTER = "model.safetensors.index.json", "generation_config.json", "adapter/adapter_config.json"
+INDEX, GENERATION, ADAPTER = (
+    "model.safetensors.index.json",
+    "generation_config.json",
+    "adapter/adapter_config.json",
+)
 LORA_WEIGHTS = "adapter/adapter_model.safetensors"
 
 FOLDER = "<folder>"
 """The placeholder for the checkpoint's folder in a command."""
-GENERATE = ("generate", "--model", FOLDER, "--prompt", "A list is", "--device", "cpu", "--max-tokens", "2", "--json")
+GENERATE = (
+    "generate",
+    "--model",
+    FOLDER,
+    "--prompt",
+    "A list is",
+    "--device",
+    "cpu",
+    "--max-tokens",
+    "2",
+    "--json",
+)
 ADAPTED = (*GENERATE, "--adapter", f"{FOLDER}/adapter")
 PLAN = ("plan", "--model", FOLDER, "--pp", "2", "--json")
-SIZES = ("--input-len", "4", "--output-len", "2", "--num-prompts", "2", "--max-num-seqs", "2", "--max-num-tokens", "8")
+SIZES = (
+    "--input-len",
+    "4",
+    "--output-len",
+    "2",
+    "--num-prompts",
+    "2",
+    "--max-num-seqs",
+    "2",
+    "--max-num-tokens",
+    "8",
+)
 BENCH = ("bench", "--model", FOLDER, "--device", "cpu", "--graph", "none", *SIZES, "--json")
-EVAL = ("bench", "--model", FOLDER, "--device", "cpu", "--graph", "none", "--max-num-seqs", "2", "--json")
+EVAL = (
+    "bench",
+    "--model",
+    FOLDER,
+    "--device",
+    "cpu",
+    "--graph",
+    "none",
+    "--max-num-seqs",
+    "2",
+    "--json",
+)
 
 Spoil = Callable[[Path], object]
 
@@ -58,7 +95,8 @@ class Case:
 
 
 def make(folder: Path) -> Path:
-    """A small valid checkpoint in two shards, with a tokenizer, a generation_config.json and a LoRA."""
+    """A small valid checkpoint in two shards, with a tokenizer, a generation_config.json and a
+    LoRA."""
     (folder / "adapter").mkdir(parents=True)
     write(folder / "config.json", CONFIG)
     write(folder / GENERATION, {"eos_token_id": [256]})
@@ -67,12 +105,20 @@ def make(folder: Path) -> Path:
     shapes = tensor_shapes(load_config(folder), split_layers(2, 1)[0])
     weight_map = {name: SHARDS[index % 2] for index, name in enumerate(shapes)}
     for shard in SHARDS:
-        own = {n: 0.1 * torch.randn(shape, generator=draw) for n, shape in shapes.items() if weight_map[n] == shard}
+        own = {
+            n: 0.1 * torch.randn(shape, generator=draw)
+            for n, shape in shapes.items()
+            if weight_map[n] == shard
+        }
         save_file(own, folder / shard)
     write(folder / INDEX, {"metadata": {}, "weight_map": weight_map})
     write(folder / ADAPTER, LORA)
     name = "base_model.model.model.layers.{}.self_attn.q_proj.lora_{}.weight"
-    pairs = {name.format(i, ab): torch.ones((2, 16) if ab == "A" else (32, 2)) for i in range(2) for ab in "AB"}
+    pairs = {
+        name.format(i, ab): torch.ones((2, 16) if ab == "A" else (32, 2))
+        for i in range(2)
+        for ab in "AB"
+    }
     save_file(pairs, folder / LORA_WEIGHTS)
     return folder
 
@@ -140,11 +186,18 @@ def config_cases() -> Iterator[Case]:
     moe = {"architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe"}
     for field in ("num_experts", "num_experts_per_tok", "moe_intermediate_size", "mlp_only_layers"):
         for kind, value in VALUES.items():
-            yield Case(f"{field}: {kind}", GENERATE, edit("config.json", **moe, **{field: value}), refused=True)
+            yield Case(
+                f"{field}: {kind}",
+                GENERATE,
+                edit("config.json", **moe, **{field: value}),
+                refused=True,
+            )
     fp8 = {"quant_method": "fp8", "weight_block_size": [128, 128]}
     for kind, text in EXPRESSIONS.items():
         block = fp8 | {"modules_to_not_convert": [text]}
-        yield Case(f"fp8: {kind}", GENERATE, edit("config.json", quantization_config=block), refused=True)
+        yield Case(
+            f"fp8: {kind}", GENERATE, edit("config.json", quantization_config=block), refused=True
+        )
 
 
 def rope_cases() -> Iterator[Case]:
@@ -158,7 +211,11 @@ def rope_cases() -> Iterator[Case]:
         block |= {"low_freq_factor": 1.0, "high_freq_factor": 4.0} if rope_type == "llama3" else {}
         for name in names:
             for kind, value in NUMBERS.items():
-                yield Case(f"{name}: {kind}", GENERATE, edit("config.json", rope_parameters=block | {name: value}))
+                yield Case(
+                    f"{name}: {kind}",
+                    GENERATE,
+                    edit("config.json", rope_parameters=block | {name: value}),
+                )
 
 
 def generation_cases() -> Iterator[Case]:
@@ -179,7 +236,12 @@ def index_cases() -> Iterator[Case]:
         yield Case(f"shard: {kind}", GENERATE, shard(value), refused=True)
     for name in OUTSIDE:
         yield Case(f"shard: {name[:40]!r}", GENERATE, shard(name), refused=True)
-    yield Case("the whole path", GENERATE, lambda folder: shard(str(folder / SHARDS[0]))(folder), refused=True)
+    yield Case(
+        "the whole path",
+        GENERATE,
+        lambda folder: shard(str(folder / SHARDS[0]))(folder),
+        refused=True,
+    )
     for kind, content in TEXTS.items():
         yield Case(f"text: {kind}", GENERATE, replace(INDEX, content), refused=True)
 
@@ -215,7 +277,11 @@ FILES: dict[str, bytes] = {
 
 
 def tensor_cases() -> Iterator[Case]:
-    for name, argv in ((SHARDS[0], GENERATE), ("model.safetensors", GENERATE), (LORA_WEIGHTS, ADAPTED)):
+    for name, argv in (
+        (SHARDS[0], GENERATE),
+        ("model.safetensors", GENERATE),
+        (LORA_WEIGHTS, ADAPTED),
+    ):
         for kind, content in FILES.items():
             yield Case(f"{name}: {kind}", argv, replace(name, content), refused=True)
     for kind, content in FILES.items():
@@ -226,7 +292,15 @@ def tensor_cases() -> Iterator[Case]:
 
 
 def adapter_cases() -> Iterator[Case]:
-    for field in ("peft_type", "r", "lora_alpha", "target_modules", "layers_to_transform", "use_rslora", "something"):
+    for field in (
+        "peft_type",
+        "r",
+        "lora_alpha",
+        "target_modules",
+        "layers_to_transform",
+        "use_rslora",
+        "something",
+    ):
         for kind, value in VALUES.items():
             yield Case(f"{field}: {kind}", ADAPTED, edit(ADAPTER, **{field: value}))
     for kind, text in EXPRESSIONS.items():
@@ -237,7 +311,9 @@ def adapter_cases() -> Iterator[Case]:
         yield Case(f"rank_pattern: {kind}", ADAPTED, edit(ADAPTER, rank_pattern={text: 2}))
         yield Case(f"alpha_pattern: {kind}", ADAPTED, edit(ADAPTER, alpha_pattern={text: 2}))
     for kind, value in NUMBERS.items():
-        yield Case(f"rank: {kind}", ADAPTED, edit(ADAPTER, rank_pattern={"q_proj": value}), refused=True)
+        yield Case(
+            f"rank: {kind}", ADAPTED, edit(ADAPTER, rank_pattern={"q_proj": value}), refused=True
+        )
         yield Case(f"alpha: {kind}", ADAPTED, edit(ADAPTER, alpha_pattern={"q_proj": value}))
     for kind, content in TEXTS.items():
         yield Case(f"text: {kind}", ADAPTED, replace(ADAPTER, content), refused=True)
@@ -256,17 +332,63 @@ def tokenizer_cases() -> Iterator[Case]:
     for kind, model in models.items():
         yield Case(f"model: {kind}", GENERATE, edit("tokenizer.json", model=model))
     for text in ("(", "(a+)+$", "a{1000000}"):
-        split = {"type": "Split", "pattern": {"Regex": text}, "behavior": "Isolated", "invert": False}
+        split = {
+            "type": "Split",
+            "pattern": {"Regex": text},
+            "behavior": "Isolated",
+            "invert": False,
+        }
         argv = (*GENERATE, "--prompt", "a" * 40 + "!")
         yield Case(f"split: {text}", argv, edit("tokenizer.json", pre_tokenizer=split))
 
 
-PATHS = ("", ".", "..", "/", "x" * 5000, "/dev/null", "/dev/zero", "~", "\udcff", "-", f"{FOLDER}/config.json")
-TYPED = ("0", "-1", "99999999999999999999", "9" * 400, "9" * 5000, "nan", "inf", "1e308", "5e-324", "x", "", "\u0663")
+PATHS = (
+    "",
+    ".",
+    "..",
+    "/",
+    "x" * 5000,
+    "/dev/null",
+    "/dev/zero",
+    "~",
+    "\udcff",
+    "-",
+    f"{FOLDER}/config.json",
+)
+TYPED = (
+    "0",
+    "-1",
+    "99999999999999999999",
+    "9" * 400,
+    "9" * 5000,
+    "nan",
+    "inf",
+    "1e308",
+    "5e-324",
+    "x",
+    "",
+    "\u0663",
+)
 COUNTED: Mapping[tuple[str, ...], tuple[str, ...]] = {
     GENERATE: ("--max-tokens", "--temperature", "--seed", "--speculate", "--pp", "--prompt-ids"),
-    PLAN: ("--pp", "--cohorts", "--steps", "--requests", "--context", "--bandwidth", "--link", "--latency"),
-    BENCH: ("--input-len", "--num-prompts", "--max-num-seqs", "--max-num-tokens", "--run-ahead", "--speculate"),
+    PLAN: (
+        "--pp",
+        "--cohorts",
+        "--steps",
+        "--requests",
+        "--context",
+        "--bandwidth",
+        "--link",
+        "--latency",
+    ),
+    BENCH: (
+        "--input-len",
+        "--num-prompts",
+        "--max-num-seqs",
+        "--max-num-tokens",
+        "--run-ahead",
+        "--speculate",
+    ),
 }
 
 
@@ -278,7 +400,9 @@ def argument_cases() -> Iterator[Case]:
                 yield Case(f"{argv[0]} {option} {value[:20]}", (*argv, *here, option, value))
     for option, more in (("--model", ()), ("--adapter", ()), ("--draft", ("--speculate", "2"))):
         for value in PATHS:
-            yield Case(f"{option} {value[:20]!r}", (*GENERATE, *more, f"{option}={value}"), refused=True)
+            yield Case(
+                f"{option} {value[:20]!r}", (*GENERATE, *more, f"{option}={value}"), refused=True
+            )
     for value in ("cpu:99", "cuda:99999999999", "cpu:x", "", "meta", "x" * 5000):
         yield Case(f"--device {value[:20]!r}", (*GENERATE, "--device", value))
     for value in ("", ".", "x" * 5000, "/dev/full", "/nowhere/x", "\0"):
@@ -291,7 +415,12 @@ def argument_cases() -> Iterator[Case]:
         "a number": '{"text": 1}',
     }
     for kind, content in lines.items():
-        yield Case(f"task: {kind}", (*EVAL, "--eval", f"{FOLDER}/tasks"), replace("tasks", content), refused=True)
+        yield Case(
+            f"task: {kind}",
+            (*EVAL, "--eval", f"{FOLDER}/tasks"),
+            replace("tasks", content),
+            refused=True,
+        )
 
 
 CASES: dict[str, list[Case]] = {

@@ -1,4 +1,5 @@
-"""`weft bench`: its figures against counts by hand and by the graphs; modes and splits score the same."""
+"""`weft bench`: its figures against counts by hand and by the graphs; modes and splits score the
+same."""
 
 import json
 import math
@@ -28,7 +29,18 @@ from weft.transforms.graphs.ladder import MODES
 from weft.transforms.pipelines.transports.local import Local
 
 HELD_OUT = Path(__file__).parent / "held_out.jsonl"
-SMALL = ("--input-len", "6", "--output-len", "5", "--num-prompts", "7", "--max-num-seqs", "4", "--max-num-tokens", "16")
+SMALL = (
+    "--input-len",
+    "6",
+    "--output-len",
+    "5",
+    "--num-prompts",
+    "7",
+    "--max-num-seqs",
+    "4",
+    "--max-num-tokens",
+    "16",
+)
 
 
 @pytest.fixture
@@ -49,7 +61,9 @@ def measured(run: Weft, *more: str) -> Any:
 @pytest.mark.one_of(3)
 @pytest.mark.parametrize("graph", MODES)
 @pytest.mark.parametrize("pp", ["1", "2"])
-def test_every_token_is_counted_and_nothing_is_captured_meanwhile(run: Weft, graph: str, pp: str) -> None:
+def test_every_token_is_counted_and_nothing_is_captured_meanwhile(
+    run: Weft, graph: str, pp: str
+) -> None:
     found = measured(run, "--graph", graph, "--pp", pp, "--transport", "local")
     assert (found["num_requests"], found["output_tokens"], found["total_tokens"]) == (7, 35, 77)
     assert found["output_tokens_per_s"] == pytest.approx(35 / found["seconds"])
@@ -59,7 +73,9 @@ def test_every_token_is_counted_and_nothing_is_captured_meanwhile(run: Weft, gra
     (rank,) = found["ranks"]
     assert (rank["num_graphs"] > 0, rank["graph_bytes"] > 0) == (graph != "none",) * 2
     assert min(rank["load_seconds"], rank["engine_seconds"], rank["warm_up_seconds"]) > 0
-    assert rank["first_token_seconds"] > sum(rank[f"{part}_seconds"] for part in ("load", "engine", "capture"))
+    assert rank["first_token_seconds"] > sum(
+        rank[f"{part}_seconds"] for part in ("load", "engine", "capture")
+    )
     shares = found["graphs"]["shares"]
     assert sum(shares.values()) == pytest.approx(1)
     none, piecewise, full = shares["none"], shares["piecewise"], shares["full"]
@@ -74,8 +90,16 @@ def test_every_token_is_counted_and_nothing_is_captured_meanwhile(run: Weft, gra
 
 
 def options(graph: str, pp: int) -> Bench:
-    sizes = {"input_len": 6, "output_len": 5, "num_prompts": 7, "max_num_seqs": 4, "max_num_tokens": 16}
-    return Bench(preset="tiny", graph=graph, pp=pp, temperature=0.0, transport="local", device="cpu", **sizes)
+    sizes = {
+        "input_len": 6,
+        "output_len": 5,
+        "num_prompts": 7,
+        "max_num_seqs": 4,
+        "max_num_tokens": 16,
+    }
+    return Bench(
+        preset="tiny", graph=graph, pp=pp, temperature=0.0, transport="local", device="cpu", **sizes
+    )
 
 
 @pytest.mark.parametrize("graph", [mode for mode in MODES if mode != "none"])
@@ -84,7 +108,9 @@ def test_the_shares_are_what_the_graphs_counted(graph: str, pp: int) -> None:
     asked = options(graph, pp)
     engine, _ = start_engine(Here(Local(), pp, "cpu"), asked)
     before = [one.cache_info() for one in engine.graphs]
-    found = figures(serve(engine, [[i, 1, 2, 3, 4, 5] for i in range(7)], asked.temperature, 5), 6, [])
+    found = figures(
+        serve(engine, [[i, 1, 2, 3, 4, 5] for i in range(7)], asked.temperature, 5), 6, []
+    )
     assert len(engine.graphs) == pp
     for was, one in zip(before, engine.graphs, strict=True):
         now = one.cache_info()
@@ -93,7 +119,9 @@ def test_the_shares_are_what_the_graphs_counted(graph: str, pp: int) -> None:
         assert found["graphs"]["shares"]["none"] == pytest.approx(eager / (replays + eager))
 
 
-NOTHING: Any = {field.name: {} if "Mapping" in str(field.type) else 0 for field in attrs.fields(Stats)}
+NOTHING: Any = {
+    field.name: {} if "Mapping" in str(field.type) else 0 for field in attrs.fields(Stats)
+}
 
 
 def test_requests_wait_for_pages_where_few_are_asked_for(run: Weft) -> None:
@@ -108,7 +136,12 @@ def test_the_tables_are_for_reading(run: Weft) -> None:
     assert (code, err) == (0, "")
     assert max(map(len, out.splitlines())) <= 80
     lines = [line.split() for line in out.splitlines()]
-    for part in ("tiny, 1 stage, graphs: none", "time to the first token (TTFT)", "(TPOT)", "(ITL)"):
+    for part in (
+        "tiny, 1 stage, graphs: none",
+        "time to the first token (TTFT)",
+        "(TPOT)",
+        "(ITL)",
+    ):
         assert part in out
     assert ["requests", "in", "out", "seconds", "output", "tok/s", "total", "tok/s"] in lines
     assert any(line[:3] == ["7", "6", "5"] for line in lines)
@@ -116,9 +149,13 @@ def test_the_tables_are_for_reading(run: Weft) -> None:
 
 
 @pytest.mark.parametrize("command", [Bench, Generate, Serve, Verify])
-def test_a_cpu_has_graphs_only_where_they_are_asked_for(command: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_cpu_has_graphs_only_where_they_are_asked_for(
+    command: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """They take seconds to capture, and no step less."""
-    given: dict[str, str] = {"model": "demo"} | ({"certificate": "file"} if command is Verify else {})
+    given: dict[str, str] = {"model": "demo"} | (
+        {"certificate": "file"} if command is Verify else {}
+    )
     assert command(**given, device="cpu").graph_mode == "none"
     assert command(**given, device="cpu", graph="full").graph_mode == "full"
     for name, own in (("is_available", True), ("device_count", 1)):
@@ -139,37 +176,96 @@ def test_the_start_of_gpus_fits_a_terminal_with_its_headers(
     lines = capsys.readouterr().out.splitlines()
     assert max(map(len, lines)) <= 80
     shown = [line.split() for line in lines]
-    assert ["rank", "device", "load", "engine", "capture", "first", "token", "graphs", "MiB", "GiB"] in shown
-    assert ["0", "cuda:7", "102.34", "11.23", "126.10", "528.25", "162", "4700.0", "137.00"] in shown
+    assert [
+        "rank",
+        "device",
+        "load",
+        "engine",
+        "capture",
+        "first",
+        "token",
+        "graphs",
+        "MiB",
+        "GiB",
+    ] in shown
+    assert [
+        "0",
+        "cuda:7",
+        "102.34",
+        "11.23",
+        "126.10",
+        "528.25",
+        "162",
+        "4700.0",
+        "137.00",
+    ] in shown
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("pp", ["1", "2"])
 def test_drafts_are_counted(run: Weft, pp: str) -> None:
-    """All drafts of a model that drafts for itself are right; nothing is captured while the clock runs."""
-    model = ("--model", str(DEMO), "--dtype", "float32", "--device", "cpu", "--draft", str(DEMO), "--speculate", "2")
-    code, out, _ = run(*model, "--pp", pp, "--transport", "local", "--json", *SMALL, "--max-num-tokens", "16")
+    """All drafts of a model that drafts for itself are right; nothing is captured while the clock
+    runs."""
+    model = (
+        "--model",
+        str(DEMO),
+        "--dtype",
+        "float32",
+        "--device",
+        "cpu",
+        "--draft",
+        str(DEMO),
+        "--speculate",
+        "2",
+    )
+    code, out, _ = run(
+        *model, "--pp", pp, "--transport", "local", "--json", *SMALL, "--max-num-tokens", "16"
+    )
     found = json.loads(out)
-    assert (code, found["output_tokens"], found["captures"], found["wanted"]["speculate"]) == (0, 35, 0, 2)
+    assert (code, found["output_tokens"], found["captures"], found["wanted"]["speculate"]) == (
+        0,
+        35,
+        0,
+        2,
+    )
     assert found["accepted"] == found["drafted"] > 0
     _, shown, _ = run(*model, *SMALL)
-    assert ["by", "a", "step", "verified", "right", "share"] in [line.split() for line in shown.splitlines()]
+    assert ["by", "a", "step", "verified", "right", "share"] in [
+        line.split() for line in shown.splitlines()
+    ]
 
 
 def test_a_checkpoint_in_ranks_of_its_own_and_a_file(run: Weft, tmp_path: Path) -> None:
     out = tmp_path / "report.json"
-    model = ("--model", str(DEMO), "--device", "cpu", "--dtype", "float32", "--pp", "2", "--graph", "full")
+    model = (
+        "--model",
+        str(DEMO),
+        "--device",
+        "cpu",
+        "--dtype",
+        "float32",
+        "--pp",
+        "2",
+        "--graph",
+        "full",
+    )
     code, shown, err = run(*model, *SMALL, "--out", str(out), "--max-step-seconds", "60")
     assert (code, err) == (0, "")
     assert shown.startswith(f"{DEMO}, 2 stages, graphs: full\n")
     found = json.loads(out.read_text())
     assert [rank["num_graphs"] > 0 for rank in found["ranks"]] == [True, True]
     assert (found["wanted"]["model"], found["wanted"]["max_step_seconds"]) == (str(DEMO), 60)
-    assert (found["wanted"]["stages"], found["wanted"]["dummy"], found["output_tokens"]) == (2, False, 35)
+    assert (found["wanted"]["stages"], found["wanted"]["dummy"], found["output_tokens"]) == (
+        2,
+        False,
+        35,
+    )
 
 
 def test_random_weights_for_a_folder(run: Weft) -> None:
-    code, out, _ = run("--model", str(DEMO), "--load-format", "dummy", "--device", "cpu", "--json", *SMALL)
+    code, out, _ = run(
+        "--model", str(DEMO), "--load-format", "dummy", "--device", "cpu", "--json", *SMALL
+    )
     assert (code, json.loads(out)["wanted"]["dummy"]) == (0, True)
 
 
@@ -213,12 +309,18 @@ def test_the_shipped_checkpoint_scores_the_same_in_every_mode_and_split(run: Wef
     code, found = scored(run, "--pp", "1,2,3", "--transport", "local")
     assert (code, found["agree"]) == (0, True)
     scores = found["scores"]
-    assert [(score["graph"], score["stages"]) for score in scores] == [(g, pp) for pp in (1, 2, 3) for g in MODES]
+    assert [(score["graph"], score["stages"]) for score in scores] == [
+        (g, pp) for pp in (1, 2, 3) for g in MODES
+    ]
     for score in scores:
         same = ("bits_per_byte", "bits_per_token", "perplexity", "accuracy", "difference")
-        assert [score[name] for name in same] == [scores[0][name] for name in same], "to the last bit"
+        assert [score[name] for name in same] == [scores[0][name] for name in same], (
+            "to the last bit"
+        )
         assert (score["accuracy"], score["difference"]) == (0.8, 0.0)
-        assert score["replayed"] == {"none": 0.0, "full_decode_only": score["replayed"]}.get(score["graph"], 1.0)
+        assert score["replayed"] == {"none": 0.0, "full_decode_only": score["replayed"]}.get(
+            score["graph"], 1.0
+        )
         assert (score["replayed"] > 0) == (score["graph"] != "none")
 
 
@@ -226,7 +328,11 @@ def test_the_score_is_that_of_the_models_own_logits(run: Weft) -> None:
     transformers = pytest.importorskip("transformers")
     reference = transformers.AutoModelForCausalLM.from_pretrained(DEMO, dtype=torch.float32)
     model, bits, count = load(DEMO, "cpu", "float32"), 0.0, 0
-    for text in (task["text"] for task in map(json.loads, HELD_OUT.read_text().splitlines()) if "text" in task):
+    for text in (
+        task["text"]
+        for task in map(json.loads, HELD_OUT.read_text().splitlines())
+        if "text" in task
+    ):
         ids = torch.tensor([model.encode(text)])
         with torch.no_grad():
             logprobs = reference(ids).logits[0, :-1].log_softmax(-1).gather(1, ids[0, 1:, None])
@@ -241,14 +347,18 @@ def test_ranks_of_their_own_score_the_same(run: Weft) -> None:
     assert (code, [score["stages"] for score in found["scores"]]) == (0, [1, 2])
 
 
-def test_long_texts_go_in_windows_and_bytes_are_those_that_are_scored(run: Weft, tmp_path: Path) -> None:
+def test_long_texts_go_in_windows_and_bytes_are_those_that_are_scored(
+    run: Weft, tmp_path: Path
+) -> None:
     file, text = tmp_path / "long.jsonl", "é" + "A list is a list. " * 60
     file.write_text(json.dumps({"text": text}) + "\n\n")
     model = ("--model", str(DEMO), "--device", "cpu", "--graph", "none", "--json")
     code, out, _ = run(*model, "--eval", str(file))
     found = json.loads(out)
     assert (code, found["questions"], found["scores"][0]["accuracy"]) == (0, 0, None)
-    assert found["tokens"] == len(text.encode()) - 1  # one token per byte, and the first byte is not predicted
+    assert (
+        found["tokens"] == len(text.encode()) - 1
+    )  # one token per byte, and the first byte is not predicted
     assert found["bytes"] == len(text.encode()) - 2  # nor is the character that it begins
 
 
@@ -273,9 +383,15 @@ def _cut(score: Score) -> Score:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "damage", [_worse, *(pytest.param(one, marks=pytest.mark.nightly) for one in (_other_answer, _nan, _cut))]
+    "damage",
+    [
+        _worse,
+        *(pytest.param(one, marks=pytest.mark.nightly) for one in (_other_answer, _nan, _cut)),
+    ],
 )
-def test_a_mode_that_scores_otherwise_is_found(run: Weft, monkeypatch: pytest.MonkeyPatch, damage: Plant) -> None:
+def test_a_mode_that_scores_otherwise_is_found(
+    run: Weft, monkeypatch: pytest.MonkeyPatch, damage: Plant
+) -> None:
     score = bench._score
 
     def planted(here: Any, options: Any, model: Any, graph: str, *rest: Any) -> Score:
@@ -286,7 +402,9 @@ def test_a_mode_that_scores_otherwise_is_found(run: Weft, monkeypatch: pytest.Mo
     code, found = scored(run, "--max-num-tokens", "512")
     assert (code, found["agree"]) == (1, False)
     assert [row["graph"] for row in found["scores"] if not row["agrees"]] == ["full"]
-    code, out, _ = run("--model", str(DEMO), "--device", "cpu", "--dtype", "float32", "--eval", str(HELD_OUT))
+    code, out, _ = run(
+        "--model", str(DEMO), "--device", "cpu", "--dtype", "float32", "--eval", str(HELD_OUT)
+    )
     assert code == 1
     assert max(map(len, out.splitlines()[1:])) <= 80
     assert "do NOT score the same" in out
@@ -309,7 +427,11 @@ def test_bad_tasks_are_named_by_their_line(run: Weft, tmp_path: Path, case: str)
     text, seen = BAD_TASKS[case]
     file = tmp_path / "tasks.jsonl"
     file.write_text(text)
-    assert_refused(run("--model", str(DEMO), "--device", "cpu", "--eval", str(file)), f"--eval {file}", f"saw: {seen}")
+    assert_refused(
+        run("--model", str(DEMO), "--device", "cpu", "--eval", str(file)),
+        f"--eval {file}",
+        f"saw: {seen}",
+    )
 
 
 # bad input: exit code 2, the error on stderr, nothing on stdout
@@ -322,26 +444,53 @@ BAD: dict[str, tuple[tuple[str, ...], str]] = {
     "two models": ((*TINY, "--model", "m"), "not allowed with argument"),
     "an unknown preset": (("--preset", "gpt"), "argument --preset: invalid choice: 'gpt'"),
     "weights of a preset": ((*TINY, "--load-format", "auto"), "a preset has no weights"),
-    "half the lengths": ((*TINY, "--input-len", "2"), "saw: no --output-len\n  instead: --input-len N --output-len N"),
+    "half the lengths": (
+        (*TINY, "--input-len", "2"),
+        "saw: no --output-len\n  instead: --input-len N --output-len N",
+    ),
     "lengths twice": (
         (*TINY, *SMALL, "--workload", "mixed"),
         "weft bench --workload mixed\n  saw: --input-len and --output-len, with which --workload has no effect\n"
         "  instead: leave out --workload, or --input-len and --output-len",
     ),
-    "no prompt": ((*TINY, "--num-prompts", "0"), "argument --num-prompts: '0': write a whole number from 1 to 1048576"),
+    "no prompt": (
+        (*TINY, "--num-prompts", "0"),
+        "argument --num-prompts: '0': write a whole number from 1 to 1048576",
+    ),
     "no output": (
         (*TINY, "--input-len", "1", "--output-len", "0"),
         "argument --output-len: '0': write a whole number from 1",
     ),
-    "behind": ((*TINY, "--run-ahead", "-1"), "argument --run-ahead: '-1': write a whole number from 0"),
-    "few tokens a step": ((*TINY, "--max-num-tokens", "64"), "saw: 64 tokens a step for 128 requests"),
-    "too long": ((*TINY, "--input-len", "2000", "--output-len", "49"), "saw: requests of 2049 tokens"),
-    "all modes": ((*TINY, "--graph", "all"), "weft bench --graph all\n  saw: several modes or splits"),
-    "several splits": ((*TINY, "--pp", "1,2"), "weft bench --pp 1,2\n  saw: several modes or splits"),
+    "behind": (
+        (*TINY, "--run-ahead", "-1"),
+        "argument --run-ahead: '-1': write a whole number from 0",
+    ),
+    "few tokens a step": (
+        (*TINY, "--max-num-tokens", "64"),
+        "saw: 64 tokens a step for 128 requests",
+    ),
+    "too long": (
+        (*TINY, "--input-len", "2000", "--output-len", "49"),
+        "saw: requests of 2049 tokens",
+    ),
+    "all modes": (
+        (*TINY, "--graph", "all"),
+        "weft bench --graph all\n  saw: several modes or splits",
+    ),
+    "several splits": (
+        (*TINY, "--pp", "1,2"),
+        "weft bench --pp 1,2\n  saw: several modes or splits",
+    ),
     "a split in words": ((*TINY, "--pp", "two"), "argument --pp: 'two': write a whole number"),
-    "more stages than layers": ((*TINY, "--pp", "5"), "error: weft bench --pp 5\n  saw: 4 layers for 5 stages"),
+    "more stages than layers": (
+        (*TINY, "--pp", "5"),
+        "error: weft bench --pp 5\n  saw: 4 layers for 5 stages",
+    ),
     "no stage": ((*TINY, "--pp", "0"), "argument --pp: '0': write a whole number >= 1"),
-    "cold": ((*TINY, *SMALL, "--temperature", "-1"), "argument --temperature: '-1': write a finite number >= 0"),
+    "cold": (
+        (*TINY, *SMALL, "--temperature", "-1"),
+        "argument --temperature: '-1': write a finite number >= 0",
+    ),
     "no folder for the file": (
         (*TINY, "--out", "none/such/file"),
         "weft bench --out none/such/file\n  saw: there is no folder 'none/such'",
@@ -358,13 +507,22 @@ BAD: dict[str, tuple[tuple[str, ...], str]] = {
         (*SCORE, "--max-step-seconds", "1"),
         "weft bench --eval ... --max-step-seconds 1\n  saw: a time to keep within, in a comparison of scores",
     ),
-    "no time at all": ((*TINY, "--max-step-seconds", "0"), "'0': write a number of seconds, greater than 0"),
+    "no time at all": (
+        (*TINY, "--max-step-seconds", "0"),
+        "'0': write a number of seconds, greater than 0",
+    ),
     "less time than a page needs": (
         (*TINY, *SMALL, "--max-step-seconds", "1e-9"),
         "weft bench --max-step-seconds 1e-09\n  saw: a step of one page of 16 tokens takes ",
     ),
-    "a number of requests of a score": ((*SCORE, "--num-prompts", "1"), "instead: leave out --num-prompts, or --eval"),
-    "a length of a score": ((*SCORE, "--input-len", "1"), "saw: --eval, with which --input-len has no effect"),
+    "a number of requests of a score": (
+        (*SCORE, "--num-prompts", "1"),
+        "instead: leave out --num-prompts, or --eval",
+    ),
+    "a length of a score": (
+        (*SCORE, "--input-len", "1"),
+        "saw: --eval, with which --input-len has no effect",
+    ),
     "no tasks": (("--model", str(DEMO), "--eval", "none.jsonl"), "there is no file"),
 }
 

@@ -1,4 +1,5 @@
-"""`weft demo`: all four ways agree, a planted difference is found, and bad arguments are refused."""
+"""`weft demo`: all four ways agree, a planted difference is found, and bad arguments are refused.
+"""
 
 from collections.abc import Callable
 from typing import Any
@@ -22,7 +23,11 @@ def test_demo_shows_that_all_four_ways_are_equal(run: Weft) -> None:
     rows = [line.split() for line in out.splitlines()]
     for prompt in demo_module.PROMPTS:
         assert out.count(prompt.strip()) == 1
-    counts = {row[0]: row[2:] for row in rows if len(row) == 5 and row[0] in {way.name for way in demo_module.WAYS}}
+    counts = {
+        row[0]: row[2:]
+        for row in rows
+        if len(row) == 5 and row[0] in {way.name for way in demo_module.WAYS}
+    }
     assert counts == {
         "eager": ["0", "0", "5"],
         "graphified": ["1", "4", "1"],
@@ -37,7 +42,9 @@ def test_demo_shows_that_all_four_ways_are_equal(run: Weft) -> None:
     assert "EQUAL after each of 5 steps: identical tokens" in " ".join(out.split())
 
 
-def _plant(monkeypatch: pytest.MonkeyPatch, victim: Way, damage: Callable[[Any, Any], None]) -> None:
+def _plant(
+    monkeypatch: pytest.MonkeyPatch, victim: Way, damage: Callable[[Any, Any], None]
+) -> None:
     """Make `damage` change the state or the output of the third step that `victim` runs."""
 
     def planted(model: Any, limits: Any, **options: Any) -> Runner:
@@ -59,7 +66,9 @@ def _plant(monkeypatch: pytest.MonkeyPatch, victim: Way, damage: Callable[[Any, 
 
 
 def _damage_pages(state: Any, _: Any) -> None:
-    state[-1].kv_pages[-1, 0, -1] += 1e-3  # a page that no later step reads: no token shows the damage
+    state[-1].kv_pages[-1, 0, -1] += (
+        1e-3  # a page that no later step reads: no token shows the damage
+    )
 
 
 def _damage_table(state: Any, _: Any) -> None:
@@ -76,17 +85,39 @@ def _damage_logits(_: Any, out: Any) -> None:
 
 
 PLANTED: dict[str, tuple[Way, Callable[[Any, Any], None], str]] = {
-    "pages": (GRAPHIFIED, _damage_pages, "graphified against eager: the KV pages differ by 1.0e-03, allowed 0"),
-    "pages of stage 1": (BOTH, _damage_pages, "both against pipelined: the KV pages differ by 1.0e-03, allowed 0"),
-    "table of stage 1": (PIPELINED, _damage_table, "pipelined against eager: a stage's request table differs"),
-    "token": (GRAPHIFIED, _damage_token, "graphified against eager: the tokens differ in step 4, the last"),
-    "NaN": (GRAPHIFIED, _damage_logits, "graphified against eager: the logits differ by nan, allowed 0"),
+    "pages": (
+        GRAPHIFIED,
+        _damage_pages,
+        "graphified against eager: the KV pages differ by 1.0e-03, allowed 0",
+    ),
+    "pages of stage 1": (
+        BOTH,
+        _damage_pages,
+        "both against pipelined: the KV pages differ by 1.0e-03, allowed 0",
+    ),
+    "table of stage 1": (
+        PIPELINED,
+        _damage_table,
+        "pipelined against eager: a stage's request table differs",
+    ),
+    "token": (
+        GRAPHIFIED,
+        _damage_token,
+        "graphified against eager: the tokens differ in step 4, the last",
+    ),
+    "NaN": (
+        GRAPHIFIED,
+        _damage_logits,
+        "graphified against eager: the logits differ by nan, allowed 0",
+    ),
 }
 
 
 @pytest.mark.one_of(3, 3)
 @pytest.mark.parametrize("case", PLANTED)
-def test_demo_finds_a_planted_difference(run: Weft, monkeypatch: pytest.MonkeyPatch, case: str) -> None:
+def test_demo_finds_a_planted_difference(
+    run: Weft, monkeypatch: pytest.MonkeyPatch, case: str
+) -> None:
     victim, damage, text = PLANTED[case]
     _plant(monkeypatch, victim, damage)
     code, out, err = run("demo", "--device", "cpu", "--max-tokens", "6")
@@ -97,7 +128,9 @@ def test_demo_finds_a_planted_difference(run: Weft, monkeypatch: pytest.MonkeyPa
     assert "EQUAL after each" not in shown
 
 
-def test_demo_finds_a_bit_that_depends_on_the_batch(run: Weft, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_demo_finds_a_bit_that_depends_on_the_batch(
+    run: Weft, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def by_the_number_of_tokens(x: Any, weight: Any, bias: Any, batch_invariant: bool) -> Any:
         return torch.nn.functional.linear(x, weight, bias)
 
@@ -112,8 +145,12 @@ def test_demo_finds_a_bit_that_depends_on_the_batch(run: Weft, monkeypatch: pyte
 def test_demo_refuses_more_tokens_than_the_model_has_positions(run: Weft) -> None:
     most = 512 - len("The function returns")
     result = run("demo", "--device", "cpu", "--max-tokens", str(most + 1))
-    assert_refused(result, f"error: weft demo --max-tokens {most + 1}", f"instead: a number from 1 to {most}")
-    assert_refused(run("demo", "--max-tokens", "0"), "argument --max-tokens: '0': write a whole number from 1")
+    assert_refused(
+        result, f"error: weft demo --max-tokens {most + 1}", f"instead: a number from 1 to {most}"
+    )
+    assert_refused(
+        run("demo", "--max-tokens", "0"), "argument --max-tokens: '0': write a whole number from 1"
+    )
 
 
 def test_demo_leaves_the_number_of_threads_as_it_was(run: Weft) -> None:

@@ -1,4 +1,5 @@
-"""`weft doctor`: versions, devices, graphs and operators, and the reason why a graph is not used."""
+"""`weft doctor`: versions, devices, graphs and operators, and the reason why a graph is not used.
+"""
 
 import json
 
@@ -27,12 +28,16 @@ def test_doctor_as_json(run: Weft) -> None:
     cpu, *gpus = report["devices"]
     assert (cpu["device"], cpu["threads"]) == ("cpu", 1)
     assert len(gpus) == (torch.cuda.device_count() if torch.cuda.is_available() else 0)
-    assert {op["device"] for op in report["ops"]} == {device["device"] for device in report["devices"]}
+    assert {op["device"] for op in report["ops"]} == {
+        device["device"] for device in report["devices"]
+    }
     assert all(op["reason"] for op in report["ops"])
     assert ("tape", "cpu") in {(b["backend"], b["device"]) for b in report["graph_backends"]}
 
 
-def test_doctor_says_why_cuda_graphs_are_not_used(run: Weft, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_doctor_says_why_cuda_graphs_are_not_used(
+    run: Weft, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(torch.version, "cuda", "99.9")
     reports = json.loads(run("doctor", "--json")[1])["graph_backends"]

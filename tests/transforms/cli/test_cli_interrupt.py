@@ -15,7 +15,17 @@ from weft.stages.checkpoints.known_models import DEMO
 
 pytestmark = pytest.mark.skipif(not Path("/proc/self").exists(), reason="reads /proc")
 
-GENERATE = ("generate", "--model", str(DEMO), "--device", "cpu", "--prompt", "A list is", "--max-tokens", "480")
+GENERATE = (
+    "generate",
+    "--model",
+    str(DEMO),
+    "--device",
+    "cpu",
+    "--prompt",
+    "A list is",
+    "--max-tokens",
+    "480",
+)
 
 
 def processes(session: int) -> list[int]:
@@ -23,7 +33,11 @@ def processes(session: int) -> list[int]:
     found = []
     for folder in Path("/proc").iterdir():
         try:
-            fields = (folder / "stat").read_text().rpartition(")")[2].split() if folder.name.isdigit() else []
+            fields = (
+                (folder / "stat").read_text().rpartition(")")[2].split()
+                if folder.name.isdigit()
+                else []
+            )
         except (FileNotFoundError, ProcessLookupError):
             continue
         if fields and fields[0] != "Z" and int(fields[3]) == session:
@@ -45,19 +59,27 @@ def servers(pids: list[int]) -> list[int]:
 
 MOMENTS: dict[str, Callable[[list[int]], bool]] = {
     "the server of ranks starts": lambda pids: len(servers(pids)) == 1,
-    "the server of ranks imports": lambda pids: any(holds(pid, "maps", "libtorch_cpu") for pid in servers(pids)),
+    "the server of ranks imports": lambda pids: any(
+        holds(pid, "maps", "libtorch_cpu") for pid in servers(pids)
+    ),
     "the first rank is there": lambda pids: len(servers(pids)) >= 2,
     "ranks generate": lambda pids: len(servers(pids)) == 3,
 }
 
 
-def interrupted(ready: Callable[[list[int]], bool], later: float) -> tuple[int, str, str, list[int]]:
-    """The exit code, stdout and stderr of a command that is interrupted at some moment, and the processes left soon
-    afterwards."""
+def interrupted(
+    ready: Callable[[list[int]], bool], later: float
+) -> tuple[int, str, str, list[int]]:
+    """The exit code, stdout and stderr of a command that is interrupted at some moment, and the
+    processes left soon afterwards."""
     command = [sys.executable, "-m", "weft", *GENERATE, "--pp", "2"]
     options: Any = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    # A shell starts background processes so that they ignore Ctrl-C, and so may these tests have been started.
-    options |= {"start_new_session": True, "preexec_fn": lambda: signal.signal(signal.SIGINT, signal.SIG_DFL)}
+    # A shell starts background processes so that they ignore Ctrl-C, and so may these tests have
+    # been started.
+    options |= {
+        "start_new_session": True,
+        "preexec_fn": lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+    }
     with subprocess.Popen(command, **options) as own:
         try:
             end = time.monotonic() + 60
@@ -83,12 +105,17 @@ def interrupted(ready: Callable[[list[int]], bool], later: float) -> tuple[int, 
 def test_ctrl_c_is_quiet_and_ends_all_processes(moment: str) -> None:
     later = 0.7 if moment == "ranks generate" else 0.0
     code, *said_and_left = interrupted(MOMENTS[moment], later)
-    assert code in (130, -signal.SIGINT)  # Python may end itself by the signal; a shell reports both as 130
+    assert code in (
+        130,
+        -signal.SIGINT,
+    )  # Python may end itself by the signal; a shell reports both as 130
     assert said_and_left == ["", "", []]
 
 
 def test_ctrl_c_is_quiet_before_the_command_is_imported(tmp_path: Path) -> None:
     (tmp_path / "argparse.py").write_text("raise KeyboardInterrupt")
     paths = os.pathsep.join([str(tmp_path), *filter(None, [os.environ.get("PYTHONPATH")])])
-    done = subprocess.run([sys.executable, "-m", "weft"], capture_output=True, env={**os.environ, "PYTHONPATH": paths})
+    done = subprocess.run(
+        [sys.executable, "-m", "weft"], capture_output=True, env={**os.environ, "PYTHONPATH": paths}
+    )
     assert (done.returncode, done.stdout, done.stderr) == (130, b"", b"")

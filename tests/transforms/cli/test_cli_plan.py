@@ -44,8 +44,18 @@ def test_one_stage_is_predicted_unless_another_number_is_given(run: Weft, folder
 
 def test_the_bytes_are_those_of_the_shapes(run: Weft, folder: str) -> None:
     found = predicted(run, folder, "--pp", "2")["model"]
-    assert found["bytes"] == {"layer": LAYER, "head": HEAD, "embedding": ROW, "kv": KV, "message": ROW}
-    assert (found["architecture"], found["num_layers"], found["dtype"]) == ("LlamaForCausalLM", 8, "bfloat16")
+    assert found["bytes"] == {
+        "layer": LAYER,
+        "head": HEAD,
+        "embedding": ROW,
+        "kv": KV,
+        "message": ROW,
+    }
+    assert (found["architecture"], found["num_layers"], found["dtype"]) == (
+        "LlamaForCausalLM",
+        8,
+        "bfloat16",
+    )
 
 
 def test_experts_cost_what_the_tokens_touch(run: Weft, tmp_path: Path) -> None:
@@ -70,7 +80,9 @@ def test_experts_cost_what_the_tokens_touch(run: Weft, tmp_path: Path) -> None:
     experts = 4 * (3 * 128 * 256 + 4 * 3 * 2)
     dense = attention + 3 * 384 * 256 + 4 * 3 * 3 * 2
     sparse = attention + 2 * 4 * 256
-    found = predicted(run, str(tmp_path), "--pp", "3", "--requests", "2", "--cohorts", "1", "--context", "0")
+    found = predicted(
+        run, str(tmp_path), "--pp", "3", "--requests", "2", "--cohorts", "1", "--context", "0"
+    )
     assert found["model"]["bytes"]["layer"] == max(sparse + experts, dense)
     touched = sparse + experts * (1 - 0.75**2)
     seconds = [stage["seconds"] for stage in found["splits"]["even"]]
@@ -87,7 +99,9 @@ def test_the_bytes_are_those_of_a_checkpoint(run: Weft) -> None:
 
 
 def test_a_stage_costs_its_bytes_over_the_bandwidth(run: Weft, folder: str) -> None:
-    found = predicted(run, folder, "--pp", "2", "--requests", "12", "--cohorts", "3", "--context", "100")
+    found = predicted(
+        run, folder, "--pp", "2", "--requests", "12", "--cohorts", "3", "--context", "100"
+    )
     layer, embedding = LAYER + 4 * 100 * KV, 4 * ROW
     sampling = 4 * 2304 * SAMPLING
     for name, sizes in (("balanced", (6, 2)), ("even", (4, 4))):
@@ -102,12 +116,27 @@ def test_the_prediction_is_that_of_the_slowest_stage(run: Weft, folder: str) -> 
     seconds = [stage["seconds"] for stage in found["splits"]["balanced"]]
     assert found["predicted"]["step_time"] == pytest.approx(3 * max(seconds))
     assert found["predicted"]["tokens_per_second"] == pytest.approx(12 / (3 * max(seconds)))
-    assert found["predicted"]["bubbles"] == pytest.approx([1 - one / max(seconds) for one in seconds])
+    assert found["predicted"]["bubbles"] == pytest.approx(
+        [1 - one / max(seconds) for one in seconds]
+    )
     assert found["costs"] == "bytes over bandwidth, not measured"
 
 
 def test_transfers_cost_what_the_options_say(run: Weft, folder: str) -> None:
-    options = ("--pp", "2", "--requests", "2", "--cohorts", "1", "--steps", "1", "--link", "0.5", "--latency", "30")
+    options = (
+        "--pp",
+        "2",
+        "--requests",
+        "2",
+        "--cohorts",
+        "1",
+        "--steps",
+        "1",
+        "--link",
+        "0.5",
+        "--latency",
+        "30",
+    )
     found = predicted(run, folder, *options)
     seconds = [stage["seconds"] for stage in found["splits"]["balanced"]]
     transfers = 2 * 30e-6 + (2 * ROW + 2 * 12) / 0.5e9
@@ -134,7 +163,9 @@ def test_the_programs_parse_and_pass_their_check(run: Weft, folder: str) -> None
 
 
 def test_the_text_is_for_reading(run: Weft, folder: str) -> None:
-    code, out, err = run("--model", folder, "--pp", "2", "--requests", "12", "--cohorts", "3", "--bandwidth", "1")
+    code, out, err = run(
+        "--model", folder, "--pp", "2", "--requests", "12", "--cohorts", "3", "--bandwidth", "1"
+    )
     assert (code, err) == (0, "")
     assert max(map(len, out.splitlines())) <= 80
     for part in (
@@ -152,7 +183,10 @@ def test_the_text_is_for_reading(run: Weft, folder: str) -> None:
         "rank 1 ...",
     ):
         assert part in out
-    places = [out.index(part) for part in ("prediction\n", "assumptions\n", "split of", "numbers of", "timeline of")]
+    places = [
+        out.index(part)
+        for part in ("prediction\n", "assumptions\n", "split of", "numbers of", "timeline of")
+    ]
     assert places == sorted(places)
     assert places[0] == 0
     assert "run stage" not in out
@@ -164,13 +198,28 @@ def test_programs_are_printed_when_asked_for(run: Weft, folder: str) -> None:
     assert code == 0
     assert "\nRank N stands for the 2 ranks of stage N, which run alike.\n" in out
     _, text = out.split("programs of this timeline, of the first rank of each stage\n")
-    programs = [Program.parse(f"rank {one}") for one in text.strip().removeprefix("rank ").split("\nrank ")]
+    programs = [
+        Program.parse(f"rank {one}") for one in text.strip().removeprefix("rank ").split("\nrank ")
+    ]
     assert [(one.rank, one.num_ranks) for one in programs] == [(0, 6), (2, 6), (4, 6)]
-    assert [{effect.to for effect in one.effects if isinstance(effect, Send)} for one in programs] == [{2}, {4}, set()]
+    assert [
+        {effect.to for effect in one.effects if isinstance(effect, Send)} for one in programs
+    ] == [{2}, {4}, set()]
 
 
 def test_the_answer_is_the_figures_of_the_report(run: Weft, folder: str) -> None:
-    options = ("--model", folder, "--pp", "2", "--requests", "12", "--cohorts", "3", "--bandwidth", "1")
+    options = (
+        "--model",
+        folder,
+        "--pp",
+        "2",
+        "--requests",
+        "12",
+        "--cohorts",
+        "3",
+        "--bandwidth",
+        "1",
+    )
     found = predicted(run, folder, *options[2:])["predicted"]
     first, second, third, *_ = run(*options)[1].splitlines()[1:]
     assert first == f"{found['tokens_per_second']:,.0f} tokens/s from 12 requests"
@@ -184,8 +233,14 @@ BOUND: dict[str, tuple[tuple[str, ...], str]] = {
         "bound by memory bandwidth: stage 1, 100% weights and 0% KV cache",
     ),
     "kernels": (("--cohorts", "2", "--kernel", "100"), "bound by kernels: 4.4 ms of the "),
-    "one cohort": (("--cohorts", "1"), "bound by the way of a cohort through all stages: ranks wait for it"),
-    "slow transfers": (("--latency", "1e6"), "bound by transfers: a message takes 1 s, the slowest stage "),
+    "one cohort": (
+        ("--cohorts", "1"),
+        "bound by the way of a cohort through all stages: ranks wait for it",
+    ),
+    "slow transfers": (
+        ("--latency", "1e6"),
+        "bound by transfers: a message takes 1 s, the slowest stage ",
+    ),
     "a thin link": (("--link", "1e-6"), "bound by transfers: a message takes "),
 }
 
@@ -201,18 +256,28 @@ def test_the_picture_is_written_beside(run: Weft, folder: str, tmp_path: Path) -
     alone = run("--model", folder, "--pp", "2")
     assert run("--model", folder, "--pp", "2", "--svg", str(tmp_path / "plan.svg")) == alone
     svg = (tmp_path / "plan.svg").read_text(encoding="utf-8")
-    ranks = [node.text for node in ElementTree.fromstring(svg).iter() if (node.text or "").startswith("rank ")]
+    ranks = [
+        node.text
+        for node in ElementTree.fromstring(svg).iter()
+        if (node.text or "").startswith("rank ")
+    ]
     assert ranks[:2] == ["rank 0", "rank 1"]
 
 
-def test_a_picture_that_cannot_be_written_says_where(run: Weft, folder: str, tmp_path: Path) -> None:
+def test_a_picture_that_cannot_be_written_says_where(
+    run: Weft, folder: str, tmp_path: Path
+) -> None:
     file = str(tmp_path / "nowhere" / "plan.svg")
     code, out, err = run("--model", folder, "--pp", "2", "--svg", file)
     assert (code, out) == (2, "")
-    assert err.startswith(f"error: weft plan --svg {file}\n  saw: there is no folder {str(tmp_path / 'nowhere')!r}")
+    assert err.startswith(
+        f"error: weft plan --svg {file}\n  saw: there is no folder {str(tmp_path / 'nowhere')!r}"
+    )
 
 
-def test_a_narrow_terminal_is_no_failure(run: Weft, folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_narrow_terminal_is_no_failure(
+    run: Weft, folder: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("COLUMNS", "20")
     assert run("--model", folder, "--pp", "2")[0] == 0
 
@@ -231,17 +296,28 @@ def test_gpus_are_split_in_each_way(run: Weft, folder: str) -> None:
     assert report["predicted"]["tokens_per_second"] == best["tokens_per_second"]
     for one in tried:
         code, alone, _ = run(
-            "--model", folder, "--pp", str(one["stages"]), "--tp", str(one["shards"]), "--latency", "2", "--json"
+            "--model",
+            folder,
+            "--pp",
+            str(one["stages"]),
+            "--tp",
+            str(one["shards"]),
+            "--latency",
+            "2",
+            "--json",
         )
         assert code == 0
-        assert json.loads(alone)["predicted"] == {name: one[name] for name in json.loads(alone)["predicted"]}
+        assert json.loads(alone)["predicted"] == {
+            name: one[name] for name in json.loads(alone)["predicted"]
+        }
     code, out, _ = run("--model", folder, "--gpus", "4", "--latency", "2")
     assert code == 0
     assert "splits over 4 GPUs (simulated)" in out
 
 
 def test_a_split_that_does_not_fit_is_marked_and_not_the_best(run: Weft, folder: str) -> None:
-    """A stage holds its weights, and the keys and values of every request; of the rest 15% stay free."""
+    """A stage holds its weights, and the keys and values of every request; of the rest 15% stay
+    free."""
     options = ("--gpus", "2", "--requests", "4", "--context", "15", "--latency", "1e6")
     graphs, kv = 500_000_000, 4 * 16 * KV
     held = predicted(run, folder, *options)["memory"]
@@ -251,7 +327,9 @@ def test_a_split_that_does_not_fit_is_marked_and_not_the_best(run: Weft, folder:
         [one["weights"] + (one["kv"] + graphs) / 0.85 for one in held], rel=1e-12
     )
     alone = predicted(run, folder, "--pp", "1", "--requests", "4", "--context", "15")["memory"]
-    assert [(one["weights"], one["kv"]) for one in alone] == [(8 * LAYER + HEAD + 2304 * ROW, 8 * kv)]
+    assert [(one["weights"], one["kv"]) for one in alone] == [
+        (8 * LAYER + HEAD + 2304 * ROW, 8 * kv)
+    ]
     tight = str(held[0]["total"] / 1e9 - 1e-5)
     more = (*options, "--memory", tight)
     found = predicted(run, folder, *more)
@@ -260,12 +338,23 @@ def test_a_split_that_does_not_fit_is_marked_and_not_the_best(run: Weft, folder:
     assert (rates[0] > rates[1], found["predicted"]["tokens_per_second"]) == (True, rates[1])
     code, out, _ = run("--model", folder, *more)
     rows = out.splitlines()[2:4]
-    assert (code, "589 MB" in rows[0] and rows[0].rstrip().endswith("too large"), "best" in rows[1]) == (0, True, True)
+    assert (
+        code,
+        "589 MB" in rows[0] and rows[0].rstrip().endswith("too large"),
+        "best" in rows[1],
+    ) == (0, True, True)
     code, out, _ = run("--model", folder, "--pp", "2", *options[2:], "--memory", "0.5")
     assert (code, "does not fit: stage 0 needs 589 MB of 500 MB a GPU" in out) == (1, True)
-    assert "Exit with 1 if the model does not fit into memory." in " ".join(run("--help")[1].split())
+    assert "Exit with 1 if the model does not fit into memory." in " ".join(
+        run("--help")[1].split()
+    )
     none = run("--model", folder, *options, "--memory", "0.5")
-    assert_refused(none, "no split fits", "--tp 2 --pp 1, does not fit", "instead: more GPUs, fewer requests, less")
+    assert_refused(
+        none,
+        "no split fits",
+        "--tp 2 --pp 1, does not fit",
+        "instead: more GPUs, fewer requests, less",
+    )
 
 
 def test_a_split_that_the_model_does_not_allow_is_named(run: Weft, folder: str) -> None:
@@ -276,20 +365,39 @@ def test_a_split_that_the_model_does_not_allow_is_named(run: Weft, folder: str) 
 
 
 def test_ranks_of_a_stage_stay_in_a_node_where_the_network_is_slow(run: Weft, folder: str) -> None:
-    options = ("--gpus", "4", "--requests", "8", "--cohorts", "2", "--latency", "2", "--gpus-per-node", "2")
-    near, far = (predicted(run, folder, *options, *more) for more in ((), ("--node-latency", "500")))
+    options = (
+        "--gpus",
+        "4",
+        "--requests",
+        "8",
+        "--cohorts",
+        "2",
+        "--latency",
+        "2",
+        "--gpus-per-node",
+        "2",
+    )
+    near, far = (
+        predicted(run, folder, *options, *more) for more in ((), ("--node-latency", "500"))
+    )
     assert [one["shards"] for one in near["gpus"]] == [1, 2, 4]
     took = [[one["step_time"] for one in found["gpus"]] for found in (near, far)]
     assert took[1][2] > 4 * took[0][2]  # four ranks are in two nodes
     assert far["predicted"]["step_time"] == took[1][1]
-    code, out, _ = run("--model", folder, *options, "--node-latency", "500", "--node-link", "50", "--kernel", "2")
+    code, out, _ = run(
+        "--model", folder, *options, "--node-latency", "500", "--node-link", "50", "--kernel", "2"
+    )
     assert code == 0
-    assert "nodes of 2 GPUs; between two of them a transfer takes 500 us, and its bytes at 50 GB/s" in out
+    assert (
+        "nodes of 2 GPUs; between two of them a transfer takes 500 us, and its bytes at 50 GB/s"
+        in out
+    )
     assert "each of 11 kernels of a layer takes 2 us besides" in out
 
 
 def test_ranks_that_share_experts_read_as_much_either_way(run: Weft) -> None:
-    """In FP8 2 ranks can cut the 6 blocks of an expert's columns, and 4 have whole experts unasked."""
+    """In FP8 2 ranks can cut the 6 blocks of an expert's columns, and 4 have whole experts unasked.
+    """
     asked = "--preset", "qwen3-30b-a3b-fp8", "--pp", "1", "--json"
     sizes = {}
     for more in ("2", "2 --experts columns", "2 --experts whole", "4", "4 --experts whole"):
@@ -301,7 +409,9 @@ def test_ranks_that_share_experts_read_as_much_either_way(run: Weft) -> None:
     experts = 128 * (3 * 2048 * 768 + 4 * 3 * 16 * 6)
     assert sizes["2"] - sizes["4"] > experts / 4
     other, blocks = "or --experts whole", "a number of ranks by which it is a multiple of 128"
-    assert_refused(run(*asked, "--tp", "4", "--experts", "columns"), "--tp 4 --experts columns", blocks, other)
+    assert_refused(
+        run(*asked, "--tp", "4", "--experts", "columns"), "--tp 4 --experts columns", blocks, other
+    )
     assert_refused(
         run(*asked, "--experts", "whole"),
         "no --tp and no --gpus",
@@ -318,7 +428,9 @@ def test_every_split_shares_experts_as_asked(run: Weft) -> None:
         assert code == 0, err
         tried[how] = [one["shards"] for one in json.loads(out)["gpus"]]
     assert tried == {"columns": [1, 2], "whole": [1, 2, 4]}
-    assert_refused(run(*asked, "1", "--experts", "whole"), "weft plan --gpus 1 --experts whole", "one rank")
+    assert_refused(
+        run(*asked, "1", "--experts", "whole"), "weft plan --gpus 1 --experts whole", "one rank"
+    )
     assert_refused(run(*asked, "4", "--tp", "2", "--experts", "whole"), "leave out --tp, or --gpus")
 
 

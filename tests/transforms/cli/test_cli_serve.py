@@ -1,4 +1,5 @@
-"""`weft serve` as a process: it says where it listens, answers, and lets requests end when it is told to stop."""
+"""`weft serve` as a process: it says where it listens, answers, and lets requests end when it is
+told to stop."""
 
 import contextlib
 import json
@@ -36,8 +37,22 @@ BODY = {"prompt": "The function returns", "temperature": 0, "max_tokens": 24}
 @contextlib.contextmanager
 def serving(*flags: str, model: Sequence[str] = ("demo",)) -> Iterator[tuple[Any, str]]:
     """A server's process and its address."""
-    words = [sys.executable, "-m", "weft", "serve", *model, "--device", "cpu", "--port", "0", "--max-num-seqs", "4"]
-    process = subprocess.Popen([*words, *flags], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    words = [
+        sys.executable,
+        "-m",
+        "weft",
+        "serve",
+        *model,
+        "--device",
+        "cpu",
+        "--port",
+        "0",
+        "--max-num-seqs",
+        "4",
+    ]
+    process = subprocess.Popen(
+        [*words, *flags], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
     try:
         assert process.stdout is not None
         line = process.stdout.readline()
@@ -55,7 +70,10 @@ def post(url: str, **body: Any) -> Any:
 
 
 def children_of(process: Any) -> list[int]:
-    return [int(own) for own in Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()]
+    return [
+        int(own)
+        for own in Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+    ]
 
 
 @pytest.mark.slow
@@ -67,7 +85,10 @@ def test_neither_process_outlives_the_other(dies: str) -> None:
         os.kill(process.pid if dies == "engine" else child, signal.SIGKILL)
         assert process.wait(30) != 0
         end = time.monotonic() + 30
-        while Path(f"/proc/{child}").exists() and "Z" not in Path(f"/proc/{child}/stat").read_text().split()[2]:
+        while (
+            Path(f"/proc/{child}").exists()
+            and "Z" not in Path(f"/proc/{child}/stat").read_text().split()[2]
+        ):
             assert time.monotonic() < end
             time.sleep(0.05)
         with pytest.raises(urllib.error.URLError):
@@ -81,11 +102,15 @@ def test_a_port_that_is_taken_is_told_before_the_model_is_loaded(tmp_path: Path)
         words = [sys.executable, "-m", "weft", "serve", str(DEMO), "--port", port]
         found = subprocess.run(words, capture_output=True, text=True, timeout=60, check=False)
     assert found.returncode == 2
-    assert f"weft serve --host 127.0.0.1 --port {port}\n  saw: Address already in use" in found.stderr
+    assert (
+        f"weft serve --host 127.0.0.1 --port {port}\n  saw: Address already in use" in found.stderr
+    )
     assert "loading" not in found.stderr
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="where sockets that are only bound can share a port")
+@pytest.mark.skipif(
+    sys.platform != "linux", reason="where sockets that are only bound can share a port"
+)
 def test_of_two_servers_on_one_port_one_is_told() -> None:
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
@@ -102,19 +127,28 @@ def test_of_two_servers_on_one_port_one_is_told() -> None:
     assert found.value.instead == "an address of this machine, and a port that is free, or 0"
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="where sockets that are only bound can share a port")
-def test_a_server_that_only_binds_is_found_to_share_its_port(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.skipif(
+    sys.platform != "linux", reason="where sockets that are only bound can share a port"
+)
+def test_a_server_that_only_binds_is_found_to_share_its_port(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """A planted bug of the test before."""
     monkeypatch.setattr(socket.socket, "listen", lambda *_: None)
     with pytest.raises(pytest.fail.Exception):
         test_of_two_servers_on_one_port_one_is_told()
 
 
-def test_a_limit_of_files_that_leaves_none_to_connections_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_limit_of_files_that_leaves_none_to_connections_is_told(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(listening, "raise_file_limit", lambda: 128)
     with pytest.raises(RequestError) as found:
         serve.run(Serve(model="demo"))
-    assert found.value.seen == "a limit of 128 open files (ulimit -Hn); 128 of them are the server's own"
+    assert (
+        found.value.seen
+        == "a limit of 128 open files (ulimit -Hn); 128 of them are the server's own"
+    )
     assert found.value.instead.startswith("ulimit -n 192 or more before it")
     monkeypatch.setattr(listening, "raise_file_limit", lambda: 192)
     serve._check_files(Serve(model="demo"))
@@ -124,15 +158,21 @@ def test_a_limit_of_files_that_leaves_none_to_connections_is_told(monkeypatch: p
 @pytest.mark.skipif(sys.platform == "win32", reason="POSIX limits")
 def test_a_server_with_few_files_says_so_and_ends() -> None:
     words = f"ulimit -n 128 && exec {sys.executable} -m weft serve demo --device cpu --port 0"
-    ended = subprocess.run(["bash", "-c", words], capture_output=True, text=True, timeout=120, check=False)
+    ended = subprocess.run(
+        ["bash", "-c", words], capture_output=True, text=True, timeout=120, check=False
+    )
     assert ended.returncode != 0
     assert "a limit of 128 open files" in ended.stderr
     assert "Traceback" not in ended.stderr
 
 
-def test_an_address_of_a_family_that_is_not_there_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_address_of_a_family_that_is_not_there_is_left_out(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """As `localhost` in IPv6, on a machine without it."""
-    absent = [(socket.AF_INET, socket.SOCK_STREAM, 6, "", ("192.0.2.1", 0))]  # of documentation (RFC 5737)
+    absent = [
+        (socket.AF_INET, socket.SOCK_STREAM, 6, "", ("192.0.2.1", 0))
+    ]  # of documentation (RFC 5737)
     here = [(socket.AF_INET, socket.SOCK_STREAM, 6, "", ("127.0.0.1", 0))]
     options = Serve(model="demo", port=0)
     monkeypatch.setattr(serve.socket, "getaddrinfo", lambda *_, **__: absent + here)
@@ -140,7 +180,10 @@ def test_an_address_of_a_family_that_is_not_there_is_left_out(monkeypatch: pytes
     with bound:
         assert bound.getsockname()[0] == "127.0.0.1"
     monkeypatch.setattr(serve.socket, "getaddrinfo", lambda *_, **__: absent)
-    with pytest.raises(RequestError, match=r"weft serve --host .*\n  saw: .*\n  instead: an address of this machine"):
+    with pytest.raises(
+        RequestError,
+        match=r"weft serve --host .*\n  saw: .*\n  instead: an address of this machine",
+    ):
         serve._bound(options)
 
 
@@ -161,7 +204,8 @@ def test_a_request_whose_grammar_is_compiled_ends_after_a_signal() -> None:
 
 @pytest.mark.skipif(sys.platform == "win32", reason="POSIX signals")
 def test_a_signal_is_passed_on_while_the_main_thread_waits() -> None:
-    """The system may hand it to any thread, or just before the main one waits: no handler runs then."""
+    """The system may hand it to any thread, or just before the main one waits: no handler runs
+    then."""
     ended = queue.SimpleQueue[int | None]()
     with subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"]) as process:
 
@@ -183,7 +227,9 @@ def test_what_it_does_before_it_listens() -> None:
     with serving("--graph", "full_decode_only", "--no-prefix-caching") as (process, url):
         for _ in range(2):
             post(url, prompt=[5] * 70)
-        metrics = urllib.request.urlopen(url.removesuffix("/v1") + "/metrics", timeout=20).read().decode()
+        metrics = (
+            urllib.request.urlopen(url.removesuffix("/v1") + "/metrics", timeout=20).read().decode()
+        )
         assert 'weft_prefix_tokens_total{model_name="demo"} 0.0' in metrics
         process.send_signal(signal.SIGTERM)
         assert process.wait(30) == 0
@@ -195,7 +241,10 @@ def test_what_it_does_before_it_listens() -> None:
         "capturing graphs of mode full_decode_only",
     ]
     assert re.fullmatch(r"\d+ graphs?; \d+ pages of the KV cache", said[3])
-    assert (len(said), lines[4:]) == (4, ["SIGTERM: 0 completions under way may end; a second signal ends at once"])
+    assert (len(said), lines[4:]) == (
+        4,
+        ["SIGTERM: 0 completions under way may end; a second signal ends at once"],
+    )
 
 
 @pytest.mark.slow
@@ -255,7 +304,8 @@ NIGHTLY = pytest.mark.nightly
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "flags", [pytest.param((), marks=NIGHTLY), pytest.param(("--pp", "2"), marks=NIGHTLY), ("--tp", "2")]
+    "flags",
+    [pytest.param((), marks=NIGHTLY), pytest.param(("--pp", "2"), marks=NIGHTLY), ("--tp", "2")],
 )
 def test_while_it_drains_streams_end_and_others_get_503(flags: tuple[str, ...]) -> None:
     with serving(*flags) as (process, url), stream(url, max_tokens=480, n=4) as found:
@@ -271,7 +321,9 @@ def test_while_it_drains_streams_end_and_others_get_503(flags: tuple[str, ...]) 
         assert events[-1] == b"data: [DONE]\n"
         assert json.loads(events[-2][6:])["choices"][0]["finish_reason"] == "length"
         assert process.wait(60) == 0
-        assert "completions under way may end; a second signal ends at once" in process.stderr.read()
+        assert (
+            "completions under way may end; a second signal ends at once" in process.stderr.read()
+        )
 
 
 @pytest.mark.slow
@@ -299,7 +351,9 @@ def descendants(pid: int) -> list[int]:
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="finds the rank's process in /proc")
+@pytest.mark.skipif(
+    not Path("/proc/self/stat").exists(), reason="finds the rank's process in /proc"
+)
 @pytest.mark.parametrize(
     ("is_busy", "split"),
     [
@@ -312,7 +366,9 @@ def descendants(pid: int) -> list[int]:
 def test_a_rank_that_dies_ends_the_server_and_is_named(is_busy: bool, split: str) -> None:
     with serving(split, "2", "--timeout", "4") as (process, url):
         own = [
-            pid for pid in descendants(process.pid) if b"http_process" not in Path(f"/proc/{pid}/cmdline").read_bytes()
+            pid
+            for pid in descendants(process.pid)
+            if b"http_process" not in Path(f"/proc/{pid}/cmdline").read_bytes()
         ]
         last_rank = max(own)
         if is_busy:

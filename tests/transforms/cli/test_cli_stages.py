@@ -1,4 +1,5 @@
-"""`--stages`: stages of one's own in the commands that run a model, and what is said of a function that gives none."""
+"""`--stages`: stages of one's own in the commands that run a model, and what is said of a function
+that gives none."""
 
 import json
 from pathlib import Path
@@ -14,7 +15,17 @@ from weft.stages.checkpoints.loading import load
 from weft.stages.model import Model
 from weft.transforms.engine.generate import generate
 
-MODEL = ("--model", str(DEMO), "--device", "cpu", "--prompt", "A list is", "--max-tokens", "4", "--json")
+MODEL = (
+    "--model",
+    str(DEMO),
+    "--device",
+    "cpu",
+    "--prompt",
+    "A list is",
+    "--max-tokens",
+    "4",
+    "--json",
+)
 MODULE = """
 import torch
 from weft.stages import sow
@@ -60,7 +71,9 @@ def expected() -> Model:
 
     captures = {"top": torch.zeros(1, dtype=torch.int64)}
     model = load(DEMO, "cpu")
-    return model.with_stages(layers={1: change}, captures=captures, logits=lambda logits, rows, extras: -logits)
+    return model.with_stages(
+        layers={1: change}, captures=captures, logits=lambda logits, rows, extras: -logits
+    )
 
 
 @pytest.mark.parametrize("more", [(), ("--pp", "2", "--transport", "local")])
@@ -106,4 +119,6 @@ def test_another_attention(run: Weft) -> None:
 
     assert ids("--attention", "torch") == ids()
     refused = run("generate", *MODEL, "--attention", "triton")
-    assert_refused(refused, "--attention triton", "attention back end 'triton', which runs on cuda, not on cpu")
+    assert_refused(
+        refused, "--attention triton", "attention back end 'triton', which runs on cuda, not on cpu"
+    )

@@ -1,4 +1,5 @@
-"""`--tp`: ranks that share each layer say what one process says, also under torchrun on two nodes."""
+"""`--tp`: ranks that share each layer say what one process says, also under torchrun on two nodes.
+"""
 
 import json
 import os
@@ -16,7 +17,17 @@ from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 import weft as weft_package
 from weft.stages.checkpoints.known_models import DEMO
 
-OPTIONS = ("--model", str(DEMO), "--prompt", "A list", "--prompt", "The function", "--max-tokens", "5", "--json")
+OPTIONS = (
+    "--model",
+    str(DEMO),
+    "--prompt",
+    "A list",
+    "--prompt",
+    "The function",
+    "--max-tokens",
+    "5",
+    "--json",
+)
 EXACT = ("--dtype", "float32", "--device", "cpu")
 
 
@@ -27,7 +38,9 @@ def said(out: str) -> list[tuple[str, list[int]]]:
 def weft(*more: str, before: tuple[str, ...] = (), **environment: str) -> subprocess.Popen[str]:
     command = [sys.executable, *before, "-m", "weft", "generate", *OPTIONS, *EXACT, *more]
     own = {**os.environ, "OMP_NUM_THREADS": "1", **environment}
-    return subprocess.Popen(command, env=own, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    return subprocess.Popen(
+        command, env=own, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    )
 
 
 def result(process: subprocess.Popen[str]) -> list[tuple[str, list[int]]]:
@@ -50,8 +63,12 @@ def test_two_ranks_say_what_one_process_says(run: Weft) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("flags", ["--tp 2", "--tp 2 --graph none", "--tp 2 --pp 2", "--tp 2 --kv-dtype float8_e4m3fn"])
-def test_ranks_that_share_layers_say_what_one_process_says(flags: str, alone: list[tuple[str, list[int]]]) -> None:
+@pytest.mark.parametrize(
+    "flags", ["--tp 2", "--tp 2 --graph none", "--tp 2 --pp 2", "--tp 2 --kv-dtype float8_e4m3fn"]
+)
+def test_ranks_that_share_layers_say_what_one_process_says(
+    flags: str, alone: list[tuple[str, list[int]]]
+) -> None:
     if "--kv-dtype" in flags:
         assert result(weft(*flags.split())) == result(weft(*flags.split()[2:]))
     else:
@@ -64,7 +81,9 @@ def test_a_certificate_names_the_weights_of_the_whole_model(tmp_path: Path) -> N
     for flags in ("--tp 1", "--tp 2", "--tp 2 --pp 2"):
         file = tmp_path / f"{flags}.json"
         result(weft(*flags.split(), "--batch-invariant", "--certificates", str(file)))
-        found.append([(one.weights, one.program) for one in weft_package.Certificate.load_all(file)])
+        found.append(
+            [(one.weights, one.program) for one in weft_package.Certificate.load_all(file)]
+        )
     assert found[0] == found[1] == found[2]
 
 
@@ -77,9 +96,19 @@ def free_port() -> int:
 @pytest.mark.slow
 def test_two_agents_of_torchrun_are_two_nodes(alone: list[tuple[str, list[int]]]) -> None:
     """Two processes of each agent: each agent has a stage, which its ranks share."""
-    nodes = "--nnodes", "2", "--nproc-per-node", "2", "--master-addr", "127.0.0.1", "--master-port", str(free_port())
+    nodes = (
+        "--nnodes",
+        "2",
+        "--nproc-per-node",
+        "2",
+        "--master-addr",
+        "127.0.0.1",
+        "--master-port",
+        str(free_port()),
+    )
     agents = [
-        weft("--tp", "2", before=("-m", "torch.distributed.run", *nodes, "--node-rank", str(rank))) for rank in range(2)
+        weft("--tp", "2", before=("-m", "torch.distributed.run", *nodes, "--node-rank", str(rank)))
+        for rank in range(2)
     ]
     try:
         first, second = map(result, agents)
@@ -100,17 +129,45 @@ def test_what_ranks_cannot_share_is_refused(run: Weft) -> None:
 
 def test_ranks_with_whole_experts_say_what_one_process_says(run: Weft, tmp_path: Path) -> None:
     torch.manual_seed(0)
-    sizes: dict[str, Any] = {"hidden_size": 32, "intermediate_size": 16, "num_hidden_layers": 2, "vocab_size": 37}
-    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "initializer_range": 0.3}
+    sizes: dict[str, Any] = {
+        "hidden_size": 32,
+        "intermediate_size": 16,
+        "num_hidden_layers": 2,
+        "vocab_size": 37,
+    }
+    heads = {
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 8,
+        "initializer_range": 0.3,
+    }
     experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 8}
     none = {"bos_token_id": None, "eos_token_id": None}
-    Qwen3MoeForCausalLM(Qwen3MoeConfig(**sizes, **heads, **experts, **none)).save_pretrained(tmp_path)
-    options = "--model", str(tmp_path), "--prompt-ids", "1,2,3", "--prompt-ids", "9", "--max-tokens", "5", "--json"
-    own, shared = (run("generate", *options, *EXACT, *more.split()) for more in ("", "--tp 2 --experts whole"))
+    Qwen3MoeForCausalLM(Qwen3MoeConfig(**sizes, **heads, **experts, **none)).save_pretrained(
+        tmp_path
+    )
+    options = (
+        "--model",
+        str(tmp_path),
+        "--prompt-ids",
+        "1,2,3",
+        "--prompt-ids",
+        "9",
+        "--max-tokens",
+        "5",
+        "--json",
+    )
+    own, shared = (
+        run("generate", *options, *EXACT, *more.split()) for more in ("", "--tp 2 --experts whole")
+    )
     assert (own[0], shared[0]) == (0, 0), shared[2]
     assert said(own[1]) == said(shared[1])
     seen = "--experts whole, and a Qwen3ForCausalLM, which has no experts"
-    assert_refused(run("generate", *OPTIONS, *EXACT, "--tp", "2", "--experts", "whole"), "--tp 2 --experts whole", seen)
+    assert_refused(
+        run("generate", *OPTIONS, *EXACT, "--tp", "2", "--experts", "whole"),
+        "--tp 2 --experts whole",
+        seen,
+    )
 
 
 @pytest.mark.parametrize("transport", ["local", "threads"])

@@ -1,4 +1,5 @@
-"""`weft verify`: it computes again what `weft generate --certificates` wrote, and names the first difference."""
+"""`weft verify`: it computes again what `weft generate --certificates` wrote, and names the first
+difference."""
 
 import json
 import re
@@ -8,14 +9,27 @@ import pytest
 from cli_calls import Weft, assert_refused
 
 PROMPTS = "--prompt", "The function returns", "--prompt", "A list is"
-SAMPLED = "--temperature", "1", "--seed", "4", "--max-tokens", "9", "--device", "cpu", "--model", "demo"
+SAMPLED = (
+    "--temperature",
+    "1",
+    "--seed",
+    "4",
+    "--max-tokens",
+    "9",
+    "--device",
+    "cpu",
+    "--model",
+    "demo",
+)
 DEMO = "--model", "demo", "--device", "cpu"
 
 
 @pytest.fixture
 def file(run: Weft, tmp_path: Path) -> Path:
     path = tmp_path / "certificates.jsonl"
-    code, out, err = run("generate", *PROMPTS, *SAMPLED, "--batch-invariant", "--certificates", str(path))
+    code, out, err = run(
+        "generate", *PROMPTS, *SAMPLED, "--batch-invariant", "--certificates", str(path)
+    )
     assert (code, err) == (0, "")
     assert "A list is" in out
     return path
@@ -23,7 +37,11 @@ def file(run: Weft, tmp_path: Path) -> Path:
 
 @pytest.mark.parametrize(
     "how",
-    [(), ("--pp", "2", "--transport", "threads"), ("--graph", "none", "--max-num-tokens", "5", "--speculate", "2")],
+    [
+        (),
+        ("--pp", "2", "--transport", "threads"),
+        ("--graph", "none", "--max-num-tokens", "5", "--speculate", "2"),
+    ],
 )
 def test_every_way_is_equal(run: Weft, file: Path, how: tuple[str, ...]) -> None:
     code, out, err = run("verify", str(file), *DEMO, *how)
@@ -34,13 +52,18 @@ def test_every_way_is_equal(run: Weft, file: Path, how: tuple[str, ...]) -> None
 def test_processes_certify_and_verify_as_one_does(run: Weft, file: Path, tmp_path: Path) -> None:
     other = tmp_path / "ranks.jsonl"
     ranks = "--pp", "2", "--transport", "gloo"
-    code, _, err = run("generate", *PROMPTS, *SAMPLED, *ranks, "--batch-invariant", "--certificates", str(other))
+    code, _, err = run(
+        "generate", *PROMPTS, *SAMPLED, *ranks, "--batch-invariant", "--certificates", str(other)
+    )
     assert (code, err) == (0, "")
     assert other.read_text() == file.read_text()
     code, out, _ = run("verify", str(file), *DEMO, *ranks, "--json")
     assert code == 0
     rows = [json.loads(line) for line in out.splitlines()]
-    assert rows == [{"equal": True, "result": "equal", "first_difference": None, "other_facts": {}}] * 2
+    assert (
+        rows
+        == [{"equal": True, "result": "equal", "first_difference": None, "other_facts": {}}] * 2
+    )
 
 
 def test_a_difference_is_named(run: Weft, file: Path) -> None:
@@ -64,7 +87,9 @@ def test_a_difference_is_named(run: Weft, file: Path) -> None:
 
 def test_what_is_refused(run: Weft, file: Path, tmp_path: Path) -> None:
     to = str(tmp_path / "more.jsonl")
-    assert_refused(run("generate", *PROMPTS, *SAMPLED, "--certificates", to), "no --batch-invariant")
+    assert_refused(
+        run("generate", *PROMPTS, *SAMPLED, "--certificates", to), "no --batch-invariant"
+    )
     gone = str(tmp_path / "no" / "folder")
     asked = "generate", *PROMPTS, *SAMPLED, "--batch-invariant", "--certificates"
     assert_refused(run(*asked, gone), "there is no folder")
@@ -81,5 +106,11 @@ def test_what_is_refused(run: Weft, file: Path, tmp_path: Path) -> None:
     said = run("generate", *PROMPTS, *SAMPLED, "--batch-invariant", "--attention", "torch")
     assert_refused(said, "--attention auto, or reference; or leave out --batch-invariant\n")
     file.write_text("{}\n")
-    assert_refused(run("verify", str(file), *DEMO), "certificates.jsonl, line 1, has no format", "weft certificate 1")
-    assert_refused(run("verify", str(file), "--model", str(tmp_path / "none")), f"weft verify {file}")
+    assert_refused(
+        run("verify", str(file), *DEMO),
+        "certificates.jsonl, line 1, has no format",
+        "weft certificate 1",
+    )
+    assert_refused(
+        run("verify", str(file), "--model", str(tmp_path / "none")), f"weft verify {file}"
+    )

@@ -1,4 +1,5 @@
-"""Malformed files and arguments: each is an error or harmless, in time, and no file outside the folder is read."""
+"""Malformed files and arguments: each is an error or harmless, in time, and no file outside the
+folder is read."""
 
 import json
 import os
@@ -26,16 +27,33 @@ from weft.stages.checkpoints import reading as checkpoint
 
 SECONDS = 20
 """The seconds that a command may take on a small machine; each takes some hundredths."""
-_INSTALLED = tuple(str(Path(path).resolve()) for path in (sys.prefix, sys.base_prefix, Path(torch.__file__).parents[1]))
+_INSTALLED = tuple(
+    str(Path(path).resolve())
+    for path in (sys.prefix, sys.base_prefix, Path(torch.__file__).parents[1])
+)
 _BYTECODE = [sys.pycache_prefix] if sys.pycache_prefix else []
-_SYSTEM = ("/proc", "/sys", "/etc/localtime", str(Path(weft.__file__).resolve().parents[1]), *_INSTALLED, *_BYTECODE)
-PYTHON = re.compile(r"\b(weft\.\w+|Engine\w*|Speculation|SamplingParams|split_layers|balance|model\.\w+|load\w*)\([^)]")
+_SYSTEM = (
+    "/proc",
+    "/sys",
+    "/etc/localtime",
+    str(Path(weft.__file__).resolve().parents[1]),
+    *_INSTALLED,
+    *_BYTECODE,
+)
+PYTHON = re.compile(
+    r"\b(weft\.\w+|Engine\w*|Speculation|SamplingParams|split_layers|balance|model\.\w+|load\w*)\([^)]"
+)
 """Matches a call of a Python function, which an error of the command line must not show."""
 _read: list[str] | None = None
 
 
 def _note(event: str, arguments: tuple[Any, ...]) -> None:
-    if event == "open" and _read is not None and isinstance(arguments[0], str) and "w" not in (arguments[1] or "r"):
+    if (
+        event == "open"
+        and _read is not None
+        and isinstance(arguments[0], str)
+        and "w" not in (arguments[1] or "r")
+    ):
         _read.append(arguments[0])
 
 
@@ -52,7 +70,8 @@ def _late(*_: object) -> None:
 
 @contextmanager
 def watched(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
-    """The files opened for reading inside the context, by Python or by safetensors. It ends after `SECONDS`."""
+    """The files opened for reading inside the context, by Python or by safetensors. It ends after
+    `SECONDS`."""
     global _read
     found: list[str] = []
     safe_open = checkpoint.safe_open
@@ -87,7 +106,11 @@ def outcome(case: Case, folder: Path, run: Weft, monkeypatch: pytest.MonkeyPatch
             code, out, err = run(*argv)
         except BaseException as error:
             return f"raised {error!r:.200}"
-    if outside := [path for path in read if not path.startswith((str(folder), *_SYSTEM)) and path not in (*argv, ".")]:
+    if outside := [
+        path
+        for path in read
+        if not path.startswith((str(folder), *_SYSTEM)) and path not in (*argv, ".")
+    ]:
         return f"read {outside}"
     if code == 0 and not case.refused:
         for line in [out] if case.argv[0] != "generate" else out.splitlines():
@@ -96,7 +119,11 @@ def outcome(case: Case, folder: Path, run: Weft, monkeypatch: pytest.MonkeyPatch
     if spoken := PYTHON.search(err.replace(str(folder), "")):
         return f"speaks of Python: {spoken[0]}: {err[-300:]}"
     lost = "error: " not in err or "Traceback" in err or len(err) > 4000 + 2 * sum(map(len, argv))
-    return f"exit {code}: {err[-300:]}" if lost or code not in ((2,) if case.refused else (1, 2)) else ""
+    return (
+        f"exit {code}: {err[-300:]}"
+        if lost or code not in ((2,) if case.refused else (1, 2))
+        else ""
+    )
 
 
 @pytest.fixture(scope="module")
@@ -106,36 +133,53 @@ def sound(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize("damaged", CASES)
 def test_malformed_input_is_an_error(
-    damaged: str, sound: Path, tmp_path: Path, run: Weft, monkeypatch: pytest.MonkeyPatch, runs_all: bool
+    damaged: str,
+    sound: Path,
+    tmp_path: Path,
+    run: Weft,
+    monkeypatch: pytest.MonkeyPatch,
+    runs_all: bool,
 ) -> None:
     shutil.copytree(sound, tmp_path / "outside")  # which can be read
-    shutil.move(tmp_path / "outside" / malformed.SHARDS[0], tmp_path / "outside" / "model.safetensors")
+    shutil.move(
+        tmp_path / "outside" / malformed.SHARDS[0], tmp_path / "outside" / "model.safetensors"
+    )
     wrong = {}
     for index, case in enumerate(CASES[damaged][:: 1 if runs_all else 7]):
         folder = Path(shutil.copytree(sound, tmp_path / "case"))
         if found := outcome(case, folder, run, monkeypatch):
             wrong[f"{index} {case.name}"] = found
         shutil.rmtree(folder)
-    assert not wrong, f"{len(wrong)} of {len(CASES[damaged])}:\n" + "\n".join(map(str, wrong.items()))
+    assert not wrong, f"{len(wrong)} of {len(CASES[damaged])}:\n" + "\n".join(
+        map(str, wrong.items())
+    )
 
 
 def test_there_are_many() -> None:
     assert sum(map(len, CASES.values())) > 1000
 
 
-@pytest.mark.parametrize("name", ["../outside/model.safetensors", "/outside/model.safetensors", "a/../../outside/x"])
-def test_shards_outside_of_the_folder_are_refused(name: str, sound: Path, tmp_path: Path, run: Weft) -> None:
+@pytest.mark.parametrize(
+    "name", ["../outside/model.safetensors", "/outside/model.safetensors", "a/../../outside/x"]
+)
+def test_shards_outside_of_the_folder_are_refused(
+    name: str, sound: Path, tmp_path: Path, run: Weft
+) -> None:
     """Shards outside the folder are refused even if the file exists and fits."""
     folder, outside = shutil.copytree(sound, tmp_path / "model"), tmp_path / "outside"
     outside.mkdir()
     shutil.copy(folder / malformed.SHARDS[0], outside / "model.safetensors")
     name = str(outside / "model.safetensors") if name[0] == "/" else name
     index = json.loads((folder / malformed.INDEX).read_text())
-    index["weight_map"] = {n: shard.replace(malformed.SHARDS[0], name) for n, shard in index["weight_map"].items()}
+    index["weight_map"] = {
+        n: shard.replace(malformed.SHARDS[0], name) for n, shard in index["weight_map"].items()
+    }
     malformed.write(folder / malformed.INDEX, index)
     with pytest.raises(CheckpointError) as caught:
         weft.load(folder, "cpu")
-    assert caught.value.seen.startswith(f"{malformed.INDEX} is not an index of shards: it has weight_map.")
+    assert caught.value.seen.startswith(
+        f"{malformed.INDEX} is not an index of shards: it has weight_map."
+    )
     assert caught.value.seen.endswith(f" is the name of a file of {str(folder)!r}")
     assert f"={name!r}; " in caught.value.seen
 
@@ -160,7 +204,9 @@ def test_shards_in_a_folder_of_their_own_and_links_are_read(sound: Path, tmp_pat
     assert_equal("in a folder", weft.load(folder, "cpu").params, weft.load(sound, "cpu").params)
 
 
-def test_logits_that_are_no_numbers_end_one_completion(sound: Path, tmp_path: Path, run: Weft) -> None:
+def test_logits_that_are_no_numbers_end_one_completion(
+    sound: Path, tmp_path: Path, run: Weft
+) -> None:
     folder = shutil.copytree(sound, tmp_path / "model")
     tensors = load_file(folder / malformed.SHARDS[0])
     tensors["model.embed_tokens.weight"][7] = torch.nan
@@ -170,13 +216,17 @@ def test_logits_that_are_no_numbers_end_one_completion(sound: Path, tmp_path: Pa
     first, second = (json.loads(line, parse_constant=no_constant) for line in out.splitlines())
     assert (code, first["finish_reason"], first["error"]) == (1, "length", None)
     assert (second["finish_reason"], set(second["logprobs"]) <= {None}) == ("error", True)
-    assert second["error"].startswith("request '1'\n  saw: logits that are NaN after 2 tokens\n  instead: look for")
+    assert second["error"].startswith(
+        "request '1'\n  saw: logits that are NaN after 2 tokens\n  instead: look for"
+    )
     assert err == f"error: {second['error']}\n"
     code, out, err = run(*argv, "--prompt-ids", "1,7")
     assert (code, ", error\n" in out, err.startswith("error: request '0'")) == (1, True, True)
 
 
-@pytest.mark.parametrize("name", ["config.json", "generation_config.json", "tokenizer.json", "x.safetensors"])
+@pytest.mark.parametrize(
+    "name", ["config.json", "generation_config.json", "tokenizer.json", "x.safetensors"]
+)
 @pytest.mark.parametrize("kind", ["folder", "pipe", "device", "link to nothing"])
 def test_what_is_no_file_is_not_read(
     name: str, kind: str, sound: Path, tmp_path: Path, run: Weft, monkeypatch: pytest.MonkeyPatch
@@ -190,10 +240,22 @@ def test_what_is_no_file_is_not_read(
         os.mkfifo(folder / name)
     else:
         (folder / name).symlink_to("/dev/zero" if kind == "device" else "nothing")
-    argv = ("generate", "--model", str(folder), "--device", "cpu", "--max-tokens", "1", "--prompt-ids", "1,2")
+    argv = (
+        "generate",
+        "--model",
+        str(folder),
+        "--device",
+        "cpu",
+        "--max-tokens",
+        "1",
+        "--prompt-ids",
+        "1,2",
+    )
     with watched(monkeypatch) as read:
         code, _, err = run(*argv)
-    assert (code, "has no config.json" in err) == ((2, True) if name == "config.json" else (0, False))
+    assert (code, "has no config.json" in err) == (
+        (2, True) if name == "config.json" else (0, False)
+    )
     assert str(folder / name) not in read
 
 
@@ -202,7 +264,10 @@ def test_a_file_of_json_has_a_size_that_can_be_read(sound: Path, tmp_path: Path,
     with (folder / "config.json").open("r+b") as config:
         config.truncate(2**40)  # a sparse file, which takes no space
     code, _, err = run("plan", "--model", str(folder), "--pp", "2")
-    assert (code, "config.json holds 1099511627776 bytes, and 67108864 are the most" in err) == (2, True)
+    assert (code, "config.json holds 1099511627776 bytes, and 67108864 are the most" in err) == (
+        2,
+        True,
+    )
 
 
 def damage(kind: str, folder: Path) -> tuple[str, ...]:
@@ -213,7 +278,10 @@ def damage(kind: str, folder: Path) -> tuple[str, ...]:
         malformed.edit(malformed.ADAPTER, target_modules=EXPRESSIONS["endless"])(folder)
     if kind == "NaN":
         tensors = load_file(folder / malformed.SHARDS[0])
-        save_file({name: torch.full_like(x, torch.nan) for name, x in tensors.items()}, folder / malformed.SHARDS[0])
+        save_file(
+            {name: torch.full_like(x, torch.nan) for name, x in tensors.items()},
+            folder / malformed.SHARDS[0],
+        )
     return malformed.ADAPTED if kind == "endless" else malformed.GENERATE
 
 
@@ -225,11 +293,15 @@ def damage(kind: str, folder: Path) -> tuple[str, ...]:
         ("NaN", 1, "logits that are NaN after 9 tokens"),
     ],
 )
-def test_in_a_process_of_its_own(kind: str, code: int, said: str, sound: Path, tmp_path: Path) -> None:
+def test_in_a_process_of_its_own(
+    kind: str, code: int, said: str, sound: Path, tmp_path: Path
+) -> None:
     folder = shutil.copytree(sound, tmp_path / "model")
     argv = [argument.replace(FOLDER, str(folder)) for argument in damage(kind, folder)]
     command, env = [sys.executable, "-m", "weft", *argv], os.environ | {"OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, capture_output=True, text=True, check=False, env=env, timeout=120)
+    done = subprocess.run(
+        command, capture_output=True, text=True, check=False, env=env, timeout=120
+    )
     assert done.returncode == code
     assert said in done.stderr
     assert "Traceback" not in done.stderr

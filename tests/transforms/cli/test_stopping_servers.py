@@ -1,4 +1,5 @@
-"""One SIGTERM ends a server, whatever it is busy with, within the seconds that the modules below name."""
+"""One SIGTERM ends a server, whatever it is busy with, within the seconds that the modules below
+name."""
 
 import contextlib
 import json
@@ -15,18 +16,29 @@ from typing import Any
 
 import pytest
 
-from weft.proofs.http.process import Answer, ServerProcess, get, post, read_answers, request_bytes, serving
+from weft.proofs.http.process import (
+    Answer,
+    ServerProcess,
+    get,
+    post,
+    read_answers,
+    request_bytes,
+    serving,
+)
 from weft.transforms.server.host import GIVE_UP_SECONDS, STILL_SECONDS
 from weft.transforms.server.listening import SHUTDOWN_SECONDS
 
 pytest.importorskip("uvicorn")
 pytestmark = [
     pytest.mark.slow,
-    pytest.mark.skipif(sys.platform != "linux", reason="sends signals, and replaces a method in other processes"),
+    pytest.mark.skipif(
+        sys.platform != "linux", reason="sends signals, and replaces a method in other processes"
+    ),
 ]
 NIGHTLY = pytest.mark.nightly
 BUSY_SECONDS = 60.0
-"""What starting and ending processes takes on a machine that is busy, beside the seconds of a server's own."""
+"""What starting and ending processes takes on a machine that is busy, beside the seconds of a
+server's own."""
 FLAGS = ("demo", "--device", "cpu", "--graph", "none", "--max-num-seqs", "4")
 TEXT = {"prompt": "The function returns", "temperature": 0, "max_tokens": 4}
 LOOP = (
@@ -35,7 +47,9 @@ LOOP = (
 )
 SLOW_GRAMMAR = {
     "type": "grammar",
-    "grammar": "root ::= r0\n" + "\n".join(f'r{i} ::= r{i + 1} | "{i}"' for i in range(3000)) + '\nr3000 ::= "a"',
+    "grammar": "root ::= r0\n"
+    + "\n".join(f'r{i} ::= r{i + 1} | "{i}"' for i in range(3000))
+    + '\nr3000 ::= "a"',
 }
 
 
@@ -81,16 +95,25 @@ def busy(server: ServerProcess, kind: str) -> contextlib.AbstractContextManager[
         return clients(server, "/v1/completions", {**TEXT, "response_format": SLOW_GRAMMAR}, 2)
     connection = socket.create_connection(("127.0.0.1", server.port))
     connection.sendall(
-        b"POST /v1/completions HTTP/1.1\r\nhost: 127.0.0.1\r\ncontent-length: 9\r\n\r\n{" * (kind == "body")
+        b"POST /v1/completions HTTP/1.1\r\nhost: 127.0.0.1\r\ncontent-length: 9\r\n\r\n{"
+        * (kind == "body")
     )
     return connection
 
 
 @pytest.mark.parametrize(
-    "kind", ["template", pytest.param("grammar", marks=NIGHTLY), pytest.param("body", marks=NIGHTLY), "head"]
+    "kind",
+    [
+        "template",
+        pytest.param("grammar", marks=NIGHTLY),
+        pytest.param("body", marks=NIGHTLY),
+        "head",
+    ],
 )
 @pytest.mark.parametrize("pp", ["1", pytest.param("2", marks=NIGHTLY)])
-def test_one_signal_ends_a_server_that_is_busy_for_a_client(kind: str, pp: str, template: str) -> None:
+def test_one_signal_ends_a_server_that_is_busy_for_a_client(
+    kind: str, pp: str, template: str
+) -> None:
     with serving(*FLAGS, "--pp", pp, "--chat-template", template, seconds=300) as server:
         assert post(server.port, "/v1/completions", TEXT).status == 200
         with busy(server, kind):
@@ -124,8 +147,12 @@ def test_an_engine_that_stands_still_is_told_by_its_health_and_ended_by_one_sign
     pp: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     flag = tmp_path / "stands_still"
-    (tmp_path / "sitecustomize.py").write_text(STANDS_STILL.format(flag=str(flag)), encoding="utf-8")
-    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")]))
+    (tmp_path / "sitecustomize.py").write_text(
+        STANDS_STILL.format(flag=str(flag)), encoding="utf-8"
+    )
+    monkeypatch.setenv(
+        "PYTHONPATH", os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])
+    )
     with serving(*FLAGS, "--pp", pp, "--timeout", "300", seconds=300) as server:
         assert post(server.port, "/v1/completions", TEXT).status == 200
         assert get(server.port, "/health").status == 200
@@ -147,7 +174,10 @@ def test_of_two_servers_that_start_together_on_one_port_one_serves() -> None:
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     words = [sys.executable, "-m", "weft", "serve", *FLAGS, "--port", f"{port}"]
-    both = [subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) for _ in range(2)]
+    both = [
+        subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        for _ in range(2)
+    ]
     try:
         end = time.monotonic() + 300
         while not (refused := [each for each in both if each.poll() is not None]):

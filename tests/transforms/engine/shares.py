@@ -1,4 +1,5 @@
-"""Engines whose ranks share layers, beside one process: small models, the calls, and what they return."""
+"""Engines whose ranks share layers, beside one process: small models, the calls, and what they
+return."""
 
 import sys
 from collections.abc import Mapping
@@ -64,7 +65,9 @@ KINDS["whole experts in FP8"] = KINDS["experts"] | {  # by columns 4 ranks could
     "quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128]},
 }
 PROMPTS = ([1, 2, 3, 4, 5], [7], [9, 8, 7, 6, 5, 4, 3, 2, 1, 0, 11, 12], [3, 3])
-LIMITS = EngineLimits(max_num_reqs=4, max_num_tokens=16, max_model_len=48, page_size=4, num_pages=40)
+LIMITS = EngineLimits(
+    max_num_reqs=4, max_num_tokens=16, max_model_len=48, page_size=4, num_pages=40
+)
 
 
 def config_of(kind: str) -> ModelConfig:
@@ -83,8 +86,12 @@ def prompt_of(given: Any) -> Any:
         return given
     ids = [1, 2, 3, *[EMBEDDED] * 4, 5]
     with torch.device("cpu"):
-        embeds = torch.randn(len(ids), SIZES["hidden_size"], generator=torch.Generator().manual_seed(0))
-        places = torch.tensor([[0, 1, 2, 3, 3, 3, 3, 5], [0, 1, 2, 3, 3, 4, 4, 5], [0, 1, 2, 3, 4, 3, 4, 5]])
+        embeds = torch.randn(
+            len(ids), SIZES["hidden_size"], generator=torch.Generator().manual_seed(0)
+        )
+        places = torch.tensor(
+            [[0, 1, 2, 3, 3, 3, 3, 5], [0, 1, 2, 3, 3, 4, 4, 5], [0, 1, 2, 3, 4, 3, 4, 5]]
+        )
     return EmbedsPrompt(ids, embeds, places if given == "image" else None)
 
 
@@ -99,7 +106,9 @@ def model_of(
     """A share of a random model, which is without a checkpoint, on torch's default device."""
     config, device = config_of(kind), torch.get_default_device()
     layout = split_model(config, stage[1])[stage[0]]
-    params = random_params(config, layout, seed=seed, device=device, dtype=dtype, std=0.3, shard=shard)
+    params = random_params(
+        config, layout, seed=seed, device=device, dtype=dtype, std=0.3, shard=shard
+    )
     return Model(config, params, None, Path("a small model"), layout=layout, shard=shard, **kinds)
 
 
@@ -108,7 +117,10 @@ def adapters_of(kind: str, seed: int = 0) -> dict[str, Adapter]:
     config = config_of(kind)
     names = [name for layer in range(config.num_layers) for name in adaptable(config, layer)]
     parts = {"attention": [name for name in names if "self_attn" in name], "all": names}
-    return {n: random_adapter(config, own, rank=2, seed=seed + i, std=0.3) for i, (n, own) in enumerate(parts.items())}
+    return {
+        n: random_adapter(config, own, rank=2, seed=seed + i, std=0.3)
+        for i, (n, own) in enumerate(parts.items())
+    }
 
 
 def state_dict(kind: str, seed: int) -> dict[str, torch.Tensor]:
@@ -116,7 +128,9 @@ def state_dict(kind: str, seed: int) -> dict[str, torch.Tensor]:
     from weft.stages.checkpoints.reading import places
 
     model = model_of(kind, seed=seed)
-    return {name: place.view for name, place in places(model.params, model.config, model.layout).items()}
+    return {
+        name: place.view for name, place in places(model.params, model.config, model.layout).items()
+    }
 
 
 @attrs.frozen
@@ -129,11 +143,13 @@ class Asked:
         requests: for all, and of each prompt.
         model: options of the model.
         adapters: whether requests have adapters.
-        updates: `params`, `adapters` or both, which change before the prompts are asked a second time.
+        updates: `params`, `adapters` or both, which change before the prompts are asked a second
+            time.
         twice: whether the prompts are asked a second time, which finds them in the prefix cache.
         draft: whether a second model drafts.
         beside: whether a second model reads beside, whose logits are subtracted.
-        changed: whether the logits are changed by what each request has of its own, and by what a layer captured.
+        changed: whether the logits are changed by what each request has of its own, and by what a
+            layer captured.
         masked: whether requests have masks.
     """
 
@@ -163,7 +179,9 @@ def run(asked: Asked, model: Model, **split: Any) -> tuple[list[Any], Any]:
         named = {"extras": {"scale": torch.tensor(1.0)}, "captures": {"seen": torch.tensor(0.0)}}
         model = model.with_stages(**named, layers={0: seeing}, logits=scaled)
     adapters = adapters_of(asked.kind) if asked.adapters else None
-    engine = Engine(model, asked.limits, seed=0, num_logprobs=3, adapters=adapters, **options, **split)
+    engine = Engine(
+        model, asked.limits, seed=0, num_logprobs=3, adapters=adapters, **options, **split
+    )
     found: list[Any] = []
     for turn in range(2 if asked.twice or asked.updates else 1):
         if turn and asked.updates:
@@ -172,15 +190,29 @@ def run(asked: Asked, model: Model, **split: Any) -> tuple[list[Any], Any]:
                 adapters=adapters_of(asked.kind, 5) if "adapters" in asked.updates else None,
             )
         for index, prompt in enumerate(asked.prompts):
-            own = {"temperature": 0.0 if index % 2 else 1.0, "seed": index, "logprobs": 3} | dict(asked.sampling)
+            own = {"temperature": 0.0 if index % 2 else 1.0, "seed": index, "logprobs": 3} | dict(
+                asked.sampling
+            )
             adapter = [None, "attention", "all"][(index + 1) % 3] if asked.adapters else None
-            given: dict[str, Any] = {"adapter": adapter, "mask": only_even if asked.masked else None}
+            given: dict[str, Any] = {
+                "adapter": adapter,
+                "mask": only_even if asked.masked else None,
+            }
             given["extras"] = {"scale": torch.tensor(0.5 + index / 4)} if asked.changed else None
-            engine.add(prompt_of(prompt), SamplingParams(**own), max_tokens=8, id=f"{turn} {index}", **given)
+            engine.add(
+                prompt_of(prompt),
+                SamplingParams(**own),
+                max_tokens=8,
+                id=f"{turn} {index}",
+                **given,
+            )
         tracks = {output.id: output.track for output in engine}
         found += [tracks[f"{turn} {index}"] for index in range(len(asked.prompts))]
     stats = engine.stats()
-    counts = {name: getattr(stats, name) for name in ("tokens", "prefix_tokens", "preempted", "pages_held")}
+    counts = {
+        name: getattr(stats, name)
+        for name in ("tokens", "prefix_tokens", "preempted", "pages_held")
+    }
     return [(t.token_ids, t.logprobs, t.top_logprobs, t.prompt_logprobs) for t in found], counts
 
 
@@ -188,11 +220,15 @@ def only_even(said: Any) -> list[int]:
     return [token for token in range(37) if token % 2 == len(said) % 2]
 
 
-def contrast(logits: torch.Tensor, rows: torch.Tensor, extras: Mapping[str, torch.Tensor]) -> torch.Tensor:
+def contrast(
+    logits: torch.Tensor, rows: torch.Tensor, extras: Mapping[str, torch.Tensor]
+) -> torch.Tensor:
     return logits - 0.5 * extras["other"]
 
 
-def scaled(logits: torch.Tensor, rows: torch.Tensor, extras: Mapping[str, torch.Tensor]) -> torch.Tensor:
+def scaled(
+    logits: torch.Tensor, rows: torch.Tensor, extras: Mapping[str, torch.Tensor]
+) -> torch.Tensor:
     places = torch.arange(logits.shape[1]) * extras["seen"][:, None]
     return logits * extras["scale"][:, None] + places.sin()
 

@@ -1,5 +1,5 @@
-"""What functions of one's own carry from token to token: a recurrent layer gives what torch's gives over the whole
-sequence at once, however its requests are served."""
+"""What functions of one's own carry from token to token: a recurrent layer gives what torch's gives
+over the whole sequence at once, however its requests are served."""
 
 import copy
 from collections.abc import Callable
@@ -43,7 +43,8 @@ TIGHT = EngineLimits(max_num_reqs=3, max_num_tokens=7, num_pages=14, max_model_l
 
 
 class Recurrent(torch.nn.Module):
-    """A gated recurrent layer beside a decoder's: what it makes of the layer's result is added to that."""
+    """A gated recurrent layer beside a decoder's: what it makes of the layer's result is added to
+    that."""
 
     def __init__(self, hidden_size: int, seed: int) -> None:
         super().__init__()
@@ -55,10 +56,14 @@ class Recurrent(torch.nn.Module):
     def served(self, name: str) -> Callable[[Any], Any]:
         """The change of a layer, in any batch."""
         step = torch.nn.GRUCell(self.gru.input_size, SIZE, device=self.up.weight.device)
-        step.load_state_dict({key.removesuffix("_l0"): x for key, x in self.gru.state_dict().items()})
+        step.load_state_dict(
+            {key.removesuffix("_l0"): x for key, x in self.gru.state_dict().items()}
+        )
 
         def change(layer: Any) -> Any:
-            def run(params: Any, kv_pages: Tensor, batch: ResolvedBatch, tables: Any, hidden: Tensor) -> Any:
+            def run(
+                params: Any, kv_pages: Tensor, batch: ResolvedBatch, tables: Any, hidden: Tensor
+            ) -> Any:
                 hidden, kv_pages = layer(params, kv_pages, batch, tables, hidden)
                 states = batch.scan_tokens(lambda h, x: step(x, h), batch.carried[name], hidden)
                 carry(name, states)
@@ -95,7 +100,8 @@ def recurrent(model: Model, cells: dict[int, Recurrent]) -> Model:
 
 @pytest.fixture(scope="module")
 def expected(model: Model, cells: dict[int, Recurrent]) -> list[list[int]]:
-    """The greedy tokens of transformers with torch's GRUs after its layers, each from a pass over all tokens."""
+    """The greedy tokens of transformers with torch's GRUs after its layers, each from a pass over
+    all tokens."""
     transformers = pytest.importorskip("transformers")
     reference = transformers.AutoModelForCausalLM.from_pretrained(DEMO, dtype=torch.float32)
     for index, cell in cells.items():
@@ -111,7 +117,9 @@ def expected(model: Model, cells: dict[int, Recurrent]) -> list[list[int]]:
         for prompt in PROMPTS:
             ids = model.encode(prompt)
             for _ in range(12):
-                ids.append(int(reference(torch.tensor([ids]), use_cache=False).logits[0, -1].argmax()))
+                ids.append(
+                    int(reference(torch.tensor([ids]), use_cache=False).logits[0, -1].argmax())
+                )
             found.append(ids[-12:])
     return found
 
@@ -122,7 +130,9 @@ def tokens(model: Model, **options: Any) -> list[list[int]]:
 
 @pytest.mark.one_of(2)
 @pytest.mark.parametrize("way", WAYS, ids=str)
-def test_a_recurrent_layer_is_that_of_torch(recurrent: Model, expected: list[list[int]], way: dict[str, Any]) -> None:
+def test_a_recurrent_layer_is_that_of_torch(
+    recurrent: Model, expected: list[list[int]], way: dict[str, Any]
+) -> None:
     assert tokens(recurrent, **way) == expected
 
 
@@ -139,7 +149,9 @@ def test_in_chunks_preempted_and_under_prefix_hits(
             engine.add(prompt, max_tokens=12, id=f"{index}{again}")
         for output in engine:
             said[output.id] = output.track.token_ids
-    assert [said[f"{index}{again}"] for again in ("a", "b") for index in range(len(PROMPTS))] == 2 * expected
+    assert [
+        said[f"{index}{again}"] for again in ("a", "b") for index in range(len(PROMPTS))
+    ] == 2 * expected
     stats = engine.stats()
     assert stats.preempted > 0
     assert (stats.prefix_tokens > 0) == (policy != "none")
@@ -148,7 +160,9 @@ def test_in_chunks_preempted_and_under_prefix_hits(
 @pytest.mark.gpu
 @pytest.mark.parametrize("way", WAYS, ids=str)
 @pytest.mark.parametrize("policy", POLICIES)
-def test_on_a_gpu(cells: dict[int, Recurrent], expected: list[list[int]], policy: str, way: dict[str, Any]) -> None:
+def test_on_a_gpu(
+    cells: dict[int, Recurrent], expected: list[list[int]], policy: str, way: dict[str, Any]
+) -> None:
     there = {index: copy.deepcopy(cell).to("cuda") for index, cell in cells.items()}
     own = load(DEMO, "cuda", "float32").with_stages(
         layers={index: cell.served(f"state {index}") for index, cell in there.items()},
@@ -163,11 +177,15 @@ def test_on_a_gpu(cells: dict[int, Recurrent], expected: list[list[int]], policy
 
 
 @pytest.mark.slow
-def test_threads_and_a_draft_model(model: Model, recurrent: Model, expected: list[list[int]]) -> None:
+def test_threads_and_a_draft_model(
+    model: Model, recurrent: Model, expected: list[list[int]]
+) -> None:
     assert tokens(recurrent, pipeline=2, transport=Threads()) == expected
     drafting = Speculation(num_tokens=2, model=model)
     for policy in POLICIES:
-        engine = Engine(recurrent.with_stages(prefix_caching=policy), TIGHT, pipeline=2, speculation=drafting)
+        engine = Engine(
+            recurrent.with_stages(prefix_caching=policy), TIGHT, pipeline=2, speculation=drafting
+        )
         for index, prompt in enumerate(PROMPTS):
             engine.add(prompt, max_tokens=12, id=f"{index}")
         said = {int(output.id): output.track.token_ids for output in engine}
@@ -175,7 +193,8 @@ def test_threads_and_a_draft_model(model: Model, recurrent: Model, expected: lis
 
 
 def served(transport: Transport, policy: str) -> list[list[int]]:
-    """Tokens of a model that carries something and whose tokens have inputs of their own, on two stages."""
+    """Tokens of a model that carries something and whose tokens have inputs of their own, on two
+    stages."""
     torch.set_num_threads(1)
     model = load(DEMO, "cpu", "float32")
     cell, place = Recurrent(model.config.hidden_size, 2), torch.zeros(model.config.hidden_size)
@@ -187,9 +206,14 @@ def served(transport: Transport, policy: str) -> list[list[int]]:
         )
 
     own = model.with_stages(
-        layers={2: change}, carries={"state": cell.start}, token_extras={"patch": place}, prefix_caching=policy
+        layers={2: change},
+        carries={"state": cell.start},
+        token_extras={"patch": place},
+        prefix_caching=policy,
     )
-    engine = Engine(own, TIGHT, pipeline=2, transport=transport, speculation=Speculation(num_tokens=2))
+    engine = Engine(
+        own, TIGHT, pipeline=2, transport=transport, speculation=Speculation(num_tokens=2)
+    )
     for index, prompt in enumerate(PROMPTS):
         count = len(model.encode(prompt))
         patch = (index % 2) * torch.linspace(0, 3, count)[:, None].expand(count, len(place))
@@ -214,7 +238,9 @@ def test_completions_of_one_prompt_carry_their_own(recurrent: Model) -> None:
     params = SamplingParams(temperature=1.0, seed=3, n=3)
     found = []
     for policy in POLICIES:
-        engine = Engine(recurrent.with_stages(prefix_caching=policy), EngineLimits(page_size=4, num_pages=200))
+        engine = Engine(
+            recurrent.with_stages(prefix_caching=policy), EngineLimits(page_size=4, num_pages=200)
+        )
         engine.add(PROMPTS[0], params, max_tokens=10)
         said = {output.index: output.track.token_ids for output in engine}
         found.append([said[index] for index in range(3)])
@@ -237,10 +263,16 @@ def capturing(cell: Recurrent) -> Callable[[Any], Any]:
     return change
 
 
-def test_recomputed_tokens_are_captured_and_share_their_pages(model: Model, cells: dict[int, Recurrent]) -> None:
-    """A prompt that is found has all captures. Pages that others share are read, and not written."""
+def test_recomputed_tokens_are_captured_and_share_their_pages(
+    model: Model, cells: dict[int, Recurrent]
+) -> None:
+    """A prompt that is found has all captures. Pages that others share are read, and not written.
+    """
     hidden = torch.zeros(model.config.hidden_size)
-    options: dict[str, Any] = {"captures": {"hidden": hidden}, "carries": {"state 0": cells[0].start}}
+    options: dict[str, Any] = {
+        "captures": {"hidden": hidden},
+        "carries": {"state 0": cells[0].start},
+    }
     own = model.with_stages(layers={0: capturing(cells[0])}, **options, prefix_caching="recompute")
     engine = Engine(own, EngineLimits(page_size=4, num_pages=100), graph="full")
     engine.add(SHARED, max_tokens=8)
@@ -297,10 +329,14 @@ def through(cell: Recurrent) -> Callable[[Any], Any]:
     own = cell.gru
 
     def step(x: Tensor, h: Tensor) -> Tensor:
-        return torch.gru_cell(x, h, own.weight_ih_l0, own.weight_hh_l0, own.bias_ih_l0, own.bias_hh_l0)
+        return torch.gru_cell(
+            x, h, own.weight_ih_l0, own.weight_hh_l0, own.bias_ih_l0, own.bias_hh_l0
+        )
 
     def change(layer: Any) -> Any:
-        def run(params: Any, kv_pages: Tensor, batch: ResolvedBatch, tables: Any, hidden: Tensor) -> Any:
+        def run(
+            params: Any, kv_pages: Tensor, batch: ResolvedBatch, tables: Any, hidden: Tensor
+        ) -> Any:
             hidden, kv_pages = layer(params, kv_pages, batch, tables, hidden)
             states = batch.scan_tokens(lambda h, x: step(x, h), batch.carried["state 0"], hidden)
             carry("state 0", states)

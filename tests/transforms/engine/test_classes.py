@@ -1,4 +1,5 @@
-"""Steps without a graph run under the classes that graphs would have, so that a GPU's kernels are chosen alike."""
+"""Steps without a graph run under the classes that graphs would have, so that a GPU's kernels are
+chosen alike."""
 
 import random
 from types import SimpleNamespace
@@ -34,9 +35,11 @@ LADDERS = {mode: make_ladder(mode, Limits(5, 64)) for mode in MODES}
 
 @pytest.mark.parametrize("query_lens", [(1,), (1, 3), (1, 2, 5)])
 @pytest.mark.parametrize("mode", MODES)
-def test_a_step_runs_under_the_class_of_the_default_mode(mode: str, query_lens: tuple[int, ...]) -> None:
-    """With queries of other lengths, `full` and `piecewise` choose between uniform and ragged classes by their padding
-    alone; the others have the uniform ones first."""
+def test_a_step_runs_under_the_class_of_the_default_mode(
+    mode: str, query_lens: tuple[int, ...]
+) -> None:
+    """With queries of other lengths, `full` and `piecewise` choose between uniform and ragged
+    classes by their padding alone; the others have the uniform ones first."""
     limits = Limits(7, 64, query_lens)
     default = make_ladder("full_and_piecewise", limits)
     classes, graphs = Classes(make_ladder(mode, limits), default), Classes(default)
@@ -45,9 +48,13 @@ def test_a_step_runs_under_the_class_of_the_default_mode(mode: str, query_lens: 
         if query_lens == (1,) or mode not in ("full", "piecewise") or not own.is_uniform:
             wanted = graphs.of(own)
             large = wanted.mode == "none"
-            assert classes.of(own).descriptor == (BatchDescriptor(own.num_tokens, 7) if large else wanted.descriptor)
+            assert classes.of(own).descriptor == (
+                BatchDescriptor(own.num_tokens, 7) if large else wanted.descriptor
+            )
         assert mode != "none" or classes.of(own).mode == "none"
-        assert mode != "full_decode_only" or classes.of(own).mode == ("full" if own.is_uniform else "none")
+        assert mode != "full_decode_only" or classes.of(own).mode == (
+            "full" if own.is_uniform else "none"
+        )
 
 
 def test_a_batch_is_padded_once_and_its_results_are_its_own() -> None:
@@ -71,19 +78,26 @@ def test_a_batch_is_padded_once_and_its_results_are_its_own() -> None:
 
 @pytest.mark.parametrize("most", [2048, 3000, 8192])
 @pytest.mark.parametrize("mode", ["full_and_piecewise", "full_decode_only"])
-def test_steps_without_a_graph_take_kernels_of_classes_that_are_compiled_ahead(mode: str, most: int) -> None:
+def test_steps_without_a_graph_take_kernels_of_classes_that_are_compiled_ahead(
+    mode: str, most: int
+) -> None:
     eager = make_ladder("full_and_piecewise", Limits(128, 2048))
     classes = Classes(make_ladder(mode, Limits(128, 2048)), eager, most)
     ahead = {(one.num_tokens, one.num_reqs) for one in classes.without_graph}
     assert {size for size in ahead if size[0] > 2048} == {
         (size, 128) for size in {min(4096, most), most} if size > 2048
     }
-    assert ahead >= {(one.num_tokens, one.num_reqs) for one in eager.piecewise} or mode == "full_and_piecewise"
+    assert (
+        ahead >= {(one.num_tokens, one.num_reqs) for one in eager.piecewise}
+        or mode == "full_and_piecewise"
+    )
     for tokens in range(1, most + 1, 97):
         found = classes.of(BatchDescriptor(tokens, min(tokens, 3)))
         if found.mode == "none":
             own = found.descriptor.num_tokens, found.descriptor.num_reqs
-            alike = {size for size in ahead if size == own or (size[0] >= 2048 and size[1] == own[1])}
+            alike = {
+                size for size in ahead if size == own or (size[0] >= 2048 and size[1] == own[1])
+            }
             choices = [linear_tile(own[0], 128, 2048, False), gated_many_tile(own[0], 16384, 2048)]
             assert any(
                 choices == [linear_tile(size, 128, 2048, False), gated_many_tile(size, 16384, 2048)]
@@ -98,7 +112,9 @@ def test_beyond_the_largest_class_tiles_are_those_of_powers_of_two() -> None:
     large = [(one.num_tokens, one.num_active_loras) for one in classes.large]
     assert sorted(large) == [(size, number) for size in (16, 32, 40) for number in (0, 1, 4)]
     for own, found in ((0, 0), (1, 1), (2, 4), (4, 4), (5, 5)):
-        assert classes.of(BatchDescriptor(9, 2, None, own)).descriptor == BatchDescriptor(9, 4, None, found)
+        assert classes.of(BatchDescriptor(9, 2, None, own)).descriptor == BatchDescriptor(
+            9, 4, None, found
+        )
 
 
 def test_decisions_that_are_kept_do_not_add_up(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -109,18 +125,34 @@ def test_decisions_that_are_kept_do_not_add_up(monkeypatch: pytest.MonkeyPatch) 
         assert len(classes._decisions) <= 3
 
 
-@pytest.mark.parametrize("options", [{}, {"pipeline": 2}, {"speculation": Speculation(2, ngram=(1, 2))}], ids=str)
-def test_graphs_see_the_sizes_of_classes_alone(monkeypatch: pytest.MonkeyPatch, options: dict[str, Any]) -> None:
-    """Requests of any lengths, whose steps have other sizes each: all classes are planned when the engine warms up."""
+@pytest.mark.parametrize(
+    "options", [{}, {"pipeline": 2}, {"speculation": Speculation(2, ngram=(1, 2))}], ids=str
+)
+def test_graphs_see_the_sizes_of_classes_alone(
+    monkeypatch: pytest.MonkeyPatch, options: dict[str, Any]
+) -> None:
+    """Requests of any lengths, whose steps have other sizes each: all classes are planned when the
+    engine warms up."""
     planned, answer = [], Graphified._answer
-    monkeypatch.setattr(Graphified, "_answer", lambda *given: planned.append(given) or answer(*given))
-    model, draw = random_model(parse_config(PRESETS["tiny"], source="a test"), seed=0), random.Random(0)
-    engine = Engine(model, EngineLimits(max_num_reqs=6, max_model_len=64, max_num_tokens=32), **options)
+    monkeypatch.setattr(
+        Graphified, "_answer", lambda *given: planned.append(given) or answer(*given)
+    )
+    model, draw = (
+        random_model(parse_config(PRESETS["tiny"], source="a test"), seed=0),
+        random.Random(0),
+    )
+    engine = Engine(
+        model, EngineLimits(max_num_reqs=6, max_model_len=64, max_num_tokens=32), **options
+    )
     engine.warm_up()
     sizes, of = set[BatchDescriptor](), Classes.of
     monkeypatch.setattr(Classes, "of", lambda classes, own: sizes.add(own) or of(classes, own))
     for _ in range(40):
-        engine.add([3] * draw.randint(1, 40), SamplingParams(ignore_eos=True), max_tokens=draw.randint(1, 8))
+        engine.add(
+            [3] * draw.randint(1, 40),
+            SamplingParams(ignore_eos=True),
+            max_tokens=draw.randint(1, 8),
+        )
         engine.step()
     assert len([*engine]) > 0
     assert not planned
@@ -130,7 +162,9 @@ def test_graphs_see_the_sizes_of_classes_alone(monkeypatch: pytest.MonkeyPatch, 
 @pytest.mark.parametrize(
     ("preset", "most"), [("qwen3-0.6b", 4096), ("llama-3.2-1b", 2048), ("qwen3-30b-a3b-fp8", 2048)]
 )
-def test_small_layers_have_larger_graphs_and_steps(monkeypatch: pytest.MonkeyPatch, preset: str, most: int) -> None:
+def test_small_layers_have_larger_graphs_and_steps(
+    monkeypatch: pytest.MonkeyPatch, preset: str, most: int
+) -> None:
     config = parse_config(PRESETS[preset], source="a test")
     assert module.captured_tokens(config) == most
     model: Any = SimpleNamespace(device="cuda", config=config)
@@ -143,15 +177,21 @@ def test_small_layers_have_larger_graphs_and_steps(monkeypatch: pytest.MonkeyPat
 @pytest.fixture
 def padded_as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     ladder = module.eager_ladder
-    monkeypatch.setattr(setup, "eager_ladder", lambda *given: ladder(*given[:-1], torch.device("cuda")))
+    monkeypatch.setattr(
+        setup, "eager_ladder", lambda *given: ladder(*given[:-1], torch.device("cuda"))
+    )
 
 
 @pytest.mark.usefixtures("padded_as_on_a_gpu")
-@pytest.mark.parametrize("name", ["alone", "alone, with inputs of tokens", "alone, with another attention"])
+@pytest.mark.parametrize(
+    "name", ["alone", "alone, with inputs of tokens", "alone, with another attention"]
+)
 def test_own_stages_serve_as_alone_in_padded_steps(name: str, runs_all: bool) -> None:
     law = next(law for law in LAWS if law.number == "L21" and law.name.endswith(name))
 
-    @settings(max_examples=25 if runs_all else 5, deadline=None, suppress_health_check=[*HealthCheck])
+    @settings(
+        max_examples=25 if runs_all else 5, deadline=None, suppress_health_check=[*HealthCheck]
+    )
     @given(st.data())
     def run(data: st.DataObject) -> None:
         law.check(data, "cpu")
@@ -165,7 +205,9 @@ Said = dict[str, tuple[list[int], list[float], list[float]]]
 def completions(engine: Engine) -> Said:
     """Each request's tokens, their logprobs, and the logprobs of its prompt."""
     tracks = {output.id: output.track for output in engine}
-    return {id: (track.token_ids, track.logprobs, track.prompt_logprobs) for id, track in tracks.items()}
+    return {
+        id: (track.token_ids, track.logprobs, track.prompt_logprobs) for id, track in tracks.items()
+    }
 
 
 def say(model: Model, graph: str, warm_up: bool = False, **options: Any) -> tuple[Said, Stats]:
@@ -181,7 +223,9 @@ def say(model: Model, graph: str, warm_up: bool = False, **options: Any) -> tupl
 
 
 @pytest.mark.usefixtures("padded_as_on_a_gpu")
-@pytest.mark.parametrize("options", [{}, {"pipeline": 2}, {"speculation": Speculation(2, ngram=(1, 2))}], ids=str)
+@pytest.mark.parametrize(
+    "options", [{}, {"pipeline": 2}, {"speculation": Speculation(2, ngram=(1, 2))}], ids=str
+)
 @pytest.mark.parametrize("mode", ["none", "full_decode_only"])
 def test_an_engine_says_the_same_in_the_same_classes(mode: str, options: dict[str, Any]) -> None:
     model = random_model(parse_config(PRESETS["tiny"], source="a test"), seed=0)
@@ -194,7 +238,9 @@ def test_an_engine_says_the_same_in_the_same_classes(mode: str, options: dict[st
 
 
 @pytest.mark.usefixtures("padded_as_on_a_gpu")
-@pytest.mark.parametrize("options", [{}, {"pipeline": 2}, {"speculation": Speculation(2, ngram=(1, 2))}], ids=str)
+@pytest.mark.parametrize(
+    "options", [{}, {"pipeline": 2}, {"speculation": Speculation(2, ngram=(1, 2))}], ids=str
+)
 def test_what_has_no_graph_runs_once_when_an_engine_warms_up(
     monkeypatch: pytest.MonkeyPatch, options: dict[str, Any]
 ) -> None:
@@ -202,7 +248,9 @@ def test_what_has_no_graph_runs_once_when_an_engine_warms_up(
     monkeypatch.setattr(module, "_MOST_CAPTURED_IF_SMALL", 8)
     ran, rehearse = list[str](), Graphified.rehearse
     monkeypatch.setattr(
-        Graphified, "rehearse", lambda self, *args: ran.append(str(args[2].descriptor)) or rehearse(self, *args)
+        Graphified,
+        "rehearse",
+        lambda self, *args: ran.append(str(args[2].descriptor)) or rehearse(self, *args),
     )
     wanted, _ = say(model, "full_decode_only", **options)
     assert not ran
@@ -213,7 +261,9 @@ def test_what_has_no_graph_runs_once_when_an_engine_warms_up(
 
 
 @pytest.mark.usefixtures("padded_as_on_a_gpu")
-def test_a_step_of_more_tokens_than_any_class_has_the_most_requests(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_step_of_more_tokens_than_any_class_has_the_most_requests(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     model = random_model(parse_config(PRESETS["tiny"], source="a test"), seed=0)
     wanted, _ = say(model, "full_and_piecewise")
     monkeypatch.setattr(module, "_MOST_CAPTURED_IF_SMALL", 8)
@@ -227,7 +277,9 @@ def test_a_step_of_more_tokens_than_any_class_has_the_most_requests(monkeypatch:
 
     monkeypatch.setattr(Classes, "pad", pad)
     found, counts = say(model, "full_and_piecewise")
-    assert {id: tokens for id, (tokens, _, _) in found.items()} == {id: tokens for id, (tokens, _, _) in wanted.items()}
+    assert {id: tokens for id, (tokens, _, _) in found.items()} == {
+        id: tokens for id, (tokens, _, _) in wanted.items()
+    }
     assert set(padded) == {8}
     assert counts.modes["none"] == len(padded)
     assert counts.padding < 40
@@ -249,7 +301,8 @@ def test_a_model_that_runs_in_no_graph_is_not_padded() -> None:
 @pytest.mark.parametrize("preset", ["qwen3-0.6b", "llama-3.2-1b"])
 @pytest.mark.parametrize("mode", ["full_and_piecewise", "full_decode_only"])
 def test_on_a_gpu_the_bits_of_a_model_are_those_without_graphs(preset: str, mode: str) -> None:
-    """Whole layers of models whose products torch makes in several ways, as the number of tokens has it."""
+    """Whole layers of models whose products torch makes in several ways, as the number of tokens
+    has it."""
     config = parse_config({**PRESETS[preset], "num_hidden_layers": 4}, source=preset)
     model = random_model(config, seed=0, device="cuda")
     said = []

@@ -1,4 +1,5 @@
-"""`CompletionState`: what it copies as a completion grows, by counting the elements that torch's operators write."""
+"""`CompletionState`: what it copies as a completion grows, by counting the elements that torch's
+operators write."""
 
 from typing import Any
 
@@ -37,9 +38,13 @@ def states_of(step: int) -> Tensor:
 
 
 @pytest.mark.parametrize(
-    ("most_steps", "most_rows"), [(8, 2**17), (2**10, 8 * NUM_ROWS)], ids=["by steps", "by the rows of steps"]
+    ("most_steps", "most_rows"),
+    [(8, 2**17), (2**10, 8 * NUM_ROWS)],
+    ids=["by steps", "by the rows of steps"],
 )
-def test_each_captured_value_is_copied_once(most_steps: int, most_rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_captured_value_is_copied_once(
+    most_steps: int, most_rows: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(completion, "_MAX_LENT", most_steps)
     monkeypatch.setattr(completion, "_MAX_ROWS_LENT", most_rows)
     num_steps = 200

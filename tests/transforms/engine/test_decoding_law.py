@@ -1,5 +1,5 @@
-"""The text of a completion is what the tokenizer says of prompt and completion, less what it says of the prompt: for
-every kind of decoder, streamed and whole, at a cost that does not grow."""
+"""The text of a completion is what the tokenizer says of prompt and completion, less what it says
+of the prompt: for every kind of decoder, streamed and whole, at a cost that does not grow."""
 
 import json
 from collections.abc import Callable, Iterator
@@ -45,7 +45,8 @@ def hidden(case: Decoding) -> frozenset[int]:
 
 
 def holds(case: Decoding) -> bool:
-    """After each token, what was said and what is held back are the text; so nothing is taken back."""
+    """After each token, what was said and what is held back are the text; so nothing is taken back.
+    """
     stream = Detokenizer(case.tokenizer, case.prompt, hidden(case))
     said = ""
     for count, text in enumerate(texts(case)):
@@ -75,7 +76,9 @@ def complete(case: Decoding, **params: Any) -> tuple[CompletionState, list[str]]
 def test_every_kind_of_decoder_is_drawn() -> None:
     assert {*SIMPLE, "Sequence"} == kinds()
     for name, strategy in {**SIMPLE, "Sequence": CHAINS}.items():
-        found = find(strategy, lambda _: True, settings=settings(max_examples=1, phases=[Phase.generate]))
+        found = find(
+            strategy, lambda _: True, settings=settings(max_examples=1, phases=[Phase.generate])
+        )
         assert json.loads(found.__getstate__())["type"] == name
         assert detokenizing.steps_of(found), name
 
@@ -91,19 +94,28 @@ def test_text_is_that_of_prompt_and_completion_by_any_decoder(case: Decoding) ->
 @settings(max_examples=500, deadline=None)
 def test_forced_sequences_have_the_text_of_transformers(family: str, data: st.DataObject) -> None:
     case = data.draw(decodings(st.just(FAMILIES[family])).filter(lambda drawn: drawn.prompt))
-    oracle = PreTrainedTokenizerFast(tokenizer_object=case.tokenizer, clean_up_tokenization_spaces=False)
+    oracle = PreTrainedTokenizerFast(
+        tokenizer_object=case.tokenizer, clean_up_tokenization_spaces=False
+    )
     before = oracle.decode(case.prompt, skip_special_tokens=case.hides)
     whole = oracle.decode([*case.prompt, *case.token_ids], skip_special_tokens=case.hides)
     state, pieces = complete(case)
     assert "".join(pieces) == state.text == case.decode()
-    if whole.startswith(before):  # else the last bytes of the prompt are a character with those that follow
+    if whole.startswith(
+        before
+    ):  # else the last bytes of the prompt are a character with those that follow
         assert state.text == whole[len(before) :]
     assert len(state.text_offsets) == len(case.token_ids)
     assert state.text_offsets == sorted(state.text_offsets)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-@given(st.data(), st.sets(st.sampled_from(["a", " a", "☂", "aa", "the", " the", "é☂", "."]), min_size=1, max_size=3))
+@given(
+    st.data(),
+    st.sets(
+        st.sampled_from(["a", " a", "☂", "aa", "the", " the", "é☂", "."]), min_size=1, max_size=3
+    ),
+)
 @settings(max_examples=200, deadline=None)
 def test_a_stop_text_ends_at_the_first_token_whose_text_has_it(
     family: str, data: st.DataObject, stops: set[str]
@@ -113,7 +125,9 @@ def test_a_stop_text_ends_at_the_first_token_whose_text_has_it(
     assert "".join(pieces) == state.text
     # U+FFFD at the end stands for bytes that may yet be a character.
     so_far = [text.rstrip("\ufffd") for text in texts(case)]
-    ends = [count for count, text in enumerate(so_far) if count and any(stop in text for stop in stops)]
+    ends = [
+        count for count, text in enumerate(so_far) if count and any(stop in text for stop in stops)
+    ]
     if not ends:
         assert state.text == case.decode()
         return
@@ -125,7 +139,9 @@ def test_a_stop_text_ends_at_the_first_token_whose_text_has_it(
 @pytest.mark.parametrize("family", FAMILIES)
 @given(st.data(), st.integers(1, 90))
 @settings(max_examples=100, deadline=None)
-def test_of_a_long_prompt_its_two_ends_fix_the_text(family: str, data: st.DataObject, count: int) -> None:
+def test_of_a_long_prompt_its_two_ends_fix_the_text(
+    family: str, data: st.DataObject, count: int
+) -> None:
     token = VOCABULARY[data.draw(st.sampled_from(["the", "▁the", "<0x61>", "<pad>", "▁", "a"]))]
     case = data.draw(decodings(st.just(FAMILIES[family])))
     more = data.draw(decodings(st.just(FAMILIES[family]))).prompt
@@ -137,7 +153,8 @@ def test_of_a_long_prompt_its_two_ends_fix_the_text(family: str, data: st.DataOb
     assert numbers.call_count <= 32
 
 
-# Cost: a token's work does not depend on how many came before ---------------------------------------------------------
+# Cost: a token's work does not depend on how many came before
+# ---------------------------------------------------------
 
 
 class _Counting:
@@ -171,7 +188,10 @@ def work_of(decoder: Any, token: str, count: int) -> int:
         return fed(steps, chunk)
 
     detokenizing._steps_of_state.cache_clear()
-    with mock.patch.object(detokenizing, "_decoder", make), mock.patch.object(detokenizing, "_fed", feed):
+    with (
+        mock.patch.object(detokenizing, "_decoder", make),
+        mock.patch.object(detokenizing, "_fed", feed),
+    ):
         stream = Detokenizer(tokenizer_of(decoder), [VOCABULARY["the"]])
         for _ in range(count):
             stream.add(VOCABULARY[token])
@@ -179,7 +199,9 @@ def work_of(decoder: Any, token: str, count: int) -> int:
     return num_fed + sum(one.num_chars for one in counting)
 
 
-@pytest.mark.parametrize("token", ["the", "▁", "a", "</w>", "<0x61>", "<0x80>", "<0xC3>", "<pad>", " "])
+@pytest.mark.parametrize(
+    "token", ["the", "▁", "a", "</w>", "<0x61>", "<0x80>", "<0xC3>", "<pad>", " "]
+)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_the_work_for_twice_the_tokens_is_twice_the_work(family: str, token: str) -> None:
     once = work_of(FAMILIES[family], token, 1000)
@@ -188,15 +210,19 @@ def test_the_work_for_twice_the_tokens_is_twice_the_work(family: str, token: str
 
 def test_a_completion_copies_its_text_once() -> None:
     """Each text that is shown is one of the pieces, and pieces are joined when the text is read."""
-    state, pieces = complete(Decoding(tokenizer_of(decoders.ByteLevel()), [0], [VOCABULARY["the"]] * 500, True))
+    state, pieces = complete(
+        Decoding(tokenizer_of(decoders.ByteLevel()), [0], [VOCABULARY["the"]] * 500, True)
+    )
     assert state._shown == [piece for piece in pieces if piece]
     stopping, _ = complete(
-        Decoding(tokenizer_of(decoders.ByteLevel()), [0], [VOCABULARY["the"]] * 500, True), stop=("thethx", "e.")
+        Decoding(tokenizer_of(decoders.ByteLevel()), [0], [VOCABULARY["the"]] * 500, True),
+        stop=("thethx", "e."),
     )
     assert len(stopping._recent) == 5, "as much as a stop text may continue"
 
 
-# Single tokens --------------------------------------------------------------------------------------------------------
+# Single tokens
+# --------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -235,13 +261,19 @@ def test_a_decoder_in_python_has_its_text_at_the_end() -> None:
         def decode_chain(self, chunks: list[str]) -> list[str]:
             return [chunk.upper() for chunk in chunks]
 
-    case = Decoding(tokenizer_of(decoders.Decoder.custom(Shouting())), [0], [VOCABULARY["the"], VOCABULARY["a"]], True)
+    case = Decoding(
+        tokenizer_of(decoders.Decoder.custom(Shouting())),
+        [0],
+        [VOCABULARY["the"], VOCABULARY["a"]],
+        True,
+    )
     stream = Detokenizer(case.tokenizer, case.prompt)
     assert [stream.add(token) for token in case.token_ids] == ["", ""]
     assert stream.end() == "THEA"
 
 
-# Planted bugs ---------------------------------------------------------------------------------------------------------
+# Planted bugs
+# ---------------------------------------------------------------------------------------------------------
 
 Plant = Callable[[], AbstractContextManager[Any]]
 
@@ -280,14 +312,20 @@ PLANTS: dict[str, Plant] = {
     "the prompt is not read, so that the first space is lost": lambda: mock.patch.object(
         Detokenizer, "_context", _without_prompt
     ),
-    "what the prompt held back is said again": lambda: mock.patch.object(detokenizing, "_num_common", return_value=0),
+    "what the prompt held back is said again": lambda: mock.patch.object(
+        detokenizing, "_num_common", return_value=0
+    ),
     "each byte is decoded by itself": _step("_ByteRuns", _at_once),
     "a chunk is always the first": _step("_Placed", _first),
     "equal tokens are kept": _step("_Distinct", _always),
     "a text that is replaced lies in one piece": _step("_ReplaceInText", _all_pieces),
     "every piece of a text is stripped": _step("_StripText", _each_piece),
-    "what is held back is not said": lambda: mock.patch.object(detokenizing, "_ended", return_value=""),
-    "the end changes the steps": lambda: mock.patch.object(detokenizing._Step, "fork", lambda self: self),
+    "what is held back is not said": lambda: mock.patch.object(
+        detokenizing, "_ended", return_value=""
+    ),
+    "the end changes the steps": lambda: mock.patch.object(
+        detokenizing._Step, "fork", lambda self: self
+    ),
 }
 
 
@@ -297,7 +335,9 @@ def test_a_planted_bug_is_found(plant: str) -> None:
         with PLANTS[plant]():
             return not holds(case)
 
-    options = settings(max_examples=2000, phases=[Phase.generate], deadline=None, database=None, derandomize=True)
+    options = settings(
+        max_examples=2000, phases=[Phase.generate], deadline=None, database=None, derandomize=True
+    )
     try:
         found = find(decodings(), breaks, settings=options)
     except NoSuchExample:
@@ -307,7 +347,9 @@ def test_a_planted_bug_is_found(plant: str) -> None:
     assert holds(found), "without the bug"
 
 
-@pytest.mark.parametrize("family", ["byte fallback, as Llama 2's and TinyLlama's", "metaspace, as T5's"])
+@pytest.mark.parametrize(
+    "family", ["byte fallback, as Llama 2's and TinyLlama's", "metaspace, as T5's"]
+)
 def test_a_stop_text_whose_first_space_is_lost_is_found(family: str) -> None:
     token = VOCABULARY["▁the"]
     case = Decoding(tokenizer_of(FAMILIES[family]), [token], [token, token], hides=True)

@@ -1,4 +1,5 @@
-"""`weft.logprobs`: equal to transformers with its gradients, and to the sampler's bits in a batch-invariant model."""
+"""`weft.logprobs`: equal to transformers with its gradients, and to the sampler's bits in a
+batch-invariant model."""
 
 from pathlib import Path
 from typing import Any
@@ -36,12 +37,16 @@ Q = "self_attn.q_proj"
 
 @pytest.mark.parametrize("name", MODELS)
 def test_values_and_gradients_are_those_of_transformers(name: str, tmp_path: Path) -> None:
-    """The gradients are those of parameters that require grad, and those that torch.func follows; tied weights too."""
+    """The gradients are those of parameters that require grad, and those that torch.func follows;
+    tied weights too."""
     architecture, fields = MODELS[name]
     theirs = build(architecture, {**SIZES, **fields})
     model = saved(theirs, tmp_path / "model")
     with torch.no_grad():
-        losses = [float(next_token_loss(theirs(input_ids=torch.tensor([ids])).logits[0], ids)) for ids in SEQUENCES]
+        losses = [
+            float(next_token_loss(theirs(input_ids=torch.tensor([ids])).logits[0], ids))
+            for ids in SEQUENCES
+        ]
     wanted = their_gradients(theirs, SEQUENCES, tmp_path / "gradients")
 
     def loss(params: Any) -> torch.Tensor:
@@ -63,7 +68,9 @@ def test_values_and_gradients_are_those_of_transformers(name: str, tmp_path: Pat
 def test_a_batch_invariant_sampler_s_bits(kind: str, device: str) -> None:
     """All sequences at once, or each alone; with a record for autograd, and without one."""
     model = invariant_model(kind)
-    model = attrs.evolve(model, params=tree_map(lambda x: x.to(device) if torch.is_tensor(x) else x, model.params))
+    model = attrs.evolve(
+        model, params=tree_map(lambda x: x.to(device) if torch.is_tensor(x) else x, model.params)
+    )
     prompts = prompts_of((19, 1, 7, 2), vocab_size=7)
     ways: tuple[dict[str, Any], ...] = ({"graph": "full"}, {"graph": "piecewise", "pipeline": 2})
     for way in ways:
@@ -76,7 +83,12 @@ def test_a_batch_invariant_sampler_s_bits(kind: str, device: str) -> None:
             alone = [weft.logprobs(own, [ids])[0] for ids in sequences]
             many = weft.logprobs(own, sequences * 8)  # in several steps
             assert len(many) == 8 * len(sequences)
-            for found in (weft.logprobs(own, sequences), alone, many[: len(sequences)], many[-len(sequences) :]):
+            for found in (
+                weft.logprobs(own, sequences),
+                alone,
+                many[: len(sequences)],
+                many[-len(sequences) :],
+            ):
                 assert all(x.requires_grad == (own is not model) for x in found)
                 pairs = zip(found, prompts, said, strict=True)
                 assert all(x[len(ids) - 1 :].tolist() == one.logprobs for x, ids, one in pairs)
@@ -84,10 +96,17 @@ def test_a_batch_invariant_sampler_s_bits(kind: str, device: str) -> None:
 
 @pytest.mark.parametrize("device", DEVICES)
 def test_an_adapter_per_sequence_gives_the_engine_s_bits(device: str) -> None:
-    """In one step, in several, and each alone; by `generate` and by an engine in another split and mode."""
+    """In one step, in several, and each alone; by `generate` and by an engine in another split and
+    mode."""
     model = invariant_model("Qwen3")
-    model = attrs.evolve(model, params=tree_map(lambda x: x.to(device) if torch.is_tensor(x) else x, model.params))
-    layers = [f"model.layers.{i}.{name}" for i in range(model.config.num_layers) for name in ("mlp.down_proj", Q)]
+    model = attrs.evolve(
+        model, params=tree_map(lambda x: x.to(device) if torch.is_tensor(x) else x, model.params)
+    )
+    layers = [
+        f"model.layers.{i}.{name}"
+        for i in range(model.config.num_layers)
+        for name in ("mlp.down_proj", Q)
+    ]
     one, two = (random_adapter(model.config, layers, rank=2, seed=seed, std=0.5) for seed in (1, 2))
     adapters, prompts = [one, None, two, one], prompts_of((19, 1, 7, 2), vocab_size=7)
     said = weft.generate(model, prompts, max_tokens=12, temperature=1.0, seed=5, adapter=adapters)
@@ -96,9 +115,14 @@ def test_an_adapter_per_sequence_gives_the_engine_s_bits(device: str) -> None:
     for index, (ids, own) in enumerate(zip(sequences, ("one", None, "two", "one"), strict=True)):
         sampling = weft.SamplingParams(prompt_logprobs=0)
         engine.add(ids, sampling, max_tokens=1, id=str(index), adapter=own)
-    forced = {int(output.id): output.track.prompt_logprobs for output in engine if output.finish_reason}
+    forced = {
+        int(output.id): output.track.prompt_logprobs for output in engine if output.finish_reason
+    }
     many = weft.logprobs(model, sequences * 8, adapter=adapters * 8)
-    alone = [weft.logprobs(model, [ids], adapter=own)[0] for ids, own in zip(sequences, adapters, strict=True)]
+    alone = [
+        weft.logprobs(model, [ids], adapter=own)[0]
+        for ids, own in zip(sequences, adapters, strict=True)
+    ]
     for found in (weft.logprobs(model, sequences, adapter=adapters), many[:4], many[-4:], alone):
         assert [x.tolist() for x in found] == [forced[index] for index in range(4)]
         pairs = zip(found, prompts, said, strict=True)
@@ -115,7 +139,9 @@ def test_gradients_of_an_adapter_are_those_of_the_merged_weights() -> None:
     own = torch.autograd.grad(found[0].sum(), (a, b), retain_graph=True)
     layer = model.params.layers[1]
     merged = attrs.evolve(layer, down_proj=layer.down_proj + b @ a)
-    params = attrs.evolve(model.params, layers=(model.params.layers[0], merged, *model.params.layers[2:]))
+    params = attrs.evolve(
+        model.params, layers=(model.params.layers[0], merged, *model.params.layers[2:])
+    )
     [wanted] = weft.logprobs(attrs.evolve(model, params=params), ["A list is"])
     torch.testing.assert_close(found[0], wanted, rtol=1e-4, atol=1e-4)
     for x, other in zip(own, torch.autograd.grad(wanted.sum(), (a, b)), strict=True):
@@ -143,7 +169,9 @@ def test_gradients_of_a_batch_invariant_model_are_those_of_the_fast_one() -> Non
     for model in (exact, fast):
         params, sequences = recorded(model.params), prompts_of((20, 9), vocab_size=7)
         torch.cat(weft.logprobs(attrs.evolve(model, params=params), sequences)).sum().backward()
-        found.append([x.grad for x in tree_leaves(params) if torch.is_tensor(x) and x.grad is not None])
+        found.append(
+            [x.grad for x in tree_leaves(params) if torch.is_tensor(x) and x.grad is not None]
+        )
     assert len(found[0]) == len(found[1]) > 20
     for own, other in zip(*found, strict=True):
         torch.testing.assert_close(own, other, rtol=1e-4, atol=1e-4 * float(other.abs().max()))
@@ -166,7 +194,11 @@ REFUSED: dict[str, tuple[Any, str, str]] = {
     "none": ([], "sequences=[]", LISTS),
     "one token": (["An", "A"], "sequences[1] has 1 token; the first one has no logprob", SIZE),
     "no token": ([[]], "sequences[0] has 0 tokens; the first one has no logprob", SIZE),
-    "beyond the limit": ([[65] * 513], "sequences[0] has 513 tokens; the first one has no logprob", SIZE),
+    "beyond the limit": (
+        [[65] * 513],
+        "sequences[0] has 513 tokens; the first one has no logprob",
+        SIZE,
+    ),
     "not a token": ([[65, 257]], "sequences[0] holds 257", IDS),
     "a float": ([[65, 1.0]], "sequences[0] holds 1.0", IDS),
     "a tensor": (
@@ -200,8 +232,14 @@ def test_a_stage_of_a_model_and_derivatives_in_fp8_are_refused() -> None:
     norm, embedding = model.params.norm, model.params.embed_tokens
     assert norm is not None
     assert embedding is not None
-    trained = attrs.evolve(model, params=attrs.evolve(model.params, norm=norm.clone().requires_grad_()))
-    weft.logprobs(trained, [[1, 2]])[0].sum().backward()  # the last norm: nothing after it is rounded
-    trained = attrs.evolve(model, params=attrs.evolve(model.params, embed_tokens=embedding.clone().requires_grad_()))
+    trained = attrs.evolve(
+        model, params=attrs.evolve(model.params, norm=norm.clone().requires_grad_())
+    )
+    weft.logprobs(trained, [[1, 2]])[
+        0
+    ].sum().backward()  # the last norm: nothing after it is rounded
+    trained = attrs.evolve(
+        model, params=attrs.evolve(model.params, embed_tokens=embedding.clone().requires_grad_())
+    )
     with pytest.raises(DerivativeError, match="values that are rounded to FP8"):
         weft.logprobs(trained, [[1, 2]])

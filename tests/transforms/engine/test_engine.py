@@ -1,4 +1,5 @@
-"""The whole engine: each completion is what it is alone, nothing is left at the end, an error ends one request."""
+"""The whole engine: each completion is what it is alone, nothing is left at the end, an error ends
+one request."""
 
 import asyncio
 import gc
@@ -39,14 +40,23 @@ def test_a_hundred_times_the_pages_are_served_in_their_turn() -> None:
     tracks = ended(engine)
     assert tracks.keys() == prompts.keys()
     for name in ("0", "1", "2", "399"):
-        assert tracks[name].token_ids == alone(prompts[name], tracks[name].request.sampling, 1 + int(name) % 3)[0]
+        assert (
+            tracks[name].token_ids
+            == alone(prompts[name], tracks[name].request.sampling, 1 + int(name) % 3)[0]
+        )
     assert (engine.stats().pages_held, engine.stats().ended) == (0, {"length": 400})
 
 
 WRONG: dict[str, tuple[dict[str, Any], str]] = {
     "no token": ({"prompt": []}, "the prompt has 0 tokens; the model's limit is 24"),
-    "longer than the model": ({"prompt": [1] * 24}, "the prompt has 24 tokens; the model's limit is 24"),
-    "longer than the pages": ({"prompt": [1] * 15, "max_tokens": 8}, "a prompt of 15 tokens, and 8 to generate"),
+    "longer than the model": (
+        {"prompt": [1] * 24},
+        "the prompt has 24 tokens; the model's limit is 24",
+    ),
+    "longer than the pages": (
+        {"prompt": [1] * 15, "max_tokens": 8},
+        "a prompt of 15 tokens, and 8 to generate",
+    ),
     "a token that is none": ({"prompt": [99]}, "the prompt holds 99"),
     "nothing to generate": ({"max_tokens": 0}, "max_tokens=0"),
     "an id under way": ({"id": "good"}, "a request of that id that has not ended"),
@@ -70,12 +80,17 @@ def test_what_cannot_be_served_is_refused_and_the_others_go_on(case: str) -> Non
     with pytest.raises(RequestError, match="no request of that id"):
         engine.abort("unknown")
     outputs = [output for output in engine if output.finish_reason is not None]
-    assert [(o.id, o.index, len(o.track.token_ids)) for o in outputs] == [("good", 0, 4), ("good", 1, 4)]
+    assert [(o.id, o.index, len(o.track.token_ids)) for o in outputs] == [
+        ("good", 0, 4),
+        ("good", 1, 4),
+    ]
     assert engine.stats().pages_held == 0
 
 
 @pytest.mark.parametrize(("pipeline", "run_ahead"), [(1, 0), (1, 2), (3, 1)])
-def test_logits_that_are_nan_are_an_error_of_their_request_alone(pipeline: int, run_ahead: int) -> None:
+def test_logits_that_are_nan_are_an_error_of_their_request_alone(
+    pipeline: int, run_ahead: int
+) -> None:
     """A token's embedding is NaN; no other request finds the pages computed with it."""
     model = small_model()
     assert model.params.embed_tokens is not None
@@ -93,7 +108,10 @@ def test_logits_that_are_nan_are_an_error_of_their_request_alone(pipeline: int, 
     assert outputs["bad"].error.seen == "logits that are NaN after 5 tokens"
     for name in ("good", "other"):
         assert outputs[name].error is None
-        assert outputs[name].track.token_ids == alone(tuple(prompts[name]), bars_of(outputs[name]), 5)[0]
+        assert (
+            outputs[name].track.token_ids
+            == alone(tuple(prompts[name]), bars_of(outputs[name]), 5)[0]
+        )
     assert engine.stats().pages_held == 0
     engine.add([1, 2, 11, 4, 5], bars, max_tokens=5, id="again")
     list(engine)
@@ -111,20 +129,25 @@ def test_an_abort_ends_all_completions_and_frees_their_pages() -> None:
     for _ in range(3):
         engine.step()
     outputs = engine.abort("a")
-    assert [(o.id, o.index, o.finish_reason) for o in outputs] == [("a", index, "abort") for index in range(3)]
+    assert [(o.id, o.index, o.finish_reason) for o in outputs] == [
+        ("a", index, "abort") for index in range(3)
+    ]
     assert [output.id for output in engine if output.finish_reason] == ["b"]
     assert (engine.is_idle, engine.stats().pages_held) == (True, 0)
 
 
 @pytest.mark.slow
 def test_two_thousand_requests_leave_nothing_behind() -> None:
-    """There are as many pages, tensors and graphs at the end as after the first hundred requests."""
+    """There are as many pages, tensors and graphs at the end as after the first hundred requests.
+    """
     engine = Engine(small_model(), SMALL, graph="full", run_ahead=1, num_logprobs=1)
     seen = {}
     for index in range(2000):
         n = 2 if index % 10 == 0 else 1
         params = SamplingParams(temperature=float(index % 2), seed=index, logprobs=1, n=n)
-        engine.add((index % 7, index % 11, index % 3, index % 5, 1), params, max_tokens=1 + index % 2)
+        engine.add(
+            (index % 7, index % 11, index % 3, index % 5, 1), params, max_tokens=1 + index % 2
+        )
         if index % 50 == 49:
             list(engine)
         if index in (99, 1999):
@@ -139,13 +162,20 @@ def test_two_thousand_requests_leave_nothing_behind() -> None:
 def test_adapters_and_drafts_leave_nothing_behind(mode: str, pipeline: int) -> None:
     """The same, for requests with adapters, drafts and stop tokens."""
     adapters, settings = small_adapters(), {"num_logprobs": 1, "speculation": Speculation(2)}
-    engine = Engine(small_model(), SMALL, pipeline=pipeline, graph=mode, adapters=adapters, **settings)
+    engine = Engine(
+        small_model(), SMALL, pipeline=pipeline, graph=mode, adapters=adapters, **settings
+    )
     engine.warm_up()
     seen = {}
     for index in range(300):
         stops = [index % 12] if index % 3 == 0 else []
-        params = SamplingParams(temperature=float(index % 2), seed=index, logprobs=1, stop_token_ids=stops)
-        prompt, adapter = (index % 7, index % 11, index % 3, index % 5, 1), (None, *adapters)[index % 3]
+        params = SamplingParams(
+            temperature=float(index % 2), seed=index, logprobs=1, stop_token_ids=stops
+        )
+        prompt, adapter = (
+            (index % 7, index % 11, index % 3, index % 5, 1),
+            (None, *adapters)[index % 3],
+        )
         engine.add(prompt, params, max_tokens=1 + index % 3, adapter=adapter)
         if index % 25 == 24:
             list(engine)
@@ -153,7 +183,9 @@ def test_adapters_and_drafts_leave_nothing_behind(mode: str, pipeline: int) -> N
             seen[index] = held(engine)
     stats = engine.stats()
     assert min(stats.accepted, stats.drafted - stats.accepted, stats.ended["stop"]) > 0
-    assert seen[299].pop("batches") - seen[99].pop("batches") <= 16, "the last ones that were placed are kept"
+    assert seen[299].pop("batches") - seen[99].pop("batches") <= 16, (
+        "the last ones that were placed are kept"
+    )
     assert seen[99] == seen[299]
 
 
@@ -184,10 +216,16 @@ def held(engine: Engine) -> dict[str, Any]:
     }
 
 
-@pytest.mark.parametrize(("pipeline", "mode"), [(1, "full"), (1, "full_and_piecewise"), (2, "full_and_piecewise")])
-def test_after_warm_up_nothing_is_captured_and_nothing_was_left_in_the_state(pipeline: int, mode: str) -> None:
+@pytest.mark.parametrize(
+    ("pipeline", "mode"), [(1, "full"), (1, "full_and_piecewise"), (2, "full_and_piecewise")]
+)
+def test_after_warm_up_nothing_is_captured_and_nothing_was_left_in_the_state(
+    pipeline: int, mode: str
+) -> None:
     limits = attrs.evolve(SMALL, max_num_tokens=8)
-    warm, cold = (Engine(small_model(), limits, pipeline=pipeline, graph=mode, seed=0) for _ in range(2))
+    warm, cold = (
+        Engine(small_model(), limits, pipeline=pipeline, graph=mode, seed=0) for _ in range(2)
+    )
     captured = warm.warm_up()
     assert captured.captures == sum(captured.graphs.values()) > 4
     said = []
@@ -232,14 +270,20 @@ def test_stats_count_what_was_done() -> None:
     assert stats.steps["decode"] == stats.modes["full"] == stats.replays
     assert stats.steps["prompts"] + stats.steps["mixed"] == stats.modes["none"] == stats.eager
     assert sum(stats.eager_reasons.values()) == stats.eager
-    assert all(reason.startswith("no captured class covers 'ragged ") for reason in stats.eager_reasons)
-    assert stats.padding_share == stats.padding / (stats.tokens + stats.padding) > 0, "3 requests ran as 4"
+    assert all(
+        reason.startswith("no captured class covers 'ragged ") for reason in stats.eager_reasons
+    )
+    assert stats.padding_share == stats.padding / (stats.tokens + stats.padding) > 0, (
+        "3 requests ran as 4"
+    )
 
 
 def test_each_class_of_steps_without_a_graph_is_logged_once(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    engine = Engine(small_model(), SMALL, graph="full_decode_only", run_ahead=0, prefix_caching=False)
+    engine = Engine(
+        small_model(), SMALL, graph="full_decode_only", run_ahead=0, prefix_caching=False
+    )
     object.__setattr__(weft.config, "explain_cache_misses", True)
     try:
         for index in range(4):
@@ -247,7 +291,11 @@ def test_each_class_of_steps_without_a_graph_is_logged_once(
             list(engine)
     finally:
         object.__setattr__(weft.config, "explain_cache_misses", False)
-    texts = [record.getMessage() for record in caplog.records if "runs without a graph" in record.getMessage()]
+    texts = [
+        record.getMessage()
+        for record in caplog.records
+        if "runs without a graph" in record.getMessage()
+    ]
     assert len(texts) == len(set(texts)) == len(engine.stats().eager_reasons) == 1
     assert engine.stats().eager == 4
 
@@ -258,7 +306,9 @@ def test_threads_say_what_one_thread_says(mode: str) -> None:
     for transport in (None, Threads()):
         engine = Engine(small_model(), SMALL, pipeline=2, graph=mode, transport=transport, seed=0)
         for index in range(4):
-            engine.add([1, 2, index], SamplingParams(temperature=1.0, n=2), max_tokens=4, id=str(index))
+            engine.add(
+                [1, 2, index], SamplingParams(temperature=1.0, n=2), max_tokens=4, id=str(index)
+            )
         said.append([(o.id, o.index, o.token_ids) for o in engine])
     assert said[0] == said[1]
 
@@ -266,7 +316,9 @@ def test_threads_say_what_one_thread_says(mode: str) -> None:
 # Streams
 
 
-async def read(engine: Engine, prompt: Any, count: int | None = None, **options: Any) -> list[RequestOutput]:
+async def read(
+    engine: Engine, prompt: Any, count: int | None = None, **options: Any
+) -> list[RequestOutput]:
     """The outputs of a stream; or the first few, after which the consumer stops."""
     outputs: list[RequestOutput] = []
     stream = engine.stream(prompt, **options)
@@ -290,7 +342,9 @@ def test_streams_side_by_side_are_the_completions(demo: Model) -> None:
         assert "".join(output.text or "" for output in outputs) == completion.text
         assert outputs[-1].finish_reason == completion.finish_reason
     assert engine.is_idle or engine.num_unfinished == 0
-    assert asyncio.run(all_of_them())[0][-1].track.text == whole[0].text, "on another event loop, later"
+    assert asyncio.run(all_of_them())[0][-1].track.text == whole[0].text, (
+        "on another event loop, later"
+    )
 
 
 @pytest.mark.parametrize("leaves", ["closes", "is cancelled"])
@@ -299,7 +353,9 @@ def test_a_consumer_that_goes_away_aborts_its_request(leaves: str) -> None:
 
     async def both() -> list[RequestOutput]:
         stays = asyncio.create_task(read(engine, [1, 2, 3], max_tokens=9))
-        goes = asyncio.create_task(read(engine, [1, 2], 2 if leaves == "closes" else None, max_tokens=20, id="gone"))
+        goes = asyncio.create_task(
+            read(engine, [1, 2], 2 if leaves == "closes" else None, max_tokens=20, id="gone")
+        )
         while leaves == "is cancelled" and not engine.is_under_way("gone"):
             await asyncio.sleep(0)
         if leaves == "is cancelled":

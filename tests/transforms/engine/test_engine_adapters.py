@@ -1,4 +1,5 @@
-"""`Engine(adapters=...)`: each request's tokens are those of `peft` with its adapter, in any company."""
+"""`Engine(adapters=...)`: each request's tokens are those of `peft` with its adapter, in any
+company."""
 
 import json
 from pathlib import Path
@@ -19,9 +20,18 @@ from weft.transforms.engine.options import EngineLimits
 from weft.transforms.graphs.ladder import MODES
 
 ADAPTERS: dict[str, dict[str, Any]] = {
-    "attention": {"target_modules": ["q_proj", "k_proj", "v_proj", "o_proj"], "r": 4, "lora_alpha": 8},
+    "attention": {
+        "target_modules": ["q_proj", "k_proj", "v_proj", "o_proj"],
+        "r": 4,
+        "lora_alpha": 8,
+    },
     "all": {"target_modules": "all-linear", "r": 7, "lora_alpha": 4, "use_rslora": True},
-    "some": {"target_modules": ["v_proj", "down_proj"], "r": 2, "lora_alpha": 6, "layers_to_transform": [0, 2]},
+    "some": {
+        "target_modules": ["v_proj", "down_proj"],
+        "r": 2,
+        "lora_alpha": 6,
+        "layers_to_transform": [0, 2],
+    },
 }
 NAMES = (None, "attention", "all", "attention", None, "some", "all")
 PROMPTS = [[7, 3, 9, 1, 4, 4, 2, 8, 5][: 2 + index] for index in range(len(NAMES))]
@@ -48,7 +58,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     randomize(model, "", 0)
     model.save_pretrained(found)
     for seed, (name, fields) in enumerate(ADAPTERS.items(), 1):
-        adapted = get_peft_model(Qwen3ForCausalLM.from_pretrained(found), LoraConfig(task_type="CAUSAL_LM", **fields))
+        adapted = get_peft_model(
+            Qwen3ForCausalLM.from_pretrained(found), LoraConfig(task_type="CAUSAL_LM", **fields)
+        )
         randomize(adapted, "lora_", seed)
         adapted.save_pretrained(found / name)
     return found
@@ -62,7 +74,9 @@ def expected(folder: Path) -> list[list[int]]:
         model = Qwen3ForCausalLM.from_pretrained(folder).eval()
         if name is not None:
             model = PeftModel.from_pretrained(model, folder / name).eval()
-        made = model.generate(input_ids=torch.tensor([prompt]), do_sample=False, max_new_tokens=MAX_TOKENS)
+        made = model.generate(
+            input_ids=torch.tensor([prompt]), do_sample=False, max_new_tokens=MAX_TOKENS
+        )
         found.append(made[0, len(prompt) :].tolist())
     return found
 
@@ -79,7 +93,9 @@ def adapters(model: Model, folder: Path) -> dict[str, Adapter]:
 
 def serve(engine: Engine, names: Any, prompts: list[list[int]]) -> list[list[int]]:
     """The tokens of requests that are all added at the beginning."""
-    ids = [engine.add(p, max_tokens=MAX_TOKENS, adapter=n) for n, p in zip(names, prompts, strict=True)]
+    ids = [
+        engine.add(p, max_tokens=MAX_TOKENS, adapter=n) for n, p in zip(names, prompts, strict=True)
+    ]
     tokens: dict[str, list[int]] = {name: [] for name in ids}
     for output in engine:
         tokens[output.id] += output.token_ids
@@ -92,8 +108,11 @@ def serve(engine: Engine, names: Any, prompts: list[list[int]]) -> list[list[int
 def test_tokens_are_those_of_peft(
     model: Model, adapters: dict[str, Adapter], expected: list[list[int]], pipeline: int, mode: str
 ) -> None:
-    """Prompts of 2 to 8 tokens in chunks of at most 4, in four rows, with three adapters and without one, all mixed."""
-    limits = EngineLimits(max_num_reqs=4, max_num_tokens=4, max_model_len=32, page_size=4, mixed=pipeline == 2)
+    """Prompts of 2 to 8 tokens in chunks of at most 4, in four rows, with three adapters and
+    without one, all mixed."""
+    limits = EngineLimits(
+        max_num_reqs=4, max_num_tokens=4, max_model_len=32, page_size=4, mixed=pipeline == 2
+    )
     engine = Engine(model, limits, pipeline=pipeline, graph=mode, adapters=adapters)
     assert serve(engine, NAMES, PROMPTS) == expected
 
@@ -105,15 +124,21 @@ def test_pages_are_shared_by_requests_of_one_adapter_alone(
     engine = Engine(model, limits, graph="none", adapters=adapters)
     prompt = [7, 3, 9, 1, 4, 4, 2]
     served = serve(engine, ["all", None, "some", "all", None], [prompt] * 5)
-    alone = [serve(Engine(model, limits, graph="none", adapters=adapters), [n], [prompt])[0] for n in ("all", None)]
+    alone = [
+        serve(Engine(model, limits, graph="none", adapters=adapters), [n], [prompt])[0]
+        for n in ("all", None)
+    ]
     assert [served[0], served[1], served[3], served[4]] == [*alone, *alone]
     assert served[0] != served[1] != served[2] != served[0]
-    # The first three compute 7 tokens of the prompt, the others the last one, after three shared pages.
+    # The first three compute 7 tokens of the prompt, the others the last one, after three shared
+    # pages.
     assert engine.stats().tokens == 3 * 7 + 2 * 1 + 5 * (MAX_TOKENS - 1)
 
 
 def test_an_unknown_adapter_is_refused(model: Model, adapters: dict[str, Adapter]) -> None:
-    with pytest.raises(RequestError, match=r"adapter='other'(.|\n)*one of the engine's: 'attention', 'all', 'some'"):
+    with pytest.raises(
+        RequestError, match=r"adapter='other'(.|\n)*one of the engine's: 'attention', 'all', 'some'"
+    ):
         Engine(model, adapters=adapters, graph="none").add([1], max_tokens=1, adapter="other")
     with pytest.raises(RequestError, match=r"Engine\(..., adapters=\{name: weft.load_adapter"):
         Engine(model, graph="none").add([1], max_tokens=1, adapter="other")
@@ -125,7 +150,9 @@ def test_generate_takes_one_for_all_or_one_a_prompt(
     each = [None if name is None else adapters[name] for name in NAMES]
     completed = weft.generate(model, PROMPTS, max_tokens=MAX_TOKENS, adapter=each)
     assert [completion.token_ids for completion in completed] == expected
-    [same] = weft.generate(model, PROMPTS[1:2], max_tokens=MAX_TOKENS, adapter=adapters["attention"], pipeline=2)
+    [same] = weft.generate(
+        model, PROMPTS[1:2], max_tokens=MAX_TOKENS, adapter=adapters["attention"], pipeline=2
+    )
     assert same.token_ids == expected[1]
 
 
@@ -134,14 +161,28 @@ def test_the_command_takes_one(
     folder: Path, expected: list[list[int]], capsys: pytest.CaptureFixture[str], stages: str
 ) -> None:
     prompt = ",".join(map(str, PROMPTS[2]))
-    options = ["--prompt-ids", prompt, "--max-tokens", str(MAX_TOKENS), "--pp", stages, "--device", "cpu", "--json"]
-    assert main(["generate", "--model", str(folder), "--adapter", str(folder / "all"), *options]) == 0
+    options = [
+        "--prompt-ids",
+        prompt,
+        "--max-tokens",
+        str(MAX_TOKENS),
+        "--pp",
+        stages,
+        "--device",
+        "cpu",
+        "--json",
+    ]
+    assert (
+        main(["generate", "--model", str(folder), "--adapter", str(folder / "all"), *options]) == 0
+    )
     assert json.loads(capsys.readouterr().out)["token_ids"] == expected[2]
 
 
 @pytest.mark.parametrize("wrong", ["attention", ["attention"], [None], 3], ids=str)
 def test_generate_refuses_what_is_no_adapter(model: Model, wrong: Any) -> None:
-    with pytest.raises(RequestError, match=r"adapter=(.|\n)*weft.load_adapter\(model, folder\), or a list of 2"):
+    with pytest.raises(
+        RequestError, match=r"adapter=(.|\n)*weft.load_adapter\(model, folder\), or a list of 2"
+    ):
         weft.generate(model, [[1], [2]], max_tokens=1, adapter=wrong)
 
 

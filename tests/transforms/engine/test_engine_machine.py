@@ -1,5 +1,6 @@
-"""The engine as a state machine: in every graph mode and split, whatever requests arrive, are aborted or preempted,
-each completion is what its request gets alone; a greedy one is transformers'. And all this did happen."""
+"""The engine as a state machine: in every graph mode and split, whatever requests arrive, are
+aborted or preempted, each completion is what its request gets alone; a greedy one is transformers'.
+And all this did happen."""
 
 import functools
 import random
@@ -70,7 +71,10 @@ def ours() -> Model:
 def adapters() -> dict[str, Adapter]:
     config = ours().config
     names = [name for layer in range(3) for name in adaptable(config, layer)]
-    return {f"adapter {seed}": random_adapter(config, names, rank=1 + seed, seed=seed, std=0.5) for seed in range(2)}
+    return {
+        f"adapter {seed}": random_adapter(config, names, rank=1 + seed, seed=seed, std=0.5)
+        for seed in range(2)
+    }
 
 
 @functools.cache
@@ -102,7 +106,10 @@ def generated(request: CompletionRequest, mask: Half | None) -> list[int]:
         allowed = None if mask is None else mask.allowed(ids[len(request.prompt) :].tolist())
         return [*range(VOCABULARY)] if allowed is None else allowed
 
-    options: dict[str, Any] = {"repetition_penalty": params.repetition_penalty, "min_new_tokens": params.min_tokens}
+    options: dict[str, Any] = {
+        "repetition_penalty": params.repetition_penalty,
+        "min_new_tokens": params.min_tokens,
+    }
     if params.logit_bias:
         options["sequence_bias"] = [[[token], bias] for token, bias in params.logit_bias.items()]
     options["suppress_tokens"] = list(params.bad_token_ids) or None
@@ -121,7 +128,8 @@ def generated(request: CompletionRequest, mask: Half | None) -> list[int]:
 
 
 class Counting(EngineMachine):
-    """Counts the traces in which each thing happened, and knows of rows, too, which have no public name."""
+    """Counts the traces in which each thing happened, and knows of rows, too, which have no public
+    name."""
 
     reached: Counter[str]
 
@@ -148,13 +156,20 @@ def counting_machine(graph: str, stages: int) -> tuple[type[EngineMachine], Coun
     """A machine, and the number of its traces in which each thing happened."""
     reached: Counter[str] = Counter()
     machine = engine_machine(
-        ours(), by_transformers, adapters=adapters(), speculation=speculation(), graph=graph, pipeline=stages
+        ours(),
+        by_transformers,
+        adapters=adapters(),
+        speculation=speculation(),
+        graph=graph,
+        pipeline=stages,
     )
     return type("CountingMachine", (Counting, machine), {"reached": reached}), reached
 
 
 @pytest.mark.parametrize(("graph", "stages"), WAYS)
-def test_each_completion_is_what_it_is_alone(graph: str, stages: int, runs_all: bool, runs_nightly: bool) -> None:
+def test_each_completion_is_what_it_is_alone(
+    graph: str, stages: int, runs_all: bool, runs_nightly: bool
+) -> None:
     examples = 2
     if runs_all:
         examples = 6 if graph == "none" else 2

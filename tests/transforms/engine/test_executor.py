@@ -44,12 +44,18 @@ LADDER = make_ladder("full_and_piecewise", Limits(4, 8))
 THREE = attrs.evolve(DECODE, requests=("a", "b", "c"), rows=(2, 1, 0), samples=(True,) * 3)
 
 
-@pytest.mark.parametrize("classes", [Classes(eager=LADDER), Classes(LADDER, LADDER)], ids=["no graphs", "graphs"])
+@pytest.mark.parametrize(
+    "classes", [Classes(eager=LADDER), Classes(LADDER, LADDER)], ids=["no graphs", "graphs"]
+)
 def test_batches_are_padded_to_their_class(classes: Classes) -> None:
     cache = BatchCache("cpu", classes, _submission, _with_edits)
     works = PROMPT, THREE, attrs.evolve(PROMPT, token_ids=((5, 6, 7),))
     found = [cache(work).batch.batch for work in works]
-    assert [(len(batch.rows), batch.descriptor.num_tokens) for batch in found] == [(2, 2), (4, 4), (4, 4)]
+    assert [(len(batch.rows), batch.descriptor.num_tokens) for batch in found] == [
+        (2, 2),
+        (4, 4),
+        (4, 4),
+    ]
 
 
 def test_what_a_padded_step_returned_is_cut() -> None:
@@ -57,7 +63,10 @@ def test_what_a_padded_step_returned_is_cut() -> None:
         return state, Output(token_ids=batch.rows, logprobs=batch.rows.float())
 
     classes, step = Classes(eager=LADDER), pipeline([with_edits(stage)], advance=is_advanced)
-    executors = StepExecutor(stage, (), (), "cpu", classes), PipelineExecutor(step, (None,), (None,), "cpu", classes)
+    executors = (
+        StepExecutor(stage, (), (), "cpu", classes),
+        PipelineExecutor(step, (None,), (None,), "cpu", classes),
+    )
     for executor in executors:
         [(_, out)] = [*executor([THREE]), *executor.flush()]
         assert out is not None

@@ -1,4 +1,5 @@
-"""Inputs of its own that each request has for the model's stages: each request gets what it gets alone."""
+"""Inputs of its own that each request has for the model's stages: each request gets what it gets
+alone."""
 
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -40,7 +41,9 @@ def steered(model: Model) -> Model:
     """The model with a layer that adds each request's own vector, times its own strength."""
 
     def steer(layer: Any) -> Any:
-        def run(params: Any, kv_pages: Tensor, batch: ResolvedBatch, tables: Any, hidden: Tensor) -> Any:
+        def run(
+            params: Any, kv_pages: Tensor, batch: ResolvedBatch, tables: Any, hidden: Tensor
+        ) -> Any:
             hidden, kv_pages = layer(params, kv_pages, batch, tables, hidden)
             vectors = batch.extras["vector"].values * batch.extras["strength"].values[:, None]
             return hidden + batch.per_token(vectors), kv_pages
@@ -48,13 +51,18 @@ def steered(model: Model) -> Model:
         return run
 
     zero = torch.zeros(model.config.hidden_size)
-    return model.with_stages(layers={LAYER: steer}, extras={"vector": zero, "strength": torch.tensor(1.0)})
+    return model.with_stages(
+        layers={LAYER: steer}, extras={"vector": zero, "strength": torch.tensor(1.0)}
+    )
 
 
 @pytest.fixture(scope="module")
 def vectors(model: Model) -> list[Tensor | None]:
     generator = torch.Generator().manual_seed(0)
-    return [None, *(3 * torch.randn(model.config.hidden_size, generator=generator) for _ in range(3))]
+    return [
+        None,
+        *(3 * torch.randn(model.config.hidden_size, generator=generator) for _ in range(3)),
+    ]
 
 
 @pytest.fixture(scope="module")
@@ -91,7 +99,8 @@ def test_each_request_has_its_own_vector(
 def test_pages_of_other_extras_are_not_shared(
     steered: Model, vectors: list[Tensor | None], alone: list[list[int]]
 ) -> None:
-    """One after the other, so that each finds the pages of those before: those of its own vector, and no others."""
+    """One after the other, so that each finds the pages of those before: those of its own vector,
+    and no others."""
     prompt = PROMPT * 4
     engine, tokens = Engine(steered, graph="none"), []
     for own in given(vectors) * 2:
@@ -101,7 +110,10 @@ def test_pages_of_other_extras_are_not_shared(
         found = engine.stats().prefix_tokens - before
         assert (found > 0) == (len(tokens) > len(vectors))
     assert tokens[:4] == tokens[4:]
-    expected = [generate(steered, [prompt], max_tokens=12, graph="none", extras=own)[0] for own in given(vectors)]
+    expected = [
+        generate(steered, [prompt], max_tokens=12, graph="none", extras=own)[0]
+        for own in given(vectors)
+    ]
     assert tokens[:4] == [c.token_ids for c in expected]
 
 
@@ -118,8 +130,13 @@ def test_preempted_requests_keep_their_extras(
     assert [*found.values()] == alone
 
 
-def test_completions_of_one_request_share_its_extras(steered: Model, vectors: list[Tensor | None]) -> None:
-    params, own = SamplingParams(temperature=1.0, seed=3, n=3), {"vector": vectors[1], "strength": torch.tensor(0.5)}
+def test_completions_of_one_request_share_its_extras(
+    steered: Model, vectors: list[Tensor | None]
+) -> None:
+    params, own = (
+        SamplingParams(temperature=1.0, seed=3, n=3),
+        {"vector": vectors[1], "strength": torch.tensor(0.5)},
+    )
     together = generate(steered, [PROMPT], max_tokens=8, sampling=params, extras=own)
     engine = Engine(steered, graph="none")
     engine.add(PROMPT, params, max_tokens=8, extras=own)
@@ -129,7 +146,9 @@ def test_completions_of_one_request_share_its_extras(steered: Model, vectors: li
     assert [c.token_ids for c in together] == [found[i] for i in range(3)]
 
 
-def test_a_runner_takes_them_too(steered: Model, vectors: list[Tensor | None], alone: list[list[int]]) -> None:
+def test_a_runner_takes_them_too(
+    steered: Model, vectors: list[Tensor | None], alone: list[list[int]]
+) -> None:
     runner = make_runner(steered, Limits(4, 64))
     ids = steered.encode(PROMPT)
     own = [{} if x is None else {"vector": x} for x in vectors]
@@ -151,20 +170,27 @@ WITHOUT: tuple[Callable[[Tensor, Any], Any], ...] = (
 
 @pytest.mark.parametrize("mode", ["none", "full"])
 @pytest.mark.parametrize("combine", WITHOUT)
-@pytest.mark.parametrize("prompts", [[[5]], [[5, 6], [7, 8]]], ids=["one token", "as many requests as tokens"])
+@pytest.mark.parametrize(
+    "prompts", [[[5]], [[5, 6], [7, 8]]], ids=["one token", "as many requests as tokens"]
+)
 def test_values_of_requests_are_not_taken_for_those_of_tokens(
     model: Model, prompts: list[list[int]], combine: Callable[[Tensor, Any], Any], mode: str
 ) -> None:
-    """Two prompts of two tokens are padded to four requests and four tokens, where torch would broadcast."""
+    """Two prompts of two tokens are padded to four requests and four tokens, where torch would
+    broadcast."""
 
     def change(layer: Any) -> Any:
-        def run(params: Any, kv_pages: Tensor, batch: ResolvedBatch, tables: Any, hidden: Tensor) -> Any:
+        def run(
+            params: Any, kv_pages: Tensor, batch: ResolvedBatch, tables: Any, hidden: Tensor
+        ) -> Any:
             hidden, kv_pages = layer(params, kv_pages, batch, tables, hidden)
             return combine(hidden, batch.extras["vector"]), kv_pages
 
         return run
 
-    own = model.with_stages(layers={LAYER: change}, extras={"vector": torch.zeros(model.config.hidden_size)})
+    own = model.with_stages(
+        layers={LAYER: change}, extras={"vector": torch.zeros(model.config.hidden_size)}
+    )
     runner = make_runner(own, Limits(4, 64), mode=mode)
     state = make_state(own, runner.layouts, [64] * len(prompts))
     text = r"a PerRequest, whose values are of requests[\s\S]*instead: batch.per_token\(...\) of it"
@@ -189,7 +215,8 @@ def test_values_of_requests_are_not_taken_for_those_of_tokens(
     ],
 )
 def test_python_answers_nothing_in_its_place(use: Callable[[Any], Any]) -> None:
-    """An object without these is true, equals itself alone, and raises errors that know no remedy."""
+    """An object without these is true, equals itself alone, and raises errors that know no remedy.
+    """
     with pytest.raises(ProgramError, match=r"batch.per_token\(...\) of it"):
         use(PerRequest(torch.zeros(2)))
     with pytest.raises(AttributeError, match=r"batch.per_token\(...\) of it"):

@@ -1,4 +1,5 @@
-"""A decoder of two layers: donation, failures of one of its stages, and what its pipeline refuses."""
+"""A decoder of two layers: donation, failures of one of its stages, and what its pipeline refuses.
+"""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -50,7 +51,8 @@ WIDE = (BatchDescriptor(8, 3),)
 
 
 class Decoder:
-    """The tiny model over several stages: its parameters, fresh states, and its stages, which can be made to fail."""
+    """The tiny model over several stages: its parameters, fresh states, and its stages, which can
+    be made to fail."""
 
     def __init__(self, model: Model, num_stages: int) -> None:
         self.model, self.layouts = model, split_layers(2, num_stages)
@@ -80,14 +82,18 @@ def prefill() -> Batch:
     return Batch.ragged([0, 1], [[1, 2, 3], [4]])
 
 
-def test_a_failed_capture_of_a_decoder_leaves_its_state_and_the_next_call_works(tiny: Model) -> None:
+def test_a_failed_capture_of_a_decoder_leaves_its_state_and_the_next_call_works(
+    tiny: Model,
+) -> None:
     decoder = Decoder(tiny, 2)
     plain = compose(decoder.stages, advance=advance)
     graph = graphify(compose(decoder.failing_last(), advance=advance), ladder=LADDER)
     state, _ = plain(decoder.params, decoder.state(), prefill())
     before, decode, decoder.broken = clone(state), Batch.decode([0, 1]), True
     for fails in (graph, graph.capture):
-        with refused(CaptureError, "graphify(step)", "a branch on a tensor's value" + decoder.line, REMEDY):
+        with refused(
+            CaptureError, "graphify(step)", "a branch on a tensor's value" + decoder.line, REMEDY
+        ):
             fails(decoder.params, state, decode)
         assert_equal("after a failed capture", state, before)
     decoder.broken = False
@@ -96,20 +102,28 @@ def test_a_failed_capture_of_a_decoder_leaves_its_state_and_the_next_call_works(
 
 
 def test_a_failed_capture_of_one_stage_leaves_that_stages_state(tiny: Model) -> None:
-    """In a pipeline the stages before it have run by then and own their state: they say so, and a copy kept by
-    `weft.clone` starts the step again."""
+    """In a pipeline the stages before it have run by then and own their state: they say so, and a
+    copy kept by `weft.clone` starts the step again."""
     decoder = Decoder(tiny, 2)
-    step = pipeline([graphify(stage, ladder=LADDER) for stage in decoder.failing_last()], advance=advance)
+    step = pipeline(
+        [graphify(stage, ladder=LADDER) for stage in decoder.failing_last()], advance=advance
+    )
     plain = compose(decoder.stages, advance=advance)
     state, _ = plain(decoder.params, decoder.state(), prefill())
     before, kept, decode, decoder.broken = clone(state), clone(state), Batch.decode([0, 1]), True
-    with refused(CaptureError, "graphify(<any>)", "a branch on a tensor's value" + decoder.line, REMEDY):
+    with refused(
+        CaptureError, "graphify(<any>)", "a branch on a tensor's value" + decoder.line, REMEDY
+    ):
         step(decoder.params, state, decode)
     assert_equal("the failed stage's state", state[1], before[1])
     with pytest.raises(DonatedError, match=r"donated to stage 0 of 2\(state\)"):
         _ = state[0].positions
     decoder.broken = False
-    assert_equal("after the next call", step(decoder.params, kept, decode), plain(decoder.params, before, decode))
+    assert_equal(
+        "after the next call",
+        step(decoder.params, kept, decode),
+        plain(decoder.params, before, decode),
+    )
 
 
 TAKERS: dict[str, tuple[int, Callable[[Decoder], Callable[..., Any]], str]] = {
@@ -117,15 +131,31 @@ TAKERS: dict[str, tuple[int, Callable[[Decoder], Callable[..., Any]], str]] = {
     "compose": (1, lambda d: compose(d.stages, advance=advance), "stage 0 of 1(state)"),
     "compose of two": (2, lambda d: compose(d.stages, advance=advance), "stage 0 of 2(state)"),
     "graphify": (1, lambda d: graphify(compose(d.stages, advance=advance)), "step(state)"),
-    "graphify, a ladder": (2, lambda d: graphify(compose(d.stages, advance=advance), ladder=WIDE), "step(state)"),
-    "pipeline": (2, lambda d: pipeline(d.stages, microbatches=2, advance=advance), "stage 0 of 2(state)"),
+    "graphify, a ladder": (
+        2,
+        lambda d: graphify(compose(d.stages, advance=advance), ladder=WIDE),
+        "step(state)",
+    ),
+    "pipeline": (
+        2,
+        lambda d: pipeline(d.stages, microbatches=2, advance=advance),
+        "stage 0 of 2(state)",
+    ),
     "pipeline of graphs": (
         2,
         lambda d: pipeline([graphify(s) for s in d.stages], microbatches=2, advance=advance),
         "stage 0 of 2(state)",
     ),
-    "graph of a pipeline": (2, lambda d: graphify(pipeline(d.stages, advance=advance)), "pipeline of 2 stages(state)"),
-    "micro-batches": (1, lambda d: microbatch(compose(d.stages, advance=advance), 2), "stage 0 of 1(state)"),
+    "graph of a pipeline": (
+        2,
+        lambda d: graphify(pipeline(d.stages, advance=advance)),
+        "pipeline of 2 stages(state)",
+    ),
+    "micro-batches": (
+        1,
+        lambda d: microbatch(compose(d.stages, advance=advance), 2),
+        "stage 0 of 1(state)",
+    ),
 }
 
 
@@ -138,7 +168,8 @@ def _bare(decoder: Decoder, params: Any, state: Any, batch: Batch) -> Any:
 
 @pytest.mark.parametrize("taker", TAKERS)
 def test_a_donated_state_used_twice_names_who_took_it(taker: str, tiny: Model) -> None:
-    """By a second step and by a mere look; the state that the step returned is whole all the same."""
+    """By a second step and by a mere look; the state that the step returned is whole all the same.
+    """
     num_stages, make, name = TAKERS[taker]
     decoder = Decoder(tiny, num_stages)
     step, old = make(decoder), decoder.state()
@@ -178,7 +209,8 @@ def test_a_copy_may_be_donated_as_often_as_wanted(tiny: Model) -> None:
 
 
 def test_a_donated_tensor_used_twice_names_who_took_it() -> None:
-    """Tensors of research code are marked when donated, and every transform refuses them, whichever one took them."""
+    """Tensors of research code are marked when donated, and every transform refuses them, whichever
+    one took them."""
 
     @donates("state")
     def count(params: Tensor, state: Tensor, batch: Tensor) -> tuple[Tensor, Tensor]:
@@ -194,7 +226,12 @@ def test_a_donated_tensor_used_twice_names_who_took_it() -> None:
             count(params, old, batch)
         with refused(DonatedError, "count(...)", f"state, {seen}", USE_THE_NEW):
             graphify(count)(params, old, batch)
-        with refused(DonatedError, "pipeline(<1 stages>)(params, state, batch)", f"state[0], {seen}", USE_THE_NEW):
+        with refused(
+            DonatedError,
+            "pipeline(<1 stages>)(params, state, batch)",
+            f"state[0], {seen}",
+            USE_THE_NEW,
+        ):
             pipeline([_as_stage(count)])((params,), (old,), batch)
 
 
@@ -234,6 +271,14 @@ def test_params_and_states_are_one_a_stage(transform: Callable[..., Any], tiny: 
 
 
 def test_the_name_of_a_transport_is_none_of_them(tiny: Model) -> None:
-    limits, call = Limits(max_num_reqs=1, max_num_tokens=4), "make_runner(model, limits, num_stages=2)"
-    with refused(ProgramError, call, "transport='local'", "Local(), Threads() or Distributed(), of weft.transforms"):
+    limits, call = (
+        Limits(max_num_reqs=1, max_num_tokens=4),
+        "make_runner(model, limits, num_stages=2)",
+    )
+    with refused(
+        ProgramError,
+        call,
+        "transport='local'",
+        "Local(), Threads() or Distributed(), of weft.transforms",
+    ):
         make_runner(tiny, limits, num_stages=2, transport="local")  # type: ignore[arg-type]

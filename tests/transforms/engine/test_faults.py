@@ -36,13 +36,17 @@ def ended(engine: Engine) -> dict[str, RequestOutput]:
 
 
 def assert_others_go_on(engine: Engine, outputs: dict[str, RequestOutput]) -> None:
-    """`good`, beside the odd request, and a later request generate what they generate alone; and nothing is left."""
+    """`good`, beside the odd request, and a later request generate what they generate alone; and
+    nothing is left."""
     prompts = {"good": (3, 4), "late": (5, 6, 7)}
     engine.add(prompts["late"], max_tokens=5, id="late")
     outputs |= ended(engine)
     for name, prompt in prompts.items():
         assert outputs[name].error is None
-        assert outputs[name].track.token_ids == alone(prompt, outputs[name].track.request.sampling, 5)[0]
+        assert (
+            outputs[name].track.token_ids
+            == alone(prompt, outputs[name].track.request.sampling, 5)[0]
+        )
     assert (engine.is_idle, engine.stats().pages_held) == (True, 0)
 
 
@@ -51,14 +55,19 @@ def with_ends(*tokens: int) -> Model:
     return attrs.evolve(model, config=attrs.evolve(model.config, eos_token_ids=tokens))
 
 
-# Refused by `add` -----------------------------------------------------------------------------------------------------
+# Refused by `add`
+# -----------------------------------------------------------------------------------------------------
 
 
 def test_parameters_that_leave_no_token_with_the_models_ends_are_refused() -> None:
     engine = Engine(with_ends(3), SMALL, graph="none")
     engine.add([3, 4], max_tokens=5, id="good")
-    bars = SamplingParams(bad_token_ids=[token for token in range(VOCABULARY) if token != 3], min_tokens=1)
-    with pytest.raises(RequestError, match=f"saw: all {VOCABULARY} tokens barred, those that end") as error:
+    bars = SamplingParams(
+        bad_token_ids=[token for token in range(VOCABULARY) if token != 3], min_tokens=1
+    )
+    with pytest.raises(
+        RequestError, match=f"saw: all {VOCABULARY} tokens barred, those that end"
+    ) as error:
         engine.add([1, 2], bars, max_tokens=3)
     assert error.value.instead.startswith("leave one that can be drawn")
     engine.add([1, 2], attrs.evolve(bars, min_tokens=0), max_tokens=3, id="ends at once")
@@ -73,15 +82,20 @@ def test_what_cannot_be_written_in_a_row_is_refused(monkeypatch: pytest.MonkeyPa
         patched.setattr("weft.sampling_table._floats", lambda params: dict.fromkeys(FLOATS, "warm"))
         with pytest.raises(RequestError, match="saw: ValueError: too many dimensions") as error:
             engine.add([1], SamplingParams(temperature=0.5), max_tokens=1)
-    assert error.value.call.startswith("engine.add(prompt, SamplingParams(temperature=0.5), max_tokens=1")
+    assert error.value.call.startswith(
+        "engine.add(prompt, SamplingParams(temperature=0.5), max_tokens=1"
+    )
     assert_others_go_on(engine, ended(engine))
 
 
-@pytest.mark.parametrize("embeds", [torch.zeros(2, 8).to_sparse(), torch.zeros(2, 8, device="meta")])
+@pytest.mark.parametrize(
+    "embeds", [torch.zeros(2, 8).to_sparse(), torch.zeros(2, 8, device="meta")]
+)
 def test_embeddings_that_cannot_be_read_are_refused(embeds: torch.Tensor) -> None:
     engine = Engine(small_model(), SMALL, graph="none")
     with pytest.raises(
-        RequestError, match="instead: EmbedsPrompt(...) of dense tensors".replace("(...)", r"\(\.\.\.\)")
+        RequestError,
+        match="instead: EmbedsPrompt(...) of dense tensors".replace("(...)", r"\(\.\.\.\)"),
     ):
         engine.add(EmbedsPrompt(None, embeds), max_tokens=1)
     assert engine.is_idle
@@ -89,19 +103,29 @@ def test_embeddings_that_cannot_be_read_are_refused(embeds: torch.Tensor) -> Non
 
 def test_an_end_beyond_the_vocabulary_ends_nothing_and_says_so() -> None:
     """A generation_config.json may have the ids of a larger tokenizer."""
-    with pytest.warns(UserWarning, match=r"its eos_token_id names \[99\], beyond its 12 tokens, which ends nothing"):
+    with pytest.warns(
+        UserWarning,
+        match=r"its eos_token_id names \[99\], beyond its 12 tokens, which ends nothing",
+    ):
         engine = Engine(with_ends(99, 5), SMALL, graph="none")
     engine.add([3, 4], GREEDY, max_tokens=5, id="good")
     assert ended(engine)["good"].track.request.sampling.stop_token_ids == (5,)
 
 
-# Ended alone ----------------------------------------------------------------------------------------------------------
+# Ended alone
+# ----------------------------------------------------------------------------------------------------------
 
 ACCEPTED: dict[str, SamplingParams] = {
-    "ints where floats go": SamplingParams(temperature=10**37, logit_bias={1: 10**30, 2: -(10**30)}),
-    "a share of the probability that is 0 in float32": SamplingParams(temperature=1.0, top_p=1e-50, seed=1),
+    "ints where floats go": SamplingParams(
+        temperature=10**37, logit_bias={1: 10**30, 2: -(10**30)}
+    ),
+    "a share of the probability that is 0 in float32": SamplingParams(
+        temperature=1.0, top_p=1e-50, seed=1
+    ),
     "the smallest temperature": SamplingParams(temperature=1e-320, min_p=1e-320, seed=1),
-    "a bias that no logit outweighs": SamplingParams(logit_bias=dict.fromkeys(range(VOCABULARY), -1e30)),
+    "a bias that no logit outweighs": SamplingParams(
+        logit_bias=dict.fromkeys(range(VOCABULARY), -1e30)
+    ),
 }
 
 
@@ -127,18 +151,24 @@ MASKED: dict[str, tuple[Callable[[Sequence[int]], Any], SamplingParams, int]] = 
 def test_a_mask_that_shares_no_token_with_the_parameters_ends_its_request(
     case: str, pipeline: int, graph: str, speculation: Speculation | None
 ) -> None:
-    """A grammar that is complete before `min_tokens`: it allows only the token that ends the request."""
+    """A grammar that is complete before `min_tokens`: it allows only the token that ends the
+    request."""
     mask, params, count = MASKED[case]
     engine = Engine(with_ends(3), SMALL, pipeline=pipeline, graph=graph, speculation=speculation)
     engine.add([1, 2], params, max_tokens=6, id="odd", mask=mask)
     engine.add([3, 4], SamplingParams(temperature=0.0, ignore_eos=True), max_tokens=5, id="good")
     outputs = ended(engine)
     odd = outputs["odd"]
-    assert (odd.finish_reason, len(odd.track.token_ids), odd.track.reason) == ("error", count, "error")
+    assert (odd.finish_reason, len(odd.track.token_ids), odd.track.reason) == (
+        "error",
+        count,
+        "error",
+    )
     assert isinstance(odd.error, RequestError)
     assert odd.error.call == f"mask of request 'odd', after {count} tokens"
     assert (
-        odd.error.seen == "tokens that are all barred by the request's allowed_token_ids, bad_token_ids or min_tokens"
+        odd.error.seen
+        == "tokens that are all barred by the request's allowed_token_ids, bad_token_ids or min_tokens"
     )
     assert engine.stats().ended == {"error": 1, "length": 1}
 
@@ -147,7 +177,8 @@ def test_a_mask_that_shares_no_token_with_the_parameters_ends_its_request(
 def test_a_token_that_the_device_alone_knows_to_be_barred_is_not_said(
     pipeline: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The logits of all allowed tokens are -inf: the token that the kernel returns has no logprob."""
+    """The logits of all allowed tokens are -inf: the token that the kernel returns has no logprob.
+    """
 
     def bars_all_but_5(config: Any, params: Any, hidden: torch.Tensor, ranks: Any) -> torch.Tensor:
         logits = head(config, params, hidden, ranks)
@@ -159,7 +190,12 @@ def test_a_token_that_the_device_alone_knows_to_be_barred_is_not_said(
     engine.add([3, 4], GREEDY, max_tokens=3, id="good")
     outputs = ended(engine)
     odd = outputs["odd"]
-    assert (odd.token_ids, odd.track.token_ids, odd.track.logprobs, odd.finish_reason) == ([], [], [], "error")
+    assert (odd.token_ids, odd.track.token_ids, odd.track.logprobs, odd.finish_reason) == (
+        [],
+        [],
+        [],
+        "error",
+    )
     assert isinstance(odd.error, RequestError)
     assert odd.error.seen.startswith("no token that can be drawn after 2 tokens")
     assert outputs["good"].track.token_ids == [5, 5, 5]
@@ -173,8 +209,12 @@ def test_a_token_that_the_device_alone_knows_to_be_barred_is_not_said(
         (-math.inf, RequestError, "no token that can be drawn after 2"),
     ],
 )
-def test_an_error_tells_nan_from_logits_that_bar_all_tokens(value: float, kind: type[WeftError], seen: str) -> None:
-    own = small_model().with_stages(logits=lambda logits, rows, extras: torch.full_like(logits, value))
+def test_an_error_tells_nan_from_logits_that_bar_all_tokens(
+    value: float, kind: type[WeftError], seen: str
+) -> None:
+    own = small_model().with_stages(
+        logits=lambda logits, rows, extras: torch.full_like(logits, value)
+    )
     engine = Engine(own, SMALL, graph="none")
     engine.add([1, 2], GREEDY, max_tokens=3, id="odd")
     error = ended(engine)["odd"].error
@@ -215,7 +255,9 @@ class PanicException(BaseException):
     __module__ = "pyo3_runtime"
 
 
-@pytest.mark.parametrize("error", [UnicodeError("no text"), PanicException("index out of bounds")], ids=repr)
+@pytest.mark.parametrize(
+    "error", [UnicodeError("no text"), PanicException("index out of bounds")], ids=repr
+)
 @pytest.mark.parametrize(("pipeline", "graph", "speculation"), WAYS)
 def test_a_token_that_cannot_be_decoded_ends_its_request(
     pipeline: int, graph: str, speculation: Speculation | None, error: BaseException
@@ -227,10 +269,17 @@ def test_a_token_that_cannot_be_decoded_ends_its_request(
     outputs = ended(engine)
     assert (outputs["odd"].finish_reason, outputs["odd"].track.token_ids) == ("error", [11])
     assert isinstance(outputs["odd"].error, RequestError)
-    assert outputs["odd"].error.seen == f"{type(error).__qualname__}: {error}".replace("Panic", "pyo3_runtime.Panic")
+    assert outputs["odd"].error.seen == f"{type(error).__qualname__}: {error}".replace(
+        "Panic", "pyo3_runtime.Panic"
+    )
     assert outputs["odd"].error.__cause__ is error
-    assert outputs["good"].track.token_ids == alone((3, 4), outputs["good"].track.request.sampling, 5)[0]
-    assert outputs["good"].track.text == "".join(chr(97 + token) for token in outputs["good"].track.token_ids)
+    assert (
+        outputs["good"].track.token_ids
+        == alone((3, 4), outputs["good"].track.request.sampling, 5)[0]
+    )
+    assert outputs["good"].track.text == "".join(
+        chr(97 + token) for token in outputs["good"].track.token_ids
+    )
     assert engine.stats().pages_held == 0
 
 
@@ -300,7 +349,9 @@ def test_the_default_dtype_is_nothing_to_an_engine(dtype: torch.dtype, when: str
     def said(to: torch.dtype) -> list[int]:
         engine = Engine(small_model(), graph="none")
         default = torch.get_default_dtype()
-        sampling = SamplingParams(temperature=1.0, seed=3, repetition_penalty=1.2, logit_bias={5: 1})
+        sampling = SamplingParams(
+            temperature=1.0, seed=3, repetition_penalty=1.2, logit_bias={5: 1}
+        )
         try:
             if when == "before the request":
                 torch.set_default_dtype(to)
@@ -329,9 +380,14 @@ def test_generate_says_what_went_wrong_with_one_prompt() -> None:
     assert model.params.embed_tokens is not None
     embed = model.params.embed_tokens.clone()
     embed[11] = math.nan
-    broken = Model(model.config, attrs.evolve(model.params, embed_tokens=embed), None, Path("broken"))
+    broken = Model(
+        model.config, attrs.evolve(model.params, embed_tokens=embed), None, Path("broken")
+    )
     bad, good = generate(
-        broken, [[1, 11], [1, 2]], max_tokens=3, sampling=SamplingParams(temperature=1.0, bad_token_ids=[11], seed=0)
+        broken,
+        [[1, 11], [1, 2]],
+        max_tokens=3,
+        sampling=SamplingParams(temperature=1.0, bad_token_ids=[11], seed=0),
     )
     assert (bad.finish_reason, bad.token_ids, bad.logprobs) == ("error", [], [])
     assert isinstance(bad.error, LogitsError)
@@ -343,7 +399,10 @@ def test_what_an_error_says_of_itself_may_fail_too() -> None:
         def __str__(self) -> str:
             raise RuntimeError
 
-    with pytest.raises(RequestError, match="Silent: <exception str") as error, blamed("call", "instead"):
+    with (
+        pytest.raises(RequestError, match="Silent: <exception str") as error,
+        blamed("call", "instead"),
+    ):
         raise Silent
     assert isinstance(error.value.__cause__, Silent)
     own = RequestError("mine", "seen", "instead")

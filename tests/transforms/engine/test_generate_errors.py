@@ -65,7 +65,9 @@ REFUSED: dict[str, tuple[dict[str, Any], str, str]] = {
 
 
 @pytest.mark.parametrize("case", REFUSED)
-def test_what_generate_refuses(case: str, demo: Model, usual: tuple[list[weft.Completion], Any]) -> None:
+def test_what_generate_refuses(
+    case: str, demo: Model, usual: tuple[list[weft.Completion], Any]
+) -> None:
     changes, seen, instead = REFUSED[case]
     options: dict[str, Any] = {"prompts": ["An"], "max_tokens": 3, "temperature": 0.0, **changes}
     numbers = f"max_tokens={options['max_tokens']}, temperature={options['temperature']}"
@@ -76,9 +78,13 @@ def test_what_generate_refuses(case: str, demo: Model, usual: tuple[list[weft.Co
 
 
 @pytest.mark.parametrize("stages", [7, 0, -1])
-def test_more_pipeline_stages_than_layers(stages: int, demo: Model, usual: tuple[list[weft.Completion], Any]) -> None:
+def test_more_pipeline_stages_than_layers(
+    stages: int, demo: Model, usual: tuple[list[weft.Completion], Any]
+) -> None:
     call = f"weft.generate(model, prompts, max_tokens=3, temperature=0.0, pipeline={stages})"
-    with refused(RequestError, call, f"pipeline={stages}", "a whole number from 1 to 6, the model's layers"):
+    with refused(
+        RequestError, call, f"pipeline={stages}", "a whole number from 1 to 6, the model's layers"
+    ):
         weft.generate(demo, ["An"], max_tokens=3, pipeline=stages)
     assert_unharmed(demo, usual)
 
@@ -99,9 +105,19 @@ WRONG_TYPES: list[tuple[dict[str, Any], str]] = [
 ]
 
 
-@pytest.mark.parametrize(("changes", "text"), WRONG_TYPES, ids=[str(changes) for changes, _ in WRONG_TYPES])
-def test_arguments_of_a_wrong_type_or_size_are_named(changes: dict[str, Any], text: str, demo: Model) -> None:
+@pytest.mark.parametrize(
+    ("changes", "text"), WRONG_TYPES, ids=[str(changes) for changes, _ in WRONG_TYPES]
+)
+def test_arguments_of_a_wrong_type_or_size_are_named(
+    changes: dict[str, Any], text: str, demo: Model
+) -> None:
     """A prompt that is too long is neither cut nor left to fail further down."""
-    options: dict[str, Any] = {"prompts": ["An"], "max_tokens": 1, "temperature": 1.0, "graph": "none", **changes}
+    options: dict[str, Any] = {
+        "prompts": ["An"],
+        "max_tokens": 1,
+        "temperature": 1.0,
+        "graph": "none",
+        **changes,
+    }
     with pytest.raises(WeftError, match=text):
         weft.generate(demo, **options)

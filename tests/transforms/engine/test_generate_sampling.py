@@ -1,4 +1,5 @@
-"""`generate` with `SamplingParams`: against transformers' own loop, alone and in batches, in every split and mode."""
+"""`generate` with `SamplingParams`: against transformers' own loop, alone and in batches, in every
+split and mode."""
 
 from typing import Any
 
@@ -24,8 +25,12 @@ def theirs() -> Any:
     return transformers.AutoModelForCausalLM.from_pretrained(DEMO, dtype=torch.float32).eval()
 
 
-def complete(demo: Model, sampling: Any, prompts: list[str] = PROMPTS, **options: Any) -> list[weft.Completion]:
-    return weft.generate(demo, prompts, **{"max_tokens": 24, "seed": 3, "graph": "none"} | options, sampling=sampling)
+def complete(
+    demo: Model, sampling: Any, prompts: list[str] = PROMPTS, **options: Any
+) -> list[weft.Completion]:
+    return weft.generate(
+        demo, prompts, **{"max_tokens": 24, "seed": 3, "graph": "none"} | options, sampling=sampling
+    )
 
 
 GREEDY: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
@@ -59,20 +64,35 @@ def test_greedy_completions_are_those_of_transformers(demo: Model, theirs: Any, 
 
 
 MIXED = [
-    SamplingParams(temperature=0.9, top_k=20, top_p=0.9, min_p=0.02, repetition_penalty=1.2, seed=4),
-    SamplingParams(temperature=0.0, presence_penalty=0.7, frequency_penalty=0.2, min_tokens=3, stop_token_ids=[101]),
+    SamplingParams(
+        temperature=0.9, top_k=20, top_p=0.9, min_p=0.02, repetition_penalty=1.2, seed=4
+    ),
+    SamplingParams(
+        temperature=0.0,
+        presence_penalty=0.7,
+        frequency_penalty=0.2,
+        min_tokens=3,
+        stop_token_ids=[101],
+    ),
     SamplingParams(temperature=1.2, logit_bias={32: -3.0}, bad_token_ids=[97], logprobs=2, seed=9),
 ]
 
 
 @pytest.fixture(scope="module")
 def mixed_alone(demo: Model) -> list[weft.Completion]:
-    return [complete(demo, params, [prompt])[0] for prompt, params in zip(PROMPTS, MIXED, strict=True)]
+    return [
+        complete(demo, params, [prompt])[0] for prompt, params in zip(PROMPTS, MIXED, strict=True)
+    ]
 
 
 @pytest.mark.parametrize(
     "options",
-    [{"graph": "full"}, {"graph": "piecewise"}, {"pipeline": 2}, {"pipeline": 3, "graph": "full_and_piecewise"}],
+    [
+        {"graph": "full"},
+        {"graph": "piecewise"},
+        {"pipeline": 2},
+        {"pipeline": 3, "graph": "full_and_piecewise"},
+    ],
     ids=str,
 )
 def test_a_request_says_the_same_alone_in_company_and_in_every_way(
@@ -95,7 +115,10 @@ def test_temperature_is_short_for_sampling(demo: Model) -> None:
 
 def test_a_seed_in_sampling_is_the_requests_whatever_that_of_all(demo: Model) -> None:
     params = SamplingParams(temperature=1.0, seed=11)
-    first, second = complete(demo, params, PROMPTS[:1] * 2, seed=1), complete(demo, params, PROMPTS[:1], seed=2)
+    first, second = (
+        complete(demo, params, PROMPTS[:1] * 2, seed=1),
+        complete(demo, params, PROMPTS[:1], seed=2),
+    )
     assert first[0].token_ids == first[1].token_ids == second[0].token_ids
 
 
@@ -107,7 +130,9 @@ def test_a_stop_text_ends_a_request_and_its_text(demo: Model) -> None:
     assert cut.text == whole.text[: whole.text.index(stop)]
     assert cut.finish_reason == "stop"
     assert cut.token_ids == whole.token_ids[: len(cut.token_ids)]
-    [later] = complete(demo, SamplingParams(temperature=0.0, stop=[stop], min_tokens=20), PROMPTS[:1])
+    [later] = complete(
+        demo, SamplingParams(temperature=0.0, stop=[stop], min_tokens=20), PROMPTS[:1]
+    )
     assert later.token_ids == whole.token_ids[: len(later.token_ids)]
     assert len(later.token_ids) >= 20
     assert later.text is not None
@@ -129,10 +154,14 @@ def test_a_stop_token_ends_a_request_and_eos_can_be_ignored(demo: Model) -> None
 def test_logprobs_of_the_likeliest(demo: Model) -> None:
     """Each request gets as many as it asks for; in a greedy one, the first is the chosen token."""
     asked = [SamplingParams(temperature=0.0, logprobs=3), SamplingParams(temperature=0.0), MIXED[0]]
-    first, second, _ = complete(demo, [*asked[:2], SamplingParams(temperature=1.0, seed=1, logprobs=0)])
+    first, second, _ = complete(
+        demo, [*asked[:2], SamplingParams(temperature=1.0, seed=1, logprobs=0)]
+    )
     assert second.top_logprobs is None
     assert first.top_logprobs is not None
-    for token, logprob, likeliest in zip(first.token_ids, first.logprobs, first.top_logprobs, strict=True):
+    for token, logprob, likeliest in zip(
+        first.token_ids, first.logprobs, first.top_logprobs, strict=True
+    ):
         assert len(likeliest) == 3
         assert next(iter(likeliest)) == token
         assert likeliest[token] == pytest.approx(logprob, abs=1e-5)
@@ -151,7 +180,9 @@ def test_logprobs_of_the_prompt_are_those_of_transformers(demo: Model, theirs: A
         for place, likeliest in enumerate(completion.prompt_top_logprobs):
             values, tokens = said[place].topk(2)
             assert set(likeliest) == set(tokens.tolist())
-            assert sorted(likeliest.values(), reverse=True) == pytest.approx(values.tolist(), abs=1e-4)
+            assert sorted(likeliest.values(), reverse=True) == pytest.approx(
+                values.tolist(), abs=1e-4
+            )
 
 
 SEVERAL = SamplingParams(temperature=1.0, seed=5, n=5, prompt_logprobs=0, logprobs=1)
@@ -159,13 +190,18 @@ SEVERAL = SamplingParams(temperature=1.0, seed=5, n=5, prompt_logprobs=0, logpro
 
 @pytest.fixture(scope="module")
 def several_alone(demo: Model) -> list[weft.Completion]:
-    """The five completions of the first prompt, and one of the second, each by a call of its own."""
+    """The five completions of the first prompt, and one of the second, each by a call of its own.
+    """
     one = [attrs.evolve(SEVERAL, n=1, seed=seed) for seed in sample_seeds(5, 5)]
-    made = [complete(demo, params, PROMPTS[:1]) for params in one] + [complete(demo, MIXED[0], PROMPTS[1:2])]
+    made = [complete(demo, params, PROMPTS[:1]) for params in one] + [
+        complete(demo, MIXED[0], PROMPTS[1:2])
+    ]
     return [completion for [completion] in made]
 
 
-@pytest.mark.parametrize("options", [{}, {"pipeline": 3}, {"graph": "full_and_piecewise", "pipeline": 2}], ids=str)
+@pytest.mark.parametrize(
+    "options", [{}, {"pipeline": 3}, {"graph": "full_and_piecewise", "pipeline": 2}], ids=str
+)
 def test_completions_of_one_prompt_each_have_a_seed_of_their_own(
     demo: Model, several_alone: list[weft.Completion], options: dict[str, Any]
 ) -> None:
@@ -180,13 +216,17 @@ def test_completions_of_one_prompt_each_have_a_seed_of_their_own(
 
 
 @pytest.mark.parametrize("options", [{}, {"pipeline": 2}], ids=str)
-def test_a_stream_has_the_tokens_and_texts_of_the_completions(demo: Model, options: dict[str, Any]) -> None:
+def test_a_stream_has_the_tokens_and_texts_of_the_completions(
+    demo: Model, options: dict[str, Any]
+) -> None:
     params = attrs.evolve(MIXED[0], n=2)
     whole = complete(demo, params, **options)
     tokens: dict[tuple[str, int], list[int]] = {}
     texts: dict[tuple[str, int], str] = {}
     reasons: dict[tuple[str, int], str] = {}
-    for output in weft.generate(demo, PROMPTS, max_tokens=24, seed=3, graph="none", sampling=params, stream=True):
+    for output in weft.generate(
+        demo, PROMPTS, max_tokens=24, seed=3, graph="none", sampling=params, stream=True
+    ):
         key = output.id, output.index
         assert key not in reasons
         tokens[key] = [*tokens.get(key, []), *output.token_ids]
@@ -199,14 +239,22 @@ def test_a_stream_has_the_tokens_and_texts_of_the_completions(demo: Model, optio
 
 
 REFUSED: dict[str, tuple[Any, dict[str, Any], str]] = {
-    "two temperatures": (SamplingParams(), {"temperature": 0.5}, "beside sampling, temperature=0.5"),
+    "two temperatures": (
+        SamplingParams(),
+        {"temperature": 0.5},
+        "beside sampling, temperature=0.5",
+    ),
     "too few": ([SamplingParams()], {}, "instead: one SamplingParams, or a list of 3"),
     "no parameters": (5, {}, "sampling=5"),
     "a dict": ({"top_p": 1}, {}, "one SamplingParams, or a list of 3"),
     "of prompts": (SamplingParams(prompt_logprobs=10**6), {}, "saw: prompt_logprobs=1000000"),
     "no such token": (SamplingParams(bad_token_ids=[10**6]), {}, "bad_token_ids holds 1000000"),
     "more logprobs than tokens": (SamplingParams(logprobs=10**6), {}, "saw: logprobs=1000000"),
-    "biases": (SamplingParams(logit_bias=dict.fromkeys(range(MAX_BIASED + 1), 1.0)), {}, "logit_bias"),
+    "biases": (
+        SamplingParams(logit_bias=dict.fromkeys(range(MAX_BIASED + 1), 1.0)),
+        {},
+        "logit_bias",
+    ),
 }
 
 

@@ -1,4 +1,5 @@
-"""On a model without a stop token: graphs replay the expected number of times, and a seed fixes each token."""
+"""On a model without a stop token: graphs replay the expected number of times, and a seed fixes
+each token."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -40,14 +41,25 @@ def endless(tmp_path_factory: pytest.TempPathFactory) -> weft.Model:
         (1, "full", [5, 1, 1, 1, 1], CacheInfo(captures=1, replays=5, eager=1, currsize=1)),
         # A prefill with one token per request has a graph too, which is not the decode's.
         (1, "full", [1, 1, 1, 1, 1], CacheInfo(captures=2, replays=6, eager=0, currsize=2)),
-        (1, "full_decode_only", [1, 1, 1, 1, 1], CacheInfo(captures=1, replays=5, eager=1, currsize=1)),
+        (
+            1,
+            "full_decode_only",
+            [1, 1, 1, 1, 1],
+            CacheInfo(captures=1, replays=5, eager=1, currsize=1),
+        ),
         # Requests end at 32 positions: decodes of 4, 3 (padded to 4), 3, 2, 2.
         (1, "full", [31, 30, 28, 5, 5], CacheInfo(captures=2, replays=5, eager=1, currsize=2)),
         # Cohorts of 3 and 2 requests. Their prefills have 7 tokens (eagerly) and 3 (with a graph).
         (2, "full", [5, 1, 1, 1, 2], CacheInfo(captures=3, replays=11, eager=1, currsize=3)),
-        # Cohorts of 2, 2 and 1 requests, whose prefills have 7 tokens (eagerly), 2 and 1; two share one of decodes.
+        # Cohorts of 2, 2 and 1 requests, whose prefills have 7 tokens (eagerly), 2 and 1; two share
+        # one of decodes.
         (3, "full", [6, 1, 1, 1, 1], CacheInfo(captures=4, replays=17, eager=1, currsize=4)),
-        (3, "full_decode_only", [5, 1, 1, 1, 1], CacheInfo(captures=2, replays=15, eager=3, currsize=2)),
+        (
+            3,
+            "full_decode_only",
+            [5, 1, 1, 1, 1],
+            CacheInfo(captures=2, replays=15, eager=3, currsize=2),
+        ),
         (1, "none", [5, 1, 1, 1, 1], None),
         (3, "none", [5, 1, 1, 1, 1], None),
     ],
@@ -60,15 +72,22 @@ def test_graphs_really_replay(
     expected: CacheInfo | None,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Captures and replays are counted; the stages' Python code runs for captures and eager calls only."""
+    """Captures and replays are counted; the stages' Python code runs for captures and eager calls
+    only."""
     runs = _counted(monkeypatch)
-    seen = complete(endless, [[7] * n for n in lengths], max_tokens=6, pipeline=pipeline, graph=mode)
+    seen = complete(
+        endless, [[7] * n for n in lengths], max_tokens=6, pipeline=pipeline, graph=mode
+    )
     graphs = seen.executor.graphs
     assert len(graphs) == (0 if expected is None else pipeline)
     assert [graph.cache_info() for graph in graphs] == [expected] * len(graphs)
     microbatches = 6 * pipeline * min(pipeline, len(lengths))
     warm_up = 1
-    runs_of_stages = microbatches if expected is None else pipeline * (warm_up + expected.captures + expected.eager)
+    runs_of_stages = (
+        microbatches
+        if expected is None
+        else pipeline * (warm_up + expected.captures + expected.eager)
+    )
     assert len(runs) == runs_of_stages
 
 
@@ -89,14 +108,21 @@ def _counted(monkeypatch: pytest.MonkeyPatch) -> list[None]:
 
 
 def serve(
-    model: weft.Model, prompts: Sequence[list[int]], seeds: Sequence[int], order: Sequence[int], **options: Any
+    model: weft.Model,
+    prompts: Sequence[list[int]],
+    seeds: Sequence[int],
+    order: Sequence[int],
+    **options: Any,
 ) -> list[list[int]]:
-    """Six tokens for each prompt at temperature 1, where row i holds prompt i and every batch names its rows in
-    `order`."""
+    """Six tokens for each prompt at temperature 1, where row i holds prompt i and every batch names
+    its rows in `order`."""
     runner = make_runner(model, Limits(len(prompts), 2048), **options)
     params = [SamplingParams(temperature=1.0, seed=seed) for seed in seeds]
     state = make_state(model, runner.layouts, [len(p) + 6 for p in prompts], params)
-    batches = [Batch.ragged(order, [prompts[row] for row in order]), *(Batch.decode(order) for _ in range(5))]
+    batches = [
+        Batch.ragged(order, [prompts[row] for row in order]),
+        *(Batch.decode(order) for _ in range(5)),
+    ]
     made: list[list[int]] = [[] for _ in prompts]
     for batch in batches:
         state, out = runner.step(runner.params, state, batch)
@@ -111,7 +137,9 @@ def tokens_of(completions: Sequence[Completion]) -> list[list[int]]:
 
 @st.composite
 def prompt_lists(draw: st.DrawFn) -> list[list[int]]:
-    return draw(st.lists(st.lists(st.integers(0, 39), min_size=1, max_size=18), min_size=2, max_size=4))
+    return draw(
+        st.lists(st.lists(st.integers(0, 39), min_size=1, max_size=18), min_size=2, max_size=4)
+    )
 
 
 @given(
@@ -124,19 +152,27 @@ def prompt_lists(draw: st.DrawFn) -> list[list[int]]:
 def test_a_seed_fixes_the_tokens_in_any_split_mode_and_company(
     endless: weft.Model, prompts: list[list[int]], seed: int, temperature: float, shift: int
 ) -> None:
-    """The seed and the index i fix the random numbers of request i, however it runs and whatever follows it."""
+    """The seed and the index i fix the random numbers of request i, however it runs and whatever
+    follows it."""
     options: dict[str, Any] = {"max_tokens": 6, "temperature": temperature}
     expected = tokens_of(weft.generate(endless, prompts, seed=seed, graph="none", **options))
     for pipeline in PIPELINES:
         mode = MODES[(pipeline + shift) % len(MODES)]
-        made = tokens_of(weft.generate(endless, prompts, seed=seed, pipeline=pipeline, graph=mode, **options))
+        made = tokens_of(
+            weft.generate(endless, prompts, seed=seed, pipeline=pipeline, graph=mode, **options)
+        )
         assert made == expected
     for company in (prompts[:1], [*prompts, [1], [2, 3, 4]]):
         made = tokens_of(weft.generate(endless, company, seed=seed, **options))
         assert made[: len(prompts)] == expected[: len(made)]
 
 
-@given(data=st.data(), prompts=prompt_lists(), pipeline=st.sampled_from(PIPELINES), mode=st.sampled_from(MODES))
+@given(
+    data=st.data(),
+    prompts=prompt_lists(),
+    pipeline=st.sampled_from(PIPELINES),
+    mode=st.sampled_from(MODES),
+)
 @settings(max_examples=8)
 def test_the_order_in_a_batch_and_the_row_change_no_token(
     endless: weft.Model, data: st.DataObject, prompts: list[list[int]], pipeline: int, mode: str
@@ -149,7 +185,9 @@ def test_the_order_in_a_batch_and_the_row_change_no_token(
     assert moved == [expected[i] for i in order]
 
 
-def test_each_token_is_drawn_with_its_requests_seed_and_its_own_position(endless: weft.Model) -> None:
+def test_each_token_is_drawn_with_its_requests_seed_and_its_own_position(
+    endless: weft.Model,
+) -> None:
     """`sample` on the recorded logits, with the row's seed and the position of the token before."""
     prompts = [[1, 2, 3], [4], [5] * 17]
     seen = complete(endless, prompts, max_tokens=6, temperature=1.0, seed=40)
@@ -163,14 +201,20 @@ def test_each_token_is_drawn_with_its_requests_seed_and_its_own_position(endless
 
 
 def test_seeds_differ(endless: weft.Model) -> None:
-    """Equal prompts of one call draw apart from each other, another seed draws apart, and so does no seed."""
+    """Equal prompts of one call draw apart from each other, another seed draws apart, and so does
+    no seed."""
     options: dict[str, Any] = {"max_tokens": 8, "temperature": 1.0, "graph": "none"}
-    calls = [tokens_of(weft.generate(endless, [[7]] * 8, seed=seed, **options)) for seed in (0, 100, None, None)]
+    calls = [
+        tokens_of(weft.generate(endless, [[7]] * 8, seed=seed, **options))
+        for seed in (0, 100, None, None)
+    ]
     assert len({tuple(ids) for made in calls for ids in made}) == 32
 
 
 def test_greedy_ignores_the_seed(endless: weft.Model) -> None:
-    calls = [weft.generate(endless, [[7, 8], [9]], max_tokens=6, seed=seed) for seed in (0, 1, None)]
+    calls = [
+        weft.generate(endless, [[7, 8], [9]], max_tokens=6, seed=seed) for seed in (0, 1, None)
+    ]
     assert calls[0] == calls[1] == calls[2]
     logits = torch.randn(50, 9, generator=torch.Generator().manual_seed(0))
     drawn, _ = sample(logits, torch.zeros(50), torch.arange(50), torch.arange(50) * 3)
@@ -178,11 +222,14 @@ def test_greedy_ignores_the_seed(endless: weft.Model) -> None:
 
 
 def test_generated_tokens_are_distributed_as_the_models_probabilities(endless: weft.Model) -> None:
-    """The whole path: the first tokens of 600 equal prompts, against the softmax of one greedy run's logits."""
+    """The whole path: the first tokens of 600 equal prompts, against the softmax of one greedy
+    run's logits."""
     [logits] = complete(endless, [[3, 1, 4]], max_tokens=1).logits
     probabilities = (logits[0] / 1.5).softmax(-1)
     made = weft.generate(endless, [[3, 1, 4]] * 600, max_tokens=1, temperature=1.5, seed=0)
-    counts = torch.bincount(torch.tensor([c.token_ids[0] for c in made]), minlength=len(probabilities))
+    counts = torch.bincount(
+        torch.tensor([c.token_ids[0] for c in made]), minlength=len(probabilities)
+    )
     rare = probabilities * 600 < 5
     cells = [torch.cat([x[~rare], x[rare].sum()[None]]) for x in (counts, probabilities)]
     assert p_value(*cells) > 1e-4

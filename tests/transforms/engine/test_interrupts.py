@@ -39,7 +39,12 @@ PLACES = Places(
     [
         "weft.",
         _ENGINE,
-        *sorted({each.__module__ for each in (Engine, calls.Calls, HostState, OutputProcessor, add, Pages)}),
+        *sorted(
+            {
+                each.__module__
+                for each in (Engine, calls.Calls, HostState, OutputProcessor, add, Pages)
+            }
+        ),
     ]
 )
 
@@ -80,11 +85,17 @@ class Session:
 
     @classmethod
     def drawn(
-        cls, seed: int, happens: Callable[[], None], expects: type[BaseException], within: Sequence[str]
+        cls,
+        seed: int,
+        happens: Callable[[], None],
+        expects: type[BaseException],
+        within: Sequence[str],
     ) -> "Session":
         draw = random.Random(seed)
         options = {"pipeline": draw.choice((1, 1, 3)), "run_ahead": draw.randrange(3), "seed": 0}
-        return cls(draw, happens, expects, Engine(small_model(), SMALL, graph="none", **options), within)
+        return cls(
+            draw, happens, expects, Engine(small_model(), SMALL, graph="none", **options), within
+        )
 
     def call(self, name: str, do: Callable[[], Any]) -> Any:
         """Make a call that is interrupted at a drawn line."""
@@ -104,7 +115,9 @@ class Session:
     def add(self) -> None:
         name = f"own {len(self.asked)}"
         prompt = tuple(self.draw.choices(range(12), k=self.draw.randrange(1, 8)))
-        sampling = self.draw.choice((GREEDY, SamplingParams(temperature=1.0, seed=len(self.asked), n=2)))
+        sampling = self.draw.choice(
+            (GREEDY, SamplingParams(temperature=1.0, seed=len(self.asked), n=2))
+        )
         most = self.draw.randrange(1, 9)
         self.asked[name] = prompt, sampling, most
         self.call("add", lambda: self.engine.add(prompt, sampling, max_tokens=most, id=name))
@@ -128,7 +141,9 @@ class Session:
             key = output.id, output.index
             assert key not in self.reasons, f"{key} has ended before"
             self.tokens.setdefault(key, []).extend(output.token_ids)
-            assert self.tokens[key] == output.track.token_ids, "no token is returned twice, and none is lost"
+            assert self.tokens[key] == output.track.token_ids, (
+                "no token is returned twice, and none is lost"
+            )
             if output.finish_reason is not None:
                 self.reasons[key] = output.finish_reason
 
@@ -161,7 +176,9 @@ def run_session(
         if places is not None:
             session.places = places
         for _ in range(12):
-            for do in session.draw.sample((session.add, session.step, session.abort, session.step), 4):
+            for do in session.draw.sample(
+                (session.add, session.step, session.abort, session.step), 4
+            ):
                 do()
         session.finish()
     except EngineError as error:
@@ -185,7 +202,9 @@ def check_interrupts(count: int) -> dict[str, list[str]]:
 def test_ctrl_c_at_any_line_loses_nothing(runs_all: bool) -> None:
     found = check_interrupts(200 if runs_all else 8)
     for name, places in found.items():
-        print(f"Ctrl-C in {name}: {len(places)} times at {len({*places})} places, 0 engines lost, 0 wrong")
+        print(
+            f"Ctrl-C in {name}: {len(places)} times at {len({*places})} places, 0 engines lost, 0 wrong"
+        )
     assert all(len({*places}) > 5 for places in found.values())
 
 
@@ -232,7 +251,12 @@ def planted() -> dict[str, tuple[Any, str, Any, Callable[[], None], type[BaseExc
     return {
         "Ctrl-C is not held": (calls, "hold_interrupt", lambda _: None, *ctrl_c),
         "outputs of an interrupted step are lost": (Engine, "_step", loses_outputs, *ctrl_c),
-        "an interrupted add leaves its completions": (OutputProcessor, "forget", lambda *_: None, *outside),
+        "an interrupted add leaves its completions": (
+            OutputProcessor,
+            "forget",
+            lambda *_: None,
+            *outside,
+        ),
         "an interrupted add leaves its requests": (
             "weft.transforms.engine.engine",
             "forget",
@@ -275,7 +299,10 @@ def test_a_second_ctrl_c_ends_a_step_at_once_and_the_engine_says_so() -> None:
         engine.step()
     assert gone_on == ["after the first"]
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
-    with pytest.raises(EngineError, match="an earlier step that raised KeyboardInterrupt; how far its requests came"):
+    with pytest.raises(
+        EngineError,
+        match="an earlier step that raised KeyboardInterrupt; how far its requests came",
+    ):
         engine.step()
     assert [output.finish_reason for output in engine.abort("a")] == ["abort"]
 
@@ -301,7 +328,10 @@ def test_ctrl_c_is_raised_when_the_step_has_ended_and_the_next_one_has_its_outpu
         except KeyboardInterrupt:
             interrupts += 1
     assert interrupts == 1
-    said = {name: [token for output in outputs if output.id == name for token in output.token_ids] for name in "ab"}
+    said = {
+        name: [token for output in outputs if output.id == name for token in output.token_ids]
+        for name in "ab"
+    }
     assert said == {"a": [7] * 5, "b": alone((3, 4), GREEDY, 5)[0]}
 
 
@@ -336,7 +366,8 @@ def test_an_own_handler_of_ctrl_c_is_called_when_the_call_has_ended() -> None:
 
 
 class Presser:
-    """A thread that presses Ctrl-C once within each call, at a moment of the operating system's choice."""
+    """A thread that presses Ctrl-C once within each call, at a moment of the operating system's
+    choice."""
 
     def __init__(self) -> None:
         self.count = 0
@@ -447,7 +478,10 @@ def test_a_call_that_finds_another_thread_inside_is_refused_by_both_names(call: 
         mask.may_go_on.set()
         other.join()
     assert error.value.call == call
-    assert error.value.seen == "thread 'MainThread', while thread 'the one that steps' is inside engine.step()"
+    assert (
+        error.value.seen
+        == "thread 'MainThread', while thread 'the one that steps' is inside engine.step()"
+    )
     assert error.value.instead == "calls from one thread at a time, such as with a lock"
     assert [token for output in outputs for token in output.token_ids] == [7, 7]
     engine.add([3, 4], GREEDY, max_tokens=2, id="b")
@@ -498,13 +532,19 @@ def test_streams_of_two_event_loops_are_refused() -> None:
     mask = Waits()
 
     async def read(prompt: list[int], **options: Any) -> list[int]:
-        return [token async for output in engine.stream(prompt, max_tokens=2, **options) for token in output.token_ids]
+        return [
+            token
+            async for output in engine.stream(prompt, max_tokens=2, **options)
+            for token in output.token_ids
+        ]
 
     other = threading.Thread(target=lambda: asyncio.run(read([1, 2], mask=mask)))
     other.start()
     try:
         assert mask.is_inside.wait(60)
-        with pytest.raises(EngineError, match="an event loop, while one of another thread steps the engine"):
+        with pytest.raises(
+            EngineError, match="an event loop, while one of another thread steps the engine"
+        ):
             asyncio.run(read([3, 4]))
     finally:
         mask.may_go_on.set()
@@ -513,8 +553,11 @@ def test_streams_of_two_event_loops_are_refused() -> None:
 
 
 @pytest.mark.parametrize("is_changing", [True, False])
-def test_an_exception_from_outside_within_the_guard_itself(is_changing: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The call has not left. The next one finds that it is not under way, and that it was done, or was not."""
+def test_an_exception_from_outside_within_the_guard_itself(
+    is_changing: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The call has not left. The next one finds that it is not under way, and that it was done, or
+    was not."""
     engine = Engine(small_model(), SMALL, graph="none")
     engine.add([1, 2], GREEDY, max_tokens=2, id="a")
     with monkeypatch.context() as patched:
@@ -528,7 +571,9 @@ def test_an_exception_from_outside_within_the_guard_itself(is_changing: bool, mo
         with pytest.raises(EngineError, match="an earlier step that raised"):
             engine.step()
     else:
-        assert [token for output in engine for token in output.token_ids] == alone((1, 2), GREEDY, 2)[0]
+        assert [token for output in engine for token in output.token_ids] == alone(
+            (1, 2), GREEDY, 2
+        )[0]
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 

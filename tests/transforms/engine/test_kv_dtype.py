@@ -1,4 +1,5 @@
-"""A KV cache in FP8: the tokens of a model whose keys and values are rounded, in half the memory."""
+"""A KV cache in FP8: the tokens of a model whose keys and values are rounded, in half the memory.
+"""
 
 from typing import Any
 
@@ -81,11 +82,17 @@ def test_back_ends_read_it(expected: list[list[int]], name: str) -> None:
     assert tokens(load(DEMO, "cpu", "float32", attention=name, kv_dtype=FP8)) == expected
 
 
-def test_pages_are_shared_and_preempted_requests_go_on(model: Model, expected: list[list[int]]) -> None:
-    limits = EngineLimits(max_num_reqs=3, max_num_tokens=7, num_pages=14, max_model_len=56, page_size=4)
+def test_pages_are_shared_and_preempted_requests_go_on(
+    model: Model, expected: list[list[int]]
+) -> None:
+    limits = EngineLimits(
+        max_num_reqs=3, max_num_tokens=7, num_pages=14, max_model_len=56, page_size=4
+    )
     engine, found = Engine(model, limits), dict[str, list[int]]()
     for index, prompt in enumerate([*PROMPTS, PROMPTS[0]]):
-        engine.add(prompt, SamplingParams(temperature=0.0, ignore_eos=True), max_tokens=16, id=f"{index}")
+        engine.add(
+            prompt, SamplingParams(temperature=0.0, ignore_eos=True), max_tokens=16, id=f"{index}"
+        )
     for output in engine:
         found.setdefault(output.id, []).extend(output.token_ids)
     assert [found[f"{index}"] for index in range(4)] == [*expected, expected[0]]
@@ -109,4 +116,15 @@ def test_what_cannot_have_it_is_refused(model: Model) -> None:
     qkv = torch.zeros(1, 3 * 8, requires_grad=True)
     pages = torch.zeros(2, 1, 4, 1, 8).to(FP8)
     with pytest.raises(DerivativeError, match="rounded to FP8"):
-        rotate_and_keep(qkv, None, None, 1e-6, torch.ones(1, 4), torch.ones(1, 4), torch.tensor([0]), pages, 1, (8, 16))
+        rotate_and_keep(
+            qkv,
+            None,
+            None,
+            1e-6,
+            torch.ones(1, 4),
+            torch.ones(1, 4),
+            torch.tensor([0]),
+            pages,
+            1,
+            (8, 16),
+        )

@@ -1,4 +1,5 @@
-"""Masks that take their time: the request ends, alone, on all ranks; by a clock that the masks themselves move."""
+"""Masks that take their time: the request ends, alone, on all ranks; by a clock that the masks
+themselves move."""
 
 import time
 from collections.abc import Callable, Sequence
@@ -34,7 +35,9 @@ class Clock:
     def __init__(self) -> None:
         self.seconds = 0.0
 
-    def mask(self, seconds: Callable[[int], float], budget: MaskBudget | None = BUDGET) -> "SlowMask":
+    def mask(
+        self, seconds: Callable[[int], float], budget: MaskBudget | None = BUDGET
+    ) -> "SlowMask":
         """A mask that takes so long after so many tokens."""
         return SlowMask(self, seconds, budget)
 
@@ -60,11 +63,14 @@ def clock() -> Any:
 
 
 def ended(engine: Engine) -> dict[tuple[str, int], RequestOutput]:
-    return {(output.id, output.index): output for output in engine if output.finish_reason is not None}
+    return {
+        (output.id, output.index): output for output in engine if output.finish_reason is not None
+    }
 
 
 def expected_end(seconds: Sequence[float], n: int, others: int, budget: MaskBudget) -> int | None:
-    """After how many tokens a request ends whose `n` masks take so long at each; None: it does not."""
+    """After how many tokens a request ends whose `n` masks take so long at each; None: it does not.
+    """
     requests = 1 + others
     debt = 0.0
     for count, each in enumerate(seconds):
@@ -88,7 +94,9 @@ def test_the_masks_of_all_completions_of_a_request_share_a_budget(
     """Against a loop over the steps, one token each."""
     engine = Engine(small_model(), SMALL, graph="none", pipeline=pipeline)
     sampling = SamplingParams(temperature=1.0, seed=1, n=n)
-    engine.add([1, 2], sampling, max_tokens=8, id="odd", mask=clock.mask(lambda count: seconds[count]))
+    engine.add(
+        [1, 2], sampling, max_tokens=8, id="odd", mask=clock.mask(lambda count: seconds[count])
+    )
     if others:
         engine.add([1, 5], GREEDY, max_tokens=8, id="quick", mask=clock.mask(lambda _: 0.0))
     engine.add([3, 4], GREEDY, max_tokens=8, id="good")
@@ -119,7 +127,9 @@ def test_the_error_says_which_masks_and_how_long(clock: Clock) -> None:
         "3 s of a step, for which all others wait, after 4 s too much in steps before; its share is 1 s, and 4 s more "
         "in sum"
     )
-    assert error.instead.startswith("a grammar with fewer repetitions within repetitions, fewer completions, or")
+    assert error.instead.startswith(
+        "a grammar with fewer repetitions within repetitions, fewer completions, or"
+    )
 
 
 def test_a_mask_without_a_budget_takes_any_time(clock: Clock) -> None:
@@ -134,12 +144,15 @@ def processor(mask: SlowMask) -> OutputProcessor:
     params = GREEDY.for_request((), 0)
     requests = [Request(name, (1, 2), 4, params, is_masked=True) for name in ("a", "a[1]")]
     found.add("a", requests, 0, mask)
-    found.add("b", [Request("b", (1, 2), 4, params, is_masked=True)], 0, mask.clock.mask(lambda _: 0.0))
+    found.add(
+        "b", [Request("b", (1, 2), 4, params, is_masked=True)], 0, mask.clock.mask(lambda _: 0.0)
+    )
     return found
 
 
 def test_completions_of_one_step_count_together(clock: Clock) -> None:
-    """Two masks of 1.5 s are 3 s. The request's share is 0.5 s and 2 s more: one of them would not be too much."""
+    """Two masks of 1.5 s are 3 s. The request's share is 0.5 s and 2 s more: one of them would not
+    be too much."""
     outputs = processor(clock.mask(lambda _: 1.5))
     work = Work(0, Edits(), ("a", "b", "a[1]"), (0, 1, 2), (), (True,) * 3, None)
     _, failed = outputs.apply_masks([work], lambda _: None)
@@ -151,18 +164,23 @@ def test_completions_of_one_step_count_together(clock: Clock) -> None:
 
 @pytest.mark.parametrize("slow_rank", [0, 1])
 def test_rank_0_decides_what_takes_too_long(clock: Clock, slow_rank: int) -> None:
-    """Ranks measure different times. They must decide the same, and send the same work through the pipeline."""
+    """Ranks measure different times. They must decide the same, and send the same work through the
+    pipeline."""
     masks = [clock.mask(lambda _, r=rank: 9.0 * (r == slow_rank)) for rank in range(2)]  # type: ignore[misc]
     ranks = [processor(mask) for mask in masks]
     work = Work(0, Edits(), ("a", "b", "a[1]"), (0, 1, 2), (), (True,) * 3, None)
     told: list[Any] = []
-    found = [ranks[0].apply_masks([work], told.append), ranks[1].apply_masks([work], lambda _: told[0], decides=False)]
+    found = [
+        ranks[0].apply_masks([work], told.append),
+        ranks[1].apply_masks([work], lambda _: told[0], decides=False),
+    ]
     assert [[*failed] for _, failed in found] == [["a", "a[1]"] if slow_rank == 0 else []] * 2
     assert len({each.summary for works, _ in found for each in works}) == 1
 
 
 class Spins:
-    """A mask that takes ever more of the processor's time on rank 0, and sleeps for as long on others."""
+    """A mask that takes ever more of the processor's time on rank 0, and sleeps for as long on
+    others."""
 
     budget = MaskBudget(step_seconds=0.01, burst_seconds=0.02)
 
@@ -177,9 +195,12 @@ class Spins:
 
 
 def serve_on_a_rank() -> dict[str, Any]:
-    """A request whose masks take too long on one rank, one with quick masks, and one that runs ahead."""
+    """A request whose masks take too long on one rank, one with quick masks, and one that runs
+    ahead."""
     transport = Distributed(timeout=60)
-    engine = Engine(small_model(), SMALL, graph="none", pipeline=2, transport=transport, run_ahead=2, seed=0)
+    engine = Engine(
+        small_model(), SMALL, graph="none", pipeline=2, transport=transport, run_ahead=2, seed=0
+    )
     params = SamplingParams(temperature=1.0, seed=1, n=2)
     engine.add([1, 2], params, max_tokens=12, id="odd", mask=Spins(transport.rank))
     engine.add([1, 5], GREEDY, max_tokens=12, id="quick", mask=Half(1))
@@ -215,7 +236,11 @@ class _Unshared(MaskClock):
 BUGS: dict[str, tuple[Any, str, Any]] = {
     "a completion counts by itself": (outputs_module, "MaskClock", _EachForItself),
     "each request has the whole step": (outputs_module, "MaskClock", _Unshared),
-    "nothing is owed": (MaskBudget, "owed", lambda _self, _debt, seconds: max(0.0, seconds - BUDGET.step_seconds)),
+    "nothing is owed": (
+        MaskBudget,
+        "owed",
+        lambda _self, _debt, seconds: max(0.0, seconds - BUDGET.step_seconds),
+    ),
     "no budget": (MaskBudget, "is_exceeded", lambda *_: False),
 }
 

@@ -1,5 +1,5 @@
-"""Masks: a request generates only tokens that its function allows, like transformers' `prefix_allowed_tokens_fn`; other
-requests do not notice."""
+"""Masks: a request generates only tokens that its function allows, like transformers'
+`prefix_allowed_tokens_fn`; other requests do not notice."""
 
 import itertools
 import random
@@ -23,7 +23,9 @@ from weft.transforms.engine.requests.masks import RequestMask, compute_mask
 
 VOCABULARY = 67  # no multiple of 32
 PROMPTS = [[5, 6, 7, 5, 6], [9, 3], [1, 2, 3, 4, 5, 6, 7, 8, 9], [5, 6, 7, 5, 6, 8]]
-LIMITS = EngineLimits(max_num_reqs=4, max_num_tokens=16, max_model_len=40, page_size=4, num_pages=20)
+LIMITS = EngineLimits(
+    max_num_reqs=4, max_num_tokens=16, max_model_len=40, page_size=4, num_pages=20
+)
 
 
 def allowed(said: Sequence[int]) -> list[int]:
@@ -62,14 +64,21 @@ def by_transformers(theirs: Any, prompt: list[int], masked: bool) -> list[int]:
     options: Any = {"prefix_allowed_tokens_fn": rule} if masked else {}
     ids = torch.tensor([prompt])
     out = theirs.generate(
-        ids, attention_mask=torch.ones_like(ids), max_new_tokens=12, do_sample=False, pad_token_id=0, **options
+        ids,
+        attention_mask=torch.ones_like(ids),
+        max_new_tokens=12,
+        do_sample=False,
+        pad_token_id=0,
+        **options,
     )
     said: list[int] = out[0, len(prompt) :].tolist()
     return said
 
 
 def ended(engine: Engine) -> dict[tuple[str, int], RequestOutput]:
-    return {(output.id, output.index): output for output in engine if output.finish_reason is not None}
+    return {
+        (output.id, output.index): output for output in engine if output.finish_reason is not None
+    }
 
 
 @pytest.mark.parametrize(
@@ -80,16 +89,25 @@ def ended(engine: Engine) -> dict[tuple[str, int], RequestOutput]:
     ],
 )  # fmt: skip
 def test_tokens_are_those_of_transformers(
-    model: Model, theirs: Any, pipeline: int, graph: str, run_ahead: int, speculation: Speculation | None
+    model: Model,
+    theirs: Any,
+    pipeline: int,
+    graph: str,
+    run_ahead: int,
+    speculation: Speculation | None,
 ) -> None:
-    engine = Engine(model, LIMITS, pipeline=pipeline, graph=graph, run_ahead=run_ahead, speculation=speculation)
+    engine = Engine(
+        model, LIMITS, pipeline=pipeline, graph=graph, run_ahead=run_ahead, speculation=speculation
+    )
     for index, prompt in enumerate(PROMPTS * 2):
         engine.add(prompt, max_tokens=12, id=str(index), mask=as_bits if index % 3 else None)
     outputs = ended(engine)
     for index, prompt in enumerate(PROMPTS * 2):
         said = outputs[str(index), 0].track.token_ids
         assert said == by_transformers(theirs, prompt, masked=bool(index % 3)), index
-        assert all(token in allowed(said[:i]) for i, token in enumerate(said) if i != 7 and index % 3)
+        assert all(
+            token in allowed(said[:i]) for i, token in enumerate(said) if i != 7 and index % 3
+        )
     assert engine.stats().pages_held == 0
 
 
@@ -131,7 +149,9 @@ WRONG: dict[str, tuple[Any, int, str]] = {
         for pipeline in (1, 2)
     ],
 )
-def test_a_mask_that_fails_ends_its_request_alone(model: Model, theirs: Any, case: str, pipeline: int) -> None:
+def test_a_mask_that_fails_ends_its_request_alone(
+    model: Model, theirs: Any, case: str, pipeline: int
+) -> None:
     mask, count, seen = WRONG[case]
     engine = Engine(model, LIMITS, pipeline=pipeline, graph="full")
     engine.add(PROMPTS[0], max_tokens=12, id="wrong", mask=mask)
@@ -164,4 +184,6 @@ def test_nothing_is_asked_where_nothing_is_to_be_said() -> None:
 
 def test_an_iterator_without_an_end_is_read_up_to_what_is_no_token() -> None:
     with pytest.raises(RequestError, match="saw: ValueError: 40 is not a token id from 0 to 39"):
-        compute_mask("a", RequestMask.of(lambda said: itertools.count(), SamplingParams(), 40), [], 40)
+        compute_mask(
+            "a", RequestMask.of(lambda said: itertools.count(), SamplingParams(), 40), [], 40
+        )

@@ -24,17 +24,22 @@ def ended(engine: Engine) -> dict[str, CompletionState]:
     return {output.id: output.track for output in engine if output.finish_reason is not None}
 
 
-@pytest.mark.parametrize("error", [MemoryError("no more"), KeyboardInterrupt()], ids=["memory", "interrupt"])
+@pytest.mark.parametrize(
+    "error", [MemoryError("no more"), KeyboardInterrupt()], ids=["memory", "interrupt"]
+)
 @pytest.mark.parametrize("pipeline", [1, 2])
 def test_after_a_step_that_raised_no_other_is_taken(error: BaseException, pipeline: int) -> None:
-    """The progress of the failed step is unknown: continuing would lose a token, and wait for it forever."""
+    """The progress of the failed step is unknown: continuing would lose a token, and wait for it
+    forever."""
     engine = Engine(small_model(), SMALL, pipeline=pipeline, graph="none")
     engine.add([1, 2], max_tokens=5, id="a")
     engine.step()
     with mock.patch.object(engine, "_executor", _Raises(error)), pytest.raises(type(error)):
         list(engine)
     for _ in range(2):
-        with pytest.raises(EngineError, match=f"an earlier step that raised {type(error).__name__}") as seen:
+        with pytest.raises(
+            EngineError, match=f"an earlier step that raised {type(error).__name__}"
+        ) as seen:
             engine.step()
     assert seen.value.instead == "another weft.Engine(...), and its requests again"
     for after in (lambda: engine.add([3], max_tokens=1), lambda: asyncio.run(_read(engine, [3]))):
@@ -49,7 +54,10 @@ def test_an_interrupt_while_an_engine_warms_up_is_that_of_a_step(pipeline: int) 
     engine = Engine(small_model(), SMALL, pipeline=pipeline)
     engine.add([1, 2], max_tokens=5, id="a")
     engine.step()
-    with mock.patch.object(engine, "_executor", _Raises(KeyboardInterrupt())), pytest.raises(KeyboardInterrupt):
+    with (
+        mock.patch.object(engine, "_executor", _Raises(KeyboardInterrupt())),
+        pytest.raises(KeyboardInterrupt),
+    ):
         engine.warm_up()
     for call in (engine.step, engine.warm_up):
         with pytest.raises(EngineError, match="an earlier step that raised KeyboardInterrupt"):
@@ -77,14 +85,19 @@ def test_an_abort_ends_the_stream_of_its_request() -> None:
     engine = Engine(small_model(), SMALL, graph="none")
 
     async def both() -> list[RequestOutput]:
-        task = asyncio.create_task(_read(engine, [1, 2], sampling=SamplingParams(temperature=1.0, n=2, seed=1), id="a"))
+        task = asyncio.create_task(
+            _read(engine, [1, 2], sampling=SamplingParams(temperature=1.0, n=2, seed=1), id="a")
+        )
         while not engine.is_under_way("a") or not engine.stats().running:
             await asyncio.sleep(0)
         engine.abort("a")
         return await asyncio.wait_for(task, 20)
 
     outputs = asyncio.run(both())
-    assert [(o.index, o.finish_reason) for o in outputs if o.finish_reason] == [(0, "abort"), (1, "abort")]
+    assert [(o.index, o.finish_reason) for o in outputs if o.finish_reason] == [
+        (0, "abort"),
+        (1, "abort"),
+    ]
 
 
 @pytest.mark.parametrize("pipeline", [1, 2])
@@ -114,6 +127,10 @@ def test_a_stream_with_a_stop_text_and_min_tokens_is_its_text() -> None:
     options: dict[str, Any] = {"max_tokens": 40, "graph": "none", "sampling": asked}
     outputs = list(weft.generate(model, ["The function returns"], stream=True, **options))
     text = "".join(output.text or "" for output in outputs)
-    assert text == outputs[-1].track.text == weft.generate(model, ["The function returns"], **options)[0].text
+    assert (
+        text
+        == outputs[-1].track.text
+        == weft.generate(model, ["The function returns"], **options)[0].text
+    )
     assert whole.text.startswith(text)
     assert len(text) >= 11, "the stop text in its beginning ended nothing"

@@ -10,7 +10,8 @@ from weft.transforms.engine.requests.pages import Pages, hash_page
 
 
 class PagesMachine(RuleBasedStateMachine):
-    """Holders allocate, acquire, publish and release pages in any order; the model knows each page's holders."""
+    """Holders allocate, acquire, publish and release pages in any order; the model knows each
+    page's holders."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -33,7 +34,9 @@ class PagesMachine(RuleBasedStateMachine):
         assert len(set(taken)) == count
         assert set(taken) <= set(free)
         blank = set(free) - set(self.names.values())
-        assert len(blank - set(taken)) == 0 or not set(taken) & set(self.names.values()), "empty pages go first"
+        assert len(blank - set(taken)) == 0 or not set(taken) & set(self.names.values()), (
+            "empty pages go first"
+        )
         self.names = {name: page for name, page in self.names.items() if page not in taken}
         self.holders.append(taken)
 
@@ -87,7 +90,9 @@ TestPages: Any = PagesMachine.TestCase
 TestPages.settings = settings(max_examples=60, stateful_step_count=30)
 
 
-def test_the_least_recently_used_page_is_evicted_first_and_the_end_of_a_request_before_its_beginning() -> None:
+def test_the_least_recently_used_page_is_evicted_first_and_the_end_of_a_request_before_its_beginning() -> (
+    None
+):
     pages = Pages(4, 1)
     first, second = pages.allocate(2), pages.allocate(2)
     for page, name in zip([*first, *second], (b"0", b"1", b"2", b"3"), strict=True):
@@ -101,6 +106,10 @@ def test_the_least_recently_used_page_is_evicted_first_and_the_end_of_a_request_
 def test_equal_hashes_mean_equal_prefixes() -> None:
     whole = hash_page(hash_page(b"", [1, 2]), [3, 4])
     assert whole == hash_page(hash_page(b"", (1, 2)), (3, 4))
-    others = [hash_page(b"", [3, 4]), hash_page(hash_page(b"", [2, 1]), [3, 4]), hash_page(b"", [1, 2, 3, 4])]
+    others = [
+        hash_page(b"", [3, 4]),
+        hash_page(hash_page(b"", [2, 1]), [3, 4]),
+        hash_page(b"", [1, 2, 3, 4]),
+    ]
     others += [hash_page(hash_page(b"", [12]), [34]), hash_page(hash_page(b"x", [1, 2]), [3, 4])]
     assert len({whole, *others}) == 6

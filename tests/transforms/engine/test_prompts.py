@@ -1,4 +1,5 @@
-"""Prompts with embeddings and positions: pages are shared by content, and invalid prompts are refused."""
+"""Prompts with embeddings and positions: pages are shared by content, and invalid prompts are
+refused."""
 
 from typing import Any
 
@@ -22,11 +23,17 @@ from weft.transforms.engine.scheduler import add, schedule
 from weft.transforms.engine.split import Split
 from weft.transforms.pipelines.transports.threads import Threads
 
-LIMITS = EngineLimits(max_num_reqs=4, max_num_tokens=16, max_model_len=24, page_size=4, num_pages=24)
+LIMITS = EngineLimits(
+    max_num_reqs=4, max_num_tokens=16, max_model_len=24, page_size=4, num_pages=24
+)
 TEXT = [1, 2, 3, 4]
 IDS = [*TEXT, *[EMBEDDED] * 6, 5, 6]
 POSITIONS = torch.tensor(
-    [[0, 1, 2, 3, 4, 4, 4, 4, 4, 4, 7, 8], [0, 1, 2, 3, 4, 4, 5, 5, 6, 6, 7, 8], [0, 1, 2, 3, 4, 5, 4, 5, 4, 5, 7, 8]]
+    [
+        [0, 1, 2, 3, 4, 4, 4, 4, 4, 4, 7, 8],
+        [0, 1, 2, 3, 4, 4, 5, 5, 6, 6, 7, 8],
+        [0, 1, 2, 3, 4, 5, 4, 5, 4, 5, 7, 8],
+    ]
 )
 
 
@@ -43,20 +50,30 @@ def image(seed: int = 0, positions: Tensor | None = POSITIONS) -> EmbedsPrompt:
     return EmbedsPrompt(IDS, embeds(seed), positions)
 
 
-def served(engine: Engine, prompt: Any, sampling: SamplingParams | None = None, max_tokens: int = 6) -> list[list[int]]:
+def served(
+    engine: Engine, prompt: Any, sampling: SamplingParams | None = None, max_tokens: int = 6
+) -> list[list[int]]:
     name = engine.add(prompt, sampling, max_tokens=max_tokens)
     tracks = {output.index: output.track for output in engine if output.id == name}
     return [tracks[index].token_ids for index in sorted(tracks)]
 
 
 def test_pages_are_shared_by_content(model: Model) -> None:
-    """Prompts with the same image in the same place share its pages; all share those of the text before it."""
+    """Prompts with the same image in the same place share its pages; all share those of the text
+    before it."""
     engine = Engine(model, LIMITS, graph="none")
     alone = {seed: served(Engine(model, LIMITS, graph="none"), image(seed)) for seed in (0, 1)}
     assert alone[0] != alone[1]
     moved = POSITIONS.clone()
     moved[1, 5:] += 1
-    cases = ((image(0), 0), (image(0), 11), (image(1), 4), (image(0, moved), 4), (image(0, None), 4), ([*TEXT, 7], 4))
+    cases = (
+        (image(0), 0),
+        (image(0), 11),
+        (image(1), 4),
+        (image(0, moved), 4),
+        (image(0, None), 4),
+        ([*TEXT, 7], 4),
+    )
     for prompt, found in cases:
         before = engine.stats().prefix_tokens
         got = served(engine, prompt)
@@ -70,9 +87,13 @@ def test_what_was_generated_is_found_where_it_stands(model: Model) -> None:
     (tokens,) = served(engine, image(), max_tokens=5)
     ids = [*IDS, *tokens, 3]
     more = torch.arange(9, 15).expand(3, -1)
-    again = EmbedsPrompt(ids, torch.cat([embeds(), torch.zeros(6, 8)]), torch.cat([POSITIONS, more], dim=1))
+    again = EmbedsPrompt(
+        ids, torch.cat([embeds(), torch.zeros(6, 8)]), torch.cat([POSITIONS, more], dim=1)
+    )
     before = engine.stats().prefix_tokens
-    assert served(engine, again, max_tokens=3) == served(Engine(model, LIMITS, graph="none"), again, max_tokens=3)
+    assert served(engine, again, max_tokens=3) == served(
+        Engine(model, LIMITS, graph="none"), again, max_tokens=3
+    )
     assert engine.stats().prefix_tokens - before == 16
     text = EmbedsPrompt(again.ids, again.inputs_embeds)
     before = engine.stats().prefix_tokens
@@ -82,9 +103,15 @@ def test_what_was_generated_is_found_where_it_stands(model: Model) -> None:
 
 @pytest.mark.parametrize("graph", ["none", "full_and_piecewise"])
 def test_completions_preemption_and_penalties(model: Model, graph: str) -> None:
-    """Several completions of a prompt, with few pages and with many; penalties do not count an image's tokens."""
-    asked = SamplingParams(temperature=1.0, seed=7, n=3, repetition_penalty=1.3, frequency_penalty=0.2)
-    plenty, scarce = Engine(model, LIMITS, graph=graph), Engine(model, attrs.evolve(LIMITS, num_pages=8), graph=graph)
+    """Several completions of a prompt, with few pages and with many; penalties do not count an
+    image's tokens."""
+    asked = SamplingParams(
+        temperature=1.0, seed=7, n=3, repetition_penalty=1.3, frequency_penalty=0.2
+    )
+    plenty, scarce = (
+        Engine(model, LIMITS, graph=graph),
+        Engine(model, attrs.evolve(LIMITS, num_pages=8), graph=graph),
+    )
     expected = served(plenty, image(), asked, max_tokens=10)
     assert len({tuple(tokens) for tokens in expected}) == 3
     assert served(scarce, image(), asked, max_tokens=10) == expected
@@ -110,19 +137,27 @@ def test_ranks_after_the_first_get_neither(model: Model) -> None:
     host = Engine(model, LIMITS, pipeline=2)._host
     given = read_content(image())
     asked = SamplingParams(temperature=0.0).for_request((), 0)
-    _, (work,) = schedule(add(host, Request("a", tuple(IDS), 3, asked, given=given), budget), budget)
+    _, (work,) = schedule(
+        add(host, Request("a", tuple(IDS), 3, asked, given=given), budget), budget
+    )
     first, later = work.place("cpu").batch, work.place("cpu", first=False).batch
     assert first.inputs_embeds is not None
     assert torch.equal(first.inputs_embeds, embeds())
     assert first.positions is not None
     assert torch.equal(first.positions, POSITIONS)
-    assert (later.inputs_embeds, later.positions, later.descriptor) == (None, None, first.descriptor)
+    assert (later.inputs_embeds, later.positions, later.descriptor) == (
+        None,
+        None,
+        first.descriptor,
+    )
 
 
 @pytest.mark.parametrize("transport", [None, Threads()], ids=["local", "threads"])
 def test_stages(model: Model, transport: Any) -> None:
     expected = served(Engine(model, LIMITS, graph="none"), image())
-    engine = Engine(model, attrs.evolve(LIMITS, max_num_tokens=5), pipeline=3, graph="full", transport=transport)
+    engine = Engine(
+        model, attrs.evolve(LIMITS, max_num_tokens=5), pipeline=3, graph="full", transport=transport
+    )
     assert served(engine, image()) == expected
 
 
@@ -172,7 +207,10 @@ def test_what_a_model_or_a_request_cannot_have() -> None:
     ):
         engine.add(image(), max_tokens=2)
     asked = SamplingParams(temperature=0.0, prompt_logprobs=1)
-    with pytest.raises(RequestError, match=r"saw: prompt_logprobs=1\n.* without prompt_logprobs: embeddings have none"):
+    with pytest.raises(
+        RequestError,
+        match=r"saw: prompt_logprobs=1\n.* without prompt_logprobs: embeddings have none",
+    ):
         engine.add(image(positions=None), asked, max_tokens=2)
     with pytest.raises(RequestError, match="the prompt holds -2"):
         engine.add(IDS, max_tokens=2)
@@ -183,7 +221,9 @@ def test_what_a_model_or_a_request_cannot_have() -> None:
     assert len(served(engine, image(positions=None))[0]) == 6
 
 
-@pytest.mark.parametrize(("wanted", "instead"), [(5, r"Engine\(\.\.\., num_logprobs=5\)"), (999, "at most [0-9]+")])
+@pytest.mark.parametrize(
+    ("wanted", "instead"), [(5, r"Engine\(\.\.\., num_logprobs=5\)"), (999, "at most [0-9]+")]
+)
 def test_too_many_logprobs_are_refused_with_what_to_write(wanted: int, instead: str) -> None:
     engine = Engine(small_model(), LIMITS, graph="none", num_logprobs=1)
     for params in (SamplingParams(logprobs=wanted), SamplingParams(prompt_logprobs=wanted)):

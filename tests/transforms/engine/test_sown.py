@@ -1,4 +1,5 @@
-"""Captures of functions of one's own: transformers' values, once for each token, in every way to run."""
+"""Captures of functions of one's own: transformers' values, once for each token, in every way to
+run."""
 
 from pathlib import Path
 from typing import Any
@@ -34,7 +35,9 @@ def sowing(name: str) -> Any:
     """The change of a layer that captures its result, and the greatest of each token's values."""
 
     def change(layer: Any) -> Any:
-        def run(params: Any, kv_pages: Tensor, batch: ResolvedBatch, tables: Any, hidden: Tensor) -> Any:
+        def run(
+            params: Any, kv_pages: Tensor, batch: ResolvedBatch, tables: Any, hidden: Tensor
+        ) -> Any:
             hidden, kv_pages = layer(params, kv_pages, batch, tables, hidden)
             sow(name, hidden)
             sow(f"{name} top", hidden.topk(2).indices)
@@ -69,12 +72,18 @@ def check(reference: Any, model: Model, prompt: str, completion: Completion) -> 
     with torch.no_grad():
         states = reference(torch.tensor([ids[:-1]]), output_hidden_states=True).hidden_states
     for i in LAYERS:
-        torch.testing.assert_close(completion.captured[f"layer {i}"], states[i + 1][0], atol=1e-4, rtol=1e-4)
-        assert torch.equal(completion.captured[f"layer {i} top"], completion.captured[f"layer {i}"].topk(2).indices)
+        torch.testing.assert_close(
+            completion.captured[f"layer {i}"], states[i + 1][0], atol=1e-4, rtol=1e-4
+        )
+        assert torch.equal(
+            completion.captured[f"layer {i} top"], completion.captured[f"layer {i}"].topk(2).indices
+        )
 
 
 @pytest.mark.parametrize("way", WAYS, ids=str)
-def test_captured_values_are_those_of_transformers(watched: Model, reference: Any, way: dict[str, Any]) -> None:
+def test_captured_values_are_those_of_transformers(
+    watched: Model, reference: Any, way: dict[str, Any]
+) -> None:
     found = generate(watched, PROMPTS, max_tokens=12, **way)
     plain = generate(load(DEMO, "cpu", "float32"), PROMPTS, max_tokens=12, graph="none")
     assert [c.token_ids for c in found] == [c.token_ids for c in plain]
@@ -86,7 +95,8 @@ def test_captured_values_are_those_of_transformers(watched: Model, reference: An
 def test_outputs_have_each_value_once(
     watched: Model, reference: Any, most_lent: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Chunks of prompts, preemption, equal prompts one after the other; outputs, put together, are the completion's."""
+    """Chunks of prompts, preemption, equal prompts one after the other; outputs, put together, are
+    the completion's."""
     monkeypatch.setattr("weft.transforms.engine.completion._MAX_LENT", most_lent)
     limits = EngineLimits(max_num_reqs=3, max_num_tokens=5, num_pages=6, max_model_len=64)
     engine = Engine(watched, limits)
@@ -160,7 +170,9 @@ def test_a_value_is_copied_when_it_is_sown(model: Model) -> None:
 
     captures = {"hidden": torch.zeros(model.config.hidden_size)}
     found = [
-        generate(model.with_stages(layers={0: own}, captures=captures), PROMPTS[:1], max_tokens=3)[0].captured["hidden"]
+        generate(model.with_stages(layers={0: own}, captures=captures), PROMPTS[:1], max_tokens=3)[
+            0
+        ].captured["hidden"]
         for own in (change, writing)
     ]
     assert torch.equal(*found)

@@ -28,10 +28,14 @@ ITSELF = Speculation(4, model=small_model())
 WAYS = {"lookup": Speculation(3), "itself": ITSELF, "another": Speculation(2, model=small_model(1))}
 
 
-def served(speculation: Speculation | None, **options: Any) -> tuple[dict[tuple[str, int], CompletionState], Engine]:
+def served(
+    speculation: Speculation | None, **options: Any
+) -> tuple[dict[tuple[str, int], CompletionState], Engine]:
     """Requests of all kinds."""
     limits = options.pop("limits", SMALL)
-    engine = Engine(small_model(), limits, num_logprobs=2, seed=0, speculation=speculation, **options)
+    engine = Engine(
+        small_model(), limits, num_logprobs=2, seed=0, speculation=speculation, **options
+    )
     for index in range(8):
         params = SamplingParams(
             temperature=float(index % 2),
@@ -61,9 +65,15 @@ def plain() -> dict[tuple[str, int], CompletionState]:
 
 @pytest.mark.one_of(2)
 @pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize(("pipeline", "graph", "run_ahead"), [(1, "none", 0), (1, "full", 2), (3, "piecewise", 1)])
+@pytest.mark.parametrize(
+    ("pipeline", "graph", "run_ahead"), [(1, "none", 0), (1, "full", 2), (3, "piecewise", 1)]
+)
 def test_tokens_logprobs_and_ends_are_the_same(
-    way: str, pipeline: int, graph: str, run_ahead: int, plain: dict[tuple[str, int], CompletionState]
+    way: str,
+    pipeline: int,
+    graph: str,
+    run_ahead: int,
+    plain: dict[tuple[str, int], CompletionState],
 ) -> None:
     tracks, engine = served(WAYS[way], pipeline=pipeline, graph=graph, run_ahead=run_ahead)
     assert engine.stats().accepted > 0
@@ -84,16 +94,25 @@ def with_nan(model: Model, name: str, token: int | slice) -> Model:
 
 
 @pytest.mark.parametrize("graph", ["none", "full"])
-@pytest.mark.parametrize(("name", "token"), [("lm_head", 11), ("embed_tokens", slice(None)), ("embed_tokens", 5)])
-def test_a_draft_model_whose_logits_are_nan_drafts_nothing(graph: str, name: str, token: Any) -> None:
-    """Neither does it say token 11, whose embedding here is NaN too, and which the requests bar: as a draft it would
-    be read, and the tokens before it would attend to it."""
+@pytest.mark.parametrize(
+    ("name", "token"), [("lm_head", 11), ("embed_tokens", slice(None)), ("embed_tokens", 5)]
+)
+def test_a_draft_model_whose_logits_are_nan_drafts_nothing(
+    graph: str, name: str, token: Any
+) -> None:
+    """Neither does it say token 11, whose embedding here is NaN too, and which the requests bar: as
+    a draft it would be read, and the tokens before it would attend to it."""
     model, told = with_nan(small_model(), "embed_tokens", 11), []
     bars = SamplingParams(temperature=0.0, bad_token_ids=[11])
     for drafts in (None, Speculation(3, model=with_nan(small_model(), name, token))):
         engine = Engine(model, SMALL, graph=graph, run_ahead=1, speculation=drafts)
         for index, prompt in enumerate(([1, 2, 3, 4, 5], [4, 6], [3, 3, 3])):
-            engine.add(prompt, attrs.evolve(bars, temperature=index / 2, seed=index), max_tokens=9, id=str(index))
+            engine.add(
+                prompt,
+                attrs.evolve(bars, temperature=index / 2, seed=index),
+                max_tokens=9,
+                id=str(index),
+            )
         told.append({o.id: (o.track.token_ids, o.finish_reason) for o in engine if o.finish_reason})
     assert told[0] == told[1]
     assert {reason for _, reason in told[0].values()} == {"length"}
@@ -102,8 +121,12 @@ def test_a_draft_model_whose_logits_are_nan_drafts_nothing(graph: str, name: str
 
 
 def test_what_is_not_drafted_is_a_token_that_was_read_before() -> None:
-    """A slot without a draft does not hold the first token of the vocabulary, whose embedding may be NaN."""
-    model, bars = with_nan(small_model(), "embed_tokens", 0), SamplingParams(temperature=0.0, bad_token_ids=[0])
+    """A slot without a draft does not hold the first token of the vocabulary, whose embedding may
+    be NaN."""
+    model, bars = (
+        with_nan(small_model(), "embed_tokens", 0),
+        SamplingParams(temperature=0.0, bad_token_ids=[0]),
+    )
     engine = Engine(model, SMALL, graph="full", speculation=Speculation(3))
     for seed in range(3):
         engine.add([6, 7, 8 + seed], attrs.evolve(bars, temperature=1.0, seed=seed), max_tokens=9)
@@ -113,12 +136,20 @@ def test_what_is_not_drafted_is_a_token_that_was_read_before() -> None:
 @pytest.mark.parametrize("mixed", [False, True])
 @pytest.mark.parametrize("graph", ["none", "full", "full_and_piecewise"])
 def test_a_model_that_drafts_for_itself_is_always_right(mixed: bool, graph: str) -> None:
-    """The draft model's cache holds all tokens, after steps of prompts, decodes without drafts, and right drafts."""
+    """The draft model's cache holds all tokens, after steps of prompts, decodes without drafts, and
+    right drafts."""
     engine = Engine(
-        small_model(), attrs.evolve(SMALL, mixed=mixed), graph=graph, run_ahead=0, seed=0, speculation=ITSELF
+        small_model(),
+        attrs.evolve(SMALL, mixed=mixed),
+        graph=graph,
+        run_ahead=0,
+        seed=0,
+        speculation=ITSELF,
     )
     for index in range(6):
-        engine.add([1, 2, index], SamplingParams(temperature=float(index % 2)), max_tokens=6 + index)
+        engine.add(
+            [1, 2, index], SamplingParams(temperature=float(index % 2)), max_tokens=6 + index
+        )
         engine.step()
     list(engine)
     stats = engine.stats()
@@ -140,7 +171,9 @@ def test_drafts_save_steps() -> None:
 @pytest.mark.parametrize("graph", MODES)
 @pytest.mark.parametrize("pipeline", [1, 2])
 def test_after_warm_up_nothing_is_captured(graph: str, pipeline: int) -> None:
-    engine = Engine(small_model(), SMALL, pipeline=pipeline, graph=graph, seed=0, speculation=Speculation(3))
+    engine = Engine(
+        small_model(), SMALL, pipeline=pipeline, graph=graph, seed=0, speculation=Speculation(3)
+    )
     captured = engine.warm_up().captures
     for index in range(6):
         engine.add([1, 2, 1, 2, index], max_tokens=2 + index)
@@ -153,7 +186,14 @@ def test_a_text_that_ends_a_request_amid_right_drafts(demo: Model) -> None:
     assert whole is not None
     sampling = SamplingParams(temperature=0.0, stop=whole[13:16])
     made = [
-        weft.generate(demo, ["def add(a, b):"], max_tokens=40, sampling=sampling, graph="none", speculation=speculation)
+        weft.generate(
+            demo,
+            ["def add(a, b):"],
+            max_tokens=40,
+            sampling=sampling,
+            graph="none",
+            speculation=speculation,
+        )
         for speculation in (None, Speculation(4, model=demo), Speculation(4))
     ]
     assert made[0][0].finish_reason == "stop"
@@ -174,7 +214,9 @@ def test_greedy_tokens_are_those_of_transformers_with_prompt_lookup(tmp_path: Pa
                 parameter.normal_(0, 0.4)
     model.save_pretrained(tmp_path)
     prompts = [[1, 2, 3, 1, 2], [7, 7, 8], [4, 9, 4, 9, 4, 10, 11]]
-    own = weft.generate(weft.load(tmp_path, "cpu"), prompts, max_tokens=30, speculation=Speculation(3))
+    own = weft.generate(
+        weft.load(tmp_path, "cpu"), prompts, max_tokens=30, speculation=Speculation(3)
+    )
     for prompt, completion in zip(prompts, own, strict=True):
         ids = torch.tensor([prompt])
         options = {"do_sample": False, "max_new_tokens": 30, "attention_mask": torch.ones_like(ids)}
@@ -185,7 +227,8 @@ def test_greedy_tokens_are_those_of_transformers_with_prompt_lookup(tmp_path: Pa
 @pytest.mark.slow
 @pytest.mark.parametrize("way", ["lookup", "another"])
 def test_the_distribution_is_the_model_s(way: str) -> None:
-    """Chi-square of the second and third token of 4,000 completions, with drafts, against the model's probabilities."""
+    """Chi-square of the second and third token of 4,000 completions, with drafts, against the
+    model's probabilities."""
     model, prompt, count = small_model(), [1, 2, 3], 4000
     sampled = weft.generate(
         model, [prompt], max_tokens=3, seed=1, graph="none", speculation=WAYS[way],
@@ -196,7 +239,9 @@ def test_the_distribution_is_the_model_s(way: str) -> None:
         seen[completion.token_ids[1], completion.token_ids[2]] += 1
     first = _probabilities(model, [prompt])[0]
     second = _probabilities(model, [[*prompt, a] for a in range(12)])
-    third = _probabilities(model, [[*prompt, a, b] for a in range(12) for b in range(12)]).view(12, 12, 12)
+    third = _probabilities(model, [[*prompt, a, b] for a in range(12) for b in range(12)]).view(
+        12, 12, 12
+    )
     expected = count * torch.einsum("a,ab,abc->bc", first, second, third)
     kept = expected >= 5
     cells = torch.cat([expected[kept], expected[~kept].sum()[None]])
@@ -218,7 +263,10 @@ def _probabilities(model: Model, prompts: list[list[int]]) -> torch.Tensor:
 
 def test_drafts_are_as_many_as_there_is_use_room_and_pages_for() -> None:
     budget = Budget(2, 8, 8, query_lens=(1, 3, 5))
-    greedy, penalised = SamplingParams(temperature=0.0), SamplingParams(temperature=0.0, presence_penalty=1.0)
+    greedy, penalised = (
+        SamplingParams(temperature=0.0),
+        SamplingParams(temperature=0.0, presence_penalty=1.0),
+    )
 
     def wanted(num_pages: int, *asked: tuple[SamplingParams, int]) -> int:
         host = HostState.empty(budget, num_pages, 2)
@@ -234,7 +282,9 @@ def test_drafts_are_as_many_as_there_is_use_room_and_pages_for() -> None:
     assert wanted(16, (greedy, 2)) == 1
     assert wanted(16, (penalised, 9)) == 1
     assert wanted(16, (penalised, 9), (greedy, 9)) == 3
-    assert wanted(6, (greedy, 9), (greedy, 9)) == 3, "of six pages two are taken, and each needs two more"
+    assert wanted(6, (greedy, 9), (greedy, 9)) == 3, (
+        "of six pages two are taken, and each needs two more"
+    )
     assert wanted(5, (greedy, 7), (greedy, 7)) == 1, "for drafts nobody makes room"
 
 
@@ -256,7 +306,10 @@ def test_what_drafts_nothing_is_refused(options: dict[str, Any], seen: str) -> N
 
 
 def test_a_draft_model_of_another_vocabulary_is_refused(demo: Model) -> None:
-    with pytest.raises(RequestError, match="the draft model's vocab_size=12\n  instead: a draft model of 257 tokens"):
+    with pytest.raises(
+        RequestError,
+        match="the draft model's vocab_size=12\n  instead: a draft model of 257 tokens",
+    ):
         Engine(demo, graph="none", speculation=ITSELF)
 
 
@@ -267,7 +320,8 @@ def test_a_draft_model_that_is_not_here_is_refused() -> None:
 
 @pytest.mark.parametrize("query_len", [1, 3])
 def test_with_a_mask_no_draft_holds(query_len: int) -> None:
-    """A mask for the token after a draft would depend on the draft, and masks are computed before drafts."""
+    """A mask for the token after a draft would depend on the draft, and masks are computed before
+    drafts."""
     allowed = pack_bits([7], 12).expand(2, -1).contiguous()
     ragged = attrs.evolve(Batch.ragged([0, 1], [[1, 2], [LAST_TOKEN]]), token_mask=allowed)
     assert read_at(ragged, 2).tolist() == [[1], [2]]

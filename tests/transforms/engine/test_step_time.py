@@ -1,4 +1,5 @@
-"""Steps with prompts keep within a number of seconds: what fits, what is measured, and what an engine makes of it."""
+"""Steps with prompts keep within a number of seconds: what fits, what is measured, and what an
+engine makes of it."""
 
 import contextlib
 import itertools
@@ -26,7 +27,9 @@ from weft.transforms.engine.steps.executor import PipelineExecutor, StepExecutor
 from weft.transforms.pipelines.transports.local import Local
 
 _PROMPTS = [[(7 * row + place) % 200 for place in range(40 + 9 * row)] for row in range(5)]
-_STEPS, _DECODES = (f"weft.transforms.engine.step_limit._{name}_seconds" for name in ("step", "decode"))
+_STEPS, _DECODES = (
+    f"weft.transforms.engine.step_limit._{name}_seconds" for name in ("step", "decode")
+)
 _COSTS = st.floats(0, 1e-4) | st.just(0.0)
 
 
@@ -34,15 +37,25 @@ _COSTS = st.floats(0, 1e-4) | st.just(0.0)
 def _step_times(draw: st.DrawFn) -> StepTime:
     sizes = sorted(draw(st.sets(st.integers(1, 300), min_size=1, max_size=5)))
     seconds = itertools.accumulate(draw(st.lists(_COSTS, min_size=len(sizes), max_size=len(sizes))))
-    return StepTime(draw(st.floats(0, 0.01)), tuple(zip(sizes, seconds, strict=True)), draw(_COSTS), draw(_COSTS))
+    return StepTime(
+        draw(st.floats(0, 0.01)),
+        tuple(zip(sizes, seconds, strict=True)),
+        draw(_COSTS),
+        draw(_COSTS),
+    )
 
 
-@given(_step_times(), st.integers(0, 300), st.integers(0, 100), st.integers(0, 50), st.integers(0, 9))
+@given(
+    _step_times(), st.integers(0, 300), st.integers(0, 100), st.integers(0, 50), st.integers(0, 9)
+)
 def test_the_most_tokens_fit_and_one_more_does_not(
     time: StepTime, wanted: int, context: int, tokens: int, reads: int
 ) -> None:
     most = time.most_tokens(wanted, context, tokens, 7.0, reads)
-    fits = [time.seconds(tokens + n, 7.0 + pairs_of(n, context), reads) <= time.limit for n in range(1, wanted + 1)]
+    fits = [
+        time.seconds(tokens + n, 7.0 + pairs_of(n, context), reads) <= time.limit
+        for n in range(1, wanted + 1)
+    ]
     assert most == fits.index(False) if False in fits else most == wanted
 
 
@@ -50,7 +63,9 @@ def test_the_most_tokens_fit_and_one_more_does_not(
 def test_more_tokens_never_take_less(time: StepTime, tokens: int) -> None:
     assert time.seconds(tokens) <= time.seconds(tokens + 1) * (1 + 1e-12)
     for measured, seconds in time.measured:
-        assert time.seconds(measured, 3.0, 2) == pytest.approx(seconds + 3 * time.per_pair + 2 * time.per_read)
+        assert time.seconds(measured, 3.0, 2) == pytest.approx(
+            seconds + 3 * time.per_pair + 2 * time.per_read
+        )
 
 
 @given(st.lists(st.integers(0, 30), min_size=1, max_size=4), st.integers(0, 20))
@@ -72,13 +87,18 @@ def test_what_is_measured_is_found_again() -> None:
     short = [[16] * (2**power) for power in range(2, 8)]
     long = [1024, 1024]
     found = step_time(
-        1.0, [(n, took(n)) for n in short], [(short[-1], took(short[-1])), (long, took(long))], (0.004, 0.004 + 2046e-7)
+        1.0,
+        [(n, took(n)) for n in short],
+        [(short[-1], took(short[-1])), (long, took(long))],
+        (0.004, 0.004 + 2046e-7),
     )
     assert found.per_pair == pytest.approx(1e-8)
     assert found.per_read == pytest.approx(1e-7)
     for lengths in (*short, long, [500], [700, 300, 5], [1500]):
         seconds = found.seconds(sum(lengths), sum(pairs_of(n, 0) for n in lengths))
-        assert seconds == pytest.approx(took(lengths), rel=0.3 if 1000 < sum(lengths) < 2000 else 0.1)
+        assert seconds == pytest.approx(
+            took(lengths), rel=0.3 if 1000 < sum(lengths) < 2000 else 0.1
+        )
 
 
 def test_noise_makes_no_step_slower_than_a_larger_one() -> None:
@@ -89,18 +109,30 @@ def test_noise_makes_no_step_slower_than_a_larger_one() -> None:
 
 
 def test_a_long_step_that_was_slow_once_makes_no_step_free() -> None:
-    """As it was seen: 512 tokens took twice as long as before, and all steps would have taken no time."""
-    steps = [([16], 0.00173), ([32], 0.00169), ([64], 0.00188), ([128], 0.00222), ([256], 0.00411), ([512], 0.01182)]
+    """As it was seen: 512 tokens took twice as long as before, and all steps would have taken no
+    time."""
+    steps = [
+        ([16], 0.00173),
+        ([32], 0.00169),
+        ([64], 0.00188),
+        ([128], 0.00222),
+        ([256], 0.00411),
+        ([512], 0.01182),
+    ]
     found = step_time(0.0001, steps, (([256, 256], 0.00608), ([512], 0.01231)), (0.00102, 0.00102))
     assert min(seconds for _, seconds in found.measured) >= 0.89 * 0.00169
     for lengths, took in steps:
-        assert found.seconds(sum(lengths), pairs_of(sum(lengths), 0)) == pytest.approx(took, rel=0.25)
+        assert found.seconds(sum(lengths), pairs_of(sum(lengths), 0)) == pytest.approx(
+            took, rel=0.25
+        )
 
 
 def test_a_limit_is_measured_again_before_it_is_refused() -> None:
     slow = iter([9.0] * 9)
     with _taking(lambda own: next(slow, 0.001), lambda own: 0.001):
-        engine = Engine(load(DEMO, "cpu"), EngineLimits(max_num_reqs=2, max_step_seconds=0.5), graph="none")
+        engine = Engine(
+            load(DEMO, "cpu"), EngineLimits(max_num_reqs=2, max_step_seconds=0.5), graph="none"
+        )
     assert engine.limits.budget.step_time is not None
     assert engine.limits.budget.step_time.seconds(500) < 0.01
 
@@ -134,8 +166,13 @@ def _served(engine: Engine) -> tuple[dict[str, list[int]], list[Any]]:
 
 
 @contextlib.contextmanager
-def _taking(step: Callable[[list[int]], float], decode: Callable[[list[int]], float]) -> Iterator[None]:
-    with mock.patch(_STEPS, lambda _, __, own: step(own)), mock.patch(_DECODES, lambda _, __, own: decode(own)):
+def _taking(
+    step: Callable[[list[int]], float], decode: Callable[[list[int]], float]
+) -> Iterator[None]:
+    with (
+        mock.patch(_STEPS, lambda _, __, own: step(own)),
+        mock.patch(_DECODES, lambda _, __, own: decode(own)),
+    ):
         yield
 
 
@@ -158,8 +195,13 @@ def test_an_engine_has_shorter_steps_and_the_same_tokens() -> None:
     took = [_of_work(time, work) for work in prompts]
     page = engine.limits.page_size
     assert max(took) <= 0.06
-    assert all(one <= 0.05 or max(map(len, work.token_ids)) <= page for one, work in zip(took, prompts, strict=True))
-    assert min(took[:3]) > 0.04, "while there is enough to do, no step is much shorter than it may be"
+    assert all(
+        one <= 0.05 or max(map(len, work.token_ids)) <= page
+        for one, work in zip(took, prompts, strict=True)
+    )
+    assert min(took[:3]) > 0.04, (
+        "while there is enough to do, no step is much shorter than it may be"
+    )
     other, fewer = _served(Engine(model, EngineLimits(max_num_reqs=4), graph="none", seed=0))
     assert tokens == other
     assert len(fewer) < len(works)
@@ -169,13 +211,19 @@ def _of_work(time: StepTime, work: Any) -> float:
     """The seconds of a step, of which requests without tokens of their own are decodes."""
     lengths = [*map(len, work.token_ids)]
     decodes = [tokens == (LAST_TOKEN,) for tokens in work.token_ids]
-    pairs = sum(pairs_of(n, at) for n, at, is_one in zip(lengths, work.starts, decodes, strict=True) if not is_one)
+    pairs = sum(
+        pairs_of(n, at)
+        for n, at, is_one in zip(lengths, work.starts, decodes, strict=True)
+        if not is_one
+    )
     return time.seconds(sum(lengths), pairs, sum(itertools.compress(work.starts, decodes)))
 
 
 @pytest.mark.slow
 def test_steps_are_measured() -> None:
-    engine = Engine(load(DEMO, "cpu"), EngineLimits(max_num_reqs=2, max_step_seconds=60.0), graph="none")
+    engine = Engine(
+        load(DEMO, "cpu"), EngineLimits(max_num_reqs=2, max_step_seconds=60.0), graph="none"
+    )
     time = engine.limits.budget.step_time
     assert time is not None
     assert 0 < time.seconds(500) < 60
@@ -187,14 +235,22 @@ def test_steps_are_measured() -> None:
 @pytest.mark.parametrize("options", [{}, {"pipeline": 2}], ids=str)
 @pytest.mark.parametrize("graph", ["none", "full_and_piecewise"])
 def test_each_measured_step_has_all_of_its_prompts(graph: str, options: dict[str, Any]) -> None:
-    limits = EngineLimits(max_num_reqs=12, max_model_len=100, max_num_tokens=400, max_step_seconds=60.0)
-    with mock.patch("weft.transforms.engine.steps.classes._MOST_CAPTURED_IF_SMALL", 64), _noted() as works:
+    limits = EngineLimits(
+        max_num_reqs=12, max_model_len=100, max_num_tokens=400, max_step_seconds=60.0
+    )
+    with (
+        mock.patch("weft.transforms.engine.steps.classes._MOST_CAPTURED_IF_SMALL", 64),
+        _noted() as works,
+    ):
         engine = Engine(load(DEMO, "cpu"), limits, graph=graph, **options)
     budget, captured = engine.limits.budget, 0 if graph == "none" else 64
     counts = Counter(tuple(map(len, work.token_ids)) for work in works if work.token_ids)
     sizes, many, few = prompt_lengths(engine.limits, 512, captured, run_ahead=1)
     page, *_ = sizes
-    times = {sum(own): 3 if own == page and budget.cohort_size > 16 else 15 for own in (*sizes, many, few)}
+    times = {
+        sum(own): 3 if own == page and budget.cohort_size > 16 else 15
+        for own in (*sizes, many, few)
+    }
     measured = Counter(tuple(own) for own in (*sizes, many, few) for _ in range(times[sum(own)]))
     measured += Counter([tuple(few), (1,) * len(few)] * 2)
     assert counts == {lengths: budget.num_cohorts * count for lengths, count in measured.items()}
@@ -205,11 +261,19 @@ def test_each_measured_step_has_all_of_its_prompts(graph: str, options: dict[str
     decodes = [work for work in works if not work.token_ids]
     assert len(decodes) == 2 * 2 * 8 * budget.num_cohorts
     stats = engine.stats()
-    assert (stats.pages_kept, stats.prefix_tokens, stats.ended, stats.steps, stats.tokens) == (0, 0, {}, {}, 0)
+    assert (stats.pages_kept, stats.prefix_tokens, stats.ended, stats.steps, stats.tokens) == (
+        0,
+        0,
+        {},
+        {},
+        0,
+    )
 
 
 def test_no_measured_prompt_is_found_in_the_prefix_cache() -> None:
-    limits = EngineLimits(max_num_reqs=16, max_model_len=200, max_num_tokens=64, max_step_seconds=60.0)
+    limits = EngineLimits(
+        max_num_reqs=16, max_model_len=200, max_num_tokens=64, max_step_seconds=60.0
+    )
     with _noted() as works:
         engine = Engine(load(DEMO, "cpu"), limits, graph="none")
     sizes, many, few = prompt_lengths(engine.limits, 512, 0, run_ahead=1)
@@ -267,7 +331,11 @@ def test_the_time_of_a_step_is_that_of_all_cohorts(options: dict[str, Any], coho
 )
 def test_small_limits_are_measured_too(sizes: tuple[int, int, int | None]) -> None:
     max_model_len, page_size, num_pages = sizes
-    own: dict[str, Any] = {"max_model_len": max_model_len, "page_size": page_size, "num_pages": num_pages}
+    own: dict[str, Any] = {
+        "max_model_len": max_model_len,
+        "page_size": page_size,
+        "num_pages": num_pages,
+    }
     limits = EngineLimits(max_num_reqs=4, max_num_tokens=64, max_step_seconds=60.0, **own)
     engine = Engine(load(DEMO, "cpu"), limits, graph="none")
     assert engine.limits.budget.step_time is not None
@@ -280,7 +348,10 @@ def test_ranks_keep_the_slowest_ones_time() -> None:
         def collect(self, value: Any) -> list[Any]:
             if not isinstance(value, list):
                 return [value]
-            return [[*value[:-1], value[-1] + 0.01], value]  # its decodes after long prompts are slower
+            return [
+                [*value[:-1], value[-1] + 0.01],
+                value,
+            ]  # its decodes after long prompts are slower
 
     with _taking(lambda own: 0.01 + 1e-4 * sum(own), lambda own: 0.01):
         limits = EngineLimits(max_num_reqs=2, max_step_seconds=0.5)
@@ -288,7 +359,9 @@ def test_ranks_keep_the_slowest_ones_time() -> None:
     assert engine.limits.budget.step_time is not None
     measured = engine.limits.budget.step_time.measured
     assert [tokens for tokens, _ in measured] == [15, 16, 31, 62, 125, 251, 503]
-    assert [seconds for _, seconds in measured] == pytest.approx([0.01 + 1e-4 * tokens for tokens, _ in measured])
+    assert [seconds for _, seconds in measured] == pytest.approx(
+        [0.01 + 1e-4 * tokens for tokens, _ in measured]
+    )
     assert engine.limits.budget.step_time.per_read == pytest.approx(0.01 / 502)
 
 

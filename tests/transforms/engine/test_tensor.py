@@ -1,4 +1,5 @@
-"""Engines whose layers ranks share: over gloo, equal to one process and to transformers; and what `Split` refuses."""
+"""Engines whose layers ranks share: over gloo, equal to one process and to transformers; and what
+`Split` refuses."""
 
 import os
 from pathlib import Path
@@ -38,7 +39,12 @@ SIZES: dict[str, Any] = {
     "pad_token_id": None,
     "initializer_range": 0.3,
 }
-EXPERTS = {"num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 10, "mlp_only_layers": [0]}
+EXPERTS = {
+    "num_experts": 8,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 10,
+    "mlp_only_layers": [0],
+}
 MAX_TOKENS = 6
 Seen = dict[str, tuple[list[int], list[float], list[float]]]
 
@@ -52,7 +58,11 @@ def save(folder: Path, architecture: str) -> Any:
             if name.endswith("bias"):
                 torch.nn.init.normal_(own, std=0.3)
     elif architecture == "qwen3-moe":
-        sizes = SIZES | EXPERTS | {"num_hidden_layers": 3, "num_key_value_heads": 4, "norm_topk_prob": True}
+        sizes = (
+            SIZES
+            | EXPERTS
+            | {"num_hidden_layers": 3, "num_key_value_heads": 4, "norm_topk_prob": True}
+        )
         model = Qwen3MoeForCausalLM(Qwen3MoeConfig(**sizes, head_dim=8))
         model.set_experts_implementation("eager")  # others need 16 bytes in a row
     else:
@@ -66,10 +76,14 @@ def complete(model: weft.Model, **options: Any) -> Seen:
     limits = weft.EngineLimits(max_num_reqs=4, max_num_tokens=16, max_model_len=32, num_pages=16)
     engine = weft.Engine(model, limits, seed=0, num_logprobs=2, **options)
     for index, prompt in enumerate(PROMPTS):
-        sampling = weft.SamplingParams(temperature=float(index % 2), seed=index, logprobs=2, prompt_logprobs=1)
+        sampling = weft.SamplingParams(
+            temperature=float(index % 2), seed=index, logprobs=2, prompt_logprobs=1
+        )
         engine.add(prompt, sampling, max_tokens=MAX_TOKENS, id=str(index))
     tracks = {output.id: output.track for output in engine}
-    return {name: (own.token_ids, own.logprobs, own.prompt_logprobs) for name, own in tracks.items()}
+    return {
+        name: (own.token_ids, own.logprobs, own.prompt_logprobs) for name, own in tracks.items()
+    }
 
 
 def as_rank(folder: str, tensor: int, graph: str, experts: str | None = None) -> Seen:
@@ -93,7 +107,9 @@ CASES = [
 
 
 @pytest.mark.one_of(2)
-@pytest.mark.parametrize(("architecture", "tensor", "stages", "graph"), [CASES[0], CASES[2], CASES[1], CASES[3]])
+@pytest.mark.parametrize(
+    ("architecture", "tensor", "stages", "graph"), [CASES[0], CASES[2], CASES[1], CASES[3]]
+)
 def test_shares_serve_as_one_process_and_as_transformers(
     architecture: str, tensor: int, stages: int, graph: str, tmp_path: Path
 ) -> None:
@@ -108,7 +124,9 @@ def test_shares_serve_as_one_process_and_as_transformers(
                 assert ours == pytest.approx(expected, abs=1e-4)
     for index in (0, 2):  # the greedy ones
         ids = torch.tensor([PROMPTS[index]])
-        expected = theirs.generate(ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=MAX_TOKENS)
+        expected = theirs.generate(
+            ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=MAX_TOKENS
+        )
         assert every[0][str(index)][0] == expected[0, ids.shape[1] :].tolist()
 
 
@@ -116,9 +134,12 @@ def test_shares_serve_as_one_process_and_as_transformers(
 def test_ranks_with_whole_experts_serve_as_transformers(
     tensor: int, experts: str | None, held: int, tmp_path: Path
 ) -> None:
-    """Tokens, and the logprobs of all of them. Four ranks cannot cut 10 columns, and so have whole experts unasked."""
+    """Tokens, and the logprobs of all of them. Four ranks cannot cut 10 columns, and so have whole
+    experts unasked."""
     theirs = save(tmp_path, "qwen3-moe")
-    own = weft.load(str(tmp_path), "cpu", "float32", shard=(1, tensor), experts=experts).params.layers
+    own = weft.load(
+        str(tmp_path), "cpu", "float32", shard=(1, tensor), experts=experts
+    ).params.layers
     assert [len(layer.gate_up_proj) for layer in own[1:]] == [held] * 2
     every = launch(as_rank, tensor, str(tmp_path), tensor, "full", experts)
     assert every == [every[0]] * tensor

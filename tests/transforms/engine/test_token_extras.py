@@ -1,4 +1,5 @@
-"""Inputs of its own that each token of a prompt has: what transformers computes with patched activations."""
+"""Inputs of its own that each token of a prompt has: what transformers computes with patched
+activations."""
 
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -42,24 +43,31 @@ def patched(model: Model) -> Model:
     """The model with a patch of the input of a layer: added, times a scale of each token."""
 
     def change(layer: Any) -> Any:
-        def run(params: Any, kv_pages: Tensor, batch: ResolvedBatch, tables: Any, hidden: Tensor) -> Any:
+        def run(
+            params: Any, kv_pages: Tensor, batch: ResolvedBatch, tables: Any, hidden: Tensor
+        ) -> Any:
             own = batch.token_extras["patch"] * batch.token_extras["scale"][:, None]
             return layer(params, kv_pages, batch, tables, hidden + own)
 
         return run
 
     zero = torch.zeros(model.config.hidden_size)
-    return model.with_stages(layers={LAYER: change}, token_extras={"patch": zero, "scale": torch.tensor(1.0)})
+    return model.with_stages(
+        layers={LAYER: change}, token_extras={"patch": zero, "scale": torch.tensor(1.0)}
+    )
 
 
 @pytest.fixture(scope="module")
 def given(model: Model) -> list[Mapping[str, Tensor] | None]:
-    """No patch; patches from a first, a middle and the last token on; and the second of these with another scale."""
+    """No patch; patches from a first, a middle and the last token on; and the second of these with
+    another scale."""
     count, generator = len(model.encode(PROMPT)), torch.Generator().manual_seed(0)
     found: list[Mapping[str, Tensor] | None] = [None]
     for place in (0, count // 2, count - 1):
         patch = torch.zeros(count, model.config.hidden_size)
-        patch[place:] = 4 * torch.randn(count - place, model.config.hidden_size, generator=generator)
+        patch[place:] = 4 * torch.randn(
+            count - place, model.config.hidden_size, generator=generator
+        )
         found.append({"patch": patch})
     last = found[2]
     assert last is not None
@@ -76,10 +84,14 @@ def expected(model: Model, given: list[Mapping[str, Tensor] | None]) -> list[lis
     def hook(module: Any, args: Any, kwargs: Any) -> Any:
         hidden = args[0] if args else kwargs["hidden_states"]
         if "patch" in current:
-            added = current["patch"] * current.get("scale", torch.ones(len(current["patch"])))[:, None]
+            added = (
+                current["patch"] * current.get("scale", torch.ones(len(current["patch"])))[:, None]
+            )
             hidden = hidden.clone()
             hidden[0, : len(added)] += added
-        return ((hidden, *args[1:]), kwargs) if args else (args, {**kwargs, "hidden_states": hidden})
+        return (
+            ((hidden, *args[1:]), kwargs) if args else (args, {**kwargs, "hidden_states": hidden})
+        )
 
     reference.model.layers[LAYER].register_forward_pre_hook(hook, with_kwargs=True)
     found = []
@@ -90,7 +102,9 @@ def expected(model: Model, given: list[Mapping[str, Tensor] | None]) -> list[lis
             ids = model.encode(PROMPT)
             start = len(ids)
             while len(ids) < start + COUNT and ids[-1] not in model.config.eos_token_ids:
-                ids.append(int(reference(torch.tensor([ids]), use_cache=False).logits[0, -1].argmax()))
+                ids.append(
+                    int(reference(torch.tensor([ids]), use_cache=False).logits[0, -1].argmax())
+                )
             found.append(ids[start:])
     assert len({tuple(own) for own in found}) == len(found)
     return found
@@ -98,7 +112,10 @@ def expected(model: Model, given: list[Mapping[str, Tensor] | None]) -> list[lis
 
 @pytest.mark.parametrize("way", WAYS, ids=str)
 def test_patches_are_those_of_transformers(
-    patched: Model, given: list[Mapping[str, Tensor] | None], expected: list[list[int]], way: dict[str, Any]
+    patched: Model,
+    given: list[Mapping[str, Tensor] | None],
+    expected: list[list[int]],
+    way: dict[str, Any],
 ) -> None:
     found = generate(patched, [PROMPT] * len(given), max_tokens=COUNT, extras=given, **way)
     assert [c.token_ids for c in found] == expected
@@ -106,7 +123,10 @@ def test_patches_are_those_of_transformers(
 
 @pytest.mark.parametrize("way", WAYS, ids=str)
 def test_in_chunks_and_preempted(
-    patched: Model, given: list[Mapping[str, Tensor] | None], expected: list[list[int]], way: dict[str, Any]
+    patched: Model,
+    given: list[Mapping[str, Tensor] | None],
+    expected: list[list[int]],
+    way: dict[str, Any],
 ) -> None:
     engine = Engine(patched, TIGHT, **way)
     for index, own in enumerate([*given, *given]):
@@ -119,15 +139,22 @@ def test_in_chunks_and_preempted(
 @pytest.mark.gpu
 @pytest.mark.parametrize("way", WAYS, ids=str)
 def test_on_a_gpu(
-    patched: Model, given: list[Mapping[str, Tensor] | None], expected: list[list[int]], way: dict[str, Any]
+    patched: Model,
+    given: list[Mapping[str, Tensor] | None],
+    expected: list[list[int]],
+    way: dict[str, Any],
 ) -> None:
     functions = patched.functions
-    own = load(DEMO, "cuda", "float32").with_stages(layers=functions.layers, token_extras=functions.token_extras)
+    own = load(DEMO, "cuda", "float32").with_stages(
+        layers=functions.layers, token_extras=functions.token_extras
+    )
     found = generate(own, [PROMPT] * len(given), max_tokens=COUNT, extras=given, **way)
     assert [c.token_ids for c in found] == expected
 
 
-def found_tokens(model: Model, first: Mapping[str, Tensor] | None, second: Mapping[str, Tensor] | None) -> int:
+def found_tokens(
+    model: Model, first: Mapping[str, Tensor] | None, second: Mapping[str, Tensor] | None
+) -> int:
     """The tokens of the second request that the cache has of the first."""
     engine = Engine(model, EngineLimits(page_size=4, num_pages=100), graph="none")
     for own in (first, second):
@@ -143,13 +170,21 @@ def test_pages_are_shared_up_to_the_first_token_that_differs(
     count = len(patched.encode(PROMPT))
     assert found_tokens(patched, nothing, nothing) == found_tokens(patched, middle, middle) > 0
     assert found_tokens(patched, nothing, first) == 0
-    assert found_tokens(patched, nothing, middle) == found_tokens(patched, last, middle) == count // 2 // 4 * 4
+    assert (
+        found_tokens(patched, nothing, middle)
+        == found_tokens(patched, last, middle)
+        == count // 2 // 4 * 4
+    )
     assert found_tokens(patched, nothing, last) == (count - 1) // 4 * 4
     zeros = {"patch": torch.zeros(count, patched.config.hidden_size)}
-    assert found_tokens(patched, nothing, zeros) == found_tokens(patched, nothing, nothing)  # as the default
+    assert found_tokens(patched, nothing, zeros) == found_tokens(
+        patched, nothing, nothing
+    )  # as the default
 
 
-def test_with_embeddings(patched: Model, given: list[Mapping[str, Tensor] | None], expected: list[list[int]]) -> None:
+def test_with_embeddings(
+    patched: Model, given: list[Mapping[str, Tensor] | None], expected: list[list[int]]
+) -> None:
     """A prompt has embeddings and inputs of its tokens at once."""
     ids, table = patched.encode(PROMPT), patched.params.embed_tokens
     assert table is not None
@@ -176,7 +211,11 @@ def with_patch(count: int, size: int, dtype: torch.dtype = torch.float32) -> dic
 
 
 WRONG: list[tuple[Callable[[Model], Any], type[Exception], str]] = [
-    (lambda m: m.with_stages(token_extras={"a": 1}), ProgramError, "a dict of one token's default by name"),
+    (
+        lambda m: m.with_stages(token_extras={"a": 1}),
+        ProgramError,
+        "a dict of one token's default by name",
+    ),
     (
         lambda m: m.with_stages(extras={"patch": torch.zeros(1)}),
         ProgramError,
@@ -189,7 +228,10 @@ WRONG: list[tuple[Callable[[Model], Any], type[Exception], str]] = [
     ),
     (
         lambda m: generate(
-            m, [PROMPT], max_tokens=1, extras=[with_patch(len(m.encode(PROMPT)), m.config.hidden_size, torch.float64)]
+            m,
+            [PROMPT],
+            max_tokens=1,
+            extras=[with_patch(len(m.encode(PROMPT)), m.config.hidden_size, torch.float64)],
         ),
         RequestError,
         "float64",
@@ -200,7 +242,9 @@ WRONG: list[tuple[Callable[[Model], Any], type[Exception], str]] = [
         "the model's extras by name: 'patch', 'scale'",
     ),
     (
-        lambda m: Engine(load(DEMO, "cpu", "float32"), speculation=Speculation(num_tokens=1, model=m)),
+        lambda m: Engine(
+            load(DEMO, "cpu", "float32"), speculation=Speculation(num_tokens=1, model=m)
+        ),
         RequestError,
         "takes? no inputs of tokens",
     ),
@@ -208,7 +252,9 @@ WRONG: list[tuple[Callable[[Model], Any], type[Exception], str]] = [
 
 
 @pytest.mark.parametrize(("call", "kind", "text"), WRONG)
-def test_wrong_inputs_are_named(patched: Model, call: Callable[[Model], Any], kind: type[Exception], text: str) -> None:
+def test_wrong_inputs_are_named(
+    patched: Model, call: Callable[[Model], Any], kind: type[Exception], text: str
+) -> None:
     with pytest.raises(kind, match=text) as found:
         call(patched)
     assert "instead" in str(found.value)
@@ -218,6 +264,10 @@ def test_a_batch_of_other_names_is_named(patched: Model) -> None:
     (state,) = make_state(patched, [patched.layout], [8])
     batch = Batch.ragged([0], [[1, 2]])
     batch.token_extras["other"] = PerToken(torch.zeros(2))
-    stage = decoder_stage(patched.config, patched.layout, token_extras=patched.functions.token_extras)
-    with pytest.raises(DescriptorError, match=r"token_extras of \['other'\][\s\S]*'patch', 'scale'"):
+    stage = decoder_stage(
+        patched.config, patched.layout, token_extras=patched.functions.token_extras
+    )
+    with pytest.raises(
+        DescriptorError, match=r"token_extras of \['other'\][\s\S]*'patch', 'scale'"
+    ):
         stage(patched.params, state, batch, None)

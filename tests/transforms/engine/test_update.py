@@ -1,4 +1,5 @@
-"""Parameters that change while an engine serves: announced or not, no page computed with the old ones is read (L23)."""
+"""Parameters that change while an engine serves: announced or not, no page computed with the old
+ones is read (L23)."""
 
 import copy
 import functools
@@ -28,7 +29,9 @@ from weft.transforms.engine.weights import Weights
 from weft.transforms.pipelines.transports.threads import Threads
 from weft.trees import tree_leaves, tree_map
 
-LIMITS = EngineLimits(max_num_reqs=4, max_num_tokens=16, max_model_len=24, page_size=2, num_pages=60)
+LIMITS = EngineLimits(
+    max_num_reqs=4, max_num_tokens=16, max_model_len=24, page_size=2, num_pages=60
+)
 PROMPTS = ((1, 2, 3, 4, 5, 6, 7, 8, 9), (1, 2, 3, 4, 5, 6), (4, 3))
 WAYS: list[dict[str, Any]] = [
     {"graph": "none"},
@@ -41,7 +44,10 @@ WAYS: list[dict[str, Any]] = [
 
 def own_copy(model: Model) -> Model:
     """A fresh model, not shared with other tests."""
-    return attrs.evolve(model, params=tree_map(lambda x: x.clone() if isinstance(x, torch.Tensor) else x, model.params))
+    return attrs.evolve(
+        model,
+        params=tree_map(lambda x: x.clone() if isinstance(x, torch.Tensor) else x, model.params),
+    )
 
 
 def engine_of(model: Model, way: dict[str, Any]) -> Engine:
@@ -51,7 +57,9 @@ def engine_of(model: Model, way: dict[str, Any]) -> Engine:
     return Engine(model, LIMITS, seed=0, **options)
 
 
-def tokens_of(engine: Engine, prompts: tuple[tuple[int, ...], ...] = PROMPTS, most: int = 8) -> list[list[int]]:
+def tokens_of(
+    engine: Engine, prompts: tuple[tuple[int, ...], ...] = PROMPTS, most: int = 8
+) -> list[list[int]]:
     for index, prompt in enumerate(prompts):
         engine.add(prompt, SamplingParams(temperature=0.0), max_tokens=most, id=str(index))
     tracks = {output.id: output.track for output in engine}
@@ -85,7 +93,8 @@ CHANGES = (announced, in_place_and_said, in_place_and_not_said)
 def test_what_comes_later_is_what_a_fresh_engine_says(
     way: dict[str, Any], change: Callable[[Engine, DecoderParams], None]
 ) -> None:
-    """A prompt is in the cache, computed with the old parameters; and no graph is captured again."""
+    """A prompt is in the cache, computed with the old parameters; and no graph is captured again.
+    """
     old, new = small_model(), small_model(1)
     expected = tokens_of(engine_of(new, way))
     engine = engine_of(own_copy(old), way)
@@ -109,13 +118,17 @@ def test_what_comes_later_is_what_a_fresh_engine_says(
 def test_what_is_under_way_goes_on_as_the_new_parameters_would(
     way: dict[str, Any], change: Callable[[Engine, DecoderParams], None], steps: int
 ) -> None:
-    """Requests go on from their tokens, those of launched steps included; none of their pages is read again."""
+    """Requests go on from their tokens, those of launched steps included; none of their pages is
+    read again."""
     engine = engine_of(own_copy(small_model()), way)
     for index, prompt in enumerate(PROMPTS):
         engine.add(prompt, SamplingParams(temperature=0.0), max_tokens=8, id=str(index))
     for _ in range(steps):
         engine.step()
-    launched = {name: len(running.tokens) + running.max_unread for name, running in engine._host.requests.items()}
+    launched = {
+        name: len(running.tokens) + running.max_unread
+        for name, running in engine._host.requests.items()
+    }
     change(engine, small_model(1).params)
     tracks = {output.id: output.track for output in engine}
     fresh = engine_of(small_model(1), {"graph": "none"})
@@ -124,19 +137,25 @@ def test_what_is_under_way_goes_on_as_the_new_parameters_would(
         assert len(said) == len(prompt) + 8
         behind = range(launched[str(index)], len(said))
         for count in behind:
-            assert tokens_of(fresh, (said[:count],), 1) == [[said[count]]], f"request {index}, token {count}"
+            assert tokens_of(fresh, (said[:count],), 1) == [[said[count]]], (
+                f"request {index}, token {count}"
+            )
     assert engine.stats().pages_held == 0
 
 
 def test_tensors_by_transformers_names(tmp_path: Path) -> None:
-    """A `state_dict()`, whole or in part; and the file that the parameters were read from stays as it was."""
+    """A `state_dict()`, whole or in part; and the file that the parameters were read from stays as
+    it was."""
     from safetensors.torch import load_file
 
     folder = Path(shutil.copytree(DEMO, tmp_path / "demo"))
     before = (folder / "model.safetensors").read_bytes()
     names = load_file(DEMO / "model.safetensors")
     generator = torch.Generator().manual_seed(0)
-    changed = {name: x + 0.02 * torch.randn(x.shape, generator=generator).to(x.dtype) for name, x in names.items()}
+    changed = {
+        name: x + 0.02 * torch.randn(x.shape, generator=generator).to(x.dtype)
+        for name, x in names.items()
+    }
     model = weft.load(folder, "cpu", "float32")
     engine = Engine(model, graph="none")
     engine.update({name: changed[name] for name in sorted(changed)[::2]})
@@ -203,7 +222,10 @@ def test_two_values_for_one_tensor_are_refused(first: str) -> None:
         "  instead: equal values, or one of the two names; untied, they need another model"
     )
     assert torch.equal(embedding, before)
-    for values in (dict.fromkeys(names, before + 1.0), {names[0]: torch.full_like(before, torch.nan)}):
+    for values in (
+        dict.fromkeys(names, before + 1.0),
+        {names[0]: torch.full_like(before, torch.nan)},
+    ):
         engine.update({name: x.clone() for name, x in values.items()})
         assert torch.equal(embedding.nan_to_num(7.0), next(iter(values.values())).nan_to_num(7.0))
     engine.update(dict.fromkeys(names, torch.full_like(before, torch.nan)))
@@ -212,7 +234,9 @@ def test_two_values_for_one_tensor_are_refused(first: str) -> None:
     other = weft.clone(params)
     changed = attrs.evolve(other.layers[1], down_proj=other.layers[1].down_proj + 1)
     engine = Engine(attrs.evolve(model, params=params), graph="none")
-    with pytest.raises(RequestError, match=r"'.layers\[0\].down_proj' and '.layers\[1\].down_proj', which are one"):
+    with pytest.raises(
+        RequestError, match=r"'.layers\[0\].down_proj' and '.layers\[1\].down_proj', which are one"
+    ):
         engine.update(attrs.evolve(other, layers=(other.layers[0], changed, *other.layers[2:])))
     engine.update(other)
 
@@ -235,10 +259,13 @@ def names_of_one_tensor() -> list[list[str]]:
 
 @st.composite
 def shifts(draw: st.DrawFn) -> dict[str, float]:
-    """Numbers to add to some tensors of the model, by name; a tied tensor has several names, which may disagree."""
+    """Numbers to add to some tensors of the model, by name; a tied tensor has several names, which
+    may disagree."""
     shift_of = dict[str, float]()
     several = [names for names in names_of_one_tensor() if len(names) > 1]
-    for names in draw(st.lists(st.sampled_from(names_of_one_tensor()) | st.sampled_from(several), max_size=4)):
+    for names in draw(
+        st.lists(st.sampled_from(names_of_one_tensor()) | st.sampled_from(several), max_size=4)
+    ):
         for name in draw(st.sets(st.sampled_from(names), min_size=1)):
             shift_of[name] = draw(st.sampled_from((0.0, 0.01)))
     return shift_of
@@ -246,18 +273,23 @@ def shifts(draw: st.DrawFn) -> dict[str, float]:
 
 def contradict(shift_of: dict[str, float]) -> bool:
     """Whether two names of one tensor have different values."""
-    values = [{shift_of[name] for name in names if name in shift_of} for names in names_of_one_tensor()]
+    values = [
+        {shift_of[name] for name in names if name in shift_of} for names in names_of_one_tensor()
+    ]
     return any(len(each) > 1 for each in values)
 
 
 def check_update(shift_of: dict[str, float]) -> None:
-    """The engine then says what transformers says after `load_state_dict`, or refuses two values of one tensor."""
+    """The engine then says what transformers says after `load_state_dict`, or refuses two values of
+    one tensor."""
     tensors = reference().state_dict()
     changed = {name: tensors[name] + shift for name, shift in shift_of.items()}
     model = own_copy(weft.load("demo", "cpu", "float32"))
     theirs = copy.deepcopy(reference())
     if contradict(shift_of):
-        with pytest.raises(RequestError, match="which are one tensor of the model, with different values"):
+        with pytest.raises(
+            RequestError, match="which are one tensor of the model, with different values"
+        ):
             Engine(model, graph="none").update(changed)
     else:
         Engine(model, graph="none").update(changed)
@@ -275,19 +307,26 @@ def test_an_update_by_names_is_transformers_or_refused(shift_of: dict[str, float
     check_update(shift_of)
 
 
-def test_an_update_that_takes_the_last_of_two_values_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_update_that_takes_the_last_of_two_values_is_found(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     contradiction = find(shifts(), contradict, settings=settings(database=None))
     monkeypatch.setattr("weft.transforms.engine.weights._refuse_two_values", lambda *_: None)
     with pytest.raises(pytest.fail.Exception, match="DID NOT RAISE"):
         check_update(contradiction)
 
 
-def test_a_stage_without_a_tied_tensor_skips_both_of_its_names_or_refuses_their_contradiction() -> None:
-    """A stage in the middle, of a state_dict() that names the head too, does as the other ranks do."""
+def test_a_stage_without_a_tied_tensor_skips_both_of_its_names_or_refuses_their_contradiction() -> (
+    None
+):
+    """A stage in the middle, of a state_dict() that names the head too, does as the other ranks do.
+    """
     whole = weft.load("demo", "cpu", "float32")
     layout = split_layers(whole.config.num_layers, 3)[1]
     params = slice_params(whole.params, layout)
-    weights = Weights(attrs.evolve(whole, layout=layout, params=params), [(layout, params)], None, {})
+    weights = Weights(
+        attrs.evolve(whole, layout=layout, params=params), [(layout, params)], None, {}
+    )
     embedding = whole.params.embed_tokens
     assert embedding is not None
     given = {"model.embed_tokens.weight": embedding, "lm_head.weight": embedding.clone()}
@@ -318,7 +357,9 @@ def test_a_change_that_other_ranks_do_not_know_is_refused_until_it_is_said() -> 
     engine = Engine(model, LIMITS, pipeline=2, graph="none", transport=_Elsewhere())
     model.params.layers[0].qkv_proj.add_(1)
     for _ in range(2):
-        with pytest.raises(EngineError, match=r"of which other ranks do not know\n  instead: engine\.update"):
+        with pytest.raises(
+            EngineError, match=r"of which other ranks do not know\n  instead: engine\.update"
+        ):
             engine.step()
     engine.update()
     assert engine.step() == []
@@ -367,11 +408,14 @@ def test_parameters_of_another_structure_are_refused() -> None:
 
 
 @pytest.mark.parametrize(
-    ("adapters", "seen"), [({"other": None}, "adapters={'other': None}"), (3, "adapters=3"), (None, "")]
+    ("adapters", "seen"),
+    [({"other": None}, "adapters={'other': None}"), (3, "adapters=3"), (None, "")],
 )
 def test_adapters_that_the_engine_does_not_have_are_refused(adapters: Any, seen: str) -> None:
     engine = Engine(own_copy(small_model()), LIMITS, graph="none", adapters=small_adapters())
     given = adapters if seen else {"other": small_adapters()["of all"]}
     with pytest.raises(RequestError) as error:
         engine.update(adapters=given)
-    assert error.value.seen == (seen or "adapters={'other': <Adapter 'random 1', 21 layers, rank 2>}")
+    assert error.value.seen == (
+        seen or "adapters={'other': <Adapter 'random 1', 21 layers, rank 2>}"
+    )

@@ -53,7 +53,9 @@ def serve(engine: Engine, launch: Callable[[], None]) -> None:
     """Serve requests of all kinds, and check that all of them are admitted while others run."""
     for index in range(10):
         prompt, sampling = [*range(4, 14 + index)], SamplingParams(**ASKED[index % len(ASKED)])
-        extras = {"factor": torch.tensor(0.5), "weight": torch.rand(len(prompt))} if index % 3 else None
+        extras = (
+            {"factor": torch.tensor(0.5), "weight": torch.rand(len(prompt))} if index % 3 else None
+        )
         engine.add(prompt, sampling, max_tokens=20, extras=extras)
     while not engine.is_idle:
         launch()
@@ -62,8 +64,8 @@ def serve(engine: Engine, launch: Callable[[], None]) -> None:
 
 
 class NoWaits(TorchFunctionMode):
-    """Raises where torch would copy a number or a list of indices to a GPU, and wait for it. Other waits only show on a
-    GPU: tensors of the host may be read."""
+    """Raises where torch would copy a number or a list of indices to a GPU, and wait for it. Other
+    waits only show on a GPU: tensors of the host may be read."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func in (torch.Tensor.__setitem__, torch.Tensor.__getitem__):
@@ -76,7 +78,9 @@ class NoWaits(TorchFunctionMode):
 
 
 @pytest.mark.parametrize("speculation", [None, Speculation(2)])
-def test_edits_and_batches_copy_no_numbers(monkeypatch: pytest.MonkeyPatch, speculation: Speculation | None) -> None:
+def test_edits_and_batches_copy_no_numbers(
+    monkeypatch: pytest.MonkeyPatch, speculation: Speculation | None
+) -> None:
     def guarded(fn: Callable[..., Any]) -> Callable[..., Any]:
         def call(*args: Any, **kwargs: Any) -> Any:
             calls.append(fn)

@@ -1,5 +1,6 @@
-"""What a request may ask for besides its tokens: words that it never draws, the text of its end, ranks, times; and what
-it shares with others. The oracles are transformers' own loop, and the logprobs of all tokens."""
+"""What a request may ask for besides its tokens: words that it never draws, the text of its end,
+ranks, times; and what it shares with others. The oracles are transformers' own loop, and the
+logprobs of all tokens."""
 
 import math
 from itertools import pairwise
@@ -25,11 +26,16 @@ from weft.transforms.engine.steps.results import StepResult
 PROMPTS = ["The function returns", "A list is", "In Python, "]
 
 
-def complete(demo: Model, sampling: Any, prompts: list[str] = PROMPTS, **options: Any) -> list[weft.Completion]:
-    return weft.generate(demo, prompts, **{"max_tokens": 24, "graph": "none"} | options, sampling=sampling)
+def complete(
+    demo: Model, sampling: Any, prompts: list[str] = PROMPTS, **options: Any
+) -> list[weft.Completion]:
+    return weft.generate(
+        demo, prompts, **{"max_tokens": 24, "graph": "none"} | options, sampling=sampling
+    )
 
 
-# Words ----------------------------------------------------------------------------------------------------------------
+# Words
+# ----------------------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
@@ -43,7 +49,9 @@ def plain(demo: Model) -> list[weft.Completion]:
     return complete(demo, None)
 
 
-@pytest.mark.parametrize("options", [{}, {"graph": "full"}, {"pipeline": 2, "graph": "piecewise"}], ids=str)
+@pytest.mark.parametrize(
+    "options", [{}, {"graph": "full"}, {"pipeline": 2, "graph": "piecewise"}], ids=str
+)
 def test_bad_words_are_never_drawn_as_transformers_never_draws_them(
     demo: Model, theirs: Any, plain: list[weft.Completion], options: dict[str, Any]
 ) -> None:
@@ -76,7 +84,9 @@ def test_bad_words_narrow_a_mask(demo: Model, plain: list[weft.Completion]) -> N
     packed = (bits.view(-1, 32).long() << torch.arange(32)).sum(1).to(torch.int32)
     said = []
     for mask in (lambda _: allowed, lambda _: iter(allowed), lambda _: packed, lambda _: None):
-        engine = weft.Engine(demo, weft.EngineLimits(max_num_reqs=2, max_model_len=64), graph="none")
+        engine = weft.Engine(
+            demo, weft.EngineLimits(max_num_reqs=2, max_model_len=64), graph="none"
+        )
         engine.add(PROMPTS[0], SamplingParams(bad_words=word), max_tokens=24, mask=mask)
         said.append([token for output in engine for token in output.token_ids])
     assert said[0] == said[1] == said[2]
@@ -88,11 +98,15 @@ def test_bad_words_narrow_a_mask(demo: Model, plain: list[weft.Completion]) -> N
 
 def test_bad_words_without_tokens_or_a_tokenizer_are_refused(demo: Model) -> None:
     mute = attrs.evolve(demo, tokenizer=None)
-    with pytest.raises(RequestError, match=r"bad_words=\('a',\)\n  instead: bad_token_ids=\[...\]: the checkpoint has"):
+    with pytest.raises(
+        RequestError,
+        match=r"bad_words=\('a',\)\n  instead: bad_token_ids=\[...\]: the checkpoint has",
+    ):
         weft.generate(mute, [[65]], max_tokens=2, sampling=SamplingParams(bad_words="a"))
 
 
-# Texts ----------------------------------------------------------------------------------------------------------------
+# Texts
+# ----------------------------------------------------------------------------------------------------------------
 
 
 def state_of(kind: str, ids: list[int], reason: str, **asked: Any) -> CompletionState:
@@ -110,16 +124,22 @@ def state_of(kind: str, ids: list[int], reason: str, **asked: Any) -> Completion
 
 def text_after_prompt(tokenizer: Tokenizer, ids: list[int], skips: bool) -> str:
     prompt = prompt_of(tokenizer)
-    before, whole = (tokenizer.decode(own, skip_special_tokens=skips) for own in (prompt, [*prompt, *ids]))
+    before, whole = (
+        tokenizer.decode(own, skip_special_tokens=skips) for own in (prompt, [*prompt, *ids])
+    )
     return str(whole[len(before) :])
 
 
 @pytest.mark.parametrize("kind", KINDS)
 @given(st.data())
 @settings(max_examples=100, deadline=None)
-def test_texts_with_special_tokens_are_those_of_the_tokenizer(kind: str, data: st.DataObject) -> None:
+def test_texts_with_special_tokens_are_those_of_the_tokenizer(
+    kind: str, data: st.DataObject
+) -> None:
     tokenizer = KINDS[kind]
-    ids = data.draw(st.lists(st.integers(0, tokenizer.get_vocab_size() - 1), min_size=1, max_size=20))
+    ids = data.draw(
+        st.lists(st.integers(0, tokenizer.get_vocab_size() - 1), min_size=1, max_size=20)
+    )
     whole = text_after_prompt(tokenizer, ids, skips=False)
     assert state_of(kind, ids, "length", skip_special_tokens=False).text == whole
     assert state_of(kind, ids, "length", detokenize=False).tokenizer is None
@@ -131,7 +151,9 @@ def test_texts_with_special_tokens_are_those_of_the_tokenizer(kind: str, data: s
 def test_a_token_that_ends_a_request_is_not_in_its_text(kind: str, data: st.DataObject) -> None:
     """Unless the request wants it; whether it is special or not."""
     tokenizer, skips = KINDS[kind], data.draw(st.booleans())
-    ids = data.draw(st.lists(st.integers(0, tokenizer.get_vocab_size() - 1), min_size=2, max_size=12))
+    ids = data.draw(
+        st.lists(st.integers(0, tokenizer.get_vocab_size() - 1), min_size=2, max_size=12)
+    )
     asked = {"skip_special_tokens": skips, "stop_token_ids": ids[-1:]}
     made = state_of(kind, ids, "stop", **asked)
     assert made.text == text_after_prompt(tokenizer, ids[:-1], skips)
@@ -150,8 +172,14 @@ def test_the_stop_text_that_begins_first_wins(demo: Model, plain: list[weft.Comp
     early, late = text[4:7], text[5:12]
     for stop in ([late, early], [early, late]):
         [made] = complete(demo, SamplingParams(stop=stop), PROMPTS[:1])
-        assert (made.text, made.stop_reason, made.finish_reason) == (text[: text.index(early)], early, "stop")
-    [made] = complete(demo, SamplingParams(stop=text[4:6], include_stop_str_in_output=True), PROMPTS[:1])
+        assert (made.text, made.stop_reason, made.finish_reason) == (
+            text[: text.index(early)],
+            early,
+            "stop",
+        )
+    [made] = complete(
+        demo, SamplingParams(stop=text[4:6], include_stop_str_in_output=True), PROMPTS[:1]
+    )
     assert made.text == text[: text.index(text[4:6]) + 2]
     [token] = complete(demo, SamplingParams(stop_token_ids=[plain[0].token_ids[3]]), PROMPTS[:1])
     assert token.stop_reason == plain[0].token_ids[3]
@@ -165,7 +193,8 @@ def test_a_completion_without_text(demo: Model, plain: list[weft.Completion]) ->
     assert made[0].token_texts == [f"{token} " for token in made[0].token_ids]
 
 
-# Ranks ----------------------------------------------------------------------------------------------------------------
+# Ranks
+# ----------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("options", [{}, {"graph": "full_and_piecewise", "pipeline": 2}], ids=str)
@@ -176,7 +205,14 @@ def test_ranks_are_places_among_all_tokens(demo: Model, options: dict[str, Any])
         assert own.ranks is not None
         assert own.prompt_ranks is not None
         ranked = [*zip(own.token_ids, own.top_logprobs or (), own.ranks, strict=True)]
-        ranked += [*zip(demo.encode(prompt)[1:], own.prompt_top_logprobs or (), own.prompt_ranks, strict=True)]
+        ranked += [
+            *zip(
+                demo.encode(prompt)[1:],
+                own.prompt_top_logprobs or (),
+                own.prompt_ranks,
+                strict=True,
+            )
+        ]
         assert len(ranked) > 24
         for token, top, rank in ranked:
             assert len(top) == vocab
@@ -187,7 +223,11 @@ def test_ranks_are_places_among_all_tokens(demo: Model, options: dict[str, Any])
 
 
 def test_ranks_do_not_depend_on_company(demo: Model) -> None:
-    asked = [SamplingParams(logprobs=2), SamplingParams(logprobs=0), SamplingParams(prompt_logprobs=0)]
+    asked = [
+        SamplingParams(logprobs=2),
+        SamplingParams(logprobs=0),
+        SamplingParams(prompt_logprobs=0),
+    ]
     found = complete(demo, asked)
     assert [(own.ranks is None, own.prompt_ranks is None) for own in found] == [
         (False, True),
@@ -198,17 +238,22 @@ def test_ranks_do_not_depend_on_company(demo: Model) -> None:
         [alone] = complete(demo, params, [prompt])
         assert (alone.ranks, alone.prompt_ranks) == (own.ranks, own.prompt_ranks)
     assert found[0].ranks == [1] * 24, "greedy"
-    many = complete(demo, SamplingParams(temperature=2.0, seed=1, n=2, prompt_logprobs=1), PROMPTS[:1])
+    many = complete(
+        demo, SamplingParams(temperature=2.0, seed=1, n=2, prompt_logprobs=1), PROMPTS[:1]
+    )
     assert many[0].prompt_ranks == many[1].prompt_ranks is not None
 
 
 def test_ranks_with_drafts(demo: Model) -> None:
     params = SamplingParams(temperature=0.7, seed=2, logprobs=3)
     drafted = complete(demo, params, speculation=weft.Speculation(3), max_tokens=40)
-    assert [own.ranks for own in drafted] == [own.ranks for own in complete(demo, params, max_tokens=40)]
+    assert [own.ranks for own in drafted] == [
+        own.ranks for own in complete(demo, params, max_tokens=40)
+    ]
 
 
-# Times ----------------------------------------------------------------------------------------------------------------
+# Times
+# ----------------------------------------------------------------------------------------------------------------
 
 
 def test_times_are_in_order(demo: Model) -> None:
@@ -230,7 +275,8 @@ def test_times_are_in_order(demo: Model) -> None:
     assert gone.track.times.finished is not None
 
 
-# The prefix cache -----------------------------------------------------------------------------------------------------
+# The prefix cache
+# -----------------------------------------------------------------------------------------------------
 
 LONG = list(range(32, 112))
 
@@ -244,12 +290,21 @@ def found_by(engine: weft.Engine, **options: Any) -> int:
 
 
 def engine_of(demo: Model, **options: Any) -> weft.Engine:
-    return weft.Engine(demo, weft.EngineLimits(max_num_reqs=4, max_model_len=128), graph="none", **options)
+    return weft.Engine(
+        demo, weft.EngineLimits(max_num_reqs=4, max_model_len=128), graph="none", **options
+    )
 
 
 def test_requests_of_one_salt_share_pages(demo: Model) -> None:
     engine = engine_of(demo)
-    assert [found_by(engine, cache_salt=salt) for salt in ("", "", "a", "a", "b", "")] == [0, 79, 0, 79, 0, 79]
+    assert [found_by(engine, cache_salt=salt) for salt in ("", "", "a", "a", "b", "")] == [
+        0,
+        79,
+        0,
+        79,
+        0,
+        79,
+    ]
     for wrong in (3, "\ud800"):
         salt: Any = wrong
         with pytest.raises(RequestError, match=r"saw: cache_salt=.*\n  instead: a string"):

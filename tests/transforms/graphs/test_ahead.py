@@ -1,5 +1,5 @@
-"""Kernels compiled ahead of captures: a run that launches none of them requests each kernel that a capture launches,
-and leaves no trace."""
+"""Kernels compiled ahead of captures: a run that launches none of them requests each kernel that a
+capture launches, and leaves no trace."""
 
 import contextlib
 import importlib
@@ -63,10 +63,14 @@ def test_a_kernel_is_launched_or_compiled() -> None:
         raise ZeroDivisionError
     kernel[(6,)](7)
     assert jit.launched == [((2,), (1,), {"BLOCK": 4}), ((6,), (7,), {})]
-    assert jit.compiled == [((3,), (5,), {"BLOCK": 8}), ((3,), (5.0,), {"BLOCK": 8})], "once for each kind"
+    assert jit.compiled == [((3,), (5,), {"BLOCK": 8}), ((3,), (5.0,), {"BLOCK": 8})], (
+        "once for each kind"
+    )
 
 
-def test_where_there_is_no_gpu_no_kernel_waits_for_others_to_be_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_where_there_is_no_gpu_no_kernel_waits_for_others_to_be_compiled(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     pytest.importorskip("triton")
     from weft.ops.kernel_triton import Kernel
 
@@ -131,7 +135,11 @@ def test_only_calls_of_a_new_kind_ask_for_kernels() -> None:
         assert seen.calls == 1
         first += 1
         assert not again.any(), "each call has its own result"
-        assert (again.shape, again.stride(), again.dtype) == (first.shape, first.stride(), first.dtype)
+        assert (again.shape, again.stride(), again.dtype) == (
+            first.shape,
+            first.stride(),
+            first.dtype,
+        )
         places = torch.empty(17)
         others = (
             (x, weight[:2]),
@@ -154,9 +162,13 @@ def test_only_calls_of_a_new_kind_ask_for_kernels() -> None:
     assert len(set(kinds)) == len(kinds)
 
 
-def test_what_other_ranks_take_part_in_is_passed_on_each_time(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_other_ranks_take_part_in_is_passed_on_each_time(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     module = importlib.import_module("weft.transforms.graphs.lower")
-    monkeypatch.setattr(module, "effect_of", lambda func, args: func is torch.ops.weft.linear.default or None)
+    monkeypatch.setattr(
+        module, "effect_of", lambda func, args: func is torch.ops.weft.linear.default or None
+    )
     x, weight = torch.ones(2, 4), torch.ones(3, 4)
     with Seen() as seen, _Zeros():
         assert not any(torch.ops.weft.linear(x, weight, None, 0).any() for _ in range(2))
@@ -166,16 +178,28 @@ def test_what_other_ranks_take_part_in_is_passed_on_each_time(monkeypatch: pytes
 def test_results_that_share_memory_are_not_made_apart() -> None:
     x = torch.zeros(2, 3)
     assert _are_own((x, torch.zeros(2)), {storage_id(torch.zeros(1))})
-    for outputs in ((x, x.view(-1)), (x[:1],), (torch.zeros(1, 3).expand(2, 3),), (x, None), ([x],)):
+    for outputs in (
+        (x, x.view(-1)),
+        (x[:1],),
+        (torch.zeros(1, 3).expand(2, 3),),
+        (x, None),
+        ([x],),
+    ):
         assert not _are_own(outputs, set())
     assert not _are_own((x,), {storage_id(x)})
 
 
 def test_a_call_without_a_result_is_always_passed_on() -> None:
-    positions, rows, starts = torch.zeros(3, dtype=torch.int64), torch.tensor([0]), torch.tensor([0, 1])
+    positions, rows, starts = (
+        torch.zeros(3, dtype=torch.int64),
+        torch.tensor([0]),
+        torch.tensor([0, 1]),
+    )
     with Seen() as seen, _Zeros():
         for _ in range(2):
-            torch.ops.weft.move_on(positions, torch.zeros_like(positions), rows, starts, torch.tensor([5]), None)
+            torch.ops.weft.move_on(
+                positions, torch.zeros_like(positions), rows, starts, torch.tensor([5]), None
+            )
     assert seen.calls == 2
 
 
@@ -224,8 +248,13 @@ def test_a_call_with_a_graph_is_planned_and_nothing_runs(monkeypatch: pytest.Mon
         ran.append(len(rows.x))
         return total.add_(rows.x.sum()), rows
 
-    graph = graphify(step, ladder=[BatchDescriptor(2, 2), BatchDescriptor(4, 4)], donate_argnames=("total",))
-    total, few, many = torch.ones(()), *(Rows(BatchDescriptor(n, n), torch.ones(n, 3)) for n in (2, 4))
+    graph = graphify(
+        step, ladder=[BatchDescriptor(2, 2), BatchDescriptor(4, 4)], donate_argnames=("total",)
+    )
+    total, few, many = (
+        torch.ones(()),
+        *(Rows(BatchDescriptor(n, n), torch.ones(n, 3)) for n in (2, 4)),
+    )
     graph.rehearse(total, few)
     assert not ran, "it has no graph yet"
     graph.capture(total, few)
@@ -254,10 +283,17 @@ class Mode(TorchFunctionMode):
 
 @pytest.mark.parametrize(
     "around",
-    [weft.batch_invariant, Mode, lambda: torch.device("cpu"), lambda: placed(Place(Mesh(tensor=1), 0))],
+    [
+        weft.batch_invariant,
+        Mode,
+        lambda: torch.device("cpu"),
+        lambda: placed(Place(Mesh(tensor=1), 0)),
+    ],
     ids=["batch invariant", "function mode", "default device", "rank of a mesh"],
 )
-def test_a_call_in_other_surroundings_is_planned_too(around: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_call_in_other_surroundings_is_planned_too(
+    around: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     graph, x = graphify(lambda x: x + 1), torch.ones(3)
     with around():
         graph.capture(x)
@@ -374,7 +410,11 @@ def test_what_a_library_keeps_is_not_in_the_graphs_pool() -> None:
 
 def _output(*command: str, **environment: str) -> str:
     done = subprocess.run(
-        [sys.executable, *command], env=os.environ | environment, capture_output=True, text=True, check=False
+        [sys.executable, *command],
+        env=os.environ | environment,
+        capture_output=True,
+        text=True,
+        check=False,
     )
     assert not done.returncode, done.stderr
     return done.stdout

@@ -1,4 +1,5 @@
-"""Arguments: those that share a graph, those that are refused, and the references that a graph keeps."""
+"""Arguments: those that share a graph, those that are refused, and the references that a graph
+keeps."""
 
 import copy
 import dataclasses
@@ -53,10 +54,14 @@ def test_a_parameter_is_an_argument() -> None:
             assert_equal(LAW, g(x), X * 2)
 
 
-@pytest.mark.filterwarnings("ignore:torch.quantize_per_tensor")  # deprecated in newer versions of torch
+@pytest.mark.filterwarnings(
+    "ignore:torch.quantize_per_tensor"
+)  # deprecated in newer versions of torch
 def test_quantized_tensors_are_refused() -> None:
     x = torch.quantize_per_tensor(X, 0.5, 0, torch.qint8)
-    with pytest.raises(CaptureError, match=r"saw: x is quantized, and its scales are not part of the key"):
+    with pytest.raises(
+        CaptureError, match=r"saw: x is quantized, and its scales are not part of the key"
+    ):
         graphify(lambda x: x.dequantize())(x)
 
 
@@ -71,7 +76,12 @@ class Attrs:
 
 
 ALIKE: dict[str, tuple[Callable[..., Any], Any, Any, bool]] = {
-    "complex zeros": (lambda x, c: torch.tensor([c]).angle() + x, complex(-1, 0.0), complex(-1, -0.0), False),
+    "complex zeros": (
+        lambda x, c: torch.tensor([c]).angle() + x,
+        complex(-1, 0.0),
+        complex(-1, -0.0),
+        False,
+    ),
     "zeros": (lambda x, c: x / c, 0.0, -0.0, False),
     "ranges": (lambda x, c: x * c.stop, range(0, 3, 2), range(0, 4, 2), False),
     "frozensets": (lambda x, c: x.long() * next(iter(c)), frozenset({1}), frozenset({1.0}), True),
@@ -114,7 +124,10 @@ class Sealed:
 
 
 def test_a_static_value_that_cannot_be_told_apart_is_refused() -> None:
-    with pytest.raises(CaptureError, match="a Sealed is compared by its own ==, which may take unlike ones for equal"):
+    with pytest.raises(
+        CaptureError,
+        match="a Sealed is compared by its own ==, which may take unlike ones for equal",
+    ):
         graphify(lambda x, s: x, static_argnames="s")(X, Sealed())
 
 
@@ -140,7 +153,9 @@ def test_a_strided_argument_is_computed_with_as_it_is(case: str) -> None:
         assert torch.equal(g(x), fn(x))
 
 
-@pytest.mark.parametrize("shape", [((5, 4), (0, 1)), ((3, 3), (1, 1)), ((2, 3, 2), (0, 2, 1)), ((4,), (0,))], ids=str)
+@pytest.mark.parametrize(
+    "shape", [((5, 4), (0, 1)), ((3, 3), (1, 1)), ((2, 3, 2), (0, 2, 1)), ((4,), (0,))], ids=str
+)
 def test_an_overlapping_argument_keeps_its_strides(shape: Any) -> None:
     g = graphify(lambda x: (x * 2, torch.tensor(x.stride())))
     for start in range(3):
@@ -162,7 +177,9 @@ def test_a_dimension_of_one_keeps_its_stride() -> None:
 
 
 def test_memory_between_the_elements_is_no_argument() -> None:
-    with pytest.raises(CaptureError, match="saw: as_strided of x beyond its elements, which a replay does not have"):
+    with pytest.raises(
+        CaptureError, match="saw: as_strided of x beyond its elements, which a replay does not have"
+    ):
         graphify(lambda x: x.as_strided((2,), (1,)))(torch.arange(6.0)[::2])
     g = graphify(lambda x: x.as_strided((2,), (1,)))
     for x in (X, X + 1):
@@ -224,7 +241,9 @@ def test_a_ladder_of_another_class_of_descriptors_is_refused() -> None:
     g = graphify(lambda rows: rows, ladder=make_ladder("full", Limits(4, 4)))
     with pytest.raises(DescriptorError) as caught:
         g(Rows(Size(3), X))
-    assert "a batch with a descriptor of class Size, and a ladder of BatchDescriptor" in str(caught.value)
+    assert "a batch with a descriptor of class Size, and a ladder of BatchDescriptor" in str(
+        caught.value
+    )
     assert "instead: a ladder of Size, or batches of BatchDescriptor" in str(caught.value)
 
 

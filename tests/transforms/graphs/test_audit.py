@@ -1,4 +1,5 @@
-"""Effects that a replay would not repeat, which a capture refuses: each with the words of its error."""
+"""Effects that a replay would not repeat, which a capture refuses: each with the words of its
+error."""
 
 import asyncio
 import copy
@@ -39,13 +40,29 @@ def packed(x: Tensor, lengths: Tensor) -> Tensor:
 
 
 READS: dict[str, tuple[str, Callable[..., Any], tuple[Any, ...]]] = {
-    "apply_": ("Tensor.apply_ runs Python on each element", lambda x: x.clone().apply_(lambda v: v * 2), (X,)),
-    "map_": ("Tensor.map_ runs Python on each element", lambda x: x.clone().map_(x, lambda a, b: a + b), (X,)),
-    "asarray": ("asarray of a list of tensors reads them", lambda x: torch.asarray([x[0], x[1]]), (X,)),
+    "apply_": (
+        "Tensor.apply_ runs Python on each element",
+        lambda x: x.clone().apply_(lambda v: v * 2),
+        (X,),
+    ),
+    "map_": (
+        "Tensor.map_ runs Python on each element",
+        lambda x: x.clone().map_(x, lambda a, b: a + b),
+        (X,),
+    ),
+    "asarray": (
+        "asarray of a list of tensors reads them",
+        lambda x: torch.asarray([x[0], x[1]]),
+        (X,),
+    ),
     "tensor": ("tensor of tensors reads them", lambda x: torch.tensor([x[0], x[1]]), (X,)),
     "Tensor": ("Tensor.__index__ reads a tensor", lambda x: torch.Tensor([x[0], x[1]]), (X,)),
     "new": ("new of a list of tensors reads them", lambda x: x.new([x[0], x[1]]), (X,)),
-    "an index": ("an index that is a list of tensors reads them", lambda x, i: x[[[i, i]]], (X, INDEX)),
+    "an index": (
+        "an index that is a list of tensors reads them",
+        lambda x, i: x[[[i, i]]],
+        (X, INDEX),
+    ),
     "an index written": (
         "an index that is a list of tensors",
         lambda x, i: x.clone().__setitem__([[i]], 9.0),
@@ -63,9 +80,17 @@ READS: dict[str, tuple[str, Callable[..., Any], tuple[Any, ...]]] = {
         lambda x, n: pad_packed_sequence(PackedSequence(x, n))[0],
         (torch.zeros(3, 1), torch.tensor([2, 1])),
     ),
-    "pickle": ("pickle (torch.save) reads a tensor on the host", lambda x: pickle.loads(pickle.dumps(x)) + 1, (X,)),
+    "pickle": (
+        "pickle (torch.save) reads a tensor on the host",
+        lambda x: pickle.loads(pickle.dumps(x)) + 1,
+        (X,),
+    ),
     "save": ("pickle (torch.save) reads a tensor on the host", saved, (X,)),
-    "storage": ("a tensor's value is read on the host", lambda x: x * sum(x.untyped_storage().tolist()), (X,)),
+    "storage": (
+        "a tensor's value is read on the host",
+        lambda x: x * sum(x.untyped_storage().tolist()),
+        (X,),
+    ),
     "dlpack": ("Tensor.__dlpack__ reads a tensor", lambda x: torch.from_dlpack(x) + 1, (X,)),
 }
 
@@ -106,8 +131,13 @@ def test_gradients_that_lie_on_an_argument_are_refused() -> None:
     p = torch.nn.Parameter(torch.ones(3))
     with torch.no_grad():
         for p.grad in (None, torch.ones(3)):
-            said = refusal(lambda params: params if params.grad is None else params - params.grad, p)
-            assert "saw: .grad of a tensor from outside is not an argument, so a replay does not read it again" in said
+            said = refusal(
+                lambda params: params if params.grad is None else params - params.grad, p
+            )
+            assert (
+                "saw: .grad of a tensor from outside is not an argument, so a replay does not read it again"
+                in said
+            )
             assert "instead: pass the gradients as a separate argument" in said
 
 
@@ -145,11 +175,16 @@ def test_a_result_that_is_no_pytree_is_refused(way: str) -> None:
     seen, fn = OPAQUE[way]
     said = refusal(fn, X)
     assert f"saw: its result{seen}, which is neither a tensor, a plain value nor a pytree" in said
-    assert "instead: return the tensors, or make its class a pytree (@weft.pytree above @attrs.frozen)" in said
+    assert (
+        "instead: return the tensors, or make its class a pytree (@weft.pytree above @attrs.frozen)"
+        in said
+    )
 
 
 def test_functions_that_await_are_refused_at_once() -> None:
-    with pytest.raises(CaptureError, match="a function that yields or awaits, so that a call does not run it"):
+    with pytest.raises(
+        CaptureError, match="a function that yields or awaits, so that a call does not run it"
+    ):
         graphify(later)
     assert asyncio.run(later(X)).tolist() == [0, 2, 4]
 

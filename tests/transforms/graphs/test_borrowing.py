@@ -1,4 +1,5 @@
-"""Borrowed results: the debug context finds each use after the replay that overwrote them, and no other use."""
+"""Borrowed results: the debug context finds each use after the replay that overwrote them, and no
+other use."""
 
 from collections.abc import Callable
 from typing import Any
@@ -37,7 +38,8 @@ def test_a_use_after_the_next_replay_raises(use: str) -> None:
         first = f(torch.ones(2))
         f(torch.zeros(2))
         with pytest.raises(
-            StaleResultError, match="a borrowed result of <lambda>, which 1 later replay has overwritten"
+            StaleResultError,
+            match="a borrowed result of <lambda>, which 1 later replay has overwritten",
         ):
             USES[use](first)
 
@@ -142,4 +144,7 @@ def test_an_input_buffer_is_never_lent() -> None:
 def test_outputs_of_another_kind_are_refused() -> None:
     with pytest.raises(CaptureError) as error:
         graphify(doubled, outputs="safely")  # type: ignore[call-overload]
-    assert (error.value.seen, error.value.instead) == ("outputs='safely'", "outputs='safe' or 'borrow'")
+    assert (error.value.seen, error.value.instead) == (
+        "outputs='safely'",
+        "outputs='safe' or 'borrow'",
+    )

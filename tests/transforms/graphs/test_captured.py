@@ -6,7 +6,15 @@ from torch import Tensor
 from weft.batch import Batch
 from weft.stages.checkpoints.known_models import DEMO
 from weft.stages.checkpoints.loading import load
-from weft.transforms import CapturedGraph, CapturedGraphs, Limits, graphify, make_runner, make_state, piecewise
+from weft.transforms import (
+    CapturedGraph,
+    CapturedGraphs,
+    Limits,
+    graphify,
+    make_runner,
+    make_state,
+    piecewise,
+)
 from weft.transforms.graphs.calls.key import CacheInfo
 
 
@@ -21,7 +29,10 @@ def test_each_graph_is_told_once_in_the_order_of_capture() -> None:
     told = graph.graphs()
     assert isinstance(told, CapturedGraphs)
     assert all(isinstance(one, CapturedGraph) for one in told.graphs)
-    assert [one.of for one in told.graphs] == ["float32[3, 4]", "float32[1, 4]"]  # params are not copied in
+    assert [one.of for one in told.graphs] == [
+        "float32[3, 4]",
+        "float32[1, 4]",
+    ]  # params are not copied in
     assert [one.buffer_bytes for one in told.graphs] == [48, 0]  # the second is part of the first
     assert [(one.mode, one.pieces, one.operators) for one in told.graphs] == [("full", 1, 3)] * 2
     analysis = graph.memory_analysis()
@@ -58,7 +69,10 @@ def test_pieces_are_counted() -> None:
 def test_under_a_ladder_it_names_the_class() -> None:
     model = load(DEMO, "cpu")
     runner = make_runner(model, Limits(2, 8), mode="full_decode_only")
-    state, ids = make_state(model, runner.layouts, lengths=[8, 8]), [model.encode("a"), model.encode("b")]
+    state, ids = (
+        make_state(model, runner.layouts, lengths=[8, 8]),
+        [model.encode("a"), model.encode("b")],
+    )
     state, _ = runner.step(runner.params, state, Batch.ragged([0, 1], ids))
     runner.step(runner.params, state, Batch.decode([0, 1]))
     assert [one.of for one in runner.graphs[0].graphs().graphs] == ["uniform x1, 2 reqs"]

@@ -1,5 +1,5 @@
-"""Which tensors count as constant while a function runs. Products and norms that load them early have the same bits as
-those that wait."""
+"""Which tensors count as constant while a function runs. Products and norms that load them early
+have the same bits as those that wait."""
 
 from collections.abc import Callable
 from typing import Any
@@ -21,7 +21,8 @@ from weft.ops.products.parts import sum_parts
 
 TOKENS = (1, 2, 5, 16, 17)
 WIDTHS = ((1024, 3072), (960, 2560), (4096, 14336), (384, 80))
-"""Hidden and inner columns: all weights at once, in tiles of 128 that do not divide them, in a loop, and few."""
+"""Hidden and inner columns: all weights at once, in tiles of 128 that do not divide them, in a
+loop, and few."""
 
 
 @pytest.fixture
@@ -30,7 +31,9 @@ def known() -> dict[str, bool]:
     return {}
 
 
-def test_only_arguments_by_reference_that_are_not_donated_are_constant(known: dict[str, bool]) -> None:
+def test_only_arguments_by_reference_that_are_not_donated_are_constant(
+    known: dict[str, bool],
+) -> None:
     outside = torch.ones(3)
 
     @graphify(donate_argnames="state", reference_argnames=("params",))
@@ -49,7 +52,9 @@ def test_only_arguments_by_reference_that_are_not_donated_are_constant(known: di
     assert not is_constant(w)
 
 
-def test_what_shares_the_memory_of_a_donated_argument_is_not_constant(known: dict[str, bool]) -> None:
+def test_what_shares_the_memory_of_a_donated_argument_is_not_constant(
+    known: dict[str, bool],
+) -> None:
     """Two storages over one array."""
     array = np.arange(8.0, dtype=np.float32)
     state, w = torch.from_numpy(array[:6]), torch.from_numpy(array[4:])
@@ -95,7 +100,8 @@ def test_nothing_is_constant_in_a_function_that_is_not_captured(known: dict[str,
 
 
 def block(params: dict[str, Any], x: Tensor) -> Tensor:
-    """Three gated blocks; the last one's gain and weights are made by the kernels just before they are read."""
+    """Three gated blocks; the last one's gain and weights are made by the kernels just before they
+    are read."""
     total = x
     for i in range(3):
         gain, up, down = params["gain"], params["up"], params["down"]
@@ -125,7 +131,9 @@ def chosen_experts(params: dict[str, Any], x: Tensor) -> Tensor:
         (up, up_scale), (down, down_scale) = params["up"], params["down"]
         scales = {"gate_up_scale": up_scale, "down_scale": down_scale}
         given = x if up_scale is None else quantize(x)
-        added = run_experts(given, up, down, weights, experts, **scales, dtype=x.dtype, num_experts=len(up))
+        added = run_experts(
+            given, up, down, weights, experts, **scales, dtype=x.dtype, num_experts=len(up)
+        )
         x = rms_norm(x + sum_parts(added, x.dtype), params["gain"], 1e-6)
     return x
 
@@ -159,7 +167,10 @@ def test_products_that_ask_for_weights_early_have_the_bits_of_those_that_wait(
 ) -> None:
     hidden, inner = widths
     torch.manual_seed(0)
-    plain = {"up": randn(2 * inner, hidden) / hidden**0.5, "down": randn(hidden, inner) / inner**0.5}
+    plain = {
+        "up": randn(2 * inner, hidden) / hidden**0.5,
+        "down": randn(hidden, inner) / inner**0.5,
+    }
     params = in_blocks_if(fp8, plain) | {"gain": 1 + randn(hidden) / 8}
     assert_equal_when_replayed(quantized_block if fp8 else block, params, hidden)
 
@@ -167,10 +178,15 @@ def test_products_that_ask_for_weights_early_have_the_bits_of_those_that_wait(
 @pytest.mark.gpu
 @pytest.mark.parametrize("fp8", [False, True], ids=["bf16", "fp8"])
 @pytest.mark.parametrize("widths", [(512, 768), (1024, 1536)], ids=["all columns", "in a loop"])
-def test_experts_beside_early_products_have_the_bits_of_a_call(widths: tuple[int, int], fp8: bool) -> None:
+def test_experts_beside_early_products_have_the_bits_of_a_call(
+    widths: tuple[int, int], fp8: bool
+) -> None:
     hidden, inner = widths
     torch.manual_seed(0)
-    plain = {"up": randn(32, 2 * inner, hidden) / hidden**0.5, "down": randn(32, hidden, inner) / inner**0.5}
+    plain = {
+        "up": randn(32, 2 * inner, hidden) / hidden**0.5,
+        "down": randn(32, hidden, inner) / inner**0.5,
+    }
     params = in_blocks_if(fp8, plain) | {"gain": 1 + randn(hidden) / 8, "router": randn(32, hidden)}
     if not fp8:
         params |= {name: (weight, None) for name, weight in plain.items()}

@@ -1,4 +1,5 @@
-"""The CUDA back end: graphs that really replay, in a pool that no capture corrupts, and captures that fail cleanly."""
+"""The CUDA back end: graphs that really replay, in a pool that no capture corrupts, and captures
+that fail cleanly."""
 
 import threading
 from pathlib import Path
@@ -151,7 +152,9 @@ def test_a_generator_is_registered_wherever_it_comes_from() -> None:
     x = torch.zeros(4, device="cuda")
     graph = graphify(lambda x: x + torch.rand(4, device="cuda", generator=outside))
     seen = [graph(x) for _ in range(3)]
-    assert [s.tolist() for s in seen] == [torch.rand(4, device="cuda", generator=eager).tolist() for _ in range(3)]
+    assert [s.tolist() for s in seen] == [
+        torch.rand(4, device="cuda", generator=eager).tolist() for _ in range(3)
+    ]
     own, other = (torch.Generator("cuda").manual_seed(7) for _ in range(2))
     graph = graphify(lambda x, g: x + torch.rand(x.shape, device="cuda", generator=g))
     for n in (4, 4, 5, 4, 5):
@@ -194,7 +197,9 @@ def test_threads_with_streams_of_their_own_get_right_answers() -> None:
         generator = torch.Generator("cuda").manual_seed(seed)
         with torch.cuda.stream(torch.cuda.Stream()):
             for turn in range(40):
-                x = torch.randn(16 * (1 + (seed + turn) % 4), 32, device="cuda", generator=generator)
+                x = torch.randn(
+                    16 * (1 + (seed + turn) % 4), 32, device="cuda", generator=generator
+                )
                 seen = graph(x)
                 torch.cuda.current_stream().synchronize()
                 if not torch.allclose(seen, torch.sin(x @ x.t()) + 1, atol=1e-4):
@@ -224,7 +229,9 @@ def test_the_memory_of_a_dropped_graph_is_not_used_again_while_it_replays() -> N
     with torch.cuda.stream(third):
         graph(large)
     with torch.cuda.stream(first):
-        zeros = [torch.zeros(size, device="cuda") for size in (12, 128, 1024, 4096) for _ in range(64)]
+        zeros = [
+            torch.zeros(size, device="cuda") for size in (12, 128, 1024, 4096) for _ in range(64)
+        ]
     in_flight = not second.query()
     torch.cuda.synchronize()
     assert in_flight, "the replay had ended before its graph was dropped"
@@ -234,7 +241,9 @@ def test_the_memory_of_a_dropped_graph_is_not_used_again_while_it_replays() -> N
 
 def test_a_full_memory_falls_back_to_the_graphs_at_hand() -> None:
     def wide(batch: Rows) -> Rows:
-        return Rows(batch.descriptor, (batch.x[:, :, None] * torch.ones(2**20, device="cuda")).sum(-1))
+        return Rows(
+            batch.descriptor, (batch.x[:, :, None] * torch.ones(2**20, device="cuda")).sum(-1)
+        )
 
     def rows(n: int) -> Rows:
         return Rows(BatchDescriptor(n, n), torch.ones(n, 2, device="cuda"))
@@ -245,7 +254,10 @@ def test_a_full_memory_falls_back_to_the_graphs_at_hand() -> None:
     total = torch.cuda.get_device_properties(0).total_memory
     torch.cuda.set_per_process_memory_fraction((used + 2**28) / total)
     try:
-        with pytest.warns(RuntimeWarning, match="memory was full when 'ragged 64 tokens, 64 reqs' was to be captured"):
+        with pytest.warns(
+            RuntimeWarning,
+            match="memory was full when 'ragged 64 tokens, 64 reqs' was to be captured",
+        ):
             graph.capture(rows(1))
         assert graph(rows(3)).x.tolist() == [[2.0**20] * 2] * 3
     finally:
@@ -257,7 +269,9 @@ def test_a_full_memory_falls_back_to_the_graphs_at_hand() -> None:
 
 
 def test_a_dropped_graph_gives_its_memory_back() -> None:
-    graph = graphify(lambda x: (x * 2, (x[:, None] * torch.ones(64, device="cuda")).sum(1)), max_captures=1)
+    graph = graphify(
+        lambda x: (x * 2, (x[:, None] * torch.ones(64, device="cuda")).sum(1)), max_captures=1
+    )
     for n in (2**20, 2**20 + 1, 2**20 + 2):
         x = torch.ones(n, device="cuda")
         for seen, factor in zip(graph(x), (2, 64), strict=True):
@@ -272,7 +286,10 @@ def test_a_dropped_graph_gives_its_memory_back() -> None:
 def test_an_estimate_is_near_what_the_ladder_of_a_model_takes(model: Model) -> None:
     runner = make_runner(model, Limits(64, 256), mode="full_and_piecewise")
     state = make_state(
-        model, runner.layouts, [32] * 64, [SamplingParams(temperature=1.0, seed=row) for row in range(64)]
+        model,
+        runner.layouts,
+        [32] * 64,
+        [SamplingParams(temperature=1.0, seed=row) for row in range(64)],
     )
     before, batch = clone(state), Batch.decode([0, 1, 2], device="cuda")
     (graph,) = runner.graphs
@@ -314,7 +331,10 @@ def test_a_generator_of_the_gpu_is_not_seeded_inside() -> None:
     g = graphify(draw)
     torch.cuda.manual_seed(7)
     x = torch.zeros(2, device="cuda")
-    first, wanted = g(x, False), torch.rand(2, device="cuda", generator=torch.Generator("cuda").manual_seed(7))
+    first, wanted = (
+        g(x, False),
+        torch.rand(2, device="cuda", generator=torch.Generator("cuda").manual_seed(7)),
+    )
     assert torch.equal(first, wanted)
     state = torch.cuda.get_rng_state()
     with pytest.raises(CaptureError, match="it seeds a random generator, or sets its state"):
@@ -345,7 +365,9 @@ def test_a_capture_that_cuda_refuses_leaves_the_generators_as_they_were() -> Non
 def test_random_numbers_of_the_cpu_are_refused_in_a_graph_of_the_gpu() -> None:
     graph = graphify(lambda x: (x + 1, torch.rand(2)))
     before = torch.get_rng_state()
-    with pytest.raises(CaptureError, match="draws random numbers on the CPU, in a call with tensors on a GPU"):
+    with pytest.raises(
+        CaptureError, match="draws random numbers on the CPU, in a call with tensors on a GPU"
+    ):
         graph(torch.zeros(2, device="cuda"))
     assert torch.equal(torch.get_rng_state(), before)
 
@@ -365,7 +387,10 @@ def test_a_function_without_tensor_arguments_draws_on_the_gpu() -> None:
 def test_a_result_without_memory() -> None:
     graph = graphify(lambda x: (x + 1, torch._efficientzerotensor((2,), device="cuda")))
     for value in (1.0, 2.0):
-        assert [y.tolist() for y in graph(torch.full((2,), value, device="cuda"))] == [[value + 1] * 2, [0.0, 0.0]]
+        assert [y.tolist() for y in graph(torch.full((2,), value, device="cuda"))] == [
+            [value + 1] * 2,
+            [0.0, 0.0],
+        ]
 
 
 def test_a_number_on_the_gpu_that_torch_passes_on_is_refused() -> None:
@@ -375,9 +400,12 @@ def test_a_number_on_the_gpu_that_torch_passes_on_is_refused() -> None:
 
 
 def test_a_capture_warms_up_on_the_state_as_it_was() -> None:
-    """A state that counts, with one free row: a second run on the first one's state would go beyond it."""
+    """A state that counts, with one free row: a second run on the first one's state would go beyond
+    it."""
 
-    def write(state: dict[str, torch.Tensor], x: torch.Tensor) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
+    def write(
+        state: dict[str, torch.Tensor], x: torch.Tensor
+    ) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
         state["rows"].index_copy_(0, state["n"], x)
         return {"n": state["n"] + 1, "rows": state["rows"]}, state["rows"].sum(0)
 

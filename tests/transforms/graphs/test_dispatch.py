@@ -1,4 +1,5 @@
-"""dispatch against its definition, by brute force: total, least, deterministic, each rung reachable."""
+"""dispatch against its definition, by brute force: total, least, deterministic, each rung
+reachable."""
 
 from typing import Any, NamedTuple
 
@@ -63,7 +64,11 @@ def test_monotone_where_rungs_form_a_chain(a: B, b: B, ladder: list[B]) -> None:
 @given(descriptors(), LADDERS, descriptors())
 def test_a_rung_that_does_not_cover_changes_nothing(own: B, ladder: list[B], other: B) -> None:
     if not other.covers(own):
-        assert dispatch(own, [*ladder, other]) == dispatch(own, [other, *ladder]) == dispatch(own, ladder)
+        assert (
+            dispatch(own, [*ladder, other])
+            == dispatch(own, [other, *ladder])
+            == dispatch(own, ladder)
+        )
 
 
 def test_of_incomparable_rungs_the_one_that_pads_less() -> None:
@@ -81,7 +86,9 @@ def test_the_padding_is_what_is_padded(own: B, ladder: list[B]) -> None:
     decision = dispatch(own, ladder)
     chosen = decision.descriptor
     sizes = ("num_tokens", "num_reqs", "num_active_loras")
-    assert dict(decision.padding) == {n: m for n in sizes if (m := getattr(chosen, n) - getattr(own, n))}
+    assert dict(decision.padding) == {
+        n: m for n in sizes if (m := getattr(chosen, n) - getattr(own, n))
+    }
     assert str(decision).startswith(decision.reason)
     assert ("padded by" in str(decision)) == bool(decision.padding)
 
@@ -109,7 +116,9 @@ def test_any_descriptor_type(data: Any) -> None:
     own, ladder = data.draw(images), data.draw(st.lists(images, max_size=6))
     decision: Decision[Resolution] = dispatch(own, ladder)
     assert (decision.mode == "none") == (not any(d.covers(own) for d in ladder))
-    assert not any(decision.descriptor.covers(d) and d != decision.descriptor and d.covers(own) for d in ladder)
+    assert not any(
+        decision.descriptor.covers(d) and d != decision.descriptor and d.covers(own) for d in ladder
+    )
     assert sum(more for _, more in decision.padding) == (
         decision.descriptor.height - own.height + decision.descriptor.width - own.width
     )
@@ -174,8 +183,14 @@ class Loop:
 def test_no_order_no_decision() -> None:
     with pytest.raises(DescriptorError) as error:
         dispatch(Loop("x"), [Loop("a"), Loop("b")])
-    assert error.value.seen == "'Loop(name='a')' and 'Loop(name='b')' cover each other and are not equal"
-    assert error.value.instead == "make covers a partial order, in which two classes that cover each other are equal"
+    assert (
+        error.value.seen
+        == "'Loop(name='a')' and 'Loop(name='b')' cover each other and are not equal"
+    )
+    assert (
+        error.value.instead
+        == "make covers a partial order, in which two classes that cover each other are equal"
+    )
 
 
 def test_the_table() -> None:

@@ -1,4 +1,5 @@
-"""Calls that run the function itself: the same as without graphify, inside other calls, and after an error."""
+"""Calls that run the function itself: the same as without graphify, inside other calls, and after
+an error."""
 
 import queue
 import threading
@@ -59,7 +60,11 @@ def test_a_donated_state_object_is_counted_after_it_is_emptied() -> None:
     with weft.no_capture():
         for _ in range(2):
             pair, out = g(pair, X)
-    assert_equal("state and output", (pair.first, pair.second, out), (torch.full((2,), 2.0), torch.ones(2), X * 2))
+    assert_equal(
+        "state and output",
+        (pair.first, pair.second, out),
+        (torch.full((2,), 2.0), torch.ones(2), X * 2),
+    )
     assert (pair.first.data_ptr(), pair.second.data_ptr()) == places
 
 
@@ -98,7 +103,9 @@ def test_an_error_in_a_replay_says_what_was_donated() -> None:
     ]
     with pytest.raises(DonatedError, match=r"that was donated to <lambda>\(s\)"):
         g(state, torch.tensor([0]))
-    assert_equal("another state", g(torch.zeros(2), torch.tensor([1])), (torch.ones(2), torch.ones(1)))
+    assert_equal(
+        "another state", g(torch.zeros(2), torch.tensor([1])), (torch.ones(2), torch.ones(1))
+    )
 
 
 def test_borrowed_results_outlive_the_graphs() -> None:

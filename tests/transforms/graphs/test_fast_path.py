@@ -38,7 +38,10 @@ TREES: dict[str, Callable[[], Any]] = {
 @pytest.mark.parametrize("tree", TREES)
 @pytest.mark.parametrize("role", ["copied", "by reference", "donated"])
 def test_a_second_call_is_fast_and_says_the_same(tree: str, role: str, outputs: Any) -> None:
-    names = {"by reference": {"reference_argnames": "tree"}, "donated": {"donate_argnames": "tree"}}.get(role, {})
+    names = {
+        "by reference": {"reference_argnames": "tree"},
+        "donated": {"donate_argnames": "tree"},
+    }.get(role, {})
     g: Graphified[..., Any] = graphify(doubled, outputs=outputs, **names)
     value = TREES[tree]()
     for turn in range(3):
@@ -69,13 +72,17 @@ def test_one_tensor_in_two_places(by_reference: str) -> None:
     g = graphify(lambda a, b: (a + b, a - b), reference_argnames=by_reference.split())
     values = [X.clone(), X + 1]
     for turn in range(2):
-        for a, b in [*itertools.product(values, repeat=2), *itertools.product(values[::-1], repeat=2)]:
+        for a, b in [
+            *itertools.product(values, repeat=2),
+            *itertools.product(values[::-1], repeat=2),
+        ]:
             with general_calls(g) as general:
                 assert_equal(LAW, g(a, b), (a + b, a - b))
             assert not (general and turn)
 
 
-# Immutable arguments, recognised by identity --------------------------------------------------------------------------
+# Immutable arguments, recognised by identity
+# --------------------------------------------------------------------------
 
 
 @pytree
@@ -140,7 +147,12 @@ def test_weights_that_nobody_holds_are_not_kept() -> None:
     for _ in range(3):
         outer(params, X)
     readers = [reader for found in outer._cache.fast_paths.by_form.values() for reader in found]
-    held = [v for r in readers for v in r.layout.read.__globals__.values() if type(v).__name__ == "SubtreeCache"]
+    held = [
+        v
+        for r in readers
+        for v in r.layout.read.__globals__.values()
+        if type(v).__name__ == "SubtreeCache"
+    ]
     assert [h._cached is not None for h in held] == [True]
     del params
     gc.collect()
@@ -157,8 +169,17 @@ FORMS: list[tuple[tuple[Any, ...], dict[str, Any]]] = [
 def test_calls_of_every_form_twice() -> None:
     default = torch.ones(4)
 
-    def mixed(a: Tensor, /, b: Tensor = default, *rest: Tensor, c: float = 2.0, **more: Tensor) -> Tensor:
-        return a + 10 * b + 100 * sum(rest, torch.zeros(4)) + c * 1000 + 5 * more.get("a", X) + more.get("z", X)
+    def mixed(
+        a: Tensor, /, b: Tensor = default, *rest: Tensor, c: float = 2.0, **more: Tensor
+    ) -> Tensor:
+        return (
+            a
+            + 10 * b
+            + 100 * sum(rest, torch.zeros(4))
+            + c * 1000
+            + 5 * more.get("a", X)
+            + more.get("z", X)
+        )
 
     g = graphify(mixed)
     for args, kwargs in FORMS:

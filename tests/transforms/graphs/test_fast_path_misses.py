@@ -81,7 +81,9 @@ def test_attributes_of_what_is_captured_by_reference(name: str) -> None:
         change()
         for size in (2, 2, 3):
             assert_equal(f"{LAW}: {what}", g(held, torch.ones(size)), fn(held, torch.ones(size)))
-    assert g.cache_info().captures == 12  # two sizes each; three changes lead to what was there before
+    assert (
+        g.cache_info().captures == 12
+    )  # two sizes each; three changes lead to what was there before
 
 
 def test_an_attribute_that_moves_from_one_tensor_to_another() -> None:
@@ -170,13 +172,17 @@ def test_a_donated_state_object_is_emptied_on_the_fast_path() -> None:
         return attrs.evolve(state, positions=state.positions + by)
 
     g = graphify(step, donate_argnames=("state",))
-    state = State.zeros(num_layers=1, num_kv_heads=1, head_dim=2, max_num_reqs=2, num_pages=2, max_pages=1)
+    state = State.zeros(
+        num_layers=1, num_kv_heads=1, head_dim=2, max_num_reqs=2, num_pages=2, max_pages=1
+    )
     for turn in range(4):
         old = state
         with general_calls(g) as general:
             state = g(state, torch.tensor(1))
         assert len(general) == (turn == 0)
-        with pytest.raises(DonatedError, match=r"State\.positions\n  saw: this State was donated to step\(state\)"):
+        with pytest.raises(
+            DonatedError, match=r"State\.positions\n  saw: this State was donated to step\(state\)"
+        ):
             _ = old.positions
     assert state.positions.tolist() == [4, 4, 4]
 
@@ -196,7 +202,9 @@ def test_another_address_by_reference_is_a_miss() -> None:
     assert g.cache_info().captures == 4
 
 
-def test_more_structures_and_more_kin_than_are_kept_are_right_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_more_structures_and_more_kin_than_are_kept_are_right_all_the_same(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(fast_path, "MAX_FAST_PATHS", 16)
     g = graphify(doubled)
     for _ in range(2):

@@ -21,12 +21,19 @@ from weft.trees import pytree
 
 def test_explain_says_what_a_call_would_do_and_does_nothing() -> None:
     g = graphify(twice)
-    assert str(g.explain(X)) == ("captures: no ladder, so each signature has its own graph; nothing is captured yet")
+    assert str(g.explain(X)) == (
+        "captures: no ladder, so each signature has its own graph; nothing is captured yet"
+    )
     assert counts(g) == (0, 0, 0)
     g(X)
     seen = g.explain(X + 1)
-    assert (seen.captured, str(seen)) == (True, "replays: no ladder, so each signature has its own graph")
-    assert str(g.explain(X, 2)).endswith("; k: 2, captured 1; pass k as a 0-dim tensor: torch.tensor(2)")
+    assert (seen.captured, str(seen)) == (
+        True,
+        "replays: no ladder, so each signature has its own graph",
+    )
+    assert str(g.explain(X, 2)).endswith(
+        "; k: 2, captured 1; pass k as a 0-dim tensor: torch.tensor(2)"
+    )
     assert str(g.freeze().explain(X, 2)).startswith("would raise, because it is frozen: ")
     assert counts(g) == (1, 1, 0)
     wants = torch.ones(2, requires_grad=True)
@@ -71,7 +78,10 @@ def test_it_looks_like_the_function() -> None:
 
 
 def test_static_values_are_constants_that_a_miss_names() -> None:
-    g = graphify(lambda x, n, how: [x * i if how == "by" else x + i for i in range(n)], static_argnames=("n", "how"))
+    g = graphify(
+        lambda x, n, how: [x * i if how == "by" else x + i for i in range(n)],
+        static_argnames=("n", "how"),
+    )
     assert len(g(X, 3, how="by")) == 3
     assert len(g(X, 1, how="by")) == 1
     g.freeze()
@@ -167,7 +177,10 @@ def test_a_method_is_the_graphified_function_of_its_instance() -> None:
     scale = Scale(X + 1)
     Scale.times.cache_clear()
     assert_equal(LAW, scale.times(X), X * (X + 1))
-    assert (scale.times.cache_info(), scale.times.__doc__) == (Scale.times.cache_info(), "A docstring.")
+    assert (scale.times.cache_info(), scale.times.__doc__) == (
+        Scale.times.cache_info(),
+        "A docstring.",
+    )
     assert counts(Scale.times) == (1, 1, 0)
     assert [*inspect.signature(scale.times).parameters] == ["x"]
     assert scale.times.explain(X).captured
@@ -181,7 +194,11 @@ def test_a_method_is_the_graphified_function_of_its_instance() -> None:
 
 
 def test_a_module_in_eval_mode_is_a_function() -> None:
-    module = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.BatchNorm1d(4)).eval().requires_grad_(False)
+    module = (
+        torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.BatchNorm1d(4))
+        .eval()
+        .requires_grad_(False)
+    )
     before = copy.deepcopy(module.state_dict())
     g = graphify(module)
     x = torch.randn(3, 4)
@@ -201,7 +218,8 @@ def test_a_tensor_that_the_function_keeps_is_refused() -> None:
 
     g = graphify(leaks)
     with pytest.raises(
-        CaptureError, match=r"a tensor that it made is kept and not returned \(float32\[4\], float32\[1\]\)"
+        CaptureError,
+        match=r"a tensor that it made is kept and not returned \(float32\[4\], float32\[1\]\)",
     ):
         g(X)
     assert counts(g) == (0, 0, 0)
@@ -238,7 +256,8 @@ def test_a_python_value_is_frozen_at_capture() -> None:
 
 @pytest.mark.parametrize("split_at", [(), "aten::index_copy_"])
 def test_a_capture_runs_again_on_the_state_as_it_was(split_at: Any) -> None:
-    """A state that counts, with one free row: a second run on the first one's state would go beyond it."""
+    """A state that counts, with one free row: a second run on the first one's state would go beyond
+    it."""
 
     def write(state: dict[str, Tensor], x: Tensor) -> tuple[dict[str, Tensor], Tensor]:
         state["rows"].index_copy_(0, state["n"], x)
@@ -249,4 +268,6 @@ def test_a_capture_runs_again_on_the_state_as_it_was(split_at: Any) -> None:
     state, out = graph(state, torch.ones(1, 2))
     assert state["n"].tolist() == [3]
     assert out.tolist() == [1.0, 1.0]
-    assert graph.graphs().graphs[0].operators == 4  # the write, the count, the sum, and the count's copy to its place
+    assert (
+        graph.graphs().graphs[0].operators == 4
+    )  # the write, the count, the sum, and the count's copy to its place

@@ -58,7 +58,8 @@ UNFIT: list[tuple[Callable[[Tensor], Tensor], str, str]] = [
 def test_a_function_that_cannot_be_captured_names_its_line(
     fn: Callable[[Tensor], Tensor], seen: str, line: str
 ) -> None:
-    """The error names the innermost line of the user's code; nothing is kept, so a second call raises it again."""
+    """The error names the innermost line of the user's code; nothing is kept, so a second call
+    raises it again."""
     x, graph = torch.tensor([1.0, 2.0]), graphify(fn)
     for _ in range(2):
         with refused(CaptureError, f"graphify({fn.__name__})", seen + line, REMEDY):
@@ -96,12 +97,15 @@ def test_a_modules_line_is_named() -> None:
 
 
 class Flaw:
-    """A step over {"sum": …, "steps": …} that works in place and, while `kind` is set, fails once it has begun."""
+    """A step over {"sum": …, "steps": …} that works in place and, while `kind` is set, fails once
+    it has begun."""
 
     def __init__(self, kind: str | None) -> None:
         self.kind = kind
 
-    def step(self, params: Tensor, state: dict[str, Tensor], batch: Tensor) -> tuple[dict[str, Tensor], Tensor]:
+    def step(
+        self, params: Tensor, state: dict[str, Tensor], batch: Tensor
+    ) -> tuple[dict[str, Tensor], Tensor]:
         state["sum"].add_(batch.sum(0))
         state["steps"].add_(1)
         y = batch @ params
@@ -176,13 +180,37 @@ class Frozen:
 REGISTER = "@weft.pytree above @attrs.frozen instead of @dataclass above Data; or its tensors"
 STATIC = "register its class (weft.pytree), pass its tensors, or name it in static_argnames if it never changes"
 FOREIGN: dict[str, tuple[Any, str, str]] = {
-    "an array": (np.ones(2), "y is not a tensor and cannot be hashed (<any>)", "torch.from_numpy(array)"),
+    "an array": (
+        np.ones(2),
+        "y is not a tensor and cannot be hashed (<any>)",
+        "torch.from_numpy(array)",
+    ),
     "a numpy number": (np.float32(3), "y is a float32, <any>", "float(...) or int(...) of it"),
-    "a module": (nn.Linear(2, 2), "y is a Linear, <any>", "its parameters, with torch.func.functional_call, <any>"),
-    "a mapping": (UserDict(x=1), "y is not a tensor and cannot be hashed (<any>)", "dict(...) of it"),
-    "a dataclass": (Data(torch.ones(2)), "y is not a tensor and cannot be hashed (<any>)", REGISTER),
-    "a frozen dataclass": (Frozen(torch.ones(2)), "y is a Frozen, <any>", REGISTER.replace("Data", "Frozen")),
-    "an object": (Opaque(1), "y is an Opaque, which is neither a tensor, a plain value nor a pytree", STATIC),
+    "a module": (
+        nn.Linear(2, 2),
+        "y is a Linear, <any>",
+        "its parameters, with torch.func.functional_call, <any>",
+    ),
+    "a mapping": (
+        UserDict(x=1),
+        "y is not a tensor and cannot be hashed (<any>)",
+        "dict(...) of it",
+    ),
+    "a dataclass": (
+        Data(torch.ones(2)),
+        "y is not a tensor and cannot be hashed (<any>)",
+        REGISTER,
+    ),
+    "a frozen dataclass": (
+        Frozen(torch.ones(2)),
+        "y is a Frozen, <any>",
+        REGISTER.replace("Data", "Frozen"),
+    ),
+    "an object": (
+        Opaque(1),
+        "y is an Opaque, which is neither a tensor, a plain value nor a pytree",
+        STATIC,
+    ),
 }
 
 
@@ -209,11 +237,16 @@ async def awaits(x: Tensor) -> Tensor:
 
 
 def test_what_is_no_function_of_results() -> None:
-    seen, instead = "a function that yields or awaits, so that a call does not run it", "a function that returns <any>"
+    seen, instead = (
+        "a function that yields or awaits, so that a call does not run it",
+        "a function that returns <any>",
+    )
     for fn in (yields, awaits):
         with refused(CaptureError, f"graphify({fn.__name__}, ...)", seen, instead):
             graphify(fn)
-    with refused(CaptureError, "graphify(3, ...)", "3, which is not a function", "a function over tensors"):
+    with refused(
+        CaptureError, "graphify(3, ...)", "3, which is not a function", "a function over tensors"
+    ):
         graphify(3)  # type: ignore[call-overload]
 
 
@@ -274,7 +307,10 @@ def test_a_write_to_what_a_function_closes_over() -> None:
 @pytest.mark.parametrize("most", ["1", -1, True, None])
 def test_a_number_of_captures_that_is_none(most: Any) -> None:
     call = f"weft.assert_max_captures({most!r})"
-    with refused(CaptureError, call, f"most={most!r}", "an int >= 0"), weft.assert_max_captures(most):
+    with (
+        refused(CaptureError, call, f"most={most!r}", "an int >= 0"),
+        weft.assert_max_captures(most),
+    ):
         pass
 
 
@@ -282,7 +318,10 @@ def test_the_cuda_back_end_without_a_device_of_its_kind(monkeypatch: pytest.Monk
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     graph = graphify(Flaw(None).step, donate_argnames=["state"], backend="cuda")
     state = {"sum": torch.ones(2), "steps": torch.tensor(1)}
-    seen, instead = "this machine has no CUDA device", "move the arguments there, or write backend='tape'"
+    seen, instead = (
+        "this machine has no CUDA device",
+        "move the arguments there, or write backend='tape'",
+    )
     with refused(DeviceError, "graphify(..., backend='cuda')", seen, instead):
         graph(torch.ones(2, 3), state, torch.ones(4, 2))
     assert (state["sum"].tolist(), int(state["steps"])) == ([1.0, 1.0], 1)

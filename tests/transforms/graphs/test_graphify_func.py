@@ -87,7 +87,9 @@ def test_a_closed_over_parameter_keeps_its_gradient() -> None:
     for _ in range(2):
         assert g(X).requires_grad
     assert counts(g) == (1, 0, 2)
-    assert str(g.explain(X)).startswith("runs inline: it reads w from outside, which requires grad, and autograd")
+    assert str(g.explain(X)).startswith(
+        "runs inline: it reads w from outside, which requires grad, and autograd"
+    )
     with torch.no_grad():
         assert not g(X).requires_grad
         assert str(g.explain(X)).startswith("replays: ")
@@ -103,7 +105,10 @@ def test_a_closed_over_parameter_keeps_its_gradient_beside_a_donated_state() -> 
     state.sum().backward()
     assert_equal(LAW, w.grad, 1.75 * X)
     with weft.no_capture(replay=False):
-        assert str(g.explain(torch.zeros(4), X)) == "runs eagerly: inside weft.no_capture(replay=False)"
+        assert (
+            str(g.explain(torch.zeros(4), X))
+            == "runs eagerly: inside weft.no_capture(replay=False)"
+        )
 
 
 def test_forward_mode_duals_keep_their_tangents() -> None:
@@ -175,7 +180,9 @@ def test_a_number_that_stands_for_a_tensor_is_one_again() -> None:
     ],
     ids=["empty", "tensor", "as_tensor", "grad"],
 )
-def test_tensors_made_inside_a_transform_have_no_storage_of_their_own(fn: Callable[[Tensor], Any]) -> None:
+def test_tensors_made_inside_a_transform_have_no_storage_of_their_own(
+    fn: Callable[[Tensor], Any],
+) -> None:
     assert_equal(LAW, graphify(fn)(X), fn(X))
 
 
@@ -186,7 +193,9 @@ def test_a_host_read_inside_a_transform_is_refused() -> None:
         graphify(lambda x: jvp(lambda x: x * x.sum().item(), (x,), (x,)))(X)
 
 
-@pytest.mark.parametrize("name", ["dropout", "alpha_dropout", "feature_alpha_dropout", "dropout1d", "rrelu"])
+@pytest.mark.parametrize(
+    "name", ["dropout", "alpha_dropout", "feature_alpha_dropout", "dropout1d", "rrelu"]
+)
 def test_noise_under_a_gradient_draws_what_eager_code_draws(name: str) -> None:
     x = torch.rand(2, 3, 4)
     gradient = grad(lambda x: getattr(torch.nn.functional, name)(x, training=True).sum())

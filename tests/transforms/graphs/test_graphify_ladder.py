@@ -25,9 +25,14 @@ def test_explain_with_a_ladder() -> None:
     assert str(g.explain(three)) == f"captures: {under}; nothing is captured yet"
     g(three)
     assert str(g.explain(three)) == f"replays: {under}"
-    assert str(g.explain(Batch.decode(range(5)))) == "runs eagerly: no captured class covers 'uniform x1, 5 reqs'"
+    assert (
+        str(g.explain(Batch.decode(range(5))))
+        == "runs eagerly: no captured class covers 'uniform x1, 5 reqs'"
+    )
     other = attrs.evolve(three, samples=three.samples.int())
-    assert str(g.freeze().explain(other)).endswith("; b.samples: dtype torch.int32, captured torch.bool")
+    assert str(g.freeze().explain(other)).endswith(
+        "; b.samples: dtype torch.int32, captured torch.bool"
+    )
 
 
 def test_capture_captures_the_ladder_once() -> None:
@@ -52,28 +57,36 @@ def test_a_result_that_is_not_sized_is_refused_by_its_path() -> None:
     g = graphify(lambda b: {"ok": b, "bad": [b.rows * 2]}, ladder=LADDER)
     with pytest.raises(CaptureError) as error:
         g(Batch.decode([0, 1]))
-    assert error.value.seen.startswith("the result's leaf ['bad'][0] of shape (2,) does not declare which")
+    assert error.value.seen.startswith(
+        "the result's leaf ['bad'][0] of shape (2,) does not declare which"
+    )
     assert "weft.axes('num_reqs')" in error.value.instead
     assert g.cache_info().currsize == 0
     assert g(Batch.decode(range(9)))["bad"][0].shape == (9,)  # an eager call has nothing to unpad
 
 
 def test_a_result_of_another_size_than_its_class_says_is_not_cut() -> None:
-    """A field per request with one entry per token: its shape is [3] eagerly, so a graph must not return [1]."""
-    g = graphify(lambda b: Output(b.input_ids * 2, b.input_ids * 1.0), ladder=[BatchDescriptor(8, 4)])
+    """A field per request with one entry per token: its shape is [3] eagerly, so a graph must not
+    return [1]."""
+    g = graphify(
+        lambda b: Output(b.input_ids * 2, b.input_ids * 1.0), ladder=[BatchDescriptor(8, 4)]
+    )
     with pytest.raises(CaptureError, match="token_ids"):
         g(Batch.ragged([0], [[1, 2, 3]]))
 
 
 @pytest.mark.parametrize("second", [Batch.ragged([0], [[1]]), Batch.decode([0, 1, 2])])
 def test_two_batches_of_different_classes_are_refused(second: Batch) -> None:
-    """Only one of them is surely padded to a rung that covers it; the other would run under the first one's class."""
+    """Only one of them is surely padded to a rung that covers it; the other would run under the
+    first one's class."""
     with pytest.raises((CaptureError, ValueError), match="descriptor"):
         graphify(lambda a, b: (a, b), ladder=LADDER)(Batch.decode([0, 1]), second)
 
 
 def test_two_batches_of_one_class_are_padded_together() -> None:
-    g = graphify(lambda a, b: Output(a.rows + b.rows, b.rows * 1.0), ladder=[BatchDescriptor.uniform(4)])
+    g = graphify(
+        lambda a, b: Output(a.rows + b.rows, b.rows * 1.0), ladder=[BatchDescriptor.uniform(4)]
+    )
     assert g(Batch.decode([0, 1]), Batch.decode([5, 6])).token_ids.tolist() == [5, 7]
     assert counts(g) == (1, 1, 0)
 
@@ -95,7 +108,9 @@ def test_an_empty_batch_runs_under_a_rung() -> None:
 
 
 def test_frozen_a_class_outside_the_ladder_still_runs_eagerly() -> None:
-    g = graphify(lambda b: Output(b.rows, b.rows * 1.0), ladder=[BatchDescriptor.uniform(2)]).freeze()
+    g = graphify(
+        lambda b: Output(b.rows, b.rows * 1.0), ladder=[BatchDescriptor.uniform(2)]
+    ).freeze()
     assert g(Batch.decode(range(5))).token_ids.shape == (5,)
     with pytest.raises(CacheMissError, match="nothing is captured yet"):
         g(Batch.decode([0]))
@@ -110,13 +125,16 @@ def test_an_error_of_the_functions_own_says_what_is_padded() -> None:
     ]
 
 
-# Padding -------------------------------------------------------------------------------------------------------------
+# Padding
+# -------------------------------------------------------------------------------------------------------------
 
 
 @pytree
 @attrs.frozen(eq=False)
 class Sized:
-    descriptor: BatchDescriptor = attrs.field(metadata={"weft.static": True, "weft.descriptor": True})
+    descriptor: BatchDescriptor = attrs.field(
+        metadata={"weft.static": True, "weft.descriptor": True}
+    )
     ids: Tensor = attrs.field(metadata=axes("num_tokens", pad=-1))
     starts: Tensor = attrs.field(metadata=axes("num_reqs+1", pad="last"))
     table: Tensor = attrs.field(metadata=axes("num_reqs", "num_tokens", pad=7))
@@ -127,13 +145,18 @@ def sized(tokens: int, reqs: int, seed: int) -> Sized:
     torch.manual_seed(seed)
     shapes: list[tuple[int, ...]] = [(tokens,), (reqs + 1,), (reqs, tokens), (3, tokens)]
     kinds = (torch.int64, torch.int32, torch.int64, torch.float32)
-    values = [torch.randint(10, 99, shape).to(kind) for shape, kind in zip(shapes, kinds, strict=True)]
+    values = [
+        torch.randint(10, 99, shape).to(kind) for shape, kind in zip(shapes, kinds, strict=True)
+    ]
     return Sized(BatchDescriptor(tokens, reqs), *values)
 
 
 @pytest.mark.parametrize("blank_bytes", [2**20, -1])
-def test_nothing_of_an_earlier_batch_is_left_in_a_buffer(blank_bytes: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each whole padded buffer, as the graph reads it, equals the padded batch, in any order of sizes."""
+def test_nothing_of_an_earlier_batch_is_left_in_a_buffer(
+    blank_bytes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each whole padded buffer, as the graph reads it, equals the padded batch, in any order of
+    sizes."""
     from weft.padding import pad
 
     monkeypatch.setattr("weft.transforms.graphs.calls.buffers.PADDING_SOURCE_BYTES", blank_bytes)
@@ -146,5 +169,7 @@ def test_nothing_of_an_earlier_batch_is_left_in_a_buffer(blank_bytes: int, monke
         (graph,) = g._cache.graphs()
         wanted = pad(batch, rung)
         buffers = [x for x in graph.buffers if isinstance(x, Tensor)]
-        assert_equal("a buffer is padded", buffers, [wanted.ids, wanted.starts, wanted.table, wanted.wide])
+        assert_equal(
+            "a buffer is padded", buffers, [wanted.ids, wanted.starts, wanted.table, wanted.wide]
+        )
     assert g.cache_info().captures == 1

@@ -1,4 +1,5 @@
-"""The memo of graphs: contexts that control captures, eviction, full memory, logging, and threads."""
+"""The memo of graphs: contexts that control captures, eviction, full memory, logging, and threads.
+"""
 
 import logging
 import threading
@@ -53,7 +54,8 @@ def switches() -> Iterator[Any]:
     weft.config.explain_cache_misses = weft.config.log_captures = False
 
 
-# Contexts ------------------------------------------------------------------------------------------------------------
+# Contexts
+# ------------------------------------------------------------------------------------------------------------
 
 
 def test_nothing_is_captured_inside_no_capture() -> None:
@@ -118,7 +120,9 @@ def test_one_capture_too_many_raises_before_it_begins() -> None:
         with pytest.raises(TooManyCapturesError) as raised:
             g(torch.ones(4))
     text = str(raised.value)
-    assert text.startswith("with weft.assert_max_captures(2): double\n  saw: one capture more (x: shape (4,), captured")
+    assert text.startswith(
+        "with weft.assert_max_captures(2): double\n  saw: one capture more (x: shape (4,), captured"
+    )
     assert "after: double; double" in text
     assert isinstance(raised.value, AssertionError)
     assert counts(g) == (2, 4, 0, 2)
@@ -137,7 +141,8 @@ def test_clear_caches_clears_all() -> None:
         assert counts(g) == (1, 1, 0, 1)
 
 
-# Logging -------------------------------------------------------------------------------------------------------------
+# Logging
+# -------------------------------------------------------------------------------------------------------------
 
 
 def test_misses_are_explained(switches: Any, caplog: pytest.LogCaptureFixture) -> None:
@@ -171,7 +176,10 @@ def test_each_class_that_no_graph_covers_is_logged_once_and_counted(
     g = graphify(double_rows, ladder=LADDER)
     for n in (9, 8, 10, 9, 10, 9):
         check(g, n)
-    reasons = {f"no captured class covers 'ragged {n} tokens, {n} reqs'": count for n, count in ((9, 3), (10, 2))}
+    reasons = {
+        f"no captured class covers 'ragged {n} tokens, {n} reqs'": count
+        for n, count in ((9, 3), (10, 2))
+    }
     assert [r.getMessage() for r in caplog.records] == [
         f"double_rows: runs without a graph: {reason}" for reason in reasons
     ]
@@ -226,10 +234,13 @@ def test_the_reasons_are_bounded(switches: Any, caplog: pytest.LogCaptureFixture
     assert len(caplog.records) == 65
 
 
-# Signatures ----------------------------------------------------------------------------------------------------------
+# Signatures
+# ----------------------------------------------------------------------------------------------------------
 
 
-def test_signatures_are_bounded_with_the_plans_that_entries_hold(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_signatures_are_bounded_with_the_plans_that_entries_hold(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr("weft.transforms.graphs.cache._MAX_SIGNATURES", 3)
     g = graphify(double_rows, ladder=[BatchDescriptor(8, 8)])
     sizes = []
@@ -253,7 +264,8 @@ def test_calls_of_ever_new_signatures_do_not_fill_the_memory() -> None:
     assert (most, len(g._cache._plans)) == (4096, 4)
 
 
-# Eviction ------------------------------------------------------------------------------------------------------------
+# Eviction
+# ------------------------------------------------------------------------------------------------------------
 
 
 def test_the_least_recently_used_graph_is_dropped() -> None:
@@ -325,14 +337,17 @@ def test_max_captures_is_a_number_of_graphs(most: Any) -> None:
         graphify(double, max_captures=most)
 
 
-# A full memory -------------------------------------------------------------------------------------------------------
+# A full memory
+# -------------------------------------------------------------------------------------------------------
 
 
 def _full_above(rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Captures of more than `rows` rows run out of memory."""
     capture = TapeBackend.capture
 
-    def scarce(self: TapeBackend, fn: Callable[[], Any], audit: Any, split_at: Any = frozenset()) -> Any:
+    def scarce(
+        self: TapeBackend, fn: Callable[[], Any], audit: Any, split_at: Any = frozenset()
+    ) -> Any:
         recording = capture(self, fn, audit, split_at)
         if any(isinstance(x, Tensor) and x.shape[0] > rows for x in recording.outputs.leaves):
             raise torch.OutOfMemoryError("CUDA out of memory.")
@@ -346,7 +361,8 @@ def test_without_memory_the_graphs_at_hand_are_used(monkeypatch: pytest.MonkeyPa
     check(g, 8)
     _full_above(3, monkeypatch)
     with pytest.warns(
-        RuntimeWarning, match=r"double_rows: the device's memory was full when 'ragged 4 tokens, 4 reqs'"
+        RuntimeWarning,
+        match=r"double_rows: the device's memory was full when 'ragged 4 tokens, 4 reqs'",
     ):
         check(g, 4)
     assert counts(g) == (1, 2, 0, 1)
@@ -364,13 +380,17 @@ def test_without_memory_the_graphs_at_hand_are_used(monkeypatch: pytest.MonkeyPa
 def test_without_memory_and_graphs_the_function_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     _full_above(1, monkeypatch)
     g = graphify(double)
-    with pytest.warns(RuntimeWarning, match="the device's memory was full when a call was to be captured"):
+    with pytest.warns(
+        RuntimeWarning, match="the device's memory was full when a call was to be captured"
+    ):
         assert torch.equal(g(torch.ones(2)), torch.full((2,), 2.0))
     g(torch.ones(2))
     assert counts(g) == (0, 0, 2, 0)
 
 
-def test_capture_of_a_ladder_stops_where_the_memory_is_full(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_capture_of_a_ladder_stops_where_the_memory_is_full(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     _full_above(3, monkeypatch)
     split = graphify(double_rows, ladder=Ladder(full=LADDER[::-1]))
     with pytest.warns(RuntimeWarning, match="it uses the 1 graphs that it has"):
@@ -420,7 +440,8 @@ def test_a_batch_that_no_class_covers_leaves_the_state_where_it_was() -> None:
     assert int(state["n"]) == 8
 
 
-# Threads -------------------------------------------------------------------------------------------------------------
+# Threads
+# -------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("most", [None, 2])
@@ -448,7 +469,8 @@ def test_threads_get_right_answers(most: int | None) -> None:
 
 
 def test_copies_are_planned_where_the_back_end_allocates(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A plan has tables on the device, which a replay may still read when another thread drops its graph."""
+    """A plan has tables on the device, which a replay may still read when another thread drops its
+    graph."""
     events: list[str] = []
 
     class Backend(TapeBackend):
@@ -466,7 +488,9 @@ def test_copies_are_planned_where_the_back_end_allocates(monkeypatch: pytest.Mon
     monkeypatch.setattr(import_module("weft.transforms.graphs.cache"), "make_plan", planned)
     g = graphify(lambda x: x * 2)
     g(torch.ones(2))
-    assert events == ["enter", "exit", "enter", "exit", "enter", "plan", "exit"], "buffers, padding sources, copies"
+    assert events == ["enter", "exit", "enter", "exit", "enter", "plan", "exit"], (
+        "buffers, padding sources, copies"
+    )
     events.clear()
     g.lower(torch.ones(2)).compile()
     assert events == ["enter", "plan", "exit"]

@@ -1,5 +1,5 @@
-"""Calls with the same arguments by reference as an earlier one: these are not inspected again, and results are the
-same."""
+"""Calls with the same arguments by reference as an earlier one: these are not inspected again, and
+results are the same."""
 
 import gc
 import warnings
@@ -114,7 +114,10 @@ class Odd(Tensor):
 
 
 def test_what_is_copied_is_asked_all_that_it_was() -> None:
-    g, params = graphify(lambda params, x: x @ params.layers[0], reference_argnames="params"), make_weights()
+    g, params = (
+        graphify(lambda params, x: x @ params.layers[0], reference_argnames="params"),
+        make_weights(),
+    )
     g(params, torch.ones(2, 4))
     with pytest.raises(WeftError, match=r"x is .*subclass of Tensor"):
         g(params, torch.ones(3, 4).as_subclass(Odd))
@@ -133,7 +136,10 @@ def test_a_donated_tensor_that_is_copied_too_is_refused() -> None:
 
 def test_what_was_lent_and_overwritten_is_refused_all_the_same() -> None:
     lent = graphify(lambda x: x * 2, outputs="borrow")
-    g, params = graphify(lambda params, x: params * x.sum(), reference_argnames="params"), torch.ones(4)
+    g, params = (
+        graphify(lambda params, x: params * x.sum(), reference_argnames="params"),
+        torch.ones(4),
+    )
     with check_borrowed():
         stale = lent(torch.ones(2))
         lent(torch.zeros(2))
@@ -149,7 +155,11 @@ class Options:
 
 
 def test_a_static_argument_that_came_to_hold_a_tensor_is_refused() -> None:
-    g = graphify(lambda params, x, options: params * x.sum(), reference_argnames="params", static_argnames="options")
+    g = graphify(
+        lambda params, x, options: params * x.sum(),
+        reference_argnames="params",
+        static_argnames="options",
+    )
     params, options = torch.ones(4), Options(1)
     g(params, torch.ones(2), options)
     object.__setattr__(options, "value", torch.ones(1))
@@ -175,12 +185,15 @@ def test_more_than_are_kept_are_right_all_the_same() -> None:
     several = [torch.full((4,), float(i)) for i in range(MAX_KNOWN + 5)]
     for size in (2, 3):
         for params in several:
-            with warnings.catch_warnings(action="ignore", category=RuntimeWarning):  # one capture each
+            with warnings.catch_warnings(
+                action="ignore", category=RuntimeWarning
+            ):  # one capture each
                 seen = g(params, torch.ones(size))
             assert_equal(LAW, seen, params * size)
 
 
-# Whatever happens to the arguments in between, results are as without the memory --------------------------------------
+# Whatever happens to the arguments in between, results are as without the memory
+# --------------------------------------
 
 
 @attrs.define(eq=False)
@@ -218,8 +231,16 @@ class World:
 
     def call(self, g: Graphified[..., Any], world: int, size: int, kind: str, how: Any) -> Any:
         x = rows(size).x
-        odd = {"strided": x.repeat(1, 2)[:, ::2], "integers": x.int(), "sparse": x.to_sparse(), "none": None}
-        odd |= {"requires grad": x.clone().requires_grad_(), "a weight": self.params[world].layers[0][None]}
+        odd = {
+            "strided": x.repeat(1, 2)[:, ::2],
+            "integers": x.int(),
+            "sparse": x.to_sparse(),
+            "none": None,
+        }
+        odd |= {
+            "requires grad": x.clone().requires_grad_(),
+            "a weight": self.params[world].layers[0][None],
+        }
         batch = Rows(BatchDescriptor(size, size), odd.get(kind, x))
         try:
             with self.around():
@@ -233,10 +254,25 @@ CHANGES = (
     *("moved", "of another type", "requires grad", "taken", "made again", "another scale", "tied"),
     *("no grad", "inference mode", "nothing around"),
 )
-KINDS = ("plain", "plain", "plain", "strided", "integers", "sparse", "requires grad", "a weight", "none")
+KINDS = (
+    "plain",
+    "plain",
+    "plain",
+    "strided",
+    "integers",
+    "sparse",
+    "requires grad",
+    "a weight",
+    "none",
+)
 EVENTS = st.one_of(
     st.sampled_from(CHANGES),
-    st.tuples(st.integers(0, 1), st.integers(1, 9), st.sampled_from(KINDS), st.sampled_from((1, 1, 1, 1.0, True, 2))),
+    st.tuples(
+        st.integers(0, 1),
+        st.integers(1, 9),
+        st.sampled_from(KINDS),
+        st.sampled_from((1, 1, 1, 1.0, True, 2)),
+    ),
 )
 
 

@@ -62,7 +62,9 @@ def test_what_each_mode_holds(mode: str, limits: Limits) -> None:
     assert all(d.is_uniform or mode == "full" for d in ladder.full)
     assert bool(ladder.piecewise) == ("piecewise" in mode)
     whole = make_ladder("full_decode_only", limits).full
-    assert [d for d in ladder.piecewise if d.is_uniform] == [d for d in whole if mode == "piecewise"]
+    assert [d for d in ladder.piecewise if d.is_uniform] == [
+        d for d in whole if mode == "piecewise"
+    ]
 
 
 @FAST
@@ -120,7 +122,9 @@ def test_numbers_of_loras_have_graphs_of_their_own() -> None:
 @pytest.mark.parametrize("capability", CAPABILITIES)
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("query_lens", [(1,), (1, 3)])
-def test_a_mode_that_the_attention_cannot_is_an_error(capability: str, mode: str, query_lens: tuple[int, ...]) -> None:
+def test_a_mode_that_the_attention_cannot_is_an_error(
+    capability: str, mode: str, query_lens: tuple[int, ...]
+) -> None:
     able = {
         "none": ["none"],
         "piecewise": ["none", "piecewise"],
@@ -135,7 +139,10 @@ def test_a_mode_that_the_attention_cannot_is_an_error(capability: str, mode: str
         ladder, whole = make_ladder(mode, limits, capability=capability), make_ladder(mode, limits)
         assert {*ladder} == {*whole}
         longest = {"uniform_single_token": 1, "uniform": 3, "full": 3}.get(capability, 0)
-        assert all((d.query_len or 1) <= longest and (d.is_uniform or capability == "full") for d in ladder.full)
+        assert all(
+            (d.query_len or 1) <= longest and (d.is_uniform or capability == "full")
+            for d in ladder.full
+        )
         assert all(d in ladder.full or (d.query_len or 0) > longest for d in whole.full)
         return
     with pytest.raises(DescriptorError, match=f"capability '{capability}'; this mode needs"):
@@ -143,7 +150,9 @@ def test_a_mode_that_the_attention_cannot_is_an_error(capability: str, mode: str
     order = ["full", "full_and_piecewise", "piecewise", "none"]
     after = order[order.index(mode) + 1 :] if mode in order else order[2:]
     lower = next(one for one in after if one in able)
-    with pytest.warns(LoweredModeWarning, match=f"'{mode}' is lowered to '{lower}': .* this mode needs"):
+    with pytest.warns(
+        LoweredModeWarning, match=f"'{mode}' is lowered to '{lower}': .* this mode needs"
+    ):
         lowered = make_ladder(mode, limits, capability=capability, strict=False)
     assert lowered == make_ladder(lower, limits, capability=capability)
 
@@ -185,7 +194,12 @@ def test_rungs_are_increasing_end_at_the_limit_and_stay_close(limit: int) -> Non
 def test_rungs_by_hand() -> None:
     assert (rungs(0), rungs(1), rungs(3), rungs(9)) == ((), (1,), (1, 2, 3), (1, 2, 4, 8, 9))
     assert rungs(300)[-5:] == (224, 240, 256, 288, 300)
-    assert (token_rungs(0), token_rungs(1), token_rungs(3), token_rungs(9)) == ((), (1,), (1, 2, 3), (1, 2, 4, 8, 9))
+    assert (token_rungs(0), token_rungs(1), token_rungs(3), token_rungs(9)) == (
+        (),
+        (1,),
+        (1, 2, 3),
+        (1, 2, 4, 8, 9),
+    )
     assert token_rungs(520)[-10:] == (128, 160, 192, 224, 256, 320, 384, 448, 512, 520)
 
 
@@ -198,8 +212,13 @@ def test_none_is_no_graph_and_pure() -> None:
 def test_an_unknown_mode_is_refused() -> None:
     with pytest.raises(DescriptorError) as error:
         make_ladder("fulll", Limits(1, 1))
-    assert error.value.call.startswith("make_ladder('fulll', Limits(max_num_reqs=1, max_num_tokens=1")
-    assert (error.value.seen, error.value.instead) == ("an unknown mode", f"one of {', '.join(MODES)}")
+    assert error.value.call.startswith(
+        "make_ladder('fulll', Limits(max_num_reqs=1, max_num_tokens=1"
+    )
+    assert (error.value.seen, error.value.instead) == (
+        "an unknown mode",
+        f"one of {', '.join(MODES)}",
+    )
 
 
 def test_sizes_of_ones_own() -> None:
@@ -213,7 +232,9 @@ def test_no_size_at_all_is_not_every_size() -> None:
 
 
 def test_a_size_twice_is_one_rung() -> None:
-    assert make_ladder("full_decode_only", Limits(8, 64), sizes=(4, 4)) == Ladder(full=(B.uniform(4),))
+    assert make_ladder("full_decode_only", Limits(8, 64), sizes=(4, 4)) == Ladder(
+        full=(B.uniform(4),)
+    )
 
 
 @pytest.mark.parametrize("sizes", [(0,), (-1,), (4, 0)])
@@ -257,7 +278,9 @@ def test_a_product_has_each_combination_once_and_dispatch_takes_the_least_side(
     heights: list[int], widths: list[int], height: int, width: int
 ) -> None:
     ladder = Ladder.product(Resolution, height=heights, width=widths)
-    assert sorted((d.height, d.width) for d in ladder) == sorted({(h, w) for h in heights for w in widths})
+    assert sorted((d.height, d.width) for d in ladder) == sorted(
+        {(h, w) for h in heights for w in widths}
+    )
     assert not any(b.covers(a) for a, b in pairwise(ladder.full))
     decision = dispatch(Resolution(height, width), ladder)
     sides = [
@@ -267,7 +290,10 @@ def test_a_product_has_each_combination_once_and_dispatch_takes_the_least_side(
     if None in sides:
         assert (decision.mode, decision.descriptor) == ("none", Resolution(height, width))
     else:
-        assert (decision.mode, (decision.descriptor.height, decision.descriptor.width)) == ("full", tuple(sides))
+        assert (decision.mode, (decision.descriptor.height, decision.descriptor.width)) == (
+            "full",
+            tuple(sides),
+        )
         assert decision.padding == tuple(
             (name, side - own)
             for name, side, own in zip(("height", "width"), sides, (height, width), strict=True)
@@ -295,7 +321,9 @@ def test_a_graph_for_each_image_of_a_product() -> None:
     ladder = Ladder.product(Resolution, height=(4, 8), width=(4, 8))
     double = graphify(lambda image: attrs.evolve(image, pixels=2 * image.pixels), ladder=ladder)
     for height, width, captures in ((3, 4, 1), (3, 5, 2), (4, 4, 2), (8, 1, 3), (9, 1, 3)):
-        image = Image(Resolution(height, width), torch.rand(height, width, 3), torch.ones(height, width) > 0)
+        image = Image(
+            Resolution(height, width), torch.rand(height, width, 3), torch.ones(height, width) > 0
+        )
         assert torch.equal(double(image).pixels, 2 * image.pixels)
         assert double.cache_info().captures == captures
     assert double.cache_info().eager == 1
@@ -322,16 +350,43 @@ class Plain:
     ("kind", "sizes", "seen", "instead"),
     [
         (Resolution, {}, "no sizes", "the sizes of height, width"),
-        (Resolution, {"height": (4,), "depth": 2}, "Resolution has no depth", "the sizes of height, width"),
+        (
+            Resolution,
+            {"height": (4,), "depth": 2},
+            "Resolution has no depth",
+            "the sizes of height, width",
+        ),
         (Resolution, {"height": (), "width": 2}, "height=()", "one or more ints: height=(64, 128)"),
-        (Resolution, {"height": (1.5,), "width": 2}, "height=(1.5,)", "one or more ints: height=(64, 128)"),
-        (Resolution, {"height": "64", "width": 2}, "height='64'", "one or more ints: height=(64, 128)"),
+        (
+            Resolution,
+            {"height": (1.5,), "width": 2},
+            "height=(1.5,)",
+            "one or more ints: height=(64, 128)",
+        ),
+        (
+            Resolution,
+            {"height": "64", "width": 2},
+            "height='64'",
+            "one or more ints: height=(64, 128)",
+        ),
         (Resolution, {"height": -1, "width": 2}, "height=-1", "one or more ints: height=(64, 128)"),
-        (Plain, {"n": 1}, "Plain, not a class of descriptors", "class Plain(weft.Descriptor), which has covers"),
-        (3, {"n": 1}, "3, not a class of descriptors", "class Resolution(weft.Descriptor), which has covers"),
+        (
+            Plain,
+            {"n": 1},
+            "Plain, not a class of descriptors",
+            "class Plain(weft.Descriptor), which has covers",
+        ),
+        (
+            3,
+            {"n": 1},
+            "3, not a class of descriptors",
+            "class Resolution(weft.Descriptor), which has covers",
+        ),
     ],
 )
-def test_a_product_that_makes_no_descriptors(kind: Any, sizes: Any, seen: str, instead: str) -> None:
+def test_a_product_that_makes_no_descriptors(
+    kind: Any, sizes: Any, seen: str, instead: str
+) -> None:
     name = getattr(kind, "__name__", kind)
     written = ", ".join([str(name), *(f"{name}={given!r}" for name, given in sizes.items())])
     with refused(DescriptorError, f"Ladder.product({written})", seen, instead):
@@ -341,10 +396,18 @@ def test_a_product_that_makes_no_descriptors(kind: Any, sizes: Any, seen: str, i
 @pytest.mark.parametrize(
     ("sizes", "call", "seen"),
     [
-        ({"height": (2, 3), "width": 2}, "Ladder.product(Square, height=3, width=2)", "ValueError: not a square"),
+        (
+            {"height": (2, 3), "width": 2},
+            "Ladder.product(Square, height=3, width=2)",
+            "ValueError: not a square",
+        ),
         ({"height": (2, 3)}, "Ladder.product(Square, height=2)", "TypeError: <any>"),
     ],
 )
-def test_a_product_with_a_combination_that_the_class_refuses(sizes: Any, call: str, seen: str) -> None:
-    with refused(DescriptorError, call, seen, "sizes that all go together, or a list of the descriptors"):
+def test_a_product_with_a_combination_that_the_class_refuses(
+    sizes: Any, call: str, seen: str
+) -> None:
+    with refused(
+        DescriptorError, call, seen, "sizes that all go together, or a list of the descriptors"
+    ):
         Ladder.product(Square, **sizes)

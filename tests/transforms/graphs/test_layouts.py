@@ -1,4 +1,5 @@
-"""Buffers have the strides and the alignment of their arguments, so that kernels add up in the same order."""
+"""Buffers have the strides and the alignment of their arguments, so that kernels add up in the same
+order."""
 
 from collections.abc import Callable, Iterator
 
@@ -21,22 +22,34 @@ def sums(x: Tensor) -> tuple[Tensor, ...]:
 
 def expanded(n: int, device: str) -> Iterator[Tensor]:
     for seed in range(n):
-        yield torch.randn(1, 37, generator=torch.Generator().manual_seed(seed)).to(device).expand(31, 37)
+        yield (
+            torch.randn(1, 37, generator=torch.Generator().manual_seed(seed))
+            .to(device)
+            .expand(31, 37)
+        )
 
 
 def overlapping(n: int, device: str) -> Iterator[Tensor]:
     for seed in range(n):
-        yield torch.randn(100, generator=torch.Generator().manual_seed(seed)).to(device).unfold(0, 20, 3)
+        yield (
+            torch.randn(100, generator=torch.Generator().manual_seed(seed))
+            .to(device)
+            .unfold(0, 20, 3)
+        )
 
 
 def misaligned(n: int, device: str) -> Iterator[Tensor]:
     for seed in range(n):
-        yield torch.randn(1100, generator=torch.Generator().manual_seed(seed)).to(device)[seed % 5 : seed % 5 + 1001]
+        yield torch.randn(1100, generator=torch.Generator().manual_seed(seed)).to(device)[
+            seed % 5 : seed % 5 + 1001
+        ]
 
 
 @everywhere
 @pytest.mark.parametrize("make", [expanded, overlapping, misaligned])
-def test_last_bits_do_not_depend_on_the_layout(make: Callable[[int, str], Iterator[Tensor]], device: str) -> None:
+def test_last_bits_do_not_depend_on_the_layout(
+    make: Callable[[int, str], Iterator[Tensor]], device: str
+) -> None:
     g = graphify(sums)
     for x in make(10, device):
         assert_equal(LAW, g(x), sums(x))
@@ -68,4 +81,8 @@ def test_a_buffer_of_overlapping_elements_holds_each_once() -> None:
 def test_a_tensor_without_an_address_may_follow_one_with_it() -> None:
     for g in (graphify(lambda x: x * 2), graphify(lambda x: x * 2, reference_argnames="x")):
         for x in (torch.ones(3), torch.ones(3), torch.ones(3).to_sparse(), torch.ones(3)):
-            assert_equal(LAW, g(x).to_dense() if x.is_sparse else g(x), (x * 2).to_dense() if x.is_sparse else x * 2)
+            assert_equal(
+                LAW,
+                g(x).to_dense() if x.is_sparse else g(x),
+                (x * 2).to_dense() if x.is_sparse else x * 2,
+            )

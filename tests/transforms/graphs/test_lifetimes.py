@@ -110,12 +110,15 @@ def test_a_lent_state_outlives_the_next_call_of_a_microbatched_step() -> None:
 
 @pytest.mark.gpu
 def test_graphs_share_a_pool_though_each_reads_another_tensor_from_outside() -> None:
-    """The second capture must first see that its tensor is older than it, and is recorded twice for that."""
+    """The second capture must first see that its tensor is older than it, and is recorded twice for
+    that."""
     sizes = []
     for same in (True, False):
         tensors = [torch.ones(1024, 1024, device="cuda") for _ in range(4)]
         graph = graphify(
-            lambda rows, same=same, tensors=tensors: (rows + tensors[0 if same else len(rows) - 1] * 2)[:1]
+            lambda rows, same=same, tensors=tensors: (
+                rows + tensors[0 if same else len(rows) - 1] * 2
+            )[:1]
         )
         for count in (1, 2, 3, 4):
             graph(torch.ones(count, 1024, 1024, device="cuda"))
@@ -134,11 +137,15 @@ def test_a_tensor_from_outside_that_is_only_returned_may_change_its_memory(devic
         assert g(torch.ones(3, device=device))[1].tolist() == [5, 5, 5]
 
 
-def test_a_capture_saves_generators_when_no_other_capture_has_set_them(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_capture_saves_generators_when_no_other_capture_has_set_them(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     alone: list[bool] = []
 
     def noted(*args: Any) -> Any:
-        free = threading.Thread(target=lambda: alone.append(not ONE_AT_A_TIME._lock.acquire(blocking=False)))
+        free = threading.Thread(
+            target=lambda: alone.append(not ONE_AT_A_TIME._lock.acquire(blocking=False))
+        )
         free.start()
         free.join()
         return audit_of(*args)

@@ -1,4 +1,5 @@
-"""lower and compile: the listing shows the operators, and the compiled graph takes only its own signature."""
+"""lower and compile: the listing shows the operators, and the compiled graph takes only its own
+signature."""
 
 import subprocess
 from collections.abc import Callable
@@ -57,7 +58,10 @@ def test_a_listing_shows_where_pieces_are_cut() -> None:
 
 def test_a_tensor_from_outside_is_an_input() -> None:
     constant = torch.ones(2)
-    assert "%1 : float32[2]  from outside" in graphify(lambda x: x + constant).lower(torch.ones(2)).as_text()
+    assert (
+        "%1 : float32[2]  from outside"
+        in graphify(lambda x: x + constant).lower(torch.ones(2)).as_text()
+    )
 
 
 def test_dot_is_a_graph_of_the_operators() -> None:
@@ -74,7 +78,9 @@ def test_dot_is_a_graph_of_the_operators() -> None:
 def test_dot_is_read_by_graphviz(tmp_path: Any) -> None:
     text = graphify(step, donate_argnames="state").lower(*arguments()).as_text("dot")
     try:
-        done = subprocess.run(["dot", "-Tsvg"], input=text, capture_output=True, text=True, check=False)
+        done = subprocess.run(
+            ["dot", "-Tsvg"], input=text, capture_output=True, text=True, check=False
+        )
     except FileNotFoundError:
         pytest.skip("Graphviz is not installed")
     assert done.returncode == 0, done.stderr
@@ -115,7 +121,9 @@ def test_a_compiled_graph_is_the_function_and_is_captured_once() -> None:
 def test_a_compiled_graph_refuses_other_signatures() -> None:
     compiled = graphify(lambda x, k: x * k).lower(torch.ones(2), 2).compile()
     assert torch.equal(compiled(torch.ones(2), 2), torch.full((2,), 2.0))
-    with pytest.raises(CacheMissError, match=r"arguments unlike the lowered ones: x: shape \(3,\), captured \(2,\)"):
+    with pytest.raises(
+        CacheMissError, match=r"arguments unlike the lowered ones: x: shape \(3,\), captured \(2,\)"
+    ):
         compiled(torch.ones(3), 2)
     with pytest.raises(CacheMissError, match=r"k: 3, captured 2"):
         compiled(torch.ones(2), 3)
@@ -216,4 +224,8 @@ def test_a_parameter_that_was_put_elsewhere_before_the_capture_is_no_other() -> 
     params.data = torch.full((2,), 5.0)
     compiled = lowered.compile()
     for _ in range(2):
-        assert_equal("g is the function", [compiled(params, x), g(before, x), g(params, x)], [x * 6, x, x * 6])
+        assert_equal(
+            "g is the function",
+            [compiled(params, x), g(before, x), g(params, x)],
+            [x * 6, x, x * 6],
+        )

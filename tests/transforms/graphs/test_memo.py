@@ -40,7 +40,9 @@ def test_a_changed_field_is_a_miss_and_a_frozen_function_names_it(change: str) -
     with pytest.raises(CacheMissError) as error:
         g(*other)
     assert str(error.value).startswith("twice(...)\n  saw: a miss after freeze(): " + text)
-    instead = "capture this signature before freeze(), or call it with arguments like the captured ones"
+    instead = (
+        "capture this signature before freeze(), or call it with arguments like the captured ones"
+    )
     remedy = {"value": ": pass k as a 0-dim tensor: torch.tensor(2)"}
     remedy["float for int"] = remedy["value"].replace("2", "1.0")
     assert error.value.instead == instead + remedy.get(change, "")
@@ -73,7 +75,14 @@ def test_keywords_in_any_order_and_defaults_written_out_are_one_signature() -> N
 
 def test_arguments_of_every_kind_reach_their_places() -> None:
     def mixed(a: Tensor, /, b: Tensor = X, *rest: Tensor, c: float = 2.0, **more: Tensor) -> Tensor:
-        return a + 10 * b + 100 * sum(rest, torch.zeros(4)) + c * 1000 + 5 * more.get("a", X) + more.get("z", X)
+        return (
+            a
+            + 10 * b
+            + 100 * sum(rest, torch.zeros(4))
+            + c * 1000
+            + 5 * more.get("a", X)
+            + more.get("z", X)
+        )
 
     g = graphify(mixed)
     calls: list[tuple[tuple[Any, ...], dict[str, Any]]] = [
@@ -106,7 +115,11 @@ LEAVES = {
 @pytest.mark.parametrize("leaf", LEAVES)
 def test_leaves_of_every_layout(leaf: str) -> None:
     x = LEAVES[leaf]
-    g = agree(lambda x, none, scalar: (x * 2, x, x.sum(), none, scalar), (x, None, 3), (x.logical_not() * 1, None, 3))
+    g = agree(
+        lambda x, none, scalar: (x * 2, x, x.sum(), none, scalar),
+        (x, None, 3),
+        (x.logical_not() * 1, None, 3),
+    )
     agree(lambda x: (x + 1).clone(), (x,), (x * 0,))
     assert g.cache_info().captures in (1, 2)
 
@@ -132,7 +145,9 @@ def test_nan_is_one_value() -> None:
 
 
 @pytest.mark.parametrize(("first", "second"), [(2, 2.0), (1, True), ((1, 2), (1.0, 2))])
-def test_static_values_that_are_equal_but_not_alike_are_two_signatures(first: Any, second: Any) -> None:
+def test_static_values_that_are_equal_but_not_alike_are_two_signatures(
+    first: Any, second: Any
+) -> None:
     x = torch.arange(3)
 
     def fn(x: Tensor, k: Any) -> Tensor:
@@ -187,7 +202,10 @@ def test_another_params_tensor_is_a_miss_that_names_it() -> None:
     g.freeze()
     with pytest.raises(CacheMissError) as error:
         g({"w": [torch.ones(4)]}, X)
-    assert "params['w'][0]: another tensor than the captured one (captured by reference)" in error.value.seen
+    assert (
+        "params['w'][0]: another tensor than the captured one (captured by reference)"
+        in error.value.seen
+    )
 
 
 def test_params_changed_in_place_are_seen_by_the_next_replay() -> None:

@@ -16,7 +16,12 @@ from weft.transforms.graphs.backends.cuda import CudaBackend
 from weft.transforms.graphs.backends.tape import TapeBackend
 from weft.transforms.graphs.graphify import graphify, piecewise
 from weft.transforms.graphs.ladder import Ladder
-from weft.transforms.graphs.memory import MemoryAnalysis, MemoryEstimate, interpolate, sample_indices
+from weft.transforms.graphs.memory import (
+    MemoryAnalysis,
+    MemoryEstimate,
+    interpolate,
+    sample_indices,
+)
 from weft.trees import tree_leaves
 
 
@@ -27,7 +32,9 @@ def test_a_tape_takes_what_its_tensors_take() -> None:
 
     g = graphify(f)
     g(torch.ones(100))
-    assert g.memory_analysis() == MemoryAnalysis(1, buffer_bytes=400, graph_bytes=1200, output_bytes=400)
+    assert g.memory_analysis() == MemoryAnalysis(
+        1, buffer_bytes=400, graph_bytes=1200, output_bytes=400
+    )
     assert g.memory_analysis().total_bytes == 1600
     text = "1 graphs, 1.56 KiB: buffers 400 bytes, tensors 1.17 KiB, of which outputs 400 bytes"
     assert str(g.memory_analysis()) == text
@@ -37,7 +44,9 @@ def test_a_tape_takes_what_its_tensors_take() -> None:
 def test_what_is_by_reference_is_not_counted() -> None:
     g = graphify(lambda params, s, x: (s.add_(1), params + x), donate_argnames="s")
     g(torch.ones(10), torch.ones(1000), torch.ones(10))
-    assert g.memory_analysis() == MemoryAnalysis(1, buffer_bytes=40, graph_bytes=40, output_bytes=40)
+    assert g.memory_analysis() == MemoryAnalysis(
+        1, buffer_bytes=40, graph_bytes=40, output_bytes=40
+    )
 
 
 def rows(n: int) -> Rows:
@@ -46,14 +55,20 @@ def rows(n: int) -> Rows:
 
 def test_graphs_read_their_inputs_from_the_same_memory() -> None:
     def f(batch: Rows) -> Rows:
-        return Rows(batch.descriptor, batch.x + batch.x.sum(0))  # a row left over from another graph would change them
+        return Rows(
+            batch.descriptor, batch.x + batch.x.sum(0)
+        )  # a row left over from another graph would change them
 
     g = graphify(f, ladder=[BatchDescriptor(n, n) for n in (8, 4, 2)])
-    batches = [Rows(BatchDescriptor(n, n), torch.randint(9, (n, 8)).float()) for n in (7, 2, 3, 8, 1, 5)]
+    batches = [
+        Rows(BatchDescriptor(n, n), torch.randint(9, (n, 8)).float()) for n in (7, 2, 3, 8, 1, 5)
+    ]
     for batch in (*batches, *reversed(batches)):
         assert torch.equal(g(batch).x, f(batch).x)
     assert g.cache_info().currsize == 3
-    assert g.memory_analysis().buffer_bytes == 2 * (8 * 8 * 4), "of the largest, and as much padding"
+    assert g.memory_analysis().buffer_bytes == 2 * (8 * 8 * 4), (
+        "of the largest, and as much padding"
+    )
 
 
 def test_a_buffer_that_must_grow_leaves_those_before_it_alone() -> None:
@@ -87,10 +102,14 @@ def test_as_strided_sees_its_own_argument_and_not_what_lies_behind() -> None:
         lambda x: torch.empty(0).set_(x.untyped_storage(), 0, (3,)) * 2,
     ],
 )
-def test_nothing_sees_what_a_larger_argument_left_behind_a_smaller_one(fn: Callable[[Tensor], Tensor]) -> None:
+def test_nothing_sees_what_a_larger_argument_left_behind_a_smaller_one(
+    fn: Callable[[Tensor], Tensor],
+) -> None:
     g, x = graphify(fn), torch.arange(9.0)
     assert torch.equal(g(x), fn(x))
-    with pytest.raises(CaptureError, match="of x beyond its elements, which a replay does not have"):
+    with pytest.raises(
+        CaptureError, match="of x beyond its elements, which a replay does not have"
+    ):
         g(torch.arange(2.0))
 
 
@@ -104,7 +123,9 @@ def test_nothing_sees_what_a_larger_argument_left_behind_a_smaller_one(fn: Calla
 )
 def test_an_offset_in_the_storage_of_an_argument_is_refused(fn: Callable[[Tensor], Tensor]) -> None:
     """The next argument may be a view that begins elsewhere."""
-    with pytest.raises(CaptureError, match="of x by an offset in its storage, which a replay does not have"):
+    with pytest.raises(
+        CaptureError, match="of x by an offset in its storage, which a replay does not have"
+    ):
         graphify(fn)(torch.arange(9.0))
     own = graphify(lambda x: (x * 2).as_strided((2,), (1,), 1))
     assert own(torch.arange(3.0)).tolist() == own(torch.arange(9.0)[6:] - 6).tolist() == [2, 4]
@@ -125,24 +146,37 @@ TURNED = torch.tensor([1 + 2j, 3 - 4j])
     ids=["conjugate", "negative", "integers", "quantized", "views"],
 )
 @pytest.mark.filterwarnings("ignore:.*quantize")
-def test_outputs_whose_memory_is_lent_are_the_same(fn: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_outputs_whose_memory_is_lent_are_the_same(
+    fn: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(
         TapeBackend, "release_output_memory", CudaBackend.release_output_memory
     )  # a tape keeps its memory anyway
     g = graphify(fn)
     for x in (TURNED, TURNED + 1):
-        assert all(torch.equal(a, b) for a, b in zip(tree_leaves(g(x)), tree_leaves(fn(x)), strict=True))
+        assert all(
+            torch.equal(a, b) for a, b in zip(tree_leaves(g(x)), tree_leaves(fn(x)), strict=True)
+        )
 
 
 @pytest.mark.parametrize("sizes", [(1,), (4, 2, 1), tuple(range(64, 0, -2))])
 @pytest.mark.parametrize("power", [1, 2])
 def test_an_estimate_is_near_what_a_ladder_takes(sizes: tuple[int, ...], power: int) -> None:
-    def step(params: Tensor, state: dict[str, Tensor], batch: Rows) -> tuple[dict[str, Tensor], Rows]:
+    def step(
+        params: Tensor, state: dict[str, Tensor], batch: Rows
+    ) -> tuple[dict[str, Tensor], Rows]:
         square = batch.x @ batch.x.t() if power == 2 else batch.x
-        return {"n": state["n"] + 1}, Rows(batch.descriptor, square.sum(1, keepdim=True) + batch.x @ params)
+        return {"n": state["n"] + 1}, Rows(
+            batch.descriptor, square.sum(1, keepdim=True) + batch.x @ params
+        )
 
     classes = tuple(BatchDescriptor(n, n) for n in sizes)
-    g = graphify(step, ladder=Ladder(full=classes, piecewise=classes), split_at="aten::mm", donate_argnames="state")
+    g = graphify(
+        step,
+        ladder=Ladder(full=classes, piecewise=classes),
+        split_at="aten::mm",
+        donate_argnames="state",
+    )
     params, state, batch = torch.ones(8, 8), {"n": torch.zeros(3)}, rows(1)
     before = clone((params, state, batch))
     estimate = g.memory_estimate(params, state, batch)
@@ -159,7 +193,11 @@ def test_an_estimate_is_near_what_a_ladder_takes(sizes: tuple[int, ...], power: 
 def test_an_estimate_without_a_ladder_is_of_one_graph() -> None:
     g = piecewise(lambda x: torch.sort(x * 2).values, split_at="aten::sort")
     estimate = g.memory_estimate(torch.ones(100))
-    assert (estimate.num_graphs, estimate.buffer_bytes, estimate.graph_bytes) == (1, 400, 400 + 400 + 800)
+    assert (estimate.num_graphs, estimate.buffer_bytes, estimate.graph_bytes) == (
+        1,
+        400,
+        400 + 400 + 800,
+    )
     assert str(estimate) == "1 graphs, 1.95 KiB: estimated from 1 of them"
 
 
@@ -179,5 +217,14 @@ def test_which_classes_are_captured_for_an_estimate() -> None:
 
 def test_between_is_on_the_line() -> None:
     points = [(10, 100), (20, 100), (40, 300)]
-    assert [interpolate(points, x) for x in (5, 10, 15, 20, 25, 39, 40, 41)] == [100, 100, 100, 100, 150, 290, 300, 300]
+    assert [interpolate(points, x) for x in (5, 10, 15, 20, 25, 39, 40, 41)] == [
+        100,
+        100,
+        100,
+        100,
+        150,
+        290,
+        300,
+        300,
+    ]
     assert interpolate([(0, 0), (3, 1)], 1) == 1  # rounded up

@@ -37,7 +37,8 @@ def fresh() -> Tensor:
 
 
 def swapped(g: Any, kept: list[Tensor]) -> None:
-    """A step whose output comes first and takes the state's storage. Outputs are kept, so no state gets it back."""
+    """A step whose output comes first and takes the state's storage. Outputs are kept, so no state
+    gets it back."""
     kept += g(kept[-1] if kept else fresh(), X)
 
 
@@ -168,7 +169,9 @@ def test_of_many_differences_a_few_are_told() -> None:
 def test_structures_are_told_as_one_would_write_them() -> None:
     g = graphify(lambda x: x)
     g({"a": [X, X], "b": (X,)})
-    assert str(g.explain({"a": [X], "b": (X,)})).endswith("; x['a']: structure [*], captured [*, *]")
+    assert str(g.explain({"a": [X], "b": (X,)})).endswith(
+        "; x['a']: structure [*], captured [*, *]"
+    )
     assert str(g.explain({"a": [X, X], "b": X})).endswith("; x['b']: structure *, captured (*,)")
     batch = weft.Batch.decode([0])
     assert structure_text(tree_structure(batch)).startswith(
@@ -183,7 +186,9 @@ def test_keywords_that_were_not_there_are_named() -> None:
 
     g = graphify(summed)
     g(a=X)
-    assert str(g.explain(a=X, b=X)).endswith("; more: structure {'a': *, 'b': *}, captured {'a': *}")
+    assert str(g.explain(a=X, b=X)).endswith(
+        "; more: structure {'a': *, 'b': *}, captured {'a': *}"
+    )
 
 
 LAYER, WEIGHT = nn.Linear(2, 2), torch.ones(2, requires_grad=True)
@@ -214,8 +219,16 @@ REQUIRES = (
 )
 ARGUMENT = " requires grad, and autograd must see the operators; torch.no_grad() around the call lets it replay"
 INLINE: dict[str, tuple[Callable[[], Graphified[..., Any]], tuple[Any, ...], str]] = {
-    "a module that is closed over": (lambda: graphify(closed_over()), (X,), f"it reads model.1.by{REQUIRES}"),
-    "a global module": (lambda: graphify(lambda x: LAYER(x)), (X,), f"it reads LAYER.weight{REQUIRES}"),
+    "a module that is closed over": (
+        lambda: graphify(closed_over()),
+        (X,),
+        f"it reads model.1.by{REQUIRES}",
+    ),
+    "a global module": (
+        lambda: graphify(lambda x: LAYER(x)),
+        (X,),
+        f"it reads LAYER.weight{REQUIRES}",
+    ),
     "a global": (lambda: graphify(lambda x: x * WEIGHT), (X,), f"it reads WEIGHT{REQUIRES}"),
     "a tensor in a dict": (
         lambda: graphify(lambda x: x * HELD["w"]),
@@ -224,7 +237,11 @@ INLINE: dict[str, tuple[Callable[[], Graphified[..., Any]], tuple[Any, ...], str
     ),
     "the module itself": (lambda: graphify(Scale()), (X,), f"it reads Scale.by{REQUIRES}"),
     "a method": (lambda: graphify(Scale().shifted), (X,), f"it reads Scale.by{REQUIRES}"),
-    "an argument": (lambda: graphify(lambda p, x: p[0]["w"] * x), ([HELD], X), f"p[0]['w']{ARGUMENT}"),
+    "an argument": (
+        lambda: graphify(lambda p, x: p[0]["w"] * x),
+        ([HELD], X),
+        f"p[0]['w']{ARGUMENT}",
+    ),
     "params": (lambda: graphify(scaled), (WEIGHT, X), f"params{ARGUMENT}"),
     "a sparse argument": (
         lambda: graphify(lambda x, y: y * 2),
@@ -286,7 +303,10 @@ def test_what_changes_outside_at_each_call_is_named(monkeypatch: pytest.MonkeyPa
     with pytest.warns(RuntimeWarning, match="each of the last 8 calls captured a graph") as found:
         call(9.0)
     text = str(found[0].message)
-    assert "what it reads from outside (OUTSIDE, a global of <lambda>, is another object than at the capture)" in text
+    assert (
+        "what it reads from outside (OUTSIDE, a global of <lambda>, is another object than at the capture)"
+        in text
+    )
     assert "Instead: keep that as it is, or pass it in as an argument" in text
 
 
@@ -333,7 +353,9 @@ def test_each_field_of_a_leafs_key_is_explained() -> None:
 
 @pytest.mark.parametrize("field", CHANGED)
 @pytest.mark.parametrize("donated", [(), ("params",)])
-def test_a_leaf_by_reference_that_differs_in_one_field(field: str, donated: tuple[str, ...]) -> None:
+def test_a_leaf_by_reference_that_differs_in_one_field(
+    field: str, donated: tuple[str, ...]
+) -> None:
     value, text = CHANGED[field]
     new, old = _key_of_a_reference(attrs.evolve(LEAF, **{field: value})), _key_of_a_reference(LEAF)
     miss = miss_between(new, old, ["params"], donated)
@@ -345,16 +367,23 @@ def test_a_leaf_by_reference_that_differs_in_one_field(field: str, donated: tupl
     if field != "address":
         assert miss.remedy == ""
     elif donated:
-        assert miss.remedy.startswith("pass the params that the call before returned (copy_ a new one into it)")
+        assert miss.remedy.startswith(
+            "pass the params that the call before returned (copy_ a new one into it)"
+        )
     else:
-        assert miss.remedy.startswith("keep params in place (params.copy_(...)), or write donate_argnames='params'")
+        assert miss.remedy.startswith(
+            "keep params in place (params.copy_(...)), or write donate_argnames='params'"
+        )
 
 
 def test_explain_names_the_leaf_by_reference() -> None:
     g = graphify(lambda params, x: params["w"][0] * x)
     first = {"w": [torch.ones(2)]}
     g(first, torch.ones(2))
-    assert str(g.explain(first, torch.zeros(2))) == "replays: no ladder, so each signature has its own graph"
+    assert (
+        str(g.explain(first, torch.zeros(2)))
+        == "replays: no ladder, so each signature has its own graph"
+    )
     explanation = g.explain({"w": [torch.ones(2)]}, torch.ones(2))
     assert not explanation.captured
     assert str(explanation) == (

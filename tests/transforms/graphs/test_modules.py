@@ -1,4 +1,5 @@
-"""Other libraries' modules through graphify: results are equal, and host reads are refused with a workaround."""
+"""Other libraries' modules through graphify: results are equal, and host reads are refused with a
+workaround."""
 
 import contextlib
 import threading
@@ -37,7 +38,13 @@ from weft.torchapi.patches import signal_capture
 from weft.transforms.graphs.graphify import graphify
 
 PLACES = [("sdpa", "cpu"), ("eager", "cpu"), pytest.param("sdpa", "cuda", marks=pytest.mark.gpu)]
-SIZES = {"vocab_size": 61, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
+SIZES = {
+    "vocab_size": 61,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+}
 GROUPED = {**SIZES, "num_key_value_heads": 2, "head_dim": 8, "max_position_embeddings": 64}
 EXPERTS = {**GROUPED, "num_local_experts": 4, "num_experts_per_tok": 2}
 DECODERS: dict[str, Callable[..., nn.Module]] = {
@@ -48,7 +55,16 @@ DECODERS: dict[str, Callable[..., nn.Module]] = {
     "Mixtral": lambda **k: MixtralForCausalLM(MixtralConfig(**EXPERTS, **k)),
     "Gemma": lambda **k: GemmaForCausalLM(GemmaConfig(**GROUPED, **k)),
     "GPT-2": lambda **k: GPT2LMHeadModel(
-        GPT2Config(vocab_size=61, n_embd=32, n_layer=2, n_head=4, n_positions=64, bos_token_id=0, eos_token_id=0, **k)
+        GPT2Config(
+            vocab_size=61,
+            n_embd=32,
+            n_layer=2,
+            n_head=4,
+            n_positions=64,
+            bos_token_id=0,
+            eos_token_id=0,
+            **k,
+        )
     ),
 }
 every_decoder = pytest.mark.parametrize("name", DECODERS)
@@ -65,12 +81,14 @@ def decoder(name: str, attention: str, device: str) -> Any:
 
 
 def tokens(seed: int, length: int, device: str) -> Tensor:
-    return torch.randint(0, 61, (2, length), generator=torch.Generator().manual_seed(seed)).to(device)
+    return torch.randint(0, 61, (2, length), generator=torch.Generator().manual_seed(seed)).to(
+        device
+    )
 
 
 def assert_alike(seen: Tensor, fn: Callable[[], Tensor]) -> None:
-    """Bitwise equal to the function when it makes the same mask as in a capture. Nearly equal when it leaves the mask
-    to the attention kernel, which then sums in another order."""
+    """Bitwise equal to the function when it makes the same mask as in a capture. Nearly equal when
+    it leaves the mask to the attention kernel, which then sums in another order."""
     with signal_capture():
         assert_equal(LAW, seen, fn())
     torch.testing.assert_close(seen, fn(), rtol=1e-4, atol=1e-5)
@@ -95,7 +113,8 @@ def test_a_decoder_is_itself(name: str, attention: str, device: str) -> None:
 @everywhere
 @every_decoder
 def test_a_decoder_is_itself_under_any_mask(name: str, attention: str, device: str) -> None:
-    """An eager call leaves out a mask of ones, which depends on data; one graph is right for all masks."""
+    """An eager call leaves out a mask of ones, which depends on data; one graph is right for all
+    masks."""
     model = decoder(name, attention, device)
 
     def logits(ids: Tensor, mask: Tensor) -> Tensor:
@@ -111,7 +130,8 @@ def test_a_decoder_is_itself_under_any_mask(name: str, attention: str, device: s
 
 
 def static_cache(model: Any) -> Any:
-    """A cache whose layers count in tensors alone: layers with a sliding window count in Python, which is frozen."""
+    """A cache whose layers count in tensors alone: layers with a sliding window count in Python,
+    which is frozen."""
     cache = StaticCache(config=model.config, max_cache_len=16)
     cache.layers = [StaticLayer(max_cache_len=16) for _ in cache.layers]
     return cache
@@ -123,11 +143,15 @@ def tensors(cache: Any) -> list[tuple[Tensor, ...]]:
 
 @everywhere
 @every_decoder
-def test_decode_steps_over_a_static_cache_are_themselves(name: str, attention: str, device: str) -> None:
+def test_decode_steps_over_a_static_cache_are_themselves(
+    name: str, attention: str, device: str
+) -> None:
     model = decoder(name, attention, device)
     own, cache = StaticCache(config=model.config, max_cache_len=16), static_cache(model)
 
-    def step(state: list[tuple[Tensor, ...]], ids: Tensor) -> tuple[list[tuple[Tensor, ...]], Tensor]:
+    def step(
+        state: list[tuple[Tensor, ...]], ids: Tensor
+    ) -> tuple[list[tuple[Tensor, ...]], Tensor]:
         for layer, (keys, values, length) in zip(cache.layers, state, strict=True):
             layer.keys, layer.values, layer.cumulative_length = keys, values, length
         return state, model(input_ids=ids, past_key_values=cache).logits
@@ -139,13 +163,17 @@ def test_decode_steps_over_a_static_cache_are_themselves(name: str, attention: s
     for seed in range(1, 9):
         ids = tokens(seed, 1, device)
         state, seen = g(state, ids)
-        torch.testing.assert_close(seen, model(ids, past_key_values=own).logits, rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(
+            seen, model(ids, past_key_values=own).logits, rtol=1e-4, atol=1e-5
+        )
     assert counts(g) == (1, 8, 0)
     assert [int(length) for _, _, length in state] == [13, 13]
     again = static_cache(model)
     model(prompt, past_key_values=again)
     with signal_capture():
-        *_, last = [model(tokens(seed, 1, device), past_key_values=again).logits for seed in range(1, 9)]
+        *_, last = [
+            model(tokens(seed, 1, device), past_key_values=again).logits for seed in range(1, 9)
+        ]
     assert_equal(LAW, (seen, state), (last, tensors(again)))
 
 
@@ -155,14 +183,20 @@ def test_a_cache_that_is_closed_over_is_to_be_passed_in() -> None:
     model(tokens(0, 5, "cpu"), past_key_values=cache)
     said = refusal(lambda ids: model(ids, past_key_values=cache).logits, tokens(1, 1, "cpu"))
     assert "writes to a tensor from outside it of shape ()" in said
-    assert "pass it in (a module's: weft.stages.from_module) and donate the argument (donate_argnames=...)" in said
+    assert (
+        "pass it in (a module's: weft.stages.from_module) and donate the argument (donate_argnames=...)"
+        in said
+    )
 
 
 @pytest.mark.parametrize("experts", ["grouped_mm", "batched_mm"])
 def test_experts_that_no_host_chooses_are_captured(experts: str) -> None:
     model = decoder("Mixtral", "sdpa", "cpu")
     model.set_experts_implementation(experts)
-    agree(lambda ids: model(input_ids=ids, use_cache=False).logits, *((tokens(seed, 9, "cpu"),) for seed in range(3)))
+    agree(
+        lambda ids: model(input_ids=ids, use_cache=False).logits,
+        *((tokens(seed, 9, "cpu"),) for seed in range(3)),
+    )
 
 
 def test_experts_in_a_loop_over_data_name_the_other_way() -> None:
@@ -170,7 +204,10 @@ def test_experts_in_a_loop_over_data_name_the_other_way() -> None:
     model.set_experts_implementation("eager")
     said = refusal(lambda ids: model(input_ids=ids, use_cache=False).logits, tokens(0, 9, "cpu"))
     assert "modeling_mixtral.py" in said
-    assert "instead: model.set_experts_implementation('grouped_mm'): 'eager' reads on the host which tokens" in said
+    assert (
+        "instead: model.set_experts_implementation('grouped_mm'): 'eager' reads on the host which tokens"
+        in said
+    )
 
 
 @pytest.mark.gpu
@@ -184,12 +221,23 @@ def test_experts_that_wait_for_the_device_name_the_other_way() -> None:
     assert "instead: model.set_experts_implementation('batched_mm')" in said
 
 
-IMAGES = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 48}
+IMAGES = {
+    "hidden_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "intermediate_size": 48,
+}
 ENCODERS: dict[str, tuple[Callable[..., Any], Callable[[int], tuple[Tensor, ...]]]] = {
-    "BERT": (lambda **k: BertModel(BertConfig(**SIZES, **k)), lambda seed: (tokens(seed, 9, "cpu"),)),
+    "BERT": (
+        lambda **k: BertModel(BertConfig(**SIZES, **k)),
+        lambda seed: (tokens(seed, 9, "cpu"),),
+    ),
     "BERT, padded": (
         lambda **k: BertModel(BertConfig(**SIZES, **k)),
-        lambda seed: (tokens(seed, 9, "cpu"), (torch.arange(9) < 9 - torch.tensor([[0], [seed]])).long()),
+        lambda seed: (
+            tokens(seed, 9, "cpu"),
+            (torch.arange(9) < 9 - torch.tensor([[0], [seed]])).long(),
+        ),
     ),
     "ViT": (
         lambda **k: ViTModel(ViTConfig(**IMAGES, image_size=16, patch_size=4, **k)),
@@ -239,7 +287,9 @@ def no_fast_path() -> Iterator[None]:
 def test_a_module_of_torch_is_itself(name: str) -> None:
     module, options = OF_TORCH[name]
     module.eval()
-    inputs = [torch.randn(2, 5, 16, generator=torch.Generator().manual_seed(seed)) for seed in range(3)]
+    inputs = [
+        torch.randn(2, 5, 16, generator=torch.Generator().manual_seed(seed)) for seed in range(3)
+    ]
     with no_fast_path(), torch.no_grad():
         assert counts(agree(lambda x: module(x, **options), *((x,) for x in inputs))) == (1, 3, 0)
 
@@ -247,7 +297,11 @@ def test_a_module_of_torch_is_itself(name: str) -> None:
 def test_attention_of_torch_is_itself() -> None:
     module = nn.MultiheadAttention(16, 2, batch_first=True).eval().requires_grad_(False)
     with no_fast_path():
-        agree(lambda x: module(x, x, x, key_padding_mask=PADDING), (torch.randn(2, 5, 16),), (torch.ones(2, 5, 16),))
+        agree(
+            lambda x: module(x, x, x, key_padding_mask=PADDING),
+            (torch.randn(2, 5, 16),),
+            (torch.ones(2, 5, 16),),
+        )
 
 
 def test_a_mask_that_torch_compares_is_to_be_said_to_be_causal() -> None:
@@ -302,7 +356,11 @@ def test_a_read_that_is_left_out_of_captures_is_no_reason_to_refuse() -> None:
     for mask in (torch.ones(3), torch.tensor([1.0, 0.0, 1.0])):
         assert_equal(LAW, g(torch.arange(3.0), mask), masked(torch.arange(3.0), mask))
     assert counts(g) == (1, 2, 0)
-    assert runs[:3] == [False, True, True]  # a refused warm-up, one as in the capture, and the capture
+    assert runs[:3] == [
+        False,
+        True,
+        True,
+    ]  # a refused warm-up, one as in the capture, and the capture
 
 
 def test_what_may_not_be_made_in_a_capture_is_made_before() -> None:

@@ -1,4 +1,5 @@
-"""Names that a function reads: another object leads to a new capture, an equal value or a counter to none."""
+"""Names that a function reads: another object leads to a new capture, an equal value or a counter
+to none."""
 
 import functools
 import gc
@@ -155,7 +156,11 @@ CHANGED: dict[str, tuple[Callable[..., Tensor], str, Any]] = {
     "a name read by an object that is called": (lambda x: CALLED(x), "gain", 5.0),
     "a name read by a graphified function": (lambda x: INNER(x), "gain", 5.0),
     "a name read by a function in a list": (lambda x: LISTED[1](x), "gain", 5.0),
-    "a name read by a function in a dict of tuples": (lambda x: NAMED["amplify"][0](x), "gain", 5.0),
+    "a name read by a function in a dict of tuples": (
+        lambda x: NAMED["amplify"][0](x),
+        "gain",
+        5.0,
+    ),
     "a name read by a function that an object holds": (lambda x: HOLDER.function(x), "gain", 5.0),
     "a name read by a function that a module holds": (lambda x: ACTIVATED(x), "gain", 5.0),
     "a name read by a stage of compose": (COMPOSED, "gain", 5.0),
@@ -166,7 +171,9 @@ math: Any = types.SimpleNamespace(floor=torch.floor)
 
 
 @pytest.mark.parametrize("case", CHANGED)
-def test_a_name_that_stands_for_something_else_is_captured_anew(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_name_that_stands_for_something_else_is_captured_anew(
+    case: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     fn, name, value = CHANGED[case]
     graph = graphify(fn)
     assert torch.equal(graph(X), fn(X))
@@ -189,7 +196,11 @@ MIXED: dict[str, Any] = {"calls": 3, "act": amplified}
 UNHOOKED, UNCHANGED, FOR_ALL = nn.Sequential(nn.Tanh()), nn.Tanh(), nn.Tanh()
 NONE: dict[str, Callable[[Tensor], Tensor]] = {}
 METHOD, KIND, SHARED = Tripled(), Tripled(), Tripled()
-BOUND, REFERENCED, IN_A_SET = nn.Sequential(nn.Tanh()), nn.Sequential(nn.Tanh()), nn.Sequential(nn.Tanh())
+BOUND, REFERENCED, IN_A_SET = (
+    nn.Sequential(nn.Tanh()),
+    nn.Sequential(nn.Tanh()),
+    nn.Sequential(nn.Tanh()),
+)
 PARTIAL, REFERENCE, SET = functools.partial(calling, BOUND), weakref.ref(REFERENCED), {IN_A_SET}
 vars(by_attribute)["part"] = nn.Sequential(nn.Tanh())
 settings: Any = types.ModuleType("settings")
@@ -204,42 +215,77 @@ def with_all_of(functions: dict[str, Callable[[Tensor], Tensor]], x: Tensor) -> 
 
 REPLACED: dict[str, tuple[Callable[..., Tensor], Callable[[pytest.MonkeyPatch], None]]] = {
     "a function in a dict": (lambda x: FUNCTIONS["act"](x), replaced(FUNCTIONS, "act", torch.relu)),
-    "an attribute of an object": (lambda x: HOLDER.function(x), replaced(HOLDER, "function", torch.relu)),
-    "an attribute of a module": (lambda x: ACTIVATED(x), replaced(ACTIVATED, "function", torch.relu)),
-    "a function in a dict with numbers": (lambda x: MIXED["act"](x), replaced(MIXED, "act", torch.relu)),
+    "an attribute of an object": (
+        lambda x: HOLDER.function(x),
+        replaced(HOLDER, "function", torch.relu),
+    ),
+    "an attribute of a module": (
+        lambda x: ACTIVATED(x),
+        replaced(ACTIVATED, "function", torch.relu),
+    ),
+    "a function in a dict with numbers": (
+        lambda x: MIXED["act"](x),
+        replaced(MIXED, "act", torch.relu),
+    ),
     "a module in a list": (lambda x: LAYERS[0](x), lambda monkeypatch: LAYERS.reverse()),
     "a submodule": (lambda x: TOP(x), replaced(TOP._modules, "sub", nn.Tanh())),
     "a submodule of the function itself": (TOP, replaced(TOP._modules, "sub", nn.Tanh())),
     "a first hook": (lambda x: UNHOOKED(x), replaced(UNHOOKED[0]._forward_hooks, "0", hook)),
-    "a hook of all modules": (lambda x: FOR_ALL(x), replaced(modules._global_forward_hooks, "0", hook)),
-    "a function in an empty dict": (lambda x: with_all_of(NONE, x), replaced(NONE, "act", torch.exp)),
+    "a hook of all modules": (
+        lambda x: FOR_ALL(x),
+        replaced(modules._global_forward_hooks, "0", hook),
+    ),
+    "a function in an empty dict": (
+        lambda x: with_all_of(NONE, x),
+        replaced(NONE, "act", torch.exp),
+    ),
     "a module's own forward": (lambda x: UNCHANGED(x), replaced(UNCHANGED, "forward", torch.exp)),
     "the class of an object": (lambda x: KIND.go(x), replaced(KIND, "__class__", Halved)),
     "a method of a class": (lambda x: METHOD.go(x), replaced(Tripled, "go", lambda self, x: x * 9)),
     "the forward of a class": (Sub(), replaced(Sub, "forward", lambda self, x: x * 9)),
-    "a submodule in a class": (lambda x: SHARED.part(x), replaced(Tripled.part._modules, "0", nn.ReLU())),
+    "a submodule in a class": (
+        lambda x: SHARED.part(x),
+        replaced(Tripled.part._modules, "0", nn.ReLU()),
+    ),
     "a submodule in a class that it names": (
         lambda x: Tripled.part(x),
         replaced(Tripled.part._modules, "0", nn.ReLU()),
     ),
-    "a submodule in a partial function": (lambda x: PARTIAL(x), replaced(BOUND._modules, "0", nn.ReLU())),
-    "a submodule of the partial function itself": (PARTIAL, replaced(BOUND._modules, "0", nn.ReLU())),
+    "a submodule in a partial function": (
+        lambda x: PARTIAL(x),
+        replaced(BOUND._modules, "0", nn.ReLU()),
+    ),
+    "a submodule of the partial function itself": (
+        PARTIAL,
+        replaced(BOUND._modules, "0", nn.ReLU()),
+    ),
     "a submodule behind a weak reference": (
         lambda x: calling(REFERENCE(), x),  # type: ignore[arg-type]
         replaced(REFERENCED._modules, "0", nn.ReLU()),
     ),
-    "a submodule in a set": (lambda x: calling(next(iter(SET)), x), replaced(IN_A_SET._modules, "0", nn.ReLU())),
-    "a submodule of a default": (by_default, replaced(by_default.__defaults__[0]._modules, "0", nn.ReLU())),  # type: ignore[index]
+    "a submodule in a set": (
+        lambda x: calling(next(iter(SET)), x),
+        replaced(IN_A_SET._modules, "0", nn.ReLU()),
+    ),
+    "a submodule of a default": (
+        by_default,
+        replaced(by_default.__defaults__[0]._modules, "0", nn.ReLU()),
+    ),  # type: ignore[index]
     "a submodule of an attribute of a function": (
         by_attribute,
         replaced(vars(by_attribute)["part"]._modules, "0", nn.ReLU()),
     ),
-    "a number in a file of Python code": (lambda x: x * settings.scale, replaced(settings, "scale", 5.0)),
+    "a number in a file of Python code": (
+        lambda x: x * settings.scale,
+        replaced(settings, "scale", 5.0),
+    ),
 }
 
 
 @pytest.mark.parametrize("case", REPLACED)
-def test_a_function_that_was_replaced_in_an_object_is_captured_anew(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_function_that_was_replaced_in_an_object_is_captured_anew(
+    case: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     fn, replace = REPLACED[case]
     graph = graphify(fn)
     before = graph(X)
@@ -286,7 +332,9 @@ def nonlocal_counting() -> Callable[[Tensor], Tensor]:
 
 
 @pytest.mark.parametrize("fn", [counting, nonlocal_counting()])
-def test_a_counter_of_the_functions_own_captures_nothing_anew(fn: Callable[[Tensor], Tensor]) -> None:
+def test_a_counter_of_the_functions_own_captures_nothing_anew(
+    fn: Callable[[Tensor], Tensor],
+) -> None:
     graph = graphify(fn)
     for _ in range(4):
         for size in (2, 3):
@@ -332,7 +380,9 @@ def test_what_is_no_function_may_be_added() -> None:
         vars(module.sub)[f"number {value}"] = value
         assert torch.equal(graph(X), module(X))
     vars(module)["act"] = torch.relu
-    with pytest.raises(CacheMissError, match=r"a miss after freeze\(\): module\.act was not there at the capture"):
+    with pytest.raises(
+        CacheMissError, match=r"a miss after freeze\(\): module\.act was not there at the capture"
+    ):
         graph(X)
 
 
@@ -364,7 +414,9 @@ def test_per_sample_gradients_of_a_convolution() -> None:
     """functorch passes memory that nothing has written to the derivative, which reads its shape."""
 
     def gradients(kernels: Tensor, images: Tensor) -> Tensor:
-        return vmap(grad(lambda k, x: F.conv2d(x[None], k).square().sum()), (None, 0))(kernels, images)
+        return vmap(grad(lambda k, x: F.conv2d(x[None], k).square().sum()), (None, 0))(
+            kernels, images
+        )
 
     graph, kernels = graphify(gradients), torch.randn(2, 1, 3, 3)
     for _ in range(2):

@@ -41,7 +41,9 @@ REFUSED: dict[str, Callable[[Through, Tensor], Tensor]] = {
     "its result is used": lambda through, x: through(lambda: x * 2) + 1,
     "its result is returned": lambda through, x: through(lambda: x * 2),
     "of a closed-over tensor": lambda through, x: through(lambda: WEIGHT * 2)[:1] + x,
-    "a sparse result": lambda through, x: through(lambda: torch.eye(3).to_sparse()).to_dense()[:1, :1] + x,
+    "a sparse result": lambda through, x: (
+        through(lambda: torch.eye(3).to_sparse()).to_dense()[:1, :1] + x
+    ),
 }
 
 
@@ -52,8 +54,14 @@ def test_a_result_of_another_thread_is_refused(name: str, through: Through) -> N
         with pytest.raises(CaptureError) as caught:
             g(torch.ones(size))
         said = str(caught.value)
-        assert "that is new in this call, and that no operator of this thread made: another thread did" in said
-        assert "instead: compute it in this thread; or graphify the function that the thread runs" in said
+        assert (
+            "that is new in this call, and that no operator of this thread made: another thread did"
+            in said
+        )
+        assert (
+            "instead: compute it in this thread; or graphify the function that the thread runs"
+            in said
+        )
         assert said.startswith("graphify(<lambda>)")
 
 
@@ -81,7 +89,10 @@ def test_new_tensors_from_outside_are_captured_later(through: Through) -> None:
     weights = [torch.ones(1), torch.full((1,), 5.0)]
     g = graphify(lambda x, index: x * weights[index], static_argnames=("index",))
     assert g(torch.ones(2), 0).tolist() == [1.0, 1.0]
-    assert g(torch.ones(2), 1).tolist() == [5.0, 5.0]  # read for the first time, without a rehearsal
+    assert g(torch.ones(2), 1).tolist() == [
+        5.0,
+        5.0,
+    ]  # read for the first time, without a rehearsal
     assert g(torch.ones(2) * 2, 1).tolist() == [10.0, 10.0]
 
 
@@ -90,7 +101,9 @@ CONSTANTS: dict[str, Callable[[Tensor], Tensor]] = {
     "numpy": lambda x: x + torch.from_numpy(_NUMBERS),
     "a buffer": lambda x: x + torch.frombuffer(_BYTES, dtype=torch.float32),
     "a number that is written": lambda x: _filled(x),
-    "a number for a tensor": lambda x: x.sum() + torch.vmap(lambda end: torch.linspace(0, end, 2))(x),
+    "a number for a tensor": lambda x: (
+        x.sum() + torch.vmap(lambda end: torch.linspace(0, end, 2))(x)
+    ),
 }
 _NUMBERS = torch.ones(2).numpy()
 _BYTES = bytearray(8)
@@ -124,7 +137,10 @@ def test_a_capture_that_waits_for_a_thread_that_captures_is_refused(
         return x
 
     graphify(lambda x: through(lambda: in_a_thread(x)) + 1)(torch.ones(2))
-    assert "has waited for a thread for 0.2 s; if it waits for this one, neither would ever end" in refused[0]
+    assert (
+        "has waited for a thread for 0.2 s; if it waits for this one, neither would ever end"
+        in refused[0]
+    )
     assert "instead: call one graphified function inside another in the same thread" in refused[0]
     assert inner(torch.ones(2)).tolist() == [2, 2]
 

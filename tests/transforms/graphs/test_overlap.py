@@ -1,4 +1,5 @@
-"""Shared memory element by element, against sets of addresses; and donated arguments that share memory."""
+"""Shared memory element by element, against sets of addresses; and donated arguments that share
+memory."""
 
 import pytest
 import torch

@@ -54,12 +54,20 @@ def test_a_descriptor_that_is_none() -> None:
     instead = "a hashable value with a method covers(other): a weft.BatchDescriptor, or an @attrs.frozen class"
     with refused(DescriptorError, "whole(...)", "3 where a descriptor should be", instead):
         graphify(whole, ladder=[Length(4)])(Signal(3, torch.ones(3)))
-    with refused(DescriptorError, "weft.pad(Signal, Length(steps=4))", "3 where a descriptor should be", instead):
+    with refused(
+        DescriptorError,
+        "weft.pad(Signal, Length(steps=4))",
+        "3 where a descriptor should be",
+        instead,
+    ):
         weft.pad(Signal(3, torch.ones(3)), Length(4))
 
 
 def test_a_leaf_that_is_no_tensor() -> None:
-    seen, instead = "a list in a field with axes('steps')", "a tensor (torch.tensor), or a field without axes"
+    seen, instead = (
+        "a list in a field with axes('steps')",
+        "a tensor (torch.tensor), or a field without axes",
+    )
     for use in (graphify(whole, ladder=[Length(4)]), lambda s: weft.pad(s, Length(4))):
         with refused(DescriptorError, "Signal(x=[1.0, 2.0])", seen, instead):
             use(Signal(Length(2), [1.0, 2.0]))
@@ -67,12 +75,17 @@ def test_a_leaf_that_is_no_tensor() -> None:
 
 def test_tensors_of_another_size_than_their_descriptor_says() -> None:
     seen = "signal.x of shape (5,) in a batch of class 'Length(steps=3)', which needs (3,)"
-    with refused(DescriptorError, "whole(...)", seen, "give the batch the descriptor of its tensors"):
+    with refused(
+        DescriptorError, "whole(...)", seen, "give the batch the descriptor of its tensors"
+    ):
         graphify(whole, ladder=[Length(8)])(Signal(Length(3), torch.ones(5)))
 
 
 def test_covers_that_says_nothing() -> None:
-    seen, instead = "Vague(steps=4).covers(itself) is None", "a covers(other) that returns True or False"
+    seen, instead = (
+        "Vague(steps=4).covers(itself) is None",
+        "a covers(other) that returns True or False",
+    )
     with refused(CaptureError, "graphify(whole, ...)", seen, instead):
         graphify(whole, ladder=[Vague(4)])
 
@@ -89,7 +102,9 @@ def test_advice_names_the_users_own_axes() -> None:
 def test_a_named_tuple_that_others_registered_is_a_named_tuple() -> None:
     """As in torch's pytree, which knows named tuples by their bases."""
     pair = namedtuple("pair", "first second")
-    _pytree.register_pytree_node(pair, lambda p: ([p.first], p.second), lambda own, second: pair(*own, second))
+    _pytree.register_pytree_node(
+        pair, lambda p: ([p.first], p.second), lambda own, second: pair(*own, second)
+    )
     given = pair(1, Signal(Length(2), torch.ones(2)))
     assert weft.pad(given, Length(4)).second.x.tolist() == [1.0, 1.0, 0.0, 0.0]
     assert weft.unpad(weft.pad(given, Length(4)), Length(2)).second.x.tolist() == [1.0, 1.0]
@@ -138,7 +153,9 @@ class Made:
     """A result whose class makes a new tensor of what it is given, and looks at its length."""
 
     length: Any = attrs.field(metadata=weft.descriptor_field())
-    x: Any = attrs.field(metadata=weft.axes("steps"), converter=lambda x: x + 0 if isinstance(x, Tensor) else x)
+    x: Any = attrs.field(
+        metadata=weft.axes("steps"), converter=lambda x: x + 0 if isinstance(x, Tensor) else x
+    )
     inner: Any = attrs.field(default=None, metadata=weft.axes("steps"))
 
     def __attrs_post_init__(self) -> None:
@@ -146,7 +163,9 @@ class Made:
 
 
 def test_results_have_the_class_of_their_call() -> None:
-    g = graphify(lambda s: (Made(s.length, s.x * 2), [Signal(s.length, s.x)]), ladder=[Length(8), Length(4)])
+    g = graphify(
+        lambda s: (Made(s.length, s.x * 2), [Signal(s.length, s.x)]), ladder=[Length(8), Length(4)]
+    )
     for size in (3, 2, 3, 4, 7, 2):
         made, [own] = g(Signal(Length(size), torch.full((size,), float(size))))
         assert made.length == own.length == Length(size)
@@ -171,7 +190,9 @@ class Pair:
         self.first, self.second = first, second
 
 
-_pytree.register_pytree_node(Pair, lambda pair: ([pair.first, pair.second], None), lambda parts, _: Pair(*parts))
+_pytree.register_pytree_node(
+    Pair, lambda pair: ([pair.first, pair.second], None), lambda parts, _: Pair(*parts)
+)
 
 
 def test_results_in_a_class_of_others_have_the_class_of_their_call() -> None:

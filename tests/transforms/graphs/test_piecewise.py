@@ -15,14 +15,23 @@ def sorts(x: Tensor) -> Tensor:
     return torch.sort(x * 2).values + 1
 
 
-OPERATORS = "operators by name, as in 'weft::paged_attention' or 'aten::sort', or as torch.ops.aten.sort"
+OPERATORS = (
+    "operators by name, as in 'weft::paged_attention' or 'aten::sort', or as torch.ops.aten.sort"
+)
 
 
 def test_operators_that_are_none() -> None:
-    for given, written in ((torch.sort, "sort"), ("torch.sort", "'torch.sort'"), ("sort", "'sort'"), (3, "3")):
+    for given, written in (
+        (torch.sort, "sort"),
+        ("torch.sort", "'torch.sort'"),
+        ("sort", "'sort'"),
+        (3, "3"),
+    ):
         with refused(CaptureError, "graphify(sorts, ...)", f"split_at={written}", OPERATORS):
             weft.piecewise(sorts, split_at=given)
-    instead = "the operators to cut at, as in split_at='aten::sort'; or weft.graphify, for one graph"
+    instead = (
+        "the operators to cut at, as in split_at='aten::sort'; or weft.graphify, for one graph"
+    )
     with refused(CaptureError, "weft.piecewise(sorts)", "split_at=()", instead):
         weft.piecewise(sorts, split_at=())
 
@@ -30,12 +39,28 @@ def test_operators_that_are_none() -> None:
 def test_operators_that_are_not_called_are_told_beside_those_that_are() -> None:
     seen = "no call of aten::linear, which split_at names"
     with refused(
-        CaptureError, "graphify(sorts)", seen, "name an operator that it calls: aten::add, aten::mul, aten::sort"
+        CaptureError,
+        "graphify(sorts)",
+        seen,
+        "name an operator that it calls: aten::add, aten::mul, aten::sort",
     ):
         weft.piecewise(sorts, split_at="aten::linear")(torch.ones(2))
 
     def many(x: Tensor) -> Tensor:
-        for name in ("sin", "cos", "tan", "exp", "log", "abs", "neg", "sqrt", "tanh", "erf", "sinh", "cosh"):
+        for name in (
+            "sin",
+            "cos",
+            "tan",
+            "exp",
+            "log",
+            "abs",
+            "neg",
+            "sqrt",
+            "tanh",
+            "erf",
+            "sinh",
+            "cosh",
+        ):
             x = getattr(torch, name)(x)
         return x
 
@@ -46,7 +71,13 @@ def test_operators_that_are_not_called_are_told_beside_those_that_are() -> None:
 
 
 @pytest.mark.parametrize(
-    "given", [torch.ops.aten.sort, torch.ops.aten.sort.default, "aten::sort.default", ["aten::sort", "aten::topk"]]
+    "given",
+    [
+        torch.ops.aten.sort,
+        torch.ops.aten.sort.default,
+        "aten::sort.default",
+        ["aten::sort", "aten::topk"],
+    ],
 )
 def test_operators_in_every_way_to_name_them(given: Any) -> None:
     @weft.piecewise(split_at=given)

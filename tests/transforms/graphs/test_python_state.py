@@ -1,4 +1,5 @@
-"""What a function keeps in Python, in modules and objects that it names: a graph would freeze it, so it is refused."""
+"""What a function keeps in Python, in modules and objects that it names: a graph would freeze it,
+so it is refused."""
 
 import types
 from collections.abc import Callable

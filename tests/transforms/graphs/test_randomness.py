@@ -1,4 +1,5 @@
-"""Random numbers in a graph: a replay continues the generator's stream like the function; seeding inside is refused."""
+"""Random numbers in a graph: a replay continues the generator's stream like the function; seeding
+inside is refused."""
 
 from collections.abc import Callable
 from typing import Any
@@ -34,23 +35,31 @@ SEEDING: dict[str, Callable[[Tensor], Any]] = {
     "fork_rng": forks,
     "set_rng_state": lambda x: first(torch.set_rng_state(STATE)) or x + torch.rand(3),
     "of its own generator": lambda x: x + torch.rand(3, generator=OWN.manual_seed(3)),
-    "to where it was": lambda x: x + torch.rand(3) + first(OWN.set_state(STATE) and torch.rand(3, generator=OWN)),
+    "to where it was": lambda x: (
+        x + torch.rand(3) + first(OWN.set_state(STATE) and torch.rand(3, generator=OWN))
+    ),
 }
 
 
 @pytest.mark.parametrize("way", SEEDING)
 def test_seeding_is_refused(way: str) -> None:
     assert SEEDS in refusal(SEEDING[way], X)
-    assert "instead: seed it before the call, or pass the random numbers in" in refusal(SEEDING[way], X)
+    assert "instead: seed it before the call, or pass the random numbers in" in refusal(
+        SEEDING[way], X
+    )
 
 
 def test_seeding_an_argument_is_refused() -> None:
-    assert SEEDS in refusal(lambda x, g: x + torch.rand(3, generator=g.manual_seed(3)), X, torch.Generator())
+    assert SEEDS in refusal(
+        lambda x, g: x + torch.rand(3, generator=g.manual_seed(3)), X, torch.Generator()
+    )
 
 
 def test_a_generator_made_inside_is_refused() -> None:
     said = refusal(lambda x: x + torch.rand(3, generator=torch.Generator()), X)
-    assert "it draws from a generator that it made itself, which a replay does not make again" in said
+    assert (
+        "it draws from a generator that it made itself, which a replay does not make again" in said
+    )
 
 
 def test_a_generator_seeded_before_the_call_is_drawn_from() -> None:

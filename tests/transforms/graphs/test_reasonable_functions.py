@@ -1,4 +1,5 @@
-"""Functions that eager code runs without a thought replay too; a test that fails names what is still refused or raw."""
+"""Functions that eager code runs without a thought replay too; a test that fails names what is
+still refused or raw."""
 
 import contextlib
 import copy
@@ -27,7 +28,8 @@ def of(fn: Callable[..., Any], *calls: tuple[Any, ...]) -> Any:
     return pytest.param(fn, calls)
 
 
-# What raised errors of torch or Python -------------------------------------------------------------------------------
+# What raised errors of torch or Python
+# -------------------------------------------------------------------------------
 
 
 class Tied(nn.Module):
@@ -77,7 +79,9 @@ REPLAYS = {
         (dict(TIED.named_parameters()), X),
         (dict(TIED.named_parameters()), X + 1),
     ),
-    "a decorator that adds an argument": of(adds_an_argument(lambda x: x * 2), (X, X + 1), (X + 1, X)),
+    "a decorator that adds an argument": of(
+        adds_an_argument(lambda x: x * 2), (X, X + 1), (X + 1, X)
+    ),
     "a decorator that drops an argument": of(drops_an_argument(lambda x, y: x * y), (X,), (X + 1,)),
     "an argument named self": of(lambda x, self: x + self, (X, X + 1), (X + 1, X)),
     "an LSTM with grad mode on": of(lambda x: RECURRENT["lstm"](x)[0], (ROWS,), (ROWS + 1,)),
@@ -161,10 +165,13 @@ def test_an_interrupt_in_a_capture_leaves_torch_as_it_was(run: int) -> None:
     agree(lambda x: x + torch.ones(4), (X,), (X + 1,))
 
 
-# Lifetimes -----------------------------------------------------------------------------------------------------------
+# Lifetimes
+# -----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("result", [lambda params: params[0], lambda params: params.T, lambda params: params * 2])
+@pytest.mark.parametrize(
+    "result", [lambda params: params[0], lambda params: params.T, lambda params: params * 2]
+)
 def test_a_graph_does_not_keep_the_params(result: Callable[[Tensor], Tensor]) -> None:
     g, seen = graphify(lambda params: result(params)), []
     for _ in range(3):
@@ -193,7 +200,8 @@ def test_a_static_self_does_not_keep_the_instance() -> None:
     assert [ref() is None for ref in seen] == [True] * 3
 
 
-# What was refused ----------------------------------------------------------------------------------------------------
+# What was refused
+# ----------------------------------------------------------------------------------------------------
 
 PAIRS = torch.rand(2, 4)
 COUNTS = torch.tensor([1, 3])
@@ -214,7 +222,9 @@ def activated(x: Tensor, act: Callable[[Tensor], Tensor] = torch.relu) -> Tensor
 QUERY = torch.rand(1, 1, 8, 16)
 REASONABLE = {
     "as_tensor": of(lambda x: torch.as_tensor(x) + 1, (X,), (X + 1,)),
-    "as_tensor of another dtype": of(lambda x: torch.as_tensor(x, dtype=torch.float64) + 1, (X,), (X + 1,)),
+    "as_tensor of another dtype": of(
+        lambda x: torch.as_tensor(x, dtype=torch.float64) + 1, (X,), (X + 1,)
+    ),
     "asarray": of(lambda x: torch.asarray(x) + 1, (X,), (X + 1,)),
     "repeat_interleave": of(
         lambda x, n: torch.repeat_interleave(x, n, output_size=4),
@@ -223,17 +233,35 @@ REASONABLE = {
     ),
     "cov": of(lambda x: torch.cov(x), (PAIRS,), (PAIRS + X,)),
     "corrcoef": of(lambda x: torch.corrcoef(x), (PAIRS,), (PAIRS + X,)),
-    "packed sequences": of(lambda x: packed(x, [3, 2]), (torch.rand(3, 2, 4),), (torch.rand(3, 2, 4),)),
+    "packed sequences": of(
+        lambda x: packed(x, [3, 2]), (torch.rand(3, 2, 4),), (torch.rand(3, 2, 4),)
+    ),
     "a default that is never passed": of(activated, (X - 2,), (X - 1,)),
     "a slice": of(lambda x, s: x[s], (X, slice(1, 3)), (X + 1, slice(1, 3))),
     "an ellipsis": of(lambda x, s: x[s], (X, ...), (X + 1, ...)),
 }
 REFUSED: dict[str, tuple[Callable[..., Any], tuple[Any, ...], str]] = {
-    "cov with weights": (lambda x, w: torch.cov(x, aweights=w), (PAIRS, X + 1), "aten.equal.default has a result"),
-    "ctc_loss": (lambda logs: nn.functional.ctc_loss(logs, TARGETS, (5, 5), (3, 2)), (LOGS,), "depends on data"),
+    "cov with weights": (
+        lambda x, w: torch.cov(x, aweights=w),
+        (PAIRS, X + 1),
+        "aten.equal.default has a result",
+    ),
+    "ctc_loss": (
+        lambda logs: nn.functional.ctc_loss(logs, TARGETS, (5, 5), (3, 2)),
+        (LOGS,),
+        "depends on data",
+    ),
     "a compiled function": (COMPILED, (X,), "cannot compile during a capture"),
-    "a compiled function inside": (lambda x: COMPILED(x) + 1, (X,), "cannot compile during a capture"),
-    "flex_attention": (lambda q: flex_attention(q, q, q), (QUERY,), "flex_attention compiles its functions"),
+    "a compiled function inside": (
+        lambda x: COMPILED(x) + 1,
+        (X,),
+        "cannot compile during a capture",
+    ),
+    "flex_attention": (
+        lambda q: flex_attention(q, q, q),
+        (QUERY,),
+        "flex_attention compiles its functions",
+    ),
 }
 
 
@@ -243,14 +271,19 @@ def test_it_is_not_refused(fn: Callable[..., Any], calls: tuple[tuple[Any, ...],
 
 
 @pytest.mark.parametrize(("fn", "call", "why"), REFUSED.values(), ids=REFUSED)
-def test_it_is_refused_with_its_reason(fn: Callable[..., Any], call: tuple[Any, ...], why: str) -> None:
-    """A CUDA graph cannot hold these either: the host waits for a value, or torch.compile compiles."""
+def test_it_is_refused_with_its_reason(
+    fn: Callable[..., Any], call: tuple[Any, ...], why: str
+) -> None:
+    """A CUDA graph cannot hold these either: the host waits for a value, or torch.compile compiles.
+    """
     with pytest.raises(CaptureError, match=why):
         graphify(fn)(*call)
 
 
 @pytest.mark.parametrize(("fn", "call", "why"), REFUSED.values(), ids=REFUSED)
-def test_a_refusal_is_gone_when_it_has_been_handled(fn: Callable[..., Any], call: tuple[Any, ...], why: str) -> None:
+def test_a_refusal_is_gone_when_it_has_been_handled(
+    fn: Callable[..., Any], call: tuple[Any, ...], why: str
+) -> None:
     """With its frames, which hold the arguments; it need not wait until Python collects garbage."""
     gc.collect()
     gc.disable()
@@ -264,8 +297,12 @@ def test_a_refusal_is_gone_when_it_has_been_handled(fn: Callable[..., Any], call
 
 
 @pytest.mark.parametrize("way", [copy.copy, copy.deepcopy, lambda g: pickle.loads(pickle.dumps(g))])
-@pytest.mark.parametrize("fn", [activated, nn.Linear(4, 4).requires_grad_(False)], ids=["function", "module"])
-def test_a_copy_has_no_graphs_and_makes_its_own(fn: Callable[[Tensor], Tensor], way: Callable[[Any], Any]) -> None:
+@pytest.mark.parametrize(
+    "fn", [activated, nn.Linear(4, 4).requires_grad_(False)], ids=["function", "module"]
+)
+def test_a_copy_has_no_graphs_and_makes_its_own(
+    fn: Callable[[Tensor], Tensor], way: Callable[[Any], Any]
+) -> None:
     g = graphify(fn)
     g(X)
     other = way(g)

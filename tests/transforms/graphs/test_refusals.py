@@ -1,4 +1,5 @@
-"""Code that a replay could not repeat is refused with its line, and a refused capture leaves no trace."""
+"""Code that a replay could not repeat is refused with its line, and a refused capture leaves no
+trace."""
 
 import copy
 import math
@@ -29,7 +30,9 @@ PINNING: dict[str, Callable[[Tensor], Any]] = {
 
 @pytest.mark.parametrize("way", PINNING)
 def test_pinned_memory_is_refused(way: str) -> None:
-    with pytest.raises(CaptureError, match=r"allocates pinned host memory\n\s+at .*test_refusals.py"):
+    with pytest.raises(
+        CaptureError, match=r"allocates pinned host memory\n\s+at .*test_refusals.py"
+    ):
         graphify(PINNING[way])(torch.ones(2))
 
 
@@ -55,7 +58,9 @@ def _functional(x: Tensor) -> Tensor:
 @pytest.mark.usefixtures("one_rank")
 @pytest.mark.parametrize("step", [_in_place, _functional])
 def test_collectives_are_captured_if_asked_for(step: Callable[[Tensor], Tensor]) -> None:
-    with pytest.raises(CaptureError, match=r"is a collective operation, which waits for other ranks"):
+    with pytest.raises(
+        CaptureError, match=r"is a collective operation, which waits for other ranks"
+    ):
         graphify(step)(torch.ones(2))
     with pytest.raises(CaptureError, match=r"graphify\(\.\.\., collectives=True\) on every rank"):
         graphify(step).lower(torch.ones(2))
@@ -210,7 +215,10 @@ def writes_outside_storage(x: Tensor) -> Any:
     (x + OUTSIDE, OUTSIDE.untyped_storage().fill_(0))
 
 
-BRANCH, SHAPE = "a branch on a tensor's value", "has a result whose shape, or value on the host, depends on data"
+BRANCH, SHAPE = (
+    "a branch on a tensor's value",
+    "has a result whose shape, or value on the host, depends on data",
+)
 MASK = "indexing with a boolean mask, whose shape or work depends on data"
 NOT_OWN = "of shape (4,), which it does not own"
 REFUSED: dict[Callable[[Tensor], Any], str] = {
@@ -254,7 +262,9 @@ REFUSED: dict[Callable[[Tensor], Any], str] = {
 
 @pytest.mark.filterwarnings("ignore:TypedStorage is deprecated")
 @pytest.mark.parametrize("fn", REFUSED, ids=lambda fn: fn.__name__)
-def test_what_a_replay_could_not_repeat_is_refused_with_its_line(fn: Callable[[Tensor], Any]) -> None:
+def test_what_a_replay_could_not_repeat_is_refused_with_its_line(
+    fn: Callable[[Tensor], Any],
+) -> None:
     OUTSIDE.zero_()
     x = X.clone()
     with pytest.raises(CaptureError) as error:

@@ -18,7 +18,8 @@ from weft.trees import tree_map
 State = dict[str, Tensor]
 
 
-# What it hands out ---------------------------------------------------------------------------------------------------
+# What it hands out
+# ---------------------------------------------------------------------------------------------------
 
 CONSTANT = torch.full((4,), 7.0)
 OUTPUTS: dict[str, Callable[[Tensor], Any]] = {
@@ -60,7 +61,9 @@ def test_a_params_tensor_comes_back_as_itself() -> None:
     assert g(params, X + 1)[0]["w"] is params["w"]
 
 
-@pytest.mark.parametrize("fn", [torch.conj, lambda params: params.conj() * 1, lambda params: params.conj()[:1]])
+@pytest.mark.parametrize(
+    "fn", [torch.conj, lambda params: params.conj() * 1, lambda params: params.conj()[:1]]
+)
 def test_a_conjugate_view_of_params_is_not_params(fn: Callable[[Tensor], Tensor]) -> None:
     g = graphify(lambda params: fn(params))
     params = torch.tensor([1 + 2j])
@@ -73,7 +76,8 @@ def test_a_conjugated_state_is_the_next_state() -> None:
     assert g(torch.tensor([1 + 2j])).tolist() == [1 - 2j]
 
 
-# Donation ------------------------------------------------------------------------------------------------------------
+# Donation
+# ------------------------------------------------------------------------------------------------------------
 
 STEPS: dict[str, Callable[[State, Tensor], Any]] = {
     "in place": lambda s, x: ({"a": s["a"].add_(x), "b": s["b"].mul_(2)}, x),
@@ -86,7 +90,10 @@ STEPS: dict[str, Callable[[State, Tensor], Any]] = {
     "unchanged": lambda s, x: (s, x + s["a"]),
     "out is the new": lambda s, x: (lambda a: ({"a": a, "b": s["b"]}, a))(s["a"] + x),
     "out is the old": lambda s, x: ({"a": s["a"] + x, "b": s["b"]}, s["a"]),
-    "out is a view of the old": lambda s, x: ({"a": s["a"] + x, "b": s["b"]}, (s["a"][1:], s["b"].view(2, 1))),
+    "out is a view of the old": lambda s, x: (
+        {"a": s["a"] + x, "b": s["b"]},
+        (s["a"][1:], s["b"].view(2, 1)),
+    ),
     "out is a view of the new": lambda s, x: ({"a": s["a"].add_(x), "b": s["b"]}, s["a"][1:]),
     "returned twice": lambda s, x: (s, ({"a": s["a"], "b": s["b"]}, x)),
     "returned second": lambda s, x: (x, {"out": s["a"] * 2}, {"a": s["a"] + x, "b": s["b"] + 1}),
@@ -154,12 +161,18 @@ class Pair(tuple[Any, ...]):
 torch.utils._pytree.register_pytree_node(
     Pair,
     lambda pair: ([x for x in pair if x is not None], tuple(x is None for x in pair)),
-    lambda given, absent: Pair(None if is_absent else next(found) for found in [iter(given)] for is_absent in absent),
+    lambda given, absent: Pair(
+        None if is_absent else next(found) for found in [iter(given)] for is_absent in absent
+    ),
 )
 
 
 def test_a_state_inside_a_class_that_leaves_out_a_value() -> None:
-    g, state, storages = graphify(lambda s, x: Pair((None, s + x, x * 2)), donate_argnames="s"), torch.zeros(2), set()
+    g, state, storages = (
+        graphify(lambda s, x: Pair((None, s + x, x * 2)), donate_argnames="s"),
+        torch.zeros(2),
+        set(),
+    )
     for count in range(1, 5):
         _, state, out = g(state, torch.ones(2))
         storages.add(state.data_ptr())
@@ -228,7 +241,9 @@ def test_what_is_captured_by_reference_may_not_lie_in_what_is_donated() -> None:
 
     g = graphify(step, donate_argnames="state")
     whole = torch.ones(4)
-    with pytest.raises(DonatedError, match=r"params shares its storage with state\['h'\], which is donated"):
+    with pytest.raises(
+        DonatedError, match=r"params shares its storage with state\['h'\], which is donated"
+    ):
         g(whole[:2], {"h": whole})
     assert counts(g) == (0, 0, 0)
     g(torch.ones(2), {"h": whole})

@@ -1,6 +1,8 @@
-"""Functions that a capture once got wrong: a graph gives their results now, or weft refuses them and says why.
+"""Functions that a capture once got wrong: a graph gives their results now, or weft refuses them
+and says why.
 
-Each case returns the results of the function itself, and those of its graph. A case with a reason is refused for it.
+Each case returns the results of the function itself, and those of its graph. A case with a reason
+is refused for it.
 """
 
 import contextlib
@@ -30,7 +32,9 @@ def case(refused: str = "") -> Callable[[Callable[[], tuple[Any, Any]]], None]:
     return lambda fn: CASES.append((fn, refused))
 
 
-def both(fn: Callable[..., Any], *calls: tuple[Any, ...], **options: Any) -> tuple[list[Any], list[Any]]:
+def both(
+    fn: Callable[..., Any], *calls: tuple[Any, ...], **options: Any
+) -> tuple[list[Any], list[Any]]:
     """The results of calls of a function, and of its graph."""
     graph = weft.graphify(fn, **options)
     return [fn(*call) for call in calls], [graph(*call) for call in calls]
@@ -84,7 +88,9 @@ def autocast_that_is_off_inside() -> tuple[Any, Any]:
 @case()
 def a_function_mode() -> tuple[Any, Any]:
     class Half(TorchFunctionMode):
-        def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        def __torch_function__(
+            self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+        ) -> Any:
             result = func(*args, **(kwargs or {}))
             return result / 2 if "mul" in getattr(func, "__name__", "") else result
 
@@ -112,7 +118,10 @@ def another_default_in_a_decorator() -> tuple[Any, Any]:
 def a_parameter_is_a_parameter() -> tuple[Any, Any]:
     parameter = nn.Parameter(V.clone())
     with torch.no_grad():
-        return both(lambda params: [p * (0.5 if isinstance(p, nn.Parameter) else 1) for p in params], ([parameter],))
+        return both(
+            lambda params: [p * (0.5 if isinstance(p, nn.Parameter) else 1) for p in params],
+            ([parameter],),
+        )
 
 
 @case()
@@ -126,7 +135,9 @@ def contexts_of_a_pytree() -> tuple[Any, Any]:
         def __init__(self, x: Any, by: Any) -> None:
             self.x, self.by = x, by
 
-    pytree.register_pytree_node(Scaled, lambda s: ([s.x], s.by), lambda children, by: Scaled(children[0], by))
+    pytree.register_pytree_node(
+        Scaled, lambda s: ([s.x], s.by), lambda children, by: Scaled(children[0], by)
+    )
     x = torch.tensor([1, 2])
     return both(lambda s: s.x * s.by, (Scaled(x, 1),), (Scaled(x, 1.0),))
 
@@ -148,7 +159,9 @@ def a_view_of_a_donated_tensor() -> tuple[Any, Any]:
         return state.add_(1), x * 2
 
     own, given = torch.zeros(3), torch.zeros(3)
-    return weft.donates("state")(f)(own, own[:2])[1], weft.graphify(f, donate_argnames="state")(given, given[:2])[1]
+    return weft.donates("state")(f)(own, own[:2])[1], weft.graphify(f, donate_argnames="state")(
+        given, given[:2]
+    )[1]
 
 
 @case("b shares memory with a, and both are donated")
@@ -262,7 +275,9 @@ def gradients_of_each_sample() -> tuple[Any, Any]:
     def loss(w: Any, x: Any) -> Any:
         return 0.5 * (w @ x) ** 2
 
-    return both(lambda w, x: torch.vmap(torch.func.grad(loss), (None, 0))(w, x), (V, torch.ones(2, 3)))
+    return both(
+        lambda w, x: torch.vmap(torch.func.grad(loss), (None, 0))(w, x), (V, torch.ones(2, 3))
+    )
 
 
 @case()
@@ -307,12 +322,16 @@ def a_decoder_of_transformers() -> tuple[Any, Any]:
     model = transformers.LlamaForCausalLM(config).eval()
     ids = torch.arange(6)[None]
     with torch.no_grad():
-        return both(lambda ids: model(input_ids=ids, use_cache=False).logits, (ids,), (ids.flip(1),))
+        return both(
+            lambda ids: model(input_ids=ids, use_cache=False).logits, (ids,), (ids.flip(1),)
+        )
 
 
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize(("run", "reason"), CASES, ids=[run.__name__ for run, _ in CASES])
-def test_a_graph_is_its_function_or_says_why_not(run: Callable[[], tuple[Any, Any]], reason: str) -> None:
+def test_a_graph_is_its_function_or_says_why_not(
+    run: Callable[[], tuple[Any, Any]], reason: str
+) -> None:
     if not reason:
         expected, seen = run()
         assert find_difference(seen, expected) is None

@@ -35,7 +35,10 @@ REFUSED: dict[str, tuple[Callable[[Tensor], Tensor], str]] = {
     "to_sparse_csr": (lambda v: torch.diag(v).to_sparse_csr(), "has a result whose shape"),
     "coalesce": (lambda v: coo(v).coalesce(), "aten._coalesce.default has a result whose shape"),
     "in place": (lambda v: (coo(v) * 1).mul_(2), "aten.mul_.Tensor writes to a sparse tensor"),
-    "nested": (lambda v: torch.nested.nested_tensor([v, v]).to_padded_tensor(0.0), "makes a nested tensor of strided"),
+    "nested": (
+        lambda v: torch.nested.nested_tensor([v, v]).to_padded_tensor(0.0),
+        "makes a nested tensor of strided",
+    ),
 }
 
 

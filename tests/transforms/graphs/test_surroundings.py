@@ -1,4 +1,5 @@
-"""Settings that a result depends on besides the arguments: a replay needs a capture under the same ones."""
+"""Settings that a result depends on besides the arguments: a replay needs a capture under the same
+ones."""
 
 import contextlib
 import threading
@@ -66,7 +67,10 @@ def test_arguments_that_require_grad_do_so_inside() -> None:
 
 SETTINGS: dict[str, tuple[Callable[[], Any], Callable[[], Any]]] = {
     "grad mode": (lambda: torch.set_grad_enabled(False), torch.is_grad_enabled),
-    "autocast": (lambda: torch.set_autocast_enabled("cpu", True), lambda: torch.is_autocast_enabled("cpu")),
+    "autocast": (
+        lambda: torch.set_autocast_enabled("cpu", True),
+        lambda: torch.is_autocast_enabled("cpu"),
+    ),
     "default dtype": (lambda: torch.set_default_dtype(torch.float64), torch.get_default_dtype),
     "default device": (lambda: torch.set_default_device("meta"), torch.get_default_device),
     "deterministic algorithms": (
@@ -81,7 +85,10 @@ SETTINGS: dict[str, tuple[Callable[[], Any], Callable[[], Any]]] = {
         lambda: torch.backends.cuda.enable_flash_sdp(False),
         torch.backends.cuda.flash_sdp_enabled,
     ),
-    "cudnn": (lambda: setattr(torch.backends.cudnn, "benchmark", True), lambda: torch.backends.cudnn.benchmark),
+    "cudnn": (
+        lambda: setattr(torch.backends.cudnn, "benchmark", True),
+        lambda: torch.backends.cudnn.benchmark,
+    ),
 }
 
 
@@ -95,7 +102,9 @@ def test_a_setting_that_the_function_changes_is_refused_and_put_back(name: str) 
         return x * 2
 
     for _ in range(2):
-        with pytest.raises(CaptureError, match=rf"it changes a setting of torch \({name}\) for the code after it"):
+        with pytest.raises(
+            CaptureError, match=rf"it changes a setting of torch \({name}\) for the code after it"
+        ):
             graphify(changing)(X)
         assert read() == before
 
@@ -205,8 +214,11 @@ def no_fast_path() -> Iterator[None]:
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 @pytest.mark.parametrize("name", WITH_A_FAST_PATH)
 @pytest.mark.parametrize("verify", [None, 1])
-def test_a_graph_takes_no_fast_path_of_attention_by_itself(name: str, verify: int | None, device: str) -> None:
-    """Its bits are those without the fast path; and so are those of the function itself, with which it is compared."""
+def test_a_graph_takes_no_fast_path_of_attention_by_itself(
+    name: str, verify: int | None, device: str
+) -> None:
+    """Its bits are those without the fast path; and so are those of the function itself, with which
+    it is compared."""
     with torch.device(device):
         module = WITH_A_FAST_PATH[name]()
         inputs = [torch.randn(2, 3, 8) for _ in range(3)]
@@ -227,7 +239,9 @@ def test_the_fast_path_is_off_in_the_thread_of_the_call_alone() -> None:
     seen: list[bool] = []
 
     def asks(x: Tensor) -> Tensor:
-        thread = threading.Thread(target=lambda: seen.append(torch.backends.mha.get_fastpath_enabled()))
+        thread = threading.Thread(
+            target=lambda: seen.append(torch.backends.mha.get_fastpath_enabled())
+        )
         thread.start()
         thread.join()
         seen.append(torch.backends.mha.get_fastpath_enabled())
@@ -256,9 +270,13 @@ def test_an_encoder_that_takes_padding_out_is_refused_by_name() -> None:
         graphify(lambda x: module(x, src_key_padding_mask=padding))(x)
     said = str(caught.value)
     assert (
-        "saw: nn.TransformerEncoder takes the padding out, and returns zeros there, which a capture cannot do" in said
+        "saw: nn.TransformerEncoder takes the padding out, and returns zeros there, which a capture cannot do"
+        in said
     )
-    assert "instead: nn.TransformerEncoder(..., enable_nested_tensor=False), or torch.backends.mha.set_fast" in said
+    assert (
+        "instead: nn.TransformerEncoder(..., enable_nested_tensor=False), or torch.backends.mha.set_fast"
+        in said
+    )
     module = encoder(enable_nested_tensor=False)
     seen = graphify(lambda x: module(x, src_key_padding_mask=padding))(x)
     with no_fast_path():
@@ -276,7 +294,11 @@ class Scale(TorchFunctionMode):
         return "Scale"
 
     def __torch_function__(
-        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+        self,
+        func: Callable[..., Any],
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
     ) -> Any:
         result = func(*args, **(kwargs or {}))
         return result * self.by if func is torch.sin else result
@@ -304,10 +326,14 @@ def test_a_default_device_is_a_mode_by_name() -> None:
 
 def test_what_was_compiled_is_refused() -> None:
     compiled = torch.compile(lambda x: x * 2, backend="eager")
-    with pytest.raises(CaptureError, match=r"saw: a result of torch\.compile, which cannot compile"):
+    with pytest.raises(
+        CaptureError, match=r"saw: a result of torch\.compile, which cannot compile"
+    ):
         graphify(compiled)
     for _ in range(2):
-        with pytest.raises(CaptureError, match=r"saw: it calls a result of torch\.compile, which cannot compile"):
+        with pytest.raises(
+            CaptureError, match=r"saw: it calls a result of torch\.compile, which cannot compile"
+        ):
             graphify(lambda x: compiled(x) + 1)(X)
         assert_equal("outside", compiled(X), X * 2)
 

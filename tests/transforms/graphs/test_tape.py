@@ -26,7 +26,9 @@ def record(fn: Callable[..., Any], *buffers: Tensor, own: tuple[Tensor, ...] = (
 
 def replays(fn: Callable[[Tensor], Any], shape: tuple[int, ...] = (2, 3)) -> None:
     """Three replays on new values in the buffer give the results of `fn` for these values."""
-    values = [torch.randn(shape, generator=torch.Generator().manual_seed(seed)) for seed in range(4)]
+    values = [
+        torch.randn(shape, generator=torch.Generator().manual_seed(seed)) for seed in range(4)
+    ]
     buffer = values[0].clone()
     recording = record(fn, buffer)
     assert_equal(f"{LAW}, at capture", recording.outputs, fn(values[0].clone()))
@@ -115,7 +117,9 @@ def returns_its_input(x: Tensor) -> Any:
 
 def functional_call(x: Tensor) -> Any:
     q = x[None, None]
-    return torch.nn.functional.scaled_dot_product_attention(q, q, q), torch.nn.functional.layer_norm(x, (3,))
+    return torch.nn.functional.scaled_dot_product_attention(
+        q, q, q
+    ), torch.nn.functional.layer_norm(x, (3,))
 
 
 def overwritten_input_of_an_earlier_op(x: Tensor) -> Any:

@@ -1,4 +1,5 @@
-"""`graphify(..., verify=n)` compares replays with the function itself, and names the first operator that differs."""
+"""`graphify(..., verify=n)` compares replays with the function itself, and names the first operator
+that differs."""
 
 import copy
 from typing import Any
@@ -36,8 +37,9 @@ def test_a_number_that_changed_outside_is_found_with_its_operator(device: str) -
     with pytest.raises(VerificationError) as error:
         g(x)
     assert "Scaled(...), call 4" in str(error.value)
-    assert "`%2 = aten::mul.Tensor(%1, 3.0)  : float32[3]`, captured `%2 = aten::mul.Tensor(%1, 2.0)" in str(
-        error.value
+    assert (
+        "`%2 = aten::mul.Tensor(%1, 3.0)  : float32[3]`, captured `%2 = aten::mul.Tensor(%1, 2.0)"
+        in str(error.value)
     )
 
 
@@ -46,7 +48,10 @@ def test_a_tensor_that_changed_outside_is_found_with_its_operator() -> None:
     g = graphify(lambda x: x * 2 + held["w"], verify=1)
     g(torch.ones(3))
     held["w"] = torch.zeros(3)
-    with pytest.raises(VerificationError, match=r"operator 1: .*add.Tensor.* reads a tensor from outside that is not"):
+    with pytest.raises(
+        VerificationError,
+        match=r"operator 1: .*add.Tensor.* reads a tensor from outside that is not",
+    ):
         g(torch.ones(3))
 
 
@@ -55,7 +60,9 @@ def test_a_branch_on_python_is_found() -> None:
     g = graphify(lambda x: x + 1 if flags[0] else x.sum(), verify=1)
     g(torch.ones(3))
     flags[0] = False
-    with pytest.raises(VerificationError, match=r"result is a tensor of shape \(3,\), and should be .* shape \(\)"):
+    with pytest.raises(
+        VerificationError, match=r"result is a tensor of shape \(3,\), and should be .* shape \(\)"
+    ):
         g(torch.ones(3))
 
 
@@ -82,11 +89,17 @@ def test_only_every_nth_call_is_compared() -> None:
 
 @everywhere
 def test_donated_states_and_random_numbers_are_the_same(device: str) -> None:
-    def step(state: Tensor, x: Tensor, generator: torch.Generator | None = None) -> tuple[Tensor, Tensor]:
+    def step(
+        state: Tensor, x: Tensor, generator: torch.Generator | None = None
+    ) -> tuple[Tensor, Tensor]:
         noise = torch.rand(3, device=x.device) + torch.rand(3, generator=generator, device=x.device)
         return state.add_(x * noise), noise
 
-    g, state, x = graphify(step, donate_argnames="state", verify=1), torch.zeros(3, device=device), torch.ones(3)
+    g, state, x = (
+        graphify(step, donate_argnames="state", verify=1),
+        torch.zeros(3, device=device),
+        torch.ones(3),
+    )
     torch.manual_seed(3)
     for _ in range(4):
         state, _ = g(state, x.to(device))
@@ -114,7 +127,9 @@ def test_a_padded_batch_is_compared_at_its_class() -> None:
 
 def test_it_is_an_option_of_pieces_and_of_copies() -> None:
     held = [1.0]
-    g = copy.copy(piecewise(lambda x: torch.sort(x * held[0]).values + 1, split_at="aten::sort", verify=1))
+    g = copy.copy(
+        piecewise(lambda x: torch.sort(x * held[0]).values + 1, split_at="aten::sort", verify=1)
+    )
     assert g(torch.tensor([2.0, 1.0])).tolist() == [2.0, 3.0]
     held[0] = -1.0
     with pytest.raises(VerificationError, match="operator 0"):

@@ -73,7 +73,9 @@ def test_torch_compile_of_it_is_the_python_loop(most: int | None) -> None:
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("most", [None, 1, 7, 200])
-def test_one_graph_is_the_python_loop_for_any_number_of_steps(device: str, most: int | None) -> None:
+def test_one_graph_is_the_python_loop_for_any_number_of_steps(
+    device: str, most: int | None
+) -> None:
     graph = graphify(lambda number: count_steps(number, most))
     for number in (6, 27, 1, 97, 2, 0):
         given = torch.tensor(number, device=device)
@@ -118,12 +120,16 @@ def test_loops_nest(device: str) -> None:
 def test_parts_of_the_carry_change_places(device: str) -> None:
     @graphify
     def swapped(a: Tensor, b: Tensor, n: Tensor) -> Any:
-        return while_loop(lambda c: c[2] < n, lambda c: (c[1], c[0], c[2] + 1), (a, b, torch.zeros_like(n)))
+        return while_loop(
+            lambda c: c[2] < n, lambda c: (c[1], c[0], c[2] + 1), (a, b, torch.zeros_like(n))
+        )
 
     a, b = torch.tensor([1.0, 2.0], device=device), torch.tensor([3.0, 4.0], device=device)
     for n in (0, 1, 2, 5):
         left, right, _ = swapped(a, b, torch.tensor(n, device=device))
-        assert (left.tolist(), right.tolist()) == (([3.0, 4.0], [1.0, 2.0]) if n % 2 else ([1.0, 2.0], [3.0, 4.0]))
+        assert (left.tolist(), right.tolist()) == (
+            ([3.0, 4.0], [1.0, 2.0]) if n % 2 else ([1.0, 2.0], [3.0, 4.0])
+        )
     assert (a.tolist(), b.tolist()) == ([1.0, 2.0], [3.0, 4.0])
 
 
@@ -137,7 +143,9 @@ def count_in_place(state: Any) -> Any:
 
 @pytest.mark.parametrize("device", DEVICES)
 def test_a_donated_carry_is_updated_in_place(device: str) -> None:
-    loop = graphify(lambda s: while_loop(lambda s: s[1].sum() < 4, count_in_place, s), donate_argnames="s")
+    loop = graphify(
+        lambda s: while_loop(lambda s: s[1].sum() < 4, count_in_place, s), donate_argnames="s"
+    )
     state: Any = torch.zeros(5, device=device), torch.zeros(1, dtype=torch.int64, device=device)
     address = state[0].data_ptr()
     for times in (1, 2, 3):
@@ -156,7 +164,9 @@ def test_memory_of_a_body_is_its_own() -> None:
     def loop(x: Tensor, n: Tensor) -> Tensor:
         x = torch.relu(x) + 1
         made = while_loop(
-            lambda c: c[1] < n, lambda c: ((c[0] @ w).sort(-1).values.tanh() + c[0], c[1] + 1), (x, torch.zeros_like(n))
+            lambda c: c[1] < n,
+            lambda c: ((c[0] @ w).sort(-1).values.tanh() + c[0], c[1] + 1),
+            (x, torch.zeros_like(n)),
         )
         return made[0].softmax(-1)
 
@@ -176,8 +186,13 @@ def test_a_gpu_has_while_nodes() -> None:
 
 
 @pytest.mark.gpu
-def test_without_nodes_a_gpu_has_max_steps(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
-    monkeypatch.setattr("weft.transforms.graphs.backends.while_nodes.why_unavailable", lambda device: "an old driver")
+def test_without_nodes_a_gpu_has_max_steps(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(
+        "weft.transforms.graphs.backends.while_nodes.why_unavailable",
+        lambda device: "an old driver",
+    )
     graph, number = graphify(lambda number: count_steps(number, 9)), torch.tensor(27, device="cuda")
     with caplog.at_level(logging.WARNING, "weft"):
         assert listed(graph(number)) == python_loop(27, 9)
@@ -201,7 +216,10 @@ def test_a_node_that_gave_up_says_so(caplog: pytest.LogCaptureFixture) -> None:
 
 def test_a_graph_that_cannot_repeat_has_max_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     """The steps after the last one keep the carry; without a bound it is refused."""
-    for looper in ("weft.transforms.graphs.backends.tape._Recorder", "weft.transforms.graphs.backends.loops.Rehearsal"):
+    for looper in (
+        "weft.transforms.graphs.backends.tape._Recorder",
+        "weft.transforms.graphs.backends.loops.Rehearsal",
+    ):
         monkeypatch.setattr(f"{looper}.unable", "a reason")
     graph = graphify(lambda number: count_steps(number, 7))
     for number in (27, 3, 1):
@@ -217,8 +235,12 @@ def test_a_graph_that_cannot_repeat_has_max_steps(monkeypatch: pytest.MonkeyPatc
 def test_transforms_of_torch_func() -> None:
     numbers = torch.tensor([6, 27, 1])
     rows = torch.func.vmap(lambda number: count_steps(number, 20))(numbers)
-    assert [[int(x[i]) for x in rows] for i in range(3)] == [python_loop(int(n), 20) for n in numbers]
-    in_graph = graphify(lambda x: torch.func.vmap(lambda number: count_steps(number, 20))(x))(numbers)
+    assert [[int(x[i]) for x in rows] for i in range(3)] == [
+        python_loop(int(n), 20) for n in numbers
+    ]
+    in_graph = graphify(lambda x: torch.func.vmap(lambda number: count_steps(number, 20))(x))(
+        numbers
+    )
     assert [x.tolist() for x in in_graph] == [x.tolist() for x in rows]
 
     def power(x: Tensor) -> Tensor:
@@ -234,19 +256,29 @@ def test_transforms_of_torch_func() -> None:
 
 
 def test_a_listing_has_one_step() -> None:
-    listing = graphify(lambda x: while_loop(lambda c: c.sum() < 9, lambda c: c * 2, x)).lower(torch.ones(2)).as_text()
+    listing = (
+        graphify(lambda x: while_loop(lambda c: c.sum() < 9, lambda c: c * 2, x))
+        .lower(torch.ones(2))
+        .as_text()
+    )
     assert listing.count("aten::mul") == 1
     assert isinstance(Rehearsal.unable, type(None))
 
 
-def counted(body: Callable[[Any], Any], x: Tensor, bound: Any, max_steps: int | None = None) -> Tensor:
+def counted(
+    body: Callable[[Any], Any], x: Tensor, bound: Any, max_steps: int | None = None
+) -> Tensor:
     """The last `x` of a loop on (x, counter)."""
     start = x, torch.zeros((), dtype=torch.int64)
-    last: Tensor = while_loop(lambda c: c[1] < bound, lambda c: (body(c), c[1] + 1), start, max_steps=max_steps)[0]
+    last: Tensor = while_loop(
+        lambda c: c[1] < bound, lambda c: (body(c), c[1] + 1), start, max_steps=max_steps
+    )[0]
     return last
 
 
-@pytest.mark.parametrize("index", [("i",), (..., "i"), (None, "i", slice(None)), (0, "i"), ("i", "i"), (-1, ..., "i")])
+@pytest.mark.parametrize(
+    "index", [("i",), (..., "i"), (None, "i", slice(None)), (0, "i"), ("i", "i"), (-1, ..., "i")]
+)
 def test_an_index_by_the_counter_is_a_gather(index: Any) -> None:
     table = torch.arange(9.0).view(3, 3)
 
@@ -279,7 +311,9 @@ LAYOUTS: dict[str, Tensor] = {
     "expanded": torch.arange(2.0).expand(2, 2),
     "conjugate": (torch.arange(4.0).view(2, 2) * 1j).conj(),
     "negative": (torch.arange(4.0).view(2, 2) * 1j).conj().imag,
-    "channels last": torch.arange(16.0).view(1, 4, 2, 2).contiguous(memory_format=torch.channels_last),
+    "channels last": torch.arange(16.0)
+    .view(1, 4, 2, 2)
+    .contiguous(memory_format=torch.channels_last),
 }
 VIEWS: dict[str, Callable[[Tensor], Tensor]] = {
     "conj": torch.conj,
@@ -293,7 +327,8 @@ VIEWS: dict[str, Callable[[Tensor], Tensor]] = {
 @pytest.mark.parametrize("view", VIEWS)
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_a_carry_keeps_its_layout(layout: str, view: str) -> None:
-    """Its values are those of the Python loop, and its strides are the same in every way to run it."""
+    """Its values are those of the Python loop, and its strides are the same in every way to run it.
+    """
 
     def run(x: Tensor, bound: Tensor) -> Tensor:
         return counted(lambda c: VIEWS[view](c[0]).to(c[0].dtype), x, bound, 4)
@@ -307,14 +342,17 @@ def test_a_carry_keeps_its_layout(layout: str, view: str) -> None:
         if view != "a negative view":  # of which torch's `vmap` has no rule
             rows = torch.func.vmap(run, in_dims=(None, 0))(x, torch.tensor([bound, 3]))
             assert torch.equal(rows[0], in_python)
-        kinds = {(result.stride(), result.is_conj(), result.is_neg()) for result in results.values()}
+        kinds = {
+            (result.stride(), result.is_conj(), result.is_neg()) for result in results.values()
+        }
         assert len(kinds) == 1
         assert kinds.pop()[1:] == (False, False)
         in_python = VIEWS[view](in_python).to(x.dtype)
 
 
 def test_a_result_is_new_memory() -> None:
-    """It is neither what the loop starts from, nor what the body closes over, nor another part of the result."""
+    """It is neither what the loop starts from, nor what the body closes over, nor another part of
+    the result."""
     w = torch.ones(2)
 
     def run(x: Tensor, bound: Tensor) -> Any:
@@ -328,13 +366,19 @@ def test_a_result_is_new_memory() -> None:
     graph = graphify(run)
     for bound in (0, 1, 2):
         for call in (run, graph):
-            assert [y.tolist() for y in call(X, torch.tensor(bound))] == [[8.0] * 2, [1.0] * 2, [1.0] * 2]
+            assert [y.tolist() for y in call(X, torch.tensor(bound))] == [
+                [8.0] * 2,
+                [1.0] * 2,
+                [1.0] * 2,
+            ]
     assert w.tolist() == [1.0, 1.0]
 
 
 def test_a_constant_in_the_carry_stays() -> None:
     def run(x: Tensor) -> Any:
-        return while_loop(lambda c: c[0].sum() < 9, lambda c: (c[0] * c[1] + 1, *c[1:]), (x, 3, "a", None))
+        return while_loop(
+            lambda c: c[0].sum() < 9, lambda c: (c[0] * c[1] + 1, *c[1:]), (x, 3, "a", None)
+        )
 
     for call in (run, graphify(run)):
         last, *constants = call(X)
@@ -366,7 +410,9 @@ def test_a_body_that_lends_its_result() -> None:
         first = while_loop(lambda c: c[1] < 3, body, start)[0]
         second = while_loop(lambda c: c[1] < 3, body, (X * 3, start[1]))[0]
         assert (first.tolist(), second.tolist()) == ([8.0, 8.0], [24.0, 24.0])
-    masked = torch.func.vmap(lambda bound: while_loop(lambda c: c[1] < bound, body, start, max_steps=5)[0])
+    masked = torch.func.vmap(
+        lambda bound: while_loop(lambda c: c[1] < bound, body, start, max_steps=5)[0]
+    )
     assert masked(torch.tensor([3, 0])).tolist() == [[8.0, 8.0], [1.0, 1.0]]
 
 
@@ -379,7 +425,10 @@ def test_an_operator_that_draws_nothing_may_be_in_a_loop() -> None:
     heads = torch.ones(1, 1, 2, 4)
     bodies: list[tuple[Callable[[Any], Tensor], Tensor]] = [
         (lambda c: twice(c[0]), X),
-        (lambda c: c[0] + torch.nn.functional.scaled_dot_product_attention(c[0], c[0], c[0]), heads),
+        (
+            lambda c: c[0] + torch.nn.functional.scaled_dot_product_attention(c[0], c[0], c[0]),
+            heads,
+        ),
         (lambda c: torch.nn.functional.dropout(c[0], 0.5, training=False), X),
     ]
     for body, x in bodies:
@@ -407,7 +456,11 @@ def test_steps_past_the_end_have_no_derivative(starts: list[float], argnum: int)
     assert all(map(torch.isfinite, torch.tensor(expected)))
     rows = torch.func.vmap(derive, in_dims=(0, None))
     seconds = torch.func.vmap(torch.func.grad(derive, argnums=argnum), in_dims=(0, None))
-    for result in (rows(xs, w), graphify(rows)(xs, w), torch.stack([graphify(derive)(x, w) for x in xs])):
+    for result in (
+        rows(xs, w),
+        graphify(rows)(xs, w),
+        torch.stack([graphify(derive)(x, w) for x in xs]),
+    ):
         assert result.tolist() == pytest.approx(expected)
     assert torch.isfinite(seconds(xs, w)).all()
 
@@ -456,7 +509,9 @@ def test_planted_bugs_of_steps_past_the_end(monkeypatch: pytest.MonkeyPatch) -> 
         with pytest.raises((IndexError, RuntimeError), match="out of bounds"):
             test_rows_past_the_end_run_the_body_where_it_can_run()
     with monkeypatch.context() as planted:
-        planted.setattr("weft.transforms.graphs.masked_steps.DerivativesWhere._limit", lambda self, x: x)
+        planted.setattr(
+            "weft.transforms.graphs.masked_steps.DerivativesWhere._limit", lambda self, x: x
+        )
         with pytest.raises(AssertionError):
             test_steps_past_the_end_have_no_derivative([0.3, 0.5], 1)
 
@@ -547,7 +602,9 @@ def test_autograd_inside_a_graph() -> None:
 
     three = torch.tensor(3.0)
     assert graphify(lambda x: derivative(x, 9))(three).item() == derivative(three, None).item()
-    with pytest.raises(CaptureError, match="a derivative of its result in a graph, which repeats the loop"):
+    with pytest.raises(
+        CaptureError, match="a derivative of its result in a graph, which repeats the loop"
+    ):
         graphify(lambda x: derivative(x, None))(three)
 
 
@@ -555,7 +612,12 @@ def test_autograd_inside_a_graph() -> None:
 def test_a_loop_on_ranks(first: str) -> None:
     mesh, rows = weft.Mesh(d=2), weft.Shard(0)
     x = torch.arange(1.0, 9.0)
-    ranks = weft.shard(lambda x: while_loop(lambda c: c.sum() < 50, lambda c: 2 * c, x, max_steps=10), mesh, rows, rows)
+    ranks = weft.shard(
+        lambda x: while_loop(lambda c: c.sum() < 50, lambda c: 2 * c, x, max_steps=10),
+        mesh,
+        rows,
+        rows,
+    )
     graph = graphify(ranks)
     if first == "the listing":
         graph.lower(x).as_text()
@@ -571,7 +633,9 @@ def test_derivatives_of_loops_in_loops_by_what_they_close_over() -> None:
 
     def repeated(f: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
         start = torch.zeros((), dtype=torch.int64)
-        return lambda x: while_loop(lambda c: c[1] < 3, lambda c: (f(c[0]), c[1] + 1), (x, start), max_steps=5)[0]
+        return lambda x: while_loop(
+            lambda c: c[1] < 3, lambda c: (f(c[0]), c[1] + 1), (x, start), max_steps=5
+        )[0]
 
     loops = repeated(repeated(lambda x: x * weight))
 
@@ -653,30 +717,43 @@ REFUSED: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
         "saw: body_fun returned leaf [1] as True, which was 1: what changes must be a tensor",
     ),
     "another type, in a graph": (
-        lambda: graphify(lambda x: while_loop(lambda c: c[0].sum() > 0, lambda c: (c[0] - 1, 0), (x, 0.0)))(X),
+        lambda: graphify(
+            lambda x: while_loop(lambda c: c[0].sum() > 0, lambda c: (c[0] - 1, 0), (x, 0.0))
+        )(X),
         ProgramError,
         "saw: body_fun returned leaf [1] as 0, which was 0.0: what changes must be a tensor",
     ),
     "another zero": (
-        lambda: while_loop(lambda c: c[0].sum() > 0, lambda c: (c[0] - 1, -c[1]), (X, 0.0), max_steps=2),
+        lambda: while_loop(
+            lambda c: c[0].sum() > 0, lambda c: (c[0] - 1, -c[1]), (X, 0.0), max_steps=2
+        ),
         ProgramError,
         "saw: body_fun returned leaf [1] as -0.0, which was 0.0",
     ),
-    "no bound": (lambda: while_loop(is_above_1, collatz, X, max_steps=0), ProgramError, "saw: max_steps=0"),
+    "no bound": (
+        lambda: while_loop(is_above_1, collatz, X, max_steps=0),
+        ProgramError,
+        "saw: max_steps=0",
+    ),
     "no function": (lambda: while_loop(X, collatz, X), ProgramError, "saw: cond_fun of shape [2]"),  # type: ignore[arg-type]
     "a draw": (
-        lambda: graphify(lambda x: while_loop(lambda c: c.sum() < 9, lambda c: c + torch.rand(2), x))(X),
+        lambda: graphify(
+            lambda x: while_loop(lambda c: c.sum() < 9, lambda c: c + torch.rand(2), x)
+        )(X),
         CaptureError,
         "draws random numbers in while_loop, the same ones in each step of a replay",
     ),
     "a host read": (
-        lambda: graphify(lambda x: while_loop(lambda c: c.sum() < 9, lambda c: c + c.sum().item(), x))(X),
+        lambda: graphify(
+            lambda x: while_loop(lambda c: c.sum() < 9, lambda c: c + c.sum().item(), x)
+        )(X),
         CaptureError,
         "saw: Tensor.item reads a tensor on the host",
     ),
     "a split operator": (
         lambda: piecewise(
-            lambda x: while_loop(lambda c: c.sum() < 9, lambda c: torch.sort(c).values + 1, x), split_at="aten::sort"
+            lambda x: while_loop(lambda c: c.sum() < 9, lambda c: torch.sort(c).values + 1, x),
+            split_at="aten::sort",
         )(X),
         CaptureError,
         "aten.sort.default, at which the graph is split, inside while_loop",
@@ -692,7 +769,9 @@ REFUSED: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
         "saw: a step of while_loop reads a tensor on the host, and changes it for the next step",
     ),
     "a write to the carry": (
-        lambda: while_loop(lambda c: c[0].sum() < 9, lambda c: (c[0].add_(1), c[1]), (X.clone(), X)),
+        lambda: while_loop(
+            lambda c: c[0].sum() < 9, lambda c: (c[0].add_(1), c[1]), (X.clone(), X)
+        ),
         ProgramError,
         "saw: body_fun writes leaf [0] of its carry in place\n  instead: new tensors (x + 1, not x.add_(1)); or a body "
         "marked by @weft.donates, which takes the storage",
@@ -703,14 +782,17 @@ REFUSED: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
         "saw: body_fun writes leaf (the whole) of its carry in place",
     ),
     "a write in a row": (
-        lambda: torch.func.vmap(lambda n: counted(lambda c: c[0] + Y.add_(1), X, n, 4))(torch.tensor([1, 2])),
+        lambda: torch.func.vmap(lambda n: counted(lambda c: c[0] + Y.add_(1), X, n, 4))(
+            torch.tensor([1, 2])
+        ),
         ProgramError,
         "saw: body_fun writes a tensor that is no part of its carry, and may run after the last step\n"
         "  instead: the tensor in the carry, and its next value in what body_fun returns",
     ),
     "halves that meet": (
         lambda: graphify(
-            lambda s: while_loop(lambda c: c[1].sum() < 4, count_in_place, (s[:3], s[2:])), donate_argnames="s"
+            lambda s: while_loop(lambda c: c[1].sum() < 4, count_in_place, (s[:3], s[2:])),
+            donate_argnames="s",
         )(torch.zeros(4)),
         ProgramError,
         "saw: leaves [0] and [1] of a carry in place, which share memory\n"
@@ -723,7 +805,9 @@ REFUSED: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     ),
     "rows in place": (
         lambda: torch.func.vmap(
-            lambda x: while_loop(lambda s: s[1].sum() < 4, count_in_place, (X.clone(), x), max_steps=2)
+            lambda x: while_loop(
+                lambda s: s[1].sum() < 4, count_in_place, (X.clone(), x), max_steps=2
+            )
         )(torch.tensor([[0], [3]])),
         ProgramError,
         "saw: a body that updates its carry in place, which steps after the last one cannot undo",

@@ -31,7 +31,9 @@ def test_a_value_of_another_schema_is_named() -> None:
         step((None, None), (None, None), torch.ones(3, 2))
 
 
-@pytest.mark.parametrize(("name", "params", "state"), [("params", PARAMS, STATES[:2]), ("state", PARAMS[:2], ())])
+@pytest.mark.parametrize(
+    ("name", "params", "state"), [("params", PARAMS, STATES[:2]), ("state", PARAMS[:2], ())]
+)
 def test_a_wrong_number_of_entries_is_named(name: str, params: Any, state: Any) -> None:
     count = len(params) if name == "params" else len(state)
     with pytest.raises(ProgramError) as error:
@@ -59,9 +61,15 @@ def test_compose_names_a_wrong_number_of_entries_too(params: Any, state: Any) ->
         (3, "an int"),
         (None, "None"),
         ({"first": scale}, "a dict"),
-        ([scale, stepped], "stage 1, stepped(s: torch.Tensor, batch: torch.Tensor, out: torch.Tensor) -> torch.Tensor"),
+        (
+            [scale, stepped],
+            "stage 1, stepped(s: torch.Tensor, batch: torch.Tensor, out: torch.Tensor) -> torch.Tensor",
+        ),
         ("ab", "a str"),
-        ([scale, pipeline([scale] * 2)], "stage 1 is itself a pipeline of 2 stages, a step (params, state, batch)"),
+        (
+            [scale, pipeline([scale] * 2)],
+            "stage 1 is itself a pipeline of 2 stages, a step (params, state, batch)",
+        ),
     ],
 )
 def test_what_is_no_list_of_stages_is_refused(transform: Any, stages: Any, seen: str) -> None:
@@ -80,7 +88,11 @@ def test_no_number_of_parts_is_refused(microbatches: Any) -> None:
 @pytest.mark.parametrize(
     ("options", "seen", "instead"),
     [
-        ({"transport": "threads"}, "transport='threads'", "Local(), Threads() or Distributed(), of weft.transforms"),
+        (
+            {"transport": "threads"},
+            "transport='threads'",
+            "Local(), Threads() or Distributed(), of weft.transforms",
+        ),
         (
             {"transport": Threads},
             "transport=Threads, the class",
@@ -91,8 +103,16 @@ def test_no_number_of_parts_is_refused(microbatches: Any) -> None:
             "advance=True",
             "a function (state, batch, out) -> state; for a weft.Batch, weft.advance",
         ),
-        ({"advance": lambda s, out: s}, "<lambda>(s, out)", "a function (state, batch, out) -> state"),
-        ({"schema": "[3] float32"}, "schema is a str", "weft.Schema.parse(text), or weft.Schema.of(value)"),
+        (
+            {"advance": lambda s, out: s},
+            "<lambda>(s, out)",
+            "a function (state, batch, out) -> state",
+        ),
+        (
+            {"schema": "[3] float32"},
+            "schema is a str",
+            "weft.Schema.parse(text), or weft.Schema.of(value)",
+        ),
     ],
 )
 def test_what_is_no_option_is_refused(options: Any, seen: str, instead: str) -> None:

@@ -9,11 +9,28 @@ import pytest
 from hypothesis import HealthCheck, find, given, settings
 from planting import FED, OTHER, SCHEMA, Fault, before, planted, program, refused, replaced, without
 
-from weft.effects import Broadcast, Collective, Effect, Fence, Program, Recv, Run, Send, parse_effect
+from weft.effects import (
+    Broadcast,
+    Collective,
+    Effect,
+    Fence,
+    Program,
+    Recv,
+    Run,
+    Send,
+    parse_effect,
+)
 from weft.errors import ProgramError
 from weft.proofs.laws import broken_programs_are_refused, checker_is_right, schedules_are_right
 from weft.proofs.solver.programs_exhaustive import fault, fenced
-from weft.proofs.strategies import FAULTS, Broken, Scheduled, broken_programs, edited_programs, programs
+from weft.proofs.strategies import (
+    FAULTS,
+    Broken,
+    Scheduled,
+    broken_programs,
+    edited_programs,
+    programs,
+)
 from weft.proofs.strategies.programs import any_effects
 from weft.transforms.pipelines.checker import check
 from weft.transforms.pipelines.machine import Edge, Machine, Step, interleave, puts, takes
@@ -66,7 +83,8 @@ def test_what_nobody_receives() -> None:
 
 
 def test_a_cycle_in_words() -> None:
-    """Rank 0 waits for a returned output before it sends the input that rank 1 needs to compute it."""
+    """Rank 0 waits for a returned output before it sends the input that rank 1 needs to compute it.
+    """
     made = [program(0, 2, "run stage 0 [mb 0]", "broadcast from 1 [mb 0]", "send to 1 [mb 0]"),
             program(1, 2, "recv from 0 [mb 0]", "run stage 1 [mb 0]", "broadcast from 1 [mb 0]")]  # fmt: skip
     assert refused(made).seen == (
@@ -76,7 +94,8 @@ def test_a_cycle_in_words() -> None:
 
 
 def test_a_deadlock_that_a_larger_buffer_hides_is_one() -> None:
-    """Rank 0 receives returned outputs only after it has sent everything: too far ahead for one message per edge."""
+    """Rank 0 receives returned outputs only after it has sent everything: too far ahead for one
+    message per edge."""
 
     def late(effects: list[Effect]) -> None:
         effects.sort(key=lambda e: isinstance(e, Broadcast) or str(e).startswith("run advance"))
@@ -110,15 +129,21 @@ def test_programs_of_other_ranks_are_refused() -> None:
         assert error.instead == "give the programs of all ranks, in order"
 
 
-@pytest.mark.parametrize(("made", "buffers", "seen"), [((), None, "no program"), (PLAIN, 0, "buffers=0")])
-def test_no_program_and_no_buffer_are_refused(made: Sequence[Program], buffers: int | None, seen: str) -> None:
+@pytest.mark.parametrize(
+    ("made", "buffers", "seen"), [((), None, "no program"), (PLAIN, 0, "buffers=0")]
+)
+def test_no_program_and_no_buffer_are_refused(
+    made: Sequence[Program], buffers: int | None, seen: str
+) -> None:
     assert refused(made, buffers).seen == seen
 
 
 def test_a_class_that_differs_on_one_rank() -> None:
     made = [attrs.evolve(p, classes=("uniform 2 reqs", "ragged 3 tokens, 2 reqs")) for p in PLAIN]
     check(made)
-    error = refused([*made[:2], attrs.evolve(made[2], classes=("uniform 2 reqs", "uniform 2 reqs"))])
+    error = refused(
+        [*made[:2], attrs.evolve(made[2], classes=("uniform 2 reqs", "uniform 2 reqs"))]
+    )
     assert error.seen == (
         "rank 0 has micro-batches ('uniform 2 reqs', 'ragged 3 tokens, 2 reqs'), "
         "and rank 2 ('uniform 2 reqs', 'uniform 2 reqs')"
@@ -128,7 +153,10 @@ def test_a_class_that_differs_on_one_rank() -> None:
 
 def test_one_class_a_micro_batch() -> None:
     error = refused([attrs.evolve(p, classes=("a", "b", "c")) for p in PLAIN])
-    assert (error.seen, error.instead) == ("rank 0 runs micro-batches [0, 1]", "each of the 3 from 0 on, once")
+    assert (error.seen, error.instead) == (
+        "rank 0 runs micro-batches [0, 1]",
+        "each of the 3 from 0 on, once",
+    )
 
 
 def test_a_micro_batch_that_one_rank_omits() -> None:
@@ -143,7 +171,8 @@ def test_a_micro_batch_that_one_rank_omits() -> None:
 
 
 def test_an_order_that_differs_though_the_edges_agree() -> None:
-    """Rank 1 receives 0 and 1, but runs and sends 1 and 0, which rank 2 accepts; the ranks' states would differ."""
+    """Rank 1 receives 0 and 1, but runs and sends 1 and 0, which rank 2 accepts; the ranks' states
+    would differ."""
     last = ("recv from 1 [mb 1]", "run stage 2 [mb 1]", "recv from 1 [mb 0]", "run stage 2 [mb 0]")
     made = [program(0, 3, "run stage 0 [mb 0]", "send to 1 [mb 0]", "run stage 0 [mb 1]", "send to 1 [mb 1]"),
             program(1, 3, "recv from 0 [mb 0]", "recv from 0 [mb 1]", "run stage 1 [mb 1]", "send to 2 [mb 1]",
@@ -155,7 +184,9 @@ def test_an_order_that_differs_though_the_edges_agree() -> None:
 
 def test_another_order_on_all_ranks_is_right() -> None:
     renamed = ([attrs.evolve(e, microbatch=1 - e.microbatch) for e in p.effects] for p in FED)
-    check([attrs.evolve(p, effects=tuple(effects)) for p, effects in zip(FED, renamed, strict=True)])
+    check(
+        [attrs.evolve(p, effects=tuple(effects)) for p, effects in zip(FED, renamed, strict=True)]
+    )
 
 
 def test_an_advance_missing_on_one_rank() -> None:
@@ -184,8 +215,12 @@ def test_what_an_effect_puts_and_takes() -> None:
 
 
 def test_a_broadcast_is_no_barrier() -> None:
-    """A broadcast's root continues once the message is sent, even if no other rank has reached the broadcast."""
-    made = [program(0, 2, "run stage 0 [mb 0]", "broadcast from 1 [mb 0]"), program(1, 2, "broadcast from 1 [mb 0]")]
+    """A broadcast's root continues once the message is sent, even if no other rank has reached the
+    broadcast."""
+    made = [
+        program(0, 2, "run stage 0 [mb 0]", "broadcast from 1 [mb 0]"),
+        program(1, 2, "broadcast from 1 [mb 0]"),
+    ]
     machine = Machine(made)
     assert machine.ready() == [Step(0, Run("stage 0", 0)), Step(1, Broadcast(1, 0))]
     machine.move(Step(1, Broadcast(1, 0)))
@@ -194,7 +229,9 @@ def test_a_broadcast_is_no_barrier() -> None:
 
 
 def test_a_fence_waits_until_all_that_was_sent_of_its_micro_batch_is_received() -> None:
-    machine = Machine([program(0, 2, "send to 1 [mb 0]", "fence [mb 0]"), program(1, 2, "recv from 0 [mb 0]")])
+    machine = Machine(
+        [program(0, 2, "send to 1 [mb 0]", "fence [mb 0]"), program(1, 2, "recv from 0 [mb 0]")]
+    )
     machine.move(Step(0, Send(1, 0)))
     assert machine.blockers(Step(0, Fence(0))) == (1,)
     assert machine.blockers(Step(0, Fence(1))) == ()
@@ -209,7 +246,8 @@ QUIET = (HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.filter_to
 
 @pytest.mark.slow
 def test_of_thousands_of_programs_no_broken_one_passes_and_no_right_one_is_refused() -> None:
-    """A case of `broken_programs` has a dozen programs; the law for `edited_programs` decides which are right."""
+    """A case of `broken_programs` has a dozen programs; the law for `edited_programs` decides which
+    are right."""
     refused_ones = accepted = 0
 
     @settings(deadline=None, max_examples=200, suppress_health_check=QUIET)
@@ -224,7 +262,9 @@ def test_of_thousands_of_programs_no_broken_one_passes_and_no_right_one_is_refus
     def edited(case: Scheduled) -> None:
         nonlocal refused_ones, accepted
         checker_is_right(case)
-        right = fault(case.programs, buffers=case.buffers) is None and fenced(case.programs, case.buffers)
+        right = fault(case.programs, buffers=case.buffers) is None and fenced(
+            case.programs, case.buffers
+        )
         refused_ones, accepted = refused_ones + (not right), accepted + right
 
     @settings(deadline=None, max_examples=400, suppress_health_check=QUIET)
@@ -246,7 +286,10 @@ def test_a_collective_is_refused_wherever_it_stands(kind: type[Collective], plac
     """A worker would not perform it, and so return something else without a word."""
     effect = kind((0, 1))
     made = [
-        planted(make_programs(2, [Job(feeds=False)], advances=False), rank, put(effect, place))[rank] for rank in (0, 1)
+        planted(make_programs(2, [Job(feeds=False)], advances=False), rank, put(effect, place))[
+            rank
+        ]
+        for rank in (0, 1)
     ]
     error = refused(made)
     assert (error.call, error.seen) == ("check of rank 0's program", f"'{effect}' on rank 0 of 2")
@@ -263,7 +306,8 @@ def put(effect: Effect, place: int) -> Fault:
 
 
 def test_any_effect_of_the_union_is_drawn() -> None:
-    """A new kind of effect is drawn from then on; one that needs a value that the strategy does not have fails here."""
+    """A new kind of effect is drawn from then on; one that needs a value that the strategy does not
+    have fails here."""
     for kind in get_args(Effect):
         drawn = find(any_effects(2, 2), lambda effect, kind=kind: isinstance(effect, kind))
         assert parse_effect(str(drawn)) == drawn
@@ -292,4 +336,7 @@ def test_each_named_fault_breaks_some_programs() -> None:
 def test_what_is_no_list_of_programs_is_refused(given: Any, seen: str) -> None:
     error = refused(given)
     assert error.seen.startswith(seen)
-    assert error.instead == "the programs of all ranks: step.programs(), weft.effects.parse_listing(text)"
+    assert (
+        error.instead
+        == "the programs of all ranks: step.programs(), weft.effects.parse_listing(text)"
+    )

@@ -1,7 +1,19 @@
 """The checks of a single rank's program: planted faults are refused, those of buffers included."""
 
 import pytest
-from planting import FED, SCHEMA, Fault, before, planted, position, program, refused, replaced, swapped, without
+from planting import (
+    FED,
+    SCHEMA,
+    Fault,
+    before,
+    planted,
+    position,
+    program,
+    refused,
+    replaced,
+    swapped,
+    without,
+)
 
 from weft.effects import Broadcast, Effect, Fence, Recv, Run, Send
 from weft.errors import ProgramError
@@ -53,7 +65,11 @@ OWN: dict[str, tuple[int, Fault, str, str]] = {
 def test_what_one_rank_does_wrong(name: str) -> None:
     rank, change, seen, instead = OWN[name]
     error = refused(planted(FED, rank, change))
-    assert (error.call, error.seen, error.instead) == (f"check of rank {rank}'s program", seen, instead)
+    assert (error.call, error.seen, error.instead) == (
+        f"check of rank {rank}'s program",
+        seen,
+        instead,
+    )
 
 
 @pytest.mark.parametrize("what", ["stage 0", "advance"])
@@ -70,13 +86,18 @@ def test_advance_needs_no_broadcast_where_the_job_does_not_feed() -> None:
 
 
 def test_inputs_may_wait_for_their_stage() -> None:
-    """A rank may receive ahead of its runs: each input is a separate value, whatever the buffers."""
-    made = planted(streaming(2, 3, buffers=1), 1, before("recv from 0 [mb 1]", "run stage 1 [mb 0]"))
+    """A rank may receive ahead of its runs: each input is a separate value, whatever the buffers.
+    """
+    made = planted(
+        streaming(2, 3, buffers=1), 1, before("recv from 0 [mb 1]", "run stage 1 [mb 0]")
+    )
     check(made, buffers=1)
 
 
 def test_a_second_fence_waits_for_nothing() -> None:
-    check(planted(streaming(2, 2, buffers=1), 0, lambda effects: effects.append(Fence(0))), buffers=1)
+    check(
+        planted(streaming(2, 2, buffers=1), 0, lambda effects: effects.append(Fence(0))), buffers=1
+    )
 
 
 # Buffers.
@@ -93,18 +114,24 @@ def overwritten(change: Fault, rank: int = 0, buffers: int = 1, mbs: int = 3) ->
 def test_a_run_into_a_buffer_without_a_fence() -> None:
     error = overwritten(without("fence [mb 1]"))
     assert (
-        error.seen == "'run stage 0 [mb 2]' overwrites what 'run stage 0 [mb 1]' made, with no 'fence [mb 1]' before it"
+        error.seen
+        == "'run stage 0 [mb 2]' overwrites what 'run stage 0 [mb 1]' made, with no 'fence [mb 1]' before it"
     )
     assert error.instead == "'fence [mb 1]' before 'run stage 0 [mb 2]'"
     assert "with no 'fence [mb 0]'" in overwritten(without("fence [mb 0]"), rank=1).seen
-    assert "with no 'fence [mb 0]'" in overwritten(swapped("fence [mb 0]", "run stage 0 [mb 2]"), buffers=2).seen
+    assert (
+        "with no 'fence [mb 0]'"
+        in overwritten(swapped("fence [mb 0]", "run stage 0 [mb 2]"), buffers=2).seen
+    )
 
 
 def test_a_run_into_a_buffer_that_is_yet_to_be_sent() -> None:
     """No send is in flight when the next run overwrites the result, so nothing is left to send."""
     early = before("run stage 0 [mb 1]", "send to 1 [mb 0]")
     error = overwritten(early)
-    assert error.seen.endswith("overwrites what 'run stage 0 [mb 0]' made, with no 'send to 1 [mb 0]' before it")
+    assert error.seen.endswith(
+        "overwrites what 'run stage 0 [mb 0]' made, with no 'send to 1 [mb 0]' before it"
+    )
     for enough in (None, 2):
         check(planted(streaming(2, 3, feedback=True, buffers=enough), 0, early), buffers=enough)
 
@@ -116,8 +143,12 @@ def test_a_run_into_a_buffer_whose_output_is_yet_to_be_read() -> None:
         effects.append(effects.pop(position(effects, "run advance [mb 0]")))
 
     error = overwritten(late, rank=1)
-    assert error.seen.endswith("overwrites what 'run stage 1 [mb 0]' made, with no 'run advance [mb 0]' before it")
-    check(planted(streaming(2, 3, feedback=True, buffers=1), 0, late), buffers=1)  # elsewhere it is a separate value
+    assert error.seen.endswith(
+        "overwrites what 'run stage 1 [mb 0]' made, with no 'run advance [mb 0]' before it"
+    )
+    check(
+        planted(streaming(2, 3, feedback=True, buffers=1), 0, late), buffers=1
+    )  # elsewhere it is a separate value
 
 
 def test_fewer_buffers_than_the_programs_were_made_for() -> None:

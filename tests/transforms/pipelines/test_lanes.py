@@ -1,4 +1,5 @@
-"""Pipelines over a mesh: the programs of its lanes, results in threads and processes, and collectives that differ."""
+"""Pipelines over a mesh: the programs of its lanes, results in threads and processes, and
+collectives that differ."""
 
 import time
 from collections.abc import Callable
@@ -26,7 +27,9 @@ MESH = weft.Mesh(pipeline=2, tensor=2)
 TIMEOUT = 20.0
 
 
-def first(params: dict[str, Tensor], state: Tensor, batch: Tensor, x: None) -> tuple[Tensor, Tensor]:
+def first(
+    params: dict[str, Tensor], state: Tensor, batch: Tensor, x: None
+) -> tuple[Tensor, Tensor]:
     """A feed-forward block by columns and rows."""
     return state + 1, weft.all_reduce(torch.relu(batch @ params["up"]) @ params["down"], "tensor")
 
@@ -44,15 +47,25 @@ def advance(state: Tensor, batch: Tensor, out: Tensor) -> Tensor:
 def given() -> tuple[list[Any], Tensor, Tensor]:
     """Each rank's parameters, the batch, and the result."""
     generator = torch.Generator().manual_seed(0)
-    up, down, out, x = (torch.randn(shape, generator=generator) for shape in ((4, 8), (8, 4), (4, 6), (6, 4)))
+    up, down, out, x = (
+        torch.randn(shape, generator=generator) for shape in ((4, 8), (8, 4), (4, 6), (6, 4))
+    )
     together = weft.Mesh(tensor=2)
-    cut = weft.distribute({"up": up, "down": down}, together, {"up": weft.Shard(1), "down": weft.Shard(0)})
-    return [*cut, *weft.distribute(out, together, weft.Shard(1))], x, torch.relu(x @ up) @ down @ out
+    cut = weft.distribute(
+        {"up": up, "down": down}, together, {"up": weft.Shard(1), "down": weft.Shard(0)}
+    )
+    return (
+        [*cut, *weft.distribute(out, together, weft.Shard(1))],
+        x,
+        torch.relu(x @ up) @ down @ out,
+    )
 
 
 def test_threads_run_the_lanes() -> None:
     params, x, expected = given()
-    step = pipeline([first, second], microbatches=2, advance=advance, transport=Threads(), mesh=MESH)
+    step = pipeline(
+        [first, second], microbatches=2, advance=advance, transport=Threads(), mesh=MESH
+    )
     state, out = step(params, [torch.zeros(())] * 4, x)
     assert torch.allclose(out, expected, atol=1e-5)
     assert torch.allclose(torch.stack(state), 2 + expected.sum(), atol=1e-4)
@@ -69,8 +82,12 @@ def test_ranks_of_the_last_stage_that_return_different_outputs_are_refused(advan
     step = pipeline([first, forgot], microbatches=2, advance=add, transport=Threads(), mesh=MESH)
     ranks = "ranks 0 and 1" if add else "ranks 2 and 3"
     seen = f"output['y'] of micro-batch 0: {ranks} have different values"
-    instead = "weft.all_reduce or weft.all_gather in the last stage, so that all of its ranks return it"
-    with refused(MeshError, f"pipeline(<2 stages>, mesh={MESH})(params, state, batch)", seen, instead):
+    instead = (
+        "weft.all_reduce or weft.all_gather in the last stage, so that all of its ranks return it"
+    )
+    with refused(
+        MeshError, f"pipeline(<2 stages>, mesh={MESH})(params, state, batch)", seen, instead
+    ):
         step(params, [torch.zeros(())] * 4, x)
 
 
@@ -87,7 +104,9 @@ def on_lanes(graphs: bool) -> tuple[list[Tensor], Tensor]:
     """The results of three calls, in a process for each rank."""
     transport, (params, x, _) = Distributed(), given()
     place = MESH.coordinates(transport.rank)
-    stages: list[Any] = [graphify(stage, collectives=True) if graphs else stage for stage in (first, second)]
+    stages: list[Any] = [
+        graphify(stage, collectives=True) if graphs else stage for stage in (first, second)
+    ]
     step = pipeline(stages, microbatches=2, advance=advance, transport=transport, mesh=MESH)
     own, outs = [params[place["pipeline"] * 2 + place["tensor"]]], []
     for scale in (1.0, 2.0, 3.0):
@@ -142,10 +161,14 @@ def test_the_mesh_of_a_pipeline() -> None:
 
 Meets = Callable[[Tensor], Any]
 DIFFERENT: dict[str, Meets] = {
-    "all_reduce max among 0, 1 [mb 0]: x[2, 3] float32": lambda x: weft.all_reduce(x, "tensor", reduce_op="max"),
+    "all_reduce max among 0, 1 [mb 0]: x[2, 3] float32": lambda x: weft.all_reduce(
+        x, "tensor", reduce_op="max"
+    ),
     "all_gather dim 0 among 0, 1 [mb 0]: x[2, 3] float32": lambda x: weft.all_gather(x, "tensor"),
     "all_reduce sum among 0, 1 [mb 0]: x[3, 2] float32": lambda x: weft.all_reduce(x.T, "tensor"),
-    "all_reduce sum among 0, 1 [mb 0]: x[2, 3] float64": lambda x: weft.all_reduce(x.double(), "tensor"),
+    "all_reduce sum among 0, 1 [mb 0]: x[2, 3] float64": lambda x: weft.all_reduce(
+        x.double(), "tensor"
+    ),
 }
 OURS = "all_reduce sum among 0, 1 [mb 0]: x[2, 3] float32"
 SAME = "the same collectives in the same order on all ranks of a group, with one shape and dtype"
@@ -155,7 +178,9 @@ def differing(name: str) -> Callable[..., Any]:
     """A stage of two ranks, the second of which comes to another collective."""
 
     def stage(params: Any, state: Any, batch: Tensor, x: None) -> Any:
-        meets: Meets = DIFFERENT[name] if weft.axis_index("tensor") else lambda x: weft.all_reduce(x, "tensor")
+        meets: Meets = (
+            DIFFERENT[name] if weft.axis_index("tensor") else lambda x: weft.all_reduce(x, "tensor")
+        )
         meets(batch)
         return state, batch
 
@@ -169,7 +194,10 @@ def test_threads_that_come_to_different_collectives_are_refused(name: str) -> No
     with pytest.raises(ProgramError) as caught:
         step([None] * 2, [None] * 2, torch.ones(2, 3))
     assert time.monotonic() - start < TIMEOUT / 2
-    ends = {(f"rank 0: '{OURS}'", f"rank 1 is at '{name}'"), (f"rank 1: '{name}'", f"rank 0 is at '{OURS}'")}
+    ends = {
+        (f"rank 0: '{OURS}'", f"rank 1 is at '{name}'"),
+        (f"rank 1: '{name}'", f"rank 0 is at '{OURS}'"),
+    }
     assert (caught.value.call, caught.value.seen) in ends
     assert caught.value.instead == SAME
 
@@ -219,6 +247,11 @@ def test_processes_that_come_to_different_collectives_are_refused(name: str) -> 
 
 
 def test_a_collective_in_one_thread_needs_a_shard() -> None:
-    step = pipeline([lambda params, state, batch, x: (state, weft.all_reduce(batch, "tensor"))], transport=Local())
-    with pytest.raises(MeshError, match=r"no mesh: the call is not in a function that weft.shard runs"):
+    step = pipeline(
+        [lambda params, state, batch, x: (state, weft.all_reduce(batch, "tensor"))],
+        transport=Local(),
+    )
+    with pytest.raises(
+        MeshError, match=r"no mesh: the call is not in a function that weft.shard runs"
+    ):
         step([None], [None], torch.ones(2, 3))

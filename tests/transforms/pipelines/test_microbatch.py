@@ -72,7 +72,11 @@ def test_donation_is_declared_and_done() -> None:
 @pytest.mark.parametrize("parts", [1, 2, 3, 9])
 def test_it_commutes_with_graphify(parts: int) -> None:
     params, state = torch.tensor(2.0), torch.zeros(())
-    ways = [microbatch(graphify(counting()), parts), graphify(microbatch(counting(), parts)), counting()]
+    ways = [
+        microbatch(graphify(counting()), parts),
+        graphify(microbatch(counting(), parts)),
+        counting(),
+    ]
     states = [clone(state) for _ in ways]
     for batch in (torch.arange(5.0), torch.arange(5.0) + 1, torch.arange(3.0)):
         results = [way(params, s, batch) for way, s in zip(ways, states, strict=True)]
@@ -85,7 +89,9 @@ def test_it_commutes_with_graphify(parts: int) -> None:
 def test_a_wrong_number_of_parts_is_refused_at_once(parts: Any) -> None:
     with pytest.raises(ProgramError) as error:
         microbatch(counting(), parts)
-    assert str(error.value) == (f"microbatch(step, {parts!r})\n  saw: parts={parts!r}\n  instead: a whole number >= 1")
+    assert str(error.value) == (
+        f"microbatch(step, {parts!r})\n  saw: parts={parts!r}\n  instead: a whole number >= 1"
+    )
 
 
 @pytest.mark.parametrize("made", [torch.ones(2, 2), [1, 2], (1, 2, 3), None])
@@ -98,7 +104,8 @@ def test_a_step_that_returns_no_pair_is_refused(made: Any) -> None:
 
 
 def test_a_sum_of_as_many_columns_as_rows_is_the_readers_to_avoid() -> None:
-    """`join` sees only sizes: it refuses an output of another size, and joins one of the same size, as documented."""
+    """`join` sees only sizes: it refuses an output of another size, and joins one of the same size,
+    as documented."""
 
     def step(params: Any, state: Any, batch: Tensor) -> tuple[Any, Tensor]:
         return state, batch.sum(0)

@@ -1,4 +1,5 @@
-"""Batches of classes of users in a pipeline: the whole batch's results, in any number of micro-batches."""
+"""Batches of classes of users in a pipeline: the whole batch's results, in any number of
+micro-batches."""
 
 from typing import Any
 
@@ -16,7 +17,9 @@ from weft.transforms.pipelines.pipeline import pipeline
 from weft.transforms.pipelines.transports.threads import Threads
 
 LAW = "micro-batches are one batch"
-CASES = [(name, parts) for name in OWN_BATCHES for parts in (1, 2, 3)] + [(name, 1) for name in WHOLE_BATCHES]
+CASES = [(name, parts) for name in OWN_BATCHES for parts in (1, 2, 3)] + [
+    (name, 1) for name in WHOLE_BATCHES
+]
 
 
 @pytest.mark.parametrize("transport", [None, Threads], ids=["local", "threads"])
@@ -38,7 +41,9 @@ def test_parts_of_ones_own_class_run_under_a_ladder(parts: int, graph_of: str) -
 
     ladder, signal = [Length(8), Length(4), Length(2)], Signal(Length(5), torch.arange(5.0))
     if graph_of == "stages":
-        step: Any = pipeline([graphify(double, ladder=ladder) for _ in range(2)], microbatches=parts)
+        step: Any = pipeline(
+            [graphify(double, ladder=ladder) for _ in range(2)], microbatches=parts
+        )
     else:
         step = graphify(pipeline([double] * 2, microbatches=parts), ladder=ladder)
     _, out = step((None, None), (None, None), signal)

@@ -1,4 +1,5 @@
-"""`pipeline(stages, schedule=...)`: a function or edited programs, checked, simulated, executed by every transport."""
+"""`pipeline(stages, schedule=...)`: a function or edited programs, checked, simulated, executed by
+every transport."""
 
 from typing import Any
 from unittest import mock
@@ -45,20 +46,37 @@ def states() -> list[Any]:
 
 
 def edited() -> tuple[Program, ...]:
-    """A pipeline's own programs, printed, edited as text, and parsed: rank 1 receives both messages before it runs."""
+    """A pipeline's own programs, printed, edited as text, and parsed: rank 1 receives both messages
+    before it runs."""
     text = str(pipeline([stage] * 2, microbatches=2))
-    lines = ["  recv from 0 [mb 0]", "  run stage 1 [mb 0]", "  recv from 0 [mb 1]", "  run stage 1 [mb 1]"]
+    lines = [
+        "  recv from 0 [mb 0]",
+        "  run stage 1 [mb 0]",
+        "  recv from 0 [mb 1]",
+        "  run stage 1 [mb 1]",
+    ]
     assert "\n".join(lines) in text
-    return parse_listing(text.replace("\n".join(lines), "\n".join([lines[0], lines[2], lines[1], lines[3]])))
+    return parse_listing(
+        text.replace("\n".join(lines), "\n".join([lines[0], lines[2], lines[1], lines[3]]))
+    )
 
 
 def in_turn(num_stages: int, jobs: Any, **options: Any) -> Any:
-    """A schedule of one's own: two ranks, each of which runs all its stages on a micro-batch before the next one."""
-    runs = [[Run(f"stage {s}", mb) for mb in range(len(jobs)) for s in range(r, num_stages, 2)] for r in range(2)]
+    """A schedule of one's own: two ranks, each of which runs all its stages on a micro-batch before
+    the next one."""
+    runs = [
+        [Run(f"stage {s}", mb) for mb in range(len(jobs)) for s in range(r, num_stages, 2)]
+        for r in range(2)
+    ]
     return weave(runs, jobs, **options)
 
 
-SCHEDULES = {"ours": make_programs, "interleaved": interleaved(2), "one rank": interleaved(1), "own": in_turn}
+SCHEDULES = {
+    "ours": make_programs,
+    "interleaved": interleaved(2),
+    "one rank": interleaved(1),
+    "own": in_turn,
+}
 
 
 def assert_same(seen: Any, wanted: Any) -> None:
@@ -69,23 +87,33 @@ def assert_same(seen: Any, wanted: Any) -> None:
 @pytest.mark.parametrize("transport", [Local, Threads])
 @pytest.mark.parametrize("microbatches", [1, 2, 3])
 def test_every_schedule_is_a_composition(name: str, transport: Any, microbatches: int) -> None:
-    made: Any = {"microbatches": microbatches, "schedule": SCHEDULES[name], "transport": transport()}
+    made: Any = {
+        "microbatches": microbatches,
+        "schedule": SCHEDULES[name],
+        "transport": transport(),
+    }
     whole = pipeline([stage] * NUM_STAGES, microbatches=microbatches)(PARAMS, states(), BATCH)
     assert_same(pipeline([stage] * NUM_STAGES, **made)(PARAMS, states(), BATCH), whole)
     assert_same(whole[1], compose([stage] * NUM_STAGES)(PARAMS, states(), BATCH)[1])
     fed = pipeline([stage] * NUM_STAGES, microbatches=microbatches, advance=advance)
     step = pipeline([stage] * NUM_STAGES, advance=advance, **made)
-    if microbatches == 1:  # an advance with each part is not one with the whole, and its time depends on the schedule
+    if (
+        microbatches == 1
+    ):  # an advance with each part is not one with the whole, and its time depends on the schedule
         assert_same(step(PARAMS, states(), BATCH), fed(PARAMS, states(), BATCH))
         assert_same(scan(step, 3)(PARAMS, states(), BATCH), scan(fed, 3)(PARAMS, states(), BATCH))
 
 
 def test_the_default_is_such_a_function() -> None:
     listed = str(pipeline([stage] * 3, microbatches=2, advance=advance))
-    assert listed == str(pipeline([stage] * 3, microbatches=2, advance=advance, schedule=make_programs))
+    assert listed == str(
+        pipeline([stage] * 3, microbatches=2, advance=advance, schedule=make_programs)
+    )
     assert listed == str(pipeline([stage] * 3, microbatches=2, advance=advance, schedule=None))
     again = parse_listing(listed)
-    assert listed == str(pipeline([stage] * 3, microbatches=2, advance=advance, schedule=lambda *_, **__: again))
+    assert listed == str(
+        pipeline([stage] * 3, microbatches=2, advance=advance, schedule=lambda *_, **__: again)
+    )
 
 
 def test_edited_programs_are_simulated_and_run() -> None:
@@ -120,7 +148,10 @@ def on_ranks(name: str) -> Any:
 
 @pytest.mark.parametrize("name", ["interleaved", "own"])
 def test_processes_run_several_stages_each(name: str) -> None:
-    step, state = pipeline([stage] * NUM_STAGES, microbatches=3, advance=advance, schedule=SCHEDULES[name]), states()
+    step, state = (
+        pipeline([stage] * NUM_STAGES, microbatches=3, advance=advance, schedule=SCHEDULES[name]),
+        states(),
+    )
     for _ in range(2):
         state, out = step(PARAMS, state, BATCH)
     for rank, mine, seen in launch(on_ranks, 2, name):
@@ -132,7 +163,11 @@ def on_gpus(name: str, backend: Any) -> bool:
     transport = Distributed(backend=backend, timeout=20)
     with transport.device:
         made: Any = {"microbatches": 3, "advance": advance, "schedule": SCHEDULES[name]}
-        params, state, batch = [x.to(transport.device) for x in PARAMS], states(), BATCH.to(transport.device)
+        params, state, batch = (
+            [x.to(transport.device) for x in PARAMS],
+            states(),
+            BATCH.to(transport.device),
+        )
         whole = pipeline([stage] * NUM_STAGES, **made)
         mine: Any = [x.to(transport.device) for x in state[transport.rank :: 2]]
         every: Any = [x.to(transport.device) for x in state]
@@ -159,7 +194,9 @@ def test_a_session_ends_each_submission() -> None:
     jobs = [[Job()], [Job(after=0), Job(after=0)]]
     found = []
     for schedule in (make_programs, interleaved(2)):
-        session = pipeline([stage] * NUM_STAGES, advance=advance, schedule=schedule).session(PARAMS, states())
+        session = pipeline([stage] * NUM_STAGES, advance=advance, schedule=schedule).session(
+            PARAMS, states()
+        )
         outputs = session.submit([BATCH], jobs[0]) + session.submit([BATCH, 2 * BATCH], jobs[1])
         state, rest = session.close()
         found.append((state, [out for _, out in sorted(outputs + rest, key=lambda pair: pair[0])]))
@@ -168,7 +205,10 @@ def test_a_session_ends_each_submission() -> None:
 
 
 def test_stages_that_lend_their_results_are_fenced() -> None:
-    stages = [graphify(lambda p, s, batch, x: (s, (batch if x is None else x) * p), outputs="borrow") for _ in range(4)]
+    stages = [
+        graphify(lambda p, s, batch, x: (s, (batch if x is None else x) * p), outputs="borrow")
+        for _ in range(4)
+    ]
     step = pipeline(stages, microbatches=3, schedule=interleaved(2))
     assert "fence" in str(step)
     none = [torch.zeros(())] * 4
@@ -184,7 +224,9 @@ def test_a_schedule_of_another_signature_is_refused_with_its_own() -> None:
     def named(num_stages: int, jobs: Any) -> Any:
         return make_programs(num_stages, jobs)
 
-    text = r"schedule=...\)\n  saw: named\(num_stages.*\n.*\*, schema, advances, buffers\) -> programs"
+    text = (
+        r"schedule=...\)\n  saw: named\(num_stages.*\n.*\*, schema, advances, buffers\) -> programs"
+    )
     with pytest.raises(ProgramError, match=text):
         pipeline([stage] * 3, schedule=named)
 
@@ -192,10 +234,17 @@ def test_a_schedule_of_another_signature_is_refused_with_its_own() -> None:
 def test_a_declared_schema_is_put_into_programs_without_one() -> None:
     schema = Schema.parse("[3] float32")
     step = pipeline([stage] * NUM_STAGES, microbatches=2, schema=schema, schedule=in_turn)
-    moved = [e for program in step.programs() for e in program.effects if isinstance(e, Send | Recv)]
+    moved = [
+        e for program in step.programs() for e in program.effects if isinstance(e, Send | Recv)
+    ]
     assert {effect.schema for effect in moved} == {schema}
     fixed = pipeline([stage] * 2, microbatches=2, schema=schema, schedule=edited())
-    assert all(e.schema == schema for p in fixed.programs() for e in p.effects if isinstance(e, Send | Recv))
+    assert all(
+        e.schema == schema
+        for p in fixed.programs()
+        for e in p.effects
+        if isinstance(e, Send | Recv)
+    )
 
 
 @settings(deadline=None, max_examples=40)
@@ -211,7 +260,8 @@ def test_drawn_schedules_are_compositions_in_threads(case: Woven) -> None:
 @settings(deadline=None, max_examples=8, suppress_health_check=list(HealthCheck))
 @given(st.data())
 def test_an_engine_runs_interleaved_stages(data: st.DataObject) -> None:
-    """L11 with several stages on each rank: requests get the tokens that they get alone, and all stages agree."""
+    """L11 with several stages on each rank: requests get the tokens that they get alone, and all
+    stages agree."""
     ranks, per_rank = data.draw(st.sampled_from(((2, 2), (1, 3), (1, 2))))
     trace = data.draw(traces(min_layers=ranks * per_rank, max_layers=ranks * per_rank))
 
@@ -244,7 +294,9 @@ REFUSED: dict[str, tuple[Any, str]] = {
         "the programs of its schedule\n  saw: programs of 4 stages for 2",
     ),
     "a batch of fewer parts": (
-        lambda: pipeline([stage] * 2, microbatches=2, schedule=edited())(PARAMS[:2], states()[:2], BATCH[:1]),
+        lambda: pipeline([stage] * 2, microbatches=2, schedule=edited())(
+            PARAMS[:2], states()[:2], BATCH[:1]
+        ),
         "pipeline(<2 stages>)\n  saw: programs of 2 micro-batches, and a batch of 1\n"
         "  instead: a batch of as many parts, or a schedule (num_stages, jobs, ...) that makes the programs",
     ),
@@ -259,7 +311,9 @@ REFUSED: dict[str, tuple[Any, str]] = {
     ),
     "no advance": (
         lambda: pipeline(
-            [stage] * 2, advance=advance, schedule=lambda n, jobs, **_: make_programs(n, jobs, advances=False)
+            [stage] * 2,
+            advance=advance,
+            schedule=lambda n, jobs, **_: make_programs(n, jobs, advances=False),
         ),
         "saw: no run advance\n  instead: a run advance for each micro-batch",
     ),
@@ -268,7 +322,9 @@ REFUSED: dict[str, tuple[Any, str]] = {
             pipeline(
                 [stage] * 2,
                 advance=advance,
-                schedule=lambda n, jobs, **_: make_programs(n, [attrs.evolve(job, after=None) for job in jobs]),
+                schedule=lambda n, jobs, **_: make_programs(
+                    n, [attrs.evolve(job, after=None) for job in jobs]
+                ),
             ),
             3,
         )(PARAMS[:2], states()[:2], BATCH),
@@ -276,7 +332,9 @@ REFUSED: dict[str, tuple[Any, str]] = {
         "  instead: broadcast and run advance [mb 0] before it",
     ),
     "a send that is gone": (
-        lambda: pipeline([stage] * 4, microbatches=2, schedule=without(FED, "send stage 0 to 1 [mb 1]")),
+        lambda: pipeline(
+            [stage] * 4, microbatches=2, schedule=without(FED, "send stage 0 to 1 [mb 1]")
+        ),
         "saw: rank 0: 'send stage 2 to 1 [mb 0]' meets rank 1: 'recv stage 0 from 0 [mb 1]'",
     ),
     "a wrong interleaving, where each rank is right by itself": (
@@ -293,12 +351,16 @@ REFUSED: dict[str, tuple[Any, str]] = {
     ),
     "micro-batches out of order": (
         lambda: pipeline(
-            [stage], microbatches=2, schedule=parse_listing("rank 0 of 1\n  run stage 0 [mb 1]\n  run stage 0 [mb 0]")
+            [stage],
+            microbatches=2,
+            schedule=parse_listing("rank 0 of 1\n  run stage 0 [mb 1]\n  run stage 0 [mb 0]"),
         ),
         "saw: runs of the micro-batches [1, 0], where there are 2, in order",
     ),
     "an output that overtakes a result": (
-        lambda: pipeline([stage] * 4, microbatches=2, advance=advance, schedule=parse_listing(overtaking())),
+        lambda: pipeline(
+            [stage] * 4, microbatches=2, advance=advance, schedule=parse_listing(overtaking())
+        ),
         "comes before what rank 0: 'recv stage 1 from 1 [mb 1]' waits for, on the one channel from rank 1",
     ),
     "programs of other classes": (
@@ -306,14 +368,17 @@ REFUSED: dict[str, tuple[Any, str]] = {
         "saw: programs for micro-batches ('another',), and a batch of (",
     ),
     "devices for stages, and not for ranks": (
-        lambda: pipeline([stage] * 4, schedule=interleaved(2), transport=Threads(devices=["cpu"] * 4)),
+        lambda: pipeline(
+            [stage] * 4, schedule=interleaved(2), transport=Threads(devices=["cpu"] * 4)
+        ),
         "saw: 4 devices for 2 ranks",
     ),
 }
 
 
 def overtaking() -> str:
-    """Rank 1 broadcasts micro-batch 0 before it sends the result of stage 1 that rank 0 receives first."""
+    """Rank 1 broadcasts micro-batch 0 before it sends the result of stage 1 that rank 0 receives
+    first."""
     first, last = FED.index("rank 0 of 2"), FED.index("rank 1 of 2")
     lines = ["  recv stage 0 from 0 [mb 1]", "  run stage 1 [mb 1]", "  send stage 1 to 0 [mb 1]"]
     assert "\n".join(lines) in FED[last:]
@@ -327,7 +392,8 @@ def overtaking() -> str:
 
 def classed() -> list[Program]:
     return [
-        attrs.evolve(program, classes=("another",)) for program in make_programs(2, [Job(feeds=False)], advances=False)
+        attrs.evolve(program, classes=("another",))
+        for program in make_programs(2, [Job(feeds=False)], advances=False)
     ]
 
 

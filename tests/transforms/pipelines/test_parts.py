@@ -7,7 +7,18 @@ import attrs
 import pytest
 import torch
 from hypothesis import given, settings, strategies as st
-from own_batches import OWN_BATCHES, WHOLE_BATCHES, Corpus, Documents, Graph, Graphs, Length, Signal, X, Y
+from own_batches import (
+    OWN_BATCHES,
+    WHOLE_BATCHES,
+    Corpus,
+    Documents,
+    Graph,
+    Graphs,
+    Length,
+    Signal,
+    X,
+    Y,
+)
 from refusal import refused
 from torch import Tensor
 
@@ -25,7 +36,9 @@ from weft.transforms.pipelines.microbatch import microbatch
 from weft.transforms.pipelines.parts import join, split
 from weft.trees import axes
 
-METHODS = "a method split(parts) that returns a tuple of batches, and join(outputs) if they need one"
+METHODS = (
+    "a method split(parts) that returns a tuple of batches, and join(outputs) if they need one"
+)
 LAW = "micro-batches are one batch"
 FAST = settings(deadline=None, max_examples=60)
 
@@ -39,10 +52,16 @@ def batches(draw: st.DrawFn) -> Batch:
         batch = Batch.decode(rows)
         larger = BatchDescriptor.uniform(len(rows) + draw(st.integers(0, 3)))
     else:
-        ids = draw(st.lists(st.integers(LAST_TOKEN, 9), min_size=sum(lengths), max_size=sum(lengths)))
+        ids = draw(
+            st.lists(st.integers(LAST_TOKEN, 9), min_size=sum(lengths), max_size=sum(lengths))
+        )
         samples = draw(st.lists(st.booleans(), min_size=len(rows), max_size=len(rows)))
-        batch = Batch.ragged(rows, [[ids.pop() for _ in range(n)] for n in lengths], samples=samples)
-        larger = BatchDescriptor(sum(lengths) + draw(st.integers(0, 3)), len(rows) + draw(st.integers(0, 3)))
+        batch = Batch.ragged(
+            rows, [[ids.pop() for _ in range(n)] for n in lengths], samples=samples
+        )
+        larger = BatchDescriptor(
+            sum(lengths) + draw(st.integers(0, 3)), len(rows) + draw(st.integers(0, 3))
+        )
     return pad(batch, larger) if draw(st.booleans()) else batch
 
 
@@ -70,8 +89,16 @@ def test_parts_ask_for_what_the_whole_asks(batch: Batch, parts: int) -> None:
 def test_parts_are_batches_of_the_same_class(batch: Batch, parts: int) -> None:
     for part in split(batch, parts):
         d = part.descriptor
-        assert (d.query_len, d.num_active_loras) == (batch.descriptor.query_len, batch.descriptor.num_active_loras)
-        shapes = (part.rows.shape, part.input_ids.shape, part.query_start_loc.shape, part.samples.shape)
+        assert (d.query_len, d.num_active_loras) == (
+            batch.descriptor.query_len,
+            batch.descriptor.num_active_loras,
+        )
+        shapes = (
+            part.rows.shape,
+            part.input_ids.shape,
+            part.query_start_loc.shape,
+            part.samples.shape,
+        )
         assert shapes == ((d.num_reqs,), (d.num_tokens,), (d.num_reqs + 1,), (d.num_reqs,))
         assert part.query_start_loc.dtype == torch.int32
         assert part.query_start_loc[0] == 0
@@ -80,12 +107,30 @@ def test_parts_are_batches_of_the_same_class(batch: Batch, parts: int) -> None:
 @FAST
 @given(batches(), st.integers(1, 8))
 def test_parts_resolve_to_what_the_whole_resolves_to(batch: Batch, parts: int) -> None:
-    state = State.zeros(num_layers=1, num_kv_heads=1, head_dim=2, max_num_reqs=8, num_pages=9, max_pages=4, page_size=2)
-    state = admit(state, range(8), [[r, r + 1] for r in range(8)], [SamplingParams(temperature=0.0)] * 8, [[1]] * 8)
+    state = State.zeros(
+        num_layers=1,
+        num_kv_heads=1,
+        head_dim=2,
+        max_num_reqs=8,
+        num_pages=9,
+        max_pages=4,
+        page_size=2,
+    )
+    state = admit(
+        state,
+        range(8),
+        [[r, r + 1] for r in range(8)],
+        [SamplingParams(temperature=0.0)] * 8,
+        [[1]] * 8,
+    )
     state.positions.copy_(torch.arange(9) % 3)
     whole, cut = resolve(state, batch), [resolve(state, part) for part in split(batch, parts)]
     for field in ("input_ids", "positions", "slot_mapping", "seq_lens", "rows"):
-        assert_equal(f"{LAW}: {field}", torch.cat([getattr(part, field) for part in cut]), getattr(whole, field))
+        assert_equal(
+            f"{LAW}: {field}",
+            torch.cat([getattr(part, field) for part in cut]),
+            getattr(whole, field),
+        )
 
 
 def test_a_uniform_batch_is_cut_without_a_host_read() -> None:
@@ -117,7 +162,10 @@ def test_trees_of_tensors(length: int, parts: int) -> None:
             {"a": torch.ones(2), "b": torch.ones(3)},
             "tensors whose first dimensions do not agree: {\"['a']\": (2,), \"['b']\": (3,)}",
         ),
-        ((torch.ones(2), torch.tensor(1.0)), "tensors whose first dimensions do not agree: {'[0]': (2,), '[1]': ()}"),
+        (
+            (torch.ones(2), torch.tensor(1.0)),
+            "tensors whose first dimensions do not agree: {'[0]': (2,), '[1]': ()}",
+        ),
         ({"n": 2}, "no tensor in {'n': 2}, a dict"),
     ],
 )
@@ -175,15 +223,24 @@ def test_own_batches_are_split_and_joined(name: str, parts: int) -> None:
 def test_one_part_is_any_batch(name: str) -> None:
     batch, step = WHOLE_BATCHES[name]
     assert split(batch, 1) == (batch,)
-    assert_equal(LAW, microbatch(lambda p, s, batch: (s, step(batch)), 1)(None, None, batch)[1], step(batch))
+    assert_equal(
+        LAW, microbatch(lambda p, s, batch: (s, step(batch)), 1)(None, None, batch)[1], step(batch)
+    )
     with pytest.raises(DescriptorError) as error:
         split(batch, 2)
     assert error.value.call == f"split(<{type(batch).__name__}>, 2)"
 
 
 @FAST
-@given(st.lists(st.integers(0, 4), min_size=1, max_size=6), st.integers(1, 7), st.integers(0, 3), st.integers(0, 3))
-def test_two_axes_are_cut_as_by_hand(lengths: list[int], parts: int, more_docs: int, more_words: int) -> None:
+@given(
+    st.lists(st.integers(0, 4), min_size=1, max_size=6),
+    st.integers(1, 7),
+    st.integers(0, 3),
+    st.integers(0, 3),
+)
+def test_two_axes_are_cut_as_by_hand(
+    lengths: list[int], parts: int, more_docs: int, more_words: int
+) -> None:
     whole = Corpus.of(*lengths)
     batch = pad(whole, Documents(len(lengths) + more_docs, sum(lengths) + more_words))
     cut = split(batch, parts)
@@ -271,7 +328,11 @@ def test_an_axis_of_one_more_is_split_and_not_joined() -> None:
             "['names'] is a list of 6 Python values, as many as there are rows",
             "a tensor; or a tuple, if every part takes all of it",
         ),
-        ({"x": X, "y": Y.numpy()}, "['y'] is a ndarray, not a tensor", "torch.as_tensor(...) of it"),
+        (
+            {"x": X, "y": Y.numpy()},
+            "['y'] is a ndarray, not a tensor",
+            "torch.as_tensor(...) of it",
+        ),
     ],
 )
 def test_own_batches_that_nobody_says_how_to_split(batch: Any, seen: str, instead: str) -> None:
@@ -284,7 +345,9 @@ class Even:
     """A class of batches that not every part can have."""
 
     steps: int = attrs.field(
-        validator=lambda self, field, value: attrs.validators.in_(range(0, 99, 2))(self, field, value)
+        validator=lambda self, field, value: attrs.validators.in_(range(0, 99, 2))(
+            self, field, value
+        )
     )
 
     def covers(self, other: "Even") -> bool:
@@ -294,7 +357,9 @@ class Even:
 def test_a_class_that_refuses_a_part() -> None:
     batch = Signal(Even(6), Y)  # type: ignore[arg-type]
     assert [part.length.steps for part in split(batch, 3)] == [2, 2, 2]
-    with refused(DescriptorError, "split(<Signal>, 2)", "ValueError: <any>", f"in class Signal {METHODS}"):
+    with refused(
+        DescriptorError, "split(<Signal>, 2)", "ValueError: <any>", f"in class Signal {METHODS}"
+    ):
         split(batch, 2)
 
 
@@ -351,11 +416,17 @@ def test_the_encoding_of_a_tokenizer_is_split() -> None:
 
 
 def test_a_list_beside_tensors() -> None:
-    """A list of tensors is a tree, however long it is. One of Python values goes to all, if it cannot be rows."""
+    """A list of tensors is a tree, however long it is. One of Python values goes to all, if it
+    cannot be rows."""
     two = torch.arange(2)
     cut = split({"x": two, "both": [two, two + 1], "names": ["a", "b", "c"]}, 2)
     assert [part["names"] for part in cut] == [["a", "b", "c"]] * 2
     assert [[x.tolist() for x in part["both"]] for part in cut] == [[[0], [1]], [[1], [2]]]
     seen = "['both'][1] is a list of 2 Python values, as many as there are rows"
-    with refused(DescriptorError, "split(<dict>, 2)", seen, "a tensor; or a tuple, if every part takes all of it"):
+    with refused(
+        DescriptorError,
+        "split(<dict>, 2)",
+        seen,
+        "a tensor; or a tuple, if every part takes all of it",
+    ):
         split({"x": two, "both": [two, ["a", "b"]]}, 2)

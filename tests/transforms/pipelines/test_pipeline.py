@@ -63,7 +63,9 @@ def test_it_is_the_composition(stages: int, microbatches: int, advance: Any) -> 
 
 @settings(deadline=None, max_examples=25)
 @given(stage_lists(), st.integers(1, 6), st.integers(1, 4))
-def test_any_stages_graphified_or_not(functions: list[Function], rows: int, microbatches: int) -> None:
+def test_any_stages_graphified_or_not(
+    functions: list[Function], rows: int, microbatches: int
+) -> None:
     stages, params = [f.fn for f in functions], [f.params for f in functions]
     state, x = [f.state for f in functions], torch.linspace(-2, 2, rows * 4).view(rows, 4)
     wanted = compose(stages)(params, state, x)
@@ -76,7 +78,10 @@ def test_any_stages_graphified_or_not(functions: list[Function], rows: int, micr
 def test_each_graphified_stage_captures_once() -> None:
     stages = [graphify(scale, reference_argnames=("p",)) for _ in range(2)]
     made, plain = pipeline(stages, microbatches=2), compose([scale] * 2)
-    for batch in (torch.arange(8.0), torch.arange(8.0) + 1):  # parts of 16 bytes, which are aligned alike
+    for batch in (
+        torch.arange(8.0),
+        torch.arange(8.0) + 1,
+    ):  # parts of 16 bytes, which are aligned alike
         assert_equal(LAW, made(PARAMS[:2], STATES[:2], batch), plain(PARAMS[:2], STATES[:2], batch))
     assert [(s.cache_info().captures, s.cache_info().replays) for s in stages] == [(1, 4), (1, 4)]
 
@@ -103,7 +108,9 @@ def test_results_of_stages_that_lend_are_all_there_at_the_end(stages: int, advan
 
 
 def test_advance_feeds_the_last_output_to_every_stage() -> None:
-    made = pipeline([scale] * 2, advance=lambda s, batch, out: (s, batch.tolist(), out.tolist()), microbatches=1)
+    made = pipeline(
+        [scale] * 2, advance=lambda s, batch, out: (s, batch.tolist(), out.tolist()), microbatches=1
+    )
     state, _ = made(PARAMS[:2], STATES[:2], torch.ones(1))
     assert [entry[1:] for entry in state] == [([1.0], [6.0])] * 2
 
@@ -115,7 +122,9 @@ def test_advance_runs_for_each_micro_batch_with_its_own_output() -> None:
         seen.append((batch.tolist(), out.tolist()))
         return s
 
-    pipeline([scale] * 2, advance=advance, microbatches=2)(PARAMS[:2], STATES[:2], torch.arange(3.0))
+    pipeline([scale] * 2, advance=advance, microbatches=2)(
+        PARAMS[:2], STATES[:2], torch.arange(3.0)
+    )
     assert sorted(seen) == sorted([([0.0], [0.0])] * 2 + [([1.0, 2.0], [6.0, 12.0])] * 2)
 
 
@@ -197,7 +206,9 @@ def test_donated_states_move_through_the_micro_batches() -> None:
 
 def test_a_donating_stage_makes_the_whole_donate_its_state() -> None:
     @donates("state")
-    def stage(params: Tensor, state: Tensor, batch: Tensor, x: Tensor | None) -> tuple[Tensor, Tensor]:
+    def stage(
+        params: Tensor, state: Tensor, batch: Tensor, x: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
         return state.add_(params), batch if x is None else x + state
 
     for made in (pipeline([stage] * 2), compose([stage] * 2)):
@@ -205,13 +216,19 @@ def test_a_donating_stage_makes_the_whole_donate_its_state() -> None:
         whole, states = graphify(made), tuple(torch.zeros(2))
         for i in (1.0, 2.0):
             states, out = whole(PARAMS[:2], states, torch.ones(2))
-            assert_equal(LAW, (states, out), ((2 * torch.tensor(i), 3 * torch.tensor(i)), torch.full((2,), 1 + 3 * i)))
+            assert_equal(
+                LAW,
+                (states, out),
+                ((2 * torch.tensor(i), 3 * torch.tensor(i)), torch.full((2,), 1 + 3 * i)),
+            )
 
 
 @pytest.mark.parametrize("ladder", [None, [BatchDescriptor.uniform(4)]])
 @pytest.mark.parametrize("kind", [tuple, list])
 @pytest.mark.parametrize("make", [compose, pipeline])
-def test_states_in_a_list_are_donated_as_those_in_a_tuple(make: Any, kind: Any, ladder: Any) -> None:
+def test_states_in_a_list_are_donated_as_those_in_a_tuple(
+    make: Any, kind: Any, ladder: Any
+) -> None:
     def stage(p: Any, s: Tensor, batch: Batch, x: Any) -> tuple[Tensor, Batch]:
         return s + p, batch
 
@@ -292,7 +309,9 @@ def sums(params: Any, state: Tensor, batch: Tensor, x: Tensor | None) -> tuple[T
     return state, state.expand(len(batch))
 
 
-def passes_batch(params: Any, state: Tensor, batch: Tensor, x: Tensor | None) -> tuple[Tensor, Tensor]:
+def passes_batch(
+    params: Any, state: Tensor, batch: Tensor, x: Tensor | None
+) -> tuple[Tensor, Tensor]:
     return state, batch
 
 
@@ -301,9 +320,13 @@ def passes_on(params: Any, state: Tensor, batch: Tensor, x: Tensor) -> tuple[Ten
     return state, x + 0
 
 
-@pytest.mark.parametrize("stages", [[sums, passes_on], [passes_batch, sums], [sums]], ids=["first", "last", "alone"])
+@pytest.mark.parametrize(
+    "stages", [[sums, passes_on], [passes_batch, sums], [sums]], ids=["first", "last", "alone"]
+)
 @pytest.mark.parametrize("make", [Local, Threads], ids=["local", "threads"])
-def test_what_a_stage_returns_of_a_donated_state_is_not_overwritten(make: Any, stages: list[Any]) -> None:
+def test_what_a_stage_returns_of_a_donated_state_is_not_overwritten(
+    make: Any, stages: list[Any]
+) -> None:
     step = pipeline(stages, microbatches=4, transport=make())
     _, out = step([None] * len(stages), [torch.zeros(()) for _ in stages], torch.arange(1.0, 9.0))
     assert out.tolist() == [3.0, 3.0, 10.0, 10.0, 21.0, 21.0, 36.0, 36.0]
@@ -319,7 +342,8 @@ def returns_input(params: Any, state: Tensor, batch: Tensor, x: Tensor) -> tuple
 
 @pytest.mark.parametrize("make", [Local, Threads], ids=["local", "threads"])
 def test_what_a_stage_keeps_or_returns_of_a_lent_input_is_its_own(make: Any) -> None:
-    """The lender overwrites it in the next call. With one micro-batch, too, whose programs have no fence."""
+    """The lender overwrites it in the next call. With one micro-batch, too, whose programs have no
+    fence."""
     params, state = (torch.tensor(2.0), None), (torch.zeros(()), torch.zeros(2))
     step = pipeline([graphify(scale, outputs="borrow"), returns_input], transport=make())
     outs = [step(params, state, torch.full((2,), n))[1] for n in (1.0, 5.0)]
@@ -343,7 +367,9 @@ def test_the_state_of_a_lent_step_is_kept(transform: str) -> None:
         "pipeline": lambda: pipeline(lent, microbatches=2),
     }[transform]()
     one, zero = torch.ones(()), torch.zeros(())
-    params, state = ((one, one), (zero, zero)) if transform in ("compose", "pipeline") else (one, zero)
+    params, state = (
+        ((one, one), (zero, zero)) if transform in ("compose", "pipeline") else (one, zero)
+    )
     first, _ = step(params, state, torch.ones(4))
     kept = clone(first)
     step(params, state, torch.ones(4) * 5)

@@ -1,4 +1,5 @@
-"""Generators of schedules: each rank's effects and their order, at every size; and the jobs that wait for others."""
+"""Generators of schedules: each rank's effects and their order, at every size; and the jobs that
+wait for others."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -33,7 +34,9 @@ def lines(program: Program) -> list[str]:
 @pytest.mark.parametrize("mbs", [0, 1, 2, 3, 7, 20])
 @pytest.mark.parametrize("feedback", [False, True])
 @pytest.mark.parametrize("buffers", [None, 1, 3])
-def test_streaming_passes_at_every_size(ranks: int, mbs: int, feedback: bool, buffers: int | None) -> None:
+def test_streaming_passes_at_every_size(
+    ranks: int, mbs: int, feedback: bool, buffers: int | None
+) -> None:
     programs = streaming(ranks, mbs, schema=SCHEMA, feedback=feedback, buffers=buffers)
     check(programs, buffers=buffers)
     for capacity in (1, 2, mbs + 1):
@@ -48,7 +51,8 @@ def assert_each_effect_once_in_order(programs: Sequence[Program], ran: Sequence[
 
 
 def assert_bounded(ran: Sequence[Step], ranks: int, capacity: int) -> None:
-    """No edge ever holds more than `capacity` messages, or a negative number of them, and in the end each is empty."""
+    """No edge ever holds more than `capacity` messages, or a negative number of them, and in the
+    end each is empty."""
     held: dict[object, int] = {}
     for step in ran:
         for edge in puts(step, ranks):
@@ -60,8 +64,13 @@ def assert_bounded(ran: Sequence[Step], ranks: int, capacity: int) -> None:
 
 
 def test_stages_of_different_micro_batches_overlap() -> None:
-    """While rank 1 runs micro-batch 0, rank 0 already runs the next one: that is the point of a pipeline."""
-    runs = [(s.rank, s.effect.microbatch) for s in interleave(streaming(2, 3)) if isinstance(s.effect, Run)]
+    """While rank 1 runs micro-batch 0, rank 0 already runs the next one: that is the point of a
+    pipeline."""
+    runs = [
+        (s.rank, s.effect.microbatch)
+        for s in interleave(streaming(2, 3))
+        if isinstance(s.effect, Run)
+    ]
     assert runs.index((0, 1)) < runs.index((1, 1))
     assert runs.index((0, 2)) < runs.index((1, 2))
 
@@ -79,7 +88,8 @@ def test_the_first_rank_takes_in_late_and_the_last_at_once() -> None:
 
 
 def test_no_rank_is_further_ahead_than_one_message_an_edge_allows() -> None:
-    """With s stages after it, a rank runs at most 2s + 1 jobs ahead of returned outputs, and at most s + 2."""
+    """With s stages after it, a rank runs at most 2s + 1 jobs ahead of returned outputs, and at
+    most s + 2."""
     for program in streaming(4, 12, feedback=True):
         ahead, most = 0, 0
         for effect in program.effects:
@@ -96,15 +106,24 @@ def test_what_does_not_feed_advances_at_once_and_returns_to_nobody() -> None:
         "run stage 0 [mb 0]", "send to 1 [mb 0]", "run advance [mb 0]",
         "run stage 0 [mb 1]", "send to 1 [mb 1]", "broadcast from 1 [mb 1]", "run advance [mb 1]",
     ]  # fmt: skip
-    assert lines(last)[:4] == ["recv from 0 [mb 0]", "run stage 1 [mb 0]", "run advance [mb 0]", "recv from 0 [mb 1]"]
+    assert lines(last)[:4] == [
+        "recv from 0 [mb 0]",
+        "run stage 1 [mb 0]",
+        "run advance [mb 0]",
+        "recv from 0 [mb 1]",
+    ]
     assert not any(
-        "advance" in line for p in make_programs(2, [Job(feeds=False), Job()], advances=False) for line in lines(p)
+        "advance" in line
+        for p in make_programs(2, [Job(feeds=False), Job()], advances=False)
+        for line in lines(p)
     )
 
 
 @settings(deadline=None, max_examples=200)
 @given(job_lists(), st.integers(1, 4), st.booleans(), st.sampled_from((None, 1, 2)))
-def test_any_jobs_pass_and_wait(jobs: tuple[Job, ...], stages: int, advances: bool, buffers: int | None) -> None:
+def test_any_jobs_pass_and_wait(
+    jobs: tuple[Job, ...], stages: int, advances: bool, buffers: int | None
+) -> None:
     programs = make_programs(stages, jobs, schema=SCHEMA, advances=advances, buffers=buffers)
     check(programs, buffers=buffers)
     for program in programs:
@@ -184,7 +203,9 @@ def test_a_job_after_none_that_returns_is_refused(jobs: list[Job], seen: str) ->
 
 @pytest.mark.parametrize(("stages", "buffers"), [(0, None), (-1, 1), (2, 0), (2, -1)])
 def test_no_stage_and_no_buffer_are_refused(stages: int, buffers: int | None) -> None:
-    with pytest.raises(ProgramError, match=r"saw: (num_stages|buffers)=(0|-1)\n  instead: a whole number >= 1"):
+    with pytest.raises(
+        ProgramError, match=r"saw: (num_stages|buffers)=(0|-1)\n  instead: a whole number >= 1"
+    ):
         make_programs(stages, [Job()], buffers=buffers)
 
 
@@ -201,11 +222,15 @@ def test_a_decode_loop_of_no_job_is_refused(cohorts: int, steps: int) -> None:
 
 
 @given(job_lists(), st.integers(1, 4), st.integers(1, 4))
-def test_programs_are_of_the_ranks_that_the_pipeline_has(jobs: tuple[Job, ...], stages: int, ranks: int) -> None:
+def test_programs_are_of_the_ranks_that_the_pipeline_has(
+    jobs: tuple[Job, ...], stages: int, ranks: int
+) -> None:
     programs = make_programs(stages, jobs, advances=True)
     if ranks == stages:
         refuse_other_work("step", programs, (stages, ranks), jobs, advances=True)
         return
     seen = f"programs of {stages} ranks, which were {ranks} before"
-    with refused(ProgramError, "step: the programs of its schedule", seen, "as many ranks for any jobs"):
+    with refused(
+        ProgramError, "step: the programs of its schedule", seen, "as many ranks for any jobs"
+    ):
         refuse_other_work("step", programs, (stages, ranks), jobs, advances=True)

@@ -1,4 +1,5 @@
-"""A session is a stream in parts: outputs and states do not depend on which micro-batches are submitted together."""
+"""A session is a stream in parts: outputs and states do not depend on which micro-batches are
+submitted together."""
 
 import gc
 import weakref
@@ -35,7 +36,9 @@ def job_lists(draw: st.DrawFn) -> list[Job]:
 
 
 @given(st.integers(1, 5), job_lists(), st.sampled_from((None, 1, 2)), st.booleans())
-def test_what_runs_before_the_end_is_a_beginning(stages: int, jobs: list[Job], buffers: int | None, more: bool) -> None:
+def test_what_runs_before_the_end_is_a_beginning(
+    stages: int, jobs: list[Job], buffers: int | None, more: bool
+) -> None:
     """Except for the last job's own effects, a program is a prefix of the program for more jobs."""
     counts, first = count_running(stages, jobs, advances=True, buffers=buffers)
     longer = [*jobs, Job(more)]
@@ -47,19 +50,30 @@ def test_what_runs_before_the_end_is_a_beginning(stages: int, jobs: list[Job], b
     ):
         assert before.effects[:count] == after.effects[:count]
         assert all(e.microbatch >= first for e in before.effects[count:])
-        assert all(e.microbatch == len(jobs) or not str(e).startswith("run stage") for e in after.effects[count:])
+        assert all(
+            e.microbatch == len(jobs) or not str(e).startswith("run stage")
+            for e in after.effects[count:]
+        )
 
 
 @given(st.data(), strategies.scenarios(min_layers=2, max_layers=3, max_steps=6))
 @pytest.mark.parametrize("make", [Local, lambda: THREADS], ids=["local", "threads"])
-def test_a_session_is_a_stream(make: Callable[[], Transport], data: st.DataObject, scenario: Scenario) -> None:
+def test_a_session_is_a_stream(
+    make: Callable[[], Transport], data: st.DataObject, scenario: Scenario
+) -> None:
     stages = data.draw(st.integers(1, scenario.config.num_layers))
     batches, params = scenario.batches(), scenario.params(stages)
-    jobs = jobs_for([frozenset(b.rows.tolist()) for b in batches], [bool(b.samples.any()) for b in batches])
+    jobs = jobs_for(
+        [frozenset(b.rows.tolist()) for b in batches], [bool(b.samples.any()) for b in batches]
+    )
     step = pipeline(scenario.stages(stages), advance=advance, transport=make())
     expected_state, expected = step.stream(params, scenario.state(stages), batches, jobs)
 
-    session, returned, start = step.session(params, scenario.state(stages)), list[tuple[int, Any]](), 0
+    session, returned, start = (
+        step.session(params, scenario.state(stages)),
+        list[tuple[int, Any]](),
+        0,
+    )
     while start < len(batches):
         stop = data.draw(st.integers(start, len(batches)))
         stop += stop == start
@@ -81,13 +95,20 @@ def test_stages_overlap_across_submissions() -> None:
     step = pipeline([stage, stage], advance=lambda s, batch, out: s + out.sum())
     session = step.session([None] * 2, [torch.zeros(()), torch.zeros(())])
     got = [
-        [number for number, _ in session.submit([torch.ones(1)], [Job(True, number - 2 if number >= 2 else None)])]
+        [
+            number
+            for number, _ in session.submit(
+                [torch.ones(1)], [Job(True, number - 2 if number >= 2 else None)]
+            )
+        ]
         for number in range(6)
     ]
     assert got == [[], [], [], [0], [1], [2]] or got == [[], [], [0], [1], [2], [3]]
     assert session.num_jobs == 6
     state, rest = session.close()
-    assert [number for number, _ in rest] == [n for n in range(6) if n not in [m for some in got for m in some]]
+    assert [number for number, _ in rest] == [
+        n for n in range(6) if n not in [m for some in got for m in some]
+    ]
     assert [float(s) for s in state] == [6.0, 6.0]
 
 
@@ -120,12 +141,17 @@ def zeros(count: int) -> list[torch.Tensor]:
         (2, [Job(False), Job(after=1)], "job 2 runs after job 1"),
     ],
 )
-def test_jobs_that_cannot_be_are_refused_and_nothing_ran(batches: int, jobs: list[Job], seen: str) -> None:
+def test_jobs_that_cannot_be_are_refused_and_nothing_ran(
+    batches: int, jobs: list[Job], seen: str
+) -> None:
     session = pipeline([counting] * 2, advance=kept).session([None] * 2, zeros(2))
     session.submit([torch.zeros(1)], [Job()])
     with pytest.raises(ProgramError) as error:
         session.submit([torch.ones(1)] * batches, jobs)
-    assert (error.value.call, error.value.seen) == (f"session.submit(<{batches} batches>, <{len(jobs)} jobs>)", seen)
+    assert (error.value.call, error.value.seen) == (
+        f"session.submit(<{batches} batches>, <{len(jobs)} jobs>)",
+        seen,
+    )
     session.submit([torch.full((1,), 2.0)], [Job(after=0)])
     state, _ = session.close()
     assert [float(s) for s in state] == [2.0, 2.0]
@@ -157,7 +183,8 @@ def test_a_session_that_waits_holds_no_batch_that_is_over() -> None:
 
 
 def test_after_a_failure_a_session_is_over() -> None:
-    """The ranks before the failed one have run the batch, so running it again would give another result."""
+    """The ranks before the failed one have run the batch, so running it again would give another
+    result."""
 
     def fails(p: Any, s: torch.Tensor, batch: torch.Tensor, x: torch.Tensor) -> Any:
         raise ValueError("planted")
@@ -166,7 +193,9 @@ def test_after_a_failure_a_session_is_over() -> None:
     with pytest.raises(ValueError, match="planted"):
         session.submit([torch.ones(1)], [Job()])
     for call in (lambda: session.submit([torch.ones(1)], [Job()]), session.close):
-        with pytest.raises(ProgramError, match=r"a session that is over: it failed .ValueError: planted"):
+        with pytest.raises(
+            ProgramError, match=r"a session that is over: it failed .ValueError: planted"
+        ):
             call()
 
 
@@ -174,10 +203,14 @@ def test_a_schedule_of_other_ranks_for_more_jobs_is_refused_and_nothing_ran() ->
     def schedule(num_stages: int, jobs: Any, **options: Any) -> Any:
         return interleaved(3 - len(jobs))(num_stages, jobs, **options)
 
-    session = pipeline([counting] * 2, advance=kept, schedule=schedule).session([None] * 2, zeros(2))
+    session = pipeline([counting] * 2, advance=kept, schedule=schedule).session(
+        [None] * 2, zeros(2)
+    )
     session.submit([torch.zeros(1)], [Job()])
     call = "pipeline(<2 stages>): the programs of its schedule"
-    with refused(ProgramError, call, "programs of 1 ranks, which were 2 before", "as many ranks for any jobs"):
+    with refused(
+        ProgramError, call, "programs of 1 ranks, which were 2 before", "as many ranks for any jobs"
+    ):
         session.submit([torch.ones(1)] * 2, [Job(after=0)] * 2)
     session.submit([torch.zeros(1)], [Job(after=0)])
     state, _ = session.close()
@@ -188,7 +221,10 @@ def test_a_session_that_was_closed_is_over() -> None:
     session = pipeline([counting] * 2, advance=kept).session([None] * 2, zeros(2))
     session.close()
     for call in (lambda: session.submit([torch.ones(1)], [Job()]), session.close):
-        with pytest.raises(ProgramError, match="a session that is over: it was closed, and its state is the caller's"):
+        with pytest.raises(
+            ProgramError,
+            match="a session that is over: it was closed, and its state is the caller's",
+        ):
             call()
 
 

@@ -1,4 +1,5 @@
-"""`weave` and `interleaved`: their programs, and the bubble that `simulate` predicts beside the literature's bound."""
+"""`weave` and `interleaved`: their programs, and the bubble that `simulate` predicts beside the
+literature's bound."""
 
 from typing import Any
 
@@ -20,8 +21,11 @@ SIZES = [(p, v, m) for p in (2, 3, 4, 8) for v in (1, 2, 4) for m in (p, 2 * p, 
 
 
 def bubble(num_ranks: int, per_rank: int, microbatches: int) -> float:
-    """Idle time over working time, of ranks that all take `STAGE` seconds for their part of the model."""
-    programs = interleaved(num_ranks)(num_ranks * per_rank, [Job(feeds=False)] * microbatches, advances=False)
+    """Idle time over working time, of ranks that all take `STAGE` seconds for their part of the
+    model."""
+    programs = interleaved(num_ranks)(
+        num_ranks * per_rank, [Job(feeds=False)] * microbatches, advances=False
+    )
     timeline = simulate(programs, Costs((STAGE / per_rank,) * num_ranks * per_rank))
     return timeline.step_time / (microbatches * STAGE) - 1
 
@@ -52,14 +56,19 @@ def test_the_table_of_bubbles() -> None:
 def test_the_picture_shows_a_shorter_fill() -> None:
     programs = interleaved(2)(4, [Job(feeds=False)] * 2, advances=False)
     lines = simulate(programs, Costs((1e-3,) * 4)).as_text(40).splitlines()
-    assert [line.split()[2] for line in lines[1:3]] == ["00000111110000011111", ".....00000111110000011111"]
+    assert [line.split()[2] for line in lines[1:3]] == [
+        "00000111110000011111",
+        ".....00000111110000011111",
+    ]
 
 
 @pytest.mark.parametrize(("p", "v"), [(1, 1), (1, 3), (2, 2), (3, 2), (4, 1)])
 @pytest.mark.parametrize("m", [0, 1, 2, 3, 5, 8])
 @pytest.mark.parametrize("feeds", [False, True])
 @pytest.mark.parametrize("buffers", [None, 1, 2])
-def test_interleaved_programs_pass_at_every_size(p: int, v: int, m: int, feeds: bool, buffers: int | None) -> None:
+def test_interleaved_programs_pass_at_every_size(
+    p: int, v: int, m: int, feeds: bool, buffers: int | None
+) -> None:
     for advances in (False, True):
         programs = interleaved(p)(p * v, [Job(feeds=feeds)] * m, advances=advances, buffers=buffers)
         check(programs, buffers=buffers)
@@ -96,7 +105,8 @@ def listed(program: Program) -> list[str]:
 
 
 def test_a_message_that_is_not_yet_needed_is_received_early() -> None:
-    """Rank 0 runs stage 0 on all micro-batches first, while rank 1 waits for the result of stage 2."""
+    """Rank 0 runs stage 0 on all micro-batches first, while rank 1 waits for the result of stage 2.
+    """
     first = [Run("stage 0", 0), Run("stage 0", 1), Run("stage 2", 0), Run("stage 2", 1)]
     last = [Run("stage 1", 0), Run("stage 3", 0), Run("stage 1", 1), Run("stage 3", 1)]
     programs = weave([first, last], [Job(feeds=False)] * 2, advances=False)
@@ -108,15 +118,19 @@ def test_a_message_that_is_not_yet_needed_is_received_early() -> None:
 
 
 def breadth_first(num_ranks: int, per_rank: int, microbatches: int) -> list[list[Run]]:
-    """Each rank runs a stage on all micro-batches before its next stage (Lamy-Poirier, 2022, "Breadth-first pipeline
-    parallelism")."""
+    """Each rank runs a stage on all micro-batches before its next stage (Lamy-Poirier, 2022,
+    "Breadth-first pipeline parallelism")."""
     stages = [range(rank, num_ranks * per_rank, num_ranks) for rank in range(num_ranks)]
-    return [[Run(f"stage {stage}", mb) for stage in own for mb in range(microbatches)] for own in stages]
+    return [
+        [Run(f"stage {stage}", mb) for stage in own for mb in range(microbatches)] for own in stages
+    ]
 
 
 @pytest.mark.parametrize(("p", "v", "m"), [(2, 2, 8), (2, 3, 4), (3, 2, 5), (4, 4, 8), (1, 3, 4)])
 @pytest.mark.parametrize("buffers", [None, 1])
-def test_a_breadth_first_order_idles_for_the_fill_alone(p: int, v: int, m: int, buffers: int | None) -> None:
+def test_a_breadth_first_order_idles_for_the_fill_alone(
+    p: int, v: int, m: int, buffers: int | None
+) -> None:
     if p == 1 and buffers:
         pytest.skip("one rank overwrites a result before its next stage reads it")
     jobs = [Job(feeds=False)] * m
@@ -132,7 +146,10 @@ REFUSED: dict[str, tuple[Any, str]] = {
         "weave(<the runs of 1 ranks>, <1 jobs>)\n  saw: rank 0 waits for ever at 'run stage 1 [mb 0]'",
     ),
     "each rank waits for the other": (
-        lambda: weave([[Run("stage 2", 0), Run("stage 0", 0)], [Run("stage 1", 0), Run("stage 3", 0)]], [Job()]),
+        lambda: weave(
+            [[Run("stage 2", 0), Run("stage 0", 0)], [Run("stage 1", 0), Run("stage 3", 0)]],
+            [Job()],
+        ),
         "saw: rank 0 waits for ever at 'run stage 2 [mb 0]'",
     ),
     "a job before the job that it waits for": (
@@ -143,8 +160,14 @@ REFUSED: dict[str, tuple[Any, str]] = {
         lambda: weave([[Run("stage 1", 0)], [Run("stage 0", 0)]], [Job()]),
         "saw: 'run stage 1 [mb 0]' on rank 0\n  instead: Run('stage s', mb), with s % 2 the rank and mb less than 1",
     ),
-    "an advance among the runs": (lambda: weave([[Run("advance", 0)]], [Job()]), "saw: 'run advance [mb 0]' on rank 0"),
-    "a job that is not there": (lambda: weave([[Run("stage 0", 1)]], [Job()]), "saw: 'run stage 0 [mb 1]' on rank 0"),
+    "an advance among the runs": (
+        lambda: weave([[Run("advance", 0)]], [Job()]),
+        "saw: 'run advance [mb 0]' on rank 0",
+    ),
+    "a job that is not there": (
+        lambda: weave([[Run("stage 0", 1)]], [Job()]),
+        "saw: 'run stage 0 [mb 1]' on rank 0",
+    ),
     "stages that do not divide": (
         lambda: interleaved(2)(3, [Job()]),
         "interleaved(2)(3, <1 jobs>)\n  saw: 3 stages on 2 ranks\n  instead: as many stages on each rank",

@@ -1,4 +1,5 @@
-"""JSON Schemas, drawn: those that are kept to, and those with keywords that XGrammar does not keep to."""
+"""JSON Schemas, drawn: those that are kept to, and those with keywords that XGrammar does not keep
+to."""
 
 from typing import Any
 
@@ -9,12 +10,31 @@ names = st.sampled_from(["a", "size", "is_new", "list of", "x-y", "é", 'q"', "b
 texts = st.text(st.characters(codec="utf-8"), max_size=4)
 scalars = st.none() | st.booleans() | st.integers(-(2**53), 2**53) | st.floats(-1e9, 1e9) | texts
 values = st.recursive(
-    scalars, lambda own: st.lists(own, max_size=2) | st.dictionaries(names, own, max_size=2), max_leaves=3
+    scalars,
+    lambda own: st.lists(own, max_size=2) | st.dictionaries(names, own, max_size=2),
+    max_leaves=3,
 )
 patterns = st.sampled_from(
     [
-        *("^[a-z]{2,5}$", r"^\d+$", "^[^a]{1,3}$", r'^["\\]{1,3}$', r"^\s\S?\w\W$", "^(ab|c)*d?$", "^.{0,4}$", ""),
-        *(r"^\n\t$", "^a|b$", "x+y", r"^[\s\S]{2}$", r"^\u00e9[^\x00-\x1f]?$", r"^(?:a{2}){1,3}$", r"^\.\-\/$"),
+        *(
+            "^[a-z]{2,5}$",
+            r"^\d+$",
+            "^[^a]{1,3}$",
+            r'^["\\]{1,3}$',
+            r"^\s\S?\w\W$",
+            "^(ab|c)*d?$",
+            "^.{0,4}$",
+            "",
+        ),
+        *(
+            r"^\n\t$",
+            "^a|b$",
+            "x+y",
+            r"^[\s\S]{2}$",
+            r"^\u00e9[^\x00-\x1f]?$",
+            r"^(?:a{2}){1,3}$",
+            r"^\.\-\/$",
+        ),
     ]
 )
 
@@ -29,7 +49,11 @@ def _bounds(draw: st.DrawFn, least: str, most: str, largest: int) -> Schema:
 @st.composite
 def _numbers(draw: st.DrawFn) -> Schema:
     kind = draw(st.sampled_from(["integer", "number"]))
-    ends = st.integers(-1000, 1000) if kind == "integer" else st.integers(-(10**6), 10**6).map(lambda x: x / 1000)
+    ends = (
+        st.integers(-1000, 1000)
+        if kind == "integer"
+        else st.integers(-(10**6), 10**6).map(lambda x: x / 1000)
+    )
     low = draw(ends)
     high = round(low + draw(st.integers(3, 500)), 3)
     found: Schema = {"type": kind}
@@ -45,7 +69,10 @@ def _objects(draw: st.DrawFn, parts: st.SearchStrategy[Schema]) -> Schema:
     if draw(st.integers(0, 4)) == 0:
         more = draw(st.sampled_from(["additionalProperties", "patternProperties"]))
         part = draw(parts)
-        return {"type": "object", more: part if more == "additionalProperties" else {"^[a-c]{1,3}$": part}}
+        return {
+            "type": "object",
+            more: part if more == "additionalProperties" else {"^[a-c]{1,3}$": part},
+        }
     properties = draw(st.dictionaries(names, parts, min_size=1, max_size=3))
     found: Schema = {"type": "object", "properties": properties}
     found["required"] = draw(st.lists(st.sampled_from([*properties]), unique=True))
@@ -74,10 +101,19 @@ def _unions(draw: st.DrawFn, parts: st.SearchStrategy[Schema]) -> Schema:
         return {"allOf": [draw(parts)]}
     if kind == "type":
         return {
-            "type": draw(st.lists(st.sampled_from(["integer", "null", "boolean", "string"]), min_size=1, unique=True))
+            "type": draw(
+                st.lists(
+                    st.sampled_from(["integer", "null", "boolean", "string"]),
+                    min_size=1,
+                    unique=True,
+                )
+            )
         }
     tags = draw(st.lists(st.sampled_from(["x", "y", "z"]), min_size=1, max_size=3, unique=True))
-    options = [{"properties": {"tag": {"const": tag}, "own": draw(parts)}, "required": ["tag"]} for tag in tags]
+    options = [
+        {"properties": {"tag": {"const": tag}, "own": draw(parts)}, "required": ["tag"]}
+        for tag in tags
+    ]
     return {"oneOf": [{"type": "object", **own} for own in options]}
 
 
@@ -85,12 +121,14 @@ LONG = 300
 """Characters: more than two blocks of those in which a grammar counts long strings."""
 strings = st.one_of(
     st.sampled_from((5, 5, LONG)).flatmap(
-        lambda largest: _bounds("minLength", "maxLength", largest).map(lambda bounds: {"type": "string", **bounds})
+        lambda largest: _bounds("minLength", "maxLength", largest).map(
+            lambda bounds: {"type": "string", **bounds}
+        )
     ),
     patterns.map(lambda own: {"type": "string", "pattern": own}),
-    st.sampled_from(["date", "time", "date-time", "ipv4", "uuid", "email", "hostname", "duration"]).map(
-        lambda own: {"type": "string", "format": own}
-    ),
+    st.sampled_from(
+        ["date", "time", "date-time", "ipv4", "uuid", "email", "hostname", "duration"]
+    ).map(lambda own: {"type": "string", "format": own}),
 )
 leaves = st.one_of(
     _numbers(),
@@ -111,9 +149,17 @@ def kept_schemas(draw: st.DrawFn) -> Schema:
         return schema
     ends = {
         "type": "object",
-        "properties": {"next": {"anyOf": [{"$ref": "#/$defs/node"}, {"type": "null"}]}, "v": schema},
+        "properties": {
+            "next": {"anyOf": [{"$ref": "#/$defs/node"}, {"type": "null"}]},
+            "v": schema,
+        },
     }
-    return {"$defs": {"node": ends}, "type": "array", "items": {"$ref": "#/$defs/node"}, "maxItems": 2}
+    return {
+        "$defs": {"node": ends},
+        "type": "array",
+        "items": {"$ref": "#/$defs/node"},
+        "maxItems": 2,
+    }
 
 
 ODD: list[Schema] = [
@@ -124,7 +170,11 @@ ODD: list[Schema] = [
         {"not": {"type": "integer"}},
         {"minLength": 3},
     ),
-    *({"if": {"type": "integer"}, "then": {"minimum": 5}}, {"dependentRequired": {"a": ["size"]}}, {"multipleOf": 0.5}),
+    *(
+        {"if": {"type": "integer"}, "then": {"minimum": 5}},
+        {"dependentRequired": {"a": ["size"]}},
+        {"multipleOf": 0.5},
+    ),
     *(
         {"propertyNames": {"maxLength": 1}},
         {"minProperties": 2},
@@ -132,7 +182,11 @@ ODD: list[Schema] = [
         {"required": ["zz"]},
         {"maxLength": 2},
     ),
-    *({"additionalProperties": {"type": "integer"}}, {"additionalProperties": True}, {"unevaluatedProperties": False}),
+    *(
+        {"additionalProperties": {"type": "integer"}},
+        {"additionalProperties": True},
+        {"unevaluatedProperties": False},
+    ),
     *(
         {"pattern": "^a$"},
         {"format": "regex"},
@@ -147,7 +201,11 @@ ODD: list[Schema] = [
         {"allOf": [{"type": "object"}, {"required": ["a"]}]},
         {"multipleOf": 7},
     ),
-    *({"oneOf": [{"type": "integer"}, {"type": "number"}]}, {"$ref": "#/$defs/none"}, {"$ref": "http://127.0.0.1:9/a"}),
+    *(
+        {"oneOf": [{"type": "integer"}, {"type": "number"}]},
+        {"$ref": "#/$defs/none"},
+        {"$ref": "http://127.0.0.1:9/a"},
+    ),
     *(
         {"type": "integer"},
         {"type": "string"},

@@ -1,15 +1,17 @@
-"""The largest gap of an innocent stream, alone and beside attacks, on a server in processes of its own.
+"""The largest gap of an innocent stream, alone and beside attacks, on a server in processes of its
+own.
 
     python tests/transforms/server/hostile_gaps.py --pp 2 --out build/nightly
 
-It follows streams beside an attack and alone by turns, so that both have the same load of the machine, and prints a
-line of JSON for each attack: the gaps in seconds, how often the attack was answered how, and what other innocents
-waited. It says on stderr how far it is: with two stages on two busy processors a round takes half a minute.
+It follows streams beside an attack and alone by turns, so that both have the same load of the
+machine, and prints a line of JSON for each attack: the gaps in seconds, how often the attack was
+answered how, and what other innocents waited. It says on stderr how far it is: with two stages on
+two busy processors a round takes half a minute.
 
-The exit status is 1 if an attack lets a stream wait longer than `--ratio` times as long as alone; if it lets another
-innocent wait longer than ANSWER_SECONDS; or if an innocent is refused, or told something else than alone. A gap above
-the ratio counts if the largest of all rounds and the median of the rounds' largest are above it: one of them may be a
-pause of the machine.
+The exit status is 1 if an attack lets a stream wait longer than `--ratio` times as long as alone;
+if it lets another innocent wait longer than ANSWER_SECONDS; or if an innocent is refused, or told
+something else than alone. A gap above the ratio counts if the largest of all rounds and the median
+of the rounds' largest are above it: one of them may be a pause of the machine.
 """
 
 import argparse
@@ -35,13 +37,16 @@ import httpx
 from weft.proofs.http.process import ServerProcess, serving, write_record
 
 ANSWER_SECONDS = 10.0
-"""An innocent chat, and one with a grammar that was compiled before, must be answered within these. Alone they take a
-tenth of a second; beside loops a chat waits until one of them has had its time."""
+"""An innocent chat, and one with a grammar that was compiled before, must be answered within these.
+Alone they take a tenth of a second; beside loops a chat waits until one of them has had its time.
+"""
 _TOKENS = 60
 _NESTED = {"type": "regex", "regex": "(((a*)*)*)*"}
 _CHAIN = {
     "type": "grammar",
-    "grammar": "root ::= r0\n" + "\n".join(f"r{i} ::= r{i + 1}*" for i in range(8)) + '\nr8 ::= "a"*',
+    "grammar": "root ::= r0\n"
+    + "\n".join(f"r{i} ::= r{i + 1}*" for i in range(8))
+    + '\nr8 ::= "a"*',
 }
 _QUICK = {"type": "regex", "regex": "[ab]+"}
 _TEMPLATE = (
@@ -58,7 +63,8 @@ def slow_grammar(seed: int) -> dict[str, Any]:
     return {"type": "grammar", "grammar": f'root ::= r0\n{rules}\nr3000 ::= "a"'}
 
 
-# Attacks --------------------------------------------------------------------------------------------------------------
+# Attacks
+# --------------------------------------------------------------------------------------------------------------
 
 
 def completed(url: str, body: dict[str, Any]) -> list[str]:
@@ -102,16 +108,24 @@ def completions(bodies: Sequence[dict[str, Any]]) -> list[Request]:
 
 _BODY = _HEAD + b"content-length: 4000000\r\n\r\n" + b" " * 3_900_000
 ATTACKS: dict[str, list[Request]] = {
-    "stars within stars, n=100": completions([{"response_format": _NESTED, "n": 100, "max_tokens": 100}]),
-    "stars within stars, n=100, 400 tokens": completions([{"response_format": _NESTED, "n": 100, "max_tokens": 400}]),
-    "a chain of nullable rules, n=100": completions([{"response_format": _CHAIN, "n": 100, "max_tokens": 100}]),
+    "stars within stars, n=100": completions(
+        [{"response_format": _NESTED, "n": 100, "max_tokens": 100}]
+    ),
+    "stars within stars, n=100, 400 tokens": completions(
+        [{"response_format": _NESTED, "n": 100, "max_tokens": 400}]
+    ),
+    "a chain of nullable rules, n=100": completions(
+        [{"response_format": _CHAIN, "n": 100, "max_tokens": 100}]
+    ),
     "stars within stars, 20 requests": completions(
         [{"response_format": _NESTED, "max_tokens": 100 - i} for i in range(20)]
     ),
     "a chain of nullable rules, 20 requests": completions(
         [{"response_format": _CHAIN, "max_tokens": 40 - i} for i in range(20)]
     ),
-    "grammars that take their whole time": completions([{"response_format": slow_grammar(i)} for i in range(3)]),
+    "grammars that take their whole time": completions(
+        [{"response_format": slow_grammar(i)} for i in range(3)]
+    ),
     "chat templates that loop": [lambda url: chatted(url, "loop") for _ in range(12)],
     "chat templates that fill the memory": [lambda url: chatted(url, "memory") for _ in range(12)],
     "bodies that do not end": [lambda url: unfinished(url, _BODY, b" ") for _ in range(80)],
@@ -119,14 +133,19 @@ ATTACKS: dict[str, list[Request]] = {
 }
 """Requests that are sent at once."""
 ORDINARY: dict[str, list[Request]] = {
-    "20 requests without a grammar": completions([{"max_tokens": 100 - i, "ignore_eos": True} for i in range(20)]),
-    "a quick grammar, n=100": completions([{"response_format": _QUICK, "n": 100, "max_tokens": 100}]),
+    "20 requests without a grammar": completions(
+        [{"max_tokens": 100 - i, "ignore_eos": True} for i in range(20)]
+    ),
+    "a quick grammar, n=100": completions(
+        [{"response_format": _QUICK, "n": 100, "max_tokens": 100}]
+    ),
 }
-"""Requests that are no attack. Steps of more rows take longer: the gaps beside them say what as much load costs by
-itself, and have no limit."""
+"""Requests that are no attack. Steps of more rows take longer: the gaps beside them say what as
+much load costs by itself, and have no limit."""
 
 
-# Innocents ------------------------------------------------------------------------------------------------------------
+# Innocents
+# ------------------------------------------------------------------------------------------------------------
 
 
 @attrs.define
@@ -145,7 +164,13 @@ class Innocents:
 
     def follow(self, url: str, tokens: int = _TOKENS) -> str:
         """Follow a stream; returns its text."""
-        body = {"prompt": "The function", "max_tokens": tokens, "temperature": 0, "ignore_eos": True, "stream": True}
+        body = {
+            "prompt": "The function",
+            "max_tokens": tokens,
+            "temperature": 0,
+            "ignore_eos": True,
+            "stream": True,
+        }
         text = ""
         with httpx.stream("POST", f"{url}/v1/completions", json=body, timeout=300) as answer:
             last = None
@@ -162,7 +187,10 @@ class Innocents:
         """Ask for a chat, and for what has a grammar that was compiled before."""
         for kind, ask in (
             ("chat", lambda: chatted(url, "a")),
-            ("grammar", lambda: completed(url, {"response_format": _QUICK, "max_tokens": 4, "n": 1})),
+            (
+                "grammar",
+                lambda: completed(url, {"response_format": _QUICK, "max_tokens": 4, "n": 1}),
+            ),
         ):
             begin = time.perf_counter()
             answer = ask()
@@ -193,7 +221,8 @@ class Round:
 
 
 def measure_round(url: str, attack: Sequence[Request], expected: str, turns: int) -> Round:
-    """Follow innocents, one after the other, beside an attack as long as it goes on, and then as many alone."""
+    """Follow innocents, one after the other, beside an attack as long as it goes on, and then as
+    many alone."""
     attacked, alone = Innocents(), Innocents()
     count = 0
     with concurrent.futures.ThreadPoolExecutor(len(attack)) as pool:
@@ -258,9 +287,13 @@ def main() -> None:
     parser.add_argument("--attack", default="", help="those whose name holds this")
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit("ended by SIGTERM"))  # so that the server is ended too
+    signal.signal(
+        signal.SIGTERM, lambda *_: sys.exit("ended by SIGTERM")
+    )  # so that the server is ended too
     os.environ.setdefault("OMP_NUM_THREADS", "1")
-    chosen = {name: attack for name, attack in (ATTACKS | ORDINARY).items() if options.attack in name}
+    chosen = {
+        name: attack for name, attack in (ATTACKS | ORDINARY).items() if options.attack in name
+    }
     say(f"starting a server of {options.pp} stages")
     records = list[dict[str, Any]]()
     with attacked_server(options.pp) as server:
@@ -273,16 +306,27 @@ def main() -> None:
             rounds = list[Round]()
             for _ in range(options.rounds):
                 rounds.append(measure_round(url, attack, expected, options.turns))
-                gaps = f"{rounds[-1].attacked.gap:.3f} s beside it, {rounds[-1].alone.gap:.3f} s alone"
-                say(f"{number}/{len(chosen)}  {name}, round {len(rounds)} of {options.rounds}: {gaps}")
+                gaps = (
+                    f"{rounds[-1].attacked.gap:.3f} s beside it, {rounds[-1].alone.gap:.3f} s alone"
+                )
+                say(
+                    f"{number}/{len(chosen)}  {name}, round {len(rounds)} of {options.rounds}: {gaps}"
+                )
             records.append(verdict(name, rounds, options.ratio))
             print(json.dumps(records[-1]), flush=True)
         if not server.until_idle():
             say("the server did not come to rest")
             records.append({"attack": "all", "holds": False})
-    write_record(options.out, f"hostile_gaps_pp{options.pp}.json", {"ratio": options.ratio, "attacks": records})
+    write_record(
+        options.out,
+        f"hostile_gaps_pp{options.pp}.json",
+        {"ratio": options.ratio, "attacks": records},
+    )
     failed = [record["attack"] for record in records if not record["holds"]]
-    say(f"{len(records) - len(failed)} of {len(records)} hold" + "".join(f"; not: {name}" for name in failed))
+    say(
+        f"{len(records) - len(failed)} of {len(records)} hold"
+        + "".join(f"; not: {name}" for name in failed)
+    )
     sys.exit(1 if failed else 0)
 
 

@@ -54,19 +54,30 @@ def served(
     """A server of the model; options are those of `Server` and `Engine`.
 
     Args:
-        remote: a pair of sockets, between which the engine and its clients are; None: they share a process.
+        remote: a pair of sockets, between which the engine and its clients are; None: they share a
+            process.
     """
-    own = {name: options.pop(name) for name in ("adapters", "pipeline", "graph", "num_logprobs") if name in options}
+    own = {
+        name: options.pop(name)
+        for name in ("adapters", "pipeline", "graph", "num_logprobs")
+        if name in options
+    }
     engine = Engine(model, limits, seed=0, **{"num_logprobs": 5, "graph": "none", **own})
     make_mask = mask_maker(model)
-    host: Host = EngineHost(engine, max_waiting, make_mask) if remote is None else _apart(engine, remote, max_waiting)
+    host: Host = (
+        EngineHost(engine, max_waiting, make_mask)
+        if remote is None
+        else _apart(engine, remote, max_waiting)
+    )
     names = {"chat_template": TEMPLATE, "limits": limits_of, "adapters": [*own.get("adapters", {})]}
     server = Server(host, "demo", compile_grammar=grammar_compiler(model), **{**names, **options})
     bound = socket.socket()
     bound.bind(("127.0.0.1", 0))
     config = uvicorn.Config(server.app(), log_level="warning", access_log=False)
     listener = uvicorn.Server(config)
-    thread = threading.Thread(target=lambda: asyncio.run(listener.serve(sockets=[bound])), daemon=True)
+    thread = threading.Thread(
+        target=lambda: asyncio.run(listener.serve(sockets=[bound])), daemon=True
+    )
     thread.start()
     while not listener.started:
         assert thread.is_alive()
@@ -84,12 +95,16 @@ def served(
         assert not thread.is_alive()
 
 
-def _apart(engine: Engine, remote: tuple[socket.socket, socket.socket], max_waiting: int) -> RemoteHost:
+def _apart(
+    engine: Engine, remote: tuple[socket.socket, socket.socket], max_waiting: int
+) -> RemoteHost:
     ours, theirs = remote
     model = Model(engine.model.config, None, engine.model.tokenizer, engine.model.path)  # type: ignore[arg-type]
     options = {"daemon": True, "args": (theirs, engine, mask_maker(engine.model))}
     threading.Thread(target=run_engine, **options).start()  # type: ignore[arg-type]
-    return RemoteHost(ours, model, max_model_len(engine), engine.limits.budget.max_num_reqs + max_waiting)
+    return RemoteHost(
+        ours, model, max_model_len(engine), engine.limits.budget.max_num_reqs + max_waiting
+    )
 
 
 BODY = {"prompt": "The function returns", "temperature": 0, "max_tokens": 100, "ignore_eos": True}
@@ -102,7 +117,8 @@ def ask(server: Served, body: Any = BODY, path: str = "/v1/completions", **optio
 
 @contextmanager
 def standing_still(server: Served) -> Iterator[threading.Event]:
-    """A context in which the engine's next step waits for the event, which is set at the end at the latest."""
+    """A context in which the engine's next step waits for the event, which is set at the end at the
+    latest."""
     engine = server.host.engine
     goes_on = threading.Event()
     step = engine.step

@@ -1,4 +1,5 @@
-"""Connections, one by one: heads that do not come, answers that nobody reads, requests at once, clients that go."""
+"""Connections, one by one: heads that do not come, answers that nobody reads, requests at once,
+clients that go."""
 
 import asyncio
 import contextlib
@@ -29,13 +30,17 @@ def listener(model: Model, monkeypatch: pytest.MonkeyPatch) -> Iterator[Served]:
     """A server with `Listener`'s connections, whose clocks are short."""
     monkeypatch.setattr(listening, "HEAD_SECONDS", 0.3)
     monkeypatch.setattr(listening, "STALL_SECONDS", 0.5)
-    with served(model, limits=EngineLimits(max_num_reqs=4, max_num_tokens=64, max_model_len=512)) as inner:
+    with served(
+        model, limits=EngineLimits(max_num_reqs=4, max_num_tokens=64, max_model_len=512)
+    ) as inner:
         found, bound = Listener(inner.server.app(), inner.host, "demo"), socket.socket()
         bound.bind(("127.0.0.1", 0))
         thread = threading.Thread(target=lambda: asyncio.run(found._serve([bound])), daemon=True)
         thread.start()
         until(lambda: found.started)
-        bound.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)  # or the system takes answers in for slow clients
+        bound.setsockopt(
+            socket.SOL_SOCKET, socket.SO_SNDBUF, 4096
+        )  # or the system takes answers in for slow clients
         port = bound.getsockname()[1]
         yield Served(f"http://127.0.0.1:{port}", port, inner.host, inner.server, inner.stop)
         found.should_exit = True
@@ -43,7 +48,9 @@ def listener(model: Model, monkeypatch: pytest.MonkeyPatch) -> Iterator[Served]:
         assert not thread.is_alive()
 
 
-@pytest.mark.parametrize("sent", [b"", b"POST /v1/comp", b"GET /health HTTP/1.1\r\nhost: 127.0.0.1\r\na: "], ids=str)
+@pytest.mark.parametrize(
+    "sent", [b"", b"POST /v1/comp", b"GET /health HTTP/1.1\r\nhost: 127.0.0.1\r\na: "], ids=str
+)
 def test_a_head_that_does_not_come_closes_its_connection(listener: Served, sent: bytes) -> None:
     with socket.create_connection(("127.0.0.1", listener.port)) as own:
         own.sendall(sent)
@@ -65,10 +72,15 @@ def test_a_second_head_on_a_connection_has_its_time_too(listener: Served) -> Non
 
 
 @pytest.mark.parametrize("path", ["/nothing", "/v1/completions"])
-def test_a_body_that_goes_on_after_its_answer_closes_the_connection(listener: Served, path: str) -> None:
-    """404 of a path that is not there, and 413 of a body that is too large, are answered before the body has come."""
+def test_a_body_that_goes_on_after_its_answer_closes_the_connection(
+    listener: Served, path: str
+) -> None:
+    """404 of a path that is not there, and 413 of a body that is too large, are answered before the
+    body has come."""
     with socket.create_connection(("127.0.0.1", listener.port)) as own:
-        own.sendall(f"POST {path} HTTP/1.1\r\nhost: 127.0.0.1\r\ncontent-length: 99999999\r\n\r\n".encode())
+        own.sendall(
+            f"POST {path} HTTP/1.1\r\nhost: 127.0.0.1\r\ncontent-length: 99999999\r\n\r\n".encode()
+        )
         own.settimeout(10)
         begin, read = time.monotonic(), bytearray()
         while more := own.recv(4096):
@@ -78,7 +90,9 @@ def test_a_body_that_goes_on_after_its_answer_closes_the_connection(listener: Se
         assert read.split()[1] in (b"404", b"413")
 
 
-def test_an_answer_that_takes_longer_than_a_head_is_whole(listener: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_answer_that_takes_longer_than_a_head_is_whole(
+    listener: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
     step = listener.host.engine.step
     monkeypatch.setattr(listener.host.engine, "step", lambda: (time.sleep(0.01), step())[1])
     found = ask(listener)
@@ -94,7 +108,9 @@ def test_a_client_that_does_not_read_is_left_and_keeps_nobody_waiting(listener: 
         slow.sendall(raw)
         until(lambda: listener.host.num_open == 4)
         assert ask(listener, {**BODY, "max_tokens": 5}).status_code == 200
-        until(lambda: listener.host.engine.is_idle)  # its completions end although nobody reads them
+        until(
+            lambda: listener.host.engine.is_idle
+        )  # its completions end although nobody reads them
         assert ask(listener, {**BODY, "max_tokens": 5}).status_code == 200
         time.sleep(1.0)
         slow.settimeout(10)
@@ -141,7 +157,9 @@ def test_an_upgrade_is_not_taken_and_the_request_is_answered(listener: Served) -
             assert (found.status, found.json["usage"]["completion_tokens"]) == (200, 5)
 
 
-def test_a_body_that_ends_after_its_answer_leaves_no_connection_without_a_clock(listener: Served) -> None:
+def test_a_body_that_ends_after_its_answer_leaves_no_connection_without_a_clock(
+    listener: Served,
+) -> None:
     with socket.create_connection(("127.0.0.1", listener.port)) as own:
         own.settimeout(10)
         own.sendall(b"POST /nothing HTTP/1.1\r\nhost: 127.0.0.1\r\ncontent-length: 5\r\n\r\n")
@@ -153,13 +171,18 @@ def test_a_body_that_ends_after_its_answer_leaves_no_connection_without_a_clock(
         assert own.recv(100) == b""
 
 
-def test_of_requests_at_once_the_first_is_answered_and_the_connection_closes(listener: Served) -> None:
-    """Each could otherwise wait in memory, and the first one would not hear that its client has gone."""
+def test_of_requests_at_once_the_first_is_answered_and_the_connection_closes(
+    listener: Served,
+) -> None:
+    """Each could otherwise wait in memory, and the first one would not hear that its client has
+    gone."""
     many = request_bytes("/health") * 5000
     for follows in (b"", b"\x01 no request\r\n\r\n"):
         with socket.create_connection(("127.0.0.1", listener.port)) as own:
             own.settimeout(10)
-            raw = request_bytes("/v1/completions", json.dumps({**BODY, "max_tokens": 20, "stream": True}).encode())
+            raw = request_bytes(
+                "/v1/completions", json.dumps({**BODY, "max_tokens": 20, "stream": True}).encode()
+            )
             with contextlib.suppress(ConnectionError):
                 own.sendall(raw + (follows or many))
             [found] = read_answers(own)
@@ -168,10 +191,14 @@ def test_of_requests_at_once_the_first_is_answered_and_the_connection_closes(lis
 
 
 @pytest.mark.parametrize("stream", [True, False])
-def test_a_client_that_goes_after_a_second_request_ends_the_first(listener: Served, stream: bool) -> None:
+def test_a_client_that_goes_after_a_second_request_ends_the_first(
+    listener: Served, stream: bool
+) -> None:
     body = {**BODY, "max_tokens": 450, "n": 4, "stream": stream}
     with socket.create_connection(("127.0.0.1", listener.port)) as own:
-        own.sendall(request_bytes("/v1/completions", json.dumps(body).encode()) + request_bytes("/health"))
+        own.sendall(
+            request_bytes("/v1/completions", json.dumps(body).encode()) + request_bytes("/health")
+        )
         until(lambda: listener.host.num_open == 4)
         own.sendall(request_bytes("/health"))
     until(lambda: listener.host.num_open == 0)
@@ -179,13 +206,17 @@ def test_a_client_that_goes_after_a_second_request_ends_the_first(listener: Serv
     assert listener.host.engine.stats().tokens < 1000
 
 
-def test_fields_after_a_body_are_none_of_the_request(listener: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_fields_after_a_body_are_none_of_the_request(
+    listener: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(listener.server, "_key", "secret")
     with socket.create_connection(("127.0.0.1", listener.port)) as own:
         own.settimeout(10)
         chunk = json.dumps({"prompt": "a"}).encode()
         head = b"POST /tokenize HTTP/1.1\r\nhost: 127.0.0.1\r\ntransfer-encoding: chunked\r\n\r\n"
-        own.sendall(head + b"%x\r\n%b\r\n0\r\nauthorization: Bearer secret\r\n\r\n" % (len(chunk), chunk))
+        own.sendall(
+            head + b"%x\r\n%b\r\n0\r\nauthorization: Bearer secret\r\n\r\n" % (len(chunk), chunk)
+        )
         assert own.recv(4096).split()[1] == b"401"
 
 
@@ -206,7 +237,8 @@ def test_a_stream_to_a_client_of_http_1_0_has_no_chunks(listener: Served) -> Non
 
 @pytest.mark.parametrize("turns", range(4))
 def test_a_client_that_goes_as_an_output_comes_is_not_missed(turns: int) -> None:
-    """With a time limit, the output and the end of the client may come in one turn of the event loop."""
+    """With a time limit, the output and the end of the client may come in one turn of the event
+    loop."""
 
     async def run() -> int:
         gone, came, count = asyncio.Event(), asyncio.Event(), 0
@@ -241,7 +273,9 @@ def test_a_client_that_goes_as_an_output_comes_is_not_missed(turns: int) -> None
     assert asyncio.run(run()) <= 5
 
 
-@pytest.mark.parametrize("sent", [b"", b"transfer-encoding: chunked\r\n\r\n0\r\n"], ids=["a head", "trailers"])
+@pytest.mark.parametrize(
+    "sent", [b"", b"transfer-encoding: chunked\r\n\r\n0\r\n"], ids=["a head", "trailers"]
+)
 def test_fields_without_end_are_refused(listener: Served, sent: bytes) -> None:
     with socket.create_connection(("127.0.0.1", listener.port)) as own:
         own.settimeout(10)
@@ -257,7 +291,9 @@ def test_fields_without_end_are_refused(listener: Served, sent: bytes) -> None:
     assert ask(listener, {**BODY, "max_tokens": 5}).status_code == 200
 
 
-def test_more_connections_than_may_be_are_refused(listener: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_more_connections_than_may_be_are_refused(
+    listener: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(listening.Connection, "max_connections", 3)
     held = [socket.create_connection(("127.0.0.1", listener.port)) for _ in range(3)]
     until(lambda: ask(listener).status_code == 503)  # once the server has accepted all three
@@ -270,10 +306,13 @@ def test_more_connections_than_may_be_are_refused(listener: Served, monkeypatch:
 def test_an_end_of_an_answer_that_nobody_reads_has_a_clock(
     listener: Served, connection: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It is too short to pause writing, and a connection that is being closed waits until it has been read."""
+    """It is too short to pause writing, and a connection that is being closed waits until it has
+    been read."""
     ended = threading.Event()
     lost = listening.Connection.connection_lost
-    monkeypatch.setattr(listening.Connection, "connection_lost", lambda self, exc: (lost(self, exc), ended.set())[0])
+    monkeypatch.setattr(
+        listening.Connection, "connection_lost", lambda self, exc: (lost(self, exc), ended.set())[0]
+    )
     body = json.dumps({**BODY, "logprobs": 5}).encode()
     with socket.socket() as slow:
         slow.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2048)
@@ -283,15 +322,21 @@ def test_an_end_of_an_answer_that_nobody_reads_has_a_clock(
         assert ended.wait(15)
 
 
-def test_a_signal_ends_a_server_whose_engine_stands_still(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_signal_ends_a_server_whose_engine_stands_still(
+    model: Model, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """No completion under way will end. A second signal is not needed."""
     monkeypatch.setattr(listening, "GIVE_UP_SECONDS", 0.3)
     with served(model) as inner, standing_still(inner) as goes_on:
         listener = Listener(inner.server.app(), inner.host, "demo")
         bound = socket.socket()
         bound.bind(("127.0.0.1", 0))
-        server = Served(f"http://127.0.0.1:{bound.getsockname()[1]}", 0, inner.host, inner.server, inner.stop)
-        serving = threading.Thread(target=lambda: asyncio.run(listener._serve([bound])), daemon=True)
+        server = Served(
+            f"http://127.0.0.1:{bound.getsockname()[1]}", 0, inner.host, inner.server, inner.stop
+        )
+        serving = threading.Thread(
+            target=lambda: asyncio.run(listener._serve([bound])), daemon=True
+        )
         serving.start()
         answers = list[Any]()
         asking = threading.Thread(target=lambda: answers.append(ask(server)), daemon=True)

@@ -1,4 +1,5 @@
-"""Clients of ill will, one by one: pages in browsers, bodies that nest, lists that cost time, grammars that block."""
+"""Clients of ill will, one by one: pages in browsers, bodies that nest, lists that cost time,
+grammars that block."""
 
 import asyncio
 import contextlib
@@ -87,7 +88,9 @@ def test_a_host_that_is_taken_for_this_machine_is_this_machine(host: str) -> Non
     except Refusal:
         return
     name = httpx.URL(f"http://{host.strip().rstrip('/')}").host.rstrip(".")
-    assert name == "localhost" or name.endswith(".localhost") or ipaddress.ip_address(name).is_loopback
+    assert (
+        name == "localhost" or name.endswith(".localhost") or ipaddress.ip_address(name).is_loopback
+    )
 
 
 def test_a_server_for_others_has_any_name_but_refuses_pages_of_other_sites() -> None:
@@ -124,7 +127,9 @@ def test_bodies_that_nest(server: Served, depth: int, field: str) -> None:
 @pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions", "/tokenize"])
 def test_halves_of_surrogate_pairs(server: Served, path: str) -> None:
     message = rb'"messages":[{"role":"user","content":"\ud800"}]'
-    found = ask(server, b"{%s}" % (rb'"prompt":"\udfff"' if path == "/v1/completions" else message), path)
+    found = ask(
+        server, b"{%s}" % (rb'"prompt":"\udfff"' if path == "/v1/completions" else message), path
+    )
     assert found.status_code == 400
     assert "half of a surrogate pair" in found.json()["error"]["message"]
     whole = ask(server, rb'{"prompt":"\ud83d\ude00"}', "/tokenize")
@@ -135,7 +140,10 @@ def test_more_completions_than_ever_fit(model: Model) -> None:
     with served(model, max_waiting=3) as server:
         found = ask(server, {**BODY, "prompt": ["a", "b"], "n": 4})
         assert found.status_code == 400, "asking again would not help"
-        assert "2 prompts with n=4 are 8 completions; at most 7 at once" in found.json()["error"]["message"]
+        assert (
+            "2 prompts with n=4 are 8 completions; at most 7 at once"
+            in found.json()["error"]["message"]
+        )
 
 
 @pytest.mark.parametrize(
@@ -147,24 +155,39 @@ def test_more_completions_than_ever_fit(model: Model) -> None:
             "logit_bias",
             "more of logit_bias than",
         ),
-        ({"stop_token_ids": [5] * 300}, "stop_token_ids", "more of stop_token_ids than the model has tokens"),
-        ({"allowed_token_ids": [5] * 300}, "allowed_token_ids", "more of allowed_token_ids than the model has tokens"),
+        (
+            {"stop_token_ids": [5] * 300},
+            "stop_token_ids",
+            "more of stop_token_ids than the model has tokens",
+        ),
+        (
+            {"allowed_token_ids": [5] * 300},
+            "allowed_token_ids",
+            "more of allowed_token_ids than the model has tokens",
+        ),
     ],
     ids=["stops", "biases", "stop tokens", "allowed tokens"],
 )
-def test_lists_that_cost_time_at_each_token(server: Served, body: Any, param: str, words: str) -> None:
+def test_lists_that_cost_time_at_each_token(
+    server: Served, body: Any, param: str, words: str
+) -> None:
     error = ask(server, {**BODY, **body}).json()["error"]
     assert (error["param"], words in error["message"]) == (param, True)
 
 
 @pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions", "/tokenize"])
-def test_a_text_that_cannot_fit_is_not_encoded(server: Served, path: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_text_that_cannot_fit_is_not_encoded(
+    server: Served, path: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(Model, "encode", lambda *_: pytest.fail("it was encoded"))
     text = "a" * 3_000_000
     body = {"messages": [{"role": "user", "content": text}]} if "chat" in path else {"prompt": text}
     error = ask(server, body, path).json()["error"]
     assert error["code"] == "context_length_exceeded"
-    assert "This model's maximum context length is 128 tokens. However, you requested at least" in error["message"]
+    assert (
+        "This model's maximum context length is 128 tokens. However, you requested at least"
+        in error["message"]
+    )
 
 
 def test_metrics_are_served_while_the_server_drains(model: Model) -> None:
@@ -195,9 +218,16 @@ def test_a_grammar_that_takes_its_time_keeps_nobody_waiting(model: Model) -> Non
     rules = "\n".join(f'r{i} ::= r{i + 1} | "{i}"' for i in range(3000))
     form = {"type": "grammar", "grammar": f'root ::= r0\n{rules}\nr3000 ::= "a"'}
     with served(model) as server:
-        assert ask(server, {"prompt": "A", "response_format": {"type": "regex", "regex": "a"}}).status_code == 200
+        assert (
+            ask(
+                server, {"prompt": "A", "response_format": {"type": "regex", "regex": "a"}}
+            ).status_code
+            == 200
+        )
         found: list[Any] = []
-        slow = threading.Thread(target=lambda: found.append(ask(server, {**BODY, "response_format": form})))
+        slow = threading.Thread(
+            target=lambda: found.append(ask(server, {**BODY, "response_format": form}))
+        )
         slow.start()
         count = 0
         while slow.is_alive():
@@ -219,19 +249,30 @@ def test_authorization_of_odd_forms(model: Model) -> None:
             b"Bearer x" * 500,
         ):
             assert ask(server, headers={"authorization": value}).status_code == 401
-        assert ask(server, headers={"authorization": "Bearer schlüssel".encode()}).status_code == 200
+        assert (
+            ask(server, headers={"authorization": "Bearer schlüssel".encode()}).status_code == 200
+        )
 
 
 @pytest.mark.parametrize("field", ["bad_words", "stop", "cache_salt", "prompt"])
 def test_half_a_surrogate_pair_in_bytes_is_no_json(server: Served, field: str) -> None:
     """`json.loads` takes it, where it comes as bytes and not escaped; and UTF-16 by itself."""
-    value = b'["\xed\xa0\x80"]' if field in ("bad_words", "stop") else b'"' + b"a " * 40 + b'\xed\xa0\x80"'
+    value = (
+        b'["\xed\xa0\x80"]'
+        if field in ("bad_words", "stop")
+        else b'"' + b"a " * 40 + b'\xed\xa0\x80"'
+    )
     prompt = b"" if field == "prompt" else b'"prompt": "a", '
     body = b"{" + prompt + b'"max_tokens": 2, "' + field.encode() + b'": ' + value + b"}"
     for raw in (body, '{"prompt": "a", "cache_salt": "\ud800"}'.encode("utf-16", "surrogatepass")):
         found = httpx.post(f"{server.url}/v1/completions", content=raw)
         assert (found.status_code, found.json()["error"]["code"]) == (400, "invalid_json")
-    assert httpx.post(f"{server.url}/v1/completions", json={"prompt": "a", "max_tokens": 2}).status_code == 200
+    assert (
+        httpx.post(
+            f"{server.url}/v1/completions", json={"prompt": "a", "max_tokens": 2}
+        ).status_code
+        == 200
+    )
 
 
 @pytest.mark.parametrize("field", ["bad_words", "stop"])
@@ -242,7 +283,8 @@ def test_lists_that_cost_time_at_each_token_have_limits(server: Served, field: s
         assert words in found.json()["error"]["message"]
 
 
-# Attacks beside innocents ---------------------------------------------------------------------------------------------
+# Attacks beside innocents
+# ---------------------------------------------------------------------------------------------
 
 LOOPS = ChatTemplate(
     "{% for m in messages %}{% if m.content == 'loop' %}{% for a in range(99999) %}{% for b in range(99999) %}"
@@ -283,9 +325,13 @@ def attacked(attack: Callable[[], Any], count: int) -> Iterator[list[Any]]:
 
 
 def test_a_chat_template_that_loops_ends_one_request(model: Model) -> None:
-    """Each of them is refused; and others have their chats, their streams and their end meanwhile."""
+    """Each of them is refused; and others have their chats, their streams and their end meanwhile.
+    """
     looping = attrs.evolve(model, chat_template=LOOPS)
-    with served(looping, chat_template=LOOPS) as server, mock.patch.object(server.server._renderer, "_seconds", 2.0):
+    with (
+        served(looping, chat_template=LOOPS) as server,
+        mock.patch.object(server.server._renderer, "_seconds", 2.0),
+    ):
         assert ask(server, chat("a"), "/v1/chat/completions").status_code == 200
         with attacked(lambda: ask(server, chat("loop"), "/v1/chat/completions"), 12) as refused:
             until(lambda: len(server.server._renderer._busy) == templates.MOST_AT_ONCE)
@@ -320,16 +366,22 @@ def test_a_server_whose_template_loops_ends_at_once(model: Model) -> None:
 
 
 def test_a_chat_waits_for_loops_no_longer_than_their_patience(model: Model) -> None:
-    """All places are taken by chats that have much time left: the one that began first is ended, and no other."""
+    """All places are taken by chats that have much time left: the one that began first is ended,
+    and no other."""
     with served(attrs.evolve(model, chat_template=LOOPS), chat_template=LOOPS) as server:
         renderer = server.server._renderer
         loop = functools.partial(ask, server, chat("loop"), "/v1/chat/completions")
-        with mock.patch.object(renderer, "_seconds", 12.0), attacked(loop, templates.MOST_AT_ONCE) as refused:
+        with (
+            mock.patch.object(renderer, "_seconds", 12.0),
+            attacked(loop, templates.MOST_AT_ONCE) as refused,
+        ):
             until(lambda: len(renderer._busy) == templates.MOST_AT_ONCE)
             start = min(rendering.since for rendering in renderer._busy)
             assert ask(server, chat("a"), "/v1/chat/completions").status_code == 200
             # A process ends by itself after this time.
-            assert time.monotonic() - start < templates.TEMPLATE_SECONDS, "it waited for the end of a loop"
+            assert time.monotonic() - start < templates.TEMPLATE_SECONDS, (
+                "it waited for the end of a loop"
+            )
             num_left = len(renderer._busy)
             for rendering in [*renderer._busy]:
                 server.host._loop.call_soon_threadsafe(renderer._end, rendering)
@@ -363,7 +415,8 @@ def test_the_body_that_began_first_makes_room(model: Model) -> None:
 @given(st.lists(st.tuples(st.integers(0, 4), st.integers(1, 60)), max_size=30))
 @settings(max_examples=100, deadline=None)
 def test_bodies_together_stay_within_their_limit(chunks: list[tuple[int, int]]) -> None:
-    """Whoever sends what: the count is that of the bodies that were not refused, and never above the limit."""
+    """Whoever sends what: the count is that of the bodies that were not refused, and never above
+    the limit."""
 
     async def run() -> None:
         unfinished = UnfinishedBodies(100)
@@ -392,7 +445,9 @@ def test_bodies_together_stay_within_their_limit(chunks: list[tuple[int, int]]) 
     asyncio.run(run())
 
 
-def test_health_is_not_200_while_the_engine_stands_still(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_health_is_not_200_while_the_engine_stands_still(
+    model: Model, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(app, "STILL_SECONDS", 0.3)
     with served(model) as server, standing_still(server) as goes_on:
         with attacked(lambda: ask(server, {**BODY, "max_tokens": 2}), 1) as found:
@@ -411,13 +466,20 @@ def test_an_engine_that_stands_still_is_given_up(model: Model) -> None:
             until(lambda: server.host.num_open == 1)
             loop = server.host._loop
             # It moves until it has begun the step.
-            until(lambda: not asyncio.run_coroutine_threadsafe(server.host.is_moving(0.2), loop).result(20))
+            until(
+                lambda: (
+                    not asyncio.run_coroutine_threadsafe(server.host.is_moving(0.2), loop).result(
+                        20
+                    )
+                )
+            )
             loop.call_soon_threadsafe(server.host.give_up)
         assert found[0].status_code == 500
         assert f"stood still for {host.GIVE_UP_SECONDS:g} s" in found[0].text
 
 
-# Planted bugs ---------------------------------------------------------------------------------------------------------
+# Planted bugs
+# ---------------------------------------------------------------------------------------------------------
 
 
 def _count_alone(self: UnfinishedBodies, body: Any, count: int) -> None:
@@ -426,15 +488,22 @@ def _count_alone(self: UnfinishedBodies, body: Any, count: int) -> None:
 
 
 @pytest.mark.slow
-def test_planted_bugs_of_the_limits_are_found(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_planted_bugs_of_the_limits_are_found(
+    model: Model, monkeypatch: pytest.MonkeyPatch
+) -> None:
     with monkeypatch.context() as patch:  # nobody is refused for the sum of all
         patch.setattr(
-            UnfinishedBodies, "_add", lambda self, body, count: setattr(self, "_num_bytes", self._num_bytes + count)
+            UnfinishedBodies,
+            "_add",
+            lambda self, body, count: setattr(self, "_num_bytes", self._num_bytes + count),
         )
         with pytest.raises((AssertionError, ExceptionGroup)):
             test_bodies_together_stay_within_their_limit()
     with monkeypatch.context() as patch:  # any name in brackets, whatever follows
-        patch.setattr("weft.transforms.server.browsers._name_of", lambda place: place.lstrip("[").partition("]")[0])
+        patch.setattr(
+            "weft.transforms.server.browsers._name_of",
+            lambda place: place.lstrip("[").partition("]")[0],
+        )
         with pytest.raises((AssertionError, ValueError, httpx.InvalidURL, ExceptionGroup)):
             test_a_host_that_is_taken_for_this_machine_is_this_machine()
     with monkeypatch.context() as patch:  # an engine is never seen to stand still
@@ -443,7 +512,9 @@ def test_planted_bugs_of_the_limits_are_found(model: Model, monkeypatch: pytest.
             test_health_is_not_200_while_the_engine_stands_still(model, patch)
 
 
-def test_a_planted_template_that_has_all_its_time_is_found(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_planted_template_that_has_all_its_time_is_found(
+    model: Model, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(templates, "PATIENCE_SECONDS", 1e9)
     with pytest.raises(AssertionError):
         test_a_chat_waits_for_loops_no_longer_than_their_patience(model)
@@ -453,8 +524,14 @@ NESTED = {"type": "regex", "regex": "(((a*)*)*)*"}
 
 
 def check_full_pool(model: Model, monkeypatch: pytest.MonkeyPatch, seconds: float) -> None:
-    """A grammar that was compiled is answered within so many seconds, while slow ones take all places."""
-    quick = {**BODY, "max_tokens": 2, "response_format": {"type": "regex", "regex": "[ab]+"}, "ignore_eos": False}
+    """A grammar that was compiled is answered within so many seconds, while slow ones take all
+    places."""
+    quick = {
+        **BODY,
+        "max_tokens": 2,
+        "response_format": {"type": "regex", "regex": "[ab]+"},
+        "ignore_eos": False,
+    }
     may_go_on = threading.Event()
     compile_one = Compiler.compile
 
@@ -466,7 +543,10 @@ def check_full_pool(model: Model, monkeypatch: pytest.MonkeyPatch, seconds: floa
     with served(model) as server:
         assert ask(server, quick).status_code == 200
         monkeypatch.setattr(Compiler, "compile", waits)
-        slow = [{**quick, "response_format": {"type": "regex", "regex": f"s{index}"}} for index in range(10)]
+        slow = [
+            {**quick, "response_format": {"type": "regex", "regex": f"s{index}"}}
+            for index in range(10)
+        ]
         threads = [threading.Thread(target=ask, args=(server, body), daemon=True) for body in slow]
         for thread in threads:
             thread.start()
@@ -485,7 +565,9 @@ def test_a_grammar_that_was_compiled_is_found_while_slow_ones_fill_the_pool(
     check_full_pool(model, monkeypatch, 60)
 
 
-def test_a_planted_pool_that_is_asked_first_is_found(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_planted_pool_that_is_asked_first_is_found(
+    model: Model, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A grammar that was compiled waits for those that are being compiled."""
     monkeypatch.setattr(ModelGrammars, "find", lambda *_: None)
     with pytest.raises(httpx.ReadTimeout, match="timed out"):
@@ -493,7 +575,8 @@ def test_a_planted_pool_that_is_asked_first_is_found(model: Model, monkeypatch: 
 
 
 def test_masks_that_grow_slower_end_their_request_and_no_other(model: Model) -> None:
-    """The grammar passes its trial for each request by itself; together they take the steps of all others."""
+    """The grammar passes its trial for each request by itself; together they take the steps of all
+    others."""
     make = Masks.mask
 
     def hasty(masks: Masks, compiled: str) -> Any:
@@ -501,12 +584,23 @@ def test_masks_that_grow_slower_end_their_request_and_no_other(model: Model) -> 
         mask.budget = MaskBudget(step_seconds=1e-6, burst_seconds=1e-6)
         return mask
 
-    with served(model, limits=EngineLimits(max_num_reqs=16, max_num_tokens=64, max_model_len=128)) as server:
-        odd = {**BODY, "ignore_eos": False, "response_format": NESTED, "n": 4, "max_tokens": 40, "temperature": 1}
+    with served(
+        model, limits=EngineLimits(max_num_reqs=16, max_num_tokens=64, max_model_len=128)
+    ) as server:
+        odd = {
+            **BODY,
+            "ignore_eos": False,
+            "response_format": NESTED,
+            "n": 4,
+            "max_tokens": 40,
+            "temperature": 1,
+        }
         assert ask(server, {**odd, "max_tokens": 2}).status_code == 200  # what makes masks is there
         found: list[Any] = []
         with mock.patch.object(Masks, "mask", hasty):
-            threads = [threading.Thread(target=lambda: found.append(ask(server, odd))) for _ in range(2)]
+            threads = [
+                threading.Thread(target=lambda: found.append(ask(server, odd))) for _ in range(2)
+            ]
             for thread in threads:
                 thread.start()
             good = ask(server, BODY)
@@ -518,7 +612,8 @@ def test_masks_that_grow_slower_end_their_request_and_no_other(model: Model) -> 
 
 
 def test_a_grammar_that_grows_is_refused_beside_an_innocent_stream(model: Model) -> None:
-    """Its masks would take 80 ms for each of 100 completions: the stream would have a token in 8 s."""
+    """Its masks would take 80 ms for each of 100 completions: the stream would have a token in 8 s.
+    """
     with served(model) as server:
         warm = {**BODY, "ignore_eos": False, "response_format": {"type": "regex", "regex": "a"}}
         assert ask(server, warm).status_code == 200

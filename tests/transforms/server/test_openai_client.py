@@ -1,4 +1,5 @@
-"""The `openai` package, unchanged, against `weft serve`: what it gets is what the library returns."""
+"""The `openai` package, unchanged, against `weft serve`: what it gets is what the library returns.
+"""
 
 import asyncio
 from collections.abc import Iterator
@@ -31,9 +32,17 @@ def test_a_completion(client: Any, model: Model) -> None:
     found = client.completions.create(model="demo", prompt=PROMPT, temperature=0, max_tokens=16)
     expected = said(model, PROMPT)
     [choice] = found.choices
-    assert (choice.text, choice.finish_reason, choice.index) == (expected.text, expected.finish_reason, 0)
+    assert (choice.text, choice.finish_reason, choice.index) == (
+        expected.text,
+        expected.finish_reason,
+        0,
+    )
     count = len(model.encode(PROMPT))
-    assert found.usage.to_dict() == {"prompt_tokens": count, "completion_tokens": 16, "total_tokens": count + 16}
+    assert found.usage.to_dict() == {
+        "prompt_tokens": count,
+        "completion_tokens": 16,
+        "total_tokens": count + 16,
+    }
     assert (found.object, found.model) == ("text_completion", "demo")
 
 
@@ -50,9 +59,13 @@ def test_a_completion(client: Any, model: Model) -> None:
     ],
     ids=str,
 )
-def test_parameters_mean_what_they_mean_in_the_library(client: Any, model: Model, options: dict[str, Any]) -> None:
+def test_parameters_mean_what_they_mean_in_the_library(
+    client: Any, model: Model, options: dict[str, Any]
+) -> None:
     asked = {**options, "logit_bias": {str(k): v for k, v in options.get("logit_bias", {}).items()}}
-    found = client.completions.create(model="demo", prompt=PROMPT, max_tokens=16, **asked).choices[0]
+    found = client.completions.create(model="demo", prompt=PROMPT, max_tokens=16, **asked).choices[
+        0
+    ]
     expected = said(model, PROMPT, sampling=options)
     assert (found.text, found.finish_reason) == (expected.text, expected.finish_reason)
 
@@ -68,7 +81,9 @@ def test_parameters_of_vllm(client: Any, model: Model, options: dict[str, Any]) 
     known = {name: options[name] for name in ("seed", "temperature", "stop") if name in options}
     more = {name: own for name, own in options.items() if name not in known}
     asked = {"temperature": 0.0, **known}
-    found = client.completions.create(model="demo", prompt=PROMPT, max_tokens=16, extra_body=more, **asked).choices[0]
+    found = client.completions.create(
+        model="demo", prompt=PROMPT, max_tokens=16, extra_body=more, **asked
+    ).choices[0]
     expected = said(model, PROMPT, sampling=options)
     assert (found.text, found.finish_reason) == (expected.text, expected.finish_reason)
 
@@ -82,29 +97,44 @@ def test_prompts_of_all_forms(client: Any, model: Model) -> None:
         ([PROMPT], [PROMPT]),
     ):
         found = client.completions.create(model="demo", prompt=prompt, temperature=0, max_tokens=8)
-        assert [c.text for c in found.choices] == [said(model, own, max_tokens=8).text for own in expected]
+        assert [c.text for c in found.choices] == [
+            said(model, own, max_tokens=8).text for own in expected
+        ]
         assert [c.index for c in found.choices] == [*range(len(expected))]
 
 
 def test_several_completions_of_a_prompt(client: Any, model: Model) -> None:
-    found = client.completions.create(model="demo", prompt=[PROMPT, OTHER], n=3, seed=2, max_tokens=8)
+    found = client.completions.create(
+        model="demo", prompt=[PROMPT, OTHER], n=3, seed=2, max_tokens=8
+    )
     sampling = SamplingParams(temperature=1.0, n=3, seed=2)
     expected = generate(model, [PROMPT, OTHER], sampling=sampling, max_tokens=8)
     assert [c.text for c in found.choices] == [c.text for c in expected]
     assert len({c.text for c in found.choices}) > 2
 
 
-@pytest.mark.parametrize("options", [{}, {"stop": ["str", "t"]}, {"seed": 7, "n": 2}, {"echo": True}], ids=str)
+@pytest.mark.parametrize(
+    "options", [{}, {"stop": ["str", "t"]}, {"seed": 7, "n": 2}, {"echo": True}], ids=str
+)
 @pytest.mark.parametrize("logprobs", [None, 2])
-def test_a_stream_is_what_is_returned_whole(client: Any, options: dict[str, Any], logprobs: int | None) -> None:
-    asked: dict[str, Any] = {"model": "demo", "prompt": [PROMPT, OTHER], "max_tokens": 12, "logprobs": logprobs}
+def test_a_stream_is_what_is_returned_whole(
+    client: Any, options: dict[str, Any], logprobs: int | None
+) -> None:
+    asked: dict[str, Any] = {
+        "model": "demo",
+        "prompt": [PROMPT, OTHER],
+        "max_tokens": 12,
+        "logprobs": logprobs,
+    }
     asked |= {"temperature": 1.0 if "seed" in options else 0.0, **options}
     whole = client.completions.create(**asked)
     texts: dict[int, str] = {}
     reasons: dict[int, str | None] = {}
     tokens: dict[int, list[Any]] = {}
     usage = None
-    for chunk in client.completions.create(**asked, stream=True, stream_options={"include_usage": True}):
+    for chunk in client.completions.create(
+        **asked, stream=True, stream_options={"include_usage": True}
+    ):
         usage = chunk.usage or usage
         for choice in chunk.choices:
             texts[choice.index] = texts.get(choice.index, "") + choice.text
@@ -119,43 +149,71 @@ def test_a_stream_is_what_is_returned_whole(client: Any, options: dict[str, Any]
     assert usage == whole.usage
     for choice in whole.choices if logprobs else ():
         own, streamed = choice.logprobs, tokens[choice.index]
-        assert [(text, offset) for text, _, offset in streamed] == [*zip(own.tokens, own.text_offset, strict=True)]
-        assert [value for _, value, _ in streamed] == [pytest.approx(value, abs=1e-5) for value in own.token_logprobs]
+        assert [(text, offset) for text, _, offset in streamed] == [
+            *zip(own.tokens, own.text_offset, strict=True)
+        ]
+        assert [value for _, value, _ in streamed] == [
+            pytest.approx(value, abs=1e-5) for value in own.token_logprobs
+        ]
 
 
 @pytest.mark.parametrize("echo", [False, True])
 def test_no_logprobs_beside_the_chosen_ones(client: Any, echo: bool) -> None:
     """As vLLM answers `logprobs: 0`."""
     own = (
-        client.completions.create(model="demo", prompt=PROMPT, max_tokens=4, logprobs=0, echo=echo).choices[0].logprobs
+        client.completions.create(model="demo", prompt=PROMPT, max_tokens=4, logprobs=0, echo=echo)
+        .choices[0]
+        .logprobs
     )
     pairs = zip(own.tokens, own.token_logprobs, own.top_logprobs, strict=True)
     assert [top for _, _, top in pairs] == [
-        None if value is None else {token: value} for token, value in zip(own.tokens, own.token_logprobs, strict=True)
+        None if value is None else {token: value}
+        for token, value in zip(own.tokens, own.token_logprobs, strict=True)
     ]
 
 
 def test_logprobs_with_the_prompt_as_lm_eval_reads_them(client: Any, model: Model) -> None:
     ids = model.encode(PROMPT)
-    asked = {"model": "demo", "prompt": [ids], "max_tokens": 1, "temperature": 0, "logprobs": 1, "echo": True}
+    asked = {
+        "model": "demo",
+        "prompt": [ids],
+        "max_tokens": 1,
+        "temperature": 0,
+        "logprobs": 1,
+        "echo": True,
+    }
     own = client.completions.create(**asked).choices[0].logprobs
     expected = said(model, ids, max_tokens=1, sampling={"prompt_logprobs": 1, "logprobs": 1})
     assert own.token_logprobs[0] is None
     assert own.token_logprobs[1:] == [*expected.prompt_logprobs, *expected.logprobs]
-    for place, (logprob, top) in enumerate(zip(own.token_logprobs[1:], own.top_logprobs[1:], strict=True)):
-        best = max([*expected.prompt_top_logprobs, *expected.top_logprobs][place].items(), key=lambda x: x[1])[0]
+    for place, (logprob, top) in enumerate(
+        zip(own.token_logprobs[1:], own.top_logprobs[1:], strict=True)
+    ):
+        best = max(
+            [*expected.prompt_top_logprobs, *expected.top_logprobs][place].items(),
+            key=lambda x: x[1],
+        )[0]
         is_greedy = ([*ids[1:], *expected.token_ids][place]) == best
         assert (logprob == max(top.values())) == is_greedy
 
 
 def test_a_chat(client: Any, model: Model) -> None:
     messages = [{"role": "system", "content": "Be short."}, {"role": "user", "content": "Hello"}]
-    found = client.chat.completions.create(model="demo", messages=messages, temperature=0, max_tokens=12)
+    found = client.chat.completions.create(
+        model="demo", messages=messages, temperature=0, max_tokens=12
+    )
     text = "system: Be short.\nuser: Hello\nassistant:"
-    expected = said(model, list(model.tokenizer.encode(text, add_special_tokens=False).ids), max_tokens=12)
+    expected = said(
+        model, list(model.tokenizer.encode(text, add_special_tokens=False).ids), max_tokens=12
+    )
     assert found.choices[0].message.content == expected.text
     assert found.choices[0].message.role == "assistant"
-    parts = [{"role": "user", "content": [{"type": "text", "text": "Hel"}, {"type": "text", "text": "lo"}]}]
+    parts = [
+        {
+            "role": "user",
+            "content": [{"type": "text", "text": "Hel"}, {"type": "text", "text": "lo"}],
+        }
+    ]
     again = client.chat.completions.create(
         model="demo", messages=[messages[0], *parts], temperature=0, max_completion_tokens=12
     )
@@ -163,7 +221,11 @@ def test_a_chat(client: Any, model: Model) -> None:
 
 
 def test_a_streamed_chat(client: Any) -> None:
-    asked: dict[str, Any] = {"model": "demo", "messages": [{"role": "user", "content": "Hi"}], "max_tokens": 12}
+    asked: dict[str, Any] = {
+        "model": "demo",
+        "messages": [{"role": "user", "content": "Hi"}],
+        "max_tokens": 12,
+    }
     asked |= {"temperature": 0, "logprobs": True, "top_logprobs": 2}
     whole = client.chat.completions.create(**asked).choices[0]
     chunks = [*client.chat.completions.create(**asked, stream=True)]
@@ -171,20 +233,32 @@ def test_a_streamed_chat(client: Any) -> None:
     assert deltas[0].role == "assistant"
     assert "".join(delta.content or "" for delta in deltas) == whole.message.content
     assert chunks[-1].choices[0].finish_reason == whole.finish_reason
-    tokens = [own for chunk in chunks if chunk.choices[0].logprobs for own in chunk.choices[0].logprobs.content]
+    tokens = [
+        own
+        for chunk in chunks
+        if chunk.choices[0].logprobs
+        for own in chunk.choices[0].logprobs.content
+    ]
     # The second time the prompt is found in the prefix cache, and sums are made in another order.
     assert [own.token for own in tokens] == [own.token for own in whole.logprobs.content]
-    assert [own.logprob for own in tokens] == pytest.approx([own.logprob for own in whole.logprobs.content], abs=1e-5)
-    assert all(len(own.top_logprobs) == 2 and bytes(own.bytes).decode() == own.token for own in tokens)
+    assert [own.logprob for own in tokens] == pytest.approx(
+        [own.logprob for own in whole.logprobs.content], abs=1e-5
+    )
+    assert all(
+        len(own.top_logprobs) == 2 and bytes(own.bytes).decode() == own.token for own in tokens
+    )
 
 
 def test_asynchronous_clients_at_once(server: Served, model: Model) -> None:
     prompts = [f"{PROMPT} {number}" for number in range(12)]
 
     async def ask() -> list[str]:
-        async with openai.AsyncOpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as client:
+        async with openai.AsyncOpenAI(
+            base_url=f"{server.url}/v1", api_key="none", max_retries=0
+        ) as client:
             asked = (
-                client.completions.create(model="demo", prompt=own, temperature=0, max_tokens=9) for own in prompts
+                client.completions.create(model="demo", prompt=own, temperature=0, max_tokens=9)
+                for own in prompts
             )
             return [found.choices[0].text for found in await asyncio.gather(*asked)]
 
@@ -197,22 +271,47 @@ def test_asynchronous_clients_at_once(server: Served, model: Model) -> None:
         ({"model": "other"}, "NotFoundError", "model", "does not exist; this server has demo"),
         ({"temperature": -1}, "BadRequestError", None, "a finite number >= 0"),
         ({"max_tokens": 0}, "BadRequestError", "max_tokens", "a whole number >= 1"),
-        ({"max_tokens": 1000}, "BadRequestError", "max_tokens", "maximum context length is 128 tokens"),
-        ({"prompt": "a" * 400}, "BadRequestError", "max_tokens", "maximum context length is 128 tokens"),
+        (
+            {"max_tokens": 1000},
+            "BadRequestError",
+            "max_tokens",
+            "maximum context length is 128 tokens",
+        ),
+        (
+            {"prompt": "a" * 400},
+            "BadRequestError",
+            "max_tokens",
+            "maximum context length is 128 tokens",
+        ),
         ({"prompt": []}, "BadRequestError", "prompt", "at least 1"),
         ({"prompt": ""}, "BadRequestError", None, "has 0 tokens"),
         ({"prompt": [10**9]}, "BadRequestError", None, "token ids are ints"),
         ({"n": 1000}, "BadRequestError", "n", "at most 128"),
         ({"logprobs": 50}, "BadRequestError", None, "num_logprobs=50"),
-        ({"logit_bias": {"a": 1}}, "BadRequestError", "logit_bias", "logit_bias: the key 'a'; instead: token ids, as"),
-        ({"stream_options": {"include_usage": True}}, "BadRequestError", "stream_options", "write stream=true"),
+        (
+            {"logit_bias": {"a": 1}},
+            "BadRequestError",
+            "logit_bias",
+            "logit_bias: the key 'a'; instead: token ids, as",
+        ),
+        (
+            {"stream_options": {"include_usage": True}},
+            "BadRequestError",
+            "stream_options",
+            "write stream=true",
+        ),
         (
             {"stream": True, "stream_options": {"continuous_usage_stats": True}},
             "BadRequestError",
             "stream_options.continuous_usage_stats",
             "without include_usage: write include_usage=true",
         ),
-        ({"extra_body": {"cache_salt": ""}}, "BadRequestError", "cache_salt", "at least 1 character"),
+        (
+            {"extra_body": {"cache_salt": ""}},
+            "BadRequestError",
+            "cache_salt",
+            "at least 1 character",
+        ),
         (
             {"extra_body": {"temprature": 1}},
             "BadRequestError",
@@ -223,7 +322,9 @@ def test_asynchronous_clients_at_once(server: Served, model: Model) -> None:
     ],
     ids=str,
 )
-def test_errors_in_the_form_of_openai(client: Any, asked: dict[str, Any], kind: str, param: Any, words: str) -> None:
+def test_errors_in_the_form_of_openai(
+    client: Any, asked: dict[str, Any], kind: str, param: Any, words: str
+) -> None:
     with pytest.raises(openai.APIStatusError) as found:
         client.completions.create(**{"model": "demo", "prompt": PROMPT, "max_tokens": 4, **asked})
     assert type(found.value).__name__ == kind

@@ -1,4 +1,5 @@
-"""More of the `openai` package against `weft serve`: parsed answers, errors, retries, time-outs, raw answers."""
+"""More of the `openai` package against `weft serve`: parsed answers, errors, retries, time-outs,
+raw answers."""
 
 import asyncio
 import json
@@ -19,7 +20,11 @@ openai = pytest.importorskip("openai")
 pydantic = pytest.importorskip("pydantic")
 PROMPT = "The function returns"
 ASKED: dict[str, Any] = {"model": "demo", "prompt": PROMPT, "temperature": 0, "max_tokens": 8}
-CHAT: dict[str, Any] = {"model": "demo", "messages": [{"role": "user", "content": "Hi"}], "max_tokens": 8}
+CHAT: dict[str, Any] = {
+    "model": "demo",
+    "messages": [{"role": "user", "content": "Hi"}],
+    "max_tokens": 8,
+}
 # White space between the parts of JSON has no bound: these tokens are barred, and each answer ends.
 PARSED: dict[str, Any] = {**CHAT, "max_tokens": 220, "temperature": 1.0}
 PARSED["logit_bias"] = {str(token): -100 for token in b"\t\n\r "}
@@ -58,7 +63,9 @@ def wide(model: Model) -> Iterator[Served]:
 
 
 def open_client(server: Served, **options: Any) -> Any:
-    return openai.OpenAI(base_url=f"{server.url}/v1", **{"api_key": "none", "max_retries": 0, **options})
+    return openai.OpenAI(
+        base_url=f"{server.url}/v1", **{"api_key": "none", "max_retries": 0, **options}
+    )
 
 
 @pytest.fixture
@@ -95,13 +102,19 @@ def test_a_parsed_chat_that_is_cut(client: Any) -> None:
         {"type": "text"},
         {
             "type": "json_schema",
-            "json_schema": {"name": "n", "strict": True, "schema": {"type": "integer", "maximum": 9}},
+            "json_schema": {
+                "name": "n",
+                "strict": True,
+                "schema": {"type": "integer", "maximum": 9},
+            },
         },
     ],
     ids=lambda own: own["type"],
 )
 def test_response_formats(client: Any, form: Any) -> None:
-    found = client.chat.completions.create(**{**CHAT, "max_tokens": 60}, response_format=form, temperature=0)
+    found = client.chat.completions.create(
+        **{**CHAT, "max_tokens": 60}, response_format=form, temperature=0
+    )
     text = found.choices[0].message.content
     if form["type"] == "json_schema":
         assert int(text) <= 9
@@ -112,7 +125,9 @@ def test_response_formats(client: Any, form: Any) -> None:
 def test_a_schema_that_is_not_kept_to(client: Any) -> None:
     schema = {"type": "array", "items": {"type": "integer"}, "uniqueItems": True}
     form = {"type": "json_schema", "json_schema": {"name": "n", "schema": schema}}
-    with pytest.raises(openai.BadRequestError, match="the keyword 'uniqueItems', which would be ignored"):
+    with pytest.raises(
+        openai.BadRequestError, match="the keyword 'uniqueItems', which would be ignored"
+    ):
         client.chat.completions.create(**CHAT, response_format=form)
 
 
@@ -142,7 +157,9 @@ def test_chats_of_several_choices(client: Any) -> None:
     assert [own.index for own in found.choices] == [0, 1, 2]
     assert found.usage.completion_tokens <= 24
     again = client.chat.completions.create(**CHAT, n=3, seed=1)
-    assert [own.message.content for own in again.choices] == [own.message.content for own in found.choices]
+    assert [own.message.content for own in again.choices] == [
+        own.message.content for own in found.choices
+    ]
 
 
 def test_the_same_seed_is_the_same_text_and_another_is_not(client: Any) -> None:
@@ -172,7 +189,9 @@ def test_logit_bias(client: Any, model: Model, bias: float) -> None:
 @pytest.mark.parametrize("kind", ["completions", "chats"])
 def test_the_usage_of_a_stream(client: Any, kind: str, usage: bool) -> None:
     create, asked = (
-        (client.completions.create, ASKED) if kind == "completions" else (client.chat.completions.create, CHAT)
+        (client.completions.create, ASKED)
+        if kind == "completions"
+        else (client.chat.completions.create, CHAT)
     )
     chunks = [*create(**asked, stream=True, stream_options={"include_usage": usage})]
     assert all(chunk.usage is None for chunk in chunks[:-1])
@@ -218,8 +237,12 @@ def test_errors_are_of_their_classes(client: Any, asked: Any, kind: Any, status:
 
 
 def test_a_context_that_is_too_long_has_openais_code(client: Any) -> None:
-    with pytest.raises(openai.BadRequestError, match="This model's maximum context length is 256 tokens") as found:
-        client.chat.completions.create(**{**CHAT, "messages": [{"role": "user", "content": "a" * 300}]})
+    with pytest.raises(
+        openai.BadRequestError, match="This model's maximum context length is 256 tokens"
+    ) as found:
+        client.chat.completions.create(
+            **{**CHAT, "messages": [{"role": "user", "content": "a" * 300}]}
+        )
     assert found.value.code == "context_length_exceeded"
 
 
@@ -255,16 +278,23 @@ def test_a_key(model: Model) -> None:
     with served(model, api_key="secret") as server:
         with open_client(server, api_key="secret") as client:
             assert client.completions.create(**ASKED).choices[0].text
-        with open_client(server, api_key="other") as client, pytest.raises(openai.AuthenticationError) as found:
+        with (
+            open_client(server, api_key="other") as client,
+            pytest.raises(openai.AuthenticationError) as found,
+        ):
             client.models.list()
         assert found.value.code == "invalid_api_key"
 
 
 def test_a_busy_server_is_asked_again(model: Model) -> None:
-    with served(model, max_waiting=0, limits=EngineLimits(max_num_reqs=1, max_model_len=128)) as server:
+    with served(
+        model, max_waiting=0, limits=EngineLimits(max_num_reqs=1, max_model_len=128)
+    ) as server:
 
         async def ask(retries: int) -> list[Any]:
-            async with openai.AsyncOpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=retries) as client:
+            async with openai.AsyncOpenAI(
+                base_url=f"{server.url}/v1", api_key="none", max_retries=retries
+            ) as client:
                 asked = (client.completions.create(**LONG) for _ in range(3))
                 return await asyncio.gather(*asked, return_exceptions=True)
 
@@ -275,7 +305,9 @@ def test_a_busy_server_is_asked_again(model: Model) -> None:
         assert len({own.choices[0].text for own in asyncio.run(ask(8))}) == 1
 
 
-def test_a_time_out_of_the_client_ends_its_request(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_time_out_of_the_client_ends_its_request(
+    model: Model, monkeypatch: pytest.MonkeyPatch
+) -> None:
     step = Engine.step
     monkeypatch.setattr(Engine, "step", lambda engine: (time.sleep(0.05), step(engine))[1])
     with served(model) as server, open_client(server, timeout=0.5) as client:
@@ -294,7 +326,9 @@ def test_a_stream_that_is_closed_ends_its_request(wide: Served, is_async: bool) 
 
     async def begin() -> None:
         async with openai.AsyncOpenAI(base_url=f"{wide.url}/v1", api_key="none") as client:
-            stream = await client.completions.create(**{**LONG, "max_tokens": 200, "n": 4}, stream=True)
+            stream = await client.completions.create(
+                **{**LONG, "max_tokens": 200, "n": 4}, stream=True
+            )
             await anext(stream)
             await stream.close()
 
@@ -315,7 +349,9 @@ def test_a_stream_that_is_closed_ends_its_request(wide: Served, is_async: bool) 
 def test_a_cancelled_task_ends_its_request(wide: Served) -> None:
     async def ask() -> None:
         async with openai.AsyncOpenAI(base_url=f"{wide.url}/v1", api_key="none") as client:
-            task = asyncio.create_task(client.completions.create(**{**LONG, "max_tokens": 200, "n": 4}))
+            task = asyncio.create_task(
+                client.completions.create(**{**LONG, "max_tokens": 200, "n": 4})
+            )
             while not wide.host.num_open:
                 await asyncio.sleep(0.005)
             task.cancel()
@@ -336,11 +372,17 @@ def test_an_asynchronous_stream_of_a_chat(wide: Served) -> None:
             return "".join([chunk.choices[0].delta.content or "" async for chunk in chunks])
 
     with open_client(wide) as client:
-        assert asyncio.run(ask()) == client.chat.completions.create(**CHAT, temperature=0).choices[0].message.content
+        assert (
+            asyncio.run(ask())
+            == client.chat.completions.create(**CHAT, temperature=0).choices[0].message.content
+        )
 
 
 def test_a_request_that_takes_too_long(model: Model) -> None:
-    with served(model, limits_of=ServerLimits(timeout=0.01)) as server, open_client(server) as client:
+    with (
+        served(model, limits_of=ServerLimits(timeout=0.01)) as server,
+        open_client(server) as client,
+    ):
         with pytest.raises(openai.InternalServerError, match=r"no end within 0.01 s") as found:
             client.completions.create(**LONG)
         assert found.value.status_code == 504
@@ -362,6 +404,8 @@ def test_an_engine_that_fails(model: Model, monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_fields_that_say_nothing_about_the_completion(client: Any) -> None:
-    found = client.chat.completions.create(**CHAT, user="me", metadata={"a": "b"}, store=False, temperature=0)
+    found = client.chat.completions.create(
+        **CHAT, user="me", metadata={"a": "b"}, store=False, temperature=0
+    )
     assert found.choices[0].message.role == "assistant"
     assert found.system_fingerprint is None or isinstance(found.system_fingerprint, str)

@@ -1,4 +1,5 @@
-"""Clients and the engine at two ends of a socket, as `weft serve` has them: nothing that a client gets differs."""
+"""Clients and the engine at two ends of a socket, as `weft serve` has them: nothing that a client
+gets differs."""
 
 import asyncio
 import json
@@ -68,7 +69,9 @@ def without_names(found: Any) -> Any:
 
 
 @pytest.mark.parametrize("body", BODIES, ids=str)
-def test_an_answer_is_that_of_one_process(server: Served, remote: Served, body: dict[str, Any]) -> None:
+def test_an_answer_is_that_of_one_process(
+    server: Served, remote: Served, body: dict[str, Any]
+) -> None:
     if "response_format" in body:
         pytest.importorskip("xgrammar")
     own, other = post(remote, body), post(server, body)
@@ -78,7 +81,9 @@ def test_an_answer_is_that_of_one_process(server: Served, remote: Served, body: 
         return
     left, right = without_names(own), without_names(other)
     for choice, against in zip(left["choices"], right["choices"], strict=True):
-        numbers, others = (found.pop("logprobs") or {"token_logprobs": []} for found in (choice, against))
+        numbers, others = (
+            found.pop("logprobs") or {"token_logprobs": []} for found in (choice, against)
+        )
         assert numbers["token_logprobs"] == pytest.approx(others["token_logprobs"], abs=1e-5)
         assert numbers.get("tokens") == others.get("tokens")
         assert len(choice.pop("prompt_logprobs", [])) == len(against.pop("prompt_logprobs", []))
@@ -101,7 +106,9 @@ def test_a_client_that_goes_frees_its_pages(model: Model, monkeypatch: pytest.Mo
 
     monkeypatch.setattr(Engine, "abort", noted)
     with served(model, remote=socket.socketpair()) as found:
-        raw = json.dumps({**BODY, "max_tokens": 100, "ignore_eos": True, "n": 4, "stream": True}).encode()
+        raw = json.dumps(
+            {**BODY, "max_tokens": 100, "ignore_eos": True, "n": 4, "stream": True}
+        ).encode()
         head = f"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: {len(raw)}\r\n\r\n".encode()
         with socket.create_connection(("127.0.0.1", found.port)) as client:
             client.sendall(head + raw)
@@ -119,7 +126,10 @@ def test_a_step_that_raises_is_told_to_all(model: Model, monkeypatch: pytest.Mon
 
         monkeypatch.setattr(Engine, "step", step)
         first = post(found)
-        assert (first.status_code, "ArithmeticError: the device is gone" in first.text) == (500, True)
+        assert (first.status_code, "ArithmeticError: the device is gone" in first.text) == (
+            500,
+            True,
+        )
         assert httpx.get(f"{found.url}/health").status_code == 503
         assert not found.host.is_final, "it goes on to say so"
 
@@ -166,7 +176,8 @@ def test_the_text_of_tokens_is_the_engines(model: Model, parts: list[list[int]])
 
 
 def test_all_lists_of_a_completion_travel() -> None:
-    """A list that `CompletionState` gains is one that clients may ask for, unless it is made of the tokens."""
+    """A list that `CompletionState` gains is one that clients may ask for, unless it is made of the
+    tokens."""
     lists = {field.name for field in attrs.fields(CompletionState) if "list[" in str(field.type)}
     made = {"token_ids", "_captured", "_shown", "ranks"}  # no answer has ranks of generated tokens
     assert lists - made == {*PER_TOKEN, *PER_PROMPT}
@@ -174,7 +185,13 @@ def test_all_lists_of_a_completion_travel() -> None:
 
 @pytest.mark.parametrize(("kind", "body"), [(TextForm, CompletionRequest), (ChatForm, ChatRequest)])
 @pytest.mark.parametrize(
-    "more", [{}, {"logprobs": 1}, {"stream_options": {"include_usage": True, "continuous_usage_stats": True}}], ids=str
+    "more",
+    [
+        {},
+        {"logprobs": 1},
+        {"stream_options": {"include_usage": True, "continuous_usage_stats": True}},
+    ],
+    ids=str,
 )
 def test_events_are_the_chunks(kind: Any, body: Any, more: dict[str, Any]) -> None:
     if kind is ChatForm:
@@ -182,7 +199,9 @@ def test_events_are_the_chunks(kind: Any, body: Any, more: dict[str, Any]) -> No
         given = body.model_validate({"messages": [{"role": "user", "content": "a"}], **options})
     else:
         given = body.model_validate({"prompt": "a", "n": 2, **more})
-    add = Add(prompt=[1], sampling=SamplingParams(temperature=1.0, n=2, detokenize=False), max_tokens=9)
+    add = Add(
+        prompt=[1], sampling=SamplingParams(temperature=1.0, n=2, detokenize=False), max_tokens=9
+    )
     asked = Asked(given, [add], Writer("id", "demo", None, created=1))
     form: Form = kind(asked, given, [""]) if kind is TextForm else kind(asked, given)
     progress = Progress(add, 0, 0, None, frozenset())
@@ -197,7 +216,9 @@ def test_outputs_that_were_not_taken_are_one(model: Model) -> None:
     """A client that reads nothing keeps nobody waiting, and finds all tokens in one output."""
 
     async def ask(found: Served) -> list[int]:
-        add = Add(prompt=[5, 6], sampling=SamplingParams(ignore_eos=True, detokenize=False), max_tokens=30)
+        add = Add(
+            prompt=[5, 6], sampling=SamplingParams(ignore_eos=True, detokenize=False), max_tokens=30
+        )
         sizes = list[int]()
         async for outputs in found.host.stream([add]):
             sizes += [len(own.token_ids) for own in outputs]
@@ -214,14 +235,18 @@ def test_outputs_that_were_not_taken_are_one(model: Model) -> None:
 def test_a_choice_has_what_its_output_has() -> None:
     choice = Choice(0, [1])
     add = Add(prompt=[1], sampling=SamplingParams(detokenize=False), max_tokens=9)
-    part = choice.add(Progress(add, 0, 0, None, frozenset()).add([("x", 0, [5, 6], None, "stop", {})]))
+    part = choice.add(
+        Progress(add, 0, 0, None, frozenset()).add([("x", 0, [5, 6], None, "stop", {})])
+    )
     assert (part.text, part.start, part.stop, choice.finish_reason) == ("", 0, 2, "stop")
 
 
 def test_tokens_without_special_ones_as_vllm_bench_serve_asks_for_them(model: Model) -> None:
     assert model.tokenizer is not None
     tokenizer = Tokenizer.from_str(model.tokenizer.to_str())
-    tokenizer.post_processor = TemplateProcessing(single="a $A", special_tokens=[("a", model.encode("a")[0])])
+    tokenizer.post_processor = TemplateProcessing(
+        single="a $A", special_tokens=[("a", model.encode("a")[0])]
+    )
     with served(attrs.evolve(model, tokenizer=tokenizer)) as found:
         for special, text in ((True, "aThe"), (False, "The")):
             body = {"model": "demo", "prompt": "The", "add_special_tokens": special}

@@ -1,6 +1,8 @@
-"""A structured answer parses under its schema, or the schema is refused by a keyword's name, whatever is drawn.
+"""A structured answer parses under its schema, or the schema is refused by a keyword's name,
+whatever is drawn.
 
-The answers are walks of random tokens that the mask allows, so that they say what no model would. jsonschema decides.
+The answers are walks of random tokens that the mask allows, so that they say what no model would.
+jsonschema decides.
 """
 
 import contextlib
@@ -48,7 +50,9 @@ class Walker:
 
     def walk(self, schema: Any, seed: int, most: int = 300) -> str | None:
         """The text of a walk; None: it did not end."""
-        source = compiling.source_of("call", {"type": "json_schema", "json_schema": {"schema": schema}})
+        source = compiling.source_of(
+            "call", {"type": "json_schema", "json_schema": {"schema": schema}}
+        )
         try:
             compiled = compiling.compile_with(self.compiler, *source)
         except RuntimeError as error:  # as in the process that compiles
@@ -57,13 +61,21 @@ class Walker:
         drawn, tokens = random.Random(seed), list[int]()
         for _ in range(most):
             bits = mask(tokens).numpy()
-            allowed = [token for token in range(self.model.config.vocab_size) if bits[token // 32] >> (token % 32) & 1]
+            allowed = [
+                token
+                for token in range(self.model.config.vocab_size)
+                if bits[token // 32] >> (token % 32) & 1
+            ]
             assert allowed, "the mask allows nothing"
             if self.stops & {*allowed} and (drawn.random() < 0.4 or {*allowed} <= self.stops):
                 return self.model.decode(tokens)
             going = [token for token in allowed if token not in self.stops]
             closing = [token for token in self.closing if token in going]
-            tokens.append(drawn.choice(closing if closing and drawn.random() < 0.2 + len(tokens) / 200 else going))
+            tokens.append(
+                drawn.choice(
+                    closing if closing and drawn.random() < 0.2 + len(tokens) / 200 else going
+                )
+            )
         return None
 
 
@@ -103,7 +115,9 @@ def test_what_is_not_kept_to_is_refused_by_name(walker: Walker, schema: Any, see
 def breaks(walker: Walker, drawn: Any) -> None:
     """The law is broken by a schema of the strategy."""
 
-    @settings(max_examples=400, deadline=None, database=None, phases=[Phase.generate], derandomize=True)
+    @settings(
+        max_examples=400, deadline=None, database=None, phases=[Phase.generate], derandomize=True
+    )
     @given(drawn, st.integers(0, 10**6))
     def law(schema: Any, seed: int) -> None:
         parses(walker, schema, seed)
@@ -120,14 +134,22 @@ def test_the_law_catches_schemas_that_go_to_xgrammar_as_they_are(
     breaks(walker, kept_schemas())
 
 
-def test_the_law_catches_patterns_that_are_not_escaped(walker: Walker, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(schemas, "rewrite", lambda call, pattern, in_json: rewrite(call, pattern, in_json=False))
+def test_the_law_catches_patterns_that_are_not_escaped(
+    walker: Walker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(
+        schemas, "rewrite", lambda call, pattern, in_json: rewrite(call, pattern, in_json=False)
+    )
     breaks(walker, kept_schemas())
 
 
-def test_the_law_catches_a_mask_that_is_one_token_late(walker: Walker, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_law_catches_a_mask_that_is_one_token_late(
+    walker: Walker, monkeypatch: pytest.MonkeyPatch
+) -> None:
     call = masks_module._GrammarMask.__call__
-    monkeypatch.setattr(masks_module._GrammarMask, "__call__", lambda self, tokens: call(self, tokens[:-1]))
+    monkeypatch.setattr(
+        masks_module._GrammarMask, "__call__", lambda self, tokens: call(self, tokens[:-1])
+    )
     breaks(walker, kept_schemas())
 
 
@@ -147,7 +169,9 @@ def test_a_pattern_means_what_it_means_in_python(pattern: str, fits: Any, others
     for texts, matches in ((fits, True), (others, False)):
         for text in texts:
             assert bool(re.fullmatch(written, text)) is matches, (written, text)
-            assert bool(re.fullmatch(quoted, json.dumps(text, ensure_ascii=False)[1:-1])) is matches, (quoted, text)
+            assert (
+                bool(re.fullmatch(quoted, json.dumps(text, ensure_ascii=False)[1:-1])) is matches
+            ), (quoted, text)
 
 
 @pytest.mark.parametrize(
@@ -175,12 +199,21 @@ def test_patterns_that_cannot_be_kept(pattern: str, words: str) -> None:
 @pytest.mark.parametrize(
     ("schema", "words"),
     [
-        ({"type": "integer", "minimum": 1, "$ref": "#"}, "the keyword 'type' beside '$ref', which would be ignored"),
+        (
+            {"type": "integer", "minimum": 1, "$ref": "#"},
+            "the keyword 'type' beside '$ref', which would be ignored",
+        ),
         ({"$ref": "file:///etc/passwd"}, "$ref 'file:///etc/passwd'"),
         ({"$ref": "#/$defs/a"}, "$ref '#/$defs/a', which finds no schema"),
-        ({"type": "array", "uniqueItems": True}, "the keyword 'uniqueItems', which would be ignored"),
+        (
+            {"type": "array", "uniqueItems": True},
+            "the keyword 'uniqueItems', which would be ignored",
+        ),
         ({"required": ["a"]}, "'required' ['a'], not all of them in 'properties'"),
-        ({"oneOf": [{"type": "integer"}, {"minimum": 3}]}, "'oneOf' of schemas that one value may fit"),
+        (
+            {"oneOf": [{"type": "integer"}, {"minimum": 3}]},
+            "'oneOf' of schemas that one value may fit",
+        ),
         ({"type": "string", "format": "regex"}, "'format' 'regex', which would be ignored"),
         ({"type": "number", "minimum": 1e-9}, "'minimum' 1e-09, which would be rounded"),
         ({"type": "array", "items": {"tpye": "integer"}}, "at #/items\n  saw: the keyword 'tpye'"),
@@ -209,7 +242,9 @@ class Bounded:
 def bounded() -> Any:
     model = load(DEMO, "cpu", "float32")
     limits = GrammarLimits(seconds=3.0, memory=2**29)
-    tokens = Tokens.of(Vocabulary(model.tokenizer, model.config.vocab_size), model.config.eos_token_ids)
+    tokens = Tokens.of(
+        Vocabulary(model.tokenizer, model.config.vocab_size), model.config.eos_token_ids
+    )
     found = Bounded(Grammars(tokens, limits), Masks(tokens, limits.budget))
     yield found
     found.grammars.close()
@@ -221,7 +256,8 @@ def bounded() -> Any:
         (
             {
                 "type": "grammar",
-                "grammar": "\n".join(f'r{i} ::= r{i + 1} | "{i}"' for i in range(9000)) + "\nroot ::= r0\nr9000 ::= []",
+                "grammar": "\n".join(f'r{i} ::= r{i + 1} | "{i}"' for i in range(9000))
+                + "\nroot ::= r0\nr9000 ::= []",
             },
             "",
         ),
@@ -231,7 +267,10 @@ def bounded() -> Any:
             r"saw: (a grammar that no text fits|RuntimeError: Circular \$ref chain .*)\n  instead",
         ),
         (
-            {"type": "json_schema", "json_schema": {"schema": {"enum": ["x" * i for i in range(3000)]}}},
+            {
+                "type": "json_schema",
+                "json_schema": {"schema": {"enum": ["x" * i for i in range(3000)]}},
+            },
             "",  # its time or its memory ends first
         ),
     ],
@@ -246,7 +285,9 @@ def test_grammars_beyond_the_limits_are_refused_and_the_next_is_compiled(
     assert bounded.mask({"type": "regex", "regex": "[ab]c"})([]) is not None
 
 
-def test_a_grammar_that_is_not_compiled_in_time(bounded: Bounded, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_grammar_that_is_not_compiled_in_time(
+    bounded: Bounded, monkeypatch: pytest.MonkeyPatch
+) -> None:
     bounded.mask({"type": "regex", "regex": "ba"})  # the process has started
     monkeypatch.setattr(bounded.grammars._compiler, "_limits", GrammarLimits(seconds=0))
     with pytest.raises(RequestError) as found:
@@ -290,7 +331,9 @@ def test_a_grammar_has_its_time_though_others_have_the_processor(
         bounded.mask(new_form())
 
 
-def test_a_planted_clock_on_the_wall_is_found(bounded: Bounded, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_planted_clock_on_the_wall_is_found(
+    bounded: Bounded, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(compiling, "_processor_seconds", lambda _: None)
     with pytest.raises(RequestError, match=r"a grammar that is not compiled within 1 s"):
         test_a_grammar_has_its_time_though_others_have_the_processor(bounded, monkeypatch)
@@ -309,7 +352,9 @@ NESTED = [{"type": "regex", "regex": "(" * depth + "a*" + ")*" * depth} for dept
 CHAINS = [
     {
         "type": "grammar",
-        "grammar": "root ::= r0\n" + "\n".join(f"r{i} ::= r{i + 1}*" for i in range(length)) + f'\nr{length} ::= "a"*',
+        "grammar": "root ::= r0\n"
+        + "\n".join(f"r{i} ::= r{i + 1}*" for i in range(length))
+        + f'\nr{length} ::= "a"*',
     }
     for length in (4, 8)
 ]
@@ -319,9 +364,13 @@ CHAINS = [
 def test_a_grammar_that_is_slow_only_later_is_refused_for_a_request_that_gets_there(
     bounded: Bounded, form: Any
 ) -> None:
-    """Each token costs more than the one before: what 16 tokens take says nothing of 256 of 100 completions."""
+    """Each token costs more than the one before: what 16 tokens take says nothing of 256 of 100
+    completions."""
     short = bounded.grammars.compile(form, GrammarUse(num_tokens=16, n=1))
-    with pytest.raises(RequestError, match=r"s for a token for each of 100 completions after \d+ tokens; a step may"):
+    with pytest.raises(
+        RequestError,
+        match=r"s for a token for each of 100 completions after \d+ tokens; a step may",
+    ):
         bounded.grammars.compile(form, GrammarUse(num_tokens=256, n=100))
     assert bounded.grammars.find(form, GrammarUse(num_tokens=8, n=1)) == short
     assert bounded.grammars.find(form, GrammarUse(num_tokens=256, n=100)) is None
@@ -332,7 +381,9 @@ def test_planted_a_trial_of_64_tokens_for_one_completion_finds_nothing(bounded: 
     assert bounded.grammars.compile(NESTED[-1], GrammarUse(num_tokens=64, n=1))
 
 
-@pytest.mark.parametrize("use", [GrammarUse(num_tokens=8, n=2), GrammarUse(num_tokens=9, n=1)], ids=str)
+@pytest.mark.parametrize(
+    "use", [GrammarUse(num_tokens=8, n=2), GrammarUse(num_tokens=9, n=1)], ids=str
+)
 def test_a_grammar_is_tried_anew_for_a_longer_use_alone(bounded: Bounded, use: GrammarUse) -> None:
     form = {"type": "regex", "regex": f"[ab]{{{use.num_tokens}}}c{{{use.n}}}"}
     text = bounded.grammars.compile(form, GrammarUse(num_tokens=8, n=1))
@@ -365,12 +416,16 @@ def test_completions_that_share_matchers_have_the_masks_of_matchers_of_their_own
     assert len(shared._states) <= n + n
 
 
-NEAR_BLOCKS = st.one_of(*[st.integers(128 * count - 2, 128 * count + 2) for count in range(1, 5)], st.integers(0, 20))
+NEAR_BLOCKS = st.one_of(
+    *[st.integers(128 * count - 2, 128 * count + 2) for count in range(1, 5)], st.integers(0, 20)
+)
 
 
 @given(NEAR_BLOCKS, st.none() | NEAR_BLOCKS, NEAR_BLOCKS)
 @settings(max_examples=200, deadline=None)
-def test_repetitions_in_blocks_match_what_the_pattern_matches(least: int, more: int | None, length: int) -> None:
+def test_repetitions_in_blocks_match_what_the_pattern_matches(
+    least: int, more: int | None, length: int
+) -> None:
     """XGrammar follows no more than 128 of them in a time that does not grow."""
     most = "" if more is None else least + more
     pattern = f"a{{{least},{most}}}"
@@ -381,8 +436,12 @@ def test_repetitions_in_blocks_match_what_the_pattern_matches(least: int, more: 
         assert bool(re.fullmatch(written, text)) == bool(re.fullmatch(pattern, text))
 
 
-def test_planted_repetitions_without_the_last_block_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(patterns, "_at_most", lambda written, count: f"{written}{{0,{min(count, 128)}}}")
+def test_planted_repetitions_without_the_last_block_are_found(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(
+        patterns, "_at_most", lambda written, count: f"{written}{{0,{min(count, 128)}}}"
+    )
     with pytest.raises((AssertionError, ExceptionGroup)):
         test_repetitions_in_blocks_match_what_the_pattern_matches()
 

@@ -1,4 +1,5 @@
-"""What is streamed, put together, is what is returned whole: text, tokens, logprobs, ends, usage; drawn requests."""
+"""What is streamed, put together, is what is returned whole: text, tokens, logprobs, ends, usage;
+drawn requests."""
 
 import json
 import math
@@ -28,26 +29,37 @@ def post(model: Model) -> Iterator[Post]:
         assert found.status_code == 200, found.text
         return found
 
-    with served(model, limits=limits) as server, httpx.Client(base_url=server.url, timeout=60) as client:
+    with (
+        served(model, limits=limits) as server,
+        httpx.Client(base_url=server.url, timeout=60) as client,
+    ):
         yield ask
 
 
-texts = st.sampled_from(["The function returns", "A list is", "é", "日本", "💥 x", "def f(x):\n    "]) | st.text(
-    st.characters(codec="utf-8"), min_size=1, max_size=9
-)
+texts = st.sampled_from(
+    ["The function returns", "A list is", "é", "日本", "💥 x", "def f(x):\n    "]
+) | st.text(st.characters(codec="utf-8"), min_size=1, max_size=9)
 token_ids = st.lists(st.integers(3, 250), min_size=1, max_size=8)
 sampling = st.fixed_dictionaries(
-    {"max_tokens": st.integers(1, 20), "temperature": st.sampled_from([0.0, 0.7, 1.5]), "seed": st.integers(0, 999)},
+    {
+        "max_tokens": st.integers(1, 20),
+        "temperature": st.sampled_from([0.0, 0.7, 1.5]),
+        "seed": st.integers(0, 999),
+    },
     optional={
         "n": st.integers(1, 3),
         "stop": st.lists(st.text("aeorst ,.é", min_size=1, max_size=3), min_size=1, max_size=3),
         "top_p": st.sampled_from([0.5, 0.95]),
         "frequency_penalty": st.sampled_from([0.5, -0.5]),
         "ignore_eos": st.just(True),
-        "logit_bias": st.just({str(token): 6.0 for token in range(128, 250)}),  # bytes of characters of several
+        "logit_bias": st.just(
+            {str(token): 6.0 for token in range(128, 250)}
+        ),  # bytes of characters of several
         "min_tokens": st.integers(0, 1),
         "stream_options": st.fixed_dictionaries({"include_usage": st.booleans()})
-        | st.fixed_dictionaries({"include_usage": st.just(True), "continuous_usage_stats": st.booleans()}),
+        | st.fixed_dictionaries(
+            {"include_usage": st.just(True), "continuous_usage_stats": st.booleans()}
+        ),
     },
 )
 completions = st.builds(
@@ -64,7 +76,9 @@ completions = st.builds(
     ),
 )
 message = st.builds(
-    lambda role, content: {"role": role, "content": content}, st.sampled_from(["user", "system"]), texts
+    lambda role, content: {"role": role, "content": content},
+    st.sampled_from(["user", "system"]),
+    texts,
 )
 chats = st.builds(
     lambda first, second: {**first, **second},
@@ -83,7 +97,13 @@ def put_together(chunks: list[Any]) -> dict[int, Any]:
     found: dict[int, Any] = {}
     for chunk in chunks:
         for own in chunk["choices"]:
-            first = {"text": "", "role": None, "logprobs": None, "finish_reason": None, "prompt_logprobs": None}
+            first = {
+                "text": "",
+                "role": None,
+                "logprobs": None,
+                "finish_reason": None,
+                "prompt_logprobs": None,
+            }
             choice = found.setdefault(own["index"], first)
             delta = own.get("delta", {})
             assert choice["finish_reason"] is None, "a choice goes on after its end"
@@ -93,15 +113,23 @@ def put_together(chunks: list[Any]) -> dict[int, Any]:
             choice["prompt_logprobs"] = own.get("prompt_logprobs") or choice["prompt_logprobs"]
             if own["logprobs"] is not None:
                 before = choice["logprobs"] or {}
-                kept = {name: value for name, value in own["logprobs"].items() if isinstance(value, list)}
-                choice["logprobs"] = {name: [*before.get(name, []), *value] for name, value in kept.items()}
+                kept = {
+                    name: value
+                    for name, value in own["logprobs"].items()
+                    if isinstance(value, list)
+                }
+                choice["logprobs"] = {
+                    name: [*before.get(name, []), *value] for name, value in kept.items()
+                }
     return found
 
 
 def of_whole(choice: Any) -> Any:
     """A choice of a whole answer, as `put_together` writes it."""
     message = choice.get("message", {})
-    logprobs = choice["logprobs"] and {n: own for n, own in choice["logprobs"].items() if isinstance(own, list)}
+    logprobs = choice["logprobs"] and {
+        n: own for n, own in choice["logprobs"].items() if isinstance(own, list)
+    }
     return {
         "text": choice["text"] if "text" in choice else message["content"],
         "role": message.get("role"),
@@ -112,11 +140,14 @@ def of_whole(choice: Any) -> Any:
 
 
 def same(left: Any, right: Any) -> bool:
-    """Whether values are equal, numbers but for rounding: what the prefix cache has was summed in another order."""
+    """Whether values are equal, numbers but for rounding: what the prefix cache has was summed in
+    another order."""
     if isinstance(left, float) and isinstance(right, float):
         return math.isclose(left, right, abs_tol=1e-4)
     if isinstance(left, dict) and isinstance(right, dict):
-        return left.keys() == right.keys() and all(same(own, right[name]) for name, own in left.items())
+        return left.keys() == right.keys() and all(
+            same(own, right[name]) for name, own in left.items()
+        )
     if isinstance(left, list) and isinstance(right, list):
         return len(left) == len(right) and all(map(same, left, right))
     return bool(left == right)
@@ -126,7 +157,9 @@ def streamed_is_whole(post: Post, body: Any) -> None:
     """The law, for one request."""
     path = PATHS["prompt" if "prompt" in body else "messages"]
     whole = post(path, {name: own for name, own in body.items() if name != "stream_options"}).json()
-    *lines, last = [line for line in post(path, {**body, "stream": True}).text.split("\n\n") if line]
+    *lines, last = [
+        line for line in post(path, {**body, "stream": True}).text.split("\n\n") if line
+    ]
     assert last == "data: [DONE]"
     chunks = [json.loads(line.removeprefix("data: ")) for line in lines]
     assert len({(chunk["id"], chunk["created"], chunk["model"]) for chunk in chunks}) == 1
@@ -147,7 +180,9 @@ def test_what_is_streamed_is_what_is_returned_whole(post: Post, body: Any) -> No
 
 
 def _text_lost(form: TextForm, part: Any) -> Any:
-    return [form.chunk(form.kind, {**form.choice(part, part.start == 0), "text": part.text[:1]}, part)]
+    return [
+        form.chunk(form.kind, {**form.choice(part, part.start == 0), "text": part.text[:1]}, part)
+    ]
 
 
 def _no_end(form: ChatForm, part: Any) -> Any:
@@ -171,12 +206,25 @@ CHUNKS_OF_CHAT, ADD = ChatForm.chunks, Choice.add
         (TextForm, "chunks", _text_lost),
         (ChatForm, "chunks", _no_end),
         (Choice, "add", _logprobs_twice),
-        (TextForm, "usage_chunk", property(lambda form: form.writer.answer(form.kind, [], {"total_tokens": 0}))),
+        (
+            TextForm,
+            "usage_chunk",
+            property(lambda form: form.writer.answer(form.kind, [], {"total_tokens": 0})),
+        ),
     ],
-    ids=["text that comes at once is cut", "a chat does not end", "a token comes twice", "another usage"],
+    ids=[
+        "text that comes at once is cut",
+        "a chat does not end",
+        "a token comes twice",
+        "another usage",
+    ],
 )
-def test_the_law_catches(post: Post, monkeypatch: pytest.MonkeyPatch, place: Any, name: str, bug: Any) -> None:
-    @settings(max_examples=300, deadline=None, database=None, phases=[Phase.generate], derandomize=True)
+def test_the_law_catches(
+    post: Post, monkeypatch: pytest.MonkeyPatch, place: Any, name: str, bug: Any
+) -> None:
+    @settings(
+        max_examples=300, deadline=None, database=None, phases=[Phase.generate], derandomize=True
+    )
     @given(bodies)
     def law(body: Any) -> None:
         streamed_is_whole(post, body)

@@ -1,4 +1,5 @@
-"""`response_format`: an answer that ended by itself parses under its schema, whatever the model would have said."""
+"""`response_format`: an answer that ended by itself parses under its schema, whatever the model
+would have said."""
 
 import json
 import re
@@ -33,12 +34,16 @@ def server() -> Iterator[Served]:
 
 
 def ask(server: Served, **body: Any) -> Any:
-    found = httpx.post(f"{server.url}/v1/completions", json={"prompt": "The function", **body}, timeout=60)
+    found = httpx.post(
+        f"{server.url}/v1/completions", json={"prompt": "The function", **body}, timeout=60
+    )
     assert found.status_code == 200, found.text
     return found.json()["choices"]
 
 
-scalars = st.sampled_from([{"type": "integer"}, {"type": "boolean"}, {"type": "null"}, {"enum": ["red", "green", 3]}])
+scalars = st.sampled_from(
+    [{"type": "integer"}, {"type": "boolean"}, {"type": "null"}, {"enum": ["red", "green", 3]}]
+)
 names = st.sampled_from(["a", "size", "is_new", "list of", "x-y"])
 
 
@@ -48,7 +53,9 @@ def objects(parts: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
         return {**closed, "required": [*properties]}
 
     arrays = st.builds(
-        lambda items, most: {"type": "array", "items": items, "maxItems": most}, parts, st.integers(0, 3)
+        lambda items, most: {"type": "array", "items": items, "maxItems": most},
+        parts,
+        st.integers(0, 3),
     )
     return st.dictionaries(names, parts, min_size=1, max_size=3).map(made) | arrays
 
@@ -62,7 +69,13 @@ def test_an_answer_parses_under_its_schema(
     server: Served, schema: dict[str, Any], seed: int, temperature: float, streams: bool
 ) -> None:
     form = {"type": "json_schema", "json_schema": {"name": "drawn", "schema": schema}}
-    body = {"response_format": form, "max_tokens": 80, "seed": seed, "temperature": temperature, "n": 2}
+    body = {
+        "response_format": form,
+        "max_tokens": 80,
+        "seed": seed,
+        "temperature": temperature,
+        "n": 2,
+    }
     if streams:
         sent = {"prompt": "The function", "stream": True, **body}
         with httpx.stream("POST", f"{server.url}/v1/completions", json=sent, timeout=60) as found:
@@ -100,9 +113,13 @@ def test_a_model_without_an_end_is_refused_at_once(form: dict[str, str]) -> None
     instead = "a checkpoint with eos_token_id in generation_config.json or config.json; or no response_format"
     with refused(RequestError, f"response_format of type '{form['type']}'", seen, instead):
         grammar_compiler(endless)(form)
-    with served(endless, limits=EngineLimits(max_num_reqs=2, max_num_tokens=64, max_model_len=64)) as server:
+    with served(
+        endless, limits=EngineLimits(max_num_reqs=2, max_num_tokens=64, max_model_len=64)
+    ) as server:
         body = {"prompt": "The function", "max_tokens": 4}
-        found = httpx.post(f"{server.url}/v1/completions", json={**body, "response_format": form}, timeout=60)
+        found = httpx.post(
+            f"{server.url}/v1/completions", json={**body, "response_format": form}, timeout=60
+        )
         assert (found.status_code, instead in found.text) == (400, True)
         assert httpx.post(f"{server.url}/v1/completions", json=body, timeout=60).status_code == 200
 
@@ -148,11 +165,15 @@ def test_a_request_whose_grammar_is_compiled_is_under_way(
     assert [choice["text"] for choice in found[0]] == ["ab"]
 
 
-def test_a_client_that_goes_while_its_grammar_is_compiled(server: Served, compiler: threading.Event) -> None:
+def test_a_client_that_goes_while_its_grammar_is_compiled(
+    server: Served, compiler: threading.Event
+) -> None:
     raw = json.dumps({"prompt": "A", "response_format": {"type": "regex", "regex": "a"}}).encode()
     with socket.create_connection(("127.0.0.1", server.port)) as client:
         client.sendall(
-            b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-length: %d\r\n\r\n" % len(raw) + raw
+            b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-length: %d\r\n\r\n"
+            % len(raw)
+            + raw
         )
         until(lambda: server.server._num_compiling == 1)
     until(lambda: server.server._num_compiling == 0)
@@ -163,7 +184,10 @@ def test_a_client_that_goes_while_its_grammar_is_compiled(server: Served, compil
     ("form", "words"),
     [
         ({"type": "json_schema"}, "no schema"),
-        ({"type": "json_schema", "json_schema": {"schema": {"type": "nothing"}}}, "'type' 'nothing'"),
+        (
+            {"type": "json_schema", "json_schema": {"schema": {"type": "nothing"}}},
+            "'type' 'nothing'",
+        ),
         ({"type": "grammar", "grammar": "root ::="}, "one that XGrammar compiles"),
         ({"type": "regex", "regex": "(("}, "unterminated subpattern"),
         ({"type": "xml"}, "response_format.type"),
@@ -171,6 +195,8 @@ def test_a_client_that_goes_while_its_grammar_is_compiled(server: Served, compil
     ids=str,
 )
 def test_forms_that_are_none(server: Served, form: dict[str, Any], words: str) -> None:
-    found = httpx.post(f"{server.url}/v1/completions", json={"prompt": "A", "response_format": form}, timeout=60)
+    found = httpx.post(
+        f"{server.url}/v1/completions", json={"prompt": "A", "response_format": form}, timeout=60
+    )
     assert found.status_code == 400
     assert words in found.json()["error"]["message"]

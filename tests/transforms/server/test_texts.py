@@ -1,5 +1,5 @@
-"""Texts over HTTP, by tokenizers that decode a token by what is before it: the space of a first word, characters of
-several tokens; in completions, echoes, offsets and the bytes of chats."""
+"""Texts over HTTP, by tokenizers that decode a token by what is before it: the space of a first
+word, characters of several tokens; in completions, echoes, offsets and the bytes of chats."""
 
 import json
 from collections.abc import Callable, Iterator
@@ -25,10 +25,21 @@ def sentencepiece(model: Model, kind: str) -> Model:
     bytes_ = [f"<0x{byte:02X}>" for byte in range(0x41, 0x5B)] + ["<0xE2>", "<0x98>", "<0x82>"]
     vocab = ["<unk>", *bytes_, "▁", "▁the", "▁capital", "▁Paris", "▁▁", "x", "the", "☂"]
     made = Tokenizer(
-        models.Unigram([(token, -1.0 if token[0] == "▁" else -9.0) for token in vocab], unk_id=0, byte_fallback=True)
+        models.Unigram(
+            [(token, -1.0 if token[0] == "▁" else -9.0) for token in vocab],
+            unk_id=0,
+            byte_fallback=True,
+        )
     )
-    made.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
-    parts = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    made.normalizer = normalizers.Sequence(
+        [normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")]
+    )
+    parts = [
+        decoders.Replace("▁", " "),
+        decoders.ByteFallback(),
+        decoders.Fuse(),
+        decoders.Strip(" ", 1, 0),
+    ]
     metaspace = [decoders.ByteFallback(), decoders.Metaspace(prepend_scheme="first")]
     made.decoder = decoders.Sequence(parts if kind == "strip" else metaspace)
     return attrs.evolve(model, tokenizer=made)
@@ -53,8 +64,14 @@ def test_a_completion_keeps_its_first_space(own: tuple[Served, Model]) -> None:
         chunks = [json.loads(line[6:]) for line in streamed if line.startswith("data: {")]
         assert "".join(chunk["choices"][0]["text"] for chunk in chunks) == text
     chosen = model.tokenizer.token_to_id("▁Paris")
-    stopped = ask(server, {"prompt": PROMPT, "allowed_token_ids": [chosen], "stop": " Paris"}).json()["choices"][0]
-    assert (stopped["text"], stopped["finish_reason"], stopped["stop_reason"]) == ("", "stop", " Paris")
+    stopped = ask(
+        server, {"prompt": PROMPT, "allowed_token_ids": [chosen], "stop": " Paris"}
+    ).json()["choices"][0]
+    assert (stopped["text"], stopped["finish_reason"], stopped["stop_reason"]) == (
+        "",
+        "stop",
+        " Paris",
+    )
 
 
 @pytest.mark.parametrize("stop", [None, "never"])
@@ -64,7 +81,13 @@ def test_offsets_count_the_text(own: tuple[Served, Model], echo: bool, stop: str
     assert model.tokenizer is not None
     for token, steps in (("▁Paris", [0, 6, 12]), ("☂", [0, 1, 2]), ("<0x41>", [0, 1, 2])):
         chosen = model.tokenizer.token_to_id(token)
-        body = {"prompt": PROMPT, "max_tokens": 3, "allowed_token_ids": [chosen], "logprobs": 0, "echo": echo}
+        body = {
+            "prompt": PROMPT,
+            "max_tokens": 3,
+            "allowed_token_ids": [chosen],
+            "logprobs": 0,
+            "echo": echo,
+        }
         found = ask(server, {**body, "stop": stop}).json()["choices"][0]
         offsets = found["logprobs"]["text_offset"]
         base = len(PROMPT) if echo else 0
@@ -81,12 +104,15 @@ def test_the_bytes_of_a_chat_are_its_text(own: tuple[Served, Model]) -> None:
     for token in ("▁Paris", "☂", "<0x41>", "▁▁"):
         chosen = model.tokenizer.token_to_id(token)
         body = {"messages": [{"role": "user", "content": "the"}], "max_tokens": 3, "logprobs": True}
-        choice = ask(server, {**body, "allowed_token_ids": [chosen]}, "/v1/chat/completions").json()["choices"][0]
+        choice = ask(
+            server, {**body, "allowed_token_ids": [chosen]}, "/v1/chat/completions"
+        ).json()["choices"][0]
         raw = bytes(byte for entry in choice["logprobs"]["content"] for byte in entry["bytes"])
         assert raw.decode() == choice["message"]["content"]
 
 
-# Planted bugs ---------------------------------------------------------------------------------------------------------
+# Planted bugs
+# ---------------------------------------------------------------------------------------------------------
 
 
 def _sum_of_lengths(part: Part) -> list[int]:
@@ -102,7 +128,9 @@ def _stripped(vocabulary: Vocabulary, token: int) -> list[int]:
     return [*vocabulary.text(token).strip().encode()]
 
 
-BUGS: dict[str, tuple[Callable[[], AbstractContextManager[Any]], Callable[[tuple[Served, Model]], None]]] = {
+BUGS: dict[
+    str, tuple[Callable[[], AbstractContextManager[Any]], Callable[[tuple[Served, Model]], None]]
+] = {
     "the prompt is not read": (
         lambda: mock.patch.object(Detokenizer, "_context", return_value=()),
         test_a_completion_keeps_its_first_space,

@@ -1,4 +1,5 @@
-"""The server under load and under attack: bounds, time limits, clients that go, engines that fail."""
+"""The server under load and under attack: bounds, time limits, clients that go, engines that fail.
+"""
 
 import asyncio
 import json
@@ -38,7 +39,9 @@ def is_idle(server: Served) -> bool:
 def test_more_requests_than_may_wait_are_refused(model: Model) -> None:
     async def ask(url: str) -> list[Any]:
         async with httpx.AsyncClient(timeout=60) as client:
-            return await asyncio.gather(*(client.post(f"{url}/v1/completions", json=BODY) for _ in range(20)))
+            return await asyncio.gather(
+                *(client.post(f"{url}/v1/completions", json=BODY) for _ in range(20))
+            )
 
     with served(model, max_waiting=3) as server:
         found = asyncio.run(ask(server.url))
@@ -55,7 +58,9 @@ def test_more_requests_than_may_wait_are_refused(model: Model) -> None:
 def test_a_client_that_goes_frees_its_pages(server: Served, stream: bool) -> None:
     before = server.host.engine.stats().ended.get("abort", 0)
     raw = json.dumps({**BODY, "n": 4, "stream": stream}).encode()
-    head = f"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: {len(raw)}\r\n\r\n".encode()
+    head = (
+        f"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: {len(raw)}\r\n\r\n".encode()
+    )
     with socket.create_connection(("127.0.0.1", server.port)) as client:
         client.sendall(head + raw)
         until(lambda: server.host.engine.num_unfinished > 0)
@@ -63,7 +68,9 @@ def test_a_client_that_goes_frees_its_pages(server: Served, stream: bool) -> Non
     assert server.host.engine.stats().ended.get("abort", 0) > before
 
 
-def test_a_client_that_goes_while_it_waits_for_its_first_token(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_client_that_goes_while_it_waits_for_its_first_token(
+    model: Model, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def slow(engine: Engine) -> Any:
         time.sleep(0.03)
         return step(engine)
@@ -71,7 +78,9 @@ def test_a_client_that_goes_while_it_waits_for_its_first_token(model: Model, mon
     step = Engine.step
     monkeypatch.setattr(Engine, "step", slow)
     raw = json.dumps({**BODY, "stream": True}).encode()
-    head = f"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: {len(raw)}\r\n\r\n".encode()
+    head = (
+        f"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: {len(raw)}\r\n\r\n".encode()
+    )
     with served(model, limits=EngineLimits(max_num_reqs=1, max_model_len=128)) as server:
         engine = server.host.engine
         with socket.create_connection(("127.0.0.1", server.port)) as first:
@@ -89,14 +98,21 @@ def test_a_time_limit(model: Model) -> None:
         found = post(server)
         assert (found.status_code, found.json()["error"]["code"]) == (504, "timeout")
         until(lambda: is_idle(server))
-        with httpx.stream("POST", f"{server.url}/v1/completions", json={**BODY, "stream": True}) as streamed:
+        with httpx.stream(
+            "POST", f"{server.url}/v1/completions", json={**BODY, "stream": True}
+        ) as streamed:
             *_, last = [line for line in streamed.iter_lines() if line]
         assert "no end within 0.02 s" in last
 
 
 def test_a_key(model: Model) -> None:
     with served(model, api_key="secret") as server:
-        for headers in ({}, {"authorization": "Bearer other"}, {"authorization": "secret"}, {"authorization": "é"}):
+        for headers in (
+            {},
+            {"authorization": "Bearer other"},
+            {"authorization": "secret"},
+            {"authorization": "é"},
+        ):
             raw = {name: value.encode() for name, value in headers.items()}
             found = post(server, headers=raw)
             assert (found.status_code, found.json()["error"]["code"]) == (401, "invalid_api_key")
@@ -116,7 +132,9 @@ def test_bodies_have_a_limit(model: Model) -> None:
         found = httpx.post(f"{server.url}/v1/completions", content=chunks())
         assert found.status_code == 413
         with socket.create_connection(("127.0.0.1", server.port)) as slow:
-            slow.sendall(b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: 400\r\n\r\n{")
+            slow.sendall(
+                b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: 400\r\n\r\n{"
+            )
             slow.settimeout(10)
             assert slow.recv(4000).startswith(b"HTTP/1.1 408")
         assert post(server).status_code == 200
@@ -142,20 +160,31 @@ def test_an_engine_that_fails_says_why(model: Model, monkeypatch: pytest.MonkeyP
 def test_metrics_count(server: Served) -> None:
     def read() -> dict[str, float]:
         lines = httpx.get(f"{server.url}/metrics").text.splitlines()
-        return {line.rsplit(" ", 1)[0]: float(line.rsplit(" ", 1)[1]) for line in lines if not line.startswith("#")}
+        return {
+            line.rsplit(" ", 1)[0]: float(line.rsplit(" ", 1)[1])
+            for line in lines
+            if not line.startswith("#")
+        }
 
     before = read()
     post(server)
     after, own = read(), '{model_name="demo"}'
-    assert after[f"weft_generation_tokens_total{own}"] - before[f"weft_generation_tokens_total{own}"] == 100
-    assert after[f"weft_request_seconds_count{own}"] - before[f"weft_request_seconds_count{own}"] == 1
+    assert (
+        after[f"weft_generation_tokens_total{own}"] - before[f"weft_generation_tokens_total{own}"]
+        == 100
+    )
+    assert (
+        after[f"weft_request_seconds_count{own}"] - before[f"weft_request_seconds_count{own}"] == 1
+    )
     assert after[f"weft_pages_held{own}"] == 0
 
 
 def test_tokens_and_back(server: Served, model: Model) -> None:
     found = post(server, {"prompt": "The function"}, "/tokenize").json()
     assert found == {"tokens": model.encode("The function"), "count": 12, "max_model_len": 128}
-    assert post(server, {"tokens": found["tokens"]}, "/detokenize").json() == {"prompt": "The function"}
+    assert post(server, {"tokens": found["tokens"]}, "/detokenize").json() == {
+        "prompt": "The function"
+    }
     chat = post(server, {"messages": [{"role": "user", "content": "Hi"}]}, "/tokenize").json()
     assert model.decode(chat["tokens"]) == "user: Hi\nassistant:"
     assert post(server, {}, "/tokenize").status_code == 400
@@ -180,23 +209,57 @@ json_values = st.recursive(
     max_leaves=6,
 )
 FIELDS = [
-    *("prompt", "messages", "model", "max_tokens", "temperature", "top_p", "top_k", "n", "stop", "seed", "logprobs"),
-    *("echo", "stream", "stream_options", "logit_bias", "response_format", "weft", "priority", "stop_token_ids"),
+    *(
+        "prompt",
+        "messages",
+        "model",
+        "max_tokens",
+        "temperature",
+        "top_p",
+        "top_k",
+        "n",
+        "stop",
+        "seed",
+        "logprobs",
+    ),
+    *(
+        "echo",
+        "stream",
+        "stream_options",
+        "logit_bias",
+        "response_format",
+        "weft",
+        "priority",
+        "stop_token_ids",
+    ),
     *("min_tokens", "best_of", "suffix", "tools", "chat_template_kwargs"),
 ]
-bodies = st.dictionaries(st.sampled_from(FIELDS), json_values | st.sampled_from(["A", [1], 2, True]), max_size=5)
+bodies = st.dictionaries(
+    st.sampled_from(FIELDS), json_values | st.sampled_from(["A", [1], 2, True]), max_size=5
+)
 raws = st.one_of(
     st.binary(max_size=60),
     bodies.map(lambda own: json.dumps(own).encode()),
-    st.builds(lambda own, cut: json.dumps({**BODY, **own}).encode()[: cut or None], bodies, st.integers(-9, 0)),
     st.builds(
-        lambda own, kind: json.dumps({**BODY, **own}).encode(kind), bodies, st.sampled_from(["utf-16", "utf-32"])
+        lambda own, cut: json.dumps({**BODY, **own}).encode()[: cut or None],
+        bodies,
+        st.integers(-9, 0),
+    ),
+    st.builds(
+        lambda own, kind: json.dumps({**BODY, **own}).encode(kind),
+        bodies,
+        st.sampled_from(["utf-16", "utf-32"]),
     ),
     st.integers(1, 3000).map(lambda depth: b'{"prompt":' + b"[" * depth),
 )
 
 
-@given(raws, st.sampled_from(["/v1/completions", "/v1/chat/completions", "/tokenize", "/detokenize", "/v1/none"]))
+@given(
+    raws,
+    st.sampled_from(
+        ["/v1/completions", "/v1/chat/completions", "/tokenize", "/detokenize", "/v1/none"]
+    ),
+)
 @settings(max_examples=150, deadline=None)
 def test_whatever_is_sent_is_answered(server: Served, raw: bytes, path: str) -> None:
     found = httpx.post(f"{server.url}{path}", content=raw, timeout=60)

@@ -1,4 +1,5 @@
-"""Fields of vLLM's server that OpenAI's API does not have: they mean what they mean in the library."""
+"""Fields of vLLM's server that OpenAI's API does not have: they mean what they mean in the library.
+"""
 
 import base64
 from typing import Any
@@ -17,8 +18,14 @@ PROMPT = "The function returns"
 
 
 def asked(server: Served, route: str = "completions", **body: Any) -> Any:
-    prompt = {"prompt": PROMPT} if route == "completions" else {"messages": [{"role": "user", "content": "A list"}]}
-    answer = httpx.post(f"{server.url}/v1/{route}", json={"temperature": 0, "max_tokens": 16, **prompt, **body})
+    prompt = (
+        {"prompt": PROMPT}
+        if route == "completions"
+        else {"messages": [{"role": "user", "content": "A list"}]}
+    )
+    answer = httpx.post(
+        f"{server.url}/v1/{route}", json={"temperature": 0, "max_tokens": 16, **prompt, **body}
+    )
     assert answer.status_code == 200, answer.text
     return answer.json()["choices"][0]
 
@@ -48,7 +55,10 @@ def test_a_stream_says_what_stopped_it_in_its_last_chunk(server: Served, model: 
     body = {"prompt": PROMPT, "temperature": 0, "max_tokens": 16, "stop": stop, "stream": True}
     answer = httpx.post(f"{server.url}/v1/completions", json=body)
     lines = [line for line in answer.text.splitlines() if line.startswith("data: {")]
-    assert [f'"stop_reason":"{stop}"' in line for line in lines] == [*[False] * (len(lines) - 1), True]
+    assert [f'"stop_reason":"{stop}"' in line for line in lines] == [
+        *[False] * (len(lines) - 1),
+        True,
+    ]
 
 
 def test_bad_words(server: Served, model: Model) -> None:
@@ -63,9 +73,13 @@ def test_ranks_of_a_prompt(server: Served, model: Model) -> None:
     found = asked(server, prompt_logprobs=2)["prompt_logprobs"]
     ids = model.encode(PROMPT)
     assert found[0] is None
-    assert [own[str(token)]["rank"] for own, token in zip(found[1:], ids[1:], strict=True)] == expected.prompt_ranks
+    assert [
+        own[str(token)]["rank"] for own, token in zip(found[1:], ids[1:], strict=True)
+    ] == expected.prompt_ranks
     for own, top in zip(found[1:], expected.prompt_top_logprobs or (), strict=True):
-        assert [own[str(token)]["logprob"] for token in top] == pytest.approx([*top.values()], abs=1e-5)
+        assert [own[str(token)]["logprob"] for token in top] == pytest.approx(
+            [*top.values()], abs=1e-5
+        )
 
 
 def test_a_salt_keeps_pages_apart(server: Served, model: Model) -> None:
@@ -81,7 +95,9 @@ def test_a_salt_keeps_pages_apart(server: Served, model: Model) -> None:
 @pytest.mark.parametrize("route", ["completions", "chat/completions"])
 def test_null_is_a_fields_default(server: Served, route: str) -> None:
     """As in OpenAI's API, also for fields that take no null by themselves."""
-    nulls = dict.fromkeys(("top_p", "n", "stream", "presence_penalty", "frequency_penalty", "stop", "seed", "weft"))
+    nulls = dict.fromkeys(
+        ("top_p", "n", "stream", "presence_penalty", "frequency_penalty", "stop", "seed", "weft")
+    )
     own = "messages" if route.startswith("chat") else "prompt"
     key = "message" if route.startswith("chat") else "text"
     assert asked(server, route, **nulls)[key] == asked(server, route)[key]
@@ -106,8 +122,14 @@ def test_null_is_a_fields_default(server: Served, route: str) -> None:
     ids=lambda own: f"{own!s:.40}",
 )
 @pytest.mark.parametrize("route", ["completions", "chat/completions"])
-def test_what_to_write_instead(server: Served, route: str, field: dict[str, Any], words: str) -> None:
-    own = {"messages": [{"role": "user", "content": "a"}]} if route.startswith("chat") else {"prompt": "a"}
+def test_what_to_write_instead(
+    server: Served, route: str, field: dict[str, Any], words: str
+) -> None:
+    own = (
+        {"messages": [{"role": "user", "content": "a"}]}
+        if route.startswith("chat")
+        else {"prompt": "a"}
+    )
     answer = httpx.post(f"{server.url}/v1/{route}", json={**own, **field})
     [(name, given)] = field.items()
     error = answer.json()["error"]
@@ -132,18 +154,33 @@ def test_fields_that_ask_for_nothing(server: Served) -> None:
 def test_priorities_are_for_servers_that_have_them(model: Model) -> None:
     for has, status in ((False, 400), (True, 200)):
         with served(model, limits_of=ServerLimits(has_priorities=has)) as server:
-            answer = httpx.post(f"{server.url}/v1/completions", json={"prompt": "a", "max_tokens": 1, "priority": -1})
+            answer = httpx.post(
+                f"{server.url}/v1/completions",
+                json={"prompt": "a", "max_tokens": 1, "priority": -1},
+            )
             assert answer.status_code == status
-            assert httpx.post(f"{server.url}/v1/completions", json={"prompt": "a", "priority": 0}).status_code == 200
-        assert has or "by `weft serve --scheduling-policy priority`" in answer.json()["error"]["message"]
+            assert (
+                httpx.post(
+                    f"{server.url}/v1/completions", json={"prompt": "a", "priority": 0}
+                ).status_code
+                == 200
+            )
+        assert (
+            has
+            or "by `weft serve --scheduling-policy priority`" in answer.json()["error"]["message"]
+        )
 
 
 def test_metrics_that_only_grow_are_counters(server: Served) -> None:
     asked(server)
     lines = httpx.get(f"{server.url}/metrics").text.splitlines()
     kinds = dict(line.split()[2:] for line in lines if line.startswith("# TYPE"))
-    assert {kinds[f"weft_{name}"] for name in ("running", "waiting", "pages_held", "pages_free")} == {"gauge"}
-    assert {kinds[f"weft_{name}_total"] for name in ("preempted", "prefix_tokens", "captures")} == {"counter"}
+    assert {
+        kinds[f"weft_{name}"] for name in ("running", "waiting", "pages_held", "pages_free")
+    } == {"gauge"}
+    assert {kinds[f"weft_{name}_total"] for name in ("preempted", "prefix_tokens", "captures")} == {
+        "counter"
+    }
 
 
 def test_more_logprobs_than_the_server_has(model: Model) -> None:
@@ -164,7 +201,11 @@ def test_extras_have_the_dtype_of_the_models_default(model: Model, dtype: torch.
     own = model.with_stages(logits=shifted, extras={"bias": bias})
     wanted = torch.zeros(model.config.vocab_size)
     wanted[65] = 100.0
-    raw = {"dtype": "float32", "shape": [len(wanted)], "base64": base64.b64encode(wanted.numpy().tobytes()).decode()}
+    raw = {
+        "dtype": "float32",
+        "shape": [len(wanted)],
+        "base64": base64.b64encode(wanted.numpy().tobytes()).decode(),
+    }
     with served(own) as server:
         for given in (wanted.tolist(), raw):
             assert asked(server, weft={"extras": {"bias": given}})["text"] == "A" * 16

@@ -8,9 +8,17 @@ from weft.stages.checkpoints.tokenizer import token_ids
 from weft.transforms.server.vocabulary import Vocabulary
 
 
-def byte_level(normalizer: object = None, added: tuple[AddedToken, ...] = (), lacks: str = "") -> Tokenizer:
+def byte_level(
+    normalizer: object = None, added: tuple[AddedToken, ...] = (), lacks: str = ""
+) -> Tokenizer:
     own = Tokenizer(
-        models.BPE({char: id for id, char in enumerate(set(pre_tokenizers.ByteLevel.alphabet()) - {*lacks})}, [])
+        models.BPE(
+            {
+                char: id
+                for id, char in enumerate(set(pre_tokenizers.ByteLevel.alphabet()) - {*lacks})
+            },
+            [],
+        )
     )
     own.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     own.decoder = decoders.ByteLevel()
@@ -24,9 +32,13 @@ def byte_fallback() -> Tokenizer:
     """As Llama 2's: spaces are ▁, and what has no token is bytes."""
     tokens = ["<unk>", *(f"<0x{byte:02X}>" for byte in range(256)), "▁", "a", "▁a"]
     vocabulary = {token: id for id, token in enumerate(tokens)}
-    own = Tokenizer(models.BPE(vocabulary, [("▁", "a")], unk_token="<unk>", fuse_unk=True, byte_fallback=True))
+    own = Tokenizer(
+        models.BPE(vocabulary, [("▁", "a")], unk_token="<unk>", fuse_unk=True, byte_fallback=True)
+    )
     own.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
-    own.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()])
+    own.decoder = decoders.Sequence(
+        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
+    )
     return own
 
 
@@ -54,13 +66,14 @@ UNKNOWN = {
 
 
 def test_where_a_text_may_shrink_no_length_is_refused() -> None:
-    assert {name: Vocabulary(own, own.get_vocab_size()).longest for name, own in UNKNOWN.items()} == dict.fromkeys(
-        UNKNOWN
-    )
+    assert {
+        name: Vocabulary(own, own.get_vocab_size()).longest for name, own in UNKNOWN.items()
+    } == dict.fromkeys(UNKNOWN)
 
 
 @given(
-    st.sampled_from(sorted(KNOWN)), st.text(max_size=40) | st.text("a \u0301\u0313\u0300\u0345\u03b1\u1100\u1161\u11a8")
+    st.sampled_from(sorted(KNOWN)),
+    st.text(max_size=40) | st.text("a \u0301\u0313\u0300\u0345\u03b1\u1100\u1161\u11a8"),
 )
 @example("composed", "\u03b1\u0313\u0300\u0345")
 @settings(deadline=None)

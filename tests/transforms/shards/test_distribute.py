@@ -17,8 +17,14 @@ MESH = weft.Mesh(data=2, tensor=2)
 X = torch.arange(32.0).view(4, 8)
 THEIRS: dict[str, tuple[Any, Any]] = {
     "rows": (weft.Placements(tensor=weft.Shard(0)), [Replicate(), Shard(0)]),
-    "columns by both": (weft.Placements(data=weft.Shard(1), tensor=weft.Shard(1)), [Shard(1), Shard(1)]),
-    "rows and columns": (weft.Placements(data=weft.Shard(0), tensor=weft.Shard(1)), [Shard(0), Shard(1)]),
+    "columns by both": (
+        weft.Placements(data=weft.Shard(1), tensor=weft.Shard(1)),
+        [Shard(1), Shard(1)],
+    ),
+    "rows and columns": (
+        weft.Placements(data=weft.Shard(0), tensor=weft.Shard(1)),
+        [Shard(0), Shard(1)],
+    ),
     "replicas": (weft.Replicate(), [Replicate(), Replicate()]),
 }
 
@@ -38,7 +44,9 @@ def test_parts_are_those_of_torch(name: str, rank: int) -> None:
         dist.destroy_process_group()
 
 
-@pytest.mark.parametrize("placed", [*(ours for ours, _ in THEIRS.values()), weft.Placements(tensor=weft.Partial())])
+@pytest.mark.parametrize(
+    "placed", [*(ours for ours, _ in THEIRS.values()), weft.Placements(tensor=weft.Partial())]
+)
 def test_shard_takes_the_parts_and_gives_back_the_whole(placed: Any) -> None:
     parts = weft.distribute({"x": X, "n": 3}, MESH, {"x": placed, "n": weft.Replicate()})
     whole = weft.shard(lambda own: own["x"] * own["n"], MESH, weft.PerRank(), placed)(parts)
@@ -46,7 +54,9 @@ def test_shard_takes_the_parts_and_gives_back_the_whole(placed: Any) -> None:
 
 
 def test_one_placement_holds_for_all_below_it() -> None:
-    one, two = weft.distribute({"a": [X, X + 1], "b": X}, {"tensor": 2}, {"a": weft.Shard(0), "b": weft.Replicate()})
+    one, two = weft.distribute(
+        {"a": [X, X + 1], "b": X}, {"tensor": 2}, {"a": weft.Shard(0), "b": weft.Replicate()}
+    )
     assert torch.equal(torch.cat([one["a"][1], two["a"][1]]), X + 1)
     assert two["b"] is X
 
@@ -54,8 +64,16 @@ def test_one_placement_holds_for_all_below_it() -> None:
 @pytest.mark.parametrize(
     ("placed", "seen", "instead"),
     [
-        (weft.Shard(0), "Shard(0) of a tensor [3, 2] over 2 ranks along 'tensor'", "a dimension that is a <any>"),
-        ([weft.Shard(0)], "placements of another structure than the values: <any>", "the same structure, or <any>"),
+        (
+            weft.Shard(0),
+            "Shard(0) of a tensor [3, 2] over 2 ranks along 'tensor'",
+            "a dimension that is a <any>",
+        ),
+        (
+            [weft.Shard(0)],
+            "placements of another structure than the values: <any>",
+            "the same structure, or <any>",
+        ),
         (weft.PerRank(), "PerRank() of a whole tree", "Shard(dim), Replicate() or Partial()"),
     ],
 )

@@ -1,4 +1,5 @@
-"""Results that are placed as `Replicate()` and are not: ranks that differ are named, whatever runs them."""
+"""Results that are placed as `Replicate()` and are not: ranks that differ are named, whatever runs
+them."""
 
 from typing import Any
 
@@ -64,7 +65,12 @@ def test_the_path_the_axis_and_the_ranks_are_named() -> None:
     placed = weft.Replicate(), {"same": weft.Replicate(), "of": weft.Placements(data=weft.Shard(0))}
     with refused(MeshError, "weft.shard(f, Mesh(data=2, tensor=3), ...)", seen, "<any>"):
         weft.shard(f, mesh, *placed)(torch.ones(2))
-    with refused(MeshError, "<any>", "result['of'][1] is Replicate() along 'data', and ranks 1 and 4 <any>", "<any>"):
+    with refused(
+        MeshError,
+        "<any>",
+        "result['of'][1] is Replicate() along 'data', and ranks 1 and 4 <any>",
+        "<any>",
+    ):
         weft.shard(f, mesh, placed[0], weft.Placements(tensor=weft.Shard(0)))(torch.ones(2))
 
 
@@ -81,10 +87,16 @@ def test_a_value_that_is_no_tensor_is_the_same_on_all_ranks() -> None:
     def f(x: Tensor) -> Any:
         return x, weft.axis_index("tensor")
 
-    seen, instead = "result[1] is no tensor, and ranks 0 and 1 have different values", "<any>or PerRank()<any>"
+    seen, instead = (
+        "result[1] is no tensor, and ranks 0 and 1 have different values",
+        "<any>or PerRank()<any>",
+    )
     with refused(MeshError, "<any>", seen, instead):
         weft.shard(f, TWO, weft.Shard(0), weft.Shard(0))(torch.ones(2))
-    assert weft.shard(f, TWO, weft.Shard(0), (weft.Shard(0), weft.PerRank()))(torch.ones(2))[1] == (0, 1)
+    assert weft.shard(f, TWO, weft.Shard(0), (weft.Shard(0), weft.PerRank()))(torch.ones(2))[1] == (
+        0,
+        1,
+    )
 
 
 NAN = torch.tensor([float("nan"), 0.0, 1.0])
@@ -95,7 +107,10 @@ SAME: dict[str, tuple[Tensor, Tensor]] = {
     "a scalar": (torch.tensor(True), torch.tensor(True)),
     "other strides": (torch.ones(2, 3), torch.ones(3, 2).T),
     "an offset": (torch.ones(5)[1:], torch.ones(4)),
-    "a conjugate": (torch.ones(2, dtype=torch.cfloat).conj(), torch.complex(torch.ones(2), -torch.zeros(2))),
+    "a conjugate": (
+        torch.ones(2, dtype=torch.cfloat).conj(),
+        torch.complex(torch.ones(2), -torch.zeros(2)),
+    ),
 }
 OTHER: dict[str, tuple[Any, Any]] = {
     "a bit": (torch.tensor([1.0]), torch.nextafter(torch.tensor([1.0]), torch.tensor([2.0]))),
@@ -114,14 +129,17 @@ def test_every_bit_counts(name: str) -> None:
 LATER: dict[str, Any] = {
     "a graph": graphify,
     "a graph of vmap": lambda step: lambda x: graphify(torch.func.vmap(step))(x[None]),
-    "a shard around it": lambda step: weft.shard(step, weft.Mesh(outer=1), weft.Replicate(), weft.Replicate()),
+    "a shard around it": lambda step: weft.shard(
+        step, weft.Mesh(outer=1), weft.Replicate(), weft.Replicate()
+    ),
     "a trace of torch": lambda step: lambda x: make_fx(step)(x),
     "linearize": lambda step: lambda x: torch.func.linearize(step, x),
     "grad": lambda step: torch.func.grad(lambda x: step(x).sum()),
     "jvp": lambda step: lambda x: torch.func.jvp(step, (x,), (x,)),
     "autograd": lambda step: lambda x: step(x.requires_grad_()),
 }
-"""Uses that run the function again on other values, or differentiate it: equal zeros now are not enough."""
+"""Uses that run the function again on other values, or differentiate it: equal zeros now are not
+enough."""
 
 
 def wrote(x: Tensor) -> Tensor:

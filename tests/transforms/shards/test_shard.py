@@ -1,4 +1,5 @@
-"""`shard`: DTensor as the oracle, states written in place, derivatives, branches on the rank, and programs."""
+"""`shard`: DTensor as the oracle, states written in place, derivatives, branches on the rank, and
+programs."""
 
 import os
 from pathlib import Path
@@ -32,7 +33,12 @@ HEADS, HIDDEN, VOCABULARY = 4, 16, 24
 def tensors() -> dict[str, Tensor]:
     """Parameters, and inputs."""
     generator = torch.Generator().manual_seed(0)
-    shapes = {"up": (HIDDEN, 32), "down": (32, HIDDEN), "embedding": (VOCABULARY, HIDDEN), "x": (6, HIDDEN)}
+    shapes = {
+        "up": (HIDDEN, 32),
+        "down": (32, HIDDEN),
+        "embedding": (VOCABULARY, HIDDEN),
+        "x": (6, HIDDEN),
+    }
     shapes |= dict.fromkeys(("q", "k", "v", "o"), (HIDDEN, HIDDEN))
     return {name: torch.randn(shape, generator=generator) / 4 for name, shape in shapes.items()}
 
@@ -44,7 +50,9 @@ def mlp(own: dict[str, Tensor], x: Tensor) -> Tensor:
 
 def attention(own: dict[str, Tensor], x: Tensor) -> Tensor:
     """Attention by heads, up to the sum."""
-    q, k, v = ((x @ own[name]).unflatten(-1, (-1, HIDDEN // HEADS)).transpose(0, 1) for name in "qkv")
+    q, k, v = (
+        (x @ own[name]).unflatten(-1, (-1, HIDDEN // HEADS)).transpose(0, 1) for name in "qkv"
+    )
     mixed = torch.softmax(q @ k.transpose(1, 2), -1) @ v
     return mixed.transpose(0, 1).flatten(1) @ own["o"]
 
@@ -73,11 +81,15 @@ IDS = torch.tensor([0, 5, 11, 12, 23, 6])
 
 def of_dtensor(path: str, count: int) -> dict[str, Tensor]:
     """What DTensor gives for each block on this rank, whole."""
-    dist.init_process_group("gloo", rank=int(os.environ["RANK"]), world_size=count, store=dist.FileStore(path, count))
+    dist.init_process_group(
+        "gloo", rank=int(os.environ["RANK"]), world_size=count, store=dist.FileStore(path, count)
+    )
     mesh, given = init_device_mesh("cpu", (count,), mesh_dim_names=("tensor",)), tensors()
     found = {}
     for name, (block, cuts) in BLOCKS.items():
-        own = {key: distribute_tensor(given[key], mesh, [TorchShard(dim)]) for key, dim in cuts.items()}
+        own = {
+            key: distribute_tensor(given[key], mesh, [TorchShard(dim)]) for key, dim in cuts.items()
+        }
         if name == "embedding":
             ids = distribute_tensor(IDS, mesh, [TorchReplicate()])
             made = torch.nn.functional.embedding(ids, own["embedding"])
@@ -95,7 +107,10 @@ def test_blocks_are_those_of_dtensor(count: int, tmp_path: Path) -> None:
         own = {key: given[key] for key in cuts}
         out = weft.Shard(1) if name == "column" else weft.Partial()
         step = weft.shard(
-            block, weft.Mesh(tensor=count), ({k: weft.Shard(d) for k, d in cuts.items()}, weft.Replicate()), out
+            block,
+            weft.Mesh(tensor=count),
+            ({k: weft.Shard(d) for k, d in cuts.items()}, weft.Replicate()),
+            out,
         )
         made = step(own, IDS if name == "embedding" else given["x"])
         for rank in range(count):
@@ -143,14 +158,24 @@ def test_a_state_that_is_written_in_place_is_the_same_tensor(fn: Any) -> None:
 
 def test_on_two_axes_what_ranks_share_is_written_once() -> None:
     placed = {"rows": weft.Placements(tensor=weft.Shard(0)), "all": weft.Replicate()}
-    step = weft.shard(counting, weft.Mesh(data=2, tensor=2), (placed, weft.Replicate()), (placed, weft.Replicate()))
+    step = weft.shard(
+        counting,
+        weft.Mesh(data=2, tensor=2),
+        (placed, weft.Replicate()),
+        (placed, weft.Replicate()),
+    )
     state, _ = step({"rows": torch.zeros(4), "all": torch.zeros(())}, torch.ones(3))
     assert (state["rows"].tolist(), state["all"].item()) == ([1] * 4, 6)
 
 
 def test_an_argument_that_is_returned_is_the_same_tensor() -> None:
     x = torch.ones(4)
-    step = weft.shard(lambda x, y: (x, x[:1], y), TWO, weft.Shard(0), (weft.Shard(0), weft.Shard(0), weft.Shard(0)))
+    step = weft.shard(
+        lambda x, y: (x, x[:1], y),
+        TWO,
+        weft.Shard(0),
+        (weft.Shard(0), weft.Shard(0), weft.Shard(0)),
+    )
     same, parts, other = step(x, 2 * x)
     assert same is x
     assert parts.tolist() == [1, 1]
@@ -162,7 +187,9 @@ def test_each_rank_has_a_tree_of_its_own() -> None:
         own["n"].add_(1)
         return own["n"], weft.all_reduce(x * own["n"], "tensor")
 
-    step = weft.shard(f, TWO, (weft.PerRank(), weft.Replicate()), (weft.PerRank(), weft.Replicate()))
+    step = weft.shard(
+        f, TWO, (weft.PerRank(), weft.Replicate()), (weft.PerRank(), weft.Replicate())
+    )
     trees = {"n": torch.tensor([1.0])}, {"n": torch.tensor([10.0])}
     counts, total = step(trees, torch.tensor([2.0]))
     assert [n.item() for n in counts] == [2, 11]
@@ -173,7 +200,9 @@ def test_each_rank_has_a_tree_of_its_own() -> None:
 WRITERS: dict[str, Any] = {
     "all_reduce": lambda x: weft.all_reduce(x.sum(0, keepdim=True), "tensor").add_(1),
     "all_gather": lambda x: weft.all_gather(x, "tensor").mul_(2),
-    "gathered": lambda x: weft.all_gather(weft.all_reduce(x.sum(0, keepdim=True), "tensor").add_(1), "tensor")[:1],
+    "gathered": lambda x: weft.all_gather(
+        weft.all_reduce(x.sum(0, keepdim=True), "tensor").add_(1), "tensor"
+    )[:1],
     "all_to_all": lambda x: weft.all_gather(
         weft.all_to_all(x, "tensor", split_dim=1, concat_dim=0).mul_(2), "tensor", dim=1
     ),
@@ -184,7 +213,8 @@ WRITERS: dict[str, Any] = {
 def test_a_rank_may_write_its_result_in_place(name: str) -> None:
     x = torch.arange(16.0).view(4, 4)
     one, *others = (
-        weft.shard(WRITERS[name], weft.Mesh(tensor=count), weft.Shard(0), weft.Replicate())(x) for count in (1, 2, 4)
+        weft.shard(WRITERS[name], weft.Mesh(tensor=count), weft.Shard(0), weft.Replicate())(x)
+        for count in (1, 2, 4)
     )
     assert all(torch.equal(other, one) for other in others)
 
@@ -196,14 +226,18 @@ def test_what_a_rank_gave_is_not_written_with_its_result() -> None:
         weft.reduce_scatter(given, "tensor").zero_()
         return given
 
-    assert weft.shard(f, weft.Mesh(tensor=1), weft.Replicate(), weft.Replicate())(torch.ones(2)).tolist() == [1, 1]
+    assert weft.shard(f, weft.Mesh(tensor=1), weft.Replicate(), weft.Replicate())(
+        torch.ones(2)
+    ).tolist() == [1, 1]
 
 
 @pytest.mark.parametrize("count", [1, 2])
 def test_results_are_contiguous(count: int) -> None:
     def f(x: Tensor) -> Tensor:
         both = weft.all_reduce(x.t(), "tensor", reduce_op="max").contiguous().view(-1)
-        return both + weft.all_gather(weft.reduce_scatter(x.t(), "tensor", reduce_op="max").view(-1), "tensor")
+        return both + weft.all_gather(
+            weft.reduce_scatter(x.t(), "tensor", reduce_op="max").view(-1), "tensor"
+        )
 
     x = torch.arange(8.0).view(2, 4)
     step = weft.shard(f, weft.Mesh(tensor=count), weft.Replicate(), weft.Replicate())
@@ -240,7 +274,9 @@ def test_a_derivative_inside_does_not_pass_a_collective(derive: Any, follows: bo
         return result
 
     seen = "a derivative inside the function that weft.shard runs, which does not come back from the other ranks"
-    instead = "torch.func.grad(weft.shard(f, ...)); or the collective after the derivative, on its result"
+    instead = (
+        "torch.func.grad(weft.shard(f, ...)); or the collective after the derivative, on its result"
+    )
     with refused(DerivativeError, "'all_reduce sum among 0, 1 [mb 0]'", seen, instead):
         weft.shard(f, TWO, weft.Shard(0), weft.Shard(0))(torch.ones(4, requires_grad=follows))
 
@@ -264,11 +300,17 @@ def test_vmap_inside_passes_a_collective() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_terms_of_a_result_are_added_up_as_all_reduce_does(dtype: torch.dtype) -> None:
-    x = torch.tensor([[60000.0, 1.0], [60000.0, 0.002], [-60000.0, 0.003], [-60000.0, 0.004]]).to(dtype)
+    x = torch.tensor([[60000.0, 1.0], [60000.0, 0.002], [-60000.0, 0.003], [-60000.0, 0.004]]).to(
+        dtype
+    )
     mesh = weft.Mesh(tensor=4)
-    whole = weft.shard(lambda x: weft.all_reduce(x.sum(0), "tensor"), mesh, weft.Shard(0), weft.Replicate())(x)
+    whole = weft.shard(
+        lambda x: weft.all_reduce(x.sum(0), "tensor"), mesh, weft.Shard(0), weft.Replicate()
+    )(x)
     assert whole[0] == 0
-    assert torch.equal(weft.shard(lambda x: x.sum(0), mesh, weft.Shard(0), weft.Partial())(x), whole)
+    assert torch.equal(
+        weft.shard(lambda x: x.sum(0), mesh, weft.Shard(0), weft.Partial())(x), whole
+    )
 
 
 def test_a_branch_on_the_rank_is_part_of_its_program() -> None:
@@ -319,7 +361,11 @@ LAZY: dict[str, Any] = {"conj": torch.Tensor.conj, "neg": lambda x: x.conj().ima
 
 def parts(x: Tensor) -> Tensor:
     """The real and imaginary part, as an operator that takes no conjugates gives them."""
-    return torch.view_as_real(x.resolve_conj()) * 2 if x.is_complex() else x.resolve_neg().view(torch.int32) * 1
+    return (
+        torch.view_as_real(x.resolve_conj()) * 2
+        if x.is_complex()
+        else x.resolve_neg().view(torch.int32) * 1
+    )
 
 
 @pytest.mark.parametrize("name", LAZY)
@@ -349,9 +395,14 @@ def test_programs_print_and_parse_back() -> None:
 
 
 def test_a_graph_may_be_the_first_call() -> None:
-    step = graphify(weft.shard(lambda x: weft.all_reduce(x + 1, "tensor"), TWO, weft.Shard(0), weft.Replicate()))
+    step = graphify(
+        weft.shard(lambda x: weft.all_reduce(x + 1, "tensor"), TWO, weft.Shard(0), weft.Replicate())
+    )
     assert [step(torch.full((2,), float(i))).item() for i in range(3)] == [2, 4, 6]
 
 
 def test_it_prints_as_its_function_on_its_mesh() -> None:
-    assert repr(weft.shard(mlp, TWO, weft.Replicate(), weft.Replicate())) == "<Sharded mlp on Mesh(tensor=2)>"
+    assert (
+        repr(weft.shard(mlp, TWO, weft.Replicate(), weft.Replicate()))
+        == "<Sharded mlp on Mesh(tensor=2)>"
+    )

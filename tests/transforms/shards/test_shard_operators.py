@@ -1,4 +1,5 @@
-"""Operators of torch's database inside `shard`: each rank's result is that of the operator on its parts."""
+"""Operators of torch's database inside `shard`: each rank's result is that of the operator on its
+parts."""
 
 import warnings
 from collections.abc import Iterator
@@ -12,7 +13,12 @@ from torch import Tensor
 
 import weft
 from weft.errors import CaptureError, WeftError
-from weft.proofs.strategies.sharded_operators import TRANSFORMS, TWO, ShardedOperator, sharded_operators
+from weft.proofs.strategies.sharded_operators import (
+    TRANSFORMS,
+    TWO,
+    ShardedOperator,
+    sharded_operators,
+)
 from weft.torchapi import private
 from weft.torchapi.operator_database import operator_database
 from weft.torchapi.private import pytree
@@ -20,9 +26,17 @@ from weft.torchapi.private import pytree
 WHOLE = weft.Replicate()
 NOT_DERIVED = ("nn.functional.soft_margin_loss", "nn.functional.batch_norm")
 """Operators that have no derivative by one of their float arguments."""
-_UNSAFE = ("_segment_reduce", "as_strided", "batch_norm", "empty", "resize_", "linspace", "logspace")
-"""Operators that read what is not theirs or what nothing has written, whose shapes the ranks' parts do not keep, or of
-which torch lacks a derivative that a trace would have."""
+_UNSAFE = (
+    "_segment_reduce",
+    "as_strided",
+    "batch_norm",
+    "empty",
+    "resize_",
+    "linspace",
+    "logspace",
+)
+"""Operators that read what is not theirs or what nothing has written, whose shapes the ranks' parts
+do not keep, or of which torch lacks a derivative that a trace would have."""
 
 
 @pytest.fixture(autouse=True)
@@ -33,7 +47,8 @@ def _quiet() -> Iterator[None]:
 
 
 def difference(drawn: ShardedOperator) -> str | None:
-    """How the sharded operator differs from the plain one; None if it is refused, or if plain torch fails."""
+    """How the sharded operator differs from the plain one; None if it is refused, or if plain torch
+    fails."""
     try:
         expected = drawn.expected()
     except Exception:
@@ -45,7 +60,11 @@ def difference(drawn: ShardedOperator) -> str | None:
     except Exception as error:
         return f"{type(error).__name__}: {error}"
     leaves, other = pytree.tree_leaves(result), pytree.tree_leaves(expected)
-    return None if len(leaves) == len(other) and all(map(_is_close, leaves, other)) else f"{result}, not {expected}"
+    return (
+        None
+        if len(leaves) == len(other) and all(map(_is_close, leaves, other))
+        else f"{result}, not {expected}"
+    )
 
 
 def _is_close(a: Any, b: Any) -> bool:
@@ -55,7 +74,11 @@ def _is_close(a: Any, b: Any) -> bool:
         a, b = a.to_dense(), b.to_dense()
     if (a.shape, a.dtype) != (b.shape, b.dtype):
         return False
-    return bool(torch.allclose(a, b, 1e-4, 1e-5, equal_nan=True)) if a.is_floating_point() else torch.equal(a, b)
+    return (
+        bool(torch.allclose(a, b, 1e-4, 1e-5, equal_nan=True))
+        if a.is_floating_point()
+        else torch.equal(a, b)
+    )
 
 
 @given(sharded_operators())
@@ -90,42 +113,58 @@ def test_an_argument_without_a_derivative_is_not_differentiated(name: str) -> No
 
 
 def test_every_float_argument_differentiated_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("weft.transforms.shards.tracing.may_be_differentiated", private.is_functorch_wrapped_tensor)
-    found = find(sharded_operators(NOT_DERIVED), lambda x: x is not None and x.alike and difference(x) is not None)
+    monkeypatch.setattr(
+        "weft.transforms.shards.tracing.may_be_differentiated", private.is_functorch_wrapped_tensor
+    )
+    found = find(
+        sharded_operators(NOT_DERIVED),
+        lambda x: x is not None and x.alike and difference(x) is not None,
+    )
     assert found is not None
     assert "not differentiable" in str(difference(found))
 
 
 def test_a_dimension_of_one_element_may_have_any_stride() -> None:
     for stride in ((0, 0), (5, 3), (1, 1)):
-        step = weft.shard(lambda x, stride=stride: x.as_strided((1, 1), stride) * 1, TWO, WHOLE, WHOLE)
+        step = weft.shard(
+            lambda x, stride=stride: x.as_strided((1, 1), stride) * 1, TWO, WHOLE, WHOLE
+        )
         assert torch.equal(step(torch.ones(1)), torch.ones(1, 1))
     assert torch.equal(
-        weft.shard(lambda x: x.expand(1, 1), TWO, WHOLE, WHOLE)(torch.tensor(2.0)), torch.full((1, 1), 2.0)
+        weft.shard(lambda x: x.expand(1, 1), TWO, WHOLE, WHOLE)(torch.tensor(2.0)),
+        torch.full((1, 1), 2.0),
     )
 
 
 def test_sizes_by_a_tensor_are_a_read_of_values() -> None:
     step = weft.shard(torch.tensor_split, TWO, WHOLE, WHOLE)
     seen = "rank 0 reads the values of a tensor: <any>"
-    with refused(CaptureError, "weft.shard(tensor_split, ...)", seen, "torch.where, or a Python argument"):
+    with refused(
+        CaptureError, "weft.shard(tensor_split, ...)", seen, "torch.where, or a Python argument"
+    ):
         step(torch.ones(5), torch.tensor([2, 3]))
 
 
 def quantile_under_jvp() -> None:
     """A call in whose trace torch itself fails."""
     x = torch.ones(3, 2)
-    torch.func.jvp(weft.shard(lambda y: torch.nanquantile(y, 0.5, dim=0), TWO, WHOLE, WHOLE), (x,), (x,))
+    torch.func.jvp(
+        weft.shard(lambda y: torch.nanquantile(y, 0.5, dim=0), TWO, WHOLE, WHOLE), (x,), (x,)
+    )
 
 
 def keys() -> tuple[str, str]:
     """The state of the dispatcher in this thread."""
-    return str(torch._C._dispatch_tls_local_include_set()), str(torch._C._dispatch_tls_local_exclude_set())
+    return str(torch._C._dispatch_tls_local_include_set()), str(
+        torch._C._dispatch_tls_local_exclude_set()
+    )
 
 
 def test_after_a_fault_of_torch_in_a_trace_the_next_trace_is_right() -> None:
     before = keys()
-    with pytest.raises(CaptureError, match=r"a fault of torch in its trace|aten\.equal"):  # the latter in torch 2.11
+    with pytest.raises(
+        CaptureError, match=r"a fault of torch in its trace|aten\.equal"
+    ):  # the latter in torch 2.11
         quantile_under_jvp()
     assert keys() == before
     x = torch.randn(4)

@@ -16,19 +16,34 @@ from weft.transforms.graphs.graphify import graphify
 TWO = weft.Mesh(tensor=2)
 
 
-@pytest.mark.parametrize("draw", [torch.rand_like, lambda x: F.dropout(x, 0.5), lambda x: x.clone().normal_()])
-def test_random_numbers_would_be_others_on_each_number_of_ranks(draw: Callable[[Tensor], Tensor]) -> None:
-    sharded = weft.shard(lambda x: weft.all_gather(draw(x), "tensor"), TWO, weft.Shard(0), weft.Replicate())
+@pytest.mark.parametrize(
+    "draw", [torch.rand_like, lambda x: F.dropout(x, 0.5), lambda x: x.clone().normal_()]
+)
+def test_random_numbers_would_be_others_on_each_number_of_ranks(
+    draw: Callable[[Tensor], Tensor],
+) -> None:
+    sharded = weft.shard(
+        lambda x: weft.all_gather(draw(x), "tensor"), TWO, weft.Shard(0), weft.Replicate()
+    )
     seen = "<any>, whose random numbers would be others on each number of ranks"
-    with refused(CaptureError, "weft.shard(<any>, ...)", seen, "an argument that is drawn outside, <any>"):
+    with refused(
+        CaptureError, "weft.shard(<any>, ...)", seen, "an argument that is drawn outside, <any>"
+    ):
         sharded(torch.ones(4))
 
 
 def test_attention_without_dropout_draws_nothing() -> None:
     q = torch.randn(2, 3, 4, 8)
-    attend = weft.shard(lambda q: F.scaled_dot_product_attention(q, q, q), TWO, weft.Shard(0), weft.Shard(0))
+    attend = weft.shard(
+        lambda q: F.scaled_dot_product_attention(q, q, q), TWO, weft.Shard(0), weft.Shard(0)
+    )
     torch.testing.assert_close(attend(q), F.scaled_dot_product_attention(q, q, q))
-    assert torch.equal(weft.shard(lambda x: F.dropout(x, 0.5, training=False), TWO, weft.Shard(0), weft.Shard(0))(q), q)
+    assert torch.equal(
+        weft.shard(lambda x: F.dropout(x, 0.5, training=False), TWO, weft.Shard(0), weft.Shard(0))(
+            q
+        ),
+        q,
+    )
 
 
 CALL = "weft.shard(f, Mesh(tensor=2), ...)"
@@ -71,7 +86,13 @@ def f(x: Any) -> Any:
             "PerRank() of a tuple of 3",
             "a tuple with a tree for each of 2 ranks",
         ),
-        ((weft.PerRank(),), (ONE,), CALL, "PerRank() of a Tensor", "a tuple with a tree for each of 2 ranks"),
+        (
+            (weft.PerRank(),),
+            (ONE,),
+            CALL,
+            "PerRank() of a Tensor",
+            "a tuple with a tree for each of 2 ranks",
+        ),
         (
             weft.Placements(rows=weft.Shard(0)),
             (ONE,),
@@ -81,7 +102,9 @@ def f(x: Any) -> Any:
         ),
     ],
 )
-def test_placements_that_do_not_fit(placed: Any, args: tuple[Any, ...], call: str, seen: str, instead: str) -> None:
+def test_placements_that_do_not_fit(
+    placed: Any, args: tuple[Any, ...], call: str, seen: str, instead: str
+) -> None:
     with refused(MeshError, call, seen, instead):
         weft.shard(f, TWO, placed, weft.Replicate())(*args)
 
@@ -91,7 +114,9 @@ def test_a_term_of_a_sum_that_is_written_in_place_is_refused() -> None:
         return state.add_(x.sum(0))
 
     state, seen = torch.ones(3), "Partial() of a tensor [3] that the function writes in place"
-    with refused(MeshError, CALL, seen, "Replicate(), and all_reduce what is written; or return a new tensor"):
+    with refused(
+        MeshError, CALL, seen, "Replicate(), and all_reduce what is written; or return a new tensor"
+    ):
         weft.shard(f, TWO, (weft.Partial(), weft.Shard(0)), weft.Partial())(state, ONE)
     assert state.tolist() == [1, 1, 1]
 
@@ -105,17 +130,25 @@ def test_results_that_do_not_fit() -> None:
     with refused(MeshError, CALL, seen, instead):
         weft.shard(f, TWO, weft.Replicate(), weft.Replicate())(ONE)
     seen = "out_placements of another structure than the values: <any>"
-    with refused(MeshError, CALL, seen, "the same structure, or one placement for all that is below it"):
+    with refused(
+        MeshError, CALL, seen, "the same structure, or one placement for all that is below it"
+    ):
         weft.shard(f, TWO, weft.Replicate(), {"x": weft.Replicate()})(ONE)
 
 
 def test_ranks_that_disagree_are_refused_before_anything_runs() -> None:
     def f(x: Tensor) -> Tensor:
         x.add_(1)
-        return weft.all_reduce(x, "tensor") if weft.axis_index("tensor") else weft.all_gather(x, "tensor")
+        return (
+            weft.all_reduce(x, "tensor")
+            if weft.axis_index("tensor")
+            else weft.all_gather(x, "tensor")
+        )
 
     x = torch.zeros(2)
-    instead = "the same collectives in the same order on all ranks of a group, with one shape and dtype"
+    instead = (
+        "the same collectives in the same order on all ranks of a group, with one shape and dtype"
+    )
     seen = (
         "rank 0: 'all_gather dim 0 among 0, 1 [mb 0]: x[2] float32' meets "
         "rank 1: 'all_reduce sum among 0, 1 [mb 0]: x[2] float32'"
@@ -124,7 +157,9 @@ def test_ranks_that_disagree_are_refused_before_anything_runs() -> None:
         weft.shard(f, TWO, weft.Replicate(), weft.Replicate())(x)
     assert x.tolist() == [0, 0]
     waits = "'all_reduce sum among 0, 1 [mb 0]: x[2] float32' waits for rank 0, which is at its end"
-    with refused(ProgramError, "check of 2 programs", f"no rank can go on: rank 1: {waits}", instead):
+    with refused(
+        ProgramError, "check of 2 programs", f"no rank can go on: rank 1: {waits}", instead
+    ):
         weft.shard(one_sided, TWO, weft.Replicate(), weft.Replicate())(x)
 
 
@@ -174,7 +209,9 @@ def test_a_closed_over_tensor_that_each_rank_writes_is_refused(count: int) -> No
     with refused(CaptureError, "weft.shard(f, ...)", said, instead):
         weft.shard(f, mesh, weft.Shard(0), weft.Replicate())(ONE)
     assert seen.tolist() == [0, 0, 0]
-    with refused(CaptureError, "weft.shard(<any>, ...)", "a tensor <any> that is no argument, <any>", instead):
+    with refused(
+        CaptureError, "weft.shard(<any>, ...)", "a tensor <any> that is no argument, <any>", instead
+    ):
         weft.shard(norm, mesh, weft.Shard(0), weft.Replicate())(ONE)
     assert norm.running_mean is not None
     assert norm.running_mean.tolist() == [0, 0, 0]
@@ -209,7 +246,12 @@ def test_what_autograd_would_follow_in_the_trace_alone_is_refused(f: Any, op: st
     x = torch.ones(4)
     assert torch.equal(step(x[:2].repeat(2)), f(x[:2]).repeat(2))
     seen = f"aten.{op}.default under torch.no_grad(), or in an autograd.Function, on a value that has a gradient"
-    with refused(DerivativeError, "weft.shard(own, ...)", seen, "value.detach(); or the whole call in torch.no_grad()"):
+    with refused(
+        DerivativeError,
+        "weft.shard(own, ...)",
+        seen,
+        "value.detach(); or the whole call in torch.no_grad()",
+    ):
         step(x.requires_grad_())
 
 
@@ -220,7 +262,12 @@ def test_a_hook_that_a_trace_would_lose_is_refused(name: str) -> None:
         return x
 
     seen = f"{name} on a tensor [2] inside it, which its trace would lose"
-    with refused(DerivativeError, "weft.shard(f, ...)", seen, "the hook outside, on an argument or on a result"):
+    with refused(
+        DerivativeError,
+        "weft.shard(f, ...)",
+        seen,
+        "the hook outside, on an argument or on a result",
+    ):
         weft.shard(f, TWO, weft.Shard(0), weft.Shard(0))(torch.ones(4, requires_grad=True))
 
 
@@ -249,5 +296,7 @@ def test_detached_values_and_masks_have_no_gradient() -> None:
 def test_what_is_no_function_or_no_mesh() -> None:
     with refused(MeshError, "weft.shard(an int, Mesh(tensor=2), ...)", "f is an int", "a function"):
         weft.shard(cast(Any, 3), TWO, weft.Replicate(), weft.Replicate())
-    with refused(MeshError, "weft.shard(f, 2, ...)", "mesh is an int", "weft.Mesh(tensor=2), or <any>"):
+    with refused(
+        MeshError, "weft.shard(f, 2, ...)", "mesh is an int", "weft.Mesh(tensor=2), or <any>"
+    ):
         weft.shard(f, 2, weft.Replicate(), weft.Replicate())

@@ -1,4 +1,5 @@
-"""What a shard closes over, and what is around its calls: the results are those of the function on the whole."""
+"""What a shard closes over, and what is around its calls: the results are those of the function on
+the whole."""
 
 import contextlib
 import copy
@@ -155,7 +156,8 @@ class _Scale(torch.nn.Module):
 
 
 def _numbers() -> dict[str, tuple[Callable[[Tensor], Tensor], Callable[[float], Any]]]:
-    """For each place of a number outside a function: the function that multiplies by it, and what writes it."""
+    """For each place of a number outside a function: the function that multiplies by it, and what
+    writes it."""
     space, slots, listed, nested = types.SimpleNamespace(), _Slots(), [0.0], {"a": [{"b": 0.0}]}
     module, parts = _Scale(), torch.nn.Sequential(torch.nn.Identity(), _Scale())
     several: set[float] = set()
@@ -198,7 +200,9 @@ def test_a_number_that_it_changes_itself_is_refused() -> None:
         return x * space.parts[0].n
 
     seen = "space.parts[0].n changes from 1 to 2 while it runs, and a replay does not repeat that"
-    with refused(CaptureError, "weft.shard(count, Mesh(tensor=2), ...)", seen, "a tensor in its place<any>"):
+    with refused(
+        CaptureError, "weft.shard(count, Mesh(tensor=2), ...)", seen, "a tensor in its place<any>"
+    ):
         by_rows(count)(X)
     assert space.parts[0].n == 0
 
@@ -214,7 +218,9 @@ def test_what_its_first_run_puts_into_a_cache_is_kept() -> None:
     assert torch.equal(by_rows(cached)(X), X * 3)
 
 
-def test_a_function_that_names_too_much_is_traced_in_each_call(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_function_that_names_too_much_is_traced_in_each_call(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr("weft.transforms.shards.surroundings._MOST_VALUES", 3)
     many = [1.0, 2.0, 3.0, 4.0]
     step = by_rows(lambda x: x * many[3])
@@ -225,9 +231,11 @@ def test_a_function_that_names_too_much_is_traced_in_each_call(monkeypatch: pyte
 
 
 def test_a_trace_leaves_torch_no_object_of_its_thread(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without a GPU, torch's own fake tensors replace the process's guard of devices by an object of the thread, which
-    torch 2.11 reads after the thread's end."""
-    monkeypatch.setattr("torch._C._ensureCUDADeviceGuardSet", lambda: pytest.fail("an object of this thread"))
+    """Without a GPU, torch's own fake tensors replace the process's guard of devices by an object
+    of the thread, which torch 2.11 reads after the thread's end."""
+    monkeypatch.setattr(
+        "torch._C._ensureCUDADeviceGuardSet", lambda: pytest.fail("an object of this thread")
+    )
     assert torch.equal(by_rows(lambda x: x * 2)(X), X * 2)
 
 
@@ -264,7 +272,9 @@ DETACHED: dict[str, Callable[[Tensor], Tensor]] = {
     "inside vmap": lambda x: torch.vmap(lambda y: torch.tanh(y) * y.detach())(x),
     "inside jvp": lambda x: jvp_by_ones(lambda y: torch.tanh(y) * y)(x),
     "inside jvp twice": lambda x: jvp_by_ones(jvp_by_ones(lambda y: torch.tanh(y) * y * 2))(x),
-    "inside jvp twice, of a product": lambda x: jvp_by_ones(jvp_by_ones(lambda y: y * SCALE))(x) + x,
+    "inside jvp twice, of a product": lambda x: (
+        jvp_by_ones(jvp_by_ones(lambda y: y * SCALE))(x) + x
+    ),
 }
 
 
@@ -290,7 +300,8 @@ OF_ONE_LEVEL: dict[str, Callable[[Tensor], Tensor]] = {
 
 @pytest.mark.parametrize("name", OF_ONE_LEVEL)
 def test_a_detached_value_has_the_derivatives_that_torch_gives_it(name: str) -> None:
-    """`x.data` and `x.detach_()` drop those of the innermost transform, `x.detach()` all of them."""
+    """`x.data` and `x.detach_()` drop those of the innermost transform, `x.detach()` all of them.
+    """
     f = OF_ONE_LEVEL[name]
 
     def derivatives(step: Callable[[Tensor], Tensor]) -> list[Tensor]:
@@ -304,7 +315,9 @@ AROUND: dict[str, Callable[[Callable[[Tensor], Tensor]], Tensor]] = {
     "vjp": lambda step: func.vjp(step, X)[1](torch.ones_like(X))[0],
     "jvp": lambda step: func.jvp(step, (X,), (torch.ones_like(X),))[1],
     "vmap": lambda step: func.vmap(step)(torch.stack([X, X + 1])),
-    "jvp in a graph": lambda step: weft.graphify(lambda x: func.jvp(step, (x,), (torch.ones_like(x),))[1])(X),
+    "jvp in a graph": lambda step: weft.graphify(
+        lambda x: func.jvp(step, (x,), (torch.ones_like(x),))[1]
+    )(X),
 }
 
 
@@ -434,7 +447,9 @@ def test_copies_and_compiled_ones_are_the_same_function(name: str) -> None:
 @pytest.mark.parametrize("count", [1, 2])
 def test_a_collective_of_a_constant(count: int) -> None:
     def mean(x: Tensor) -> Tensor:
-        return weft.all_reduce(x.sum(), "tensor") / weft.all_reduce(torch.tensor(float(len(x))), "tensor")
+        return weft.all_reduce(x.sum(), "tensor") / weft.all_reduce(
+            torch.tensor(float(len(x))), "tensor"
+        )
 
     assert weft.shard(mean, weft.Mesh(tensor=count), ROWS, WHOLE)(X).item() == 1.5
 
@@ -468,7 +483,12 @@ def test_a_subclass_of_tensor_is_refused() -> None:
     with refused(CaptureError, "weft.shard(<any>, ...)", seen, instead):
         by_rows(lambda x: x * weight)(X)
     seen = "rank 0 makes a tensor of a subclass of Tensor, which may redefine any operator"
-    with refused(CaptureError, "weft.shard(<any>, ...)", seen, "plain tensors inside, and the subclass around it"):
+    with refused(
+        CaptureError,
+        "weft.shard(<any>, ...)",
+        seen,
+        "plain tensors inside, and the subclass around it",
+    ):
         by_rows(lambda x: (x.as_subclass(Named) * 2).as_subclass(torch.Tensor))(X)
 
 
@@ -550,13 +570,20 @@ def test_results_of_other_kinds_are_refused(f: Any, placement: Any) -> None:
 def test_sizes_that_depend_on_values_are_compared_in_each_call() -> None:
     step = by_rows(lambda x: x[x > 0])
     assert step(X + 1).tolist() == [1, 2, 3, 4]
-    with refused(MeshError, "<any>", "result, placed as Shard(0), is [1] float32 on 'cpu' on rank 0 <any>", "<any>"):
+    with refused(
+        MeshError,
+        "<any>",
+        "result, placed as Shard(0), is [1] float32 on 'cpu' on rank 0 <any>",
+        "<any>",
+    ):
         step(X)
 
 
 def test_a_scalar_is_no_shard() -> None:
     seen = "result['sum'] [] is Shard(0) along 'tensor', and has no dimension 0"
-    instead = "weft.all_reduce(..., 'tensor') and Replicate(); Partial(); or x.reshape(1) for a part each"
+    instead = (
+        "weft.all_reduce(..., 'tensor') and Replicate(); Partial(); or x.reshape(1) for a part each"
+    )
     step = weft.shard(lambda x: {"sum": x.sum()}, TWO, ROWS, ROWS)
     with refused(MeshError, "weft.shard(<any>, Mesh(tensor=2), ...)", seen, instead):
         step(X)
@@ -575,7 +602,9 @@ def test_a_result_that_is_an_argument_on_one_rank_alone_is_compared_in_each_call
 
     step = weft.shard(f, TWO, WHOLE, WHOLE)
     assert step(torch.ones(2)).tolist() == [1, 1]
-    with refused(MeshError, "<any>", "result is Replicate() along 'tensor', and ranks 0 and 1 <any>", "<any>"):
+    with refused(
+        MeshError, "<any>", "result is Replicate() along 'tensor', and ranks 0 and 1 <any>", "<any>"
+    ):
         step(torch.full((2,), 3.0))
 
 
@@ -585,7 +614,12 @@ def test_replicas_are_found_beside_results_of_other_structures() -> None:
         return [x] * (rank + 1), x * (rank + 1)
 
     placed = (weft.PerRank(), WHOLE)
-    with refused(MeshError, "<any>", "result[1] is Replicate() along 'tensor', and ranks 0 and 1 <any>", "<any>"):
+    with refused(
+        MeshError,
+        "<any>",
+        "result[1] is Replicate() along 'tensor', and ranks 0 and 1 <any>",
+        "<any>",
+    ):
         weft.shard(f, TWO, ROWS, placed)(torch.ones(4))
 
 
@@ -606,7 +640,8 @@ def test_every_first_call_is_drawn(first: str) -> None:
     assert find(surrounded.surrounded_shards(), lambda case: case.first == first).first == first
 
 
-# Planted bugs ---------------------------------------------------------------------------------------------------------
+# Planted bugs
+# ---------------------------------------------------------------------------------------------------------
 
 _SHARD, _TRACING = "weft.transforms.shards.shard", "weft.transforms.shards.tracing"
 _blank = tracing._blank
@@ -643,8 +678,12 @@ def with_its_traces(self: Sharded) -> dict[str, Any]:
     return {**vars(self)}
 
 
-def case_of(*code: str, first: str = "a plain call", later: str = "a plain call") -> SurroundedShard:
-    return SurroundedShard(code, num_ranks=2, holder="an entry of a dict", first=first, later=(later,), rows=2)
+def case_of(
+    *code: str, first: str = "a plain call", later: str = "a plain call"
+) -> SurroundedShard:
+    return SurroundedShard(
+        code, num_ranks=2, holder="an entry of a dict", first=first, later=(later,), rows=2
+    )
 
 
 PLANTED: dict[str, tuple[Callable[[], AbstractContextManager[Any]], SurroundedShard]] = {
@@ -699,7 +738,8 @@ def test_planted_bugs_show_in_drawn_surroundings(name: str) -> None:
 
 
 def test_a_call_that_torch_compiles_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Other code is not marked as what the compiler passes over: it looks into the call, and finds that."""
+    """Other code is not marked as what the compiler passes over: it looks into the call, and finds
+    that."""
     code = Sharded.__call__.__code__.replace(co_name="compiled")
     looked = list[str]()
 
@@ -721,7 +761,8 @@ def test_a_call_that_torch_compiles_is_found(monkeypatch: pytest.MonkeyPatch) ->
     assert compiled() > 0
 
 
-# Results of each rank -------------------------------------------------------------------------------------------------
+# Results of each rank
+# -------------------------------------------------------------------------------------------------
 
 
 def check_results(case: RankResults) -> None:
@@ -746,13 +787,17 @@ def test_every_placement_of_a_result_is_drawn(kind: type) -> None:
 
 
 @pytest.mark.parametrize("check", ["_refuse_missing", "refuse_unlike"])
-def test_planted_results_without_a_check_are_found(check: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_planted_results_without_a_check_are_found(
+    check: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(f"weft.transforms.shards.results.{check}", lambda *_: None)
 
     def differs(case: RankResults) -> bool:
         try:
             check_results(case)
-        except BaseException:  # a raw error of torch, or pytest's own, for a call that does not raise
+        except (
+            BaseException
+        ):  # a raw error of torch, or pytest's own, for a call that does not raise
             return True
         return False
 
@@ -794,7 +839,9 @@ def test_a_function_with_rules_of_its_own_is_refused_under_them(name: str) -> No
     seen = "the autograd.Function Ruled under a transform of torch.func, which would lose its rule"
     step = by_rows(lambda x: Ruled.apply(x))
     assert step(X).tolist() == X.tolist()
-    with refused(DerivativeError, "weft.shard(<any>, ...)", seen, "the transform inside the shard: <any>"):
+    with refused(
+        DerivativeError, "weft.shard(<any>, ...)", seen, "the transform inside the shard: <any>"
+    ):
         AROUND_RULES[name](step)
 
 
@@ -813,7 +860,9 @@ BACKWARDS: dict[str, Callable[[Tensor, Tensor], Any]] = {
 def test_backward_inside_is_refused(name: str) -> None:
     weight = torch.ones(2, requires_grad=True)
     seen = "backward() inside it, whose gradient of a tensor [2] its trace would lose"
-    with refused(DerivativeError, "weft.shard(<any>, ...)", seen, "torch.autograd.grad inside it; <any>"):
+    with refused(
+        DerivativeError, "weft.shard(<any>, ...)", seen, "torch.autograd.grad inside it; <any>"
+    ):
         by_rows(lambda x: (BACKWARDS[name](x, weight), x * 1)[1])(X)
     assert weight.grad is None
     slope = by_rows(lambda x: torch.autograd.grad((weight * x).sum(), weight)[0])
@@ -876,15 +925,23 @@ class Scale:
     factor = 2.0
 
 
-@pytest.mark.parametrize("value", [Scale(), torch.nn.Dropout(), {1, 2}, bytearray(b"a"), len], ids=kind_of)
+@pytest.mark.parametrize(
+    "value", [Scale(), torch.nn.Dropout(), {1, 2}, bytearray(b"a"), len], ids=kind_of
+)
 def test_an_object_that_may_change_is_no_argument(value: Any) -> None:
     """A trace would keep what it was at the first call."""
-    seen = f"args[1]['own'] is {kind_of(value)}, which is neither a tensor, a plain value nor a pytree"
+    seen = (
+        f"args[1]['own'] is {kind_of(value)}, which is neither a tensor, a plain value nor a pytree"
+    )
     with refused(CaptureError, "weft.shard(<any>, <any>...)", seen, "<any>"):
         weft.shard(lambda x, own: x, TWO, ROWS, weft.Replicate())(X, {"own": value})
 
 
-@pytest.mark.parametrize("value", [2, 2.0, "sum", None, torch.float32, slice(1), (1, "a")], ids=repr)
+@pytest.mark.parametrize(
+    "value", [2, 2.0, "sum", None, torch.float32, slice(1), (1, "a")], ids=repr
+)
 def test_a_plain_value_is_an_argument(value: Any) -> None:
-    step = weft.shard(lambda x, own: x * 2 if own == value else x, TWO, (ROWS, weft.Replicate()), ROWS)
+    step = weft.shard(
+        lambda x, own: x * 2 if own == value else x, TWO, (ROWS, weft.Replicate()), ROWS
+    )
     assert step(X, value).tolist() == (X * 2).tolist()

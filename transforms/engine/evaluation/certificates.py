@@ -1,4 +1,5 @@
-"""`Certificate`: what fixes the bits of a completion, so that anybody can compute it again, and see."""
+"""`Certificate`: what fixes the bits of a completion, so that anybody can compute it again, and
+see."""
 
 import json
 import weakref
@@ -23,17 +24,19 @@ from weft.transforms.pipelines.transports import Transport
 
 FORMAT = "weft certificate 1"
 _UNSAID = "logprobs", "prompt_logprobs", "n"
-"""Fields of sampling parameters that change no token, or that are those of one completion among several."""
+"""Fields of sampling parameters that change no token, or that are those of one completion among
+several."""
 
 
 @attrs.frozen(kw_only=True, repr=False)
 class Certificate(Tabled):
-    """A completion, and all that its bits depend on, if the model is batch invariant. It prints as a table, and is kept
-    as JSON: `save` and `load` are for one, `save_all` and `load_all` for the lines of a file, as `weft generate
-    --certificates` writes them.
+    """A completion, and all that its bits depend on, if the model is batch invariant. It prints as
+    a table, and is kept as JSON: `save` and `load` are for one, `save_all` and `load_all` for the
+    lines of a file, as `weft generate --certificates` writes them.
 
-    It does not prove that functions of one's own in the stages are batch invariant: two completions that are verified
-    together may be equal where each alone is not. `weft.proofs.check(f, given, batch_invariant=True)` looks for that.
+    It does not prove that functions of one's own in the stages are batch invariant: two completions
+    that are verified together may be equal where each alone is not. `weft.proofs.check(f, given,
+    batch_invariant=True)` looks for that.
 
     Args:
         prompt: the token ids.
@@ -42,11 +45,12 @@ class Certificate(Tabled):
         adapter: a digest of the matrices of its LoRA adapter; None: the model alone.
         token_ids, logprobs, finish_reason: the completion.
         weights: a digest of all weights, byte for byte.
-        program: a digest of the configuration, and of functions of one's own in the stages: of their compiled code, and
-            of the values that they close over and read, tensors among them. It names the types of values that have no
-            digest, such as a lock. Operators that one registers with torch, and extensions in C, are not in it.
-        tokenizer: a digest of the tokenizer, if texts end the completion or are kept out of it (`stop`, `bad_words`);
-            None: no bit depends on it.
+        program: a digest of the configuration, and of functions of one's own in the stages: of
+            their compiled code, and of the values that they close over and read, tensors among
+            them. It names the types of values that have no digest, such as a lock. Operators that
+            one registers with torch, and extensions in C, are not in it.
+        tokenizer: a digest of the tokenizer, if texts end the completion or are kept out of it
+            (`stop`, `bad_words`); None: no bit depends on it.
         versions: of weft (with a digest of its source), Python, torch and triton; and the device.
     """
 
@@ -74,7 +78,9 @@ class Certificate(Tabled):
         fields = attrs.fields(SamplingParams)
         given = {f.name: getattr(self.sampling, f.name) for f in fields}
         default = SamplingParams(temperature=0.0)
-        own["sampling"] = {name: x for name, x in given.items() if x != getattr(default, name) or name == "seed"}
+        own["sampling"] = {
+            name: x for name, x in given.items() if x != getattr(default, name) or name == "seed"
+        }
         return json.dumps({"format": FORMAT, **own})
 
     def save(self, path: Path | str) -> None:
@@ -95,7 +101,9 @@ class Certificate(Tabled):
         call = f"weft.Certificate.load({str(path)!r})"
         found, *others = _read(path, call)
         if others:
-            raise RequestError(call, f"{1 + len(others)} certificates", f"weft.Certificate.load_all({str(path)!r})")
+            raise RequestError(
+                call, f"{1 + len(others)} certificates", f"weft.Certificate.load_all({str(path)!r})"
+            )
         return found
 
     @staticmethod
@@ -112,7 +120,8 @@ class Certificate(Tabled):
         """Read all certificates of a file, one per line.
 
         Raises:
-            ConfigError, RequestError: the file cannot be read, or one of its lines is not a certificate.
+            ConfigError, RequestError: the file cannot be read, or one of its lines is not a
+                certificate.
         """
         return _read(path, f"weft.Certificate.load_all({str(path)!r})")
 
@@ -133,17 +142,29 @@ class Certificate(Tabled):
             fields.refuse(f"{strange[0]!r:.60}", f"{_FORM}: {', '.join(sorted(known))}")
         for name in sorted(known - {*_OPTIONAL}):
             fields.check(name in fields.raw, name, _FORM)
-        texts: dict[str, Any] = {name: fields.value(name, None, _is_text, "a text") for name in _TEXTS}
-        prompt, token_ids = (tuple(fields.items(name, int, "a list of token ids")) for name in ("prompt", "token_ids"))
-        logprobs = fields.value("logprobs", None, _are_numbers, "a list of numbers, one for each of token_ids")
-        fields.check(len(logprobs) == len(token_ids), "logprobs", "one number for each of token_ids")
+        texts: dict[str, Any] = {
+            name: fields.value(name, None, _is_text, "a text") for name in _TEXTS
+        }
+        prompt, token_ids = (
+            tuple(fields.items(name, int, "a list of token ids"))
+            for name in ("prompt", "token_ids")
+        )
+        logprobs = fields.value(
+            "logprobs", None, _are_numbers, "a list of numbers, one for each of token_ids"
+        )
+        fields.check(
+            len(logprobs) == len(token_ids), "logprobs", "one number for each of token_ids"
+        )
         return cls(
             prompt=prompt,
             token_ids=token_ids,
             **texts,
             logprobs=tuple(map(float, logprobs)),
             max_tokens=fields.integer("max_tokens", None),
-            **{name: fields.value(name, None, lambda x: x is None or _is_text(x), _DIGEST) for name in _OPTIONAL},
+            **{
+                name: fields.value(name, None, lambda x: x is None or _is_text(x), _DIGEST)
+                for name in _OPTIONAL
+            },
             sampling=_read_sampling(fields),
             versions=fields.value("versions", None, _are_texts, "an object of texts"),
         )
@@ -151,9 +172,15 @@ class Certificate(Tabled):
     def table(self) -> Table:
         """A table of what it holds."""
         done = f"{counted(len(self.token_ids), 'token')}, {self.finish_reason}"
-        rows = {"prompt": counted(len(self.prompt), "token"), "completion": done, "sampling": repr(self.sampling)}
+        rows = {
+            "prompt": counted(len(self.prompt), "token"),
+            "completion": done,
+            "sampling": repr(self.sampling),
+        }
         rows |= {"adapter": self.adapter} if self.adapter else {}
-        return Table.of({"": name, "value": value} for name, value in {**rows, **self.facts}.items())
+        return Table.of(
+            {"": name, "value": value} for name, value in {**rows, **self.facts}.items()
+        )
 
 
 def _read(path: Path | str, call: str) -> list[Certificate]:
@@ -168,7 +195,9 @@ def _write(path: Path | str, certificates: Iterable[Certificate], call: str) -> 
         Path(path).write_text(text, encoding="utf-8")
     except (OSError, ValueError) as error:
         seen = f"{getattr(error, 'strerror', error)}: {path!s:.300}"
-        raise RequestError(call, seen, "a file that can be written, in a folder that exists") from error
+        raise RequestError(
+            call, seen, "a file that can be written, in a folder that exists"
+        ) from error
 
 
 _FORM = "what completion.certificate().save(path) writes"
@@ -203,20 +232,34 @@ def _read_sampling(fields: Fields) -> SamplingParams:
     given = dict(fields.value("sampling", None, lambda x: isinstance(x, Mapping), "an object"))
     known = {field.name for field in attrs.fields(SamplingParams)} - {*_UNSAID}
     if strange := given.keys() - known:
-        fields.refuse(f"sampling.{min(strange):.60}", f"fields of weft.SamplingParams, without {', '.join(_UNSAID)}")
-    fields.check(is_int(given.get("seed"), -(2**63), 2**63 - 1), "sampling", "it has the seed, a whole number")
+        fields.refuse(
+            f"sampling.{min(strange):.60}",
+            f"fields of weft.SamplingParams, without {', '.join(_UNSAID)}",
+        )
+    fields.check(
+        is_int(given.get("seed"), -(2**63), 2**63 - 1),
+        "sampling",
+        "it has the seed, a whole number",
+    )
     try:
-        bias = {int(token): value for token, value in given.pop("logit_bias", {}).items() if _is_id(token)}
+        bias = {
+            int(token): value
+            for token, value in given.pop("logit_bias", {}).items()
+            if _is_id(token)
+        }
         return SamplingParams(**{"temperature": 0.0, **given, "logit_bias": bias})
     except (RequestError, TypeError, ValueError, AttributeError) as error:
-        seen, instead = getattr(error, "seen", str(error)), getattr(error, "instead", "what weft.SamplingParams takes")
+        seen, instead = (
+            getattr(error, "seen", str(error)),
+            getattr(error, "instead", "what weft.SamplingParams takes"),
+        )
         fields.refuse(f"sampling with {seen:.200}", instead)
 
 
 @attrs.define
 class Provenance:
-    """The model and the request that made a completion. It does not keep the model alive, and is not pickled. Any two
-    are equal, so that equal completions are.
+    """The model and the request that made a completion. It does not keep the model alive, and is
+    not pickled. Any two are equal, so that equal completions are.
 
     Args:
         model: the model that made it.
@@ -242,30 +285,45 @@ def certify(provenance: Provenance | None, completion: Any) -> Certificate:
     """The certificate of a completion: `Completion.certificate`."""
     call = "completion.certificate()"
     if provenance is None:
-        seen, instead = "a completion that no model of this process made", "one that weft.generate(model, ...) returned"
+        seen, instead = (
+            "a completion that no model of this process made",
+            "one that weft.generate(model, ...) returned",
+        )
         raise RequestError(call, seen, instead)
     model, request = provenance.model(), provenance.request
     if model is None:
-        raise RequestError(call, "its model is gone", "keep the model until the certificate is made")
+        raise RequestError(
+            call, "its model is gone", "keep the model until the certificate is made"
+        )
     if not model.functions.batch_invariant:
         seen = "a model that is not batch invariant: the bits of a completion depend on what else was in its batch"
         raise RequestError(call, seen, "weft.load(path, batch_invariant=True)")
     if completion.error is not None:
-        raise RequestError(call, f"a completion that ended with an error: {completion.error.seen}", "one that did not")
+        raise RequestError(
+            call,
+            f"a completion that ended with an error: {completion.error.seen}",
+            "one that did not",
+        )
     others = {
-        "embeddings or positions of its own": EMBEDDED in request.prompt or request.given is not None,
+        "embeddings or positions of its own": EMBEDDED in request.prompt
+        or request.given is not None,
         "inputs of its own for the model's stages": request.extras is not None,
         "a mask": request.is_masked and not provenance.sampling.bad_words,
     }
     if any(others.values()):
         seen = f"a request with {next(name for name, has in others.items() if has)}, which no certificate holds"
         raise RequestError(call, seen, "a request of token ids and sampling parameters alone")
-    kinds = "weights that were changed since", "functions, or values that they read, which were changed since"
+    kinds = (
+        "weights that were changed since",
+        "functions, or values that they read, which were changed since",
+    )
     for kind, own, then in zip(kinds, seen_of(model), provenance.seen, strict=True):
         if own != then:
             raise RequestError(call, kind, "completion.certificate() before they change")
     weights, program, versions = facts_of(model, provenance.transport)
-    sampling = attrs.evolve(provenance.sampling, seed=request.sampling.seed, logprobs=None, prompt_logprobs=None, n=1)
+    sampling = attrs.evolve(
+        provenance.sampling, seed=request.sampling.seed, logprobs=None, prompt_logprobs=None, n=1
+    )
     return Certificate(
         prompt=request.prompt,
         max_tokens=request.max_tokens,

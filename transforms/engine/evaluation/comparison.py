@@ -1,5 +1,5 @@
-"""`trace_run`, `compare_runs` and `compare_alone`: a model's run in one way, and how far two runs differ after every
-step."""
+"""`trace_run`, `compare_runs` and `compare_alone`: a model's run in one way, and how far two runs
+differ after every step."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from time import perf_counter
@@ -29,8 +29,8 @@ TABLES = (
 """The parts of a state that are equal on all stages."""
 
 TOLERANCE = 1e-4
-"""Absolute, in float32, between ways whose matrix products have other shapes. In equal shapes the bits are equal, and
-those of a batch-invariant model always are."""
+"""Absolute, in float32, between ways whose matrix products have other shapes. In equal shapes the
+bits are equal, and those of a batch-invariant model always are."""
 
 
 _SIZES = "logits", "KV pages"
@@ -61,7 +61,8 @@ class TracedStep:
         tokens: [2, num_reqs], the row and the token of each request in the batch.
         logits: [num_reqs, vocab_size].
         kv_pages: of all layers, those of the stages concatenated.
-        tables: [num_stages, num_bytes], the parts of each stage's state that describe the requests (`TABLES`).
+        tables: [num_stages, num_bytes], the parts of each stage's state that describe the requests
+            (`TABLES`).
     """
 
     descriptor: BatchDescriptor
@@ -97,13 +98,21 @@ class RunTrace(Tabled):
         """Over the decode steps, without the first of each batch class; None if there is none."""
         met = {step.descriptor: step for step in reversed(self.steps)}
         steady = [s for s in self.steps if s.descriptor.is_uniform and met[s.descriptor] is not s]
-        return sum(s.descriptor.num_reqs for s in steady) / sum(s.seconds for s in steady) if steady else None
+        return (
+            sum(s.descriptor.num_reqs for s in steady) / sum(s.seconds for s in steady)
+            if steady
+            else None
+        )
 
     @property
     def row(self) -> dict[str, Any]:
         """The way, its tokens per second, and its calls, in words."""
         rate = self.tokens_per_second
-        return {"way": self.way.name, "tokens/s": None if rate is None else f"{rate:,.0f}", **self.calls}
+        return {
+            "way": self.way.name,
+            "tokens/s": None if rate is None else f"{rate:,.0f}",
+            **self.calls,
+        }
 
     def table(self) -> Table:
         """A table of one row."""
@@ -118,8 +127,10 @@ class RunComparison(Tabled):
         way, against: those of the two runs.
         steps: compared steps, up to the first one whose tokens differ.
         tokens: whether all tokens are identical.
-        tables: whether the request tables of all stages are bitwise equal; None: they were not compared.
-        sizes: the largest absolute difference of the logits, and of the KV pages if they were compared.
+        tables: whether the request tables of all stages are bitwise equal; None: they were not
+            compared.
+        sizes: the largest absolute difference of the logits, and of the KV pages if they were
+            compared.
         bitwise: whether these are bitwise equal.
         allowed: the difference that they may have.
     """
@@ -135,7 +146,8 @@ class RunComparison(Tabled):
 
     @property
     def row(self) -> dict[str, str]:
-        """The ways, what is equal, the largest differences and those allowed, and the verdict, in words."""
+        """The ways, what is equal, the largest differences and those allowed, and the verdict, in
+        words."""
         words = {True: "equal", False: "DIFFER", None: ""}
         return {
             "way": self.way.name,
@@ -164,7 +176,9 @@ class RunComparison(Tabled):
             yield "zeros differ in sign"
 
 
-def trace_run(model: Model, way: Way, prompts: Sequence[Sequence[int]], max_tokens: int) -> RunTrace:
+def trace_run(
+    model: Model, way: Way, prompts: Sequence[Sequence[int]], max_tokens: int
+) -> RunTrace:
     """Generate greedily in one way, and keep the results of every step.
 
     Args:
@@ -179,7 +193,11 @@ def trace_run(model: Model, way: Way, prompts: Sequence[Sequence[int]], max_toke
     >>> list(compare_runs(graphs, eager).faults())
     []
     """
-    check_values(f"trace_run(model, way, prompts, {max_tokens!r})", {"max_tokens": COUNT}, {"max_tokens": max_tokens})
+    check_values(
+        f"trace_run(model, way, prompts, {max_tokens!r})",
+        {"max_tokens": COUNT},
+        {"max_tokens": max_tokens},
+    )
     limits = Limits(len(prompts), sum(map(len, prompts)))
     runner = make_runner(model, limits, num_stages=way.num_stages, mode=way.mode, keep_logits=True)
     state = make_state(model, runner.layouts, [len(ids) + max_tokens for ids in prompts])
@@ -193,7 +211,11 @@ def trace_run(model: Model, way: Way, prompts: Sequence[Sequence[int]], max_toke
             generated[row].append(token)
         steps.append(_keep(batch, out, state, perf_counter() - start))
         ends = model.config.eos_token_ids
-        rows = [row for row in rows if len(generated[row]) < max_tokens and generated[row][-1] not in ends]
+        rows = [
+            row
+            for row in rows
+            if len(generated[row]) < max_tokens and generated[row][-1] not in ends
+        ]
         batch = Batch.decode(rows, device=model.device) if rows else batch
     own = tuple(steps), generated, _calls(runner, steps), model.functions.batch_invariant
     return RunTrace(way, [[*ids] for ids in prompts], *own)
@@ -201,7 +223,10 @@ def trace_run(model: Model, way: Way, prompts: Sequence[Sequence[int]], max_toke
 
 def _keep(batch: Batch, out: Output, state: Sequence[State], seconds: float) -> TracedStep:
     assert out.logits is not None
-    tables = [[x.flatten().view(torch.uint8) for name, x in leaves_with_names(s) if name in TABLES] for s in state]
+    tables = [
+        [x.flatten().view(torch.uint8) for name, x in leaves_with_names(s) if name in TABLES]
+        for s in state
+    ]
     kept = TracedStep(
         batch.descriptor,
         seconds,
@@ -211,12 +236,15 @@ def _keep(batch: Batch, out: Output, state: Sequence[State], seconds: float) -> 
         torch.stack([torch.cat(parts) for parts in tables]),
     )
     if out.logits.is_cuda:
-        torch.cuda.synchronize(out.logits.device)  # the next step's time is to be without the copies
+        torch.cuda.synchronize(
+            out.logits.device
+        )  # the next step's time is to be without the copies
     return kept
 
 
 def _calls(runner: Runner, steps: Sequence[TracedStep]) -> dict[str, int]:
-    """Captures, replays and eager calls: of the whole step, or of each stage on each micro-batch."""
+    """Captures, replays and eager calls: of the whole step, or of each stage on each micro-batch.
+    """
     infos, stages = [graph.cache_info() for graph in runner.graphs], len(runner.layouts)
     eager = 0 if infos else sum(stages * min(stages, step.descriptor.num_reqs) for step in steps)
     return {
@@ -230,16 +258,21 @@ def compare_runs(trace: RunTrace, reference: RunTrace) -> RunComparison:
     """Compare two runs up to the first step whose tokens differ: later steps have different inputs.
 
     Args:
-        trace, reference: runs of one model, from the same prompts. Their bits have to be equal if both compute in the
-            same shapes, which the number of stages decides, or if the model is batch invariant.
+        trace, reference: runs of one model, from the same prompts. Their bits have to be equal if
+            both compute in the same shapes, which the number of stages decides, or if the model is
+            batch invariant.
 
     Raises:
         RequestError: runs of different prompts.
     """
     if trace.prompts != reference.prompts:
         seen = f"{trace.prompts!r:.80} and {reference.prompts!r:.80}"
-        raise RequestError("compare_runs(trace, reference)", f"prompts {seen}", "two runs from the same prompts")
-    same = [torch.equal(a.tokens, b.tokens) for a, b in zip(trace.steps, reference.steps, strict=False)]
+        raise RequestError(
+            "compare_runs(trace, reference)", f"prompts {seen}", "two runs from the same prompts"
+        )
+    same = [
+        torch.equal(a.tokens, b.tokens) for a, b in zip(trace.steps, reference.steps, strict=False)
+    ]
     steps = same.index(False) + 1 if False in same else len(same)
     pairs = [*zip(trace.steps[:steps], reference.steps[:steps], strict=True)]
     values = {
@@ -259,8 +292,9 @@ def compare_runs(trace: RunTrace, reference: RunTrace) -> RunComparison:
 
 
 def compare_alone(trace: RunTrace, alone: Sequence[RunTrace]) -> RunComparison:
-    """Compare a run of several prompts with runs of each of them alone: their tokens, and their logits up to the first
-    token that differs. If the model is batch invariant, the bits have to be equal.
+    """Compare a run of several prompts with runs of each of them alone: their tokens, and their
+    logits up to the first token that differs. If the model is batch invariant, the bits have to be
+    equal.
 
     Args:
         trace: a run.
@@ -274,7 +308,11 @@ def compare_alone(trace: RunTrace, alone: Sequence[RunTrace]) -> RunComparison:
         raise RequestError("compare_alone(trace, alone)", seen, "a run of each of the prompts")
     pairs = list[tuple[Tensor, Tensor]]()
     for row, own in enumerate(alone):
-        together = [step.logits[step.tokens[0] == row] for step in trace.steps if (step.tokens[0] == row).any()]
+        together = [
+            step.logits[step.tokens[0] == row]
+            for step in trace.steps
+            if (step.tokens[0] == row).any()
+        ]
         tokens = zip(trace.token_ids[row], own.token_ids[0], strict=False)
         same = next((i + 1 for i, (a, b) in enumerate(tokens) if a != b), len(together))
         pairs += [(a, b.logits) for a, b in zip(together[:same], own.steps[:same], strict=False)]
@@ -297,9 +335,12 @@ def _differences(values: Mapping[str, Sequence[tuple[Tensor, Tensor]]]) -> dict[
     """The largest difference of each kind of values, and whether all are bitwise equal."""
     return {
         "sizes": {
-            name: float(torch.stack([(a - b).abs().max() for a, b in own]).max()) for name, own in values.items()
+            name: float(torch.stack([(a - b).abs().max() for a, b in own]).max())
+            for name, own in values.items()
         },
         "bitwise": all(
-            torch.equal(a.view(torch.uint8), b.view(torch.uint8)) for own in values.values() for a, b in own
+            torch.equal(a.view(torch.uint8), b.view(torch.uint8))
+            for own in values.values()
+            for a, b in own
         ),
     }

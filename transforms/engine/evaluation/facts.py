@@ -1,4 +1,5 @@
-"""Digests of a model's weights and program, and the versions that run it: all but a request on which bits depend."""
+"""Digests of a model's weights and program, and the versions that run it: all but a request on
+which bits depend."""
 
 import hashlib
 import platform
@@ -34,9 +35,9 @@ _BYTES = 2**26
 
 
 def facts_of(model: Model, transport: Transport) -> tuple[str, str, dict[str, str]]:
-    """The digests of a model's weights and of its program, and the versions, with the leaves that sums are cut into,
-    or the number of ranks that share its layers, where bits depend on it. With parts in other processes, every rank
-    makes the call."""
+    """The digests of a model's weights and of its program, and the versions, with the leaves that
+    sums are cut into, or the number of ranks that share its layers, where bits depend on it. With
+    parts in other processes, every rank makes the call."""
     found, ranks, leaves = versions(model.device), model.shard[1], model.functions.reduction_leaves
     if leaves > 1:
         found["sums"] = f"cut into {leaves} leaves"
@@ -46,8 +47,9 @@ def facts_of(model: Model, transport: Transport) -> tuple[str, str, dict[str, st
 
 
 def seen_of(model: Model) -> tuple[str, str]:
-    """A mark that shows later changes of a model's weights, and of its functions: the in-place changes that torch has
-    counted, and four values of each tensor; for a batch-invariant model, since others have no certificates."""
+    """A mark that shows later changes of a model's weights, and of its functions: the in-place
+    changes that torch has counted, and four values of each tensor; for a batch-invariant model,
+    since others have no certificates."""
     if not model.functions.batch_invariant:
         return "", ""
     return _glance(dict(_tensors(model))), digest_program(model, lambda x: _glance({"": x}))
@@ -58,8 +60,8 @@ def _glance(tensors: dict[str, Tensor]) -> str:
 
 
 def digest_weights(model: Model, transport: Transport) -> str:
-    """A digest of the bytes of all weights of a model, and of those beside it. It is of the whole model, however ranks
-    share it, and every rank makes the call."""
+    """A digest of the bytes of all weights of a model, and of those beside it. It is of the whole
+    model, however ranks share it, and every rank makes the call."""
     digests, pending = dict[str, str](), deque[tuple[str, Future[str]]]()
     with ThreadPoolExecutor() as pool:  # hashing lets other threads run
         for name, x in _whole_tensors(model, transport):
@@ -78,7 +80,8 @@ def _ended(pending: deque[tuple[str, Future[str]]]) -> dict[str, str]:
 
 
 def _whole_tensors(model: Model, transport: Transport) -> Iterator[tuple[str, Tensor]]:
-    """The tensors of a stage, put together from those of the ranks that share it, one after another."""
+    """The tensors of a stage, put together from those of the ranks that share it, one after
+    another."""
     index, count = model.shard
     if not isinstance(transport, Distributed) or count == 1:
         yield from _tensors(model)
@@ -86,7 +89,8 @@ def _whole_tensors(model: Model, transport: Transport) -> Iterator[tuple[str, Te
     first = transport.rank - index
     among = AllGather(tuple(range(first, first + count)))
     whole, *own = (
-        dict(stage_fields(model.config, model.layout, share)) for share in (WHOLE, *((i, count) for i in range(count)))
+        dict(stage_fields(model.config, model.layout, share))
+        for share in (WHOLE, *((i, count) for i in range(count)))
     )
     for name, x in _tensors(model):
         path = "embed_tokens" if name == "lm_head" and name not in whole else name
@@ -103,10 +107,14 @@ def digest(tree: Any) -> str:
 
 
 def _tensors(model: Model) -> Iterator[tuple[str, Tensor]]:
-    """The weights that run, with names that do not depend on the split, those of models beside it, and the defaults of
-    what functions of one's own read."""
+    """The weights that run, with names that do not depend on the split, those of models beside it,
+    and the defaults of what functions of one's own read."""
     params = model.params
-    for name, x in (("embed_tokens", params.embed_tokens), ("norm", params.norm), ("lm_head", params.head)):
+    for name, x in (
+        ("embed_tokens", params.embed_tokens),
+        ("norm", params.norm),
+        ("lm_head", params.head),
+    ):
         if x is not None:
             yield name, x
     for layer in model.params.layers:
@@ -141,8 +149,8 @@ def _short(lines: Iterable[str]) -> str:
 
 
 def digest_program(model: Model, of_tensor: Callable[[Tensor], str] = _digest_tensor) -> str:
-    """A digest of the program of a model: of its configuration, and of functions of one's own in its stages, with the
-    values that they read. It names the types of values that have no digest."""
+    """A digest of the program of a model: of its configuration, and of functions of one's own in
+    its stages, with the values that they read. It names the types of values that have no digest."""
     facts = {name: value for name, value in model.facts.items() if name != "weights"}
     functions, undigested = digest_functions(model, of_tensor)
     found = _short([*(f"{name}: {value}\n" for name, value in facts.items()), functions])
@@ -150,8 +158,8 @@ def digest_program(model: Model, of_tensor: Callable[[Tensor], str] = _digest_te
 
 
 def digest_tokenizer(model: Model, sampling: SamplingParams) -> str | None:
-    """A digest of the tokenizer of a model, if a completion depends on it: `stop` compares texts, and `bad_words` bars
-    the tokens of some. Otherwise all is token ids."""
+    """A digest of the tokenizer of a model, if a completion depends on it: `stop` compares texts,
+    and `bad_words` bars the tokens of some. Otherwise all is token ids."""
     if model.tokenizer is None or not (sampling.stop or sampling.bad_words):
         return None
     return _short([model.tokenizer.to_str()])
@@ -160,7 +168,11 @@ def digest_tokenizer(model: Model, sampling: SamplingParams) -> str | None:
 def versions(device: torch.device) -> dict[str, str]:
     """The versions of weft, Python, torch and triton, and the device."""
     on_cuda = device.type == "cuda"
-    name = torch.cuda.get_device_name(device) if on_cuda else f"cpu, {torch.backends.cpu.get_cpu_capability()}"
+    name = (
+        torch.cuda.get_device_name(device)
+        if on_cuda
+        else f"cpu, {torch.backends.cpu.get_cpu_capability()}"
+    )
     found = {"weft": f"{__version__}, source {_digest_sources()}", "torch": torch.__version__}
     found["python"] = ".".join(platform.python_version_tuple()[:2])
     if on_cuda:
@@ -172,7 +184,13 @@ def versions(device: torch.device) -> dict[str, str]:
 def _digest_sources() -> str:
     """A digest of the files of weft that compute, kernels and tables of tiles among them."""
     root = Path(__file__).parents[3]
-    found = [path for name in ("ops", "stages", "torchapi", "transforms") for path in (root / name).rglob("*")]
+    found = [
+        path
+        for name in ("ops", "stages", "torchapi", "transforms")
+        for path in (root / name).rglob("*")
+    ]
     found += root.glob("*.py")
     files = sorted(path for path in found if path.suffix in (".py", ".json"))
-    return _short(f"{file.relative_to(root)} {file.read_text(encoding='utf-8')}\n" for file in files)[7:19]
+    return _short(
+        f"{file.relative_to(root)} {file.read_text(encoding='utf-8')}\n" for file in files
+    )[7:19]

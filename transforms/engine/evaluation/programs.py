@@ -1,8 +1,9 @@
-"""`digest_functions`: a digest of the functions of one's own in a model, and of all values that they read.
+"""`digest_functions`: a digest of the functions of one's own in a model, and of all values that
+they read.
 
-Ranks compare the text of their sources (`weft.transforms.pipelines.transports.agreement`), and leave out what may
-differ from rank to rank. A certificate has to tell apart two programs of the same text: it has the values, and what
-each function is compiled to.
+Ranks compare the text of their sources (`weft.transforms.pipelines.transports.agreement`), and
+leave out what may differ from rank to rank. A certificate has to tell apart two programs of the
+same text: it has the values, and what each function is compiled to.
 """
 
 import copyreg
@@ -40,7 +41,19 @@ from weft.stages.model import Model
 from weft.transforms.graphs.graphified import Graphified
 from weft.trees import OF_THIS_PROCESS
 
-_PLAIN = (int, float, complex, str, bytes, bool, type(None), type(...), type(NotImplemented), torch.dtype, torch.Size)
+_PLAIN = (
+    int,
+    float,
+    complex,
+    str,
+    bytes,
+    bool,
+    type(None),
+    type(...),
+    type(NotImplemented),
+    torch.dtype,
+    torch.Size,
+)
 _COVERED = {*sys.stdlib_module_names, "torch", "weft"}
 """The packages whose versions are in every certificate."""
 _METHODS = (FunctionType, staticmethod, classmethod, property, functools.cached_property)
@@ -51,11 +64,13 @@ TensorDigest = Callable[[Tensor], str]
 
 
 def digest_functions(model: Model, of_tensor: TensorDigest) -> tuple[str, list[str]]:
-    """A digest of the functions of one's own in a model's stages. It depends neither on the process nor on the split.
+    """A digest of the functions of one's own in a model's stages. It depends neither on the process
+    nor on the split.
 
-    Functions count as compiled code, with their defaults, what they close over, and the variables of their module that
-    they read; objects by their class and state; tensors by `of_tensor`. A function of an installed package counts as
-    its name and the package's version. Devices do not count, and the parameters of the model itself are in its weights.
+    Functions count as compiled code, with their defaults, what they close over, and the variables
+    of their module that they read; objects by their class and state; tensors by `of_tensor`. A
+    function of an installed package counts as its name and the package's version. Devices do not
+    count, and the parameters of the model itself are in its weights.
 
     Returns:
         The digest, and the types of values that have none, such as a lock.
@@ -64,7 +79,9 @@ def digest_functions(model: Model, of_tensor: TensorDigest) -> tuple[str, list[s
     known = {"the model's parameters": model.params}
     known |= {f"the parameters beside, {name}": other.params for name, other in own.beside.items()}
     found = _Digests(known, of_tensor)
-    changed = {f.name: getattr(own, f.name) for f in attrs.fields(type(own)) if f.name not in _ELSEWHERE}
+    changed = {
+        f.name: getattr(own, f.name) for f in attrs.fields(type(own)) if f.name not in _ELSEWHERE
+    }
     try:
         digest = found.of((changed, model.transforms))
     except RecursionError:
@@ -152,8 +169,8 @@ def _hash(*texts: str) -> str:
 
 @functools.cache
 def _version(module: str | None) -> str | None:
-    """The version of the installed package that a module is part of; empty for those in every certificate; None: the
-    module is the user's."""
+    """The version of the installed package that a module is part of; empty for those in every
+    certificate; None: the module is the user's."""
     top = (module or "").partition(".")[0]
     if module is not None and module.startswith("weft.proofs."):
         return None
@@ -174,7 +191,13 @@ def _named(value: Any) -> str:
 def _of_code(code: CodeType) -> Iterator[Any]:
     """The instructions of code and their constants, without its file, its lines and its name."""
     yield from (code.co_argcount, code.co_posonlyargcount, code.co_kwonlyargcount, code.co_flags)
-    yield from (code.co_code, code.co_exceptiontable, code.co_names, code.co_varnames, code.co_freevars)
+    yield from (
+        code.co_code,
+        code.co_exceptiontable,
+        code.co_names,
+        code.co_varnames,
+        code.co_freevars,
+    )
     yield from code.co_consts
 
 
@@ -191,12 +214,16 @@ def _of_function(function: FunctionType) -> Iterator[Any]:
     if _version(function.__module__) is not None:
         yield _named(function)
         return
-    yield from (function.__code__, _sorted({k: x for k, x in vars(function).items() if k != "__wrapped__"}))
+    yield from (
+        function.__code__,
+        _sorted({k: x for k, x in vars(function).items() if k != "__wrapped__"}),
+    )
     yield from _read_by(function)
 
 
 def _read_by(function: FunctionType) -> Iterator[Any]:
-    """The names and values of the variables that a function reads of its module; and what it reads of other modules."""
+    """The names and values of the variables that a function reads of its module; and what it reads
+    of other modules."""
     codes, names = [*_codes(function.__code__)], function.__globals__
     attributes = sorted({name for code in codes for name in code.co_names})
     modules = [cell.cell_contents for cell in function.__closure__ or () if _is_module(cell)]
@@ -260,7 +287,9 @@ def _of_class(kind: type) -> Iterator[Any]:
 def _of_object(value: Any) -> Iterator[Any]:
     """The parts of an object: what copies it."""
     kind: Any = type(value)
-    if isinstance(value, Graphified | functools._lru_cache_wrapper):  # what else they hold is no source
+    if isinstance(
+        value, Graphified | functools._lru_cache_wrapper
+    ):  # what else they hold is no source
         yield value.__wrapped__
     elif isinstance(value, MethodType):
         yield from (value.__func__, value.__self__)
@@ -288,7 +317,11 @@ def _of_object(value: Any) -> Iterator[Any]:
         yield value.__qualname__
     elif attrs.has(kind):
         yield kind
-        fields = (field for field in attrs.fields(kind) if not field.metadata.keys() & OF_THIS_PROCESS.keys())
+        fields = (
+            field
+            for field in attrs.fields(kind)
+            if not field.metadata.keys() & OF_THIS_PROCESS.keys()
+        )
         yield from ((field.name, getattr(value, field.name, None)) for field in fields)
     else:
         yield from _reduced(value)

@@ -1,4 +1,5 @@
-"""`score`: the perplexity of texts, and the share of right answers, of the model that an engine runs."""
+"""`score`: the perplexity of texts, and the share of right answers, of the model that an engine
+runs."""
 
 import math
 from collections.abc import Iterator, Sequence
@@ -19,11 +20,15 @@ from weft.transforms.engine.engine import Engine
 
 _FORMS = 'one JSON object per line, of texts that are not empty: {"text": "..."}, or {"prompt": "...", "answer": "..."}'
 _ROUNDING = {"float32": 1e-5, "float16": 2e-3, "bfloat16": 2e-2}
-"""Bits per token by which modes may differ: batches are padded to other shapes, whose products round differently."""
+"""Bits per token by which modes may differ: batches are padded to other shapes, whose products
+round differently."""
 
 _TASK_RULES: dict[str, Rule] = {
     "text": (lambda text: isinstance(text, str) and text, "a string that is not empty"),
-    "answer": (lambda own: own is None or (isinstance(own, str) and own), "a string that is not empty, or None"),
+    "answer": (
+        lambda own: own is None or (isinstance(own, str) and own),
+        "a string that is not empty, or None",
+    ),
 }
 
 
@@ -63,7 +68,8 @@ class Score(Tabled):
     """The score of a model on tasks. It prints as a table of its figures.
 
     Args:
-        num_bytes: bytes of the scored texts, without each text's first token, which nothing predicts.
+        num_bytes: bytes of the scored texts, without each text's first token, which nothing
+            predicts.
         logprobs: of the scored tokens, one list per text.
         answers: the completion of each question, and whether it is right.
         replayed: the share of the steps that ran as graphs.
@@ -107,16 +113,24 @@ class Score(Tabled):
     def row(self) -> dict[str, str | None]:
         """The figures as text, by column."""
         named = ((*_COLUMNS[name], figure) for name, figure in self.figures.items())
-        return {column: None if figure is None else format(figure, spec) for column, spec, figure in named}
+        return {
+            column: None if figure is None else format(figure, spec)
+            for column, spec, figure in named
+        }
 
     def table(self) -> Table:
         """A table of one row."""
         return Table.of([self.row])
 
     def difference(self, other: "Score") -> float:
-        """The largest difference of a token's logprob, in nats; infinite if one is NaN, or missing."""
+        """The largest difference of a token's logprob, in nats; infinite if one is NaN, or missing.
+        """
         pairs = zip(self.logprobs, other.logprobs, strict=True)
-        found = (abs(a - b) for own, theirs in pairs for a, b in zip_longest(own, theirs, fillvalue=math.nan))
+        found = (
+            abs(a - b)
+            for own, theirs in pairs
+            for a, b in zip_longest(own, theirs, fillvalue=math.nan)
+        )
         return max((math.inf if math.isnan(one) else one for one in found), default=0.0)
 
     def agrees(self, other: "Score") -> bool:
@@ -128,15 +142,18 @@ class Score(Tabled):
 
 
 def score(engine: Engine, tasks: Sequence[Task]) -> Score:
-    """Score tasks greedily. Long texts go in windows, each of which begins with the last token of the one before.
+    """Score tasks greedily. Long texts go in windows, each of which begins with the last token of
+    the one before.
 
     Args:
-        engine: of a model with a tokenizer, without requests. Engines score the same to the last bit in all graph modes
-            and splits only if they run the same batches: with `EngineLimits(num_cohorts=1)`.
+        engine: of a model with a tokenizer, without requests. Engines score the same to the last
+            bit in all graph modes and splits only if they run the same batches: with
+            `EngineLimits(num_cohorts=1)`.
         tasks: texts and questions, from `read_tasks` or your own.
 
     Raises:
-        RequestError: a question that is longer, with its answer, than the engine's limit; a model without a tokenizer.
+        RequestError: a question that is longer, with its answer, than the engine's limit; a model
+            without a tokenizer.
 
     >>> from weft.stages import DEMO, load
     >>> engine = Engine(load(DEMO, "cpu"), graph="none")
@@ -145,7 +162,10 @@ def score(engine: Engine, tasks: Sequence[Task]) -> Score:
     (5, 1)
     """
     model, most = engine.model, _max_tokens(engine)
-    greedy, scored = SamplingParams(temperature=0.0), SamplingParams(temperature=0.0, prompt_logprobs=0)
+    greedy, scored = (
+        SamplingParams(temperature=0.0),
+        SamplingParams(temperature=0.0, prompt_logprobs=0),
+    )
     texts = [task.text for task in tasks if task.answer is None]
     questions = [(task.text, task.answer) for task in tasks if task.answer is not None]
     for task in tasks:
@@ -155,15 +175,24 @@ def score(engine: Engine, tasks: Sequence[Task]) -> Score:
         if length > most:
             seen = f"{task.name} has {length} tokens, including the answer"
             raise RequestError("score(engine, tasks)", seen, f"at most {most}")
-    parts = [[engine.add(part, scored, max_tokens=1) for part in windows(model.encode(text), most)] for text in texts]
-    asked = [engine.add(prompt, greedy, max_tokens=_num_tokens(model, answer)) for prompt, answer in questions]
+    parts = [
+        [engine.add(part, scored, max_tokens=1) for part in windows(model.encode(text), most)]
+        for text in texts
+    ]
+    asked = [
+        engine.add(prompt, greedy, max_tokens=_num_tokens(model, answer))
+        for prompt, answer in questions
+    ]
     before = engine.stats().modes
     tracks: dict[str, CompletionState] = {output.id: output.track for output in engine}
     answers = [tracks[name].text for name in asked]
     modes = {mode: count - before.get(mode, 0) for mode, count in engine.stats().modes.items()}
     return Score(
         sum(_scored_bytes(model, text) for text in texts),
-        [[logprob for name in names for logprob in tracks[name].prompt_logprobs] for names in parts],
+        [
+            [logprob for name in names for logprob in tracks[name].prompt_logprobs]
+            for names in parts
+        ],
         [(text, text == answer) for text, (_, answer) in zip(answers, questions, strict=True)],
         1 - modes.get("none", 0) / max(sum(modes.values()), 1),
         str(model.dtype).removeprefix("torch."),
@@ -171,14 +200,17 @@ def score(engine: Engine, tasks: Sequence[Task]) -> Score:
 
 
 def read_tasks(file: str | Path) -> list[Task]:
-    """The tasks of a file: one JSON object per line, `{"text": ...}` or `{"prompt": ..., "answer": ...}`. Empty lines
-    are skipped.
+    """The tasks of a file: one JSON object per line, `{"text": ...}` or `{"prompt": ..., "answer":
+    ...}`. Empty lines are skipped.
 
     Raises:
         RequestError: the file cannot be read, a line is not a task, or there is none.
     """
     call = f"read_tasks({str(file)!r})"
-    return [_task(call, name, found) for name, found in read_json_lines(Path(file), call, "task", _FORMS)]
+    return [
+        _task(call, name, found)
+        for name, found in read_json_lines(Path(file), call, "task", _FORMS)
+    ]
 
 
 def _task(call: str, name: str, found: Any) -> Task:
@@ -194,8 +226,9 @@ def _task(call: str, name: str, found: Any) -> Task:
 
 
 def windows(ids: Sequence[int], most: int) -> Iterator[list[int]]:
-    """Parts of fewer than `most` tokens, to leave room for the token that is generated. Each part begins with the last
-    token of the one before, so that every token but the first is predicted once.
+    """Parts of fewer than `most` tokens, to leave room for the token that is generated. Each part
+    begins with the last token of the one before, so that every token but the first is predicted
+    once.
 
     >>> list(windows([1, 2, 3, 4, 5, 6], 4))
     [[1, 2, 3], [3, 4, 5], [5, 6]]

@@ -23,7 +23,8 @@ _WARM_UP_TOKENS = 8
 
 @attrs.frozen(kw_only=True)
 class Workload:
-    """Requests that all arrive at once. Prompts are random token ids, which share no pages except by chance.
+    """Requests that all arrive at once. Prompts are random token ids, which share no pages except
+    by chance.
 
     Args:
         num_requests: their number.
@@ -69,7 +70,8 @@ class Served:
     """One serving of requests.
 
     Args:
-        read: for each request, when the host read each of its tokens, in seconds after all requests arrived.
+        read: for each request, when the host read each of its tokens, in seconds after all requests
+            arrived.
         before, after: the engine's counts.
     """
 
@@ -92,9 +94,15 @@ def start(load: Callable[[], Model], make: Callable[[Model], Engine]) -> tuple[E
 
 
 def measure(
-    engine: Engine, workload: Workload, started: RankFigures, *, repeats: int = 1, progress: bool = False
+    engine: Engine,
+    workload: Workload,
+    started: RankFigures,
+    *,
+    repeats: int = 1,
+    progress: bool = False,
 ) -> Iterator[dict[str, Any]]:
-    """The figures of serving all requests, `repeats` times, after a few tokens of as many requests as run at once.
+    """The figures of serving all requests, `repeats` times, after a few tokens of as many requests
+    as run at once.
 
     Args:
         engine, started: from `start`.
@@ -113,7 +121,11 @@ def measure(
     >>> found["output_tokens"], found["total_tokens"], found["graphs"]["shares"]["none"]
     (6, 18, 1.0)
     """
-    draw, device, vocabulary = random.Random(workload.seed), engine.model.device, range(engine.model.config.vocab_size)
+    draw, device, vocabulary = (
+        random.Random(workload.seed),
+        engine.model.device,
+        range(engine.model.config.vocab_size),
+    )
 
     def prompts(count: int) -> list[list[int]]:
         return [draw.choices(vocabulary, k=workload.input_len) for _ in range(count)]
@@ -145,19 +157,29 @@ def measure(
             peak_bytes=torch.cuda.max_memory_reserved(device) if device.type == "cuda" else None,
         )
         most = engine.limits.budget.max_num_tokens
-        yield {"max_num_tokens": most, **figures(served, workload.input_len, engine.transport.collect(own))}
+        yield {
+            "max_num_tokens": most,
+            **figures(served, workload.input_len, engine.transport.collect(own)),
+        }
 
 
 def serve(
-    engine: Engine, prompts: Sequence[Sequence[int]], temperature: float, max_tokens: int, progress: bool = False
+    engine: Engine,
+    prompts: Sequence[Sequence[int]],
+    temperature: float,
+    max_tokens: int,
+    progress: bool = False,
 ) -> Served:
-    """Complete prompts that all arrive at once, and note when the host read each token. No completion ends early."""
+    """Complete prompts that all arrive at once, and note when the host read each token. No
+    completion ends early."""
     sampling, before = SamplingParams(temperature=temperature, ignore_eos=True), engine.stats()
     began = time.perf_counter()
     read: dict[str, list[float]] = {}
     for prompt in prompts:
         read[engine.add(prompt, sampling, max_tokens=max_tokens)] = []
-    with tqdm(total=len(prompts) * max_tokens, desc="bench", unit="token", disable=not progress) as bar:
+    with tqdm(
+        total=len(prompts) * max_tokens, desc="bench", unit="token", disable=not progress
+    ) as bar:
         for output in engine:
             if output.error is not None:
                 raise output.error
@@ -174,17 +196,22 @@ def _now(device: torch.device) -> float:
 
 
 def figures(served: Served, input_len: int, ranks: Sequence[RankFigures]) -> dict[str, Any]:
-    """The figures of requests whose prompts have `input_len` tokens each, as the JSON report has them.
+    """The figures of requests whose prompts have `input_len` tokens each, as the JSON report has
+    them.
 
-    Seconds run from the arrival of all requests until the last token was read. In milliseconds are `ttft`, from arrival
-    to a request's first token; `tpot`, the mean gap between a request's tokens; and `itl`, each of these gaps. The last
-    two are None if requests have one token. The shares are those of the steps in each mode, and of padding in all
-    computed tokens. `captures` counts the graphs that the start did not capture.
+    Seconds run from the arrival of all requests until the last token was read. In milliseconds are
+    `ttft`, from arrival to a request's first token; `tpot`, the mean gap between a request's
+    tokens; and `itl`, each of these gaps. The last two are None if requests have one token. The
+    shares are those of the steps in each mode, and of padding in all computed tokens. `captures`
+    counts the graphs that the start did not capture.
     """
     read, before, after = served.read, served.before, served.after
     seconds, output = max(times[-1] for times in read), sum(map(len, read))
     total = output + input_len * len(read)
-    modes = {mode: after.modes.get(mode, 0) - before.modes.get(mode, 0) for mode in ("full", "piecewise", "none")}
+    modes = {
+        mode: after.modes.get(mode, 0) - before.modes.get(mode, 0)
+        for mode in ("full", "piecewise", "none")
+    }
     names = "tokens", "padding", "captures", "drafted", "accepted"
     grown = {name: getattr(after, name) - getattr(before, name) for name in names}
     return {
@@ -195,7 +222,9 @@ def figures(served: Served, input_len: int, ranks: Sequence[RankFigures]) -> dic
         "output_tokens_per_s": output / seconds,
         "total_tokens_per_s": total / seconds,
         "ttft": spread([times[0] for times in read]),
-        "tpot": spread([(times[-1] - times[0]) / (len(times) - 1) for times in read if len(times) > 1]),
+        "tpot": spread(
+            [(times[-1] - times[0]) / (len(times) - 1) for times in read if len(times) > 1]
+        ),
         "itl": spread([b - a for times in read for a, b in itertools.pairwise(times)]),
         "num_steps": sum(modes.values()),
         "graphs": {
@@ -217,4 +246,7 @@ def spread(seconds: Sequence[float]) -> dict[str, float] | None:
         return None
     values = 1e3 * np.asarray(seconds)
     found = (values.mean(), *np.percentile(values, [50, 99]))
-    return {name: round(float(value), 6) for name, value in zip(("mean", "p50", "p99"), found, strict=True)}
+    return {
+        name: round(float(value), 6)
+        for name, value in zip(("mean", "p50", "p99"), found, strict=True)
+    }

@@ -26,8 +26,8 @@ class Verification(Tabled):
 
     Args:
         certificate: what was certified.
-        token_ids, logprobs, finish_reason: what was computed here: up to the first token that differs, where the reason
-            is `abort`, and at most one token more than were certified.
+        token_ids, logprobs, finish_reason: what was computed here: up to the first token that
+            differs, where the reason is `abort`, and at most one token more than were certified.
         here: the facts here, by the names of `Certificate.facts`.
     """
 
@@ -39,17 +39,25 @@ class Verification(Tabled):
 
     @property
     def first_difference(self) -> int | None:
-        """The index of the first token that is not equal, or whose logprob is not, bit for bit; None: all are."""
+        """The index of the first token that is not equal, or whose logprob is not, bit for bit;
+        None: all are."""
         own, certified = (
-            [*zip(one.token_ids, map(float.hex, one.logprobs), strict=True)] for one in (self, self.certificate)
+            [*zip(one.token_ids, map(float.hex, one.logprobs), strict=True)]
+            for one in (self, self.certificate)
         )
-        same = next((i for i, (a, b) in enumerate(zip(own, certified, strict=False)) if a != b), None)
-        return min(len(own), len(certified)) if same is None and len(own) != len(certified) else same
+        same = next(
+            (i for i, (a, b) in enumerate(zip(own, certified, strict=False)) if a != b), None
+        )
+        return (
+            min(len(own), len(certified)) if same is None and len(own) != len(certified) else same
+        )
 
     @property
     def equal(self) -> bool:
         """Whether the completion is equal, bit for bit, and so are the weights."""
-        same = self.first_difference is None and self.finish_reason == self.certificate.finish_reason
+        same = (
+            self.first_difference is None and self.finish_reason == self.certificate.finish_reason
+        )
         return same and "weights" not in self.other_facts
 
     @property
@@ -76,18 +84,33 @@ class Verification(Tabled):
 
     def table(self) -> Table:
         """A table of the result, and of the facts that differ."""
-        rows = [{"": "completion", "here": self.result, "certified": counted(len(self.certificate.token_ids), "token")}]
-        rows += [{"": name, "here": own, "certified": other} for name, (own, other) in self.other_facts.items()]
+        rows = [
+            {
+                "": "completion",
+                "here": self.result,
+                "certified": counted(len(self.certificate.token_ids), "token"),
+            }
+        ]
+        rows += [
+            {"": name, "here": own, "certified": other}
+            for name, (own, other) in self.other_facts.items()
+        ]
         return Table.of(rows)
 
 
 _RULES: dict[str, Rule] = {
     "certificates": (
-        lambda given: isinstance(given, list | tuple) and given and all(isinstance(one, Certificate) for one in given),
+        lambda given: (
+            isinstance(given, list | tuple)
+            and given
+            and all(isinstance(one, Certificate) for one in given)
+        ),
         "weft.Certificate.load(path), or a list of them: weft.Certificate.load_all(path)",
     ),
     "adapters": (
-        lambda given: isinstance(given, list | tuple) and all(isinstance(one, Adapter) for one in given),
+        lambda given: (
+            isinstance(given, list | tuple) and all(isinstance(one, Adapter) for one in given)
+        ),
         "a list of weft.load_adapter(model, folder)",
     ),
 }
@@ -105,14 +128,16 @@ def verify(
     speculation: Speculation | None = None,
     limits: EngineLimits | None = None,
 ) -> list[Verification]:
-    """Compute certified completions again, all in one batch, in any split and mode, and compare them bit for bit. Each
-    ends after its first difference, or one token after those that were certified.
+    """Compute certified completions again, all in one batch, in any split and mode, and compare
+    them bit for bit. Each ends after its first difference, or one token after those that were
+    certified.
 
     Args:
         certificates: of one completion or several, by models of the same weights.
-        model: from `weft.load`; it is made batch invariant. With the `reduction_leaves` that the certified model had,
-            `tensor` may be another one.
-        pipeline, tensor, graph, transport, speculation, limits: as `Engine` takes them. Every rank makes the same call.
+        model: from `weft.load`; it is made batch invariant. With the `reduction_leaves` that the
+            certified model had, `tensor` may be another one.
+        pipeline, tensor, graph, transport, speculation, limits: as `Engine` takes them. Every rank
+            makes the same call.
         adapters: the LoRA adapters that the certificates name by their digests.
 
     Returns:
@@ -133,17 +158,36 @@ def verify(
     check_values(call, _RULES, {"certificates": given, "adapters": adapters})
     model, carrier = model.with_stages(batch_invariant=True), transport or Local()
     named = {digest(own.deltas): own for own in adapters}
-    if missing := [one.adapter for one in given if one.adapter is not None and one.adapter not in named]:
-        seen = f"a completion of the adapter {missing[0]}, and adapters {', '.join(named) or 'none'}"
+    if missing := [
+        one.adapter for one in given if one.adapter is not None and one.adapter not in named
+    ]:
+        seen = (
+            f"a completion of the adapter {missing[0]}, and adapters {', '.join(named) or 'none'}"
+        )
         raise RequestError(call, seen, "adapters=[weft.load_adapter(model, folder)] of that one")
-    longest = min(max(len(one.prompt) + _most_tokens(one) for one in given), model.config.max_position_embeddings)
-    limits = limits or EngineLimits(max_num_reqs=min(len(given), 64), page_size=model.functions.page_size)
+    longest = min(
+        max(len(one.prompt) + _most_tokens(one) for one in given),
+        model.config.max_position_embeddings,
+    )
+    limits = limits or EngineLimits(
+        max_num_reqs=min(len(given), 64), page_size=model.functions.page_size
+    )
     if limits.max_model_len is None:
         limits = attrs.evolve(limits, max_model_len=longest)
-    options: dict[str, Any] = {"transport": transport, "speculation": speculation, "adapters": named}
+    options: dict[str, Any] = {
+        "transport": transport,
+        "speculation": speculation,
+        "adapters": named,
+    }
     engine = Engine(model, limits, pipeline=pipeline, tensor=tensor, graph=graph, seed=0, **options)
     for index, one in enumerate(given):
-        engine.add([*one.prompt], one.sampling, max_tokens=_most_tokens(one), id=str(index), adapter=one.adapter)
+        engine.add(
+            [*one.prompt],
+            one.sampling,
+            max_tokens=_most_tokens(one),
+            id=str(index),
+            adapter=one.adapter,
+        )
     found = _run(engine, given)
     weights, program, versions = facts_of(model, carrier)
     here = {**versions, "weights": weights, "program": program}
@@ -155,12 +199,14 @@ def verify(
 
 
 def _most_tokens(one: Certificate) -> int:
-    """The tokens to generate to compare a completion: one more than were certified tells that it did not end there."""
+    """The tokens to generate to compare a completion: one more than were certified tells that it
+    did not end there."""
     return min(one.max_tokens, len(one.token_ids) + 1)
 
 
 def _run(engine: Engine, given: Sequence[Certificate]) -> list[Verification]:
-    """The completions of the requests 0, 1, ... of an engine, each ended after its first difference."""
+    """The completions of the requests 0, 1, ... of an engine, each ended after its first
+    difference."""
     found: dict[int, Verification] = {}
     for output in engine:
         index, own, reason = int(output.id), output.track, output.finish_reason
@@ -168,7 +214,9 @@ def _run(engine: Engine, given: Sequence[Certificate]) -> list[Verification]:
             reason = "abort"
             engine.abort(output.id)
         if reason is not None:
-            found[index] = Verification(given[index], tuple(own.token_ids), tuple(own.logprobs), reason, {})
+            found[index] = Verification(
+                given[index], tuple(own.token_ids), tuple(own.logprobs), reason, {}
+            )
     return [found[index] for index in range(len(given))]
 
 
@@ -176,5 +224,7 @@ def _differs(one: Certificate, output: RequestOutput) -> bool:
     """Whether one of the new tokens is not as it was certified."""
     own = output.track
     new = slice(len(own.token_ids) - len(output.token_ids), len(own.token_ids))
-    here, certified = (([*x.token_ids[new]], [*map(float.hex, x.logprobs[new])]) for x in (own, one))
+    here, certified = (
+        ([*x.token_ids[new]], [*map(float.hex, x.logprobs[new])]) for x in (own, one)
+    )
     return here != certified

@@ -1,1 +1,2 @@
-"""Requests on the host: what is asked for, checked (`inputs.py`), the state of all (`host_state.py`), and pages."""
+"""Requests on the host: what is asked for, checked (`inputs.py`), the state of all
+(`host_state.py`), and pages."""

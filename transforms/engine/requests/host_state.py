@@ -1,4 +1,5 @@
-"""Requests, the state of each request, and the host's books: the requests that wait or run, their rows and pages."""
+"""Requests, the state of each request, and the host's books: the requests that wait or run, their
+rows and pages."""
 
 import bisect
 import hashlib
@@ -20,13 +21,18 @@ from weft.transforms.engine.requests.step_time import StepTime
 T = TypeVar("T")
 _BUDGET_RULES: dict[str, Rule] = {
     **dict.fromkeys(("max_num_reqs", "max_pages", "num_cohorts"), COUNT),
-    "query_lens": (lambda lens: 1 in lens and min(lens) >= 1, "whole numbers >= 1, with a 1: steps without drafts"),
+    "query_lens": (
+        lambda lens: 1 in lens and min(lens) >= 1,
+        "whole numbers >= 1, with a 1: steps without drafts",
+    ),
 }
 
 
 def tokens_rule(least: int) -> Rule:
     """The rule of a batch's tokens: one for each request of a cohort."""
-    return (lambda most: most >= least), f"{least} or more, or fewer requests: a step may be of {least} requests"
+    return (
+        lambda most: most >= least
+    ), f"{least} or more, or fewer requests: a step may be of {least} requests"
 
 
 @attrs.frozen
@@ -41,10 +47,12 @@ class Request:
         priority: FIFO within a priority; lower numbers first, and higher ones may get no turn.
         adapter: the slot of its LoRA adapter; -1: none.
         given: the prompt's embeddings and positions; None: the prompt is token ids alone.
-        is_masked: whether its next token depends on a mask of all earlier ones, so that the host must have read them.
+        is_masked: whether its next token depends on a mask of all earlier ones, so that the host
+            must have read them.
         extras: the inputs of its own that the model's stages read; None: the model's defaults.
         is_captured: whether the stages capture something of each of its tokens.
-        prefix_caching: what is done with its leading tokens that the prefix cache has (`StageFunctions.policy`).
+        prefix_caching: what is done with its leading tokens that the prefix cache has
+            (`StageFunctions.policy`).
         cache_salt: it shares pages with requests of the same salt alone.
     """
 
@@ -82,8 +90,9 @@ class Request:
 class RequestState:
     """A request that has not ended, as the host knows it.
 
-    The host runs some steps ahead of the tokens that it has read. It does not know the tokens of those steps, nor,
-    with drafts, how many there are: until it reads them, its counts are upper bounds.
+    The host runs some steps ahead of the tokens that it has read. It does not know the tokens of
+    those steps, nor, with drafts, how many there are: until it reads them, its counts are upper
+    bounds.
 
     Args:
         request: what the user asked for.
@@ -95,9 +104,10 @@ class RequestState:
         pages: its pages of the KV cache, in order.
         page_hashes: the content hashes of its full pages of known tokens.
         num_published: its leading pages that are published in the prefix cache.
-        num_prefilled: its leading tokens that are in the cache once the launched chunks are done, those that were found
-            in the prefix cache included.
-        num_found: its leading tokens that were found in the prefix cache, and that it computes again.
+        num_prefilled: its leading tokens that are in the cache once the launched chunks are done,
+            those that were found in the prefix cache included.
+        num_found: its leading tokens that were found in the prefix cache, and that it computes
+            again.
         num_unread: launched steps that sample for it and that the host has not read.
         max_unread: the most tokens that those steps sample.
         on_device: whether the device state holds the token that it continues from.
@@ -135,7 +145,8 @@ class RequestState:
     def __attrs_post_init__(self) -> None:
         self.max_len = len(self.request.prompt) + self.request.max_tokens
         self.stops = self.request.sampling.stop_token_ids
-        # Each token changes the penalties or the mask of the next one, so a step cannot sample several.
+        # Each token changes the penalties or the mask of the next one, so a step cannot sample
+        # several.
         self.can_draft = not (features(self.request.sampling) & PENALTIES or self.request.is_masked)
 
     @property
@@ -151,8 +162,8 @@ class RequestState:
 
     @property
     def num_computed(self) -> int:
-        """Upper bound of its tokens in the cache once the launched steps are done: all but the last one, after the
-        prompt."""
+        """Upper bound of its tokens in the cache once the launched steps are done: all but the last
+        one, after the prompt."""
         return self.length - 1 if self.on_device else self.num_prefilled
 
     @property
@@ -175,13 +186,15 @@ class RequestState:
         first, last = len(self.page_hashes), len(self.tokens) // page_size
         if first < last and self.request.given is None:
             before = self.page_hashes[-1] if first else salt(self.request, self.version)
-            self.page_hashes += hash_pages(before, self.tokens[first * page_size : last * page_size], page_size)
+            self.page_hashes += hash_pages(
+                before, self.tokens[first * page_size : last * page_size], page_size
+            )
         for index in range(len(self.page_hashes), last):
             self.page_hashes.append(self._hash_page(index, page_size))
 
     def hash_partial_page(self, page_size: int) -> bytes | None:
-        """The content hash of its last page, which its tokens, all of them known, do not fill; None where a copy is not
-        worth it, because the last token is computed anyway."""
+        """The content hash of its last page, which its tokens, all of them known, do not fill; None
+        where a copy is not worth it, because the last token is computed anyway."""
         full = len(self.tokens) // page_size
         if len(self.tokens) - full * page_size < 2:
             return None
@@ -198,14 +211,18 @@ class RequestState:
 
 
 def salt(request: Request, version: int) -> bytes:
-    """The salt of every page's content hash: keys and values of equal tokens differ by the slot of the adapter that
-    computes them (-1: none), by the version of the parameters, and by the request's extras. A request may add its own,
-    so that nobody else can learn from a fast answer what it has said."""
+    """The salt of every page's content hash: keys and values of equal tokens differ by the slot of
+    the adapter that computes them (-1: none), by the version of the parameters, and by the
+    request's extras. A request may add its own, so that nobody else can learn from a fast answer
+    what it has said."""
     found = b"version %d adapter %d" % (version, request.adapter)
     if request.extras is not None:
         found += b" extras " + request.extras.digest
     if request.cache_salt:
-        found += b" salt " + hashlib.blake2b(request.cache_salt.encode(), digest_size=16).hexdigest().encode()
+        found += (
+            b" salt "
+            + hashlib.blake2b(request.cache_salt.encode(), digest_size=16).hexdigest().encode()
+        )
     return found
 
 
@@ -228,11 +245,12 @@ class Budget:
         max_num_reqs: rows of the device state, one for each running request.
         max_num_tokens: tokens of a batch, at least one for each request of a cohort.
         max_pages: pages of a request: the width of the block table.
-        num_cohorts: groups of requests that are stepped in turn; as many keep a pipeline of as many stages busy. Each
-            has at most its share of the rows.
-        mixed: whether a batch may hold decodes and prompts; if not, prompts get batches of their own, and decodes stay
-            uniform.
-        query_lens: tokens per request that a uniform decode may have, drafts included: 1, and others.
+        num_cohorts: groups of requests that are stepped in turn; as many keep a pipeline of as many
+            stages busy. Each has at most its share of the rows.
+        mixed: whether a batch may hold decodes and prompts; if not, prompts get batches of their
+            own, and decodes stay uniform.
+        query_lens: tokens per request that a uniform decode may have, drafts included: 1, and
+            others.
         step_time: what a step with prompts takes, and may take; None: as long as its tokens need.
 
     Raises:
@@ -249,7 +267,11 @@ class Budget:
 
     def __attrs_post_init__(self) -> None:
         check_values(self, _BUDGET_RULES, {name: getattr(self, name) for name in _BUDGET_RULES})
-        check_values(self, {"max_num_tokens": tokens_rule(self.cohort_size)}, {"max_num_tokens": self.max_num_tokens})
+        check_values(
+            self,
+            {"max_num_tokens": tokens_rule(self.cohort_size)},
+            {"max_num_tokens": self.max_num_tokens},
+        )
 
     @property
     def cohort_size(self) -> int:
@@ -264,12 +286,13 @@ class HostState:
     Args:
         pages: the pages of the KV cache.
         free_rows: rows that no request has.
-        requests: all requests that have not ended, by id: waiting, running, or following another one.
+        requests: all requests that have not ended, by id: waiting, running, or following another
+            one.
         waiting: requests without a row, in scheduling order.
         running: requests with a row, by id.
         cohorts: the running requests of each cohort, in scheduling order.
-        unread: for each job whose tokens the host has not read, the requests that sample: place in the batch, request,
-            and the most tokens it samples.
+        unread: for each job whose tokens the host has not read, the requests that sample: place in
+            the batch, request, and the most tokens it samples.
         row_jobs: the last job that returns something for a row.
         num_ticks, num_jobs, num_arrivals, num_preempted: counts so far.
         num_found: tokens that were in the prefix cache when a request was admitted.
@@ -295,7 +318,9 @@ class HostState:
     def empty(cls, budget: Budget, num_pages: int, page_size: int) -> "HostState":
         """A state without requests."""
         cohorts = tuple(list[RequestState]() for _ in range(budget.num_cohorts))
-        return cls(Pages(num_pages, page_size), list(range(budget.max_num_reqs - 1, -1, -1)), cohorts)
+        return cls(
+            Pages(num_pages, page_size), list(range(budget.max_num_reqs - 1, -1, -1)), cohorts
+        )
 
     @property
     def is_idle(self) -> bool:
@@ -310,7 +335,9 @@ class HostState:
 def check_free(call: str, ids: Iterable[str], *held: Container[str]) -> None:
     """Raise RequestError for an id of a request that has not ended."""
     if any(id in each for id in ids for each in held):
-        raise RequestError(call, "a request of that id that has not ended", "another id, or abort it first")
+        raise RequestError(
+            call, "a request of that id that has not ended", "another id, or abort it first"
+        )
 
 
 def find_open(call: str, held: Mapping[str, T], id: object) -> T:
@@ -321,7 +348,9 @@ def find_open(call: str, held: Mapping[str, T], id: object) -> T:
     """
     if isinstance(id, str) and id in held:
         return held[id]
-    raise RequestError(call, "no request of that id that has not ended", "an id that add() returned")
+    raise RequestError(
+        call, "no request of that id that has not ended", "an id that add() returned"
+    )
 
 
 turn = operator.attrgetter("turn")
@@ -349,7 +378,8 @@ def preempt(host: HostState, req: RequestState) -> None:
 
 
 def end(host: HostState, req: RequestState, reason: str) -> None:
-    """End a request, whether it runs, waits or follows; tokens of launched steps are dropped when they are read."""
+    """End a request, whether it runs, waits or follows; tokens of launched steps are dropped when
+    they are read."""
     del host.requests[req.request.id]
     if req.row >= 0:
         free(host, req)
@@ -369,4 +399,10 @@ def free(host: HostState, req: RequestState) -> None:
     host.pages.release(req.pages)
     host.free_rows.append(req.row)
     req.row = req.cohort = -1
-    req.pages, req.num_prefilled, req.num_found, req.num_published, req.on_device = [], 0, 0, 0, False
+    req.pages, req.num_prefilled, req.num_found, req.num_published, req.on_device = (
+        [],
+        0,
+        0,
+        0,
+        False,
+    )

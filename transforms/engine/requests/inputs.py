@@ -14,14 +14,25 @@ from weft.sampling_table import MAX_BIASED, SamplingTable, write_rows
 from weft.stages.model import Model
 from weft.transforms.engine.requests.host_state import Request, request_seed, sample_seeds
 from weft.transforms.engine.requests.masks import Mask, blamed, without_bad_words
-from weft.transforms.engine.requests.prompts import EmbedsPrompt, check_extras, read_content, with_token_extras
+from weft.transforms.engine.requests.prompts import (
+    EmbedsPrompt,
+    check_extras,
+    read_content,
+    with_token_extras,
+)
 
 _GREEDY = SamplingParams(temperature=0.0)
 _SALT: Rule = is_text, "a string"
-_NO_LOGPROBS: Rule = (lambda wanted: wanted is None), "SamplingParams() without prompt_logprobs: embeddings have none"
+_NO_LOGPROBS: Rule = (
+    (lambda wanted: wanted is None),
+    "SamplingParams() without prompt_logprobs: embeddings have none",
+)
 _REQUEST_RULES: dict[str, Rule] = {
     "sampling": (SamplingParams, "weft.SamplingParams(...), or None"),
-    "id": (lambda value: isinstance(value, str) and value, "a string that is not empty, or None: one is made"),
+    "id": (
+        lambda value: isinstance(value, str) and value,
+        "a string that is not empty, or None: one is made",
+    ),
     "priority": (lambda value: isinstance(value, int), "a whole number; the lower goes first"),
     "mask": (
         lambda value: value is None or callable(value),
@@ -56,7 +67,8 @@ class RequestBuilder:
 
     @eos_ids.default
     def _eos_ids_of_vocabulary(self) -> tuple[int, ...]:
-        """The model's end-of-sequence tokens that are in its vocabulary: a configuration may name others."""
+        """The model's end-of-sequence tokens that are in its vocabulary: a configuration may name
+        others."""
         ends, vocab = self.model.config.eos_token_ids, self.model.config.vocab_size
         if beyond := [token for token in ends if token >= vocab]:
             warnings.warn(
@@ -68,7 +80,9 @@ class RequestBuilder:
 
     @_adapter_rule.default
     def _known_adapter(self) -> Rule:
-        instead = "Engine(..., adapters={name: weft.load_adapter(model, folder)}): this one has none"
+        instead = (
+            "Engine(..., adapters={name: weft.load_adapter(model, folder)}): this one has none"
+        )
         if self.slots:
             instead = f"one of the engine's: {', '.join(map(repr, self.slots))}"
         return (lambda own: own is None or (isinstance(own, str) and own in self.slots)), instead
@@ -92,14 +106,20 @@ class RequestBuilder:
         extras: Any,
         cache_salt: Any = "",
     ) -> tuple[list[Request], Mask | None]:
-        """Build request number `index` from the arguments of `Engine.add`, written as `call`: one request per
-        completion; and their mask.
+        """Build request number `index` from the arguments of `Engine.add`, written as `call`: one
+        request per completion; and their mask.
 
         Raises:
             RequestError: it could never be served.
         """
         given = _GREEDY if sampling is None else sampling
-        values = {"sampling": given, "id": name, "priority": priority, "mask": mask, "max_tokens": max_tokens}
+        values = {
+            "sampling": given,
+            "id": name,
+            "priority": priority,
+            "mask": mask,
+            "max_tokens": max_tokens,
+        }
         check_values(call, _REQUEST_RULES, values)
         own_rules = {"adapter": self._adapter_rule, "cache_salt": _SALT}
         check_values(call, own_rules, {"adapter": adapter, "cache_salt": cache_salt})
@@ -108,14 +128,17 @@ class RequestBuilder:
             check_sampling(call, self.model, given, self.num_logprobs)
         ids = tuple(encode_prompt(self.model, prompt, call))
         if EMBEDDED in ids:
-            check_values(call, {"prompt_logprobs": _NO_LOGPROBS}, {"prompt_logprobs": given.prompt_logprobs})
+            check_values(
+                call, {"prompt_logprobs": _NO_LOGPROBS}, {"prompt_logprobs": given.prompt_logprobs}
+            )
         params = with_all_logprobs(given, self.model.config.vocab_size)
         if given.bad_words:
             params, mask = without_bad_words(call, self.model, params, mask)
         params = params.for_request(self.eos_ids, request_seed(self.seed, index))
         if not is_known:
             with blamed(call, "weft.SamplingParams of plain ints and floats"):
-                # The step that admits the request does this on the rank that samples, when it cannot be refused.
+                # The step that admits the request does this on the rank that samples, when it
+                # cannot be refused.
                 write_rows(self._scratch, [0], [params], [()], [()])
             self._checked[:] = [given]
         most = min(max_tokens, self.model.config.max_position_embeddings - len(ids))
@@ -125,7 +148,9 @@ class RequestBuilder:
                 content = read_content(prompt)
         with blamed(call, "extras={name: a dense tensor that can be read on the host}"):
             own, of_tokens = check_extras(call, self.model.functions, extras, len(ids))
-            content = with_token_extras(content, self.model.functions.token_extras, of_tokens, len(ids))
+            content = with_token_extras(
+                content, self.model.functions.token_extras, of_tokens, len(ids)
+            )
         captured, policy = bool(self.model.functions.captures), self.model.functions.policy
         policy = policy if self.prefix_caching else "none"
         more = content, mask is not None, own, captured, policy, cache_salt
@@ -135,7 +160,8 @@ class RequestBuilder:
         return [first, *(attrs.evolve(first, id=id, sampling=own) for id, own in samplings)], mask
 
     def _is_known(self, given: SamplingParams) -> bool:
-        """Whether equal parameters were checked before; never if they hold a dict, which the user may have changed."""
+        """Whether equal parameters were checked before; never if they hold a dict, which the user
+        may have changed."""
         return bool(self._checked) and not given.logit_bias and given == self._checked[0]
 
 
@@ -152,8 +178,8 @@ def encode_prompt(model: Model, prompt: Any, call: str, name: str = "the prompt"
         name: the prompt's name in errors.
 
     Raises:
-        RequestError: the prompt is empty, leaves no room to generate, or holds an id that is not a token; or its
-            embeddings or positions do not fit.
+        RequestError: the prompt is empty, leaves no room to generate, or holds an id that is not a
+            token; or its embeddings or positions do not fit.
     """
     limit, vocab, embeds = model.config.max_position_embeddings, model.config.vocab_size, None
     if isinstance(prompt, EmbedsPrompt):
@@ -161,10 +187,15 @@ def encode_prompt(model: Model, prompt: Any, call: str, name: str = "the prompt"
     is_prompt = isinstance(prompt, str | list | tuple)
     ids = model.encode(prompt) if isinstance(prompt, str) else list(prompt) if is_prompt else []
     known = ids if embeds is None else [token for token in ids if token != EMBEDDED]
-    are_tokens = {*map(type, known)} == {int} and min(known) >= 0 and max(known) < vocab  # a long prompt's fast way
+    are_tokens = (
+        {*map(type, known)} == {int} and min(known) >= 0 and max(known) < vocab
+    )  # a long prompt's fast way
     wrong = [] if are_tokens else [token for token in known if not is_int(token, 0, vocab - 1)]
     if not is_prompt:
-        seen, instead = f"{name} is {prompt!r:.200}, a {type(prompt).__name__}", "a string or a list of token ids"
+        seen, instead = (
+            f"{name} is {prompt!r:.200}, a {type(prompt).__name__}",
+            "a string or a list of token ids",
+        )
         if isinstance(prompt, Mapping) and "input_ids" in prompt:
             instead = 'its ["input_ids"]'  # what transformers' tokenizers and chat templates return
         elif hasattr(prompt, "tolist"):
@@ -173,7 +204,10 @@ def encode_prompt(model: Model, prompt: Any, call: str, name: str = "the prompt"
         seen = f"{name} has {len(ids)} tokens; the model's limit is {limit}, one of them to be generated"
         instead = f"a prompt of 1 to {limit - 1} tokens"
     elif wrong:
-        seen, instead = f"{name} holds {wrong[0]!r:.200}", f"token ids are ints from 0 to {vocab - 1}"
+        seen, instead = (
+            f"{name} holds {wrong[0]!r:.200}",
+            f"token ids are ints from 0 to {vocab - 1}",
+        )
         if isinstance(wrong[0], str):
             instead = "one prompt: a string or a list of token ids"
         elif isinstance(wrong[0], Mapping):
@@ -194,7 +228,11 @@ def check_sampling(call: str, model: Model, params: SamplingParams, num_logprobs
     vocab = model.config.vocab_size
     most = min(num_logprobs, vocab)
     wanted = most_logprobs(params, vocab)
-    remedy = f"Engine(..., num_logprobs={wanted})" if wanted <= vocab else f"at most {vocab}, the tokens of the model"
+    remedy = (
+        f"Engine(..., num_logprobs={wanted})"
+        if wanted <= vocab
+        else f"at most {vocab}, the tokens of the model"
+    )
     own: Rule = (lambda count: (vocab if count == -1 else count or 0) <= most), remedy
 
     def by_tokens(instead: str) -> Rule:
@@ -221,7 +259,8 @@ def with_all_logprobs(params: SamplingParams, vocab_size: int) -> SamplingParams
 
 
 def each_rule(kind: Any, count: int, instead: str) -> Rule:
-    """The rule of an argument for each prompt or sequence: one value for all of them, or a list of `count` values.
+    """The rule of an argument for each prompt or sequence: one value for all of them, or a list of
+    `count` values.
 
     Args:
         kind: the type of a value.

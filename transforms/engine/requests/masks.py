@@ -1,4 +1,5 @@
-"""Masks: the functions that say which tokens a request may draw next, a grammar's or those of its `bad_words`."""
+"""Masks: the functions that say which tokens a request may draw next, a grammar's or those of its
+`bad_words`."""
 
 import functools
 import traceback
@@ -16,36 +17,40 @@ from weft.sampling import SamplingParams
 from weft.stages.model import Model
 
 Mask = Callable[[Sequence[int]], Tensor | Iterable[int] | None]
-"""A user's function that says, before each token of a request, which tokens are allowed: a grammar, a schema, a list of
-names. It takes the tokens that the request has generated; returns the ids that may be next; or a bit for each token of
-the vocabulary, [ceil(vocab_size / 32)] int32, the lowest bit first, as XGrammar fills it; or None: any token.
+"""A user's function that says, before each token of a request, which tokens are allowed: a grammar,
+a schema, a list of names. It takes the tokens that the request has generated; returns the ids that
+may be next; or a bit for each token of the vocabulary, [ceil(vocab_size / 32)] int32, the lowest
+bit first, as XGrammar fills it; or None: any token.
 
-Every rank that has a stage calls it for the same tokens, and must get the same answer. `outputs.apply_masks` calls it
-and puts its bits into `step.Work.masks`; the work's batch has them as `Batch.token_mask`; and
-`weft.ops.sampling.logits.adjust`, or the sampling kernel, bars the other tokens.
+Every rank that has a stage calls it for the same tokens, and must get the same answer.
+`outputs.apply_masks` calls it and puts its bits into `step.Work.masks`; the work's batch has them
+as `Batch.token_mask`; and `weft.ops.sampling.logits.adjust`, or the sampling kernel, bars the other
+tokens.
 
-If it has an attribute `budget`, a `MaskBudget`, a request whose masks take longer ends with an error: all others wait
-while masks are computed."""
+If it has an attribute `budget`, a `MaskBudget`, a request whose masks take longer ends with an
+error: all others wait while masks are computed."""
 _MAX_REPEATS = 16
-"""A mask may return at most this many times `vocab_size` ids. More is an error, since the iterator may be endless."""
+"""A mask may return at most this many times `vocab_size` ids. More is an error, since the iterator
+may be endless."""
 
 
 @attrs.frozen(kw_only=True)
 class MaskBudget:
-    """The time of the processor that the masks of a step may take. Each request of the step has an equal share, for the
-    masks of all its completions together.
+    """The time of the processor that the masks of a step may take. Each request of the step has an
+    equal share, for the masks of all its completions together.
 
     Args:
         step_seconds: in each step.
-        burst_seconds: beyond that, in sum. A step that takes less than `step_seconds` pays back the rest.
+        burst_seconds: beyond that, in sum. A step that takes less than `step_seconds` pays back the
+            rest.
     """
 
     step_seconds: float
     burst_seconds: float
 
     def share(self, num_requests: int) -> "MaskBudget":
-        """The budget of one of so many requests. Its burst is no shorter than a step, so that a pause of Python's ends
-        none."""
+        """The budget of one of so many requests. Its burst is no shorter than a step, so that a
+        pause of Python's ends none."""
         burst = max(self.burst_seconds / num_requests, self.step_seconds)
         return MaskBudget(step_seconds=self.step_seconds / num_requests, burst_seconds=burst)
 
@@ -85,14 +90,21 @@ class RequestMask:
         allowed = _all(vocab_size) & ~pack_bits(params.bad_token_ids, vocab_size)
         if params.allowed_token_ids is not None:
             allowed = allowed & pack_bits(params.allowed_token_ids, vocab_size)
-        return cls(mask, allowed, allowed & ~pack_bits(params.stop_token_ids, vocab_size), params.min_tokens)
+        return cls(
+            mask,
+            allowed,
+            allowed & ~pack_bits(params.stop_token_ids, vocab_size),
+            params.min_tokens,
+        )
 
     def allowed_after(self, num_generated: int) -> Tensor:
         """The tokens that the parameters allow after so many."""
         return self.allowed_early if num_generated < self.min_tokens else self.allowed
 
 
-def compute_mask(id: str, own: RequestMask, token_ids: Sequence[int], vocab_size: int) -> bytes | None:
+def compute_mask(
+    id: str, own: RequestMask, token_ids: Sequence[int], vocab_size: int
+) -> bytes | None:
     """The bits of the tokens that a request's mask allows next, as bytes; None: any token.
 
     Args:
@@ -101,15 +113,19 @@ def compute_mask(id: str, own: RequestMask, token_ids: Sequence[int], vocab_size
         token_ids: the tokens that it has generated.
 
     Raises:
-        RequestError: the function raised; or it returned something that is not a mask, or allows no token; or the
-            request's parameters bar every token that it allows.
+        RequestError: the function raised; or it returned something that is not a mask, or allows no
+            token; or the request's parameters bar every token that it allows.
     """
     call, words = f"mask of request {id!r}, after {len(token_ids)} tokens", -(-vocab_size // 32)
-    with blamed(call, "a function from tokens to the ids of those that may be next, which raises nothing"):
+    with blamed(
+        call, "a function from tokens to the ids of those that may be next, which raises nothing"
+    ):
         found = own.mask(list(token_ids))
         if found is None:
             return None
-        bits = found if isinstance(found, Tensor) else pack_bits(_ids(found, vocab_size), vocab_size)
+        bits = (
+            found if isinstance(found, Tensor) else pack_bits(_ids(found, vocab_size), vocab_size)
+        )
         if bits.dtype != torch.int32 or tuple(bits.shape) != (words,):
             seen = f"a tensor {bits.dtype} {list(bits.shape)}"
             instead = f"int32 [{words}], a bit for each of {vocab_size} tokens; or their ids"
@@ -118,7 +134,10 @@ def compute_mask(id: str, own: RequestMask, token_ids: Sequence[int], vocab_size
             allowed = bits & _all(vocab_size)
             if (allowed & own.allowed_after(len(token_ids))).any():
                 return bits.numpy().tobytes()
-            seen, instead = "no token that is allowed", "at least one: the end-of-sequence token ends a request"
+            seen, instead = (
+                "no token that is allowed",
+                "at least one: the end-of-sequence token ends a request",
+            )
             if allowed.any():
                 seen = "tokens that are all barred by the request's allowed_token_ids, bad_token_ids or min_tokens"
                 instead = "at least one that they leave; a request that may end has min_tokens=0"
@@ -128,10 +147,14 @@ def compute_mask(id: str, own: RequestMask, token_ids: Sequence[int], vocab_size
 def _ids(found: Any, vocab_size: int) -> set[int]:
     ids, most = set[int](), _MAX_REPEATS * vocab_size
     for count, token in enumerate(found):  # one after the other: an iterator may be endless
-        is_token = isinstance(token, int) and not isinstance(token, bool) and 0 <= token < vocab_size
+        is_token = (
+            isinstance(token, int) and not isinstance(token, bool) and 0 <= token < vocab_size
+        )
         if not is_token or count == most:
             many = f"more than {count} ids, where there are {vocab_size}"
-            raise ValueError(many if is_token else f"{token!r} is not a token id from 0 to {vocab_size - 1}")
+            raise ValueError(
+                many if is_token else f"{token!r} is not a token id from 0 to {vocab_size - 1}"
+            )
         ids.add(token)
     return ids
 
@@ -150,8 +173,8 @@ def without_bad_words(
 ) -> tuple[SamplingParams, Mask | None]:
     """The parameters, and the mask, of a request that never draws its `bad_words`.
 
-    A word of one token is a bad token. The last token of a longer one is barred where the others have just been
-    generated, as vLLM bars it; the same text may still come about by other tokens.
+    A word of one token is a bad token. The last token of a longer one is barred where the others
+    have just been generated, as vLLM bars it; the same text may still come about by other tokens.
 
     Args:
         call: of an error.
@@ -188,25 +211,32 @@ def _sequences(call: str, model: Model, word: str) -> set[tuple[int, ...]]:
     texts = word, " " + word.lstrip()
     found = {tuple(model.tokenizer.encode(text, add_special_tokens=False).ids) for text in texts}
     if () in found:
-        raise RequestError(call, f"bad_words holds {word!r}, which has no tokens", "words of the model's vocabulary")
+        raise RequestError(
+            call,
+            f"bad_words holds {word!r}, which has no tokens",
+            "words of the model's vocabulary",
+        )
     return found
 
 
 def blame(error: BaseException, call: str, instead: str) -> RequestError:
-    """Turn what user code raised for a request into that request's error; a RequestError stays as it is.
+    """Turn what user code raised for a request into that request's error; a RequestError stays as
+    it is.
 
     Args:
         call, instead: of that error.
 
     Raises:
-        BaseException: the error itself, if it is an interrupt or the like. A panic of a Rust extension is not an
-            `Exception`, but counts as an error of the request.
+        BaseException: the error itself, if it is an interrupt or the like. A panic of a Rust
+            extension is not an `Exception`, but counts as an error of the request.
     """
     if isinstance(error, RequestError):
         return error
     if not isinstance(error, Exception) and type(error).__module__ != "pyo3_runtime":
         raise error
-    blamed = RequestError(call, traceback.format_exception_only(error)[-1].strip(), instead)  # str(error) may raise too
+    blamed = RequestError(
+        call, traceback.format_exception_only(error)[-1].strip(), instead
+    )  # str(error) may raise too
     blamed.__cause__ = error
     return blamed
 

@@ -1,7 +1,7 @@
 """Pages of the KV cache: reference counts, and a prefix cache that finds pages by their content.
 
-Eviction: a full, published page that no request holds stays in the prefix cache. `Pages.allocate` evicts such a page
-only when no empty page is left, the least recently used first.
+Eviction: a full, published page that no request holds stays in the prefix cache. `Pages.allocate`
+evicts such a page only when no empty page is left, the least recently used first.
 """
 
 import hashlib
@@ -16,9 +16,10 @@ import attrs
 class Pages:
     """The pages of a KV cache.
 
-    A page that no request holds is free. A free page is empty or evictable: an evictable one is published under the
-    hash of its content, and a request that begins with the same tokens shares it. A page that a prompt fills in part
-    can be looked up as long as a request holds it; whoever finds it copies it, because its owner goes on writing.
+    A page that no request holds is free. A free page is empty or evictable: an evictable one is
+    published under the hash of its content, and a request that begins with the same tokens shares
+    it. A page that a prompt fills in part can be looked up as long as a request holds it; whoever
+    finds it copies it, because its owner goes on writing.
 
     Args:
         num_pages: the total, on each stage.
@@ -68,7 +69,8 @@ class Pages:
         return found
 
     def lookup_partial(self, content_hash: bytes) -> int | None:
-        """A held page that begins with this content. Copy it: its owner goes on writing after that content."""
+        """A held page that begins with this content. Copy it: its owner goes on writing after that
+        content."""
         return self._page_of_partial.get(content_hash)
 
     def count_free(self, shared: Sequence[int]) -> int:
@@ -99,14 +101,15 @@ class Pages:
         return page
 
     def publish(self, page: int, content_hash: bytes) -> None:
-        """Let a full, held page be looked up by its content. If another page has the same content, that one stays the
-        published one."""
+        """Let a full, held page be looked up by its content. If another page has the same content,
+        that one stays the published one."""
         if content_hash not in self._page_of and page not in self._hash_of:
             self._page_of[content_hash] = page
             self._hash_of[page] = content_hash
 
     def publish_partial(self, page: int, content_hash: bytes) -> None:
-        """Let the beginning of a held page be looked up by its content, as long as the page is held."""
+        """Let the beginning of a held page be looked up by its content, as long as the page is
+        held."""
         if content_hash not in self._page_of_partial and page not in self._partial_hash_of:
             self._page_of_partial[content_hash] = page
             self._partial_hash_of[page] = content_hash
@@ -119,11 +122,17 @@ class Pages:
                 del self._page_of[content_hash]
 
     def forget(self) -> int:
-        """Remove all pages from the prefix cache, those that requests hold among them; returns how many had been
-        published."""
+        """Remove all pages from the prefix cache, those that requests hold among them; returns how
+        many had been published."""
         count = len(self._page_of)
         self._empty += self._evictable
-        for names in (self._evictable, self._hash_of, self._page_of, self._partial_hash_of, self._page_of_partial):
+        for names in (
+            self._evictable,
+            self._hash_of,
+            self._page_of,
+            self._partial_hash_of,
+            self._page_of_partial,
+        ):
             names.clear()
         return count
 
@@ -132,8 +141,8 @@ class Pages:
             del self._page_of_partial[content_hash]
 
     def release(self, pages: Sequence[int]) -> None:
-        """Stop holding a request's pages. The last ones become the first to be evicted, because the first pages of a
-        prompt are a prefix of more prompts."""
+        """Stop holding a request's pages. The last ones become the first to be evicted, because the
+        first pages of a prompt are a prefix of more prompts."""
         for page in reversed(pages):
             self._refcounts[page] -= 1
             if self._refcounts[page] == 0:
@@ -145,19 +154,20 @@ class Pages:
 
 
 def hash_page(before: bytes, token_ids: Sequence[int]) -> bytes:
-    """The content hash of a page: a hash of its tokens and of the hash before it, so that equal hashes mean equal
-    prefixes.
+    """The content hash of a page: a hash of its tokens and of the hash before it, so that equal
+    hashes mean equal prefixes.
 
     Args:
-        before: the hash of the page before; for the first page, what all content depends on (adapter, parameters). It
-            ends with what else this page depends on: embeddings and positions
-            (`weft.transforms.engine.requests.prompts.PromptContent`).
+        before: the hash of the page before; for the first page, what all content depends on
+            (adapter, parameters). It ends with what else this page depends on: embeddings and
+            positions (`weft.transforms.engine.requests.prompts.PromptContent`).
     """
     return _digest(before, b"|%d|" % len(token_ids) + array("q", token_ids).tobytes())
 
 
 def hash_pages(before: bytes, token_ids: Sequence[int], page_size: int) -> list[bytes]:
-    """`hash_page` of each full page of these tokens, which have nothing of their own beside; a long prompt's fast way.
+    """`hash_page` of each full page of these tokens, which have nothing of their own beside; a long
+    prompt's fast way.
 
     >>> first = hash_page(b"", [1, 2])
     >>> hash_pages(b"", [1, 2, 3, 4, 5], 2) == [first, hash_page(first, [3, 4])]

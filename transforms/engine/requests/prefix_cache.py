@@ -1,4 +1,5 @@
-"""The prefix cache as the scheduler uses it: requests get pages that others have computed, and publish their own.
+"""The prefix cache as the scheduler uses it: requests get pages that others have computed, and
+publish their own.
 
 The pages themselves are in `weft.transforms.engine.requests.pages`.
 """
@@ -32,10 +33,14 @@ def allocate_pages(host: HostState, req: RequestState, copies: list[tuple[int, i
 def lookup_prefix(pages: Pages, req: RequestState) -> tuple[list[int], int | None]:
     """The cached pages of a request's tokens to share, and the one after them to copy.
 
-    At least its last token is computed: if all of its pages are cached, the last one is copied, to be written on.
-    Snapshots are of whole pages, so that this page is computed instead. Tokens that are computed again are not written.
+    At least its last token is computed: if all of its pages are cached, the last one is copied, to
+    be written on. Snapshots are of whole pages, so that this page is computed instead. Tokens that
+    are computed again are not written.
     """
-    policy, has_logprobs = req.request.prefix_caching, req.request.sampling.prompt_logprobs is not None
+    policy, has_logprobs = (
+        req.request.prefix_caching,
+        req.request.sampling.prompt_logprobs is not None,
+    )
     req.hash_pages(pages.page_size)
     if policy == "none" or (has_logprobs and policy != "recompute"):  # of every token of the prompt
         return [], None
@@ -46,7 +51,9 @@ def lookup_prefix(pages: Pages, req: RequestState) -> tuple[list[int], int | Non
         return shared[:-1], shared[-1] if policy == "full" else None
     if policy == "snapshot":
         return shared, None
-    content_hash = req.hash_partial_page(pages.page_size) if len(shared) == len(req.page_hashes) else None
+    content_hash = (
+        req.hash_partial_page(pages.page_size) if len(shared) == len(req.page_hashes) else None
+    )
     return shared, None if content_hash is None else pages.lookup_partial(content_hash)
 
 
@@ -60,7 +67,8 @@ def publish_pages(host: HostState, req: RequestState) -> None:
 
 
 def publish_prompt(host: HostState, req: RequestState) -> None:
-    """Once all known tokens of a request are in the cache, publish its partial last page, and requeue its followers."""
+    """Once all known tokens of a request are in the cache, publish its partial last page, and
+    requeue its followers."""
     if req.num_computed < len(req.tokens):
         return
     if (content_hash := req.hash_partial_page(host.pages.page_size)) is not None:

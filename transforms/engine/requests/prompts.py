@@ -1,4 +1,5 @@
-"""Prompts: what a request brings beside token ids: embeddings, positions, and the extras that stages take."""
+"""Prompts: what a request brings beside token ids: embeddings, positions, and the extras that
+stages take."""
 
 import hashlib
 from collections.abc import Mapping, Sequence
@@ -16,25 +17,34 @@ from weft.stages.custom.functions import StageFunctions
 from weft.stages.model import Model
 
 _MAX_POSITION = 2**31
-"""Limit of a prompt's positions; those after the prompt, counted on from its largest one, are int64."""
+"""Limit of a prompt's positions; those after the prompt, counted on from its largest one, are
+int64."""
 _PROMPT_RULES: dict[str, Rule] = {
     "inputs_embeds": (Tensor | None, "inputs_embeds=torch.as_tensor(...)"),
     "positions": (Tensor | None, "positions=torch.as_tensor(...)"),
-    "without token_ids, inputs_embeds": (Tensor, "EmbedsPrompt(token_ids, inputs_embeds), or embeddings alone"),
+    "without token_ids, inputs_embeds": (
+        Tensor,
+        "EmbedsPrompt(token_ids, inputs_embeds), or embeddings alone",
+    ),
 }
-_PLACE: Rule = (lambda place: is_int(place, 0, _MAX_POSITION - 1), f"positions from 0 to {_MAX_POSITION - 1}")
+_PLACE: Rule = (
+    lambda place: is_int(place, 0, _MAX_POSITION - 1),
+    f"positions from 0 to {_MAX_POSITION - 1}",
+)
 
 
 @attrs.frozen(eq=False, repr=False)
 class EmbedsPrompt(Summarized):
-    """A prompt with embeddings in place of some tokens, such as those of an image, or of all tokens.
+    """A prompt with embeddings in place of some tokens, such as those of an image, or of all
+    tokens.
 
     Args:
-        token_ids: one id per token; `weft.EMBEDDED` (-2) where the token's embedding is in `inputs_embeds`. None: that
-            is so for all tokens.
-        inputs_embeds: [n, hidden_size] in the model's dtype, on any device; rows of other tokens are not read.
-        positions: [3, n] int64, for a model with mRoPE: each token's place in time, height and width, from
-            transformers' `get_rope_index`. None: the positions of text.
+        token_ids: one id per token; `weft.EMBEDDED` (-2) where the token's embedding is in
+            `inputs_embeds`. None: that is so for all tokens.
+        inputs_embeds: [n, hidden_size] in the model's dtype, on any device; rows of other tokens
+            are not read.
+        positions: [3, n] int64, for a model with mRoPE: each token's place in time, height and
+            width, from transformers' `get_rope_index`. None: the positions of text.
 
     >>> from weft.stages import DEMO, load
     >>> from weft.transforms.engine.generate import generate
@@ -78,7 +88,11 @@ class EmbedsPrompt(Summarized):
         embedded = ", some of which are EMBEDDED (-2)" if EMBEDDED in ids else ""
         rules: dict[str, Rule] = {
             "inputs_embeds": (
-                lambda x: EMBEDDED not in ids if x is None else (list(x.shape), x.dtype) == (shape, model.dtype),
+                lambda x: (
+                    EMBEDDED not in ids
+                    if x is None
+                    else (list(x.shape), x.dtype) == (shape, model.dtype)
+                ),
                 f"a row for each of the prompt's {len(ids)} tokens{embedded}: {shape}, {model.dtype}",
             ),
             "positions": (
@@ -91,7 +105,9 @@ class EmbedsPrompt(Summarized):
                 (lambda x: x is None),
                 f"leave them out: {model!r} has no mRoPE",
             )
-        check_values(call, rules, {"inputs_embeds": self.inputs_embeds, "positions": self.positions})
+        check_values(
+            call, rules, {"inputs_embeds": self.inputs_embeds, "positions": self.positions}
+        )
         if self.positions is not None:
             least, most = self.positions.aminmax()
             ends = {"the least position": int(least), "the greatest position": int(most)}
@@ -100,16 +116,17 @@ class EmbedsPrompt(Summarized):
 
 @attrs.frozen
 class PromptContent:
-    """A prompt's embeddings, positions and inputs of its tokens, which token ids do not tell. Equal when their contents
-    are equal.
+    """A prompt's embeddings, positions and inputs of its tokens, which token ids do not tell. Equal
+    when their contents are equal.
 
     Args:
         inputs_embeds, positions: as in `weft.EmbedsPrompt`; the positions are on the host.
         delta: position minus index, for each token after the prompt.
-        contents: for each token of the prompt, what its keys and values depend on besides its id: the digest of its
-            embedding, its positions where they differ from its index, and the digest of its inputs where they differ
-            from the defaults. Empty for a plain text token.
-        token_extras: [n + 1, ...] by name: each token's inputs for the model's stages; the last row is the default.
+        contents: for each token of the prompt, what its keys and values depend on besides its id:
+            the digest of its embedding, its positions where they differ from its index, and the
+            digest of its inputs where they differ from the defaults. Empty for a plain text token.
+        token_extras: [n + 1, ...] by name: each token's inputs for the model's stages; the last row
+            is the default.
     """
 
     inputs_embeds: Tensor | None = attrs.field(eq=False, repr=False)
@@ -119,7 +136,8 @@ class PromptContent:
     token_extras: Mapping[str, Tensor] = attrs.field(factory=dict, eq=False, repr=False)
 
     def content(self, start: int, stop: int) -> bytes:
-        """What the keys and values of the request's tokens `start:stop` depend on besides their ids."""
+        """What the keys and values of the request's tokens `start:stop` depend on besides their
+        ids."""
         texts = ((index, self._content_of(index)) for index in range(start, stop))
         return b"".join(b";%d:%s" % (index - start, text) for index, text in texts if text)
 
@@ -130,13 +148,14 @@ class PromptContent:
 
 
 def position_content(index: int, positions: Sequence[int]) -> bytes:
-    """A token's three positions as text; empty where each is the token's index, as for plain text."""
+    """A token's three positions as text; empty where each is the token's index, as for plain text.
+    """
     return b"" if list(positions) == [index] * 3 else b"@%d/%d/%d" % tuple(positions)
 
 
 def read_content(prompt: EmbedsPrompt) -> PromptContent:
-    """A prompt's embeddings and positions, and their digests. Copies both, so that the user may change them later, and
-    reads both on the host."""
+    """A prompt's embeddings and positions, and their digests. Copies both, so that the user may
+    change them later, and reads both on the host."""
     embeds, positions, ids = prompt.inputs_embeds, prompt.positions, prompt.ids
     embeds = None if embeds is None or EMBEDDED not in ids else embeds.detach().clone()
     positions = None if positions is None else positions.cpu().clone()
@@ -157,11 +176,13 @@ def _digest(row: Any) -> bytes:
 
 @attrs.frozen
 class RequestExtras:
-    """A request's own extras: rows of the tables that its model's stages read. Equal when their contents are equal.
+    """A request's own extras: rows of the tables that its model's stages read. Equal when their
+    contents are equal.
 
     Args:
         values: by name, on the host.
-        digest: of all of them; pages of the KV cache that are computed with others have another name.
+        digest: of all of them; pages of the KV cache that are computed with others have another
+            name.
     """
 
     values: Mapping[str, Tensor] = attrs.field(eq=False, repr=False)
@@ -197,7 +218,10 @@ def check_extras(
     rules |= {name: _like(of_tokens[name], num_tokens) for name in given.keys() & of_tokens}
     check_values(call, rules, given)
     tokens = {name: given[name].detach().clone() for name in of_tokens if name in given}
-    values = {name: given[name].detach().to("cpu", copy=True) for name in sorted(given.keys() - tokens.keys())}
+    values = {
+        name: given[name].detach().to("cpu", copy=True)
+        for name in sorted(given.keys() - tokens.keys())
+    }
     if not values:
         return None, tokens
     digest = hashlib.blake2b(digest_size=16)
@@ -208,7 +232,10 @@ def check_extras(
 
 
 def with_token_extras(
-    content: PromptContent | None, defaults: Mapping[str, Tensor], given: Mapping[str, Tensor], num_tokens: int
+    content: PromptContent | None,
+    defaults: Mapping[str, Tensor],
+    given: Mapping[str, Tensor],
+    num_tokens: int,
 ) -> PromptContent | None:
     """A prompt's content with the inputs of its tokens; itself if none are given.
 
@@ -229,7 +256,10 @@ def with_token_extras(
         for index, (text, row) in enumerate(zip(texts, whole, strict=False)):
             text.update(row.tobytes())
             differs[index] |= bool((row != whole[-1]).any())
-    more = (b"#" + text.hexdigest().encode() if own else b"" for text, own in zip(texts, differs, strict=True))
+    more = (
+        b"#" + text.hexdigest().encode() if own else b""
+        for text, own in zip(texts, differs, strict=True)
+    )
     contents = tuple(before + after for before, after in zip(content.contents, more, strict=True))
     return attrs.evolve(content, contents=contents, token_extras=rows)
 
@@ -239,15 +269,24 @@ def _bytes_of(rows: Tensor) -> Any:
     return rows.cpu().contiguous().view(torch.uint8).numpy()
 
 
-_EXTRAS: Rule = (lambda given: given is None or isinstance(given, Mapping), "a dict of tensors by name, or None")
+_EXTRAS: Rule = (
+    lambda given: given is None or isinstance(given, Mapping),
+    "a dict of tensors by name, or None",
+)
 
 
 def _like(default: Tensor, num_tokens: int | None = None) -> Rule:
-    """The rule of a request's value: a tensor of the default's shape and dtype, or one for each of its tokens."""
+    """The rule of a request's value: a tensor of the default's shape and dtype, or one for each of
+    its tokens."""
     shape = [*([] if num_tokens is None else [num_tokens]), *default.shape]
 
     def fits(given: Any) -> bool:
-        return isinstance(given, Tensor) and (list(given.shape), given.dtype) == (shape, default.dtype)
+        return isinstance(given, Tensor) and (list(given.shape), given.dtype) == (
+            shape,
+            default.dtype,
+        )
 
-    each = "for one request" if num_tokens is None else f"for each of the prompt's {num_tokens} tokens"
+    each = (
+        "for one request" if num_tokens is None else f"for each of the prompt's {num_tokens} tokens"
+    )
     return fits, f"a tensor {shape}, {default.dtype}, {each}, as the model's default"

@@ -1,4 +1,5 @@
-"""The seconds that a step takes, interpolated between measured steps, and the prompt tokens that fit into a limit."""
+"""The seconds that a step takes, interpolated between measured steps, and the prompt tokens that
+fit into a limit."""
 
 import bisect
 import itertools
@@ -9,18 +10,20 @@ import attrs
 Measured = tuple[Sequence[int], float]
 """The lengths of a step's prompts, and the seconds that it took."""
 _LEAST = 0.9
-"""No step is estimated to take less than this share of the fastest that was measured, whatever its pairs take."""
+"""No step is estimated to take less than this share of the fastest that was measured, whatever its
+pairs take."""
 
 
 @attrs.frozen
 class StepTime:
-    """A limit on steps with prompts, and what a step takes: seconds by its number of tokens, interpolated between
-    measurements, and more for each pair of a prompt's token and one that it attends to, itself included.
+    """A limit on steps with prompts, and what a step takes: seconds by its number of tokens,
+    interpolated between measurements, and more for each pair of a prompt's token and one that it
+    attends to, itself included.
 
     Args:
         limit: the most seconds of a step with prompts.
-        measured: (tokens, seconds), tokens rising and seconds never falling. Fewer tokens take as long as the fewest;
-            beyond the most the last line goes on.
+        measured: (tokens, seconds), tokens rising and seconds never falling. Fewer tokens take as
+            long as the fewest; beyond the most the last line goes on.
         per_pair: seconds for each pair.
         per_read: seconds for each token that a decode attends to.
     """
@@ -31,8 +34,8 @@ class StepTime:
     per_read: float = 0.0
 
     def seconds(self, tokens: int, pairs: float = 0.0, reads: int = 0) -> float:
-        """The seconds of a step with so many tokens of prompts and decodes, pairs of its prompts, and reads of its
-        decodes.
+        """The seconds of a step with so many tokens of prompts and decodes, pairs of its prompts,
+        and reads of its decodes.
 
         >>> StepTime(1.0, ((100, 0.01), (300, 0.03)), per_pair=1e-6).seconds(150, pairs=1000)
         0.016
@@ -45,15 +48,17 @@ class StepTime:
         return sooner + share * (later - sooner) + self.per_pair * pairs + self.per_read * reads
 
     def most_tokens(self, wanted: int, context: int, tokens: int, pairs: float, reads: int) -> int:
-        """The most tokens of a prompt, at most `wanted`, that a step with these takes in within the limit; `context` of
-        the prompt were computed before.
+        """The most tokens of a prompt, at most `wanted`, that a step with these takes in within the
+        limit; `context` of the prompt were computed before.
 
         >>> StepTime(0.02, ((100, 0.01), (300, 0.03))).most_tokens(500, context=0, tokens=50, pairs=0, reads=0)
         150
         """
 
         def exceeds(count: int) -> bool:
-            return self.seconds(tokens + count, pairs + pairs_of(count, context), reads) > self.limit
+            return (
+                self.seconds(tokens + count, pairs + pairs_of(count, context), reads) > self.limit
+            )
 
         return bisect.bisect_left(range(1, wanted + 1), True, key=exceeds)
 
@@ -72,23 +77,35 @@ def step_time(
         limit: of the result.
         steps: of rising numbers of tokens.
         long: a step of many prompts, and one of as many tokens in fewer, longer prompts.
-        decodes: the seconds of a step of decodes after prompts of one token, and of as many after the long prompts.
+        decodes: the seconds of a step of decodes after prompts of one token, and of as many after
+            the long prompts.
 
     >>> steps = ([1] * 32, 0.01), ([1] * 64, 0.0102)
     >>> found = step_time(0.1, steps, (steps[1], ([64], 0.01222)), (0.004, 0.0103))
     >>> f"{found.seconds(48):.4f} {found.seconds(64, pairs_of(64, 0)):.4f} {found.per_read:.0e}"
     '0.0101 0.0122 1e-04'
     """
-    tokens, pairs, seconds = zip(*((sum(own), _pairs(own), took) for own, took in steps), strict=True)
+    tokens, pairs, seconds = zip(
+        *((sum(own), _pairs(own), took) for own, took in steps), strict=True
+    )
     (many, sooner), (few, later) = long
     more, reads = _pairs(few) - _pairs(many), sum(few) - len(few)
     per_pair = max(0.0, (later - sooner) / more) if more > 0 else 0.0
-    # One long step that was measured too slow must not make all others free: none takes far less than the fastest did.
+    # One long step that was measured too slow must not make all others free: none takes far less
+    # than the fastest did.
     per_pair = min(
-        [per_pair, *((took - _LEAST * min(seconds)) / own for took, own in zip(seconds, pairs, strict=True))]
+        [
+            per_pair,
+            *(
+                (took - _LEAST * min(seconds)) / own
+                for took, own in zip(seconds, pairs, strict=True)
+            ),
+        ]
     )
     without = [max(0.0, took - per_pair * own) for took, own in zip(seconds, pairs, strict=True)]
-    rising = [*itertools.accumulate(reversed(without), min)][::-1]  # noise makes steps slower, not faster
+    rising = [*itertools.accumulate(reversed(without), min)][
+        ::-1
+    ]  # noise makes steps slower, not faster
     per_read = max(0.0, (decodes[1] - decodes[0]) / reads) if reads > 0 else 0.0
     return StepTime(limit, tuple(zip(tokens, rising, strict=True)), per_pair, per_read)
 

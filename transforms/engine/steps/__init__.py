@@ -1,1 +1,2 @@
-"""A step as data (`step.py`), what runs it without waiting (`executor.py`), and its results on their way back."""
+"""A step as data (`step.py`), what runs it without waiting (`executor.py`), and its results on
+their way back."""

@@ -1,4 +1,5 @@
-"""The classes that an engine's steps run under: those of its graphs, and those to which other steps are padded."""
+"""The classes that an engine's steps run under: those of its graphs, and those to which other steps
+are padded."""
 
 from typing import TypeVar
 
@@ -22,8 +23,9 @@ T = TypeVar("T")
 _MAX_DECISIONS = 4096
 _MOST_CAPTURED, _MOST_CAPTURED_IF_SMALL = 2048, 4096
 _SMALL_LAYER = 48 * 10**6
-"""The bytes of weights that a token reads in a layer, below which a GPU is faster than the host that launches a step of
-8,192 tokens: on an H200, 19 ms against 22 to 40 for the 28 layers of Qwen3-0.6B, of 31 MB."""
+"""The bytes of weights that a token reads in a layer, below which a GPU is faster than the host
+that launches a step of 8,192 tokens: on an H200, 19 ms against 22 to 40 for the 28 layers of
+Qwen3-0.6B, of 31 MB."""
 
 
 @attrs.frozen
@@ -33,14 +35,17 @@ class Classes:
     Args:
         captured: those of graphs.
         eager: those of other steps (`eager_ladder`). A step of more tokens than any of them has is
-            padded in requests only, to the most that one has, so that the head and sampling take the same kernels.
+            padded in requests only, to the most that one has, so that the head and sampling take
+            the same kernels.
         max_num_tokens: the most tokens of a step.
     """
 
     captured: Ladder[BatchDescriptor] = attrs.field(factory=Ladder)
     eager: Ladder[BatchDescriptor] = attrs.field(factory=Ladder)
     max_num_tokens: int = 0
-    _decisions: dict[BatchDescriptor, Decision[BatchDescriptor]] = attrs.field(factory=dict, init=False)
+    _decisions: dict[BatchDescriptor, Decision[BatchDescriptor]] = attrs.field(
+        factory=dict, init=False
+    )
 
     def of(self, own: BatchDescriptor) -> Decision[BatchDescriptor]:
         """The mode that a step runs in, and the class that it is padded to."""
@@ -68,21 +73,38 @@ class Classes:
 
     @property
     def large(self) -> list[BatchDescriptor]:
-        """Classes of more tokens than any other: powers of two and `max_num_tokens`, one for each choice of tiles."""
-        largest = {one.num_active_loras: one for one in reversed([*self.eager]) if not one.is_uniform}.values()
+        """Classes of more tokens than any other: powers of two and `max_num_tokens`, one for each
+        choice of tiles."""
+        largest = {
+            one.num_active_loras: one for one in reversed([*self.eager]) if not one.is_uniform
+        }.values()
         powers = (2**power for power in range(self.max_num_tokens.bit_length() + 1))
-        sizes = [min(size, self.max_num_tokens) for size in powers if size < 2 * self.max_num_tokens]
-        more = [attrs.evolve(one, num_tokens=size) for one in largest for size in sizes if size > one.num_tokens]
+        sizes = [
+            min(size, self.max_num_tokens) for size in powers if size < 2 * self.max_num_tokens
+        ]
+        more = [
+            attrs.evolve(one, num_tokens=size)
+            for one in largest
+            for size in sizes
+            if size > one.num_tokens
+        ]
         return [*map(self._of_most_requests, more)]
 
     def _of_most_requests(self, own: BatchDescriptor) -> BatchDescriptor:
-        """The class of as many tokens, and of the most requests of a step, with as many adapters as a class has."""
+        """The class of as many tokens, and of the most requests of a step, with as many adapters as
+        a class has."""
         if own.is_uniform or not len(self.eager):
             return own
         most = max(one.num_reqs for one in self.eager)
-        adapters = [one.num_active_loras for one in self.eager if one.num_active_loras >= own.num_active_loras]
+        adapters = [
+            one.num_active_loras
+            for one in self.eager
+            if one.num_active_loras >= own.num_active_loras
+        ]
         return attrs.evolve(
-            own, num_reqs=max(own.num_reqs, most), num_active_loras=min(adapters, default=own.num_active_loras)
+            own,
+            num_reqs=max(own.num_reqs, most),
+            num_active_loras=min(adapters, default=own.num_active_loras),
         )
 
     def pad(self, batch: Batch) -> Batch:
@@ -90,7 +112,9 @@ class Classes:
         found = self.of(batch.descriptor)
         if not found.padding:
             return batch
-        return map_sized(lambda value, axes: grow(value, axes, found.descriptor), batch, found.descriptor)
+        return map_sized(
+            lambda value, axes: grow(value, axes, found.descriptor), batch, found.descriptor
+        )
 
     def unpad(self, out: T, own: BatchDescriptor) -> T:
         """Cut what a step returned down to its own class."""
@@ -99,28 +123,35 @@ class Classes:
 
 
 def has_small_layers(config: ModelConfig) -> bool:
-    """Whether the host takes longer than a GPU for a large step without a graph, so that steps are best as large as a
-    graph may be."""
+    """Whether the host takes longer than a GPU for a large step without a graph, so that steps are
+    best as large as a graph may be."""
     return weights_of_layer(config, config.num_layers // 2).read(1) < _SMALL_LAYER
 
 
 def captured_tokens(config: ModelConfig) -> int:
-    """The most tokens of a ragged class: a step of more keeps a GPU busy for longer than its launches take the host, or
-    its graph would hold much memory."""
+    """The most tokens of a ragged class: a step of more keeps a GPU busy for longer than its
+    launches take the host, or its graph would hold much memory."""
     return _MOST_CAPTURED_IF_SMALL if has_small_layers(config) else _MOST_CAPTURED
 
 
-def engine_ladder(graph: str, budget: Budget, num_adapters: int, model: Model) -> Ladder[BatchDescriptor]:
-    """The classes of a cohort's steps that may be captured, with the attention that the stages have."""
+def engine_ladder(
+    graph: str, budget: Budget, num_adapters: int, model: Model
+) -> Ladder[BatchDescriptor]:
+    """The classes of a cohort's steps that may be captured, with the attention that the stages
+    have."""
     loras, size = lora_rungs(min(num_adapters, budget.cohort_size)), budget.cohort_size
-    most = min(budget.max_num_tokens, max(captured_tokens(model.config), size * max(budget.query_lens)))
+    most = min(
+        budget.max_num_tokens, max(captured_tokens(model.config), size * max(budget.query_lens))
+    )
     return model_ladder(graph, Limits(size, most, budget.query_lens, loras), model.functions)
 
 
-def eager_ladder(budget: Budget, num_adapters: int, model: Model, device: torch.device) -> Ladder[BatchDescriptor]:
-    """The classes to which a cohort's steps without a graph are padded. On a GPU they are those of graphs in the
-    default mode, so that each operator has the shapes that it has there: a kernel is chosen by them, and with it the
-    order of its sums. A model that runs in no graph has none."""
+def eager_ladder(
+    budget: Budget, num_adapters: int, model: Model, device: torch.device
+) -> Ladder[BatchDescriptor]:
+    """The classes to which a cohort's steps without a graph are padded. On a GPU they are those of
+    graphs in the default mode, so that each operator has the shapes that it has there: a kernel is
+    chosen by them, and with it the order of its sums. A model that runs in no graph has none."""
     if device.type != "cuda" or model.functions.capability == "none":
         return Ladder()
     mode = "piecewise" if model.functions.capability == "piecewise" else "full_and_piecewise"
@@ -128,7 +159,7 @@ def eager_ladder(budget: Budget, num_adapters: int, model: Model, device: torch.
 
 
 def model_ladder(mode: str, limits: Limits, functions: StageFunctions) -> Ladder[BatchDescriptor]:
-    """The classes that a model with these functions may capture. Where its attention runs inside of a graph, there is
-    no operator to cut at, and the graph is whole."""
+    """The classes that a model with these functions may capture. Where its attention runs inside of
+    a graph, there is no operator to cut at, and the graph is whole."""
     ladder = make_ladder(mode, limits, capability=functions.capability, strict=False)
     return ladder if functions.inside is None else with_whole(ladder, functions.inside)

@@ -1,4 +1,5 @@
-"""Executors: they run steps on the device's states, one after the other or through the stages of a pipeline."""
+"""Executors: they run steps on the device's states, one after the other or through the stages of a
+pipeline."""
 
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -48,17 +49,19 @@ class Executor(Protocol):
         """Works that were launched and have not been returned as finished."""
 
     def __call__(self, works: Sequence[Work]) -> Sequence[FinishedWork]:
-        """Launch works; returns what is finished by now, in order. A pipeline returns works of earlier calls."""
+        """Launch works; returns what is finished by now, in order. A pipeline returns works of
+        earlier calls."""
 
     def flush(self) -> Sequence[FinishedWork]:
         """Finish and return all launched work."""
 
     def received(self, finished: Sequence[FinishedWork], /) -> Callable[[], None]:
-        """A function to call before the host reads finished work: it raises if other ranks were asked for other
-        work."""
+        """A function to call before the host reads finished work: it raises if other ranks were
+        asked for other work."""
 
     def examples(self) -> list["Example"]:
-        """Each graphified function, and arguments to capture it with, without a trace in the states."""
+        """Each graphified function, and arguments to capture it with, without a trace in the
+        states."""
 
     def placed(self) -> AbstractContextManager[None]:
         """The context in which they run."""
@@ -94,8 +97,12 @@ class BatchCache(Generic[T]):
         return self.edited(found, work.edits) if work.edits else found
 
     def _place(self, work: Work) -> DeviceWork:
-        own = work.place(self.device if work.given else "cpu", self.first)  # what is given may be on the device already
-        batch = self.classes.pad(own.batch)  # here, so that graphs see sizes of classes alone, and plan none anew
+        own = work.place(
+            self.device if work.given else "cpu", self.first
+        )  # what is given may be on the device already
+        batch = self.classes.pad(
+            own.batch
+        )  # here, so that graphs see sizes of classes alone, and plan none anew
         return DeviceWork(tree_map(self._upload, batch), own.edits)
 
     def _upload(self, leaf: Any) -> Any:
@@ -104,22 +111,28 @@ class BatchCache(Generic[T]):
 
 def _submission(work: DeviceWork) -> Submission:
     """`Submission.of`, whose text and later part depend on the batch alone."""
-    return Submission(work, DeviceWork(work.batch.after_first(), work.edits), class_text(work.batch))
+    return Submission(
+        work, DeviceWork(work.batch.after_first(), work.edits), class_text(work.batch)
+    )
 
 
 def _with_edits(made: Submission, edits: Edits) -> Submission:
-    return Submission(DeviceWork(made.batch.batch, edits), DeviceWork(made.later.batch, edits), made.text)
+    return Submission(
+        DeviceWork(made.batch.batch, edits), DeviceWork(made.later.batch, edits), made.text
+    )
 
 
 @torch.no_grad()
 def capture_all(executor: Executor) -> None:
-    """Compile the kernels of an executor's functions, capture their ladders, plan the replay of each class, and run
-    steps of more tokens once; in mode none do nothing."""
+    """Compile the kernels of an executor's functions, capture their ladders, plan the replay of
+    each class, and run steps of more tokens once; in mode none do nothing."""
     with executor.placed():
         _compile_ahead(executor)
         for graph, example in executor.examples():
             graph.capture(*example)
-        for graph, example in _padding(executor, (*executor.classes.captured, *executor.classes.large)):
+        for graph, example in _padding(
+            executor, (*executor.classes.captured, *executor.classes.large)
+        ):
             graph.rehearse(*example)
 
 
@@ -134,7 +147,10 @@ def estimate_all(executor: Executor) -> list[MemoryEstimate]:
 def _compile_ahead(executor: Executor) -> None:
     """Compile the kernels of graphs, and of steps without a graph, all at once."""
     with compiling_at_once():
-        for graph, example in (*executor.examples(), *_padding(executor, executor.classes.without_graph)):
+        for graph, example in (
+            *executor.examples(),
+            *_padding(executor, executor.classes.without_graph),
+        ):
             graph.compile_ahead(*example)
 
 
@@ -149,7 +165,8 @@ class StepExecutor:
     """Runs each work as one step, one after the other; finished work returns at once.
 
     Args:
-        step: `(params, state, batch) -> (state, Output)` over tuples with one entry for each stage that runs here.
+        step: `(params, state, batch) -> (state, Output)` over tuples with one entry for each stage
+            that runs here.
         params, state: those tuples.
         device: the device of the batches.
         classes: that steps run under; None: their own.
@@ -166,9 +183,13 @@ class StepExecutor:
         self.step = step
         self.params = params
         self.state = state
-        self.graphs: tuple[Graphified[..., Any], ...] = (step,) if isinstance(step, Graphified) else ()
+        self.graphs: tuple[Graphified[..., Any], ...] = (
+            (step,) if isinstance(step, Graphified) else ()
+        )
         self.classes = classes or Classes()
-        self._batches = BatchCache(device, self.classes, lambda work: work.batch, lambda batch, _: batch)
+        self._batches = BatchCache(
+            device, self.classes, lambda work: work.batch, lambda batch, _: batch
+        )
 
     @property
     def num_running(self) -> int:
@@ -177,8 +198,14 @@ class StepExecutor:
     def __call__(self, works: Sequence[Work]) -> Sequence[FinishedWork]:
         finished = []
         for work in works:
-            state = tuple(apply_edits(state, work.edits) for state in self.state) if work.edits else self.state
-            with torch.no_grad():  # functions of the user's own in a stage may read tensors that require grad
+            state = (
+                tuple(apply_edits(state, work.edits) for state in self.state)
+                if work.edits
+                else self.state
+            )
+            with (
+                torch.no_grad()
+            ):  # functions of the user's own in a stage may read tensors that require grad
                 self.state, out = self.step(self.params, state, self._batches(work))
             finished.append((work, self.classes.unpad(out, work.descriptor)))
         return finished
@@ -198,14 +225,16 @@ class StepExecutor:
 
 
 class PipelineExecutor:
-    """Runs work in a session of a pipeline: the stages overlap, within a call and from one call to the next.
+    """Runs work in a session of a pipeline: the stages overlap, within a call and from one call to
+    the next.
 
     Args:
         pipelined: a pipeline of stages over `DeviceWork` (`with_edits`), with `advance_work`.
         params, state: one entry for each stage that runs here.
         device: the device of the batches.
         classes: that steps run under; None: their own.
-        graphs: the graphified stages that run here, each with an example of what the stage before sends it.
+        graphs: the graphified stages that run here, each with an example of what the stage before
+            sends it.
     """
 
     def __init__(
@@ -223,7 +252,9 @@ class PipelineExecutor:
         self.graphs = tuple(graph for graph, _ in graphs)
         self._inputs = tuple(x for _, x in graphs)
         self.classes = classes or Classes()
-        self._batches = BatchCache(device, self.classes, _submission, _with_edits, pipelined.runs_first)
+        self._batches = BatchCache(
+            device, self.classes, _submission, _with_edits, pipelined.runs_first
+        )
         self._session: Session | None = None
         self._first_job = 0
         self._running: deque[Work] = deque()
@@ -236,7 +267,10 @@ class PipelineExecutor:
         if not works:
             return ()
         if self._session is None:
-            self._session, self._first_job = self.pipelined.session(self.params, self.state), works[0].job
+            self._session, self._first_job = (
+                self.pipelined.session(self.params, self.state),
+                works[0].job,
+            )
         self._running += works
         jobs = [Job(work.feeds, self._after(work)) for work in works]
         return self._finished(self._session.submit([self._batches(work) for work in works], jobs))
@@ -253,12 +287,20 @@ class PipelineExecutor:
         return self.pipelined.transport.received(last)
 
     def _after(self, work: Work) -> int | None:
-        """The job of this session that the work waits for; jobs of earlier sessions have returned."""
-        return None if work.after is None or work.after < self._first_job else work.after - self._first_job
+        """The job of this session that the work waits for; jobs of earlier sessions have returned.
+        """
+        return (
+            None
+            if work.after is None or work.after < self._first_job
+            else work.after - self._first_job
+        )
 
     def _finished(self, outputs: Sequence[tuple[int, Any]]) -> Sequence[FinishedWork]:
         works = [self._running.popleft() for _ in outputs]
-        return [(work, self.classes.unpad(out, work.descriptor)) for work, (_, out) in zip(works, outputs, strict=True)]
+        return [
+            (work, self.classes.unpad(out, work.descriptor))
+            for work, (_, out) in zip(works, outputs, strict=True)
+        ]
 
     def placed(self) -> AbstractContextManager[None]:
         return self.pipelined.placed()

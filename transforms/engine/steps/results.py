@@ -1,4 +1,5 @@
-"""Results of steps: copied to the host without blocking the device, and read there (`StepResult`)."""
+"""Results of steps: copied to the host without blocking the device, and read there (`StepResult`).
+"""
 
 import itertools
 import math
@@ -28,17 +29,20 @@ FinishedWork = tuple[Work, Output | None]
 
 @attrs.frozen(eq=False)
 class StepResult:
-    """One step's sampled tokens and logprobs, copied to the host: one entry per batch row; for prompts, per token.
+    """One step's sampled tokens and logprobs, copied to the host: one entry per batch row; for
+    prompts, per token.
 
     Args:
-        token_ids, logprobs: the new tokens: one, or, with drafts, as many as were accepted and one more; fewer, or
-            none, in a row with a fault.
-        top_logprobs: the likeliest tokens and their logprobs, for each of those tokens or for more; empty if no request
-            asked.
+        token_ids, logprobs: the new tokens: one, or, with drafts, as many as were accepted and one
+            more; fewer, or none, in a row with a fault.
+        top_logprobs: the likeliest tokens and their logprobs, for each of those tokens or for more;
+            empty if no request asked.
         ranks: of the new tokens; empty as above.
-        prompt_logprobs, prompt_top_logprobs, prompt_ranks: for each token of the batch; empty if no request asked.
+        prompt_logprobs, prompt_top_logprobs, prompt_ranks: for each token of the batch; empty if no
+            request asked.
         num_drafts: the number of drafts that were verified.
-        faults: for each row in which no token was drawn after those, the logprob that says so: NaN, or -inf.
+        faults: for each row in which no token was drawn after those, the logprob that says so: NaN,
+            or -inf.
         captured: [num_tokens, ...] by name: what the stages captured of each token of the batch.
     """
 
@@ -66,10 +70,10 @@ class StepResult:
                 "look for weights that are not finite, or for an overflow of the dtype",
             )
             return LogitsError(f"request {id!r}", f"{seen} after {num_tokens} tokens", instead)
-        seen = (
-            f"no token that can be drawn after {num_tokens} tokens: those that the request allows have logits of -inf"
+        seen = f"no token that can be drawn after {num_tokens} tokens: those that the request allows have logits of -inf"
+        return RequestError(
+            f"request {id!r}", seen, "allow another token, or look at the model's logits"
         )
-        return RequestError(f"request {id!r}", seen, "allow another token, or look at the model's logits")
 
 
 class PendingResults:
@@ -84,7 +88,9 @@ class PendingResults:
         self._confirm = confirm
         outputs = [out for _, out in finished]
         self.works = tuple(work for work, _ in finished)
-        self._copies = [None if out is None else {n: _to_host(x) for n, x in _tensors(out)} for out in outputs]
+        self._copies = [
+            None if out is None else {n: _to_host(x) for n, x in _tensors(out)} for out in outputs
+        ]
         on_gpu = any(out is not None and out.token_ids.is_cuda for out in outputs)
         self._copied = torch.cuda.Event() if on_gpu else None
         if self._copied is not None:
@@ -94,11 +100,15 @@ class PendingResults:
         """Whether `wait` would return at once."""
         return self._copied is None or self._copied.query()
 
-    def wait(self, check: Callable[[], None] | None = None) -> Iterator[tuple[Work, StepResult | None]]:
-        """Wait for the copies; then the result of each work, as it is asked for, or None where nothing was returned.
+    def wait(
+        self, check: Callable[[], None] | None = None
+    ) -> Iterator[tuple[Work, StepResult | None]]:
+        """Wait for the copies; then the result of each work, as it is asked for, or None where
+        nothing was returned.
 
         Args:
-            check: called now and then where the device may wait for another rank in vain; raises if it does.
+            check: called now and then where the device may wait for another rank in vain; raises if
+                it does.
         """
         if self._copied is not None and check is None:
             self._copied.synchronize()
@@ -119,9 +129,14 @@ def _wait(event: torch.cuda.Event, check: Callable[[], None]) -> None:
 
 
 def _tensors(out: Output) -> list[tuple[str, Tensor]]:
-    names = [field.name for field in attrs.fields(Output) if field.name not in ("logits", "captured")]
+    names = [
+        field.name for field in attrs.fields(Output) if field.name not in ("logits", "captured")
+    ]
     own = [(name, value) for name in names if (value := getattr(out, name)) is not None]
-    return [*own, *((_CAPTURED + name, per_token.values) for name, per_token in out.captured.items())]
+    return [
+        *own,
+        *((_CAPTURED + name, per_token.values) for name, per_token in out.captured.items()),
+    ]
 
 
 def _to_host(x: Tensor) -> Tensor:
@@ -136,7 +151,11 @@ def _step_result(copied: dict[str, Tensor]) -> StepResult:
 
     def by_row(name: str) -> list[Any]:
         rows = copied[name].tolist()
-        return [own[:count] for own, count in zip(rows, counts, strict=True)] if with_drafts else [[x] for x in rows]
+        return (
+            [own[:count] for own, count in zip(rows, counts, strict=True)]
+            if with_drafts
+            else [[x] for x in rows]
+        )
 
     top, prompt_top = "top_ids" in copied, "prompt_top_ids" in copied
     pairs = zip(by_row("top_ids"), by_row("top_logprobs"), strict=True) if top else ()
@@ -149,11 +168,17 @@ def _step_result(copied: dict[str, Tensor]) -> StepResult:
         logprobs,
         [_pairs(ids, logprobs) for ids, logprobs in pairs],
         copied["prompt_logprobs"].tolist() if "prompt_logprobs" in copied else [],
-        _pairs(copied["prompt_top_ids"].tolist(), copied["prompt_top_logprobs"].tolist()) if prompt_top else [],
+        _pairs(copied["prompt_top_ids"].tolist(), copied["prompt_top_logprobs"].tolist())
+        if prompt_top
+        else [],
         int(copied["num_drafts"].sum()) if "num_drafts" in copied else 0,
         {row: logprobs[row][index] for row, index in faults.items()},
         # Kept by users, out of pinned memory.
-        {name.removeprefix(_CAPTURED): x.clone() for name, x in copied.items() if name.startswith(_CAPTURED)},
+        {
+            name.removeprefix(_CAPTURED): x.clone()
+            for name, x in copied.items()
+            if name.startswith(_CAPTURED)
+        },
         by_row("ranks") if top else [],
         copied["prompt_ranks"].tolist() if prompt_top else [],
     )

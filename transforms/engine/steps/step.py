@@ -1,4 +1,5 @@
-"""One step as data: `Work`, which the scheduler decides, its tensors on a device, and its edits of the tables."""
+"""One step as data: `Work`, which the scheduler decides, its tensors on a device, and its edits of
+the tables."""
 
 import functools
 import hashlib
@@ -95,16 +96,19 @@ class Work:
         edits: changes to the tables before it.
         requests: ids.
         rows: rows of the device state.
-        token_ids: the tokens to compute; empty for a uniform decode, which continues from each request's last token.
+        token_ids: the tokens to compute; empty for a uniform decode, which continues from each
+            request's last token.
         samples: whether the request samples a token.
         after: the job whose tokens must have returned before this one runs; None: no such job.
-        targets: the prompt token after each token, or 0 where the request wants no logprobs of its prompt; empty if no
-            request does.
+        targets: the prompt token after each token, or 0 where the request wants no logprobs of its
+            prompt; empty if no request does.
         starts: tokens in the cache before this step; for a decode, an upper bound.
         num_active_loras: number of different adapters.
         query_len: tokens per request of a uniform decode: the last one, and drafts.
-        given: the prompt's embeddings, positions and inputs of its tokens; empty if no prompt has them.
-        masks: the bits of the tokens that may be sampled, None for any token; empty if no request has a mask.
+        given: the prompt's embeddings, positions and inputs of its tokens; empty if no prompt has
+            them.
+        masks: the bits of the tokens that may be sampled, None for any token; empty if no request
+            has a mask.
         captures: whether the stages capture something of its tokens.
     """
 
@@ -144,11 +148,18 @@ class Work:
     @property
     def kind(self) -> str:
         """`decode`, `prompts`, or `mixed`."""
-        return "decode" if not self.token_ids else "mixed" if (LAST_TOKEN,) in self.token_ids else "prompts"
+        return (
+            "decode"
+            if not self.token_ids
+            else "mixed"
+            if (LAST_TOKEN,) in self.token_ids
+            else "prompts"
+        )
 
     @property
     def summary(self) -> str:
-        """One line, which must be equal on all ranks: the rows, their numbers of tokens, and a digest of the masks."""
+        """One line, which must be equal on all ranks: the rows, their numbers of tokens, and a
+        digest of the masks."""
         digest = hashlib.blake2b(digest_size=6)
         for mask in self.masks:
             digest.update(b"any;" if mask is None else b"%d;" % len(mask) + mask)
@@ -162,7 +173,9 @@ class Work:
         """
         loras = self.num_active_loras
         if not self.token_ids:
-            batch = Batch.decode(self.rows, query_len=self.query_len, num_active_loras=loras, device=device)
+            batch = Batch.decode(
+                self.rows, query_len=self.query_len, num_active_loras=loras, device=device
+            )
             return DeviceWork(self._masked(batch, device), self.edits)
         ids, given = self.token_ids, self.given if first else ()
         if self.given and not first:
@@ -173,24 +186,35 @@ class Work:
             samples=self.samples,
             inputs_embeds=batch_embeds(given, self.starts, ids, device) if given else None,
             positions=batch_positions(given, self.starts, ids, device) if given else None,
-            token_extras=batch_token_extras(self.given, self.starts, ids, device) if self.given else None,
+            token_extras=batch_token_extras(self.given, self.starts, ids, device)
+            if self.given
+            else None,
             num_active_loras=loras,
             device=device,
         )
         if self.targets:
-            targets = torch.tensor([token for own in self.targets for token in own], dtype=torch.int64)
+            targets = torch.tensor(
+                [token for own in self.targets for token in own], dtype=torch.int64
+            )
             batch = attrs.evolve(batch, targets=to_device(targets, device))
         return DeviceWork(self._masked(batch, device), self.edits)
 
     def _masked(self, batch: Batch, device: torch.device | str) -> Batch:
-        return attrs.evolve(batch, token_mask=to_device(stack_masks(self.masks), device)) if self.masks else batch
+        return (
+            attrs.evolve(batch, token_mask=to_device(stack_masks(self.masks), device))
+            if self.masks
+            else batch
+        )
 
     def __str__(self) -> str:
         if not self.token_ids:
             return f"job {self.job}: {_decode_text(self.rows)}"
         counts = [len(ids) if ids != (LAST_TOKEN,) else "last" for ids in self.token_ids]
         more = ["" if sampled else " and more" for sampled in self.samples]
-        parts = (f"row {row}: {count}{rest}" for row, count, rest in zip(self.rows, counts, more, strict=True))
+        parts = (
+            f"row {row}: {count}{rest}"
+            for row, count, rest in zip(self.rows, counts, more, strict=True)
+        )
         return f"job {self.job}: " + ", ".join(parts)
 
 
@@ -237,7 +261,8 @@ def batch_positions(
     token_ids: Sequence[Sequence[int]],
     device: torch.device | str,
 ) -> Tensor | None:
-    """The positions [3, num_tokens] of a batch's tokens, -1 where they follow from the state; None if all do.
+    """The positions [3, num_tokens] of a batch's tokens, -1 where they follow from the state; None
+    if all do.
 
     Args:
         given, starts, token_ids: as for `batch_embeds`.
@@ -255,7 +280,8 @@ def batch_token_extras(
     token_ids: Sequence[Sequence[int]],
     device: torch.device | str,
 ) -> dict[str, PerToken]:
-    """The inputs [num_tokens, ...] by name that the batch's tokens have of their own; empty if no request gives any.
+    """The inputs [num_tokens, ...] by name that the batch's tokens have of their own; empty if no
+    request gives any.
 
     Args:
         given, starts, token_ids: as for `batch_embeds`.
@@ -265,7 +291,9 @@ def batch_token_extras(
     for name in names:
         default = next(own[name][-1] for own in held if own)
         values = to_device(default, device).repeat(sum(map(len, token_ids)), *[1] * default.dim())
-        for first, rows in _in_batch([own[name][:-1] if own else None for own in held], starts, token_ids):
+        for first, rows in _in_batch(
+            [own[name][:-1] if own else None for own in held], starts, token_ids
+        ):
             values[first : first + len(rows)] = to_device(rows, device)
         found[name] = PerToken(values)
     return found
@@ -274,8 +302,8 @@ def batch_token_extras(
 def _in_batch(
     values: Sequence[Tensor | None], starts: Sequence[int], token_ids: Sequence[Sequence[int]]
 ) -> Iterator[tuple[int, Tensor]]:
-    """For each request whose prompt has a row of values per token: the index of its first token in the batch, and the
-    rows of its tokens."""
+    """For each request whose prompt has a row of values per token: the index of its first token in
+    the batch, and the rows of its tokens."""
     first = 0
     for own, start, ids in zip(values, starts, token_ids, strict=True):
         if own is not None:
@@ -284,26 +312,30 @@ def _in_batch(
 
 
 def stack_masks(masks: Sequence[bytes | None]) -> Tensor:
-    """`Batch.token_mask` [num_reqs, ceil(vocab_size / 32)] int32 from a batch's masks, not all of them None."""
+    """`Batch.token_mask` [num_reqs, ceil(vocab_size / 32)] int32 from a batch's masks, not all of
+    them None."""
     size = max(len(mask) for mask in masks if mask is not None)
     rows = b"".join(b"\xff" * size if mask is None else mask for mask in masks)
     return torch.frombuffer(bytearray(rows), dtype=torch.int32).view(len(masks), -1)
 
 
 def with_edits(stage: Stage) -> Stage:
-    """Turn a stage over batches into a stage over `DeviceWork`, which edits the tables first, and records nothing for
-    autograd. The edits are outside of the stage's graph."""
+    """Turn a stage over batches into a stage over `DeviceWork`, which edits the tables first, and
+    records nothing for autograd. The edits are outside of the stage's graph."""
 
     @functools.wraps(stage)
     def run(params: Any, state: Any, work: DeviceWork, x: Any) -> tuple[Any, Any]:
         with torch.no_grad():
-            return stage(params, apply_edits(state, work.edits) if work.edits else state, work.batch, x)
+            return stage(
+                params, apply_edits(state, work.edits) if work.edits else state, work.batch, x
+            )
 
     return declare_owning(declare_donated(run, ("state",)), owns_results(stage))
 
 
 def with_advance(stage: Stage) -> Stage:
-    """Turn the only stage of a model into one that also advances the state, so that one graph holds both."""
+    """Turn the only stage of a model into one that also advances the state, so that one graph holds
+    both."""
     step = compose([stage], advance=advance)
 
     @donates("state")
@@ -359,6 +391,8 @@ def apply_edits(state: State, edits: Edits) -> State:
 
 
 def graph_step(step: Any, ladder: Ladder[BatchDescriptor], backend: str | None) -> Any:
-    """Graphify a decoder's step or stage, in pieces around its attention where the ladder asks for them. With an empty
-    ladder, return it as it is."""
-    return graphify(step, ladder=ladder, split_at=_SPLIT_AT, backend=backend) if len(ladder) else step
+    """Graphify a decoder's step or stage, in pieces around its attention where the ladder asks for
+    them. With an empty ladder, return it as it is."""
+    return (
+        graphify(step, ladder=ladder, split_at=_SPLIT_AT, backend=backend) if len(ladder) else step
+    )

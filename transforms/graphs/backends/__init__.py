@@ -32,15 +32,16 @@ class Recording(Protocol):
 
     @property
     def driver_bytes(self) -> int:
-        """The bytes that the device's driver took for the graphs themselves. It keeps the memory of a dropped graph for
-        a later one, which then counts fewer."""
+        """The bytes that the device's driver took for the graphs themselves. It keeps the memory of
+        a dropped graph for a later one, which then counts fewer."""
 
     def replay(self) -> None:
         """Run the recorded operators again on the current contents of the input buffers."""
 
 
 class Backend(Protocol):
-    """Records a function of no arguments, whose inputs are fixed buffers, as a recording that replays."""
+    """Records a function of no arguments, whose inputs are fixed buffers, as a recording that
+    replays."""
 
     @property
     def name(self) -> str:
@@ -56,22 +57,24 @@ class Backend(Protocol):
 
     @property
     def wait_for_last_replay(self) -> Callable[[], None] | None:
-        """A function to call before a replay's buffers are filled: it makes the current stream wait for the last
-        replay, if that ran on another stream. None if the device has no streams."""
+        """A function to call before a replay's buffers are filled: it makes the current stream wait
+        for the last replay, if that ran on another stream. None if the device has no streams."""
 
     def allocating(self) -> AbstractContextManager[None]:
-        """Context in which to allocate what replays read or write and what outlives the call: input buffers, padding
-        sources, tables of copies. On a GPU it is on the back end's own stream, so that no other stream gets the memory
-        of a dropped graph while a replay still uses it."""
+        """Context in which to allocate what replays read or write and what outlives the call: input
+        buffers, padding sources, tables of copies. On a GPU it is on the back end's own stream, so
+        that no other stream gets the memory of a dropped graph while a replay still uses it."""
 
-    def capture(self, fn: Callable[[], Any], audit: Audit, split_at: frozenset[str] = frozenset()) -> Recording:
+    def capture(
+        self, fn: Callable[[], Any], audit: Audit, split_at: frozenset[str] = frozenset()
+    ) -> Recording:
         """Run `fn` under `audit`, once or more, and return the recording.
 
         Args:
             fn: the function to record.
             audit: refuses operations that a replay cannot repeat.
-            split_at: names of operators (`weft::paged_attention`) that stay outside the graphs: each runs eagerly
-                between two pieces.
+            split_at: names of operators (`weft::paged_attention`) that stay outside the graphs:
+                each runs eagerly between two pieces.
 
         Raises:
             CaptureError: the audit refused something that `fn` did.
@@ -79,8 +82,8 @@ class Backend(Protocol):
         """
 
     def release_output_memory(self, recording: Any, made: Set[int], /) -> Any:
-        """Free the memory of a recording's outputs for later captures; for results that are copied before anything else
-        replays.
+        """Free the memory of a recording's outputs for later captures; for results that are copied
+        before anything else replays.
 
         Args:
             recording: a recording of this back end.
@@ -98,12 +101,14 @@ def cuda_device(tensors: Iterable[Tensor]) -> torch.device | None:
 
 def no_backend(name: Any) -> DeviceError:
     """The error for a name that is not in `NAMES`."""
-    return DeviceError(f"graphify(..., backend={name!r})", "an unknown back end", "backend='tape', 'cuda' or None")
+    return DeviceError(
+        f"graphify(..., backend={name!r})", "an unknown back end", "backend='tape', 'cuda' or None"
+    )
 
 
 def make_backend(name: str | None, tensors: Iterable[Tensor]) -> Backend:
-    """Make the back end `name`; None stands for `cuda` if any of the tensors is on a CUDA device, and for `tape` if
-    not."""
+    """Make the back end `name`; None stands for `cuda` if any of the tensors is on a CUDA device,
+    and for `tape` if not."""
     from weft.transforms.graphs.backends.cuda import CudaBackend
     from weft.transforms.graphs.backends.tape import TapeBackend
 
@@ -115,6 +120,14 @@ def make_backend(name: str | None, tensors: Iterable[Tensor]) -> Backend:
     if name != "cuda":
         raise no_backend(name)
     if not torch.cuda.is_available() or on_cuda is None:
-        seen = "this machine has no CUDA device" if not torch.cuda.is_available() else "no argument is on a CUDA device"
-        raise DeviceError("graphify(..., backend='cuda')", seen, "move the arguments there, or write backend='tape'")
+        seen = (
+            "this machine has no CUDA device"
+            if not torch.cuda.is_available()
+            else "no argument is on a CUDA device"
+        )
+        raise DeviceError(
+            "graphify(..., backend='cuda')",
+            seen,
+            "move the arguments there, or write backend='tape'",
+        )
     return CudaBackend(on_cuda)

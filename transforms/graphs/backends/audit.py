@@ -1,5 +1,6 @@
-"""`Audit` refuses operations that a replay cannot repeat: host reads, shapes that depend on data, writes to tensors
-that the function does not own. It watches one run, and its errors name the user's line."""
+"""`Audit` refuses operations that a replay cannot repeat: host reads, shapes that depend on data,
+writes to tensors that the function does not own. It watches one run, and its errors name the user's
+line."""
 
 import contextlib
 import functools
@@ -54,8 +55,8 @@ class Inputs:
     """The leaves that a function starts from.
 
     Args:
-        leaves: the caller's own tensors, captured by reference, of which the donated ones come first; then the input
-            buffers. Values that are not tensors are among them.
+        leaves: the caller's own tensors, captured by reference, of which the donated ones come
+            first; then the input buffers. Values that are not tensors are among them.
         labels: makes the names of the leaves, for errors.
         num_donated: the number of donated leaves, whose storage the function may write.
         num_references: the number of leaves by reference, which a recording need not keep alive.
@@ -80,9 +81,9 @@ def _is_in(storages: Set[int], tensor: Tensor) -> bool:
 
 
 class Audit(OperatorWatch):
-    """A watch that allows operations that a replay can repeat, and refuses all others. It collects the tensors
-    from outside, which a recording must keep alive (`external`), and the names of operators (`called`), and it watches
-    random generators.
+    """A watch that allows operations that a replay can repeat, and refuses all others. It collects
+    the tensors from outside, which a recording must keep alive (`external`), and the names of
+    operators (`called`), and it watches random generators.
 
     A run is a rehearsal unless `restart()` was called before it; then it is the recorded run.
 
@@ -91,12 +92,14 @@ class Audit(OperatorWatch):
         inputs: the tensors that the function starts from.
         rewind: restores the tensors that the function wrote.
         collectives: whether operations of torch.distributed are allowed.
-        on_device: the GPU that replays the function, or None on the CPU. On a GPU no tensor on the CPU may be read.
+        on_device: the GPU that replays the function, or None on the CPU. On a GPU no tensor on the
+            CPU may be read.
 
     Attributes:
         read_earlier: what earlier captures read from outside, to which the recorded run adds.
-        has_unknown: whether the recorded run, which followed no rehearsal, read tensors that may be older than it, or
-            may be another thread's results: one that follows a rehearsal shows which.
+        has_unknown: whether the recorded run, which followed no rehearsal, read tensors that may be
+            older than it, or may be another thread's results: one that follows a rehearsal shows
+            which.
     """
 
     def __init__(
@@ -114,11 +117,20 @@ class Audit(OperatorWatch):
         self.on_device = on_device
         self.collectives = collectives
         self._inputs = inputs
-        count, storages = inputs.num_references, [storage_id(x) if isinstance(x, Tensor) else 0 for x in inputs.leaves]
+        count, storages = (
+            inputs.num_references,
+            [storage_id(x) if isinstance(x, Tensor) else 0 for x in inputs.leaves],
+        )
         self.by_reference, self._buffers = {*storages[:count]} - {0}, {*storages[count:]} - {0}
         self.writable = {*storages[: inputs.num_donated]} - {0}
-        self._named = {storage: i for i, storage in enumerate(storages) if storage and i >= inputs.num_donated}
-        self._dense = {storages[i]: _dense_bytes(x) for i, x in enumerate(inputs.leaves) if i >= count and storages[i]}
+        self._named = {
+            storage: i for i, storage in enumerate(storages) if storage and i >= inputs.num_donated
+        }
+        self._dense = {
+            storages[i]: _dense_bytes(x)
+            for i, x in enumerate(inputs.leaves)
+            if i >= count and storages[i]
+        }
         self.own = {*self.writable}
         self._constants = Constants()
         self._dependent = self._buffers | self.writable
@@ -137,7 +149,8 @@ class Audit(OperatorWatch):
         self._failed = ""
         self._callers_own = {id(x): i for i, x in enumerate(inputs.leaves[: inputs.num_donated])}
         generators = [x for x in inputs.leaves if isinstance(x, torch.Generator)]
-        # None of these knows the audit, which holds the caller's tensors: it goes as soon as the capture is done.
+        # None of these knows the audit, which holds the caller's tensors: it goes as soon as the
+        # capture is done.
         self.random = Randomness(refusals.refuse, on_device, generators)
         self._gathers = Gathers(refusals.refuse, self._constants)
         self.steps = Steps(self.random, self._constants, self._gathers, refusals.refuse, on_device)
@@ -171,13 +184,17 @@ class Audit(OperatorWatch):
             self._note_returned()
             if self._failed and not self._refusals.made:
                 fault = f"it goes on after an error of an operator, which depends on data: {self._failed}"
-                self.refuse(fault, "choose by values (torch.where), or handle the error outside the function")
+                self.refuse(
+                    fault,
+                    "choose by values (torch.where), or handle the error outside the function",
+                )
         self._refusals.raise_swallowed(error)
         if error is None and self._is_recorded and not self.has_unknown:
             self.read_earlier.update(self.external)
 
     def refuse(self, fault: str, instead: str, error: BaseException | None = None) -> CaptureError:
-        """The error for something that a replay cannot repeat; it ends the run, whatever the function makes of it."""
+        """The error for something that a replay cannot repeat; it ends the run, whatever the
+        function makes of it."""
         return self._refusals.refuse(fault, instead, error)
 
     @uncompiled
@@ -191,14 +208,19 @@ class Audit(OperatorWatch):
         self._check(func, args, kwargs, inputs)
         is_source = func is torch.ops.aten.lift_fresh.default
         if is_source:
-            # A constant in the function's source: each replay must start from its value, even if it is changed later.
+            # A constant in the function's source: each replay must start from its value, even if it
+            # is changed later.
             func = torch.ops.aten.clone.default
         result, allocates = self._call(func, args, kwargs), False
         self.random.after_operator(func)
         in_place = {storage_id(x) for x in written(func, args, kwargs)}
-        sources = storages_among(args) if func.overloadpacket is torch.ops.aten.set_ else frozenset[int]()
+        sources = (
+            storages_among(args) if func.overloadpacket is torch.ops.aten.set_ else frozenset[int]()
+        )
         self._note_constants(func, args, inputs.keys() | sources, result, in_place)
-        self._gathers.after_operator({*map(storage_id, tensors_in(result))} - inputs.keys(), in_place)
+        self._gathers.after_operator(
+            {*map(storage_id, tensors_in(result))} - inputs.keys(), in_place
+        )
         for storage, tensor in inputs.items():
             if storage not in self.own and storage not in self._named:
                 if not is_source:
@@ -208,20 +230,31 @@ class Audit(OperatorWatch):
                 self._refuse_unaliased(tensor)
         for tensor in (result,) if isinstance(result, Tensor) else tensors_in(result):
             self._results.append(weakref.ref(tensor))
-            if (storage := storage_id(tensor)) not in inputs and not self._is_from_outside(storage, sources):
+            if (storage := storage_id(tensor)) not in inputs and not self._is_from_outside(
+                storage, sources
+            ):
                 self.own.add(storage)
                 allocates = True
         if not self._dependent.isdisjoint(inputs):
-            self._dependent.update(map(storage_id, (*tensors_in(result), *written(func, args, kwargs))))
-        self.launches += (allocates or func._schema.is_mutable) and func.overloadpacket not in ONLY_MEMORY
+            self._dependent.update(
+                map(storage_id, (*tensors_in(result), *written(func, args, kwargs)))
+            )
+        self.launches += (
+            allocates or func._schema.is_mutable
+        ) and func.overloadpacket not in ONLY_MEMORY
         return result
 
     def _note_constants(
         self, func: Any, args: tuple[Any, ...], inputs: Set[int], result: Any, in_place: set[int]
     ) -> None:
-        """Note which tensors on the CPU are the same at each call, because they come from Python numbers alone."""
-        if func._schema.name == "aten::_pack_padded_sequence" and self._constants.contains_all([storage_id(args[1])]):
-            self._constants.add(storage_id(result[1]))  # the batch sizes, which are those of the lengths
+        """Note which tensors on the CPU are the same at each call, because they come from Python
+        numbers alone."""
+        if func._schema.name == "aten::_pack_padded_sequence" and self._constants.contains_all(
+            [storage_id(args[1])]
+        ):
+            self._constants.add(
+                storage_id(result[1])
+            )  # the batch sizes, which are those of the lengths
             return
         are_constant = self._constants.contains_all(inputs) and not may_draw(func)
         are_constant = are_constant and func.overloadpacket not in ONLY_MEMORY
@@ -229,18 +262,26 @@ class Audit(OperatorWatch):
         self._constants.note(made.difference(inputs), in_place, are_constant=are_constant)
 
     def _is_from_outside(self, storage: int, sources: Set[int]) -> bool:
-        """Whether a result lies in one of these storages, which an operator took as they are (`set_`, by which the
-        methods of storages read and write), and that is an argument's, or a tensor's from outside."""
-        return storage in sources and any(storage in x for x in (self._buffers, self.by_reference, self.external))
+        """Whether a result lies in one of these storages, which an operator took as they are
+        (`set_`, by which the methods of storages read and write), and that is an argument's, or a
+        tensor's from outside."""
+        return storage in sources and any(
+            storage in x for x in (self._buffers, self.by_reference, self.external)
+        )
 
     def _note_external(self, storage: int, tensor: Tensor) -> None:
-        if self.external.setdefault(storage, tensor) is tensor and tensor.requires_grad and tensor.is_leaf:
+        if (
+            self.external.setdefault(storage, tensor) is tensor
+            and tensor.requires_grad
+            and tensor.is_leaf
+        ):
             with WithoutFunctionModes():
                 self._gradients.append((tensor, tensor.grad))
 
     def _refuse_unseen(self, storage: int, tensor: Tensor) -> None:
-        """Raise CaptureError for a tensor that is new in each run, and that no operator of the run made: another
-        thread, whose operators no replay repeats. Without a rehearsal that cannot be told yet."""
+        """Raise CaptureError for a tensor that is new in each run, and that no operator of the run
+        made: another thread, whose operators no replay repeats. Without a rehearsal that cannot be
+        told yet."""
         if not self._is_recorded or storage in self.external:
             return
         if self._host_reads.fills or not _may_be_a_result(tensor):
@@ -260,7 +301,11 @@ class Audit(OperatorWatch):
         """Note tensors from outside that the function returned, perhaps without an operator."""
         inside = self.own | self._buffers | self.by_reference
         references = self._inputs.returned
-        tensors = {storage_id(tensor): tensor for reference in references if (tensor := reference()) is not None}
+        tensors = {
+            storage_id(tensor): tensor
+            for reference in references
+            if (tensor := reference()) is not None
+        }
         self._gathers.before_operator(tensors.keys())
         for storage, tensor in tensors.items():
             if storage not in inside:
@@ -283,24 +328,34 @@ class Audit(OperatorWatch):
             self._failed = f"{type(error).__name__} of {func}"
             raise
 
-    def _check(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], inputs: dict[int, Tensor]) -> None:
+    def _check(
+        self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], inputs: dict[int, Tensor]
+    ) -> None:
         """Raise CaptureError if a replay cannot repeat this operation."""
         if kwargs.get("pin_memory"):
             raise self._pinned(func)
         if not is_harmless(func):
             self._check_suspect(func, args, kwargs)
-        if self.on_device is not None and func is not torch.ops.aten.lift_fresh.default:  # its input is a constant
+        if (
+            self.on_device is not None and func is not torch.ops.aten.lift_fresh.default
+        ):  # its input is a constant
             self._refuse_host_arguments(inputs)
 
     def _check_suspect(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if (fault := data_dependence(func, args, kwargs)) and not self._are_constants(flat_tensors(args, kwargs)):
+        if (fault := data_dependence(func, args, kwargs)) and not self._are_constants(
+            flat_tensors(args, kwargs)
+        ):
             raise self.refuse(fault, REMEDY_OF_COPIES if fault.startswith(COPY) else REMEDY)
         if func._schema.name in PINS:
             raise self._pinned(func)
         if is_collective(func) and not self.collectives:
             instead = "graphify(..., collectives=True) on every rank, with captures and replays in the same order"
-            raise self.refuse(f"{func} is a collective operation, which waits for other ranks", instead)
-        if (seen := storage_reach(func, args, kwargs)) and seen[1] > self._dense.get(seen[0], math.inf):
+            raise self.refuse(
+                f"{func} is a collective operation, which waits for other ranks", instead
+            )
+        if (seen := storage_reach(func, args, kwargs)) and seen[1] > self._dense.get(
+            seen[0], math.inf
+        ):
             where, instead = (
                 "beyond its elements",
                 "x.contiguous() first, or pass the whole tensor that it is a view of",
@@ -316,22 +371,32 @@ class Audit(OperatorWatch):
         for tensor in written(func, args, kwargs):
             if is_sparse(tensor):
                 fault = f"{func} writes to a sparse tensor, which may move its elements to another address"
-                raise self.refuse(fault, "the operator that returns a new tensor, or a dense tensor")
+                raise self.refuse(
+                    fault, "the operator that returns a new tensor, or a dense tensor"
+                )
             if (storage := storage_id(tensor)) not in self.own:
                 name = self._name(storage)
-                fault = f"{func} writes to {name} of shape {tuple(tensor.shape)}, which it does not own"
-                pass_in = "" if storage in self._named else "pass it in (a module's: weft.stages.from_module) and "
-                instead = f"return a new tensor, or {pass_in}donate the argument (donate_argnames=...)"
+                fault = (
+                    f"{func} writes to {name} of shape {tuple(tensor.shape)}, which it does not own"
+                )
+                pass_in = (
+                    ""
+                    if storage in self._named
+                    else "pass it in (a module's: weft.stages.from_module) and "
+                )
+                instead = (
+                    f"return a new tensor, or {pass_in}donate the argument (donate_argnames=...)"
+                )
                 raise self.refuse(fault, instead)
 
     def _are_constants(self, tensors: Sequence[Tensor]) -> bool:
-        """Whether the function made these tensors on the CPU, and from nothing that a later call may change: such as
-        the lengths of sequences, given as a list."""
+        """Whether the function made these tensors on the CPU, and from nothing that a later call
+        may change: such as the lengths of sequences, given as a list."""
         return bool(tensors) and all(self._constants.read(storage_id(t)) for t in tensors)
 
     def _refuse_unaliased(self, tensor: Tensor) -> None:
-        """Raise CaptureError for a donated tensor, or a view of it, that came from a closure and not as the
-        argument."""
+        """Raise CaptureError for a donated tensor, or a view of it, that came from a closure and
+        not as the argument."""
         owner = tensor if tensor._base is None else tensor._base
         if (index := self._callers_own.get(id(owner))) is not None:
             name = self._inputs.labels()[index]
@@ -348,14 +413,17 @@ class Audit(OperatorWatch):
         raise self.refuse(f"a TorchScript function reads a tensor on the host ({read})", REMEDY)
 
     def _pinned(self, func: Any) -> CaptureError:
-        return self.refuse(f"{func} allocates pinned host memory", "allocate it once, before the call")
+        return self.refuse(
+            f"{func} allocates pinned host memory", "allocate it once, before the call"
+        )
 
     def rehearse(self, fn: Callable[[], Any]) -> None:
-        """Run the function before its capture, so that kernels compile and libraries create their workspaces.
+        """Run the function before its capture, so that kernels compile and libraries create their
+        workspaces.
 
-        Some libraries refuse to do so while `torch.cuda.is_current_stream_capturing()`; other code reads tensors on the
-        host while it is False. So the first run is a plain one, and if the audit refuses it, a second one runs as in a
-        capture.
+        Some libraries refuse to do so while `torch.cuda.is_current_stream_capturing()`; other code
+        reads tensors on the host while it is False. So the first run is a plain one, and if the
+        audit refuses it, a second one runs as in a capture.
         """
         if self._is_recorded:  # a run that must be recorded once more
             self._undo()
@@ -373,7 +441,8 @@ class Audit(OperatorWatch):
         returned = [x for x in outputs if isinstance(x, Tensor)]
         del outputs  # with objects that hold other tensors
         results = self._results
-        # The recorded run does not show what only the first one keeps. What depends on no argument may be cached.
+        # The recorded run does not show what only the first one keeps. What depends on no argument
+        # may be cached.
         self.refuse_leaks(returned, self._dependent | self._buffers)
         del returned
         cached = [tensor for reference in results if (tensor := reference()) is not None]
@@ -386,7 +455,8 @@ class Audit(OperatorWatch):
         return [*outputs.leaves] if isinstance(outputs, Outputs) else tree_leaves(outputs)
 
     def restart(self) -> None:
-        """Undo the previous run, and make the next one the recorded run. Random generators are not restored here."""
+        """Undo the previous run, and make the next one the recorded run. Random generators are not
+        restored here."""
         self._undo()
         self._is_recorded = True
         self.random.record()
@@ -405,20 +475,23 @@ class Audit(OperatorWatch):
 
     @property
     def without_gradient(self) -> list[Tensor]:
-        """The tensors from outside that the function has asked for a gradient, and that had none."""
+        """The tensors from outside that the function has asked for a gradient, and that had none.
+        """
         return [*{id(x): x for x in self._host_reads.without_gradient}.values()]
 
     def consults_switches(self) -> bool:
-        """Whether the function called operators that consult `weft.torchapi.private.backend_switches`."""
+        """Whether the function called operators that consult
+        `weft.torchapi.private.backend_switches`."""
         return self._host_reads.calls_attention or any(map(consults_switches, self.called))
 
     def refuse_leaks(self, outputs: Any, forbidden: Set[int] | None = None) -> None:
-        """Raise CaptureError if a tensor that the function made is alive outside its outputs: a replay would overwrite
-        it, or not make it. The same holds for input buffers.
+        """Raise CaptureError if a tensor that the function made is alive outside its outputs: a
+        replay would overwrite it, or not make it. The same holds for input buffers.
 
         Args:
             outputs: what the function returned.
-            forbidden: the storages that may not be kept; None: the input buffers, and all that the function made.
+            forbidden: the storages that may not be kept; None: the input buffers, and all that the
+                function made.
         """
         returned = [t for t in outputs if isinstance(t, Tensor)]
         overwritten = self.own | self._buffers if forbidden is None else forbidden
@@ -426,15 +499,24 @@ class Audit(OperatorWatch):
             gc.collect()  # a tensor in a reference cycle is not a leak
         if found := self._leaked(returned, overwritten):
             shapes = ", ".join(_shown(t) for t in found[:3])
-            subject, instead = "a tensor that it made is", "make it before the call and pass it in, or return it"
+            subject, instead = (
+                "a tensor that it made is",
+                "make it before the call and pass it in, or return it",
+            )
             if all(storage_id(t) in self._buffers for t in found):
-                subject, instead = "an argument, or a view of one, is", "keep a clone of it outside the function"
-            seen = f"{subject} kept and not returned ({shapes}): in a cache, a global or an attribute"
+                subject, instead = (
+                    "an argument, or a view of one, is",
+                    "keep a clone of it outside the function",
+                )
+            seen = (
+                f"{subject} kept and not returned ({shapes}): in a cache, a global or an attribute"
+            )
             raise CaptureError(self.call, seen, instead)
 
     def refuse_kept_results(self) -> None:
-        """Raise CaptureError if a tensor that the function made is alive, now that the objects which it returned are
-        gone: it keeps one of them, or a view of one, and no replay would make that anew."""
+        """Raise CaptureError if a tensor that the function made is alive, now that the objects
+        which it returned are gone: it keeps one of them, or a view of one, and no replay would make
+        that anew."""
         if self._alive_results():
             gc.collect()
         if kept := self._alive_results():
@@ -445,24 +527,35 @@ class Audit(OperatorWatch):
         self._results = []
 
     def _alive_results(self) -> list[Tensor]:
-        """The tensors that operators made in the run and that are alive, but for those in memory that it may write."""
+        """The tensors that operators made in the run and that are alive, but for those in memory
+        that it may write."""
         results = [tensor for reference in self._results if (tensor := reference()) is not None]
         storages = self.own - self.writable
-        return [tensor for tensor in results if not tensor.requires_grad and storage_id(tensor) in storages]
+        return [
+            tensor
+            for tensor in results
+            if not tensor.requires_grad and storage_id(tensor) in storages
+        ]
 
     def _leaked(self, returned: Sequence[Tensor], overwritten: Set[int]) -> list[Tensor]:
         allowed = {storage_id(t) for t in returned} | self.writable
         results = [tensor for reference in self._results if (tensor := reference()) is not None]
-        leaked = [t for t in results if (storage := storage_id(t)) in overwritten and storage not in allowed]
+        leaked = [
+            t
+            for t in results
+            if (storage := storage_id(t)) in overwritten and storage not in allowed
+        ]
         if leaked:
             return leaked
         returned_ids = {id(x) for t in returned for x in (t, t._base)}
         arguments = [tensor for reference in self._arguments if (tensor := reference()) is not None]
-        return [t for t in arguments if storage_id(t) in self._buffers and id(t) not in returned_ids]
+        return [
+            t for t in arguments if storage_id(t) in self._buffers and id(t) not in returned_ids
+        ]
 
     def _refuse_host_arguments(self, inputs: dict[int, Tensor]) -> None:
-        """Raise CaptureError for an input on the CPU: no CPU operation runs again in a GPU's replay, so its value would
-        be frozen."""
+        """Raise CaptureError for an input on the CPU: no CPU operation runs again in a GPU's
+        replay, so its value would be frozen."""
         for storage, tensor in inputs.items():
             if tensor.is_cpu and (storage in self.writable or storage not in self.own):
                 name = self._name(storage)
@@ -471,7 +564,8 @@ class Audit(OperatorWatch):
 
 
 def _may_be_a_result(tensor: Tensor) -> bool:
-    """Whether an operator may have made a tensor: it does not lie in memory of others (numpy, a file, a buffer)."""
+    """Whether an operator may have made a tensor: it does not lie in memory of others (numpy, a
+    file, a buffer)."""
     if tensor.layout is not torch.strided or tensor.is_meta:
         return True
     return tensor.untyped_storage().resizable()
@@ -483,14 +577,18 @@ def _shown(tensor: Tensor) -> str:
 
 
 def _dense_bytes(buffer: Tensor) -> int:
-    """The number of leading bytes of the storage that hold elements of the buffer and nothing else."""
+    """The number of leading bytes of the storage that hold elements of the buffer and nothing else.
+    """
     fills = buffer.nbytes == buffer.untyped_storage().nbytes()
-    return buffer.nbytes if fills or (buffer.is_contiguous() and buffer.storage_offset() == 0) else 0
+    return (
+        buffer.nbytes if fills or (buffer.is_contiguous() and buffer.storage_offset() == 0) else 0
+    )
 
 
 @contextlib.contextmanager
 def _without_cached_casts() -> Iterator[None]:
-    """Context without autocast's cache: the cast of a weight, cached earlier, would be a constant in the graph."""
+    """Context without autocast's cache: the cast of a weight, cached earlier, would be a constant
+    in the graph."""
     before = torch.is_autocast_cache_enabled()
     torch.set_autocast_cache_enabled(False)
     torch.clear_autocast_cache()

@@ -1,5 +1,5 @@
-"""`Constants`: the tensors on the CPU that are the same at each call, since a function makes them from Python numbers
-alone. The function may read them on the host: a replay would read the same.
+"""`Constants`: the tensors on the CPU that are the same at each call, since a function makes them
+from Python numbers alone. The function may read them on the host: a replay would read the same.
 """
 
 from collections.abc import Iterable
@@ -25,8 +25,8 @@ class _Step:
 class Constants:
     """The storages of constants in one run, as `storage_id` gives them.
 
-    What a step of a loop writes, a later step finds with another value. So it is no constant, though it is computed
-    from constants alone: the counter of a loop is.
+    What a step of a loop writes, a later step finds with another value. So it is no constant,
+    though it is computed from constants alone: the counter of a loop is.
     """
 
     def __init__(self) -> None:
@@ -57,8 +57,8 @@ class Constants:
         return True
 
     def note(self, new: set[int], written: set[int], *, are_constant: bool) -> None:
-        """Note the storages that an operator made, and those that it wrote in place, and whether it computed them from
-        constants alone."""
+        """Note the storages that an operator made, and those that it wrote in place, and whether it
+        computed them from constants alone."""
         for step in self._steps:
             step.outside -= new  # an earlier one with the same number is gone
             step.changed |= written & step.outside

@@ -1,7 +1,8 @@
-"""The GPU back end: `torch.cuda.CUDAGraph`, with one memory pool for all captures of one graphified function.
+"""The GPU back end: `torch.cuda.CUDAGraph`, with one memory pool for all captures of one graphified
+function.
 
-A capture is a whole graph, or pieces: the capture is interrupted at each split operator, which runs eagerly at every
-replay, between the graph before it and the graph after it.
+A capture is a whole graph, or pieces: the capture is interrupted at each split operator, which runs
+eagerly at every replay, between the graph before it and the graph after it.
 """
 
 import contextlib
@@ -38,10 +39,11 @@ from weft.trees import tree_map
 
 @attrs.frozen(eq=False)
 class SplitCall:
-    """A call of a split operator between two pieces: its arguments, and the tensors where the next piece reads its
-    results.
+    """A call of a split operator between two pieces: its arguments, and the tensors where the next
+    piece reads its results.
 
-    The tensors do not own their memory, which belongs to the pool, to an input buffer or to the caller.
+    The tensors do not own their memory, which belongs to the pool, to an input buffer or to the
+    caller.
     """
 
     func: Any
@@ -65,8 +67,8 @@ class Piece:
 
 @attrs.frozen(eq=False)
 class CudaRecording:
-    """The pieces of a capture, their outputs in the pool, the tensors from outside that they read, and the memory pools
-    of their loops."""
+    """The pieces of a capture, their outputs in the pool, the tensors from outside that they read,
+    and the memory pools of their loops."""
 
     pieces: tuple[Piece, ...]
     outputs: Any
@@ -82,10 +84,13 @@ class CudaRecording:
 
 
 def _replay_of(pieces: tuple[Piece, ...]) -> Callable[[], None]:
-    """Make the function that replays the pieces in order, with only the split operators between them."""
+    """Make the function that replays the pieces in order, with only the split operators between
+    them."""
     if len(pieces) == 1:
         return replayer(pieces[0].graph)
-    return functools.partial(_replay_pieces, [(piece.before, replayer(piece.graph)) for piece in pieces])
+    return functools.partial(
+        _replay_pieces, [(piece.before, replayer(piece.graph)) for piece in pieces]
+    )
 
 
 def _replay_pieces(pieces: list[tuple[SplitCall | None, Callable[[], None]]]) -> None:
@@ -96,14 +101,15 @@ def _replay_pieces(pieces: list[tuple[SplitCall | None, Callable[[], None]]]) ->
 
 
 class CudaBackend:
-    """Captures on a stream of its own; the first capture follows an eager warm-up there, in which kernels compile and
-    libraries create their workspaces.
+    """Captures on a stream of its own; the first capture follows an eager warm-up there, in which
+    kernels compile and libraries create their workspaces.
 
-    Memory that replays use is allocated on that stream too. The allocator gives freed memory to later work of the
-    stream on which it was allocated, and this stream does no work before it has waited for the last replay.
+    Memory that replays use is allocated on that stream too. The allocator gives freed memory to
+    later work of the stream on which it was allocated, and this stream does no work before it has
+    waited for the last replay.
 
-    The outputs of a capture stay referenced, so that no later capture in the pool reuses their memory, unless they are
-    copied after every replay (`release_output_memory`).
+    The outputs of a capture stay referenced, so that no later capture in the pool reuses their
+    memory, unless they are copied after every replay (`release_output_memory`).
     """
 
     name = "cuda"
@@ -121,7 +127,8 @@ class CudaBackend:
         self._last_stream = self.stream.cuda_stream
 
     def wait_for_last_replay(self) -> None:
-        """Make the current stream wait for that of the last replay, because replays share buffers and a pool."""
+        """Make the current stream wait for that of the last replay, because replays share buffers
+        and a pool."""
         if (current := self._stream_id()) != self._last_stream:
             self._wait_for(current)
 
@@ -131,13 +138,15 @@ class CudaBackend:
         self._last_stream = current
 
     def __del__(self) -> None:
-        """Make the stream wait once more: torch may give it, and the memory freed there, to somebody else."""
+        """Make the stream wait once more: torch may give it, and the memory freed there, to
+        somebody else."""
         with contextlib.suppress(Exception):  # torch may be gone when the interpreter ends
             self.stream.wait_stream(torch.cuda.ExternalStream(self._last_stream, self.device))
 
     @contextlib.contextmanager
     def allocating(self) -> Iterator[None]:
-        """Context on the back end's own stream, after the last replay and after the work of the current stream."""
+        """Context on the back end's own stream, after the last replay and after the work of the
+        current stream."""
         self.wait_for_last_replay()
         current = torch.cuda.current_stream(self.device)
         self.stream.wait_stream(current)
@@ -145,16 +154,22 @@ class CudaBackend:
             with torch.cuda.device(self.device), torch.cuda.stream(self.stream):
                 yield
         finally:
-            # Also after a refusal, because the restored values must be written after those of the run.
+            # Also after a refusal, because the restored values must be written after those of the
+            # run.
             current.wait_stream(self.stream)
 
-    def capture(self, fn: Callable[[], Any], audit: Audit, split_at: frozenset[str] = frozenset()) -> CudaRecording:
+    def capture(
+        self, fn: Callable[[], Any], audit: Audit, split_at: frozenset[str] = frozenset()
+    ) -> CudaRecording:
         audit.read_earlier = self._external
         with self.allocating():
             return self._capture(fn, audit, split_at)
 
-    def _capture(self, fn: Callable[[], Any], audit: Audit, split_at: frozenset[str]) -> CudaRecording:
-        """Warm up before the first capture of a kind; before later ones only if CUDA refuses a capture without it."""
+    def _capture(
+        self, fn: Callable[[], Any], audit: Audit, split_at: frozenset[str]
+    ) -> CudaRecording:
+        """Warm up before the first capture of a kind; before later ones only if CUDA refuses a
+        capture without it."""
         kind = (bool(split_at), threading.get_ident())  # each thread has its own library handles
         pool_user, nbytes = None, 0
         if kind in self._warmed_up:
@@ -162,7 +177,8 @@ class CudaBackend:
                 recording = self._record(fn, audit, split_at)
                 if not audit.has_unknown:
                     return recording
-                # The allocator forgets a pool that no graph uses, and these graphs may be the first.
+                # The allocator forgets a pool that no graph uses, and these graphs may be the
+                # first.
                 pool_user, nbytes = recording.pieces, recording.nbytes
                 del recording
             except (CaptureError, torch.OutOfMemoryError):
@@ -182,10 +198,15 @@ class CudaBackend:
             raise
         except RuntimeError as error:
             fault = f"CUDA refused: {str(error).splitlines()[0]}"
-            raise refusal(audit.call, fault, "move operations that wait for the device out of it", error) from error
+            raise refusal(
+                audit.call, fault, "move operations that wait for the device out of it", error
+            ) from error
 
-    def _record_or_unroll(self, fn: Callable[[], Any], audit: Audit, split_at: frozenset[str]) -> CudaRecording:
-        """Record a function; if that fails and it has loops, once more without conditional nodes."""
+    def _record_or_unroll(
+        self, fn: Callable[[], Any], audit: Audit, split_at: frozenset[str]
+    ) -> CudaRecording:
+        """Record a function; if that fails and it has loops, once more without conditional nodes.
+        """
         try:
             return self._record(fn, audit, split_at)
         except (CaptureError, torch.OutOfMemoryError):
@@ -196,11 +217,19 @@ class CudaBackend:
             self._while_nodes.give_up(str(error).splitlines()[0])
             return self._record(fn, audit, split_at)
 
-    def _record(self, fn: Callable[[], Any], audit: Audit, split_at: frozenset[str]) -> CudaRecording:
+    def _record(
+        self, fn: Callable[[], Any], audit: Audit, split_at: frozenset[str]
+    ) -> CudaRecording:
         audit.random.add_known(self._generators.values())
         audit.restart()
-        free, reserved = torch.cuda.mem_get_info(self.device)[0], torch.cuda.memory_reserved(self.device)
-        session, loops = _Session(self.device, self.pool, split_at, audit), self._while_nodes.recorder(audit)
+        free, reserved = (
+            torch.cuda.mem_get_info(self.device)[0],
+            torch.cuda.memory_reserved(self.device),
+        )
+        session, loops = (
+            _Session(self.device, self.pool, split_at, audit),
+            self._while_nodes.recorder(audit),
+        )
         try:
             with looping(loops):
                 outputs = session.run(fn)
@@ -212,17 +241,24 @@ class CudaBackend:
         driver = max(free - torch.cuda.mem_get_info(self.device)[0] - tensors, 0)
         pieces = tuple(session.pieces)
         external = tuple(audit.external.values())
-        return CudaRecording(pieces, outputs, external, _replay_of(pieces), tensors, driver, tuple(loops.pools))
+        return CudaRecording(
+            pieces, outputs, external, _replay_of(pieces), tensors, driver, tuple(loops.pools)
+        )
 
     def release_output_memory(self, recording: CudaRecording, made: Set[int]) -> CudaRecording:
-        """Replace the outputs by tensors that do not own their memory; the graph keeps its pool alive."""
+        """Replace the outputs by tensors that do not own their memory; the graph keeps its pool
+        alive."""
         outputs: Outputs = recording.outputs
-        leaves = (unowned(x) if _has_memory_on(self.device, x) and storage_id(x) in made else x for x in outputs.leaves)
+        leaves = (
+            unowned(x) if _has_memory_on(self.device, x) and storage_id(x) in made else x
+            for x in outputs.leaves
+        )
         return attrs.evolve(recording, outputs=attrs.evolve(outputs, leaves=tuple(leaves)))
 
 
 def _has_memory_on(device: torch.device, x: Any) -> bool:
-    """Whether `x` is a tensor with one address on the device, and all that torch can say of an alias of it."""
+    """Whether `x` is a tensor with one address on the device, and all that torch can say of an
+    alias of it."""
     if not isinstance(x, Tensor) or x.device != device:
         return False
     return not (is_sparse(x) or x.is_quantized or x._is_zerotensor())
@@ -230,8 +266,8 @@ def _has_memory_on(device: torch.device, x: Any) -> bool:
 
 @contextlib.contextmanager
 def _without_garbage_collection() -> Iterator[None]:
-    """Context without garbage collection, which could destroy another graph: CUDA forbids that in a capturing
-    thread."""
+    """Context without garbage collection, which could destroy another graph: CUDA forbids that in a
+    capturing thread."""
     was_enabled = gc.isenabled()
     gc.disable()
     try:
@@ -242,9 +278,12 @@ def _without_garbage_collection() -> Iterator[None]:
 
 
 class _Session(OperatorWatch):
-    """One capture, which ends one graph before each split operator and begins the next one after it."""
+    """One capture, which ends one graph before each split operator and begins the next one after
+    it."""
 
-    def __init__(self, device: torch.device, pool: Any, split_at: frozenset[str], audit: Audit) -> None:
+    def __init__(
+        self, device: torch.device, pool: Any, split_at: frozenset[str], audit: Audit
+    ) -> None:
         self.device, self.pool, self.split_at, self.audit = device, pool, split_at, audit
         self.pieces: list[Piece] = []
         self._graph = torch.cuda.CUDAGraph()
@@ -269,14 +308,19 @@ class _Session(OperatorWatch):
         # A capture only records, so the piece must run before the operator can read its values.
         self._run_last_piece()
         result = self.pass_on(func, args, kwargs)
-        with torch.inference_mode(False):  # replays run outside it, where its tensors cannot be written
+        with torch.inference_mode(
+            False
+        ):  # replays run outside it, where its tensors cannot be written
             call = tree_map(lambda x: unowned(x) if isinstance(x, Tensor) else x, (args, kwargs))
         self._begin()
-        # Allocated in the pool, so that a later piece may reuse the memory once the function has dropped the result.
+        # Allocated in the pool, so that a later piece may reuse the memory once the function has
+        # dropped the result.
         targets = tree_map(lambda x: torch.empty_like(x) if isinstance(x, Tensor) else x, result)
         self._results = tuple(tensors_in(result))
         with torch.inference_mode(False):
-            self._before = SplitCall(func, call[0], call[1], tuple(unowned(t) for t in tensors_in(targets)))
+            self._before = SplitCall(
+                func, call[0], call[1], tuple(unowned(t) for t in tensors_in(targets))
+            )
         return targets
 
     def _begin(self) -> None:
@@ -288,8 +332,8 @@ class _Session(OperatorWatch):
 
     def _end_graph(self) -> None:
         with warnings.catch_warnings():
-            # The graph is empty if two split operators follow each other, and torch warns of empty graphs:
-            # https://github.com/pytorch/pytorch/pull/88754
+            # The graph is empty if two split operators follow each other, and torch warns of empty
+            # graphs: https://github.com/pytorch/pytorch/pull/88754
             warnings.filterwarnings("ignore", "The CUDA Graph is empty")
             self._graph.capture_end()
 
@@ -308,8 +352,8 @@ class _Session(OperatorWatch):
         try:
             yield
         except BaseException:
-            # Ending the failed capture may raise once more; the stream is usable after that. Only a capture that ends
-            # without an error tells the allocator to stop using the pool.
+            # Ending the failed capture may raise once more; the stream is usable after that. Only a
+            # capture that ends without an error tells the allocator to stop using the pool.
             try:
                 self._graph.capture_end()
             except RuntimeError:
@@ -318,8 +362,9 @@ class _Session(OperatorWatch):
             raise
 
     def _release_generators(self) -> None:
-        """End the capture of the generators' states, by a capture that is empty and does not fail: the failed one left
-        them so that no operator outside a capture can draw from them any more."""
+        """End the capture of the generators' states, by a capture that is empty and does not fail:
+        the failed one left them so that no operator outside a capture can draw from them any more.
+        """
         self.pool = torch.cuda.graph_pool_handle()
         with contextlib.suppress(RuntimeError):  # after an error that ends the use of the device
             self._begin()

@@ -1,5 +1,5 @@
-"""`HostReads` refuses reads of tensors on the host that never reach the dispatcher, by the Python functions that make
-them; `refusal` is the error, with the user's line."""
+"""`HostReads` refuses reads of tensors on the host that never reach the dispatcher, by the Python
+functions that make them; `refusal` is the error, with the user's line."""
 
 import linecache
 import sys
@@ -38,19 +38,28 @@ _INDEXING = {torch.Tensor.__getitem__, torch.Tensor.__setitem__}
 _CLASS: Any = torch.Tensor
 _SETS_DATA = {_CLASS.data.__set__}
 _WITHOUT_OPERATOR = {torch.max_pool1d, torch.nn.functional.max_pool1d}
-_ALLOCATE = {"empty", "empty_like", "empty_permuted", "empty_strided", "new_empty", "new_empty_strided"}
+_ALLOCATE = {
+    "empty",
+    "empty_like",
+    "empty_permuted",
+    "empty_strided",
+    "new_empty",
+    "new_empty_strided",
+}
 _ATTENTION = {"scaled_dot_product_attention", "multi_head_attention_forward"}
 _SKIPPED = ("torch", "functools", "contextlib", "pickle", "copyreg", "weft")
 
 
 class HostReads(FunctionMode):
-    """A function mode that refuses host reads which never reach the dispatcher, and names each of them.
+    """A function mode that refuses host reads which never reach the dispatcher, and names each of
+    them.
 
     Args:
         refuse: makes the error for a fault and its remedy.
         is_argument: whether a tensor is itself an argument, and not a view or result of one.
         is_own: whether a tensor was made inside the function.
-        constants: the tensors that come from Python numbers alone, so that they are the same at each call.
+        constants: the tensors that come from Python numbers alone, so that they are the same at
+            each call.
         gathers: performs indices by tensors.
         asked_for: collects the storages of tensors that are made without values.
     """
@@ -73,11 +82,16 @@ class HostReads(FunctionMode):
         """The tensors from outside that the run has asked for a gradient, and that had none."""
         self.calls_attention = False
         self.fills = False
-        """Whether `x[index] = number` runs now, for which torch makes a tensor without an operator."""
+        """Whether `x[index] = number` runs now, for which torch makes a tensor without an operator.
+        """
 
     @uncompiled
     def __torch_function__(
-        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+        self,
+        func: Callable[..., Any],
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
     ) -> Any:
         kwargs, name = kwargs or {}, getattr(func, "__name__", "")
         if name == "__get__":
@@ -87,9 +101,7 @@ class HostReads(FunctionMode):
         if name in _ATTENTION:
             self.calls_attention = True
             if drops_padding():
-                fault = (
-                    "nn.TransformerEncoder takes the padding out, and returns zeros there, which a capture cannot do"
-                )
+                fault = "nn.TransformerEncoder takes the padding out, and returns zeros there, which a capture cannot do"
                 instead = "nn.TransformerEncoder(..., enable_nested_tensor=False), or "
                 instead += "torch.backends.mha.set_fastpath_enabled(False) before all calls"
                 raise self.refuse(fault, instead)
@@ -97,7 +109,11 @@ class HostReads(FunctionMode):
             fault = "x.data = ... on a tensor from outside it, which a replay does not repeat"
             raise self.refuse(fault, "x.copy_(...); or a new tensor that it returns")
         if func in _INDEXING and (index := self.gathers.index_of(*args[:2])) is not None:
-            return self.gathers.get(args[0], index) if len(args) == 2 else self.gathers.set(args[0], index, args[2])
+            return (
+                self.gathers.get(args[0], index)
+                if len(args) == 2
+                else self.gathers.set(args[0], index, args[2])
+            )
         if func in _WITHOUT_OPERATOR:
             return _max_pool1d(func, args, kwargs)
         try:
@@ -118,14 +134,23 @@ class HostReads(FunctionMode):
     def _read_attribute(self, func: Any, args: tuple[Any, ...]) -> Any:
         """Read an attribute of a tensor, unless it is one that a replay would not read again."""
         attribute, value = getattr(func, "__self__", None), func(*args)
-        if attribute is torch.Tensor.grad and (self.is_argument(args[0]) if value is None else not self.is_own(value)):
+        if attribute is torch.Tensor.grad and (
+            self.is_argument(args[0]) if value is None else not self.is_own(value)
+        ):
             instead = "pass the gradients as a separate argument, {name: p.grad for name, p in ...}"
             fault = ".grad of a tensor from outside is not an argument, so a replay does not read it again"
             raise self.refuse(fault, instead)
-        if attribute is torch.Tensor.grad and value is None and args[0].is_leaf and not self.is_own(args[0]):
+        if (
+            attribute is torch.Tensor.grad
+            and value is None
+            and args[0].is_leaf
+            and not self.is_own(args[0])
+        ):
             self.without_gradient.append(args[0])
         if attribute is READ_BY_PICKLE and in_pickle():
-            raise self.refuse("pickle (torch.save) reads a tensor on the host", "x.clone(), or save it outside")
+            raise self.refuse(
+                "pickle (torch.save) reads a tensor on the host", "x.clone(), or save it outside"
+            )
         return value
 
 
@@ -145,8 +170,16 @@ def _fault(
     if name in READS and getattr(torch.Tensor, name, None) is func:
         if name not in _SHARED and constants.read(innermost_storage_id(args[0])):
             return None
-        fault = "a branch on a tensor's value" if name == "__bool__" else f"Tensor.{name} reads a tensor on the host"
-        print_remedy = "call it inside weft.no_capture(replay=False), where it may print; or " if name in _SHOWN else ""
+        fault = (
+            "a branch on a tensor's value"
+            if name == "__bool__"
+            else f"Tensor.{name} reads a tensor on the host"
+        )
+        print_remedy = (
+            "call it inside weft.no_capture(replay=False), where it may print; or "
+            if name in _SHOWN
+            else ""
+        )
         return fault, print_remedy + REMEDY
     if func in _RUN_PYTHON:
         return f"Tensor.{name} runs Python on each element, on the host", REMEDY
@@ -158,12 +191,23 @@ def _fault(
         return None  # the tensor itself, or x.to(...)
     if func in _NEW_TENSORS and _any_tensor(args[func is torch.Tensor.new_tensor :], kwargs):
         return f"{name} of tensors reads them on the host", f"torch.stack or torch.cat; or {REMEDY}"
-    if func in _FROM_LISTS and _any_tensor([x for x in (*args, *kwargs.values()) if isinstance(x, list | tuple)]):
-        return f"{name} of a list of tensors reads them on the host", f"torch.stack or torch.cat; or {REMEDY}"
+    if func in _FROM_LISTS and _any_tensor(
+        [x for x in (*args, *kwargs.values()) if isinstance(x, list | tuple)]
+    ):
+        return (
+            f"{name} of a list of tensors reads them on the host",
+            f"torch.stack or torch.cat; or {REMEDY}",
+        )
     if func in _INDEXING and _is_list_of_tensors(args[1]):
-        return "an index that is a list of tensors reads them on the host", f"x[torch.stack([i, j])]; or {REMEDY}"
+        return (
+            "an index that is a list of tensors reads them on the host",
+            f"x[torch.stack([i, j])]; or {REMEDY}",
+        )
     if name in _PACKED and not constants.read(innermost_storage_id(args[1])):
-        return f"{name} reads the lengths of sequences on the host", f"padded sequences and a mask; or {REMEDY}"
+        return (
+            f"{name} reads the lengths of sequences on the host",
+            f"padded sequences and a mask; or {REMEDY}",
+        )
     return None
 
 
@@ -175,13 +219,16 @@ def _branching_fault(name: str) -> tuple[str, str]:
 
 
 def compiling_fault(caller: types.FrameType) -> tuple[str, str]:
-    """The fault of a function that calls a result of `torch.compile`, and the remedy. Operators that take functions,
-    such as torch.cond, compile them."""
+    """The fault of a function that calls a result of `torch.compile`, and the remedy. Operators
+    that take functions, such as torch.cond, compile them."""
     name = caller.f_code.co_name
     if name in ("cond", "while_loop"):
         return _branching_fault(name)
     if caller.f_globals.get("__name__", "").startswith("torch."):
-        return f"{name} compiles its functions, which is not possible during a capture", f"call {name} outside it"
+        return (
+            f"{name} compiles its functions, which is not possible during a capture",
+            f"call {name} outside it",
+        )
     return (
         "it calls a result of torch.compile, which cannot compile during a capture",
         "call the function that was compiled",
@@ -193,21 +240,25 @@ def _any_tensor(*values: Any) -> bool:
 
 
 def _is_list_of_tensors(index: Any) -> bool:
-    """Whether a part of an index is a list that holds tensors (torch takes a top-level list of tensors as a tuple)."""
+    """Whether a part of an index is a list that holds tensors (torch takes a top-level list of
+    tensors as a tuple)."""
     parts = index if isinstance(index, tuple | list) else ()
     return any(_any_tensor(part) for part in parts if isinstance(part, list | tuple))
 
 
-def refusal(call: str, fault: str, instead: str, error: BaseException | None = None) -> CaptureError:
-    """The error for an operation that cannot be captured, with the user's source line: the running one, or, if an
-    `error` is passed, the one that raised it."""
+def refusal(
+    call: str, fault: str, instead: str, error: BaseException | None = None
+) -> CaptureError:
+    """The error for an operation that cannot be captured, with the user's source line: the running
+    one, or, if an `error` is passed, the one that raised it."""
     frames = _running() if error is None else [*_raised_in(error), *_running()]
     remedy = next(filter(None, map(_known_remedy, frames)), instead)
     return CaptureError(call, f"{fault}\n       at {_line_of(frames)}", remedy)
 
 
 class Refusals:
-    """The refusals of a run. The first one ends it, even if the function swallows it (`except Exception`).
+    """The refusals of a run. The first one ends it, even if the function swallows it (`except
+    Exception`).
 
     Args:
         call: the call in error messages, as the user writes it.
@@ -223,18 +274,23 @@ class Refusals:
         return self.made[-1]
 
     def raise_swallowed(self, error: BaseException | None) -> None:
-        """Raise the first refusal of a run that ended with `error`, unless that is the refusal, or an interrupt. An
-        error of torch that comes from the audit itself is a refusal."""
+        """Raise the first refusal of a run that ended with `error`, unless that is the refusal, or
+        an interrupt. An error of torch that comes from the audit itself is a refusal."""
         if _NUMBER_ON_A_GPU in str(error):
             fault = "torch passes a number on a GPU from one operator to the next, which Python code cannot receive"
             raise self.refuse(fault, REMEDY) from error
         first, self.made = next(iter(self.made), None), []
         try:
-            if first is not None and error is not first and (error is None or isinstance(error, Exception)):
+            if (
+                first is not None
+                and error is not first
+                and (error is None or isinstance(error, Exception))
+            ):
                 raise first from error
         finally:
-            # An error holds its frames. If they held it too, both would live until Python collects its garbage, and
-            # with them the caller's tensors, and what a generator in one of the frames would close.
+            # An error holds its frames. If they held it too, both would live until Python collects
+            # its garbage, and with them the caller's tensors, and what a generator in one of the
+            # frames would close.
             del first, error
 
 
@@ -266,15 +322,16 @@ def _line_of(frames: Iterable[Frame]) -> str:
 
 
 def _known_remedy(at: Frame) -> str:
-    """The remedy for a host read in torch.nn's or transformers' code that has a setting to avoid it; else empty."""
+    """The remedy for a host read in torch.nn's or transformers' code that has a setting to avoid
+    it; else empty."""
     frame, _ = at
     if frame.f_code.co_name == "_detect_is_causal_mask":
-        return (
-            "is_causal=True or False with the mask (tgt_is_causal=... in a decoder), so that torch need not compare it"
-        )
+        return "is_causal=True or False with the mask (tgt_is_causal=... in a decoder), so that torch need not compare it"
     if "Experts" not in type(module := frame.f_locals.get("self")).__name__:
         return ""
-    if (experts := getattr(getattr(module, "config", None), "_experts_implementation", None)) is None:
+    if (
+        experts := getattr(getattr(module, "config", None), "_experts_implementation", None)
+    ) is None:
         return ""
     other = "grouped_mm" if experts == "eager" else "batched_mm"
     return f"model.set_experts_implementation({other!r}): {experts!r} reads on the host which tokens go to which expert"

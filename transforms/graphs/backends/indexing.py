@@ -1,7 +1,9 @@
-"""Indices that are tensors without dimensions, such as a loop's counter: in a graph a gather on the device.
+"""Indices that are tensors without dimensions, such as a loop's counter: in a graph a gather on the
+device.
 
-Torch reads such an index on the host, and returns a view. A replay would read it no more, so a capture gathers the
-elements instead. That is a copy. Where a view would give something else, the capture is refused: `Gathers` sees to it.
+Torch reads such an index on the host, and returns a view. A replay would read it no more, so a
+capture gathers the elements instead. That is a copy. Where a view would give something else, the
+capture is refused: `Gathers` sees to it.
 """
 
 import weakref
@@ -17,8 +19,12 @@ from weft.torchapi.private import innermost_storage_id
 from weft.transforms.graphs.backends.constants import Constants
 
 _MASKS = (torch.bool, torch.uint8)
-_WRITTEN = "a write to x[i], where i is a tensor: a graph has a copy of these elements, and not a view"
-_STALE = "a read of x[i], where i is a tensor, after a write to x: a graph has the elements from before"
+_WRITTEN = (
+    "a write to x[i], where i is a tensor: a graph has a copy of these elements, and not a view"
+)
+_STALE = (
+    "a read of x[i], where i is a tensor, after a write to x: a graph has the elements from before"
+)
 _CLONE = "x[i].clone() before the write; or x[i] once more after it"
 _Index = tuple[Any, ...]
 
@@ -48,7 +54,9 @@ class Gathers:
         self._refuse = refuse
         self._constants = constants
         self._sources: dict[int, int | None] = {}
-        self._indices: dict[int, list[Any]] = {}  # without their tensors: a capture sees which of them are kept
+        self._indices: dict[
+            int, list[Any]
+        ] = {}  # without their tensors: a capture sees which of them are kept
         self._stale = set[int]()
         self._written: int | None = None
         self._steps: list[_Step] = []
@@ -64,10 +72,18 @@ class Gathers:
     def index_of(self, x: Any, index: Any) -> _Index | None:
         """The parts of an index that is to be gathered; None for any other."""
         parts = index if isinstance(index, tuple) else (index,)
-        if not isinstance(x, Tensor) or x.layout is not torch.strided or not all(map(_is_known, parts)):
+        if (
+            not isinstance(x, Tensor)
+            or x.layout is not torch.strided
+            or not all(map(_is_known, parts))
+        ):
             return None
         scalars = [part for part in parts if _is_scalar(part)]
-        variable = [part for part in scalars if not self._constants.contains_all([innermost_storage_id(part)])]
+        variable = [
+            part
+            for part in scalars
+            if not self._constants.contains_all([innermost_storage_id(part)])
+        ]
         if any(part.device != x.device for part in variable):
             return None  # torch reads it on the host, which is refused
         return parts if variable and _num_dims(parts) <= x.dim() else None
@@ -83,11 +99,14 @@ class Gathers:
         result = x[tuple(parts)]
         storage = innermost_storage_id(result)
         self._sources[storage] = source
-        self._indices[storage] = [weakref.ref(part) if isinstance(part, Tensor) else part for part in index]
+        self._indices[storage] = [
+            weakref.ref(part) if isinstance(part, Tensor) else part for part in index
+        ]
         return result
 
     def set(self, x: Tensor, index: _Index, value: Any) -> None:
-        """`x[index] = value`. As the end of `x[index] += 1` it writes back what was written to the copy."""
+        """`x[index] = value`. As the end of `x[index] += 1` it writes back what was written to the
+        copy."""
         copy = innermost_storage_id(value) if isinstance(value, Tensor) else 0
         writes_back = copy in self._sources and self._sources[copy] == innermost_storage_id(x)
         writes_back = writes_back and _is_index(self._indices[copy], index)
@@ -98,7 +117,8 @@ class Gathers:
             self._stale.discard(copy)
 
     def before_operator(self, inputs: Set[int]) -> None:
-        """Raise CaptureError if an operator reads these storages where views would have other values."""
+        """Raise CaptureError if an operator reads these storages where views would have other
+        values."""
         if self._written is not None:
             raise self._refuse(_WRITTEN, "x[i] = value; or x[i].clone(), which is a copy anywhere")
         copies = self._sources.keys() & inputs
@@ -112,8 +132,8 @@ class Gathers:
         self._steps.append(_Step(set(self._sources)))
 
     def end_step(self) -> None:
-        """End it; raise CaptureError if it has read a copy from before it and then made it stale: the next step would
-        read it once more."""
+        """End it; raise CaptureError if it has read a copy from before it and then made it stale:
+        the next step would read it once more."""
         step = self._steps.pop()
         if not self._stale.isdisjoint(step.read):
             raise self._refuse(_STALE, _CLONE)
@@ -160,7 +180,9 @@ def _num_dims(parts: Iterable[Any]) -> int:
 def _along(x: Tensor, parts: list[Any], place: int) -> _Index:
     """The index that gathers along the dimension of one part, and keeps it, with one element."""
     is_counted_from_the_end = any(part is ... for part in parts[:place])
-    dim = x.dim() - _num_dims(parts[place:]) if is_counted_from_the_end else _num_dims(parts[:place])
+    dim = (
+        x.dim() - _num_dims(parts[place:]) if is_counted_from_the_end else _num_dims(parts[:place])
+    )
     return (*[slice(None)] * dim, parts[place][None])
 
 
@@ -176,8 +198,12 @@ def _put(x: Tensor, parts: list[Any], value: Any) -> None:
 
 
 def _is_index(noted: list[Any], index: _Index) -> bool:
-    """Whether an index has the tensors of an earlier one, which is noted by weak references, and equal other parts."""
+    """Whether an index has the tensors of an earlier one, which is noted by weak references, and
+    equal other parts."""
     if len(noted) != len(index):
         return False
     pairs = zip(noted, index, strict=True)
-    return all(a() is b if isinstance(a, weakref.ref) else not isinstance(b, Tensor) and a == b for a, b in pairs)
+    return all(
+        a() is b if isinstance(a, weakref.ref) else not isinstance(b, Tensor) and a == b
+        for a, b in pairs
+    )

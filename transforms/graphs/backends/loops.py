@@ -23,8 +23,8 @@ class Looper(Protocol):
         """The reason why it cannot record a loop whose length depends on data; None if it can."""
 
     def loop(self, flag: Tensor, carry: Sequence[Tensor], step: Callable[[], None], /) -> None:
-        """Record `step`, which runs once now, so that a replay repeats it while `flag` ([] bool) holds; `step` writes
-        the flag and the carry."""
+        """Record `step`, which runs once now, so that a replay repeats it while `flag` ([] bool)
+        holds; `step` writes the flag and the carry."""
 
 
 _LOOPER: ContextVar[Looper | None] = ContextVar("weft.looper", default=None)
@@ -37,7 +37,8 @@ def current_looper() -> Looper | None:
 
 @contextlib.contextmanager
 def looping(looper: Looper | None, *, inside: bool = True) -> Iterator[None]:
-    """A context in which `looper` records loops, or nothing does; with `inside=False` only where no other one does."""
+    """A context in which `looper` records loops, or nothing does; with `inside=False` only where no
+    other one does."""
     if not inside and _LOOPER.get() is not None:
         yield
         return
@@ -49,7 +50,8 @@ def looping(looper: Looper | None, *, inside: bool = True) -> Iterator[None]:
 
 
 class Steps:
-    """The steps of loops in the runs of one function. A replay repeats them on other values than the run has.
+    """The steps of loops in the runs of one function. A replay repeats them on other values than
+    the run has.
 
     Args:
         random: watches the random generators.
@@ -83,8 +85,8 @@ class Steps:
         """Context of a step, which writes the carry.
 
         Raises:
-            CaptureError: on a GPU, a carry on the CPU; the step draws random numbers, or changes what it read on the
-                host.
+            CaptureError: on a GPU, a carry on the CPU; the step draws random numbers, or changes
+                what it read on the host.
         """
         elsewhere = [x for x in carry if self._device is not None and x.device != self._device]
         if elsewhere:
@@ -100,8 +102,12 @@ class Steps:
             was_changed = self._constants.end_step()
         self._gathers.end_step()
         if was_changed:
-            fault = "a step of while_loop reads a tensor on the host, and changes it for the next step"
-            raise self._refuse(fault, "a tensor in the carry, and tensor operations (torch.where) on it")
+            fault = (
+                "a step of while_loop reads a tensor on the host, and changes it for the next step"
+            )
+            raise self._refuse(
+                fault, "a tensor in the carry, and tensor operations (torch.where) on it"
+            )
 
 
 class Rehearsal:

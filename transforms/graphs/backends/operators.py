@@ -1,5 +1,5 @@
-"""The reads, writes and data dependence of operators, by their schemas and by special cases that schemas do not
-state."""
+"""The reads, writes and data dependence of operators, by their schemas and by special cases that
+schemas do not state."""
 
 import functools
 import math
@@ -12,22 +12,43 @@ from torch import Tensor
 PINS = {"aten::pin_memory", "aten::_pin_memory"}
 _COLLECTIVES = {"c10d", "_c10d_functional", "_c10d_functional_autograd", "symm_mem"}
 TRANSFERS = {"weft::send", "weft::recv"}
-"""Transfers between ranks, which are collective, and which a replay repeats although they compute nothing."""
+"""Transfers between ranks, which are collective, and which a replay repeats although they compute
+nothing."""
 _aten = torch.ops.aten
 ONLY_MEMORY = {_aten.empty, _aten.empty_like, _aten.new_empty, _aten.empty_strided, _aten.resize_}
 """Operators that only allocate or resize memory, which a replay need not repeat."""
-_CONSULT_SWITCHES = ("convolution", "cudnn", "scaled_dot_product", "batch_norm", "native_multi_head", "encoder", "rnn")
+_CONSULT_SWITCHES = (
+    "convolution",
+    "cudnn",
+    "scaled_dot_product",
+    "batch_norm",
+    "native_multi_head",
+    "encoder",
+    "rnn",
+)
 _STRIDED = {_aten.as_strided, _aten.as_strided_copy, _aten.as_strided_scatter}
 _SPARSE_OF_DATA = {
-    *(_aten._to_sparse, _aten._to_sparse_csr, _aten._to_sparse_csc, _aten._to_sparse_bsr, _aten._to_sparse_bsc),
+    *(
+        _aten._to_sparse,
+        _aten._to_sparse_csr,
+        _aten._to_sparse_csc,
+        _aten._to_sparse_bsr,
+        _aten._to_sparse_bsc,
+    ),
     *(_aten._coalesce, _aten._sparse_sparse_matmul),
 }
-"""Operators whose results have as many elements as the data say, without a tag of torch that states it."""
-_BATCH_NORMS = {torch.ops.aten.native_batch_norm, torch.ops.aten.cudnn_batch_norm, torch.ops.aten.miopen_batch_norm}
+"""Operators whose results have as many elements as the data say, without a tag of torch that states
+it."""
+_BATCH_NORMS = {
+    torch.ops.aten.native_batch_norm,
+    torch.ops.aten.cudnn_batch_norm,
+    torch.ops.aten.miopen_batch_norm,
+}
 
 
 def tensors_in(*values: Any) -> Iterator[Tensor]:
-    """The tensors among operator arguments or results, which nest only in lists, tuples and dicts."""
+    """The tensors among operator arguments or results, which nest only in lists, tuples and dicts.
+    """
     for value in values:
         if isinstance(value, Tensor):
             yield value
@@ -51,7 +72,8 @@ def is_sparse(x: Tensor) -> bool:
 
 
 def sparse_parts(x: Tensor) -> tuple[Tensor, ...]:
-    """The tensors of indices and values that a sparse tensor consists of, at their own addresses."""
+    """The tensors of indices and values that a sparse tensor consists of, at their own addresses.
+    """
     if x.layout is torch.sparse_coo:
         return x._indices(), x._values()
     return tuple(part(x) for part in _COMPRESSED[x.layout])
@@ -79,21 +101,28 @@ def map_tensors(change: Callable[[Tensor], Any], value: Any) -> Any:
         return change(value)
     if isinstance(value, tuple | list) and not isinstance(value, torch.Size):
         return type(value)([map_tensors(change, x) for x in value])
-    return {name: map_tensors(change, x) for name, x in value.items()} if isinstance(value, dict) else value
+    return (
+        {name: map_tensors(change, x) for name, x in value.items()}
+        if isinstance(value, dict)
+        else value
+    )
 
 
 @functools.cache
 def _written_arguments(func: Any) -> tuple[tuple[int, str], ...]:
     """(index, name) of the arguments that an operator writes, by its schema."""
     arguments = enumerate(func._schema.arguments)
-    return tuple((i, a.name) for i, a in arguments if a.alias_info is not None and a.alias_info.is_write)
+    return tuple(
+        (i, a.name) for i, a in arguments if a.alias_info is not None and a.alias_info.is_write
+    )
 
 
 def written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[Tensor]:
     """The tensors that an operator writes."""
     for index, name in _written_arguments(func):
         yield from tensors_in(args[index] if index < len(args) else kwargs.get(name))
-    # Batch normalisation in training updates its running statistics, but its schema does not declare that.
+    # Batch normalisation in training updates its running statistics, but its schema does not
+    # declare that.
     if func.overloadpacket in _BATCH_NORMS:
         named = dict(zip((a.name for a in func._schema.arguments), args, strict=False)) | kwargs
         if named.get("training") or named.get("train"):
@@ -102,14 +131,18 @@ def written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterato
 
 @functools.cache
 def is_harmless(func: Any) -> bool:
-    """Whether an operator is safe in a capture whatever its arguments are: it writes nothing, does not depend on data,
-    is not collective, and does not allocate pinned memory."""
+    """Whether an operator is safe in a capture whatever its arguments are: it writes nothing, does
+    not depend on data, is not collective, and does not allocate pinned memory."""
     aten = torch.ops.aten
     indexing = (aten.index, aten.index_put, aten.index_put_, aten._index_put_impl_)
     watched = (*indexing, aten._local_scalar_dense, *_STRIDED, *_SPARSE_OF_DATA)
     copies = (aten._to_copy.default, aten.copy_.default)
     tags = (torch.Tag.dynamic_output_shape, torch.Tag.data_dependent_output)
-    suspect = func.overloadpacket in (*watched, *_BATCH_NORMS) or func in copies or any(t in func.tags for t in tags)
+    suspect = (
+        func.overloadpacket in (*watched, *_BATCH_NORMS)
+        or func in copies
+        or any(t in func.tags for t in tags)
+    )
     suspect = suspect or func._schema.name in PINS or is_collective(func)
     return not suspect and not _written_arguments(func)
 
@@ -122,8 +155,8 @@ def reads_shapes(func: Any) -> bool:
 
 
 def unread(func: Any, args: tuple[Any, ...]) -> tuple[Any, ...]:
-    """The tensors of which an operator reads the shape alone. functorch passes memory that nothing has written where a
-    convolution's derivative does not need the input, or the weight."""
+    """The tensors of which an operator reads the shape alone. functorch passes memory that nothing
+    has written where a convolution's derivative does not need the input, or the weight."""
     if func is not _aten.convolution_backward.default:
         return ()
     _, input, weight, *_, needed = args
@@ -132,14 +165,18 @@ def unread(func: Any, args: tuple[Any, ...]) -> tuple[Any, ...]:
 
 @functools.cache
 def consults_switches(operator: str) -> bool:
-    """Whether an operator of this name chooses its kernel by `weft.torchapi.private.backend_switches`."""
+    """Whether an operator of this name chooses its kernel by
+    `weft.torchapi.private.backend_switches`."""
     return any(part in operator for part in _CONSULT_SWITCHES)
 
 
-def storage_reach(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[int, float] | None:
-    """For an operator that addresses a storage beyond the tensor it is passed (`as_strided`, `set_`): the storage, as
-    `storage_id` gives it, and the number of bytes up to the last one addressed; infinite for `as_strided` by an offset,
-    which counts from the beginning of the storage. None for other operators."""
+def storage_reach(
+    func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[int, float] | None:
+    """For an operator that addresses a storage beyond the tensor it is passed (`as_strided`,
+    `set_`): the storage, as `storage_id` gives it, and the number of bytes up to the last one
+    addressed; infinite for `as_strided` by an offset, which counts from the beginning of the
+    storage. None for other operators."""
     if func.overloadpacket not in (*_STRIDED, _aten.set_):
         return None
     named = dict(zip((a.name for a in func._schema.arguments), args, strict=False)) | kwargs
@@ -153,7 +190,11 @@ def storage_reach(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> t
     if (size := named.get("size")) is None:
         return int(source._cdata), source.nbytes()
     strides = named.get("stride")  # no stride means dense
-    last = sum((n - 1) * step for n, step in zip(size, strides, strict=True)) if strides else math.prod(size) - 1
+    last = (
+        sum((n - 1) * step for n, step in zip(size, strides, strict=True))
+        if strides
+        else math.prod(size) - 1
+    )
     last += x.storage_offset() if first is None else first
     return int(source._cdata), (last + 1) * x.element_size() if all(size) else 0
 
@@ -177,7 +218,9 @@ def data_dependence(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
         return _device_crossing(func, args, kwargs)
     if func is aten.repeat_interleave.Tensor and kwargs.get("output_size") is not None:
         return None
-    tagged = torch.Tag.dynamic_output_shape in func.tags or torch.Tag.data_dependent_output in func.tags
+    tagged = (
+        torch.Tag.dynamic_output_shape in func.tags or torch.Tag.data_dependent_output in func.tags
+    )
     if tagged or func.overloadpacket in _SPARSE_OF_DATA:
         return f"{func} has a result whose shape, or value on the host, depends on data"
     return None
@@ -188,11 +231,15 @@ COPY = "a copy from"
 
 
 def _device_crossing(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str | None:
-    """The fault of a copy between host and device, or None: a replay would copy the host's values of the capture."""
+    """The fault of a copy between host and device, or None: a replay would copy the host's values
+    of the capture."""
     copied = args[func is torch.ops.aten.copy_.default]
     if not isinstance(copied, Tensor):  # a number of vmap's, which is a constant
         return None
-    source, target = copied.device, args[0].device if copied is not args[0] else kwargs.get("device")
+    source, target = (
+        copied.device,
+        args[0].device if copied is not args[0] else kwargs.get("device"),
+    )
     target = source if target is None else torch.device(target)
     if source.type == target.type:
         return None

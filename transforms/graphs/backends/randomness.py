@@ -1,5 +1,5 @@
-"""`Randomness` watches the random generators that a captured function draws from: a replay draws further numbers, and
-does not seed again."""
+"""`Randomness` watches the random generators that a captured function draws from: a replay draws
+further numbers, and does not seed again."""
 
 import contextlib
 import functools
@@ -27,15 +27,17 @@ class UnknownGenerator(RuntimeError):
 
 
 class Randomness:
-    """Watches the random generators during a function's runs, and refuses a function that seeds one.
+    """Watches the random generators during a function's runs, and refuses a function that seeds
+    one.
 
-    A generator counts as seeded if its seed changed, or if it is in a state that it had before or that its seed gives.
-    A generator that is not a GPU's default one, which no other thread draws from, also counts as seeded if its state is
-    not the one that the last operator left. The recorded run starts from a state that occurs nowhere else. A generator
-    that no rehearsal drew from is made by the function itself.
+    A generator counts as seeded if its seed changed, or if it is in a state that it had before or
+    that its seed gives. A generator that is not a GPU's default one, which no other thread draws
+    from, also counts as seeded if its state is not the one that the last operator left. The
+    recorded run starts from a state that occurs nowhere else. A generator that no rehearsal drew
+    from is made by the function itself.
 
-    In place of the CPU's default generator the runs draw from a copy. Other threads draw from the default one then,
-    and would draw numbers twice if its state was restored after the run.
+    In place of the CPU's default generator the runs draw from a copy. Other threads draw from the
+    default one then, and would draw numbers twice if its state was restored after the run.
 
     Args:
         refuse: makes the error for a fault and its remedy.
@@ -44,7 +46,10 @@ class Randomness:
     """
 
     def __init__(
-        self, refuse: Callable[..., CaptureError], device: torch.device | None, known: Iterable[torch.Generator]
+        self,
+        refuse: Callable[..., CaptureError],
+        device: torch.device | None,
+        known: Iterable[torch.Generator],
     ) -> None:
         self.refuse, self.device = refuse, device
         default = _default_generators(device)
@@ -69,8 +74,12 @@ class Randomness:
             with default_generator_is(self.copy), _PrivateDraws(self):
                 yield
         finally:
-            if torch.default_generator.initial_seed() != seed:  # a method of the default generator itself was called
-                torch.default_generator.set_state(self._known[generator_id(self.copy)].initial_state)
+            if (
+                torch.default_generator.initial_seed() != seed
+            ):  # a method of the default generator itself was called
+                torch.default_generator.set_state(
+                    self._known[generator_id(self.copy)].initial_state
+                )
                 raise self.refuse(_SEEDED, _SEED_OUTSIDE)
 
     def add_known(self, generators: Iterable[torch.Generator]) -> None:
@@ -79,11 +88,14 @@ class Randomness:
             self._known.setdefault(generator_id(generator), _Known(generator))
 
     def record(self) -> None:
-        """Make the next run the recorded one. Called before a capture begins: during a capture a CUDA generator's state
-        cannot be read, and CUDA refuses a change of its seed, so a seed is set here that the function would not set."""
+        """Make the next run the recorded one. Called before a capture begins: during a capture a
+        CUDA generator's state cannot be read, and CUDA refuses a change of its seed, so a seed is
+        set here that the function would not set."""
         self._recording = True
         for generator in self.generators:
-            if generator.device.type == "cuda":  # drawing a number is not allowed while another thread captures
+            if (
+                generator.device.type == "cuda"
+            ):  # drawing a number is not allowed while another thread captures
                 generator.manual_seed(generator.initial_seed() ^ 1)
             else:
                 torch.rand(1, generator=generator, device=generator.device)
@@ -105,8 +117,13 @@ class Randomness:
                 raise self.refuse(_SEEDED, _SEED_OUTSIDE)
 
     def before_operator(self, func: Any, generator: torch.Generator | None) -> None:
-        """Raise CaptureError if the run has seeded a generator, or made the one that it is about to draw from."""
-        if generator is not None and generator_id(generator) not in self._known and not _is_default(generator):
+        """Raise CaptureError if the run has seeded a generator, or made the one that it is about to
+        draw from."""
+        if (
+            generator is not None
+            and generator_id(generator) not in self._known
+            and not _is_default(generator)
+        ):
             self._first_use(generator)
         if may_draw(func):
             self.end()
@@ -123,18 +140,20 @@ class Randomness:
             self.repeats -= 1
 
     def after_operator(self, func: Any) -> None:
-        """Record the states that an operator leaves. Raise CaptureError if it drew in a step that a replay repeats:
-        whether it did, the generators say. Attention without dropout is tagged as random, and a custom operator may be
-        tagged or not."""
+        """Record the states that an operator leaves. Raise CaptureError if it drew in a step that a
+        replay repeats: whether it did, the generators say. Attention without dropout is tagged as
+        random, and a custom operator may be tagged or not."""
         if may_draw(func):
             moved = [known.observe() for known in self._known.values()]
             if self.repeats and any(moved):
                 fault = f"{func} draws random numbers in while_loop, the same ones in each step of a replay"
-                raise self.refuse(fault, "draw from a counter in the carry, or draw all numbers before the loop")
+                raise self.refuse(
+                    fault, "draw from a counter in the carry, or draw all numbers before the loop"
+                )
 
     def _prepare_to_see_draws(self) -> None:
-        """Read the states before an operator that a replay repeats. A GPU's cannot be read during a capture: then a
-        rehearsal must have run the operator."""
+        """Read the states before an operator that a replay repeats. A GPU's cannot be read during a
+        capture: then a rehearsal must have run the operator."""
         if self.device is not None and is_capturing()() and not self._rehearsed:
             raise UnknownGenerator
         for known in self._known.values():
@@ -150,14 +169,17 @@ class Randomness:
             self.add_known([generator])
             self._known[generator_id(generator)].begin()
         elif self._rehearsed:
-            fault = "it draws from a generator that it made itself, which a replay does not make again"
+            fault = (
+                "it draws from a generator that it made itself, which a replay does not make again"
+            )
             raise self.refuse(fault, "make the generator before the call, and pass it in")
         else:
             raise UnknownGenerator
 
 
 class _Known:
-    """A generator, its state before the first run, and the states of the present run in which operators left it."""
+    """A generator, its state before the first run, and the states of the present run in which
+    operators left it."""
 
     def __init__(self, generator: torch.Generator) -> None:
         self.generator = generator
@@ -172,8 +194,9 @@ class _Known:
         self.observe()
 
     def observe(self) -> bool:
-        """Note the present seed and state, and return whether the state is another one than at the last time. Those of
-        a GPU's generator cannot be read during a capture, in which CUDA itself refuses a new seed."""
+        """Note the present seed and state, and return whether the state is another one than at the
+        last time. Those of a GPU's generator cannot be read during a capture, in which CUDA itself
+        refuses a new seed."""
         if self.generator.device.type == "cuda" and is_capturing()():
             return False
         seed = self.generator.initial_seed()
@@ -187,7 +210,8 @@ class _Known:
         return moved
 
     def was_seeded(self, shared: bool) -> bool:
-        """Whether the generator was seeded since the last operator; other threads may draw from a shared one."""
+        """Whether the generator was seeded since the last operator; other threads may draw from a
+        shared one."""
         if self._seed is None:
             return False
         state = generator_bytes(self.generator)
@@ -196,15 +220,16 @@ class _Known:
 
 
 def _default_generators(device: torch.device | None) -> list[torch.Generator]:
-    """The default generator of a GPU; those of all GPUs for a tape, whose function may make tensors there."""
+    """The default generator of a GPU; those of all GPUs for a tape, whose function may make tensors
+    there."""
     if device is not None:
         return [torch.cuda.default_generators[device.index or 0]]
     return [*torch.cuda.default_generators] if torch.cuda.is_initialized() else []
 
 
 class _PrivateDraws(OperatorWatch):
-    """Makes operators draw from a copy where they would draw from the CPU's default generator. On a GPU it refuses
-    numbers that are drawn on the CPU: a replay would not draw them again."""
+    """Makes operators draw from a copy where they would draw from the CPU's default generator. On a
+    GPU it refuses numbers that are drawn on the CPU: a replay would not draw them again."""
 
     def __init__(self, random: Randomness) -> None:
         self.random, self.generator = random, random.copy
@@ -217,9 +242,7 @@ class _PrivateDraws(OperatorWatch):
         if torch.device(device if given is None else given.device).type != "cpu":
             return self.pass_on(func, args, kwargs)
         if self.random.device is not None and func.namespace == "aten":
-            fault = (
-                f"{func} draws random numbers on the CPU, in a call with tensors on a GPU, so that they would be frozen"
-            )
+            fault = f"{func} draws random numbers on the CPU, in a call with tensors on a GPU, so that they would be frozen"
             raise self.random.refuse(
                 fault, f"draw them on the GPU (device={str(self.random.device)!r}), or pass them in"
             )
@@ -260,5 +283,10 @@ def _names_besides_generator(overload: Any) -> list[str] | None:
 
 @functools.cache
 def may_draw(func: Any) -> bool:
-    """Whether an operator may draw random numbers: its tags say so, or it is not one of torch's and so unknown."""
-    return torch.Tag.nondeterministic_seeded in func.tags or func.namespace not in ("aten", "prims", "weft")
+    """Whether an operator may draw random numbers: its tags say so, or it is not one of torch's and
+    so unknown."""
+    return torch.Tag.nondeterministic_seeded in func.tags or func.namespace not in (
+        "aten",
+        "prims",
+        "weft",
+    )

@@ -1,8 +1,8 @@
 """The CPU back end: a tape of operators that has the hazards of a CUDA graph on purpose.
 
-Addresses are fixed, Python values are frozen at capture, a replay overwrites the outputs of the previous one, host
-reads are refused, and torch reports during a capture that CUDA is capturing. A law that the tape breaks, a graph would
-break; so the laws can be tested without a GPU.
+Addresses are fixed, Python values are frozen at capture, a replay overwrites the outputs of the
+previous one, host reads are refused, and torch reports during a capture that CUDA is capturing. A
+law that the tape breaks, a graph would break; so the laws can be tested without a GPU.
 """
 
 from collections.abc import Callable, Iterator, Sequence, Set
@@ -53,9 +53,10 @@ class Operation:
     """One recorded operator, with the tensors that it read and wrote.
 
     Args:
-        computed: (index, tensor) of the results that are neither inputs nor views of them: a replay computes them again
-            and copies them to the addresses that they had at capture.
-        sparse: the same of sparse results, with the tensors of indices and values that each consists of.
+        computed: (index, tensor) of the results that are neither inputs nor views of them: a replay
+            computes them again and copies them to the addresses that they had at capture.
+        sparse: the same of sparse results, with the tensors of indices and values that each
+            consists of.
         grad: whether grad mode was on, which some operators ask.
     """
 
@@ -81,7 +82,11 @@ class Operation:
 
     def _reshaped(self, seen: tuple[int, ...], captured: tuple[int, ...]) -> CaptureError:
         seen_text = f"a result of shape {seen}, which had shape {captured} at the capture, so it depends on data"
-        return CaptureError(f"a replay of {self.func}", seen_text, "call that operator outside the graphified function")
+        return CaptureError(
+            f"a replay of {self.func}",
+            seen_text,
+            "call that operator outside the graphified function",
+        )
 
 
 @attrs.frozen
@@ -160,33 +165,49 @@ class _Recorder(OperatorWatch):
         targets = {storage_id(t) for t in written(func, args, kwargs)}
         writes = bool(targets) or func._schema.name in TRANSFERS
         checks = not func._schema.returns  # such as the operator by which linalg.inv raises
-        repeated = func.overloadpacket not in ONLY_MEMORY and torch.Tag.inplace_view not in func.tags
+        repeated = (
+            func.overloadpacket not in ONLY_MEMORY and torch.Tag.inplace_view not in func.tags
+        )
         if torch.Tag.inplace_view not in func.tags:
             self.unwritten.written(targets.union(storage_id(t) for _, t in results))
         if func.overloadpacket in ONLY_MEMORY and results:
             self.unwritten.allocated(result)
-        # An operator of others that returns an argument's memory may have written to it, whatever its schema says.
+        # An operator of others that returns an argument's memory may have written to it, whatever
+        # its schema says.
         foreign = func.namespace != "aten" and bool(made)
         if (results or writes or checks or foreign) and repeated:
             if func.namespace != "aten":  # others may write to more than they declare
                 self.unwritten.written(inputs)
             if not reads_shapes(func):
                 self.unwritten.check_read(inputs - {storage_id(x) for x in unread(func, args)})
-            taped, named = map_tensors(self._tape_argument, args), map_tensors(self._tape_argument, kwargs)
-            self.tape.append(Operation(func, taped, named, tuple(computed), tuple(sparse), torch.is_grad_enabled()))
+            taped, named = (
+                map_tensors(self._tape_argument, args),
+                map_tensors(self._tape_argument, kwargs),
+            )
+            self.tape.append(
+                Operation(
+                    func, taped, named, tuple(computed), tuple(sparse), torch.is_grad_enabled()
+                )
+            )
         return result
 
     def _tape_argument(self, value: Tensor) -> Tensor:
-        """An argument as the tape keeps it: unowned if it is captured by reference, because its owner outlives
-        replays."""
+        """An argument as the tape keeps it: unowned if it is captured by reference, because its
+        owner outlives replays."""
         if storage_id(value) in self.audit.by_reference and _has_address(value):
             return unowned(value)
         return _alias(value)
 
     def nbytes(self) -> int:
         """The bytes of the tensors that the function made and the tape keeps."""
-        tensors = tensors_in(*((o.args, o.kwargs, [t for _, t in o.computed]) for o in _flat(self.tape)))
-        sizes = {storage_id(t): t.untyped_storage().nbytes() for t in tensors if t.layout is torch.strided}
+        tensors = tensors_in(
+            *((o.args, o.kwargs, [t for _, t in o.computed]) for o in _flat(self.tape))
+        )
+        sizes = {
+            storage_id(t): t.untyped_storage().nbytes()
+            for t in tensors
+            if t.layout is torch.strided
+        }
         return sum(size for storage, size in sizes.items() if storage in self._own)
 
 
@@ -196,7 +217,8 @@ def _is_computed(result: Tensor, inputs: set[int]) -> bool:
 
 
 def _alias(value: Tensor) -> Tensor:
-    """A new tensor on the same storage, so that a later `t_()` or `resize_()` does not change the tape's shapes."""
+    """A new tensor on the same storage, so that a later `t_()` or `resize_()` does not change the
+    tape's shapes."""
     return value.detach()
 
 
@@ -208,7 +230,8 @@ def _has_address(value: Tensor) -> bool:
 
 @attrs.frozen
 class TapeRecording:
-    """A tape and the tensors that it writes to. Pieces need no separate tapes, because operators replay one by one."""
+    """A tape and the tensors that it writes to. Pieces need no separate tapes, because operators
+    replay one by one."""
 
     operations: tuple[Operation | Loop, ...]
     outputs: Any
@@ -237,13 +260,17 @@ class TapeBackend:
     def allocating(self) -> AbstractContextManager[None]:
         return nullcontext()
 
-    def capture(self, fn: Callable[[], Any], audit: Audit, split_at: frozenset[str] = frozenset()) -> TapeRecording:
+    def capture(
+        self, fn: Callable[[], Any], audit: Audit, split_at: frozenset[str] = frozenset()
+    ) -> TapeRecording:
         audit.read_earlier = self._external
         with torch.no_grad():
             if not self._warm:
                 self._warm.append(True)
                 audit.rehearse(fn)
-            with suppress(UnknownGenerator):  # drawn from for the first time, or made by the function
+            with suppress(
+                UnknownGenerator
+            ):  # drawn from for the first time, or made by the function
                 recording = _record(fn, audit, split_at)
                 if not audit.has_unknown:
                     return recording

@@ -1,7 +1,7 @@
 """`UnwrittenMemory`: memory that torch allocated in a run and that no operator wrote.
 
-A few of torch's functions write to memory by themselves and not by an operator (`max_pool1d` on a CPU). A tape does not
-see that, and would not do it again.
+A few of torch's functions write to memory by themselves and not by an operator (`max_pool1d` on a
+CPU). A tape does not see that, and would not do it again.
 """
 
 from collections.abc import Callable, Iterable, Set
@@ -18,7 +18,8 @@ class UnwrittenMemory:
 
     Args:
         refuse: makes the error for a fault and its remedy.
-        asked_for: the storages that the function itself asked for (`torch.empty`), which it may leave as they are.
+        asked_for: the storages that the function itself asked for (`torch.empty`), which it may
+            leave as they are.
     """
 
     def __init__(self, refuse: Callable[[str, str], CaptureError], asked_for: set[int]) -> None:
@@ -30,7 +31,9 @@ class UnwrittenMemory:
         """Note memory that an operator allocated and did not write."""
         if result.numel():
             self._lines[storage_id(result)] = user_line()
-            self._asked_for.discard(storage_id(result))  # an earlier one with the same number is gone
+            self._asked_for.discard(
+                storage_id(result)
+            )  # an earlier one with the same number is gone
 
     def written(self, storages: Iterable[int]) -> None:
         """Note that an operator wrote to these storages."""
@@ -38,7 +41,11 @@ class UnwrittenMemory:
             self._lines.pop(storage, None)
 
     def check_read(self, storages: Set[int]) -> None:
-        """Raise CaptureError if one of these storages, which are about to be read or returned, is among them."""
+        """Raise CaptureError if one of these storages, which are about to be read or returned, is
+        among them."""
         for storage in self._lines.keys() & storages - self._asked_for if self._lines else ():
             fault = f"torch wrote to memory without an operator, which a tape cannot repeat, at {self._lines[storage]}"
-            raise self._refuse(fault, "a function of torch that calls operators, outside of this one if there is none")
+            raise self._refuse(
+                fault,
+                "a function of torch that calls operators, outside of this one if there is none",
+            )

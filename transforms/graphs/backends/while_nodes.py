@@ -14,10 +14,11 @@ _LOG = logging.getLogger("weft")
 
 
 class WhileNodes:
-    """The WHILE nodes of a device's captures. If it cannot have any, graphs have `max_steps` steps in their place.
+    """The WHILE nodes of a device's captures. If it cannot have any, graphs have `max_steps` steps
+    in their place.
 
-    A loop's step is captured on a stream of its own, into a memory pool of its own: nothing else allocates there, so
-    that its addresses stay as they are from one repetition to the next.
+    A loop's step is captured on a stream of its own, into a memory pool of its own: nothing else
+    allocates there, so that its addresses stay as they are from one repetition to the next.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -44,11 +45,16 @@ class WhileNodes:
     def give_up(self, reason: str) -> None:
         """Make all later graphs have `max_steps` steps, and log why."""
         self.unable = reason
-        _LOG.warning("while_loop: graphs on %s have max_steps steps, since they cannot repeat: %s", self.device, reason)
+        _LOG.warning(
+            "while_loop: graphs on %s have max_steps steps, since they cannot repeat: %s",
+            self.device,
+            reason,
+        )
 
 
 class Rehearsed:
-    """Runs each loop's step once, on the stream on which it is then captured: libraries make their workspaces there."""
+    """Runs each loop's step once, on the stream on which it is then captured: libraries make their
+    workspaces there."""
 
     def __init__(self, nodes: WhileNodes, audit: Audit) -> None:
         self.nodes, self._audit = nodes, audit
@@ -61,7 +67,10 @@ class Rehearsed:
         return self.nodes.unable
 
     def loop(self, _: Tensor, carry: Sequence[Tensor], step: Callable[[], None]) -> None:
-        stream, current = self.nodes.stream(self._depth), torch.cuda.current_stream(self.nodes.device)
+        stream, current = (
+            self.nodes.stream(self._depth),
+            torch.cuda.current_stream(self.nodes.device),
+        )
         stream.wait_stream(current)
         self._depth += 1
         try:
@@ -73,7 +82,8 @@ class Rehearsed:
 
 
 class Recorded:
-    """Records each loop as a WHILE node of the capture under way, and holds the memory of their steps."""
+    """Records each loop as a WHILE node of the capture under way, and holds the memory of their
+    steps."""
 
     def __init__(self, nodes: WhileNodes, audit: Audit) -> None:
         self.nodes, self._audit = nodes, audit

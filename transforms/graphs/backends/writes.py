@@ -56,6 +56,7 @@ class _Mode(DispatchMode):
 def watching_writes() -> Iterator[Writes]:
     """Context that collects the writes of the operators in it."""
     writes = Writes()
-    # A trace of other transforms sees the operators by a dispatch mode, and hides them from watches.
+    # A trace of other transforms sees the operators by a dispatch mode, and hides them from
+    # watches.
     with _Mode(writes) if num_dispatch_modes() else _Watch(writes):
         yield writes

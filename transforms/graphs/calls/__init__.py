@@ -1,1 +1,2 @@
-"""One call of a graphified function: its arguments by role, its memo key, its input buffers and its results."""
+"""One call of a graphified function: its arguments by role, its memo key, its input buffers and its
+results."""

@@ -1,4 +1,5 @@
-"""Shared memory among the arguments of a call: which tensors overlap, and what a donated one forbids the others."""
+"""Shared memory among the arguments of a call: which tensors overlap, and what a donated one
+forbids the others."""
 
 from bisect import bisect
 from collections.abc import Sequence
@@ -15,7 +16,8 @@ _COPY = "pass a copy of it (weft.clone), or do not donate"
 
 
 class Arguments(Protocol):
-    """The leaves of a call: those by reference, of which the donated ones come first, and the copied ones."""
+    """The leaves of a call: those by reference, of which the donated ones come first, and the
+    copied ones."""
 
     @property
     def reference_leaves(self) -> list[Any]: ...
@@ -33,8 +35,9 @@ class Arguments(Protocol):
 def overlap(a: Tensor, b: Tensor) -> bool:
     """Whether two tensors have a byte in common.
 
-    numpy's answer is exact; its search took 25 ms at most on thousands of random views of up to ten dimensions. torch
-    does not answer: `torch._C._overlaps` compares storages, and two storages may share memory, as of one numpy array.
+    numpy's answer is exact; its search took 25 ms at most on thousands of random views of up to ten
+    dimensions. torch does not answer: `torch._C._overlaps` compares storages, and two storages may
+    share memory, as of one numpy array.
 
     >>> import torch
     >>> x = torch.arange(6)
@@ -59,7 +62,8 @@ def overlaps_itself(x: Tensor) -> bool:
     if x.is_contiguous() or not x.numel():
         return False
     rest = _same_layout(x)
-    # Two indices of one place differ first in some dimension: there the first element meets the others.
+    # Two indices of one place differ first in some dimension: there the first element meets the
+    # others.
     while rest.ndim:
         if len(rest) > 1 and np.shares_memory(rest[:1], rest[1:]):
             return True
@@ -68,7 +72,8 @@ def overlaps_itself(x: Tensor) -> bool:
 
 
 class _Layout:
-    """The addresses of a tensor's elements, on whatever device, for numpy, which reads none of them."""
+    """The addresses of a tensor's elements, on whatever device, for numpy, which reads none of
+    them."""
 
     def __init__(self, x: Tensor) -> None:
         size = x.element_size()
@@ -87,32 +92,45 @@ def _same_layout(x: Tensor) -> "np.ndarray[tuple[int, ...], np.dtype[np.void]]":
 
 
 def refuse_shared(call: Arguments, name: str) -> None:
-    """Raise if a donated argument shares memory with another donated one, or its storage with another argument by
-    reference, because the order of the writes would then decide the result."""
+    """Raise if a donated argument shares memory with another donated one, or its storage with
+    another argument by reference, because the order of the writes would then decide the result."""
     leaves, count = call.reference_leaves, call.num_donated
-    donated = [(i, x) for i, x in enumerate(leaves[:count]) if isinstance(x, Tensor) and not x.is_meta]
+    donated = [
+        (i, x) for i, x in enumerate(leaves[:count]) if isinstance(x, Tensor) and not x.is_meta
+    ]
     for position, (index, leaf) in enumerate(donated):
         if overlaps_itself(leaf):
             raise _refusal(
-                call, name, "{}, which is donated, has elements that share memory, as an expanded tensor has", index
+                call,
+                name,
+                "{}, which is donated, has elements that share memory, as an expanded tensor has",
+                index,
             )
-        if (other := next((i for i, x in donated[:position] if overlap(x, leaf)), None)) is not None:
+        if (
+            other := next((i for i, x in donated[:position] if overlap(x, leaf)), None)
+        ) is not None:
             instead = (
                 "donate it once, and use it in both places inside the function (a copy would become "
                 "a second value), or do not donate"
             )
             seen = "{} shares memory with {}, and both are donated"
             raise _refusal(call, name, seen, index, other, instead=instead)
-    owners = {storage_id(x): i for i, x in enumerate(leaves[:count]) if isinstance(x, Tensor) and x.numel()}
+    owners = {
+        storage_id(x): i
+        for i, x in enumerate(leaves[:count])
+        if isinstance(x, Tensor) and x.numel()
+    }
     for index, leaf in enumerate(leaves[count:], count):
         if isinstance(leaf, Tensor) and (owner := owners.get(storage_id(leaf))) is not None:
-            raise _refusal(call, name, "{} shares its storage with {}, which is donated", index, owner)
+            raise _refusal(
+                call, name, "{} shares its storage with {}, which is donated", index, owner
+            )
 
 
 def refuse_donated_twice(call: Arguments, name: str, first: int) -> None:
-    """Raise if another argument is a donated tensor, or if a copied one lies in the memory of a donated one: the
-    function itself would see what it writes there, and a replay would not. `first` is the index of the first leaf that
-    no earlier call has checked."""
+    """Raise if another argument is a donated tensor, or if a copied one lies in the memory of a
+    donated one: the function itself would see what it writes there, and a replay would not. `first`
+    is the index of the first leaf that no earlier call has checked."""
     leaves, count = (*call.reference_leaves, *call.copied_leaves), call.num_donated
     donated = {id(x): i for i, x in enumerate(leaves[:count]) if isinstance(x, Tensor)}
     for index, leaf in enumerate(leaves[first:], first):
@@ -125,11 +143,17 @@ def refuse_donated_twice(call: Arguments, name: str, first: int) -> None:
         start, stop = _span(leaf)
         for other, last, owner in spans:
             if start < last and other < stop and overlap(leaf, leaves[owner]):
-                raise _refusal(call, name, "{} is a view of {}, which the same call donates", index, owner)
+                raise _refusal(
+                    call, name, "{} is a view of {}, which the same call donates", index, owner
+                )
 
 
 def _has_memory(tensor: Tensor) -> bool:
-    plain = tensor.layout is torch.strided and not tensor.is_meta and not is_functorch_wrapped_tensor(tensor)
+    plain = (
+        tensor.layout is torch.strided
+        and not tensor.is_meta
+        and not is_functorch_wrapped_tensor(tensor)
+    )
     return plain and tensor.numel() > 0
 
 
@@ -139,7 +163,9 @@ def _span(tensor: Tensor) -> tuple[int, int]:
     return tensor.data_ptr(), tensor.data_ptr() + (last + 1) * tensor.element_size()
 
 
-def _refusal(call: Arguments, name: str, seen: str, *indices: int, instead: str = _COPY) -> DonatedError:
+def _refusal(
+    call: Arguments, name: str, seen: str, *indices: int, instead: str = _COPY
+) -> DonatedError:
     names = call.leaf_names()
     text = seen.format(*(names[i] for i in indices))
     return DonatedError(f"{name}(...)", text, instead)
@@ -154,8 +180,8 @@ class Storages:
         self._starts, self._ends = [start for start, _ in spans], [end for _, end in spans]
 
     def meet(self, tensor: Tensor) -> bool:
-        """Whether the tensor's storage has a byte in common with one of the storages; two storages may, as of one numpy
-        array."""
+        """Whether the tensor's storage has a byte in common with one of the storages; two storages
+        may, as of one numpy array."""
         storage = tensor.untyped_storage()
         start, end = storage.data_ptr(), storage.data_ptr() + storage.nbytes()
         return any(a < end and start < b for a, b in zip(self._starts, self._ends, strict=True))

@@ -1,5 +1,5 @@
-"""Borrowed results: marks on functions that lend them, and `weft.check_borrowed()`, which finds a use of a borrowed
-result after a replay has overwritten it."""
+"""Borrowed results: marks on functions that lend them, and `weft.check_borrowed()`, which finds a
+use of a borrowed result after a replay has overwritten it."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -20,8 +20,26 @@ _LOAN = "_weft_loan"
 _OWNS = "__weft_owns_results__"
 _LENDING = Blocks[bool]("weft.lending")
 _METADATA = {
-    *("size", "stride", "dim", "numel", "data_ptr", "storage_offset", "is_contiguous", "untyped_storage"),
-    *("element_size", "is_floating_point", "is_complex", "get_device", "nelement", "ndimension", "__len__", "__hash__"),
+    *(
+        "size",
+        "stride",
+        "dim",
+        "numel",
+        "data_ptr",
+        "storage_offset",
+        "is_contiguous",
+        "untyped_storage",
+    ),
+    *(
+        "element_size",
+        "is_floating_point",
+        "is_complex",
+        "get_device",
+        "nelement",
+        "ndimension",
+        "__len__",
+        "__hash__",
+    ),
 }
 
 
@@ -33,8 +51,8 @@ class _Counts(Protocol):
 
 @attrs.frozen(eq=False)
 class Loan:
-    """A borrowed result: its function's name, the replay count of the graphs that may overwrite it, and the number of
-    the replay that made it."""
+    """A borrowed result: its function's name, the replay count of the graphs that may overwrite it,
+    and the number of the replay that made it."""
 
     name: str
     graphs: _Counts
@@ -42,18 +60,23 @@ class Loan:
 
 
 class _Watch(FunctionMode):
-    """Checks the tensors that every torch function is called with; views of a borrowed tensor are borrowed too."""
+    """Checks the tensors that every torch function is called with; views of a borrowed tensor are
+    borrowed too."""
 
     only_looks = True
 
-    def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
         kwargs, name = kwargs or {}, getattr(func, "__name__", str(func))
         tensors = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
         if name not in _METADATA and name not in ("__get__", "__set__"):
             for tensor in tensors:
                 refuse_stale(tensor, call=f"{name}(...)")
         result = func(*args, **kwargs)
-        loans = {storage_id(t): loan for t in tensors if (loan := getattr(t, _LOAN, None)) is not None}
+        loans = {
+            storage_id(t): loan for t in tensors if (loan := getattr(t, _LOAN, None)) is not None
+        }
         if loans and name not in _METADATA:
             for made in tree_leaves(result):
                 if isinstance(made, Tensor) and (loan := loans.get(storage_id(made))) is not None:
@@ -63,9 +86,9 @@ class _Watch(FunctionMode):
 
 @contextmanager
 def check_borrowed() -> Iterator[None]:
-    """Context in which a use of a borrowed result (`graphify(..., outputs="borrow")`), or of a view of one, raises once
-    a later replay has overwritten it, in this thread. Every torch function becomes slower: use it in tests and
-    debugging.
+    """Context in which a use of a borrowed result (`graphify(..., outputs="borrow")`), or of a view
+    of one, raises once a later replay has overwritten it, in this thread. Every torch function
+    becomes slower: use it in tests and debugging.
 
     Raises:
         StaleResultError: names the function whose result it was, and the number of replays since.
@@ -87,8 +110,9 @@ def check_borrowed() -> Iterator[None]:
 
 
 def lends(fn: Callable[..., Any]) -> bool:
-    """Whether the next call of `fn` may overwrite the result of this one: it was graphified with `outputs="borrow"`, or
-    is a transform of such a function, to which `functools.wraps` copies the mark."""
+    """Whether the next call of `fn` may overwrite the result of this one: it was graphified with
+    `outputs="borrow"`, or is a transform of such a function, to which `functools.wraps` copies the
+    mark."""
     return bool(getattr(fn, "__weft_lends__", False))
 
 
@@ -99,9 +123,9 @@ def declare_lending(fn: F, lends: bool) -> F:
 
 
 def owns_results(fn: Callable[..., Any]) -> bool:
-    """Whether each result of `fn` is in memory of its own, which neither a later call nor the state that it returns
-    shares: it is graphified, or was marked. The mark names its function, so that a copy of it on a wrapper says
-    nothing."""
+    """Whether each result of `fn` is in memory of its own, which neither a later call nor the state
+    that it returns shares: it is graphified, or was marked. The mark names its function, so that a
+    copy of it on a wrapper says nothing."""
     return getattr(fn, _OWNS, None) is fn
 
 
@@ -132,5 +156,7 @@ def refuse_stale(value: Any, *, call: str) -> None:
         replays = "1 later replay has" if later == 1 else f"{later} later replays have"
         seen = f"a borrowed result of {loan.name}, which {replays} overwritten"
         raise StaleResultError(
-            call, seen, 'use it before the next call, clone it, or write graphify(..., outputs="safe")'
+            call,
+            seen,
+            'use it before the next call, clone it, or write graphify(..., outputs="safe")',
         )

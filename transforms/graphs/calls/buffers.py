@@ -1,8 +1,9 @@
-"""The input buffers of graphs, and the copies that fill them from the leaves of a call, padding included.
+"""The input buffers of graphs, and the copies that fill them from the leaves of a call, padding
+included.
 
-Graphs that replay one at a time share their buffers, because each replay fills its buffers completely, and results are
-never views of them. Each copy costs a launch, so copies are grouped: on a GPU, all plain copies of bytes are one launch
-(`weft.ops.copying.copies`).
+Graphs that replay one at a time share their buffers, because each replay fills its buffers
+completely, and results are never views of them. Each copy costs a launch, so copies are grouped: on
+a GPU, all plain copies of bytes are one launch (`weft.ops.copying.copies`).
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -21,30 +22,38 @@ from weft.transforms.graphs.calls.aliasing import overlaps_itself
 from weft.trees import Axes
 
 SPARSE_BYTES = 2**26
-"""The size up to which a strided argument gets a buffer with its strides; four times its own size is allowed too."""
+"""The size up to which a strided argument gets a buffer with its strides; four times its own size
+is allowed too."""
 PADDING_SOURCE_BYTES = 2**20
-"""The size up to which padding is copied from a padding source, in the launch that copies the values; larger padding
-is filled in a launch of its own."""
+"""The size up to which padding is copied from a padding source, in the launch that copies the
+values; larger padding is filled in a launch of its own."""
 
 
 ALIGNMENT = 16
-"""Kernels add up in another order where a tensor does not begin at a multiple of so many bytes, and vector loads begin
-later. A buffer begins where its argument does, up to a multiple of it."""
+"""Kernels add up in another order where a tensor does not begin at a multiple of so many bytes, and
+vector loads begin later. A buffer begins where its argument does, up to a multiple of it."""
 
 
 def offset_of(value: Tensor) -> int:
-    """The number of bytes by which a tensor of several elements begins after a multiple of `ALIGNMENT`."""
+    """The number of bytes by which a tensor of several elements begins after a multiple of
+    `ALIGNMENT`."""
     strided = value.layout is torch.strided and not value.is_meta and value.numel() > 1
     return value.data_ptr() % ALIGNMENT if strided else 0
 
 
 def buffer_like(value: Tensor) -> Tensor:
-    """Copy a tensor with its strides and its alignment, so that kernels that depend on them compute the same; make a
-    dense copy if its elements cover little of the memory between the first and the last."""
+    """Copy a tensor with its strides and its alignment, so that kernels that depend on them compute
+    the same; make a dense copy if its elements cover little of the memory between the first and the
+    last."""
     span = _span(value)
     sparse = span * value.element_size() > max(SPARSE_BYTES, 4 * value.nbytes)
     overlapping = overlaps_itself(value)
-    if value.numel() == 0 or value.is_meta or sparse or (overlapping and (value.is_conj() or value.is_neg())):
+    if (
+        value.numel() == 0
+        or value.is_meta
+        or sparse
+        or (overlapping and (value.is_conj() or value.is_neg()))
+    ):
         return torch.empty_like(value).copy_(value)
     first = offset_of(value) // value.element_size()
     memory = torch.empty(first + span, dtype=value.dtype, device=value.device)
@@ -56,19 +65,21 @@ def buffer_like(value: Tensor) -> Tensor:
 
 
 def _span(x: Tensor) -> int:
-    """The number of elements from the first one to the last one in memory, with those between them."""
+    """The number of elements from the first one to the last one in memory, with those between them.
+    """
     return sum((size - 1) * stride for size, stride in zip(x.shape, x.stride(), strict=True)) + 1
 
 
 def in_a_row(x: Tensor) -> Tensor:
-    """The memory of a tensor from the first element to the last one, once, in which elements may overlap."""
+    """The memory of a tensor from the first element to the last one, once, in which elements may
+    overlap."""
     return x.as_strided((_span(x),), (1,), x.storage_offset())
 
 
 @attrs.define
 class InputBufferPool:
-    """Memory for the input buffers of graphs that replay one at a time: one block per input index, as large as the
-    largest buffer of that input; smaller buffers are the first part of it.
+    """Memory for the input buffers of graphs that replay one at a time: one block per input index,
+    as large as the largest buffer of that input; smaller buffers are the first part of it.
 
     Args:
         nbytes: the bytes allocated so far for buffers and padding sources.
@@ -78,14 +89,16 @@ class InputBufferPool:
     _blocks: dict[Any, Tensor] = attrs.field(factory=dict, init=False)
 
     def buffer(self, index: int, value: Tensor) -> Tensor:
-        """Make the buffer for the input at `index`, with a copy of `value`; a dense one is part of a shared block."""
+        """Make the buffer for the input at `index`, with a copy of `value`; a dense one is part of
+        a shared block."""
         if is_dense(value):
             return self._block_part(("buffer", index), value).copy_(value)
         self.nbytes += value.nbytes
         return buffer_like(value)
 
     def padding_source(self, index: int, buffer: Any, spec: Axes | None) -> Tensor | None:
-        """Make a tensor of a buffer's size, full of its padding; None if that is not one number, or if it is large."""
+        """Make a tensor of a buffer's size, full of its padding; None if that is not one number, or
+        if it is large."""
         if spec is None or isinstance(spec.pad, str) or buffer.nbytes > PADDING_SOURCE_BYTES:
             return None
         if is_dense(buffer):
@@ -96,14 +109,16 @@ class InputBufferPool:
     def _block_part(self, key: tuple[Any, ...], like: Tensor) -> Tensor:
         key = *key, like.dtype, like.device, torch.is_inference_mode_enabled()
         if (block := self._blocks.get(key)) is None or block.numel() < like.numel():
-            block = self._blocks[key] = torch.empty(like.numel(), dtype=like.dtype, device=like.device)
+            block = self._blocks[key] = torch.empty(
+                like.numel(), dtype=like.dtype, device=like.device
+            )
             self.nbytes += block.nbytes
         return block.as_strided(like.shape, like.stride())
 
 
 def is_dense(value: Tensor) -> bool:
-    """Whether a buffer like `value` is contiguous, aligned memory without lazy bits, so that it may be part of a shared
-    block."""
+    """Whether a buffer like `value` is contiguous, aligned memory without lazy bits, so that it may
+    be part of a shared block."""
     lazy = value.is_meta or value.is_conj() or value.is_neg()
     plain = type(value) is Tensor and not lazy and value.is_contiguous() and value.numel() > 0
     return plain and not offset_of(value)
@@ -115,10 +130,12 @@ Fill = Callable[[Sequence[Any]], None]
 
 @attrs.frozen(eq=False)
 class CopyIn:
-    """The steps that fill a graph's input buffers, padding included, from the leaves of calls of one signature.
+    """The steps that fill a graph's input buffers, padding included, from the leaves of calls of
+    one signature.
 
-    Every element of a buffer is overwritten: in a padded buffer the value takes the leading corner, and padding is
-    written to the rest, as in `weft.padding.write_padded`. No step reads what another one writes.
+    Every element of a buffer is overwritten: in a padded buffer the value takes the leading corner,
+    and padding is written to the rest, as in `weft.padding.write_padded`. No step reads what
+    another one writes.
     """
 
     steps: tuple[Fill, ...]
@@ -140,7 +157,8 @@ def plan_copies(
 
     Args:
         buffers: a graph's input buffers; values that are not tensors are skipped.
-        padding_sources: for each buffer that is padded with one number, a tensor like it that is full of that number.
+        padding_sources: for each buffer that is padded with one number, a tensor like it that is
+            full of that number.
         specs: the padded dimensions of each buffer, and their padding.
         leaves: all leaves of the example call; only their shapes, strides and dtypes matter.
         num_references: the number of leaves by reference, which come before the copied ones.
@@ -169,7 +187,8 @@ class _PendingCopies:
         constants: (target, source): padding that is the same in every call.
         repeats: (tail, index of a leaf, its axes): padding that repeats the last entry of a value.
         fills: (tail, number): padding that is too large for a padding source.
-        overlapping: (buffer, index of a leaf) of buffers in which elements overlap, such as expanded ones.
+        overlapping: (buffer, index of a leaf) of buffers in which elements overlap, such as
+            expanded ones.
     """
 
     values: list[tuple[Tensor, int]]
@@ -187,7 +206,12 @@ class _PendingCopies:
 
 
 def _plan_buffer(
-    pending: _PendingCopies, buffer: Tensor, padding_source: Tensor | None, spec: Axes | None, index: int, leaf: Tensor
+    pending: _PendingCopies,
+    buffer: Tensor,
+    padding_source: Tensor | None,
+    spec: Axes | None,
+    index: int,
+    leaf: Tensor,
 ) -> None:
     """Add the copies that fill one buffer from `leaf`, the leaf at `index`."""
     if spec is None:
@@ -216,13 +240,22 @@ def tails(buffer: Tensor, shape: Sequence[int]) -> Iterator[Tensor]:
 
 
 def _steps_by_kernel(pending: _PendingCopies, leaves: Sequence[Any]) -> Iterator[Fill]:
-    """Take from `pending` the copies that the kernel can do: one step per device, which is one launch."""
-    values = [pair for pair in pending.values if same_bytes(pair[0], leaves[pair[1]]) and uses_kernel(pair[0].device)]
+    """Take from `pending` the copies that the kernel can do: one step per device, which is one
+    launch."""
+    values = [
+        pair
+        for pair in pending.values
+        if same_bytes(pair[0], leaves[pair[1]]) and uses_kernel(pair[0].device)
+    ]
     for device in dict.fromkeys(target.device for target, _ in values):
         on_device = [pair for pair in values if pair[0].device == device]
-        constants = [pair for pair in pending.constants if pair[0].device == device and same_bytes(*pair)]
+        constants = [
+            pair for pair in pending.constants if pair[0].device == device and same_bytes(*pair)
+        ]
         positions = {index: position for position, (_, index) in enumerate(on_device)}
-        repeats = [r for r in pending.repeats if r[1] in positions and _repeats_bytes(r[0], leaves[r[1]])]
+        repeats = [
+            r for r in pending.repeats if r[1] in positions and _repeats_bytes(r[0], leaves[r[1]])
+        ]
         pending.drop((*on_device, *constants, *repeats))
         copies = Copies(
             tuple(target for target, _ in on_device),
@@ -230,7 +263,9 @@ def _steps_by_kernel(pending: _PendingCopies, leaves: Sequence[Any]) -> Iterator
             tuple(constants),
             tuple((tail, positions[index], leaves[index][:1].nbytes) for tail, index, _ in repeats),
         )
-        yield _on_leaves([index for _, index in on_device], len(leaves), plan_copies_of_bytes(copies))
+        yield _on_leaves(
+            [index for _, index in on_device], len(leaves), plan_copies_of_bytes(copies)
+        )
 
 
 def _on_leaves(indices: Sequence[int], count: int, copy: Fill) -> Fill:
@@ -246,13 +281,22 @@ def _on_leaves(indices: Sequence[int], count: int, copy: Fill) -> Fill:
 
 
 def _repeats_bytes(tail: Tensor, value: Tensor) -> bool:
-    """Whether copying the last bytes of `value` fills `tail`: both are contiguous and have entries of one size."""
-    same_entries = tail.shape[1:] == value.shape[1:] and tail.dtype == value.dtype and value.numel() > 0
-    return same_entries and tail.is_contiguous() and value.is_contiguous() and tail.nbytes <= MOST_REPEATED
+    """Whether copying the last bytes of `value` fills `tail`: both are contiguous and have entries
+    of one size."""
+    same_entries = (
+        tail.shape[1:] == value.shape[1:] and tail.dtype == value.dtype and value.numel() > 0
+    )
+    return (
+        same_entries
+        and tail.is_contiguous()
+        and value.is_contiguous()
+        and tail.nbytes <= MOST_REPEATED
+    )
 
 
 def _steps_by_group(pending: _PendingCopies, leaves: Sequence[Any]) -> Iterator[Fill]:
-    """Copy the remaining values and constants: one step per dtype where the strides agree, else one step per copy."""
+    """Copy the remaining values and constants: one step per dtype where the strides agree, else one
+    step per copy."""
     groups: dict[Any, list[tuple[Tensor, int | Tensor]]] = {}
     pairs: list[tuple[Tensor, int | Tensor]] = [*pending.values, *pending.constants]
     for position, (target, source) in enumerate(pairs):
@@ -264,12 +308,15 @@ def _steps_by_group(pending: _PendingCopies, leaves: Sequence[Any]) -> Iterator[
     for group in groups.values():
         indices = tuple(source for _, source in group if isinstance(source, int))
         padding_sources = tuple(source for _, source in group if isinstance(source, Tensor))
-        yield GroupedCopy(tuple(target for target, _ in group), _picker(indices), padding_sources).copy
+        yield GroupedCopy(
+            tuple(target for target, _ in group), _picker(indices), padding_sources
+        ).copy
 
 
 @attrs.frozen(eq=False)
 class GroupedCopy:
-    """One `copy_all` to `targets`: first from the leaves that `pick` selects, then from `padding_sources`."""
+    """One `copy_all` to `targets`: first from the leaves that `pick` selects, then from
+    `padding_sources`."""
 
     targets: tuple[Tensor, ...]
     pick: Callable[[Sequence[Any]], tuple[Any, ...]]
@@ -285,7 +332,11 @@ class GroupedCopy:
 
 def _picker(indices: Sequence[int]) -> Callable[[Sequence[Any]], tuple[Any, ...]]:
     """`itemgetter` that returns a tuple for one index, or none, too."""
-    return itemgetter(*indices) if len(indices) > 1 else lambda leaves: tuple(leaves[i] for i in indices)
+    return (
+        itemgetter(*indices)
+        if len(indices) > 1
+        else lambda leaves: tuple(leaves[i] for i in indices)
+    )
 
 
 def _repeating(tail: Tensor, index: int, spec: Axes) -> Fill:

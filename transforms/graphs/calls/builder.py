@@ -1,7 +1,8 @@
-"""Generated code that makes the caller's result from the tensors of a replay, as `reader` reads its arguments.
+"""Generated code that makes the caller's result from the tensors of a replay, as `reader` reads its
+arguments.
 
-The lines depend on the structure of a result; the class of its batch is a constant in them, so that calls of any class
-share them.
+The lines depend on the structure of a result; the class of its batch is a constant in them, so that
+calls of any class share them.
 """
 
 import functools
@@ -13,7 +14,16 @@ from torch import Tensor
 
 from weft.padding import unpad
 from weft.transforms.graphs.calls.reader import as_tuple, child_nodes, compiled
-from weft.trees import Axes, TreeSpec, built, leaf_axes, node_fields, sized_class_fields, tree_structure, tree_unflatten
+from weft.trees import (
+    Axes,
+    TreeSpec,
+    built,
+    leaf_axes,
+    node_fields,
+    sized_class_fields,
+    tree_structure,
+    tree_unflatten,
+)
 
 
 class _Slot:
@@ -28,11 +38,13 @@ class Template:
     """The code that makes a caller's result, for results of any class.
 
     Args:
-        source: of a function `generated(outputs, references)`, which returns the result, or the list of its leaves.
+        source: of a function `generated(outputs, references)`, which returns the result, or the
+            list of its leaves.
         names: the constants that it uses.
         descriptors: the names of those that are descriptors of sized values.
         axes: returns those of each leaf, or None.
-        structure: the structure that the leaves have in a class; None if the function returns the result.
+        structure: the structure that the leaves have in a class; None if the function returns the
+            result.
     """
 
     source: str
@@ -42,9 +54,12 @@ class Template:
     structure: Callable[[Any], TreeSpec] | None
 
     def builder(self, own: Any) -> Callable[[Sequence[Tensor], Sequence[Any]], Any]:
-        """A function `(outputs, references) -> result` for results of class `own`; None: the class of the graph."""
+        """A function `(outputs, references) -> result` for results of class `own`; None: the class
+        of the graph."""
         names = self.names if own is None else self.names | dict.fromkeys(self.descriptors, own)
-        generated: Callable[[Sequence[Tensor], Sequence[Any]], Any] = compiled(self.source, {**names})
+        generated: Callable[[Sequence[Tensor], Sequence[Any]], Any] = compiled(
+            self.source, {**names}
+        )
         if self.structure is None:
             return generated
         structure = self.structure(own)
@@ -52,10 +67,18 @@ class Template:
 
 
 def write_template(
-    structure: TreeSpec, leaves: Sequence[Any], references: Sequence[int | None], detached: Sequence[bool]
+    structure: TreeSpec,
+    leaves: Sequence[Any],
+    references: Sequence[int | None],
+    detached: Sequence[bool],
 ) -> Template:
     """Generate the code that makes a result, from the outputs of a recording (`Outputs`)."""
-    names, descriptors, expressions, count = dict[str, Any](built=built), list[str](), list[str](), 0
+    names, descriptors, expressions, count = (
+        dict[str, Any](built=built),
+        list[str](),
+        list[str](),
+        0,
+    )
     for i, (leaf, reference) in enumerate(zip(leaves, references, strict=True)):
         if reference is not None:
             expressions.append(f"references[{reference}]{'.detach()' * detached[i]}")
@@ -81,7 +104,9 @@ def write_template(
             for name in fields.statics:
                 constant = f"S{len(names)}"
                 names[constant] = getattr(node, name)
-                descriptors.extend([constant] * (is_cut and sized is not None and name in sized.descriptors))
+                descriptors.extend(
+                    [constant] * (is_cut and sized is not None and name in sized.descriptors)
+                )
                 pairs.append(f"({name!r}, {constant})")
             return f"built({kind}, {as_tuple(pairs)})"
         parts = [build(child, is_cut) for child in child_nodes(node)]
@@ -94,7 +119,11 @@ def write_template(
         return as_tuple(parts) if type(node) is tuple else f"{kind}({', '.join(parts)})"
 
     def structure_of(own: Any) -> TreeSpec:
-        return structure if own is None else tree_structure(unpad(tree_unflatten(list(leaves), structure), own))
+        return (
+            structure
+            if own is None
+            else tree_structure(unpad(tree_unflatten(list(leaves), structure), own))
+        )
 
     axes = functools.cache(lambda: leaf_axes(tree_unflatten(list(leaves), structure)))
     try:

@@ -1,4 +1,5 @@
-"""`Call`: the arguments of one call of a graphified function, sorted by role, and the memo key that they make."""
+"""`Call`: the arguments of one call of a graphified function, sorted by role, and the memo key that
+they make."""
 
 import inspect
 import weakref
@@ -60,13 +61,14 @@ class Roles:
 
     Args:
         signature: the function's signature, for the names of its arguments.
-        own_signature: the signature of the outermost function where a decorator has another one; else the same.
+        own_signature: the signature of the outermost function where a decorator has another one;
+            else the same.
         static: arguments whose values are part of the key.
         donated: arguments whose storage the function takes.
-        by_reference: arguments that are captured at their addresses: the donated ones, and others such as params. All
-            other arguments are copied in.
-        module: the module that the function is, or is a method of; the training modes of its parts, and of those of
-            static arguments, are part of the key. None: no module.
+        by_reference: arguments that are captured at their addresses: the donated ones, and others
+            such as params. All other arguments are copied in.
+        module: the module that the function is, or is a method of; the training modes of its parts,
+            and of those of static arguments, are part of the key. None: no module.
     """
 
     signature: inspect.Signature
@@ -76,7 +78,8 @@ class Roles:
     by_reference: tuple[str, ...]
     module: nn.Module | None = None
     is_variadic: bool = attrs.field(init=False)
-    """Whether the function may tell arguments by keyword from those by position, because it takes any of them."""
+    """Whether the function may tell arguments by keyword from those by position, because it takes
+    any of them."""
 
     @is_variadic.default
     def _is_variadic(self) -> bool:
@@ -84,14 +87,16 @@ class Roles:
         return inspect.Parameter.VAR_KEYWORD in kinds
 
     def modules(self, statics: Mapping[str, Any]) -> tuple[nn.Module, ...]:
-        """The parts of the modules whose training mode is part of the key of a call with these static arguments."""
+        """The parts of the modules whose training mode is part of the key of a call with these
+        static arguments."""
         roots = [x for x in (self.module, *tree_leaves(dict(statics))) if isinstance(x, nn.Module)]
         return tuple(dict.fromkeys(part for root in roots for part in root.modules()))
 
 
 @attrs.frozen
 class Call:
-    """The arguments of one call by role: static values, the caller's own tensors, and values to copy in.
+    """The arguments of one call by role: static values, the caller's own tensors, and values to
+    copy in.
 
     Args:
         num_donated: the number of donated leaves, which come first among those by reference.
@@ -111,7 +116,9 @@ class Call:
     keywords: tuple[str, ...] = ()
     known: KnownReferences | None = None
     _reference_key: list[TreeKey] = attrs.field(factory=list, init=False, eq=False, repr=False)
-    _copied_axes: list[list[Axes | None]] = attrs.field(factory=list, init=False, eq=False, repr=False)
+    _copied_axes: list[list[Axes | None]] = attrs.field(
+        factory=list, init=False, eq=False, repr=False
+    )
 
     def reference_key(self) -> TreeKey:
         """The part of the key for the arguments by reference."""
@@ -146,7 +153,9 @@ class Call:
 
 
 def _leaf_names(arguments: dict[str, Any]) -> list[str]:
-    return [name + path for name, value in arguments.items() for path, _ in leaves_with_names(value)]
+    return [
+        name + path for name, value in arguments.items() for path, _ in leaves_with_names(value)
+    ]
 
 
 def make_call(
@@ -157,15 +166,19 @@ def make_call(
     known: KnownReferences | None = None,
     known_leaves: Sequence[Any] = (),
 ) -> Call:
-    """Bind a call's arguments to the signature, and sort them by role. If an earlier call had the same arguments by
-    reference, `known` is their key, and `known_leaves` are their leaves, none of them donated since.
+    """Bind a call's arguments to the signature, and sort them by role. If an earlier call had the
+    same arguments by reference, `known` is their key, and `known_leaves` are their leaves, none of
+    them donated since.
 
     Raises:
         DonatedError: an argument was donated before, or is donated by this call and passed twice.
-        StaleResultError: an argument is a borrowed result that was overwritten (inside `weft.check_borrowed()`).
+        StaleResultError: an argument is a borrowed result that was overwritten (inside
+            `weft.check_borrowed()`).
     """
     statics, references, copied = _bind(roles, name, args, kwargs)
-    leaves, tree = (list(known_leaves), known.tree) if known is not None else tree_flatten(references)
+    leaves, tree = (
+        (list(known_leaves), known.tree) if known is not None else tree_flatten(references)
+    )
     copied_leaves, copied_tree = tree_flatten(copied)
     first = 0 if known is None else len(leaves)
     new = (*leaves, *copied_leaves)[first:]
@@ -199,10 +212,13 @@ def make_call(
 def _bind(
     roles: Roles, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
-    """Bind arguments, and return three dicts by name: static ones, those by reference, and copied ones."""
+    """Bind arguments, and return three dicts by name: static ones, those by reference, and copied
+    ones."""
     bound = bind(roles, name, args, kwargs)
     given = {*bound.arguments}
-    if bound.signature is roles.own_signature:  # a decorator may have other defaults than the function that it shows
+    if (
+        bound.signature is roles.own_signature
+    ):  # a decorator may have other defaults than the function that it shows
         bound.apply_defaults()
     values = {key: x for key, x in bound.arguments.items() if key in given or _is_value(x)}
     statics = {key: values.pop(key) for key in roles.static if key in values}
@@ -211,12 +227,16 @@ def _bind(
 
 
 def _is_value(default: Any) -> bool:
-    """Whether a default is part of the key; any other (a function) is left to the function that has it."""
+    """Whether a default is part of the key; any other (a function) is left to the function that has
+    it."""
     return all(isinstance(leaf, (Tensor, *PLAIN)) for leaf in tree_leaves(default))
 
 
-def bind(roles: Roles, name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> inspect.BoundArguments:
-    """Bind arguments to the function's signature; to that of its decorator if they fit only that one."""
+def bind(
+    roles: Roles, name: str, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> inspect.BoundArguments:
+    """Bind arguments to the function's signature; to that of its decorator if they fit only that
+    one."""
     try:
         return roles.signature.bind(*args, **kwargs)
     except TypeError as error:
@@ -227,18 +247,23 @@ def bind(roles: Roles, name: str, args: Sequence[Any], kwargs: Mapping[str, Any]
 
 
 def modules_keep_training(call: Call, roles: Roles) -> Callable[[], bool] | None:
-    """A function that returns whether no module of the key has switched between training and evaluation since the call;
-    None if there is no module."""
+    """A function that returns whether no module of the key has switched between training and
+    evaluation since the call; None if there is no module."""
     own, training = roles.modules({}), call.training
     others = tuple(weakref.ref(module) for module in roles.modules(call.statics)[len(own) :])
     if not training:
         return None
-    return lambda: (*map(_is_training, own), *(getattr(one(), "training", None) for one in others)) == training
+    return lambda: (
+        (*map(_is_training, own), *(getattr(one(), "training", None) for one in others)) == training
+    )
 
 
-def invoke(fn: Callable[..., Any], roles: Roles, arguments: dict[str, Any], keywords: Collection[str] = ()) -> Any:
-    """Call `fn` with arguments given by name, passing those among `keywords` by keyword, and others by position. As in
-    every call of a graphified function, attention of torch.nn takes no fast path."""
+def invoke(
+    fn: Callable[..., Any], roles: Roles, arguments: dict[str, Any], keywords: Collection[str] = ()
+) -> Any:
+    """Call `fn` with arguments given by name, passing those among `keywords` by keyword, and others
+    by position. As in every call of a graphified function, attention of torch.nn takes no fast
+    path."""
     named = arguments.keys() <= roles.signature.parameters.keys()
     positional: list[Any] = []
     passed: dict[str, Any] = {}
@@ -260,22 +285,26 @@ def invoke(fn: Callable[..., Any], roles: Roles, arguments: dict[str, Any], keyw
 
 
 def enclosing_transform() -> str | None:
-    """The capture, trace or torch.func transform that the current call is inside, in words; None outside of any."""
+    """The capture, trace or torch.func transform that the current call is inside, in words; None
+    outside of any."""
     if in_functorch_transform():
         return "inside a torch.func transform"
-    if in_dispatch_mode() or (torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()):
+    if in_dispatch_mode() or (
+        torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
+    ):
         return "inside another capture, or a trace"
     return None
 
 
 def runs_inline(call: Call) -> bool:
-    """Whether the function itself must run: inside a capture, a trace or a torch.func transform, or because of an
-    argument."""
+    """Whether the function itself must run: inside a capture, a trace or a torch.func transform, or
+    because of an argument."""
     return enclosing_transform() is not None or _leaf_to_inline(call) is not None
 
 
 def _leaf_to_inline(call: Call) -> int | None:
-    """The index of the first new leaf that autograd must see, or that has no fixed addresses; None if there is none."""
+    """The index of the first new leaf that autograd must see, or that has no fixed addresses; None
+    if there is none."""
     grad = torch.is_grad_enabled()
     for index, leaf in enumerate(call.new_leaves()):
         if isinstance(leaf, Tensor) and (
@@ -291,30 +320,36 @@ def inline_reason(call: Call) -> str | None:
         return inside
     name, leaf = call.new_names()[index], call.new_leaves()[index]
     if torch.is_grad_enabled() and leaf.requires_grad:
-        return (
-            f"{name} requires grad, and autograd must see the operators; torch.no_grad() around the call lets it replay"
-        )
+        return f"{name} requires grad, and autograd must see the operators; torch.no_grad() around the call lets it replay"
     return f"{name} is {'nested' if leaf.is_nested else leaf.layout}, which has no fixed addresses"
 
 
 def _ambient() -> tuple[tuple[str, Any], ...]:
-    """The surroundings that a result depends on besides the arguments; a replay needs a capture in the same ones."""
+    """The surroundings that a result depends on besides the arguments; a replay needs a capture in
+    the same ones."""
     modes = tuple(_ByIdentity(mode) for mode in function_modes())
     hooks = tuple(_ByIdentity(hook) for hook in saved_tensors_hooks() or ())
-    own = ("batch invariant", is_batch_invariant()), ("function modes", modes), ("hooks on saved tensors", hooks)
+    own = (
+        ("batch invariant", is_batch_invariant()),
+        ("function modes", modes),
+        ("hooks on saved tensors", hooks),
+    )
     return (*switches(), *own, ("rank of a mesh", current_place()))
 
 
 @attrs.frozen(eq=False)
 class _ByIdentity:
-    """An object in a key that is equal only to itself, whatever its `==` says; a name (str) is compared by value."""
+    """An object in a key that is equal only to itself, whatever its `==` says; a name (str) is
+    compared by value."""
 
     value: Any
 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, _ByIdentity):
             return NotImplemented
-        return self.value == other.value if isinstance(self.value, str) else self.value is other.value
+        return (
+            self.value == other.value if isinstance(self.value, str) else self.value is other.value
+        )
 
     def __hash__(self) -> int:
         return hash(self.value) if isinstance(self.value, str) else id(self.value)
@@ -324,10 +359,13 @@ class _ByIdentity:
 
 
 def check_sizes(call: Call, descriptor: Any, name: str) -> None:
-    """Raise DescriptorError if a sized leaf does not have the size that the call's descriptor gives."""
+    """Raise DescriptorError if a sized leaf does not have the size that the call's descriptor
+    gives."""
     pairs = zip(call.copied_leaves, call.copied_axes(), strict=True)
     for index, (leaf, spec) in enumerate(pairs, len(call.reference_leaves)):
-        if spec is not None and tuple(leaf.shape) != (expected := padded_shape(leaf, spec, descriptor)):
+        if spec is not None and tuple(leaf.shape) != (
+            expected := padded_shape(leaf, spec, descriptor)
+        ):
             path = call.leaf_names()[index]
             raise DescriptorError(
                 f"{name}(...)",
@@ -337,13 +375,16 @@ def check_sizes(call: Call, descriptor: Any, name: str) -> None:
 
 
 def _repeated(call: Call) -> tuple[int, ...]:
-    """For each leaf the index of the first one that is the same tensor; empty if no tensor is passed twice."""
+    """For each leaf the index of the first one that is the same tensor; empty if no tensor is
+    passed twice."""
     first: dict[int, int] = {}
     leaves = (*call.reference_leaves, *call.copied_leaves)
     ids = [id(x) for x in leaves if isinstance(x, Tensor)]
     if len({*ids}) == len(ids):
         return ()
-    return tuple(first.setdefault(id(x), i) if isinstance(x, Tensor) else i for i, x in enumerate(leaves))
+    return tuple(
+        first.setdefault(id(x), i) if isinstance(x, Tensor) else i for i, x in enumerate(leaves)
+    )
 
 
 def signature_of(call: Call) -> Key:
@@ -351,7 +392,11 @@ def signature_of(call: Call) -> Key:
     copied = _tree_key(call.copied_tree, (leaf_key(x, None, False) for x in call.copied_leaves))
     statics = tuple((name, static_key(value)) for name, value in call.statics.items())
     training = call.training[0] if len({*call.training}) == 1 else call.training
-    form = {"module.training": training, "keywords": call.keywords, "tensors passed twice": _repeated(call)}
+    form = {
+        "module.training": training,
+        "keywords": call.keywords,
+        "tensors passed twice": _repeated(call),
+    }
     return Key((*_ambient(), *form.items()), "", statics, None, call.reference_key(), copied)
 
 
@@ -374,7 +419,8 @@ def check_call(call: Call, name: str) -> None:
     """Refuse arguments for which no graph can be captured.
 
     Raises:
-        CaptureError: an argument holds something other than tensors and plain values, or a static one holds a tensor.
+        CaptureError: an argument holds something other than tensors and plain values, or a static
+            one holds a tensor.
         DonatedError: a donated argument shares its storage with another, or cannot be written here.
     """
     check_plain(call.new_leaves(), f"{name}(...)", call.new_names)
@@ -388,16 +434,24 @@ def check_call(call: Call, name: str) -> None:
         if isinstance(leaf, Tensor) and leaf.is_inference():
             path = call.leaf_names()[index]
             seen = f"{path}, which is donated, was made in inference mode, outside of which nothing can write to it"
-            raise DonatedError(f"{name}(...)", seen, "torch.inference_mode() around all calls, or pass a clone of it")
+            raise DonatedError(
+                f"{name}(...)",
+                seen,
+                "torch.inference_mode() around all calls, or pass a clone of it",
+            )
 
 
 def key_of(call: Call, mode: str, descriptor: Any, signature: Key | None = None) -> Key:
-    """The memo key of a call padded to `descriptor`, or of the call as it is if that is None; `signature` is the key
-    before dispatch, if that is known."""
+    """The memo key of a call padded to `descriptor`, or of the call as it is if that is None;
+    `signature` is the key before dispatch, if that is known."""
     signature = attrs.evolve(signature or signature_of(call), mode=mode)
     if descriptor is None:
         return signature
     padded = map_sized(lambda value, _: value, call.copied, descriptor)
     pairs = zip(call.copied_leaves, call.copied_axes(), strict=True)
-    leaves = (leaf_key(x, padded_shape(x, spec, descriptor) if spec else None, False) for x, spec in pairs)
-    return attrs.evolve(signature, descriptor=descriptor, copied=_tree_key(tree_structure(padded), leaves))
+    leaves = (
+        leaf_key(x, padded_shape(x, spec, descriptor) if spec else None, False) for x, spec in pairs
+    )
+    return attrs.evolve(
+        signature, descriptor=descriptor, copied=_tree_key(tree_structure(padded), leaves)
+    )

@@ -1,11 +1,14 @@
-"""The fast path of a graphified call: recorded calls, and the guards that a new call must pass to repeat one.
+"""The fast path of a graphified call: recorded calls, and the guards that a new call must pass to
+repeat one.
 
-The general path asks torch for each property of each argument, and hashes all of them. When it answers a call by a
-replay, it stores a short key and two guards in C++ (torch's own, as `torch.compile` uses them), which are at least as
-strict. A call that fails a guard takes the general path again, so a guard may be too strict but never too lax.
+The general path asks torch for each property of each argument, and hashes all of them. When it
+answers a call by a replay, it stores a short key and two guards in C++ (torch's own, as
+`torch.compile` uses them), which are at least as strict. A call that fails a guard takes the
+general path again, so a guard may be too strict but never too lax.
 
-A call that differs from an earlier one only in its copied arguments, such as a batch of another size, takes the general
-path with the key of its arguments by reference already known: a model's parameters are a thousand tensors.
+A call that differs from an earlier one only in its copied arguments, such as a batch of another
+size, takes the general path with the key of its arguments by reference already known: a model's
+parameters are a thousand tensors.
 """
 
 import weakref
@@ -33,8 +36,8 @@ from weft.transforms.graphs.calls.reader import (
 
 
 def modes_around() -> tuple[Any, ...]:
-    """The function modes, batch invariance and rank that a call is made under; each combination has fast paths of its
-    own. Most calls have none of these."""
+    """The function modes, batch invariance and rank that a call is made under; each combination has
+    fast paths of its own. Most calls have none of these."""
     modes, place = function_modes(), current_place()
     modes = (*modes, "batch invariant") if is_batch_invariant() else modes
     return modes if place is None else (*modes, place)
@@ -51,12 +54,14 @@ T = TypeVar("T", bound=Value)
 
 MAX_FORMS = 256
 MAX_FAST_PATHS = 128
-"""Argument structures with a fast path, per call form; calls of further structures take the general path."""
+"""Argument structures with a fast path, per call form; calls of further structures take the general
+path."""
 MAX_KEYS = 4096
 MAX_KNOWN = 64
 MAX_PER_KEY = 8
 _CROWDED: Final[tuple[Any, ...]] = (None,)
-"""Stands in a table for a key whose calls have more than `MAX_PER_KEY` layouts: their strides join the key."""
+"""Stands in a table for a key whose calls have more than `MAX_PER_KEY` layouts: their strides join
+the key."""
 
 
 @attrs.frozen(eq=False)
@@ -84,7 +89,8 @@ def _guarded(
     tensors: Sequence[Any],
     donated: Sequence[Any] = (),
 ) -> Guarded[T] | None:
-    """Guard a value by these tensors and the current global state; None if a tensor stands in two places."""
+    """Guard a value by these tensors and the current global state; None if a tensor stands in two
+    places."""
     check = tensors_check(tensors)
     if not check(*tensors):
         return None
@@ -103,9 +109,11 @@ Table = dict[Any, tuple[Guarded[T], ...]]
 """Guarded values by the key of a call."""
 
 
-def _find(table: Table[T], key: Any, tensors: Sequence[Any], copied: Sequence[Tensor] = ()) -> T | None:
-    """Find the first value for a call of this key whose guards pass for its tensors, those copied among them, in the
-    current state; None if there is none."""
+def _find(
+    table: Table[T], key: Any, tensors: Sequence[Any], copied: Sequence[Tensor] = ()
+) -> T | None:
+    """Find the first value for a call of this key whose guards pass for its tensors, those copied
+    among them, in the current state; None if there is none."""
     try:
         candidates = table.get(key)
     except TypeError:  # the general path raises the error that names the unhashable value
@@ -126,7 +134,9 @@ def _find(table: Table[T], key: Any, tensors: Sequence[Any], copied: Sequence[Te
     return None
 
 
-def _store(table: Table[T], key: Any, tensors: Sequence[Any], guarded: Guarded[T], max_keys: int) -> None:
+def _store(
+    table: Table[T], key: Any, tensors: Sequence[Any], guarded: Guarded[T], max_keys: int
+) -> None:
     """Store a value before those that the key has; the oldest gives way."""
     if len(table) >= max_keys:
         table.clear()
@@ -166,7 +176,8 @@ class FastPath(Generic[T]):
         return _find(self.plans, read[0], read[2], copied)
 
     def find_known(self, read: ReadCall) -> KnownReferences | None:
-        """Find the key of a call's arguments by reference; None if no earlier call had the same ones."""
+        """Find the key of a call's arguments by reference; None if no earlier call had the same
+        ones."""
         return _find(self.known, read[0][0], read[2][: self.layout.num_references[1]])
 
     def take_donated(self, read: ReadCall) -> Sequence[Any]:
@@ -180,13 +191,15 @@ class FastPath(Generic[T]):
             taken[index] = take_tensor(taken[index], taker)
         return taken
 
-    def add(self, read: ReadCall | None, call: Call, plan: T, condition: Callable[[T], bool] | None) -> bool:
-        """Store a plan for calls like this one, as long as it exists and the condition holds, and the key of its
-        arguments by reference for calls that differ in copied arguments only.
+    def add(
+        self, read: ReadCall | None, call: Call, plan: T, condition: Callable[[T], bool] | None
+    ) -> bool:
+        """Store a plan for calls like this one, as long as it exists and the condition holds, and
+        the key of its arguments by reference for calls that differ in copied arguments only.
 
         Returns:
-            False if the call has another structure, or one tensor in two places where the call that this fast path was
-            made for had two tensors.
+            False if the call has another structure, or one tensor in two places where the call that
+            this fast path was made for had two tensors.
         """
         if read is None:
             return False
@@ -208,8 +221,8 @@ Missed = tuple[FastPath[T], ReadCall]
 
 
 class FastPaths(Generic[T]):
-    """The fast paths of a function, by call form: the number of positional arguments, the keywords, and the function
-    modes around the call. They hold plans weakly.
+    """The fast paths of a function, by call form: the number of positional arguments, the keywords,
+    and the function modes around the call. They hold plans weakly.
 
     Args:
         roles: the roles of the function's arguments.
@@ -221,9 +234,11 @@ class FastPaths(Generic[T]):
         self.roles, self.name, self.has_ladder = roles, name, has_ladder
         self.by_form: dict[tuple[Any, ...], tuple[FastPath[T], ...]] = {}
 
-    def known_call(self, missed: Sequence[Missed[T]], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call | None:
-        """Make a call that fast paths have missed from a known key of its arguments by reference; None if no earlier
-        call had the same ones."""
+    def known_call(
+        self, missed: Sequence[Missed[T]], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Call | None:
+        """Make a call that fast paths have missed from a known key of its arguments by reference;
+        None if no earlier call had the same ones."""
         for fast_path, read in missed:
             if (known := fast_path.find_known(read)) is not None:
                 leaves = read[1][: fast_path.layout.num_references[0]]
@@ -239,7 +254,8 @@ class FastPaths(Generic[T]):
         plan: T,
         condition: Callable[[T], bool] | None,
     ) -> None:
-        """Store a plan for the next call like this one, as long as it exists and the condition holds."""
+        """Store a plan for the next call like this one, as long as it exists and the condition
+        holds."""
         form = (len(args), *kwargs, *modes)
         existing = self.by_form.get(form, ())
         for fast_path in existing:
@@ -254,16 +270,22 @@ class FastPaths(Generic[T]):
         new.add(new.layout.read(args, kwargs), call, plan, condition)
 
     def _make(self, args: Sequence[Any], kwargs: dict[str, Any], call: Call) -> FastPath[T] | None:
-        """Make the fast path for calls like `call`, whose arguments are `args` and `kwargs`; None if generated code
-        cannot read them."""
+        """Make the fast path for calls like `call`, whose arguments are `args` and `kwargs`; None
+        if generated code cannot read them."""
         expressions = argument_expressions(self.roles.signature, len(args), tuple(kwargs))
         takers = {key: f"{self.name}({key})" for key in self.roles.donated}
 
         def arguments(values: dict[str, Any]) -> list[Argument]:
-            return [Argument(expressions[key], value, takers.get(key)) for key, value in values.items()]
+            return [
+                Argument(expressions[key], value, takers.get(key)) for key, value in values.items()
+            ]
 
         pairs = zip(call.copied_leaves, call.copied_axes(), strict=True)
-        padded = {id(leaf) for leaf, spec in pairs if spec is not None} if self.has_ladder else frozenset[int]()
+        padded = (
+            {id(leaf) for leaf, spec in pairs if spec is not None}
+            if self.has_ladder
+            else frozenset[int]()
+        )
         try:
             layout = write_reader(
                 self.roles.signature,

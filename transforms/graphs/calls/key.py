@@ -1,4 +1,5 @@
-"""`Key`: the memo key of a graphified function. Its parts have names, so that a miss can say which field differed.
+"""`Key`: the memo key of a graphified function. Its parts have names, so that a miss can say which
+field differed.
 
 `key_of` in `weft.transforms.graphs.calls.call` makes the key of a call.
 """
@@ -21,7 +22,8 @@ from weft.trees import TreeSpec, tree_leaves
 from weft.value_keys import EXACT, by_identity, value_key
 
 OF_OTHERS = ("_weft", "_dynamo")
-"""Attributes of tensors that begin so belong to weft and to torch.compile, and say nothing about the tensor."""
+"""Attributes of tensors that begin so belong to weft and to torch.compile, and say nothing about
+the tensor."""
 
 
 @attrs.frozen
@@ -34,8 +36,9 @@ class LeafKey:
     stride: tuple[int, ...]
     device: Any
     flags: tuple[bool, ...]
-    """Whether the tensor is a lazy conjugate, a lazy negative, requires grad, is a leaf of autograd, is quantized, and,
-    if it is captured by reference, was made in inference mode, in this order."""
+    """Whether the tensor is a lazy conjugate, a lazy negative, requires grad, is a leaf of
+    autograd, is quantized, and, if it is captured by reference, was made in inference mode, in this
+    order."""
     address: int | None
     """The data pointer, for arguments captured by reference; None for copied ones."""
     offset: int = 0
@@ -45,7 +48,16 @@ class LeafKey:
 
     def besides_address(self) -> tuple[Any, ...]:
         """All properties but the address."""
-        return self.kind, self.shape, self.dtype, self.stride, self.device, self.flags, self.offset, self.attributes
+        return (
+            self.kind,
+            self.shape,
+            self.dtype,
+            self.stride,
+            self.device,
+            self.flags,
+            self.offset,
+            self.attributes,
+        )
 
 
 @attrs.frozen(cache_hash=True)
@@ -54,7 +66,8 @@ class TreeKey:
 
     Args:
         structure: their tree structure.
-        keys: the dict keys in the structure, made distinct where `==` is not enough (1, 1.0 and True).
+        keys: the dict keys in the structure, made distinct where `==` is not enough (1, 1.0 and
+            True).
         leaves: one `LeafKey` per tensor; for any other leaf its `value_key`.
     """
 
@@ -65,11 +78,12 @@ class TreeKey:
 
 @attrs.frozen(cache_hash=True)
 class Key:
-    """Everything that a capture depends on: calls share a graph if and only if their keys are equal."""
+    """Everything that a capture depends on: calls share a graph if and only if their keys are
+    equal."""
 
     ambient: tuple[Any, ...]
-    """The call's surroundings as (name, value): grad mode, autocast, torch's global switches, `weft.batch_invariant()`,
-    function modes."""
+    """The call's surroundings as (name, value): grad mode, autocast, torch's global switches,
+    `weft.batch_invariant()`, function modes."""
     mode: str
     """`full` or `piecewise`."""
     statics: tuple[tuple[str, Any], ...]
@@ -87,7 +101,8 @@ class Key:
 
 @attrs.frozen
 class KnownReferences:
-    """The key of a call's arguments by reference, known from an earlier call with the same addresses and shapes.
+    """The key of a call's arguments by reference, known from an earlier call with the same
+    addresses and shapes.
 
     Args:
         tree: the structure of these arguments.
@@ -126,8 +141,8 @@ def static_key(value: Any) -> Any:
 
 
 def is_held_weakly(value: Any) -> bool:
-    """Whether keys hold a static argument weakly: it is compared by identity, such as the instance of a method, and
-    can have weak references."""
+    """Whether keys hold a static argument weakly: it is compared by identity, such as the instance
+    of a method, and can have weak references."""
     kind: Any = type(value)
     own = kind.__hash__ is object.__hash__ and kind.__weakrefoffset__ != 0
     return own and kind not in EXACT and by_identity(kind) and not isinstance(value, type)
@@ -140,22 +155,35 @@ def without_grad_mode(key: Key) -> Key:
 
 def attributes_of(tensor: Tensor) -> tuple[tuple[str, Any], ...]:
     """The attributes that Python code has set on a tensor: names and `value_key`s."""
-    return tuple((name, value_key(x)) for name, x in vars(tensor).items() if not name.startswith(OF_OTHERS))
+    return tuple(
+        (name, value_key(x)) for name, x in vars(tensor).items() if not name.startswith(OF_OTHERS)
+    )
 
 
 def leaf_key(leaf: Any, shape: tuple[int, ...] | None, by_reference: bool) -> Any:
-    """The key of one leaf; `shape` is the padded shape of a sized leaf, whose buffer is contiguous, else None."""
+    """The key of one leaf; `shape` is the padded shape of a sized leaf, whose buffer is contiguous,
+    else None."""
     if not isinstance(leaf, Tensor):
         return value_key(leaf)
     kind, dtype, device = type(leaf), leaf.dtype, leaf.device
-    flags: tuple[bool, ...] = (leaf.is_conj(), leaf.is_neg(), leaf.requires_grad, leaf.is_leaf, leaf.is_quantized)
+    flags: tuple[bool, ...] = (
+        leaf.is_conj(),
+        leaf.is_neg(),
+        leaf.requires_grad,
+        leaf.is_leaf,
+        leaf.is_quantized,
+    )
     set_on = attributes_of(leaf)
     if by_reference:
         flags = (*flags, leaf.is_inference())
-        return LeafKey(kind, tuple(leaf.shape), dtype, leaf.stride(), device, flags, leaf.data_ptr(), 0, set_on)
+        return LeafKey(
+            kind, tuple(leaf.shape), dtype, leaf.stride(), device, flags, leaf.data_ptr(), 0, set_on
+        )
     if shape is not None:
         return LeafKey(kind, shape, dtype, (), device, flags, None, 0, set_on)
-    return LeafKey(kind, tuple(leaf.shape), dtype, leaf.stride(), device, flags, None, offset_of(leaf), set_on)
+    return LeafKey(
+        kind, tuple(leaf.shape), dtype, leaf.stride(), device, flags, None, offset_of(leaf), set_on
+    )
 
 
 def check_hashable(key: Key, call: str, names: Callable[[], Iterable[str]]) -> None:
@@ -163,14 +191,22 @@ def check_hashable(key: Key, call: str, names: Callable[[], Iterable[str]]) -> N
     try:
         hash(key)
     except TypeError:
-        parts = [("tree structure", (part.structure, part.keys)) for part in (key.references, key.copied)]
+        parts = [
+            ("tree structure", (part.structure, part.keys)) for part in (key.references, key.copied)
+        ]
         for name, value in [*key.statics, *zip(names(), key.leaves, strict=True), *parts]:
             try:
                 hash(value)
             except TypeError as error:
                 seen = f"{name} is not a tensor and cannot be hashed ({error})"
-                is_tree = isinstance(value, tuple) and any(isinstance(part, dict | list) for part in value)
-                way = f", or take {name} out of static_argnames" if is_tree and name in dict(key.statics) else ""
+                is_tree = isinstance(value, tuple) and any(
+                    isinstance(part, dict | list) for part in value
+                )
+                way = (
+                    f", or take {name} out of static_argnames"
+                    if is_tree and name in dict(key.statics)
+                    else ""
+                )
                 instead = f"pass a tensor, or a hashable value (a tuple for a list){way}"
                 leaf = value[-1] if isinstance(value, tuple) and value else value
                 is_container = isinstance(leaf, Mapping) or is_dataclass(leaf)
@@ -180,7 +216,21 @@ def check_hashable(key: Key, call: str, names: Callable[[], Iterable[str]]) -> N
 
 
 PLAIN = (
-    *(bool, int, float, complex, str, bytes, type(None), type(...), enum.Enum, range, slice, type, torch.Generator),
+    *(
+        bool,
+        int,
+        float,
+        complex,
+        str,
+        bytes,
+        type(None),
+        type(...),
+        enum.Enum,
+        range,
+        slice,
+        type,
+        torch.Generator,
+    ),
     *(torch.dtype, torch.device, torch.layout, torch.memory_format, torch.Size),
 )
 """Immutable types."""
@@ -189,10 +239,15 @@ PLAIN = (
 def check_tensors(leaves: Iterable[Any], call: str, names: Callable[[], Iterable[str]]) -> None:
     """Raise an error for a tensor whose behaviour its key does not capture."""
     for index, leaf in enumerate(leaves):
-        if not isinstance(leaf, Tensor) or (type(leaf) in (Tensor, Parameter) and not leaf.is_quantized):
+        if not isinstance(leaf, Tensor) or (
+            type(leaf) in (Tensor, Parameter) and not leaf.is_quantized
+        ):
             continue
         if leaf.is_quantized:
-            what, instead = "quantized, and its scales are not part of the key", "pass x.int_repr() and the scales"
+            what, instead = (
+                "quantized, and its scales are not part of the key",
+                "pass x.int_repr() and the scales",
+            )
         else:
             what = f"{kind_of(leaf)}, a subclass of Tensor, which may redefine any operator"
             instead = "pass plain tensors: those that it wraps, or x.as_subclass(torch.Tensor)"
@@ -205,7 +260,8 @@ _STATIC = "name it in static_argnames if it never changes"
 def check_plain(
     leaves: Iterable[Any], call: str, names: Callable[[], Iterable[str]], if_constant: str = _STATIC
 ) -> None:
-    """Raise an error for a mutable leaf: an object that is neither a tensor, a plain value nor a pytree.
+    """Raise an error for a mutable leaf: an object that is neither a tensor, a plain value nor a
+    pytree.
 
     Args:
         leaves: of the arguments.
@@ -215,7 +271,9 @@ def check_plain(
     leaves = list(leaves)
     if all(isinstance(leaf, (Tensor, *PLAIN)) for leaf in leaves):
         return
-    name, leaf = next(p for p in zip(names(), leaves, strict=True) if not isinstance(p[1], (Tensor, *PLAIN)))
+    name, leaf = next(
+        p for p in zip(names(), leaves, strict=True) if not isinstance(p[1], (Tensor, *PLAIN))
+    )
     seen = f"{name} is {kind_of(leaf)}, which is neither a tensor, a plain value nor a pytree"
     raise CaptureError(call, seen, _instead_of(leaf, if_constant))
 
@@ -227,7 +285,11 @@ def _is_numpy(leaf: Any) -> bool:
 def _instead_of(leaf: Any, if_constant: str = _STATIC) -> str:
     """The advice for an object that cannot be a leaf: what to pass instead."""
     if _is_numpy(leaf):
-        return "torch.from_numpy(array)" if hasattr(leaf, "shape") and leaf.shape else "float(...) or int(...) of it"
+        return (
+            "torch.from_numpy(array)"
+            if hasattr(leaf, "shape") and leaf.shape
+            else "float(...) or int(...) of it"
+        )
     if isinstance(leaf, torch.nn.Module):
         return "its parameters, with torch.func.functional_call, or a stage of it (weft.stages.from_module)"
     if isinstance(leaf, Mapping):
@@ -238,11 +300,14 @@ def _instead_of(leaf: Any, if_constant: str = _STATIC) -> str:
 
 
 def check_statics(statics: Mapping[str, Any], call: str) -> None:
-    """Raise an error for a static argument that holds a tensor, because a key cannot hold a tensor's value."""
+    """Raise an error for a static argument that holds a tensor, because a key cannot hold a
+    tensor's value."""
     for name, value in statics.items():
         if any(isinstance(leaf, Tensor) for leaf in tree_leaves(value)):
             seen = f"{name}, a static argument, holds a tensor"
-            raise CaptureError(call, seen, f"take {name} out of static_argnames: tensors are read at each call")
+            raise CaptureError(
+                call, seen, f"take {name} out of static_argnames: tensors are read at each call"
+            )
 
 
 @attrs.frozen
@@ -252,11 +317,11 @@ class CacheInfo:
     Args:
         captures: graphs captured.
         replays: calls answered by a replay (the call that captures replays too).
-        eager: calls that ran the function itself, except those inside a trace, another capture or a torch.func
-            transform.
+        eager: calls that ran the function itself, except those inside a trace, another capture or a
+            torch.func transform.
         currsize: graphs held now.
-        eager_reasons: the eager calls by reason; after 64 reasons, all others are one. It is neither printed nor
-            compared.
+        eager_reasons: the eager calls by reason; after 64 reasons, all others are one. It is
+            neither printed nor compared.
     """
 
     captures: int = 0

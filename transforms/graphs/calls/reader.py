@@ -1,8 +1,9 @@
 """Generated code that reads the arguments of calls of one structure.
 
-torch's pytree visits a tree node by node, in Python. Once a tree's structure is known, a few straight lines of code
-unpack the next tree like it. These lines are generated here, with a check of each type, length and key. They agree with
-`tree_flatten` and `value_key`; trees that fail a check are left to those two.
+torch's pytree visits a tree node by node, in Python. Once a tree's structure is known, a few
+straight lines of code unpack the next tree like it. These lines are generated here, with a check of
+each type, length and key. They agree with `tree_flatten` and `value_key`; trees that fail a check
+are left to those two.
 """
 
 import inspect
@@ -26,21 +27,25 @@ from weft.value_keys import EXACT, by_identity, value_key
 
 
 class ForeignError(Exception):
-    """A node of a class that generated code cannot read: a user's class, registered with torch's pytree."""
+    """A node of a class that generated code cannot read: a user's class, registered with torch's
+    pytree."""
 
 
-ReadCall = tuple[tuple[tuple[Any, ...], tuple[Any, ...]], tuple[Any, ...], tuple[Tensor, ...], tuple[Any, ...]]
+ReadCall = tuple[
+    tuple[tuple[Any, ...], tuple[Any, ...]], tuple[Any, ...], tuple[Tensor, ...], tuple[Any, ...]
+]
 """The arguments of one call, as four tuples.
 
-The key, in two parts: first the static values and, for arguments by reference, the values that are not tensors and the
-addresses of tensors; then the values and shapes of the copied arguments. The leaves in flattening order, those by
-reference first. The distinct tensors among them. The donatable nodes among the donated arguments."""
+The key, in two parts: first the static values and, for arguments by reference, the values that are
+not tensors and the addresses of tensors; then the values and shapes of the copied arguments. The
+leaves in flattening order, those by reference first. The distinct tensors among them. The donatable
+nodes among the donated arguments."""
 
 
 @attrs.frozen
 class Argument:
-    """One argument of an example call: the expression that reads it from `args` and `kwargs` (`argument_expressions`),
-    its value, and, if it is donated, the call that takes it, in words."""
+    """One argument of an example call: the expression that reads it from `args` and `kwargs`
+    (`argument_expressions`), its value, and, if it is donated, the call that takes it, in words."""
 
     expression: str
     value: Any
@@ -55,10 +60,13 @@ class CallLayout:
     """A generated reader, and the positions of donated and referenced arguments in its result.
 
     Args:
-        read: reads a call's arguments; None if they have another structure, or if one of their tensors was donated.
+        read: reads a call's arguments; None if they have another structure, or if one of their
+            tensors was donated.
         nodes: for each donatable node among the donated arguments, the call that takes it.
-        aliased: (index, the call that takes it) of each leaf that is a donated tensor outside a donatable node.
-        num_references: the number of leaves, and of tensors, of the arguments by reference. They come first.
+        aliased: (index, the call that takes it) of each leaf that is a donated tensor outside a
+            donatable node.
+        num_references: the number of leaves, and of tensors, of the arguments by reference. They
+            come first.
     """
 
     read: Read
@@ -118,13 +126,16 @@ def write_reader(
     copied: Sequence[Argument],
     padded: Set[int],
 ) -> CallLayout:
-    """Generate the reader for calls like the one with these arguments. The alignment of copied tensors is part of the
-    key, except for those that are padded, which have these `id`s.
+    """Generate the reader for calls like the one with these arguments. The alignment of copied
+    tensors is part of the key, except for those that are padded, which have these `id`s.
 
     Raises:
         ForeignError: an argument contains a node of a class that generated code cannot read.
     """
-    writer = _Writer(padded=padded, occurrences=sum((_tensors_in(a.value) for a in (*references, *copied)), Counter()))
+    writer = _Writer(
+        padded=padded,
+        occurrences=sum((_tensors_in(a.value) for a in (*references, *copied)), Counter()),
+    )
     for argument in statics:
         _write_value(writer, argument.expression, argument.value, is_held_weakly(argument.value))
     for argument in references:
@@ -138,7 +149,12 @@ def write_reader(
         any_end = " | ".join(f"a{i}" for i in range(len(writer.addresses)))
         writer.key.append(f"not ({any_end}) & {ALIGNMENT - 1} or {as_tuple(ends)}")
     key = f"({as_tuple(writer.key[:num_first])}, {as_tuple(writer.key[num_first:])})"
-    results = (key, as_tuple(writer.leaves), as_tuple(writer.tensors), as_tuple(n for n, _ in writer.nodes))
+    results = (
+        key,
+        as_tuple(writer.leaves),
+        as_tuple(writer.tensors),
+        as_tuple(n for n, _ in writer.nodes),
+    )
     body = "\n    ".join((*writer.lines, f"return {', '.join(results)}"))
     names = {
         **writer.constants,
@@ -148,11 +164,16 @@ def write_reader(
         "parameters": signature.parameters,
     }
     read = compiled(f"def generated(args, kwargs):\n    {body}\n", names)
-    return CallLayout(read, tuple(taker for _, taker in writer.nodes), tuple(writer.aliased), num_references)
+    return CallLayout(
+        read, tuple(taker for _, taker in writer.nodes), tuple(writer.aliased), num_references
+    )
 
 
-def argument_expressions(signature: inspect.Signature, num_args: int, keywords: Sequence[str]) -> dict[str, str]:
-    """For each parameter, the expression that reads its argument from `args` and `kwargs` in calls of one form.
+def argument_expressions(
+    signature: inspect.Signature, num_args: int, keywords: Sequence[str]
+) -> dict[str, str]:
+    """For each parameter, the expression that reads its argument from `args` and `kwargs` in calls
+    of one form.
 
     Args:
         signature: the function's signature.
@@ -177,12 +198,19 @@ def argument_expressions(signature: inspect.Signature, num_args: int, keywords: 
     return expressions
 
 
-def _write(writer: _Writer, expression: str, value: Any, by_reference: bool, taker: str | None) -> None:
+def _write(
+    writer: _Writer, expression: str, value: Any, by_reference: bool, taker: str | None
+) -> None:
     """Generate the lines that check and unpack one subtree."""
     name = writer.name_of(expression)
     if _is_leaf(value):
         _write_leaf(writer, name, value, by_reference, taker)
-    elif by_reference and taker is None and is_frozen_tree(value) and _occurs_only_here(writer, value):
+    elif (
+        by_reference
+        and taker is None
+        and is_frozen_tree(value)
+        and _occurs_only_here(writer, value)
+    ):
         _write_cached(writer, name, value)
     else:
         _write_node(writer, name, value, by_reference, taker)
@@ -199,10 +227,14 @@ def _tensors_in(value: Any) -> Counter[int]:
 
 
 def _write_cached(writer: _Writer, name: str, value: Any) -> None:
-    """Generate a separate reader for an immutable subtree, with a cache that recognizes the subtree by identity."""
+    """Generate a separate reader for an immutable subtree, with a cache that recognizes the subtree
+    by identity."""
     inner = _Writer()
     _write_node(inner, "value", value, True, None)
-    lines = (*inner.lines, f"return {', '.join(map(as_tuple, (inner.key, inner.leaves, inner.tensors)))}")
+    lines = (
+        *inner.lines,
+        f"return {', '.join(map(as_tuple, (inner.key, inner.leaves, inner.tensors)))}",
+    )
     source = "def generated(value):\n    " + "\n    ".join(lines) + "\n"
     cache = writer.constant(SubtreeCache(compiled(source, {**inner.constants, **_NAMES})))
     writer.lines.append(f"{name} = {cache}.read({name})")
@@ -214,7 +246,9 @@ def _write_cached(writer: _Writer, name: str, value: Any) -> None:
     writer.num_tensors += inner.num_tensors
 
 
-def _write_node(writer: _Writer, name: str, value: Any, by_reference: bool, taker: str | None) -> None:
+def _write_node(
+    writer: _Writer, name: str, value: Any, by_reference: bool, taker: str | None
+) -> None:
     writer.require(f"{name}.__class__ is {writer.constant(type(value))}")
     if taker is not None and is_donatable(value):
         writer.nodes.append((name, taker))
@@ -233,7 +267,9 @@ def _write_node(writer: _Writer, name: str, value: Any, by_reference: bool, take
     if type(value) is dict:
         writer.require(f"[*{name}] == {writer.constant([*value])}")
         if any(type(key) is not str for key in value):
-            writer.require(f"value_key(tuple({name})) == {writer.constant(value_key(tuple(value)))}")
+            writer.require(
+                f"value_key(tuple({name})) == {writer.constant(value_key(tuple(value)))}"
+            )
         items = f"{name}.values()"
     else:
         writer.require(f"len({name}) == {len(children)}")
@@ -244,7 +280,9 @@ def _write_node(writer: _Writer, name: str, value: Any, by_reference: bool, take
         _write(writer, child_name, child, by_reference, taker)
 
 
-def _write_leaf(writer: _Writer, name: str, value: Any, by_reference: bool, taker: str | None) -> None:
+def _write_leaf(
+    writer: _Writer, name: str, value: Any, by_reference: bool, taker: str | None
+) -> None:
     writer.leaves.append(name)
     writer.num_leaves += 1
     if not isinstance(value, Tensor):
@@ -252,7 +290,9 @@ def _write_leaf(writer: _Writer, name: str, value: Any, by_reference: bool, take
         return
     if type(value) not in (Tensor, torch.nn.Parameter):
         raise ForeignError
-    if taker is None and (first := writer.first_names.setdefault(id(value), name)) != name:  # such as tied weights
+    if (
+        taker is None and (first := writer.first_names.setdefault(id(value), name)) != name
+    ):  # such as tied weights
         writer.require(f"{name} is {first}")
         return
     kind = "Tensor" if type(value) is Tensor else writer.constant(type(value))
@@ -296,8 +336,9 @@ class Attributes:
 
 
 def _write_value(writer: _Writer, expression: str, value: Any, weakly: bool = False) -> None:
-    """Check the type of a value that is not a tensor, and add it to the key as `value_key` compares it; if the value is
-    held `weakly`, its `id`. A plan goes with the value that it is for, before another one can have that `id`."""
+    """Check the type of a value that is not a tensor, and add it to the key as `value_key` compares
+    it; if the value is held `weakly`, its `id`. A plan goes with the value that it is for, before
+    another one can have that `id`."""
     name = writer.name_of(expression)
     writer.require(f"{name}.__class__ is {writer.constant(type(value))}")
     if weakly:
@@ -335,5 +376,6 @@ def compiled(source: str, names: dict[str, Any]) -> Any:
 
 @lru_cache(maxsize=64)
 def _code(source: str) -> CodeType:
-    """Compile `source`, with a cache: batches of different sizes generate the same lines, with other constants."""
+    """Compile `source`, with a cache: batches of different sizes generate the same lines, with
+    other constants."""
     return compile(source, "<weft.transforms.graphs.calls.reader>", "exec")

@@ -1,8 +1,9 @@
 """The outputs of a capture, and how a replay hands them to the caller.
 
-The outputs are sorted into the next donated state, the caller's own tensors, and the tensors to clone or to lend. The
-next state is kept in the storage of the old one: at the end of the capture, an output tree with the structure of a
-donated argument is written back to that argument, unless the function worked in place.
+The outputs are sorted into the next donated state, the caller's own tensors, and the tensors to
+clone or to lend. The next state is kept in the storage of the old one: at the end of the capture,
+an output tree with the structure of a donated argument is written back to that argument, unless the
+function worked in place.
 """
 
 from collections import namedtuple
@@ -36,10 +37,13 @@ class Outputs:
 
     Args:
         structure: the structure of the result.
-        leaves: the recording's own output leaves, which a replay overwrites; `...` where `references` has an index.
-        references: for each leaf that is one of the caller's own tensors, its index among them; None for the others.
+        leaves: the recording's own output leaves, which a replay overwrites; `...` where
+            `references` has an index.
+        references: for each leaf that is one of the caller's own tensors, its index among them;
+            None for the others.
         required_grad: for each leaf, whether it required grad when the function returned it.
-        detached: for each leaf, whether it is the caller's own tensor, which requires grad, with a value that does not.
+        detached: for each leaf, whether it is the caller's own tensor, which requires grad, with a
+            value that does not.
 
     What depends on the structure alone is made once, for the results of all classes.
     """
@@ -54,27 +58,34 @@ class Outputs:
     def template(self) -> Template:
         """The code that makes the caller's result."""
         if not self._templates:
-            self._templates.append(write_template(self.structure, self.leaves, self.references, self.detached))
+            self._templates.append(
+                write_template(self.structure, self.leaves, self.references, self.detached)
+            )
         return self._templates[0]
 
     def cut(self, own: Any) -> list[Any]:
         """The leaves as views of the sizes of class `own`."""
         pairs = zip(self.leaves, self.template().axes(), strict=True)
-        return [leaf if spec is None or not isinstance(leaf, Tensor) else cut(leaf, spec, own) for leaf, spec in pairs]
+        return [
+            leaf if spec is None or not isinstance(leaf, Tensor) else cut(leaf, spec, own)
+            for leaf, spec in pairs
+        ]
 
 
 def _same_view(a: Any, b: Any) -> bool:
     return (
         isinstance(a, Tensor)
         and isinstance(b, Tensor)
-        and (a.storage_offset(), a.shape, a.stride(), a.dtype) == (b.storage_offset(), b.shape, b.stride(), b.dtype)
+        and (a.storage_offset(), a.shape, a.stride(), a.dtype)
+        == (b.storage_offset(), b.shape, b.stride(), b.dtype)
         and (a.is_conj(), a.is_neg()) == (b.is_conj(), b.is_neg())
         and storage_id(a) == storage_id(b)
     )
 
 
 def subtrees(structure: TreeSpec, start: int = 0) -> Iterator[tuple[int, TreeSpec]]:
-    """(index of its first leaf, structure) of a tree and all trees in its tuples, lists and dicts, outermost first."""
+    """(index of its first leaf, structure) of a tree and all trees in its tuples, lists and dicts,
+    outermost first."""
     yield start, structure
     kind = structure.type
     if kind is namedtuple or (isinstance(kind, type) and issubclass(kind, tuple | list | dict)):
@@ -84,10 +95,11 @@ def subtrees(structure: TreeSpec, start: int = 0) -> Iterator[tuple[int, TreeSpe
 
 
 def find_next_value(result: Any, donated: Any, taken: Set[int]) -> range | None:
-    """The leaves of `result` that are the next value of the `donated` argument: same structure, shapes and dtypes.
+    """The leaves of `result` that are the next value of the `donated` argument: same structure,
+    shapes and dtypes.
 
-    Among several candidates, the one that shares most tensors with the argument is chosen, then the first. None if
-    there is no candidate that is not `taken`.
+    Among several candidates, the one that shares most tensors with the argument is chosen, then the
+    first. None if there is no candidate that is not `taken`.
     """
     (leaves, wanted), (own, structure) = tree_flatten(donated), tree_flatten(result)
     found: list[tuple[int, range]] = []
@@ -108,24 +120,31 @@ def _same_kind(a: Any, b: Any) -> bool:
 
 
 def make_outputs(result: Any, donated: Sequence[Any], references: Sequence[Any]) -> Outputs:
-    """Write the next state back to the donated storage, and sort the outputs. The last step inside a capture.
+    """Write the next state back to the donated storage, and sort the outputs. The last step inside
+    a capture.
 
     Args:
         result: what the function returned.
         donated: the donated arguments, with leaves at the caller's addresses.
         references: all leaves that are the caller's own tensors, in order.
 
-    An output that lies in donated storage, and is not the next value of that storage, is copied first, so that the
-    order of the writes does not matter.
+    An output that lies in donated storage, and is not the next value of that storage, is copied
+    first, so that the order of the writes does not matter.
     """
     leaves, structure = tree_flatten(result)
     required_grad = [isinstance(x, Tensor) and x.requires_grad for x in leaves]
-    leaves = [x.detach() if required else x for x, required in zip(leaves, required_grad, strict=True)]
+    leaves = [
+        x.detach() if required else x for x, required in zip(leaves, required_grad, strict=True)
+    ]
     targets = _write_back_targets(result, donated)
     donated_storages = {storage_id(t) for t in tree_leaves(list(donated)) if isinstance(t, Tensor)}
 
     def outside_donated(leaf: Any, target: Tensor | None) -> Any:
-        if not isinstance(leaf, Tensor) or storage_id(leaf) not in donated_storages or _same_view(leaf, target):
+        if (
+            not isinstance(leaf, Tensor)
+            or storage_id(leaf) not in donated_storages
+            or _same_view(leaf, target)
+        ):
             return leaf
         return leaf.clone()
 
@@ -133,25 +152,42 @@ def make_outputs(result: Any, donated: Sequence[Any], references: Sequence[Any])
     written = [_write_back(value, targets.get(i)) for i, value in enumerate(values)]
     owners = _owners(written, references)
     for i, owner in enumerate(owners):  # a detached parameter is not the parameter
-        if owner is not None and i not in targets and references[owner].requires_grad != required_grad[i]:
+        if (
+            owner is not None
+            and i not in targets
+            and references[owner].requires_grad != required_grad[i]
+        ):
             owners[i] = None
-    # The caller's own tensors are not held here, or a graph would keep every state alive that it ever ran on.
+    # The caller's own tensors are not held here, or a graph would keep every state alive that it
+    # ever ran on.
     own = [leaf if owner is None else ... for leaf, owner in zip(written, owners, strict=True)]
     pairs = zip(owners, required_grad, strict=True)
-    detached = [owner is not None and references[owner].requires_grad and not required for owner, required in pairs]
+    detached = [
+        owner is not None and references[owner].requires_grad and not required
+        for owner, required in pairs
+    ]
     return Outputs(structure, tuple(own), tuple(owners), tuple(required_grad), tuple(detached))
 
 
 def refuse_requiring_grad(name: str, outputs: Outputs, call: Call, buffers: Sequence[Any]) -> None:
-    """Raise CaptureError for a result that requires grad because of what the function did, and not because it is an
-    argument that does: autograd records nothing in a replay."""
-    pairs = [*zip(buffers, call.copied_leaves, strict=True), *((x, x) for x in call.reference_leaves)]
+    """Raise CaptureError for a result that requires grad because of what the function did, and not
+    because it is an argument that does: autograd records nothing in a replay."""
+    pairs = [
+        *zip(buffers, call.copied_leaves, strict=True),
+        *((x, x) for x in call.reference_leaves),
+    ]
     requiring = {storage_id(own) for own, x in pairs if isinstance(x, Tensor) and x.requires_grad}
-    for index, (required_grad, owner) in enumerate(zip(outputs.required_grad, outputs.references, strict=True)):
+    for index, (required_grad, owner) in enumerate(
+        zip(outputs.required_grad, outputs.references, strict=True)
+    ):
         leaf = outputs.leaves[index] if owner is None else call.reference_leaves[owner]
         if required_grad and storage_id(leaf) not in requiring:
-            seen = f"its result{_path(outputs, index)} requires grad, which a replay does not record"
-            raise CaptureError(name, seen, "return x.detach(), and call requires_grad_() on what was returned")
+            seen = (
+                f"its result{_path(outputs, index)} requires grad, which a replay does not record"
+            )
+            raise CaptureError(
+                name, seen, "return x.detach(), and call requires_grad_() on what was returned"
+            )
 
 
 def _path(outputs: Outputs, index: int) -> str:
@@ -160,25 +196,35 @@ def _path(outputs: Outputs, index: int) -> str:
 
 
 def refuse_opaque(name: str, outputs: Outputs, call: Call) -> None:
-    """Raise CaptureError for a result that is neither a tensor nor an immutable value: every replay would return the
-    same object, with the tensors of the capture in it."""
+    """Raise CaptureError for a result that is neither a tensor nor an immutable value: every replay
+    would return the same object, with the tensors of the capture in it."""
     given = {id(x) for x in (*call.statics.values(), *call.reference_leaves, *call.copied_leaves)}
     for index, (leaf, owner) in enumerate(zip(outputs.leaves, outputs.references, strict=True)):
-        if owner is not None or leaf is None or isinstance(leaf, (Tensor, *PLAIN)) or id(leaf) in given:
+        if (
+            owner is not None
+            or leaf is None
+            or isinstance(leaf, (Tensor, *PLAIN))
+            or id(leaf) in given
+        ):
             continue
         where, kind = _path(outputs, index), type(leaf).__name__
         seen = f"its result{where} is of class {kind}, which is neither a tensor, a plain value nor a pytree"
-        instead = "return the tensors, or make its class a pytree (@weft.pytree above @attrs.frozen)"
+        instead = (
+            "return the tensors, or make its class a pytree (@weft.pytree above @attrs.frozen)"
+        )
         raise CaptureError(name, seen, instead)
 
 
 def _owners(leaves: Sequence[Any], references: Sequence[Any]) -> list[int | None]:
-    """For each leaf, the index of the first of `references` that is the same view of the same storage, or None."""
+    """For each leaf, the index of the first of `references` that is the same view of the same
+    storage, or None."""
     found: dict[int, list[int]] = {}
     for i, own in enumerate(references):
         if isinstance(own, Tensor):
             found.setdefault(storage_id(own), []).append(i)
-    candidates = [found.get(storage_id(leaf), []) if isinstance(leaf, Tensor) else [] for leaf in leaves]
+    candidates = [
+        found.get(storage_id(leaf), []) if isinstance(leaf, Tensor) else [] for leaf in leaves
+    ]
     return [
         next((i for i in indices if _same_view(leaf, references[i])), None)
         for leaf, indices in zip(leaves, candidates, strict=True)
@@ -192,7 +238,9 @@ def _write_back_targets(result: Any, donated: Sequence[Any]) -> dict[int, Tensor
         span = find_next_value(result, old, targets.keys())
         if span is not None:
             targets.update(
-                (i, target) for i, target in zip(span, tree_leaves(old), strict=True) if isinstance(target, Tensor)
+                (i, target)
+                for i, target in zip(span, tree_leaves(old), strict=True)
+                if isinstance(target, Tensor)
             )
     return targets
 
@@ -216,12 +264,16 @@ def plan_lending(outputs: Sequence[Tensor], cloned: Sequence[int]) -> Cloner:
     """Plan to lend all outputs except those at the indices `cloned`, which are cloned."""
     if len(cloned) == len(outputs):
         return plan_cloning(outputs)
-    return _merged(lend_all, [((*cloned,), plan_cloning([outputs[i] for i in cloned]))]) if cloned else lend_all
+    return (
+        _merged(lend_all, [((*cloned,), plan_cloning([outputs[i] for i in cloned]))])
+        if cloned
+        else lend_all
+    )
 
 
 def lend_all(outputs: tuple[Tensor, ...]) -> list[Tensor]:
-    """The graph's own buffers, which the next replay overwrites, as new tensor objects, so that one caller's `t_()` or
-    donation does not affect the next caller."""
+    """The graph's own buffers, which the next replay overwrites, as new tensor objects, so that one
+    caller's `t_()` or donation does not affect the next caller."""
     return [x.data for x in outputs]  # `.data` takes half the time of `detach()`
 
 
@@ -236,21 +288,28 @@ def plan_cloning(outputs: Sequence[Tensor]) -> Cloner:
             elif x.numel() and x.is_contiguous():
                 together.setdefault((x.dtype, x.device), []).append(i)
     groups: list[tuple[tuple[int, ...], Cloner]] = []
-    groups += [((*group,), plan_clones([outputs[i] for i in group])) for group in by_kernel.values()]
+    groups += [
+        ((*group,), plan_clones([outputs[i] for i in group])) for group in by_kernel.values()
+    ]
     groups += [((*group,), clone_all) for group in together.values() if len(group) > 1]
     if len(groups) == 1 and len(groups[0][0]) == len(outputs):
         return groups[0][1]
     grouped = {i for group, _ in groups for i in group}
-    return _merged(lambda outputs: [x if i in grouped else x.clone() for i, x in enumerate(outputs)], groups)
+    return _merged(
+        lambda outputs: [x if i in grouped else x.clone() for i, x in enumerate(outputs)], groups
+    )
 
 
 def _merged(rest: Cloner, groups: Sequence[tuple[tuple[int, ...], Cloner]]) -> Cloner:
-    """Clone the outputs at each group's indices with the group's cloner, and all others with `rest`."""
+    """Clone the outputs at each group's indices with the group's cloner, and all others with
+    `rest`."""
 
     def merge(outputs: tuple[Tensor, ...]) -> list[Tensor]:
         results = rest(outputs)
         for indices, clone in groups:
-            for index, cloned in zip(indices, clone(tuple(outputs[i] for i in indices)), strict=True):
+            for index, cloned in zip(
+                indices, clone(tuple(outputs[i] for i in indices)), strict=True
+            ):
                 results[index] = cloned
         return results
 
@@ -264,7 +323,8 @@ class Handover:
     Args:
         outputs: the recording's own output tensors.
         build: `(the clones or lent tensors, the caller's own leaves) -> result`.
-        clone_or_lend: clones the outputs, so that no later replay changes the result, or lends them.
+        clone_or_lend: clones the outputs, so that no later replay changes the result, or lends
+            them.
     """
 
     outputs: tuple[Tensor, ...]
@@ -277,8 +337,8 @@ def hand_over(outputs: Outputs, buffers: Sequence[Any], borrow: bool, own: Any =
 
     Args:
         outputs: the recording's outputs.
-        buffers: the recording's input buffers. An output that lies in one of them is never lent: passed to the next
-            call, it could be overwritten while it is read.
+        buffers: the recording's input buffers. An output that lies in one of them is never lent:
+            passed to the next call, it could be overwritten while it is read.
         borrow: whether the other outputs are lent; otherwise they are cloned.
         own: the class that results are cut to; None: they have the class of the graph.
     """
@@ -291,9 +351,12 @@ def hand_over(outputs: Outputs, buffers: Sequence[Any], borrow: bool, own: Any =
 
 
 def keep_in_place(result: R, donated: Sequence[str], call: Call) -> R:
-    """Move the next value of each donated argument, in the result of an eager call, to the storage of the old value, as
-    a replay does, so that a graph captured on that storage finds it. A result that autograd recorded stays as it is."""
-    if not donated or (torch.is_grad_enabled() and any(_requires_grad(leaf) for leaf in tree_leaves(result))):
+    """Move the next value of each donated argument, in the result of an eager call, to the storage
+    of the old value, as a replay does, so that a graph captured on that storage finds it. A result
+    that autograd recorded stays as it is."""
+    if not donated or (
+        torch.is_grad_enabled() and any(_requires_grad(leaf) for leaf in tree_leaves(result))
+    ):
         return result
     with torch.no_grad():
         taken, start = [], 0
@@ -304,8 +367,14 @@ def keep_in_place(result: R, donated: Sequence[str], call: Call) -> R:
             start = stop
         outputs = make_outputs(result, taken, call.reference_leaves)
     leaves = [
-        own if index is None else call.reference_leaves[index].detach() if index < call.num_donated else leaf
-        for own, index, leaf in zip(outputs.leaves, outputs.references, tree_leaves(result), strict=True)
+        own
+        if index is None
+        else call.reference_leaves[index].detach()
+        if index < call.num_donated
+        else leaf
+        for own, index, leaf in zip(
+            outputs.leaves, outputs.references, tree_leaves(result), strict=True
+        )
     ]
     in_place: R = tree_unflatten(leaves, outputs.structure)
     return in_place

@@ -1,7 +1,8 @@
 """Immutable arguments, such as a model's parameters, are read once and then recognized by identity.
 
-The contents of a frozen class cannot change, all the way down, except that a tensor may be given other memory or other
-attributes, or be donated, which sets one. A few calls in C check the tensors for that.
+The contents of a frozen class cannot change, all the way down, except that a tensor may be given
+other memory or other attributes, or be donated, which sets one. A few calls in C check the tensors
+for that.
 """
 
 import weakref
@@ -21,8 +22,8 @@ _data_ptr = Tensor.data_ptr
 
 
 def is_frozen_tree(value: Any) -> bool:
-    """Whether a value is of a frozen class registered with `weft.pytree`, and holds only such classes, tuples, plain
-    values and tensors."""
+    """Whether a value is of a frozen class registered with `weft.pytree`, and holds only such
+    classes, tuples, plain values and tensors."""
     return node_fields(type(value)) is not None and _is_frozen_part(value)
 
 
@@ -34,7 +35,9 @@ def _is_frozen_part(value: Any) -> bool:
         return all(map(_is_frozen_part, value))
     if (fields := node_fields(kind)) is None or is_donatable(value) or not _is_frozen_class(kind):
         return False
-    return all(_is_frozen_part(getattr(value, name)) for name in (*fields.children, *fields.statics))
+    return all(
+        _is_frozen_part(getattr(value, name)) for name in (*fields.children, *fields.statics)
+    )
 
 
 def _is_frozen_class(kind: type) -> bool:
@@ -68,8 +71,8 @@ class CachedSubtree:
         return cls(subtree, read, addresses, kinds, tuple(map(vars, tensors)))
 
     def is_valid(self) -> bool:
-        """Whether its tensors have the same addresses and types as before, and no attributes: these are compared by the
-        code that reads a subtree."""
+        """Whether its tensors have the same addresses and types as before, and no attributes: these
+        are compared by the code that reads a subtree."""
         tensors = self.read[2]
         return (
             tuple(map(_data_ptr, tensors)) == self.addresses

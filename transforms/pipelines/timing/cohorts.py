@@ -56,7 +56,8 @@ class CohortPlan(Tabled):
 
     @property
     def best(self) -> CohortRow:
-        """The row with the most tokens per second; of rows equal to nine digits, the one with the fewest cohorts."""
+        """The row with the most tokens per second; of rows equal to nine digits, the one with the
+        fewest cohorts."""
         return max(self.rows, key=lambda row: (float(f"{row.tokens_per_second:.9g}"), -row.cohorts))
 
     def table(self) -> Table:
@@ -65,7 +66,12 @@ class CohortPlan(Tabled):
         return Table(header, tuple(self._cells(row) for row in self.rows))
 
     def _cells(self, row: CohortRow) -> tuple[str, ...]:
-        numbers = str(row.cohorts), str(row.size), duration(row.step_time), f"{row.tokens_per_second:,.0f}"
+        numbers = (
+            str(row.cohorts),
+            str(row.size),
+            duration(row.step_time),
+            f"{row.tokens_per_second:,.0f}",
+        )
         return *numbers, f"{row.bubble:.0%}", "best" if row is self.best else ""
 
 
@@ -78,11 +84,12 @@ def plan_cohorts(
     capacity: int = 2,
 ) -> CohortPlan:
     """The decode loop (`decode_jobs`) in its steady state for each number of cohorts, each of
-    `ceil(num_requests / cohorts)` requests. Few large ones leave stages idle; many small ones read all the weights for
-    few tokens.
+    `ceil(num_requests / cohorts)` requests. Few large ones leave stages idle; many small ones read
+    all the weights for few tokens.
 
     Args:
-        stage_seconds: a function from the size of a cohort to the seconds of each stage, or to all costs of a step.
+        stage_seconds: a function from the size of a cohort to the seconds of each stage, or to all
+            costs of a step.
         num_requests: the requests that decode at the same time.
         num_stages: ranks.
         cohorts: the numbers to try; None: 1 to twice the number of stages, at most one per request.
@@ -101,10 +108,17 @@ def plan_cohorts(
     """
     call = f"plan_cohorts(stage_seconds, {num_requests}, {num_stages}, cohorts={cohorts})"
     numbers = {"num_requests": num_requests, "num_stages": num_stages, "capacity": capacity}
-    check_values(call, _RULES, {"stage_seconds": stage_seconds, **numbers, "cohorts": cohorts}, ProgramError)
-    tried = range(1, min(2 * num_stages, num_requests) + 1) if cohorts is None else sorted(set(cohorts))
+    check_values(
+        call, _RULES, {"stage_seconds": stage_seconds, **numbers, "cohorts": cohorts}, ProgramError
+    )
+    tried = (
+        range(1, min(2 * num_stages, num_requests) + 1) if cohorts is None else sorted(set(cohorts))
+    )
     rules: dict[str, Rule] = {
-        "cohorts": (lambda own: own and own[0] >= 1 and own[-1] <= num_requests, "1 or more, and at most one a request")
+        "cohorts": (
+            lambda own: own and own[0] >= 1 and own[-1] <= num_requests,
+            "1 or more, and at most one a request",
+        )
     }
     check_values(call, rules, {"cohorts": tried}, ProgramError)
     rows = []
@@ -112,17 +126,33 @@ def plan_cohorts(
         size = math.ceil(num_requests / number)
         costs = _costs(stage_seconds(size), num_stages, call)
         step_time = number * seconds_per_job(num_stages, number, costs, capacity)
-        busy = (number * (costs.seconds(Run(f"stage {stage}", 0)) + costs.advance) for stage in range(num_stages))
+        busy = (
+            number * (costs.seconds(Run(f"stage {stage}", 0)) + costs.advance)
+            for stage in range(num_stages)
+        )
         bubbles = tuple(max(0.0, 1.0 - own / step_time) if step_time else 0.0 for own in busy)
-        rows.append(CohortRow(number, size, step_time, num_requests / step_time if step_time else math.inf, bubbles))
+        rows.append(
+            CohortRow(
+                number,
+                size,
+                step_time,
+                num_requests / step_time if step_time else math.inf,
+                bubbles,
+            )
+        )
     return CohortPlan(tuple(rows))
 
 
 def _costs(found: Sequence[float] | Costs, num_stages: int, call: str) -> Costs:
     costs = found if isinstance(found, Costs) else Costs(found)
-    names, same = ("stages", "message_bytes", "output_bytes"), "a cost that is the same for all micro-batches"
+    names, same = (
+        ("stages", "message_bytes", "output_bytes"),
+        "a cost that is the same for all micro-batches",
+    )
     values = {name: getattr(costs, name) for name in names}
-    check_values(call, dict.fromkeys(names, (lambda each: not callable(each), same)), values, CostError)
+    check_values(
+        call, dict.fromkeys(names, (lambda each: not callable(each), same)), values, CostError
+    )
     rules: dict[str, Rule] = {
         "stages": (lambda each: len(each) == num_stages, f"a cost for each of {num_stages} stages")
     }

@@ -14,7 +14,10 @@ from weft.transforms.pipelines.timing.events import ADVANCE
 
 _COST: Rule = (lambda value: 0 <= value < math.inf), "a finite number >= 0"
 _COST_OR_FUNCTION: Rule = (lambda value: callable(value) or 0 <= value < math.inf), _COST[1]
-_BANDWIDTH: Rule = (lambda value: value > 0), "a number > 0; infinite: transfers take the latency alone"
+_BANDWIDTH: Rule = (
+    (lambda value: value > 0),
+    "a number > 0; infinite: transfers take the latency alone",
+)
 _EACH: Rule = (lambda value: callable(value) or isinstance(value, Iterable)), ""
 _RULES: dict[str, Rule] = {
     **dict.fromkeys(("advance", "launch"), _COST),
@@ -22,7 +25,10 @@ _RULES: dict[str, Rule] = {
     "bytes_per_second": (lambda value: callable(value) or value > 0, _BANDWIDTH[1]),
     "stages": (_EACH[0], "seconds of each stage: (1e-3, 2e-3), or a function (stage, microbatch)"),
     "parts": (_EACH[0], "seconds of each part: (1e-3, 2e-3), or a function (part, rank)"),
-    "collective": (lambda value: value is None or callable(value), "a function from a collective to its seconds"),
+    "collective": (
+        lambda value: value is None or callable(value),
+        "a function from a collective to its seconds",
+    ),
     "gpus_per_node": COUNT_OR_NONE,
 }
 _KINDS = {"stage": "stages", "part": "parts"}
@@ -37,30 +43,34 @@ BY_NODE = "in three phases: within nodes, between them, within"
 class Costs:
     """The time of each effect in seconds, and the size of each message in bytes, for `simulate`.
 
-    In a collective of `n` ranks, each rank sends to each other what it needs, in one step: this takes one latency, and
-    the time of `n - 1` times the rank's bytes, or the `n`-th part of that in `ReduceScatter` and `AllToAll`.
-    In a `PPermute` it sends its bytes once.
+    In a collective of `n` ranks, each rank sends to each other what it needs, in one step: this
+    takes one latency, and the time of `n - 1` times the rank's bytes, or the `n`-th part of that in
+    `ReduceScatter` and `AllToAll`. In a `PPermute` it sends its bytes once.
 
-    An `AllReduce` takes the least of three times: that of one step; that of a ring, `2 (n - 1)` steps of an `n`-th part
-    each (Patarasuk and Yuan, 2009, "Bandwidth optimal all-reduce algorithms for clusters of workstations"); and, if its
-    ranks are in several nodes with equally many in each, that of three phases: reduce-scatter within each node,
-    all-reduce between nodes (one step or a ring) of each rank's part, and all-gather within each node.
+    An `AllReduce` takes the least of three times: that of one step; that of a ring, `2 (n - 1)`
+    steps of an `n`-th part each (Patarasuk and Yuan, 2009, "Bandwidth optimal all-reduce algorithms
+    for clusters of workstations"); and, if its ranks are in several nodes with equally many in
+    each, that of three phases: reduce-scatter within each node, all-reduce between nodes (one step
+    or a ring) of each rank's part, and all-gather within each node.
 
     Args:
-        stages: seconds of each stage for a micro-batch, or a function `(stage, microbatch) -> seconds`. Collectives
-            inside a stage are part of it.
+        stages: seconds of each stage for a micro-batch, or a function `(stage, microbatch) ->
+            seconds`. Collectives inside a stage are part of it.
         advance: seconds of an advance of the state.
-        latency: seconds of each transfer, whatever its size, or a function of the ranks between which it is.
-        bytes_per_second: from each rank to another, or a function of the ranks, likewise; infinite: a transfer takes
-            only the latency.
-        message_bytes: of the message of a stage for a micro-batch, or a function of the micro-batch.
+        latency: seconds of each transfer, whatever its size, or a function of the ranks between
+            which it is.
+        bytes_per_second: from each rank to another, or a function of the ranks, likewise; infinite:
+            a transfer takes only the latency.
+        message_bytes: of the message of a stage for a micro-batch, or a function of the
+            micro-batch.
         output_bytes: of the output that returns from the last stage, likewise.
         launch: seconds of the host before each effect.
-        parts: seconds of each part of a sharded function, between its collectives, or a function `(part, rank) ->
-            seconds`.
+        parts: seconds of each part of a sharded function, between its collectives, or a function
+            `(part, rank) -> seconds`.
         collective: a function from a collective to its seconds, as measured; None: as `latency` and
             `bytes_per_second` say.
-        gpus_per_node: ranks of a node, which are numbered one node after the other; None: all are in one node.
+        gpus_per_node: ranks of a node, which are numbered one node after the other; None: all are
+            in one node.
 
     Raises:
         CostError: a cost that is negative or not finite.
@@ -90,11 +100,13 @@ class Costs:
         for name in _KINDS.values():
             if not callable(own := getattr(self, name)):
                 each = {f"{name}[{index}]": value for index, value in enumerate(own)}
-                check_values(f"Costs({name}={own!r}, …)", dict.fromkeys(each, _COST), each, CostError)
+                check_values(
+                    f"Costs({name}={own!r}, …)", dict.fromkeys(each, _COST), each, CostError
+                )
 
     def seconds(self, effect: Effect, rank: int = 0) -> float:
-        """The seconds in which a rank performs an effect, without waits and launch: 0 but for a `Run` and a
-        collective."""
+        """The seconds in which a rank performs an effect, without waits and launch: 0 but for a
+        `Run` and a collective."""
         if isinstance(effect, Collective):
             return self._collective(effect)
         if not isinstance(effect, Run):
@@ -134,7 +146,12 @@ class Costs:
         for rank in effect.ranks:
             nodes.setdefault(rank // (self.gpus_per_node or len(effect.ranks)), []).append(rank)
         first, *others = nodes.values()
-        if self.gpus_per_node and others and len(first) > 1 and {len(node) for node in others} == {len(first)}:
+        if (
+            self.gpus_per_node
+            and others
+            and len(first) > 1
+            and {len(node) for node in others} == {len(first)}
+        ):
             part = size / len(first)
             within = self.transfer(effect, tuple(first), (len(first) - 1) * part)
             across = min(self._flat(effect, tuple(node[0] for node in nodes.values()), part))
@@ -148,7 +165,8 @@ class Costs:
         return self.transfer(effect, ranks, others * size), ring
 
     def transfer(self, effect: Effect, ranks: tuple[int, ...], size: float) -> float:
-        """The seconds in which so many bytes go from one of some ranks to another, for an effect."""
+        """The seconds in which so many bytes go from one of some ranks to another, for an effect.
+        """
         latency, per_second = self.latency, self.bytes_per_second
         if callable(latency):
             latency = _valid(effect, f"latency({ranks})", latency(ranks))
@@ -158,7 +176,10 @@ class Costs:
 
     def bytes_of(self, effect: Send | Broadcast) -> float:
         """The bytes of the message that an effect sends."""
-        name, mb = "message_bytes" if isinstance(effect, Send) else "output_bytes", effect.microbatch
+        name, mb = (
+            "message_bytes" if isinstance(effect, Send) else "output_bytes",
+            effect.microbatch,
+        )
         size: float | Callable[[int], float] = getattr(self, name)
         return _valid(effect, f"{name}({mb})", size(mb)) if callable(size) else size
 
@@ -169,7 +190,11 @@ def collective_bytes(effect: Collective) -> int:
     Raises:
         CostError: its schema is not known, or has dimensions that are names.
     """
-    dims = None if effect.schema is None else [dim for tensor in effect.schema.tensors for dim in tensor.dims]
+    dims = (
+        None
+        if effect.schema is None
+        else [dim for tensor in effect.schema.tensors for dim in tensor.dims]
+    )
     if effect.schema is None or dims is None or any(isinstance(dim, str) for dim in dims):
         instead = "a schema of numbers, as in x[2, 64] float32; or Costs(collective=...), a function to its seconds"
         raise CostError(f"costs of '{effect}'", "a tensor whose bytes are not known", instead)

@@ -1,4 +1,5 @@
-"""`DecodeLoad`: the work of a decode step in each stage of a pipeline, and the costs of its effects."""
+"""`DecodeLoad`: the work of a decode step in each stage of a pipeline, and the costs of its
+effects."""
 
 import functools
 from typing import Any
@@ -37,7 +38,8 @@ class MemoryNeed:
 
     @property
     def total(self) -> float:
-        """The least memory of a device that can run it, as an engine divides what the weights leave."""
+        """The least memory of a device that can run it, as an engine divides what the weights
+        leave."""
         return self.weights + (self.kv + self.graphs) / MEMORY_SHARE
 
     def __str__(self) -> str:
@@ -47,8 +49,8 @@ class MemoryNeed:
 
 @attrs.frozen
 class DecodeLoad:
-    """The bytes that a decode step reads on one rank, and the seconds that its stages take: bytes over bandwidth, their
-    kernels besides, and the collectives of ranks that share each layer.
+    """The bytes that a decode step reads on one rank, and the seconds that its stages take: bytes
+    over bandwidth, their kernels besides, and the collectives of ranks that share each layer.
 
     Args:
         context: tokens before the one that is generated.
@@ -81,7 +83,8 @@ class DecodeLoad:
         return tuple(range(stage * self.num_shards, (stage + 1) * self.num_shards))
 
     def all_reduce(self, size: int) -> float:
-        """The seconds of the sum of what the ranks' shares of a block add to `size` tokens' hidden states."""
+        """The seconds of the sum of what the ranks' shares of a block add to `size` tokens' hidden
+        states."""
         return self._longest(AllReduce, size, self.config.hidden_size)
 
     def all_reduce_way(self, size: int) -> str:
@@ -92,25 +95,35 @@ class DecodeLoad:
         return min(ways, key=ways.__getitem__)
 
     def sampling(self, size: int) -> float:
-        """The seconds in which the ranks of the last stage exchange the logits of `size` requests, so that each has
-        those of its rows, sample, and gather the tokens."""
+        """The seconds in which the ranks of the last stage exchange the logits of `size` requests,
+        so that each has those of its rows, sample, and gather the tokens."""
         rows = -(-size // self.num_shards)
         sampled = rows * self.config.vocab_size * BYTES_PER_LOGIT / self.machine.bandwidth
         exchange = self._longest(AllToAll, rows * self.num_shards, self.own_logits)
-        tokens = self._longest(AllGather, rows, _OUTPUT_BYTES, dtype=torch.uint8) if size > 1 else 0.0
+        tokens = (
+            self._longest(AllGather, rows, _OUTPUT_BYTES, dtype=torch.uint8) if size > 1 else 0.0
+        )
         return sampled + exchange + tokens
 
-    def _longest(self, kind: type[Collective], *dims: int, dtype: torch.dtype | None = None) -> float:
+    def _longest(
+        self, kind: type[Collective], *dims: int, dtype: torch.dtype | None = None
+    ) -> float:
         """The seconds of a collective of the stage whose ranks are the farthest apart."""
         if self.num_shards == 1:
             return 0.0
         return self._link_costs.seconds(self._slowest(kind, *dims, dtype=dtype))
 
-    def _slowest(self, kind: type[Collective], *dims: int, dtype: torch.dtype | None = None) -> Collective:
+    def _slowest(
+        self, kind: type[Collective], *dims: int, dtype: torch.dtype | None = None
+    ) -> Collective:
         """A collective of the ranks of the stage in which it takes the longest."""
         schema = Schema((TensorSchema("x", dims, dtype or self.config.dtype),))
-        groups = {self.machine.per_node(ranks): ranks for ranks in map(self.ranks, range(self.num_stages))}
-        return max((kind(ranks, schema=schema) for ranks in groups.values()), key=self._link_costs.seconds)
+        groups = {
+            self.machine.per_node(ranks): ranks for ranks in map(self.ranks, range(self.num_stages))
+        }
+        return max(
+            (kind(ranks, schema=schema) for ranks in groups.values()), key=self._link_costs.seconds
+        )
 
     @functools.cached_property
     def _link_costs(self) -> Costs:
@@ -124,20 +137,26 @@ class DecodeLoad:
         )
 
     def transfer(self, size: int) -> float:
-        """The seconds of the slowest message of `size` requests from one stage to the next; 0: there is only one."""
+        """The seconds of the slowest message of `size` requests from one stage to the next; 0:
+        there is only one."""
         message, machine = size * self.bytes()["message"], self.machine
         pairs = (self._farthest((stage, stage + 1)) for stage in range(self.num_stages - 1))
-        return max((machine.latency_of(pair) + message / machine.link_of(pair) for pair in pairs), default=0.0)
+        return max(
+            (machine.latency_of(pair) + message / machine.link_of(pair) for pair in pairs),
+            default=0.0,
+        )
 
     def _farthest(self, stages: tuple[int, ...]) -> tuple[int, ...]:
-        """The ranks of two stages in one lane; in one where they are in two nodes, if there is such a lane."""
+        """The ranks of two stages in one lane; in one where they are in two nodes, if there is such
+        a lane."""
         lanes = list(zip(*map(self.ranks, stages), strict=True))
         return min(lanes, key=self.machine.is_near)
 
     def bytes(self) -> dict[str, int]:
-        """The bytes on one rank of the largest layer's weights, with all its experts; of the final norm and the head's
-        matrix; of a token's row of the embedding; of a token's keys and values in one layer; and of a token in the
-        message that one stage sends to the next. All are in the dtype that the model declares."""
+        """The bytes on one rank of the largest layer's weights, with all its experts; of the final
+        norm and the head's matrix; of a token's row of the embedding; of a token's keys and values
+        in one layer; and of a token in the message that one stage sends to the next. All are in the
+        dtype that the model declares."""
         config, row = self.own, self.config.hidden_size * self.config.dtype.itemsize
         return {
             "layer": max(weights.fixed + weights.experts for weights in layer_weights(config)),
@@ -148,8 +167,8 @@ class DecodeLoad:
         }
 
     def memory(self, num_requests: int, size: int) -> tuple[MemoryNeed, ...]:
-        """The bytes that a rank of each stage holds, in the best split for a cohort of `size` requests, so that
-        `num_requests` fit into it with their context and a new token."""
+        """The bytes that a rank of each stage holds, in the best split for a cohort of `size`
+        requests, so that `num_requests` fit into it with their context and a new token."""
         own, layers, tied = self.bytes(), layer_weights(self.own), self.config.tie_word_embeddings
         found = []
         for stage in self.splits(size)["balanced"]:
@@ -158,16 +177,20 @@ class DecodeLoad:
             is_last = stop == len(layers)
             weights += own["head"] * is_last
             weights += self.own_logits * own["embedding"] * (start == 0 and not (is_last and tied))
-            found.append(MemoryNeed(weights, num_requests * (self.context + 1) * own["kv"] * (stop - start)))
+            found.append(
+                MemoryNeed(weights, num_requests * (self.context + 1) * own["kv"] * (stop - start))
+            )
         return tuple(found)
 
     def splits(self, size: int) -> dict[str, list[dict[str, Any]]]:
-        """The best split for a cohort of `size` requests, and that by the number of layers alone: for each stage, its
-        layers and seconds."""
+        """The best split for a cohort of `size` requests, and that by the number of layers alone:
+        for each stage, its layers and seconds."""
         own, per_second = self.bytes(), self.machine.bandwidth
         kv, shared = size * self.context * own["kv"], self.all_reduce(size)
         besides = self.kernels + 2 * shared
-        layers = [(weights.read(size) + kv) / per_second + besides for weights in layer_weights(self.own)]
+        layers = [
+            (weights.read(size) + kv) / per_second + besides for weights in layer_weights(self.own)
+        ]
         first = size * own["embedding"] / per_second + shared
         last = own["head"] / per_second + self.sampling(size)
 
@@ -179,13 +202,17 @@ class DecodeLoad:
             "even": split_layers(len(layers), self.num_stages),
         }
         return {
-            name: [{"start": s.start, "stop": s.stop, "seconds": seconds(s.start, s.stop)} for s in split]
+            name: [
+                {"start": s.start, "stop": s.stop, "seconds": seconds(s.start, s.stop)}
+                for s in split
+            ]
             for name, split in layouts.items()
         }
 
     def costs(self, size: int) -> Costs:
-        """The costs of a step of a cohort of `size` requests, in its best split. Its ranks are those of one lane, and
-        collectives are part of the stages: all lanes come to them together."""
+        """The costs of a step of a cohort of `size` requests, in its best split. Its ranks are
+        those of one lane, and collectives are part of the stages: all lanes come to them together.
+        """
         return Costs(
             [stage["seconds"] for stage in self.splits(size)["balanced"]],
             latency=lambda stages: self.machine.latency_of(self._farthest(stages)),

@@ -1,8 +1,8 @@
 """Drawings of a timeline: an SVG for notebooks and files, text for terminals, and matplotlib axes.
 
-All three have one row per rank, time from left to right, and a box per run in the colour (or with the digit) of its
-micro-batch. matplotlib is optional and draws no tooltips, so the SVG does not use it; rich has no chart of intervals,
-so the text does not use that.
+All three have one row per rank, time from left to right, and a box per run in the colour (or with
+the digit) of its micro-batch. matplotlib is optional and draws no tooltips, so the SVG does not use
+it; rich has no chart of intervals, so the text does not use that.
 """
 
 import textwrap
@@ -14,10 +14,24 @@ from weft.display.durations import duration, ticks, unit_of
 from weft.display.tables import COLOURS
 from weft.effects import Broadcast, Fence, Recv, Run, Send
 from weft.errors import CostError
-from weft.meshes.collectives import AllGather, AllReduce, AllToAll, Collective, PPermute, ReduceScatter
-from weft.transforms.pipelines.timing.events import ADVANCE, Event, last_end, num_ranks, ranks_in_words
+from weft.meshes.collectives import (
+    AllGather,
+    AllReduce,
+    AllToAll,
+    Collective,
+    PPermute,
+    ReduceScatter,
+)
+from weft.transforms.pipelines.timing.events import (
+    ADVANCE,
+    Event,
+    last_end,
+    num_ranks,
+    ranks_in_words,
+)
 
-# The SVG. Text and marks have the colour of the page, and nothing is drawn below them, so that a dark page stays dark.
+# The SVG. Text and marks have the colour of the page, and nothing is drawn below them, so that a
+# dark page stays dark.
 
 _WIDTH, _LEFT, _RIGHT, _TOP = 920, 70, 70, 34
 _ROW, _BOX = 34, 24
@@ -26,7 +40,9 @@ _PAGE, _WAIT, _WORK, _MEET = "currentColor", "#8886", "#9a9a9a", "#5b5b5b"
 _MARKS = {"received": -4, "sent": _BOX - 1, "fence": _BOX // 2 - 2}  # pixels below the top of a box
 
 
-def draw_svg(events: Sequence[Event], bubbles: Sequence[float], title: str = "", span: float | None = None) -> str:
+def draw_svg(
+    events: Sequence[Event], bubbles: Sequence[float], title: str = "", span: float | None = None
+) -> str:
     """The whole picture, with an axis of `span` seconds (None: up to the last end) and a legend."""
     ranks, end = num_ranks(events), last_end(events)
     span = end if span is None else span
@@ -42,7 +58,10 @@ def draw_svg(events: Sequence[Event], bubbles: Sequence[float], title: str = "",
     ]
     for rank, bubble in enumerate(bubbles):
         middle = _TOP + rank * _ROW + _BOX / 2 + 4
-        parts += [_text(_LEFT - 8, middle, f"rank {rank}", "end"), _text(_WIDTH - 6, middle, f"{bubble:.0%}", "end")]
+        parts += [
+            _text(_LEFT - 8, middle, f"rank {rank}", "end"),
+            _text(_WIDTH - 6, middle, f"{bubble:.0%}", "end"),
+        ]
     parts += [_event(event, span) for event in events]
     return "\n".join([*parts, *_legend(events, bottom + 44), "</svg>"])
 
@@ -51,7 +70,9 @@ def _at(moment: float, span: float) -> float:
     return _LEFT + (moment / span if span else 0.0) * (_WIDTH - _LEFT - _RIGHT)
 
 
-def _text(x: float, y: float, text: str, anchor: str, *, bold: bool = False, fill: str = _PAGE) -> str:
+def _text(
+    x: float, y: float, text: str, anchor: str, *, bold: bool = False, fill: str = _PAGE
+) -> str:
     weight = ' font-weight="bold"' if bold else ""
     return f'<text x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}" fill="{fill}"{weight}>{escape(text)}</text>'
 
@@ -89,7 +110,8 @@ def _event(event: Event, span: float) -> str:
 
 
 def _mark(event: Event) -> str:
-    """The mark at the end of an event that does not run anything, or the kind of one that has none."""
+    """The mark at the end of an event that does not run anything, or the kind of one that has none.
+    """
     match event.effect:
         case Recv():
             return "received"
@@ -137,7 +159,11 @@ def _drawn(events: Sequence[Event]) -> set[str]:
 def _legend(events: Sequence[Event], y: float) -> Iterator[str]:
     """The entries for what is drawn, side by side."""
     entries = {
-        "stage": (_rect(0, y - 9, 14, 10, COLOURS[0], "#555"), 14, "runs; number and colour: micro-batch"),
+        "stage": (
+            _rect(0, y - 9, 14, 10, COLOURS[0], "#555"),
+            14,
+            "runs; number and colour: micro-batch",
+        ),
         "advance": (_rect(0, y - 7, 14, 6, COLOURS[0], "#555"), 14, "advances"),
         "collective": (_rect(0, y - 9, 14, 10, _MEET, "#555"), 14, "collective"),
         "wait": (_rect(0, y - 9, 14, 10, _WAIT), 14, "waits"),
@@ -167,7 +193,8 @@ _SHARE = len("  bubble")
 
 
 def draw_text(events: Sequence[Event], bubbles: Sequence[float], width: int) -> str:
-    """A row per rank in characters, with a scale above and a legend below, in lines of at most `width` characters.
+    """A row per rank in characters, with a scale above and a legend below, in lines of at most
+    `width` characters.
 
         ms |0          |2             bubble
     rank 0 0000001111111222222           25%
@@ -178,7 +205,10 @@ def draw_text(events: Sequence[Event], bubbles: Sequence[float], width: int) -> 
     names = [f"rank {rank}" for rank in range(num_ranks(events))]
     margin = max(map(len, names), default=0) + 1
     columns, span = width - margin - _SHARE, last_end(events)
-    rows = [_row([event for event in events if event.rank == rank], span, columns) for rank in range(len(names))]
+    rows = [
+        _row([event for event in events if event.rank == rank], span, columns)
+        for rank in range(len(names))
+    ]
     lines = [f"{unit_of(span)[1]:>{margin - 1}} {_scale(span, columns)}  bubble"]
     for name, row, bubble in zip(names, rows, bubbles, strict=True):
         lines.append(f"{name:<{margin}}{row}{bubble:>{_SHARE}.0%}")
@@ -199,7 +229,8 @@ def _scale(span: float, columns: int) -> str:
 
 
 def _row(events: Sequence[Event], span: float, columns: int) -> str:
-    """In each column the character of what the rank did for most of that time; a blank where it did nothing."""
+    """In each column the character of what the rank did for most of that time; a blank where it did
+    nothing."""
     share: list[dict[str, float]] = [{" ": 1.0} for _ in range(columns)]
     for event in events:
         for char, start, end in ((_char(event), *event.work), (".", *event.wait)):
@@ -233,7 +264,9 @@ _PARTS = {
 }
 
 
-def draw_plot(ax: Any, events: Sequence[Event], bubbles: Sequence[float], span: float, title: str) -> None:
+def draw_plot(
+    ax: Any, events: Sequence[Event], bubbles: Sequence[float], span: float, title: str
+) -> None:
     """Draw events into axes whose time goes to `span` seconds."""
     size, unit = unit_of(span)
     ranks, drawn = num_ranks(events), _drawn(events)
@@ -245,8 +278,12 @@ def draw_plot(ax: Any, events: Sequence[Event], bubbles: Sequence[float], span: 
         if isinstance(event.effect, Run) and wide > 0:
             _plot_run(ax, event, start, wide, span / size)
         elif isinstance(event.effect, Collective) and wide > 0:
-            ax.broken_barh([(start, wide)], (event.rank - _HIGH / 2, _HIGH), facecolors=_MEET, zorder=2)
-    ax.set_yticks(range(ranks), [f"rank {rank}\nbubble {bubbles[rank]:.0%}" for rank in range(ranks)])
+            ax.broken_barh(
+                [(start, wide)], (event.rank - _HIGH / 2, _HIGH), facecolors=_MEET, zorder=2
+            )
+    ax.set_yticks(
+        range(ranks), [f"rank {rank}\nbubble {bubbles[rank]:.0%}" for rank in range(ranks)]
+    )
     ax.set_ylim(ranks - 0.5, -0.5)
     ax.set_xlim(0, span / size or 1.0)
     legend = "; ".join(words for kind, words in _PARTS.items() if kind in drawn)
@@ -259,6 +296,16 @@ def _plot_run(ax: Any, event: Event, start: float, wide: float, span: float) -> 
     high = _LOW if advances else _HIGH
     colour = COLOURS[number % len(COLOURS)]
     place = (event.rank - high / 2, high)
-    ax.broken_barh([(start, wide)], place, facecolors=colour, edgecolors="#555", linewidth=0.5, zorder=2)
+    ax.broken_barh(
+        [(start, wide)], place, facecolors=colour, edgecolors="#555", linewidth=0.5, zorder=2
+    )
     if not advances and wide > 0.02 * span * len(str(number)):
-        ax.text(start + wide / 2, event.rank, str(number), ha="center", va="center", fontsize=8, color="#222")
+        ax.text(
+            start + wide / 2,
+            event.rank,
+            str(number),
+            ha="center",
+            va="center",
+            fontsize=8,
+            color="#222",
+        )

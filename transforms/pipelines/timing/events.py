@@ -21,8 +21,9 @@ class Event:
         rank, effect: the rank, and the effect that it performed.
         start: the moment at which the rank came to the effect, in seconds.
         end: the moment at which the rank went on.
-        waited: the last part of that time, in which the rank waited for a message, for room on an edge or for a
-            receipt; of a collective the first part, in which it waited for the other ranks.
+        waited: the last part of that time, in which the rank waited for a message, for room on an
+            edge or for a receipt; of a collective the first part, in which it waited for the other
+            ranks.
 
     Raises:
         CostError: an end before the start, or a wait that is longer than the event.
@@ -38,7 +39,9 @@ class Event:
         seconds = self.end - self.start
         if not (self.rank >= 0 and 0 <= self.waited <= seconds < math.inf):
             seen = f"start={self.start}, end={self.end}, waited={self.waited}"
-            instead = "a rank >= 0, and finite seconds with start <= end and 0 <= waited <= end - start"
+            instead = (
+                "a rank >= 0, and finite seconds with start <= end and 0 <= waited <= end - start"
+            )
             raise CostError(f"Event(rank={self.rank}, '{self.effect}', …)", seen, instead)
 
     @property
@@ -66,7 +69,8 @@ def last_end(events: Iterable[Event]) -> float:
 
 
 def busy_seconds(events: Sequence[Event]) -> tuple[float, ...]:
-    """The seconds in which each rank ran stages and advanced, without its messages, collectives and waits."""
+    """The seconds in which each rank ran stages and advanced, without its messages, collectives and
+    waits."""
     seconds = [0.0] * num_ranks(events)
     for event in events:
         if isinstance(event.effect, Run):

@@ -11,22 +11,35 @@ from weft.errors import CostError
 from weft.meshes.collectives import Collective
 
 KERNELS_PER_LAYER = 11
-"""The kernels of a layer in a graph of a decode step: 10.5 to 12.5 of Llama-3.1-8B, 11.4 of Qwen3-30B-A3B, by the
-profiles in `proofs/results/`."""
+"""The kernels of a layer in a graph of a decode step: 10.5 to 12.5 of Llama-3.1-8B, 11.4 of
+Qwen3-30B-A3B, by the profiles in `proofs/results/`."""
 
 MEMORY_SHARE = 0.85
-"""The share of a GPU's memory beside the weights that the KV cache and graphs may fill; temporaries get the rest."""
+"""The share of a GPU's memory beside the weights that the KV cache and graphs may fill; temporaries
+get the rest."""
 _SPEED = "a number > 0, in bytes per second; infinite: a transfer takes the latency alone"
 _RULES: dict[str, Rule] = {
-    "bandwidth": (lambda value: 0 < value < math.inf, "a finite number > 0, in bytes per second, as in 4.8e12"),
+    "bandwidth": (
+        lambda value: 0 < value < math.inf,
+        "a finite number > 0, in bytes per second, as in 4.8e12",
+    ),
     "memory": (lambda value: 0 < value < math.inf, "a finite number > 0, in bytes, as in 141e9"),
     "link": (lambda value: value > 0, _SPEED),
     "node_link": (lambda value: value is None or value > 0, _SPEED),
-    **dict.fromkeys(("latency", "kernel"), ((lambda value: 0 <= value < math.inf), "a finite number >= 0, in seconds")),
-    "node_latency": (lambda value: value is None or 0 <= value < math.inf, "a finite number >= 0, in seconds"),
+    **dict.fromkeys(
+        ("latency", "kernel"),
+        ((lambda value: 0 <= value < math.inf), "a finite number >= 0, in seconds"),
+    ),
+    "node_latency": (
+        lambda value: value is None or 0 <= value < math.inf,
+        "a finite number >= 0, in seconds",
+    ),
     "capacity": COUNT,
     "gpus_per_node": COUNT_OR_NONE,
-    "collective": (lambda value: value is None or callable(value), "a function from a collective to its seconds"),
+    "collective": (
+        lambda value: value is None or callable(value),
+        "a function from a collective to its seconds",
+    ),
 }
 
 
@@ -35,20 +48,24 @@ class Machine:
     """The devices of a pipeline and the links between them.
 
     Args:
-        bandwidth: bytes per second that a device reads from its memory. The default is from an H200's data sheet.
+        bandwidth: bytes per second that a device reads from its memory. The default is from an
+            H200's data sheet.
         memory: bytes of a device's memory. The default is from an H200's data sheet.
         link: bytes per second between two ranks; infinite: a transfer takes only the latency.
         latency: seconds of each transfer, whatever its size.
         capacity: messages that an edge holds.
-        kernel: seconds that each kernel of a layer takes besides its reading: to start, to fill the device, to end.
-        gpus_per_node: ranks of a node, which are numbered one node after the other, as are the ranks of a stage; None:
-            all are in one node.
-        node_link, node_latency: as `link` and `latency`, between ranks of two nodes; None: as inside a node.
-        collective: a function from a collective to its seconds, as measured; None: they follow from the links
-            (`Costs`).
+        kernel: seconds that each kernel of a layer takes besides its reading: to start, to fill the
+            device, to end.
+        gpus_per_node: ranks of a node, which are numbered one node after the other, as are the
+            ranks of a stage; None: all are in one node.
+        node_link, node_latency: as `link` and `latency`, between ranks of two nodes; None: as
+            inside a node.
+        collective: a function from a collective to its seconds, as measured; None: they follow from
+            the links (`Costs`).
 
     Raises:
-        CostError: a bandwidth that is not a finite number greater than 0, or another number that no machine has.
+        CostError: a bandwidth that is not a finite number greater than 0, or another number that no
+            machine has.
 
     >>> machine = Machine(link=4e11, gpus_per_node=8, node_link=5e10)
     >>> machine.link_of((6, 7)), machine.link_of((7, 8))

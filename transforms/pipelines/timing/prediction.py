@@ -1,4 +1,5 @@
-"""`predict_decode`: the time of a decode loop over pipeline stages, from a model's configuration and a bandwidth."""
+"""`predict_decode`: the time of a decode loop over pipeline stages, from a model's configuration
+and a bandwidth."""
 
 import functools
 import math
@@ -37,7 +38,8 @@ NOTE = (
 
 @attrs.frozen(repr=False)
 class Prediction:
-    """A predicted decode loop. It prints as its answer and its assumptions; `cohorts` and `timeline` are pictures.
+    """A predicted decode loop. It prints as its answer and its assumptions; `cohorts` and
+    `timeline` are pictures.
 
     Args:
         load: the bytes and seconds of its steps.
@@ -63,7 +65,9 @@ class Prediction:
     @functools.cached_property
     def timeline(self) -> Timeline:
         """The timeline of the first steps, from an empty pipeline."""
-        return simulate(self.programs, self.load.costs(self.chosen.size), capacity=self.load.machine.capacity)
+        return simulate(
+            self.programs, self.load.costs(self.chosen.size), capacity=self.load.machine.capacity
+        )
 
     def __str__(self) -> str:
         return "\n".join((*self.answer(), "", *self.assumptions()))
@@ -71,15 +75,21 @@ class Prediction:
     __repr__ = __str__
 
     def _repr_html_(self) -> str:
-        pictures = (picture._repr_html_() for picture in (self.stages(), self.cohorts, self.timeline))
+        pictures = (
+            picture._repr_html_() for picture in (self.stages(), self.cohorts, self.timeline)
+        )
         return titled(text(", ".join(self.answer())), *pictures)
 
     def stages(self) -> Table:
-        """A table with one row per stage: its layers and its seconds, in the best split and in that by their number."""
+        """A table with one row per stage: its layers and its seconds, in the best split and in that
+        by their number."""
         rows: list[dict[str, Any]] = [{"stage": index} for index in range(self.load.num_stages)]
         for name, split in self.splits.items():
             for row, own in zip(rows, split, strict=True):
-                row |= {f"{name}: layers": own["stop"] - own["start"], f"{name}: time": duration(own["seconds"])}
+                row |= {
+                    f"{name}: layers": own["stop"] - own["start"],
+                    f"{name}: time": duration(own["seconds"]),
+                }
         return Table.of(rows)
 
     @property
@@ -88,15 +98,17 @@ class Prediction:
         return self.load.num_stages * self.load.num_shards
 
     def answer(self) -> Iterator[str]:
-        """The lines of the answer: the throughput, a step's time, what bounds it, each stage's idle share, and whether
-        it fits into the devices' memory. If layers are shared between nodes whose bandwidth is not given, a line says
-        so."""
+        """The lines of the answer: the throughput, a step's time, what bounds it, each stage's idle
+        share, and whether it fits into the devices' memory. If layers are shared between nodes
+        whose bandwidth is not given, a line says so."""
         chosen = self.chosen
         yield f"{chosen.tokens_per_second:,.0f} tokens/s from {counted(self.num_requests, 'request')}"
         yield f"a step takes {duration(chosen.step_time)}, with {counted(chosen.cohorts, 'cohort')} of {chosen.size}"
         yield f"bound by {self.bound()}"
         load, free = self.load, math.isinf(self.load.machine.between_nodes[1])
-        if free and not all(load.machine.is_near(load.ranks(stage)) for stage in range(load.num_stages)):
+        if free and not all(
+            load.machine.is_near(load.ranks(stage)) for stage in range(load.num_stages)
+        ):
             yield "too fast: nodes share layers at no cost; give the bandwidth between nodes"
         yield f"bubbles: {', '.join(f'stage {stage} {bubble:.0%}' for stage, bubble in enumerate(chosen.bubbles))}"
         yield self.memory()
@@ -109,7 +121,8 @@ class Prediction:
 
     @property
     def fits(self) -> bool:
-        """Whether the weights, the KV cache of all requests, and graphs fit into the memory of every device."""
+        """Whether the weights, the KV cache of all requests, and graphs fit into the memory of
+        every device."""
         return self.fullest[1].total <= self.load.machine.memory
 
     def memory(self) -> str:
@@ -118,8 +131,14 @@ class Prediction:
         return f"{'fits' if self.fits else 'does not fit'}: stage {stage} needs {byte_size(need.total)} of {has} a GPU"
 
     def bound(self) -> str:
-        """A step's bottleneck: a stage that is never idle, a transfer, or the way through the whole pipeline."""
-        chosen, load, stages, sizes = self.chosen, self.load, self.splits["balanced"], self.load.bytes()
+        """A step's bottleneck: a stage that is never idle, a transfer, or the way through the whole
+        pipeline."""
+        chosen, load, stages, sizes = (
+            self.chosen,
+            self.load,
+            self.splits["balanced"],
+            self.load.bytes(),
+        )
         slowest = max(range(len(stages)), key=lambda index: stages[index]["seconds"])
         start, stop, seconds = stages[slowest].values()
         parts = {
@@ -140,18 +159,27 @@ class Prediction:
 
     def assumptions(self) -> Iterator[str]:
         """The lines of what is assumed about the model and the machine."""
-        config, machine, sizes, context = self.load.config, self.load.machine, self.load.bytes(), self.load.context
+        config, machine, sizes, context = (
+            self.load.config,
+            self.load.machine,
+            self.load.bytes(),
+            self.load.context,
+        )
         dtype = str(config.dtype).removeprefix("torch.")
         stages, shards = counted(self.load.num_stages, "stage"), self.load.num_shards
         dtype += " and FP8" * (config.fp8 is not None)
-        sharing, on_each = (text * (shards > 1) for text in (f", each shared by {shards} ranks", " of each rank"))
+        sharing, on_each = (
+            text * (shards > 1) for text in (f", each shared by {shards} ranks", " of each rank")
+        )
         yield f"{config.architecture}, {config.num_layers} layers, {dtype}, in {stages}{sharing}"
         if (own := self.load.own.moe) is not None and config.moe is not None and shards > 1:
             if own.held is None:
                 yield f"experts by columns: each rank has {own.inner} of the {config.moe.inner} of every expert"
             else:
                 yield f"experts whole: each rank has {own.held} of {own.num_experts}, and as much to do as any other"
-        layer, head, kv = (byte_size(count) for count in (sizes["layer"], sizes["head"], sizes["kv"] * context))
+        layer, head, kv = (
+            byte_size(count) for count in (sizes["layer"], sizes["head"], sizes["kv"] * context)
+        )
         yield f"weights{on_each}: {layer} per layer; the head {head}, on the last stage"
         yield f"KV cache{on_each}: {kv} per request and layer, for {counted(context, 'token')} of context"
         stage, need = self.fullest
@@ -164,7 +192,9 @@ class Prediction:
             far = _transfer(*machine.between_nodes)
             yield f"nodes of {counted(machine.gpus_per_node, 'GPU')}; between two of them a transfer takes {far}"
         if shards > 1:
-            how = "as measured" if machine.collective else self.load.all_reduce_way(self.chosen.size)
+            how = (
+                "as measured" if machine.collective else self.load.all_reduce_way(self.chosen.size)
+            )
             yield f"a layer has two all-reduces of {counted(shards, 'rank')}, {how}"
 
 
@@ -196,24 +226,28 @@ def predict_decode(
     steps: int = 2,
     machine: Machine | None = None,
 ) -> Prediction:
-    """Predict a decode loop over pipeline stages from a model's configuration alone: its tokens per second and what
-    bounds them, the split of the layers, the number of cohorts, the timeline and the programs.
+    """Predict a decode loop over pipeline stages from a model's configuration alone: its tokens per
+    second and what bounds them, the split of the layers, the number of cohorts, the timeline and
+    the programs.
 
-    A stage takes its bytes over the bandwidth, its collectives, and the time of its kernels, where the machine has one:
-    no weights are read, and nothing is measured.
+    A stage takes its bytes over the bandwidth, its collectives, and the time of its kernels, where
+    the machine has one: no weights are read, and nothing is measured.
 
     Args:
         config: the whole model's, from `weft.stages.load_config`.
         num_stages: pipeline stages.
-        shards: ranks that share each stage, by heads, inner columns or whole experts, and the vocabulary.
+        shards: ranks that share each stage, by heads, inner columns or whole experts, and the
+            vocabulary.
         requests: requests that decode together.
-        context: tokens before the one that is generated; None: 1,024, or half of the model's positions.
+        context: tokens before the one that is generated; None: 1,024, or half of the model's
+            positions.
         cohorts: groups of requests that take turns; None: the number that is fastest.
         steps: steps of each cohort in the timeline.
         machine: the devices and links; None: those of `Machine()`.
 
     Raises:
-        ProgramError: more stages than layers, more cohorts than requests, or more steps than a timeline has.
+        ProgramError: more stages than layers, more cohorts than requests, or more steps than a
+            timeline has.
         RequestError: more context than the model has positions.
         ConfigError: layers that so many ranks cannot share.
 
@@ -233,7 +267,12 @@ def predict_decode(
         "cohorts": cohorts,
         "steps": steps,
     }
-    check_values("predict_decode(config, num_stages, ...)", _RULES, numbers | {"machine": machine}, ProgramError)
+    check_values(
+        "predict_decode(config, num_stages, ...)",
+        _RULES,
+        numbers | {"machine": machine},
+        ProgramError,
+    )
     split_layers(config.num_layers, num_stages)  # refuses what would take long to try
     positions, tried = config.max_position_embeddings, 1 if cohorts is None else cohorts
     context = min(_CONTEXT, positions // 2) if context is None else context

@@ -1,12 +1,14 @@
 """`simulate`: the timeline of programs, from the costs of their effects.
 
-The machine is the checker's (`weft.transforms.pipelines.checker`) with time. Every rank performs its effects in order,
-and an edge holds `capacity` messages, from their send to the end of their receive. A send waits for room on its edge,
-starts the transfer and goes on. The transfers of an edge go one after the other, and those of different edges side by
-side. A receive waits until its message has arrived, and a fence until the messages of its micro-batch were received.
+The machine is the checker's (`weft.transforms.pipelines.checker`) with time. Every rank performs
+its effects in order, and an edge holds `capacity` messages, from their send to the end of their
+receive. A send waits for room on its edge, starts the transfer and goes on. The transfers of an
+edge go one after the other, and those of different edges side by side. A receive waits until its
+message has arrived, and a fence until the messages of its micro-batch were received.
 
-So each start and end is a maximum of earlier times plus costs, and any order of simulation that the programs allow
-gives the same timeline. A larger cost never makes it shorter, and a larger capacity never makes it longer.
+So each start and end is a maximum of earlier times plus costs, and any order of simulation that the
+programs allow gives the same timeline. A larger cost never makes it shorter, and a larger capacity
+never makes it longer.
 """
 
 from collections import defaultdict
@@ -35,7 +37,8 @@ class _Message:
 
 
 class _Clocks:
-    """The moments so far: each rank's time, and for each edge its messages and the moments of their receipts."""
+    """The moments so far: each rank's time, and for each edge its messages and the moments of their
+    receipts."""
 
     def __init__(self, num_ranks: int, costs: Costs, capacity: int) -> None:
         self.costs = costs
@@ -43,8 +46,12 @@ class _Clocks:
         self.now = [0.0] * num_ranks
         self.messages: dict[Edge, list[_Message]] = defaultdict(list)
         self.received: dict[Edge, list[float]] = defaultdict(list)
-        self.sent: dict[tuple[int, int], list[tuple[Edge, int]]] = defaultdict(list)  # by rank and micro-batch
-        self.met: dict[int, tuple[float, float]] = {}  # of ranks that come to it later: a collective's begin and end
+        self.sent: dict[tuple[int, int], list[tuple[Edge, int]]] = defaultdict(
+            list
+        )  # by rank and micro-batch
+        self.met: dict[
+            int, tuple[float, float]
+        ] = {}  # of ranks that come to it later: a collective's begin and end
 
     def move(self, step: Step) -> Event:
         """Perform one effect, after all effects that it waits for."""
@@ -79,7 +86,10 @@ class _Clocks:
         if (edge := takes(step)) is not None:
             return [self.messages[edge][len(self.received[edge])].arrives]
         if isinstance(step.effect, Fence):
-            return [self.received[edge][index] for edge, index in self.sent[step.rank, step.effect.microbatch]]
+            return [
+                self.received[edge][index]
+                for edge, index in self.sent[step.rank, step.effect.microbatch]
+            ]
         full = (edge for edge in edges if len(self.messages[edge]) >= self.capacity)
         return [self.received[edge][len(self.messages[edge]) - self.capacity] for edge in full]
 
@@ -92,13 +102,16 @@ class _Clocks:
         queue.append(_Message(size, now, arrives))
 
     def peak_bytes(self) -> list[float]:
-        """For each rank, the most bytes at one time of messages sent and not yet received, at either end."""
+        """For each rank, the most bytes at one time of messages sent and not yet received, at
+        either end."""
         changes: list[list[tuple[float, float]]] = [[] for _ in self.now]
         for edge, queue in self.messages.items():
             for message, received in zip(queue, self.received[edge], strict=True):
                 for rank in (edge.source, edge.to):
                     changes[rank] += [(message.sent, message.size), (received, -message.size)]
-        return [_peak(sorted(found)) for found in changes]  # sorted: at one moment, receipts come first
+        return [
+            _peak(sorted(found)) for found in changes
+        ]  # sorted: at one moment, receipts come first
 
 
 def _peak(changes: Sequence[tuple[float, float]]) -> float:
@@ -109,7 +122,11 @@ def _peak(changes: Sequence[tuple[float, float]]) -> float:
     return most
 
 
-_RULES: dict[str, Rule] = {"programs": PROGRAMS, "costs": (Costs, "Costs(stages=(1e-3, ...))"), "capacity": COUNT}
+_RULES: dict[str, Rule] = {
+    "programs": PROGRAMS,
+    "costs": (Costs, "Costs(stages=(1e-3, ...))"),
+    "capacity": COUNT,
+}
 
 
 def simulate(programs: Sequence[Program], costs: Costs, *, capacity: int = 2) -> Timeline:
@@ -118,7 +135,8 @@ def simulate(programs: Sequence[Program], costs: Costs, *, capacity: int = 2) ->
     Args:
         programs: of all ranks, in order.
         costs: of their effects.
-        capacity: messages that an edge holds. It is 2 in `Threads`; the check proves programs right for 1.
+        capacity: messages that an edge holds. It is 2 in `Threads`; the check proves programs right
+            for 1.
 
     Raises:
         ProgramError: programs that do not run to their end.

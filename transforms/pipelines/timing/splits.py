@@ -1,4 +1,5 @@
-"""`plan_splits`: the ways to spread a model over GPUs, stages by ranks that share each, and what each predicts."""
+"""`plan_splits`: the ways to spread a model over GPUs, stages by ranks that share each, and what
+each predicts."""
 
 from typing import Any
 
@@ -27,11 +28,12 @@ _BOUNDS = {
 
 @attrs.frozen
 class SplitPlan(Tabled):
-    """The splits that were tried. It prints as a table, with the best one marked, and those that do not fit into the
-    devices' memory.
+    """The splits that were tried. It prints as a table, with the best one marked, and those that do
+    not fit into the devices' memory.
 
     Args:
-        predictions: one for each split, by the number of ranks that share a stage. At least one of them fits.
+        predictions: one for each split, by the number of ranks that share a stage. At least one of
+            them fits.
         left_out: the splits that the model does not allow, each with the reason.
     """
 
@@ -40,8 +42,8 @@ class SplitPlan(Tabled):
 
     @property
     def best(self) -> Prediction:
-        """The prediction with the most tokens per second among those that fit into memory; of equal ones, that with
-        the most stages, whose ranks tell each other the least."""
+        """The prediction with the most tokens per second among those that fit into memory; of equal
+        ones, that with the most stages, whose ranks tell each other the least."""
         return max((one for one in self.predictions if one.fits), key=_rank)
 
     def table(self) -> Table:
@@ -53,10 +55,22 @@ class SplitPlan(Tabled):
     def _cells(self, one: Prediction, most: float) -> tuple[str, ...]:
         chosen = one.chosen
         bar = "#" * max(1, round(_BAR * chosen.tokens_per_second / most))
-        numbers = str(one.load.num_shards), str(one.load.num_stages), str(chosen.cohorts), duration(chosen.step_time)
+        numbers = (
+            str(one.load.num_shards),
+            str(one.load.num_stages),
+            str(chosen.cohorts),
+            duration(chosen.step_time),
+        )
         bound = _BOUNDS[one.bound().split()[0].removesuffix(":")]
         mark = "best" if one is self.best else "" if one.fits else "too large"
-        return *numbers, f"{chosen.tokens_per_second:,.0f}", bar, byte_size(one.fullest[1].total), bound, mark
+        return (
+            *numbers,
+            f"{chosen.tokens_per_second:,.0f}",
+            bar,
+            byte_size(one.fullest[1].total),
+            bound,
+            mark,
+        )
 
 
 def _rank(one: Prediction) -> tuple[float, int]:
@@ -64,12 +78,14 @@ def _rank(one: Prediction) -> tuple[float, int]:
 
 
 def plan_splits(config: ModelConfig, num_gpus: int, **asked: Any) -> SplitPlan:
-    """Predict a decode loop for each way to spread a model over GPUs: pipeline stages, times the ranks that share each.
+    """Predict a decode loop for each way to spread a model over GPUs: pipeline stages, times the
+    ranks that share each.
 
     Args:
         config: the whole model's, from `weft.stages.load_config`.
         num_gpus: all of which every split uses.
-        asked: `requests`, `context`, `cohorts`, `steps` and `machine`, as `predict_decode` takes them.
+        asked: `requests`, `context`, `cohorts`, `steps` and `machine`, as `predict_decode` takes
+            them.
 
     Raises:
         ProgramError: no split uses so many GPUs, or none fits into their memory.
@@ -82,7 +98,12 @@ def plan_splits(config: ModelConfig, num_gpus: int, **asked: Any) -> SplitPlan:
        2     2        2  34.4 us   232,758  ##        590 MB    collectives
        4     1        1  30.4 us   262,783  ##        591 MB    collectives
     """
-    check_values(f"plan_splits(config, {num_gpus!r})", {"num_gpus": COUNT}, {"num_gpus": num_gpus}, ProgramError)
+    check_values(
+        f"plan_splits(config, {num_gpus!r})",
+        {"num_gpus": COUNT},
+        {"num_gpus": num_gpus},
+        ProgramError,
+    )
     call, found, refused = f"plan_splits(config, {num_gpus})", list[Prediction](), dict[int, str]()
     for shards in (count for count in range(1, num_gpus + 1) if num_gpus % count == 0):
         try:
@@ -95,13 +116,15 @@ def plan_splits(config: ModelConfig, num_gpus: int, **asked: Any) -> SplitPlan:
             refused[shards] = f"{config.num_layers} layers for {stages} stages"
         else:
             found.append(predict_decode(config, stages, shards=shards, **asked))
-    left_out = tuple(f"--tp {n} --pp {num_gpus // n} is not possible: {why}" for n, why in refused.items())
+    left_out = tuple(
+        f"--tp {n} --pp {num_gpus // n} is not possible: {why}" for n, why in refused.items()
+    )
     if not found:
         raise ProgramError(call, "; ".join(left_out), "fewer GPUs")
     if not any(one.fits for one in found):
         least = min(found, key=lambda one: one.fullest[1].total)
-        seen = (
-            f"no split fits; the nearest, --tp {least.load.num_shards} --pp {least.load.num_stages}, {least.memory()}"
+        seen = f"no split fits; the nearest, --tp {least.load.num_shards} --pp {least.load.num_stages}, {least.memory()}"
+        raise ProgramError(
+            call, seen, "more GPUs, fewer requests, less context, or GPUs with more memory"
         )
-        raise ProgramError(call, seen, "more GPUs, fewer requests, less context, or GPUs with more memory")
     return SplitPlan(tuple(found), left_out)

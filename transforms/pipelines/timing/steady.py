@@ -1,10 +1,11 @@
 """The steady state of a decode loop: its time per job, from the cycles of its event graph.
 
-The times of a timeline are maxima of earlier times plus costs, and in a full pipeline all jobs have the same effects.
-So there is one node for each effect of a job on each rank, and one for the arrival of a message on each edge. An arc
-`u -> v` of weight w and delay d says that v of a job comes at least w seconds after u of the job d places before. Then
-the time per job is the greatest ratio of weight to delay of any cycle (Baccelli, Cohen, Olsder and Quadrat, 1992,
-"Synchronization and linearity", theorem 3.23, for maximum-plus systems).
+The times of a timeline are maxima of earlier times plus costs, and in a full pipeline all jobs have
+the same effects. So there is one node for each effect of a job on each rank, and one for the
+arrival of a message on each edge. An arc `u -> v` of weight w and delay d says that v of a job
+comes at least w seconds after u of the job d places before. Then the time per job is the greatest
+ratio of weight to delay of any cycle (Baccelli, Cohen, Olsder and Quadrat, 1992, "Synchronization
+and linearity", theorem 3.23, for maximum-plus systems).
 """
 
 import functools
@@ -25,8 +26,8 @@ Arc = tuple[Hashable, float, int]
 
 @functools.lru_cache(256)
 def decode_bodies(num_stages: int, cohorts: int) -> tuple[tuple[Effect, ...], ...]:
-    """The effects of each rank between the runs of two successive jobs, in a decode loop that has been going on for a
-    while. Their micro-batches count from the later job's.
+    """The effects of each rank between the runs of two successive jobs, in a decode loop that has
+    been going on for a while. Their micro-batches count from the later job's.
 
     >>> for effect in decode_bodies(2, 2)[0]:
     ...     print(type(effect).__name__, effect.microbatch)
@@ -40,21 +41,28 @@ def decode_bodies(num_stages: int, cohorts: int) -> tuple[tuple[Effect, ...], ..
     programs = make_programs(num_stages, decode_jobs(full, 1 + math.ceil(2 / full))[: job + 1])
     found = []
     for program in programs:
-        first, last = (program.effects.index(Run(f"stage {program.rank}", mb)) for mb in (job - 1, job))
+        first, last = (
+            program.effects.index(Run(f"stage {program.rank}", mb)) for mb in (job - 1, job)
+        )
         body = program.effects[first + 1 : last + 1]
-        found.append(tuple(attrs.evolve(effect, microbatch=effect.microbatch - job) for effect in body))
+        found.append(
+            tuple(attrs.evolve(effect, microbatch=effect.microbatch - job) for effect in body)
+        )
     return tuple(found)
 
 
 def seconds_per_job(num_stages: int, cohorts: int, costs: Costs, capacity: int) -> float:
-    """The seconds from a job to the next in a full pipeline, whose costs are the same for all micro-batches."""
+    """The seconds from a job to the next in a full pipeline, whose costs are the same for all
+    micro-batches."""
     arcs = defaultdict[Hashable, list[Arc]](list)
     sent, taken = dict[Edge, tuple[Hashable, Effect]](), dict[Edge, tuple[Hashable, Effect]]()
     for rank, body in enumerate(decode_bodies(num_stages, cohorts)):
         nodes = [(rank, index) for index in range(len(body))]
         for index, effect in enumerate(body):
             node, step = nodes[index], Step(rank, effect)
-            arcs[node].append((nodes[index - 1], costs.launch + costs.seconds(effect, rank), int(index == 0)))
+            arcs[node].append(
+                (nodes[index - 1], costs.launch + costs.seconds(effect, rank), int(index == 0))
+            )
             sent |= dict.fromkeys(puts(step, num_stages), (node, effect))
             if (edge := takes(step)) is not None:
                 taken[edge] = node, effect
@@ -71,8 +79,9 @@ def seconds_per_job(num_stages: int, cohorts: int, costs: Costs, capacity: int) 
 def greatest_ratio(arcs: Mapping[Hashable, Sequence[Arc]]) -> float:
     """The greatest ratio of weight to delay of any cycle in a strongly connected graph.
 
-    By policy iteration (Cochet-Terrasson, Cohen, Gaubert, McGettrick and Quadrat, 1998, "Numerical computation of
-    spectral elements in max-plus algebra"): each node follows one of its arcs back, until none has a better one.
+    By policy iteration (Cochet-Terrasson, Cohen, Gaubert, McGettrick and Quadrat, 1998, "Numerical
+    computation of spectral elements in max-plus algebra"): each node follows one of its arcs back,
+    until none has a better one.
 
     Args:
         arcs: those that end at each node. The delays of each cycle sum to more than 0.
@@ -91,7 +100,9 @@ def greatest_ratio(arcs: Mapping[Hashable, Sequence[Arc]]) -> float:
         }
         if not better:
             for node, own in arcs.items():
-                gains = [weight - ratios[node] * delay + values[source] for source, weight, delay in own]
+                gains = [
+                    weight - ratios[node] * delay + values[source] for source, weight, delay in own
+                ]
                 if (most := max(gains)) > values[node] + small:
                     better[node] = own[gains.index(most)]
         if not better:
@@ -99,8 +110,11 @@ def greatest_ratio(arcs: Mapping[Hashable, Sequence[Arc]]) -> float:
         policy |= better
 
 
-def _evaluate(policy: Mapping[Hashable, Arc]) -> tuple[dict[Hashable, float], dict[Hashable, float]]:
-    """For each node the ratio of the cycle to which its arcs lead, and its value relative to a node of that cycle."""
+def _evaluate(
+    policy: Mapping[Hashable, Arc],
+) -> tuple[dict[Hashable, float], dict[Hashable, float]]:
+    """For each node the ratio of the cycle to which its arcs lead, and its value relative to a node
+    of that cycle."""
     ratios, values = dict[Hashable, float](), dict[Hashable, float]()
     for start in policy:
         path, places = list[Hashable](), dict[Hashable, int]()

@@ -1,4 +1,5 @@
-"""`Timeline`: the events of a run, simulated or measured; `measure` records one, and `compare` holds two together."""
+"""`Timeline`: the events of a run, simulated or measured; `measure` records one, and `compare`
+holds two together."""
 
 import textwrap
 import time
@@ -17,7 +18,13 @@ from weft.display.tables import element
 from weft.effects import Effect, Run
 from weft.errors import ProgramError
 from weft.transforms.pipelines.timing.drawing import draw_plot, draw_svg, draw_text
-from weft.transforms.pipelines.timing.events import Event, busy_seconds, last_end, num_ranks, ranks_in_words
+from weft.transforms.pipelines.timing.events import (
+    Event,
+    busy_seconds,
+    last_end,
+    num_ranks,
+    ranks_in_words,
+)
 
 
 @attrs.frozen
@@ -26,8 +33,9 @@ class Timeline:
 
     Args:
         events: by rank, then in order; the first starts at 0.
-        peak_bytes: for each rank, the most bytes at one time of messages that it sent and nobody had received, and of
-            messages on their way to it: the buffers that it needs. None where messages were not counted.
+        peak_bytes: for each rank, the most bytes at one time of messages that it sent and nobody
+            had received, and of messages on their way to it: the buffers that it needs. None where
+            messages were not counted.
 
     >>> print(Timeline.of([Event(0, Run("stage 0", 0), 5.0, 6.0), Event(1, Run("stage 1", 0), 6.0, 8.0)]).as_text(40))
          s |0              |2         bubble
@@ -43,7 +51,8 @@ class Timeline:
 
     @classmethod
     def of(cls, events: Iterable[Event], peak_bytes: Sequence[float] | None = None) -> "Timeline":
-        """The timeline of events, simulated or measured. Ranks may be mixed; each rank's events are in order.
+        """The timeline of events, simulated or measured. Ranks may be mixed; each rank's events are
+        in order.
 
         Args:
             events: with moments in seconds of one clock; the earliest becomes 0.
@@ -51,7 +60,10 @@ class Timeline:
         """
         found = sorted(events, key=lambda event: (event.rank, event.start))
         zero = min((event.start for event in found), default=0.0)
-        return cls(tuple(_moved(event, zero) for event in found), None if peak_bytes is None else tuple(peak_bytes))
+        return cls(
+            tuple(_moved(event, zero) for event in found),
+            None if peak_bytes is None else tuple(peak_bytes),
+        )
 
     @property
     def num_ranks(self) -> int:
@@ -71,8 +83,11 @@ class Timeline:
 
     @property
     def bubble(self) -> tuple[float, ...]:
-        """The share of the step time in which each rank waited, sent, launched, met others, or had nothing to do."""
-        return tuple(max(0.0, 1.0 - share) for share in self.busy)  # a sum of parts may exceed the whole by rounding
+        """The share of the step time in which each rank waited, sent, launched, met others, or had
+        nothing to do."""
+        return tuple(
+            max(0.0, 1.0 - share) for share in self.busy
+        )  # a sum of parts may exceed the whole by rounding
 
     def as_text(self, width: int = 80) -> str:
         """One row per rank, in lines of at most `width` characters."""
@@ -82,7 +97,9 @@ class Timeline:
             else f"; most bytes of messages a rank holds: {max(self.peak_bytes, default=0):,.0f}"
         )
         summary = f"{ranks_in_words(self.num_ranks)}, {duration(self.step_time)}{held}"
-        return "\n".join([draw_text(self.events, self.bubble, width), *textwrap.wrap(summary, width)])
+        return "\n".join(
+            [draw_text(self.events, self.bubble, width), *textwrap.wrap(summary, width)]
+        )
 
     def __str__(self) -> str:
         return self.as_text()
@@ -91,7 +108,8 @@ class Timeline:
         return self.as_svg()
 
     def as_svg(self) -> str:
-        """The picture that a notebook shows, to write to a file: `Path("step.svg").write_text(timeline.as_svg())`."""
+        """The picture that a notebook shows, to write to a file:
+        `Path("step.svg").write_text(timeline.as_svg())`."""
         return draw_svg(self.events, self.bubble)
 
     def plot(self, *, ax: Any = None) -> Any:
@@ -114,7 +132,8 @@ def _moved(event: Event, zero: float) -> Event:
 
 @attrs.frozen
 class Comparison:
-    """The relative errors of a simulated timeline: each number is (simulated - measured) / measured.
+    """The relative errors of a simulated timeline: each number is (simulated - measured) /
+    measured.
 
     Args:
         step_time: the error of the step time.
@@ -175,7 +194,11 @@ def compare(simulated: Timeline, measured: Timeline) -> Comparison:
     check_values("compare(simulated, measured)", dict.fromkeys(pair, rule), pair, ProgramError)
     ran, did = (_runs(timeline) for timeline in (simulated, measured))
     if ran != did:
-        rank, what = next((rank, run) for rank, run in [*ran, *did] if ((rank, run) in ran) != ((rank, run) in did))
+        rank, what = next(
+            (rank, run)
+            for rank, run in [*ran, *did]
+            if ((rank, run) in ran) != ((rank, run) in did)
+        )
         where = "simulated" if (rank, what) in ran else "measured"
         seen = f"rank {rank}: '{what}' is in the {where} timeline alone"
         raise ProgramError("compare(simulated, measured)", seen, "timelines of the same programs")
@@ -186,7 +209,11 @@ def compare(simulated: Timeline, measured: Timeline) -> Comparison:
 
 def _runs(timeline: Timeline) -> dict[tuple[int, Run], None]:
     """The runs of each rank, in order."""
-    return {(event.rank, event.effect): None for event in timeline.events if isinstance(event.effect, Run)}
+    return {
+        (event.rank, event.effect): None
+        for event in timeline.events
+        if isinstance(event.effect, Run)
+    }
 
 
 def _relative(value: float, true: float) -> float:
@@ -200,13 +227,15 @@ _MEASURING = Blocks["Recorder"]("weft.measuring")
 
 @attrs.frozen(eq=False)
 class _Moment:
-    """A moment of the host's clock, and the event of a device's stream, whose moment is known later."""
+    """A moment of the host's clock, and the event of a device's stream, whose moment is known
+    later."""
 
     host: float
     event: torch.cuda.Event | None = None
 
     def seconds(self, zero: "_Moment") -> float:
-        """The moment on the host's clock. A device's is measured from an earlier one of that device, `zero`."""
+        """The moment on the host's clock. A device's is measured from an earlier one of that
+        device, `zero`."""
         if self.event is None or zero.event is None:
             return self.host
         return zero.host + float(zero.event.elapsed_time(self.event)) / 1e3
@@ -216,8 +245,9 @@ class Recorder:
     """The effects performed so far; call `timeline()` when the run is over.
 
     Args:
-        device: `cpu`: moments come from the host's clock, which all processes of a machine share. `cuda`: they come
-            from the device's current stream, so that the time of a kernel counts and the time of its launch does not.
+        device: `cpu`: moments come from the host's clock, which all processes of a machine share.
+            `cuda`: they come from the device's current stream, so that the time of a kernel counts
+            and the time of its launch does not.
     """
 
     def __init__(self, device: Literal["cpu", "cuda"]) -> None:
@@ -235,7 +265,8 @@ class Recorder:
         self._spans.append((rank, effect, zero, start, self._now()))
 
     def _zero(self) -> _Moment:
-        """A moment that both clocks know: of the host, and of the current device, which is idle at that moment."""
+        """A moment that both clocks know: of the host, and of the current device, which is idle at
+        that moment."""
         if not self._on_device:
             return self._now()
         device = torch.cuda.current_device()
@@ -252,19 +283,21 @@ class Recorder:
         return _Moment(time.perf_counter(), event)
 
     def events(self) -> list[Event]:
-        """The recorded events, in the order in which they ended, in seconds of the host's clock. An event that is not a
-        `Run` counts as a wait."""
+        """The recorded events, in the order in which they ended, in seconds of the host's clock. An
+        event that is not a `Run` counts as a wait."""
         for device in self._zeros:
             torch.cuda.synchronize(device)
         found = []
         for rank, effect, zero, start, end in self._spans:
             begins, ends = start.seconds(zero), end.seconds(zero)
-            found.append(Event(rank, effect, begins, ends, 0.0 if isinstance(effect, Run) else ends - begins))
+            found.append(
+                Event(rank, effect, begins, ends, 0.0 if isinstance(effect, Run) else ends - begins)
+            )
         return found
 
     def timeline(self) -> Timeline:
-        """The timeline of the ranks in this process. For ranks in several processes, pass all `events()` to
-        `Timeline.of`."""
+        """The timeline of the ranks in this process. For ranks in several processes, pass all
+        `events()` to `Timeline.of`."""
         return Timeline.of(self.events())
 
 
@@ -273,7 +306,8 @@ def measure(device: Literal["cpu", "cuda"] = "cpu") -> Iterator[Recorder]:
     """Record the effects of the pipelines that are called inside.
 
     Args:
-        device: whose clock counts: the host's (`cpu`), or that of the GPU's streams, by events (`cuda`). Seconds.
+        device: whose clock counts: the host's (`cpu`), or that of the GPU's streams, by events
+            (`cuda`). Seconds.
 
     >>> from weft.transforms.pipelines.pipeline import pipeline
     >>> step = pipeline([lambda p, s, batch, x: (s, batch), lambda p, s, batch, x: (s, x)])

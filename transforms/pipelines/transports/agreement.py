@@ -1,8 +1,9 @@
 """Agreement: ranks compare their sources, programs, requests and weights with every message.
 
-Each rank keeps a journal of what it was asked to do. A message carries the state of its sender's journal at the time
-its batch was submitted, and the entries added since the last message. The receiver compares before it computes, and
-names the first entry that differs. `source_digest` is what a journal says of a stage's source.
+Each rank keeps a journal of what it was asked to do. A message carries the state of its sender's
+journal at the time its batch was submitted, and the entries added since the last message. The
+receiver compares before it computes, and names the first entry that differs. `source_digest` is
+what a journal says of a stage's source.
 """
 
 import functools
@@ -54,7 +55,8 @@ class JournalState:
 
 @attrs.frozen
 class Expected:
-    """The micro-batch that a message must belong to, and the state that its sender's journal must have had."""
+    """The micro-batch that a message must belong to, and the state that its sender's journal must
+    have had."""
 
     state: JournalState
     microbatch: int
@@ -63,7 +65,8 @@ class Expected:
 
 @attrs.frozen
 class Meeting:
-    """A collective, its number among those that a rank took part in, and the state of the rank's journal there."""
+    """A collective, its number among those that a rank took part in, and the state of the rank's
+    journal there."""
 
     state: JournalState
     effect: str
@@ -81,7 +84,9 @@ class Agreement:
         self._states: dict[int, JournalState] = {}
         self._programs: dict[str, CheckedPrograms] = {}
         self._known_counts: dict[int, int] = {}  # by peer: the entries that it knows
-        self._known_texts: dict[int, deque[str]] = {}  # by peer: the digests of the programs whose text it knows
+        self._known_texts: dict[
+            int, deque[str]
+        ] = {}  # by peer: the digests of the programs whose text it knows
 
     def add(self, subject: str, value: str) -> None:
         """Note something that every rank must note at the same place among its notes and steps."""
@@ -89,7 +94,9 @@ class Agreement:
             digest = hashlib.blake2b(value.encode(), digest_size=6).hexdigest()
             value = f"{value[: _LONGEST - 20]}… ({digest})"
         self._count += 1
-        self._chain = hashlib.blake2b(f"{self._chain}\n{subject}\n{value}".encode(), digest_size=12).hexdigest()
+        self._chain = hashlib.blake2b(
+            f"{self._chain}\n{subject}\n{value}".encode(), digest_size=12
+        ).hexdigest()
         self._entries.append((subject, value))
 
     def begin(self, checked: CheckedPrograms, first: int, step: int) -> None:
@@ -124,9 +131,13 @@ class Agreement:
         return {"mb": microbatch, "returns": returns} | self._state_header(peer, state)
 
     def _state_header(self, peer: int, state: JournalState) -> dict[str, Any]:
-        """The part of a header that tells a rank the state of this one's journal, with what it does not know of it: new
-        entries, and the text of the programs."""
-        header: dict[str, Any] = {"count": state.count, "chain": state.chain, "programs": state.digest}
+        """The part of a header that tells a rank the state of this one's journal, with what it does
+        not know of it: new entries, and the text of the programs."""
+        header: dict[str, Any] = {
+            "count": state.count,
+            "chain": state.chain,
+            "programs": state.digest,
+        }
         known, kept = self._known_counts.get(peer, 0), self._count - len(self._entries)
         if known < state.count:
             first = max(known, kept)
@@ -152,13 +163,17 @@ class Agreement:
         return Expected(self._states[microbatch], microbatch, returns)
 
     def compare(self, peer: int, expected: "Expected | Meeting", header: dict[str, Any]) -> None:
-        """Raise ProgramError unless the sender of a message was in the same state when its batch was submitted, or came
-        to the same collective."""
+        """Raise ProgramError unless the sender of a message was in the same state when its batch
+        was submitted, or came to the same collective."""
         state = expected.state
         if isinstance(expected, Meeting) or "collective" in header:
             self._compare_meeting(peer, expected, header)
             return
-        call, instead, microbatch = f"step {state.step} of rank {self.rank}", SAME, expected.microbatch
+        call, instead, microbatch = (
+            f"step {state.step} of rank {self.rank}",
+            SAME,
+            expected.microbatch,
+        )
         if (header["count"], header["chain"]) != (state.count, state.chain):
             seen, instead = self._entries_seen(state, peer, header), _SAME_CALLS
         elif header["programs"] != state.digest:
@@ -170,17 +185,26 @@ class Agreement:
             return
         raise ProgramError(call, seen, instead)
 
-    def _compare_meeting(self, peer: int, expected: "Expected | Meeting", header: dict[str, Any]) -> None:
+    def _compare_meeting(
+        self, peer: int, expected: "Expected | Meeting", header: dict[str, Any]
+    ) -> None:
         state, here = expected.state, getattr(expected, "effect", "a message of a stage")
         there, instead = header.get("collective", "a message of a stage"), _SAME_CALLS
         if (header["count"], header["chain"]) != (state.count, state.chain):
             seen = self._entries_seen(state, peer, header)
-        elif isinstance(expected, Meeting) and "collective" in header and header["programs"] != state.digest:
+        elif (
+            isinstance(expected, Meeting)
+            and "collective" in header
+            and header["programs"] != state.digest
+        ):
             seen, instead = self._programs_seen(state, peer, header), SAME
         elif self._place_of(expected) != (there, header.get("number"), header.get("step")):
             seen = f"rank {peer} is at '{there}'"
             if here == there:
-                theirs, (_, number, step) = (header["number"], header["step"]), self._place_of(expected) or ("", 0, 0)
+                theirs, (_, number, step) = (
+                    (header["number"], header["step"]),
+                    self._place_of(expected) or ("", 0, 0),
+                )
                 seen += f", number {theirs[0]} in its step {theirs[1]}, and this is number {number} in step {step}"
             instead = "the same collectives in the same order on all ranks of a group, with one shape and dtype"
         else:
@@ -190,7 +214,11 @@ class Agreement:
     @staticmethod
     def _place_of(expected: "Expected | Meeting") -> tuple[str, int, int] | None:
         """A collective, its number and its step."""
-        return (expected.effect, expected.number, expected.state.step) if isinstance(expected, Meeting) else None
+        return (
+            (expected.effect, expected.number, expected.state.step)
+            if isinstance(expected, Meeting)
+            else None
+        )
 
     def _entries_seen(self, state: JournalState, peer: int, header: dict[str, Any]) -> str:
         """The first entry that differs, here and there."""
@@ -208,12 +236,16 @@ class Agreement:
         if theirs is None:
             return f"another program than rank {peer} runs"
         lines = zip(mine.splitlines(), theirs.splitlines(), strict=False)
-        a, b = next((pair for pair in lines if pair[0] != pair[1]), ("(all its lines)", "(more lines)"))
+        a, b = next(
+            (pair for pair in lines if pair[0] != pair[1]), ("(all its lines)", "(more lines)")
+        )
         return f"'{a.strip()}', where rank {peer} has '{b.strip()}'"
 
 
 def _entry_text(entry: tuple[str, ...] | None, count: int) -> str:
-    return f"nothing after its {count} earlier calls" if entry is None else f"'{entry[0]}: {entry[1]}'"
+    return (
+        f"nothing after its {count} earlier calls" if entry is None else f"'{entry[0]}: {entry[1]}'"
+    )
 
 
 def header_bytes(header: dict[str, Any]) -> bytes:
@@ -229,11 +261,11 @@ _VERSIONED = {*sys.stdlib_module_names, "torch"}
 def source_digest(role: str, fn: Callable[..., Any]) -> str:
     """A line about a function of a pipeline: its role, its name, and a digest of its source.
 
-    The digest covers the text of the file that defines the function, and of the files of the functions, classes and
-    modules that it uses by name; the numbers, texts and functions that it closes over or has as defaults; and the
-    constants (UPPER_CASE names) of its module. Tensors, devices and other variables may differ from rank to rank, and
-    are left out. A file is read once in a process, which runs what it has imported: a change on disk after that does
-    not count.
+    The digest covers the text of the file that defines the function, and of the files of the
+    functions, classes and modules that it uses by name; the numbers, texts and functions that it
+    closes over or has as defaults; and the constants (UPPER_CASE names) of its module. Tensors,
+    devices and other variables may differ from rank to rank, and are left out. A file is read once
+    in a process, which runs what it has imported: a change on disk after that does not count.
     """
     found = hashlib.blake2b(digest_size=6)
     for part in _parts(fn, set()):
@@ -242,7 +274,8 @@ def source_digest(role: str, fn: Callable[..., Any]) -> str:
 
 
 def _parts(value: Any, seen: set[int | str]) -> Iterator[str]:
-    """The texts that the digest of a value covers. Each object comes once, since functions may call each other."""
+    """The texts that the digest of a value covers. Each object comes once, since functions may call
+    each other."""
     if isinstance(value, _VALUES):
         yield repr(value)
         return
@@ -263,16 +296,23 @@ def _parts(value: Any, seen: set[int | str]) -> Iterator[str]:
 
 
 def _source(code: CodeType, seen: set[int | str]) -> Iterator[str]:
-    """The file of a function, its line, and its bytecode: two lambdas may share a line, and `exec` has no file."""
+    """The file of a function, its line, and its bytecode: two lambdas may share a line, and `exec`
+    has no file."""
     yield _digest_code(code)
     yield from _file(code.co_filename, seen)
 
 
 @functools.lru_cache(maxsize=2**13)
 def _digest_code(code: CodeType) -> str:
-    """A digest of a function's name, line, bytecode and constants. Code is immutable, and equal only if all of these
-    are."""
-    parts = code.co_qualname, code.co_firstlineno, code.co_code, code.co_names, [*map(_constant, code.co_consts)]
+    """A digest of a function's name, line, bytecode and constants. Code is immutable, and equal
+    only if all of these are."""
+    parts = (
+        code.co_qualname,
+        code.co_firstlineno,
+        code.co_code,
+        code.co_names,
+        [*map(_constant, code.co_consts)],
+    )
     return hashlib.blake2b(repr(parts).encode(), digest_size=12).hexdigest()
 
 
@@ -298,7 +338,8 @@ def _digest_file(name: str) -> str:
 
 
 def _source_file(value: type | ModuleType) -> str | None:
-    """The source of a class or a module; None if it is built in, or covered by the version of its package."""
+    """The source of a class or a module; None if it is built in, or covered by the version of its
+    package."""
     module = value if isinstance(value, ModuleType) else sys.modules.get(value.__module__)
     has_own = getattr(module, "__file__", None) is not None and _package(value) not in _VERSIONED
     return inspect.getsourcefile(value) if has_own else None
@@ -328,7 +369,11 @@ def _inside(value: Any) -> Iterator[Any]:
     elif isinstance(value, Mapping):
         yield from (part for item in value.items() for part in item)
     elif attrs.has(type(value)):
-        fields = (field for field in attrs.fields(type(value)) if not field.metadata.keys() & OF_THIS_PROCESS.keys())
+        fields = (
+            field
+            for field in attrs.fields(type(value))
+            if not field.metadata.keys() & OF_THIS_PROCESS.keys()
+        )
         yield from (getattr(value, field.name, None) for field in fields)
     if isinstance(call := inspect.getattr_static(type(value), "__call__", None), FunctionType):
         yield call
@@ -356,6 +401,9 @@ def _used(code: CodeType, names: Mapping[str, Any]) -> Iterator[Any]:
 
 @functools.lru_cache(maxsize=2**13)
 def _names_of(code: CodeType) -> tuple[str, ...]:
-    """The names that code uses, and the functions in it; pytest puts "@pytest_ar" into code with asserts."""
-    inner = (name for const in code.co_consts if isinstance(const, CodeType) for name in _names_of(const))
+    """The names that code uses, and the functions in it; pytest puts "@pytest_ar" into code with
+    asserts."""
+    inner = (
+        name for const in code.co_consts if isinstance(const, CodeType) for name in _names_of(const)
+    )
     return tuple(dict.fromkeys([*filter(str.isidentifier, code.co_names), *inner]))

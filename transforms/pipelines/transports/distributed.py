@@ -1,4 +1,5 @@
-"""The transport `Distributed`: a process for each rank, under torchrun or `weft.transforms.launch`."""
+"""The transport `Distributed`: a process for each rank, under torchrun or `weft.transforms.launch`.
+"""
 
 import atexit
 import os
@@ -20,8 +21,17 @@ from weft.transforms.pipelines.transports.agreement import Agreement
 from weft.transforms.pipelines.transports.ends.gloo import GlooEnd
 from weft.transforms.pipelines.transports.ends.nccl import NcclEnd
 from weft.transforms.pipelines.transports.messaging import json_values
-from weft.transforms.pipelines.transports.messaging.messages import DeviceEnd, ProcessEnd, ProcessLink
-from weft.transforms.pipelines.transports.messaging.network import Network, Secret, private_folder, shared_secret
+from weft.transforms.pipelines.transports.messaging.messages import (
+    DeviceEnd,
+    ProcessEnd,
+    ProcessLink,
+)
+from weft.transforms.pipelines.transports.messaging.network import (
+    Network,
+    Secret,
+    private_folder,
+    shared_secret,
+)
 from weft.transforms.pipelines.transports.messaging.wire import Wire
 from weft.transforms.pipelines.transports.watching.failures import check_timeout
 from weft.transforms.pipelines.transports.watching.monitor import END, Monitor
@@ -42,27 +52,32 @@ _LAUNCHERS = "torchrun --nproc-per-node N script.py, or weft.transforms.launch(f
 class Distributed:
     """A transport between processes, each of which is one rank.
 
-    Every rank makes it, in the same order: under `torchrun`, or under another launcher that sets its variables (RANK,
-    WORLD_SIZE, MASTER_ADDR, MASTER_PORT), on any number of nodes. It neither needs nor makes a default process group.
+    Every rank makes it, in the same order: under `torchrun`, or under another launcher that sets
+    its variables (RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT), on any number of nodes. It neither
+    needs nor makes a default process group.
 
-    On one machine it listens only on the loopback interface. Across machines, each node names the address at which the
-    others reach it (`WEFT_ADDRESS`), and all hold one secret (`WEFT_SECRET`). A process that does not hold it is
-    refused, and nothing that ranks tell each other is ever unpickled or executed. The tensors themselves, by gloo or
-    NCCL, are neither encrypted nor signed: use a network that you trust.
+    On one machine it listens only on the loopback interface. Across machines, each node names the
+    address at which the others reach it (`WEFT_ADDRESS`), and all hold one secret (`WEFT_SECRET`).
+    A process that does not hold it is refused, and nothing that ranks tell each other is ever
+    unpickled or executed. The tensors themselves, by gloo or NCCL, are neither encrypted nor
+    signed: use a network that you trust.
 
-    On a GPU a step returns before it is done, and a rank that fails leaves the others' results unfilled. Call
-    `synchronize()` before the host reads results: it raises the error of the failed rank. If the host makes no call
-    that could raise it, the process ends with that error.
+    On a GPU a step returns before it is done, and a rank that fails leaves the others' results
+    unfilled. Call `synchronize()` before the host reads results: it raises the error of the failed
+    rank. If the host makes no call that could raise it, the process ends with that error.
 
     Args:
         device: of this rank's tensors; None: `cuda:LOCAL_RANK` if there is one, else the CPU.
-        backend: `gloo` for the CPU, `nccl` or `peer` for GPUs; None: by the device. `peer` stores into the neighbour's
-            memory (symmetric memory, on GPUs of one node that reach each other).
-        timeout: seconds that a rank may keep another one waiting before that raises RankError. A rank may take half an
-            hour to its first step, while it loads and captures, as long as its process runs.
+        backend: `gloo` for the CPU, `nccl` or `peer` for GPUs; None: by the device. `peer` stores
+            into the neighbour's memory (symmetric memory, on GPUs of one node that reach each
+            other).
+        timeout: seconds that a rank may keep another one waiting before that raises RankError. A
+            rank may take half an hour to its first step, while it loads and captures, as long as
+            its process runs.
 
     Raises:
-        ProgramError: not under a launcher; or ranks on several nodes without a secret or an address.
+        ProgramError: not under a launcher; or ranks on several nodes without a secret or an
+            address.
         DeviceError: the back end cannot serve the device.
     """
 
@@ -94,8 +109,12 @@ class Distributed:
             self._link = ProcessLink(end, self.monitor, wire, self._agreement, self.device)
             apart = store.clone()  # whoever waits on a connection holds it
             beside = attrs.evolve(records, store=apart, exits=root_store(apart))
-            self._watchdog = Watchdog(self.monitor, beside, end if isinstance(end, DeviceEnd) else None).start()
-            self._close = weakref.finalize(self, _close_all, end, wire, self._watchdog, self.monitor)
+            self._watchdog = Watchdog(
+                self.monitor, beside, end if isinstance(end, DeviceEnd) else None
+            ).start()
+            self._close = weakref.finalize(
+                self, _close_all, end, wire, self._watchdog, self.monitor
+            )
             atexit.register(self._close)  # Python 3.13 drops finalizers in processes that it forks
             self._connect(wire, start)
 
@@ -103,7 +122,9 @@ class Distributed:
         monitor, places = self.monitor, self.monitor.records.places
         try:
             monitor.records.write(f"wire/{self.rank}", wire.address)
-            addresses = [monitor.wait(f"wire/{peer}", peer, timeout) for peer in range(self.num_ranks)]
+            addresses = [
+                monitor.wait(f"wire/{peer}", peer, timeout) for peer in range(self.num_ranks)
+            ]
 
             def connect() -> None:
                 for peer in range(self.rank):
@@ -133,7 +154,9 @@ class Distributed:
     def ranks(self, num_ranks: int) -> Sequence[int]:
         if num_ranks != self.num_ranks:
             seen = f"{num_ranks} ranks and {self.num_ranks} processes"
-            raise ProgramError(f"pipeline(..., transport={self!r})", seen, "a process for each rank")
+            raise ProgramError(
+                f"pipeline(..., transport={self!r})", seen, "a process for each rank"
+            )
         return (self.rank,)
 
     def share(self, value: Any) -> Any:
@@ -169,7 +192,9 @@ class Distributed:
         heard = json_values.loads(self._link.recv_bytes(peer))
         if not isinstance(heard, tuple):
             seen = f"a message of a step from rank {peer}, where its value was to come"
-            raise ProgramError(f"{self!r}.collect(value)", seen, "the same calls in the same order on every rank")
+            raise ProgramError(
+                f"{self!r}.collect(value)", seen, "the same calls in the same order on every rank"
+            )
         return heard[1]
 
     def assert_equal(self, subject: str, value: str) -> None:
@@ -182,7 +207,9 @@ class Distributed:
         left = self._session is not None and self._session is not mail
         if left or not self._busy.acquire(blocking=False):
             seen = "a call while another one is under way, in another thread or around this one"
-            instead = "one call after the other, in the same order on every rank; or a transport for each"
+            instead = (
+                "one call after the other, in the same order on every rank; or a transport for each"
+            )
             if left:
                 seen = "messages under way of a session that was not closed, which this call would receive"
                 instead = "session.close() first, on every rank; or a transport for each"
@@ -214,8 +241,8 @@ class Distributed:
             raise
 
     def _fail(self, error: BaseException) -> None:
-        """Tell the others that this rank failed, and close its connections; raises the reason if its watchdog knew
-        one."""
+        """Tell the others that this rank failed, and close its connections; raises the reason if
+        its watchdog knew one."""
         reason = self._watchdog.stand_down(error)
         self.monitor.fail(reason)
         self._link.end.close(failed=True)
@@ -224,12 +251,14 @@ class Distributed:
             raise reason from error
 
     def check(self) -> None:
-        """Raise RankError if a rank is known to have failed, and ProgramError if one was asked for something else."""
+        """Raise RankError if a rank is known to have failed, and ProgramError if one was asked for
+        something else."""
         self._confirm(self._link.compare_arrived)
 
     def received(self, last: int | None = None, /) -> Callable[[], None]:
-        """A function to call before the host reads what its device computes from the messages received so far. It waits
-        for their headers from the senders' hosts, and raises as `check` does.
+        """A function to call before the host reads what its device computes from the messages
+        received so far. It waits for their headers from the senders' hosts, and raises as `check`
+        does.
 
         Args:
             last: in a session, the number of the last job whose messages count; None: all count.
@@ -246,11 +275,12 @@ class Distributed:
             raise
 
     def synchronize(self) -> None:
-        """Wait until this rank's device has done all its work, replays of graphs included. Only then are its results
-        valid.
+        """Wait until this rank's device has done all its work, replays of graphs included. Only
+        then are its results valid.
 
         Raises:
-            RankError: a rank has failed, so that this rank's work never ends, or used messages that never arrived.
+            RankError: a rank has failed, so that this rank's work never ends, or used messages that
+                never arrived.
             ProgramError: a rank was asked for something else.
         """
         if isinstance(self.end, DeviceEnd):
@@ -278,7 +308,9 @@ def _find_rank() -> tuple[int, int]:
     found = {name: os.environ[name] for name in ("RANK", "WORLD_SIZE") if name in os.environ}
     if len(found) < 2:
         seen, instead = "no RANK and WORLD_SIZE", _LAUNCHERS
-    elif all(text.isdecimal() for text in found.values()) and int(found["RANK"]) < int(found["WORLD_SIZE"]):
+    elif all(text.isdecimal() for text in found.values()) and int(found["RANK"]) < int(
+        found["WORLD_SIZE"]
+    ):
         return int(found["RANK"]), int(found["WORLD_SIZE"])
     else:
         seen = ", ".join(f"{name}={text!r}" for name, text in found.items())
@@ -300,15 +332,23 @@ def _find_store(rank: int, num_ranks: int, timeout: float) -> tuple[str, Any]:
         raise ProgramError(call, str(error).splitlines()[0], _LAUNCHERS) from error
     except RuntimeError as error:
         cause = f"the store of the run was not found ({str(error).splitlines()[0]:.120})"
-        raise RankError(call, cause, "look whether rank 0, or its launcher, has started", 0, START, cause) from error
+        raise RankError(
+            call, cause, "look whether rank 0, or its launcher, has started", 0, START, cause
+        ) from error
 
 
-def _make_places(network: Network, secret: Secret, prefix: str, rank: int, num_ranks: int) -> Places | None:
-    """The places of the ranks, in files whose names only the ranks of the run know; None: on several machines, or
-    where no such file can be made."""
-    names = [secret.tag(b"place", prefix.encode(), str(one).encode()).hex() for one in range(num_ranks)]
+def _make_places(
+    network: Network, secret: Secret, prefix: str, rank: int, num_ranks: int
+) -> Places | None:
+    """The places of the ranks, in files whose names only the ranks of the run know; None: on
+    several machines, or where no such file can be made."""
+    names = [
+        secret.tag(b"place", prefix.encode(), str(one).encode()).hex() for one in range(num_ranks)
+    ]
     try:
-        return Places([private_folder() / name for name in names], rank) if network.one_node else None
+        return (
+            Places([private_folder() / name for name in names], rank) if network.one_node else None
+        )
     except (OSError, ProgramError):
         return None
 
@@ -327,7 +367,8 @@ def _host() -> int | None:
 
 
 def _close_all(end: ProcessEnd, wire: Wire, watchdog: Watchdog, monitor: Monitor) -> None:
-    """Close the connections. The watchdog ends the call if another rank's failure keeps it from returning."""
+    """Close the connections. The watchdog ends the call if another rank's failure keeps it from
+    returning."""
     with suppress(RankError), watchdog.during(monitor.here):
         end.close()
     wire.close()
@@ -342,7 +383,10 @@ def _check(backend: str, device: torch.device) -> None:
         seen = f"backend={backend!r} for a device of type {device.type}"
         instead = "gloo with the CPU, or nccl or peer with a GPU"
     elif device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
-        seen, instead = f"{torch.cuda.device_count()} GPUs", "a device for each process of the machine"
+        seen, instead = (
+            f"{torch.cuda.device_count()} GPUs",
+            "a device for each process of the machine",
+        )
     else:
         return
     raise DeviceError(f"Distributed(backend={backend!r}, device='{device}')", seen, instead)

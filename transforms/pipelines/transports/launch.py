@@ -1,8 +1,9 @@
 """`launch`: starts a process for each rank, waits for all of them, and ends them when one fails.
 
-It does not use torch's launchers. `torch.distributed.elastic` ends the other ranks at once, so that they cannot say
-whom they waited for; it raises ChildFailedError in place of the rank's own exception, and listens on all interfaces.
-`torch.multiprocessing.start_processes` returns no results, and does not say how a process ended to the other ranks.
+It does not use torch's launchers. `torch.distributed.elastic` ends the other ranks at once, so that
+they cannot say whom they waited for; it raises ChildFailedError in place of the rank's own
+exception, and listens on all interfaces. `torch.multiprocessing.start_processes` returns no
+results, and does not say how a process ended to the other ranks.
 """
 
 import atexit
@@ -38,7 +39,8 @@ from weft.transforms.pipelines.transports.watching.records import Exit, write_ex
 _GRACE = 5.0
 """Seconds beyond the time-out in which the other ranks may end by themselves after one failed."""
 _BLAMED_GRACE = 2.0
-"""Seconds in which a rank may end after all others have ended and blamed it: it may have stalled."""
+"""Seconds in which a rank may end after all others have ended and blamed it: it may have stalled.
+"""
 _IMPORTED = [
     "weft.transforms.pipelines.transports.distributed",
     "weft.transforms.engine.generate",
@@ -50,7 +52,10 @@ _RULES: dict[str, Rule] = {
     "fn": (callable, "a function: launch(function, 2, *arguments)"),
     "num_ranks": COUNT,
     "the place of fn": (
-        lambda fn: getattr(fn, "__module__", None) != "__main__" or _can_be_imported(sys.modules["__main__"]),
+        lambda fn: (
+            getattr(fn, "__module__", None) != "__main__"
+            or _can_be_imported(sys.modules["__main__"])
+        ),
         "a function of a .py file, imported from there: other processes cannot import one of a notebook or a session",
     ),
 }
@@ -58,8 +63,8 @@ _RULES: dict[str, Rule] = {
 
 @attrs.frozen(eq=False)
 class RankResult:
-    """The end of a rank: a result, or an error and its traceback, or the exit of its process without either
-    (`exit`)."""
+    """The end of a rank: a result, or an error and its traceback, or the exit of its process
+    without either (`exit`)."""
 
     result: Any = None
     error: BaseException | None = None
@@ -68,25 +73,31 @@ class RankResult:
 
 
 def launch(fn: Callable[..., Any], num_ranks: int, *args: Any, timeout: float = 30.0) -> list[Any]:
-    """Call `fn(*args)` in `num_ranks` processes, each a rank with torchrun's variables set, and return their results.
+    """Call `fn(*args)` in `num_ranks` processes, each a rank with torchrun's variables set, and
+    return their results.
 
     Args:
-        fn: a function of a module (it is pickled by name), which makes its own transport (`Distributed()`).
+        fn: a function of a module (it is pickled by name), which makes its own transport
+            (`Distributed()`).
         num_ranks: the number of processes to start, on this machine.
         args: pickled for each.
-        timeout: seconds in which ranks may end by themselves after one of them failed, before they are ended.
+        timeout: seconds in which ranks may end by themselves after one of them failed, before they
+            are ended.
 
     Returns:
         The result of `fn` on each rank, in order.
 
     Raises:
-        The exception of the first rank that failed; RankError for a rank that exited without one; ProgramError for a
-        function or arguments that cannot be launched; DonatedError for an argument that was donated before.
+        The exception of the first rank that failed; RankError for a rank that exited without one;
+        ProgramError for a function or arguments that cannot be launched; DonatedError for an
+        argument that was donated before.
 
     In a script, call it under `if __name__ == "__main__":`, as multiprocessing asks.
     """
     call = f"launch({getattr(fn, '__name__', fn)!s:.60}, {num_ranks!r:.60})"
-    check_values(call, _RULES, {"fn": fn, "num_ranks": num_ranks, "the place of fn": fn}, ProgramError)
+    check_values(
+        call, _RULES, {"fn": fn, "num_ranks": num_ranks, "the place of fn": fn}, ProgramError
+    )
     check_timeout("launch", timeout)
     refuse_donated_in(call, args=args)  # the ranks get copies, which bear no mark
     store, secret = host_store(LOOPBACK, max(timeout, _GRACE)), Secret.fresh()
@@ -96,7 +107,9 @@ def launch(fn: Callable[..., Any], num_ranks: int, *args: Any, timeout: float = 
     try:
         with _explain_start_errors(call), _forkserver_running(started):
             for rank in range(num_ranks):
-                started.append(_start(context, _environment(rank, num_ranks, store.port, secret), fn, args))
+                started.append(
+                    _start(context, _environment(rank, num_ranks, store.port, secret), fn, args)
+                )
         ended = _await_results(started, timeout + _GRACE, partial(write_exit, store, secret=secret))
     finally:
         _end([process for process, _ in started])
@@ -104,14 +117,16 @@ def launch(fn: Callable[..., Any], num_ranks: int, *args: Any, timeout: float = 
 
 
 def _can_be_imported(main: Any) -> bool:
-    return getattr(main, "__spec__", None) is not None or os.path.isfile(getattr(main, "__file__", None) or "")
+    return getattr(main, "__spec__", None) is not None or os.path.isfile(
+        getattr(main, "__file__", None) or ""
+    )
 
 
 @contextmanager
 def _forkserver_running(started: Sequence[Any]) -> Iterator[None]:
-    """Start the process that the ranks are forked from, if it does not run. It and they ignore Ctrl-C; this process
-    gets it and ends them. If that happens before the first rank has started, the server may still be importing, so it
-    is ended too."""
+    """Start the process that the ranks are forked from, if it does not run. It and they ignore
+    Ctrl-C; this process gets it and ends them. If that happens before the first rank has started,
+    the server may still be importing, so it is ended too."""
     before = _server_pid()
     resource_tracker.ensure_running()  # here, since it would unblock the signal
     try:
@@ -121,14 +136,17 @@ def _forkserver_running(started: Sequence[Any]) -> Iterator[None]:
     except KeyboardInterrupt:
         if not started and (pid := _server_pid()) not in (None, before):
             os.kill(pid, signal.SIGTERM)
-            vars(forkserver)["_forkserver"]._stop()  # waits for its end: a later launch starts another one
+            vars(forkserver)[
+                "_forkserver"
+            ]._stop()  # waits for its end: a later launch starts another one
         raise
 
 
 @contextmanager
 def _defer_ctrl_c() -> Iterator[None]:
-    """Within, Ctrl-C waits, and processes that are started never get it: they inherit the signals that this thread
-    blocks. Another thread may get the signal, and Python raises in the main thread: there the handler waits too."""
+    """Within, Ctrl-C waits, and processes that are started never get it: they inherit the signals
+    that this thread blocks. Another thread may get the signal, and Python raises in the main
+    thread: there the handler waits too."""
     handler = signal.getsignal(signal.SIGINT)
     handles = threading.current_thread() is threading.main_thread() and handler is not None
     came: list[Any] = []
@@ -170,7 +188,9 @@ def _start(
     """A rank's process, and the pipe from which its result can be read."""
     ours, theirs = context.Pipe(duplex=False)
     name = f"weft rank {environment['RANK']}"
-    process: BaseProcess = context.Process(target=_run_rank, args=(theirs, environment, fn, args), name=name)
+    process: BaseProcess = context.Process(
+        target=_run_rank, args=(theirs, environment, fn, args), name=name
+    )
     try:
         with _defer_ctrl_c():  # an interrupted request would end the server with a traceback
             process.start()
@@ -182,8 +202,8 @@ def _start(
 
 
 def _environment(rank: int, num_ranks: int, port: int, secret: Secret) -> dict[str, str]:
-    """The variables that torchrun sets, and the run's secret. The store is in this process, as it is in torchrun's
-    agent."""
+    """The variables that torchrun sets, and the run's secret. The store is in this process, as it
+    is in torchrun's agent."""
     return {
         "RANK": str(rank),
         "LOCAL_RANK": str(rank),
@@ -196,13 +216,19 @@ def _environment(rank: int, num_ranks: int, port: int, secret: Secret) -> dict[s
     }
 
 
-def _run_rank(pipe: Connection, environment: dict[str, str], fn: Callable[..., Any], args: tuple[Any, ...]) -> None:
+def _run_rank(
+    pipe: Connection, environment: dict[str, str], fn: Callable[..., Any], args: tuple[Any, ...]
+) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the server may have been started by other code
-    tqdm.set_lock(threading.RLock())  # tqdm's own lock is a semaphore of the system, which a killed rank would leave
+    tqdm.set_lock(
+        threading.RLock()
+    )  # tqdm's own lock is a semaphore of the system, which a killed rank would leave
     os.environ.update(environment)
     threading.Thread(target=_end_with_parent, args=(pipe,), daemon=True).start()
     if "OMP_NUM_THREADS" not in os.environ:  # ranks that each take all cores slow each other down
-        torch.set_num_threads(max(1, torch.get_num_threads() // int(environment["LOCAL_WORLD_SIZE"])))
+        torch.set_num_threads(
+            max(1, torch.get_num_threads() // int(environment["LOCAL_WORLD_SIZE"]))
+        )
     try:
         message = _pickled_result(fn, fn(*args))
         atexit._run_exitfuncs()  # transports close after what they sent has left; multiprocessing does not call these
@@ -221,8 +247,9 @@ def _send(pipe: Connection, message: bytes) -> None:
 
 
 def _end_with_parent(pipe: Connection) -> None:
-    """End this rank when its launcher ends, or when nobody reads the pipe since the start was interrupted. `os._exit`,
-    since only the main thread could end the process in an orderly way, and it may never return to Python."""
+    """End this rank when its launcher ends, or when nobody reads the pipe since the start was
+    interrupted. `os._exit`, since only the main thread could end the process in an orderly way, and
+    it may never return to Python."""
     parent = mp.parent_process()
     assert parent is not None, "a rank is started by a process"
     wait([parent.sentinel, pipe])
@@ -233,8 +260,13 @@ def _pickled_result(fn: Callable[..., Any], result: Any) -> bytes:
     try:
         return pickle.dumps(RankResult(result))
     except Exception as error:
-        call, seen = f"launch({getattr(fn, '__name__', fn)!s:.60}, …)", f"a result that cannot be pickled: {error}"
-        raise ProgramError(call, seen, "return numbers, texts, tensors on the CPU, or containers of these") from error
+        call, seen = (
+            f"launch({getattr(fn, '__name__', fn)!s:.60}, …)",
+            f"a result that cannot be pickled: {error}",
+        )
+        raise ProgramError(
+            call, seen, "return numbers, texts, tensors on the CPU, or containers of these"
+        ) from error
 
 
 def _pickled_error(error: BaseException) -> bytes:
@@ -248,10 +280,12 @@ def _pickled_error(error: BaseException) -> bytes:
 
 
 def _await_results(
-    started: list[tuple[BaseProcess, Connection]], grace: float, write_end: Callable[[int, Exit], None]
+    started: list[tuple[BaseProcess, Connection]],
+    grace: float,
+    write_end: Callable[[int, Exit], None],
 ) -> dict[int, RankResult]:
-    """The end of each rank; after a first failure the others have `grace` seconds. `write_end` tells all ranks of
-    each."""
+    """The end of each rank; after a first failure the others have `grace` seconds. `write_end`
+    tells all ranks of each."""
     ended: dict[int, RankResult] = {}
     deadline = math.inf
     pipes = {ours: rank for rank, (_, ours) in enumerate(started)}
@@ -278,7 +312,11 @@ def _read(pipe: Connection, process: BaseProcess) -> RankResult:
     except EOFError:
         process.join(1.0)
         code = process.exitcode
-        return RankResult(exit=signal.Signals(-code).name if code is not None and code < 0 else f"exit code {code}")
+        return RankResult(
+            exit=signal.Signals(-code).name
+            if code is not None and code < 0
+            else f"exit code {code}"
+        )
 
 
 def _exit(ended: RankResult) -> Exit:
@@ -293,9 +331,11 @@ def _rank_errors(ended: dict[int, RankResult]) -> list[RankError]:
     return [found.error for _, found in sorted(ended.items()) if isinstance(found.error, RankError)]
 
 
-def _results(ended: dict[int, RankResult], started: list[tuple[BaseProcess, Connection]]) -> list[Any]:
-    """The results of all ranks; raises the error that says most: that of a rank that failed itself, or of one that was
-    told of a failure."""
+def _results(
+    ended: dict[int, RankResult], started: list[tuple[BaseProcess, Connection]]
+) -> list[Any]:
+    """The results of all ranks; raises the error that says most: that of a rank that failed itself,
+    or of one that was told of a failure."""
     silent = [rank for rank, found in sorted(ended.items()) if found.exit]
     failed = [rank for rank, found in sorted(ended.items()) if found.error is not None]
     if not failed and not silent:
@@ -320,7 +360,9 @@ def _end(processes: Sequence[BaseProcess]) -> None:
     for process in filter(_runs, processes):
         process.terminate()
         with suppress(ProcessLookupError):
-            os.kill(cast("int", process.pid), signal.SIGCONT)  # a stopped process does not get SIGTERM before this
+            os.kill(
+                cast("int", process.pid), signal.SIGCONT
+            )  # a stopped process does not get SIGTERM before this
     _join(processes, 2.0)
     for process in filter(_runs, processes):
         process.kill()

@@ -1,4 +1,5 @@
-"""The transport `Local`: all ranks in one process and one thread, which performs their effects in turn."""
+"""The transport `Local`: all ranks in one process and one thread, which performs their effects in
+turn."""
 
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -26,8 +27,8 @@ class Queues:
 class LocalLink:
     """One rank's ends of the queues.
 
-    A lent value must be copied before its sender runs again. It is copied when it is received, so that a fence has
-    nothing left to wait for.
+    A lent value must be copied before its sender runs again. It is copied when it is received, so
+    that a fence has nothing left to wait for.
     """
 
     rank: int
@@ -43,7 +44,11 @@ class LocalLink:
         edge = takes(Step(self.rank, effect))
         assert edge is not None, "only an effect that takes is received"
         value = self.queues.waiting[edge].popleft()
-        return tree_map(lambda x: x.clone() if isinstance(x, Tensor) else x, value) if self.lent else value
+        return (
+            tree_map(lambda x: x.clone() if isinstance(x, Tensor) else x, value)
+            if self.lent
+            else value
+        )
 
     def fence(self, effect: Fence, /) -> None:
         pass  # `interleave` performs it after all was received
@@ -51,7 +56,8 @@ class LocalLink:
 
 @attrs.frozen
 class Local:
-    """A transport that performs the effects of all ranks one after the other, in an order that the programs allow."""
+    """A transport that performs the effects of all ranks one after the other, in an order that the
+    programs allow."""
 
     @property
     def member(self) -> None:

@@ -1,4 +1,5 @@
-"""`SharedRun`: the state that the threads of a run share, in which they pass messages and meet in collectives."""
+"""`SharedRun`: the state that the threads of a run share, in which they pass messages and meet in
+collectives."""
 
 import threading
 import time
@@ -22,7 +23,8 @@ Queue = deque[tuple[int, Any]]
 
 
 class SharedRun:
-    """The state that the threads of a run share: the edges, each rank's position, and the first failure.
+    """The state that the threads of a run share: the edges, each rank's position, and the first
+    failure.
 
     Args:
         checked: the programs of the run.
@@ -31,7 +33,9 @@ class SharedRun:
         first: the number, over all runs, of the first micro-batch of this one.
     """
 
-    def __init__(self, checked: CheckedPrograms, timeout: float, edges: dict[Edge, Queue], first: int) -> None:
+    def __init__(
+        self, checked: CheckedPrograms, timeout: float, edges: dict[Edge, Queue], first: int
+    ) -> None:
         self.programs = checked.programs
         self.num_ranks = self.left = len(checked.programs)
         self.timeout = timeout
@@ -69,7 +73,8 @@ class SharedRun:
         """The messages of all ranks that take part in a collective, in their order.
 
         Raises:
-            ProgramError: another rank comes with another collective, or another tensor, or is at its end.
+            ProgramError: another rank comes with another collective, or another tensor, or is at
+                its end.
         """
         with self._changed:
             number = self._met[rank, effect.ranks]
@@ -82,20 +87,24 @@ class SharedRun:
                 return next((other for other in effect.ranks if other not in there), rank)
 
             def ended() -> int | None:
-                return next((r for r in effect.ranks if r not in there and self.at[r] >= self.ends[r]), None)
+                return next(
+                    (r for r in effect.ranks if r not in there and self.at[r] >= self.ends[r]), None
+                )
 
             self._progress(lambda: len(there) == len(effect.ranks) or ended() is not None, late)
             if len(there) < len(effect.ranks):
                 if self.failure is None:
-                    raise ProgramError(f"rank {rank}: '{effect}'", f"rank {ended()} is at its end", _SAME)
+                    raise ProgramError(
+                        f"rank {rank}: '{effect}'", f"rank {ended()} is at its end", _SAME
+                    )
                 raise self.failure.for_rank(rank, str(effect))
             self._meetings.pop((effect.ranks, number), None)  # the others hold it
         refuse_unlike(rank, effect, {other: own for other, (own, _) in there.items()})
         return [there[other][1] for other in effect.ranks]
 
     def await_received(self, step: Step) -> None:
-        """Wait until the next rank has received what this rank's stage sent of a micro-batch. What returns is a copy
-        (`StageRun.copies_results`), and may be received in a later run."""
+        """Wait until the next rank has received what this rank's stage sent of a micro-batch. What
+        returns is a copy (`StageRun.copies_results`), and may be received in a later run."""
         mb = self._first + step.effect.microbatch
         with self._changed:
             for edge in [e for e in self._edges if e.source == step.rank and e.carries == "stages"]:
@@ -115,11 +124,14 @@ class SharedRun:
             self._changed.notify_all()
 
     def join(self) -> None:
-        """Wait for all ranks; after a failure no longer than the time-out, since a rank may never end."""
+        """Wait for all ranks; after a failure no longer than the time-out, since a rank may never
+        end."""
         with self._changed:
             self._progress(lambda: self.left == 0, self._unfinished)
             if self.failure is not None:
-                self._changed.wait_for(lambda: self.left == 0, self.timeout if self.failure.error is not None else 0.1)
+                self._changed.wait_for(
+                    lambda: self.left == 0, self.timeout if self.failure.error is not None else 0.1
+                )
 
     def _wait(self, step: Step, ready: Callable[[], bool], peer: int) -> None:
         """Wait until `ready()`, which depends on `peer`."""
@@ -129,7 +141,8 @@ class SharedRun:
             raise self.failure.for_rank(step.rank, str(step.effect))
 
     def _progress(self, ready: Callable[[], bool], peer: Callable[[], int]) -> None:
-        """Wait until `ready()`, or a failure. If no rank makes progress for the time-out, a rank has stalled."""
+        """Wait until `ready()`, or a failure. If no rank makes progress for the time-out, a rank
+        has stalled."""
         start, seen = time.monotonic(), list(self.at)
         while not ready() and self.failure is None:
             if self.at != seen:

@@ -1,4 +1,5 @@
-"""The transport `Threads`: one process, and a thread for each rank, each on its own device if there are several."""
+"""The transport `Threads`: one process, and a thread for each rank, each on its own device if there
+are several."""
 
 import contextvars
 import functools
@@ -33,22 +34,30 @@ _DEVICES: Rule = (
 
 
 class Threads:
-    """A transport with a thread for each rank, which lives as long as the transport: a stage compiles and captures in
-    it.
+    """A transport with a thread for each rank, which lives as long as the transport: a stage
+    compiles and captures in it.
 
-    What is in force around a call is in force in these threads: grad and inference mode, autocast, the default device,
-    hooks on saved tensors (which run in them), CUDA's current stream, weft's contexts. Function modes, dispatch modes
-    and captures are refused. Between calls the threads hold no batch and no result.
+    What is in force around a call is in force in these threads: grad and inference mode, autocast,
+    the default device, hooks on saved tensors (which run in them), CUDA's current stream, weft's
+    contexts. Function modes, dispatch modes and captures are refused. Between calls the threads
+    hold no batch and no result.
 
     Args:
-        devices: one per rank. Batches and messages are moved there, and outputs come back on rank 0's. Params and state
-            must already be there. None: tensors stay where they are.
-        timeout: seconds that a rank may keep the others waiting without any progress before they raise RankError. The
-            first call of a step that compiles or captures counts too.
+        devices: one per rank. Batches and messages are moved there, and outputs come back on rank
+            0's. Params and state must already be there. None: tensors stay where they are.
+        timeout: seconds that a rank may keep the others waiting without any progress before they
+            raise RankError. The first call of a step that compiles or captures counts too.
     """
 
-    def __init__(self, *, devices: Sequence[torch.device | str] | None = None, timeout: float = 30.0) -> None:
-        check_values(f"Threads(devices={devices!r})", {"devices": _DEVICES}, {"devices": devices}, ProgramError)
+    def __init__(
+        self, *, devices: Sequence[torch.device | str] | None = None, timeout: float = 30.0
+    ) -> None:
+        check_values(
+            f"Threads(devices={devices!r})",
+            {"devices": _DEVICES},
+            {"devices": devices},
+            ProgramError,
+        )
         check_timeout("Threads", timeout)
         self.devices = None if devices is None else tuple(torch.device(d) for d in devices)
         self.timeout = timeout
@@ -77,7 +86,8 @@ class Threads:
         """Do nothing: one process decides for all ranks."""
 
     def check(self) -> None:
-        """Do nothing: a run returns when all its threads are done, or raises what one of them raised."""
+        """Do nothing: a run returns when all its threads are done, or raises what one of them
+        raised."""
 
     def received(self, _: int | None = None, /) -> Callable[[], None]:
         return lambda: None
@@ -85,12 +95,18 @@ class Threads:
     def mail(self, _: int, /) -> dict[Edge, Queue]:
         return {}
 
-    def run(self, checked: CheckedPrograms, workers: Sequence[Worker], mail: dict[Edge, Queue], /) -> None:
+    def run(
+        self, checked: CheckedPrograms, workers: Sequence[Worker], mail: dict[Edge, Queue], /
+    ) -> None:
         call = f"pipeline(..., transport={self!r})"
         _refuse_unseen(call)
         if threading.current_thread() in self._threads:
             seen = "a thread of this transport, which is to run the other stages and would wait for itself"
-            raise ProgramError(f"{call} in a stage", seen, "a Threads() of its own for the inner pipeline, or Local()")
+            raise ProgramError(
+                f"{call} in a stage",
+                seen,
+                "a Threads() of its own for the inner pipeline, or Local()",
+            )
         with self._lock:
             if self._broken is not None:
                 raise self._broken.for_rank(0, "the next step")
@@ -109,8 +125,9 @@ class Threads:
         failure = shared.failure
         if failure is None:
             return
-        # A thread that is late holds `shared`, and an error holds the frames that it went through, with the batches in
-        # them and this transport, which then never ends: only the caller keeps the error.
+        # A thread that is late holds `shared`, and an error holds the frames that it went through,
+        # with the batches in them and this transport, which then never ends: only the caller keeps
+        # the error.
         cause = failure.error
         shared.failure = attrs.evolve(failure, error=None)
         if shared.left:
@@ -142,7 +159,9 @@ class Threads:
         if hasattr(self, "_tasks"):  # not if __init__ raised
             self.close()
 
-    def _task(self, checked: CheckedPrograms, worker: Worker, shared: SharedRun) -> Callable[[], None]:
+    def _task(
+        self, checked: CheckedPrograms, worker: Worker, shared: SharedRun
+    ) -> Callable[[], None]:
         rank = worker.rank
         device = None if self.devices is None else self.devices[rank]
         link = ThreadLink(rank, shared, device, checked.lends)
@@ -172,7 +191,11 @@ class Threads:
         return task
 
     def __repr__(self) -> str:
-        return "Threads()" if self.devices is None else f"Threads(devices={[str(d) for d in self.devices]})"
+        return (
+            "Threads()"
+            if self.devices is None
+            else f"Threads(devices={[str(d) for d in self.devices]})"
+        )
 
 
 def _run_tasks(tasks: "queue.SimpleQueue[Callable[[], None] | None]") -> None:
@@ -197,9 +220,13 @@ class ThreadLink:
     def perform(self, effect: Collective, x: Tensor, /) -> Tensor:
         if in_dispatch_mode():
             seen = "a capture in a thread, which captures of the other ranks would wait for"
-            raise CaptureError(f"rank {self.rank}: '{effect}'", seen, "Distributed(): a process for each rank")
+            raise CaptureError(
+                f"rank {self.rank}: '{effect}'", seen, "Distributed(): a process for each rank"
+            )
         every = self.shared.meet(self.rank, with_schema(effect, x), self._message(x.clone()))
-        return combine(effect, [self._own(message) for message in every])[effect.ranks.index(self.rank)].contiguous()
+        return combine(effect, [self._own(message) for message in every])[
+            effect.ranks.index(self.rank)
+        ].contiguous()
 
     def _message(self, value: Any) -> tuple[Any, torch.cuda.Event | None]:
         """A value with the event after which it is there."""
@@ -230,12 +257,18 @@ def to_device(leaf: Any, device: torch.device | None, copy: bool = False) -> Any
     """A tensor on the device (None: where it is), copied if `copy`; anything else as it is."""
     if not isinstance(leaf, Tensor):
         return leaf
-    return leaf.to(device, non_blocking=True, copy=copy) if device is not None else leaf.clone() if copy else leaf
+    return (
+        leaf.to(device, non_blocking=True, copy=copy)
+        if device is not None
+        else leaf.clone()
+        if copy
+        else leaf
+    )
 
 
 def _refuse_unseen(call: str) -> None:
-    """Raise CaptureError if something is in force in this thread that cannot be in force in another one: a capture, or
-    a torch function mode."""
+    """Raise CaptureError if something is in force in this thread that cannot be in force in another
+    one: a capture, or a torch function mode."""
     modes = [type(mode).__name__ for mode in function_modes() if not isinstance(mode, str)]
     if in_dispatch_mode():
         where, force = "inside a captured function", "capture"
@@ -244,12 +277,14 @@ def _refuse_unseen(call: str) -> None:
         where, force, instead = "under a torch function mode", modes[0], "transport=Local()"
     else:
         return
-    raise CaptureError(f"{call} {where}", f"threads, whose work the {force} of this one does not see", instead)
+    raise CaptureError(
+        f"{call} {where}", f"threads, whose work the {force} of this one does not see", instead
+    )
 
 
 def thread_context(device: torch.device | None) -> Callable[[], AbstractContextManager[None]]:
-    """A context that puts in force, in another thread, what is in force in this one (`surroundings`). Work on `device`
-    follows this thread's stream."""
+    """A context that puts in force, in another thread, what is in force in this one
+    (`surroundings`). Work on `device` follows this thread's stream."""
     inherited = surroundings()
     here = torch.cuda.current_stream() if device is not None and device.type == "cuda" else None
 

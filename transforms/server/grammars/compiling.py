@@ -1,7 +1,7 @@
 """`Compiler`: XGrammar in a process of its own, within limits of time and memory.
 
-A grammar of a few lines can take XGrammar minutes, gigabytes, or its process. The other process compiles it, tries it
-on tokens that the grammar allows, and sends it back as text.
+A grammar of a few lines can take XGrammar minutes, gigabytes, or its process. The other process
+compiles it, tries it on tokens that the grammar allows, and sends it back as text.
 """
 
 import contextlib
@@ -31,9 +31,11 @@ _LARGEST, _LARGEST_PER_TOKEN = 4 * 2**20, 128
 """Bytes of a compiled grammar, as text."""
 _TRIED_SEEDS = 2
 _NICE = 10
-"""Once it has started, the process gives way to those that answer: it has what they leave of the processors."""
+"""Once it has started, the process gives way to those that answer: it has what they leave of the
+processors."""
 _MOST_WAITING = 3
-"""A grammar is waited for so many times as long as it may take the processor, which others may have meanwhile."""
+"""A grammar is waited for so many times as long as it may take the processor, which others may have
+meanwhile."""
 _LOOK_SECONDS = 0.1
 _BUDGET = MaskBudget(step_seconds=0.05, burst_seconds=0.2)
 
@@ -109,11 +111,14 @@ class Tokens:
             "raw": xgrammar.VocabType.RAW,
         }
         size, stops = len(self.written), [*self.stop_token_ids]
-        return xgrammar.TokenizerInfo([*self.written], kinds[self.kind], vocab_size=size, stop_token_ids=stops)
+        return xgrammar.TokenizerInfo(
+            [*self.written], kinds[self.kind], vocab_size=size, stop_token_ids=stops
+        )
 
 
 class Compiler:
-    """Compiles grammars one by one, in a process that is started at the first one and anew after one that broke it.
+    """Compiles grammars one by one, in a process that is started at the first one and anew after
+    one that broke it.
 
     Args:
         tokens: of the model.
@@ -149,7 +154,9 @@ class Compiler:
                 error, found = pipe.recv()
             except (EOFError, OSError):
                 self._end()
-                raise RequestError(call, "a grammar that ends XGrammar's process", "a smaller one") from None
+                raise RequestError(
+                    call, "a grammar that ends XGrammar's process", "a smaller one"
+                ) from None
         if error is not None:
             raise RequestError(call, error, "one that XGrammar compiles")
         return str(found)
@@ -169,7 +176,9 @@ class Compiler:
             if self._has_answer(self._pipe, _START_SECONDS) and self._pipe.recv() == "ready":
                 return self._pipe
         self._end()
-        raise RequestError("response_format", "XGrammar's process did not start", "the same request later")
+        raise RequestError(
+            "response_format", "XGrammar's process did not start", "the same request later"
+        )
 
     def _has_answer(self, pipe: Connection, seconds: float) -> bool:
         """Wait for an answer until the process has had the processor for so many seconds."""
@@ -200,9 +209,13 @@ class Compiler:
 
 def _serve(pipe: Connection, tokens: tuple[Any, ...], limits: GrammarLimits) -> None:
     """Compile what comes through the pipe, until it is closed."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the server, which ends this process
+    signal.signal(
+        signal.SIGINT, signal.SIG_IGN
+    )  # Ctrl-C is for the server, which ends this process
     for stream in (1, 2):
-        os.dup2(os.open(os.devnull, os.O_WRONLY), stream)  # XGrammar's warnings repeat what clients send
+        os.dup2(
+            os.open(os.devnull, os.O_WRONLY), stream
+        )  # XGrammar's warnings repeat what clients send
     import xgrammar
 
     info = Tokens(*tokens).info()
@@ -242,8 +255,8 @@ def compile_with(compiler: Any, kind: str, source: str) -> Any:
 
 
 def try_out(matcher: Any, info: Any, kind: str, limits: GrammarLimits, use: GrammarUse) -> None:
-    """Follow the grammar for as many tokens as a request may have: a grammar may be compiled soon and take seconds for
-    each token, or ever more the longer the text is."""
+    """Follow the grammar for as many tokens as a request may have: a grammar may be compiled soon
+    and take seconds for each token, or ever more the longer the text is."""
     import numpy as np
 
     bits = np.zeros((1, -(-info.vocab_size // 32)), dtype=np.int32)
@@ -261,9 +274,13 @@ def try_out(matcher: Any, info: Any, kind: str, limits: GrammarLimits, use: Gram
                 seen = f"a grammar that takes {seconds:.2g} s for a token{times} after {count} tokens; a step may take"
                 raise _TooLarge(f"{seen} {limits.budget.step_seconds:g} s for all of them")
             debt = limits.budget.owed(debt, use.n * seconds)
-            allowed = np.flatnonzero(np.unpackbits(bits.view(np.uint8), bitorder="little")[: info.vocab_size])
+            allowed = np.flatnonzero(
+                np.unpackbits(bits.view(np.uint8), bitorder="little")[: info.vocab_size]
+            )
             going = allowed[~np.isin(allowed, [*stops])]
-            if not count and (not len(allowed) or (kind.startswith("json") and len(going) < len(allowed))):
+            if not count and (
+                not len(allowed) or (kind.startswith("json") and len(going) < len(allowed))
+            ):
                 raise _TooLarge("a grammar that no text fits")
             if not len(going) or time.thread_time() > end:
                 break
@@ -275,7 +292,8 @@ def try_out(matcher: Any, info: Any, kind: str, limits: GrammarLimits, use: Gram
 
 
 def _fill_seconds(matcher: Any, bits: Any) -> float:
-    """The time of the processor for a mask, the shorter of two: the first may find nothing in its caches."""
+    """The time of the processor for a mask, the shorter of two: the first may find nothing in its
+    caches."""
     begin = time.thread_time()
     matcher.fill_next_token_bitmask(bits)
     middle = time.thread_time()
@@ -284,7 +302,8 @@ def _fill_seconds(matcher: Any, bits: Any) -> float:
 
 
 def _processor_seconds(pid: int | None) -> float | None:
-    """The time of the processor that a process has had; None: it has ended, or this system does not say."""
+    """The time of the processor that a process has had; None: it has ended, or this system does not
+    say."""
     try:
         with open(f"/proc/{pid}/stat", encoding="ascii") as file:
             fields = file.read().rpartition(")")[2].split()

@@ -1,6 +1,7 @@
 """`response_format` as masks of the engine, through XGrammar (Dong et al., 2024, arXiv 2411.15100).
 
-`Grammars` compiles where clients are answered; its texts travel to every rank, where `Masks` reads them.
+`Grammars` compiles where clients are answered; its texts travel to every rank, where `Masks` reads
+them.
 """
 
 import functools
@@ -67,8 +68,8 @@ class Grammars:
         self._size = 0
 
     def find(self, form: Mapping[str, Any], use: GrammarUse) -> str | None:
-        """A `response_format` that was compiled before, and tried for as long a use; None: `compile` it. It waits for
-        nobody."""
+        """A `response_format` that was compiled before, and tried for as long a use; None:
+        `compile` it. It waits for nobody."""
         key = json.dumps(form)
         with self._lock:
             kept = self._last.get(key)
@@ -81,7 +82,8 @@ class Grammars:
         """A `response_format`, compiled.
 
         Raises:
-            RequestError: a schema or a grammar that cannot be compiled, or that is beyond the limits.
+            RequestError: a schema or a grammar that cannot be compiled, or that is beyond the
+                limits.
         """
         found = self.find(form, use)
         if found is not None:
@@ -107,7 +109,8 @@ class Grammars:
 
 
 class Masks:
-    """Makes masks of what `Grammars` has compiled. A second mask of the same grammar takes no time while it is kept.
+    """Makes masks of what `Grammars` has compiled. A second mask of the same grammar takes no time
+    while it is kept.
 
     Args:
         tokens: of the model.
@@ -159,7 +162,8 @@ class _State:
 
 
 class _GrammarMask:
-    """The mask of one request. Completions that have said the same share a matcher: it is copied where they part."""
+    """The mask of one request. Completions that have said the same share a matcher: it is copied
+    where they part."""
 
     def __init__(self, new_matcher: Callable[[], Any], num_words: int, budget: MaskBudget) -> None:
         self.budget = budget
@@ -203,8 +207,12 @@ class _GrammarMask:
 
 def _tokens_of(model: Model) -> Tokens:
     if model.tokenizer is None:
-        raise RequestError("response_format", "a checkpoint without a tokenizer", "one with tokenizer.json")
-    return Tokens.of(Vocabulary(model.tokenizer, model.config.vocab_size), model.config.eos_token_ids)
+        raise RequestError(
+            "response_format", "a checkpoint without a tokenizer", "one with tokenizer.json"
+        )
+    return Tokens.of(
+        Vocabulary(model.tokenizer, model.config.vocab_size), model.config.eos_token_ids
+    )
 
 
 class ModelGrammars:
@@ -214,7 +222,8 @@ class ModelGrammars:
         model: from `weft.load`; the weights are not read.
         limits: of a grammar.
 
-    It raises RequestError for a model without an end-of-sequence token, since nothing could follow a complete answer.
+    It raises RequestError for a model without an end-of-sequence token, since nothing could follow
+    a complete answer.
     """
 
     def __init__(self, model: Model, limits: GrammarLimits | None = None) -> None:
@@ -230,9 +239,7 @@ class ModelGrammars:
     def __call__(self, form: Mapping[str, Any], use: GrammarUse = SHORT_USE) -> str:
         model = self._model
         if not model.config.eos_token_ids:
-            seen = (
-                f"the model {model.path.name!r}, which has no end-of-sequence token that could follow a complete answer"
-            )
+            seen = f"the model {model.path.name!r}, which has no end-of-sequence token that could follow a complete answer"
             instead = "a checkpoint with eos_token_id in generation_config.json or config.json; or no response_format"
             raise RequestError(f"response_format of type {form['type']!r}", seen, instead)
         return self._grammars().compile(form, use)

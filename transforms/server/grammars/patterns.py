@@ -1,9 +1,11 @@
-"""`rewrite`: a regular expression as XGrammar must get it: sets of characters written out, and in JSON, escaped.
+"""`rewrite`: a regular expression as XGrammar must get it: sets of characters written out, and in
+JSON, escaped.
 
-XGrammar 0.2 writes what a `pattern` matches between quotes as it is. A quotation mark, a backslash or a newline of the
-pattern then ends or breaks the JSON; a negated set matches surrogates, which no text has; and an anchor in the middle
-is ignored. Here Python's parser reads the expression, sets lose what no text has, characters that JSON escapes are
-written escaped, and what cannot be kept is refused.
+XGrammar 0.2 writes what a `pattern` matches between quotes as it is. A quotation mark, a backslash
+or a newline of the pattern then ends or breaks the JSON; a negated set matches surrogates, which no
+text has; and an anchor in the middle is ignored. Here Python's parser reads the expression, sets
+lose what no text has, characters that JSON escapes are written escaped, and what cannot be kept is
+refused.
 """
 
 import re
@@ -16,17 +18,20 @@ from weft.errors import RequestError
 Ranges = list[tuple[int, int]]
 """Characters, as ranges of code points with both ends, in order."""
 MOST_NESTED = 5000
-"""The most characters that repetitions within repetitions may stand for: each one costs time at each token."""
+"""The most characters that repetitions within repetitions may stand for: each one costs time at
+each token."""
 _LONGEST = 10_000
 _TEXT: Ranges = [(9, 10), (13, 13), (0x20, 0xD7FF), (0xE000, 0x10FFFF)]
 _ESCAPES = {0x22: '"', 0x5C: "\\\\", 0x08: "b", 0x0C: "f", 0x0A: "n", 0x0D: "r", 0x09: "t"}
-"""The letters that JSON writes after a backslash, by character, as a set of an expression has them."""
+"""The letters that JSON writes after a backslash, by character, as a set of an expression has them.
+"""
 _CATEGORIES: dict[Any, Ranges] = {
     op.CATEGORY_DIGIT: [(0x30, 0x39)],
     op.CATEGORY_SPACE: [(9, 10), (13, 13), (0x20, 0x20)],
     op.CATEGORY_WORD: [(0x30, 0x39), (0x41, 0x5A), (0x5F, 0x5F), (0x61, 0x7A)],
 }
-# Characters beyond ASCII are digits, spaces and words to some engines and not to others: here they are neither.
+# Characters beyond ASCII are digits, spaces and words to some engines and not to others: here they
+# are neither.
 _BEYOND: Ranges = [(0x80, 0x10FFFF)]
 _NEGATED = {
     op.CATEGORY_NOT_DIGIT: op.CATEGORY_DIGIT,
@@ -47,19 +52,26 @@ def rewrite(call: str, pattern: str, *, in_json: bool) -> str:
         in_json: the text stands between the quotation marks of a JSON string.
 
     Raises:
-        RequestError: it is not a regular expression, or not a regular language, or its repetitions are too large.
+        RequestError: it is not a regular expression, or not a regular language, or its repetitions
+            are too large.
     """
     if len(pattern) > _LONGEST:
-        raise RequestError(call, f"a pattern of {len(pattern)} characters", f"one of at most {_LONGEST}")
+        raise RequestError(
+            call, f"a pattern of {len(pattern)} characters", f"one of at most {_LONGEST}"
+        )
     try:
         parsed = parser.parse(
-            pattern.replace("(?<", "(?P<") if "(?<=" not in pattern and "(?<!" not in pattern else pattern
+            pattern.replace("(?<", "(?P<")
+            if "(?<=" not in pattern and "(?<!" not in pattern
+            else pattern
         )
         if parsed.state.flags & ~re.UNICODE.value:
             raise _Refused("flags, as in (?i)")
         return _Writer(in_json).concatenation(parsed, True, True)
     except (re.error, OverflowError) as error:
-        raise RequestError(call, f"the pattern {pattern!r:.100}: {error}", "a regular expression") from error
+        raise RequestError(
+            call, f"the pattern {pattern!r:.100}: {error}", "a regular expression"
+        ) from error
     except RecursionError:
         raise RequestError(call, "a pattern that is nested too deeply", "a shorter one") from None
     except _Refused as error:
@@ -79,7 +91,8 @@ class _Writer:
         self._nested = 1
 
     def concatenation(self, parts: Sequence[Any], at_start: bool, at_end: bool) -> str:
-        """Parts one after the other, the first and the last of which may be anchors at either end of the text."""
+        """Parts one after the other, the first and the last of which may be anchors at either end
+        of the text."""
         parts, written = list(parts), []
         for place, (kind, value) in enumerate(parts):
             first, last = at_start and place == 0, at_end and place == len(parts) - 1
@@ -120,16 +133,20 @@ class _Writer:
     def _characters(self, ranges: Ranges) -> str:
         if not self._in_json:
             return _set_of(_intersected(ranges, _TEXT))
-        escaped = "".join(letter for code, letter in _ESCAPES.items() if any(a <= code <= b for a, b in ranges))
-        plain = _intersected(ranges, [(0x20, 0x21), (0x23, 0x5B), (0x5D, 0xD7FF), (0xE000, 0x10FFFF)])
+        escaped = "".join(
+            letter for code, letter in _ESCAPES.items() if any(a <= code <= b for a, b in ranges)
+        )
+        plain = _intersected(
+            ranges, [(0x20, 0x21), (0x23, 0x5B), (0x5D, 0xD7FF), (0xE000, 0x10FFFF)]
+        )
         if not escaped:
             return _set_of(plain)
         return f"(?:{_set_of(plain)}|\\\\[{escaped}])" if plain else f"(?:\\\\[{escaped}])"
 
 
 def _exactly(written: str, count: int) -> str:
-    """A pattern as often, in blocks. Within a longer repetition each mask of XGrammar's takes more time than the one
-    before."""
+    """A pattern as often, in blocks. Within a longer repetition each mask of XGrammar's takes more
+    time than the one before."""
     if count <= _BLOCK:
         return f"{written}{{{count}}}" if count else ""
     blocks, rest = divmod(count, _BLOCK)
@@ -137,7 +154,8 @@ def _exactly(written: str, count: int) -> str:
 
 
 def _at_most(written: str, count: int) -> str:
-    """A pattern at most as often, in blocks: fewer blocks and part of one, or all of them and the rest."""
+    """A pattern at most as often, in blocks: fewer blocks and part of one, or all of them and the
+    rest."""
     if count <= _BLOCK:
         return f"{written}{{0,{count}}}" if count else ""
     blocks, rest = divmod(count, _BLOCK)
@@ -190,7 +208,9 @@ def _complement(ranges: Ranges) -> Ranges:
 
 
 def _intersected(left: Ranges, right: Ranges) -> Ranges:
-    return [(max(a, c), min(b, d)) for a, b in _merged(left) for c, d in right if max(a, c) <= min(b, d)]
+    return [
+        (max(a, c), min(b, d)) for a, b in _merged(left) for c, d in right if max(a, c) <= min(b, d)
+    ]
 
 
 def _set_of(ranges: Ranges) -> str:
@@ -202,4 +222,6 @@ def _set_of(ranges: Ranges) -> str:
 
 def _char(code: int) -> str:
     char = chr(code)
-    return {"\n": "\\n", "\r": "\\r", "\t": "\\t"}.get(char, f"\\{char}" if char in "\\]^-[" else char)
+    return {"\n": "\\n", "\r": "\\r", "\t": "\\t"}.get(
+        char, f"\\{char}" if char in "\\]^-[" else char
+    )

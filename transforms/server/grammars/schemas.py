@@ -1,8 +1,10 @@
-"""`rewrite_schema`: a JSON Schema of which XGrammar keeps every keyword, or an error that names the one it would not.
+"""`rewrite_schema`: a JSON Schema of which XGrammar keeps every keyword, or an error that names the
+one it would not.
 
-XGrammar 0.2 ignores most keywords that stand beside others: `minimum` beside `$ref`, `minLength` beside `pattern`, a
-`required` name that is not in `properties`. An answer would then break its schema. What it does with each keyword was
-found by drawing schemas and answers; `tests/transforms/server/test_structured.py` goes on with that.
+XGrammar 0.2 ignores most keywords that stand beside others: `minimum` beside `$ref`, `minLength`
+beside `pattern`, a `required` name that is not in `properties`. An answer would then break its
+schema. What it does with each keyword was found by drawing schemas and answers;
+`tests/transforms/server/test_structured.py` goes on with that.
 """
 
 import math
@@ -13,13 +15,30 @@ from weft.errors import RequestError
 from weft.transforms.server.grammars.patterns import rewrite
 
 _NOTES = {
-    *("title", "description", "default", "examples", "deprecated", "readOnly", "writeOnly", "$comment", "$schema"),
+    *(
+        "title",
+        "description",
+        "default",
+        "examples",
+        "deprecated",
+        "readOnly",
+        "writeOnly",
+        "$comment",
+        "$schema",
+    ),
     "discriminator",
 }
 """Keywords that no answer can break."""
 _DEFS = "$defs", "definitions"
 _GROUPS = {
-    "object": {"properties", "required", "additionalProperties", "patternProperties", "minProperties", "maxProperties"},
+    "object": {
+        "properties",
+        "required",
+        "additionalProperties",
+        "patternProperties",
+        "minProperties",
+        "maxProperties",
+    },
     "array": {"items", "prefixItems", "minItems", "maxItems"},
     "string": {"minLength", "maxLength", "pattern", "format"},
     "number": {"minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf"},
@@ -38,20 +57,22 @@ _FORMATS = {
     "ipv4": rf"{_BYTE}(\.{_BYTE}){{3}}",
     "uuid": "[0-9a-f]{8}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{12}",
 }
-"""Formats of which XGrammar also writes what is none, such as February 30th. A 29th of February is not written."""
+"""Formats of which XGrammar also writes what is none, such as February 30th. A 29th of February is
+not written."""
 _ITS_FORMATS = "duration", "email", "hostname", "ipv6", "uri", "uri-reference"
 _LARGEST = 2**53
 
 
 def rewrite_schema(call: str, schema: Any) -> Any:
-    """The schema for XGrammar. An answer under the result is one under the schema; not each one of the schema's is.
+    """The schema for XGrammar. An answer under the result is one under the schema; not each one of
+    the schema's is.
 
     Args:
         call: of an error.
 
     Raises:
-        RequestError: a keyword that would be ignored, alone or beside another one; a `$ref` that leaves the schema, or
-            finds nothing in it.
+        RequestError: a keyword that would be ignored, alone or beside another one; a `$ref` that
+            leaves the schema, or finds nothing in it.
     """
     return _Rewriter(call, schema).result()
 
@@ -88,7 +109,11 @@ class _Rewriter:
         known = {k: v for k, v in given.items() if k not in _NOTES and not k.startswith("x-")}
         if place == "#":
             known.pop("$id", None)
-        defs = {name: self._schemas(known.pop(name), f"{place}/{name}") for name in _DEFS if name in known}
+        defs = {
+            name: self._schemas(known.pop(name), f"{place}/{name}")
+            for name in _DEFS
+            if name in known
+        }
         for name, value in _NO_OPS.items():
             if name in known and known[name] is value:
                 del known[name]
@@ -103,7 +128,11 @@ class _Rewriter:
         for name in ("$ref", *_COMBINED):
             if name in known:
                 self._alone(known, name, place)
-                return self._ref(known[name], place) if name == "$ref" else self._combined(name, known[name], place)
+                return (
+                    self._ref(known[name], place)
+                    if name == "$ref"
+                    else self._combined(name, known[name], place)
+                )
         if "const" in known or "enum" in known:
             return self._values(known, place)
         return self._typed(known, place)
@@ -112,12 +141,21 @@ class _Rewriter:
         for other in known:
             if other not in (name, *others):
                 self._refuse(
-                    place, f"the keyword {other!r:.60} beside {name!r}, which would be ignored", f"{name!r} alone"
+                    place,
+                    f"the keyword {other!r:.60} beside {name!r}, which would be ignored",
+                    f"{name!r} alone",
                 )
 
     def _ref(self, ref: Any, place: str) -> dict[str, Any]:
-        if not isinstance(ref, str) or not (ref == "#" or ref.startswith("#/")) or "~" in ref or "%" in ref:
-            self._refuse(place, f"$ref {ref!r:.100}", "a place in the schema itself, as in #/$defs/name")
+        if (
+            not isinstance(ref, str)
+            or not (ref == "#" or ref.startswith("#/"))
+            or "~" in ref
+            or "%" in ref
+        ):
+            self._refuse(
+                place, f"$ref {ref!r:.100}", "a place in the schema itself, as in #/$defs/name"
+            )
         self._refs.append((place, ref))
         return {"$ref": ref}
 
@@ -136,7 +174,9 @@ class _Rewriter:
                 for other in options[:index]:
                     if not self._are_disjoint(own, other):
                         seen = "the keyword 'oneOf' of schemas that one value may fit, which would be taken as 'anyOf'"
-                        self._refuse(place, seen, "'anyOf', or objects that differ in a required constant")
+                        self._refuse(
+                            place, seen, "'anyOf', or objects that differ in a required constant"
+                        )
         return {"allOf" if name == "allOf" else "anyOf": found}
 
     def _are_disjoint(self, left: Any, right: Any) -> bool:
@@ -144,7 +184,11 @@ class _Rewriter:
         if left is None or right is None:
             return False
         kinds = [_kinds_of(own) for own in (left, right)]
-        if all(kinds) and not kinds[0] & kinds[1] and not all(own & {"integer", "number"} for own in kinds):
+        if (
+            all(kinds)
+            and not kinds[0] & kinds[1]
+            and not all(own & {"integer", "number"} for own in kinds)
+        ):
             return True
         values = [_values_of(own) for own in (left, right)]
         if values[0] is not None and values[1] is not None:
@@ -153,9 +197,16 @@ class _Rewriter:
             return False
         parts = [own.get("properties") or {} for own in (left, right)]
         names = [name for name in parts[0] if name in parts[1]]
-        needed = [name for name in names if all(name in (own.get("required") or ()) for own in (left, right))]
+        needed = [
+            name
+            for name in names
+            if all(name in (own.get("required") or ()) for own in (left, right))
+        ]
         pairs = [[_values_of(self._resolved(own[name])) for own in parts] for name in needed]
-        return any(a is not None and b is not None and not any(_same(x, y) for x in a for y in b) for a, b in pairs)
+        return any(
+            a is not None and b is not None and not any(_same(x, y) for x in a for y in b)
+            for a, b in pairs
+        )
 
     def _resolved(self, schema: Any) -> Mapping[str, Any] | None:
         """The schema that a chain of `$ref`s ends at; None if it does not."""
@@ -179,11 +230,17 @@ class _Rewriter:
             for value in values:
                 if not kinds or not _kinds_of_value(value) & kinds:
                     self._refuse(
-                        place, f"{value!r:.60} in {name!r} beside 'type' {known['type']!r:.60}", "values of that type"
+                        place,
+                        f"{value!r:.60} in {name!r} beside 'type' {known['type']!r:.60}",
+                        "values of that type",
                     )
         for value in values:
             if not _is_exact(value):
-                self._refuse(place, f"{value!r:.60} in {name!r}", f"whole numbers up to {_LARGEST}, and finite ones")
+                self._refuse(
+                    place,
+                    f"{value!r:.60} in {name!r}",
+                    f"whole numbers up to {_LARGEST}, and finite ones",
+                )
         return {name: known[name]}
 
     def _typed(self, known: dict[str, Any], place: str) -> dict[str, Any]:
@@ -191,19 +248,33 @@ class _Rewriter:
             kinds = _kinds_of(known)
             if not kinds:
                 self._refuse(
-                    place, f"'type' {known['type']!r:.60}", f"one of {', '.join(sorted(_TYPES))}, or a list of them"
+                    place,
+                    f"'type' {known['type']!r:.60}",
+                    f"one of {', '.join(sorted(_TYPES))}, or a list of them",
                 )
         else:
             groups = [kind for kind, words in _GROUPS.items() if words & known.keys()]
             if len(groups) > 1:
-                self._refuse(place, f"keywords of {' and '.join(groups)} without 'type'", f'"type": "{groups[0]}"')
+                self._refuse(
+                    place,
+                    f"keywords of {' and '.join(groups)} without 'type'",
+                    f'"type": "{groups[0]}"',
+                )
             kinds = {*groups}
         allowed = {"type"}.union(
-            *(_GROUPS["number" if kind == "integer" else kind] for kind in kinds if kind not in ("boolean", "null"))
+            *(
+                _GROUPS["number" if kind == "integer" else kind]
+                for kind in kinds
+                if kind not in ("boolean", "null")
+            )
         )
         for name in known:
             if name not in allowed:
-                self._refuse(place, f"the keyword {name!r:.60}, which would be ignored", "a schema without it")
+                self._refuse(
+                    place,
+                    f"the keyword {name!r:.60}, which would be ignored",
+                    "a schema without it",
+                )
         if not kinds:
             return {}
         options = [self._of_type(kind, known, place) for kind in sorted(kinds)]
@@ -215,7 +286,10 @@ class _Rewriter:
         if kind in ("integer", "number"):
             return {"type": kind, **self._number(own, place, kind)}
         made = {"object": self._object, "array": self._array, "string": self._string}.get(kind)
-        return {"type": kind, **(made(own, place) if made is not None and (own or kind != "string") else {})}
+        return {
+            "type": kind,
+            **(made(own, place) if made is not None and (own or kind != "string") else {}),
+        }
 
     def _object(self, own: dict[str, Any], place: str) -> dict[str, Any]:
         properties = self._schemas(own.get("properties", {}), f"{place}/properties")
@@ -224,7 +298,11 @@ class _Rewriter:
         if not isinstance(required, list) or [
             name for name in required if not isinstance(name, str) or name not in properties
         ]:
-            self._refuse(place, f"'required' {required!r:.100}, not all of them in 'properties'", "a property for each")
+            self._refuse(
+                place,
+                f"'required' {required!r:.100}, not all of them in 'properties'",
+                "a property for each",
+            )
         if patterns is not None:
             self._alone(
                 own,
@@ -245,9 +323,13 @@ class _Rewriter:
         counts = self._counts(own, place, "minProperties", "maxProperties")
         if counts and more is not False:
             self._refuse(
-                place, f"the keyword {next(iter(counts))!r} of names that may repeat", '"additionalProperties": false'
+                place,
+                f"the keyword {next(iter(counts))!r} of names that may repeat",
+                '"additionalProperties": false',
             )
-        more = more if isinstance(more, bool) else self._schema(more, f"{place}/additionalProperties")
+        more = (
+            more if isinstance(more, bool) else self._schema(more, f"{place}/additionalProperties")
+        )
         return {
             "properties": properties,
             "required": [*dict.fromkeys(required)],
@@ -261,7 +343,9 @@ class _Rewriter:
             self._refuse(place, f"'prefixItems' {prefix!r:.60}", "a list of schemas")
         found: dict[str, Any] = {**self._counts(own, place, "minItems", "maxItems")}
         if prefix:
-            found["prefixItems"] = [self._schema(each, f"{place}/prefixItems/{i}") for i, each in enumerate(prefix)]
+            found["prefixItems"] = [
+                self._schema(each, f"{place}/prefixItems/{i}") for i, each in enumerate(prefix)
+            ]
         items = own.get("items", not prefix)
         return found | {"items": items if items is False else self._schema(items, f"{place}/items")}
 
@@ -301,16 +385,34 @@ class _Rewriter:
 
     def _number(self, own: dict[str, Any], place: str, kind: str) -> dict[str, Any]:
         for name, value in own.items():
-            if isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) <= _LARGEST:
+            if (
+                isinstance(value, bool)
+                or not isinstance(value, int | float)
+                or not abs(value) <= _LARGEST
+            ):
                 self._refuse(place, f"{name!r} {value!r:.60}", f"a number of at most {_LARGEST}")
             if round(value, 6) != value:
-                self._refuse(place, f"{name!r} {value!r:.60}, which would be rounded", "a number of at most 6 decimals")
+                self._refuse(
+                    place,
+                    f"{name!r} {value!r:.60}, which would be rounded",
+                    "a number of at most 6 decimals",
+                )
         factor, bounds = own.get("multipleOf", 1), own.keys() - {"multipleOf"}
         if kind == "number" and "multipleOf" in own:
-            self._refuse(place, "the keyword 'multipleOf' of 'number', which would be ignored", '"type": "integer"')
-        if not isinstance(factor, int) or factor < 1 or (factor > 1 and bounds not in (set(), {"minimum", "maximum"})):
+            self._refuse(
+                place,
+                "the keyword 'multipleOf' of 'number', which would be ignored",
+                '"type": "integer"',
+            )
+        if (
+            not isinstance(factor, int)
+            or factor < 1
+            or (factor > 1 and bounds not in (set(), {"minimum", "maximum"}))
+        ):
             seen = f"'multipleOf' {factor!r:.60} beside {sorted(bounds)}"
-            self._refuse(place, seen, "a whole number >= 1, alone or beside both 'minimum' and 'maximum'")
+            self._refuse(
+                place, seen, "a whole number >= 1, alone or beside both 'minimum' and 'maximum'"
+            )
         return own
 
 

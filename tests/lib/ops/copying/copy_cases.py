@@ -15,7 +15,15 @@ from weft.ops.copying.byte_copies import Copies
 pytest.importorskip("triton")
 from weft.ops.copying.copies_triton import ARITIES, table_rows
 
-DTYPES = (torch.bool, torch.uint8, torch.bfloat16, torch.int32, torch.float32, torch.int64, torch.complex128)
+DTYPES = (
+    torch.bool,
+    torch.uint8,
+    torch.bfloat16,
+    torch.int32,
+    torch.float32,
+    torch.int64,
+    torch.complex128,
+)
 MARGIN = 24
 
 
@@ -75,7 +83,9 @@ def make(given: list[Pair], into_fixed: bool, seed: int, device: str = "cpu") ->
     if into_fixed:
         for i, pair in enumerate(given):
             if i % 3 == 0:
-                drawn = [draw(pair, o, random, device) for o in (pair.fixed_offset, pair.other_offset)]
+                drawn = [
+                    draw(pair, o, random, device) for o in (pair.fixed_offset, pair.other_offset)
+                ]
                 constants.append((drawn[0], drawn[1]))
             if i % 3 == 1 and pair.size:
                 tail = draw(attrs.evolve(pair, size=5), pair.fixed_offset, random, device)
@@ -86,7 +96,9 @@ def make(given: list[Pair], into_fixed: bool, seed: int, device: str = "cpu") ->
 def copied(case: Case) -> list[Tensor]:
     """The storages after torch's own copies."""
     for fixed, other in zip(case.copies.fixed, case.others, strict=True):
-        (fixed if case.copies.into_fixed else other).copy_(other if case.copies.into_fixed else fixed)
+        (fixed if case.copies.into_fixed else other).copy_(
+            other if case.copies.into_fixed else fixed
+        )
     for target, source in case.copies.constants:
         target.copy_(source)
     for tail, index, _ in case.copies.repeats:
@@ -120,7 +132,12 @@ def some_cases(device: str = "cpu") -> Iterator[tuple[list[Pair], bool]]:
             sizes = [0, 1, 3, 17, 700, 9000] if count < 10 else [0, 1, 5]
             yield (
                 [
-                    Pair(random.choice(DTYPES), random.choice(sizes), random.randrange(9), random.randrange(9))
+                    Pair(
+                        random.choice(DTYPES),
+                        random.choice(sizes),
+                        random.randrange(9),
+                        random.randrange(9),
+                    )
                     for _ in range(count)
                 ],
                 into_fixed,

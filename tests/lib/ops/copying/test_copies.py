@@ -21,7 +21,9 @@ from weft.ops.copying.copies_triton import table_rows
 @settings(deadline=None)
 @given(st.lists(pairs, min_size=1, max_size=8), st.booleans(), st.integers(0, 9))
 def test_the_table_says_what_copies_do(given: list[Pair], into_fixed: bool, seed: int) -> None:
-    for seen, wanted in zip(moved(make(given, into_fixed, seed)), copied(make(given, into_fixed, seed)), strict=True):
+    for seen, wanted in zip(
+        moved(make(given, into_fixed, seed)), copied(make(given, into_fixed, seed)), strict=True
+    ):
         assert torch.equal(seen, wanted)
 
 
@@ -54,8 +56,14 @@ def test_dense(name: str) -> None:
     assert is_dense(x) is dense
 
 
-@given(st.permutations(range(3)), st.lists(st.integers(0, 3), min_size=3, max_size=3), st.integers(1, 2))
-def test_dense_tensors_touch_each_of_their_bytes_once(order: list[int], shape: list[int], step: int) -> None:
+@given(
+    st.permutations(range(3)),
+    st.lists(st.integers(0, 3), min_size=3, max_size=3),
+    st.integers(1, 2),
+)
+def test_dense_tensors_touch_each_of_their_bytes_once(
+    order: list[int], shape: list[int], step: int
+) -> None:
     x = torch.arange(27 * step).as_strided(shape, (9 * step, 3 * step, step)).permute(order)
     places = {i.item() for i in x.flatten()}
     assert is_dense(x) == (not places or max(places) - min(places) + 1 == x.numel() == len(places))
@@ -66,7 +74,15 @@ def test_same_bytes_asks_for_all_that_bytes_do_not_say() -> None:
     c = torch.zeros(2, 3, dtype=torch.complex64)
     assert same_bytes(x, torch.ones(2, 3))
     assert same_bytes(torch.zeros(1, 3), torch.zeros(2, 3)[:1].as_strided((1, 3), (7, 1)))
-    for other in (x.double(), x.int(), x.t(), torch.zeros(3, 2).t(), x[:1], torch.zeros(2, 4)[:, :3], x.to("meta")):
+    for other in (
+        x.double(),
+        x.int(),
+        x.t(),
+        torch.zeros(3, 2).t(),
+        x[:1],
+        torch.zeros(2, 4)[:, :3],
+        x.to("meta"),
+    ):
         assert not same_bytes(x, other)
     assert not same_bytes(c, c.conj())
     assert not same_bytes(c.imag, c.conj().imag)
@@ -99,13 +115,17 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 @pytest.mark.parametrize("into_fixed", [False, True])
 @pytest.mark.parametrize(("count", "sizes"), [(1, [1]), (4, [4]), (5, [4, 1]), (9, [4, 4, 1])])
-def test_more_tensors_than_a_launch_takes(count: int, sizes: list[int], into_fixed: bool, launches: list[int]) -> None:
+def test_more_tensors_than_a_launch_takes(
+    count: int, sizes: list[int], into_fixed: bool, launches: list[int]
+) -> None:
     fixed = tuple(torch.full((2,), float(i)) for i in range(count))
     others = [torch.full((2,), 100.0 + i) for i in range(count)]
     constant = torch.zeros(3), torch.ones(3)
     module.plan_copies_of_bytes(Copies(fixed, into_fixed, (constant,)))(others)
     expected = [100.0 + i if into_fixed else float(i) for i in range(count)]
-    assert [x.tolist() for x in fixed if into_fixed] == [[value] * 2 for value in expected if into_fixed]
+    assert [x.tolist() for x in fixed if into_fixed] == [
+        [value] * 2 for value in expected if into_fixed
+    ]
     assert [x.tolist() for x in others] == [[value] * 2 for value in expected]
     assert constant[0].tolist() == [1, 1, 1]
     assert launches == sizes
@@ -113,7 +133,9 @@ def test_more_tensors_than_a_launch_takes(count: int, sizes: list[int], into_fix
 
 @pytest.mark.parametrize("count", [1, 5])
 def test_clones_are_new_storages_each_time(count: int, launches: list[int]) -> None:
-    made = [torch.arange(6, dtype=dtype).view(2, 3).t() for dtype in (torch.float32, torch.int64) * 3][:count]
+    made = [
+        torch.arange(6, dtype=dtype).view(2, 3).t() for dtype in (torch.float32, torch.int64) * 3
+    ][:count]
     clone = module.plan_clones(made)
     first = clone(())
     second = clone(())
@@ -160,7 +182,9 @@ def test_without_triton_the_fallback_is_named(monkeypatch: pytest.MonkeyPatch) -
     assert row.reason == "one launch for each dtype: triton cannot be imported"
 
 
-def test_a_triton_that_cannot_compile_is_a_warning_and_a_named_fallback(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_triton_that_cannot_compile_is_a_warning_and_a_named_fallback(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     def broken(device: torch.device, arity: int) -> int:
         raise RuntimeError("Failed to find C compiler.\nMore.")
 
@@ -171,7 +195,9 @@ def test_a_triton_that_cannot_compile_is_a_warning_and_a_named_fallback(monkeypa
     assert reason == "triton cannot run it: RuntimeError: ['Failed to find C compiler.']"
 
 
-def test_what_is_said_of_the_launch_is_of_the_kernel_that_was_tried(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_said_of_the_launch_is_of_the_kernel_that_was_tried(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """So that no other kernel is compiled for it."""
     asked: list[int] = []
 
@@ -188,4 +214,6 @@ def test_what_is_said_of_the_launch_is_of_the_kernel_that_was_tried(monkeypatch:
 
 def test_a_triton_without_a_handle_launches_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("weft.ops.copying.copies_triton.kernel_handle", lambda device, arity: None)
-    assert module.how_launched(torch.device("cuda", 0)).startswith("launched by triton, which takes longer")
+    assert module.how_launched(torch.device("cuda", 0)).startswith(
+        "launched by triton, which takes longer"
+    )

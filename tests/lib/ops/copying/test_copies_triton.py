@@ -58,7 +58,16 @@ print("done")
 def mixed(a: Tensor, b: Tensor, c: Tensor, d: Tensor, e: Tensor) -> tuple[Tensor, ...]:
     """Clones of many dtypes and layouts, and of two results in one storage."""
     both = a * 2
-    return both, both[1:], b + 1, ~c, d.t() * 2, e, torch.empty(0, device=a.device), both[:1].expand(3)
+    return (
+        both,
+        both[1:],
+        b + 1,
+        ~c,
+        d.t() * 2,
+        e,
+        torch.empty(0, device=a.device),
+        both[:1].expand(3),
+    )
 
 
 def check_graphified(device: str, launches: list[int]) -> None:
@@ -70,7 +79,9 @@ def check_graphified(device: str, launches: list[int]) -> None:
         args = (x[1:8], x.long(), x.int() % 2 == 0, x.view(3, 4).t(), x.double()[::2])
         launches.clear()
         seen, wanted = g(*args), mixed(*args)
-        assert not turn or launches == [4, 6], launches  # of 5 and 8 tensors: the others are not dense
+        assert not turn or launches == [4, 6], (
+            launches
+        )  # of 5 and 8 tensors: the others are not dense
         kept.append((seen, wanted))
     for seen, wanted in kept:
         for a, b in zip(seen, wanted, strict=True):
@@ -101,7 +112,9 @@ def check_padded(device: str, launches: list[int]) -> None:
         (graph,) = g._cache.graphs()
         padded = pad(batch, rung)
         wanted = (padded.rows, padded.input_ids, padded.query_start_loc, padded.samples)
-        for seen, one in zip((x for x in graph.buffers if isinstance(x, Tensor)), wanted, strict=True):
+        for seen, one in zip(
+            (x for x in graph.buffers if isinstance(x, Tensor)), wanted, strict=True
+        ):
             assert torch.equal(seen, one)
 
 
@@ -109,7 +122,9 @@ def test_graphify_with_the_kernel_interpreted(tmp_path: Path) -> None:
     assert run_interpreted(_GRAPHIFIED, tmp_path) == "done\n"
 
 
-@pytest.mark.parametrize(("count", "arities"), [(0, 1), (1, 1), (ARITIES[0] + 1, 2), (10_000, len(ARITIES))])
+@pytest.mark.parametrize(
+    ("count", "arities"), [(0, 1), (1, 1), (ARITIES[0] + 1, 2), (10_000, len(ARITIES))]
+)
 def test_the_kernels_that_copies_of_so_many_need_are_asked_for(
     count: int, arities: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -225,5 +240,9 @@ def test_another_device_than_the_current_one() -> None:
     for turn in range(3):
         x = torch.full((4,), float(turn), device="cuda:1")
         floats, integers = g(x)
-        assert (floats.device, floats.tolist(), integers.tolist()) == (x.device, [turn + 1.0] * 4, [turn] * 4)
+        assert (floats.device, floats.tolist(), integers.tolist()) == (
+            x.device,
+            [turn + 1.0] * 4,
+            [turn] * 4,
+        )
         assert torch.cuda.current_device() == 0

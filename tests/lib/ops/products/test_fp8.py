@@ -14,7 +14,8 @@ from weft.ops.products.fp8 import Quantized, dequantize, dequantize_weight, quan
 from weft.ops.products.linear import fp8_linear
 
 FP8 = torch.float8_e4m3fn
-# All 127 magnitudes of the format: sign, 4 bits of exponent with bias 7, 3 bits of mantissa, NaN in the last place.
+# All 127 magnitudes of the format: sign, 4 bits of exponent with bias 7, 3 bits of mantissa, NaN in
+# the last place.
 MAGNITUDES = [
     math.ldexp(mantissa, -9) if exponent == 0 else math.ldexp(8 + mantissa, exponent - 10)
     for exponent in range(16)
@@ -41,14 +42,18 @@ def by_brute_force(row: list[float]) -> tuple[list[float], float]:
     return [nearest(single(x * inverse)) for x in row], single(most / 448.0)
 
 
-finite = st.floats(-1e4, 1e4, width=32) | st.sampled_from([0.0, -0.0, 1e-12, 1e-30, 448.0, 17.0, 1e30])
+finite = st.floats(-1e4, 1e4, width=32) | st.sampled_from(
+    [0.0, -0.0, 1e-12, 1e-30, 448.0, 17.0, 1e30]
+)
 
 
 @given(st.lists(st.lists(finite, min_size=3, max_size=3), min_size=1, max_size=3))
 @settings(max_examples=60)
 def test_the_quantiser_is_its_definition(rows: list[list[float]]) -> None:
     made = quantize(torch.tensor(rows, dtype=torch.float32))
-    for row, values, scale in zip(rows, made.values.float().tolist(), made.scales[:, 0].tolist(), strict=True):
+    for row, values, scale in zip(
+        rows, made.values.float().tolist(), made.scales[:, 0].tolist(), strict=True
+    ):
         assert (values, scale) == by_brute_force([single(x) for x in row])
 
 
@@ -67,9 +72,14 @@ def test_blocks_of_128_columns(dtype: torch.dtype, columns: int) -> None:
     assert made.scales.shape == (3, -(-columns // 128))
     for start in range(0, columns, 128):
         block = x[:, start : start + 128].float()
-        for row, values, scale in zip(block, made.values[:, start : start + 128], made.scales, strict=True):
-            assert (values.float().tolist(), float(scale[start // 128])) == by_brute_force(row.tolist())
-    # Half a step of 3 bits of mantissa: the greatest error relative to a value, or of the smallest step.
+        for row, values, scale in zip(
+            block, made.values[:, start : start + 128], made.scales, strict=True
+        ):
+            assert (values.float().tolist(), float(scale[start // 128])) == by_brute_force(
+                row.tolist()
+            )
+    # Half a step of 3 bits of mantissa: the greatest error relative to a value, or of the smallest
+    # step.
     error = (dequantize(made) - x.float()).abs()
     steps = made.scales.repeat_interleave(128, 1)[:, :columns] * 2**-9
     assert (error <= torch.maximum(x.float().abs() / 16, steps / 2) * 1.001).all()
@@ -87,12 +97,16 @@ def test_dequantised_weights_are_scaled_a_block_at_a_time() -> None:
     wide = dequantize_weight(weight, scale)
     for n, k in ((0, 0), (127, 127), (127, 128), (128, 127), (129, 299)):
         assert wide[n, k] == weight[n, k].float() * scale[n // 128, k // 128]
-    assert torch.equal(dequantize_weight(weight[None].repeat(2, 1, 1), scale[None].repeat(2, 1, 1))[1], wide)
+    assert torch.equal(
+        dequantize_weight(weight[None].repeat(2, 1, 1), scale[None].repeat(2, 1, 1))[1], wide
+    )
 
 
 @pytest.mark.parametrize(("rows", "columns"), [(128, 128), (130, 300), (7, 20)])
 @pytest.mark.parametrize("biased", [False, True])
-def test_a_linear_layer_is_the_exact_product_of_what_was_quantised(rows: int, columns: int, biased: bool) -> None:
+def test_a_linear_layer_is_the_exact_product_of_what_was_quantised(
+    rows: int, columns: int, biased: bool
+) -> None:
     x, weight, scale = drawn(5, rows, columns)
     bias = torch.randn(rows) if biased else None
     made = quantize(x)
@@ -100,15 +114,21 @@ def test_a_linear_layer_is_the_exact_product_of_what_was_quantised(rows: int, co
     exact = exact if bias is None else exact + bias.double()
     out = fp8_linear(made, weight, scale, bias, dtype=torch.float32)
     assert torch.allclose(out.double(), exact, rtol=1e-5, atol=1e-5)
-    plain = x.double() @ dequantize_weight(weight, scale).double().T + (0 if bias is None else bias.double())
+    plain = x.double() @ dequantize_weight(weight, scale).double().T + (
+        0 if bias is None else bias.double()
+    )
     # Relative errors of at most 2 ** -4 with random signs leave about 2.6 percent in a sum.
     assert float((out - plain).norm() / plain.norm()) < 0.05
 
 
-@pytest.mark.parametrize(("dtype", "shape"), [(torch.float32, (2, 3)), (FP8, (1, 3)), (FP8, (2, 2))])
+@pytest.mark.parametrize(
+    ("dtype", "shape"), [(torch.float32, (2, 3)), (FP8, (1, 3)), (FP8, (2, 2))]
+)
 def test_weights_and_scales_that_do_not_fit(dtype: torch.dtype, shape: tuple[int, int]) -> None:
     x, weight, _ = drawn(5, 130, 300)
-    with pytest.raises(DescriptorError, match=r"float8_e4m3fn \[N, 300\], and a scale for every 128 by 128 of it"):
+    with pytest.raises(
+        DescriptorError, match=r"float8_e4m3fn \[N, 300\], and a scale for every 128 by 128 of it"
+    ):
         fp8_linear(quantize(x), weight.to(dtype), torch.ones(shape), dtype=torch.float32)
 
 

@@ -1,4 +1,5 @@
-"""Sums that ranks share: some columns, rows or heads give the bits that they have among all, and leaves add up."""
+"""Sums that ranks share: some columns, rows or heads give the bits that they have among all, and
+leaves add up."""
 
 from collections.abc import Callable
 
@@ -27,15 +28,21 @@ SHAPES = ((4096, 1024), (128, 2048), (40, 96), (200, 1000))
 
 
 def check_shares(run: Callable[[Tensor, slice, int], Tensor], tokens: int, columns: int) -> None:
-    """Raise unless the leaves `run(index, columns, leaves)` of some tokens, on 1, 2 and 4 ranks, add up to those of all
-    tokens on one rank."""
+    """Raise unless the leaves `run(index, columns, leaves)` of some tokens, on 1, 2 and 4 ranks,
+    add up to those of all tokens on one rank."""
     order = torch.randperm(tokens)
     whole = sum_leaves(run(order, slice(0, columns), LEAVES), LEAVES, torch.float32)
     for count in (*(one for one in COUNTS if one <= tokens), tokens):
         for ranks in (1, 2, 4):
             own, leaves = columns // ranks, LEAVES // ranks
             cuts = [slice(rank * own, (rank + 1) * own) for rank in range(ranks)]
-            found = reduced([sum_leaves(run(order[:count], cut, leaves), leaves, torch.float32) for cut in cuts], "sum")
+            found = reduced(
+                [
+                    sum_leaves(run(order[:count], cut, leaves), leaves, torch.float32)
+                    for cut in cuts
+                ],
+                "sum",
+            )
             assert torch.equal(found, whole[:count]), f"{count} of {tokens} tokens on {ranks} ranks"
 
 
@@ -44,7 +51,10 @@ def check_shares(run: Callable[[Tensor, slice, int], Tensor], tokens: int, colum
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_linear(device: str, dtype: torch.dtype, shape: tuple[int, int]) -> None:
     torch.manual_seed(0)
-    weight, bias = torch.randn(shape, device=device, dtype=dtype), torch.randn(shape[0], device=device, dtype=dtype)
+    weight, bias = (
+        torch.randn(shape, device=device, dtype=dtype),
+        torch.randn(shape[0], device=device, dtype=dtype),
+    )
     x = torch.randn(300, shape[1], device=device, dtype=dtype)
 
     def run(index: Tensor, cut: slice, leaves: int) -> Tensor:
@@ -56,7 +66,9 @@ def test_linear(device: str, dtype: torch.dtype, shape: tuple[int, int]) -> None
         rows = linear(x, weight, bias, 1)
         for count in (2, 4, 8):
             parts = zip(weight.chunk(count), bias.chunk(count), strict=True)
-            assert torch.equal(torch.cat([linear(x, *part, 1) for part in parts], -1), rows), f"{count} parts of rows"
+            assert torch.equal(torch.cat([linear(x, *part, 1) for part in parts], -1), rows), (
+                f"{count} parts of rows"
+            )
     exact = x.double() @ weight.double().T + bias.double()
     made = sum_leaves(linear(x, weight, bias, LEAVES), LEAVES, torch.float32).double()
     assert made.dtype == torch.float64
@@ -73,7 +85,9 @@ def test_linear_in_fp8(device: str, shape: tuple[int, int]) -> None:
 
     def run(index: Tensor, cut: slice, leaves: int) -> Tensor:
         own = weight[:, cut].contiguous(), scale[:, cut.start // 128 : cut.stop // 128].contiguous()
-        return fp8_linear(quantize(x[index.to(device), cut].contiguous()), *own, dtype=x.dtype, leaves=leaves)
+        return fp8_linear(
+            quantize(x[index.to(device), cut].contiguous()), *own, dtype=x.dtype, leaves=leaves
+        )
 
     with weft.batch_invariant():
         check_shares(run, len(x), shape[1])
@@ -93,7 +107,9 @@ def test_adapters(device: str, dtype: torch.dtype) -> None:
     def run(index: Tensor, cut: slice, leaves: int) -> Tensor:
         given, own = x[index.to(device), cut].contiguous(), slots[index.to(device)]
         made = linear(given, weight[:, cut].contiguous(), None, leaves)
-        return add_lora(made, given, a[..., cut].contiguous(), b, own, own.unique(), [0, rows], leaves)
+        return add_lora(
+            made, given, a[..., cut].contiguous(), b, own, own.unique(), [0, rows], leaves
+        )
 
     with weft.batch_invariant():
         check_shares(run, len(x), columns)
@@ -130,9 +146,13 @@ def test_experts(device: str, fp8: bool, sizes: tuple[int, int, int, int]) -> No
 
     with weft.batch_invariant():
         check_shares(run, len(x), inner)
-        whole, uncut = (run(torch.arange(len(x)), slice(0, inner), leaves) for leaves in (LEAVES, 0))
+        whole, uncut = (
+            run(torch.arange(len(x)), slice(0, inner), leaves) for leaves in (LEAVES, 0)
+        )
     expected = sum_parts(uncut, torch.float32)
-    assert ((sum_leaves(whole, LEAVES, torch.float32) - expected).norm() / expected.norm()).item() < 1e-2
+    assert (
+        (sum_leaves(whole, LEAVES, torch.float32) - expected).norm() / expected.norm()
+    ).item() < 1e-2
 
 
 @pytest.mark.one_of(5)
@@ -140,7 +160,9 @@ def test_experts(device: str, fp8: bool, sizes: tuple[int, int, int, int]) -> No
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("heads", [(8, 1), (8, 2), (4, 4), (3, 3)], ids=str)
 @pytest.mark.parametrize("dim", [16, 6, 128])
-def test_attention_of_some_heads(device: str, dtype: torch.dtype, heads: tuple[int, int], dim: int) -> None:
+def test_attention_of_some_heads(
+    device: str, dtype: torch.dtype, heads: tuple[int, int], dim: int
+) -> None:
     """Each rank's heads, with the keys and values that these read."""
     if device == "cuda" and dim == 6:
         pytest.skip("the kernel has no such heads")
@@ -148,7 +170,9 @@ def test_attention_of_some_heads(device: str, dtype: torch.dtype, heads: tuple[i
     (num_heads, kv_heads), page, lengths = heads, 16, [40, 1, 17, 600 if device == "cuda" else 70]
     starts = torch.tensor([0, *lengths]).cumsum(0).to(device, torch.int32)
     count = -(-max(lengths) // page)
-    table = torch.randperm(count * len(lengths), dtype=torch.int32).view(len(lengths), count).to(device)
+    table = (
+        torch.randperm(count * len(lengths), dtype=torch.int32).view(len(lengths), count).to(device)
+    )
     pages = torch.randn(2, table.numel(), page, kv_heads, dim).to(device, dtype)
     q = torch.randn(int(starts[-1]), num_heads, dim).to(device, dtype)
     slots = torch.zeros(len(q), dtype=torch.int64, device=device)
@@ -163,10 +187,14 @@ def test_attention_of_some_heads(device: str, dtype: torch.dtype, heads: tuple[i
     with weft.batch_invariant():
         whole = attend(0, num_heads)
         for ranks in (
-            one for one in (2, 3, 4, 8) if num_heads % one == 0 and max(one, kv_heads) % min(one, kv_heads) == 0
+            one
+            for one in (2, 3, 4, 8)
+            if num_heads % one == 0 and max(one, kv_heads) % min(one, kv_heads) == 0
         ):
             each = num_heads // ranks
-            found = torch.cat([attend(start, start + each) for start in range(0, num_heads, each)], 1)
+            found = torch.cat(
+                [attend(start, start + each) for start in range(0, num_heads, each)], 1
+            )
             assert torch.equal(found, whole), f"{ranks} ranks"
 
 
@@ -175,7 +203,9 @@ def brute_force(values: list[float]) -> float:
     if len(values) == 1:
         return values[0]
     half = len(values) // 2
-    both = torch.tensor([brute_force(values[:half]), brute_force(values[half:])], dtype=torch.float32)
+    both = torch.tensor(
+        [brute_force(values[:half]), brute_force(values[half:])], dtype=torch.float32
+    )
     return float(both[0] + both[1])
 
 
@@ -190,5 +220,7 @@ def test_columns_that_are_no_multiple_are_refused() -> None:
     with pytest.raises(DescriptorError, match=r"leaves=4(.|\n)*saw: 6 columns"):
         linear(torch.zeros(2, 6), torch.zeros(3, 6), None, 4)
     weight, scale = torch.zeros(3, 256).to(torch.float8_e4m3fn), torch.ones(1, 2)
-    with pytest.raises(DescriptorError, match=r"leaves=4(.|\n)*saw: 256 columns(.|\n)*multiple of 128"):
+    with pytest.raises(
+        DescriptorError, match=r"leaves=4(.|\n)*saw: 256 columns(.|\n)*multiple of 128"
+    ):
         fp8_linear(torch.zeros(2, 256), weight, scale, dtype=torch.float32, leaves=4)

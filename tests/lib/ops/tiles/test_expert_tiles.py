@@ -1,4 +1,5 @@
-"""The tiles of the products with experts: measured ones are well formed, and every other shape has a default."""
+"""The tiles of the products with experts: measured ones are well formed, and every other shape has
+a default."""
 
 import json
 from pathlib import Path
@@ -44,30 +45,40 @@ def test_what_was_measured_fits() -> None:
 
 @pytest.mark.parametrize("tokens", [2, 8, 9, 64, 100, 128, 129, 256])
 def test_the_pairs_of_both_products_are_sorted_once(tokens: int) -> None:
-    """The measured tiles of Qwen3-30B-A3B sort once: a second sort would take some 4 microseconds more."""
+    """The measured tiles of Qwen3-30B-A3B sort once: a second sort would take some 4 microseconds
+    more."""
     first, second = (
-        expert_tile(tokens, 8, *shape, num_experts=128, itemsize=1) for shape in ((1536, 2048), (2048, 768))
+        expert_tile(tokens, 8, *shape, num_experts=128, itemsize=1)
+        for shape in ((1536, 2048), (2048, 768))
     )
-    measured = [next(tile for most, tile in experts.measured()[key].items() if tokens <= most) for key in QWEN.values()]
+    measured = [
+        next(tile for most, tile in experts.measured()[key].items() if tokens <= most)
+        for key in QWEN.values()
+    ]
     assert [first, second] == measured
     assert first.sort == second.sort
     assert first.tokens == second.tokens or not first.sort
 
 
 def rule_losses(fp8: bool) -> list[float]:
-    """How much longer both products and the sort take than with the best tiles, for each set and number of tokens; the
-    second product quantises its input."""
+    """How much longer both products and the sort take than with the best tiles, for each set and
+    number of tokens; the second product quantises its input."""
     (few, first), (many, second) = search.read(FEW), search.read(MANY)
     found = [*few, *(one for one in many if one.product.tokens > 8)]
     sort = {
-        (tokens, top_k, count): seconds for tokens, top_k, count, _, seconds in second["aligning"] + first["aligning"]
+        (tokens, top_k, count): seconds
+        for tokens, top_k, count, _, seconds in second["aligning"] + first["aligning"]
     }
     products: dict[Any, dict[str, dict[Any, float]]] = {}
     for one in found:
         product = one.product
         assert isinstance(product, ExpertProduct)
         if product.fp8 == fp8 and product.tokens * product.top_k <= 256 * product.num_experts:
-            shape = (product.rows, product.columns) if product.is_down else (product.columns, product.rows // 2)
+            shape = (
+                (product.rows, product.columns)
+                if product.is_down
+                else (product.columns, product.rows // 2)
+            )
             key = product.tokens, product.top_k, product.num_experts, *shape
             products.setdefault(key, {})[product.kind] = one.seconds | one.again
     losses = []
@@ -75,8 +86,12 @@ def rule_losses(fp8: bool) -> list[float]:
         if "down_plain" not in kinds:  # the search's time was over
             continue
 
-        def total(up: Any, down: Any, kinds: Any = kinds, key: Any = (tokens, top_k, count)) -> float:
-            return float(kinds["gate_up"][up] + kinds["down_plain"][down] + (sort[key] if up.sort else 0))
+        def total(
+            up: Any, down: Any, kinds: Any = kinds, key: Any = (tokens, top_k, count)
+        ) -> float:
+            return float(
+                kinds["gate_up"][up] + kinds["down_plain"][down] + (sort[key] if up.sort else 0)
+            )
 
         both = [
             total(up, down)
@@ -107,8 +122,16 @@ def test_the_rule_is_near_the_best_of_a_search(
 sizes = st.sampled_from((64, 100, 128, 768, 2048, 5120))
 
 
-@given(tokens=st.integers(1, 10_000), top_k=st.integers(1, 8), rows=sizes, columns=sizes, fp8=st.booleans())
-def test_every_shape_has_a_tile(tokens: int, top_k: int, rows: int, columns: int, fp8: bool) -> None:
+@given(
+    tokens=st.integers(1, 10_000),
+    top_k=st.integers(1, 8),
+    rows=sizes,
+    columns=sizes,
+    fp8=st.booleans(),
+)
+def test_every_shape_has_a_tile(
+    tokens: int, top_k: int, rows: int, columns: int, fp8: bool
+) -> None:
     for itemsize in (1,) if fp8 else (2, 4):
         tile = expert_tile(tokens, top_k, rows, columns, 60, itemsize)
         assert_fits(tile, itemsize)

@@ -30,6 +30,8 @@ def test_a_gpu_is_known_by_its_name_and_size(
     assert (own and own.bandwidth) == bandwidth
 
 
-def test_without_a_gpu_tiles_are_those_of_the_one_that_was_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_a_gpu_tiles_are_those_of_the_one_that_was_measured(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert device.__wrapped__() is MEASURED

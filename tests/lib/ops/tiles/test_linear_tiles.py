@@ -1,4 +1,5 @@
-"""The tiles of linear layers: near the best of all that was measured, for shapes that the model has not seen."""
+"""The tiles of linear layers: near the best of all that was measured, for shapes that the model has
+not seen."""
 
 import importlib
 import itertools
@@ -58,11 +59,14 @@ def fresh() -> Iterator[None]:
 
 
 LACKS = None, "it needs what is not here"
-"""What torch's product in FP8 lacks: it depends on the build of torch, so that a test says which build it is about."""
+"""What torch's product in FP8 lacks: it depends on the build of torch, so that a test says which
+build it is about."""
 
 
 @pytest.fixture(params=LACKS, ids=["with scaled_mm", "without scaled_mm"])
-def lacks(request: pytest.FixtureRequest, fresh: None, monkeypatch: pytest.MonkeyPatch) -> str | None:
+def lacks(
+    request: pytest.FixtureRequest, fresh: None, monkeypatch: pytest.MonkeyPatch
+) -> str | None:
     """What torch's product in FP8 lacks in the test, once for each kind of build."""
     monkeypatch.setattr(linear, "scaled_mm_lacks", lambda: request.param)
     monkeypatch.setattr(backends_module, "scaled_mm_lacks", lambda: request.param)
@@ -73,7 +77,8 @@ def lacks(request: pytest.FixtureRequest, fresh: None, monkeypatch: pytest.Monke
 def test_choices_for_shapes_held_out_are_near_the_best_of_a_full_search(
     fp8: bool, cases: dict[bool, list[Case]]
 ) -> None:
-    """31 shapes in no training data, at eight numbers of tokens. A loss counts what parts cost the next kernel."""
+    """31 shapes in no training data, at eight numbers of tokens. A loss counts what parts cost the
+    next kernel."""
     held = {*shapes(HELD_OUT)} - {*shapes(TRAINING)}
     training = [case for case in cases[fp8] if case.shape[1:] not in held]
     apart = [case for case in cases[fp8] if case.shape[1:] in held]
@@ -107,8 +112,15 @@ sizes = st.sampled_from((8, 64, 100, 128, 768, 2048, 5120, 14336, 151936))
 @settings(deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @example(tokens=1, rows=64, columns=5120, fp8=False)
 @example(tokens=2048, rows=5120, columns=5120, fp8=True)
-@given(tokens=st.sampled_from((1, 2, 16, 17)) | st.integers(1, 10_000), rows=sizes, columns=sizes, fp8=st.booleans())
-def test_every_shape_has_a_tile(lacks: str | None, tokens: int, rows: int, columns: int, fp8: bool) -> None:
+@given(
+    tokens=st.sampled_from((1, 2, 16, 17)) | st.integers(1, 10_000),
+    rows=sizes,
+    columns=sizes,
+    fp8=st.booleans(),
+)
+def test_every_shape_has_a_tile(
+    lacks: str | None, tokens: int, rows: int, columns: int, fp8: bool
+) -> None:
     found = candidates(tokens, rows, columns, fp8)
     assert found
     assert len(found) == len(set(found))
@@ -118,7 +130,9 @@ def test_every_shape_has_a_tile(lacks: str | None, tokens: int, rows: int, colum
         assert (one.rows + one.tokens) * one.columns * (1 if fp8 else 2) * one.stages <= 227 * 2**10
         assert one.columns == 128 or not fp8
         steps = -(-columns // one.columns)
-        assert -(-steps // one.parts) * (one.parts - 1) < steps  # every part has columns, the last one too
+        assert (
+            -(-steps // one.parts) * (one.parts - 1) < steps
+        )  # every part has columns, the last one too
     parts = linear_parts(tokens, rows, columns, fp8)
     assert parts == (1 if tile is None else tile.parts)
 
@@ -127,7 +141,11 @@ def test_every_shape_has_a_tile(lacks: str | None, tokens: int, rows: int, colum
 @example(tokens=1, rows=512, columns=256)
 @example(tokens=5, rows=128, columns=1000)
 @example(tokens=1, rows=6144, columns=1024)
-@given(tokens=st.integers(1, 20) | st.integers(1, 3000), rows=sizes | st.integers(1, 1000), columns=sizes)
+@given(
+    tokens=st.integers(1, 20) | st.integers(1, 3000),
+    rows=sizes | st.integers(1, 1000),
+    columns=sizes,
+)
 def test_a_product_that_ends_with_a_gate_has_one_part(tokens: int, rows: int, columns: int) -> None:
     plain, tile = linear_tile(tokens, rows, columns, False), gated_tile(tokens, rows, columns)
     if plain is not None and plain.parts == 1:
@@ -136,7 +154,9 @@ def test_a_product_that_ends_with_a_gate_has_one_part(tokens: int, rows: int, co
         assert tile.parts == 1
         assert tile.rows >= 16
         assert (tile.ahead > 0) is (tokens <= 16)
-        assert (tile.rows + tile.tokens) * tile.columns * 2 * max(tile.stages, tile.ahead) <= 227 * 2**10
+        assert (tile.rows + tile.tokens) * tile.columns * 2 * max(
+            tile.stages, tile.ahead
+        ) <= 227 * 2**10
 
 
 def test_a_gate_joins_products_of_few_tokens_of_any_model() -> None:
@@ -147,10 +167,18 @@ def test_a_gate_joins_products_of_few_tokens_of_any_model() -> None:
         assert tile is None or tile.parts == 1
 
 
-def test_a_gate_joins_its_product_where_that_takes_less(fresh: None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_gate_joins_its_product_where_that_takes_less(
+    fresh: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
     assert all(gated_tile(tokens, 28672, 4096) for tokens in (1, 16, 64))
-    assert [gated_tile(tokens, 28672, 4096) for tokens in (512, 8192)] == [None, None]  # torch's product, and a gate
-    assert [gated_tile(tokens, 6144, 1024) for tokens in (1, 16)] == [None, None]  # two parts ask for all weights
+    assert [gated_tile(tokens, 28672, 4096) for tokens in (512, 8192)] == [
+        None,
+        None,
+    ]  # torch's product, and a gate
+    assert [gated_tile(tokens, 6144, 1024) for tokens in (1, 16)] == [
+        None,
+        None,
+    ]  # two parts ask for all weights
     assert gated_tile(128, 6144, 1024)
     for cached in (linear.gated_tile, linear.linear_tile, linear._best):
         cached.cache_clear()
@@ -160,22 +188,39 @@ def test_a_gate_joins_its_product_where_that_takes_less(fresh: None, monkeypatch
 
 @settings(deadline=None)
 @given(tokens=st.integers(1, 3000), rows=sizes, columns=sizes, fp8=st.booleans())
-def test_segments_depend_on_the_weights_alone(tokens: int, rows: int, columns: int, fp8: bool) -> None:
-    tile, segments = linear_tile(tokens, rows, columns, fp8, batch_invariant=True), linear_segments(rows, columns, fp8)
+def test_segments_depend_on_the_weights_alone(
+    tokens: int, rows: int, columns: int, fp8: bool
+) -> None:
+    tile, segments = (
+        linear_tile(tokens, rows, columns, fp8, batch_invariant=True),
+        linear_segments(rows, columns, fp8),
+    )
     assert tile is not None
     assert tile.segments == segments
     assert tile.parts == (segments if tokens <= 128 else 1)
-    assert tile.rows <= 128 >= tile.tokens  # the tensor cores' instructions that were seen to have the same bits
+    assert (
+        tile.rows <= 128 >= tile.tokens
+    )  # the tensor cores' instructions that were seen to have the same bits
     assert segment_columns(columns, segments) * (segments - 1) < columns
 
 
 def test_segments_depend_on_no_device(fresh: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    before = [linear_segments.__wrapped__(*shape, fp8) for shape in shapes(TRAINING) for fp8 in (False, True)]
+    before = [
+        linear_segments.__wrapped__(*shape, fp8)
+        for shape in shapes(TRAINING)
+        for fp8 in (False, True)
+    ]
     monkeypatch.setattr(linear, "device", lambda: Device(10, 1e11, 1e13))
-    assert before == [linear_segments.__wrapped__(*shape, fp8) for shape in shapes(TRAINING) for fp8 in (False, True)]
+    assert before == [
+        linear_segments.__wrapped__(*shape, fp8)
+        for shape in shapes(TRAINING)
+        for fp8 in (False, True)
+    ]
 
 
-def test_a_gpu_that_was_not_measured_has_the_tiles_of_a_rule(fresh: None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_gpu_that_was_not_measured_has_the_tiles_of_a_rule(
+    fresh: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(linear, "device", lambda: None)
     assert linear_tile(64, 4096, 4096, False) is None
     tile = linear_tile(64, 4096, 4096, True)
@@ -188,12 +233,17 @@ def test_a_gpu_that_was_not_measured_has_the_tiles_of_a_rule(fresh: None, monkey
 
 def test_a_faster_memory_changes_predictions() -> None:
     shape, choices = (1, 28672, 4096), [*candidates(1, 28672, 4096, False)]
-    slow, fast = (model(False).costs(*shape, choices, gpu).min() for gpu in (MEASURED, Device(132, 4.8e12, 989e12)))
+    slow, fast = (
+        model(False).costs(*shape, choices, gpu).min()
+        for gpu in (MEASURED, Device(132, 4.8e12, 989e12))
+    )
     assert 1.25 < slow / fast < 1.45
 
 
 def test_torchs_product_in_fp8_is_chosen_where_it_runs(lacks: str | None) -> None:
-    assert [linear_tile(tokens, 4096, 4096, True) is None for tokens in MANY] == [lacks is None] * len(MANY)
+    assert [linear_tile(tokens, 4096, 4096, True) is None for tokens in MANY] == [
+        lacks is None
+    ] * len(MANY)
     assert linear_tile(1, 6144, 4096, True) is not None
     assert linear_tile(2048, 6144 + 64, 4096, True) is not None  # a scale covers 128 rows
     assert linear_tile(2048, 6144, 4096, True, batch_invariant=True) is not None
@@ -210,7 +260,11 @@ def test_torchs_product_in_fp8_is_chosen_where_it_runs(lacks: str | None) -> Non
     ],
 )
 def test_what_torchs_product_in_fp8_lacks(
-    has: bool, cuda: str | None, capability: tuple[int, int], seen: str | None, monkeypatch: pytest.MonkeyPatch
+    has: bool,
+    cuda: str | None,
+    capability: tuple[int, int],
+    seen: str | None,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     if not has:
         monkeypatch.delattr(F, "scaled_mm")
@@ -230,24 +284,36 @@ def test_torchs_product_in_fp8_is_given_what_it_takes(
     pytest.importorskip("triton")
     torch.manual_seed(0)
     x, rows = torch.randn(tokens, columns), 256
-    weight, scale = torch.randn(rows, columns).to(torch.float8_e4m3fn), torch.rand(2, columns // 128)
+    weight, scale = (
+        torch.randn(rows, columns).to(torch.float8_e4m3fn),
+        torch.rand(2, columns // 128),
+    )
     bias = torch.randn(rows).bfloat16() if has_bias else None
     values, scales = reference_quantize(x)
 
-    def scaled_mm(a: Tensor, b: Tensor, by_a: Tensor, _: Any, by_b: Tensor, *rest: Any, output_dtype: Any) -> Tensor:
+    def scaled_mm(
+        a: Tensor, b: Tensor, by_a: Tensor, _: Any, by_b: Tensor, *rest: Any, output_dtype: Any
+    ) -> Tensor:
         count, blocks, padded = len(a), columns // 128, -(-columns // 128 // 4) * 4
         assert count % 4 == 0
         assert (by_a.shape, by_a.stride()) == ((count, blocks), (1, count))
         assert (by_b.shape, by_b.stride()) == ((padded, 2), (1, padded))
         assert (b.shape, b.stride()) == ((columns, rows), (1, columns))
-        product = dequantize(Quantized(a, by_a.contiguous())) @ dequantize_weight(b.t(), by_b[:blocks].t()).t()
+        product = (
+            dequantize(Quantized(a, by_a.contiguous()))
+            @ dequantize_weight(b.t(), by_b[:blocks].t()).t()
+        )
         return product.to(output_dtype)
 
     monkeypatch.setattr(F, "scaled_mm", scaled_mm)
-    out = importlib.import_module("weft.ops.products.linear_triton")._scaled_mm(values, scales, weight, scale, bias)
+    out = importlib.import_module("weft.ops.products.linear_triton")._scaled_mm(
+        values, scales, weight, scale, bias
+    )
     expected = dequantize(Quantized(values, scales)) @ dequantize_weight(weight, scale).t()
     assert out.shape == (tokens, rows)
-    torch.testing.assert_close(out, (expected + (0 if bias is None else bias)).bfloat16(), rtol=2e-2, atol=2e-2)
+    torch.testing.assert_close(
+        out, (expected + (0 if bias is None else bias)).bfloat16(), rtol=2e-2, atol=2e-2
+    )
 
 
 MANY = (512, 1023, 2049)
@@ -270,7 +336,8 @@ def test_many_tokens_in_fp8_have_the_references_result(tokens: int) -> None:
 
 
 def test_gates_of_many_tokens_are_where_they_are_faster() -> None:
-    """For measured products of 300 us and more, the way that the model chooses is close to the fastest one."""
+    """For measured products of 300 us and more, the way that the model chooses is close to the
+    fastest one."""
     rows = json.loads(RECORD.with_name("2026-11-27-h100-gates.json").read_text())["rows"]
     losses, gains, chosen = [], [], 0
     for row in rows:
@@ -294,9 +361,15 @@ def test_gates_of_many_tokens_are_where_they_are_faster() -> None:
 def test_the_doctor_says_how_tiles_are_chosen(lacks: str | None) -> None:
     rows = {row.op: row.reason for row in backends("cuda")}
     assert "for 31 shapes that it had not seen" in rows["linear"]
-    assert "F.linear (cuBLAS) where the model has it faster, for 6144x4096 from 64 tokens on" in rows["linear"]
+    assert (
+        "F.linear (cuBLAS) where the model has it faster, for 6144x4096 from 64 tokens on"
+        in rows["linear"]
+    )
     if lacks is None:
-        assert "torch's scaled_mm (cuBLASLt) where the model has it faster, for 6144x4096 from" in rows["fp8_linear"]
+        assert (
+            "torch's scaled_mm (cuBLASLt) where the model has it faster, for 6144x4096 from"
+            in rows["fp8_linear"]
+        )
     else:
         assert f"torch's scaled_mm for no shape: {lacks}" in rows["fp8_linear"]
 
@@ -308,13 +381,16 @@ def test_the_file_is_as_it_is_written() -> None:
 
 
 def synthetic(fp8: bool) -> list[Case]:
-    """Products whose seconds are the formula's, with coefficients that are not those of the start."""
+    """Products whose seconds are the formula's, with coefficients that are not those of the start.
+    """
     by = Coefficients(6e-7, 9e-7, 0.8, 1.2e11, 4e-7, 8e-8, 0.7, 0.9, 2e12, 2.2)
     found = []
     for rows, columns in shapes(TRAINING)[::4]:
         for tokens in (1, 32, 128, 2048):
             tiles: list[Choice] = [*candidates(tokens, rows, columns, fp8)]
-            own = formula_seconds(tokens, rows, columns, fp8, [one for one in tiles if one is not None], MEASURED, by)
+            own = formula_seconds(
+                tokens, rows, columns, fp8, [one for one in tiles if one is not None], MEASURED, by
+            )
             seconds = dict(zip(tiles, own.tolist(), strict=True))
             found.append(Case((tokens, rows, columns), seconds, seconds))
     return found

@@ -1,4 +1,5 @@
-"""Certificates hold what fixes a completion's bits, survive a file, and any split and mode computes them again."""
+"""Certificates hold what fixes a completion's bits, survive a file, and any split and mode computes
+them again."""
 
 import copy
 import gc
@@ -64,7 +65,9 @@ def certificate(completions: list[weft.Completion]) -> weft.Certificate:
 @pytest.mark.parametrize("kind", INVARIANT_MODELS)
 def test_any_split_and_mode_computes_it_again(kind: str, way: str) -> None:
     own = invariant_model(kind)
-    certificates = [one.certificate() for one in generate(own, PROMPTS, max_tokens=6, sampling=SAMPLED)]
+    certificates = [
+        one.certificate() for one in generate(own, PROMPTS, max_tokens=6, sampling=SAMPLED)
+    ]
     found = weft.verify(certificates, own, **WAYS[way])
     assert [one.result for one in found] == ["equal"] * 6
     assert all(one.equal and not one.other_facts for one in found)
@@ -76,7 +79,10 @@ def test_any_split_and_mode_computes_it_again(kind: str, way: str) -> None:
 @given(sampling_params(12))
 def test_a_file_keeps_every_bit(sampling: weft.SamplingParams) -> None:
     own = invariant_model("Qwen3")
-    [one] = [c.certificate() for c in generate(own, [[1, 2]], max_tokens=2, sampling=attrs.evolve(sampling, n=1))]
+    [one] = [
+        c.certificate()
+        for c in generate(own, [[1, 2]], max_tokens=2, sampling=attrs.evolve(sampling, n=1))
+    ]
     assert weft.Certificate.from_json(json.loads(one.text()), "", "") == one
     assert one.sampling.seed == sampling.seed
 
@@ -85,7 +91,13 @@ def test_it_is_saved_and_shown(certificate: weft.Certificate, tmp_path: Path) ->
     certificate.save(tmp_path / "one.json")
     assert weft.Certificate.load(tmp_path / "one.json") == certificate
     shown = str(certificate)
-    for text in ("7 tokens", certificate.weights, certificate.program, torch.__version__, weft.__version__):
+    for text in (
+        "7 tokens",
+        certificate.weights,
+        certificate.program,
+        torch.__version__,
+        weft.__version__,
+    ):
         assert text in shown
 
 
@@ -120,11 +132,16 @@ def tampered(one: weft.Certificate) -> dict[str, tuple[weft.Certificate, str]]:
             attrs.evolve(one, token_ids=(*ids, 1), logprobs=(*logprobs, -1.0)),
             f"token {len(ids)}: none, certified 1",
         ),
-        "the reason": (attrs.evolve(one, finish_reason="abort"), "ends with 'length', certified 'abort'"),
+        "the reason": (
+            attrs.evolve(one, finish_reason="abort"),
+            "ends with 'length', certified 'abort'",
+        ),
     }
 
 
-@pytest.mark.parametrize("what", ["a token", "a bit of a logprob", "its end", "more than there is", "the reason"])
+@pytest.mark.parametrize(
+    "what", ["a token", "a bit of a logprob", "its end", "more than there is", "the reason"]
+)
 def test_the_first_difference_is_named(model: Model, what: str) -> None:
     [one] = generate(model, [PROMPTS[0]], max_tokens=6, temperature=1.0, seed=1)
     changed, expected = tampered(one.certificate())[what]
@@ -148,13 +165,21 @@ def counted_tokens(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 
 @pytest.mark.parametrize("way", ["as before", "two stages", "in chunks, with drafts"])
-def test_no_more_is_computed_than_is_compared(model: Model, way: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_more_is_computed_than_is_compared(
+    model: Model, way: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """One token after those that were certified, and up to one step after a difference."""
-    [one] = generate(model, [[1, 2]], max_tokens=62, sampling=weft.SamplingParams(temperature=1.0, seed=1))
+    [one] = generate(
+        model, [[1, 2]], max_tokens=62, sampling=weft.SamplingParams(temperature=1.0, seed=1)
+    )
     whole, lengths = one.certificate(), counted_tokens(monkeypatch)
     assert len(whole.token_ids) == 62
-    cut = attrs.evolve(whole, token_ids=whole.token_ids[:3], logprobs=whole.logprobs[:3], finish_reason="stop")
-    other = attrs.evolve(whole, token_ids=(whole.token_ids[0], 1 - min(whole.token_ids[1], 1), *whole.token_ids[2:]))
+    cut = attrs.evolve(
+        whole, token_ids=whole.token_ids[:3], logprobs=whole.logprobs[:3], finish_reason="stop"
+    )
+    other = attrs.evolve(
+        whole, token_ids=(whole.token_ids[0], 1 - min(whole.token_ids[1], 1), *whole.token_ids[2:])
+    )
     options = {name: x for name, x in WAYS[way].items() if name != "limits"}
     [found] = weft.verify(cut, model, **options)
     assert found.result == f"token 3: {whole.token_ids[3]}, certified none"
@@ -176,8 +201,14 @@ def test_the_tokenizer_counts_where_texts_do(tmp_path: Path) -> None:
     ids = raw["model"]["vocab"]
     ids["e"], ids["o"] = ids["o"], ids["e"]
     other = attrs.evolve(own, tokenizer=Tokenizer.from_str(json.dumps(raw)))
-    sampling = [weft.SamplingParams(), weft.SamplingParams(stop="e"), weft.SamplingParams(bad_words=["e"])]
-    certificates = [one.certificate() for one in generate(own, [[65, 66]] * 3, max_tokens=12, sampling=sampling)]
+    sampling = [
+        weft.SamplingParams(),
+        weft.SamplingParams(stop="e"),
+        weft.SamplingParams(bad_words=["e"]),
+    ]
+    certificates = [
+        one.certificate() for one in generate(own, [[65, 66]] * 3, max_tokens=12, sampling=sampling)
+    ]
     assert [one.tokenizer is None for one in certificates] == [True, False, False]
     weft.Certificate.save_all(certificates, tmp_path / "several.jsonl")
     assert weft.Certificate.load_all(tmp_path / "several.jsonl") == certificates
@@ -195,7 +226,11 @@ def test_other_weights_are_not_equal_even_where_the_tokens_are(model: Model) -> 
     changed[next(token for token in range(12) if token not in (1, *one.token_ids))] += 1e-3
     other = attrs.evolve(model, params=attrs.evolve(model.params, embed_tokens=changed))
     [found] = weft.verify(one.certificate(), other)
-    assert (found.result, found.equal, [*found.other_facts]) == ("equal, with other weights", False, ["weights"])
+    assert (found.result, found.equal, [*found.other_facts]) == (
+        "equal, with other weights",
+        False,
+        ["weights"],
+    )
 
 
 def test_versions_do_not_stand_for_the_weights(model: Model, certificate: weft.Certificate) -> None:
@@ -236,7 +271,10 @@ def quieter(logits: Tensor, rows: Any, extras: Any) -> Tensor:
 
 
 def test_the_program_is_that_of_the_stages_with_one_s_own_functions(model: Model) -> None:
-    made = [digest_program(one) for one in (model, model.with_stages(logits=louder), model.with_stages(logits=quieter))]
+    made = [
+        digest_program(one)
+        for one in (model, model.with_stages(logits=louder), model.with_stages(logits=quieter))
+    ]
     made.append(digest_program(model.with_stages(batch_invariant=True)))
     made.append(digest_program(invariant_model("Llama with a scaled rope")))
     assert made[3] == made[0]
@@ -251,7 +289,9 @@ def test_the_program_is_that_of_the_stages_with_one_s_own_functions(model: Model
 
 def test_an_adapter_is_part_of_it(model: Model) -> None:
     layers = [f"model.layers.{layer}.mlp.down_proj" for layer in range(model.config.num_layers)]
-    first, second = (random_adapter(model.config, layers, rank=2, seed=seed, std=0.5) for seed in (1, 2))
+    first, second = (
+        random_adapter(model.config, layers, rank=2, seed=seed, std=0.5) for seed in (1, 2)
+    )
     own = generate(model, [[1, 2], [3]], max_tokens=4, adapter=[first, None])
     certificates = [one.certificate() for one in own]
     found = weft.verify(certificates, model, pipeline=2, adapters=[second, first])
@@ -275,21 +315,38 @@ def test_what_cannot_be_certified(model: Model) -> None:
     [one] = generate(fast, [[1]], max_tokens=1)
     assert refused(one).startswith("a model that is not batch invariant")
     [one] = generate(model, [[1]], max_tokens=1)
-    for moved in (pickle.loads(pickle.dumps(one)), copy.deepcopy(one), weft.Completion(None, [1], [-1.0], "length")):
+    for moved in (
+        pickle.loads(pickle.dumps(one)),
+        copy.deepcopy(one),
+        weft.Completion(None, [1], [-1.0], "length"),
+    ):
         assert refused(moved) == "a completion that no model of this process made"
     failed = attrs.evolve(one, error=RequestError("a", "b", "c"))
     assert refused(failed) == "a completion that ended with an error: b"
     embeds = torch.zeros(2, model.config.hidden_size)
-    [own] = generate(model, [weft.EmbedsPrompt([weft.EMBEDDED, weft.EMBEDDED], embeds)], max_tokens=1)
-    assert refused(own) == "a request with embeddings or positions of its own, which no certificate holds"
-    steered = model.with_stages(logits=lambda x, rows, extras: x * extras["by"], extras={"by": torch.ones(())})
+    [own] = generate(
+        model, [weft.EmbedsPrompt([weft.EMBEDDED, weft.EMBEDDED], embeds)], max_tokens=1
+    )
+    assert (
+        refused(own)
+        == "a request with embeddings or positions of its own, which no certificate holds"
+    )
+    steered = model.with_stages(
+        logits=lambda x, rows, extras: x * extras["by"], extras={"by": torch.ones(())}
+    )
     [own] = generate(steered, [[1]], max_tokens=1, extras={"by": torch.tensor(2.0)})
-    assert refused(own) == "a request with inputs of its own for the model's stages, which no certificate holds"
+    assert (
+        refused(own)
+        == "a request with inputs of its own for the model's stages, which no certificate holds"
+    )
     changed = attrs.evolve(model, params=copy.deepcopy(model.params))
     [own] = generate(changed, [[1]], max_tokens=1)
     own.certificate()
     assert changed.params.norm is not None
-    for weights in (changed.params.norm, changed.params.norm.data):  # torch counts changes of the first alone
+    for weights in (
+        changed.params.norm,
+        changed.params.norm.data,
+    ):  # torch counts changes of the first alone
         weights.mul_(2)
         assert refused(own) == "weights that were changed since"
         weights.div_(2)
@@ -311,7 +368,10 @@ def test_what_cannot_be_certified(model: Model) -> None:
         ({"sampling": {"seed": 1, "temperature": -1}}, "temperature=-1"),
         ({"sampling": {"temperature": 1}}, "sampling={'temperature': 1}"),
         ({"sampling": {"seed": 1, "logit_bias": {"x": 1}}}, "sampling with logit_bias of 'x'"),
-        ({"sampling": {"seed": 1, "logit_bias": {" 1_0": 1}}}, "sampling with logit_bias of ' 1_0'"),
+        (
+            {"sampling": {"seed": 1, "logit_bias": {" 1_0": 1}}},
+            "sampling with logit_bias of ' 1_0'",
+        ),
         ({"versions": {"torch": 2}}, "versions={'torch': 2}"),
         ({"weights": ""}, "weights=''"),
         ({"more": 1}, "'more'"),
@@ -338,11 +398,16 @@ def test_a_file_of_something_else(
         weft.Certificate.load(tmp_path)
 
 
-def test_a_certificate_that_this_model_cannot_run(model: Model, certificate: weft.Certificate) -> None:
+def test_a_certificate_that_this_model_cannot_run(
+    model: Model, certificate: weft.Certificate
+) -> None:
     with pytest.raises(RequestError, match="holds 400"):
         weft.verify(attrs.evolve(certificate, prompt=(400,)), model)
     with pytest.raises(
-        RequestError, match=re.escape("weft.Certificate.load(path), or a list of them: weft.Certificate.load_all")
+        RequestError,
+        match=re.escape(
+            "weft.Certificate.load(path), or a list of them: weft.Certificate.load_all"
+        ),
     ):
         weft.verify([], model)
     adapters: Any = ["folder"]

@@ -1,4 +1,5 @@
-"""Runs of one model in several ways: any split agrees, other prompts are refused, and a NaN is a fault."""
+"""Runs of one model in several ways: any split agrees, other prompts are refused, and a NaN is a
+fault."""
 
 import attrs
 import pytest
@@ -19,7 +20,11 @@ from weft.transforms.engine.evaluation.comparison import (
     trace_run,
 )
 
-EAGER, PIPELINED, BOTH = Way("eager", 1, "none"), Way("pipelined", 3, "none"), Way("both", 3, "full")
+EAGER, PIPELINED, BOTH = (
+    Way("eager", 1, "none"),
+    Way("pipelined", 3, "none"),
+    Way("both", 3, "full"),
+)
 PROMPTS = [[65, 66, 67], [97]]
 
 
@@ -41,7 +46,9 @@ def test_three_stages_compute_what_one_does() -> None:
 def test_a_longer_run_has_other_tokens() -> None:
     model = load(DEMO, "cpu", "float32")
     long, short = (trace_run(model, EAGER, PROMPTS, steps) for steps in (3, 2))
-    assert [*compare_runs(long, short).faults()] == ["the tokens differ in step 2, the last that was compared"]
+    assert [*compare_runs(long, short).faults()] == [
+        "the tokens differ in step 2, the last that was compared"
+    ]
     with pytest.raises(RequestError, match="saw: max_tokens=0"):
         trace_run(model, EAGER, PROMPTS, 0)
 
@@ -63,14 +70,25 @@ def test_a_run_ends_with_the_models_own_end_and_is_compared_to_the_bit_in_equal_
 
 
 def test_the_rate_is_that_of_decode_steps_after_the_first_of_each_class() -> None:
-    prompts, decode, fewer = BatchDescriptor(5, 2), BatchDescriptor.uniform(2), BatchDescriptor.uniform(1)
+    prompts, decode, fewer = (
+        BatchDescriptor(5, 2),
+        BatchDescriptor.uniform(2),
+        BatchDescriptor.uniform(1),
+    )
     x = torch.zeros(1)
 
     def run(*steps: tuple[BatchDescriptor, float]) -> RunTrace:
         traced = tuple(TracedStep(descriptor, seconds, x, x, x, x) for descriptor, seconds in steps)
         return RunTrace(EAGER, PROMPTS, traced, [], {})
 
-    steps = [(prompts, 10.0), (prompts, 20.0), (decode, 40.0), (decode, 0.25), (decode, 0.25), (fewer, 80.0)]
+    steps = [
+        (prompts, 10.0),
+        (prompts, 20.0),
+        (decode, 40.0),
+        (decode, 0.25),
+        (decode, 0.25),
+        (fewer, 80.0),
+    ]
     assert run(*steps, (fewer, 0.5)).tokens_per_second == (2 + 2 + 1) / 1.0
     assert run(*steps[:3]).tokens_per_second is None
     assert run(*steps[:3]).row["tokens/s"] is None
@@ -79,23 +97,32 @@ def test_the_rate_is_that_of_decode_steps_after_the_first_of_each_class() -> Non
 
 def test_a_nan_holds_nowhere() -> None:
     none = {"logits": 0.0, "KV pages": 0.0}
-    same = RunComparison(BOTH, PIPELINED, 1, tokens=True, tables=True, sizes=none, bitwise=True, allowed=0.0)
+    same = RunComparison(
+        BOTH, PIPELINED, 1, tokens=True, tables=True, sizes=none, bitwise=True, allowed=0.0
+    )
     assert not [*same.faults()]
     assert [*attrs.evolve(same, bitwise=False).faults()] == ["zeros differ in sign"]
     for allowed in (0.0, TOLERANCE):
-        assert [*attrs.evolve(same, allowed=allowed, sizes=none | {"logits": float("nan")}).faults()]
+        assert [
+            *attrs.evolve(same, allowed=allowed, sizes=none | {"logits": float("nan")}).faults()
+        ]
 
 
 def test_each_prompt_alone_differs_by_rounding_and_in_no_bit_if_batch_invariant() -> None:
     fast = load(DEMO, "cpu", "float32")
     sizes = []
     for model in (fast, fast.with_stages(batch_invariant=True)):
-        together, alone = trace_run(model, EAGER, PROMPTS, 5), [trace_run(model, EAGER, [own], 5) for own in PROMPTS]
+        together, alone = (
+            trace_run(model, EAGER, PROMPTS, 5),
+            [trace_run(model, EAGER, [own], 5) for own in PROMPTS],
+        )
         found = compare_alone(together, alone)
         assert (found.tokens, found.tables, [*found.faults()]) == (True, None, [])
         sizes.append((found.sizes["logits"] > 0, found.bitwise, found.allowed))
         shifted = attrs.evolve(together, token_ids=[[*own[:-1], 0] for own in together.token_ids])
-        assert [*compare_alone(shifted, alone).faults()] == ["the tokens differ in step 5, the last that was compared"]
+        assert [*compare_alone(shifted, alone).faults()] == [
+            "the tokens differ in step 5, the last that was compared"
+        ]
         with pytest.raises(RequestError, match="a run of each of the prompts"):
             compare_alone(together, alone[::-1])
     assert sizes == [(True, False, TOLERANCE), (False, True, 0.0)]

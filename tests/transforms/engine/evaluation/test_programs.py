@@ -1,4 +1,5 @@
-"""Digests of programs: changes of functions of one's own, and of what they read, that a certificate notices."""
+"""Digests of programs: changes of functions of one's own, and of what they read, that a certificate
+notices."""
 
 import functools
 import re
@@ -36,8 +37,12 @@ def model() -> Model:
 
 
 def of(model: Model, logits: Callable[..., Tensor]) -> str:
-    found = digest_program(attrs.evolve(model, functions=attrs.evolve(model.functions, logits=logits)))
-    assert found == digest_program(attrs.evolve(model, functions=attrs.evolve(model.functions, logits=logits)))
+    found = digest_program(
+        attrs.evolve(model, functions=attrs.evolve(model.functions, logits=logits))
+    )
+    assert found == digest_program(
+        attrs.evolve(model, functions=attrs.evolve(model.functions, logits=logits))
+    )
     return found
 
 
@@ -173,7 +178,11 @@ def test_a_value_that_it_reads_changes_it(model: Model, what: str) -> None:
 
 def test_code_changes_it(model: Model) -> None:
     functions = (
-        *(lambda x, rows, extras: x + 1, lambda x, rows, extras: x - 1, lambda x, rows, extras: x + 2),
+        *(
+            lambda x, rows, extras: x + 1,
+            lambda x, rows, extras: x - 1,
+            lambda x, rows, extras: x + 2,
+        ),
         *(Scaled(2.0), Slotted(2.0), Frozen(2.0), Scaled(2.0).method, Helping(2.0).method),
     )
     assert len({of(model, function) for function in functions}) == len(functions)
@@ -183,7 +192,9 @@ def reads_scale(logits: Tensor, rows: Any, extras: Any) -> Tensor:
     return scale * logits + table["by"][0]
 
 
-def test_lower_case_variables_of_a_module_count(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_lower_case_variables_of_a_module_count(
+    model: Model, monkeypatch: pytest.MonkeyPatch
+) -> None:
     found = [of(model, reads_scale)]
     monkeypatch.setitem(globals(), "scale", 3.0)
     found.append(of(model, reads_scale))
@@ -194,11 +205,15 @@ def test_lower_case_variables_of_a_module_count(model: Model, monkeypatch: pytes
 
 
 def test_devices_and_the_model_s_own_weights_do_not(model: Model) -> None:
-    assert of(model, closing_over(torch.device("cpu"))) == of(model, closing_over(torch.device("meta")))
+    assert of(model, closing_over(torch.device("cpu"))) == of(
+        model, closing_over(torch.device("meta"))
+    )
     lens = closing_over(model)
     found = []
     for layout in split_layers(model.config.num_layers, 2):
-        rank = attrs.evolve(model, params=slice_params(model.params, layout), layout=layout, path=Path("elsewhere"))
+        rank = attrs.evolve(
+            model, params=slice_params(model.params, layout), layout=layout, path=Path("elsewhere")
+        )
         found.append(of(rank, closing_over(rank)))
     assert found == [of(model, lens)] * 2
 
@@ -219,7 +234,9 @@ def test_what_changes_before_the_certificate_is_refused(model: Model) -> None:
     [one] = generate(own, [[1, 2]], max_tokens=2)
     one.certificate()
     scaled.by = 3.0
-    with pytest.raises(RequestError, match="functions, or values that they read, which were changed since"):
+    with pytest.raises(
+        RequestError, match="functions, or values that they read, which were changed since"
+    ):
         one.certificate()
 
 
@@ -246,7 +263,11 @@ def test_it_is_the_same_in_every_process_and_without_debug_ranges(tmp_path: Path
     file.write_text(_PROGRAM)
     said = {
         subprocess.run(
-            [sys.executable, *flags, str(file)], capture_output=True, text=True, timeout=120, check=True
+            [sys.executable, *flags, str(file)],
+            capture_output=True,
+            text=True,
+            timeout=120,
+            check=True,
         ).stdout
         for flags in ((), ("-X", "no_debug_ranges"), ("-X", "no_debug_ranges"))
     }

@@ -1,4 +1,5 @@
-"""Scores of an engine's model: a task file is read, a second score on the same engine is the same, and limits hold."""
+"""Scores of an engine's model: a task file is read, a second score on the same engine is the same,
+and limits hold."""
 
 import json
 import math
@@ -37,14 +38,34 @@ def test_tasks_of_a_file_are_scored_again_to_the_same_bits(tmp_path: Path) -> No
     assert first.agrees(again)
 
 
-TEXTS = Score(num_bytes=4, logprobs=[[math.log(0.5)], [math.log(0.125)]], answers=[], replayed=0.5, dtype="float32")
-QUESTIONS = Score(num_bytes=0, logprobs=[], answers=[("a", True), ("b", False)], replayed=1.0, dtype="float32")
+TEXTS = Score(
+    num_bytes=4,
+    logprobs=[[math.log(0.5)], [math.log(0.125)]],
+    answers=[],
+    replayed=0.5,
+    dtype="float32",
+)
+QUESTIONS = Score(
+    num_bytes=0, logprobs=[], answers=[("a", True), ("b", False)], replayed=1.0, dtype="float32"
+)
 
 
 def test_figures_are_those_of_the_probabilities() -> None:
-    figures = {"bits_per_byte": 1.0, "bits_per_token": 2.0, "perplexity": 4.0, "accuracy": None, "replayed": 0.5}
+    figures = {
+        "bits_per_byte": 1.0,
+        "bits_per_token": 2.0,
+        "perplexity": 4.0,
+        "accuracy": None,
+        "replayed": 0.5,
+    }
     assert TEXTS.figures == pytest.approx(figures)
-    figures = {"bits_per_byte": None, "bits_per_token": None, "perplexity": None, "accuracy": 0.5, "replayed": 1.0}
+    figures = {
+        "bits_per_byte": None,
+        "bits_per_token": None,
+        "perplexity": None,
+        "accuracy": 0.5,
+        "replayed": 1.0,
+    }
     assert QUESTIONS.figures == figures
     assert [*TEXTS.row.values()] == ["1.00000", "2.00000", "4.00000", None, "50%"]
     assert [*QUESTIONS.row.values()] == [None, None, None, "50.0%", "100%"]
@@ -56,7 +77,9 @@ def test_scores_agree_up_to_rounding_and_in_every_answer() -> None:
         assert one.agrees(one)
     near = attrs.evolve(TEXTS, logprobs=[[math.log(0.5) + 1e-7], [math.log(0.125)]])
     assert TEXTS.agrees(near)
-    assert not TEXTS.agrees(attrs.evolve(TEXTS, logprobs=[[math.log(0.5) + 1e-2], [math.log(0.125)]]))
+    assert not TEXTS.agrees(
+        attrs.evolve(TEXTS, logprobs=[[math.log(0.5) + 1e-2], [math.log(0.125)]])
+    )
     assert not both.agrees(QUESTIONS)
     assert not QUESTIONS.agrees(both)
     assert not both.agrees(attrs.evolve(both, answers=[("a", True), ("c", False)]))
@@ -84,7 +107,9 @@ def test_the_share_of_graphs_is_of_the_steps_of_this_score(
 
 
 def test_a_question_longer_than_the_engines_limit_is_named() -> None:
-    with pytest.raises(RequestError, match=r"(?s)score\(engine, tasks\).*the last one has 33 tokens.*at most 32"):
+    with pytest.raises(
+        RequestError, match=r"(?s)score\(engine, tasks\).*the last one has 33 tokens.*at most 32"
+    ):
         score(engine(32), [Task("a"), Task("a" * 30, "abc", name="the last one")])
 
 

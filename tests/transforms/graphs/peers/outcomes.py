@@ -1,6 +1,8 @@
-"""A table of the scenarios of JAX's and torch's tests, and of their outcomes, from the docstrings of the tests here.
+"""A table of the scenarios of JAX's and torch's tests, and of their outcomes, from the docstrings
+of the tests here.
 
-`python tests/transforms/graphs/peers/outcomes.py` rewrites `proofs/results/peers.md`; `test_outcomes.py` compares them.
+`python tests/transforms/graphs/peers/outcomes.py` rewrites `proofs/results/peers.md`;
+`test_outcomes.py` compares them.
 """
 
 import ast
@@ -49,14 +51,19 @@ def _scenarios_of(file: Path) -> Iterator[Scenario]:
             continue
         text = " ".join((ast.get_docstring(node) or "").split())
         if (match := _DOCSTRING.fullmatch(text)) is None:
-            raise ValueError(f"{file.name}::{node.name}: no test of a peer in its docstring: {text!r}")
+            raise ValueError(
+                f"{file.name}::{node.name}: no test of a peer in its docstring: {text!r}"
+            )
         fault = any("xfail" in ast.unparse(decorator) for decorator in node.decorator_list)
         outcome = "FAULT" if fault else (match[3] or "same").upper()
-        yield Scenario(match[1], tuple(_names(match[2])), f"{file.stem}::{node.name}", outcome, match[4] or "")
+        yield Scenario(
+            match[1], tuple(_names(match[2])), f"{file.stem}::{node.name}", outcome, match[4] or ""
+        )
 
 
 def _names(text: str) -> Iterator[str]:
-    """The names of a list in which a class stands before the first of its tests, without notes in parentheses."""
+    """The names of a list in which a class stands before the first of its tests, without notes in
+    parentheses."""
     owner = ""
     for name in re.sub(r" \([^)]*\)", "", text).split(", "):
         owner = name.partition(".")[0] if "." in name else owner
@@ -79,7 +86,10 @@ def page(found: list[Scenario]) -> str:
         "",
         "| peer | its tests | test | outcome | reason |",
         "|---|---|---|---|---|",
-        *(f"| {s.peer} | {', '.join(s.theirs)} | {s.ours} | {s.outcome} | {s.reason} |" for s in found),
+        *(
+            f"| {s.peer} | {', '.join(s.theirs)} | {s.ours} | {s.outcome} | {s.reason} |"
+            for s in found
+        ),
     ]
     return "\n".join(lines) + "\n"
 

@@ -1,6 +1,8 @@
-"""JAX's tests of the arguments of `jit`, as scenarios of `graphify`: static values, keywords, defaults, pytrees.
+"""JAX's tests of the arguments of `jit`, as scenarios of `graphify`: static values, keywords,
+defaults, pytrees.
 
-A docstring names the test. After it stands `refused` or `differs`, with the reason, where weft does not do the same.
+A docstring names the test. After it stands `refused` or `differs`, with the reason, where weft does
+not do the same.
 """
 
 import collections
@@ -21,7 +23,8 @@ import weft
 from weft.errors import CaptureError
 from weft.transforms.graphs.graphify import graphify
 
-# Static arguments -----------------------------------------------------------------------------------------------------
+# Static arguments
+# -----------------------------------------------------------------------------------------------------
 
 
 def test_a_decorator_with_options() -> None:
@@ -37,7 +40,8 @@ def test_a_decorator_with_options() -> None:
 
 @pytest.mark.parametrize("as_tensors", [True, False])
 def test_static_arguments_make_misses_and_tensors_do_not(as_tensors: bool) -> None:
-    """jax: JitTest.test_jit_static_args; differs: a Python number is part of the key without being static"""
+    """jax: JitTest.test_jit_static_args; differs: a Python number is part of the key without being
+    static"""
 
     def f(x: Any, y: Any, z: Any, flag: bool = False, flag2: bool = False) -> Any:
         assert flag
@@ -108,8 +112,8 @@ def test_a_static_argument_that_cannot_be_hashed_is_refused(calls_before: int) -
 
 
 def test_a_static_value_whose_equality_fails() -> None:
-    """jax: JitTest.test_cpp_jit_raises_on_non_hashable_static_argnum; differs: the error of `__eq__` is raised as it
-    is"""
+    """jax: JitTest.test_cpp_jit_raises_on_non_hashable_static_argnum; differs: the error of
+    `__eq__` is raised as it is"""
 
     class HashableWithoutEq:
         def __hash__(self) -> int:
@@ -166,8 +170,8 @@ def test_a_name_that_is_not_interned() -> None:
 
 
 def test_values_among_variable_keywords_are_part_of_the_key() -> None:
-    """jax: ArrayPjitTest.test_pjit_with_static_argnames_cpp_dispatch; differs: a name inside **kwargs needs no
-    declaration"""
+    """jax: ArrayPjitTest.test_pjit_with_static_argnames_cpp_dispatch; differs: a name inside
+    **kwargs needs no declaration"""
 
     def f(y: Tensor, **kwargs: Any) -> Tensor:
         assert kwargs == {"x": "foo"}
@@ -183,8 +187,8 @@ def test_values_among_variable_keywords_are_part_of_the_key() -> None:
 
 @pytest.mark.parametrize("option", ["static_argnums", "donate_argnums"])
 def test_arguments_by_number_are_refused(option: str) -> None:
-    """jax: JitTest.test_jit_argnums_overflow_error; refused: arguments are named, so a number cannot be out of
-    range"""
+    """jax: JitTest.test_jit_argnums_overflow_error; refused: arguments are named, so a number
+    cannot be out of range"""
     with pytest.raises(weft.errors.ArgumentError, match=f"'{option}', which is no argument of it"):
         graphify(lambda a, b: a, **{option: (0, 1)})  # type: ignore[call-overload]
 
@@ -204,7 +208,9 @@ def test_names_of_arguments_are_checked(option: str) -> None:
 
     options: dict[str, Any] = {option: ("b", "c")}
     graphify(f, **options)
-    with pytest.raises(CaptureError, match=rf"{option} holds 'not_defined', which is not one of its arguments"):
+    with pytest.raises(
+        CaptureError, match=rf"{option} holds 'not_defined', which is not one of its arguments"
+    ):
         graphify(f, **{option: ("b", "c", "not_defined")})  # type: ignore[call-overload]
 
 
@@ -214,11 +220,13 @@ def test_an_argument_that_is_static_and_donated_is_refused() -> None:
         graphify(lambda x: x, static_argnames="x", donate_argnames="x")
 
 
-# Other arguments ------------------------------------------------------------------------------------------------------
+# Other arguments
+# ------------------------------------------------------------------------------------------------------
 
 
 def test_keywords_and_positions_share_a_graph() -> None:
-    """jax: JitTest.test_jit_kwargs, ArrayPjitTest.test_pjit_kwargs; differs: JAX compiles again for a keyword"""
+    """jax: JitTest.test_jit_kwargs, ArrayPjitTest.test_pjit_kwargs; differs: JAX compiles again for
+    a keyword"""
     g = graphify(lambda x, y, z: 100 * x + 10 * y + z)
     for args, kwargs in (((X, X, X), {}), ((X, X), {"z": X}), ((), {"z": X, "y": X, "x": X})):
         assert torch.equal(g(*args, **kwargs), 111 * X)
@@ -228,10 +236,13 @@ def test_keywords_and_positions_share_a_graph() -> None:
 
 
 @pytest.mark.parametrize(
-    "number", [1, 2.5, True, 1 + 1j, np.float64(2.0)], ids=["int", "float", "bool", "complex", "np.float64"]
+    "number",
+    [1, 2.5, True, 1 + 1j, np.float64(2.0)],
+    ids=["int", "float", "bool", "complex", "np.float64"],
 )
 def test_python_numbers_keep_their_type(number: Any) -> None:
-    """jax: JitTest.test_complex_support, JaxJitTest.test_arg_signature_of_value; differs: a number is not traced"""
+    """jax: JitTest.test_complex_support, JaxJitTest.test_arg_signature_of_value; differs: a number
+    is not traced"""
     g = graphify(lambda x, n: (x * n, n))
     for _ in range(2):
         product, back = g(X, number)
@@ -241,16 +252,18 @@ def test_python_numbers_keep_their_type(number: Any) -> None:
 
 
 def test_a_numpy_scalar_is_refused() -> None:
-    """jax: JaxJitTest.test_device_put_on_numpy_scalars; refused: a numpy scalar is neither a tensor nor a plain
-    number"""
-    with pytest.raises(CaptureError, match=r"n is a float32.*\n.*float\(\.\.\.\) or int\(\.\.\.\) of it"):
+    """jax: JaxJitTest.test_device_put_on_numpy_scalars; refused: a numpy scalar is neither a tensor
+    nor a plain number"""
+    with pytest.raises(
+        CaptureError, match=r"n is a float32.*\n.*float\(\.\.\.\) or int\(\.\.\.\) of it"
+    ):
         graphify(lambda x, n: x * n)(X, np.float32(2))
 
 
 @pytest.mark.parametrize("array", [np.zeros(4), np.ma.array([1, 2, 3], mask=[True, False, True])])
 def test_a_numpy_array_is_refused(array: Any) -> None:
-    """jax: JitTest.test_jit_masked_array, JaxJitTest.test_device_put_on_numpy_arrays; refused: only tensors are copied
-    in"""
+    """jax: JitTest.test_jit_masked_array, JaxJitTest.test_device_put_on_numpy_arrays; refused: only
+    tensors are copied in"""
     with pytest.raises(CaptureError, match=r"torch\.from_numpy\(array\)"):
         graphify(lambda x, a: x)(X, array)
 
@@ -259,7 +272,9 @@ def test_a_string_and_a_type_are_plain_values_and_an_object_is_not() -> None:
     """jax: JitTest.test_jit_bad_input; differs: strings and types are part of the key"""
     assert graphify(lambda x: x)("foo") == "foo"
     assert graphify(lambda x, d: x.to(d))(X, torch.int32).dtype == torch.int32
-    with pytest.raises(CaptureError, match="d is an object, which is neither a tensor, a plain value nor a pytree"):
+    with pytest.raises(
+        CaptureError, match="d is an object, which is neither a tensor, a plain value nor a pytree"
+    ):
         graphify(lambda x, d: x)(X, object())
 
 
@@ -280,7 +295,8 @@ def test_arguments_that_are_not_used(number: int) -> None:
 
 
 def test_enums_as_keys_of_a_dict() -> None:
-    """jax: JitTest.test_jit_enum_as_dict_keys_fails; differs: keys of a dict are not sorted, so they need no order"""
+    """jax: JitTest.test_jit_enum_as_dict_keys_fails; differs: keys of a dict are not sorted, so
+    they need no order"""
 
     class E(enum.Enum):
         A = 0

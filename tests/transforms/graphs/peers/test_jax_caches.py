@@ -1,6 +1,7 @@
 """JAX's tests of the caches of `jit`, as scenarios of `graphify`: hits, closures, nesting, leaks.
 
-A docstring names the test. After it stands `refused` or `differs`, with the reason, where weft does not do the same.
+A docstring names the test. After it stands `refused` or `differs`, with the reason, where weft does
+not do the same.
 """
 
 import gc
@@ -19,7 +20,8 @@ import weft
 from weft.errors import CacheMissError, CaptureError
 from weft.transforms.graphs.graphify import graphify
 
-# Hits -----------------------------------------------------------------------------------------------------------------
+# Hits
+# -----------------------------------------------------------------------------------------------------------------
 
 
 def test_three_calls_of_one_signature_hold_one_graph() -> None:
@@ -32,8 +34,9 @@ def test_three_calls_of_one_signature_hold_one_graph() -> None:
 
 
 def test_each_graphify_of_a_function_has_its_own_graphs() -> None:
-    """jax: JitTest.test_jit_global_cache, ArrayPjitTest.test_pjit_function_cache_cpp; differs: JAX's cache is global,
-    while a graph belongs to the graphified function, with its pool of memory"""
+    """jax: JitTest.test_jit_global_cache, ArrayPjitTest.test_pjit_function_cache_cpp; differs:
+    JAX's cache is global, while a graph belongs to the graphified function, with its pool of memory
+    """
 
     def double(x: Tensor) -> Tensor:
         return x * 2
@@ -89,13 +92,16 @@ def test_a_frozen_function_captures_nothing() -> None:
     g = graphify(lambda x: x * 1)
     g(torch.arange(3.0))
     g.freeze()
-    with pytest.raises(CacheMissError, match=r"a miss after freeze\(\): x: shape \(4,\), captured \(3,\)"):
+    with pytest.raises(
+        CacheMissError, match=r"a miss after freeze\(\): x: shape \(4,\), captured \(3,\)"
+    ):
         g(torch.arange(4.0))
     assert torch.equal(g(torch.arange(3.0)), torch.arange(3.0))
 
 
 def test_no_capture_runs_a_function_without_arguments() -> None:
-    """jax: JitTest.test_no_execution; differs: `no_capture` runs the function itself instead of raising"""
+    """jax: JitTest.test_no_execution; differs: `no_capture` runs the function itself instead of
+    raising"""
     g = graphify(lambda: torch.ones(3))
     with weft.no_capture():
         assert g().tolist() == [1, 1, 1]
@@ -106,7 +112,11 @@ def test_no_capture_runs_a_function_without_arguments() -> None:
 @pytest.mark.parametrize("same", [True, False])
 def test_threads_share_a_function(same: bool) -> None:
     """jax: JitTest.test_concurrent_jit, PJitTest.test_concurrent_pjit"""
-    functions = [graphify(lambda x: x + x - 3)] * 10 if same else [graphify(lambda x: x + x - 3) for _ in range(10)]
+    functions = (
+        [graphify(lambda x: x + x - 3)] * 10
+        if same
+        else [graphify(lambda x: x + x - 3) for _ in range(10)]
+    )
     inputs = [torch.randn(i) for i in range(10)]
     with ThreadPoolExecutor() as threads:
         found = list(threads.map(lambda g, x: [g(x), g(x)], functions, inputs))
@@ -127,7 +137,8 @@ def test_an_identity_returns_a_copy() -> None:
     assert third.data_ptr() != X.data_ptr()
 
 
-# Closures -------------------------------------------------------------------------------------------------------------
+# Closures
+# -------------------------------------------------------------------------------------------------------------
 
 
 def test_dropping_the_function_drops_what_it_closes_over() -> None:
@@ -185,7 +196,8 @@ def test_a_closed_over_mask_of_bools() -> None:
 
 
 def test_a_large_closed_over_constant() -> None:
-    """jax: APITest.test_large_device_constant, JaxJitTest.test_check_for_large_number_of_constants_new"""
+    """jax: APITest.test_large_device_constant,
+    JaxJitTest.test_check_for_large_number_of_constants_new"""
     constant = torch.ones(2_000_000)
     g = graphify(lambda x: 2 * x + constant)
     assert g(constant).eq(3).all()
@@ -217,12 +229,13 @@ def test_a_closed_over_constant_is_one_graph_for_every_call() -> None:
     assert captures(g) == 1
 
 
-# Nesting --------------------------------------------------------------------------------------------------------------
+# Nesting
+# --------------------------------------------------------------------------------------------------------------
 
 
 def test_an_inner_function_is_inlined() -> None:
-    """jax: APITest.test_inner_jit_function_retracing; differs: the inner function is recorded into the outer graph and
-    keeps none of its own"""
+    """jax: APITest.test_inner_jit_function_retracing; differs: the inner function is recorded into
+    the outer graph and keeps none of its own"""
     inner = graphify(lambda s: 2 * s)
 
     def outer(x: Tensor) -> Tensor:
@@ -240,8 +253,8 @@ def test_an_inner_function_is_inlined() -> None:
 
 
 def test_nested_functions_with_constant_arguments_and_results() -> None:
-    """jax: APITest.test_nested_jit_hoisting, test_fastpath_cache_confusion, test_fastpath_cache_confusion2,
-    test_inner_jit_forwarded_consts_stay_const"""
+    """jax: APITest.test_nested_jit_hoisting, test_fastpath_cache_confusion,
+    test_fastpath_cache_confusion2, test_inner_jit_forwarded_consts_stay_const"""
     f = graphify(lambda x, y: (y + 2 * x, 3))
     g = graphify(lambda x: f(2, x))
     none = graphify(lambda: ())
@@ -256,7 +269,8 @@ def test_nested_functions_with_constant_arguments_and_results() -> None:
 
 
 def test_grad_of_a_graphified_function_and_the_reverse() -> None:
-    """jax: APITest.test_grad_of_jit, APITest.test_jit_of_grad, test_grad_of_jit_compilation_caching2"""
+    """jax: APITest.test_grad_of_jit, APITest.test_jit_of_grad,
+    test_grad_of_jit_compilation_caching2"""
     square = graphify(lambda x: x * x)
     gradient = torch.func.grad(square)
     assert [gradient(torch.tensor(v)).item() for v in (1.0, 2.0)] == [2, 4]
@@ -291,13 +305,16 @@ def test_inputs_forwarded_to_outputs_in_any_order(seed: int) -> None:
         assert [t.tolist() for t in g(inputs)] == [t.tolist() for t in f(inputs)]
 
 
-# Leaks and errors -----------------------------------------------------------------------------------------------------
+# Leaks and errors
+# -----------------------------------------------------------------------------------------------------
 
 
 def test_a_tensor_that_is_kept_is_refused() -> None:
     """jax: APITest.test_leak_checker_catches_a_jit_leak"""
     kept: list[Tensor] = []
-    with pytest.raises(CaptureError, match="an argument, or a view of one, is kept and not returned"):
+    with pytest.raises(
+        CaptureError, match="an argument, or a view of one, is kept and not returned"
+    ):
         graphify(lambda x: (kept.append(x), x + 1)[1])(X)
 
 
@@ -329,7 +346,8 @@ def test_a_state_that_is_rebound_outside_is_refused() -> None:
 
 
 def test_what_an_outer_function_drops_again_is_not_a_leak() -> None:
-    """jax: APITest.test_leak_checker_catches_a_sublevel_leak; differs: a tensor that dies with the call is no leak"""
+    """jax: APITest.test_leak_checker_catches_a_sublevel_leak; differs: a tensor that dies with the
+    call is no leak"""
 
     def outer(x: Tensor) -> Any:
         seen: list[Tensor] = []
@@ -339,14 +357,17 @@ def test_what_an_outer_function_drops_again_is_not_a_leak() -> None:
 
 
 def test_no_false_leaks() -> None:
-    """jax: APITest.test_leak_checker_avoids_false_positives, APITest.test_leaked_tracer_issue_7613"""
+    """jax: APITest.test_leak_checker_avoids_false_positives, APITest.test_leaked_tracer_issue_7613
+    """
     g = graphify(lambda x: x * 1)
     assert torch.equal(g(X), X)
     assert torch.equal(torch.vmap(g)(X), X)
     a = torch.randn(5, 5)
     loss = graphify(lambda a, x: ((torch.sigmoid(a * x) - x) ** 2).sum())
     step = graphify(torch.func.grad(loss))
-    torch.testing.assert_close(step(a, torch.ones(5)), torch.func.grad(loss.__wrapped__)(a, torch.ones(5)))
+    torch.testing.assert_close(
+        step(a, torch.ones(5)), torch.func.grad(loss.__wrapped__)(a, torch.ones(5))
+    )
 
 
 def test_the_users_frame_is_the_last_of_an_error() -> None:

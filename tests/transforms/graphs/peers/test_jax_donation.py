@@ -1,6 +1,7 @@
 """JAX's tests of donation, as scenarios of `graphify`.
 
-A docstring names JAX's test. After it stands `refused` or `differs`, with the reason, where weft does not do the same.
+A docstring names JAX's test. After it stands `refused` or `differs`, with the reason, where weft
+does not do the same.
 """
 
 from typing import Any
@@ -41,9 +42,13 @@ def test_a_donated_input_is_dead(device: str) -> None:
 
 
 def test_donated_and_static_arguments(device: str) -> None:
-    """jax: JitTest.test_jit_donate_static_argnums; differs: the parts of a result with a donated argument's structure
-    are its next value"""
-    g = graphify(lambda a, b, c, d: (a + b + c, a + b + d), static_argnames=("a", "b"), donate_argnames=("c", "d"))
+    """jax: JitTest.test_jit_donate_static_argnums; differs: the parts of a result with a donated
+    argument's structure are its next value"""
+    g = graphify(
+        lambda a, b, c, d: (a + b + c, a + b + d),
+        static_argnames=("a", "b"),
+        donate_argnames=("c", "d"),
+    )
     c, d = torch.full((2,), 2.0, device=device), torch.full((4,), 1.0, device=device)
     places = c.data_ptr(), d.data_ptr()
     e, f = g(1, 2, c, d)
@@ -55,9 +60,15 @@ def test_donated_and_static_arguments(device: str) -> None:
 def test_donated_keywords_and_static_arguments(two: Tensor) -> None:
     """jax: JitTest.test_jit_donate_argnames_kwargs_static_argnums"""
     g = graphify(
-        lambda a, b, c, d, e: (a + b + c, a + b + d, a + b + e), static_argnames=("a", "b"), donate_argnames=("d", "e")
+        lambda a, b, c, d, e: (a + b + c, a + b + d, a + b + e),
+        static_argnames=("a", "b"),
+        donate_argnames=("d", "e"),
     )
-    c, d, e = two, torch.full((4,), 1.0, device=two.device), torch.full((6,), 3.0, device=two.device)
+    c, d, e = (
+        two,
+        torch.full((4,), 1.0, device=two.device),
+        torch.full((6,), 3.0, device=two.device),
+    )
     results = g(1, 2, c, d=d, e=e)
     assert [r.tolist() for r in results] == [[5] * 2, [4] * 4, [6] * 6]
     assert_live(c)
@@ -65,8 +76,8 @@ def test_donated_keywords_and_static_arguments(two: Tensor) -> None:
 
 
 def test_a_donated_argument_whose_structure_does_not_come_back(two: Tensor) -> None:
-    """jax: JitTest.test_jit_donate_warning_raised, PJitTest.testBufferDonationNotDonated; differs: the
-    callee takes the storage without a warning"""
+    """jax: JitTest.test_jit_donate_warning_raised, PJitTest.testBufferDonationNotDonated; differs:
+    the callee takes the storage without a warning"""
     g = graphify(lambda x, y: {"total": x.sum() + y.sum()}, donate_argnames=("x", "y"))
     y = torch.tensor([1, 2], device=two.device)
     assert g(two, y)["total"].item() == 7
@@ -107,8 +118,8 @@ def test_a_copy_made_before_survives(device: str) -> None:
 
 
 def test_donation_by_the_decorator_and_by_the_option(two: Tensor) -> None:
-    """jax: JitTest.test_specify_donate_argnums_and_argnames; differs: the two ways are `weft.donates` and the
-    option"""
+    """jax: JitTest.test_specify_donate_argnums_and_argnames; differs: the two ways are
+    `weft.donates` and the option"""
 
     @graphify(donate_argnames=("b", "c"))
     @weft.donates("a")
@@ -133,11 +144,17 @@ def test_donation_of_one_tree_among_three(device: str) -> None:
     """jax: PJitTest.testBufferDonationWithPyTreeKwargs, PJitTest.testBufferDonation"""
 
     def tree(value: float) -> dict[str, Any]:
-        return {"a": {"b": torch.full((2,), value, device=device)}, "c": torch.full((3,), value, device=device)}
+        return {
+            "a": {"b": torch.full((2,), value, device=device)},
+            "c": torch.full((3,), value, device=device),
+        }
 
     x, y, z = tree(4.0), tree(2.0), tree(1.0)
     add = graphify(
-        lambda x, y, z: {"a": {"b": x["a"]["b"] + y["a"]["b"] + z["a"]["b"]}, "c": x["c"] + y["c"] + z["c"]},
+        lambda x, y, z: {
+            "a": {"b": x["a"]["b"] + y["a"]["b"] + z["a"]["b"]},
+            "c": x["c"] + y["c"] + z["c"],
+        },
         donate_argnames="y",
     )
     result = add(x, y=y, z=z)
@@ -147,11 +164,16 @@ def test_donation_of_one_tree_among_three(device: str) -> None:
 
 
 def test_the_listing_says_what_is_donated(device: str) -> None:
-    """jax: JitTest.test_donate_args_info_aot, JitTest.test_dict_donation, JitTest.test_dict_donation_args_kwargs"""
+    """jax: JitTest.test_donate_args_info_aot, JitTest.test_dict_donation,
+    JitTest.test_dict_donation_args_kwargs"""
     f = graphify(lambda z, y, x: (z, y, x), donate_argnames=("z", "y"))
     z, y, x = ({"t": torch.ones((), device=device)} for _ in range(3))
     for lowered in (f.lower(z=z, y=y, x=x), f.lower(z, y=y, x=x)):
-        inputs = [line for line in lowered.as_text().splitlines() if ", donated" in line or ", copied in" in line]
+        inputs = [
+            line
+            for line in lowered.as_text().splitlines()
+            if ", donated" in line or ", copied in" in line
+        ]
         assert [line.partition("  ")[2].split("  ")[-1] for line in inputs] == [
             "z['t'], donated",
             "y['t'], donated",
@@ -185,7 +207,8 @@ def test_an_inner_donation_inside_an_outer_function(two: Tensor) -> None:
 
 
 def test_a_tensor_donated_twice_inside_the_outer_function_is_refused(two: Tensor) -> None:
-    """jax: JitTest.test_jit_nested_donate_ignored (donated twice); refused: an inner donation counts too"""
+    """jax: JitTest.test_jit_nested_donate_ignored (donated twice); refused: an inner donation
+    counts too"""
     step = graphify(lambda s: s + 1, donate_argnames="s")
 
     def twice(x: Tensor) -> Any:
@@ -207,8 +230,8 @@ def test_a_donated_identity_keeps_its_storage(two: Tensor) -> None:
 
 
 def test_a_lowered_function_donates(two: Tensor) -> None:
-    """jax: JitTest.test_jit_lower_donate_argnums_available, PJitTest.testLowerDonateArgnumsAvailable,
-    PJitTest.testLowerDonateArgnumsAvailableWithNames"""
+    """jax: JitTest.test_jit_lower_donate_argnums_available,
+    PJitTest.testLowerDonateArgnumsAvailable, PJitTest.testLowerDonateArgnumsAvailableWithNames"""
     f = graphify(lambda x, y: (x + 4, y), donate_argnames="x")
     lowered = f.lower(two, two.clone())
     assert_live(two)

@@ -1,6 +1,8 @@
-"""JAX's tests of the functions that `jit` takes, and of reads on the host, as scenarios of `graphify`.
+"""JAX's tests of the functions that `jit` takes, and of reads on the host, as scenarios of
+`graphify`.
 
-A docstring names the test. After it stands `refused` or `differs`, with the reason, where weft does not do the same.
+A docstring names the test. After it stands `refused` or `differs`, with the reason, where weft does
+not do the same.
 """
 
 import functools
@@ -18,7 +20,8 @@ from torch import Tensor
 from weft.errors import CaptureError
 from weft.transforms.graphs.graphify import graphify
 
-# The function ---------------------------------------------------------------------------------------------------------
+# The function
+# ---------------------------------------------------------------------------------------------------------
 
 
 def test_a_graphified_function_prints_its_name() -> None:
@@ -46,7 +49,8 @@ def test_a_callable_whose_repr_fails_still_prints() -> None:
 
 
 def test_the_name_of_a_partial_is_that_of_its_class() -> None:
-    """jax: JitTest.test_fun_name; differs: JAX takes the name of the inner function, weft that of the class"""
+    """jax: JitTest.test_fun_name; differs: JAX takes the name of the inner function, weft that of
+    the class"""
 
     def inner(x: Tensor, y: Tensor) -> Tensor:
         return x + y
@@ -97,8 +101,11 @@ def test_a_builtin_with_a_signature_replays() -> None:
 
 
 def test_a_class_without_a_signature_is_refused() -> None:
-    """jax: JitTest.test_resolve_argnums_signature_fail; refused: names of arguments need a signature"""
-    with pytest.raises(CaptureError, match=r"whose argument names are unknown\n.*lambda x: int\(x\)"):
+    """jax: JitTest.test_resolve_argnums_signature_fail; refused: names of arguments need a
+    signature"""
+    with pytest.raises(
+        CaptureError, match=r"whose argument names are unknown\n.*lambda x: int\(x\)"
+    ):
         graphify(int)
 
 
@@ -118,8 +125,8 @@ def test_a_signature_that_raises_is_refused() -> None:
 
 
 def test_a_callable_without_weak_references_replays() -> None:
-    """jax: JitTest.test_jit_of_nonweakreferenceable_function; differs: JAX's cache needs weak references, weft's
-    not"""
+    """jax: JitTest.test_jit_of_nonweakreferenceable_function; differs: JAX's cache needs weak
+    references, weft's not"""
 
     class Slots:
         __slots__ = ()
@@ -187,14 +194,24 @@ def test_decorators_of_methods_outside_of_graphify() -> None:
     assert torch.equal(A().static(X), X + 3)
 
 
-# Reads on the host ----------------------------------------------------------------------------------------------------
+# Reads on the host
+# ----------------------------------------------------------------------------------------------------
 
 
 READS: dict[str, tuple[Callable[[Tensor], Any], str]] = {
     "item (test_jit_item)": (lambda x: x * x[1].item(), "reads a tensor on the host"),
-    "branch (test_switch_value_jit)": (lambda x: x if x[1] > 0 else -x, "a branch on a tensor's value"),
-    "index (test_list_index_err)": (lambda x: [1, 2, 3][x.long()[1]], "Tensor.__index__ reads a tensor on the host"),
-    "range (test_range_err)": (lambda x: [x + i for i in range(x.long()[1])], "__index__ reads a tensor"),
+    "branch (test_switch_value_jit)": (
+        lambda x: x if x[1] > 0 else -x,
+        "a branch on a tensor's value",
+    ),
+    "index (test_list_index_err)": (
+        lambda x: [1, 2, 3][x.long()[1]],
+        "Tensor.__index__ reads a tensor on the host",
+    ),
+    "range (test_range_err)": (
+        lambda x: [x + i for i in range(x.long()[1])],
+        "__index__ reads a tensor",
+    ),
     "int (test_cast_int)": (lambda x: int(x[1]), "reads a tensor on the host"),
     "float (test_casts)": (lambda x: float(x[1]), "reads a tensor on the host"),
     "complex (test_casts)": (lambda x: complex(x[1]), "reads a tensor on the host"),
@@ -204,8 +221,8 @@ READS: dict[str, tuple[Callable[[Tensor], Any], str]] = {
 
 @pytest.mark.parametrize("read", READS)
 def test_a_read_on_the_host_is_refused(read: str) -> None:
-    """jax: APITest.test_jit_item, test_switch_value_jit, test_list_index_err, test_range_err, test_cast_int,
-    test_casts, test_unwrapped_numpy"""
+    """jax: APITest.test_jit_item, test_switch_value_jit, test_list_index_err, test_range_err,
+    test_cast_int, test_casts, test_unwrapped_numpy"""
     fn, seen = READS[read]
     with pytest.raises(CaptureError, match=seen):
         graphify(fn)(X)
@@ -214,4 +231,6 @@ def test_a_read_on_the_host_is_refused(read: str) -> None:
 def test_a_static_index_and_a_static_range() -> None:
     """jax: APITest.test_list_index_err, APITest.test_range_err (the way that works)"""
     assert graphify(lambda n: [1, 2, 3][n], static_argnames="n")(0) == 1
-    assert torch.equal(graphify(lambda x, n: sum((x for _ in range(n)), X * 0), static_argnames="n")(X, 5), 5 * X)
+    assert torch.equal(
+        graphify(lambda x, n: sum((x for _ in range(n)), X * 0), static_argnames="n")(X, 5), 5 * X
+    )

@@ -1,6 +1,7 @@
 """JAX's tests of explained cache misses, as scenarios of `graphify`.
 
-A docstring names the test. After it stands `refused` or `differs`, with the reason, where weft does not do the same.
+A docstring names the test. After it stands `refused` or `differs`, with the reason, where weft does
+not do the same.
 """
 
 import contextlib
@@ -41,15 +42,20 @@ MISSES: dict[str, tuple[tuple[Any, ...], dict[str, Any], str]] = {
     "other_shape": ((X, Y[:1]), {}, "y: shape (1,), captured (4,)"),
     "other_static_argnums": ((X, Y, "bar"), {}, "mode: 'bar', captured 'foo'"),
     "other_static_argnames": ((X, Y), {"mode": "bar"}, "mode: 'bar', captured 'foo'"),
-    "multiple_changes": ((X[:2], Y[:2].int()), {}, "; y: shape (2,), captured (4,); y: dtype torch.int32"),
+    "multiple_changes": (
+        (X[:2], Y[:2].int()),
+        {},
+        "; y: shape (2,), captured (4,); y: dtype torch.int32",
+    ),
 }
 
 
 @pytest.mark.parametrize("change", MISSES)
 def test_the_reason_of_a_miss_is_logged(change: str, explained: list[str]) -> None:
-    """jax: APITest.test_cache_miss_explanations_other_in_tree, test_cache_miss_explanations_other_dtype,
-    test_cache_miss_explanations_other_weak_type, test_cache_miss_explanations_other_shape,
-    test_cache_miss_explanations_other_static_argnums, test_cache_miss_explanations_other_static_argnames,
+    """jax: APITest.test_cache_miss_explanations_other_in_tree,
+    test_cache_miss_explanations_other_dtype, test_cache_miss_explanations_other_weak_type,
+    test_cache_miss_explanations_other_shape, test_cache_miss_explanations_other_static_argnums,
+    test_cache_miss_explanations_other_static_argnames,
     test_cache_miss_explanations_multiple_changes"""
 
     def f(x: Tensor, y: Any, mode: str = "foo") -> Tensor:
@@ -64,7 +70,8 @@ def test_the_reason_of_a_miss_is_logged(change: str, explained: list[str]) -> No
 
 
 def test_a_first_capture_is_not_explained(explained: list[str]) -> None:
-    """jax: APITest.test_cache_miss_explanations_first_miss; differs: a first capture has nothing to differ from"""
+    """jax: APITest.test_cache_miss_explanations_first_miss; differs: a first capture has nothing to
+    differ from"""
     g = graphify(lambda x: x + 1)
     g(X)
     g(X)
@@ -72,8 +79,8 @@ def test_a_first_capture_is_not_explained(explained: list[str]) -> None:
 
 
 def test_the_nearest_captured_call_explains_a_miss(explained: list[str]) -> None:
-    """jax: APITest.test_cache_miss_explanations_other_shape_explain_closest; differs: the nearest has the fewest
-    fields that differ, and sizes do not count"""
+    """jax: APITest.test_cache_miss_explanations_other_shape_explain_closest; differs: the nearest
+    has the fewest fields that differ, and sizes do not count"""
     g = graphify(lambda x: x * 1)
     g(torch.ones(1, 2, dtype=torch.int32))
     g(torch.ones(10, 20))
@@ -84,8 +91,8 @@ def test_the_nearest_captured_call_explains_a_miss(explained: list[str]) -> None
 
 
 def test_a_keyword_is_not_a_miss(explained: list[str]) -> None:
-    """jax: APITest.test_cache_miss_explanations_other_arg_passed_as_kwarg; differs: keywords and positions share a
-    graph"""
+    """jax: APITest.test_cache_miss_explanations_other_arg_passed_as_kwarg; differs: keywords and
+    positions share a graph"""
     g = graphify(lambda x, y: x.sin() + y)
     g(X, Y)
     g(X, y=Y)
@@ -102,8 +109,8 @@ def test_the_surroundings_explain_a_miss(explained: list[str]) -> None:
 
 
 def test_new_functions_in_a_loop_are_not_explained(explained: list[str]) -> None:
-    """jax: APITest.test_cache_miss_explanations_new_function_in_loop; differs: each graphified function has its own
-    cache"""
+    """jax: APITest.test_cache_miss_explanations_new_function_in_loop; differs: each graphified
+    function has its own cache"""
     for _ in range(2):
         graphify(lambda x: 2 * x)(X)
     assert explained == []

@@ -4,7 +4,9 @@ from outcomes import PAGE, page, scenarios
 
 
 def test_the_table_is_up_to_date() -> None:
-    assert PAGE.read_text(encoding="utf-8") == page(scenarios()), "python tests/transforms/graphs/peers/outcomes.py"
+    assert PAGE.read_text(encoding="utf-8") == page(scenarios()), (
+        "python tests/transforms/graphs/peers/outcomes.py"
+    )
 
 
 def test_there_are_one_hundred_and_fifty_scenarios() -> None:

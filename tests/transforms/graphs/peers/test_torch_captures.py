@@ -1,6 +1,7 @@
 """torch's tests of captures as CUDA graphs, as scenarios of `graphify`, on tapes too.
 
-A docstring names the test. After it stands `refused` or `differs`, with the reason, where weft does not do the same.
+A docstring names the test. After it stands `refused` or `differs`, with the reason, where weft does
+not do the same.
 """
 
 import gc
@@ -37,7 +38,8 @@ def mixed(x: Tensor, by: float) -> Tensor:
     return (x.clone() + by) + (x.clone() + by)
 
 
-# Capture and replay ---------------------------------------------------------------------------------------------------
+# Capture and replay
+# ---------------------------------------------------------------------------------------------------
 
 
 def test_a_capture_is_visible_from_inside(device: str) -> None:
@@ -58,7 +60,8 @@ def test_a_chain_of_additions(device: str) -> None:
 
 
 def test_a_cleared_function_captures_again(device: str) -> None:
-    """torch: TestCuda.test_graph_capture_reset_recapture, test_cuda_graph_raw_graph_reset_and_recapture"""
+    """torch: TestCuda.test_graph_capture_reset_recapture,
+    test_cuda_graph_raw_graph_reset_and_recapture"""
     g = graphify(ten_times)
     x = torch.full((1000,), 1.0, device=device)
     first = g(x)
@@ -83,7 +86,9 @@ def test_a_function_without_operators(device: str) -> None:
 
 def test_the_graph_as_dot(device: str) -> None:
     """torch: TestCuda.test_graph_debugdump"""
-    text = graphify(lambda x, y: (x + y) + y).lower(torch.ones(2, device=device), torch.zeros(2, device=device))
+    text = graphify(lambda x, y: (x + y) + y).lower(
+        torch.ones(2, device=device), torch.zeros(2, device=device)
+    )
     assert text.as_text("dot").count("aten::add") == 2
 
 
@@ -91,7 +96,9 @@ def test_full_memory_in_a_capture_is_an_error_of_torch(device: str) -> None:
     """torch: TestCuda.test_graph_capture_oom"""
     g = graphify(lambda x: x + torch.zeros(2**45, device=x.device))
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", RuntimeWarning)  # it says that nothing is captured from now on
+        warnings.simplefilter(
+            "ignore", RuntimeWarning
+        )  # it says that nothing is captured from now on
         with pytest.raises(RuntimeError, match="memory"):
             g(torch.ones((), device=device))
     assert graphify(ten_times)(torch.zeros(2, device=device)).tolist() == [10, 10]
@@ -106,7 +113,8 @@ def test_a_tensor_as_an_index_is_gathered(device: str) -> None:
     assert product.cache_info().captures == 1
 
 
-# Several graphs -------------------------------------------------------------------------------------------------------
+# Several graphs
+# -------------------------------------------------------------------------------------------------------
 
 
 def test_two_graphs_one_after_the_other_with_eager_operators_between(device: str) -> None:
@@ -128,7 +136,8 @@ def test_two_graphs_one_after_the_other_with_eager_operators_between(device: str
 
 
 def test_graphs_that_replay_in_another_order_than_captured(device: str) -> None:
-    """torch: TestCuda.test_graph_three_successive; differs: graphs share a pool and are still safe in any order"""
+    """torch: TestCuda.test_graph_three_successive; differs: graphs share a pool and are still safe
+    in any order"""
     g = graphify(lambda x, n: (x.clone() + n, x.clone() + n + 1), static_argnames="n")
     x = torch.ones(1000, device=device)
     for n in (0, 3, 4):
@@ -140,7 +149,10 @@ def test_graphs_that_replay_in_another_order_than_captured(device: str) -> None:
 
 def test_replays_of_two_threads_at_once(device: str) -> None:
     """torch: TestCuda.test_graph_concurrent_replay"""
-    first, second = graphify(lambda x: mixed(mixed(x, 1), 1)), graphify(lambda x: mixed(mixed(x, 2), 2))
+    first, second = (
+        graphify(lambda x: mixed(mixed(x, 1), 1)),
+        graphify(lambda x: mixed(mixed(x, 2), 2)),
+    )
     x = torch.ones(100_000, device=device)
 
     def run(g: Callable[[Tensor], Tensor]) -> list[float]:
@@ -150,7 +162,10 @@ def test_replays_of_two_threads_at_once(device: str) -> None:
 
     for pair in ((first, second), (first, first)):
         with ThreadPoolExecutor(2) as threads:
-            wanted = [[mixed(mixed(x, 1), 1).sum().item()] * 10, [mixed(mixed(x, 2), 2).sum().item()] * 10]
+            wanted = [
+                [mixed(mixed(x, 1), 1).sum().item()] * 10,
+                [mixed(mixed(x, 2), 2).sum().item()] * 10,
+            ]
             assert list(threads.map(run, pair)) == [wanted[0 if g is first else 1] for g in pair]
 
 
@@ -185,13 +200,14 @@ def test_a_thread_that_works_during_a_capture_is_not_recorded(device: str) -> No
     assert all(t.eq(1).all() for t in made)
 
 
-# CUDA alone -----------------------------------------------------------------------------------------------------------
+# CUDA alone
+# -----------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.gpu
 def test_a_number_for_one_element_is_refused() -> None:
-    """torch: TestCuda.test_cuda_graph_tensor_item_not_allowed (a write); refused: torch copies the number from the
-    CPU, as no graph may"""
+    """torch: TestCuda.test_cuda_graph_tensor_item_not_allowed (a write); refused: torch copies the
+    number from the CPU, as no graph may"""
 
     def fill(x: Tensor) -> Tensor:
         x[0] = 7
@@ -220,8 +236,9 @@ def test_side_streams_inside_a_capture() -> None:
 
 @pytest.mark.gpu
 def test_many_captures_keep_few_workspaces() -> None:
-    """torch: TestCuda.test_repeat_graph_capture_cublas_workspace_memory; differs: each function captures on a stream of
-    its own, and torch keeps one workspace of cuBLAS for each of its 32 streams"""
+    """torch: TestCuda.test_repeat_graph_capture_cublas_workspace_memory; differs: each function
+    captures on a stream of its own, and torch keeps one workspace of cuBLAS for each of its 32
+    streams"""
     a, b = torch.rand(1024, 512, device="cuda"), torch.rand(512, 64, device="cuda")
 
     def capture(times: int) -> int:

@@ -1,6 +1,8 @@
-"""torch's tests of what CUDA graph trees return, as scenarios of `graphify`, on tapes too: copies, gradients.
+"""torch's tests of what CUDA graph trees return, as scenarios of `graphify`, on tapes too: copies,
+gradients.
 
-A docstring names the test. After it stands `refused` or `differs`, with the reason, where weft does not do the same.
+A docstring names the test. After it stands `refused` or `differs`, with the reason, where weft does
+not do the same.
 """
 
 import gc
@@ -26,13 +28,14 @@ def x(device: str) -> Tensor:
     return torch.rand(4, 4, device=device)
 
 
-# Results and what they share ------------------------------------------------------------------------------------------
+# Results and what they share
+# ------------------------------------------------------------------------------------------
 
 
 def test_results_do_not_share_storage(x: Tensor) -> None:
     """torch: CudaGraphTreeTests.test_aliased_storage_single_weakref, test_output_alias,
-    test_checkpoint_shared_output_storage_deallocation; differs: each result is a copy, so a write reaches one of
-    them"""
+    test_checkpoint_shared_output_storage_deallocation; differs: each result is a copy, so a write
+    reaches one of them"""
 
     def f(x: Tensor) -> Any:
         y = x * 20
@@ -48,8 +51,8 @@ def test_results_do_not_share_storage(x: Tensor) -> None:
 
 
 def test_params_come_back_as_themselves_and_their_views_as_copies(x: Tensor) -> None:
-    """torch: CudaGraphTreeTests.test_alias_of_parameter, test_aliased_static_parameter, test_aliasing_static_ref,
-    test_constant_output; differs: a view of a parameter is a copy"""
+    """torch: CudaGraphTreeTests.test_alias_of_parameter, test_aliased_static_parameter,
+    test_aliasing_static_ref, test_constant_output; differs: a view of a parameter is a copy"""
     params = torch.rand(4, 4, device=x.device)
     g = graphify(lambda params, x: (params[0], params, params.T, params + x))
     for value in (x, x + 1):
@@ -135,7 +138,12 @@ def test_empty_results(x: Tensor) -> None:
     """torch: CudaGraphTreeTests.test_empty_storage, test_empty_cpu_tensor"""
 
     def empty(x: Tensor) -> tuple[Tensor, ...]:
-        return x + x, torch.zeros(0, device=x.device), (x * 2)[0:0], torch.tensor([], device=x.device)
+        return (
+            x + x,
+            torch.zeros(0, device=x.device),
+            (x * 2)[0:0],
+            torch.tensor([], device=x.device),
+        )
 
     g = graphify(empty)
     for _ in range(3):
@@ -157,7 +165,8 @@ def test_a_sparse_result(device: str) -> None:
         assert torch.equal(g(index, values).to_dense(), f(index, values).to_dense())
 
 
-# Random numbers and gradients -----------------------------------------------------------------------------------------
+# Random numbers and gradients
+# -----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("backend", ["plain", "piecewise"])
@@ -179,7 +188,8 @@ def test_a_seed_repeats_the_sequence(backend: str, device: str) -> None:
 
 
 def test_gradients_with_dropout(x: Tensor) -> None:
-    """torch: CudaGraphTreeTests.test_forward_backward, test_single_stream_use; differs: the function runs inline"""
+    """torch: CudaGraphTreeTests.test_forward_backward, test_single_stream_use; differs: the
+    function runs inline"""
 
     def f(x: Tensor) -> Tensor:
         return torch.sin(x * 2) * nn.functional.dropout(x, p=0.4)
@@ -206,7 +216,8 @@ def test_accumulated_gradients(create_graph: bool, x: Tensor) -> None:
 
 
 def test_a_backward_with_expanded_gradients(x: Tensor) -> None:
-    """torch: CudaGraphTreeTests.test_forward_with_skipped_cudagraphed_backward, test_forward_backward_not_called"""
+    """torch: CudaGraphTreeTests.test_forward_with_skipped_cudagraphed_backward,
+    test_forward_backward_not_called"""
     g = graphify(lambda x, y: (x * x * x, y * y * y))
     for _ in range(3):
         a, b = x.clone().requires_grad_(), x.clone().requires_grad_()
@@ -218,8 +229,8 @@ def test_a_backward_with_expanded_gradients(x: Tensor) -> None:
 
 
 def test_training_and_inference_by_turns(x: Tensor) -> None:
-    """torch: CudaGraphTreeTests.test_warn_on_pending_backward, test_mark_step, test_forward_generation; differs: no
-    step is marked, and a pending backward keeps its tensors"""
+    """torch: CudaGraphTreeTests.test_warn_on_pending_backward, test_mark_step,
+    test_forward_generation; differs: no step is marked, and a pending backward keeps its tensors"""
     g = graphify(lambda x: x * x * x)
     pending = []
     for scale in (1.0, 2.0, 3.0):
@@ -236,13 +247,17 @@ def test_a_convolution(device: str) -> None:
     """torch: CudaGraphTreeTests.test_conv_benchmark"""
     model = nn.Conv2d(5, 6, 3).to(device)
     g = graphify(model)
-    with torch.no_grad(), torch.backends.cudnn.flags(enabled=True, benchmark=True, deterministic=False):
+    with (
+        torch.no_grad(),
+        torch.backends.cudnn.flags(enabled=True, benchmark=True, deterministic=False),
+    ):
         for _ in range(2):
             x = torch.randn(2, 5, 16, 16, device=device)
             torch.testing.assert_close(g(x), model(x))
 
 
-# CUDA alone -----------------------------------------------------------------------------------------------------------
+# CUDA alone
+# -----------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.gpu

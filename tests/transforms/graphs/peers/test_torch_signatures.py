@@ -1,6 +1,8 @@
-"""torch's tests of what CUDA graph trees record, as scenarios of `graphify`, on tapes too: shapes, parameters, writes.
+"""torch's tests of what CUDA graph trees record, as scenarios of `graphify`, on tapes too: shapes,
+parameters, writes.
 
-A docstring names the test. After it stands `refused` or `differs`, with the reason, where weft does not do the same.
+A docstring names the test. After it stands `refused` or `differs`, with the reason, where weft does
+not do the same.
 """
 
 from collections.abc import Callable
@@ -21,7 +23,8 @@ def x(device: str) -> Tensor:
     return torch.rand(4, 4, device=device)
 
 
-# Signatures -----------------------------------------------------------------------------------------------------------
+# Signatures
+# -----------------------------------------------------------------------------------------------------------
 
 
 def test_two_shapes_are_two_graphs(device: str) -> None:
@@ -51,7 +54,8 @@ def test_python_runs_at_captures_alone(device: str) -> None:
 
 
 def test_sizes_are_plain_numbers(device: str) -> None:
-    """torch: CudaGraphTreeTests.test_skip_symbolic, test_dynamic_backward; differs: a graph holds one size"""
+    """torch: CudaGraphTreeTests.test_skip_symbolic, test_dynamic_backward; differs: a graph holds
+    one size"""
 
     def f(x: Tensor) -> Any:
         x = torch.cat([x, x])
@@ -81,9 +85,9 @@ def test_a_frozen_function_records_nothing_more(x: Tensor) -> None:
 
 
 def test_the_number_of_graphs_is_bounded(device: str) -> None:
-    """torch: CudaGraphTreeTests.test_skip_if_dynamic_shape_limit_reached1, test_skip_if_dynamic_shape_limit_reached2,
-    test_fallback_to_eager_if_recompiling_too_many_times; differs: the oldest graph is dropped, and nothing runs
-    eagerly"""
+    """torch: CudaGraphTreeTests.test_skip_if_dynamic_shape_limit_reached1,
+    test_skip_if_dynamic_shape_limit_reached2, test_fallback_to_eager_if_recompiling_too_many_times;
+    differs: the oldest graph is dropped, and nothing runs eagerly"""
     g = graphify(lambda x: x * 2, max_captures=2)
     for n in (10, 20, 30, 10):
         assert g(torch.ones(n, device=device)).sum().item() == 2 * n
@@ -93,7 +97,8 @@ def test_the_number_of_graphs_is_bounded(device: str) -> None:
 
 @pytest.mark.parametrize("offset", [0, 1])
 def test_inputs_of_any_alignment(offset: int, device: str) -> None:
-    """torch: CudaGraphTreeTests.test_unaligned_static_input_trees, test_unaligned_static_parameter"""
+    """torch: CudaGraphTreeTests.test_unaligned_static_input_trees, test_unaligned_static_parameter
+    """
     g, h = graphify(lambda x, y: x + y), graphify(lambda params, y: params + y)
     for start in (offset, 1 - offset):
         x, y = (torch.rand(21, device=device)[start : start + 20] for _ in range(2))
@@ -119,7 +124,8 @@ def test_an_autocast_weight_is_cast_anew(x: Tensor) -> None:
         assert not torch.equal(first, result @ x)
 
 
-# Parameters by reference ----------------------------------------------------------------------------------------------
+# Parameters by reference
+# ----------------------------------------------------------------------------------------------
 
 
 class Scale(nn.Module):
@@ -142,7 +148,12 @@ def make_module(name: str, device: str) -> nn.Module:
     return makers[name]().to(device)
 
 
-REPLACED = [("linear", "weight"), ("batch norm", "running_mean"), ("custom", "weight"), ("custom", "shift")]
+REPLACED = [
+    ("linear", "weight"),
+    ("batch norm", "running_mean"),
+    ("custom", "weight"),
+    ("custom", "shift"),
+]
 
 
 def replace_and_put_back(name: str, tensor: str, device: str) -> None:
@@ -174,8 +185,9 @@ def test_a_module_on_a_gpu_whose_tensor_is_replaced_and_put_back(name: str, tens
 
 
 def test_two_parameter_sets_have_a_graph_each(x: Tensor) -> None:
-    """torch: CudaGraphTreeTests.test_multi_dispatch_single_compile_param_inputs, test_multi_dispatch_child_node,
-    test_multi_dispatch_parent_node, test_not_fallback_to_eager_if_have_not_recompiling_too_many_times"""
+    """torch: CudaGraphTreeTests.test_multi_dispatch_single_compile_param_inputs,
+    test_multi_dispatch_child_node, test_multi_dispatch_parent_node,
+    test_not_fallback_to_eager_if_have_not_recompiling_too_many_times"""
     g = graphify(lambda params, x: x * params["w"] + x)
     sets = [{"w": torch.rand(4, device=x.device)} for _ in range(2)]
     for params in (*sets, *sets):
@@ -185,8 +197,8 @@ def test_two_parameter_sets_have_a_graph_each(x: Tensor) -> None:
 
 
 def test_new_data_of_a_parameter(x: Tensor) -> None:
-    """torch: CudaGraphTreeTests.test_unstable_ptr, test_rerecord_if_static_input_address_changed; differs: torch 2.3
-    raises, weft captures again"""
+    """torch: CudaGraphTreeTests.test_unstable_ptr, test_rerecord_if_static_input_address_changed;
+    differs: torch 2.3 raises, weft captures again"""
     module = nn.Linear(4, 4).to(x.device)
     g = graphify(module)
     with torch.no_grad():
@@ -199,7 +211,9 @@ def test_a_miss_names_the_parameter_that_moved(x: Tensor) -> None:
     """torch: CudaGraphTreeTests.test_static_inputs_address_mutation_log"""
     g, old = graphify(lambda params, x: x @ params["goo"]["weight"]), x * 1
     g({"goo": {"weight": old}}, x)
-    assert "params['goo']['weight']: another tensor" in str(g.explain({"goo": {"weight": x * 1}}, x))
+    assert "params['goo']['weight']: another tensor" in str(
+        g.explain({"goo": {"weight": x * 1}}, x)
+    )
 
 
 def test_an_update_in_place_is_seen(x: Tensor) -> None:
@@ -211,13 +225,17 @@ def test_an_update_in_place_is_seen(x: Tensor) -> None:
     assert captures(g) == 1
 
 
-# Writes to inputs -----------------------------------------------------------------------------------------------------
+# Writes to inputs
+# -----------------------------------------------------------------------------------------------------
 
 
 def test_a_write_to_an_input_is_refused(x: Tensor) -> None:
-    """torch: CudaGraphTreeTests.test_mutation_on_inp, test_mutation_cudagraph_managed_tensors_config,
-    test_mutation_cudagraph_managed_tensor_warn; refused: torch skips the graph, weft says so and names the line"""
-    with pytest.raises(CaptureError, match=r"aten\.add_\.Tensor writes to x.*which it does not own"):
+    """torch: CudaGraphTreeTests.test_mutation_on_inp,
+    test_mutation_cudagraph_managed_tensors_config, test_mutation_cudagraph_managed_tensor_warn;
+    refused: torch skips the graph, weft says so and names the line"""
+    with pytest.raises(
+        CaptureError, match=r"aten\.add_\.Tensor writes to x.*which it does not own"
+    ):
         graphify(lambda x: x.add_(2))(x)
 
 
@@ -244,8 +262,8 @@ def test_an_out_argument_is_refused_unless_donated(x: Tensor) -> None:
 
 @pytest.mark.parametrize("registered", [True, False])
 def test_a_module_that_writes_to_itself_is_refused(registered: bool, x: Tensor) -> None:
-    """torch: CudaGraphTreeTests.test_mutation_on_inp (buffers), test_tensor_constant_mutation; refused: pass the
-    tensor in, and donate it"""
+    """torch: CudaGraphTreeTests.test_mutation_on_inp (buffers), test_tensor_constant_mutation;
+    refused: pass the tensor in, and donate it"""
 
     class Counter(nn.Module):
         def __init__(self) -> None:
@@ -265,7 +283,8 @@ def test_a_module_that_writes_to_itself_is_refused(registered: bool, x: Tensor) 
     assert module.total.eq(1).all()
 
 
-# Branches -------------------------------------------------------------------------------------------------------------
+# Branches
+# -------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("cubed", [True, False])
@@ -290,16 +309,16 @@ NO_GRAPH: dict[str, Callable[[Tensor], Any]] = {
 
 @pytest.mark.parametrize("operator", NO_GRAPH)
 def test_operators_that_no_graph_holds_are_refused(operator: str, x: Tensor) -> None:
-    """torch: CudaGraphTreeTests.test_incompatible_cudagraph_ops_item, test_incompatible_cudagraph_ops_nonzero,
-    test_incompatible_cudagraph_ops_nonzero_graph_breaks, test_incompatible_cudagraph_ops_nonzero_backend; refused:
-    torch skips the graph"""
+    """torch: CudaGraphTreeTests.test_incompatible_cudagraph_ops_item,
+    test_incompatible_cudagraph_ops_nonzero, test_incompatible_cudagraph_ops_nonzero_graph_breaks,
+    test_incompatible_cudagraph_ops_nonzero_backend; refused: torch skips the graph"""
     with pytest.raises(CaptureError, match="on the host"):
         graphify(NO_GRAPH[operator])(x)
 
 
 def test_a_piecewise_function_breaks_at_an_operator(x: Tensor) -> None:
-    """torch: CudaGraphTreeTests.test_end_recording_early, test_function_compiled_multiple_times; differs: breaks are
-    asked for by operator"""
+    """torch: CudaGraphTreeTests.test_end_recording_early, test_function_compiled_multiple_times;
+    differs: breaks are asked for by operator"""
     g = weft.piecewise(lambda x: (torch.sort(x * x).values + x) * 2, split_at="aten::sort")
     for value in (x, -x):
         assert torch.equal(g(value), (torch.sort(value * value).values + value) * 2)

@@ -1,6 +1,8 @@
-"""torch's tests of random numbers, modules and optimizers in CUDA graphs, as scenarios of `graphify`, on tapes too.
+"""torch's tests of random numbers, modules and optimizers in CUDA graphs, as scenarios of
+`graphify`, on tapes too.
 
-A docstring names the test. After it stands `refused` or `differs`, with the reason, where weft does not do the same.
+A docstring names the test. After it stands `refused` or `differs`, with the reason, where weft does
+not do the same.
 """
 
 from collections.abc import Callable
@@ -21,7 +23,8 @@ def seed(device: str, value: int) -> torch.Generator:
     return torch.Generator(device).manual_seed(value)
 
 
-# Random numbers -------------------------------------------------------------------------------------------------------
+# Random numbers
+# -------------------------------------------------------------------------------------------------------
 
 
 NOISE: dict[str, Callable[[Tensor], Tensor]] = {
@@ -85,8 +88,8 @@ def test_a_distribution_draws_on(name: str, device: str) -> None:
 
 
 def test_two_generators_advance_apart(device: str) -> None:
-    """torch: TestCuda.test_graphsafe_set_get_rng_state; differs: generators are arguments, and no state is set
-    inside"""
+    """torch: TestCuda.test_graphsafe_set_get_rng_state; differs: generators are arguments, and no
+    state is set inside"""
 
     def draws(x: Tensor, a: torch.Generator, b: torch.Generator) -> Any:
         return [torch.rand(5, device=x.device, generator=generator) for generator in (b, a, a)]
@@ -105,7 +108,9 @@ def test_a_seed_inside_is_refused(device: str) -> None:
     """torch: TestCuda.test_graph_manual_seed_mismatch_raises"""
     before = torch.get_rng_state()
     with pytest.raises(CaptureError, match="it seeds a random generator"):
-        graphify(lambda x: (torch.manual_seed(1), x + torch.rand(1, device=x.device))[1])(torch.ones(2, device=device))
+        graphify(lambda x: (torch.manual_seed(1), x + torch.rand(1, device=x.device))[1])(
+            torch.ones(2, device=device)
+        )
     assert torch.equal(torch.get_rng_state(), before)
 
 
@@ -114,20 +119,27 @@ def gradient_of_checkpoint(x: Tensor, preserve: bool) -> Tensor:
         return x * torch.sigmoid(torch.randn(1, device=x.device))
 
     leaf = x.detach().requires_grad_()
-    y = torch.utils.checkpoint.checkpoint(noisy, leaf, use_reentrant=False, preserve_rng_state=preserve)
+    y = torch.utils.checkpoint.checkpoint(
+        noisy, leaf, use_reentrant=False, preserve_rng_state=preserve
+    )
     return torch.autograd.grad(y.sum(), leaf)[0]
 
 
 def test_a_checkpoint_that_restores_the_generator_is_refused(device: str) -> None:
-    """torch: TestCuda.test_graph_checkpoint_preserve_rng_state; refused: it sets the generator's state in the
-    backward"""
+    """torch: TestCuda.test_graph_checkpoint_preserve_rng_state; refused: it sets the generator's
+    state in the backward"""
     with pytest.raises(CaptureError, match="it seeds a random generator, or sets its state"):
-        graphify(gradient_of_checkpoint, static_argnames="preserve")(torch.ones(3, device=device), True)
+        graphify(gradient_of_checkpoint, static_argnames="preserve")(
+            torch.ones(3, device=device), True
+        )
 
 
 def test_a_checkpoint_that_draws_again(device: str) -> None:
     """torch: TestCuda.test_graph_checkpoint_preserve_rng_state (preserve_rng_state=False)"""
-    g, x = graphify(gradient_of_checkpoint, static_argnames="preserve"), torch.ones(3, device=device)
+    g, x = (
+        graphify(gradient_of_checkpoint, static_argnames="preserve"),
+        torch.ones(3, device=device),
+    )
     for value in (1, 2):
         seed(device, value)
         wanted = gradient_of_checkpoint(x, False)
@@ -135,7 +147,8 @@ def test_a_checkpoint_that_draws_again(device: str) -> None:
         assert torch.equal(g(x, False), wanted)
 
 
-# Modules, gradients, optimizers ---------------------------------------------------------------------------------------
+# Modules, gradients, optimizers
+# ---------------------------------------------------------------------------------------
 
 
 def test_an_lstm_with_dropout() -> None:
@@ -153,7 +166,8 @@ def test_an_lstm_with_dropout() -> None:
 
 @pytest.mark.gpu
 def test_an_lstm_with_dropout_on_a_gpu() -> None:
-    """torch: TestCuda.test_graph_cudnn_dropout; refused: cuDNN draws from a state of its own, seeded on the host"""
+    """torch: TestCuda.test_graph_cudnn_dropout; refused: cuDNN draws from a state of its own,
+    seeded on the host"""
     model, x = nn.LSTM(8, 8, 2, dropout=0.5).cuda(), torch.ones(10, 4, 8, device="cuda")
     with torch.no_grad():
         model(x)
@@ -168,14 +182,18 @@ def test_an_lstm_with_dropout_on_a_gpu() -> None:
 
 @pytest.mark.parametrize("autocast", [False, True])
 def test_training_a_module_with_dropout(autocast: bool, device: str) -> None:
-    """torch: TestCuda.test_graph_make_graphed_callables; differs: modules run inline under autograd, and a step with
-    its gradient inside replays"""
+    """torch: TestCuda.test_graph_make_graphed_callables; differs: modules run inline under
+    autograd, and a step with its gradient inside replays"""
     torch.manual_seed(5)
-    model = nn.Sequential(nn.Linear(4, 8), nn.Dropout(0.1), nn.Linear(8, 2), nn.Dropout(0.2)).to(device)
+    model = nn.Sequential(nn.Linear(4, 8), nn.Dropout(0.1), nn.Linear(8, 2), nn.Dropout(0.2)).to(
+        device
+    )
 
     def loss(params: dict[str, Tensor], x: Tensor, y: Tensor) -> Tensor:
         with torch.autocast(device, torch.bfloat16, enabled=autocast):
-            return nn.functional.mse_loss(torch.func.functional_call(model, params, (x,)).float(), y)
+            return nn.functional.mse_loss(
+                torch.func.functional_call(model, params, (x,)).float(), y
+            )
 
     def step(weights: dict[str, Tensor], x: Tensor, y: Tensor) -> Any:
         gradients, value = torch.func.grad_and_value(loss)(weights, x, y)
@@ -184,7 +202,9 @@ def test_training_a_module_with_dropout(autocast: bool, device: str) -> None:
     g = graphify(step, donate_argnames="weights")
     own = {name: p.detach().clone() for name, p in model.named_parameters()}
     other = {name: p.clone() for name, p in own.items()}
-    batches = [(torch.randn(6, 4, device=device), torch.randn(6, 2, device=device)) for _ in range(5)]
+    batches = [
+        (torch.randn(6, 4, device=device), torch.randn(6, 2, device=device)) for _ in range(5)
+    ]
     seed(device, 7)
     losses = []
     for x, y in batches:
@@ -199,9 +219,11 @@ def test_training_a_module_with_dropout(autocast: bool, device: str) -> None:
 
 
 def test_backward_through_a_graphified_module_runs_it_inline(device: str) -> None:
-    """torch: TestCuda.test_graph_make_graphed_callables, test_graph_make_graphed_callables_same_pool; differs: no
-    graph of the backward"""
-    models = [nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 4)).to(device) for _ in range(3)]
+    """torch: TestCuda.test_graph_make_graphed_callables,
+    test_graph_make_graphed_callables_same_pool; differs: no graph of the backward"""
+    models = [
+        nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 4)).to(device) for _ in range(3)
+    ]
     for model in models:
         x = torch.randn(3, 4, device=device)
         wanted = torch.autograd.grad(model(x).norm(), [*model.parameters()])
@@ -230,21 +252,24 @@ def test_a_module_without_parameters(device: str) -> None:
 
 @pytest.mark.parametrize("name", ["SGD", "Adam", "AdamW", "Adagrad", "RMSprop", "NAdam"])
 def test_an_optimizer_of_torch_is_refused(name: str, device: str) -> None:
-    """torch: TestCuda.test_graph_optims_with_explicitly_capturable_param_groups, TestCudaOptims.test_graph_optims;
-    refused: it reads `.grad` and writes to parameters that the function does not own"""
+    """torch: TestCuda.test_graph_optims_with_explicitly_capturable_param_groups,
+    TestCudaOptims.test_graph_optims; refused: it reads `.grad` and writes to parameters that the
+    function does not own"""
     weight = nn.Parameter(torch.ones(3, device=device))
     options = {"capturable": True} if device == "cuda" and name not in ("SGD", "Adagrad") else {}
     optimizer = getattr(torch.optim, name)([weight], lr=0.1, **options)
     weight.grad = torch.ones_like(weight)
     # Where torch has CUDA, some optimizers ask about a capture themselves.
-    with pytest.raises(RuntimeError, match=r"grad of a tensor from outside|does not own|capturable is False"):
+    with pytest.raises(
+        RuntimeError, match=r"grad of a tensor from outside|does not own|capturable is False"
+    ):
         graphify(optimizer.step)()
     assert weight.tolist() == [1, 1, 1]
 
 
 def test_a_loss_scaler(device: str) -> None:
-    """torch: TestCudaOptims.test_graph_grad_scaling; differs: the scale is an argument, because a graph keeps no
-    state"""
+    """torch: TestCudaOptims.test_graph_grad_scaling; differs: the scale is an argument, because a
+    graph keeps no state"""
 
     def scaled_gradient(w: Tensor, x: Tensor, scale: Tensor) -> Tensor:
         return torch.func.grad(lambda w: (w * x).sum() * scale)(w) / scale
@@ -257,7 +282,7 @@ def test_a_loss_scaler(device: str) -> None:
 
 
 def test_the_running_statistics_of_a_batch_norm_are_refused(device: str) -> None:
-    """torch: TestCuda.test_graph_make_graphed_callables (with batch norm); refused: the module's buffers are not
-    arguments"""
+    """torch: TestCuda.test_graph_make_graphed_callables (with batch norm); refused: the module's
+    buffers are not arguments"""
     with torch.no_grad(), pytest.raises(CaptureError, match="writes to a tensor from outside it"):
         graphify(nn.BatchNorm1d(2).to(device))(torch.ones(3, 2, device=device))

@@ -1,4 +1,5 @@
-"""A prediction without the command line: it prints its answer, and refuses what the command's parser would."""
+"""A prediction without the command line: it prints its answer, and refuses what the command's
+parser would."""
 
 import re
 from typing import Any
@@ -15,7 +16,9 @@ from weft.transforms.pipelines.timing.prediction import Prediction, predict_deco
 
 def test_a_slower_memory_takes_as_many_times_longer() -> None:
     config = load_config(DEMO)
-    fast, slow = (predict_decode(config, 2, cohorts=2, machine=Machine(bandwidth=b)) for b in (2e9, 1e9))
+    fast, slow = (
+        predict_decode(config, 2, cohorts=2, machine=Machine(bandwidth=b)) for b in (2e9, 1e9)
+    )
     assert slow.chosen.step_time == pytest.approx(2 * fast.chosen.step_time)
     assert slow.splits["even"][0] | {"seconds": 0} == fast.splits["even"][0] | {"seconds": 0}
     assert isinstance(slow, Prediction)
@@ -29,15 +32,34 @@ def test_a_notebook_shows_the_answer_the_splits_the_cohorts_and_the_timeline() -
     shown = found._repr_html_()
     for part in (next(found.answer()), "balanced: layers", "of requests", "<svg "):
         assert shown.count(part) == 1
-    assert found.stages().rows == (("0", "3", "0.442 us", "3", "0.442 us"), ("1", "3", "0.464 us", "3", "0.464 us"))
+    assert found.stages().rows == (
+        ("0", "3", "0.442 us", "3", "0.442 us"),
+        ("1", "3", "0.464 us", "3", "0.464 us"),
+    )
 
 
 REFUSED: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
-    "more cohorts than requests": ({"requests": 2, "cohorts": 3}, ProgramError, "cohorts=3)\n  saw: 3 cohorts for 2"),
+    "more cohorts than requests": (
+        {"requests": 2, "cohorts": 3},
+        ProgramError,
+        "cohorts=3)\n  saw: 3 cohorts for 2",
+    ),
     "no cohort": ({"cohorts": 0}, ProgramError, "cohorts=0)\n  saw: 0 cohorts for 128 requests"),
-    "more context than positions": ({"context": 512}, RequestError, "context=512)\n  saw: 512 tokens before"),
-    "no request": ({"requests": 0}, ProgramError, "saw: requests=0\n  instead: a whole number >= 1"),
-    "a text": ({"context": "long"}, ProgramError, "saw: context is a str\n  instead: a whole number, or None"),
+    "more context than positions": (
+        {"context": 512},
+        RequestError,
+        "context=512)\n  saw: 512 tokens before",
+    ),
+    "no request": (
+        {"requests": 0},
+        ProgramError,
+        "saw: requests=0\n  instead: a whole number >= 1",
+    ),
+    "a text": (
+        {"context": "long"},
+        ProgramError,
+        "saw: context is a str\n  instead: a whole number, or None",
+    ),
     "no step": ({"steps": 0}, ProgramError, "steps=0)\n  saw: 0 steps of each"),
 }
 
@@ -67,7 +89,9 @@ def test_it_says_what_each_rank_has_and_that_nodes_share_layers_at_no_cost() -> 
     found = str(predict_decode(config, 2, shards=2, machine=Machine(gpus_per_node=2)))
     assert note not in found
     assert "experts by columns: each rank has 384 of the 768 of every expert" in found
-    assert note not in str(predict_decode(config, 2, shards=4, machine=Machine(gpus_per_node=2, node_link=1e9)))
+    assert note not in str(
+        predict_decode(config, 2, shards=4, machine=Machine(gpus_per_node=2, node_link=1e9))
+    )
 
 
 WRONG: list[dict[str, Any]] = [

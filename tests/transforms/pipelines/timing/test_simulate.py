@@ -1,4 +1,5 @@
-"""The simulator: closed forms, a ticking clock as a second definition, and the effects of more cost or capacity."""
+"""The simulator: closed forms, a ticking clock as a second definition, and the effects of more cost
+or capacity."""
 
 import itertools
 from collections.abc import Sequence
@@ -25,8 +26,12 @@ SIZES = [(s, m) for s in (1, 2, 3, 5, 8) for m in (1, 2, 7)]
 def test_streaming_takes_fill_and_a_stage_for_each_further_micro_batch(
     stages: int, mbs: int, transfer: float, capacity: int
 ) -> None:
-    costs = Costs([2.0] * stages, latency=transfer / 2, bytes_per_second=8, message_bytes=4 * transfer)
-    slowest = max(2.0, transfer) if stages > 1 else 2.0  # the edge is the bottleneck if it is slower than the stages
+    costs = Costs(
+        [2.0] * stages, latency=transfer / 2, bytes_per_second=8, message_bytes=4 * transfer
+    )
+    slowest = (
+        max(2.0, transfer) if stages > 1 else 2.0
+    )  # the edge is the bottleneck if it is slower than the stages
     wanted = 2.0 * stages + transfer * (stages - 1) + slowest * (mbs - 1)
     timeline = simulate(streaming(stages, mbs), costs, capacity=capacity)
     assert timeline.step_time == wanted
@@ -35,13 +40,21 @@ def test_streaming_takes_fill_and_a_stage_for_each_further_micro_batch(
 
 @pytest.mark.parametrize("stages", [1, 2, 3, 4, 6])
 @pytest.mark.parametrize("more", [0, 1, 5])
-def test_a_decode_loop_of_a_cohort_a_stage_idles_only_while_it_fills_and_drains(stages: int, more: int) -> None:
+def test_a_decode_loop_of_a_cohort_a_stage_idles_only_while_it_fills_and_drains(
+    stages: int, more: int
+) -> None:
     jobs = decode_jobs(stages + more, 5)
     timeline = simulate(make_programs(stages, jobs), Costs([1.0] * stages), capacity=stages + more)
     assert timeline.step_time == len(jobs) + stages - 1
     for rank in range(stages):
-        runs = [e for e in timeline.events if e.rank == rank and isinstance(e.effect, Run) and e.end > e.start]
-        assert [(e.start, e.end) for e in runs] == [(rank + i, rank + i + 1) for i in range(len(jobs))]
+        runs = [
+            e
+            for e in timeline.events
+            if e.rank == rank and isinstance(e.effect, Run) and e.end > e.start
+        ]
+        assert [(e.start, e.end) for e in runs] == [
+            (rank + i, rank + i + 1) for i in range(len(jobs))
+        ]
 
 
 @pytest.mark.parametrize("stages", [1, 2, 3, 7])
@@ -51,7 +64,9 @@ def test_one_cohort_leaves_all_stages_but_one_idle(stages: int) -> None:
     assert timeline.bubble == pytest.approx([(stages - 1) / stages] * stages)
 
 
-def test_transfers_of_one_edge_go_one_after_the_other_and_those_of_a_broadcast_side_by_side() -> None:
+def test_transfers_of_one_edge_go_one_after_the_other_and_those_of_a_broadcast_side_by_side() -> (
+    None
+):
     sends = tuple(Send(1, mb) for mb in range(3))
     programs = [Program(0, 2, sends), Program(1, 2, tuple(Recv(0, mb) for mb in range(3)))]
     ends = [e.end for e in simulate(programs, Costs([], latency=2.0), capacity=3).events]
@@ -65,7 +80,10 @@ def test_a_send_waits_for_room_until_the_receiver_has_taken_a_message() -> None:
         Program(0, 2, (Send(1, 0), Send(1, 1), Send(1, 2))),
         Program(1, 2, (Run("stage 1", 9), Recv(0, 0), Run("stage 1", 0), Recv(0, 1), Recv(0, 2))),
     ]
-    waited = [[e.waited for e in simulate(programs, Costs([0, 5]), capacity=n).events[:3]] for n in (1, 2, 3)]
+    waited = [
+        [e.waited for e in simulate(programs, Costs([0, 5]), capacity=n).events[:3]]
+        for n in (1, 2, 3)
+    ]
     assert waited == [[0, 5, 5], [0, 0, 5], [0, 0, 0]]
 
 
@@ -81,13 +99,33 @@ def test_a_fence_waits_until_its_micro_batch_was_received() -> None:
 def test_each_effect_costs_its_launch_and_is_no_bubble_only_where_it_runs() -> None:
     timeline = simulate(streaming(2, 2, feedback=True), Costs([1, 1], advance=0.5, launch=0.25))
     first, last = ([e for e in timeline.events if e.rank == rank] for rank in range(2))
-    assert [e.end - e.start - e.waited for e in first] == [1.25, 0.25, 1.25, 0.25, 0.25, 0.75, 0.25, 0.75]
-    assert [e.end - e.start - e.waited for e in last] == [0.25, 1.25, 0.25, 0.75, 0.25, 1.25, 0.25, 0.75]
+    assert [e.end - e.start - e.waited for e in first] == [
+        1.25,
+        0.25,
+        1.25,
+        0.25,
+        0.25,
+        0.75,
+        0.25,
+        0.75,
+    ]
+    assert [e.end - e.start - e.waited for e in last] == [
+        0.25,
+        1.25,
+        0.25,
+        0.75,
+        0.25,
+        1.25,
+        0.25,
+        0.75,
+    ]
     assert timeline.busy == (4 / timeline.step_time,) * 2
 
 
 def test_costs_may_depend_on_the_micro_batch() -> None:
-    costs = Costs(lambda stage, mb: 10.0**mb * (stage + 1), message_bytes=lambda mb: mb, bytes_per_second=1)
+    costs = Costs(
+        lambda stage, mb: 10.0**mb * (stage + 1), message_bytes=lambda mb: mb, bytes_per_second=1
+    )
     ends = {(e.rank, str(e.effect)): e.end for e in simulate(streaming(2, 2), costs).events}
     assert (ends[0, "run stage 0 [mb 1]"], ends[1, "recv from 0 [mb 1]"]) == (11, 12)
     assert ends[1, "run stage 1 [mb 1]"] == 32
@@ -97,34 +135,56 @@ def test_costs_may_depend_on_the_micro_batch() -> None:
 
 
 @given(programs_of_any_kind() | schedules(), prices, st.integers(1, 3))
-def test_it_is_what_a_ticking_clock_finds(programs: list[Program], price: dict[str, int], capacity: int) -> None:
+def test_it_is_what_a_ticking_clock_finds(
+    programs: list[Program], price: dict[str, int], capacity: int
+) -> None:
     ticking = Ticking(programs, price, capacity)
     ticking.run()
     timeline = simulate(programs, costs_of(price), capacity=capacity)
     for rank in range(len(programs)):
-        wanted = [(effect, start, end) for whose, effect, start, end in ticking.moments if whose == rank]
+        wanted = [
+            (effect, start, end) for whose, effect, start, end in ticking.moments if whose == rank
+        ]
         assert [(e.effect, e.start, e.end) for e in timeline.events if e.rank == rank] == wanted
     assert timeline.peak_bytes == tuple(ticking.peak(rank) for rank in range(len(programs)))
 
 
-@given(programs_of_any_kind() | schedules(), prices, st.sampled_from(NAMES), st.integers(1, 3), st.integers(1, 3))
+@given(
+    programs_of_any_kind() | schedules(),
+    prices,
+    st.sampled_from(NAMES),
+    st.integers(1, 3),
+    st.integers(1, 3),
+)
 def test_no_cost_that_grows_ends_any_effect_sooner(
     programs: list[Program], price: dict[str, int], name: str, by: int, capacity: int
 ) -> None:
     grown = {**price, name: price[name] + by}
-    before, after = (simulate(programs, costs_of(p), capacity=capacity).events for p in (price, grown))
-    assert all(a.end >= b.end for b, a in zip(ends_in_order(before), ends_in_order(after), strict=True))
+    before, after = (
+        simulate(programs, costs_of(p), capacity=capacity).events for p in (price, grown)
+    )
+    assert all(
+        a.end >= b.end for b, a in zip(ends_in_order(before), ends_in_order(after), strict=True)
+    )
 
 
 @given(programs_of_any_kind() | schedules(), prices, st.integers(1, 3))
-def test_no_capacity_ends_any_effect_later(programs: list[Program], price: dict[str, int], capacity: int) -> None:
-    less, more = (simulate(programs, costs_of(price), capacity=n).events for n in (capacity, capacity + 1))
-    assert all(m.end <= n.end for n, m in zip(ends_in_order(less), ends_in_order(more), strict=True))
+def test_no_capacity_ends_any_effect_later(
+    programs: list[Program], price: dict[str, int], capacity: int
+) -> None:
+    less, more = (
+        simulate(programs, costs_of(price), capacity=n).events for n in (capacity, capacity + 1)
+    )
+    assert all(
+        m.end <= n.end for n, m in zip(ends_in_order(less), ends_in_order(more), strict=True)
+    )
 
 
 def ends_in_order(events: Sequence[Any]) -> list[Any]:
     """The events by rank; a rank's events are in program order whatever their costs."""
-    return [event for _, group in itertools.groupby(events, key=lambda e: e.rank) for event in group]
+    return [
+        event for _, group in itertools.groupby(events, key=lambda e: e.rank) for event in group
+    ]
 
 
 # errors

@@ -1,4 +1,5 @@
-"""Collectives in the simulator: closed forms, sharded functions, lanes, pictures, planted bugs, and refusals."""
+"""Collectives in the simulator: closed forms, sharded functions, lanes, pictures, planted bugs, and
+refusals."""
 
 import math
 import re
@@ -56,7 +57,8 @@ def meeting(effect: Collective, parts: int = 1) -> list[Program]:
 def test_a_collective_among_other_ranks_is_refused(ranks: tuple[int, ...]) -> None:
     programs = [Program(rank, 2, (AllReduce(ranks, 0, SCHEMA),)) for rank in range(2)]
     with pytest.raises(
-        ProgramError, match=r"saw: rank 0: 'all_reduce .*\n  instead: different ranks from 0 to 1, and 0 "
+        ProgramError,
+        match=r"saw: rank 0: 'all_reduce .*\n  instead: different ranks from 0 to 1, and 0 ",
     ):
         simulate(programs, Costs())
 
@@ -70,8 +72,14 @@ IMPOSSIBLE: dict[str, tuple[str, str]] = {
         "which cuts 3 into 2 parts",
         "a dimension -1 that is a multiple of 2",
     ),
-    "all_to_all dim 0 to 2 among 0, 1 [mb 0]: x[4, 3] float32": ("along dimension 2 of 2", "one of its dimensions"),
-    "all_gather dim 0 among 0, 1 [mb 0]: x[] float32": ("along dimension 0 of 0", "one of its dimensions"),
+    "all_to_all dim 0 to 2 among 0, 1 [mb 0]: x[4, 3] float32": (
+        "along dimension 2 of 2",
+        "one of its dimensions",
+    ),
+    "all_gather dim 0 among 0, 1 [mb 0]: x[] float32": (
+        "along dimension 0 of 0",
+        "one of its dimensions",
+    ),
     "all_reduce sum among 0, 1 [mb 0]: x[2] float32, y[2] float32": ("of 2 tensors", "one tensor"),
 }
 POSSIBLE = (
@@ -106,8 +114,15 @@ def test_it_begins_when_the_last_rank_has_come_and_ends_on_all_at_once() -> None
 
 def test_groups_side_by_side_do_not_wait_for_each_other() -> None:
     effects = {0: (0, 1), 1: (0, 1), 2: (2, 3), 3: (2, 3)}
-    programs = [Program(rank, 4, (Run("part 0", 0), AllReduce(ranks))) for rank, ranks in effects.items()]
-    ends = [event.end for event in simulate(programs, Costs(parts=lambda p, r: r, collective=lambda e: 1.0)).events]
+    programs = [
+        Program(rank, 4, (Run("part 0", 0), AllReduce(ranks))) for rank, ranks in effects.items()
+    ]
+    ends = [
+        event.end
+        for event in simulate(
+            programs, Costs(parts=lambda p, r: r, collective=lambda e: 1.0)
+        ).events
+    ]
     assert ends[1::2] == [2, 2, 4, 4]
 
 
@@ -136,14 +151,20 @@ def test_it_takes_the_faster_of_one_step_and_a_ring(case: str) -> None:
 
 
 def between(nodes: int, size: int, slower: float, count: int) -> tuple[Costs, AllReduce]:
-    """The costs of nodes of so many GPUs with slower links between them, and a sum of so many numbers over all."""
-    machine = Machine(latency=LATENCY, link=SPEED, gpus_per_node=size, node_link=SPEED / slower, node_latency=5e-6)
+    """The costs of nodes of so many GPUs with slower links between them, and a sum of so many
+    numbers over all."""
+    machine = Machine(
+        latency=LATENCY, link=SPEED, gpus_per_node=size, node_link=SPEED / slower, node_latency=5e-6
+    )
     costs = Costs(latency=machine.latency_of, bytes_per_second=machine.link_of, gpus_per_node=size)
-    return costs, AllReduce(tuple(range(nodes * size)), schema=Schema((TensorSchema("x", (count,), torch.float32),)))
+    return costs, AllReduce(
+        tuple(range(nodes * size)), schema=Schema((TensorSchema("x", (count,), torch.float32),))
+    )
 
 
 def test_a_sum_over_nodes_goes_in_three_phases() -> None:
-    """4 GB over 2 nodes of 8: each rank sums an eighth within its node, then with one rank of the other node."""
+    """4 GB over 2 nodes of 8: each rank sums an eighth within its node, then with one rank of the
+    other node."""
     costs, effect = between(2, 8, 8, 10**9)
     within = LATENCY + 7 / 8 * 4 * 10**9 / SPEED
     across = 5e-6 + 4 * 10**9 / 8 / (SPEED / 8)
@@ -152,13 +173,19 @@ def test_a_sum_over_nodes_goes_in_three_phases() -> None:
     flat = attrs.evolve(costs, gpus_per_node=None)
     assert flat.seconds(effect) == pytest.approx(30 * (5e-6 + 4 * 10**9 / 16 / (SPEED / 8)))
     small = attrs.evolve(effect, schema=Schema((TensorSchema("x", (1,), torch.float32),)))
-    assert costs.seconds(small) == costs.all_reduce_ways(small)[ONE_STEP] < costs.all_reduce_ways(small)[BY_NODE]
+    assert (
+        costs.seconds(small)
+        == costs.all_reduce_ways(small)[ONE_STEP]
+        < costs.all_reduce_ways(small)[BY_NODE]
+    )
 
 
 @given(st.integers(1, 5), st.integers(1, 8), st.floats(1, 100), st.integers(1, 10**9))
-def test_a_sum_over_nodes_is_within_its_bounds(nodes: int, size: int, slower: float, count: int) -> None:
-    """Never slower than the ways without nodes, nor faster than the bytes that must leave a node (Patarasuk and Yuan)
-    take by all of its links at once."""
+def test_a_sum_over_nodes_is_within_its_bounds(
+    nodes: int, size: int, slower: float, count: int
+) -> None:
+    """Never slower than the ways without nodes, nor faster than the bytes that must leave a node
+    (Patarasuk and Yuan) take by all of its links at once."""
     costs, effect = between(nodes, size, slower, count)
     found = costs.seconds(effect)
     assert found <= attrs.evolve(costs, gpus_per_node=None).seconds(effect)
@@ -226,7 +253,9 @@ def test_the_programs_of_a_sharded_function_are_simulated() -> None:
     timeline = simulate(programs, Costs(parts=[2.0, 0.5], latency=1.0, bytes_per_second=3 * 4 * 4))
     assert timeline.step_time == 2.0 + (1.0 + 1.0) + 0.5
     assert timeline.busy == (2.5 / 4.5,) * 2
-    uneven = simulate(programs, Costs(parts=lambda part, rank: 2.0 + rank, latency=1.0, bytes_per_second=48))
+    uneven = simulate(
+        programs, Costs(parts=lambda part, rank: 2.0 + rank, latency=1.0, bytes_per_second=48)
+    )
     assert [event.waited for event in uneven.events] == [0, 1, 0, 0, 0, 0]
 
 
@@ -255,7 +284,8 @@ def test_a_pipeline_over_a_mesh_is_simulated() -> None:
 
 
 def parted(program: Program, count: int) -> Iterator[Effect]:
-    """The effects of a rank, with each run of a stage cut by collectives with the rank's other lane."""
+    """The effects of a rank, with each run of a stage cut by collectives with the rank's other
+    lane."""
     for effect in program.effects:
         if not isinstance(effect, Run) or effect.stage is None:
             yield effect
@@ -266,15 +296,21 @@ def parted(program: Program, count: int) -> Iterator[Effect]:
 
 
 @given(st.integers(1, 3), st.integers(0, 3), st.integers(0, 3), st.integers(1, 3))
-def test_collectives_inside_a_stage_are_part_of_its_run(cohorts: int, work: int, latency: int, count: int) -> None:
+def test_collectives_inside_a_stage_are_part_of_its_run(
+    cohorts: int, work: int, latency: int, count: int
+) -> None:
     lanes = spread(make_programs(2, decode_jobs(cohorts, 3)), MESH)
     inside = Costs([float(count * (work + 7 * latency))] * 2, latency=latency)
     outside = Costs(parts=[float(work)], latency=latency, collective=lambda effect: 7 * latency)
     cut = [attrs.evolve(program, effects=tuple(parted(program, count))) for program in lanes]
-    whole = [(e.rank, e.end) for e in simulate(lanes, inside).events if not isinstance(e.effect, Run)]
+    whole = [
+        (e.rank, e.end) for e in simulate(lanes, inside).events if not isinstance(e.effect, Run)
+    ]
     found = [e for e in simulate(cut, outside).events if not isinstance(e.effect, Run | Collective)]
     assert [(e.rank, e.end) for e in found] == whole
-    assert not any(e.waited for e in simulate(cut, outside).events if isinstance(e.effect, Collective))
+    assert not any(
+        e.waited for e in simulate(cut, outside).events if isinstance(e.effect, Collective)
+    )
 
 
 # pictures
@@ -324,14 +360,24 @@ def test_a_collective_that_one_rank_lacks_is_refused() -> None:
 
 
 WRONG: dict[str, tuple[Collective, Costs, str, str]] = {
-    "no schema": (AllReduce((0, 1)), Costs(parts=[1.0]), "bytes are not known", "a schema of numbers"),
+    "no schema": (
+        AllReduce((0, 1)),
+        Costs(parts=[1.0]),
+        "bytes are not known",
+        "a schema of numbers",
+    ),
     "names": (
         AllReduce((0, 1), schema=Schema((TensorSchema("x", ("num_tokens",), torch.float32),))),
         Costs(parts=[1.0]),
         "bytes are not known",
         "Costs(collective=...)",
     ),
-    "a negative time": (AllReduce((0, 1)), Costs(parts=[1.0], collective=lambda e: -1.0), "=-1.0", "number >= 0"),
+    "a negative time": (
+        AllReduce((0, 1)),
+        Costs(parts=[1.0], collective=lambda e: -1.0),
+        "=-1.0",
+        "number >= 0",
+    ),
     "no speed": (
         AllReduce((0, 1), schema=SCHEMA),
         Costs(parts=[1.0], bytes_per_second=lambda ranks: 0.0),

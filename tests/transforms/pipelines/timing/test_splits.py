@@ -1,4 +1,5 @@
-"""Splits over GPUs: each is predicted as by itself, against arithmetic by hand, and what cannot be split is refused."""
+"""Splits over GPUs: each is predicted as by itself, against arithmetic by hand, and what cannot be
+split is refused."""
 
 import attrs
 import pytest
@@ -23,16 +24,23 @@ def config() -> ModelConfig:
 
 
 @pytest.mark.parametrize(("size", "rows"), [(4, 2), (5, 3), (1, 1)])
-def test_a_share_reads_its_part_and_pays_for_collectives(config: ModelConfig, size: int, rows: int) -> None:
-    """Each rank gets the logits of its rows, and then all tokens and logprobs; a single row's it has already."""
+def test_a_share_reads_its_part_and_pays_for_collectives(
+    config: ModelConfig, size: int, rows: int
+) -> None:
+    """Each rank gets the logits of its rows, and then all tokens and logprobs; a single row's it
+    has already."""
     context, shards = 10, 2
-    found = predict_decode(config, 1, shards=shards, requests=size, context=context, cohorts=1, machine=SLOW)
+    found = predict_decode(
+        config, 1, shards=shards, requests=size, context=context, cohorts=1, machine=SLOW
+    )
     own, item = share_config(config, shards), config.dtype.itemsize
     row = config.hidden_size * item
     read = sum(weights.read(size) for weights in layer_weights(own))
     kv = size * context * 2 * own.num_kv_heads * own.head_dim * item * config.num_layers
     head = row + -(-config.vocab_size // shards) * row
-    sums = (2 * config.num_layers + 1) * (1e-5 + size * row / 1e9)  # two in each layer, and the embedding's
+    sums = (2 * config.num_layers + 1) * (
+        1e-5 + size * row / 1e9
+    )  # two in each layer, and the embedding's
     logits = 1e-5 + rows * -(-config.vocab_size // shards) * item / 1e9
     tokens = 1e-5 + rows * 12 / 1e9 if size > 1 else 0
     sampling = rows * config.vocab_size * BYTES_PER_LOGIT
@@ -45,18 +53,34 @@ def test_a_share_reads_its_part_and_pays_for_collectives(config: ModelConfig, si
 def test_every_split_is_tried_and_the_fastest_is_best(config: ModelConfig) -> None:
     found = plan_splits(config, 4, requests=8, machine=SLOW)
     assert isinstance(found, SplitPlan)
-    assert [(one.load.num_shards, one.load.num_stages) for one in found.predictions] == [(1, 4), (2, 2), (4, 1)]
+    assert [(one.load.num_shards, one.load.num_stages) for one in found.predictions] == [
+        (1, 4),
+        (2, 2),
+        (4, 1),
+    ]
     for one in found.predictions:
-        alone = predict_decode(config, one.load.num_stages, shards=one.load.num_shards, requests=8, machine=SLOW)
+        alone = predict_decode(
+            config, one.load.num_stages, shards=one.load.num_shards, requests=8, machine=SLOW
+        )
         assert one.chosen == alone.chosen
-    assert found.best.chosen.tokens_per_second == max(one.chosen.tokens_per_second for one in found.predictions)
+    assert found.best.chosen.tokens_per_second == max(
+        one.chosen.tokens_per_second for one in found.predictions
+    )
     (marked,) = (row for row in found.table().rows if row[-1] == "best")
     assert marked[:2] == (str(found.best.load.num_shards), str(found.best.load.num_stages))
 
 
 def test_without_links_to_pay_for_shares_are_as_fast_as_their_bytes(config: ModelConfig) -> None:
     one, two = (
-        predict_decode(config, 1, shards=shards, requests=1, cohorts=1, context=0, machine=Machine(bandwidth=1e9))
+        predict_decode(
+            config,
+            1,
+            shards=shards,
+            requests=1,
+            cohorts=1,
+            context=0,
+            machine=Machine(bandwidth=1e9),
+        )
         for shards in (1, 2)
     )
     assert 1.5 < one.chosen.step_time / two.chosen.step_time < 2
@@ -69,19 +93,27 @@ def test_slow_links_bound_a_step(config: ModelConfig) -> None:
     assert (best.load.num_shards, best.load.num_stages) == (1, 2)
 
 
-NODES = Machine(bandwidth=1e9, link=1e9, latency=1e-5, gpus_per_node=2, node_link=1e8, node_latency=1e-4)
+NODES = Machine(
+    bandwidth=1e9, link=1e9, latency=1e-5, gpus_per_node=2, node_link=1e8, node_latency=1e-4
+)
 
 
 def test_ranks_of_two_nodes_pay_for_the_network(config: ModelConfig) -> None:
     size, row = 4, config.hidden_size * config.dtype.itemsize
-    inside, across = (predict_decode(config, 1, shards=n, requests=size, machine=NODES).load for n in (2, 4))
+    inside, across = (
+        predict_decode(config, 1, shards=n, requests=size, machine=NODES).load for n in (2, 4)
+    )
     assert inside.all_reduce(size) == pytest.approx(1e-5 + size * row / 1e9)
     half = size * row / 2  # summed within a node, then with the other node
     assert across.all_reduce(size) == pytest.approx(2 * (1e-5 + half / 1e9) + 1e-4 + half / 1e8)
     found = predict_decode(config, 1, shards=4, requests=size, machine=NODES)
-    assert "two all-reduces of 4 ranks, in three phases: within nodes, between them, within" in str(found)
+    assert "two all-reduces of 4 ranks, in three phases: within nodes, between them, within" in str(
+        found
+    )
     assert inside.transfer(size) == 0
-    one, two = (predict_decode(config, 4 // n, shards=n, requests=size, machine=NODES).load for n in (1, 2))
+    one, two = (
+        predict_decode(config, 4 // n, shards=n, requests=size, machine=NODES).load for n in (1, 2)
+    )
     assert (one.transfer(size), two.transfer(size)) == (pytest.approx(1e-4 + size * row / 1e8),) * 2
     costs = one.costs(size)
     assert isinstance(costs, Costs)
@@ -91,20 +123,26 @@ def test_ranks_of_two_nodes_pay_for_the_network(config: ModelConfig) -> None:
 
 def test_a_stage_of_which_one_part_is_in_another_node_counts_for_all(config: ModelConfig) -> None:
     odd = attrs.evolve(config, num_heads=3, num_kv_heads=3, intermediate_size=282)
-    load = predict_decode(odd, 2, shards=3, requests=4, machine=attrs.evolve(NODES, gpus_per_node=4)).load
+    load = predict_decode(
+        odd, 2, shards=3, requests=4, machine=attrs.evolve(NODES, gpus_per_node=4)
+    ).load
     assert [NODES.is_near(load.ranks(stage)) for stage in range(2)] == [False, False]
     assert [load.machine.is_near(load.ranks(stage)) for stage in range(2)] == [True, False]
     assert load.all_reduce(4) > 1e-4
 
 
 def test_measured_collectives_take_the_place_of_links(config: ModelConfig) -> None:
-    found = predict_decode(config, 1, shards=2, requests=4, machine=Machine(collective=lambda effect: 1.0))
+    found = predict_decode(
+        config, 1, shards=2, requests=4, machine=Machine(collective=lambda effect: 1.0)
+    )
     assert found.load.all_reduce(4) == 1.0 < found.load.sampling(4)
     assert "as measured" in str(found)
 
 
 def test_kernels_count_in_every_layer(config: ModelConfig) -> None:
-    with_, without = (predict_decode(config, 1, requests=4, machine=Machine(kernel=k)) for k in (1e-6, 0.0))
+    with_, without = (
+        predict_decode(config, 1, requests=4, machine=Machine(kernel=k)) for k in (1e-6, 0.0)
+    )
     more = with_.chosen.step_time - without.chosen.step_time
     assert more == pytest.approx(KERNELS_PER_LAYER * config.num_layers * 1e-6)
     assert with_.bound().startswith("kernels: ")

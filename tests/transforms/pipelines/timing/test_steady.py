@@ -1,4 +1,5 @@
-"""The steady state of a decode loop, against simulated loops, all cycles of its graph, and planted bugs."""
+"""The steady state of a decode loop, against simulated loops, all cycles of its graph, and planted
+bugs."""
 
 import math
 from collections.abc import Hashable
@@ -14,10 +15,16 @@ from weft.transforms.pipelines.schedule import decode_jobs, make_programs
 from weft.transforms.pipelines.timing import steady
 from weft.transforms.pipelines.timing.costs import Costs
 from weft.transforms.pipelines.timing.simulate import simulate
-from weft.transforms.pipelines.timing.steady import Arc, decode_bodies, greatest_ratio, seconds_per_job
+from weft.transforms.pipelines.timing.steady import (
+    Arc,
+    decode_bodies,
+    greatest_ratio,
+    seconds_per_job,
+)
 
 PERIODS = 60
-"""A multiple of each number up to 6: cycles of a loop as small as these repeat after so many jobs."""
+"""A multiple of each number up to 6: cycles of a loop as small as these repeat after so many jobs.
+"""
 
 small = st.integers(0, 4)
 costs = st.builds(
@@ -34,7 +41,11 @@ def simulated(num_stages: int, cohorts: int, costs: Costs, capacity: int, jobs: 
     """The seconds of so many jobs in a loop that has been going on for as many."""
     programs = make_programs(num_stages, decode_jobs(cohorts, math.ceil(2 * jobs / cohorts) + 2))
     events = simulate(programs, costs, capacity=capacity).events
-    runs = (event for event in events if event.effect == Run(f"stage {num_stages - 1}", event.effect.microbatch))
+    runs = (
+        event
+        for event in events
+        if event.effect == Run(f"stage {num_stages - 1}", event.effect.microbatch)
+    )
     ends = {event.effect.microbatch: event.end for event in runs}
     return ends[2 * jobs] - ends[jobs]
 
@@ -52,19 +63,30 @@ def test_it_is_that_of_a_long_simulation(costs: Costs, cohorts: int, capacity: i
 
 
 def test_it_is_that_of_many_stages_and_cohorts() -> None:
-    costs = Costs([1.0 + 0.25 * (stage % 3 == 1) for stage in range(9)], latency=0.125, launch=0.0625)
+    costs = Costs(
+        [1.0 + 0.25 * (stage % 3 == 1) for stage in range(9)], latency=0.125, launch=0.0625
+    )
     for cohorts in (1, 4, 9, 10, 17):
         found = seconds_per_job(9, cohorts, costs, 2)
         assert found * PERIODS == pytest.approx(simulated(9, cohorts, costs, 2, PERIODS))
 
 
 @given(st.integers(1, 5), st.integers(1, 9), st.integers(0, 9))
-def test_the_effects_of_a_job_are_those_of_every_later_one(num_stages: int, cohorts: int, more: int) -> None:
+def test_the_effects_of_a_job_are_those_of_every_later_one(
+    num_stages: int, cohorts: int, more: int
+) -> None:
     job = max(cohorts, num_stages + 1) + 1 + more
     bodies = decode_bodies(num_stages, cohorts)
-    for program, body in zip(make_programs(num_stages, decode_jobs(cohorts, job + 2)), bodies, strict=True):
-        first, last = (program.effects.index(Run(f"stage {program.rank}", mb)) for mb in (job - 1, job))
-        later = [str(effect).replace(f"mb {effect.microbatch}", "") for effect in program.effects[first + 1 : last + 1]]
+    for program, body in zip(
+        make_programs(num_stages, decode_jobs(cohorts, job + 2)), bodies, strict=True
+    ):
+        first, last = (
+            program.effects.index(Run(f"stage {program.rank}", mb)) for mb in (job - 1, job)
+        )
+        later = [
+            str(effect).replace(f"mb {effect.microbatch}", "")
+            for effect in program.effects[first + 1 : last + 1]
+        ]
         assert [effect.microbatch - job for effect in program.effects[first + 1 : last + 1]] == [
             effect.microbatch for effect in body
         ]
@@ -94,12 +116,15 @@ def test_the_greatest_ratio_is_that_of_all_cycles(arcs: dict[Hashable, list[Arc]
     best = 0.0
     for cycle in networkx.simple_cycles(networkx.DiGraph(graph)):
         pairs = [graph[a][b][0] for a, b in zip(cycle, (*cycle[1:], cycle[0]), strict=True)]
-        best = max(best, sum(pair["weight"] for pair in pairs) / sum(pair["delay"] for pair in pairs))
+        best = max(
+            best, sum(pair["weight"] for pair in pairs) / sum(pair["delay"] for pair in pairs)
+        )
     assert greatest_ratio(arcs) == pytest.approx(best)
 
 
 def without_arcs(kind: str) -> Any:
-    """The greatest ratio of a graph in which transfers of an edge go side by side, or edges hold any messages."""
+    """The greatest ratio of a graph in which transfers of an edge go side by side, or edges hold
+    any messages."""
 
     def kept(node: Hashable, arc: Arc, index: int) -> bool:
         if kind == "transfers":
@@ -107,13 +132,22 @@ def without_arcs(kind: str) -> Any:
         return index == 0 or isinstance(node, steady.Edge) or isinstance(arc[0], steady.Edge)
 
     return lambda arcs: greatest_ratio(
-        {node: [arc for index, arc in enumerate(own) if kept(node, arc, index)] for node, own in arcs.items()}
+        {
+            node: [arc for index, arc in enumerate(own) if kept(node, arc, index)]
+            for node, own in arcs.items()
+        }
     )
 
 
 PLANTED: dict[str, tuple[Costs, int, int, float, float]] = {
     "transfers": (Costs([0.0, 0.0], latency=9.0, launch=1.0), 8, 3, 9.0, 23 / 3),
-    "room": (Costs([0, 2, 1, 5], 1, 9, 1, message_bytes=5, output_bytes=9, launch=1), 3, 1, 29.0, 26.0),
+    "room": (
+        Costs([0, 2, 1, 5], 1, 9, 1, message_bytes=5, output_bytes=9, launch=1),
+        3,
+        1,
+        29.0,
+        26.0,
+    ),
 }
 """Costs, cohorts, capacity, and the seconds of a job without and with the bug."""
 

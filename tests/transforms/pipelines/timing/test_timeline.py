@@ -19,7 +19,13 @@ from weft.transforms.pipelines.schedule import decode_jobs, make_programs, strea
 from weft.transforms.pipelines.timing.costs import Costs
 from weft.transforms.pipelines.timing.events import Event
 from weft.transforms.pipelines.timing.simulate import simulate
-from weft.transforms.pipelines.timing.timeline import Comparison, Recorder, Timeline, compare, measure
+from weft.transforms.pipelines.timing.timeline import (
+    Comparison,
+    Recorder,
+    Timeline,
+    compare,
+    measure,
+)
 
 
 def decoding(stages: int, cohorts: int, steps: int) -> Timeline:
@@ -53,8 +59,13 @@ def test_the_legend_has_what_is_drawn_and_nothing_else() -> None:
     alone = simulate(streaming(1, 1), Costs([1.0])).as_text()
     assert "0-9 runs that micro-batch (its last digit)\n1 rank, 1 s" in alone
     assert "waits" in decoding(2, 1, 1).as_text(40)
-    launched = simulate(streaming(2, 2, feedback=True), Costs([1, 1], advance=1, launch=1)).as_text(200)
-    assert "0-9 runs that micro-batch (its last digit); + advances; - sends, launches; . waits" in launched
+    launched = simulate(streaming(2, 2, feedback=True), Costs([1, 1], advance=1, launch=1)).as_text(
+        200
+    )
+    assert (
+        "0-9 runs that micro-batch (its last digit); + advances; - sends, launches; . waits"
+        in launched
+    )
 
 
 def test_no_time_and_no_events_can_be_drawn() -> None:
@@ -66,7 +77,9 @@ def test_no_time_and_no_events_can_be_drawn() -> None:
 
 
 def test_a_narrow_text_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"as_text\(width=39\)\n  saw: no room\n  instead: a width >= 40"):
+    with pytest.raises(
+        ValueError, match=r"as_text\(width=39\)\n  saw: no room\n  instead: a width >= 40"
+    ):
         decoding(1, 1, 1).as_text(39)
 
 
@@ -92,11 +105,16 @@ WIDE = 6.0  # pixels of a digit
 def texts(svg: str) -> list[tuple[float, float, str, str]]:
     root = ElementTree.fromstring(svg)
     found = (node for node in root.iter() if node.tag.endswith("text"))
-    return [(float(n.attrib["x"]), float(n.attrib["y"]), n.attrib["text-anchor"], n.text or "") for n in found]
+    return [
+        (float(n.attrib["x"]), float(n.attrib["y"]), n.attrib["text-anchor"], n.text or "")
+        for n in found
+    ]
 
 
 @pytest.mark.parametrize(("stages", "cohorts", "steps"), [(1, 1, 1), (4, 4, 3), (12, 24, 6)])
-def test_the_picture_has_an_event_for_each_and_labels_that_do_not_touch(stages: int, cohorts: int, steps: int) -> None:
+def test_the_picture_has_an_event_for_each_and_labels_that_do_not_touch(
+    stages: int, cohorts: int, steps: int
+) -> None:
     timeline = decoding(stages, cohorts, steps)
     svg = timeline._repr_html_()
     titles = re.findall("<title>(.*?)</title>", svg)
@@ -127,8 +145,13 @@ def test_the_picture_has_a_legend_of_what_is_drawn_and_no_background() -> None:
 
 def test_a_number_is_in_the_box_of_what_runs_only_where_it_fits() -> None:
     roomy, tight = (decoding(2, 2, steps)._repr_html_() for steps in (4, 300))
-    inside = re.findall(r"<g><title>rank 0: run stage 0 \[mb (\d+)\].*?</title><rect.*?/><text.*?>(\d+)</text>", roomy)
-    assert [mb for mb, _ in inside] == [label for _, label in inside] == [str(mb) for mb in range(8)]
+    inside = re.findall(
+        r"<g><title>rank 0: run stage 0 \[mb (\d+)\].*?</title><rect.*?/><text.*?>(\d+)</text>",
+        roomy,
+    )
+    assert (
+        [mb for mb, _ in inside] == [label for _, label in inside] == [str(mb) for mb in range(8)]
+    )
     assert re.search(r"mb 599\].*?</title><rect.*?/><text", tight) is None
 
 
@@ -137,16 +160,23 @@ def test_a_number_is_in_the_box_of_what_runs_only_where_it_fits() -> None:
 
 def test_a_measured_run_draws_as_a_simulated_one() -> None:
     simulated = decoding(3, 3, 2)
-    later = [attrs.evolve(e, start=e.start + 1024.0, end=e.end + 1024.0) for e in reversed(simulated.events)]
+    later = [
+        attrs.evolve(e, start=e.start + 1024.0, end=e.end + 1024.0)
+        for e in reversed(simulated.events)
+    ]
     by_rank = [e for rank in range(3) for e in reversed(later) if e.rank == rank]
     measured = Timeline.of(by_rank, simulated.peak_bytes)
     assert measured.step_time == pytest.approx(simulated.step_time)
     assert str(measured) == str(simulated)
-    assert re.sub(r"\d+\.\d+", "", measured._repr_html_()) == re.sub(r"\d+\.\d+", "", simulated._repr_html_())
+    assert re.sub(r"\d+\.\d+", "", measured._repr_html_()) == re.sub(
+        r"\d+\.\d+", "", simulated._repr_html_()
+    )
 
 
 def test_a_measured_run_need_not_count_its_messages() -> None:
-    measured = Timeline.of([Event(0, Run("stage 0", 0), 3.0, 5.0), Event(1, Run("stage 1", 0), 5.0, 7.0, 1.0)])
+    measured = Timeline.of(
+        [Event(0, Run("stage 0", 0), 3.0, 5.0), Event(1, Run("stage 1", 0), 5.0, 7.0, 1.0)]
+    )
     assert (measured.step_time, measured.busy, measured.bubble) == (4, (0.5, 0.25), (0.5, 0.75))
     assert str(measured).endswith("2 ranks, 4 s")
 
@@ -176,13 +206,19 @@ def test_a_pipeline_is_recorded_inside_of_measure_alone() -> None:
             step((None, None), (None, None), torch.ones(2))
         assert outer.events() == []
     step((None, None), (None, None), torch.ones(2))
-    performed = ["run stage 0 [mb 0]", "send to 1 [mb 0]", "recv from 0 [mb 0]", "run stage 1 [mb 0]"]
+    performed = [
+        "run stage 0 [mb 0]",
+        "send to 1 [mb 0]",
+        "recv from 0 [mb 0]",
+        "run stage 1 [mb 0]",
+    ]
     assert [str(event.effect) for event in inner.timeline().events] == performed
 
 
 @attrs.define(eq=False)
 class Gpus:
-    """Stand-ins for the clock of the host, and for GPUs that run what is launched on them one after another."""
+    """Stand-ins for the clock of the host, and for GPUs that run what is launched on them one after
+    another."""
 
     now: float = 16.0
     current: int = 0
@@ -225,7 +261,11 @@ class GpuEvent:
 
 @given(
     st.lists(st.sampled_from([0.0, 0.5, 4.0]), min_size=2, max_size=2),
-    st.lists(st.tuples(st.integers(0, 1), st.sampled_from([0.0, 0.25, 3.0]), st.sampled_from([0.0, 1.0, 2.0]))),
+    st.lists(
+        st.tuples(
+            st.integers(0, 1), st.sampled_from([0.0, 0.25, 3.0]), st.sampled_from([0.0, 1.0, 2.0])
+        )
+    ),
 )
 def test_on_a_gpu_an_effect_takes_the_time_of_its_kernels(
     before: list[float], effects: list[tuple[int, float, float]]
@@ -266,7 +306,9 @@ def test_errors_are_relative_to_what_was_measured() -> None:
 
 def test_timelines_of_other_programs_are_not_compared() -> None:
     pair = [simulate(streaming(2, mbs), Costs([1.0, 1.0])) for mbs in (2, 3)]
-    for (simulated, measured), where in zip((pair, pair[::-1]), ("measured", "simulated"), strict=True):
+    for (simulated, measured), where in zip(
+        (pair, pair[::-1]), ("measured", "simulated"), strict=True
+    ):
         with pytest.raises(ProgramError) as error:
             compare(simulated, measured)
         assert error.value.seen == f"rank 0: 'run stage 0 [mb 2]' is in the {where} timeline alone"

@@ -1,4 +1,5 @@
-"""A clock that a test moves, so that monitors and watchdogs run without threads and without waiting."""
+"""A clock that a test moves, so that monitors and watchdogs run without threads and without
+waiting."""
 
 from collections.abc import Callable
 

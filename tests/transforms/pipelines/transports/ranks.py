@@ -1,4 +1,5 @@
-"""The functions that ranks run in separate processes, and the pipelines for which every transport must equal Local."""
+"""The functions that ranks run in separate processes, and the pipelines for which every transport
+must equal Local."""
 
 import os
 from collections.abc import Callable
@@ -45,7 +46,8 @@ class Hidden(NamedTuple):
 
 
 def mixed(p: Tensor, s: Tensor, batch: Tensor, x: Hidden | None) -> tuple[Tensor, Hidden]:
-    """Sends tensors that are not contiguous, have other dtypes, or are empty, and values that are not tensors."""
+    """Sends tensors that are not contiguous, have other dtypes, or are empty, and values that are
+    not tensors."""
     wide = torch.stack([batch, batch * p]).t() if x is None else x.wide * p
     few = (wide[:, 0] > 1).clone() if x is None else ~x.few
     return s + wide.contiguous().sum(), Hidden(wide, few, wide[:, :0], "hidden")
@@ -96,7 +98,9 @@ def stream(num_ranks: int, transport: Transport) -> Any:
 
 
 def scanned(num_ranks: int, transport: Transport) -> Any:
-    step = scan(pipeline([scale] * num_ranks, microbatches=2, advance=advance, transport=transport), 3)
+    step = scan(
+        pipeline([scale] * num_ranks, microbatches=2, advance=advance, transport=transport), 3
+    )
     params, state = _values(num_ranks, transport)
     return step(params, state, torch.linspace(-1, 3, 4))
 
@@ -130,7 +134,8 @@ def lent_sessions(num_ranks: int, transport: Transport) -> Any:
 
 
 def _sessions(stages: list[Any], transport: Transport) -> Any:
-    """Submissions of many sizes, one after another; returned outputs are received some submissions later."""
+    """Submissions of many sizes, one after another; returned outputs are received some submissions
+    later."""
     step = pipeline(stages, advance=advance, transport=transport)
     params, state = _values(len(stages), transport)
     outs: list[Any] = []
@@ -138,7 +143,10 @@ def _sessions(stages: list[Any], transport: Transport) -> Any:
         session, start = step.session(params, state), 0
         for size in sizes:
             numbers = range(start, start + size)
-            jobs = [Job(feeds=n % 4 != 3, after=n - 3 if n >= 3 and n % 4 != 2 else None) for n in numbers]
+            jobs = [
+                Job(feeds=n % 4 != 3, after=n - 3 if n >= 3 and n % 4 != 2 else None)
+                for n in numbers
+            ]
             outs += session.submit([torch.full((2,), float(n)) for n in numbers], jobs)
             start += size
         state, rest = session.close()
@@ -163,13 +171,16 @@ def requests(num_ranks: int, transport: Transport) -> Any:
 
 
 def own_batches(num_ranks: int, transport: Transport) -> Any:
-    """Batches of classes of users, in one to three micro-batches; a class that nobody knows in two sizes."""
+    """Batches of classes of users, in one to three micro-batches; a class that nobody knows in two
+    sizes."""
     params, state = _values(num_ranks, transport)
     outs = []
     for own, most in ((OWN_BATCHES, 3), (WHOLE_BATCHES, 1)):
         for batch, first in own.values():
             for parts in range(1, most + 1):
-                step = pipeline(_stages_from(first, num_ranks), microbatches=parts, transport=transport)
+                step = pipeline(
+                    _stages_from(first, num_ranks), microbatches=parts, transport=transport
+                )
                 state, out = step(params, state, batch)
                 outs.append(out)
     step = pipeline(_stages_from(lambda batch: batch.x + batch.y, num_ranks), transport=transport)
@@ -214,7 +225,11 @@ def run_all(num_ranks: int) -> Any:
     """All scenarios by one transport, and some by a second one."""
     torch.set_num_threads(1)
     one, two = Distributed(timeout=20), Distributed(timeout=20)
-    return [scenario(num_ranks, one) for scenario in SCENARIOS.values()], calls(num_ranks, two), calls(num_ranks, one)
+    return (
+        [scenario(num_ranks, one) for scenario in SCENARIOS.values()],
+        calls(num_ranks, two),
+        calls(num_ranks, one),
+    )
 
 
 def told(fn: Callable[[], Any]) -> str:

@@ -68,7 +68,10 @@ class StreamEnd:
         self.tasks.put(receive)
 
     def perform(self, effect: Collective, x: Tensor, _: int, /) -> Tensor:
-        every, own = [torch.empty_like(x) for _ in effect.ranks], effect.ranks.index(self.monitor.rank)
+        every, own = (
+            [torch.empty_like(x) for _ in effect.ranks],
+            effect.ranks.index(self.monitor.rank),
+        )
         for peer in effect.ranks:
             if peer != self.monitor.rank:
                 self.send([x], peer, 0)
@@ -109,7 +112,8 @@ def run_rank(case: failures.Case, folder: Path) -> None:
 
 
 def run_slowly_closing_rank(case: failures.Case, folder: Path) -> None:
-    """The same, but the failed rank takes long to close, so that the others and its own watchdog notice."""
+    """The same, but the failed rank takes long to close, so that the others and its own watchdog
+    notice."""
     _on_streams(case, folder, closing=0.5)
 
 

@@ -34,18 +34,24 @@ sys.path.insert(0, str(Path(__file__).parent))  # so that a rank finds this modu
 
 
 def _largest(descriptor: Any, ladder: Ladder[Any]) -> Decision[Any]:
-    return Decision("full", max(ladder.full, key=lambda d: d.num_tokens), "the largest: of this rank's own accord")
+    return Decision(
+        "full",
+        max(ladder.full, key=lambda d: d.num_tokens),
+        "the largest: of this rank's own accord",
+    )
 
 
 def whole_step(deciding: int | None, from_step: int) -> list[int]:
-    """A rank's whole step as one graph: receive, run, sample, send, advance. From some step on, one rank may dispatch
-    by its own rule."""
+    """A rank's whole step as one graph: receive, run, sample, send, advance. From some step on, one
+    rank may dispatch by its own rule."""
     transport = Distributed(backend="gloo", timeout=8.0)
     rank, model = transport.rank, load(DEMO, "cpu", stage=(transport.rank, 2))
     layouts = split_layers(model.config.num_layers, 2)
     stages = [decoder_stage(model.config, layout) for layout in layouts]
     ladder = [BatchDescriptor(16, 4), BatchDescriptor(4, 2), BatchDescriptor.uniform(2)]
-    step = graphify(pipeline(stages, advance=advance, transport=transport), ladder=ladder, collectives=True)
+    step = graphify(
+        pipeline(stages, advance=advance, transport=transport), ladder=ladder, collectives=True
+    )
     state = make_state(model, [layouts[rank]], [32, 32])
     prompts = Batch.ragged([0, 1], [[5, 6], [7]])
     for number, batch in enumerate((prompts, Batch.decode([0, 1]), Batch.decode([0, 1]))):
@@ -58,7 +64,11 @@ def whole_step(deciding: int | None, from_step: int) -> list[int]:
 
 def advancing(how: str) -> None:
     transport = Distributed(backend="gloo", timeout=8.0)
-    advances: dict[str, Any] = {"first": lambda s, batch, out: s + 1, "other": lambda s, batch, out: s, "none": None}
+    advances: dict[str, Any] = {
+        "first": lambda s, batch, out: s + 1,
+        "other": lambda s, batch, out: s,
+        "none": None,
+    }
     own = advances[how if transport.rank else "first"]
     step = pipeline([lambda p, s, batch, x: (s, batch)] * 2, advance=own, transport=transport)
     step([None], [0], torch.ones(2))
@@ -67,7 +77,9 @@ def advancing(how: str) -> None:
 @pytest.mark.parametrize("how", ["other", "none"])
 def test_what_advances_is_compared_too(how: str) -> None:
     """Otherwise the ranks' states would drift apart."""
-    with pytest.raises(ProgramError, match=r"saw: 'advance: .*', where rank 0 has 'advance: <lambda> \w{12}'") as error:
+    with pytest.raises(
+        ProgramError, match=r"saw: 'advance: .*', where rank 0 has 'advance: <lambda> \w{12}'"
+    ) as error:
         launch(advancing, 2, how)
     assert ("'advance: none'" in error.value.seen) == (how == "none")
 
@@ -94,7 +106,9 @@ class OfTheRank:
         return self.f(x)
 
 
-def test_what_is_no_argument_is_compared_but_for_what_a_process_notes(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_no_argument_is_compared_but_for_what_a_process_notes(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     first, second = OfTheRank(), OfTheRank()
     second._seen["calls"] = 3
     assert source_digest("stage 0", first) == source_digest("stage 0", second)
@@ -111,11 +125,14 @@ def test_ranks_that_dispatch_alike_agree() -> None:
 @pytest.mark.parametrize("deciding", [0, 1])
 def test_programs_of_different_classes_are_found_out_at_their_first_step(deciding: int) -> None:
     classes = ["'mb 0: ragged 16 tokens, 4 reqs'", "'mb 0: ragged 4 tokens, 2 reqs'"]
-    with pytest.raises(ProgramError, match=", where rank 0 has ".join(classes[::-1] if deciding == 0 else classes)):
+    with pytest.raises(
+        ProgramError, match=", where rank 0 has ".join(classes[::-1] if deciding == 0 else classes)
+    ):
         launch(whole_step, 2, deciding, 0)
 
 
 def test_a_rank_that_takes_another_graph_later_keeps_nobody_waiting() -> None:
-    """It replays a graph that the others do not have, and they are told which rank is not in the same step."""
+    """It replays a graph that the others do not have, and they are told which rank is not in the
+    same step."""
     with pytest.raises((ProgramError, RankError)):
         launch(whole_step, 2, 1, 1)

@@ -20,7 +20,8 @@ LAW = "processes are local"
 
 
 def part(found: Any, rank: int) -> Any:
-    """Rank `rank`'s part of the result of a scenario that ran everywhere: its state, and all outputs."""
+    """Rank `rank`'s part of the result of a scenario that ran everywhere: its state, and all
+    outputs."""
     states, outs, *rest = found
     return (type(states)([states[rank]]), outs, *[counts[rank : rank + 1] for counts in rest])
 
@@ -30,7 +31,9 @@ def parts(name: str, num_ranks: int, rank: int) -> Any:
     return tuple(part(found, rank) for found in wanted) if name == "stream" else part(wanted, rank)
 
 
-FIRST_IS_QUICK = [pytest.param(name, marks=pytest.mark.slow if i else ()) for i, name in enumerate(SCENARIOS)]
+FIRST_IS_QUICK = [
+    pytest.param(name, marks=pytest.mark.slow if i else ()) for i, name in enumerate(SCENARIOS)
+]
 
 
 @pytest.mark.parametrize("num_ranks", [2, pytest.param(3, marks=pytest.mark.slow)])
@@ -55,9 +58,20 @@ def test_under_torchrun(tmp_path: Path) -> None:
         "transport = Distributed()\nstates, outs = calls(2, transport)\n"
         f"torch.save((states, outs), f'{tmp_path}/' + str(transport.rank))\n"
     )
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", str(script)]
+    command = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node=2",
+        str(script),
+    ]
     done = subprocess.run(
-        command, env={**os.environ, "PYTHONPATH": PYTHONPATH}, capture_output=True, text=True, timeout=120
+        command,
+        env={**os.environ, "PYTHONPATH": PYTHONPATH},
+        capture_output=True,
+        text=True,
+        timeout=120,
     )
     assert done.returncode == 0, done.stderr[-3000:]
     for rank in range(2):
@@ -74,7 +88,9 @@ def test_without_a_launcher_it_says_how_to_start() -> None:
 
 
 @pytest.mark.parametrize(("rank", "size"), [("2", "2"), ("-1", "2"), ("0", "0"), ("0", "two")])
-def test_a_place_that_cannot_be_is_refused_at_once(monkeypatch: pytest.MonkeyPatch, rank: str, size: str) -> None:
+def test_a_place_that_cannot_be_is_refused_at_once(
+    monkeypatch: pytest.MonkeyPatch, rank: str, size: str
+) -> None:
     monkeypatch.setenv("RANK", rank)
     monkeypatch.setenv("WORLD_SIZE", size)
     with pytest.raises(ProgramError) as error:
@@ -88,7 +104,9 @@ def test_an_environment_that_names_no_store_is_told(monkeypatch: pytest.MonkeyPa
     monkeypatch.setenv("WORLD_SIZE", "1")
     for name in ("MASTER_ADDR", "MASTER_PORT"):
         monkeypatch.delenv(name, raising=False)
-    with pytest.raises(ProgramError, match="no MASTER_ADDR and no MASTER_PORT in the environment") as error:
+    with pytest.raises(
+        ProgramError, match="no MASTER_ADDR and no MASTER_PORT in the environment"
+    ) as error:
         Distributed(device="cpu")
     assert error.value.call == "Distributed() on rank 0 of 1"
 

@@ -1,5 +1,5 @@
-"""Collectives between processes, by gloo, by an NCCL that is none, and on GPUs: their results are those of the
-definition, and an exchange moves no more than its parts."""
+"""Collectives between processes, by gloo, by an NCCL that is none, and on GPUs: their results are
+those of the definition, and an exchange moves no more than its parts."""
 
 from types import SimpleNamespace
 from typing import Any
@@ -8,7 +8,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from weft.meshes.collectives import AllGather, AllReduce, AllToAll, Collective, PPermute, ReduceScatter, combine
+from weft.meshes.collectives import (
+    AllGather,
+    AllReduce,
+    AllToAll,
+    Collective,
+    PPermute,
+    ReduceScatter,
+    combine,
+)
 from weft.transforms.pipelines.transports.distributed import Distributed
 from weft.transforms.pipelines.transports.ends.gloo import GlooEnd
 from weft.transforms.pipelines.transports.ends.nccl import NcclEnd
@@ -37,7 +45,9 @@ def effects(ranks: tuple[int, ...]) -> list[tuple[Collective, int]]:
 def inputs(count: int = len(RANKS)) -> list[Tensor]:
     """A matrix of each rank."""
     shape = 2 * count, 3 * count
-    return [torch.randn(shape, generator=torch.Generator().manual_seed(rank)) for rank in range(count)]
+    return [
+        torch.randn(shape, generator=torch.Generator().manual_seed(rank)) for rank in range(count)
+    ]
 
 
 def on_gloo() -> list[tuple[Tensor, int]]:
@@ -71,7 +81,8 @@ def test_gloo_sends_each_rank_its_part() -> None:
 
 
 def on_gpus(backend: Any, dtype: torch.dtype) -> list[str]:
-    """The collectives whose results, eagerly or in a graph, are not those of the definition on this rank."""
+    """The collectives whose results, eagerly or in a graph, are not those of the definition on this
+    rank."""
     transport = Distributed(backend=backend, timeout=60)
     count, rank, device, wrong = transport.num_ranks, transport.rank, transport.device, []
     given = [x.to(device, dtype) for x in inputs(count)]
@@ -82,7 +93,9 @@ def on_gpus(backend: Any, dtype: torch.dtype) -> list[str]:
             captured = transport.end.perform(effect, given[rank], 0)
         graph.replay()
         transport.synchronize()
-        wrong += [f"{effect}"] * (not (torch.equal(eager, expected) and torch.equal(captured, expected)))
+        wrong += [f"{effect}"] * (
+            not (torch.equal(eager, expected) and torch.equal(captured, expected))
+        )
         del graph
     transport.close()
     return wrong
@@ -118,7 +131,9 @@ class Group:
         assert out.is_contiguous()
         assert given.is_contiguous()
         assert len(given) == len(self.others), "cut by the first dimension"
-        return self._fill(out, [given[self.rank] if i == self.rank else x for i, x in enumerate(self.others)])
+        return self._fill(
+            out, [given[self.rank] if i == self.rank else x for i, x in enumerate(self.others)]
+        )
 
 
 @pytest.mark.parametrize(("effect", "count"), effects(RANKS), ids=map(str, dict(effects(RANKS))))

@@ -1,4 +1,5 @@
-"""Ranks in separate processes that fail: some cases of the proof, on the CPU, on a fake device, and on GPUs."""
+"""Ranks in separate processes that fail: some cases of the proof, on the CPU, on a fake device, and
+on GPUs."""
 
 import itertools
 import json
@@ -26,24 +27,41 @@ def test_the_cases_are_every_place_in_every_way() -> None:
     assert len(ALL) == len(set(ALL)) == 2 * len(WAYS) * len(places)
     for number in (2, 3, 4):
         programs = make_pipeline(number).programs(2)
-        seen = {(case.rank, case.index, case.instruction) for case in ALL if case.num_ranks == number}
-        assert seen == {(p.rank, i, str(e)) for p in programs for i, e in enumerate((*p.effects, "its end"))}
+        seen = {
+            (case.rank, case.index, case.instruction) for case in ALL if case.num_ranks == number
+        }
+        assert seen == {
+            (p.rank, i, str(e)) for p in programs for i, e in enumerate((*p.effects, "its end"))
+        }
     kinds = {case.instruction.split()[0] for case in ALL}
     assert kinds == {"run", "send", "recv", "broadcast", "fence", "its"}
-    assert max(case.step for case in ALL) < STEPS - 1  # a failure at the end of a step is noticed in the next one
+    assert (
+        max(case.step for case in ALL) < STEPS - 1
+    )  # a failure at the end of a step is noticed in the next one
 
 
-def test_the_cases_of_meshes_are_every_place_in_every_way_and_every_moment_of_a_collective() -> None:
+def test_the_cases_of_meshes_are_every_place_in_every_way_and_every_moment_of_a_collective() -> (
+    None
+):
     places = {(case.mesh, case.rank, case.index, case.collective) for case in IN_MESHES}
     assert len(IN_MESHES) == len(set(IN_MESHES)) == 2 * len(WAYS) * len(places)
     for mesh in MESHES:
         programs = make_pipeline(mesh.num_ranks, mesh=mesh).programs(2)
         own = [case for case in IN_MESHES if case.mesh == mesh]
-        seen = {(case.rank, case.index, case.instruction) for case in own if case.collective is None}
-        assert seen == {(p.rank, i, str(e)) for p in programs for i, e in enumerate((*p.effects, "its end"))}
+        seen = {
+            (case.rank, case.index, case.instruction) for case in own if case.collective is None
+        }
+        assert seen == {
+            (p.rank, i, str(e)) for p in programs for i, e in enumerate((*p.effects, "its end"))
+        }
         inside = [case for case in own if case.collective]
         assert {case.collective.moment for case in inside if case.collective} == set(MOMENTS)
-        runs = {(p.rank, i) for p in programs for i, e in enumerate(p.effects) if str(e).startswith("run stage")}
+        runs = {
+            (p.rank, i)
+            for p in programs
+            for i, e in enumerate(p.effects)
+            if str(e).startswith("run stage")
+        }
         assert {(case.rank, case.index) for case in inside} == runs
 
 
@@ -54,7 +72,9 @@ ANY_TIME = [attrs.evolve(case, timeout=20.0) for case in itertools.islice(cases_
 
 
 @pytest.mark.parametrize(
-    "case", [pytest.param(case, marks=pytest.mark.slow if i else ()) for i, case in enumerate(QUICK[::17])], ids=str
+    "case",
+    [pytest.param(case, marks=pytest.mark.slow if i else ()) for i, case in enumerate(QUICK[::17])],
+    ids=str,
 )
 def test_a_rank_that_ends_is_named_by_all(case: Case) -> None:
     outcome = run_case(case)
@@ -77,14 +97,18 @@ def test_a_rank_killed_at_any_time_is_named_by_all(case: Case) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("case", [case for case in IN_MESHES if case.way in ("raise", "exit", "kill")][:12], ids=str)
+@pytest.mark.parametrize(
+    "case", [case for case in IN_MESHES if case.way in ("raise", "exit", "kill")][:12], ids=str
+)
 def test_a_rank_of_a_mesh_that_ends_is_named_by_all(case: Case) -> None:
     outcome = run_case(attrs.evolve(case, timeout=20.0))
     assert outcome.wrong is None
     assert outcome.ended < 15
 
 
-STALLED = [case for case in IN_MESHES if case.way in ("stall", "stop") and case.collective is not None]
+STALLED = [
+    case for case in IN_MESHES if case.way in ("stall", "stop") and case.collective is not None
+]
 
 
 @pytest.mark.slow
@@ -99,7 +123,9 @@ TWO = [case for case in ALL if case.num_ranks == 2 and case.step == 1]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("case", [attrs.evolve(case, timeout=20.0) for case in TWO if case.way == "kill"][::5], ids=str)
+@pytest.mark.parametrize(
+    "case", [attrs.evolve(case, timeout=20.0) for case in TWO if case.way == "kill"][::5], ids=str
+)
 def test_a_rank_killed_before_its_device_is_done_is_named(case: Case) -> None:
     assert run_case(case, run_rank).wrong is None
 
@@ -122,7 +148,9 @@ def test_a_rank_keeps_its_error_while_it_closes(case: Case) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
-@pytest.mark.parametrize("case", [case for case in TWO if case.way in ("kill", "raise", "stall")][::3], ids=str)
+@pytest.mark.parametrize(
+    "case", [case for case in TWO if case.way in ("kill", "raise", "stall")][::3], ids=str
+)
 @pytest.mark.parametrize("backend", ["nccl", "peer"])
 def test_a_rank_that_fails_on_gpus_is_named(backend: str, case: Case) -> None:
     assert run_case(attrs.evolve(case, backend=backend, timeout=8.0)).wrong is None
@@ -150,8 +178,14 @@ def test_who_wait_for_each_other_are_not_followed_for_ever() -> None:
 
 
 def test_the_error_of_a_rank_names_all() -> None:
-    error = Failure(2, "run stage 2 [mb 0]", "its process ended: SIGKILL").for_rank(0, "broadcast from 2 [mb 0]")
-    assert (error.rank, error.instruction, error.cause) == (2, "run stage 2 [mb 0]", "its process ended: SIGKILL")
+    error = Failure(2, "run stage 2 [mb 0]", "its process ended: SIGKILL").for_rank(
+        0, "broadcast from 2 [mb 0]"
+    )
+    assert (error.rank, error.instruction, error.cause) == (
+        2,
+        "run stage 2 [mb 0]",
+        "its process ended: SIGKILL",
+    )
     assert str(error) == (
         "rank 0: 'broadcast from 2 [mb 0]'\n  saw: rank 2 failed at 'run stage 2 [mb 0]': its process ended: SIGKILL\n"
         "  instead: mend what failed on rank 2; if it needs longer, a greater timeout= or --timeout"

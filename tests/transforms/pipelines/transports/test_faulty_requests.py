@@ -1,4 +1,5 @@
-"""Ranks in separate processes: a faulty request ends in the same way on every rank, and parameters change on all."""
+"""Ranks in separate processes: a faulty request ends in the same way on every rank, and parameters
+change on all."""
 
 import sys
 from collections.abc import Sequence
@@ -52,7 +53,13 @@ def serve(model: Model, transport: Transport | None) -> dict[str, tuple[str, lis
     engine = Engine(mute, LIMITS, pipeline=2, graph="none", seed=3, transport=transport)
     engine.add([5, 6, 7, 8], GREEDY, max_tokens=20, id="good")
     engine.add([5, 6], GREEDY, max_tokens=6, id="raises", mask=raises)
-    engine.add([5, 9], attrs.evolve(GREEDY, bad_token_ids=[5]), max_tokens=6, id="barred", mask=lambda said: [5])
+    engine.add(
+        [5, 9],
+        attrs.evolve(GREEDY, bad_token_ids=[5]),
+        max_tokens=6,
+        id="barred",
+        mask=lambda said: [5],
+    )
     engine.add([5, 10], attrs.evolve(GREEDY, allowed_token_ids=[20]), max_tokens=6, id="mute")
     outputs = [output for _ in range(4) for output in engine.step()]
     names = load(DEMO, "cpu").params  # of the whole model: the parts of other stages are skipped

@@ -37,7 +37,9 @@ class Box:
     _hidden: Any = 0
 
 
-names = st.sampled_from([torch.float16, torch.int64, torch.device("cpu"), torch.device("cuda", 1), torch.strided])
+names = st.sampled_from(
+    [torch.float16, torch.int64, torch.device("cpu"), torch.device("cuda", 1), torch.strided]
+)
 plain = (
     st.none()
     | st.booleans()
@@ -67,15 +69,25 @@ def test_a_value_comes_back_as_it_was(value: Any) -> None:
 
 
 def test_containers_and_nodes_come_back_as_they_were() -> None:
-    made = {"a": [1, {2}], (1, 2): collections.OrderedDict(b=1.5), None: collections.defaultdict(list, c=[True])}
+    made = {
+        "a": [1, {2}],
+        (1, 2): collections.OrderedDict(b=1.5),
+        None: collections.defaultdict(list, c=[True]),
+    }
     back = loads(dumps(made, "f(x)"))
     assert back == made
-    assert [type(own) for own in back.values()] == [list, collections.OrderedDict, collections.defaultdict]
+    assert [type(own) for own in back.values()] == [
+        list,
+        collections.OrderedDict,
+        collections.defaultdict,
+    ]
     assert back[None].default_factory is list
     assert loads(dumps(IntermediateTensors("h", 3), "f(x)")).hidden_states == "h"
 
 
-@pytest.mark.parametrize("value", [object(), torch.ones(2), lambda: 1, pickle, {"a": (1, object())}])
+@pytest.mark.parametrize(
+    "value", [object(), torch.ones(2), lambda: 1, pickle, {"a": (1, object())}]
+)
 def test_what_is_not_plain_is_refused_where_it_is_sent(value: Any) -> None:
     with pytest.raises(ProgramError, match="which cannot travel to another process") as error:
         dumps(value, "transport.collect(value)")

@@ -92,12 +92,16 @@ def test_an_error_that_cannot_travel_is_told() -> None:
     [("exit", "exit code 3"), ("sys.exit", "exit code 0"), ("kill", "SIGKILL")],
 )
 @pytest.mark.parametrize("rank", [0, 2])
-def test_a_rank_that_ends_is_named_with_its_instruction_and_how(how: str, cause: str, rank: int) -> None:
+def test_a_rank_that_ends_is_named_with_its_instruction_and_how(
+    how: str, cause: str, rank: int
+) -> None:
     began = time.monotonic()
     with pytest.raises(RankError) as error:
         launch(step, 3, how, rank)
     assert (error.value.rank, error.value.instruction) == (rank, f"run stage {rank} [mb 0]")
-    assert error.value.cause == ("SystemExit: 0" if how == "sys.exit" else f"its process ended: {cause}")
+    assert error.value.cause == (
+        "SystemExit: 0" if how == "sys.exit" else f"its process ended: {cause}"
+    )
     assert time.monotonic() - began < 20
 
 
@@ -125,7 +129,11 @@ def stop_after(steps: int) -> str:
     state: Any = [torch.zeros(())]
     for _ in range(steps if transport.rank else 3):
         state, _ = made([torch.ones(())], state, torch.ones(2))
-    return told(lambda: made([torch.ones(())], state, torch.ones(2))) if transport.rank == 0 else "early"
+    return (
+        told(lambda: made([torch.ones(())], state, torch.ones(2)))
+        if transport.rank == 0
+        else "early"
+    )
 
 
 @pytest.mark.slow
@@ -191,15 +199,22 @@ def silent() -> None:
 
 @pytest.mark.slow
 def test_ranks_that_end_without_a_word() -> None:
-    with pytest.raises(RankError, match="rank 0 failed at 'its part': its process ended: exit code 7"):
+    with pytest.raises(
+        RankError, match="rank 0 failed at 'its part': its process ended: exit code 7"
+    ):
         launch(silent, 2)
 
 
-@pytest.mark.parametrize(("fn", "num_ranks"), [(silent, 0), (2, silent), (silent, "2"), (silent, True)])
+@pytest.mark.parametrize(
+    ("fn", "num_ranks"), [(silent, 0), (2, silent), (silent, "2"), (silent, True)]
+)
 def test_what_is_no_function_or_no_number_of_ranks_is_refused(fn: Any, num_ranks: Any) -> None:
     with pytest.raises(ProgramError) as error:
         launch(fn, num_ranks)
-    assert error.value.instead in ("a function: launch(function, 2, *arguments)", "a whole number >= 1")
+    assert error.value.instead in (
+        "a function: launch(function, 2, *arguments)",
+        "a whole number >= 1",
+    )
 
 
 @pytest.mark.parametrize(("fn", "args"), [(lambda: 1, ()), (silent, (lambda: 1,))])
@@ -207,12 +222,17 @@ def test_what_cannot_be_pickled_is_refused(fn: Any, args: Any) -> None:
     with pytest.raises(ProgramError) as error:
         launch(fn, 2, *args)
     assert "pickle" in error.value.seen
-    assert error.value.instead.startswith("a function of a module or of the script itself, by its name")
+    assert error.value.instead.startswith(
+        "a function of a module or of the script itself, by its name"
+    )
 
 
 @pytest.mark.parametrize("timeout", [0, 1e18, "5"])
 def test_a_timeout_that_is_none_is_refused(timeout: Any) -> None:
-    with pytest.raises(ProgramError, match=r"launch\(timeout=.*\)\n  saw: timeout=.*\n  instead: a number of seconds"):
+    with pytest.raises(
+        ProgramError,
+        match=r"launch\(timeout=.*\)\n  saw: timeout=.*\n  instead: a number of seconds",
+    ):
         launch(silent, 2, timeout=timeout)
 
 
@@ -233,8 +253,12 @@ def test_a_function_of_an_interactive_session_is_refused_before_a_process_starts
         "from weft.transforms import launch\ndef f(): return 1\ntry:\n    launch(f, 2)\n"
         "except Exception as e:\n    print(type(e).__name__, e.instead)\n"
     )
-    done = subprocess.run([sys.executable, "-"], input=code, capture_output=True, text=True, timeout=60)
-    assert done.stdout.startswith("ProgramError a function of a .py file, imported from there: other processes cannot")
+    done = subprocess.run(
+        [sys.executable, "-"], input=code, capture_output=True, text=True, timeout=60
+    )
+    assert done.stdout.startswith(
+        "ProgramError a function of a .py file, imported from there: other processes cannot"
+    )
     assert done.stderr == ""
 
 
@@ -242,12 +266,18 @@ def test_a_function_of_an_interactive_session_is_refused_before_a_process_starts
 def test_a_script_without_a_guard_is_told_of_it(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text("from weft.transforms import launch\ndef f(): return 1\nlaunch(f, 2)\n")
-    done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, timeout=120)
+    done = subprocess.run(
+        [sys.executable, str(script)], capture_output=True, text=True, timeout=120
+    )
     assert done.returncode == 1
     ranks, _, last = done.stderr.rpartition("weft.errors.")
-    assert "weft.errors.ProgramError: launch(f, 2)" in ranks  # the ranks' output may be mixed, even within a line
+    assert (
+        "weft.errors.ProgramError: launch(f, 2)" in ranks
+    )  # the ranks' output may be mixed, even within a line
     assert "saw: a rank that imports the script" in ranks
-    assert last.startswith("RankError: launch\n  saw: its process ended: exit code 1, as that of every rank\n")
+    assert last.startswith(
+        "RankError: launch\n  saw: its process ended: exit code 1, as that of every rank\n"
+    )
     assert last.endswith('in a script, call launch under `if __name__ == "__main__":`\n')
 
 
@@ -277,17 +307,23 @@ def test_ranks_do_not_outlive_their_launcher_and_leave_no_semaphores(tmp_path: P
     script = tmp_path / "script.py"
     script.write_text(code)
     env = {**os.environ, "PYTHONPATH": PYTHONPATH}
-    process = subprocess.Popen([sys.executable, str(script)], env=env, stderr=subprocess.PIPE, text=True)
+    process = subprocess.Popen(
+        [sys.executable, str(script)], env=env, stderr=subprocess.PIPE, text=True
+    )
     try:
         deadline = time.monotonic() + 60
-        while not all((tmp_path / str(r)).exists() and (tmp_path / str(r)).read_text() for r in range(2)):
+        while not all(
+            (tmp_path / str(r)).exists() and (tmp_path / str(r)).read_text() for r in range(2)
+        ):
             assert time.monotonic() < deadline
             assert process.poll() is None
             time.sleep(0.05)
         pids = [int((tmp_path / str(r)).read_text()) for r in range(2)]
     finally:
         process.kill()
-        _, err = process.communicate()  # returns once all have ended; the resource tracker would report leaks
+        _, err = (
+            process.communicate()
+        )  # returns once all have ended; the resource tracker would report leaks
     assert err == ""
     deadline = time.monotonic() + 10
     while not all(map(gone, pids)) and time.monotonic() < deadline:
@@ -297,7 +333,9 @@ def test_ranks_do_not_outlive_their_launcher_and_leave_no_semaphores(tmp_path: P
 
 @pytest.mark.slow
 @pytest.mark.parametrize("rank", [0, 1])
-def test_ctrl_c_while_a_rank_is_asked_for_waits_until_it_has_been(tmp_path: Path, rank: int) -> None:
+def test_ctrl_c_while_a_rank_is_asked_for_waits_until_it_has_been(
+    tmp_path: Path, rank: int
+) -> None:
     script = tmp_path / "script.py"
     script.write_text(
         "import os, signal\n"
@@ -319,7 +357,9 @@ def test_ctrl_c_while_a_rank_is_asked_for_waits_until_it_has_been(tmp_path: Path
         "        print(len(launch(place, 2, 7, 'b')), 'ranks afterwards')\n"
     )
     env = {**os.environ, "PYTHONPATH": PYTHONPATH}
-    done = subprocess.run([sys.executable, str(script)], env=env, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(
+        [sys.executable, str(script)], env=env, capture_output=True, text=True, timeout=120
+    )
     assert (done.stdout, done.stderr, done.returncode) == ("2 ranks afterwards\n", "", 0)
 
 

@@ -62,7 +62,9 @@ def test_all_ranks_name_both_schemas() -> None:
     assert first.startswith(
         "ProgramError: rank 0: 'send to 1 [mb 0]: [2] float64'\n  saw: a value of schema [2] float32"
     )
-    assert second.startswith("RankError: rank 1: 'recv from 0 [mb 0]: [2] float64'\n  saw: rank 0 failed at 'send to 1")
+    assert second.startswith(
+        "RankError: rank 1: 'recv from 0 [mb 0]: [2] float64'\n  saw: rank 0 failed at 'send to 1"
+    )
     assert "a value of schema [2] float32" in second
 
 
@@ -127,8 +129,14 @@ def send_odd_values() -> list[dict[str, Any]]:
 def test_values_arrive_however_they_are_stored() -> None:
     for got in launch(send_odd_values, 2):
         for found in got:
-            assert repr(found.pop("no number")) == "nan"  # NaN is not equal to itself, but it is the same value
-            assert_equal("odd values", found, {name: x for name, x in odd_values().items() if name != "no number"})
+            assert (
+                repr(found.pop("no number")) == "nan"
+            )  # NaN is not equal to itself, but it is the same value
+            assert_equal(
+                "odd values",
+                found,
+                {name: x for name, x in odd_values().items() if name != "no number"},
+            )
 
 
 def send_refused() -> dict[str, str]:
@@ -155,7 +163,10 @@ def test_what_would_arrive_as_something_else_is_refused() -> None:
         "  instead: torch.no_grad() around the call, or detach() in the stage; for gradients transport=Local()",
     }
     first, second = launch(send_refused, 2)
-    assert first == {name: f"ProgramError: rank 0: 'send to 1 [mb 0]'\n  saw: {text}" for name, text in seen.items()}
+    assert first == {
+        name: f"ProgramError: rank 0: 'send to 1 [mb 0]'\n  saw: {text}"
+        for name, text in seen.items()
+    }
     for text in second.values():
         assert "rank 0 failed at 'send to 1 [mb 0]': ProgramError" in text
 
@@ -221,7 +232,9 @@ def call_in_a_stage() -> str:
     def stage(p: Any, s: Any, batch: torch.Tensor, x: Any) -> Any:
         return s, inner([torch.ones(())], [torch.zeros(())], batch if x is None else x)[1]
 
-    return told(lambda: pipeline([stage, stage], transport=transport)([None], [None], torch.ones(2)))
+    return told(
+        lambda: pipeline([stage, stage], transport=transport)([None], [None], torch.ones(2))
+    )
 
 
 def test_a_call_within_a_call_is_refused_at_once() -> None:
@@ -246,13 +259,16 @@ class Draining:
 def test_a_run_waits_for_what_the_one_before_sent_of_buffers_that_it_overwrites(
     buffers: int | None, drained: int
 ) -> None:
-    """A micro-batch that feeds nothing may be in flight when a run ends, and the next run has no fence for it."""
+    """A micro-batch that feeds nothing may be in flight when a run ends, and the next run has no
+    fence for it."""
     programs = make_programs(2, [Job(feeds=False)], buffers=buffers)
     assert "fence" not in str(programs[0])
     end: Any = Draining()
     monitor: Any = SimpleNamespace(rank=0, num_ranks=2, here=Position())
     wire: Any = None
-    ProcessLink(end, monitor, wire, Agreement(0), torch.device("cpu")).begin(CheckedPrograms(programs, buffers), 1)
+    ProcessLink(end, monitor, wire, Agreement(0), torch.device("cpu")).begin(
+        CheckedPrograms(programs, buffers), 1
+    )
     assert end.drained == drained
 
 

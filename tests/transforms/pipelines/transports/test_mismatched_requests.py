@@ -63,7 +63,10 @@ REQUESTS: dict[str, tuple[dict[str, Any], str]] = {
 """The request of rank 1 that differs from the others', and the words of its error."""
 
 ENGINES: dict[str, tuple[dict[str, Any], str]] = {
-    "limits": ({"limits": EngineLimits(max_num_reqs=3, max_model_len=32)}, "'max_num_reqs: 3', where rank 0 has '"),
+    "limits": (
+        {"limits": EngineLimits(max_num_reqs=3, max_model_len=32)},
+        "'max_num_reqs: 3', where rank 0 has '",
+    ),
     "tokens per step": (
         {"limits": EngineLimits(max_num_reqs=4, max_model_len=32, max_num_tokens=64)},
         "'max_num_tokens: 64', where rank 0 has 'max_num_tokens: 2048'",
@@ -87,7 +90,11 @@ REST: dict[str, str] = {
 
 
 def model_of(rank: int, what: str, split: str = "pipeline") -> Model:
-    model = load(DEMO, "cpu", stage=(rank, 2)) if split == "pipeline" else load(DEMO, "cpu", shard=(rank, 2))
+    model = (
+        load(DEMO, "cpu", stage=(rank, 2))
+        if split == "pipeline"
+        else load(DEMO, "cpu", shard=(rank, 2))
+    )
     if what == "weights" and rank == 1:
         model.params.layers[0].o_proj[:] += 0.01
     if what == "configuration" and rank == 1:
@@ -115,8 +122,8 @@ def ask(engine: Engine, what: str, odd: bool) -> None:
 
 
 def run_all(kinds: list[str], split: str) -> list[tuple[str, int]]:
-    """For each kind, the words of this rank's error, and the number of tokens that it returned. The two ranks are
-    stages of a `pipeline`, or share layers (`tensor`)."""
+    """For each kind, the words of this rank's error, and the number of tokens that it returned. The
+    two ranks are stages of a `pipeline`, or share layers (`tensor`)."""
     torch.set_num_threads(1)
     return [run_kind(what, split) for what in kinds]
 
@@ -124,13 +131,20 @@ def run_all(kinds: list[str], split: str) -> list[tuple[str, int]]:
 def run_kind(what: str, split: str) -> tuple[str, int]:
     transport = Distributed(timeout=10)
     odd, returned = transport.rank == 1, 0
-    options: dict[str, Any] = {"graph": "none", "seed": 3, "limits": EngineLimits(max_num_reqs=4, max_model_len=32)}
+    options: dict[str, Any] = {
+        "graph": "none",
+        "seed": 3,
+        "limits": EngineLimits(max_num_reqs=4, max_model_len=32),
+    }
     if odd and what in ENGINES:
         options |= ENGINES[what][0]
     try:
         model = model_of(transport.rank, what, split)
         names, other = ["model.layers.0.self_attn.q_proj"], odd and "adapter" in what
-        own, new = (random_adapter(model.config, names, rank=2, seed=seed, std=0.1) for seed in (1, 2 + other))
+        own, new = (
+            random_adapter(model.config, names, rank=2, seed=seed, std=0.1)
+            for seed in (1, 2 + other)
+        )
         adapter = new if other and what == "adapter's values" else own
         options[split] = 2
         engine = Engine(model, transport=transport, adapters={"one": adapter}, **options)
@@ -138,7 +152,9 @@ def run_kind(what: str, split: str) -> tuple[str, int]:
         if what == "update":
             whole = load(DEMO, "cpu")
             given = places(whole.params, whole.config, whole.layout)
-            engine.update({name: place.view * (1.5 if odd else 1.25) for name, place in given.items()})
+            engine.update(
+                {name: place.view * (1.5 if odd else 1.25) for name, place in given.items()}
+            )
         if what == "adapter of an update":
             engine.update(adapters={"one": new})
         for output in engine:
@@ -151,12 +167,13 @@ def run_kind(what: str, split: str) -> tuple[str, int]:
 
 
 def run_on_a_device(differs: bool, slow_watchdog: bool = False) -> list[str]:
-    """Steps on a device that the host runs ahead of. Rank 1's differing request has a layout that rank 0 knows. The
-    error of each step, each followed by that of the read.
+    """Steps on a device that the host runs ahead of. Rank 1's differing request has a layout that
+    rank 0 knows. The error of each step, each followed by that of the read.
 
     Args:
         differs: whether there is such a request.
-        slow_watchdog: a watchdog looks before the device is done, and finds the failure once its host has closed.
+        slow_watchdog: a watchdog looks before the device is done, and finds the failure once its
+            host has closed.
     """
     streams.use_streams()
     find, looked = Watchdog._find_failure, threading.Event()
@@ -170,12 +187,16 @@ def run_on_a_device(differs: bool, slow_watchdog: bool = False) -> list[str]:
         return error
 
     if slow_watchdog:
-        mock.patch.object(Watchdog, "_find_failure", find_slowly).start()  # to the end of this process
+        mock.patch.object(
+            Watchdog, "_find_failure", find_slowly
+        ).start()  # to the end of this process
     transport = Distributed(timeout=5)
     step = pipeline([scale] * 2, advance=advance, transport=transport)
     state, said = [torch.ones(())], []
     for number in range(3):
-        transport.assert_equal("the number", f"{number + (differs and transport.rank and number == 2)}")
+        transport.assert_equal(
+            "the number", f"{number + (differs and transport.rank and number == 2)}"
+        )
 
         def run() -> None:
             nonlocal state
@@ -193,7 +214,10 @@ KINDS = {what: said for table in (REQUESTS, ENGINES) for what, (_, said) in tabl
 
 def errors_of(split: str) -> dict[str, list[tuple[str, int]]]:
     kinds = ["nothing", *KINDS]
-    return {what: list(each) for what, *each in zip(kinds, *launch(run_all, 2, kinds, split, timeout=120), strict=True)}
+    return {
+        what: list(each)
+        for what, *each in zip(kinds, *launch(run_all, 2, kinds, split, timeout=120), strict=True)
+    }
 
 
 @pytest.fixture(scope="module")
@@ -207,7 +231,9 @@ def found_by_shares() -> dict[str, list[tuple[str, int]]]:
 
 
 @pytest.mark.slow
-def test_ranks_that_are_asked_for_the_same_agree(found: dict[str, Any], found_by_shares: dict[str, Any]) -> None:
+def test_ranks_that_are_asked_for_the_same_agree(
+    found: dict[str, Any], found_by_shares: dict[str, Any]
+) -> None:
     assert found["nothing"] == found_by_shares["nothing"] == [("no error", 6)] * 2
 
 
@@ -216,7 +242,8 @@ def test_ranks_that_are_asked_for_the_same_agree(found: dict[str, Any], found_by
 def test_ranks_that_share_layers_find_what_differs_at_their_first_collective(
     what: str, found_by_shares: dict[str, Any]
 ) -> None:
-    """Each rank compares the other's journal; one of them may hear first that the other has failed."""
+    """Each rank compares the other's journal; one of them may hear first that the other has failed.
+    """
     texts = [text for text, _ in found_by_shares[what]]
     assert [returned for _, returned in found_by_shares[what]] == [0, 0]
     assert any(text.startswith("ProgramError: rank ") for text in texts)
@@ -225,25 +252,34 @@ def test_ranks_that_share_layers_find_what_differs_at_their_first_collective(
         assert differs in text or text.startswith(f"RankError: rank {rank}")
         assert f", where rank {1 - rank} has '" in text or f", where rank {rank} has '" in text
         if text.startswith("ProgramError"):
-            assert text.splitlines()[0].startswith(f"ProgramError: rank {rank}: 'all_reduce sum among 0, 1 [mb 0]: x[")
-            assert text.endswith("instead: the same calls with the same arguments, in the same order, on every rank")
+            assert text.splitlines()[0].startswith(
+                f"ProgramError: rank {rank}: 'all_reduce sum among 0, 1 [mb 0]: x["
+            )
+            assert text.endswith(
+                "instead: the same calls with the same arguments, in the same order, on every rank"
+            )
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("what", KINDS)
-def test_what_differs_is_refused_before_a_token_is_returned(what: str, found: dict[str, Any]) -> None:
+def test_what_differs_is_refused_before_a_token_is_returned(
+    what: str, found: dict[str, Any]
+) -> None:
     (first, by_first), (second, by_second) = found[what]
     assert (by_first, by_second) == (0, 0)
     assert second.startswith("ProgramError: step 1 of rank 1\n  saw: '")
     assert KINDS[what] in second
     assert ", where rank 0 has '" in second
-    assert second.endswith("instead: the same calls with the same arguments, in the same order, on every rank")
+    assert second.endswith(
+        "instead: the same calls with the same arguments, in the same order, on every rank"
+    )
     assert first.startswith("RankError: rank 0: ")
     assert second.splitlines()[1] in first
 
 
 def step_by_hand(what: str) -> tuple[str, str]:
-    """A step of a runner, and a call of `generate`, in which rank 1 has other weights or prompts."""
+    """A step of a runner, and a call of `generate`, in which rank 1 has other weights or prompts.
+    """
     torch.set_num_threads(1)
     rank = int(os.environ["RANK"])
 
@@ -256,7 +292,14 @@ def step_by_hand(what: str) -> tuple[str, str]:
 
     def complete() -> None:
         prompts = [PROMPT, PROMPT] if rank and what == "prompts" else [PROMPT]
-        generate(model_of(rank, what), prompts, max_tokens=2, pipeline=2, transport=Distributed(timeout=5), seed=1)
+        generate(
+            model_of(rank, what),
+            prompts,
+            max_tokens=2,
+            pipeline=2,
+            transport=Distributed(timeout=5),
+            seed=1,
+        )
 
     return told(step), told(complete)
 
@@ -268,13 +311,18 @@ def test_runners_compare_their_models_and_prompts_are_counted_first() -> None:
         _, (step, _) = launch(step_by_hand, 2, what)
         assert KINDS[what] in step
     _, (_, completed) = launch(step_by_hand, 2, "prompts")
-    assert "'the prompts: of [4, 4] tokens, max_tokens=2', where rank 0 has 'the prompts: of [4] " in completed
+    assert (
+        "'the prompts: of [4, 4] tokens, max_tokens=2', where rank 0 has 'the prompts: of [4] "
+        in completed
+    )
 
 
 def start_with(own: list[dict[str, Any]]) -> str:
     transport = Distributed(timeout=5)
     options = {"limits": EngineLimits(max_num_reqs=2, max_model_len=32), **own[transport.rank]}
-    return told(lambda: Engine(load(DEMO, "cpu"), pipeline=2, transport=transport, graph="none", **options))
+    return told(
+        lambda: Engine(load(DEMO, "cpu"), pipeline=2, transport=transport, graph="none", **options)
+    )
 
 
 @pytest.mark.slow
@@ -293,4 +341,6 @@ def test_a_host_that_runs_ahead_of_its_device_is_told_before_it_reads(slow_watch
     assert launch(run_on_a_device, 2, False, slow_watchdog) == [["no error"] * 6] * 2
     for said in launch(run_on_a_device, 2, True, slow_watchdog):
         assert said[:4] == ["no error"] * 4
-        assert all(f"'the number: {number}'" in said[5] for number in (2, 3))  # whichever rank sees it first
+        assert all(
+            f"'the number: {number}'" in said[5] for number in (2, 3)
+        )  # whichever rank sees it first

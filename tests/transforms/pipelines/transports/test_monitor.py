@@ -23,7 +23,12 @@ from weft.transforms.pipelines.transports.watching import monitor as monitor_mod
 from weft.transforms.pipelines.transports.watching.failures import Clock, Failure
 from weft.transforms.pipelines.transports.watching.monitor import BEGIN, Monitor
 from weft.transforms.pipelines.transports.watching.places import Places
-from weft.transforms.pipelines.transports.watching.records import Exit, Position, Records, write_exit
+from weft.transforms.pipelines.transports.watching.records import (
+    Exit,
+    Position,
+    Records,
+    write_exit,
+)
 from weft.transforms.pipelines.transports.watching.watchdog import Watchdog
 
 SECRET = Secret.fresh()
@@ -36,7 +41,10 @@ def make_programs_of(num_ranks: int, microbatches: int = 1) -> CheckedPrograms:
 
 def monitors(num_ranks: int, timeout: float = 0.2, clock: Clock | None = None) -> list[Monitor]:
     store = dist.HashStore()
-    return [Monitor(Records(store, rank, store, SECRET), num_ranks, timeout, clock) for rank in range(num_ranks)]
+    return [
+        Monitor(Records(store, rank, store, SECRET), num_ranks, timeout, clock)
+        for rank in range(num_ranks)
+    ]
 
 
 def together(*calls: Any) -> list[Any]:
@@ -131,7 +139,10 @@ SUM = AllReduce((0, 1, 2))
 def in_a_mesh(num_ranks: int, timeout: float = 0.2, clock: Clock | None = None) -> list[Monitor]:
     """Ranks that are about to run a stage that all of them share."""
     made = pipeline([scale], transport=Threads(), mesh=Mesh(tensor=num_ranks))
-    checked, found = CheckedPrograms(make_pipeline(1).programs(1), mesh=made.mesh), monitors(num_ranks, timeout, clock)
+    checked, found = (
+        CheckedPrograms(make_pipeline(1).programs(1), mesh=made.mesh),
+        monitors(num_ranks, timeout, clock),
+    )
     for monitor in found:
         monitor.begin(checked)
         monitor.move_to(0, "run stage 0 [mb 0]")
@@ -150,7 +161,9 @@ def test_who_has_left_a_collective_is_not_late_to_it() -> None:
         with three[1].at_collective(SUM, 1):
             assert three[0]._find_stalled(1, "no progress").rank == 1, "whose tensor does not come"
         with three[2].at_collective(SUM, 2):
-            assert three[2]._find_stalled(0, "no progress").rank == 0, "which waits for nobody: all came to it"
+            assert three[2]._find_stalled(0, "no progress").rank == 0, (
+                "which waits for nobody: all came to it"
+            )
 
 
 def test_a_rank_that_fails_in_a_collective_is_there() -> None:
@@ -165,12 +178,17 @@ def test_a_rank_that_fails_in_a_collective_is_there() -> None:
 
 
 def test_a_member_that_stopped_in_a_collective_is_blamed() -> None:
-    """All three are in it, and rank 1 beats no longer; rank 0 waits for rank 2, which waits for rank 1."""
+    """All three are in it, and rank 1 beats no longer; rank 0 waits for rank 2, which waits for
+    rank 1."""
     time = FakeTime()
     three = in_a_mesh(3, 1, time.clock)
     watchdogs = beating([three[0], three[2]], time)
     Watchdog(three[1], three[1].records, None).look()
-    with three[0].at_collective(SUM, 1), three[1].at_collective(SUM, 1), three[2].at_collective(SUM, 1):
+    with (
+        three[0].at_collective(SUM, 1),
+        three[1].at_collective(SUM, 1),
+        three[2].at_collective(SUM, 1),
+    ):
         for _ in range(20):
             three[0].liveness.observe(three[0].records, range(3))
             time.sleep(0.1)
@@ -192,7 +210,8 @@ def test_a_rank_that_is_not_in_a_collective_waits_for_what_its_members_find() ->
 
 
 def test_a_device_in_a_run_waits_for_who_has_not_launched_it() -> None:
-    """The devices of ranks 0 and 1 are in the run, which their hosts have launched; rank 2's host has not."""
+    """The devices of ranks 0 and 1 are in the run, which their hosts have launched; rank 2's host
+    has not."""
     three = in_a_mesh(3)
     for monitor in three[:2]:
         monitor.records.write_beat(1, monitor.here)
@@ -249,7 +268,9 @@ def test_a_rank_that_stops_before_its_first_step_is_named_in_time() -> None:
     time = FakeTime()
     one, two = monitors(2, 0.8, time.clock)
     watchdog = beating([one, two], time)[1]
-    time.meanwhile.append(lambda: watchdog.look in time.meanwhile[:2] and time.now > 1.0 and time.meanwhile.pop(1))
+    time.meanwhile.append(
+        lambda: watchdog.look in time.meanwhile[:2] and time.now > 1.0 and time.meanwhile.pop(1)
+    )
     with pytest.raises(RankError) as error:
         one.await_first_step()
     assert (error.value.rank, error.value.instruction) == (1, "its start")
@@ -341,9 +362,15 @@ def test_a_rank_that_cannot_connect_is_named_by_all() -> None:
         raise RuntimeError("no such interface\nand more")
 
     one, two = monitors(2)
-    errors = together(lambda: one.connect_together(for_ever, 5), lambda: two.connect_together(refuses, 5))
+    errors = together(
+        lambda: one.connect_together(for_ever, 5), lambda: two.connect_together(refuses, 5)
+    )
     for error in errors:
-        assert (error.rank, error.instruction, error.cause) == (1, "connect", "RuntimeError: no such interface")
+        assert (error.rank, error.instruction, error.cause) == (
+            1,
+            "connect",
+            "RuntimeError: no such interface",
+        )
 
 
 def test_a_rank_may_end_when_all_are_connected() -> None:
@@ -363,7 +390,9 @@ def test_a_rank_that_stops_while_it_connects_is_named() -> None:
 
 
 @pytest.mark.parametrize(("host", "name"), [(None, "the launcher"), (0, "rank 0")])
-def test_a_store_that_is_gone_is_an_error_that_says_whose_it_was(host: int | None, name: str) -> None:
+def test_a_store_that_is_gone_is_an_error_that_says_whose_it_was(
+    host: int | None, name: str
+) -> None:
     class Gone:
         def gone(self, *_: Any) -> Any:
             raise RuntimeError("Connection reset by peer\nand more")
@@ -375,5 +404,8 @@ def test_a_store_that_is_gone_is_an_error_that_says_whose_it_was(host: int | Non
         with pytest.raises(RankError) as error:
             ask()
         assert error.value.rank == host
-        assert f"{name}, which hosts the store of the run, has ended (Connection reset by peer)" in str(error.value)
+        assert (
+            f"{name}, which hosts the store of the run, has ended (Connection reset by peer)"
+            in str(error.value)
+        )
     assert "has ended" in str(monitor.explain(0, "no progress"))

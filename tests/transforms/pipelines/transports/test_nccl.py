@@ -13,7 +13,8 @@ from weft.transforms.pipelines.transports.ends.nccl import NcclEnd
 
 
 class Work:
-    """A send that goes on until it is told that it has ended; like NCCL's, it holds what it sends."""
+    """A send that goes on until it is told that it has ended; like NCCL's, it holds what it sends.
+    """
 
     def __init__(self, sent: Sequence[Tensor]) -> None:
         self.sent, self.has_ended = sent, False
@@ -43,7 +44,9 @@ def sender(monkeypatch: pytest.MonkeyPatch) -> tuple[NcclEnd, Group]:
 
 
 @pytest.mark.parametrize("mode", [torch.enable_grad, torch.no_grad, torch.inference_mode])
-def test_a_send_keeps_the_memory_and_not_the_tensor(sender: tuple[NcclEnd, Group], mode: Any) -> None:
+def test_a_send_keeps_the_memory_and_not_the_tensor(
+    sender: tuple[NcclEnd, Group], mode: Any
+) -> None:
     """A step's tensors are gone when it returns, or its capture as one graph would be refused."""
     end, group = sender
     with mode():
@@ -56,7 +59,9 @@ def test_a_send_keeps_the_memory_and_not_the_tensor(sender: tuple[NcclEnd, Group
         assert sent.view(torch.float32).tolist() == expected.reshape(-1).tolist()
 
 
-def test_memory_is_kept_until_a_later_send_finds_the_first_one_ended(sender: tuple[NcclEnd, Group]) -> None:
+def test_memory_is_kept_until_a_later_send_finds_the_first_one_ended(
+    sender: tuple[NcclEnd, Group],
+) -> None:
     end, group = sender
     for _ in range(2):
         end.send([torch.ones(3)], 1, 0)

@@ -1,4 +1,5 @@
-"""A run listens only on the loopback interface, and data that a stranger sends to its ports has no effect."""
+"""A run listens only on the loopback interface, and data that a stranger sends to its ports has no
+effect."""
 
 import os
 import pickle
@@ -20,7 +21,12 @@ from weft.stages.checkpoints.known_models import DEMO
 from weft.transforms.pipelines.pipeline import pipeline
 from weft.transforms.pipelines.transports.distributed import Distributed
 from weft.transforms.pipelines.transports.launch import launch
-from weft.transforms.pipelines.transports.messaging.network import LOOPBACK, Network, Secret, shared_secret
+from weft.transforms.pipelines.transports.messaging.network import (
+    LOOPBACK,
+    Network,
+    Secret,
+    shared_secret,
+)
 
 sys.path.insert(0, str(Path(__file__).parent))  # so that a rank finds this module by its name
 
@@ -41,7 +47,8 @@ class Planted:
 
 
 def run_beside_a_stranger(file: str, keys: tuple[str, ...]) -> list[str]:
-    """The words of a rank's error when a stranger writes pickles to its store, before and during its run."""
+    """The words of a rank's error when a stranger writes pickles to its store, before and during
+    its run."""
     torch.set_num_threads(1)
     wait = timedelta(seconds=5)
     store: Any = dist.TCPStore  # type: ignore[attr-defined]
@@ -75,7 +82,10 @@ def test_a_pickle_in_the_store_is_never_opened(keys: tuple[str, ...], tmp_path: 
             assert text == "no error"
         if keys == ("failure",):
             assert text.startswith("RankError: ")
-            assert re.search(r"'weft/0/\d/failure' holds \d+ bytes that are not sealed with this run's secret", text)
+            assert re.search(
+                r"'weft/0/\d/failure' holds \d+ bytes that are not sealed with this run's secret",
+                text,
+            )
 
 
 def run_with_secret(secrets: list[str]) -> str:
@@ -87,7 +97,9 @@ def test_ranks_with_different_secrets_refuse_each_other() -> None:
     said = launch(run_with_secret, 2, ["0123456789abcdef", "0123456789abcdeF"])
     assert any("bytes that are not sealed with this run's secret" in text for text in said)
     assert all(text.startswith("RankError: ") for text in said)
-    assert any("instead: the same WEFT_SECRET for all processes of the run" in text for text in said)
+    assert any(
+        "instead: the same WEFT_SECRET for all processes of the run" in text for text in said
+    )
 
 
 def test_a_secret_that_is_easily_guessed_is_refused() -> None:
@@ -119,19 +131,31 @@ def run_in_folder(folder: str) -> tuple[str, list[str]]:
     return run_with_a_left_secret()
 
 
-def test_a_folder_of_secrets_that_others_may_read_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_folder_of_secrets_that_others_may_read_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
     (tmp_path / f"weft-{os.getuid()}").mkdir(mode=0o755)
-    with pytest.raises(ProgramError, match="which others may read or write"), shared_secret(None, dist.HashStore(), 0):
+    with (
+        pytest.raises(ProgramError, match="which others may read or write"),
+        shared_secret(None, dist.HashStore(), 0),
+    ):
         pass
 
 
-@pytest.mark.parametrize("name", ["../../etc/passwd", "/etc/passwd", "0123456789abcdeg", "\x80\x04"])
-def test_a_stranger_names_no_other_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+@pytest.mark.parametrize(
+    "name", ["../../etc/passwd", "/etc/passwd", "0123456789abcdeg", "\x80\x04"]
+)
+def test_a_stranger_names_no_other_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
     store = dist.HashStore()
     store.set("secret", name)
-    with pytest.raises(ProgramError, match="no secret that rank 0 left in"), shared_secret(None, store, 1):
+    with (
+        pytest.raises(ProgramError, match="no secret that rank 0 left in"),
+        shared_secret(None, store, 1),
+    ):
         pass
 
 
@@ -143,22 +167,37 @@ SECRET = "0123456789abcdef"
     [
         ({}, 2, Network(LOOPBACK, True, None)),
         ({"MASTER_ADDR": "10.0.0.1", "LOCAL_WORLD_SIZE": "2"}, 2, Network(LOOPBACK, True, None)),
-        ({"MASTER_ADDR": "localhost", "WEFT_SECRET": SECRET}, 2, Network(LOOPBACK, True, Secret(SECRET.encode()))),
         (
-            {"MASTER_ADDR": "10.0.0.1", "LOCAL_WORLD_SIZE": "1", "WEFT_SECRET": SECRET, "WEFT_ADDRESS": "10.0.0.2"},
+            {"MASTER_ADDR": "localhost", "WEFT_SECRET": SECRET},
+            2,
+            Network(LOOPBACK, True, Secret(SECRET.encode())),
+        ),
+        (
+            {
+                "MASTER_ADDR": "10.0.0.1",
+                "LOCAL_WORLD_SIZE": "1",
+                "WEFT_SECRET": SECRET,
+                "WEFT_ADDRESS": "10.0.0.2",
+            },
             2,
             Network("10.0.0.2", False, Secret(SECRET.encode())),
         ),
     ],
 )
-def test_where_a_rank_listens(environment: dict[str, str], num_ranks: int, expected: Network) -> None:
+def test_where_a_rank_listens(
+    environment: dict[str, str], num_ranks: int, expected: Network
+) -> None:
     assert Network.of(environment, num_ranks) == expected
 
 
 @pytest.mark.parametrize(
     ("environment", "seen", "instead"),
     [
-        ({}, "no WEFT_SECRET", "export WEFT_SECRET=$(openssl rand -hex 16), the same on every node"),
+        (
+            {},
+            "no WEFT_SECRET",
+            "export WEFT_SECRET=$(openssl rand -hex 16), the same on every node",
+        ),
         (
             {"WEFT_SECRET": SECRET},
             "no WEFT_ADDRESS",
@@ -166,7 +205,9 @@ def test_where_a_rank_listens(environment: dict[str, str], num_ranks: int, expec
         ),
     ],
 )
-def test_several_nodes_name_a_secret_and_an_address(environment: dict[str, str], seen: str, instead: str) -> None:
+def test_several_nodes_name_a_secret_and_an_address(
+    environment: dict[str, str], seen: str, instead: str
+) -> None:
     with pytest.raises(ProgramError) as error:
         Network.of({"MASTER_ADDR": "10.0.0.1", "LOCAL_WORLD_SIZE": "1", **environment}, 2)
     assert error.value.seen == f"ranks on several nodes (MASTER_ADDR=10.0.0.1), and {seen}"
@@ -201,8 +242,8 @@ def family(pid: int) -> list[int]:
 
 
 def ranks_of(agent: int) -> list[int]:
-    """The processes of torchrun's agent, but not a fork that has not yet become another program: it has the agent's
-    sockets."""
+    """The processes of torchrun's agent, but not a fork that has not yet become another program: it
+    has the agent's sockets."""
     own = _read(Path(f"/proc/{agent}/cmdline"))
     return [each for each in family(agent)[1:] if _read(Path(f"/proc/{each}/cmdline")) != own]
 
@@ -232,13 +273,34 @@ def _target(link: Path) -> str:
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc/net")
 @pytest.mark.parametrize("launcher", ["--pp 2", "torchrun"])
 def test_a_run_listens_on_the_loopback_interface_alone(launcher: str) -> None:
-    """All of a run's processes, from start to end, except the store of torchrun's agent, which is torchrun's own."""
-    options = ["generate", "--model", str(DEMO), "--prompt", "A list is", "--max-tokens", "40", "--device", "cpu"]
+    """All of a run's processes, from start to end, except the store of torchrun's agent, which is
+    torchrun's own."""
+    options = [
+        "generate",
+        "--model",
+        str(DEMO),
+        "--prompt",
+        "A list is",
+        "--max-tokens",
+        "40",
+        "--device",
+        "cpu",
+    ]
     command = [sys.executable, "-m", "weft", *options, "--pp", "2"]
     if launcher == "torchrun":
-        run = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-addr", LOOPBACK]
+        run = [
+            sys.executable,
+            "-m",
+            "torch.distributed.run",
+            "--nproc-per-node",
+            "2",
+            "--master-addr",
+            LOOPBACK,
+        ]
         command = [*run, "-m", "weft", *options]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as process:
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    ) as process:
         seen: set[str] = set()
         while process.poll() is None:
             below = [process.pid] if launcher == "--pp 2" else ranks_of(process.pid)

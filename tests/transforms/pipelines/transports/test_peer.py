@@ -1,4 +1,5 @@
-"""Collectives by symmetric memory on two GPUs: the bits that `combine` defines, eagerly and in graphs."""
+"""Collectives by symmetric memory on two GPUs: the bits that `combine` defines, eagerly and in
+graphs."""
 
 import random
 import time
@@ -9,7 +10,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from weft.meshes.collectives import AllGather, AllReduce, AllToAll, Collective, ReduceScatter, combine
+from weft.meshes.collectives import (
+    AllGather,
+    AllReduce,
+    AllToAll,
+    Collective,
+    ReduceScatter,
+    combine,
+)
 from weft.transforms.pipelines.transports.distributed import Distributed
 from weft.transforms.pipelines.transports.launch import launch
 from weft.transforms.pipelines.transports.messaging.messages import as_bytes
@@ -20,7 +28,21 @@ AMONG = (0, 1)
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 MOST = 2**17
 """Words of a piece that moves as one small message."""
-COUNTS = (1, 2, 3, 7, 255, 4097, 2 * MOST - 1, 2 * MOST, 2 * MOST + 1, 2 * MOST + 2, 2**19 + 34, 5 * 2**20, 10 * 2**20)
+COUNTS = (
+    1,
+    2,
+    3,
+    7,
+    255,
+    4097,
+    2 * MOST - 1,
+    2 * MOST,
+    2 * MOST + 1,
+    2 * MOST + 2,
+    2**19 + 34,
+    5 * 2**20,
+    10 * 2**20,
+)
 """Elements: of 16 bits up to 20 MB."""
 SHAPES = ((2, 2), (2, 6), (4, 10, 3), (64, 2048), (66, 8192), (128, 75968), (2, 75968), (514, 1022))
 ROUNDS = 5
@@ -42,8 +64,11 @@ def cases() -> Iterator[tuple[Collective, tuple[int, ...], torch.dtype]]:
             yield AllToAll(AMONG, split_dim=1, concat_dim=0), shape, dtype
 
 
-def drawn(shape: tuple[int, ...], dtype: torch.dtype, seed: int, device: torch.device) -> list[Tensor]:
-    """The same tensors of both ranks on each of them, of magnitudes that make the order of a sum matter."""
+def drawn(
+    shape: tuple[int, ...], dtype: torch.dtype, seed: int, device: torch.device
+) -> list[Tensor]:
+    """The same tensors of both ranks on each of them, of magnitudes that make the order of a sum
+    matter."""
     chance = torch.Generator(device).manual_seed(seed)
     values = torch.randn(2, *shape, generator=chance, device=device)
     if not dtype.is_floating_point:
@@ -88,7 +113,11 @@ def run_cases(seed: int) -> list[str]:
             wait((number * turn * (1 + 2 * rank)) % 3, device)
             graph.replay()
             expected = combine(effect, every)[rank]
-            if differs(first, expected) or differs(second, expected) or between.tolist() != [3.0] * 3:
+            if (
+                differs(first, expected)
+                or differs(second, expected)
+                or between.tolist() != [3.0] * 3
+            ):
                 wrong.append(f"replay {turn} of {effect} of {shape} {dtype}")
         graph.reset()
     transport.close()
@@ -103,8 +132,8 @@ def test_on_gpus_a_collective_has_the_bits_of_its_definition(seed: int) -> None:
 
 
 def run_many(replays: int) -> int:
-    """On each rank: the replays of a graph of many collectives, small and large, with a wrong bit; ranks wait at random
-    places, and nothing waits for the host."""
+    """On each rank: the replays of a graph of many collectives, small and large, with a wrong bit;
+    ranks wait at random places, and nothing waits for the host."""
     transport = Distributed(backend="peer", timeout=60)
     rank, device, end = transport.rank, transport.device, transport.end
     effect, among = AllReduce(AMONG), random.Random(rank)
@@ -121,7 +150,9 @@ def run_many(replays: int) -> int:
     for replay in range(replays):
         wait(among.choice((0, 0, 0, 1, 3)), device)
         for index, x in enumerate(xs):
-            x.fill_((replay + index) % 80 + 10 * rank)  # sums of up to 256, which bfloat16 has exactly
+            x.fill_(
+                (replay + index) % 80 + 10 * rank
+            )  # sums of up to 256, which bfloat16 has exactly
         graph.replay()
     torch.cuda.synchronize()
     transport.close()
@@ -135,7 +166,8 @@ def test_ranks_that_run_apart_overwrite_nothing_that_is_still_read() -> None:
 
 
 def run_alone(count: int) -> float:
-    """On rank 0: the seconds that a collective takes to end once its wait is aborted; rank 1 takes no part."""
+    """On rank 0: the seconds that a collective takes to end once its wait is aborted; rank 1 takes
+    no part."""
     transport = Distributed(backend="peer", timeout=60)
     end: Any = transport.end
     x = torch.ones(count, device=transport.device)

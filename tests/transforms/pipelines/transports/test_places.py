@@ -1,4 +1,5 @@
-"""Places in memory of one machine: read as they were written, also while they are written, and after a kill."""
+"""Places in memory of one machine: read as they were written, also while they are written, and
+after a kill."""
 
 import multiprocessing as mp
 import os
@@ -99,4 +100,8 @@ def test_a_killed_writer_leaves_whole_texts(tmp_path: Path) -> None:
 
 def is_whole(text: bytes) -> bool:
     """Whether a text is a number n, 1 + n % 2000 times."""
-    return any(text == text[:size] * (1 + int(text[:size]) % 2000) for size in range(1, 12) if len(text) % size == 0)
+    return any(
+        text == text[:size] * (1 + int(text[:size]) % 2000)
+        for size in range(1, 12)
+        if len(text) % size == 0
+    )

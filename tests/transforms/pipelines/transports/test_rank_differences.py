@@ -59,7 +59,9 @@ def _other_helper(x: torch.Tensor) -> torch.Tensor:
     return x + 2
 
 
-def beside(_: Any, p: torch.Tensor, s: torch.Tensor, batch: torch.Tensor, x: Any) -> tuple[torch.Tensor, torch.Tensor]:
+def beside(
+    _: Any, p: torch.Tensor, s: torch.Tensor, batch: torch.Tensor, x: Any
+) -> tuple[torch.Tensor, torch.Tensor]:
     return scale(p, s, batch, x)
 
 
@@ -85,7 +87,9 @@ def differ(what: str) -> str:
         [stage] * transport.num_ranks,
         microbatches=microbatches,
         schema=schema,
-        advance={"advance": None, "other advance": other_advance}.get(what, advance) if mine else advance,
+        advance={"advance": None, "other advance": other_advance}.get(what, advance)
+        if mine
+        else advance,
         transport=transport,
     )
     state: Any = [torch.zeros(())]
@@ -123,7 +127,9 @@ def test_what_differs_is_named_by_both_ranks(what: str, zero: str, one: str) -> 
     assert instead.startswith("  instead: the same code, configuration and batches on every rank")
     assert first.startswith("RankError: rank 0: '")
     schema = ": [2] float64" * (what == "schema")
-    assert f"rank 1 failed at 'recv from 0 [mb 0]{schema}': {second.splitlines()[0]}\n{seen}" in first
+    assert (
+        f"rank 1 failed at 'recv from 0 [mb 0]{schema}': {second.splitlines()[0]}\n{seen}" in first
+    )
 
 
 @pytest.mark.slow
@@ -132,12 +138,16 @@ def test_of_three_ranks_all_name_the_one_that_differs() -> None:
     assert said[1].startswith("ProgramError: step 1 of rank 1\n  saw: 'stage 0: other")
     for text in (said[0], said[2]):
         assert text.startswith("RankError: ")
-        assert "rank 1 failed at 'recv from 0 [mb 0]': ProgramError: step 1 of rank 1\n  saw: 'stage 0: other" in text
+        assert (
+            "rank 1 failed at 'recv from 0 [mb 0]': ProgramError: step 1 of rank 1\n  saw: 'stage 0: other"
+            in text
+        )
         assert "', where rank 0 has 'stage 0: scale" in text
 
 
 def differ_in_what_ran_before() -> str:
-    """Rank 1 takes a step that both have agreed on, while rank 0 takes one that they have not agreed on."""
+    """Rank 1 takes a step that both have agreed on, while rank 0 takes one that they have not
+    agreed on."""
     transport = Distributed(timeout=5)
     made = pipeline([scale] * 2, transport=transport)
     state, _ = made([torch.ones(())], [torch.ones(())], torch.ones(3))
@@ -184,8 +194,8 @@ def reduces(times: dict[str, int], p: Any, s: Any, batch: Any, x: Any) -> Any:
 
 
 def meet(what: str) -> str:
-    """Take two steps in which rank 1 has something else than the others. Unless a stage's source differs, what differs
-    is a tensor or other value that no digest covers."""
+    """Take two steps in which rank 1 has something else than the others. Unless a stage's source
+    differs, what differs is a tensor or other value that no digest covers."""
     torch.set_num_threads(1)
     transport = Distributed(timeout=5)
     mine, p = transport.rank == 1, torch.ones(1 if what in ("microbatches", "batch") else 4)
@@ -204,7 +214,12 @@ def meet(what: str) -> str:
     elif what == "dtype" and mine:
         p = p.double()
     mesh = Mesh(tensor=transport.num_ranks)
-    made = pipeline([stage], microbatches=2 if mine and what == "microbatches" else 1, transport=transport, mesh=mesh)
+    made = pipeline(
+        [stage],
+        microbatches=2 if mine and what == "microbatches" else 1,
+        transport=transport,
+        mesh=mesh,
+    )
     said = []
     for number in range(2):
         batch = torch.arange(5.0 if mine and what == "batch" else 4.0)
@@ -224,8 +239,14 @@ class Hidden(dict[str, int]):
 MEETINGS = {
     "order": ("'stage 0: reduces_and_gathers", "'stage 0: gathers_and_reduces"),
     "reduce_op": ("'stage 0: reduces_sums", "'stage 0: reduces_maxima"),
-    "shape": ("all_reduce sum among 0, 1 [mb 0]: x[4] float32", "all_reduce sum among 0, 1 [mb 0]: x[4, 4] float32"),
-    "dtype": ("all_reduce sum among 0, 1 [mb 0]: x[4] float32", "all_reduce sum among 0, 1 [mb 0]: x[4] float64"),
+    "shape": (
+        "all_reduce sum among 0, 1 [mb 0]: x[4] float32",
+        "all_reduce sum among 0, 1 [mb 0]: x[4, 4] float32",
+    ),
+    "dtype": (
+        "all_reduce sum among 0, 1 [mb 0]: x[4] float32",
+        "all_reduce sum among 0, 1 [mb 0]: x[4] float64",
+    ),
     "one more": ("number 3 in step 2", "number 3 in step 1"),
     "one less": ("number 2 in step 1", "number 2 in step 2"),
     "microbatches": ("'mb 0: [4] float32", "'mb 0: [2] float32"),

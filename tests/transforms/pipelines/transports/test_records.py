@@ -1,4 +1,5 @@
-"""The ranks' records in a store: what a rank writes is what the others read, and from no other transport."""
+"""The ranks' records in a store: what a rank writes is what the others read, and from no other
+transport."""
 
 import pytest
 import torch.distributed as dist
@@ -15,15 +16,24 @@ SECRET = Secret.fresh()
 def test_a_record_of_another_transport_of_the_run_is_none_of_this_one() -> None:
     store = dist.HashStore()
     first, second = (dist.PrefixStore(f"weft/0/{number}", store) for number in range(2))
-    own = [Records(own, 0, store, SECRET, prefix=f"weft/0/{number}") for number, own in enumerate((first, second))]
+    own = [
+        Records(own, 0, store, SECRET, prefix=f"weft/0/{number}")
+        for number, own in enumerate((first, second))
+    ]
     own[0].write_failure(Failure(1, "recv", "long ago"))
     assert str(own[0].failure()) == str(Failure(1, "recv", "long ago"))
     second.set("failure", first.get("failure"))
-    with pytest.raises(RankError, match=r"'weft/0/1/failure' holds .* not sealed with this run's secret"):
+    with pytest.raises(
+        RankError, match=r"'weft/0/1/failure' holds .* not sealed with this run's secret"
+    ):
         own[1].failure()
 
 
-@given(st.builds(Position, st.integers(0, 9), st.text("abc-", min_size=1), st.integers(0, 9), st.text()))
+@given(
+    st.builds(
+        Position, st.integers(0, 9), st.text("abc-", min_size=1), st.integers(0, 9), st.text()
+    )
+)
 def test_a_position_is_read_as_it_was_written(position: Position) -> None:
     store = dist.HashStore()
     records = Records(store, 0, store, SECRET)

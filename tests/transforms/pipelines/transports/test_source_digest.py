@@ -1,4 +1,5 @@
-"""Digests of stages' sources: changes that they detect or ignore; all processes compute the same ones."""
+"""Digests of stages' sources: changes that they detect or ignore; all processes compute the same
+ones."""
 
 import functools
 import linecache
@@ -88,7 +89,9 @@ DIFFERENT: list[tuple[Callable[..., Any], Callable[..., Any]]] = [
 
 
 @pytest.mark.parametrize("pair", DIFFERENT, ids=range(len(DIFFERENT)))
-def test_a_difference_in_source_or_values_changes_it(pair: tuple[Callable[..., Any], Callable[..., Any]]) -> None:
+def test_a_difference_in_source_or_values_changes_it(
+    pair: tuple[Callable[..., Any], Callable[..., Any]],
+) -> None:
     one, other = pair
     assert of(one) == of(one) != of(other)
 
@@ -96,16 +99,23 @@ def test_a_difference_in_source_or_values_changes_it(pair: tuple[Callable[..., A
 SAME: list[tuple[Callable[..., Any], Callable[..., Any]]] = [
     (closing_over(torch.zeros(1)), closing_over(torch.ones(2))),
     (closing_over(torch.device("cpu")), closing_over(torch.device("meta"))),
-    (closing_over(Config(1, device=torch.device("cpu"))), closing_over(Config(1, device=torch.device("meta")))),
+    (
+        closing_over(Config(1, device=torch.device("cpu"))),
+        closing_over(Config(1, device=torch.device("meta"))),
+    ),
 ]
 
 
 @pytest.mark.parametrize("pair", SAME, ids=range(len(SAME)))
-def test_values_that_may_differ_from_rank_to_rank_do_not(pair: tuple[Callable[..., Any], Callable[..., Any]]) -> None:
+def test_values_that_may_differ_from_rank_to_rank_do_not(
+    pair: tuple[Callable[..., Any], Callable[..., Any]],
+) -> None:
     assert of(pair[0]) == of(pair[1])
 
 
-def test_constants_of_a_module_count_and_its_variables_do_not(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_constants_of_a_module_count_and_its_variables_do_not(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     def stage(x: Any) -> Any:
         return x * WIDTH + depth
 
@@ -127,7 +137,9 @@ def test_a_module_that_a_stage_uses_counts(tmp_path: Path, monkeypatch: pytest.M
     assert found[0] != found[1]
 
 
-def test_a_file_that_changes_after_its_import_does_not_count(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_that_changes_after_its_import_does_not_count(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.syspath_prepend(tmp_path)
     source = tmp_path / "helpers_changed.py"
     source.write_text("def help(x):\n    return x + 1\n")
@@ -140,7 +152,10 @@ def test_a_file_that_changes_after_its_import_does_not_count(tmp_path: Path, mon
 
 def test_functions_that_call_each_other_have_one() -> None:
     namespace: dict[str, Any] = {}
-    exec("def even(n):\n    return n == 0 or odd(n - 1)\ndef odd(n):\n    return n and even(n - 1)", namespace)
+    exec(
+        "def even(n):\n    return n == 0 or odd(n - 1)\ndef odd(n):\n    return n and even(n - 1)",
+        namespace,
+    )
     assert of(namespace["even"]) != of(namespace["odd"])
 
 
@@ -164,7 +179,9 @@ print(source_digest("advance", parse_config))
 @pytest.mark.slow
 def test_it_is_the_same_in_every_process() -> None:
     said = {
-        subprocess.run([sys.executable, "-c", _PROGRAM], capture_output=True, text=True, timeout=60, check=True).stdout
+        subprocess.run(
+            [sys.executable, "-c", _PROGRAM], capture_output=True, text=True, timeout=60, check=True
+        ).stdout
         for _ in range(3)
     }
     assert len(said) == 1

@@ -1,5 +1,5 @@
-"""What is in force around a call of a pipeline is in force in the threads of its ranks, or is refused: for each public
-context of torch, by what stages see under `Local`."""
+"""What is in force around a call of a pipeline is in force in the threads of its ranks, or is
+refused: for each public context of torch, by what stages see under `Local`."""
 
 import inspect
 import sys
@@ -67,12 +67,19 @@ CONTEXTS: dict[str, Callable[[], AbstractContextManager[Any]]] = {
     "TorchFunctionMode": Function,
     "TorchDispatchMode": Dispatch,
     "check_sparse_tensor_invariants": lambda: torch.sparse.check_sparse_tensor_invariants(True),
-    "set_checkpoint_debug_enabled": (lambda: torch.utils.checkpoint.set_checkpoint_debug_enabled(True)),
+    "set_checkpoint_debug_enabled": (
+        lambda: torch.utils.checkpoint.set_checkpoint_debug_enabled(True)
+    ),
     "set_checkpoint_early_stop": (lambda: torch.utils.checkpoint.set_checkpoint_early_stop(False)),
 }
 """Public contexts of torch."""
 
-REFUSED = ("TorchFunctionMode", "TorchDispatchMode", "allow_mutation_on_saved_tensors", "dual_level")
+REFUSED = (
+    "TorchFunctionMode",
+    "TorchDispatchMode",
+    "allow_mutation_on_saved_tensors",
+    "dual_level",
+)
 """Those that two threads cannot share."""
 
 LOOKS = "it looks at operators and changes none"
@@ -112,7 +119,8 @@ ROOMS = (
     "torch.overrides",
 )
 ROOMS += ("torch.random", "torch.sparse", "torch.utils.checkpoint")
-"""The public modules of torch that are searched for contexts, besides `torch` itself; `torch.cuda` is for GPUs."""
+"""The public modules of torch that are searched for contexts, besides `torch` itself; `torch.cuda`
+is for GPUs."""
 
 
 def public_contexts() -> set[str]:
@@ -121,7 +129,11 @@ def public_contexts() -> set[str]:
     for module_name, module in list(sys.modules.items()):
         is_searched = module_name == "torch" or module_name.startswith(ROOMS)
         if is_searched and "._" not in module_name:
-            names |= {name for name, value in list(vars(module).items()) if _is_public_context(name, value)}
+            names |= {
+                name
+                for name, value in list(vars(module).items())
+                if _is_public_context(name, value)
+            }
     return names
 
 
@@ -129,7 +141,9 @@ def _is_public_context(name: str, value: Any) -> bool:
     if inspect.isfunction(value):
         is_context = inspect.isgeneratorfunction(vars(value).get("__wrapped__"))
     else:
-        is_context = isinstance(value, type) and hasattr(value, "__enter__") and hasattr(value, "__exit__")
+        is_context = (
+            isinstance(value, type) and hasattr(value, "__enter__") and hasattr(value, "__exit__")
+        )
     return is_context and not name.startswith("_") and value.__module__.startswith("torch")
 
 
@@ -192,7 +206,9 @@ def test_stages_in_threads_see_what_they_see_in_one_thread(name: str) -> None:
         with CONTEXTS[name]():
             expected = seen_by_stages(Local())
             if name in REFUSED:
-                with pytest.raises((CaptureError, ProgramError), match=r"saw: (threads, whose work|ranks outside)"):
+                with pytest.raises(
+                    (CaptureError, ProgramError), match=r"saw: (threads, whose work|ranks outside)"
+                ):
                     seen_by_stages(threads)
             else:
                 assert seen_by_stages(threads) == expected
@@ -211,7 +227,9 @@ NEEDED_BY = {
 
 
 @pytest.mark.parametrize("part", NEEDED_BY)
-def test_the_test_above_finds_what_is_left_behind(part: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_test_above_finds_what_is_left_behind(
+    part: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.delitem(PER_THREAD, part)
     with pytest.raises(AssertionError):
         test_stages_in_threads_see_what_they_see_in_one_thread(NEEDED_BY[part])
@@ -236,7 +254,9 @@ def test_hooks_on_saved_tensors_may_be_any_pair() -> None:
     grads = []
     for transport in (Local(), Threads()):
         with torch.autograd.graph.saved_tensors_hooks(lambda t: t * 2, lambda t: t / 2):
-            made = weft.pipeline(stages, microbatches=2, transport=transport)(params, [None, None], torch.ones(8, 4))[1]
+            made = weft.pipeline(stages, microbatches=2, transport=transport)(
+                params, [None, None], torch.ones(8, 4)
+            )[1]
         grads.append(torch.autograd.grad(made.sum(), params))
     for local, threaded in zip(*grads, strict=True):
         assert torch.equal(local, threaded)

@@ -1,4 +1,5 @@
-"""Threads: the results of Local, refusals, and failures, whose errors name the rank and which leave nothing running."""
+"""Threads: the results of Local, refusals, and failures, whose errors name the rank and which leave
+nothing running."""
 
 import contextlib
 import gc
@@ -64,16 +65,21 @@ def test_devices_are_counted() -> None:
 
 def test_inside_a_graph_they_are_refused() -> None:
     step = graphify(pipeline([scale] * 2, transport=Threads()))
-    with pytest.raises(CaptureError, match="threads, whose work the capture of this one does not see"):
+    with pytest.raises(
+        CaptureError, match="threads, whose work the capture of this one does not see"
+    ):
         step((torch.ones(()),) * 2, (torch.ones(()),) * 2, torch.ones(2))
 
 
 def test_autocast_and_the_default_device_are_the_callers() -> None:
     makes = pipeline(
-        [lambda p, s, batch, x: (s, batch @ p), lambda p, s, batch, x: (s, (x, torch.empty(2)))], transport=Threads()
+        [lambda p, s, batch, x: (s, batch @ p), lambda p, s, batch, x: (s, (x, torch.empty(2)))],
+        transport=Threads(),
     )
     with torch.autocast("cpu", torch.bfloat16), torch.device("meta"):
-        _, (product, empty) = makes([torch.eye(2, device="cpu"), None], [None] * 2, torch.eye(2, device="cpu"))
+        _, (product, empty) = makes(
+            [torch.eye(2, device="cpu"), None], [None] * 2, torch.eye(2, device="cpu")
+        )
     assert (product.dtype, empty.device.type) == (torch.bfloat16, "meta")
     _, (product, empty) = makes([torch.eye(2), None], [None] * 2, torch.eye(2))
     assert (product.dtype, empty.device.type) == (torch.float32, "cpu")
@@ -88,7 +94,12 @@ class Doubling(TorchFunctionMode):
 
 def test_under_a_function_mode_they_are_refused() -> None:
     step = pipeline([scale] * 2, transport=Threads())
-    with Doubling(), pytest.raises(CaptureError, match="threads, whose work the Doubling of this one does not see"):
+    with (
+        Doubling(),
+        pytest.raises(
+            CaptureError, match="threads, whose work the Doubling of this one does not see"
+        ),
+    ):
         step([torch.ones(())] * 2, [torch.zeros(())] * 2, torch.ones(2))
 
 
@@ -100,7 +111,9 @@ def test_in_a_stage_of_their_own_they_are_refused_at_once() -> None:
         return s, inner([torch.ones(())] * 2, [torch.zeros(())] * 2, batch if x is None else x)[1]
 
     began = time.monotonic()
-    with pytest.raises(ProgramError, match="a thread of this transport, which is to run the other stages"):
+    with pytest.raises(
+        ProgramError, match="a thread of this transport, which is to run the other stages"
+    ):
         pipeline([stage, stage], transport=threads)([None] * 2, [None] * 2, torch.ones(2))
     assert time.monotonic() - began < 10
     outer = pipeline([stage, stage], transport=Threads())
@@ -121,7 +134,10 @@ def test_an_error_that_cannot_be_printed_is_raised_and_ends_no_thread() -> None:
     threads, values = Threads(timeout=5), [torch.ones(())] * 2
     with pytest.raises(Wordless):
         pipeline([scale, fails], transport=threads)(values, values, torch.ones(2))
-    assert pipeline([scale] * 2, transport=threads)(values, values, torch.ones(2))[1].tolist() == [1.0, 1.0]
+    assert pipeline([scale] * 2, transport=threads)(values, values, torch.ones(2))[1].tolist() == [
+        1.0,
+        1.0,
+    ]
 
 
 class Planted(Exception):
@@ -196,12 +212,18 @@ PLACES = [
 
 
 @pytest.mark.parametrize("place", PLACES, ids=str)
-def test_a_rank_that_raises_at_any_instruction_is_named_and_leaves_nothing(place: tuple[int, int, int, str]) -> None:
+def test_a_rank_that_raises_at_any_instruction_is_named_and_leaves_nothing(
+    place: tuple[int, int, int, str],
+) -> None:
     num_ranks, rank, at, instruction = place
     before = threading.active_count()
     transport = FailingThreads(Threads(timeout=10), rank, at)
     step = lending(num_ranks, transport)
-    params, state, batch = [torch.tensor(2.0)] * num_ranks, [torch.tensor(1.0)] * num_ranks, torch.arange(4.0)
+    params, state, batch = (
+        [torch.tensor(2.0)] * num_ranks,
+        [torch.tensor(1.0)] * num_ranks,
+        torch.arange(4.0),
+    )
     with pytest.raises(Planted) as error:
         step(params, state, batch)
     assert error.value.__notes__ == [f"on rank {rank}, at '{instruction}'"]
@@ -218,7 +240,9 @@ def test_a_rank_that_raises_at_any_instruction_is_named_and_leaves_nothing(place
 def test_a_rank_that_stalls_is_named_in_time(place: tuple[int, int, int, str]) -> None:
     num_ranks, rank, at, instruction = place
     timeout = 1.0  # on a busy machine, a rank that runs may stand still for a third of it
-    lending(num_ranks)([torch.tensor(2.0)] * num_ranks, [torch.tensor(1.0)] * num_ranks, torch.arange(4.0))  # imports
+    lending(num_ranks)(
+        [torch.tensor(2.0)] * num_ranks, [torch.tensor(1.0)] * num_ranks, torch.arange(4.0)
+    )  # imports
     transport = FailingThreads(Threads(timeout=timeout), rank, at, stalls=True)
     step = lending(num_ranks, transport)
     values, batch, began = [torch.tensor(2.0)] * num_ranks, torch.arange(4.0), time.monotonic()
@@ -262,7 +286,9 @@ def test_one_device_is_no_list_of_them(devices: Any) -> None:
 @pytest.mark.parametrize("make", [Threads, Distributed])
 @pytest.mark.parametrize("timeout", ["5", -1, 0, True, float("nan"), float("inf"), 10**18, None])
 def test_a_timeout_that_is_none_is_refused(make: Any, timeout: Any) -> None:
-    with pytest.raises(ProgramError, match=rf"{make.__name__}\(timeout={timeout!r}\)\n  saw: timeout={timeout!r}\n"):
+    with pytest.raises(
+        ProgramError, match=rf"{make.__name__}\(timeout={timeout!r}\)\n  saw: timeout={timeout!r}\n"
+    ):
         make(timeout=timeout)
 
 
@@ -297,7 +323,9 @@ def without_garbage_collection() -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("without_garbage_collection")
-@pytest.mark.parametrize("stages", [[scale, scale], [scale, _fails], [_fails, scale]], ids=["well", "late", "early"])
+@pytest.mark.parametrize(
+    "stages", [[scale, scale], [scale, _fails], [_fails, scale]], ids=["well", "late", "early"]
+)
 def test_a_dropped_pipeline_leaves_no_thread_and_no_tensor(stages: Any) -> None:
     ranks = len(_ranks())
     alive: list[weakref.ref[torch.Tensor]] = []

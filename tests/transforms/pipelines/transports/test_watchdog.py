@@ -1,4 +1,5 @@
-"""The watchdog of a device, with fakes for events and for the end that carries messages, without a GPU."""
+"""The watchdog of a device, with fakes for events and for the end that carries messages, without a
+GPU."""
 
 import threading
 import time
@@ -17,7 +18,13 @@ from weft.transforms.pipelines.pipeline import pipeline
 from weft.transforms.pipelines.transports.messaging.network import Secret
 from weft.transforms.pipelines.transports.watching.failures import Clock, Failure
 from weft.transforms.pipelines.transports.watching.monitor import SYNC, Monitor
-from weft.transforms.pipelines.transports.watching.records import START, Exit, Position, Records, write_exit
+from weft.transforms.pipelines.transports.watching.records import (
+    START,
+    Exit,
+    Position,
+    Records,
+    write_exit,
+)
 from weft.transforms.pipelines.transports.watching.watchdog import Watchdog
 
 SECRET = Secret.fresh()
@@ -62,13 +69,16 @@ class Device:
 
 
 class Run:
-    """Two ranks of a step, their devices, and the watchdog of each, which looks while the run's time passes.
+    """Two ranks of a step, their devices, and the watchdog of each, which looks while the run's
+    time passes.
 
     Args:
         threads: whether the watchdogs are threads, by the real clock.
     """
 
-    def __init__(self, timeout: float = 0.3, grace: float = 0.3, deaf: bool = False, threads: bool = False) -> None:
+    def __init__(
+        self, timeout: float = 0.3, grace: float = 0.3, deaf: bool = False, threads: bool = False
+    ) -> None:
         self.store = dist.HashStore()
         self.time = FakeTime()
         self.ended: list[RankError] = []
@@ -79,7 +89,14 @@ class Run:
         for monitor in self.monitors:
             monitor.begin(PROGRAMS)
         self.watchdogs = [
-            Watchdog(monitor, monitor.records, device, poll=0.01, grace=grace, last_resort=self.ended.append)
+            Watchdog(
+                monitor,
+                monitor.records,
+                device,
+                poll=0.01,
+                grace=grace,
+                last_resort=self.ended.append,
+            )
             for monitor, device in zip(self.monitors, self.devices, strict=True)
         ]
         self.looking = [0, 1]
@@ -147,7 +164,8 @@ def test_work_that_is_done_in_time_is_not_a_failure(runs: Callable[..., Run]) ->
 
 
 def test_a_kernel_that_never_ends_is_blamed_on_its_rank_by_both(runs: Callable[..., Run]) -> None:
-    """Rank 0's device hangs in its stage, though its host is at the end; rank 1's waits to receive."""
+    """Rank 0's device hangs in its stage, though its host is at the end; rank 1's waits to receive.
+    """
     run = runs()
     run.launch(0, 0)
     run.launch(0, 1)
@@ -172,7 +190,9 @@ def test_a_host_that_stalls_is_blamed_though_its_device_is_idle(runs: Callable[.
     assert (run.error_of(0).rank, run.ended) == (0, [])  # it hears of itself
 
 
-def test_a_rank_whose_watchdog_is_gone_is_blamed_where_its_host_was(runs: Callable[..., Run]) -> None:
+def test_a_rank_whose_watchdog_is_gone_is_blamed_where_its_host_was(
+    runs: Callable[..., Run],
+) -> None:
     run = runs(timeout=0.8)
     run.launch(0, 0)  # the device is in its stage, the host about to send
     run.time.run(0.1)
@@ -183,7 +203,9 @@ def test_a_rank_whose_watchdog_is_gone_is_blamed_where_its_host_was(runs: Callab
     assert error.cause == "no progress for 0.8 s: its process ended, or was stopped"
 
 
-def test_of_replays_the_rank_that_waits_less_often_for_its_device_is_blamed(runs: Callable[..., Run]) -> None:
+def test_of_replays_the_rank_that_waits_less_often_for_its_device_is_blamed(
+    runs: Callable[..., Run],
+) -> None:
     """A replay writes no records; rank 0 stalls before its second one."""
     run = runs()
     for rank, times in ((0, 1), (1, 2)):
@@ -212,12 +234,18 @@ def test_an_end_that_the_launcher_saw_is_heard_at_once(runs: Callable[..., Run])
     run = runs(timeout=60)
     run.monitors[0].move_to(0, PROGRAMS.programs[0].effects[0])
     run.launch(1, 0)
-    write_exit(run.store, 1, Exit(True, "its function returned"), secret=SECRET)  # this is not a failure
+    write_exit(
+        run.store, 1, Exit(True, "its function returned"), secret=SECRET
+    )  # this is not a failure
     run.time.run(0.1)
     run.watchdogs[1].check()
     write_exit(run.store, 0, Exit(False, "SIGKILL"), secret=SECRET)
     error = run.error_of(1)
-    assert (error.rank, error.instruction, error.cause) == (0, "run stage 0 [mb 0]", "its process ended: SIGKILL")
+    assert (error.rank, error.instruction, error.cause) == (
+        0,
+        "run stage 0 [mb 0]",
+        "its process ended: SIGKILL",
+    )
 
 
 def test_a_device_that_fails_itself_is_named(runs: Callable[..., Run]) -> None:
@@ -226,16 +254,23 @@ def test_a_device_that_fails_itself_is_named(runs: Callable[..., Run]) -> None:
     for rank in range(2):
         error = run.error_of(rank)
         assert (error.rank, error.instruction) == (0, "run stage 0 [mb 0]")
-        assert error.cause == "its device failed: CUDA error: an illegal memory access was encountered"
+        assert (
+            error.cause == "its device failed: CUDA error: an illegal memory access was encountered"
+        )
 
 
-def test_a_host_that_stays_in_a_collective_is_seen_there_by_the_others(runs: Callable[..., Run]) -> None:
+def test_a_host_that_stays_in_a_collective_is_seen_there_by_the_others(
+    runs: Callable[..., Run],
+) -> None:
     run = runs(timeout=60)
     host, records = run.monitors[0], run.monitors[1].records
     host.move_to(0, PROGRAMS.programs[0].effects[0])
     with host.at_collective(AllReduce((0, 1)), 7):
         assert records.position(0).instruction == "all_reduce sum among 0, 1 [mb 0], number 7"
-    assert (records.position(0).instruction, records.position(0).meetings) == ("run stage 0 [mb 0]", 7)
+    assert (records.position(0).instruction, records.position(0).meetings) == (
+        "run stage 0 [mb 0]",
+        7,
+    )
     with host.at_collective(AllReduce((0, 1)), 8):
         write_exit(run.store, 0, Exit(False, "SIGKILL"), secret=SECRET)
         assert run.error_of(1).instruction == "all_reduce sum among 0, 1 [mb 0], number 8"
@@ -273,7 +308,10 @@ def test_what_a_host_raises_for_an_abort_is_explained(runs: Callable[..., Run]) 
 
 def test_a_call_that_does_not_return_is_watched(runs: Callable[..., Run]) -> None:
     run = runs(timeout=0.2)
-    with pytest.raises(RankError) as error, run.watchdogs[1].during(Position(instruction="connect")):
+    with (
+        pytest.raises(RankError) as error,
+        run.watchdogs[1].during(Position(instruction="connect")),
+    ):
         run.time.run(0.3)
     assert run.devices[1].aborted.wait(5)
     assert error.value.call == "rank 1: 'connect'"
@@ -288,7 +326,9 @@ def test_a_device_that_hangs_to_the_end_ends_the_process(runs: Callable[..., Run
     assert run.ended == [error]
 
 
-def test_a_device_that_ends_soon_after_its_abort_does_not_end_the_process(runs: Callable[..., Run]) -> None:
+def test_a_device_that_ends_soon_after_its_abort_does_not_end_the_process(
+    runs: Callable[..., Run],
+) -> None:
     run = runs(timeout=0.2, grace=5.0, deaf=True)
     event = run.launch(1, 0)
     run.error_of(1)
@@ -301,7 +341,9 @@ def test_a_device_that_ends_soon_after_its_abort_does_not_end_the_process(runs: 
     assert run.ended == []
 
 
-def test_a_board_that_is_gone_is_an_error_too(runs: Callable[..., Run], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_board_that_is_gone_is_an_error_too(
+    runs: Callable[..., Run], monkeypatch: pytest.MonkeyPatch
+) -> None:
     run = runs(timeout=60)
     run.launch(1, 0)
 
@@ -313,4 +355,7 @@ def test_a_board_that_is_gone_is_an_error_too(runs: Callable[..., Run], monkeypa
 
     run.watchdogs[1].monitor.records = Records(Gone(), 1, Gone(), SECRET)
     error = run.error_of(1)
-    assert "the launcher, which hosts the store of the run, has ended (Connection reset by peer)" in str(error)
+    assert (
+        "the launcher, which hosts the store of the run, has ended (Connection reset by peer)"
+        in str(error)
+    )

@@ -23,7 +23,10 @@ def nobody() -> None:
 
 
 def wires(num_ranks: int, secrets: list[Secret] | None = None) -> list[Wire]:
-    return [Wire(rank, num_ranks, (secrets or [SECRET] * num_ranks)[rank], LOOPBACK) for rank in range(num_ranks)]
+    return [
+        Wire(rank, num_ranks, (secrets or [SECRET] * num_ranks)[rank], LOOPBACK)
+        for rank in range(num_ranks)
+    ]
 
 
 @pytest.fixture
@@ -75,9 +78,14 @@ def test_a_rank_that_is_done_at_once_waits_until_all_have_connected(pair: list[W
 
 def test_a_rank_with_another_secret_is_refused() -> None:
     zero, one = wires(2, [SECRET, Secret.fresh()])
-    with pytest.raises(RefusedError, match="it closed the connection when this rank proved that it holds the secret"):
+    with pytest.raises(
+        RefusedError,
+        match="it closed the connection when this rank proved that it holds the secret",
+    ):
         one.connect(0, zero.address, 5)
-    with pytest.raises(TimeoutError, match=r"no connection from rank 1 within 0.1 s; 1 connections were refused"):
+    with pytest.raises(
+        TimeoutError, match=r"no connection from rank 1 within 0.1 s; 1 connections were refused"
+    ):
         zero.await_ranks(0.1)
     zero.close()
     one.close()
@@ -101,7 +109,8 @@ def test_a_listener_that_does_not_hold_the_secret_is_refused() -> None:
 
 
 def test_unproven_keep_no_rank_from_connecting() -> None:
-    """Some strangers send nothing, some send nonsense, and some repeat the messages of another run's rank."""
+    """Some strangers send nothing, some send nonsense, and some repeat the messages of another
+    run's rank."""
     zero, one = wires(2)
     strangers = [socket.create_connection((LOOPBACK, zero.port)) for _ in range(8)]
     for number, stranger in enumerate(strangers[2:]):
@@ -111,12 +120,16 @@ def test_unproven_keep_no_rank_from_connecting() -> None:
     zero.send(1, b"here")
     assert one.recv(0, nobody) == b"here"
     with pytest.raises(OSError, match="refused"):
-        socket.create_connection((LOOPBACK, zero.port))  # once all ranks are connected, nothing listens
+        socket.create_connection(
+            (LOOPBACK, zero.port)
+        )  # once all ranks are connected, nothing listens
     for each in (*strangers, zero, one):
         each.close()
 
 
-def test_a_process_that_can_open_no_more_files_accepts_again_when_it_can(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_process_that_can_open_no_more_files_accepts_again_when_it_can(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     zero, one = wires(2)
     listener: Any = zero._listener
 
@@ -136,7 +149,9 @@ def test_a_process_that_can_open_no_more_files_accepts_again_when_it_can(monkeyp
 
     monkeypatch.setattr(zero, "_listener", Full())
     monkeypatch.setattr(module, "_PAUSE", 1e-3)
-    socket.create_connection((LOOPBACK, zero.port)).close()  # wakes the thread that waits at the listener
+    socket.create_connection(
+        (LOOPBACK, zero.port)
+    ).close()  # wakes the thread that waits at the listener
     one.connect(0, zero.address, 5)
     zero.await_ranks(5)
     assert not zero._listener.left
@@ -144,7 +159,9 @@ def test_a_process_that_can_open_no_more_files_accepts_again_when_it_can(monkeyp
         each.close()
 
 
-def test_whoever_proves_nothing_is_sent_away_in_time_however_slowly_he_speaks(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_whoever_proves_nothing_is_sent_away_in_time_however_slowly_he_speaks(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(module, "_HELLO", 0.3)
     (zero,) = wires(1)
     with socket.create_connection((LOOPBACK, zero.port)) as stranger:

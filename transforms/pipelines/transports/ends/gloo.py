@@ -17,8 +17,8 @@ from weft.transforms.pipelines.transports.watching.monitor import CAPACITY, Moni
 
 
 class GlooEnd:
-    """One rank's ends of the edges by gloo. It sends copies in the background, and receives in order. Each message
-    begins with its number on the edge and its tag."""
+    """One rank's ends of the edges by gloo. It sends copies in the background, and receives in
+    order. Each message begins with its number on the edge and its tag."""
 
     def __init__(self, monitor: Monitor, address: str) -> None:
         self.monitor = monitor
@@ -30,17 +30,24 @@ class GlooEnd:
 
     def connect(self, timeout: float, /) -> None:
         monitor = self.monitor
-        self._group = gloo_group("gloo", monitor.records.store, monitor.rank, monitor.num_ranks, timeout, self._address)
+        self._group = gloo_group(
+            "gloo", monitor.records.store, monitor.rank, monitor.num_ranks, timeout, self._address
+        )
 
     def perform(self, effect: Collective, x: Tensor, tag: int, /) -> Tensor:
-        """Send the others their parts of the tensor, or the whole, and join theirs in the order of the ranks."""
+        """Send the others their parts of the tensor, or the whole, and join theirs in the order of
+        the ranks."""
         place, parts = effect.ranks.index(self.monitor.rank), cut(effect, x)
-        others = [other for other in range(len(effect.ranks)) if other != place] if x.numel() else []
+        others = (
+            [other for other in range(len(effect.ranks)) if other != place] if x.numel() else []
+        )
         for other in others:
             if goes(effect, place, other):
                 self.send([parts[other].contiguous()], effect.ranks[other], tag)
         mine = parts[place].contiguous()
-        every = [mine if other == place else torch.empty_like(mine) for other in range(len(effect.ranks))]
+        every = [
+            mine if other == place else torch.empty_like(mine) for other in range(len(effect.ranks))
+        ]
         for other in others:
             if goes(effect, other, place):
                 self.recv([every[other]], effect.ranks[other], tag)
@@ -49,15 +56,18 @@ class GlooEnd:
     def send(self, tensors: Sequence[Tensor], peer: int, tag: int, /) -> None:
         if len(self._under_way[peer]) >= self._capacity(peer):
             self._wait(self._under_way[peer].popleft()[0], peer)
-        parts = torch.tensor([self._sent[peer], tag]), torch.cat([as_bytes(tensor) for tensor in tensors])
+        parts = (
+            torch.tensor([self._sent[peer], tag]),
+            torch.cat([as_bytes(tensor) for tensor in tensors]),
+        )
         with self.monitor.explaining(peer):
             works = [self._group.send([part], peer, 0) for part in parts]
         self._sent[peer] += 1
         self._under_way[peer].append((works, parts))
 
     def _capacity(self, peer: int) -> int:
-        """Messages that may be under way to a rank. For outputs that return, that is one more than the rank may run
-        ahead of, since it may receive them in a later run."""
+        """Messages that may be under way to a rank. For outputs that return, that is one more than
+        the rank may run ahead of, since it may receive them in a later run."""
         return CAPACITY if peer > self.monitor.rank else self.monitor.num_ranks + CAPACITY
 
     def drain(self) -> None:
@@ -76,7 +86,9 @@ class GlooEnd:
         self._received[peer] += 1
         body = torch.empty(sum(tensor.nbytes for tensor in tensors), dtype=torch.uint8)
         self._fill(body, peer)
-        for tensor, part in zip(tensors, body.split([tensor.nbytes for tensor in tensors]), strict=True):
+        for tensor, part in zip(
+            tensors, body.split([tensor.nbytes for tensor in tensors]), strict=True
+        ):
             as_bytes(tensor).copy_(part)
 
     def _fill(self, part: Tensor, peer: int) -> None:
@@ -89,8 +101,8 @@ class GlooEnd:
                 work.wait(timedelta(seconds=self.monitor.timeout))
 
     def close(self, failed: bool = False) -> None:
-        """Close the connections after all that was sent has left; at once if this rank failed, so that the others learn
-        of it."""
+        """Close the connections after all that was sent has left; at once if this rank failed, so
+        that the others learn of it."""
         if not failed:
             with contextlib.suppress(RankError):  # the receiver learns the reason by itself
                 for peer, under_way in self._under_way.items():

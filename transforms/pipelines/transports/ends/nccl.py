@@ -36,11 +36,12 @@ class StreamEvent:
 
 
 class NcclEnd:
-    """One rank's ends of the edges by NCCL, on streams of its own, in the order of the current stream; the host never
-    waits.
+    """One rank's ends of the edges by NCCL, on streams of its own, in the order of the current
+    stream; the host never waits.
 
-    What stages send (up, to the next rank) and what returns (down, from the last rank) go by different communicators:
-    on a single one, a receive that starts early would block the sends after it.
+    What stages send (up, to the next rank) and what returns (down, from the last rank) go by
+    different communicators: on a single one, a receive that starts early would block the sends
+    after it.
     """
 
     def __init__(self, monitor: Monitor, device: torch.device, interface: str | None) -> None:
@@ -51,13 +52,18 @@ class NcclEnd:
         self._under_way: deque[tuple[Any, Tensor]] = deque()
 
     def connect(self, timeout: float, /) -> None:
-        """Make the communicator of every pair, on all ranks in the same order, since the first message of a pair
-        blocks."""
+        """Make the communicator of every pair, on all ranks in the same order, since the first
+        message of a pair blocks."""
         monitor = self.monitor
         torch.cuda.set_device(self.device)
         for name in ("up", "down"):
             self._groups[name] = nccl_group(
-                name, monitor.records.store, monitor.rank, monitor.num_ranks, timeout, self._interface
+                name,
+                monitor.records.store,
+                monitor.rank,
+                monitor.num_ranks,
+                timeout,
+                self._interface,
             )
         last, token = monitor.num_ranks - 1, torch.zeros(1, dtype=torch.uint8, device=self.device)
         for source, to in (*((r, r + 1) for r in range(last)), *((last, r) for r in range(last))):
@@ -72,8 +78,8 @@ class NcclEnd:
         return self._groups["up" if up else "down"]
 
     def perform(self, effect: Collective, x: Tensor, _: int, /) -> Tensor:
-        """Exchange what each rank gets of the others' tensors, and join it in the order of the ranks, so that all get
-        the same bits. Tensors that are permuted are gathered."""
+        """Exchange what each rank gets of the others' tensors, and join it in the order of the
+        ranks, so that all get the same bits. Tensors that are permuted are gathered."""
         group, parts = self._members(effect.ranks), cut(effect, x)
         every = torch.empty(parts.shape, dtype=x.dtype, device=x.device)
         if x.numel() and isinstance(effect, AllReduce | AllGather | PPermute):
@@ -96,7 +102,9 @@ class NcclEnd:
         while not capturing and self._under_way and self._under_way[0][0].is_completed():
             self._under_way.popleft()
         for tensor in tensors:
-            own = tensor.detach()  # its memory: a tensor that a function leaves somewhere is an error of its capture
+            own = (
+                tensor.detach()
+            )  # its memory: a tensor that a function leaves somewhere is an error of its capture
             work = self._group(peer).send([as_bytes(own)], peer, 0)
             if capturing:
                 work.wait()  # a graph must end on the stream on which it began
@@ -108,7 +116,8 @@ class NcclEnd:
             self._group(peer, sending=False).recv([as_bytes(tensor)], peer, 0).wait()
 
     def drain(self) -> None:
-        """Make the stream wait for all sends under way, so that later work may overwrite what they send."""
+        """Make the stream wait for all sends under way, so that later work may overwrite what they
+        send."""
         for work, _ in self._under_way:
             work.wait()
 
@@ -125,8 +134,8 @@ class NcclEnd:
     def close(self, failed: bool = False) -> None:
         """End the communicators; abort them if a rank failed, so that no kernel waits for it.
 
-        NCCL does not end a communicator that a graph holds. Then this returns, and the communicator ends with the graph
-        or, before the interpreter ends, when all graphs are dropped.
+        NCCL does not end a communicator that a graph holds. Then this returns, and the communicator
+        ends with the graph or, before the interpreter ends, when all graphs are dropped.
         """
         groups = dict(self._groups)
         self._groups.clear()
@@ -153,8 +162,8 @@ def _still_run(threads: Sequence[threading.Thread]) -> bool:
 
 
 def _end_at_exit(threads: Sequence[threading.Thread]) -> None:
-    """Drop all graphs, so that communicators end: a thread that came back from NCCL while the interpreter ends would
-    abort the process."""
+    """Drop all graphs, so that communicators end: a thread that came back from NCCL while the
+    interpreter ends would abort the process."""
     if _still_run(threads):
         clear_caches()
         gc.collect()

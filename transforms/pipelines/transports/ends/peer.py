@@ -1,4 +1,5 @@
-"""The peer end: carries tensors by stores into another GPU's symmetric memory, each with a flag; no multicast."""
+"""The peer end: carries tensors by stores into another GPU's symmetric memory, each with a flag; no
+multicast."""
 
 import itertools
 from collections.abc import Sequence
@@ -10,7 +11,11 @@ from torch import Tensor
 from weft.errors import MeshError
 from weft.meshes.collectives import Collective
 from weft.ops.kernel_triton import compiling
-from weft.ops.transfers import peer_exchange_triton as meeting, peer_packed_triton as packed, peer_triton as bulk
+from weft.ops.transfers import (
+    peer_exchange_triton as meeting,
+    peer_packed_triton as packed,
+    peer_triton as bulk,
+)
 from weft.ops.transfers.peer_triton import PROGRAMS
 from weft.torchapi.distributed import symmetric_memory
 from weft.transforms.pipelines.transports.ends.peer_group import PeerGroup
@@ -24,9 +29,9 @@ _COUNTS = PROGRAMS * 8
 
 @attrs.frozen(eq=False)
 class Channel:
-    """One end of an edge: the receiver's slots and flags, the sender's acknowledgements, and the number of messages so
-    far. Small messages, whose words are their own flags, have slots, acknowledgements and numbers of their own
-    (`packed`)."""
+    """One end of an edge: the receiver's slots and flags, the sender's acknowledgements, and the
+    number of messages so far. Small messages, whose words are their own flags, have slots,
+    acknowledgements and numbers of their own (`packed`)."""
 
     slots: Tensor
     flags: Tensor
@@ -38,20 +43,23 @@ class Channel:
 
 
 class PeerEnd:
-    """One rank's ends of the edges in symmetric memory. A send is one kernel and a receive is one, in the order of the
-    stream; a graph may hold both.
+    """One rank's ends of the edges in symmetric memory. A send is one kernel and a receive is one,
+    in the order of the stream; a graph may hold both.
 
-    Each rank's symmetric memory holds slots and flags for messages from below (from stages) and from above (outputs
-    that return), acknowledgements for each rank that it sends to, and for each other rank an inbox of 10 MiB for
-    collectives.
+    Each rank's symmetric memory holds slots and flags for messages from below (from stages) and
+    from above (outputs that return), acknowledgements for each rank that it sends to, and for each
+    other rank an inbox of 10 MiB for collectives.
     """
 
-    def __init__(self, monitor: Monitor, device: torch.device, address: str, slot_bytes: int = SLOT_BYTES) -> None:
+    def __init__(
+        self, monitor: Monitor, device: torch.device, address: str, slot_bytes: int = SLOT_BYTES
+    ) -> None:
         self.monitor = monitor
         self._address = address
         self.device = device
         self.slot_bytes = slot_bytes
-        # Outputs return from above, and may be received in a later run: as many messages as a rank may run ahead of.
+        # Outputs return from above, and may be received in a later run: as many messages as a rank
+        # may run ahead of.
         self._slots = {"below": CAPACITY, "above": monitor.num_ranks + CAPACITY}
         self._outbox = (_COUNTS, 8 * packed.PROGRAMS)
         self._abort = torch.zeros(1, dtype=torch.int32, device=device)
@@ -64,10 +72,18 @@ class PeerEnd:
     def connect(self, _: float, /) -> None:
         monitor = self.monitor
         torch.cuda.set_device(self.device)
-        self._met_at = sum(map(sum, map(self._inbox, self._slots))) + monitor.num_ranks * sum(self._outbox)
+        self._met_at = sum(map(sum, map(self._inbox, self._slots))) + monitor.num_ranks * sum(
+            self._outbox
+        )
         nbytes = self._met_at + (monitor.num_ranks - 1) * meeting.INBOX
         self._views = symmetric_memory(
-            "peer", monitor.records.store, monitor.rank, monitor.num_ranks, nbytes, self.device, self._address
+            "peer",
+            monitor.records.store,
+            monitor.rank,
+            monitor.num_ranks,
+            nbytes,
+            self.device,
+            self._address,
         )
         for peer in range(monitor.num_ranks):
             if peer != monitor.rank:
@@ -76,10 +92,13 @@ class PeerEnd:
         self._compile()
 
     def _compile(self) -> None:
-        """Compile the kernels for messages of any number of words, aligned to 16 bytes, before the first one is sent.
-        Long messages have two kernels: for multiples of 16 words, and for other numbers."""
+        """Compile the kernels for messages of any number of words, aligned to 16 bytes, before the
+        first one is sent. Long messages have two kernels: for multiples of 16 words, and for other
+        numbers."""
         with compiling():
-            for peer, words in itertools.product(self._sends, (*packed.LENGTHS, packed.MOST + 1, packed.MOST + 16)):
+            for peer, words in itertools.product(
+                self._sends, (*packed.LENGTHS, packed.MOST + 1, packed.MOST + 16)
+            ):
                 message = torch.empty(words, dtype=torch.int32, device=self.device)
                 self._put(message, self._sends[peer])
                 self._take(message, self._recvs[peer])
@@ -95,16 +114,22 @@ class PeerEnd:
         own = self.monitor.rank
         if shared := next((other for other in self._groups if len({*other} & {*ranks}) > 1), None):
             seen = f"collectives among {ranks} and among {shared}, which share more than one rank"
-            raise MeshError(f"a mesh over {self.monitor.num_ranks} ranks", seen, "one mesh for a transport")
+            raise MeshError(
+                f"a mesh over {self.monitor.num_ranks} ranks", seen, "one mesh for a transport"
+            )
         outs = [0 if rank == own else self._meeting_place(rank, own) for rank in ranks]
         ins = [0 if rank == own else self._meeting_place(own, rank) for rank in ranks]
         addresses = torch.tensor([outs, ins], dtype=torch.int64, device=self.device)
         counts = torch.zeros(meeting.COUNTS, dtype=torch.int64, device=self.device)
-        return PeerGroup(meeting.Group(addresses[0], addresses[1], counts, self._abort, ranks.index(own)))
+        return PeerGroup(
+            meeting.Group(addresses[0], addresses[1], counts, self._abort, ranks.index(own))
+        )
 
     def _meeting_place(self, rank: int, source: int) -> int:
         """The address of a rank's inbox for the pieces that another one sends in collectives."""
-        return self._views[rank].data_ptr() + self._met_at + (source - (source > rank)) * meeting.INBOX
+        return (
+            self._views[rank].data_ptr() + self._met_at + (source - (source > rank)) * meeting.INBOX
+        )
 
     def _inbox(self, side: str) -> tuple[int, int, int]:
         """Bytes of the slots, of the flags, and of the slots for small messages from one side."""
@@ -112,18 +137,20 @@ class PeerEnd:
         return slots * self.slot_bytes, _COUNTS, 8 * slots * packed.MOST
 
     def _channel(self, source: int, to: int) -> Channel:
-        """The edge from one rank to another; each rank has an inbox for messages from below, and one for those from
-        above."""
+        """The edge from one rank to another; each rank has an inbox for messages from below, and
+        one for those from above."""
         below, above = self._inbox("below"), self._inbox("above")
         inboxes, outbox = sum(below) + sum(above), sum(self._outbox)
-        side, count = (below, self._slots["below"]) if source < to else (above, self._slots["above"])
+        side, count = (
+            (below, self._slots["below"]) if source < to else (above, self._slots["above"])
+        )
         first = 0 if source < to else sum(below)
         slots, flags, packed_slots = self._views[to][first : first + sum(side)].split(side)
         mine = self._views[source][inboxes + to * outbox : inboxes + (to + 1) * outbox]
         acks, packed_acks = mine.split(self._outbox)
-        counts, packed_counts = torch.zeros(PROGRAMS + packed.PROGRAMS, dtype=torch.int64, device=self.device).split(
-            [PROGRAMS, packed.PROGRAMS]
-        )
+        counts, packed_counts = torch.zeros(
+            PROGRAMS + packed.PROGRAMS, dtype=torch.int64, device=self.device
+        ).split([PROGRAMS, packed.PROGRAMS])
         return Channel(
             slots.view(count, self.slot_bytes),
             flags.view(torch.int64),
@@ -146,7 +173,9 @@ class PeerEnd:
 
     def recv(self, tensors: Sequence[Tensor], peer: int, _: int, /) -> None:
         if len(tensors) != 1 or not _is_aligned(as_bytes(tensors[0])):
-            whole = torch.empty(sum(x.nbytes for x in tensors), dtype=torch.uint8, device=self.device)
+            whole = torch.empty(
+                sum(x.nbytes for x in tensors), dtype=torch.uint8, device=self.device
+            )
             self._fill(whole, self._recvs[peer])
             for tensor, own in zip(tensors, whole.split([x.nbytes for x in tensors]), strict=True):
                 as_bytes(tensor).copy_(own)
@@ -159,13 +188,22 @@ class PeerEnd:
 
     def _take(self, part: Tensor, source: Channel) -> None:
         if _is_small(part):
-            packed.recv(part, source.packed_slots, source.packed_acks, source.packed_counts, self._abort)
+            packed.recv(
+                part, source.packed_slots, source.packed_acks, source.packed_counts, self._abort
+            )
         else:
-            bulk.recv(part, source.slots.view(part.dtype), source.flags, source.acks, source.counts, self._abort)
+            bulk.recv(
+                part,
+                source.slots.view(part.dtype),
+                source.flags,
+                source.acks,
+                source.counts,
+                self._abort,
+            )
 
     def _parts(self, message: Tensor) -> Sequence[Tensor]:
-        """A message of bytes as words of 4 bytes (of 1 byte if it is not a multiple of 4), in parts that fit a slot.
-        That depends only on its size, so that both ends agree."""
+        """A message of bytes as words of 4 bytes (of 1 byte if it is not a multiple of 4), in parts
+        that fit a slot. That depends only on its size, so that both ends agree."""
         words = message.view(torch.int32) if message.numel() % 4 == 0 else message
         most = bulk.capacity(self.slot_bytes, words.dtype)
         return words.split(most) if words.numel() > most else (words,)

@@ -1,4 +1,5 @@
-"""Collectives among the ranks of a group by exchanges of pieces in symmetric memory: each rank gets only its own."""
+"""Collectives among the ranks of a group by exchanges of pieces in symmetric memory: each rank gets
+only its own."""
 
 import math
 
@@ -6,7 +7,16 @@ import attrs
 import torch
 from torch import Tensor
 
-from weft.meshes.collectives import AllGather, AllReduce, AllToAll, Collective, PPermute, ReduceScatter, combine, join
+from weft.meshes.collectives import (
+    AllGather,
+    AllReduce,
+    AllToAll,
+    Collective,
+    PPermute,
+    ReduceScatter,
+    combine,
+    join,
+)
 from weft.meshes.placements import reduced
 from weft.ops.tiles.tile import cdiv
 from weft.ops.transfers.peer_exchange_triton import Group, Pieces, exchange
@@ -30,11 +40,14 @@ class PeerGroup:
     group: Group
 
     def perform(self, effect: Collective, x: Tensor) -> Tensor:
-        """This rank's result of a collective, in new memory: one kernel, or two for a large all-reduce among more than
-        two ranks. Values that take no whole words of 4 bytes are widened first."""
+        """This rank's result of a collective, in new memory: one kernel, or two for a large
+        all-reduce among more than two ranks. Values that take no whole words of 4 bytes are widened
+        first."""
         ranks = self.group.ranks
         if not x.numel():
-            return combine(effect, [x] * ranks)[self.group.own].clone(memory_format=torch.contiguous_format)
+            return combine(effect, [x] * ranks)[self.group.own].clone(
+                memory_format=torch.contiguous_format
+            )
         match effect:
             case AllGather(dim=dim):
                 return self._joined(x, None, dim)
@@ -55,7 +68,8 @@ class PeerGroup:
         return reduced(every.unbind(0), reduce_op)
 
     def _joined(self, x: Tensor, split: int | None, dim: int) -> Tensor:
-        """The pieces for this rank, joined along `dim`: each rank's whole tensor, or its part along `split`."""
+        """The pieces for this rank, joined along `dim`: each rank's whole tensor, or its part along
+        `split`."""
         ranks = self.group.ranks
         piece = _piece(x, split, ranks)
         dim %= x.ndim
@@ -67,7 +81,9 @@ class PeerGroup:
             return self._joined(x.view(narrow).to(torch.int32), split, dim).to(narrow).view(x.dtype)
         source_run, target_run = (run * x.itemsize // 4 for run in runs)
         out = torch.empty(shape, dtype=x.dtype, device=x.device)
-        pieces = Pieces(math.prod(piece) * x.itemsize // 4, None if split is None else source_run, target_run)
+        pieces = Pieces(
+            math.prod(piece) * x.itemsize // 4, None if split is None else source_run, target_run
+        )
         exchange(words, as_bytes(out).view(torch.int32), pieces, self.group)
         return out
 
@@ -81,7 +97,9 @@ class PeerGroup:
             return self._summed(x.float(), split).to(x.dtype)
         out = torch.empty(piece, dtype=x.dtype, device=x.device)
         total, words = as_bytes(out).view(torch.int32), math.prod(piece) * x.itemsize // 4
-        if split is None and ranks > 2 and words > MOST:  # each rank sums a part, and sends it to all
+        if (
+            split is None and ranks > 2 and words > MOST
+        ):  # each rank sums a part, and sends it to all
             words = cdiv(cdiv(words, ranks), _ALIGNED) * _ALIGNED
             part = torch.empty(words, dtype=torch.int32, device=x.device)
             exchange(source, part, Pieces(words, words, None), self.group, x.dtype)
@@ -96,11 +114,14 @@ def _piece(x: Tensor, split: int | None, ranks: int) -> torch.Size:
     """The shape of a piece: of the whole tensor, or of a rank's part along a dimension."""
     if split is None:
         return x.shape
-    return torch.Size([size // ranks if d == split % x.ndim else size for d, size in enumerate(x.shape)])
+    return torch.Size(
+        [size // ranks if d == split % x.ndim else size for d, size in enumerate(x.shape)]
+    )
 
 
 def _words(x: Tensor, runs: list[int]) -> Tensor | None:
-    """A tensor's memory as words of 4 bytes; None if one of its runs of elements is not whole words."""
+    """A tensor's memory as words of 4 bytes; None if one of its runs of elements is not whole
+    words."""
     flat = as_bytes(x.contiguous())
     if any(run * x.itemsize % 4 for run in runs) or flat.storage_offset() % 4:
         return None

@@ -1,8 +1,9 @@
 """Values as JSON, by which ranks exchange them without pickle.
 
-A value is a number, a text, bytes, a dtype or a device of torch, or a container of these: a tuple, list, dict, set,
-named tuple, enum, attrs class, dataclass or pytree node. A class travels by its name, and is looked up among the
-classes that the receiver has already loaded: nothing is imported, and only such classes are called.
+A value is a number, a text, bytes, a dtype or a device of torch, or a container of these: a tuple,
+list, dict, set, named tuple, enum, attrs class, dataclass or pytree node. A class travels by its
+name, and is looked up among the classes that the receiver has already loaded: nothing is imported,
+and only such classes are called.
 """
 
 import base64
@@ -78,18 +79,36 @@ def _encoded_object(value: Any, kind: type, call: str) -> Any:
             return ["named", name, *(_encoded(own, call) for own in value)]
         if (found := pytree_node(kind)) is not None:
             children, context = found.flatten_fn(value)
-            return ["node", name, _encoded(context, call), *(_encoded(child, call) for child in children)]
+            return [
+                "node",
+                name,
+                _encoded(context, call),
+                *(_encoded(child, call) for child in children),
+            ]
         if (fields := _fields(kind)) is not None:
-            return ["object", name, *([own, _encoded(getattr(value, f), call)] for own, f in fields.items())]
+            return [
+                "object",
+                name,
+                *([own, _encoded(getattr(value, f), call)] for own, f in fields.items()),
+            ]
     seen = f"{value!r:.60}, {kind_of(value)}, which cannot travel to another process"
-    raise ProgramError(call, seen, "tensors, numbers, texts, and tuples, dicts or attrs classes (of a module) of these")
+    raise ProgramError(
+        call,
+        seen,
+        "tensors, numbers, texts, and tuples, dicts or attrs classes (of a module) of these",
+    )
 
 
 def _fields(kind: type) -> dict[str, str] | None:
-    """The arguments of an attrs class or a dataclass, and the fields that hold them; None for other classes."""
+    """The arguments of an attrs class or a dataclass, and the fields that hold them; None for other
+    classes."""
     if attrs.has(kind):
         return {str(field.alias): field.name for field in attrs.fields(kind) if field.init}
-    return {f.name: f.name for f in dataclasses.fields(kind) if f.init} if dataclasses.is_dataclass(kind) else None
+    return (
+        {f.name: f.name for f in dataclasses.fields(kind) if f.init}
+        if dataclasses.is_dataclass(kind)
+        else None
+    )
 
 
 def _decoded(data: Any) -> Any:
@@ -123,7 +142,9 @@ def _node(name: str, context: Any, *children: Any) -> Any:
 
 
 def _object(name: str, *fields: Any) -> Any:
-    return _class(name, lambda kind: _fields(kind) is not None)(**{field: _decoded(own) for field, own in fields})
+    return _class(name, lambda kind: _fields(kind) is not None)(
+        **{field: _decoded(own) for field, own in fields}
+    )
 
 
 def _torch(kind: type) -> Callable[[str], Any]:
@@ -154,9 +175,9 @@ _DECODERS: dict[str, Callable[..., Any]] = {
     "dict": lambda *items: {_decoded(key): _decoded(own) for key, own in items},
     "class": lambda name: _class(name, lambda _: True),
     "enum": lambda name, member: _class(name, lambda kind: issubclass(kind, enum.Enum))[member],
-    "named": lambda name, *items: _class(name, lambda kind: issubclass(kind, tuple) and hasattr(kind, "_fields"))(
-        *map(_decoded, items)
-    ),
+    "named": lambda name, *items: _class(
+        name, lambda kind: issubclass(kind, tuple) and hasattr(kind, "_fields")
+    )(*map(_decoded, items)),
     "node": _node,
     "object": _object,
 }

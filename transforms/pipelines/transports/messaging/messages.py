@@ -1,5 +1,6 @@
-"""Messages between processes, which `ProcessLink` sends and receives: a header by `wire`, and tensors by the operators
-`weft::send` and `weft::recv` (`weft.ops.transfers.transfer`), which find the `ProcessEnd` of gloo, NCCL or peer memory.
+"""Messages between processes, which `ProcessLink` sends and receives: a header by `wire`, and
+tensors by the operators `weft::send` and `weft::recv` (`weft.ops.transfers.transfer`), which find
+the `ProcessEnd` of gloo, NCCL or peer memory.
 
 The header has the layout of the value, which a receiver gets once.
 """
@@ -22,7 +23,12 @@ from weft.ops.transfers import transfer
 from weft.schema import Schema
 from weft.transforms.pipelines.checker import CheckedPrograms
 from weft.transforms.pipelines.machine import Step, puts, stage_sent
-from weft.transforms.pipelines.transports.agreement import Agreement, Expected, Meeting, header_bytes
+from weft.transforms.pipelines.transports.agreement import (
+    Agreement,
+    Expected,
+    Meeting,
+    header_bytes,
+)
 from weft.transforms.pipelines.transports.messaging import json_values
 from weft.transforms.pipelines.transports.messaging.wire import Wire
 from weft.transforms.pipelines.transports.watching.monitor import Monitor
@@ -43,15 +49,16 @@ class TensorSpec:
 
 @attrs.frozen
 class Constant:
-    """A leaf that is not a tensor, and travels with the layout. Values that compare equal but are unlike, such as 1 and
-    True, differ."""
+    """A leaf that is not a tensor, and travels with the layout. Values that compare equal but are
+    unlike, such as 1 and True, differ."""
 
     value: Any = attrs.field(eq=value_key)
 
 
 @attrs.frozen
 class MessageLayout:
-    """The structure of a value and the kind of each leaf, from which a receiver builds it with the tensors it gets."""
+    """The structure of a value and the kind of each leaf, from which a receiver builds it with the
+    tensors it gets."""
 
     structure: TreeSpec
     leaves: tuple[TensorSpec | Constant, ...]
@@ -67,9 +74,11 @@ class MessageLayout:
         return self.leaves == _specs(leaves) and self.structure == structure
 
     def dumps(self, call: str) -> str:
-        """The layout as text. Raises ProgramError for a constant that cannot be JSON; `call` is the call that the error
-        names."""
-        return json_values.dumps((tree_unflatten(self.leaves, self.structure), self.schema), call).decode()
+        """The layout as text. Raises ProgramError for a constant that cannot be JSON; `call` is the
+        call that the error names."""
+        return json_values.dumps(
+            (tree_unflatten(self.leaves, self.structure), self.schema), call
+        ).decode()
 
     @classmethod
     def loads(cls, text: str) -> "MessageLayout":
@@ -89,18 +98,27 @@ class MessageLayout:
     def build(self, tensors: list[Tensor]) -> Any:
         """The value with the tensors that were received."""
         received = iter(tensors)
-        leaves = [leaf.value if isinstance(leaf, Constant) else next(received) for leaf in self.leaves]
+        leaves = [
+            leaf.value if isinstance(leaf, Constant) else next(received) for leaf in self.leaves
+        ]
         return tree_unflatten(leaves, self.structure)
 
     def __str__(self) -> str:
-        values = [leaf.value for leaf in self.leaves if isinstance(leaf, Constant) and leaf.value is not None]
-        return (
-            f"{self.schema}, of shapes {[spec.shape for spec in self.tensors()]}{f', beside {values}' * bool(values)}"
-        )
+        values = [
+            leaf.value
+            for leaf in self.leaves
+            if isinstance(leaf, Constant) and leaf.value is not None
+        ]
+        return f"{self.schema}, of shapes {[spec.shape for spec in self.tensors()]}{f', beside {values}' * bool(values)}"
 
 
 def _specs(leaves: Sequence[Any]) -> tuple[TensorSpec | Constant, ...]:
-    return tuple([TensorSpec(tuple(x.shape), x.dtype) if isinstance(x, Tensor) else Constant(x) for x in leaves])
+    return tuple(
+        [
+            TensorSpec(tuple(x.shape), x.dtype) if isinstance(x, Tensor) else Constant(x)
+            for x in leaves
+        ]
+    )
 
 
 class DeviceEvent(Protocol):
@@ -117,8 +135,8 @@ class ProcessEnd(transfer.End, Protocol):
         """Connect to the other ranks, which all call this."""
 
     def perform(self, effect: Collective, x: Tensor, tag: int, /) -> Tensor:
-        """This rank's result of a collective, from its dense tensor, in new memory. All ranks of the collective call
-        it, with the same tag."""
+        """This rank's result of a collective, from its dense tensor, in new memory. All ranks of
+        the collective call it, with the same tag."""
 
     def drain(self) -> None:
         """Return when later work of this rank may overwrite all that was sent."""
@@ -129,22 +147,24 @@ class ProcessEnd(transfer.End, Protocol):
 
 @runtime_checkable
 class DeviceEnd(ProcessEnd, Protocol):
-    """An end whose sends and receives return early, and are done in the order of a device's stream, which a watchdog
-    watches."""
+    """An end whose sends and receives return early, and are done in the order of a device's stream,
+    which a watchdog watches."""
 
     def record_event(self) -> DeviceEvent | None:
         """An event after all work launched so far; None if the work was only captured."""
 
     def abort(self) -> None:
-        """End every wait on the device, from any thread at any time; messages that were awaited are lost."""
+        """End every wait on the device, from any thread at any time; messages that were awaited are
+        lost."""
 
 
 class ProcessLink:
-    """One rank's ends of the edges between processes. A message is a header, sent by the wire, and tensors, sent by the
-    end. The receiver compares the header with its own journal.
+    """One rank's ends of the edges between processes. A message is a header, sent by the wire, and
+    tensors, sent by the end. The receiver compares the header with its own journal.
 
-    On the CPU the header is read before the tensors. On a device the host must not wait, so the header of a message
-    whose layout is known may be read later, but before the host reads what was computed from the message (`received`).
+    On the CPU the header is read before the tensors. On a device the host must not wait, so the
+    header of a message whose layout is known may be read later, but before the host reads what was
+    computed from the message (`received`).
 
     Args:
         end: carries the tensors.
@@ -155,7 +175,12 @@ class ProcessLink:
     """
 
     def __init__(
-        self, end: ProcessEnd, monitor: Monitor, wire: Wire, agreement: Agreement, device: torch.device
+        self,
+        end: ProcessEnd,
+        monitor: Monitor,
+        wire: Wire,
+        agreement: Agreement,
+        device: torch.device,
     ) -> None:
         self.end = end
         self.monitor = monitor
@@ -169,14 +194,16 @@ class ProcessLink:
         self._layouts_by_key: dict[str, MessageLayout] = {}  # of the messages that this rank sends
         self._layouts_sent: dict[int, dict[str, None]] = {}  # by peer: those that it knows
         self._layouts_received: dict[int, dict[str, MessageLayout]] = {}
-        # By peer: the headers still to be read, each with the key of its layout, and what it must say.
+        # By peer: the headers still to be read, each with the key of its layout, and what it must
+        # say.
         self._awaited: dict[int, deque[tuple[int, str, Expected | Meeting]]] = {}
         self._count = 0
         self._meetings = 0
         self._first = 0
 
     def begin(self, checked: CheckedPrograms, first: int) -> None:
-        """Begin a run whose micro-batch 0 has the number `first` over all runs that it goes on from."""
+        """Begin a run whose micro-batch 0 has the number `first` over all runs that it goes on
+        from."""
         self.checked = checked
         self._first = first
         self.agreement.begin(checked, first, self.monitor.here.step)
@@ -195,13 +222,17 @@ class ProcessLink:
         key = self._key(effect, self.monitor.rank)
         layout = self._layout(effect, key, value, every, structure)
         for edge in edges:
-            header = self.agreement.header(edge.to, self._first + effect.microbatch, isinstance(effect, Broadcast))
+            header = self.agreement.header(
+                edge.to, self._first + effect.microbatch, isinstance(effect, Broadcast)
+            )
             if key not in (sent := self._layouts_sent.setdefault(edge.to, {})):
                 header["layout"] = layout.dumps(f"rank {self.monitor.rank}: '{effect}'")
                 _keep(sent, key, None)
             self.send_bytes(edge.to, header_bytes(header))
             if leaves:
-                transfer.send(leaves, self._number, edge.to, _tag(key, self._first + effect.microbatch))
+                transfer.send(
+                    leaves, self._number, edge.to, _tag(key, self._first + effect.microbatch)
+                )
 
     def recv(self, effect: Recv | Broadcast) -> Any:
         source = effect.source if isinstance(effect, Recv) else effect.root
@@ -225,12 +256,15 @@ class ProcessLink:
         return transfer.register(self)
 
     def perform(self, effect: Collective, x: Tensor, /) -> Tensor:
-        """This rank's result of a collective. Each rank tells all others where it is, and the end moves the tensors. On
-        the CPU that begins after the ranks were compared."""
+        """This rank's result of a collective. Each rank tells all others where it is, and the end
+        moves the tensors. On the CPU that begins after the ranks were compared."""
         effect = with_schema(effect, x)
         self._refuse_odd(effect, x)
         self._meetings += 1
-        met, others = self.agreement.meet(str(effect), self._meetings), set(effect.ranks) - {self.monitor.rank}
+        met, others = (
+            self.agreement.meet(str(effect), self._meetings),
+            set(effect.ranks) - {self.monitor.rank},
+        )
         with self.monitor.at_collective(effect, self._meetings):
             for peer in sorted(others):
                 self.send_bytes(peer, header_bytes(self.agreement.meeting_header(peer, met)))
@@ -241,17 +275,20 @@ class ProcessLink:
                     self._compare(peer, self._count)
             if self._on_device:
                 self.compare_arrived()
-            return self.end.perform(effect, dense(x).view(x.shape), _tag(str(effect), self._meetings))
+            return self.end.perform(
+                effect, dense(x).view(x.shape), _tag(str(effect), self._meetings)
+            )
 
     def compare_arrived(self) -> None:
-        """Compare the headers that have arrived. Raises as `recv_bytes` does, and ProgramError for one that differs."""
+        """Compare the headers that have arrived. Raises as `recv_bytes` does, and ProgramError for
+        one that differs."""
         for source, awaited in self._awaited.items():
             while awaited and (payload := self._poll(source)) is not None:
                 self._compare_head(source, payload)
 
     def received(self, last: int | None = None) -> Callable[[], None]:
-        """A function that waits for the headers of messages received so far, and compares them; it raises as
-        `compare_arrived` does.
+        """A function that waits for the headers of messages received so far, and compares them; it
+        raises as `compare_arrived` does.
 
         Args:
             last: the number of the last micro-batch that counts; None: all count.
@@ -271,7 +308,8 @@ class ProcessLink:
         return compare
 
     def _compare(self, source: int, count: int) -> None:
-        """Compare the headers from a rank, up to the header of the message with number `count` over all ranks."""
+        """Compare the headers from a rank, up to the header of the message with number `count` over
+        all ranks."""
         awaited = self._awaited[source]
         while awaited and awaited[0][0] <= count:
             self._compare_head(source, self._recv_bytes(source))
@@ -313,20 +351,32 @@ class ProcessLink:
         self._drain()
 
     def _drain(self) -> None:
-        """Wait until what stages sent may be overwritten. What returns is a copy (`StageRun.copies_results`), and may
-        be received in a later run."""
+        """Wait until what stages sent may be overwritten. What returns is a copy
+        (`StageRun.copies_results`), and may be received in a later run."""
         assert self.checked is not None, "a run has begun"
         if self.checked.sends_on(self.monitor.rank):  # else it sends nothing but what returns
             self.end.drain()
 
     def _refuse_odd(self, effect: Send | Broadcast | Collective, tensor: Tensor) -> None:
-        """Raise ProgramError for a tensor that cannot be sent as bytes, is on another device, or would lose its
-        gradient."""
+        """Raise ProgramError for a tensor that cannot be sent as bytes, is on another device, or
+        would lose its gradient."""
         if tensor.layout is not torch.strided or tensor.is_nested or tensor.is_quantized:
-            kind = "nested" if tensor.is_nested else tensor.dtype if tensor.is_quantized else tensor.layout
-            seen, instead = f"a tensor that is {kind}".replace("torch.", ""), "return plain tensors from the stage"
+            kind = (
+                "nested"
+                if tensor.is_nested
+                else tensor.dtype
+                if tensor.is_quantized
+                else tensor.layout
+            )
+            seen, instead = (
+                f"a tensor that is {kind}".replace("torch.", ""),
+                "return plain tensors from the stage",
+            )
         elif tensor.device.type != self.device.type:
-            seen, instead = f"a tensor on '{tensor.device}'", f"return tensors on '{self.device}' from the stage"
+            seen, instead = (
+                f"a tensor on '{tensor.device}'",
+                f"return tensors on '{self.device}' from the stage",
+            )
         elif tensor.requires_grad and torch.is_grad_enabled():
             seen = "a tensor that requires grad, which does not come back from another process"
             instead = "torch.no_grad() around the call, or detach() in the stage; for gradients transport=Local()"
@@ -335,23 +385,34 @@ class ProcessLink:
         raise ProgramError(f"rank {self.monitor.rank}: '{effect}'", seen, instead)
 
     def _key(self, effect: Send | Recv | Broadcast, source: int) -> str:
-        """The name of a message's layout: the same for all batches of a class, from the same rank of the same
-        pipeline."""
+        """The name of a message's layout: the same for all batches of a class, from the same rank
+        of the same pipeline."""
         assert self.checked is not None, "a run has begun"
         classes = self.checked.programs[source].classes
-        described, made = classes[effect.microbatch] if classes else "", stage_sent(Step(self.monitor.rank, effect))
+        described, made = (
+            classes[effect.microbatch] if classes else "",
+            stage_sent(Step(self.monitor.rank, effect)),
+        )
         of = self.checked.read_sources, isinstance(effect, Broadcast), described, source, made
         if (known := self._keys.get(of)) is None:
             stage = "" if made in (None, source) else f" stage {made}"
-            text = f"{isinstance(effect, Broadcast)} {described} {self.checked.read_sources()}{stage}"
+            text = (
+                f"{isinstance(effect, Broadcast)} {described} {self.checked.read_sources()}{stage}"
+            )
             known = f"layout/{source}/{hashlib.blake2b(text.encode(), digest_size=8).hexdigest()}"
             _keep(self._keys, of, known)
         return known
 
     def _layout(
-        self, effect: Send | Broadcast, key: str, value: Any, leaves: Sequence[Any], structure: TreeSpec
+        self,
+        effect: Send | Broadcast,
+        key: str,
+        value: Any,
+        leaves: Sequence[Any],
+        structure: TreeSpec,
     ) -> MessageLayout:
-        """The layout of this message, which must be the one that was sent before for the same class."""
+        """The layout of this message, which must be the one that was sent before for the same
+        class."""
         known = self._layouts_by_key.get(key)
         if known is not None and known.is_of(leaves, structure):
             return known
@@ -370,8 +431,8 @@ class ProcessLink:
 
 
 def _keep(known: dict[Any, Any], key: Any, value: Any) -> None:
-    """Keep a value, and drop the oldest if there are too many. Both ends of an edge keep the same ones, in the same
-    order."""
+    """Keep a value, and drop the oldest if there are too many. Both ends of an edge keep the same
+    ones, in the same order."""
     known[key] = value
     if len(known) > _MAX_LAYOUTS:
         del known[next(iter(known))]
@@ -380,7 +441,9 @@ def _keep(known: dict[Any, Any], key: Any, value: Any) -> None:
 def dense(tensor: Tensor) -> Tensor:
     """A contiguous tensor with the same values, with pending conjugations and negations done."""
     found = tensor.resolve_conj().resolve_neg().contiguous()
-    return found.as_strided((1,), (1,)) if found.numel() == 1 else found  # a single value may have any stride
+    return (
+        found.as_strided((1,), (1,)) if found.numel() == 1 else found
+    )  # a single value may have any stride
 
 
 def as_bytes(tensor: Tensor) -> Tensor:
@@ -389,6 +452,7 @@ def as_bytes(tensor: Tensor) -> Tensor:
 
 
 def _tag(key: str, microbatch: int) -> int:
-    """A number for a message that both ends know: from its class, its sender and its micro-batch."""
+    """A number for a message that both ends know: from its class, its sender and its micro-batch.
+    """
     digest = hashlib.blake2b(f"{key} {microbatch}".encode(), digest_size=7).digest()
     return int.from_bytes(digest, "little")

@@ -1,7 +1,8 @@
-"""The network of a run: the address at which each process listens, and the secret that only its ranks hold.
+"""The network of a run: the address at which each process listens, and the secret that only its
+ranks hold.
 
-Whatever ranks write for each other carries a tag that only the secret makes. A wrong tag is refused before anything is
-read. Nothing is encrypted.
+Whatever ranks write for each other carries a tag that only the secret makes. A wrong tag is refused
+before anything is read. Nothing is encrypted.
 """
 
 import hashlib
@@ -79,7 +80,9 @@ class Secret:
         """
         tag, text = sealed[:_TAG], sealed[_TAG:]
         if not hmac.compare_digest(tag, self.tag(name.encode(), text)):
-            raise ValueError(f"'{name}' holds {len(sealed)} bytes that are not sealed with this run's secret")
+            raise ValueError(
+                f"'{name}' holds {len(sealed)} bytes that are not sealed with this run's secret"
+            )
         return text.decode()
 
     def derived(self, *parts: bytes) -> "Secret":
@@ -89,9 +92,9 @@ class Secret:
 
 @contextmanager
 def shared_secret(given: Secret | None, store: Store, rank: int) -> Iterator[Secret]:
-    """The secret of a run, while its ranks find each other: the given one; or else rank 0 writes a fresh one to a file
-    that only this user can read, and names the file in the store. A stranger may name another file there, but cannot
-    have written it.
+    """The secret of a run, while its ranks find each other: the given one; or else rank 0 writes a
+    fresh one to a file that only this user can read, and names the file in the store. A stranger
+    may name another file there, but cannot have written it.
 
     Raises:
         ProgramError: others may use the folder of such files, or the named file is not in it.
@@ -115,7 +118,9 @@ def shared_secret(given: Secret | None, store: Store, rank: int) -> Iterator[Sec
     name = bytes(store.get("secret")).decode(errors="replace")
     key = _read(folder / name) if re.fullmatch("[0-9a-f]{16}", name) else None
     if key is None:
-        seen = f"no secret that rank 0 left in {folder}, which is said to be in its file {name!r:.60}"
+        seen = (
+            f"no secret that rank 0 left in {folder}, which is said to be in its file {name!r:.60}"
+        )
         instead = f"all ranks as one user on one machine, or {_EXPORT}"
         raise ProgramError(f"Distributed() on rank {rank}", seen, instead)
     yield Secret(key)
@@ -141,7 +146,9 @@ def private_folder() -> Path:
     found = folder.lstat()
     if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & 0o077:
         raise ProgramError(
-            "Distributed()", f"{folder}, which others may read or write", f"chmod 700 {folder}, or {_EXPORT}"
+            "Distributed()",
+            f"{folder}, which others may read or write",
+            f"chmod 700 {folder}, or {_EXPORT}",
         )
     return folder
 
@@ -162,11 +169,12 @@ class Network:
 
     @classmethod
     def of(cls, environment: Mapping[str, str], num_ranks: int) -> "Network":
-        """The network that the variables describe: on one node the loopback address, on several the one that the user
-        named.
+        """The network that the variables describe: on one node the loopback address, on several the
+        one that the user named.
 
         Raises:
-            ProgramError: several nodes without an address or a secret; or a secret that is easily guessed.
+            ProgramError: several nodes without an address or a secret; or a secret that is easily
+                guessed.
         """
         given, master = environment.get(SECRET), environment.get("MASTER_ADDR", LOOPBACK)
         secret = None if given is None else Secret(given.encode())

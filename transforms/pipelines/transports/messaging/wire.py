@@ -1,8 +1,9 @@
 """The wire: a TCP connection between every two ranks, by which their hosts send each other bytes.
 
-Both ends of a connection prove that they hold the run's secret, and each frame carries a tag that only they can make.
-It does not use `multiprocessing.connection`: its listener serves one stranger at a time and waits for each without a
-limit, so that a silent one keeps ranks from connecting, and it signs no frames.
+Both ends of a connection prove that they hold the run's secret, and each frame carries a tag that
+only they can make. It does not use `multiprocessing.connection`: its listener serves one stranger
+at a time and waits for each without a limit, so that a silent one keeps ranks from connecting, and
+it signs no frames.
 """
 
 import hmac
@@ -91,7 +92,9 @@ class Wire:
             with suppress(OSError):  # it closes the connection where it refuses this rank's proof
                 answer = _read_exactly(own, _TAG)
             if not hmac.compare_digest(answer, self._secret.tag(b"accepts", *who, theirs, mine)):
-                closed = "closed the connection when this rank proved" if not answer else "cannot prove"
+                closed = (
+                    "closed the connection when this rank proved" if not answer else "cannot prove"
+                )
                 raise RefusedError(f"it {closed} that it holds the secret")
         except BaseException:
             own.close()
@@ -106,10 +109,16 @@ class Wire:
         """
         above = range(self.rank + 1, self.num_ranks)
         with self._arrived:
-            if not self._arrived.wait_for(lambda: all(peer in self._connections for peer in above), timeout):
+            if not self._arrived.wait_for(
+                lambda: all(peer in self._connections for peer in above), timeout
+            ):
                 missing = [peer for peer in above if peer not in self._connections]
-                refused = f"; {self._refused} connections were refused: another secret" * bool(self._refused)
-                raise TimeoutError(f"no connection from rank {missing[0]} within {timeout:g} s{refused}")
+                refused = f"; {self._refused} connections were refused: another secret" * bool(
+                    self._refused
+                )
+                raise TimeoutError(
+                    f"no connection from rank {missing[0]} within {timeout:g} s{refused}"
+                )
         self._stop_listening()
 
     def _accept(self) -> None:
@@ -118,15 +127,21 @@ class Wire:
                 own, _ = self._listener.accept()
                 with self._arrived:
                     self._unproven.append(own)
-                    oldest = self._unproven.popleft() if len(self._unproven) > _MOST_UNPROVEN else None
+                    oldest = (
+                        self._unproven.popleft() if len(self._unproven) > _MOST_UNPROVEN else None
+                    )
                 if oldest is not None:
                     _close_socket(oldest)
                 threading.Thread(target=self._welcome, args=(own,), daemon=True).start()
-            except (OSError, RuntimeError):  # the listener was closed; or too many files or threads are open for now
+            except (
+                OSError,
+                RuntimeError,
+            ):  # the listener was closed; or too many files or threads are open for now
                 time.sleep(_PAUSE)
 
     def _welcome(self, own: socket.socket) -> None:
-        """Keep one connection if it proves that it is a rank; close it if it sends anything else."""
+        """Keep one connection if it proves that it is a rank; close it if it sends anything else.
+        """
         try:
             end = time.monotonic() + _HELLO
             own.settimeout(_HELLO)
@@ -138,8 +153,14 @@ class Wire:
             peer = int.from_bytes(who, "little")
             proves = hmac.compare_digest(tag, self._secret.tag(b"connects", *parts))
             with self._arrived:
-                fits = self.rank < peer < self.num_ranks and peer not in self._connections and not self._closed
-                if not (proves and fits and own in self._unproven):  # else it was closed as the oldest of too many
+                fits = (
+                    self.rank < peer < self.num_ranks
+                    and peer not in self._connections
+                    and not self._closed
+                )
+                if not (
+                    proves and fits and own in self._unproven
+                ):  # else it was closed as the oldest of too many
                     raise RefusedError
                 self._unproven.remove(own)
                 own.sendall(self._secret.tag(b"accepts", *parts))
@@ -179,7 +200,9 @@ class Wire:
         """
         connection, next_look = self._connection(peer), time.monotonic() + _LOOK
         while (payload := self._take(connection, peer)) is None:
-            if not select.select([connection.socket], [], [], max(next_look - time.monotonic(), 0))[0]:
+            if not select.select([connection.socket], [], [], max(next_look - time.monotonic(), 0))[
+                0
+            ]:
                 look()
                 next_look = time.monotonic() + _LOOK
                 continue
@@ -187,8 +210,8 @@ class Wire:
         return payload
 
     def meet(self) -> None:
-        """Wait until every rank has called this: a rank that is done at once must not close what another one still
-        connects."""
+        """Wait until every rank has called this: a rank that is done at once must not close what
+        another one still connects."""
         others = [peer for peer in range(self.num_ranks) if peer != self.rank]
         for peer in others:
             self.send(peer, b"")
@@ -202,7 +225,9 @@ class Wire:
             ConnectionError: as `recv`.
         """
         connection = self._connection(peer)
-        while (payload := self._take(connection, peer)) is None and select.select([connection.socket], [], [], 0)[0]:
+        while (payload := self._take(connection, peer)) is None and select.select(
+            [connection.socket], [], [], 0
+        )[0]:
             self._fill(connection, peer)
         return payload
 
@@ -225,7 +250,9 @@ class Wire:
         if len(buffer) < end <= _MOST:
             return None
         tag, payload = bytes(buffer[4 : 4 + _TAG]), bytes(buffer[4 + _TAG : end])
-        if not hmac.compare_digest(tag, _frame_tag(connection.secret, peer, connection.received, payload)):
+        if not hmac.compare_digest(
+            tag, _frame_tag(connection.secret, peer, connection.received, payload)
+        ):
             raise ConnectionError(f"a frame that rank {peer} did not send")
         connection.received += 1
         del buffer[:end]

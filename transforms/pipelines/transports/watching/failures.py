@@ -1,4 +1,5 @@
-"""Failures: the first thing that went wrong in a run, the rank that is to blame, and the clock that time-outs go by."""
+"""Failures: the first thing that went wrong in a run, the rank that is to blame, and the clock that
+time-outs go by."""
 
 import time
 from collections.abc import Callable, Collection, Sequence
@@ -32,7 +33,9 @@ class Clock:
 
 def check_timeout(call: str, timeout: object) -> None:
     """Raise ProgramError unless `timeout` is a number of seconds."""
-    check_values(f"{call}(timeout={timeout!r})", {"timeout": _TIMEOUT}, {"timeout": timeout}, ProgramError)
+    check_values(
+        f"{call}(timeout={timeout!r})", {"timeout": _TIMEOUT}, {"timeout": timeout}, ProgramError
+    )
 
 
 def described(error: BaseException) -> str:
@@ -67,11 +70,17 @@ class Failure:
         """The error of a rank that waits at the instruction `waiting` because of this failure."""
         seen = f"rank {self.rank} failed at '{self.instruction}': {self.cause}"
         instead = f"mend what failed on rank {self.rank}; if it needs longer, a greater timeout= or --timeout"
-        return RankError(f"rank {rank}: '{waiting}'", seen, instead, self.rank, self.instruction, self.cause)
+        return RankError(
+            f"rank {rank}: '{waiting}'", seen, instead, self.rank, self.instruction, self.cause
+        )
 
 
 def blockers(
-    programs: Sequence[Program], at: Sequence[int], rank: int, capacity: int, silent: Collection[int] = ()
+    programs: Sequence[Program],
+    at: Sequence[int],
+    rank: int,
+    capacity: int,
+    silent: Collection[int] = (),
 ) -> Sequence[int]:
     """The ranks that must move before a rank can.
 
@@ -80,7 +89,8 @@ def blockers(
         at: for each rank, the number of its effects that it has performed.
         rank: the rank that may have to wait.
         capacity: messages that an edge holds.
-        silent: ranks that have stopped: they wait for nobody, and the last message that they sent may not have arrived.
+        silent: ranks that have stopped: they wait for nobody, and the last message that they sent
+            may not have arrived.
     """
     machine = Machine(programs, capacity)
     machine.place(at)
@@ -93,7 +103,8 @@ def blockers(
 
 
 def culprit(rank: int, waits_for: Callable[[int], Sequence[int]]) -> int:
-    """The rank that `rank` waits for in the end: the first one in the chain of waits that nothing keeps from moving."""
+    """The rank that `rank` waits for in the end: the first one in the chain of waits that nothing
+    keeps from moving."""
     seen = set[int]()
     while rank not in seen and (others := waits_for(rank)):
         seen.add(rank)

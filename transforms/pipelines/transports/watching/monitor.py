@@ -1,9 +1,11 @@
-"""The monitor: a rank's view of the others. It ends a wait with an error that names the rank to blame.
+"""The monitor: a rank's view of the others. It ends a wait with an error that names the rank to
+blame.
 
-A process that ends closes its connections, which whoever waits for a message of it sees at once. Before ranks are
-connected, a launcher's record of the end says the same. Both name the cause that the launcher saw. A process that is
-stopped, or ends without a launcher, shows as a heartbeat that does not change, and a rank that runs and does not move
-on as a position that does not: those two are found when the time-out is over.
+A process that ends closes its connections, which whoever waits for a message of it sees at once.
+Before ranks are connected, a launcher's record of the end says the same. Both name the cause that
+the launcher saw. A process that is stopped, or ends without a launcher, shows as a heartbeat that
+does not change, and a rank that runs and does not move on as a position that does not: those two
+are found when the time-out is over.
 """
 
 import queue
@@ -19,7 +21,13 @@ from weft.errors import RankError
 from weft.meshes.collectives import Collective
 from weft.transforms.pipelines.checker import CheckedPrograms
 from weft.transforms.pipelines.lanes import lane_rank
-from weft.transforms.pipelines.transports.watching.failures import Clock, Failure, blockers, culprit, described
+from weft.transforms.pipelines.transports.watching.failures import (
+    Clock,
+    Failure,
+    blockers,
+    culprit,
+    described,
+)
 from weft.transforms.pipelines.transports.watching.records import START, Liveness, Position, Records
 
 CAPACITY = 2
@@ -27,7 +35,8 @@ CAPACITY = 2
 BEGIN = "its first instruction"
 """The instruction of a rank that begins a step."""
 SYNC = "synchronize"
-"""The instruction of a host that waits for its device, which may first replay steps that write no records."""
+"""The instruction of a host that waits for its device, which may first replay steps that write no
+records."""
 END = "its end"
 """The instruction of a rank after a step."""
 CONNECT = "connect"
@@ -39,14 +48,17 @@ _NUMBER = ", number "
 _POLL = 0.1
 """The longest pause in seconds between two looks at the records."""
 _STARTING = 1800.0
-"""Seconds that a rank whose process runs may take to come to its first step: it loads, compiles and captures. torch's
-process groups wait as long."""
+"""Seconds that a rank whose process runs may take to come to its first step: it loads, compiles and
+captures. torch's process groups wait as long."""
 _SILENT = 1.0
-"""Seconds without a heartbeat after which a process counts as ended or stopped; fewer if the time-out is short."""
+"""Seconds without a heartbeat after which a process counts as ended or stopped; fewer if the
+time-out is short."""
 _GRACE = 3.0
-"""Seconds to wait for a record of why a rank's connections closed: another rank may have made it fail."""
+"""Seconds to wait for a record of why a rank's connections closed: another rank may have made it
+fail."""
 _MAX_PROGRAMS = 16
-"""The programs that are kept to say who waits for whom. A rank that keeps others waiting is only a few steps back."""
+"""The programs that are kept to say who waits for whom. A rank that keeps others waiting is only a
+few steps back."""
 
 
 class Monitor:
@@ -59,7 +71,9 @@ class Monitor:
         clock: the clock of the time-outs.
     """
 
-    def __init__(self, records: Records, num_ranks: int, timeout: float, clock: Clock | None = None) -> None:
+    def __init__(
+        self, records: Records, num_ranks: int, timeout: float, clock: Clock | None = None
+    ) -> None:
         self.records = records
         self.rank = records.rank
         self.num_ranks = num_ranks
@@ -71,7 +85,8 @@ class Monitor:
         self._programs: dict[str, CheckedPrograms] = {}
 
     def for_thread(self, records: Records) -> "Monitor":
-        """The view of the same rank for another thread, which reads records by a connection of its own."""
+        """The view of the same rank for another thread, which reads records by a connection of its
+        own."""
         other = Monitor(records, self.num_ranks, self.timeout, self.clock)
         other.liveness, other._programs = self.liveness, self._programs
         return other
@@ -83,7 +98,8 @@ class Monitor:
             RankError: a rank failed before.
         """
         self._raise(self.failure, "the next step")
-        # Not to be written: the first instruction will be, and before the first step others wait for a start.
+        # Not to be written: the first instruction will be, and before the first step others wait
+        # for a start.
         self.here = Position(self.here.step + 1, checked.digest, 0, BEGIN, self.here.meetings)
         self._programs.pop(checked.digest, None)
         self._programs[checked.digest] = checked
@@ -101,19 +117,24 @@ class Monitor:
 
     @contextmanager
     def at_collective(self, effect: Collective, number: int) -> Iterator[None]:
-        """Within, this rank takes part in a collective, inside an effect of its program; `number` counts them. After an
-        error the rank stays there, so that the others hear where it failed."""
+        """Within, this rank takes part in a collective, inside an effect of its program; `number`
+        counts them. After an error the rank stays there, so that the others hear where it failed.
+        """
         before = self.here.instruction
-        self._move(attrs.evolve(self.here, instruction=f"{effect}{_NUMBER}{number}", meetings=number))
+        self._move(
+            attrs.evolve(self.here, instruction=f"{effect}{_NUMBER}{number}", meetings=number)
+        )
         yield
         self._move(attrs.evolve(self.here, instruction=before))
 
     def move_to_sync(self) -> None:
-        """Write that this rank waits for its device, and how many times it has done so since its last step."""
+        """Write that this rank waits for its device, and how many times it has done so since its
+        last step."""
         self.move_to(self.here.index + 1 if self.here.instruction == SYNC else 0, SYNC)
 
     def await_first_step(self) -> None:
-        """Wait until all ranks have begun their first step. From then on, the time-out holds for every wait.
+        """Wait until all ranks have begun their first step. From then on, the time-out holds for
+        every wait.
 
         Raises:
             RankError: a rank does not come to its first step.
@@ -133,7 +154,9 @@ class Monitor:
         with self._waiting(peer, self.timeout if timeout is None else timeout) as check:
             while True:
                 failure = self.records.failure()
-                if self.records.has(key):  # asked after the failure: what a rank wrote before it failed counts
+                if self.records.has(
+                    key
+                ):  # asked after the failure: what a rank wrote before it failed counts
                     return self.records.read(key)
                 self._raise(failure, self.here.instruction)
                 check()
@@ -144,8 +167,8 @@ class Monitor:
 
     @contextmanager
     def waiting_for(self, peer: int) -> Iterator[Callable[[], None]]:
-        """Within, this rank waits for a message of `peer`. Yields a function to call now and then, which raises
-        RankError if no message will come."""
+        """Within, this rank waits for a message of `peer`. Yields a function to call now and then,
+        which raises RankError if no message will come."""
 
         def look() -> None:
             self.raise_failure()
@@ -158,8 +181,9 @@ class Monitor:
 
     @contextmanager
     def _waiting(self, peer: int, limit: float) -> Iterator[Callable[[], None]]:
-        """Within, this rank waits for `peer`. Yields a function to call now and then. It raises RankError after `limit`
-        seconds; if the rank to blame runs and has not come to its first step, only after `_STARTING` seconds."""
+        """Within, this rank waits for `peer`. Yields a function to call now and then. It raises
+        RankError after `limit` seconds; if the rank to blame runs and has not come to its first
+        step, only after `_STARTING` seconds."""
         start, told = self.clock.now(), False
         end = start + limit
 
@@ -182,7 +206,8 @@ class Monitor:
 
     @contextmanager
     def explaining(self, peer: int) -> Iterator[None]:
-        """Within, the error of a connection to `peer` is raised as the RankError that it follows from."""
+        """Within, the error of a connection to `peer` is raised as the RankError that it follows
+        from."""
         try:
             yield
         except RankError:
@@ -199,14 +224,16 @@ class Monitor:
         return min(_SILENT, self.timeout / 4)
 
     def _is_starting(self, peer: int) -> bool:
-        """Whether the rank that `peer` waits for in the end runs, and has not come to its first step."""
+        """Whether the rank that `peer` waits for in the end runs, and has not come to its first
+        step."""
         silent = self.liveness.silent(self._silence)
         rank = culprit(peer, lambda waiting: self._blockers(waiting, silent))
         runs = self.records.beat(rank) is not None and rank not in silent
         return runs and self.records.position(rank).instruction == START
 
     def fail(self, error: BaseException) -> None:
-        """Write for the others that this rank failed, and where; the failure that was written first is believed."""
+        """Write for the others that this rank failed, and where; the failure that was written first
+        is believed."""
         if isinstance(error, RankError) and error.rank is not None:
             failure = Failure(error.rank, error.instruction, error.cause)
         else:
@@ -231,14 +258,16 @@ class Monitor:
             self.failure = failure
             raise failure.for_rank(self.rank, waiting)
 
-    def explain(self, peer: int, cause: str, *, gone: Sequence[int] = (), waiting: str | None = None) -> RankError:
+    def explain(
+        self, peer: int, cause: str, *, gone: Sequence[int] = (), waiting: str | None = None
+    ) -> RankError:
         """The error of this rank after it waited in vain.
 
         Args:
             peer: the rank that it waited for; itself, if it waited for its device.
             cause: what it saw.
-            gone: the ranks that may have ended. Then one of them is to blame if a launcher saw its end, or else `peer`,
-                unless some rank soon writes who failed.
+            gone: the ranks that may have ended. Then one of them is to blame if a launcher saw its
+                end, or else `peer`, unless some rank soon writes who failed.
             waiting: what this rank was about to do; None: what it last wrote.
         """
         waits = self.here.instruction if waiting is None else waiting
@@ -255,7 +284,11 @@ class Monitor:
                 return failure
             for peer in gone:
                 if (ended := self.records.exit(peer)) is not None:
-                    return Failure(peer, self.records.position(peer).instruction, f"its process ended: {ended.text}")
+                    return Failure(
+                        peer,
+                        self.records.position(peer).instruction,
+                        f"its process ended: {ended.text}",
+                    )
             self.clock.sleep(_POLL / 4)
         return Failure(otherwise, self.records.position(otherwise).instruction, cause)
 
@@ -274,9 +307,13 @@ class Monitor:
         return Failure(rank, where.instruction, cause)
 
     def _await_members(self, rank: int, silent: Collection[int]) -> Failure | None:
-        """The failure that the ranks of a collective find, if this rank is not one of them and `rank` is in it with all
-        the others: whose tensor is late, only they know. They may have begun to wait as late as now."""
-        met, end = _collective_of(self.records.position(rank)), self.clock.now() + self.timeout + _GRACE
+        """The failure that the ranks of a collective find, if this rank is not one of them and
+        `rank` is in it with all the others: whose tensor is late, only they know. They may have
+        begun to wait as late as now."""
+        met, end = (
+            _collective_of(self.records.position(rank)),
+            self.clock.now() + self.timeout + _GRACE,
+        )
         if met is None or rank in silent or self.rank in met.ranks:
             return None
         while (failure := self.records.failure()) is None and self.clock.now() < end:
@@ -311,12 +348,22 @@ class Monitor:
     def _late_members(
         self, checked: CheckedPrograms, rank: int, here: Position, silent: Collection[int]
     ) -> Sequence[int]:
-        """The ranks that share a stage with a rank whose device runs it, and have not yet launched that run themselves,
-        or have stopped."""
-        effects, hosts = checked.programs[rank].effects, [self.records.position(r) for r in range(self.num_ranks)]
-        if checked.mesh is None or not here.index < len(effects) or not isinstance(effects[here.index], Run):
+        """The ranks that share a stage with a rank whose device runs it, and have not yet launched
+        that run themselves, or have stopped."""
+        effects, hosts = (
+            checked.programs[rank].effects,
+            [self.records.position(r) for r in range(self.num_ranks)],
+        )
+        if (
+            checked.mesh is None
+            or not here.index < len(effects)
+            or not isinstance(effects[here.index], Run)
+        ):
             return ()
-        reached = [(place.step, len(effects) if place.instruction == SYNC else place.index) for place in hosts]
+        reached = [
+            (place.step, len(effects) if place.instruction == SYNC else place.index)
+            for place in hosts
+        ]
         if reached[rank] <= (here.step, here.index):  # its host itself is at that run
             return ()
         stage = lane_rank(checked.mesh, rank)
@@ -325,12 +372,12 @@ class Monitor:
         return sorted(late, key=lambda r: reached[r]) or [r for r in members if r in silent]
 
     def connect_together(self, connect: Callable[[], None], timeout: float) -> None:
-        """Call a function that all ranks call together. It runs in a thread, since it may not return if a rank has
-        gone.
+        """Call a function that all ranks call together. It runs in a thread, since it may not
+        return if a rank has gone.
 
         Raises:
-            RankError: a rank has gone or does not come, or the function raised. It blames a rank that has gone or
-                stopped, or else this one.
+            RankError: a rank has gone or does not come, or the function raised. It blames a rank
+                that has gone or stopped, or else this one.
         """
 
         def attempt() -> None:
@@ -356,7 +403,9 @@ class Monitor:
                 if self.clock.now() >= end or left:
                     error = TimeoutError(f"no progress for {timeout:g} s")
                     break
-                if any(self.records.exit(peer) for peer in others):  # perhaps connected, and done with its work
+                if any(
+                    self.records.exit(peer) for peer in others
+                ):  # perhaps connected, and done with its work
                     left, pause = True, self._silence
         if error is not None:
             blamed = (self.liveness.silent(self._silence) or [self.rank])[0]

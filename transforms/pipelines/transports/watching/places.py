@@ -1,7 +1,9 @@
-"""Places: where each rank of a machine is, and whether it wrote a failure, in memory that its ranks share.
+"""Places: where each rank of a machine is, and whether it wrote a failure, in memory that its ranks
+share.
 
-A rank writes its place before each effect, and looks for failures before it reads each result: by the store, either
-would take longer than many effects do. Another rank can still read a place after the process was killed.
+A rank writes its place before each effect, and looks for failures before it reads each result: by
+the store, either would take longer than many effects do. Another rank can still read a place after
+the process was killed.
 """
 
 import mmap
@@ -19,8 +21,8 @@ _SIZE = _FAILED + 1
 
 
 class Places:
-    """The files of the ranks. Each has two slots, which take turns, and the number of texts written so far: a text that
-    is being written is not the one that is read.
+    """The files of the ranks. Each has two slots, which take turns, and the number of texts written
+    so far: a text that is being written is not the one that is read.
 
     Args:
         files: of all ranks, in a folder that only this user can read. The own one is made here.
@@ -33,10 +35,16 @@ class Places:
     def __init__(self, files: Sequence[Path], rank: int) -> None:
         self._files, self._rank, self._count = files, rank, 0
         self._maps: dict[int, mmap.mmap] = {}
-        made = files[rank].with_name(f"{files[rank].name}.{os.getpid()}")  # others find it when it is whole
+        made = files[rank].with_name(
+            f"{files[rank].name}.{os.getpid()}"
+        )  # others find it when it is whole
         try:
-            with os.fdopen(os.open(made, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
-                file.write(bytes(_SIZE))  # on a full disk, a hole would end the process when it is written
+            with os.fdopen(
+                os.open(made, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb"
+            ) as file:
+                file.write(
+                    bytes(_SIZE)
+                )  # on a full disk, a hole would end the process when it is written
             made.replace(files[rank])
         finally:
             made.unlink(missing_ok=True)
@@ -48,7 +56,8 @@ class Places:
         return self._maps[rank]
 
     def meet(self) -> None:
-        """Open the files of all ranks, as far as they are there: later they have no names any more."""
+        """Open the files of all ranks, as far as they are there: later they have no names any more.
+        """
         for rank in range(len(self._files)):
             self._find(rank)
 
@@ -70,7 +79,10 @@ class Places:
 
     def may_have_failure(self) -> bool:
         """Whether some rank said so; also where one has no file that this one could open."""
-        return any((found := self._find(rank)) is None or found[_FAILED] for rank in range(len(self._files)))
+        return any(
+            (found := self._find(rank)) is None or found[_FAILED]
+            for rank in range(len(self._files))
+        )
 
     def read(self, rank: int) -> bytes | None:
         """The text that a rank last wrote; None if it wrote none here."""

@@ -1,7 +1,8 @@
-"""Records: what each rank's process writes for the others, in a store that all can reach, or in memory of one machine.
+"""Records: what each rank's process writes for the others, in a store that all can reach, or in
+memory of one machine.
 
-Each rank writes what it is about to do before it does it, and the first rank that fails writes why. A launcher writes
-how a process ended. A rank that waits in vain reads all three.
+Each rank writes what it is about to do before it does it, and the first rank that fails writes why.
+A launcher writes how a process ended. A rank that waits in vain reads all three.
 """
 
 import functools
@@ -27,14 +28,15 @@ START = "its start"
 
 @functools.lru_cache(maxsize=1024)
 def _quoted(text: str) -> str:
-    """A text as JSON, up to the most characters of an instruction: a rank is at the same ones again and again."""
+    """A text as JSON, up to the most characters of an instruction: a rank is at the same ones again
+    and again."""
     return _encode(text[:_LONGEST])
 
 
 @attrs.frozen
 class Position:
-    """The place of a rank: its step, the digest of that step's programs, the effects performed, the next one, and the
-    collectives that it has come to over all steps."""
+    """The place of a rank: its step, the digest of that step's programs, the effects performed, the
+    next one, and the collectives that it has come to over all steps."""
 
     step: int = 0
     digest: str = "-"
@@ -53,7 +55,8 @@ class Exit:
 
 @attrs.frozen
 class Beat:
-    """A rank's last heartbeat: its number, and what the rank's device is about to do (None: nothing)."""
+    """A rank's last heartbeat: its number, and what the rank's device is about to do (None:
+    nothing)."""
 
     count: int
     position: Position | None
@@ -69,10 +72,12 @@ class Records:
         exits: the store in which a launcher writes.
         secret: the run's; every record is sealed with it.
         host: the rank whose process hosts the store; None: a launcher's process does.
-        prefix: of the store's keys. A record that was sealed under another prefix is not a record of this transport.
+        prefix: of the store's keys. A record that was sealed under another prefix is not a record
+            of this transport.
         places: where the ranks are, if all of them are on one machine; None: in the store.
 
-    Every method raises RankError if the store is gone, or holds a record that no rank of the run wrote.
+    Every method raises RankError if the store is gone, or holds a record that no rank of the run
+    wrote.
     """
 
     store: Store
@@ -100,11 +105,20 @@ class Records:
 
     def write_position(self, position: Position) -> None:
         """Write where this rank is."""
-        step, digest, index, meetings = position.step, position.digest, position.index, position.meetings
+        step, digest, index, meetings = (
+            position.step,
+            position.digest,
+            position.index,
+            position.meetings,
+        )
         if self.places is None:
-            self.write(f"at/{self.rank}", (step, digest, index, position.instruction[:_LONGEST], meetings))
+            self.write(
+                f"at/{self.rank}", (step, digest, index, position.instruction[:_LONGEST], meetings)
+            )
         else:
-            here = f"[{step}, {_quoted(digest)}, {index}, {_quoted(position.instruction)}, {meetings}]"
+            here = (
+                f"[{step}, {_quoted(digest)}, {index}, {_quoted(position.instruction)}, {meetings}]"
+            )
             self.places.write(here.encode())
 
     def position(self, rank: int) -> Position:
@@ -116,7 +130,9 @@ class Records:
 
     def write_beat(self, count: int, position: Position | None) -> None:
         """Write a heartbeat of this rank."""
-        self.write(f"device/{self.rank}", [count, None if position is None else attrs.astuple(position)])
+        self.write(
+            f"device/{self.rank}", [count, None if position is None else attrs.astuple(position)]
+        )
 
     def beat(self, rank: int) -> Beat | None:
         """A rank's last heartbeat; None if it has not had one."""
@@ -132,10 +148,15 @@ class Records:
         return self.position(rank) if beat is None or beat.position is None else beat.position
 
     def write_failure(self, failure: Failure) -> Failure:
-        """Write a failure, unless there is one; returns the failure that was written first, which all believe."""
+        """Write a failure, unless there is one; returns the failure that was written first, which
+        all believe."""
         name = self._name("failure")
-        sealed = self.secret.seal(name, json.dumps([failure.rank, failure.instruction, failure.cause]))
-        written = Failure(*self._open(name, self._ask(lambda: self.store.compare_set("failure", "", sealed))))
+        sealed = self.secret.seal(
+            name, json.dumps([failure.rank, failure.instruction, failure.cause])
+        )
+        written = Failure(
+            *self._open(name, self._ask(lambda: self.store.compare_set("failure", "", sealed)))
+        )
         if self.places is not None:
             self.places.mark_failure()
         return written
@@ -160,7 +181,9 @@ class Records:
             return json.loads(self.secret.open(key, bytes(sealed)))
         except ValueError as error:
             instead = f"the same {SECRET} for all processes of the run, and nobody else who writes to its store"
-            raise RankError(f"rank {self.rank}", f"{error}", instead, None, "its part of the run", f"{error}") from None
+            raise RankError(
+                f"rank {self.rank}", f"{error}", instead, None, "its part of the run", f"{error}"
+            ) from None
 
     def _ask(self, ask: Callable[[], T]) -> T:
         try:
@@ -169,7 +192,9 @@ class Records:
             host = "the launcher" if self.host is None else f"rank {self.host}"
             cause = f"{host}, which hosts the store of the run, has ended ({str(error).splitlines()[0]:.80})"
             instead = "look there for the reason"
-            raise RankError(f"rank {self.rank}", cause, instead, self.host, "its part of the run", cause) from error
+            raise RankError(
+                f"rank {self.rank}", cause, instead, self.host, "its part of the run", cause
+            ) from error
 
 
 class Liveness:
@@ -192,9 +217,14 @@ class Liveness:
             self._last[rank] = (beat, now if known is None or known[0] != beat else known[1], now)
 
     def silent(self, seconds: float) -> list[int]:
-        """The ranks without a new heartbeat for so long; a rank that never had one does not count."""
+        """The ranks without a new heartbeat for so long; a rank that never had one does not count.
+        """
         seen = list(self._last.items())  # another thread may observe
-        return [rank for rank, (beat, since, last) in seen if beat is not None and last - since > seconds]
+        return [
+            rank
+            for rank, (beat, since, last) in seen
+            if beat is not None and last - since > seconds
+        ]
 
 
 def write_exit(store: Store, rank: int, ended: Exit, *, secret: Secret) -> None:

@@ -1,9 +1,11 @@
-"""The watchdog: a thread beside a rank, which shows the others that its process runs, and watches its device.
+"""The watchdog: a thread beside a rank, which shows the others that its process runs, and watches
+its device.
 
-On a device, a rank that fails shows as a kernel that never ends on the others. The host launches work and goes on;
-events of the device's stream mark what it launched. The watchdog looks at the oldest event that is not done, and at the
-records. Once another rank has failed, or nothing was done for too long, it knows the reason and ends what waits on the
-device, and whatever the host next asks of the transport raises that error.
+On a device, a rank that fails shows as a kernel that never ends on the others. The host launches
+work and goes on; events of the device's stream mark what it launched. The watchdog looks at the
+oldest event that is not done, and at the records. Once another rank has failed, or nothing was done
+for too long, it knows the reason and ends what waits on the device, and whatever the host next asks
+of the transport raises that error.
 """
 
 import os
@@ -40,23 +42,25 @@ class Launch:
 
 
 def end_process(error: RankError) -> None:
-    """Print the error and end the process: nothing else ends a host that waits in a call for its device, which is why
-    torch's own NCCL watchdog aborts as well."""
+    """Print the error and end the process: nothing else ends a host that waits in a call for its
+    device, which is why torch's own NCCL watchdog aborts as well."""
     print(described(error), file=sys.stderr, flush=True)
     os._exit(1)
 
 
 class Watchdog:
-    """A thread that beats, and watches the work of a rank's device. If the device, or without one the host, does not
-    move on for long, it also reads the heartbeats of the others, to know which of them still run.
+    """A thread that beats, and watches the work of a rank's device. If the device, or without one
+    the host, does not move on for long, it also reads the heartbeats of the others, to know which
+    of them still run.
 
     Args:
         monitor: the host's view of the other ranks.
         records: which only this thread uses.
-        device: the rank's end of its edges; None: the host works on the CPU, and finds failures itself.
+        device: the rank's end of its edges; None: the host works on the CPU, and finds failures
+            itself.
         poll: seconds between two looks; None: by whether there is a device.
-        grace: seconds in which the host must ask for a known failure while something is still to be done: it may hang,
-            or read results that were never received.
+        grace: seconds in which the host must ask for a known failure while something is still to be
+            done: it may hang, or read results that were never received.
         last_resort: called if it does not ask.
     """
 
@@ -89,7 +93,8 @@ class Watchdog:
         return self
 
     def launched(self, position: Position) -> DeviceEvent | None:
-        """Watch for all work launched so far, `position` included; returns its event, if there is one."""
+        """Watch for all work launched so far, `position` included; returns its event, if there is
+        one."""
         event = None if self._device is None else self._device.record_event()
         if event is not None:
             self._launches.append(Launch(position, event.query))
@@ -113,14 +118,15 @@ class Watchdog:
             raise self.error
 
     def stand_down(self, error: BaseException) -> BaseException:
-        """Note that the host has failed with `error`, and so need not be told. Returns the reason: the failure that the
-        watchdog knew before, or else `error`. Call it before the others hear of `error`, as the watchdog hears it
-        too."""
+        """Note that the host has failed with `error`, and so need not be told. Returns the reason:
+        the failure that the watchdog knew before, or else `error`. Call it before the others hear
+        of `error`, as the watchdog hears it too."""
         self._told.set()
         return error if self.error is None or isinstance(error, RankError) else self.error
 
     def close(self) -> None:
-        """End the thread; and the process, if the device hangs, or if the host never asked for the failure."""
+        """End the thread; and the process, if the device hangs, or if the host never asked for the
+        failure."""
         self._closed.set()
         if self._thread.ident is not None:
             self._thread.join(self._poll + self._grace)
@@ -148,7 +154,9 @@ class Watchdog:
             error = self._broken(broken)
         if error is not None and self._device is not None:
             self._hangs, self.error = bool(self._launches), error
-            threading.Thread(target=self._device.abort, name="weft abort", daemon=True).start()  # which may hang too
+            threading.Thread(
+                target=self._device.abort, name="weft abort", daemon=True
+            ).start()  # which may hang too
         return error
 
     def _broken(self, error: RuntimeError) -> RankError:
@@ -166,7 +174,8 @@ class Watchdog:
         return not self._launches
 
     def _has_moved(self) -> bool:
-        """Whether the device, or without one the host, has moved on since the last look, or has nothing to do."""
+        """Whether the device, or without one the host, has moved on since the last look, or has
+        nothing to do."""
         if self._device is not None:
             return self._is_done()
         before, self._here = self._here, self._host.here
@@ -193,4 +202,6 @@ class Watchdog:
                 return monitor.explain(peer, "its process ended", gone=[peer], waiting=waiting)
         if oldest is None or late < monitor.timeout:
             return None
-        return monitor.explain(monitor.rank, f"no progress for {monitor.timeout:g} s", waiting=waiting)
+        return monitor.explain(
+            monitor.rank, f"no progress for {monitor.timeout:g} s", waiting=waiting
+        )
