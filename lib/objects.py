@@ -488,8 +488,7 @@ def _restore(value: Any, now: Members, before: Members) -> None:
 
 @attrs.frozen(eq=False)
 class _Contents:
-    """How the contents of a mutable object that has no members are copied, compared and put back.
-    """
+    """How the contents of a mutable object that has no members are copied, compared and put back."""
 
     get: Callable[[Any], Any]
     put: Callable[[Any, Any], Any]

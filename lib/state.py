@@ -375,9 +375,15 @@ def resolve(state: State, batch: Batch) -> ResolvedBatch:
     """
     limits = None if state.drafting is None else state.drafting.limits
     ids, positions, slots, seq_lens, block_table, last_index = resolve_tokens(
-        batch.rows, batch.input_ids, batch.query_start_loc, state.positions, state.last_tokens, state.block_table,
-        limits, state.kv_pages.shape[3],
-    )  # fmt: skip
+        batch.rows,
+        batch.input_ids,
+        batch.query_start_loc,
+        state.positions,
+        state.last_tokens,
+        state.block_table,
+        limits,
+        state.kv_pages.shape[3],
+    )
     adapters, active = _find_adapters(state, batch)
     if state.found is not None:
         slots = _written(batch, state.found, positions, slots, state.kv_pages)
@@ -385,9 +391,20 @@ def resolve(state: State, batch: Batch) -> ResolvedBatch:
         {} if state.carried is None else state.carried.read(batch.rows, state.positions[batch.rows])
     )
     return ResolvedBatch(
-        batch.descriptor, batch.rows, ids, positions, batch.query_start_loc, seq_lens, block_table, slots, last_index,
-        adapters, active, {name: PerRequest(values[batch.rows]) for name, values in state.extras.items()}, carried,
-    )  # fmt: skip
+        batch.descriptor,
+        batch.rows,
+        ids,
+        positions,
+        batch.query_start_loc,
+        seq_lens,
+        block_table,
+        slots,
+        last_index,
+        adapters,
+        active,
+        {name: PerRequest(values[batch.rows]) for name, values in state.extras.items()},
+        carried,
+    )
 
 
 def _written(

@@ -118,10 +118,17 @@ def time_decode(
     floor = (num_bytes(model.params) + kv_bytes) / bandwidth
     infos = [graph.cache_info() for graph in runner.graphs]
     return {
-        "reqs": num_reqs, "context": context, "stages": num_stages, "mode": mode, "ms": seconds * 1e3,
-        "floor_ms": floor * 1e3, "share": floor / seconds, "tokens_per_s": num_reqs / seconds,
-        "captures": sum(i.captures for i in infos), "replays": sum(i.replays for i in infos),
-    }  # fmt: skip
+        "reqs": num_reqs,
+        "context": context,
+        "stages": num_stages,
+        "mode": mode,
+        "ms": seconds * 1e3,
+        "floor_ms": floor * 1e3,
+        "share": floor / seconds,
+        "tokens_per_s": num_reqs / seconds,
+        "captures": sum(i.captures for i in infos),
+        "replays": sum(i.replays for i in infos),
+    }
 
 
 def run_tests(folder: str) -> dict[str, Any]:

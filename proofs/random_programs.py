@@ -189,8 +189,7 @@ def _start_worker() -> None:
 
 
 class _DeviceFailed(BaseException):
-    """The device failed. It runs no program after that, so Hypothesis must not make this one small.
-    """
+    """The device failed. It runs no program after that, so Hypothesis must not make this one small."""
 
 
 def _check_batch(device: str, seed: int, law: str) -> Run:

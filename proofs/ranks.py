@@ -66,8 +66,14 @@ def draw_traces(count: int, min_layers: int) -> list[Trace]:
     """The same traces in every process."""
     drawn: list[Trace] = []
 
-    @settings(max_examples=count, derandomize=True, database=None, deadline=None, phases=[Phase.generate],
-              suppress_health_check=list(HealthCheck))  # fmt: skip
+    @settings(
+        max_examples=count,
+        derandomize=True,
+        database=None,
+        deadline=None,
+        phases=[Phase.generate],
+        suppress_health_check=list(HealthCheck),
+    )
     @given(traces(min_layers=min_layers, max_layers=max(min_layers, 3)))
     def keep(trace: Trace) -> None:
         drawn.append(trace)

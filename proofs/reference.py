@@ -121,8 +121,7 @@ def _constant(value: Any) -> str:
 
 
 def _is_made(cls: type) -> bool:
-    """Whether a class's signature says nothing: protocols, and exceptions, which all take the same.
-    """
+    """Whether a class's signature says nothing: protocols, and exceptions, which all take the same."""
     return issubclass(cls, BaseException) or bool(getattr(cls, "_is_protocol", False))
 
 

@@ -229,19 +229,28 @@ NEUTRAL: Mapping[str, str] = {
 # tensor, or that change the sizes that `weft plan` works with. A field that adds tensors, such as a
 # bias or a norm, needs no entry: loading refuses tensors that the configuration does not explain.
 _ELSEWHERE: Sequence[tuple[tuple[Any, ...], str]] = (
-    ((None, 0, 0.0), """attn_logit_softcapping final_logit_softcapping logits_soft_cap logit_softcap logit_cap clip_qkv
-        swiglu_limit"""),
-    ((None, 1, 1.0), """embedding_multiplier residual_multiplier attention_multiplier logits_scaling logit_scale
+    (
+        (None, 0, 0.0),
+        """attn_logit_softcapping final_logit_softcapping logits_soft_cap logit_softcap logit_cap clip_qkv
+        swiglu_limit""",
+    ),
+    (
+        (None, 1, 1.0),
+        """embedding_multiplier residual_multiplier attention_multiplier logits_scaling logit_scale
         lm_head_multiplier key_multiplier attention_in_multiplier attention_out_multiplier attention_value_scale
-        embedding_scale scale_emb scale_depth attn_scale routed_scaling_factor n_group topk_group"""),
-    ((None, False, 0), """use_qk_norm alibi no_rope_layers no_rope_layer_interval rotary_dim rope_local_base_freq
+        embedding_scale scale_emb scale_depth attn_scale routed_scaling_factor n_group topk_group""",
+    ),
+    (
+        (None, False, 0),
+        """use_qk_norm alibi no_rope_layers no_rope_layer_interval rotary_dim rope_local_base_freq
         local_rope_theta layer_rope_theta attention_chunk_size sliding_window_pattern sliding_window_size
         use_bidirectional_attention attn_temperature_tuning query_pre_attn_scalar dim_model_base scale_embedding
-        use_parallel_residual parallel_attn num_kv_shared_layers num_experts num_local_experts n_routed_experts"""),
+        use_parallel_residual parallel_attn num_kv_shared_layers num_experts num_local_experts n_routed_experts""",
+    ),
     ((None, "silu", "swish"), "hidden_activation activation_function"),
     ((None, "softmax"), "scoring_func"),
     ((None, "rope", "rotary"), "position_embedding_type"),
-)  # fmt: skip
+)
 
 # Fields that change nothing at these values, and that ask for something weft does not do at any
 # other.

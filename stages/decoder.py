@@ -279,9 +279,16 @@ def attention(
     qkv = project(x, layer.qkv_proj, layer.qkv_scale, layer.qkv_bias, min(leaves, 1))
     qkv = adapted(qkv, x.plain, layer.lora.qkv, batch)
     q, kv_pages = rotate_and_keep(
-        qkv, layer.q_norm, layer.k_norm, config.rms_norm_eps, *tables, batch.slot_mapping, kv_pages,
-        config.num_heads, (keys, values),
-    )  # fmt: skip
+        qkv,
+        layer.q_norm,
+        layer.k_norm,
+        config.rms_norm_eps,
+        *tables,
+        batch.slot_mapping,
+        kv_pages,
+        config.num_heads,
+        (keys, values),
+    )
     adapts = layer.lora.o is not None and batch.adapters is not None
     if attend is None and layer.o_scale is not None and dim == BLOCK and not adapts:
         fp8 = paged_attention_quantized(
@@ -351,10 +358,18 @@ def feed_forward(
     )
     first = 0 if config.moe.held is None else axis_index(AXIS) * config.moe.held
     return run_experts(
-        x.plain if x.quantized is None else x.quantized, layer.gate_up_proj, layer.down_proj, weights, experts,
-        gate_up_scale=layer.gate_up_scale, down_scale=layer.down_scale, dtype=dtype,
-        first=first, num_experts=config.moe.num_experts, leaves=leaves,
-    )  # fmt: skip
+        x.plain if x.quantized is None else x.quantized,
+        layer.gate_up_proj,
+        layer.down_proj,
+        weights,
+        experts,
+        gate_up_scale=layer.gate_up_scale,
+        down_scale=layer.down_scale,
+        dtype=dtype,
+        first=first,
+        num_experts=config.moe.num_experts,
+        leaves=leaves,
+    )
 
 
 BLOCKS = Blocks(norm, attention, feed_forward)

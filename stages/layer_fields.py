@@ -193,8 +193,10 @@ def _converted(config: ModelConfig, names: list[str]) -> bool:
 def _stacked(first: dict[str, Field], experts: Sequence[str]) -> dict[str, Field]:
     """The fields of all experts, by those of the first of them, stacked along a new first
     dimension."""
-    return {name: Field((len(experts), *field.shape), tuple(_of_experts(field, experts)), field.dtype)
-            for name, field in first.items()}  # fmt: skip
+    return {
+        name: Field((len(experts), *field.shape), tuple(_of_experts(field, experts)), field.dtype)
+        for name, field in first.items()
+    }
 
 
 def _of_experts(first: Field, experts: Sequence[str]) -> Iterator[Part]:

@@ -33,7 +33,7 @@ from weft.stages.custom.functions import (
     check_together,
     name_of,
     updated,
-)  # fmt: skip
+)
 from weft.stages.custom.results import transformed
 from weft.stages.custom.sown import SownNames
 from weft.stages.decoder import decoder_stage

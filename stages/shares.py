@@ -249,8 +249,7 @@ class TensorRanks:
         return all_reduce(added, self.axis)
 
     def embed(self, input_ids: Tensor, weight: Tensor) -> Tensor:
-        """The embeddings [num_tokens, hidden_size], each from the rank that holds the token's row.
-        """
+        """The embeddings [num_tokens, hidden_size], each from the rank that holds the token's row."""
         own = input_ids - axis_index(self.axis) * weight.shape[0]
         holds = (own >= 0) & (own < weight.shape[0])
         found = F.embedding(torch.where(holds, own, 0), weight)

@@ -70,8 +70,7 @@ def pytest_unconfigure() -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Without `--all`, leave out slow tests, and let Hypothesis draw few examples for the others.
-    """
+    """Without `--all`, leave out slow tests, and let Hypothesis draw few examples for the others."""
     nightly, everything = config.getoption("nightly"), runs_everything(config)
     left_out = [
         item

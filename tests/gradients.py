@@ -151,8 +151,7 @@ def loss_by(
 
 
 def recorded(params: Any) -> Any:
-    """Leaves that require grad; a tensor that occurs twice, as tied weights do, still occurs twice.
-    """
+    """Leaves that require grad; a tensor that occurs twice, as tied weights do, still occurs twice."""
     made: dict[int, Tensor] = {}
     return tree_map(lambda x: made.setdefault(id(x), x.detach().clone().requires_grad_()), params)
 

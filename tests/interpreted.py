@@ -25,8 +25,7 @@ _BY_ADDRESS = "weft.ops.copying.copies_triton", "weft.ops.transfers.peer_exchang
 
 
 class Ranges:
-    """The addresses of the arguments of the kernel that runs; all, if they are tables of addresses.
-    """
+    """The addresses of the arguments of the kernel that runs; all, if they are tables of addresses."""
 
     def __init__(self) -> None:
         self.starts = self.ends = np.zeros(0, np.uint64)

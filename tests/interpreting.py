@@ -51,8 +51,7 @@ def _server() -> subprocess.Popen[str]:
 
 
 def run_interpreted(code: str, folder: Path, *arguments: object, seconds: int = 300) -> str:
-    """Run code in a process of its own, and return its output. It may import modules of `_FOLDERS`.
-    """
+    """Run code in a process of its own, and return its output. It may import modules of `_FOLDERS`."""
     pytest.importorskip("triton")
     written, server = folder / "written.txt", _server()
     written.touch()

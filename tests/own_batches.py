@@ -107,8 +107,7 @@ class SplitGraph(Graph):
 @weft.pytree
 @attrs.frozen(eq=False)
 class Graphs:
-    """Graphs in one: their nodes and edges begin at `first_node` and `first_edge` [num_graphs + 1].
-    """
+    """Graphs in one: their nodes and edges begin at `first_node` and `first_edge` [num_graphs + 1]."""
 
     x: Tensor = attrs.field(metadata=weft.axes("num_nodes"))
     source: Tensor = attrs.field(metadata=weft.axes("num_edges"))

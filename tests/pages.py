@@ -43,8 +43,7 @@ def links(page: Path) -> list[str]:
 
 
 def paths(page: Path) -> list[str]:
-    """The files, folders and patterns of the repository that a page names as code, or in a command.
-    """
+    """The files, folders and patterns of the repository that a page names as code, or in a command."""
     rooms = r"lib|stages|transforms|proofs|tests|\.ci|\.github|\.src"
     found = re.findall(rf"(?<![\w/.-])((?:{rooms})/[\w./*-]*)", page.read_text(encoding="utf-8"))
     return [path.rstrip(".") for path in found]
@@ -63,8 +62,7 @@ def node_ids(page: Path) -> list[tuple[str, str, str]]:
 
 
 def missing_test(file: str, function: str, case: str, cases: set[str]) -> str:
-    """Why a test that a page names does not exist; empty if it does. `cases` are those of the laws.
-    """
+    """Why a test that a page names does not exist; empty if it does. `cases` are those of the laws."""
     path = ROOT / file
     if not path.is_file():
         return f"no file {file}"

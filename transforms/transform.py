@@ -44,8 +44,7 @@ class Carried:
 
 
 def _carried(state: Any, own: Any) -> Carried:
-    """A `Carried`, made without its `__init__`, which `torch.compile` of torch 2.14 cannot trace.
-    """
+    """A `Carried`, made without its `__init__`, which `torch.compile` of torch 2.14 cannot trace."""
     carried = object.__new__(Carried)
     object.__setattr__(carried, "state", state)
     object.__setattr__(carried, "own", own)

@@ -72,8 +72,7 @@ def _is_equal_in_each_row(a: Tensor, b: Tensor) -> bool:
 
 @functools.lru_cache(256)
 def replicas(layout: Layout, mesh: Mesh) -> tuple[tuple[str, tuple[int, ...]], ...]:
-    """The axes along which a value is placed as `Replicate()`, each with ranks that hold one value.
-    """
+    """The axes along which a value is placed as `Replicate()`, each with ranks that hold one value."""
     axes = (axis for axis, placement in layout if placement == Replicate())
     return tuple(
         (axis, ranks)

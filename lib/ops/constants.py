@@ -50,7 +50,6 @@ def is_constant(tensor: Tensor) -> bool:
 
 
 def kernel_kind(tensor: Tensor) -> tuple[Any, ...]:
-    """Everything about a tensor that the choice of a kernel may depend on, other than its values.
-    """
+    """Everything about a tensor that the choice of a kernel may depend on, other than its values."""
     place = tensor.data_ptr() % (_ALIGNED_ON_GPU if tensor.is_cuda else _ALIGNED)
     return tensor.shape, tensor.stride(), tensor.dtype, tensor.device, place, is_constant(tensor)

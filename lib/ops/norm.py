@@ -101,10 +101,12 @@ def add_rms_norm_quantized(
 @operator(
     kernel="weft.ops.norm_triton:add_norm_quantized",
     fake=lambda residual: (
-        torch.empty_like(residual), *empty_quantized(residual, *residual.shape), torch.empty_like(residual)
+        torch.empty_like(residual),
+        *empty_quantized(residual, *residual.shape),
+        torch.empty_like(residual),
     ),
     no_derivative=ROUNDED,
-)  # fmt: skip
+)
 def _add_rms_norm_quantized(
     x: Tensor, residual: Tensor, weight: Tensor, eps: float
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:

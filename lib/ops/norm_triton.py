@@ -21,10 +21,25 @@ from weft.ops.tiles.tile import power_of_two
 
 @kernel(do_not_specialize=["at_once", "is_early"])
 def _norm_kernel(
-    x, residual, weight, total, normed, values, scales, columns, stride, eps, at_once, is_early,
-    PARTS: tl.constexpr, ADD: tl.constexpr, NORM: tl.constexpr, QUANTIZE: tl.constexpr,
-    GROUPS: tl.constexpr, TYPE: tl.constexpr,
-):  # fmt: skip
+    x,
+    residual,
+    weight,
+    total,
+    normed,
+    values,
+    scales,
+    columns,
+    stride,
+    eps,
+    at_once,
+    is_early,
+    PARTS: tl.constexpr,
+    ADD: tl.constexpr,
+    NORM: tl.constexpr,
+    QUANTIZE: tl.constexpr,
+    GROUPS: tl.constexpr,
+    TYPE: tl.constexpr,
+):
     group = tl.arange(0, GROUPS)
     column = group[:, None] * 128 + tl.arange(0, 128)[None, :]
     inside = column < columns
@@ -110,9 +125,25 @@ def _run(
     with torch.cuda.device_of(x):
         if tokens:
             _norm_kernel[(tokens,)](
-                x, like, x if weight is None else weight, total, normed, values, scales, columns, tokens * columns, eps,
-                few, is_early, PARTS=num_parts(x), ADD=residual is not None, NORM=weight is not None,
-                QUANTIZE=quantized, GROUPS=groups, TYPE=TRITON_DTYPES[like.dtype],
-                num_warps=max(1, min(8, groups // 2)), **early(x),
-            )  # fmt: skip
+                x,
+                like,
+                x if weight is None else weight,
+                total,
+                normed,
+                values,
+                scales,
+                columns,
+                tokens * columns,
+                eps,
+                few,
+                is_early,
+                PARTS=num_parts(x),
+                ADD=residual is not None,
+                NORM=weight is not None,
+                QUANTIZE=quantized,
+                GROUPS=groups,
+                TYPE=TRITON_DTYPES[like.dtype],
+                num_warps=max(1, min(8, groups // 2)),
+                **early(x),
+            )
     return total, normed, values, scales

@@ -21,9 +21,18 @@ _BLOCK = 128
 
 @triton.jit
 def _resolve_request(
-    request, rows, starts, positions, block_table, seq_lens, tables, last_index, num_rows, max_pages,
+    request,
+    rows,
+    starts,
+    positions,
+    block_table,
+    seq_lens,
+    tables,
+    last_index,
+    num_rows,
+    max_pages,
     BLOCK: tl.constexpr,
-):  # fmt: skip
+):
     """Read one request from the table: its context length, pages and last token."""
     row = tl.load(rows + request)
     own = tl.where((row < 0) | (row >= num_rows), num_rows - 1, row)
@@ -39,17 +48,43 @@ def _resolve_request(
 
 @kernel(do_not_specialize=["num_reqs", "num_tokens", "num_rows"])
 def _resolve_kernel(
-    rows, input_ids, starts, positions, last_tokens, block_table, limits,
-    ids, places, slots, seq_lens, tables, last_index, num_reqs, num_tokens, num_rows, max_pages,
-    PAGE_SIZE: tl.constexpr, LIMITED: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
+    rows,
+    input_ids,
+    starts,
+    positions,
+    last_tokens,
+    block_table,
+    limits,
+    ids,
+    places,
+    slots,
+    seq_lens,
+    tables,
+    last_index,
+    num_reqs,
+    num_tokens,
+    num_rows,
+    max_pages,
+    PAGE_SIZE: tl.constexpr,
+    LIMITED: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
     """A program for each request, then one for each block of tokens."""
     begin()
     if tl.program_id(0) < num_reqs:
         _resolve_request(
-            tl.program_id(0), rows, starts, positions, block_table, seq_lens, tables, last_index, num_rows, max_pages,
+            tl.program_id(0),
+            rows,
+            starts,
+            positions,
+            block_table,
+            seq_lens,
+            tables,
+            last_index,
+            num_rows,
+            max_pages,
             BLOCK,
-        )  # fmt: skip
+        )
     else:
         token = (tl.program_id(0) - num_reqs) * BLOCK + tl.arange(0, BLOCK)
         inside = token < num_tokens
@@ -100,11 +135,28 @@ def resolve_tokens(
     with torch.cuda.device_of(rows):
         if num_reqs:
             _resolve_kernel[(num_reqs + cdiv(num_tokens, _BLOCK),)](
-                rows.contiguous(), input_ids.contiguous(), query_start_loc.contiguous(), positions, last_tokens,
-                block_table.contiguous(), positions if limits is None else limits,
-                ids, places, slots, seq_lens, tables, last_index, num_reqs, num_tokens, len(positions), max_pages,
-                PAGE_SIZE=page_size, LIMITED=limits is not None, BLOCK=_BLOCK, **early(rows),
-            )  # fmt: skip
+                rows.contiguous(),
+                input_ids.contiguous(),
+                query_start_loc.contiguous(),
+                positions,
+                last_tokens,
+                block_table.contiguous(),
+                positions if limits is None else limits,
+                ids,
+                places,
+                slots,
+                seq_lens,
+                tables,
+                last_index,
+                num_reqs,
+                num_tokens,
+                len(positions),
+                max_pages,
+                PAGE_SIZE=page_size,
+                LIMITED=limits is not None,
+                BLOCK=_BLOCK,
+                **early(rows),
+            )
     return ids, places, slots, seq_lens, tables, last_index
 
 
@@ -147,7 +199,15 @@ def move_on(
     with torch.cuda.device_of(positions):
         if num_reqs := len(rows):
             _move_on_kernel[(cdiv(num_reqs, _BLOCK),)](
-                positions, last_tokens, rows.contiguous(), query_start_loc.contiguous(), samples.contiguous(),
-                rows if ids is None else ids.contiguous(), num_reqs, len(positions),
-                SAMPLED=ids is not None, BLOCK=_BLOCK, **early(positions),
-            )  # fmt: skip
+                positions,
+                last_tokens,
+                rows.contiguous(),
+                query_start_loc.contiguous(),
+                samples.contiguous(),
+                rows if ids is None else ids.contiguous(),
+                num_reqs,
+                len(positions),
+                SAMPLED=ids is not None,
+                BLOCK=_BLOCK,
+                **early(positions),
+            )

@@ -21,10 +21,31 @@ _ANGLES = 256
 
 @kernel(do_not_specialize=["at_once"])
 def _rotary_kernel(
-    qkv, q_norm, k_norm, cos, sin, slots, kv_pages, out, columns, stride, to_values, k_start, v_start, eps, at_once,
-    HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, HALF: tl.constexpr, BLOCK: tl.constexpr,
-    NORM: tl.constexpr, PARTS: tl.constexpr, TYPE: tl.constexpr, FP8: tl.constexpr,
-):  # fmt: skip
+    qkv,
+    q_norm,
+    k_norm,
+    cos,
+    sin,
+    slots,
+    kv_pages,
+    out,
+    columns,
+    stride,
+    to_values,
+    k_start,
+    v_start,
+    eps,
+    at_once,
+    HEADS: tl.constexpr,
+    KV_HEADS: tl.constexpr,
+    DIM: tl.constexpr,
+    HALF: tl.constexpr,
+    BLOCK: tl.constexpr,
+    NORM: tl.constexpr,
+    PARTS: tl.constexpr,
+    TYPE: tl.constexpr,
+    FP8: tl.constexpr,
+):
     begin(at_once)
     token = tl.program_id(0).to(tl.int64)
     slot = tl.load(slots + token).to(tl.int64)
@@ -89,14 +110,32 @@ def rotate_and_keep(
     with torch.cuda.device_of(qkv):
         if tokens:
             _rotary_kernel[(tokens, blocks)](
-                qkv, cos if q_norm is None else q_norm, cos if k_norm is None else k_norm, cos.contiguous(),
-                sin.contiguous(), slot_mapping.contiguous(), kv_pages, out, columns, tokens * columns,
-                kv_pages.stride(0), *starts, eps, at_once(tokens),
-                HEADS=num_heads, KV_HEADS=kv_heads, DIM=dim, HALF=power_of_two(dim // 2), BLOCK=_HEADS,
-                NORM=q_norm is not None and k_norm is not None, PARTS=num_parts(qkv),
-                TYPE=TRITON_DTYPES[cos.dtype], FP8=kv_pages.dtype == torch.float8_e4m3fn,
-                num_warps=4, **early(qkv),
-            )  # fmt: skip
+                qkv,
+                cos if q_norm is None else q_norm,
+                cos if k_norm is None else k_norm,
+                cos.contiguous(),
+                sin.contiguous(),
+                slot_mapping.contiguous(),
+                kv_pages,
+                out,
+                columns,
+                tokens * columns,
+                kv_pages.stride(0),
+                *starts,
+                eps,
+                at_once(tokens),
+                HEADS=num_heads,
+                KV_HEADS=kv_heads,
+                DIM=dim,
+                HALF=power_of_two(dim // 2),
+                BLOCK=_HEADS,
+                NORM=q_norm is not None and k_norm is not None,
+                PARTS=num_parts(qkv),
+                TYPE=TRITON_DTYPES[cos.dtype],
+                FP8=kv_pages.dtype == torch.float8_e4m3fn,
+                num_warps=4,
+                **early(qkv),
+            )
     return out
 
 
@@ -131,7 +170,16 @@ def turn_tables(
     with torch.cuda.device_of(inv_freq):
         if count := cos.numel():
             _turn_kernel[(cdiv(count, _ANGLES),)](
-                inv_freq.contiguous(), positions.contiguous(), cos, sin, count, inv_freq.shape[0], attention_factor,
-                EACH=positions.dim() == 2, BLOCK=_ANGLES, TYPE=TRITON_DTYPES[dtype], **early(inv_freq),
-            )  # fmt: skip
+                inv_freq.contiguous(),
+                positions.contiguous(),
+                cos,
+                sin,
+                count,
+                inv_freq.shape[0],
+                attention_factor,
+                EACH=positions.dim() == 2,
+                BLOCK=_ANGLES,
+                TYPE=TRITON_DTYPES[dtype],
+                **early(inv_freq),
+            )
     return cos, sin

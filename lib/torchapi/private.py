@@ -239,8 +239,7 @@ def is_differentiated_by_row(tensor: torch.Tensor) -> bool:
 
 
 def is_differentiated(tensor: torch.Tensor) -> bool:
-    """Whether autograd, or a torch.func transform at any level, tracks operations on a tensor now.
-    """
+    """Whether autograd, or a torch.func transform at any level, tracks operations on a tensor now."""
     while True:
         dual = forward_ad._current_level >= 0 and forward_ad.unpack_dual(tensor).tangent is not None
         if dual or (tensor.requires_grad and torch.is_grad_enabled()):

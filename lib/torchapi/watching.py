@@ -155,8 +155,7 @@ class _Passing(OperatorWatch):
 
 
 class _Wrapper(torch.Tensor):
-    """A tensor of a class that dispatches by itself, as the results of functional collectives are.
-    """
+    """A tensor of a class that dispatches by itself, as the results of functional collectives are."""
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
@@ -167,8 +166,7 @@ class _Wrapper(torch.Tensor):
 
 @functools.cache
 def _needs_each_operator() -> bool:
-    """Whether torch finds a fallback written in Python for plain tensors alone, as torch 2.11 does.
-    """
+    """Whether torch finds a fallback written in Python for plain tensors alone, as torch 2.11 does."""
     wrapper = torch.Tensor._make_wrapper_subclass(_Wrapper, (1,))
     with torch._C._IncludeDispatchKeyGuard(KEY):
         _set_active((_Passing(),))

@@ -79,9 +79,13 @@ def write_tasks(folder: Path) -> None:
         file = folder / f"{name}.jsonl"
         file.write_text("".join(json.dumps(own) + "\n" for own in found))
         task: dict[str, Any] = {
-            "task": name, "dataset_path": "json", "dataset_kwargs": {"data_files": {"test": str(file)}},
-            "test_split": "test", "doc_to_text": "{{text}}", "description": _SHOTS if name.startswith("sums") else "",
-        }  # fmt: skip
+            "task": name,
+            "dataset_path": "json",
+            "dataset_kwargs": {"data_files": {"test": str(file)}},
+            "test_split": "test",
+            "doc_to_text": "{{text}}",
+            "description": _SHOTS if name.startswith("sums") else "",
+        }
         if name in CHOICES:
             task |= {
                 "output_type": "multiple_choice",

@@ -32,9 +32,16 @@ BY_CONTEXT = tuple((64, 256 * 2**i) for i in range(6))
 QUICK = ((2, 8), (2, 16))
 
 TINY = {
-    **QWEN3_0_6B, "vocab_size": 97, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
-    "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "torch_dtype": "float32",
-}  # fmt: skip
+    **QWEN3_0_6B,
+    "vocab_size": 97,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "torch_dtype": "float32",
+}
 
 
 def main() -> None:

@@ -118,8 +118,7 @@ def online(given: argparse.Namespace, url: str, vocab_size: int) -> Iterator[dic
 
 
 def run(given: argparse.Namespace, name: str) -> dict[str, Any]:
-    """The record of a model: its rows, those without HTTP, and the ratio of both at the rate `inf`.
-    """
+    """The record of a model: its rows, those without HTTP, and the ratio of both at the rate `inf`."""
     options = options_of(given, name)
     vocab_size = read_config(options).vocab_size
     with multiprocessing.get_context("spawn").Pool(

@@ -115,8 +115,7 @@ def _run(here: Here, options: Bench, plan: Plan, model: Model) -> list[dict[str,
 
 
 def complete(engine: Engine, plan: Plan, input_len: int) -> list[list[int]]:
-    """Greedy completions of prompts, as many at once as fit; the last tokens of each are left out.
-    """
+    """Greedy completions of prompts, as many at once as fit; the last tokens of each are left out."""
     draw, vocabulary = random.Random(1), range(engine.model.config.vocab_size)
     sampling = SamplingParams(temperature=0.0, ignore_eos=True)
     said: dict[str, list[int]] = {}

@@ -21,8 +21,7 @@ order."""
 
 
 class LawViolation(AssertionError):
-    """A law that did not hold: its name, the path of the first difference, and both values there.
-    """
+    """A law that did not hold: its name, the path of the first difference, and both values there."""
 
 
 @attrs.frozen

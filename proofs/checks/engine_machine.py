@@ -401,7 +401,6 @@ def _written(options: Mapping[str, Any]) -> str:
 
 
 def _note(text: str) -> None:
-    """Show a text with a failure; nothing where the machine is driven by hand, without Hypothesis.
-    """
+    """Show a text with a failure; nothing where the machine is driven by hand, without Hypothesis."""
     if currently_in_test_context():
         note(text)

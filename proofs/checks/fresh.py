@@ -156,8 +156,7 @@ def _answer_and_exit(answer: Callable[[Any], Any], question: bytes, end: int) ->
 
 @contextlib.contextmanager
 def _silenced() -> Iterator[None]:
-    """A context in which nothing is printed: the process that asks runs the same calls, and prints.
-    """
+    """A context in which nothing is printed: the process that asks runs the same calls, and prints."""
     with (
         contextlib.redirect_stdout(io.StringIO()),
         contextlib.redirect_stderr(io.StringIO()),

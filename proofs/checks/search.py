@@ -146,8 +146,7 @@ def remember(error: Exception, given: Any) -> None:
 
 
 def remembered(error: Exception) -> Any:
-    """The arguments that `remember` attached; None if the user's function did not raise the error.
-    """
+    """The arguments that `remember` attached; None if the user's function did not raise the error."""
     return vars(error).get("__weft_given__")
 
 

@@ -64,8 +64,7 @@ class Asked:
 
 
 def catalogue(count: int, seed: int) -> list[Asked]:
-    """So many requests, drawn by seed. Each is greedy or has a seed, so that its answer is known.
-    """
+    """So many requests, drawn by seed. Each is greedy or has a seed, so that its answer is known."""
     drawn = random.Random(seed)
     return [_draw(drawn) for _ in range(count)]
 

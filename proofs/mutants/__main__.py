@@ -37,10 +37,16 @@ def row(
         ):  # its texts may be others now
             return {**known, "case": list(again.case), "violation": again.violation.splitlines()[0]}
         caught = catch(mutant.law, device, max_examples=MOST_EXAMPLES, shrinks=shrinks)
-    found = {"examples": None, "case": [], "violation": "survived", "choices": ""} if caught is None else {
-        "examples": caught.examples, "case": list(caught.case), "violation": caught.violation.splitlines()[0],
-        "choices": caught.choices,
-    }  # fmt: skip
+    found = (
+        {"examples": None, "case": [], "violation": "survived", "choices": ""}
+        if caught is None
+        else {
+            "examples": caught.examples,
+            "case": list(caught.case),
+            "violation": caught.violation.splitlines()[0],
+            "choices": caught.choices,
+        }
+    )
     return {"law": str(mutant.law), "mutant": mutant.name, **found}
 
 

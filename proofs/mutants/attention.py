@@ -41,8 +41,7 @@ def _without_window(q: Tensor, kv_pages: Tensor, *rest: Any) -> Tensor:
 
 
 def _of_the_step_before(q: Tensor, kv_pages: Tensor, *rest: Any) -> Tensor:
-    """A step whose tensors have the memory of the one before it, as in a graph, has its plan too.
-    """
+    """A step whose tensors have the memory of the one before it, as in a graph, has its plan too."""
     *where, _ = rest
     return _BY_HANDLE(q, kv_pages, *where, False)
 

@@ -1,5 +1,4 @@
-"""Planted bugs of captures (L24): hazards that weft no longer refuses, remembers or has in a key.
-"""
+"""Planted bugs of captures (L24): hazards that weft no longer refuses, remembers or has in a key."""
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
@@ -65,8 +64,7 @@ def _forget_refusal(
 
 @contextmanager
 def _watched_by_a_mode() -> Iterator[None]:
-    """A dispatch mode is active too; it changes nothing, but torch's composite operators notice it.
-    """
+    """A dispatch mode is active too; it changes nothing, but torch's composite operators notice it."""
     enter, leave = OperatorWatch.__enter__, OperatorWatch.__exit__
 
     def enter_both(self: Any) -> Any:

@@ -149,8 +149,7 @@ def _keys_of_the_first(name: str, whole: Field, own: Field, rank: int, kv_rank: 
 
 
 def _keys_in_turn(name: str, whole: Field, own: Field, rank: int, kv_rank: int) -> Field:
-    """Ranks take the heads of keys and values in turn, where neighbours should have the same one.
-    """
+    """Ranks take the heads of keys and values in turn, where neighbours should have the same one."""
     if not name.startswith("qkv"):
         return _share_field(name, whole, own, rank, kv_rank)
     shared = [
@@ -164,8 +163,7 @@ def _bias_on_every_rank(name: str, whole: Field, own: Field, rank: int, kv_rank:
 
 
 def _one_row_later(field: Field, shard: tuple[int, int]) -> Field:
-    """A rank's rows of the vocabulary begin one too late, or one too early where there are no more.
-    """
+    """A rank's rows of the vocabulary begin one too late, or one too early where there are no more."""
     made = share_rows(field, shard)
     if shard[1] == 1 or not made.parts:
         return made

@@ -178,8 +178,7 @@ def _sorted(sample: Any) -> Sample:
 
 
 def copies(tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
-    """Copies with the same strides, offsets and flags; tensors that share a storage share it still.
-    """
+    """Copies with the same strides, offsets and flags; tensors that share a storage share it still."""
     storages: dict[int, Any] = {}
 
     def copy(x: Tensor) -> Tensor:
@@ -252,8 +251,7 @@ def _vmap(
 
 
 def jvp_by(function: Callable[..., Any], tensors: Sequence[Tensor], marked: Sequence[int]) -> Any:
-    """A function's results and their derivative in one direction of the arguments at these indices.
-    """
+    """A function's results and their derivative in one direction of the arguments at these indices."""
 
     def of_marked(*values: Tensor) -> Any:
         inputs = list(tensors)

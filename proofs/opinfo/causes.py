@@ -1,5 +1,4 @@
-"""Causes in torch itself for which an operator's values do not repeat: data, each with its reason.
-"""
+"""Causes in torch itself for which an operator's values do not repeat: data, each with its reason."""
 
 from fnmatch import fnmatchcase
 from typing import Any

@@ -121,8 +121,7 @@ def reaches_its_own(rung: Any, ladder: Ladder[Any]) -> dict[str, Any]:
 
 
 def prove_order() -> Iterator[Verdict]:
-    """`BatchDescriptor.covers` is a partial order, and every field of the descriptor counts in it.
-    """
+    """`BatchDescriptor.covers` is a partial order, and every field of the descriptor counts in it."""
 
     def antisymmetric(path: Path) -> dict[str, Any]:
         a, b = unknown_descriptor(path, "a"), unknown_descriptor(path, "b")

@@ -139,14 +139,22 @@ def _comparison(make: Callable[[Any, Any], Any]) -> Callable[[Integer, Any], Any
 
 
 for _name, _make in {
-    "add": lambda a, b: a + b, "radd": lambda a, b: b + a, "sub": lambda a, b: a - b, "rsub": lambda a, b: b - a,
-    "mul": lambda a, b: a * b, "rmul": lambda a, b: b * a,
-}.items():  # fmt: skip
+    "add": lambda a, b: a + b,
+    "radd": lambda a, b: b + a,
+    "sub": lambda a, b: a - b,
+    "rsub": lambda a, b: b - a,
+    "mul": lambda a, b: a * b,
+    "rmul": lambda a, b: b * a,
+}.items():
     setattr(Integer, f"__{_name}__", _arithmetic(_make))
 for _name, _make in {
-    "lt": lambda a, b: a < b, "le": lambda a, b: a <= b, "gt": lambda a, b: a > b, "ge": lambda a, b: a >= b,
-    "eq": lambda a, b: a == b, "ne": lambda a, b: a != b,
-}.items():  # fmt: skip
+    "lt": lambda a, b: a < b,
+    "le": lambda a, b: a <= b,
+    "gt": lambda a, b: a > b,
+    "ge": lambda a, b: a >= b,
+    "eq": lambda a, b: a == b,
+    "ne": lambda a, b: a != b,
+}.items():
     setattr(Integer, f"__{_name}__", _comparison(_make))
 
 

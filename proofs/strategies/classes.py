@@ -26,8 +26,7 @@ def descriptors(draw: st.DrawFn, max_reqs: int = 12, max_query_len: int = 4) -> 
 
 
 def limits() -> st.SearchStrategy[Limits]:
-    """Limits of batches: few requests and tokens, one or two query lengths, and numbers of LoRAs.
-    """
+    """Limits of batches: few requests and tokens, one or two query lengths, and numbers of LoRAs."""
     query_lens = st.lists(st.integers(1, 4), min_size=1, max_size=2, unique=True).map(tuple)
     loras = st.builds(lora_rungs, st.integers(0, 3), specialised=st.booleans())
     return st.builds(Limits, st.integers(1, 12), st.integers(1, 40), query_lens, loras)

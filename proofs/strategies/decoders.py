@@ -50,8 +50,7 @@ WORDS = (
 
 
 def _vocabulary() -> dict[str, int]:
-    """Texts that mean something to a decoder, and bytes in the two ways in which tokens spell them.
-    """
+    """Texts that mean something to a decoder, and bytes in the two ways in which tokens spell them."""
     raw = sorted({*CHARACTERS.encode(), 0x80, 0xC3, 0xE2, 0xED, 0xFF})
     byte_level = Tokenizer(models.BPE())
     byte_level.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)

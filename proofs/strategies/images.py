@@ -126,8 +126,7 @@ def resolutions(most: int = 5) -> st.SearchStrategy[Resolution]:
 
 
 def resolution_ladders() -> st.SearchStrategy[tuple[Resolution, ...]]:
-    """Ladders of up to four resolutions, in any order: dispatch goes by `covers`, not by position.
-    """
+    """Ladders of up to four resolutions, in any order: dispatch goes by `covers`, not by position."""
     return st.lists(resolutions(7), max_size=4, unique=True).map(tuple)
 
 

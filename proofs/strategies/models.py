@@ -114,10 +114,21 @@ EXPERTS = (
 ROPES = (
     {"rope_type": "default", "rope_theta": 10000.0},
     {"rope_type": "linear", "rope_theta": 10000.0, "factor": 2.0},
-    {"rope_type": "llama3", "rope_theta": 5e5, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
-     "original_max_position_embeddings": 32},
-    {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 16},
-)  # fmt: skip
+    {
+        "rope_type": "llama3",
+        "rope_theta": 5e5,
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 32,
+    },
+    {
+        "rope_type": "yarn",
+        "rope_theta": 10000.0,
+        "factor": 4.0,
+        "original_max_position_embeddings": 16,
+    },
+)
 
 
 @attrs.frozen
@@ -239,8 +250,7 @@ class Scenario:
     def state(
         self, num_stages: int, device: torch.device | str = "cpu", poison: float = 0.0
     ) -> tuple[State, ...]:
-        """A fresh state for each stage, with the prompts admitted; unwritten pages hold `poison`.
-        """
+        """A fresh state for each stage, with the prompts admitted; unwritten pages hold `poison`."""
         decodes = sum(1 for step in self.moves for move in step if move.prompt_tokens == 0)
         pages = [-(-(len(p) + decodes) // self.page_size) for p in self.prompts]
         ends = [sum(pages[: i + 1]) for i in range(len(pages))]
@@ -261,9 +271,14 @@ class Scenario:
             empty.kv_pages.fill_(poison)
             deltas = [one.delta for one in self.given] or None
             return admit(
-                empty, rows, own, self.sampling, self.prompts, adapters=self.adapters or None,
+                empty,
+                rows,
+                own,
+                self.sampling,
+                self.prompts,
+                adapters=self.adapters or None,
                 mrope_position_deltas=deltas,
-            )  # fmt: skip
+            )
 
         return tuple(map(one, states))
 

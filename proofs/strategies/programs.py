@@ -252,9 +252,18 @@ FAULTS: dict[str, tuple[Where, Edit]] = {
 faults there."""
 
 EDITS: tuple[Edit, ...] = (
-    _drop, _double, _move, _rewrite, _insert, _swap_alike, _swap_neighbours, _omit, _other_schema, _other_peer,
+    _drop,
+    _double,
+    _move,
+    _rewrite,
+    _insert,
+    _swap_alike,
+    _swap_neighbours,
+    _omit,
+    _other_schema,
+    _other_peer,
     _other_microbatch,
-)  # fmt: skip
+)
 """Edits that apply to any effect."""
 
 
@@ -293,8 +302,7 @@ def _mapped(case: Scheduled, change: Callable[[Effect], Effect]) -> Scheduled:
 
 
 def _renamed(draw: st.DrawFn, case: Scheduled) -> Scheduled:
-    """Micro-batches with other numbers, and another schema on all edges: mostly harmless changes.
-    """
+    """Micro-batches with other numbers, and another schema on all edges: mostly harmless changes."""
     names, schema = (
         draw(st.permutations(range(len(case.jobs)))),
         draw(st.sampled_from((None, *SCHEMAS))),

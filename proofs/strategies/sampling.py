@@ -54,8 +54,7 @@ def _tokens(vocab_size: int) -> st.SearchStrategy[list[int]]:
 
 
 def fields_not_drawn(kind: type = SamplingParams) -> set[str]:
-    """The fields that no strategy draws, and of which nothing says that they are the host's alone.
-    """
+    """The fields that no strategy draws, and of which nothing says that they are the host's alone."""
     return {field.name for field in attrs.fields(kind)} - {*choices(12), *ALWAYS, *ON_HOST}
 
 

@@ -1,5 +1,4 @@
-"""Schedules of one's own: ranks run stages in any order, and the programs that `weave` makes of it.
-"""
+"""Schedules of one's own: ranks run stages in any order, and the programs that `weave` makes of it."""
 
 import random
 from collections.abc import Sequence
@@ -96,8 +95,17 @@ def woven_programs(draw: st.DrawFn, max_jobs: int = 4) -> Woven:
 
 
 _KINDS = (
-    "drop", "double", "move", "swap", "neighbours", "taken", "returned", "returned", "stage", "microbatch",
-)  # fmt: skip
+    "drop",
+    "double",
+    "move",
+    "swap",
+    "neighbours",
+    "taken",
+    "returned",
+    "returned",
+    "stage",
+    "microbatch",
+)
 
 
 def _edited(rng: random.Random, case: Scheduled, num_stages: int) -> Scheduled:

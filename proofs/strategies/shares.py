@@ -62,8 +62,7 @@ class CutScenario:
 
 @st.composite
 def cut_scenarios(draw: st.DrawFn) -> CutScenario:
-    """A model of any architecture, or in FP8, with adapters or without, and what `CutScenario` has.
-    """
+    """A model of any architecture, or in FP8, with adapters or without, and what `CutScenario` has."""
     scenario, leaves = (
         draw(scenarios(max_layers=2, max_steps=4)),
         draw(st.sampled_from((4, 4, 2, 8))),
@@ -103,9 +102,11 @@ def _configs_in_fp8(draw: st.DrawFn, config: ModelConfig) -> ModelConfig:
         "max_position_embeddings": 64,
         "tie_word_embeddings": draw(st.booleans()),
         "quantization_config": {
-            "quant_method": "fp8", "weight_block_size": [128, 128], "activation_scheme": "dynamic",
+            "quant_method": "fp8",
+            "weight_block_size": [128, 128],
+            "activation_scheme": "dynamic",
         },
-    }  # fmt: skip
+    }
     if draw(st.booleans()):
         experts = {
             "num_experts": 3,

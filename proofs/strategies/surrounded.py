@@ -1,5 +1,4 @@
-"""Sharded functions that read a tensor which is no argument, and the surroundings of their calls.
-"""
+"""Sharded functions that read a tensor which is no argument, and the surroundings of their calls."""
 
 import contextlib
 import copy
@@ -72,8 +71,7 @@ class _Caller(threading.Thread):
         self._meeting = meeting
 
     def meet(self) -> None:
-        """Wait until all are here; none waits long for one that has failed or has nothing to trace.
-        """
+        """Wait until all are here; none waits long for one that has failed or has nothing to trace."""
         with contextlib.suppress(threading.BrokenBarrierError):
             self._meeting.wait(_LONGEST_WAIT)
 

@@ -1,5 +1,4 @@
-"""Tensors of a shape and a dtype with few plain values, so that shrunk examples are easy to read.
-"""
+"""Tensors of a shape and a dtype with few plain values, so that shrunk examples are easy to read."""
 
 from collections.abc import Sequence
 from typing import Any

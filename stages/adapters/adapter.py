@@ -26,15 +26,35 @@ Names = tuple[str, ...] | Expression
 
 _CONFIG, _WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 _USED = {
-    "peft_type", "r", "lora_alpha", "use_rslora", "rank_pattern", "alpha_pattern", "target_modules", "exclude_modules",
-    "layers_to_transform", "layers_pattern",
-}  # fmt: skip
+    "peft_type",
+    "r",
+    "lora_alpha",
+    "use_rslora",
+    "rank_pattern",
+    "alpha_pattern",
+    "target_modules",
+    "exclude_modules",
+    "layers_to_transform",
+    "layers_pattern",
+}
 # Fields for training, for its start, or for bookkeeping alone.
 _NEUTRAL = {
-    "task_type", "auto_mapping", "peft_version", "base_model_name_or_path", "revision", "inference_mode",
-    "lora_dropout", "megatron_core", "qalora_group_size", "loftq_config", "eva_config", "corda_config",
-    "lora_ga_config", "runtime_config", "ensure_weight_tying",
-}  # fmt: skip
+    "task_type",
+    "auto_mapping",
+    "peft_version",
+    "base_model_name_or_path",
+    "revision",
+    "inference_mode",
+    "lora_dropout",
+    "megatron_core",
+    "qalora_group_size",
+    "loftq_config",
+    "eva_config",
+    "corda_config",
+    "lora_ga_config",
+    "runtime_config",
+    "ensure_weight_tying",
+}
 _NEUTRAL_AT: Mapping[str, tuple[Any, ...]] = {
     "bias": ("none",),
     # These leave the base model's weights as they are; others subtract the adapter's first values

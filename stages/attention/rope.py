@@ -120,8 +120,7 @@ def parse_rope(fields: Fields, default: Rope) -> Rope:
 
 
 def unknown_rope_keys(fields: Fields) -> dict[str, Any]:
-    """The keys of `rope_parameters` and `rope_scaling` that no rope type has, each with its value.
-    """
+    """The keys of `rope_parameters` and `rope_scaling` that no rope type has, each with its value."""
     known = set().union(*map(_known_keys, KINDS))
     return {
         f"{x.prefix}{name}": value

@@ -144,8 +144,7 @@ def _limit_memory() -> None:
 
 
 def _limit_time(seconds: float) -> None:
-    """Limit the time of this process, and how long it goes before everything else of the machine.
-    """
+    """Limit the time of this process, and how long it goes before everything else of the machine."""
     signal.signal(signal.SIGVTALRM, lambda *_: os.nice(19))
     signal.setitimer(signal.ITIMER_VIRTUAL, _QUICK_SECONDS)
     signal.setitimer(signal.ITIMER_REAL, seconds)

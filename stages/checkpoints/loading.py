@@ -28,7 +28,7 @@ from weft.stages.choices import (
 from weft.stages.custom.functions import (
     OWN,
     StageFunctions,
-)  # fmt: skip
+)
 from weft.stages.layout import split_model
 from weft.stages.model import Model
 

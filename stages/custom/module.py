@@ -209,8 +209,7 @@ def _tensors_in_objects(module: nn.Module) -> list[_ObjectTensor]:
 
 
 def _locks_of(parts: list[Any]) -> list["RLock"]:
-    """The locks of all parts of a module, in one order for all; a new one for those that have none.
-    """
+    """The locks of all parts of a module, in one order for all; a new one for those that have none."""
     new = threading.RLock()
     locks = {id(lock): lock for part in parts if (lock := _lock_of(part)) is not None} or {
         id(new): new

@@ -81,20 +81,37 @@ def test_makers_take_any_sequences() -> None:
 
 
 ERRORS = [
-    (([0, 1], [[1]], None), "rows=[0, 1], token_ids=<1 of lengths [1]>",
-     "2 rows, 1 token lists, 2 samples", "give one a row"),
-    (([0], [[1]], [True, False]), "rows=[0], token_ids=<1 of lengths [1]>",
-     "1 rows, 1 token lists, 2 samples", "give one a row"),
-    (([4, 7], [[1, 2], []], None), "rows=[4, 7], token_ids=<2 of lengths [2, 0]>",
-     "request 1 has no token", "leave such a request out of the batch"),
-    (([4, 4], [[1, 2], [3]], None), "rows=[4, 4], token_ids=<2 of lengths [2, 1]>",
-     "a row stands twice", "join the request's tokens in one list"),
-]  # fmt: skip
+    (
+        ([0, 1], [[1]], None),
+        "rows=[0, 1], token_ids=<1 of lengths [1]>",
+        "2 rows, 1 token lists, 2 samples",
+        "give one a row",
+    ),
+    (
+        ([0], [[1]], [True, False]),
+        "rows=[0], token_ids=<1 of lengths [1]>",
+        "1 rows, 1 token lists, 2 samples",
+        "give one a row",
+    ),
+    (
+        ([4, 7], [[1, 2], []], None),
+        "rows=[4, 7], token_ids=<2 of lengths [2, 0]>",
+        "request 1 has no token",
+        "leave such a request out of the batch",
+    ),
+    (
+        ([4, 4], [[1, 2], [3]], None),
+        "rows=[4, 4], token_ids=<2 of lengths [2, 1]>",
+        "a row stands twice",
+        "join the request's tokens in one list",
+    ),
+]
 
 
 @pytest.mark.parametrize(("args", "call", "seen", "instead"), ERRORS)
-def test_what_ragged_refuses(args: tuple[list[int], list[list[int]], list[bool] | None], call: str, seen: str,
-                             instead: str) -> None:  # fmt: skip
+def test_what_ragged_refuses(
+    args: tuple[list[int], list[list[int]], list[bool] | None], call: str, seen: str, instead: str
+) -> None:
     with pytest.raises(DescriptorError) as error:
         Batch.ragged(args[0], args[1], samples=args[2])
     assert str(error.value) == f"Batch.ragged({call})\n  saw: {seen}\n  instead: {instead}"

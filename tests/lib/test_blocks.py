@@ -63,8 +63,7 @@ def _in_a_thread(function: Callable[[], Any]) -> None:
 
 @st.composite
 def _closings(draw: st.DrawFn) -> tuple[int, list[tuple[int, bool]]]:
-    """A number of blocks, and the order in which they end, each in this thread or in another one.
-    """
+    """A number of blocks, and the order in which they end, each in this thread or in another one."""
     count = draw(st.integers(1, 3))
     order = draw(st.permutations(range(count)))
     return count, [(index, draw(st.booleans())) for index in order]

@@ -117,10 +117,13 @@ def without_a_memo(tree: Any) -> Any:
     return weft.trees.tree_map(lambda x: x.clone() if isinstance(x, Tensor) else x, tree)
 
 
-@pytest.mark.parametrize(("where", "name", "planted"), [
-    (donation, "_by_storage", each_alone),
-    (weft, "clone", without_a_memo),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("where", "name", "planted"),
+    [
+        (donation, "_by_storage", each_alone),
+        (weft, "clone", without_a_memo),
+    ],
+)
 def test_planted_bugs_are_found(
     where: Any, name: str, planted: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -84,11 +84,18 @@ INVALID: list[tuple[tuple[Any, ...], str, str]] = [
     (("4", 1), "num_tokens='4' is not an int >= 0", NEGATIVE),
     ((2, 2, 0), "query_len=0 is neither None nor an int >= 1", "pass None for a ragged batch"),
     ((2, 2, -1), "query_len=-1 is neither None nor an int >= 1", "pass None for a ragged batch"),
-    ((2, 2, True), "query_len=True is neither None nor an int >= 1", "pass None for a ragged batch"),
+    (
+        (2, 2, True),
+        "query_len=True is neither None nor an int >= 1",
+        "pass None for a ragged batch",
+    ),
     ((2, 2, 1.0), "query_len=1.0 is neither None nor an int >= 1", "pass None for a ragged batch"),
-    ((5, 2, 2), "num_tokens=5 is not num_reqs*query_len=2*2",
-     "BatchDescriptor.uniform(num_reqs=2, query_len=2), or query_len=None"),
-]  # fmt: skip
+    (
+        (5, 2, 2),
+        "num_tokens=5 is not num_reqs*query_len=2*2",
+        "BatchDescriptor.uniform(num_reqs=2, query_len=2), or query_len=None",
+    ),
+]
 
 
 @pytest.mark.parametrize(("args", "seen", "instead"), INVALID)

@@ -1,5 +1,4 @@
-"""Donation: using the old value is an error, the new one has its storage, and nothing else changes.
-"""
+"""Donation: using the old value is an error, the new one has its storage, and nothing else changes."""
 
 import copy
 import inspect

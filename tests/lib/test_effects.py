@@ -109,14 +109,22 @@ def test_text() -> None:
 VALUES = [
     (torch.ones(2, 3), "[2, 3] float32"),
     (torch.tensor(1), "[] int64"),
-    ({"a": [torch.ones(1)], "b": (torch.ones(2), None, 3)}, "['a'][0][1] float32, ['b'][0][2] float32"),
+    (
+        {"a": [torch.ones(1)], "b": (torch.ones(2), None, 3)},
+        "['a'][0][1] float32, ['b'][0][2] float32",
+    ),
     (IntermediateTensors(torch.ones(5, 8)), "hidden_states[num_tokens, 8] float32"),
-    (Output(torch.ones(2), torch.ones(2), torch.ones(2, 9)),
-     "token_ids[num_reqs] float32, logprobs[num_reqs] float32, logits[num_reqs, 9] float32"),
+    (
+        Output(torch.ones(2), torch.ones(2), torch.ones(2, 9)),
+        "token_ids[num_reqs] float32, logprobs[num_reqs] float32, logits[num_reqs, 9] float32",
+    ),
     ([IntermediateTensors(torch.ones(5, 8).half())], "[0].hidden_states[num_tokens, 8] float16"),
-    (Batch.decode([0]), "rows[num_reqs] int64, input_ids[num_tokens] int64, query_start_loc[num_reqs+1] int32, "
-     "samples[num_reqs] bool"),
-]  # fmt: skip
+    (
+        Batch.decode([0]),
+        "rows[num_reqs] int64, input_ids[num_tokens] int64, query_start_loc[num_reqs+1] int32, "
+        "samples[num_reqs] bool",
+    ),
+]
 
 
 @pytest.mark.parametrize(("value", "text"), VALUES)
@@ -134,9 +142,22 @@ def test_the_schema_of_a_sized_value_is_that_of_its_class_and_not_of_its_size() 
     )
 
 
-NO_EFFECT = ["", "run", "run stage 0", "run stage 0 [mb x]", "run stage 0 [mb -1]", "jump to 1 [mb 0]",
-             "send to 1", "send to one [mb 0]", "send from 1 [mb 0]", "recv to 1 [mb 0]", "Send to 1 [mb 0]",
-             "broadcast from 1", "send to 1 [mb 0] h[2] float32", "send to 1 [mb 0]\nsend to 1 [mb 1]"]  # fmt: skip
+NO_EFFECT = [
+    "",
+    "run",
+    "run stage 0",
+    "run stage 0 [mb x]",
+    "run stage 0 [mb -1]",
+    "jump to 1 [mb 0]",
+    "send to 1",
+    "send to one [mb 0]",
+    "send from 1 [mb 0]",
+    "recv to 1 [mb 0]",
+    "Send to 1 [mb 0]",
+    "broadcast from 1",
+    "send to 1 [mb 0] h[2] float32",
+    "send to 1 [mb 0]\nsend to 1 [mb 1]",
+]
 
 
 @pytest.mark.parametrize("line", NO_EFFECT)
@@ -155,8 +176,18 @@ def test_a_schema_on_an_effect_that_has_none_is_not_dropped(line: str) -> None:
         parse_effect(line)
 
 
-NO_SCHEMA = ["", "h", "h[2]", "h[2] float31", "h[2] Tensor", "h[2 float32", "h2] float32", "h[2] float32 float32",
-             "h[²] float32", "h[num tokens] nn"]  # fmt: skip
+NO_SCHEMA = [
+    "",
+    "h",
+    "h[2]",
+    "h[2] float31",
+    "h[2] Tensor",
+    "h[2 float32",
+    "h2] float32",
+    "h[2] float32 float32",
+    "h[²] float32",
+    "h[num tokens] nn",
+]
 
 
 @pytest.mark.parametrize("text", NO_SCHEMA)

@@ -38,12 +38,29 @@ VOCAB = 40
 def test_the_defaults_are_vllms_but_for_temperature_and_use_nothing() -> None:
     params = SamplingParams()
     assert attrs.asdict(params) == {
-        "temperature": 0.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0, "repetition_penalty": 1.0, "presence_penalty": 0.0,
-        "frequency_penalty": 0.0, "logit_bias": {}, "allowed_token_ids": None, "bad_token_ids": (), "bad_words": (),
-        "min_tokens": 0, "stop_token_ids": (), "stop": (), "include_stop_str_in_output": False, "ignore_eos": False,
-        "seed": None, "logprobs": None, "prompt_logprobs": None, "skip_special_tokens": True, "detokenize": True,
+        "temperature": 0.0,
+        "top_k": 0,
+        "top_p": 1.0,
+        "min_p": 0.0,
+        "repetition_penalty": 1.0,
+        "presence_penalty": 0.0,
+        "frequency_penalty": 0.0,
+        "logit_bias": {},
+        "allowed_token_ids": None,
+        "bad_token_ids": (),
+        "bad_words": (),
+        "min_tokens": 0,
+        "stop_token_ids": (),
+        "stop": (),
+        "include_stop_str_in_output": False,
+        "ignore_eos": False,
+        "seed": None,
+        "logprobs": None,
+        "prompt_logprobs": None,
+        "skip_special_tokens": True,
+        "detokenize": True,
         "n": 1,
-    }  # fmt: skip
+    }
     assert features(params) == 0
     assert repr(params) == "SamplingParams()"
     assert params == SamplingParams(temperature=0)

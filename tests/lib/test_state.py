@@ -73,9 +73,13 @@ def resolved_by_hand(state: State, batch: Batch) -> dict[str, list[Any]]:
     """The documented result of resolve, computed one request and one token at a time."""
     tokens, reqs = batch.descriptor.num_tokens, batch.descriptor.num_reqs
     made: dict[str, list[Any]] = {
-        "input_ids": [0] * tokens, "positions": [0] * tokens, "slot_mapping": [-1] * tokens,
-        "seq_lens": [0] * reqs, "last_index": [0] * reqs, "block_table": [],
-    }  # fmt: skip
+        "input_ids": [0] * tokens,
+        "positions": [0] * tokens,
+        "slot_mapping": [-1] * tokens,
+        "seq_lens": [0] * reqs,
+        "last_index": [0] * reqs,
+        "block_table": [],
+    }
     starts, given = batch.query_start_loc.tolist(), batch.input_ids.tolist()
     for i, row in enumerate(batch.rows.tolist()):
         made["block_table"].append(state.block_table[row].tolist())
@@ -123,8 +127,10 @@ def test_resolve_keeps_the_dtypes_that_it_says() -> None:
 @FAST
 @given(
     st.lists(st.tuples(st.integers(-1, 3), st.integers(1, 3)), min_size=1, max_size=5),
-    st.integers(0, 3), st.integers(0, 2), st.integers(0, 3),
-)  # fmt: skip
+    st.integers(0, 3),
+    st.integers(0, 2),
+    st.integers(0, 3),
+)
 def test_resolve_finds_the_adapters(
     requests: list[tuple[int, int]], more_loras: int, more_reqs: int, more_tokens: int
 ) -> None:
@@ -284,8 +290,7 @@ def test_admit_again_leaves_no_page_of_the_request_before() -> None:
 def test_an_admitted_request_carries_what_the_page_before_it_holds(
     rows: list[int], pages: list[int], num_drafts: int, data: st.DataObject
 ) -> None:
-    """Before its first token it carries the default, and so it does where there are no snapshots.
-    """
+    """Before its first token it carries the default, and so it does where there are no snapshots."""
     rows = rows[: data.draw(st.integers(0, ROWS))]
     default = torch.tensor([-1.0])
     num_pages = data.draw(st.sampled_from((None, 40)))
@@ -424,8 +429,16 @@ def test_nobody_but_a_taker_says_that_a_state_was_donated() -> None:
 
 
 def test_zeros() -> None:
-    state = State.zeros(num_layers=3, num_kv_heads=2, head_dim=8, max_num_reqs=4, num_pages=5, max_pages=2,
-                        page_size=16, dtype=torch.bfloat16)  # fmt: skip
+    state = State.zeros(
+        num_layers=3,
+        num_kv_heads=2,
+        head_dim=8,
+        max_num_reqs=4,
+        num_pages=5,
+        max_pages=2,
+        page_size=16,
+        dtype=torch.bfloat16,
+    )
     assert state.kv_pages.shape == (3, 2, 5, 16, 2, 8)
     assert state.kv_pages.dtype == torch.bfloat16
     assert (state.block_table.shape, state.block_table.dtype) == ((5, 2), torch.int32)

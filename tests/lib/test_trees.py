@@ -1,5 +1,4 @@
-"""attrs classes as pytrees: under torch.func, with statics in the structure, with readable paths.
-"""
+"""attrs classes as pytrees: under torch.func, with statics in the structure, with readable paths."""
 
 import dataclasses
 from collections import OrderedDict
@@ -142,10 +141,18 @@ def test_paths_are_what_one_would_write() -> None:
     tree = {"p": [Layer(1, (2, None))], "b": Batch.decode([0])}
     names = [name for name, _ in leaves_with_names(tree)]
     assert names == [
-        "['p'][0].w", "['p'][0].b[0]", "['p'][0].b[1]",
-        "['b'].rows", "['b'].input_ids", "['b'].query_start_loc", "['b'].samples",
-        "['b'].token_mask", "['b'].targets", "['b'].inputs_embeds", "['b'].positions",
-    ]  # fmt: skip
+        "['p'][0].w",
+        "['p'][0].b[0]",
+        "['p'][0].b[1]",
+        "['b'].rows",
+        "['b'].input_ids",
+        "['b'].query_start_loc",
+        "['b'].samples",
+        "['b'].token_mask",
+        "['b'].targets",
+        "['b'].inputs_embeds",
+        "['b'].positions",
+    ]
     for name, leaf in leaves_with_names(tree):
         assert eval(f"tree{name}", {"tree": tree}) is leaf
     assert leaves_with_names(3) == [("", 3)]
@@ -209,8 +216,11 @@ def test_sized_fields_and_axes_follow_the_leaves() -> None:
     for tree in ((grid(), layer()), [Output(torch.ones(1), torch.ones(1)), grid()]):
         assert len(leaf_axes(tree)) == len(tree_leaves(tree))
     assert [spec and spec.dims for spec in leaf_axes([torch.ones(1), grid()])] == [
-        None, ("rows", "columns+1", None), None, None,
-    ]  # fmt: skip
+        None,
+        ("rows", "columns+1", None),
+        None,
+        None,
+    ]
 
 
 def test_map_sized_touches_sized_tensors_only_and_sets_the_descriptor() -> None:

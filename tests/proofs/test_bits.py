@@ -29,8 +29,14 @@ def draw_cases(count: int, **options: Any) -> list[InvariantLoad]:
     """The same cases each time."""
     drawn: list[InvariantLoad] = []
 
-    @settings(max_examples=count, derandomize=True, database=None, deadline=None, phases=[Phase.generate],
-              suppress_health_check=list(HealthCheck))  # fmt: skip
+    @settings(
+        max_examples=count,
+        derandomize=True,
+        database=None,
+        deadline=None,
+        phases=[Phase.generate],
+        suppress_health_check=list(HealthCheck),
+    )
     @given(invariant_loads(**options))
     def keep(case: InvariantLoad) -> None:
         drawn.append(case)

@@ -20,9 +20,20 @@ from weft.proofs.strategies import Rows, batches, descriptors, limits, tensors
 
 Pair = namedtuple("Pair", "left right")  # the kind that people have
 DTYPES = [
-    torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2, torch.int8,
-    torch.int64, torch.uint16, torch.uint64, torch.bool, torch.complex64, torch.complex128,
-]  # fmt: skip
+    torch.float64,
+    torch.float32,
+    torch.float16,
+    torch.bfloat16,
+    torch.float8_e4m3fn,
+    torch.float8_e5m2,
+    torch.int8,
+    torch.int64,
+    torch.uint16,
+    torch.uint64,
+    torch.bool,
+    torch.complex64,
+    torch.complex128,
+]
 
 
 class Colour(enum.Enum):

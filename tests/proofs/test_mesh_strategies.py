@@ -9,9 +9,11 @@ from weft.errors import MeshError
 from weft.proofs.strategies import meshes
 
 
-@given(st.sampled_from([("rows",), ("pipeline", "tensor"), ("data", "pipeline", "tensor")]).flatmap(
-    lambda axes: st.tuples(st.just(axes), meshes(axes=axes))
-))  # fmt: skip
+@given(
+    st.sampled_from([("rows",), ("pipeline", "tensor"), ("data", "pipeline", "tensor")]).flatmap(
+        lambda axes: st.tuples(st.just(axes), meshes(axes=axes))
+    )
+)
 def test_a_mesh_has_the_axes_in_order(drawn: tuple[tuple[str, ...], weft.Mesh]) -> None:
     axes, mesh = drawn
     assert tuple(mesh.sizes) == axes

@@ -106,17 +106,28 @@ def forgetful(rank: int, num_stages: int, jobs: Sequence[Any], *args: Any) -> It
     return EFFECTS(rank, num_stages, [attrs.evolve(job, after=None) for job in jobs], *args)
 
 
-BUGS: dict[str, tuple[Callable[[], AbstractContextManager[Any]], Callable[[], Iterator[Verdict]], str]] = {
+BUGS: dict[
+    str, tuple[Callable[[], AbstractContextManager[Any]], Callable[[], Iterator[Verdict]], str]
+] = {
     "one job too far ahead": (
         lambda: mock.patch.object(schedule, "_ahead", ahead),
-        lambda: schedule_proof.prove_loops(2, 6, 2), "never stuck: "),
+        lambda: schedule_proof.prove_loops(2, 6, 2),
+        "never stuck: ",
+    ),
     "no sends": (lambda: generating(no_sends), PROOFS["loops"], "edges agree: "),
     "recvs swapped": (lambda: generating(swapped_recvs), PROOFS["loops"], "edges agree: "),
     "no fences": (lambda: generating(no_fences), PROOFS["jobs, 2 stages"], "passes the checker: "),
-    "advances late": (lambda: generating(lagging), PROOFS["jobs, 2 stages"], "each job after its own: "),
+    "advances late": (
+        lambda: generating(lagging),
+        PROOFS["jobs, 2 stages"],
+        "each job after its own: ",
+    ),
     "waits for nothing": (
-        lambda: mock.patch.object(schedule, "_effects", forgetful), PROOFS["requests"], "every state is known: "),
-}  # fmt: skip
+        lambda: mock.patch.object(schedule, "_effects", forgetful),
+        PROOFS["requests"],
+        "every state is known: ",
+    ),
+}
 
 
 @pytest.mark.parametrize("name", BUGS)

@@ -69,44 +69,83 @@ _SMOL = {
 _ENDS = [128001, 128008, 128009]
 _LLAMAS: dict[str, dict[str, Any]] = {
     "Llama-2-7b-hf": llama(
-        1, 2, "4.31.0.dev0", **sizes(4096, 11008, 32, 32, 32, 4096, 32000),
-        _name_or_path="meta-llama/Llama-2-7b-hf", torch_dtype="float16",
+        1,
+        2,
+        "4.31.0.dev0",
+        **sizes(4096, 11008, 32, 32, 32, 4096, 32000),
+        _name_or_path="meta-llama/Llama-2-7b-hf",
+        torch_dtype="float16",
     ),
     "Meta-Llama-3-8B-Instruct": llama(
-        128000, 128009, "4.40.0.dev0", **sizes(4096, 14336, 32, 32, 8, 8192, 128256), **_NO_BIAS, rope_theta=500000.0
+        128000,
+        128009,
+        "4.40.0.dev0",
+        **sizes(4096, 14336, 32, 32, 8, 8192, 128256),
+        **_NO_BIAS,
+        rope_theta=500000.0,
     ),
     "Llama-3.1-8B-Instruct": llama(
         128000, _ENDS, "4.42.3", **sizes(4096, 14336, 32, 32, 8, 131072, 128256), **_LLAMA_3_1
     ),
     "Llama-3.2-1B": llama(
-        128000, 128001, "4.45.0.dev0", **sizes(2048, 8192, 16, 32, 8, 131072, 128256),
+        128000,
+        128001,
+        "4.45.0.dev0",
+        **sizes(2048, 8192, 16, 32, 8, 131072, 128256),
         **_LLAMA_3_2 | {"tie_word_embeddings": True},
     ),
     "Llama-3.2-3B-Instruct": llama(
-        128000, _ENDS, "4.45.0.dev0", **sizes(3072, 8192, 28, 24, 8, 131072, 128256),
+        128000,
+        _ENDS,
+        "4.45.0.dev0",
+        **sizes(3072, 8192, 28, 24, 8, 131072, 128256),
         **_LLAMA_3_2 | {"tie_word_embeddings": True, "head_dim": 128},
     ),
     "Llama-3.3-70B-Instruct": llama(
-        128000, _ENDS, "4.47.0.dev0", **sizes(8192, 28672, 80, 64, 8, 131072, 128256), **_LLAMA_3_1, head_dim=128
+        128000,
+        _ENDS,
+        "4.47.0.dev0",
+        **sizes(8192, 28672, 80, 64, 8, 131072, 128256),
+        **_LLAMA_3_1,
+        head_dim=128,
     ),
     "DeepSeek-R1-Distill-Llama-8B": llama(
         128000, 128001, "4.43.0.dev0", **sizes(4096, 14336, 32, 32, 8, 131072, 128256), **_LLAMA_3_1
     ),
     "TinyLlama-1.1B-Chat-v1.0": llama(
-        1, 2, "4.35.0", **sizes(2048, 5632, 22, 32, 4, 2048, 32000), attention_bias=False, rope_theta=10000.0
+        1,
+        2,
+        "4.35.0",
+        **sizes(2048, 5632, 22, 32, 4, 2048, 32000),
+        attention_bias=False,
+        rope_theta=10000.0,
     ),
     "SmolLM2-135M-Instruct": llama(
-        1, 2, "4.42.3", **sizes(576, 1536, 30, 9, 3, 8192, 49152), **_SMOL,
-        initializer_range=0.041666666666666664, pad_token_id=2,
+        1,
+        2,
+        "4.42.3",
+        **sizes(576, 1536, 30, 9, 3, 8192, 49152),
+        **_SMOL,
+        initializer_range=0.041666666666666664,
+        pad_token_id=2,
     ),
     "SmolLM2-1.7B": llama(
-        0, 0, "4.40.1", **sizes(2048, 8192, 24, 32, 32, 8192, 49152), **_SMOL | {"rope_theta": 130000}
+        0,
+        0,
+        "4.40.1",
+        **sizes(2048, 8192, 24, 32, 32, 8192, 49152),
+        **_SMOL | {"rope_theta": 130000},
     ),
     "deepseek-coder-1.3b-base": llama(
-        32013, 32014, "4.33.1", **sizes(2048, 5504, 24, 16, 16, 16384, 32256), rms_norm_eps=1e-06,
-        rope_scaling={"factor": 4.0, "type": "linear"}, rope_theta=100000,
+        32013,
+        32014,
+        "4.33.1",
+        **sizes(2048, 5504, 24, 16, 16, 16384, 32256),
+        rms_norm_eps=1e-06,
+        rope_scaling={"factor": 4.0, "type": "linear"},
+        rope_theta=100000,
     ),
-}  # fmt: skip
+}
 
 
 def mistral(version: str, window: int | None, theta: float, vocab: int) -> dict[str, Any]:
@@ -196,31 +235,67 @@ _FP8 = {
     + [f"model.layers.{i}.post_attention_layernorm" for i in range(48)],
 }
 _QWENS: dict[str, dict[str, Any]] = {
-    "Qwen2-0.5B": qwen2(151643, "4.40.1", 131072, 24, **sizes(896, 4864, 24, 14, 2, 131072, 151936)),
-    "Qwen2-7B-Instruct": qwen2(
-        151645, "4.41.2", 131072, 28, **sizes(3584, 18944, 28, 28, 4, 32768, 152064), tie_word_embeddings=False
+    "Qwen2-0.5B": qwen2(
+        151643, "4.40.1", 131072, 24, **sizes(896, 4864, 24, 14, 2, 131072, 151936)
     ),
-    "Qwen2.5-0.5B": qwen2(151643, "4.40.1", 32768, 24, **sizes(896, 4864, 24, 14, 2, 32768, 151936), use_mrope=False),
-    "Qwen2.5-1.5B-Instruct": qwen2(151645, "4.43.1", 32768, 21, **sizes(1536, 8960, 28, 12, 2, 32768, 151936)),
+    "Qwen2-7B-Instruct": qwen2(
+        151645,
+        "4.41.2",
+        131072,
+        28,
+        **sizes(3584, 18944, 28, 28, 4, 32768, 152064),
+        tie_word_embeddings=False,
+    ),
+    "Qwen2.5-0.5B": qwen2(
+        151643, "4.40.1", 32768, 24, **sizes(896, 4864, 24, 14, 2, 32768, 151936), use_mrope=False
+    ),
+    "Qwen2.5-1.5B-Instruct": qwen2(
+        151645, "4.43.1", 32768, 21, **sizes(1536, 8960, 28, 12, 2, 32768, 151936)
+    ),
     "Qwen2.5-7B-Instruct": qwen2(
-        151645, "4.43.1", 131072, 28, **sizes(3584, 18944, 28, 28, 4, 32768, 152064), tie_word_embeddings=False
+        151645,
+        "4.43.1",
+        131072,
+        28,
+        **sizes(3584, 18944, 28, 28, 4, 32768, 152064),
+        tie_word_embeddings=False,
     ),
     "DeepSeek-R1-Distill-Qwen-1.5B": qwen2(
-        151643, "4.44.0", 4096, 21, **sizes(1536, 8960, 28, 12, 2, 131072, 151936), tie_word_embeddings=False,
-        rope_theta=10000, use_mrope=False,
+        151643,
+        "4.44.0",
+        4096,
+        21,
+        **sizes(1536, 8960, 28, 12, 2, 131072, 151936),
+        tie_word_embeddings=False,
+        rope_theta=10000,
+        use_mrope=False,
     ),
     "Qwen3-0.6B": qwen3(151645, "4.51.0", 28, **sizes(1024, 3072, 28, 16, 8, 40960, 151936)),
     "Qwen3-4B": qwen3(151645, "4.51.0", 36, **sizes(2560, 9728, 36, 32, 8, 40960, 151936)),
-    "Qwen3-8B": qwen3(151645, "4.51.0", 36, **sizes(4096, 12288, 36, 32, 8, 40960, 151936), tie_word_embeddings=False),
-    "Qwen3-30B-A3B": qwen3_moe(48, 768, **sizes(2048, 6144, 48, 32, 4, 40960, 151936), rope_theta=1000000.0),
-    "Qwen3-30B-A3B-FP8": qwen3_moe(
-        48, 768, **sizes(2048, 6144, 48, 32, 4, 40960, 151936), rope_theta=1000000.0, quantization_config=_FP8
+    "Qwen3-8B": qwen3(
+        151645,
+        "4.51.0",
+        36,
+        **sizes(4096, 12288, 36, 32, 8, 40960, 151936),
+        tie_word_embeddings=False,
     ),
-    "Qwen3-235B-A22B": qwen3_moe(94, 1536, **sizes(4096, 12288, 94, 64, 4, 40960, 151936), rope_theta=1000000.0),
+    "Qwen3-30B-A3B": qwen3_moe(
+        48, 768, **sizes(2048, 6144, 48, 32, 4, 40960, 151936), rope_theta=1000000.0
+    ),
+    "Qwen3-30B-A3B-FP8": qwen3_moe(
+        48,
+        768,
+        **sizes(2048, 6144, 48, 32, 4, 40960, 151936),
+        rope_theta=1000000.0,
+        quantization_config=_FP8,
+    ),
+    "Qwen3-235B-A22B": qwen3_moe(
+        94, 1536, **sizes(4096, 12288, 94, 64, 4, 40960, 151936), rope_theta=1000000.0
+    ),
     "Qwen3-235B-A22B-Instruct-2507": qwen3_moe(
         94, 1536, **sizes(4096, 12288, 94, 64, 4, 262144, 151936), rope_theta=5000000
     ),
-}  # fmt: skip
+}
 
 
 def qwen2_vl(hidden: int, **fields: Any) -> dict[str, Any]:
@@ -265,14 +340,30 @@ RELEASED = {**_LLAMAS, **_MISTRALS, **_QWENS, **_VLS}
 
 # Its rotary embedding has a key that transformers does not know and ignores, too.
 R1_0528_QWEN3_8B = qwen3(
-    151645, "4.51.0", 36, **sizes(4096, 12288, 36, 32, 8, 131072, 151936), tie_word_embeddings=False,
+    151645,
+    "4.51.0",
+    36,
+    **sizes(4096, 12288, 36, 32, 8, 131072, 151936),
+    tie_word_embeddings=False,
     rope_scaling={
-        "rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768, "attn_factor": 0.8782488562869419
+        "rope_type": "yarn",
+        "factor": 4.0,
+        "original_max_position_embeddings": 32768,
+        "attn_factor": 0.8782488562869419,
     },
-)  # fmt: skip
+)
 
 SEEN = {
-    "Llama-2-7b-hf", "Meta-Llama-3-8B-Instruct", "Llama-3.3-70B-Instruct", "TinyLlama-1.1B-Chat-v1.0", "Qwen2-0.5B",
-    "Qwen2-7B-Instruct", "Qwen2.5-0.5B", "Qwen2.5-1.5B-Instruct", "Qwen3-0.6B", "Qwen3-235B-A22B",
-    "Qwen3-235B-A22B-Instruct-2507", "DeepSeek-R1-0528-Qwen3-8B",
-}  # fmt: skip
+    "Llama-2-7b-hf",
+    "Meta-Llama-3-8B-Instruct",
+    "Llama-3.3-70B-Instruct",
+    "TinyLlama-1.1B-Chat-v1.0",
+    "Qwen2-0.5B",
+    "Qwen2-7B-Instruct",
+    "Qwen2.5-0.5B",
+    "Qwen2.5-1.5B-Instruct",
+    "Qwen3-0.6B",
+    "Qwen3-235B-A22B",
+    "Qwen3-235B-A22B-Instruct-2507",
+    "DeepSeek-R1-0528-Qwen3-8B",
+}

@@ -44,8 +44,7 @@ def whole(config: ModelConfig) -> StageLayout:
 
 
 def scrambled(name: str) -> Any:
-    """A transformers model whose norms and biases too are random, so that no two tensors are alike.
-    """
+    """A transformers model whose norms and biases too are random, so that no two tensors are alike."""
     architecture, fields = MODELS[name]
     config_class, model_class = CLASSES[architecture]
     model = model_class(config_class(**SMALL, **fields))

@@ -182,9 +182,14 @@ def test_no_unknown_field_is_overlooked(name: str, value: Any) -> None:
 
 @pytest.mark.parametrize(
     ("count", "last"),
-    [(1, "field_0=0"), (14, "field_13=13"), (15, "field_14=14"), (16, "field_14=14 and 1 more"),
-     (20, "field_14=14 and 5 more")],
-)  # fmt: skip
+    [
+        (1, "field_0=0"),
+        (14, "field_13=13"),
+        (15, "field_14=14"),
+        (16, "field_14=14 and 1 more"),
+        (20, "field_14=14 and 5 more"),
+    ],
+)
 def test_unknown_fields_are_told_of_together(count: int, last: str) -> None:
     """`auto_map`, which names a checkpoint's own code, is among them: weft has its own code for
     these architectures."""

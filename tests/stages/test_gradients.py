@@ -54,9 +54,16 @@ TOLERANCE = 2e-5
 PROMPTS = prompts_of(LENGTHS)
 CHUNKS = (5, 1, 20, 38)
 FP8 = {
-    "hidden_size": 256, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 128, "vocab_size": 64,
-    "num_hidden_layers": 1, "num_experts": 2, "num_experts_per_tok": 1, "moe_intermediate_size": 128,
-}  # fmt: skip
+    "hidden_size": 256,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "head_dim": 128,
+    "vocab_size": 64,
+    "num_hidden_layers": 1,
+    "num_experts": 2,
+    "num_experts_per_tok": 1,
+    "moe_intermediate_size": 128,
+}
 
 
 @pytest.fixture(scope="module")
@@ -373,8 +380,7 @@ def test_an_engine_keeps_no_record(models: dict[str, tuple[Model, Any]]) -> None
 
 
 def test_what_has_no_gradient_says_so(models: dict[str, tuple[Model, Any]]) -> None:
-    """No gradients for a model in FP8, nor for one with a draft model, whose writes would be lost.
-    """
+    """No gradients for a model in FP8, nor for one with a draft model, whose writes would be lost."""
     config = parse_config({**PRESETS["qwen3-30b-a3b-fp8"], **FP8}, source="a dict")
     (layout,) = split_layers(config.num_layers, 1)
     params = random_params(config, layout, seed=0, dtype=torch.float32)

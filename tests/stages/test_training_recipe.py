@@ -269,11 +269,23 @@ def loaded_plain(theirs: Any, folder: Path) -> Model:
     return weft.load(folder, "cpu")
 
 
-@pytest.mark.parametrize(("is_tied", "has_head", "seen", "instead"), [
-    (True, True, "params.lm_head beside an embedding, and tie_word_embeddings=True",
-     "lm_head=None: the head is the embedding; or a config with tie_word_embeddings=False"),
-    (False, False, "params.lm_head is None, and tie_word_embeddings=False", "lm_head: a tensor [vocab, hidden]"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("is_tied", "has_head", "seen", "instead"),
+    [
+        (
+            True,
+            True,
+            "params.lm_head beside an embedding, and tie_word_embeddings=True",
+            "lm_head=None: the head is the embedding; or a config with tie_word_embeddings=False",
+        ),
+        (
+            False,
+            False,
+            "params.lm_head is None, and tie_word_embeddings=False",
+            "lm_head: a tensor [vocab, hidden]",
+        ),
+    ],
+)
 def test_a_head_that_contradicts_the_configuration_is_refused(
     is_tied: bool, has_head: bool, seen: str, instead: str
 ) -> None:

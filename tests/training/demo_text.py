@@ -191,8 +191,7 @@ def shipped_texts() -> Iterator[str]:
 
 
 def documents(texts: Iterable[str]) -> list[str]:
-    """The cleaned texts: their English paragraphs, each kept where it is first seen, one to a line.
-    """
+    """The cleaned texts: their English paragraphs, each kept where it is first seen, one to a line."""
     seen: set[str] = set()
     kept: list[str] = []
     for text in texts:

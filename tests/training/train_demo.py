@@ -135,8 +135,7 @@ def compiled_or_not(
 
 
 def progress(steps: int | None, minutes: float) -> Iterator[tuple[int, float]]:
-    """(step, part done): for `steps` steps, or where that is None for as many as fit in `minutes`.
-    """
+    """(step, part done): for `steps` steps, or where that is None for as many as fit in `minutes`."""
     start = time.monotonic()
     for step in itertools.count():
         done = step / steps if steps is not None else (time.monotonic() - start) / (60 * minutes)
@@ -148,8 +147,7 @@ def progress(steps: int | None, minutes: float) -> Iterator[tuple[int, float]]:
 def train(
     model: nn.Module, ids: Tensor, held: Tensor, options: argparse.Namespace
 ) -> dict[str, Any]:
-    """Trains `model` in place on random crops of `ids`, both on one device, and says how that went.
-    """
+    """Trains `model` in place on random crops of `ids`, both on one device, and says how that went."""
     generator = torch.Generator(ids.device).manual_seed(options.seed)
     offsets = torch.arange(LENGTH + 1, device=ids.device)
 

@@ -53,8 +53,7 @@ def swapped(a: str, b: str) -> Fault:
 
 
 def before(text: str, other: str) -> Fault:
-    """The first effect that starts with `text` moves right before the one that starts with `other`.
-    """
+    """The first effect that starts with `text` moves right before the one that starts with `other`."""
 
     def change(effects: list[Effect]) -> None:
         effect = effects.pop(position(effects, text))

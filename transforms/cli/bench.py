@@ -247,8 +247,7 @@ def score_modes(here: Here, options: Bench, tasks: Sequence[Task]) -> list[Score
 
 
 def _score(here: Here, options: Bench, model: Model, graph: str, tasks: Sequence[Task]) -> Score:
-    """The score in one mode. A pipeline has one cohort, so that every split runs the same batches.
-    """
+    """The score in one mode. A pipeline has one cohort, so that every split runs the same batches."""
     length = min(model.config.max_position_embeddings, _MAX_CONTEXT)
     engine = make_engine(options, here, model, graph, length, num_cohorts=1)
     with options.about(f"--eval {options.eval}"):

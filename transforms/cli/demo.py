@@ -87,8 +87,7 @@ def _in_terminal() -> bool:
 def _run(
     model: Model, prompts: list[list[int]], max_tokens: int, bar: "tqdm[Any]"
 ) -> tuple[list[RunTrace], list[RunComparison]]:
-    """The runs in the four ways; and their comparisons with each other, and with each prompt alone.
-    """
+    """The runs in the four ways; and their comparisons with each other, and with each prompt alone."""
 
     def traced(way: Way, *own: list[int]) -> RunTrace:
         bar.update()

@@ -84,8 +84,9 @@ SWITCH = {"action": "store_true"}
 TEXT_ONCE = {"metavar": "TEXT"}
 TEXT = {"metavar": "TEXT", "type": _text, "action": "append"}
 ADAPTER = {
-    **value("NAME=DIR", _named_folder, bool, "a name, = and a folder, as in sql=adapters/sql"), "action": "append",
-}  # fmt: skip
+    **value("NAME=DIR", _named_folder, bool, "a name, = and a folder, as in sql=adapters/sql"),
+    "action": "append",
+}
 IDS = {
     "metavar": "1,2,3",
     "type": _ids,

@@ -40,7 +40,7 @@ from weft.transforms.cli.flags import (
     WORD,
     value,
     whole,
-)  # fmt: skip
+)
 from weft.transforms.graphs.ladder import MODES
 
 PRESETS = (

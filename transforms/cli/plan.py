@@ -25,8 +25,7 @@ from weft.transforms.pipelines.timing.splits import SplitPlan, plan_splits
 
 
 def run(options: Plan) -> int:
-    """Predict, and print the prediction; the exit code is 1 if the model does not fit into memory.
-    """
+    """Predict, and print the prediction; the exit code is 1 if the model does not fit into memory."""
     check_file(options, "--svg", options.svg)
     config = read_config(options)
     machine = Machine(

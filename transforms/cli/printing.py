@@ -1,5 +1,4 @@
-"""Texts, tables and files that commands print and write. It imports neither torch, numpy nor rich.
-"""
+"""Texts, tables and files that commands print and write. It imports neither torch, numpy nor rich."""
 
 import os
 from collections.abc import Iterable

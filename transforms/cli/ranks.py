@@ -305,8 +305,7 @@ def _with_stages(options: RunOptions, model: Model) -> Model:
 
 
 def open_drafts(options: RunOptions, here: Here) -> Speculation | None:
-    """The speculation that the options ask for. The draft model is loaded on the first rank alone.
-    """
+    """The speculation that the options ask for. The draft model is loaded on the first rank alone."""
     count, folder = options.speculate, options.draft
     if count is None or folder is None:
         return None if count is None else Speculation(count)

@@ -217,8 +217,7 @@ class CompletionState:
 
     @property
     def captured(self) -> dict[str, Tensor]:
-        """The captures of the tokens that were read, which are all but the last: [n, ...] by name.
-        """
+        """The captures of the tokens that were read, which are all but the last: [n, ...] by name."""
         return self.captured_of(0, self.num_captured)
 
     def captured_of(self, start: int, stop: int) -> dict[str, Tensor]:

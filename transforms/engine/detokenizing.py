@@ -207,8 +207,7 @@ class _ByteRuns(_Step):
 
 
 class _ByteLevel(_Step):
-    """`ByteLevel`: the characters of a chunk stand for bytes, unless one of them stands for none.
-    """
+    """`ByteLevel`: the characters of a chunk stand for bytes, unless one of them stands for none."""
 
     _left = b""
 

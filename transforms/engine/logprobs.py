@@ -132,8 +132,7 @@ _RULES: dict[str, Rule] = {
 
 
 def _check_sequence(call: str, model: Model, name: str, ids: Any) -> None:
-    """Raise RequestError unless these are tokens of the model, as many as it can give logprobs of.
-    """
+    """Raise RequestError unless these are tokens of the model, as many as it can give logprobs of."""
     most, vocab = model.config.max_position_embeddings, model.config.vocab_size
     if not isinstance(ids, list | tuple):
         seen, instead = (

@@ -232,8 +232,7 @@ class Speculation:
         return [drafted(stages[0], self.drafter), *stages[1:]]
 
     def states(self, states: Sequence[State], layouts: Sequence[StageLayout]) -> tuple[State, ...]:
-        """The same empty states with room for drafts; their block tables must have `spare_pages`.
-        """
+        """The same empty states with room for drafts; their block tables must have `spare_pages`."""
         return tuple(
             self._state(state, layout.first) for state, layout in zip(states, layouts, strict=True)
         )
@@ -415,9 +414,10 @@ RULES: dict[str, Rule] = {
     "limits": (EngineLimits | None, "weft.EngineLimits(...), or None"),
     "speculation": (Speculation | None, "weft.Speculation(...), or None"),
     "adapters": (
-        lambda value: value is None or _are_adapters(value), "{name: weft.load_adapter(model, folder)}, or None"
+        lambda value: value is None or _are_adapters(value),
+        "{name: weft.load_adapter(model, folder)}, or None",
     ),
-}  # fmt: skip
+}
 
 
 def stage_rule(model: Model) -> Rule:

@@ -183,8 +183,7 @@ class OutputProcessor:
         return list(find_open(call, self._names, id))
 
     def add(self, id: str, requests: Sequence[Request], first_job: int, mask: Mask | None) -> None:
-        """Add a request's completions; the first one collects the logprobs of the prompt for all.
-        """
+        """Add a request's completions; the first one collects the logprobs of the prompt for all."""
         own = self._tokenizer, self._special_ids, self._eos_ids
         states = [CompletionState(request, *own) for request in requests]
         own_mask = (
@@ -320,8 +319,7 @@ class OutputProcessor:
             first += len(targets)
 
     def _append_captured(self, work: Work, result: StepResult) -> None:
-        """Append what a step captured of each request's tokens; of a decode, those that it keeps.
-        """
+        """Append what a step captured of each request's tokens; of a decode, those that it keeps."""
         if (
             not work.token_ids and work.query_len == 1
         ):  # the same for a token each, in half the time

@@ -104,8 +104,7 @@ class Graphified(Generic[P, R]):
 
     @uncompiled
     def __call__(self, /, *args: P.args, **kwargs: P.kwargs) -> R:
-        """Take the fast path if an earlier call was like this one, and the general one otherwise.
-        """
+        """Take the fast path if an earlier call was like this one, and the general one otherwise."""
         call, modes = None, None
         if in_plain_surroundings() and may_replay():
             if num_function_modes() or is_batch_invariant() or current_place():
@@ -243,8 +242,7 @@ class Graphified(Generic[P, R]):
             return result
 
     def _with_donation_note(self, error: Exception) -> Exception:
-        """Add to an error that an operator raised in a replay a note about the donated arguments.
-        """
+        """Add to an error that an operator raised in a replay a note about the donated arguments."""
         if donated := ", ".join(self._graphable.roles.donated):
             error.add_note(
                 f"{self._graphable.name} took {donated} before its replay failed: their storage holds what the replay "
@@ -455,8 +453,7 @@ class Graphified(Generic[P, R]):
             self._cache.clear()
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Copy the function without its graphs, as for `copy.deepcopy` of a module that holds it.
-        """
+        """Copy the function without its graphs, as for `copy.deepcopy` of a module that holds it."""
         return type(self), (self._graphable,)
 
     def _repr_html_(self) -> str:

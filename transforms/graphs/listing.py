@@ -185,8 +185,7 @@ def _plain(value: Any) -> str:
 
 
 def writer_of(prepared: Prepared, split_at: frozenset[str]) -> Writer:
-    """Make the writer of a function's next run, in which its arguments have their names and roles.
-    """
+    """Make the writer of a function's next run, in which its arguments have their names and roles."""
     num_kept = len(prepared.references) - prepared.num_donated
     roles = (
         ["donated"] * prepared.num_donated

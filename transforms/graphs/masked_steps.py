@@ -52,8 +52,7 @@ class _OfOtherRows(torch.autograd.Function):
 
 
 def safe_start(live: Tensor, x: Any) -> Any:
-    """A leaf of the first carry: in rows whose loop does not begin, that of a row whose loop does.
-    """
+    """A leaf of the first carry: in rows whose loop does not begin, that of a row whose loop does."""
     if not isinstance(x, Tensor):
         return x
     other = _OfOtherRows.apply(live, x.detach()) if in_vmap() else x.detach()

@@ -201,8 +201,7 @@ def _check_names(call: str, option: str, given: Any) -> None:
 
 
 def _missing_protocol(rung: Any) -> str:
-    """The property that a rung of a ladder lacks to be a descriptor, in words; empty if it is one.
-    """
+    """The property that a rung of a ladder lacks to be a descriptor, in words; empty if it is one."""
     kind = type(rung).__name__
     if not callable(getattr(rung, "covers", None)):
         return "" if isinstance(rung, str) else f"{kind} has no method covers"

@@ -375,8 +375,7 @@ class _Names:
         } - self._classes[kind]
 
     def read(self, value: Any, label: str = "") -> None:
-        """Note the names that a function reads, and those that the functions which it names read.
-        """
+        """Note the names that a function reads, and those that the functions which it names read."""
         if id(value) in self._seen or isinstance(value, type):
             return
         self._seen.add(id(value))
@@ -468,8 +467,7 @@ class _Names:
             self._read_part(step.after(label), value, mapping, step.key)
 
     def _read_part(self, label: str, value: Any, mapping: dict[Any, Any] | None, key: Any) -> None:
-        """Read a function or a container that `mapping` has under `key`; None: it is in no mapping.
-        """
+        """Read a function or a container that `mapping` has under `key`; None: it is in no mapping."""
         is_function = _is_function(value)
         if is_function and mapping is not None:
             self.entries.note(label, mapping, key)
@@ -492,8 +490,7 @@ class _Names:
                 return
 
     def _read_method(self, value: Any, label: str) -> None:
-        """Read what lies in a class: a function, also one in a descriptor, a module or a container.
-        """
+        """Read what lies in a class: a function, also one in a descriptor, a module or a container."""
         parts = [value]
         if isinstance(value, property):
             parts = [value.fget]

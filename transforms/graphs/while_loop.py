@@ -299,8 +299,7 @@ class _Loop:
         return self._owned(_in_order(tree_unflatten(carry, structure), orders), frozenset())
 
     def record(self, init: Any, looper: Looper) -> Any:
-        """Record the loop: the carry has fixed addresses, to which each step writes the next one.
-        """
+        """Record the loop: the carry has fixed addresses, to which each step writes the next one."""
         leaves, structure = tree_flatten(init)
         if self.takes_carry:
             self._refuse_overlaps(init)

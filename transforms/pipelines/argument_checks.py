@@ -1,5 +1,4 @@
-"""Checks of the arguments of `pipeline`, `compose`, `microbatch` and `scan`, before anything runs.
-"""
+"""Checks of the arguments of `pipeline`, `compose`, `microbatch` and `scan`, before anything runs."""
 
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any

@@ -406,8 +406,7 @@ class CheckedPrograms:
 
     @functools.cached_property
     def order(self) -> tuple[Step, ...]:
-        """The effects of this run, in an order in which one thread can perform them for all ranks.
-        """
+        """The effects of this run, in an order in which one thread can perform them for all ranks."""
         counts, order = [0] * len(self.programs), []
         for step in interleave(self.programs):
             start, stop = self.span(step.rank)

@@ -95,8 +95,7 @@ def takes(step: Step) -> Edge | None:
 
 
 def matches(sent: Step, taken: Step) -> bool:
-    """Whether a message has the micro-batch, the stage and the schema that its receiver waits for.
-    """
+    """Whether a message has the micro-batch, the stage and the schema that its receiver waits for."""
     ours, theirs = taken.effect, sent.effect
     assert isinstance(ours, Recv | Broadcast)
     assert isinstance(theirs, Send | Broadcast)

@@ -177,8 +177,7 @@ class Pipelined:
         self.programs()
 
     def placed(self) -> AbstractContextManager[None]:
-        """The context in which a stage runs in this process, for calls of it outside the pipeline.
-        """
+        """The context in which a stage runs in this process, for calls of it outside the pipeline."""
         member = self.transport.member
         if self.mesh is None or member is None:
             return nullcontext()

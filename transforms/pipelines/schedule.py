@@ -112,8 +112,7 @@ def _running(
     advances: bool,
     buffers: int | None,
 ) -> Generator[Effect, None, Sequence[int]]:
-    """The effects up to the last job's own. Returns the jobs whose output has not returned by then.
-    """
+    """The effects up to the last job's own. Returns the jobs whose output has not returned by then."""
     last = num_stages - 1
     feeding = [index for index, job in enumerate(jobs) if job.feeds]
     taken = 0  # the number of those that have returned

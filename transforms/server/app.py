@@ -304,8 +304,7 @@ class Server:
         return Asked(body, requests, writer)
 
     async def _compiled(self, form: dict[str, Any], use: GrammarUse) -> str:
-        """A `response_format`, compiled beside the event loop, where slow ones wait for each other.
-        """
+        """A `response_format`, compiled beside the event loop, where slow ones wait for each other."""
         found = self._compile_grammar.find(form, use)
         if found is not None:
             return found

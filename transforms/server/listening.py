@@ -126,8 +126,7 @@ class Connection(HttpToolsProtocol):
         super().on_message_begin()
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        """Called by the parser. A field after the body is none of the request's (RFC 9110, 6.5.1).
-        """
+        """Called by the parser. A field after the body is none of the request's (RFC 9110, 6.5.1)."""
         if not self._is_in_request:
             super().on_header(name, value)
 

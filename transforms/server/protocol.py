@@ -12,9 +12,15 @@ from weft.errors import RequestError
 from weft.sampling import SamplingParams
 
 _UNUSED = (
-    "user", "store", "metadata", "service_tier", "safety_identifier", "prompt_cache_key", "request_id",
+    "user",
+    "store",
+    "metadata",
+    "service_tier",
+    "safety_identifier",
+    "prompt_cache_key",
+    "request_id",
     "parallel_tool_calls",
-)  # fmt: skip
+)
 """Fields of OpenAI's API that say nothing about the completion."""
 _NO_TOOLS = "messages alone: this server calls no tools; response_format makes the answer JSON"
 INSTEAD = {

@@ -25,8 +25,7 @@ def _types(part: Any) -> set[Any]:
 
 
 def _most_joined(normalizer: Any) -> int | None:
-    """The most characters of a text that a normalizer may turn into one; None if that is not known.
-    """
+    """The most characters of a text that a normalizer may turn into one; None if that is not known."""
     types = _types(normalizer)
     if not types <= {"Sequence", "Prepend", "Replace", "NFD", "NFKD", "NFC", "ByteLevel", None}:
         return None

@@ -96,8 +96,7 @@ class ClosedOver:
 
 
 def _is_of_python(change: Change) -> bool:
-    """Whether a change is of something else than a tensor, whose places are compared by themselves.
-    """
+    """Whether a change is of something else than a tensor, whose places are compared by themselves."""
     return not isinstance(change.before, Tensor) and not isinstance(change.after, Tensor)
 
 

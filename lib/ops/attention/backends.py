@@ -192,8 +192,7 @@ class AttentionBackend:
             raise ProgramError(call, seen, f"EngineLimits(..., page_size={self.page_sizes[0]})")
 
     def runs_inside(self, query_len: int | None) -> bool:
-        """Whether it can run inside a whole graph of a class with this query length (None: ragged).
-        """
+        """Whether it can run inside a whole graph of a class with this query length (None: ragged)."""
         needs = (
             "full" if query_len is None else "uniform" if query_len > 1 else "uniform_single_token"
         )

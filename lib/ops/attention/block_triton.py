@@ -20,12 +20,44 @@ from weft.ops.kernel_triton import release
 
 @triton.jit
 def attend_shares(
-    q, kv_pages, slot_mapping, block_table, query_start_loc, seq_lens, out, shares, maxima, sums, spans, scales, index,
-    kv_head, num_reqs, parts, slack, spare, values, stride_q, stride_table, scale, HEADS: tl.constexpr,
-    KV_HEADS: tl.constexpr, DIM: tl.constexpr, PAGE_SIZE: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr,
-    DIMS: tl.constexpr, SPLITS: tl.constexpr, PARTS: tl.constexpr, WINDOW: tl.constexpr, ONE_BLOCK: tl.constexpr,
-    QUANTIZE: tl.constexpr, BLOCK_R: tl.constexpr, SEGMENT: tl.constexpr, SEGMENTS: tl.constexpr,
-):  # fmt: skip
+    q,
+    kv_pages,
+    slot_mapping,
+    block_table,
+    query_start_loc,
+    seq_lens,
+    out,
+    shares,
+    maxima,
+    sums,
+    spans,
+    scales,
+    index,
+    kv_head,
+    num_reqs,
+    parts,
+    slack,
+    spare,
+    values,
+    stride_q,
+    stride_table,
+    scale,
+    HEADS: tl.constexpr,
+    KV_HEADS: tl.constexpr,
+    DIM: tl.constexpr,
+    PAGE_SIZE: tl.constexpr,
+    ROWS: tl.constexpr,
+    KEYS: tl.constexpr,
+    DIMS: tl.constexpr,
+    SPLITS: tl.constexpr,
+    PARTS: tl.constexpr,
+    WINDOW: tl.constexpr,
+    ONE_BLOCK: tl.constexpr,
+    QUANTIZE: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+    SEGMENT: tl.constexpr,
+    SEGMENTS: tl.constexpr,
+):
     """`attend_kernel` for requests whose queries have ROWS rows or fewer: program `index` attends
     to one, or, with SPLITS > 1 or PARTS, to a share of one or of several in turn
     (`weft.ops.attention.shares_triton`); `spans` then has the first program of each request that
@@ -81,10 +113,37 @@ def attend_shares(
                 tl.store(spans + 4 * request + 1, last)
                 tl.store(spans + 4 * request + 2, tl.cast(even, tl.int32))
             attend_block(
-                q, kv_pages, slot_mapping, block_table, out, shares, maxima, sums, scales, own, 0, share, values,
-                stride_q, stride_table, scale, HEADS, KV_HEADS, DIM, PAGE_SIZE, QUERIES, ROWS, KEYS, DIMS, True,
-                WINDOW, ONE_BLOCK, QUANTIZE, SEGMENT, SEGMENTS,
-            )  # fmt: skip
+                q,
+                kv_pages,
+                slot_mapping,
+                block_table,
+                out,
+                shares,
+                maxima,
+                sums,
+                scales,
+                own,
+                0,
+                share,
+                values,
+                stride_q,
+                stride_table,
+                scale,
+                HEADS,
+                KV_HEADS,
+                DIM,
+                PAGE_SIZE,
+                QUERIES,
+                ROWS,
+                KEYS,
+                DIMS,
+                True,
+                WINDOW,
+                ONE_BLOCK,
+                QUANTIZE,
+                SEGMENT,
+                SEGMENTS,
+            )
 
 
 @triton.jit
@@ -169,10 +228,25 @@ def attend_block(
             lo, hi = first // SEGMENT, tl.cdiv(end, SEGMENT)
         for segment in range(lo, tl.minimum(hi, tl.cdiv(end, SEGMENT))):
             m_own, s_own, acc_own = _attend_range(
-                queries, position, live, head_pages, values, table, tl.maximum(segment * SEGMENT, first),
-                tl.minimum((segment + 1) * SEGMENT, end), end, scale,
-                KV_HEADS, DIM, PAGE_SIZE, ROWS, KEYS, DIMS, WINDOW, True,  # one loop for all tiles: one order of sums
-            )  # fmt: skip
+                queries,
+                position,
+                live,
+                head_pages,
+                values,
+                table,
+                tl.maximum(segment * SEGMENT, first),
+                tl.minimum((segment + 1) * SEGMENT, end),
+                end,
+                scale,
+                KV_HEADS,
+                DIM,
+                PAGE_SIZE,
+                ROWS,
+                KEYS,
+                DIMS,
+                WINDOW,
+                True,  # one loop for all tiles: one order of sums
+            )
             if not SHARED:
                 m, s, acc = merge(m, s, acc, m_own, s_own, acc_own)
             else:
@@ -186,9 +260,25 @@ def attend_block(
         else:
             lo, hi = first, end
         m, s, acc = _attend_range(
-            queries, position, live, head_pages, values, table, lo, hi, end, scale,
-            KV_HEADS, DIM, PAGE_SIZE, ROWS, KEYS, DIMS, WINDOW, ONE_BLOCK,
-        )  # fmt: skip
+            queries,
+            position,
+            live,
+            head_pages,
+            values,
+            table,
+            lo,
+            hi,
+            end,
+            scale,
+            KV_HEADS,
+            DIM,
+            PAGE_SIZE,
+            ROWS,
+            KEYS,
+            DIMS,
+            WINDOW,
+            ONE_BLOCK,
+        )
 
     release()
     if SHARED and SEGMENT:
@@ -214,10 +304,25 @@ def attend_block(
 
 @triton.jit
 def _attend_range(
-    queries, position, live, head_pages, values, table, lo, hi, end, scale,
-    KV_HEADS: tl.constexpr, DIM: tl.constexpr, PAGE_SIZE: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr,
-    DIMS: tl.constexpr, WINDOW: tl.constexpr, ONE_BLOCK: tl.constexpr,
-):  # fmt: skip
+    queries,
+    position,
+    live,
+    head_pages,
+    values,
+    table,
+    lo,
+    hi,
+    end,
+    scale,
+    KV_HEADS: tl.constexpr,
+    DIM: tl.constexpr,
+    PAGE_SIZE: tl.constexpr,
+    ROWS: tl.constexpr,
+    KEYS: tl.constexpr,
+    DIMS: tl.constexpr,
+    WINDOW: tl.constexpr,
+    ONE_BLOCK: tl.constexpr,
+):
     """The maximum `[ROWS]`, sum `[ROWS]` and weighted values `[ROWS, DIMS]` of the positions lo:hi,
     of a block whose last query is at `end - 1`."""
     m = tl.full([ROWS], float("-inf"), tl.float32)
@@ -229,19 +334,67 @@ def _attend_range(
         if WINDOW:
             edge = tl.minimum(lo + tl.cdiv(tl.maximum(end - WINDOW - lo, 0), KEYS) * KEYS, whole)
             m, s, acc = _attend_tiles(
-                m, s, acc, queries, position, head_pages, values, table, lo, edge, scale,
-                KV_HEADS, DIM, PAGE_SIZE, KEYS, DIMS, WINDOW, True,
-            )  # fmt: skip
+                m,
+                s,
+                acc,
+                queries,
+                position,
+                head_pages,
+                values,
+                table,
+                lo,
+                edge,
+                scale,
+                KV_HEADS,
+                DIM,
+                PAGE_SIZE,
+                KEYS,
+                DIMS,
+                WINDOW,
+                True,
+            )
             lo = edge
         m, s, acc = _attend_tiles(
-            m, s, acc, queries, position, head_pages, values, table, lo, whole, scale,
-            KV_HEADS, DIM, PAGE_SIZE, KEYS, DIMS, WINDOW, False,
-        )  # fmt: skip
+            m,
+            s,
+            acc,
+            queries,
+            position,
+            head_pages,
+            values,
+            table,
+            lo,
+            whole,
+            scale,
+            KV_HEADS,
+            DIM,
+            PAGE_SIZE,
+            KEYS,
+            DIMS,
+            WINDOW,
+            False,
+        )
         lo = whole
     return _attend_tiles(
-        m, s, acc, queries, position, head_pages, values, table, lo, hi, scale,
-        KV_HEADS, DIM, PAGE_SIZE, KEYS, DIMS, WINDOW, True,
-    )  # fmt: skip
+        m,
+        s,
+        acc,
+        queries,
+        position,
+        head_pages,
+        values,
+        table,
+        lo,
+        hi,
+        scale,
+        KV_HEADS,
+        DIM,
+        PAGE_SIZE,
+        KEYS,
+        DIMS,
+        WINDOW,
+        True,
+    )
 
 
 @triton.jit

@@ -23,8 +23,20 @@ _MOST_VALUES, _MOST_AT_ONCE = 1024, 4096
 
 
 @triton.jit
-def zero_tokens(out, scales, first, end, step, head, heads, GROUP: tl.constexpr, ROWS: tl.constexpr,
-                DIM: tl.constexpr, DIMS: tl.constexpr, QUANTIZE: tl.constexpr):  # fmt: skip
+def zero_tokens(
+    out,
+    scales,
+    first,
+    end,
+    step,
+    head,
+    heads,
+    GROUP: tl.constexpr,
+    ROWS: tl.constexpr,
+    DIM: tl.constexpr,
+    DIMS: tl.constexpr,
+    QUANTIZE: tl.constexpr,
+):
     """Zero GROUP heads, from `head` on, of the tokens first:end:step."""
     row = tl.arange(0, ROWS)
     for token in range(first, end, step):

@@ -312,8 +312,7 @@ def _fault(
     seq_lens: Tensor,
     max_query_len: int,
 ) -> tuple[str, str, str] | None:
-    """The first argument that does not agree with the others, its fault, and what to pass instead.
-    """
+    """The first argument that does not agree with the others, its fault, and what to pass instead."""
     ranks = (("q", q, "[T, H, D]"), ("kv_pages", kv_pages, "[2, P, page_size, Hkv, D]"))
     for name, tensor, layout in (*ranks, ("block_table", block_table, "[R, max_pages]")):
         if tensor.dim() != layout.count(",") + 1:

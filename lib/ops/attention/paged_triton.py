@@ -170,11 +170,44 @@ def attend_kernel(
         few = programs if ONE_BLOCK else tl.maximum(num_reqs, parts)
         if ONE_BLOCK or index < few:
             attend_shares(
-                q, kv_pages, slot_mapping, block_table, query_start_loc, seq_lens, out, shares, maxima, sums, spans,
-                scales, index, kv_head, num_reqs, parts, slack, spare, values, stride_q, stride_table, scale, HEADS,
-                KV_HEADS, DIM, PAGE_SIZE, SHARE_ROWS, KEYS, DIMS, SPLITS, PARTS, WINDOW, ONE_BLOCK, QUANTIZE, BLOCK_R,
-                SEGMENT, SEGMENTS,
-            )  # fmt: skip
+                q,
+                kv_pages,
+                slot_mapping,
+                block_table,
+                query_start_loc,
+                seq_lens,
+                out,
+                shares,
+                maxima,
+                sums,
+                spans,
+                scales,
+                index,
+                kv_head,
+                num_reqs,
+                parts,
+                slack,
+                spare,
+                values,
+                stride_q,
+                stride_table,
+                scale,
+                HEADS,
+                KV_HEADS,
+                DIM,
+                PAGE_SIZE,
+                SHARE_ROWS,
+                KEYS,
+                DIMS,
+                SPLITS,
+                PARTS,
+                WINDOW,
+                ONE_BLOCK,
+                QUANTIZE,
+                BLOCK_R,
+                SEGMENT,
+                SEGMENTS,
+            )
     index -= few
     if not (SHARE_ROWS and ONE_BLOCK) and index >= 0:
         first, step, head = (
@@ -203,10 +236,37 @@ def attend_kernel(
             if ONE_BLOCK or block >= 0:
                 own, share = (request, kv_head, start, query_len, seq_len), (0, 0, True, 0)
                 attend_block(
-                    q, kv_pages, slot_mapping, block_table, out, shares, maxima, sums, scales, own, block, share,
-                    values, stride_q, stride_table, scale, HEADS, KV_HEADS, DIM, PAGE_SIZE, QUERIES, ROWS, KEYS, DIMS,
-                    False, WINDOW, ONE_BLOCK, QUANTIZE, SEGMENT, SEGMENTS,
-                )  # fmt: skip
+                    q,
+                    kv_pages,
+                    slot_mapping,
+                    block_table,
+                    out,
+                    shares,
+                    maxima,
+                    sums,
+                    scales,
+                    own,
+                    block,
+                    share,
+                    values,
+                    stride_q,
+                    stride_table,
+                    scale,
+                    HEADS,
+                    KV_HEADS,
+                    DIM,
+                    PAGE_SIZE,
+                    QUERIES,
+                    ROWS,
+                    KEYS,
+                    DIMS,
+                    False,
+                    WINDOW,
+                    ONE_BLOCK,
+                    QUANTIZE,
+                    SEGMENT,
+                    SEGMENTS,
+                )
 
 
 def attend(q: Tensor, *rest: Any, batch_invariant: bool = False) -> Tensor:

@@ -47,9 +47,18 @@ def count_tiles(
 
 @triton.jit
 def count_all(
-    query_start_loc, seq_lens, num_reqs, parts, slack, spare,
-    QUERIES: tl.constexpr, SPLITS: tl.constexpr, UNIT: tl.constexpr, WINDOW: tl.constexpr, BLOCK_R: tl.constexpr,
-):  # fmt: skip
+    query_start_loc,
+    seq_lens,
+    num_reqs,
+    parts,
+    slack,
+    spare,
+    QUERIES: tl.constexpr,
+    SPLITS: tl.constexpr,
+    UNIT: tl.constexpr,
+    WINDOW: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+):
     """The tiles of each request `[BLOCK_R]`, of all, at least 1, and whether each request has
     SPLITS programs: where the largest share would have at most `slack` eighths of a part, and
     `spare` tiles more, which is what parts cost beside it."""
@@ -82,9 +91,19 @@ def first_of(part, total, parts):
 
 @triton.jit
 def requests_of(
-    index, query_start_loc, seq_lens, num_reqs, parts, slack, spare,
-    QUERIES: tl.constexpr, SPLITS: tl.constexpr, UNIT: tl.constexpr, WINDOW: tl.constexpr, BLOCK_R: tl.constexpr,
-):  # fmt: skip
+    index,
+    query_start_loc,
+    seq_lens,
+    num_reqs,
+    parts,
+    slack,
+    spare,
+    QUERIES: tl.constexpr,
+    SPLITS: tl.constexpr,
+    UNIT: tl.constexpr,
+    WINDOW: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+):
     """The requests, or the part of their contexts, that program `index` attends to.
 
     Returns:

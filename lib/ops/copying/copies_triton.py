@@ -209,8 +209,7 @@ class _Config(ctypes.Structure):
 
 
 def launch_by_driver(handle: int, arity: int, table: Tensor, copies: Copies) -> Launch:
-    """A launch by `cuLaunchKernelEx`, with all arguments but the addresses and the stream prepared.
-    """
+    """A launch by `cuLaunchKernelEx`, with all arguments but the addresses and the stream prepared."""
     # The arguments in order: addresses, the table, and the pointers to scratch memory that Triton
     # may add, which this kernel does not use.
     values = (ctypes.c_uint64 * (arity + 1 + _SCRATCH))()

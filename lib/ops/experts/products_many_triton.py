@@ -67,10 +67,27 @@ def _store_weighted(
 
 @kernel(do_not_specialize=["tokens"])
 def _many_kernel(
-    x, x_scales, weight, scale, weights, order, owners, out, tokens, columns, share, inner,
-    TOP_K: tl.constexpr, GATED: tl.constexpr, FP8: tl.constexpr, EVEN: tl.constexpr,
-    WIDTH: tl.constexpr, TOKENS: tl.constexpr, COLUMNS: tl.constexpr, TYPE: tl.constexpr,
-):  # fmt: skip
+    x,
+    x_scales,
+    weight,
+    scale,
+    weights,
+    order,
+    owners,
+    out,
+    tokens,
+    columns,
+    share,
+    inner,
+    TOP_K: tl.constexpr,
+    GATED: tl.constexpr,
+    FP8: tl.constexpr,
+    EVEN: tl.constexpr,
+    WIDTH: tl.constexpr,
+    TOKENS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    TYPE: tl.constexpr,
+):
     """A tile of an expert's pairs with two blocks of its rows, over the `share` columns of a leaf:
     gates and the ups with them, or neighbours.
 
@@ -170,9 +187,27 @@ def launch(
     )
     share = leaf_columns(columns, leaves)
     _many_kernel[grid](
-        x, absent if x_scales is None else x_scales, rows, absent if scale is None else scale,
-        absent if weights is None else weights, aligned.order, aligned.owners, out, experts.shape[0], columns, share,
-        inner, TOP_K=experts.shape[1], GATED=weights is None, FP8=scale is not None, EVEN=share % tile.columns == 0,
-        WIDTH=width, TOKENS=tile.tokens, COLUMNS=tile.columns,
-        TYPE=TRITON_DTYPES[out.dtype], num_warps=tile.warps, num_stages=tile.stages, **early(x),
-    )  # fmt: skip
+        x,
+        absent if x_scales is None else x_scales,
+        rows,
+        absent if scale is None else scale,
+        absent if weights is None else weights,
+        aligned.order,
+        aligned.owners,
+        out,
+        experts.shape[0],
+        columns,
+        share,
+        inner,
+        TOP_K=experts.shape[1],
+        GATED=weights is None,
+        FP8=scale is not None,
+        EVEN=share % tile.columns == 0,
+        WIDTH=width,
+        TOKENS=tile.tokens,
+        COLUMNS=tile.columns,
+        TYPE=TRITON_DTYPES[out.dtype],
+        num_warps=tile.warps,
+        num_stages=tile.stages,
+        **early(x),
+    )

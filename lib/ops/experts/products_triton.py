@@ -35,8 +35,19 @@ from weft.ops.tiles.tile import Tile, cdiv, leaf_columns, power_of_two
 
 
 @triton.jit
-def _store_gated(acc, out, out_scales, pair, live, tile, inner, WIDTH: tl.constexpr, TOKENS: tl.constexpr,
-                 FP8_OUT: tl.constexpr, TYPE: tl.constexpr):  # fmt: skip
+def _store_gated(
+    acc,
+    out,
+    out_scales,
+    pair,
+    live,
+    tile,
+    inner,
+    WIDTH: tl.constexpr,
+    TOKENS: tl.constexpr,
+    FP8_OUT: tl.constexpr,
+    TYPE: tl.constexpr,
+):
     """`silu(gate) * up` of a tile `[2 * WIDTH, TOKENS]`, gates above ups, to the pairs' rows; in
     FP8 WIDTH is 128."""
     gate, up = tl.split(tl.permute(tl.reshape(acc, [2, WIDTH, TOKENS]), [1, 2, 0]))
@@ -56,8 +67,20 @@ def _store_gated(acc, out, out_scales, pair, live, tile, inner, WIDTH: tl.conste
 
 
 @triton.jit
-def _store_weighted(acc, out, weights, pair, live, tile, leaf, inner, tokens, TOP_K: tl.constexpr, WIDTH: tl.constexpr,
-                    TYPE: tl.constexpr):  # fmt: skip
+def _store_weighted(
+    acc,
+    out,
+    weights,
+    pair,
+    live,
+    tile,
+    leaf,
+    inner,
+    tokens,
+    TOP_K: tl.constexpr,
+    WIDTH: tl.constexpr,
+    TYPE: tl.constexpr,
+):
     """A tile `[WIDTH, TOKENS]` times the pairs' weights, each to its slot's part of the leaf."""
     column = tile * WIDTH + tl.arange(0, WIDTH)
     by = tl.load(weights + pair, mask=live, other=0.0)
@@ -81,10 +104,31 @@ def _rows(tile, inner, GATED: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.conste
 
 @triton.jit
 def _expert_tile(
-    x, x_scales, weight, scale, weights, out, out_scales, expert, pair, live, columns, share, inner, tokens,
-    TOP_K: tl.constexpr, GATED: tl.constexpr, FP8: tl.constexpr, QUANTIZE: tl.constexpr, EVEN: tl.constexpr,
-    ROWS: tl.constexpr, TOKENS: tl.constexpr, COLUMNS: tl.constexpr, FP8_OUT: tl.constexpr, TYPE: tl.constexpr,
-):  # fmt: skip
+    x,
+    x_scales,
+    weight,
+    scale,
+    weights,
+    out,
+    out_scales,
+    expert,
+    pair,
+    live,
+    columns,
+    share,
+    inner,
+    tokens,
+    TOP_K: tl.constexpr,
+    GATED: tl.constexpr,
+    FP8: tl.constexpr,
+    QUANTIZE: tl.constexpr,
+    EVEN: tl.constexpr,
+    ROWS: tl.constexpr,
+    TOKENS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    FP8_OUT: tl.constexpr,
+    TYPE: tl.constexpr,
+):
     """A tile of an expert's product with some pairs, stored."""
     WIDTH: tl.constexpr = ROWS // 2 if GATED else ROWS
     height = 2 * inner if GATED else inner
@@ -94,9 +138,24 @@ def _expert_tile(
     tile, leaf = tl.program_id(1), tl.program_id(2)
     n = _rows(tile, inner, GATED, ROWS, WIDTH)
     acc = multiply(
-        x, x_scales, source, live, w, s, n, leaf * share, (leaf + 1) * share, columns, FP8, QUANTIZE, EVEN, ROWS,
-        TOKENS, COLUMNS, True,
-    )  # fmt: skip
+        x,
+        x_scales,
+        source,
+        live,
+        w,
+        s,
+        n,
+        leaf * share,
+        (leaf + 1) * share,
+        columns,
+        FP8,
+        QUANTIZE,
+        EVEN,
+        ROWS,
+        TOKENS,
+        COLUMNS,
+        True,
+    )
     release()
     if GATED:
         _store_gated(acc, out, out_scales, pair, live, tile, inner, WIDTH, TOKENS, FP8_OUT, TYPE)
@@ -108,12 +167,34 @@ def _expert_tile(
 
 @kernel(do_not_specialize=["pairs", "first_expert"])
 def _expert_kernel(
-    x, x_scales, weight, scale, weights, experts, order, owners, out, out_scales, pairs, num_experts, first_expert,
-    columns, share, inner,
-    TOP_K: tl.constexpr, GATED: tl.constexpr, FP8: tl.constexpr, QUANTIZE: tl.constexpr, EVEN: tl.constexpr,
-    ROWS: tl.constexpr, TOKENS: tl.constexpr, COLUMNS: tl.constexpr, FP8_OUT: tl.constexpr, TYPE: tl.constexpr,
+    x,
+    x_scales,
+    weight,
+    scale,
+    weights,
+    experts,
+    order,
+    owners,
+    out,
+    out_scales,
+    pairs,
+    num_experts,
+    first_expert,
+    columns,
+    share,
+    inner,
+    TOP_K: tl.constexpr,
+    GATED: tl.constexpr,
+    FP8: tl.constexpr,
+    QUANTIZE: tl.constexpr,
+    EVEN: tl.constexpr,
+    ROWS: tl.constexpr,
+    TOKENS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    FP8_OUT: tl.constexpr,
+    TYPE: tl.constexpr,
     PAIRS: tl.constexpr,
-):  # fmt: skip
+):
     """Multiply a tile of an expert's rows with its pairs, over the `share` columns of a leaf;
     `inner` is the number of the result's columns.
 
@@ -128,25 +209,91 @@ def _expert_kernel(
         if (expert >= 0) & (expert < num_experts):
             slot = tl.arange(0, TOKENS)
             _expert_tile(
-                x, x_scales, weight, scale, weights, out, out_scales, expert, own + 0 * slot, slot == 0, columns, share,
-                inner, tokens, TOP_K, GATED, FP8, QUANTIZE, EVEN, ROWS, TOKENS, COLUMNS, FP8_OUT, TYPE,
-            )  # fmt: skip
+                x,
+                x_scales,
+                weight,
+                scale,
+                weights,
+                out,
+                out_scales,
+                expert,
+                own + 0 * slot,
+                slot == 0,
+                columns,
+                share,
+                inner,
+                tokens,
+                TOP_K,
+                GATED,
+                FP8,
+                QUANTIZE,
+                EVEN,
+                ROWS,
+                TOKENS,
+                COLUMNS,
+                FP8_OUT,
+                TYPE,
+            )
     elif PAIRS > 1:
         expert, count = find_expert(experts, first_expert, pairs, num_experts, PAIRS)
         for start in range(0, count, TOKENS):
             pair, live = scan(experts, first_expert + expert, pairs, start, PAIRS, TOKENS)
             _expert_tile(
-                x, x_scales, weight, scale, weights, out, out_scales, expert, pair, live, columns, share, inner,
-                tokens, TOP_K, GATED, FP8, QUANTIZE, EVEN, ROWS, TOKENS, COLUMNS, FP8_OUT, TYPE,
-            )  # fmt: skip
+                x,
+                x_scales,
+                weight,
+                scale,
+                weights,
+                out,
+                out_scales,
+                expert,
+                pair,
+                live,
+                columns,
+                share,
+                inner,
+                tokens,
+                TOP_K,
+                GATED,
+                FP8,
+                QUANTIZE,
+                EVEN,
+                ROWS,
+                TOKENS,
+                COLUMNS,
+                FP8_OUT,
+                TYPE,
+            )
     else:
         expert = tl.load(owners + tl.program_id(0))
         if expert >= 0:
             pair = tl.load(order + tl.program_id(0) * TOKENS + tl.arange(0, TOKENS))
             _expert_tile(
-                x, x_scales, weight, scale, weights, out, out_scales, expert, tl.maximum(pair, 0), pair >= 0, columns,
-                share, inner, tokens, TOP_K, GATED, FP8, QUANTIZE, EVEN, ROWS, TOKENS, COLUMNS, FP8_OUT, TYPE,
-            )  # fmt: skip
+                x,
+                x_scales,
+                weight,
+                scale,
+                weights,
+                out,
+                out_scales,
+                expert,
+                tl.maximum(pair, 0),
+                pair >= 0,
+                columns,
+                share,
+                inner,
+                tokens,
+                TOP_K,
+                GATED,
+                FP8,
+                QUANTIZE,
+                EVEN,
+                ROWS,
+                TOKENS,
+                COLUMNS,
+                FP8_OUT,
+                TYPE,
+            )
 
 
 def run_experts(
@@ -344,13 +491,38 @@ def _launch(
     order, owners = (experts, experts) if aligned is None else (aligned.order, aligned.owners)
     absent = experts
     _expert_kernel[(programs, cdiv(inner, width), max(leaves, 1))](
-        x, absent if x_scales is None else x_scales, weight, absent if scale is None else scale,
-        absent if weights is None else weights, experts, order, owners, out,
-        absent if out_scales is None else out_scales, pairs, num_experts, first, columns, share, inner,
-        TOP_K=experts.shape[1], GATED=weights is None, FP8=scale is not None,
-        QUANTIZE=scale is not None and x_scales is None, EVEN=share % tile.columns == 0,
-        ROWS=tile.rows, TOKENS=tile.tokens, COLUMNS=tile.columns,
-        FP8_OUT=out_scales is not None, TYPE=TRITON_DTYPES[dtype],
-        PAIRS=1 if one_token else 0 if aligned is not None else max(SCAN_PAIRS, power_of_two(pairs)),
-        num_warps=tile.warps, num_stages=tile.stages, **early(x),
-    )  # fmt: skip
+        x,
+        absent if x_scales is None else x_scales,
+        weight,
+        absent if scale is None else scale,
+        absent if weights is None else weights,
+        experts,
+        order,
+        owners,
+        out,
+        absent if out_scales is None else out_scales,
+        pairs,
+        num_experts,
+        first,
+        columns,
+        share,
+        inner,
+        TOP_K=experts.shape[1],
+        GATED=weights is None,
+        FP8=scale is not None,
+        QUANTIZE=scale is not None and x_scales is None,
+        EVEN=share % tile.columns == 0,
+        ROWS=tile.rows,
+        TOKENS=tile.tokens,
+        COLUMNS=tile.columns,
+        FP8_OUT=out_scales is not None,
+        TYPE=TRITON_DTYPES[dtype],
+        PAIRS=1
+        if one_token
+        else 0
+        if aligned is not None
+        else max(SCAN_PAIRS, power_of_two(pairs)),
+        num_warps=tile.warps,
+        num_stages=tile.stages,
+        **early(x),
+    )

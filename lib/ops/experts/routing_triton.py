@@ -30,10 +30,20 @@ _MANY = (4096, 16)
 
 @kernel(do_not_specialize=["at_once"])
 def _route_kernel(
-    logits, weights, experts, num_experts, stride, part_stride, at_once,
-    PARTS: tl.constexpr, TYPE: tl.constexpr, TOP_K: tl.constexpr, SLOTS: tl.constexpr, BLOCK: tl.constexpr,
+    logits,
+    weights,
+    experts,
+    num_experts,
+    stride,
+    part_stride,
+    at_once,
+    PARTS: tl.constexpr,
+    TYPE: tl.constexpr,
+    TOP_K: tl.constexpr,
+    SLOTS: tl.constexpr,
+    BLOCK: tl.constexpr,
     RENORMALIZE: tl.constexpr,
-):  # fmt: skip
+):
     begin(at_once)
     token = tl.program_id(0).to(tl.int64)
     expert = tl.arange(0, BLOCK)
@@ -70,19 +80,37 @@ def route(
     with torch.cuda.device_of(logits):
         if tokens:
             _route_kernel[(tokens,)](
-                logits, weights, experts, num_experts, num_experts, tokens * num_experts, at_once(tokens),
-                PARTS=num_parts(logits), TYPE=TRITON_DTYPES[dtype], TOP_K=top_k, SLOTS=power_of_two(top_k),
-                BLOCK=power_of_two(num_experts), RENORMALIZE=renormalize,
-                num_warps=1, **early(logits),
-            )  # fmt: skip
+                logits,
+                weights,
+                experts,
+                num_experts,
+                num_experts,
+                tokens * num_experts,
+                at_once(tokens),
+                PARTS=num_parts(logits),
+                TYPE=TRITON_DTYPES[dtype],
+                TOP_K=top_k,
+                SLOTS=power_of_two(top_k),
+                BLOCK=power_of_two(num_experts),
+                RENORMALIZE=renormalize,
+                num_warps=1,
+                **early(logits),
+            )
     return weights, experts
 
 
 @kernel(do_not_specialize=["pairs", "num_blocks", "first_expert"])
 def _align_kernel(
-    experts, order, owners, pairs, num_blocks, first_expert,
-    BINS: tl.constexpr, BLOCK: tl.constexpr, CHUNK: tl.constexpr,
-):  # fmt: skip
+    experts,
+    order,
+    owners,
+    pairs,
+    num_blocks,
+    first_expert,
+    BINS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    CHUNK: tl.constexpr,
+):
     """Write expert e's pairs, in ascending order, to its blocks of `order`, then -1; and e to these
     blocks' `owners`.
 
@@ -173,8 +201,16 @@ def align(experts: Tensor, num_experts: int, block: int, first: int = 0) -> Alig
     owners = experts.new_empty(blocks)
     chunk, warps = next((one for most, one in _CHUNKS.items() if pairs <= most), _MANY)
     _align_kernel[(num_experts + 1,)](
-        experts, order, owners, pairs, blocks, first,
-        BINS=power_of_two(num_experts + 1), BLOCK=block, CHUNK=chunk, num_warps=warps,
+        experts,
+        order,
+        owners,
+        pairs,
+        blocks,
+        first,
+        BINS=power_of_two(num_experts + 1),
+        BLOCK=block,
+        CHUNK=chunk,
+        num_warps=warps,
         **early(experts),
-    )  # fmt: skip
+    )
     return Aligned(order, owners)

@@ -85,9 +85,21 @@ def quantize_rows(x):
 
 @triton.jit
 def _multiply_first(
-    x, x_scales, token, live, weight, scale, row, low, high, columns,
-    FP8: tl.constexpr, COLUMNS: tl.constexpr, TILES: tl.constexpr, EARLY: tl.constexpr,
-):  # fmt: skip
+    x,
+    x_scales,
+    token,
+    live,
+    weight,
+    scale,
+    row,
+    low,
+    high,
+    columns,
+    FP8: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    TILES: tl.constexpr,
+    EARLY: tl.constexpr,
+):
     """The product `[rows, tokens]` over the first tiles of columns of low:high, all of whose
     weights are asked for before the activations are."""
     # One tile in bfloat16. In FP8 each has a scale of its own.
@@ -125,11 +137,27 @@ def _multiply_first(
 
 @triton.jit
 def multiply(
-    x, x_scales, token, live, weight, scale, row, low, high, columns,
-    FP8: tl.constexpr, QUANTIZE: tl.constexpr, EVEN: tl.constexpr,
-    ROWS: tl.constexpr, TOKENS: tl.constexpr, COLUMNS: tl.constexpr, SWAP: tl.constexpr,
-    AHEAD: tl.constexpr = 0, ALL: tl.constexpr = False, EARLY: tl.constexpr = False,
-):  # fmt: skip
+    x,
+    x_scales,
+    token,
+    live,
+    weight,
+    scale,
+    row,
+    low,
+    high,
+    columns,
+    FP8: tl.constexpr,
+    QUANTIZE: tl.constexpr,
+    EVEN: tl.constexpr,
+    ROWS: tl.constexpr,
+    TOKENS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    SWAP: tl.constexpr,
+    AHEAD: tl.constexpr = 0,
+    ALL: tl.constexpr = False,
+    EARLY: tl.constexpr = False,
+):
     """The product of weights and activations over the columns low:high, in float32.
 
     The result is `[rows, tokens]` with SWAP, else `[tokens, rows]`.

@@ -22,9 +22,17 @@ _MOST_GROUPS = 8
 
 @kernel(do_not_specialize=["at_once"])
 def _gate_kernel(
-    x, out, scales, inner, stride, at_once,
-    PARTS: tl.constexpr, QUANTIZE: tl.constexpr, GROUPS: tl.constexpr, TYPE: tl.constexpr,
-):  # fmt: skip
+    x,
+    out,
+    scales,
+    inner,
+    stride,
+    at_once,
+    PARTS: tl.constexpr,
+    QUANTIZE: tl.constexpr,
+    GROUPS: tl.constexpr,
+    TYPE: tl.constexpr,
+):
     begin(at_once)
     token = tl.program_id(0).to(tl.int64)
     group = tl.program_id(1) * GROUPS + tl.arange(0, GROUPS)
@@ -64,8 +72,17 @@ def _run(x: Tensor, dtype: torch.dtype, quantized: bool) -> tuple[Tensor, Tensor
     with torch.cuda.device_of(x):
         if tokens:
             _gate_kernel[(tokens, cdiv(ceil_blocks(inner), groups))](
-                x, out, scales, inner, 2 * tokens * inner, at_once(tokens),
-                PARTS=num_parts(x), QUANTIZE=quantized, GROUPS=groups, TYPE=TRITON_DTYPES[dtype],
-                num_warps=max(1, groups // 2), **early(x),
-            )  # fmt: skip
+                x,
+                out,
+                scales,
+                inner,
+                2 * tokens * inner,
+                at_once(tokens),
+                PARTS=num_parts(x),
+                QUANTIZE=quantized,
+                GROUPS=groups,
+                TYPE=TRITON_DTYPES[dtype],
+                num_warps=max(1, groups // 2),
+                **early(x),
+            )
     return out, scales

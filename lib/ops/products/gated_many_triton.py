@@ -29,9 +29,19 @@ _GROUP = 16
 
 @kernel(do_not_specialize=["tokens"])
 def _gated_many_kernel(
-    x, weight, bias, out, tokens, inner, columns,
-    BIAS: tl.constexpr, TOKENS: tl.constexpr, WIDTH: tl.constexpr, COLUMNS: tl.constexpr, GROUP: tl.constexpr,
-):  # fmt: skip
+    x,
+    weight,
+    bias,
+    out,
+    tokens,
+    inner,
+    columns,
+    BIAS: tl.constexpr,
+    TOKENS: tl.constexpr,
+    WIDTH: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    GROUP: tl.constexpr,
+):
     begin()
     tl.assume(
         columns > 0
@@ -79,8 +89,20 @@ def swiglu_many(x: Tensor, weight: Tensor, bias: Tensor | None, tile: Tile) -> T
     results = TensorDescriptor(out, [tokens, inner], [inner, 1], [tile.tokens, width])
     with torch.cuda.device_of(x):
         _gated_many_kernel[(cdiv(tokens, tile.tokens) * cdiv(inner, width),)](
-            tokens_of, rows, out if bias is None else bias.contiguous(), results, tokens, inner, columns,
-            BIAS=bias is not None, TOKENS=tile.tokens, WIDTH=width, COLUMNS=tile.columns, GROUP=_GROUP,
-            num_warps=tile.warps, num_stages=tile.stages, **early(x),
-        )  # fmt: skip
+            tokens_of,
+            rows,
+            out if bias is None else bias.contiguous(),
+            results,
+            tokens,
+            inner,
+            columns,
+            BIAS=bias is not None,
+            TOKENS=tile.tokens,
+            WIDTH=width,
+            COLUMNS=tile.columns,
+            GROUP=_GROUP,
+            num_warps=tile.warps,
+            num_stages=tile.stages,
+            **early(x),
+        )
     return out

@@ -203,8 +203,7 @@ def _fp8_linear(
     leaves: int = 0,
     batch_invariant: bool = False,
 ) -> Tensor:
-    """The operator of `fp8_linear`; without scales, `values` are plain and still to be quantised.
-    """
+    """The operator of `fp8_linear`; without scales, `values` are plain and still to be quantised."""
     x = Quantized(*reference_quantize(values)) if scales is None else Quantized(values, scales)
     if leaves:
         return _multiply_leaves(dequantize(x), dequantize_weight(weight, scale), bias, leaves)

@@ -47,11 +47,30 @@ on."""
 
 @kernel(do_not_specialize=["tokens"])
 def _linear_kernel(
-    x, x_scales, weight, scale, bias, out, tokens, rows, columns, share,
-    FP8: tl.constexpr, BIAS: tl.constexpr, EVEN: tl.constexpr,
-    ROWS: tl.constexpr, TOKENS: tl.constexpr, COLUMNS: tl.constexpr, SWAP: tl.constexpr, SEGMENTS: tl.constexpr,
-    GROUP: tl.constexpr, AHEAD: tl.constexpr, ALL: tl.constexpr, EARLY: tl.constexpr, GATED: tl.constexpr,
-):  # fmt: skip
+    x,
+    x_scales,
+    weight,
+    scale,
+    bias,
+    out,
+    tokens,
+    rows,
+    columns,
+    share,
+    FP8: tl.constexpr,
+    BIAS: tl.constexpr,
+    EVEN: tl.constexpr,
+    ROWS: tl.constexpr,
+    TOKENS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    SWAP: tl.constexpr,
+    SEGMENTS: tl.constexpr,
+    GROUP: tl.constexpr,
+    AHEAD: tl.constexpr,
+    ALL: tl.constexpr,
+    EARLY: tl.constexpr,
+    GATED: tl.constexpr,
+):
     if EARLY:
         release()  # the first tiles are asked for before it begins
     else:
@@ -72,18 +91,51 @@ def _linear_kernel(
     part = tl.program_id(2)
     low = part * share
     acc = multiply(
-        x, x_scales, t, t < tokens, weight, scale, tl.minimum(n, rows - 1), low, tl.minimum(low + share, columns),
-        columns, FP8, False, EVEN, ROWS, TOKENS, COLUMNS, SWAP, AHEAD, ALL, EARLY,
-    )  # fmt: skip
+        x,
+        x_scales,
+        t,
+        t < tokens,
+        weight,
+        scale,
+        tl.minimum(n, rows - 1),
+        low,
+        tl.minimum(low + share, columns),
+        columns,
+        FP8,
+        False,
+        EVEN,
+        ROWS,
+        TOKENS,
+        COLUMNS,
+        SWAP,
+        AHEAD,
+        ALL,
+        EARLY,
+    )
     if BIAS:  # added to the first part
         add = tl.load(bias + n, mask=n < rows, other=0.0).to(tl.float32) * (part == 0)
         acc += add[:, None] if SWAP else add[None, :]
     for _ in tl.static_range(1, SEGMENTS):
         low += share
         acc += multiply(
-            x, x_scales, t, t < tokens, weight, scale, tl.minimum(n, rows - 1), low, tl.minimum(low + share, columns),
-            columns, FP8, False, EVEN, ROWS, TOKENS, COLUMNS, SWAP,
-        )  # fmt: skip
+            x,
+            x_scales,
+            t,
+            t < tokens,
+            weight,
+            scale,
+            tl.minimum(n, rows - 1),
+            low,
+            tl.minimum(low + share, columns),
+            columns,
+            FP8,
+            False,
+            EVEN,
+            ROWS,
+            TOKENS,
+            COLUMNS,
+            SWAP,
+        )
     release()
     if GATED:
         acc = _gate_rows(acc, ROWS, TOKENS, SWAP, out.dtype.element_ty)
@@ -322,12 +374,31 @@ def run_tile(
     with torch.cuda.device_of(x):
         if tokens:
             _linear_kernel[(cdiv(rows, tile.rows), token_tiles, parts)](
-                x.contiguous(), out if x_scales is None else x_scales, weight, out if scale is None else scale,
-                out if bias is None else bias, out, tokens, rows, columns, share,
-                FP8=fp8, BIAS=bias is not None, EVEN=even,
-                ROWS=tile.rows, TOKENS=tile.tokens, COLUMNS=tile.columns, SWAP=tile.tokens < 64, SEGMENTS=segments,
+                x.contiguous(),
+                out if x_scales is None else x_scales,
+                weight,
+                out if scale is None else scale,
+                out if bias is None else bias,
+                out,
+                tokens,
+                rows,
+                columns,
+                share,
+                FP8=fp8,
+                BIAS=bias is not None,
+                EVEN=even,
+                ROWS=tile.rows,
+                TOKENS=tile.tokens,
+                COLUMNS=tile.columns,
+                SWAP=tile.tokens < 64,
+                SEGMENTS=segments,
                 GROUP=_GROUP if token_tiles > 2 else 1,
-                AHEAD=tile.ahead, ALL=share <= tile.ahead * tile.columns, EARLY=tile.ahead > 0 and is_constant(weight),
-                GATED=gate, num_warps=tile.warps, num_stages=tile.stages, **early(x),
-            )  # fmt: skip
+                AHEAD=tile.ahead,
+                ALL=share <= tile.ahead * tile.columns,
+                EARLY=tile.ahead > 0 and is_constant(weight),
+                GATED=gate,
+                num_warps=tile.warps,
+                num_stages=tile.stages,
+                **early(x),
+            )
     return out

@@ -27,9 +27,20 @@ def _check(
     (tokens, columns), (num_slots, pairs, rank, _) = x.shape, a.shape
     wanted = (y.shape[-2:], a.shape, b.shape, slots.shape, len(starts), starts[0], starts[-1])
     rows = b.shape[1]
-    if wanted != (
-        (tokens, rows), (num_slots, pairs, rank, columns), (num_slots, rows, rank), (tokens,), pairs + 1, 0, rows,
-    ) or not x.dtype == a.dtype == b.dtype or (leaves and num_parts(y) != leaves):  # fmt: skip
+    if (
+        wanted
+        != (
+            (tokens, rows),
+            (num_slots, pairs, rank, columns),
+            (num_slots, rows, rank),
+            (tokens,),
+            pairs + 1,
+            0,
+            rows,
+        )
+        or not x.dtype == a.dtype == b.dtype
+        or (leaves and num_parts(y) != leaves)
+    ):
         shapes = ", ".join(
             f"{name} {list(t.shape)} {t.dtype}"
             for name, t in (("y", y), ("x", x), ("a", a), ("b", b))

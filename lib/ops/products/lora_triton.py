@@ -30,9 +30,20 @@ adds their sums."""
 
 @kernel(do_not_specialize=["tokens"])
 def _shrink_kernel(
-    x, a, slots, active, low, tokens, ranks, columns, share, splits,
-    TOKENS: tl.constexpr, RANKS: tl.constexpr, COLUMNS: tl.constexpr,
-):  # fmt: skip
+    x,
+    a,
+    slots,
+    active,
+    low,
+    tokens,
+    ranks,
+    columns,
+    share,
+    splits,
+    TOKENS: tl.constexpr,
+    RANKS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
     begin()
     t = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
     r = tl.program_id(1) * RANKS + tl.arange(0, RANKS)
@@ -56,9 +67,27 @@ def _shrink_kernel(
 
 @kernel(do_not_specialize=["tokens"])
 def _expand_kernel(
-    y, low, b, slots, active, out, tokens, rows, rank, pairs, splits, num_active, start1, start2, blocks,
-    PARTS: tl.constexpr, TYPE: tl.constexpr, TOKENS: tl.constexpr, RANKS: tl.constexpr, ROWS: tl.constexpr,
-):  # fmt: skip
+    y,
+    low,
+    b,
+    slots,
+    active,
+    out,
+    tokens,
+    rows,
+    rank,
+    pairs,
+    splits,
+    num_active,
+    start1,
+    start2,
+    blocks,
+    PARTS: tl.constexpr,
+    TYPE: tl.constexpr,
+    TOKENS: tl.constexpr,
+    RANKS: tl.constexpr,
+    ROWS: tl.constexpr,
+):
     begin()
     t = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
     leaf = tl.program_id(2)
@@ -117,14 +146,44 @@ def add_lora(
     with torch.cuda.device_of(x):
         if tokens and num_active:
             _shrink_kernel[(token_blocks, cdiv(pairs * rank, ranks), num_active * splits)](
-                x.contiguous(), a, slots, active, low, tokens, pairs * rank, columns, share, splits,
-                TOKENS=_TOKENS, RANKS=ranks, COLUMNS=_COLUMNS, num_warps=4, **early(x),
-            )  # fmt: skip
+                x.contiguous(),
+                a,
+                slots,
+                active,
+                low,
+                tokens,
+                pairs * rank,
+                columns,
+                share,
+                splits,
+                TOKENS=_TOKENS,
+                RANKS=ranks,
+                COLUMNS=_COLUMNS,
+                num_warps=4,
+                **early(x),
+            )
         if tokens:
             _expand_kernel[(token_blocks, pairs * blocks, max(leaves, 1))](
-                y.contiguous(), low, b, slots, active, out, tokens, rows, rank, pairs, splits // max(leaves, 1),
-                num_active, *(*starts[1:-1], 0, 0)[:2], blocks,
-                PARTS=0 if leaves else num_parts(y), TYPE=TRITON_DTYPES[out.dtype],
-                TOKENS=_TOKENS, RANKS=ranks, ROWS=_ROWS, num_warps=4, **early(x),
-            )  # fmt: skip
+                y.contiguous(),
+                low,
+                b,
+                slots,
+                active,
+                out,
+                tokens,
+                rows,
+                rank,
+                pairs,
+                splits // max(leaves, 1),
+                num_active,
+                *(*starts[1:-1], 0, 0)[:2],
+                blocks,
+                PARTS=0 if leaves else num_parts(y),
+                TYPE=TRITON_DTYPES[out.dtype],
+                TOKENS=_TOKENS,
+                RANKS=ranks,
+                ROWS=_ROWS,
+                num_warps=4,
+                **early(x),
+            )
     return out

@@ -138,9 +138,18 @@ def sample_rows(
         call = f"sample_rows(<logits {tuple(logits.shape)}>, table, rows, positions, token_mask)"
         raise RequestError(call, seen, instead)
     return _sample_rows(
-        logits, rows, positions, table.floats, table.ints, table.allowed, table.stops, table.bias_ids, table.bias,
-        table.counts, token_mask,
-    )  # fmt: skip
+        logits,
+        rows,
+        positions,
+        table.floats,
+        table.ints,
+        table.allowed,
+        table.stops,
+        table.bias_ids,
+        table.bias,
+        table.counts,
+        token_mask,
+    )
 
 
 def functional_sample_rows(

@@ -58,9 +58,22 @@ def _has_bit(mask, row, columns, inside, words):
 
 @triton.jit
 def _adjust(
-    x, bias, columns, inside, row, request, used, floats, allowed, stops, counts, token_mask, vocab, words,
+    x,
+    bias,
+    columns,
+    inside,
+    row,
+    request,
+    used,
+    floats,
+    allowed,
+    stops,
+    counts,
+    token_mask,
+    vocab,
+    words,
     HAS_MASK: tl.constexpr,
-):  # fmt: skip
+):
     """`weft.ops.sampling.logits.adjust` for some columns; `used` has STOPS only while the request
     is too short."""
     nothing = float("-inf")
@@ -94,8 +107,17 @@ def _values(logits, adjusted, columns, inside, kind):
 
 @triton.jit
 def _search(
-    logits, adjusted, vocab, kind, peak, scale, limit, aim, BY_MASS: tl.constexpr, COLUMNS: tl.constexpr
-):  # fmt: skip
+    logits,
+    adjusted,
+    vocab,
+    kind,
+    peak,
+    scale,
+    limit,
+    aim,
+    BY_MASS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
     """The bits of the smallest distance within which there are `aim` tokens.
 
     With BY_MASS, the tokens within it have the share `aim` of the probability of those within
@@ -148,10 +170,31 @@ def _search(
 
 @kernel(do_not_specialize=["num_rows", "biased"])
 def _process_kernel(
-    logits, rows, positions, floats, ints, allowed, stops, bias_ids, bias, counts, token_mask,
-    adjusted, temperatures, seeds, kinds, peaks, bounds, num_rows, vocab, stride, biased,
-    HAS_MASK: tl.constexpr, COLUMNS: tl.constexpr, BIASED: tl.constexpr,
-):  # fmt: skip
+    logits,
+    rows,
+    positions,
+    floats,
+    ints,
+    allowed,
+    stops,
+    bias_ids,
+    bias,
+    counts,
+    token_mask,
+    adjusted,
+    temperatures,
+    seeds,
+    kinds,
+    peaks,
+    bounds,
+    num_rows,
+    vocab,
+    stride,
+    biased,
+    HAS_MASK: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    BIASED: tl.constexpr,
+):
     begin()
     request = tl.program_id(0).to(tl.int64)
     row = tl.load(rows + request)
@@ -180,9 +223,22 @@ def _process_kernel(
             inside = columns < vocab
             x = tl.load(logits + columns, mask=inside, other=float("-inf")).to(tl.float32)
             x = _adjust(
-                x, 0.0, columns, inside, row, request, used, floats, allowed, stops, counts, token_mask, vocab, words,
+                x,
+                0.0,
+                columns,
+                inside,
+                row,
+                request,
+                used,
+                floats,
+                allowed,
+                stops,
+                counts,
+                token_mask,
+                vocab,
+                words,
                 HAS_MASK,
-            )  # fmt: skip
+            )
             tl.store(adjusted + columns, x, mask=inside)
         tl.debug_barrier()  # other threads write these places below, and then read them
         if used & _BIAS:
@@ -192,9 +248,22 @@ def _process_kernel(
             x = tl.load(logits + columns, mask=inside, other=0.0).to(tl.float32)
             more = tl.load(bias + row * biased + place, mask=inside, other=0.0)
             x = _adjust(
-                x, more, columns, inside, row, request, used, floats, allowed, stops, counts, token_mask, vocab, words,
+                x,
+                more,
+                columns,
+                inside,
+                row,
+                request,
+                used,
+                floats,
+                allowed,
+                stops,
+                counts,
+                token_mask,
+                vocab,
+                words,
                 HAS_MASK,
-            )  # fmt: skip
+            )
             tl.store(adjusted + columns, x, mask=inside)
             tl.debug_barrier()
 
@@ -256,13 +325,34 @@ def process_rows(
         return temperatures, seeds, processed
     biased = table.bias.shape[1]
     _process_kernel[(num_reqs,)](
-        logits, rows, positions, table.floats, table.ints, table.allowed, table.stops, table.bias_ids, table.bias,
-        table.counts, table.allowed if token_mask is None else token_mask.contiguous(),
-        adjusted, temperatures, seeds, kinds, peaks, bounds,
-        table.floats.shape[0], vocab, logits.stride(0), biased,
-        HAS_MASK=token_mask is not None, COLUMNS=_COLUMNS, BIASED=power_of_two(max(biased, 1)),
-        num_warps=16, enable_fp_fusion=False, **early(logits),
-    )  # fmt: skip
+        logits,
+        rows,
+        positions,
+        table.floats,
+        table.ints,
+        table.allowed,
+        table.stops,
+        table.bias_ids,
+        table.bias,
+        table.counts,
+        table.allowed if token_mask is None else token_mask.contiguous(),
+        adjusted,
+        temperatures,
+        seeds,
+        kinds,
+        peaks,
+        bounds,
+        table.floats.shape[0],
+        vocab,
+        logits.stride(0),
+        biased,
+        HAS_MASK=token_mask is not None,
+        COLUMNS=_COLUMNS,
+        BIASED=power_of_two(max(biased, 1)),
+        num_warps=16,
+        enable_fp_fusion=False,
+        **early(logits),
+    )
     return temperatures, seeds, processed
 
 

@@ -78,9 +78,26 @@ def inverse(t):
 
 @kernel()
 def _part_kernel(
-    logits, temperature, seeds, positions, best, indices, chosen, maxima, sums, adjusted, kinds, peaks, bounds,
-    vocab, stride, share, SPLITS: tl.constexpr, BLOCK: tl.constexpr, PROCESSED: tl.constexpr,
-):  # fmt: skip
+    logits,
+    temperature,
+    seeds,
+    positions,
+    best,
+    indices,
+    chosen,
+    maxima,
+    sums,
+    adjusted,
+    kinds,
+    peaks,
+    bounds,
+    vocab,
+    stride,
+    share,
+    SPLITS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    PROCESSED: tl.constexpr,
+):
     begin()
     row, split = tl.program_id(0), tl.program_id(1)
     t = tl.load(temperature + row)
@@ -146,9 +163,18 @@ def _part_kernel(
 
 @kernel()
 def _combine_kernel(
-    temperature, best, indices, chosen, maxima, sums, kinds, token_ids, logprobs,
-    SPLITS: tl.constexpr, PROCESSED: tl.constexpr,
-):  # fmt: skip
+    temperature,
+    best,
+    indices,
+    chosen,
+    maxima,
+    sums,
+    kinds,
+    token_ids,
+    logprobs,
+    SPLITS: tl.constexpr,
+    PROCESSED: tl.constexpr,
+):
     begin()
     row = tl.program_id(0)
     scale = inverse(tl.load(temperature + row))
@@ -222,22 +248,58 @@ def draw(
     )  # placeholders, which the kernel does not read
     is_processed = processed is not None
     _part_kernel[(rows, splits)](
-        logits, temperature, seeds, positions, best, indices, chosen, maxima, sums,
-        found.adjusted, found.kinds, found.peaks, found.bounds,
-        vocab, logits.stride(0), share, SPLITS=splits, BLOCK=_BLOCK, PROCESSED=is_processed, num_warps=4,
+        logits,
+        temperature,
+        seeds,
+        positions,
+        best,
+        indices,
+        chosen,
+        maxima,
+        sums,
+        found.adjusted,
+        found.kinds,
+        found.peaks,
+        found.bounds,
+        vocab,
+        logits.stride(0),
+        share,
+        SPLITS=splits,
+        BLOCK=_BLOCK,
+        PROCESSED=is_processed,
+        num_warps=4,
         **early(logits),
-    )  # fmt: skip
+    )
     _combine_kernel[(rows,)](
-        temperature, best, indices, chosen, maxima, sums, found.kinds, token_ids, logprobs,
-        SPLITS=splits, PROCESSED=is_processed, **early(logits),
-    )  # fmt: skip
+        temperature,
+        best,
+        indices,
+        chosen,
+        maxima,
+        sums,
+        found.kinds,
+        token_ids,
+        logprobs,
+        SPLITS=splits,
+        PROCESSED=is_processed,
+        **early(logits),
+    )
     return token_ids, logprobs
 
 
 @kernel()
 def _score_kernel(
-    logits, token_ids, maxima, sums, logprobs, vocab, stride, count, SPLITS: tl.constexpr, COUNT: tl.constexpr,
-):  # fmt: skip
+    logits,
+    token_ids,
+    maxima,
+    sums,
+    logprobs,
+    vocab,
+    stride,
+    count,
+    SPLITS: tl.constexpr,
+    COUNT: tl.constexpr,
+):
     """The logprobs of a row's tokens, by the maxima and sums of its shares."""
     begin()
     row = tl.program_id(0)
@@ -275,11 +337,39 @@ def score(logits: Tensor, token_ids: Tensor) -> Tensor:
         torch.zeros_like(token_ids[:, 0]),
     )
     _part_kernel[(rows, splits)](
-        logits, greedy, zeros, zeros, best, indices, chosen, maxima, sums, best, indices, best, best,
-        vocab, logits.stride(0), share, SPLITS=splits, BLOCK=_BLOCK, PROCESSED=False, num_warps=4, **early(logits),
-    )  # fmt: skip
+        logits,
+        greedy,
+        zeros,
+        zeros,
+        best,
+        indices,
+        chosen,
+        maxima,
+        sums,
+        best,
+        indices,
+        best,
+        best,
+        vocab,
+        logits.stride(0),
+        share,
+        SPLITS=splits,
+        BLOCK=_BLOCK,
+        PROCESSED=False,
+        num_warps=4,
+        **early(logits),
+    )
     _score_kernel[(rows,)](
-        logits, token_ids, maxima, sums, logprobs, vocab, logits.stride(0), count,
-        SPLITS=splits, COUNT=power_of_two(count), **early(logits),
-    )  # fmt: skip
+        logits,
+        token_ids,
+        maxima,
+        sums,
+        logprobs,
+        vocab,
+        logits.stride(0),
+        count,
+        SPLITS=splits,
+        COUNT=power_of_two(count),
+        **early(logits),
+    )
     return logprobs

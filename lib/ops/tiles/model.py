@@ -22,7 +22,7 @@ from weft.ops.tiles.formula import (
     library_copies,
     library_seconds,
     part_seconds,
-)  # fmt: skip
+)
 from weft.ops.tiles.gpus import Device
 from weft.ops.tiles.tile import Tile
 

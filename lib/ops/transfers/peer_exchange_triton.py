@@ -157,10 +157,28 @@ def _place(offsets, rank: tl.constexpr, run, RANKS: tl.constexpr, ALTERNATE: tl.
 
 @kernel(do_not_specialize=["words", "source_words", "source_run", "target_words", "target_run"])
 def _small_kernel(
-    source, target, outs, ins, counts, abort, words, share, source_words, source_run, target_words, target_run,
-    OWN: tl.constexpr, RANKS: tl.constexpr, SCATTER: tl.constexpr, SUM: tl.constexpr, PAIR: tl.constexpr,
-    SLOTS: tl.constexpr, REGION: tl.constexpr, BLOCK: tl.constexpr, MOST: tl.constexpr,
-):  # fmt: skip
+    source,
+    target,
+    outs,
+    ins,
+    counts,
+    abort,
+    words,
+    share,
+    source_words,
+    source_run,
+    target_words,
+    target_run,
+    OWN: tl.constexpr,
+    RANKS: tl.constexpr,
+    SCATTER: tl.constexpr,
+    SUM: tl.constexpr,
+    PAIR: tl.constexpr,
+    SLOTS: tl.constexpr,
+    REGION: tl.constexpr,
+    BLOCK: tl.constexpr,
+    MOST: tl.constexpr,
+):
     program = tl.program_id(0)
     number = tl.load(counts + program) + 1
     flag = number & 0x7FFFFFFF
@@ -229,10 +247,29 @@ def _chunk(program, step, number, share, words, SLOTS: tl.constexpr, BLOCK: tl.c
 
 @kernel()
 def _large_kernel(
-    source, target, outs, ins, counts, abort, words, share, source_words, source_run, target_words, target_run,
-    OWN: tl.constexpr, RANKS: tl.constexpr, SCATTER: tl.constexpr, SUM: tl.constexpr, PAIR: tl.constexpr,
-    RING_AT: tl.constexpr, FLAGS_AT: tl.constexpr, SLOTS: tl.constexpr, AHEAD: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
+    source,
+    target,
+    outs,
+    ins,
+    counts,
+    abort,
+    words,
+    share,
+    source_words,
+    source_run,
+    target_words,
+    target_run,
+    OWN: tl.constexpr,
+    RANKS: tl.constexpr,
+    SCATTER: tl.constexpr,
+    SUM: tl.constexpr,
+    PAIR: tl.constexpr,
+    RING_AT: tl.constexpr,
+    FLAGS_AT: tl.constexpr,
+    SLOTS: tl.constexpr,
+    AHEAD: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
     program = tl.program_id(0)
     count = tl.load(counts + program)
     steps = tl.cdiv(share, BLOCK)
@@ -317,16 +354,41 @@ def exchange(
     if pieces.words <= MOST:
         programs, share = shares_of(pieces.words)
         _small_kernel[(programs,)](
-            source, target, *addresses, small, group.abort, pieces.words, share, *layout, **kind,
-            SLOTS=_PACKED_SLOTS, REGION=REGION, BLOCK=block_of(share), MOST=MOST, num_warps=_WARPS,
-        )  # fmt: skip
+            source,
+            target,
+            *addresses,
+            small,
+            group.abort,
+            pieces.words,
+            share,
+            *layout,
+            **kind,
+            SLOTS=_PACKED_SLOTS,
+            REGION=REGION,
+            BLOCK=block_of(share),
+            MOST=MOST,
+            num_warps=_WARPS,
+        )
     else:
         share = cdiv(cdiv(pieces.words, PROGRAMS), _ALIGNED) * _ALIGNED
         _large_kernel[(PROGRAMS,)](
-            source, target, *addresses, large, group.abort, pieces.words, share, *layout, **kind,
-            RING_AT=_RING_AT, FLAGS_AT=_FLAGS_AT, SLOTS=SLOTS, AHEAD=AHEAD, BLOCK=BLOCK,
-            num_warps=_WARPS, maxnreg=_MAX_REGISTERS,
-        )  # fmt: skip
+            source,
+            target,
+            *addresses,
+            large,
+            group.abort,
+            pieces.words,
+            share,
+            *layout,
+            **kind,
+            RING_AT=_RING_AT,
+            FLAGS_AT=_FLAGS_AT,
+            SLOTS=SLOTS,
+            AHEAD=AHEAD,
+            BLOCK=BLOCK,
+            num_warps=_WARPS,
+            maxnreg=_MAX_REGISTERS,
+        )
 
 
 __all__ = ["COUNTS", "INBOX", "Group", "Pieces", "exchange"]

@@ -36,9 +36,18 @@ _WARPS = 8
 
 @kernel(do_not_specialize=["words"])
 def _send_kernel(
-    source, slots, acks, counts, abort, words, share,
-    SLOTS: tl.constexpr, REGION: tl.constexpr, BLOCK: tl.constexpr, MOST: tl.constexpr,
-):  # fmt: skip
+    source,
+    slots,
+    acks,
+    counts,
+    abort,
+    words,
+    share,
+    SLOTS: tl.constexpr,
+    REGION: tl.constexpr,
+    BLOCK: tl.constexpr,
+    MOST: tl.constexpr,
+):
     program = tl.program_id(0)
     number = tl.load(counts + program) + 1
     offsets = tl.arange(0, BLOCK)
@@ -60,9 +69,18 @@ def _send_kernel(
 
 @kernel(do_not_specialize=["words"])
 def _recv_kernel(
-    target, slots, acks, counts, abort, words, share,
-    SLOTS: tl.constexpr, REGION: tl.constexpr, BLOCK: tl.constexpr, MOST: tl.constexpr,
-):  # fmt: skip
+    target,
+    slots,
+    acks,
+    counts,
+    abort,
+    words,
+    share,
+    SLOTS: tl.constexpr,
+    REGION: tl.constexpr,
+    BLOCK: tl.constexpr,
+    MOST: tl.constexpr,
+):
     program = tl.program_id(0)
     number = tl.load(counts + program) + 1
     offsets = tl.arange(0, BLOCK)
@@ -96,9 +114,19 @@ def send(source: Tensor, slots: Tensor, acks: Tensor, counts: Tensor, abort: Ten
     """
     programs, share = shares_of(source.numel())
     _send_kernel[(programs,)](
-        source, slots, acks, counts, abort, source.numel(), share,
-        SLOTS=slots.shape[0], REGION=REGION, BLOCK=block_of(share), MOST=MOST, num_warps=_WARPS,
-    )  # fmt: skip
+        source,
+        slots,
+        acks,
+        counts,
+        abort,
+        source.numel(),
+        share,
+        SLOTS=slots.shape[0],
+        REGION=REGION,
+        BLOCK=block_of(share),
+        MOST=MOST,
+        num_warps=_WARPS,
+    )
 
 
 def recv(target: Tensor, slots: Tensor, acks: Tensor, counts: Tensor, abort: Tensor) -> None:
@@ -109,9 +137,19 @@ def recv(target: Tensor, slots: Tensor, acks: Tensor, counts: Tensor, abort: Ten
     """
     programs, share = shares_of(target.numel())
     _recv_kernel[(programs,)](
-        target, slots, acks, counts, abort, target.numel(), share,
-        SLOTS=slots.shape[0], REGION=REGION, BLOCK=block_of(share), MOST=MOST, num_warps=_WARPS,
-    )  # fmt: skip
+        target,
+        slots,
+        acks,
+        counts,
+        abort,
+        target.numel(),
+        share,
+        SLOTS=slots.shape[0],
+        REGION=REGION,
+        BLOCK=block_of(share),
+        MOST=MOST,
+        num_warps=_WARPS,
+    )
 
 
 def block_of(share: int) -> int:

@@ -32,9 +32,19 @@ _WARPS = 8
 
 @kernel()
 def _send_kernel(
-    source, slots, flags, acks, counts, abort, words, share, region, slot_words,
-    SLOTS: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
+    source,
+    slots,
+    flags,
+    acks,
+    counts,
+    abort,
+    words,
+    share,
+    region,
+    slot_words,
+    SLOTS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
     program = tl.program_id(0)
     number = tl.load(counts + program) + 1
     free = False
@@ -56,9 +66,19 @@ def _send_kernel(
 
 @kernel()
 def _recv_kernel(
-    target, slots, flags, acks, counts, abort, words, share, region, slot_words,
-    SLOTS: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
+    target,
+    slots,
+    flags,
+    acks,
+    counts,
+    abort,
+    words,
+    share,
+    region,
+    slot_words,
+    SLOTS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
     program = tl.program_id(0)
     number = tl.load(counts + program) + 1
     there = False
@@ -105,9 +125,20 @@ def send(
     """
     programs, share, region = _shares(source, slots)
     _send_kernel[(programs,)](
-        source, slots, flags, acks, counts, abort, source.numel(), share, region, slots.shape[1],
-        SLOTS=slots.shape[0], BLOCK=_BLOCK, num_warps=_WARPS,
-    )  # fmt: skip
+        source,
+        slots,
+        flags,
+        acks,
+        counts,
+        abort,
+        source.numel(),
+        share,
+        region,
+        slots.shape[1],
+        SLOTS=slots.shape[0],
+        BLOCK=_BLOCK,
+        num_warps=_WARPS,
+    )
 
 
 def recv(
@@ -120,9 +151,20 @@ def recv(
     """
     programs, share, region = _shares(target, slots)
     _recv_kernel[(programs,)](
-        target, slots, flags, acks, counts, abort, target.numel(), share, region, slots.shape[1],
-        SLOTS=slots.shape[0], BLOCK=_BLOCK, num_warps=_WARPS,
-    )  # fmt: skip
+        target,
+        slots,
+        flags,
+        acks,
+        counts,
+        abort,
+        target.numel(),
+        share,
+        region,
+        slots.shape[1],
+        SLOTS=slots.shape[0],
+        BLOCK=_BLOCK,
+        num_warps=_WARPS,
+    )
 
 
 def _shares(message: Tensor, slots: Tensor) -> tuple[int, int, int]:

@@ -26,8 +26,7 @@ class End(Protocol):
         the stream gets there."""
 
     def recv(self, tensors: Sequence[Tensor], peer: int, tag: int, /) -> None:
-        """Fill the tensors with the peer's message `tag`; on a device in the order of the stream.
-        """
+        """Fill the tensors with the peer's message `tag`; on a device in the order of the stream."""
 
 
 _REGISTERED: "weakref.WeakValueDictionary[int, Any]" = weakref.WeakValueDictionary()

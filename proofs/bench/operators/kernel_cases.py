@@ -179,9 +179,13 @@ def rotary_case(make: Maker, sizes: Sizes, tokens: int) -> Case:
     shape = f"{made.shape[0] if made.dim() == 3 else 1} parts {sizes.heads}/{sizes.kv_heads} heads of {sizes.dim}"
     other = pages.clone()
     return Case(
-        "rotate_and_keep", shape, tokens, moved, [lambda: rotary.rotate_and_keep(*args, pages, *rest)],
+        "rotate_and_keep",
+        shape,
+        tokens,
+        moved,
+        [lambda: rotary.rotate_and_keep(*args, pages, *rest)],
         lambda: (rotary._rotate_and_keep.reference(*args, other, *rest), other),
-    )  # fmt: skip
+    )
 
 
 def route_case(make: Maker, sizes: Sizes, tokens: int) -> Case:

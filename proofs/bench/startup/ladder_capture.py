@@ -53,12 +53,17 @@ def capture_ladder(model: Model, limits: Limits, device: str) -> dict[str, Any]:
     start = time.perf_counter()
     estimate = graph.memory_estimate(*example)
     return {
-        "graphs": used.num_graphs, "in_pieces": sum(n > 1 for n in pieces), "cuda_graphs": sum(pieces),
-        "compile_seconds": compile_seconds, "seconds": seconds,
-        "bytes": used.total_bytes, "buffer_bytes": used.buffer_bytes,
-        "estimated_bytes": estimate.total_bytes, "measured_for_the_estimate": estimate.num_measured,
+        "graphs": used.num_graphs,
+        "in_pieces": sum(n > 1 for n in pieces),
+        "cuda_graphs": sum(pieces),
+        "compile_seconds": compile_seconds,
+        "seconds": seconds,
+        "bytes": used.total_bytes,
+        "buffer_bytes": used.buffer_bytes,
+        "estimated_bytes": estimate.total_bytes,
+        "measured_for_the_estimate": estimate.num_measured,
         "estimate_seconds": time.perf_counter() - start,
-    }  # fmt: skip
+    }
 
 
 def main() -> None:

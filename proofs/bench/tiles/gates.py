@@ -27,9 +27,15 @@ from weft.proofs.bench.graphs import graph_seconds, run_seconds
 from weft.proofs.environment import environment
 
 SHAPES = (
-    (6144, 1024), (16384, 2048), (22016, 2048), (19456, 2560),
-    (24576, 4096), (28672, 4096), (37888, 3584), (34816, 5120),
-)  # fmt: skip
+    (6144, 1024),
+    (16384, 2048),
+    (22016, 2048),
+    (19456, 2560),
+    (24576, 4096),
+    (28672, 4096),
+    (37888, 3584),
+    (34816, 5120),
+)
 """Rows of the gate and of up, and columns."""
 TOKENS = 128, 192, 256, 384, 512, 640, 768, 1024, 1280, 1536, 2048, 3072, 4096, 8192
 _ONE_PART, _SECONDS = 1024, 1.0

@@ -142,8 +142,7 @@ def as_json(found: Sequence[Measured], facts: dict[str, Any]) -> dict[str, Any]:
 
 
 def kernels_as_json(compiled: dict[Kind, Compiled | str]) -> list[Any]:
-    """What was compiled: tile, whether in FP8, in parts and in groups, and its facts or its error.
-    """
+    """What was compiled: tile, whether in FP8, in parts and in groups, and its facts or its error."""
     return [
         [
             attrs.astuple(kind.tile)[:5],

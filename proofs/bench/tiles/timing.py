@@ -1,5 +1,4 @@
-"""The device's time for linear layers with any tile, and for the kernels that add up their parts.
-"""
+"""The device's time for linear layers with any tile, and for the kernels that add up their parts."""
 
 import contextlib
 from collections.abc import Callable, Iterator
@@ -104,8 +103,7 @@ def compile_kind(kind: Kind) -> tuple[Kind, Compiled | str]:
 
 
 class LinearTimer:
-    """Times linear layers on the GPU. Weights take turns, cut from one large tensor of each dtype.
-    """
+    """Times linear layers on the GPU. Weights take turns, cut from one large tensor of each dtype."""
 
     def __init__(self, compiled: dict[Kind, Compiled | str]) -> None:
         self._compiled, self._graphs = compiled, Graphs()

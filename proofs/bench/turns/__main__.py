@@ -75,8 +75,7 @@ class Engine:
         return (self.folder / f"{self.name}.log").read_text(errors="replace")
 
     def ask(self, requests: dict[str, Any] | None) -> Path:
-        """Give the process a turn, or None if there are no more; returns where its answer will be.
-        """
+        """Give the process a turn, or None if there are no more; returns where its answer will be."""
         turn = self.folder / f"{self.name}-{self.count}"
         self.count += 1
         write(turn, requests)

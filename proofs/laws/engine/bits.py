@@ -1,5 +1,4 @@
-"""L20: with `batch_invariant=True` a request's tokens and logprobs are bits of that request alone.
-"""
+"""L20: with `batch_invariant=True` a request's tokens and logprobs are bits of that request alone."""
 
 import functools
 from collections.abc import Sequence

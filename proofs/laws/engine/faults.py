@@ -87,8 +87,7 @@ Outputs = dict[tuple[str, int], list[RequestOutput]]
 
 
 def _run(load: OddLoad, engine: Engine, tally: Tally) -> tuple[dict[str, OddCall], Outputs]:
-    """Run a load to its end, and return the accepted requests and the outputs of each completion.
-    """
+    """Run a load to its end, and return the accepted requests and the outputs of each completion."""
     calls: dict[str, OddCall] = {}
     outputs: Outputs = {}
     step, last = 0, max(call.step for call in load.calls)
@@ -98,8 +97,12 @@ def _run(load: OddLoad, engine: Engine, tally: Tally) -> tuple[dict[str, OddCall
         for index, call in enumerate(load.calls):
             if call.step == step and (name := _add(engine, index, call, tally)) is not None:
                 calls[name] = call
-            got += [o for name, own in calls.items() if own is call and call.aborted == step
-                    for o in (engine.abort(name) if engine.is_under_way(name) else ())]  # fmt: skip
+            got += [
+                o
+                for name, own in calls.items()
+                if own is call and call.aborted == step
+                for o in (engine.abort(name) if engine.is_under_way(name) else ())
+            ]
         try:
             got += engine.step()
         except Exception as error:

@@ -25,9 +25,15 @@ from weft.transforms.pipelines.transports import Transport
 from weft.trees import leaves_with_names
 
 TABLES = (
-    ".block_table", ".positions", ".last_tokens", ".adapters", ".mrope_position_deltas", ".sampling.floats",
-    ".sampling.ints", ".drafting.limits",
-)  # fmt: skip
+    ".block_table",
+    ".positions",
+    ".last_tokens",
+    ".adapters",
+    ".mrope_position_deltas",
+    ".sampling.floats",
+    ".sampling.ints",
+    ".drafting.limits",
+)
 """The fields of the state that every stage keeps about requests."""
 
 
@@ -181,9 +187,13 @@ def alone(trace: Trace, request: Request, device: str = "cpu") -> list[int]:
     )
     given = request.given or PromptContent(None, None, 0, ())
     batch = Batch.ragged(
-        [0], [request.prompt], inputs_embeds=given.inputs_embeds, positions=given.positions, num_active_loras=loras,
+        [0],
+        [request.prompt],
+        inputs_embeds=given.inputs_embeds,
+        positions=given.positions,
+        num_active_loras=loras,
         device=device,
-    )  # fmt: skip
+    )
     tokens: list[int] = []
     while len(tokens) < request.max_tokens and not (
         tokens and tokens[-1] in request.sampling.stop_token_ids

@@ -35,8 +35,7 @@ STATICS: tuple[bool | int | float, ...] = (1, 2, True, 1.0)
 
 @attrs.frozen
 class Call:
-    """A call of `called`: a parameter (from `worlds`), a view of it, an input, and a static value.
-    """
+    """A call of `called`: a parameter (from `worlds`), a view of it, an input, and a static value."""
 
     world: int
     place: str

@@ -1,5 +1,4 @@
-"""The transforms of a composition: each as a user writes it, and by its definition in plain torch.
-"""
+"""The transforms of a composition: each as a user writes it, and by its definition in plain torch."""
 
 import copy
 import functools
@@ -165,8 +164,7 @@ def _first_added_to_second(function: Function) -> Function:
 
 
 def _quarters_exchanged(function: Function) -> Function:
-    """Each rank keeps the first half of its result and swaps the second: all_to_all on two ranks.
-    """
+    """Each rank keeps the first half of its result and swaps the second: all_to_all on two ranks."""
 
     def whole(x: Tensor) -> Tensor:
         first, second = _halves_of(function, x)

@@ -29,8 +29,7 @@ class OtherAttention:
     capability: str
 
     def apply(self, model: Model, given: Extras | None = None) -> Model:
-        """The model with that attention; if `given` is not None, with dense attention in its place.
-        """
+        """The model with that attention; if `given` is not None, with dense attention in its place."""
         model = attrs.evolve(model, config=attrs.evolve(model.config, windows=self.windows))
         if given is not None:
             return model.with_stages(attend=dense)

@@ -31,8 +31,7 @@ _STD = 0.5
 
 @functools.cache
 def small_model(seed: int = 0) -> Model:
-    """A model of three layers without a tokenizer. Its weights are large, so that differences show.
-    """
+    """A model of three layers without a tokenizer. Its weights are large, so that differences show."""
     config = parse_config(
         {
             "architectures": ["Qwen3ForCausalLM"],

@@ -27,9 +27,22 @@ ENDS = (3, 7)
 MUTE = 9
 """A token that some tokenizers cannot decode."""
 ANSWERS = (
-    "any", "ids", "bits", "few", "ends", "twice", "generator",
-    "nothing", "raises", "a number", "beyond", "no token", "shape", "dtype", "sparse",
-)  # fmt: skip
+    "any",
+    "ids",
+    "bits",
+    "few",
+    "ends",
+    "twice",
+    "generator",
+    "nothing",
+    "raises",
+    "a number",
+    "beyond",
+    "no token",
+    "shape",
+    "dtype",
+    "sparse",
+)
 """The kinds of a mask's answers; those from `nothing` on are invalid."""
 
 

@@ -218,8 +218,7 @@ def token_patches(draw: st.DrawFn, model: Model, num_tokens: int) -> Extras | No
 
 
 def own_stages(num_layers: int) -> st.SearchStrategy[OwnStages]:
-    """Changes of a model with so many layers: of some layers, and of some of a stage's functions.
-    """
+    """Changes of a model with so many layers: of some layers, and of some of a stage's functions."""
     index = st.integers(0, num_layers - 1)
     parts = {
         "layers": st.dictionaries(index, st.sampled_from(_LAYERS)).map(

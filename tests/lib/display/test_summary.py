@@ -1,5 +1,4 @@
-"""Objects full of tensors print in one line without reading a value, and are tables in a notebook.
-"""
+"""Objects full of tensors print in one line without reading a value, and are tables in a notebook."""
 
 import sys
 from html.parser import HTMLParser

@@ -184,8 +184,7 @@ def test_a_schema_is_that_of_the_tensor() -> None:
 
 
 def on_gloo(path: str, count: int) -> list[bool]:
-    """Whether `combine` says what each collective of torch.distributed over gloo gives this rank.
-    """
+    """Whether `combine` says what each collective of torch.distributed over gloo gives this rank."""
     rank = int(os.environ["RANK"])
     inputs = [
         torch.randn(2 * count, 3 * count, generator=torch.Generator().manual_seed(i))

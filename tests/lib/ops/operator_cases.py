@@ -62,10 +62,17 @@ CALLS: dict[str, Callable[..., Any]] = {
 INVARIANT = {
     f"{name}_batch_invariant" if "." in name else f"{name}.batch_invariant": name
     for name in (
-        "add_lora", "fp8_linear", "linear", "paged_attention", "paged_attention.quantized", "run_experts", "sample",
-        "sample_rows", "swiglu",
+        "add_lora",
+        "fp8_linear",
+        "linear",
+        "paged_attention",
+        "paged_attention.quantized",
+        "run_experts",
+        "sample",
+        "sample_rows",
+        "swiglu",
     )
-}  # fmt: skip
+}
 """The operators that are called in `weft.batch_invariant()`, by name, and those that are called
 elsewhere."""
 CALLS |= {name: batch_invariant()(CALLS[other]) for name, other in INVARIANT.items()}
@@ -116,9 +123,14 @@ def arguments(dtype: torch.dtype = torch.float32) -> dict[str, list[Args]]:
     # Two requests: the first has 5 tokens in its pages and reads 2 more, the second begins. Then
     # two of padding.
     where = (
-        integers(13, 14, 4, 5, 6, -1, -1), torch.tensor([[2, 3], [1, 2], [0, 0]], dtype=torch.int32),
-        integers(0, 2, 5, 7, of=torch.int32), integers(7, 3, 0, of=torch.int32), 3, 0.5, 2,
-    )  # fmt: skip
+        integers(13, 14, 4, 5, 6, -1, -1),
+        torch.tensor([[2, 3], [1, 2], [0, 0]], dtype=torch.int32),
+        integers(0, 2, 5, 7, of=torch.int32),
+        integers(7, 3, 0, of=torch.int32),
+        3,
+        0.5,
+        2,
+    )
     tables = randn(7, 1).cos(), randn(7, 1).sin()
     table = SamplingTable.zeros(3, 10, 2, "cpu")
     table.floats[:, TEMPERATURE], table.floats[:2, REPETITION] = integers(0, 1, 0), 1.5
@@ -128,22 +140,45 @@ def arguments(dtype: torch.dtype = torch.float32) -> dict[str, list[Args]]:
     kept = torch.tensor([True, False, False])
     made: dict[str, list[Args]] = {
         "add_lora": [
-            (y, randn(3, 4), randn(3, 2, 2, 4), randn(3, 6, 2), integers(2, -1, 0, of=torch.int32),
-             integers(2, 0, -1, of=torch.int32), [0, 4, 6], count) for y, count in ((x, 0), (parted, 0), (parted, 2))
+            (
+                y,
+                randn(3, 4),
+                randn(3, 2, 2, 4),
+                randn(3, 6, 2),
+                integers(2, -1, 0, of=torch.int32),
+                integers(2, 0, -1, of=torch.int32),
+                [0, 4, 6],
+                count,
+            )
+            for y, count in ((x, 0), (parted, 0), (parted, 2))
         ],
         "add_parts": [(parted, x), (x, x)],
         "add_rms_norm": [(parted, x, weight, 1e-3), (x, randn(3, 6), weight, 1e-3)],
         "add_rms_norm_quantized": [(parted, x, weight, 1e-3)],
         "count_tokens": [(counts, table.ints, rows, integers(4, 5, 0), kept)],
-        "fp8_linear": [(values, scales, fp8_weight, fp8_scale, randn(130), dtype, 0),
-                       (randn(3, 200), None, fp8_weight, fp8_scale, None, dtype, 1)],
-        "linear": [(x, randn(5, 6), None, 0), (x, randn(5, 6), randn(5), 0), (x, randn(5, 6), randn(5), 2)],
-        "move_on": [(integers(3, 4, 0), integers(7, 8, 9), rows, starts, kept, ids)
-                    for ids in (integers(1, 2, 3), None)],
-        "attend_outside": [(randn(7, 2, 2), randn(2, 4, 4, 1, 2), *where, backends.TORCH.handle, True)],
-        "paged_attention": [(randn(7, 2, 2), k, v, randn(2, 4, 4, 1, 2), *where)
-                            for k, v in ((None, None), (randn(7, 1, 2), randn(7, 1, 2)))],
-        "paged_attention.quantized": [(randn(7, 2, 128), None, None, randn(2, 4, 4, 1, 128), *where)],
+        "fp8_linear": [
+            (values, scales, fp8_weight, fp8_scale, randn(130), dtype, 0),
+            (randn(3, 200), None, fp8_weight, fp8_scale, None, dtype, 1),
+        ],
+        "linear": [
+            (x, randn(5, 6), None, 0),
+            (x, randn(5, 6), randn(5), 0),
+            (x, randn(5, 6), randn(5), 2),
+        ],
+        "move_on": [
+            (integers(3, 4, 0), integers(7, 8, 9), rows, starts, kept, ids)
+            for ids in (integers(1, 2, 3), None)
+        ],
+        "attend_outside": [
+            (randn(7, 2, 2), randn(2, 4, 4, 1, 2), *where, backends.TORCH.handle, True)
+        ],
+        "paged_attention": [
+            (randn(7, 2, 2), k, v, randn(2, 4, 4, 1, 2), *where)
+            for k, v in ((None, None), (randn(7, 1, 2), randn(7, 1, 2)))
+        ],
+        "paged_attention.quantized": [
+            (randn(7, 2, 128), None, None, randn(2, 4, 4, 1, 128), *where)
+        ],
         "quantize": [(randn(3, 200),)],
         "collective": [
             (torch.ones(4, 2), MEMBER, str(effect))
@@ -157,35 +192,108 @@ def arguments(dtype: torch.dtype = torch.float32) -> dict[str, list[Args]]:
         ],
         "recv": [([torch.zeros(2), torch.zeros(3)], END, 0, 7)],
         "resolve_tokens": [
-            (rows, integers(5, -1, -1, 2), starts, integers(3, 4, 0), integers(7, 8, 9),
-             torch.tensor([[0, 1], [2, 3], [0, 0]], dtype=torch.int32), limits, 4)
+            (
+                rows,
+                integers(5, -1, -1, 2),
+                starts,
+                integers(3, 4, 0),
+                integers(7, 8, 9),
+                torch.tensor([[0, 1], [2, 3], [0, 0]], dtype=torch.int32),
+                limits,
+                4,
+            )
             for limits in (None, integers(9, 5, 0))
         ],
         "rms_norm": [(x, weight, 1e-3)],
         "rms_norm_quantized": [(x, weight, 1e-3)],
         "rotate_and_keep": [
-            (randn(7, 9), randn(2), randn(2), 1e-3, *tables, where[0], randn(2, 4, 4, 1, 2), 2, (5, 7)),
+            (
+                randn(7, 9),
+                randn(2),
+                randn(2),
+                1e-3,
+                *tables,
+                where[0],
+                randn(2, 4, 4, 1, 2),
+                2,
+                (5, 7),
+            ),
             (parts(2, 7, 9), None, None, 1e-3, *tables, where[0], randn(2, 4, 4, 1, 2), 2, (5, 7)),
         ],
         "route": [(y, 2, renormalize, dtype) for y, renormalize in ((x, True), (parted, False))],
         "run_experts": [
-            (x, None, randn(4, 10, 6), None, randn(4, 6, 5), None, randn(3, 2).to(parted), chosen, dtype, 0, 4, 0),
-            (x, None, randn(2, 10, 6), None, randn(2, 6, 5), None, randn(3, 2).to(parted), chosen, dtype, 1, 4, 0),
-            (x, None, randn(4, 8, 6), None, randn(4, 6, 4), None, randn(3, 2).to(parted), chosen, dtype, 0, 4, 2),
-            (*in_fp8, gate_up, torch.ones(2, 2, 1), down, torch.ones(2, 1, 1), torch.ones(3, 2), chosen % 2, dtype,
-             0, 2, 0),
+            (
+                x,
+                None,
+                randn(4, 10, 6),
+                None,
+                randn(4, 6, 5),
+                None,
+                randn(3, 2).to(parted),
+                chosen,
+                dtype,
+                0,
+                4,
+                0,
+            ),
+            (
+                x,
+                None,
+                randn(2, 10, 6),
+                None,
+                randn(2, 6, 5),
+                None,
+                randn(3, 2).to(parted),
+                chosen,
+                dtype,
+                1,
+                4,
+                0,
+            ),
+            (
+                x,
+                None,
+                randn(4, 8, 6),
+                None,
+                randn(4, 6, 4),
+                None,
+                randn(3, 2).to(parted),
+                chosen,
+                dtype,
+                0,
+                4,
+                2,
+            ),
+            (
+                *in_fp8,
+                gate_up,
+                torch.ones(2, 2, 1),
+                down,
+                torch.ones(2, 1, 1),
+                torch.ones(3, 2),
+                chosen % 2,
+                dtype,
+                0,
+                2,
+                0,
+            ),
         ],
         "sample": [(randn(3, 10), torch.tensor([0.0, 1.0, 2.0]), rows, integers(3, 4, 5))],
-        "sample_rows": [(randn(3, 10), rows, integers(3, 4, 5), *tree_leaves(table)[:-1], counts, mask)
-                        for mask in (None, torch.full((3, 1), 77, dtype=torch.int32))],
+        "sample_rows": [
+            (randn(3, 10), rows, integers(3, 4, 5), *tree_leaves(table)[:-1], counts, mask)
+            for mask in (None, torch.full((3, 1), 77, dtype=torch.int32))
+        ],
         "send": [([torch.ones(2), torch.ones(3)], END, 0, 7)],
         "silu_mul": [(y, dtype) for y in (x, parted)],
         "silu_mul_quantized": [(x, dtype)],
         "sum_leaves": [(parts(4, 3, 6), count, dtype) for count in (1, 2, 4)],
         "swiglu": [(x, randn(8, 6), None), (x, randn(8, 6), randn(8))],
         "token_logprobs": [(randn(3, 10), torch.tensor([[0, 9], [3, 3], [5, 1]]))],
-        "turn_tables": [(randn(3), places, 1.5, dtype) for places in (integers(0, 3, 7), torch.ones(4, 3).long())],
-    }  # fmt: skip
+        "turn_tables": [
+            (randn(3), places, 1.5, dtype)
+            for places in (integers(0, 3, 7), torch.ones(4, 3).long())
+        ],
+    }
     return made | {name: made[other] for name, other in INVARIANT.items()}
 
 

@@ -63,9 +63,11 @@ OWN = [range(2), range(2, 4), range(4, 6), range(5, 6), range(6), range(1, 4)]
 def test_a_rank_computes_the_pairs_of_its_own_experts(own: range, derived: bool) -> None:
     """Also where nothing chose one of them; and the form of torch.func."""
     given = drawn()
-    found = of_rank(given, own) if not derived else torch.func.vmap(lambda x: of_rank((x, *given[1:]), own))(
-        given[0][None]
-    )[0]  # fmt: skip
+    found = (
+        of_rank(given, own)
+        if not derived
+        else torch.func.vmap(lambda x: of_rank((x, *given[1:]), own))(given[0][None])[0]
+    )
     torch.testing.assert_close(found, by_pair(given, own))
     elsewhere = torch.tensor([[int(expert) not in own for expert in row] for row in given[4]]).T
     assert bool((found[elsewhere] == 0).all())

@@ -1,5 +1,4 @@
-"""Launches of kernels reuse a compiled kernel for arguments of the same kinds, and for no others.
-"""
+"""Launches of kernels reuse a compiled kernel for arguments of the same kinds, and for no others."""
 
 import itertools
 from collections.abc import Callable, Sequence

@@ -200,8 +200,11 @@ def fused() -> list[tuple[str, tuple[Any, ...]]]:
             randn(3, columns, dtype=dtype),
             randn(columns, dtype=dtype),
         )
-        calls = [("norm_triton:norm", (residual, weight, 1e-5)), ("norm_triton:add_norm", (x, residual, weight, 1e-5)),
-                 ("products.gate_triton:silu_mul", (x, dtype))]  # fmt: skip
+        calls = [
+            ("norm_triton:norm", (residual, weight, 1e-5)),
+            ("norm_triton:add_norm", (x, residual, weight, 1e-5)),
+            ("products.gate_triton:silu_mul", (x, dtype)),
+        ]
         for name, args in calls:
             found += [(f"weft.ops.{name}", args), (f"weft.ops.{name}_quantized", args)]
     return found

@@ -80,8 +80,11 @@ def test_the_functional_form_is_the_operator(name: str, index: int) -> None:
         fresh(CASES[name][index]),
     )
     expected = results(overload_of(f"weft::{name}")(*written))
-    in_place = [i for i, (a, b) in enumerate(zip(written, kept, strict=True))
-                if isinstance(a, Tensor) and not torch.equal(a, b)]  # fmt: skip
+    in_place = [
+        i
+        for i, (a, b) in enumerate(zip(written, kept, strict=True))
+        if isinstance(a, Tensor) and not torch.equal(a, b)
+    ]
     expected += [written[i] for i in in_place]
     with torch.autograd.forward_ad.dual_level():
         found = results(CALLS[name](*given))
@@ -147,8 +150,7 @@ def test_attention_and_its_gradients_read_nothing_that_they_may_not(shape: Shape
 
 
 def test_gradients_of_attention_reach_what_another_request_wrote() -> None:
-    """Two requests share a page: in one call the first writes its start, and the second reads it.
-    """
+    """Two requests share a page: in one call the first writes its start, and the second reads it."""
     q, k, v = torch.randn(3, 3, 1, 2, generator=torch.Generator().manual_seed(0)).unbind(0)
     where = (
         torch.tensor([0, 1, 4]),

@@ -73,28 +73,103 @@ _FEW = tuple(
 )
 _ALL = _MIXED, next(shape for shape in FIXED if Request(0, 23) in shape.requests), *_FEW
 _BUGS = (
-    Bug("both shares of a part have one place", "shares", "2 * part + tl.where(begins, 1, 0)", "2 * part", _ALL),
+    Bug(
+        "both shares of a part have one place",
+        "shares",
+        "2 * part + tl.where(begins, 1, 0)",
+        "2 * part",
+        _ALL,
+    ),
     Bug("no part has a tile more", "shares", " + tl.minimum(part, total % parts)", "", _ALL),
-    Bug("a tile is in the part of the next", "shares", "larger + (tile - edge)", "larger + (tile - edge + 1)", _ALL),
+    Bug(
+        "a tile is in the part of the next",
+        "shares",
+        "larger + (tile - edge)",
+        "larger + (tile - edge + 1)",
+        _ALL,
+    ),
     Bug("few tiles are split evenly", "shares", "few = tiles < SPLITS", "few = tiles < 0", _FEW),
     Bug("a window begins a tile late", "shares", "0) // UNIT\n", "0) // UNIT + 1\n", _FEW),
-    Bug("one query fewer counts as few", "shares", "(query_len <= QUERIES)", "(query_len < QUERIES)", _ALL),
-    Bug("no request of a part is passed", "block", "before = before, before + count", "before = before, before", _ALL),
-    Bug("the last split has a tile", "block", "index + tl.minimum(count, SPLITS) - 1", "index + SPLITS - 1", _FEW),
-    Bug("the last part is that of the tile before", "block", "earlier + count - 1", "earlier + count - 2", _ALL),
+    Bug(
+        "one query fewer counts as few",
+        "shares",
+        "(query_len <= QUERIES)",
+        "(query_len < QUERIES)",
+        _ALL,
+    ),
+    Bug(
+        "no request of a part is passed",
+        "block",
+        "before = before, before + count",
+        "before = before, before",
+        _ALL,
+    ),
+    Bug(
+        "the last split has a tile",
+        "block",
+        "index + tl.minimum(count, SPLITS) - 1",
+        "index + SPLITS - 1",
+        _FEW,
+    ),
+    Bug(
+        "the last part is that of the tile before",
+        "block",
+        "earlier + count - 1",
+        "earlier + count - 2",
+        _ALL,
+    ),
     Bug("all contexts are taken for equal", "block", "tl.cast(even, tl.int32)", "1", _ALL),
-    Bug("decodes have the programs of requests alone", "paged", "tl.maximum(num_reqs, parts)", "num_reqs", _ALL),
+    Bug(
+        "decodes have the programs of requests alone",
+        "paged",
+        "tl.maximum(num_reqs, parts)",
+        "num_reqs",
+        _ALL,
+    ),
     Bug("padding among prompts stays", "paged", "// GROUP) & (seq_len > 0)", "// GROUP)", _ALL),
     Bug("the tail is left to more programs", "paged", "programs - few", "programs", _ALL),
-    Bug("only the first shares are combined", "output", "last + 1, SHARES)", "first + 1, SHARES)", _ALL),
-    Bug("nothing is zeroed without a tile", "output", "if shared | (own <= 0):", "if shared:", _ALL),
-    Bug("dead tokens have the mean of shares", "output", "tl.where(live[:, None]", "tl.where(inside[:, None]", _ALL),
-    Bug("only the first rows are combined", "output", "query_len * GROUP, step):", "EACH, step):", _ALL),
-    Bug("prompts are combined", "output", "tl.where(end - start <= QUERIES, end - start, 0)", "end - start", _ALL),
+    Bug(
+        "only the first shares are combined",
+        "output",
+        "last + 1, SHARES)",
+        "first + 1, SHARES)",
+        _ALL,
+    ),
+    Bug(
+        "nothing is zeroed without a tile", "output", "if shared | (own <= 0):", "if shared:", _ALL
+    ),
+    Bug(
+        "dead tokens have the mean of shares",
+        "output",
+        "tl.where(live[:, None]",
+        "tl.where(inside[:, None]",
+        _ALL,
+    ),
+    Bug(
+        "only the first rows are combined",
+        "output",
+        "query_len * GROUP, step):",
+        "EACH, step):",
+        _ALL,
+    ),
+    Bug(
+        "prompts are combined",
+        "output",
+        "tl.where(end - start <= QUERIES, end - start, 0)",
+        "end - start",
+        _ALL,
+    ),
     Bug("splits that are empty count", "output", "(first + share <= last)", "(share >= 0)", _FEW),
     Bug("the tail stays", "output", "tokens if plan.one_block else 0", "0", _FEW),
-    Bug("a query's own segment is left out", "output", "tl.cdiv(position + 1, UNIT)", "position // UNIT", _FEW, True),
-)  # fmt: skip
+    Bug(
+        "a query's own segment is left out",
+        "output",
+        "tl.cdiv(position + 1, UNIT)",
+        "position // UNIT",
+        _FEW,
+        True,
+    ),
+)
 
 
 @pytest.mark.slow

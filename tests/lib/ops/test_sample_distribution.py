@@ -41,8 +41,7 @@ def test_samples_are_distributed_as_softmax(stream: str, temperature: float) -> 
     ids=lambda s: f"seed{s[0]:+}position{s[1]:+}",
 )
 def test_neighbours_draw_independently(step: tuple[int, int]) -> None:
-    """All pairs of tokens of two neighbouring streams, against the product of their probabilities.
-    """
+    """All pairs of tokens of two neighbouring streams, against the product of their probabilities."""
     seeds, positions = torch.arange(DRAWS) // 100 * 2, torch.arange(DRAWS) % 100 * 32 + 1
     first = draw_tokens(2.0, seeds, positions)
     second = draw_tokens(2.0, seeds + step[0], positions + step[1])

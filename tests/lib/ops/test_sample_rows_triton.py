@@ -190,8 +190,7 @@ def _without_numbers(value: float) -> Case:
 
 @pytest.mark.parametrize("value", [math.nan, -math.inf])
 def test_logits_that_are_no_numbers_have_that_logprob(value: float) -> None:
-    """This holds even if the logit is barred; a request ends at such a step, and says which it was.
-    """
+    """This holds even if the logit is barred; a request ends at such a step, and says which it was."""
     assert str(_without_numbers(value).drawn()[1].tolist()) == str([value] * 4)
 
 
@@ -254,11 +253,23 @@ def test_the_kernel_interpreted_counts_what_the_reference_counts(interpreted: An
 POINTERS = {
     "i16": ["counts"],
     "i1": ["kept"],
-    "fp32": ["floats", "bias", "adjusted", "temperatures", "temperature", "peaks", "bounds", "best", "chosen", "maxima",
-             "sums", "logprobs"],
+    "fp32": [
+        "floats",
+        "bias",
+        "adjusted",
+        "temperatures",
+        "temperature",
+        "peaks",
+        "bounds",
+        "best",
+        "chosen",
+        "maxima",
+        "sums",
+        "logprobs",
+    ],
     "i32": ["allowed", "stops", "bias_ids", "token_mask", "kinds", "indices"],
     "i64": ["rows", "positions", "ints", "seeds", "token_ids"],
-}  # fmt: skip
+}
 
 
 def compiles(fn: Any, logits: str = "bf16", **constants: Any) -> bool:
@@ -277,8 +288,7 @@ def compiles(fn: Any, logits: str = "bf16", **constants: Any) -> bool:
 
 @pytest.mark.filterwarnings("ignore:TRITON_DEFAULT_FP_FUSION")
 def test_the_kernels_compile_where_there_is_no_gpu() -> None:
-    """Compile the kernels too: the interpreter accepts a variable that changes its type in a loop.
-    """
+    """Compile the kernels too: the interpreter accepts a variable that changes its type in a loop."""
     pytest.importorskip("triton")
     from weft.ops.sampling import sample_rows_triton as ours, sample_triton as drawn
 

@@ -151,9 +151,14 @@ logits.{name} = logits.{other}
 """
 
 
-@pytest.mark.parametrize(("field", "name", "other"), [
-    ("presence_penalty", "PRESENCE", "FREQUENCY"), ("min_p", "MARGIN", "REPETITION"), ("top_k", "TOP_K", "FEATURES"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("field", "name", "other"),
+    [
+        ("presence_penalty", "PRESENCE", "FREQUENCY"),
+        ("min_p", "MARGIN", "REPETITION"),
+        ("top_k", "TOP_K", "FEATURES"),
+    ],
+)
 def test_a_kernel_that_reads_another_column_is_found(
     field: str, name: str, other: str, tmp_path: Path
 ) -> None:

@@ -44,9 +44,14 @@ TOLERANCE = 1e-5
 scales earlier."""
 
 SIZES: dict[str, Any] = {
-    "vocab_size": 48, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 3, "num_attention_heads": 4,
-    "num_key_value_heads": 2, "max_position_embeddings": 64,
-}  # fmt: skip
+    "vocab_size": 48,
+    "hidden_size": 16,
+    "intermediate_size": 24,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 64,
+}
 EXPERTS = {
     "num_experts": 3,
     "num_experts_per_tok": 2,
@@ -156,9 +161,12 @@ def lora_fields(draw: st.DrawFn, dense: bool = True) -> dict[str, Any]:
     some = st.lists(st.sampled_from(names), min_size=1, unique=True)
     targets: Any = draw(st.one_of(some, some, st.sampled_from(whole)))
     fields: dict[str, Any] = {
-        "target_modules": targets, "r": draw(st.integers(1, 9)), "lora_alpha": draw(st.integers(1, 20)),
-        "use_rslora": draw(st.booleans()), "lora_dropout": 0.1,
-    }  # fmt: skip
+        "target_modules": targets,
+        "r": draw(st.integers(1, 9)),
+        "lora_alpha": draw(st.integers(1, 20)),
+        "use_rslora": draw(st.booleans()),
+        "lora_dropout": 0.1,
+    }
     keys = st.sampled_from(
         ["q_proj", "mlp.down_proj", "layers.1.self_attn.o_proj", r".*\.0\..*", "v_proj"]
     )

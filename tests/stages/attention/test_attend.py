@@ -26,8 +26,11 @@ from weft.transforms.graphs.ladder import MODES
 
 PROMPTS = ["The function returns a list of", "A list is", "In Python, "]
 WAYS: list[dict[str, Any]] = [
-    *({"graph": mode} for mode in MODES), {"pipeline": 2}, {"pipeline": 3}, {"speculation": Speculation(num_tokens=3)}
-]  # fmt: skip
+    *({"graph": mode} for mode in MODES),
+    {"pipeline": 2},
+    {"pipeline": 3},
+    {"speculation": Speculation(num_tokens=3)},
+]
 MIDDLE = 2
 
 
@@ -111,9 +114,16 @@ def test_scores_and_values_are_paged_attention(shape: Shape) -> None:
     positions = (lens - (starts[1:] - starts[:-1]))[owner] + torch.arange(len(q)) - starts[owner]
     live = (slots >= 0) & (lens[owner] > 0) & (torch.arange(len(q)) < starts[-1])
     batch = ResolvedBatch(
-        BatchDescriptor(len(q), len(lens)), owner, slots * 0, torch.where(live, positions, 0).long(), starts, lens,
-        table, slots, starts[1:].long() - 1,
-    )  # fmt: skip
+        BatchDescriptor(len(q), len(lens)),
+        owner,
+        slots * 0,
+        torch.where(live, positions, 0).long(),
+        starts,
+        lens,
+        table,
+        slots,
+        starts[1:].long() - 1,
+    )
     scores = attention_scores(q.nan_to_num(), pages, batch)
     if window:
         far = batch.positions[:, None] - torch.arange(scores.shape[2]) >= window

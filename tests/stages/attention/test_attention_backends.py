@@ -31,8 +31,7 @@ TORCH = BACKENDS["torch"]
 
 
 def planned(q: Tensor, kv_pages: Tensor, slots: Tensor, table: Tensor, *rest: Any) -> Tensor:
-    """As wrappers with a `plan` are: it reads the lengths on the host, and so cannot be in a graph.
-    """
+    """As wrappers with a `plan` are: it reads the lengths on the host, and so cannot be in a graph."""
     starts, lengths, longest, scale, window = rest
     spans, out = starts.tolist(), torch.zeros_like(q)
     for r, length in enumerate(lengths.tolist()):

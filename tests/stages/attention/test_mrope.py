@@ -140,8 +140,7 @@ def prompts(embeds: Tensor, positions: Tensor, sizes: Sequence[int]) -> Iterator
 
 
 def run(step: Any, params: Any, state: Any, batches: Iterator[Batch]) -> dict[int, list[Tensor]]:
-    """The logits of each row, after its prompt and after each token of some decodes of both rows.
-    """
+    """The logits of each row, after its prompt and after each token of some decodes of both rows."""
     found: dict[int, list[Tensor]] = {0: [], 1: []}
     for batch in [*batches, *[Batch.decode([0, 1])] * (STEPS - 1)]:
         state, out = step(params, state, batch)

@@ -45,8 +45,7 @@ Kind = Callable[[np.ndarray[Any, Any]], Packed]
 
 
 def scrambled(name: str, **fields: Any) -> Any:
-    """A transformers model whose norms and biases too are random, so that no two tensors are alike.
-    """
+    """A transformers model whose norms and biases too are random, so that no two tensors are alike."""
     _, architecture, own = MODELS[name]
     config_class, model_class = CLASSES[architecture]
     model = model_class(config_class(**SIZES | own | fields)).eval()

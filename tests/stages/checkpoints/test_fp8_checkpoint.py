@@ -62,8 +62,10 @@ def in_blocks(weight: Tensor) -> tuple[Tensor, Tensor]:
 def write(folder: Path, kind: str, scale_dtype: torch.dtype = torch.float32) -> dict[str, Tensor]:
     """Write a checkpoint in FP8, and return the values of its tensors in float32."""
     torch.manual_seed(3)
-    made = {"qwen3": lambda: Qwen3ForCausalLM(Qwen3Config(**SIZES, attention_bias=True)),
-            "qwen3-moe": lambda: Qwen3MoeForCausalLM(Qwen3MoeConfig(**SIZES, **EXPERTS))}[kind]()  # fmt: skip
+    made = {
+        "qwen3": lambda: Qwen3ForCausalLM(Qwen3Config(**SIZES, attention_bias=True)),
+        "qwen3-moe": lambda: Qwen3MoeForCausalLM(Qwen3MoeConfig(**SIZES, **EXPERTS)),
+    }[kind]()
     with torch.no_grad():
         for name, tensor in made.named_parameters():
             tensor.normal_(1.0 if "norm" in name else 0.0, 0.25 if tensor.dim() == 1 else 0.1)

@@ -1,5 +1,4 @@
-"""GGUFs of small models of each architecture and type, against transformers' own reading of them.
-"""
+"""GGUFs of small models of each architecture and type, against transformers' own reading of them."""
 
 from pathlib import Path
 from typing import Any

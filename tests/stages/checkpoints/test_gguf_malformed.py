@@ -132,31 +132,55 @@ HOSTILE: dict[str, tuple[bytes, str]] = {
     "another format": (b"PK\3\4" + bytes(64), r"it begins with b'PK\\x03\\x04'"),
     "an old version": (head(version=1), "it has version 1"),
     "big-endian": (b"GGUF" + struct.pack(">IQQ", 3, 0, 0), "it is big-endian"),
-    "2**60 tensors": (head(2**60) + bytes(64), r"1152921504606846976 tensors, where \d+ bytes are left"),
+    "2**60 tensors": (
+        head(2**60) + bytes(64),
+        r"1152921504606846976 tensors, where \d+ bytes are left",
+    ),
     "2**60 values": (head(0, 2**60) + bytes(64), "1152921504606846976 values of metadata"),
-    "a key of 2**60 letters": (head(0, 1) + struct.pack("<Q", 2**60) + bytes(64), "1152921504606846976 bytes"),
-    "an array of 2**60": (head(0, 1) + text("a") + ARRAY + struct.pack("<Q", 2**60), "1152921504606846976 values"),
+    "a key of 2**60 letters": (
+        head(0, 1) + struct.pack("<Q", 2**60) + bytes(64),
+        "1152921504606846976 bytes",
+    ),
+    "an array of 2**60": (
+        head(0, 1) + text("a") + ARRAY + struct.pack("<Q", 2**60),
+        "1152921504606846976 values",
+    ),
     "an array of 2**23": (
-        head(0, 1) + text("a") + ARRAY + struct.pack("<Q", 2**23) + bytes(2**23), "an array of 8388608 values"
+        head(0, 1) + text("a") + ARRAY + struct.pack("<Q", 2**23) + bytes(2**23),
+        "an array of 8388608 values",
     ),
     "an array of arrays": (
-        head(0, 1) + text("a") + struct.pack("<IIQ", 9, 9, 1) + bytes(64), "an array of type 9"
+        head(0, 1) + text("a") + struct.pack("<IIQ", 9, 9, 1) + bytes(64),
+        "an array of type 9",
     ),
-    "a value of type 13": (head(0, 1) + text("a") + struct.pack("<I", 13) + bytes(64), "a value of type 13"),
-    "a key that is no text": (head(0, 1) + struct.pack("<Q", 1) + b"\xff" + bytes(64), "can't decode byte 0xff"),
-    "a key twice": (head(0, 2) + (text("a") + struct.pack("<II", 4, 1)) * 2 + bytes(64), "two of the name 'a'"),
+    "a value of type 13": (
+        head(0, 1) + text("a") + struct.pack("<I", 13) + bytes(64),
+        "a value of type 13",
+    ),
+    "a key that is no text": (
+        head(0, 1) + struct.pack("<Q", 1) + b"\xff" + bytes(64),
+        "can't decode byte 0xff",
+    ),
+    "a key twice": (
+        head(0, 2) + (text("a") + struct.pack("<II", 4, 1)) * 2 + bytes(64),
+        "two of the name 'a'",
+    ),
     "a tensor twice": (head(2) + info("a", [8]) * 2 + bytes(128), "two of the name 'a'"),
     "no dimensions": (head(1) + info("a", []) + bytes(64), "a has 0 dimensions"),
     "2**32 - 1 dimensions": (head(1) + text("a") + b"\xff" * 64, "a has 4294967295 dimensions"),
     "a dimension of 0": (head(1) + info("a", [0, 8]) + bytes(64), r"a has the shape \[8, 0\]"),
     "2**60 by 2**60": (head(1) + info("a", [2**60, 2**60]) + bytes(64), "a ends at byte"),
     "an offset of 2**60": (head(1) + info("a", [8], 0, 2**60) + bytes(64), "a ends at byte"),
-    "half a block": (head(1) + info("a", [16], 8) + bytes(64), r"a has the shape \[16\], whose rows are no"),
+    "half a block": (
+        head(1) + info("a", [16], 8) + bytes(64),
+        r"a has the shape \[16\], whose rows are no",
+    ),
     "an odd place": (head(1) + info("a", [8], 0, 4) + bytes(128), "a is not at a multiple of 32"),
     "an alignment of 0": (
-        head(0, 1) + text("general.alignment") + struct.pack("<II", 4, 0) + bytes(64), "general.alignment=0"
+        head(0, 1) + text("general.alignment") + struct.pack("<II", 4, 0) + bytes(64),
+        "general.alignment=0",
     ),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("case", HOSTILE)

@@ -1,5 +1,4 @@
-"""from_module: what it refuses, and what a graph of a module refuses; the module is left as it was.
-"""
+"""from_module: what it refuses, and what a graph of a module refuses; the module is left as it was."""
 
 import copy
 import random

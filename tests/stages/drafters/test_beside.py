@@ -29,9 +29,12 @@ from weft.trees import tree_map
 
 PROMPTS = ["The function returns a list of", "The function returns a tuple of", "In Python, "]
 WAYS: list[dict[str, Any]] = [
-    *({"graph": mode} for mode in MODES), {"pipeline": 2}, {"pipeline": 3}, {"speculation": Speculation(num_tokens=3)},
+    *({"graph": mode} for mode in MODES),
+    {"pipeline": 2},
+    {"pipeline": 3},
+    {"speculation": Speculation(num_tokens=3)},
     {"pipeline": 2, "speculation": Speculation(num_tokens=3)},
-]  # fmt: skip
+]
 LAYERS = 2
 
 

@@ -1,5 +1,4 @@
-"""A call of the command line, and the assertion that it was refused: for the tests of all commands.
-"""
+"""A call of the command line, and the assertion that it was refused: for the tests of all commands."""
 
 from collections.abc import Callable
 

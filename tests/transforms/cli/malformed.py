@@ -18,12 +18,25 @@ from weft.stages.checkpoints.reading import tensor_shapes
 from weft.stages.layout import split_layers
 
 CONFIG: dict[str, Any] = {
-    "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "vocab_size": 257, "hidden_size": 16,
-    "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
-    "head_dim": 8, "max_position_embeddings": 64, "rms_norm_eps": 1e-6, "tie_word_embeddings": False,
-    "eos_token_id": 256, "torch_dtype": "float32", "hidden_act": "silu", "attention_bias": False,
-    "rope_parameters": {"rope_type": "default", "rope_theta": 1e4}, "layer_types": ["full_attention"] * 2,
-}  # fmt: skip
+    "architectures": ["Qwen3ForCausalLM"],
+    "model_type": "qwen3",
+    "vocab_size": 257,
+    "hidden_size": 16,
+    "intermediate_size": 24,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "max_position_embeddings": 64,
+    "rms_norm_eps": 1e-6,
+    "tie_word_embeddings": False,
+    "eos_token_id": 256,
+    "torch_dtype": "float32",
+    "hidden_act": "silu",
+    "attention_bias": False,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 1e4},
+    "layer_types": ["full_attention"] * 2,
+}
 LORA: dict[str, Any] = {"peft_type": "LORA", "r": 2, "lora_alpha": 4, "target_modules": ["q_proj"]}
 SHARDS = ("model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors")
 INDEX, GENERATION, ADAPTER = (
@@ -154,27 +167,57 @@ def shard(name: Any) -> Spoil:
 
 # Values of every type of JSON, and those that naive checks break on.
 NUMBERS: dict[str, Any] = {
-    "zero": 0, "negative": -1, "a fraction": 1.5, "10**400": 10**400, "2**31": 2**31, "2**63": 2**63,
-    "infinite": math.inf, "NaN": math.nan, "5e-324": 5e-324, "1e308": 1e308,
-}  # fmt: skip
+    "zero": 0,
+    "negative": -1,
+    "a fraction": 1.5,
+    "10**400": 10**400,
+    "2**31": 2**31,
+    "2**63": 2**63,
+    "infinite": math.inf,
+    "NaN": math.nan,
+    "5e-324": 5e-324,
+    "1e308": 1e308,
+}
 OTHERS: dict[str, Any] = {
-    "null": None, "true": True, "text": "x", "long": "y" * 5000, "half a letter": "\ud800", "list": [],
-    "[[]]": [[]], "object": {},
-}  # fmt: skip
+    "null": None,
+    "true": True,
+    "text": "x",
+    "long": "y" * 5000,
+    "half a letter": "\ud800",
+    "list": [],
+    "[[]]": [[]],
+    "object": {},
+}
 VALUES = NUMBERS | OTHERS
 DEEP = "[" * 100_000 + "]" * 100_000
 TEXTS: dict[str, str | bytes] = {
-    "nothing": "", "half": '{"a": ', "no object": "[]", "null": "null", "deep": DEEP, "deep 990": "[" * 990 + "]" * 990,
-    "deep objects": '{"a":' * 100_000 + "1" + "}" * 100_000, "other bytes": b"\xff\xfe{}", "NUL": b"\0" * 64,
-    "5,000 digits": '{"vocab_size": ' + "9" * 5000 + "}", "a mark": b"\xef\xbb\xbf{}",
+    "nothing": "",
+    "half": '{"a": ',
+    "no object": "[]",
+    "null": "null",
+    "deep": DEEP,
+    "deep 990": "[" * 990 + "]" * 990,
+    "deep objects": '{"a":' * 100_000 + "1" + "}" * 100_000,
+    "other bytes": b"\xff\xfe{}",
+    "NUL": b"\0" * 64,
+    "5,000 digits": '{"vocab_size": ' + "9" * 5000 + "}",
+    "a mark": b"\xef\xbb\xbf{}",
     "twice": '{"r": 1, "peft_type": "LORA", "r": 2}',
-}  # fmt: skip
+}
 EXPRESSIONS = {
-    "open": "(", "endless": "(.*)*(.*)*(.*)*x!", "polynomial": ".*" * 30 + "!", "names": r"(\w|\w\w|\.)+!",
-    "alternatives": "(a|a)" * 40 + "!", "too many": "a{99999999999}", "many": "(a{0,60000}){0,60000}b",
-    "deep": "(" * 50_000 + ")" * 50_000, "long": "a*" * 50_000, "flags": "(?i)q_proj", "back": r"(.)\1+x",
+    "open": "(",
+    "endless": "(.*)*(.*)*(.*)*x!",
+    "polynomial": ".*" * 30 + "!",
+    "names": r"(\w|\w\w|\.)+!",
+    "alternatives": "(a|a)" * 40 + "!",
+    "too many": "a{99999999999}",
+    "many": "(a{0,60000}){0,60000}b",
+    "deep": "(" * 50_000 + ")" * 50_000,
+    "long": "a*" * 50_000,
+    "flags": "(?i)q_proj",
+    "back": r"(.)\1+x",
     "ends the group": "a)(b",
-}  # fmt: skip
+}
 
 
 def config_cases() -> Iterator[Case]:
@@ -203,9 +246,18 @@ def config_cases() -> Iterator[Case]:
 def rope_cases() -> Iterator[Case]:
     """Damages that only show when the frequencies are computed, as `generate` does."""
     keys = {
-        "default": ("rope_theta",), "linear": ("factor",), "llama3": ("low_freq_factor", "factor"),
-        "yarn": ("factor", "beta_fast", "beta_slow", "mscale", "original_max_position_embeddings", "attention_factor"),
-    }  # fmt: skip
+        "default": ("rope_theta",),
+        "linear": ("factor",),
+        "llama3": ("low_freq_factor", "factor"),
+        "yarn": (
+            "factor",
+            "beta_fast",
+            "beta_slow",
+            "mscale",
+            "original_max_position_embeddings",
+            "attention_factor",
+        ),
+    }
     for rope_type, names in keys.items():
         block = {"rope_type": rope_type} | ({} if rope_type == "default" else {"factor": 2.0})
         block |= {"low_freq_factor": 1.0, "high_freq_factor": 4.0} if rope_type == "llama3" else {}
@@ -226,8 +278,24 @@ def generation_cases() -> Iterator[Case]:
         yield Case(f"text: {kind}", GENERATE, replace(GENERATION, content), refused=kind != "twice")
 
 
-OUTSIDE = ("../outside/model.safetensors", "adapter/../../outside/model.safetensors", "/etc/passwd", "..", ".", "", "/",
-           "/dev/zero", "..\\outside", "C:\\x", "~/x", "\0", "a\0b", "x" * 5000, "adapter", "\ud800")  # fmt: skip
+OUTSIDE = (
+    "../outside/model.safetensors",
+    "adapter/../../outside/model.safetensors",
+    "/etc/passwd",
+    "..",
+    ".",
+    "",
+    "/",
+    "/dev/zero",
+    "..\\outside",
+    "C:\\x",
+    "~/x",
+    "\0",
+    "a\0b",
+    "x" * 5000,
+    "adapter",
+    "\ud800",
+)
 
 
 def index_cases() -> Iterator[Case]:
@@ -259,21 +327,40 @@ def tensor(**fields: Any) -> bytes:
 
 ONE = b'"a":{"dtype":"F32","shape":[16],"data_offsets":[0,64]}'
 FILES: dict[str, bytes] = {
-    "nothing": b"", "4 bytes": bytes(4), "zeros": bytes(100), "ones": b"\xff" * 100, "no header": file(b""),
-    "header of 2**63": file(b"{}", 2**63), "header of 2**64 - 1": file(b"{}", 2**64 - 1), "cut": file(b"{}", 100),
-    "no JSON": file(b"{" * 10), "deep": file(DEEP.encode()), "a list": file(b"[]"), "null": file(b"null"),
-    "no tensors": file(b"{}"), "metadata": file(b'{"__metadata__": {"a": 3}}'),
-    "a strange name": file(b'{"\\u001b[31m":' + ONE[4:] + b"}", data=bytes(64)), "twice": file(
-        b"{" + ONE + b"," + ONE.replace(b"[0,64]", b"[64,128]") + b"}", data=bytes(128)),
-    "dtype F4": tensor(dtype="F4"), "dtype 3": tensor(dtype=3), "int32": tensor(dtype="I32"),
-    "bool": tensor(dtype="BOOL", shape=[64]), "complex": tensor(dtype="C64", shape=[8]),
-    "float8": tensor(dtype="F8_E8M0", shape=[64]), "uint16": tensor(dtype="U16", shape=[32]),
-    "shape 2**126": tensor(shape=[2**63, 2**63]), "shape -1": tensor(shape=[-1]), "shape x": tensor(shape="x"),
-    "no shape": tensor(shape=[]), "10,000 dimensions": tensor(shape=[1] * 10_000 + [16]),
-    "turned": tensor(data_offsets=[64, 0]), "beyond": tensor(data_offsets=[0, 2**63]),
+    "nothing": b"",
+    "4 bytes": bytes(4),
+    "zeros": bytes(100),
+    "ones": b"\xff" * 100,
+    "no header": file(b""),
+    "header of 2**63": file(b"{}", 2**63),
+    "header of 2**64 - 1": file(b"{}", 2**64 - 1),
+    "cut": file(b"{}", 100),
+    "no JSON": file(b"{" * 10),
+    "deep": file(DEEP.encode()),
+    "a list": file(b"[]"),
+    "null": file(b"null"),
+    "no tensors": file(b"{}"),
+    "metadata": file(b'{"__metadata__": {"a": 3}}'),
+    "a strange name": file(b'{"\\u001b[31m":' + ONE[4:] + b"}", data=bytes(64)),
+    "twice": file(b"{" + ONE + b"," + ONE.replace(b"[0,64]", b"[64,128]") + b"}", data=bytes(128)),
+    "dtype F4": tensor(dtype="F4"),
+    "dtype 3": tensor(dtype=3),
+    "int32": tensor(dtype="I32"),
+    "bool": tensor(dtype="BOOL", shape=[64]),
+    "complex": tensor(dtype="C64", shape=[8]),
+    "float8": tensor(dtype="F8_E8M0", shape=[64]),
+    "uint16": tensor(dtype="U16", shape=[32]),
+    "shape 2**126": tensor(shape=[2**63, 2**63]),
+    "shape -1": tensor(shape=[-1]),
+    "shape x": tensor(shape="x"),
+    "no shape": tensor(shape=[]),
+    "10,000 dimensions": tensor(shape=[1] * 10_000 + [16]),
+    "turned": tensor(data_offsets=[64, 0]),
+    "beyond": tensor(data_offsets=[0, 2**63]),
     "gap": tensor(data_offsets=[1, 65]),
-    "one offset": tensor(data_offsets=[0]), "negative": tensor(data_offsets=[-1, 63]),
-}  # fmt: skip
+    "one offset": tensor(data_offsets=[0]),
+    "negative": tensor(data_offsets=[-1, 63]),
+}
 
 
 def tensor_cases() -> Iterator[Case]:
@@ -324,11 +411,16 @@ def tokenizer_cases() -> Iterator[Case]:
     for kind, content in TEXTS.items():
         yield Case(f"text: {kind}", GENERATE, replace("tokenizer.json", content), refused=True)
     models = {
-        **{f"{field} {kind}": raw["model"] | {field: VALUES[kind]} for field in raw["model"] for kind in OTHERS},
-        "ids": raw["model"] | {"vocab": {text: 1000 + token for text, token in raw["model"]["vocab"].items()}},
+        **{
+            f"{field} {kind}": raw["model"] | {field: VALUES[kind]}
+            for field in raw["model"]
+            for kind in OTHERS
+        },
+        "ids": raw["model"]
+        | {"vocab": {text: 1000 + token for text, token in raw["model"]["vocab"].items()}},
         "no unknown": {"type": "Unigram", "unk_id": None, "vocab": []},
         "words": {"type": "WordLevel", "unk_token": "q", "vocab": {"a": 0}},
-    }  # fmt: skip
+    }
     for kind, model in models.items():
         yield Case(f"model: {kind}", GENERATE, edit("tokenizer.json", model=model))
     for text in ("(", "(a+)+$", "a{1000000}"):

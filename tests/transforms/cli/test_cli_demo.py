@@ -1,5 +1,4 @@
-"""`weft demo`: all four ways agree, a planted difference is found, and bad arguments are refused.
-"""
+"""`weft demo`: all four ways agree, a planted difference is found, and bad arguments are refused."""
 
 from collections.abc import Callable
 from typing import Any

@@ -1,5 +1,4 @@
-"""`weft doctor`: versions, devices, graphs and operators, and the reason why a graph is not used.
-"""
+"""`weft doctor`: versions, devices, graphs and operators, and the reason why a graph is not used."""
 
 import json
 

@@ -396,8 +396,7 @@ def test_ranks_of_a_stage_stay_in_a_node_where_the_network_is_slow(run: Weft, fo
 
 
 def test_ranks_that_share_experts_read_as_much_either_way(run: Weft) -> None:
-    """In FP8 2 ranks can cut the 6 blocks of an expert's columns, and 4 have whole experts unasked.
-    """
+    """In FP8 2 ranks can cut the 6 blocks of an expert's columns, and 4 have whole experts unasked."""
     asked = "--preset", "qwen3-30b-a3b-fp8", "--pp", "1", "--json"
     sizes = {}
     for more in ("2", "2 --experts columns", "2 --experts whole", "4", "4 --experts whole"):

@@ -1,5 +1,4 @@
-"""`--tp`: ranks that share each layer say what one process says, also under torchrun on two nodes.
-"""
+"""`--tp`: ranks that share each layer say what one process says, also under torchrun on two nodes."""
 
 import json
 import os

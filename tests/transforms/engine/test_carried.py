@@ -266,8 +266,7 @@ def capturing(cell: Recurrent) -> Callable[[Any], Any]:
 def test_recomputed_tokens_are_captured_and_share_their_pages(
     model: Model, cells: dict[int, Recurrent]
 ) -> None:
-    """A prompt that is found has all captures. Pages that others share are read, and not written.
-    """
+    """A prompt that is found has all captures. Pages that others share are read, and not written."""
     hidden = torch.zeros(model.config.hidden_size)
     options: dict[str, Any] = {
         "captures": {"hidden": hidden},

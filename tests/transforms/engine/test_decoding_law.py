@@ -45,8 +45,7 @@ def hidden(case: Decoding) -> frozenset[int]:
 
 
 def holds(case: Decoding) -> bool:
-    """After each token, what was said and what is held back are the text; so nothing is taken back.
-    """
+    """After each token, what was said and what is held back are the text; so nothing is taken back."""
     stream = Detokenizer(case.tokenizer, case.prompt, hidden(case))
     said = ""
     for count, text in enumerate(texts(case)):

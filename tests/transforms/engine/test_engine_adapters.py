@@ -50,9 +50,16 @@ def randomize(model: Any, part: str, seed: int) -> None:
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with a small model, and its adapters in subfolders."""
     sizes = {
-        "vocab_size": 61, "hidden_size": 24, "intermediate_size": 40, "num_hidden_layers": 3, "head_dim": 8,
-        "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 64, "eos_token_id": None,
-    }  # fmt: skip
+        "vocab_size": 61,
+        "hidden_size": 24,
+        "intermediate_size": 40,
+        "num_hidden_layers": 3,
+        "head_dim": 8,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 64,
+        "eos_token_id": None,
+    }
     found = tmp_path_factory.mktemp("model")
     model = Qwen3ForCausalLM(Qwen3Config(**sizes))
     randomize(model, "", 0)

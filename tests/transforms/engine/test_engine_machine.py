@@ -46,10 +46,16 @@ WAYS = [
 def theirs() -> Any:
     """A small transformers model with large weights, so that differences show."""
     sizes = {
-        "vocab_size": VOCABULARY, "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 3,
-        "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 8, "max_position_embeddings": 24,
+        "vocab_size": VOCABULARY,
+        "hidden_size": 16,
+        "intermediate_size": 16,
+        "num_hidden_layers": 3,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 1,
+        "head_dim": 8,
+        "max_position_embeddings": 24,
         "eos_token_id": None,
-    }  # fmt: skip
+    }
     torch.manual_seed(1)
     model = Qwen3ForCausalLM(Qwen3Config(**sizes)).eval()
     with torch.no_grad():
@@ -186,10 +192,19 @@ def test_each_completion_is_what_it_is_alone(
 
 PAIRS = [("drafts right", "preempted"), ("masks", "preempted"), ("masks", "drafts right")]
 MUST_HAPPEN = {
-    "several decode", "adapters mixed", "aborted with a step under way", "preempted", "prefixes shared", "drafts right",
-    "drafts wrong", "mixed steps", "a mask beside none", "several masks", "no mask in a row that had one",
+    "several decode",
+    "adapters mixed",
+    "aborted with a step under way",
+    "preempted",
+    "prefixes shared",
+    "drafts right",
+    "drafts wrong",
+    "mixed steps",
+    "a mask beside none",
+    "several masks",
+    "no mask in a row that had one",
     *(" and ".join(pair) for pair in PAIRS),
-}  # fmt: skip
+}
 
 
 @pytest.mark.slow

@@ -215,8 +215,7 @@ def test_values_of_requests_are_not_taken_for_those_of_tokens(
     ],
 )
 def test_python_answers_nothing_in_its_place(use: Callable[[Any], Any]) -> None:
-    """An object without these is true, equals itself alone, and raises errors that know no remedy.
-    """
+    """An object without these is true, equals itself alone, and raises errors that know no remedy."""
     with pytest.raises(ProgramError, match=r"batch.per_token\(...\) of it"):
         use(PerRequest(torch.zeros(2)))
     with pytest.raises(AttributeError, match=r"batch.per_token\(...\) of it"):

@@ -1,5 +1,4 @@
-"""A decoder of two layers: donation, failures of one of its stages, and what its pipeline refuses.
-"""
+"""A decoder of two layers: donation, failures of one of its stages, and what its pipeline refuses."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -168,8 +167,7 @@ def _bare(decoder: Decoder, params: Any, state: Any, batch: Batch) -> Any:
 
 @pytest.mark.parametrize("taker", TAKERS)
 def test_a_donated_state_used_twice_names_who_took_it(taker: str, tiny: Model) -> None:
-    """By a second step and by a mere look; the state that the step returned is whole all the same.
-    """
+    """By a second step and by a mere look; the state that the step returned is whole all the same."""
     num_stages, make, name = TAKERS[taker]
     decoder = Decoder(tiny, num_stages)
     step, old = make(decoder), decoder.state()

@@ -177,8 +177,7 @@ def test_a_mask_that_shares_no_token_with_the_parameters_ends_its_request(
 def test_a_token_that_the_device_alone_knows_to_be_barred_is_not_said(
     pipeline: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The logits of all allowed tokens are -inf: the token that the kernel returns has no logprob.
-    """
+    """The logits of all allowed tokens are -inf: the token that the kernel returns has no logprob."""
 
     def bars_all_but_5(config: Any, params: Any, hidden: torch.Tensor, ranks: Any) -> torch.Tensor:
         logits = head(config, params, hidden, ranks)

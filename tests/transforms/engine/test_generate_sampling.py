@@ -55,9 +55,12 @@ def test_greedy_completions_are_those_of_transformers(demo: Model, theirs: Any, 
     for prompt in PROMPTS:
         ids = demo.encode(prompt)
         made = theirs.generate(
-            torch.tensor([ids]), do_sample=False, max_new_tokens=24, pad_token_id=0,
+            torch.tensor([ids]),
+            do_sample=False,
+            max_new_tokens=24,
+            pad_token_id=0,
             **{"eos_token_id": list(demo.config.eos_token_ids) or None} | options,
-        )  # fmt: skip
+        )
         sampling = SamplingParams(temperature=0.0, **ours)
         [completion] = complete(demo, sampling, [prompt])
         assert completion.token_ids == made[0, len(ids) :].tolist()
@@ -190,8 +193,7 @@ SEVERAL = SamplingParams(temperature=1.0, seed=5, n=5, prompt_logprobs=0, logpro
 
 @pytest.fixture(scope="module")
 def several_alone(demo: Model) -> list[weft.Completion]:
-    """The five completions of the first prompt, and one of the second, each by a call of its own.
-    """
+    """The five completions of the first prompt, and one of the second, each by a call of its own."""
     one = [attrs.evolve(SEVERAL, n=1, seed=seed) for seed in sample_seeds(5, 5)]
     made = [complete(demo, params, PROMPTS[:1]) for params in one] + [
         complete(demo, MIXED[0], PROMPTS[1:2])

@@ -1,5 +1,4 @@
-"""A KV cache in FP8: the tokens of a model whose keys and values are rounded, in half the memory.
-"""
+"""A KV cache in FP8: the tokens of a model whose keys and values are rounded, in half the memory."""
 
 from typing import Any
 

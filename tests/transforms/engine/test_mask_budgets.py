@@ -69,8 +69,7 @@ def ended(engine: Engine) -> dict[tuple[str, int], RequestOutput]:
 
 
 def expected_end(seconds: Sequence[float], n: int, others: int, budget: MaskBudget) -> int | None:
-    """After how many tokens a request ends whose `n` masks take so long at each; None: it does not.
-    """
+    """After how many tokens a request ends whose `n` masks take so long at each; None: it does not."""
     requests = 1 + others
     debt = 0.0
     for count, each in enumerate(seconds):

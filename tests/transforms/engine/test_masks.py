@@ -42,10 +42,19 @@ def as_bits(said: Sequence[int]) -> torch.Tensor | None:
 def theirs() -> Any:
     torch.manual_seed(0)
     config = Qwen3Config(
-        vocab_size=VOCABULARY, hidden_size=16, intermediate_size=32, num_hidden_layers=3, num_attention_heads=4,
-        num_key_value_heads=2, head_dim=4, max_position_embeddings=64, initializer_range=0.5, eos_token_id=2,
-        pad_token_id=0, bos_token_id=1,
-    )  # fmt: skip
+        vocab_size=VOCABULARY,
+        hidden_size=16,
+        intermediate_size=32,
+        num_hidden_layers=3,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=4,
+        max_position_embeddings=64,
+        initializer_range=0.5,
+        eos_token_id=2,
+        pad_token_id=0,
+        bos_token_id=1,
+    )
     return Qwen3ForCausalLM(config).eval()
 
 
@@ -84,10 +93,13 @@ def ended(engine: Engine) -> dict[tuple[str, int], RequestOutput]:
 @pytest.mark.parametrize(
     ("pipeline", "graph", "run_ahead", "speculation"),
     [
-        (1, "none", 0, None), (1, "full", 1, None), (1, "full_and_piecewise", 3, Speculation(3)),
-        (2, "piecewise", 1, None), (3, "full_decode_only", 2, Speculation(2)),
+        (1, "none", 0, None),
+        (1, "full", 1, None),
+        (1, "full_and_piecewise", 3, Speculation(3)),
+        (2, "piecewise", 1, None),
+        (3, "full_decode_only", 2, Speculation(2)),
     ],
-)  # fmt: skip
+)
 def test_tokens_are_those_of_transformers(
     model: Model,
     theirs: Any,
@@ -129,16 +141,28 @@ WRONG: dict[str, tuple[Any, int, str]] = {
     "it raises": (raises, 2, "KeyError: 'no such rule'"),
     "it allows nothing": (lambda said: [], 0, "no token that is allowed"),
     "only bits past the vocabulary": (
-        lambda said: torch.tensor([0, 0, -8], dtype=torch.int32), 0, "no token that is allowed"
+        lambda said: torch.tensor([0, 0, -8], dtype=torch.int32),
+        0,
+        "no token that is allowed",
     ),
     "no token of the model's": (
-        lambda said: [VOCABULARY], 0, f"ValueError: {VOCABULARY} is not a token id from 0 to 66"
+        lambda said: [VOCABULARY],
+        0,
+        f"ValueError: {VOCABULARY} is not a token id from 0 to 66",
     ),
-    "another shape": (lambda said: torch.zeros(2, dtype=torch.int32), 0, "a tensor torch.int32 [2]"),
+    "another shape": (
+        lambda said: torch.zeros(2, dtype=torch.int32),
+        0,
+        "a tensor torch.int32 [2]",
+    ),
     "another dtype": (lambda said: torch.zeros(3), 0, "a tensor torch.float32 [3]"),
-    "ids without an end": (lambda said: itertools.cycle([5]), 0, "ValueError: more than 1072 ids, where there are 67"),
+    "ids without an end": (
+        lambda said: itertools.cycle([5]),
+        0,
+        "ValueError: more than 1072 ids, where there are 67",
+    ),
     "a number": (lambda said: 3, 0, "TypeError: 'int' object is not iterable"),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize(

@@ -162,27 +162,39 @@ def test_stages(model: Model, transport: Any) -> None:
 
 
 WRONG: dict[str, tuple[dict[str, Any], str, str]] = {
-    "no embeddings": (
-        {"inputs_embeds": None}, "inputs_embeds=None", "a row for each"
-    ),
+    "no embeddings": ({"inputs_embeds": None}, "inputs_embeds=None", "a row for each"),
     "another width": (
         {"inputs_embeds": torch.zeros(12, 4)},
         "inputs_embeds of shape [12, 4], torch.float32",
         "a row for each of the prompt's 12 tokens, some of which are EMBEDDED (-2): [12, 8], torch.float32",
     ),
-    "another dtype": ({"inputs_embeds": embeds().half()}, "inputs_embeds of shape [12, 8], torch.float16", "a row"),
+    "another dtype": (
+        {"inputs_embeds": embeds().half()},
+        "inputs_embeds of shape [12, 8], torch.float16",
+        "a row",
+    ),
     "two rows": (
         {"positions": POSITIONS[:2]},
         "positions of shape [2, 12], torch.int64",
         "[3, 12], torch.int64: get_rope_index(...)[0][:, 0]",
     ),
-    "before the start": ({"positions": POSITIONS - 1}, "the least position=-1", "positions from 0 to 2147483647"),
-    "far past the end": (
-        {"positions": POSITIONS + 2**62}, f"the least position={2**62}", "positions from 0 to 2147483647"
+    "before the start": (
+        {"positions": POSITIONS - 1},
+        "the least position=-1",
+        "positions from 0 to 2147483647",
     ),
-    "a token that is none": ({"token_ids": [*IDS[:-1], 99]}, "the prompt holds 99", "token ids are ints"),
+    "far past the end": (
+        {"positions": POSITIONS + 2**62},
+        f"the least position={2**62}",
+        "positions from 0 to 2147483647",
+    ),
+    "a token that is none": (
+        {"token_ids": [*IDS[:-1], 99]},
+        "the prompt holds 99",
+        "token ids are ints",
+    ),
     "no token": ({"token_ids": []}, "the prompt has 0 tokens", "a prompt of 1 to"),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("case", WRONG)

@@ -31,10 +31,22 @@ pytestmark = [
 ]
 
 SCRIPTS = (
-    "The year 1984, isn't it?\r\n\n  3.14159\t", "Größe, señor, ça va où? e\u0301", "ещё этих мягких булок",
-    "いろはにほへと 漢字", "עברית العربية ١٢٣", "हिन्दी ไทย 한국어", "🙂👩‍👩‍👧 ½ Ⅳ", "def f(x):\n\treturn x ** 2  # %",
-    "<|im_start|>", "<|im_end|>", "<|endoftext|>", "<|im_start", "<repo_name>", " ", "\n\n",
-)  # fmt: skip
+    "The year 1984, isn't it?\r\n\n  3.14159\t",
+    "Größe, señor, ça va où? e\u0301",
+    "ещё этих мягких булок",
+    "いろはにほへと 漢字",
+    "עברית العربية ١٢٣",
+    "हिन्दी ไทย 한국어",
+    "🙂👩‍👩‍👧 ½ Ⅳ",
+    "def f(x):\n\treturn x ** 2  # %",
+    "<|im_start|>",
+    "<|im_end|>",
+    "<|endoftext|>",
+    "<|im_start",
+    "<repo_name>",
+    " ",
+    "\n\n",
+)
 CHATS = [
     [{"role": "user", "content": "What is the capital of France?"}],
     [

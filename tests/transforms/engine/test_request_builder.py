@@ -92,9 +92,18 @@ def test_an_abort_of_what_is_no_id_is_refused() -> None:
 
 @pytest.mark.parametrize(
     ("field", "value"),
-    [("page_size", 0), ("num_pages", 0), ("num_pages", -3), ("max_model_len", 0), ("max_num_reqs", 2.5),
-     ("max_num_tokens", "9"), ("num_cohorts", True), ("mixed", 1), ("max_num_reqs", None)],
-)  # fmt: skip
+    [
+        ("page_size", 0),
+        ("num_pages", 0),
+        ("num_pages", -3),
+        ("max_model_len", 0),
+        ("max_num_reqs", 2.5),
+        ("max_num_tokens", "9"),
+        ("num_cohorts", True),
+        ("mixed", 1),
+        ("max_num_reqs", None),
+    ],
+)
 def test_limits_that_are_none_are_refused(field: str, value: Any) -> None:
     with pytest.raises(RequestError) as error:
         EngineLimits(**{field: value})

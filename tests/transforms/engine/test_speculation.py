@@ -203,9 +203,16 @@ def test_a_text_that_ends_a_request_amid_right_drafts(demo: Model) -> None:
 
 def test_greedy_tokens_are_those_of_transformers_with_prompt_lookup(tmp_path: Path) -> None:
     sizes = {
-        "vocab_size": 23, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "head_dim": 8,
-        "num_attention_heads": 2, "num_key_value_heads": 1, "max_position_embeddings": 64, "eos_token_id": None,
-    }  # fmt: skip
+        "vocab_size": 23,
+        "hidden_size": 16,
+        "intermediate_size": 24,
+        "num_hidden_layers": 2,
+        "head_dim": 8,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 1,
+        "max_position_embeddings": 64,
+        "eos_token_id": None,
+    }
     torch.manual_seed(0)
     model = Qwen3ForCausalLM(Qwen3Config(**sizes)).eval()
     with torch.no_grad():
@@ -231,9 +238,14 @@ def test_the_distribution_is_the_model_s(way: str) -> None:
     model's probabilities."""
     model, prompt, count = small_model(), [1, 2, 3], 4000
     sampled = weft.generate(
-        model, [prompt], max_tokens=3, seed=1, graph="none", speculation=WAYS[way],
+        model,
+        [prompt],
+        max_tokens=3,
+        seed=1,
+        graph="none",
+        speculation=WAYS[way],
         sampling=SamplingParams(temperature=1.5, n=count),
-    )  # fmt: skip
+    )
     seen = torch.zeros(12, 12)
     for completion in sampled:
         seen[completion.token_ids[1], completion.token_ids[2]] += 1

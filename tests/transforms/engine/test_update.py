@@ -93,8 +93,7 @@ CHANGES = (announced, in_place_and_said, in_place_and_not_said)
 def test_what_comes_later_is_what_a_fresh_engine_says(
     way: dict[str, Any], change: Callable[[Engine, DecoderParams], None]
 ) -> None:
-    """A prompt is in the cache, computed with the old parameters; and no graph is captured again.
-    """
+    """A prompt is in the cache, computed with the old parameters; and no graph is captured again."""
     old, new = small_model(), small_model(1)
     expected = tokens_of(engine_of(new, way))
     engine = engine_of(own_copy(old), way)
@@ -178,9 +177,10 @@ def test_an_adapter_is_replaced_in_its_slot() -> None:
         engine.add(PROMPTS[0], SamplingParams(temperature=0.0), max_tokens=6, adapter="of all")
         return [token for output in engine for token in output.token_ids]
 
-    engine, fresh = (Engine(small_model(), LIMITS, graph="full", adapters=own) for own in (
-        adapters, adapters | {"of all": other}
-    ))  # fmt: skip
+    engine, fresh = (
+        Engine(small_model(), LIMITS, graph="full", adapters=own)
+        for own in (adapters, adapters | {"of all": other})
+    )
     before, captures = said(engine), engine.stats().captures
     engine.update(adapters={"of all": other})
     assert said(engine) == said(fresh) != before
@@ -319,8 +319,7 @@ def test_an_update_that_takes_the_last_of_two_values_is_found(
 def test_a_stage_without_a_tied_tensor_skips_both_of_its_names_or_refuses_their_contradiction() -> (
     None
 ):
-    """A stage in the middle, of a state_dict() that names the head too, does as the other ranks do.
-    """
+    """A stage in the middle, of a state_dict() that names the head too, does as the other ranks do."""
     whole = weft.load("demo", "cpu", "float32")
     layout = split_layers(whole.config.num_layers, 3)[1]
     params = slice_params(whole.params, layout)
@@ -375,15 +374,27 @@ def test_a_mask_that_changes_parameters_amid_a_step_ends_its_request() -> None:
 
 WRONG: dict[str, tuple[Any, str]] = {
     "a number": (3, "params=3"),
-    "a list in the place of a tensor": ({"model.norm.weight": [1.0]}, "params={'model.norm.weight': [1.0]}"),
-    "a name of another architecture": ({"transformer.wte.weight": torch.ones(1)}, "transformer.wte.weight, which the"),
-    "another shape": ({"model.norm.weight": torch.ones(3)}, "model.norm.weight of shape [3], torch.float32"),
-    "integers": ({"model.norm.weight": torch.ones(8, dtype=torch.int8)}, "model.norm.weight of shape [8], torch.int8"),
+    "a list in the place of a tensor": (
+        {"model.norm.weight": [1.0]},
+        "params={'model.norm.weight': [1.0]}",
+    ),
+    "a name of another architecture": (
+        {"transformer.wte.weight": torch.ones(1)},
+        "transformer.wte.weight, which the",
+    ),
+    "another shape": (
+        {"model.norm.weight": torch.ones(3)},
+        "model.norm.weight of shape [3], torch.float32",
+    ),
+    "integers": (
+        {"model.norm.weight": torch.ones(8, dtype=torch.int8)},
+        "model.norm.weight of shape [8], torch.int8",
+    ),
     "FP8 without its scales": (
         {"model.norm.weight": torch.ones(8).to(torch.float8_e4m3fn)},
         "model.norm.weight of shape [8], torch.float8_e4m3fn",
     ),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("case", WRONG)

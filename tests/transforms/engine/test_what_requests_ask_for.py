@@ -66,9 +66,13 @@ def test_bad_words_are_never_drawn_as_transformers_never_draws_them(
         assert {len(ids) > 1 for ids in barred} == {True, False}, "one token, and several"
         ids = demo.encode(prompt)
         made = theirs.generate(
-            torch.tensor([ids]), do_sample=False, max_new_tokens=24, pad_token_id=0, bad_words_ids=barred,
+            torch.tensor([ids]),
+            do_sample=False,
+            max_new_tokens=24,
+            pad_token_id=0,
+            bad_words_ids=barred,
             eos_token_id=list(demo.config.eos_token_ids) or None,
-        )  # fmt: skip
+        )
         assert completion.token_ids == made[0, len(ids) :].tolist()
         assert completion.token_ids != before.token_ids
 

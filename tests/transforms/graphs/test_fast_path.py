@@ -160,10 +160,16 @@ def test_weights_that_nobody_holds_are_not_kept() -> None:
 
 
 FORMS: list[tuple[tuple[Any, ...], dict[str, Any]]] = [
-    ((X,), {}), ((X, X + 1), {}), ((X, X + 1, X + 2), {}), ((X,), {"c": 3.0}), ((X,), {"b": X + 5}),
-    ((X,), {"a": X + 7}), ((X,), {"z": X + 1, "a": X + 2}), ((X,), {"a": X + 2, "z": X + 1}),
+    ((X,), {}),
+    ((X, X + 1), {}),
+    ((X, X + 1, X + 2), {}),
+    ((X,), {"c": 3.0}),
+    ((X,), {"b": X + 5}),
+    ((X,), {"a": X + 7}),
+    ((X,), {"z": X + 1, "a": X + 2}),
+    ((X,), {"a": X + 2, "z": X + 1}),
     ((X,), {"c": 2.5, "b": X + 1}),
-]  # fmt: skip
+]
 
 
 def test_calls_of_every_form_twice() -> None:

@@ -136,12 +136,41 @@ def test_a_tensor_that_changed_under_its_name(change: str, role: str) -> None:
 
 
 ALIKE: list[Any] = [
-    0.0, -0.0, 0, False, None, "0", (0,), (0.0,), (False,), [0], [0.0], {"x": 0}, Point(0, 1), (0, 1), 1, True, 1.0,
-    torch.tensor([1 + 2j]), torch.tensor([1 + 2j]).conj(), torch.tensor([1 - 2j]).imag,
+    0.0,
+    -0.0,
+    0,
+    False,
+    None,
+    "0",
+    (0,),
+    (0.0,),
+    (False,),
+    [0],
+    [0.0],
+    {"x": 0},
+    Point(0, 1),
+    (0, 1),
+    1,
+    True,
+    1.0,
+    torch.tensor([1 + 2j]),
+    torch.tensor([1 + 2j]).conj(),
+    torch.tensor([1 - 2j]).imag,
     torch.tensor([1 + 2j]).conj().imag,
-    X, X.double(), X.int(), X[:2], X[::2], X[:, None], torch.nn.Parameter(X.clone(), requires_grad=False),
-    X.expand(2, 4), Node(X, None, 1), Node(X, None, True), Node(X, None, 1.0), Node(X, 1, 1), torch.empty(0),
-]  # fmt: skip
+    X,
+    X.double(),
+    X.int(),
+    X[:2],
+    X[::2],
+    X[:, None],
+    torch.nn.Parameter(X.clone(), requires_grad=False),
+    X.expand(2, 4),
+    Node(X, None, 1),
+    Node(X, None, True),
+    Node(X, None, 1.0),
+    Node(X, 1, 1),
+    torch.empty(0),
+]
 
 
 def test_arguments_that_are_almost_alike_one_after_the_other() -> None:

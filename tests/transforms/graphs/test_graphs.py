@@ -1,5 +1,4 @@
-"""The memo of graphs: contexts that control captures, eviction, full memory, logging, and threads.
-"""
+"""The memo of graphs: contexts that control captures, eviction, full memory, logging, and threads."""
 
 import logging
 import threading

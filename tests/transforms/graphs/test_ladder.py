@@ -129,11 +129,12 @@ def test_a_mode_that_the_attention_cannot_is_an_error(
         "none": ["none"],
         "piecewise": ["none", "piecewise"],
         "uniform_single_token": [
-            *("none", "piecewise", "full_and_piecewise"), *(["full_decode_only"] * (query_lens == (1,)))
+            *("none", "piecewise", "full_and_piecewise"),
+            *(["full_decode_only"] * (query_lens == (1,))),
         ],
         "uniform": ["none", "piecewise", "full_decode_only", "full_and_piecewise"],
         "full": list(MODES),
-    }[capability]  # fmt: skip
+    }[capability]
     limits = Limits(4, 16, query_lens)
     if mode in able:
         ladder, whole = make_ladder(mode, limits, capability=capability), make_ladder(mode, limits)
@@ -223,8 +224,12 @@ def test_an_unknown_mode_is_refused() -> None:
 
 def test_sizes_of_ones_own() -> None:
     ladder = make_ladder("full_decode_only", Limits(8, 64, (1, 2)), sizes=(8, 3))
-    assert [str(d) for d in ladder] == ["uniform x2, 8 reqs", "uniform x1, 8 reqs", "uniform x2, 3 reqs",
-                                        "uniform x1, 3 reqs"]  # fmt: skip
+    assert [str(d) for d in ladder] == [
+        "uniform x2, 8 reqs",
+        "uniform x1, 8 reqs",
+        "uniform x2, 3 reqs",
+        "uniform x1, 3 reqs",
+    ]
 
 
 def test_no_size_at_all_is_not_every_size() -> None:
@@ -250,10 +255,17 @@ def test_sizes_beyond_the_limits_or_no_sizes_are_refused(sizes: Any) -> None:
     assert make_ladder("none", Limits(8, 64), sizes=[100]) == Ladder()
 
 
-@pytest.mark.parametrize(("limits", "seen"), [
-    ((-4, 8), "max_num_reqs=-4"), ((0, 0), "max_num_reqs=0"), (("4", 8), "max_num_reqs='4'"),
-    ((4, 0), "max_num_tokens=0"), ((4, 8.0), "max_num_tokens=8.0"), ((4, True), "max_num_tokens=True"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("limits", "seen"),
+    [
+        ((-4, 8), "max_num_reqs=-4"),
+        ((0, 0), "max_num_reqs=0"),
+        (("4", 8), "max_num_reqs='4'"),
+        ((4, 0), "max_num_tokens=0"),
+        ((4, 8.0), "max_num_tokens=8.0"),
+        ((4, True), "max_num_tokens=True"),
+    ],
+)
 def test_limits_that_no_batch_meets_are_refused(limits: tuple[Any, Any], seen: str) -> None:
     with pytest.raises(DescriptorError) as error:
         Limits(*limits)

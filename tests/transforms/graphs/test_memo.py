@@ -86,9 +86,15 @@ def test_arguments_of_every_kind_reach_their_places() -> None:
 
     g = graphify(mixed)
     calls: list[tuple[tuple[Any, ...], dict[str, Any]]] = [
-        ((X,), {}), ((X, X + 1), {}), ((X, X + 1, X + 2), {}), ((X, X + 1, X + 2, X + 3), {"c": 3.0}),
-        ((X,), {"b": X + 5}), ((X,), {"a": X + 7}), ((X + 1,), {"z": X, "a": X + 2}), ((X + 1,), {"a": X + 2, "z": X}),
-    ]  # fmt: skip
+        ((X,), {}),
+        ((X, X + 1), {}),
+        ((X, X + 1, X + 2), {}),
+        ((X, X + 1, X + 2, X + 3), {"c": 3.0}),
+        ((X,), {"b": X + 5}),
+        ((X,), {"a": X + 7}),
+        ((X + 1,), {"z": X, "a": X + 2}),
+        ((X + 1,), {"a": X + 2, "z": X}),
+    ]
     for args, kwargs in calls:
         assert_equal(LAW, g(*args, **kwargs), mixed(*args, **kwargs))
 

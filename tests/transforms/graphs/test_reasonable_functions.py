@@ -274,8 +274,7 @@ def test_it_is_not_refused(fn: Callable[..., Any], calls: tuple[tuple[Any, ...],
 def test_it_is_refused_with_its_reason(
     fn: Callable[..., Any], call: tuple[Any, ...], why: str
 ) -> None:
-    """A CUDA graph cannot hold these either: the host waits for a value, or torch.compile compiles.
-    """
+    """A CUDA graph cannot hold these either: the host waits for a value, or torch.compile compiles."""
     with pytest.raises(CaptureError, match=why):
         graphify(fn)(*call)
 

@@ -327,8 +327,7 @@ VIEWS: dict[str, Callable[[Tensor], Tensor]] = {
 @pytest.mark.parametrize("view", VIEWS)
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_a_carry_keeps_its_layout(layout: str, view: str) -> None:
-    """Its values are those of the Python loop, and its strides are the same in every way to run it.
-    """
+    """Its values are those of the Python loop, and its strides are the same in every way to run it."""
 
     def run(x: Tensor, bound: Tensor) -> Tensor:
         return counted(lambda c: VIEWS[view](c[0]).to(c[0].dtype), x, bound, 4)

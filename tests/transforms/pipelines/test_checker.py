@@ -44,20 +44,44 @@ PAIRING = "give every send a recv, and order them so that one message an edge is
 PLAIN = streaming(3, 2, schema=SCHEMA)
 
 MEETINGS: dict[str, tuple[int, Fault, str, str]] = {
-    "recvs swapped": (2, before("recv from 1 [mb 1]", "recv from 1 [mb 0]"),
-        f"rank 1: 'send to 2 [mb 0]: {SCHEMA}' meets rank 2: 'recv from 1 [mb 1]: {SCHEMA}'", ORDER),
-    "schema": (1, replaced("recv from 0 [mb 1]", Recv(0, 1, OTHER)),
-        f"rank 0: 'send to 1 [mb 1]: {SCHEMA}' meets rank 1: 'recv from 0 [mb 1]: {OTHER}'", ORDER),
-    "no schema": (1, replaced("recv from 0 [mb 1]", Recv(0, 1)),
-        f"rank 0: 'send to 1 [mb 1]: {SCHEMA}' meets rank 1: 'recv from 0 [mb 1]'", ORDER),
-    "schema of what returns": (0, replaced("broadcast from 2 [mb 1]", Broadcast(2, 1, SCHEMA)),
-        f"rank 2: 'broadcast from 2 [mb 1]' meets rank 0: 'broadcast from 2 [mb 1]: {SCHEMA}'", ORDER),
-    "send missing": (1, without("send to 2 [mb 1]"),
+    "recvs swapped": (
+        2,
+        before("recv from 1 [mb 1]", "recv from 1 [mb 0]"),
+        f"rank 1: 'send to 2 [mb 0]: {SCHEMA}' meets rank 2: 'recv from 1 [mb 1]: {SCHEMA}'",
+        ORDER,
+    ),
+    "schema": (
+        1,
+        replaced("recv from 0 [mb 1]", Recv(0, 1, OTHER)),
+        f"rank 0: 'send to 1 [mb 1]: {SCHEMA}' meets rank 1: 'recv from 0 [mb 1]: {OTHER}'",
+        ORDER,
+    ),
+    "no schema": (
+        1,
+        replaced("recv from 0 [mb 1]", Recv(0, 1)),
+        f"rank 0: 'send to 1 [mb 1]: {SCHEMA}' meets rank 1: 'recv from 0 [mb 1]'",
+        ORDER,
+    ),
+    "schema of what returns": (
+        0,
+        replaced("broadcast from 2 [mb 1]", Broadcast(2, 1, SCHEMA)),
+        f"rank 2: 'broadcast from 2 [mb 1]' meets rank 0: 'broadcast from 2 [mb 1]: {SCHEMA}'",
+        ORDER,
+    ),
+    "send missing": (
+        1,
+        without("send to 2 [mb 1]"),
         f"no rank can go on: rank 2: 'recv from 1 [mb 1]: {SCHEMA}' waits for rank 1; "
-        "rank 1: 'broadcast from 2 [mb 1]' waits for rank 2: a cycle", PAIRING),
-    "nothing returns": (2, without("broadcast from 2 [mb 1]"),
-        "no rank can go on: rank 0: 'broadcast from 2 [mb 1]' waits for rank 2, which is at its end", PAIRING),
-}  # fmt: skip
+        "rank 1: 'broadcast from 2 [mb 1]' waits for rank 2: a cycle",
+        PAIRING,
+    ),
+    "nothing returns": (
+        2,
+        without("broadcast from 2 [mb 1]"),
+        "no rank can go on: rank 0: 'broadcast from 2 [mb 1]' waits for rank 2, which is at its end",
+        PAIRING,
+    ),
+}
 
 
 @pytest.mark.parametrize("name", MEETINGS)
@@ -83,10 +107,11 @@ def test_what_nobody_receives() -> None:
 
 
 def test_a_cycle_in_words() -> None:
-    """Rank 0 waits for a returned output before it sends the input that rank 1 needs to compute it.
-    """
-    made = [program(0, 2, "run stage 0 [mb 0]", "broadcast from 1 [mb 0]", "send to 1 [mb 0]"),
-            program(1, 2, "recv from 0 [mb 0]", "run stage 1 [mb 0]", "broadcast from 1 [mb 0]")]  # fmt: skip
+    """Rank 0 waits for a returned output before it sends the input that rank 1 needs to compute it."""
+    made = [
+        program(0, 2, "run stage 0 [mb 0]", "broadcast from 1 [mb 0]", "send to 1 [mb 0]"),
+        program(1, 2, "recv from 0 [mb 0]", "run stage 1 [mb 0]", "broadcast from 1 [mb 0]"),
+    ]
     assert refused(made).seen == (
         "no rank can go on: rank 0: 'broadcast from 1 [mb 0]' waits for rank 1; "
         "rank 1: 'recv from 0 [mb 0]' waits for rank 0: a cycle"
@@ -109,10 +134,30 @@ def test_a_deadlock_that_a_larger_buffer_hides_is_one() -> None:
 
 
 def test_a_fence_that_waits_for_ever() -> None:
-    made = [program(0, 2, "run stage 0 [mb 0]", "send to 1 [mb 0]", "run stage 0 [mb 1]", "send to 1 [mb 1]",
-                    "fence [mb 1]", "broadcast from 1 [mb 0]", "broadcast from 1 [mb 1]"),
-            program(1, 2, "recv from 0 [mb 0]", "run stage 1 [mb 0]", "broadcast from 1 [mb 0]", "fence [mb 0]",
-                    "recv from 0 [mb 1]", "run stage 1 [mb 1]", "broadcast from 1 [mb 1]")]  # fmt: skip
+    made = [
+        program(
+            0,
+            2,
+            "run stage 0 [mb 0]",
+            "send to 1 [mb 0]",
+            "run stage 0 [mb 1]",
+            "send to 1 [mb 1]",
+            "fence [mb 1]",
+            "broadcast from 1 [mb 0]",
+            "broadcast from 1 [mb 1]",
+        ),
+        program(
+            1,
+            2,
+            "recv from 0 [mb 0]",
+            "run stage 1 [mb 0]",
+            "broadcast from 1 [mb 0]",
+            "fence [mb 0]",
+            "recv from 0 [mb 1]",
+            "run stage 1 [mb 1]",
+            "broadcast from 1 [mb 1]",
+        ),
+    ]
     assert refused(made).seen == (
         "no rank can go on: rank 0: 'fence [mb 1]' waits for rank 1; rank 1: 'fence [mb 0]' waits for rank 0: a cycle"
     )
@@ -174,10 +219,22 @@ def test_an_order_that_differs_though_the_edges_agree() -> None:
     """Rank 1 receives 0 and 1, but runs and sends 1 and 0, which rank 2 accepts; the ranks' states
     would differ."""
     last = ("recv from 1 [mb 1]", "run stage 2 [mb 1]", "recv from 1 [mb 0]", "run stage 2 [mb 0]")
-    made = [program(0, 3, "run stage 0 [mb 0]", "send to 1 [mb 0]", "run stage 0 [mb 1]", "send to 1 [mb 1]"),
-            program(1, 3, "recv from 0 [mb 0]", "recv from 0 [mb 1]", "run stage 1 [mb 1]", "send to 2 [mb 1]",
-                    "run stage 1 [mb 0]", "send to 2 [mb 0]"),
-            program(2, 3, *last)]  # fmt: skip
+    made = [
+        program(
+            0, 3, "run stage 0 [mb 0]", "send to 1 [mb 0]", "run stage 0 [mb 1]", "send to 1 [mb 1]"
+        ),
+        program(
+            1,
+            3,
+            "recv from 0 [mb 0]",
+            "recv from 0 [mb 1]",
+            "run stage 1 [mb 1]",
+            "send to 2 [mb 1]",
+            "run stage 1 [mb 0]",
+            "send to 2 [mb 0]",
+        ),
+        program(2, 3, *last),
+    ]
     list(interleave(made))
     assert refused(made).seen == "rank 0 runs micro-batches [0, 1], and rank 1 [1, 0]"
 

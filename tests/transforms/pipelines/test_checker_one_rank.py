@@ -22,43 +22,121 @@ from weft.transforms.pipelines.schedule import streaming
 
 VALUES = "recv, then run, then send or broadcast, then fence and advance, each once a micro-batch"
 OWN: dict[str, tuple[int, Fault, str, str]] = {
-    "a stage of another rank": (1, replaced("run stage 1 [mb 1]", Run("stage 2", 1)),
-        "'run stage 2 [mb 1]' on rank 1 of 3", "run stage 1, or run advance"),
-    "no stage": (1, replaced("run stage 1 [mb 1]", Run("stages", 1)),
-        "'run stages [mb 1]' on rank 1 of 3", "run stage 1, or run advance"),
-    "a send past the next": (0, replaced("send to 1 [mb 1]", Send(2, 1, SCHEMA)),
-        f"'send to 2 [mb 1]: {SCHEMA}' on rank 0 of 3", "send to 1"),
-    "a send to itself": (1, replaced("send to 2 [mb 1]", Send(1, 1, SCHEMA)),
-        f"'send to 1 [mb 1]: {SCHEMA}' on rank 1 of 3", "send to 2"),
-    "a send to no rank": (1, replaced("send to 2 [mb 1]", Send(-1, 1, SCHEMA)),
-        f"'send to -1 [mb 1]: {SCHEMA}' on rank 1 of 3", "send to 2"),
-    "a send from the last": (2, replaced("broadcast from 2 [mb 0]", Send(3, 0)),
-        "'send to 3 [mb 0]' on rank 2 of 3", "a broadcast: the last rank sends to none"),
-    "a recv from elsewhere": (2, replaced("recv from 1 [mb 0]", Recv(0, 0, SCHEMA)),
-        f"'recv from 0 [mb 0]: {SCHEMA}' on rank 2 of 3", "recv from 1"),
-    "a recv on the first": (0, lambda effects: effects.insert(0, Recv(2, 0)),
-        "'recv from 2 [mb 0]' on rank 0 of 3", "no recv: the first stage runs on the batch"),
-    "a broadcast from elsewhere": (0, replaced("broadcast from 2 [mb 0]", Broadcast(0, 0)),
-        "'broadcast from 0 [mb 0]' on rank 0 of 3", "broadcast from 2, the last rank"),
-    "a broadcast from no rank": (0, replaced("broadcast from 2 [mb 0]", Broadcast(7, 0)),
-        "'broadcast from 7 [mb 0]' on rank 0 of 3", "broadcast from 2, the last rank"),
-    "run before received": (1, swapped("recv from 0 [mb 0]", "run stage 1 [mb 0]"),
-        "'run stage 1 [mb 0]' without 'recv from 0 [mb 0]' before it", VALUES),
-    "never received": (2, without("recv from 1 [mb 1]"),
-        "'run stage 2 [mb 1]' without 'recv from 1 [mb 1]' before it", VALUES),
-    "sent before it is made": (0, swapped("send to 1 [mb 1]", "run stage 0 [mb 1]"),
-        f"'send to 1 [mb 1]: {SCHEMA}' without 'run stage 0 [mb 1]' before it", VALUES),
-    "returned before it is made": (2, swapped("run stage 2 [mb 1]", "broadcast from 2 [mb 1]"),
-        "'broadcast from 2 [mb 1]' without 'run stage 2 [mb 1]' before it", VALUES),
-    "advanced before it returned": (1, swapped("broadcast from 2 [mb 1]", "run advance [mb 1]"),
-        "'run advance [mb 1]' without 'broadcast from 2 [mb 1]' before it", VALUES),
-    "advanced without what returned": (1, without("broadcast from 2 [mb 1]"),
-        "'run advance [mb 1]' without 'broadcast from 2 [mb 1]' before it", VALUES),
-    "fenced before it is sent": (0, lambda effects: effects.insert(0, Fence(0)),
-        "'fence [mb 0]' without 'send to 1 [mb 0]' before it", VALUES),
-    "sent twice": (0, lambda effects: effects.append(Send(1, 1)), "'send to 1 [mb 1]' once more", VALUES),
-    "received twice": (1, lambda effects: effects.append(Recv(0, 0)), "'recv from 0 [mb 0]' once more", VALUES),
-}  # fmt: skip
+    "a stage of another rank": (
+        1,
+        replaced("run stage 1 [mb 1]", Run("stage 2", 1)),
+        "'run stage 2 [mb 1]' on rank 1 of 3",
+        "run stage 1, or run advance",
+    ),
+    "no stage": (
+        1,
+        replaced("run stage 1 [mb 1]", Run("stages", 1)),
+        "'run stages [mb 1]' on rank 1 of 3",
+        "run stage 1, or run advance",
+    ),
+    "a send past the next": (
+        0,
+        replaced("send to 1 [mb 1]", Send(2, 1, SCHEMA)),
+        f"'send to 2 [mb 1]: {SCHEMA}' on rank 0 of 3",
+        "send to 1",
+    ),
+    "a send to itself": (
+        1,
+        replaced("send to 2 [mb 1]", Send(1, 1, SCHEMA)),
+        f"'send to 1 [mb 1]: {SCHEMA}' on rank 1 of 3",
+        "send to 2",
+    ),
+    "a send to no rank": (
+        1,
+        replaced("send to 2 [mb 1]", Send(-1, 1, SCHEMA)),
+        f"'send to -1 [mb 1]: {SCHEMA}' on rank 1 of 3",
+        "send to 2",
+    ),
+    "a send from the last": (
+        2,
+        replaced("broadcast from 2 [mb 0]", Send(3, 0)),
+        "'send to 3 [mb 0]' on rank 2 of 3",
+        "a broadcast: the last rank sends to none",
+    ),
+    "a recv from elsewhere": (
+        2,
+        replaced("recv from 1 [mb 0]", Recv(0, 0, SCHEMA)),
+        f"'recv from 0 [mb 0]: {SCHEMA}' on rank 2 of 3",
+        "recv from 1",
+    ),
+    "a recv on the first": (
+        0,
+        lambda effects: effects.insert(0, Recv(2, 0)),
+        "'recv from 2 [mb 0]' on rank 0 of 3",
+        "no recv: the first stage runs on the batch",
+    ),
+    "a broadcast from elsewhere": (
+        0,
+        replaced("broadcast from 2 [mb 0]", Broadcast(0, 0)),
+        "'broadcast from 0 [mb 0]' on rank 0 of 3",
+        "broadcast from 2, the last rank",
+    ),
+    "a broadcast from no rank": (
+        0,
+        replaced("broadcast from 2 [mb 0]", Broadcast(7, 0)),
+        "'broadcast from 7 [mb 0]' on rank 0 of 3",
+        "broadcast from 2, the last rank",
+    ),
+    "run before received": (
+        1,
+        swapped("recv from 0 [mb 0]", "run stage 1 [mb 0]"),
+        "'run stage 1 [mb 0]' without 'recv from 0 [mb 0]' before it",
+        VALUES,
+    ),
+    "never received": (
+        2,
+        without("recv from 1 [mb 1]"),
+        "'run stage 2 [mb 1]' without 'recv from 1 [mb 1]' before it",
+        VALUES,
+    ),
+    "sent before it is made": (
+        0,
+        swapped("send to 1 [mb 1]", "run stage 0 [mb 1]"),
+        f"'send to 1 [mb 1]: {SCHEMA}' without 'run stage 0 [mb 1]' before it",
+        VALUES,
+    ),
+    "returned before it is made": (
+        2,
+        swapped("run stage 2 [mb 1]", "broadcast from 2 [mb 1]"),
+        "'broadcast from 2 [mb 1]' without 'run stage 2 [mb 1]' before it",
+        VALUES,
+    ),
+    "advanced before it returned": (
+        1,
+        swapped("broadcast from 2 [mb 1]", "run advance [mb 1]"),
+        "'run advance [mb 1]' without 'broadcast from 2 [mb 1]' before it",
+        VALUES,
+    ),
+    "advanced without what returned": (
+        1,
+        without("broadcast from 2 [mb 1]"),
+        "'run advance [mb 1]' without 'broadcast from 2 [mb 1]' before it",
+        VALUES,
+    ),
+    "fenced before it is sent": (
+        0,
+        lambda effects: effects.insert(0, Fence(0)),
+        "'fence [mb 0]' without 'send to 1 [mb 0]' before it",
+        VALUES,
+    ),
+    "sent twice": (
+        0,
+        lambda effects: effects.append(Send(1, 1)),
+        "'send to 1 [mb 1]' once more",
+        VALUES,
+    ),
+    "received twice": (
+        1,
+        lambda effects: effects.append(Recv(0, 0)),
+        "'recv from 0 [mb 0]' once more",
+        VALUES,
+    ),
+}
 
 
 @pytest.mark.parametrize("name", OWN)
@@ -79,15 +157,18 @@ def test_run_twice(what: str) -> None:
 
 
 def test_advance_needs_no_broadcast_where_the_job_does_not_feed() -> None:
-    check([program(0, 2, "run stage 0 [mb 0]", "send to 1 [mb 0]", "run advance [mb 0]"),
-           program(1, 2, "recv from 0 [mb 0]", "run stage 1 [mb 0]", "run advance [mb 0]")])  # fmt: skip
+    check(
+        [
+            program(0, 2, "run stage 0 [mb 0]", "send to 1 [mb 0]", "run advance [mb 0]"),
+            program(1, 2, "recv from 0 [mb 0]", "run stage 1 [mb 0]", "run advance [mb 0]"),
+        ]
+    )
     error = refused(planted(streaming(1, 1, feedback=True), 0, lambda effects: effects.reverse()))
     assert error.seen == "'run advance [mb 0]' without 'run stage 0 [mb 0]' before it"
 
 
 def test_inputs_may_wait_for_their_stage() -> None:
-    """A rank may receive ahead of its runs: each input is a separate value, whatever the buffers.
-    """
+    """A rank may receive ahead of its runs: each input is a separate value, whatever the buffers."""
     made = planted(
         streaming(2, 3, buffers=1), 1, before("recv from 0 [mb 1]", "run stage 1 [mb 0]")
     )

@@ -78,13 +78,25 @@ def test_stages_of_different_micro_batches_overlap() -> None:
 def test_the_first_rank_takes_in_late_and_the_last_at_once() -> None:
     first, last = streaming(2, 2, feedback=True)
     assert lines(first) == [
-        "run stage 0 [mb 0]", "send to 1 [mb 0]", "run stage 0 [mb 1]", "send to 1 [mb 1]",
-        "broadcast from 1 [mb 0]", "run advance [mb 0]", "broadcast from 1 [mb 1]", "run advance [mb 1]",
-    ]  # fmt: skip
+        "run stage 0 [mb 0]",
+        "send to 1 [mb 0]",
+        "run stage 0 [mb 1]",
+        "send to 1 [mb 1]",
+        "broadcast from 1 [mb 0]",
+        "run advance [mb 0]",
+        "broadcast from 1 [mb 1]",
+        "run advance [mb 1]",
+    ]
     assert lines(last) == [
-        "recv from 0 [mb 0]", "run stage 1 [mb 0]", "broadcast from 1 [mb 0]", "run advance [mb 0]",
-        "recv from 0 [mb 1]", "run stage 1 [mb 1]", "broadcast from 1 [mb 1]", "run advance [mb 1]",
-    ]  # fmt: skip
+        "recv from 0 [mb 0]",
+        "run stage 1 [mb 0]",
+        "broadcast from 1 [mb 0]",
+        "run advance [mb 0]",
+        "recv from 0 [mb 1]",
+        "run stage 1 [mb 1]",
+        "broadcast from 1 [mb 1]",
+        "run advance [mb 1]",
+    ]
 
 
 def test_no_rank_is_further_ahead_than_one_message_an_edge_allows() -> None:
@@ -103,9 +115,14 @@ def test_no_rank_is_further_ahead_than_one_message_an_edge_allows() -> None:
 def test_what_does_not_feed_advances_at_once_and_returns_to_nobody() -> None:
     first, last = make_programs(2, [Job(feeds=False), Job()])
     assert lines(first) == [
-        "run stage 0 [mb 0]", "send to 1 [mb 0]", "run advance [mb 0]",
-        "run stage 0 [mb 1]", "send to 1 [mb 1]", "broadcast from 1 [mb 1]", "run advance [mb 1]",
-    ]  # fmt: skip
+        "run stage 0 [mb 0]",
+        "send to 1 [mb 0]",
+        "run advance [mb 0]",
+        "run stage 0 [mb 1]",
+        "send to 1 [mb 1]",
+        "broadcast from 1 [mb 1]",
+        "run advance [mb 1]",
+    ]
     assert lines(last)[:4] == [
         "recv from 0 [mb 0]",
         "run stage 1 [mb 0]",
@@ -179,8 +196,13 @@ def test_jobs_wait_for_the_last_that_sampled_for_one_of_their_requests() -> None
     rows = [{0, 1}, {2}, {1}, {2, 3}, {0}, {1, 2}]
     jobs = jobs_for([frozenset(own) for own in rows], [True, False, True, True, False, True])
     assert [(job.feeds, job.after) for job in jobs] == [
-        (True, None), (False, None), (True, 0), (True, None), (False, 0), (True, 3),
-    ]  # fmt: skip
+        (True, None),
+        (False, None),
+        (True, 0),
+        (True, None),
+        (False, 0),
+        (True, 3),
+    ]
     with pytest.raises(ValueError, match="shorter"):
         jobs_for([frozenset({0})], [])
 

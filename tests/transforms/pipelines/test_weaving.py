@@ -105,16 +105,19 @@ def listed(program: Program) -> list[str]:
 
 
 def test_a_message_that_is_not_yet_needed_is_received_early() -> None:
-    """Rank 0 runs stage 0 on all micro-batches first, while rank 1 waits for the result of stage 2.
-    """
+    """Rank 0 runs stage 0 on all micro-batches first, while rank 1 waits for the result of stage 2."""
     first = [Run("stage 0", 0), Run("stage 0", 1), Run("stage 2", 0), Run("stage 2", 1)]
     last = [Run("stage 1", 0), Run("stage 3", 0), Run("stage 1", 1), Run("stage 3", 1)]
     programs = weave([first, last], [Job(feeds=False)] * 2, advances=False)
     check(programs)
     assert listed(programs[1])[:6] == [
-        "recv stage 0 from 0 [mb 0]", "run stage 1 [mb 0]", "send stage 1 to 0 [mb 0]",
-        "recv stage 0 from 0 [mb 1]", "recv stage 2 from 0 [mb 0]", "run stage 3 [mb 0]",
-    ]  # fmt: skip
+        "recv stage 0 from 0 [mb 0]",
+        "run stage 1 [mb 0]",
+        "send stage 1 to 0 [mb 0]",
+        "recv stage 0 from 0 [mb 1]",
+        "recv stage 2 from 0 [mb 0]",
+        "run stage 3 [mb 0]",
+    ]
 
 
 def breadth_first(num_ranks: int, per_rank: int, microbatches: int) -> list[list[Run]]:

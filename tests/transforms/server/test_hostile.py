@@ -325,8 +325,7 @@ def attacked(attack: Callable[[], Any], count: int) -> Iterator[list[Any]]:
 
 
 def test_a_chat_template_that_loops_ends_one_request(model: Model) -> None:
-    """Each of them is refused; and others have their chats, their streams and their end meanwhile.
-    """
+    """Each of them is refused; and others have their chats, their streams and their end meanwhile."""
     looping = attrs.evolve(model, chat_template=LOOPS)
     with (
         served(looping, chat_template=LOOPS) as server,
@@ -612,8 +611,7 @@ def test_masks_that_grow_slower_end_their_request_and_no_other(model: Model) -> 
 
 
 def test_a_grammar_that_grows_is_refused_beside_an_innocent_stream(model: Model) -> None:
-    """Its masks would take 80 ms for each of 100 completions: the stream would have a token in 8 s.
-    """
+    """Its masks would take 80 ms for each of 100 completions: the stream would have a token in 8 s."""
     with served(model) as server:
         warm = {**BODY, "ignore_eos": False, "response_format": {"type": "regex", "regex": "a"}}
         assert ask(server, warm).status_code == 200

@@ -1,5 +1,4 @@
-"""The `openai` package, unchanged, against `weft serve`: what it gets is what the library returns.
-"""
+"""The `openai` package, unchanged, against `weft serve`: what it gets is what the library returns."""
 
 import asyncio
 from collections.abc import Iterator
@@ -72,11 +71,17 @@ def test_parameters_mean_what_they_mean_in_the_library(
 
 @pytest.mark.parametrize(
     "options",
-    [{"top_k": 3, "seed": 1, "temperature": 1.0}, {"min_p": 0.2, "seed": 1, "temperature": 1.0},
-     {"repetition_penalty": 1.3}, {"min_tokens": 9, "stop": ["t"]}, {"ignore_eos": True},
-     {"allowed_token_ids": [5, 6, 7]}, {"stop_token_ids": [5, 6, 7]}],
+    [
+        {"top_k": 3, "seed": 1, "temperature": 1.0},
+        {"min_p": 0.2, "seed": 1, "temperature": 1.0},
+        {"repetition_penalty": 1.3},
+        {"min_tokens": 9, "stop": ["t"]},
+        {"ignore_eos": True},
+        {"allowed_token_ids": [5, 6, 7]},
+        {"stop_token_ids": [5, 6, 7]},
+    ],
     ids=str,
-)  # fmt: skip
+)
 def test_parameters_of_vllm(client: Any, model: Model, options: dict[str, Any]) -> None:
     known = {name: options[name] for name in ("seed", "temperature", "stop") if name in options}
     more = {name: own for name, own in options.items() if name not in known}

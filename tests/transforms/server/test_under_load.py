@@ -1,5 +1,4 @@
-"""The server under load and under attack: bounds, time limits, clients that go, engines that fail.
-"""
+"""The server under load and under attack: bounds, time limits, clients that go, engines that fail."""
 
 import asyncio
 import json

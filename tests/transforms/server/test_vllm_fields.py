@@ -1,5 +1,4 @@
-"""Fields of vLLM's server that OpenAI's API does not have: they mean what they mean in the library.
-"""
+"""Fields of vLLM's server that OpenAI's API does not have: they mean what they mean in the library."""
 
 import base64
 from typing import Any
@@ -40,9 +39,10 @@ def test_what_stopped_it(server: Served, model: Model, include: bool) -> None:
     whole = said(model)
     assert whole.text is not None
     for stops in ({"stop": whole.text[4:6]}, {"stop_token_ids": whole.token_ids[5:6]}):
-        found, expected = asked(server, include_stop_str_in_output=include, **stops), said(
-            model, include_stop_str_in_output=include, **stops
-        )  # fmt: skip
+        found, expected = (
+            asked(server, include_stop_str_in_output=include, **stops),
+            said(model, include_stop_str_in_output=include, **stops),
+        )
         assert (found["text"], found["stop_reason"]) == (expected.text, expected.stop_reason)
         assert found["stop_reason"] in (whole.text[4:6], whole.token_ids[5])
     assert asked(server)["stop_reason"] is None

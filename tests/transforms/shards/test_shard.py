@@ -381,8 +381,12 @@ def test_a_conjugate_and_a_negative_have_traces_of_their_own(name: str) -> None:
 
 def test_programs_print_and_parse_back() -> None:
     given = tensors()
-    step = weft.shard(lambda own, x: weft.all_reduce(mlp(own, x), "tensor"), TWO,
-                      ({"up": weft.Shard(1), "down": weft.Shard(0)}, weft.Replicate()), weft.Replicate())  # fmt: skip
+    step = weft.shard(
+        lambda own, x: weft.all_reduce(mlp(own, x), "tensor"),
+        TWO,
+        ({"up": weft.Shard(1), "down": weft.Shard(0)}, weft.Replicate()),
+        weft.Replicate(),
+    )
     programs = step.programs({name: given[name] for name in ("up", "down")}, given["x"])
     assert str(programs[1]).splitlines() == [
         "rank 1 of 2",

@@ -300,8 +300,7 @@ OF_ONE_LEVEL: dict[str, Callable[[Tensor], Tensor]] = {
 
 @pytest.mark.parametrize("name", OF_ONE_LEVEL)
 def test_a_detached_value_has_the_derivatives_that_torch_gives_it(name: str) -> None:
-    """`x.data` and `x.detach_()` drop those of the innermost transform, `x.detach()` all of them.
-    """
+    """`x.data` and `x.detach_()` drop those of the innermost transform, `x.detach()` all of them."""
     f = OF_ONE_LEVEL[name]
 
     def derivatives(step: Callable[[Tensor], Tensor]) -> list[Tensor]:

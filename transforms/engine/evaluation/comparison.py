@@ -23,9 +23,14 @@ from weft.transforms.graphs.ladder import Limits
 from weft.trees import leaves_with_names
 
 TABLES = (
-    ".block_table", ".positions", ".last_tokens", ".adapters", ".mrope_position_deltas", ".sampling.floats",
+    ".block_table",
+    ".positions",
+    ".last_tokens",
+    ".adapters",
+    ".mrope_position_deltas",
+    ".sampling.floats",
     ".sampling.ints",
-)  # fmt: skip
+)
 """The parts of a state that are equal on all stages."""
 
 TOLERANCE = 1e-4
@@ -243,8 +248,7 @@ def _keep(batch: Batch, out: Output, state: Sequence[State], seconds: float) -> 
 
 
 def _calls(runner: Runner, steps: Sequence[TracedStep]) -> dict[str, int]:
-    """Captures, replays and eager calls: of the whole step, or of each stage on each micro-batch.
-    """
+    """Captures, replays and eager calls: of the whole step, or of each stage on each micro-batch."""
     infos, stages = [graph.cache_info() for graph in runner.graphs], len(runner.layouts)
     eager = 0 if infos else sum(stages * min(stages, step.descriptor.num_reqs) for step in steps)
     return {

@@ -123,8 +123,7 @@ class Score(Tabled):
         return Table.of([self.row])
 
     def difference(self, other: "Score") -> float:
-        """The largest difference of a token's logprob, in nats; infinite if one is NaN, or missing.
-        """
+        """The largest difference of a token's logprob, in nats; infinite if one is NaN, or missing."""
         pairs = zip(self.logprobs, other.logprobs, strict=True)
         found = (
             abs(a - b)

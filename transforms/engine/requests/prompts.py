@@ -148,8 +148,7 @@ class PromptContent:
 
 
 def position_content(index: int, positions: Sequence[int]) -> bytes:
-    """A token's three positions as text; empty where each is the token's index, as for plain text.
-    """
+    """A token's three positions as text; empty where each is the token's index, as for plain text."""
     return b"" if list(positions) == [index] * 3 else b"@%d/%d/%d" % tuple(positions)
 
 

@@ -287,8 +287,7 @@ class PipelineExecutor:
         return self.pipelined.transport.received(last)
 
     def _after(self, work: Work) -> int | None:
-        """The job of this session that the work waits for; jobs of earlier sessions have returned.
-        """
+        """The job of this session that the work waits for; jobs of earlier sessions have returned."""
         return (
             None
             if work.after is None or work.after < self._first_job

@@ -1,5 +1,4 @@
-"""Results of steps: copied to the host without blocking the device, and read there (`StepResult`).
-"""
+"""Results of steps: copied to the host without blocking the device, and read there (`StepResult`)."""
 
 import itertools
 import math

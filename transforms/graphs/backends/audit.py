@@ -475,8 +475,7 @@ class Audit(OperatorWatch):
 
     @property
     def without_gradient(self) -> list[Tensor]:
-        """The tensors from outside that the function has asked for a gradient, and that had none.
-        """
+        """The tensors from outside that the function has asked for a gradient, and that had none."""
         return [*{id(x): x for x in self._host_reads.without_gradient}.values()]
 
     def consults_switches(self) -> bool:
@@ -577,8 +576,7 @@ def _shown(tensor: Tensor) -> str:
 
 
 def _dense_bytes(buffer: Tensor) -> int:
-    """The number of leading bytes of the storage that hold elements of the buffer and nothing else.
-    """
+    """The number of leading bytes of the storage that hold elements of the buffer and nothing else."""
     fills = buffer.nbytes == buffer.untyped_storage().nbytes()
     return (
         buffer.nbytes if fills or (buffer.is_contiguous() and buffer.storage_offset() == 0) else 0

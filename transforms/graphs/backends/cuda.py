@@ -205,8 +205,7 @@ class CudaBackend:
     def _record_or_unroll(
         self, fn: Callable[[], Any], audit: Audit, split_at: frozenset[str]
     ) -> CudaRecording:
-        """Record a function; if that fails and it has loops, once more without conditional nodes.
-        """
+        """Record a function; if that fails and it has loops, once more without conditional nodes."""
         try:
             return self._record(fn, audit, split_at)
         except (CaptureError, torch.OutOfMemoryError):

@@ -47,8 +47,7 @@ _BATCH_NORMS = {
 
 
 def tensors_in(*values: Any) -> Iterator[Tensor]:
-    """The tensors among operator arguments or results, which nest only in lists, tuples and dicts.
-    """
+    """The tensors among operator arguments or results, which nest only in lists, tuples and dicts."""
     for value in values:
         if isinstance(value, Tensor):
             yield value
@@ -72,8 +71,7 @@ def is_sparse(x: Tensor) -> bool:
 
 
 def sparse_parts(x: Tensor) -> tuple[Tensor, ...]:
-    """The tensors of indices and values that a sparse tensor consists of, at their own addresses.
-    """
+    """The tensors of indices and values that a sparse tensor consists of, at their own addresses."""
     if x.layout is torch.sparse_coo:
         return x._indices(), x._values()
     return tuple(part(x) for part in _COMPRESSED[x.layout])

@@ -65,8 +65,7 @@ def buffer_like(value: Tensor) -> Tensor:
 
 
 def _span(x: Tensor) -> int:
-    """The number of elements from the first one to the last one in memory, with those between them.
-    """
+    """The number of elements from the first one to the last one in memory, with those between them."""
     return sum((size - 1) * stride for size, stride in zip(x.shape, x.stride(), strict=True)) + 1
 
 

@@ -165,8 +165,7 @@ class Costs:
         return self.transfer(effect, ranks, others * size), ring
 
     def transfer(self, effect: Effect, ranks: tuple[int, ...], size: float) -> float:
-        """The seconds in which so many bytes go from one of some ranks to another, for an effect.
-        """
+        """The seconds in which so many bytes go from one of some ranks to another, for an effect."""
         latency, per_second = self.latency, self.bytes_per_second
         if callable(latency):
             latency = _valid(effect, f"latency({ranks})", latency(ranks))

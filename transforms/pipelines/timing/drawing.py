@@ -110,8 +110,7 @@ def _event(event: Event, span: float) -> str:
 
 
 def _mark(event: Event) -> str:
-    """The mark at the end of an event that does not run anything, or the kind of one that has none.
-    """
+    """The mark at the end of an event that does not run anything, or the kind of one that has none."""
     match event.effect:
         case Recv():
             return "received"

@@ -140,9 +140,15 @@ def test_experts(device: str, fp8: bool, sizes: tuple[int, int, int, int]) -> No
             own["down_scale"] = scales[0].transpose(1, 2)[:, :, blocks].contiguous()
         given_fp8 = quantize(given) if fp8 else given
         return run_experts(
-            given_fp8, *products, weights, experts, dtype=x.dtype, leaves=leaves,
-            gate_up_scale=own.get("gate_up_scale"), down_scale=own.get("down_scale"),
-        )  # fmt: skip
+            given_fp8,
+            *products,
+            weights,
+            experts,
+            dtype=x.dtype,
+            leaves=leaves,
+            gate_up_scale=own.get("gate_up_scale"),
+            down_scale=own.get("down_scale"),
+        )
 
     with weft.batch_invariant():
         check_shares(run, len(x), inner)

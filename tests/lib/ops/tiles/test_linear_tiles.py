@@ -381,8 +381,7 @@ def test_the_file_is_as_it_is_written() -> None:
 
 
 def synthetic(fp8: bool) -> list[Case]:
-    """Products whose seconds are the formula's, with coefficients that are not those of the start.
-    """
+    """Products whose seconds are the formula's, with coefficients that are not those of the start."""
     by = Coefficients(6e-7, 9e-7, 0.8, 1.2e11, 4e-7, 8e-8, 0.7, 0.9, 2e12, 2.2)
     found = []
     for rows, columns in shapes(TRAINING)[::4]:

@@ -357,8 +357,7 @@ def test_what_an_outer_function_drops_again_is_not_a_leak() -> None:
 
 
 def test_no_false_leaks() -> None:
-    """jax: APITest.test_leak_checker_avoids_false_positives, APITest.test_leaked_tracer_issue_7613
-    """
+    """jax: APITest.test_leak_checker_avoids_false_positives, APITest.test_leaked_tracer_issue_7613"""
     g = graphify(lambda x: x * 1)
     assert torch.equal(g(X), X)
     assert torch.equal(torch.vmap(g)(X), X)

@@ -97,8 +97,7 @@ def test_several_arguments_compile(fn: Any) -> None:
 
 
 def test_a_compiled_function_under_vmap() -> None:
-    """jax: JitTest.test_jit_lower_compile_vmap; differs: under a transform the function itself runs
-    """
+    """jax: JitTest.test_jit_lower_compile_vmap; differs: under a transform the function itself runs"""
     compiled = graphify(lambda x: x + 4).lower(X).compile()
     assert torch.equal(
         torch.vmap(lambda x: compiled(x) + 2)(torch.ones(3, 4)), torch.full((3, 4), 7.0)
@@ -133,8 +132,7 @@ def test_unused_arguments_are_kept() -> None:
 
 
 def test_the_memory_of_a_compiled_function() -> None:
-    """jax: JitTest.test_jit_lower_compile_memory_analysis, PJitTest.testLowerCompileMemoryAnalysis
-    """
+    """jax: JitTest.test_jit_lower_compile_memory_analysis, PJitTest.testLowerCompileMemoryAnalysis"""
     for fn in (lambda x: x, root):
         analysis = graphify(fn).lower(X).compile().memory_analysis()
         assert (analysis.num_graphs, analysis.buffer_bytes) == (1, 16)

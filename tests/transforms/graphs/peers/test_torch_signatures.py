@@ -97,8 +97,7 @@ def test_the_number_of_graphs_is_bounded(device: str) -> None:
 
 @pytest.mark.parametrize("offset", [0, 1])
 def test_inputs_of_any_alignment(offset: int, device: str) -> None:
-    """torch: CudaGraphTreeTests.test_unaligned_static_input_trees, test_unaligned_static_parameter
-    """
+    """torch: CudaGraphTreeTests.test_unaligned_static_input_trees, test_unaligned_static_parameter"""
     g, h = graphify(lambda x, y: x + y), graphify(lambda params, y: params + y)
     for start in (offset, 1 - offset):
         x, y = (torch.rand(21, device=device)[start : start + 20] for _ in range(2))

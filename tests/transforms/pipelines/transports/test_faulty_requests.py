@@ -63,14 +63,22 @@ def serve(model: Model, transport: Transport | None) -> dict[str, tuple[str, lis
     engine.add([5, 10], attrs.evolve(GREEDY, allowed_token_ids=[20]), max_tokens=6, id="mute")
     outputs = [output for _ in range(4) for output in engine.step()]
     names = load(DEMO, "cpu").params  # of the whole model: the parts of other stages are skipped
-    engine.update({
-        "model.layers.0.self_attn.q_proj.weight": names.layers[0].qkv_proj[: names.layers[0].o_proj.shape[1]] * 0.5,
-        "model.norm.weight": -1 * names.norm,  # type: ignore[operator]
-    })  # fmt: skip
+    engine.update(
+        {
+            "model.layers.0.self_attn.q_proj.weight": names.layers[0].qkv_proj[
+                : names.layers[0].o_proj.shape[1]
+            ]
+            * 0.5,
+            "model.norm.weight": -1 * names.norm,  # type: ignore[operator]
+        }
+    )
     engine.add([5, 6, 7, 8], GREEDY, max_tokens=6, id="later")
     outputs += engine
-    return {o.id: (o.finish_reason, o.track.token_ids, "" if o.error is None else o.error.seen)
-            for o in outputs if o.finish_reason is not None}  # fmt: skip
+    return {
+        o.id: (o.finish_reason, o.track.token_ids, "" if o.error is None else o.error.seen)
+        for o in outputs
+        if o.finish_reason is not None
+    }
 
 
 def serve_here() -> dict[str, tuple[str, list[int], str]]:

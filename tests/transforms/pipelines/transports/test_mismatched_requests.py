@@ -242,8 +242,7 @@ def test_ranks_that_are_asked_for_the_same_agree(
 def test_ranks_that_share_layers_find_what_differs_at_their_first_collective(
     what: str, found_by_shares: dict[str, Any]
 ) -> None:
-    """Each rank compares the other's journal; one of them may hear first that the other has failed.
-    """
+    """Each rank compares the other's journal; one of them may hear first that the other has failed."""
     texts = [text for text, _ in found_by_shares[what]]
     assert [returned for _, returned in found_by_shares[what]] == [0, 0]
     assert any(text.startswith("ProgramError: rank ") for text in texts)
@@ -278,8 +277,7 @@ def test_what_differs_is_refused_before_a_token_is_returned(
 
 
 def step_by_hand(what: str) -> tuple[str, str]:
-    """A step of a runner, and a call of `generate`, in which rank 1 has other weights or prompts.
-    """
+    """A step of a runner, and a call of `generate`, in which rank 1 has other weights or prompts."""
     torch.set_num_threads(1)
     rank = int(os.environ["RANK"])
 

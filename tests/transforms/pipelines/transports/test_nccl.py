@@ -13,8 +13,7 @@ from weft.transforms.pipelines.transports.ends.nccl import NcclEnd
 
 
 class Work:
-    """A send that goes on until it is told that it has ended; like NCCL's, it holds what it sends.
-    """
+    """A send that goes on until it is told that it has ended; like NCCL's, it holds what it sends."""
 
     def __init__(self, sent: Sequence[Tensor]) -> None:
         self.sent, self.has_ended = sent, False

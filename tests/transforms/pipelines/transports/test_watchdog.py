@@ -164,8 +164,7 @@ def test_work_that_is_done_in_time_is_not_a_failure(runs: Callable[..., Run]) ->
 
 
 def test_a_kernel_that_never_ends_is_blamed_on_its_rank_by_both(runs: Callable[..., Run]) -> None:
-    """Rank 0's device hangs in its stage, though its host is at the end; rank 1's waits to receive.
-    """
+    """Rank 0's device hangs in its stage, though its host is at the end; rank 1's waits to receive."""
     run = runs()
     run.launch(0, 0)
     run.launch(0, 1)

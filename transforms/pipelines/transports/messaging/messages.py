@@ -452,7 +452,6 @@ def as_bytes(tensor: Tensor) -> Tensor:
 
 
 def _tag(key: str, microbatch: int) -> int:
-    """A number for a message that both ends know: from its class, its sender and its micro-batch.
-    """
+    """A number for a message that both ends know: from its class, its sender and its micro-batch."""
     digest = hashlib.blake2b(f"{key} {microbatch}".encode(), digest_size=7).digest()
     return int.from_bytes(digest, "little")

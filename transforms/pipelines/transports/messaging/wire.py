@@ -140,8 +140,7 @@ class Wire:
                 time.sleep(_PAUSE)
 
     def _welcome(self, own: socket.socket) -> None:
-        """Keep one connection if it proves that it is a rank; close it if it sends anything else.
-        """
+        """Keep one connection if it proves that it is a rank; close it if it sends anything else."""
         try:
             end = time.monotonic() + _HELLO
             own.settimeout(_HELLO)

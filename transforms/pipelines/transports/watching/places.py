@@ -56,8 +56,7 @@ class Places:
         return self._maps[rank]
 
     def meet(self) -> None:
-        """Open the files of all ranks, as far as they are there: later they have no names any more.
-        """
+        """Open the files of all ranks, as far as they are there: later they have no names any more."""
         for rank in range(len(self._files)):
             self._find(rank)
 

@@ -217,8 +217,7 @@ class Liveness:
             self._last[rank] = (beat, now if known is None or known[0] != beat else known[1], now)
 
     def silent(self, seconds: float) -> list[int]:
-        """The ranks without a new heartbeat for so long; a rank that never had one does not count.
-        """
+        """The ranks without a new heartbeat for so long; a rank that never had one does not count."""
         seen = list(self._last.items())  # another thread may observe
         return [
             rank
