@@ -310,12 +310,18 @@ def _check(
         positions.shape != (3, count) or positions.dtype != torch.int64
     ):
         seen = f"positions of shape {list(positions.shape)}, {positions.dtype}, for {count} tokens"
-        instead = "rows for time, height and width, [3, num_tokens] int64, as get_rope_index(...)[0][:, 0]"
+        instead = (
+            "rows for time, height and width, [3, num_tokens] int64, as"
+            " get_rope_index(...)[0][:, 0]"
+        )
     elif strange := [
         name for name, own in (token_extras or {}).items() if not _has_rows(own, count)
     ]:
         own = (token_extras or {})[strange[0]]
-        seen = f"token_extras[{strange[0]!r}] is {_described(own.values if isinstance(own, PerToken) else own)}"
+        seen = (
+            f"token_extras[{strange[0]!r}] is"
+            f" {_described(own.values if isinstance(own, PerToken) else own)}"
+        )
         instead = f"a value for each of the {count} tokens, [num_tokens, ...]"
     else:
         return

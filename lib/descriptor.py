@@ -86,7 +86,10 @@ def _sizes_alone(descriptor: Any) -> dict[str, int]:
     ]
     if strange or not arguments:
         seen = strange[0] if strange else "no sizes"
-        instead = f"in class {type(descriptor).__name__} arguments that are ints, or a method covers(self, other)"
+        instead = (
+            f"in class {type(descriptor).__name__} arguments that are ints, or a method"
+            " covers(self, other)"
+        )
         raise DescriptorError(f"{descriptor!r:.60}.covers(...)", seen, instead)
     return arguments
 
@@ -113,7 +116,10 @@ def argument_names(kind: Any) -> tuple[str, ...]:
 def check_descriptor(value: Any, call: str) -> None:
     """Raise DescriptorError for a value that is not a descriptor."""
     if not isinstance(value, Descriptor):
-        instead = "a hashable value with a method covers(other): a weft.BatchDescriptor, or an @attrs.frozen class"
+        instead = (
+            "a hashable value with a method covers(other): a weft.BatchDescriptor, or an"
+            " @attrs.frozen class"
+        )
         instead = (
             "its .descriptor"
             if isinstance(getattr(value, "descriptor", None), Descriptor)
@@ -153,7 +159,10 @@ class BatchDescriptor:
 
     def __attrs_post_init__(self) -> None:
         if fault := self._fault():
-            call = f"BatchDescriptor({self.num_tokens!r}, {self.num_reqs!r}, query_len={self.query_len!r})"
+            call = (
+                f"BatchDescriptor({self.num_tokens!r}, {self.num_reqs!r},"
+                f" query_len={self.query_len!r})"
+            )
             raise DescriptorError(call, *fault)
 
     def _fault(self) -> tuple[str, str] | None:

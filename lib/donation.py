@@ -43,7 +43,10 @@ R = TypeVar("R")
 TAKEN = "_weft_taken_by"
 """The attribute that marks a donated tensor."""
 
-_ONCE = "donate it once, and use it in both places inside the function; two copies would become two values"
+_ONCE = (
+    "donate it once, and use it in both places inside the function; two copies would become two"
+    " values"
+)
 _INSTEAD = "use the value that it returned, or pass a copy (weft.clone) to keep the old one"
 
 

@@ -55,7 +55,10 @@ _SENT += r"|broadcast from (?P<root>\d+)(?: among (?P<of>\d+(?:, \d+)*))?"
 _EFFECT = (
     rf"(?:run (?P<what>.+)|(?P<fence>fence)|(?P<sent>{_SENT}|{collectives.FORM})) "
     r"\[mb (?P<mb>\d+)\](?(sent)(?:: (?P<schema>.+))?)",
-    "run|send to|recv from|broadcast from|fence|all_reduce ... [mb N], and a schema only where something is sent",
+    (
+        "run|send to|recv from|broadcast from|fence|all_reduce ... [mb N], and a schema only where"
+        " something is sent"
+    ),
 )
 _TITLE = r"rank (\d+) of (\d+)", "rank R of N"
 
@@ -121,7 +124,10 @@ class Recv:
     stage: int | None = None
 
     def __str__(self) -> str:
-        return f"recv{_of_stage(self.stage)} from {self.source} [mb {self.microbatch}]{_suffix(self.schema)}"
+        return (
+            f"recv{_of_stage(self.stage)} from {self.source} [mb"
+            f" {self.microbatch}]{_suffix(self.schema)}"
+        )
 
 
 @attrs.frozen

@@ -47,7 +47,10 @@ class PerRequest(Summarized):
         _refuse(getattr(func, "__name__", str(func)), *args)
 
     def __getattr__(self, name: str) -> NoReturn:
-        seen = f"a PerRequest, whose values are of requests and not of tokens, has no attribute {name!r}"
+        seen = (
+            "a PerRequest, whose values are of requests and not of tokens, has no attribute"
+            f" {name!r}"
+        )
         raise AttributeError(f"{seen}: {_INSTEAD}" if hasattr(Tensor, name) else seen)
 
     __hash__ = object.__hash__

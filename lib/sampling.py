@@ -133,7 +133,10 @@ class SamplingParams:
             seen = f"{drawn}, which changes nothing of a greedy request, and no temperature"
             return (
                 seen,
-                "temperature=1.0, or another at which to draw; temperature=0 to be greedy all the same",
+                (
+                    "temperature=1.0, or another at which to draw; temperature=0 to be greedy all"
+                    " the same"
+                ),
             )
         if self.stop and not self.detokenize:
             return (
@@ -144,7 +147,10 @@ class SamplingParams:
             return fault
         factor = max(self.repetition_penalty, 1 / self.repetition_penalty)
         if max(map(abs, self.logit_bias.values()), default=0) * factor > _LARGEST_PRODUCT:
-            seen = f"logit_bias and repetition_penalty={self.repetition_penalty!r}, whose product float32 does not hold"
+            seen = (
+                f"logit_bias and repetition_penalty={self.repetition_penalty!r}, whose product"
+                " float32 does not hold"
+            )
             return seen, "a smaller bias: one of 1000 outweighs any logit"
         return None
 

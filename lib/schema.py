@@ -48,7 +48,10 @@ class TensorSchema:
     dtype: torch.dtype
 
     def __str__(self) -> str:
-        return f"{self.name}[{', '.join(map(str, self.dims))}] {str(self.dtype).removeprefix('torch.')}"
+        return (
+            f"{self.name}[{', '.join(map(str, self.dims))}]"
+            f" {str(self.dtype).removeprefix('torch.')}"
+        )
 
     @classmethod
     def parse(cls, text: str) -> "TensorSchema":

@@ -296,7 +296,10 @@ def _check_admission(
     others: Sequence[Sequence[Any]],
 ) -> None:
     asked, prompts = len(others[0]), len(others[1])
-    call = f"admit(state, rows={list(rows)}, <{len(pages)} lists of pages>, <{asked} sampling>, <{prompts} prompts>)"
+    call = (
+        f"admit(state, rows={list(rows)}, <{len(pages)} lists of pages>, <{asked} sampling>,"
+        f" <{prompts} prompts>)"
+    )
     is_twice = len(set(rows)) != len(rows)
     if is_twice or any(len(other) != len(rows) for other in (pages, *others)):
         seen = "a row that stands twice" if is_twice else f"numbers that differ: {len(rows)} rows"
@@ -315,7 +318,10 @@ def _check_pages(call: str, state: State, more: Iterable[tuple[int, int, Sequenc
         outside = any(not 0 <= page < num_pages for page in pages)
         if not 0 <= row < num_rows - 1 or not 0 <= start <= most - len(pages) or outside:
             seen = f"row {row}, pages {list(pages)[: most + 1]} after {start}"
-            instead = f"rows below {num_rows - 1}, at most {most} pages a request, pages below {num_pages}"
+            instead = (
+                f"rows below {num_rows - 1}, at most {most} pages a request, pages below"
+                f" {num_pages}"
+            )
             raise RequestError(call, seen, instead)
 
 

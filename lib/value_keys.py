@@ -91,5 +91,6 @@ class Indistinct:
 
     def __hash__(self) -> NoReturn:
         raise TypeError(
-            f"a {self.kind.__name__} is compared by its own ==, which may take unlike ones for equal"
+            f"a {self.kind.__name__} is compared by its own ==, which may take unlike ones for"
+            " equal"
         )

@@ -45,9 +45,10 @@ class Fuzzed:
         ended = ", ".join(f"{count} {reason}" for reason, count in own.ended.most_common())
         errors = "".join(f"\n  {count:6} {error}" for error, count in own.errors.most_common())
         return (
-            f"{own.accepted} requests accepted, {own.masked} of them with masks and {own.embedded} with embeddings; "
-            f"{own.refused} refused; {self.engines} engines, {self.lost} lost or with a forbidden token; {own.tokens} "
-            f"tokens in {self.seconds:.0f} s\ncompletions ended: {ended}\nerrors:{errors}"
+            f"{own.accepted} requests accepted, {own.masked} of them with masks and {own.embedded}"
+            f" with embeddings; {own.refused} refused; {self.engines} engines, {self.lost} lost or"
+            f" with a forbidden token; {own.tokens} tokens in {self.seconds:.0f} s\ncompletions"
+            f" ended: {ended}\nerrors:{errors}"
         )
 
 

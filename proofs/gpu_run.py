@@ -200,15 +200,18 @@ def show(report: dict[str, Any]) -> None:
     """Print the report, the figures last."""
     for command in report["commands"]:
         print(
-            f"$ {command['command']}  -> exit {command['exit']}\n{command['stdout'][-3000:]}{command['stderr'][-800:]}"
+            f"$ {command['command']}  -> exit"
+            f" {command['exit']}\n{command['stdout'][-3000:]}{command['stderr'][-800:]}"
         )
     if report["tests"]:
         print(f"tests: {report['tests']['closing']} in {report['tests']['seconds']:.0f} s")
     print(
-        f"copy bandwidth {report['copy_bandwidth'] / 1e12:.2f} TB/s; Qwen3-0.6B, bfloat16, random weights, decode"
+        f"copy bandwidth {report['copy_bandwidth'] / 1e12:.2f} TB/s; Qwen3-0.6B, bfloat16, random"
+        " weights, decode"
     )
     print(
-        f"{'reqs':>5}{'context':>8}{'stages':>7} {'mode':<6}{'ms':>8}{'floor':>8}{'share':>7}{'tok/s':>9}{'graphs':>7}"
+        f"{'reqs':>5}{'context':>8}{'stages':>7}"
+        f" {'mode':<6}{'ms':>8}{'floor':>8}{'share':>7}{'tok/s':>9}{'graphs':>7}"
     )
     for row in report["decode"]:
         sizes = f"{row['reqs']:>5}{row['context']:>8}{row['stages']:>7} {row['mode']:<6}"

@@ -158,8 +158,14 @@ def equality_rows() -> Iterator[tuple[str, ...]]:
         for row in (row for row in record.data["rows"] if "equal" in row):
             more = ", their ends included" if name.endswith("ends") else ""
             length = row["tokens"] // row["prompts"]
-            what = f"{model}: greedy completions of {length} tokens after {row['input_len']}, `{row['mode']}`{more}"
-            figure = f"{row['equal']} of {row['prompts']} equal; {row['same']:,} of {row['tokens']:,} tokens"
+            what = (
+                f"{model}: greedy completions of {length} tokens after {row['input_len']},"
+                f" `{row['mode']}`{more}"
+            )
+            figure = (
+                f"{row['equal']} of {row['prompts']} equal; {row['same']:,} of {row['tokens']:,}"
+                " tokens"
+            )
             yield record.row(what, figure, f"`{row['against']}` in the same run", machine)
 
 
@@ -177,7 +183,10 @@ def step_rows() -> Iterator[tuple[str, ...]]:
             yield record.row(what, f"{row['ms']:.2f} ms", against, "1 GPU, slow host")
     record = read("h200-step-profile-dense")
     step = record.data["profiles"][0]
-    what = f"Qwen3-0.6B, bfloat16: a decode step of {step['requests']} requests, context 256, `{step['graph']}`"
+    what = (
+        f"Qwen3-0.6B, bfloat16: a decode step of {step['requests']} requests, context 256,"
+        f" `{step['graph']}`"
+    )
     yield record.row(
         what,
         f"{step['ms']:.2f} ms",
@@ -193,7 +202,10 @@ def start_rows() -> Iterator[tuple[str, ...]]:
     first = [max(rank["first_token_seconds"] for rank in ranks) for ranks in (cold, warm)]
     memory = " and ".join(f"{rank['graph_bytes'] / 2**30:.3f}" for rank in warm)
     machine = "2 GPUs, `peer`"
-    what = "Qwen3-30B-A3B, FP8: start to first token, weights made on the GPU, every kernel compiled before"
+    what = (
+        "Qwen3-30B-A3B, FP8: start to first token, weights made on the GPU, every kernel compiled"
+        " before"
+    )
     yield record.row(
         what, f"{first[1]:.1f} s", f"{first[0]:.1f} s with none compiled before", machine
     )
@@ -205,7 +217,10 @@ def start_rows() -> Iterator[tuple[str, ...]]:
     )
     record = read("h200-ladder-capture")
     once, again = record.data["runs"]
-    what = f"Qwen3-0.6B, bfloat16: a ladder of {once['graphs']} classes captured, every kernel compiled before"
+    what = (
+        f"Qwen3-0.6B, bfloat16: a ladder of {once['graphs']} classes captured, every kernel"
+        " compiled before"
+    )
     figures = [f"{run['seconds']:.1f} s, {run['bytes'] / 2**30:.3f} GiB" for run in (once, again)]
     estimate = f"{again['estimated_bytes'] / 2**30:.3f} GiB estimated"
     yield record.row(what, figures[0], estimate, "1 GPU")
@@ -293,7 +308,10 @@ def change_rows() -> Iterator[tuple[str, ...]]:
         plain = statistics.median(times.pop("plain"))
         taken, given = record.data["lengths"]
         for change, found in times.items():
-            what = f"{name}, bfloat16: {record.data['requests']} requests, {taken:,} in, {given} out: {change}"
+            what = (
+                f"{name}, bfloat16: {record.data['requests']} requests, {taken:,} in, {given} out:"
+                f" {change}"
+            )
             more = span((100 * (one / plain - 1) for one in found), "{:+.1f}")
             against = f"the model as it is, {plain:.3f}; {more} %"
             yield record.row(what, f"{statistics.median(found):.3f} ms a token", against, "1 GPU")
@@ -359,7 +377,10 @@ def call_rows() -> Iterator[tuple[str, ...]]:
         ),
         "fresh, borrowed": (
             "fresh inputs, borrowed results",
-            f'; `torch.compile(mode="reduce-overhead")` {cell("reduce-overhead", "fresh, borrowed")}',
+            (
+                '; `torch.compile(mode="reduce-overhead")`'
+                f" {cell('reduce-overhead', 'fresh, borrowed')}"
+            ),
         ),
     }
     start = "host time of a call of a graphified function of 3, 30 and 300 tensors"
@@ -432,7 +453,10 @@ def shared_rows() -> Iterator[tuple[str, ...]]:
     for record, place in ((beside, "2 H100, `peer`"), (later, "2 H100, `peer`, another machine")):
         for run in record.data["runs"]:
             requests = run["rows"][0]["num_requests"]
-            what = f"{run['preset']}: {requests} request{'s' * (requests > 1)}, {LENGTHS['decode']}, `--tp 2`"
+            what = (
+                f"{run['preset']}: {requests} request{'s' * (requests > 1)}, {LENGTHS['decode']},"
+                " `--tp 2`"
+            )
             peer = peers.get((run["preset"], requests)) if record is beside else None
             against = (
                 f"vLLM 0.24.0 with tensor_parallel_size=2: {span(peer, '{:,.0f}')}" if peer else ""
@@ -462,7 +486,10 @@ def http_rows() -> Iterator[tuple[str, ...]]:
                 )
                 speed = span((row["output_tokens_per_s"] for row in rows), "{:,.0f}")
                 every = "all at once" if rate == "inf" else f"{rate:g} a second"
-                what = f"`weft serve`, {model['model']}: {rows[0]['requests']} requests, {every}, {lengths}{by}"
+                what = (
+                    f"`weft serve`, {model['model']}: {rows[0]['requests']} requests, {every},"
+                    f" {lengths}{by}"
+                )
                 against = f"{alone} without HTTP" if rate == "inf" else ""
                 yield record.row(what, f"{speed} tokens/s; {times} ms", against, where)
 
@@ -474,7 +501,10 @@ def client_rows() -> Iterator[tuple[str, ...]]:
     for row in record.data["rows"]:
         lengths = f"{row['input_len']} in, {row['output_len']} out"
         api = "chats" if row["backend"] == "openai-chat" else "completions"
-        what = f"`vllm bench serve`, {row['model']}: {row['requests']} {api} at {row['rate']} a second, {lengths}"
+        what = (
+            f"`vllm bench serve`, {row['model']}: {row['requests']} {api} at {row['rate']} a"
+            f" second, {lengths}"
+        )
         times = ", ".join(
             f"{name.upper()} {row[name]['p50']:.0f}" for name in ("ttft", "tpot", "itl")
         )
@@ -482,7 +512,10 @@ def client_rows() -> Iterator[tuple[str, ...]]:
         yield record.row(what, figure, f"{row['failed']} failed", machine)
     record = read("cpu-accuracy-http")
     for row in record.data["rows"]:
-        what = f"`lm_eval --model {row['api']}`, {record.data['model']}: `{row['task']}`, {row['mode']}"
+        what = (
+            f"`lm_eval --model {row['api']}`, {record.data['model']}: `{row['task']}`,"
+            f" {row['mode']}"
+        )
         more = (
             f", log-likelihoods within {row['largest_difference']:.0e}"
             if "largest_difference" in row

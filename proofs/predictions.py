@@ -233,7 +233,10 @@ def predicted_rows() -> Iterator[tuple[str, ...]]:
     for one, seconds in predicted():
         if one.num_gpus > 1:
             requests = f"{one.requests} request{'s' * (one.requests > 1)}, 2 in, 512 out"
-            what = f"{one.model}: {requests}, `--tp {one.shards} --pp {one.stages}`: predicted from one GPU"
+            what = (
+                f"{one.model}: {requests}, `--tp {one.shards} --pp {one.stages}`: predicted from"
+                " one GPU"
+            )
             against = f"{one.measured * 1e3:.2f} ms measured: {seconds / one.measured - 1:+.0%}"
             yield one.record.row(
                 what, f"{seconds * 1e3:.2f} ms a token", against, f"{one.num_gpus} {one.gpu}"

@@ -112,9 +112,10 @@ class Run:
         own = self.tally
         refused = "".join(f"\n  {count:6} {reason}" for reason, count in own.refused.most_common())
         return (
-            f"{own.programs} programs on {self.device}, {own.calls} calls, {own.captures} captures, {own.replays} "
-            f"replays; {len(self.differences)} differences; {own.errors} programs raise without graphs too; "
-            f"{self.seconds:.0f} s\nrefused: {self.refused_share:.1%}{refused}"
+            f"{own.programs} programs on {self.device}, {own.calls} calls, {own.captures} captures,"
+            f" {own.replays} replays; {len(self.differences)} differences; {own.errors} programs"
+            f" raise without graphs too; {self.seconds:.0f} s\nrefused:"
+            f" {self.refused_share:.1%}{refused}"
         )
 
     def record(self) -> dict[str, Any]:

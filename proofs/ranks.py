@@ -56,7 +56,10 @@ class Row:
     seconds: float = 0.0
 
     def __str__(self) -> str:
-        return f"{self.variant:20}{self.traces:8}{self.steps:8}{self.tokens:8}{self.captures:10}{self.seconds:8.1f}  equal"
+        return (
+            f"{self.variant:20}{self.traces:8}{self.steps:8}{self.tokens:8}{self.captures:10}{self.seconds:8.1f}"
+            "  equal"
+        )
 
 
 HEADER = f"{'a rank runs':20}{'traces':>8}{'steps':>8}{'tokens':>8}{'captures':>10}{'seconds':>8}"
@@ -145,7 +148,8 @@ def run(
     )
     say = print if transport.rank == 0 else lambda *_, **__: None
     say(
-        f"{transport!r}, rank 0 of {transport.num_ranks}, against one process: tokens, logits and states, bitwise"
+        f"{transport!r}, rank 0 of {transport.num_ranks}, against one process: tokens, logits and"
+        " states, bitwise"
     )
     say(HEADER, flush=True)
     for row in rows:

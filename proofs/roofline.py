@@ -178,7 +178,10 @@ def roofline_rows() -> Iterator[tuple[str, ...]]:
     for (gpu, model, requests), ends in before_and_after().items():
         newest = ends[-1]
         lengths = f"{_INPUT} in, {newest.output_len} out"
-        what = f"{MODELS[model]}: {requests} request{'s' * (requests > 1)}, {lengths}: share of the roofline"
+        what = (
+            f"{MODELS[model]}: {requests} request{'s' * (requests > 1)}, {lengths}: share of the"
+            " roofline"
+        )
         most = f"{newest.most:,.0f} tokens/s at {BANDWIDTHS[gpu] / 1e12:g} TB/s"
         first = (
             f"; {ends[0].share:.0%} on {ends[0].time[0]}" if len(ends) > 1 else "; no older record"

@@ -109,7 +109,10 @@ class Case:
             return f"{self.way} rank {self.rank} of {self._ranks} after {self.delay:.3f} s"
         where = f"'{self.instruction}'"
         if self.collective is not None:
-            where = f"collective {self.collective.index} of effect {self.index}, {self.collective.moment} {where}"
+            where = (
+                f"collective {self.collective.index} of effect {self.index},"
+                f" {self.collective.moment} {where}"
+            )
         return f"{self.way} at {where} of rank {self.rank} of {self._ranks}, step {self.step}"
 
     @property

@@ -202,24 +202,34 @@ USED = frozenset(_USED.split())
 
 # Fields that cannot change what a decoder computes at inference, by the reason.
 _NEUTRAL_BY_REASON: Mapping[str, str] = {
-    "a note about the file or its tools": """_name_or_path name_or_path _model_name_or_path _commit_hash
-        transformers_version transformers.js_config unsloth_fixed unsloth_version is_llama_config""",
-    "training only": """initializer_range attention_dropout hidden_dropout gradient_checkpointing use_bfloat16
-        tf_legacy_loss problem_type router_aux_loss_coef""",
-    "which kernels and which extra outputs transformers uses": """use_cache attn_implementation _attn_implementation
+    "a note about the file or its tools": (
+        """_name_or_path name_or_path _model_name_or_path _commit_hash
+        transformers_version transformers.js_config unsloth_fixed unsloth_version is_llama_config"""
+    ),
+    "training only": (
+        """initializer_range attention_dropout hidden_dropout gradient_checkpointing use_bfloat16
+        tf_legacy_loss problem_type router_aux_loss_coef"""
+    ),
+    "which kernels and which extra outputs transformers uses": (
+        """use_cache attn_implementation _attn_implementation
         _attn_implementation_autoset output_attentions output_hidden_states return_dict torchscript
-        tie_last_hidden_states output_router_logits""",
+        tie_last_hidden_states output_router_logits"""
+    ),
     "into which parts transformers cuts the work": "pretraining_tp chunk_size_feed_forward",
-    "the tokenizer's business": "bos_token_id pad_token_id sep_token_id unk_token_id tokenizer_class prefix",
+    "the tokenizer's business": (
+        "bos_token_id pad_token_id sep_token_id unk_token_id tokenizer_class prefix"
+    ),
     "heads for other tasks": "num_labels id2label label2id finetuning_task task_specific_params",
     "encoder-decoder models only": "is_decoder decoder_start_token_id tie_encoder_decoder",
     "layers without a window have no first one": "max_window_layers",
     "an old copy of max_position_embeddings that nothing reads": "max_sequence_length",
-    "defaults of transformers' generate, which a weft request says itself": """max_length min_length do_sample
+    "defaults of transformers' generate, which a weft request says itself": (
+        """max_length min_length do_sample
         early_stopping num_beams num_beam_groups diversity_penalty temperature top_k top_p typical_p
         repetition_penalty length_penalty no_repeat_ngram_size encoder_no_repeat_ngram_size bad_words_ids
         num_return_sequences output_scores return_dict_in_generate forced_bos_token_id forced_eos_token_id
-        remove_invalid_values exponential_decay_length_penalty suppress_tokens begin_suppress_tokens""",
+        remove_invalid_values exponential_decay_length_penalty suppress_tokens begin_suppress_tokens"""
+    ),
 }
 NEUTRAL: Mapping[str, str] = {
     name: reason for reason, names in _NEUTRAL_BY_REASON.items() for name in names.split()
@@ -271,7 +281,10 @@ NEUTRAL_AT: Allowed = {name: values for values, names in _ELSEWHERE for name in 
 def supported() -> str:
     """The architectures, for an error."""
     own = f"weft supports the architectures {', '.join(ARCHITECTURES)}"
-    return f"{own}; another model's module runs by weft.stages.from_module (proofs/pages/your_modules.md)"
+    return (
+        f"{own}; another model's module runs by weft.stages.from_module"
+        " (proofs/pages/your_modules.md)"
+    )
 
 
 def architecture_of(fields: Fields) -> str:
@@ -349,7 +362,10 @@ def check_every_field(fields: Fields, architecture: str, strict: bool) -> None:
         f" and {more} more" if more > 0 else ""
     )
     if strict:
-        instead = f"weft does not know what that does to {architecture}; remove what does nothing, or leave out strict"
+        instead = (
+            f"weft does not know what that does to {architecture}; remove what does nothing, or"
+            " leave out strict"
+        )
         fields.refuse(listed, instead)
     seen = f"weft does not know these fields of {fields.source}, and ignores them: {listed}"
     warnings.warn(seen, ConfigWarning, stacklevel=2)
@@ -367,7 +383,10 @@ def layer_windows(fields: Fields, known: Architecture, num_layers: int) -> tuple
         fields.raw.get("layer_types"),
     )
     if not known.windows:
-        full = f"a {known.model_type} has no sliding windows: set sliding_window to null, or name MistralForCausalLM"
+        full = (
+            f"a {known.model_type} has no sliding windows: set sliding_window to null, or name"
+            " MistralForCausalLM"
+        )
         fields.check(given is None or "use_sliding_window" in fields.raw, "sliding_window", full)
     on = given is not None and (
         fields.flag("use_sliding_window", False) if known.window_switch else bool(known.windows)
@@ -385,7 +404,10 @@ def layer_windows(fields: Fields, known: Architecture, num_layers: int) -> tuple
             and len(kinds) == num_layers
             and all(kind in names for kind in kinds)
         )
-        instead = f"weft supports {' or '.join(map(repr, names))} in each of the {num_layers} layers, or no layer_types"
+        instead = (
+            f"weft supports {' or '.join(map(repr, names))} in each of the {num_layers} layers, or"
+            " no layer_types"
+        )
         if known.windows and not on:
             switch = "use_sliding_window=true" if known.window_switch else "a sliding_window"
             instead += f"; 'sliding_attention' beside {switch}"

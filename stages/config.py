@@ -310,7 +310,10 @@ def find_file(
             f"'{name}', which weft knows, or "
             for name in difflib.get_close_matches(str(folder), NAMES, n=1)
         ]
-        instead = f"pass {''.join(near)}a local folder; `hf download <name> --local-dir <folder>` makes one"
+        instead = (
+            f"pass {''.join(near)}a local folder; `hf download <name> --local-dir <folder>`"
+            " makes one"
+        )
     else:
         for pattern, remedy in others.items():
             if file := min(folder.glob(pattern), default=None):
@@ -404,7 +407,10 @@ def _parse_fp8(fields: Fields) -> Fp8Config | None:
     block = fields.nested("quantization_config")
     if block is None:
         return None
-    instead = "weights in FP8, or not quantised; where transformers has dequantised them, remove the field"
+    instead = (
+        "weights in FP8, or not quantised; where transformers has dequantised them, remove the"
+        " field"
+    )
     block.check(block.raw.get("quant_method", "fp8") == "fp8", "quant_method", instead)
     for name, allowed in _FP8_ONLY.items():
         fits = block.raw[name] in allowed if name in block.raw else name not in _FP8_NEEDED

@@ -38,7 +38,10 @@ def check_call(
     if owned != (layout.first, layout.last, len(layout.layers)):
         parts = [*["the embedding"] * owned[0], f"{owned[2]} layers", *["the head"] * owned[1]]
         seen = f"params of {', '.join(parts)}"
-        instead = f"this stage's own, of layers {layout.start} to {layout.stop - 1}: Runner.params[{layout.index}]"
+        instead = (
+            f"this stage's own, of layers {layout.start} to {layout.stop - 1}:"
+            f" Runner.params[{layout.index}]"
+        )
     elif fault := head_fault(params, is_tied):
         seen, instead = fault
     elif x is None and not layout.first:
@@ -53,7 +56,10 @@ def check_call(
 def check_drafts(name: str, descriptor: BatchDescriptor) -> None:
     """Raise DescriptorError for a batch with places for drafts: nothing drafts."""
     if (descriptor.query_len or 1) > 1:
-        seen = f"a batch of query_len={descriptor.query_len}, with places for drafts, where nothing drafts"
+        seen = (
+            f"a batch of query_len={descriptor.query_len}, with places for drafts, where nothing"
+            " drafts"
+        )
         raise DescriptorError(f"{name}(params, state, batch, x)", seen, NO_DRAFTS)
 
 
@@ -67,8 +73,9 @@ def resolve_inputs(
     except IndexError as error:
         (rows, pages), size = state.block_table.shape, state.kv_pages.shape[3]
         error.add_note(
-            f"a row or a token of the batch beyond the state, which has rows 0 to {rows - 2} of at most {pages * size} "
-            "tokens: name rows that were admitted, or make room (make_state(..., lengths=[...]), State.zeros(...))"
+            f"a row or a token of the batch beyond the state, which has rows 0 to {rows - 2} of at"
+            f" most {pages * size} tokens: name rows that were admitted, or make room"
+            " (make_state(..., lengths=[...]), State.zeros(...))"
         )
         raise
     return (

@@ -185,7 +185,10 @@ def _converted(config: ModelConfig, names: list[str]) -> bool:
     )
     if len(found) > 1:
         seen = f"{found[True]} in FP8 and {found[False]} not, which are parts of one product"
-        instead = "let modules_to_not_convert name all parts of a product, as all experts of a layer, or none"
+        instead = (
+            "let modules_to_not_convert name all parts of a product, as all experts of a layer, or"
+            " none"
+        )
         raise ConfigError("layer_fields(config, index)", seen, instead)
     return True in found
 

@@ -41,7 +41,10 @@ class StageLayout:
     def __attrs_post_init__(self) -> None:
         numbered = 0 <= self.index < self.num_stages
         if not numbered or not 0 <= self.start < self.stop or (self.first and self.start != 0):
-            seen = f"stage {self.index} of {self.num_stages}, of the layers from {self.start} to {self.stop - 1}"
+            seen = (
+                f"stage {self.index} of {self.num_stages}, of the layers from {self.start} to"
+                f" {self.stop - 1}"
+            )
             instead = (
                 "number the stages from 0, and give each at least one layer, stage 0 also layer 0"
             )

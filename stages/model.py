@@ -373,7 +373,10 @@ class Model:
         if self.chat_template is None or self.tokenizer is None:
             lacks_template = f"{self.path} holds no chat template"
             seen = lacks_template if self.chat_template is None else lacks_tokenizer(self.path)
-            instead = "a checkpoint of a chat model; or attrs.evolve(model, chat_template=weft.stages.ChatTemplate(...))"
+            instead = (
+                "a checkpoint of a chat model; or attrs.evolve(model,"
+                " chat_template=weft.stages.ChatTemplate(...))"
+            )
             raise RequestError(call, seen, instead)
         own = {"add_generation_prompt": add_generation_prompt, **variables}
         text = render_chat(self.chat_template, call, messages, own)
@@ -401,7 +404,10 @@ class Model:
         )
         part += "" if self.shard[1] == 1 else f", share {self.shard[0]} of {self.shard[1]}"
         layers = len(self.layout.layers)
-        return f"<Model {self.config.architecture}{part}, {layers} layers, {size:.1f} MiB on {self.device}>"
+        return (
+            f"<Model {self.config.architecture}{part}, {layers} layers, {size:.1f} MiB on"
+            f" {self.device}>"
+        )
 
     def _repr_html_(self) -> str:
         return self.params.table(repr(self))._repr_html_()

@@ -278,7 +278,10 @@ def _check_memory(
     else:
         there = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     if wanted > there:
-        seen = f"weights of {wanted / 2**30:.1f} GiB, and {device} has {there / 2**30:.1f} GiB of memory"
+        seen = (
+            f"weights of {wanted / 2**30:.1f} GiB, and {device} has {there / 2**30:.1f} GiB of"
+            " memory"
+        )
         raise DeviceError(
             call, seen, "more stages, each on a device of its own, or a smaller model"
         )

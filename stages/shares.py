@@ -51,7 +51,10 @@ def share_config(config: ModelConfig, num_ranks: int) -> ModelConfig:
     heads, kv_heads, inner = config.num_heads, config.num_kv_heads, config.intermediate_size
     even = heads % num_ranks == 0 and (kv_heads % num_ranks == 0 or num_ranks % kv_heads == 0)
     if not even:
-        instead = "a number of ranks that divides the heads, and that divides the key and value heads or is a multiple"
+        instead = (
+            "a number of ranks that divides the heads, and that divides the key and value heads or"
+            " is a multiple"
+        )
         raise ConfigError(call, f"{heads} heads, and {kv_heads} of keys and values", instead)
     modules = [
         f"model.layers.{index}.self_attn.{part}_proj"
@@ -104,7 +107,10 @@ def check_leaves(call: str, config: ModelConfig, leaves: int, num_ranks: int = 1
         in_fp8 = (
             f" into multiples of {BLOCK}, the columns of a block in FP8" if unit != leaves else ""
         )
-        instead = f"a power of two that divides them{in_fp8}; or 1, whose bits are those of one number of ranks"
+        instead = (
+            f"a power of two that divides them{in_fp8}; or 1, whose bits are those of one number of"
+            " ranks"
+        )
         raise ConfigError(f"{call} with reduction_leaves={leaves}", uneven, instead)
     shared = (
         None

@@ -47,7 +47,10 @@ def pytest_configure(config: pytest.Config) -> None:
     some tests press it."""
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
-    text = "one_of(n, m=1): a short run takes every n-th of the test's parameters, --all every m-th, --nightly all"
+    text = (
+        "one_of(n, m=1): a short run takes every n-th of the test's parameters, --all every m-th,"
+        " --nightly all"
+    )
     config.addinivalue_line("markers", text)
     config.addinivalue_line("markers", "slow: runs with --all and --nightly only")
     config.addinivalue_line("markers", "nightly: runs with --nightly only")

@@ -48,7 +48,8 @@ class Ranges:
         outside = (index < 0) | (addresses + np.uint64(size) > self.ends[index])
         if outside.any():
             raise IndexError(
-                f"{kind} {outside.sum()} of {outside.size} addresses outside of the kernel's arguments"
+                f"{kind} {outside.sum()} of {outside.size} addresses outside of the kernel's"
+                " arguments"
             )
 
 

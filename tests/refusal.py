@@ -11,7 +11,10 @@ import pytest
 from weft.errors import WeftError
 
 ANY = "<any>"
-REMEDY = "compute it with tensor operations (torch.where), pass it as a static argument, or move it out of the function"
+REMEDY = (
+    "compute it with tensor operations (torch.where), pass it as a static argument, or move it out"
+    " of the function"
+)
 USE_THE_NEW = "use the value that it returned, or pass a copy (weft.clone) to keep the old one"
 BELONG = "check that config.json and the weights belong together"
 
@@ -31,4 +34,7 @@ def at(fn: Callable[..., Any], text: str) -> str:
     """The line of `fn` that holds `text`, as errors print it."""
     lines, first = inspect.getsourcelines(fn)
     index = next(i for i, line in enumerate(lines) if text in line)
-    return f"\n       at {inspect.getsourcefile(inspect.unwrap(fn))}:{first + index}: {lines[index].strip()}"
+    return (
+        f"\n       at {inspect.getsourcefile(inspect.unwrap(fn))}:{first + index}:"
+        f" {lines[index].strip()}"
+    )

@@ -181,7 +181,10 @@ def broken_links(root: Path) -> str:
     ]
     if not wrong:
         return ""
-    mend = f"git config core.symlinks true && git checkout -- {' '.join(wrong)} (on Windows in Developer Mode)"
+    mend = (
+        f"git config core.symlinks true && git checkout -- {' '.join(wrong)} (on Windows in"
+        " Developer Mode)"
+    )
     return f"{', '.join(wrong)}: not the symbolic links that git has; to make them: {mend}"
 
 
@@ -195,8 +198,10 @@ def test_links_that_git_wrote_as_files_are_named(tmp_path: Path) -> None:
     """As git does with `core.symlinks=false`, the default of many a Windows."""
     for link, to in LINKS.items():
         (tmp_path / link).parent.mkdir(exist_ok=True)
-        (tmp_path / link).write_text(to) if link == "lib/proofs" else (tmp_path / link).symlink_to(
-            to
+        (
+            (tmp_path / link).write_text(to)
+            if link == "lib/proofs"
+            else (tmp_path / link).symlink_to(to)
         )
     assert broken_links(tmp_path).startswith("lib/proofs: not the symbolic links that git has")
     assert "git config core.symlinks true && git checkout -- lib/proofs" in broken_links(tmp_path)

@@ -49,7 +49,8 @@ def test_the_paths_and_modules_that_a_page_names_exist(page: Path) -> None:
 def test_a_path_that_does_not_exist_is_missed(tmp_path: Path) -> None:
     page = tmp_path / "page.md"
     page.write_text(
-        "See `lib/nothing.py`, `tests/lib/`, `proofs/x.py::test_it` and python -m weft.nothing --out X"
+        "See `lib/nothing.py`, `tests/lib/`, `proofs/x.py::test_it` and python -m weft.nothing"
+        " --out X"
     )
     assert paths(page) == ["lib/nothing.py", "tests/lib/", "proofs/x.py"]
     assert modules(page) == ["weft.nothing"]

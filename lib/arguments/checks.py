@@ -66,7 +66,10 @@ def _checked(
         if len(args) > most:
             count, takes = len(args) - is_method, most - is_method
             written, instead = ["..."] * count, by_position or ", ".join(by_name)
-            seen = f"{count} argument{'s' * (count != 1)} by position, of which it takes {takes or 'none'}"
+            seen = (
+                f"{count} argument{'s' * (count != 1)} by position, of which it takes"
+                f" {takes or 'none'}"
+            )
         elif kwargs.keys() <= known:
             missing = [key for key in parameters if key in needed - kwargs.keys()]
             written = ["..."] * (len(args) - is_method) + [f"{key}=..." for key in kwargs]

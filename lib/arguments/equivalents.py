@@ -63,16 +63,16 @@ _PLACE = {
     **_all("device device_map", "weft.load(folder, device)"),
     **_all("dtype quantization torch_dtype", "weft.load(folder, dtype=...)"),
     **_all(
-        "assistant_model draft_model num_assistant_tokens num_speculative_tokens prompt_lookup_num_tokens "
-        "speculative_config",
+        "assistant_model draft_model num_assistant_tokens num_speculative_tokens"
+        " prompt_lookup_num_tokens speculative_config",
         "speculation=weft.Speculation(...)",
     ),
 }
 """Names whose equivalents are arguments of `generate` and `Engine` about how they run."""
 
 _MASKS = (
-    "constraints ebnf grammar guided_decoding guided_json guided_regex json_schema logits_processor logits_processors "
-    "prefix_allowed_tokens_fn regex response_format structured_outputs"
+    "constraints ebnf grammar guided_decoding guided_json guided_regex json_schema logits_processor"
+    " logits_processors prefix_allowed_tokens_fn regex response_format structured_outputs"
 )
 _MASK = "mask=...): a function from the tokens said so far to those that may be next"
 

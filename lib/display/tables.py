@@ -236,7 +236,10 @@ def strip(groups: Sequence[tuple[int, int]], *, joined: bool = False) -> str:
             x += 14
             break
     size = f'width="{x:g}" height="14" viewBox="0 0 {x:g} 14"'
-    return f'<svg xmlns="http://www.w3.org/2000/svg" {size} style="vertical-align: middle">{"".join(boxes)}</svg>'
+    return (
+        f'<svg xmlns="http://www.w3.org/2000/svg" {size} style="vertical-align:'
+        f' middle">{"".join(boxes)}</svg>'
+    )
 
 
 def bars_over_text(pieces: Sequence[tuple[str, float, str]], most: int = 160) -> str:
@@ -259,4 +262,7 @@ def bars_over_text(pieces: Sequence[tuple[str, float, str]], most: int = 160) ->
 
 
 def _box(x: float, width: float, fill: str) -> str:
-    return f'<rect x="{x:g}" y="2" width="{width:g}" height="10" fill="{fill}" stroke="#555" stroke-width="0.5"/>'
+    return (
+        f'<rect x="{x:g}" y="2" width="{width:g}" height="10" fill="{fill}" stroke="#555"'
+        ' stroke-width="0.5"/>'
+    )

@@ -137,8 +137,10 @@ class PPermute(_Meeting):
 Collective = AllReduce | AllGather | ReduceScatter | AllToAll | PPermute
 
 FORM = (
-    r"(?P<collective>all_reduce|all_gather|reduce_scatter|all_to_all|ppermute)(?: (?P<reduce>sum|max|min))?"
-    r"(?: dim (?P<dim>-?\d+)(?: to (?P<concat>-?\d+))?)?(?: (?P<pairs>none|\d+ to \d+(?:, \d+ to \d+)*))?"
+    r"(?P<collective>all_reduce|all_gather|reduce_scatter|all_to_all|ppermute)(?:"
+    r" (?P<reduce>sum|max|min))?"
+    r"(?: dim (?P<dim>-?\d+)(?: to (?P<concat>-?\d+))?)?(?: (?P<pairs>none|\d+ to \d+(?:, \d+ to"
+    r" \d+)*))?"
     r" among (?P<ranks>\d+(?:, \d+)*)"
 )
 """The expression of a collective in the text of an effect."""

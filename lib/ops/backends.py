@@ -33,7 +33,10 @@ _CPU_SAMPLE = tuple(
 
 _SAMPLERS = {
     "sample": "reads the logits once and keeps nothing of their size",
-    "sample_rows": "the same for a request that uses no feature; for others a threshold search, and never a sort",
+    "sample_rows": (
+        "the same for a request that uses no feature; for others a threshold search, and never a"
+        " sort"
+    ),
     "count_tokens": "one launch, which writes only for requests that have penalties",
 }
 
@@ -47,11 +50,18 @@ _LAYER = {
     "quantize": "128 columns of a token at a time",
     "route": "softmax, top-k and division in one kernel",
     "linear": "split over its columns for few tokens; the next kernel adds the parts",
-    "swiglu": "the gate as the product's end, for many tokens and where that has one part; else a kernel of its own",
+    "swiglu": (
+        "the gate as the product's end, for many tokens and where that has one part; else a kernel"
+        " of its own"
+    ),
     "fp8_linear": "the same, with the scales of tokens and blocks",
-    "add_lora": "two launches a layer, for any tokens of any adapters; none where the batch has no adapter",
+    "add_lora": (
+        "two launches a layer, for any tokens of any adapters; none where the batch has no adapter"
+    ),
     "sum_leaves": "the parts of what ranks share, before they add them up, in one kernel",
-    "run_experts": "a launch a product; pairs are found by each program, or sorted where there are many",
+    "run_experts": (
+        "a launch a product; pairs are found by each program, or sorted where there are many"
+    ),
 }
 """The operators besides attention and sampling, and a description of each CUDA implementation."""
 
@@ -150,12 +160,21 @@ def _chosen(op: str) -> str:
         record()["losses"]["fp8" if fp8 else "bf16"]["held out"],
         record()["environment"]["gpu"],
     )
-    how = f"tiles by a model measured on {gpu}: for {found['shapes']} shapes that it had not seen {found['median']:g} %"
-    how += f" slower than the best of all (median), and at most {found['p90']:g} % in nine of ten cases; "
+    how = (
+        f"tiles by a model measured on {gpu}: for {found['shapes']} shapes that it had not seen"
+        f" {found['median']:g} %"
+    )
+    how += (
+        f" slower than the best of all (median), and at most {found['p90']:g} % in nine of ten"
+        " cases; "
+    )
     if fp8 and lacks:
         return f"{how}torch's scaled_mm for no shape: {lacks}"
     name = "scaled_mm (cuBLASLt)" if fp8 else "F.linear (cuBLAS)"
-    return f"{how}torch's {name} where the model has it faster, for 6144x4096 from {_first(fp8)} tokens on"
+    return (
+        f"{how}torch's {name} where the model has it faster, for 6144x4096 from {_first(fp8)}"
+        " tokens on"
+    )
 
 
 def _first(fp8: bool) -> int:

@@ -358,7 +358,10 @@ def without_derivative(name: str, why: str, reference: Function) -> Function:
     def functional(*args: Any) -> Any:
         if any(isinstance(x, Tensor) and is_differentiated(x) for x in args):
             *some, last = (f"{dtype}".removeprefix("torch.") for dtype in FLOATS)
-            instead = f"a model in {', '.join(some)} or {last}; or torch.no_grad(), and detach(), where none is needed"
+            instead = (
+                f"a model in {', '.join(some)} or {last}; or torch.no_grad(), and detach(), where"
+                " none is needed"
+            )
             raise DerivativeError(f"the derivative of {name}(…)", why, instead)
         return reference(*args)
 

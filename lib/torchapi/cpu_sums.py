@@ -47,7 +47,10 @@ def _check_settings(name: str) -> None:
     precision = torch._C._get_fp32_precision_getter("mkldnn", "matmul")
     if precision in ("none", "ieee") and torch._C._get_mkldnn_enabled():
         return
-    seen = f"torch.backends.mkldnn.matmul.fp32_precision = {precision!r}, which torch.set_float32_matmul_precision sets"
+    seen = (
+        f"torch.backends.mkldnn.matmul.fp32_precision = {precision!r}, which"
+        " torch.set_float32_matmul_precision sets"
+    )
     instead = "torch.set_float32_matmul_precision('highest')"
     if precision in ("none", "ieee"):
         seen, instead = (

@@ -36,13 +36,15 @@ GENERATED, CHOICES, CHATS = ("sums",), ("sums_choice", "capitals_choice"), ("cap
 _PATTERNS = {"sums": r"(\d+)", "capitals": r"is ([A-Z][a-z]+(?: [A-Z][a-z]+)?)"}
 _SHOTS = "3 + 4 = 7\n12 + 5 = 17\n8 + 9 = 17\n21 + 6 = 27\n"
 _CAPITALS = (
-    "France Paris, Germany Berlin, Italy Rome, Spain Madrid, Portugal Lisbon, Austria Vienna, Poland Warsaw, "
-    "Greece Athens, Sweden Stockholm, Norway Oslo, Finland Helsinki, Denmark Copenhagen, Ireland Dublin, Hungary "
-    "Budapest, Romania Bucharest, Bulgaria Sofia, Ukraine Kyiv, Russia Moscow, Turkey Ankara, Egypt Cairo, Kenya "
-    "Nairobi, Ethiopia Addis_Ababa, Nigeria Abuja, Ghana Accra, Senegal Dakar, Morocco Rabat, Tunisia Tunis, Algeria "
-    "Algiers, India New_Delhi, Pakistan Islamabad, Nepal Kathmandu, China Beijing, Japan Tokyo, Thailand Bangkok, "
-    "Vietnam Hanoi, Indonesia Jakarta, Malaysia Kuala_Lumpur, Iran Tehran, Iraq Baghdad, Syria Damascus, Jordan Amman, "
-    "Canada Ottawa, Mexico Mexico_City, Cuba Havana, Peru Lima, Chile Santiago, Argentina Buenos_Aires, Brazil Brasilia"
+    "France Paris, Germany Berlin, Italy Rome, Spain Madrid, Portugal Lisbon, Austria Vienna,"
+    " Poland Warsaw, Greece Athens, Sweden Stockholm, Norway Oslo, Finland Helsinki, Denmark"
+    " Copenhagen, Ireland Dublin, Hungary Budapest, Romania Bucharest, Bulgaria Sofia, Ukraine"
+    " Kyiv, Russia Moscow, Turkey Ankara, Egypt Cairo, Kenya Nairobi, Ethiopia Addis_Ababa, Nigeria"
+    " Abuja, Ghana Accra, Senegal Dakar, Morocco Rabat, Tunisia Tunis, Algeria Algiers, India"
+    " New_Delhi, Pakistan Islamabad, Nepal Kathmandu, China Beijing, Japan Tokyo, Thailand Bangkok,"
+    " Vietnam Hanoi, Indonesia Jakarta, Malaysia Kuala_Lumpur, Iran Tehran, Iraq Baghdad, Syria"
+    " Damascus, Jordan Amman, Canada Ottawa, Mexico Mexico_City, Cuba Havana, Peru Lima, Chile"
+    " Santiago, Argentina Buenos_Aires, Brazil Brasilia"
 )
 
 

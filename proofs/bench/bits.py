@@ -177,9 +177,10 @@ def run(
 def show(row: dict[str, Any]) -> str:
     """The printed line of a row."""
     return (
-        f"{'batch invariant' if row['batch_invariant'] else 'fast':<16} {row['way']:<19} {row['equal']:>3} of "
-        f"{row['completions']} completions equal, {row['same_tokens']:>6,} of {row['tokens']:,} tokens before they "
-        f"differ, logprobs of these by {row['difference']:.3g} at most; {row['seconds']:.1f} s"
+        f"{'batch invariant' if row['batch_invariant'] else 'fast':<16} {row['way']:<19}"
+        f" {row['equal']:>3} of {row['completions']} completions equal, {row['same_tokens']:>6,} of"
+        f" {row['tokens']:,} tokens before they differ, logprobs of these by"
+        f" {row['difference']:.3g} at most; {row['seconds']:.1f} s"
     )
 
 

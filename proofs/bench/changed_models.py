@@ -83,7 +83,8 @@ def run(here: Here, options: Bench, models: Sequence[str], turns: int) -> list[d
             [row] = measure(engine, workload_of(options), started)
             rows.append({"model": name, "turn": turn, **row})
             print(
-                f"{name:<10} {row['tpot']['p50']:8.3f} ms a token {row['output_tokens_per_s']:10,.0f} out/s",
+                f"{name:<10} {row['tpot']['p50']:8.3f} ms a token"
+                f" {row['output_tokens_per_s']:10,.0f} out/s",
                 flush=True,
             )
     return rows
@@ -133,7 +134,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     for name, found in times.items():
         middle = statistics.median(found)
         print(
-            f"{name:<10} {middle:8.3f} ms ({min(found):.3f} to {max(found):.3f}) {middle / base - 1:+7.1%}"
+            f"{name:<10} {middle:8.3f} ms ({min(found):.3f} to {max(found):.3f})"
+            f" {middle / base - 1:+7.1%}"
         )
     if given.out is not None:
         asked = {"preset": given.preset, "requests": given.requests, "lengths": given.lengths}

@@ -116,7 +116,8 @@ def draw(rows: Sequence[dict[str, Any]], title: str, *curves: Sequence[tuple[int
 def show(rows: Sequence[dict[str, Any]]) -> None:
     """Print the table."""
     print(
-        f"{'requests':>8}{'context':>8}  {'mode':<10}{'ms':>8}{'floor':>8}{'share':>7}{'tokens/s':>10}{'graphs':>7}"
+        f"{'requests':>8}{'context':>8} "
+        f" {'mode':<10}{'ms':>8}{'floor':>8}{'share':>7}{'tokens/s':>10}{'graphs':>7}"
     )
     for row in rows:
         sizes = f"{row['reqs']:>8}{row['context']:>8}  {row['mode']:<10}"

@@ -288,7 +288,8 @@ def show(rows: Sequence[Row]) -> None:
     )
     for row in rows:
         print(
-            f"{row.what:<24} {row.given:<21}{row.leaves:>7}{row.captures:>9}{row.us:>9.2f}{row.least_us:>8.2f}"
+            f"{row.what:<24}"
+            f" {row.given:<21}{row.leaves:>7}{row.captures:>9}{row.us:>9.2f}{row.least_us:>8.2f}"
         )
 
 

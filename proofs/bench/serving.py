@@ -170,10 +170,16 @@ def show(row: dict[str, Any], invariant: bool) -> str:
     tpot, ttft, use = row["tpot"] or {"p50": 0.0}, row["ttft"] or {"p50": 0.0}, row["graphs"]
     shares = ", ".join(f"{mode} {share:.0%}" for mode, share in use["shares"].items() if share)
     parts = (
-        f"{'invariant ' if invariant else ''}{row['workload']:<8} {row['mode']:<19} {row['num_requests']:>4} requests",
+        (
+            f"{'invariant ' if invariant else ''}{row['workload']:<8} {row['mode']:<19}"
+            f" {row['num_requests']:>4} requests"
+        ),
         f"{row['output_tokens_per_s']:>9,.0f} out/s {row['total_tokens_per_s']:>9,.0f} all/s",
         f"TTFT {ttft['p50']:>8.2f} ms  TPOT {tpot['p50']:>7.3f} ms",
-        f"{shares}; padding {use['padding']:.1%}; captured in {row['ranks'][0]['capture_seconds']:.1f} s",
+        (
+            f"{shares}; padding {use['padding']:.1%}; captured in"
+            f" {row['ranks'][0]['capture_seconds']:.1f} s"
+        ),
     )
     return "  ".join(parts)
 

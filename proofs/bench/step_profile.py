@@ -74,15 +74,17 @@ class Profile:
         launches = sum(kernel.launches for kernel in self.kernels)
         mode = f"{self.graph}{', batch invariant' * self.batch_invariant}"
         head = (
-            f"{self.preset}, {self.requests} requests at {self.context}, {mode}: {self.ms:.3f} ms a step; "
-            f"kernels {self.busy_ms:.3f} ms, {launches:.0f} launches, idle {self.idle:.1%}"
+            f"{self.preset}, {self.requests} requests at {self.context}, {mode}: {self.ms:.3f} ms a"
+            f" step; kernels {self.busy_ms:.3f} ms, {launches:.0f} launches, idle {self.idle:.1%}"
         )
         rows = [
-            f"{k.us:10.1f} us {k.launches:7.1f} x {k.us / max(k.launches, 1e-9):8.2f}  {k.name[:_WIDTH]}"
+            f"{k.us:10.1f} us {k.launches:7.1f} x {k.us / max(k.launches, 1e-9):8.2f} "
+            f" {k.name[:_WIDTH]}"
             for k in self.kernels[:28]
         ]
         stood = [
-            f"{g.us:10.1f} us {g.launches:7.1f} x {g.us / g.launches:8.2f}  idle before {g.name[:_WIDTH]}"
+            f"{g.us:10.1f} us {g.launches:7.1f} x {g.us / g.launches:8.2f}  idle before"
+            f" {g.name[:_WIDTH]}"
             for g in self.gaps[:8]
         ]
         return "\n".join([head, *rows, *stood])

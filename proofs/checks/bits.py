@@ -143,11 +143,17 @@ def _first_difference(alone: Sequence[_Result], other: Sequence[_Result]) -> str
     """The first operator that gives the rows that both runs have other bits."""
     for one, two in zip(alone, other, strict=False):
         if one.name != two.name:
-            return f"the first other operator is {two.name} at {two.line}, in the place of {one.name} at {one.line}"
+            return (
+                f"the first other operator is {two.name} at {two.line}, in the place of {one.name}"
+                f" at {one.line}"
+            )
         for a, b in zip(one.values, two.values, strict=True):
             common = tuple(slice(min(sizes)) for sizes in zip(a.shape, b.shape, strict=True))
             if a.dim() == b.dim() and find_difference(b[common], a[common], None) is not None:
                 most = (a[common].double() - b[common].double()).abs().nan_to_num().max().item()
                 shapes = f"{list(b.shape)} instead of {list(a.shape)}"
-                return f"the first operator that differs is {one.name} at {one.line}: by up to {most:.3g}, for {shapes}"
+                return (
+                    f"the first operator that differs is {one.name} at {one.line}: by up to"
+                    f" {most:.3g}, for {shapes}"
+                )
     return "no operator differs in the rows that both have"

@@ -247,7 +247,10 @@ def _strided(x: Tensor, written: str) -> str:
     ):
         return written
     device = "" if x.device.type == "cpu" else f", device={str(x.device)!r}"
-    return f"torch.empty_strided({tuple(x.shape)}, {like.stride()}, dtype={x.dtype}{device}).copy_({written})"
+    return (
+        f"torch.empty_strided({tuple(x.shape)}, {like.stride()},"
+        f" dtype={x.dtype}{device}).copy_({written})"
+    )
 
 
 def _array(writer: Writer, value: np.ndarray[Any, Any]) -> Code:

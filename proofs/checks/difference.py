@@ -78,7 +78,10 @@ class Difference:
         if self.first is not None and self.worst is not None:
             rows.append(("apart", self.first.apart()))
             most = self.worst
-            more = f"most at {list(most.index)}: {most.seen!r} and {most.expected!r}, apart {most.apart()}"
+            more = (
+                f"most at {list(most.index)}: {most.seen!r} and {most.expected!r}, apart"
+                f" {most.apart()}"
+            )
             if self.size > 1:
                 rows.append(
                     (

@@ -279,7 +279,8 @@ class EngineMachine(RuleBasedStateMachine):
             options: dict[str, Any] = {"priority": priority, "adapter": adapter, "max_tokens": most}
             options["mask"] = subject.mask(mask)
             _note(
-                f"engine.add({subject.prompts[prompt]}, {subject.sampling[which]!r}{_written(options)})"
+                f"engine.add({subject.prompts[prompt]},"
+                f" {subject.sampling[which]!r}{_written(options)})"
             )
             name = self.engine.add(subject.prompts[prompt], subject.sampling[which], **options)
             self._added[name] = CompletionKey(prompt, which, 0, adapter, mask), most

@@ -22,7 +22,10 @@ if TYPE_CHECKING:
 
 BAR_AFTER = 2.0
 """Seconds after which a search shows a progress bar."""
-NOT_AGAIN = "It did not happen again with the same arguments: something reads what changes from call to call."
+NOT_AGAIN = (
+    "It did not happen again with the same arguments: something reads what changes from call to"
+    " call."
+)
 
 
 @attrs.frozen
@@ -213,7 +216,10 @@ def check_arguments(given: Any, call: str, verb: str = "is ") -> Any:
         type(given) is dict and all(isinstance(name, str) for name in given)
     ):
         return given
-    instead = "given=(x, y), or given={'x': x, 'y': y}: the arguments of a call, of which each may be a strategy; "
+    instead = (
+        "given=(x, y), or given={'x': x, 'y': y}: the arguments of a call, of which each may be a"
+        " strategy; "
+    )
     instead += "or one strategy that draws such a tuple or dict, such as st.tuples(...)"
     raise CheckError(call, f"given {verb}{kind_of(given)}", instead)
 

@@ -68,7 +68,10 @@ class Subject:
         try:
             self.call(self.fresh(), copies(call))
         except CaptureError as error:
-            return f"graphify({self.name}) raises {type(error).__name__}, and {self.name} does not:\n{error}"
+            return (
+                f"graphify({self.name}) raises {type(error).__name__}, and {self.name} does"
+                f" not:\n{error}"
+            )
         except Exception:
             return ""  # raised by the function itself
         return ""

@@ -105,17 +105,18 @@ class Fuzzed:
     def __str__(self) -> str:
         statuses = ", ".join(f"{count} {status}" for status, count in self.statuses.most_common())
         held = "; ".join(
-            f"after {count}: {own['memory'] / 2**20:.1f} MiB, {own['files']} files, {own['threads']} threads, "
-            f"{own.get('captures', 0)} graphs"
+            f"after {count}: {own['memory'] / 2**20:.1f} MiB, {own['files']} files,"
+            f" {own['threads']} threads, {own.get('captures', 0)} graphs"
             for count, own in self.held.items()
             if own
         )
         kinds = ", ".join(f"{count} {kind}" for kind, count in self.kinds.most_common())
         failed = "".join(f"\n  {own}" for own in self.failures)
         return (
-            f"{self.cases} attacks ({kinds}) in {self.seconds:.0f} s; {len(self.failures)} failures\n"
-            f"answers: {statuses}\nheld: {held}\n{self.idle_connections} idle connections at once; slowest answer "
-            f"{self.slowest[0]:.1f} s, to {self.slowest[1]}; {self.log_bytes} bytes of log{failed}"
+            f"{self.cases} attacks ({kinds}) in {self.seconds:.0f} s; {len(self.failures)}"
+            f" failures\nanswers: {statuses}\nheld: {held}\n{self.idle_connections} idle"
+            f" connections at once; slowest answer {self.slowest[0]:.1f} s, to {self.slowest[1]};"
+            f" {self.log_bytes} bytes of log{failed}"
         )
 
     def record(self) -> dict[str, Any]:
@@ -224,7 +225,8 @@ def _check_end(server: ServerProcess, known: Any, trap: "_Trap", found: Fuzzed) 
     fail = found.failures.append
     if server.process.poll() is not None:
         fail(
-            f"the server ended: exit code {server.process.returncode}\n{server.log.read_text()[-3000:]}"
+            "the server ended: exit code"
+            f" {server.process.returncode}\n{server.log.read_text()[-3000:]}"
         )
         return
     if (now := _known(server)) != known:
@@ -240,7 +242,8 @@ def _check_end(server: ServerProcess, known: Any, trap: "_Trap", found: Fuzzed) 
     for name, more in (("memory", memory), ("files", _MORE_FILES), ("threads", _MORE_THREADS)):
         if last and last[name] > first[name] + more:
             fail(
-                f"{name}: {last[name]} at the end, {first[name]} after the first {min(_EVERY, found.cases)} attacks"
+                f"{name}: {last[name]} at the end, {first[name]} after the first"
+                f" {min(_EVERY, found.cases)} attacks"
             )
     if found.held[0] and last["files"] > found.held[0]["files"] + _MORE_FILES:
         fail(f"files: {last['files']} at the end, {found.held[0]['files']} before")

@@ -95,11 +95,12 @@ class Loaded:
         held = [own for own in self.held.values() if own]
         memory = ", ".join(f"{own['memory'] / 2**20:.0f}" for own in held)
         return (
-            f"{self.requests.total()} answers in {self.seconds:.0f} s ({dict(self.requests)}), {self.refused} refused "
-            f"and asked again, {self.gone} clients gone, {self.malformed.total()} malformed; {self.preempted} "
-            f"preemptions; {len(self.differences)} differences\n"
-            f"quick requests, median and 95th percentile: {self.quick_seconds}\n"
-            f"MiB: {memory}" + "".join(f"\n  {own}" for own in self.differences)
+            f"{self.requests.total()} answers in {self.seconds:.0f} s ({dict(self.requests)}),"
+            f" {self.refused} refused and asked again, {self.gone} clients gone,"
+            f" {self.malformed.total()} malformed; {self.preempted} preemptions;"
+            f" {len(self.differences)} differences\nquick requests, median and 95th percentile:"
+            f" {self.quick_seconds}\nMiB: {memory}"
+            + "".join(f"\n  {own}" for own in self.differences)
         )
 
     def record(self) -> dict[str, Any]:
@@ -265,7 +266,8 @@ def _check_end(server: ServerProcess, run: _Load, found: Loaded) -> None:
     fail = found.differences.append
     if server.process.poll() is not None:
         fail(
-            f"the server ended: exit code {server.process.returncode}\n{server.log.read_text()[-3000:]}"
+            "the server ended: exit code"
+            f" {server.process.returncode}\n{server.log.read_text()[-3000:]}"
         )
         return
     if not server.until_idle():

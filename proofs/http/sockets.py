@@ -146,7 +146,10 @@ def _raw(drawn: random.Random, path: str, whole: bytes) -> dict[str, list[tuple[
         ),
     ]
     methods = b"TRACE", b"CONNECT", b"OPTIONS", b"PUT", b"DELETE", b"post", b"G\0T", b"A" * 500
-    both = b"content-length: 4\r\ntransfer-encoding: chunked\r\n\r\n0\r\n\r\nGET /version HTTP/1.1\r\nhost: 127.0.0.1"
+    both = (
+        b"content-length: 4\r\ntransfer-encoding: chunked\r\n\r\n0\r\n\r\nGET /version"
+        b" HTTP/1.1\r\nhost: 127.0.0.1"
+    )
     found = {
         "HTTP/0.9": b"GET /\r\n",
         "HTTP/1.0": b"GET /health HTTP/1.0" + _END,
@@ -169,9 +172,9 @@ def _raw(drawn: random.Random, path: str, whole: bytes) -> dict[str, list[tuple[
         "odd transfer": tokenize + b"transfer-encoding: xchunked\r\n\r\n0" + _END,
         "method": drawn.choice(methods) + b" /v1/completions HTTP/1.1\r\nhost: 127.0.0.1" + _END,
         "path": b"GET " + drawn.choice(paths) + b" HTTP/1.1\r\nhost: 127.0.0.1" + _END,
-        "upgrade": get
-        + b"connection: upgrade\r\nupgrade: websocket\r\nsec-websocket-version: 13"
-        + _END,
+        "upgrade": (
+            get + b"connection: upgrade\r\nupgrade: websocket\r\nsec-websocket-version: 13" + _END
+        ),
         "expect": whole.replace(_END, b"\r\nexpect: 100-continue" + _END, 1),
         "authorization": whole.replace(
             _END, b"\r\nauthorization: " + drawn.randbytes(9).hex().encode() + _END, 1

@@ -187,7 +187,8 @@ def _outcome(
         clear_frames(error)
     if not subject.is_meaning and (after := _surroundings()) != before:
         raise LawViolation(
-            f"{_LAW}: {composition}, call {call}: torch's surroundings are {after}, and were {before}"
+            f"{_LAW}: {composition}, call {call}: torch's surroundings are {after}, and were"
+            f" {before}"
         )
     generator = torch.get_rng_state() if device == "cpu" else torch.cuda.get_rng_state()
     weight = subject.built.world.weight.detach().clone()

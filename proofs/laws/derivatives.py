@@ -51,7 +51,8 @@ def derivatives_are_of_the_step(scenario: Scenario, place: int | None, device: s
         if other is not None and not abs(one - other) <= NEAR * size + NOISE:
             what = "all parameters" if place is None else names[at[0]]
             raise LawViolation(
-                f"L15 the slope of a step's loss by {what}: {way} gives {one:.6g}, and it is {other:.6g}"
+                f"L15 the slope of a step's loss by {what}: {way} gives {one:.6g}, and it is"
+                f" {other:.6g}"
             )
 
 

@@ -33,7 +33,8 @@ def dispatch_is_least(own: BatchDescriptor, limits: Limits, mode: str) -> None:
     )
     if decision.mode != expected or decision.descriptor not in classes:
         raise LawViolation(
-            f"L6 dispatch is least: {decision}, where {expected} of {[str(d) for d in classes]} is right"
+            f"L6 dispatch is least: {decision}, where {expected} of {[str(d) for d in classes]} is"
+            " right"
         )
     if any(d != decision.descriptor and decision.descriptor.covers(d) for d in classes):
         raise LawViolation(
@@ -66,7 +67,8 @@ def nothing_is_captured_after_start(scenario: Scenario, mode: str, device: str =
     covered = [b for b in batches if larger(b.descriptor, tuple(ladder))]
     if info.captures != captures or captures != len(ladder) or info.replays != len(covered):
         raise LawViolation(
-            f"L6 captures after start: {info}, {len(ladder)} classes, {len(covered)} covered batches"
+            f"L6 captures after start: {info}, {len(ladder)} classes, {len(covered)} covered"
+            " batches"
         )
 
 
@@ -96,7 +98,8 @@ def own_classes_are_dispatched(
         chosen = decision.descriptor
         if decision.mode != ("full" if fitting else "none") or chosen not in (fitting or [own]):
             raise LawViolation(
-                f"L6 dispatch is least: {decision} for '{own}', where {[str(d) for d in fitting]} cover"
+                f"L6 dispatch is least: {decision} for '{own}', where {[str(d) for d in fitting]}"
+                " cover"
             )
         if any(
             d != chosen and d.height <= chosen.height and d.width <= chosen.width for d in fitting
@@ -127,7 +130,8 @@ def class_is_kept(
         d = batch.descriptor
         if (batch.input_ids.shape[0], batch.rows.shape[0]) != (d.num_tokens, d.num_reqs):
             raise LawViolation(
-                f"L7 class is kept: '{d}' with {batch.input_ids.shape[0]} tokens, {batch.rows.shape[0]} rows"
+                f"L7 class is kept: '{d}' with {batch.input_ids.shape[0]} tokens,"
+                f" {batch.rows.shape[0]} rows"
             )
         state, out = step(params, state, batch)
         ran = torch.full_like(

@@ -74,7 +74,8 @@ def graph_is_eager_on_functions(function: Function, device: str = "cpu") -> None
         2 * len(function.inputs),
     ):
         raise LawViolation(
-            f"L1 graph is eager: {info} for inputs {[tuple(x.shape) for x in function.inputs]}, twice"
+            f"L1 graph is eager: {info} for inputs {[tuple(x.shape) for x in function.inputs]},"
+            " twice"
         )
 
 

@@ -48,7 +48,8 @@ def loops_are_python_loops(loop: Loop, device: str = "cpu") -> None:
             numbers = [int(x) for x in (*result[0], result[1])]
             if numbers != loop.wanted(start):
                 raise LawViolation(
-                    f"L1 loops are Python's: {way}, from {start}: {numbers} for {loop.wanted(start)}"
+                    f"L1 loops are Python's: {way}, from {start}: {numbers} for"
+                    f" {loop.wanted(start)}"
                 )
     if (captures := whole.cache_info().captures) != 1:
         raise LawViolation(

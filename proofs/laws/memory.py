@@ -33,7 +33,8 @@ def memory_is_estimated(function: Function, classes: int, device: str = "cpu") -
     used = graph.memory_analysis()
     if estimate.buffer_bytes != used.buffer_bytes:
         raise LawViolation(
-            f"L14 memory: {estimate.buffer_bytes} bytes of buffers estimated, {used.buffer_bytes} used"
+            f"L14 memory: {estimate.buffer_bytes} bytes of buffers estimated, {used.buffer_bytes}"
+            " used"
         )
     if not used.graph_bytes <= estimate.graph_bytes <= used.graph_bytes * (1 + SHARE):
         raise LawViolation(f"L14 memory: {estimate} where {used} is used, for {classes} classes")

@@ -35,7 +35,8 @@ def pieces_are_the_whole(
         assert_equal("L5 pieces are the whole: state", states[0], states[1])
     if any(n != scenario.config.num_layers + 1 for n in pieces.num_pieces()):
         raise LawViolation(
-            f"L5 pieces are the whole: {pieces.num_pieces()} for {scenario.config.num_layers} layers"
+            f"L5 pieces are the whole: {pieces.num_pieces()} for {scenario.config.num_layers}"
+            " layers"
         )
 
 

@@ -65,7 +65,8 @@ def broken_programs_are_refused(case: Broken) -> None:
         if refusal(wrong) is None:
             seen = fault(wrong.programs, buffers=wrong.buffers)
             raise LawViolation(
-                f"L10 broken programs are refused: {name}: the checker accepts what goes wrong: {seen}"
+                f"L10 broken programs are refused: {name}: the checker accepts what goes wrong:"
+                f" {seen}"
             )
 
 

@@ -60,7 +60,8 @@ def shards_are_the_function(function: RankFunction) -> None:
         programs = sharded.programs(function.params, states["shards"], x)
         if parse_listing(listing(programs)) != programs:
             raise LawViolation(
-                f"L22 shards are the function: their programs do not parse back: {listing(programs)}"
+                "L22 shards are the function: their programs do not parse back:"
+                f" {listing(programs)}"
             )
 
 
@@ -216,7 +217,8 @@ def disagreeing_ranks_are_refused(case: Disagreement) -> None:
             f"L22 disagreeing ranks are refused: {text}, which is not a ProgramError"
         ) from error
     raise LawViolation(
-        f"L22 disagreeing ranks are refused: rank {case.rank} has a collective {case.how}, and it ran"
+        f"L22 disagreeing ranks are refused: rank {case.rank} has a collective {case.how}, and"
+        " it ran"
     )
 
 

@@ -109,9 +109,9 @@ def main() -> None:
         f"# {len(rows)} planted bugs, and the laws that caught {len(rows) - len(survived)} of them"
     )
     said = (
-        "Each law ran on random cases with the bug planted, until one broke it (the column *example* counts them), and "
-        "then on smaller ones. Long cells are cut; `mutants.json` has them whole. Written by "
-        "`python -m weft.proofs.mutants --out FOLDER`."
+        "Each law ran on random cases with the bug planted, until one broke it (the column"
+        " *example* counts them), and then on smaller ones. Long cells are cut; `mutants.json` has"
+        " them whole. Written by `python -m weft.proofs.mutants --out FOLDER`."
     )
     (arguments.out / "mutants.md").write_text(f"{title}\n\n{said}\n\n{table(rows)}\n")
     print(table(rows))

@@ -30,7 +30,10 @@ class Caught:
     choices: str
 
     def __str__(self) -> str:
-        return f"{self.violation}\n  at example {self.examples}; the smallest case: {'; '.join(self.case)}"
+        return (
+            f"{self.violation}\n  at example {self.examples}; the smallest case:"
+            f" {'; '.join(self.case)}"
+        )
 
 
 @attrs.define

@@ -470,7 +470,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "--budget",
         type=float,
         default=120,
-        help="seconds of tests for a mutant in its mirror, and again in the other test files (default: %(default)s)",
+        help=(
+            "seconds of tests for a mutant in its mirror, and again in the other test files"
+            " (default: %(default)s)"
+        ),
     )
     parser.add_argument(
         "--repository", type=Path, default=Path.cwd(), help="its root (default: this folder)"

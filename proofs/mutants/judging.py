@@ -287,7 +287,8 @@ class Judge:
                 f"{index + 1}/{len(todo)} {rate:.1f} s each: {verdict['outcome']} {mutant['text']}"
             )
             self.say(
-                f"{text} by {verdict['killed_by']} ({verdict['num_run']} run, {verdict['num_left']} left)"
+                f"{text} by {verdict['killed_by']} ({verdict['num_run']} run, {verdict['num_left']}"
+                " left)"
             )
         return True
 

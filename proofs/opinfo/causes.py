@@ -82,7 +82,8 @@ CAUSES = (
         nearly=True,
     ),
     Cause(
-        "Its derivative adds with atomic operations, whose order varies (torch.use_deterministic_algorithms).",
+        "Its derivative adds with atomic operations, whose order varies"
+        " (torch.use_deterministic_algorithms).",
         (
             *(
                 "gather",
@@ -108,7 +109,8 @@ CAUSES = (
         nearly=True,
     ),
     Cause(
-        "Its convolution's derivative adds in an order that varies (torch.use_deterministic_algorithms).",
+        "Its convolution's derivative adds in an order that varies"
+        " (torch.use_deterministic_algorithms).",
         ("nn.functional.conv*",),
         transforms=("backward",),
         devices=("cuda",),
@@ -126,7 +128,8 @@ CAUSES = (
         devices=("cuda",),
     ),
     Cause(
-        "It returns the generator's state in memory of the CPU, which nothing has written; in a graph, of the GPU.",
+        "It returns the generator's state in memory of the CPU, which nothing has written; in a"
+        " graph, of the GPU.",
         ("torch.ops.aten._efficient_attention_forward",),
         devices=("cuda",),
         elsewhere=True,
@@ -137,7 +140,8 @@ CAUSES = (
         devices=("cuda",),
     ),
     Cause(
-        "Of several equal medians it returns the index of any (torch.use_deterministic_algorithms).",
+        "Of several equal medians it returns the index of any"
+        " (torch.use_deterministic_algorithms).",
         ("median", "nanmedian", "kthvalue", "mode", "masked.median"),
         devices=("cuda",),
     ),

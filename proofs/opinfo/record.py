@@ -88,9 +88,12 @@ class Record:
         lines = [
             f"# Torch's operator database: {cases:,} samples, {differ:,} differ, {crash:,} crash",
             "",
-            f"On {where}; torch {environment['torch']}; {self.done:,} of {self.of_tasks:,} operators with a dtype, in "
-            f"{self.seconds / 60:.0f} minutes; samples of each operator, transform and dtype: {most}; seed "
-            f"{self.settings['seed']}. Written by `python -m weft.proofs.opinfo --out FOLDER`.",
+            (
+                f"On {where}; torch {environment['torch']}; {self.done:,} of {self.of_tasks:,}"
+                f" operators with a dtype, in {self.seconds / 60:.0f} minutes; samples of each"
+                f" operator, transform and dtype: {most}; seed {self.settings['seed']}. Written by"
+                " `python -m weft.proofs.opinfo --out FOLDER`."
+            ),
             "",
             *(f"- **{kind}**: {meaning}." for kind, meaning in KINDS.items()),
             "",

@@ -35,7 +35,8 @@ def _legend() -> Iterator[str]:
     yield text(
         0,
         16,
-        "Decodes as a share of the memory roofline (2 tokens in, 256 or 512 out, all requests at once)",
+        "Decodes as a share of the memory roofline (2 tokens in, 256 or 512 out, all requests at"
+        " once)",
     )
     yield rect(0, 29, 12, 11, GREY, rx=2)
     yield text(18, 39, "oldest record")

@@ -21,7 +21,10 @@ def text(
     """A line of text from (`start`), around (`middle`) or up to (`end`) x, on the base line y."""
     more = ' font-weight="bold"' if bold else ""
     more += f' font-size="{size}"' if size else ""
-    return f'<text x="{x:.1f}" y="{y:g}" fill="{fill}" text-anchor="{anchor}"{more}>{escape(words)}</text>'
+    return (
+        f'<text x="{x:.1f}" y="{y:g}" fill="{fill}"'
+        f' text-anchor="{anchor}"{more}>{escape(words)}</text>'
+    )
 
 
 def rect(x: float, y: float, width: float, height: float, fill: str, **more: Any) -> str:
@@ -41,7 +44,10 @@ def line(x1: float, y1: float, x2: float, y2: float) -> str:
 def document(parts: Iterable[str], width: float, height: float, label: str) -> str:
     """A picture of these parts; `label` says what it shows to those who do not see it."""
     size = f'viewBox="0 0 {width:g} {height:g}" width="{width:g}" height="{height:g}"'
-    font = f'font-family="system-ui, sans-serif" font-size="13" role="img" aria-label="{escape(label)}"'
+    font = (
+        'font-family="system-ui, sans-serif" font-size="13" role="img"'
+        f' aria-label="{escape(label)}"'
+    )
     return "\n".join(
         (f'<svg xmlns="http://www.w3.org/2000/svg" {size} {font}>', *parts, "</svg>", "")
     )

@@ -57,8 +57,8 @@ def summary(values: Sequence[float]) -> str:
     median, most, worst = (f"{100 * percentile(values, percent):.1f}" for percent in (50, 90, 100))
     over = [sum(value > most for value in values) for most in (0.05, 0.15)]
     return (
-        f"median {median} %, 90th percentile {most} %, worst {worst} %; {over[0]} of {len(values)} over 5 %, "
-        f"{over[1]} over 15 %"
+        f"median {median} %, 90th percentile {most} %, worst {worst} %; {over[0]} of {len(values)}"
+        f" over 5 %, {over[1]} over 15 %"
     )
 
 
@@ -68,7 +68,10 @@ def tile_rows() -> Iterator[tuple[str, ...]]:
     for model, folds in record.data["models"].items():
         found = losses(record, model)
         shapes = len({(one.rows, one.columns) for one in found})
-        what = f"chosen tiles, {_NAMES[model]}: {shapes} shapes, each by a fit without it ({len(folds)} folds)"
+        what = (
+            f"chosen tiles, {_NAMES[model]}: {shapes} shapes, each by a fit without it"
+            f" ({len(folds)} folds)"
+        )
         against = (
             "the best of the whole search; the target is 5 % at the median and 15 % at the worst"
         )

@@ -32,7 +32,8 @@ def unknown_descriptor(path: Path, name: str) -> Any:
         label = f"{name}.{field.name}"
         if field.type not in (int, int | None):
             raise TypeError(
-                f"{label} is a {field.type}, which weft.proofs.solver.dispatch_proof cannot make unknown"
+                f"{label} is a {field.type}, which weft.proofs.solver.dispatch_proof cannot make"
+                " unknown"
             )
         given = field.type is int or flag(path, f"{label} given")
         object.__setattr__(made, field.name, unknown(path, label) if given else None)
@@ -229,8 +230,9 @@ def prove_ladders() -> Iterator[Verdict]:
             "uniform means T = R*q": all(
                 d.num_tokens == d.num_reqs * d.query_len for d in ladder if d.is_uniform
             ),
-            "pieces beside whole graphs are ragged": not ladder.full
-            or not any(d.is_uniform for d in ladder.piecewise),
+            "pieces beside whole graphs are ragged": (
+                not ladder.full or not any(d.is_uniform for d in ladder.piecewise)
+            ),
         }
 
     def uncut(path: Path) -> dict[str, Any]:
@@ -290,7 +292,8 @@ def main() -> None:
     arguments = parser.parse_args()
     held = True
     print(
-        "dispatch is right: total, deterministic, sound, least, of least padding; each rung reachable by its own class"
+        "dispatch is right: total, deterministic, sound, least, of least padding; each rung"
+        " reachable by its own class"
     )
     for verdict in prove_all(arguments.any_classes, arguments.classes):
         print(verdict, flush=True)

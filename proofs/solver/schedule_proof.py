@@ -308,10 +308,12 @@ def main() -> None:
     arguments = parser.parse_args()
     held = True
     print(
-        "schedules are right: the orders on each edge agree, no rank is ever stuck on edges of any capacity >= 1,"
+        "schedules are right: the orders on each edge agree, no rank is ever stuck on edges of any"
+        " capacity >= 1,"
     )
     print(
-        "the checker accepts them, and no job runs before every rank has taken in what it runs after"
+        "the checker accepts them, and no job runs before every rank has taken in what it runs"
+        " after"
     )
     for verdict in prove_all(arguments.stages, arguments.jobs, arguments.longest):
         print(verdict, flush=True)

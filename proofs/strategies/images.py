@@ -71,7 +71,10 @@ class ImageScenario:
     seed: int
 
     def __repr__(self) -> str:
-        return f"ImageScenario({' '.join(self.code)}, {', '.join(map(str, self.resolutions))}, seed={self.seed})"
+        return (
+            f"ImageScenario({' '.join(self.code)}, {', '.join(map(str, self.resolutions))},"
+            f" seed={self.seed})"
+        )
 
     def step(self) -> Callable[..., Any]:
         """The step: the filters, each on valid pixels alone. The state counts images and sums their

@@ -173,9 +173,9 @@ class Scenario:
     def __repr__(self) -> str:
         steps = [[(m.row, m.prompt_tokens) for m in step] for step in self.moves]
         return (
-            f"Scenario({self.config.architecture}, {self.config.num_layers} layers, prompts={self.prompts}, "
-            f"(row, prompt tokens) a step={steps}, uniform={self.uniform}, page_size={self.page_size}, "
-            f"sampling={self.sampling}"
+            f"Scenario({self.config.architecture}, {self.config.num_layers} layers,"
+            f" prompts={self.prompts}, (row, prompt tokens) a step={steps}, uniform={self.uniform},"
+            f" page_size={self.page_size}, sampling={self.sampling}"
             + (
                 f", {moe}"
                 if (moe := self.config.moe) is not None and moe.sharing is not None

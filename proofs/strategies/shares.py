@@ -75,9 +75,11 @@ def cut_scenarios(draw: st.DrawFn) -> CutScenario:
         )
     cut = CutScenario(
         scenario,
-        torch.bfloat16
-        if in_fp8
-        else draw(st.sampled_from((torch.float32, torch.bfloat16, torch.float16))),
+        (
+            torch.bfloat16
+            if in_fp8
+            else draw(st.sampled_from((torch.float32, torch.bfloat16, torch.float16)))
+        ),
         leaves,
         draw(st.integers(1, scenario.config.num_layers)),
         draw(st.booleans()),

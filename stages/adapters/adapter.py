@@ -305,7 +305,10 @@ def _changed(config: LoraConfig, names: Iterable[str], call: str) -> dict[str, t
         }:
             return found
         seen = "names no layer of the model that can be adapted"
-        instead = "an adapter of the model's own q, k, v, o, gate, up or down projections, none of experts"
+        instead = (
+            "an adapter of the model's own q, k, v, o, gate, up or down projections, none of"
+            " experts"
+        )
     except ConfigError as error:  # an expression that takes too many steps
         seen, instead = f"has {error.call}, and {error.seen}", error.instead
     raise ConfigError(call, f"{_CONFIG} {seen}", instead)

@@ -130,7 +130,9 @@ def _rendered(source: str, variables: Mapping[str, Any]) -> dict[str, Any]:
         return {"error": said(error)}
     if len(text) > MAX_CHARS:
         return {
-            "error": f"the checkpoint's chat template made {len(text)} characters; at most {MAX_CHARS}"
+            "error": (
+                f"the checkpoint's chat template made {len(text)} characters; at most {MAX_CHARS}"
+            )
         }
     return {"text": text}
 

@@ -285,7 +285,10 @@ def weight_files(folder: Path, call: str) -> list[Path]:
 
 def _tensor_files(folder: Path, call: str) -> dict[str, Path]:
     """The file that holds each of the checkpoint's tensors."""
-    convert = "convert it: AutoModelForCausalLM.from_pretrained(…).save_pretrained(…, safe_serialization=True)"
+    convert = (
+        "convert it: AutoModelForCausalLM.from_pretrained(…).save_pretrained(…,"
+        " safe_serialization=True)"
+    )
     written = "pass a folder that save_pretrained wrote"
     file = find_file(folder, (_WEIGHTS, _INDEX), call, written, {"pytorch_model*.bin": convert})
     if file.name == _INDEX:
@@ -427,7 +430,10 @@ def check_tensor(
         found, dtype = tuple(view.get_shape()), view.get_dtype()
         if found == shape and dtype in dtypes:
             return
-        seen = f"{name} in {file} is {dtype} {found}, and {source} makes it {shape} of {', '.join(dtypes)}"
+        seen = (
+            f"{name} in {file} is {dtype} {found}, and {source} makes it {shape} of"
+            f" {', '.join(dtypes)}"
+        )
         quantized = dtypes == FLOATS and dtype not in FLOATS
         instead = "use the checkpoint before quantization" if quantized else _belong(source)
     raise CheckpointError(call, seen, instead)

@@ -267,7 +267,10 @@ def check_functions(call: str, functions: StageFunctions, num_layers: int) -> No
             isinstance(found, Mapping)
             and all(is_int(index, 0, num_layers - 1) and callable(f) for index, f in found.items())
         ),
-        f"a dict from a layer's index, 0 to {num_layers - 1}, to a function of a layer: layers={{0: f}}",
+        (
+            f"a dict from a layer's index, 0 to {num_layers - 1}, to a function of a layer:"
+            " layers={0: f}"
+        ),
     )
     rules["reduction_leaves"] = LEAVES
     rules["extras"] = (

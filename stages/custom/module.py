@@ -412,12 +412,18 @@ def _instead_of(change: Change, module: nn.Module) -> str:
     path, _, key = change.path.rpartition(".")
     parts = dict(module.named_modules())
     if path in parts and f"{key}_orig" in vars(parts[path])["_parameters"]:
-        return "torch.nn.utils.parametrizations in the place of this hook; prune.remove(...) of a pruned module"
+        return (
+            "torch.nn.utils.parametrizations in the place of this hook; prune.remove(...) of a"
+            " pruned module"
+        )
     once = "if it is set only once, run the module before"
     if path in parts:
         return f"return it, or register_buffer({key!r}, ...); {once}"
     if isinstance(change.after, Tensor):
-        return f"a tensor that is there before from_module(module), and is then part of the state; {once}"
+        return (
+            "a tensor that is there before from_module(module), and is then part of the state;"
+            f" {once}"
+        )
     value = repr(change.before) if isinstance(change.before, int | float) else "..."
     return f"a tensor in its place, torch.tensor({value}), which is then part of the state; {once}"
 

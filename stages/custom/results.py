@@ -48,7 +48,10 @@ def changed_layer(
         seen = f"it returned hidden states {list(result[0].shape)}, {result[0].dtype}"
     else:
         seen = f"it returned {_kinds(result)}"
-    instead = f"(hidden, kv_pages), where hidden is {list(hidden.shape)}, {hidden.dtype}, as the given one"
+    instead = (
+        f"(hidden, kv_pages), where hidden is {list(hidden.shape)}, {hidden.dtype}, as the"
+        " given one"
+    )
     raise ProgramError(f"layer {index} of with_stages(layers=...)", seen, instead)
 
 
@@ -96,7 +99,10 @@ def check_added(function: str, added: Any, hidden: Tensor) -> Tensor:
         if fits and added.dtype in (hidden.dtype, torch.float32):
             return added
         seen = f"it returned {list(added.shape)}, {added.dtype}"
-    instead = f"{list(hidden.shape)}, {hidden.dtype}; or parts of it, [parts, *{list(hidden.shape)}], to be added up"
+    instead = (
+        f"{list(hidden.shape)}, {hidden.dtype}; or parts of it, [parts, *{list(hidden.shape)}], to"
+        " be added up"
+    )
     raise ProgramError(f"{function} of with_stages({function}=...)", seen, instead)
 
 

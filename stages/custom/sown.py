@@ -138,7 +138,10 @@ class Sown:
                 seen = "which this layer does not carry"
                 if name in self.carried_in:
                     seen = f"which layer {self.carried_in[name]} carries"
-                instead = f"carry({name!r}, value) in the same layer: others compute the step's tokens at other times"
+                instead = (
+                    f"carry({name!r}, value) in the same layer: others compute the step's tokens at"
+                    " other times"
+                )
                 raise ProgramError(f"batch.carried[{name!r}] in layer {layer}", seen, instead)
 
     def after(self, x: IntermediateTensors | None, device: torch.device) -> dict[str, PerToken]:
@@ -159,7 +162,10 @@ class Sown:
 def carried_on(name: str, state: State, batch: ResolvedBatch, sown: Sown) -> State:
     """The state with what the batch's requests carry on from this stage."""
     if state.carried is None:
-        instead = "a state of this model: make_state(model, ...), or Carried.of(model.functions.carries, ...)"
+        instead = (
+            "a state of this model: make_state(model, ...), or Carried.of(model.functions.carries,"
+            " ...)"
+        )
         raise ProgramError(f"{name}(params, state, batch, x)", "a state without `carried`", instead)
     carried = state.carried.write(batch, state.kv_pages.shape[3], sown.carried)
     return state if carried is state.carried else attrs.evolve(state, carried=carried)

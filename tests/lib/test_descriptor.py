@@ -103,8 +103,10 @@ def test_what_contradicts_itself_is_refused(args: tuple[Any, ...], seen: str, in
     with pytest.raises(DescriptorError) as error:
         BatchDescriptor(*args)
     query_len = args[2] if len(args) > 2 else None
-    assert str(error.value) == (
-        f"BatchDescriptor({args[0]!r}, {args[1]!r}, query_len={query_len!r})\n  saw: {seen}\n  instead: {instead}"
+    assert (
+        str(error.value)
+        == f"BatchDescriptor({args[0]!r}, {args[1]!r}, query_len={query_len!r})\n  saw: {seen}\n "
+        f" instead: {instead}"
     )
     assert isinstance(error.value, ValueError)
 

@@ -57,8 +57,9 @@ def test_a_state_is_moved_from() -> None:
     for field in ("kv_pages", "positions", "sampling"):
         with pytest.raises(DonatedError) as error:
             getattr(old, field)
-        assert str(error.value) == (
-            f"State.{field}\n  saw: this State was donated to step(state)\n  instead: {INSTEAD}"
+        assert (
+            str(error.value)
+            == f"State.{field}\n  saw: this State was donated to step(state)\n  instead: {INSTEAD}"
         )
     assert isinstance(error.value, RuntimeError)
 
@@ -158,10 +159,11 @@ def test_one_tensor_twice_in_a_tree_is_said_to_be_that() -> None:
     tied = torch.zeros(2)
     with pytest.raises(DonatedError) as caught:
         donate({"embed": tied, "head": tied}, to="f(state)")
-    assert str(caught.value) == (
-        "f(state)\n  saw: a tensor that stands twice in it, at ['embed'] and ['head'], and can have one next value\n"
-        "  instead: donate it once, and use it in both places inside the function; "
-        "two copies would become two values"
+    assert (
+        str(caught.value)
+        == "f(state)\n  saw: a tensor that stands twice in it, at ['embed'] and ['head'], and can"
+        " have one next value\n  instead: donate it once, and use it in both places inside the"
+        " function; two copies would become two values"
     )
     refuse_donated(tied, call="g")
 
@@ -372,14 +374,20 @@ REFUSE: dict[str, list[Callable[[Any], Any]]] = {
 }
 """The public functions and methods that take trees of tensors: calls that are given one tensor."""
 OTHERS = {
-    "operators, which read tensors as torch's do": "all_gather all_reduce all_to_all ppermute reduce_scatter",
+    "operators, which read tensors as torch's do": (
+        "all_gather all_reduce all_to_all ppermute reduce_scatter"
+    ),
     "it reads no value": "inert",
     "another function is called as it is": "lift",
-    "a whole model, which the steps of an engine take": "generate logprobs make_runner make_state verify Engine.update",
-    "no tensors": """assert_max_captures axes axis_index axis_size batch_invariant check check_borrowed clear_caches
+    "a whole model, which the steps of an engine take": (
+        "generate logprobs make_runner make_state verify Engine.update"
+    ),
+    "no tensors": (
+        """assert_max_captures axes axis_index axis_size batch_invariant check check_borrowed clear_caches
     compare decode_jobs descriptor_field dispatch dispatch_table interleaved jobs_for load load_adapter lora_rungs
     make_ladder make_programs measure no_capture plan_cohorts plan_splits predict_decode pytree simulate static
-    streaming weave""",
+    streaming weave"""
+    ),
 }
 """Those that accept a donated tensor, or take none, by the reason."""
 

@@ -121,8 +121,10 @@ VALUES = [
     ([IntermediateTensors(torch.ones(5, 8).half())], "[0].hidden_states[num_tokens, 8] float16"),
     (
         Batch.decode([0]),
-        "rows[num_reqs] int64, input_ids[num_tokens] int64, query_start_loc[num_reqs+1] int32, "
-        "samples[num_reqs] bool",
+        (
+            "rows[num_reqs] int64, input_ids[num_tokens] int64, query_start_loc[num_reqs+1] int32, "
+            "samples[num_reqs] bool"
+        ),
     ),
 ]
 
@@ -164,9 +166,10 @@ NO_EFFECT = [
 def test_lines_that_are_no_effect(line: str) -> None:
     with pytest.raises(ProgramError) as error:
         parse_effect(line)
-    assert str(error.value) == (
-        f"parse_effect({line!r})\n  saw: no effect\n  instead: run|send to|recv from|broadcast from|fence|all_reduce "
-        "... [mb N], and a schema only where something is sent"
+    assert (
+        str(error.value)
+        == f"parse_effect({line!r})\n  saw: no effect\n  instead: run|send to|recv from|broadcast"
+        " from|fence|all_reduce ... [mb N], and a schema only where something is sent"
     )
 
 
@@ -194,8 +197,10 @@ NO_SCHEMA = [
 def test_texts_that_are_no_tensors_schema(text: str) -> None:
     with pytest.raises(ProgramError) as error:
         TensorSchema.parse(text)
-    assert str(error.value) == (
-        f"TensorSchema.parse({text!r})\n  saw: no tensor's schema\n  instead: name[num_tokens, 64] float32"
+    assert (
+        str(error.value)
+        == f"TensorSchema.parse({text!r})\n  saw: no tensor's schema\n  instead: name[num_tokens,"
+        " 64] float32"
     )
 
 

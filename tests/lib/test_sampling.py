@@ -154,8 +154,10 @@ def test_every_field_is_checked() -> None:
 def test_the_text_of_a_refusal() -> None:
     with pytest.raises(RequestError) as error:
         SamplingParams(temperature=0.5, top_p=1.5)
-    assert str(error.value) == (
-        "SamplingParams(temperature=0.5, top_p=1.5)\n  saw: top_p=1.5\n  instead: a number > 0 and <= 1; 1 keeps all"
+    assert (
+        str(error.value)
+        == "SamplingParams(temperature=0.5, top_p=1.5)\n  saw: top_p=1.5\n  instead: a number > 0"
+        " and <= 1; 1 keeps all"
     )
 
 

@@ -254,8 +254,10 @@ def test_a_class_that_is_no_attrs_class_is_refused() -> None:
         with pytest.raises(TreeError) as error:
             pytree(cls)
         name = cls.__name__
-        assert str(error.value) == (
-            f"weft.pytree({name})\n  saw: {kind}\n  instead: @weft.pytree, then @attrs.frozen, then class {name}: ..."
+        assert (
+            str(error.value)
+            == f"weft.pytree({name})\n  saw: {kind}\n  instead: @weft.pytree, then @attrs.frozen,"
+            f" then class {name}: ..."
         )
 
 
@@ -450,8 +452,9 @@ def test_a_class_that_torchs_pytree_knows_is_refused_by_name() -> None:
     )
     with pytest.raises(TreeError) as error:
         pytree(Known)
-    assert str(error.value) == (
-        "weft.pytree(Known)\n  saw: a class that is registered with torch's pytree\n"
+    assert (
+        str(error.value)
+        == "weft.pytree(Known)\n  saw: a class that is registered with torch's pytree\n"
         "  instead: one of the two: weft's transforms take it as torch knows it"
     )
 

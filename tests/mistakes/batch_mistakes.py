@@ -65,8 +65,8 @@ MISTAKES = {
     "ladder: a mode of another name": Mistake(
         lambda: weft.make_ladder("cudagraph", LIMITS),
         DescriptorError,
-        "make_ladder('cudagraph', Limits(max_num_reqs=4, max_num_tokens=16, query_lens=(1,), active_loras=(0,)), "
-        "sizes=None, capability='full')",
+        "make_ladder('cudagraph', Limits(max_num_reqs=4, max_num_tokens=16, query_lens=(1,),"
+        " active_loras=(0,)), sizes=None, capability='full')",
         "an unknown mode",
         "one of none, piecewise, full_decode_only, full, full_and_piecewise",
     ),
@@ -82,16 +82,16 @@ MISTAKES = {
         CaptureError,
         "graphify(f, ...)",
         "ladder=[NoOrder(size=4)]; NoOrder has no method covers",
-        "a sequence of descriptors, as from weft.make_ladder(mode, limits), or of a hashable class (such as an "
-        "@attrs.frozen one) with a method covers(other)",
+        "a sequence of descriptors, as from weft.make_ladder(mode, limits), or of a hashable class"
+        " (such as an @attrs.frozen one) with a method covers(other)",
     ),
     "ladder: a tensor where a batch should be": Mistake(
         lambda: weft.graphify(f, ladder=weft.make_ladder("full", LIMITS))(X),
         CaptureError,
         "graphify(f, ladder=...)(x)",
         "a ladder, but no argument that holds a descriptor",
-        "pass a weft.Batch (or your own class with a weft.descriptor_field()) with one descriptor, or leave the ladder "
-        "out",
+        "pass a weft.Batch (or your own class with a weft.descriptor_field()) with one descriptor,"
+        " or leave the ladder out",
     ),
     "dispatch: a batch for its class": Mistake(
         lambda: weft.dispatch(weft.Batch.decode([0]), weft.make_ladder("full", LIMITS)),
@@ -126,7 +126,8 @@ MISTAKES = {
         DescriptorError,
         "weft.pad(Batch, 4)",
         "4 where a descriptor should be",
-        "a hashable value with a method covers(other): a weft.BatchDescriptor, or an @attrs.frozen class",
+        "a hashable value with a method covers(other): a weft.BatchDescriptor, or an @attrs.frozen"
+        " class",
     ),
     "pad: to a smaller class": Mistake(
         lambda: weft.pad(weft.Batch.decode([0, 1]), weft.BatchDescriptor.uniform(1)),
@@ -196,7 +197,8 @@ MISTAKES = {
         DescriptorError,
         "dispatch_table(...).plot('tokens')",
         "a size that these classes do not have",
-        "one of num_tokens, num_reqs, query_len, num_active_loras, or None: the first that is padded",
+        "one of num_tokens, num_reqs, query_len, num_active_loras, or None: the first that is"
+        " padded",
     ),
     "batch: a token that is half": Mistake(
         lambda: weft.Batch.ragged([0], [[5, 1.5]]),

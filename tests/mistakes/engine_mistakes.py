@@ -77,7 +77,8 @@ MISTAKES = {
         RequestError,
         "engine.add(prompt, max_tokens=1, id='request 0')",
         "extras={'v': 1}",
-        "no extras, since the model has none; model.with_stages(..., extras={name: default}) gives it some",
+        "no extras, since the model has none; model.with_stages(..., extras={name: default}) gives"
+        " it some",
     ),
     "engine: two requests of one id": Mistake(
         two_of_a_name,
@@ -90,7 +91,8 @@ MISTAKES = {
         lambda: engine().add([5] * 60, max_tokens=9),
         RequestError,
         "engine.add(..., id='request 0')",
-        "a prompt of 60 tokens, and 9 to generate; a request may have 64, by EngineLimits.max_model_len",
+        "a prompt of 60 tokens, and 9 to generate; a request may have 64, by"
+        " EngineLimits.max_model_len",
         "a shorter prompt, fewer max_tokens, or a greater max_model_len",
     ),
     "engine: a chat for a prompt": Mistake(

@@ -110,7 +110,8 @@ MISTAKES = {
         lambda: weft.graphify(collects([]))(X),
         CaptureError,
         "graphify(keep)",
-        "an argument, or a view of one, is kept and not returned (float32[3]): in a cache, a global or an attribute",
+        "an argument, or a view of one, is kept and not returned (float32[3]): in a cache, a global"
+        " or an attribute",
         "keep a clone of it outside the function",
     ),
     "graphify: an array of numpy": Mistake(
@@ -125,7 +126,8 @@ MISTAKES = {
         CaptureError,
         "<lambda>(...)",
         "b is a NoPytree, which is neither a tensor, a plain value nor a pytree",
-        "register its class (weft.pytree), pass its tensors, or name it in static_argnames if it never changes",
+        "register its class (weft.pytree), pass its tensors, or name it in static_argnames if it"
+        " never changes",
     ),
     "graphify: a new shape after freeze": Mistake(
         frozen_miss,

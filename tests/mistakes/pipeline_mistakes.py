@@ -144,7 +144,8 @@ MISTAKES = {
         ProgramError,
         "launch(<lambda>, 2)",
         "Can't <any> local object '<lambda>.<locals>.<lambda>'",
-        "a function of a module or of the script itself, by its name, and arguments that can be pickled",
+        "a function of a module or of the script itself, by its name, and arguments that can be"
+        " pickled",
     ),
     "scan: a step without a state": Mistake(
         lambda: weft.scan(lambda params, state, batch: batch, 2)(None, None, X),
@@ -242,7 +243,8 @@ MISTAKES = {
         CaptureError,
         "graphify(f, ...)",
         "split_at=sort",
-        "operators by name, as in 'weft::paged_attention' or 'aten::sort', or as torch.ops.aten.sort",
+        "operators by name, as in 'weft::paged_attention' or 'aten::sort', or as"
+        " torch.ops.aten.sort",
     ),
     "pipeline: a number to lift": Mistake(
         lambda: lift(3),

@@ -17,16 +17,24 @@ COMMANDS: dict[str, tuple[list[str], str]] = {
     ),
     "an option of another name": (
         ["generate", "--model", str(DEMO), "--prompt", "A", "--speculation", "3"],
-        "weft generate: error: unrecognized arguments: --speculation 3 "
-        "(instead: --speculate, or see weft generate --help)",
+        (
+            "weft generate: error: unrecognized arguments: --speculation 3 "
+            "(instead: --speculate, or see weft generate --help)"
+        ),
     ),
     "an option that is required, misspelt": (
         ["bench", "--modle", "demo"],
-        "weft bench: error: unrecognized arguments: --modle demo (instead: --model, or see weft bench --help)",
+        (
+            "weft bench: error: unrecognized arguments: --modle demo (instead: --model, or see weft"
+            " bench --help)"
+        ),
     ),
     "the only arguments misspelt": (
         ["verify", "--modle=demo"],
-        "weft verify: error: unrecognized arguments: --modle=demo (instead: --model, or see weft verify --help)",
+        (
+            "weft verify: error: unrecognized arguments: --modle=demo (instead: --model, or see"
+            " weft verify --help)"
+        ),
     ),
     "a model without its option": (
         ["generate", "demo", "--prompt", "A"],
@@ -38,7 +46,10 @@ COMMANDS: dict[str, tuple[list[str], str]] = {
     ),
     "an option of vLLM's": (
         ["serve", "demo", "--tensor-parallel-size", "2"],
-        "unrecognized arguments: --tensor-parallel-size 2 (instead: --tp, or see weft serve --help)",
+        (
+            "unrecognized arguments: --tensor-parallel-size 2 (instead: --tp, or see weft serve"
+            " --help)"
+        ),
     ),
     "an option that only begins like others": (
         ["generate", "--model", "demo", "--prompt", "A", "--batch-size", "3"],
@@ -46,7 +57,10 @@ COMMANDS: dict[str, tuple[list[str], str]] = {
     ),
     "sampling that the command does not have": (
         ["generate", "--model", "demo", "--prompt", "A", "--top-p", "0.5"],
-        "instead: in Python, weft.generate(..., sampling=weft.SamplingParams(...)), or see weft generate --help)",
+        (
+            "instead: in Python, weft.generate(..., sampling=weft.SamplingParams(...)), or see weft"
+            " generate --help)"
+        ),
     ),
     "a model of no such name to serve": (
         ["serve", "dmo"],
@@ -58,7 +72,10 @@ COMMANDS: dict[str, tuple[list[str], str]] = {
     ),
     "an option that is none": (
         ["doctor", "--tensor-parallel-size=2"],
-        "weft doctor: error: unrecognized arguments: --tensor-parallel-size=2 (instead: see weft doctor --help)",
+        (
+            "weft doctor: error: unrecognized arguments: --tensor-parallel-size=2 (instead: see"
+            " weft doctor --help)"
+        ),
     ),
     "a folder that is not there": (
         ["generate", "--model", "nowhere", "--prompt", "A"],
@@ -70,7 +87,10 @@ COMMANDS: dict[str, tuple[list[str], str]] = {
     ),
     "fewer tokens than requests": (
         ["bench", "--preset", "tiny", "--max-num-seqs", "4", "--max-num-tokens", "2"],
-        "error: weft bench --max-num-tokens 2\n  saw: 2 tokens a step for 4 requests\n  instead: 4 or more",
+        (
+            "error: weft bench --max-num-tokens 2\n  saw: 2 tokens a step for 4 requests\n "
+            " instead: 4 or more"
+        ),
     ),
     "more tokens than positions": (
         ["demo", "--max-tokens", "9999"],

@@ -53,7 +53,10 @@ def test_an_advance_that_was_not_lifted_is_noted(spans: Any) -> None:
     step, given = spans([counts(stage)], advance=total), ([X], [counts.carry(X, X)], X)
     with pytest.raises(TypeError) as error:
         step(*given)
-    note = "in advance (total) on stage 0's state, a Carried, which a transform made: advance=lift(...)"
+    note = (
+        "in advance (total) on stage 0's state, a Carried, which a transform made:"
+        " advance=lift(...)"
+    )
     assert note in error.value.__notes__
     (state,), _ = spans([counts(stage)], advance=lift(total))(*given)
     assert (state.own, state.state.tolist()) == (1, [4, 4, 4])

@@ -450,7 +450,8 @@ def test_calls_that_are_given_are_checked_without_hypothesis() -> None:
     )
     assert re.search(r"a graph of it is it, bitwise +holds", done.stdout)
     assert done.stdout.endswith(
-        f"MissingPackageError weft.proofs.laws\n  saw: no hypothesis here\n  instead: {install_command('proofs')}\n"
+        "MissingPackageError weft.proofs.laws\n  saw: no hypothesis here\n  instead:"
+        f" {install_command('proofs')}\n"
     )
 
 

@@ -98,14 +98,16 @@ def test_what_code_looks_like() -> None:
     full = "torch.full((2000, 3), 0.5, dtype=torch.float32)"
     assert to_code(torch.full((2000, 3), 0.5)) == f"import torch\nvalue = {full}"
     rows = Rows(BatchDescriptor(1, 1), torch.tensor([2.0]))
-    assert to_code(rows, "rows") == (
-        "import torch\nimport weft\nfrom weft.proofs.strategies.captures.functions import Rows\n"
-        "rows = Rows(descriptor=weft.BatchDescriptor(num_tokens=1, num_reqs=1), x=torch.tensor([2.0]))"
+    assert (
+        to_code(rows, "rows")
+        == "import torch\nimport weft\nfrom weft.proofs.strategies.captures.functions import"
+        " Rows\nrows = Rows(descriptor=weft.BatchDescriptor(num_tokens=1, num_reqs=1),"
+        " x=torch.tensor([2.0]))"
     )
     x = torch.arange(6).view(2, 3).t()
-    assert to_code(x) == (
-        "import torch\n"
-        "value = torch.empty_strided((3, 2), (1, 3), dtype=torch.int64).copy_(torch.tensor([[0, 3], [1, 4], [2, 5]]))"
+    assert (
+        to_code(x) == "import torch\nvalue = torch.empty_strided((3, 2), (1, 3),"
+        " dtype=torch.int64).copy_(torch.tensor([[0, 3], [1, 4], [2, 5]]))"
     )
     assert again(x).stride() == x.stride()
     assert again(torch.ones(2, requires_grad=True)).requires_grad
@@ -131,9 +133,10 @@ def test_large_tensors_get_a_folder_of_their_own() -> None:
 
 def test_what_has_no_code_says_so() -> None:
     module = torch.nn.Linear(1, 1)
-    assert to_code((module, 1)) == (
-        "# the `...` stands for Linear(in_features=1, out_features=1, bias=True), of class Linear: put yours there\n"
-        "value = (..., 1)"
+    assert (
+        to_code((module, 1))
+        == "# the `...` stands for Linear(in_features=1, out_features=1, bias=True), of class"
+        " Linear: put yours there\nvalue = (..., 1)"
     )
 
     @attrs.frozen

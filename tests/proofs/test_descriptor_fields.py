@@ -118,6 +118,6 @@ def test_a_field_of_a_new_kind_fails_the_proof() -> None:
     with instead(Named):
         refuted = [v.counterexample for v in dispatch_proof.prove_order()]
     assert (
-        "raises TypeError: a.name is a <class 'str'>, which weft.proofs.solver.dispatch_proof cannot make unknown"
-        in str(refuted[0])
+        "raises TypeError: a.name is a <class 'str'>, which weft.proofs.solver.dispatch_proof"
+        " cannot make unknown" in str(refuted[0])
     )

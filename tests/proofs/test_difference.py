@@ -46,8 +46,11 @@ SAID: dict[str, tuple[Any, Any, str]] = {
     "a static field": (
         Batch.decode([0]),
         attrs.evolve(Batch.decode([0]), descriptor=Batch.ragged([0], [[1]]).descriptor),
-        ": a Batch(descriptor=BatchDescriptor(num_tokens=1, num_reqs=1, query_len=1, num_active_loras=0)) against "
-        "a Batch(descriptor=BatchDescriptor(num_tokens=1, num_reqs=1, query_len=None, num_active_loras=0))",
+        (
+            ": a Batch(descriptor=BatchDescriptor(num_tokens=1, num_reqs=1, query_len=1,"
+            " num_active_loras=0)) against a Batch(descriptor=BatchDescriptor(num_tokens=1,"
+            " num_reqs=1, query_len=None, num_active_loras=0))"
+        ),
     ),
     "a number and a bool": ([1], [True], "[0]: 1 against True"),
     "zeros of Python": ([0.0], [-0.0], "[0]: 0.0 against -0.0"),
@@ -183,8 +186,10 @@ def test_all_that_is_said() -> None:
     assert found.text("graph", "function") == TEXT
     zeros = find_difference(torch.tensor(0.0), torch.tensor(-0.0))
     assert zeros is not None
-    assert zeros.text() == (
-        "at:       the result, float32 [] on cpu\nseen:     0.0\nexpected: -0.0\napart:    0 ULPs: zeros of either sign"
+    assert (
+        zeros.text()
+        == "at:       the result, float32 [] on cpu\nseen:     0.0\nexpected: -0.0\napart:    0"
+        " ULPs: zeros of either sign"
     )
 
 

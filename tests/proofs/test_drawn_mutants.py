@@ -114,7 +114,10 @@ def test_one_seed_draws_the_same_mutants_of_core_files() -> None:
 
 
 def test_lines_of_a_statement_without_those_inside_it() -> None:
-    source = "LIMIT = 1\n\n\ndef f(a, b=2):\n    if a > (\n        b\n    ):\n        return a + b\n    return b - 1\n"
+    source = (
+        "LIMIT = 1\n\n\ndef f(a, b=2):\n    if a > (\n        b\n    ):\n        return a + b\n   "
+        " return b - 1\n"
+    )
     spans = {
         (mutant.before, mutant.first_line, mutant.last_line, mutant.in_function)
         for mutant in mutants_of("f.py", source)

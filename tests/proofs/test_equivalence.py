@@ -110,7 +110,8 @@ def test_exceptions_of_one_function() -> None:
     error = counterexample(refusing, lambda x: x, (tensors(1),))
     assert (
         error.text
-        == "refusing is not g, bitwise\n  refusing: raises ValueError: too much\n  g:        returns"
+        == "refusing is not g, bitwise\n  refusing: raises ValueError: too much\n  g:       "
+        " returns"
     )
     assert isinstance(error.__cause__, ValueError)
     assert counterexample(lambda x: x, refusing, (torch.ones(2),)).text.endswith(

@@ -38,7 +38,8 @@ def test_the_law_catches_its_mutant_on_the_stored_case(mutant: Mutant) -> None:
                 row["case"],
                 row["choices"],
             ), (
-                "the strategies draw otherwise now: empty its choices, and run python -m weft.proofs.mutants --missing"
+                "the strategies draw otherwise now: empty its choices, and run python -m"
+                " weft.proofs.mutants --missing"
             )
         elif caught is None:
             caught = catch(

@@ -222,8 +222,9 @@ def test_a_file_of_traces_is_written(
 def test_it_imports_neither_torch_nor_hypothesis(pytester: pytest.Pytester) -> None:
     pytester.makepyfile(test_one="def test_one(): pass")
     code = (
-        "import sys, pytest; pytest.main(['-q', '--co', '-p', 'weft.proofs.plugin', '-p', 'no:hypothesispytest']);"
-        "print('imported:', [name for name in ('torch', 'hypothesis', 'attrs', 'numpy') if name in sys.modules])"
+        "import sys, pytest; pytest.main(['-q', '--co', '-p', 'weft.proofs.plugin', '-p',"
+        " 'no:hypothesispytest']);print('imported:', [name for name in ('torch', 'hypothesis',"
+        " 'attrs', 'numpy') if name in sys.modules])"
     )
     done = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=pytester.path

@@ -88,7 +88,10 @@ def test_every_operation_is_drawn_as_code_that_compiles() -> None:
 
 def test_what_is_refused_and_what_raises_is_counted() -> None:
     ends = "def around(call):\n    return torch.no_grad()\n\ndef before(call):\n    pass\n"
-    start = "import torch\n\ndef arguments(call):\n    return torch.ones(2) + call,\n\ndef f(x):\n    return "
+    start = (
+        "import torch\n\ndef arguments(call):\n    return torch.ones(2) + call,\n\ndef f(x):\n   "
+        " return "
+    )
     tally = Tally()
     for body in ("x * float(x[0])", "x * x.missing", "x + 1"):
         graph_is_eager_on_tensor_programs(TensorProgram(f"{start}{body}\n\n{ends}", 2), tally=tally)

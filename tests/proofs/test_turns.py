@@ -53,7 +53,10 @@ def test_vllm_is_asked_for_first(
         ),
         (
             json.dumps({**PRESETS["tiny"], "max_position_embeddings": 300}),
-            "--workloads prefill: prefill has requests of 576 tokens, and some has 300 positions: pass other workloads",
+            (
+                "--workloads prefill: prefill has requests of 576 tokens, and some has 300"
+                " positions: pass other workloads"
+            ),
         ),
     ],
 )
@@ -178,7 +181,9 @@ def test_vllm_beside_weft(
     """The protocol of turns, with a package that takes vLLM's place: both end with the run,
     whatever happens."""
     (tmp_path / "vllm").mkdir()
-    lost = "self.count = getattr(self, 'count', -1) + 1; prompts = prompts[self.count // 2 :]"  # in the second round
+    lost = (  # in the second round
+        "self.count = getattr(self, 'count', -1) + 1; prompts = prompts[self.count // 2 :]"
+    )
     made = FAKE_VLLM.replace("LOSES", lost if loses else "pass")
     (tmp_path / "vllm" / "__init__.py").write_text(made)
     (tmp_path / "vllm" / "inputs.py").write_text("class TokensPrompt(dict):\n    pass\n")

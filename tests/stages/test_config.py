@@ -77,7 +77,10 @@ def test_what_transformers_writes_is_read_back(
     assert_agrees(load_config(folder), config, architecture)
 
 
-SUPPORTED = "weft supports the architectures LlamaForCausalLM, Qwen2ForCausalLM, Qwen3ForCausalLM, Qwen3MoeForCausalLM"
+SUPPORTED = (
+    "weft supports the architectures LlamaForCausalLM, Qwen2ForCausalLM, Qwen3ForCausalLM,"
+    " Qwen3MoeForCausalLM"
+)
 SLIDING = {"use_sliding_window": True, "max_window_layers": 0}
 
 
@@ -188,8 +191,10 @@ SLIDING = {"use_sliding_window": True, "max_window_layers": 0}
                 "layer_types": ["full_attention", "sliding_attention"],
             },
             "config.json has layer_types=['full_attention', 'sliding_attention']",
-            "weft supports 'full_attention' in each of the 2 layers, or no layer_types; 'sliding_attention' beside "
-            "use_sliding_window=true",
+            (
+                "weft supports 'full_attention' in each of the 2 layers, or no layer_types;"
+                " 'sliding_attention' beside use_sliding_window=true"
+            ),
         ),
         (
             {
@@ -199,12 +204,18 @@ SLIDING = {"use_sliding_window": True, "max_window_layers": 0}
                 **SLIDING,
             },
             "config.json has layer_types=['full_attention', 'linear_attention']",
-            "weft supports 'full_attention' or 'sliding_attention' in each of the 2 layers, or no layer_types",
+            (
+                "weft supports 'full_attention' or 'sliding_attention' in each of the 2 layers, or"
+                " no layer_types"
+            ),
         ),
         (
             {**QWEN3_MOE, "num_hidden_layers": 2, "layer_types": ["full_attention"] * 2, **SLIDING},
             "config.json has layer_types=['full_attention', 'full_attention']",
-            "in a qwen3_moe all layers slide: 'sliding_attention' in each of the 2, or no layer_types",
+            (
+                "in a qwen3_moe all layers slide: 'sliding_attention' in each of the 2, or no"
+                " layer_types"
+            ),
         ),
         (
             {**QWEN2, **SLIDING, "sliding_window": 0},
@@ -219,8 +230,10 @@ SLIDING = {"use_sliding_window": True, "max_window_layers": 0}
         (
             {**QWEN2, "num_hidden_layers": 2, "layer_types": ["full_attention"]},
             "config.json has layer_types=['full_attention']",
-            "weft supports 'full_attention' in each of the 2 layers, or no layer_types; 'sliding_attention' beside "
-            "use_sliding_window=true",
+            (
+                "weft supports 'full_attention' in each of the 2 layers, or no layer_types;"
+                " 'sliding_attention' beside use_sliding_window=true"
+            ),
         ),
         (  # the right list for so many layers would fill the memory
             {**QWEN2, "num_hidden_layers": 2**31 - 1, "layer_types": ["full_attention"]},
@@ -230,7 +243,10 @@ SLIDING = {"use_sliding_window": True, "max_window_layers": 0}
         (
             {**LLAMA, "sliding_window": 4096},
             "config.json has sliding_window=4096",
-            "a llama has no sliding windows: set sliding_window to null, or name MistralForCausalLM",
+            (
+                "a llama has no sliding windows: set sliding_window to null, or name"
+                " MistralForCausalLM"
+            ),
         ),
         # In Python 0 == False and 1 == True, but neither may be read as the other.
         (
@@ -340,8 +356,9 @@ def test_the_generation_config_decides_where_it_is_there(
 def test_folders_that_cannot_be_read(tmp_path: Path) -> None:
     with pytest.raises(CheckpointNotFoundError) as missing:
         load_config("Qwen/Qwen3-0.6B")
-    assert str(missing.value) == (
-        "load_config('Qwen/Qwen3-0.6B')\n  saw: there is no folder 'Qwen/Qwen3-0.6B'\n"
+    assert (
+        str(missing.value)
+        == "load_config('Qwen/Qwen3-0.6B')\n  saw: there is no folder 'Qwen/Qwen3-0.6B'\n"
         "  instead: pass a local folder; `hf download <name> --local-dir <folder>` makes one"
     )
     with pytest.raises(

@@ -407,8 +407,8 @@ def test_what_has_no_gradient_says_so(models: dict[str, tuple[Model, Any]]) -> N
         model_drafter(1, small.config)(
             recorded(small.params), state, Batch.decode([0], query_len=2)
         )
-    assert str(caught.value) == (
-        "a derivative, or a transform of torch.func\n"
+    assert (
+        str(caught.value) == "a derivative, or a transform of torch.func\n"
         "  saw: a stage that drafts with a model\n"
         "  instead: the same without speculation, which samples the same"
     )

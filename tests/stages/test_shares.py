@@ -256,7 +256,10 @@ def test_the_last_rows_of_the_vocabulary_are_zeros() -> None:
     assert share_rows(field, (0, 1)) is field
 
 
-HEADS = "a number of ranks that divides the heads, and that divides the key and value heads or is a multiple"
+HEADS = (
+    "a number of ranks that divides the heads, and that divides the key and value heads or is a"
+    " multiple"
+)
 
 
 @pytest.mark.parametrize(
@@ -298,7 +301,10 @@ HEADS = "a number of ranks that divides the heads, and that divides the key and 
             {**RAW["experts"], "moe_intermediate_size": 7, "num_experts": 5},
             2,
             "moe_intermediate_size=7 and num_experts=5",
-            "a number of ranks by which it is a multiple of 1, or a number that divides the experts",
+            (
+                "a number of ranks by which it is a multiple of 1, or a number that divides the"
+                " experts"
+            ),
         ),
         (
             {**RAW["experts in some layers"], "intermediate_size": 23},

@@ -223,7 +223,8 @@ def samples(out: Path, seed: int) -> Iterator[str]:
         ids = tokenizer(prompt, return_tensors="pt").input_ids
         if ids[0].tolist() != list(prompt.encode()) or tokenizer.decode(ids[0]) != prompt:
             raise ValueError(
-                f"the saved tokenizer should give the bytes of {prompt!r}, but gives {ids[0].tolist()}"
+                f"the saved tokenizer should give the bytes of {prompt!r}, but gives"
+                f" {ids[0].tolist()}"
             )
         for how in ({"do_sample": False}, {"do_sample": True, "temperature": 0.7, "top_k": 0}):
             text = tokenizer.decode(

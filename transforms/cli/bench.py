@@ -121,7 +121,10 @@ def workload_of(options: Bench) -> Workload:
 def as_report(options: Bench, found: dict[str, Any]) -> dict[str, Any]:
     """The JSON report: the options, the environment, and the figures. Times are in seconds, except
     for `ttft`, `tpot` and `itl`, which are in milliseconds."""
-    names = "model preset dummy dtype num_prompts max_num_seqs max_step_seconds num_pages temperature seed run_ahead"
+    names = (
+        "model preset dummy dtype num_prompts max_num_seqs max_step_seconds num_pages temperature"
+        " seed run_ahead"
+    )
     wanted = {
         name: getattr(options, name)
         for name in (*names.split(), "speculate", "draft", "transport", "device")
@@ -266,5 +269,6 @@ def score_table(report: dict[str, Any], scores: Sequence[Score]) -> Iterator[Any
     if len(rows) > 1:
         how = "score the same" if report["agree"] else "do NOT score the same"
         yield Text(
-            f"{len(rows)} modes and splits {how} ('differs': the largest difference of a token's logprob)."
+            f"{len(rows)} modes and splits {how} ('differs': the largest difference of a token's"
+            " logprob)."
         )

@@ -120,9 +120,9 @@ def _speed(model: Model, traces: Sequence[RunTrace]) -> Iterator[Any]:
         "On the CPU, graphs are tapes: they check what a CUDA graph would do, and save no time."
     )
     yield Text(
-        "tokens/s: decode steps, without the first of each batch class, timed from the call until the tokens are on "
-        "the host. A call is a whole step, or one of 2 pipeline stages on one micro-batch. "
-        f"{on_tape if model.device.type == 'cpu' else 'Graphs are CUDA graphs.'}\n",
+        "tokens/s: decode steps, without the first of each batch class, timed from the call until"
+        " the tokens are on the host. A call is a whole step, or one of 2 pipeline stages on one"
+        f" micro-batch. {on_tape if model.device.type == 'cpu' else 'Graphs are CUDA graphs.'}\n",
         style="dim",
     )
 
@@ -131,9 +131,9 @@ def _differences(found: Sequence[RunComparison], exact: Sequence[RunComparison])
     """The differences, and whether all ways are equal."""
     yield Table.of((c.row for c in found), "largest difference after any step")
     yield Text(
-        "tables: each stage's requests. KV pages: all layers. alone: each prompt by itself. allowed 0: both ways "
-        "compute in the same shapes, so the bits are equal. A pipelined batch runs as micro-batches, and matrix "
-        "products of other shapes round differently.\n",
+        "tables: each stage's requests. KV pages: all layers. alone: each prompt by itself. allowed"
+        " 0: both ways compute in the same shapes, so the bits are equal. A pipelined batch runs as"
+        " micro-batches, and matrix products of other shapes round differently.\n",
         style="dim",
     )
     yield Table.of(
@@ -151,9 +151,9 @@ def _differences(found: Sequence[RunComparison], exact: Sequence[RunComparison])
         )
     else:
         yield Text(
-            f"EQUAL after each of {found[0].steps} steps: identical tokens; logits within {logits} and state within "
-            f"{state} of the eager run's, allowed {error_size(TOLERANCE)}, and 0 in the same shapes. Batch invariant: "
-            "0 difference in any way of running.",
+            f"EQUAL after each of {found[0].steps} steps: identical tokens; logits within {logits}"
+            f" and state within {state} of the eager run's, allowed {error_size(TOLERANCE)}, and 0"
+            " in the same shapes. Batch invariant: 0 difference in any way of running.",
             style="bold green",
         )
 

@@ -54,7 +54,8 @@ def _ids(text: str) -> list[int]:
     parts = [part.strip() for part in text.split(",")]
     if wrong := [part for part in parts if not re.fullmatch("[0-9]{1,18}", part)]:
         raise argparse.ArgumentTypeError(
-            f"{text!r:.60} holds {wrong[0]!r:.60}, which is not a token id: write whole numbers and commas, as in 1,2,3"
+            f"{text!r:.60} holds {wrong[0]!r:.60}, which is not a token id: write whole numbers and"
+            " commas, as in 1,2,3"
         )
     return [int(part) for part in parts]
 

@@ -102,7 +102,10 @@ def _check_room(
     """
     asked, longest, limit = options.max_tokens, max(lengths), config.max_position_embeddings
     if "max_tokens" in options.given and longest < limit < longest + asked:
-        seen = f"{asked} tokens after a prompt of {longest}{or_more}; the model's limit is {limit} together"
+        seen = (
+            f"{asked} tokens after a prompt of {longest}{or_more}; the model's limit is {limit}"
+            " together"
+        )
         options.refuse(f"--max-tokens {asked}", seen, f"--max-tokens {limit - longest}, or fewer")
 
 

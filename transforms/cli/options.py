@@ -71,20 +71,26 @@ _model, _general, _prompts, _sampling, _measured, _load, _machine, _how, _networ
 
 _NUM_PAGES = "pages of the KV cache (default: what fits in memory, or what all requests can use)"
 _STEP_SECONDS = (
-    "the most seconds of a step with prompts, which then has as few tokens as need be, so that decodes wait less; "
-    "measured at the start (default: no limit)"
+    "the most seconds of a step with prompts, which then has as few tokens as need be, so that"
+    " decodes wait less; measured at the start (default: no limit)"
 )
 _STAGES = "pipeline stages, one process each (default 1; under torchrun, all)"
 _EXPERTS = (
-    "how --tp splits a layer's experts: columns gives each process a slice of every expert, whole gives it some entire "
-    "experts (default: columns if they divide evenly, else whole)"
+    "how --tp splits a layer's experts: columns gives each process a slice of every expert, whole"
+    " gives it some entire experts (default: columns if they divide evenly, else whole)"
 )
-_SHARES = "tensor parallelism: processes that split each layer (default 1); the run has --pp times --tp processes"
+_SHARES = (
+    "tensor parallelism: processes that split each layer (default 1); the run has --pp times --tp"
+    " processes"
+)
 _LEAVES = (
-    "parts that each sum is cut into, a power of two: the bits are then the same for any --tp that divides it; "
-    "generate and verify need the same N (default 1)"
+    "parts that each sum is cut into, a power of two: the bits are then the same for any --tp that"
+    " divides it; generate and verify need the same N (default 1)"
 )
-_FOLDER = "a checkpoint: a folder in Hugging Face's format, a .gguf, or, if there is no such path, demo or smollm2"
+_FOLDER = (
+    "a checkpoint: a folder in Hugging Face's format, a .gguf, or, if there is no such path, demo"
+    " or smollm2"
+)
 _DEVICE = "cpu, cuda or cuda:N (default: cuda if there is a GPU)"
 _GRAPH = "graph mode (default full_and_piecewise; none on a CPU, which starts sooner"
 
@@ -351,8 +357,8 @@ class Bench(WeightOptions):
     temperature: float = _measured("0 is greedy", TEMPERATURE, 1.0)
     seed: int = _measured("seed of random weights, prompts and samples", SEED, 0)
     eval: str | None = _measured(
-        'score each line of a file instead: {"text": ...} by its perplexity, {"prompt": ..., "answer": ...} by whether '
-        "the greedy completion is the answer",
+        'score each line of a file instead: {"text": ...} by its perplexity, {"prompt": ...,'
+        ' "answer": ...} by whether the greedy completion is the answer',
         FILE,
     )
     max_num_seqs: int = _how("requests that run at once", COUNT, 128)

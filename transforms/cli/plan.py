@@ -77,12 +77,14 @@ def as_report(options: Plan, plan: Prediction, splits: SplitPlan | None) -> dict
     nodes = "kernel", "gpus_per_node", "node_link", "node_latency"
     return {
         "costs": "bytes over bandwidth, not measured",
-        "wanted": {name: getattr(options, name) for name in (*names, *nodes)}
-        | {
-            "stages": plan.load.num_stages,
-            "shards": plan.load.num_shards,
-            "context": plan.load.context,
-        },
+        "wanted": (
+            {name: getattr(options, name) for name in (*names, *nodes)}
+            | {
+                "stages": plan.load.num_stages,
+                "shards": plan.load.num_shards,
+                "context": plan.load.context,
+            }
+        ),
         "model": {
             "architecture": config.architecture,
             "num_layers": config.num_layers,
@@ -141,7 +143,10 @@ def sections(options: Plan, plan: Prediction, splits: SplitPlan | None) -> Itera
         "assumptions": (*plan.assumptions(),),
         f"split of the layers, for a cohort of {plan.chosen.size}": (
             plan.stages(),
-            f"slowest stage: {duration(slowest)} balanced, {duration(even)} even ({even / slowest - 1:.1%} slower)",
+            (
+                f"slowest stage: {duration(slowest)} balanced, {duration(even)} even"
+                f" ({even / slowest - 1:.1%} slower)"
+            ),
         ),
         "numbers of cohorts, once the pipeline is full (each in its own best split)": (
             plan.cohorts,

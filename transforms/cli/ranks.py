@@ -181,7 +181,10 @@ def _check_device(options: RunOptions, num_ranks: int) -> None:
         )
     if on_gpus and count < num_ranks:
         flag, what = ("--pp", "stages") if options.tp == 1 else (f"--tp {options.tp} --pp", "ranks")
-        instead = f"--transport local (all stages on one GPU), --device cpu, or a smaller {flag.split()[0]}"
+        instead = (
+            "--transport local (all stages on one GPU), --device cpu, or a smaller"
+            f" {flag.split()[0]}"
+        )
         written = f"{flag} {num_ranks // options.tp}"
         options.refuse(written, f"{counted(count, 'GPU')} for {num_ranks} {what}", instead)
     if on_gpus and device.index is not None:
@@ -311,9 +314,11 @@ def open_drafts(options: RunOptions, here: Here) -> Speculation | None:
         return None if count is None else Speculation(count)
     return Speculation(
         count,
-        model=load(folder, here.device, options.dtype)
-        if here.has_first_stage
-        else load_config(folder),
+        model=(
+            load(folder, here.device, options.dtype)
+            if here.has_first_stage
+            else load_config(folder)
+        ),
     )
 
 

@@ -63,8 +63,14 @@ def _check_files(options: Serve) -> None:
     limit = raise_file_limit()
     needed = SPARE_FILES + MIN_CONNECTIONS
     if limit < needed:
-        seen = f"a limit of {limit} open files (ulimit -Hn); {SPARE_FILES} of them are the server's own"
-        instead = f"ulimit -n {needed} or more before it, as the user who may raise it; each connection is one file"
+        seen = (
+            f"a limit of {limit} open files (ulimit -Hn); {SPARE_FILES} of them are the"
+            " server's own"
+        )
+        instead = (
+            f"ulimit -n {needed} or more before it, as the user who may raise it; each connection"
+            " is one file"
+        )
         options.refuse("", seen, instead)
 
 
@@ -121,9 +127,9 @@ def _serve(here: Here, options: Serve, name: str) -> int:
             max_waiting=options.max_waiting,
             name=name,
             adapters=[each for each, _ in options.adapter],
-            chat_template=None
-            if template is None
-            else ChatTemplate(template, _special_tokens(engine.model)),
+            chat_template=(
+                None if template is None else ChatTemplate(template, _special_tokens(engine.model))
+            ),
             api_key=key,
             limits=ServerLimits(
                 max_body=options.max_body,
@@ -232,7 +238,8 @@ def _engine(here: Here, options: Serve, name: str) -> Engine:
         say(f"capturing graphs of mode {graph}")
     captures = engine.warm_up().captures
     say(
-        f"{counted(captures, 'graph')}; {counted(engine.stats().pages_free, 'page')} of the KV cache"
+        f"{counted(captures, 'graph')}; {counted(engine.stats().pages_free, 'page')} of the KV"
+        " cache"
     )
     return engine
 

@@ -68,7 +68,10 @@ class Calls:
             is_same_thread = owner.thread is entered.thread
             if owner.is_under_way():
                 if not is_same_thread:
-                    seen = f"thread {entered.thread.name!r}, while thread {owner.thread.name!r} is inside {owner.call}"
+                    seen = (
+                        f"thread {entered.thread.name!r}, while thread {owner.thread.name!r} is"
+                        f" inside {owner.call}"
+                    )
                     raise EngineError(
                         entered.call, seen, "calls from one thread at a time, such as with a lock"
                     )

@@ -232,9 +232,11 @@ class CompletionState:
             place += own.size
         names = self._captured[0].steps[0] if self._captured else {}
         return {
-            name: torch.cat([x for own, *part in found for x in own.values(name, *part)])
-            if found
-            else values[:0]
+            name: (
+                torch.cat([x for own, *part in found for x in own.values(name, *part)])
+                if found
+                else values[:0]
+            )
             for name, values in names.items()
         }
 

@@ -351,9 +351,11 @@ def _of_text(part: dict[str, Any]) -> _Step:
             return _Each(_decoder(part))
         case {"type": "Replace", "pattern": {"String": str(pattern)}} if len(pattern) == 1:
             return _Each(_decoder(part))
-        case {"type": "Replace", "pattern": {"String": str(pattern)}, "content": content} if (
-            pattern
-        ):
+        case {
+            "type": "Replace",
+            "pattern": {"String": str(pattern)},
+            "content": content,
+        } if pattern:
             return _ReplaceInText(pattern, content)
         case {"type": "Strip", "content": content, "start": start, "stop": stop}:
             return _StripText(content, start, stop)

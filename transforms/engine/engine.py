@@ -187,7 +187,10 @@ class Engine:
         """The model, and the number of graphs and requests."""
         name, graphs = self.model.config.architecture, len(self._executor.graphs)
         ended = "; ended by what a step raised" * self._calls.is_broken
-        return f"<Engine of {name}; graphified steps here: {graphs}; requests under way: {self.num_unfinished}{ended}>"
+        return (
+            f"<Engine of {name}; graphified steps here: {graphs}; requests under way:"
+            f" {self.num_unfinished}{ended}>"
+        )
 
     @names_arguments(**for_add(attrs.fields_dict(SamplingParams)))
     def add(

@@ -135,7 +135,10 @@ class Completion:
         ]
 
     def _repr_html_(self) -> str:
-        what = f"{len(self.token_ids)} tokens, {self.finish_reason}; the bars: the model's probability of each"
+        what = (
+            f"{len(self.token_ids)} tokens, {self.finish_reason}; the bars: the model's probability"
+            " of each"
+        )
         if self.text is not None and self.text_offsets is None:
             written = element(
                 "div", text(self.text), style="white-space: pre-wrap; font-family: monospace"
@@ -253,7 +256,10 @@ def generate(
     >>> text == "".join(o.text for o in generate(model, ["The function returns"], max_tokens=4, stream=True))
     True
     """
-    call = f"weft.generate(model, prompts, max_tokens={max_tokens!r}, temperature={temperature!r}, pipeline={pipeline!r})"
+    call = (
+        f"weft.generate(model, prompts, max_tokens={max_tokens!r}, temperature={temperature!r},"
+        f" pipeline={pipeline!r})"
+    )
     check_engine(
         call, model, transport, graph=graph, pipeline=pipeline, seed=seed, speculation=speculation
     )

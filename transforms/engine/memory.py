@@ -77,7 +77,10 @@ def check_room(
             if fitting < here
             else f"{byte_size(free or 0)} free on {device}"
         )
-        seen = f"pages of {byte_size(num_pages * page_bytes)}, {byte_size(page_bytes)} each, and {room}"
+        seen = (
+            f"pages of {byte_size(num_pages * page_bytes)}, {byte_size(page_bytes)} each, and"
+            f" {room}"
+        )
         instead = f"num_pages={max(fitting, 1)} or fewer; None: as many as fit beside the graphs"
         raise RequestError(f"weft.EngineLimits(num_pages={num_pages})", seen, instead)
 

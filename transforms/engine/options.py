@@ -119,7 +119,10 @@ class Speculation:
     model: Model | ModelConfig | None = None
 
     def __attrs_post_init__(self) -> None:
-        call = f"weft.Speculation(num_tokens={self.num_tokens!r}, ngram={self.ngram!r}, model={self.model!r})"
+        call = (
+            f"weft.Speculation(num_tokens={self.num_tokens!r}, ngram={self.ngram!r},"
+            f" model={self.model!r})"
+        )
         values = attrs.asdict(self, recurse=False)
         if self.model is not None:
             values["beside model, ngram"] = self.ngram
@@ -180,7 +183,10 @@ class Speculation:
                 lambda own: all(
                     name in extras and extras[name].shape == x.shape for name, x in own.items()
                 ),
-                "a draft model whose extras the model has too: the requests' values are the model's",
+                (
+                    "a draft model whose extras the model has too: the requests' values are the"
+                    " model's"
+                ),
             ),
             "the draft model's captures": (
                 lambda own: not own,
@@ -203,7 +209,10 @@ class Speculation:
             ),
             "the draft model's token_extras": (
                 lambda own: not own,
-                "a draft model whose functions take no inputs of tokens: they go to the model alone",
+                (
+                    "a draft model whose functions take no inputs of tokens: they go to the model"
+                    " alone"
+                ),
             ),
             "the draft model": (
                 lambda own: (

@@ -287,10 +287,14 @@ class OutputProcessor:
             return
         call = f"the masks of request {own.id!r}, after {len(own.state.token_ids)} tokens"
         seen = (
-            f"{seconds:.2g} s of a step, for which all others wait, after {debt:.2g} s too much in steps before; its "
-            f"share is {budget.step_seconds:.2g} s, and {budget.burst_seconds:.2g} s more in sum"
+            f"{seconds:.2g} s of a step, for which all others wait, after {debt:.2g} s too much in"
+            f" steps before; its share is {budget.step_seconds:.2g} s, and"
+            f" {budget.burst_seconds:.2g} s more in sum"
         )
-        instead = "a grammar with fewer repetitions within repetitions, fewer completions, or fewer max_tokens"
+        instead = (
+            "a grammar with fewer repetitions within repetitions, fewer completions, or fewer"
+            " max_tokens"
+        )
         for each in self._names[own.id]:
             failed.setdefault(each, RequestError(call, seen, instead))
 

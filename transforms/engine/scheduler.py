@@ -57,7 +57,10 @@ def add(host: HostState, request: Request, budget: Budget, behind: str | None = 
         (host.pages.num_pages, "there are", "num_pages"),
     ):
         if needed > most:
-            seen = f"a prompt of {len(request.prompt)} tokens, and {request.max_tokens} to generate; {what} "
+            seen = (
+                f"a prompt of {len(request.prompt)} tokens, and {request.max_tokens} to generate;"
+                f" {what} "
+            )
             seen += f"{most * size}, by EngineLimits.{limit}"
             raise RequestError(
                 call, seen, f"a shorter prompt, fewer max_tokens, or a greater {limit}"

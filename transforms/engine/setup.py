@@ -233,7 +233,10 @@ class Runner:
 
     def __repr__(self) -> str:
         of = ", ".join(f"{layout.start} to {layout.stop - 1}" for layout in self.layouts)
-        return f"<Runner of {len(self.stages)} stages: layers {of} here, {len(self.graphs)} graphified>"
+        return (
+            f"<Runner of {len(self.stages)} stages: layers {of} here, {len(self.graphs)}"
+            " graphified>"
+        )
 
     def _repr_html_(self) -> str:
         rows = (

@@ -66,7 +66,10 @@ class Split:
         index, num_shards = model.shard
         seen: Any = None
         if num_shards != self.num_shards:
-            seen = f"a model that is share {index} of {num_shards}, for {self.num_shards} ranks that share each stage"
+            seen = (
+                f"a model that is share {index} of {num_shards}, for {self.num_shards} ranks that"
+                " share each stage"
+            )
         elif self.num_shards > 1 and not isinstance(self.transport, Distributed):
             seen = f"transport={self.transport!r}, where {self.num_shards} ranks share each stage"
         elif self.mesh is not None and isinstance(self.transport, Distributed):
@@ -76,7 +79,10 @@ class Split:
                 * (own != index)
             )
         if seen:
-            instead = f"Distributed(), and weft.load(path, shard=(index, {self.num_shards})), in a process for each rank"
+            instead = (
+                f"Distributed(), and weft.load(path, shard=(index, {self.num_shards})), in a"
+                " process for each rank"
+            )
             if self.num_shards == 1:
                 instead = f"weft.Engine(model, tensor={num_shards}, ...)"
             raise ProgramError(call, seen, instead)

@@ -317,11 +317,13 @@ class Cache:
             return found[0]
         raise CaptureError(
             f"graphify({self.graphable.name}, ladder=...)({', '.join(call.copied)})",
-            f"arguments with more than one descriptor: {', '.join(map(str, found))}"
-            if found
-            else "a ladder, but no argument that holds a descriptor",
-            "pass a weft.Batch (or your own class with a weft.descriptor_field()) with one descriptor, or leave the "
-            "ladder out",
+            (
+                f"arguments with more than one descriptor: {', '.join(map(str, found))}"
+                if found
+                else "a ladder, but no argument that holds a descriptor"
+            ),
+            "pass a weft.Batch (or your own class with a weft.descriptor_field()) with one"
+            " descriptor, or leave the ladder out",
         )
 
     def _check_kind(self, descriptor: Any) -> None:
@@ -347,9 +349,10 @@ class Cache:
         requires grad."""
         name = outside_name(self.graphable.fn, next(x for x in graph.external if x.requires_grad))
         return (
-            f"it reads {name} from outside, which requires grad, and autograd must see the operators; torch.no_grad() "
-            "around the call, or requires_grad_(False) on what is not trained, lets it replay (for gradients inside "
-            "the graph: torch.func.grad over parameters that are passed in)"
+            f"it reads {name} from outside, which requires grad, and autograd must see the"
+            " operators; torch.no_grad() around the call, or requires_grad_(False) on what is not"
+            " trained, lets it replay (for gradients inside the graph: torch.func.grad over"
+            " parameters that are passed in)"
         )
 
     def rungs(self, call: Call) -> list[Decision[Any]]:
@@ -398,7 +401,10 @@ class Cache:
         name, find_miss = self.graphable.name, functools.partial(self.miss, call, key)
         if self.frozen:
             miss = find_miss()
-            instead = "capture this signature before freeze(), or call it with arguments like the captured ones"
+            instead = (
+                "capture this signature before freeze(), or call it with arguments like the"
+                " captured ones"
+            )
             seen = f"a miss after freeze(): {miss.differs}"
             raise CacheMissError(
                 f"{name}(...)", seen, f"{instead}: {miss.remedy}" if miss.remedy else instead
@@ -446,8 +452,9 @@ class Cache:
         title = "a call" if decision.descriptor is None else f"'{decision.descriptor}'"
         self.exhausted = f"the device's memory was full when {title} was to be captured"
         warnings.warn(
-            f"{self.graphable.name}: {self.exhausted}; from now on it uses the {len(self.entries)} graphs that it has, "
-            "and runs other calls eagerly. cache_clear() lets it capture again.",
+            f"{self.graphable.name}: {self.exhausted}; from now on it uses the {len(self.entries)}"
+            " graphs that it has, and runs other calls eagerly. cache_clear() lets it capture"
+            " again.",
             RuntimeWarning,
             stacklevel=2,
         )

@@ -179,7 +179,10 @@ def prepare(
             )
         returned[:] = [weakref.ref(x) for x in tree_leaves(result) if isinstance(x, Tensor)]
         if (changed := changed_container(containers)) is not None:
-            seen = f"it changes its argument {changed} in place, which a replay does not do to the caller's"
+            seen = (
+                f"it changes its argument {changed} in place, which a replay does not do to the"
+                " caller's"
+            )
             raise CaptureError(
                 f"graphify({graphable.name})", seen, "return a new one with the new values"
             )
@@ -222,8 +225,14 @@ def _unchanged_switches(name: str) -> Iterator[None]:
     finally:
         changed += put_back()
     if changed:
-        seen = f"it changes a setting of torch ({', '.join(changed)}) for the code after it, which a replay does not do"
-        instead = "set it before the call; or in a context that ends in the function, such as with torch.no_grad():"
+        seen = (
+            f"it changes a setting of torch ({', '.join(changed)}) for the code after it, which a"
+            " replay does not do"
+        )
+        instead = (
+            "set it before the call; or in a context that ends in the function, such as with"
+            " torch.no_grad():"
+        )
         raise CaptureError(f"graphify({name})", seen, instead)
 
 
@@ -359,7 +368,8 @@ def _with_padding_note(name: str, descriptor: Any) -> Iterator[None]:
     except Exception as error:
         if descriptor is not None and not isinstance(error, WeftError):
             error.add_note(
-                f"in {name}, captured for '{descriptor}': only fields with weft.axes(...) are padded to it"
+                f"in {name}, captured for '{descriptor}': only fields with weft.axes(...) are"
+                " padded to it"
             )
         raise
 
@@ -504,10 +514,12 @@ def _refuse_unsized(
         if spec is None or not isinstance(leaf, Tensor):
             raise CaptureError(
                 f"graphify({name}, ladder=...)",
-                f"{seen} does not declare which of its dimensions follow the batch, so it cannot be unpadded",
-                f"return it in a sized class: @weft.pytree, with attrs.field(metadata=weft.axes({example_axis!r})), or "
-                "weft.axes(None) for a tensor of one size in all batches; "
-                'or donate the argument that it replaces, such as a state: donate_argnames=["state"]',
+                f"{seen} does not declare which of its dimensions follow the batch, so it cannot be"
+                " unpadded",
+                "return it in a sized class: @weft.pytree, with"
+                f" attrs.field(metadata=weft.axes({example_axis!r})), or weft.axes(None) for a"
+                " tensor of one size in all batches; or donate the argument that it replaces, such"
+                ' as a state: donate_argnames=["state"]',
             )
         if (expected := padded_shape(leaf, spec, descriptor)) != tuple(leaf.shape):
             raise CaptureError(

@@ -97,13 +97,13 @@ class Changed:
     def remedy(self) -> str:
         """The code to write instead, which avoids these differences."""
         found = [
-            f"keep {name} in place ({name}.copy_(...)), or write donate_argnames={name!r} if the call returns its next "
-            "value, or reference_argnames=() to copy it in"
+            f"keep {name} in place ({name}.copy_(...)), or write donate_argnames={name!r} if the"
+            " call returns its next value, or reference_argnames=() to copy it in"
             for name in self.references
         ]
         found += [
-            f"pass the {name} that the call before returned (copy_ a new one into it), and return the next {name} "
-            "before other results of its structure"
+            f"pass the {name} that the call before returned (copy_ a new one into it), and return"
+            f" the next {name} before other results of its structure"
             for name in self.donated
         ]
         found += [
@@ -194,7 +194,10 @@ def differences(new: Key, old: Key, names: Iterable[str]) -> Iterator[str]:
                 if field.name == "address":
                     yield f"{name}: another tensor than the captured one (captured by reference)"
                 elif field.name == "attributes":
-                    yield f"{name}: attributes {_attributes_text(value)}, captured {_attributes_text(captured)}"
+                    yield (
+                        f"{name}: attributes {_attributes_text(value)}, captured"
+                        f" {_attributes_text(captured)}"
+                    )
                 else:
                     yield f"{name}: {field.name} {value}, captured {captured}"
         else:
@@ -307,8 +310,9 @@ class Recaptures:
         if self._streak == ENDLESS and changed.fields not in self._warned:
             self._warned.append(changed.fields)
             warnings.warn(
-                f"{self.name}: each of the last {ENDLESS} calls captured a graph, and none replayed an existing one. "
-                f"They differ only in {changed}. Instead: {changed.remedy()}. The last call: {user_line()}",
+                f"{self.name}: each of the last {ENDLESS} calls captured a graph, and none replayed"
+                f" an existing one. They differ only in {changed}. Instead: {changed.remedy()}. The"
+                f" last call: {user_line()}",
                 RuntimeWarning,
                 stacklevel=2,
             )
@@ -369,8 +373,8 @@ class Inlines:
         if self._streak >= ENDLESS and not self._warned:
             self._warned = True
             warnings.warn(
-                f"{self.name}: the last {ENDLESS} calls ran the function itself and replayed nothing: {why()}. The "
-                f"last call: {user_line()}",
+                f"{self.name}: the last {ENDLESS} calls ran the function itself and replayed"
+                f" nothing: {why()}. The last call: {user_line()}",
                 RuntimeWarning,
                 stacklevel=2,
             )

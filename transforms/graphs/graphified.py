@@ -245,8 +245,8 @@ class Graphified(Generic[P, R]):
         """Add to an error that an operator raised in a replay a note about the donated arguments."""
         if donated := ", ".join(self._graphable.roles.donated):
             error.add_note(
-                f"{self._graphable.name} took {donated} before its replay failed: their storage holds what the replay "
-                "had written by then. Continue from a copy (weft.clone)."
+                f"{self._graphable.name} took {donated} before its replay failed: their storage"
+                " holds what the replay had written by then. Continue from a copy (weft.clone)."
             )
         return error
 

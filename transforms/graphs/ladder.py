@@ -60,7 +60,10 @@ class Limits:
         for name in ("query_lens", "active_loras"):
             value = getattr(self, name)
             if not isinstance(value, tuple) or not all(isinstance(number, int) for number in value):
-                call = f"weft.Limits({self.max_num_reqs!r}, {self.max_num_tokens!r}, {name}={value!r:.60})"
+                call = (
+                    f"weft.Limits({self.max_num_reqs!r}, {self.max_num_tokens!r},"
+                    f" {name}={value!r:.60})"
+                )
                 raise DescriptorError(
                     call, kind_of(value), f"a tuple of whole numbers: {name}=(1,)"
                 )
@@ -344,7 +347,9 @@ def mode_within(
     needs = {
         "none": "none",
         "piecewise": "piecewise",
-        "full_and_piecewise": "uniform_single_token",  # uniform batches of more tokens run in pieces
+        "full_and_piecewise": (
+            "uniform_single_token"
+        ),  # uniform batches of more tokens run in pieces
         "full_decode_only": single,
         "full": "full",
     }

@@ -69,7 +69,10 @@ class Lowered(Generic[R]):
 
     def refuse(self, miss: Miss) -> NoReturn:
         """Raise the error for a call of another signature."""
-        instead = f"call {self.name} itself, which captures what it needs; or pass arguments like the lowered ones, and "
+        instead = (
+            f"call {self.name} itself, which captures what it needs; or pass arguments like the"
+            " lowered ones, and "
+        )
         instead += "by reference the same tensors, or the ones that a call returned in their place"
         call = f"{self.name}.lower(...).compile()(...)"
         raise CacheMissError(call, f"arguments unlike the lowered ones: {miss.differs}", instead)
@@ -115,7 +118,10 @@ class Compiled(Generic[R]):
         return analysis_of([self._graph])
 
     def __repr__(self) -> str:
-        return f"<Compiled {self.lowered.name}: {self._graph.recording.num_pieces} graphs, {self.lowered.decision.mode}>"
+        return (
+            f"<Compiled {self.lowered.name}: {self._graph.recording.num_pieces} graphs,"
+            f" {self.lowered.decision.mode}>"
+        )
 
 
 def lower(
@@ -145,7 +151,10 @@ def lower(
             values = [_result_text(leaf, reference, writer, names) for leaf, reference in pairs]
     paths = [path for path, _ in leaves_with_names(result)]
     descriptor = "" if decision.descriptor is None else f" for '{decision.descriptor}'"
-    title = f"{graphable.name}({', '.join((*call.references, *call.copied))}), {decision.mode}{descriptor}"
+    title = (
+        f"{graphable.name}({', '.join((*call.references, *call.copied))}),"
+        f" {decision.mode}{descriptor}"
+    )
     listing = Listing(
         title, tuple(writer.inputs), tuple(writer.lines), tuple(zip(paths, values, strict=True))
     )

@@ -53,9 +53,15 @@ class MemoryAnalysis:
         return self.buffer_bytes + self.graph_bytes + self.driver_bytes
 
     def __str__(self) -> str:
-        rest = f"tensors {size_text(self.graph_bytes)}, of which outputs {size_text(self.output_bytes)}"
+        rest = (
+            f"tensors {size_text(self.graph_bytes)}, of which outputs"
+            f" {size_text(self.output_bytes)}"
+        )
         rest += f", driver {size_text(self.driver_bytes)}" if self.driver_bytes else ""
-        return f"{self.num_graphs} graphs, {size_text(self.total_bytes)}: buffers {size_text(self.buffer_bytes)}, {rest}"
+        return (
+            f"{self.num_graphs} graphs, {size_text(self.total_bytes)}: buffers"
+            f" {size_text(self.buffer_bytes)}, {rest}"
+        )
 
 
 @attrs.frozen
@@ -83,7 +89,10 @@ class MemoryEstimate:
         return self.buffer_bytes + self.graph_bytes + self.driver_bytes
 
     def __str__(self) -> str:
-        return f"{self.num_graphs} graphs, {size_text(self.total_bytes)}: estimated from {self.num_measured} of them"
+        return (
+            f"{self.num_graphs} graphs, {size_text(self.total_bytes)}: estimated from"
+            f" {self.num_measured} of them"
+        )
 
 
 def analysis_of(graphs: Iterable[Graph]) -> MemoryAnalysis:

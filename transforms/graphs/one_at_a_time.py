@@ -44,9 +44,10 @@ class CaptureLock:
             elif time.monotonic() - standing_since > STANDSTILL:
                 raise CaptureError(
                     f"a capture in thread {threading.current_thread().name!r}",
-                    f"another capture, in thread {holder.name!r}, has waited for a thread for {STANDSTILL:g} s; "
-                    "if it waits for this one, neither would ever end",
-                    "call one graphified function inside another in the same thread, or do not join the thread there",
+                    f"another capture, in thread {holder.name!r}, has waited for a thread for"
+                    f" {STANDSTILL:g} s; if it waits for this one, neither would ever end",
+                    "call one graphified function inside another in the same thread, or do not join"
+                    " the thread there",
                 )
 
 

@@ -139,7 +139,10 @@ def operators_in(call: str, given: Operators) -> Iterator[str]:
     for operator in given if isinstance(given, list | tuple | set | frozenset) else (given,):
         name = operator if isinstance(operator, str) else operator_name(operator)
         if name is None or "::" not in name:
-            instead = "operators by name, as in 'weft::paged_attention' or 'aten::sort', or as torch.ops.aten.sort"
+            instead = (
+                "operators by name, as in 'weft::paged_attention' or 'aten::sort', or as"
+                " torch.ops.aten.sort"
+            )
             raise CaptureError(
                 call, f"split_at={getattr(operator, '__name__', repr(operator))}", instead
             )
@@ -215,7 +218,10 @@ def _check(call: str, options: GraphifyOptions) -> None:
     if outputs not in ("safe", "borrow"):
         raise CaptureError(call, f"outputs={outputs!r}", "outputs='safe' or 'borrow'")
     if ladder is not None and (isinstance(ladder, str) or any(map(_missing_protocol, ladder))):
-        instead = "a sequence of descriptors, as from weft.make_ladder(mode, limits), or of a hashable class (such as "
+        instead = (
+            "a sequence of descriptors, as from weft.make_ladder(mode, limits), or of a hashable"
+            " class (such as "
+        )
         instead += "an @attrs.frozen one) with a method covers(other)"
         seen = f"ladder={ladder!r}" + next(
             (f"; {lack}" for lack in map(_missing_protocol, ladder) if lack), ""
@@ -230,7 +236,10 @@ def _check(call: str, options: GraphifyOptions) -> None:
             raise CaptureError(call, seen, instead)
     if isinstance(ladder, Ladder) and ladder.piecewise and not options["split_at"]:
         seen = "a ladder with classes for pieces, and no split_at"
-        instead = "split_at='weft::paged_attention', or a ladder of whole graphs: weft.make_ladder('full', limits)"
+        instead = (
+            "split_at='weft::paged_attention', or a ladder of whole graphs:"
+            " weft.make_ladder('full', limits)"
+        )
         raise CaptureError(call, seen, instead)
     if options["backend"] not in (None, *NAMES):
         raise no_backend(options["backend"])

@@ -209,11 +209,17 @@ class Outside:
                     return f"{function.__name__} has other {name} than at the capture"
         for tensor, address in zip(self._tensors, self._addresses, strict=True):
             if tensor.data_ptr() != address:
-                return f"a tensor of shape {tuple(tensor.shape)} that it reads from outside has other storage"
+                return (
+                    f"a tensor of shape {tuple(tensor.shape)} that it reads from outside has other"
+                    " storage"
+                )
         if self._layouts is not None and _layouts(self._tensors) != self._layouts:
             shapes = zip(self._tensors, *self._layouts, strict=True)
             tensor = next(x for x, *then in shapes if [x.shape, x.stride(), x.dtype] != then)
-            return f"a tensor of shape {tuple(tensor.shape)} that it reads from outside had another shape or layout"
+            return (
+                f"a tensor of shape {tuple(tensor.shape)} that it reads from outside had another"
+                " shape or layout"
+            )
         return ""
 
     def _addition(self) -> str:
@@ -283,7 +289,10 @@ class PythonState:
         if (change := self.change()) is not None:
             self._first.restore()
             seen = f"{change.path} {change}, and a replay does not repeat that"
-            instead = "a tensor in its place, which the function takes as an argument and returns (for what a module "
+            instead = (
+                "a tensor in its place, which the function takes as an argument and returns (for"
+                " what a module "
+            )
             instead += "holds: weft.stages.from_module)"
             raise CaptureError(call, seen, instead)
 

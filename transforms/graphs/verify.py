@@ -106,7 +106,8 @@ class Verified(Graphified[P, R]):
         return VerificationError(
             f"{name}(...), call {number}",
             f"a replay that differs from the function itself: {seen}{where}",
-            f"pass what {name} reads from outside as an argument: a replay repeats what it was at the capture",
+            f"pass what {name} reads from outside as an argument: a replay repeats what it was at"
+            " the capture",
         )
 
     def _first_difference(
@@ -126,7 +127,10 @@ class Verified(Graphified[P, R]):
             if now is None or then is None or str(now) != str(then):
                 return f"; operator {index}: {_text(now)}, captured {_text(then)}"
             if [value.address for value in now.reads] != [value.address for value in then.reads]:
-                return f"; operator {index}: {now} reads a tensor from outside that is not the captured one"
+                return (
+                    f"; operator {index}: {now} reads a tensor from outside that is not the"
+                    " captured one"
+                )
         return "; each operator is called as at the capture"
 
 

@@ -178,7 +178,10 @@ class _Underivable(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *_: Any) -> Any:
-        seen = "a derivative of its result in a graph, which repeats the loop and does not record its steps"
+        seen = (
+            "a derivative of its result in a graph, which repeats the loop and does not record its"
+            " steps"
+        )
         raise CaptureError(
             ctx.call, seen, "while_loop(..., max_steps=...), which the graph then has in full"
         )
@@ -249,8 +252,14 @@ class _Loop:
             except Exception as error:  # a row of vmap, a fake tensor
                 if self.max_steps is not None:
                     return self.run_masked(init, host_reads=True)
-                seen = f"a condition whose value the host cannot read: {str(error).splitlines()[0]:.150}"
-                instead = "while_loop(..., max_steps=...), which then runs so many steps; or the loop outside the transform"
+                seen = (
+                    "a condition whose value the host cannot read:"
+                    f" {str(error).splitlines()[0]:.150}"
+                )
+                instead = (
+                    "while_loop(..., max_steps=...), which then runs so many steps; or the loop"
+                    " outside the transform"
+                )
                 raise ProgramError(self.call, seen, instead) from error
             if not goes_on:
                 break
@@ -418,10 +427,16 @@ class _Loop:
             writes = None
         if written:
             seen = f"{name} writes leaf {written[0] or '(the whole)'} of its carry in place"
-            instead = "new tensors (x + 1, not x.add_(1)); or a body marked by @weft.donates, which takes the storage"
+            instead = (
+                "new tensors (x + 1, not x.add_(1)); or a body marked by @weft.donates, which takes"
+                " the storage"
+            )
             raise ProgramError(self.call, seen, instead)
         if is_masked and writes is not None and writes.outside:
-            seen = f"{name} writes a tensor that is no part of its carry, and may run after the last step"
+            seen = (
+                f"{name} writes a tensor that is no part of its carry, and may run after the last"
+                " step"
+            )
             raise ProgramError(
                 self.call,
                 seen,

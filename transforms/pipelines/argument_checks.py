@@ -89,7 +89,10 @@ def _mistake_in_stage(name: str, stage: Any) -> Mistake | None:
         instead = "its .stage" if hasattr(stage, "stage") else f"a stage {_SIGNATURE}"
         return f"{name} is {kind_of(stage)}, no function", instead
     if hasattr(stage, "programs") and isinstance(inner := getattr(stage, "stages", None), tuple):
-        seen = f"{name} is itself a {getattr(stage, '__name__', 'pipeline')}, a step (params, state, batch)"
+        seen = (
+            f"{name} is itself a {getattr(stage, '__name__', 'pipeline')}, a step (params, state,"
+            " batch)"
+        )
         return seen, f"its {len(inner)} stages in its place: [*step.stages, ...]"
     if (signature := other_signature(stage, 4)) is not None:
         return f"{name}, {signature}", f"a stage {_SIGNATURE}"
@@ -104,7 +107,10 @@ def check_count(call: str, name: str, count: Any) -> None:
 def check_step(transform: str, step: Any, name: str, count: Any) -> str:
     """The call `transform(step, count)` as text. Raises ProgramError unless `step` takes the three
     arguments of a step, and `count`, the argument `name`, is a positive int."""
-    call = f"{transform}({getattr(step, '__name__', step)!s:.60}, {getattr(count, '__name__', repr(count))})"
+    call = (
+        f"{transform}({getattr(step, '__name__', step)!s:.60},"
+        f" {getattr(count, '__name__', repr(count))})"
+    )
     check_count(call, name, count)
     seen = other_signature(step, 3) if callable(step) else f"{kind_of(step)}, no function"
     refuse(call, None if seen is None else (seen, "a step (params, state, batch) -> (state, out)"))
@@ -158,7 +164,10 @@ def check_entries(
         params, state, batch: as they were given; the batch may be a list of them.
         mesh: that of the pipeline.
     """
-    call = f"{transform}(<{num_stages} stages>{'' if mesh is None else f', mesh={mesh}'})(params, state, batch)"
+    call = (
+        f"{transform}(<{num_stages} stages>{'' if mesh is None else f', mesh={mesh}'})(params,"
+        " state, batch)"
+    )
     instead = "pass a tuple or list with one entry a stage"
     if mesh is not None:
         instead = f"pass a tuple or list of {len(ranks)} entries, each a rank's part: for stage"

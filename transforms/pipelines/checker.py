@@ -97,7 +97,10 @@ def _mistakes(programs: Sequence[Program], buffers: int | None) -> Iterator[Prog
             seen = f"program {index} says it is of rank {program.rank} of {program.num_ranks}"
             yield ProgramError(call, seen, "give the programs of all ranks, in order")
         if program.classes != programs[0].classes:
-            seen = f"rank 0 has micro-batches {programs[0].classes}, and rank {index} {program.classes}"
+            seen = (
+                f"rank 0 has micro-batches {programs[0].classes}, and rank {index}"
+                f" {program.classes}"
+            )
             yield ProgramError(call, seen, "make the batch by the same pure function on every rank")
         yield from check_peers(program, stages)
     yield from _check_runs(programs)
@@ -132,7 +135,10 @@ def _check_runs(programs: Sequence[Program]) -> Iterator[ProgramError]:
     for rank, program in enumerate(programs):
         mine = sorted(_ran(program, "advance"))
         if mine != advanced or mine not in ([], list(range(count))):
-            seen = f"rank {rank} advances with micro-batches {mine} of {count}, and rank 0 with {advanced}"
+            seen = (
+                f"rank {rank} advances with micro-batches {mine} of {count}, and rank 0 with"
+                f" {advanced}"
+            )
             yield ProgramError(
                 call, seen, "every rank advances with each micro-batch once, or none with any"
             )
@@ -165,7 +171,10 @@ def check_peers(program: Program, num_stages: int) -> Iterator[ProgramError]:
                     else "a broadcast: the last rank sends to none"
                 )
                 if num_stages > ranks > 1:
-                    instead = f"send stage {rank} to {following}: a stage of rank {rank}, and not the last one"
+                    instead = (
+                        f"send stage {rank} to {following}: a stage of rank {rank}, and not the"
+                        " last one"
+                    )
             case Recv(source):
                 ok = between and sent % ranks == source == previous
                 instead = (
@@ -174,7 +183,10 @@ def check_peers(program: Program, num_stages: int) -> Iterator[ProgramError]:
                     else "no recv: the first stage runs on the batch"
                 )
                 if num_stages > ranks > 1:
-                    instead = f"recv stage {previous} from {previous}: a stage of that rank, and not the last one"
+                    instead = (
+                        f"recv stage {previous} from {previous}: a stage of that rank, and not the"
+                        " last one"
+                    )
             case Broadcast(root):
                 ok, instead = root == last, f"broadcast from {last}, the last rank"
             case Run():
@@ -209,7 +221,10 @@ def check_needs(
         if missing or (bare in done and not isinstance(bare, Fence)):
             shown = _shown(missing[0], num_stages > program.num_ranks) if missing else ""
             seen = f"'{effect}' without '{shown}' before it" if missing else f"'{effect}' once more"
-            instead = "recv, then run, then send or broadcast, then fence and advance, each once a micro-batch"
+            instead = (
+                "recv, then run, then send or broadcast, then fence and advance, each once a"
+                " micro-batch"
+            )
             yield _refused(program, seen, instead)
         done.add(bare)
 
@@ -324,7 +339,10 @@ def check_channels(programs: Sequence[Program]) -> Iterator[ProgramError]:
     for pair, theirs in taken.items():
         for mine, other in zip(sent[pair], theirs, strict=False):
             if isinstance(mine.effect, Send) != isinstance(other.effect, Recv):
-                seen = f"{mine} comes before what {other} waits for, on the one channel from rank {pair[0]}"
+                seen = (
+                    f"{mine} comes before what {other} waits for, on the one channel from rank"
+                    f" {pair[0]}"
+                )
                 yield ProgramError(
                     f"check of {len(programs)} programs", seen, "receive in the order of the sends"
                 )

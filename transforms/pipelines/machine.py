@@ -221,7 +221,10 @@ class Machine:
         if edge is not None:
             sent = self.queues[edge].popleft()
             if not matches(sent, step):
-                instead = "the same micro-batches in the same order, and one schema, on both ends of an edge"
+                instead = (
+                    "the same micro-batches in the same order, and one schema, on both ends of an"
+                    " edge"
+                )
                 raise ProgramError(self.call, f"{sent} meets {step}", instead)
         for edge in puts(step, len(self.programs)):
             self.queues.setdefault(edge, deque()).append(step)

@@ -126,7 +126,10 @@ def _own_methods(batch: Any) -> str:
         if type(batch).__module__ == "builtins"
         else f"class {type(batch).__name__}"
     )
-    return f"in {kind} a method split(parts) that returns a tuple of batches, and join(outputs) if they need one"
+    return (
+        f"in {kind} a method split(parts) that returns a tuple of batches, and join(outputs) if"
+        " they need one"
+    )
 
 
 def _split_named(call: str, batch: Any, parts: int) -> Iterator[Any]:
@@ -145,7 +148,10 @@ def _split_named(call: str, batch: Any, parts: int) -> Iterator[Any]:
         if len(sizes) == 2:
             seen = f"axes {', '.join(sizes)}, and no field that says how they go together"
             named = " or ".join(f'axes("{axis}+1")' for axis in sizes)
-            instead += f"; or, where an entry of one has some of the other to itself, an integer field of starts, {named}"
+            instead += (
+                "; or, where an entry of one has some of the other to itself, an integer field of"
+                f" starts, {named}"
+            )
         raise DescriptorError(call, seen, instead)
     else:
         field, first, second = starts
@@ -175,7 +181,10 @@ def _check_sizes(call: str, batch: Any, descriptor: Any) -> dict[str, int]:
                 raise DescriptorError(call, seen, "give the batch the descriptor of its tensors")
     arguments = {} if descriptor is None else arguments_of(descriptor)
     if others := [name for name, own in arguments.items() if name not in sizes and is_int(own)]:
-        seen = f"'{descriptor}', whose {' and '.join(others)} no field names as an axis: unknown in a part"
+        seen = (
+            f"'{descriptor}', whose {' and '.join(others)} no field names as an axis: unknown in a"
+            " part"
+        )
         raise DescriptorError(call, seen, _own_methods(batch))
     return sizes
 
@@ -343,7 +352,10 @@ def _mistake_in_leaf(
         return None
     axis = None if spec is None else spec.name(dim)
     if axis is not None and "+" in axis:
-        seen = f"output {name} follows {axis}, of which the parts together have more entries than the whole"
+        seen = (
+            f"output {name} follows {axis}, of which the parts together have more entries than the"
+            " whole"
+        )
         return seen, "return it without that field"
     wanted = {sizes[axis]} if axis is not None and axis in sizes else set(sizes.values())
     if isinstance(leaf, Tensor) and leaf.dim() > dim and leaf.shape[dim] in wanted:

@@ -123,7 +123,10 @@ def _with_own_results(stages: Sequence[Stage]) -> Iterator[Stage]:
     for index, stage in enumerate(stages):
         own = copy.copy(stage) if lends(stage) and id(stage) in seen else stage
         if id(own) in seen and lends(stage):
-            seen_text = f"stage {index} is an earlier stage too, and lends its results, which the other overwrites"
+            seen_text = (
+                f"stage {index} is an earlier stage too, and lends its results, which the other"
+                " overwrites"
+            )
             instead = 'graphify(..., outputs="safe"), or one graphified function for each stage'
             raise ProgramError(f"pipeline(<{len(stages)} stages>)", seen_text, instead)
         seen.add(id(own))
@@ -332,7 +335,10 @@ class Pipelined:
                 if found := differing([first, *(leaf for _, leaf in others)]):
                     ranks = ranks_in_words([lanes[index].rank for index in (0, *found)])
                     seen = f"output{name} of micro-batch {mb}: {ranks} have different values"
-                    instead = "weft.all_reduce or weft.all_gather in the last stage, so that all of its ranks return it"
+                    instead = (
+                        "weft.all_reduce or weft.all_gather in the last stage, so that all of its"
+                        " ranks return it"
+                    )
                     raise MeshError(
                         f"{self._text[:-1]}, mesh={mesh})(params, state, batch)", seen, instead
                     )

@@ -68,7 +68,10 @@ def make_programs(
       run advance [mb 1]
     """
     is_list = hasattr(jobs, "__len__") and all(isinstance(job, Job) for job in jobs)
-    call = f"make_programs({num_stages!r:.60}, <{len(jobs) if is_list else kind_of(jobs)} jobs>, buffers={buffers!r})"
+    call = (
+        f"make_programs({num_stages!r:.60}, <{len(jobs) if is_list else kind_of(jobs)} jobs>,"
+        f" buffers={buffers!r})"
+    )
     check_count(call, "num_stages", num_stages)
     check_count(call, "buffers", 1 if buffers is None else buffers)
     mistake = "no list of jobs", "make_programs(2, decode_jobs(...)), or [Job(), ...]"
@@ -258,7 +261,10 @@ def put_classes(
     found = {effect.microbatch for program in programs for effect in program.effects}
     if classes and found != set(range(len(classes))):
         seen = f"programs of {len(found)} micro-batches, and a batch of {len(classes)}"
-        instead = "a batch of as many parts, or a schedule (num_stages, jobs, ...) that makes the programs"
+        instead = (
+            "a batch of as many parts, or a schedule (num_stages, jobs, ...) that makes the"
+            " programs"
+        )
         raise ProgramError(call, seen, instead)
     for program in programs:
         if program.classes and classes and program.classes != tuple(classes):
@@ -267,9 +273,11 @@ def put_classes(
                 call, seen, "programs without classes, or a schedule that makes them"
             )
         own = (
-            attrs.evolve(effect, schema=effect.schema or schema)
-            if isinstance(effect, Send | Recv)
-            else effect
+            (
+                attrs.evolve(effect, schema=effect.schema or schema)
+                if isinstance(effect, Send | Recv)
+                else effect
+            )
             for effect in program.effects
         )
         yield attrs.evolve(
@@ -315,13 +323,19 @@ def _other_work(
         seen = f"runs of the micro-batches {ran}, where there are {len(jobs)}, in order"
         return (
             seen,
-            "each job once, in order: a schedule (num_stages, jobs, ...), or a batch of as many parts",
+            (
+                "each job once, in order: a schedule (num_stages, jobs, ...), or a batch of as many"
+                " parts"
+            ),
         )
     feeding = {mb for mb, job in enumerate(jobs) if job.feeds}
     returned = {e.microbatch for e in programs[-1].effects if isinstance(e, Broadcast)}
     if feeding != returned:
         which = sorted(feeding ^ returned)[0]
-        seen = f"micro-batch {which} {'feeds, and is not' if which in feeding else 'does not feed, and is'} broadcast"
+        seen = (
+            f"micro-batch {which}"
+            f" {'feeds, and is not' if which in feeding else 'does not feed, and is'} broadcast"
+        )
         return seen, f"broadcast from {num_ranks - 1} for the jobs with feeds=True, on every rank"
     if ((Run("advance", 0) in programs[0].effects) != advances) and jobs:
         return (
@@ -336,7 +350,10 @@ def _other_work(
                 before = {mb for mb in range(effect.microbatch) if advances and not jobs[mb].feeds}
                 late = sorted((before | ({after} if after is not None else set())) - over)
                 if late:
-                    seen = f"rank {program.rank}: '{effect}' before job {late[0]} is over, after which it runs"
+                    seen = (
+                        f"rank {program.rank}: '{effect}' before job {late[0]} is over, after which"
+                        " it runs"
+                    )
                     end = ["broadcast"] * jobs[late[0]].feeds + ["run advance"] * advances
                     return seen, f"{' and '.join(end)} [mb {late[0]}] before it"
             elif isinstance(effect, Run) if advances else isinstance(effect, Broadcast):

@@ -140,14 +140,20 @@ def weave(
                 or run.stage % len(orders) != rank
                 or not 0 <= run.microbatch < len(jobs)
             ):
-                instead = f"Run('stage s', mb), with s % {len(orders)} the rank and mb less than {len(jobs)}"
+                instead = (
+                    f"Run('stage s', mb), with s % {len(orders)} the rank and mb less than"
+                    f" {len(jobs)}"
+                )
                 raise ProgramError(call, f"'{run}' on rank {rank}", instead)
     loom = _Loom(orders, jobs, schema, advances, buffers)
     while loom.play():
         pass
     stuck = next(((rank, order[0]) for rank, order in enumerate(orders) if order), None)
     if stuck is not None:
-        instead = "runs in an order in which each finds its input: stage by stage, and after the job that its own is after"
+        instead = (
+            "runs in an order in which each finds its input: stage by stage, and after the job that"
+            " its own is after"
+        )
         raise ProgramError(call, f"rank {stuck[0]} waits for ever at '{stuck[1]}'", instead)
     return tuple(
         Program(rank, len(orders), tuple(effects)) for rank, effects in enumerate(loom.effects)

@@ -215,7 +215,10 @@ class Server:
             return None
         if name in self.adapters:
             return name
-        seen = f"the model {name!r:.100} does not exist; this server has {', '.join((self.name, *self.adapters))}"
+        seen = (
+            f"the model {name!r:.100} does not exist; this server has"
+            f" {', '.join((self.name, *self.adapters))}"
+        )
         raise Refusal(404, seen, param="model", code="model_not_found")
 
     async def _encode(self, text: str, special: bool = True) -> list[int]:
@@ -233,7 +236,10 @@ class Server:
         """Refuse a text that cannot fit, before it is encoded, which would keep others waiting."""
         longest = None if self.vocabulary is None else self.vocabulary.longest
         if longest is not None and len(text) > self.max_model_len * longest:
-            seen = f"This model's maximum context length is {self.max_model_len} tokens. However, you requested"
+            seen = (
+                f"This model's maximum context length is {self.max_model_len} tokens. However, you"
+                " requested"
+            )
             raise Refusal(
                 400, f"{seen} at least {len(text) // longest} tokens in the prompt.", **_TOO_LONG
             )
@@ -243,7 +249,10 @@ class Server:
     ) -> list[int]:
         if self._renderer is None or self.model.tokenizer is None:
             lacks = "tokenizer" if self.model.tokenizer is None else "chat template"
-            seen = f"the checkpoint of {self.name} has no {lacks}; use /v1/completions, or weft serve --chat-template"
+            seen = (
+                f"the checkpoint of {self.name} has no {lacks}; use /v1/completions, or weft serve"
+                " --chat-template"
+            )
             raise Refusal(400, seen, param="messages", code="no_chat_template")
         text = await self._renderer.render(texts_of(messages), variables)
         return await self._encode(text, special=False)
@@ -273,11 +282,17 @@ class Server:
             raise Refusal(400, f"max_tokens={max_tokens}: a whole number >= 1", param="max_tokens")
         if longest + (max_tokens or 1) > limit:
             wanted = f", and {max_tokens} for the completion" if max_tokens else ""
-            seen = f"This model's maximum context length is {limit} tokens. However, you requested {longest} tokens in "
+            seen = (
+                f"This model's maximum context length is {limit} tokens. However, you requested"
+                f" {longest} tokens in "
+            )
             raise Refusal(400, f"{seen}the prompt{wanted}.", **_TOO_LONG)
         count = body.n * len(prompts)
         if count > self.host.max_open:
-            seen = f"{len(prompts)} prompts with n={body.n} are {count} completions; at most {self.host.max_open} at once"
+            seen = (
+                f"{len(prompts)} prompts with n={body.n} are {count} completions; at most"
+                f" {self.host.max_open} at once"
+            )
             raise Refusal(400, seen, param="n")
         grammar = None
         if body.response_format is not None and body.response_format.type != "text":

@@ -170,10 +170,16 @@ def check_limits(body: Sampled, limits: ServerLimits, vocab_size: int, logprobs:
     if body.n > limits.max_n:
         raise Refusal(400, f"n={body.n}; at most {limits.max_n}", param="n")
     if limits.max_logprobs is not None and logprobs > limits.max_logprobs:
-        seen = f"{logprobs} logprobs of a token; at most {limits.max_logprobs}, by `weft serve --max-logprobs`"
+        seen = (
+            f"{logprobs} logprobs of a token; at most {limits.max_logprobs}, by `weft serve"
+            " --max-logprobs`"
+        )
         raise Refusal(400, seen, param="logprobs")
     if body.priority and not limits.has_priorities:
-        seen = "this server takes requests as they come; it has priorities by `weft serve --scheduling-policy priority`"
+        seen = (
+            "this server takes requests as they come; it has priorities by `weft serve"
+            " --scheduling-policy priority`"
+        )
         raise Refusal(400, f"priority={body.priority}; {seen}", param="priority")
     for name, what, given in (
         ("stop", "stop texts", body.stop),

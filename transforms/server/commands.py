@@ -151,5 +151,8 @@ def _tensor(name: str, given: Any, like: torch.Tensor | None) -> torch.Tensor:
         RecursionError,
     ) as error:
         seen = f"{type(error).__name__}: {error!s:.200}"
-        instead = 'numbers, lists of lists of them, or {"dtype": "float32", "shape": [...], "base64": "..."}'
+        instead = (
+            'numbers, lists of lists of them, or {"dtype": "float32", "shape": [...], "base64":'
+            ' "..."}'
+        )
         raise RequestError(f"weft.extras[{name!r}]", seen, instead) from error

@@ -99,7 +99,10 @@ class ChatRenderer:
             answer = await self._answer(message, rendering)
             waited = time.monotonic() - rendering.since
         if answer is None:
-            seen = f"a chat template that had not rendered these messages after {waited:.2f} s, and was ended"
+            seen = (
+                f"a chat template that had not rendered these messages after {waited:.2f} s, and"
+                " was ended"
+            )
             raise refused_by_template(_CALL, seen)
         if "error" in answer:
             raise refused_by_template(_CALL, answer["error"])

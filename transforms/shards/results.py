@@ -147,6 +147,12 @@ def _refuse_missing(name: str, leaf: Node, layout: Layout, call: str) -> None:
     shape = leaf.meta["val"].shape
     for axis, placement in layout:
         if isinstance(placement, Shard) and not -len(shape) <= placement.dim < len(shape):
-            seen = f"{name} {list(shape)} is {placement} along {axis!r}, and has no dimension {placement.dim}"
-            instead = f"weft.all_reduce(..., {axis!r}) and Replicate(); Partial(); or x.reshape(1) for a part each"
+            seen = (
+                f"{name} {list(shape)} is {placement} along {axis!r}, and has no dimension"
+                f" {placement.dim}"
+            )
+            instead = (
+                f"weft.all_reduce(..., {axis!r}) and Replicate(); Partial(); or x.reshape(1) for a"
+                " part each"
+            )
             raise MeshError(call, seen, instead)

@@ -95,7 +95,10 @@ class Parts:
                 leaf = leaves[index]
                 _, layout = self.sources.get(id(leaf), (leaf, ()))
                 if partial := next((own for _, own in layout if isinstance(own, Partial)), None):
-                    seen = f"{partial} of a tensor {list(leaf.shape)} that the function writes in place"
+                    seen = (
+                        f"{partial} of a tensor {list(leaf.shape)} that the function writes in"
+                        " place"
+                    )
                     raise MeshError(
                         call,
                         seen,
@@ -233,7 +236,10 @@ class Sharded:
         """A rank's part of a tree that has one placement."""
         if isinstance(placement, PerRank):
             if not isinstance(tree, tuple) or len(tree) != self.mesh.num_ranks:
-                seen = f"PerRank() of {kind_of(tree)}{f' of {len(tree)}' if isinstance(tree, tuple) else ''}"
+                seen = (
+                    "PerRank() of"
+                    f" {kind_of(tree)}{f' of {len(tree)}' if isinstance(tree, tuple) else ''}"
+                )
                 raise MeshError(
                     self._call, seen, f"a tuple with a tree for each of {self.mesh.num_ranks} ranks"
                 )
@@ -392,7 +398,10 @@ class Sharded:
                 if not is_tensor:
                     instead = "a value that is the same on all ranks; or PerRank() as its placement"
                     raise MeshError(self._call, f"{result.name} is no tensor, and {fault}", instead)
-                instead = f"weft.all_reduce(..., {axis!r}) in {self._name}; or as its placement Partial() or Shard(dim)"
+                instead = (
+                    f"weft.all_reduce(..., {axis!r}) in {self._name}; or as its placement Partial()"
+                    " or Shard(dim)"
+                )
                 raise MeshError(
                     self._call, f"{result.name} is Replicate() along {axis!r}, and {fault}", instead
                 )

@@ -155,12 +155,18 @@ def trace(
             result, result_structure = tree_flatten(fn(*tree_unflatten(arguments, structure)))
         except (RuntimeError, TypeError) as error:
             if is_fault_of_torch(error):
-                seen = f"a fault of torch in its trace on rank {rank}: {str(error).splitlines()[0]:.160}"
+                seen = (
+                    f"a fault of torch in its trace on rank {rank}:"
+                    f" {str(error).splitlines()[0]:.160}"
+                )
                 raise CaptureError(
                     recorder.call, seen, "the operator that the traceback names, outside the shard"
                 ) from error
             if makes_subclass(error):
-                seen = f"rank {rank} makes a tensor of a subclass of Tensor, which may redefine any operator"
+                seen = (
+                    f"rank {rank} makes a tensor of a subclass of Tensor, which may redefine any"
+                    " operator"
+                )
                 raise CaptureError(
                     recorder.call, seen, "plain tensors inside, and the subclass around it"
                 ) from error
@@ -181,7 +187,10 @@ def trace(
 def _finished(recorder: "Recorder", made: tuple[Any, ...], structure: TreeSpec) -> Trace:
     """The trace that a recorder has recorded, of a function with these results."""
     if recorder.cut is not None:
-        seen = f"{recorder.cut} under torch.no_grad(), or in an autograd.Function, on a value that has a gradient"
+        seen = (
+            f"{recorder.cut} under torch.no_grad(), or in an autograd.Function, on a value that has"
+            " a gradient"
+        )
         raise DerivativeError(
             recorder.call, seen, "value.detach(); or the whole call in torch.no_grad()"
         )
@@ -210,7 +219,10 @@ def _finished(recorder: "Recorder", made: tuple[Any, ...], structure: TreeSpec) 
     if (
         node := next((node for node in closed_over if storage_of(node) in storages), None)
     ) is not None:
-        seen = f"a tensor {list(node.meta['val'].shape)} that is no argument, and that each rank writes in place"
+        seen = (
+            f"a tensor {list(node.meta['val'].shape)} that is no argument, and that each rank"
+            " writes in place"
+        )
         raise CaptureError(recorder.call, seen, "an argument, whose new value the function returns")
     parts, collectives = _cut(graph)
     return Trace(
@@ -290,7 +302,10 @@ class Recorder(DispatchMode):
         """Raise CaptureError for a tensor of an earlier trace, unless the call is one of fake
         tensors itself."""
         if not self._has_fake_arguments:
-            seen = f"a tensor {list(tensor.shape)} without values, which an earlier trace made and the function kept"
+            seen = (
+                f"a tensor {list(tensor.shape)} without values, which an earlier trace made and the"
+                " function kept"
+            )
             raise CaptureError(
                 self.call, seen, "make it before the call and pass it in, or return it"
             )
@@ -304,7 +319,10 @@ class Recorder(DispatchMode):
             or not in_functorch_transform()
         ):
             return
-        seen = f"a transform of torch.func inside it, of a tensor {list(tensor.shape)} that it closes over"
+        seen = (
+            f"a transform of torch.func inside it, of a tensor {list(tensor.shape)} that it closes"
+            " over"
+        )
         raise CaptureError(
             self.call, seen, "the tensor as an argument of f; or x * 1 for x in that call"
         )
@@ -330,7 +348,10 @@ class Recorder(DispatchMode):
             shapes = ", ".join(
                 f"{str(x.dtype).removeprefix('torch.')}{list(x.shape)}" for x in kept[:3]
             )
-            seen = f"a tensor that it made is kept and not returned ({shapes}): in a cache, a global or an attribute"
+            seen = (
+                f"a tensor that it made is kept and not returned ({shapes}): in a cache, a global"
+                " or an attribute"
+            )
             raise CaptureError(
                 self.call, seen, "make it before the call and pass it in, or return it"
             )
@@ -341,7 +362,10 @@ class Recorder(DispatchMode):
         with without_modes():
             lost = next((leaf for leaf in self._leaves if leaf.grad is not None), None)
         if lost is not None:
-            seen = f"backward() inside it, whose gradient of a tensor {list(lost.shape)} its trace would lose"
+            seen = (
+                f"backward() inside it, whose gradient of a tensor {list(lost.shape)} its trace"
+                " would lose"
+            )
             raise DerivativeError(
                 self.call, seen, "torch.autograd.grad inside it; or backward() of what it returns"
             )
@@ -389,7 +413,10 @@ class Recorder(DispatchMode):
             return
         kind = custom_function("weft.transforms.shards.shard")
         if kind is not None and not kind.__module__.startswith("weft."):
-            seen = f"the autograd.Function {kind.__name__} under a transform of torch.func, which would lose its rule"
+            seen = (
+                f"the autograd.Function {kind.__name__} under a transform of torch.func, which"
+                " would lose its rule"
+            )
             raise DerivativeError(
                 self.call, seen, "the transform inside the shard: weft.shard(vmap(f), ...)"
             )
@@ -452,7 +479,10 @@ class Recorder(DispatchMode):
     def in_graph(self, value: Any) -> Any:
         """The node of a tensor; any other value as it is, unless it depends on a tensor's."""
         if isinstance(value, torch.SymInt | torch.SymFloat | torch.SymBool):
-            seen = f"rank {self.rank} reads the values of a tensor, on which the number {value} depends"
+            seen = (
+                f"rank {self.rank} reads the values of a tensor, on which the number {value}"
+                " depends"
+            )
             raise CaptureError(self.call, seen, "torch.where, or a Python argument")
         return self.node_of(value) if isinstance(value, Tensor) else value
 
@@ -465,7 +495,10 @@ def has_strides(tensor: Tensor) -> bool:
 def refuse_layout(tensor: Any, name: str, call: str) -> None:
     """Raise CaptureError for a sparse or nested tensor, whose layout a trace does not have."""
     if isinstance(tensor, Tensor) and not has_strides(tensor):
-        seen = f"{name} is {'nested' if tensor.is_nested else tensor.layout}, which no rank has a part of"
+        seen = (
+            f"{name} is {'nested' if tensor.is_nested else tensor.layout}, which no rank has a"
+            " part of"
+        )
         raise CaptureError(
             call, seen, "x.to_dense(); or its indices and values, as tensors of their own"
         )
@@ -547,7 +580,9 @@ _OF_ONE_LEVEL: dict[Any, Callable[..., Any]] = {
     Tensor.detach_: torch.ops.aten.detach_.default,
     torch.detach_: torch.ops.aten.detach_.default,
     torch.ops.aten.detach_: torch.ops.aten.detach_.default,
-    torch.ops.aten.detach_.default: torch.ops.aten.detach_.default,  # of the trace of a shard inside
+    torch.ops.aten.detach_.default: (
+        torch.ops.aten.detach_.default
+    ),  # of the trace of a shard inside
 }
 """What reaches no operator, and so is recorded here. Under nested transforms of torch.func each of
 these drops the derivatives of the innermost one, where `detach` drops all. So a run calls it in its
@@ -566,11 +601,17 @@ class _Calls(FunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if func in _HOOKS:
-            seen = f"{func.__name__} on a tensor {list(args[0].shape)} inside it, which its trace would lose"
+            seen = (
+                f"{func.__name__} on a tensor {list(args[0].shape)} inside it, which its trace"
+                " would lose"
+            )
             instead = "the hook outside, on an argument or on a result"
             raise DerivativeError(self.recorder.call, seen, instead)
         if func in _LOST:
-            seen = f"x.{_LOST[func]} = ... on a tensor {list(args[0].shape)}, which its trace would lose"
+            seen = (
+                f"x.{_LOST[func]} = ... on a tensor {list(args[0].shape)}, which its trace would"
+                " lose"
+            )
             raise CaptureError(
                 self.recorder.call,
                 seen,

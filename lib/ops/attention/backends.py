@@ -156,7 +156,10 @@ class AttentionBackend:
         )
         instead = f"another back end: attention='auto', or one of {', '.join(names)}"
         if device.type not in self.devices:
-            seen = f"attention back end {self.name!r}, which runs on {' and '.join(self.devices)}, not on {device}"
+            seen = (
+                f"attention back end {self.name!r}, which runs on {' and '.join(self.devices)}, not"
+                f" on {device}"
+            )
             raise DeviceError(call, seen, instead)
         if missing := self.missing(device):
             raise DeviceError(
@@ -168,7 +171,10 @@ class AttentionBackend:
         if dtype not in self.dtypes:
             seen = f"which has no kernels in {dtype}"
         elif self.head_dims and head_dim not in self.head_dims:
-            seen = f"which has no kernels for heads of {head_dim}, but of {', '.join(map(str, self.head_dims))}"
+            seen = (
+                f"which has no kernels for heads of {head_dim}, but of"
+                f" {', '.join(map(str, self.head_dims))}"
+            )
         elif window and not self.windows:
             seen = f"which has no windows, for a model with a window of {window}"
         elif kv_dtype not in (None, dtype, *self.kv_dtypes):
@@ -180,7 +186,10 @@ class AttentionBackend:
                 for n, one in BACKENDS.items()
                 if one.batch_invariant and device.type in one.devices
             )
-            instead = f"another back end: attention='auto', or {' or '.join(capable)}; or leave out batch_invariant=True"
+            instead = (
+                f"another back end: attention='auto', or {' or '.join(capable)}; or leave out"
+                " batch_invariant=True"
+            )
         if seen:
             raise ProgramError(call, f"attention back end {self.name!r}, {seen}", instead)
 
@@ -188,7 +197,10 @@ class AttentionBackend:
         """Raise ProgramError unless it has kernels for pages of this size."""
         if self.page_sizes and page_size not in self.page_sizes:
             sizes = ", ".join(map(str, self.page_sizes))
-            seen = f"page_size={page_size}, and the attention back end {self.name!r} has kernels for {sizes}"
+            seen = (
+                f"page_size={page_size}, and the attention back end {self.name!r} has kernels for"
+                f" {sizes}"
+            )
             raise ProgramError(call, seen, f"EngineLimits(..., page_size={self.page_sizes[0]})")
 
     def runs_inside(self, query_len: int | None) -> bool:
@@ -220,7 +232,10 @@ class AttentionBackend:
                 f"AttentionBackend({self.name!r}, ...)",
                 f"an attend that wrote to {' and '.join(written)}",
             )
-            instead = f"writes to a copy, {written[0]}.clone(): the other layers of the step read the same memory"
+            instead = (
+                f"writes to a copy, {written[0]}.clone(): the other layers of the step read the"
+                " same memory"
+            )
             raise ProgramError(call, seen, instead)
         return out
 

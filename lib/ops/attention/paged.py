@@ -222,11 +222,23 @@ def _spans(
             continue
         is_outside = start < 0 or end > num_tokens
         if is_outside or not 0 < query_len <= min(seq_len, max_query_len) or seq_len > limit:
-            call = f"paged_attention(query_start_loc={starts}, seq_lens={seq_lens}, max_query_len={max_query_len})"
-            seen = f"request {request} has {query_len} queries, context {seq_len}, its pages hold {limit}"
-            instead = "give it no more queries than context or max_query_len, and no more context than its pages hold"
+            call = (
+                f"paged_attention(query_start_loc={starts}, seq_lens={seq_lens},"
+                f" max_query_len={max_query_len})"
+            )
+            seen = (
+                f"request {request} has {query_len} queries, context {seq_len}, its pages hold"
+                f" {limit}"
+            )
+            instead = (
+                "give it no more queries than context or max_query_len, and no more context than"
+                " its pages hold"
+            )
             if is_outside:
-                seen = f"request {request} has the tokens from {start} to {end}, and leaves the {num_tokens} tokens"
+                seen = (
+                    f"request {request} has the tokens from {start} to {end}, and leaves the"
+                    f" {num_tokens} tokens"
+                )
                 instead = "let query_start_loc run from 0 to at most the number of tokens"
             raise DescriptorError(call, seen, instead)
         yield _Span(request, start, end, seq_len - query_len)
@@ -340,7 +352,10 @@ def _fault(
         ("seq_lens", seq_lens, (requests,), _INT32),
     ):
         if tensor.shape != shape or tensor.dtype not in dtypes:
-            seen = f"shape {list(tensor.shape)} and dtype {tensor.dtype} beside q {list(q.shape)} {q.dtype}"
+            seen = (
+                f"shape {list(tensor.shape)} and dtype {tensor.dtype} beside q {list(q.shape)}"
+                f" {q.dtype}"
+            )
             beside = (
                 f"{seen}, kv_pages {list(kv_pages.shape)} and block_table {list(block_table.shape)}"
             )

@@ -80,7 +80,10 @@ def run_experts(
             f"{name} {list(one.shape)} {one.dtype} with{'out' * (scale is None)} scales"
             for name, one, scale in given
         )
-        instead = f"pass [T, H], [E, 2 * I, H] and [E, H, I]; and scales of all three, with I in {BLOCK}s, or none"
+        instead = (
+            "pass [T, H], [E, 2 * I, H] and [E, H, I]; and scales of all three, with I in"
+            f" {BLOCK}s, or none"
+        )
         raise DescriptorError("run_experts(x, gate_up, down, …)", seen, instead)
     every = held if num_experts is None else num_experts
     if not 0 <= first <= every - held:

@@ -136,7 +136,7 @@ def multiply(x: Tensor, weight: Tensor, bias: Tensor | None, batch_invariant: bo
 
 def _multiply_block(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     share = _BLOCK_COLUMNS if x.dtype == torch.float32 else max(x.shape[1], 1)
-    (first, *others) = zip(x.split(share, 1), weight.split(share, 1), strict=True)
+    first, *others = zip(x.split(share, 1), weight.split(share, 1), strict=True)
     total = F.linear(first[0].clone(), first[1], bias)
     for own, columns in others:
         total = total + F.linear(own.clone(), columns)
@@ -177,7 +177,10 @@ def fp8_linear(
         or tuple(weight.shape) != (rows, columns)
         or tuple(scale.shape) != wanted
     ):
-        seen = f"weight {list(weight.shape)} {weight.dtype} and scale {list(scale.shape)} beside {columns} columns"
+        seen = (
+            f"weight {list(weight.shape)} {weight.dtype} and scale {list(scale.shape)} beside"
+            f" {columns} columns"
+        )
         instead = (
             f"pass float8_e4m3fn [N, {columns}], and a scale for every {BLOCK} by {BLOCK} of it"
         )

@@ -46,7 +46,10 @@ def _check(
             for name, t in (("y", y), ("x", x), ("a", a), ("b", b))
         )
         seen = f"{shapes}, slots {list(slots.shape)}"
-        instead = "y [T, N], x [T, K], a [L, P, R, K], b [L, N, R], slots [T], P + 1 starts from 0 to N, one dtype"
+        instead = (
+            "y [T, N], x [T, K], a [L, P, R, K], b [L, N, R], slots [T], P + 1 starts from 0 to N,"
+            " one dtype"
+        )
         instead += f"; y [{leaves}, T, N]" * bool(leaves)
         raise DescriptorError(f"add_lora(y, x, a, b, slots, active, {starts})", seen, instead)
     leaf_columns(columns, leaves)

@@ -76,6 +76,9 @@ def leaf_columns(columns: int, leaves: int, multiple: int = 1) -> int:
         DescriptorError: there are no such leaves, or they are no multiples.
     """
     if columns % (leaves * multiple if leaves > 1 else 1):
-        instead = f"a number of leaves whose columns are {'whole' if multiple == 1 else f'a multiple of {multiple}'}"
+        instead = (
+            "a number of leaves whose columns are"
+            f" {'whole' if multiple == 1 else f'a multiple of {multiple}'}"
+        )
         raise DescriptorError(f"a product with leaves={leaves}", f"{columns} columns", instead)
     return columns // max(leaves, 1)

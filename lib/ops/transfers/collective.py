@@ -176,7 +176,10 @@ def ppermute(x: Tensor, axis: str, perm: Sequence[tuple[int, int]]) -> Tensor:
     """
     call = f"ppermute(x, {axis!r}, {perm!r:.60})"
     place = _find_place(call, axis, x)
-    instead = "pairs of places along the axis, each once as a sender and once as a receiver: [(0, 1), (1, 0)]"
+    instead = (
+        "pairs of places along the axis, each once as a sender and once as a receiver: [(0, 1),"
+        " (1, 0)]"
+    )
     if not isinstance(perm, Sequence) or not all(_is_pair(pair) for pair in perm):
         raise MeshError(call, f"perm is {perm!r:.60}", instead)
     pairs = tuple((source, to) for source, to in perm)
@@ -277,7 +280,10 @@ class _Traced(torch.autograd.Function):
 
 
 def _refuse_derivative(effect: str) -> NoReturn:
-    seen = "a derivative inside the function that weft.shard runs, which does not come back from the other ranks"
+    seen = (
+        "a derivative inside the function that weft.shard runs, which does not come back from the"
+        " other ranks"
+    )
     instead = (
         "torch.func.grad(weft.shard(f, ...)); or the collective after the derivative, on its result"
     )

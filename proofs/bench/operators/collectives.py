@@ -127,7 +127,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     given = parser.parse_args(argv)
     rows = list[Row]()
     print(
-        f"{'way':14}{'collective':>22}{'a rank brings':>16}{'graph us':>10}{'eager us':>10}  bfloat16"
+        f"{'way':14}{'collective':>22}{'a rank brings':>16}{'graph us':>10}{'eager us':>10} "
+        " bfloat16"
     )
     for way in WAYS:
         for row in launch(measure, given.ranks, way, 60.0)[0]:

@@ -176,7 +176,10 @@ def rotary_case(make: Maker, sizes: Sizes, tokens: int) -> Case:
     rest = sizes.heads, (keys, keys + sizes.kv_heads * sizes.dim)
     args = (made, make.randn(sizes.dim), make.randn(sizes.dim), 1e-6, *tables, slots)
     moved = nbytes(made, *tables) + tokens * sizes.qkv * 2
-    shape = f"{made.shape[0] if made.dim() == 3 else 1} parts {sizes.heads}/{sizes.kv_heads} heads of {sizes.dim}"
+    shape = (
+        f"{made.shape[0] if made.dim() == 3 else 1} parts {sizes.heads}/{sizes.kv_heads} heads of"
+        f" {sizes.dim}"
+    )
     other = pages.clone()
     return Case(
         "rotate_and_keep",

@@ -63,7 +63,8 @@ def time_layers(sizes: Sequence[Sizes], tokens: Sequence[int], device: str) -> l
 def show(rows: Sequence[Row]) -> None:
     """Print the table, and the total of each layer's kernels."""
     print(
-        f"{'model':<14}{'tokens':>7} {'kernel':<23}{'shape':<30}{'us':>8}{'floor':>8}{'share':>7}{'error':>9}"
+        f"{'model':<14}{'tokens':>7}"
+        f" {'kernel':<23}{'shape':<30}{'us':>8}{'floor':>8}{'share':>7}{'error':>9}"
     )
     for row in rows:
         sizes = f"{row.model:<14}{row.tokens:>7} {row.kernel:<23}{row.shape:<30}"

@@ -94,7 +94,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     given = parser.parse_args(argv)
     rows = []
     print(
-        f"{'back end':10}{'graph us':>10}{'eager us':>10}{'floor us':>10}  [64, 2048] bfloat16, there and back"
+        f"{'back end':10}{'graph us':>10}{'eager us':>10}{'floor us':>10}  [64, 2048] bfloat16,"
+        " there and back"
     )
     for backend in given.backends:
         row = launch(measure, 2, backend, 60.0)[0]

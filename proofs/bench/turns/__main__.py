@@ -48,7 +48,8 @@ from weft.stages.random_weights import PRESETS
 _START_SECONDS, _TURN_SECONDS, _STOP_SECONDS = 300.0, 120.0, 20.0
 _POLL_SECONDS, _SAMPLE_SECONDS = 0.005, 2.0
 _CHOICES = re.compile(
-    r"\] ((?:Using (?!cache)|Selected|Chunked|Asynchronous|torch\.compile took|GPU KV|Graph capturing|init engine).*)"
+    r"\] ((?:Using (?!cache)|Selected|Chunked|Asynchronous|torch\.compile took|GPU KV|Graph"
+    r" capturing|init engine).*)"
 )
 _GPU_FIELDS = "clocks.sm", "temperature.gpu", "power.draw", "clocks_event_reasons.active"
 _POWER_CAP, _FEW_ROUNDS = 4, 3
@@ -311,18 +312,23 @@ def show(found: dict[str, Any]) -> Iterator[str]:
     else:
         beside = f"the older build in {_first_token(peer):.1f}"
     yield (
-        f"{found['preset']}, {found['stages']} stage(s): ready in {_first_token(found['weft']):.1f} s, {beside}; "
-        f"power capped in {found['gpu_samples']['power_capped']} of {len(found['gpu_samples']['rows'])} samples"
+        f"{found['preset']}, {found['stages']} stage(s): ready in {_first_token(found['weft']):.1f}"
+        f" s, {beside}; power capped in {found['gpu_samples']['power_capped']} of"
+        f" {len(found['gpu_samples']['rows'])} samples"
     )
-    yield "  tokens/s: the median (the least to the most; the first pass) of weft, of the other; how many times as fast"
+    yield (
+        "  tokens/s: the median (the least to the most; the first pass) of weft, of the other; how"
+        " many times as fast"
+    )
     if len({row["repeat"] for row in found["rows"] if not row["first"]}) < _FEW_ROUNDS:
         yield "  fewer than three rounds after the first: equal builds may differ by a fourth"
     for row in found["table"]:
         own, other = row["weft"], row[name]
         yield (
-            f"  {row['workload']:<8} {own['median']:>9,.0f} ({own['min']:,.0f} to {own['max']:,.0f}; first "
-            f"{own['first']:,.0f})   {other['median']:>9,.0f} ({other['min']:,.0f} to {other['max']:,.0f}; first "
-            f"{other['first']:,.0f})   {row['ratio']:.2f}"
+            f"  {row['workload']:<8} {own['median']:>9,.0f} ({own['min']:,.0f} to"
+            f" {own['max']:,.0f}; first {own['first']:,.0f})   {other['median']:>9,.0f}"
+            f" ({other['min']:,.0f} to {other['max']:,.0f}; first {other['first']:,.0f})  "
+            f" {row['ratio']:.2f}"
         )
 
 
@@ -356,10 +362,16 @@ def _refusal(given: argparse.Namespace) -> str | None:
         for workload in given.workloads:
             length = sum(WORKLOADS[workload].longest)
             if length > positions:
-                seen = f"{workload} has requests of {length} tokens, and {name} has {positions} positions"
+                seen = (
+                    f"{workload} has requests of {length} tokens, and {name} has {positions}"
+                    " positions"
+                )
                 return f"--workloads {workload}: {seen}: pass other workloads"
         if names.count(name) > 1:
-            return f"--models: two are called {name}, which their records are named after: run them one by one"
+            return (
+                f"--models: two are called {name}, which their records are named after: run them"
+                " one by one"
+            )
     if given.rounds < 0:
         return f"--rounds {given.rounds}: pass 0 or more, the rounds after the first pass"
     if given.pp is not None and given.pp < 1:
@@ -372,7 +384,10 @@ def _refusal(given: argparse.Namespace) -> str | None:
             f"--python {given.python}: not found: pass the Python of an environment that has vLLM"
         )
     elif subprocess.run([given.python, "-c", _HAS_VLLM], check=False).returncode:
-        return f"{given.python} has no vllm: pass --python PATH, the Python of an environment that has it"
+        return (
+            f"{given.python} has no vllm: pass --python PATH, the Python of an environment that"
+            " has it"
+        )
     return None
 
 

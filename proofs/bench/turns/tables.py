@@ -76,7 +76,10 @@ def peer_rows() -> Iterator[tuple[str, ...]]:
             span((one.row[own]["min"], one.row[own]["max"]), "{:,.0f}") for own in ("weft", "vllm")
         )
         unit = "tokens/s, prompts included" if one.row["unit"] == _TOTAL else "tokens/s"
-        peer = f"{one.peer}: {theirs}; {one.row['ratio']:.2f} times, by {'one pass each' if one.once else 'medians'}"
+        peer = (
+            f"{one.peer}: {theirs}; {one.row['ratio']:.2f} times, by"
+            f" {'one pass each' if one.once else 'medians'}"
+        )
         yield one.record.row(
             f"{one.model}: {one.workload}, by turns", f"{ours} {unit}", peer, one.machine
         )

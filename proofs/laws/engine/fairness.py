@@ -48,7 +48,8 @@ def served_in_turn(trace: Trace) -> None:
             and all(first.request.id not in work.requests for work in works)
         ):
             raise LawViolation(
-                f"L18 in turn: {first.request.id} is the first of all, and gets no step of its cohort's"
+                f"L18 in turn: {first.request.id} is the first of all, and gets no step of its"
+                " cohort's"
             )
         if time is not None:
             check_time(works, time, trace.page_size)

@@ -68,7 +68,8 @@ def faults_end_their_own_request(load: OddLoad, tally: Tally | None = None) -> N
             expected = alone((1, 2, 3), careful, 5)
             if (last.track.token_ids, last.finish_reason) != expected:
                 raise LawViolation(
-                    f"L11 faults: a careful request got {last.track.token_ids}, and alone {expected}"
+                    f"L11 faults: a careful request got {last.track.token_ids}, and alone"
+                    f" {expected}"
                 )
             continue
         _check_said(load, calls[name], last)
@@ -165,8 +166,10 @@ def _check_said(load: OddLoad, call: OddCall, last: RequestOutput) -> None:
         if token in stops and count + 1 < len(tokens):
             raise LawViolation(f"L11 faults: {tokens} go on behind an end, of {stops}")
     causes = {
-        "stop": bool(stops & set(tokens[-1:]))
-        or any(stop in _text(load, tokens) for stop in params.stop),
+        "stop": (
+            bool(stops & set(tokens[-1:]))
+            or any(stop in _text(load, tokens) for stop in params.stop)
+        ),
         "length": len(tokens) == min(call.max_tokens, 24 - len(call.prompt)),
         "abort": call.aborted is not None,
         "error": isinstance(last.error, WeftError) and _may_fail(load, call, params, stops, tokens),

@@ -80,7 +80,8 @@ def _compare(name: str, call: Call, track: CompletionState, alone: CompletionSta
         own = wanted[key][: len(values)]
         if len(values) != len(wanted[key]) and whole:
             raise LawViolation(
-                f"{_LAW}: {name} captures {key} of {len(values)} tokens, and alone of {len(wanted[key])}"
+                f"{_LAW}: {name} captures {key} of {len(values)} tokens, and alone of"
+                f" {len(wanted[key])}"
             )
         if not torch.allclose(values[: len(own)], own, RTOL, ATOL):
             token = int((values[: len(own)] - own).abs().sum(-1).argmax())

@@ -66,10 +66,16 @@ class Device:
             if place >= start:
                 self.slots[slot], self.versions[slot] = past, self.version
             elif not _may_be(self.slots.get(slot), past):
-                seen = f"{name} reads token {place} from page {slot[0]}, computed for {self.slots.get(slot)}"
+                seen = (
+                    f"{name} reads token {place} from page {slot[0]}, computed for"
+                    f" {self.slots.get(slot)}"
+                )
                 raise LawViolation(f"L9 pages: {seen}, and its own are {past}")
             elif self.versions[slot] != self.version:
-                seen = f"{name} reads token {place} from page {slot[0]}, computed by version {self.versions[slot]}"
+                seen = (
+                    f"{name} reads token {place} from page {slot[0]}, computed by version"
+                    f" {self.versions[slot]}"
+                )
                 raise LawViolation(
                     f"L23 versions: {seen} of the parameters, after {self.version} changes"
                 )

@@ -50,7 +50,10 @@ class Hazard:
     refused: bool
 
     def __repr__(self) -> str:
-        return f"# {self.kind}, which weft {'may refuse' if self.refused else 'gets right'}\n{self.program!r}"
+        return (
+            f"# {self.kind}, which weft"
+            f" {'may refuse' if self.refused else 'gets right'}\n{self.program!r}"
+        )
 
 
 HAZARDS: dict[str, Kind] = OF_CALLS | OF_FUNCTIONS

@@ -118,8 +118,14 @@ def f(x):
 """,
         {
             "script": (
-                "def scripted(x: Tensor) -> Tensor:\n    l: List[float] = x.tolist()\n    return x * l[0]",
-                "def scripted(x: Tensor) -> Tensor:\n    return x * len('{}'.format(x.sum() * 1000))",
+                (
+                    "def scripted(x: Tensor) -> Tensor:\n    l: List[float] = x.tolist()\n   "
+                    " return x * l[0]"
+                ),
+                (
+                    "def scripted(x: Tensor) -> Tensor:\n    return x * len('{}'.format(x.sum() *"
+                    " 1000))"
+                ),
                 "def scripted(x: Tensor) -> Tensor:\n    return x * float(x[0])",
                 "def scripted(x: Tensor) -> Tensor:\n    return x * 2",
             )
@@ -144,11 +150,20 @@ def f(x):
             "when": ("1", "2", "0"),
             "change": (
                 "layer.weight.data = layer.weight + 1",
-                "nn.utils.vector_to_parameters(torch.arange(8.0, device=device), layer.parameters())",
+                (
+                    "nn.utils.vector_to_parameters(torch.arange(8.0, device=device),"
+                    " layer.parameters())"
+                ),
                 "layer.weight = nn.Parameter(layer.weight * 3, requires_grad=False)",
-                "layer.load_state_dict({k: v + 1 for k, v in layer.state_dict().items()}, assign=True)",
+                (
+                    "layer.load_state_dict({k: v + 1 for k, v in layer.state_dict().items()},"
+                    " assign=True)"
+                ),
                 "layer.bias.set_(torch.ones(2, device=device))",
-                "torch.utils.swap_tensors(layer.bias, nn.Parameter(torch.ones(2, device=device), False))",
+                (
+                    "torch.utils.swap_tensors(layer.bias, nn.Parameter(torch.ones(2,"
+                    " device=device), False))"
+                ),
                 "layer.weight.add_(1)",
             ),
         },

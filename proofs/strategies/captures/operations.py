@@ -263,8 +263,10 @@ OPERATIONS: dict[str, tuple[Operation, ...]] = {
         *_derivatives(("torch.func.grad(lambda q: LOSS)({a})",)),
         *_derivatives(
             (
-                "with torch.enable_grad():\n    q = {a}.detach().requires_grad_()\n"
-                "    {out} = torch.autograd.grad(LOSS, q)[0]",
+                (
+                    "with torch.enable_grad():\n    q = {a}.detach().requires_grad_()\n"
+                    "    {out} = torch.autograd.grad(LOSS, q)[0]"
+                ),
             )
         ),
     ),
@@ -279,7 +281,8 @@ OPERATIONS: dict[str, tuple[Operation, ...]] = {
         *_operations(
             _matrix,
             "torch.func.vmap(torch.func.grad(lambda q: (q * q).sum() / 2))({a})",
-            "torch.func.vmap(torch.func.grad(lambda w, q: 0.5 * (w @ q) ** 2), (None, 0))({a}[0], {a})",
+            "torch.func.vmap(torch.func.grad(lambda w, q: 0.5 * (w @ q) ** 2), (None, 0))({a}[0],"
+            " {a})",
             "torch.func.vmap(lambda q: q + torch.rand_like(q), randomness='different')({a})",
             "torch.func.jacrev(lambda q: q.sin().sum(0))({a})",
         ),

@@ -49,15 +49,18 @@ SURROUNDINGS: dict[str, str] = {
     "torch.inference_mode()": "",
     "torch.autocast(device, dtype=torch.bfloat16)": "",
     "torch.device(device)": "",
-    "doubling": """
+    "doubling": (
+        """
 class Doubling(torch.overrides.TorchFunctionMode):
     def __torch_function__(self, func, types, args=(), kwargs=None):
         result = func(*args, **(kwargs or {}))
         return result * 2 if getattr(func, "__name__", "") in ("mul", "sin", "matmul") else result
 
 doubling = Doubling()
-""",
-    "default_dtype(torch.float64)": """
+"""
+    ),
+    "default_dtype(torch.float64)": (
+        """
 @contextlib.contextmanager
 def default_dtype(dtype):
     before = torch.get_default_dtype()
@@ -66,8 +69,10 @@ def default_dtype(dtype):
         yield
     finally:
         torch.set_default_dtype(before)
-""",
-    "deterministic()": """
+"""
+    ),
+    "deterministic()": (
+        """
 @contextlib.contextmanager
 def deterministic():
     torch.use_deterministic_algorithms(True)
@@ -75,8 +80,10 @@ def deterministic():
         yield
     finally:
         torch.use_deterministic_algorithms(False)
-""",
-    "doubled_when_saved()": """
+"""
+    ),
+    "doubled_when_saved()": (
+        """
 def double(x):
     return x * 2 if x.is_floating_point() else x  # an index would point outside
 
@@ -85,7 +92,8 @@ def same(x):
 
 def doubled_when_saved():
     return torch.autograd.graph.saved_tensors_hooks(double, same)
-""",
+"""
+    ),
 }
 """The surroundings of a call, as code, each with the code that defines its names."""
 OF_ALL_THREADS = ("default_dtype", "deterministic")
@@ -177,8 +185,9 @@ class TensorProgram:
             "# the first argument is the first result of the call before\n" if self.chained else ""
         )
         return (
-            f"{graph}{more}for call in range({self.calls}):\n    before(call)\n    with around(call):\n"
-            f"        print({plain}(*arguments(call)), graph(*arguments(call)), sep='\\n')\n"
+            f"{graph}{more}for call in range({self.calls}):\n    before(call)\n    with"
+            f" around(call):\n        print({plain}(*arguments(call)), graph(*arguments(call)),"
+            " sep='\\n')\n"
         )
 
 
@@ -237,7 +246,10 @@ def _base(index: int, shape: tuple[int, ...], dtype: str) -> str:
     """Code for a tensor whose values depend on the call."""
     count = torch.Size(shape).numel()
     if dtype in ("int64", "bool"):
-        values = f"torch.arange({count}, device=device).add(call + {index}).remainder({2 if dtype == 'bool' else 5})"
+        values = (
+            f"torch.arange({count}, device=device).add(call +"
+            f" {index}).remainder({2 if dtype == 'bool' else 5})"
+        )
         return f"{values}.reshape({shape}).to(torch.{dtype})"
     start = f"torch.arange({count}, dtype=torch.float64, device=device)"
     return f"{start}.mul(0.7).add(1.3 * call + {index}).sin().reshape({shape}).to(torch.{dtype})"
@@ -333,7 +345,8 @@ def tensor_programs(draw: st.DrawFn, device: str = "cpu", max_calls: int = 5) ->
     if generator:
         texts, names = [*texts, generator], [*names, "generator"]
     code = (
-        f"{head}\n{_making(bases, texts)}\n\ndef f({', '.join(names)}):\n{text}    return {outputs}\n\n\n"
+        f"{head}\n{_making(bases, texts)}\n\ndef f({', '.join(names)}):\n{text}    return"
+        f" {outputs}\n\n\n"
         + _choosing("around", [f"return {text}" for text in surroundings])
         + "\n\n"
         + _choosing("before", events, "    global held")

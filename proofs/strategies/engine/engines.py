@@ -155,12 +155,12 @@ class Load:
             run_ahead=self.run_ahead if run_ahead is None else run_ahead,
             num_logprobs=max(1, *(call.sampling.logprobs or 0 for call in self.calls)),
             seed=0,
-            adapters=adapters_of(model.config)
-            if any(call.adapter for call in self.calls)
-            else None,
-            speculation=None
-            if self.drafts is None
-            else small_speculation(self.drafts, model.device),
+            adapters=(
+                adapters_of(model.config) if any(call.adapter for call in self.calls) else None
+            ),
+            speculation=(
+                None if self.drafts is None else small_speculation(self.drafts, model.device)
+            ),
         )
 
 

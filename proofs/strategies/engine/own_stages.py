@@ -221,8 +221,10 @@ def own_stages(num_layers: int) -> st.SearchStrategy[OwnStages]:
     """Changes of a model with so many layers: of some layers, and of some of a stage's functions."""
     index = st.integers(0, num_layers - 1)
     parts = {
-        "layers": st.dictionaries(index, st.sampled_from(_LAYERS)).map(
-            lambda own: tuple(sorted(own.items()))
+        "layers": (
+            st.dictionaries(index, st.sampled_from(_LAYERS)).map(
+                lambda own: tuple(sorted(own.items()))
+            )
         ),
         "parts": st.lists(st.sampled_from(_PARTS), unique=True).map(tuple),
     }

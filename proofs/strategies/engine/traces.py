@@ -89,9 +89,9 @@ class Trace:
 
     def __repr__(self) -> str:
         return (
-            f"Trace({self.config.architecture}, {self.config.num_layers} layers, seed={self.seed}, {self.budget}, "
-            f"num_pages={self.num_pages}, page_size={self.page_size}, window={self.window}, "
-            f"reads_late={self.reads_late}, arrivals={self.arrivals}"
+            f"Trace({self.config.architecture}, {self.config.num_layers} layers, seed={self.seed},"
+            f" {self.budget}, num_pages={self.num_pages}, page_size={self.page_size},"
+            f" window={self.window}, reads_late={self.reads_late}, arrivals={self.arrivals}"
             + (f", {self.drafts})" if self.drafts else ")")
         )
 

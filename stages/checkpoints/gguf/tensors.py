@@ -84,7 +84,10 @@ class GgufTensors:
                 self.call, seen, "another quantization of the model, such as Q4_K_M or Q8_0"
             )
         if stored.shape != shape:
-            seen = f"{name} in {self.file.path.name} is {stored.shape}, and its metadata makes it {shape}"
+            seen = (
+                f"{name} in {self.file.path.name} is {stored.shape}, and its metadata makes it"
+                f" {shape}"
+            )
             raise CheckpointError(
                 self.call, seen, "check that it is a whole file, of this architecture"
             )

@@ -96,7 +96,10 @@ def tokenizer_of(file: GgufFile, call: str, *, strict: bool = False) -> Tokenize
         )
         if strict:
             raise ConfigError(call, f"{seen}, which weft does not know", instead)
-        text = f"weft does not know the tokenizer of this file, and loads none: {seen}. Instead: {instead}."
+        text = (
+            f"weft does not know the tokenizer of this file, and loads none: {seen}. Instead:"
+            f" {instead}."
+        )
         warnings.warn(text, ConfigWarning, stacklevel=3)
     if build is None:
         return None

@@ -177,7 +177,13 @@ def test_without_matplotlib_it_says_what_to_install(
 
 
 def test_a_picture_in_a_notebook_needs_nothing_optional() -> None:
-    code = "import sys, weft, weft.transforms as t; t.make_ladder('full', t.Limits(2, 2))._repr_html_(); "
-    code += "print(*{name.partition('.')[0] for name in sys.modules} & {'matplotlib', 'rich', 'IPython'})"
+    code = (
+        "import sys, weft, weft.transforms as t; t.make_ladder('full', t.Limits(2,"
+        " 2))._repr_html_(); "
+    )
+    code += (
+        "print(*{name.partition('.')[0] for name in sys.modules} & {'matplotlib', 'rich',"
+        " 'IPython'})"
+    )
     done = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
     assert done.stdout.split() == []

@@ -57,8 +57,9 @@ def test_they_print_in_one_line(values: dict[str, Any]) -> None:
         assert "tensor(" not in repr(value), name
         assert len(repr(value)) < 400, name
     assert repr(values["x"]) == "IntermediateTensors(hidden_states=bfloat16[21, 128])"
-    assert repr(values["params"]) == (
-        "DecoderParams(embed_tokens=bfloat16[257, 128], layers=<48 tensors>, norm=bfloat16[128])"
+    assert (
+        repr(values["params"])
+        == "DecoderParams(embed_tokens=bfloat16[257, 128], layers=<48 tensors>, norm=bfloat16[128])"
     )
     assert (
         repr(values["stage"])

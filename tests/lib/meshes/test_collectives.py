@@ -78,7 +78,10 @@ def test_a_collective_prints_and_parses_back(effect: Collective) -> None:
     ],
 )
 def test_options_that_a_collective_does_not_have_are_refused(line: str) -> None:
-    instead = "all_reduce sum, all_gather dim 0, reduce_scatter sum dim 0, <any>, or ppermute 0 to 1, 1 to 0"
+    instead = (
+        "all_reduce sum, all_gather dim 0, reduce_scatter sum dim 0, <any>, or ppermute 0 to 1, 1"
+        " to 0"
+    )
     with refused(
         ProgramError, f"parse_effect({line!r})", "a collective with other options", instead
     ):

@@ -182,7 +182,8 @@ def test_pages_that_cannot_be_written_inside_a_transform_are_named() -> None:
     with pytest.raises(DerivativeError) as caught:
         torch.func.grad(lambda x: paged_attention(x, x, x, pages, *rest).sum())(q)
     assert str(caught.value).startswith(
-        "the derivative of paged_attention(q, k, v, kv_pages, …)\n  saw: pages that cannot be written in place here: "
+        "the derivative of paged_attention(q, k, v, kv_pages, …)\n  saw: pages that cannot be"
+        " written in place here: "
     )
     assert (
         caught.value.instead
@@ -212,10 +213,11 @@ def test_what_rounds_to_fp8_has_no_derivative_and_says_so(name: str) -> None:
     for way in ways.values():
         with pytest.raises(DerivativeError) as caught:
             way()
-        assert str(caught.value) == (
-            f"the derivative of {name.replace('.', '_')}(…)\n"
-            "  saw: values that are rounded to FP8, and change in steps\n"
-            "  instead: a model in float32, bfloat16 or float16; or torch.no_grad(), and detach(), where none is needed"
+        assert (
+            str(caught.value)
+            == f"the derivative of {name.replace('.', '_')}(…)\n  saw: values that are rounded to"
+            " FP8, and change in steps\n  instead: a model in float32, bfloat16 or float16; or"
+            " torch.no_grad(), and detach(), where none is needed"
         )
     with torch.no_grad():
         function(x.clone().requires_grad_())

@@ -235,7 +235,10 @@ def nine(
 
 
 def test_functions_of_other_arguments_are_refused_when_the_back_end_is_made() -> None:
-    taken = r"\(q, kv_pages, slot_mapping, block_table, query_start_loc, seq_lens, max_query_len, scale, window"
+    taken = (
+        r"\(q, kv_pages, slot_mapping, block_table, query_start_loc, seq_lens, max_query_len,"
+        r" scale, window"
+    )
     for field, functions, instead in (
         ("attend", {"attend": three}, rf"9 arguments: {taken}\)"),
         ("attend", {"attend": nine, "plan": nine}, rf"10 arguments: {taken}, plan\)"),
@@ -266,7 +269,10 @@ def test_a_write_to_what_other_layers_read_is_an_error(model: Model, capability:
     for mode in ("none", "piecewise", "full_and_piecewise"):
         for place, name in enumerate(READ, 1):
             own = AttentionBackend("writer", partial(writes, place), capability=capability)
-            seen = rf"'writer'(.|\n)*wrote to {name}\n|writes to batch\.{name} .*, which it does not own"
+            seen = (
+                rf"'writer'(.|\n)*wrote to {name}\n|writes to batch\.{name} .*, which it does"
+                r" not own"
+            )
             with pytest.raises((ProgramError, CaptureError), match=seen):
                 generate(model.with_stages(attend=own), PROMPTS, max_tokens=2, graph=mode)
 

@@ -354,10 +354,11 @@ def test_later_stages_do_not_see_the_batch_s_positions(
 def test_what_does_not_fit_is_named(model: Model, embeds: Tensor, positions: Tensor) -> None:
     with pytest.raises(DescriptorError) as caught:
         Batch.ragged([0], [TEXT], positions=positions)
-    assert str(caught.value) == (
-        "Batch.ragged(rows=[0], token_ids=<1 of lengths [5]>)\n"
-        "  saw: positions of shape [3, 17], torch.int64, for 5 tokens\n"
-        "  instead: rows for time, height and width, [3, num_tokens] int64, as get_rope_index(...)[0][:, 0]"
+    assert (
+        str(caught.value)
+        == "Batch.ragged(rows=[0], token_ids=<1 of lengths [5]>)\n  saw: positions of shape [3,"
+        " 17], torch.int64, for 5 tokens\n  instead: rows for time, height and width, [3,"
+        " num_tokens] int64, as get_rope_index(...)[0][:, 0]"
     )
     with pytest.raises(
         DescriptorError, match=r"positions of shape \[3, 5\], torch.float32, for 5 tokens"
@@ -368,8 +369,8 @@ def test_what_does_not_fit_is_named(model: Model, embeds: Tensor, positions: Ten
     x = IntermediateTensors(torch.zeros(22, 32))
     with pytest.raises(DescriptorError) as caught:
         runner.stages[1](runner.params[1], state[1], batch, x)
-    assert str(caught.value) == (
-        "stage 1 of 2(params, state, batch, x)\n"
+    assert (
+        str(caught.value) == "stage 1 of 2(params, state, batch, x)\n"
         "  saw: batch.positions, which the first stage alone takes\n"
         "  instead: batch.after_first(); what the first stage makes of them comes with x"
     )
@@ -389,8 +390,9 @@ def test_what_does_not_fit_is_named(model: Model, embeds: Tensor, positions: Ten
         decoder_stage(plain, layout)(
             model.params, make_state(model, [layout], [32, 32])[0], batch, None
         )
-    assert str(caught.value) == (
-        "stage 0 of 1(params, state, batch, x)\n"
-        "  saw: batch.positions, and a model without mRoPE (no mrope_section in its rope_parameters)\n"
-        "  instead: a batch without positions: a token stands where it does in its request"
+    assert (
+        str(caught.value)
+        == "stage 0 of 1(params, state, batch, x)\n  saw: batch.positions, and a model without"
+        " mRoPE (no mrope_section in its rope_parameters)\n  instead: a batch without positions:"
+        " a token stands where it does in its request"
     )

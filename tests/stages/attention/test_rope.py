@@ -282,7 +282,10 @@ LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_fr
         ),
         (
             {"rope_scaling": {**LLAMA3, "high_freq_factor": 1.0}},
-            "config.json has rope_scaling.low_freq_factor=1.0 and rope_scaling.high_freq_factor=1.0",
+            (
+                "config.json has rope_scaling.low_freq_factor=1.0 and"
+                " rope_scaling.high_freq_factor=1.0"
+            ),
             "low_freq_factor is less than high_freq_factor",
         ),
         (

@@ -58,8 +58,9 @@ def test_missing_folders_and_files(folder: Path) -> None:
     config = load_config(folder)
     with pytest.raises(CheckpointNotFoundError) as caught:
         load_params("nowhere", config, whole(config))
-    assert str(caught.value) == (
-        "load_params('nowhere', config, StageLayout(index=0, num_stages=1, start=0, stop=5))\n"
+    assert (
+        str(caught.value)
+        == "load_params('nowhere', config, StageLayout(index=0, num_stages=1, start=0, stop=5))\n"
         "  saw: there is no folder 'nowhere'\n"
         "  instead: pass a local folder; `hf download <name> --local-dir <folder>` makes one"
     )
@@ -69,7 +70,10 @@ def test_missing_folders_and_files(folder: Path) -> None:
         folder, seen, "pass a folder that save_pretrained wrote", CheckpointNotFoundError
     )
     (folder / "pytorch_model.bin").write_bytes(b"")
-    instead = "convert it: AutoModelForCausalLM.from_pretrained(…).save_pretrained(…, safe_serialization=True)"
+    instead = (
+        "convert it: AutoModelForCausalLM.from_pretrained(…).save_pretrained(…,"
+        " safe_serialization=True)"
+    )
     assert_refused(folder, f"{seen}, but pytorch_model.bin", instead, CheckpointNotFoundError)
 
 
@@ -112,7 +116,10 @@ def test_an_index_that_names_the_wrong_shard(shards: Path) -> None:
     others = sorted(set(raw["weight_map"].values()) - {raw["weight_map"]["model.norm.weight"]})
     raw["weight_map"]["model.norm.weight"] = others[0]
     index.write_text(json.dumps(raw))
-    seen = f"model.safetensors.index.json says that {others[0]} holds model.norm.weight, and it does not"
+    seen = (
+        f"model.safetensors.index.json says that {others[0]} holds model.norm.weight, and it"
+        " does not"
+    )
     assert_refused(shards, seen, "copy the index and the shards again from where they came from")
 
 
@@ -137,8 +144,9 @@ def test_missing_tensors(folder: Path) -> None:
 
 def test_missing_biases_are_counted(folder: Path) -> None:
     seen = (
-        "the checkpoint has no model.layers.0.self_attn.q_proj.bias, model.layers.0.self_attn.k_proj.bias, "
-        "model.layers.0.self_attn.v_proj.bias, model.layers.1.self_attn.q_proj.bias and 11 more"
+        "the checkpoint has no model.layers.0.self_attn.q_proj.bias,"
+        " model.layers.0.self_attn.k_proj.bias, model.layers.0.self_attn.v_proj.bias,"
+        " model.layers.1.self_attn.q_proj.bias and 11 more"
     )
     assert_refused(folder, seen, BELONG, qkv_bias=True)
 
@@ -158,7 +166,10 @@ def test_tensors_that_nothing_explains(folder: Path) -> None:
     )
     edit(folder, model__layers__1__self_attn__q_proj__bias=None)
     # A config.json with fewer layers than the weights have.
-    seen = "the checkpoint has model.layers.4.input_layernorm.weight, model.layers.4.mlp.down_proj.weight, "
+    seen = (
+        "the checkpoint has model.layers.4.input_layernorm.weight,"
+        " model.layers.4.mlp.down_proj.weight, "
+    )
     assert_refused(folder, seen, BELONG, num_layers=4)
     assert_refused(folder, f"the checkpoint has no {qk_norms()} and 6 more", BELONG, qk_norm=True)
 

@@ -23,7 +23,10 @@ from gguf import GGMLQuantizationType
 from gguf_files import quantized, scrambled, write_file, write_model
 
 SAMPLES = (
-    "The quick brown fox doesn't jump; it's 12345 years OLD, isn't it?\r\n\n  And WE'LL see: 3.14159!",
+    (
+        "The quick brown fox doesn't jump; it's 12345 years OLD, isn't it?\r\n\n  And WE'LL see:"
+        " 3.14159!"
+    ),
     "Der Übermut der Größe, señor, ça va où? Ångström, naïve",
     "Съешь ещё этих мягких французских булок, да выпей чаю 2024",
     "いろはにほへと ちりぬるを\u3002漢字かな交じり文\u3001\uff11\uff12\uff13",

@@ -100,16 +100,21 @@ DAMAGES: dict[str, tuple[Callable[[Path], object], type[WeftError], str, str]] =
     "a wrong shape": (
         lambda f: change_tensors(f, lambda tensors: tensors.update({UP: tensors[UP][:7].clone()})),
         CheckpointError,
-        f"{UP} in model.safetensors is <any> (7, 128), and config.json makes it (280, 128) of <any>",
+        (
+            f"{UP} in model.safetensors is <any> (7, 128), and config.json makes it (280, 128) of"
+            " <any>"
+        ),
         BELONG,
     ),
     "an unknown architecture": (
         lambda f: change_config(f, architectures=["GPT2LMHeadModel"]),
         ConfigError,
         "config.json has architectures=['GPT2LMHeadModel']",
-        "weft supports the architectures LlamaForCausalLM, Qwen2ForCausalLM, Qwen3ForCausalLM, Qwen3MoeForCausalLM, "
-        "MistralForCausalLM, Qwen2VLForConditionalGeneration; another model's module runs by weft.stages.from_module "
-        "(proofs/pages/your_modules.md)",
+        (
+            "weft supports the architectures LlamaForCausalLM, Qwen2ForCausalLM, Qwen3ForCausalLM,"
+            " Qwen3MoeForCausalLM, MistralForCausalLM, Qwen2VLForConditionalGeneration; another"
+            " model's module runs by weft.stages.from_module (proofs/pages/your_modules.md)"
+        ),
     ),
     "a field that changes the computation": (
         lambda f: change_config(f, logit_softcap=30.0),
@@ -168,7 +173,10 @@ def test_fields_that_weft_does_not_know_are_a_warning_or_an_error(folder: Path) 
         f"weft.load({str(folder)!r}, device='cpu', dtype=None)",
         f"config.json has {unknown}",
     )
-    instead = "weft does not know what that does to Qwen3ForCausalLM; remove what does nothing, or leave out strict"
+    instead = (
+        "weft does not know what that does to Qwen3ForCausalLM; remove what does nothing, or leave"
+        " out strict"
+    )
     with refused(ConfigError, call, seen, instead):
         weft.load(folder, "cpu", strict=True)
     assert weft.load(DEMO, "cpu", strict=True).config == model.config

@@ -144,13 +144,15 @@ def test_a_cache_that_counts_in_python_is_refused_by_the_path_of_its_counter() -
     assert {"cache.layers[0].keys", "cache.layers[1].values"} <= made.state.keys()
     with pytest.raises(CaptureError) as error:
         graphify(made.stage)(made.params, made.state, torch.tensor([[3, 4]]), None)
-    assert error.value.seen == (
-        "cache.layers[0].cumulative_length_int of the module changes from 2 to 4 while it runs, and a replay does not "
-        "repeat that"
+    assert (
+        error.value.seen
+        == "cache.layers[0].cumulative_length_int of the module changes from 2 to 4 while it runs,"
+        " and a replay does not repeat that"
     )
-    assert error.value.instead == (
-        "a tensor in its place, torch.tensor(2), which is then part of the state; if it is set only once, run the "
-        "module before"
+    assert (
+        error.value.instead
+        == "a tensor in its place, torch.tensor(2), which is then part of the state; if it is set"
+        " only once, run the module before"
     )
 
 

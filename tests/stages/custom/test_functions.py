@@ -285,7 +285,10 @@ def test_an_unknown_name_is_answered_with_the_known_ones(
     assert f"in feed_forward of with_stages(...){known}" in found.value.__notes__
     with pytest.raises(KeyError) as found:
         said_by(model.with_stages(feed_forward=own))
-    none = "batch.extras, batch.carried, batch.token_extras are empty: declare names with model.with_stages(...)"
+    none = (
+        "batch.extras, batch.carried, batch.token_extras are empty: declare names with"
+        " model.with_stages(...)"
+    )
     assert f"in feed_forward of with_stages(...); {none}" in found.value.__notes__
     with pytest.raises(KeyError) as found:
         said_by(model.with_stages(logits=lambda logits, rows, extras: extras["vctor"], **zero))
@@ -372,7 +375,10 @@ WRONG: list[tuple[Callable[[Model], Any], str]] = [
     (lambda model: model.with_stages(lambda: 3), "a function of a stage, which returns a stage"),
     (
         lambda model: model.with_stages(feed_forward=halved),
-        r"with feed_forward=halved\n  saw: halved\(x.*\n  instead: a function \(config, layer, batch, x\) -> added",
+        (
+            r"with feed_forward=halved\n  saw: halved\(x.*\n  instead: a function \(config, layer,"
+            r" batch, x\) -> added"
+        ),
     ),
     (
         lambda model: model.with_stages(feed_forward=torch.nn.Linear(2, 2)),
@@ -400,7 +406,10 @@ WRONG: list[tuple[Callable[[Model], Any], str]] = [
     ),
     (
         lambda model: said_by(model.with_stages(layers={1: lambda layer: halved})),
-        r"it returned halved\(x.*\n.*a layer \(params, kv_pages, batch, tables, hidden\) -> \(hidden, kv_pages\)",
+        (
+            r"it returned halved\(x.*\n.*a layer \(params, kv_pages, batch, tables, hidden\) ->"
+            r" \(hidden, kv_pages\)"
+        ),
     ),
     (
         lambda model: said_by(model.with_stages(lambda stage: lambda *args: args[1])),

@@ -90,7 +90,10 @@ def test_what_a_module_keeps_in_attributes_is_refused_in_a_graph_and_left_as_it_
     module = nn.Sequential(OrderedDict(inner=Keeps(change)))
     made, key = from_module(module), path.partition(".")[2]
     seen = f"{path} of the module {how}, and a replay does not repeat that"
-    instead = f"return it, or register_buffer({key!r}, ...); if it is set only once, run the module before"
+    instead = (
+        f"return it, or register_buffer({key!r}, ...); if it is set only once, run the module"
+        " before"
+    )
     with refused(CaptureError, "graphify(stage Sequential)", seen, instead):
         graphify(made.stage)(made.params, made.state, X, None)
     inner: Any = module.inner
@@ -107,7 +110,10 @@ def test_what_a_module_keeps_in_attributes_is_refused_in_a_graph_and_left_as_it_
 def test_a_weight_that_a_hook_computes_is_refused_in_a_graph(hook: Any) -> None:
     made = from_module(nn.Sequential(hook(nn.Linear(4, 2))))
     seen = "0.weight of the module changes while it runs, and a replay does not repeat that"
-    instead = "torch.nn.utils.parametrizations in the place of this hook; prune.remove(...) of a pruned module"
+    instead = (
+        "torch.nn.utils.parametrizations in the place of this hook; prune.remove(...) of a pruned"
+        " module"
+    )
     with refused(CaptureError, "graphify(stage Sequential)", seen, instead):
         graphify(made.stage)(made.params, made.state, X, None)
 

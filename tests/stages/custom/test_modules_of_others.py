@@ -174,7 +174,10 @@ def test_states_in_attributes_and_draws_of_numpy_in_transformers_are_refused() -
     made = from_module(
         transformers.RecurrentGemmaForCausalLM(transformers.RecurrentGemmaConfig(**arguments))
     )
-    seen = "model.layers.0.temporal_block.rg_lru.recurrent_states of the module changes while it runs, <any>"
+    seen = (
+        "model.layers.0.temporal_block.rg_lru.recurrent_states of the module changes while it runs,"
+        " <any>"
+    )
     with refused(
         CaptureError,
         "graphify(stage RecurrentGemmaForCausalLM)",

@@ -136,8 +136,9 @@ def test_readable_text_holds_prompt_and_completion_without_colour(run: Weft) -> 
     assert (code, err) == (0, "")
     model = weft.load(DEMO, "cpu", "float32")
     first, second = weft.generate(model, ["A list is", [84, 104, 101]], max_tokens=3)
-    assert out == (
-        f"[1 of 2] 3 tokens, length\nA list is{first.text}\n\n[2 of 2] 3 tokens, length\nThe{second.text}\n\n"
+    assert (
+        out == f"[1 of 2] 3 tokens, length\nA list is{first.text}\n\n[2 of 2] 3 tokens,"
+        f" length\nThe{second.text}\n\n"
     )
 
 
@@ -156,8 +157,9 @@ def test_an_error_speaks_of_the_command_and_its_flags() -> None:
         "max_num_reqs=4, num_pages=2, num_cohorts=1",
         "max_num_reqs=2 or fewer",
     )
-    assert in_flags(error, ["bench", "--preset", "tiny", "--out", "a b"]) == (
-        "weft bench --preset tiny --out 'a b'\n"
+    assert (
+        in_flags(error, ["bench", "--preset", "tiny", "--out", "a b"])
+        == "weft bench --preset tiny --out 'a b'\n"
         "  saw: --max-num-seqs 4, --num-pages 2, num_cohorts=1\n"
         "  instead: --max-num-seqs 2 or fewer"
     )
@@ -346,7 +348,10 @@ def test_a_torch_for_cuda_without_a_driver() -> None:
         ("doctor",),
         ("generate", "--model", str(DEMO), "--prompt", "A", "--max-tokens", "3", "--pp", "1"),
     )
-    look = f"import no_driver; from weft.transforms.cli.main import main; raise SystemExit(any(map(main, {commands})))"
+    look = (
+        "import no_driver; from weft.transforms.cli.main import main; raise"
+        f" SystemExit(any(map(main, {commands})))"
+    )
     env = os.environ | {"PYTHONPATH": str(Path(__file__).parents[2]), "CUDA_VISIBLE_DEVICES": ""}
     done = subprocess.run(
         [sys.executable, "-c", look], capture_output=True, text=True, check=False, env=env
@@ -388,7 +393,10 @@ def test_as_a_module_in_a_process_of_its_own() -> None:
 
 
 def test_a_terminal_without_the_letters_is_no_failure() -> None:
-    look = "import weft.transforms.cli.main as m; m.run_command = lambda _: print('\\xe9') or 0; m.main(['doctor'])"
+    look = (
+        "import weft.transforms.cli.main as m; m.run_command = lambda _: print('\\xe9') or 0;"
+        " m.main(['doctor'])"
+    )
     env = os.environ | {"PYTHONIOENCODING": "ascii"}
     done = subprocess.run(
         [sys.executable, "-c", look], capture_output=True, text=True, check=False, env=env

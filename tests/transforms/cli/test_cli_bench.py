@@ -450,8 +450,11 @@ BAD: dict[str, tuple[tuple[str, ...], str]] = {
     ),
     "lengths twice": (
         (*TINY, *SMALL, "--workload", "mixed"),
-        "weft bench --workload mixed\n  saw: --input-len and --output-len, with which --workload has no effect\n"
-        "  instead: leave out --workload, or --input-len and --output-len",
+        (
+            "weft bench --workload mixed\n  saw: --input-len and --output-len, with which"
+            " --workload has no effect\n  instead: leave out --workload, or --input-len and"
+            " --output-len"
+        ),
     ),
     "no prompt": (
         (*TINY, "--num-prompts", "0"),
@@ -505,7 +508,10 @@ BAD: dict[str, tuple[tuple[str, ...], str]] = {
     ),
     "a score within a time": (
         (*SCORE, "--max-step-seconds", "1"),
-        "weft bench --eval ... --max-step-seconds 1\n  saw: a time to keep within, in a comparison of scores",
+        (
+            "weft bench --eval ... --max-step-seconds 1\n  saw: a time to keep within, in a"
+            " comparison of scores"
+        ),
     ),
     "no time at all": (
         (*TINY, "--max-step-seconds", "0"),

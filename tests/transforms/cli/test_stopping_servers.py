@@ -42,14 +42,16 @@ server's own."""
 FLAGS = ("demo", "--device", "cpu", "--graph", "none", "--max-num-seqs", "4")
 TEXT = {"prompt": "The function returns", "temperature": 0, "max_tokens": 4}
 LOOP = (
-    "{% for m in messages %}{% if m.content == 'loop' %}{% for a in range(99999) %}{% for b in range(99999) %}"
-    "{% endfor %}{% endfor %}{% endif %}{{ m.content }}{% endfor %}"
+    "{% for m in messages %}{% if m.content == 'loop' %}{% for a in range(99999) %}{% for b in"
+    " range(99999) %}{% endfor %}{% endfor %}{% endif %}{{ m.content }}{% endfor %}"
 )
 SLOW_GRAMMAR = {
     "type": "grammar",
-    "grammar": "root ::= r0\n"
-    + "\n".join(f'r{i} ::= r{i + 1} | "{i}"' for i in range(3000))
-    + '\nr3000 ::= "a"',
+    "grammar": (
+        "root ::= r0\n"
+        + "\n".join(f'r{i} ::= r{i + 1} | "{i}"' for i in range(3000))
+        + '\nr3000 ::= "a"'
+    ),
 }
 
 

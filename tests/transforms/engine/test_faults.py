@@ -168,7 +168,8 @@ def test_a_mask_that_shares_no_token_with_the_parameters_ends_its_request(
     assert odd.error.call == f"mask of request 'odd', after {count} tokens"
     assert (
         odd.error.seen
-        == "tokens that are all barred by the request's allowed_token_ids, bad_token_ids or min_tokens"
+        == "tokens that are all barred by the request's allowed_token_ids, bad_token_ids or"
+        " min_tokens"
     )
     assert engine.stats().ended == {"error": 1, "length": 1}
 

@@ -203,7 +203,8 @@ def test_ctrl_c_at_any_line_loses_nothing(runs_all: bool) -> None:
     found = check_interrupts(200 if runs_all else 8)
     for name, places in found.items():
         print(
-            f"Ctrl-C in {name}: {len(places)} times at {len({*places})} places, 0 engines lost, 0 wrong"
+            f"Ctrl-C in {name}: {len(places)} times at {len({*places})} places, 0 engines lost, 0"
+            " wrong"
         )
     assert all(len({*places}) > 5 for places in found.values())
 

@@ -122,9 +122,10 @@ def test_the_error_says_which_masks_and_how_long(clock: Clock) -> None:
     error = ended(engine)["odd", 0].error
     assert isinstance(error, RequestError)
     assert error.call == "the masks of request 'odd', after 2 tokens"
-    assert error.seen == (
-        "3 s of a step, for which all others wait, after 4 s too much in steps before; its share is 1 s, and 4 s more "
-        "in sum"
+    assert (
+        error.seen
+        == "3 s of a step, for which all others wait, after 4 s too much in steps before; its share"
+        " is 1 s, and 4 s more in sum"
     )
     assert error.instead.startswith(
         "a grammar with fewer repetitions within repetitions, fewer completions, or"

@@ -166,7 +166,10 @@ WRONG: dict[str, tuple[dict[str, Any], str, str]] = {
     "another width": (
         {"inputs_embeds": torch.zeros(12, 4)},
         "inputs_embeds of shape [12, 4], torch.float32",
-        "a row for each of the prompt's 12 tokens, some of which are EMBEDDED (-2): [12, 8], torch.float32",
+        (
+            "a row for each of the prompt's 12 tokens, some of which are EMBEDDED (-2): [12, 8],"
+            " torch.float32"
+        ),
     ),
     "another dtype": (
         {"inputs_embeds": embeds().half()},

@@ -185,7 +185,8 @@ def test_half_precision_on_a_cpu_errs_no_more_than_transformers(reference: Relea
     ours = torch.cat([torch.tensor(own.prompt_logprobs) for own in found])
     other = torch.cat([logprobs(theirs, ids) for ids in reference.ids])
     print(
-        f"mean error in bfloat16: {(ours - exact).abs().mean():.4f}, transformers {(other - exact).abs().mean():.4f}"
+        f"mean error in bfloat16: {(ours - exact).abs().mean():.4f}, transformers"
+        f" {(other - exact).abs().mean():.4f}"
     )
     assert (ours - exact).abs().mean() <= 1.1 * (other - exact).abs().mean()
     assert found[0].token_ids == greedy(theirs, reference.ids[0])

@@ -215,11 +215,11 @@ def test_two_values_for_one_tensor_are_refused(first: str) -> None:
     names = sorted(("model.embed_tokens.weight", "lm_head.weight"), key=lambda name: name != first)
     with pytest.raises(RequestError) as caught:
         engine.update({names[0]: before + 1.0, names[1]: before.bfloat16()})
-    assert str(caught.value) == (
-        "engine.update(params)\n"
-        "  saw: 'model.embed_tokens.weight' and 'lm_head.weight', which are one tensor of the model, "
-        "with different values\n"
-        "  instead: equal values, or one of the two names; untied, they need another model"
+    assert (
+        str(caught.value)
+        == "engine.update(params)\n  saw: 'model.embed_tokens.weight' and 'lm_head.weight', which"
+        " are one tensor of the model, with different values\n  instead: equal values, or one of"
+        " the two names; untied, they need another model"
     )
     assert torch.equal(embedding, before)
     for values in (

@@ -120,10 +120,11 @@ def test_a_replay_with_a_result_of_another_shape_raises() -> None:
     assert g(torch.tensor([2.0])).shape == (2,)
     with pytest.raises(CaptureError) as caught:
         g(torch.tensor([1.0]))
-    assert str(caught.value) == (
-        "a replay of weft_tests.as_many.default\n"
-        "  saw: a result of shape (1,), which had shape (2,) at the capture, so it depends on data\n"
-        "  instead: call that operator outside the graphified function"
+    assert (
+        str(caught.value)
+        == "a replay of weft_tests.as_many.default\n  saw: a result of shape (1,), which had shape"
+        " (2,) at the capture, so it depends on data\n  instead: call that operator outside the"
+        " graphified function"
     )
 
 
@@ -135,8 +136,8 @@ def test_gradients_that_lie_on_an_argument_are_refused() -> None:
                 lambda params: params if params.grad is None else params - params.grad, p
             )
             assert (
-                "saw: .grad of a tensor from outside is not an argument, so a replay does not read it again"
-                in said
+                "saw: .grad of a tensor from outside is not an argument, so a replay does not read"
+                " it again" in said
             )
             assert "instead: pass the gradients as a separate argument" in said
 

@@ -200,7 +200,10 @@ def test_the_table() -> None:
         "batch                    mode       class                    padding           reason",
         f"uniform x1, 3 reqs       full       uniform x1, 4 reqs       1 token, 1 req    {least}",
         f"ragged 5 tokens, 2 reqs  piecewise  ragged 8 tokens, 4 reqs  3 tokens, 2 reqs  {least}",
-        "ragged 9 tokens, 2 reqs  none                                                  no captured class covers it",
+        (
+            "ragged 9 tokens, 2 reqs  none                                                  no"
+            " captured class covers it"
+        ),
     ]
     assert repr(table) == str(table)
     assert [row.decision.mode for row in table.rows] == ["full", "piecewise", "none"]

@@ -98,8 +98,8 @@ def test_an_error_in_a_replay_says_what_was_donated() -> None:
     with pytest.raises(IndexError, match="index 7 is out of bounds") as caught:
         g(state, torch.tensor([7]))
     assert caught.value.__notes__ == [
-        "<lambda> took s before its replay failed: their storage holds what the replay had written by then. "
-        "Continue from a copy (weft.clone)."
+        "<lambda> took s before its replay failed: their storage holds what the replay had written"
+        " by then. Continue from a copy (weft.clone)."
     ]
     with pytest.raises(DonatedError, match=r"that was donated to <lambda>\(s\)"):
         g(state, torch.tensor([0]))

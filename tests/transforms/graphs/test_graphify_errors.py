@@ -178,7 +178,10 @@ class Frozen:
 
 
 REGISTER = "@weft.pytree above @attrs.frozen instead of @dataclass above Data; or its tensors"
-STATIC = "register its class (weft.pytree), pass its tensors, or name it in static_argnames if it never changes"
+STATIC = (
+    "register its class (weft.pytree), pass its tensors, or name it in static_argnames if it never"
+    " changes"
+)
 FOREIGN: dict[str, tuple[Any, str, str]] = {
     "an array": (
         np.ones(2),
@@ -293,8 +296,8 @@ def test_a_write_to_what_a_function_closes_over() -> None:
         return loss
 
     instead = (
-        "return a new tensor, or pass it in (a module's: weft.stages.from_module) and donate the argument "
-        "(donate_argnames=...)"
+        "return a new tensor, or pass it in (a module's: weft.stages.from_module) and donate the"
+        " argument (donate_argnames=...)"
     )
     before = clone(dict(norm.state_dict()))
     for fn in (train, norm):

@@ -21,7 +21,10 @@ LADDER = make_ladder("full", Limits(max_num_reqs=4, max_num_tokens=8))
 def test_explain_with_a_ladder() -> None:
     g = graphify(lambda b: b, ladder=[BatchDescriptor.uniform(4)])
     three = Batch.decode([0, 1, 2])
-    under = "'uniform x1, 3 reqs' runs under 'uniform x1, 4 reqs', the least of the ladder that covers it"
+    under = (
+        "'uniform x1, 3 reqs' runs under 'uniform x1, 4 reqs', the least of the ladder that"
+        " covers it"
+    )
     assert str(g.explain(three)) == f"captures: {under}; nothing is captured yet"
     g(three)
     assert str(g.explain(three)) == f"replays: {under}"
@@ -121,7 +124,8 @@ def test_an_error_of_the_functions_own_says_what_is_padded() -> None:
     with pytest.raises(RuntimeError, match="must match the size") as error:
         g(Batch.decode([0, 1, 2]), torch.ones(3))
     assert error.value.__notes__ == [
-        "in <lambda>, captured for 'uniform x1, 4 reqs': only fields with weft.axes(...) are padded to it"
+        "in <lambda>, captured for 'uniform x1, 4 reqs': only fields with weft.axes(...) are padded"
+        " to it"
     ]
 
 

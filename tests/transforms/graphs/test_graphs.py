@@ -487,9 +487,15 @@ def test_copies_are_planned_where_the_back_end_allocates(monkeypatch: pytest.Mon
     monkeypatch.setattr(import_module("weft.transforms.graphs.cache"), "make_plan", planned)
     g = graphify(lambda x: x * 2)
     g(torch.ones(2))
-    assert events == ["enter", "exit", "enter", "exit", "enter", "plan", "exit"], (
-        "buffers, padding sources, copies"
-    )
+    assert events == [
+        "enter",
+        "exit",
+        "enter",
+        "exit",
+        "enter",
+        "plan",
+        "exit",
+    ], "buffers, padding sources, copies"
     events.clear()
     g.lower(torch.ones(2)).compile()
     assert events == ["enter", "plan", "exit"]

@@ -140,11 +140,15 @@ def test_a_compiled_graph_says_what_to_do_about_a_state_elsewhere() -> None:
     compiled = g.lower(params, state, batch).compile()
     with pytest.raises(CacheMissError) as error:
         compiled(params, clone(state), batch)
-    assert error.value.seen == (
-        "arguments unlike the lowered ones: state['n']: another tensor than the captured one (captured by reference)"
+    assert (
+        error.value.seen
+        == "arguments unlike the lowered ones: state['n']: another tensor than the captured one"
+        " (captured by reference)"
     )
-    assert error.value.instead == (
-        "call step itself, which captures what it needs; or pass arguments like the lowered ones, "
+    assert (
+        error.value.instead
+        == "call step itself, which captures what it needs; or pass arguments like the lowered"
+        " ones, "
         "and by reference the same tensors, or the ones that a call returned in their place"
     )
     for turn in (1.0, 2.0):

@@ -43,12 +43,12 @@ def swapped(g: Any, kept: list[Tensor]) -> None:
 
 
 IN_PLACE = (
-    "keep params in place (params.copy_(...)), or write donate_argnames='params' if the call returns its next value, "
-    "or reference_argnames=() to copy it in"
+    "keep params in place (params.copy_(...)), or write donate_argnames='params' if the call"
+    " returns its next value, or reference_argnames=() to copy it in"
 )
 PASS_ON = (
-    "pass the s that the call before returned (copy_ a new one into it), and return the next s before other results of "
-    "its structure"
+    "pass the s that the call before returned (copy_ a new one into it), and return the next s"
+    " before other results of its structure"
 )
 ENDLESSLY: dict[str, tuple[Callable[[], Graphified[..., Any]], Callable[..., Any], str, str]] = {
     "params made anew": (
@@ -78,8 +78,10 @@ ENDLESSLY: dict[str, tuple[Callable[[], Graphified[..., Any]], Callable[..., Any
     "both": (
         lambda: graphify(scaled),
         lambda g, i, kept: kept.append(fresh()) or g(kept[-1], X, 0.5 + i),
-        "params (captured by reference, and other tensors at each call), "
-        "rate (a Python value, which is part of the key)",
+        (
+            "params (captured by reference, and other tensors at each call), "
+            "rate (a Python value, which is part of the key)"
+        ),
         f"{IN_PLACE}; pass rate as a 0-dim tensor: torch.tensor(7.5)",
     ),
 }
@@ -97,8 +99,8 @@ def test_captures_that_do_not_end_are_said_once(case: str) -> None:
         call(g, ENDLESS - 1, kept)
     [warning] = caught
     assert str(warning.message).startswith(
-        f"{g.__name__}: each of the last 8 calls captured a graph, and none replayed an existing one. "
-        f"They differ only in {fields}. Instead: {remedy}. The last call: {__file__}:"
+        f"{g.__name__}: each of the last 8 calls captured a graph, and none replayed an existing"
+        f" one. They differ only in {fields}. Instead: {remedy}. The last call: {__file__}:"
     )
     with warnings.catch_warnings():
         warnings.simplefilter("error", RuntimeWarning)
@@ -175,7 +177,8 @@ def test_structures_are_told_as_one_would_write_them() -> None:
     assert str(g.explain({"a": [X, X], "b": X})).endswith("; x['b']: structure *, captured (*,)")
     batch = weft.Batch.decode([0])
     assert structure_text(tree_structure(batch)).startswith(
-        "Batch(rows=*, input_ids=*, query_start_loc=*, samples=*, token_mask=*, targets=*, inputs_embeds=*, p"
+        "Batch(rows=*, input_ids=*, query_start_loc=*, samples=*, token_mask=*, targets=*,"
+        " inputs_embeds=*, p"
     )
     assert structure_text(tree_structure(torch.ones(2).max(0))) == "max(*, *)"
 
@@ -213,11 +216,14 @@ def closed_over() -> Callable[[Tensor], Tensor]:
 
 
 REQUIRES = (
-    " from outside, which requires grad, and autograd must see the operators; torch.no_grad() around the call, or "
-    "requires_grad_(False) on what is not trained, lets it replay (for gradients inside the graph: torch.func.grad "
-    "over parameters that are passed in)"
+    " from outside, which requires grad, and autograd must see the operators; torch.no_grad()"
+    " around the call, or requires_grad_(False) on what is not trained, lets it replay (for"
+    " gradients inside the graph: torch.func.grad over parameters that are passed in)"
 )
-ARGUMENT = " requires grad, and autograd must see the operators; torch.no_grad() around the call lets it replay"
+ARGUMENT = (
+    " requires grad, and autograd must see the operators; torch.no_grad() around the call lets it"
+    " replay"
+)
 INLINE: dict[str, tuple[Callable[[], Graphified[..., Any]], tuple[Any, ...], str]] = {
     "a module that is closed over": (
         lambda: graphify(closed_over()),
@@ -304,8 +310,8 @@ def test_what_changes_outside_at_each_call_is_named(monkeypatch: pytest.MonkeyPa
         call(9.0)
     text = str(found[0].message)
     assert (
-        "what it reads from outside (OUTSIDE, a global of <lambda>, is another object than at the capture)"
-        in text
+        "what it reads from outside (OUTSIDE, a global of <lambda>, is another object than at the"
+        " capture)" in text
     )
     assert "Instead: keep that as it is, or pass it in as an argument" in text
 
@@ -386,8 +392,10 @@ def test_explain_names_the_leaf_by_reference() -> None:
     )
     explanation = g.explain({"w": [torch.ones(2)]}, torch.ones(2))
     assert not explanation.captured
-    assert str(explanation) == (
-        "captures: no ladder, so each signature has its own graph; params['w'][0]: another tensor than the captured "
-        "one (captured by reference); keep params in place (params.copy_(...)), or write donate_argnames='params' if "
-        "the call returns its next value, or reference_argnames=() to copy it in"
+    assert (
+        str(explanation)
+        == "captures: no ladder, so each signature has its own graph; params['w'][0]: another"
+        " tensor than the captured one (captured by reference); keep params in place"
+        " (params.copy_(...)), or write donate_argnames='params' if the call returns its next"
+        " value, or reference_argnames=() to copy it in"
     )

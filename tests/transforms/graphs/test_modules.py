@@ -184,8 +184,8 @@ def test_a_cache_that_is_closed_over_is_to_be_passed_in() -> None:
     said = refusal(lambda ids: model(ids, past_key_values=cache).logits, tokens(1, 1, "cpu"))
     assert "writes to a tensor from outside it of shape ()" in said
     assert (
-        "pass it in (a module's: weft.stages.from_module) and donate the argument (donate_argnames=...)"
-        in said
+        "pass it in (a module's: weft.stages.from_module) and donate the argument"
+        " (donate_argnames=...)" in said
     )
 
 
@@ -205,8 +205,8 @@ def test_experts_in_a_loop_over_data_name_the_other_way() -> None:
     said = refusal(lambda ids: model(input_ids=ids, use_cache=False).logits, tokens(0, 9, "cpu"))
     assert "modeling_mixtral.py" in said
     assert (
-        "instead: model.set_experts_implementation('grouped_mm'): 'eager' reads on the host which tokens"
-        in said
+        "instead: model.set_experts_implementation('grouped_mm'): 'eager' reads on the host which"
+        " tokens" in said
     )
 
 

@@ -56,10 +56,11 @@ def test_donated_leaves_that_share_memory_are_refused() -> None:
     x = torch.arange(5.0)
     with pytest.raises(DonatedError) as caught:
         graphify(step, donate_argnames="s")((x[:3], x[2:]))
-    assert str(caught.value) == (
-        "step(...)\n  saw: s[1] shares memory with s[0], and both are donated\n"
-        "  instead: donate it once, and use it in both places inside the function (a copy would become "
-        "a second value), or do not donate"
+    assert (
+        str(caught.value)
+        == "step(...)\n  saw: s[1] shares memory with s[0], and both are donated\n  instead: donate"
+        " it once, and use it in both places inside the function (a copy would become a second"
+        " value), or do not donate"
     )
     assert x.tolist() == [0, 1, 2, 3, 4]
 

@@ -51,7 +51,10 @@ def test_a_descriptor_without_the_attribute_of_an_axis() -> None:
 
 
 def test_a_descriptor_that_is_none() -> None:
-    instead = "a hashable value with a method covers(other): a weft.BatchDescriptor, or an @attrs.frozen class"
+    instead = (
+        "a hashable value with a method covers(other): a weft.BatchDescriptor, or an @attrs.frozen"
+        " class"
+    )
     with refused(DescriptorError, "whole(...)", "3 where a descriptor should be", instead):
         graphify(whole, ladder=[Length(4)])(Signal(3, torch.ones(3)))
     with refused(

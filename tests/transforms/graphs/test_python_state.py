@@ -14,7 +14,10 @@ from weft.proofs.laws import assert_equal
 from weft.transforms.graphs.graphify import graphify
 
 X = torch.arange(3.0)
-INSTEAD = "instead: a tensor in its place, which the function takes as an argument and returns (for what a module holds"
+INSTEAD = (
+    "instead: a tensor in its place, which the function takes as an argument and returns (for what"
+    " a module holds"
+)
 
 
 class Count:

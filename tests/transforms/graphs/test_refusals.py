@@ -255,8 +255,12 @@ REFUSED: dict[Callable[[Tensor], Any], str] = {
     writes_outside_index: "writes to a tensor from outside it of shape (), which it does not own",
     writes_storage_item: "aten.copy_.default writes to x of shape (), which it does not own",
     writes_storage: "aten.fill_.Scalar writes to x of shape (16,), which it does not own",
-    writes_outside_storage: "writes to a tensor from outside it of shape (16,), which it does not own",
-    writes_outside_batch_norm: "writes to a tensor from outside it of shape (1,), which it does not own",
+    writes_outside_storage: (
+        "writes to a tensor from outside it of shape (16,), which it does not own"
+    ),
+    writes_outside_batch_norm: (
+        "writes to a tensor from outside it of shape (1,), which it does not own"
+    ),
 }
 
 

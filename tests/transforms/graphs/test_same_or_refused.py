@@ -24,7 +24,10 @@ from weft.proofs import find_difference
 
 V = torch.tensor([1.0, 2.0, 3.0])
 CASES: list[tuple[Callable[[], tuple[Any, Any]], str]] = []
-LEAKED = "an argument, or a view of one, is kept and not returned (float32[3]): in a cache, a global or an attribute"
+LEAKED = (
+    "an argument, or a view of one, is kept and not returned (float32[3]): in a cache, a global or"
+    " an attribute"
+)
 
 
 def case(refused: str = "") -> Callable[[Callable[[], tuple[Any, Any]]], None]:
@@ -159,9 +162,10 @@ def a_view_of_a_donated_tensor() -> tuple[Any, Any]:
         return state.add_(1), x * 2
 
     own, given = torch.zeros(3), torch.zeros(3)
-    return weft.donates("state")(f)(own, own[:2])[1], weft.graphify(f, donate_argnames="state")(
-        given, given[:2]
-    )[1]
+    return (
+        weft.donates("state")(f)(own, own[:2])[1],
+        weft.graphify(f, donate_argnames="state")(given, given[:2])[1],
+    )
 
 
 @case("b shares memory with a, and both are donated")
@@ -212,7 +216,8 @@ def the_derivative_of_max() -> tuple[Any, Any]:
 
 
 @case(
-    "it goes on after an error of an operator, which depends on data: _LinAlgError of aten._linalg_check_errors.default"
+    "it goes on after an error of an operator, which depends on data: _LinAlgError of"
+    " aten._linalg_check_errors.default"
 )
 def a_branch_on_an_error_of_an_operator() -> tuple[Any, Any]:
     def f(a: Any) -> Any:

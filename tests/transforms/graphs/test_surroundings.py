@@ -270,12 +270,12 @@ def test_an_encoder_that_takes_padding_out_is_refused_by_name() -> None:
         graphify(lambda x: module(x, src_key_padding_mask=padding))(x)
     said = str(caught.value)
     assert (
-        "saw: nn.TransformerEncoder takes the padding out, and returns zeros there, which a capture cannot do"
-        in said
+        "saw: nn.TransformerEncoder takes the padding out, and returns zeros there, which a capture"
+        " cannot do" in said
     )
     assert (
-        "instead: nn.TransformerEncoder(..., enable_nested_tensor=False), or torch.backends.mha.set_fast"
-        in said
+        "instead: nn.TransformerEncoder(..., enable_nested_tensor=False), or"
+        " torch.backends.mha.set_fast" in said
     )
     module = encoder(enable_nested_tensor=False)
     seen = graphify(lambda x: module(x, src_key_padding_mask=padding))(x)

@@ -311,9 +311,9 @@ LAYOUTS: dict[str, Tensor] = {
     "expanded": torch.arange(2.0).expand(2, 2),
     "conjugate": (torch.arange(4.0).view(2, 2) * 1j).conj(),
     "negative": (torch.arange(4.0).view(2, 2) * 1j).conj().imag,
-    "channels last": torch.arange(16.0)
-    .view(1, 4, 2, 2)
-    .contiguous(memory_format=torch.channels_last),
+    "channels last": (
+        torch.arange(16.0).view(1, 4, 2, 2).contiguous(memory_format=torch.channels_last)
+    ),
 }
 VIEWS: dict[str, Callable[[Tensor], Tensor]] = {
     "conj": torch.conj,
@@ -676,8 +676,10 @@ REFUSED: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     "a Python condition": (
         lambda: graphify(lambda x: while_loop(lambda c: True, lambda c: c, x))(X),
         ProgramError,
-        "while_loop(<lambda>, <lambda>, init_val)\n  saw: cond_fun returned a bool\n"
-        "  instead: a tensor of shape [] and dtype bool: (carry[0] < 3).any(), ~done.all()",
+        (
+            "while_loop(<lambda>, <lambda>, init_val)\n  saw: cond_fun returned a bool\n"
+            "  instead: a tensor of shape [] and dtype bool: (carry[0] < 3).any(), ~done.all()"
+        ),
     ),
     "a condition of two rows": (
         lambda: while_loop(lambda c: c > 0, lambda c: c, X),
@@ -692,8 +694,10 @@ REFUSED: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     "another shape": (
         lambda: while_loop(lambda c: c.sum() > 0, lambda c: c[:1], X),
         ProgramError,
-        "saw: body_fun returned leaf (the whole) of shape (1,), float32 on 'cpu', which was shape (2,), float32 on "
-        "'cpu'\n  instead: the carry's structure, shapes and dtypes",
+        (
+            "saw: body_fun returned leaf (the whole) of shape (1,), float32 on 'cpu', which was"
+            " shape (2,), float32 on 'cpu'\n  instead: the carry's structure, shapes and dtypes"
+        ),
     ),
     "another dtype": (
         lambda: graphify(lambda x: while_loop(lambda c: c.sum() > 0, lambda c: c.double(), x))(X),
@@ -772,8 +776,10 @@ REFUSED: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
             lambda c: c[0].sum() < 9, lambda c: (c[0].add_(1), c[1]), (X.clone(), X)
         ),
         ProgramError,
-        "saw: body_fun writes leaf [0] of its carry in place\n  instead: new tensors (x + 1, not x.add_(1)); or a body "
-        "marked by @weft.donates, which takes the storage",
+        (
+            "saw: body_fun writes leaf [0] of its carry in place\n  instead: new tensors (x + 1,"
+            " not x.add_(1)); or a body marked by @weft.donates, which takes the storage"
+        ),
     ),
     "a write to the carry in a graph": (
         lambda: graphify(lambda x: while_loop(lambda c: c.sum() < 9, lambda c: c.add_(1), x))(X),
@@ -785,8 +791,10 @@ REFUSED: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
             torch.tensor([1, 2])
         ),
         ProgramError,
-        "saw: body_fun writes a tensor that is no part of its carry, and may run after the last step\n"
-        "  instead: the tensor in the carry, and its next value in what body_fun returns",
+        (
+            "saw: body_fun writes a tensor that is no part of its carry, and may run after the last"
+            " step\n  instead: the tensor in the carry, and its next value in what body_fun returns"
+        ),
     ),
     "halves that meet": (
         lambda: graphify(
@@ -794,13 +802,18 @@ REFUSED: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
             donate_argnames="s",
         )(torch.zeros(4)),
         ProgramError,
-        "saw: leaves [0] and [1] of a carry in place, which share memory\n"
-        "  instead: weft.clone(...) of one of them, in init_val",
+        (
+            "saw: leaves [0] and [1] of a carry in place, which share memory\n"
+            "  instead: weft.clone(...) of one of them, in init_val"
+        ),
     ),
     "rows that end at different times": (
         lambda: torch.func.vmap(count_steps)(torch.tensor([3, 1])),
         ProgramError,
-        "instead: while_loop(..., max_steps=...), which then runs so many steps; or the loop outside the transform",
+        (
+            "instead: while_loop(..., max_steps=...), which then runs so many steps; or the loop"
+            " outside the transform"
+        ),
     ),
     "rows in place": (
         lambda: torch.func.vmap(

@@ -38,8 +38,9 @@ def test_a_wrong_number_of_entries_is_named(name: str, params: Any, state: Any) 
     count = len(params) if name == "params" else len(state)
     with pytest.raises(ProgramError) as error:
         pipeline([scale] * 2)(params, state, torch.ones(1))
-    assert str(error.value) == (
-        f"pipeline(<2 stages>)(params, state, batch)\n  saw: {name} has {count} entries\n"
+    assert (
+        str(error.value)
+        == f"pipeline(<2 stages>)(params, state, batch)\n  saw: {name} has {count} entries\n"
         "  instead: pass a tuple or list with one entry a stage"
     )
 
@@ -63,7 +64,10 @@ def test_compose_names_a_wrong_number_of_entries_too(params: Any, state: Any) ->
         ({"first": scale}, "a dict"),
         (
             [scale, stepped],
-            "stage 1, stepped(s: torch.Tensor, batch: torch.Tensor, out: torch.Tensor) -> torch.Tensor",
+            (
+                "stage 1, stepped(s: torch.Tensor, batch: torch.Tensor, out: torch.Tensor) ->"
+                " torch.Tensor"
+            ),
         ),
         ("ab", "a str"),
         (

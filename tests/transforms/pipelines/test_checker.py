@@ -71,14 +71,19 @@ MEETINGS: dict[str, tuple[int, Fault, str, str]] = {
     "send missing": (
         1,
         without("send to 2 [mb 1]"),
-        f"no rank can go on: rank 2: 'recv from 1 [mb 1]: {SCHEMA}' waits for rank 1; "
-        "rank 1: 'broadcast from 2 [mb 1]' waits for rank 2: a cycle",
+        (
+            f"no rank can go on: rank 2: 'recv from 1 [mb 1]: {SCHEMA}' waits for rank 1; "
+            "rank 1: 'broadcast from 2 [mb 1]' waits for rank 2: a cycle"
+        ),
         PAIRING,
     ),
     "nothing returns": (
         2,
         without("broadcast from 2 [mb 1]"),
-        "no rank can go on: rank 0: 'broadcast from 2 [mb 1]' waits for rank 2, which is at its end",
+        (
+            "no rank can go on: rank 0: 'broadcast from 2 [mb 1]' waits for rank 2, which is at"
+            " its end"
+        ),
         PAIRING,
     ),
 }
@@ -94,8 +99,10 @@ def test_what_meets_and_what_waits(name: str) -> None:
 
 def test_a_chain_ends_with_the_rank_that_is_at_its_end() -> None:
     error = refused(planted(PLAIN, 0, without("send to 1 [mb 1]")))
-    assert error.seen == (
-        f"no rank can go on: rank 1: 'recv from 0 [mb 1]: {SCHEMA}' waits for rank 0, which is at its end"
+    assert (
+        error.seen
+        == f"no rank can go on: rank 1: 'recv from 0 [mb 1]: {SCHEMA}' waits for rank 0, which is"
+        " at its end"
     )
 
 
@@ -112,8 +119,9 @@ def test_a_cycle_in_words() -> None:
         program(0, 2, "run stage 0 [mb 0]", "broadcast from 1 [mb 0]", "send to 1 [mb 0]"),
         program(1, 2, "recv from 0 [mb 0]", "run stage 1 [mb 0]", "broadcast from 1 [mb 0]"),
     ]
-    assert refused(made).seen == (
-        "no rank can go on: rank 0: 'broadcast from 1 [mb 0]' waits for rank 1; "
+    assert (
+        refused(made).seen
+        == "no rank can go on: rank 0: 'broadcast from 1 [mb 0]' waits for rank 1; "
         "rank 1: 'recv from 0 [mb 0]' waits for rank 0: a cycle"
     )
 
@@ -126,8 +134,8 @@ def test_a_deadlock_that_a_larger_buffer_hides_is_one() -> None:
         effects.sort(key=lambda e: isinstance(e, Broadcast) or str(e).startswith("run advance"))
 
     made = planted(streaming(2, 6, feedback=True), 0, late)
-    assert refused(made).seen == (
-        "no rank can go on: rank 0: 'send to 1 [mb 3]' waits for rank 1; "
+    assert (
+        refused(made).seen == "no rank can go on: rank 0: 'send to 1 [mb 3]' waits for rank 1; "
         "rank 1: 'broadcast from 1 [mb 1]' waits for rank 0: a cycle"
     )
     list(interleave(made, capacity=3))
@@ -158,8 +166,10 @@ def test_a_fence_that_waits_for_ever() -> None:
             "broadcast from 1 [mb 1]",
         ),
     ]
-    assert refused(made).seen == (
-        "no rank can go on: rank 0: 'fence [mb 1]' waits for rank 1; rank 1: 'fence [mb 0]' waits for rank 0: a cycle"
+    assert (
+        refused(made).seen
+        == "no rank can go on: rank 0: 'fence [mb 1]' waits for rank 1; rank 1: 'fence [mb 0]'"
+        " waits for rank 0: a cycle"
     )
 
 
@@ -189,8 +199,8 @@ def test_a_class_that_differs_on_one_rank() -> None:
     error = refused(
         [*made[:2], attrs.evolve(made[2], classes=("uniform 2 reqs", "uniform 2 reqs"))]
     )
-    assert error.seen == (
-        "rank 0 has micro-batches ('uniform 2 reqs', 'ragged 3 tokens, 2 reqs'), "
+    assert (
+        error.seen == "rank 0 has micro-batches ('uniform 2 reqs', 'ragged 3 tokens, 2 reqs'), "
         "and rank 2 ('uniform 2 reqs', 'uniform 2 reqs')"
     )
     assert error.instead == "make the batch by the same pure function on every rank"
@@ -350,9 +360,10 @@ def test_a_collective_is_refused_wherever_it_stands(kind: type[Collective], plac
     ]
     error = refused(made)
     assert (error.call, error.seen) == ("check of rank 0's program", f"'{effect}' on rank 0 of 2")
-    assert error.instead == (
-        "a collective inside a stage (weft.all_reduce(x, axis)), with weft.shard(stage, mesh, ...) or "
-        "weft.pipeline(stages, mesh=mesh): a program of a pipeline performs none"
+    assert (
+        error.instead
+        == "a collective inside a stage (weft.all_reduce(x, axis)), with weft.shard(stage, mesh,"
+        " ...) or weft.pipeline(stages, mesh=mesh): a program of a pipeline performs none"
     )
     with pytest.raises(ProgramError, match=re.escape(f"'{effect}' on rank 0 of 2")):
         pipeline([lambda p, s, batch, x: (s, batch)] * 2, schedule=made)

@@ -196,7 +196,8 @@ def test_a_run_into_a_buffer_without_a_fence() -> None:
     error = overwritten(without("fence [mb 1]"))
     assert (
         error.seen
-        == "'run stage 0 [mb 2]' overwrites what 'run stage 0 [mb 1]' made, with no 'fence [mb 1]' before it"
+        == "'run stage 0 [mb 2]' overwrites what 'run stage 0 [mb 1]' made, with no 'fence [mb 1]'"
+        " before it"
     )
     assert error.instead == "'fence [mb 1]' before 'run stage 0 [mb 2]'"
     assert "with no 'fence [mb 0]'" in overwritten(without("fence [mb 0]"), rank=1).seen

@@ -95,7 +95,10 @@ def test_entries_are_counted_by_ranks() -> None:
     params, x, _ = given()
     step = pipeline([first, second], transport=Threads(), mesh=MESH)
     call = f"pipeline(<2 stages>, mesh={MESH})(params, state, batch)"
-    instead = "pass a tuple or list of 4 entries, each a rank's part: for stage 0, 0, 1, 1, in the order of the ranks"
+    instead = (
+        "pass a tuple or list of 4 entries, each a rank's part: for stage 0, 0, 1, 1, in the order"
+        " of the ranks"
+    )
     with refused(ProgramError, call, "params has 2 entries", instead):
         step(params[:2], [torch.zeros(())] * 2, x)
 

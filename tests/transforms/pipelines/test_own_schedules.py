@@ -281,9 +281,11 @@ FED = str(pipeline([stage] * 4, microbatches=2, advance=advance, schedule=interl
 REFUSED: dict[str, tuple[Any, str]] = {
     "no schedule": (
         lambda: pipeline([stage] * 2, schedule=3),  # type: ignore[arg-type]
-        "pipeline(<2 stages>, schedule=3)\n  saw: schedule=3\n"
-        "  instead: a function (num_stages, jobs, *, schema, advances, buffers) -> programs: interleaved(2); or the "
-        "programs",
+        (
+            "pipeline(<2 stages>, schedule=3)\n  saw: schedule=3\n  instead: a function"
+            " (num_stages, jobs, *, schema, advances, buffers) -> programs: interleaved(2); or the"
+            " programs"
+        ),
     ),
     "a function to no programs": (
         lambda: pipeline([stage] * 2, schedule=lambda *_, **__: "run"),
@@ -297,8 +299,11 @@ REFUSED: dict[str, tuple[Any, str]] = {
         lambda: pipeline([stage] * 2, microbatches=2, schedule=edited())(
             PARAMS[:2], states()[:2], BATCH[:1]
         ),
-        "pipeline(<2 stages>)\n  saw: programs of 2 micro-batches, and a batch of 1\n"
-        "  instead: a batch of as many parts, or a schedule (num_stages, jobs, ...) that makes the programs",
+        (
+            "pipeline(<2 stages>)\n  saw: programs of 2 micro-batches, and a batch of 1\n  instead:"
+            " a batch of as many parts, or a schedule (num_stages, jobs, ...) that makes the"
+            " programs"
+        ),
     ),
     "an output that does not return": (
         lambda: pipeline(
@@ -307,7 +312,10 @@ REFUSED: dict[str, tuple[Any, str]] = {
             advance=advance,
             schedule=lambda n, jobs, **_: make_programs(n, [Job(feeds=False)] * len(jobs)),
         ),
-        "saw: micro-batch 0 feeds, and is not broadcast\n  instead: broadcast from 1 for the jobs with feeds=True",
+        (
+            "saw: micro-batch 0 feeds, and is not broadcast\n  instead: broadcast from 1 for the"
+            " jobs with feeds=True"
+        ),
     ),
     "no advance": (
         lambda: pipeline(
@@ -328,8 +336,10 @@ REFUSED: dict[str, tuple[Any, str]] = {
             ),
             3,
         )(PARAMS[:2], states()[:2], BATCH),
-        "rank 0: 'run stage 0 [mb 1]' before job 0 is over, after which it runs\n"
-        "  instead: broadcast and run advance [mb 0] before it",
+        (
+            "rank 0: 'run stage 0 [mb 1]' before job 0 is over, after which it runs\n"
+            "  instead: broadcast and run advance [mb 0] before it"
+        ),
     ),
     "a send that is gone": (
         lambda: pipeline(
@@ -341,13 +351,16 @@ REFUSED: dict[str, tuple[Any, str]] = {
         lambda: pipeline(
             [stage] * 4,
             schedule=parse_listing(
-                "rank 0 of 2\n  run stage 0 [mb 0]\n  recv stage 1 from 1 [mb 0]\n  send stage 0 to 1 [mb 0]\n"
-                "  run stage 2 [mb 0]\n  send stage 2 to 1 [mb 0]\nrank 1 of 2\n  recv stage 0 from 0 [mb 0]\n"
-                "  run stage 1 [mb 0]\n  send stage 1 to 0 [mb 0]\n  recv stage 2 from 0 [mb 0]\n  run stage 3 [mb 0]"
+                "rank 0 of 2\n  run stage 0 [mb 0]\n  recv stage 1 from 1 [mb 0]\n  send stage 0 to"
+                " 1 [mb 0]\n  run stage 2 [mb 0]\n  send stage 2 to 1 [mb 0]\nrank 1 of 2\n  recv"
+                " stage 0 from 0 [mb 0]\n  run stage 1 [mb 0]\n  send stage 1 to 0 [mb 0]\n  recv"
+                " stage 2 from 0 [mb 0]\n  run stage 3 [mb 0]"
             ),
         ),
-        "saw: no rank can go on: rank 0: 'recv stage 1 from 1 [mb 0]' waits for rank 1; rank 1: 'recv stage 0 from 0 "
-        "[mb 0]' waits for rank 0: a cycle",
+        (
+            "saw: no rank can go on: rank 0: 'recv stage 1 from 1 [mb 0]' waits for rank 1; rank 1:"
+            " 'recv stage 0 from 0 [mb 0]' waits for rank 0: a cycle"
+        ),
     ),
     "micro-batches out of order": (
         lambda: pipeline(
@@ -361,7 +374,10 @@ REFUSED: dict[str, tuple[Any, str]] = {
         lambda: pipeline(
             [stage] * 4, microbatches=2, advance=advance, schedule=parse_listing(overtaking())
         ),
-        "comes before what rank 0: 'recv stage 1 from 1 [mb 1]' waits for, on the one channel from rank 1",
+        (
+            "comes before what rank 0: 'recv stage 1 from 1 [mb 1]' waits for, on the one channel"
+            " from rank 1"
+        ),
     ),
     "programs of other classes": (
         lambda: pipeline([stage] * 2, schedule=classed())(PARAMS[:2], states()[:2], BATCH),

@@ -172,9 +172,10 @@ def test_trees_of_tensors(length: int, parts: int) -> None:
 def test_trees_without_a_common_length_are_refused(tree: Any, seen: str) -> None:
     with pytest.raises(DescriptorError) as error:
         split(tree, 2)
-    assert str(error.value) == (
-        f"split(<{type(tree).__name__}>, 2)\n  saw: {seen}\n"
-        f"  instead: tensors with a row for each entry, and the rest in params; or in a class of your own {METHODS}"
+    assert (
+        str(error.value)
+        == f"split(<{type(tree).__name__}>, 2)\n  saw: {seen}\n  instead: tensors with a row for"
+        f" each entry, and the rest in params; or in a class of your own {METHODS}"
     )
 
 
@@ -283,7 +284,10 @@ def test_an_axis_of_one_more_is_split_and_not_joined() -> None:
     cut = split(batch, 2)
     assert [part.states.tolist() for part in cut] == [[0, 1, 2], [2, 3, 4]]
     assert_equal(LAW, join([part.states[1:] - part.actions for part in cut], cut), torch.ones(4))
-    seen = "output .states follows steps+1, of which the parts together have more entries than the whole"
+    seen = (
+        "output .states follows steps+1, of which the parts together have more entries than the"
+        " whole"
+    )
     with refused(DescriptorError, "join of 2 micro-batches", seen, "return it without that field"):
         join(cut, cut)
 
@@ -294,8 +298,10 @@ def test_an_axis_of_one_more_is_split_and_not_joined() -> None:
         (
             Graph.ring(3),
             "axes num_nodes, num_edges, and no field that says how they go together",
-            f"in class Graph {METHODS}; or, where an entry of one has some of the other to itself, an integer field of "
-            'starts, axes("num_nodes+1") or axes("num_edges+1")',
+            (
+                f"in class Graph {METHODS}; or, where an entry of one has some of the other to"
+                ' itself, an integer field of starts, axes("num_nodes+1") or axes("num_edges+1")'
+            ),
         ),
         (
             Graphs.of(Graph.ring(2), Graph.ring(3)),
@@ -314,8 +320,10 @@ def test_an_axis_of_one_more_is_split_and_not_joined() -> None:
         ),
         (
             Rows(BatchDescriptor(4, 4), torch.ones(4, 2)),
-            "'ragged 4 tokens, 4 reqs', whose num_reqs and num_active_loras no field names as an axis: unknown "
-            "in a part",
+            (
+                "'ragged 4 tokens, 4 reqs', whose num_reqs and num_active_loras no field names as"
+                " an axis: unknown in a part"
+            ),
             f"in class Rows {METHODS}",
         ),
         (

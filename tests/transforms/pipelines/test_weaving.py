@@ -146,7 +146,10 @@ def test_a_breadth_first_order_idles_for_the_fill_alone(
 REFUSED: dict[str, tuple[Any, str]] = {
     "a later stage first, on one rank": (
         lambda: weave([[Run("stage 1", 0), Run("stage 0", 0)]], [Job()]),
-        "weave(<the runs of 1 ranks>, <1 jobs>)\n  saw: rank 0 waits for ever at 'run stage 1 [mb 0]'",
+        (
+            "weave(<the runs of 1 ranks>, <1 jobs>)\n  saw: rank 0 waits for ever at 'run stage 1"
+            " [mb 0]'"
+        ),
     ),
     "each rank waits for the other": (
         lambda: weave(
@@ -161,7 +164,10 @@ REFUSED: dict[str, tuple[Any, str]] = {
     ),
     "another rank's stage": (
         lambda: weave([[Run("stage 1", 0)], [Run("stage 0", 0)]], [Job()]),
-        "saw: 'run stage 1 [mb 0]' on rank 0\n  instead: Run('stage s', mb), with s % 2 the rank and mb less than 1",
+        (
+            "saw: 'run stage 1 [mb 0]' on rank 0\n  instead: Run('stage s', mb), with s % 2 the"
+            " rank and mb less than 1"
+        ),
     ),
     "an advance among the runs": (
         lambda: weave([[Run("advance", 0)]], [Job()]),
@@ -173,7 +179,10 @@ REFUSED: dict[str, tuple[Any, str]] = {
     ),
     "stages that do not divide": (
         lambda: interleaved(2)(3, [Job()]),
-        "interleaved(2)(3, <1 jobs>)\n  saw: 3 stages on 2 ranks\n  instead: as many stages on each rank",
+        (
+            "interleaved(2)(3, <1 jobs>)\n  saw: 3 stages on 2 ranks\n  instead: as many stages on"
+            " each rank"
+        ),
     ),
     "no rank": (lambda: interleaved(0), "interleaved(0)\n  saw: num_ranks=0"),
 }

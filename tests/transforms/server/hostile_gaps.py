@@ -44,15 +44,15 @@ _TOKENS = 60
 _NESTED = {"type": "regex", "regex": "(((a*)*)*)*"}
 _CHAIN = {
     "type": "grammar",
-    "grammar": "root ::= r0\n"
-    + "\n".join(f"r{i} ::= r{i + 1}*" for i in range(8))
-    + '\nr8 ::= "a"*',
+    "grammar": (
+        "root ::= r0\n" + "\n".join(f"r{i} ::= r{i + 1}*" for i in range(8)) + '\nr8 ::= "a"*'
+    ),
 }
 _QUICK = {"type": "regex", "regex": "[ab]+"}
 _TEMPLATE = (
-    "{% for m in messages %}{% if m.content == 'loop' %}{% for a in range(99999) %}{% for b in range(99999) %}"
-    "{% endfor %}{% endfor %}{% elif m.content == 'memory' %}{{ m.content * 300000000 }}"
-    "{% else %}{{ m.content }}{% endif %}{% endfor %}"
+    "{% for m in messages %}{% if m.content == 'loop' %}{% for a in range(99999) %}{% for b in"
+    " range(99999) %}{% endfor %}{% endfor %}{% elif m.content == 'memory' %}{{ m.content *"
+    " 300000000 }}{% else %}{{ m.content }}{% endif %}{% endfor %}"
 )
 _HEAD = b"POST /v1/completions HTTP/1.1\r\nhost: 127.0.0.1\r\n"
 
@@ -310,7 +310,8 @@ def main() -> None:
                     f"{rounds[-1].attacked.gap:.3f} s beside it, {rounds[-1].alone.gap:.3f} s alone"
                 )
                 say(
-                    f"{number}/{len(chosen)}  {name}, round {len(rounds)} of {options.rounds}: {gaps}"
+                    f"{number}/{len(chosen)}  {name}, round {len(rounds)} of {options.rounds}:"
+                    f" {gaps}"
                 )
             records.append(verdict(name, rounds, options.ratio))
             print(json.dumps(records[-1]), flush=True)

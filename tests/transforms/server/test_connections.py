@@ -149,7 +149,10 @@ def test_an_upgrade_is_not_taken_and_the_request_is_answered(listener: Served) -
     with socket.create_connection(("127.0.0.1", listener.port)) as own:
         own.settimeout(10)
         for more in (upgrade, "", upgrade):
-            head = f"POST /v1/completions HTTP/1.1\r\nhost: 127.0.0.1\r\n{more}content-length: {len(raw)}\r\n\r\n"
+            head = (
+                f"POST /v1/completions HTTP/1.1\r\nhost: 127.0.0.1\r\n{more}content-length:"
+                f" {len(raw)}\r\n\r\n"
+            )
             own.sendall(head.encode() + raw[:7])
             time.sleep(0.05)
             own.sendall(raw[7:])
@@ -224,7 +227,10 @@ def test_a_stream_to_a_client_of_http_1_0_has_no_chunks(listener: Served) -> Non
     raw = json.dumps({**BODY, "max_tokens": 5, "stream": True}).encode()
     with socket.create_connection(("127.0.0.1", listener.port)) as own:
         own.settimeout(10)
-        head = f"POST /v1/completions HTTP/1.0\r\nhost: 127.0.0.1\r\ncontent-length: {len(raw)}\r\n\r\n"
+        head = (
+            "POST /v1/completions HTTP/1.0\r\nhost: 127.0.0.1\r\ncontent-length:"
+            f" {len(raw)}\r\n\r\n"
+        )
         own.sendall(head.encode() + raw)
         read = bytearray()
         while more := own.recv(4096):

@@ -287,9 +287,9 @@ def test_lists_that_cost_time_at_each_token_have_limits(server: Served, field: s
 # ---------------------------------------------------------------------------------------------
 
 LOOPS = ChatTemplate(
-    "{% for m in messages %}{% if m.content == 'loop' %}{% for a in range(99999) %}{% for b in range(99999) %}"
-    "{% endfor %}{% endfor %}{% elif m.content == 'memory' %}{{ m.content * 300000000 }}"
-    "{% else %}{{ m.content }}{% endif %}{% endfor %}"
+    "{% for m in messages %}{% if m.content == 'loop' %}{% for a in range(99999) %}{% for b in"
+    " range(99999) %}{% endfor %}{% endfor %}{% elif m.content == 'memory' %}{{ m.content *"
+    " 300000000 }}{% else %}{{ m.content }}{% endif %}{% endfor %}"
 )
 
 

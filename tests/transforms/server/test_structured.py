@@ -110,7 +110,10 @@ def test_a_model_without_an_end_is_refused_at_once(form: dict[str, str]) -> None
     model = load(DEMO, "cpu", "float32")
     endless = attrs.evolve(model, config=attrs.evolve(model.config, eos_token_ids=()))
     seen = "<any>, which has no end-of-sequence token that could follow a complete answer"
-    instead = "a checkpoint with eos_token_id in generation_config.json or config.json; or no response_format"
+    instead = (
+        "a checkpoint with eos_token_id in generation_config.json or config.json; or no"
+        " response_format"
+    )
     with refused(RequestError, f"response_format of type '{form['type']}'", seen, instead):
         grammar_compiler(endless)(form)
     with served(

@@ -151,7 +151,10 @@ def wrote(x: Tensor) -> Tensor:
 @pytest.mark.parametrize("fn", [forgot, wrote])
 def test_equal_values_do_not_hide_it(name: str, fn: Any) -> None:
     step = LATER[name](weft.shard(fn, TWO, weft.Shard(0), weft.Replicate()))
-    seen = "result is Replicate() along 'tensor', and ranks 0 and 1 do not compute it from the same values<any>"
+    seen = (
+        "result is Replicate() along 'tensor', and ranks 0 and 1 do not compute it from the same"
+        " values<any>"
+    )
     with refused(MeshError, "<any>", seen, "<any>"):
         step(torch.zeros(4, 2))
 

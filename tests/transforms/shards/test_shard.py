@@ -273,7 +273,10 @@ def test_a_derivative_inside_does_not_pass_a_collective(derive: Any, follows: bo
         result: Tensor = derive(loss, x)
         return result
 
-    seen = "a derivative inside the function that weft.shard runs, which does not come back from the other ranks"
+    seen = (
+        "a derivative inside the function that weft.shard runs, which does not come back from the"
+        " other ranks"
+    )
     instead = (
         "torch.func.grad(weft.shard(f, ...)); or the collective after the derivative, on its result"
     )

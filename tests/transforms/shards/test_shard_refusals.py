@@ -245,7 +245,10 @@ def test_what_autograd_would_follow_in_the_trace_alone_is_refused(f: Any, op: st
     step = weft.shard(own, TWO, weft.Shard(0), weft.Shard(0))
     x = torch.ones(4)
     assert torch.equal(step(x[:2].repeat(2)), f(x[:2]).repeat(2))
-    seen = f"aten.{op}.default under torch.no_grad(), or in an autograd.Function, on a value that has a gradient"
+    seen = (
+        f"aten.{op}.default under torch.no_grad(), or in an autograd.Function, on a value that has"
+        " a gradient"
+    )
     with refused(
         DerivativeError,
         "weft.shard(own, ...)",

@@ -478,7 +478,10 @@ def test_a_subclass_of_tensor_is_refused() -> None:
         step({"x": X.as_subclass(Named)})
     assert step({"x": torch.nn.Parameter(X)}).tolist() == [0, 2, 4, 6]
     weight = torch.ones(2).as_subclass(Named)
-    seen = "a tensor that it closes over is a Named, a subclass of Tensor, which may redefine any operator"
+    seen = (
+        "a tensor that it closes over is a Named, a subclass of Tensor, which may redefine any"
+        " operator"
+    )
     with refused(CaptureError, "weft.shard(<any>, ...)", seen, instead):
         by_rows(lambda x: x * weight)(X)
     seen = "rank 0 makes a tensor of a subclass of Tensor, which may redefine any operator"

@@ -296,7 +296,10 @@ def certify(provenance: Provenance | None, completion: Any) -> Certificate:
             call, "its model is gone", "keep the model until the certificate is made"
         )
     if not model.functions.batch_invariant:
-        seen = "a model that is not batch invariant: the bits of a completion depend on what else was in its batch"
+        seen = (
+            "a model that is not batch invariant: the bits of a completion depend on what else was"
+            " in its batch"
+        )
         raise RequestError(call, seen, "weft.load(path, batch_invariant=True)")
     if completion.error is not None:
         raise RequestError(
@@ -305,13 +308,17 @@ def certify(provenance: Provenance | None, completion: Any) -> Certificate:
             "one that did not",
         )
     others = {
-        "embeddings or positions of its own": EMBEDDED in request.prompt
-        or request.given is not None,
+        "embeddings or positions of its own": (
+            EMBEDDED in request.prompt or request.given is not None
+        ),
         "inputs of its own for the model's stages": request.extras is not None,
         "a mask": request.is_masked and not provenance.sampling.bad_words,
     }
     if any(others.values()):
-        seen = f"a request with {next(name for name, has in others.items() if has)}, which no certificate holds"
+        seen = (
+            f"a request with {next(name for name, has in others.items() if has)}, which no"
+            " certificate holds"
+        )
         raise RequestError(call, seen, "a request of token ids and sampling parameters alone")
     kinds = (
         "weights that were changed since",

@@ -56,7 +56,10 @@ def seen_of(model: Model) -> tuple[str, str]:
 
 
 def _glance(tensors: dict[str, Tensor]) -> str:
-    return f"{changes_of(x for x in tensors.values() if not x.is_inference())} {digest_params(tensors)}"
+    return (
+        f"{changes_of(x for x in tensors.values() if not x.is_inference())}"
+        f" {digest_params(tensors)}"
+    )
 
 
 def digest_weights(model: Model, transport: Transport) -> str:

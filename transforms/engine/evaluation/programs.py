@@ -139,7 +139,9 @@ class _Digests:
         elif isinstance(value, torch.device):
             return
         elif isinstance(value, ModuleType):
-            yield f"{value.__name__} {_version(value.__name__) or ''}"  # what functions read of it counts with them
+            yield (  # what functions read of it counts with them
+                f"{value.__name__} {_version(value.__name__) or ''}"
+            )
         elif isinstance(value, frozenset | set) and type(value) in (frozenset, set):
             yield from sorted(map(self.of, value))  # their order differs from process to process
         else:

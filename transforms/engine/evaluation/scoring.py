@@ -18,7 +18,10 @@ from weft.stages.model import Model
 from weft.transforms.engine.completion import CompletionState
 from weft.transforms.engine.engine import Engine
 
-_FORMS = 'one JSON object per line, of texts that are not empty: {"text": "..."}, or {"prompt": "...", "answer": "..."}'
+_FORMS = (
+    'one JSON object per line, of texts that are not empty: {"text": "..."}, or {"prompt": "...",'
+    ' "answer": "..."}'
+)
 _ROUNDING = {"float32": 1e-5, "float16": 2e-3, "bfloat16": 2e-2}
 """Bits per token by which modes may differ: batches are padded to other shapes, whose products
 round differently."""

@@ -78,7 +78,10 @@ class Verification(Tabled):
             return "equal" if self.equal else "equal, with other weights"
         found, other = self.token_ids[place : place + 1], wanted.token_ids[place : place + 1]
         if found and found == other:
-            return f"token {place}: logprob {self.logprobs[place]!r}, certified {wanted.logprobs[place]!r}"
+            return (
+                f"token {place}: logprob {self.logprobs[place]!r}, certified"
+                f" {wanted.logprobs[place]!r}"
+            )
         here, certified = (f"{ids[0]}" if ids else "none" for ids in (found, other))
         return f"token {place}: {here}, certified {certified}"
 

@@ -81,8 +81,8 @@ class Request:
         more += "" if self.extras is None else f", extras {self.extras.digest.decode()}"
         more += f", cache_salt={self.cache_salt!r}" * bool(self.cache_salt)
         return (
-            f"{self.id!r}, a prompt of {len(self.prompt)} tokens ({digest}), max_tokens={self.max_tokens}, "
-            f"priority={self.priority}{more}, {self.sampling!r}"
+            f"{self.id!r}, a prompt of {len(self.prompt)} tokens ({digest}),"
+            f" max_tokens={self.max_tokens}, priority={self.priority}{more}, {self.sampling!r}"
         )
 
 

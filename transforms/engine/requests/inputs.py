@@ -72,8 +72,8 @@ class RequestBuilder:
         ends, vocab = self.model.config.eos_token_ids, self.model.config.vocab_size
         if beyond := [token for token in ends if token >= vocab]:
             warnings.warn(
-                f"{self.model!r}: its eos_token_id names {beyond}, beyond its {vocab} tokens, which ends nothing. "
-                "Instead: the ids of its tokenizer, in generation_config.json.",
+                f"{self.model!r}: its eos_token_id names {beyond}, beyond its {vocab} tokens, which"
+                " ends nothing. Instead: the ids of its tokenizer, in generation_config.json.",
                 stacklevel=5,  # whoever makes the engine
             )
         return tuple(token for token in ends if token < vocab)
@@ -201,7 +201,10 @@ def encode_prompt(model: Model, prompt: Any, call: str, name: str = "the prompt"
         elif hasattr(prompt, "tolist"):
             instead = "its .tolist()"
     elif not 0 < len(ids) < limit:
-        seen = f"{name} has {len(ids)} tokens; the model's limit is {limit}, one of them to be generated"
+        seen = (
+            f"{name} has {len(ids)} tokens; the model's limit is {limit}, one of them to be"
+            " generated"
+        )
         instead = f"a prompt of 1 to {limit - 1} tokens"
     elif wrong:
         seen, instead = (

@@ -139,7 +139,10 @@ def compute_mask(
                 "at least one: the end-of-sequence token ends a request",
             )
             if allowed.any():
-                seen = "tokens that are all barred by the request's allowed_token_ids, bad_token_ids or min_tokens"
+                seen = (
+                    "tokens that are all barred by the request's allowed_token_ids, bad_token_ids"
+                    " or min_tokens"
+                )
                 instead = "at least one that they leave; a request that may end has min_tokens=0"
         raise RequestError(call, seen, instead)
 

@@ -93,7 +93,10 @@ class EmbedsPrompt(Summarized):
                     if x is None
                     else (list(x.shape), x.dtype) == (shape, model.dtype)
                 ),
-                f"a row for each of the prompt's {len(ids)} tokens{embedded}: {shape}, {model.dtype}",
+                (
+                    f"a row for each of the prompt's {len(ids)} tokens{embedded}: {shape},"
+                    f" {model.dtype}"
+                ),
             ),
             "positions": (
                 lambda x: x is None or (list(x.shape), x.dtype) == (places, torch.int64),
@@ -207,7 +210,10 @@ def check_extras(
     defaults, of_tokens = functions.extras, functions.token_extras
     known = f"a dict of the model's extras by name: {', '.join(map(repr, (*defaults, *of_tokens)))}"
     if not (defaults or of_tokens):
-        known = "no extras, since the model has none; model.with_stages(..., extras={name: default}) gives it some"
+        known = (
+            "no extras, since the model has none; model.with_stages(..., extras={name: default})"
+            " gives it some"
+        )
     names: Rule = (
         lambda own: isinstance(own, Mapping) and own.keys() <= {*defaults, *of_tokens},
         known,

@@ -42,8 +42,8 @@ class StepTime:
         """
         last = len(self.measured) - 1
         place = min(bisect.bisect_left(self.measured, tokens, key=lambda one: one[0]), last)
-        (more, later) = self.measured[place]
-        (fewer, sooner) = self.measured[place - 1] if place else (0, later)
+        more, later = self.measured[place]
+        fewer, sooner = self.measured[place - 1] if place else (0, later)
         share = (tokens - fewer) / (more - fewer)
         return sooner + share * (later - sooner) + self.per_pair * pairs + self.per_read * reads
 

@@ -69,7 +69,10 @@ class StepResult:
                 "look for weights that are not finite, or for an overflow of the dtype",
             )
             return LogitsError(f"request {id!r}", f"{seen} after {num_tokens} tokens", instead)
-        seen = f"no token that can be drawn after {num_tokens} tokens: those that the request allows have logits of -inf"
+        seen = (
+            f"no token that can be drawn after {num_tokens} tokens: those that the request allows"
+            " have logits of -inf"
+        )
         return RequestError(
             f"request {id!r}", seen, "allow another token, or look at the model's logits"
         )
@@ -167,9 +170,11 @@ def _step_result(copied: dict[str, Tensor]) -> StepResult:
         logprobs,
         [_pairs(ids, logprobs) for ids, logprobs in pairs],
         copied["prompt_logprobs"].tolist() if "prompt_logprobs" in copied else [],
-        _pairs(copied["prompt_top_ids"].tolist(), copied["prompt_top_logprobs"].tolist())
-        if prompt_top
-        else [],
+        (
+            _pairs(copied["prompt_top_ids"].tolist(), copied["prompt_top_logprobs"].tolist())
+            if prompt_top
+            else []
+        ),
         int(copied["num_drafts"].sum()) if "num_drafts" in copied else 0,
         {row: logprobs[row][index] for row, index in faults.items()},
         # Kept by users, out of pinned memory.

@@ -183,7 +183,10 @@ class Audit(OperatorWatch):
             self._gathers.before_operator(frozenset())
             self._note_returned()
             if self._failed and not self._refusals.made:
-                fault = f"it goes on after an error of an operator, which depends on data: {self._failed}"
+                fault = (
+                    "it goes on after an error of an operator, which depends on data:"
+                    f" {self._failed}"
+                )
                 self.refuse(
                     fault,
                     "choose by values (torch.where), or handle the error outside the function",
@@ -289,7 +292,10 @@ class Audit(OperatorWatch):
         if self._rehearsed is not None:
             if storage in self._rehearsed:
                 return
-            fault = f"a tensor ({_shown(tensor)}) that is new in this call, and that no operator of this thread made: "
+            fault = (
+                f"a tensor ({_shown(tensor)}) that is new in this call, and that no operator of"
+                " this thread made: "
+            )
             fault += "another thread did, whose work the capture of this one does not see"
             instead = "compute it in this thread; or graphify the function that the thread runs"
             raise self.refuse(fault, instead)
@@ -349,7 +355,10 @@ class Audit(OperatorWatch):
         if func._schema.name in PINS:
             raise self._pinned(func)
         if is_collective(func) and not self.collectives:
-            instead = "graphify(..., collectives=True) on every rank, with captures and replays in the same order"
+            instead = (
+                "graphify(..., collectives=True) on every rank, with captures and replays in the"
+                " same order"
+            )
             raise self.refuse(
                 f"{func} is a collective operation, which waits for other ranks", instead
             )
@@ -370,7 +379,10 @@ class Audit(OperatorWatch):
             raise self.refuse(fault, instead)
         for tensor in written(func, args, kwargs):
             if is_sparse(tensor):
-                fault = f"{func} writes to a sparse tensor, which may move its elements to another address"
+                fault = (
+                    f"{func} writes to a sparse tensor, which may move its elements to another"
+                    " address"
+                )
                 raise self.refuse(
                     fault, "the operator that returns a new tensor, or a dense tensor"
                 )
@@ -520,8 +532,14 @@ class Audit(OperatorWatch):
             gc.collect()
         if kept := self._alive_results():
             shapes = ", ".join(_shown(t) for t in kept[:3])
-            seen = f"a tensor that it returns ({shapes}) is kept too: in a cache, a global or an attribute"
-            instead = "return it alone, and keep it outside the function, as a state that the next call receives"
+            seen = (
+                f"a tensor that it returns ({shapes}) is kept too: in a cache, a global or an"
+                " attribute"
+            )
+            instead = (
+                "return it alone, and keep it outside the function, as a state that the next call"
+                " receives"
+            )
             raise CaptureError(self.call, seen, instead)
         self._results = []
 
@@ -558,7 +576,10 @@ class Audit(OperatorWatch):
         for storage, tensor in inputs.items():
             if tensor.is_cpu and (storage in self.writable or storage not in self.own):
                 name = self._name(storage)
-                fault = f"{name} is on the CPU, in a call with tensors on a GPU, so that its value would be frozen"
+                fault = (
+                    f"{name} is on the CPU, in a call with tensors on a GPU, so that its value"
+                    " would be frozen"
+                )
                 raise self.refuse(fault, f"move {name} to the device before the call")
 
 

@@ -19,7 +19,10 @@ from weft.transforms.graphs.backends.indexing import Gathers
 from weft.transforms.graphs.backends.operators import tensors_in
 
 REMEDY_OF_COPIES = "copy it before the call, or after it: x.to(device)"
-REMEDY = "compute it with tensor operations (torch.where), pass it as a static argument, or move it out of the function"
+REMEDY = (
+    "compute it with tensor operations (torch.where), pass it as a static argument, or move it out"
+    " of the function"
+)
 _NUMBER_ON_A_GPU = "tensor._is_zerotensor() && tensor.dim() == 0"
 """A part of torch's internal error when it should pass such a number to Python code."""
 READS = {
@@ -101,7 +104,10 @@ class HostReads(FunctionMode):
         if name in _ATTENTION:
             self.calls_attention = True
             if drops_padding():
-                fault = "nn.TransformerEncoder takes the padding out, and returns zeros there, which a capture cannot do"
+                fault = (
+                    "nn.TransformerEncoder takes the padding out, and returns zeros there, which a"
+                    " capture cannot do"
+                )
                 instead = "nn.TransformerEncoder(..., enable_nested_tensor=False), or "
                 instead += "torch.backends.mha.set_fastpath_enabled(False) before all calls"
                 raise self.refuse(fault, instead)
@@ -138,7 +144,10 @@ class HostReads(FunctionMode):
             self.is_argument(args[0]) if value is None else not self.is_own(value)
         ):
             instead = "pass the gradients as a separate argument, {name: p.grad for name, p in ...}"
-            fault = ".grad of a tensor from outside is not an argument, so a replay does not read it again"
+            fault = (
+                ".grad of a tensor from outside is not an argument, so a replay does not read it"
+                " again"
+            )
             raise self.refuse(fault, instead)
         if (
             attribute is torch.Tensor.grad
@@ -277,7 +286,10 @@ class Refusals:
         """Raise the first refusal of a run that ended with `error`, unless that is the refusal, or
         an interrupt. An error of torch that comes from the audit itself is a refusal."""
         if _NUMBER_ON_A_GPU in str(error):
-            fault = "torch passes a number on a GPU from one operator to the next, which Python code cannot receive"
+            fault = (
+                "torch passes a number on a GPU from one operator to the next, which Python code"
+                " cannot receive"
+            )
             raise self.refuse(fault, REMEDY) from error
         first, self.made = next(iter(self.made), None), []
         try:
@@ -326,7 +338,10 @@ def _known_remedy(at: Frame) -> str:
     it; else empty."""
     frame, _ = at
     if frame.f_code.co_name == "_detect_is_causal_mask":
-        return "is_causal=True or False with the mask (tgt_is_causal=... in a decoder), so that torch need not compare it"
+        return (
+            "is_causal=True or False with the mask (tgt_is_causal=... in a decoder), so that torch"
+            " need not compare it"
+        )
     if "Experts" not in type(module := frame.f_locals.get("self")).__name__:
         return ""
     if (
@@ -334,4 +349,7 @@ def _known_remedy(at: Frame) -> str:
     ) is None:
         return ""
     other = "grouped_mm" if experts == "eager" else "batched_mm"
-    return f"model.set_experts_implementation({other!r}): {experts!r} reads on the host which tokens go to which expert"
+    return (
+        f"model.set_experts_implementation({other!r}): {experts!r} reads on the host which tokens"
+        " go to which expert"
+    )

@@ -91,7 +91,10 @@ class Steps:
         elsewhere = [x for x in carry if self._device is not None and x.device != self._device]
         if elsewhere:
             shape = list(elsewhere[0].shape)
-            fault = f"the carry of while_loop has a tensor {shape} on {elsewhere[0].device}, which a replay would not"
+            fault = (
+                f"the carry of while_loop has a tensor {shape} on {elsewhere[0].device}, which a"
+                " replay would not"
+            )
             raise self._refuse(f"{fault} change", f"make it with device={str(self._device)!r}")
         self._constants.begin_step(innermost_storage_id(x) for x in carry)
         self._gathers.begin_step()
@@ -128,5 +131,8 @@ def split_in_loop(func: Any) -> tuple[str, str]:
     fault = f"{func}, at which the graph is split, inside while_loop"
     return (
         fault,
-        "a back end of that operator that a graph can hold; or the Python loop outside the graphified function",
+        (
+            "a back end of that operator that a graph can hold; or the Python loop outside the"
+            " graphified function"
+        ),
     )

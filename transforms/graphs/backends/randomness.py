@@ -146,7 +146,10 @@ class Randomness:
         if may_draw(func):
             moved = [known.observe() for known in self._known.values()]
             if self.repeats and any(moved):
-                fault = f"{func} draws random numbers in while_loop, the same ones in each step of a replay"
+                fault = (
+                    f"{func} draws random numbers in while_loop, the same ones in each step of a"
+                    " replay"
+                )
                 raise self.refuse(
                     fault, "draw from a counter in the carry, or draw all numbers before the loop"
                 )
@@ -242,7 +245,10 @@ class _PrivateDraws(OperatorWatch):
         if torch.device(device if given is None else given.device).type != "cpu":
             return self.pass_on(func, args, kwargs)
         if self.random.device is not None and func.namespace == "aten":
-            fault = f"{func} draws random numbers on the CPU, in a call with tensors on a GPU, so that they would be frozen"
+            fault = (
+                f"{func} draws random numbers on the CPU, in a call with tensors on a GPU, so that"
+                " they would be frozen"
+            )
             raise self.random.refuse(
                 fault, f"draw them on the GPU (device={str(self.random.device)!r}), or pass them in"
             )

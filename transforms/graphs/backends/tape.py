@@ -81,7 +81,10 @@ class Operation:
         tensor.copy_(value)
 
     def _reshaped(self, seen: tuple[int, ...], captured: tuple[int, ...]) -> CaptureError:
-        seen_text = f"a result of shape {seen}, which had shape {captured} at the capture, so it depends on data"
+        seen_text = (
+            f"a result of shape {seen}, which had shape {captured} at the capture, so it depends on"
+            " data"
+        )
         return CaptureError(
             f"a replay of {self.func}",
             seen_text,
@@ -157,7 +160,10 @@ class _Recorder(OperatorWatch):
         made = (result,) if isinstance(result, Tensor) else tensors_in(result)
         results = [(i, t) for i, t in enumerate(made) if _is_computed(t, inputs)]
         if any(type(t) is Tensor and t.is_nested for _, t in results):
-            fault = f"{func} makes a nested tensor of strided layout, which a replay on a CPU cannot fill"
+            fault = (
+                f"{func} makes a nested tensor of strided layout, which a replay on a CPU cannot"
+                " fill"
+            )
             raise self.audit.refuse(fault, "layout=torch.jagged, or a padded tensor and a mask")
         computed = [(i, _alias(t)) for i, t in results if not is_sparse(t)]
         sparse = [(i, tuple(map(_alias, sparse_parts(t)))) for i, t in results if is_sparse(t)]

@@ -44,7 +44,10 @@ class UnwrittenMemory:
         """Raise CaptureError if one of these storages, which are about to be read or returned, is
         among them."""
         for storage in self._lines.keys() & storages - self._asked_for if self._lines else ():
-            fault = f"torch wrote to memory without an operator, which a tape cannot repeat, at {self._lines[storage]}"
+            fault = (
+                "torch wrote to memory without an operator, which a tape cannot repeat, at"
+                f" {self._lines[storage]}"
+            )
             raise self._refuse(
                 fault,
                 "a function of torch that calls operators, outside of this one if there is none",

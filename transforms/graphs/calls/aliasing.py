@@ -110,8 +110,8 @@ def refuse_shared(call: Arguments, name: str) -> None:
             other := next((i for i, x in donated[:position] if overlap(x, leaf)), None)
         ) is not None:
             instead = (
-                "donate it once, and use it in both places inside the function (a copy would become "
-                "a second value), or do not donate"
+                "donate it once, and use it in both places inside the function (a copy would become"
+                " a second value), or do not donate"
             )
             seen = "{} shares memory with {}, and both are donated"
             raise _refusal(call, name, seen, index, other, instead=instead)

@@ -320,7 +320,10 @@ def inline_reason(call: Call) -> str | None:
         return inside
     name, leaf = call.new_names()[index], call.new_leaves()[index]
     if torch.is_grad_enabled() and leaf.requires_grad:
-        return f"{name} requires grad, and autograd must see the operators; torch.no_grad() around the call lets it replay"
+        return (
+            f"{name} requires grad, and autograd must see the operators; torch.no_grad() around the"
+            " call lets it replay"
+        )
     return f"{name} is {'nested' if leaf.is_nested else leaf.layout}, which has no fixed addresses"
 
 
@@ -369,7 +372,8 @@ def check_sizes(call: Call, descriptor: Any, name: str) -> None:
             path = call.leaf_names()[index]
             raise DescriptorError(
                 f"{name}(...)",
-                f"{path} of shape {tuple(leaf.shape)} in a batch of class '{descriptor}', which needs {expected}",
+                f"{path} of shape {tuple(leaf.shape)} in a batch of class '{descriptor}', which"
+                f" needs {expected}",
                 "give the batch the descriptor of its tensors",
             )
 
@@ -433,7 +437,10 @@ def check_call(call: Call, name: str) -> None:
     for index, leaf in enumerate(call.reference_leaves[: call.num_donated]):
         if isinstance(leaf, Tensor) and leaf.is_inference():
             path = call.leaf_names()[index]
-            seen = f"{path}, which is donated, was made in inference mode, outside of which nothing can write to it"
+            seen = (
+                f"{path}, which is donated, was made in inference mode, outside of which nothing"
+                " can write to it"
+            )
             raise DonatedError(
                 f"{name}(...)",
                 seen,

@@ -291,11 +291,17 @@ def _instead_of(leaf: Any, if_constant: str = _STATIC) -> str:
             else "float(...) or int(...) of it"
         )
     if isinstance(leaf, torch.nn.Module):
-        return "its parameters, with torch.func.functional_call, or a stage of it (weft.stages.from_module)"
+        return (
+            "its parameters, with torch.func.functional_call, or a stage of it"
+            " (weft.stages.from_module)"
+        )
     if isinstance(leaf, Mapping):
         return "dict(...) of it"
     if is_dataclass(leaf) and not attrs.has(type(leaf)):
-        return f"@weft.pytree above @attrs.frozen instead of @dataclass above {type(leaf).__name__}; or its tensors"
+        return (
+            f"@weft.pytree above @attrs.frozen instead of @dataclass above {type(leaf).__name__};"
+            " or its tensors"
+        )
     return f"register its class (weft.pytree), pass its tensors, or {if_constant}"
 
 

@@ -208,7 +208,10 @@ def refuse_opaque(name: str, outputs: Outputs, call: Call) -> None:
         ):
             continue
         where, kind = _path(outputs, index), type(leaf).__name__
-        seen = f"its result{where} is of class {kind}, which is neither a tensor, a plain value nor a pytree"
+        seen = (
+            f"its result{where} is of class {kind}, which is neither a tensor, a plain value nor a"
+            " pytree"
+        )
         instead = (
             "return the tensors, or make its class a pytree (@weft.pytree above @attrs.frozen)"
         )
@@ -367,11 +370,13 @@ def keep_in_place(result: R, donated: Sequence[str], call: Call) -> R:
             start = stop
         outputs = make_outputs(result, taken, call.reference_leaves)
     leaves = [
-        own
-        if index is None
-        else call.reference_leaves[index].detach()
-        if index < call.num_donated
-        else leaf
+        (
+            own
+            if index is None
+            else call.reference_leaves[index].detach()
+            if index < call.num_donated
+            else leaf
+        )
         for own, index, leaf in zip(
             outputs.leaves, outputs.references, tree_leaves(result), strict=True
         )

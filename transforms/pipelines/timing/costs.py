@@ -195,7 +195,10 @@ def collective_bytes(effect: Collective) -> int:
         else [dim for tensor in effect.schema.tensors for dim in tensor.dims]
     )
     if effect.schema is None or dims is None or any(isinstance(dim, str) for dim in dims):
-        instead = "a schema of numbers, as in x[2, 64] float32; or Costs(collective=...), a function to its seconds"
+        instead = (
+            "a schema of numbers, as in x[2, 64] float32; or Costs(collective=...), a function to"
+            " its seconds"
+        )
         raise CostError(f"costs of '{effect}'", "a tensor whose bytes are not known", instead)
     return sum(math.prod(map(int, one.dims)) * one.dtype.itemsize for one in effect.schema.tensors)
 

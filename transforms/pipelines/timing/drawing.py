@@ -49,9 +49,11 @@ def draw_svg(
     bottom = _TOP + ranks * _ROW
     height = bottom + 58
     parts = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_WIDTH} {height}" width="{_WIDTH}" height="{height}" '
-        'role="img" aria-label="timeline of a pipeline" style="max-width:100%" '
-        'font-family="system-ui, sans-serif" font-size="11">',
+        (
+            f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_WIDTH} {height}"'
+            f' width="{_WIDTH}" height="{height}" role="img" aria-label="timeline of a pipeline"'
+            ' style="max-width:100%" font-family="system-ui, sans-serif" font-size="11">'
+        ),
         _text(_LEFT, 18, f"{title}{ranks_in_words(ranks)}, {duration(end)}", "start", bold=True),
         _text(_WIDTH - 6, 18, "bubble", "end"),
         *_axis(span, bottom),
@@ -74,7 +76,10 @@ def _text(
     x: float, y: float, text: str, anchor: str, *, bold: bool = False, fill: str = _PAGE
 ) -> str:
     weight = ' font-weight="bold"' if bold else ""
-    return f'<text x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}" fill="{fill}"{weight}>{escape(text)}</text>'
+    return (
+        f'<text x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}"'
+        f' fill="{fill}"{weight}>{escape(text)}</text>'
+    )
 
 
 def _rect(x: float, y: float, width: float, height: float, fill: str, stroke: str = "none") -> str:
@@ -137,7 +142,10 @@ def _run(event: Event, x: float, width: float, top: float) -> Iterator[str]:
 
 def _tooltip(event: Event) -> str:
     waited = f", waited {duration(event.waited)}" if event.waited else ""
-    return f"rank {event.rank}: {event.effect}; {duration(event.start)} to {duration(event.end)}{waited}"
+    return (
+        f"rank {event.rank}: {event.effect}; {duration(event.start)} to"
+        f" {duration(event.end)}{waited}"
+    )
 
 
 def _drawn(events: Sequence[Event]) -> set[str]:
@@ -174,7 +182,10 @@ def _legend(events: Sequence[Event], y: float) -> Iterator[str]:
     x, drawn = float(_LEFT), _drawn(events)
     for kind, (shape, wide, words) in entries.items():
         if kind in drawn:
-            yield f'<g transform="translate({x:.0f} 0)">{shape}{_text(wide + 5, y, words, "start")}</g>'
+            yield (
+                f'<g transform="translate({x:.0f}'
+                f' 0)">{shape}{_text(wide + 5, y, words, "start")}</g>'
+            )
             x += wide + 5 + 6.2 * len(words) + 18
 
 

@@ -30,9 +30,10 @@ _MOST_TRIED = 24
 """The most numbers of cohorts that are tried, about."""
 _CONTEXT = 1024
 NOTE = (
-    "Predicted from bytes over bandwidth, not measured: a stage takes the time in which its device reads the weights "
-    "and the KV cache once, its collectives, and the time of its kernels beside that, if it is given. Arithmetic, "
-    "activations and the host count for nothing, so a real step is slower, and much slower if one of these bounds it."
+    "Predicted from bytes over bandwidth, not measured: a stage takes the time in which its device"
+    " reads the weights and the KV cache once, its collectives, and the time of its kernels beside"
+    " that, if it is given. Arithmetic, activations and the host count for nothing, so a real step"
+    " is slower, and much slower if one of these bounds it."
 )
 
 
@@ -102,15 +103,23 @@ class Prediction:
         share, and whether it fits into the devices' memory. If layers are shared between nodes
         whose bandwidth is not given, a line says so."""
         chosen = self.chosen
-        yield f"{chosen.tokens_per_second:,.0f} tokens/s from {counted(self.num_requests, 'request')}"
-        yield f"a step takes {duration(chosen.step_time)}, with {counted(chosen.cohorts, 'cohort')} of {chosen.size}"
+        yield (
+            f"{chosen.tokens_per_second:,.0f} tokens/s from {counted(self.num_requests, 'request')}"
+        )
+        yield (
+            f"a step takes {duration(chosen.step_time)}, with {counted(chosen.cohorts, 'cohort')}"
+            f" of {chosen.size}"
+        )
         yield f"bound by {self.bound()}"
         load, free = self.load, math.isinf(self.load.machine.between_nodes[1])
         if free and not all(
             load.machine.is_near(load.ranks(stage)) for stage in range(load.num_stages)
         ):
             yield "too fast: nodes share layers at no cost; give the bandwidth between nodes"
-        yield f"bubbles: {', '.join(f'stage {stage} {bubble:.0%}' for stage, bubble in enumerate(chosen.bubbles))}"
+        yield (
+            "bubbles:"
+            f" {', '.join(f'stage {stage} {bubble:.0%}' for stage, bubble in enumerate(chosen.bubbles))}"
+        )
         yield self.memory()
 
     @functools.cached_property
@@ -128,7 +137,10 @@ class Prediction:
     def memory(self) -> str:
         """Whether it fits: the memory that a rank of the fullest stage needs, and what it has."""
         (stage, need), has = self.fullest, byte_size(self.load.machine.memory)
-        return f"{'fits' if self.fits else 'does not fit'}: stage {stage} needs {byte_size(need.total)} of {has} a GPU"
+        return (
+            f"{'fits' if self.fits else 'does not fit'}: stage {stage} needs"
+            f" {byte_size(need.total)} of {has} a GPU"
+        )
 
     def bound(self) -> str:
         """A step's bottleneck: a stage that is never idle, a transfer, or the way through the whole
@@ -151,11 +163,20 @@ class Prediction:
         if min(chosen.bubbles) < 0.01:
             kv = chosen.size * load.context * sizes["kv"] * (stop - start)
             share = kv / (seconds * load.machine.bandwidth)
-            return f"memory bandwidth: stage {slowest}, {1 - share:.0%} weights and {share:.0%} KV cache"
+            return (
+                f"memory bandwidth: stage {slowest}, {1 - share:.0%} weights and {share:.0%} KV"
+                " cache"
+            )
         transfer = load.transfer(chosen.size)
         if transfer > seconds:
-            return f"transfers: a message takes {duration(transfer)}, the slowest stage {duration(seconds)}"
-        return "the way of a cohort through all stages: ranks wait for it, with too few other cohorts to work on"
+            return (
+                f"transfers: a message takes {duration(transfer)}, the slowest stage"
+                f" {duration(seconds)}"
+            )
+        return (
+            "the way of a cohort through all stages: ranks wait for it, with too few other cohorts"
+            " to work on"
+        )
 
     def assumptions(self) -> Iterator[str]:
         """The lines of what is assumed about the model and the machine."""
@@ -174,23 +195,41 @@ class Prediction:
         yield f"{config.architecture}, {config.num_layers} layers, {dtype}, in {stages}{sharing}"
         if (own := self.load.own.moe) is not None and config.moe is not None and shards > 1:
             if own.held is None:
-                yield f"experts by columns: each rank has {own.inner} of the {config.moe.inner} of every expert"
+                yield (
+                    f"experts by columns: each rank has {own.inner} of the {config.moe.inner} of"
+                    " every expert"
+                )
             else:
-                yield f"experts whole: each rank has {own.held} of {own.num_experts}, and as much to do as any other"
+                yield (
+                    f"experts whole: each rank has {own.held} of {own.num_experts}, and as much to"
+                    " do as any other"
+                )
         layer, head, kv = (
             byte_size(count) for count in (sizes["layer"], sizes["head"], sizes["kv"] * context)
         )
         yield f"weights{on_each}: {layer} per layer; the head {head}, on the last stage"
-        yield f"KV cache{on_each}: {kv} per request and layer, for {counted(context, 'token')} of context"
+        yield (
+            f"KV cache{on_each}: {kv} per request and layer, for {counted(context, 'token')} of"
+            " context"
+        )
         stage, need = self.fullest
         yield f"GPU memory of stage {stage}: {need}"
         yield f"memory bandwidth: {machine.bandwidth / 1e9:g} GB/s"
         if machine.kernel:
-            yield f"each of {KERNELS_PER_LAYER} kernels of a layer takes {machine.kernel * 1e6:g} us besides"
-        yield f"a transfer takes {_transfer(machine.latency, machine.link)}; an edge holds {_messages(machine)}"
+            yield (
+                f"each of {KERNELS_PER_LAYER} kernels of a layer takes {machine.kernel * 1e6:g} us"
+                " besides"
+            )
+        yield (
+            f"a transfer takes {_transfer(machine.latency, machine.link)}; an edge holds"
+            f" {_messages(machine)}"
+        )
         if machine.gpus_per_node is not None:
             far = _transfer(*machine.between_nodes)
-            yield f"nodes of {counted(machine.gpus_per_node, 'GPU')}; between two of them a transfer takes {far}"
+            yield (
+                f"nodes of {counted(machine.gpus_per_node, 'GPU')}; between two of them a transfer"
+                f" takes {far}"
+            )
         if shards > 1:
             how = (
                 "as measured" if machine.collective else self.load.all_reduce_way(self.chosen.size)
@@ -278,7 +317,10 @@ def predict_decode(
     context = min(_CONTEXT, positions // 2) if context is None else context
     call = f"predict_decode(config, {num_stages}, "
     if not 0 <= context < positions:
-        seen = f"{context} tokens before the one that is generated; the model has {positions} positions"
+        seen = (
+            f"{context} tokens before the one that is generated; the model has {positions}"
+            " positions"
+        )
         raise RequestError(f"{call}context={context})", seen, f"from 0 to {positions - 1}")
     if not 1 <= tried <= requests:
         seen = f"{tried} cohorts for {requests} requests"

@@ -123,7 +123,10 @@ def plan_splits(config: ModelConfig, num_gpus: int, **asked: Any) -> SplitPlan:
         raise ProgramError(call, "; ".join(left_out), "fewer GPUs")
     if not any(one.fits for one in found):
         least = min(found, key=lambda one: one.fullest[1].total)
-        seen = f"no split fits; the nearest, --tp {least.load.num_shards} --pp {least.load.num_stages}, {least.memory()}"
+        seen = (
+            f"no split fits; the nearest, --tp {least.load.num_shards} --pp"
+            f" {least.load.num_stages}, {least.memory()}"
+        )
         raise ProgramError(
             call, seen, "more GPUs, fewer requests, less context, or GPUs with more memory"
         )

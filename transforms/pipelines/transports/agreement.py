@@ -26,7 +26,10 @@ from weft.errors import ProgramError
 from weft.transforms.pipelines.checker import CheckedPrograms
 from weft.trees import OF_THIS_PROCESS
 
-SAME = "the same code, configuration and batches on every rank: batches by a pure function of what all know"
+SAME = (
+    "the same code, configuration and batches on every rank: batches by a pure function of what all"
+    " know"
+)
 _SAME_CALLS = "the same calls with the same arguments, in the same order, on every rank"
 _MAX_ENTRIES = 4096
 """The entries of a journal that are kept, to say which one differs."""
@@ -205,8 +208,14 @@ class Agreement:
                     (header["number"], header["step"]),
                     self._place_of(expected) or ("", 0, 0),
                 )
-                seen += f", number {theirs[0]} in its step {theirs[1]}, and this is number {number} in step {step}"
-            instead = "the same collectives in the same order on all ranks of a group, with one shape and dtype"
+                seen += (
+                    f", number {theirs[0]} in its step {theirs[1]}, and this is number {number} in"
+                    f" step {step}"
+                )
+            instead = (
+                "the same collectives in the same order on all ranks of a group, with one shape and"
+                " dtype"
+            )
         else:
             return
         raise ProgramError(f"rank {self.rank}: '{here}'", seen, instead)
@@ -227,7 +236,10 @@ class Agreement:
         mine = [self._entries[i - kept] for i in range(max(start, kept), state.count)]
         pairs = zip_longest(mine, map(tuple, theirs[max(start, kept) - start :]))
         own, other = next((pair for pair in pairs if pair[0] != pair[1]), (None, None))
-        return f"{_entry_text(own, state.count)}, where rank {peer} has {_entry_text(other, header['count'])}"
+        return (
+            f"{_entry_text(own, state.count)}, where rank {peer} has"
+            f" {_entry_text(other, header['count'])}"
+        )
 
     def _programs_seen(self, state: JournalState, peer: int, header: dict[str, Any]) -> str:
         """The first line that differs, here and there."""

@@ -210,7 +210,10 @@ class Distributed:
                 "one call after the other, in the same order on every rank; or a transport for each"
             )
             if left:
-                seen = "messages under way of a session that was not closed, which this call would receive"
+                seen = (
+                    "messages under way of a session that was not closed, which this call would"
+                    " receive"
+                )
                 instead = "session.close() first, on every rank; or a transport for each"
             raise ProgramError(f"pipeline(..., transport={self!r})", seen, instead)
         try:

@@ -56,7 +56,10 @@ _RULES: dict[str, Rule] = {
             getattr(fn, "__module__", None) != "__main__"
             or _can_be_imported(sys.modules["__main__"])
         ),
-        "a function of a .py file, imported from there: other processes cannot import one of a notebook or a session",
+        (
+            "a function of a .py file, imported from there: other processes cannot import one of a"
+            " notebook or a session"
+        ),
     ),
 }
 
@@ -173,7 +176,10 @@ def _explain_start_errors(call: str) -> Iterator[None]:
     try:
         yield
     except (AttributeError, TypeError, pickle.PicklingError) as error:
-        instead = "a function of a module or of the script itself, by its name, and arguments that can be pickled"
+        instead = (
+            "a function of a module or of the script itself, by its name, and arguments that can be"
+            " pickled"
+        )
         raise ProgramError(call, f"{error}", instead) from error
     except RuntimeError as error:
         if "bootstrapping" not in str(error):
@@ -313,9 +319,9 @@ def _read(pipe: Connection, process: BaseProcess) -> RankResult:
         process.join(1.0)
         code = process.exitcode
         return RankResult(
-            exit=signal.Signals(-code).name
-            if code is not None and code < 0
-            else f"exit code {code}"
+            exit=(
+                signal.Signals(-code).name if code is not None and code < 0 else f"exit code {code}"
+            )
         )
 
 

@@ -101,7 +101,10 @@ class Threads:
         call = f"pipeline(..., transport={self!r})"
         _refuse_unseen(call)
         if threading.current_thread() in self._threads:
-            seen = "a thread of this transport, which is to run the other stages and would wait for itself"
+            seen = (
+                "a thread of this transport, which is to run the other stages and would wait for"
+                " itself"
+            )
             raise ProgramError(
                 f"{call} in a stage",
                 seen,
@@ -272,7 +275,10 @@ def _refuse_unseen(call: str) -> None:
     modes = [type(mode).__name__ for mode in function_modes() if not isinstance(mode, str)]
     if in_dispatch_mode():
         where, force = "inside a captured function", "capture"
-        instead = "pipeline(map(graphify, stages), transport=Threads()), or transport=Local() inside graphify"
+        instead = (
+            "pipeline(map(graphify, stages), transport=Threads()), or transport=Local() inside"
+            " graphify"
+        )
     elif modes:
         where, force, instead = "under a torch function mode", modes[0], "transport=Local()"
     else:

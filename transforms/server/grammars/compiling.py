@@ -271,7 +271,10 @@ def try_out(matcher: Any, info: Any, kind: str, limits: GrammarLimits, use: Gram
             seconds = accepting + _fill_seconds(matcher, bits)
             if limits.budget.is_exceeded(debt, use.n * seconds):
                 times = f" for each of {use.n} completions" * (use.n > 1)
-                seen = f"a grammar that takes {seconds:.2g} s for a token{times} after {count} tokens; a step may take"
+                seen = (
+                    f"a grammar that takes {seconds:.2g} s for a token{times} after {count} tokens;"
+                    " a step may take"
+                )
                 raise _TooLarge(f"{seen} {limits.budget.step_seconds:g} s for all of them")
             debt = limits.budget.owed(debt, use.n * seconds)
             allowed = np.flatnonzero(

@@ -239,8 +239,14 @@ class ModelGrammars:
     def __call__(self, form: Mapping[str, Any], use: GrammarUse = SHORT_USE) -> str:
         model = self._model
         if not model.config.eos_token_ids:
-            seen = f"the model {model.path.name!r}, which has no end-of-sequence token that could follow a complete answer"
-            instead = "a checkpoint with eos_token_id in generation_config.json or config.json; or no response_format"
+            seen = (
+                f"the model {model.path.name!r}, which has no end-of-sequence token that could"
+                " follow a complete answer"
+            )
+            instead = (
+                "a checkpoint with eos_token_id in generation_config.json or config.json; or no"
+                " response_format"
+            )
             raise RequestError(f"response_format of type {form['type']!r}", seen, instead)
         return self._grammars().compile(form, use)
 

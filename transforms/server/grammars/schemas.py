@@ -173,7 +173,10 @@ class _Rewriter:
             for index, own in enumerate(options):
                 for other in options[:index]:
                     if not self._are_disjoint(own, other):
-                        seen = "the keyword 'oneOf' of schemas that one value may fit, which would be taken as 'anyOf'"
+                        seen = (
+                            "the keyword 'oneOf' of schemas that one value may fit, which would be"
+                            " taken as 'anyOf'"
+                        )
                         self._refuse(
                             place, seen, "'anyOf', or objects that differ in a required constant"
                         )
@@ -318,7 +321,10 @@ class _Rewriter:
             pattern = rewrite(f"{self._call} at {place:.200}", pattern, in_json=True)
             return {"patternProperties": {f"^{pattern}$": value}, "additionalProperties": False}
         if more is not False and properties:
-            seen = "'additionalProperties' beside 'properties', whose names it would allow with other values"
+            seen = (
+                "'additionalProperties' beside 'properties', whose names it would allow with other"
+                " values"
+            )
             self._refuse(place, seen, '"additionalProperties": false, or no properties')
         counts = self._counts(own, place, "minProperties", "maxProperties")
         if counts and more is not False:

@@ -77,7 +77,10 @@ def page(found: list[Scenario]) -> str:
     lines = [
         "# The tests of peers, as scenarios",
         "",
-        f"{len(found)} tests of `tests/transforms/graphs/peers` translate {len(names)} tests of `jax.jit` and of",
+        (
+            f"{len(found)} tests of `tests/transforms/graphs/peers` translate {len(names)} tests of"
+            " `jax.jit` and of"
+        ),
         "torch's CUDA graphs. `outcomes.py` in that folder writes this page.",
         "",
         "| outcome | tests | |",

@@ -186,9 +186,11 @@ def test_the_error_of_a_rank_names_all() -> None:
         "run stage 2 [mb 0]",
         "its process ended: SIGKILL",
     )
-    assert str(error) == (
-        "rank 0: 'broadcast from 2 [mb 0]'\n  saw: rank 2 failed at 'run stage 2 [mb 0]': its process ended: SIGKILL\n"
-        "  instead: mend what failed on rank 2; if it needs longer, a greater timeout= or --timeout"
+    assert (
+        str(error)
+        == "rank 0: 'broadcast from 2 [mb 0]'\n  saw: rank 2 failed at 'run stage 2 [mb 0]': its"
+        " process ended: SIGKILL\n  instead: mend what failed on rank 2; if it needs longer, a"
+        " greater timeout= or --timeout"
     )
 
 

@@ -118,8 +118,8 @@ def test_a_rank_that_never_comes_is_named() -> None:
     assert said[1] == "early"
     for rank in (0, 2):
         assert said[rank].startswith(
-            f"RankError: rank {rank}: 'its start'\n  saw: rank 1 failed at 'its start': its process ended: "
-            "its function returned"
+            f"RankError: rank {rank}: 'its start'\n  saw: rank 1 failed at 'its start': its process"
+            " ended: its function returned"
         )
 
 
@@ -301,8 +301,8 @@ def gone(pid: int) -> bool:
 @pytest.mark.skipif(not Path("/proc/self").exists(), reason="reads /proc")
 def test_ranks_do_not_outlive_their_launcher_and_leave_no_semaphores(tmp_path: Path) -> None:
     code = (
-        "from test_launch import hang\nfrom weft.transforms.pipelines.transports.launch import launch\n"
-        f"if __name__ == '__main__':\n    launch(hang, 2, {str(tmp_path)!r})\n"
+        "from test_launch import hang\nfrom weft.transforms.pipelines.transports.launch import"
+        f" launch\nif __name__ == '__main__':\n    launch(hang, 2, {str(tmp_path)!r})\n"
     )
     script = tmp_path / "script.py"
     script.write_text(code)

@@ -45,8 +45,9 @@ def test_a_received_schema_that_differs_is_named_with_the_declared_one() -> None
     worker = Worker(1, [StageRun(1, scale, None, None)], None, [None])
     with pytest.raises(ProgramError) as error:
         worker.perform(made.programs(1)[1].effects[0], Given(torch.zeros(3, dtype=torch.float64)))
-    assert str(error.value) == (
-        "rank 1: 'recv from 0 [mb 0]: [2] float32'\n  saw: a value of schema [3] float64\n"
+    assert (
+        str(error.value)
+        == "rank 1: 'recv from 0 [mb 0]: [2] float32'\n  saw: a value of schema [3] float64\n"
         "  instead: return [2] float32 from the stage"
     )
 
@@ -60,7 +61,8 @@ def send_another_schema() -> str:
 def test_all_ranks_name_both_schemas() -> None:
     first, second = launch(send_another_schema, 2)
     assert first.startswith(
-        "ProgramError: rank 0: 'send to 1 [mb 0]: [2] float64'\n  saw: a value of schema [2] float32"
+        "ProgramError: rank 0: 'send to 1 [mb 0]: [2] float64'\n  saw: a value of schema [2]"
+        " float32"
     )
     assert second.startswith(
         "RankError: rank 1: 'recv from 0 [mb 0]: [2] float64'\n  saw: rank 0 failed at 'send to 1"
@@ -97,9 +99,11 @@ def shapes_that_follow_from_data() -> str:
 
 def test_shapes_that_follow_from_data_are_refused() -> None:
     first, second = launch(shapes_that_follow_from_data, 2)
-    assert first == (
-        "ProgramError: rank 0: 'send to 1 [mb 0]'\n  saw: [2] float32, of shapes [(2,)], where for the same class of "
-        "batch it sent [1] float32, of shapes [(1,)]\n  instead: shapes that depend on the batch's class only"
+    assert (
+        first
+        == "ProgramError: rank 0: 'send to 1 [mb 0]'\n  saw: [2] float32, of shapes [(2,)], where"
+        " for the same class of batch it sent [1] float32, of shapes [(1,)]\n  instead: shapes"
+        " that depend on the batch's class only"
     )
     assert "rank 0 failed at 'send to 1 [mb 0]': ProgramError" in second
 
@@ -159,8 +163,11 @@ def test_what_would_arrive_as_something_else_is_refused() -> None:
         "sparse": "a tensor that is sparse_coo\n  instead: return plain tensors from the stage",
         "nested": "a tensor that is nested\n  instead: return plain tensors from the stage",
         "elsewhere": "a tensor on 'meta'\n  instead: return tensors on 'cpu' from the stage",
-        "requires grad": "a tensor that requires grad, which does not come back from another process\n"
-        "  instead: torch.no_grad() around the call, or detach() in the stage; for gradients transport=Local()",
+        "requires grad": (
+            "a tensor that requires grad, which does not come back from another process\n  instead:"
+            " torch.no_grad() around the call, or detach() in the stage; for gradients"
+            " transport=Local()"
+        ),
     }
     first, second = launch(send_refused, 2)
     assert first == {
@@ -181,10 +188,12 @@ def send_equal_values() -> str:
 
 def test_a_value_that_is_no_tensor_is_not_taken_for_another_one_that_is_equal() -> None:
     first, _ = launch(send_equal_values, 2)
-    assert first == (
-        "ProgramError: rank 0: 'send to 1 [mb 0]'\n  saw: [0][1] float32, of shapes [(1,)], beside [True], where for "
-        "the same class of batch it sent [0][1] float32, of shapes [(1,)], beside [1]\n"
-        "  instead: values other than tensors that depend on the batch's class only; or tensors in their place"
+    assert (
+        first
+        == "ProgramError: rank 0: 'send to 1 [mb 0]'\n  saw: [0][1] float32, of shapes [(1,)],"
+        " beside [True], where for the same class of batch it sent [0][1] float32, of shapes"
+        " [(1,)], beside [1]\n  instead: values other than tensors that depend on the batch's"
+        " class only; or tensors in their place"
     )
 
 
@@ -197,8 +206,9 @@ def under_grad() -> str:
 def test_a_transform_of_torch_func_does_not_reach_other_processes() -> None:
     for text in launch(under_grad, 2):
         assert text.startswith(
-            "ProgramError: pipeline(..., transport=Distributed(device='cpu', backend='gloo')) inside a torch.func "
-            "transform\n  saw: ranks outside the thread in which vmap, grad, jvp or vjp is active\n"
+            "ProgramError: pipeline(..., transport=Distributed(device='cpu', backend='gloo'))"
+            " inside a torch.func transform\n  saw: ranks outside the thread in which vmap, grad,"
+            " jvp or vjp is active\n"
         )
 
 
@@ -217,10 +227,11 @@ def leave_a_session() -> tuple[str, str, Any]:
 def test_messages_of_a_session_that_was_left_are_not_received_by_another_call() -> None:
     for again, called, out in launch(leave_a_session, 2):
         assert again == called
-        assert again == (
-            "ProgramError: pipeline(..., transport=Distributed(device='cpu', backend='gloo'))\n"
-            "  saw: messages under way of a session that was not closed, which this call would receive\n"
-            "  instead: session.close() first, on every rank; or a transport for each"
+        assert (
+            again
+            == "ProgramError: pipeline(..., transport=Distributed(device='cpu', backend='gloo'))\n "
+            " saw: messages under way of a session that was not closed, which this call would"
+            " receive\n  instead: session.close() first, on every rank; or a transport for each"
         )
         assert out.tolist() == [7.0, 7.0]
 
@@ -240,7 +251,8 @@ def call_in_a_stage() -> str:
 def test_a_call_within_a_call_is_refused_at_once() -> None:
     first, second = launch(call_in_a_stage, 2)
     assert first.startswith(
-        "ProgramError: pipeline(..., transport=Distributed(device='cpu', backend='gloo'))\n  saw: a call"
+        "ProgramError: pipeline(..., transport=Distributed(device='cpu', backend='gloo'))\n  saw: a"
+        " call"
     )
     assert "rank 0 failed at 'run stage 0 [mb 0]': ProgramError" in second
 

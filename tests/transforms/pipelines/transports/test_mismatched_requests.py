@@ -77,11 +77,15 @@ ENGINES: dict[str, tuple[dict[str, Any], str]] = {
 }
 
 REST: dict[str, str] = {
-    "weights": "changed since it was loaded', where rank 0 has 'weights: torch.bfloat16, checkpoint",
+    "weights": (
+        "changed since it was loaded', where rank 0 has 'weights: torch.bfloat16, checkpoint"
+    ),
     "configuration": "'config.rms_norm_eps: 0.25', where rank 0 has 'config.rms_norm_eps: ",
     "adapter's values": "'adapter 'one': ",
     "update": "'the update: engine.update(params) of ",
-    "adapter of an update": "'the update: engine.update() of what was changed in place, adapters={'one': ",
+    "adapter of an update": (
+        "'the update: engine.update() of what was changed in place, adapters={'one': "
+    ),
     "mask": "'the work: job 0: row 0: 4, masks ",
     "abort": "the abort: 'a'', where rank 0 has 'the work: job 0",
     "order": "'the request: 'second', a prompt of 4",

@@ -87,9 +87,11 @@ def differ(what: str) -> str:
         [stage] * transport.num_ranks,
         microbatches=microbatches,
         schema=schema,
-        advance={"advance": None, "other advance": other_advance}.get(what, advance)
-        if mine
-        else advance,
+        advance=(
+            {"advance": None, "other advance": other_advance}.get(what, advance)
+            if mine
+            else advance
+        ),
         transport=transport,
     )
     state: Any = [torch.zeros(())]
@@ -139,8 +141,8 @@ def test_of_three_ranks_all_name_the_one_that_differs() -> None:
     for text in (said[0], said[2]):
         assert text.startswith("RankError: ")
         assert (
-            "rank 1 failed at 'recv from 0 [mb 0]': ProgramError: step 1 of rank 1\n  saw: 'stage 0: other"
-            in text
+            "rank 1 failed at 'recv from 0 [mb 0]': ProgramError: step 1 of rank 1\n  saw: 'stage"
+            " 0: other" in text
         )
         assert "', where rank 0 has 'stage 0: scale" in text
 
@@ -159,7 +161,8 @@ def differ_in_what_ran_before() -> str:
 def test_a_rank_in_another_program_is_named() -> None:
     first, second = launch(differ_in_what_ran_before, 2)
     assert second.startswith(
-        "ProgramError: step 2 of rank 1\n  saw: 'mb 0: [3] float32', where rank 0 has 'mb 0: [2] float32'"
+        "ProgramError: step 2 of rank 1\n  saw: 'mb 0: [3] float32', where rank 0 has 'mb 0: [2]"
+        " float32'"
     )
     assert first.startswith(
         "RankError: rank 0: 'broadcast from 1 [mb 0]'\n  saw: rank 1 failed at 'recv from 0 [mb 0]'"

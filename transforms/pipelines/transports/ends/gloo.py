@@ -79,8 +79,10 @@ class GlooEnd:
         number, seen = header.tolist()
         if (number, seen) != (self._received[peer], tag):
             raise ProgramError(
-                f"rank {self.monitor.rank}: message {self._received[peer]} from rank {peer}, tag {tag:x}",
-                f"message {number}, tag {seen:x}: rank {peer} is in another step or at another micro-batch",
+                f"rank {self.monitor.rank}: message {self._received[peer]} from rank {peer}, tag"
+                f" {tag:x}",
+                f"message {number}, tag {seen:x}: rank {peer} is in another step or at another"
+                " micro-batch",
                 "the same batches, in the same order, on every rank",
             )
         self._received[peer] += 1

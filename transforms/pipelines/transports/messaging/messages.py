@@ -109,7 +109,10 @@ class MessageLayout:
             for leaf in self.leaves
             if isinstance(leaf, Constant) and leaf.value is not None
         ]
-        return f"{self.schema}, of shapes {[spec.shape for spec in self.tensors()]}{f', beside {values}' * bool(values)}"
+        return (
+            f"{self.schema}, of shapes"
+            f" {[spec.shape for spec in self.tensors()]}{f', beside {values}' * bool(values)}"
+        )
 
 
 def _specs(leaves: Sequence[Any]) -> tuple[TensorSpec | Constant, ...]:
@@ -379,7 +382,10 @@ class ProcessLink:
             )
         elif tensor.requires_grad and torch.is_grad_enabled():
             seen = "a tensor that requires grad, which does not come back from another process"
-            instead = "torch.no_grad() around the call, or detach() in the stage; for gradients transport=Local()"
+            instead = (
+                "torch.no_grad() around the call, or detach() in the stage; for gradients"
+                " transport=Local()"
+            )
         else:
             return
         raise ProgramError(f"rank {self.monitor.rank}: '{effect}'", seen, instead)
@@ -423,9 +429,14 @@ class ProcessLink:
             raise ProgramError(
                 f"rank {self.monitor.rank}: '{effect}'",
                 f"{layout}, where for the same class of batch it sent {known}",
-                "shapes that depend on the batch's class only"
-                if known.tensors() != layout.tensors()
-                else "values other than tensors that depend on the batch's class only; or tensors in their place",
+                (
+                    "shapes that depend on the batch's class only"
+                    if known.tensors() != layout.tensors()
+                    else (
+                        "values other than tensors that depend on the batch's class only; or"
+                        " tensors in their place"
+                    )
+                ),
             )
         return layout
 

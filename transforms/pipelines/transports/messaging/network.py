@@ -189,7 +189,10 @@ class Network:
             seen, instead = seen + SECRET, _EXPORT
         elif ADDRESS not in environment:
             seen += ADDRESS
-            instead = f"export {ADDRESS}=<the address of this node that the other nodes reach>, on each node"
+            instead = (
+                f"export {ADDRESS}=<the address of this node that the other nodes reach>, on each"
+                " node"
+            )
         else:
             return cls(environment[ADDRESS], False, secret)
         raise ProgramError("Distributed()", seen, instead)

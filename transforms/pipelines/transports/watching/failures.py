@@ -69,7 +69,10 @@ class Failure:
     def for_rank(self, rank: int, waiting: str) -> RankError:
         """The error of a rank that waits at the instruction `waiting` because of this failure."""
         seen = f"rank {self.rank} failed at '{self.instruction}': {self.cause}"
-        instead = f"mend what failed on rank {self.rank}; if it needs longer, a greater timeout= or --timeout"
+        instead = (
+            f"mend what failed on rank {self.rank}; if it needs longer, a greater timeout= or"
+            " --timeout"
+        )
         return RankError(
             f"rank {rank}: '{waiting}'", seen, instead, self.rank, self.instruction, self.cause
         )

@@ -180,7 +180,10 @@ class Records:
         try:
             return json.loads(self.secret.open(key, bytes(sealed)))
         except ValueError as error:
-            instead = f"the same {SECRET} for all processes of the run, and nobody else who writes to its store"
+            instead = (
+                f"the same {SECRET} for all processes of the run, and nobody else who writes to its"
+                " store"
+            )
             raise RankError(
                 f"rank {self.rank}", f"{error}", instead, None, "its part of the run", f"{error}"
             ) from None
@@ -190,7 +193,10 @@ class Records:
             return ask()
         except RuntimeError as error:
             host = "the launcher" if self.host is None else f"rank {self.host}"
-            cause = f"{host}, which hosts the store of the run, has ended ({str(error).splitlines()[0]:.80})"
+            cause = (
+                f"{host}, which hosts the store of the run, has ended"
+                f" ({str(error).splitlines()[0]:.80})"
+            )
             instead = "look there for the reason"
             raise RankError(
                 f"rank {self.rank}", cause, instead, self.host, "its part of the run", cause
