@@ -161,10 +161,8 @@ class Batch(Summarized):
                 embeddings, positions or token extras do not fit the tokens.
         """
         call = "Batch.ragged(rows, token_ids)"
-        rows, token_ids = (
-            _as_list(call, "rows", rows),
-            _as_list(call, "token_ids", token_ids, of_numbers=False),
-        )
+        rows = _as_list(call, "rows", rows)
+        token_ids = _as_list(call, "token_ids", token_ids, of_numbers=False)
         token_ids = [_as_list(call, f"token_ids[{i}]", ids) for i, ids in enumerate(token_ids)]
         lengths = [len(ids) for ids in token_ids]
         flags = [True] * len(rows) if samples is None else list(samples)
@@ -248,11 +246,14 @@ def _as_list(call: str, name: str, given: Any, *, of_numbers: bool = True) -> li
         if not of_numbers or _are_whole(found):
             return found
         strange = next(number for number in found if not hasattr(number, "__index__"))
-        seen, instead = f"{name} holds {strange!r:.40}, {kind_of(strange)}", "whole numbers"
+        seen = f"{name} holds {strange!r:.40}, {kind_of(strange)}"
+        instead = "whole numbers"
     elif isinstance(given, Tensor):
-        seen, instead = f"{name} is a tensor, and is wanted on the host", f"{name}.tolist()"
+        seen = f"{name} is a tensor, and is wanted on the host"
+        instead = f"{name}.tolist()"
     else:
-        seen, instead = f"{name} is {given!r:.40}, {kind_of(given)}", "one list of token ids a row"
+        seen = f"{name} is {given!r:.40}, {kind_of(given)}"
+        instead = "one list of token ids a row"
         if name == "rows":
             instead = "rows of the state, as in [0, 2]"
         elif isinstance(given, str):
@@ -281,28 +282,24 @@ def _check(
     lengths = [1] * len(rows) if token_ids is None else [len(ids) for ids in token_ids]
     count = sum(lengths)
     if 0 in lengths:
-        seen, instead = (
-            f"request {lengths.index(0)} has no token",
-            "leave such a request out of the batch",
-        )
+        seen = f"request {lengths.index(0)} has no token"
+        instead = "leave such a request out of the batch"
     elif token_ids is not None and not len(rows) == len(lengths) == len(samples):
-        seen, instead = (
-            f"{len(rows)} rows, {len(lengths)} token lists, {len(samples)} samples",
-            "give one a row",
-        )
+        seen = f"{len(rows)} rows, {len(lengths)} token lists, {len(samples)} samples"
+        instead = "give one a row"
     elif len(set(rows)) != len(rows):
-        seen, instead = "a row stands twice", "join the request's tokens in one list"
+        seen = "a row stands twice"
+        instead = "join the request's tokens in one list"
     elif rows and min(rows) < 0:
-        seen, instead = f"row {min(rows)}", "rows are >= 0; weft.pad adds the padding"
+        seen = f"row {min(rows)}"
+        instead = "rows are >= 0; weft.pad adds the padding"
     elif (
         token_ids is not None
         and inputs_embeds is None
         and any(EMBEDDED in ids for ids in token_ids)
     ):
-        seen, instead = (
-            "a token that is EMBEDDED (-2), and no inputs_embeds",
-            f"inputs_embeds [{count}, …]",
-        )
+        seen = "a token that is EMBEDDED (-2), and no inputs_embeds"
+        instead = f"inputs_embeds [{count}, …]"
     elif inputs_embeds is not None and (inputs_embeds.dim() != 2 or len(inputs_embeds) != count):
         seen = f"inputs_embeds of shape {list(inputs_embeds.shape)} for {count} tokens"
         instead = "a row for each token, [num_tokens, hidden_size]"
@@ -390,7 +387,8 @@ class ResolvedBatch(Summarized):
 
     def _of_requests(self, call: str, name: str, given: Any) -> Tensor:
         """A tensor [num_reqs, ...], checked."""
-        found, count = given.values if isinstance(given, PerRequest) else given, len(self.rows)
+        found = given.values if isinstance(given, PerRequest) else given
+        count = len(self.rows)
         _check_first(
             call,
             name,
@@ -423,7 +421,8 @@ class ResolvedBatch(Summarized):
         """
         call = "batch.scan_tokens(f, init, *xs)"
         value = self._of_requests(call, "init", init)
-        starts, num_tokens = self.query_start_loc[:-1].to(torch.int64), len(self.input_ids)
+        starts = self.query_start_loc[:-1].to(torch.int64)
+        num_tokens = len(self.input_ids)
         for index, x in enumerate(xs):
             _check_first(
                 call,
@@ -432,9 +431,11 @@ class ResolvedBatch(Summarized):
                 num_tokens,
                 f"a tensor [{num_tokens}, ...]: a value for each token",
             )
-        lengths, found = self.query_start_loc[1:] - starts, value[:0]
+        lengths = self.query_start_loc[1:] - starts
+        found = value[:0]
         for place in range(self.descriptor.query_len or num_tokens):
-            live, token = place < lengths, (starts + place).clamp(max=num_tokens - 1)
+            live = place < lengths
+            token = (starts + place).clamp(max=num_tokens - 1)
             made: Any = f(value, *(x[token] for x in xs))
             if not isinstance(made, Tensor) or (made.shape, made.dtype) != (
                 value.shape,

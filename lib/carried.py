@@ -97,7 +97,8 @@ class Carried(Summarized):
             batch: the step's.
             values: [num_tokens, ...] by name, the value after each token.
         """
-        rows, snapshots = dict(self.values), dict(self.snapshots)
+        rows = dict(self.values)
+        snapshots = dict(self.snapshots)
         for name, new in values.items():
             rows[name] = _put(rows[name], *_last_values(batch, rows[name], new))
             if name in snapshots:
@@ -116,7 +117,8 @@ def _last_values(
     values. Slots for which a request has no token in the batch, and the last row, which padding
     stands for, keep what they hold."""
     back = torch.arange(own.shape[1], device=new.device)
-    tokens, rows = batch.last_index[:, None] - back, batch.rows[:, None]
+    tokens = batch.last_index[:, None] - back
+    rows = batch.rows[:, None]
     slots = (batch.positions[batch.last_index][:, None] + 1 - back) % own.shape[1]
     kept = (tokens >= batch.query_start_loc[:-1, None]) & (rows >= 0)
     index = rows.expand_as(slots), slots

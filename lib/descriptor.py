@@ -64,7 +64,8 @@ class Descriptor(Protocol):
         """
         sizes = _sizes_alone(self)
         if type(other) is not type(self):
-            seen, instead = "descriptors of two classes", "descriptors of one class in one ladder"
+            seen = "descriptors of two classes"
+            instead = "descriptors of one class in one ladder"
             raise DescriptorError(f"{self!r:.60}.covers({other!r:.60})", seen, instead)
         return all(size >= getattr(other, name) for name, size in sizes.items())
 
@@ -167,7 +168,9 @@ class BatchDescriptor:
 
     def _fault(self) -> tuple[str, str] | None:
         """The contradiction between the fields, and what to write instead."""
-        num_tokens, num_reqs, query_len = self.num_tokens, self.num_reqs, self.query_len
+        num_tokens = self.num_tokens
+        num_reqs = self.num_reqs
+        query_len = self.query_len
         for field in ("num_tokens", "num_reqs", "num_active_loras"):
             if not is_int(value := getattr(self, field), 0):
                 return (

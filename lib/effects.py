@@ -239,12 +239,11 @@ class Program:
         if another or any(
             int(micro_batch[1]) != index for index, micro_batch in enumerate(classes)
         ):
-            seen, instead = "classes of micro-batches out of order", "mb 0: ..., mb 1: ..."
+            seen = "classes of micro-batches out of order"
+            instead = "mb 0: ..., mb 1: ..."
             if another:
-                seen, instead = (
-                    f"another rank's program, {another!r}",
-                    "weft.effects.parse_listing(text)",
-                )
+                seen = f"another rank's program, {another!r}"
+                instead = "weft.effects.parse_listing(text)"
             raise ProgramError("Program.parse(...)", seen, instead)
         effects = tuple(parse_effect(line) for line in lines[len(classes) :])
         return cls(

@@ -28,7 +28,8 @@ class WeftError(Exception):
         self.instead = instead
 
     def __str__(self) -> str:
-        call, half = self.call, _LONGEST // 2
+        call = self.call
+        half = _LONGEST // 2
         call = call if len(call) <= _LONGEST else f"{call[:half]} … {call[-half:]}"
         return f"{call}\n  saw: {self.seen}\n  instead: {self.instead}"
 

@@ -257,7 +257,8 @@ class Place:
     def put(self, value: Any) -> None:
         """Put a value there; a tuple on the way is made anew."""
         for depth in range(len(self.steps) - 1, -1, -1):
-            owner, step = self._at(depth), self.steps[depth]
+            owner = self._at(depth)
+            step = self.steps[depth]
             if step.kind != "element":
                 _put(owner, step, value)
                 return
@@ -424,7 +425,8 @@ class Snapshot:
                 continue
             seen.add((id(was), id(now)))
             if id(was) in self._contents:
-                handle, before = _contents_handle(now), self._contents[id(was)][1]
+                handle = _contents_handle(now)
+                before = self._contents[id(was)][1]
                 if handle is not None and not handle.same(handle.get(now), before):
                     yield Change(path, before, handle.get(now))
             elif id(was) not in self._members:

@@ -79,10 +79,8 @@ def pad(tree: T, descriptor: Any) -> T:
         if said == own == shape:
             return value
         if said != own or any(new < old for new, old in zip(shape, own, strict=True)):
-            seen, instead = (
-                f"a tensor of shape {own}, larger than that descriptor",
-                "pad to one that covers the batch",
-            )
+            seen = f"a tensor of shape {own}, larger than that descriptor"
+            instead = "pad to one that covers the batch"
             if said != own:
                 seen = (
                     f"a tensor of shape {own} in a batch of class '{found[0]}', which needs {said}"

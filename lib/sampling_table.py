@@ -69,7 +69,8 @@ class SamplingTable(Summarized):
         cls, num_rows: int, vocab_size: int, max_biased: int, device: torch.device | str
     ) -> Self:
         """A table whose rows are greedy, and use no feature."""
-        words, biased = -(-vocab_size // 32), max_biased if vocab_size else 0
+        words = -(-vocab_size // 32)
+        biased = max_biased if vocab_size else 0
 
         def zeros(width: int, dtype: torch.dtype) -> Tensor:
             return torch.zeros(num_rows, width, dtype=dtype, device=device)
@@ -203,7 +204,8 @@ def _write_wide(
     generated: Sequence[int],
 ) -> None:
     """The parts of a row that are as wide as the vocabulary, where they are used."""
-    used, device = features(params), table.floats.device
+    used = features(params)
+    device = table.floats.device
     if used & ALLOWED:
         good = ~pack_bits(params.bad_token_ids, table.vocab_size)
         if params.allowed_token_ids is not None:

@@ -40,10 +40,8 @@ class Config:
     log_captures: bool = False
 
     def __setattr__(self, name: str, value: Any) -> None:
-        call, names = (
-            f"weft.config.{name} = {value!r:.60}",
-            [field.name for field in attrs.fields(Config)],
-        )
+        call = f"weft.config.{name} = {value!r:.60}"
+        names = [field.name for field in attrs.fields(Config)]
         if name in names and isinstance(value, bool):
             object.__setattr__(self, name, value)
         else:

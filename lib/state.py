@@ -295,7 +295,8 @@ def _check_admission(
     pages: Sequence[Sequence[int]],
     others: Sequence[Sequence[Any]],
 ) -> None:
-    asked, prompts = len(others[0]), len(others[1])
+    asked = len(others[0])
+    prompts = len(others[1])
     call = (
         f"admit(state, rows={list(rows)}, <{len(pages)} lists of pages>, <{asked} sampling>,"
         f" <{prompts} prompts>)"
@@ -480,8 +481,10 @@ def _advance_verified(state: State, batch: Batch, out: Output, num_tokens: Tenso
 
     A request with drafts has no penalties, so none of its several tokens has to be counted.
     """
-    starts, rows = batch.query_start_loc, batch.rows
-    old, kept = state.positions[rows], rows >= 0
+    starts = batch.query_start_loc
+    rows = batch.rows
+    old = state.positions[rows]
+    kept = rows >= 0
     read = torch.where(batch.goes_on, 1, starts[1:] - starts[:-1])
     moved = old + read + torch.where(batch.samples, num_tokens - 1, 0)
     state.positions[rows] = torch.where(kept, moved, old)

@@ -25,7 +25,9 @@ TreeSpec = _pytree.TreeSpec
 tree_unflatten = _pytree.tree_unflatten
 keystr = _pytree.keystr
 
-_AXES, _STATIC, _DESCRIPTOR = "weft.axes", "weft.static", "weft.descriptor"
+_AXES = "weft.axes"
+_STATIC = "weft.static"
+_DESCRIPTOR = "weft.descriptor"
 _OF_THIS_VALUE = "weft.of_this_value"
 _HASH = "_attrs_cached_hash"
 """The attribute in which attrs caches a hash."""
@@ -34,7 +36,8 @@ OF_THIS_PROCESS = {"weft.of_this_process": True}
 OF_THIS_VALUE = {_OF_THIS_VALUE: True}
 """The metadata of a field that is no part of the tree: a value that is made of another one has the
 field's default."""
-_FIELDS, _SIZED = "__weft_fields__", "__weft_sized__"
+_FIELDS = "__weft_fields__"
+_SIZED = "__weft_sized__"
 
 
 def _is_size(node: Any) -> bool:
@@ -384,7 +387,9 @@ def _check_static(cls: type, name: str, value: Any) -> None:
 def keys_in(structure: TreeSpec) -> tuple[Any, ...]:
     """The `value_key`s of what `==` does not tell apart in a structure: the keys of all dicts,
     without strings, and the contexts of classes that others registered."""
-    kind, context, own = structure.type, structure.context, list[Any]()
+    kind = structure.type
+    context = structure.context
+    own = list[Any]()
     if isinstance(kind, type) and issubclass(kind, dict):
         keys = context[1] if kind is defaultdict else context
         own = [value_key(key) for key in keys if type(key) is not str]
@@ -503,14 +508,13 @@ def _check_field(node: Any, name: str, spec: Axes) -> None:
     if isinstance(value, Tensor):
         if value.dim() >= len(spec.dims):
             return
-        shown, seen = f"<tensor of shape {tuple(value.shape)}>", f"{value.dim()} dimensions"
+        shown = f"<tensor of shape {tuple(value.shape)}>"
+        seen = f"{value.dim()} dimensions"
         instead = "a name for each dimension, or for the first ones"
     elif isinstance(value, list | tuple | dict | int | float):
-        shown, seen, instead = (
-            f"{value!r:.60}",
-            kind_of(value),
-            "a tensor (torch.tensor), or a field without axes",
-        )
+        shown = f"{value!r:.60}"
+        seen = kind_of(value)
+        instead = "a tensor (torch.tensor), or a field without axes"
     else:
         return
     call = f"{type(node).__name__}({name}={shown})"

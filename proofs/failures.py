@@ -108,7 +108,8 @@ def cases_of_meshes() -> Iterator[Case]:
             instruction = "its end" if effect is None else str(effect)
             if effect is not None and place is not None and place.moment != "before":
                 instruction = in_collective(mesh, rank, place.index)
-            way, tensor = [*WAYS][(number + turn) % len(WAYS)], mesh.sizes["tensor"]
+            way = [*WAYS][(number + turn) % len(WAYS)]
+            tensor = mesh.sizes["tensor"]
             yield Case(mesh.num_ranks, rank, index, way, step, instruction, tensor, place)
 
 
@@ -118,7 +119,8 @@ _PLACES = [AtCollective(index, moment) for index in range(2) for moment in MOMEN
 
 def in_collective(mesh: Mesh, rank: int, index: int) -> str:
     """The instruction of a rank in a collective of `scale_together`, without its number."""
-    ranks, rows = mesh.group(rank, "tensor"), ROWS // MICROBATCHES
+    ranks = mesh.group(rank, "tensor")
+    rows = ROWS // MICROBATCHES
     effect: Collective = AllReduce(ranks) if index == 0 else AllGather(ranks, dim=1)
     return str(with_schema(effect, torch.empty((rows,) if index == 0 else (rows, 1))))
 
@@ -156,7 +158,8 @@ def cases_at_any_time() -> Iterator[Case]:
 def run_case(case: Case, target: Callable[[Case, Path], None] = run_rank) -> Outcome:
     """Start the ranks, each with `target`, wait for their end, and see what they said."""
     with tempfile.TemporaryDirectory() as name:
-        folder, heard = Path(name), None
+        folder = Path(name)
+        heard = None
         try:
             with no_longer_than(HANG + 2 * case.timeout):
                 launch(target, case.num_ranks, case, folder, timeout=case.timeout)

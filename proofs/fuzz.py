@@ -64,10 +64,12 @@ def fuzz(
     Raises:
         LawViolation: of the smallest case that was found.
     """
-    found, begin = Fuzzed(), time.perf_counter()
+    found = Fuzzed()
+    begin = time.perf_counter()
     while found.tally.accepted < num_requests:
         _serve(found, seed)
-        found.seconds, seed = time.perf_counter() - begin, seed + 1
+        found.seconds = time.perf_counter() - begin
+        seed = seed + 1
         tell(found)
     return found
 

@@ -68,7 +68,8 @@ def device_seconds(fn: Callable[[], Any], repeats: int, device: str = "cuda") ->
                 fn()
             rounds.append((time.perf_counter() - began) / repeats)
             continue
-        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        start = torch.cuda.Event(enable_timing=True)
+        end = torch.cuda.Event(enable_timing=True)
         start.record()
         for _ in range(repeats):
             fn()

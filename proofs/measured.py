@@ -339,7 +339,8 @@ def invariant_rows() -> Iterator[tuple[str, ...]]:
     record = read("h100x2-bits")
     for run in record.data["runs"]:
         ways = [row for row in run["rows"] if row["batch_invariant"]]
-        equal, most = min(row["equal"] for row in ways), max(row["difference"] for row in ways)
+        equal = min(row["equal"] for row in ways)
+        most = max(row["difference"] for row in ways)
         sizes = f"{ways[0]['completions']} completions, {ways[0]['tokens']:,} tokens"
         what = f"{run['preset']}: {sizes}, in {len(ways) - 1} ways"
         fast = [row["difference"] for row in run["rows"] if not row["batch_invariant"]]
@@ -395,7 +396,8 @@ def call_rows() -> Iterator[tuple[str, ...]]:
         ("fresh, safe", "fresh, safe"),
     ):
         one = f"{cell('graphify', given)} µs with one graph"
-        held, turn = cell("graphify", given, 1000), cell("graphify, in turn", given, 1000)
+        held = cell("graphify", given, 1000)
+        turn = cell("graphify, in turn", given, 1000)
         yield record.row(f"the same, 1,000 graphs held: {words}", f"{held} µs", one, "1 GPU")
         yield record.row(
             f"the same, 1,000 graphs called in turn: {words}", f"{turn} µs", one, "1 GPU"
@@ -445,7 +447,8 @@ def shared_rows() -> Iterator[tuple[str, ...]]:
                 f"NCCL's own {took['ncclAllReduce', collective, *shape]:.1f}",
                 "2 H100",
             )
-    beside, later = read("h100x2-tensor"), read("h100x2-tensor-later")
+    beside = read("h100x2-tensor")
+    later = read("h100x2-tensor-later")
     peers = {
         (row["preset"], row["num_requests"]): row["output_tokens_per_s"]
         for row in beside.data["vllm"]["rows"]
@@ -472,10 +475,8 @@ def http_rows() -> Iterator[tuple[str, ...]]:
     record = read("h200-http")
     lengths = f"{record.data['input_len']} in, {record.data['output_len']} out"
     for model in record.data["models"]:
-        alone, where = (
-            span((row["output_tokens_per_s"] for row in model["alone"]), "{:,.0f}"),
-            "1 GPU",
-        )
+        alone = span((row["output_tokens_per_s"] for row in model["alone"]), "{:,.0f}")
+        where = "1 GPU"
         for by, key in (("", "rows"), (", by `vllm bench serve`", "vllm")):
             rates = dict.fromkeys(row["rate"] for row in model[key])
             for rate in rates:

@@ -148,7 +148,8 @@ def measured_collective() -> Callable[[Collective], float]:
     lines = {kind: list(pairwise(own)) for kind, own in points.items()}
 
     def seconds(effect: Collective) -> float:
-        size, kind = collective_bytes(effect), isinstance(effect, AllToAll)
+        size = collective_bytes(effect)
+        kind = isinstance(effect, AllToAll)
         place = bisect_left([known for known, _ in points[kind]], size) - 1
         (small, fast), (large, slow) = lines[kind][min(max(place, 0), len(lines[kind]) - 1)]
         return fast + (slow - fast) * (size - small) / (large - small)

@@ -107,7 +107,9 @@ def check_trace(trace: Trace, variant: str, transport: Distributed, row: Row) ->
     Raises:
         LawViolation: a token, a logit or an entry of this rank's state differs.
     """
-    rank, num_ranks, device = transport.rank, transport.num_ranks, transport.device
+    rank = transport.rank
+    num_ranks = transport.num_ranks
+    device = transport.device
     spread = make_run(trace, variant, num_ranks, transport, device)
     alone = make_run(trace, variant, num_ranks, Local(), device)
     for here, there in zip(serve(trace, spread), serve(trace, alone), strict=True):
@@ -142,10 +144,8 @@ def run(
     """All of it, on this rank."""
     torch.set_num_threads(1)
     transport = Distributed(backend=backend, timeout=timeout)
-    drawn, rows = (
-        draw_traces(num_traces, transport.num_ranks),
-        [Row(variant) for variant in variants],
-    )
+    drawn = draw_traces(num_traces, transport.num_ranks)
+    rows = [Row(variant) for variant in variants]
     say = print if transport.rank == 0 else lambda *_, **__: None
     say(
         f"{transport!r}, rank 0 of {transport.num_ranks}, against one process: tokens, logits and"

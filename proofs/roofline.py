@@ -83,7 +83,8 @@ class Served:
 @functools.cache
 def roofline(gpu: str, model: str, requests: int, output_len: int = _OUTPUTS[0]) -> float:
     """The most output tokens per second, by bytes over bandwidth."""
-    config, machine = parse_config(PRESETS[model], source=model), Machine(bandwidth=BANDWIDTHS[gpu])
+    config = parse_config(PRESETS[model], source=model)
+    machine = Machine(bandwidth=BANDWIDTHS[gpu])
     context = _INPUT + output_len // 2
     found = predict_decode(
         config, 1, requests=requests, context=context, cohorts=1, machine=machine
@@ -131,7 +132,8 @@ def served_alone() -> Iterator[Served]:
 def _rows(record: Record) -> Iterator[tuple[str, Mapping[str, Any], dict[str, Any]]]:
     """The rows of decodes by one GPU, each with its model and the environment that it was measured
     in."""
-    data, name = record.data, record.file[11:]
+    data = record.data
+    name = record.file[11:]
     if "wanted" in data:  # `weft bench --json`
         wanted = data["wanted"]
         if (wanted["input_len"], wanted["output_len"]) == _LENGTHS:

@@ -46,7 +46,8 @@ def serve(trace: Trace, run: Run) -> Iterator[Window]:
     trace is to be read late, what is under way is waited for only when there is nothing else to do.
     """
     host = HostState.empty(trace.budget, trace.num_pages, trace.page_size)
-    tick, last = 0, max(a.tick for a in trace.arrivals)
+    tick = 0
+    last = max(a.tick for a in trace.arrivals)
     while tick <= last or not host.is_idle:
         check_ends("L11 served", tick - last)
         works: list[Work] = []

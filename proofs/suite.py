@@ -112,7 +112,8 @@ def _dropped(data: st.DataObject, device: str) -> None:
 
 
 def _dispatched(data: st.DataObject, device: str) -> None:
-    own, limits = data.draw(strategies.descriptors()), data.draw(strategies.limits())
+    own = data.draw(strategies.descriptors())
+    limits = data.draw(strategies.limits())
     laws.dispatch_is_least(own, limits, data.draw(st.sampled_from(MODES)))
 
 
@@ -185,10 +186,8 @@ def _learned(data: st.DataObject, device: str) -> None:
 def _sampled(data: st.DataObject, device: str) -> None:
     scenario = data.draw(strategies.scenarios(max_layers=2, sampled=True))
     ladder = data.draw(strategies.ladders(scenario.batches()))
-    way, stages = (
-        data.draw(st.sampled_from(laws.WAYS)),
-        data.draw(st.integers(1, scenario.config.num_layers)),
-    )
+    way = data.draw(st.sampled_from(laws.WAYS))
+    stages = data.draw(st.integers(1, scenario.config.num_layers))
     laws.seed_and_position_fix_the_sample(
         scenario, way, stages, data.draw(st.integers(1, 3)), ladder, device
     )
@@ -239,10 +238,8 @@ def _changed(data: st.DataObject, device: str) -> None:
 
 
 def _changed_engine(data: st.DataObject, device: str) -> None:
-    load, step = (
-        data.draw(loads(("none", "none", "full"))),
-        data.draw(st.sampled_from((2, 3, 1, 4, 6))),
-    )
+    load = data.draw(loads(("none", "none", "full")))
+    step = data.draw(st.sampled_from((2, 3, 1, 4, 6)))
     how = data.draw(st.sampled_from((*HOW, HOW[-1])))
     laws.changed_parameters_compute_all(load, step, how, data.draw(st.sampled_from(PARTS)))
 
@@ -252,7 +249,8 @@ def _engine(masks: bool) -> Callable[[st.DataObject, str], None]:
 
 
 def _own_stages(data: st.DataObject, device: str) -> None:
-    load, model = data.draw(loads(adapters=False)), small_model()
+    load = data.draw(loads(adapters=False))
+    model = small_model()
     stages = data.draw(own_stages(model.config.num_layers))
     laws.own_stages_serve_as_alone(
         load, stages, [data.draw(request_extras(model)) for _ in load.calls], device
@@ -260,14 +258,16 @@ def _own_stages(data: st.DataObject, device: str) -> None:
 
 
 def _patched(data: st.DataObject, device: str) -> None:
-    load, model = data.draw(loads(adapters=False)), small_model()
+    load = data.draw(loads(adapters=False))
+    model = small_model()
     stages = data.draw(patched_stages(model.config.num_layers))
     patches = [data.draw(token_patches(model, len(call.prompt))) for call in load.calls]
     laws.own_stages_serve_as_alone(load, stages, patches, device)
 
 
 def _attended(data: st.DataObject, device: str) -> None:
-    load, model = data.draw(loads(adapters=False)), small_model()
+    load = data.draw(loads(adapters=False))
+    model = small_model()
     attention = data.draw(other_attentions(model.config.num_layers))
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", LoweredModeWarning)
@@ -330,11 +330,9 @@ def _shards_transformed(data: st.DataObject, device: str) -> None:
 
 
 def _shards_pipelined(data: st.DataObject, device: str) -> None:
-    mesh, parts, columns = (
-        data.draw(strategies.meshes()),
-        data.draw(st.integers(1, 2)),
-        data.draw(st.integers(1, 2)),
-    )
+    mesh = data.draw(strategies.meshes())
+    parts = data.draw(st.integers(1, 2))
+    columns = data.draw(st.integers(1, 2))
     stage = strategies.rank_functions(mesh, max_steps=4, multiple=parts, columns=columns)
     functions = data.draw(st.lists(stage, min_size=1, max_size=3))
     laws.stages_of_shards_are_stages([function.to(device) for function in functions], parts)

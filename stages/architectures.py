@@ -294,7 +294,8 @@ def architecture_of(fields: Fields) -> str:
     Raises:
         ConfigError: an architecture that weft does not know, or two fields that disagree.
     """
-    model_type, names = fields.raw.get("model_type"), fields.raw.get("architectures")
+    model_type = fields.raw.get("model_type")
+    names = fields.raw.get("architectures")
     if not names:
         by_type = {known.model_type: name for name, known in ARCHITECTURES.items()}
         instead = f"{supported()}; name one in architectures, or its model_type"
@@ -357,7 +358,8 @@ def check_every_field(fields: Fields, architecture: str, strict: bool) -> None:
     unknown |= unknown_rope_keys(fields)
     if not unknown:
         return
-    shown, more = list(unknown.items())[:_SHOWN], len(unknown) - _SHOWN
+    shown = list(unknown.items())[:_SHOWN]
+    more = len(unknown) - _SHOWN
     listed = ", ".join(f"{name:.60}={value!r:.60}" for name, value in shown) + (
         f" and {more} more" if more > 0 else ""
     )
@@ -378,10 +380,8 @@ def layer_windows(fields: Fields, known: Architecture, num_layers: int) -> tuple
     Raises:
         ConfigError: kinds of layers, or a window, that the architecture does not have.
     """
-    given, kinds = (
-        fields.raw.get("sliding_window", _WINDOW if known.windows else None),
-        fields.raw.get("layer_types"),
-    )
+    given = fields.raw.get("sliding_window", _WINDOW if known.windows else None)
+    kinds = fields.raw.get("layer_types")
     if not known.windows:
         full = (
             f"a {known.model_type} has no sliding windows: set sliding_window to null, or name"

@@ -67,7 +67,8 @@ def pick_device(device: torch.device | str | None, *, call: str) -> torch.device
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if device is None:
         return torch.device("cuda" if count else "cpu")
-    seen, instead = f"device {str(device)!r}", "'cpu', 'cuda' or 'cuda:N'"
+    seen = f"device {str(device)!r}"
+    instead = "'cpu', 'cuda' or 'cuda:N'"
     try:
         chosen = torch.device(device)
     except (RuntimeError, TypeError):
@@ -77,10 +78,8 @@ def pick_device(device: torch.device | str | None, *, call: str) -> torch.device
             return chosen
         seen += ", for which weft has no kernels"
         if chosen.type == "cuda":
-            seen, instead = (
-                f"device {str(device)!r}, but torch sees {count} CUDA devices",
-                "'cpu', or leave it out",
-            )
+            seen = f"device {str(device)!r}, but torch sees {count} CUDA devices"
+            instead = "'cpu', or leave it out"
     if isinstance(device, torch.dtype):
         instead = "dtype=..."
     raise DeviceError(call, seen, instead)

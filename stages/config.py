@@ -212,7 +212,9 @@ class ModelConfig:
         )
         for name in (*sizes, "head_dim", "max_position_embeddings"):
             check(getattr(self, name) >= 1, f"{name}={getattr(self, name)}", f"{name} is 1 or more")
-        heads, kv_heads, dim = self.num_heads, self.num_kv_heads, self.head_dim
+        heads = self.num_heads
+        kv_heads = self.num_kv_heads
+        dim = self.head_dim
         seen = f"num_attention_heads={heads} and num_key_value_heads={kv_heads}"
         check(
             heads % kv_heads == 0, seen, "num_attention_heads is a multiple of num_key_value_heads"
@@ -317,14 +319,16 @@ def find_file(
     else:
         for pattern, remedy in others.items():
             if file := min(folder.glob(pattern), default=None):
-                seen, instead = f"{seen}, but {file.name!s:.300}", remedy
+                seen = f"{seen}, but {file.name!s:.300}"
+                instead = remedy
     raise CheckpointNotFoundError(call, seen, instead)
 
 
 def parse_fields(fields: Fields, strict: bool) -> ModelConfig:
     """As `parse_config`, with the fields of any source."""
     architecture = architecture_of(fields)
-    known, fields = ARCHITECTURES[architecture], decoder_fields(fields, architecture)
+    known = ARCHITECTURES[architecture]
+    fields = decoder_fields(fields, architecture)
     check_every_field(fields, architecture, strict)
     try:
         config = ModelConfig(
@@ -351,11 +355,9 @@ def _sizes(fields: Fields, known: Architecture) -> dict[str, Any]:
     def size(name: str) -> int:
         return fields.integer(name, known.defaults[name])
 
-    hidden, heads, head_dim = (
-        size("hidden_size"),
-        size("num_attention_heads"),
-        known.defaults["head_dim"],
-    )
+    hidden = size("hidden_size")
+    heads = size("num_attention_heads")
+    head_dim = known.defaults["head_dim"]
     if fields.raw.get("head_dim", head_dim) is not None or head_dim is not None:
         head_dim = size("head_dim")
     else:

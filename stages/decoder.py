@@ -128,16 +128,15 @@ def decoder_stage(
     )
     check_functions("decoder_stage(config, layout, ...)", functions, config.num_layers)
     names = sown_names or SownNames(layout.num_stages)
-    blocks, is_cut = (
-        attrs.evolve(BLOCKS, ranks=ranks, reduction_leaves=reduction_leaves),
-        reduction_leaves > 1,
-    )
+    blocks = attrs.evolve(BLOCKS, ranks=ranks, reduction_leaves=reduction_leaves)
+    is_cut = reduction_leaves > 1
 
     frequencies, attention_factor = inverse_frequencies(
         config.rope, config.head_dim, config.max_position_embeddings
     )
     frequencies = to_device(frequencies, device)
-    section, name = config.rope.mrope_section, f"stage {layout.index} of {layout.num_stages}"
+    section = config.rope.mrope_section
+    name = f"stage {layout.index} of {layout.num_stages}"
 
     @donates("state")
     def stage(
@@ -178,10 +177,8 @@ def decoder_stage(
                 return state, IntermediateTensors(
                     hidden, batch.input_ids if num_drafts else None, positions, captured
                 )
-            where, others = (
-                read_at(batch, num_drafts) if num_drafts else None,
-                dict[str, LogitsAt](),
-            )
+            where = read_at(batch, num_drafts) if num_drafts else None
+            others = dict[str, LogitsAt]()
             if beside is not None:
                 known = torch.where(
                     batch.input_ids < 0, resolved.input_ids, batch.input_ids
@@ -273,7 +270,8 @@ def attention(
         [num_tokens, hidden_size], or parts of it, or the leaves; and the pages, as
         `rotate_and_keep` returns them.
     """
-    tokens, dim = x.plain.shape[0], config.head_dim
+    tokens = x.plain.shape[0]
+    dim = config.head_dim
     heads = config.num_heads, config.num_kv_heads, config.num_kv_heads
     _, keys, values, _ = row_starts((one * dim for one in heads), layer.qkv_scale is not None)
     qkv = project(x, layer.qkv_proj, layer.qkv_scale, layer.qkv_bias, min(leaves, 1))
@@ -332,7 +330,8 @@ def feed_forward(
     """
     dtype = x.plain.dtype
     if layer.router is None or config.moe is None:
-        adapts, lora = batch.adapters is not None, layer.lora
+        adapts = batch.adapters is not None
+        lora = layer.lora
         if layer.gate_up_scale is None and not leaves and not (adapts and lora.gate_up is not None):
             inner = swiglu(x.plain, layer.gate_up_proj, layer.gate_up_bias)
         else:

@@ -83,7 +83,8 @@ def finish(
     )
     shared = SharedRows(len(index), ranks)
     logits = shared.exchange(head(config, params, hidden[index], leaves))
-    index, rows = shared.own(index), shared.own(rows)
+    index = shared.own(index)
+    rows = shared.own(rows)
     if change is not None:
         count = 1 if where is None else where.shape[1]
         reads = extras_of(
@@ -130,7 +131,8 @@ class Extras(Mapping[str, Tensor]):
     """
 
     def __init__(self, reads: Mapping[str, Read]) -> None:
-        self._reads, self._values = reads, dict[str, Tensor]()
+        self._reads = reads
+        self._values = dict[str, Tensor]()
 
     def __getitem__(self, name: str) -> Tensor:
         if name not in self._values:
@@ -223,7 +225,8 @@ def top_logprobs(
             0.
         count: at most vocab_size.
     """
-    ids, chosen = _likeliest(logits, count), logits.gather(1, token_ids[:, None])
+    ids = _likeliest(logits, count)
+    chosen = logits.gather(1, token_ids[:, None])
     if is_batch_invariant():
         return ids, token_logprobs(logits, ids), ranks_of(chosen, logits)
     best = logits.gather(1, ids).float()
@@ -273,17 +276,13 @@ def prompt_logprobs(
         normed.split(_TOKENS_AT_ONCE), targets.split(_TOKENS_AT_ONCE), strict=True
     ):
         shared = SharedRows(len(states), ranks)
-        logits, wanted = (
-            shared.exchange(project(states, lm_head, leaves)),
-            shared.own(whole)[:, None],
-        )
+        logits = shared.exchange(project(states, lm_head, leaves))
+        wanted = shared.own(whole)[:, None]
         if changed is not None:
             logits = changed(logits, sum(len(own) for own, *_ in parts) + shared.first)
         ids = _likeliest(logits, count)
-        found, ranked = (
-            token_logprobs(logits, torch.cat((wanted, ids), 1)),
-            ranks_of(logits.gather(1, wanted), logits),
-        )
+        found = token_logprobs(logits, torch.cat((wanted, ids), 1))
+        ranked = ranks_of(logits.gather(1, wanted), logits)
         parts.append(shared.gather_all(found[:, 0], ids, found[:, 1:], ranked))
     return tuple(torch.cat(columns) for columns in zip(*parts, strict=True))
 
@@ -311,10 +310,8 @@ def read_at(batch: Batch, num_drafts: int) -> Tensor:
 def check_drafting(state: State, num_drafts: int) -> None:
     """Raise RequestError for a stage that verifies drafts, and a state without `drafting`."""
     if num_drafts and state.drafting is None:
-        seen, instead = (
-            "a state without `drafting`",
-            "attrs.evolve(state, drafting=weft.state.Drafting.zeros(...))",
-        )
+        seen = "a state without `drafting`"
+        instead = "attrs.evolve(state, drafting=weft.state.Drafting.zeros(...))"
         raise RequestError("a stage that verifies drafts", seen, instead)
 
 

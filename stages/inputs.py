@@ -45,7 +45,8 @@ def check_call(
     elif fault := head_fault(params, is_tied):
         seen, instead = fault
     elif x is None and not layout.first:
-        seen, instead = "x is None", "what the stage before returned"
+        seen = "x is None"
+        instead = "what the stage before returned"
     elif fault := position_fault(batch, x, has_mrope):
         kind, (seen, instead) = DescriptorError, fault
     else:
@@ -92,7 +93,8 @@ def _token_extras(name: str, defaults: Mapping[str, Tensor], batch: Batch) -> di
         raise DescriptorError(
             f"{name}(params, state, batch, x)", f"token_extras of {sorted(others)}", known
         )
-    given, count = batch.token_extras, len(batch.input_ids)
+    given = batch.token_extras
+    count = len(batch.input_ids)
     return {
         key: given[key].values if key in given else x.expand(count, *x.shape)
         for key, x in defaults.items()

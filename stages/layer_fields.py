@@ -90,8 +90,10 @@ def layer_fields(config: ModelConfig, index: int) -> dict[str, Field]:
         ConfigError: the quantisation takes some and leaves others of the layers that are one
             product.
     """
-    hidden, layer = config.hidden_size, f"model.layers.{index}"
-    query, key = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
+    hidden = config.hidden_size
+    layer = f"model.layers.{index}"
+    query = config.num_heads * config.head_dim
+    key = config.num_kv_heads * config.head_dim
     attention = {"self_attn.q_proj": query, "self_attn.k_proj": key, "self_attn.v_proj": key}
     fields = {"input_layernorm": _norm(f"{layer}.input_layernorm", hidden)}
     fields |= _attention(config, layer, _Linear("qkv", attention, hidden, hidden, config.qkv_bias))
@@ -144,7 +146,8 @@ def _feed_forward(
 ) -> dict[str, Field]:
     """The fields of a block; of several experts, those of the first. All experts are one product,
     so all are in FP8 or none."""
-    hidden, module = config.hidden_size, modules[0]
+    hidden = config.hidden_size
+    module = modules[0]
     firsts = [f"{layer}.{module}.{which}_proj" for module in modules for which in ("gate", "up")]
     first_fp8 = _converted(config, firsts)
     down_fp8 = _converted(config, [f"{layer}.{module}.down_proj" for module in modules])
@@ -161,7 +164,9 @@ def _feed_forward(
 def _linear(layer: str, linear: _Linear, fp8: bool) -> dict[str, Field]:
     """The field of the weights, and those of the biases and the scales if there are any."""
     names = [f"{layer}.{module}" for module in linear.modules]
-    weights, biases, scales = [], [], []
+    weights = []
+    biases = []
+    scales = []
     *starts, end = row_starts(linear.modules.values(), fp8 and len(names) > 1)
     for name, rows, start in zip(names, linear.modules.values(), starts, strict=True):
         weights.append(Part(f"{name}.weight", (rows, linear.columns), start))

@@ -201,7 +201,8 @@ class _Split:
 
     def stops(self, stage: int) -> range:
         """The ends that a stage may have, so that every stage has a layer."""
-        later, layers = len(self.even) - 1 - stage, len(self.sums) - 1
+        later = len(self.even) - 1 - stage
+        layers = len(self.sums) - 1
         return range(stage + 1, layers - later + 1) if later else range(layers, layers + 1)
 
     def least_slowest(self) -> int:
@@ -242,7 +243,8 @@ class _Split:
         return stops
 
 
-_REQUESTS, _CONTEXT = 64, 512
+_REQUESTS = 64
+_CONTEXT = 512
 """The decode step that `split_model` estimates."""
 BYTES_PER_LOGIT = 26
 """The cost of sampling, as bytes that could be read meanwhile. Measured on an H200: 60 us for 64
@@ -282,7 +284,8 @@ def weights_of_layer(config: ModelConfig, index: int) -> Weights:
     for name, field in fields.items():
         count = math.prod(field.shape) * (field.dtype or config.dtype).itemsize
         of_experts = "router" in fields and name.startswith(("gate_up", "down"))
-        fixed, experts = fixed + count * (not of_experts), experts + count * of_experts
+        fixed = fixed + count * (not of_experts)
+        experts = experts + count * of_experts
     return Weights(
         fixed, experts, 0.0 if config.moe is None else config.moe.top_k / config.moe.num_experts
     )

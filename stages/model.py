@@ -328,12 +328,11 @@ class Model:
             ProgramError: hidden states of another size, or a stage of a model without a head, or a
                 share of one.
         """
-        call, size = f"model.logits(hidden: {kind_of(hidden)})", self.config.hidden_size
+        call = f"model.logits(hidden: {kind_of(hidden)})"
+        size = self.config.hidden_size
         if self.params.norm is None or self.shard[1] > 1:
-            instead, part = (
-                "the whole model's: weft.load(path).logits(hidden)",
-                "a stage without a head",
-            )
+            instead = "the whole model's: weft.load(path).logits(hidden)"
+            part = "a stage without a head"
             held = part if self.params.norm is None else "a part of the head"
             raise ProgramError(call, f"{held}, {self!r}", instead)
         if not isinstance(cast(Any, hidden), Tensor) or hidden.shape[-1:] != (size,):
@@ -388,7 +387,8 @@ class Model:
         Raises:
             RequestError: it is not a list of token ids.
         """
-        call, instead = "model.decode(token_ids)", f"ids of its tokens, or another {self.path}"
+        call = "model.decode(token_ids)"
+        instead = f"ids of its tokens, or another {self.path}"
         check_values(call, _RULES, {"token_ids": token_ids})
         if self.tokenizer is None:
             return None

@@ -333,7 +333,8 @@ def random_model(
         RequestError: a dtype that no decoder runs in.
     """
     call = f"random_model(config, seed={seed}, device={device!r}, dtype={dtype!r})"
-    where, kind = pick_device(device, call=call), pick_dtype(dtype or config.dtype, call=call)
+    where = pick_device(device, call=call)
+    kind = pick_dtype(dtype or config.dtype, call=call)
     index, num_stages = pick_stage(stage, call=call)
     layout = split_model(config, num_stages)[index]
     params = random_params(config, layout, seed=seed, device=where, dtype=kind, shard=shard)

@@ -48,7 +48,9 @@ def share_config(config: ModelConfig, num_ranks: int) -> ModelConfig:
     if num_ranks == 1:
         return config
     call = f"a model over {num_ranks} ranks"
-    heads, kv_heads, inner = config.num_heads, config.num_kv_heads, config.intermediate_size
+    heads = config.num_heads
+    kv_heads = config.num_kv_heads
+    inner = config.intermediate_size
     even = heads % num_ranks == 0 and (kv_heads % num_ranks == 0 or num_ranks % kv_heads == 0)
     if not even:
         instead = (
@@ -79,18 +81,26 @@ def share_config(config: ModelConfig, num_ranks: int) -> ModelConfig:
 
 def _share_experts(moe: MoeConfig, num_ranks: int, block: int, call: str) -> MoeConfig:
     """The experts of one rank's share: a part of the columns of each, or some of them whole."""
-    can_cut, can_deal = moe.inner % (num_ranks * block) == 0, moe.num_experts % num_ranks == 0
+    can_cut = moe.inner % (num_ranks * block) == 0
+    can_deal = moe.num_experts % num_ranks == 0
     if can_cut and moe.sharing != "whole":
         return attrs.evolve(moe, inner=moe.inner // num_ranks)
     if can_deal and moe.sharing != "columns":
         return attrs.evolve(moe, held=moe.num_experts // num_ranks)
-    columns, whole = f"moe_intermediate_size={moe.inner}", f"num_experts={moe.num_experts}"
+    columns = f"moe_intermediate_size={moe.inner}"
+    whole = f"num_experts={moe.num_experts}"
     if moe.sharing is None:
         instead = f"{_DIVIDES} {block}, or a number that divides the experts"
         raise ConfigError(call, f"{columns} and {whole}", instead)
-    seen, other, instead, works = columns, "whole", f"{_DIVIDES} {block}", can_deal
+    seen = columns
+    other = "whole"
+    instead = f"{_DIVIDES} {block}"
+    works = can_deal
     if moe.sharing == "whole":
-        seen, other, instead, works = whole, "columns", "a number of ranks that divides it", can_cut
+        seen = whole
+        other = "columns"
+        instead = "a number of ranks that divides it"
+        works = can_cut
     raise ConfigError(
         call, f"{seen}, shared as {moe.sharing!r}", instead + f", or experts={other!r}" * works
     )
@@ -118,10 +128,8 @@ def check_leaves(call: str, config: ModelConfig, leaves: int, num_ranks: int = 1
         else share_config(config, num_ranks).moe
     )
     if shared is not None and shared.held is not None:
-        seen, instead = (
-            f"{num_ranks} ranks with whole experts",
-            "ranks that share them as 'columns', or 1 leaf",
-        )
+        seen = f"{num_ranks} ranks with whole experts"
+        instead = "ranks that share them as 'columns', or 1 leaf"
         raise ConfigError(f"{call} with reduction_leaves={leaves}", seen, instead)
     if leaves > 1 and leaves % num_ranks:
         instead = f"a number of ranks that divides {leaves}, or more leaves"
@@ -141,7 +149,8 @@ def _refuse_split_blocks(config: ModelConfig, num_ranks: int, call: str) -> None
     ranks."""
     counts = {"num_attention_heads": config.num_heads, "num_key_value_heads": config.num_kv_heads}
     for name, count in counts.items():
-        rows, own = count * config.head_dim, max(count // num_ranks, 1) * config.head_dim
+        rows = count * config.head_dim
+        own = max(count // num_ranks, 1) * config.head_dim
         if rows > BLOCK and own % BLOCK:
             instead = f"a number of ranks that leaves each a multiple of {BLOCK} rows of them"
             raise ConfigError(
@@ -184,7 +193,8 @@ def _share_field(name: str, whole: Field, own: Field, rank: int, kv_rank: int) -
         return attrs.evolve(
             own, parts=()
         )  # added after the sum over the ranks: one of them adds it
-    parts, count = list[Part](), len(own.parts)
+    parts = list[Part]()
+    count = len(own.parts)
     first = rank * count if count < len(whole.parts) else 0  # fewer: those of whole experts
     for place, (part, mine) in enumerate(
         zip(whole.parts[first : first + count], own.parts, strict=True)
@@ -313,7 +323,8 @@ class SharedRows:
         """All rows [count, ...] of a result, from each rank's rows of it [size, ...]."""
         if self.ranks is None or self.count == 1:
             return own
-        every, size = all_gather(own, self.ranks.axis), self.size
+        every = all_gather(own, self.ranks.axis)
+        size = self.size
         if len(every) == self.count:
             return every
         begins = [

@@ -74,7 +74,8 @@ def pytest_unconfigure() -> None:
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Without `--all`, leave out slow tests, and let Hypothesis draw few examples for the others."""
-    nightly, everything = config.getoption("nightly"), runs_everything(config)
+    nightly = config.getoption("nightly")
+    everything = runs_everything(config)
     left_out = [
         item
         for item in items
@@ -145,7 +146,8 @@ def _draw_few(item: pytest.Item) -> None:
     """Lower a test's number of examples, whether its own settings or the profile say it."""
     from hypothesis import is_hypothesis_test, settings
 
-    test, machine = getattr(item, "obj", None), getattr(item, "cls", None)
+    test = getattr(item, "obj", None)
+    machine = getattr(item, "cls", None)
     if isinstance(parent := getattr(machine, "settings", None), settings):  # of a state machine
         machine.settings = settings(parent, max_examples=min(parent.max_examples, FEW_EXAMPLES))
     if not is_hypothesis_test(test):

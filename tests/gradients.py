@@ -137,11 +137,9 @@ def loss_by(
     runner = make_runner(model, Limits(4, 64), num_stages=num_stages, mode=mode)
 
     def loss(params: Any) -> Tensor:
-        state, found, done = (
-            make_state(model, runner.layouts, [48] * len(prompts)),
-            list[Tensor](),
-            dict[int, int](),
-        )
+        state = make_state(model, runner.layouts, [48] * len(prompts))
+        found = list[Tensor]()
+        done = dict[int, int]()
         for batch in chunked(prompts, sizes, device=model.device):
             state, out = runner.step(params, state, batch)
             found.append(loss_of(out, batch, prompts, done))
@@ -164,7 +162,8 @@ def joined(stages: Sequence[Any], is_tied: bool) -> Any:
     """The gradients of all stages as those of the whole model. Two stages that share a tied
     embedding have a part of its gradient each, or one tensor that holds their sum, as `recorded`
     leaves do."""
-    first, last = stages[0], stages[-1]
+    first = stages[0]
+    last = stages[-1]
     layers = tuple(layer for stage in stages for layer in stage.layers)
     found = attrs.evolve(first, layers=layers, norm=last.norm, lm_head=last.lm_head)
     if not is_tied or len(stages) == 1:

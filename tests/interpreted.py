@@ -54,11 +54,9 @@ class Ranges:
 
 
 _ranges = Ranges()
-_to_host, _load, _store = (
-    interpreter.GridExecutor._init_args_hst,
-    interpreter.InterpreterBuilder.create_masked_load,
-    interpreter.InterpreterBuilder.create_masked_store,
-)
+_to_host = interpreter.GridExecutor._init_args_hst
+_load = interpreter.InterpreterBuilder.create_masked_load
+_store = interpreter.InterpreterBuilder.create_masked_store
 
 
 def to_host(self: Any, arguments: Any, named: Any) -> Any:

@@ -53,7 +53,8 @@ def _server() -> subprocess.Popen[str]:
 def run_interpreted(code: str, folder: Path, *arguments: object, seconds: int = 300) -> str:
     """Run code in a process of its own, and return its output. It may import modules of `_FOLDERS`."""
     pytest.importorskip("triton")
-    written, server = folder / "written.txt", _server()
+    written = folder / "written.txt"
+    server = _server()
     written.touch()
     assert server.stdin is not None
     assert server.stdout is not None

@@ -58,7 +58,8 @@ class Corpus:
     @classmethod
     def of(cls, *lengths: int) -> "Corpus":
         starts = torch.tensor([0, *lengths]).cumsum(0)
-        words, titles = torch.arange(float(starts[-1])), torch.arange(len(lengths)) * 10.0
+        words = torch.arange(float(starts[-1]))
+        titles = torch.arange(len(lengths)) * 10.0
         documents = Documents(len(lengths), int(starts[-1]))
         return cls(documents, words, starts, titles, torch.full((3,), 2.0))
 

@@ -25,7 +25,8 @@ def refused(kind: type[WeftError], call: str, seen: str, instead: str) -> Iterat
     with pytest.raises(WeftError) as caught:
         yield
     assert type(caught.value) is kind
-    wanted, seen_text = f"{call}\n  saw: {seen}\n  instead: {instead}", str(caught.value)
+    wanted = f"{call}\n  saw: {seen}\n  instead: {instead}"
+    seen_text = str(caught.value)
     if not re.fullmatch(re.escape(wanted).replace(re.escape(ANY), ".*"), seen_text):
         pytest.fail(f"the error says\n{seen_text}\nand not\n{wanted}", pytrace=False)
 

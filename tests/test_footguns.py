@@ -195,7 +195,8 @@ def test_09_eval_of_a_module_that_a_function_calls_is_not_seen() -> None:
     first call, or `cache_clear()`.
     """
     module = torch.nn.Dropout(0.5)
-    f, g = weft.graphify(lambda x: module(x)), weft.graphify(module)
+    f = weft.graphify(lambda x: module(x))
+    g = weft.graphify(module)
     for made in (f, g):
         assert made(torch.ones(64)).min() == 0
     module.eval()
@@ -300,7 +301,8 @@ def test_15_a_prompt_of_one_token_is_no_decode() -> None:
 
     Around it: `Batch.decode` for decodes; a mode with ragged classes for all else.
     """
-    prompt, decode = weft.Batch.ragged([0], [[5]]).descriptor, weft.Batch.decode([0]).descriptor
+    prompt = weft.Batch.ragged([0], [[5]]).descriptor
+    decode = weft.Batch.decode([0]).descriptor
     limits = weft.Limits(4, 8)
     assert (prompt.num_tokens, prompt.num_reqs) == (decode.num_tokens, decode.num_reqs)
     assert weft.dispatch(decode, weft.make_ladder("full_decode_only", limits)).mode == "full"

@@ -60,7 +60,8 @@ def test_shares_of_the_roofline_are_of_bytes_over_bandwidth() -> None:
 
 
 def test_the_picture_of_the_roofline_has_a_bar_for_each_end() -> None:
-    texts, ends = said(roofline), before_and_after().values()
+    texts = said(roofline)
+    ends = before_and_after().values()
     assert sum("tokens/s" in text for text in texts) == sum(map(len, ends))
     assert sum("no other record" in text for text in texts) == sum(len(own) == 1 for own in ends)
 

@@ -70,7 +70,9 @@ def test_19_the_next_state_comes_first_among_results_of_its_shape() -> None:
     """
 
     def advance(f: Graphified[..., Any], state_of: Callable[[Any], Any]) -> int:
-        state, alive = torch.zeros(3), []  # memory that is freed may come back as the next state
+        # memory that is freed may come back as the next state
+        state = torch.zeros(3)
+        alive = []
         for _ in range(3):
             alive.append(state)
             state = state_of(f(state, ONES))

@@ -82,7 +82,8 @@ def test_each_name_is_documented() -> None:
 
 
 def test_the_methods_of_classes_are_documented_and_listed() -> None:
-    text, failures = PAGE.read_text(encoding="utf-8"), []
+    text = PAGE.read_text(encoding="utf-8")
+    failures = []
     for name in USED:
         methods = dict(methods_of(getattr(transforms, name, None) or getattr(weft, name)))
         assert methods, name

@@ -90,7 +90,8 @@ def test_a_test_that_does_not_exist_is_missed() -> None:
 
 def test_each_row_of_a_pull_request_names_its_test() -> None:
     _, *sections = re.split(r"^### (.*)$", SERVERS.read_text(encoding="utf-8"), flags=re.MULTILINE)
-    titles, texts = sections[::2], sections[1::2]
+    titles = sections[::2]
+    texts = sections[1::2]
     assert {title.partition(":")[0] for title in titles} == PULL_REQUESTS
     for text in texts:
         rows = [line for line in text.splitlines() if line.startswith("| ")][1:]

@@ -113,15 +113,11 @@ class Transform:
                     own, next_state, out = applied
                     return _carried(next_state, own), out
                 length = f" of {len(applied)}" if isinstance(applied, tuple) else ""
-                seen, instead = (
-                    f"apply returned {kind_of(applied)}{length}",
-                    "return (own, state, out)",
-                )
+                seen = f"apply returned {kind_of(applied)}{length}"
+                instead = "return (own, state, out)"
             else:
-                seen, instead = (
-                    f"a state that is {kind_of(state)}",
-                    "transform.carry(params, state) at first",
-                )
+                seen = f"a state that is {kind_of(state)}"
+                instead = "transform.carry(params, state) at first"
             raise ProgramError(f"Transform(...)({name})(...)", seen, instead)
 
         return cast(F, run)

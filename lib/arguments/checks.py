@@ -64,8 +64,10 @@ def _checked(
         if needed <= kwargs.keys() <= known and len(args) <= most:
             return fn(*args, **kwargs)
         if len(args) > most:
-            count, takes = len(args) - is_method, most - is_method
-            written, instead = ["..."] * count, by_position or ", ".join(by_name)
+            count = len(args) - is_method
+            takes = most - is_method
+            written = ["..."] * count
+            instead = by_position or ", ".join(by_name)
             seen = (
                 f"{count} argument{'s' * (count != 1)} by position, of which it takes"
                 f" {takes or 'none'}"
@@ -73,10 +75,12 @@ def _checked(
         elif kwargs.keys() <= known:
             missing = [key for key in parameters if key in needed - kwargs.keys()]
             written = ["..."] * (len(args) - is_method) + [f"{key}=..." for key in kwargs]
-            seen, instead = f"no {missing[0]}", ", ".join(f"{key}=..." for key in missing)
+            seen = f"no {missing[0]}"
+            instead = ", ".join(f"{key}=..." for key in missing)
         else:
             strange = next(key for key in kwargs if key not in known)
-            written, instead = ["...", f"{strange}=..."], _instead(strange, known, meant)
+            written = ["...", f"{strange}=..."]
+            instead = _instead(strange, known, meant)
             seen = f"{strange!r}, which is no argument of it"
         raise ArgumentError(f"{name}({', '.join(written)})", seen, instead)
 
@@ -156,9 +160,11 @@ def check_values(
     for name, value in values.items():
         rule, instead = rules[name]
         if isinstance(rule, type | UnionType):
-            holds, seen = isinstance(value, rule), f"{name} is {kind_of(value)}"
+            holds = isinstance(value, rule)
+            seen = f"{name} is {kind_of(value)}"
         else:
-            holds, seen = _holds(rule, value), ""
+            holds = _holds(rule, value)
+            seen = ""
         if not holds:
             raise error(f"{call}", seen or _with_value(name, value), instead)
 

@@ -58,7 +58,8 @@ class Expression:
 
     @_ends.default
     def _parsed(self) -> Ends:
-        whole, plain = f"{self.before}(?:{self.text}){self.after}", is_plain(self.text)
+        whole = f"{self.before}(?:{self.text}){self.after}"
+        plain = is_plain(self.text)
         if len(self.text) > MOST_CHARACTERS and not plain:
             self._refuse(f"{len(self.text)} characters, and {MOST_CHARACTERS} are the most")
         try:
@@ -79,10 +80,8 @@ class Expression:
         return len(name) in self._ends(_Name(name, self._refuse), frozenset([0]))
 
     def _refuse(self, seen: str) -> NoReturn:
-        call, instead = (
-            f"the regular expression {self.text!r:.60}",
-            "a list of names, or a simpler expression",
-        )
+        call = f"the regular expression {self.text!r:.60}"
+        instead = "a list of names, or a simpler expression"
         raise ConfigError(call, seen, instead) from None
 
 

@@ -88,7 +88,8 @@ def read_json_lines(file: Path, call: str, what: str, forms: str) -> list[tuple[
         RequestError: the file cannot be read, a line is not JSON, or all are empty. The error names
             `call`.
     """
-    text, fault = "", (f"no {what} in it", forms)
+    text = ""
+    fault = (f"no {what} in it", forms)
     try:
         with file.open(encoding="utf-8") as opened:
             text = opened.read(_MOST_BYTES + 1)
@@ -97,7 +98,8 @@ def read_json_lines(file: Path, call: str, what: str, forms: str) -> list[tuple[
     except (OSError, ValueError) as error:
         fault = f"it cannot be read: {getattr(error, 'strerror', error)}", "a file of UTF-8 text"
     if len(text) > _MOST_BYTES:
-        text, fault = "", (f"more than {_MOST_BYTES} characters", "a part of it")
+        text = ""
+        fault = (f"more than {_MOST_BYTES} characters", "a part of it")
     found = list[tuple[str, Any]]()
     for number, line in enumerate(text.split("\n"), 1):
         if line.strip():

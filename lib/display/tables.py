@@ -167,7 +167,8 @@ def html_table(
         )
         return element("tr", *(element(name, cell, style=style) for cell, style in pairs))
 
-    head, body = element("thead", line("th", header)), (line("td", row) for row in rows)
+    head = element("thead", line("th", header))
+    body = (line("td", row) for row in rows)
     return element("table", head, element("tbody", *body), style=_TABLE)
 
 
@@ -224,13 +225,16 @@ def strip(groups: Sequence[tuple[int, int]], *, joined: bool = False) -> str:
     Args:
         joined: whether to leave out the lines between the boxes of a group.
     """
-    x, boxes, left = 1.0, [], _MOST
+    x = 1.0
+    boxes = []
+    left = _MOST
     for count, colour in groups:
         shown = min(count, left)
         wide = shown * 11 if joined else 10
         step = [x] if joined and shown else [x + 11 * index for index in range(shown)]
         boxes += [_box(at, wide, COLOURS[colour % len(COLOURS)]) for at in step]
-        x, left = x + 11 * shown + 4, left - shown
+        x = x + 11 * shown + 4
+        left = left - shown
         if count > shown:
             boxes.append(f'<text x="{x:g}" y="11" font-size="12" fill="currentColor">…</text>')
             x += 14

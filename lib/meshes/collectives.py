@@ -196,17 +196,22 @@ def impossible(effect: Collective) -> tuple[str, str] | None:
         )
     if effect.schema is None:
         return None
-    seen, count = f"'{effect}'", len(effect.ranks)
+    seen = f"'{effect}'"
+    count = len(effect.ranks)
     if len(effect.schema.tensors) != 1:
         return f"{seen} of {len(effect.schema.tensors)} tensors", "one tensor"
-    dims, cut_dim, used = effect.schema.tensors[0].dims, None, tuple[int, ...]()
+    dims = effect.schema.tensors[0].dims
+    cut_dim = None
+    used = tuple[int, ...]()
     match effect:
         case AllGather(dim=dim):
             used = (dim,)
         case ReduceScatter(dim=dim):
-            cut_dim, used = dim, (dim,)
+            cut_dim = dim
+            used = (dim,)
         case AllToAll(split_dim=split, concat_dim=concat):
-            cut_dim, used = split, (split, concat)
+            cut_dim = split
+            used = (split, concat)
         case AllReduce() | PPermute():
             pass
     if wrong := [dim for dim in used if not -len(dims) <= dim < len(dims)]:

@@ -47,7 +47,8 @@ class Mesh:
             return given
         if isinstance(given, Mapping):
             return cls(**given)
-        names, shape = getattr(given, "mesh_dim_names", None), getattr(given, "shape", None)
+        names = getattr(given, "mesh_dim_names", None)
+        shape = getattr(given, "shape", None)
         if names and shape is not None:
             return cls(**dict(zip(names, map(int, shape), strict=True)))
         seen = (

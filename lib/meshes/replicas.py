@@ -65,7 +65,8 @@ def _is_equal(a: Tensor, b: Tensor) -> bool:
 def _is_equal_in_each_row(a: Tensor, b: Tensor) -> bool:
     """Whether two tensors inside a transform have equal values, with all rows of `vmap`."""
     if a.is_floating_point() and a.itemsize == 1:  # torch compares no such values
-        a, b = a.float(), b.float()
+        a = a.float()
+        b = b.float()
     same = (a == b) | ((a != a) & (b != b))
     return bool(innermost(same).all())
 

@@ -92,7 +92,8 @@ def backends(device: str | torch.device) -> tuple[OpBackend, ...]:
 
 def _attention(kind: str) -> OpBackend:
     """The back end that `attention="auto"` takes, and the others."""
-    own, version = OWN[kind], triton_version()
+    own = OWN[kind]
+    version = triton_version()
     if kind == "cuda" and version is None:
         # The text of the error that a call raises: nothing falls back to another kernel in silence.
         error = no_triton("paged_attention on cuda")
@@ -149,17 +150,16 @@ def _measured(op: str) -> str:
 def _chosen(op: str) -> str:
     """A sentence on how a linear layer's tile is chosen, and for which shapes torch's own product
     is used instead."""
-    fp8, lacks = op == "fp8_linear", scaled_mm_lacks()
+    fp8 = op == "fp8_linear"
+    lacks = scaled_mm_lacks()
     if device() is None:
         return (
             "tiles by rule, since none were measured on this GPU"
             if fp8
             else "torch's F.linear, on this GPU"
         )
-    found, gpu = (
-        record()["losses"]["fp8" if fp8 else "bf16"]["held out"],
-        record()["environment"]["gpu"],
-    )
+    found = record()["losses"]["fp8" if fp8 else "bf16"]["held out"]
+    gpu = record()["environment"]["gpu"]
     how = (
         f"tiles by a model measured on {gpu}: for {found['shapes']} shapes that it had not seen"
         f" {found['median']:g} %"

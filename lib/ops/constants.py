@@ -16,7 +16,8 @@ _CONSTANT: ContextVar[frozenset[int]] = ContextVar("weft.constant", default=froz
 ASKED: ContextVar[dict[Any, Any] | None] = ContextVar("weft.asked", default=None)
 """While kernels are only asked for (`weft.ops.kernel_triton.compiling`), those that were, by kind;
 otherwise None."""
-_ALIGNED, _ALIGNED_ON_GPU = 16, 256
+_ALIGNED = 16
+_ALIGNED_ON_GPU = 256
 """Kernels are chosen by whether an address is a multiple of so many bytes, or of less. torch's
 allocations are multiples of 64 on a CPU, and of 512 on a GPU."""
 

@@ -120,7 +120,8 @@ def operator(
             made.__defaults__ = _without_flag(parameters or reference)
             if len(ops) > 1 and parameters is None:
                 vars(made)["__signature__"] = _signature_without_flag(reference)
-        call.reference, call.unchecked = reference, unchecked
+        call.reference = reference
+        call.unchecked = unchecked
         return call
 
     return register

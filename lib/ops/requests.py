@@ -99,7 +99,8 @@ def functional_move_on(
     ids: Tensor | None,
 ) -> tuple[None, Tensor, Tensor]:
     """`move_on` with positions and last tokens of its own, which it returns."""
-    old, kept = positions[rows], rows >= 0
+    old = positions[rows]
+    kept = rows >= 0
     moved = torch.where(kept, old + (query_start_loc[1:] - query_start_loc[:-1]), old)
     if ids is not None:
         last_tokens = last_tokens.index_put(

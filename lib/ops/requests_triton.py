@@ -128,9 +128,12 @@ def resolve_tokens(
     page_size: int,
 ) -> tuple[Tensor, ...]:
     """`weft::resolve_tokens`."""
-    num_reqs, num_tokens, max_pages = len(rows), len(input_ids), block_table.shape[1]
+    num_reqs = len(rows)
+    num_tokens = len(input_ids)
+    max_pages = block_table.shape[1]
     ids, places, slots = (torch.empty_like(input_ids) for _ in range(3))
-    seq_lens, last_index = torch.empty_like(rows, dtype=torch.int32), torch.empty_like(rows)
+    seq_lens = torch.empty_like(rows, dtype=torch.int32)
+    last_index = torch.empty_like(rows)
     tables = block_table.new_empty((num_reqs, max_pages))
     with torch.cuda.device_of(rows):
         if num_reqs:

@@ -88,10 +88,8 @@ def rotate_and_keep(
         any(end > start for end, start in zip(ends, (*starts, qkv.shape[-1]), strict=True))
         or cos.shape[-1] * 2 != dim
     ):
-        written, seen = (
-            f"rotate_and_keep(…, num_heads={num_heads}, starts={starts})",
-            f"qkv {list(qkv.shape)}",
-        )
+        written = f"rotate_and_keep(…, num_heads={num_heads}, starts={starts})"
+        seen = f"qkv {list(qkv.shape)}"
         seen += f", tables of {cos.shape[-1]} pairs and {kv_heads} key heads of {dim}"
         raise DescriptorError(
             written,

@@ -50,7 +50,8 @@ def _rotary_kernel(
     token = tl.program_id(0).to(tl.int64)
     slot = tl.load(slots + token).to(tl.int64)
     head = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    is_q, is_v = head < HEADS, head >= HEADS + KV_HEADS
+    is_q = head < HEADS
+    is_v = head >= HEADS + KV_HEADS
     kv_head = (head - HEADS) % KV_HEADS
     start = tl.where(is_q, head * DIM, tl.where(is_v, v_start, k_start) + kv_head * DIM)
     pair = tl.arange(0, HALF)

@@ -72,7 +72,8 @@ def _bindings(name: str) -> Any:
 @functools.cache
 def _kernel(_: int) -> Any:
     """The kernel on the current device, which has this number, and the module that holds it."""
-    driver, runtime = _bindings("driver"), _bindings("runtime")
+    driver = _bindings("driver")
+    runtime = _bindings("runtime")
     (version,) = _checked("cudaDriverGetVersion", runtime.cudaDriverGetVersion())
     if version < _LEAST_DRIVER:
         raise RuntimeError(
@@ -115,8 +116,10 @@ def repeat_while(
     Raises:
         RuntimeError: CUDA refuses the node. Then the capture around it has to end.
     """
-    runtime, driver = _bindings("runtime"), _bindings("driver")
-    device, outer = flag.device, torch.cuda.current_stream(flag.device)
+    runtime = _bindings("runtime")
+    driver = _bindings("driver")
+    device = flag.device
+    outer = torch.cuda.current_stream(flag.device)
     graph = _captured(runtime, outer)[0]
     (handle,) = _checked(
         "cudaGraphConditionalHandleCreate", runtime.cudaGraphConditionalHandleCreate(graph, 0, 0)

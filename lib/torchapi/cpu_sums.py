@@ -53,10 +53,8 @@ def _check_settings(name: str) -> None:
     )
     instead = "torch.set_float32_matmul_precision('highest')"
     if precision in ("none", "ieee"):
-        seen, instead = (
-            "torch.backends.mkldnn.enabled = False",
-            "torch.backends.mkldnn.enabled = True",
-        )
+        seen = "torch.backends.mkldnn.enabled = False"
+        instead = "torch.backends.mkldnn.enabled = True"
     raise DeviceError(
         f"{name}(…) in weft.batch_invariant(), on the CPU", f"{seen}, and other bits", instead
     )

@@ -44,7 +44,8 @@ def rendezvous_store(rank: int, timeout: float) -> tuple[str, Any]:
         if missing := [name for name in ("MASTER_ADDR", "MASTER_PORT") if name not in os.environ]:
             raise ValueError(f"no {' and no '.join(missing)} in the environment")
         agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-        address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+        address = os.environ["MASTER_ADDR"]
+        port = int(os.environ["MASTER_PORT"])
         whole = _root(address, port, rank == 0 and not agent, timeout).clone()
     attempt = os.environ.get(
         "TORCHELASTIC_RESTART_COUNT", "0"

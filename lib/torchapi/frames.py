@@ -59,7 +59,8 @@ def drops_padding() -> bool:
     frame: types.FrameType | None = sys._getframe(1)
     while frame is not None:
         if frame.f_code.co_qualname == "TransformerEncoder.forward":
-            encoder, mask = frame.f_locals["self"], frame.f_locals.get("src_key_padding_mask")
+            encoder = frame.f_locals["self"]
+            mask = frame.f_locals.get("src_key_padding_mask")
             can_nest = not encoder.training and getattr(encoder, "use_nested_tensor", False)
             is_recorded = torch.is_grad_enabled() and any(
                 p.requires_grad for p in encoder.parameters()

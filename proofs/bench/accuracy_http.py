@@ -32,7 +32,9 @@ MODES: Mapping[str, Sequence[str]] = {
     "full_and_piecewise, 2 stages": ("--graph", "full_and_piecewise", "--pp", "2"),
 }
 """The flags of `weft serve`, by name; the others are compared with the first."""
-GENERATED, CHOICES, CHATS = ("sums",), ("sums_choice", "capitals_choice"), ("capitals",)
+GENERATED = ("sums",)
+CHOICES = ("sums_choice", "capitals_choice")
+CHATS = ("capitals",)
 _PATTERNS = {"sums": r"(\d+)", "capitals": r"is ([A-Z][a-z]+(?: [A-Z][a-z]+)?)"}
 _SHOTS = "3 + 4 = 7\n12 + 5 = 17\n8 + 9 = 17\n21 + 6 = 27\n"
 _CAPITALS = (
@@ -54,9 +56,12 @@ def questions(seed: int = 0) -> dict[str, list[dict[str, Any]]]:
     >>> questions()["capitals_choice"][0]["text"]
     'The capital of France is'
     """
-    draw, sums, capitals = random.Random(seed), list[dict[str, Any]](), list[dict[str, Any]]()
+    draw = random.Random(seed)
+    sums = list[dict[str, Any]]()
+    capitals = list[dict[str, Any]]()
     for _ in range(200):
-        a, b = draw.randint(1, 49), draw.randint(1, 49)
+        a = draw.randint(1, 49)
+        b = draw.randint(1, 49)
         near = draw.sample([d for d in range(-10, 11) if d and a + b + d > 0], 3)
         sums.append(_question(draw, f"{a} + {b} =", [a + b, *(a + b + d for d in near)]))
     known = [pair.replace("_", " ").split(" ", 1) for pair in _CAPITALS.split(", ")]
@@ -143,7 +148,8 @@ def evaluate(
         if ended.returncode:
             raise RuntimeError(f"{' '.join(words)}\n{ended.stderr[-3000:]}")
         (written,) = Path(out).rglob("results_*.json")
-        raw, found = json.loads(written.read_text()), dict[str, Any]()
+        raw = json.loads(written.read_text())
+        found = dict[str, Any]()
         results = raw["results"]
         for name in names:
             (file,) = written.parent.glob(f"samples_{name}_[0-9]*.jsonl")
@@ -239,10 +245,8 @@ def main(argv: Sequence[str] | None = None) -> None:
             with serving(given.model, *flags, *MODES[mode], seconds=900, shows_log=True) as server:
                 common = f"model=served,tokenizer={given.model},num_concurrent={given.concurrent},max_retries=1"
                 common += f",base_url={server.url}"
-                text, chat = (
-                    f"{common}/completions,tokenizer_backend=huggingface",
-                    f"{common}/chat/completions",
-                )
+                text = f"{common}/completions,tokenizer_backend=huggingface"
+                chat = f"{common}/chat/completions"
                 for api, how, names, flag in (
                     ("local-completions", text, (*GENERATED, *CHOICES), []),
                     ("local-chat-completions", chat, CHATS, ["--apply_chat_template"]),

@@ -70,7 +70,8 @@ def requests(
     vocab_size: int, count: int, output_len: int
 ) -> list[tuple[list[int], SamplingParams, int]]:
     """Prompts, some with the same beginning, and how many tokens each is to be followed by."""
-    draw, shared = random.Random(0), list[int]()
+    draw = random.Random(0)
+    shared = list[int]()
     made = []
     for index in range(count):
         prompt = draw.choices(range(vocab_size), k=draw.randint(*_LENGTHS))
@@ -108,7 +109,8 @@ def forced(here: Here, model: Model, asked: Sequence[Any], said: Said) -> Said:
     """The logprobs of completions whose tokens are read in one pass with their prompts."""
     limits = EngineLimits(max_num_reqs=4, max_model_len=2 * _MOST)
     engine = Engine(model, limits, pipeline=here.num_stages, graph="none", transport=here.transport)
-    told, found = SamplingParams(temperature=0.0, prompt_logprobs=0), Said()
+    told = SamplingParams(temperature=0.0, prompt_logprobs=0)
+    found = Said()
     for index, (prompt, *_) in enumerate(asked):
         engine.add([*prompt, *said[index][0]], told, max_tokens=1, id=str(index))
     for output in engine:
@@ -121,7 +123,8 @@ def compared(said: Said, expected: Said) -> dict[str, Any]:
     """The number of completions that are equal bit for bit, and the largest difference of a logprob
     before the tokens differ."""
     pairs = [(said[index], expected[index]) for index in expected]
-    most, tokens = 0.0, 0
+    most = 0.0
+    tokens = 0
     for (ids, logprobs), (own_ids, own_logprobs) in pairs:
         same = next(
             (i for i, (a, b) in enumerate(zip(ids, own_ids, strict=False)) if a != b), len(own_ids)
@@ -145,7 +148,8 @@ def run(
     here: Here, options: Bench, names: Sequence[str], count: int, output_len: int, with_fast: bool
 ) -> list[dict[str, Any]]:
     """Serve, and return the rows; the first rank prints them as they come."""
-    fast, rows = open_model(options, here), list[dict[str, Any]]()
+    fast = open_model(options, here)
+    rows = list[dict[str, Any]]()
     asked = requests(fast.config.vocab_size, count, output_len)
     models = (True, fast.with_stages(batch_invariant=True)), (False, fast)
     for invariant, model in models[: 1 + with_fast]:

@@ -83,10 +83,8 @@ def draw(rows: Sequence[dict[str, Any]], title: str, *curves: Sequence[tuple[int
     figure, axes = new_axes("decode_modes --curves", 10, 4, ncols=len(curves))
     figure.suptitle(title, color=GREY)
     for ax, cases, name in zip(axes, curves, ("requests", "context"), strict=True):
-        places, other = (
-            [dict(zip(("requests", "context"), case, strict=True)) for case in cases],
-            cases[0],
-        )
+        places = [dict(zip(("requests", "context"), case, strict=True)) for case in cases]
+        other = cases[0]
         for mode in MODES:
             own = {(row["reqs"], row["context"]): row for row in rows if row["mode"] == mode}
             ax.plot(

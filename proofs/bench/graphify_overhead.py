@@ -194,7 +194,8 @@ def bare_replays(count: int, captures: int) -> Iterator[Contender]:
     turn."""
     replays = []
     for i in range(captures):
-        leaves, graph = inputs(count, 8 + i, "cuda"), torch.cuda.CUDAGraph()
+        leaves = inputs(count, 8 + i, "cuda")
+        graph = torch.cuda.CUDAGraph()
         neighbours(*leaves)
         torch.cuda.synchronize()
         with torch.cuda.graph(graph):
@@ -212,7 +213,8 @@ def _replay(graph: torch.cuda.CUDAGraph, *held: Any) -> None:
 
 def peers(count: int) -> Iterator[Contender]:
     """The eager step, `make_graphed_callables` and `torch.compile(mode="reduce-overhead")`."""
-    samples, fresh = inputs(count, 8, "cuda"), inputs(count, 8, "cuda")
+    samples = inputs(count, 8, "cuda")
+    fresh = inputs(count, 8, "cuda")
     yield Contender("eager", "fresh, safe", count, 1, partial(fixed(count), *fresh))
     made: Any = torch.cuda.make_graphed_callables(fixed(count), samples)
     for given, leaves in (("reference, borrowed", samples), ("fresh, borrowed", fresh)):

@@ -17,7 +17,8 @@ _REPLAYS = 5
 
 def run_seconds(run: Callable[[], Any], times: int = 1) -> float:
     """The device's time for a run, by events around `times` of them on the current stream."""
-    begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    begin = torch.cuda.Event(enable_timing=True)
+    end = torch.cuda.Event(enable_timing=True)
     begin.record()
     for _ in range(times):
         run()
@@ -34,7 +35,8 @@ def graph_seconds(calls: Sequence[Callable[[], Any]], device: str, repeats: int 
         for call in calls:
             call()
         return (time.perf_counter() - start) / len(calls)
-    calls, held = list(calls) * max(1, 16 // len(calls)), list[Any]()
+    calls = list(calls) * max(1, 16 // len(calls))
+    held = list[Any]()
 
     def hold(call: Callable[[], Any]) -> None:
         held.append(call())
@@ -46,7 +48,8 @@ def graph_seconds(calls: Sequence[Callable[[], Any]], device: str, repeats: int 
         torch.cuda.synchronize()
         torch.cuda.empty_cache()
         graph = captured([partial(hold, call) for call in calls])
-        rounds, times = list[float](), max(1, repeats // len(calls))
+        rounds = list[float]()
+        times = max(1, repeats // len(calls))
         for _ in range(5):
             graph.replay()  # so that the device is busy while the host launches those that are timed
             rounds.append(run_seconds(graph.replay, times) / len(calls))
@@ -87,11 +90,14 @@ class Replays:
     five."""
 
     def __init__(self, graph: torch.cuda.CUDAGraph, calls: int) -> None:
-        self._graph, self._calls, self._is_first = graph, calls, True
+        self._graph = graph
+        self._calls = calls
+        self._is_first = True
 
     def __call__(self) -> float:
         """Replay it."""
-        seen, is_first = list[float](), self._is_first
+        seen = list[float]()
+        is_first = self._is_first
         replays, most = (2, _MOST_SECONDS / 5) if is_first else (_REPLAYS, _MOST_SECONDS)
         self._is_first = False
         while len(seen) < replays and sum(seen) < most:

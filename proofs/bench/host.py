@@ -32,7 +32,9 @@ from weft.transforms.engine.steps.executor import PipelineExecutor, StepExecutor
 from weft.transforms.engine.steps.step import with_edits
 
 _SPLITS = "1x1", "1x2", "2x1", "4x1"
-_STEPS, _ROUNDS, _FIRST = 60, 5, 4
+_STEPS = 60
+_ROUNDS = 5
+_FIRST = 4
 _PROMPT = [1, 2]
 
 

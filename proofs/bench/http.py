@@ -52,7 +52,9 @@ from weft.transforms.engine.evaluation.serving import measure
 from weft.transforms.pipelines.transports.local import Local
 
 _WARM_UP_TOKENS = 8
-_START_SECONDS, _FINITE_SECONDS, _CLIENT_SECONDS = 300.0, 15, 1800.0
+_START_SECONDS = 300.0
+_FINITE_SECONDS = 15
+_CLIENT_SECONDS = 1800.0
 """The most seconds until the server listens; those over which requests of a finite rate arrive; and
 the most that another client may take."""
 
@@ -146,7 +148,8 @@ def run(given: argparse.Namespace, name: str) -> dict[str, Any]:
     ]
     flags += ["--device", given.device] if given.device else []
     flags += ["--load-format", "dummy"] if options.preset else []
-    rows, theirs = list[dict[str, Any]](), list[dict[str, Any]]()
+    rows = list[dict[str, Any]]()
+    theirs = list[dict[str, Any]]()
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary) if options.preset else path_of(name, "--models")
         if options.preset:
@@ -226,7 +229,8 @@ def vllm_bench(
         }
         for key in ("ttft", "tpot", "itl")
     }
-    completed, wrong = found["completed"], found["total_output_tokens"] != count * given.output_len
+    completed = found["completed"]
+    wrong = found["total_output_tokens"] != count * given.output_len
     return {
         "rate": "inf" if math.isinf(rate) else rate,
         "requests": count,
@@ -277,10 +281,8 @@ def draw_latency(records: Sequence[dict[str, Any]], title: str) -> Any:
                 for row in {row["rate"]: row for row in record["rows"]}.values()
                 if row[key] is not None
             ]
-            rates, colour = (
-                [f"{row['rate']:g}" if row["rate"] != "inf" else "inf" for row in rows],
-                f"C{index}",
-            )
+            rates = [f"{row['rate']:g}" if row["rate"] != "inf" else "inf" for row in rows]
+            colour = f"C{index}"
             for part, style in (("p50", "o-"), ("p99", "^--")):
                 values = [row[key][part] for row in rows]
                 ax.plot(rates, values, style, color=colour, label=f"{record['model']}, {part}")
@@ -307,10 +309,8 @@ def draw_record(file: Path) -> None:
         MissingPackageError: there is no matplotlib.
     """
     record = json.loads(file.read_text())
-    gpu, lengths = (
-        record["environment"]["gpu"],
-        f"{record['input_len']} tokens in, {record['output_len']} out",
-    )
+    gpu = record["environment"]["gpu"]
+    lengths = f"{record['input_len']} tokens in, {record['output_len']} out"
     title = f"weft serve, {'a CPU' if gpu == 'none' else gpu}: {lengths}; milliseconds"
     draw_latency(record["models"], title).savefig(file.with_suffix(".svg"), bbox_inches="tight")
 

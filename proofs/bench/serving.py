@@ -38,7 +38,8 @@ from weft.transforms.engine.engine import Engine
 from weft.transforms.engine.evaluation.serving import measure
 from weft.transforms.graphs.ladder import MODES
 
-_PROMPTS, _MORE = 64, 64
+_PROMPTS = 64
+_MORE = 64
 
 Said = dict[int, list[list[int]]]
 """Completions by the length of their prompts."""
@@ -84,7 +85,8 @@ class Plan:
 
 def run(here: Here, options: Bench, plan: Plan) -> list[dict[str, Any]]:
     """Run, and return this process's rows; the first rank prints them as they come."""
-    fast, rows = open_model(options, here), list[dict[str, Any]]()
+    fast = open_model(options, here)
+    rows = list[dict[str, Any]]()
     for invariant in (False, True) if plan.batch_invariant else (False,):
         model = fast.with_stages(batch_invariant=True) if invariant else fast
         rows += [{"batch_invariant": invariant, **row} for row in _run(here, options, plan, model)]
@@ -93,7 +95,8 @@ def run(here: Here, options: Bench, plan: Plan) -> list[dict[str, Any]]:
 
 def _run(here: Here, options: Bench, plan: Plan, model: Model) -> list[dict[str, Any]]:
     """Run with one model."""
-    rows, said = list[dict[str, Any]](), dict[str, Said]()
+    rows = list[dict[str, Any]]()
+    said = dict[str, Said]()
     checked = [(length, plan.check + _MORE) for length in plan.input_lens() if plan.check]
     longest = max((*(plan.lengths[name] for name in plan.workloads), *checked), key=sum)
     for mode in dict.fromkeys((*(["none"] if plan.check else []), *plan.modes)):
@@ -116,7 +119,8 @@ def _run(here: Here, options: Bench, plan: Plan, model: Model) -> list[dict[str,
 
 def complete(engine: Engine, plan: Plan, input_len: int) -> list[list[int]]:
     """Greedy completions of prompts, as many at once as fit; the last tokens of each are left out."""
-    draw, vocabulary = random.Random(1), range(engine.model.config.vocab_size)
+    draw = random.Random(1)
+    vocabulary = range(engine.model.config.vocab_size)
     sampling = SamplingParams(temperature=0.0, ignore_eos=True)
     said: dict[str, list[int]] = {}
     for _ in range(min(_PROMPTS, 4 * plan.requests)):
@@ -167,7 +171,9 @@ def _agreeing(own: list[int], other: list[int]) -> int:
 
 def show(row: dict[str, Any], invariant: bool) -> str:
     """The printed line of a measured row."""
-    tpot, ttft, use = row["tpot"] or {"p50": 0.0}, row["ttft"] or {"p50": 0.0}, row["graphs"]
+    tpot = row["tpot"] or {"p50": 0.0}
+    ttft = row["ttft"] or {"p50": 0.0}
+    use = row["graphs"]
     shares = ", ".join(f"{mode} {share:.0%}" for mode, share in use["shares"].items() if share)
     parts = (
         (

@@ -118,7 +118,8 @@ def seconds(fn: Callable[[], Any], device: torch.device) -> float:
 def link_costs(transport: Distributed, batch: Tensor) -> tuple[float, float]:
     """The latency in seconds and the bandwidth in bytes per second between ranks 0 and 1, from
     round trips of two sizes."""
-    end, rank = transport.end, transport.rank
+    end = transport.end
+    rank = transport.rank
     found = []
     for message in (batch[:1].clone(), batch.repeat(8, 1)):
 
@@ -153,7 +154,9 @@ def measure_rank(backend: BackendName | None, timeout: float) -> Measured:
     torch.set_num_threads(1)
     torch.manual_seed(0)
     transport = Distributed(backend=backend, timeout=timeout)
-    device, rank, num_ranks = transport.device, transport.rank, transport.num_ranks
+    device = transport.device
+    rank = transport.rank
+    num_ranks = transport.num_ranks
     made = [
         make_stage(device.type, device if r == rank else torch.device("meta"), r)
         for r in range(num_ranks)

@@ -51,7 +51,8 @@ def same_bits(subject: Subject, calls: Sequence[Arguments], seen_by: Callable[[A
     count = 0
     with batch_invariant():
         for call in calls:
-            alone, other = list[_Result](), list[_Result]()
+            alone = list[_Result]()
+            other = list[_Result]()
             expected = subject.call(_recording(subject.fn, alone), copies(call))
             for name, run in _ways(subject, call, _recording(subject.fn, other)):
                 other.clear()

@@ -134,7 +134,8 @@ def check(
             call, seen, "the function itself with these options, or the graphified one without"
         )
     subject = Subject(graph, name_of(graph.__wrapped__), Tolerance(atol, rtol))
-    chosen, examples = _chosen(call, subject, laws), _examples(call, given)
+    chosen = _chosen(call, subject, laws)
+    examples = _examples(call, given)
     if batch_invariant:
         chosen += [law for law in _chosen(call, subject, "bits") if law not in chosen]
 

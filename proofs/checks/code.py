@@ -91,7 +91,8 @@ class Writer:
 
     def named(self, thing: Any) -> str:
         """The name of a class or function: imported by the code, or defined in the user's own code."""
-        name, module = thing.__qualname__, thing.__module__
+        name = thing.__qualname__
+        module = thing.__module__
         if name in _FACE.__all__ and getattr(_FACE, name) is thing:
             self.imports.add("import weft")
             return f"weft.{name}"

@@ -15,7 +15,8 @@ from weft.state import State
 from weft.trees import leaves_with_names, tree_map, tree_structure
 from weft.value_keys import value_key
 
-ATOL, RTOL = 2e-4, 2e-4
+ATOL = 2e-4
+RTOL = 2e-4
 """Tolerances (float32) for runs of different shapes, whose matrix products may sum in another
 order."""
 
@@ -169,8 +170,10 @@ def _same(a: Any, b: Any, tolerance: Tolerance) -> bool:
 
 
 def _element_difference(path: str, kind: str, a: Tensor, b: Tensor, differ: Tensor) -> Difference:
-    first, worst = first_place(a, b, differ), worst_place(a, b, differ)
-    seen, expected = repr(first.seen), repr(first.expected)
+    first = first_place(a, b, differ)
+    worst = worst_place(a, b, differ)
+    seen = repr(first.seen)
+    expected = repr(first.expected)
     return Difference(path, seen, expected, kind, first, worst, int(differ.sum()), differ.numel())
 
 

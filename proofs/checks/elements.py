@@ -70,10 +70,12 @@ def unequal(a: Tensor, b: Tensor, tolerance: Tolerance) -> Tensor:
         return unequal(torch.view_as_real(a), torch.view_as_real(b), tolerance).any(-1)
     if has_no_numbers(a.dtype) or not (a.dtype.is_floating_point or a.dtype.is_complex):
         return _bits(a) != _bits(b)
-    wide_a, wide_b = _wide(a), _wide(b)
+    wide_a = _wide(a)
+    wide_b = _wide(b)
     if not tolerance.exact:
         return ~torch.isclose(wide_a, wide_b, tolerance.rtol, tolerance.atol, tolerance.equal_nan)
-    differ, nan = _bits(a) != _bits(b), wide_a.isnan() & wide_b.isnan()
+    differ = _bits(a) != _bits(b)
+    nan = wide_a.isnan() & wide_b.isnan()
     return differ & ~nan if tolerance.equal_nan else differ | nan
 
 
@@ -110,9 +112,11 @@ def worst_place(a: Tensor, b: Tensor, differ: Tensor) -> Place:
 
 
 def _place(a: Tensor, b: Tensor, index: tuple[int, ...]) -> Place:
-    x, y = a[index], b[index]
+    x = a[index]
+    y = b[index]
     if has_no_numbers(a.dtype):
-        x, y = _bits(x), _bits(y)
+        x = _bits(x)
+        y = _bits(y)
     return Place(index, x.item(), y.item(), ulps(x, y))
 
 

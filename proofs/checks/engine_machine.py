@@ -131,7 +131,8 @@ def engine_machine(
     if not ids or not params:
         seen = f"{len(ids)} prompts, {len(params)} sampling parameters"
         raise CheckError(call, seen, "at least one of each, or None")
-    length, most = max(map(len, ids)) + max_tokens, model.config.max_position_embeddings
+    length = max(map(len, ids)) + max_tokens
+    most = model.config.max_position_embeddings
     if length > most:
         seen = f"a prompt and tokens of {length}, where the model has {most} positions"
         raise CheckError(call, seen, "shorter prompts, or fewer max_tokens")
@@ -160,7 +161,8 @@ def _ids(model: Model, prompt: str | Sequence[int]) -> tuple[int, ...]:
 
 def _few(model: Model, call: str) -> tuple[int, ...]:
     """The first tokens of the vocabulary that do not end a request."""
-    size, ends = model.config.vocab_size, model.config.eos_token_ids
+    size = model.config.vocab_size
+    ends = model.config.eos_token_ids
     tokens = tuple(
         token for token in range(min(size, FEW_TOKENS + len(ends))) if token not in ends
     )[:FEW_TOKENS]
@@ -229,8 +231,10 @@ class EngineMachine(RuleBasedStateMachine):
     @initialize(seed=SEEDS)
     def start(self, seed: int) -> None:
         """Make an engine, and add two requests."""
-        draw, subject = random.Random(seed), self.subject
-        rows, page_size = draw.choice((2, 3, 4, 5)), draw.choice((2, 4))
+        draw = random.Random(seed)
+        subject = self.subject
+        rows = draw.choice((2, 3, 4, 5))
+        page_size = draw.choice((2, 4))
         limits = EngineLimits(
             max_num_reqs=rows,
             max_num_tokens=-(-rows // subject.pipeline) + draw.choice((0, 4, 20)),
@@ -265,14 +269,13 @@ class EngineMachine(RuleBasedStateMachine):
     def _add(self, draw: random.Random, count: int) -> None:
         subject = self.subject
         for _ in range(count):
-            prompt, which = (
-                draw.randrange(len(subject.prompts)),
-                draw.randrange(len(subject.sampling)),
-            )
+            prompt = draw.randrange(len(subject.prompts))
+            which = draw.randrange(len(subject.sampling))
             most = draw.choice(
                 (subject.max_tokens, subject.max_tokens, -(-2 * subject.max_tokens // 3), 1)
             )
-            priority, adapter = draw.choice((0, 0, 1)), draw.choice(self._adapters)
+            priority = draw.choice((0, 0, 1))
+            adapter = draw.choice(self._adapters)
             mask = (
                 draw.choice((None, draw.randrange(len(subject.masks)))) if subject.masks else None
             )
@@ -366,11 +369,15 @@ class EngineMachine(RuleBasedStateMachine):
                 event(happened)
 
     def _compare(self, name: str, key: CompletionKey, most: int) -> None:
-        track, expected = self._tracks[name, key.sample], self.subject.tokens(key)[:most]
-        tokens, reason, params = track.token_ids, track.reason, track.request.sampling
+        track = self._tracks[name, key.sample]
+        expected = self.subject.tokens(key)[:most]
+        tokens = track.token_ids
+        reason = track.reason
+        params = track.request.sampling
         ends = "stop" if len(expected) < most or expected[-1] in params.stop_token_ids else "length"
         if reason == "abort":
-            expected, ends = expected[: len(tokens)], "abort"
+            expected = expected[: len(tokens)]
+            ends = "abort"
         elif ends == "length" and params.stop:
             ends = reason  # whether a text ended it with its last token, the tokens do not say
         if (tokens, reason) != (expected, ends):

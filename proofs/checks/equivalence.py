@@ -39,7 +39,9 @@ class Counterexample(LawViolation):
 
     def __init__(self, text: str, values: Sequence[tuple[str, Any]], call: str) -> None:
         super().__init__(text)
-        self.text, self.values, self.call = text, tuple(values), call
+        self.text = text
+        self.values = tuple(values)
+        self.call = call
         self.code_apart = False
         self._code = ""
 

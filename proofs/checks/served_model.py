@@ -85,7 +85,8 @@ class ServedModel:
             own = attrs.evolve(
                 params, n=1, seed=sample_seeds(params.seed or 0, params.n)[key.sample]
             )
-            prompt, mask = self.prompts[key.prompt], self.mask(key.mask)
+            prompt = self.prompts[key.prompt]
+            mask = self.mask(key.mask)
             request = CompletionRequest(prompt, own, self.max_tokens, key.adapter, mask)
             said = None if self.expected is None else self.expected(request)
             self._known[key] = (

@@ -200,7 +200,9 @@ class _World:
     def reset(self) -> None:
         """Start again from the call as it was drawn."""
         references = self.subject.referenced(self.own)
-        self.eager, self.graphed, self.fresh = copies(references), copies(references), True
+        self.eager = copies(references)
+        self.graphed = copies(references)
+        self.fresh = True
 
     def step(self, graph: Graphified[..., Any], call: Arguments) -> tuple[Any, Any] | None:
         """Run the graph and the function on the values of a call. None if the function itself
@@ -208,10 +210,8 @@ class _World:
         returned."""
         subject, copied = self.subject, self.subject.copied(call)
         given = {**self.graphed, **copies(copied)}
-        padded, own = (
-            subject.call(graph.explain, given).decision.descriptor,
-            find_descriptors(copied),
-        )
+        padded = subject.call(graph.explain, given).decision.descriptor
+        own = find_descriptors(copied)
         values = copies(copied)
         eager = {**self.eager, **(pad(values, padded) if padded else values)}
         try:

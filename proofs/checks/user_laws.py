@@ -97,7 +97,8 @@ def graph(subject: Subject, calls: Calls) -> int:
 def replay(subject: Subject, calls: Calls) -> int:
     """L9: later replays do not change an earlier call's results, except for the state, whose
     storage they take."""
-    graphed, held = subject.fresh(), []
+    graphed = subject.fresh()
+    held = []
     for seen, _, call in subject.replays(calls, graphed):
         result = subject.beside_the_state(seen, call)
         held.append((result, copies(result)))
@@ -109,7 +110,8 @@ def replay(subject: Subject, calls: Calls) -> int:
 def trace(subject: Subject, calls: Calls) -> int:
     """L8: explaining, lowering and capturing a call do not change its arguments."""
     for call in calls:
-        graphed, given = subject.fresh(), copies(call)
+        graphed = subject.fresh()
+        given = copies(call)
         subject.call(graphed.explain, given)
         subject.attempt(
             f"graphify({subject.name}).capture", partial(subject.call, graphed.capture, given)
@@ -190,7 +192,8 @@ def functorch(subject: Subject, calls: Calls) -> int:
     for call in calls:
         warm = subject.fresh()
         subject.attempt(f"graphify({subject.name})", partial(subject.call, warm, copies(call)))
-        fn, graphed = _on_floats(subject, subject.fn, call), _on_floats(subject, warm, call)
+        fn = _on_floats(subject, subject.fn, call)
+        graphed = _on_floats(subject, warm, call)
         xs = tuple(x for x in tree_leaves(copies(call)) if _is_float(x))
         for name, apply in FUNC.items() if xs else ():
             count += _compare_transformed(subject, name, apply, fn, graphed, xs)
@@ -209,7 +212,8 @@ def _compare_transformed(
         expected = apply(fn, xs)
     except Exception:
         return 0  # torch.func does not take the function itself
-    outside, inside = f"{name} of graphify({subject.name})", f"graphify of {name} of {subject.name}"
+    outside = f"{name} of graphify({subject.name})"
+    inside = f"graphify of {name} of {subject.name}"
     seen = subject.attempt(outside, lambda: apply(graphed, xs))
     subject.expect(seen, expected, (outside, f"{name} of {subject.name}"))
     seen = subject.attempt(inside, lambda: graphify(lambda *floats: apply(fn, floats))(*xs))

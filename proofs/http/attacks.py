@@ -106,7 +106,9 @@ class Attacks:
     """An iterator of attacks."""
 
     def __init__(self, drawn: random.Random, trap: str, file: str) -> None:
-        self._drawn, self._trap, self._file = drawn, trap, file
+        self._drawn = drawn
+        self._trap = trap
+        self._file = file
 
     def __iter__(self) -> "Attacks":
         return self
@@ -134,7 +136,8 @@ class Attacks:
         body: Any = json.loads(json.dumps(kept))
         for _ in range(drawn.randint(1, 3)):
             body = self._changed(body)
-        name, raw = "changed", dump(body)
+        name = "changed"
+        raw = dump(body)
         if drawn.random() < 0.1 and isinstance(body, dict):
             name = "key twice"
             raw = (

@@ -66,7 +66,9 @@ class _Client(asyncio.Protocol):
     is measured."""
 
     def __init__(self, raw: bytes, answer: Answer, ended: "asyncio.Future[None]") -> None:
-        self._raw, self._answer, self._ended = raw, answer, ended
+        self._raw = raw
+        self._answer = answer
+        self._ended = ended
         self._head = self._tail = b""
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
@@ -74,7 +76,8 @@ class _Client(asyncio.Protocol):
         self._transport.write(self._raw)
 
     def data_received(self, data: bytes) -> None:
-        now, seen = time.perf_counter(), self._tail[1 - len(_EVENT) :] + data
+        now = time.perf_counter()
+        seen = self._tail[1 - len(_EVENT) :] + data
         self._answer.times += [now] * seen.count(_EVENT)
         if len(self._head) < _TAIL:
             self._head += data
@@ -110,7 +113,8 @@ async def _ask(
     )
     head += f"content-type: application/json\r\ncontent-length: {len(raw)}\r\n\r\n"
     async with free:
-        loop, answer = asyncio.get_running_loop(), Answer(time.perf_counter())
+        loop = asyncio.get_running_loop()
+        answer = Answer(time.perf_counter())
         ended = loop.create_future()
         try:
             async with asyncio.timeout(_REQUEST_SECONDS):
@@ -132,8 +136,11 @@ async def drive(load: Load, model: str | None = None) -> dict[str, Any]:
         load: the requests.
         model: their field `model`; None: they have none.
     """
-    draw, free = random.Random(load.seed), asyncio.Semaphore(load.concurrency)
-    began, asked, at = time.perf_counter(), list[asyncio.Task[Answer]](), 0.0
+    draw = random.Random(load.seed)
+    free = asyncio.Semaphore(load.concurrency)
+    began = time.perf_counter()
+    asked = list[asyncio.Task[Answer]]()
+    at = 0.0
     for prompt in load.prompts:
         if math.isfinite(load.rate):
             at += draw.expovariate(load.rate)

@@ -66,7 +66,10 @@ _AT_ONCE = 4
 _EVERY = 1000
 _SLOW_SECONDS = 60.0
 _EXPECTED = {400, 401, 403, 404, 405, 408, 413, 429, 504}
-_MORE_MEMORY, _MORE_FILES, _MORE_THREADS, _GRAPH_MEMORY = 64 * 2**20, 8, 24, 6 * 2**20
+_MORE_MEMORY = 64 * 2**20
+_MORE_FILES = 8
+_MORE_THREADS = 24
+_GRAPH_MEMORY = 6 * 2**20
 """How much more the server may hold at the end than after the first attacks: memory for the
 grammars that it keeps, and 4 MiB (measured) for each graph captured meanwhile; files for the
 grammar compiler's pipes; threads for pools."""
@@ -142,7 +145,9 @@ def fuzz(cases: int, seed: int = 0, idle_connections: int = 1000) -> Fuzzed:
         found.held[0] = server.held()
 
         def attack(own: Attack) -> None:
-            start, problem, statuses = time.perf_counter(), "", list[str]()
+            start = time.perf_counter()
+            problem = ""
+            statuses = list[str]()
             try:
                 answers = perform(server.port, own)
                 statuses = [str(each.status) for each in answers] or ["closed"]
@@ -235,7 +240,8 @@ def _check_end(server: ServerProcess, known: Any, trap: "_Trap", found: Fuzzed) 
         fail("/health does not say 200")
     if not server.until_idle():
         fail(f"requests are under way, or pages are held: {server.metrics()}")
-    first, last = found.held[min(_EVERY, found.cases)], settled(server)
+    first = found.held[min(_EVERY, found.cases)]
+    last = settled(server)
     memory = _MORE_MEMORY + _GRAPH_MEMORY * (
         found.held[found.cases]["captures"] - first["captures"]
     )
@@ -249,7 +255,8 @@ def _check_end(server: ServerProcess, known: Any, trap: "_Trap", found: Fuzzed) 
         fail(f"files: {last['files']} at the end, {found.held[0]['files']} before")
     if trap.calls:
         fail(f"{trap.calls} calls of the address that nobody may call")
-    code, log = server.stop(), server.log.read_text()
+    code = server.stop()
+    log = server.log.read_text()
     found.log_bytes = len(log)
     if code != 0:
         fail(f"after SIGTERM the exit code is {code}")
@@ -338,7 +345,8 @@ class _Trap:
     """A socket that counts who calls it."""
 
     def __init__(self) -> None:
-        self._socket, self.calls = socket.create_server(("127.0.0.1", 0)), 0
+        self._socket = socket.create_server(("127.0.0.1", 0))
+        self.calls = 0
         self.address = f"http://127.0.0.1:{self._socket.getsockname()[1]}/schema.json"
 
     def __enter__(self) -> "_Trap":

@@ -114,14 +114,18 @@ class _Load:
     def __init__(
         self, server: ServerProcess, found: Loaded, requests: Sequence[Asked], seconds: float
     ) -> None:
-        self.server, self.found, self.requests = server, found, requests
+        self.server = server
+        self.found = found
+        self.requests = requests
         self.alone = [self._alone(own) for own in requests]
         self.quick = [place for place, own in enumerate(requests) if own.kind == "quick"]
-        self.lock, self.latencies = threading.Lock(), {"with slow readers": [0.0], "without": [0.0]}
+        self.lock = threading.Lock()
+        self.latencies = {"with slow readers": [0.0], "without": [0.0]}
         for own in self.latencies.values():
             own.clear()
         self.begin = time.monotonic()
-        self.end, self.window = self.begin + seconds, seconds / _WINDOWS
+        self.end = self.begin + seconds
+        self.window = seconds / _WINDOWS
 
     def _alone(self, asked: Asked) -> list[Said]:
         answer = post(self.server.port, asked.path, asked.body)
@@ -159,7 +163,8 @@ class _Load:
         streams = kind in ("stream", "slow")
         raw = request_bytes(asked.path, json.dumps({**asked.body, "stream": streams}).encode())
         while True:
-            start, rests = time.monotonic(), self.slow_readers_rest()
+            start = time.monotonic()
+            rests = self.slow_readers_rest()
             with connect(self.server.port, 120.0) as own:
                 if kind == "slow":
                     own.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
@@ -233,7 +238,8 @@ def load(minutes: float, seed: int = 0, num_requests: int = 150) -> Loaded:
     Args:
         num_requests: different ones, each of which is asked alone first.
     """
-    found, begin = Loaded(minutes, seed), time.monotonic()
+    found = Loaded(minutes, seed)
+    begin = time.monotonic()
     with contextlib.ExitStack() as stack:
         template = Path(stack.enter_context(tempfile.TemporaryDirectory())) / "template.jinja"
         template.write_text(TEMPLATE)
@@ -285,7 +291,8 @@ def _check_end(server: ServerProcess, run: _Load, found: Loaded) -> None:
         fail(f"memory: {last['memory']} at the end, {early['memory']} after a quarter of the run")
     if early and last["files"] > early["files"] + 8:
         fail(f"files: {last['files']} at the end, {early['files']} after a quarter of the run")
-    code, log = server.stop(), server.log.read_text()
+    code = server.stop()
+    log = server.log.read_text()
     if code != 0 or "Traceback" in log:
         fail(f"exit code {code}; log: {log[-3000:]}")
 

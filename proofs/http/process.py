@@ -21,7 +21,8 @@ import h11
 
 from weft.proofs.environment import environment
 
-_START_SECONDS, _END_SECONDS = 120.0, 30.0
+_START_SECONDS = 120.0
+_END_SECONDS = 30.0
 
 
 @attrs.frozen(eq=False)
@@ -215,8 +216,11 @@ def read_answers(own: socket.socket, most: int = 1, patience: float | None = Non
         h11.RemoteProtocolError: something came that is not HTTP.
         TimeoutError: an answer did not go on, or without patience the first one did not come.
     """
-    found, parser, timeout = list[Answer](), _new_parser(), own.gettimeout()
-    head, body = None, bytearray()
+    found = list[Answer]()
+    parser = _new_parser()
+    timeout = own.gettimeout()
+    head = None
+    body = bytearray()
     while len(found) < most:
         event = parser.next_event()
         if event is h11.NEED_DATA:
@@ -239,7 +243,8 @@ def read_answers(own: socket.socket, most: int = 1, patience: float | None = Non
                 return found
             parser.receive_data(data)
         elif isinstance(event, h11.Response):
-            head, body = event, bytearray()
+            head = event
+            body = bytearray()
         elif isinstance(event, h11.Data):
             body += event.data
         elif isinstance(event, h11.EndOfMessage):

@@ -10,7 +10,8 @@ import attrs
 
 from weft.proofs.http.process import request_bytes
 
-MAX_BODY, MAX_N = 65_536, 16
+MAX_BODY = 65_536
+MAX_N = 16
 """The limits of the server under attack."""
 TEXT = {"prompt": "The function", "max_tokens": 4, "temperature": 0}
 CHAT = {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 4, "temperature": 0}

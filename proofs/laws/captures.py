@@ -109,16 +109,15 @@ def graph_is_eager_on_tensor_programs(
         torch.random.fork_rng(devices=["cuda"] if device == "cuda" else []),
     ):
         warnings.simplefilter("ignore")
-        first, second = program.run(), program.run()
+        first = program.run()
+        second = program.run()
         graph = second["graph"] if "graph" in second else graphify(second["f"], **program.options())
         eager = donates(*program.donated)(first["f"]) if program.donated else first["f"]
         _compare_calls(_World(program, first, eager), _World(program, second, graph), device, tally)
         if "graph" not in second:
             info = graph.cache_info()
-            tally.replays, tally.captures = (
-                tally.replays + info.replays,
-                tally.captures + info.captures,
-            )
+            tally.replays = tally.replays + info.replays
+            tally.captures = tally.captures + info.captures
 
 
 def hazards_are_right_or_refused(hazard: Hazard, device: str = "cpu") -> None:
@@ -131,7 +130,8 @@ def hazards_are_right_or_refused(hazard: Hazard, device: str = "cpu") -> None:
 
 
 def _compare_calls(eager: _World, graph: _World, device: str, tally: Tally) -> None:
-    program, donated = eager.program, len(eager.program.donated)
+    program = eager.program
+    donated = len(eager.program.donated)
     kept: list[tuple[Tensor, Tensor]] = []
     states: tuple[Any, Any] = (None, None)
     for call in range(program.calls):
@@ -164,7 +164,8 @@ def _compare_call(
     eager: _World, graph: _World, call: int, states: tuple[Any, Any], device: str, tally: Tally
 ) -> tuple[Any, Any] | None:
     """Make one call in both worlds, and compare; None if it raised."""
-    where, program = f"{_LAW}, call {call}", eager.program
+    where = f"{_LAW}, call {call}"
+    program = eager.program
     torch.manual_seed(call)
     at_start = _random_states(device)
     expected = _outcome(eager, call, states[0])
@@ -212,7 +213,8 @@ def _compare_call(
 
 def _outcome(world: _World, call: int, state: Any) -> _Outcome:
     """Make one call. The next value of a donated argument is a result, and is compared there."""
-    arguments, donated = world.arguments(call), len(world.program.donated)
+    arguments = world.arguments(call)
+    donated = len(world.program.donated)
     world.names["before"](call)
     if (
         isinstance(state, Tensor)
@@ -292,7 +294,8 @@ def _set_random_states(states: Sequence[Tensor], device: str) -> None:
 
 def _compare_threads(eager: _World, graph: _World) -> None:
     """All calls again, from several threads at once."""
-    calls, threads = range(eager.program.calls), eager.program.threads
+    calls = range(eager.program.calls)
+    threads = eager.program.threads
     start = threading.Barrier(threads)
 
     def run(_: int) -> list[Any]:

@@ -19,7 +19,8 @@ from weft.trees import leaves_with_names, tree_leaves, tree_map
 STEP = 1e-2
 """The step of a finite difference, as a multiple of the direction. Weights have a deviation of 0.3.
 """
-NEAR, NOISE = 1e-3, 1e-4
+NEAR = 1e-3
+NOISE = 1e-4
 """The tolerances in float32 between a slope and its finite difference: relative to a random
 direction's slope, and absolute."""
 
@@ -28,7 +29,8 @@ def derivatives_are_of_the_step(scenario: Scenario, place: int | None, device: s
     """L15: under torch.func a model's steps, run in order over one state, give the loss, tokens and
     state of the plain steps. `grad`, `jvp` and `backward` give the slope of that loss in a
     direction of all parameters, or of the `place`-th one alone."""
-    run, params = _steps(scenario, device), scenario.params(1, device)
+    run = _steps(scenario, device)
+    params = scenario.params(1, device)
     expected = run(params)
     slopes, seen = func.grad_and_value(run, has_aux=True)(params)
     assert_equal(
@@ -43,7 +45,8 @@ def derivatives_are_of_the_step(scenario: Scenario, place: int | None, device: s
     names = [name for name, _ in leaves_with_names(params)]
     at = list(range(len(names))) if place is None else [place % len(names)]
     direction = _direction(params, at, scenario.seed)
-    slope, size = _product(slopes, direction), 0.3 * math.sqrt(_product(slopes, slopes, at))
+    slope = _product(slopes, direction)
+    size = 0.3 * math.sqrt(_product(slopes, slopes, at))
     pushed: tuple[Any, ...] = func.jvp(run, (params,), (direction,), has_aux=True)
     forward = pushed[1]
     measured = _measured(run, params, direction, expected[1][0])
@@ -94,7 +97,9 @@ def _steps(
     )
 
     def run(params: Any) -> tuple[Tensor, tuple[list[Tensor], Any]]:
-        state, losses, tokens = clone(start), [], []
+        state = clone(start)
+        losses = []
+        tokens = []
         for batch in batches:
             state, out = step(params, state, batch)
             losses.append(_loss(out.logits))

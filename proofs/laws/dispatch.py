@@ -27,7 +27,8 @@ def dispatch_is_least(own: BatchDescriptor, limits: Limits, mode: str) -> None:
     decision = graphs_module().dispatch(own, ladder)
     if decision != graphs_module().dispatch(own, ladder):
         raise LawViolation(f"L6 dispatch is least: two decisions for '{own}'")
-    full, pieces = larger(own, ladder.full), larger(own, ladder.piecewise)
+    full = larger(own, ladder.full)
+    pieces = larger(own, ladder.piecewise)
     expected, classes = (
         ("full", full) if full else ("piecewise", pieces) if pieces else ("none", [own])
     )
@@ -54,10 +55,12 @@ def dispatch_is_least(own: BatchDescriptor, limits: Limits, mode: str) -> None:
 def nothing_is_captured_after_start(scenario: Scenario, mode: str, device: str = "cpu") -> None:
     """L6: once the ladder is captured and frozen, every batch that it covers replays, and no step
     captures."""
-    reqs, tokens = len(scenario.prompts), sum(map(len, scenario.prompts)) + len(scenario.prompts)
+    reqs = len(scenario.prompts)
+    tokens = sum(map(len, scenario.prompts)) + len(scenario.prompts)
     ladder = make_ladder(mode, Limits(reqs, tokens))
     graph = graphify(whole(scenario, device), ladder=ladder, split_at="weft::paged_attention")
-    params, state = scenario.params(1, device), scenario.state(1, device)
+    params = scenario.params(1, device)
+    state = scenario.state(1, device)
     batches = scenario.batches(device)
     captures = graph.capture(params, state, batches[0]).captures
     graph.freeze()
@@ -84,16 +87,15 @@ def own_classes_are_dispatched(
     """L6 for a user's own descriptor: dispatch takes the least resolution that covers, by the
     definition, and reports the actual padding. Once the ladder is captured and frozen, every
     covered image replays and nothing is captured."""
-    graph, params, state = (
-        graphify(scenario.step(), ladder=ladder),
-        scenario.params(device),
-        scenario.state(device),
-    )
+    graph = graphify(scenario.step(), ladder=ladder)
+    params = scenario.params(device)
+    state = scenario.state(device)
     images = scenario.images(device)
     captures = graph.capture(params, state, images[0]).captures
     graph.freeze()
     for image in images:
-        own, decision = image.resolution, graph.explain(params, state, image).decision
+        own = image.resolution
+        decision = graph.explain(params, state, image).decision
         fitting = [d for d in ladder if d.height >= own.height and d.width >= own.width]
         chosen = decision.descriptor
         if decision.mode != ("full" if fitting else "none") or chosen not in (fitting or [own]):
@@ -111,7 +113,8 @@ def own_classes_are_dispatched(
                 f"L6 dispatch is least: padding {decision.padding} of '{own}' to '{chosen}'"
             )
         state, _ = graph(params, state, image)
-    info, covered = graph.cache_info(), [r for r in scenario.resolutions if larger(r, ladder)]
+    info = graph.cache_info()
+    covered = [r for r in scenario.resolutions if larger(r, ladder)]
     if (info.captures, captures, info.replays) != (captures, len(ladder), len(covered)):
         raise LawViolation(
             f"L6 captures after start: {info}, {len(ladder)} classes, {len(covered)} covered images"
@@ -144,7 +147,8 @@ def class_is_kept(
     for batch in scenario.batches(device):
         own = batch.descriptor
         state, out = graph(params, state, batch)
-        expected, seen = dispatch(own, ladder).descriptor, sorted(set(out.logprobs.tolist()))
+        expected = dispatch(own, ladder).descriptor
+        seen = sorted(set(out.logprobs.tolist()))
         if not own.is_uniform and any(code % 2 for code in seen):
             raise LawViolation(f"L7 class is kept: a uniform graph ran for '{own}'")
         if seen != [_code(expected)]:

@@ -57,8 +57,11 @@ the shape of x."""
 def functions_of_graphs_are_functions(mapping: Mapping, transform: str) -> None:
     """L15: torch.func of a graphified function, captured before or not, equals torch.func of the
     function. Afterwards the graph still replays."""
-    apply, fn, params = TRANSFORMS[transform], mapping.fn, mapping.params
-    cold, warm = graphify(fn), graphify(fn)
+    apply = TRANSFORMS[transform]
+    fn = mapping.fn
+    params = mapping.params
+    cold = graphify(fn)
+    warm = graphify(fn)
     for x in mapping.inputs:
         expected = apply(fn, params, x)
         assert_equal(f"L15 {transform} of a graph", warm(params, x), fn(params, x))
@@ -87,7 +90,9 @@ def _applied(apply: Transform, graph: Any, params: Tensor, x: Tensor, name: str)
 def graphs_of_functions_are_functions(mapping: Mapping, transform: str) -> None:
     """L15: torch.func inside a graph equals torch.func outside, for new values in each replay, with
     one capture."""
-    apply, fn, params = TRANSFORMS[transform], mapping.fn, mapping.params
+    apply = TRANSFORMS[transform]
+    fn = mapping.fn
+    params = mapping.params
 
     def applied(params: Tensor, x: Tensor) -> Any:
         return apply(fn, params, x)

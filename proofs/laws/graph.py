@@ -28,9 +28,11 @@ def graph_is_eager(
     Every batch that some class covers replays, and no class is captured twice for batches with the
     same fields.
     """
-    eager, graph = whole(scenario, device), graphify(whole(scenario, device), ladder=ladder)
+    eager = whole(scenario, device)
+    graph = graphify(whole(scenario, device), ladder=ladder)
     params = scenario.params(1, device)
-    state, other = scenario.state(1, device), scenario.state(1, device)
+    state = scenario.state(1, device)
+    other = scenario.state(1, device)
     chosen = []
     for batch in scenario.batches(device):
         decision = graph.explain(params, other, batch).decision
@@ -118,7 +120,8 @@ def graph_is_eager_on_calls(calls: Sequence[Call], device: str = "cpu") -> None:
     """L1 for calls that differ in one thing: the address, shape, stride, type, device or value of
     an argument."""
     graph = graphify(called, static_argnames="static")
-    own, x = worlds(device), torch.arange(4.0, device=device).reshape(2, 2)
+    own = worlds(device)
+    x = torch.arange(4.0, device=device).reshape(2, 2)
     for call in calls:
         arguments = call.arguments(own, x)
         try:
@@ -136,8 +139,11 @@ def graph_is_eager_on_images(
 ) -> None:
     """L1 for a user's own descriptor with two sizes: the image and the state equal an eager run at
     the padded class."""
-    step, graph = scenario.step(), graphify(scenario.step(), ladder=ladder)
-    params, state, other = scenario.params(device), scenario.state(device), scenario.state(device)
+    step = scenario.step()
+    graph = graphify(scenario.step(), ladder=ladder)
+    params = scenario.params(device)
+    state = scenario.state(device)
+    other = scenario.state(device)
     for image in scenario.images(device):
         resolution = dispatch(image.resolution, ladder).descriptor
         state, out = step(params, state, pad(image, resolution))

@@ -22,9 +22,11 @@ def memory_is_estimated(function: Function, classes: int, device: str = "cpu") -
 
     ladder = [BatchDescriptor(n, n) for n in range(classes, 0, -1)]
     graph = graphify(function.counted, ladder=ladder, donate_argnames="state")
-    params, state = function.params.to(device), tree_map(lambda x: x.to(device), function.state)
+    params = function.params.to(device)
+    state = tree_map(lambda x: x.to(device), function.state)
     x = function.inputs[0][:1].to(device)
-    batch, before = Rows(BatchDescriptor(1, 1), x), clone(state)
+    batch = Rows(BatchDescriptor(1, 1), x)
+    before = clone(state)
     estimate = graph.memory_estimate(params, state, batch)
     assert_equal("L14 memory: an estimate leaves no trace", state, before)
     if graph.cache_info().currsize or graph.memory_analysis().total_bytes:
@@ -44,7 +46,8 @@ def dropped_graphs_are_not_in_use(function: Function, most: int, device: str = "
     """L9: with room for few graphs, every call gives the function's results, and no more graphs are
     held."""
     graph = graphify(function.fn, max_captures=most)
-    params, state = function.params.to(device), tree_map(lambda t: t.to(device), function.state)
+    params = function.params.to(device)
+    state = tree_map(lambda t: t.to(device), function.state)
     other: Any = clone(state)
     for x in (x.to(device) for x in (*function.inputs, *function.inputs)):
         state, out = function.fn(params, state, x)

@@ -24,11 +24,9 @@ def capture_leaves_no_trace(
 ) -> None:
     """L8: explaining, capturing the whole ladder, and a failed capture leave the state bitwise as
     it was."""
-    graph, params, state = (
-        graphify(whole(scenario, device), ladder=ladder),
-        scenario.params(1, device),
-        scenario.state(1, device),
-    )
+    graph = graphify(whole(scenario, device), ladder=ladder)
+    params = scenario.params(1, device)
+    state = scenario.state(1, device)
     failing = graphify(_then_fail(whole(scenario, device)), ladder=ladder)
     for batch in scenario.batches(device):
         before = clone(state)
@@ -60,7 +58,8 @@ def _then_fail(step: Callable[..., Any]) -> Callable[..., Any]:
 def capture_leaves_no_trace_on_functions(function: Function, device: str = "cpu") -> None:
     """L8 for any pure function, which has no inert batch to capture on."""
     graph = graphify(function.fn)
-    params, state = function.params.to(device), tree_map(lambda x: x.to(device), function.state)
+    params = function.params.to(device)
+    state = tree_map(lambda x: x.to(device), function.state)
     before = clone(state)
     for x in function.inputs:
         graph.capture(params, state, x.to(device))
@@ -72,11 +71,9 @@ def ownership_is_kept(
 ) -> None:
     """L9: a call's results never change; using a donated state again is an error that names the
     call that took it."""
-    graph, params, state = (
-        graphify(whole(scenario, device), ladder=ladder),
-        scenario.params(1, device),
-        scenario.state(1, device),
-    )
+    graph = graphify(whole(scenario, device), ladder=ladder)
+    params = scenario.params(1, device)
+    state = scenario.state(1, device)
     held: list[tuple[Any, Any]] = []
     for batch in scenario.batches(device):
         old = state

@@ -22,7 +22,8 @@ def padding_is_inert(
 ) -> None:
     """L2: `unpad(f(pad(b, d)))` is `f(b)` for each d that covers b, whatever padding and unwritten
     memory contain."""
-    step, params = whole(scenario, device), scenario.params(1, device)
+    step = whole(scenario, device)
+    params = scenario.params(1, device)
     for batch_index, batch in enumerate(scenario.batches(device)):
         for descriptor in larger(batch.descriptor, ladder):
             before = _run_to(scenario, step, params, batch_index, device, poison=0.0)
@@ -72,8 +73,10 @@ def stage_padding_is_inert(
 ) -> None:
     """L2 between stages: NaN in the padding of a received buffer reaches neither a request nor a
     page."""
-    stages, params = scenario.stages(2, device), scenario.params(2, device)
-    state, other = list(scenario.state(2, device)), list(scenario.state(2, device))
+    stages = scenario.stages(2, device)
+    params = scenario.params(2, device)
+    state = list(scenario.state(2, device))
+    other = list(scenario.state(2, device))
     for batch in scenario.batches(device)[:1]:
         for descriptor in larger(batch.descriptor, ladder)[:1]:
             state[0], x = stages[0](params[0], state[0], batch, None)
@@ -98,7 +101,8 @@ def image_padding_is_inert(
 ) -> None:
     """L2 for a user's own descriptor: padding two dimensions with NaN changes neither an image nor
     the state, and unpadding is the inverse of padding."""
-    step, params = scenario.step(), scenario.params(device)
+    step = scenario.step()
+    params = scenario.params(device)
     for image in scenario.images(device):
         for resolution in larger(image.resolution, ladder):
             state, out = step(params, scenario.state(device), image)

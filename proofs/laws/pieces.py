@@ -48,7 +48,8 @@ def pieces_are_the_whole_on_functions(function: Function, device: str = "cpu") -
     if not names:
         return
     cut = piecewise(function.fn, split_at=names)
-    params, state = function.params.to(device), tree_map(lambda x: x.to(device), function.state)
+    params = function.params.to(device)
+    state = tree_map(lambda x: x.to(device), function.state)
     other = clone(state)
     for x in (x.to(device) for x in function.inputs):
         state, out = function.fn(params, state, x)

@@ -26,11 +26,13 @@ def pipeline_is_composition(
 ) -> None:
     """L3: a pipeline with any split and any number of micro-batches gives the outputs and states of
     the hand-written sequence; with a ladder, its stages replay."""
-    stages, params = scenario.stages(num_stages, device), scenario.params(num_stages, device)
+    stages = scenario.stages(num_stages, device)
+    params = scenario.params(num_stages, device)
     plain = compose(stages, advance=advance)
     parts = stages if ladder is None else [graphify(stage, ladder=ladder) for stage in stages]
     spanned = pipeline(parts, microbatches=microbatches, advance=advance)
-    state, other = scenario.state(num_stages, device), scenario.state(num_stages, device)
+    state = scenario.state(num_stages, device)
+    other = scenario.state(num_stages, device)
     exact = microbatches == 1 and ladder is None
     for batch in scenario.batches(device):
         state, out = plain(params, state, batch)
@@ -45,7 +47,8 @@ def pipeline_is_composition_on_functions(
     functions: Sequence[Function], x: Tensor, microbatches: int, device: str = "cpu"
 ) -> None:
     """L3 for arbitrary pure functions as stages."""
-    stages, x = [f.fn for f in functions], x.to(device)
+    stages = [f.fn for f in functions]
+    x = x.to(device)
     params, states = tree_map(
         lambda t: t.to(device), ([f.params for f in functions], [f.state for f in functions])
     )
@@ -57,9 +60,11 @@ def pipeline_is_composition_on_functions(
 
 def microbatches_are_one(scenario: Scenario, parts: int, device: str = "cpu") -> None:
     """L13: `microbatch(f, m)` gives the results of `f`, the state included."""
-    step, params = whole(scenario, device), scenario.params(1, device)
+    step = whole(scenario, device)
+    params = scenario.params(1, device)
     cut = microbatch(step, parts)
-    state, other = scenario.state(1, device), scenario.state(1, device)
+    state = scenario.state(1, device)
+    other = scenario.state(1, device)
     for batch in scenario.batches(device):
         state, out = step(params, state, batch)
         other, seen = cut(params, other, batch)
@@ -80,7 +85,8 @@ def transforms_commute(
     A graph cannot cut a ragged batch, since that reads the host: several micro-batches need uniform
     classes.
     """
-    stages, params = scenario.stages(num_stages, device), scenario.params(num_stages, device)
+    stages = scenario.stages(num_stages, device)
+    params = scenario.params(num_stages, device)
     steps: dict[str, Any] = {
         "compose": compose(stages, advance=advance),
         "pipeline of graphs": pipeline(

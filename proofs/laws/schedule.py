@@ -45,7 +45,8 @@ def refusal(case: Scheduled) -> str | None:
 
 def checker_is_right(case: Scheduled) -> None:
     """L10: the checker accepts programs if and only if they are right and fenced."""
-    wrong, refused = fault(case.programs, buffers=case.buffers), refusal(case)
+    wrong = fault(case.programs, buffers=case.buffers)
+    refused = refusal(case)
     if wrong is None and not fenced(case.programs, case.buffers):
         wrong = "a fence is missing"
     if (wrong is None) != (refused is None):
@@ -102,7 +103,8 @@ def own_schedules_are_compositions(case: Woven, transport: Transport | None = No
     law = "L10 own schedules are compositions"
     if (refused := refusal(case.scheduled)) is not None:
         raise LawViolation(f"{law}: refused: {refused}")
-    rounds, fewest = _rounds(case), fewest_rounds(case.scheduled.programs, case.scheduled.jobs)
+    rounds = _rounds(case)
+    fewest = fewest_rounds(case.scheduled.programs, case.scheduled.jobs)
     if rounds > fewest:
         raise LawViolation(
             f"{law}: {rounds} rounds of equally fast stages, where {fewest} are enough"
@@ -191,7 +193,8 @@ def _listed(case: Woven, states: Sequence[Tensor], outputs: Sequence[Any]) -> li
 
 
 def _one_after_the_other(case: Woven) -> list[Any]:
-    states, outputs = [torch.arange(3) + index for index in range(case.num_stages)], list[Any]()
+    states = [torch.arange(3) + index for index in range(case.num_stages)]
+    outputs = list[Any]()
     for batch, job in zip(_batches(case), case.scheduled.jobs, strict=True):
         x: Any = None
         for index in range(case.num_stages):

@@ -47,7 +47,8 @@ def shards_are_the_function(function: RankFunction) -> None:
     for x in function.inputs:
         expected, out = function.whole(function.params, expected, x)
         for name, step in steps.items():
-            given, law = states[name], f"L22 shards are the function: {name}"
+            given = states[name]
+            law = f"L22 shards are the function: {name}"
             states[name], seen = _made(law, step, function.params, given, x)
             assert_equal(f"{law}: output", seen, out, exact=False)
             assert_equal(f"{law}: state", states[name], expected, exact=False)
@@ -78,7 +79,8 @@ def shards_commute(function: RankFunction, microbatches: int, length: int) -> No
         "graph of a scan": (graphify(scan(sharded, length)), scan(function.whole, length)),
     }
     for name, (step, plain) in pairs.items():
-        state, expected = clone(function.state), clone(function.state)
+        state = clone(function.state)
+        expected = clone(function.state)
         for x in function.inputs:
             expected, out = plain(function.params, expected, x)
             law = f"L22 shards commute: {name}"
@@ -103,7 +105,8 @@ def stages_of_shards_are_stages(functions: Sequence[RankFunction], microbatches:
         ),
     }
     given = tuple(function.state for function in functions)
-    states, expected = {name: clone(given) for name in steps}, clone(given)
+    states = {name: clone(given) for name in steps}
+    expected = clone(given)
     for x in functions[0].inputs:
         expected, out = plain(params, expected, x)
         for name, step in steps.items():
@@ -155,7 +158,8 @@ TRANSFORMS: dict[str, Callable[[Step, Any, Any, Tensor], Any]] = {
 
 def derivatives_of_shards_are_derivatives(function: RankFunction, transform: str) -> None:
     """L22: `torch.func` and autograd of a sharded function are those of the function."""
-    apply, sharded = TRANSFORMS[transform], function.sharded()
+    apply = TRANSFORMS[transform]
+    sharded = function.sharded()
     for x in function.inputs:
         law = f"L22 {transform} of shards"
         seen = _made(law, apply, sharded, function.params, clone(function.state), x)
@@ -167,7 +171,8 @@ def surroundings_of_shards_change_nothing(case: SurroundedShard) -> None:
     """L22: wherever a sharded function is called first, and whatever it closes over, its results
     and derivatives are those of the function, in the same surroundings and in later ones."""
     read, write = HOLDERS[case.holder]()
-    whole, step = case.function(read, on_a_rank=False), case.sharded(read)
+    whole = case.function(read, on_a_rank=False)
+    step = case.sharded(read)
     write(torch.tensor(1.5))
     call = FIRST_CALLS[case.first]
     law = f"L22 surroundings of shards: {case.first}"
@@ -175,7 +180,8 @@ def surroundings_of_shards_change_nothing(case: SurroundedShard) -> None:
         expected = call(whole, case.x)
         assert_equal(law, _made(law, call, step, case.x), expected, exact=False)
     for turn, name in enumerate(case.later):
-        weight, later = torch.tensor(2.0 + turn), LATER_CALLS[name]
+        weight = torch.tensor(2.0 + turn)
+        later = LATER_CALLS[name]
         law = f"L22 surroundings of shards: {name}, after {case.first}"
         with contextlib.suppress(*_REFUSALS):
             expected = later(_with_weight(whole, write), weight, case.x)
@@ -204,7 +210,8 @@ def disagreeing_ranks_are_refused(case: Disagreement) -> None:
     """L22: ranks that do not come to the same collectives in the same order are refused before
     anything runs."""
     function = case.function
-    step, given = function.sharded(case.fn), clone(function.state)
+    step = function.sharded(case.fn)
+    given = clone(function.state)
     before = clone(given)
     try:
         step(function.params, given, function.inputs[0])
@@ -254,7 +261,8 @@ def shares_are_the_model(
     is then not compared.
     """
     step = compose(scenario.stages(num_stages), advance=advance)
-    params, state = scenario.params(num_stages), scenario.state(num_stages)
+    params = scenario.params(num_stages)
+    state = scenario.state(num_stages)
     shared, own_params, own_state = _shared(
         CutScenario(scenario, torch.float32, 1, num_stages, captured), num_ranks
     )
@@ -311,8 +319,10 @@ def _refuse_apart(logits: Tensor, seen: Tensor, expected: Tensor) -> None:
 def _pages(pages: Tensor, scenario: Scenario, num_ranks: int) -> list[Tensor]:
     """The part of a stage's pages that each rank has, by definition: rank r computes query heads
     r·H/n to (r+1)·H/n, and so has the keys and values that these read."""
-    config, found = scenario.config, []
-    heads, each = config.num_heads // num_ranks, config.num_heads // config.num_kv_heads
+    config = scenario.config
+    found = []
+    heads = config.num_heads // num_ranks
+    each = config.num_heads // config.num_kv_heads
     for rank in range(num_ranks):
         read = sorted({head // each for head in range(rank * heads, (rank + 1) * heads)})
         found.append(pages[..., read, :])
@@ -322,13 +332,13 @@ def _pages(pages: Tensor, scenario: Scenario, num_ranks: int) -> list[Tensor]:
 def _shared(cut: CutScenario, num_ranks: int) -> tuple[Step, Any, Any]:
     """The model's stages on ranks that share them, with each rank's parameters and states; on one
     rank there are no collectives."""
-    scenario, config = cut.scenario, cut.scenario.config
-    mesh, layouts, own = (
-        Mesh(**{AXIS: num_ranks}),
-        scenario.layouts(cut.num_stages),
-        share_config(config, num_ranks),
-    )
-    is_cut, ranks = cut.leaves > 1, TensorRanks(AXIS, config.vocab_size) if num_ranks > 1 else None
+    scenario = cut.scenario
+    config = cut.scenario.config
+    mesh = Mesh(**{AXIS: num_ranks})
+    layouts = scenario.layouts(cut.num_stages)
+    own = share_config(config, num_ranks)
+    is_cut = cut.leaves > 1
+    ranks = TensorRanks(AXIS, config.vocab_size) if num_ranks > 1 else None
     options: dict[str, Any] = {
         "keep_logits": True,
         "batch_invariant": is_cut,

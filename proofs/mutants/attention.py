@@ -14,7 +14,8 @@ from weft.proofs.suite import find
 from weft.stages.attention.context import arguments
 
 _attend: Any = attend
-_ATTENDED, _BACKENDS = find("L21", "with another attention"), "weft.ops.attention.backends"
+_ATTENDED = find("L21", "with another attention")
+_BACKENDS = "weft.ops.attention.backends"
 
 
 def _of_the_first_layer(

@@ -91,7 +91,8 @@ def _in_two(
 ) -> None:
     """A token's attention to its context, whose first positions and others are added up by
     themselves."""
-    page_size, group = kv_pages.shape[2], q.shape[1] // kv_pages.shape[3]
+    page_size = kv_pages.shape[2]
+    group = q.shape[1] // kv_pages.shape[3]
     history = kv_pages[:, pages[: -(-length // page_size)]].flatten(1, 2)[:, :length].float()
     keys, values = history.repeat_interleave(group, 2).transpose(1, 2)
     weights = ((q[token][:, None].float() * scale) @ keys.transpose(1, 2)).softmax(-1)

@@ -65,7 +65,8 @@ def _forget_refusal(
 @contextmanager
 def _watched_by_a_mode() -> Iterator[None]:
     """A dispatch mode is active too; it changes nothing, but torch's composite operators notice it."""
-    enter, leave = OperatorWatch.__enter__, OperatorWatch.__exit__
+    enter = OperatorWatch.__enter__
+    leave = OperatorWatch.__exit__
 
     def enter_both(self: Any) -> Any:
         self._mode = FlopCounterMode(display=False)

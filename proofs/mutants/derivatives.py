@@ -29,7 +29,8 @@ def _constant_queries(q: Tensor, kv_heads: int) -> Tensor:
     return _by_kv_head(q.detach(), kv_heads)
 
 
-_STEPS, _ROTARY = find("L15", "derivatives"), "weft.ops.rotary"
+_STEPS = find("L15", "derivatives")
+_ROTARY = "weft.ops.rotary"
 
 DERIVATIVES = (
     Mutant("keys and values are constants", _STEPS, replace(_ROTARY, "keep", _keeps_constants)),

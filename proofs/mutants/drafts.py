@@ -18,8 +18,10 @@ from weft.state import State, _advance_verified
 from weft.transforms.engine.requests.host_state import HostState, RequestState
 from weft.transforms.engine.scheduler import _pages_needed
 
-_HEAD, _STATE = "weft.stages.head", "weft.state"
-_DRAFTING, _SCHEDULER = "weft.stages.drafters.drafting", "weft.transforms.engine.scheduler"
+_HEAD = "weft.stages.head"
+_STATE = "weft.state"
+_DRAFTING = "weft.stages.drafters.drafting"
+_SCHEDULER = "weft.transforms.engine.scheduler"
 _REQUESTS = "weft.transforms.engine.requests.host_state"
 
 
@@ -55,7 +57,8 @@ def _moved_by_all(state: State, batch: Batch, out: Output, num_tokens: Tensor) -
     more tokens."""
     assert state.drafting is not None, "it drafts"
     read = batch.query_start_loc[1:] - batch.query_start_loc[:-1]
-    old, most = state.positions[batch.rows], state.drafting.limits[batch.rows] - 2
+    old = state.positions[batch.rows]
+    most = state.drafting.limits[batch.rows] - 2
     state = _advance_verified(state, batch, out, num_tokens)
     wrong = batch.goes_on & (batch.rows >= 0) & (old <= most)
     moved = torch.where(wrong, torch.minimum(old + read, most), state.positions[batch.rows])

@@ -24,23 +24,18 @@ from weft.transforms.graphs.calls.results import Handover, Outputs, hand_over
 from weft.transforms.graphs.capture import Graph, SavedTensors
 from weft.trees import find_descriptors, tree_flatten, tree_unflatten
 
-_CACHE, _MEMORY = "weft.transforms.graphs.cache", "weft.transforms.graphs.memory"
+_CACHE = "weft.transforms.graphs.cache"
+_MEMORY = "weft.transforms.graphs.memory"
 _KEY = "weft.transforms.graphs.calls.key"
-_GRAPHIFIED, _CAPTURE, _CALL = (
-    "weft.transforms.graphs.graphified",
-    "weft.transforms.graphs.capture",
-    "weft.transforms.graphs.calls.call",
-)
-_BUFFERS, _RESULTS, _FAST_PATH = (
-    "weft.transforms.graphs.calls.buffers",
-    "weft.transforms.graphs.calls.results",
-    "weft.transforms.graphs.calls.fast_path",
-)
-_READER, _TAPE, _PADDING = (
-    "weft.transforms.graphs.calls.reader",
-    "weft.transforms.graphs.backends.tape",
-    "weft.padding",
-)
+_GRAPHIFIED = "weft.transforms.graphs.graphified"
+_CAPTURE = "weft.transforms.graphs.capture"
+_CALL = "weft.transforms.graphs.calls.call"
+_BUFFERS = "weft.transforms.graphs.calls.buffers"
+_RESULTS = "weft.transforms.graphs.calls.results"
+_FAST_PATH = "weft.transforms.graphs.calls.fast_path"
+_READER = "weft.transforms.graphs.calls.reader"
+_TAPE = "weft.transforms.graphs.backends.tape"
+_PADDING = "weft.padding"
 
 
 def _nothing(self: CopyIn, leaves: Sequence[Any]) -> None:
@@ -69,7 +64,8 @@ def _forgetting(field: str) -> Callable[[], AbstractContextManager[Any]]:
     """Leaves one field out of a tensor's key."""
 
     def forgetful(leaf: Any, shape: Any, by_reference: bool) -> Any:
-        key, nothing = leaf_key(leaf, shape, by_reference), dict[str, Any]({field: None})
+        key = leaf_key(leaf, shape, by_reference)
+        nothing = dict[str, Any]({field: None})
         return attrs.evolve(key, **nothing) if isinstance(key, LeafKey) else key
 
     return replace(_CALL, "leaf_key", forgetful)

@@ -22,7 +22,8 @@ from weft.transforms.engine.requests.host_state import Request, salt
 from weft.transforms.engine.requests.prompts import with_token_extras
 from weft.transforms.engine.steps.step import batch_token_extras
 
-_REQUESTS, _STEP = "weft.transforms.engine.requests.host_state", "weft.transforms.engine.steps.step"
+_REQUESTS = "weft.transforms.engine.requests.host_state"
+_STEP = "weft.transforms.engine.steps.step"
 _PREFIX_CACHE = "weft.transforms.engine.requests.prefix_cache"
 
 
@@ -59,7 +60,8 @@ def _left_in_the_row(*args: Any, extras: Any, **options: Any) -> State:
     """A request without an extra has that of the last one in its row."""
     state: State = args[0]
     before = {name: x.clone() for name, x in state.extras.items()}
-    after, rows = admit(*args, extras=extras, **options), args[1]
+    after = admit(*args, extras=extras, **options)
+    rows = args[1]
     for name, old in before.items():
         for row, given in zip(rows, extras, strict=True):
             if name not in given:
@@ -112,7 +114,9 @@ def _of_the_last_draft(self: Carried, batch: ResolvedBatch, page_size: int, valu
     return found
 
 
-_WRITE, _ADMIT, _READ = Carried.write, Carried.admit, Carried.read
+_WRITE = Carried.write
+_ADMIT = Carried.admit
+_READ = Carried.read
 
 
 def _of_the_first_token(
@@ -189,7 +193,8 @@ def _ending_twice(extras: Any) -> dict[str, Tensor]:
     return {name: torch.cat((own[:-1], own[-2:-1])) for name, own in extras.items()}
 
 
-_OWN, _INPUTS = find("L21", "own stages serve as alone"), "weft.stages.inputs"
+_OWN = find("L21", "own stages serve as alone")
+_INPUTS = "weft.stages.inputs"
 _OF_TOKENS = find("L21", "with inputs of tokens")
 
 OWN_STAGES = (

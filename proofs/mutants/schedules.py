@@ -19,8 +19,10 @@ from weft.transforms.pipelines.machine import Machine, Step, interleave
 from weft.transforms.pipelines.schedule import _effects
 from weft.transforms.pipelines.weaving import _Loom
 
-_SCHEDULE, _CHECKER = "weft.transforms.pipelines.schedule", "weft.transforms.pipelines.checker"
-_MACHINE, _PIPELINE = "weft.transforms.pipelines.machine", "weft.transforms.pipelines.pipeline"
+_SCHEDULE = "weft.transforms.pipelines.schedule"
+_CHECKER = "weft.transforms.pipelines.checker"
+_MACHINE = "weft.transforms.pipelines.machine"
+_PIPELINE = "weft.transforms.pipelines.pipeline"
 
 
 def _generating(
@@ -145,7 +147,8 @@ _MADE, _CHECKED, _BROKEN = (
     find("L10", "checker"),
     find("L10", "broken"),
 )
-_OWN, _WORKER = find("L10", "own schedules"), "weft.transforms.pipelines.worker"
+_OWN = find("L10", "own schedules")
+_WORKER = "weft.transforms.pipelines.worker"
 
 SCHEDULES = (
     Mutant("a send is dropped", _MADE, _generating(_drop_a_send)),

@@ -39,12 +39,11 @@ from weft.transforms.engine.scheduler import observe
 from weft.transforms.engine.steps.step import Work, batch_positions
 from weft.transforms.engine.weights import Weights
 
-_SCHEDULER, _REQUESTS = (
-    "weft.transforms.engine.scheduler",
-    "weft.transforms.engine.requests.host_state",
-)
+_SCHEDULER = "weft.transforms.engine.scheduler"
+_REQUESTS = "weft.transforms.engine.requests.host_state"
 _PAGES = "weft.transforms.engine.requests.pages"
-_STEP, _INPUTS = "weft.transforms.engine.steps.step", "weft.transforms.engine.requests.inputs"
+_STEP = "weft.transforms.engine.steps.step"
+_INPUTS = "weft.transforms.engine.requests.inputs"
 
 
 class _Trusting(Pages):
@@ -229,7 +228,8 @@ class _WithoutDecodes(scheduler._Room):
 
 class _OfEachChunk(scheduler._Room):
     def take(self, *args: Any) -> int:
-        self._taken, self._pairs = 0, 0.0
+        self._taken = 0
+        self._pairs = 0.0
         return super().take(*args)
 
 
@@ -303,7 +303,8 @@ _FAULTS = find("L11", "faults")
 _PAGED, _TURN, _AHEAD = find("L9", "pages"), find("L18", "turn"), find("L19")
 _TIME = find("L18", "time")
 _VERSIONS, _CHANGED = find("L23", "pages"), find("L23", "changed")
-_ON_ENGINE, _OUTPUTS = "weft.transforms.engine.engine", "weft.transforms.engine.outputs"
+_ON_ENGINE = "weft.transforms.engine.engine"
+_OUTPUTS = "weft.transforms.engine.outputs"
 _LOADS = "weft.proofs.strategies.engine.engines"
 
 SERVING = (

@@ -40,9 +40,12 @@ from weft.transforms.shards.local import _Rank
 from weft.transforms.shards.shard import Parts
 from weft.transforms.shards.surroundings import ClosedOver
 
-_LOCAL, _SHARD = "weft.transforms.shards.local", "weft.transforms.shards.shard"
-_TRACING, _NUMBERS = "weft.transforms.shards.tracing", "weft.transforms.shards.value_numbers"
-_SHARES, _READING = "weft.stages.shares", "weft.stages.checkpoints.reading"
+_LOCAL = "weft.transforms.shards.local"
+_SHARD = "weft.transforms.shards.shard"
+_TRACING = "weft.transforms.shards.tracing"
+_NUMBERS = "weft.transforms.shards.value_numbers"
+_SHARES = "weft.stages.shares"
+_READING = "weft.stages.checkpoints.reading"
 _DECODER = "weft.stages.decoder"
 
 

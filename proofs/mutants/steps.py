@@ -28,12 +28,12 @@ from weft.transforms.pipelines.parts import join, split
 from weft.transforms.pipelines.worker import Link, Worker
 
 _GRAPHS = "weft.transforms.graphs.cache"
-_COMPARE, _STATE = "weft.proofs.laws.compare", "weft.state"
-_INPUTS, _HEAD = "weft.stages.inputs", "weft.stages.head"
-_PIPELINE, _MICROBATCH = (
-    "weft.transforms.pipelines.pipeline",
-    "weft.transforms.pipelines.microbatch",
-)
+_COMPARE = "weft.proofs.laws.compare"
+_STATE = "weft.state"
+_INPUTS = "weft.stages.inputs"
+_HEAD = "weft.stages.head"
+_PIPELINE = "weft.transforms.pipelines.pipeline"
+_MICROBATCH = "weft.transforms.pipelines.microbatch"
 
 
 def _in_capture() -> bool:

@@ -78,7 +78,8 @@ def settings_of(arguments: Sequence[str] | None = None) -> tuple[Settings, Path]
 def main() -> int:
     """Run what the command line asks for, and write the record."""
     settings, folder = settings_of()
-    todo, start = tasks(settings), time.monotonic()
+    todo = tasks(settings)
+    start = time.monotonic()
     record = Record(attrs.asdict(settings), len(todo))
     try:
         with tqdm(run_all(settings, todo), total=len(todo), unit="operator", smoothing=0) as bar:

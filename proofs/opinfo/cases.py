@@ -110,7 +110,8 @@ def cases(
         return
     if transform == "jvp" and not entry.supports_forward_ad:
         return
-    name, make = full_name(entry), TRANSFORMS[transform]
+    name = full_name(entry)
+    make = TRANSFORMS[transform]
     start = zlib.crc32(f"{name} {seed}".encode())
     samples = samples_of(entry, device, kind, differentiates, start)
     again = samples_of(entry, device, kind, differentiates, start + _OTHER_SEED)
@@ -212,7 +213,8 @@ def _backward(
     sample: Sample,
     other: Sample | None,
 ) -> Case:
-    call, marked = sample.bind(operator), sample.differentiable
+    call = sample.bind(operator)
+    marked = sample.differentiable
 
     def gradient(*tensors: Tensor) -> Any:
         with torch.enable_grad():
@@ -271,7 +273,8 @@ def _jvp(
     sample: Sample,
     other: Sample | None,
 ) -> Case:
-    call, marked = sample.bind(operator), sample.differentiable
+    call = sample.bind(operator)
+    marked = sample.differentiable
 
     def derivative(*tensors: Tensor) -> Any:
         return jvp_by(call, tensors, marked)

@@ -194,7 +194,8 @@ def _strides(x: Tensor) -> tuple[int, ...]:
 def _repeats(case: Case) -> bool:
     """Whether eager computes the same again, five times."""
     try:
-        first, held = _call(case.fn, case.tensors), []
+        first = _call(case.fn, case.tensors)
+        held = []
         for _ in range(5):
             again = _call(case.fn, case.tensors)
             held.append(again)  # so that memory which nothing has written is other memory

@@ -82,7 +82,9 @@ class Record:
 
     def page(self, environment: dict[str, Any]) -> str:
         """The record as Markdown, with faults by operator and beginnings of long details."""
-        cases, differ, crash = sum(self.counts.values()), self.total("differs"), self.total("crash")
+        cases = sum(self.counts.values())
+        differ = self.total("differs")
+        crash = self.total("crash")
         most = self.settings["samples"] or "all"
         where = environment["gpu"] if environment["gpu"] != "none" else "the tape, on a CPU"
         lines = [

@@ -92,7 +92,9 @@ class Worker:
 
     def give(self, task: Task) -> None:
         """Start a task."""
-        self.task, self.since, self.given = task, time.monotonic(), self.given + 1
+        self.task = task
+        self.since = time.monotonic()
+        self.given = self.given + 1
         self.end.send(task)
 
     def outcomes(self, ready: bool) -> list[Outcome] | None:
@@ -102,7 +104,8 @@ class Worker:
             ready: whether there is something to read from the process.
         """
         assert self.task is not None
-        task, fault = self.task, ""
+        task = self.task
+        fault = ""
         if ready:
             try:
                 found: list[Outcome] = self.end.recv()
@@ -130,7 +133,8 @@ class Worker:
 def run_all(settings: Settings, todo: Sequence[Task]) -> Iterator[list[Outcome]]:
     """The outcomes of each task, in the order in which tasks end. It ends early when the time is
     over, or its caller stops."""
-    waiting, deadline = deque(todo), _deadline(settings)
+    waiting = deque(todo)
+    deadline = _deadline(settings)
     workers = [Worker(settings) for _ in range(min(settings.jobs, len(todo)))]
     try:
         while True:

@@ -8,7 +8,9 @@ from weft.proofs.records import read, served, speeds
 
 PICTURE = Path(__file__).parent.parent / "pages" / "modes.svg"
 
-_WIDTH, _LEFT, _ROW = 720, 150, 24
+_WIDTH = 720
+_LEFT = 150
+_ROW = 24
 _PANELS = (
     ("Qwen3-0.6B in bfloat16, one NVIDIA H200", ("h200-serving-dense-modes",)),
     (
@@ -21,16 +23,14 @@ _MODES = {"none": "eager"}
 
 def picture() -> str:
     """Tokens a second in each mode against eager steps, as an SVG: the best run of each."""
-    parts, top = (
-        [
-            text(
-                0,
-                16,
-                "Output tokens a second by graph mode (128 requests, 2 tokens in and 512 out)",
-            )
-        ],
-        46.0,
-    )
+    parts = [
+        text(
+            0,
+            16,
+            "Output tokens a second by graph mode (128 requests, 2 tokens in and 512 out)",
+        )
+    ]
+    top = 46.0
     for title, names in _PANELS:
         best: dict[str, float] = {}
         for runs in (served(read(name)) for name in names):
@@ -48,7 +48,8 @@ def _panel(title: str, best: dict[str, float], top: float) -> Sequence[str]:
     unit = (_WIDTH - _LEFT - 190) / max(best.values())
     found = [text(0, top, title, bold=True)]
     for index, (mode, speed) in enumerate(best.items()):
-        y, wide = top + 12 + index * _ROW, speed * unit
+        y = top + 12 + index * _ROW
+        wide = speed * unit
         found.append(rect(_LEFT, y, wide, 16, GREY if mode == "none" else BLUE, rx=2))
         found.append(text(_LEFT - 8, y + 13, _MODES.get(mode, mode), anchor="end"))
         times = "" if mode == "none" else f"  ({speed / best['none']:.1f} times eager)"

@@ -9,14 +9,19 @@ from weft.proofs.roofline import BANDWIDTHS, MODELS, Served, before_and_after
 
 PICTURE = Path(__file__).parent.parent / "pages" / "roofline.svg"
 
-_WIDTH, _LEFT, _FULL, _BAR, _GAP = 800, 200, 260, 15, 12
+_WIDTH = 800
+_LEFT = 200
+_FULL = 260
+_BAR = 15
+_GAP = 12
 """`_FULL` is the length of 100 %."""
 
 
 def picture() -> str:
     """For each GPU, model and number of requests a grey bar for the oldest record and a blue one
     for the newest."""
-    parts, top = [*_legend()], 68.0
+    parts = [*_legend()]
+    top = 68.0
     found = before_and_after()
     for gpu in BANDWIDTHS:
         own = {key[1:]: ends for key, ends in found.items() if key[0] == gpu}
@@ -63,7 +68,8 @@ def _bars(model: str, requests: int, ends: tuple[Served, ...], top: float) -> It
         else ""
     )
     for index, one in enumerate(ends):
-        y, wide = top + _BAR * index, _FULL * one.share
+        y = top + _BAR * index
+        wide = _FULL * one.share
         is_newest = index == len(ends) - 1
         yield rect(_LEFT, y + 1, wide, _BAR - 2, BLUE if is_newest else GREY, rx=2)
         words = f"{one.share:.0%}   {one.speed:,.0f} tokens/s, {one.time[0][5:]}{more}"

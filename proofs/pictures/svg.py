@@ -5,7 +5,10 @@ from collections.abc import Iterable
 from html import escape
 from typing import Any
 
-GREY, BLUE, ORANGE, RED = "#7d7d7d", "#3b8fc4", "#d98a1f", "#d0413a"
+GREY = "#7d7d7d"
+BLUE = "#3b8fc4"
+ORANGE = "#d98a1f"
+RED = "#d0413a"
 
 
 def text(

@@ -11,7 +11,10 @@ from weft.proofs.records import Record, read
 
 PICTURE = Path(__file__).parent.parent / "pages" / "tiles.svg"
 
-_CELL, _ROW, _LABEL, _SPACE = 18, 13, 88, 10
+_CELL = 18
+_ROW = 13
+_LABEL = 88
+_SPACE = 10
 _CLASSES = (
     (0.01, BLUE, 0.2, "up to 1 %"),
     (0.05, BLUE, 0.6, "up to 5 %"),
@@ -90,13 +93,16 @@ def picture() -> str:
     for rows, columns, tokens in found["bf16"]:
         counts.setdefault((rows, columns), set()).add(tokens)
     blocks = sorted({tuple(sorted(own)) for own in counts.values()}, key=len, reverse=True)
-    parts, width, height = [*_head(found)], 0.0, 0.0
+    parts = [*_head(found)]
+    width = 0.0
+    height = 0.0
     for block in blocks:
         shapes = sorted(
             (shape for shape, own in counts.items() if own == {*block}),
             key=lambda s: (s[0] * s[1], s),
         )
-        top, x = 136.0, width + _LABEL
+        top = 136.0
+        x = width + _LABEL
         for index, (rows, columns) in enumerate(shapes):
             parts.append(
                 text(x - 6, top + 10 + index * _ROW, f"{rows}x{columns}", anchor="end", size=10)
@@ -104,7 +110,8 @@ def picture() -> str:
         for model, cells in found.items():
             parts += _block(cells, shapes, block, x, top, _NAMES[model])
             x += _CELL * len(block) + _SPACE
-        width, height = x, max(height, top + _ROW * len(shapes))
+        width = x
+        height = max(height, top + _ROW * len(shapes))
     return document(
         parts, width, height + 6, "loss of the chosen tile by shape and number of tokens"
     )

@@ -80,7 +80,8 @@ def _padding(name: str) -> str:
 def partial_order(names: Sequence[str]) -> list[z3.BoolRef]:
     """The assumptions: `covers` is antisymmetric and transitive on the named classes, and equal
     ones pad the same."""
-    pairs, triples = list(permutations(names, 2)), permutations(names, 3)
+    pairs = list(permutations(names, 2))
+    triples = permutations(names, 3)
     order = [_equals(a, b) == z3.And(_covers(a, b), _covers(b, a)) for a, b in pairs]
     order += [
         z3.Implies(z3.And(_covers(a, b), _covers(b, c)), _covers(a, c)) for a, b, c in triples
@@ -92,7 +93,8 @@ def partial_order(names: Sequence[str]) -> list[z3.BoolRef]:
 
 def decided_rightly(own: Any, ladder: Ladder[Any]) -> dict[str, Any]:
     """The claims about one decision, by name."""
-    decision, again = dispatch(own, ladder), dispatch(own, ladder)
+    decision = dispatch(own, ladder)
+    again = dispatch(own, ladder)
     full, pieces = (
         [d for d in classes if d.covers(own)] for classes in (ladder.full, ladder.piecewise)
     )
@@ -125,7 +127,8 @@ def prove_order() -> Iterator[Verdict]:
     """`BatchDescriptor.covers` is a partial order, and every field of the descriptor counts in it."""
 
     def antisymmetric(path: Path) -> dict[str, Any]:
-        a, b = unknown_descriptor(path, "a"), unknown_descriptor(path, "b")
+        a = unknown_descriptor(path, "a")
+        b = unknown_descriptor(path, "b")
         return {"antisymmetric": (a.covers(b) and b.covers(a)) == (a == b)}
 
     def transitive(path: Path) -> dict[str, Any]:
@@ -236,10 +239,12 @@ def prove_ladders() -> Iterator[Verdict]:
         }
 
     def uncut(path: Path) -> dict[str, Any]:
-        most, fewer = limits(path), limits(path, reqs="fewer reqs")
+        most = limits(path)
+        fewer = limits(path, reqs="fewer reqs")
         ladders = [made(given, sizes(path)).piecewise for given in (most, fewer)]
         whole, cut = ([d.num_tokens for d in pieces if not d.is_uniform] for pieces in ladders)
-        less, room = limits(path, tokens="fewer tokens"), most.max_num_reqs * max(query_lens)
+        less = limits(path, tokens="fewer tokens")
+        room = most.max_num_reqs * max(query_lens)
         full = [made(given, sizes(path)).full for given in (most, less)]
         enough = room <= most.max_num_tokens and room <= less.max_num_tokens
         return {

@@ -62,7 +62,8 @@ class Move:
         Raises:
             Wrong: the effect is a fault here.
         """
-        mb, end = self.effect.microbatch, self.num_stages - 1
+        mb = self.effect.microbatch
+        end = self.num_stages - 1
         match self.effect:
             case Run("advance"):
                 own = range(self.rank, self.num_stages, self.num_ranks)
@@ -230,7 +231,8 @@ def explore(programs: Sequence[Program], capacity: int, buffers: int | None = No
         Wrong: in one of them a rank goes wrong, or no rank can move although work is left.
     """
     start: World = (tuple(Rank() for _ in programs), ())
-    seen, waiting = {start}, [start]
+    seen = {start}
+    waiting = [start]
     while waiting:
         ranks, flying = world = waiting.pop()
         ahead = list(ways_on(programs, world, capacity, buffers))
@@ -282,10 +284,8 @@ def compare_ranks(programs: Sequence[Program]) -> None:
     ]:
         raise Wrong("the programs are of other ranks")
     for source, to in itertools.permutations(range(len(programs)), 2):
-        sent, taken = (
-            list(_kinds(programs[source], source, to)),
-            list(_kinds(programs[to], source, to)),
-        )
+        sent = list(_kinds(programs[source], source, to))
+        taken = list(_kinds(programs[to], source, to))
         if stages_of(programs) > len(programs) and sent != taken and sorted(sent) == sorted(taken):
             raise Wrong(f"rank {to} receives in another order than rank {source} sends")
 

@@ -69,7 +69,8 @@ class Jobs(Sequence[Job]):
 
 def unknown_jobs(path: Path, count: int) -> Jobs:
     """Unknown jobs, assumed only to be valid for `make_programs`."""
-    jobs, returning = list[Job](), list[Any]()
+    jobs = list[Job]()
+    returning = list[Any]()
     for index in range(count):
         feeds: Any = Truth(path, f"job {index} feeds")
         waits = index > 0 and flag(path, f"job {index} waits")
@@ -103,7 +104,8 @@ def happens_before(
     in program order; a message is taken after it is put, and put after the message `capacity`
     before it on its edge is taken; a fence is passed after every message that it waits for is
     taken."""
-    putting, taking = defaultdict[Edge, list[Place]](list), defaultdict[Edge, list[Place]](list)
+    putting = defaultdict[Edge, list[Place]](list)
+    taking = defaultdict[Edge, list[Place]](list)
     effects = {(p.rank, index): effect for p in programs for index, effect in enumerate(p.effects)}
     for (rank, index), effect in effects.items():
         if index:
@@ -130,7 +132,8 @@ def happens_before(
 def timetable(programs: Sequence[Program]) -> dict[Place, int] | None:
     """A time for each effect that keeps every order if an edge holds one message; None if there is
     none."""
-    solver, times = z3.Solver(), dict[Place, Any]()
+    solver = z3.Solver()
+    times = dict[Place, Any]()
     for before, after, holds in happens_before(programs, 1):
         terms = [times.setdefault(place, z3.Int(f"time of {place}")) for place in (before, after)]
         if holds:
@@ -147,7 +150,8 @@ def timetable(programs: Sequence[Program]) -> dict[Place, int] | None:
 def never_stuck(programs: tuple[Program, ...]) -> Any:
     """The claim that all programs end, on edges of any capacity from one up: the times found for
     one work for all."""
-    times, capacity = timetable(programs), z3.Int("capacity")
+    times = timetable(programs)
+    capacity = z3.Int("capacity")
     if times is None:
         return False
     ordered = [
@@ -161,7 +165,8 @@ def never_stuck(programs: tuple[Program, ...]) -> Any:
 def edges_agree(programs: Sequence[Program]) -> bool:
     """The claim that each edge's sends and receives are the same micro-batches, in the same order
     and schema."""
-    putting, taking = defaultdict[Edge, list[Any]](list), defaultdict[Edge, list[Any]](list)
+    putting = defaultdict[Edge, list[Any]](list)
+    taking = defaultdict[Edge, list[Any]](list)
     for program in programs:
         for effect in program.effects:
             for edge in puts(Step(program.rank, effect), len(programs)):
@@ -209,7 +214,8 @@ def prove_jobs(stages: int, count: int, buffers: Sequence[int | None]) -> Iterat
     """`make_programs` is right for any jobs."""
 
     def run(path: Path) -> dict[str, Any]:
-        jobs, held = unknown_jobs(path, count), choice(path, "buffers", buffers)
+        jobs = unknown_jobs(path, count)
+        held = choice(path, "buffers", buffers)
         programs = make_programs(stages, jobs, buffers=held)
         afters: list[tuple[int, Any]] = [
             (mb, job.after) for mb, job in enumerate(jobs) if job.after is not None
@@ -248,11 +254,10 @@ def prove_loops(stages: int, microbatches: int, steps: int) -> Iterator[Verdict]
     """`streaming` and `decode_jobs` are right at every size."""
 
     def streamed(path: Path) -> dict[str, Any]:
-        ranks, mbs = (
-            choice(path, "stages", range(1, stages + 1)),
-            choice(path, "count", range(microbatches + 1)),
-        )
-        held, feedback = choice(path, "buffers", (None, 1, 2, 3)), flag(path, "feedback")
+        ranks = choice(path, "stages", range(1, stages + 1))
+        mbs = choice(path, "count", range(microbatches + 1))
+        held = choice(path, "buffers", (None, 1, 2, 3))
+        feedback = flag(path, "feedback")
         return right(streaming(ranks, mbs, feedback=feedback, buffers=held), held)
 
     def decoded(path: Path) -> dict[str, Any]:

@@ -199,7 +199,8 @@ def prove(
             part of the claim, a truth value or a z3 term. An exception refutes the claim too.
         assumptions: about the unknowns.
     """
-    start, count = time.perf_counter(), 0
+    start = time.perf_counter()
+    count = 0
     for path, result in explore(run, assumptions):
         count += 1
         if isinstance(result, Exception):

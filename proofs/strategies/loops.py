@@ -61,9 +61,11 @@ class Loop:
 
     def wanted(self, start: Sequence[int]) -> list[int]:
         """The last values, then the number of steps, by Python's integers."""
-        values, steps = list(start), 0
+        values = list(start)
+        steps = 0
         while sum(values) < self.bound and steps < STEPS and steps != self.max_steps:
-            values, steps = self._moved(values), steps + 1
+            values = self._moved(values)
+            steps = steps + 1
         return [*values, steps]
 
 
@@ -81,11 +83,9 @@ def loops(draw: st.DrawFn) -> Loop:
         return st.lists(st.integers(low, high), min_size=count, max_size=count).map(tuple)
 
     starts = draw(st.lists(numbers(-5, 5), min_size=2, max_size=3))
-    order, amounts, bound = (
-        draw(numbers(0, count - 1)),
-        draw(numbers(-3, 3)),
-        draw(st.integers(-100, 100)),
-    )
+    order = draw(numbers(0, count - 1))
+    amounts = draw(numbers(-3, 3))
+    bound = draw(st.integers(-100, 100))
     return Loop(
         order,
         amounts,

@@ -191,11 +191,10 @@ class Scenario:
         done = [0] * len(self.prompts)
         made = []
         for step, uniform in zip(self.moves, self.uniform, strict=True):
-            tokens, samples = [], []
-            given, starts = (
-                [self.given[m.row] for m in step if self.given],
-                [done[m.row] for m in step],
-            )
+            tokens = []
+            samples = []
+            given = [self.given[m.row] for m in step if self.given]
+            starts = [done[m.row] for m in step]
             for move in step:
                 chunk = self.prompts[move.row][done[move.row] : done[move.row] + move.prompt_tokens]
                 tokens.append(chunk or (LAST_TOKEN,))

@@ -65,9 +65,12 @@ def programs(
     >>> print(*find(programs(), lambda case: len(case.programs) == 2 and case.jobs).programs[0].effects, sep="; ")
     run stage 0 [mb 0]; send to 1 [mb 0]; broadcast from 1 [mb 0]
     """
-    jobs, buffers = draw(job_lists(max_jobs, min_jobs)), draw(st.sampled_from((None, 1, 2)))
-    schema, advances = draw(st.sampled_from((None, SCHEMAS[0]))), draw(st.booleans())
-    stages, classed = draw(st.sampled_from((*range(2, max_stages + 1), 1))), draw(st.booleans())
+    jobs = draw(job_lists(max_jobs, min_jobs))
+    buffers = draw(st.sampled_from((None, 1, 2)))
+    schema = draw(st.sampled_from((None, SCHEMAS[0])))
+    advances = draw(st.booleans())
+    stages = draw(st.sampled_from((*range(2, max_stages + 1), 1)))
+    classed = draw(st.booleans())
     made = make_programs(stages, jobs, schema=schema, advances=advances, buffers=buffers)
     classes = tuple(f"class {index % 2}" for index in range(len(jobs) * classed))
     return Scheduled(

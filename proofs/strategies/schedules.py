@@ -71,18 +71,18 @@ def woven_programs(draw: st.DrawFn, max_jobs: int = 4) -> Woven:
     >>> find(woven_programs(), lambda case: case.num_stages == 4 and len(case.scheduled.programs) == 2).num_stages
     4
     """
-    ranks, per_rank = draw(st.sampled_from((2, 2, 1, 3))), draw(st.sampled_from((2, 2, 1, 3)))
+    ranks = draw(st.sampled_from((2, 2, 1, 3)))
+    per_rank = draw(st.sampled_from((2, 2, 1, 3)))
     rows = draw(
         st.lists(st.frozensets(st.integers(0, 2), min_size=1), min_size=1, max_size=max_jobs)
     )
     samples = draw(
         st.lists(st.sampled_from((True, True, False)), min_size=len(rows), max_size=len(rows))
     )
-    jobs, rng = jobs_for(rows, samples), draw(st.randoms(use_true_random=False))
-    advances, buffers = (
-        draw(st.booleans()),
-        draw(st.sampled_from((None, None, 1) if ranks > 1 else (None,))),
-    )
+    jobs = jobs_for(rows, samples)
+    rng = draw(st.randoms(use_true_random=False))
+    advances = draw(st.booleans())
+    buffers = draw(st.sampled_from((None, None, 1) if ranks > 1 else (None,)))
     schema = draw(st.sampled_from((None, SCHEMAS[0])))
     orders = run_orders(rng, ranks, ranks * per_rank, jobs, advances)
     made = Scheduled(
@@ -113,7 +113,8 @@ def _edited(rng: random.Random, case: Scheduled, num_stages: int) -> Scheduled:
     effects = list(case.programs[rank].effects)
     if not effects:
         return case
-    at, other = rng.randrange(len(effects)), rng.randrange(len(effects))
+    at = rng.randrange(len(effects))
+    other = rng.randrange(len(effects))
     kind = rng.choice(
         (
             "drop",

@@ -356,7 +356,8 @@ def rank_functions(
     kinds: tuple[Placement, ...] = (Replicate(), Shard(0), Shard(1), Partial())
     order = draw(st.permutations(list(mesh.sizes)))
     placed = {axis: draw(st.sampled_from(kinds)) for axis in order}
-    given, writer = Placements(**placed), _Writer(mesh, dict(placed))
+    given = Placements(**placed)
+    writer = _Writer(mesh, dict(placed))
     for _ in range(draw(st.integers(1, max_steps))):
         moves = dict(writer.moves())
         moves[draw(st.sampled_from(sorted(moves)))]()
@@ -459,10 +460,8 @@ DISAGREEMENTS: dict[str, tuple[Meets, Meets]] = {
 def disagreements(draw: st.DrawFn) -> Disagreement:
     """A function on whose collectives one rank disagrees."""
     function = draw(rank_functions(max_steps=3))
-    rank, how = (
-        draw(st.integers(0, function.mesh.num_ranks - 1)),
-        draw(st.sampled_from(tuple(DISAGREEMENTS))),
-    )
+    rank = draw(st.integers(0, function.mesh.num_ranks - 1))
+    how = draw(st.sampled_from(tuple(DISAGREEMENTS)))
     return Disagreement(
         function, rank, how, draw(st.booleans()), draw(st.sampled_from(list(function.mesh.sizes)))
     )

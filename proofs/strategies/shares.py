@@ -63,10 +63,8 @@ class CutScenario:
 @st.composite
 def cut_scenarios(draw: st.DrawFn) -> CutScenario:
     """A model of any architecture, or in FP8, with adapters or without, and what `CutScenario` has."""
-    scenario, leaves = (
-        draw(scenarios(max_layers=2, max_steps=4)),
-        draw(st.sampled_from((4, 4, 2, 8))),
-    )
+    scenario = draw(scenarios(max_layers=2, max_steps=4))
+    leaves = draw(st.sampled_from((4, 4, 2, 8)))
     scenario = attrs.evolve(scenario, loras=())
     if in_fp8 := draw(st.sampled_from((False, False, False, True))):
         leaves = 2

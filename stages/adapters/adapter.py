@@ -24,7 +24,8 @@ from weft.trees import OF_THIS_PROCESS, pytree, static
 T = TypeVar("T")
 Names = tuple[str, ...] | Expression
 
-_CONFIG, _WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+_CONFIG = "adapter_config.json"
+_WEIGHTS = "adapter_model.safetensors"
 _USED = {
     "peft_type",
     "r",
@@ -268,7 +269,8 @@ def load_adapter(model: Model, folder: str | os.PathLike[str]) -> Adapter:
         RequestError: no model, or no folder.
     """
     check_values("weft.load_adapter(model, folder)", _RULES, {"model": model, "folder": folder})
-    call, path = f"weft.load_adapter({model!r}, {os.fspath(folder)!r:.300})", Path(folder)
+    call = f"weft.load_adapter({model!r}, {os.fspath(folder)!r:.300})"
+    path = Path(folder)
     for file in (_CONFIG, _WEIGHTS):
         pickled = {"adapter_model.bin": "save it again, as safetensors"}
         find_file(path, (file,), call, "pass a folder that PEFT's save_pretrained wrote", pickled)
@@ -283,10 +285,8 @@ def load_adapter(model: Model, folder: str | os.PathLike[str]) -> Adapter:
     own = {name for i in model.layout.layers for name in adaptable(model.config, i)} & pairs.keys()
     with open_tensors(path / _WEIGHTS, "cpu", call) as handle:
         there = handle.keys()
-        missing, extra = (
-            sorted(wanted.difference(there)),
-            [name for name in there if name not in wanted],
-        )
+        missing = sorted(wanted.difference(there))
+        extra = [name for name in there if name not in wanted]
         refuse_names(missing, extra, _WEIGHTS, _CONFIG, call)
         deltas = {
             name: _read(handle, name, pairs[name], parts[name].shape, call)
@@ -310,7 +310,8 @@ def _changed(config: LoraConfig, names: Iterable[str], call: str) -> dict[str, t
             " experts"
         )
     except ConfigError as error:  # an expression that takes too many steps
-        seen, instead = f"has {error.call}, and {error.seen}", error.instead
+        seen = f"has {error.call}, and {error.seen}"
+        instead = error.instead
     raise ConfigError(call, f"{_CONFIG} {seen}", instead)
 
 

@@ -118,7 +118,8 @@ def write_slot(
         RequestError: no such slot, a rank that is too great, or a linear layer that has no slots.
     """
     check_slot(params, config, layout, slot, adapter)
-    slots, deltas = _slots(params, config, layout, shard), _deltas(layout, adapter)
+    slots = _slots(params, config, layout, shard)
+    deltas = _deltas(layout, adapter)
     for lora, _, _ in slots.values():
         lora.a[slot].zero_()
         lora.b[slot].zero_()
@@ -126,7 +127,8 @@ def write_slot(
         lora, place, part = slots[name]
         if part.slices:  # the share of the product `b @ a` with the rank's rows and columns
             rows, columns = part.slices
-            a, b = a[:, columns], b[rows]
+            a = a[:, columns]
+            b = b[rows]
         lora.a[slot, place, : a.shape[0], : a.shape[1]] = a.to(lora.a)
         lora.b[slot, part.start : part.start + b.shape[0], : b.shape[1]] = b.to(lora.b)
 
@@ -149,7 +151,8 @@ def check_slot(
     instead = "reserve_slots(..., rank=..., names=...) of all that will be written"
     count = min((len(lora.a) for lora, _, _ in slots.values()), default=slot + 1)
     if not faults and not 0 <= slot < count:
-        faults, instead = [f"{count} slots"], f"a slot from 0 to {count - 1}"
+        faults = [f"{count} slots"]
+        instead = f"a slot from 0 to {count - 1}"
     if faults:
         raise RequestError(
             f"write_slot(params, config, {layout!r}, {slot}, {adapter!r})", faults[0], instead
@@ -190,6 +193,7 @@ def stage_params(
             for p, layout in every
         )
     if (model.layout,) != tuple(layouts):
-        call, seen = f"stage_params({model!r}, {list(layouts)})", f"a model that is {model.layout}"
+        call = f"stage_params({model!r}, {list(layouts)})"
+        seen = f"a model that is {model.layout}"
         raise ProgramError(call, seen, "weft.load(folder, stage=...) of the stage that runs here")
     return (with_adapters(model.params, model.config, model.layout, adapters, shard=model.shard),)

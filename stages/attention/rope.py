@@ -211,7 +211,8 @@ def _check_needed(block: Fields, there: bool, name: str, kind: str) -> None:
 
 def _same_in_both(fields: Fields, block: Fields, name: str, default: Any) -> Fields:
     """Whichever of the two objects has `name`; an error if both have it and disagree."""
-    outer, inner = fields.raw.get(name), block.raw.get(name)
+    outer = fields.raw.get(name)
+    inner = block.raw.get(name)
     agree = None in (outer, inner) or outer == inner
     fields.check(agree, {name: outer, f"{block.prefix}{name}": inner}, f"give {name} once")
     if inner is not None:
@@ -292,10 +293,13 @@ def _yarn(rope: Rope, periods: Tensor, factor: float, original: int, head_dim: i
     def dimension(turns: float) -> float:
         return head_dim * math.log(original / (turns * 2 * math.pi)) / (2 * math.log(rope.theta))
 
-    low, high = dimension(rope.beta_fast), dimension(rope.beta_slow)
+    low = dimension(rope.beta_fast)
+    high = dimension(rope.beta_slow)
     if rope.truncate:
-        low, high = math.floor(low), math.ceil(high)
-    low, high = max(low, 0), min(high, head_dim - 1)
+        low = math.floor(low)
+        high = math.ceil(high)
+    low = max(low, 0)
+    high = min(high, head_dim - 1)
     # transformers' widening of an empty band, so that the ramp has a slope.
     width = high - low if high != low else (high + 0.001) - low
     steps = torch.arange(head_dim // 2, dtype=torch.float32, device="cpu")

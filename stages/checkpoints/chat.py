@@ -108,7 +108,8 @@ def read_chat_template(folder: Path, call: str) -> ChatTemplate | None:
     Raises:
         CheckpointError: a file that cannot be read.
     """
-    alone, config = folder / "chat_template.jinja", folder / "tokenizer_config.json"
+    alone = folder / "chat_template.jinja"
+    config = folder / "tokenizer_config.json"
     try:
         source = alone.read_text(encoding="utf-8") if alone.is_file() else None
         raw = json.loads(config.read_text(encoding="utf-8")) if config.is_file() else {}

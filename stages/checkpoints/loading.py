@@ -108,14 +108,13 @@ def load(
     call = f"weft.load({given!r:.300}, device={device!r}, dtype={dtype!r})"
     check_values(call, _RULES, {"path": path})
     (index, num_stages), share = pick_stage(stage, call=call), pick_shard(shard, call=call)
-    where, kind = pick_device(device, call=call), pick_dtype(dtype, call=call)
+    where = pick_device(device, call=call)
+    kind = pick_dtype(dtype, call=call)
     checkpoint = open_checkpoint(path, call)
     config = pick_experts(experts, checkpoint.read_config(call, strict=strict), share[1], call=call)
     if kind is None and config.dtype not in FLOATS:
-        seen, instead = (
-            f"config.json has dtype {config.dtype}",
-            f"dtype={' or dtype='.join(map(repr, DTYPES))}",
-        )
+        seen = f"config.json has dtype {config.dtype}"
+        instead = f"dtype={' or dtype='.join(map(repr, DTYPES))}"
         raise RequestError(call, seen, instead)
     kind = kind or config.dtype
     layout = split_model(config, num_stages)[index]
@@ -127,10 +126,8 @@ def load(
         functions = StageFunctions(
             attend=backend, batch_invariant=batch_invariant, reduction_leaves=leaves
         )
-    tokenizer, template = (
-        checkpoint.read_tokenizer(call, strict),
-        checkpoint.read_chat_template(call),
-    )
+    tokenizer = checkpoint.read_tokenizer(call, strict)
+    template = checkpoint.read_chat_template(call)
     target = checked_device(where, call)
     with ThreadPoolExecutor(1) as beside, checkpoint.open(config, target, call) as reader:
         digest = beside.submit(

@@ -25,8 +25,11 @@ from weft.stages.shares import WHOLE, Share, share_fields, share_rows
 
 _ROWS = 4096
 """The number of rows of a matrix to compare at a time."""
-EMBED, NORM, HEAD = "model.embed_tokens.weight", "model.norm.weight", "lm_head.weight"
-_WEIGHTS, _INDEX = "model.safetensors", "model.safetensors.index.json"
+EMBED = "model.embed_tokens.weight"
+NORM = "model.norm.weight"
+HEAD = "lm_head.weight"
+_WEIGHTS = "model.safetensors"
+_INDEX = "model.safetensors.index.json"
 FLOATS = ("F16", "BF16", "F32", "F64")
 # Buffers that old versions of transformers saved; they follow from the configuration.
 _NEUTRAL = re.compile(r"model\.(layers\.\d+\.self_attn\.)?rotary_emb\.inv_freq")
@@ -339,10 +342,8 @@ def open_tensors(file: Path, device: str, call: str) -> Any:
         seen = f"{file.name} ({file.stat().st_size} bytes) is damaged: {error!s:.300}"
         instead = f"copy {file.name} again from where it came from"
         if not os.access(file, os.R_OK):
-            seen, instead = (
-                f"{str(file)!r:.300}, which this user may not read",
-                "chmod u+r, or another user's rights",
-            )
+            seen = f"{str(file)!r:.300}, which this user may not read"
+            instead = "chmod u+r, or another user's rights"
         raise CheckpointError(call, seen, instead) from error
 
 
@@ -374,7 +375,8 @@ def _check_tied(files: Mapping[str, Path], call: str) -> None:
     with ExitStack() as stack:
         handles = _open_all((files[HEAD], files[EMBED]), "cpu", call, stack)
         head, embed = (handles[files[name]].get_slice(name) for name in (HEAD, EMBED))
-        rows, same = range(0, head.get_shape()[0], _ROWS), head.get_shape() == embed.get_shape()
+        rows = range(0, head.get_shape()[0], _ROWS)
+        same = head.get_shape() == embed.get_shape()
         if same and all(
             torch.equal(head[row : row + _ROWS], embed[row : row + _ROWS]) for row in rows
         ):
@@ -427,7 +429,8 @@ def check_tensor(
         seen = f"{_INDEX} says that {file} holds {name}, and it does not"
         instead = "copy the index and the shards again from where they came from"
     else:
-        found, dtype = tuple(view.get_shape()), view.get_dtype()
+        found = tuple(view.get_shape())
+        dtype = view.get_dtype()
         if found == shape and dtype in dtypes:
             return
         seen = (

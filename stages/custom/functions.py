@@ -216,7 +216,8 @@ def updated(functions: StageFunctions, new: StageFunctions) -> StageFunctions:
     change theirs."""
     changed: dict[str, Any] = {}
     for field in attrs.fields(StageFunctions):
-        own, given = getattr(functions, field.name), getattr(new, field.name)
+        own = getattr(functions, field.name)
+        given = getattr(new, field.name)
         if field.name == "layers":
             changed["layers"] = {
                 **own,
@@ -327,21 +328,17 @@ def check_functions(call: str, functions: StageFunctions, num_layers: int) -> No
     if whole := [
         name for name in ("attention", "feed_forward") if getattr(functions, name) is not None
     ]:
-        seen, instead = (
-            f"{whole[0]}=f of one's own, whose sums have no leaves",
-            "attend=f or layers={index: f}",
-        )
+        seen = f"{whole[0]}=f of one's own, whose sums have no leaves"
+        instead = "attend=f or layers={index: f}"
         raise ProgramError(with_leaves, seen, instead)
 
 
 def check_together(call: str, functions: StageFunctions) -> None:
     """Raise ProgramError for a policy under which captures or carries would lack found tokens, and
     for a name that both requests and their tokens have an input of."""
-    own, captures, carries = (
-        functions.prefix_caching,
-        bool(functions.captures),
-        bool(functions.carries),
-    )
+    own = functions.prefix_caching
+    captures = bool(functions.captures)
+    carries = bool(functions.carries)
     with_policy = f"{call} with prefix_caching={own!r}"
     for kinds in (
         ("extras", "token_extras"),
@@ -351,30 +348,22 @@ def check_together(call: str, functions: StageFunctions) -> None:
     ):
         names = [set(getattr(functions, kind)) for kind in kinds]
         if both := sorted(names[0] & names[1]):
-            seen, instead = (
-                f"{both[0]!r} in {' and in '.join(kinds)}",
-                "another name for one of them",
-            )
+            seen = f"{both[0]!r} in {' and in '.join(kinds)}"
+            instead = "another name for one of them"
             raise ProgramError(call, seen, instead)
     if functions.beside and functions.logits is None:
-        seen, instead = (
-            "beside, and no logits=f that reads the models' logits",
-            "logits=f, too: extras[name] in it",
-        )
+        seen = "beside, and no logits=f that reads the models' logits"
+        instead = "logits=f, too: extras[name] in it"
         raise ProgramError(call, seen, instead)
     if own == "full" and (captures or carries):
         seen = f"{'captures' if captures else 'carries'}, which skipped tokens do not have"
         instead = "prefix_caching='recompute' or 'none'"
     elif own == "snapshot" and captures:
-        seen, instead = (
-            "captures, which skipped tokens do not have",
-            "prefix_caching='recompute' or 'none'",
-        )
+        seen = "captures, which skipped tokens do not have"
+        instead = "prefix_caching='recompute' or 'none'"
     elif own == "snapshot" and not carries:
-        seen, instead = (
-            "no carries, so that there is nothing to keep",
-            "carries={name: default}, or leave it out",
-        )
+        seen = "no carries, so that there is nothing to keep"
+        instead = "carries={name: default}, or leave it out"
     else:
         return
     raise ProgramError(with_policy, seen, instead)

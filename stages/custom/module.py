@@ -239,10 +239,8 @@ def _refuse_new(
     new = [name for name, _ in module.named_buffers() if name not in buffers]
     replaced = [name for name, value in params.items() if values[f"module.{name}"] is not value]
     if new:
-        seen, instead = (
-            f"the run made the buffer {new[0]}",
-            "make it before that: run the module once",
-        )
+        seen = f"the run made the buffer {new[0]}"
+        instead = "make it before that: run the module once"
     elif replaced:
         seen = f"the run replaced the parameter {replaced[0]}, which is not part of the new state"
         instead = f"a buffer in its place: register_buffer({replaced[0].rpartition('.')[2]!r}, ...)"
@@ -335,24 +333,22 @@ def _check_module(module: Any, call: Any) -> None:
     if isinstance(module, nn.Module):
         values: list[tuple[str, Any]] = [*module.named_parameters(), *module.named_buffers()]
         if lazy := [name for name, value in values if is_lazy(value)]:
-            seen, instead = (
-                f"{lazy[0]}, which has no shape yet",
-                "call the module once on inputs before that",
-            )
+            seen = f"{lazy[0]}, which has no shape yet"
+            instead = "call the module once on inputs before that"
         elif both := _overlapping(dict(module.named_buffers())):
-            seen, instead = (
-                f"buffers {both[0]} and {both[1]}, which share memory",
-                "a clone() of one of them",
-            )
+            seen = f"buffers {both[0]} and {both[1]}, which share memory"
+            instead = "a clone() of one of them"
         elif call is not None and not callable(call):
-            seen, instead = f"call={call!r:.60}, {kind_of(call)}", _CALL
+            seen = f"call={call!r:.60}, {kind_of(call)}"
+            instead = _CALL
         else:
             return
         raise ProgramError(f"weft.stages.from_module({type(module).__name__}(...))", seen, instead)
     seen = f"{getattr(module, '__name__', module)!s:.60}, {kind_of(module)} and not an nn.Module"
     instead = "a function (params, state, batch, x) -> (state, y) is a stage as it is"
     if isinstance(module, type) and issubclass(module, nn.Module):
-        seen, instead = f"{module.__name__}, the class", f"a module of it: {module.__name__}(...)"
+        seen = f"{module.__name__}, the class"
+        instead = f"a module of it: {module.__name__}(...)"
     raise ProgramError("weft.stages.from_module(module)", seen, instead)
 
 
@@ -384,15 +380,11 @@ def _unchanged(module: nn.Module, state: Set[int]) -> Iterator[None]:
             if _differs(get(), state) and not put(state)
         ]
     if change is not None:
-        seen, instead = (
-            f"{change.path} of the module {change}, and a replay does not repeat that",
-            _instead_of(change, module),
-        )
+        seen = f"{change.path} of the module {change}, and a replay does not repeat that"
+        instead = _instead_of(change, module)
     elif drawn:
-        seen, instead = (
-            f"a draw from {drawn[0]}, which a replay does not repeat",
-            "a draw from torch: torch.rand(...)",
-        )
+        seen = f"a draw from {drawn[0]}, which a replay does not repeat"
+        instead = "a draw from torch: torch.rand(...)"
     else:
         return
     raise CaptureError(f"graphify(stage {type(module).__name__})", seen, instead)

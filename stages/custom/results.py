@@ -139,7 +139,8 @@ def transformed(stage: DecoderStage, transform: Transform, layout: StageLayout) 
         before = tree_structure(state)
         with sowing_nothing("a transform of a stage"):
             result: Any = inner(params, state, batch, x)
-        kind, seen = Output if layout.last else IntermediateTensors, f"it returned {_kinds(result)}"
+        kind = Output if layout.last else IntermediateTensors
+        seen = f"it returned {_kinds(result)}"
         if isinstance(result, tuple) and len(result) == 2 and isinstance(result[1], kind):
             if tree_structure(result[0]) == before:
                 return result[0], result[1]

@@ -107,7 +107,8 @@ class Sown:
     def _checked(
         self, verb: str, option: str, declared: Mapping[str, Tensor], name: str, value: Any
     ) -> Tensor:
-        call, example = f"weft.stages.{verb}({name!r}, value)", declared.get(name)
+        call = f"weft.stages.{verb}({name!r}, value)"
+        example = declared.get(name)
         if self.refused:
             raise ProgramError(
                 call, self.refused, f"{verb} in a layer, or in an attention, feed_forward or norm"
@@ -225,7 +226,8 @@ class _Read(Mapping[str, PerRequest]):
     """Carried values that note the layer in which each is read."""
 
     def __init__(self, sown: Sown, values: Mapping[str, PerRequest]) -> None:
-        self._sown, self._values = sown, values
+        self._sown = sown
+        self._values = values
 
     def __getitem__(self, name: str) -> PerRequest:
         found = self._values[name]

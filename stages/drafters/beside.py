@@ -63,7 +63,8 @@ def readers_beside(
     }
 
     def read(state: State, batch: ResolvedBatch) -> tuple[State, dict[str, LogitsAt]]:
-        pages, logits = dict[str, Tensor](), dict[str, LogitsAt]()
+        pages = dict[str, Tensor]()
+        logits = dict[str, LogitsAt]()
         for name, (config, params, _) in models.items():
             hidden, pages[name] = reads[name](params, state.beside[name], batch)
             logits[name] = functools.partial(_logits_at, config, params, hidden)
@@ -82,7 +83,8 @@ def _logits_at(
 
 def check_beside(call: str, model: Any, beside: Mapping[str, Any]) -> None:
     """Raise ProgramError for what is not a `Model` that can read beside this one."""
-    size, kind = model.config.vocab_size, type(model)
+    size = model.config.vocab_size
+    kind = type(model)
     vocabulary = f"of {size} tokens, whose functions read no extras"
     instead = f"weft.load(folder, {str(model.device)!r}): a whole model, here, {vocabulary}"
     for name, other in beside.items():

@@ -91,7 +91,8 @@ def ngram_drafter(num_drafts: int, shortest: int, longest: int) -> Drafter:
         count = (batch.descriptor.query_len or num_drafts + 1) - 1
         if not count:
             return batch
-        tokens, lengths = state.drafting.tokens[batch.rows], state.positions[batch.rows] + 1
+        tokens = state.drafting.tokens[batch.rows]
+        lengths = state.positions[batch.rows] + 1
         return fill_in(state, batch, find_drafts(tokens, lengths, count, shortest, longest))
 
     return look_up
@@ -130,20 +131,19 @@ def model_drafter(
         )
         hidden, pages = read_with(params, state.drafting.kv_pages, resolved)
         if pages is not state.drafting.kv_pages:
-            seen, instead = (
-                "a stage that drafts with a model",
-                "the same without speculation, which samples the same",
-            )
+            seen = "a stage that drafts with a model"
+            instead = "the same without speculation, which samples the same"
             raise DerivativeError("a derivative, or a transform of torch.func", seen, instead)
         return hidden, resolved
 
     def draft(params: DecoderParams, state: State, batch: Batch) -> Batch:
-        count, rows = (batch.descriptor.query_len or num_drafts + 1) - 1, batch.rows
-        temperature, seeds = (
-            state.sampling.floats[rows, TEMPERATURE],
-            state.sampling.ints[rows, SEED],
-        )
-        single, drafts, logprobs = _last_tokens(batch), list[Tensor](), list[Tensor]()
+        count = (batch.descriptor.query_len or num_drafts + 1) - 1
+        rows = batch.rows
+        temperature = state.sampling.floats[rows, TEMPERATURE]
+        seeds = state.sampling.ints[rows, SEED]
+        single = _last_tokens(batch)
+        drafts = list[Tensor]()
+        logprobs = list[Tensor]()
         for ahead in range(count):
             at = attrs.evolve(state, positions=state.positions + ahead)
             hidden, resolved = read(params, at, single)

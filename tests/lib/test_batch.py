@@ -24,7 +24,8 @@ IDS = st.lists(st.lists(st.integers(LAST_TOKEN, 99), min_size=1, max_size=4), ma
 
 def assert_fits(batch: Batch) -> None:
     """Shapes and dtypes agree with the descriptor and the docstring."""
-    n, tokens = batch.descriptor.num_reqs, batch.descriptor.num_tokens
+    n = batch.descriptor.num_reqs
+    tokens = batch.descriptor.num_tokens
     seen = {
         name: (tuple(leaf.shape), leaf.dtype)
         for name, leaf in leaves_with_names(batch)
@@ -204,7 +205,8 @@ def test_values_of_another_shape_are_named(use: Callable[[ResolvedBatch], Any], 
 
 
 def test_values_of_requests_become_those_of_their_tokens() -> None:
-    batch, values = resolved(), torch.tensor([5.0, 7.0])
+    batch = resolved()
+    values = torch.tensor([5.0, 7.0])
     assert (
         batch.per_token(PerRequest(values)).tolist()
         == batch.per_token(values).tolist()

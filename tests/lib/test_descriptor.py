@@ -74,7 +74,8 @@ def test_equal_shape_is_not_equal_class(reqs: int, query_len: int) -> None:
     assert not BatchDescriptor.uniform(9 * 4, query_len + 1).covers(uniform)
 
 
-NEGATIVE, UNEVEN = "pass whole numbers of tokens and requests", "query_len=None"
+NEGATIVE = "pass whole numbers of tokens and requests"
+UNEVEN = "query_len=None"
 INVALID: list[tuple[tuple[Any, ...], str, str]] = [
     ((-1, 1), "num_tokens=-1 is not an int >= 0", NEGATIVE),
     ((1, -1), "num_reqs=-1 is not an int >= 0", NEGATIVE),
@@ -176,7 +177,8 @@ def test_an_inherited_order_of_what_is_not_a_size() -> None:
         DescriptorError, "Nothing().covers(...)", "no sizes", instead.replace("Labelled", "Nothing")
     ):
         Nothing().covers(Nothing())
-    seen, instead = "descriptors of two classes", "descriptors of one class in one ladder"
+    seen = "descriptors of two classes"
+    instead = "descriptors of one class in one ladder"
     other: Any = BatchDescriptor(1, 1)
     with refused(DescriptorError, f"Size(a=1, b=1).covers({other!r:.60})", seen, instead):
         Size(1, 1).covers(other)

@@ -145,7 +145,9 @@ def test_what_is_no_tensor_passes_and_structure_is_kept() -> None:
 
 
 def test_a_refused_donation_takes_nothing() -> None:
-    dead, live, table = torch.zeros(2), torch.ones(2), Pair(torch.ones(1))
+    dead = torch.zeros(2)
+    live = torch.ones(2)
+    table = Pair(torch.ones(1))
     donate(dead, to="first(x)")
     with pytest.raises(DonatedError, match=r"donated to first\(x\)"):
         donate([live, table, dead], to="second(x)")
@@ -246,7 +248,8 @@ def test_a_call_that_does_not_bind_names_the_function() -> None:
 
 
 def test_a_wrong_call_donates_nothing() -> None:
-    f, s = donates("s")(lambda s, x: s + x), torch.zeros(1)
+    f = donates("s")(lambda s, x: s + x)
+    s = torch.zeros(1)
     with pytest.raises(TypeError, match="missing a required argument: 'x'"):
         f(s)
     assert f(s, 1).item() == 1

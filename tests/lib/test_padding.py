@@ -59,7 +59,8 @@ SIDES = st.integers(0, 4)
 def test_two_padded_dimensions_and_back(
     h: int, w: int, more_h: int, more_w: int, masked: bool
 ) -> None:
-    small, size = image(h, w, masked), Size(h + more_h, w + more_w)
+    small = image(h, w, masked)
+    size = Size(h + more_h, w + more_w)
     wide = pad(small, size)
     assert (wide.size, wide.name, wide.gain is small.gain) == (size, "cat", True)
     assert wide.pixels.shape == (2, *attrs.astuple(size))
@@ -182,14 +183,16 @@ PADS = st.sampled_from((0, -1, 7.0, math.nan, "last"))
 def test_write_padded_leaves_nothing_of_what_was_there(
     h: int, w: int, more: int, wider: int, fill: Any
 ) -> None:
-    value, target = torch.rand(h, w), torch.full((h + more, w + wider), 1e9)
+    value = torch.rand(h, w)
+    target = torch.full((h + more, w + wider), 1e9)
     write_padded(target, value, Axes(("height", "width"), fill))
     assert not bool((target == 1e9).any())
     assert torch.equal(target[:h, :w], value)
 
 
 def test_write_padded_is_what_pad_does_whatever_was_there() -> None:
-    spec, value = Axes(("num_reqs",), -1), torch.tensor([4, 5])
+    spec = Axes(("num_reqs",), -1)
+    value = torch.tensor([4, 5])
     target = torch.full((4,), 99)
     write_padded(target, torch.tensor([1, 2, 3, 4]), spec)
     write_padded(target, value, spec)

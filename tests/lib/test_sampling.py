@@ -252,7 +252,8 @@ def test_rows_hold_what_was_written_and_others_are_left(
     rows = list(range(len(params), 0, -1))
     write_rows(table, rows, params, [[1] * length] * len(params), [[]] * len(params))
     for row, each in zip(rows, params, strict=True):
-        floats, ints = table.floats[row].double(), table.ints[row].tolist()
+        floats = table.floats[row].double()
+        ints = table.ints[row].tolist()
         assert floats[TEMPERATURE].item() == pytest.approx(each.temperature)
         assert floats[TOP_P].item() == pytest.approx(each.top_p)
         assert math.exp(-floats[MARGIN]) == pytest.approx(each.min_p)

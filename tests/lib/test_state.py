@@ -25,7 +25,9 @@ from weft.transforms.graphs.graphify import graphify
 from weft.trees import tree_leaves
 
 FAST = settings(deadline=None, max_examples=80)
-ROWS, PAGE, MAX_PAGES = 5, 2, 6
+ROWS = 5
+PAGE = 2
+MAX_PAGES = 6
 
 
 def empty(rows: int = ROWS) -> State:
@@ -71,7 +73,8 @@ def batches(draw: st.DrawFn) -> Batch:
 
 def resolved_by_hand(state: State, batch: Batch) -> dict[str, list[Any]]:
     """The documented result of resolve, computed one request and one token at a time."""
-    tokens, reqs = batch.descriptor.num_tokens, batch.descriptor.num_reqs
+    tokens = batch.descriptor.num_tokens
+    reqs = batch.descriptor.num_reqs
     made: dict[str, list[Any]] = {
         "input_ids": [0] * tokens,
         "positions": [0] * tokens,
@@ -80,7 +83,8 @@ def resolved_by_hand(state: State, batch: Batch) -> dict[str, list[Any]]:
         "last_index": [0] * reqs,
         "block_table": [],
     }
-    starts, given = batch.query_start_loc.tolist(), batch.input_ids.tolist()
+    starts = batch.query_start_loc.tolist()
+    given = batch.input_ids.tolist()
     for i, row in enumerate(batch.rows.tolist()):
         made["block_table"].append(state.block_table[row].tolist())
         made["last_index"][i] = max(starts[i + 1] - 1, 0)
@@ -137,7 +141,8 @@ def test_resolve_finds_the_adapters(
     """Each token's adapter slot, and each active slot once, whatever padding follows; None if the
     class has none."""
     slots = [slot for slot, _ in requests]
-    state, rows = empty(), range(len(requests))
+    state = empty()
+    rows = range(len(requests))
     greedy = [SamplingParams(temperature=0.0)] * len(requests)
     state = admit(state, rows, [()] * len(requests), greedy, [()] * len(requests), adapters=slots)
     state.adapters[-1] = 2  # scratch
@@ -163,7 +168,8 @@ def test_resolve_finds_the_adapters(
 
 
 def advanced_by_hand(state: State, batch: Batch, tokens: Sequence[int]) -> State:
-    state, starts = clone(state), batch.query_start_loc.tolist()
+    state = clone(state)
+    starts = batch.query_start_loc.tolist()
     for i, row in enumerate(batch.rows.tolist()):
         if row < 0:
             continue
@@ -186,7 +192,8 @@ def test_advance_is_the_loop(state: State, batch: Batch) -> None:
 def verified_by_hand(state: State, batch: Batch, ids: Tensor, num_tokens: Sequence[int]) -> State:
     """A request that samples keeps the first `num_tokens` of its ids; its table of tokens gets all
     of them."""
-    state, starts = clone(state), batch.query_start_loc.tolist()
+    state = clone(state)
+    starts = batch.query_start_loc.tolist()
     assert state.drafting is not None
     for i, row in enumerate(batch.rows.tolist()):
         if row < 0:
@@ -206,7 +213,8 @@ def verified_by_hand(state: State, batch: Batch, ids: Tensor, num_tokens: Sequen
 def test_advance_by_verified_tokens_is_the_loop(
     state: State, batch: Batch, data: st.DataObject
 ) -> None:
-    reqs, most = batch.descriptor.num_reqs, 3
+    reqs = batch.descriptor.num_reqs
+    most = 3
     ids = torch.arange(reqs * most).view(reqs, most) + 1000
     counts = data.draw(st.lists(st.integers(0, most), min_size=reqs, max_size=reqs))
     state = attrs.evolve(state, drafting=Drafting.zeros(ROWS + 1, max_tokens=20))
@@ -219,7 +227,8 @@ def test_advance_by_verified_tokens_is_the_loop(
 @given(states(), st.integers(0, 5), st.integers(0, 5))
 def test_a_batch_of_padding_changes_nothing(state: State, reqs: int, tokens: int) -> None:
     nobody = pad(Batch.ragged([], []), BatchDescriptor(tokens, reqs))
-    before, out = clone(state), torch.arange(reqs) + 77
+    before = clone(state)
+    out = torch.arange(reqs) + 77
     assert_equal(
         "padding changes nothing", advance(state, nobody, Output(out, out.float())), before
     )
@@ -232,7 +241,8 @@ def test_padding_changes_nothing_of_what_its_requests_get(
 ) -> None:
     d = attrs.evolve(batch.descriptor, query_len=None)
     wide = pad(batch, BatchDescriptor(d.num_tokens + tokens, d.num_reqs + reqs))
-    seen, alone = resolve(s, wide), resolve(s, batch)
+    seen = resolve(s, wide)
+    alone = resolve(s, batch)
     for field in ("input_ids", "positions", "slot_mapping", "seq_lens"):
         length = getattr(alone, field).shape[0]
         assert torch.equal(getattr(seen, field)[:length], getattr(alone, field))
@@ -270,7 +280,8 @@ def test_admit_fills_the_rows_and_no_other() -> None:
     state = empty()
     state.positions.fill_(3)
     state.last_tokens.fill_(4)
-    hot, cold = SamplingParams(temperature=0.5, seed=11), SamplingParams(temperature=0.25, seed=-12)
+    hot = SamplingParams(temperature=0.5, seed=11)
+    cold = SamplingParams(temperature=0.25, seed=-12)
     state = admit(state, [2, 0], [[7, 8], [9]], [hot, cold], [[1], [2, 3]])
     assert state.block_table[[2, 0]].tolist() == [[7, 8, 0, 0, 0, 0], [9, 0, 0, 0, 0, 0]]
     assert state.positions.tolist() == [0, 3, 0, 3, 3, 3]
@@ -301,11 +312,9 @@ def test_an_admitted_request_carries_what_the_page_before_it_holds(
         snapshots.copy_(torch.arange(41.0)[:, None])
     counts = [data.draw(st.integers(0, MAX_PAGES - 1)) for _ in rows]
     own_pages = [pages[MAX_PAGES * i : MAX_PAGES * (i + 1)] for i in range(len(rows))]
-    greedy, prompts, positions = (
-        [GREEDY] * len(rows),
-        [[1]] * len(rows),
-        [PAGE * count for count in counts],
-    )
+    greedy = [GREEDY] * len(rows)
+    prompts = [[1]] * len(rows)
+    positions = [PAGE * count for count in counts]
     state = admit(
         attrs.evolve(empty(), carried=carried),
         rows,
@@ -388,7 +397,8 @@ def test_copied_pages_are_those_of_their_sources(pages: list[int], count: int) -
         empty(), beside={"other": torch.arange(2.0 * 40).reshape(1, 2, 40, 1, 1, 1)}
     )
     state.kv_pages.copy_(torch.arange(state.kv_pages.numel()).view_as(state.kv_pages))
-    sources, targets = pages[:count], pages[count : 2 * count]
+    sources = pages[:count]
+    targets = pages[count : 2 * count]
     before = clone(state)
     copied = copy_pages(state, sources, targets)
     source_of = dict(zip(targets, sources, strict=True))

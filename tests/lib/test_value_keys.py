@@ -108,7 +108,8 @@ def test_values_made_anew_are_alike() -> None:
 
 
 def test_an_object_is_like_itself_alone() -> None:
-    one, other = object(), object()
+    one = object()
+    other = object()
     assert value_key(one) == value_key(one)
     assert value_key(one) != value_key(other)
 

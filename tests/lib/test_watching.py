@@ -21,7 +21,8 @@ class Names(OperatorWatch):
 
 
 def test_a_watch_sees_operators_and_nothing_outside() -> None:
-    watch, x = Names(), torch.ones(3)
+    watch = Names()
+    x = torch.ones(3)
     with watch:
         assert watched()
         x.sin()
@@ -33,7 +34,9 @@ def test_a_watch_sees_operators_and_nothing_outside() -> None:
 
 
 def test_the_outer_watch_sees_what_the_inner_one_calls() -> None:
-    outer, inner, x = Names(), Names(), torch.ones(3)
+    outer = Names()
+    inner = Names()
+    x = torch.ones(3)
     with outer:
         with inner:
             x.sin()

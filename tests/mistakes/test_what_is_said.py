@@ -50,7 +50,8 @@ def test_an_advance_that_was_not_lifted_is_noted(spans: Any) -> None:
     def total(state: Tensor, batch: Tensor, out: Tensor) -> Tensor:
         return state + out.sum()
 
-    step, given = spans([counts(stage)], advance=total), ([X], [counts.carry(X, X)], X)
+    step = spans([counts(stage)], advance=total)
+    given = ([X], [counts.carry(X, X)], X)
     with pytest.raises(TypeError) as error:
         step(*given)
     note = (
@@ -96,7 +97,8 @@ def test_an_error_shows_both_ends_of_a_long_call() -> None:
     barred = weft.SamplingParams(bad_token_ids=range(257))
     with pytest.raises(errors.RequestError) as error:
         weft.Engine(model(), graph="none").add([1], barred, max_tokens=3, id="mine")
-    said, call = str(error.value).splitlines()[0], error.value.call
+    said = str(error.value).splitlines()[0]
+    call = error.value.call
     assert (said[:200], said[-200:]) == (call[:200], call[-200:])
     assert len(said) <= 403 < len(call)
 

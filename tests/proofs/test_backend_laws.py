@@ -97,10 +97,12 @@ def ladder_of(scenario: OfBackend, mode: str) -> Any:
 def check_modes(scenario: OfBackend, device: str) -> None:
     """L1, L5, L7: whole graphs and pieces give bitwise what the step gives at the padded class that
     was chosen."""
-    params, eager = scenario.params(1, device), whole(scenario, device)
+    params = scenario.params(1, device)
+    eager = whole(scenario, device)
     for mode in ("full_and_piecewise", "piecewise"):
         graph = graph_step(whole(scenario, device), ladder_of(scenario, mode), None)
-        state, other = scenario.state(1, device), scenario.state(1, device)
+        state = scenario.state(1, device)
+        other = scenario.state(1, device)
         for batch in scenario.batches(device):
             decision = graph.explain(params, other, batch).decision
             assert decision.mode != "none", f"{batch.descriptor} of {ladder_of(scenario, mode)}"
@@ -113,13 +115,16 @@ def check_modes(scenario: OfBackend, device: str) -> None:
 
 def check_padding(scenario: OfBackend, device: str) -> None:
     """L2: what is in the padding, and in memory that nothing was written to, reaches no logit."""
-    params, step = scenario.params(1, device), whole(scenario, device)
-    clean, poisoned = scenario.state(1, device), scenario.state(1, device, poison=float("nan"))
+    params = scenario.params(1, device)
+    step = whole(scenario, device)
+    clean = scenario.state(1, device)
+    poisoned = scenario.state(1, device, poison=float("nan"))
     for batch in scenario.batches(device):
         wider: list[BatchDescriptor] = larger(
             batch.descriptor, list(ladder_of(scenario, "full_and_piecewise"))
         )
-        own, padded = pad(batch, wider[0]), _garbage_tail(pad(batch, wider[0]), batch)
+        own = pad(batch, wider[0])
+        padded = _garbage_tail(pad(batch, wider[0]), batch)
         clean, out = step(params, clean, own)
         poisoned, seen = step(params, _garbage_scratch(poisoned), padded)
         assert_equal("L2: output", unpad(seen, batch.descriptor), unpad(out, batch.descriptor))

@@ -219,7 +219,8 @@ with open(f"{given.result_dir}/{given.result_filename}", "w") as file:
 @pytest.mark.slow
 def test_a_preset_has_a_tokenizer_and_vllms_client_asks_it_too(tmp_path: Path) -> None:
     http.write_preset(tmp_path, "tiny")
-    tokenizer, size = AutoTokenizer.from_pretrained(tmp_path), PRESETS["tiny"]["vocab_size"]
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path)
+    size = PRESETS["tiny"]["vocab_size"]
     assert len({tokenizer.decode([token]) for token in range(128, size)} | {"\ufffd"}) > size - 256
     assert tokenizer.decode(tokenizer("two words").input_ids) == "two words"
     pytest.importorskip("uvicorn")

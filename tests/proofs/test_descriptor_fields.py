@@ -66,10 +66,8 @@ def _largest_rungs(most: Any) -> tuple[Any, ...]:
 
 def _told_apart(path: Path, name: str) -> dict[str, Any]:
     """Two descriptors that differ in one field alone do not cover each other."""
-    a, b = (
-        dispatch_proof.unknown_descriptor(path, "a"),
-        dispatch_proof.unknown_descriptor(path, "a"),
-    )
+    a = dispatch_proof.unknown_descriptor(path, "a")
+    b = dispatch_proof.unknown_descriptor(path, "a")
     object.__setattr__(b, name, unknown(path, f"another {name}"))
     return {name: not (a.covers(b) and b.covers(a)) or getattr(a, name) == getattr(b, name)}
 

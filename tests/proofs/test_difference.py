@@ -120,10 +120,8 @@ def test_nan_equals_nan_unless_told_otherwise(dtype: torch.dtype) -> None:
 
 def test_a_tolerance_is_of_floating_point_alone() -> None:
     loose = Tolerance(atol=1.0)
-    seen, near = (
-        (torch.ones(2), 1.0, torch.tensor([1j])),
-        (torch.zeros(2), 0.5, torch.tensor([0.5j])),
-    )
+    seen = (torch.ones(2), 1.0, torch.tensor([1j]))
+    near = (torch.zeros(2), 0.5, torch.tensor([0.5j]))
     assert find_difference(seen, near, loose) is None
     assert str(find_difference(torch.tensor([1]), torch.tensor([2]), loose)) == "[0]: 1 against 2"
     assert (

@@ -110,7 +110,8 @@ def first_covering(own: Any, given: Any) -> Any:
 
 
 def pieces_first(own: Any, given: Any) -> Any:
-    whole, pieces = as_ladder(given).full, as_ladder(given).piecewise
+    whole = as_ladder(given).full
+    pieces = as_ladder(given).piecewise
     decision = dispatch(own, Ladder(pieces, whole))
     return attrs.evolve(
         decision, mode={"full": "piecewise", "piecewise": "full"}.get(decision.mode, "none")

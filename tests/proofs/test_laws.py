@@ -5,7 +5,9 @@ from hypothesis import HealthCheck, given, settings, strategies as st
 
 from weft.proofs.suite import LAWS, Law
 
-FEW, EXAMPLES, MANY = 10, 25, 120
+FEW = 10
+EXAMPLES = 25
+MANY = 120
 """The numbers of cases per law of weight 1: in a short run, with `--all`, and with `--nightly`."""
 EXAMPLES_GPU = 25
 QUIET = (HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.filter_too_much)

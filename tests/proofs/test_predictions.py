@@ -49,7 +49,8 @@ def test_what_was_measured_over_several_gpus_is_not_looked_at() -> None:
 
 
 def test_a_machine_is_found_again_by_what_it_takes() -> None:
-    machine, record = Machine(bandwidth=3e12, kernel=2e-6), read("h100x2-tensor")
+    machine = Machine(bandwidth=3e12, kernel=2e-6)
+    record = read("h100x2-tensor")
     models = ("qwen3-0.6b", "llama-3.1-8b", "qwen3-30b-a3b-fp8")
     alone = [
         Decode("H100", model, 1, 1, requests, (1.0,), record)

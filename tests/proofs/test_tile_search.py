@@ -59,7 +59,8 @@ def test_hopeless_choices_are_timed_once_and_the_best_again() -> None:
 
 
 def test_a_record_is_read_as_it_was_written(tmp_path: Path) -> None:
-    found, path = [search.measure(PRODUCT, Slow())], tmp_path / "out" / "tile_search.json.xz"
+    found = [search.measure(PRODUCT, Slow())]
+    path = tmp_path / "out" / "tile_search.json.xz"
     tile = next(choice for choice in found[0].seconds if isinstance(choice, Tile))
     compiled = {
         kind_of(PRODUCT, tile): Compiled(40, 0, 1024, 0.001),
@@ -110,7 +111,8 @@ def test_dry(options: list[str], capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_candidates_of_experts_are_neither_empty_nor_too_small() -> None:
     for product in experts.products(COUNTS):
-        tiles, pairs = experts.choices(product), product.tokens * product.top_k
+        tiles = experts.choices(product)
+        pairs = product.tokens * product.top_k
         assert len(tiles) == len(set(tiles)) >= 4
         for tile in tiles:
             assert tile.sort or pairs <= 128

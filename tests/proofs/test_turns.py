@@ -236,7 +236,8 @@ def test_vllm_beside_weft(
             WORKLOADS[name].sampling for name in workloads
         ]
         assert asked[0][0] == asked[2][0] == [2, 2]
-        first, second = asked[1][0], asked[3][0]
+        first = asked[1][0]
+        second = asked[3][0]
         assert first != second
         assert all(1 <= length <= 6 for length in first + second)
         assert [row["input_tokens"] for row in record["rows"][6:]] == [

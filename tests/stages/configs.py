@@ -36,7 +36,8 @@ def parse(raw: dict[str, Any], *, strict: bool = False) -> ModelConfig:
 def assert_agrees(ours: ModelConfig, theirs: Any, architecture: str) -> None:
     """Compare field by field; of the rotary embedding, only the fields that all transformers
     configurations have."""
-    text, is_qwen2 = theirs.get_text_config(), architecture.startswith("Qwen2")
+    text = theirs.get_text_config()
+    is_qwen2 = architecture.startswith("Qwen2")
     attention_bias = is_qwen2 or getattr(text, "attention_bias", False)
     eos = text.eos_token_id
     assert ours == ModelConfig(

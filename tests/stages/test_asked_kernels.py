@@ -100,7 +100,8 @@ class Attentions(OperatorWatch):
 
 def layers_that_run(model: Model, asking: bool, written: Tensor | None = None) -> int:
     runner = make_runner(model, Limits(2, 8), mode="none")
-    state, batch = make_state(model, runner.layouts, [8, 8]), Batch.ragged([1, 0], [[1, 2, 3], [4]])
+    state = make_state(model, runner.layouts, [8, 8])
+    batch = Batch.ragged([1, 0], [[1, 2, 3], [4]])
     token = ASKED.set({} if asking else None)
     try:
         with (
@@ -142,10 +143,8 @@ def test_of_layers_that_are_alike_two_ask_for_kernels(five: Model) -> None:
         "it may differ by layer"
     )
     last = five.params.layers[-1].o_proj
-    transposed, shifted = (
-        torch.zeros(last.shape[::-1]).T.copy_(last),
-        torch.zeros(last.numel() + 1)[1:].view_as(last),
-    )
+    transposed = torch.zeros(last.shape[::-1]).T.copy_(last)
+    shifted = torch.zeros(last.numel() + 1)[1:].view_as(last)
     for weight in (transposed, shifted):
         assert layers_that_run(changed_last(five, o_proj=weight), asking=True) == 5, (
             "it is laid out in another way"

@@ -62,7 +62,8 @@ def test_no_split_has_a_faster_slowest_stage_and_ties_go_as_written(problem: Any
 @given(problems)
 def test_it_is_the_even_split_wherever_that_is_as_good_as_any(problem: Any) -> None:
     costs, stages, first, last = problem
-    found, even = balance(costs, stages, first=first, last=last), split_layers(len(costs), stages)
+    found = balance(costs, stages, first=first, last=last)
+    even = split_layers(len(costs), stages)
     slowest, of_even = (max(stage_costs(split, costs, first, last)) for split in (found, even))
     assert slowest <= of_even
     assert (found == even) == (slowest == of_even)

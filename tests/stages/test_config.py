@@ -33,7 +33,8 @@ def written(config: PretrainedConfig, architecture: str, folder: Path) -> dict[s
 @st.composite
 def transformers_configs(draw: st.DrawFn) -> tuple[str, PretrainedConfig]:
     architecture = draw(st.sampled_from(list(CLASSES)))
-    kv_heads, groups = draw(st.integers(1, 4)), draw(st.integers(1, 4))
+    kv_heads = draw(st.integers(1, 4))
+    groups = draw(st.integers(1, 4))
     fields: dict[str, Any] = {
         "vocab_size": draw(st.integers(1, 1000)),
         "num_attention_heads": kv_heads * groups,

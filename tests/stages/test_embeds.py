@@ -84,10 +84,8 @@ def test_only_the_first_stage_takes_them(model: Model, embeds: Tensor, graph: bo
 
     _, _, other = _made(model, 2)
     parts = [graphify(stages[0]), watched] if graph else [stages[0], watched]
-    spanned, whole = (
-        pipeline(parts, microbatches=2, advance=advance),
-        compose(stages, advance=advance),
-    )
+    spanned = pipeline(parts, microbatches=2, advance=advance)
+    whole = compose(stages, advance=advance)
     ids = [[IDS[0], EMBEDDED, EMBEDDED], [IDS[3], IDS[4], IDS[5]]]
     for batch in (
         Batch.ragged([0, 1], ids, inputs_embeds=embeds),

@@ -42,7 +42,8 @@ def model(path: Any) -> Model:
 
 def logits(of: Model) -> Tensor:
     runner = make_runner(of, Limits(4, 16), mode="none", keep_logits=True)
-    state, found = make_state(of, runner.layouts, [16] * 3), []
+    state = make_state(of, runner.layouts, [16] * 3)
+    found = []
     for batch in (Batch.ragged([0, 1, 2], [[1, 2, 3], [4], [5, 6]]), Batch.decode([0, 1, 2])):
         state, out = runner.step(runner.params, state, batch)
         assert out.logits is not None
@@ -71,10 +72,8 @@ def arguments(dim: int) -> tuple[Any, ...]:
         torch.randn(3, 4, dim, generator=generator),
         torch.randn(2, 3, 2, dim, generator=generator),
     )
-    starts, lengths = (
-        torch.tensor([0, 2, 3], dtype=torch.int32),
-        torch.tensor([2, 0], dtype=torch.int32),
-    )
+    starts = torch.tensor([0, 2, 3], dtype=torch.int32)
+    lengths = torch.tensor([2, 0], dtype=torch.int32)
     table = torch.tensor([[1], [0]], dtype=torch.int32)
     return (
         q,
@@ -92,10 +91,8 @@ def arguments(dim: int) -> tuple[Any, ...]:
 
 
 def test_the_op_is_attention_and_quantises_its_result() -> None:
-    found, wanted = (
-        paged_attention_quantized(*arguments(128)),
-        quantize(paged_attention(*arguments(128)).flatten(1)),
-    )
+    found = paged_attention_quantized(*arguments(128))
+    wanted = quantize(paged_attention(*arguments(128)).flatten(1))
     assert torch.equal(found.values.view(torch.uint8), wanted.values.view(torch.uint8))
     assert torch.equal(found.scales, wanted.scales)
     library.opcheck(

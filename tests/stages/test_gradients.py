@@ -71,7 +71,8 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Model, A
     """For each architecture a model, and transformers' gradients of its loss on the prompts."""
     found = {}
     for name, (architecture, fields) in MODELS.items():
-        theirs, folder = build(architecture, {**SIZES, **fields}), tmp_path_factory.mktemp(name)
+        theirs = build(architecture, {**SIZES, **fields})
+        folder = tmp_path_factory.mktemp(name)
         model = saved(theirs, folder / "model")
         found[name] = model, their_gradients(theirs, PROMPTS, folder / "gradients")
     return found
@@ -80,11 +81,9 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Model, A
 @st.composite
 def cases(draw: st.DrawFn, architecture: str) -> dict[str, Any]:
     """Fields of a small model of the architecture."""
-    kv_heads, group, head_dim = (
-        draw(st.sampled_from((1, 2))),
-        draw(st.sampled_from((1, 3))),
-        draw(st.sampled_from((4, 6))),
-    )
+    kv_heads = draw(st.sampled_from((1, 2)))
+    group = draw(st.sampled_from((1, 3)))
+    head_dim = draw(st.sampled_from((4, 6)))
     fields: dict[str, Any] = {
         **SIZES,
         "hidden_size": kv_heads * group * head_dim,
@@ -208,7 +207,9 @@ def test_a_training_step_is_captured_and_replays(
         graphify(update, donate_argnames="params"),
         [],
     )
-    ours, other, rate = weft.clone(params), weft.clone(params), torch.tensor(0.05, device=device)
+    ours = weft.clone(params)
+    other = weft.clone(params)
+    rate = torch.tensor(0.05, device=device)
     for _ in range(4):
         ours, value = train(ours, state, rate)
         other, expected = update(other, weft.clone(state), rate)
@@ -264,7 +265,8 @@ def test_one_leaf_of_one_layer(models: dict[str, tuple[Model, Any]]) -> None:
 def test_gradients_of_embeddings_are_those_of_transformers(name: str) -> None:
     """Gradients of the embeddings that replace some tokens of a prompt."""
     architecture, fields = MODELS[name]
-    theirs, ids = build(architecture, {**SIZES, **fields}), PROMPTS[0]
+    theirs = build(architecture, {**SIZES, **fields})
+    ids = PROMPTS[0]
     embeds = torch.randn(len(ids), SIZES["hidden_size"], generator=torch.Generator().manual_seed(4))
     given = torch.arange(len(ids)) % 3 == 0
 
@@ -299,7 +301,8 @@ def test_gradients_of_an_adapter_are_those_of_peft(name: str, tmp_path: Path) ->
     adapter."""
     architecture, fields = MODELS[name]
     base = build(architecture, {**SIZES, **fields})
-    model, prompts = saved(base, tmp_path / "model"), PROMPTS[:2]
+    model = saved(base, tmp_path / "model")
+    prompts = PROMPTS[:2]
     made = get_peft_model(
         base, LoraConfig(task_type="CAUSAL_LM", r=4, lora_alpha=6, target_modules="all-linear")
     )
@@ -334,7 +337,8 @@ def test_gradients_of_an_adapter_are_those_of_peft(name: str, tmp_path: Path) ->
 
     for found, theirs in zip(torch.func.grad(loss)(params.layers), wanted.layers, strict=True):
         for product in ("qkv", "o", "gate_up", "down"):
-            mine, expected = getattr(found.lora, product), getattr(theirs.lora, product)
+            mine = getattr(found.lora, product)
+            expected = getattr(theirs.lora, product)
             assert relative(mine.a[1], expected.a[1]) < TOLERANCE
             assert (
                 relative(mine.b[1], expected.b[1] / 1.5**2) < TOLERANCE
@@ -351,7 +355,8 @@ def test_gradients_reach_the_pages_that_a_step_reads(models: dict[str, tuple[Mod
     (state,), _ = runner.step(
         runner.params, make_state(model, runner.layouts, [48]), Batch.ragged([0], [PROMPTS[0]])
     )
-    pages, length = state.kv_pages.clone().requires_grad_(), len(PROMPTS[0])
+    pages = state.kv_pages.clone().requires_grad_()
+    length = len(PROMPTS[0])
     (after,), out = runner.step(
         runner.params, (attrs.evolve(state, kv_pages=pages),), Batch.decode([0])
     )

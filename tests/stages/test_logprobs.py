@@ -76,10 +76,8 @@ def test_batch_invariant_the_likeliest_depend_on_no_count() -> None:
 @given(st.integers(0, 20), st.integers(0, 4), st.integers(0, 99))
 def test_prompts_are_cut_and_put_together(tokens: int, count: int, seed: int) -> None:
     generator = torch.Generator().manual_seed(seed)
-    normed, head = (
-        torch.randn(tokens, 6, generator=generator),
-        torch.randn(30, 6, generator=generator),
-    )
+    normed = torch.randn(tokens, 6, generator=generator)
+    head = torch.randn(30, 6, generator=generator)
     targets = torch.randint(0, 30, (tokens,), generator=generator)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(module, "_TOKENS_AT_ONCE", 7)

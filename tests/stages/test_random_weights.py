@@ -52,7 +52,8 @@ def test_random_stages_agree_with_the_whole(
 def test_random_parameters() -> None:
     config = parse_config({"model_type": "qwen2", **SMALL, "hidden_size": 256}, source="a test")
     params = random_params(config, whole(config), seed=1, dtype=torch.float64, std=0.1)
-    layer, other = params.layers[0], params.layers[1]
+    layer = params.layers[0]
+    other = params.layers[1]
     assert params.norm is not None
     assert float(layer.gate_up_proj.std()) == pytest.approx(0.1, rel=0.05)
     assert float(layer.gate_up_proj.mean()) == pytest.approx(0.0, abs=0.01)

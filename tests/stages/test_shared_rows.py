@@ -30,7 +30,8 @@ from weft.state import Drafting, State, admit
 from weft.transforms.shards.shard import Sharded, shard
 from weft.trees import tree_map
 
-VOCAB, PROMPT = 37, 3
+VOCAB = 37
+PROMPT = 3
 CONFIG = parse({**SMALL, **QWEN3, "head_dim": 8, "vocab_size": VOCAB, "num_hidden_layers": 1})
 (LAYOUT,) = split_layers(CONFIG.num_layers, 1)
 SAMPLING = (
@@ -83,7 +84,8 @@ def test_each_rank_gets_its_rows_and_all_get_all(
 
 
 def test_one_process_has_all_rows() -> None:
-    x, shared = torch.randn(3, 5), SharedRows(3, None)
+    x = torch.randn(3, 5)
+    shared = SharedRows(3, None)
     assert (shared.size, shared.first) == (3, 0)
     assert shared.own(x) is shared.exchange(x) is shared.gather(x) is shared.gather_all(x)[0] is x
 
@@ -143,7 +145,8 @@ def prompts_of(count: int, kind: str) -> Batch:
 
 def sharded(num_ranks: int, **options: Any) -> tuple[Sharded, tuple[Any, ...]]:
     """The only stage of a model, on ranks that share it; and their parameters."""
-    ranks, where = TensorRanks(AXIS, VOCAB), (PerRank(), PerRank(), Replicate(), Replicate())
+    ranks = TensorRanks(AXIS, VOCAB)
+    where = (PerRank(), PerRank(), Replicate(), Replicate())
     stage = decoder_stage(share_config(CONFIG, num_ranks), LAYOUT, ranks=ranks, **options)
     kind: dict[str, Any] = {"seed": 0, "device": "cpu", "dtype": torch.float32, "std": 0.3}
     params = tuple(
@@ -175,16 +178,15 @@ def test_the_tokens_are_those_of_the_whole_logits(
     """To the bit: from the whole logits, which are gathered where they are kept, the sampler draws
     these tokens in one call, with these logprobs; and torch finds these likeliest tokens."""
     options = CHANGED if kind == "changed" else {}
-    batch, top = prompts_of(count, kind), 3
+    batch = prompts_of(count, kind)
+    top = 3
     step, params = sharded(
         num_ranks, num_logprobs=top, keep_logits=True, batch_invariant=invariant, **options
     )
     _, out = step(params, states_of(num_ranks, count), batch, None)
-    table, rows, positions = (
-        state_of(CONFIG, count).sampling,
-        batch.rows,
-        torch.full((count,), PROMPT - 1),
-    )
+    table = state_of(CONFIG, count).sampling
+    rows = batch.rows
+    positions = torch.full((count,), PROMPT - 1)
     with batch_invariant(invariant):
         ids, logprobs = sample_rows(out.logits, table, rows, positions, batch.token_mask)
     assert torch.equal(out.token_ids, ids)
@@ -227,7 +229,8 @@ def test_no_logits_are_gathered_unless_they_are_kept(
     """In the listing: an exchange of logits, and one gathering of tokens, logprobs, likeliest
     tokens and ranks."""
     monkeypatch.setattr(module, "_TOKENS_AT_ONCE", 8)
-    columns, top = -(-VOCAB // num_ranks), 2
+    columns = -(-VOCAB // num_ranks)
+    top = 2
     words = 2 + 1 + 2 * top + top + 2  # an int64 has two
     for count in (1, 2, 5, 8):
         rows = -(-count // num_ranks)

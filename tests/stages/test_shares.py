@@ -40,16 +40,17 @@ def leaves(params: Any) -> dict[str, Tensor]:
 def assert_cuts(whole: Model, shares: list[Model]) -> None:
     """Each share's tensors are those of `cut_field`, and together they are the whole: by definition
     of the layers."""
-    config, count = whole.config, len(shares)
+    config = whole.config
+    count = len(shares)
     (layout,) = split_layers(config.num_layers, 1)
-    fields, tensors = dict(stage_fields(config, layout)), leaves(whole.params)
-    owns, founds = (
-        [dict(stage_fields(config, layout, (rank, count))) for rank in range(count)],
-        list[Any](),
-    )
+    fields = dict(stage_fields(config, layout))
+    tensors = leaves(whole.params)
+    owns = [dict(stage_fields(config, layout, (rank, count))) for rank in range(count)]
+    founds = list[Any]()
     for rank, share in enumerate(shares):
         assert share.shard == (rank, count)
-        own, found = owns[rank], leaves(share.params)
+        own = owns[rank]
+        found = leaves(share.params)
         founds.append(found)
         paths = {name: name.lstrip(".").replace("[", ".").replace("]", "") for name in found}
         for name, tensor in found.items():
@@ -72,7 +73,8 @@ def assert_cuts(whole: Model, shares: list[Model]) -> None:
                 )
                 assert len({len(getattr(own, name)) for own in own_layers}) == 1
         elif config.moe is None:
-            inner, size = config.intermediate_size, config.intermediate_size // count
+            inner = config.intermediate_size
+            size = config.intermediate_size // count
             for rank, own in enumerate(own_layers):
                 gate, up = layer.gate_up_proj.float().split(inner)
                 there = slice(rank * size, (rank + 1) * size)
@@ -86,12 +88,10 @@ def assert_cuts(whole: Model, shares: list[Model]) -> None:
 def assert_heads(config: ModelConfig, layer: Any, own_layers: list[Any]) -> None:
     """Rank r has query heads r·H/n to (r+1)·H/n, the columns of o for them, and the keys and values
     that they read."""
-    heads, kv_heads, size, count = (
-        config.num_heads,
-        config.num_kv_heads,
-        config.head_dim,
-        len(own_layers),
-    )
+    heads = config.num_heads
+    kv_heads = config.num_kv_heads
+    size = config.head_dim
+    count = len(own_layers)
     q, k, v = layer.qkv_proj.float().split([heads * size, kv_heads * size, kv_heads * size])
     q, k, v = (x.unflatten(0, (-1, size)) for x in (q, k, v))
     o = layer.o_proj.float().unflatten(1, (-1, size))

@@ -166,7 +166,8 @@ def train(
     optimizer = optimizer_for(model, options.decay)
     loss_of, compiled = compiled_or_not(autocast_loss, crops())
     optimizer.zero_grad()
-    step, history = 0, list[float]()
+    step = 0
+    history = list[float]()
     bar = tqdm(total=100.0, mininterval=1.0, bar_format="{l_bar}{bar}|{postfix}")
     for step, done in progress(options.steps, options.minutes):
         for group in optimizer.param_groups:
@@ -274,10 +275,8 @@ def main(argv: list[str] | None = None) -> None:
     """Gathers the text, trains, saves, and prints samples of what came out."""
     options = parsed(argv)
     texts = documents(shipped_texts())
-    size, digest = (
-        sum(len(text) for text in texts),
-        hashlib.sha256("\0".join(texts).encode()).hexdigest(),
-    )
+    size = sum(len(text) for text in texts)
+    digest = hashlib.sha256("\0".join(texts).encode()).hexdigest()
     print(f"{size:,} bytes of text in {len(texts):,} documents, sha256 {digest[:16]}")
     ids, held = (token_ids(part).to(options.device) for part in split_held_out(texts))
     torch.manual_seed(options.seed)

@@ -42,7 +42,8 @@ def agree(fn: Callable[..., Any], *calls: tuple[Any, ...]) -> Graphified[Any, An
     g = graphify(fn)
     kept = []
     for args in calls:
-        seen, wanted = g(*args), fn(*args)
+        seen = g(*args)
+        wanted = fn(*args)
         assert_equal(LAW, seen, wanted)
         kept.append((seen, clone(wanted)))
     for seen, wanted in kept:

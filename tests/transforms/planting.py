@@ -46,7 +46,8 @@ def without(text: str) -> Fault:
 
 def swapped(a: str, b: str) -> Fault:
     def change(effects: list[Effect]) -> None:
-        i, j = position(effects, a), position(effects, b)
+        i = position(effects, a)
+        j = position(effects, b)
         effects[i], effects[j] = effects[j], effects[i]
 
     return change

@@ -65,7 +65,9 @@ def fresh() -> Carried:
 
 def by_hand(batches: list[Tensor]) -> tuple[Any, list[Tensor]]:
     """The calls and the sums in order, written by hand."""
-    state, own, outs = STATE, summed.init(PARAMS, STATE), []
+    state = STATE
+    own = summed.init(PARAMS, STATE)
+    outs = []
     for batch in batches:
         state, out = step(PARAMS, state, batch)
         own = {"sum": own["sum"] + out.sum(0), "calls": own["calls"] + 1}
@@ -75,7 +77,9 @@ def by_hand(batches: list[Tensor]) -> tuple[Any, list[Tensor]]:
 
 @pytest.mark.parametrize("way", WAYS)
 def test_it_is_the_sequence_by_hand(way: str) -> None:
-    made, state, outs = WAYS[way](step), fresh(), []
+    made = WAYS[way](step)
+    state = fresh()
+    outs = []
     for batch in BATCHES:
         state, out = made(PARAMS, state, batch)
         outs.append(out.clone())
@@ -88,7 +92,8 @@ def test_any_function_that_donates_its_state(function: Function, way: str) -> No
     wide = Transform(
         lambda params, state: torch.zeros(width), lambda f, own, *args: _added(own, *f(*args))
     )
-    state, other = clone(function.state), wide.carry(function.params, clone(function.state))
+    state = clone(function.state)
+    other = wide.carry(function.params, clone(function.state))
     made = graphify(wide(function.fn)) if way != "transform" else wide(function.fn)
     total = torch.zeros(width)
     for x in function.inputs:
@@ -133,8 +138,10 @@ def test_it_is_cut_into_parts(way: str) -> None:
 def test_stages_in_a_pipeline(
     functions: list[Function], rows: int, parts: int, graph: bool, lent: bool
 ) -> None:
-    stages, params = [f.fn for f in functions], [f.params for f in functions]
-    states, x = [f.state for f in functions], torch.linspace(-2, 2, rows * 4).view(rows, 4)
+    stages = [f.fn for f in functions]
+    params = [f.params for f in functions]
+    states = [f.state for f in functions]
+    x = torch.linspace(-2, 2, rows * 4).view(rows, 4)
     wanted, out = compose(stages)(params, states, x)
     inside = [
         graphify(s, outputs="borrow" if lent else "safe", reference_argnames=()) for s in stages
@@ -158,7 +165,9 @@ def stepped(state: Tensor, batch: Tensor, out: Tensor) -> Tensor:
 @pytest.mark.parametrize("transport", [None, Threads()], ids=["local", "threads"])
 @pytest.mark.parametrize("whole", [False, True])
 def test_advance_is_lifted_over_what_some_stages_carry(transport: Any, whole: bool) -> None:
-    params, states, x = [torch.ones(4), torch.zeros(4)], [torch.tensor(0.0)] * 2, BATCHES[0]
+    params = [torch.ones(4), torch.zeros(4)]
+    states = [torch.tensor(0.0)] * 2
+    x = BATCHES[0]
     plain = pipeline([stage, stage], advance=stepped)
     made: Any = pipeline([summed(stage), stage], advance=lift(stepped), transport=transport)
     made = graphify(made) if whole and transport is None else made
@@ -214,7 +223,9 @@ def doubled(f: Callable[..., Any]) -> Callable[..., Any]:
 
 @pytest.mark.parametrize("transport", [None, Threads()], ids=["local", "threads"])
 def test_one_without_state_hands_on_that_a_stage_lends(transport: Any) -> None:
-    x, params, states = torch.arange(24.0).view(6, 4), [torch.ones(4)] * 2, [torch.tensor(0.0)] * 2
+    x = torch.arange(24.0).view(6, 4)
+    params = [torch.ones(4)] * 2
+    states = [torch.tensor(0.0)] * 2
     lent = [doubled(graphify(stage, outputs="borrow")) for _ in range(2)]
     assert all(map(lends, lent))
     _, out = pipeline(lent, microbatches=3, transport=transport)(params, states, x)

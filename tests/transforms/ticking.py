@@ -29,9 +29,12 @@ class Ticking:
     whatever it can."""
 
     def __init__(self, programs: Sequence[Program], costs: dict[str, int], capacity: int) -> None:
-        self.programs, self.costs, self.capacity = programs, costs, capacity
+        self.programs = programs
+        self.costs = costs
+        self.capacity = capacity
         self.edges: dict[tuple[int, int, str], list[Sent]] = defaultdict(list)
-        self.at, self.began = [0] * len(programs), [0] * len(programs)
+        self.at = [0] * len(programs)
+        self.began = [0] * len(programs)
         self.moments: list[tuple[int, Effect, int, int]] = []
         self.meetings: dict[
             tuple[int, ...], tuple[int, set[int]]
@@ -56,7 +59,8 @@ class Ticking:
         effect = self.programs[rank].effects[self.at[rank]]
         work = 0 if isinstance(effect, Collective) else self.costs["launch"]
         if isinstance(effect, Run):
-            stage, part = self.costs["stage"] * (1 + effect.microbatch), self.costs["uneven"] * rank
+            stage = self.costs["stage"] * (1 + effect.microbatch)
+            part = self.costs["uneven"] * rank
             work += {"advance": self.costs["advance"], "part 0": part}.get(effect.what, stage)
         if self.now < self.began[rank] + work or not self.allowed(rank, effect):
             return False
@@ -155,7 +159,8 @@ def programs_of_any_kind(draw: st.DrawFn) -> list[Program]:
     effects: list[list[Effect]] = [[] for _ in range(ranks)]
     queues: dict[tuple[int, int, str], int] = {}  # the micro-batch that is on an edge
     for _ in range(draw(st.integers(0, 30))):
-        rank, mb = draw(st.integers(0, ranks - 1)), draw(st.integers(0, 3))
+        rank = draw(st.integers(0, ranks - 1))
+        mb = draw(st.integers(0, 3))
         others = [to for to in range(ranks) if to != rank]
         group = tuple(draw(st.lists(st.sampled_from(others), unique=True))) if others else ()
         ways: list[Any] = [Run(f"stage {rank}", mb), Run("advance", mb), Run("part 0", mb)]

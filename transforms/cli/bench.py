@@ -52,7 +52,8 @@ def run(options: Bench) -> int:
 
 def _check(options: Bench) -> None:
     """Refuse options that contradict each other."""
-    tokens, pp = options.tokens_per_step, ",".join(map(str, options.splits))
+    tokens = options.tokens_per_step
+    pp = ",".join(map(str, options.splits))
     if options.eval is not None and options.dummy:
         seen = "random weights; --eval scores the weights and the tokenizer of a folder"
         options.refuse(f"--eval {options.eval}", seen, "--model DIR, without --load-format dummy")
@@ -79,7 +80,8 @@ def bench(options: Bench) -> tuple[dict[str, Any], Iterator[Any]]:
         RequestError: requests longer than the model has positions for.
     """
     config, (input_len, output_len) = read_config(options), options.lengths
-    total, most = input_len + output_len, config.max_position_embeddings
+    total = input_len + output_len
+    most = config.max_position_embeddings
     if total > most:
         flags = f"--input-len {input_len} --output-len {output_len}"
         options.refuse(
@@ -101,7 +103,8 @@ def start_engine(
 ) -> tuple[Engine, RankFigures]:
     """An engine with all its graphs captured, and how long each part took; of a model that may be
     `opened` before."""
-    graph, length = options.graphs[0], sum(options.lengths)
+    graph = options.graphs[0]
+    length = sum(options.lengths)
     make = partial(make_engine, options, here, graph=graph, max_model_len=length)
     return start(lambda: opened or open_model(options, here), make)
 
@@ -146,7 +149,8 @@ def as_report(options: Bench, found: dict[str, Any]) -> dict[str, Any]:
 
 def tables(report: dict[str, Any]) -> Iterator[Any]:
     """The report, to be read."""
-    asked, graphs = report["wanted"], report["graphs"]
+    asked = report["wanted"]
+    graphs = report["graphs"]
     stages = counted(max(len(report["ranks"]), asked["stages"] or 1), "stage")
     yield heading(f"{asked['model'] or asked['preset']}, {stages}, graphs: {asked['graph']}")
     throughput = {
@@ -240,7 +244,8 @@ def evaluate(options: Bench) -> tuple[dict[str, Any], Iterator[Any]]:
 
 def score_modes(here: Here, options: Bench, tasks: Sequence[Task]) -> list[Score]:
     """The scores of one model in each mode, with an engine for each."""
-    model, scores = open_model(options, here), []
+    model = open_model(options, here)
+    scores = []
     for graph in tqdm(options.graphs, desc="eval", unit="mode", disable=not here.progress):
         scores.append(_score(here, options, model, graph, tasks))
         gc.collect()

@@ -50,7 +50,8 @@ def run(options: Demo) -> int:
         DeviceError: this machine does not have the device.
         RequestError: more tokens than the model has positions for.
     """
-    model, max_tokens = load(DEMO, options.device, "float32"), options.max_tokens
+    model = load(DEMO, options.device, "float32")
+    max_tokens = options.max_tokens
     prompts = [encode_prompt(model, prompt, "weft demo") for prompt in PROMPTS]
     if max_tokens > (most := model.config.max_position_embeddings - max(map(len, prompts))):
         seen = f"{max_tokens} tokens; after the longest prompt the model has {most} positions"

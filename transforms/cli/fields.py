@@ -123,10 +123,8 @@ class Options:
         """
         fields = attrs.fields_dict(type(self))
         for name in filter(self.given.__contains__, fields):
-            flag, needed = (
-                flag_of(name),
-                [one for one in NEEDS.get(name, ()) if one in fields and fields[one].metadata],
-            )
+            flag = flag_of(name)
+            needed = [one for one in NEEDS.get(name, ()) if one in fields and fields[one].metadata]
             written = f"{flag} {getattr(self, name)}"
             others = [
                 flag_of(other)

@@ -77,10 +77,8 @@ NAMED = value(
 )
 DIR, FILE, DEVICE = ({"metavar": name} for name in ("DIR", "FILE", "D"))
 DIRS = {"metavar": "DIR", "action": "append"}
-WORD, CERTIFICATES = (
-    {"metavar": "MODEL", "positional": True},
-    {"metavar": "CERTIFICATES", "positional": True},
-)
+WORD = {"metavar": "MODEL", "positional": True}
+CERTIFICATES = {"metavar": "CERTIFICATES", "positional": True}
 SWITCH = {"action": "store_true"}
 TEXT_ONCE = {"metavar": "TEXT"}
 TEXT = {"metavar": "TEXT", "type": _text, "action": "append"}

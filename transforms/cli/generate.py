@@ -100,7 +100,9 @@ def _check_room(
         lengths: the tokens of each prompt.
         or_more: what an error says after a length, which may be greater.
     """
-    asked, longest, limit = options.max_tokens, max(lengths), config.max_position_embeddings
+    asked = options.max_tokens
+    longest = max(lengths)
+    limit = config.max_position_embeddings
     if "max_tokens" in options.given and longest < limit < longest + asked:
         seen = (
             f"{asked} tokens after a prompt of {longest}{or_more}; the model's limit is {limit}"

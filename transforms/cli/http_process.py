@@ -130,7 +130,8 @@ class HttpProcess:
 
     def run(self, engine: Engine, settings: Settings, num_ranks: int) -> int:
         """Serve; returns the exit code."""
-        make_mask, process = mask_maker(engine.model), self._process
+        make_mask = mask_maker(engine.model)
+        process = self._process
         if process is None:
             host = EngineHost(engine, settings.max_waiting, make_mask, num_ranks=num_ranks)
             serve_clients(host, settings, self._sockets)

@@ -22,7 +22,8 @@ from weft.transforms.cli.fields import Options, flag_of, flagged
 from weft.transforms.cli.options import Bench, Demo, Doctor, Generate, Plan, Serve, Verify
 from weft.transforms.cli.printing import printable
 
-_INTERRUPTED, _BROKEN_PIPE = 130, 141
+_INTERRUPTED = 130
+_BROKEN_PIPE = 141
 """The codes by which a shell reports a process that SIGINT, or SIGPIPE, ended."""
 
 _RENAMED = {
@@ -92,12 +93,14 @@ def in_flags(error: WeftError, words: Sequence[str]) -> str:
     flags = {
         field.name: flag_of(field.name) for field in flagged(_COMMANDS.get(words[0], Options))
     } | _RENAMED
-    call, only = error.call, re.fullmatch(r"[^='\"]*[( ](\w+)=([^=]*)\)", error.call)
+    call = error.call
+    only = re.fullmatch(r"[^='\"]*[( ](\w+)=([^=]*)\)", error.call)
     if only and only[1] in flags:
         call = f"weft {words[0]} {flags[only[1]]} {only[2]}"
     elif not call.startswith((f"weft {words[0]} ", "--")):
         call = f"weft {shlex.join(words)}"
-    seen, instead = error.seen, error.instead
+    seen = error.seen
+    instead = error.instead
     if not isinstance(
         error, ConfigError | CheckpointError
     ):  # whose names are those of files' fields
@@ -195,7 +198,8 @@ def _add_flags(parser: argparse.ArgumentParser, own: type[Options], requires: bo
     """Add the flags of a command. Only flags that are given reach the parser's result."""
     groups: dict[str, Any] = {"options": parser}
     for field in flagged(own):
-        name, help = field.metadata["group"], field.metadata["help"]
+        name = field.metadata["group"]
+        help = field.metadata["help"]
         if name == "model" and name not in groups:
             groups[name] = parser.add_mutually_exclusive_group(required=requires)
         elif name not in groups:

@@ -208,7 +208,8 @@ class Demo(Options):
     logits and state after every step, and exit with 1 if they differ by more than rounding, or in
     any bit of the batch-invariant model."""
 
-    command, summary = "demo", "see that graphs and pipelines change no result"
+    command = "demo"
+    summary = "see that graphs and pipelines change no result"
 
     device: str | None = _general(_DEVICE, DEVICE)
     max_tokens: int = _general("tokens to generate per prompt", whole("N"), 64)
@@ -218,7 +219,8 @@ class Demo(Options):
 class Doctor(Options):
     """Show what weft would run on here, and why: versions, devices, graph back ends, kernels."""
 
-    command, summary = "doctor", "show versions, devices and back ends"
+    command = "doctor"
+    summary = "show versions, devices and back ends"
 
     json: bool = _general("print one JSON object", SWITCH, False)
 
@@ -227,7 +229,8 @@ class Doctor(Options):
 class Generate(RunOptions):
     """Complete prompts, all in one batch, and print the completions in the order of the prompts."""
 
-    command, usage = "generate", "--model DIR --prompt TEXT [options]"
+    command = "generate"
+    usage = "--model DIR --prompt TEXT [options]"
     summary = "complete prompts with a checkpoint"
 
     model: str = _general(_FOLDER, DIR, attrs.NOTHING)
@@ -259,7 +262,8 @@ class Verify(RunOptions):
     them bit for bit. Print `equal`, `equal, with other weights`, or the first token that differs,
     and exit with 1 unless all are equal."""
 
-    command, usage = "verify", "CERTIFICATES --model DIR [options]"
+    command = "verify"
+    usage = "CERTIFICATES --model DIR [options]"
     summary = "compute certified completions again, and compare every bit"
 
     certificate: str = _general(
@@ -284,7 +288,8 @@ class Serve(WeightOptions):
     /v1/models, /tokenize, /health, /metrics. It listens on this machine alone unless --host says
     otherwise. On SIGTERM or Ctrl-C it finishes the running requests and then exits."""
 
-    command, usage = "serve", "(MODEL | --preset NAME) [options]"
+    command = "serve"
+    usage = "(MODEL | --preset NAME) [options]"
     summary = "serve a checkpoint over HTTP, by OpenAI's API"
 
     model: str | None = _model(_FOLDER, WORD)
@@ -346,7 +351,8 @@ class Bench(WeightOptions):
     --eval, score a file of tasks in each graph mode and split instead, and exit with 1 if the
     scores differ."""
 
-    command, usage = "bench", "(--model DIR | --preset NAME) [options]"
+    command = "bench"
+    usage = "(--model DIR | --preset NAME) [options]"
     summary = "measure serving, or score a file of tasks"
 
     out: str | None = _general("write the JSON object to a file, too", FILE)
@@ -402,10 +408,8 @@ class Plan(ModelOptions):
     that it reads divided by the memory bandwidth. Exit with 1 if the model does not fit into
     memory."""
 
-    command, usage = (
-        "plan",
-        "(--model DIR | --preset NAME) [[--pp N] [--tp N] | --gpus N] [options]",
-    )
+    command = "plan"
+    usage = "(--model DIR | --preset NAME) [[--pp N] [--tp N] | --gpus N] [options]"
     summary = "predict a pipeline from a config.json"
 
     pp: int | None = _general("pipeline stages (default 1)", whole("N"))

@@ -61,7 +61,8 @@ def run(options: Plan) -> int:
 
 def as_report(options: Plan, plan: Prediction, splits: SplitPlan | None) -> dict[str, Any]:
     """The JSON report, in seconds and bytes."""
-    config, timeline = plan.load.config, plan.timeline
+    config = plan.load.config
+    timeline = plan.timeline
     names = (
         "model",
         "preset",
@@ -125,7 +126,8 @@ def as_report(options: Plan, plan: Prediction, splits: SplitPlan | None) -> dict
 
 def sections(options: Plan, plan: Prediction, splits: SplitPlan | None) -> Iterator[Any]:
     """The answer, then how it comes about."""
-    shards, stages = plan.load.num_shards, plan.load.num_stages
+    shards = plan.load.num_shards
+    stages = plan.load.num_stages
     alike = (
         ()
         if shards == 1

@@ -21,7 +21,8 @@ def printable(text: str) -> str:
 
 def check_file(options: Options, flag: str, file: str | None) -> None:
     """Refuse a path that no file can have, before the work starts whose result it is for."""
-    folder, instead = os.path.dirname(file or "") or ".", "a file in a folder that exists"
+    folder = os.path.dirname(file or "") or "."
+    instead = "a file in a folder that exists"
     if file == "" or os.path.isdir(file or ""):
         options.refuse(f"{flag} {file}", f"{file!r:.300} is a folder", instead)
     if not os.path.isdir(folder):

@@ -90,13 +90,14 @@ def in_ranks(fn: Callable[[Here, *Ts], T], options: RunOptions, *args: *Ts) -> T
         SystemExit: with 0, on a rank of torchrun that is not the first.
         Whatever `fn` raises.
     """
-    world, transport, shares = world_size(options), options.transport, options.tp
-    stages, flag, within = (
-        num_stages(options),
-        f"--transport {transport}",
-        transport in ("local", "threads"),
-    )
-    ranks, written = stages * shares, f"--pp {stages}" + f" --tp {shares}" * (shares > 1)
+    world = world_size(options)
+    transport = options.transport
+    shares = options.tp
+    stages = num_stages(options)
+    flag = f"--transport {transport}"
+    within = transport in ("local", "threads")
+    ranks = stages * shares
+    written = f"--pp {stages}" + f" --tp {shares}" * (shares > 1)
     if world > 1 and ranks != world:
         seen = f"{written} under torchrun with {world} processes"
         options.refuse(
@@ -154,10 +155,8 @@ def _as_rank(fn: Callable[[Here, *Ts], T], options: RunOptions, *args: *Ts) -> T
     transport = Distributed(device=device, backend=backend, timeout=options.timeout)
     try:
         stages = transport.num_ranks // options.tp
-        stage, shard = (
-            (transport.rank // options.tp, stages),
-            (transport.rank % options.tp, options.tp),
-        )
+        stage = (transport.rank // options.tp, stages)
+        shard = (transport.rank % options.tp, options.tp)
         return fn(Here(transport, stages, transport.device, stage, shard), *args)
     finally:
         transport.close()
@@ -166,11 +165,10 @@ def _as_rank(fn: Callable[[Here, *Ts], T], options: RunOptions, *args: *Ts) -> T
 def _check_device(options: RunOptions, num_ranks: int) -> None:
     """Refuse a device that the transport of ranks does not serve, or that has to serve several of
     the ranks here."""
-    device, transport = (
-        pick_device(options.device, call=f"--device {options.device}"),
-        options.transport,
-    )
-    on_gpus, count = device.type == "cuda", torch.cuda.device_count()
+    device = pick_device(options.device, call=f"--device {options.device}")
+    transport = options.transport
+    on_gpus = device.type == "cuda"
+    count = torch.cuda.device_count()
     suiting = ("nccl", "peer") if on_gpus else ("gloo",)
     if transport not in (None, *suiting):
         seen = f"stages on {'GPUs' if on_gpus else 'the CPU'}, which {transport} does not connect"
@@ -241,7 +239,8 @@ def read_config(options: ModelOptions) -> ModelConfig:
 def open_model(options: RunOptions, here: Here) -> Model:
     """The part of the model that runs in this process, with the stages that `--stages` gives it."""
     if options.dummy and isinstance(options, Bench | Serve):
-        config, name = read_config(options), options.model or str(options.preset)
+        config = read_config(options)
+        name = options.model or str(options.preset)
         kind: dict[str, Any] = {
             "dtype": options.dtype,
             "stage": here.stage,
@@ -309,7 +308,8 @@ def _with_stages(options: RunOptions, model: Model) -> Model:
 
 def open_drafts(options: RunOptions, here: Here) -> Speculation | None:
     """The speculation that the options ask for. The draft model is loaded on the first rank alone."""
-    count, folder = options.speculate, options.draft
+    count = options.speculate
+    folder = options.draft
     if count is None or folder is None:
         return None if count is None else Speculation(count)
     return Speculation(

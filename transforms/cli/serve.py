@@ -46,7 +46,8 @@ def run(options: Serve) -> int:
     except ImportError as error:
         options.refuse("", f"{error}", install_command("serve"))
     _check_files(options)
-    asked, limit = options.max_model_len, read_config(options).max_position_embeddings
+    asked = options.max_model_len
+    limit = read_config(options).max_position_embeddings
     if asked is not None and asked > limit:
         flag = "--max-model-len"
         options.refuse(
@@ -111,7 +112,8 @@ def _serve(here: Here, options: Serve, name: str) -> int:
     from weft.transforms.server.grammars.masks import mask_maker
     from weft.transforms.server.host import max_model_len
 
-    key, template = _api_key(options), _template(options)
+    key = _api_key(options)
+    template = _template(options)
     http = HttpProcess(_bound(options)) if here.first else None
     try:
         engine = _engine(here, options, name)
@@ -151,7 +153,8 @@ def _bound(options: Serve) -> list[socket.socket]:
     """The sockets of the address. They listen, so that of two servers that are started together one
     is told that the port is taken: sockets that are only bound can share it. Connections wait until
     the model is loaded."""
-    found, wrong = list[socket.socket](), OSError("no address")
+    found = list[socket.socket]()
+    wrong = OSError("no address")
     try:
         places = socket.getaddrinfo(
             options.host, options.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
@@ -168,7 +171,8 @@ def _bound(options: Serve) -> list[socket.socket]:
     except OSError as error:
         for own in found:
             own.close()
-        flags, seen = f"--host {options.host} --port {options.port}", f"{error.strerror or error}"
+        flags = f"--host {options.host} --port {options.port}"
+        seen = f"{error.strerror or error}"
         options.refuse(flags, seen, "an address of this machine, and a port that is free, or 0")
     return found
 
@@ -245,9 +249,11 @@ def _engine(here: Here, options: Serve, name: str) -> Engine:
 
 
 def _api_key(options: Serve) -> str | None:
-    given, name = options.api_key, "--api-key ''"
+    given = options.api_key
+    name = "--api-key ''"
     if given is None:
-        given, name = os.environ.get("WEFT_API_KEY"), "WEFT_API_KEY="
+        given = os.environ.get("WEFT_API_KEY")
+        name = "WEFT_API_KEY="
     if given == "":
         options.refuse(name, "an empty key", "a key; or none at all, and anybody is answered")
     return given

@@ -57,7 +57,8 @@ class _Captured:
         """The values of the tokens `start:stop` of these, in parts."""
         each = self.stop - self.first
         for index in range(start // each, -(-stop // each)):
-            begin, end = max(start - index * each, 0), min(stop - index * each, each)
+            begin = max(start - index * each, 0)
+            end = min(stop - index * each, each)
             yield self.steps[index][name][self.first + begin : self.first + end]
 
 
@@ -148,7 +149,8 @@ class CompletionState:
         Args:
             is_stop: it is a token that ends the request.
         """
-        token, asked = result.token_ids[row][index], self.request.sampling.logprobs
+        token = result.token_ids[row][index]
+        asked = self.request.sampling.logprobs
         self.token_ids.append(token)
         self.logprobs.append(result.logprobs[row][index])
         if asked is not None:
@@ -213,7 +215,9 @@ class CompletionState:
             for name in names
         }
         self._captured[self._num_owned :] = [_Captured(0, sum(own.size for own in lent), [owned])]
-        self._num_owned, self._num_lent, self._rows_lent = self._num_owned + 1, 0, 0
+        self._num_owned = self._num_owned + 1
+        self._num_lent = 0
+        self._rows_lent = 0
 
     @property
     def captured(self) -> dict[str, Tensor]:
@@ -224,9 +228,11 @@ class CompletionState:
         """The captures of those of the tokens `start:stop` that were read: [n, ...] by name."""
         most = min(self.num_captured, len(self.request.prompt) + len(self.token_ids) - 1)
         stop = min(stop, most)
-        found, place = list[tuple[_Captured, int, int]](), 0
+        found = list[tuple[_Captured, int, int]]()
+        place = 0
         for own in self._captured:
-            begin, end = max(start - place, 0), min(stop - place, own.size)
+            begin = max(start - place, 0)
+            end = min(stop - place, own.size)
             if begin < end:
                 found.append((own, begin, end))
             place += own.size

@@ -118,7 +118,9 @@ class Engine:
             **options,
             **own,
         )
-        self.model, self.transport, self.run_ahead = model, transport or Local(), run_ahead
+        self.model = model
+        self.transport = transport or Local()
+        self.run_ahead = run_ahead
         self.num_logprobs = num_logprobs = (
             model.config.vocab_size if num_logprobs == -1 else num_logprobs
         )
@@ -159,7 +161,8 @@ class Engine:
         self._outputs = OutputProcessor(
             model.tokenizer, model.config.vocab_size, self._builder.eos_ids
         )
-        self._counts, self._num_added = Counts(self._executor.classes), 0
+        self._counts = Counts(self._executor.classes)
+        self._num_added = 0
         self._pending = deque[PendingResults]()
         self._unreturned = list[RequestOutput]()
         self._calls = Calls()
@@ -177,15 +180,15 @@ class Engine:
             self.limits = limit_steps(
                 self, limits.max_step_seconds, self._executor.classes.captured_tokens
             )
-            self._counts, self._num_added = (
-                Counts(self._executor.classes),
-                0,
-            )  # as if nothing had been served
+            # as if nothing had been served
+            self._counts = Counts(self._executor.classes)
+            self._num_added = 0
             self._outputs.ended, self._host.num_found = Counter(), 0
 
     def __repr__(self) -> str:
         """The model, and the number of graphs and requests."""
-        name, graphs = self.model.config.architecture, len(self._executor.graphs)
+        name = self.model.config.architecture
+        graphs = len(self._executor.graphs)
         ended = "; ended by what a step raised" * self._calls.is_broken
         return (
             f"<Engine of {name}; graphified steps here: {graphs}; requests under way:"
@@ -492,7 +495,8 @@ class Engine:
             self._host, got = observe(self._host, work.job, result.token_ids, result.faults)
             self._counts.read(result)
             for row, req, count in got:
-                output, name = self._append(req, result, row, count), req.request.id
+                output = self._append(req, result, row, count)
+                name = req.request.id
                 outputs[name] = joined(outputs[name], output) if name in outputs else output
         return list(outputs.values())
 

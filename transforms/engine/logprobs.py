@@ -84,8 +84,10 @@ def logprobs(
     found: list[Tensor] = []
     for group in _groups(every):
         here = slice(len(found), len(found) + len(group))
-        counts, adapters = lengths[here], slots[here]
-        active, inputs = len({*adapters} - {-1}), [ids[:-1] for ids in group]
+        counts = lengths[here]
+        adapters = slots[here]
+        active = len({*adapters} - {-1})
+        inputs = [ids[:-1] for ids in group]
         batch = Batch.ragged(
             range(len(group)), inputs, num_active_loras=active, device=model.device
         )
@@ -133,20 +135,17 @@ _RULES: dict[str, Rule] = {
 
 def _check_sequence(call: str, model: Model, name: str, ids: Any) -> None:
     """Raise RequestError unless these are tokens of the model, as many as it can give logprobs of."""
-    most, vocab = model.config.max_position_embeddings, model.config.vocab_size
+    most = model.config.max_position_embeddings
+    vocab = model.config.vocab_size
     if not isinstance(ids, list | tuple):
-        seen, instead = (
-            f"{name} is {kind_of(ids)}",
-            "a string or a list of token ids; of a tensor, its .tolist()",
-        )
+        seen = f"{name} is {kind_of(ids)}"
+        instead = "a string or a list of token ids; of a tensor, its .tolist()"
     elif not 2 <= len(ids) <= most:
         seen = f"{name} has {len(ids)} token{'s' * (len(ids) != 1)}; the first one has no logprob"
         instead = f"2 to {most} tokens, the model's limit"
     elif wrong := [token for token in ids if not is_int(token, 0, vocab - 1)]:
-        seen, instead = (
-            f"{name} holds {wrong[0]!r:.200}",
-            f"token ids are ints from 0 to {vocab - 1}",
-        )
+        seen = f"{name} holds {wrong[0]!r:.200}"
+        instead = f"token ids are ints from 0 to {vocab - 1}"
     else:
         return
     raise RequestError(call, seen, instead)

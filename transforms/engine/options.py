@@ -33,7 +33,9 @@ from weft.transforms.graphs.ladder import MODES
 from weft.transforms.pipelines.argument_checks import TRANSPORT
 
 _MAX_CONTEXT = 4096
-_NUM_TOKENS, _NUM_TOKENS_OF_A_LARGE_GPU, _LARGE_GPU = 2048, 8192, 64 * 2**30
+_NUM_TOKENS = 2048
+_NUM_TOKENS_OF_A_LARGE_GPU = 8192
+_LARGE_GPU = 64 * 2**30
 """The most tokens of a step where nobody says it; that of a GPU with as many bytes or more, but for
 models with small layers. Prompts are faster in large steps, and decodes that share them wait
 longer."""
@@ -169,11 +171,10 @@ class Speculation:
         """
         if self.config is None:
             return
-        vocab, place = model.config.vocab_size, (model.device, True)
-        own, extras = (
-            self.model.functions if isinstance(self.model, Model) else OWN,
-            model.functions.extras,
-        )
+        vocab = model.config.vocab_size
+        place = (model.device, True)
+        own = self.model.functions if isinstance(self.model, Model) else OWN
+        extras = model.functions.extras
         rules: dict[str, Rule] = {
             "the draft model's vocab_size": (
                 lambda own: own == vocab,
@@ -249,7 +250,8 @@ class Speculation:
     def _state(self, state: State, first: bool) -> State:
         (num_rows, max_pages), device = state.block_table.shape, state.block_table.device
         num_pages, page_size = state.kv_pages.shape[2:4]
-        pages, tokens = None, 0
+        pages = None
+        tokens = 0
         if first and isinstance(self.model, Model):
             pages = empty_pages(self.model, num_pages, page_size)
         elif first:
@@ -339,7 +341,8 @@ class EngineLimits:
         model.functions.check_pages("weft.EngineLimits(...)", self.page_size)
         length = min(model.config.max_position_embeddings, self.max_model_len or _MAX_CONTEXT)
         max_pages = -(-length // self.page_size)
-        cohorts, transport = self.num_cohorts or split.num_stages, split.transport
+        cohorts = self.num_cohorts or split.num_stages
+        transport = split.transport
         least = -(-self.max_num_reqs // cohorts)
         usual = transport.share(
             max(least, _num_tokens(model))
@@ -395,7 +398,8 @@ class ResolvedLimits:
     def options(self) -> dict[str, Any]:
         """The options that must be equal on all ranks. Only the first rank has the draft model; the
         others have its configuration."""
-        budget, own = attrs.asdict(self.budget, recurse=False), self.speculation
+        budget = attrs.asdict(self.budget, recurse=False)
+        own = self.speculation
         drafts = (
             None
             if own is None

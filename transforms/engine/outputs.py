@@ -161,8 +161,10 @@ class OutputProcessor:
     def __init__(
         self, tokenizer: Tokenizer | None, vocab_size: int, eos_ids: Sequence[int] = ()
     ) -> None:
-        self._tokenizer, self._special_ids = tokenizer, special_ids(tokenizer)
-        self._vocab_size, self._eos_ids = vocab_size, frozenset(eos_ids)
+        self._tokenizer = tokenizer
+        self._special_ids = special_ids(tokenizer)
+        self._vocab_size = vocab_size
+        self._eos_ids = frozenset(eos_ids)
         self._open: dict[str, _OpenCompletion] = {}
         self._names: dict[str, list[str]] = {}
         self.ended: Counter[str] = Counter()
@@ -190,10 +192,8 @@ class OutputProcessor:
             None if mask is None else RequestMask.of(mask, requests[0].sampling, self._vocab_size)
         )
         for index, (request, state) in enumerate(zip(requests, states, strict=True)):
-            state.prompt_logprobs, state.prompt_top_logprobs = (
-                states[0].prompt_logprobs,
-                states[0].prompt_top_logprobs,
-            )
+            state.prompt_logprobs = states[0].prompt_logprobs
+            state.prompt_top_logprobs = states[0].prompt_top_logprobs
             state.prompt_ranks = states[0].prompt_ranks
             self._open[request.id] = _OpenCompletion(id, index, state, first_job)
             if own_mask is not None:
@@ -335,11 +335,13 @@ class OutputProcessor:
                 ):
                     own.state.append_captured(result.captured, row)
             return
-        first, chunks = 0, work.token_ids or ((LAST_TOKEN,),) * len(work.rows)
+        first = 0
+        chunks = work.token_ids or ((LAST_TOKEN,),) * len(work.rows)
         for row, (name, ids, start) in enumerate(
             zip(work.requests, chunks, work.starts, strict=True)
         ):
-            count, own = len(ids) if work.token_ids else work.query_len, self._open.get(name)
+            count = len(ids) if work.token_ids else work.query_len
+            own = self._open.get(name)
             if own is not None and work.job >= own.first_job:
                 kept = count if work.token_ids else min(count, len(result.token_ids[row]))
                 goes_on = ids == (LAST_TOKEN,)
@@ -355,7 +357,8 @@ class OutputProcessor:
         Args:
             reason: why it ends after these tokens; empty: it goes on.
         """
-        own, tokens = self._open[name], result.token_ids[row]
+        own = self._open[name]
+        tokens = result.token_ids[row]
         if len(tokens) != count:
             tokens = tokens[:count]
         for index in range(count):
@@ -440,7 +443,8 @@ class Streams:
     ) -> AsyncGenerator[RequestOutput, None]:
         """The outputs of a request, until all of its completions have ended."""
         if self._is_distributed:
-            call, instead = "engine.stream(prompt)", "add() on all ranks, and step() on each"
+            call = "engine.stream(prompt)"
+            instead = "add() on all ranks, and step() on each"
             raise ProgramError(
                 call, "stages in other processes, which do not know when requests come", instead
             )

@@ -49,9 +49,11 @@ def add(host: HostState, request: Request, budget: Budget, behind: str | None = 
     Raises:
         RequestError: its id is taken, or it could never be served.
     """
-    call, length = f"engine.add(..., id={request.id!r})", len(request.prompt) + request.max_tokens
+    call = f"engine.add(..., id={request.id!r})"
+    length = len(request.prompt) + request.max_tokens
     check_free(call, [request.id], host.requests)
-    needed, size = host.pages.pages_for(length), host.pages.page_size
+    needed = host.pages.pages_for(length)
+    size = host.pages.page_size
     for most, what, limit in (
         (budget.max_pages, "a request may have", "max_model_len"),
         (host.pages.num_pages, "there are", "num_pages"),
@@ -120,7 +122,8 @@ def outdate(host: HostState) -> HostState:
     for req in list(host.running.values()):
         preempt(host, req)
     for req in host.requests.values():
-        req.version, req.page_hashes = host.version, []
+        req.version = host.version
+        req.page_hashes = []
     return host
 
 
@@ -140,7 +143,8 @@ def observe(
         The host's state, and the requests that got tokens or ended: place in the batch, request,
         and number of tokens, none of them after its end. A request that ended has a `reason`.
     """
-    got, page_size = [], host.pages.page_size
+    got = []
+    page_size = host.pages.page_size
     for index, req, most in host.unread.pop(job):
         req.num_unread -= 1
         req.max_unread -= most
@@ -159,7 +163,9 @@ def observe(
 
 def _append_tokens(host: HostState, req: RequestState, token_ids: Sequence[int]) -> int:
     """Append tokens up to one that ends the request; returns how many."""
-    tokens, stops, max_len = req.tokens, req.stops, req.max_len
+    tokens = req.tokens
+    stops = req.stops
+    max_len = req.max_len
     for count, token in enumerate(token_ids, 1):
         tokens.append(token)
         if token in stops or len(tokens) == max_len:
@@ -194,7 +200,8 @@ def schedule(host: HostState, budget: Budget) -> tuple[HostState, tuple[Work, ..
         works.append(
             _make_work(host, Edits(growths=growths), [(req, 0) for req in decodes], query_len)
         )
-        decodes, growths = [], ()
+        decodes = []
+        growths = ()
     if chunks:
         scheduled = [*((req, 0) for req in decodes), *chunks]
         works.append(_make_work(host, attrs.evolve(edits, growths=growths), scheduled))
@@ -214,7 +221,9 @@ def _schedule_decodes(
         if req.on_device and not req.is_full and not (req.num_unread and req.request.is_masked)
     ]
     query_len = choose_query_len(host, budget, ready)
-    decodes, growths, page_size = [], [], host.pages.page_size
+    decodes = []
+    growths = []
+    page_size = host.pages.page_size
     for req in ready:
         if req.row < 0:
             continue  # preempted for one of the others
@@ -255,7 +264,8 @@ def choose_query_len(host: HostState, budget: Budget, ready: Sequence[RequestSta
 def _pages_needed(host: HostState, req: RequestState, query_len: int) -> int:
     """Pages that a request lacks for a step of `query_len` tokens, however many drafts of the
     launched steps are accepted. Its very last token is never read, and needs no slot."""
-    reach, has = req.num_computed + query_len, len(req.pages)
+    reach = req.num_computed + query_len
+    has = len(req.pages)
     if reach <= has * host.pages.page_size:
         return 0
     return max(host.pages.pages_for(min(reach, req.max_len - 1)) - has, 0)
@@ -277,11 +287,16 @@ class _Room:
     decodes, or after a step of these."""
 
     def __init__(self, budget: Budget, decodes: Sequence[RequestState]) -> None:
-        self.tokens, self._time = budget.max_num_tokens, budget.step_time
-        self._taken, self._pairs, self._reads = 0, 0.0, 0
+        self.tokens = budget.max_num_tokens
+        self._time = budget.step_time
+        self._taken = 0
+        self._pairs = 0.0
+        self._reads = 0
         reads = 0 if self._time is None else sum(req.num_computed for req in decodes)
         if budget.mixed:
-            self.tokens, self._taken, self._reads = self.tokens - len(decodes), len(decodes), reads
+            self.tokens = self.tokens - len(decodes)
+            self._taken = len(decodes)
+            self._reads = reads
         elif self._time is not None and decodes:
             before = self._time.seconds(len(decodes), reads=reads)
             self._time = attrs.evolve(self._time, limit=self._time.limit - before)
@@ -343,7 +358,8 @@ def _schedule_chunk(
 def _admit(host: HostState, req: RequestState, cohort: int, admissions: list[Admission]) -> None:
     """Give the first waiting request a row and a place in a cohort."""
     del host.waiting[0]
-    req.row, req.cohort = host.free_rows.pop(), cohort
+    req.row = host.free_rows.pop()
+    req.cohort = cohort
     req.last_job = host.row_jobs.get(req.row)
     host.running[req.request.id] = req
     bisect.insort(host.cohorts[cohort], req, key=turn)
@@ -370,11 +386,13 @@ def _make_work(
 ) -> Work:
     """A step over these requests, each with its number of prompt tokens, or 0: its last token, and
     drafts."""
-    job, uniform = host.num_jobs, not any(count for _, count in scheduled)
+    job = host.num_jobs
+    uniform = not any(count for _, count in scheduled)
     host.num_jobs += 1
     requests = [req for req, _ in scheduled]
     if uniform:  # each goes on from its last token, and samples
-        starts, samples = tuple([req.length - 1 for req in requests]), (True,) * len(requests)
+        starts = tuple([req.length - 1 for req in requests])
+        samples = (True,) * len(requests)
     else:
         starts = tuple([req.num_computed for req in requests])
         ends = [start + (count or 1) for start, (_, count) in zip(starts, scheduled, strict=True)]
@@ -394,7 +412,9 @@ def _make_work(
         () if uniform else _contents(scheduled),
         captures=requests[0].request.is_captured,  # as of all requests of a model
     )
-    unread, feeds, row_jobs = [], work.feeds, host.row_jobs
+    unread = []
+    feeds = work.feeds
+    row_jobs = host.row_jobs
     for index, ((req, count), sampled) in enumerate(zip(scheduled, samples, strict=True)):
         req.num_prefilled += count
         if sampled:
@@ -420,7 +440,8 @@ def _targets(scheduled: Sequence[tuple[RequestState, int]]) -> tuple[tuple[int, 
         return ()
     targets = []
     for req, count in scheduled:
-        start, length = req.num_computed + 1, max(count, 1)
+        start = req.num_computed + 1
+        length = max(count, 1)
         wants = (
             req.request.sampling.prompt_logprobs is not None
         )  # another prompt may hold EMBEDDED, which is no token

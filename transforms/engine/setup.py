@@ -85,7 +85,8 @@ def make_states(
     model: Model, layouts: Sequence[StageLayout], limits: ResolvedLimits
 ) -> tuple[State, ...]:
     """An empty state for each stage that runs here."""
-    speculation, functions = limits.speculation, model.functions
+    speculation = limits.speculation
+    functions = model.functions
     spare = 0 if speculation is None else speculation.spare_pages(limits.page_size)
     is_recomputed = functions.policy == "recompute"
     states = empty_states(
@@ -103,7 +104,8 @@ def make_states(
         states = tuple(
             attrs.evolve(state, found=torch.zeros_like(state.positions)) for state in states
         )
-    drafts, pages = 0 if speculation is None else speculation.num_tokens, None
+    drafts = 0 if speculation is None else speculation.num_tokens
+    pages = None
     if functions.policy == "snapshot":
         pages = limits.num_pages
     states = tuple(_carrying(state, functions.carries, drafts, pages) for state in states)
@@ -120,10 +122,8 @@ def _carrying(
     """The same empty state with what its requests carry."""
     if not defaults:
         return state
-    given, num_rows = (
-        {name: x.to(state.positions.device) for name, x in defaults.items()},
-        len(state.positions),
-    )
+    given = {name: x.to(state.positions.device) for name, x in defaults.items()}
+    num_rows = len(state.positions)
     return attrs.evolve(
         state, carried=Carried.of(given, num_rows, num_drafts=num_drafts, num_pages=num_pages)
     )
@@ -157,8 +157,10 @@ def make_executor(
         graph: one of `weft.transforms.MODES`.
         keep_logits: whether outputs hold logits.
     """
-    model, speculation = weights.model, limits.speculation
-    budget, num_adapters = limits.budget, len(weights.slots)
+    model = weights.model
+    speculation = limits.speculation
+    budget = limits.budget
+    num_adapters = len(weights.slots)
     ladder = engine_ladder(graph, budget, num_adapters, model)
     eager = eager_ladder(budget, num_adapters, model, torch.device(model.device))
     classes = Classes(ladder, eager, budget.max_num_tokens)
@@ -204,7 +206,8 @@ def _example(model: Model, drafts: int) -> IntermediateTensors:
     ids = torch.zeros(1, dtype=torch.int64, device=model.device)
     hidden = torch.zeros(1, model.config.hidden_size, dtype=model.dtype, device=model.device)
     has_mrope = model.config.rope.mrope_section is not None
-    positions, captures = ids.new_zeros(1, 3) if has_mrope else None, model.functions.captures
+    positions = ids.new_zeros(1, 3) if has_mrope else None
+    captures = model.functions.captures
     captured = {
         name: PerToken(x.new_zeros(1, *x.shape, device=model.device))
         for name, x in captures.items()
@@ -280,10 +283,8 @@ def make_runner(
         DescriptorError: an unknown mode, or limits with places for drafts (`query_lens`), which a
             runner does not fill.
     """
-    call, rules = (
-        f"make_runner(model, limits, num_stages={num_stages!r})",
-        {"num_stages": stage_rule(model)},
-    )
+    call = f"make_runner(model, limits, num_stages={num_stages!r})"
+    rules = {"num_stages": stage_rule(model)}
     if max(limits.query_lens) > 1:
         raise DescriptorError(
             call, f"limits.query_lens={limits.query_lens}, where nothing drafts", NO_DRAFTS

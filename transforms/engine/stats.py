@@ -105,7 +105,8 @@ class Counts:
         """A snapshot, with what the host and the graphs hold, and the completions that have ended,
         by reason."""
         infos = [graph.cache_info() for graph in graphs]
-        pages, running = host.pages, len(host.running)
+        pages = host.pages
+        running = len(host.running)
         return Stats(
             running=running,
             waiting=len(host.requests) - running,

@@ -58,7 +58,9 @@ def limit_steps(engine: _Engine, seconds: float, captured: int) -> ResolvedLimit
     Raises:
         RequestError: a step of one page of tokens takes longer.
     """
-    limits, page, draw = engine.limits, engine.limits.page_size, random.Random(0)
+    limits = engine.limits
+    page = engine.limits.page_size
+    draw = random.Random(0)
     sizes, many, few = prompt_lengths(
         limits, engine.model.config.max_position_embeddings, captured, engine.run_ahead
     )
@@ -83,7 +85,8 @@ def prompt_lengths(
     """The lengths of the prompts of each step that is measured: for several numbers of tokens as
     few as hold them, with the most that a graph has and one more; and for one number many of them,
     and a few of the greatest length."""
-    budget, page = limits.budget, limits.page_size
+    budget = limits.budget
+    page = limits.page_size
     room = _most_positions(limits, max_positions)
     longest = max(1, min(budget.max_num_tokens, room - 1 - _DECODES))
     pages = limits.num_pages // budget.num_cohorts
@@ -118,7 +121,8 @@ def _step_seconds(engine: _Engine, draw: random.Random, lengths: Sequence[int]) 
     """The seconds from one step of a cohort to its next, where each has prompts of these lengths:
     by what several of them take longer than one. A step of fewer tokens than a cohort has requests
     is measured by itself."""
-    limits, cohorts = engine.limits, engine.limits.budget.num_cohorts
+    limits = engine.limits
+    cohorts = engine.limits.budget.num_cohorts
     most = max(sum(lengths), limits.budget.cohort_size)
     engine.limits = attrs.evolve(limits, budget=attrs.evolve(limits.budget, max_num_tokens=most))
     try:
@@ -155,7 +159,8 @@ def _serve(
     vocabulary = range(engine.model.config.vocab_size)
     for length in lengths:
         engine.add(draw.choices(vocabulary, k=length), _GREEDY, max_tokens=max_tokens)
-    start, first = time.perf_counter(), None
+    start = time.perf_counter()
+    first = None
     for _ in engine:
         first = time.perf_counter() if first is None else first
     end = time.perf_counter()

@@ -84,12 +84,11 @@ class Weights:
         """
         check_values(call, {"params": _PARAMS}, {"params": given})
         if isinstance(given, DecoderParams):
-            own, given = _tensors(self.model.params), _tensors(given)
+            own = _tensors(self.model.params)
+            given = _tensors(given)
             here = {name: PartView(x, Part(name, tuple(x.shape))) for name, x in own.items()}
-            wrong, instead = (
-                here.keys() ^ given.keys(),
-                f"parameters of the structure of {self.model!r}",
-            )
+            wrong = here.keys() ^ given.keys()
+            instead = f"parameters of the structure of {self.model!r}"
             where = "which either the model or the given parameters lack"
         else:
             here = places(self.model.params, self.model.config, self.model.layout, self.model.shard)
@@ -213,7 +212,8 @@ def _refuse_two_values(
 def _like(place: PartView) -> Rule:
     """The rule of a tensor for a place: the checkpoint's shape, and, if one of them is in FP8,
     whose scales are other tensors, the place's dtype."""
-    shape, dtype = place.part.stored_shape, place.view.dtype
+    shape = place.part.stored_shape
+    dtype = place.view.dtype
 
     def fits(given: Tensor) -> bool:
         scaled = torch.float8_e4m3fn in (dtype, given.dtype) or not given.is_floating_point()

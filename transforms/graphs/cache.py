@@ -104,17 +104,13 @@ def make_plan(
     wait_for_last_replay: Callable[[], None] | None,
 ) -> Plan:
     """Plan how a graph of class `padded` answers calls like `call`, of class `own`."""
-    leaves, num_references = (
-        (*call.reference_leaves, *call.copied_leaves),
-        len(call.reference_leaves),
-    )
+    leaves = (*call.reference_leaves, *call.copied_leaves)
+    num_references = len(call.reference_leaves)
     copies = plan_copies(graph.buffers, graph.padding_sources, graph.axes, leaves, num_references)
     handover = hand_over(graph.outputs, graph.buffers, borrow, None if padded == own else own)
-    fill, replay, holds = (
-        copies.fill if copies else None,
-        graph.recording.replay,
-        graph.outside.holds,
-    )
+    fill = copies.fill if copies else None
+    replay = graph.recording.replay
+    holds = graph.outside.holds
     return Plan(graph, wait_for_last_replay, fill, replay, handover, holds)
 
 
@@ -332,7 +328,8 @@ class Cache:
             (d for d in self.graphable.ladder or () if type(d) is not type(descriptor)), None
         )
         if other is not None:
-            own, kind = type(descriptor).__name__, type(other).__name__
+            own = type(descriptor).__name__
+            kind = type(other).__name__
             seen = f"a batch with a descriptor of class {own}, and a ladder of {kind}: '{other}'"
             raise DescriptorError(
                 f"{self.graphable.name}(...)", seen, f"a ladder of {own}, or batches of {kind}"
@@ -380,7 +377,8 @@ class Cache:
             return Explanation(Decision("none", None, why), False, f"runs inline: {why}")
         missing = decision.mode != "none" and graph is None
         if missing and (why := self.blocked_reason()):
-            decision, missing = self._decide_among_captured(call, why), False
+            decision = self._decide_among_captured(call, why)
+            missing = False
         if decision.mode == "none":
             return Explanation(decision, False, f"runs eagerly: {decision.reason}")
         if not missing:
@@ -398,7 +396,8 @@ class Cache:
             CaptureError: the function cannot be captured.
             torch.OutOfMemoryError: the device's memory is full.
         """
-        name, find_miss = self.graphable.name, functools.partial(self.miss, call, key)
+        name = self.graphable.name
+        find_miss = functools.partial(self.miss, call, key)
         if self.frozen:
             miss = find_miss()
             instead = (

@@ -219,7 +219,8 @@ def prepare(
 def _unchanged_switches(name: str) -> Iterator[None]:
     """Context of a run, which puts torch's settings back, and refuses a run that has left one
     changed."""
-    put_back, changed = switches_put_back(), list[str]()
+    put_back = switches_put_back()
+    changed = list[str]()
     try:
         yield
     finally:
@@ -286,7 +287,8 @@ def capture(
             input buffers are held.
     """
     start = time.perf_counter()
-    input_buffers, before = backend.input_buffers, backend.input_buffers.nbytes
+    input_buffers = backend.input_buffers
+    before = backend.input_buffers.nbytes
     with backend.allocating():
         prepared = prepare(graphable, call, descriptor, input_buffers)
     split_at = graphable.split_at if mode == "piecewise" else frozenset()

@@ -14,11 +14,9 @@ from weft.errors import DescriptorError
 from weft.transforms.graphs.ladder import Ladder, Limits, as_ladder, make_ladder
 
 D = TypeVar("D", bound=Descriptor)
-EXACT, LEAST, NONE = (
-    "exactly",
-    "the least of the ladder that covers it",
-    "no captured class covers it",
-)
+EXACT = "exactly"
+LEAST = "the least of the ladder that covers it"
+NONE = "no captured class covers it"
 
 
 @attrs.frozen
@@ -145,7 +143,9 @@ def _not_an_order(descriptor: Any, covering: Sequence[Any]) -> DescriptorError:
     )
 
 
-_OWN, _PADDING, _EAGER = COLOURS[0], COLOURS[7], COLOURS[9]
+_OWN = COLOURS[0]
+_PADDING = COLOURS[7]
+_EAGER = COLOURS[9]
 _MOST_NAMED = 32
 HEADER = ("batch", "mode", "class", "padding", "reason")
 
@@ -159,7 +159,8 @@ class Row:
 
     def cells(self) -> tuple[str, ...]:
         """The cells of the row as text, one per column of `HEADER`."""
-        mode, chosen = self.decision.mode, self.decision.descriptor
+        mode = self.decision.mode
+        chosen = self.decision.descriptor
         if mode == "none":
             return str(self.batch), mode, "", "", NONE
         why = EXACT if chosen == self.batch else LEAST

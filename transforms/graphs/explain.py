@@ -188,7 +188,8 @@ def differences(new: Key, old: Key, names: Iterable[str]) -> Iterator[str]:
             continue
         if isinstance(a, LeafKey) and isinstance(b, LeafKey):
             for field in attrs.fields(LeafKey):
-                value, captured = getattr(a, field.name), getattr(b, field.name)
+                value = getattr(a, field.name)
+                captured = getattr(b, field.name)
                 if value == captured:
                     continue
                 if field.name == "address":
@@ -290,18 +291,19 @@ class Recaptures:
             replays: the number of replays of all graphs so far.
             outside: what had changed outside, if a graph of this key was dropped for that.
         """
-        last, quiet = (
-            self._last,
-            replays <= self._replays + 1,
-        )  # the call that captures a graph replays it once
-        self._last, self._replays = key, replays
+        # the call that captures a graph replays it once
+        last = self._last
+        quiet = replays <= self._replays + 1
+        self._last = key
+        self._replays = replays
         changed = (
             None if last is None or not quiet else changed_between(key, last, names, self.donated)
         )
         if changed is not None and key == last:
             changed = attrs.evolve(changed, outside=outside)
         if changed is None or changed.has_others:
-            self._streak, self._fields = 1, ()
+            self._streak = 1
+            self._fields = ()
             return
         self._streak = (
             self._streak + 1 if changed.fields == self._fields or self._streak == 1 else 2

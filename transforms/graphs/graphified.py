@@ -105,11 +105,13 @@ class Graphified(Generic[P, R]):
     @uncompiled
     def __call__(self, /, *args: P.args, **kwargs: P.kwargs) -> R:
         """Take the fast path if an earlier call was like this one, and the general one otherwise."""
-        call, modes = None, None
+        call = None
+        modes = None
         if in_plain_surroundings() and may_replay():
             if num_function_modes() or is_batch_invariant() or current_place():
                 return self._call_in_modes(args, kwargs)
-            fast_paths, modes = self._cache.fast_paths, ()
+            fast_paths = self._cache.fast_paths
+            modes = ()
             missed: list[Missed[Plan]] = []
             for fast_path in fast_paths.by_form.get((len(args), *kwargs), ()):
                 if (read := fast_path.read(args, kwargs)) is None:
@@ -129,7 +131,8 @@ class Graphified(Generic[P, R]):
         """
         if watches_borrows():
             return self._call(args, kwargs)
-        modes, fast_paths = modes_around(), self._cache.fast_paths
+        modes = modes_around()
+        fast_paths = self._cache.fast_paths
         with WithoutFunctionModes():
             missed: list[Missed[Plan]] = []
             for fast_path in fast_paths.by_form.get((len(args), *kwargs, *modes), ()):
@@ -155,7 +158,8 @@ class Graphified(Generic[P, R]):
             plan.run()
         except Exception as error:
             raise self._with_donation_note(error) from None
-        count, handover = self._cache.count, plan.handover
+        count = self._cache.count
+        handover = plan.handover
         count.replays = plan.graph.last_use = count.replays + 1
         result: R = handover.build(handover.clone_or_lend(handover.outputs), leaves)
         return result
@@ -286,7 +290,8 @@ class Graphified(Generic[P, R]):
                 raises.
         """
         call = self._example(args, kwargs)
-        rungs, max_captures = self._cache.rungs(call), self._graphable.max_captures
+        rungs = self._cache.rungs(call)
+        max_captures = self._graphable.max_captures
         if max_captures is not None and len(rungs) > max_captures:
             seen = f"a ladder of {len(rungs)} classes, and max_captures={max_captures}"
             raise CaptureError(

@@ -146,17 +146,16 @@ def _make(kind: Callable[..., D], sizes: Mapping[str, int]) -> D:
     try:
         return kind(**sizes)
     except Exception as error:
-        seen, instead = (
-            f"{type(error).__name__}: {error}",
-            "sizes that all go together, or a list of the descriptors",
-        )
+        seen = f"{type(error).__name__}: {error}"
+        instead = "sizes that all go together, or a list of the descriptors"
         raise DescriptorError(_product_text(kind, sizes), seen, instead) from error
 
 
 def _check_product(kind: Any, sizes: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
     """The values of each argument of a product. Raises DescriptorError where they make no
     descriptors."""
-    call, known = _product_text(kind, sizes), argument_names(kind) if isinstance(kind, type) else ()
+    call = _product_text(kind, sizes)
+    known = argument_names(kind) if isinstance(kind, type) else ()
     values = {name: (given,) if is_int(given) else given for name, given in sizes.items()}
     values = {
         name: tuple(own)
@@ -171,15 +170,11 @@ def _check_product(kind: Any, sizes: Mapping[str, Any]) -> dict[str, tuple[int, 
     unknown = [name for name in sizes if known and name not in known]
     if not isinstance(kind, type) or not hasattr(kind, "covers"):
         name = kind.__name__ if isinstance(kind, type) else "Resolution"
-        seen, instead = (
-            f"{_name(kind)}, not a class of descriptors",
-            f"class {name}(weft.Descriptor), which has covers",
-        )
+        seen = f"{_name(kind)}, not a class of descriptors"
+        instead = f"class {name}(weft.Descriptor), which has covers"
     elif wrong:
-        seen, instead = (
-            f"{wrong[0]}={sizes[wrong[0]]!r:.60}",
-            f"one or more ints: {wrong[0]}=(64, 128)",
-        )
+        seen = f"{wrong[0]}={sizes[wrong[0]]!r:.60}"
+        instead = f"one or more ints: {wrong[0]}=(64, 128)"
     elif unknown or not sizes:
         seen = f"{kind.__name__} has no {unknown[0]}" if unknown else "no sizes"
         instead = f"the sizes of {', '.join(known) or 'its arguments'}"
@@ -228,7 +223,8 @@ def rungs(limit: int) -> tuple[int, ...]:
     >>> rungs(20), rungs(300)[-4:]
     ((1, 2, 4, 8, 16, 20), (240, 256, 288, 300))
     """
-    sizes, size = [1, 2, 4], 8
+    sizes = [1, 2, 4]
+    size = 8
     while size < limit:
         sizes.append(size)
         size += max(8, 1 << size.bit_length() - 4)
@@ -243,7 +239,8 @@ def token_rungs(limit: int) -> tuple[int, ...]:
     >>> token_rungs(20), token_rungs(300)[-5:]
     ((1, 2, 4, 8, 16, 20), (160, 192, 224, 256, 300))
     """
-    sizes, size = list[int](), 1
+    sizes = list[int]()
+    size = 1
     while size < limit:
         sizes.append(size)
         size += size if size < 128 else 1 << size.bit_length() - 3
@@ -321,10 +318,8 @@ def make_ladder(
     if "piecewise" in mode:
         pieces = [*pieces, *(d for d in uniform if d not in whole)]
     if sizes and mode != "none" and not (whole or mixed or pieces):
-        call, instead = (
-            f"make_ladder({mode!r}, {limits}, sizes={sizes})",
-            "sizes within the limits, or sizes=None",
-        )
+        call = f"make_ladder({mode!r}, {limits}, sizes={sizes})"
+        instead = "sizes within the limits, or sizes=None"
         raise DescriptorError(call, "only sizes that no batch within the limits can have", instead)
     return Ladder(_largest_first([*whole, *mixed]), _largest_first(pieces))
 
@@ -353,7 +348,8 @@ def mode_within(
         "full_decode_only": single,
         "full": "full",
     }
-    able, lowered = [one for one in MODES if _includes(capability, needs[one])], mode
+    able = [one for one in MODES if _includes(capability, needs[one])]
+    lowered = mode
     while lowered not in able:
         lowered = _LOWER.get(lowered, "none")
     if lowered == mode:

@@ -137,7 +137,9 @@ def estimate(
     if not rungs:
         return MemoryEstimate(0, 0, 0, 0, 0)
     capture(graphable, call, rungs[0].mode, rungs[0].descriptor, new_backend())
-    backend, graph_bytes, driver_bytes = new_backend(), 0, 0
+    backend = new_backend()
+    graph_bytes = 0
+    driver_bytes = 0
     kept: list[
         Graph
     ] = []  # until the end, so that each shares the pool with those before it, as in the ladder
@@ -283,15 +285,14 @@ class CapturedGraph:
     def make(cls, key: Key, graph: Graph) -> "CapturedGraph":
         """Make one from a graph and its key."""
         of = _shapes(key) if key.descriptor is None else str(key.descriptor)
-        recording, sizes = graph.recording, (graph.buffer_bytes, graph.recording.nbytes)
+        recording = graph.recording
+        sizes = (graph.buffer_bytes, graph.recording.nbytes)
         return cls(key.mode, of, recording.num_pieces, graph.operators, *sizes, graph.seconds)
 
     def cells(self) -> tuple[str, ...]:
         """The cells of its row as text, one per column of `HEADER`."""
-        counts, sizes = (
-            (f"{self.pieces}", f"{self.operators}"),
-            (self.buffer_bytes, self.graph_bytes),
-        )
+        counts = (f"{self.pieces}", f"{self.operators}")
+        sizes = (self.buffer_bytes, self.graph_bytes)
         return self.mode, self.of, *counts, *map(size_text, sizes), f"{self.seconds * 1e3:.1f} ms"
 
 

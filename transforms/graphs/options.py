@@ -214,7 +214,8 @@ def _missing_protocol(rung: Any) -> str:
 def _check(call: str, options: GraphifyOptions) -> None:
     for option in ("donate_argnames", "static_argnames", "reference_argnames"):
         _check_names(call, option, options[option])
-    ladder, outputs = options["ladder"], options["outputs"]
+    ladder = options["ladder"]
+    outputs = options["outputs"]
     if outputs not in ("safe", "borrow"):
         raise CaptureError(call, f"outputs={outputs!r}", "outputs='safe' or 'borrow'")
     if ladder is not None and (isinstance(ladder, str) or any(map(_missing_protocol, ladder))):
@@ -229,10 +230,8 @@ def _check(call: str, options: GraphifyOptions) -> None:
         raise CaptureError(call, seen, instead)
     for rung in ladder or ():
         if (covers := rung.covers(rung)) is not True:
-            seen, instead = (
-                f"{rung!r}.covers(itself) is {covers!r}",
-                "a covers(other) that returns True or False",
-            )
+            seen = f"{rung!r}.covers(itself) is {covers!r}"
+            instead = "a covers(other) that returns True or False"
             raise CaptureError(call, seen, instead)
     if isinstance(ladder, Ladder) and ladder.piecewise and not options["split_at"]:
         seen = "a ladder with classes for pieces, and no split_at"

@@ -76,7 +76,8 @@ class _Bindings:
 
     def comparison(self) -> Callable[[], bool]:
         """A function that returns whether the places hold the same objects."""
-        get, values = self.get, self.values
+        get = self.get
+        values = self.values
         if len(values) == 1:  # in a third of the time
             place = self.places[0]
             return lambda: get(*place) is values[0]
@@ -166,11 +167,13 @@ class Outside:
         return lambda: all(holds() for holds in needed)
 
     def _same_addresses(self) -> Callable[[], bool]:
-        tensors, addresses = self._tensors, self._addresses
+        tensors = self._tensors
+        addresses = self._addresses
         return lambda: tuple(map(Tensor.data_ptr, tensors)) == addresses
 
     def _same_layouts(self) -> Callable[[], bool]:
-        tensors, layouts = self._tensors, self._layouts
+        tensors = self._tensors
+        layouts = self._layouts
         return lambda: _layouts(tensors) == layouts
 
     def _same_entries(self) -> Callable[[], bool]:
@@ -183,11 +186,13 @@ class Outside:
         return lambda: not any(containers)
 
     def _same_sizes(self) -> Callable[[], bool]:
-        dicts, sizes = [bindings for _, bindings in self._dicts], self._sizes
+        dicts = [bindings for _, bindings in self._dicts]
+        sizes = self._sizes
         return lambda: list(map(len, dicts)) == sizes
 
     def _same_classes(self) -> Callable[[], bool]:
-        objects, kinds = [place[0] for place in self._kinds.places], self._kinds.values
+        objects = [place[0] for place in self._kinds.places]
+        kinds = self._kinds.values
         return lambda: list(map(type, objects)) == kinds
 
     def change(self) -> str:
@@ -565,7 +570,8 @@ class _Names:
                 return
             if name not in bindings or name.startswith("__"):
                 return
-            label, owner = f"{label}.{name}", bindings[name]
+            label = f"{label}.{name}"
+            owner = bindings[name]
             if isinstance(bindings, dict):
                 self.entries.note(label, bindings, name)
             else:
@@ -683,17 +689,16 @@ class _Code:
 
 @functools.lru_cache(1024)
 def _names_in(code: types.CodeType) -> _Code:
-    read, bound, local, attributes, stored = (
-        set[str](),
-        set[str](),
-        set[str](),
-        set[str](),
-        set[str](),
-    )
+    read = set[str]()
+    bound = set[str]()
+    local = set[str]()
+    attributes = set[str]()
+    stored = set[str]()
     paths = set[tuple[str, ...]]()
     path: tuple[str, ...] = ()
     for instruction in dis.get_instructions(code):
-        kind, name = instruction.opname, instruction.argval
+        kind = instruction.opname
+        name = instruction.argval
         if kind in ("LOAD_ATTR", "LOAD_METHOD"):
             attributes.add(name)
             path = (*path, name) if path else ()

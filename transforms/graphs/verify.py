@@ -47,7 +47,8 @@ class Verified(Graphified[P, R]):
             return super().__call__(*args, **kwargs)
         with self._lock:
             key = self._cache.key(call, decision)
-            wanted, spare = self._with_copies(call), self._with_copies(call)
+            wanted = self._with_copies(call)
+            spare = self._with_copies(call)
             generators = [*_generators(call)]
             before = [generator.get_state() for generator in generators]
             expected = self._run_itself(wanted, decision)
@@ -100,7 +101,8 @@ class Verified(Graphified[P, R]):
         decision: Decision[Any],
         watch: OperatorWatch | None,
     ) -> VerificationError:
-        name, where = self._graphable.name, ""
+        name = self._graphable.name
+        where = ""
         if isinstance(watch, Writer):
             where = self._first_difference(watch.lines, call, decision)
         return VerificationError(

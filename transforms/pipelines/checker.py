@@ -118,7 +118,8 @@ def _mistakes(programs: Sequence[Program], buffers: int | None) -> Iterator[Prog
 def _check_runs(programs: Sequence[Program]) -> Iterator[ProgramError]:
     """Errors unless all stages run the same micro-batches in the same order, and all ranks advance
     alike."""
-    call, ranks = f"check of {len(programs)} programs", len(programs)
+    call = f"check of {len(programs)} programs"
+    ranks = len(programs)
     wanted = _ran(programs[0], "stage 0")
     count = len(programs[0].classes) or len(wanted)
     if sorted(wanted) != list(range(count)):
@@ -156,8 +157,11 @@ def check_peers(program: Program, num_stages: int) -> Iterator[ProgramError]:
     """An error for each effect that this rank cannot have: a rank runs its own stages, receives
     from the rank before it and sends to the rank after it (rank 0 is after the last one); the last
     rank broadcasts. Collectives are performed inside stages, and not by programs."""
-    rank, ranks = program.rank, program.num_ranks
-    last, following, previous = ranks - 1, (rank + 1) % ranks, (rank - 1) % ranks
+    rank = program.rank
+    ranks = program.num_ranks
+    last = ranks - 1
+    following = (rank + 1) % ranks
+    previous = (rank - 1) % ranks
     for effect in program.effects:
         made = stage_sent(Step(rank, effect))
         sent = -1 if made is None else made
@@ -188,14 +192,18 @@ def check_peers(program: Program, num_stages: int) -> Iterator[ProgramError]:
                         " last one"
                     )
             case Broadcast(root):
-                ok, instead = root == last, f"broadcast from {last}, the last rank"
+                ok = root == last
+                instead = f"broadcast from {last}, the last rank"
             case Run():
                 own = effect.stage is not None and effect.stage % ranks == rank
-                ok, instead = own or effect.what == "advance", f"run stage {rank}, or run advance"
+                ok = own or effect.what == "advance"
+                instead = f"run stage {rank}, or run advance"
             case Fence():
-                ok, instead = True, ""
+                ok = True
+                instead = ""
             case AllReduce() | AllGather() | ReduceScatter() | AllToAll() | PPermute():
-                ok, instead = False, _COLLECTIVES
+                ok = False
+                instead = _COLLECTIVES
         if not ok:
             yield _refused(program, f"'{effect}' on rank {rank} of {last + 1}", instead)
 
@@ -249,7 +257,9 @@ def _needs(
     program: Program, effect: Effect, returning: frozenset[int], num_stages: int
 ) -> Iterator[Effect]:
     """The effects that must stand before an effect; for a fence, one of them must."""
-    rank, ranks, mb = program.rank, program.num_ranks, effect.microbatch
+    rank = program.rank
+    ranks = program.num_ranks
+    mb = effect.microbatch
     own = range(rank, num_stages, ranks)
     match effect:
         case Recv() | AllReduce() | AllGather() | ReduceScatter() | AllToAll() | PPermute():
@@ -286,10 +296,8 @@ def check_buffers(program: Program, buffers: int, num_stages: int) -> Iterator[P
     """An error for each stage that overwrites a result that is still to be sent or read, or that
     may still be in flight: only a fence says that it is not. The program has passed `check_needs`.
     """
-    effects, places = (
-        [_bare(program.rank, effect) for effect in program.effects],
-        defaultdict[Effect, list[int]](list),
-    )
+    effects = [_bare(program.rank, effect) for effect in program.effects]
+    places = defaultdict[Effect, list[int]](list)
     for place, effect in enumerate(effects):
         places[effect].append(place)
     interleaved = num_stages > program.num_ranks
@@ -327,10 +335,8 @@ def check_channels(programs: Sequence[Program]) -> Iterator[ProgramError]:
     """An error for two ranks between which messages of both kinds, of stages and outputs that
     return, are received in another order than they are sent: processes have one channel from a rank
     to another."""
-    sent, taken = (
-        defaultdict[tuple[int, int], list[Step]](list),
-        defaultdict[tuple[int, int], list[Step]](list),
-    )
+    sent = defaultdict[tuple[int, int], list[Step]](list)
+    taken = defaultdict[tuple[int, int], list[Step]](list)
     for step in (Step(program.rank, effect) for program in programs for effect in program.effects):
         for edge in puts(step, len(programs)):
             sent[edge.source, edge.to].append(step)
@@ -425,7 +431,8 @@ class CheckedPrograms:
     @functools.cached_property
     def order(self) -> tuple[Step, ...]:
         """The effects of this run, in an order in which one thread can perform them for all ranks."""
-        counts, order = [0] * len(self.programs), []
+        counts = [0] * len(self.programs)
+        order = []
         for step in interleave(self.programs):
             start, stop = self.span(step.rank)
             if start <= counts[step.rank] < stop:

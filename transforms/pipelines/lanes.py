@@ -62,7 +62,8 @@ def spread(programs: Sequence[Program], mesh: Mesh | None) -> tuple[Program, ...
         return tuple(programs)
     found = []
     for rank in mesh:
-        lane, own = mesh.group(rank, PIPELINE), programs[lane_rank(mesh, rank)]
+        lane = mesh.group(rank, PIPELINE)
+        own = programs[lane_rank(mesh, rank)]
         effects = tuple(_moved(effect, own.rank, lane) for effect in own.effects)
         found.append(Program(rank, mesh.num_ranks, effects, own.classes))
     return tuple(found)

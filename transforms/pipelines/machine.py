@@ -96,7 +96,8 @@ def takes(step: Step) -> Edge | None:
 
 def matches(sent: Step, taken: Step) -> bool:
     """Whether a message has the micro-batch, the stage and the schema that its receiver waits for."""
-    ours, theirs = taken.effect, sent.effect
+    ours = taken.effect
+    theirs = sent.effect
     assert isinstance(ours, Recv | Broadcast)
     assert isinstance(theirs, Send | Broadcast)
     same = (theirs.microbatch, theirs.schema) == (ours.microbatch, ours.schema)
@@ -257,10 +258,8 @@ class Machine:
     def deadlock(self) -> ProgramError:
         """The error for programs that cannot go on: ranks wait for each other, or for one that is
         at its end."""
-        rank, chain = (
-            next(r for r in range(len(self.programs)) if self.next(r) is not None),
-            list[Step](),
-        )
+        rank = next(r for r in range(len(self.programs)) if self.next(r) is not None)
+        chain = list[Step]()
         while (step := self.next(rank)) is not None and step not in chain:
             chain.append(step)
             rank = self.blockers(step)[0]

@@ -135,16 +135,15 @@ def _own_methods(batch: Any) -> str:
 def _split_named(call: str, batch: Any, parts: int) -> Iterator[Any]:
     """The parts of a batch whose fields name axes."""
     descriptor = next(iter(find_descriptors(batch)), None)
-    sizes, starts = _check_sizes(call, batch, descriptor), _field_of_starts(batch)
+    sizes = _check_sizes(call, batch, descriptor)
+    starts = _field_of_starts(batch)
     if len(sizes) == 1:
         [(axis, size)] = sizes.items()
         for start, end in pairwise(find_bounds(size, parts)):
             yield cut_sized(batch, {axis: (start, end)}, resized(descriptor, {axis: end - start}))
     elif starts is None:
-        seen, instead = (
-            f"axes {', '.join(sizes)}; a field of starts connects two",
-            _own_methods(batch),
-        )
+        seen = f"axes {', '.join(sizes)}; a field of starts connects two"
+        instead = _own_methods(batch)
         if len(sizes) == 2:
             seen = f"axes {', '.join(sizes)}, and no field that says how they go together"
             named = " or ".join(f'axes("{axis}+1")' for axis in sizes)
@@ -155,7 +154,8 @@ def _split_named(call: str, batch: Any, parts: int) -> Iterator[Any]:
         raise DescriptorError(call, seen, instead)
     else:
         field, first, second = starts
-        bounds, found = find_bounds(sizes[first], parts), read_starts(call, getattr(batch, field))
+        bounds = find_bounds(sizes[first], parts)
+        found = read_starts(call, getattr(batch, field))
         if found[0] != 0 or sorted(found) != found or found[-1] > sizes[second]:
             seen = f"{field} = {found!s:.60}, which are not starts in {second}={sizes[second]}"
             raise DescriptorError(call, seen, f"starts from 0 on; or {_own_methods(batch)}")
@@ -241,14 +241,13 @@ def _check_values(call: str, batch: Any, count: int) -> None:
     """Raise DescriptorError for leaves that are not tensors and look like rows: every part would
     get all of them."""
     for name, leaf in leaves_with_names(opened(batch), is_leaf=_is_list_of_values):
-        seen, instead = "", "a tensor; or a tuple, if every part takes all of it"
+        seen = ""
+        instead = "a tensor; or a tuple, if every part takes all of it"
         if isinstance(leaf, list) and len(leaf) == count:
             seen = f"{name or 'it'} is a list of {count} Python values, as many as there are rows"
         elif getattr(leaf, "shape", None) and not isinstance(leaf, Tensor):
-            seen, instead = (
-                f"{name or 'it'} is {kind_of(leaf)}, not a tensor",
-                "torch.as_tensor(...) of it",
-            )
+            seen = f"{name or 'it'} is {kind_of(leaf)}, not a tensor"
+            instead = "torch.as_tensor(...) of it"
         if seen:
             raise DescriptorError(call, seen, instead)
 
@@ -294,7 +293,8 @@ def join(outputs: Sequence[Any], parts: Sequence[Any], batch: Any = None) -> Any
     sizes = _sizes_of(parts, descriptors)
     whole = _whole(call, descriptors, sizes, batch)
     found = [map_sized(lambda value, _: value, out, whole) for out in outputs]
-    structure, specs = tree_structure(found[0]), leaf_axes(found[0])
+    structure = tree_structure(found[0])
+    specs = leaf_axes(found[0])
     for out, own, known in zip(outputs, found, descriptors, strict=True):
         mistake = None if tree_structure(own) == structure else _OTHER_STRUCTURE
         if strange := [d for d in find_descriptors(out) if d not in known]:
@@ -305,7 +305,8 @@ def join(outputs: Sequence[Any], parts: Sequence[Any], batch: Any = None) -> Any
         if mistake is not None:
             raise DescriptorError(call, *mistake)
     starts = _field_of_starts(outputs[0]) if sized_fields(outputs[0]) else None
-    names, joined = [name for name, _ in leaves_with_names(found[0])], list[Any]()
+    names = [name for name, _ in leaves_with_names(found[0])]
+    joined = list[Any]()
     for name, spec, *column in zip(names, specs, *map(tree_leaves, found), strict=True):
         if starts is not None and name == f".{starts[0]}":
             joined.append(_join_starts(column))

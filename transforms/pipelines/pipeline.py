@@ -221,7 +221,8 @@ class Pipelined:
         """The programs of the schedule, of whatever it made; they are not yet checked."""
         if not callable(self._schedule):
             return self._schedule
-        advances, given = self._advance is not None, (len(self.stages), jobs)
+        advances = self._advance is not None
+        given = (len(self.stages), jobs)
         made = self._schedule(*given, schema=self._schema, advances=advances, buffers=self._buffers)
         check_values(
             f"{self._text}: schedule(...)", {"programs": PROGRAMS}, {"programs": made}, ProgramError
@@ -355,7 +356,8 @@ class Pipelined:
             rank: [] for rank in sorted(rank for _, rank in self._here)
         }
         for (index, rank), own_params, own_state in zip(self._here, params, state, strict=True):
-            stage, is_last = self.stages[index], index == len(self.stages) - 1
+            stage = self.stages[index]
+            is_last = index == len(self.stages) - 1
             # A graphified stage returns a copy of its own, unless it only becomes part of a graph
             # around it.
             shares = bool(self.__weft_donates__) and (traced or not owns_results(stage))

@@ -149,9 +149,11 @@ def count_running(
     >>> count_running(2, [Job(), Job()])
     ((4, 6), 0)
     """
-    counts, first = [], len(jobs)
+    counts = []
+    first = len(jobs)
     for rank in range(num_stages):
-        running, count = _running(rank, num_stages, jobs, None, advances, buffers), 0
+        running = _running(rank, num_stages, jobs, None, advances, buffers)
+        count = 0
         while True:
             try:
                 next(running)

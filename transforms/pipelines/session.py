@@ -169,10 +169,8 @@ class Session:
     def _advance_to(self, ends: tuple[int, ...], taken: int) -> list[tuple[int, Any]]:
         """Perform each rank's effects up to `ends`; after that the first `taken` jobs are over."""
         if ends != self._done:
-            whole, later = (
-                [one.batch for one in self._batches],
-                [one.later for one in self._batches],
-            )
+            whole = [one.batch for one in self._batches]
+            later = [one.later for one in self._batches]
             put_batches(self._workers, whole, later, self._first)
             try:
                 self._transport.run(

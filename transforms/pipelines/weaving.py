@@ -193,14 +193,16 @@ class _Loom:
 
     def __attrs_post_init__(self) -> None:
         ranks = len(self.orders)
-        self.effects, self.taken = [[] for _ in range(ranks)], [set() for _ in range(ranks)]
+        self.effects = [[] for _ in range(ranks)]
+        self.taken = [set() for _ in range(ranks)]
         stages = [run.stage for order in self.orders for run in order if run.stage is not None]
         self.num_stages = -(-(max(stages, default=0) + 1) // ranks) * ranks
         self.ran = {stage: [] for stage in range(self.num_stages)}
 
     def play(self) -> bool:
         """Play one round; False if no rank can do anything."""
-        count, ranks = sum(map(len, self.effects)), range(len(self.orders))
+        count = sum(map(len, self.effects))
+        ranks = range(len(self.orders))
         for rank in ranks:
             self._take_in(rank)
         going = [rank for rank in ranks if self._is_ready(rank)]
@@ -213,7 +215,8 @@ class _Loom:
     def _take_in(self, rank: int) -> None:
         """Receive all that was sent in the round before. So each edge has room for what this round
         sends, and no run waits for a fence."""
-        last, before = len(self.orders) - 1, (rank - 1) % len(self.orders)
+        last = len(self.orders) - 1
+        before = (rank - 1) % len(self.orders)
         for source in dict.fromkeys((last, before)):
             for sent in self.channels.pop((source, rank), []):
                 if isinstance(sent, Broadcast):
@@ -263,7 +266,8 @@ class _Loom:
 
     def _fenced(self, stage: int) -> int | None:
         """The micro-batch whose result the next run of a stage overwrites, if that was sent."""
-        ran, buffers = self.ran[stage], self.buffers
+        ran = self.ran[stage]
+        buffers = self.buffers
         if (
             buffers is None
             or len(ran) < buffers

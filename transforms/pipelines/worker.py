@@ -173,10 +173,8 @@ class Worker:
         if self.mesh is None:
             return nullcontext()
         if link.member is None:
-            seen, instead = (
-                f"{self.mesh} in one thread",
-                "Threads() or Distributed(); or weft.shard of each stage",
-            )
+            seen = f"{self.mesh} in one thread"
+            instead = "Threads() or Distributed(); or weft.shard of each stage"
             raise ProgramError("pipeline(..., mesh=..., transport=Local())", seen, instead)
         return placed(Place(self.mesh, self.rank, link.member))
 
@@ -188,7 +186,8 @@ def put_batches(
     `after_first`."""
     for worker in workers:
         has_first = worker.stages[0].index == 0
-        worker.batches, worker.first = (batches if has_first else later), first
+        worker.batches = batches if has_first else later
+        worker.first = first
         worker.later = later if has_first and len(worker.stages) > 1 else ()
 
 

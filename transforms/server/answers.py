@@ -38,15 +38,14 @@ class Choice:
 
     def add(self, output: Output) -> "Part":
         """Add an output; returns what is new."""
-        start, self.track = self.num_tokens, output.progress.state
+        start = self.num_tokens
+        self.track = output.progress.state
         self.captured = output.progress.captured
         new = output.text or ""
         part = Part(self, new, start, start + len(output.token_ids), output.finish_reason)
-        self.text, self.num_tokens, self.finish_reason = (
-            self.text + new,
-            part.stop,
-            output.finish_reason,
-        )
+        self.text = self.text + new
+        self.num_tokens = part.stop
+        self.finish_reason = output.finish_reason
         return part
 
     def whole(self) -> "Part":
@@ -227,7 +226,8 @@ class Writer:
 
 def usage_of(choices: Sequence[Choice], prompts: Sequence[Sequence[int]]) -> dict[str, int]:
     """The `usage` of an answer; a prompt counts once, even with several completions."""
-    taken, given = sum(map(len, prompts)), sum(choice.num_tokens for choice in choices)
+    taken = sum(map(len, prompts))
+    given = sum(choice.num_tokens for choice in choices)
     return {"prompt_tokens": taken, "completion_tokens": given, "total_tokens": taken + given}
 
 

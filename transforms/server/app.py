@@ -81,9 +81,13 @@ class Server:
         compile_grammar: CompileGrammar,
         is_local: bool = False,
     ) -> None:
-        self.host, self.name, self.adapters = host, name, tuple(adapters)
-        self.limits, self._key = limits or ServerLimits(), api_key
-        self.max_model_len, model = host.max_model_len, host.model
+        self.host = host
+        self.name = name
+        self.adapters = tuple(adapters)
+        self.limits = limits or ServerLimits()
+        self._key = api_key
+        self.max_model_len = host.max_model_len
+        model = host.model
         self.model = (
             model if chat_template is None else attrs.evolve(model, chat_template=chat_template)
         )
@@ -93,8 +97,10 @@ class Server:
         self._bodies = UnfinishedBodies(max(self.limits.max_unfinished, 2 * self.limits.max_body))
         template = self.model.chat_template
         self._renderer = None if template is None else ChatRenderer(template)
-        self._compile_grammar, self._is_local = compile_grammar, is_local
-        self._compilers, self._num_compiling = ThreadPoolExecutor(8, "weft grammars"), 0
+        self._compile_grammar = compile_grammar
+        self._is_local = is_local
+        self._compilers = ThreadPoolExecutor(8, "weft grammars")
+        self._num_compiling = 0
 
     # Routes
 
@@ -276,7 +282,8 @@ class Server:
             self.model.config.vocab_size,
             max(logprobs or 0, prompt_logprobs or 0),
         )
-        adapter, limit = self._adapter(body.model), self.max_model_len
+        adapter = self._adapter(body.model)
+        limit = self.max_model_len
         longest = max(map(len, prompts))
         if max_tokens is not None and max_tokens < 1:
             raise Refusal(400, f"max_tokens={max_tokens}: a whole number >= 1", param="max_tokens")
@@ -359,8 +366,10 @@ class Server:
 
     async def _parts(self, asked: Asked, form: Form) -> AsyncGenerator[Sequence[Part], None]:
         """The parts of all choices as they come, within the time limit."""
-        n, clock = asked.body.n, self.metrics.begin(sum(map(len, asked.prompts)))
-        outputs, seconds = self.host.stream(asked.requests), self.limits.timeout
+        n = asked.body.n
+        clock = self.metrics.begin(sum(map(len, asked.prompts)))
+        outputs = self.host.stream(asked.requests)
+        seconds = self.limits.timeout
         try:
             async with contextlib.aclosing(
                 outputs if seconds is None else _within(outputs, seconds)
@@ -474,7 +483,9 @@ class EventStream(Response):
         super().__init__(None, media_type="text/event-stream")
         del self.headers["content-length"]
         self.headers["cache-control"] = "no-cache"
-        self._first, self._parts, self._form = first, parts, form
+        self._first = first
+        self._parts = parts
+        self._form = form
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Send them, until the client goes."""

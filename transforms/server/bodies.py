@@ -148,8 +148,10 @@ def _parsed(raw: bytes, kind: type[BaseModel]) -> Any:
 def _refusal(error: ValidationError, kind: type[BaseModel]) -> Refusal:
     """The refusal of the first field that is wrong."""
     first = error.errors(include_url=False)[0]
-    names, said = [str(part) for part in first["loc"]], first["msg"]
-    place, name = ".".join(names)[:200], names[0][:_LONGEST_NAME] if names else ""
+    names = [str(part) for part in first["loc"]]
+    said = first["msg"]
+    place = ".".join(names)[:200]
+    name = names[0][:_LONGEST_NAME] if names else ""
     instead = INSTEAD.get(name)
     if first["type"] == "extra_forbidden":
         said = "this server has no such field"

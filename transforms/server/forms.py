@@ -50,7 +50,9 @@ class Form(ABC):
     kind: str
 
     def __init__(self, asked: Asked, has_logprobs: bool) -> None:
-        self.asked, self.choices, self.writer = asked, asked.choices(), asked.writer
+        self.asked = asked
+        self.choices = asked.choices()
+        self.writer = asked.writer
         options = asked.body.stream_options
         self._is_plain = not (
             has_logprobs or (options is not None and options.continuous_usage_stats)
@@ -123,11 +125,14 @@ class TextForm(Form):
 
     def __init__(self, asked: Asked, body: CompletionRequest, echoed: Sequence[str]) -> None:
         super().__init__(asked, body.logprobs is not None)
-        self.body, self.echoed = body, echoed
+        self.body = body
+        self.echoed = echoed
 
     def choice(self, part: Part, is_first: bool = True) -> dict[str, Any]:
         """The choice, or what is new of it."""
-        body, place, logprobs = self.body, part.choice.index, None
+        body = self.body
+        place = part.choice.index
+        logprobs = None
         echoed = self.echoed[place // body.n]
         if body.logprobs is not None:
             shown = is_first and body.echo
@@ -174,7 +179,8 @@ class ChatForm(Form):
 
     def chunks(self, part: Part) -> list[dict[str, Any]]:
         """A chunk; before a choice's first one, that of its role."""
-        kind, found = f"{self.kind}.chunk", list[dict[str, Any]]()
+        kind = f"{self.kind}.chunk"
+        found = list[dict[str, Any]]()
         own: dict[str, Any] = {"index": part.choice.index, "logprobs": None, "finish_reason": None}
         if part.start == 0:
             found.append(

@@ -45,7 +45,8 @@ class _Listener:
     async def take(self) -> list[tuple[int, Delta]]:
         """What has come, at least one."""
         await self.arrived.wait()
-        found, self.deltas = self.deltas, []
+        found = self.deltas
+        self.deltas = []
         if self.error is None:
             self.arrived.clear()
         elif not found:
@@ -73,7 +74,9 @@ class Host(ABC):
     """
 
     def __init__(self, model: Model, max_model_len: int, max_open: int) -> None:
-        self.model, self.max_model_len, self.max_open = model, max_model_len, max_open
+        self.model = model
+        self.max_model_len = max_model_len
+        self.max_open = max_open
         self.fault: str | None = None
         self.is_final = False
         self._special_ids = special_ids(model.tokenizer)
@@ -174,7 +177,8 @@ class Host(ABC):
         self._check_running()
         count = sum(request.sampling.n for request in requests)
         self.check_room(count)
-        listener, tokenizer = _Listener(), self.model.tokenizer
+        listener = _Listener()
+        tokenizer = self.model.tokenizer
         named = [attrs.evolve(request, name=f"request {next(self._names)}") for request in requests]
         found = {
             (place, index): Progress(request, place, index, tokenizer, self._special_ids)
@@ -218,7 +222,9 @@ class Host(ABC):
                     listener.arrived.set()
 
     def _end(self, ended: Ended) -> None:
-        self.fault, self.is_final, self._has_ended = ended.fault, ended.is_final, True
+        self.fault = ended.fault
+        self.is_final = ended.is_final
+        self._has_ended = True
         self.is_closing |= ended.fault is None
         for _, listener in self._listeners.values():
             listener.error = ended.error()

@@ -99,7 +99,8 @@ class Connection(HttpToolsProtocol):
         try:
             self.parser.feed_data(data)
         except httptools.HttpParserUpgrade as upgrade:
-            method, version = self.parser.get_method(), self.parser.get_http_version().encode()
+            method = self.parser.get_method()
+            version = self.parser.get_http_version().encode()
             lines = [b"%b: %b\r\n" % own for own in self.headers if own[0] != b"upgrade"]
             head = b"%b %b HTTP/%b\r\n%b\r\n" % (method, self.url, version, b"".join(lines))
             self.parser = httptools.HttpRequestParser(self)
@@ -136,13 +137,12 @@ class Connection(HttpToolsProtocol):
             raise ValueError("this server is no proxy")
         if self.parser.should_upgrade():
             return
-        num_hosts, version = (
-            sum(name == b"host" for name, _ in self.headers),
-            self.parser.get_http_version(),
-        )
+        num_hosts = sum(name == b"host" for name, _ in self.headers)
+        version = self.parser.get_http_version()
         if num_hosts > 1 or (not num_hosts and version == "1.1"):
             raise ValueError(f"{num_hosts} hosts")
-        self._num_unread, self._is_in_request = 0, True
+        self._num_unread = 0
+        self._is_in_request = True
         self.expect_100_continue &= version == "1.1"
         super().on_headers_complete()
 
@@ -155,7 +155,8 @@ class Connection(HttpToolsProtocol):
         """Called by the parser."""
         if self.parser.should_upgrade():
             return
-        self._num_unread, self._is_in_request = 0, False
+        self._num_unread = 0
+        self._is_in_request = False
         super().on_message_complete()
 
     def on_response_complete(self) -> None:
@@ -262,7 +263,8 @@ class Listener(uvicorn.Server):
             os._exit(128 + sig)
         self.engine_host.refuse_requests()
         self._prepare_until = time.monotonic() + PREPARE_SECONDS
-        name, open_ones = signal.Signals(sig).name, counted(self.engine_host.num_open, "completion")
+        name = signal.Signals(sig).name
+        open_ones = counted(self.engine_host.num_open, "completion")
         print(
             f"{name}: {open_ones} under way may end; a second signal ends at once",
             file=sys.stderr,

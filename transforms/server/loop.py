@@ -84,9 +84,12 @@ class EngineLoop:
         *,
         num_ranks: int = 1,
     ) -> None:
-        self.engine, self.inbox = engine, queue.SimpleQueue[Command]()
+        self.engine = engine
+        self.inbox = queue.SimpleQueue[Command]()
         self.fault: BaseException | None = None
-        self._make_mask, self._deliver, self._num_ranks = make_mask, deliver, num_ranks
+        self._make_mask = make_mask
+        self._deliver = deliver
+        self._num_ranks = num_ranks
         self._captured = set[str]()
 
     def run(self) -> None:
@@ -133,7 +136,8 @@ class EngineLoop:
 
     def _take(self) -> Sequence[Command]:
         """What has come. Without work, wait for it, but no longer than other ranks wait."""
-        found, wait = list[Command](), self.engine.is_idle
+        found = list[Command]()
+        wait = self.engine.is_idle
         longest = (
             None if self._num_ranks == 1 else getattr(self.engine.transport, "timeout", 30.0) / 4
         )
@@ -145,8 +149,11 @@ class EngineLoop:
             wait = False
 
     def _delta(self, output: RequestOutput) -> Delta:
-        state, tokens, reason = output.track, output.token_ids, output.finish_reason
-        sampling, more = state.request.sampling, dict[str, Any]()
+        state = output.track
+        tokens = output.token_ids
+        reason = output.finish_reason
+        sampling = state.request.sampling
+        more = dict[str, Any]()
         start = len(state.token_ids) - len(tokens)
         if sampling.logprobs is not None:
             more |= {name: getattr(state, name)[start:] for name in PER_TOKEN}

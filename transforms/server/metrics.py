@@ -57,7 +57,8 @@ class Metrics:
     """
 
     def __init__(self, model: str) -> None:
-        self._registry, self._model = CollectorRegistry(), model
+        self._registry = CollectorRegistry()
+        self._model = model
         own: Any = {"registry": self._registry, "labelnames": ("model_name",)}
 
         def histogram(name: str, what: str) -> Histogram:
@@ -127,7 +128,8 @@ class Clock:
 
     def end(self, reasons: Sequence[str]) -> None:
         """Note the end of all completions."""
-        now, self.ended = time.perf_counter(), True
+        now = time.perf_counter()
+        self.ended = True
         self.metrics.whole.observe(now - self.began)
         if self.tokens > 1:
             self.metrics.per_token.observe((now - self.first) / (self.tokens - 1))

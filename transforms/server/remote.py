@@ -69,7 +69,9 @@ class RemoteHost(Host, asyncio.Protocol):
         self, sock: socket.socket, model: Model, max_model_len: int, max_open: int
     ) -> None:
         super().__init__(model, max_model_len, max_open)
-        self._socket, self._unpacker, self._ended = sock, Unpacker(), asyncio.Event()
+        self._socket = sock
+        self._unpacker = Unpacker()
+        self._ended = asyncio.Event()
         self._transport: asyncio.WriteTransport | None = None
 
     async def open(self) -> None:

@@ -58,13 +58,15 @@ class Progress:
         tokenizer: Tokenizer | None,
         special_ids: frozenset[int],
     ) -> None:
-        own, tokenizer = request.sampling, None if request.sampling.detokenize else tokenizer
+        own = request.sampling
+        tokenizer = None if request.sampling.detokenize else tokenizer
         own = own if tokenizer is None else attrs.evolve(own, detokenize=True)
         # The engine refuses an empty prompt in its own words.
         asked = Request(request.name, tuple(request.prompt) or (0,), request.max_tokens, own)
         self.state = CompletionState(asked, tokenizer, special_ids)
         self.captured: dict[str, Tensor] = {}
-        self._place, self._index = place, index
+        self._place = place
+        self._index = index
 
     def add(self, deltas: Sequence[Delta]) -> Output:
         """Add what the loop said, one or several times.
@@ -72,7 +74,10 @@ class Progress:
         Raises:
             WeftError: that of the completion; or its tokens cannot be decoded.
         """
-        state, new, reason, texts = self.state, list[int](), deltas[-1][4], list[str]()
+        state = self.state
+        new = list[int]()
+        reason = deltas[-1][4]
+        texts = list[str]()
         for _, _, tokens, text, _, more in deltas:
             new += tokens
             if text is not None:

@@ -74,7 +74,8 @@ class Vocabulary:
     def longest(self) -> int | None:
         """The most characters of a text that a token stands for. None: any number, as some
         tokenizers drop spaces, or have one token for all words that they do not know."""
-        file, model = self._file, self._file["model"]
+        file = self._file
+        model = self._file["model"]
         joined = _most_joined(file.get("normalizer"))
         dropped = any("Removed" in own.values() for own in _parts(file.get("pre_tokenizer")))
         dropped |= any(
@@ -111,7 +112,8 @@ class Vocabulary:
 
     def bytes_of(self, token: int) -> list[int]:
         """The token's bytes."""
-        written, table = self.written(token), byte_of()
+        written = self.written(token)
+        table = byte_of()
         if self.kind == "byte_level" and all(char in table for char in written):
             return [table[char] for char in written]
         if (

@@ -543,7 +543,8 @@ def _separate_elements(graph: Graph) -> None:
             size > 1 and step == 0 for size, step in zip(value.shape, value.stride(), strict=True)
         ):
             node.target = torch.ops.aten.new_zeros.default
-            node.args, node.kwargs = (node.args[0], list(value.shape)), {}
+            node.args = (node.args[0], list(value.shape))
+            node.kwargs = {}
 
 
 def _draws(node: Node) -> bool:
@@ -642,7 +643,8 @@ class _Calls(FunctionMode):
 
 def _cut(graph: Graph) -> tuple[tuple[tuple[Node, ...], ...], tuple[tuple[Node, Collective], ...]]:
     """The operators between two collectives, and the collectives."""
-    parts, collectives = [list[Node]()], list[tuple[Node, Collective]]()
+    parts = [list[Node]()]
+    collectives = list[tuple[Node, Collective]]()
     for node in graph.nodes:
         if node.op == "placeholder":
             continue
@@ -729,7 +731,8 @@ def _allow_other_strides(graph: Graph, written: set[int]) -> None:
 
 def _last_uses(graph: Graph, results: Sequence[Any]) -> dict[Node, list[Node]]:
     """For each node, the values that no later one uses, and that are no result."""
-    found, seen = dict[Node, list[Node]](), {leaf for leaf in results if isinstance(leaf, Node)}
+    found = dict[Node, list[Node]]()
+    seen = {leaf for leaf in results if isinstance(leaf, Node)}
     for node in reversed(graph.nodes):
         for used in node.all_input_nodes:
             if used not in seen:

@@ -228,10 +228,8 @@ class AttentionBackend:
         after = before and counted_changes(read)
         if before != after:
             written = [name for name, x, y in zip(_READ, before, after, strict=True) if x != y]
-            call, seen = (
-                f"AttentionBackend({self.name!r}, ...)",
-                f"an attend that wrote to {' and '.join(written)}",
-            )
+            call = f"AttentionBackend({self.name!r}, ...)"
+            seen = f"an attend that wrote to {' and '.join(written)}"
             instead = (
                 f"writes to a copy, {written[0]}.clone(): the other layers of the step read the"
                 " same memory"

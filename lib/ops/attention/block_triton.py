@@ -65,15 +65,13 @@ def attend_shares(
     QUERIES: tl.constexpr = ROWS * KV_HEADS // HEADS
     COMBINED: tl.constexpr = SPLITS > 1 or PARTS
     UNIT: tl.constexpr = SEGMENT if SEGMENT else KEYS
-    first_request, number, even, total, begin_at, end_at, before = (
-        index // SPLITS,
-        1,
-        True,
-        1,
-        0,
-        0,
-        0,
-    )
+    first_request = index // SPLITS
+    number = 1
+    even = True
+    total = 1
+    begin_at = 0
+    end_at = 0
+    before = 0
     if PARTS:
         first_request, number, even, total, begin_at, end_at, before = requests_of(
             index,
@@ -97,12 +95,16 @@ def attend_shares(
             request, query_start_loc, seq_lens, num_reqs, QUERIES, UNIT, WINDOW
         )
         lo, hi = split_of(index % SPLITS, count, SPLITS)
-        place, last = index, index + tl.minimum(count, SPLITS) - 1
+        place = index
+        last = index + tl.minimum(count, SPLITS) - 1
         if PARTS:
-            earlier, before = before, before + count
+            earlier = before
+            before = before + count
             if not even:
-                lo, hi = tl.maximum(begin_at - earlier, 0), tl.minimum(end_at - earlier, count)
-                place, last = place_of(index, lo == 0), part_of(earlier + count - 1, total, parts)
+                lo = tl.maximum(begin_at - earlier, 0)
+                hi = tl.minimum(end_at - earlier, count)
+                place = place_of(index, lo == 0)
+                last = part_of(earlier + count - 1, total, parts)
         if hi > lo:
             start = tl.load(query_start_loc + request)
             query_len = tl.load(query_start_loc + request + 1) - start
@@ -225,7 +227,8 @@ def attend_block(
     lo, hi, whole, place = share
     if SEGMENT:
         if not SHARED:
-            lo, hi = first // SEGMENT, tl.cdiv(end, SEGMENT)
+            lo = first // SEGMENT
+            hi = tl.cdiv(end, SEGMENT)
         for segment in range(lo, tl.minimum(hi, tl.cdiv(end, SEGMENT))):
             m_own, s_own, acc_own = _attend_range(
                 queries,
@@ -256,9 +259,11 @@ def attend_block(
                 tl.store(shares + (at * DIM)[:, None] + dim[None, :], acc_own, mask=mask)
     else:
         if SHARED:
-            lo, hi = lo * KEYS, tl.minimum(hi * KEYS, end)
+            lo = lo * KEYS
+            hi = tl.minimum(hi * KEYS, end)
         else:
-            lo, hi = first, end
+            lo = first
+            hi = end
         m, s, acc = _attend_range(
             queries,
             position,
@@ -420,16 +425,19 @@ def _attend_tiles(
 ):
     """The running maximum `[ROWS]`, sum `[ROWS]` and weighted values `[ROWS, DIMS]` after the
     positions lo:hi. Without MASKED these are whole tiles that every live query sees."""
-    dim, own = tl.arange(0, DIMS), tl.arange(0, KEYS)
+    dim = tl.arange(0, DIMS)
+    own = tl.arange(0, KEYS)
     WIDTH: tl.constexpr = KV_HEADS * DIM
     for start in range(lo, hi, KEYS):
         at = start + own
         if (
             KEYS % PAGE_SIZE == 0
         ):  # a tile begins with a page, so that places in pages are the same for all tiles
-            pages, slot = table + start // PAGE_SIZE + own // PAGE_SIZE, own % PAGE_SIZE
+            pages = table + start // PAGE_SIZE + own // PAGE_SIZE
+            slot = own % PAGE_SIZE
         else:
-            pages, slot = table + at // PAGE_SIZE, (at % PAGE_SIZE).to(tl.int64)
+            pages = table + at // PAGE_SIZE
+            slot = (at % PAGE_SIZE).to(tl.int64)
         page = tl.load(pages, mask=at < hi, other=0) if MASKED else tl.load(pages)
         where = (
             head_pages
@@ -446,7 +454,8 @@ def _attend_tiles(
             key = tl.load(where)
             value = tl.load(where + values)
         if key.dtype != queries.dtype:  # FP8
-            key, value = key.to(queries.dtype), value.to(queries.dtype)
+            key = key.to(queries.dtype)
+            value = value.to(queries.dtype)
         scores = tl.dot(queries, tl.trans(key), input_precision="ieee")
         if MASKED:
             seen = own[None, :] <= (tl.minimum(position, hi - 1) - start)[:, None]

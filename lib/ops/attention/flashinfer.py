@@ -147,7 +147,8 @@ class _Queries:
 
 
 def _read_queries(slot_mapping: Tensor, query_start_loc: Tensor, seq_lens: Tensor) -> _Queries:
-    bounds, lengths = query_start_loc.cpu().numpy(), seq_lens.cpu().numpy()
+    bounds = query_start_loc.cpu().numpy()
+    lengths = seq_lens.cpu().numpy()
     live = slot_mapping.cpu().numpy() >= 0
     # One past the last live token up to each place, and so the end of a request without the padding
     # that ends it.
@@ -182,8 +183,10 @@ def _plan_prompts(
     if not len(queries.requests):
         return PromptPlan(None, None, 0, None)
     (_, heads, dim), (_, _, page_size, kv_heads, _), device = q.shape, kv_pages.shape, q.device
-    counts, used = queries.ends - queries.starts, -(-queries.contexts // page_size)
-    bounds, pages = _sums(counts), _sums(used)
+    counts = queries.ends - queries.starts
+    used = -(-queries.contexts // page_size)
+    bounds = _sums(counts)
+    pages = _sums(used)
     rows = None
     if (queries.starts != bounds[:-1]).any():
         rows = _ranges(queries.starts, counts)

@@ -16,12 +16,11 @@ from weft.ops.products.parts import widened
 def keep(k: Tensor, v: Tensor, slot_mapping: Tensor, kv_pages: Tensor) -> Tensor:
     """New pages with each token's key and value `[T, Hkv, D]` in its slot; a token with slot -1 is
     left out."""
-    slots, slot = kv_pages.shape[1] * kv_pages.shape[2], slot_mapping.long()
+    slots = kv_pages.shape[1] * kv_pages.shape[2]
+    slot = slot_mapping.long()
     index = torch.where(slot < 0, 2 * slots, torch.stack((slot, slot + slots))).flatten()
-    given, old = (
-        _as_bytes(as_kept(torch.cat((k, v)), kv_pages.dtype)),
-        _as_bytes(kv_pages.flatten(0, 2)),
-    )
+    given = _as_bytes(as_kept(torch.cat((k, v)), kv_pages.dtype))
+    old = _as_bytes(kv_pages.flatten(0, 2))
     rows = torch.cat((old, old.new_zeros((1, *old.shape[1:]))))  # the last row takes those left out
     kept: Tensor = rows.index_copy(0, index, given)[: 2 * slots].view(kv_pages.shape)
     return kept if kept.dtype == kv_pages.dtype else kept.view(kv_pages.dtype)
@@ -62,7 +61,9 @@ def attend(
     Raises:
         DerivativeError: k and v are given, and the pages cannot be written in place here.
     """
-    tokens, requests, kv_heads = q.shape[0], len(seq_lens), kv_pages.shape[3]
+    tokens = q.shape[0]
+    requests = len(seq_lens)
+    kv_heads = kv_pages.shape[3]
     if not tokens or not requests:
         return torch.zeros_like(q)
     owner, place = find_owners(query_start_loc, tokens)

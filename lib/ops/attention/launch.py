@@ -29,11 +29,14 @@ _MOST_COUNTED = 1024
 registers."""
 _MOST_SPLITS = 64
 """The most splits of a request, whose results are combined at once."""
-_FEW_WAVES, _FEW_SLACK, _SLACK = 3, 9, 12
+_FEW_WAVES = 3
+_FEW_SLACK = 9
+_SLACK = 12
 """With less than 3 programs a multiprocessor, contexts are cut into equal parts if the largest
 share would have more than 9 eighths of a part; with more programs, which hide each other's waits,
 than 12 eighths."""
-_SPARE, _MIXED_SPARE = 192, 1024
+_SPARE = 192
+_MIXED_SPARE = 1024
 """Contexts are cut into parts if the largest share is longer than a part by more positions than
 this: in decodes, and among prompts. Up to there a program would finish sooner than parts are
 combined, or than the prompts are done."""
@@ -137,10 +140,8 @@ def plan_launch(
     # Request r starts at block query_start_loc[r] // queries + r: room enough for its partial
     # block, and no overlap.
     blocks = num_reqs if one_block else num_tokens // queries + num_reqs
-    waves, fp8 = (
-        num_reqs * kv_heads // processors if one_block else 0,
-        itemsize == 2 and kv_itemsize == 1,
-    )
+    waves = num_reqs * kv_heads // processors if one_block else 0
+    fp8 = itemsize == 2 and kv_itemsize == 1
     if rows >= _PROMPT_ROWS and itemsize == kv_itemsize == 2 and not batch_invariant:
         keys, warps, stages = _PROMPT_TILE
     elif batch_invariant or rows > 64:
@@ -151,11 +152,11 @@ def plan_launch(
     # The keys of so many tiles fit in shared memory; only a very wide head has a larger tile.
     stages = max(1, min(stages, 98304 // (keys * dims * kv_itemsize)))
     segments = -(-max_context // SEGMENT) if batch_invariant else 0
-    tiles, places = (
-        segments or -(-max_context // keys),
-        _WARPS // warps // (1 + fp8) * processors // kv_heads,
-    )
-    splits, parts, few = 1, 0, waves < (_FEW_INVARIANT_WAVES if batch_invariant else _FEW_WAVES)
+    tiles = segments or -(-max_context // keys)
+    places = _WARPS // warps // (1 + fp8) * processors // kv_heads
+    splits = 1
+    parts = 0
+    few = waves < (_FEW_INVARIANT_WAVES if batch_invariant else _FEW_WAVES)
     if one_block:
         splits = max(1, min(places // num_reqs, tiles, _MOST_SPLITS)) if few else 1
         splits = 1 << splits.bit_length() - 1
@@ -164,10 +165,8 @@ def plan_launch(
         # In decodes of many programs, more would idle where contexts are about equal.
         parts = min(places, num_reqs * tiles) if few or not one_block else num_reqs
         parts = parts if min(parts, num_reqs, tiles) > 1 and num_reqs <= _MOST_COUNTED else 0
-    slack, spare = (
-        _FEW_SLACK if few and one_block else _SLACK,
-        (_SPARE if one_block else _MIXED_SPARE) // keys,
-    )
+    slack = _FEW_SLACK if few and one_block else _SLACK
+    spare = (_SPARE if one_block else _MIXED_SPARE) // keys
     all_share = one_block and splits + parts > 1
     small = rows == 16 and all_share and warps == 4 and kv_itemsize == 2
     fits = (

@@ -18,7 +18,8 @@ from weft.ops.kernel_triton import at_once, begin, early, kernel, release
 from weft.ops.products.blocks_triton import TRITON_DTYPES, quantize_rows
 from weft.ops.tiles.tile import power_of_two
 
-_MOST_VALUES, _MOST_AT_ONCE = 1024, 4096
+_MOST_VALUES = 1024
+_MOST_AT_ONCE = 4096
 """The most values that a program combines, and the most of shares that it asks for at a time."""
 
 
@@ -68,7 +69,8 @@ def merge(m, s, acc, m_more, s_more, acc_more):
     always in the same operations, so that it does not matter which kernel merges them."""
     top = tl.maximum(m, m_more)
     base = tl.where(top == float("-inf"), 0.0, top)
-    left, right = tl.exp2(m - base), tl.exp2(m_more - base)
+    left = tl.exp2(m - base)
+    right = tl.exp2(m_more - base)
     acc = tl.fma(acc_more, tl.broadcast_to(right[:, None], acc.shape), acc * left[:, None])
     return top, tl.fma(s_more, right, s * left), acc
 
@@ -110,21 +112,25 @@ def combine_kernel(
     of one program.
     """
     begin(at_once)
-    request, own_row, kv_head = tl.program_id(0), tl.program_id(1) * EACH, tl.program_id(2)
-    num_reqs, step = tl.num_programs(0), tl.num_programs(1) * EACH
+    request = tl.program_id(0)
+    own_row = tl.program_id(1) * EACH
+    kv_head = tl.program_id(2)
+    num_reqs = tl.num_programs(0)
+    step = tl.num_programs(1) * EACH
     GROUP: tl.constexpr = HEADS // KV_HEADS
     QUERIES: tl.constexpr = ROWS // GROUP
     dim = tl.arange(0, DIMS)
     # All that does not depend on another value is asked for before any of it is waited for.
-    first, last, even = (
-        tl.load(spans + 4 * request),
-        tl.load(spans + 4 * request + 1),
-        tl.load(spans + 4 * request + 2),
-    )
-    start, end = tl.load(query_start_loc + request), tl.load(query_start_loc + request + 1)
-    seq_len, total_tokens = tl.load(seq_lens + request), tl.load(query_start_loc + num_reqs)
+    first = tl.load(spans + 4 * request)
+    last = tl.load(spans + 4 * request + 1)
+    even = tl.load(spans + 4 * request + 2)
+    start = tl.load(query_start_loc + request)
+    end = tl.load(query_start_loc + request + 1)
+    seq_len = tl.load(seq_lens + request)
+    total_tokens = tl.load(query_start_loc + num_reqs)
     if SPLITS > 1 and SEGMENTS == 0:  # EACH is 1, and the step all rows
-        row, share = own_row + tl.arange(0, EACH), tl.arange(0, SPLITS)
+        row = own_row + tl.arange(0, EACH)
+        share = tl.arange(0, SPLITS)
         place = (tl.cast(request * SPLITS + share, tl.int64) * KV_HEADS + kv_head) * ROWS
         m_even, s_even, shares_even = _load_shares(
             shares, maxima, sums, place, share < SPLITS, row, dim, DIM
@@ -136,10 +142,12 @@ def combine_kernel(
     if shared | (own <= 0):
         for first_row in range(own_row, query_len * GROUP, step):
             row = first_row + tl.arange(0, EACH)
-            inside, token = row // GROUP < query_len, (start + row // GROUP).to(tl.int64)
+            inside = row // GROUP < query_len
+            token = (start + row // GROUP).to(tl.int64)
             live = inside & (tl.load(slot_mapping + token, mask=inside, other=-1) >= 0)
             cell = token * HEADS + kv_head * GROUP + row % GROUP
-            m, total = tl.full([EACH], float("-inf"), tl.float32), tl.zeros([EACH], tl.float32)
+            m = tl.full([EACH], float("-inf"), tl.float32)
+            total = tl.zeros([EACH], tl.float32)
             result = tl.zeros([EACH, DIMS], tl.float32)
             if shared:
                 if SEGMENTS > 0:
@@ -147,7 +155,8 @@ def combine_kernel(
                     position = tl.max(tl.where(live, seq_len - end + token, -1), axis=0)
                     oldest = tl.maximum(position - WINDOW + 1, 0) if WINDOW else 0
                     for segment in range(oldest // UNIT, tl.cdiv(position + 1, UNIT)):
-                        at, mask = cell * SEGMENTS + segment, (dim < DIM)[None, :]
+                        at = cell * SEGMENTS + segment
+                        mask = (dim < DIM)[None, :]
                         values = tl.load(
                             shares + (at * DIM)[:, None] + dim[None, :], mask=mask, other=0.0
                         )
@@ -177,7 +186,8 @@ def combine_kernel(
                 result.to(TYPE).to(tl.float32), out, scales, cell, inside, DIM, DIMS, QUANTIZE
             )
     for first_row in range(own_row, GROUP, step):
-        padding, head = total_tokens + request, kv_head * GROUP + first_row
+        padding = total_tokens + request
+        head = kv_head * GROUP + first_row
         zero_tokens(
             out,
             scales,
@@ -197,7 +207,8 @@ def combine_kernel(
 @triton.jit
 def _load_shares(shares, maxima, sums, place, there, row, dim, DIM: tl.constexpr):
     """The maxima `[N, R]`, sums `[N, R]` and weighted values `[N, R, DIMS]` of rows of places."""
-    at, there = place[:, None] + row[None, :], there[:, None]
+    at = place[:, None] + row[None, :]
+    there = there[:, None]
     m = tl.load(maxima + at, mask=there, other=float("-inf"))
     s = tl.load(sums + at, mask=there, other=0.0)
     mask = there[:, :, None] & (dim < DIM)[None, None, :]
@@ -210,7 +221,8 @@ def _add_shares(m, total, result, m_own, s_own, shares):
     which one with a maximum of -inf may hold anything."""
     top = tl.maximum(m, tl.max(m_own, axis=0))
     base = tl.where(top == float("-inf"), 0.0, top)
-    weight, kept = tl.exp2(m_own - base[None, :]), tl.exp2(m - base)
+    weight = tl.exp2(m_own - base[None, :])
+    kept = tl.exp2(m - base)
     has = weight > 0
     total = total * kept + tl.sum(tl.where(has, weight * s_own, 0.0), axis=0)
     shares = tl.where(has[:, :, None], shares, 0.0)

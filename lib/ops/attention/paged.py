@@ -216,7 +216,8 @@ def _spans(
     """The requests that are not padding, with their lengths checked; `limit` positions have a page
     in the table."""
     for request, seq_len in enumerate(seq_lens):
-        start, end = starts[request], starts[request + 1]
+        start = starts[request]
+        end = starts[request + 1]
         query_len = end - start
         if seq_len == 0 or query_len == 0:
             continue
@@ -248,7 +249,9 @@ def _write(k: Tensor, v: Tensor, kv_pages: Tensor, slot_mapping: Tensor, tokens:
     """Write k and v of `tokens` to their slots."""
     if len(tokens) != k.shape[0]:
         index = torch.tensor(tokens, dtype=torch.int64)
-        k, v, slot_mapping = k[index], v[index], slot_mapping[index]
+        k = k[index]
+        v = v[index]
+        slot_mapping = slot_mapping[index]
     for pages, rows in zip(kv_pages.flatten(1, 2), (k, v), strict=True):
         write_rows(rows, slot_mapping, pages)
 
@@ -332,7 +335,8 @@ def _fault(
     tokens, heads, dim = q.shape
     _, pages, page_size, kv_heads, _ = kv_pages.shape
     requests = block_table.shape[0]
-    device, floats = q.device, (q.dtype,) if q.dtype in _FLOATS else _FLOATS
+    device = q.device
+    floats = (q.dtype,) if q.dtype in _FLOATS else _FLOATS
     for name, tensor, shape, dtypes in (
         ("q", q, q.shape, floats),
         (
@@ -365,10 +369,8 @@ def _fault(
                 f"pass {name} of shape {list(shape)} as {' or '.join(map(str, dtypes))}",
             )
         if tensor.device != device:
-            call, seen = (
-                f"paged_attention(…, {name}=…)",
-                f"{name} on {tensor.device}, q on {device}",
-            )
+            call = f"paged_attention(…, {name}=…)"
+            seen = f"{name} on {tensor.device}, q on {device}"
             raise DeviceError(call, seen, f"{name}.to({str(device)!r})")
     if not dim or not kv_heads or heads % kv_heads:
         seen = f"{heads} heads, {kv_heads} key heads, head dimension {dim}"

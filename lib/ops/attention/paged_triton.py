@@ -104,7 +104,8 @@ def write_kernel(
             key = tl.load(k + row * stride_k + i, mask=i < WIDTH)
             value = tl.load(v + row * stride_v + i, mask=i < WIDTH)
             if FP8:
-                key, value = clamp_to_fp8(key), clamp_to_fp8(value)
+                key = clamp_to_fp8(key)
+                value = clamp_to_fp8(value)
             tl.store(kv_pages + slot * WIDTH + i, key, mask=i < WIDTH)
             tl.store(kv_pages + values + slot * WIDTH + i, value, mask=i < WIDTH)
 
@@ -162,7 +163,9 @@ def attend_kernel(
     """
     begin(at_once)
     GROUP: tl.constexpr = HEADS // KV_HEADS
-    index, kv_head, programs = tl.program_id(0), tl.program_id(1), tl.num_programs(0)
+    index = tl.program_id(0)
+    kv_head = tl.program_id(1)
+    programs = tl.num_programs(0)
     if not ONE_BLOCK:  # those of all key heads side by side
         index, kv_head, programs = index // KV_HEADS, index % KV_HEADS, programs // KV_HEADS
     few = 0
@@ -210,11 +213,9 @@ def attend_kernel(
             )
     index -= few
     if not (SHARE_ROWS and ONE_BLOCK) and index >= 0:
-        first, step, head = (
-            tl.load(query_start_loc + num_reqs) + index,
-            programs - few,
-            kv_head * GROUP,
-        )
+        first = tl.load(query_start_loc + num_reqs) + index
+        step = programs - few
+        head = kv_head * GROUP
         zero_tokens(
             out, scales, first, num_tokens, step, head, HEADS, GROUP, ROWS, DIM, DIMS, QUANTIZE
         )
@@ -234,7 +235,8 @@ def attend_kernel(
                 if SHARE_ROWS and (query_len <= SHARE_ROWS // GROUP) & (seq_len > 0):
                     block = -1
             if ONE_BLOCK or block >= 0:
-                own, share = (request, kv_head, start, query_len, seq_len), (0, 0, True, 0)
+                own = (request, kv_head, start, query_len, seq_len)
+                share = (0, 0, True, 0)
                 attend_block(
                     q,
                     kv_pages,
@@ -382,11 +384,9 @@ def _launch_attend(
         q, scale = (-q, -scale) if scale <= -_TINY else (torch.zeros_like(q), 1.0)
     slot_mapping, block_table, query_start_loc, seq_lens = where
     (tokens, heads, dim), (_, _, page_size, kv_heads, _) = q.shape, kv_pages.shape
-    requests, group, context = (
-        seq_lens.shape[0],
-        heads // kv_heads,
-        block_table.shape[1] * page_size,
-    )
+    requests = seq_lens.shape[0]
+    group = heads // kv_heads
+    context = block_table.shape[1] * page_size
     window = min(window, _WIDEST)
     if window and not batch_invariant:  # segments are counted from position 0
         context = min(context, window + max_query_len)
@@ -395,16 +395,15 @@ def _launch_attend(
         *shapes, q.element_size(), kv_pages.element_size(), _processors(q.device), batch_invariant
     )
     segment = SEGMENT if batch_invariant else 0
-    quantized, scales = scales is not None, out if scales is None else scales
+    quantized = scales is not None
+    scales = out if scales is None else scales
     results = out, out, out, out  # of shares: there are none
     if plan.shared:
         sizes = (
             (tokens, heads, plan.segments) if segment else (plan.places, kv_heads, plan.share_rows)
         )
-        maxima, spans = (
-            q.new_empty(sizes, dtype=torch.float32),
-            q.new_empty((requests, 4), dtype=torch.int32),
-        )
+        maxima = q.new_empty(sizes, dtype=torch.float32)
+        spans = q.new_empty((requests, 4), dtype=torch.int32)
         results = (
             q.new_empty((*sizes, dim), dtype=torch.float32),
             maxima,

@@ -75,10 +75,8 @@ def split_of(split, tiles, SPLITS: tl.constexpr):
     """The first tile, of a request's, of one of its shares, and the one after the last. If there
     are fewer tiles than splits, the last of these are empty."""
     few = tiles < SPLITS
-    first, end = (
-        tl.where(few, split, split * tiles // SPLITS),
-        tl.where(few, split + 1, (split + 1) * tiles // SPLITS),
-    )
+    first = tl.where(few, split, split * tiles // SPLITS)
+    end = tl.where(few, split + 1, (split + 1) * tiles // SPLITS)
     return tl.minimum(first, tiles), tl.minimum(end, tiles)
 
 
@@ -124,11 +122,15 @@ def requests_of(
         WINDOW,
         BLOCK_R,
     )
-    first, begin_at, end_at, before = index // SPLITS, 0, 0, 0
+    first = index // SPLITS
+    begin_at = 0
+    end_at = 0
+    before = 0
     number = tl.where(first < num_reqs, 1, 0)
     if not even:
         ends = tl.cumsum(tiles, axis=0)
-        begin_at, end_at = first_of(index, total, parts), first_of(index + 1, total, parts)
+        begin_at = first_of(index, total, parts)
+        end_at = first_of(index + 1, total, parts)
         before = tl.sum(tl.where(ends <= begin_at, tiles, 0), axis=0)
         first = tl.sum((ends <= begin_at).to(tl.int32), axis=0)
         number = tl.minimum(tl.sum((ends < end_at).to(tl.int32), axis=0) + 1, num_reqs) - first
@@ -138,7 +140,8 @@ def requests_of(
 @triton.jit
 def part_of(tile, total, parts):
     """The part that has a tile."""
-    size, larger = total // parts, total % parts
+    size = total // parts
+    larger = total % parts
     edge = larger * (size + 1)
     return tl.where(tile < edge, tile // (size + 1), larger + (tile - edge) // tl.maximum(size, 1))
 

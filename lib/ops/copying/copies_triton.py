@@ -217,11 +217,13 @@ def launch_by_driver(handle: int, arity: int, table: Tensor, copies: Copies) -> 
     places = range(ctypes.addressof(values), ctypes.addressof(values) + ctypes.sizeof(values), 8)
     pointers = (ctypes.c_void_p * len(places))(*places)
     config = _Config((len(table), 1, 1), (32 * _WARPS, 1, 1))
-    library, stream = driver(), current_stream_id(table.device.index)
+    library = driver()
+    stream = current_stream_id(table.device.index)
     assert library is not None
     arguments = ctypes.byref(config), ctypes.c_void_p(handle), ctypes.byref(pointers), None
     run = functools.partial(library.cuLaunchKernelEx, *arguments)
-    pack, address = struct.Struct(f"={len(copies.fixed)}Q").pack_into, Tensor.data_ptr
+    pack = struct.Struct(f"={len(copies.fixed)}Q").pack_into
+    address = Tensor.data_ptr
 
     def launch(
         others: Sequence[Tensor], _held: Any = (table, copies)

@@ -117,11 +117,14 @@ def functional_run_experts(
         given = values, scales, gate_up, gate_up_scale, down, down_scale, weights, experts, dtype
         made: Tensor = in_fp8(*given, first, num_experts, leaves)
         return made
-    x, kind, count = widened(values), _kind(dtype, leaves), max(leaves, 1)
+    x = widened(values)
+    kind = _kind(dtype, leaves)
+    count = max(leaves, 1)
     out = torch.zeros_like(values, dtype=kind).expand(count, experts.shape[1], -1, -1)
     for expert in range(gate_up.shape[0]):
         gate, up = (x @ widened(gate_up[expert]).T).chunk(2, dim=-1)
-        middle, columns = widened(functional_gated(gate, up, dtype)), widened(down[expert])
+        middle = widened(functional_gated(gate, up, dtype))
+        columns = widened(down[expert])
         pairs = zip(middle.chunk(count, 1), columns.chunk(count, 1), strict=True)
         product = torch.stack([own @ leaf.T for own, leaf in pairs])[:, None]
         chosen = (experts == first + expert).T[:, :, None]
@@ -161,7 +164,8 @@ def _run_experts(
 ) -> Tensor:
     """The operator of `run_experts`."""
     x = values.float() if scales is None else dequantize(Quantized(values, scales))
-    out, count = torch.zeros_like(_empty(values, experts, dtype, leaves)), max(leaves, 1)
+    out = torch.zeros_like(_empty(values, experts, dtype, leaves))
+    count = max(leaves, 1)
     by_leaf = out.unflatten(0, (count, -1))
     for chosen in experts.unique().tolist():
         if not 0 <= (expert := chosen - first) < len(gate_up):

@@ -135,7 +135,8 @@ def _expert_tile(
     w = weight + expert.to(tl.int64) * height * columns
     s = scale + expert * tl.cdiv(height, 128) * tl.cdiv(columns, 128)
     source = pair // TOP_K if GATED else pair
-    tile, leaf = tl.program_id(1), tl.program_id(2)
+    tile = tl.program_id(1)
+    leaf = tl.program_id(2)
     n = _rows(tile, inner, GATED, ROWS, WIDTH)
     acc = multiply(
         x,
@@ -411,7 +412,8 @@ def launch_gate_up(
 ) -> tuple[Tensor, Tensor | None]:
     """`silu(gate) * up` of all pairs with the experts from `first` on; quantised, with scales, if a
     tile holds a whole block of columns."""
-    inner, pairs = weight.shape[1] // 2, experts.numel()
+    inner = weight.shape[1] // 2
+    pairs = experts.numel()
     fp8_out = (
         scale is not None and tile.rows == 256 and not products_many_triton.takes(tile, weight)
     )
@@ -484,10 +486,8 @@ def _launch(
         if one_token
         else min(pairs, num_experts)
     )
-    width, share = (
-        tile.rows if weights is not None else tile.rows // 2,
-        leaf_columns(columns, leaves),
-    )
+    width = tile.rows if weights is not None else tile.rows // 2
+    share = leaf_columns(columns, leaves)
     order, owners = (experts, experts) if aligned is None else (aligned.order, aligned.owners)
     absent = experts
     _expert_kernel[(programs, cdiv(inner, width), max(leaves, 1))](

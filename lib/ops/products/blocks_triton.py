@@ -39,7 +39,8 @@ def grouped(place, row_tiles, token_tiles, GROUP: tl.constexpr):
     multiplied with a tile of weights one after another: programs that run at the same time share
     tiles of both, which stay in the cache."""
     first = place // (GROUP * row_tiles) * GROUP
-    size, place = tl.minimum(token_tiles - first, GROUP), place % (GROUP * row_tiles)
+    size = tl.minimum(token_tiles - first, GROUP)
+    place = place % (GROUP * row_tiles)
     return place // size, first + place % size
 
 

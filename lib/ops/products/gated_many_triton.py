@@ -49,7 +49,8 @@ def _gated_many_kernel(
     row_tile, token_tile = grouped(
         tl.program_id(0), tl.cdiv(inner, WIDTH), tl.cdiv(tokens, TOKENS), GROUP
     )
-    row, token = row_tile * WIDTH, token_tile * TOKENS
+    row = row_tile * WIDTH
+    token = token_tile * TOKENS
     acc = tl.zeros([TOKENS, 2 * WIDTH], tl.float32)
     for k in range(0, columns, COLUMNS):
         both = tl.reshape(weight.load([0, row, k]), (2 * WIDTH, COLUMNS))

@@ -21,7 +21,8 @@ from weft.ops.register import operator
 from weft.ops.tiles.linear import linear_parts
 from weft.ops.tiles.tile import leaf_columns
 
-_BLOCK_TOKENS, _BLOCK_COLUMNS = 16, 256
+_BLOCK_TOKENS = 16
+_BLOCK_COLUMNS = 256
 
 
 def _empty_product(
@@ -124,7 +125,8 @@ def multiply(x: Tensor, weight: Tensor, bias: Tensor | None, batch_invariant: bo
     number of rows and of threads has it."""
     if not batch_invariant:
         return F.linear(x, weight, bias)
-    rows, missing = len(weight), -len(x) % _BLOCK_TOKENS
+    rows = len(weight)
+    missing = -len(x) % _BLOCK_TOKENS
     if rows < _BLOCK_TOKENS:  # a product with one row would be that of a matrix and a vector
         weight = F.pad(weight, (0, 0, 0, _BLOCK_TOKENS - rows))
         bias = None if bias is None else F.pad(bias, (0, _BLOCK_TOKENS - rows))
@@ -170,7 +172,8 @@ def fp8_linear(
         DescriptorError: shapes or dtypes contradict each other, or K has no such leaves.
     """
     values, scales = (x.values, x.scales) if isinstance(x, Quantized) else (x, None)
-    columns, rows = values.shape[1], weight.shape[0]
+    columns = values.shape[1]
+    rows = weight.shape[0]
     wanted = (ceil_blocks(rows), ceil_blocks(columns))
     if (
         weight.dtype != torch.float8_e4m3fn

@@ -75,7 +75,8 @@ def _linear_kernel(
         release()  # the first tiles are asked for before it begins
     else:
         begin(AHEAD > 0)
-    row_tile, token_tile = tl.program_id(0), tl.program_id(1)
+    row_tile = tl.program_id(0)
+    token_tile = tl.program_id(1)
     if GROUP > 1:
         row_tiles = tl.num_programs(0)
         row_tile, token_tile = grouped(
@@ -219,7 +220,8 @@ def _in_blocks(x: Tensor, weight: Tensor, bias: Tensor | None, tile: Tile) -> Te
     """A batch-invariant product of many tokens, in blocks of a few sizes: by torch's product where
     that was seen to give the same bits as the kernel, and by the kernel otherwise. So what was seen
     decides the time alone."""
-    out, start = x.new_empty(len(x), len(weight)), 0
+    out = x.new_empty(len(x), len(weight))
+    start = 0
     sizes = (
         [size for size in _BLOCKS if size * len(weight) <= _MOST]
         if _may_stand_in(x, weight, bias)
@@ -331,7 +333,8 @@ def _scaled_mm(
 ) -> Tensor:
     """torch's product in blocks, which is cuBLASLt's, in bfloat16. It takes a multiple of four
     tokens, their scales by columns, and the scales of the weights by columns, padded to four."""
-    tokens, missing = len(values), -len(values) % 4
+    tokens = len(values)
+    missing = -len(values) % 4
     if missing:
         values = F.pad(values.view(torch.uint8), (0, 0, 0, missing)).view(values.dtype)
     by_token = scales.new_empty(scales.shape[1], len(values))
@@ -357,17 +360,23 @@ def run_tile(
     """A linear layer with this tile, in FP8 if the weights and x have scales; its parts are leaves,
     if there are some. With `gate` its first half of rows is the gate of the second, and the tile
     has one part."""
-    weight, bias = weight.contiguous(), None if bias is None else bias.contiguous()
+    weight = weight.contiguous()
+    bias = None if bias is None else bias.contiguous()
     (tokens, columns), rows, fp8 = x.shape, weight.shape[0], scale is not None
     if leaves:
-        share, parts, segments = leaf_columns(columns, leaves), leaves, 1
+        share = leaf_columns(columns, leaves)
+        parts = leaves
+        segments = 1
     elif tile.segments > 1:
         share = segment_columns(columns, tile.segments)
-        parts, segments = tile.parts, tile.segments // tile.parts
+        parts = tile.parts
+        segments = tile.segments // tile.parts
     else:
         share = cdiv(cdiv(columns, tile.columns), tile.parts) * tile.columns
-        parts, segments = cdiv(columns, share), 1
-    is_whole, even = parts == 1 and not leaves, (share if leaves else columns) % tile.columns == 0
+        parts = cdiv(columns, share)
+        segments = 1
+    is_whole = parts == 1 and not leaves
+    even = (share if leaves else columns) % tile.columns == 0
     shape = (tokens, rows // 2 if gate else rows) if is_whole else (parts, tokens, rows)
     out = x.new_empty(shape, dtype=dtype if is_whole else torch.float32)
     token_tiles = cdiv(tokens, tile.tokens)

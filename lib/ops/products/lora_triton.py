@@ -20,7 +20,9 @@ from weft.ops.products.blocks_triton import TRITON_DTYPES, load_sum
 from weft.ops.products.parts import num_parts
 from weft.ops.tiles.tile import cdiv, leaf_columns, power_of_two
 
-_TOKENS, _ROWS, _COLUMNS = 16, 64, 128
+_TOKENS = 16
+_ROWS = 64
+_COLUMNS = 128
 _MOST_RANK = 64
 """The most ranks in a block; a larger rank takes several steps."""
 _SHARE = 1024
@@ -139,9 +141,11 @@ def add_lora(
     share = (
         leaf_columns(columns, leaves) if leaves else cdiv(min(_SHARE, columns), _COLUMNS) * _COLUMNS
     )
-    splits, num_active = cdiv(columns, share), active.shape[0]
+    splits = cdiv(columns, share)
+    num_active = active.shape[0]
     low = x.new_empty((splits, tokens, pairs * rank), dtype=torch.float32)
-    token_blocks, ranks = cdiv(tokens, _TOKENS), max(16, min(power_of_two(rank), _MOST_RANK))
+    token_blocks = cdiv(tokens, _TOKENS)
+    ranks = max(16, min(power_of_two(rank), _MOST_RANK))
     blocks = cdiv(max(end - start for start, end in pairwise(starts)), _ROWS)
     with torch.cuda.device_of(x):
         if tokens and num_active:

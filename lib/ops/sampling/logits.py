@@ -23,7 +23,11 @@ INTS = ("seed", "features", "top_k", "min_len")
 """The columns of a table's `ints`."""
 SEED, FEATURES, TOP_K, MIN_LEN = map(INTS.index, INTS)
 
-PENALTIES, BIAS, ALLOWED, STOPS, FILTERS = 1, 2, 4, 8, 16
+PENALTIES = 1
+BIAS = 2
+ALLOWED = 4
+STOPS = 8
+FILTERS = 16
 """Bits of the features that a request uses. The parameters of other features are not read."""
 
 IN_PROMPT = -(1 << 15)

@@ -134,7 +134,8 @@ def sample_rows(
         seen = f"a table of vocab_size={table.vocab_size}"
         instead = f"State.zeros(..., vocab_size={vocab}) for the stage that samples"
         if token_mask is not None and table.vocab_size == vocab:
-            seen, instead = f"a mask of shape {tuple(token_mask.shape)}", f"one of {shape}, int32"
+            seen = f"a mask of shape {tuple(token_mask.shape)}"
+            instead = f"one of {shape}, int32"
         call = f"sample_rows(<logits {tuple(logits.shape)}>, table, rows, positions, token_mask)"
         raise RequestError(call, seen, instead)
     return _sample_rows(
@@ -156,12 +157,11 @@ def functional_sample_rows(
     logits: Tensor, rows: Tensor, positions: Tensor, *tensors: Tensor
 ) -> tuple[Tensor, Tensor]:
     """`sample_rows` without a read on the host: all requests are processed."""
-    table, token_mask = SamplingTable(*tensors[:-1]), tensors[-1]
-    temperature, seeds, constant = (
-        table.floats[rows, TEMPERATURE],
-        table.ints[rows, SEED],
-        logits.detach(),
-    )
+    table = SamplingTable(*tensors[:-1])
+    token_mask = tensors[-1]
+    temperature = table.floats[rows, TEMPERATURE]
+    seeds = table.ints[rows, SEED]
+    constant = logits.detach()
     used = _uses_something(table, rows, token_mask)[:, None]
     processed = process(constant, table.rules(rows), positions, token_mask)
     return _choose(
@@ -197,7 +197,8 @@ def _sample_rows(
 ) -> tuple[Tensor, Tensor]:
     """The operator of `sample_rows`. Only requests that use a feature are processed."""
     table = SamplingTable(floats, ints, allowed, stops, bias_ids, bias, counts)
-    temperature, seeds = table.floats[rows, TEMPERATURE], table.ints[rows, SEED]
+    temperature = table.floats[rows, TEMPERATURE]
+    seeds = table.ints[rows, SEED]
     scaled = scale(logits.float(), temperature)
     (own,) = _uses_something(table, rows, token_mask).nonzero(as_tuple=True)
     if len(own):

@@ -162,7 +162,8 @@ def _search(
             goal = tl.where(is_first != 0, aim * total, goal)
         is_first = tl.full((), 0, tl.int32)
         enough = found >= goal
-        first, last = tl.min(nearest), tl.max(farthest)
+        first = tl.min(nearest)
+        last = tl.max(farthest)
         low = tl.maximum(tl.max(tl.where(enough, low, cuts), 0), first - 1)
         high = tl.minimum(tl.min(tl.where(enough, cuts, high), 0), last)
     return high
@@ -299,7 +300,8 @@ def draw_rows(
 ) -> tuple[Tensor, Tensor]:
     """`weft::sample_rows`."""
     logits = logits if logits.stride(1) == 1 else logits.contiguous()
-    table, token_mask = SamplingTable(*tensors[:-1]), tensors[-1]
+    table = SamplingTable(*tensors[:-1])
+    token_mask = tensors[-1]
     temperatures, seeds, processed = process_rows(logits, rows, positions, table, token_mask)
     return draw(logits, temperatures, seeds, positions, processed, batch_invariant)
 
@@ -315,10 +317,8 @@ def process_rows(
     num_reqs, vocab = logits.shape
     device = logits.device
     temperatures, peaks, bounds = torch.empty(3, num_reqs, dtype=torch.float32, device=device)
-    kinds, seeds = (
-        torch.empty(num_reqs, dtype=torch.int32, device=device),
-        torch.empty_like(positions),
-    )
+    kinds = torch.empty(num_reqs, dtype=torch.int32, device=device)
+    seeds = torch.empty_like(positions)
     adjusted = torch.empty(num_reqs, vocab, dtype=torch.float32, device=device)
     processed = Processed(kinds, adjusted, peaks, bounds)
     if num_reqs == 0:

@@ -57,7 +57,8 @@ def _gumbel(stream, columns):
     """The noise of the reference: -log(E), E = -log(1 - u), by its series if u is small; such
     variates win."""
     bits = _mix(stream + (columns + 1).to(tl.uint64) * _GOLDEN)
-    high, low = (bits >> 32).to(tl.uint32), bits.to(tl.uint32) >> 11
+    high = (bits >> 32).to(tl.uint32)
+    low = bits.to(tl.uint32) >> 11
     u = (
         high.to(tl.float32) * 2.3283064365386963e-10
         + (low.to(tl.float32) + 0.5) * 1.1102230246251565e-16
@@ -99,15 +100,21 @@ def _part_kernel(
     PROCESSED: tl.constexpr,
 ):
     begin()
-    row, split = tl.program_id(0), tl.program_id(1)
+    row = tl.program_id(0)
+    split = tl.program_id(1)
     t = tl.load(temperature + row)
     greedy = t <= 0
     scale = inverse(t)
-    seed, position = tl.load(seeds + row), tl.load(positions + row)
+    seed = tl.load(seeds + row)
+    position = tl.load(positions + row)
     stream = _mix(_mix(_unsigned(seed) + _GOLDEN) + _unsigned(position) * _GOLDEN)
-    kind, peak, bound = 0, 0.0, 0.0
+    kind = 0
+    peak = 0.0
+    bound = 0.0
     if PROCESSED:
-        kind, peak, bound = tl.load(kinds + row), tl.load(peaks + row), tl.load(bounds + row)
+        kind = tl.load(kinds + row)
+        peak = tl.load(peaks + row)
+        bound = tl.load(bounds + row)
     nothing = float("-inf")
     top = tl.full([BLOCK], nothing, tl.float32)
     total = tl.zeros([BLOCK], tl.float32)
@@ -234,7 +241,8 @@ def draw(
 ) -> tuple[Tensor, Tensor]:
     """`weft::sample`; with `processed`, the last part of `weft::sample_rows`."""
     rows, vocab = logits.shape
-    token_ids, logprobs = torch.empty_like(seeds), torch.empty_like(temperature)
+    token_ids = torch.empty_like(seeds)
+    logprobs = torch.empty_like(temperature)
     if rows == 0:
         return token_ids, logprobs
     logits = logits if logits.stride(1) == 1 else logits.contiguous()
@@ -323,19 +331,15 @@ def score(logits: Tensor, token_ids: Tensor) -> Tensor:
     logprobs = torch.empty_like(token_ids, dtype=torch.float32)
     if rows == 0 or count == 0:
         return logprobs
-    logits, token_ids = (
-        logits if logits.stride(1) == 1 else logits.contiguous(),
-        token_ids.contiguous(),
-    )
+    logits = logits if logits.stride(1) == 1 else logits.contiguous()
+    token_ids = token_ids.contiguous()
     splits, share = plan_splits(rows, vocab, True)
     best, chosen, maxima, sums = torch.empty(
         4, rows, splits, dtype=torch.float32, device=logits.device
     )
     indices = torch.empty(rows, splits, dtype=torch.int32, device=logits.device)
-    greedy, zeros = (
-        torch.zeros(rows, dtype=torch.float32, device=logits.device),
-        torch.zeros_like(token_ids[:, 0]),
-    )
+    greedy = torch.zeros(rows, dtype=torch.float32, device=logits.device)
+    zeros = torch.zeros_like(token_ids[:, 0])
     _part_kernel[(rows, splits)](
         logits,
         greedy,

@@ -47,9 +47,7 @@ def exponential(bits: Tensor) -> Tensor:
     2**24. It is the sum of its upper 32 and its lower 21 bits, since a GPU converts 64 bits to a
     float slowly.
     """
-    high, low = (
-        _shift(bits, 32).to(torch.float32),
-        (_shift(bits, 11) & (1 << 21) - 1).to(torch.float32),
-    )
+    high = _shift(bits, 32).to(torch.float32)
+    low = (_shift(bits, 11) & (1 << 21) - 1).to(torch.float32)
     uniform = high * 2.0**-32 + (low + 0.5) * 2.0**-53
     return -torch.log1p(-uniform.clamp(max=1 - 2.0**-24))

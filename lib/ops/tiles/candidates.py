@@ -53,7 +53,8 @@ which many products would be slower. In 1,303 of 1,315 measured products the bes
 _PARTS = (1, 2, 3, 4, 6, 8, 12, 16)
 _PART_COLUMNS = 256
 """The fewest columns of a part. With fewer a program ends before its loads are in flight."""
-_FEW_PROGRAMS, _MANY_PROGRAMS = 44, 528
+_FEW_PROGRAMS = 44
+_MANY_PROGRAMS = 528
 """A third of the multiprocessors of an H100, and four times as many: fewer programs leave most of
 them idle, and more gain nothing from a split. Candidates do not depend on the device."""
 
@@ -68,7 +69,8 @@ def candidates(tokens: int, rows: int, columns: int, fp8: bool) -> list[Tile]:
     """
     found = []
     for tile in TILES[fp8]:
-        height, programs = tile[1], cdiv(tokens, tile[1]) * cdiv(rows, tile[0])
+        height = tile[1]
+        programs = cdiv(tokens, tile[1]) * cdiv(rows, tile[0])
         is_spread = (
             height >= 64
             or cdiv(tokens, height) <= 2

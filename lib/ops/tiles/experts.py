@@ -80,7 +80,9 @@ def expert_tile(
     if itemsize < 4 and device() is not None:
         own = next(own for most, own in _BY_PAIRS[itemsize == 1] if pairs <= most * num_experts)
         return Tile(*own, sort=True)
-    each, sort, across = cdiv(pairs, num_experts), pairs > SCAN_PAIRS, 128 // itemsize
+    each = cdiv(pairs, num_experts)
+    sort = pairs > SCAN_PAIRS
+    across = 128 // itemsize
     if sort and each > 16:
         return Tile(128, 64, across, 4, 3, sort=True)
     return Tile(128, 16, across, 4, 3, sort=sort)

@@ -69,10 +69,8 @@ def formula_seconds(
         1, np.minimum(np.floor(228 * 1024 / shared), np.floor(2**16 / (registers * 32 * warps)))
     )
     programs = np.ceil(rows / height) * np.ceil(tokens / count) * parts
-    each, rounds = (
-        np.ceil(programs / gpu.processors),
-        np.ceil(programs / (gpu.processors * together)),
-    )
+    each = np.ceil(programs / gpu.processors)
+    rounds = np.ceil(programs / (gpu.processors * together))
     steps = np.ceil(np.ceil(columns / across) / parts)
     multiply = 2 * height * count * across * gpu.processors / peak
     bounds = (
@@ -94,10 +92,8 @@ def library_seconds(
     if fp8:
         tile = Tile(128, min(128, power_of_two(max(tokens, 16))), 128, 8, 4)
         return float(formula_seconds(tokens, rows, columns, True, [tile], gpu, by)[0])
-    read, multiplied = (
-        2 * rows * columns / (0.85 * gpu.bandwidth),
-        2 * tokens * rows * columns / (0.75 * gpu.peak),
-    )
+    read = 2 * rows * columns / (0.85 * gpu.bandwidth)
+    multiplied = 2 * tokens * rows * columns / (0.75 * gpu.peak)
     return float(2e-6 + (read**3 + multiplied**3) ** (1 / 3))
 
 

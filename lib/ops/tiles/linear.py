@@ -20,7 +20,9 @@ from weft.torchapi.scaled_mm import scaled_mm_lacks
 _RESIDENT = 2**24
 """Bytes of weights that fit on 132 multiprocessors, two tiles of 64 KB on each, beside programs of
 other kernels."""
-_MOST_AHEAD, _MOST_PARTS, _PROGRAMS = 4, 16, 64
+_MOST_AHEAD = 4
+_MOST_PARTS = 16
+_PROGRAMS = 64
 """Tiles of columns of a program that asks for all of its weights at once, the parts of such a
 product, and the programs for which it is cut into more of them."""
 GATED_MANY = Tile(256, 128, 64, 8, 3)
@@ -58,7 +60,8 @@ def linear_tile(
 def gated_tile(tokens: int, rows: int, columns: int) -> Tile | None:
     """The tile of a product in 16 bits whose first half of rows is the gate of the second, so that
     it has one part; None: the product, and then the gate, take less."""
-    best, gpu = linear_tile(tokens, rows, columns, False), device()
+    best = linear_tile(tokens, rows, columns, False)
+    gpu = device()
     if gpu is None or (best is not None and best.parts == 1):
         return best
     if (
@@ -95,7 +98,8 @@ def _ahead(best: Tile, rows: int, columns: int, fp8: bool) -> Tile:
     If all weights fit on the multiprocessors at once, each program asks for all of its own. The
     model knows times of products by themselves, which wait for no other kernel.
     """
-    steps, ahead = cdiv(columns, 128), _MOST_AHEAD
+    steps = cdiv(columns, 128)
+    ahead = _MOST_AHEAD
     if rows * columns * (1 if fp8 else 2) > _RESIDENT or steps > _MOST_PARTS * ahead:
         return attrs.evolve(best, ahead=128 // best.columns)
     while ahead > 1 and cdiv(rows, 64) * cdiv(steps, ahead) < _PROGRAMS:
@@ -156,7 +160,8 @@ def _by_rule(tokens: int, rows: int, columns: int, fp8: bool) -> Tile:
         if not fp8:
             return Tile(128, 128, 64, 8, 4)
         return Tile(64 if tokens <= 512 else 128, 64, 128, 4, 3)
-    programs, steps = cdiv(rows, 64), cdiv(columns, 128)
+    programs = cdiv(rows, 64)
+    steps = cdiv(columns, 128)
     parts = max(1, min(steps // 4, 256 // programs, 8))
     return Tile(64, max(16, power_of_two(tokens)), 128, 4, 4, parts)
 

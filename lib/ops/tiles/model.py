@@ -63,10 +63,8 @@ class Model:
         self, tokens: int, rows: int, columns: int, choices: Sequence[Choice], gpu: Device
     ) -> Array:
         """The predicted seconds of each choice, with what it leaves to other kernels."""
-        shape, tiles = (
-            (tokens, rows, columns, self.fp8),
-            [choice for choice in choices if choice is not None],
-        )
+        shape = (tokens, rows, columns, self.fp8)
+        tiles = [choice for choice in choices if choice is not None]
         seconds = iter(
             formula_seconds(*shape, tiles, gpu, self.coefficients).tolist() if tiles else []
         )
@@ -90,9 +88,11 @@ class Model:
     def _beyond(self, tile: Tile, nearest: Sequence[tuple[int, float]]) -> float:
         """The logarithm of a tile's seconds over the formula's, estimated from the nearest measured
         products."""
-        index, parts = tile_index(tile, self.fp8), np.log(tile.parts)
+        index = tile_index(tile, self.fp8)
+        parts = np.log(tile.parts)
         usual = self.usual[index] + _ABSENT
-        weights, total = 0.1 * nearest[0][1], 0.1 * nearest[0][1] * usual
+        weights = 0.1 * nearest[0][1]
+        total = 0.1 * nearest[0][1] * usual
         for place, weight in nearest:
             seen = self.beyond[place].get(index, ())
             likeness = [
@@ -102,7 +102,8 @@ class Model:
             mean = sum(like * value for like, (_, value) in zip(likeness, seen, strict=True)) / max(
                 sum(likeness), 1e-9
             )
-            weights, total = weights + weight, total + weight * (most * mean + (1 - most) * usual)
+            weights = weights + weight
+            total = total + weight * (most * mean + (1 - most) * usual)
         return total / weights
 
     def _library_beyond(self, nearest: Sequence[tuple[int, float]]) -> float:
@@ -127,7 +128,9 @@ def record() -> dict[str, Any]:
 @functools.cache
 def model(fp8: bool) -> Model:
     """The model of `linear.json`."""
-    found, places, beyond = record()["models"]["fp8" if fp8 else "bf16"], [], []
+    found = record()["models"]["fp8" if fp8 else "bf16"]
+    places = []
+    beyond = []
     for shape, products in found["products"].items():
         for tokens, flat in products.items():
             entries: dict[int, list[tuple[float, float]]] = {}

@@ -231,16 +231,17 @@ def _find_place(
     place = _find_axis(call, axis)
     size = place.mesh.sizes[axis]
     if not isinstance(x, Tensor):
-        seen, instead = f"x is {kind_of(x)}", "a tensor; for trees, torch.utils._pytree.tree_map"
+        seen = f"x is {kind_of(x)}"
+        instead = "a tensor; for trees, torch.utils._pytree.tree_map"
     elif reduce_op not in REDUCTIONS:
-        seen, instead = f"reduce_op={reduce_op!r}", f"one of {', '.join(map(repr, REDUCTIONS))}"
+        seen = f"reduce_op={reduce_op!r}"
+        instead = f"one of {', '.join(map(repr, REDUCTIONS))}"
     elif not all(is_int(dim, -x.ndim, x.ndim - 1) for dim in dims):
-        seen, instead = f"x {list(x.shape)}", "one of its dimensions"
+        seen = f"x {list(x.shape)}"
+        instead = "one of its dimensions"
     elif split is not None and x.shape[split] % size:
-        seen, instead = (
-            f"x {list(x.shape)} for {size} ranks",
-            f"a dimension {split} that is a multiple of {size}",
-        )
+        seen = f"x {list(x.shape)} for {size} ranks"
+        instead = f"a dimension {split} that is a multiple of {size}"
     elif place.number >= 0 and x.requires_grad and torch.is_grad_enabled():
         seen = "a tensor that requires grad, whose gradient does not come back from another rank"
         raise DerivativeError(

@@ -337,7 +337,8 @@ def exchange(
     """
     assert (dtype is None) == (pieces.target_run is not None), "pieces are joined or summed"
     addresses = group.outs, group.ins
-    small, large = group.counts[: packed.PROGRAMS], group.counts[packed.PROGRAMS :]
+    small = group.counts[: packed.PROGRAMS]
+    large = group.counts[packed.PROGRAMS :]
     layout = (
         source.numel(),
         pieces.source_run or pieces.words,

@@ -102,7 +102,8 @@ def make_case(
     requests: Sequence[tuple[int, int]], heads: tuple[int, int], device: str, size: int = 16
 ) -> Case:
     """Random requests of `(past, new)` tokens, on pages in random order."""
-    lengths, counts = [sum(one) for one in requests], [new for _, new in requests]
+    lengths = [sum(one) for one in requests]
+    counts = [new for _, new in requests]
     used = [-(-length // size) for length in lengths]
     order = torch.randperm(sum(used)).to(torch.int32)
     table = torch.nn.utils.rnn.pad_sequence(list(order.split(used)), batch_first=True)
@@ -128,12 +129,14 @@ def time_case(
     decodes: bool,
 ) -> list[Row]:
     """The rows of a shape; `work` is its bytes or its operations."""
-    rows, first = list[Row](), None
+    rows = list[Row]()
+    first = None
     for name in names:
         own, plan, plan_us = BACKENDS[name], list[Any](), None
         if own.plan is not None:
             made = [_timed(own, case) for _ in range(2)][1]  # the first one compiles, or loads
-            plan, plan_us = [made[0]], made[1]
+            plan = [made[0]]
+            plan_us = made[1]
 
         def call(own: AttentionBackend = own, plan: list[Any] = plan) -> Tensor:
             return own.attend(case.q, case.pages, *case.where, *plan)
@@ -190,7 +193,8 @@ def time_tiles(device: str, *, quick: bool) -> Iterator[Row]:
     back_end = "torch" if device == "cpu" else "triton"
     for model, heads in HEADS.items() if not quick else [("tiny", (4, 2))]:
         for shape, step in (TINY_STEPS if quick else STEPS).items():
-            case, found = make_case(step, heads, device), list[Row]()
+            case = make_case(step, heads, device)
+            found = list[Row]()
             work = 512.0 * heads[0] * sum(new * past + new * (new + 1) / 2 for past, new in step)
             for rows, tile in own + [one for one in TILES if one not in own]:
                 with prompt_tile(rows, tile):
@@ -206,7 +210,8 @@ def prompt_tile(rows: int, tile: tuple[int, int, int]) -> Iterator[None]:
     """A context in which prompts have this tile."""
     kept = launch._PROMPT_ROWS, launch._PROMPT_TILE
     launch.plan_launch.cache_clear()
-    launch._PROMPT_ROWS, launch._PROMPT_TILE = rows, tile
+    launch._PROMPT_ROWS = rows
+    launch._PROMPT_TILE = tile
     try:
         yield
     finally:
@@ -237,7 +242,8 @@ def main() -> None:
     parser.add_argument("--tiles", action="store_true", help="prompts alone, with other tiles")
     given = parser.parse_args()
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    rows, timed = [], time_tiles if given.tiles else time_all
+    rows = []
+    timed = time_tiles if given.tiles else time_all
     for row in timed(device, quick=given.quick or device == "cpu"):
         show(row)
         rows.append(attrs.asdict(row))

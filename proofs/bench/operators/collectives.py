@@ -31,8 +31,11 @@ from weft.torchapi.distributed import nccl_group
 from weft.transforms.pipelines.transports.distributed import Distributed
 from weft.transforms.pipelines.transports.launch import launch
 
-TOKENS, HIDDEN, COUNT = (1, 8, 32, 128, 256, 512, 1024, 2048, 4096, 8192), 2048, 20
-ROWS, VOCABULARY = (1, 8, 64), 151936
+TOKENS = (1, 8, 32, 128, 256, 512, 1024, 2048, 4096, 8192)
+HIDDEN = 2048
+COUNT = 20
+ROWS = (1, 8, 64)
+VOCABULARY = 151936
 """Rows of logits that a rank gets, and their columns."""
 WAYS = ("ncclAllReduce", "nccl", "peer")
 """NCCL's own collectives, which the transport's does not use; and the transports'."""
@@ -65,7 +68,9 @@ def measure(way: str, timeout: float) -> list[Row]:
     library = way == WAYS[0]
     kind: Any = "nccl" if library else way
     transport = Distributed(backend=kind, timeout=timeout)
-    rank, ranks, device = transport.rank, transport.num_ranks, transport.device
+    rank = transport.rank
+    ranks = transport.num_ranks
+    device = transport.device
     member: Member = find(transport.member, "a collective")
     perform: Callable[[Collective, Tensor], Tensor] = member.perform
     if library:

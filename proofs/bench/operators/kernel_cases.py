@@ -108,10 +108,8 @@ def norm_case(make: Maker, sizes: Sizes, tokens: int, parts: int) -> Case:
     )
     args = x, make.randn(tokens, sizes.hidden), make.randn(sizes.hidden), 1e-6
     name = "add_rms_norm_quantized" if parts else "add_rms_norm"
-    op, reference = (
-        getattr(torch.ops.weft, name),
-        (norm._add_rms_norm_quantized if parts else norm.add_rms_norm).reference,
-    )
+    op = getattr(torch.ops.weft, name)
+    reference = (norm._add_rms_norm_quantized if parts else norm.add_rms_norm).reference
     moved = nbytes(*args) + tokens * sizes.hidden * (5 if parts else 4)
     shape = f"{f'{parts} parts ' if parts else ''}{sizes.hidden}"
     return Case(name, shape, tokens, moved, [lambda: op(*args)], lambda: reference(*args))
@@ -125,11 +123,10 @@ def linear_case(make: Maker, name: str, tokens: int, rows: int, columns: int, ki
             quantised input; or `fp8`, which quantises its input itself.
     """
     has_scales = kind in ("quantized", "fp8")
-    copies, x = (
-        make.copies(rows, columns, itemsize=1 if has_scales else 2),
-        make.randn(tokens, columns),
-    )
-    shape, out_bytes = f"{name} {rows}x{columns}", tokens * rows * 2
+    copies = make.copies(rows, columns, itemsize=1 if has_scales else 2)
+    x = make.randn(tokens, columns)
+    shape = f"{name} {rows}x{columns}"
+    out_bytes = tokens * rows * 2
     if not has_scales:
         plain = [make.randn(rows, columns) for _ in range(copies)]
         op, moved = linear.swiglu if kind == "gated" else linear.linear, nbytes(x, plain[0])
@@ -247,6 +244,7 @@ def relative_error(found: Any, expected: Any) -> float:
             sum_parts(x, torch.float64) if x.dim() == 3 and one.shape != other.shape else x
             for x in (one, other)
         )
-        one, other = one.double(), other.double()
+        one = one.double()
+        other = other.double()
         errors.append(float((one - other).norm() / other.norm().clamp(min=1e-30)))
     return max(errors)

@@ -26,7 +26,8 @@ from weft.transforms.pipelines.transports.launch import launch
 from weft.transforms.pipelines.transports.messaging.messages import ProcessEnd
 
 SHAPE = (64, 2048)
-TRIPS, ROUNDS = 20, 9
+TRIPS = 20
+ROUNDS = 9
 
 
 @attrs.frozen
@@ -56,7 +57,8 @@ def timed(fn: Callable[[], Any], rounds: int) -> float:
     """The median seconds of a call, by device events; the first call is not counted."""
     spans = []
     for _ in range(rounds + 1):
-        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        start = torch.cuda.Event(enable_timing=True)
+        end = torch.cuda.Event(enable_timing=True)
         start.record()
         fn()
         end.record()
@@ -68,7 +70,8 @@ def timed(fn: Callable[[], Any], rounds: int) -> float:
 def measure(backend: BackendName, timeout: float) -> Row:
     """Run on each of the two ranks."""
     transport = Distributed(backend=backend, timeout=timeout)
-    end, rank = transport.end, transport.rank
+    end = transport.end
+    rank = transport.rank
     message = torch.randn(SHAPE, dtype=torch.bfloat16, device=transport.device)
     back = torch.zeros_like(message)
     eager = timed(lambda: trips(end, rank, message, back, TRIPS), ROUNDS) / TRIPS

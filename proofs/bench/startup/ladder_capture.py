@@ -47,7 +47,8 @@ def capture_ladder(model: Model, limits: Limits, device: str) -> dict[str, Any]:
     graph.capture(*example)
     if device == "cuda":
         torch.cuda.synchronize()
-    seconds, used = time.perf_counter() - start, graph.memory_analysis()
+    seconds = time.perf_counter() - start
+    used = graph.memory_analysis()
     pieces = graph.num_pieces()
     graph.cache_clear()
     start = time.perf_counter()

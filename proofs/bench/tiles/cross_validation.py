@@ -71,7 +71,8 @@ def choices(
     rows = []
     for case in cases:
         if case.shape[1:] in fold:
-            one, best = chosen(model, case), min(case.costs, key=case.costs.__getitem__)
+            one = chosen(model, case)
+            best = min(case.costs, key=case.costs.__getitem__)
             us = [round(case.costs[choice] * 1e6, 3) for choice in (one, best)]
             rows.append([*case.shape, *us, _fields(one), _fields(best)])
     return rows

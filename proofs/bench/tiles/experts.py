@@ -159,7 +159,8 @@ class ExpertTimer:
     """Times products with experts on the GPU. Weights and the tokens' experts take turns."""
 
     def __init__(self, compiled: dict[ExpertKind, str]) -> None:
-        self._compiled, self._graphs = compiled, Graphs()
+        self._compiled = compiled
+        self._graphs = Graphs()
         self._arenas = {False: drawn(torch.bfloat16), True: drawn(torch.float8_e4m3fn)}
         self._scales = torch.rand(2**22, device="cuda") / 1000
         self._made: tuple[ExpertProduct, list[Any]] | None = None
@@ -190,14 +191,10 @@ class ExpertTimer:
                     yield count, top_k, num_experts, block, replay()
 
     def _make(self, product: ExpertProduct) -> list[Any]:
-        shape, arena = (
-            (product.num_experts, product.rows, product.columns),
-            self._arenas[product.fp8],
-        )
-        size, blocks = (
-            product.rows * product.columns * product.num_experts,
-            (product.rows // 128, product.columns // 128),
-        )
+        shape = (product.num_experts, product.rows, product.columns)
+        arena = self._arenas[product.fp8]
+        size = product.rows * product.columns * product.num_experts
+        blocks = (product.rows // 128, product.columns // 128)
         touched = (
             size * min(1.0, product.tokens * product.top_k / product.num_experts) * arena.itemsize
         )

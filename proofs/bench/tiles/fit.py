@@ -120,7 +120,9 @@ def fit(cases: Sequence[Case], fp8: bool, gpu: Device = MEASURED) -> Coefficient
 def _least_squares(errors: Any, start: Array) -> Array:
     """Levenberg and Marquardt's method, with a weak pull towards the start where the data do not
     tell."""
-    x, damping, found = start, 1e-2, errors(start)
+    x = start
+    damping = 1e-2
+    found = errors(start)
     pull = np.full(len(x), 1e-5 * len(found))
 
     def loss(own: Array, at: Array, weights: Array) -> float:
@@ -145,16 +147,20 @@ def _least_squares(errors: Any, start: Array) -> Array:
             return x
         if np.abs(step).max() < 1e-4:
             return np.asarray(x + step)
-        x, found, damping = x + step, other, max(damping / 3, 1e-6)
+        x = x + step
+        found = other
+        damping = max(damping / 3, 1e-6)
     return x
 
 
 def make_model(cases: Sequence[Case], by: Coefficients, fp8: bool, gpu: Device = MEASURED) -> Model:
     """The model with these coefficients and what these cases took beyond the formula."""
     usual: list[list[float]] = [[] for _ in TILES[fp8]]
-    places, beyond = [], []
+    places = []
+    beyond = []
     for case in cases:
-        best, entries = min(case.costs.values()), dict[int, list[tuple[float, float]]]()
+        best = min(case.costs.values())
+        entries = dict[int, list[tuple[float, float]]]()
         for choice, more in _beyond(case, by, fp8, gpu).items():
             index = -1 if choice is None else tile_index(choice, fp8)
             if choice is not None and case.costs[choice] <= _USUAL * best:

@@ -38,7 +38,8 @@ SHAPES = (
 )
 """Rows of the gate and of up, and columns."""
 TOKENS = 128, 192, 256, 384, 512, 640, 768, 1024, 1280, 1536, 2048, 3072, 4096, 8192
-_ONE_PART, _SECONDS = 1024, 1.0
+_ONE_PART = 1024
+_SECONDS = 1.0
 
 
 def ways(tokens: int, rows: int, columns: int) -> dict[str, Callable[[], Any]]:

@@ -23,7 +23,9 @@ def compile_all(
     Returns:
         What the function returned for each kind that was reached.
     """
-    until, found, kinds = time.time() + limit, dict[K, V](), list(kinds)
+    until = time.time() + limit
+    found = dict[K, V]()
+    kinds = list(kinds)
     with multiprocessing.get_context("spawn").Pool(PROCESSES) as pool:
         made = pool.imap_unordered(compile_kind, kinds)
         for _ in kinds:

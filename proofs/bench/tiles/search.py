@@ -41,7 +41,8 @@ from weft.proofs.environment import environment
 
 _HOPELESS = 1.4
 """A choice whose first replays take this much longer than the best so far is not replayed again."""
-_FINALISTS, _NEAR = 5, 1.1
+_FINALISTS = 5
+_NEAR = 1.1
 """The choices that are timed again in the end, and how near to the best they are."""
 _WIDEST_FP8 = 100_000
 """The rows from which a layer is a head, which is never in FP8."""
@@ -229,7 +230,8 @@ def run_linear(
     for kind, made in compiled.items():
         if isinstance(made, str) or not made.error < 0.02:
             print(kind, made)
-    timer, facts = LinearTimer(compiled), _facts() | {"kernels": kernels_as_json(compiled)}
+    timer = LinearTimer(compiled)
+    facts = _facts() | {"kernels": kernels_as_json(compiled)}
     facts |= {"compile_seconds": time.time() - start, "errors": timer.errors}
     found = list[Measured]()
     try:
@@ -255,7 +257,8 @@ def run_experts(
     for kind, error in compiled.items():
         if error:
             print(kind, error)
-    timer, found = experts.ExpertTimer(compiled), list[Measured]()
+    timer = experts.ExpertTimer(compiled)
+    found = list[Measured]()
     facts = _facts() | {
         "compile_seconds": time.time() - start,
         "aligning": list(timer.aligning(counts)),
@@ -296,16 +299,12 @@ def estimate(every: Sequence[tuple[Product | ExpertProduct, Choice]], kernels: i
     host; and a second of a core a kernel."""
     seconds = kernels / 10 + 30
     for product, _ in every:
-        size, flops = (
-            product.rows * product.columns,
-            2 * product.rows * product.columns * product.tokens,
-        )
+        size = product.rows * product.columns
+        flops = 2 * product.rows * product.columns * product.tokens
         is_fp8 = product.kind == "fp8_linear"
         if isinstance(product, ExpertProduct):
-            size, flops = (
-                size * min(product.num_experts, product.tokens * product.top_k),
-                flops * product.top_k,
-            )
+            size = size * min(product.num_experts, product.tokens * product.top_k)
+            flops = flops * product.top_k
             is_fp8 = product.fp8
         bytes = size if is_fp8 else 2 * size
         seconds += 0.002 + 3 * max(2, math.ceil(2**28 / bytes)) * max(bytes / 2e12, flops / 3e14)

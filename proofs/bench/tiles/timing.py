@@ -78,18 +78,22 @@ def compile_kind(kind: Kind) -> tuple[Kind, Compiled | str]:
     """Run a kernel of this kind on a small product."""
     from weft.ops.products.linear_triton import _linear_kernel, run_tile
 
-    tokens, rows, columns = kind.tile.tokens * (3 if kind.grouped else 1), 256, 1024
+    tokens = kind.tile.tokens * (3 if kind.grouped else 1)
+    rows = 256
+    columns = 1024
     torch.manual_seed(0)
     x = torch.randn(tokens, columns, device="cuda", dtype=torch.bfloat16)
     weight = torch.randn(rows, columns, device="cuda", dtype=torch.bfloat16)
-    values, scales, w, scale = (x, None, weight, None)
+    values = x
+    scales = None
+    w = weight
+    scale = None
     if kind.fp8:
         values, scales = fp8.reference_quantize(x)
-        w, scale = (
-            weight.to(torch.float8_e4m3fn),
-            torch.rand(rows // 128, columns // 128, device="cuda"),
-        )
-        x, weight = fp8.dequantize(fp8.Quantized(values, scales)), fp8.dequantize_weight(w, scale)
+        w = weight.to(torch.float8_e4m3fn)
+        scale = torch.rand(rows // 128, columns // 128, device="cuda")
+        x = fp8.dequantize(fp8.Quantized(values, scales))
+        weight = fp8.dequantize_weight(w, scale)
     tile = attrs.evolve(kind.tile, parts=2 if kind.split else 1)
     try:
         out = run_tile(values, scales, w, scale, None, torch.bfloat16, tile)
@@ -106,7 +110,8 @@ class LinearTimer:
     """Times linear layers on the GPU. Weights take turns, cut from one large tensor of each dtype."""
 
     def __init__(self, compiled: dict[Kind, Compiled | str]) -> None:
-        self._compiled, self._graphs = compiled, Graphs()
+        self._compiled = compiled
+        self._graphs = Graphs()
         self._arenas = {"linear": drawn(torch.bfloat16), "fp8_linear": drawn(torch.float8_e4m3fn)}
         self._scales = torch.rand(2**22, device="cuda") / 1000
         self._given: tuple[Product, list[Any]] | None = None
@@ -162,7 +167,8 @@ class LinearTimer:
             yield name, tokens, rows, parts, replay()
 
     def _make(self, product: Product) -> list[Any]:
-        size, arena = product.rows * product.columns, self._arenas[product.kind]
+        size = product.rows * product.columns
+        arena = self._arenas[product.kind]
         count = max(2, min(cdiv(LEAST_BYTES, size * arena.itemsize), _MOST_LAUNCHES))
         x = torch.randn(product.tokens, product.columns, device="cuda", dtype=torch.bfloat16)
         there = len(arena) // size

@@ -45,14 +45,18 @@ from weft.proofs.bench.turns.workloads import LONG, WORKLOADS, Workload, num_pag
 from weft.stages.config import parse_config
 from weft.stages.random_weights import PRESETS
 
-_START_SECONDS, _TURN_SECONDS, _STOP_SECONDS = 300.0, 120.0, 20.0
-_POLL_SECONDS, _SAMPLE_SECONDS = 0.005, 2.0
+_START_SECONDS = 300.0
+_TURN_SECONDS = 120.0
+_STOP_SECONDS = 20.0
+_POLL_SECONDS = 0.005
+_SAMPLE_SECONDS = 2.0
 _CHOICES = re.compile(
     r"\] ((?:Using (?!cache)|Selected|Chunked|Asynchronous|torch\.compile took|GPU KV|Graph"
     r" capturing|init engine).*)"
 )
 _GPU_FIELDS = "clocks.sm", "temperature.gpu", "power.draw", "clocks_event_reasons.active"
-_POWER_CAP, _FEW_ROUNDS = 4, 3
+_POWER_CAP = 4
+_FEW_ROUNDS = 3
 _HAS_VLLM = "import importlib.util, sys; sys.exit(importlib.util.find_spec('vllm') is None)"
 _SOURCE = ".src"
 """The folder of a checkout that has the package."""
@@ -68,7 +72,10 @@ class Engine:
     """
 
     def __init__(self, name: str, folder: Path, process: "subprocess.Popen[bytes]") -> None:
-        self.name, self.folder, self.process, self.count = name, folder, process, 0
+        self.name = name
+        self.folder = folder
+        self.process = process
+        self.count = 0
 
     @property
     def log(self) -> str:
@@ -323,7 +330,8 @@ def show(found: dict[str, Any]) -> Iterator[str]:
     if len({row["repeat"] for row in found["rows"] if not row["first"]}) < _FEW_ROUNDS:
         yield "  fewer than three rounds after the first: equal builds may differ by a fourth"
     for row in found["table"]:
-        own, other = row["weft"], row[name]
+        own = row["weft"]
+        other = row[name]
         yield (
             f"  {row['workload']:<8} {own['median']:>9,.0f} ({own['min']:,.0f} to"
             f" {own['max']:,.0f}; first {own['first']:,.0f})   {other['median']:>9,.0f}"

@@ -28,7 +28,8 @@ from weft.transforms.engine.evaluation.serving import Served, figures, measure
 _PEER = runpy.run_path(
     str(Path(__file__).with_name("peer.py"))
 )  # of this build, whichever weft is imported
-turns, write = _PEER["turns"], _PEER["write"]
+turns = _PEER["turns"]
+write = _PEER["write"]
 _KEPT = "seconds", "ttft", "tpot", "num_steps", "graphs", "captures"
 
 
@@ -36,7 +37,9 @@ def at_once(
     engine: Engine, prompts: Sequence[Sequence[int]], sampling: SamplingParams, max_tokens: int
 ) -> Served:
     """Complete prompts that all arrive at once, by what every build since 2026-11-24 has."""
-    before, began, read = engine.stats(), time.perf_counter(), dict[str, list[float]]()
+    before = engine.stats()
+    began = time.perf_counter()
+    read = dict[str, list[float]]()
     for prompt in prompts:
         read[engine.add(prompt, sampling, max_tokens=max_tokens)] = []
     for output in engine:
@@ -67,7 +70,8 @@ def serve(here: Here, options: Bench, folder: Path, name: str) -> None:
         ready |= {"ranks": first["ranks"], "environment": environment("cuda" if on_gpu else "cpu")}
         write(folder / f"{name}-ready", ready)
     # Other prompts than those of the first tokens above, whose keys are kept.
-    draw, vocabulary = random.Random(1), range(engine.model.config.vocab_size)
+    draw = random.Random(1)
+    vocabulary = range(engine.model.config.vocab_size)
     gc.collect()
     gc.freeze()  # as vLLM does
     for answer, asked in turns(folder, name):
@@ -82,7 +86,8 @@ def serve(here: Here, options: Bench, folder: Path, name: str) -> None:
 
 def main() -> None:
     """Serve what the folder asks for."""
-    folder, given = Path(sys.argv[1]), json.loads(sys.argv[2])
+    folder = Path(sys.argv[1])
+    given = json.loads(sys.argv[2])
     options = attrs.evolve(Bench(model=given.pop("model")), **given)
     in_ranks(serve, options, options, folder, sys.argv[3])
 

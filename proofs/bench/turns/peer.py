@@ -73,7 +73,8 @@ def draw_weights(model: Any) -> None:
 
 def main() -> None:
     """Start vLLM, and serve each turn's requests."""
-    folder, given = Path(sys.argv[1]), json.loads(sys.argv[2])
+    folder = Path(sys.argv[1])
+    given = json.loads(sys.argv[2])
     os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     os.environ.setdefault(
@@ -91,7 +92,8 @@ def main() -> None:
         **given,
     }
     llm = vllm.LLM(**arguments)
-    ready, config = time.perf_counter(), llm.llm_engine.vllm_config
+    ready = time.perf_counter()
+    config = llm.llm_engine.vllm_config
     llm.apply_model(draw_weights)
     write(
         folder / "vllm-ready",
@@ -109,13 +111,12 @@ def main() -> None:
             },
         },
     )
-    draw, size = (
-        random.Random(0),
-        json.loads(Path(given["model"], "config.json").read_text())["vocab_size"],
-    )
+    draw = random.Random(0)
+    size = json.loads(Path(given["model"], "config.json").read_text())["vocab_size"]
     vocabulary = range(min(1000, size // 2), min(100_000, size))
     for answer, asked in turns(folder, "vllm"):
-        lengths, most = asked["input_lens"], asked["output_len"]
+        lengths = asked["input_lens"]
+        most = asked["output_len"]
         prompts = [
             prompt_type(prompt_token_ids=draw.choices(vocabulary, k=length)) for length in lengths
         ]

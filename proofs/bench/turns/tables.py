@@ -44,10 +44,8 @@ class Turns:
     @property
     def workload(self) -> str:
         """The requests, and their tokens in and out."""
-        count, lengths = (
-            self.row["num_requests"],
-            f"{self.row['input_len']} in, {self.row['output_len']} out",
-        )
+        count = self.row["num_requests"]
+        lengths = f"{self.row['input_len']} in, {self.row['output_len']} out"
         if long := self.row.get("num_long"):
             lengths = f"{lengths}, {long} of them {self.row['long_len']} in"
         own = {

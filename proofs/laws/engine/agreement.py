@@ -41,18 +41,22 @@ def differences_are_refused(
             the next step.
         mine, theirs: each rank's requests before and in each step.
     """
-    sender, receiver = Agreement(0), Agreement(1)
-    first, waiting = 0, list[int]()
+    sender = Agreement(0)
+    receiver = Agreement(1)
+    first = 0
+    waiting = list[int]()
     same_in: dict[int, bool] = {}
     for step, (microbatches, late) in enumerate(steps):
-        oldest, after = min([first, *waiting]), first + microbatches
+        oldest = min([first, *waiting])
+        after = first + microbatches
         for agreement, asked in ((sender, mine[step]), (receiver, theirs[step])):
             for note in asked.notes:
                 agreement.add(*note)
             agreement.begin(_programs(after - oldest, asked.program), oldest, step)
         same_in |= dict.fromkeys(range(first, after), mine[: step + 1] == theirs[: step + 1])
         owed = [*waiting, *range(first, after)]
-        first, waiting = after, owed[-1:] if late else []
+        first = after
+        waiting = owed[-1:] if late else []
         for microbatch in owed[: len(owed) - len(waiting)]:
             refused = _refusal(sender, receiver, microbatch)
             if same_in[microbatch] and refused:

@@ -59,13 +59,15 @@ def bits_are_of_the_request(
         run(_LAW, case.load, engine, tracks=tracks, prompts=case.prompts)
     check_nothing_is_left(engine)
     for (index, sample), track in tracks.items():
-        call, prompt = case.load.calls[index], case.prompt(index)
+        call = case.load.calls[index]
+        prompt = case.prompt(index)
         seed = sample_seeds(call.sampling.seed or 0, call.sampling.n)[sample]
         own = attrs.evolve(call.sampling, seed=seed, n=1)
         expected = _complete(case.kind, device, call, own, prompt, call.max_tokens)
         name = f"completion {sample} of call {index}, of {case.kind}"
         for field in _FIELDS:
-            found, wanted = getattr(track, field), getattr(expected, field)
+            found = getattr(track, field)
+            wanted = getattr(expected, field)
             if found != (wanted[: len(found)] if track.reason == "abort" else wanted):
                 raise LawViolation(f"{_LAW}: {field} of {name}, are {found}, and alone {wanted}")
         forced = _forced(case.kind, device, call, prompt, expected.token_ids)
@@ -104,7 +106,8 @@ def _longer(
     """The prompt with tokens appended, at the positions that they have when they are generated."""
     if not isinstance(prompt, EmbedsPrompt):
         return (*prompt, *tokens)
-    embeds, positions = prompt.inputs_embeds, prompt.positions
+    embeds = prompt.inputs_embeds
+    positions = prompt.positions
     assert embeds is not None, "drawn"
     assert positions is not None, "drawn"
     embeds = torch.cat((embeds, embeds.new_zeros(len(tokens), embeds.shape[1])))
@@ -139,7 +142,8 @@ def _on(kind: str, device: str) -> Model:
 
 @functools.cache
 def _engine_for_one(kind: str, device: str, adapter: str | None) -> Engine:
-    model, options = _on(kind, device), dict[str, Any](graph="none", run_ahead=0, num_logprobs=3)
+    model = _on(kind, device)
+    options = dict[str, Any](graph="none", run_ahead=0, num_logprobs=3)
     own = None if adapter is None else {adapter: adapters_of(model.config)[adapter]}
     limits = EngineLimits(
         max_num_reqs=1, max_num_tokens=MAX_LEN, page_size=64, num_pages=MAX_LEN // 64

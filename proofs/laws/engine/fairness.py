@@ -66,12 +66,17 @@ def check_time(works: Sequence[Work], time: StepTime, page_size: int) -> None:
     Raises:
         LawViolation: it takes longer than the limit, and has more than one chunk of at most a page.
     """
-    took, chunks, decodes = 0.0, list[int](), 0
+    took = 0.0
+    chunks = list[int]()
+    decodes = 0
     for work in works:
-        pairs, reads, parts = 0, 0, work.token_ids or ((LAST_TOKEN,),) * len(work.rows)
+        pairs = 0
+        reads = 0
+        parts = work.token_ids or ((LAST_TOKEN,),) * len(work.rows)
         for ids, start in zip(parts, work.starts, strict=True):
             if ids == (LAST_TOKEN,):
-                reads, decodes = reads + start, decodes + 1
+                reads = reads + start
+                decodes = decodes + 1
             else:
                 chunks.append(len(ids))
                 pairs += sum(start + place + 1 for place in range(len(ids)))

@@ -91,7 +91,8 @@ def _run(load: OddLoad, engine: Engine, tally: Tally) -> tuple[dict[str, OddCall
     """Run a load to its end, and return the accepted requests and the outputs of each completion."""
     calls: dict[str, OddCall] = {}
     outputs: Outputs = {}
-    step, last = 0, max(call.step for call in load.calls)
+    step = 0
+    last = max(call.step for call in load.calls)
     while step <= last or engine.num_unfinished:
         check_ends("L11 faults", step - last)
         got = []
@@ -155,7 +156,8 @@ def _last(name: str, outputs: Sequence[RequestOutput]) -> RequestOutput:
 
 def _check_said(load: OddLoad, call: OddCall, last: RequestOutput) -> None:
     """Raise unless every token is allowed, and the end has a cause."""
-    tokens, reason = last.track.token_ids, last.finish_reason
+    tokens = last.track.token_ids
+    reason = last.finish_reason
     params = SamplingParams(**call.sampling)
     stops = {*params.stop_token_ids, *(() if params.ignore_eos else load.ends)}
     for count, token in enumerate(tokens):

@@ -43,7 +43,8 @@ def own_stages_serve_as_alone(
     check_nothing_is_left(engine)
     for index, (call, own) in enumerate(zip(load.calls, extras, strict=True)):
         for sample, seed in enumerate(sample_seeds(call.sampling.seed or 0, call.sampling.n)):
-            name, track = f"completion {sample} of call {index}", tracks[index, sample]
+            name = f"completion {sample} of call {index}"
+            track = tracks[index, sample]
             _compare(name, call, track, _alone(stages, model, call, own, seed))
 
 
@@ -70,10 +71,12 @@ def _alone(
 
 def _compare(name: str, call: Call, track: CompletionState, alone: CompletionState) -> None:
     whole = track.reason != "abort" or call.aborted is None
-    tokens, expected = track.token_ids, alone.token_ids
+    tokens = track.token_ids
+    expected = alone.token_ids
     if tokens != (expected if whole else expected[: len(tokens)]):
         raise LawViolation(f"{_LAW}: {name} is {tokens}, and alone {expected}")
-    seen, wanted = track.captured, alone.captured
+    seen = track.captured
+    wanted = alone.captured
     if whole and seen.keys() != wanted.keys():
         raise LawViolation(f"{_LAW}: {name} captures {sorted(seen)}, and alone {sorted(wanted)}")
     for key, values in seen.items():

@@ -103,18 +103,18 @@ def pages_are_of_the_parameters(trace: Trace, changes: Collection[int]) -> None:
         trace: the requests that come and go.
         changes: the ticks before which the parameters change.
     """
-    host, device = (
-        HostState.empty(trace.budget, trace.num_pages, trace.page_size),
-        Device(trace.page_size),
-    )
-    tick, last = 0, max(arrival.tick for arrival in trace.arrivals)
+    host = HostState.empty(trace.budget, trace.num_pages, trace.page_size)
+    device = Device(trace.page_size)
+    tick = 0
+    last = max(arrival.tick for arrival in trace.arrivals)
     while tick <= last or not host.is_idle:
         check_ends("L9 pages", tick - last)
         works: list[Work] = []
         for _ in range(trace.window):
             host = happen(trace, host, tick)
             if tick in changes:
-                host, device.version = outdate(host), device.version + 1
+                host = outdate(host)
+                device.version = device.version + 1
             host, more = schedule(host, trace.budget)
             for work in more:
                 device.do(work, host)

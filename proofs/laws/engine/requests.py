@@ -56,7 +56,8 @@ def seed_and_position_fix_the_sample(
     logits, parameters, seed, position and tokens, which this law counts on the host; and each of
     them has an effect."""
     step, count = make_way(scenario, way, num_stages, microbatches, ladder, device)
-    params, state = scenario.params(count, device), scenario.state(count, device)
+    params = scenario.params(count, device)
+    state = scenario.state(count, device)
     done, said = [0] * len(scenario.prompts), [[] for _ in scenario.prompts]  # type: tuple[list[int], list[list[int]]]
     for batch, moves in zip(scenario.batches(device), scenario.moves, strict=True):
         state, out = step(params, state, batch)
@@ -95,7 +96,8 @@ def order_is_free(
         whole(scenario, device),
         graphify(whole(scenario, device), ladder=ladder),
     ]
-    params, states = scenario.params(1, device), [scenario.state(1, device) for _ in steps]
+    params = scenario.params(1, device)
+    states = [scenario.state(1, device) for _ in steps]
     pairs = zip(scenario.batches(device), moved.batches(device), orders, strict=True)
     for batch, other, order in pairs:
         if batch.descriptor != other.descriptor:

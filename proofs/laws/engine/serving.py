@@ -175,13 +175,12 @@ def served_as_alone(
 def alone(trace: Trace, request: Request, device: str = "cpu") -> list[int]:
     """The tokens of a request that runs by itself, eagerly, on one stage. If its prompt has
     positions, those of later tokens are counted here, and the state has no delta."""
-    step, params = compose(trace.stages(1, device), advance=advance), trace.params(1, device)
+    step = compose(trace.stages(1, device), advance=advance)
+    params = trace.params(1, device)
     most = -(-(len(request.prompt) + request.max_tokens) // trace.page_size)
-    empty, sampling, loras = (
-        _small(trace, most, device),
-        request.sampling,
-        int(request.adapter >= 0),
-    )
+    empty = _small(trace, most, device)
+    sampling = request.sampling
+    loras = int(request.adapter >= 0)
     state: tuple[State, ...] = (
         admit(empty, [0], [range(most)], [sampling], [request.prompt], adapters=[request.adapter]),
     )

@@ -134,7 +134,8 @@ def mappings(draw: st.DrawFn, device: str = "cpu") -> Mapping:
     """A random chain of operations, one of which may read a tensor from its closure, and 1 to 3
     calls."""
     names = draw(st.lists(st.sampled_from(sorted(OPERATIONS)), min_size=1, max_size=4))
-    rows, width = draw(st.integers(1, 3)), draw(st.sampled_from((2, 4)))
+    rows = draw(st.integers(1, 3))
+    width = draw(st.sampled_from((2, 4)))
     generator = torch.Generator().manual_seed(draw(st.integers(0, 999)))
     held = {"h": torch.randn(width, generator=generator).to(device)}
 

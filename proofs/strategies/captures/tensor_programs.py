@@ -309,8 +309,11 @@ def tensor_programs(draw: st.DrawFn, device: str = "cpu", max_calls: int = 5) ->
             max_size=3,
         )
     )
-    donated, way = draw(st.integers(0, 5)) == 5, draw(st.integers(0, 7))
-    borrow, alone = way == 7, way != 6  # or other arguments may be views of the donated one
+    donated = draw(st.integers(0, 5)) == 5
+    way = draw(st.integers(0, 7))
+    # or other arguments may be views of the donated one
+    borrow = way == 7
+    alone = way != 6
     calls = draw(st.integers(2, max_calls))
     some = st.sampled_from(draw(st.lists(st.sampled_from([*SURROUNDINGS]), min_size=1, max_size=2)))
     surroundings = [draw(some) for _ in range(calls)]
@@ -336,14 +339,14 @@ def tensor_programs(draw: st.DrawFn, device: str = "cpu", max_calls: int = 5) ->
             around.replace("doubled_when_saved()", "torch.no_grad()") for around in surroundings
         ]
     if "layer" not in text:
-        head, events = (
-            head.removesuffix(_LAYER),
-            ["pass" if "layer" in event else event for event in events],
-        )
+        head = head.removesuffix(_LAYER)
+        events = ["pass" if "layer" in event else event for event in events]
     if "generator" not in text:
-        head, generator = head.replace(_GENERATOR, ""), ""
+        head = head.replace(_GENERATOR, "")
+        generator = ""
     if generator:
-        texts, names = [*texts, generator], [*names, "generator"]
+        texts = [*texts, generator]
+        names = [*names, "generator"]
     code = (
         f"{head}\n{_making(bases, texts)}\n\ndef f({', '.join(names)}):\n{text}    return"
         f" {outputs}\n\n\n"

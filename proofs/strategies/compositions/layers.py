@@ -343,7 +343,8 @@ def _swapping_loop(function: Function) -> Function:
 
 def _swapped(function: Function) -> Function:
     def repeat(x: Tensor) -> Tensor:
-        first, second = x, x.flip(0)
+        first = x
+        second = x.flip(0)
         for _ in range(_STEPS):
             first, second = second, function(first)
         return first - second

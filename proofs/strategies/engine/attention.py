@@ -39,7 +39,8 @@ class OtherAttention:
     def _plan(self, q: Tensor, _: Tensor, *where: Any) -> tuple[Any, Any]:
         """The start and the length of each request: lists on the host or, where a graph may be
         captured, tensors."""
-        longest, lengths = where[4], where[3]
+        longest = where[4]
+        lengths = where[3]
         is_uniform = len(lengths) * longest == len(q)
         single = is_uniform and longest == 1
         inside = {"full": True, "uniform": is_uniform, "uniform_single_token": single}.get(
@@ -64,7 +65,8 @@ def planned(
 ) -> Tensor:
     """Attention of one request after the other, by a plan that was made on the host."""
     starts, lengths, longest, scale, window = rest
-    spans, out = plan[0], torch.zeros_like(q)
+    spans = plan[0]
+    out = torch.zeros_like(q)
     for r, length in enumerate(plan[1]):
         part = slice(spans[r], spans[r + 1])
         if length and part.start < part.stop:
@@ -76,7 +78,8 @@ def planned(
 
 def dense(config: Any, layer: Any, q: Tensor, kv_pages: Tensor, batch: Any) -> Tensor:
     """Attention by the scores of whole contexts, masked by the layer's window."""
-    scores, window = attention_scores(q, kv_pages, batch), config.windows[layer.index]
+    scores = attention_scores(q, kv_pages, batch)
+    window = config.windows[layer.index]
     if window:
         ages = batch.positions[:, None] - torch.arange(scores.shape[2], device=q.device)
         scores = scores.masked_fill((ages >= window)[:, None], -torch.inf)

@@ -182,7 +182,8 @@ def loads(
         adapters: whether some loads have adapters.
         stages: the fewest and the most stages.
     """
-    page_size, rows = draw(st.sampled_from((2, 4))), draw(st.integers(3 if masks else 1, 5))
+    page_size = draw(st.sampled_from((2, 4)))
+    rows = draw(st.integers(3 if masks else 1, 5))
     num_stages = draw(st.integers(*stages))
     names = draw(
         st.sampled_from(((None,), (None,), (None, *small_adapters())) if adapters else ((None,),))
@@ -211,11 +212,13 @@ def _calls(draw: st.DrawFn, adapters: tuple[str | None, ...], masks: bool) -> Ca
     begin = draw(st.sampled_from(((), (1, 2, 3, 4), (1, 2, 3, 4, 5, 6, 7))))
     rest = draw(st.lists(st.integers(0, VOCABULARY - 1), min_size=0 if begin else 1, max_size=4))
     sampling = draw(sampling_params(VOCABULARY))
-    n, told = draw(st.sampled_from((1, 1, 1, 3))), draw(st.sampled_from((None, None, 0)))
+    n = draw(st.sampled_from((1, 1, 1, 3)))
+    told = draw(st.sampled_from((None, None, 0)))
     sampling = attrs.evolve(sampling, n=n, prompt_logprobs=told)
     step = draw(st.integers(0, 2 if masks else 8))
     aborted = draw(st.one_of(st.none(), st.none(), st.integers(step + 1, step + 6)))
-    priority, adapter = draw(st.sampled_from((0, 0, 1))), draw(st.sampled_from(adapters))
+    priority = draw(st.sampled_from((0, 0, 1)))
+    adapter = draw(st.sampled_from(adapters))
     most = draw(st.integers(3 if masks else 1, 5))
     mask = draw(st.sampled_from((Half(0), Half(1), None))) if masks else None
     if mask is not None:  # so that every allowed token can be drawn

@@ -123,7 +123,8 @@ def invariant_loads(draw: st.DrawFn, stages: tuple[int, int] = (1, _LAYERS)) -> 
         stages: the fewest and the most stages.
     """
     kind = draw(st.sampled_from(tuple(INVARIANT_MODELS)))
-    config, prompts = invariant_model(kind).config, list[EmbedsPrompt | None]()
+    config = invariant_model(kind).config
+    prompts = list[EmbedsPrompt | None]()
     load = draw(loads(adapters=config.fp8 is None, stages=stages))
     if config.rope.mrope_section is None and draw(st.sampled_from((False, False, False, True))):
         load = draw(_lengthened(load))
@@ -150,7 +151,8 @@ def _lengthened(draw: st.DrawFn, load: Load) -> Load:
         for at, call in enumerate(load.calls)
     )
     longest = max(len(call.prompt) + call.max_tokens for call in calls)
-    limits, page_size = load.limits, 16
+    limits = load.limits
+    page_size = 16
     more_tokens = draw(st.sampled_from((90, 300, MAX_LEN)))
     limits = attrs.evolve(
         limits,

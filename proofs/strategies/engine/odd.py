@@ -240,7 +240,8 @@ _FIELDS: dict[str, st.SearchStrategy[Any]] = {
 def odd_loads(draw: st.DrawFn) -> OddLoad:
     """Up to eight requests with any parameters, arbitrary masks, embeddings of NaN or infinity, and
     odd ids, for an engine with few rows and pages, or many."""
-    page_size, stages = draw(st.sampled_from((2, 4))), draw(st.integers(1, 3))
+    page_size = draw(st.sampled_from((2, 4)))
+    stages = draw(st.integers(1, 3))
     rows = draw(st.integers(1, 5))
     limits = EngineLimits(
         max_num_reqs=rows,

@@ -49,7 +49,8 @@ class OwnStages:
                 alone, and compute what it carries anew from all of its tokens at each step; None:
                 those of each request.
         """
-        hidden, vocab = model.config.hidden_size, model.config.vocab_size
+        hidden = model.config.hidden_size
+        vocab = model.config.vocab_size
         defaults = {
             "vector": torch.zeros(hidden),
             "strength": torch.zeros(()),
@@ -147,9 +148,11 @@ def _adding_anew(start: Tensor) -> Add:
     seen: dict[int, Tensor] = {}
 
     def add(batch: Any, hidden: Tensor) -> Tensor:
-        first, last = int(batch.positions[0]), int(batch.positions.max())
+        first = int(batch.positions[0])
+        last = int(batch.positions.max())
         seen.update(zip(range(first, last + 1), hidden.clone(), strict=False))
-        sums, value = list[Tensor](), start
+        sums = list[Tensor]()
+        value = start
         for place in range(last + 1):
             value = _next(value, seen[place])
             sums.append(value)
@@ -228,10 +231,8 @@ def own_stages(num_layers: int) -> st.SearchStrategy[OwnStages]:
         ),
         "parts": st.lists(st.sampled_from(_PARTS), unique=True).map(tuple),
     }
-    some, policies = (
-        st.lists(index, unique=True).map(tuple),
-        st.sampled_from((None, "none", "recompute")),
-    )
+    some = st.lists(index, unique=True).map(tuple)
+    policies = st.sampled_from((None, "none", "recompute"))
     carried = st.lists(index, unique=True, min_size=1).map(tuple)
     return st.one_of(
         st.builds(OwnStages, **parts, captured=some, carried=some, prefix_caching=policies),
@@ -253,6 +254,7 @@ def request_extras(draw: st.DrawFn, model: Model) -> Extras | None:
         "strength": (),
         "bias": (model.config.vocab_size,),
     }
-    names, seed = draw(st.lists(st.sampled_from([*sizes]), unique=True)), draw(st.integers(0, 2))
+    names = draw(st.lists(st.sampled_from([*sizes]), unique=True))
+    seed = draw(st.integers(0, 2))
     generator = torch.Generator().manual_seed(seed)
     return {name: torch.randn(sizes[name], generator=generator) for name in sorted(names)} or None

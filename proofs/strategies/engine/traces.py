@@ -168,7 +168,8 @@ def traces(
     some prompts have an image."""
     config = draw(configs(min_layers, max_layers))
     config = with_mrope(config) if embeds else config
-    page_size, num_rows = draw(st.sampled_from(page_sizes)), draw(st.sampled_from((2, 1, 2, 3, 4)))
+    page_size = draw(st.sampled_from(page_sizes))
+    num_rows = draw(st.sampled_from((2, 1, 2, 3, 4)))
     num_cohorts = draw(st.integers(1, 3))
     count = draw(st.sampled_from([n for n in (4, 3, 6, 2, 5, 1) if n <= max_requests]))
     own = (draw(slots(count)) if adapters else ()) or (-1,) * count
@@ -186,7 +187,8 @@ def traces(
     longest = max(len(a.request.prompt) + a.request.max_tokens for a in arrivals)
     max_pages = -(-longest // page_size)
     size = -(-num_rows // num_cohorts)
-    tokens, mixed = draw(st.sampled_from((size, size + 3, 16))), draw(st.booleans())
+    tokens = draw(st.sampled_from((size, size + 3, 16)))
+    mixed = draw(st.booleans())
     drafted = None if drafts is None else draw(drafts)
     query_lens = (1,) if drafted is None else Speculation(drafted.num_tokens).query_lens
     budget = Budget(num_rows, tokens, max_pages, num_cohorts, mixed, query_lens)
@@ -249,10 +251,8 @@ def _arrivals(draw: st.DrawFn, config: ModelConfig, index: int, adapter: int) ->
 @st.composite
 def timed_traces(draw: st.DrawFn) -> Trace:
     """Requests with prompts of several pages, and a limit on the seconds of their steps."""
-    trace, prompts = (
-        draw(traces(max_layers=1)),
-        st.lists(st.integers(3, 9), min_size=1, max_size=40),
-    )
+    trace = draw(traces(max_layers=1))
+    prompts = st.lists(st.integers(3, 9), min_size=1, max_size=40)
     requests = [attrs.evolve(one.request, prompt=tuple(draw(prompts))) for one in trace.arrivals]
     arrivals = [
         attrs.evolve(one, request=own, behind=None)

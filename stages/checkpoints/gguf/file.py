@@ -30,9 +30,11 @@ _SCALARS = {
     11: "q",
     12: "d",
 }
-_STRING, _ARRAY = 8, 9
+_STRING = 8
+_ARRAY = 9
 _VERSIONS = 2, 3
-_MOST_BYTES, _MOST_VALUES = 2**28, 2**22
+_MOST_BYTES = 2**28
+_MOST_VALUES = 2**22
 """The most bytes of metadata and of names, and the most values of an array; the largest
 vocabularies take some 2**24 bytes, and 2**19 values."""
 _MOST_DIMS = 4
@@ -208,7 +210,8 @@ class _Reader:
                 else f"may have {_MOST_BYTES} there"
             )
             raise _Fault(f"at byte {self.at}: {size} bytes of a header, and the file {ends}")
-        start, self.at = self.at, self.at + size
+        start = self.at
+        self.at = self.at + size
         return start
 
 
@@ -223,7 +226,8 @@ def _read(
     if version not in _VERSIONS:
         big = struct.unpack("<I", struct.pack(">I", version))[0] in _VERSIONS
         raise _Fault("it is big-endian" if big else f"it has version {version}; weft reads 2 and 3")
-    num_tensors, num_values = reader.count(24, "tensors"), reader.count(13, "values of metadata")
+    num_tensors = reader.count(24, "tensors")
+    num_values = reader.count(13, "values of metadata")
     metadata: dict[str, Any] = {}
     for _ in range(num_values):
         _add(metadata, reader.string(), reader.value())
@@ -232,7 +236,8 @@ def _read(
         raise _Fault(f"general.alignment={alignment!r:.60}, which is a multiple of 8")
     infos: dict[str, tuple[tuple[int, ...], int, int]] = {}
     for _ in range(num_tensors):
-        name, dims = reader.string(), reader.number("I")
+        name = reader.string()
+        dims = reader.number("I")
         if not 1 <= dims <= _MOST_DIMS:
             raise _Fault(f"{name:.200} has {dims} dimensions")
         shape = reader.numbers("Q", dims)[::-1]

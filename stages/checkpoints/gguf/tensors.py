@@ -75,7 +75,8 @@ class GgufTensors:
             self._check(part, name)
 
     def _check(self, part: Part, name: str) -> None:
-        stored, shape = self.file.tensors[name], part.stored_shape
+        stored = self.file.tensors[name]
+        shape = part.stored_shape
         if part.expert is not None and self.config.moe is not None:
             shape = self.config.moe.num_experts, *shape
         if not _unpacks(stored.kind):

@@ -24,7 +24,8 @@ from weft.stages.checkpoints.gguf.file import GgufFile
 from weft.stages.checkpoints.tokenizer import tokenizer_failures
 
 _PREFIX = "tokenizer.ggml."
-_CONTROL, _USER_DEFINED = 3, 4
+_CONTROL = 3
+_USER_DEFINED = 4
 _IDS = {
     "unk_token": "unknown_token_id",
     "pad_token": "padding_token_id",
@@ -90,10 +91,8 @@ def tokenizer_of(file: GgufFile, call: str, *, strict: bool = False) -> Tokenize
     fields = _fields(file, call)
     build, unknown = _builder(fields)
     if unknown:
-        seen, instead = (
-            f"{file.path.name} has {unknown}",
-            "prompts of token ids, or a file that was converted anew",
-        )
+        seen = f"{file.path.name} has {unknown}"
+        instead = "prompts of token ids, or a file that was converted anew"
         if strict:
             raise ConfigError(call, f"{seen}, which weft does not know", instead)
         text = (
@@ -140,7 +139,8 @@ def _fields(file: GgufFile, call: str) -> Fields:
 
 def _builder(fields: Fields) -> tuple[Callable[[Fields], Tokenizer] | None, str]:
     """What builds the tokenizer, or None; and the key that weft does not know."""
-    kind, pre = fields.raw.get("model"), fields.raw.get("pre")
+    kind = fields.raw.get("model")
+    pre = fields.raw.get("pre")
     if kind in (None, "no_vocab", "none"):
         return None, ""
     if kind == "llama":
@@ -154,7 +154,8 @@ def _builder(fields: Fields) -> tuple[Callable[[Fields], Tokenizer] | None, str]
 
 def _byte_level(fields: Fields) -> Tokenizer:
     """Byte-level BPE, as of GPT-2."""
-    own, tokens = _PRE_TOKENIZERS[fields.raw["pre"]], _strings(fields, "tokens")
+    own = _PRE_TOKENIZERS[fields.raw["pre"]]
+    tokens = _strings(fields, "tokens")
     merges = [
         (left, right)
         for left, _, right in (one.partition(" ") for one in _strings(fields, "merges"))
@@ -174,7 +175,8 @@ def _byte_level(fields: Fields) -> Tokenizer:
 
 def _sentencepiece(fields: Fields) -> Tokenizer:
     """SentencePiece's BPE, with bytes for letters that are no tokens."""
-    tokens, spaced = _strings(fields, "tokens"), fields.flag("add_space_prefix", True)
+    tokens = _strings(fields, "tokens")
+    spaced = fields.flag("add_space_prefix", True)
     vocab = {token: index for index, token in enumerate(tokens)}
     merges = _merges_by_score(fields, vocab)
     tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=merges, fuse_unk=True, byte_fallback=True))

@@ -127,7 +127,8 @@ ENDLESS = [
 @pytest.mark.parametrize("text", ENDLESS)
 def test_what_re_would_be_busy_with_for_ever(text: str) -> None:
     """The expression does not match, or is refused."""
-    begun, found = time.monotonic(), ""
+    begun = time.monotonic()
+    found = ""
     try:
         found = str(Expression(text).matches(NAME))
     except ConfigError as error:

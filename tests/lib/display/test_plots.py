@@ -78,7 +78,8 @@ def test_labels_are_inside_and_do_not_touch(plot: str) -> None:
             assert before.x1 < after.x0
         for below, above in itertools.pairwise(sorted(boxes[1], key=lambda box: box.y0)):
             assert below.y1 < above.y0 + 2
-        title, label = ax.title.get_window_extent(), ax.xaxis.label.get_window_extent()
+        title = ax.title.get_window_extent()
+        label = ax.xaxis.label.get_window_extent()
         for box in (*boxes[0], *boxes[1], title, *([label] if ax.get_xlabel() else [])):
             assert figure.bbox.padded(2).contains(box.x0, box.y0)
             assert figure.bbox.padded(2).contains(box.x1, box.y1)

@@ -40,7 +40,8 @@ def captured() -> Any:
 
 def drawn() -> dict[str, Any]:
     """An object of each class that a notebook shows."""
-    programs, costs = make_programs(2, decode_jobs(2, 5)), Costs((1e-3, 2e-3))
+    programs = make_programs(2, decode_jobs(2, 5))
+    costs = Costs((1e-3, 2e-3))
     schema = Schema.parse("hidden[num_tokens, 4] float32")
     stages = [lambda p, s, batch, x: (s, batch)] * 2
     return {
@@ -131,7 +132,8 @@ def test_numbers_are_aligned_to_the_right() -> None:
 @pytest.mark.parametrize("name", ["ladder", "dispatch table", "cohorts", "table"])
 def test_rich_shows_a_table_and_no_colour_in_a_pipe(name: str) -> None:
     value = drawn()[name]
-    pipe, screen = io.StringIO(), io.StringIO()
+    pipe = io.StringIO()
+    screen = io.StringIO()
     Console(file=pipe, width=400).print(value)
     Console(
         file=screen, width=400, force_terminal=True, color_system="standard", _environ={}

@@ -193,7 +193,8 @@ def on_gloo(path: str, count: int) -> list[bool]:
         torch.randn(2 * count, 3 * count, generator=torch.Generator().manual_seed(i))
         for i in range(count)
     ]
-    own, ranks = inputs[rank], tuple(range(count))
+    own = inputs[rank]
+    ranks = tuple(range(count))
     dist.init_process_group("gloo", rank=rank, world_size=count, store=dist.FileStore(path, count))
     found = []
     for op in ("sum", "max", "min"):

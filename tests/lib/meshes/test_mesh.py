@@ -28,10 +28,8 @@ def world() -> Iterator[None]:
 
 @given(SIZES)
 def test_ranks_are_numbered_row_by_row(sizes: dict[str, int]) -> None:
-    mesh, grid = (
-        Mesh(**sizes),
-        torch.arange(torch.Size(sizes.values()).numel()).reshape(*sizes.values()),
-    )
+    mesh = Mesh(**sizes)
+    grid = torch.arange(torch.Size(sizes.values()).numel()).reshape(*sizes.values())
     assert list(mesh) == list(range(mesh.num_ranks)) == grid.flatten().tolist()
     for rank in mesh:
         place = mesh.coordinates(rank)

@@ -50,7 +50,8 @@ PLACEMENTS = st.sampled_from(
 def test_the_parts_are_the_whole(
     placed: tuple[Placement, Placement], order: list[str], sizes: tuple[int, int]
 ) -> None:
-    mesh, value = Mesh(a=sizes[0], b=sizes[1]), torch.arange(12 * 24.0).reshape(12, 24)
+    mesh = Mesh(a=sizes[0], b=sizes[1])
+    value = torch.arange(12 * 24.0).reshape(12, 24)
     by_axis = dict(zip(order, placed, strict=True))
     layout = on_axes(Placements(**by_axis), mesh, "f()")
     parts = [part_of(value, layout, mesh, rank, "f()") for rank in mesh]
@@ -69,7 +70,8 @@ def ranks() -> Iterator[None]:
 def test_the_parts_are_those_of_a_dtensor(rank: int) -> None:
     dist.init_process_group("fake", rank=rank, world_size=6, store=FakeStore())
     theirs = init_device_mesh("cpu", (2, 3), mesh_dim_names=("a", "b"))
-    mesh, value = Mesh(a=2, b=3), torch.arange(12 * 24.0).reshape(12, 24)
+    mesh = Mesh(a=2, b=3)
+    value = torch.arange(12 * 24.0).reshape(12, 24)
     kinds = (TorchReplicate(), TorchShard(0), TorchShard(1))
     for placed in [(one, other) for one in kinds for other in kinds]:
         expected = distribute_tensor(value, theirs, placed, src_data_rank=None).to_local()
@@ -79,7 +81,8 @@ def test_the_parts_are_those_of_a_dtensor(rank: int) -> None:
 
 
 def test_shards_are_views_and_a_sum_is_on_the_first_rank() -> None:
-    value, mesh = torch.ones(4), Mesh(a=2)
+    value = torch.ones(4)
+    mesh = Mesh(a=2)
     assert (
         part_of(value, (("a", Shard(0)),), mesh, 1, "f()").untyped_storage().data_ptr()
         == value.data_ptr()
@@ -133,7 +136,8 @@ def test_an_axis_that_is_not_named_has_replicas() -> None:
 def test_the_axis_that_is_named_first_cuts_first(order: tuple[str, str]) -> None:
     """JAX: `P((first, second))` numbers the blocks with the index along `first` in the higher
     place."""
-    mesh, value = Mesh(x=2, y=3, z=2), torch.arange(12.0)
+    mesh = Mesh(x=2, y=3, z=2)
+    value = torch.arange(12.0)
     first, second = order
     layout = on_axes(Placements(**dict.fromkeys(order, Shard(0))), mesh, "f()")
     blocks = value.view(mesh.sizes[first], mesh.sizes[second], -1)

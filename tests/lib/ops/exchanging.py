@@ -20,7 +20,8 @@ def small_geometry(most: int = 96, programs: int = 3, block: int = 32) -> Iterat
     """Few words make a large piece, of few chunks: the interpreter is slow."""
     kept = peer.MOST, peer_group.MOST, peer.PROGRAMS, peer.BLOCK
     peer.MOST = peer_group.MOST = most
-    peer.PROGRAMS, peer.BLOCK = programs, block
+    peer.PROGRAMS = programs
+    peer.BLOCK = block
     yield
     peer.MOST, peer_group.MOST, peer.PROGRAMS, peer.BLOCK = kept
 

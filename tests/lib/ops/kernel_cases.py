@@ -54,13 +54,12 @@ def norms() -> list[Case]:
             x = randn(
                 *((parts,) if parts else ()), 3, columns, dtype=torch.float32 if parts else dtype
             )
-            residual, weight = randn(3, columns, dtype=dtype), 1 + randn(columns, dtype=dtype)
+            residual = randn(3, columns, dtype=dtype)
+            weight = 1 + randn(columns, dtype=dtype)
             near = 2e-6 if dtype == torch.float32 else 5e-3
-            name, both, module = (
-                f"{columns} {parts} {dtype}",
-                (x, residual, weight, 1e-5),
-                "weft.ops.norm_triton:",
-            )
+            name = f"{columns} {parts} {dtype}"
+            both = (x, residual, weight, 1e-5)
+            module = "weft.ops.norm_triton:"
             found += [
                 Case(
                     f"add_rms_norm {name}",
@@ -91,10 +90,8 @@ def norms() -> list[Case]:
 def gates() -> list[Case]:
     found = []
     for inner, parts in ((20, 0), (128, 2), (1152, 0)):
-        x, module = (
-            randn(*((parts,) if parts else ()), 3, 2 * inner),
-            "weft.ops.products.gate_triton:",
-        )
+        x = randn(*((parts,) if parts else ()), 3, 2 * inner)
+        module = "weft.ops.products.gate_triton:"
         for dtype, near in ((torch.float32, 2e-6), (torch.float16, 1e-4)):
             name = f"silu_mul {inner} {parts} {dtype}"
             found.append(
@@ -140,10 +137,8 @@ def rotations() -> list[Case]:
 
 
 def routes() -> list[Case]:
-    kernel, ties = (
-        "weft.ops.experts.routing_triton:route",
-        torch.tensor([[1.0, 3, 3, 0, 3], [2, 2, 2, 2, 2]]),
-    )
+    kernel = "weft.ops.experts.routing_triton:route"
+    ties = torch.tensor([[1.0, 3, 3, 0, 3], [2, 2, 2, 2, 2]])
     return [
         Case(
             f"route {experts} {top_k} {renormalize}",
@@ -161,14 +156,17 @@ def routes() -> list[Case]:
 
 
 def linears() -> list[Case]:
-    found, kernel = [], "weft.ops.products.linear_triton:run_tile"
+    found = []
+    kernel = "weft.ops.products.linear_triton:run_tile"
     for tokens, rows, columns, tile in (
         (1, 200, 300, Tile(64, 16, 128, 4, 2)),
         (17, 64, 512, Tile(64, 16, 128, 4, 2)),
         (70, 130, 256, Tile(128, 64, 128, 4, 2)),
     ):
-        x, bias = randn(tokens, columns), randn(rows) if tokens == 1 else None
-        rest, op = (*fp8_weight(rows, columns), bias, torch.float32), "products.linear:fp8_linear"
+        x = randn(tokens, columns)
+        bias = randn(rows) if tokens == 1 else None
+        rest = (*fp8_weight(rows, columns), bias, torch.float32)
+        op = "products.linear:fp8_linear"
         given = (*reference_quantize(x), *rest)
         found.append(Case(f"fp8_linear {tokens}", kernel, op, (*given, 0), (tile,), given=given))
         whole = "weft.ops.products.linear_triton:fp8_linear"
@@ -178,7 +176,8 @@ def linears() -> list[Case]:
 
 def parts() -> list[Case]:
     """Products left in parts, against their references' sums."""
-    found, kernel = [], "weft.ops.products.linear_triton:run_tile"
+    found = []
+    kernel = "weft.ops.products.linear_triton:run_tile"
     for tokens, rows, columns, tile in (
         (3, 72, 200, Tile(64, 16, 64, 4, 2, parts=3)),
         (66, 72, 512, Tile(64, 64, 128, 4, 2, parts=4)),
@@ -190,13 +189,17 @@ def parts() -> list[Case]:
         ),  # two of eight tiles of columns ahead of a loop
         (5, 72, 900, Tile(64, 16, 128, 4, 1, parts=2, ahead=4)),  # all of them
     ):
-        x, weight, bias = randn(tokens, columns), randn(rows, columns), randn(rows)
+        x = randn(tokens, columns)
+        weight = randn(rows, columns)
+        bias = randn(rows)
         split = (x, None, weight, None, bias, torch.float32)
-        name, args = f"linear {tokens}", (x, weight, bias, 0)
+        name = f"linear {tokens}"
+        args = (x, weight, bias, 0)
         found.append(Case(name, kernel, "products.linear:linear", args, (tile,), given=split))
         in_fp8 = (*reference_quantize(x), *fp8_weight(rows, columns), bias, torch.float32)
         tile = attrs.evolve(tile, columns=128)
-        name, op = f"fp8_linear {tokens} parts", "products.linear:fp8_linear"
+        name = f"fp8_linear {tokens} parts"
+        op = "products.linear:fp8_linear"
         found.append(Case(name, kernel, op, (*in_fp8, 0), (tile,), given=in_fp8))
     return found
 
@@ -204,7 +207,8 @@ def parts() -> list[Case]:
 def gated() -> list[Case]:
     """Products that end with a gate: few tokens and many, rows that are not those of whole tiles,
     weights ahead."""
-    found, kernel = [], "weft.ops.products.linear_triton:run_tile"
+    found = []
+    kernel = "weft.ops.products.linear_triton:run_tile"
     for tokens, inner, columns, tile in (
         (1, 40, 300, Tile(64, 16, 64, 4, 2)),
         (5, 100, 900, Tile(64, 16, 128, 4, 2, ahead=1)),
@@ -214,13 +218,12 @@ def gated() -> list[Case]:
         (130, 64, 200, Tile(128, 128, 64, 8, 2)),
         (50, 40, 200, Tile(64, 16, 128, 4, 2)),  # four tiles of tokens share those of weights
     ):
-        x, weight, bias = (
-            randn(tokens, columns),
-            randn(2 * inner, columns),
-            randn(2 * inner) if tokens < 70 else None,
-        )
+        x = randn(tokens, columns)
+        weight = randn(2 * inner, columns)
+        bias = randn(2 * inner) if tokens < 70 else None
         given = (x, None, weight, None, bias, torch.float32)
-        name, args = f"swiglu {tokens} {inner}", (x, weight, bias)
+        name = f"swiglu {tokens} {inner}"
+        args = (x, weight, bias)
         found.append(
             Case(
                 name,
@@ -237,31 +240,23 @@ def gated() -> list[Case]:
         (290, 40, 96, Tile(32, 16, 32, 4, 2)),  # more tiles of tokens than share those of weights
         (64, 128, 64, Tile(256, 64, 64, 8, 3)),
     ):
-        x, weight, bias = (
-            randn(tokens, columns),
-            randn(2 * inner, columns),
-            randn(2 * inner) if tokens > 64 else None,
-        )
-        name, kernel = (
-            f"swiglu of many {tokens} {inner}",
-            "weft.ops.products.gated_many_triton:swiglu_many",
-        )
+        x = randn(tokens, columns)
+        weight = randn(2 * inner, columns)
+        bias = randn(2 * inner) if tokens > 64 else None
+        name = f"swiglu of many {tokens} {inner}"
+        kernel = "weft.ops.products.gated_many_triton:swiglu_many"
         args = (x, weight, bias)
         found.append(Case(name, kernel, "products.linear:swiglu", args, (tile,), tolerance=2e-5))
     for tokens, inner, columns in ((1, 128, 256), (5, 64, 1000), (33, 100, 300)):
         # Sums of whole numbers are exact in any order, and so is silu of large ones. Gates are
         # beyond 2048, so that it shows whether each is rounded before it is multiplied.
-        x, gate = (
-            randn(tokens, columns, scale=2.0).round(),
-            randn(inner, columns, scale=32.0).round(),
-        )
+        x = randn(tokens, columns, scale=2.0).round()
+        gate = randn(inner, columns, scale=32.0).round()
         up = torch.eye(inner, columns) / 2
         bias = torch.cat((torch.full((inner,), 8192.0), torch.zeros(inner)))
         args = tuple(one.half() for one in (x, torch.cat((gate, up)), bias))
-        name, kernel = (
-            f"swiglu {tokens} {inner}, any tile",
-            "weft.ops.products.linear_triton:swiglu",
-        )
+        name = f"swiglu {tokens} {inner}, any tile"
+        kernel = "weft.ops.products.linear_triton:swiglu"
         found.append(Case(name, kernel, "products.linear:swiglu", args, tolerance=0))
     return found
 
@@ -269,18 +264,17 @@ def gated() -> list[Case]:
 def leaves() -> list[Case]:
     """Products cut into leaves, of columns that are and are not those of a tile, and the sum of
     leaves."""
-    found, module = [], "weft.ops.products.linear_triton"
+    found = []
+    module = "weft.ops.products.linear_triton"
     for tokens, rows, columns, count, dtype in (
         (3, 72, 200, 1, torch.float32),
         (3, 72, 200, 4, torch.float16),
         (70, 72, 512, 2, torch.float16),
         (70, 30, 40, 8, torch.float32),
     ):
-        x, weight, bias = (
-            randn(tokens, columns, dtype=dtype),
-            randn(rows, columns, dtype=dtype),
-            randn(rows),
-        )
+        x = randn(tokens, columns, dtype=dtype)
+        weight = randn(rows, columns, dtype=dtype)
+        bias = randn(rows)
         args = (x, weight, bias.to(dtype) if count > 1 else None, count)
         found.append(
             Case(
@@ -290,27 +284,24 @@ def leaves() -> list[Case]:
                 args,
             )
         )
-        x, weights = randn(tokens, 128 * count), fp8_weight(rows, 128 * count)
+        x = randn(tokens, 128 * count)
+        weights = fp8_weight(rows, 128 * count)
         args = (*reference_quantize(x), *weights, None, torch.float32, count)
         name = f"fp8_linear {tokens}, {count} leaves"
         found.append(Case(name, f"{module}:fp8_linear", "products.linear:fp8_linear", args))
         for each in (1, 3):
             kind = dtype if each == 1 else torch.float32
-            given, name = (
-                (randn(count * each, tokens, rows), count, kind),
-                f"sum_leaves {tokens}, {count} of {each}",
-            )
+            given = (randn(count * each, tokens, rows), count, kind)
+            name = f"sum_leaves {tokens}, {count} of {each}"
             kernel = "weft.ops.products.leaves_triton:sum_leaves"
             found.append(Case(name, kernel, "products.leaves:sum_leaves", given, tolerance=0))
     return found
 
 
 def experts() -> list[Case]:
-    small, large, whole = (
-        Tile(32, 16, 128, 4, 2),
-        Tile(64, 64, 128, 4, 2, sort=True),
-        Tile(256, 16, 128, 4, 2),
-    )
+    small = Tile(32, 16, 128, 4, 2)
+    large = Tile(64, 64, 128, 4, 2, sort=True)
+    whole = Tile(256, 16, 128, 4, 2)
     found = []
     for tokens, top_k, num, fp8, tiles, leaves, *own in (
         (1, 2, 4, False, (small, small), 0),
@@ -334,7 +325,8 @@ def experts() -> list[Case]:
     ):
         hidden, inner = (160, 128 * max(leaves, 1)) if fp8 else (40, 24)
         x = randn(tokens, hidden)
-        gate_up, down = randn(num, 2 * inner, hidden), randn(num, hidden, inner)
+        gate_up = randn(num, 2 * inner, hidden)
+        down = randn(num, hidden, inner)
         gate_up_scale = down_scale = scales = None
         if fp8:
             x, scales = reference_quantize(x)
@@ -355,11 +347,10 @@ def experts() -> list[Case]:
         args = (x, scales, *held, weights, chosen.contiguous(), torch.float32, start, num)
         # A sum that is rounded another way may fall to the next value of FP8.
         near = 5e-3 if fp8 else 2e-6
-        name, kernel = (
-            f"run_experts {tokens} {fp8} {len(found)}",
-            "weft.ops.experts.products_triton:run_tiles",
-        )
-        more, op = (*tiles, leaves), "experts.products:run_experts"
+        name = f"run_experts {tokens} {fp8} {len(found)}"
+        kernel = "weft.ops.experts.products_triton:run_tiles"
+        more = (*tiles, leaves)
+        op = "experts.products:run_experts"
         found.append(Case(name, kernel, op, (*args, leaves), more, tolerance=near, given=args))
     return found
 
@@ -367,7 +358,8 @@ def experts() -> list[Case]:
 def loras() -> list[Case]:
     """One, two and three products; y in parts; ranks split over steps and columns shared by
     programs; slots without tokens, and tokens without a slot."""
-    found, kernel = [], "weft.ops.products.lora_triton:add_lora"
+    found = []
+    kernel = "weft.ops.products.lora_triton:add_lora"
     for tokens, columns, starts, rank, num_slots, parts, dtype, is_cut in (
         (1, 40, (0, 24), 3, 1, 0, torch.float32, False),
         (5, 40, (0, 24, 32, 40), 8, 3, 0, torch.float32, False),
@@ -390,7 +382,8 @@ def loras() -> list[Case]:
         there = slots[slots >= 0].unique()
         active = torch.cat([there, torch.full((2,), -1)]).int()
         args = (y, randn(tokens, columns, dtype=dtype), a, b, slots, active, starts, parts * is_cut)
-        near, cut = 2e-6 if dtype == torch.float32 else 1e-3, ", cut" * is_cut
+        near = 2e-6 if dtype == torch.float32 else 1e-3
+        cut = ", cut" * is_cut
         name = f"add_lora {tokens} {rank} {dtype}{cut}"
         found.append(Case(name, kernel, "products.lora:add_lora", args, tolerance=near))
     return found
@@ -399,21 +392,21 @@ def loras() -> list[Case]:
 def requests() -> list[Case]:
     """Reads and writes of the table of requests: padding, prompts and decodes, tokens after the
     end, drafts at a limit, more requests than a block, and no request."""
-    found, module = [], "weft.ops.requests_triton"
+    found = []
+    module = "weft.ops.requests_triton"
     for lengths, rows, behind in (
         ((1, 1, 1), (2, 0, 1), 0),
         ((4, 1, 3, 1), (5, 1, 6, -1), 3),
         ((1,) * 150 + (200,), (*range(150), -1), 9),
         ((), (), 0),
     ):
-        size, starts, num_rows = (
-            sum(lengths) + behind,
-            torch.tensor([0, *lengths]).cumsum(0).int(),
-            160,
-        )
+        size = sum(lengths) + behind
+        starts = torch.tensor([0, *lengths]).cumsum(0).int()
+        num_rows = 160
         positions, last = torch.randint(0, 30, (2, num_rows), generator=GENERATOR)
         table = torch.randint(0, 99, (num_rows, 80), generator=GENERATOR, dtype=torch.int32)
-        ids, limits = torch.randint(-1, 50, (size,), generator=GENERATOR), positions + 2
+        ids = torch.randint(-1, 50, (size,), generator=GENERATOR)
+        limits = positions + 2
         drafts = torch.where(torch.arange(size) % 3 == 1, -3, ids)
         own = torch.tensor(rows, dtype=torch.int64)
         for given, most in ((ids, None), (drafts, limits)):
@@ -421,15 +414,11 @@ def requests() -> list[Case]:
             name = f"resolve_tokens {len(rows)} {most is not None}"
             found.append(Case(name, f"{module}:resolve_tokens", "requests:resolve_tokens", args))
         if rows:
-            kept, sampled = (
-                torch.arange(len(rows)) % 4 != 1,
-                torch.randint(50, 99, (len(rows),), generator=GENERATOR),
-            )
+            kept = torch.arange(len(rows)) % 4 != 1
+            sampled = torch.randint(50, 99, (len(rows),), generator=GENERATOR)
             for more, written in ((None, (0,)), (sampled, (0, 1))):
-                args, name = (
-                    (positions.clone(), last.clone(), own, starts, kept, more),
-                    f"move_on {len(rows)} {more is not None}",
-                )
+                args = (positions.clone(), last.clone(), own, starts, kept, more)
+                name = f"move_on {len(rows)} {more is not None}"
                 found.append(
                     Case(name, f"{module}:move_on", "requests:move_on", args, written=written)
                 )
@@ -438,7 +427,8 @@ def requests() -> list[Case]:
 
 def turns() -> list[Case]:
     """One position for all pairs, and one for each pair; large positions too."""
-    kernel, found = "weft.ops.rotary_triton:turn_tables", []
+    kernel = "weft.ops.rotary_triton:turn_tables"
+    found = []
     for shape, dtype in (((5,), torch.float32), ((70,), torch.float16), ((3, 12), torch.float32)):
         positions = torch.randint(0, 40_000, shape, generator=GENERATOR)
         args = (torch.rand(12, generator=GENERATOR), positions, 1.2, dtype)

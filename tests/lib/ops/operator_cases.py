@@ -114,9 +114,13 @@ def arguments(dtype: torch.dtype = torch.float32) -> dict[str, list[Args]]:
     def parts(*shape: int) -> Tensor:
         return randn(*shape).to(torch.promote_types(dtype, torch.float32))
 
-    x, parted, weight, rows = randn(3, 6), parts(2, 3, 6), randn(6), integers(1, 0, -1)
+    x = randn(3, 6)
+    parted = parts(2, 3, 6)
+    weight = randn(6)
+    rows = integers(1, 0, -1)
     values, scales = reference_quantize(randn(3, 200))
-    fp8_weight, fp8_scale = randn(130, 200).to(torch.float8_e4m3fn), randn(2, 2).float().abs()
+    fp8_weight = randn(130, 200).to(torch.float8_e4m3fn)
+    fp8_scale = randn(2, 2).float().abs()
     in_fp8 = reference_quantize(randn(3, 128))
     gate_up, down = (randn(2, *shape).to(torch.float8_e4m3fn) for shape in ((256, 128), (128, 128)))
     chosen = torch.tensor([[1, 0], [3, 1], [0, 2]], dtype=torch.int32)

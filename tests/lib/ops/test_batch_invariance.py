@@ -102,7 +102,8 @@ def test_adapters(device: str, dtype: torch.dtype, rank: int) -> None:
 
 
 def check_adapters(device: str, dtype: torch.dtype, rank: int) -> None:
-    columns, rows = 1000, 520
+    columns = 1000
+    rows = 520
     x, weight, a, b = (
         torch.randn(shape).to(device, dtype)
         for shape in (
@@ -116,7 +117,8 @@ def check_adapters(device: str, dtype: torch.dtype, rank: int) -> None:
 
     def run(index: Tensor) -> Tensor:
         own = slots[index.to(device)]
-        active, given = own.unique(), x[index.to(device)]
+        active = own.unique()
+        given = x[index.to(device)]
         return add_lora(linear(given, weight), given, a, b, own, active, [0, rows])
 
     check_counts(run, len(x))
@@ -181,7 +183,9 @@ class Context:
         lengths: list[int],
         window: int,
     ) -> None:
-        self.device, self.lengths, self.window = device, lengths, window
+        self.device = device
+        self.lengths = lengths
+        self.window = window
         most = -(-max(lengths) // PAGE)
         self.table = (
             torch.randperm(len(lengths) * most, dtype=torch.int32)
@@ -263,7 +267,8 @@ def test_draws_and_logprobs(device: str, vocab: int) -> None:
 
 
 def test_a_derivative_is_the_reference_s_and_the_value_the_operator_s() -> None:
-    x, weight = torch.randn(5, 96, requires_grad=True), torch.randn(40, 96, requires_grad=True)
+    x = torch.randn(5, 96, requires_grad=True)
+    weight = torch.randn(40, 96, requires_grad=True)
     found = linear(x, weight)
     assert torch.equal(found[:1], linear(x.detach()[:1], weight.detach()))
     upstream = torch.randn(5, 40)
@@ -295,7 +300,8 @@ def test_transforms_of_torch_func_follow_the_operator_s_values() -> None:
 
 
 def test_a_graph_of_the_context_is_not_one_of_its_surroundings() -> None:
-    x, weight = torch.randn(1, 256), torch.randn(40, 256)
+    x = torch.randn(1, 256)
+    weight = torch.randn(40, 256)
     step = weft.graphify(linear)
     inside = [step(x, weight) for _ in range(3)]
     with weft.batch_invariant(False):
@@ -341,10 +347,8 @@ def test_torch_s_product_takes_the_kernel_s_place_only_with_its_bits(
     module = importlib.import_module("weft.ops.products.linear_triton")
     monkeypatch.setattr(module, "_AGREED", agreed := dict[Any, bool]())
     weight = torch.randn(shape, device="cuda", dtype=torch.bfloat16)
-    bias, x = (
-        weight[:, 0].contiguous(),
-        torch.randn(8000, shape[1], device="cuda", dtype=torch.bfloat16),
-    )
+    bias = weight[:, 0].contiguous()
+    x = torch.randn(8000, shape[1], device="cuda", dtype=torch.bfloat16)
     for own in (None, bias):
         whole = linear(x, weight, own)
         for start in (0, 4095, 7999):

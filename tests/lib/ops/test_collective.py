@@ -156,7 +156,8 @@ def test_a_member_executes_what_is_called() -> None:
 
 def test_a_member_that_is_gone_is_named() -> None:
     place = Place(Mesh(tensor=1), 0, register(Alone()))
-    seen, instead = "a transport that is closed", "make a new one"
+    seen = "a transport that is closed"
+    instead = "make a new one"
     with placed(place), refused(ProgramError, "'all_reduce sum among 0 [mb 0]'", seen, instead):
         all_reduce(torch.ones(2), "tensor")
 

@@ -21,7 +21,8 @@ from weft.ops.tiles.tile import Tile
 
 pytest.importorskip("triton")
 
-WAIT, PLACED = "griddepcontrol.wait", "griddepcontrol.launch_dependents"
+WAIT = "griddepcontrol.wait"
+PLACED = "griddepcontrol.launch_dependents"
 pytestmark = pytest.mark.filterwarnings("ignore:TRITON_DEFAULT_FP_FUSION")
 
 
@@ -174,7 +175,8 @@ def test_a_gated_product_of_many_tokens_does_not_wait_for_itself(
 ) -> None:
     from weft.ops.products.gated_many_triton import _gated_many_kernel
 
-    tile, width = GATED_MANY, GATED_MANY.rows // 2
+    tile = GATED_MANY
+    width = GATED_MANY.rows // 2
     described = {"x": f"tensordesc<bf16[{tile.tokens},{tile.columns}]>", "bias": "*bf16"}
     described |= {"weight": f"tensordesc<bf16[2,{width},{tile.columns}]>"}
     described |= {"out": f"tensordesc<bf16[{tile.tokens},{width}]>"}
@@ -309,7 +311,8 @@ class Recorder:
     """In the place of a kernel: keeps one parameter of its launches."""
 
     def __init__(self, kernel: Any, name: str) -> None:
-        self.parameters, self.name = kernel.jit.arg_names, name
+        self.parameters = kernel.jit.arg_names
+        self.name = name
         self.seen: list[bool] = []
 
     def __getitem__(self, grid: tuple[int, ...]) -> Any:

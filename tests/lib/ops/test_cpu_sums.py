@@ -136,7 +136,8 @@ def test_autocast_changes_no_bit(name: str, dtype: torch.dtype) -> None:
 
 
 def test_a_row_has_its_bits_among_others_whatever_the_number_of_threads() -> None:
-    x, weight = torch.randn(3, 40_001), torch.randn(40_001)
+    x = torch.randn(3, 40_001)
+    weight = torch.randn(40_001)
     for threads in (1, 2, 8):
         torch.set_num_threads(threads)
         assert torch.equal(rms_norm(x, weight, 1e-6)[:1], rms_norm(x[:1], weight, 1e-6))
@@ -144,10 +145,8 @@ def test_a_row_has_its_bits_among_others_whatever_the_number_of_threads() -> Non
 
 def test_captured_and_compiled_functions_have_the_bits_of_one_thread() -> None:
     x, weight = torch.randn(3, 7777), torch.randn(17, 7777)
-    step, compiled = (
-        weft.graphify(linear),
-        torch.compile(lambda x: linear(x, weight), backend="aot_eager"),
-    )
+    step = weft.graphify(linear)
+    compiled = torch.compile(lambda x: linear(x, weight), backend="aot_eager")
     torch.set_num_threads(1)
     alone = linear(x, weight)
     torch.set_num_threads(8)

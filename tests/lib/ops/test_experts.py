@@ -16,16 +16,18 @@ from weft.ops.experts.routing import route
 from weft.ops.products.fp8 import Quantized, ceil_blocks, reference_quantize
 from weft.ops.tiles.tile import Tile
 
-TOKENS, TOP_K, EXPERTS, HIDDEN, INNER = 9, 3, 6, 10, 7
+TOKENS = 9
+TOP_K = 3
+EXPERTS = 6
+HIDDEN = 10
+INNER = 7
 
 
 def drawn(tokens: int = TOKENS, seed: int = 0) -> tuple[Tensor, ...]:
     """Tokens, the weights of all experts, and what a router chose; nothing chose expert 5."""
     own = torch.Generator().manual_seed(seed)
-    x, logits = (
-        torch.randn(tokens, HIDDEN, generator=own),
-        torch.randn(tokens, EXPERTS, generator=own),
-    )
+    x = torch.randn(tokens, HIDDEN, generator=own)
+    logits = torch.randn(tokens, EXPERTS, generator=own)
     logits[:, 5] = -9
     gate_up = torch.randn(EXPERTS, 2 * INNER, HIDDEN, generator=own)
     down = torch.randn(EXPERTS, HIDDEN, INNER, generator=own)
@@ -100,7 +102,8 @@ def test_derivatives_are_those_of_the_definition() -> None:
 @pytest.mark.parametrize("first", [-1, 5])
 def test_experts_that_there_are_not_are_refused(first: int) -> None:
     x, gate_up, down, weights, experts = drawn()
-    seen, instead = f"the weights of 2 experts from number {first} on, of 6", "first from 0 to 4"
+    seen = f"the weights of 2 experts from number {first} on, of 6"
+    instead = "first from 0 to 4"
     with refused(DescriptorError, "run_experts(x, gate_up, down, …)", seen, instead):
         run_experts(
             x, gate_up[:2], down[:2], weights, experts, dtype=x.dtype, first=first, num_experts=6
@@ -136,7 +139,8 @@ def kernel_args(name: str) -> list[tuple[Any, ...]]:
     tokens, top_k, count, ranks, fp8, tiles = KERNELS[name]
     own = torch.Generator().manual_seed(3)
     hidden, inner = (128, 128) if fp8 else (40, 24)
-    x, scales = torch.randn(tokens, hidden, generator=own), None
+    x = torch.randn(tokens, hidden, generator=own)
+    scales = None
     shapes = (count, 2 * inner, hidden), (count, hidden, inner)
     products = [torch.randn(shape, generator=own) for shape in shapes]
     blocks: list[Any] = [None, None]
@@ -145,7 +149,8 @@ def kernel_args(name: str) -> list[tuple[Any, ...]]:
         products = [(16 * one).to(torch.float8_e4m3fn) for one in products]
         sizes = [(count, ceil_blocks(rows), ceil_blocks(columns)) for _, rows, columns in shapes]
         blocks = [torch.rand(size, generator=own) / 64 for size in sizes]
-    logits, held = torch.randn(tokens, count, generator=own), count // ranks
+    logits = torch.randn(tokens, count, generator=own)
+    held = count // ranks
     logits[:, held : 2 * held] -= 99
     weights, experts = route(logits, min(top_k, count - held), True, torch.float32)
     every = []
@@ -216,7 +221,9 @@ def test_kernels_of_ranks_are_those_of_the_whole(name: str) -> None:
     chosen = experts.clone()
     torch.use_deterministic_algorithms(True)  # new memory is NaN
     try:
-        eager, graphs, captured = [run_tiles(*args) for args in every], [], []
+        eager = [run_tiles(*args) for args in every]
+        graphs = []
+        captured = []
         experts.copy_(chosen.flip(0).fill_(int(chosen[0, 0])))
         for args in every:
             graphs.append(torch.cuda.CUDAGraph())

@@ -101,7 +101,8 @@ def decode(
 
 def install(patch: pytest.MonkeyPatch) -> None:
     """Put the stand-ins in the package's place."""
-    package, part = types.ModuleType("flashinfer"), types.ModuleType("flashinfer.decode")
+    package = types.ModuleType("flashinfer")
+    part = types.ModuleType("flashinfer.decode")
     vars(package).update(BatchPrefillWithPagedKVCacheWrapper=Wrapper, decode=part)
     vars(part).update(trtllm_batch_decode_with_kv_cache=decode)
     patch.setitem(sys.modules, "flashinfer", package)
@@ -172,11 +173,10 @@ def test_on_a_gpu(shape: Shape) -> None:
 @pytest.mark.gpu
 @pytest.mark.skipif(find_spec("flashinfer") is None, reason="flashinfer-python is not installed")
 def test_an_engine_has_it_plan_a_long_prompt(monkeypatch: pytest.MonkeyPatch) -> None:
-    device, config = (
-        torch.device("cuda", 0),
-        parse_config({**PRESETS["qwen3-0.6b"], **SMALL}, source="a small model"),
-    )
-    model, prompt = random_model(config, seed=0, device=device), [7 * i % 500 for i in range(3000)]
+    device = torch.device("cuda", 0)
+    config = parse_config({**PRESETS["qwen3-0.6b"], **SMALL}, source="a small model")
+    model = random_model(config, seed=0, device=device)
+    prompt = [7 * i % 500 for i in range(3000)]
     limits = EngineLimits(max_num_reqs=1, max_num_tokens=4096, max_model_len=3008)
 
     def logprobs(own: Model) -> list[float]:

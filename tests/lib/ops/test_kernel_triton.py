@@ -174,7 +174,8 @@ class Promised:
     launched."""
 
     def __init__(self, compiled: Compiled) -> None:
-        self.future, self._compiled = None, compiled
+        self.future = None
+        self._compiled = compiled
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._compiled, name)

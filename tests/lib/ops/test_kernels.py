@@ -152,7 +152,8 @@ def test_a_product_that_ends_with_a_gate_has_the_bits_of_both(
         tile = gated_tile(tokens, rows, columns)
         if tile is None:
             continue
-        x, found = torch.randn(tokens, columns, device="cuda", dtype=dtype), found + 1
+        x = torch.randn(tokens, columns, device="cuda", dtype=dtype)
+        found = found + 1
         gated = run_tile(x, None, weight, None, bias, dtype, tile, gate=True)
         assert torch.equal(
             gated, silu_mul(run_tile(x, None, weight, None, bias, dtype, tile), dtype)
@@ -181,7 +182,8 @@ def test_a_gated_product_of_many_tokens_is_no_less_exact_than_torchs(
         gate, up = torch.nn.functional.linear(x.double(), weight.double(), bias.double()).chunk(
             2, 1
         )
-        exact, found = torch.nn.functional.silu(gate) * up, swiglu(x, weight, bias)
+        exact = torch.nn.functional.silu(gate) * up
+        found = swiglu(x, weight, bias)
         other = linear_triton.silu_mul(torch.nn.functional.linear(x, weight, bias), dtype)
         errors = [(one.double() - exact).square().mean() for one in (found, other)]
         assert errors[0] <= 1.02 * errors[1]
@@ -195,11 +197,9 @@ def fused() -> list[tuple[str, tuple[Any, ...]]]:
     """Kernels that also quantise, each after the one that does not."""
     found = []
     for columns, dtype in ((300, torch.float16), (1024, torch.float32)):
-        x, residual, weight = (
-            randn(2, 3, columns),
-            randn(3, columns, dtype=dtype),
-            randn(columns, dtype=dtype),
-        )
+        x = randn(2, 3, columns)
+        residual = randn(3, columns, dtype=dtype)
+        weight = randn(columns, dtype=dtype)
         calls = [
             ("norm_triton:norm", (residual, weight, 1e-5)),
             ("norm_triton:add_norm", (x, residual, weight, 1e-5)),

@@ -88,7 +88,8 @@ def test_frequency_and_presence_are_openais_sums(
     ),
 )
 def test_bias_is_that_of_transformers(logits: Tensor, bias: dict[int, float]) -> None:
-    ids, values = torch.full((1, 6), -1), torch.full((1, 6), 7.0)
+    ids = torch.full((1, 6), -1)
+    values = torch.full((1, 6), 7.0)
     ids[0, : len(bias)], values[0, : len(bias)] = (
         torch.tensor(list(bias)),
         torch.tensor(list(bias.values())),
@@ -135,7 +136,8 @@ def differs_at_the_edge(
 ) -> None:
     """The same tokens are kept, except those with `edge` within `bound` of 0, and those that tie
     with a kept one."""
-    kept, wanted = seen > -math.inf, expected > -math.inf
+    kept = seen > -math.inf
+    wanted = expected > -math.inf
     ties = (logits[:, :, None] == logits[:, None, :]) & wanted[:, None, :]
     assert not ((kept != wanted) & (edge.abs() > bound) & ~ties.any(-1)).any()
     assert torch.equal(seen[kept], logits[kept])
@@ -150,7 +152,8 @@ def test_top_p_is_that_of_transformers(logits: Tensor, p: float) -> None:
     above = torch.where(
         probabilities[:, None, :] > probabilities[:, :, None], probabilities[:, None, :], 0
     ).sum(-1)
-    seen, expected = ops.keep_top_p(logits, one(p)), theirs.TopPLogitsWarper(p)(None, logits)
+    seen = ops.keep_top_p(logits, one(p))
+    expected = theirs.TopPLogitsWarper(p)(None, logits)
     differs_at_the_edge(logits, seen, expected, above - p, 1e-6)
     assert (
         torch.equal(seen > -math.inf, (above < p) & (logits > -math.inf))
@@ -163,10 +166,8 @@ def test_top_p_is_that_of_transformers(logits: Tensor, p: float) -> None:
 @given(logit_rows(), st.one_of(st.floats(2**-13, 1, width=32), st.just(1.0)))
 def test_min_p_is_that_of_transformers(logits: Tensor, p: float) -> None:
     ratio = (logits - logits.max()).double()
-    seen, expected = (
-        ops.keep_min_p(logits, one(-math.log(p))),
-        theirs.MinPLogitsWarper(p)(None, logits),
-    )
+    seen = ops.keep_min_p(logits, one(-math.log(p)))
+    expected = theirs.MinPLogitsWarper(p)(None, logits)
     differs_at_the_edge(logits, seen, expected, ratio - math.log(p), 1e-5)
     assert torch.equal(ops.keep_min_p(logits, one(math.inf)), logits)
 
@@ -174,7 +175,8 @@ def test_min_p_is_that_of_transformers(logits: Tensor, p: float) -> None:
 def chain(params: SamplingParams, prompt: list[int], said: list[int], logits: Tensor) -> Tensor:
     """The same by transformers' processors in vLLM's order; rules that transformers lacks, by their
     definitions."""
-    ids, counts = torch.tensor([prompt + said]), Counter(said)
+    ids = torch.tensor([prompt + said])
+    counts = Counter(said)
     if params.allowed_token_ids is not None:
         barred = sorted(set(range(VOCAB)) - set(params.allowed_token_ids))
         logits = theirs.SuppressTokensLogitsProcessor(barred)(ids, logits) if barred else logits

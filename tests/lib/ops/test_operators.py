@@ -46,11 +46,9 @@ def test_every_operator_has_a_case() -> None:
 
 @pytest.mark.parametrize(("name", "index"), EACH, ids=ids_of(EACH))
 def test_torch_s_check_of_operators_passes(name: str, index: int) -> None:
-    op, args, checks = (
-        overload_of(f"weft::{name}"),
-        fresh(CASES[name][index]),
-        dict.fromkeys(ALL_CHECKS),
-    )
+    op = overload_of(f"weft::{name}")
+    args = fresh(CASES[name][index])
+    checks = dict.fromkeys(ALL_CHECKS)
     if any(isinstance(x, Tensor) and x.dtype == FP8 for x in args):
         del checks["test_schema"]  # which multiplies the arguments, and torch has no product of FP8
     if any(x.dtype == FP8 for x in results(op(*fresh(args)))):
@@ -74,11 +72,9 @@ def results(returned: Any) -> list[Tensor]:
 def test_the_functional_form_is_the_operator(name: str, index: int) -> None:
     """The functional form returns the operator's results and the new values of written arguments.
     It writes to none itself, except `k` and `v` of attention."""
-    given, written, kept = (
-        fresh(CASES[name][index]),
-        fresh(CASES[name][index]),
-        fresh(CASES[name][index]),
-    )
+    given = fresh(CASES[name][index])
+    written = fresh(CASES[name][index])
+    kept = fresh(CASES[name][index])
     expected = results(overload_of(f"weft::{name}")(*written))
     in_place = [
         i
@@ -89,7 +85,8 @@ def test_the_functional_form_is_the_operator(name: str, index: int) -> None:
     with torch.autograd.forward_ad.dual_level():
         found = results(CALLS[name](*given))
     if (name, index) == ("paged_attention", 1):
-        found, in_place = [*found, given[3]], []
+        found = [*found, given[3]]
+        in_place = []
     assert len(found) >= len(expected)
     for a, b in zip(found, expected, strict=False):
         torch.testing.assert_close(a, b, atol=2e-6, rtol=2e-6)
@@ -170,7 +167,8 @@ def test_gradients_of_attention_reach_what_another_request_wrote() -> None:
 
 
 def test_pages_that_cannot_be_written_inside_a_transform_are_named() -> None:
-    q, pages = torch.ones(1, 1, 2), torch.zeros(2, 1, 4, 1, 2)
+    q = torch.ones(1, 1, 2)
+    pages = torch.zeros(2, 1, 4, 1, 2)
     rest = (
         torch.tensor([0]),
         torch.tensor([[0]]).int(),

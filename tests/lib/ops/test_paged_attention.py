@@ -48,7 +48,8 @@ def test_long_prompts_are_attended_in_blocks_of_queries() -> None:
 
 
 def test_a_request_reads_what_another_writes_in_the_same_call() -> None:
-    q, kv = torch.zeros(2, 1, 2), torch.tensor([[[1.0, 2.0]], [[3.0, 6.0]]])
+    q = torch.zeros(2, 1, 2)
+    kv = torch.tensor([[[1.0, 2.0]], [[3.0, 6.0]]])
     pages = torch.full((2, 2, 1, 1, 2), float("nan"))
     table = torch.tensor(
         [[1, 0], [0, 0]], dtype=torch.int32

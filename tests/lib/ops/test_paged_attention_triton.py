@@ -212,7 +212,8 @@ def test_kernels_on_a_gpu_equal_dense_attention_and_the_reference(shape: Shape) 
 @pytest.mark.gpu
 def test_results_in_fp8_on_a_gpu_are_those_that_would_be_quantised(shape: Shape) -> None:
     args = on_cuda(draw_case(shape))
-    found, wanted = paged_attention_quantized(*args), quantize(paged_attention(*args).flatten(1))
+    found = paged_attention_quantized(*args)
+    wanted = quantize(paged_attention(*args).flatten(1))
     assert torch.equal(found.values.view(torch.uint8), wanted.values.view(torch.uint8))
     assert torch.equal(found.scales, wanted.scales)
 

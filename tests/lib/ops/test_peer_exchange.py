@@ -102,7 +102,8 @@ def overwrites(ranks: int, launches: Sequence[int], ahead: int, slots: int) -> b
         launches: chunks of each launch.
         ahead, slots: of the protocol that `weft.ops.transfers.peer_exchange_triton` describes.
     """
-    program, first = list[tuple[str, int]](), 0
+    program = list[tuple[str, int]]()
+    first = 0
     for chunks in launches:
         for step in range(chunks + ahead):
             program += [("send", first + step)] * (step < chunks) + [
@@ -114,7 +115,8 @@ def overwrites(ranks: int, launches: Sequence[int], ahead: int, slots: int) -> b
         kind: [0, *itertools.accumulate(event == kind for event, _ in program)]
         for kind in ("send", "read")
     }
-    seen, left = set[tuple[int, ...]](), [(0,) * ranks]
+    seen = set[tuple[int, ...]]()
+    left = [(0,) * ranks]
     while left:
         places = left.pop()
         for rank, place in enumerate(places):

@@ -176,10 +176,8 @@ _BUGS = (
 @pytest.mark.one_of(1, 4)
 @pytest.mark.parametrize("bug", _BUGS, ids=str)
 def test_a_planted_bug_breaks_a_case(bug: Bug, tmp_path: Path) -> None:
-    module, cases = (
-        f"weft.ops.attention.{bug.module}_triton",
-        [FIXED.index(shape) for shape in bug.cases],
-    )
+    module = f"weft.ops.attention.{bug.module}_triton"
+    cases = [FIXED.index(shape) for shape in bug.cases]
     found = run_interpreted(
         _BROKEN, tmp_path, module, bug.old, bug.new, tmp_path, bug.batch_invariant, *cases
     )
@@ -189,7 +187,8 @@ def test_a_planted_bug_breaks_a_case(bug: Bug, tmp_path: Path) -> None:
 @pytest.mark.nightly
 @pytest.mark.parametrize("batch_invariant", [False, True])
 def test_without_a_bug_no_case_breaks(batch_invariant: bool, tmp_path: Path) -> None:
-    module, cases = "weft.ops.attention.shares_triton", [FIXED.index(shape) for shape in _ALL]
+    module = "weft.ops.attention.shares_triton"
+    cases = [FIXED.index(shape) for shape in _ALL]
     same = "@triton.jit\ndef place_of("
     found = run_interpreted(
         _BROKEN, tmp_path, module, same, same, tmp_path, batch_invariant, *cases

@@ -48,7 +48,9 @@ def test_an_operator_may_have_the_parameters_of_another_function() -> None:
 
 
 def test_a_call_takes_defaults_and_names_as_the_function_does() -> None:
-    x, weight, bias = torch.randn(2, 3), torch.randn(4, 3), torch.randn(4)
+    x = torch.randn(2, 3)
+    weight = torch.randn(4, 3)
+    bias = torch.randn(4)
     assert torch.equal(linear(x, weight), linear(bias=None, weight=weight, x=x))
     assert torch.equal(linear(x, weight, bias=bias), linear.reference(x, weight, bias))
     assert inspect.signature(rms_norm) == inspect.signature(rms_norm.reference)
@@ -59,7 +61,9 @@ def test_a_call_takes_defaults_and_names_as_the_function_does() -> None:
 
 
 def test_a_call_is_checked_unless_it_is_unchecked() -> None:
-    x, a, b = torch.ones(1, 2), torch.ones(1, 1, 1, 2), torch.ones(1, 3, 1)
+    x = torch.ones(1, 2)
+    a = torch.ones(1, 1, 1, 2)
+    b = torch.ones(1, 3, 1)
     slots = torch.zeros(1, dtype=torch.int32)
     with pytest.raises(DescriptorError, match="add_lora"):
         add_lora(torch.zeros(1, 4), x, a, b, slots, slots, (0, 3))

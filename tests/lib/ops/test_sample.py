@@ -77,7 +77,8 @@ def test_random_bits_are_a_splitmix64_stream_a_request(
 @FAST
 @given(st.lists(st.tuples(INT64, st.integers(0, 99)), min_size=1, max_size=5, unique=True))
 def test_a_request_draws_its_own_numbers_in_any_batch(pairs: list[tuple[int, int]]) -> None:
-    seeds, positions = torch.tensor([p[0] for p in pairs]), torch.tensor([p[1] for p in pairs])
+    seeds = torch.tensor([p[0] for p in pairs])
+    positions = torch.tensor([p[1] for p in pairs])
     together = random_bits(seeds, positions, 4)
     for i in range(len(pairs)):
         assert torch.equal(random_bits(seeds[i : i + 1], positions[i : i + 1], 4)[0], together[i])
@@ -161,7 +162,8 @@ def test_a_small_temperature_is_nearly_greedy_and_a_large_one_nearly_uniform() -
 
 def test_equal_pairs_draw_equal_noise_and_others_do_not() -> None:
     logits = torch.zeros(6, 1000)
-    seeds, positions = torch.tensor([1, 1, 1, 2, 2, 1]), torch.tensor([5, 5, 6, 5, 6, 5])
+    seeds = torch.tensor([1, 1, 1, 2, 2, 1])
+    positions = torch.tensor([5, 5, 6, 5, 6, 5])
     ids, _ = sample(logits, torch.ones(6), seeds, positions)
     assert ids[0] == ids[1] == ids[5]
     assert len(set(ids.tolist())) == 4
@@ -170,7 +172,8 @@ def test_equal_pairs_draw_equal_noise_and_others_do_not() -> None:
 
 def test_no_global_generator_is_read_or_moved() -> None:
     torch.manual_seed(0)
-    first, state = drawn(1.0)[0], torch.get_rng_state()
+    first = drawn(1.0)[0]
+    state = torch.get_rng_state()
     torch.manual_seed(99)
     assert drawn(1.0)[0] == first
     torch.manual_seed(0)
@@ -180,7 +183,8 @@ def test_no_global_generator_is_read_or_moved() -> None:
 def test_rows_of_different_temperatures_do_not_meet() -> None:
     """Greedy, sampled and padding (NaN) rows in one batch: each as if alone."""
     temperature = torch.tensor([0.0, 1.0, math.nan])
-    seeds, positions = torch.tensor([4, 5, 6]), torch.tensor([7, 8, 9])
+    seeds = torch.tensor([4, 5, 6])
+    positions = torch.tensor([7, 8, 9])
     ids, logprobs = sample(LOGITS, temperature, seeds, positions)
     for i in range(2):
         alone = slice(i, i + 1)
@@ -191,14 +195,17 @@ def test_rows_of_different_temperatures_do_not_meet() -> None:
 
 def test_a_permutation_of_the_requests_permutes_the_tokens() -> None:
     logits = torch.randn(5, 50, generator=torch.Generator().manual_seed(0))
-    seeds, positions, order = torch.arange(5) * 7, torch.arange(5), torch.tensor([3, 0, 4, 1, 2])
+    seeds = torch.arange(5) * 7
+    positions = torch.arange(5)
+    order = torch.tensor([3, 0, 4, 1, 2])
     ids, _ = sample(logits, torch.ones(5), seeds, positions)
     permuted, _ = sample(logits[order], torch.ones(5), seeds[order], positions[order])
     assert torch.equal(permuted, ids[order])
 
 
 def test_captured_it_draws_anew_for_each_position() -> None:
-    g, logits = graphify(sample), torch.zeros(1, 100)
+    g = graphify(sample)
+    logits = torch.zeros(1, 100)
     drawn_by_graph = []
     for position in range(8):
         where = torch.tensor([position])

@@ -42,7 +42,8 @@ def test_samples_are_distributed_as_softmax(stream: str, temperature: float) -> 
 )
 def test_neighbours_draw_independently(step: tuple[int, int]) -> None:
     """All pairs of tokens of two neighbouring streams, against the product of their probabilities."""
-    seeds, positions = torch.arange(DRAWS) // 100 * 2, torch.arange(DRAWS) % 100 * 32 + 1
+    seeds = torch.arange(DRAWS) // 100 * 2
+    positions = torch.arange(DRAWS) % 100 * 32 + 1
     first = draw_tokens(2.0, seeds, positions)
     second = draw_tokens(2.0, seeds + step[0], positions + step[1])
     probabilities = (LOGITS / 2.0).softmax(-1)
@@ -54,7 +55,9 @@ def test_rows_of_a_batch_are_sampled_each_at_its_own_temperature() -> None:
     """Greedy and random rows in one batch draw what they draw alone; logprobs are those of
     temperature 1."""
     temperature = torch.tensor([0.0, 1.0, 0.0, 2.0, 1e-6])
-    logits, seeds, positions = LOGITS.expand(5, -1), torch.arange(5), torch.arange(5)
+    logits = LOGITS.expand(5, -1)
+    seeds = torch.arange(5)
+    positions = torch.arange(5)
     tokens, logprobs = sample(logits, temperature, seeds, positions)
     alone = [
         sample(logits[i : i + 1], temperature[i : i + 1], seeds[i : i + 1], positions[i : i + 1])[0]

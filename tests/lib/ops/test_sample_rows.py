@@ -150,7 +150,8 @@ def test_counts_are_those_of_what_was_generated(steps: list[list[tuple[int, bool
     is the same."""
     params = [SamplingParams(temperature=0.0, presence_penalty=p) for p in (1.0, 0.0, -1.0, 2.0)]
     prompts = [[0, 1], [2], [3], [5, 5]]
-    table, rows = SamplingTable.zeros(5, 6, 2, "cpu"), torch.tensor([3, 1, 0, -1])
+    table = SamplingTable.zeros(5, 6, 2, "cpu")
+    rows = torch.tensor([3, 1, 0, -1])
     write_rows(table, range(4), params, prompts, [[]] * 4)
     said: list[list[int]] = [[] for _ in range(4)]
     for step in steps:

@@ -18,7 +18,8 @@ from weft.proofs.strategies.sampling import ALWAYS, ON_HOST, choices, fields_not
 from weft.sampling import SamplingParams
 from weft.trees import tree_leaves
 
-VOCAB, REQUESTS = 48, 12
+VOCAB = 48
+REQUESTS = 12
 _INTERPRETED = """
 import sys, torch
 from weft.ops.sampling.sample_rows_triton import draw_rows

@@ -34,7 +34,8 @@ class Mirror:
 def test_an_end_is_found_by_its_number() -> None:
     end = Mirror()
     number = transfer.register(end)
-    a, b = torch.arange(3), torch.zeros(3, dtype=torch.int64)
+    a = torch.arange(3)
+    b = torch.zeros(3, dtype=torch.int64)
     transfer.send([a, a + 1], number, peer=1, tag=7)
     transfer.recv([b, c := torch.zeros_like(a)], number, peer=1, tag=7)
     assert (b.tolist(), c.tolist()) == ([0, 1, 2], [1, 2, 3])

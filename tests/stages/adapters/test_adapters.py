@@ -194,10 +194,8 @@ def test_logits_are_those_of_peft(
     folders: dict[str, Path],
     tmp_path_factory: pytest.TempPathFactory,
 ) -> None:
-    fields, num_stages = (
-        data.draw(lora_fields(dense=name != "qwen3-moe")),
-        data.draw(st.integers(1, 3)),
-    )
+    fields = data.draw(lora_fields(dense=name != "qwen3-moe"))
+    num_stages = data.draw(st.integers(1, 3))
     folder = tmp_path_factory.mktemp("adapter")
     try:
         peft_model = save_adapter(folder, name, **fields)
@@ -228,8 +226,10 @@ def test_of_a_stage_only_its_layers_are_read(folders: dict[str, Path], tmp_path:
 
 def test_a_slot_is_written_anew_without_a_capture(folders: dict[str, Path], tmp_path: Path) -> None:
     """A graph reads its params in place: a write to them takes effect at the next replay."""
-    model, layouts = weft.load(folders["qwen3"], "cpu"), split_layers(3, 1)
-    expected, adapters = [], []
+    model = weft.load(folders["qwen3"], "cpu")
+    layouts = split_layers(3, 1)
+    expected = []
+    adapters = []
     for seed, rank in ((1, 4), (2, 2)):
         expected.append(
             theirs(save_adapter(tmp_path / str(seed), "qwen3", seed, target_modules=ALL, r=rank))
@@ -239,7 +239,8 @@ def test_a_slot_is_written_anew_without_a_capture(folders: dict[str, Path], tmp_
     step = graphify(
         compose([decoder_stage(model.config, layouts[0], keep_logits=True)], advance=advance)
     )
-    state, greedy = empty_state(model, layouts), SamplingParams(temperature=0.0).for_request((), 0)
+    state = empty_state(model, layouts)
+    greedy = SamplingParams(temperature=0.0).for_request((), 0)
     base = logits(model, [], -1)
     for adapter, wanted in (
         (None, base),
@@ -396,7 +397,8 @@ class _Names(TorchDispatchMode):
 def test_graphs_differ_by_the_number_of_adapters(folders: dict[str, Path], tmp_path: Path) -> None:
     """A batch with 3 adapters runs under the class of 4; one without any, under a class without
     LoRA operators."""
-    model, layouts = weft.load(folders["qwen3"], "cpu"), split_layers(3, 1)
+    model = weft.load(folders["qwen3"], "cpu")
+    layouts = split_layers(3, 1)
     adapters = []
     for seed in range(5):
         save_adapter(tmp_path / str(seed), "qwen3", seed + 1, target_modules=ALL)
@@ -405,7 +407,8 @@ def test_graphs_differ_by_the_number_of_adapters(folders: dict[str, Path], tmp_p
     plain = compose([decoder_stage(model.config, layouts[0], keep_logits=True)], advance=advance)
     greedy = SamplingParams(temperature=0.0).for_request((), 0)
 
-    slots, pages = [0, 1, 2, 3, 4, -1], [range(4 * i, 4 * i + 4) for i in range(6)]
+    slots = [0, 1, 2, 3, 4, -1]
+    pages = [range(4 * i, 4 * i + 4) for i in range(6)]
     state = tuple(
         admit(s, range(6), pages, [greedy] * 6, [[i] for i in range(6)], adapters=slots)
         for s in empty_state(model, layouts, 6)
@@ -453,7 +456,8 @@ def test_layers_in_fp8_have_plain_adapters() -> None:
     params = with_adapters(
         random_params(config, layout, seed=3, std=0.3), config, layout, [adapter]
     )
-    layer, x = params.layers[0], torch.randn(4, 16, generator=torch.Generator().manual_seed(1))
+    layer = params.layers[0]
+    x = torch.randn(4, 16, generator=torch.Generator().manual_seed(1))
     assert (layer.down_scale is not None, layer.gate_up_proj.shape, layer.down_proj.shape) == (
         True,
         (512, 16),
@@ -473,7 +477,8 @@ def test_layers_in_fp8_have_plain_adapters() -> None:
     batch = resolve(
         empty_state(Model(config, params, None, Path()), (layout,))[0], Batch.ragged([0], [[1] * 4])
     )
-    slots, active = torch.tensor([0, 0, -1, 0]).int(), torch.tensor([0, -1]).int()
+    slots = torch.tensor([0, 0, -1, 0]).int()
+    active = torch.tensor([0, -1]).int()
     found = feed_forward(
         config, layer, attrs.evolve(batch, adapters=slots, active_adapters=active), Normed(x)
     )

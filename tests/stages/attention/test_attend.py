@@ -68,10 +68,8 @@ def test_windows_in_a_loaded_checkpoint_are_transformers_windows(model: Model, w
     config = transformers.AutoConfig.from_pretrained(Path(DEMO), **fields)
     reference = theirs(config=config)
     assert {layer.self_attn.sliding_window for layer in reference.model.layers} == {window}
-    expected, slid = (
-        said(reference, model),
-        model.with_stages(attend=functools.partial(attend, window=window)),
-    )
+    expected = said(reference, model)
+    slid = model.with_stages(attend=functools.partial(attend, window=window))
     assert expected != tokens(model)
     for way in WAYS:
         assert tokens(slid, **way) == expected, way
@@ -147,7 +145,8 @@ def test_a_logit_lens_is_that_of_transformers(model: Model) -> None:
     own = model.with_stages(
         layers={MIDDLE: kept}, captures={"hidden": torch.zeros(model.config.hidden_size)}
     )
-    reference, prompt = theirs(), PROMPTS[0]
+    reference = theirs()
+    prompt = PROMPTS[0]
     out = reference(torch.tensor([model.encode(prompt)]), output_hidden_states=True)
     wanted = reference.lm_head(reference.model.norm(out.hidden_states[MIDDLE + 1][0]))
     for way in WAYS:
@@ -165,10 +164,8 @@ def test_logits_read_what_a_layer_captured_of_their_token(model: Model) -> None:
         return logits - 0.5 * model.logits(extras["hidden"])
 
     captures = {"hidden": torch.zeros(model.config.hidden_size)}
-    own, reference = (
-        model.with_stages(layers={MIDDLE: kept}, captures=captures, logits=contrast),
-        theirs(),
-    )
+    own = model.with_stages(layers={MIDDLE: kept}, captures=captures, logits=contrast)
+    reference = theirs()
     expected = []
     for prompt in PROMPTS:
         ids = model.encode(prompt)

@@ -33,7 +33,8 @@ TORCH = BACKENDS["torch"]
 def planned(q: Tensor, kv_pages: Tensor, slots: Tensor, table: Tensor, *rest: Any) -> Tensor:
     """As wrappers with a `plan` are: it reads the lengths on the host, and so cannot be in a graph."""
     starts, lengths, longest, scale, window = rest
-    spans, out = starts.tolist(), torch.zeros_like(q)
+    spans = starts.tolist()
+    out = torch.zeros_like(q)
     for r, length in enumerate(lengths.tolist()):
         if length and spans[r] < spans[r + 1]:
             part = slice(spans[r], spans[r + 1])
@@ -87,7 +88,8 @@ def test_each_serves_the_same_tokens_in_the_graphs_that_it_declares(
 
 def inside_too(q: Tensor, kv_pages: Tensor, *where: Any) -> Tensor:
     """In whole graphs of decodes in torch's operations; elsewhere with lengths on the host."""
-    requests, longest = len(where[3]), where[4]
+    requests = len(where[3])
+    longest = where[4]
     return (TORCH.attend if requests * longest == len(q) else planned)(q, kv_pages, *where)
 
 
@@ -278,7 +280,8 @@ def test_a_write_to_what_other_layers_read_is_an_error(model: Model, capability:
 
 
 def test_writes_are_not_counted_where_torch_counts_none(model: Model) -> None:
-    own, expected = model.with_stages(attend=AttentionBackend("mine", TORCH.attend)), tokens(model)
+    own = model.with_stages(attend=AttentionBackend("mine", TORCH.attend))
+    expected = tokens(model)
     with torch.inference_mode():
         assert tokens(own, graph="none") == tokens(own) == expected
     q, k, v, pages, *where = draw_case(FIXED[0]).args
@@ -295,10 +298,8 @@ def test_writes_are_not_counted_where_torch_counts_none(model: Model) -> None:
 
 
 def test_a_batch_invariant_model_refuses_attention_that_is_not() -> None:
-    exact, other = (
-        weft.load("demo", "cpu", batch_invariant=True),
-        weft.load("demo", "cpu", attention="torch"),
-    )
+    exact = weft.load("demo", "cpu", batch_invariant=True)
+    other = weft.load("demo", "cpu", attention="torch")
     seen = "attention back end 'torch', which is not batch invariant"
     for model, options in (
         (exact, {"attend": BACKENDS["torch"]}),

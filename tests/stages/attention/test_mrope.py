@@ -34,7 +34,8 @@ from weft.transforms.graphs.graphify import graphify
 from weft.transforms.graphs.ladder import Limits, make_ladder
 from weft.transforms.pipelines.pipeline import compose, pipeline
 
-IMAGE, STEPS = 60, 5
+IMAGE = 60
+STEPS = 5
 IDS = [5, 9, *[IMAGE] * 12, 40, 7, 11]
 TEXT = [3, 1, 4, 1, 5]
 GRID = torch.tensor([[2, 4, 6]])
@@ -126,7 +127,8 @@ def prompts(embeds: Tensor, positions: Tensor, sizes: Sequence[int]) -> Iterator
     start = 0
     for size in sizes:
         ids = [EMBEDDED if token == IMAGE else token for token in IDS[start : start + size]]
-        here, at = embeds[start : start + size], positions[:, start : start + size]
+        here = embeds[start : start + size]
+        at = positions[:, start : start + size]
         last = start + size == len(IDS)
         if start:
             yield Batch.ragged([0], [ids], samples=[last], inputs_embeds=here, positions=at)
@@ -189,7 +191,8 @@ def test_gradients_are_those_of_transformers(
     theirs: Any, model: Model, embeds: Tensor, positions: Tensor, tmp_path: Path
 ) -> None:
     """Gradients of all the text model's parameters and of the image's embeddings, in two stages."""
-    ids, runner = torch.tensor(IDS), make_runner(model, Limits(2, 24), num_stages=2, mode="none")
+    ids = torch.tensor(IDS)
+    runner = make_runner(model, Limits(2, 24), num_stages=2, mode="none")
     [batch] = prompts(embeds, positions, [17])
     batch = attrs.evolve(batch, targets=torch.tensor([*IDS[1:], 0, *TEXT[1:], 0]))
     kept = torch.tensor([1.0] * 16 + [0] + [1] * 4 + [0])
@@ -365,7 +368,8 @@ def test_what_does_not_fit_is_named(model: Model, embeds: Tensor, positions: Ten
     ):
         Batch.ragged([0], [TEXT], positions=torch.zeros(3, 5))
     runner = make_runner(model, Limits(2, 24), num_stages=2, mode="none")
-    state, batch = state_of(model, 2, positions), next(prompts(embeds, positions, [17]))
+    state = state_of(model, 2, positions)
+    batch = next(prompts(embeds, positions, [17]))
     x = IntermediateTensors(torch.zeros(22, 32))
     with pytest.raises(DescriptorError) as caught:
         runner.stages[1](runner.params[1], state[1], batch, x)

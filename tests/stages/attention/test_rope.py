@@ -41,7 +41,8 @@ def rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Queries `[T, H, D]` rotated by the operator, with keys and values that are not kept."""
     tokens, heads, dim = x.shape
     qkv = torch.cat((x.flatten(1), x.new_zeros(tokens, 2 * dim)), 1)
-    nowhere, pages = torch.full((tokens,), -1), x.new_zeros(2, 1, 1, 1, dim)
+    nowhere = torch.full((tokens,), -1)
+    pages = x.new_zeros(2, 1, 1, 1, dim)
     starts = heads * dim, heads * dim + dim
     return rotate_and_keep(qkv, None, None, 1.0, cos, sin, nowhere, pages, heads, starts)[0]
 
@@ -184,7 +185,8 @@ POSITIONS = st.lists(st.integers(0, 40_000), min_size=1, max_size=20)
 def test_tables_and_rotation_are_those_of_transformers(
     raw: dict[str, Any], positions: list[int], dtype: torch.dtype
 ) -> None:
-    head_dim, heads = 16, 3
+    head_dim = 16
+    heads = 3
     module = LlamaRotaryEmbedding(in_transformers(LlamaConfig, raw, head_dim, 4096))
     x = torch.randn(
         len(positions), heads, head_dim, generator=torch.Generator().manual_seed(len(positions))

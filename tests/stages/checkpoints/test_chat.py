@@ -170,7 +170,8 @@ def test_what_is_no_chat(messages: Any) -> None:
 
 
 def test_a_checkpoint_without_a_template_or_a_tokenizer() -> None:
-    model, chat = weft.load(DEMO, "cpu"), [{"role": "user", "content": "Hello"}]
+    model = weft.load(DEMO, "cpu")
+    chat = [{"role": "user", "content": "Hello"}]
     assert model.chat_template is None
     with pytest.raises(
         RequestError, match=r"demo holds no chat template\n  instead: a checkpoint of a chat model"

@@ -37,7 +37,8 @@ def saved(
     request: pytest.FixtureRequest, shard_size: str | None, tmp_path_factory: pytest.TempPathFactory
 ) -> Any:
     """A folder, and the model saved in it."""
-    folder, model = tmp_path_factory.mktemp("saved"), scrambled(request.param)
+    folder = tmp_path_factory.mktemp("saved")
+    model = scrambled(request.param)
     model.save_pretrained(folder, **({"max_shard_size": shard_size} if shard_size else {}))
     assert (folder / "model.safetensors").is_file() == (shard_size is None)
     return folder, model
@@ -50,7 +51,8 @@ def by_their_names(config: ModelConfig, params: DecoderParams) -> dict[str, Tens
         "model.norm.weight": params.norm,
         "lm_head.weight": params.head,
     }
-    query, key = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
+    query = config.num_heads * config.head_dim
+    key = config.num_kv_heads * config.head_dim
     for i, layer in enumerate(params.layers):
         for kind, qkv, o in (
             ("weight", layer.qkv_proj, layer.o_proj),

@@ -192,10 +192,8 @@ def test_a_head_that_is_stored_though_it_is_tied(
 ) -> None:
     """transformers 5 takes it where it differs, and older ones do not."""
     monkeypatch.setattr(checkpoint, "_ROWS", 7)
-    file, seen = (
-        folder / "model.safetensors",
-        "lm_head.weight is not model.embed_tokens.weight, and config.json has",
-    )
+    file = folder / "model.safetensors"
+    seen = "lm_head.weight is not model.embed_tokens.weight, and config.json has"
     instead = "set it to false to use the head that is stored, or leave that head out of the files"
     assert_refused(folder, seen, instead, tie_word_embeddings=True)
     tensors = load_file(file)

@@ -73,7 +73,8 @@ def write(folder: Path, kind: str, scale_dtype: torch.dtype = torch.float32) -> 
     config = json.loads((folder / "config.json").read_text())
     config["quantization_config"] = {**FORMAT, "modules_to_not_convert": SKIPPED}
     (folder / "config.json").write_text(json.dumps(config))
-    tensors, values = {}, {}
+    tensors = {}
+    values = {}
     for name, tensor in load_file(folder / "model.safetensors").items():
         converted = name.endswith("_proj.weight") and not name.startswith("model.layers.2.")
         tensors[name] = values[name] = tensor
@@ -96,7 +97,8 @@ def projections(layer: LayerParams) -> dict[str, Tensor]:
     """A layer's projections in float32, with the gaps between their parts."""
     found = {}
     for name in ("qkv", "o", "gate_up", "down"):
-        weight, scale = getattr(layer, f"{name}_proj"), getattr(layer, f"{name}_scale")
+        weight = getattr(layer, f"{name}_proj")
+        scale = getattr(layer, f"{name}_scale")
         found[name] = weight.float() if scale is None else dequantize_weight(weight, scale)
     return found
 
@@ -106,7 +108,9 @@ def test_every_block_and_every_ragged_edge_is_loaded(written: Any) -> None:
     config = load_config(folder)
     params = load_params(folder, config, split_layers(3, 1)[0])
     for i, layer in enumerate(params.layers):
-        fp8, ours, prefix = i < 2, projections(layer), f"model.layers.{i}"
+        fp8 = i < 2
+        ours = projections(layer)
+        prefix = f"model.layers.{i}"
         assert (layer.qkv_proj.dtype == FP8) == (layer.down_scale is not None) == fp8
         q, k, v, end = row_starts((144, 72, 72), fp8)
         assert ours["qkv"].shape == (end, 160)
@@ -161,7 +165,8 @@ def test_the_model_is_near_the_one_without_quantisation(written: Any, tmp_path: 
     """Logprobs differ by the effect of rounding activations to 3 bits of mantissa; the bound is
     five times the observed difference."""
     folder, values = written
-    ours, plain = weft.load(folder, "cpu"), without_quantization(folder, values, tmp_path)
+    ours = weft.load(folder, "cpu")
+    plain = without_quantization(folder, values, tmp_path)
     prompts = [[i, 2 * i, 63 - i] for i in range(1, 17)]
     found, theirs = (weft.generate(model, prompts, max_tokens=1) for model in (ours, plain))
     same = [

@@ -70,7 +70,8 @@ def assert_like(model: weft.Model, theirs: Any) -> None:
 
 @pytest.mark.parametrize("name", MODELS)
 def test_every_architecture_is_read_as_transformers_wrote_it(name: str, tmp_path: Path) -> None:
-    theirs, file = scrambled(name), tmp_path / "model.gguf"
+    theirs = scrambled(name)
+    file = tmp_path / "model.gguf"
     write_model(file, name, theirs, quantized(Q.F32))
     model = loaded(file)
     theirs.save_pretrained(tmp_path / "folder")
@@ -111,7 +112,8 @@ def test_transformers_reads_the_same_from_the_file(name: str, tmp_path: Path) ->
 def test_every_type_is_unpacked_as_the_package_unpacks_it(
     name: str, kind: str, tmp_path: Path
 ) -> None:
-    theirs, architecture = scrambled(name), MODELS[name][0]
+    theirs = scrambled(name)
+    architecture = MODELS[name][0]
     pack = random_blocks(Q[kind]) if kind in DRAWN else quantized(Q[kind])
     tensors = write_model(tmp_path / "packed.gguf", name, theirs, pack)
     write_file(
@@ -157,14 +159,13 @@ def test_a_type_that_nothing_unpacks_is_named(tmp_path: Path) -> None:
 
 def test_only_the_tensors_of_a_stage_are_read(tmp_path: Path) -> None:
     write_model(tmp_path / "model.gguf", "qwen3-moe", scrambled("qwen3-moe"), quantized(Q.Q8_0))
-    config, whole = load_config(tmp_path), loaded(tmp_path)
+    config = load_config(tmp_path)
+    whole = loaded(tmp_path)
     for layout in split_layers(2, 2):
         part = load_params(tmp_path / "model.gguf", config, layout, dtype=torch.float32)
         assert_same(part, weft.stages.slice_params(whole.params, layout))
-    prompts, stages = (
-        [[1, 2, 3], [4]],
-        [weft.load(tmp_path, "cpu", "float32", stage=(i, 2)) for i in range(2)],
-    )
+    prompts = [[1, 2, 3], [4]]
+    stages = [weft.load(tmp_path, "cpu", "float32", stage=(i, 2)) for i in range(2)]
     assert {stage.weights.split(",")[1] for stage in stages} == {whole.weights.split(",")[1]}
     said = [weft.generate(whole, prompts, max_tokens=4, pipeline=n) for n in (1, 2)]
     assert [own.token_ids for own in said[0]] == [own.token_ids for own in said[1]]

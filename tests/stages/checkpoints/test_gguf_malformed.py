@@ -95,10 +95,8 @@ def test_a_file_that_is_cut_off(sound: bytes, file: Path, data: st.DataObject) -
 @given(st.data())
 def test_changed_bytes(sound: bytes, file: Path, data: st.DataObject) -> None:
     """In what stands before the tensors: the file loads all the same, or is refused."""
-    changed, start = (
-        bytearray(sound),
-        len(sound) - sum(own.size for own in opened(file, sound).tensors.values()),
-    )
+    changed = bytearray(sound)
+    start = len(sound) - sum(own.size for own in opened(file, sound).tensors.values())
     for _ in range(data.draw(st.integers(1, 4))):
         new = data.draw(
             st.binary(min_size=1, max_size=8)
@@ -197,7 +195,8 @@ def test_a_hostile_file_says_what_is_wrong_with_it(case: str, file: Path) -> Non
 def test_tensors_that_are_missing_of_another_shape_or_unknown(tmp_path: Path) -> None:
     theirs = scrambled("llama", **SMALL)
     tensors = {name: quantized(Q.F32)(own) for name, own in stored_tensors(theirs, "llama").items()}
-    metadata, name = metadata_of(theirs, "llama"), "blk.1.attn_k.weight"
+    metadata = metadata_of(theirs, "llama")
+    name = "blk.1.attn_k.weight"
     whole = tensors.pop(name)
     write_file(tmp_path / "a.gguf", "llama", metadata, tensors)
     with pytest.raises(CheckpointError, match=r"saw: a.gguf has no blk.1.attn_k.weight\n"):
@@ -220,7 +219,8 @@ def test_tensors_that_are_missing_of_another_shape_or_unknown(tmp_path: Path) ->
 
 
 def test_it_reads_what_the_package_reads(sound: bytes, file: Path) -> None:
-    ours, theirs = opened(file, sound), gguf.GGUFReader(file)
+    ours = opened(file, sound)
+    theirs = gguf.GGUFReader(file)
     fields = {
         name: own.contents() for name, own in theirs.fields.items() if not name.startswith("GGUF.")
     }

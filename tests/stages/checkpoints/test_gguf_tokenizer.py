@@ -104,7 +104,8 @@ def merges_of(found: Tokenizer) -> list[str]:
 def byte_level(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> tuple[str, Path, Tokenizer]:
-    file, found = tmp_path_factory.mktemp("bpe") / "a.gguf", trained(request.param)
+    file = tmp_path_factory.mktemp("bpe") / "a.gguf"
+    found = trained(request.param)
     more = {"pre": request.param, "merges": merges_of(found), "add_bos_token": False}
     write_file(file, "llama", metadata_of(found, "gpt2", **more), {})
     return request.param, file, found
@@ -128,7 +129,8 @@ def test_byte_level_bpe(byte_level: tuple[str, Path, Tokenizer], text: str) -> N
 
 def cut(pattern: str, text: str) -> list[str]:
     """The matches in a text, and what is between them."""
-    found, at = [], 0
+    found = []
+    at = 0
     for match in regex.finditer(pattern, text):
         found += [text[at : match.start()], match.group()]
         at = match.end()

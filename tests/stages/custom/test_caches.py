@@ -69,7 +69,8 @@ def logits(decoder: nn.Module, graph: bool) -> Tensor:
     for name, tensor in made.state.items():
         if name.startswith("cache."):
             tensor.zero_()
-    step, state = graphify(made.stage) if graph else made.stage, clone(made.state)
+    step = graphify(made.stage) if graph else made.stage
+    state = clone(made.state)
     found = []
     for ids in ([[3, 4, 5, 6, 7, 8]], [[9]], [[10]], [[11]], [[12]]):
         state, out = step(made.params, state, torch.tensor(ids), None)

@@ -101,7 +101,8 @@ def test_a_feed_forward_of_ones_own_is_transformers_with_a_hook(
     def halved(config: Any, layer: Any, batch: ResolvedBatch, x: Any) -> Tensor:
         return 0.5 * feed_forward(config, layer, batch, x)
 
-    expected, own = said(reference, model), model.with_stages(feed_forward=halved)
+    expected = said(reference, model)
+    own = model.with_stages(feed_forward=halved)
     for way in ways():
         assert tokens(own, **way) == expected, way
 
@@ -114,7 +115,8 @@ def test_an_attention_of_ones_own_is_transformers_with_a_hook(model: Model, refe
         added, pages = attention(*args)
         return -added, pages
 
-    expected, own = said(reference, model), model.with_stages(attention=negated)
+    expected = said(reference, model)
+    own = model.with_stages(attention=negated)
     for way in ways():
         assert tokens(own, **way) == expected, way
 
@@ -128,7 +130,8 @@ def test_a_norm_of_ones_own_is_transformers_with_a_hook(model: Model, reference:
         normed, hidden = norm(*args, quantized=quantized)
         return attrs.evolve(normed, plain=2 * normed.plain), hidden
 
-    expected, own = said(reference, model), model.with_stages(norm=doubled)
+    expected = said(reference, model)
+    own = model.with_stages(norm=doubled)
     for way in ways():
         assert tokens(own, **way) == expected, way
 
@@ -190,7 +193,8 @@ def test_a_transformed_stage_runs_in_every_way(model: Model) -> None:
 
         return run
 
-    own, expected = model.with_stages(counted), tokens(model)
+    own = model.with_stages(counted)
+    expected = tokens(model)
     for way in ways():
         seen.clear()
         assert tokens(own, **way) == expected, way

@@ -34,7 +34,8 @@ class Tied(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.embed, self.head = nn.Embedding(5, 4), nn.Linear(4, 5, bias=False)
+        self.embed = nn.Embedding(5, 4)
+        self.head = nn.Linear(4, 5, bias=False)
         self.head.weight = self.embed.weight
 
     def forward(self, ids: Tensor) -> Tensor:
@@ -77,8 +78,10 @@ MODULES: dict[str, tuple[Callable[[], nn.Module], Tensor]] = {
 def test_three_steps_are_the_modules_own(name: str) -> None:
     make, x = MODULES[name]
     module = seeded(make)
-    made, before = from_module(module), values(module)
-    reference, state = copy.deepcopy(module), made.state
+    made = from_module(module)
+    before = values(module)
+    reference = copy.deepcopy(module)
+    state = made.state
     for i in range(3):
         state, y = made.stage(made.params, state, x + i % 2, None)
         assert_equal(LAW, y, reference(x + i % 2))
@@ -90,7 +93,9 @@ def test_three_steps_are_the_modules_own(name: str) -> None:
 def test_graphified_it_is_the_same(name: str) -> None:
     make, x = MODULES[name]
     made = from_module(seeded(make))
-    g, state, other = graphify(made.stage), clone(made.state), clone(made.state)
+    g = graphify(made.stage)
+    state = clone(made.state)
+    other = clone(made.state)
     for i in range(3):
         state, y = made.stage(made.params, state, x + i % 2, None)
         other, replayed = g(made.params, other, x + i % 2, None)
@@ -103,7 +108,9 @@ def test_a_module_that_reads_a_buffer_on_the_host_runs_eagerly_only() -> None:
     module = nn.BatchNorm1d(
         4, momentum=None
     )  # a cumulative average: it divides by its counter, on the host
-    made, reference, x = from_module(module), copy.deepcopy(module), torch.arange(12.0).view(3, 4)
+    made = from_module(module)
+    reference = copy.deepcopy(module)
+    x = torch.arange(12.0).view(3, 4)
     state, _ = made.stage(made.params, clone(made.state), x, None)
     reference(x)
     assert_equal(f"{LAW}: buffers", state, dict(reference.named_buffers()))
@@ -124,7 +131,8 @@ def stages() -> tuple[list[ModuleStage], list[nn.Module]]:
 def test_in_a_pipeline(build: Any, graphs: bool) -> None:
     made, modules = stages()
     step = build([graphify(m.stage) if graphs else m.stage for m in made])
-    params, state = tuple(m.params for m in made), tuple(clone(m.state) for m in made)
+    params = tuple(m.params for m in made)
+    state = tuple(clone(m.state) for m in made)
     x = torch.arange(12.0).view(3, 4) ** 2
     for _ in range(2):
         state, y = step(params, state, x)
@@ -143,7 +151,8 @@ def test_stages_that_share_a_module_run_on_threads_of_their_own(whole: bool) -> 
     params = [
         {name: p * (1 + index) for name, p in own.params.items()} for index, own in enumerate(made)
     ]
-    stages, x = [own.stage for own in made], torch.arange(64.0).view(16, 4)
+    stages = [own.stage for own in made]
+    x = torch.arange(64.0).view(16, 4)
     _, wanted = pipeline(stages, microbatches=8)(params, [{}, {}], x)
     threads = Threads()
     step = pipeline(stages, microbatches=8, transport=threads)
@@ -178,7 +187,8 @@ def test_the_state_is_donated_and_the_params_are_not() -> None:
 
 def test_nothing_is_shared_that_a_step_could_write() -> None:
     module = nn.BatchNorm1d(2)
-    first, second = from_module(module), from_module(module)
+    first = from_module(module)
+    second = from_module(module)
     first.stage(first.params, first.state, torch.rand(3, 2), None)
     assert_equal("another stage of the module", second.state, dict(module.named_buffers()))
     assert not any(p.requires_grad for p in first.params.values())
@@ -250,7 +260,9 @@ def test_a_graph_draws_the_numbers_that_the_module_draws(name: str) -> None:
     make, inputs = STOCHASTIC[name]
     module = seeded(make).requires_grad_(False)
     made = from_module(module)
-    step, state, outs = graphify(made.stage), made.state, []
+    step = graphify(made.stage)
+    state = made.state
+    outs = []
     for seed in (0, 1, 0):
         torch.manual_seed(seed)
         state, out = step(made.params, state, inputs, None)
@@ -280,7 +292,8 @@ def test_buffers_that_are_not_persistent_are_state_too() -> None:
 
     module = Sums()
     made = from_module(module)
-    step, state = graphify(made.stage), made.state
+    step = graphify(made.stage)
+    state = made.state
     for _ in range(3):
         state, out = step(made.params, state, X, None)
     assert_equal(LAW, out, X * X.sum(0) * 3)

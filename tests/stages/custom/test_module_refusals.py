@@ -53,7 +53,10 @@ class Keeps(nn.Module):
 
     def __init__(self, change: Callable[["Keeps", Tensor], Any]) -> None:
         super().__init__()
-        self.change, self.count, self.last, self.seen = change, 0, torch.zeros(3, 4), list[int]()
+        self.change = change
+        self.count = 0
+        self.last = torch.zeros(3, 4)
+        self.seen = list[int]()
         self.register_buffer("absent", None)
         self.weight = nn.Parameter(torch.ones(4))
 
@@ -88,7 +91,8 @@ def test_what_a_module_keeps_in_attributes_is_refused_in_a_graph_and_left_as_it_
 ) -> None:
     change, path, how = CHANGES[name]
     module = nn.Sequential(OrderedDict(inner=Keeps(change)))
-    made, key = from_module(module), path.partition(".")[2]
+    made = from_module(module)
+    key = path.partition(".")[2]
     seen = f"{path} of the module {how}, and a replay does not repeat that"
     instead = (
         f"return it, or register_buffer({key!r}, ...); if it is set only once, run the module"
@@ -133,10 +137,8 @@ def test_draws_that_are_not_torchs_are_refused_in_a_graph(
     wanted = draw()
     random.seed(0)
     np.random.seed(0)
-    seen, instead = (
-        f"a draw from {name}, which a replay does not repeat",
-        "a draw from torch: torch.rand(...)",
-    )
+    seen = f"a draw from {name}, which a replay does not repeat"
+    instead = "a draw from torch: torch.rand(...)"
     with refused(CaptureError, "graphify(stage Draws)", seen, instead):
         graphify(from_module(Draws()).stage)({}, {}, X, None)
     assert draw() == wanted

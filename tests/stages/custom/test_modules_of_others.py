@@ -111,10 +111,12 @@ def check_equal_to_itself(
     made = from_module(copy.deepcopy(module))
     graph = graphify(made.stage)
     for way in (made.stage, graph):
-        state, reference = clone(made.state), copy.deepcopy(module)
+        state = clone(made.state)
+        reference = copy.deepcopy(module)
         for seed in range(3):
             torch.manual_seed(seed)
-            wanted, drawn = reference(**moved(inputs, seed)), torch.rand(1, device=device)
+            wanted = reference(**moved(inputs, seed))
+            drawn = torch.rand(1, device=device)
             torch.manual_seed(seed)
             state, out = way(made.params, state, moved(inputs, seed), None)
             assert_equal(LAW, (out, torch.rand(1, device=device)), (wanted, drawn))
@@ -189,10 +191,8 @@ def test_states_in_attributes_and_draws_of_numpy_in_transformers_are_refused() -
         **SMALL, block_size=4, num_random_blocks=1, max_position_embeddings=64
     )
     made = from_module(transformers.BigBirdModel(config).train())
-    seen, instead = (
-        "a draw from numpy.random, which a replay does not repeat",
-        "a draw from torch: torch.rand(...)",
-    )
+    seen = "a draw from numpy.random, which a replay does not repeat"
+    instead = "a draw from torch: torch.rand(...)"
     with refused(CaptureError, "graphify(stage BigBirdModel)", seen, instead):
         graphify(made.stage)(
             made.params, made.state, {"input_ids": IDS.repeat(1, 10)[:, :64]}, None

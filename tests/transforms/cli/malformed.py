@@ -39,11 +39,9 @@ CONFIG: dict[str, Any] = {
 }
 LORA: dict[str, Any] = {"peft_type": "LORA", "r": 2, "lora_alpha": 4, "target_modules": ["q_proj"]}
 SHARDS = ("model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors")
-INDEX, GENERATION, ADAPTER = (
-    "model.safetensors.index.json",
-    "generation_config.json",
-    "adapter/adapter_config.json",
-)
+INDEX = "model.safetensors.index.json"
+GENERATION = "generation_config.json"
+ADAPTER = "adapter/adapter_config.json"
 LORA_WEIGHTS = "adapter/adapter_model.safetensors"
 
 FOLDER = "<folder>"

@@ -78,7 +78,9 @@ def test_every_token_is_counted_and_nothing_is_captured_meanwhile(
     )
     shares = found["graphs"]["shares"]
     assert sum(shares.values()) == pytest.approx(1)
-    none, piecewise, full = shares["none"], shares["piecewise"], shares["full"]
+    none = shares["none"]
+    piecewise = shares["piecewise"]
+    full = shares["full"]
     expected = {
         "none": none == 1,
         "piecewise": piecewise == 1,
@@ -114,7 +116,8 @@ def test_the_shares_are_what_the_graphs_counted(graph: str, pp: int) -> None:
     assert len(engine.graphs) == pp
     for was, one in zip(before, engine.graphs, strict=True):
         now = one.cache_info()
-        replays, eager = now.replays - was.replays, now.eager - was.eager
+        replays = now.replays - was.replays
+        eager = now.eager - was.eager
         assert replays + eager == found["num_steps"]
         assert found["graphs"]["shares"]["none"] == pytest.approx(eager / (replays + eager))
 
@@ -327,7 +330,9 @@ def test_the_shipped_checkpoint_scores_the_same_in_every_mode_and_split(run: Wef
 def test_the_score_is_that_of_the_models_own_logits(run: Weft) -> None:
     transformers = pytest.importorskip("transformers")
     reference = transformers.AutoModelForCausalLM.from_pretrained(DEMO, dtype=torch.float32)
-    model, bits, count = load(DEMO, "cpu", "float32"), 0.0, 0
+    model = load(DEMO, "cpu", "float32")
+    bits = 0.0
+    count = 0
     for text in (
         task["text"]
         for task in map(json.loads, HELD_OUT.read_text().splitlines())
@@ -336,7 +341,8 @@ def test_the_score_is_that_of_the_models_own_logits(run: Weft) -> None:
         ids = torch.tensor([model.encode(text)])
         with torch.no_grad():
             logprobs = reference(ids).logits[0, :-1].log_softmax(-1).gather(1, ids[0, 1:, None])
-        bits, count = bits - logprobs.sum().item() / math.log(2), count + len(logprobs)
+        bits = bits - logprobs.sum().item() / math.log(2)
+        count = count + len(logprobs)
     _, found = scored(run, "--graph", "none")
     assert found["tokens"] == count
     assert found["scores"][0]["bits_per_token"] == pytest.approx(bits / count, abs=1e-4)
@@ -350,7 +356,8 @@ def test_ranks_of_their_own_score_the_same(run: Weft) -> None:
 def test_long_texts_go_in_windows_and_bytes_are_those_that_are_scored(
     run: Weft, tmp_path: Path
 ) -> None:
-    file, text = tmp_path / "long.jsonl", "é" + "A list is a list. " * 60
+    file = tmp_path / "long.jsonl"
+    text = "é" + "A list is a list. " * 60
     file.write_text(json.dumps({"text": text}) + "\n\n")
     model = ("--model", str(DEMO), "--device", "cpu", "--graph", "none", "--json")
     code, out, _ = run(*model, "--eval", str(file))

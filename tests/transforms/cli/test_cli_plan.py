@@ -102,7 +102,8 @@ def test_a_stage_costs_its_bytes_over_the_bandwidth(run: Weft, folder: str) -> N
     found = predicted(
         run, folder, "--pp", "2", "--requests", "12", "--cohorts", "3", "--context", "100"
     )
-    layer, embedding = LAYER + 4 * 100 * KV, 4 * ROW
+    layer = LAYER + 4 * 100 * KV
+    embedding = 4 * ROW
     sampling = 4 * 2304 * SAMPLING
     for name, sizes in (("balanced", (6, 2)), ("even", (4, 4))):
         split = found["splits"][name]
@@ -319,7 +320,8 @@ def test_a_split_that_does_not_fit_is_marked_and_not_the_best(run: Weft, folder:
     """A stage holds its weights, and the keys and values of every request; of the rest 15% stay
     free."""
     options = ("--gpus", "2", "--requests", "4", "--context", "15", "--latency", "1e6")
-    graphs, kv = 500_000_000, 4 * 16 * KV
+    graphs = 500_000_000
+    kv = 4 * 16 * KV
     held = predicted(run, folder, *options)["memory"]
     assert [one["weights"] for one in held] == [7 * LAYER + 2304 * ROW, LAYER + HEAD]
     assert [one["kv"] for one in held] == [7 * kv, kv]
@@ -407,7 +409,8 @@ def test_ranks_that_share_experts_read_as_much_either_way(run: Weft) -> None:
     assert sizes["4"] == sizes["4 --experts whole"]
     experts = 128 * (3 * 2048 * 768 + 4 * 3 * 16 * 6)
     assert sizes["2"] - sizes["4"] > experts / 4
-    other, blocks = "or --experts whole", "a number of ranks by which it is a multiple of 128"
+    other = "or --experts whole"
+    blocks = "a number of ranks by which it is a multiple of 128"
     assert_refused(
         run(*asked, "--tp", "4", "--experts", "columns"), "--tp 4 --experts columns", blocks, other
     )

@@ -166,7 +166,8 @@ def test_shards_outside_of_the_folder_are_refused(
     name: str, sound: Path, tmp_path: Path, run: Weft
 ) -> None:
     """Shards outside the folder are refused even if the file exists and fits."""
-    folder, outside = shutil.copytree(sound, tmp_path / "model"), tmp_path / "outside"
+    folder = shutil.copytree(sound, tmp_path / "model")
+    outside = tmp_path / "outside"
     outside.mkdir()
     shutil.copy(folder / malformed.SHARDS[0], outside / "model.safetensors")
     name = str(outside / "model.safetensors") if name[0] == "/" else name
@@ -186,7 +187,8 @@ def test_shards_outside_of_the_folder_are_refused(
 
 def test_shards_in_a_folder_of_their_own_and_links_are_read(sound: Path, tmp_path: Path) -> None:
     """The cache of the Hugging Face hub holds blobs, and snapshots with links to them."""
-    blobs, folder = tmp_path / "blobs", tmp_path / "snapshots" / "main"
+    blobs = tmp_path / "blobs"
+    folder = tmp_path / "snapshots" / "main"
     blobs.mkdir()
     folder.mkdir(parents=True)
     for index, path in enumerate(path for path in sorted(sound.iterdir()) if path.is_file()):
@@ -298,7 +300,8 @@ def test_in_a_process_of_its_own(
 ) -> None:
     folder = shutil.copytree(sound, tmp_path / "model")
     argv = [argument.replace(FOLDER, str(folder)) for argument in damage(kind, folder)]
-    command, env = [sys.executable, "-m", "weft", *argv], os.environ | {"OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-m", "weft", *argv]
+    env = os.environ | {"OMP_NUM_THREADS": "1"}
     done = subprocess.run(
         command, capture_output=True, text=True, check=False, env=env, timeout=120
     )

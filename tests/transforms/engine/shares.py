@@ -104,7 +104,8 @@ def model_of(
     **kinds: Any,
 ) -> Model:
     """A share of a random model, which is without a checkpoint, on torch's default device."""
-    config, device = config_of(kind), torch.get_default_device()
+    config = config_of(kind)
+    device = torch.get_default_device()
     layout = split_model(config, stage[1])[stage[0]]
     params = random_params(
         config, layout, seed=seed, device=device, dtype=dtype, std=0.3, shard=shard
@@ -270,7 +271,8 @@ def other_weights(what: str) -> str:
 def run_rank(every: Mapping[str, Asked], tensor: int, backend: Any = "gloo") -> dict[str, Any]:
     """A rank's part of each engine."""
     torch.set_num_threads(1)
-    transport, found = Distributed(backend=backend, timeout=60), {}
+    transport = Distributed(backend=backend, timeout=60)
+    found = {}
     torch.set_default_device(transport.device)
     stages = transport.num_ranks // tensor
     for name, asked in every.items():

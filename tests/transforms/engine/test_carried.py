@@ -307,7 +307,8 @@ def test_gradients_flow_through_what_is_carried(model: Model, cells: dict[int, R
         cell = Recurrent(model.config.hidden_size, 5)
         own = model.with_stages(layers={0: through(cell)}, carries={"state 0": torch.zeros(SIZE)})
         runner = make_runner(own, Limits(1, len(ids)), mode="none", keep_logits=True)
-        states, start = make_state(own, runner.layouts, [len(ids) + 1]), 0
+        states = make_state(own, runner.layouts, [len(ids) + 1])
+        start = 0
         for count in cuts:
             chunk = ids[start : start + count]
             start += count

@@ -42,7 +42,8 @@ def test_a_step_runs_under_the_class_of_the_default_mode(
     classes by their padding alone; the others have the uniform ones first."""
     limits = Limits(7, 64, query_lens)
     default = make_ladder("full_and_piecewise", limits)
-    classes, graphs = Classes(make_ladder(mode, limits), default), Classes(default)
+    classes = Classes(make_ladder(mode, limits), default)
+    graphs = Classes(default)
     uniform = [BatchDescriptor.uniform(n, q) for n in range(1, 8) for q in query_lens]
     for own in [*uniform, *(BatchDescriptor(t, min(t, 2)) for t in range(1, 70))]:
         if query_lens == (1,) or mode not in ("full", "piecewise") or not own.is_uniform:
@@ -58,7 +59,8 @@ def test_a_step_runs_under_the_class_of_the_default_mode(
 
 
 def test_a_batch_is_padded_once_and_its_results_are_its_own() -> None:
-    batch, own = Batch.ragged(rows=[2, 0], token_ids=[[5, 6], [7]]), BatchDescriptor(3, 2)
+    batch = Batch.ragged(rows=[2, 0], token_ids=[[5, 6], [7]])
+    own = BatchDescriptor(3, 2)
     classes = Classes(eager=LADDERS["piecewise"])
     padded = classes.pad(batch)
     assert padded.descriptor == BatchDescriptor(4, 4)
@@ -133,19 +135,19 @@ def test_graphs_see_the_sizes_of_classes_alone(
 ) -> None:
     """Requests of any lengths, whose steps have other sizes each: all classes are planned when the
     engine warms up."""
-    planned, answer = [], Graphified._answer
+    planned = []
+    answer = Graphified._answer
     monkeypatch.setattr(
         Graphified, "_answer", lambda *given: planned.append(given) or answer(*given)
     )
-    model, draw = (
-        random_model(parse_config(PRESETS["tiny"], source="a test"), seed=0),
-        random.Random(0),
-    )
+    model = random_model(parse_config(PRESETS["tiny"], source="a test"), seed=0)
+    draw = random.Random(0)
     engine = Engine(
         model, EngineLimits(max_num_reqs=6, max_model_len=64, max_num_tokens=32), **options
     )
     engine.warm_up()
-    sizes, of = set[BatchDescriptor](), Classes.of
+    sizes = set[BatchDescriptor]()
+    of = Classes.of
     monkeypatch.setattr(Classes, "of", lambda classes, own: sizes.add(own) or of(classes, own))
     for _ in range(40):
         engine.add(
@@ -246,7 +248,8 @@ def test_what_has_no_graph_runs_once_when_an_engine_warms_up(
 ) -> None:
     model = random_model(parse_config(PRESETS["tiny"], source="a test"), seed=0)
     monkeypatch.setattr(module, "_MOST_CAPTURED_IF_SMALL", 8)
-    ran, rehearse = list[str](), Graphified.rehearse
+    ran = list[str]()
+    rehearse = Graphified.rehearse
     monkeypatch.setattr(
         Graphified,
         "rehearse",
@@ -267,7 +270,8 @@ def test_a_step_of_more_tokens_than_any_class_has_the_most_requests(
     model = random_model(parse_config(PRESETS["tiny"], source="a test"), seed=0)
     wanted, _ = say(model, "full_and_piecewise")
     monkeypatch.setattr(module, "_MOST_CAPTURED_IF_SMALL", 8)
-    padded, classes = list[int](), Classes.pad
+    padded = list[int]()
+    classes = Classes.pad
 
     def pad(self: Classes, batch: Batch) -> Batch:
         large = batch.descriptor.num_tokens > 8

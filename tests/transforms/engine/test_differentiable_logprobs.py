@@ -76,7 +76,8 @@ def test_a_batch_invariant_sampler_s_bits(kind: str, device: str) -> None:
     for way in ways:
         said = weft.generate(model, prompts, max_tokens=12, temperature=1.0, seed=5, **way)
         sequences = [ids + one.token_ids for ids, one in zip(prompts, said, strict=True)]
-        models, is_fp8 = [model], model.config.fp8 is not None or model.kv_dtype is not None
+        models = [model]
+        is_fp8 = model.config.fp8 is not None or model.kv_dtype is not None
         if not is_fp8:
             models.append(attrs.evolve(model, params=recorded(model.params)))
         for own in models:
@@ -108,7 +109,8 @@ def test_an_adapter_per_sequence_gives_the_engine_s_bits(device: str) -> None:
         for name in ("mlp.down_proj", Q)
     ]
     one, two = (random_adapter(model.config, layers, rank=2, seed=seed, std=0.5) for seed in (1, 2))
-    adapters, prompts = [one, None, two, one], prompts_of((19, 1, 7, 2), vocab_size=7)
+    adapters = [one, None, two, one]
+    prompts = prompts_of((19, 1, 7, 2), vocab_size=7)
     said = weft.generate(model, prompts, max_tokens=12, temperature=1.0, seed=5, adapter=adapters)
     sequences = [ids + own.token_ids for ids, own in zip(prompts, said, strict=True)]
     engine = weft.Engine(model, pipeline=2, graph="piecewise", adapters={"one": one, "two": two})
@@ -167,7 +169,8 @@ def test_gradients_of_a_batch_invariant_model_are_those_of_the_fast_one() -> Non
     fast = attrs.evolve(exact, functions=attrs.evolve(exact.functions, batch_invariant=False))
     found = []
     for model in (exact, fast):
-        params, sequences = recorded(model.params), prompts_of((20, 9), vocab_size=7)
+        params = recorded(model.params)
+        sequences = prompts_of((20, 9), vocab_size=7)
         torch.cat(weft.logprobs(attrs.evolve(model, params=params), sequences)).sum().backward()
         found.append(
             [x.grad for x in tree_leaves(params) if torch.is_tensor(x) and x.grad is not None]
@@ -178,7 +181,8 @@ def test_gradients_of_a_batch_invariant_model_are_those_of_the_fast_one() -> Non
 
 
 def test_a_text_and_the_model_s_limit(demo: Model) -> None:
-    text, ids = "A list of the lines", demo.encode("A list of the lines")
+    text = "A list of the lines"
+    ids = demo.encode("A list of the lines")
     [by_text], [by_ids] = weft.logprobs(demo, [text]), weft.logprobs(demo, [tuple(ids)])
     assert torch.equal(by_text, by_ids)
     most = demo.config.max_position_embeddings
@@ -187,7 +191,8 @@ def test_a_text_and_the_model_s_limit(demo: Model) -> None:
 
 CALL = "weft.logprobs(model, sequences)"
 LISTS = "a list of sequences, each a string or a list of token ids"
-SIZE, IDS = "2 to 512 tokens, the model's limit", "token ids are ints from 0 to 256"
+SIZE = "2 to 512 tokens, the model's limit"
+IDS = "token ids are ints from 0 to 256"
 REFUSED: dict[str, tuple[Any, str, str]] = {
     "a text": ("An", "sequences='An'", LISTS),
     "one sequence": ([65, 66], "sequences=[65, 66]", LISTS),
@@ -229,7 +234,8 @@ def test_a_stage_of_a_model_and_derivatives_in_fp8_are_refused() -> None:
     with refused(RequestError, CALL, f"model={stage!r}", "a whole model: weft.load(path)"):
         weft.logprobs(stage, ["An"])
     model = invariant_model("FP8")
-    norm, embedding = model.params.norm, model.params.embed_tokens
+    norm = model.params.norm
+    embedding = model.params.embed_tokens
     assert norm is not None
     assert embedding is not None
     trained = attrs.evolve(

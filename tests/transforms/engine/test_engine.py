@@ -160,7 +160,8 @@ def test_two_thousand_requests_leave_nothing_behind() -> None:
 @pytest.mark.parametrize(("mode", "pipeline"), [("full", 1), ("full_and_piecewise", 2)])
 def test_adapters_and_drafts_leave_nothing_behind(mode: str, pipeline: int) -> None:
     """The same, for requests with adapters, drafts and stop tokens."""
-    adapters, settings = small_adapters(), {"num_logprobs": 1, "speculation": Speculation(2)}
+    adapters = small_adapters()
+    settings = {"num_logprobs": 1, "speculation": Speculation(2)}
     engine = Engine(
         small_model(), SMALL, pipeline=pipeline, graph=mode, adapters=adapters, **settings
     )
@@ -171,10 +172,8 @@ def test_adapters_and_drafts_leave_nothing_behind(mode: str, pipeline: int) -> N
         params = SamplingParams(
             temperature=float(index % 2), seed=index, logprobs=1, stop_token_ids=stops
         )
-        prompt, adapter = (
-            (index % 7, index % 11, index % 3, index % 5, 1),
-            (None, *adapters)[index % 3],
-        )
+        prompt = (index % 7, index % 11, index % 3, index % 5, 1)
+        adapter = (None, *adapters)[index % 3]
         engine.add(prompt, params, max_tokens=1 + index % 3, adapter=adapter)
         if index % 25 == 24:
             list(engine)
@@ -192,7 +191,8 @@ def held(engine: Engine) -> dict[str, Any]:
     """The sizes of everything that could grow."""
     gc.collect()
     found = gc.get_objects()
-    stats, host = engine.stats(), engine._host
+    stats = engine.stats()
+    host = engine._host
     batches = [x for x in found if isinstance(x, Batch)]
     placed = {id(x) for x in tree_leaves(batches)}
     processor = engine._outputs

@@ -86,7 +86,8 @@ def adapters() -> dict[str, Adapter]:
 @functools.cache
 def speculation() -> list[Speculation]:
     """By the model itself, by another one, and by prompt lookup."""
-    by_itself, by_lookup = Speculation(3, model=ours()), Speculation(3, ngram=(1, 3))
+    by_itself = Speculation(3, model=ours())
+    by_lookup = Speculation(3, ngram=(1, 3))
     return [by_itself, Drafts(2, "another").speculation(ours().config, 0, 0.5), by_lookup]
 
 

@@ -62,7 +62,8 @@ def test_what_a_padded_step_returned_is_cut() -> None:
     def stage(_: Any, state: Any, batch: Batch, __: Any = None) -> tuple[Any, Output]:
         return state, Output(token_ids=batch.rows, logprobs=batch.rows.float())
 
-    classes, step = Classes(eager=LADDER), pipeline([with_edits(stage)], advance=is_advanced)
+    classes = Classes(eager=LADDER)
+    step = pipeline([with_edits(stage)], advance=is_advanced)
     executors = (
         StepExecutor(stage, (), (), "cpu", classes),
         PipelineExecutor(step, (None,), (None,), "cpu", classes),
@@ -75,6 +76,8 @@ def test_what_a_padded_step_returned_is_cut() -> None:
 
 def test_a_decode_of_the_same_rows_has_the_same_tensors() -> None:
     cache = BatchCache(torch.device("cpu"), Classes(), _submission, _with_edits)
-    first, grown, again = cache(DECODE), cache(GROWS), cache(DECODE)
+    first = cache(DECODE)
+    grown = cache(GROWS)
+    again = cache(DECODE)
     assert first is again
     assert grown.batch.batch is first.batch.batch

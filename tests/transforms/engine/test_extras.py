@@ -102,7 +102,8 @@ def test_pages_of_other_extras_are_not_shared(
     """One after the other, so that each finds the pages of those before: those of its own vector,
     and no others."""
     prompt = PROMPT * 4
-    engine, tokens = Engine(steered, graph="none"), []
+    engine = Engine(steered, graph="none")
+    tokens = []
     for own in given(vectors) * 2:
         before = engine.stats().prefix_tokens
         engine.add(prompt, max_tokens=12, extras=own)
@@ -133,10 +134,8 @@ def test_preempted_requests_keep_their_extras(
 def test_completions_of_one_request_share_its_extras(
     steered: Model, vectors: list[Tensor | None]
 ) -> None:
-    params, own = (
-        SamplingParams(temperature=1.0, seed=3, n=3),
-        {"vector": vectors[1], "strength": torch.tensor(0.5)},
-    )
+    params = SamplingParams(temperature=1.0, seed=3, n=3)
+    own = {"vector": vectors[1], "strength": torch.tensor(0.5)}
     together = generate(steered, [PROMPT], max_tokens=8, sampling=params, extras=own)
     engine = Engine(steered, graph="none")
     engine.add(PROMPT, params, max_tokens=8, extras=own)

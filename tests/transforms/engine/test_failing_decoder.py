@@ -54,7 +54,8 @@ class Decoder:
     be made to fail."""
 
     def __init__(self, model: Model, num_stages: int) -> None:
-        self.model, self.layouts = model, split_layers(2, num_stages)
+        self.model = model
+        self.layouts = split_layers(2, num_stages)
         self.params = tuple(slice_params(model.params, layout) for layout in self.layouts)
         self.stages = [decoder_stage(model.config, layout) for layout in self.layouts]
         self.broken = False
@@ -88,7 +89,9 @@ def test_a_failed_capture_of_a_decoder_leaves_its_state_and_the_next_call_works(
     plain = compose(decoder.stages, advance=advance)
     graph = graphify(compose(decoder.failing_last(), advance=advance), ladder=LADDER)
     state, _ = plain(decoder.params, decoder.state(), prefill())
-    before, decode, decoder.broken = clone(state), Batch.decode([0, 1]), True
+    before = clone(state)
+    decode = Batch.decode([0, 1])
+    decoder.broken = True
     for fails in (graph, graph.capture):
         with refused(
             CaptureError, "graphify(step)", "a branch on a tensor's value" + decoder.line, REMEDY
@@ -109,7 +112,10 @@ def test_a_failed_capture_of_one_stage_leaves_that_stages_state(tiny: Model) -> 
     )
     plain = compose(decoder.stages, advance=advance)
     state, _ = plain(decoder.params, decoder.state(), prefill())
-    before, kept, decode, decoder.broken = clone(state), clone(state), Batch.decode([0, 1]), True
+    before = clone(state)
+    kept = clone(state)
+    decode = Batch.decode([0, 1])
+    decoder.broken = True
     with refused(
         CaptureError, "graphify(<any>)", "a branch on a tensor's value" + decoder.line, REMEDY
     ):
@@ -170,7 +176,8 @@ def test_a_donated_state_used_twice_names_who_took_it(taker: str, tiny: Model) -
     """By a second step and by a mere look; the state that the step returned is whole all the same."""
     num_stages, make, name = TAKERS[taker]
     decoder = Decoder(tiny, num_stages)
-    step, old = make(decoder), decoder.state()
+    step = make(decoder)
+    old = decoder.state()
     state, _ = step(decoder.params, old, prefill())
     with refused(DonatedError, "State.kv_pages", f"this State was donated to {name}", USE_THE_NEW):
         step(decoder.params, old, prefill())
@@ -189,7 +196,8 @@ def test_a_donated_state_used_twice_names_who_took_it(taker: str, tiny: Model) -
 
 @pytest.mark.parametrize("num_stages", [1, 2])
 def test_each_stage_names_itself(num_stages: int, tiny: Model) -> None:
-    decoder, old = Decoder(tiny, num_stages), Decoder(tiny, num_stages).state()
+    decoder = Decoder(tiny, num_stages)
+    old = Decoder(tiny, num_stages).state()
     compose(decoder.stages)(decoder.params, old, prefill())
     for index, state in enumerate(old):
         seen = f"this State was donated to stage {index} of {num_stages}(state)"
@@ -256,8 +264,10 @@ def test_no_number_of_micro_batches(microbatches: Any, tiny: Model) -> None:
 @pytest.mark.parametrize("transform", [compose, pipeline])
 def test_params_and_states_are_one_a_stage(transform: Callable[..., Any], tiny: Model) -> None:
     """Seen before the first stage runs, so that the state is still there."""
-    decoder, call = Decoder(tiny, 2), f"{transform.__name__}(<2 stages>)(params, state, batch)"
-    step, state = transform(decoder.stages, advance=advance), decoder.state()
+    decoder = Decoder(tiny, 2)
+    call = f"{transform.__name__}(<2 stages>)(params, state, batch)"
+    step = transform(decoder.stages, advance=advance)
+    state = decoder.state()
     instead = "pass a tuple or list with one entry a stage"
     with refused(ProgramError, call, "params has 1 entries", instead):
         step(decoder.params[:1], state, prefill())
@@ -269,10 +279,8 @@ def test_params_and_states_are_one_a_stage(transform: Callable[..., Any], tiny: 
 
 
 def test_the_name_of_a_transport_is_none_of_them(tiny: Model) -> None:
-    limits, call = (
-        Limits(max_num_reqs=1, max_num_tokens=4),
-        "make_runner(model, limits, num_stages=2)",
-    )
+    limits = Limits(max_num_reqs=1, max_num_tokens=4)
+    call = "make_runner(model, limits, num_stages=2)"
     with refused(
         ProgramError,
         call,

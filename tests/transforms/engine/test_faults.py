@@ -238,7 +238,8 @@ class Undecodable:
     """A tokenizer that raises at a token; a Rust extension's panic is not an `Exception`."""
 
     def __init__(self, token: int, error: BaseException) -> None:
-        self.token, self.error = token, error
+        self.token = token
+        self.error = error
 
     decoder = decoders.Fuse()
 
@@ -303,7 +304,8 @@ class Says:
     """A mask that does something to its engine."""
 
     def __init__(self, engine: Engine, do: Callable[[Engine], Any]) -> None:
-        self.engine, self.do = engine, do
+        self.engine = engine
+        self.do = do
 
     def __call__(self, said: Sequence[int]) -> list[int]:
         if len(said) == 1:

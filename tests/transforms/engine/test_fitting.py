@@ -32,7 +32,8 @@ class Memory:
     """A GPU that reports the same amount of free memory each time."""
 
     def __init__(self, free: int) -> None:
-        self.free, self.asked = free, 0
+        self.free = free
+        self.asked = 0
 
     def __call__(self, _: torch.device) -> int:
         self.asked += 1

@@ -32,7 +32,8 @@ from weft.transforms.graphs.ladder import MODES
 def cases(draw: st.DrawFn, architecture: str) -> Case:
     """Any small model of the architecture, and prompts whose ends lie around the borders of pages
     (of 16 tokens)."""
-    kv_heads, group = draw(st.sampled_from((1, 2, 3))), draw(st.sampled_from((1, 2, 4)))
+    kv_heads = draw(st.sampled_from((1, 2, 3)))
+    group = draw(st.sampled_from((1, 2, 4)))
     head_dim = draw(st.sampled_from((2, 4, 6, 8, 10, 14)))
     vocab_size = draw(st.sampled_from((7, 32, 65)))
     token = st.integers(0, vocab_size - 1)
@@ -143,7 +144,8 @@ def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     """A model with an end-of-sequence token that it generates for prompt 1, and not for all
     prompts."""
     case: Case = request.param
-    model, folder = case.build(), tmp_path_factory.mktemp("pair")
+    model = case.build()
+    folder = tmp_path_factory.mktemp("pair")
     without_end = complete_theirs(model, case.prompts(), case.max_tokens)
     said = [set(one.token_ids) for one in without_end]
     end = next(

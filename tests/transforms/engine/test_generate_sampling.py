@@ -118,10 +118,8 @@ def test_temperature_is_short_for_sampling(demo: Model) -> None:
 
 def test_a_seed_in_sampling_is_the_requests_whatever_that_of_all(demo: Model) -> None:
     params = SamplingParams(temperature=1.0, seed=11)
-    first, second = (
-        complete(demo, params, PROMPTS[:1] * 2, seed=1),
-        complete(demo, params, PROMPTS[:1], seed=2),
-    )
+    first = complete(demo, params, PROMPTS[:1] * 2, seed=1)
+    second = complete(demo, params, PROMPTS[:1], seed=2)
     assert first[0].token_ids == first[1].token_ids == second[0].token_ids
 
 

@@ -160,7 +160,8 @@ class Session:
                 expected, reason = alone(prompt, attrs.evolve(sampling, n=1, seed=seed), most)
                 tokens = self.tokens.get((name, index), [])
                 if self.reasons[name, index] == "abort":
-                    expected, reason = expected[: len(tokens)], "abort"
+                    expected = expected[: len(tokens)]
+                    reason = "abort"
                 assert (tokens, self.reasons[name, index]) == (expected, reason)
 
 

@@ -87,7 +87,8 @@ def test_pages_are_shared_and_preempted_requests_go_on(
     limits = EngineLimits(
         max_num_reqs=3, max_num_tokens=7, num_pages=14, max_model_len=56, page_size=4
     )
-    engine, found = Engine(model, limits), dict[str, list[int]]()
+    engine = Engine(model, limits)
+    found = dict[str, list[int]]()
     for index, prompt in enumerate([*PROMPTS, PROMPTS[0]]):
         engine.add(
             prompt, SamplingParams(temperature=0.0, ignore_eos=True), max_tokens=16, id=f"{index}"

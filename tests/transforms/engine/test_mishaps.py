@@ -112,7 +112,8 @@ def test_a_name_that_is_used_again_gets_nothing_of_what_was_under_way(pipeline: 
     engine.launch()
     engine.abort("a")
     engine.add(prompt, asked, max_tokens=2, id="a")
-    again, expected = ended(engine)["a"], ended(fresh)["a"]
+    again = ended(engine)["a"]
+    expected = ended(fresh)["a"]
     assert again.prompt_logprobs == pytest.approx(expected.prompt_logprobs)
     assert again.token_ids == expected.token_ids
 

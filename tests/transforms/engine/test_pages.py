@@ -94,7 +94,8 @@ def test_the_least_recently_used_page_is_evicted_first_and_the_end_of_a_request_
     None
 ):
     pages = Pages(4, 1)
-    first, second = pages.allocate(2), pages.allocate(2)
+    first = pages.allocate(2)
+    second = pages.allocate(2)
     for page, name in zip([*first, *second], (b"0", b"1", b"2", b"3"), strict=True):
         pages.publish(page, name)
     pages.release(first)

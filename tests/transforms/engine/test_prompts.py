@@ -108,10 +108,8 @@ def test_completions_preemption_and_penalties(model: Model, graph: str) -> None:
     asked = SamplingParams(
         temperature=1.0, seed=7, n=3, repetition_penalty=1.3, frequency_penalty=0.2
     )
-    plenty, scarce = (
-        Engine(model, LIMITS, graph=graph),
-        Engine(model, attrs.evolve(LIMITS, num_pages=8), graph=graph),
-    )
+    plenty = Engine(model, LIMITS, graph=graph)
+    scarce = Engine(model, attrs.evolve(LIMITS, num_pages=8), graph=graph)
     expected = served(plenty, image(), asked, max_tokens=10)
     assert len({tuple(tokens) for tokens in expected}) == 3
     assert served(scarce, image(), asked, max_tokens=10) == expected
@@ -124,7 +122,8 @@ def test_embeddings_alone_and_their_copies(model: Model) -> None:
     assert known is not None
     ids = [1, 5, 9, 2, 7]
     expected = served(Engine(model, LIMITS, graph="none"), ids)
-    engine, given = Engine(model, LIMITS, graph="none"), known[ids].clone()
+    engine = Engine(model, LIMITS, graph="none")
+    given = known[ids].clone()
     engine.add(EmbedsPrompt(inputs_embeds=given), max_tokens=6)
     given.zero_()
     assert [output.track.token_ids for output in engine][-1:] == expected
@@ -140,7 +139,8 @@ def test_ranks_after_the_first_get_neither(model: Model) -> None:
     _, (work,) = schedule(
         add(host, Request("a", tuple(IDS), 3, asked, given=given), budget), budget
     )
-    first, later = work.place("cpu").batch, work.place("cpu", first=False).batch
+    first = work.place("cpu").batch
+    later = work.place("cpu", first=False).batch
     assert first.inputs_embeds is not None
     assert torch.equal(first.inputs_embeds, embeds())
     assert first.positions is not None

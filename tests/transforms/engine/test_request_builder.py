@@ -68,10 +68,8 @@ def test_parameters_like_the_last_ones_are_looked_at_as_if_they_were_the_first()
 def test_what_a_user_does_to_parameters_later_changes_no_request() -> None:
     said = []
     for later in ({}, {4: 1000.0}):
-        engine, parameters = (
-            Engine(small_model(), graph="none"),
-            cast("Any", SamplingParams(temperature=0.0)),
-        )
+        engine = Engine(small_model(), graph="none")
+        parameters = cast("Any", SamplingParams(temperature=0.0))
         for _ in range(2):
             engine.add([1], parameters, max_tokens=3)
         parameters.logit_bias.update(later)

@@ -147,7 +147,8 @@ class HostMachine(RuleBasedStateMachine):
         work, sampled = self.unread.pop(0)
         self.host, got = observe(self.host, work.job, sampled)
         for place, req, count in got:
-            name, tokens = req.request.id, sampled[place]
+            name = req.request.id
+            tokens = sampled[place]
             assert name not in self.ended, "what has ended gets nothing"
             assert (work.requests[place], work.samples[place]) == (name, True)
             self.said[name] += tokens[:count]
@@ -177,8 +178,11 @@ class HostMachine(RuleBasedStateMachine):
 
     def look(self, work: Work, index: int, tokens: list[int], right: int) -> list[int]:
         """Read the cache and write a request's tokens to it, as a device would; what it samples."""
-        name, row = work.requests[index], work.rows[index]
-        start, truth, limit = self.places[row], self.truth[name], len(self.asked[name].prompt)
+        name = work.requests[index]
+        row = work.rows[index]
+        start = self.places[row]
+        truth = self.truth[name]
+        limit = len(self.asked[name].prompt)
         limit += self.asked[name].max_tokens
         assert self.rows[row] == self.host.requests[name].pages[: len(self.rows[row])]
         ids = work.token_ids[index] if work.token_ids else (LAST_TOKEN,)
@@ -187,7 +191,8 @@ class HostMachine(RuleBasedStateMachine):
             assert seen == truth[place], f"{name} reads what is another's, or a wrong draft's"
         if ids != (LAST_TOKEN,):
             assert (start, list(ids)) == (work.starts[index], truth[start : start + len(ids)])
-            written, sampled = list(ids), tokens[: work.samples[index]]
+            written = list(ids)
+            sampled = tokens[: work.samples[index]]
         else:
             assert start <= work.starts[index], "of a decode, at most"
             assert start == len(truth) - 1

@@ -55,7 +55,8 @@ def model() -> Model:
 
 @pytest.fixture(scope="module")
 def watched(model: Model) -> Model:
-    hidden, ids = torch.zeros(model.config.hidden_size), torch.zeros(2, dtype=torch.int64)
+    hidden = torch.zeros(model.config.hidden_size)
+    ids = torch.zeros(2, dtype=torch.int64)
     captures = {f"layer {i}": hidden for i in LAYERS} | {f"layer {i} top": ids for i in LAYERS}
     return model.with_stages(layers={i: sowing(f"layer {i}") for i in LAYERS}, captures=captures)
 

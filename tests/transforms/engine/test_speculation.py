@@ -102,7 +102,8 @@ def test_a_draft_model_whose_logits_are_nan_drafts_nothing(
 ) -> None:
     """Neither does it say token 11, whose embedding here is NaN too, and which the requests bar: as
     a draft it would be read, and the tokens before it would attend to it."""
-    model, told = with_nan(small_model(), "embed_tokens", 11), []
+    model = with_nan(small_model(), "embed_tokens", 11)
+    told = []
     bars = SamplingParams(temperature=0.0, bad_token_ids=[11])
     for drafts in (None, Speculation(3, model=with_nan(small_model(), name, token))):
         engine = Engine(model, SMALL, graph=graph, run_ahead=1, speculation=drafts)
@@ -123,10 +124,8 @@ def test_a_draft_model_whose_logits_are_nan_drafts_nothing(
 def test_what_is_not_drafted_is_a_token_that_was_read_before() -> None:
     """A slot without a draft does not hold the first token of the vocabulary, whose embedding may
     be NaN."""
-    model, bars = (
-        with_nan(small_model(), "embed_tokens", 0),
-        SamplingParams(temperature=0.0, bad_token_ids=[0]),
-    )
+    model = with_nan(small_model(), "embed_tokens", 0)
+    bars = SamplingParams(temperature=0.0, bad_token_ids=[0])
     engine = Engine(model, SMALL, graph="full", speculation=Speculation(3))
     for seed in range(3):
         engine.add([6, 7, 8 + seed], attrs.evolve(bars, temperature=1.0, seed=seed), max_tokens=9)
@@ -236,7 +235,9 @@ def test_greedy_tokens_are_those_of_transformers_with_prompt_lookup(tmp_path: Pa
 def test_the_distribution_is_the_model_s(way: str) -> None:
     """Chi-square of the second and third token of 4,000 completions, with drafts, against the
     model's probabilities."""
-    model, prompt, count = small_model(), [1, 2, 3], 4000
+    model = small_model()
+    prompt = [1, 2, 3]
+    count = 4000
     sampled = weft.generate(
         model,
         [prompt],
@@ -258,7 +259,8 @@ def test_the_distribution_is_the_model_s(way: str) -> None:
     kept = expected >= 5
     cells = torch.cat([expected[kept], expected[~kept].sum()[None]])
     counts = torch.cat([seen[kept], seen[~kept].sum()[None]])
-    statistic, freedom = float(((counts - cells) ** 2 / cells).sum()), len(cells) - 1
+    statistic = float(((counts - cells) ** 2 / cells).sum())
+    freedom = len(cells) - 1
     assert freedom > 20
     assert statistic < freedom + 4 * (2 * freedom) ** 0.5, "about one in 10,000"
 
@@ -275,10 +277,8 @@ def _probabilities(model: Model, prompts: list[list[int]]) -> torch.Tensor:
 
 def test_drafts_are_as_many_as_there_is_use_room_and_pages_for() -> None:
     budget = Budget(2, 8, 8, query_lens=(1, 3, 5))
-    greedy, penalised = (
-        SamplingParams(temperature=0.0),
-        SamplingParams(temperature=0.0, presence_penalty=1.0),
-    )
+    greedy = SamplingParams(temperature=0.0)
+    penalised = SamplingParams(temperature=0.0, presence_penalty=1.0)
 
     def wanted(num_pages: int, *asked: tuple[SamplingParams, int]) -> int:
         host = HostState.empty(budget, num_pages, 2)

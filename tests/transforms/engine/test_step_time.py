@@ -243,7 +243,8 @@ def test_each_measured_step_has_all_of_its_prompts(graph: str, options: dict[str
         _noted() as works,
     ):
         engine = Engine(load(DEMO, "cpu"), limits, graph=graph, **options)
-    budget, captured = engine.limits.budget, 0 if graph == "none" else 64
+    budget = engine.limits.budget
+    captured = 0 if graph == "none" else 64
     counts = Counter(tuple(map(len, work.token_ids)) for work in works if work.token_ids)
     sizes, many, few = prompt_lengths(engine.limits, 512, captured, run_ahead=1)
     page, *_ = sizes

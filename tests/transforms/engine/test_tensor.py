@@ -90,7 +90,8 @@ def as_rank(folder: str, tensor: int, graph: str, experts: str | None = None) ->
     """The same on one rank of several."""
     transport = Distributed()
     stages = transport.num_ranks // tensor
-    stage, shard = (transport.rank // tensor, stages), (transport.rank % tensor, tensor)
+    stage = (transport.rank // tensor, stages)
+    shard = (transport.rank % tensor, tensor)
     model = weft.load(folder, "cpu", "float32", stage=stage, shard=shard, experts=experts)
     try:
         return complete(model, pipeline=stages, tensor=tensor, transport=transport, graph=graph)

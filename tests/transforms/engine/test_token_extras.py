@@ -23,7 +23,8 @@ from weft.transforms.engine.setup import make_state
 from weft.transforms.graphs.ladder import MODES
 
 PROMPT = "The function returns a list of"
-LAYER, COUNT = 1, 10
+LAYER = 1
+COUNT = 10
 WAYS: tuple[dict[str, Any], ...] = (
     *({"graph": mode} for mode in MODES),
     {"pipeline": 2},
@@ -61,7 +62,8 @@ def patched(model: Model) -> Model:
 def given(model: Model) -> list[Mapping[str, Tensor] | None]:
     """No patch; patches from a first, a middle and the last token on; and the second of these with
     another scale."""
-    count, generator = len(model.encode(PROMPT)), torch.Generator().manual_seed(0)
+    count = len(model.encode(PROMPT))
+    generator = torch.Generator().manual_seed(0)
     found: list[Mapping[str, Tensor] | None] = [None]
     for place in (0, count // 2, count - 1):
         patch = torch.zeros(count, model.config.hidden_size)
@@ -186,7 +188,8 @@ def test_with_embeddings(
     patched: Model, given: list[Mapping[str, Tensor] | None], expected: list[list[int]]
 ) -> None:
     """A prompt has embeddings and inputs of its tokens at once."""
-    ids, table = patched.encode(PROMPT), patched.params.embed_tokens
+    ids = patched.encode(PROMPT)
+    table = patched.params.embed_tokens
     assert table is not None
     prompt = EmbedsPrompt([EMBEDDED, *ids[1:]], table[ids])
     for options in ({}, {"pipeline": 2}):

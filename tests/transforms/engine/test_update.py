@@ -94,12 +94,14 @@ def test_what_comes_later_is_what_a_fresh_engine_says(
     way: dict[str, Any], change: Callable[[Engine, DecoderParams], None]
 ) -> None:
     """A prompt is in the cache, computed with the old parameters; and no graph is captured again."""
-    old, new = small_model(), small_model(1)
+    old = small_model()
+    new = small_model(1)
     expected = tokens_of(engine_of(new, way))
     engine = engine_of(own_copy(old), way)
     engine.warm_up()
     assert tokens_of(engine) == tokens_of(engine) != expected
-    found, captures = engine.stats().prefix_tokens, engine.stats().captures
+    found = engine.stats().prefix_tokens
+    captures = engine.stats().captures
     assert found > 0, "of the second time"
     change(engine, new.params)
     assert tokens_of(engine, PROMPTS[:1]) == expected[:1]
@@ -181,7 +183,8 @@ def test_an_adapter_is_replaced_in_its_slot() -> None:
         Engine(small_model(), LIMITS, graph="full", adapters=own)
         for own in (adapters, adapters | {"of all": other})
     )
-    before, captures = said(engine), engine.stats().captures
+    before = said(engine)
+    captures = engine.stats().captures
     engine.update(adapters={"of all": other})
     assert said(engine) == said(fresh) != before
     assert engine.stats().captures == captures
@@ -197,7 +200,8 @@ def test_an_adapter_that_is_changed_in_place_is_served_as_changed(is_counted: bo
         return [token for output in engine for token in output.token_ids]
 
     engine = Engine(own_copy(small_model()), LIMITS, graph="full", adapters=adapters)
-    plain, before = said(None), said("of all")
+    plain = said(None)
+    before = said("of all")
     for leaf in tree_leaves(adapters["of all"]):
         (leaf if is_counted else leaf.data).zero_()
     if not is_counted:
@@ -209,7 +213,8 @@ def test_an_adapter_that_is_changed_in_place_is_served_as_changed(is_counted: bo
 @pytest.mark.parametrize("first", ["model.embed_tokens.weight", "lm_head.weight"])
 def test_two_values_for_one_tensor_are_refused(first: str) -> None:
     model = own_copy(weft.load("demo", "cpu", "float32"))
-    engine, embedding = Engine(model, graph="none"), model.params.embed_tokens
+    engine = Engine(model, graph="none")
+    embedding = model.params.embed_tokens
     assert embedding is not None
     before = embedding.clone()
     names = sorted(("model.embed_tokens.weight", "lm_head.weight"), key=lambda name: name != first)
@@ -335,7 +340,8 @@ def test_a_stage_without_a_tied_tensor_skips_both_of_its_names_or_refuses_their_
 
 
 def test_a_draft_model_that_changes_changes_no_token() -> None:
-    model, drafts = own_copy(small_model()), own_copy(small_model())
+    model = own_copy(small_model())
+    drafts = own_copy(small_model())
     engine = Engine(model, LIMITS, graph="full", speculation=Speculation(2, model=drafts))
     before = tokens_of(engine)
     in_place_and_not_said(Engine(drafts, LIMITS, graph="none"), small_model(1).params)

@@ -52,7 +52,8 @@ def make(device: str, **options: Any) -> Engine:
 def serve(engine: Engine, launch: Callable[[], None]) -> None:
     """Serve requests of all kinds, and check that all of them are admitted while others run."""
     for index in range(10):
-        prompt, sampling = [*range(4, 14 + index)], SamplingParams(**ASKED[index % len(ASKED)])
+        prompt = [*range(4, 14 + index)]
+        sampling = SamplingParams(**ASKED[index % len(ASKED)])
         extras = (
             {"factor": torch.tensor(0.5), "weight": torch.rand(len(prompt))} if index % 3 else None
         )

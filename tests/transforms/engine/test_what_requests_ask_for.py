@@ -154,7 +154,8 @@ def test_texts_with_special_tokens_are_those_of_the_tokenizer(
 @settings(max_examples=100, deadline=None)
 def test_a_token_that_ends_a_request_is_not_in_its_text(kind: str, data: st.DataObject) -> None:
     """Unless the request wants it; whether it is special or not."""
-    tokenizer, skips = KINDS[kind], data.draw(st.booleans())
+    tokenizer = KINDS[kind]
+    skips = data.draw(st.booleans())
     ids = data.draw(
         st.lists(st.integers(0, tokenizer.get_vocab_size() - 1), min_size=2, max_size=12)
     )
@@ -173,7 +174,8 @@ def test_the_stop_text_that_begins_first_wins(demo: Model, plain: list[weft.Comp
     """Whatever their order in the list; of two that begin at one place, the first in the list."""
     text = plain[0].text
     assert text is not None
-    early, late = text[4:7], text[5:12]
+    early = text[4:7]
+    late = text[5:12]
     for stop in ([late, early], [early, late]):
         [made] = complete(demo, SamplingParams(stop=stop), PROMPTS[:1])
         assert (made.text, made.stop_reason, made.finish_reason) == (

@@ -107,7 +107,8 @@ def test_it_runs_where_graphs_allocate_if_the_call_has_a_graph(
 
 
 def test_results_of_our_operators_are_zeros_and_their_arguments_stay() -> None:
-    x, weight = torch.ones(2, 4), torch.ones(3, 4)
+    x = torch.ones(2, 4)
+    weight = torch.ones(3, 4)
     with _Zeros():
         assert not torch.ops.weft.linear(x, weight, None, 0).any()
         assert (x @ weight.T == 4).all()
@@ -127,8 +128,11 @@ class Seen(OperatorWatch):
 
 
 def test_only_calls_of_a_new_kind_ask_for_kernels() -> None:
-    linear, norm = torch.ops.weft.linear, torch.ops.weft.add_rms_norm
-    x, weight, gain = torch.ones(2, 8), torch.ones(3, 8), torch.ones(8)
+    linear = torch.ops.weft.linear
+    norm = torch.ops.weft.add_rms_norm
+    x = torch.ones(2, 8)
+    weight = torch.ones(3, 8)
+    gain = torch.ones(8)
     with Seen() as seen, _Zeros():
         first = linear(x, weight, None, 0)
         again = linear(x, weight, None, 0)
@@ -169,7 +173,8 @@ def test_what_other_ranks_take_part_in_is_passed_on_each_time(
     monkeypatch.setattr(
         module, "effect_of", lambda func, args: func is torch.ops.weft.linear.default or None
     )
-    x, weight = torch.ones(2, 4), torch.ones(3, 4)
+    x = torch.ones(2, 4)
+    weight = torch.ones(3, 4)
     with Seen() as seen, _Zeros():
         assert not any(torch.ops.weft.linear(x, weight, None, 0).any() for _ in range(2))
     assert seen.calls == 2
@@ -190,11 +195,9 @@ def test_results_that_share_memory_are_not_made_apart() -> None:
 
 
 def test_a_call_without_a_result_is_always_passed_on() -> None:
-    positions, rows, starts = (
-        torch.zeros(3, dtype=torch.int64),
-        torch.tensor([0]),
-        torch.tensor([0, 1]),
-    )
+    positions = torch.zeros(3, dtype=torch.int64)
+    rows = torch.tensor([0])
+    starts = torch.tensor([0, 1])
     with Seen() as seen, _Zeros():
         for _ in range(2):
             torch.ops.weft.move_on(
@@ -208,7 +211,8 @@ def test_it_leaves_no_trace() -> None:
     runner = make_runner(model, Limits(4, 32), mode="full_and_piecewise")
     state, (graph,) = make_state(model, runner.layouts, [32] * 4), runner.graphs
     state, _ = runner.step(runner.params, state, Batch.ragged([0, 1], [[1, 2, 3], [4]]))
-    before, captures = clone(state), graph.cache_info().captures
+    before = clone(state)
+    captures = graph.cache_info().captures
     call = graph._example((runner.params, state, Batch.decode([0])), {})
     compile_ahead(graph._graphable, call, graph._cache)
     assert_equal("no trace", state, before)
@@ -294,7 +298,8 @@ class Mode(TorchFunctionMode):
 def test_a_call_in_other_surroundings_is_planned_too(
     around: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    graph, x = graphify(lambda x: x + 1), torch.ones(3)
+    graph = graphify(lambda x: x + 1)
+    x = torch.ones(3)
     with around():
         graph.capture(x)
         graph.rehearse(x)

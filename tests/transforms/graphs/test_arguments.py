@@ -48,7 +48,8 @@ def test_a_subclass_of_tensor_is_refused_before_and_after_a_plain_one() -> None:
 
 
 def test_a_parameter_is_an_argument() -> None:
-    g, p = graphify(lambda x: x * 2), nn.Parameter(X)
+    g = graphify(lambda x: x * 2)
+    p = nn.Parameter(X)
     with torch.no_grad():
         for x in (p, X, p):
             assert_equal(LAW, g(x), X * 2)
@@ -97,7 +98,8 @@ def test_equal_values_that_are_not_alike_have_graphs_of_their_own(case: str) -> 
     assert static or isinstance(one, dict) or one == other
     g = graphify(fn, static_argnames="c" if static else ())
     for value in (one, other, one, other):
-        seen, wanted = g(X, value), fn(X, value)
+        seen = g(X, value)
+        wanted = fn(X, value)
         assert seen.dtype == wanted.dtype
         assert torch.equal(seen, wanted)
     assert g.cache_info().captures == 2
@@ -203,7 +205,8 @@ def test_dropped_params_are_not_held(calls: int) -> None:
 def test_a_detached_parameter_is_not_the_parameter() -> None:
     p = nn.Parameter(X.clone())
     with torch.no_grad():
-        detached, itself = graphify(lambda params: params.detach()), graphify(lambda params: params)
+        detached = graphify(lambda params: params.detach())
+        itself = graphify(lambda params: params)
         for _ in range(2):
             assert not detached(p).requires_grad
             assert itself(p) is p

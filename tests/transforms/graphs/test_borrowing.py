@@ -66,9 +66,11 @@ def test_another_graph_of_the_function_overwrites_too() -> None:
 
 
 def test_what_is_not_overwritten_may_be_used() -> None:
-    f, g = graphify(lambda x: x * 2, outputs="borrow"), graphify(lambda x: x * 2)
+    f = graphify(lambda x: x * 2, outputs="borrow")
+    g = graphify(lambda x: x * 2)
     with weft.check_borrowed():
-        copy, safe = f(torch.ones(2)).clone(), g(torch.ones(2))
+        copy = f(torch.ones(2)).clone()
+        safe = g(torch.ones(2))
         for _ in range(3):
             newest = f(torch.zeros(2))
             g(torch.zeros(2))

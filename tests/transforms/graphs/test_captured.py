@@ -23,7 +23,8 @@ def doubled(params: Tensor, x: Tensor) -> Tensor:
 
 
 def test_each_graph_is_told_once_in_the_order_of_capture() -> None:
-    graph, params = graphify(doubled), torch.eye(4)
+    graph = graphify(doubled)
+    params = torch.eye(4)
     for rows in (3, 1, 3):
         graph(params, torch.ones(rows, 4))
     told = graph.graphs()
@@ -69,10 +70,8 @@ def test_pieces_are_counted() -> None:
 def test_under_a_ladder_it_names_the_class() -> None:
     model = load(DEMO, "cpu")
     runner = make_runner(model, Limits(2, 8), mode="full_decode_only")
-    state, ids = (
-        make_state(model, runner.layouts, lengths=[8, 8]),
-        [model.encode("a"), model.encode("b")],
-    )
+    state = make_state(model, runner.layouts, lengths=[8, 8])
+    ids = [model.encode("a"), model.encode("b")]
     state, _ = runner.step(runner.params, state, Batch.ragged([0, 1], ids))
     runner.step(runner.params, state, Batch.decode([0, 1]))
     assert [one.of for one in runner.graphs[0].graphs().graphs] == ["uniform x1, 2 reqs"]

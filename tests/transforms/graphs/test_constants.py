@@ -38,7 +38,8 @@ def test_only_arguments_by_reference_that_are_not_donated_are_constant(
 
     @graphify(donate_argnames="state", reference_argnames=("params",))
     def step(params: dict[str, Tensor], state: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
-        made, copied = params["w"] * 2, params["w"].clone()
+        made = params["w"] * 2
+        copied = params["w"].clone()
         tensors = {"w": params["w"], "view": params["w"][1:], "state": state, "x": x}
         tensors |= {"made": made, "copied": copied, "outside": outside}
         known.update((name, is_constant(tensor)) for name, tensor in tensors.items())
@@ -104,7 +105,9 @@ def block(params: dict[str, Any], x: Tensor) -> Tensor:
     are read."""
     total = x
     for i in range(3):
-        gain, up, down = params["gain"], params["up"], params["down"]
+        gain = params["gain"]
+        up = params["up"]
+        down = params["down"]
         if i == 2:
             gain = rms_norm(gain[None], gain, 1e-6)[0]
         normed = rms_norm(total, gain, 1e-6)

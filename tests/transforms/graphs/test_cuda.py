@@ -180,7 +180,8 @@ def test_calls_from_other_streams_wait_for_each_other() -> None:
     inputs = [torch.randn(512, 512, device="cuda") for _ in range(8)]
     expected = [slow(x) for x in inputs]
     torch.cuda.synchronize()
-    streams, seen = [torch.cuda.Stream() for _ in inputs], []
+    streams = [torch.cuda.Stream() for _ in inputs]
+    seen = []
     for stream, x in zip(streams, inputs, strict=True):
         with torch.cuda.stream(stream):
             seen.append(graph(x))
@@ -216,7 +217,8 @@ def test_threads_with_streams_of_their_own_get_right_answers() -> None:
 
 def test_the_memory_of_a_dropped_graph_is_not_used_again_while_it_replays() -> None:
     graph = graphify(lambda x: x * 2, max_captures=1)
-    small, large = torch.ones(1024, device="cuda"), torch.ones(4096, device="cuda")
+    small = torch.ones(1024, device="cuda")
+    large = torch.ones(4096, device="cuda")
     first, second, third = (torch.cuda.Stream() for _ in range(3))
     with torch.cuda.stream(first):
         graph(small)
@@ -291,7 +293,8 @@ def test_an_estimate_is_near_what_the_ladder_of_a_model_takes(model: Model) -> N
         [32] * 64,
         [SamplingParams(temperature=1.0, seed=row) for row in range(64)],
     )
-    before, batch = clone(state), Batch.decode([0, 1, 2], device="cuda")
+    before = clone(state)
+    batch = Batch.decode([0, 1, 2], device="cuda")
     (graph,) = runner.graphs
     estimate = graph.memory_estimate(runner.params, state, batch)
     pairs = zip(tree_leaves(state), tree_leaves(before), strict=True)
@@ -331,10 +334,8 @@ def test_a_generator_of_the_gpu_is_not_seeded_inside() -> None:
     g = graphify(draw)
     torch.cuda.manual_seed(7)
     x = torch.zeros(2, device="cuda")
-    first, wanted = (
-        g(x, False),
-        torch.rand(2, device="cuda", generator=torch.Generator("cuda").manual_seed(7)),
-    )
+    first = g(x, False)
+    wanted = torch.rand(2, device="cuda", generator=torch.Generator("cuda").manual_seed(7))
     assert torch.equal(first, wanted)
     state = torch.cuda.get_rng_state()
     with pytest.raises(CaptureError, match="it seeds a random generator, or sets its state"):
@@ -351,7 +352,8 @@ def test_a_capture_that_cuda_refuses_leaves_the_generators_as_they_were() -> Non
         torch.cuda.current_stream().synchronize()
         return x
 
-    graph, x = graphify(draw), torch.zeros(2, device="cuda")
+    graph = graphify(draw)
+    x = torch.zeros(2, device="cuda")
     torch.cuda.manual_seed(7)
     expected = [draw(x) for _ in range(4)]
     torch.cuda.manual_seed(7)

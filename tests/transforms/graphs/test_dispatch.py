@@ -72,10 +72,12 @@ def test_a_rung_that_does_not_cover_changes_nothing(own: B, ladder: list[B], oth
 
 
 def test_of_incomparable_rungs_the_one_that_pads_less() -> None:
-    wide, tall = B(8, 2), B(4, 4)
+    wide = B(8, 2)
+    tall = B(4, 4)
     for ladder in ([wide, tall], [tall, wide]):
         assert dispatch(B(2, 2), ladder).descriptor == tall
-    few, many = B(4, 4, None, 1), B(4, 3, None, 2)
+    few = B(4, 4, None, 1)
+    many = B(4, 3, None, 2)
     for ladder in ([few, many], [many, few]):
         assert dispatch(B(2, 2), ladder).descriptor == many
 
@@ -113,7 +115,8 @@ def test_a_decode_prefers_its_own_class_to_a_ragged_one_of_its_size() -> None:
 @given(st.data())
 def test_any_descriptor_type(data: Any) -> None:
     images = st.builds(Resolution, st.integers(1, 4), st.integers(1, 4))
-    own, ladder = data.draw(images), data.draw(st.lists(images, max_size=6))
+    own = data.draw(images)
+    ladder = data.draw(st.lists(images, max_size=6))
     decision: Decision[Resolution] = dispatch(own, ladder)
     assert (decision.mode == "none") == (not any(d.covers(own) for d in ladder))
     assert not any(
@@ -164,7 +167,8 @@ class Pixels(Resolution):
 
 
 def test_a_class_may_count_its_padding_itself() -> None:
-    flat, square = Pixels(1, 30), Pixels(5, 5)
+    flat = Pixels(1, 30)
+    square = Pixels(5, 5)
     for ladder in ([flat, square], [square, flat]):
         assert dispatch(Pixels(1, 5), ladder).descriptor == square
         assert dispatch(Pixels(1, 5), ladder).padding == (("pixels", 20),)

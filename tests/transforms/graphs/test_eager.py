@@ -55,7 +55,8 @@ def test_a_donated_state_object_is_counted_after_it_is_emptied() -> None:
     def step(pair: Pair, x: Tensor) -> tuple[Pair, Tensor]:
         return Pair(pair.first + 1, pair.second), x * 2
 
-    g, pair = graphify(step), Pair(torch.zeros(2), torch.ones(2))
+    g = graphify(step)
+    pair = Pair(torch.zeros(2), torch.ones(2))
     places = pair.first.data_ptr(), pair.second.data_ptr()
     with weft.no_capture():
         for _ in range(2):

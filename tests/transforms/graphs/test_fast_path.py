@@ -105,7 +105,9 @@ def weigh(params: Weights, x: Tensor) -> Tensor:
 
 def test_the_same_weights_are_read_once_and_others_as_well() -> None:
     g = graphify(weigh)
-    one, other, scaled = make_weights(), make_weights(), make_weights(3.0)
+    one = make_weights()
+    other = make_weights()
+    scaled = make_weights(3.0)
     for turn in range(3):
         for params in (one, one, other, scaled, one):
             with general_calls(g) as general:
@@ -115,7 +117,8 @@ def test_the_same_weights_are_read_once_and_others_as_well() -> None:
 
 
 def test_a_weight_in_another_place_or_taken_is_seen() -> None:
-    g, params = graphify(weigh), make_weights()
+    g = graphify(weigh)
+    params = make_weights()
     for _ in range(2):
         assert_equal(LAW, g(params, X), weigh(params, X))
     params.layers[0][0].data = torch.full((4,), 7.0)
@@ -130,7 +133,8 @@ def test_a_weight_in_another_place_or_taken_is_seen() -> None:
 
 
 def test_a_tensor_that_stands_elsewhere_too_is_read_with_the_rest() -> None:
-    g, params = graphify(weigh), make_weights()
+    g = graphify(weigh)
+    params = make_weights()
     for turn in range(3):
         with general_calls(g) as general:
             assert_equal(LAW, g(params, params.head), weigh(params, params.head))

@@ -102,7 +102,8 @@ def test_an_attribute_that_moves_from_one_tensor_to_another() -> None:
 
 
 def test_a_call_that_autograd_records_is_not_replayed() -> None:
-    g, w = graphify(lambda x: x * 2), torch.ones(4, requires_grad=True)
+    g = graphify(lambda x: x * 2)
+    w = torch.ones(4, requires_grad=True)
     with torch.no_grad():
         g(w)
         g(w)
@@ -186,7 +187,8 @@ def test_arguments_that_are_almost_alike_one_after_the_other() -> None:
 
 def test_a_donated_tensor_is_refused_on_the_fast_path() -> None:
     g = graphify(lambda s, x: s + x, donate_argnames=("s",))
-    state, dead = torch.zeros(4), torch.zeros(4)
+    state = torch.zeros(4)
+    dead = torch.zeros(4)
     for _ in range(3):
         state = g(state, X)
     g(dead, X)

@@ -249,7 +249,8 @@ def test_a_cycle_of_references_is_no_leak() -> None:
 def test_a_python_value_is_frozen_at_capture() -> None:
     calls = []
     g = graphify(lambda x: calls.append(1) or x + len(calls))
-    first, second = g(X), g(X)
+    first = g(X)
+    second = g(X)
     assert torch.equal(first, second)
     assert len(calls) == 2  # the warm-up, and the capture
 

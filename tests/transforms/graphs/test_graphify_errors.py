@@ -60,7 +60,8 @@ def test_a_function_that_cannot_be_captured_names_its_line(
 ) -> None:
     """The error names the innermost line of the user's code; nothing is kept, so a second call
     raises it again."""
-    x, graph = torch.tensor([1.0, 2.0]), graphify(fn)
+    x = torch.tensor([1.0, 2.0])
+    graph = graphify(fn)
     for _ in range(2):
         with refused(CaptureError, f"graphify({fn.__name__})", seen + line, REMEDY):
             graph(x)
@@ -85,8 +86,10 @@ class Gate(nn.Module):
 
 def test_a_modules_line_is_named() -> None:
     """The error for a stage alone, for a whole step, and for a stage in a pipeline."""
-    made, batch = from_module(Gate()), torch.ones(1, 2)
-    whole, spanned = graphify(compose([made.stage])), pipeline([graphify(made.stage)])
+    made = from_module(Gate())
+    batch = torch.ones(1, 2)
+    whole = graphify(compose([made.stage]))
+    spanned = pipeline([graphify(made.stage)])
     seen = "a branch on a tensor's value" + at(Gate.forward, "if y.sum()")
     with refused(CaptureError, "graphify(stage Gate)", seen, REMEDY):
         graphify(made.stage)(made.params, made.state, batch, None)
@@ -128,7 +131,9 @@ class Flaw:
 def test_a_failed_capture_leaves_the_state_and_the_next_call_works(
     kind: str, error: type[Exception], call: str
 ) -> None:
-    flaw, params, batch = Flaw(kind), torch.randn(2, 3), torch.randn(4, 2)
+    flaw = Flaw(kind)
+    params = torch.randn(2, 3)
+    batch = torch.randn(4, 2)
     state = {"sum": torch.randn(2), "steps": torch.tensor(7)}
     before = clone((params, state, batch))
     graph = graphify(flaw.step, donate_argnames=["state"])
@@ -145,7 +150,8 @@ def test_a_failed_capture_leaves_the_state_and_the_next_call_works(
 
 
 def test_a_failed_capture_harms_no_graph_captured_before() -> None:
-    flaw, params = Flaw(None), torch.randn(2, 3)
+    flaw = Flaw(None)
+    params = torch.randn(2, 3)
     state = {"sum": torch.zeros(2), "steps": torch.tensor(0)}
     graph = graphify(flaw.step, donate_argnames=["state"])
     state, _ = graph(params, state, torch.ones(4, 2))
@@ -240,10 +246,8 @@ async def awaits(x: Tensor) -> Tensor:
 
 
 def test_what_is_no_function_of_results() -> None:
-    seen, instead = (
-        "a function that yields or awaits, so that a call does not run it",
-        "a function that returns <any>",
-    )
+    seen = "a function that yields or awaits, so that a call does not run it"
+    instead = "a function that returns <any>"
     for fn in (yields, awaits):
         with refused(CaptureError, f"graphify({fn.__name__}, ...)", seen, instead):
             graphify(fn)
@@ -286,7 +290,8 @@ def test_what_a_function_does_that_a_graph_cannot() -> None:
 
 
 def test_a_write_to_what_a_function_closes_over() -> None:
-    norm, linear = nn.BatchNorm1d(2), nn.Linear(2, 2)
+    norm = nn.BatchNorm1d(2)
+    linear = nn.Linear(2, 2)
     optimizer = torch.optim.SGD(linear.parameters(), lr=0.1)
 
     def train(x: Tensor) -> Tensor:
@@ -321,10 +326,8 @@ def test_the_cuda_back_end_without_a_device_of_its_kind(monkeypatch: pytest.Monk
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     graph = graphify(Flaw(None).step, donate_argnames=["state"], backend="cuda")
     state = {"sum": torch.ones(2), "steps": torch.tensor(1)}
-    seen, instead = (
-        "this machine has no CUDA device",
-        "move the arguments there, or write backend='tape'",
-    )
+    seen = "this machine has no CUDA device"
+    instead = "move the arguments there, or write backend='tape'"
     with refused(DeviceError, "graphify(..., backend='cuda')", seen, instead):
         graph(torch.ones(2, 3), state, torch.ones(4, 2))
     assert (state["sum"].tolist(), int(state["steps"])) == ([1.0, 1.0], 1)

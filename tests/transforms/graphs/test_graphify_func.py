@@ -70,7 +70,8 @@ def test_a_training_step_with_autograd_inside() -> None:
 
 
 def test_where_autograd_records_the_function_itself_runs() -> None:
-    g, w = graphify(sine), torch.ones(4, requires_grad=True)
+    g = graphify(sine)
+    w = torch.ones(4, requires_grad=True)
     g(X, w).sum().backward()
     assert_equal(LAW, w.grad, torch.sin(X))
     assert counts(g) == (0, 0, 1)
@@ -121,7 +122,8 @@ def test_forward_mode_duals_keep_their_tangents() -> None:
 
 
 def test_capture_with_arguments_that_require_grad_leaves_later_results_without() -> None:
-    g, w = graphify(lambda x: x), torch.ones(4, requires_grad=True)
+    g = graphify(lambda x: x)
+    w = torch.ones(4, requires_grad=True)
     g.capture(w)
     assert not g(X).requires_grad
     with torch.no_grad():
@@ -137,7 +139,8 @@ def test_a_graph_captured_in_inference_mode_serves_outside_and_back() -> None:
 
 
 def test_autocast_is_seen() -> None:
-    g, a = graphify(lambda x: x @ x), torch.eye(2)
+    g = graphify(lambda x: x @ x)
+    a = torch.eye(2)
     assert g(a).dtype == torch.float32
     with torch.autocast("cpu", torch.bfloat16):
         assert g(a).dtype == torch.bfloat16

@@ -78,7 +78,9 @@ def flattened(g: Graphified[..., Any], *args: Any) -> tuple[Any, list[str]]:
 
 
 def test_a_new_size_asks_nothing_of_what_is_known() -> None:
-    g, params, state = make_step(), make_weights(), make_state()
+    g = make_step()
+    params = make_weights()
+    state = make_state()
     others = make_state()
     for turn, size in enumerate((8, 7, 3, 6, 3, 1)):
         others, expected = step(params, others, rows(size))
@@ -90,8 +92,10 @@ def test_a_new_size_asks_nothing_of_what_is_known() -> None:
 
 
 def test_it_is_asked_again_of_other_weights_and_of_another_state() -> None:
-    g, weights = make_step(), [make_weights(), make_weights(5.0)]
-    states, others = [make_state(), make_state()], [make_state(), make_state()]
+    g = make_step()
+    weights = [make_weights(), make_weights(5.0)]
+    states = [make_state(), make_state()]
+    others = [make_state(), make_state()]
     for size in (8, 7, 6, 5):
         for world in (0, 1, 1, 0):
             others[world], expected = step(weights[world], others[world], rows(size))
@@ -101,7 +105,9 @@ def test_it_is_asked_again_of_other_weights_and_of_another_state() -> None:
 
 
 def test_what_differs_is_named_as_ever() -> None:
-    g, params, state = make_step(), make_weights(), make_state()
+    g = make_step()
+    params = make_weights()
+    state = make_state()
     state, _ = g(params, state, rows(8))
     g.freeze()
     with pytest.raises(CacheMissError, match=r"batch\.x.*dtype|dtype.*batch\.x"):
@@ -114,10 +120,8 @@ class Odd(Tensor):
 
 
 def test_what_is_copied_is_asked_all_that_it_was() -> None:
-    g, params = (
-        graphify(lambda params, x: x @ params.layers[0], reference_argnames="params"),
-        make_weights(),
-    )
+    g = graphify(lambda params, x: x @ params.layers[0], reference_argnames="params")
+    params = make_weights()
     g(params, torch.ones(2, 4))
     with pytest.raises(WeftError, match=r"x is .*subclass of Tensor"):
         g(params, torch.ones(3, 4).as_subclass(Odd))
@@ -136,10 +140,8 @@ def test_a_donated_tensor_that_is_copied_too_is_refused() -> None:
 
 def test_what_was_lent_and_overwritten_is_refused_all_the_same() -> None:
     lent = graphify(lambda x: x * 2, outputs="borrow")
-    g, params = (
-        graphify(lambda params, x: params * x.sum(), reference_argnames="params"),
-        torch.ones(4),
-    )
+    g = graphify(lambda params, x: params * x.sum(), reference_argnames="params")
+    params = torch.ones(4)
     with check_borrowed():
         stale = lent(torch.ones(2))
         lent(torch.zeros(2))
@@ -168,7 +170,9 @@ def test_a_static_argument_that_came_to_hold_a_tensor_is_refused() -> None:
 
 
 def test_neither_weights_nor_a_state_are_kept_alive() -> None:
-    g, params, state = make_step(), make_weights(), make_state()
+    g = make_step()
+    params = make_weights()
+    state = make_state()
     for size in (8, 7, 6):
         state, _ = g(params, state, rows(size))
     paths = [path for found in g._cache.fast_paths.by_form.values() for path in found]
@@ -280,7 +284,9 @@ EVENTS = st.one_of(
 def test_it_is_as_if_nothing_were_known(events: Sequence[Any]) -> None:
     said = []
     for recall in (FastPath.find_known, lambda *args: None):
-        world, g, own = World(), make_step(), []
+        world = World()
+        g = make_step()
+        own = []
         with mock.patch.object(FastPath, "find_known", recall):
             for event in events:
                 if isinstance(event, str):

@@ -82,7 +82,8 @@ def test_there_is_one_ragged_class_in_pieces_a_number_of_tokens(limits: Limits) 
 @given(LIMITS, st.integers(1, 90))
 def test_cutting_one_ladder_never_cuts_the_other(limits: Limits, tokens: int) -> None:
     cut = attrs.evolve(limits, max_num_reqs=1)
-    whole, fewer = make_ladder("full_and_piecewise", limits), make_ladder("full_and_piecewise", cut)
+    whole = make_ladder("full_and_piecewise", limits)
+    fewer = make_ladder("full_and_piecewise", cut)
     assert {d.num_tokens for d in whole.piecewise} == {d.num_tokens for d in fewer.piecewise}
 
 
@@ -137,7 +138,8 @@ def test_a_mode_that_the_attention_cannot_is_an_error(
     }[capability]
     limits = Limits(4, 16, query_lens)
     if mode in able:
-        ladder, whole = make_ladder(mode, limits, capability=capability), make_ladder(mode, limits)
+        ladder = make_ladder(mode, limits, capability=capability)
+        whole = make_ladder(mode, limits)
         assert {*ladder} == {*whole}
         longest = {"uniform_single_token": 1, "uniform": 3, "full": 3}.get(capability, 0)
         assert all(

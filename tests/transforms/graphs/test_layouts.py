@@ -62,7 +62,8 @@ def test_strides_that_a_function_reads_are_those_of_the_argument() -> None:
 
 
 def test_each_alignment_has_a_graph_and_no_more() -> None:
-    g, memory = graphify(lambda x: x @ x), torch.randn(200)
+    g = graphify(lambda x: x @ x)
+    memory = torch.randn(200)
     for _ in range(2):
         for first in range(16):
             x = memory[first : first + 100]

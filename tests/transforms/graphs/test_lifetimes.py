@@ -51,7 +51,8 @@ def test_a_module_that_is_static_switches_and_goes() -> None:
             dropped: Tensor = self.drop(x)
             return dropped
 
-    module, x = Dropping().eval(), torch.ones(64)
+    module = Dropping().eval()
+    x = torch.ones(64)
     for _ in range(3):
         assert torch.equal(module(x), x)
         module.train()

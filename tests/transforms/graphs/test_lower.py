@@ -224,7 +224,8 @@ def test_what_cannot_be_captured_cannot_be_lowered() -> None:
 def test_a_parameter_that_was_put_elsewhere_before_the_capture_is_no_other() -> None:
     g = graphify(lambda params, x: params + x)
     params, x = torch.zeros(2), torch.ones(2)
-    before, lowered = params.detach(), g.lower(params, x)
+    before = params.detach()
+    lowered = g.lower(params, x)
     params.data = torch.full((2,), 5.0)
     compiled = lowered.compile()
     for _ in range(2):

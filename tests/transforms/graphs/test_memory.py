@@ -105,7 +105,8 @@ def test_as_strided_sees_its_own_argument_and_not_what_lies_behind() -> None:
 def test_nothing_sees_what_a_larger_argument_left_behind_a_smaller_one(
     fn: Callable[[Tensor], Tensor],
 ) -> None:
-    g, x = graphify(fn), torch.arange(9.0)
+    g = graphify(fn)
+    x = torch.arange(9.0)
     assert torch.equal(g(x), fn(x))
     with pytest.raises(
         CaptureError, match="of x beyond its elements, which a replay does not have"

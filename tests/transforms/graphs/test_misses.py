@@ -90,7 +90,8 @@ ENDLESSLY: dict[str, tuple[Callable[[], Graphified[..., Any]], Callable[..., Any
 @pytest.mark.parametrize("case", ENDLESSLY)
 def test_captures_that_do_not_end_are_said_once(case: str) -> None:
     make, call, fields, remedy = ENDLESSLY[case]
-    g, kept = make(), list[Any]()
+    g = make()
+    kept = list[Any]()
     with warnings.catch_warnings():
         warnings.simplefilter("error", RuntimeWarning)
         for i in range(ENDLESS - 1):
@@ -146,7 +147,8 @@ def test_static_arguments_are_meant_to_be_part_of_the_key() -> None:
 
 def test_a_miss_by_address_names_what_avoids_it_wherever_it_is_told() -> None:
     g = graphify(scaled)
-    params, others = fresh(), fresh()
+    params = fresh()
+    others = fresh()
     g(params, X)
     seen = "params: another tensor than the captured one (captured by reference)"
     assert str(g.explain(others, X)).endswith(f"; {seen}; {IN_PLACE}")
@@ -363,7 +365,8 @@ def test_a_leaf_by_reference_that_differs_in_one_field(
     field: str, donated: tuple[str, ...]
 ) -> None:
     value, text = CHANGED[field]
-    new, old = _key_of_a_reference(attrs.evolve(LEAF, **{field: value})), _key_of_a_reference(LEAF)
+    new = _key_of_a_reference(attrs.evolve(LEAF, **{field: value}))
+    old = _key_of_a_reference(LEAF)
     miss = miss_between(new, old, ["params"], donated)
     assert miss.differs == f"params: {text}"
     changed = changed_between(new, old, lambda: ["params"], donated)

@@ -147,19 +147,23 @@ def test_decode_steps_over_a_static_cache_are_themselves(
     name: str, attention: str, device: str
 ) -> None:
     model = decoder(name, attention, device)
-    own, cache = StaticCache(config=model.config, max_cache_len=16), static_cache(model)
+    own = StaticCache(config=model.config, max_cache_len=16)
+    cache = static_cache(model)
 
     def step(
         state: list[tuple[Tensor, ...]], ids: Tensor
     ) -> tuple[list[tuple[Tensor, ...]], Tensor]:
         for layer, (keys, values, length) in zip(cache.layers, state, strict=True):
-            layer.keys, layer.values, layer.cumulative_length = keys, values, length
+            layer.keys = keys
+            layer.values = values
+            layer.cumulative_length = length
         return state, model(input_ids=ids, past_key_values=cache).logits
 
     prompt = tokens(0, 5, device)
     for either in (own, cache):
         model(prompt, past_key_values=either)
-    g, state = graphify(step, donate_argnames="state"), tensors(cache)
+    g = graphify(step, donate_argnames="state")
+    state = tensors(cache)
     for seed in range(1, 9):
         ids = tokens(seed, 1, device)
         state, seen = g(state, ids)

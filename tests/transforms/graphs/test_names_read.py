@@ -21,7 +21,11 @@ from weft.transforms.graphs.graphify import graphify
 from weft.transforms.pipelines.pipeline import compose, pipeline
 
 X = torch.linspace(-1.0, 1.0, 4)
-act, bias, gain, scale, counted = torch.relu, None, 2.0, 0.1, 0
+act = torch.relu
+bias = None
+gain = 2.0
+scale = 0.1
+counted = 0
 
 
 class Act:
@@ -141,7 +145,8 @@ def hook(module: nn.Module, args: Any, result: Tensor) -> Tensor:
 
 
 TOP, CALLED, HELPED = Top(), Called(), Helped()
-LISTED, NAMED = [torch.tanh, amplified], {"amplify": (amplified, "a text")}
+LISTED = [torch.tanh, amplified]
+NAMED = {"amplify": (amplified, "a text")}
 HOLDER, ACTIVATED = Holder(amplified), Activated()
 COMPOSED, PIPELINED = first_of(compose([stage, stage])), first_of(pipeline([stage, stage]))
 INNER = graphify(lambda x: x * gain)
@@ -397,7 +402,8 @@ def test_defaults_of_a_function(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_models_of_earlier_captures_are_released(monkeypatch: pytest.MonkeyPatch) -> None:
-    graph, models = graphify(lambda x: TOP(x)), list[weakref.ref[Top]]()
+    graph = graphify(lambda x: TOP(x))
+    models = list[weakref.ref[Top]]()
     for size in range(1, 6):
         model = Top()
         models.append(weakref.ref(model))
@@ -418,7 +424,8 @@ def test_per_sample_gradients_of_a_convolution() -> None:
             kernels, images
         )
 
-    graph, kernels = graphify(gradients), torch.randn(2, 1, 3, 3)
+    graph = graphify(gradients)
+    kernels = torch.randn(2, 1, 3, 3)
     for _ in range(2):
         images = torch.randn(4, 1, 6, 6)
         assert torch.equal(graph(kernels, images), gradients(kernels, images))

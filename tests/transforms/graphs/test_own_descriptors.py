@@ -67,10 +67,8 @@ def test_a_descriptor_that_is_none() -> None:
 
 
 def test_a_leaf_that_is_no_tensor() -> None:
-    seen, instead = (
-        "a list in a field with axes('steps')",
-        "a tensor (torch.tensor), or a field without axes",
-    )
+    seen = "a list in a field with axes('steps')"
+    instead = "a tensor (torch.tensor), or a field without axes"
     for use in (graphify(whole, ladder=[Length(4)]), lambda s: weft.pad(s, Length(4))):
         with refused(DescriptorError, "Signal(x=[1.0, 2.0])", seen, instead):
             use(Signal(Length(2), [1.0, 2.0]))
@@ -85,10 +83,8 @@ def test_tensors_of_another_size_than_their_descriptor_says() -> None:
 
 
 def test_covers_that_says_nothing() -> None:
-    seen, instead = (
-        "Vague(steps=4).covers(itself) is None",
-        "a covers(other) that returns True or False",
-    )
+    seen = "Vague(steps=4).covers(itself) is None"
+    instead = "a covers(other) that returns True or False"
     with refused(CaptureError, "graphify(whole, ...)", seen, instead):
         graphify(whole, ladder=[Vague(4)])
 
@@ -190,7 +186,8 @@ class Pair:
     """A class that others registered with torch's pytree."""
 
     def __init__(self, first: Any, second: Any) -> None:
-        self.first, self.second = first, second
+        self.first = first
+        self.second = second
 
 
 _pytree.register_pytree_node(

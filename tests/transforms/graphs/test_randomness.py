@@ -66,7 +66,8 @@ def test_a_generator_seeded_before_the_call_is_drawn_from() -> None:
     def fn(x: Tensor) -> Tensor:
         return x + torch.rand(3) + functional.dropout(x, 0.5) + torch.rand(3, generator=OWN)
 
-    g, seen = graphify(fn), []
+    g = graphify(fn)
+    seen = []
     for made in (fn, g):
         torch.manual_seed(5)
         OWN.manual_seed(6)

@@ -35,7 +35,8 @@ def of(fn: Callable[..., Any], *calls: tuple[Any, ...]) -> Any:
 class Tied(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.a, self.b = nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False)
+        self.a = nn.Linear(4, 4, bias=False)
+        self.b = nn.Linear(4, 4, bias=False)
         self.b.weight = self.a.weight
 
     def forward(self, x: Tensor) -> Any:
@@ -173,7 +174,8 @@ def test_an_interrupt_in_a_capture_leaves_torch_as_it_was(run: int) -> None:
     "result", [lambda params: params[0], lambda params: params.T, lambda params: params * 2]
 )
 def test_a_graph_does_not_keep_the_params(result: Callable[[Tensor], Tensor]) -> None:
-    g, seen = graphify(lambda params: result(params)), []
+    g = graphify(lambda params: result(params))
+    seen = []
     for _ in range(3):
         params = torch.zeros(100, 100)
         seen.append(weakref.ref(params))

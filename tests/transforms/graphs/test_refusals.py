@@ -215,10 +215,8 @@ def writes_outside_storage(x: Tensor) -> Any:
     (x + OUTSIDE, OUTSIDE.untyped_storage().fill_(0))
 
 
-BRANCH, SHAPE = (
-    "a branch on a tensor's value",
-    "has a result whose shape, or value on the host, depends on data",
-)
+BRANCH = "a branch on a tensor's value"
+SHAPE = "has a result whose shape, or value on the host, depends on data"
 MASK = "indexing with a boolean mask, whose shape or work depends on data"
 NOT_OWN = "of shape (4,), which it does not own"
 REFUSED: dict[Callable[[Tensor], Any], str] = {
@@ -332,7 +330,8 @@ def test_an_error_of_the_function_itself_passes_through() -> None:
         s.add_(1)
         raise KeyError("mine")
 
-    g, state = graphify(fn, donate_argnames=("s",)), torch.ones(4)
+    g = graphify(fn, donate_argnames=("s",))
+    state = torch.ones(4)
     with pytest.raises(KeyError, match="mine"):
         g(state, X)
     assert state.tolist() == [1.0] * 4

@@ -106,13 +106,15 @@ def test_a_donated_state_in_every_way_to_make_the_next(name: str) -> None:
     step = donates("s")(STEPS[name])
     g = graphify(step)
     state: State = {"a": torch.tensor([1.0, 2.0]), "b": torch.tensor([3.0, 5.0])}
-    other, held = clone(state), []
+    other = clone(state)
+    held = []
     for i in range(4):
         x = torch.tensor([0.5, float(i)])
         result = step(state, x)
         replayed = g(other, x)
         assert_equal(LAW, replayed, result)
-        state, other = result[WHERE.get(name, 0)], replayed[WHERE.get(name, 0)]
+        state = result[WHERE.get(name, 0)]
+        other = replayed[WHERE.get(name, 0)]
         state = tree_map(torch.clone, state)  # no ties: eager code would write through them
         outs = [r for i, r in enumerate(replayed) if i != WHERE.get(name, 0)]
         held.append((outs, clone(outs)))
@@ -146,12 +148,14 @@ PAIRS: dict[str, Callable[[Tensor, Tensor], Any]] = {
 def test_two_donated_arguments_of_one_structure(name: str) -> None:
     fn = PAIRS[name]
     g = graphify(fn, donate_argnames=("a", "b"))
-    seen, wanted = g(torch.ones(2), torch.full((2,), 2.0)), fn(torch.ones(2), torch.full((2,), 2.0))
+    seen = g(torch.ones(2), torch.full((2,), 2.0))
+    wanted = fn(torch.ones(2), torch.full((2,), 2.0))
     for _ in range(3):
         assert_equal(LAW, seen, wanted)
         if len(seen) != 2:
             return
-        seen, wanted = g(*clone(seen) if name == "one twice" else seen), fn(*clone(wanted))
+        seen = g(*clone(seen) if name == "one twice" else seen)
+        wanted = fn(*clone(wanted))
 
 
 class Pair(tuple[Any, ...]):
@@ -168,11 +172,9 @@ torch.utils._pytree.register_pytree_node(
 
 
 def test_a_state_inside_a_class_that_leaves_out_a_value() -> None:
-    g, state, storages = (
-        graphify(lambda s, x: Pair((None, s + x, x * 2)), donate_argnames="s"),
-        torch.zeros(2),
-        set(),
-    )
+    g = graphify(lambda s, x: Pair((None, s + x, x * 2)), donate_argnames="s")
+    state = torch.zeros(2)
+    storages = set()
     for count in range(1, 5):
         _, state, out = g(state, torch.ones(2))
         storages.add(state.data_ptr())
@@ -199,7 +201,8 @@ def test_a_state_with_python_values_counts_on() -> None:
 
 def test_a_dead_state_is_refused_by_name_before_anything_moves() -> None:
     g = graphify(lambda s, t: (s + 1, t + 1), donate_argnames=("s", "t"))
-    dead, live = torch.zeros(2), torch.zeros(2)
+    dead = torch.zeros(2)
+    live = torch.zeros(2)
     g(dead, torch.zeros(2))
     with pytest.raises(DonatedError) as error:
         g(live, dead)

@@ -136,7 +136,8 @@ def one_tensor_twice() -> tuple[Any, Any]:
 def contexts_of_a_pytree() -> tuple[Any, Any]:
     class Scaled:
         def __init__(self, x: Any, by: Any) -> None:
-            self.x, self.by = x, by
+            self.x = x
+            self.by = by
 
     pytree.register_pytree_node(
         Scaled, lambda s: ([s.x], s.by), lambda children, by: Scaled(children[0], by)
@@ -150,7 +151,8 @@ def a_donated_dict_that_is_changed() -> tuple[Any, Any]:
     def f(state: Any, x: Any) -> None:
         state["w"] = state["w"] + x
 
-    own, given = {"w": torch.zeros(3)}, {"w": torch.zeros(3)}
+    own = {"w": torch.zeros(3)}
+    given = {"w": torch.zeros(3)}
     f(own, V)
     weft.graphify(f, donate_argnames="state")(given, V)
     return own["w"], given["w"]
@@ -161,7 +163,8 @@ def a_view_of_a_donated_tensor() -> tuple[Any, Any]:
     def f(state: Any, x: Any) -> Any:
         return state.add_(1), x * 2
 
-    own, given = torch.zeros(3), torch.zeros(3)
+    own = torch.zeros(3)
+    given = torch.zeros(3)
     return (
         weft.donates("state")(f)(own, own[:2])[1],
         weft.graphify(f, donate_argnames="state")(given, given[:2])[1],
@@ -182,7 +185,8 @@ def two_donated_tensors_of_one_array() -> tuple[Any, Any]:
 
 @case()
 def parameters_with_new_storage() -> tuple[Any, Any]:
-    module, x = nn.Linear(2, 2), torch.ones(1, 2)
+    module = nn.Linear(2, 2)
+    x = torch.ones(1, 2)
     graph = weft.graphify(module)
     with torch.no_grad():
         graph(x)
@@ -254,7 +258,8 @@ def a_static_module_that_ends_its_training() -> tuple[Any, Any]:
         def forward(self, x: Any) -> Any:
             return self.dropout(x)
 
-    module, x = Dropping(), torch.ones(64)
+    module = Dropping()
+    x = torch.ones(64)
     module(x)
     module.eval()
     return x, module(x)
@@ -264,7 +269,8 @@ def a_static_module_that_ends_its_training() -> tuple[Any, Any]:
 def a_global_bound_anew() -> tuple[Any, Any]:
     names: dict[str, Any] = {"torch": torch}
     exec("w = torch.ones(2)\ndef f(x): return x * w\n", names)
-    graph, x = weft.graphify(names["f"]), torch.ones(2)
+    graph = weft.graphify(names["f"])
+    x = torch.ones(2)
     graph(x)
     names["w"] = torch.full((2,), 5.0)
     return names["f"](x), graph(x)

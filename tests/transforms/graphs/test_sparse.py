@@ -44,7 +44,8 @@ REFUSED: dict[str, tuple[Callable[[Tensor], Tensor], str]] = {
 
 @pytest.mark.parametrize("way", REPLAYED)
 def test_sparse_tensors_are_computed_again(way: str) -> None:
-    g, fn = graphify(REPLAYED[way]), REPLAYED[way]
+    g = graphify(REPLAYED[way])
+    fn = REPLAYED[way]
     for v in (torch.tensor([1.0, 2.0]), torch.tensor([3.0, 4.0]), torch.tensor([-1.0, 0.0])):
         assert_equal(LAW, g(v), fn(v))
     assert g.cache_info().captures == 1

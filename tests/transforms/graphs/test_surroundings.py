@@ -58,7 +58,8 @@ def test_arguments_that_require_grad_do_so_inside() -> None:
         with torch.enable_grad():
             return torch.autograd.grad((x**2).sum(), x)[0]
 
-    g, x = graphify(slope), X.clone().requires_grad_()
+    g = graphify(slope)
+    x = X.clone().requires_grad_()
     with torch.no_grad():
         for _ in range(2):
             assert_equal(LAW, g(x), slope(x))

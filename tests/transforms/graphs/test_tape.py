@@ -60,7 +60,8 @@ def indexed(x: Tensor) -> Tensor:
 def out_variant(x: Tensor) -> Any:
     y = torch.empty(2, 3)
     torch.mul(x, 2, out=y)
-    values, indices = torch.empty(2, 2), torch.empty(2, 2, dtype=torch.int64)
+    values = torch.empty(2, 2)
+    indices = torch.empty(2, 2, dtype=torch.int64)
     torch.topk(y, 2, out=(values, indices))
     return y, values, indices
 
@@ -174,7 +175,8 @@ def test_hazard_a_replay_overwrites_the_outputs_of_the_one_before() -> None:
 
 
 def test_hazard_addresses_are_fixed() -> None:
-    buffer, elsewhere = torch.ones(2), torch.full((2,), 9.0)
+    buffer = torch.ones(2)
+    elsewhere = torch.full((2,), 9.0)
     recording = record(lambda x: (x + 1, x), buffer)
     places = [t.data_ptr() for t in recording.outputs]
     buffer = elsewhere  # a graph does not notice a rebound name
@@ -184,7 +186,8 @@ def test_hazard_addresses_are_fixed() -> None:
 
 
 def test_hazard_python_values_are_frozen() -> None:
-    scale, calls = [2.0], []
+    scale = [2.0]
+    calls = []
 
     def fn(x: Tensor) -> Tensor:
         calls.append(1)
@@ -247,7 +250,8 @@ def test_autograd_does_not_record_a_replay() -> None:
 
 def test_two_tapes_do_not_touch_each_other() -> None:
     buffer = torch.ones(2)
-    first, second = record(lambda x: x + 1, buffer), record(lambda x: x * 10, buffer)
+    first = record(lambda x: x + 1, buffer)
+    second = record(lambda x: x * 10, buffer)
     buffer.fill_(3)
     first.replay()
     assert (first.outputs.tolist(), second.outputs.tolist()) == ([4, 4], [10, 10])

@@ -50,7 +50,8 @@ def test_what_a_tape_does_not_see_is_refused(fn: Callable[[Tensor], Tensor]) -> 
 
 def test_memory_that_the_function_asks_for_may_stay_unwritten() -> None:
     def fn(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        rest, filled = torch.empty(3), torch.empty_like(x)
+        rest = torch.empty(3)
+        filled = torch.empty_like(x)
         torch.add(x, 0, out=filled)
         return rest, filled, x.new_empty(2)
 
@@ -65,7 +66,8 @@ def test_an_operator_that_reads_a_shape_reads_no_memory() -> None:
     def fn(x: Tensor) -> tuple[Tensor, Tensor]:
         return torch.func.jvp(lambda x: functional.dropout2d(x, 0.5), (x,), (x,))
 
-    g, x = graphify(fn), torch.ones(4, 8, 2, 2)
+    g = graphify(fn)
+    x = torch.ones(4, 8, 2, 2)
     for _ in range(2):
         torch.manual_seed(0)
         expected = fn(x)

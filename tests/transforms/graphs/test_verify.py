@@ -28,7 +28,8 @@ class Scaled(nn.Module):
 
 @everywhere
 def test_a_number_that_changed_outside_is_found_with_its_operator(device: str) -> None:
-    module, x = Scaled(), torch.ones(3, device=device)
+    module = Scaled()
+    x = torch.ones(3, device=device)
     module.shift = module.shift.to(device)
     g = graphify(module, verify=1)
     for _ in range(3):
@@ -67,7 +68,8 @@ def test_a_branch_on_python_is_found() -> None:
 
 
 def test_only_every_nth_call_is_compared() -> None:
-    held, runs = [2.0], []
+    held = [2.0]
+    runs = []
 
     def f(x: Tensor) -> Tensor:
         runs.append(None)

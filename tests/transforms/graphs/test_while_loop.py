@@ -44,7 +44,8 @@ def python_loop(number: int, most: int | None = None) -> list[int]:
     """The oracle, in Python's integers."""
     steps = 0
     while number > 1 and steps != most:
-        number, steps = number // 2 if number % 2 == 0 else 3 * number + 1, steps + 1
+        number = number // 2 if number % 2 == 0 else 3 * number + 1
+        steps = steps + 1
     return [number, steps]
 
 
@@ -170,7 +171,8 @@ def test_memory_of_a_body_is_its_own() -> None:
         )
         return made[0].softmax(-1)
 
-    graph, x = graphify(loop), torch.randn(32, 256, device="cuda")
+    graph = graphify(loop)
+    x = torch.randn(32, 256, device="cuda")
     for n in (3, 0, 17, 1):
         number = torch.tensor(n, device="cuda")
         seen = graph(x, number)
@@ -193,7 +195,8 @@ def test_without_nodes_a_gpu_has_max_steps(
         "weft.transforms.graphs.backends.while_nodes.why_unavailable",
         lambda device: "an old driver",
     )
-    graph, number = graphify(lambda number: count_steps(number, 9)), torch.tensor(27, device="cuda")
+    graph = graphify(lambda number: count_steps(number, 9))
+    number = torch.tensor(27, device="cuda")
     with caplog.at_level(logging.WARNING, "weft"):
         assert listed(graph(number)) == python_loop(27, 9)
     assert "max_steps steps, since they cannot repeat: an old driver" in caplog.text
@@ -332,7 +335,8 @@ def test_a_carry_keeps_its_layout(layout: str, view: str) -> None:
     def run(x: Tensor, bound: Tensor) -> Tensor:
         return counted(lambda c: VIEWS[view](c[0]).to(c[0].dtype), x, bound, 4)
 
-    graph, x = graphify(run), LAYOUTS[layout]
+    graph = graphify(run)
+    x = LAYOUTS[layout]
     in_python = x
     for bound in range(4):
         results = {"eager": run(x, torch.tensor(bound)), "graph": graph(x, torch.tensor(bound))}
@@ -449,7 +453,8 @@ def roots(x: Tensor, w: Tensor, max_steps: int | None = 8) -> Tensor:
 @pytest.mark.parametrize("starts", [[8.0, 20.0], [8.0, 0.5], [0.3, 0.5]], ids=str)
 @pytest.mark.parametrize("argnum", [0, 1])
 def test_steps_past_the_end_have_no_derivative(starts: list[float], argnum: int) -> None:
-    w, xs = torch.tensor(1.2), torch.tensor(starts)
+    w = torch.tensor(1.2)
+    xs = torch.tensor(starts)
     derive = torch.func.grad(roots, argnums=argnum)
     expected = [derive(x, w).item() for x in xs]  # the Python loop
     assert all(map(torch.isfinite, torch.tensor(expected)))
@@ -491,7 +496,8 @@ def test_rows_past_the_end_run_the_body_where_it_can_run() -> None:
 
     rows = torch.func.vmap(run)
     nested = torch.func.vmap(rows)
-    firsts, bounds = torch.tensor([0, 9, 3, 5]), torch.tensor([5, 2, 5, 5])
+    firsts = torch.tensor([0, 9, 3, 5])
+    bounds = torch.tensor([5, 2, 5, 5])
     expected = [10.0, 0.0, 7.0, 0.0]
     assert rows(firsts, bounds).tolist() == graphify(rows)(firsts, bounds).tolist() == expected
     assert nested(firsts.view(2, 2), bounds.view(2, 2)).flatten().tolist() == expected
@@ -609,7 +615,8 @@ def test_autograd_inside_a_graph() -> None:
 
 @pytest.mark.parametrize("first", ["the graph", "the listing", "the estimate", "the function"])
 def test_a_loop_on_ranks(first: str) -> None:
-    mesh, rows = weft.Mesh(d=2), weft.Shard(0)
+    mesh = weft.Mesh(d=2)
+    rows = weft.Shard(0)
     x = torch.arange(1.0, 9.0)
     ranks = weft.shard(
         lambda x: while_loop(lambda c: c.sum() < 50, lambda c: 2 * c, x, max_steps=10),

@@ -26,7 +26,8 @@ def test_a_value_of_another_schema_is_named() -> None:
     schema = weft.Schema.parse("[3, 2] float32")
     stages = [lambda p, s, batch, x: (s, batch.double()), lambda p, s, batch, x: (s, x)]
     step = pipeline(stages, schema=schema)
-    call, seen = f"rank 0: 'send to 1 [mb 0]: {schema}'", "a value of schema [3, 2] float64"
+    call = f"rank 0: 'send to 1 [mb 0]: {schema}'"
+    seen = "a value of schema [3, 2] float64"
     with refused(ProgramError, call, seen, f"return {schema} from the stage"):
         step((None, None), (None, None), torch.ones(3, 2))
 

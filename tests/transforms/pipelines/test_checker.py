@@ -322,7 +322,8 @@ def test_of_thousands_of_programs_no_broken_one_passes_and_no_right_one_is_refus
     def broken(case: Broken) -> None:
         nonlocal refused_ones, accepted
         broken_programs_are_refused(case)
-        refused_ones, accepted = refused_ones + len(case.wrong), accepted + 1
+        refused_ones = refused_ones + len(case.wrong)
+        accepted = accepted + 1
 
     @settings(deadline=None, max_examples=800, suppress_health_check=QUIET)
     @given(edited_programs())
@@ -332,7 +333,8 @@ def test_of_thousands_of_programs_no_broken_one_passes_and_no_right_one_is_refus
         right = fault(case.programs, buffers=case.buffers) is None and fenced(
             case.programs, case.buffers
         )
-        refused_ones, accepted = refused_ones + (not right), accepted + right
+        refused_ones = refused_ones + (not right)
+        accepted = accepted + right
 
     @settings(deadline=None, max_examples=400, suppress_health_check=QUIET)
     @given(programs())

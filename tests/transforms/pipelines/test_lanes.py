@@ -111,7 +111,8 @@ def on_lanes(graphs: bool) -> tuple[list[Tensor], Tensor]:
         graphify(stage, collectives=True) if graphs else stage for stage in (first, second)
     ]
     step = pipeline(stages, microbatches=2, advance=advance, transport=transport, mesh=MESH)
-    own, outs = [params[place["pipeline"] * 2 + place["tensor"]]], []
+    own = [params[place["pipeline"] * 2 + place["tensor"]]]
+    outs = []
     for scale in (1.0, 2.0, 3.0):
         (state,), out = step(own, [torch.zeros(())], x * scale)
         outs.append(out)
@@ -130,12 +131,14 @@ def test_processes_run_the_lanes() -> None:
 
 @pytest.mark.parametrize("sizes", [{"pipeline": 3, "tensor": 2}, {"data": 2, "pipeline": 3}])
 def test_each_lane_has_the_programs_of_one_pipeline(sizes: dict[str, int]) -> None:
-    mesh, programs = weft.Mesh(**sizes), make_programs(3, [Job()] * 2)
+    mesh = weft.Mesh(**sizes)
+    programs = make_programs(3, [Job()] * 2)
     made = spread(programs, mesh)
     assert [program.rank for program in made] == list(mesh)
     assert len(list(interleave(made))) == sum(len(program.effects) for program in made)
     for rank in mesh:
-        lane, own = mesh.group(rank, "pipeline"), programs[lane_rank(mesh, rank)]
+        lane = mesh.group(rank, "pipeline")
+        own = programs[lane_rank(mesh, rank)]
         for ours, theirs in zip(made[rank].effects, own.effects, strict=True):
             if isinstance(theirs, Send):
                 assert isinstance(ours, Send)

@@ -71,7 +71,8 @@ def test_donation_is_declared_and_done() -> None:
 
 @pytest.mark.parametrize("parts", [1, 2, 3, 9])
 def test_it_commutes_with_graphify(parts: int) -> None:
-    params, state = torch.tensor(2.0), torch.zeros(())
+    params = torch.tensor(2.0)
+    state = torch.zeros(())
     ways = [
         microbatch(graphify(counting()), parts),
         graphify(microbatch(counting(), parts)),

@@ -39,7 +39,8 @@ def test_parts_of_ones_own_class_run_under_a_ladder(parts: int, graph_of: str) -
     def double(p: Any, s: Any, batch: Signal, x: Any) -> tuple[Any, Signal]:
         return s, attrs.evolve(batch, x=2 * (batch if x is None else x).x)
 
-    ladder, signal = [Length(8), Length(4), Length(2)], Signal(Length(5), torch.arange(5.0))
+    ladder = [Length(8), Length(4), Length(2)]
+    signal = Signal(Length(5), torch.arange(5.0))
     if graph_of == "stages":
         step: Any = pipeline(
             [graphify(double, ladder=ladder) for _ in range(2)], microbatches=parts

@@ -148,10 +148,8 @@ def on_ranks(name: str) -> Any:
 
 @pytest.mark.parametrize("name", ["interleaved", "own"])
 def test_processes_run_several_stages_each(name: str) -> None:
-    step, state = (
-        pipeline([stage] * NUM_STAGES, microbatches=3, advance=advance, schedule=SCHEDULES[name]),
-        states(),
-    )
+    step = pipeline([stage] * NUM_STAGES, microbatches=3, advance=advance, schedule=SCHEDULES[name])
+    state = states()
     for _ in range(2):
         state, out = step(PARAMS, state, BATCH)
     for rank, mine, seen in launch(on_ranks, 2, name):
@@ -163,11 +161,9 @@ def on_gpus(name: str, backend: Any) -> bool:
     transport = Distributed(backend=backend, timeout=20)
     with transport.device:
         made: Any = {"microbatches": 3, "advance": advance, "schedule": SCHEDULES[name]}
-        params, state, batch = (
-            [x.to(transport.device) for x in PARAMS],
-            states(),
-            BATCH.to(transport.device),
-        )
+        params = [x.to(transport.device) for x in PARAMS]
+        state = states()
+        batch = BATCH.to(transport.device)
         whole = pipeline([stage] * NUM_STAGES, **made)
         mine: Any = [x.to(transport.device) for x in state[transport.rank :: 2]]
         every: Any = [x.to(transport.device) for x in state]
@@ -395,7 +391,8 @@ REFUSED: dict[str, tuple[Any, str]] = {
 def overtaking() -> str:
     """Rank 1 broadcasts micro-batch 0 before it sends the result of stage 1 that rank 0 receives
     first."""
-    first, last = FED.index("rank 0 of 2"), FED.index("rank 1 of 2")
+    first = FED.index("rank 0 of 2")
+    last = FED.index("rank 1 of 2")
     lines = ["  recv stage 0 from 0 [mb 1]", "  run stage 1 [mb 1]", "  send stage 1 to 0 [mb 1]"]
     assert "\n".join(lines) in FED[last:]
     rest = (

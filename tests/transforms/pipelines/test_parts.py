@@ -124,7 +124,8 @@ def test_parts_resolve_to_what_the_whole_resolves_to(batch: Batch, parts: int) -
         [[1]] * 8,
     )
     state.positions.copy_(torch.arange(9) % 3)
-    whole, cut = resolve(state, batch), [resolve(state, part) for part in split(batch, parts)]
+    whole = resolve(state, batch)
+    cut = [resolve(state, part) for part in split(batch, parts)]
     for field in ("input_ids", "positions", "slot_mapping", "seq_lens", "rows"):
         assert_equal(
             f"{LAW}: {field}",
@@ -410,7 +411,8 @@ def test_parts_that_overlap_need_a_join() -> None:
 def test_a_join_of_ones_own_needs_the_whole_batch() -> None:
     batch, _ = OWN_BATCHES["split and join"]
     cut = split(batch, 2)
-    seen, instead = "SplitGraph has a join of its own", "join(outputs, parts, batch)"
+    seen = "SplitGraph has a join of its own"
+    instead = "join(outputs, parts, batch)"
     with refused(DescriptorError, "join of 2 micro-batches", seen, instead):
         join([part.x for part in cut], cut)
 

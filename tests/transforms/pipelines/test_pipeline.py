@@ -53,7 +53,8 @@ def test_it_is_the_composition(stages: int, microbatches: int, advance: Any) -> 
     batch = torch.arange(5.0)
     made = pipeline([scale] * stages, microbatches=microbatches, advance=advance)
     plain = compose([scale] * stages, advance=advance)
-    state, other = STATES[:stages], STATES[:stages]
+    state = STATES[:stages]
+    other = STATES[:stages]
     for _ in range(2):
         state, out = plain(PARAMS[:stages], state, batch)
         other, seen = made(PARAMS[:stages], other, batch)
@@ -66,8 +67,10 @@ def test_it_is_the_composition(stages: int, microbatches: int, advance: Any) -> 
 def test_any_stages_graphified_or_not(
     functions: list[Function], rows: int, microbatches: int
 ) -> None:
-    stages, params = [f.fn for f in functions], [f.params for f in functions]
-    state, x = [f.state for f in functions], torch.linspace(-2, 2, rows * 4).view(rows, 4)
+    stages = [f.fn for f in functions]
+    params = [f.params for f in functions]
+    state = [f.state for f in functions]
+    x = torch.linspace(-2, 2, rows * 4).view(rows, 4)
     wanted = compose(stages)(params, state, x)
     for parts in (stages, [graphify(stage, reference_argnames=("params",)) for stage in stages]):
         made = pipeline(parts, microbatches=microbatches)
@@ -77,7 +80,8 @@ def test_any_stages_graphified_or_not(
 
 def test_each_graphified_stage_captures_once() -> None:
     stages = [graphify(scale, reference_argnames=("p",)) for _ in range(2)]
-    made, plain = pipeline(stages, microbatches=2), compose([scale] * 2)
+    made = pipeline(stages, microbatches=2)
+    plain = compose([scale] * 2)
     for batch in (
         torch.arange(8.0),
         torch.arange(8.0) + 1,
@@ -88,7 +92,8 @@ def test_each_graphified_stage_captures_once() -> None:
 
 def test_a_whole_pipeline_as_one_graph() -> None:
     made = pipeline([scale] * 3, microbatches=2, advance=stepped)
-    whole, plain = graphify(made), compose([scale] * 3, advance=stepped)
+    whole = graphify(made)
+    plain = compose([scale] * 3, advance=stepped)
     for batch in (torch.arange(4.0), torch.arange(4.0) - 7):
         assert_equal(LAW, whole(PARAMS, STATES, batch), plain(PARAMS, STATES, batch))
     assert whole.cache_info().captures == 1
@@ -100,7 +105,8 @@ def test_results_of_stages_that_lend_are_all_there_at_the_end(stages: int, advan
     lending = [graphify(scale, outputs="borrow") for _ in range(stages)]
     made = pipeline(lending, microbatches=3, advance=advance)
     plain = compose([scale] * stages, advance=advance)
-    state, other = STATES[:stages], STATES[:stages]
+    state = STATES[:stages]
+    other = STATES[:stages]
     for i in range(3):
         state, out = plain(PARAMS[:stages], state, torch.arange(6.0) + i)
         other, seen = made(PARAMS[:stages], other, torch.arange(6.0) + i)
@@ -196,7 +202,8 @@ def donating() -> Callable[..., Any]:
 
 
 def test_donated_states_move_through_the_micro_batches() -> None:
-    made, plain = pipeline([donating()] * 2, microbatches=3), compose([scale] * 2)
+    made = pipeline([donating()] * 2, microbatches=3)
+    plain = compose([scale] * 2)
     assert donated_argnames(plain) == donated_argnames(pipeline([scale])) == ()
     states = tuple(torch.zeros(2))
     made(PARAMS[:2], states, torch.ones(3))
@@ -213,7 +220,8 @@ def test_a_donating_stage_makes_the_whole_donate_its_state() -> None:
 
     for made in (pipeline([stage] * 2), compose([stage] * 2)):
         assert donated_argnames(made) == ("state",)
-        whole, states = graphify(made), tuple(torch.zeros(2))
+        whole = graphify(made)
+        states = tuple(torch.zeros(2))
         for i in (1.0, 2.0):
             states, out = whole(PARAMS[:2], states, torch.ones(2))
             assert_equal(
@@ -344,7 +352,8 @@ def returns_input(params: Any, state: Tensor, batch: Tensor, x: Tensor) -> tuple
 def test_what_a_stage_keeps_or_returns_of_a_lent_input_is_its_own(make: Any) -> None:
     """The lender overwrites it in the next call. With one micro-batch, too, whose programs have no
     fence."""
-    params, state = (torch.tensor(2.0), None), (torch.zeros(()), torch.zeros(2))
+    params = (torch.tensor(2.0), None)
+    state = (torch.zeros(()), torch.zeros(2))
     step = pipeline([graphify(scale, outputs="borrow"), returns_input], transport=make())
     outs = [step(params, state, torch.full((2,), n))[1] for n in (1.0, 5.0)]
     assert [out.tolist() for out in outs] == [[2.0, 2.0], [10.0, 10.0]]
@@ -366,7 +375,8 @@ def test_the_state_of_a_lent_step_is_kept(transform: str) -> None:
         "compose": lambda: compose([lent[0], lent[0]]),
         "pipeline": lambda: pipeline(lent, microbatches=2),
     }[transform]()
-    one, zero = torch.ones(()), torch.zeros(())
+    one = torch.ones(())
+    zero = torch.zeros(())
     params, state = (
         ((one, one), (zero, zero)) if transform in ("compose", "pipeline") else (one, zero)
     )

@@ -103,7 +103,8 @@ def test_no_rank_is_further_ahead_than_one_message_an_edge_allows() -> None:
     """With s stages after it, a rank runs at most 2s + 1 jobs ahead of returned outputs, and at
     most s + 2."""
     for program in streaming(4, 12, feedback=True):
-        ahead, most = 0, 0
+        ahead = 0
+        most = 0
         for effect in program.effects:
             ahead += isinstance(effect, Run) and effect.what != "advance"
             ahead -= isinstance(effect, Broadcast)

@@ -62,18 +62,17 @@ def test_a_session_is_a_stream(
     make: Callable[[], Transport], data: st.DataObject, scenario: Scenario
 ) -> None:
     stages = data.draw(st.integers(1, scenario.config.num_layers))
-    batches, params = scenario.batches(), scenario.params(stages)
+    batches = scenario.batches()
+    params = scenario.params(stages)
     jobs = jobs_for(
         [frozenset(b.rows.tolist()) for b in batches], [bool(b.samples.any()) for b in batches]
     )
     step = pipeline(scenario.stages(stages), advance=advance, transport=make())
     expected_state, expected = step.stream(params, scenario.state(stages), batches, jobs)
 
-    session, returned, start = (
-        step.session(params, scenario.state(stages)),
-        list[tuple[int, Any]](),
-        0,
-    )
+    session = step.session(params, scenario.state(stages))
+    returned = list[tuple[int, Any]]()
+    start = 0
     while start < len(batches):
         stop = data.draw(st.integers(start, len(batches)))
         stop += stop == start

@@ -220,7 +220,8 @@ ODD: list[Schema] = [
 @st.composite
 def odd_schemas(draw: st.DrawFn) -> Schema:
     """A schema with keywords added, to itself or to a part of it."""
-    schema, more = draw(_inner), draw(st.sampled_from(ODD))
+    schema = draw(_inner)
+    more = draw(st.sampled_from(ODD))
     place = draw(st.sampled_from(["itself", "items", "a property", "alone"]))
     if place == "alone":
         return dict(more)

@@ -223,7 +223,8 @@ class Round:
 def measure_round(url: str, attack: Sequence[Request], expected: str, turns: int) -> Round:
     """Follow innocents, one after the other, beside an attack as long as it goes on, and then as
     many alone."""
-    attacked, alone = Innocents(), Innocents()
+    attacked = Innocents()
+    alone = Innocents()
     count = 0
     with concurrent.futures.ThreadPoolExecutor(len(attack)) as pool:
         sent = [pool.submit(request, url) for request in attack]

@@ -82,7 +82,8 @@ def test_a_body_that_goes_on_after_its_answer_closes_the_connection(
             f"POST {path} HTTP/1.1\r\nhost: 127.0.0.1\r\ncontent-length: 99999999\r\n\r\n".encode()
         )
         own.settimeout(10)
-        begin, read = time.monotonic(), bytearray()
+        begin = time.monotonic()
+        read = bytearray()
         while more := own.recv(4096):
             read += more
             own.sendall(b" ")
@@ -286,7 +287,8 @@ def test_fields_without_end_are_refused(listener: Served, sent: bytes) -> None:
     with socket.create_connection(("127.0.0.1", listener.port)) as own:
         own.settimeout(10)
         own.sendall(b"POST /v1/completions HTTP/1.1\r\nhost: 127.0.0.1\r\n" + sent)
-        count, has_ended = 0, False
+        count = 0
+        has_ended = False
         while not has_ended and count < 2**24:
             try:
                 own.sendall(b"a: " + b"b" * 4000 + b"\r\n")

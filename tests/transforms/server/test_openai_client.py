@@ -12,7 +12,8 @@ from weft.stages.model import Model
 from weft.transforms.engine.generate import Completion, generate
 
 openai = pytest.importorskip("openai")
-PROMPT, OTHER = "The function returns", "A list is"
+PROMPT = "The function returns"
+OTHER = "A list is"
 
 
 @pytest.fixture
@@ -153,7 +154,8 @@ def test_a_stream_is_what_is_returned_whole(
     assert reasons == {c.index: c.finish_reason for c in whole.choices}
     assert usage == whole.usage
     for choice in whole.choices if logprobs else ():
-        own, streamed = choice.logprobs, tokens[choice.index]
+        own = choice.logprobs
+        streamed = tokens[choice.index]
         assert [(text, offset) for text, _, offset in streamed] == [
             *zip(own.tokens, own.text_offset, strict=True)
         ]

@@ -74,12 +74,14 @@ def test_an_answer_is_that_of_one_process(
 ) -> None:
     if "response_format" in body:
         pytest.importorskip("xgrammar")
-    own, other = post(remote, body), post(server, body)
+    own = post(remote, body)
+    other = post(server, body)
     assert own.status_code == other.status_code
     if own.status_code != 200:  # requests are named in the order of their arrival
         assert own.json()["error"]["type"] == other.json()["error"]["type"]
         return
-    left, right = without_names(own), without_names(other)
+    left = without_names(own)
+    right = without_names(other)
     for choice, against in zip(left["choices"], right["choices"], strict=True):
         numbers, others = (
             found.pop("logprobs") or {"token_logprobs": []} for found in (choice, against)
@@ -98,7 +100,8 @@ def test_counts_and_bounds(remote: Served) -> None:
 
 
 def test_a_client_that_goes_frees_its_pages(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
-    aborted, abort = list[str](), Engine.abort
+    aborted = list[str]()
+    abort = Engine.abort
 
     def noted(engine: Engine, id: str) -> Any:
         aborted.append(id)
@@ -147,7 +150,8 @@ def test_an_engine_whose_process_has_gone(model: Model) -> None:
 
 @given(st.lists(st.binary(max_size=40) | st.lists(st.integers())), st.integers(1, 30))
 def test_messages_in_any_pieces(messages: list[Any], size: int) -> None:
-    raw, unpacker = b"".join(map(pack, messages)), Unpacker()
+    raw = b"".join(map(pack, messages))
+    unpacker = Unpacker()
     pieces = [raw[place : place + size] for place in range(0, len(raw), size)]
     assert [own for piece in pieces for own in unpacker.feed(piece)] == messages
 

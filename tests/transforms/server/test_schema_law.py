@@ -42,7 +42,8 @@ class Walker:
 
     def __init__(self, model: Model) -> None:
         size = model.config.vocab_size
-        self.model, self.stops = model, {*model.config.eos_token_ids}
+        self.model = model
+        self.stops = {*model.config.eos_token_ids}
         tokens = Tokens.of(Vocabulary(model.tokenizer, size), model.config.eos_token_ids)
         self.masks = Masks(tokens, None)
         self.compiler = xgrammar.GrammarCompiler(tokens.info(), max_threads=1, cache_enabled=False)
@@ -58,7 +59,8 @@ class Walker:
         except RuntimeError as error:  # as in the process that compiles
             raise RequestError("call", f"{error}", "one that XGrammar compiles") from error
         mask = self.masks.mask(compiled.serialize_json())
-        drawn, tokens = random.Random(seed), list[int]()
+        drawn = random.Random(seed)
+        tokens = list[int]()
         for _ in range(most):
             bits = mask(tokens).numpy()
             allowed = [

@@ -197,7 +197,8 @@ def _logprobs_twice(choice: Choice, output: Any) -> Any:
     return part
 
 
-CHUNKS_OF_CHAT, ADD = ChatForm.chunks, Choice.add
+CHUNKS_OF_CHAT = ChatForm.chunks
+ADD = Choice.add
 
 
 @pytest.mark.parametrize(

@@ -130,7 +130,8 @@ def test_a_model_without_an_end_is_refused_at_once(form: dict[str, str]) -> None
 @pytest.fixture
 def compiler(server: Served, monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
     """Grammars are compiled once the event is set."""
-    event, compiled = threading.Event(), server.server._compile_grammar
+    event = threading.Event()
+    compiled = server.server._compile_grammar
 
     class Late:
         def find(self, form: Any, use: Any) -> str | None:

@@ -167,7 +167,8 @@ def test_metrics_count(server: Served) -> None:
 
     before = read()
     post(server)
-    after, own = read(), '{model_name="demo"}'
+    after = read()
+    own = '{model_name="demo"}'
     assert (
         after[f"weft_generation_tokens_total{own}"] - before[f"weft_generation_tokens_total{own}"]
         == 100

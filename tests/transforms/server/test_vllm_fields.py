@@ -39,10 +39,8 @@ def test_what_stopped_it(server: Served, model: Model, include: bool) -> None:
     whole = said(model)
     assert whole.text is not None
     for stops in ({"stop": whole.text[4:6]}, {"stop_token_ids": whole.token_ids[5:6]}):
-        found, expected = (
-            asked(server, include_stop_str_in_output=include, **stops),
-            said(model, include_stop_str_in_output=include, **stops),
-        )
+        found = asked(server, include_stop_str_in_output=include, **stops)
+        expected = said(model, include_stop_str_in_output=include, **stops)
         assert (found["text"], found["stop_reason"]) == (expected.text, expected.stop_reason)
         assert found["stop_reason"] in (whole.text[4:6], whole.token_ids[5])
     assert asked(server)["stop_reason"] is None
@@ -84,7 +82,8 @@ def test_ranks_of_a_prompt(server: Served, model: Model) -> None:
 
 def test_a_salt_keeps_pages_apart(server: Served, model: Model) -> None:
     """A long prompt is found again under its own salt, and not under another."""
-    body, expected = {"prompt": [*range(32, 100)], "max_tokens": 1}, []
+    body = {"prompt": [*range(32, 100)], "max_tokens": 1}
+    expected = []
     for salt in ("one", "one", "other", None):
         before = server.host.engine.stats().prefix_tokens
         asked(server, **body, cache_salt=salt)

@@ -88,5 +88,6 @@ def test_a_token_stands_for_no_more_characters(name: str, text: str) -> None:
 @given(st.text("a b\u0301"), st.integers(4000, 5000), st.booleans())
 @settings(deadline=None, max_examples=20)
 def test_long_texts_have_the_tokens_of_the_library(text: str, length: int, special: bool) -> None:
-    own, text = byte_fallback(), (text * length)[:length]
+    own = byte_fallback()
+    text = (text * length)[:length]
     assert token_ids(own, text, special=special) == own.encode(text, add_special_tokens=special).ids

@@ -87,10 +87,8 @@ def test_a_value_that_is_no_tensor_is_the_same_on_all_ranks() -> None:
     def f(x: Tensor) -> Any:
         return x, weft.axis_index("tensor")
 
-    seen, instead = (
-        "result[1] is no tensor, and ranks 0 and 1 have different values",
-        "<any>or PerRank()<any>",
-    )
+    seen = "result[1] is no tensor, and ranks 0 and 1 have different values"
+    instead = "<any>or PerRank()<any>"
     with refused(MeshError, "<any>", seen, instead):
         weft.shard(f, TWO, weft.Shard(0), weft.Shard(0))(torch.ones(2))
     assert weft.shard(f, TWO, weft.Shard(0), (weft.Shard(0), weft.PerRank()))(torch.ones(2))[1] == (

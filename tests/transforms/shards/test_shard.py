@@ -27,7 +27,9 @@ from weft.transforms.graphs.graphify import graphify
 from weft.transforms.pipelines.transports.launch import launch
 
 TWO = weft.Mesh(tensor=2)
-HEADS, HIDDEN, VOCABULARY = 4, 16, 24
+HEADS = 4
+HIDDEN = 16
+VOCABULARY = 24
 
 
 def tensors() -> dict[str, Tensor]:
@@ -84,7 +86,8 @@ def of_dtensor(path: str, count: int) -> dict[str, Tensor]:
     dist.init_process_group(
         "gloo", rank=int(os.environ["RANK"]), world_size=count, store=dist.FileStore(path, count)
     )
-    mesh, given = init_device_mesh("cpu", (count,), mesh_dim_names=("tensor",)), tensors()
+    mesh = init_device_mesh("cpu", (count,), mesh_dim_names=("tensor",))
+    given = tensors()
     found = {}
     for name, (block, cuts) in BLOCKS.items():
         own = {
@@ -102,7 +105,8 @@ def of_dtensor(path: str, count: int) -> dict[str, Tensor]:
 
 @pytest.mark.parametrize("count", [2, 4])
 def test_blocks_are_those_of_dtensor(count: int, tmp_path: Path) -> None:
-    given, theirs = tensors(), launch(of_dtensor, count, str(tmp_path / "store"), count)
+    given = tensors()
+    theirs = launch(of_dtensor, count, str(tmp_path / "store"), count)
     for name, (block, cuts) in BLOCKS.items():
         own = {key: given[key] for key in cuts}
         out = weft.Shard(1) if name == "column" else weft.Partial()
@@ -118,7 +122,8 @@ def test_blocks_are_those_of_dtensor(count: int, tmp_path: Path) -> None:
 
 
 def test_placements_of_torch_and_a_device_mesh() -> None:
-    given, placed = tensors(), {"up": TorchShard(1), "down": TorchShard(0)}
+    given = tensors()
+    placed = {"up": TorchShard(1), "down": TorchShard(0)}
     dist.init_process_group("fake", rank=0, world_size=2, store=FakeStore())
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tensor",))
     dist.destroy_process_group()

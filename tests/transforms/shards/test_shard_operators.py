@@ -59,7 +59,8 @@ def difference(drawn: ShardedOperator) -> str | None:
         return None
     except Exception as error:
         return f"{type(error).__name__}: {error}"
-    leaves, other = pytree.tree_leaves(result), pytree.tree_leaves(expected)
+    leaves = pytree.tree_leaves(result)
+    other = pytree.tree_leaves(expected)
     return (
         None
         if len(leaves) == len(other) and all(map(_is_close, leaves, other))
@@ -71,7 +72,8 @@ def _is_close(a: Any, b: Any) -> bool:
     if not isinstance(b, Tensor):
         return bool(a == b or a != a)
     if a.layout is not torch.strided:
-        a, b = a.to_dense(), b.to_dense()
+        a = a.to_dense()
+        b = b.to_dense()
     if (a.shape, a.dtype) != (b.shape, b.dtype):
         return False
     return (

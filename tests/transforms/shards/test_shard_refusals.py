@@ -113,7 +113,8 @@ def test_a_term_of_a_sum_that_is_written_in_place_is_refused() -> None:
     def f(state: Tensor, x: Tensor) -> Tensor:
         return state.add_(x.sum(0))
 
-    state, seen = torch.ones(3), "Partial() of a tensor [3] that the function writes in place"
+    state = torch.ones(3)
+    seen = "Partial() of a tensor [3] that the function writes in place"
     with refused(
         MeshError, CALL, seen, "Replicate(), and all_reduce what is written; or return a new tensor"
     ):
@@ -172,7 +173,8 @@ def test_a_function_that_reads_values_is_refused() -> None:
     def f(x: Tensor) -> Tensor:
         return x if x.sum() > 0 else -x
 
-    call, seen = "weft.shard(f, ...)", "rank 0 reads the values of a tensor: <any>"
+    call = "weft.shard(f, ...)"
+    seen = "rank 0 reads the values of a tensor: <any>"
     with refused(CaptureError, call, seen, "torch.where, or a Python argument"):
         weft.shard(f, TWO, weft.Replicate(), weft.Replicate())(ONE)
 
@@ -287,7 +289,8 @@ def test_a_hook_outside_is_kept() -> None:
 def test_detached_values_and_masks_have_no_gradient() -> None:
     def f(x: Tensor) -> Tensor:
         with torch.no_grad():
-            mask, scale = x > 0, torch.arange(2.0)
+            mask = x > 0
+            scale = torch.arange(2.0)
         return weft.all_reduce((x * mask * scale * x.detach()).sum(), "tensor")
 
     x = torch.tensor([1.0, 2.0, -3.0, 4.0], requires_grad=True)

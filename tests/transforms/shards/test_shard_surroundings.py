@@ -645,7 +645,8 @@ def test_every_first_call_is_drawn(first: str) -> None:
 # Planted bugs
 # ---------------------------------------------------------------------------------------------------------
 
-_SHARD, _TRACING = "weft.transforms.shards.shard", "weft.transforms.shards.tracing"
+_SHARD = "weft.transforms.shards.shard"
+_TRACING = "weft.transforms.shards.tracing"
 _blank = tracing._blank
 _run = _Rank._run
 

@@ -202,7 +202,8 @@ def _write(path: Path | str, certificates: Iterable[Certificate], call: str) -> 
 
 _FORM = "what completion.certificate().save(path) writes"
 _TEXTS = "finish_reason", "weights", "program"
-_OPTIONAL, _DIGEST = ("adapter", "tokenizer"), "a digest, or null"
+_OPTIONAL = ("adapter", "tokenizer")
+_DIGEST = "a digest, or null"
 
 
 def _is_text(value: Any) -> bool:
@@ -249,10 +250,8 @@ def _read_sampling(fields: Fields) -> SamplingParams:
         }
         return SamplingParams(**{"temperature": 0.0, **given, "logit_bias": bias})
     except (RequestError, TypeError, ValueError, AttributeError) as error:
-        seen, instead = (
-            getattr(error, "seen", str(error)),
-            getattr(error, "instead", "what weft.SamplingParams takes"),
-        )
+        seen = getattr(error, "seen", str(error))
+        instead = getattr(error, "instead", "what weft.SamplingParams takes")
         fields.refuse(f"sampling with {seen:.200}", instead)
 
 
@@ -285,12 +284,11 @@ def certify(provenance: Provenance | None, completion: Any) -> Certificate:
     """The certificate of a completion: `Completion.certificate`."""
     call = "completion.certificate()"
     if provenance is None:
-        seen, instead = (
-            "a completion that no model of this process made",
-            "one that weft.generate(model, ...) returned",
-        )
+        seen = "a completion that no model of this process made"
+        instead = "one that weft.generate(model, ...) returned"
         raise RequestError(call, seen, instead)
-    model, request = provenance.model(), provenance.request
+    model = provenance.model()
+    request = provenance.request
     if model is None:
         raise RequestError(
             call, "its model is gone", "keep the model until the certificate is made"

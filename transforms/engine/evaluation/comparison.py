@@ -208,7 +208,8 @@ def trace_run(
     state = make_state(model, runner.layouts, [len(ids) + max_tokens for ids in prompts])
     batch = Batch.ragged(range(len(prompts)), prompts, device=model.device)
     generated: list[list[int]] = [[] for _ in prompts]
-    rows, steps = [*range(len(prompts))], []
+    rows = [*range(len(prompts))]
+    steps = []
     while rows:
         start = perf_counter()
         state, out = runner.step(runner.params, state, batch)
@@ -249,7 +250,8 @@ def _keep(batch: Batch, out: Output, state: Sequence[State], seconds: float) -> 
 
 def _calls(runner: Runner, steps: Sequence[TracedStep]) -> dict[str, int]:
     """Captures, replays and eager calls: of the whole step, or of each stage on each micro-batch."""
-    infos, stages = [graph.cache_info() for graph in runner.graphs], len(runner.layouts)
+    infos = [graph.cache_info() for graph in runner.graphs]
+    stages = len(runner.layouts)
     eager = 0 if infos else sum(stages * min(stages, step.descriptor.num_reqs) for step in steps)
     return {
         "captures": sum(info.captures for info in infos),

@@ -38,7 +38,9 @@ def facts_of(model: Model, transport: Transport) -> tuple[str, str, dict[str, st
     """The digests of a model's weights and of its program, and the versions, with the leaves that
     sums are cut into, or the number of ranks that share its layers, where bits depend on it. With
     parts in other processes, every rank makes the call."""
-    found, ranks, leaves = versions(model.device), model.shard[1], model.functions.reduction_leaves
+    found = versions(model.device)
+    ranks = model.shard[1]
+    leaves = model.functions.reduction_leaves
     if leaves > 1:
         found["sums"] = f"cut into {leaves} leaves"
     elif ranks > 1:
@@ -65,7 +67,8 @@ def _glance(tensors: dict[str, Tensor]) -> str:
 def digest_weights(model: Model, transport: Transport) -> str:
     """A digest of the bytes of all weights of a model, and of those beside it. It is of the whole
     model, however ranks share it, and every rank makes the call."""
-    digests, pending = dict[str, str](), deque[tuple[str, Future[str]]]()
+    digests = dict[str, str]()
+    pending = deque[tuple[str, Future[str]]]()
     with ThreadPoolExecutor() as pool:  # hashing lets other threads run
         for name, x in _whole_tensors(model, transport):
             pending.append((name, pool.submit(_digest_tensor, x)))

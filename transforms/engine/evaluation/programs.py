@@ -85,7 +85,8 @@ def digest_functions(model: Model, of_tensor: TensorDigest) -> tuple[str, list[s
     try:
         digest = found.of((changed, model.transforms))
     except RecursionError:
-        digest, found.undigested = "", {"values nested more deeply than Python's recursion limit"}
+        digest = ""
+        found.undigested = {"values nested more deeply than Python's recursion limit"}
     return digest, sorted(found.undigested)
 
 
@@ -226,7 +227,8 @@ def _of_function(function: FunctionType) -> Iterator[Any]:
 def _read_by(function: FunctionType) -> Iterator[Any]:
     """The names and values of the variables that a function reads of its module; and what it reads
     of other modules."""
-    codes, names = [*_codes(function.__code__)], function.__globals__
+    codes = [*_codes(function.__code__)]
+    names = function.__globals__
     attributes = sorted({name for code in codes for name in code.co_names})
     modules = [cell.cell_contents for cell in function.__closure__ or () if _is_module(cell)]
     for code in codes:

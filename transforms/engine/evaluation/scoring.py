@@ -103,7 +103,8 @@ class Score(Tabled):
     @property
     def figures(self) -> dict[str, float | None]:
         """The figures; those of texts, or of questions, are None if there is none."""
-        bits, right = self.bits_per_token, [is_right for _, is_right in self.answers]
+        bits = self.bits_per_token
+        right = [is_right for _, is_right in self.answers]
         return {
             "bits_per_byte": self.bits / self.num_bytes if self.num_bytes else None,
             "bits_per_token": bits,
@@ -137,7 +138,8 @@ class Score(Tabled):
 
     def agrees(self, other: "Score") -> bool:
         """Whether all answers are equal, and the bits per token up to rounding."""
-        mine, theirs = self.bits_per_token, other.bits_per_token
+        mine = self.bits_per_token
+        theirs = other.bits_per_token
         if self.answers != other.answers or mine is None or theirs is None:
             return self.answers == other.answers and mine is theirs
         return abs(mine - theirs) <= _ROUNDING[self.dtype]
@@ -163,11 +165,10 @@ def score(engine: Engine, tasks: Sequence[Task]) -> Score:
     >>> found.num_tokens, len(found.answers)
     (5, 1)
     """
-    model, most = engine.model, _max_tokens(engine)
-    greedy, scored = (
-        SamplingParams(temperature=0.0),
-        SamplingParams(temperature=0.0, prompt_logprobs=0),
-    )
+    model = engine.model
+    most = _max_tokens(engine)
+    greedy = SamplingParams(temperature=0.0)
+    scored = SamplingParams(temperature=0.0, prompt_logprobs=0)
     texts = [task.text for task in tasks if task.answer is None]
     questions = [(task.text, task.answer) for task in tasks if task.answer is not None]
     for task in tasks:
@@ -216,7 +217,8 @@ def read_tasks(file: str | Path) -> list[Task]:
 
 
 def _task(call: str, name: str, found: Any) -> Task:
-    fault, fields = "", sorted(found) if isinstance(found, dict) else []
+    fault = ""
+    fields = sorted(found) if isinstance(found, dict) else []
     empty = [field for field in fields if not isinstance(found[field], str) or not found[field]]
     if fields not in (["text"], ["answer", "prompt"]):
         fault = f"has {', '.join(map(repr, fields)) or 'no names'}"

@@ -172,7 +172,8 @@ def serve(
 ) -> Served:
     """Complete prompts that all arrive at once, and note when the host read each token. No
     completion ends early."""
-    sampling, before = SamplingParams(temperature=temperature, ignore_eos=True), engine.stats()
+    sampling = SamplingParams(temperature=temperature, ignore_eos=True)
+    before = engine.stats()
     began = time.perf_counter()
     read: dict[str, list[float]] = {}
     for prompt in prompts:
@@ -205,8 +206,11 @@ def figures(served: Served, input_len: int, ranks: Sequence[RankFigures]) -> dic
     shares are those of the steps in each mode, and of padding in all computed tokens. `captures`
     counts the graphs that the start did not capture.
     """
-    read, before, after = served.read, served.before, served.after
-    seconds, output = max(times[-1] for times in read), sum(map(len, read))
+    read = served.read
+    before = served.before
+    after = served.after
+    seconds = max(times[-1] for times in read)
+    output = sum(map(len, read))
     total = output + input_len * len(read)
     modes = {
         mode: after.modes.get(mode, 0) - before.modes.get(mode, 0)

@@ -71,12 +71,14 @@ class Verification(Tabled):
     @property
     def result(self) -> str:
         """`equal`, `equal, with other weights`, or the first token that is not, in words."""
-        place, wanted = self.first_difference, self.certificate
+        place = self.first_difference
+        wanted = self.certificate
         if place is None and self.finish_reason != wanted.finish_reason:
             return f"ends with {self.finish_reason!r}, certified {wanted.finish_reason!r}"
         if place is None:
             return "equal" if self.equal else "equal, with other weights"
-        found, other = self.token_ids[place : place + 1], wanted.token_ids[place : place + 1]
+        found = self.token_ids[place : place + 1]
+        other = wanted.token_ids[place : place + 1]
         if found and found == other:
             return (
                 f"token {place}: logprob {self.logprobs[place]!r}, certified"
@@ -159,7 +161,8 @@ def verify(
     call = "weft.verify(certificates, model)"
     given = [certificates] if isinstance(certificates, Certificate) else certificates
     check_values(call, _RULES, {"certificates": given, "adapters": adapters})
-    model, carrier = model.with_stages(batch_invariant=True), transport or Local()
+    model = model.with_stages(batch_invariant=True)
+    carrier = transport or Local()
     named = {digest(own.deltas): own for own in adapters}
     if missing := [
         one.adapter for one in given if one.adapter is not None and one.adapter not in named
@@ -212,7 +215,9 @@ def _run(engine: Engine, given: Sequence[Certificate]) -> list[Verification]:
     difference."""
     found: dict[int, Verification] = {}
     for output in engine:
-        index, own, reason = int(output.id), output.track, output.finish_reason
+        index = int(output.id)
+        own = output.track
+        reason = output.finish_reason
         if reason is None and _differs(given[index], output):
             reason = "abort"
             engine.abort(output.id)

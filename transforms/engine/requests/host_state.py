@@ -183,7 +183,8 @@ class RequestState:
 
     def hash_pages(self, page_size: int) -> None:
         """Hash the pages that known tokens fill."""
-        first, last = len(self.page_hashes), len(self.tokens) // page_size
+        first = len(self.page_hashes)
+        last = len(self.tokens) // page_size
         if first < last and self.request.given is None:
             before = self.page_hashes[-1] if first else salt(self.request, self.version)
             self.page_hashes += hash_pages(
@@ -203,7 +204,8 @@ class RequestState:
 
     def _hash_page(self, index: int, page_size: int) -> bytes:
         """The content hash of a page whose tokens, and the hashes before it, are known."""
-        start, request = index * page_size, self.request
+        start = index * page_size
+        request = self.request
         tokens = self.tokens[start : start + page_size]
         before = self.page_hashes[index - 1] if index else salt(request, self.version)
         more = b"" if request.given is None else request.given.content(start, start + len(tokens))
@@ -399,10 +401,8 @@ def free(host: HostState, req: RequestState) -> None:
     host.pages.release(req.pages)
     host.free_rows.append(req.row)
     req.row = req.cohort = -1
-    req.pages, req.num_prefilled, req.num_found, req.num_published, req.on_device = (
-        [],
-        0,
-        0,
-        0,
-        False,
-    )
+    req.pages = []
+    req.num_prefilled = 0
+    req.num_found = 0
+    req.num_published = 0
+    req.on_device = False

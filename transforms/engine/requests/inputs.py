@@ -69,7 +69,8 @@ class RequestBuilder:
     def _eos_ids_of_vocabulary(self) -> tuple[int, ...]:
         """The model's end-of-sequence tokens that are in its vocabulary: a configuration may name
         others."""
-        ends, vocab = self.model.config.eos_token_ids, self.model.config.vocab_size
+        ends = self.model.config.eos_token_ids
+        vocab = self.model.config.vocab_size
         if beyond := [token for token in ends if token >= vocab]:
             warnings.warn(
                 f"{self.model!r}: its eos_token_id names {beyond}, beyond its {vocab} tokens, which"
@@ -142,7 +143,8 @@ class RequestBuilder:
                 write_rows(self._scratch, [0], [params], [()], [()])
             self._checked[:] = [given]
         most = min(max_tokens, self.model.config.max_position_embeddings - len(ids))
-        slot, content = -1 if adapter is None else self.slots[adapter], None
+        slot = -1 if adapter is None else self.slots[adapter]
+        content = None
         if isinstance(prompt, EmbedsPrompt):
             with blamed(call, "EmbedsPrompt(...) of dense tensors that can be read on the host"):
                 content = read_content(prompt)
@@ -151,7 +153,8 @@ class RequestBuilder:
             content = with_token_extras(
                 content, self.model.functions.token_extras, of_tokens, len(ids)
             )
-        captured, policy = bool(self.model.functions.captures), self.model.functions.policy
+        captured = bool(self.model.functions.captures)
+        policy = self.model.functions.policy
         policy = policy if self.prefix_caching else "none"
         more = content, mask is not None, own, captured, policy, cache_salt
         first = Request(name, ids, most, params, priority, slot, *more)
@@ -181,9 +184,12 @@ def encode_prompt(model: Model, prompt: Any, call: str, name: str = "the prompt"
         RequestError: the prompt is empty, leaves no room to generate, or holds an id that is not a
             token; or its embeddings or positions do not fit.
     """
-    limit, vocab, embeds = model.config.max_position_embeddings, model.config.vocab_size, None
+    limit = model.config.max_position_embeddings
+    vocab = model.config.vocab_size
+    embeds = None
     if isinstance(prompt, EmbedsPrompt):
-        embeds, prompt = prompt, prompt.ids
+        embeds = prompt
+        prompt = prompt.ids
     is_prompt = isinstance(prompt, str | list | tuple)
     ids = model.encode(prompt) if isinstance(prompt, str) else list(prompt) if is_prompt else []
     known = ids if embeds is None else [token for token in ids if token != EMBEDDED]
@@ -192,10 +198,8 @@ def encode_prompt(model: Model, prompt: Any, call: str, name: str = "the prompt"
     )  # a long prompt's fast way
     wrong = [] if are_tokens else [token for token in known if not is_int(token, 0, vocab - 1)]
     if not is_prompt:
-        seen, instead = (
-            f"{name} is {prompt!r:.200}, a {type(prompt).__name__}",
-            "a string or a list of token ids",
-        )
+        seen = f"{name} is {prompt!r:.200}, a {type(prompt).__name__}"
+        instead = "a string or a list of token ids"
         if isinstance(prompt, Mapping) and "input_ids" in prompt:
             instead = 'its ["input_ids"]'  # what transformers' tokenizers and chat templates return
         elif hasattr(prompt, "tolist"):
@@ -207,10 +211,8 @@ def encode_prompt(model: Model, prompt: Any, call: str, name: str = "the prompt"
         )
         instead = f"a prompt of 1 to {limit - 1} tokens"
     elif wrong:
-        seen, instead = (
-            f"{name} holds {wrong[0]!r:.200}",
-            f"token ids are ints from 0 to {vocab - 1}",
-        )
+        seen = f"{name} holds {wrong[0]!r:.200}"
+        instead = f"token ids are ints from 0 to {vocab - 1}"
         if isinstance(wrong[0], str):
             instead = "one prompt: a string or a list of token ids"
         elif isinstance(wrong[0], Mapping):

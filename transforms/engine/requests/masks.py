@@ -116,7 +116,8 @@ def compute_mask(
         RequestError: the function raised; or it returned something that is not a mask, or allows no
             token; or the request's parameters bar every token that it allows.
     """
-    call, words = f"mask of request {id!r}, after {len(token_ids)} tokens", -(-vocab_size // 32)
+    call = f"mask of request {id!r}, after {len(token_ids)} tokens"
+    words = -(-vocab_size // 32)
     with blamed(
         call, "a function from tokens to the ids of those that may be next, which raises nothing"
     ):
@@ -134,10 +135,8 @@ def compute_mask(
             allowed = bits & _all(vocab_size)
             if (allowed & own.allowed_after(len(token_ids))).any():
                 return bits.numpy().tobytes()
-            seen, instead = (
-                "no token that is allowed",
-                "at least one: the end-of-sequence token ends a request",
-            )
+            seen = "no token that is allowed"
+            instead = "at least one: the end-of-sequence token ends a request"
             if allowed.any():
                 seen = (
                     "tokens that are all barred by the request's allowed_token_ids, bad_token_ids"
@@ -148,7 +147,8 @@ def compute_mask(
 
 
 def _ids(found: Any, vocab_size: int) -> set[int]:
-    ids, most = set[int](), _MAX_REPEATS * vocab_size
+    ids = set[int]()
+    most = _MAX_REPEATS * vocab_size
     for count, token in enumerate(found):  # one after the other: an iterator may be endless
         is_token = (
             isinstance(token, int) and not isinstance(token, bool) and 0 <= token < vocab_size
@@ -195,7 +195,8 @@ def without_bad_words(
     vocab_size = model.config.vocab_size
 
     def allowed(token_ids: Sequence[int]) -> Tensor | Iterable[int] | None:
-        found, said = None if mask is None else mask(token_ids), tuple(token_ids)
+        found = None if mask is None else mask(token_ids)
+        said = tuple(token_ids)
         barred = {ids[-1] for ids in longer if said[max(len(said) - len(ids) + 1, 0) :] == ids[:-1]}
         if not barred:
             return found

@@ -173,8 +173,11 @@ def hash_pages(before: bytes, token_ids: Sequence[int], page_size: int) -> list[
     >>> hash_pages(b"", [1, 2, 3, 4, 5], 2) == [first, hash_page(first, [3, 4])]
     True
     """
-    ids, size, found = array("q", token_ids), page_size * array("q").itemsize, list[bytes]()
-    data, head = ids.tobytes(), b"|%d|" % page_size
+    ids = array("q", token_ids)
+    size = page_size * array("q").itemsize
+    found = list[bytes]()
+    data = ids.tobytes()
+    head = b"|%d|" % page_size
     for start in range(0, len(ids) // page_size * size, size):
         before = _digest(before, head + data[start : start + size])
         found.append(before)

@@ -10,7 +10,8 @@ from weft.transforms.engine.requests.pages import Pages
 
 def allocate_pages(host: HostState, req: RequestState, copies: list[tuple[int, int]]) -> bool:
     """Give a request the pages of its tokens, cached ones first; False if too few are free."""
-    pages, length = host.pages, req.length
+    pages = host.pages
+    length = req.length
     shared, source = lookup_prefix(pages, req)
     held = [*shared, *([] if source is None else [source])]
     need = pages.pages_for(length) - len(shared)
@@ -37,10 +38,8 @@ def lookup_prefix(pages: Pages, req: RequestState) -> tuple[list[int], int | Non
     be written on. Snapshots are of whole pages, so that this page is computed instead. Tokens that
     are computed again are not written.
     """
-    policy, has_logprobs = (
-        req.request.prefix_caching,
-        req.request.sampling.prompt_logprobs is not None,
-    )
+    policy = req.request.prefix_caching
+    has_logprobs = req.request.sampling.prompt_logprobs is not None
     req.hash_pages(pages.page_size)
     if policy == "none" or (has_logprobs and policy != "recompute"):  # of every token of the prompt
         return [], None

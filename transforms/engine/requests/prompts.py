@@ -83,7 +83,8 @@ class EmbedsPrompt(Summarized):
         Raises:
             RequestError: the parts do not fit the model or each other.
         """
-        ids, config = self.ids, model.config
+        ids = self.ids
+        config = model.config
         shape, places = [len(ids), config.hidden_size], [3, len(ids)]
         embedded = ", some of which are EMBEDDED (-2)" if EMBEDDED in ids else ""
         rules: dict[str, Rule] = {
@@ -158,7 +159,9 @@ def position_content(index: int, positions: Sequence[int]) -> bytes:
 def read_content(prompt: EmbedsPrompt) -> PromptContent:
     """A prompt's embeddings and positions, and their digests. Copies both, so that the user may
     change them later, and reads both on the host."""
-    embeds, positions, ids = prompt.inputs_embeds, prompt.positions, prompt.ids
+    embeds = prompt.inputs_embeds
+    positions = prompt.positions
+    ids = prompt.ids
     embeds = None if embeds is None or EMBEDDED not in ids else embeds.detach().clone()
     positions = None if positions is None else positions.cpu().clone()
     texts = [b""] * len(ids)
@@ -207,7 +210,8 @@ def check_extras(
     if not given:
         check_values(call, {"extras": _EXTRAS}, {"extras": given})
         return None, {}
-    defaults, of_tokens = functions.extras, functions.token_extras
+    defaults = functions.extras
+    of_tokens = functions.token_extras
     known = f"a dict of the model's extras by name: {', '.join(map(repr, (*defaults, *of_tokens)))}"
     if not (defaults or of_tokens):
         known = (
@@ -252,7 +256,8 @@ def with_token_extras(
     if not given:
         return content
     content = content or PromptContent(None, None, 0, (b"",) * num_tokens)
-    rows, texts = dict[str, Tensor](), [hashlib.blake2b(digest_size=16) for _ in range(num_tokens)]
+    rows = dict[str, Tensor]()
+    texts = [hashlib.blake2b(digest_size=16) for _ in range(num_tokens)]
     differs = [False] * num_tokens
     for name, default in sorted(defaults.items()):
         last = default[None].to(given[name].device if name in given else "cpu")

@@ -89,7 +89,8 @@ def step_time(
         *((sum(own), _pairs(own), took) for own, took in steps), strict=True
     )
     (many, sooner), (few, later) = long
-    more, reads = _pairs(few) - _pairs(many), sum(few) - len(few)
+    more = _pairs(few) - _pairs(many)
+    reads = sum(few) - len(few)
     per_pair = max(0.0, (later - sooner) / more) if more > 0 else 0.0
     # One long step that was measured too slow must not make all others free: none takes far less
     # than the fastest did.

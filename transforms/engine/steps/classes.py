@@ -21,7 +21,8 @@ from weft.trees import map_sized
 T = TypeVar("T")
 
 _MAX_DECISIONS = 4096
-_MOST_CAPTURED, _MOST_CAPTURED_IF_SMALL = 2048, 4096
+_MOST_CAPTURED = 2048
+_MOST_CAPTURED_IF_SMALL = 4096
 _SMALL_LAYER = 48 * 10**6
 """The bytes of weights that a token reads in a layer, below which a GPU is faster than the host
 that launches a step of 8,192 tokens: on an H200, 19 ms against 22 to 40 for the 28 layers of
@@ -139,7 +140,8 @@ def engine_ladder(
 ) -> Ladder[BatchDescriptor]:
     """The classes of a cohort's steps that may be captured, with the attention that the stages
     have."""
-    loras, size = lora_rungs(min(num_adapters, budget.cohort_size)), budget.cohort_size
+    loras = lora_rungs(min(num_adapters, budget.cohort_size))
+    size = budget.cohort_size
     most = min(
         budget.max_num_tokens, max(captured_tokens(model.config), size * max(budget.query_lens))
     )

@@ -267,10 +267,8 @@ class PipelineExecutor:
         if not works:
             return ()
         if self._session is None:
-            self._session, self._first_job = (
-                self.pipelined.session(self.params, self.state),
-                works[0].job,
-            )
+            self._session = self.pipelined.session(self.params, self.state)
+            self._first_job = works[0].job
         self._running += works
         jobs = [Job(work.feeds, self._after(work)) for work in works]
         return self._finished(self._session.submit([self._batches(work) for work in works], jobs))

@@ -64,10 +64,8 @@ class StepResult:
             num_tokens: tokens before the one that was not drawn, the prompt included.
         """
         if math.isnan(self.faults[row]):
-            seen, instead = (
-                "logits that are NaN",
-                "look for weights that are not finite, or for an overflow of the dtype",
-            )
+            seen = "logits that are NaN"
+            instead = "look for weights that are not finite, or for an overflow of the dtype"
             return LogitsError(f"request {id!r}", f"{seen} after {num_tokens} tokens", instead)
         seen = (
             f"no token that can be drawn after {num_tokens} tokens: those that the request allows"
@@ -159,9 +157,11 @@ def _step_result(copied: dict[str, Tensor]) -> StepResult:
             else [[x] for x in rows]
         )
 
-    top, prompt_top = "top_ids" in copied, "prompt_top_ids" in copied
+    top = "top_ids" in copied
+    prompt_top = "prompt_top_ids" in copied
     pairs = zip(by_row("top_ids"), by_row("top_logprobs"), strict=True) if top else ()
-    token_ids, logprobs = by_row("token_ids"), by_row("logprobs")
+    token_ids = by_row("token_ids")
+    logprobs = by_row("logprobs")
     faults = find_faults(logprobs)
     for row, index in faults.items():
         token_ids[row] = token_ids[row][:index]

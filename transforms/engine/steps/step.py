@@ -140,7 +140,8 @@ class Work:
     @property
     def descriptor(self) -> BatchDescriptor:
         """The shape class of the batch."""
-        count, loras = len(self.rows), self.num_active_loras
+        count = len(self.rows)
+        loras = self.num_active_loras
         if not self.token_ids:
             return BatchDescriptor.uniform(count, self.query_len, loras)
         return BatchDescriptor(self.num_tokens, count, num_active_loras=loras)
@@ -177,7 +178,8 @@ class Work:
                 self.rows, query_len=self.query_len, num_active_loras=loras, device=device
             )
             return DeviceWork(self._masked(batch, device), self.edits)
-        ids, given = self.token_ids, self.given if first else ()
+        ids = self.token_ids
+        given = self.given if first else ()
         if self.given and not first:
             ids = tuple(tuple(0 if token == EMBEDDED else token for token in own) for own in ids)
         batch = Batch.ragged(
@@ -287,7 +289,8 @@ def batch_token_extras(
         given, starts, token_ids: as for `batch_embeds`.
     """
     held = [{} if own is None else own.token_extras for own in given]
-    names, found = next((own.keys() for own in held if own), ()), dict[str, PerToken]()
+    names = next((own.keys() for own in held if own), ())
+    found = dict[str, PerToken]()
     for name in names:
         default = next(own[name][-1] for own in held if own)
         values = to_device(default, device).repeat(sum(map(len, token_ids)), *[1] * default.dim())

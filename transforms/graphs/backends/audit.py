@@ -117,11 +117,10 @@ class Audit(OperatorWatch):
         self.on_device = on_device
         self.collectives = collectives
         self._inputs = inputs
-        count, storages = (
-            inputs.num_references,
-            [storage_id(x) if isinstance(x, Tensor) else 0 for x in inputs.leaves],
-        )
-        self.by_reference, self._buffers = {*storages[:count]} - {0}, {*storages[count:]} - {0}
+        count = inputs.num_references
+        storages = [storage_id(x) if isinstance(x, Tensor) else 0 for x in inputs.leaves]
+        self.by_reference = {*storages[:count]} - {0}
+        self._buffers = {*storages[count:]} - {0}
         self.writable = {*storages[: inputs.num_donated]} - {0}
         self._named = {
             storage: i for i, storage in enumerate(storages) if storage and i >= inputs.num_donated
@@ -214,7 +213,8 @@ class Audit(OperatorWatch):
             # A constant in the function's source: each replay must start from its value, even if it
             # is changed later.
             func = torch.ops.aten.clone.default
-        result, allocates = self._call(func, args, kwargs), False
+        result = self._call(func, args, kwargs)
+        allocates = False
         self.random.after_operator(func)
         in_place = {storage_id(x) for x in written(func, args, kwargs)}
         sources = (
@@ -365,15 +365,11 @@ class Audit(OperatorWatch):
         if (seen := storage_reach(func, args, kwargs)) and seen[1] > self._dense.get(
             seen[0], math.inf
         ):
-            where, instead = (
-                "beyond its elements",
-                "x.contiguous() first, or pass the whole tensor that it is a view of",
-            )
+            where = "beyond its elements"
+            instead = "x.contiguous() first, or pass the whole tensor that it is a view of"
             if math.isinf(seen[1]):
-                where, instead = (
-                    "by an offset in its storage",
-                    "x[offset:].as_strided(size, stride), with no other offset",
-                )
+                where = "by an offset in its storage"
+                instead = "x[offset:].as_strided(size, stride), with no other offset"
             operator = func._schema.name.removeprefix("aten::")
             fault = f"{operator} of {self._name(seen[0])} {where}, which a replay does not have"
             raise self.refuse(fault, instead)
@@ -480,7 +476,9 @@ class Audit(OperatorWatch):
         self._constants.clear()
         self._gathers.clear()
         self._dependent = self._buffers | self.writable
-        self.external, self._results, self.launches = {}, [], 0
+        self.external = {}
+        self._results = []
+        self.launches = 0
         self._refusals.made, self._failed = [], ""
         self._host_reads.without_gradient = []
         self.has_unknown = False
@@ -510,15 +508,11 @@ class Audit(OperatorWatch):
             gc.collect()  # a tensor in a reference cycle is not a leak
         if found := self._leaked(returned, overwritten):
             shapes = ", ".join(_shown(t) for t in found[:3])
-            subject, instead = (
-                "a tensor that it made is",
-                "make it before the call and pass it in, or return it",
-            )
+            subject = "a tensor that it made is"
+            instead = "make it before the call and pass it in, or return it"
             if all(storage_id(t) in self._buffers for t in found):
-                subject, instead = (
-                    "an argument, or a view of one, is",
-                    "keep a clone of it outside the function",
-                )
+                subject = "an argument, or a view of one, is"
+                instead = "keep a clone of it outside the function"
             seen = (
                 f"{subject} kept and not returned ({shapes}): in a cache, a global or an attribute"
             )

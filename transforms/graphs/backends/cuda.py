@@ -171,7 +171,8 @@ class CudaBackend:
         """Warm up before the first capture of a kind; before later ones only if CUDA refuses a
         capture without it."""
         kind = (bool(split_at), threading.get_ident())  # each thread has its own library handles
-        pool_user, nbytes = None, 0
+        pool_user = None
+        nbytes = 0
         if kind in self._warmed_up:
             try:
                 recording = self._record(fn, audit, split_at)
@@ -179,7 +180,8 @@ class CudaBackend:
                     return recording
                 # The allocator forgets a pool that no graph uses, and these graphs may be the
                 # first.
-                pool_user, nbytes = recording.pieces, recording.nbytes
+                pool_user = recording.pieces
+                nbytes = recording.nbytes
                 del recording
             except (CaptureError, torch.OutOfMemoryError):
                 raise
@@ -221,14 +223,10 @@ class CudaBackend:
     ) -> CudaRecording:
         audit.random.add_known(self._generators.values())
         audit.restart()
-        free, reserved = (
-            torch.cuda.mem_get_info(self.device)[0],
-            torch.cuda.memory_reserved(self.device),
-        )
-        session, loops = (
-            _Session(self.device, self.pool, split_at, audit),
-            self._while_nodes.recorder(audit),
-        )
+        free = torch.cuda.mem_get_info(self.device)[0]
+        reserved = torch.cuda.memory_reserved(self.device)
+        session = _Session(self.device, self.pool, split_at, audit)
+        loops = self._while_nodes.recorder(audit)
         try:
             with looping(loops):
                 outputs = session.run(fn)
@@ -283,7 +281,10 @@ class _Session(OperatorWatch):
     def __init__(
         self, device: torch.device, pool: Any, split_at: frozenset[str], audit: Audit
     ) -> None:
-        self.device, self.pool, self.split_at, self.audit = device, pool, split_at, audit
+        self.device = device
+        self.pool = pool
+        self.split_at = split_at
+        self.audit = audit
         self.pieces: list[Piece] = []
         self._graph = torch.cuda.CUDAGraph()
         self._before: SplitCall | None = None

@@ -78,7 +78,9 @@ class HostReads(FunctionMode):
     ) -> None:
         super().__init__()
         self.refuse = refuse
-        self.is_argument, self.is_own, self.constants = is_argument, is_own, constants
+        self.is_argument = is_argument
+        self.is_own = is_own
+        self.constants = constants
         self.gathers = gathers
         self.asked_for = asked_for
         self.without_gradient: list[Tensor] = []
@@ -96,7 +98,8 @@ class HostReads(FunctionMode):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
-        kwargs, name = kwargs or {}, getattr(func, "__name__", "")
+        kwargs = kwargs or {}
+        name = getattr(func, "__name__", "")
         if name == "__get__":
             return self._read_attribute(func, args)
         if found := _fault(func, name, args, kwargs, self.constants):
@@ -139,7 +142,8 @@ class HostReads(FunctionMode):
 
     def _read_attribute(self, func: Any, args: tuple[Any, ...]) -> Any:
         """Read an attribute of a tensor, unless it is one that a replay would not read again."""
-        attribute, value = getattr(func, "__self__", None), func(*args)
+        attribute = getattr(func, "__self__", None)
+        value = func(*args)
         if attribute is torch.Tensor.grad and (
             self.is_argument(args[0]) if value is None else not self.is_own(value)
         ):
@@ -291,7 +295,8 @@ class Refusals:
                 " cannot receive"
             )
             raise self.refuse(fault, REMEDY) from error
-        first, self.made = next(iter(self.made), None), []
+        first = next(iter(self.made), None)
+        self.made = []
         try:
             if (
                 first is not None

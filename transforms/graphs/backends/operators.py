@@ -178,7 +178,9 @@ def storage_reach(
     if func.overloadpacket not in (*_STRIDED, _aten.set_):
         return None
     named = dict(zip((a.name for a in func._schema.arguments), args, strict=False)) | kwargs
-    x, source, first = named["self"], named.get("source"), named.get("storage_offset")
+    x = named["self"]
+    source = named.get("source")
+    first = named.get("storage_offset")
     if func.overloadpacket in _STRIDED:
         source = x.untyped_storage()
         if first is not None:
@@ -234,10 +236,8 @@ def _device_crossing(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -
     copied = args[func is torch.ops.aten.copy_.default]
     if not isinstance(copied, Tensor):  # a number of vmap's, which is a constant
         return None
-    source, target = (
-        copied.device,
-        args[0].device if copied is not args[0] else kwargs.get("device"),
-    )
+    source = copied.device
+    target = args[0].device if copied is not args[0] else kwargs.get("device")
     target = source if target is None else torch.device(target)
     if source.type == target.type:
         return None

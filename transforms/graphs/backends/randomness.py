@@ -51,7 +51,8 @@ class Randomness:
         device: torch.device | None,
         known: Iterable[torch.Generator],
     ) -> None:
-        self.refuse, self.device = refuse, device
+        self.refuse = refuse
+        self.device = device
         default = _default_generators(device)
         self.copy = torch.Generator()
         self.copy.set_state(torch.default_generator.get_state())
@@ -193,7 +194,8 @@ class _Known:
 
     def begin(self) -> None:
         """Begin a run."""
-        self._seed, self._seen = None, []
+        self._seed = None
+        self._seen = []
         self.observe()
 
     def observe(self) -> bool:
@@ -235,7 +237,8 @@ class _PrivateDraws(OperatorWatch):
     GPU it refuses numbers that are drawn on the CPU: a replay would not draw them again."""
 
     def __init__(self, random: Randomness) -> None:
-        self.random, self.generator = random, random.copy
+        self.random = random
+        self.generator = random.copy
 
     def operator(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if not may_draw(func):

@@ -141,12 +141,14 @@ class _Recorder(OperatorWatch):
 
     def loop(self, flag: Tensor, carry: Sequence[Tensor], step: Callable[[], None]) -> None:
         """Record the operators of `step` on a tape of their own, which a replay repeats."""
-        outer, self.tape = self.tape, []
+        outer = self.tape
+        self.tape = []
         try:
             with self.audit.steps.step(carry):
                 step()
         finally:
-            inner, self.tape = self.tape, outer
+            inner = self.tape
+            self.tape = outer
         with unseen():
             self.tape.append(Loop(_alias(flag), tuple(inner), torch.is_grad_enabled()))
 
@@ -186,10 +188,8 @@ class _Recorder(OperatorWatch):
                 self.unwritten.written(inputs)
             if not reads_shapes(func):
                 self.unwritten.check_read(inputs - {storage_id(x) for x in unread(func, args)})
-            taped, named = (
-                map_tensors(self._tape_argument, args),
-                map_tensors(self._tape_argument, kwargs),
-            )
+            taped = map_tensors(self._tape_argument, args)
+            named = map_tensors(self._tape_argument, kwargs)
             self.tape.append(
                 Operation(
                     func, taped, named, tuple(computed), tuple(sparse), torch.is_grad_enabled()
@@ -296,5 +296,6 @@ def _record(fn: Callable[[], Any], audit: Audit, split_at: frozenset[str]) -> Ta
         outputs = fn()
         leaves = outputs.leaves if isinstance(outputs, Outputs) else tree_leaves(outputs)
         recorder.unwritten.check_read({storage_id(x) for x in leaves if isinstance(x, Tensor)})
-    tape, pieces = tuple(recorder.tape), recorder.num_pieces
+    tape = tuple(recorder.tape)
+    pieces = recorder.num_pieces
     return TapeRecording(tape, outputs, pieces, recorder.nbytes(), inference=recorder.inference)

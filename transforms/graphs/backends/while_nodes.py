@@ -57,7 +57,8 @@ class Rehearsed:
     workspaces there."""
 
     def __init__(self, nodes: WhileNodes, audit: Audit) -> None:
-        self.nodes, self._audit = nodes, audit
+        self.nodes = nodes
+        self._audit = audit
         self._depth = 0
 
     @property
@@ -67,10 +68,8 @@ class Rehearsed:
         return self.nodes.unable
 
     def loop(self, _: Tensor, carry: Sequence[Tensor], step: Callable[[], None]) -> None:
-        stream, current = (
-            self.nodes.stream(self._depth),
-            torch.cuda.current_stream(self.nodes.device),
-        )
+        stream = self.nodes.stream(self._depth)
+        current = torch.cuda.current_stream(self.nodes.device)
         stream.wait_stream(current)
         self._depth += 1
         try:
@@ -86,7 +85,8 @@ class Recorded:
     steps."""
 
     def __init__(self, nodes: WhileNodes, audit: Audit) -> None:
-        self.nodes, self._audit = nodes, audit
+        self.nodes = nodes
+        self._audit = audit
         self.pools: list[Any] = []
         self._depth = 0
 

@@ -94,7 +94,8 @@ def _same_layout(x: Tensor) -> "np.ndarray[tuple[int, ...], np.dtype[np.void]]":
 def refuse_shared(call: Arguments, name: str) -> None:
     """Raise if a donated argument shares memory with another donated one, or its storage with
     another argument by reference, because the order of the writes would then decide the result."""
-    leaves, count = call.reference_leaves, call.num_donated
+    leaves = call.reference_leaves
+    count = call.num_donated
     donated = [
         (i, x) for i, x in enumerate(leaves[:count]) if isinstance(x, Tensor) and not x.is_meta
     ]
@@ -131,7 +132,8 @@ def refuse_donated_twice(call: Arguments, name: str, first: int) -> None:
     """Raise if another argument is a donated tensor, or if a copied one lies in the memory of a
     donated one: the function itself would see what it writes there, and a replay would not. `first`
     is the index of the first leaf that no earlier call has checked."""
-    leaves, count = (*call.reference_leaves, *call.copied_leaves), call.num_donated
+    leaves = (*call.reference_leaves, *call.copied_leaves)
+    count = call.num_donated
     donated = {id(x): i for i, x in enumerate(leaves[:count]) if isinstance(x, Tensor)}
     for index, leaf in enumerate(leaves[first:], first):
         if id(leaf) in donated:
@@ -177,13 +179,15 @@ class Storages:
     def __init__(self, donated: Sequence[Any]) -> None:
         storages = [x.untyped_storage() for x in donated if isinstance(x, Tensor)]
         spans = sorted({(s.data_ptr(), s.data_ptr() + s.nbytes()) for s in storages if s.nbytes()})
-        self._starts, self._ends = [start for start, _ in spans], [end for _, end in spans]
+        self._starts = [start for start, _ in spans]
+        self._ends = [end for _, end in spans]
 
     def meet(self, tensor: Tensor) -> bool:
         """Whether the tensor's storage has a byte in common with one of the storages; two storages
         may, as of one numpy array."""
         storage = tensor.untyped_storage()
-        start, end = storage.data_ptr(), storage.data_ptr() + storage.nbytes()
+        start = storage.data_ptr()
+        end = storage.data_ptr() + storage.nbytes()
         return any(a < end and start < b for a, b in zip(self._starts, self._ends, strict=True))
 
     def hold(self, tensors: Sequence[Tensor]) -> bool:

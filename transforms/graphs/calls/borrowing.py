@@ -68,7 +68,8 @@ class _Watch(FunctionMode):
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        kwargs, name = kwargs or {}, getattr(func, "__name__", str(func))
+        kwargs = kwargs or {}
+        name = getattr(func, "__name__", str(func))
         tensors = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
         if name not in _METADATA and name not in ("__get__", "__set__"):
             for tensor in tensors:

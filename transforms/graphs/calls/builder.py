@@ -96,9 +96,11 @@ def write_template(
         kind = f"T{len(names)}"
         names[kind] = type(node)
         if (fields := node_fields(type(node))) is not None:
-            sized, pairs = sized_class_fields(type(node)), list[str]()
+            sized = sized_class_fields(type(node))
+            pairs = list[str]()
             for name in fields.children:
-                child, is_whole = getattr(node, name), sized is not None and name in sized.axes
+                child = getattr(node, name)
+                is_whole = sized is not None and name in sized.axes
                 expression = None if child is None else build(child, is_cut and not is_whole)
                 pairs.append(f"({name!r}, {expression})")
             for name in fields.statics:
@@ -127,8 +129,10 @@ def write_template(
 
     axes = functools.cache(lambda: leaf_axes(tree_unflatten(list(leaves), structure)))
     try:
-        source, made = build(tree_unflatten([_Slot(e) for e in expressions], structure)), None
+        source = build(tree_unflatten([_Slot(e) for e in expressions], structure))
+        made = None
     except Exception:  # a user's class, which generated code cannot read
-        source, made = f"[{', '.join(expressions)}]", structure_of
+        source = f"[{', '.join(expressions)}]"
+        made = structure_of
     source = f"def generated(outputs, references):\n    return {source}\n"
     return Template(source, names, tuple(descriptors), axes, made)

@@ -249,7 +249,8 @@ def bind(
 def modules_keep_training(call: Call, roles: Roles) -> Callable[[], bool] | None:
     """A function that returns whether no module of the key has switched between training and
     evaluation since the call; None if there is no module."""
-    own, training = roles.modules({}), call.training
+    own = roles.modules({})
+    training = call.training
     others = tuple(weakref.ref(module) for module in roles.modules(call.statics)[len(own) :])
     if not training:
         return None
@@ -318,7 +319,8 @@ def inline_reason(call: Call) -> str | None:
     """The reason why a call runs inline, with the argument's name; None if it does not."""
     if (inside := enclosing_transform()) is not None or (index := _leaf_to_inline(call)) is None:
         return inside
-    name, leaf = call.new_names()[index], call.new_leaves()[index]
+    name = call.new_names()[index]
+    leaf = call.new_leaves()[index]
     if torch.is_grad_enabled() and leaf.requires_grad:
         return (
             f"{name} requires grad, and autograd must see the operators; torch.no_grad() around the"

@@ -38,7 +38,8 @@ from weft.transforms.graphs.calls.reader import (
 def modes_around() -> tuple[Any, ...]:
     """The function modes, batch invariance and rank that a call is made under; each combination has
     fast paths of its own. Most calls have none of these."""
-    modes, place = function_modes(), current_place()
+    modes = function_modes()
+    place = current_place()
     modes = (*modes, "batch invariant") if is_batch_invariant() else modes
     return modes if place is None else (*modes, place)
 
@@ -208,7 +209,8 @@ class FastPath(Generic[T]):
             return False
         _store(self.plans, read[0], read[2], guarded, MAX_KEYS)
         if call.known is None:
-            known, tensors = KnownReferences(call.reference_tree, call.reference_key()), read[2]
+            known = KnownReferences(call.reference_tree, call.reference_key())
+            tensors = read[2]
             tensors = tensors[: self.layout.num_references[1]]
             references = _guarded(lambda: known, None, tensors)
             assert references is not None, "a subset of tensors that are all in one place"
@@ -231,7 +233,9 @@ class FastPaths(Generic[T]):
     """
 
     def __init__(self, roles: Roles, name: str, has_ladder: bool) -> None:
-        self.roles, self.name, self.has_ladder = roles, name, has_ladder
+        self.roles = roles
+        self.name = name
+        self.has_ladder = has_ladder
         self.by_form: dict[tuple[Any, ...], tuple[FastPath[T], ...]] = {}
 
     def known_call(

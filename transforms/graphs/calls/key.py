@@ -118,7 +118,8 @@ class Weakly:
     """A static argument that is equal only to itself, in a key that does not keep it alive."""
 
     def __init__(self, value: Any) -> None:
-        self.reference, self._hash = weakref.ref(value), id(value)
+        self.reference = weakref.ref(value)
+        self._hash = id(value)
 
     def __eq__(self, other: object) -> bool:
         if self is other:
@@ -165,7 +166,9 @@ def leaf_key(leaf: Any, shape: tuple[int, ...] | None, by_reference: bool) -> An
     else None."""
     if not isinstance(leaf, Tensor):
         return value_key(leaf)
-    kind, dtype, device = type(leaf), leaf.dtype, leaf.device
+    kind = type(leaf)
+    dtype = leaf.dtype
+    device = leaf.device
     flags: tuple[bool, ...] = (
         leaf.is_conj(),
         leaf.is_neg(),
@@ -244,10 +247,8 @@ def check_tensors(leaves: Iterable[Any], call: str, names: Callable[[], Iterable
         ):
             continue
         if leaf.is_quantized:
-            what, instead = (
-                "quantized, and its scales are not part of the key",
-                "pass x.int_repr() and the scales",
-            )
+            what = "quantized, and its scales are not part of the key"
+            instead = "pass x.int_repr() and the scales"
         else:
             what = f"{kind_of(leaf)}, a subclass of Tensor, which may redefine any operator"
             instead = "pass plain tensors: those that it wraps, or x.as_subclass(torch.Tensor)"

@@ -140,7 +140,8 @@ def write_reader(
         _write_value(writer, argument.expression, argument.value, is_held_weakly(argument.value))
     for argument in references:
         _write(writer, argument.expression, argument.value, True, argument.taker)
-    num_first, num_references = len(writer.key), (writer.num_leaves, writer.num_tensors)
+    num_first = len(writer.key)
+    num_references = (writer.num_leaves, writer.num_tensors)
     for argument in copied:
         _write(writer, argument.expression, argument.value, False, None)
     if writer.addresses:
@@ -182,7 +183,8 @@ def argument_expressions(
     """
     kinds = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
     named = {name for name, parameter in signature.parameters.items() if parameter.kind in kinds}
-    expressions, position = {}, 0
+    expressions = {}
+    position = 0
     for name, parameter in signature.parameters.items():
         if parameter.kind is parameter.VAR_POSITIONAL:
             expressions[name], position = f"args[{position}:]", num_args
@@ -263,7 +265,8 @@ def _write_node(
             else:
                 _write(writer, f"{name}.{field}", child, by_reference, taker)
         return
-    children, items = child_nodes(value), name
+    children = child_nodes(value)
+    items = name
     if type(value) is dict:
         writer.require(f"[*{name}] == {writer.constant([*value])}")
         if any(type(key) is not str for key in value):

@@ -207,7 +207,8 @@ def refuse_opaque(name: str, outputs: Outputs, call: Call) -> None:
             or id(leaf) in given
         ):
             continue
-        where, kind = _path(outputs, index), type(leaf).__name__
+        where = _path(outputs, index)
+        kind = type(leaf).__name__
         seen = (
             f"its result{where} is of class {kind}, which is neither a tensor, a plain value nor a"
             " pytree"
@@ -362,7 +363,8 @@ def keep_in_place(result: R, donated: Sequence[str], call: Call) -> R:
     ):
         return result
     with torch.no_grad():
-        taken, start = [], 0
+        taken = []
+        start = 0
         for name, part in zip(call.references, children_of(call.reference_tree), strict=True):
             stop = start + part.num_leaves
             if name in donated:

@@ -67,7 +67,8 @@ class CachedSubtree:
     def of(cls, subtree: Callable[[], Any], read: ReadTree) -> "CachedSubtree":
         """The subtree as it is now."""
         tensors = read[2]
-        addresses, kinds = tuple(map(_data_ptr, tensors)), tuple(map(type, tensors))
+        addresses = tuple(map(_data_ptr, tensors))
+        kinds = tuple(map(type, tensors))
         return cls(subtree, read, addresses, kinds, tuple(map(vars, tensors)))
 
     def is_valid(self) -> bool:
@@ -85,7 +86,8 @@ class _Hashed:
     """A long key with its hash."""
 
     def __init__(self, key: Any) -> None:
-        self._key, self._hash = key, hash(key)
+        self._key = key
+        self._hash = hash(key)
 
     def __eq__(self, other: object) -> bool:
         return self is other or (isinstance(other, _Hashed) and self._key == other._key)

@@ -145,10 +145,8 @@ def plan_cohorts(
 
 def _costs(found: Sequence[float] | Costs, num_stages: int, call: str) -> Costs:
     costs = found if isinstance(found, Costs) else Costs(found)
-    names, same = (
-        ("stages", "message_bytes", "output_bytes"),
-        "a cost that is the same for all micro-batches",
-    )
+    names = ("stages", "message_bytes", "output_bytes")
+    same = "a cost that is the same for all micro-batches"
     values = {name: getattr(costs, name) for name in names}
     check_values(
         call, dict.fromkeys(names, (lambda each: not callable(each), same)), values, CostError

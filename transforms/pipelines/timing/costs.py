@@ -34,7 +34,8 @@ _RULES: dict[str, Rule] = {
 _KINDS = {"stage": "stages", "part": "parts"}
 
 
-ONE_STEP, RING = "in one step to all others", "around a ring"
+ONE_STEP = "in one step to all others"
+RING = "around a ring"
 BY_NODE = "in three phases: within nodes, between them, within"
 """The ways to sum over ranks."""
 
@@ -115,7 +116,8 @@ class Costs:
             return self.advance
         match = re.fullmatch(r"(stage|part) (\d+)", effect.what)
         name = _KINDS[match[1]] if match else "stages"
-        given, index = getattr(self, name), int(match[2]) if match else 0
+        given = getattr(self, name)
+        index = int(match[2]) if match else 0
         if match is None or not (callable(given) or index < len(given)):
             runs = "'part N'" if name == "parts" else f"'stage N', or of {ADVANCE!r}"
             instead = f"Costs({name}=...) with a cost for each {name[:-1]}; a Run of {runs}"
@@ -128,7 +130,8 @@ class Costs:
     def _collective(self, effect: Collective) -> float:
         if self.collective is not None:
             return _valid(effect, f"collective('{effect}')", self.collective(effect))
-        others, size = len(effect.ranks) - 1, collective_bytes(effect)
+        others = len(effect.ranks) - 1
+        size = collective_bytes(effect)
         if not others:
             return 0.0
         if isinstance(effect, AllReduce):
@@ -140,7 +143,8 @@ class Costs:
 
     def all_reduce_ways(self, effect: AllReduce) -> dict[str, float]:
         """The seconds that a sum over several ranks takes in each way, by the way in words."""
-        size, found = collective_bytes(effect), dict[str, float]()
+        size = collective_bytes(effect)
+        found = dict[str, float]()
         found[ONE_STEP], found[RING] = self._flat(effect, effect.ranks, size)
         nodes = dict[int, list[int]]()
         for rank in effect.ranks:
@@ -166,7 +170,8 @@ class Costs:
 
     def transfer(self, effect: Effect, ranks: tuple[int, ...], size: float) -> float:
         """The seconds in which so many bytes go from one of some ranks to another, for an effect."""
-        latency, per_second = self.latency, self.bytes_per_second
+        latency = self.latency
+        per_second = self.bytes_per_second
         if callable(latency):
             latency = _valid(effect, f"latency({ranks})", latency(ranks))
         if callable(per_second):
@@ -175,10 +180,8 @@ class Costs:
 
     def bytes_of(self, effect: Send | Broadcast) -> float:
         """The bytes of the message that an effect sends."""
-        name, mb = (
-            "message_bytes" if isinstance(effect, Send) else "output_bytes",
-            effect.microbatch,
-        )
+        name = "message_bytes" if isinstance(effect, Send) else "output_bytes"
+        mb = effect.microbatch
         size: float | Callable[[int], float] = getattr(self, name)
         return _valid(effect, f"{name}({mb})", size(mb)) if callable(size) else size
 

@@ -139,7 +139,8 @@ class DecodeLoad:
     def transfer(self, size: int) -> float:
         """The seconds of the slowest message of `size` requests from one stage to the next; 0:
         there is only one."""
-        message, machine = size * self.bytes()["message"], self.machine
+        message = size * self.bytes()["message"]
+        machine = self.machine
         pairs = (self._farthest((stage, stage + 1)) for stage in range(self.num_stages - 1))
         return max(
             (machine.latency_of(pair) + message / machine.link_of(pair) for pair in pairs),
@@ -157,7 +158,8 @@ class DecodeLoad:
         norm and the head's matrix; of a token's row of the embedding; of a token's keys and values
         in one layer; and of a token in the message that one stage sends to the next. All are in the
         dtype that the model declares."""
-        config, row = self.own, self.config.hidden_size * self.config.dtype.itemsize
+        config = self.own
+        row = self.config.hidden_size * self.config.dtype.itemsize
         return {
             "layer": max(weights.fixed + weights.experts for weights in layer_weights(config)),
             "head": row + self.own_logits * row,
@@ -169,10 +171,13 @@ class DecodeLoad:
     def memory(self, num_requests: int, size: int) -> tuple[MemoryNeed, ...]:
         """The bytes that a rank of each stage holds, in the best split for a cohort of `size`
         requests, so that `num_requests` fit into it with their context and a new token."""
-        own, layers, tied = self.bytes(), layer_weights(self.own), self.config.tie_word_embeddings
+        own = self.bytes()
+        layers = layer_weights(self.own)
+        tied = self.config.tie_word_embeddings
         found = []
         for stage in self.splits(size)["balanced"]:
-            start, stop = stage["start"], stage["stop"]
+            start = stage["start"]
+            stop = stage["stop"]
             weights = sum(layer.fixed + layer.experts for layer in layers[start:stop])
             is_last = stop == len(layers)
             weights += own["head"] * is_last
@@ -185,8 +190,10 @@ class DecodeLoad:
     def splits(self, size: int) -> dict[str, list[dict[str, Any]]]:
         """The best split for a cohort of `size` requests, and that by the number of layers alone:
         for each stage, its layers and seconds."""
-        own, per_second = self.bytes(), self.machine.bandwidth
-        kv, shared = size * self.context * own["kv"], self.all_reduce(size)
+        own = self.bytes()
+        per_second = self.machine.bandwidth
+        kv = size * self.context * own["kv"]
+        shared = self.all_reduce(size)
         besides = self.kernels + 2 * shared
         layers = [
             (weights.read(size) + kv) / per_second + besides for weights in layer_weights(self.own)

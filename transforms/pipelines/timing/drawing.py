@@ -33,10 +33,17 @@ from weft.transforms.pipelines.timing.events import (
 # The SVG. Text and marks have the colour of the page, and nothing is drawn below them, so that a
 # dark page stays dark.
 
-_WIDTH, _LEFT, _RIGHT, _TOP = 920, 70, 70, 34
-_ROW, _BOX = 34, 24
+_WIDTH = 920
+_LEFT = 70
+_RIGHT = 70
+_TOP = 34
+_ROW = 34
+_BOX = 24
 _DIGIT = 7  # pixels, a little more than a digit of 11 px takes
-_PAGE, _WAIT, _WORK, _MEET = "currentColor", "#8886", "#9a9a9a", "#5b5b5b"
+_PAGE = "currentColor"
+_WAIT = "#8886"
+_WORK = "#9a9a9a"
+_MEET = "#5b5b5b"
 _MARKS = {"received": -4, "sent": _BOX - 1, "fence": _BOX // 2 - 2}  # pixels below the top of a box
 
 
@@ -44,7 +51,8 @@ def draw_svg(
     events: Sequence[Event], bubbles: Sequence[float], title: str = "", span: float | None = None
 ) -> str:
     """The whole picture, with an axis of `span` seconds (None: up to the last end) and a legend."""
-    ranks, end = num_ranks(events), last_end(events)
+    ranks = num_ranks(events)
+    end = last_end(events)
     span = end if span is None else span
     bottom = _TOP + ranks * _ROW
     height = bottom + 58
@@ -131,7 +139,8 @@ def _mark(event: Event) -> str:
 
 def _run(event: Event, x: float, width: float, top: float) -> Iterator[str]:
     assert isinstance(event.effect, Run)
-    colour, label = COLOURS[event.effect.microbatch % len(COLOURS)], str(event.effect.microbatch)
+    colour = COLOURS[event.effect.microbatch % len(COLOURS)]
+    label = str(event.effect.microbatch)
     if event.effect.what == ADVANCE:
         yield _rect(x, top + 7, width, _BOX - 14, colour, "#555")
         return
@@ -179,7 +188,8 @@ def _legend(events: Sequence[Event], y: float) -> Iterator[str]:
         "fence": (_rect(0, y - 6, 1.5, 5, _PAGE), 2, "fence"),
         "sent": (_rect(0, y - 1, 1.5, 5, _PAGE), 2, "sent"),
     }
-    x, drawn = float(_LEFT), _drawn(events)
+    x = float(_LEFT)
+    drawn = _drawn(events)
     for kind, (shape, wide, words) in entries.items():
         if kind in drawn:
             yield (
@@ -214,7 +224,8 @@ def draw_text(events: Sequence[Event], bubbles: Sequence[float], width: int) -> 
         raise CostError(f"as_text(width={width})", "no room", f"a width >= {LEAST_WIDTH}")
     names = [f"rank {rank}" for rank in range(num_ranks(events))]
     margin = max(map(len, names), default=0) + 1
-    columns, span = width - margin - _SHARE, last_end(events)
+    columns = width - margin - _SHARE
+    span = last_end(events)
     rows = [
         _row([event for event in events if event.rank == rank], span, columns)
         for rank in range(len(names))
@@ -232,7 +243,8 @@ def _scale(span: float, columns: int) -> str:
     size, _ = unit_of(span)
     line = [" "] * columns
     for moment in ticks(span, columns // 10 + 1):
-        at, label = int(moment / span * columns * (1 + 1e-9)) if span else 0, f"|{moment / size:g}"
+        at = int(moment / span * columns * (1 + 1e-9)) if span else 0
+        label = f"|{moment / size:g}"
         if at + len(label) <= columns:
             line[at : at + len(label)] = label
     return "".join(line)
@@ -264,7 +276,8 @@ def _char(event: Event) -> str:
 
 # The matplotlib axes.
 
-_HIGH, _LOW = 0.7, 0.3
+_HIGH = 0.7
+_LOW = 0.3
 _GREY = (0.6, 0.6, 0.6, 0.3)  # the background is seen through it, light or dark
 _PARTS = {
     "stage": "colour and number: the micro-batch",
@@ -279,9 +292,11 @@ def draw_plot(
 ) -> None:
     """Draw events into axes whose time goes to `span` seconds."""
     size, unit = unit_of(span)
-    ranks, drawn = num_ranks(events), _drawn(events)
+    ranks = num_ranks(events)
+    drawn = _drawn(events)
     for event in events:
-        start, wide = event.work[0] / size, (event.work[1] - event.work[0]) / size
+        start = event.work[0] / size
+        wide = (event.work[1] - event.work[0]) / size
         if event.waited:
             place = (event.wait[0] / size, event.waited / size)
             ax.broken_barh([place], (event.rank - _LOW / 2, _LOW), facecolors=_GREY, zorder=1)
@@ -302,7 +317,8 @@ def draw_plot(
 
 def _plot_run(ax: Any, event: Event, start: float, wide: float, span: float) -> None:
     assert isinstance(event.effect, Run)
-    number, advances = event.effect.microbatch, event.effect.what == ADVANCE
+    number = event.effect.microbatch
+    advances = event.effect.what == ADVANCE
     high = _LOW if advances else _HIGH
     colour = COLOURS[number % len(COLOURS)]
     place = (event.rank - high / 2, high)

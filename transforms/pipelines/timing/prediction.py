@@ -111,7 +111,8 @@ class Prediction:
             f" of {chosen.size}"
         )
         yield f"bound by {self.bound()}"
-        load, free = self.load, math.isinf(self.load.machine.between_nodes[1])
+        load = self.load
+        free = math.isinf(self.load.machine.between_nodes[1])
         if free and not all(
             load.machine.is_near(load.ranks(stage)) for stage in range(load.num_stages)
         ):
@@ -180,14 +181,13 @@ class Prediction:
 
     def assumptions(self) -> Iterator[str]:
         """The lines of what is assumed about the model and the machine."""
-        config, machine, sizes, context = (
-            self.load.config,
-            self.load.machine,
-            self.load.bytes(),
-            self.load.context,
-        )
+        config = self.load.config
+        machine = self.load.machine
+        sizes = self.load.bytes()
+        context = self.load.context
         dtype = str(config.dtype).removeprefix("torch.")
-        stages, shards = counted(self.load.num_stages, "stage"), self.load.num_shards
+        stages = counted(self.load.num_stages, "stage")
+        shards = self.load.num_shards
         dtype += " and FP8" * (config.fp8 is not None)
         sharing, on_each = (
             text * (shards > 1) for text in (f", each shared by {shards} ranks", " of each rank")
@@ -313,7 +313,8 @@ def predict_decode(
         ProgramError,
     )
     split_layers(config.num_layers, num_stages)  # refuses what would take long to try
-    positions, tried = config.max_position_embeddings, 1 if cohorts is None else cohorts
+    positions = config.max_position_embeddings
+    tried = 1 if cohorts is None else cohorts
     context = min(_CONTEXT, positions // 2) if context is None else context
     call = f"predict_decode(config, {num_stages}, "
     if not 0 <= context < positions:

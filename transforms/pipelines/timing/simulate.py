@@ -57,7 +57,8 @@ class _Clocks:
         """Perform one effect, after all effects that it waits for."""
         if isinstance(step.effect, Collective):
             return self._meet(step.rank, step.effect)
-        start, edges = self.now[step.rank], puts(step, len(self.now))
+        start = self.now[step.rank]
+        edges = puts(step, len(self.now))
         active = start + self.costs.launch + self.costs.seconds(step.effect, step.rank)
         end = max((active, *self._waits(step, edges)))
         if (edge := takes(step)) is not None:
@@ -95,7 +96,8 @@ class _Clocks:
 
     def _send(self, edge: Edge, effect: Effect, now: float) -> None:
         assert isinstance(effect, Send | Broadcast)
-        size, queue = self.costs.bytes_of(effect), self.messages[edge]
+        size = self.costs.bytes_of(effect)
+        queue = self.messages[edge]
         begins = max(now, queue[-1].arrives) if queue else now
         arrives = begins + self.costs.transfer(effect, (edge.source, edge.to), size)
         self.sent[edge.source, effect.microbatch].append((edge, len(queue)))

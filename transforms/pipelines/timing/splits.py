@@ -104,7 +104,9 @@ def plan_splits(config: ModelConfig, num_gpus: int, **asked: Any) -> SplitPlan:
         {"num_gpus": num_gpus},
         ProgramError,
     )
-    call, found, refused = f"plan_splits(config, {num_gpus})", list[Prediction](), dict[int, str]()
+    call = f"plan_splits(config, {num_gpus})"
+    found = list[Prediction]()
+    refused = dict[int, str]()
     for shards in (count for count in range(1, num_gpus + 1) if num_gpus % count == 0):
         try:
             share_config(config, shards)

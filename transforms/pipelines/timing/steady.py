@@ -55,11 +55,13 @@ def seconds_per_job(num_stages: int, cohorts: int, costs: Costs, capacity: int) 
     """The seconds from a job to the next in a full pipeline, whose costs are the same for all
     micro-batches."""
     arcs = defaultdict[Hashable, list[Arc]](list)
-    sent, taken = dict[Edge, tuple[Hashable, Effect]](), dict[Edge, tuple[Hashable, Effect]]()
+    sent = dict[Edge, tuple[Hashable, Effect]]()
+    taken = dict[Edge, tuple[Hashable, Effect]]()
     for rank, body in enumerate(decode_bodies(num_stages, cohorts)):
         nodes = [(rank, index) for index in range(len(body))]
         for index, effect in enumerate(body):
-            node, step = nodes[index], Step(rank, effect)
+            node = nodes[index]
+            step = Step(rank, effect)
             arcs[node].append(
                 (nodes[index - 1], costs.launch + costs.seconds(effect, rank), int(index == 0))
             )
@@ -115,9 +117,11 @@ def _evaluate(
 ) -> tuple[dict[Hashable, float], dict[Hashable, float]]:
     """For each node the ratio of the cycle to which its arcs lead, and its value relative to a node
     of that cycle."""
-    ratios, values = dict[Hashable, float](), dict[Hashable, float]()
+    ratios = dict[Hashable, float]()
+    values = dict[Hashable, float]()
     for start in policy:
-        path, places = list[Hashable](), dict[Hashable, int]()
+        path = list[Hashable]()
+        places = dict[Hashable, int]()
         node = start
         while node not in ratios and node not in places:
             places[node] = len(path)

@@ -124,7 +124,8 @@ class Timeline:
 
 
 def _moved(event: Event, zero: float) -> Event:
-    start, end = event.start - zero, event.end - zero
+    start = event.start - zero
+    end = event.end - zero
     return attrs.evolve(
         event, start=start, end=end, waited=min(event.waited, end - start)
     )  # only rounding makes it less
@@ -289,7 +290,8 @@ class Recorder:
             torch.cuda.synchronize(device)
         found = []
         for rank, effect, zero, start, end in self._spans:
-            begins, ends = start.seconds(zero), end.seconds(zero)
+            begins = start.seconds(zero)
+            ends = end.seconds(zero)
             found.append(
                 Event(rank, effect, begins, ends, 0.0 if isinstance(effect, Run) else ends - begins)
             )

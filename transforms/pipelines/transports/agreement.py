@@ -81,8 +81,11 @@ class Agreement:
 
     def __init__(self, rank: int) -> None:
         self.rank = rank
-        self._chain, self._count = "", 0
-        self._step, self._digest = 0, ""  # of the step under way
+        self._chain = ""
+        self._count = 0
+        # of the step under way
+        self._step = 0
+        self._digest = ""
         self._entries: deque[tuple[str, str]] = deque(maxlen=_MAX_ENTRIES)
         self._states: dict[int, JournalState] = {}
         self._programs: dict[str, CheckedPrograms] = {}
@@ -108,7 +111,8 @@ class Agreement:
         self._programs[checked.digest] = checked
         if len(self._programs) > _MAX_PROGRAMS:
             del self._programs[next(iter(self._programs))]
-        self._step, self._digest = step, checked.digest
+        self._step = step
+        self._digest = checked.digest
         state = self._now
         self._states = {mb: found for mb, found in self._states.items() if mb >= first}
         for mb in range(first, first + checked.num_microbatches):
@@ -141,7 +145,8 @@ class Agreement:
             "chain": state.chain,
             "programs": state.digest,
         }
-        known, kept = self._known_counts.get(peer, 0), self._count - len(self._entries)
+        known = self._known_counts.get(peer, 0)
+        kept = self._count - len(self._entries)
         if known < state.count:
             first = max(known, kept)
             self._known_counts[peer] = state.count
@@ -172,13 +177,12 @@ class Agreement:
         if isinstance(expected, Meeting) or "collective" in header:
             self._compare_meeting(peer, expected, header)
             return
-        call, instead, microbatch = (
-            f"step {state.step} of rank {self.rank}",
-            SAME,
-            expected.microbatch,
-        )
+        call = f"step {state.step} of rank {self.rank}"
+        instead = SAME
+        microbatch = expected.microbatch
         if (header["count"], header["chain"]) != (state.count, state.chain):
-            seen, instead = self._entries_seen(state, peer, header), _SAME_CALLS
+            seen = self._entries_seen(state, peer, header)
+            instead = _SAME_CALLS
         elif header["programs"] != state.digest:
             seen = self._programs_seen(state, peer, header)
         elif (header["mb"], header["returns"]) != (microbatch, expected.returns):
@@ -191,8 +195,10 @@ class Agreement:
     def _compare_meeting(
         self, peer: int, expected: "Expected | Meeting", header: dict[str, Any]
     ) -> None:
-        state, here = expected.state, getattr(expected, "effect", "a message of a stage")
-        there, instead = header.get("collective", "a message of a stage"), _SAME_CALLS
+        state = expected.state
+        here = getattr(expected, "effect", "a message of a stage")
+        there = header.get("collective", "a message of a stage")
+        instead = _SAME_CALLS
         if (header["count"], header["chain"]) != (state.count, state.chain):
             seen = self._entries_seen(state, peer, header)
         elif (
@@ -200,7 +206,8 @@ class Agreement:
             and "collective" in header
             and header["programs"] != state.digest
         ):
-            seen, instead = self._programs_seen(state, peer, header), SAME
+            seen = self._programs_seen(state, peer, header)
+            instead = SAME
         elif self._place_of(expected) != (there, header.get("number"), header.get("step")):
             seen = f"rank {peer} is at '{there}'"
             if here == there:
@@ -243,7 +250,8 @@ class Agreement:
 
     def _programs_seen(self, state: JournalState, peer: int, header: dict[str, Any]) -> str:
         """The first line that differs, here and there."""
-        mine, known = self._programs[state.digest].text, self._programs.get(header["programs"])
+        mine = self._programs[state.digest].text
+        known = self._programs.get(header["programs"])
         theirs = header.get("text", None if known is None else known.text)
         if theirs is None:
             return f"another program than rank {peer} runs"

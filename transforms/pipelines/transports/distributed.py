@@ -118,7 +118,8 @@ class Distributed:
             self._connect(wire, start)
 
     def _connect(self, wire: Wire, timeout: float) -> None:
-        monitor, places = self.monitor, self.monitor.records.places
+        monitor = self.monitor
+        places = self.monitor.records.places
         try:
             monitor.records.write(f"wire/{self.rank}", wire.address)
             addresses = [
@@ -231,7 +232,8 @@ class Distributed:
             if self.monitor.here.step == 1:
                 self.monitor.await_first_step()
             self._link.begin(checked, worker.first)
-            effects, lines = checked.programs[self.rank].effects, (*checked.lines[self.rank], END)
+            effects = checked.programs[self.rank].effects
+            lines = (*checked.lines[self.rank], END)
             start, stop = checked.span(self.rank)
             for index, effect in enumerate(effects[start:stop], start):
                 self.monitor.move_to(index, lines[index])
@@ -309,7 +311,8 @@ def _find_rank() -> tuple[int, int]:
     """
     found = {name: os.environ[name] for name in ("RANK", "WORLD_SIZE") if name in os.environ}
     if len(found) < 2:
-        seen, instead = "no RANK and WORLD_SIZE", _LAUNCHERS
+        seen = "no RANK and WORLD_SIZE"
+        instead = _LAUNCHERS
     elif all(text.isdecimal() for text in found.values()) and int(found["RANK"]) < int(
         found["WORLD_SIZE"]
     ):
@@ -385,10 +388,8 @@ def _check(backend: str, device: torch.device) -> None:
         seen = f"backend={backend!r} for a device of type {device.type}"
         instead = "gloo with the CPU, or nccl or peer with a GPU"
     elif device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
-        seen, instead = (
-            f"{torch.cuda.device_count()} GPUs",
-            "a device for each process of the machine",
-        )
+        seen = f"{torch.cuda.device_count()} GPUs"
+        instead = "a device for each process of the machine"
     else:
         return
     raise DeviceError(f"Distributed(backend={backend!r}, device='{device}')", seen, instead)

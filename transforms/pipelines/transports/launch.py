@@ -103,7 +103,8 @@ def launch(fn: Callable[..., Any], num_ranks: int, *args: Any, timeout: float = 
     )
     check_timeout("launch", timeout)
     refuse_donated_in(call, args=args)  # the ranks get copies, which bear no mark
-    store, secret = host_store(LOOPBACK, max(timeout, _GRACE)), Secret.fresh()
+    store = host_store(LOOPBACK, max(timeout, _GRACE))
+    secret = Secret.fresh()
     context = mp.get_context("forkserver")  # one process imports torch; the ranks are forks of it
     context.set_forkserver_preload(_IMPORTED)
     started: list[tuple[BaseProcess, Connection]] = []
@@ -266,10 +267,8 @@ def _pickled_result(fn: Callable[..., Any], result: Any) -> bytes:
     try:
         return pickle.dumps(RankResult(result))
     except Exception as error:
-        call, seen = (
-            f"launch({getattr(fn, '__name__', fn)!s:.60}, …)",
-            f"a result that cannot be pickled: {error}",
-        )
+        call = f"launch({getattr(fn, '__name__', fn)!s:.60}, …)"
+        seen = f"a result that cannot be pickled: {error}"
         raise ProgramError(
             call, seen, "return numbers, texts, tensors on the CPU, or containers of these"
         ) from error
@@ -347,13 +346,15 @@ def _results(
     if not failed and not silent:
         return [ended[rank].result for rank in range(len(started))]
     first = min(failed or silent, key=lambda rank: (isinstance(ended[rank].error, RankError), rank))
-    error, cause = ended[first].error, f"its process ended: {ended[first].exit}"
+    error = ended[first].error
+    cause = f"its process ended: {ended[first].exit}"
     if error is not None:
         error.add_note(f"on rank {first} of {len(started)}")
         if not isinstance(error, RankError):
             error.add_note(ended[first].text)
     elif [found.exit for found in ended.values()] == ["exit code 1"] * len(started):
-        seen, instead = f"{cause}, as that of every rank", f"{_READ}; {_NEEDS_GUARD}"
+        seen = f"{cause}, as that of every rank"
+        instead = f"{_READ}; {_NEEDS_GUARD}"
         error = RankError("launch", seen, instead, 0, "its part", cause)
     else:
         error = Failure(first, "its part", cause).for_rank(first, "launch")

@@ -143,10 +143,12 @@ class SharedRun:
     def _progress(self, ready: Callable[[], bool], peer: Callable[[], int]) -> None:
         """Wait until `ready()`, or a failure. If no rank makes progress for the time-out, a rank
         has stalled."""
-        start, seen = time.monotonic(), list(self.at)
+        start = time.monotonic()
+        seen = list(self.at)
         while not ready() and self.failure is None:
             if self.at != seen:
-                start, seen = time.monotonic(), list(self.at)
+                start = time.monotonic()
+                seen = list(self.at)
             left = start + self.timeout - time.monotonic()
             if left <= 0:
                 self.failure = self._stalled(peer())
@@ -160,7 +162,8 @@ class SharedRun:
 
     def instruction(self, rank: int) -> str:
         """The next effect of a rank."""
-        effects, index = self.programs[rank].effects, self.at[rank]
+        effects = self.programs[rank].effects
+        index = self.at[rank]
         return str(effects[index]) if index < len(effects) else "its end"
 
     def _stalled(self, peer: int) -> Failure:

@@ -156,7 +156,8 @@ class Threads:
         """End the threads."""
         for tasks in self._tasks:
             tasks.put(None)
-        self._tasks, self._threads = [], []
+        self._tasks = []
+        self._threads = []
 
     def __del__(self) -> None:
         if hasattr(self, "_tasks"):  # not if __init__ raised
@@ -274,13 +275,16 @@ def _refuse_unseen(call: str) -> None:
     one: a capture, or a torch function mode."""
     modes = [type(mode).__name__ for mode in function_modes() if not isinstance(mode, str)]
     if in_dispatch_mode():
-        where, force = "inside a captured function", "capture"
+        where = "inside a captured function"
+        force = "capture"
         instead = (
             "pipeline(map(graphify, stages), transport=Threads()), or transport=Local() inside"
             " graphify"
         )
     elif modes:
-        where, force, instead = "under a torch function mode", modes[0], "transport=Local()"
+        where = "under a torch function mode"
+        force = modes[0]
+        instead = "transport=Local()"
     else:
         return
     raise CaptureError(

@@ -27,7 +27,8 @@ from weft.transforms.server.vocabulary import Vocabulary
 _START_SECONDS = 60.0
 _PLACE = re.compile(r"^\[[\d:]+\] \S+:\d+: ")
 """The time, and the place in XGrammar's source, before what it says."""
-_LARGEST, _LARGEST_PER_TOKEN = 4 * 2**20, 128
+_LARGEST = 4 * 2**20
+_LARGEST_PER_TOKEN = 128
 """Bytes of a compiled grammar, as text."""
 _TRIED_SEEDS = 2
 _NICE = 10
@@ -110,7 +111,8 @@ class Tokens:
             "byte_fallback": xgrammar.VocabType.BYTE_FALLBACK,
             "raw": xgrammar.VocabType.RAW,
         }
-        size, stops = len(self.written), [*self.stop_token_ids]
+        size = len(self.written)
+        stops = [*self.stop_token_ids]
         return xgrammar.TokenizerInfo(
             [*self.written], kinds[self.kind], vocab_size=size, stop_token_ids=stops
         )
@@ -126,7 +128,8 @@ class Compiler:
     """
 
     def __init__(self, tokens: Tokens, limits: GrammarLimits) -> None:
-        self._tokens, self._limits = tokens, limits
+        self._tokens = tokens
+        self._limits = limits
         self._lock = threading.Lock()
         self._process: SpawnProcess | None = None
         self._pipe: Connection | None = None

@@ -120,7 +120,8 @@ class Masks:
     def __init__(self, tokens: Tokens, budget: MaskBudget) -> None:
         import xgrammar
 
-        self._info, self._num_words = tokens.info(), -(-len(tokens.written) // 32)
+        self._info = tokens.info()
+        self._num_words = -(-len(tokens.written) // 32)
         self._budget = budget
         self._new_matcher: Callable[..., Any] = xgrammar.GrammarMatcher
         self._read: Callable[[str, Any], Any] = xgrammar.CompiledGrammar.deserialize_json

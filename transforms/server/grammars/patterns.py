@@ -93,9 +93,11 @@ class _Writer:
     def concatenation(self, parts: Sequence[Any], at_start: bool, at_end: bool) -> str:
         """Parts one after the other, the first and the last of which may be anchors at either end
         of the text."""
-        parts, written = list(parts), []
+        parts = list(parts)
+        written = []
         for place, (kind, value) in enumerate(parts):
-            first, last = at_start and place == 0, at_end and place == len(parts) - 1
+            first = at_start and place == 0
+            last = at_end and place == len(parts) - 1
             if kind is op.AT:
                 begins = value in (op.AT_BEGINNING, op.AT_BEGINNING_STRING) and first
                 ends = value in (op.AT_END, op.AT_END_STRING) and last
@@ -118,7 +120,8 @@ class _Writer:
         return self._characters(_characters_of(kind, value))
 
     def _repeat(self, least: int, most: Any, inner: Sequence[Any]) -> str:
-        bound, before = least if most is op.MAXREPEAT else int(most), self._nested
+        bound = least if most is op.MAXREPEAT else int(most)
+        before = self._nested
         self._nested *= max(bound, 1)
         if before > 1 and self._nested > MOST_NESTED:
             raise _Refused(f"repetitions in repetitions of more than {MOST_NESTED} characters")
@@ -173,7 +176,8 @@ def _characters_of(kind: Any, value: Any) -> Ranges:
         return _complement([(10, 10), (13, 13), (0x2028, 0x2029)])
     if kind is not op.IN:
         raise _Refused("an assertion, a reference or an atomic group")
-    negated, found = False, Ranges()
+    negated = False
+    found = Ranges()
     for own, what in value:
         if own is op.NEGATE:
             negated = True
@@ -199,7 +203,8 @@ def _merged(ranges: Ranges) -> Ranges:
 
 
 def _complement(ranges: Ranges) -> Ranges:
-    found, start = Ranges(), 0
+    found = Ranges()
+    start = 0
     for first, last in _merged(ranges):
         if start < first:
             found.append((start, first - 1))

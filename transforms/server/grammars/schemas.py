@@ -81,7 +81,8 @@ class _Rewriter:
     """Walks over one schema."""
 
     def __init__(self, call: str, schema: Any) -> None:
-        self._call, self._root = call, schema
+        self._call = call
+        self._root = schema
         self._places = set[str]()
         self._refs: list[tuple[str, str]] = []
 
@@ -183,7 +184,8 @@ class _Rewriter:
         return {"allOf" if name == "allOf" else "anyOf": found}
 
     def _are_disjoint(self, left: Any, right: Any) -> bool:
-        left, right = self._resolved(left), self._resolved(right)
+        left = self._resolved(left)
+        right = self._resolved(right)
         if left is None or right is None:
             return False
         kinds = [_kinds_of(own) for own in (left, right)]
@@ -296,7 +298,8 @@ class _Rewriter:
 
     def _object(self, own: dict[str, Any], place: str) -> dict[str, Any]:
         properties = self._schemas(own.get("properties", {}), f"{place}/properties")
-        required, more = own.get("required", []), own.get("additionalProperties", not properties)
+        required = own.get("required", [])
+        more = own.get("additionalProperties", not properties)
         patterns = own.get("patternProperties")
         if not isinstance(required, list) or [
             name for name in required if not isinstance(name, str) or name not in properties
@@ -374,7 +377,8 @@ class _Rewriter:
                 self._refuse(place, f"'pattern' {own['pattern']!r:.60}", "a text")
             return {"pattern": f"^{rewrite(call, own['pattern'], in_json=True)}$"}
         counts = self._counts(own, place, "minLength", "maxLength")
-        least, most = counts.get("minLength", 0), counts.get("maxLength")
+        least = counts.get("minLength", 0)
+        most = counts.get("maxLength")
         if most is not None and least > most:
             seen = f"'minLength' {least} and 'maxLength' {most}"
             self._refuse(place, seen, "a length that a text can have")
@@ -403,7 +407,8 @@ class _Rewriter:
                     f"{name!r} {value!r:.60}, which would be rounded",
                     "a number of at most 6 decimals",
                 )
-        factor, bounds = own.get("multipleOf", 1), own.keys() - {"multipleOf"}
+        factor = own.get("multipleOf", 1)
+        bounds = own.keys() - {"multipleOf"}
         if kind == "number" and "multipleOf" in own:
             self._refuse(
                 place,

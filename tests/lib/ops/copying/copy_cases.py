@@ -79,7 +79,8 @@ def make(given: list[Pair], into_fixed: bool, seed: int, device: str = "cpu") ->
     random = torch.Generator().manual_seed(seed)
     fixed = tuple(draw(pair, pair.fixed_offset, random, device) for pair in given)
     others = [draw(pair, pair.other_offset, random, device) for pair in given]
-    constants, repeats = [], []
+    constants = []
+    repeats = []
     if into_fixed:
         for i, pair in enumerate(given):
             if i % 3 == 0:

@@ -78,7 +78,8 @@ def check_graphified(device: str, launches: list[int]) -> None:
         x = torch.arange(12.0, device=device) + turn
         args = (x[1:8], x.long(), x.int() % 2 == 0, x.view(3, 4).t(), x.double()[::2])
         launches.clear()
-        seen, wanted = g(*args), mixed(*args)
+        seen = g(*args)
+        wanted = mixed(*args)
         assert not turn or launches == [4, 6], (
             launches
         )  # of 5 and 8 tensors: the others are not dense
@@ -188,8 +189,10 @@ def test_graphify_with_the_kernel_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> N
 
 @pytest.mark.gpu
 def test_a_copy_waits_for_its_own_stream_and_for_no_other() -> None:
-    target, source = torch.zeros(100, device="cuda"), torch.zeros(100, device="cuda")
-    copy, side = plan_copies_of_bytes(Copies((target,), True)), torch.cuda.Stream()
+    target = torch.zeros(100, device="cuda")
+    source = torch.zeros(100, device="cuda")
+    copy = plan_copies_of_bytes(Copies((target,), True))
+    side = torch.cuda.Stream()
     copy([source])
     source.fill_(3)
     float(target.sum())  # kernels are loaded, which may wait for the device
@@ -206,7 +209,8 @@ def test_a_copy_waits_for_its_own_stream_and_for_no_other() -> None:
 @pytest.mark.gpu
 def test_a_thread_that_has_used_no_cuda_yet_may_call() -> None:
     g = graphify(lambda x: x + 1)
-    x, seen = torch.ones(4, device="cuda"), []
+    x = torch.ones(4, device="cuda")
+    seen = []
     g(x)
     thread = threading.Thread(target=lambda: seen.append(g(x)))
     thread.start()
@@ -226,7 +230,8 @@ def test_the_device_is_made_current_where_it_is_not(monkeypatch: pytest.MonkeyPa
     x = torch.ones(4, device="cuda")
     y = torch.zeros_like(x)
     monkeypatch.setattr(module, "current_device", lambda: lambda: 7)
-    copy, clone = plan_copies_of_bytes(Copies((y,), True)), plan_clones([x])
+    copy = plan_copies_of_bytes(Copies((y,), True))
+    clone = plan_clones([x])
     monkeypatch.setattr(torch.cuda, "device", Guard)
     copy([x])
     assert (y.tolist(), clone([x])[0].tolist()) == ([1.0] * 4, [1.0] * 4)

@@ -34,7 +34,8 @@ def check_shares(run: Callable[[Tensor, slice, int], Tensor], tokens: int, colum
     whole = sum_leaves(run(order, slice(0, columns), LEAVES), LEAVES, torch.float32)
     for count in (*(one for one in COUNTS if one <= tokens), tokens):
         for ranks in (1, 2, 4):
-            own, leaves = columns // ranks, LEAVES // ranks
+            own = columns // ranks
+            leaves = LEAVES // ranks
             cuts = [slice(rank * own, (rank + 1) * own) for rank in range(ranks)]
             found = reduced(
                 [
@@ -97,7 +98,9 @@ def test_linear_in_fp8(device: str, shape: tuple[int, int]) -> None:
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_adapters(device: str, dtype: torch.dtype) -> None:
     torch.manual_seed(0)
-    columns, rows, rank = 1000, 520, 8
+    columns = 1000
+    rows = 520
+    rank = 8
     x, weight, a, b = (
         torch.randn(shape).to(device, dtype)
         for shape in ((300, columns), (rows, columns), (3, 1, rank, columns), (3, rows, rank))
@@ -105,7 +108,8 @@ def test_adapters(device: str, dtype: torch.dtype) -> None:
     slots = torch.randint(-1, 3, (len(x),), dtype=torch.int32).to(device)
 
     def run(index: Tensor, cut: slice, leaves: int) -> Tensor:
-        given, own = x[index.to(device), cut].contiguous(), slots[index.to(device)]
+        given = x[index.to(device), cut].contiguous()
+        own = slots[index.to(device)]
         made = linear(given, weight[:, cut].contiguous(), None, leaves)
         return add_lora(
             made, given, a[..., cut].contiguous(), b, own, own.unique(), [0, rows], leaves
@@ -131,7 +135,8 @@ def test_experts(device: str, fp8: bool, sizes: tuple[int, int, int, int]) -> No
     router = torch.randn(num_experts, hidden, device=device, dtype=x.dtype)
 
     def run(index: Tensor, cut: slice, leaves: int) -> Tensor:
-        given, blocks = x[index.to(device)], slice(cut.start // 128, cut.stop // 128)
+        given = x[index.to(device)]
+        blocks = slice(cut.start // 128, cut.stop // 128)
         weights, experts = route(linear(given, router), top_k, True, x.dtype)
         products = torch.cat((gates[:, cut], ups[:, cut]), 1), down[:, :, cut].contiguous()
         own = {}
@@ -225,7 +230,8 @@ def test_leaves_are_a_balanced_tree(leaves: int, seed: int) -> None:
 def test_columns_that_are_no_multiple_are_refused() -> None:
     with pytest.raises(DescriptorError, match=r"leaves=4(.|\n)*saw: 6 columns"):
         linear(torch.zeros(2, 6), torch.zeros(3, 6), None, 4)
-    weight, scale = torch.zeros(3, 256).to(torch.float8_e4m3fn), torch.ones(1, 2)
+    weight = torch.zeros(3, 256).to(torch.float8_e4m3fn)
+    scale = torch.ones(1, 2)
     with pytest.raises(
         DescriptorError, match=r"leaves=4(.|\n)*saw: 256 columns(.|\n)*multiple of 128"
     ):

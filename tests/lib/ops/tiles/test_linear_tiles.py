@@ -147,7 +147,8 @@ def test_every_shape_has_a_tile(
     columns=sizes,
 )
 def test_a_product_that_ends_with_a_gate_has_one_part(tokens: int, rows: int, columns: int) -> None:
-    plain, tile = linear_tile(tokens, rows, columns, False), gated_tile(tokens, rows, columns)
+    plain = linear_tile(tokens, rows, columns, False)
+    tile = gated_tile(tokens, rows, columns)
     if plain is not None and plain.parts == 1:
         assert tile == plain
     if tile is not None:
@@ -191,10 +192,8 @@ def test_a_gate_joins_its_product_where_that_takes_less(
 def test_segments_depend_on_the_weights_alone(
     tokens: int, rows: int, columns: int, fp8: bool
 ) -> None:
-    tile, segments = (
-        linear_tile(tokens, rows, columns, fp8, batch_invariant=True),
-        linear_segments(rows, columns, fp8),
-    )
+    tile = linear_tile(tokens, rows, columns, fp8, batch_invariant=True)
+    segments = linear_segments(rows, columns, fp8)
     assert tile is not None
     assert tile.segments == segments
     assert tile.parts == (segments if tokens <= 128 else 1)
@@ -232,7 +231,8 @@ def test_a_gpu_that_was_not_measured_has_the_tiles_of_a_rule(
 
 
 def test_a_faster_memory_changes_predictions() -> None:
-    shape, choices = (1, 28672, 4096), [*candidates(1, 28672, 4096, False)]
+    shape = (1, 28672, 4096)
+    choices = [*candidates(1, 28672, 4096, False)]
     slow, fast = (
         model(False).costs(*shape, choices, gpu).min()
         for gpu in (MEASURED, Device(132, 4.8e12, 989e12))
@@ -283,18 +283,19 @@ def test_torchs_product_in_fp8_is_given_what_it_takes(
     """Its layouts are those that torch's own checks ask for; the sum here is the definition's."""
     pytest.importorskip("triton")
     torch.manual_seed(0)
-    x, rows = torch.randn(tokens, columns), 256
-    weight, scale = (
-        torch.randn(rows, columns).to(torch.float8_e4m3fn),
-        torch.rand(2, columns // 128),
-    )
+    x = torch.randn(tokens, columns)
+    rows = 256
+    weight = torch.randn(rows, columns).to(torch.float8_e4m3fn)
+    scale = torch.rand(2, columns // 128)
     bias = torch.randn(rows).bfloat16() if has_bias else None
     values, scales = reference_quantize(x)
 
     def scaled_mm(
         a: Tensor, b: Tensor, by_a: Tensor, _: Any, by_b: Tensor, *rest: Any, output_dtype: Any
     ) -> Tensor:
-        count, blocks, padded = len(a), columns // 128, -(-columns // 128 // 4) * 4
+        count = len(a)
+        blocks = columns // 128
+        padded = -(-columns // 128 // 4) * 4
         assert count % 4 == 0
         assert (by_a.shape, by_a.stride()) == ((count, blocks), (1, count))
         assert (by_b.shape, by_b.stride()) == ((padded, 2), (1, padded))
@@ -339,9 +340,12 @@ def test_gates_of_many_tokens_are_where_they_are_faster() -> None:
     """For measured products of 300 us and more, the way that the model chooses is close to the
     fastest one."""
     rows = json.loads(RECORD.with_name("2026-11-27-h100-gates.json").read_text())["rows"]
-    losses, gains, chosen = [], [], 0
+    losses = []
+    gains = []
+    chosen = 0
     for row in rows:
-        place, us = (row["tokens"], row["rows"], row["columns"]), row["us"]
+        place = (row["tokens"], row["rows"], row["columns"])
+        us = row["us"]
         other = us["torch"] if gated_tile(*place) is None else us["tile"]
         many = gated_many_tile(*place)
         chosen += many is not None

@@ -112,7 +112,8 @@ def test_several_are_lines_of_a_file(completions: list[weft.Completion], tmp_pat
 
 
 def tampered(one: weft.Certificate) -> dict[str, tuple[weft.Certificate, str]]:
-    ids, logprobs = one.token_ids, one.logprobs
+    ids = one.token_ids
+    logprobs = one.logprobs
     other = (ids[1] + 1) % 12
     above = torch.tensor(logprobs[2]).nextafter(torch.tensor(0.0)).item()
     return {
@@ -172,7 +173,8 @@ def test_no_more_is_computed_than_is_compared(
     [one] = generate(
         model, [[1, 2]], max_tokens=62, sampling=weft.SamplingParams(temperature=1.0, seed=1)
     )
-    whole, lengths = one.certificate(), counted_tokens(monkeypatch)
+    whole = one.certificate()
+    lengths = counted_tokens(monkeypatch)
     assert len(whole.token_ids) == 62
     cut = attrs.evolve(
         whole, token_ids=whole.token_ids[:3], logprobs=whole.logprobs[:3], finish_reason="stop"

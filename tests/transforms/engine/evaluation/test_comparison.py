@@ -70,11 +70,9 @@ def test_a_run_ends_with_the_models_own_end_and_is_compared_to_the_bit_in_equal_
 
 
 def test_the_rate_is_that_of_decode_steps_after_the_first_of_each_class() -> None:
-    prompts, decode, fewer = (
-        BatchDescriptor(5, 2),
-        BatchDescriptor.uniform(2),
-        BatchDescriptor.uniform(1),
-    )
+    prompts = BatchDescriptor(5, 2)
+    decode = BatchDescriptor.uniform(2)
+    fewer = BatchDescriptor.uniform(1)
     x = torch.zeros(1)
 
     def run(*steps: tuple[BatchDescriptor, float]) -> RunTrace:
@@ -112,10 +110,8 @@ def test_each_prompt_alone_differs_by_rounding_and_in_no_bit_if_batch_invariant(
     fast = load(DEMO, "cpu", "float32")
     sizes = []
     for model in (fast, fast.with_stages(batch_invariant=True)):
-        together, alone = (
-            trace_run(model, EAGER, PROMPTS, 5),
-            [trace_run(model, EAGER, [own], 5) for own in PROMPTS],
-        )
+        together = trace_run(model, EAGER, PROMPTS, 5)
+        alone = [trace_run(model, EAGER, [own], 5) for own in PROMPTS]
         found = compare_alone(together, alone)
         assert (found.tokens, found.tables, [*found.faults()]) == (True, None, [])
         sizes.append((found.sizes["logits"] > 0, found.bitwise, found.allowed))

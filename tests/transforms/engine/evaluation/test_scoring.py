@@ -28,7 +28,8 @@ def test_tasks_of_a_file_are_scored_again_to_the_same_bits(tmp_path: Path) -> No
     tasks = read_tasks(tmp_path / "tasks.jsonl")
     assert [task.name for task in tasks] == ["line 1", "line 3"]
     own = engine(32)
-    first, again = score(own, tasks), score(own, tasks)
+    first = score(own, tasks)
+    again = score(own, tasks)
     header, row = str(first).splitlines()
     assert header.split() == ["bits/byte", "bits/tok", "ppl", "right", "replay"]
     assert row.split()[1] == f"{first.bits_per_token:.5f}"

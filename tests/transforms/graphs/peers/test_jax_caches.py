@@ -41,7 +41,8 @@ def test_each_graphify_of_a_function_has_its_own_graphs() -> None:
     def double(x: Tensor) -> Tensor:
         return x * 2
 
-    first, second = graphify(double), graphify(double)
+    first = graphify(double)
+    second = graphify(double)
     assert torch.equal(first(X), second(X))
     assert (captures(first), captures(second)) == (1, 1)
 
@@ -180,7 +181,8 @@ def test_a_graphified_bound_method_is_collected() -> None:
 def test_results_and_arguments_are_freed_at_once() -> None:
     """jax: JitTest.testBuffersAreFreedPromptly, GarbageCollectionTest.test_xla_gc_callback"""
     g = graphify(lambda x: x + 1)
-    x, seen = torch.ones(1000), []
+    x = torch.ones(1000)
+    seen = []
     for _ in range(50):
         x = g(x)
         seen.append(weakref.ref(x))

@@ -126,7 +126,9 @@ def test_donation_by_the_decorator_and_by_the_option(two: Tensor) -> None:
     def f(a: Tensor, b: Tensor, c: Tensor) -> Any:
         return a * 2, b * 2, c * 2
 
-    x, y, z = two, two.clone(), two.clone()
+    x = two
+    y = two.clone()
+    z = two.clone()
     assert [t.tolist() for t in f(x, b=y, c=z)] == [[4, 4]] * 3
     assert_dead(x, y, z)
 
@@ -245,7 +247,8 @@ def test_a_lowered_function_donates(two: Tensor) -> None:
 def test_a_loop_that_donates_its_state_captures_once(device: str) -> None:
     """jax: JitTest.testBuffersAreFreedPromptly (with donation)"""
     step = graphify(lambda state, x: (state + x, state * 1), donate_argnames="state")
-    state, kept = torch.zeros(3, device=device), []
+    state = torch.zeros(3, device=device)
+    kept = []
     for i in range(5):
         state, old = step(state, torch.full((3,), float(i), device=device))
         kept.append(old)

@@ -24,7 +24,8 @@ from weft.transforms.graphs.graphify import graphify
 def explained() -> Iterator[list[str]]:
     """The messages about misses, collected while the test runs."""
     seen: list[str] = []
-    handler, logger = logging.Handler(), logging.getLogger("weft")
+    handler = logging.Handler()
+    logger = logging.getLogger("weft")
     handler.emit = lambda record: seen.append(record.getMessage())  # type: ignore[method-assign]
     logger.addHandler(handler)
     weft.config.explain_cache_misses = True

@@ -125,10 +125,12 @@ def test_two_graphs_one_after_the_other_with_eager_operators_between(device: str
             x = mixed(x, 1)
         return x
 
-    first, second = graphify(five_times), graphify(five_times)
+    first = graphify(five_times)
+    second = graphify(five_times)
     ones = torch.ones(1000, device=device)
     for _ in range(2):
-        b, c = first(ones), mixed(mixed(ones, 3), 3)
+        b = first(ones)
+        c = mixed(mixed(ones, 3), 3)
         c = mixed(mixed(c, 3), 3)
         b = second(b)
         assert b.sum().item() == 1000 * 3070
@@ -149,10 +151,8 @@ def test_graphs_that_replay_in_another_order_than_captured(device: str) -> None:
 
 def test_replays_of_two_threads_at_once(device: str) -> None:
     """torch: TestCuda.test_graph_concurrent_replay"""
-    first, second = (
-        graphify(lambda x: mixed(mixed(x, 1), 1)),
-        graphify(lambda x: mixed(mixed(x, 2), 2)),
-    )
+    first = graphify(lambda x: mixed(mixed(x, 1), 1))
+    second = graphify(lambda x: mixed(mixed(x, 2), 2))
     x = torch.ones(100_000, device=device)
 
     def run(g: Callable[[Tensor], Tensor]) -> list[float]:

@@ -43,7 +43,8 @@ def test_results_do_not_share_storage(x: Tensor) -> None:
 
     g = graphify(f)
     for value in (x, x + 1):
-        results, wanted = g(value), f(value)
+        results = g(value)
+        wanted = f(value)
         assert [torch.equal(a, b) for a, b in zip(results, wanted, strict=True)] == [True] * 5
         assert len({storage(t) for t in (*results, value)}) == 6
         results[1].zero_()
@@ -99,7 +100,8 @@ def test_results_die_with_their_last_reference(x: Tensor) -> None:
 def test_a_result_as_the_input_of_another_graph(x: Tensor) -> None:
     """torch: CudaGraphTreeTests.test_tensor_no_longer_in_pool, test_forward_generation,
     test_checkpointing_resets_persistent_refs"""
-    first, second = graphify(lambda x: (x + 1, x + 2)), graphify(lambda x: x * x * x)
+    first = graphify(lambda x: (x + 1, x + 2))
+    second = graphify(lambda x: x * x * x)
     for _ in range(3):
         a, b = first(x)
         assert torch.equal(second(a), (x + 1) ** 3) or torch.allclose(second(a), (x + 1) ** 3)
@@ -147,7 +149,8 @@ def test_empty_results(x: Tensor) -> None:
 
     g = graphify(empty)
     for _ in range(3):
-        seen, wanted = g(x), empty(x)
+        seen = g(x)
+        wanted = empty(x)
         assert [t.shape for t in seen] == [t.shape for t in wanted]
         assert torch.equal(seen[0], wanted[0])
     assert graphify(lambda x: x * 3)(x[:0]).shape == (0, 4)
@@ -161,7 +164,8 @@ def test_a_sparse_result(device: str) -> None:
 
     g = graphify(f)
     for i in range(3):
-        index, values = torch.full((1, 3), i, device=device), torch.rand(3, 4, device=device)
+        index = torch.full((1, 3), i, device=device)
+        values = torch.rand(3, 4, device=device)
         assert torch.equal(g(index, values).to_dense(), f(index, values).to_dense())
 
 
@@ -194,7 +198,8 @@ def test_gradients_with_dropout(x: Tensor) -> None:
     def f(x: Tensor) -> Tensor:
         return torch.sin(x * 2) * nn.functional.dropout(x, p=0.4)
 
-    leaf, gradients = x.clone().requires_grad_(), []
+    leaf = x.clone().requires_grad_()
+    gradients = []
     for fn in (graphify(f), f):
         torch.manual_seed(3)
         gradients.append(torch.autograd.grad(fn(leaf).sum(), leaf)[0])
@@ -220,7 +225,8 @@ def test_a_backward_with_expanded_gradients(x: Tensor) -> None:
     test_forward_backward_not_called"""
     g = graphify(lambda x, y: (x * x * x, y * y * y))
     for _ in range(3):
-        a, b = x.clone().requires_grad_(), x.clone().requires_grad_()
+        a = x.clone().requires_grad_()
+        b = x.clone().requires_grad_()
         cube, _ = g(a, b)
         cube.backward(torch.ones(1, device=x.device).expand(4, 4))
         torch.testing.assert_close(a.grad, 3 * x * x)

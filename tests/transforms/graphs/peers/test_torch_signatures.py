@@ -98,7 +98,8 @@ def test_the_number_of_graphs_is_bounded(device: str) -> None:
 @pytest.mark.parametrize("offset", [0, 1])
 def test_inputs_of_any_alignment(offset: int, device: str) -> None:
     """torch: CudaGraphTreeTests.test_unaligned_static_input_trees, test_unaligned_static_parameter"""
-    g, h = graphify(lambda x, y: x + y), graphify(lambda params, y: params + y)
+    g = graphify(lambda x, y: x + y)
+    h = graphify(lambda params, y: params + y)
     for start in (offset, 1 - offset):
         x, y = (torch.rand(21, device=device)[start : start + 20] for _ in range(2))
         assert torch.equal(g(x, y), x + y)
@@ -156,8 +157,10 @@ REPLACED = [
 
 
 def replace_and_put_back(name: str, tensor: str, device: str) -> None:
-    module, x = make_module(name, device), torch.rand(4, 4, device=device)
-    g, old = graphify(module), getattr(module, tensor)
+    module = make_module(name, device)
+    x = torch.rand(4, 4, device=device)
+    g = graphify(module)
+    old = getattr(module, tensor)
     new: Any = torch.rand_like(old)
     with torch.no_grad():
         for value in (old, type(old)(new) if isinstance(old, nn.Parameter) else new, old):
@@ -208,7 +211,8 @@ def test_new_data_of_a_parameter(x: Tensor) -> None:
 
 def test_a_miss_names_the_parameter_that_moved(x: Tensor) -> None:
     """torch: CudaGraphTreeTests.test_static_inputs_address_mutation_log"""
-    g, old = graphify(lambda params, x: x @ params["goo"]["weight"]), x * 1
+    g = graphify(lambda params, x: x @ params["goo"]["weight"])
+    old = x * 1
     g({"goo": {"weight": old}}, x)
     assert "params['goo']['weight']: another tensor" in str(
         g.explain({"goo": {"weight": x * 1}}, x)
@@ -217,7 +221,8 @@ def test_a_miss_names_the_parameter_that_moved(x: Tensor) -> None:
 
 def test_an_update_in_place_is_seen(x: Tensor) -> None:
     """torch: CudaGraphTreeTests.test_compiled_autograd_static_input_params"""
-    g, params = graphify(lambda params, x: x @ params), torch.rand(4, 4, device=x.device)
+    g = graphify(lambda params, x: x @ params)
+    params = torch.rand(4, 4, device=x.device)
     for _ in range(3):
         assert torch.equal(g(params, x), x @ params)
         params += 1
@@ -240,7 +245,8 @@ def test_a_write_to_an_input_is_refused(x: Tensor) -> None:
 
 def test_a_write_to_a_donated_input(x: Tensor) -> None:
     """torch: CudaGraphTreeTests.test_mutation_cudagraph_managed_tensors"""
-    produce, mutate = graphify(lambda x: x + 1), graphify(lambda x: x.add_(2), donate_argnames="x")
+    produce = graphify(lambda x: x + 1)
+    mutate = graphify(lambda x: x.add_(2), donate_argnames="x")
     for _ in range(3):
         tmp = produce(x)
         assert torch.equal(mutate(tmp), x + 1 + 2)

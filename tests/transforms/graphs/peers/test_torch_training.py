@@ -94,7 +94,8 @@ def test_two_generators_advance_apart(device: str) -> None:
     def draws(x: Tensor, a: torch.Generator, b: torch.Generator) -> Any:
         return [torch.rand(5, device=x.device, generator=generator) for generator in (b, a, a)]
 
-    g, x = graphify(draws), torch.ones(1, device=device)
+    g = graphify(draws)
+    x = torch.ones(1, device=device)
     mine = [torch.Generator(device).manual_seed(n) for n in (0, 1)]
     theirs = [torch.Generator(device).manual_seed(n) for n in (0, 1)]
     for _ in range(3):
@@ -136,10 +137,8 @@ def test_a_checkpoint_that_restores_the_generator_is_refused(device: str) -> Non
 
 def test_a_checkpoint_that_draws_again(device: str) -> None:
     """torch: TestCuda.test_graph_checkpoint_preserve_rng_state (preserve_rng_state=False)"""
-    g, x = (
-        graphify(gradient_of_checkpoint, static_argnames="preserve"),
-        torch.ones(3, device=device),
-    )
+    g = graphify(gradient_of_checkpoint, static_argnames="preserve")
+    x = torch.ones(3, device=device)
     for value in (1, 2):
         seed(device, value)
         wanted = gradient_of_checkpoint(x, False)
@@ -153,7 +152,8 @@ def test_a_checkpoint_that_draws_again(device: str) -> None:
 
 def test_an_lstm_with_dropout() -> None:
     """torch: TestCuda.test_graph_cudnn_dropout (on the tape)"""
-    model, x = nn.LSTM(8, 8, 2, dropout=0.5), torch.ones(10, 4, 8)
+    model = nn.LSTM(8, 8, 2, dropout=0.5)
+    x = torch.ones(10, 4, 8)
     g = graphify(model)
     with torch.no_grad():
         for value in (1, 2):
@@ -168,7 +168,8 @@ def test_an_lstm_with_dropout() -> None:
 def test_an_lstm_with_dropout_on_a_gpu() -> None:
     """torch: TestCuda.test_graph_cudnn_dropout; refused: cuDNN draws from a state of its own,
     seeded on the host"""
-    model, x = nn.LSTM(8, 8, 2, dropout=0.5).cuda(), torch.ones(10, 4, 8, device="cuda")
+    model = nn.LSTM(8, 8, 2, dropout=0.5).cuda()
+    x = torch.ones(10, 4, 8, device="cuda")
     with torch.no_grad():
         model(x)
         with pytest.raises(CaptureError, match="read on the host"):

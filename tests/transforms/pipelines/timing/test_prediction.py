@@ -78,7 +78,8 @@ def test_a_bandwidth_is_a_finite_number() -> None:
 
 
 def test_it_says_what_each_rank_has_and_that_nodes_share_layers_at_no_cost() -> None:
-    name, note = "qwen3-30b-a3b-fp8", "too fast: nodes share layers at no cost"
+    name = "qwen3-30b-a3b-fp8"
+    note = "too fast: nodes share layers at no cost"
     config = parse_config(PRESETS[name], source=name)
     free = predict_decode(config, 2, shards=4, machine=Machine(gpus_per_node=2))
     assert note in str(free)

@@ -126,7 +126,8 @@ def test_groups_side_by_side_do_not_wait_for_each_other() -> None:
     assert ends[1::2] == [2, 2, 4, 4]
 
 
-LATENCY, SPEED = 1e-6, 1e9
+LATENCY = 1e-6
+SPEED = 1e9
 BYTES = SIZE / SPEED
 CLOSED: dict[str, tuple[Collective, float]] = {
     "one step": (AllReduce((0, 1), schema=SCHEMA), LATENCY + BYTES),
@@ -271,7 +272,8 @@ def stage(params: Any, state: Any, batch: torch.Tensor, x: torch.Tensor | None) 
 def test_each_lane_has_the_timeline_of_one_pipeline(cohorts: int) -> None:
     costs = Costs([2.0, 3.0], advance=0.5, latency=0.25, launch=0.125)
     lane = make_programs(2, decode_jobs(cohorts, 3))
-    alone, both = simulate(lane, costs).events, simulate(spread(lane, MESH), costs).events
+    alone = simulate(lane, costs).events
+    both = simulate(spread(lane, MESH), costs).events
     for rank in MESH:
         own = [(e.start, e.end, e.waited) for e in both if e.rank == rank]
         assert own == [(e.start, e.end, e.waited) for e in alone if e.rank == lane_rank(MESH, rank)]

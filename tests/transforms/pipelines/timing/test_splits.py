@@ -29,11 +29,13 @@ def test_a_share_reads_its_part_and_pays_for_collectives(
 ) -> None:
     """Each rank gets the logits of its rows, and then all tokens and logprobs; a single row's it
     has already."""
-    context, shards = 10, 2
+    context = 10
+    shards = 2
     found = predict_decode(
         config, 1, shards=shards, requests=size, context=context, cohorts=1, machine=SLOW
     )
-    own, item = share_config(config, shards), config.dtype.itemsize
+    own = share_config(config, shards)
+    item = config.dtype.itemsize
     row = config.hidden_size * item
     read = sum(weights.read(size) for weights in layer_weights(own))
     kv = size * context * 2 * own.num_kv_heads * own.head_dim * item * config.num_layers
@@ -99,7 +101,8 @@ NODES = Machine(
 
 
 def test_ranks_of_two_nodes_pay_for_the_network(config: ModelConfig) -> None:
-    size, row = 4, config.hidden_size * config.dtype.itemsize
+    size = 4
+    row = config.hidden_size * config.dtype.itemsize
     inside, across = (
         predict_decode(config, 1, shards=n, requests=size, machine=NODES).load for n in (2, 4)
     )

@@ -134,7 +134,8 @@ def test_the_picture_has_an_event_for_each_and_labels_that_do_not_touch(
 
 
 def test_the_picture_has_a_legend_of_what_is_drawn_and_no_background() -> None:
-    alone, fed = simulate(streaming(1, 1), Costs([1.0])).as_svg(), decoding(3, 3, 2).as_svg()
+    alone = simulate(streaming(1, 1), Costs([1.0])).as_svg()
+    fed = decoding(3, 3, 2).as_svg()
     words = {text for _, _, _, text in texts(fed)} - {text for _, _, _, text in texts(alone)}
     assert {"advances", "waits", "sends, launches", "received", "sent"} <= words
     assert "runs; number and colour: micro-batch" in alone

@@ -140,7 +140,8 @@ def _sessions(stages: list[Any], transport: Transport) -> Any:
     params, state = _values(len(stages), transport)
     outs: list[Any] = []
     for sizes in ([1] * 7, [5, 1, 2], [8]):
-        session, start = step.session(params, state), 0
+        session = step.session(params, state)
+        start = 0
         for size in sizes:
             numbers = range(start, start + size)
             jobs = [
@@ -224,7 +225,8 @@ def run_scenario(name: str, num_ranks: int) -> Any:
 def run_all(num_ranks: int) -> Any:
     """All scenarios by one transport, and some by a second one."""
     torch.set_num_threads(1)
-    one, two = Distributed(timeout=20), Distributed(timeout=20)
+    one = Distributed(timeout=20)
+    two = Distributed(timeout=20)
     return (
         [scenario(num_ranks, one) for scenario in SCENARIOS.values()],
         calls(num_ranks, two),

@@ -33,7 +33,8 @@ class StreamEnd:
     """An end over the store, whose calls return at once on the host, as on a GPU."""
 
     def __init__(self, monitor: Monitor, closing: float) -> None:
-        self.monitor, self.closing = monitor, closing
+        self.monitor = monitor
+        self.closing = closing
         store: Any = monitor.records.store
         self.store = store.clone()
         self.tasks: queue.SimpleQueue[Callable[[], object]] = queue.SimpleQueue()

@@ -45,7 +45,8 @@ def whole_step(deciding: int | None, from_step: int) -> list[int]:
     """A rank's whole step as one graph: receive, run, sample, send, advance. From some step on, one
     rank may dispatch by its own rule."""
     transport = Distributed(backend="gloo", timeout=8.0)
-    rank, model = transport.rank, load(DEMO, "cpu", stage=(transport.rank, 2))
+    rank = transport.rank
+    model = load(DEMO, "cpu", stage=(transport.rank, 2))
     layouts = split_layers(model.config.num_layers, 2)
     stages = [decoder_stage(model.config, layout) for layout in layouts]
     ladder = [BatchDescriptor(16, 4), BatchDescriptor(4, 2), BatchDescriptor.uniform(2)]
@@ -109,7 +110,8 @@ class OfTheRank:
 def test_what_is_no_argument_is_compared_but_for_what_a_process_notes(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    first, second = OfTheRank(), OfTheRank()
+    first = OfTheRank()
+    second = OfTheRank()
     second._seen["calls"] = 3
     assert source_digest("stage 0", first) == source_digest("stage 0", second)
     monkeypatch.setenv("OF_THE_RANK", "1")

@@ -134,7 +134,8 @@ def test_a_back_end_that_cannot_serve_the_device_is_refused(
 
 def run_on_gpus(num_ranks: int, backend: Any) -> list[str]:
     """The scenarios whose results differ from those of one process on the same device."""
-    transport, wrong = Distributed(backend=backend, timeout=20), []
+    transport = Distributed(backend=backend, timeout=20)
+    wrong = []
     with transport.device:
         for name in SCENARIOS:
             if name in ("requests", "own_batches"):  # whose batches are the CPU's

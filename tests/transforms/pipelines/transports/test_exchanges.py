@@ -27,7 +27,8 @@ RANKS = (0, 1, 2)
 
 def effects(ranks: tuple[int, ...]) -> list[tuple[Collective, int]]:
     """Collectives of `inputs`, each with the number of values that a rank sends to the others."""
-    others, whole = len(ranks) - 1, 6 * len(ranks) ** 2
+    others = len(ranks) - 1
+    whole = 6 * len(ranks) ** 2
     part = whole // len(ranks)
     return [
         (AllReduce(ranks), others * whole),
@@ -53,7 +54,8 @@ def inputs(count: int = len(RANKS)) -> list[Tensor]:
 def on_gloo() -> list[tuple[Tensor, int]]:
     """This rank's result of each collective, and the values that it sent for it."""
     transport = Distributed(timeout=20)
-    end, found = transport.end, []
+    end = transport.end
+    found = []
     assert isinstance(end, GlooEnd)
     send, sent = end.send, list[int]()
 
@@ -84,11 +86,15 @@ def on_gpus(backend: Any, dtype: torch.dtype) -> list[str]:
     """The collectives whose results, eagerly or in a graph, are not those of the definition on this
     rank."""
     transport = Distributed(backend=backend, timeout=60)
-    count, rank, device, wrong = transport.num_ranks, transport.rank, transport.device, []
+    count = transport.num_ranks
+    rank = transport.rank
+    device = transport.device
+    wrong = []
     given = [x.to(device, dtype) for x in inputs(count)]
     for effect, _ in effects(tuple(range(count))):
         expected = combine(effect, given)[rank]
-        eager, graph = transport.end.perform(effect, given[rank], 0), torch.cuda.CUDAGraph()
+        eager = transport.end.perform(effect, given[rank], 0)
+        graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, capture_error_mode="thread_local"):
             captured = transport.end.perform(effect, given[rank], 0)
         graph.replay()
@@ -115,7 +121,9 @@ class Group:
     """A communicator to which the others have come already."""
 
     def __init__(self, rank: int, others: list[Tensor]) -> None:
-        self.rank, self.others, self.received = rank, others, 0
+        self.rank = rank
+        self.others = others
+        self.received = 0
 
     def _fill(self, out: Tensor, received: list[Tensor]) -> Any:
         for row, part in zip(out, received, strict=True):
@@ -143,7 +151,8 @@ def test_nccl_receives_a_part_of_each_rank(effect: Collective, count: int, rank:
     if isinstance(effect, AllToAll | ReduceScatter):
         dim = effect.dim if isinstance(effect, ReduceScatter) else effect.split_dim
         others = [x.chunk(len(RANKS), dim)[rank] for x in others]
-    group, monitor = Group(rank, others), SimpleNamespace(rank=rank, num_ranks=len(RANKS))
+    group = Group(rank, others)
+    monitor = SimpleNamespace(rank=rank, num_ranks=len(RANKS))
     given: Any = monitor
     end = NcclEnd(given, torch.device("cpu"), None)
     end._groups["ranks 0,1,2"] = group

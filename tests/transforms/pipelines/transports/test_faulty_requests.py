@@ -30,7 +30,8 @@ class Mute:
     """The demo's tokenizer, changed so that it cannot decode one token."""
 
     def __init__(self, tokenizer: Any, token: int) -> None:
-        self.tokenizer, self.token = tokenizer, token
+        self.tokenizer = tokenizer
+        self.token = token
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.tokenizer, name)

@@ -286,7 +286,8 @@ def test_a_run_waits_for_what_the_one_before_sent_of_buffers_that_it_overwrites(
 
 def test_the_texts_that_ranks_compare_are_those_of_their_plans() -> None:
     made = pipeline([scale] * 2)
-    checked, same = CheckedPrograms(made.programs(1)), CheckedPrograms(made.programs(1))
+    checked = CheckedPrograms(made.programs(1))
+    same = CheckedPrograms(made.programs(1))
     assert (checked.digest, checked.text) == (same.digest, same.text)
     assert checked.text.splitlines()[0].startswith("weft ")
     assert CheckedPrograms(made.programs(2)).digest != checked.digest

@@ -33,7 +33,8 @@ from weft.transforms.pipelines.transports.watching.watchdog import Launch, Watch
 
 sys.path.insert(0, str(Path(__file__).parent))  # so that a rank finds this module by its name
 
-PROMPT, OTHER = [5, 6, 7, 8], [5, 6, 7, 9]
+PROMPT = [5, 6, 7, 8]
+OTHER = [5, 6, 7, 9]
 
 
 def sampled(**kwargs: Any) -> dict[str, Any]:
@@ -134,7 +135,8 @@ def run_all(kinds: list[str], split: str) -> list[tuple[str, int]]:
 
 def run_kind(what: str, split: str) -> tuple[str, int]:
     transport = Distributed(timeout=10)
-    odd, returned = transport.rank == 1, 0
+    odd = transport.rank == 1
+    returned = 0
     options: dict[str, Any] = {
         "graph": "none",
         "seed": 3,
@@ -144,7 +146,8 @@ def run_kind(what: str, split: str) -> tuple[str, int]:
         options |= ENGINES[what][0]
     try:
         model = model_of(transport.rank, what, split)
-        names, other = ["model.layers.0.self_attn.q_proj"], odd and "adapter" in what
+        names = ["model.layers.0.self_attn.q_proj"]
+        other = odd and "adapter" in what
         own, new = (
             random_adapter(model.config, names, rank=2, seed=seed, std=0.1)
             for seed in (1, 2 + other)
@@ -196,7 +199,8 @@ def run_on_a_device(differs: bool, slow_watchdog: bool = False) -> list[str]:
         ).start()  # to the end of this process
     transport = Distributed(timeout=5)
     step = pipeline([scale] * 2, advance=advance, transport=transport)
-    state, said = [torch.ones(())], []
+    state = [torch.ones(())]
+    said = []
     for number in range(3):
         transport.assert_equal(
             "the number", f"{number + (differs and transport.rank and number == 2)}"

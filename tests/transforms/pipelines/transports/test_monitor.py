@@ -85,7 +85,8 @@ def test_the_first_failure_is_believed() -> None:
 
 
 def test_the_store_is_not_asked_for_failures_until_there_is_one(tmp_path: Path) -> None:
-    store, names = mock.MagicMock(wraps=dist.HashStore()), [tmp_path / "0", tmp_path / "1"]
+    store = mock.MagicMock(wraps=dist.HashStore())
+    names = [tmp_path / "0", tmp_path / "1"]
     records = [Records(store, rank, store, SECRET, places=Places(names, rank)) for rank in range(2)]
     one, two = (Monitor(own, 2, 1.0) for own in records)
     one.raise_failure()
@@ -139,10 +140,8 @@ SUM = AllReduce((0, 1, 2))
 def in_a_mesh(num_ranks: int, timeout: float = 0.2, clock: Clock | None = None) -> list[Monitor]:
     """Ranks that are about to run a stage that all of them share."""
     made = pipeline([scale], transport=Threads(), mesh=Mesh(tensor=num_ranks))
-    checked, found = (
-        CheckedPrograms(make_pipeline(1).programs(1), mesh=made.mesh),
-        monitors(num_ranks, timeout, clock),
-    )
+    checked = CheckedPrograms(make_pipeline(1).programs(1), mesh=made.mesh)
+    found = monitors(num_ranks, timeout, clock)
     for monitor in found:
         monitor.begin(checked)
         monitor.move_to(0, "run stage 0 [mb 0]")
@@ -231,7 +230,8 @@ def late_report(monitor: Monitor, time: FakeTime) -> None:
 def test_a_rank_that_stopped_is_blamed_for_a_message_that_had_not_left_it() -> None:
     """Rank 0 has sent, according to its record; rank 1 waits for the message."""
     time = FakeTime()
-    checked, three = make_programs_of(3), monitors(3, 1, time.clock)
+    checked = make_programs_of(3)
+    three = monitors(3, 1, time.clock)
     for monitor, index in zip(three, (2, 0, 0), strict=True):
         monitor.begin(checked)
         monitor.move_to(index, checked.programs[monitor.rank].effects[index])

@@ -16,7 +16,8 @@ class Work:
     """A send that goes on until it is told that it has ended; like NCCL's, it holds what it sends."""
 
     def __init__(self, sent: Sequence[Tensor]) -> None:
-        self.sent, self.has_ended = sent, False
+        self.sent = sent
+        self.has_ended = False
 
     def is_completed(self) -> bool:
         return self.has_ended
@@ -37,7 +38,8 @@ class Group:
 def sender(monkeypatch: pytest.MonkeyPatch) -> tuple[NcclEnd, Group]:
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     monitor: Any = SimpleNamespace(rank=0, num_ranks=2)
-    end, group = NcclEnd(monitor, torch.device("cpu"), None), Group()
+    end = NcclEnd(monitor, torch.device("cpu"), None)
+    group = Group()
     end._groups["up"] = group
     return end, group
 
@@ -50,7 +52,8 @@ def test_a_send_keeps_the_memory_and_not_the_tensor(
     end, group = sender
     with mode():
         message = torch.arange(8.0).view(2, 4) + 1
-        expected, reference = message.clone(), weakref.ref(message)
+        expected = message.clone()
+        reference = weakref.ref(message)
         end.send([message], 1, 0)
         del message
         assert reference() is None

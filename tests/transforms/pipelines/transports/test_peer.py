@@ -92,8 +92,11 @@ def differs(made: Tensor, expected: Tensor) -> bool:
 
 def run_cases(seed: int) -> list[str]:
     """On each rank: the cases whose results differ, run eagerly and replayed with other inputs."""
-    transport, wrong = Distributed(backend="peer", timeout=60), []
-    rank, device, end = transport.rank, transport.device, transport.end
+    transport = Distributed(backend="peer", timeout=60)
+    wrong = []
+    rank = transport.rank
+    device = transport.device
+    end = transport.end
     random.seed(seed)
     chosen = list(cases())
     random.shuffle(chosen)
@@ -105,7 +108,8 @@ def run_cases(seed: int) -> list[str]:
             wrong.append(f"eager {effect} of {shape} {dtype}")
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, capture_error_mode="thread_local"):
-            first, between = end.perform(effect, x, 0), end.perform(AllReduce(AMONG), tiny, 0)
+            first = end.perform(effect, x, 0)
+            between = end.perform(AllReduce(AMONG), tiny, 0)
             second = end.perform(effect, x, 0)
         for turn in range(1, ROUNDS):
             every = drawn(shape, dtype, turn, device)
@@ -135,8 +139,11 @@ def run_many(replays: int) -> int:
     """On each rank: the replays of a graph of many collectives, small and large, with a wrong bit;
     ranks wait at random places, and nothing waits for the host."""
     transport = Distributed(backend="peer", timeout=60)
-    rank, device, end = transport.rank, transport.device, transport.end
-    effect, among = AllReduce(AMONG), random.Random(rank)
+    rank = transport.rank
+    device = transport.device
+    end = transport.end
+    effect = AllReduce(AMONG)
+    among = random.Random(rank)
     sizes = [2048 * n for n in (1, 128, 256, 300, 512, 2048, 1, 700)]
     xs = [torch.zeros(size, dtype=torch.bfloat16, device=device) for size in sizes]
     wrong = torch.zeros((), dtype=torch.int64, device=device)

@@ -16,7 +16,8 @@ def files(folder: Path) -> list[Path]:
 
 
 def test_a_text_is_read_as_it_was_written(tmp_path: Path) -> None:
-    own, other = Places(files(tmp_path), 0), Places(files(tmp_path), 1)
+    own = Places(files(tmp_path), 0)
+    other = Places(files(tmp_path), 1)
     assert other.read(0) is own.read(1) is None
     for text in (b"", b"first", b"x" * (2**15 - 8), b"last"):
         own.write(text)
@@ -25,7 +26,8 @@ def test_a_text_is_read_as_it_was_written(tmp_path: Path) -> None:
 
 
 def test_files_without_names_are_read_by_those_who_met(tmp_path: Path) -> None:
-    own, other = Places(files(tmp_path), 0), Places(files(tmp_path), 1)
+    own = Places(files(tmp_path), 0)
+    other = Places(files(tmp_path), 1)
     other.meet()
     own.unlink()
     own.unlink()
@@ -71,7 +73,8 @@ def test_a_failure_is_looked_for_only_where_one_may_be(tmp_path: Path) -> None:
 
 
 def write_for_ever(folder: Path) -> None:
-    own, count = Places(files(folder), 0), 0
+    own = Places(files(folder), 0)
+    count = 0
     while True:
         count += 1
         own.write(bytes(str(count), "ascii") * (1 + count % 2000))
@@ -82,7 +85,8 @@ def test_a_killed_writer_leaves_whole_texts(tmp_path: Path) -> None:
     process = mp.get_context("spawn").Process(target=write_for_ever, args=(tmp_path,))
     process.start()
     try:
-        other, seen = Places(files(tmp_path), 1), set[bytes]()
+        other = Places(files(tmp_path), 1)
+        seen = set[bytes]()
         while len(seen) < 200:
             text = other.read(0)
             if text is None:

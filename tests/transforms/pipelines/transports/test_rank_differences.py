@@ -201,7 +201,8 @@ def meet(what: str) -> str:
     differs, what differs is a tensor or other value that no digest covers."""
     torch.set_num_threads(1)
     transport = Distributed(timeout=5)
-    mine, p = transport.rank == 1, torch.ones(1 if what in ("microbatches", "batch") else 4)
+    mine = transport.rank == 1
+    p = torch.ones(1 if what in ("microbatches", "batch") else 4)
     stage: Callable[..., Any] = reduces_and_gathers
     if what == "order":
         stage = gathers_and_reduces if mine else reduces_and_gathers

@@ -34,7 +34,8 @@ LAW = "threads are local"
 @pytest.mark.parametrize("name", SCENARIOS)
 def test_it_gives_what_local_gives(name: str, num_ranks: int) -> None:
     threads = Threads()
-    wanted, seen = SCENARIOS[name](num_ranks, Local()), SCENARIOS[name](num_ranks, threads)
+    wanted = SCENARIOS[name](num_ranks, Local())
+    seen = SCENARIOS[name](num_ranks, threads)
     threads.close()
     assert_equal(LAW, seen, wanted)
 
@@ -131,7 +132,8 @@ def test_an_error_that_cannot_be_printed_is_raised_and_ends_no_thread() -> None:
     def fails(p: Any, s: Any, batch: Any, x: Any) -> Any:
         raise Wordless
 
-    threads, values = Threads(timeout=5), [torch.ones(())] * 2
+    threads = Threads(timeout=5)
+    values = [torch.ones(())] * 2
     with pytest.raises(Wordless):
         pipeline([scale, fails], transport=threads)(values, values, torch.ones(2))
     assert pipeline([scale] * 2, transport=threads)(values, values, torch.ones(2))[1].tolist() == [
@@ -219,11 +221,9 @@ def test_a_rank_that_raises_at_any_instruction_is_named_and_leaves_nothing(
     before = threading.active_count()
     transport = FailingThreads(Threads(timeout=10), rank, at)
     step = lending(num_ranks, transport)
-    params, state, batch = (
-        [torch.tensor(2.0)] * num_ranks,
-        [torch.tensor(1.0)] * num_ranks,
-        torch.arange(4.0),
-    )
+    params = [torch.tensor(2.0)] * num_ranks
+    state = [torch.tensor(1.0)] * num_ranks
+    batch = torch.arange(4.0)
     with pytest.raises(Planted) as error:
         step(params, state, batch)
     assert error.value.__notes__ == [f"on rank {rank}, at '{instruction}'"]
@@ -245,7 +245,9 @@ def test_a_rank_that_stalls_is_named_in_time(place: tuple[int, int, int, str]) -
     )  # imports
     transport = FailingThreads(Threads(timeout=timeout), rank, at, stalls=True)
     step = lending(num_ranks, transport)
-    values, batch, began = [torch.tensor(2.0)] * num_ranks, torch.arange(4.0), time.monotonic()
+    values = [torch.tensor(2.0)] * num_ranks
+    batch = torch.arange(4.0)
+    began = time.monotonic()
     with pytest.raises(RankError) as error:
         step(values, values, batch)
     assert time.monotonic() - began < _STALL

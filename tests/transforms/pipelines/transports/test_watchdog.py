@@ -114,7 +114,8 @@ class Run:
 
     def launch(self, rank: int, index: int) -> Event:
         """The rank's host moves to the next effect, and its device gets one more to execute."""
-        monitor, effects = self.monitors[rank], PROGRAMS.programs[rank].effects
+        monitor = self.monitors[rank]
+        effects = PROGRAMS.programs[rank].effects
         monitor.move_to(index, effects[index])
         event = self.watchdogs[rank].launched(monitor.here)
         monitor.move_to(index + 1, effects[index + 1] if index + 1 < len(effects) else "its end")
@@ -133,7 +134,8 @@ class Run:
     def close(self) -> None:
         for device in self.devices:
             for event in device.pending:
-                event.broken, event.done = None, True
+                event.broken = None
+                event.done = True
         for watchdog in self.watchdogs:
             watchdog.close()
 
@@ -262,7 +264,8 @@ def test_a_host_that_stays_in_a_collective_is_seen_there_by_the_others(
     runs: Callable[..., Run],
 ) -> None:
     run = runs(timeout=60)
-    host, records = run.monitors[0], run.monitors[1].records
+    host = run.monitors[0]
+    records = run.monitors[1].records
     host.move_to(0, PROGRAMS.programs[0].effects[0])
     with host.at_collective(AllReduce((0, 1)), 7):
         assert records.position(0).instruction == "all_reduce sum among 0, 1 [mb 0], number 7"

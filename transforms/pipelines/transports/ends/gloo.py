@@ -37,7 +37,8 @@ class GlooEnd:
     def perform(self, effect: Collective, x: Tensor, tag: int, /) -> Tensor:
         """Send the others their parts of the tensor, or the whole, and join theirs in the order of
         the ranks."""
-        place, parts = effect.ranks.index(self.monitor.rank), cut(effect, x)
+        place = effect.ranks.index(self.monitor.rank)
+        parts = cut(effect, x)
         others = (
             [other for other in range(len(effect.ranks)) if other != place] if x.numel() else []
         )

@@ -65,7 +65,8 @@ class NcclEnd:
                 timeout,
                 self._interface,
             )
-        last, token = monitor.num_ranks - 1, torch.zeros(1, dtype=torch.uint8, device=self.device)
+        last = monitor.num_ranks - 1
+        token = torch.zeros(1, dtype=torch.uint8, device=self.device)
         for source, to in (*((r, r + 1) for r in range(last)), *((last, r) for r in range(last))):
             if monitor.rank == source:
                 self._group(to).send([token], to, 0).wait()
@@ -80,7 +81,8 @@ class NcclEnd:
     def perform(self, effect: Collective, x: Tensor, _: int, /) -> Tensor:
         """Exchange what each rank gets of the others' tensors, and join it in the order of the
         ranks, so that all get the same bits. Tensors that are permuted are gathered."""
-        group, parts = self._members(effect.ranks), cut(effect, x)
+        group = self._members(effect.ranks)
+        parts = cut(effect, x)
         every = torch.empty(parts.shape, dtype=x.dtype, device=x.device)
         if x.numel() and isinstance(effect, AllReduce | AllGather | PPermute):
             group._allgather_base(every, x.contiguous()).wait()
@@ -93,7 +95,8 @@ class NcclEnd:
         name = f"ranks {','.join(map(str, ranks))}"
         if name not in self._groups:
             own = ranks.index(self.monitor.rank), len(ranks)
-            store, timeout = self.monitor.records.store, max(self.monitor.timeout, _MEETING)
+            store = self.monitor.records.store
+            timeout = max(self.monitor.timeout, _MEETING)
             self._groups[name] = nccl_group(name, store, *own, timeout, self._interface)
         return self._groups[name]
 

@@ -139,8 +139,10 @@ class PeerEnd:
     def _channel(self, source: int, to: int) -> Channel:
         """The edge from one rank to another; each rank has an inbox for messages from below, and
         one for those from above."""
-        below, above = self._inbox("below"), self._inbox("above")
-        inboxes, outbox = sum(below) + sum(above), sum(self._outbox)
+        below = self._inbox("below")
+        above = self._inbox("above")
+        inboxes = sum(below) + sum(above)
+        outbox = sum(self._outbox)
         side, count = (
             (below, self._slots["below"]) if source < to else (above, self._slots["above"])
         )

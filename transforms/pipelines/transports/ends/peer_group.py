@@ -96,7 +96,8 @@ class PeerGroup:
         if source is None:
             return self._summed(x.float(), split).to(x.dtype)
         out = torch.empty(piece, dtype=x.dtype, device=x.device)
-        total, words = as_bytes(out).view(torch.int32), math.prod(piece) * x.itemsize // 4
+        total = as_bytes(out).view(torch.int32)
+        words = math.prod(piece) * x.itemsize // 4
         if (
             split is None and ranks > 2 and words > MOST
         ):  # each rank sums a part, and sends it to all

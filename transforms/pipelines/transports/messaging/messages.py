@@ -239,7 +239,8 @@ class ProcessLink:
 
     def recv(self, effect: Recv | Broadcast) -> Any:
         source = effect.source if isinstance(effect, Recv) else effect.root
-        key, microbatch = self._key(effect, source), self._first + effect.microbatch
+        key = self._key(effect, source)
+        microbatch = self._first + effect.microbatch
         layouts = self._layouts_received.setdefault(source, {})
         self._count += 1
         expected = self.agreement.expect(microbatch, isinstance(effect, Broadcast))
@@ -264,10 +265,8 @@ class ProcessLink:
         effect = with_schema(effect, x)
         self._refuse_odd(effect, x)
         self._meetings += 1
-        met, others = (
-            self.agreement.meet(str(effect), self._meetings),
-            set(effect.ranks) - {self.monitor.rank},
-        )
+        met = self.agreement.meet(str(effect), self._meetings)
+        others = set(effect.ranks) - {self.monitor.rank}
         with self.monitor.at_collective(effect, self._meetings):
             for peer in sorted(others):
                 self.send_bytes(peer, header_bytes(self.agreement.meeting_header(peer, met)))
@@ -371,15 +370,11 @@ class ProcessLink:
                 if tensor.is_quantized
                 else tensor.layout
             )
-            seen, instead = (
-                f"a tensor that is {kind}".replace("torch.", ""),
-                "return plain tensors from the stage",
-            )
+            seen = f"a tensor that is {kind}".replace("torch.", "")
+            instead = "return plain tensors from the stage"
         elif tensor.device.type != self.device.type:
-            seen, instead = (
-                f"a tensor on '{tensor.device}'",
-                f"return tensors on '{self.device}' from the stage",
-            )
+            seen = f"a tensor on '{tensor.device}'"
+            instead = f"return tensors on '{self.device}' from the stage"
         elif tensor.requires_grad and torch.is_grad_enabled():
             seen = "a tensor that requires grad, which does not come back from another process"
             instead = (
@@ -395,10 +390,8 @@ class ProcessLink:
         of the same pipeline."""
         assert self.checked is not None, "a run has begun"
         classes = self.checked.programs[source].classes
-        described, made = (
-            classes[effect.microbatch] if classes else "",
-            stage_sent(Step(self.monitor.rank, effect)),
-        )
+        described = classes[effect.microbatch] if classes else ""
+        made = stage_sent(Step(self.monitor.rank, effect))
         of = self.checked.read_sources, isinstance(effect, Broadcast), described, source, made
         if (known := self._keys.get(of)) is None:
             stage = "" if made in (None, source) else f" stage {made}"

@@ -78,7 +78,8 @@ class Secret:
         Raises:
             ValueError: it was not sealed with this secret, or not for this name.
         """
-        tag, text = sealed[:_TAG], sealed[_TAG:]
+        tag = sealed[:_TAG]
+        text = sealed[_TAG:]
         if not hmac.compare_digest(tag, self.tag(name.encode(), text)):
             raise ValueError(
                 f"'{name}' holds {len(sealed)} bytes that are not sealed with this run's secret"
@@ -104,7 +105,8 @@ def shared_secret(given: Secret | None, store: Store, rank: int) -> Iterator[Sec
         return
     folder = private_folder()
     if rank == 0:
-        secret, name = Secret.fresh(), secrets.token_hex(8)
+        secret = Secret.fresh()
+        name = secrets.token_hex(8)
         file = folder / name
         with os.fdopen(os.open(file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as out:
             out.write(secret.key)
@@ -176,17 +178,20 @@ class Network:
             ProgramError: several nodes without an address or a secret; or a secret that is easily
                 guessed.
         """
-        given, master = environment.get(SECRET), environment.get("MASTER_ADDR", LOOPBACK)
+        given = environment.get(SECRET)
+        master = environment.get("MASTER_ADDR", LOOPBACK)
         secret = None if given is None else Secret(given.encode())
         one_node = environment.get("LOCAL_WORLD_SIZE") == str(num_ranks)
         one_node = one_node or master in ("localhost", "::1") or master.startswith("127.")
         seen = f"ranks on several nodes (MASTER_ADDR={master}), and no "
         if given is not None and len(given) < _LEAST:
-            seen, instead = f"{SECRET} of {len(given)} characters", f"at least {_LEAST}: {_EXPORT}"
+            seen = f"{SECRET} of {len(given)} characters"
+            instead = f"at least {_LEAST}: {_EXPORT}"
         elif one_node:
             return cls(LOOPBACK, True, secret)
         elif given is None:
-            seen, instead = seen + SECRET, _EXPORT
+            seen = seen + SECRET
+            instead = _EXPORT
         elif ADDRESS not in environment:
             seen += ADDRESS
             instead = (

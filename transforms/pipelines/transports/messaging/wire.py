@@ -147,7 +147,9 @@ class Wire:
             mine = os.urandom(_NONCE)
             own.sendall(mine)
             hello = _read_exactly(own, 4 + _NONCE + _TAG, end)
-            who, theirs, tag = hello[:4], hello[4 : 4 + _NONCE], hello[4 + _NONCE :]
+            who = hello[:4]
+            theirs = hello[4 : 4 + _NONCE]
+            tag = hello[4 + _NONCE :]
             parts = who, self.rank.to_bytes(4, "little"), mine, theirs
             peer = int.from_bytes(who, "little")
             proves = hmac.compare_digest(tag, self._secret.tag(b"connects", *parts))
@@ -197,7 +199,8 @@ class Wire:
         Raises:
             ConnectionError: the connection is closed, or carries bytes that the rank did not send.
         """
-        connection, next_look = self._connection(peer), time.monotonic() + _LOOK
+        connection = self._connection(peer)
+        next_look = time.monotonic() + _LOOK
         while (payload := self._take(connection, peer)) is None:
             if not select.select([connection.socket], [], [], max(next_look - time.monotonic(), 0))[
                 0
@@ -248,7 +251,8 @@ class Wire:
         end = 4 + _TAG + int.from_bytes(buffer[:4], "little")
         if len(buffer) < end <= _MOST:
             return None
-        tag, payload = bytes(buffer[4 : 4 + _TAG]), bytes(buffer[4 + _TAG : end])
+        tag = bytes(buffer[4 : 4 + _TAG])
+        payload = bytes(buffer[4 + _TAG : end])
         if not hmac.compare_digest(
             tag, _frame_tag(connection.secret, peer, connection.received, payload)
         ):

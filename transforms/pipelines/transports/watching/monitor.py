@@ -88,7 +88,8 @@ class Monitor:
         """The view of the same rank for another thread, which reads records by a connection of its
         own."""
         other = Monitor(records, self.num_ranks, self.timeout, self.clock)
-        other.liveness, other._programs = self.liveness, self._programs
+        other.liveness = self.liveness
+        other._programs = self._programs
         return other
 
     def begin(self, checked: CheckedPrograms) -> None:
@@ -184,7 +185,8 @@ class Monitor:
         """Within, this rank waits for `peer`. Yields a function to call now and then. It raises
         RankError after `limit` seconds; if the rank to blame runs and has not come to its first
         step, only after `_STARTING` seconds."""
-        start, told = self.clock.now(), False
+        start = self.clock.now()
+        told = False
         end = start + limit
 
         def check() -> None:
@@ -214,9 +216,11 @@ class Monitor:
             raise
         except (OSError, RuntimeError) as error:
             text = str(error).splitlines()[0]
-            gone, cause = [peer], f"its process ended, or was cut off ({text:.120})"
+            gone = [peer]
+            cause = f"its process ended, or was cut off ({text:.120})"
             if "timed out" in text.lower() or "timeout" in text.lower():
-                gone, cause = [], f"no progress for {self.timeout:g} s"
+                gone = []
+                cause = f"no progress for {self.timeout:g} s"
             raise self.explain(peer, cause, gone=gone) from error
 
     @property
@@ -310,10 +314,8 @@ class Monitor:
         """The failure that the ranks of a collective find, if this rank is not one of them and
         `rank` is in it with all the others: whose tensor is late, only they know. They may have
         begun to wait as late as now."""
-        met, end = (
-            _collective_of(self.records.position(rank)),
-            self.clock.now() + self.timeout + _GRACE,
-        )
+        met = _collective_of(self.records.position(rank))
+        end = self.clock.now() + self.timeout + _GRACE
         if met is None or rank in silent or self.rank in met.ranks:
             return None
         while (failure := self.records.failure()) is None and self.clock.now() < end:
@@ -350,10 +352,8 @@ class Monitor:
     ) -> Sequence[int]:
         """The ranks that share a stage with a rank whose device runs it, and have not yet launched
         that run themselves, or have stopped."""
-        effects, hosts = (
-            checked.programs[rank].effects,
-            [self.records.position(r) for r in range(self.num_ranks)],
-        )
+        effects = checked.programs[rank].effects
+        hosts = [self.records.position(r) for r in range(self.num_ranks)]
         if (
             checked.mesh is None
             or not here.index < len(effects)
@@ -392,7 +392,9 @@ class Monitor:
         results: queue.SimpleQueue[Exception | None] = queue.SimpleQueue()
         threading.Thread(target=attempt, name=CONNECT, daemon=True).start()
         others = [peer for peer in range(self.num_ranks) if peer != self.rank]
-        end, left, pause = self.clock.now() + timeout, False, _POLL / 4
+        end = self.clock.now() + timeout
+        left = False
+        pause = _POLL / 4
         while True:
             self.liveness.observe(self.records, others)
             try:
@@ -406,7 +408,8 @@ class Monitor:
                 if any(
                     self.records.exit(peer) for peer in others
                 ):  # perhaps connected, and done with its work
-                    left, pause = True, self._silence
+                    left = True
+                    pause = self._silence
         if error is not None:
             blamed = (self.liveness.silent(self._silence) or [self.rank])[0]
             cause = f"{type(error).__name__}: {str(error).splitlines()[0]:.120}"

@@ -33,7 +33,9 @@ class Places:
     """
 
     def __init__(self, files: Sequence[Path], rank: int) -> None:
-        self._files, self._rank, self._count = files, rank, 0
+        self._files = files
+        self._rank = rank
+        self._count = 0
         self._maps: dict[int, mmap.mmap] = {}
         made = files[rank].with_name(
             f"{files[rank].name}.{os.getpid()}"
@@ -67,7 +69,8 @@ class Places:
 
     def write(self, text: bytes) -> None:
         """Write this rank's text, of at most 2**15 - 8 bytes."""
-        own, self._count = self._maps[self._rank], self._count + 1
+        own = self._maps[self._rank]
+        self._count = self._count + 1
         start = _HEAD.size + self._count % 2 * _SLOT
         own[start : start + _HEAD.size + len(text)] = _HEAD.pack(len(text)) + text
         own[: _HEAD.size] = _HEAD.pack(self._count)

@@ -105,12 +105,10 @@ class Records:
 
     def write_position(self, position: Position) -> None:
         """Write where this rank is."""
-        step, digest, index, meetings = (
-            position.step,
-            position.digest,
-            position.index,
-            position.meetings,
-        )
+        step = position.step
+        digest = position.digest
+        index = position.index
+        meetings = position.meetings
         if self.places is None:
             self.write(
                 f"at/{self.rank}", (step, digest, index, position.instruction[:_LONGEST], meetings)
@@ -123,7 +121,8 @@ class Records:
 
     def position(self, rank: int) -> Position:
         """The place that a rank last wrote."""
-        key, written = f"at/{rank}", None if self.places is None else self.places.read(rank)
+        key = f"at/{rank}"
+        written = None if self.places is None else self.places.read(rank)
         if written is not None:
             return Position(*json.loads(written))
         return Position(*self.read(key)) if self.has(key) else Position()

@@ -76,14 +76,18 @@ class Watchdog:
     ) -> None:
         self.monitor = monitor.for_thread(records)
         self.error: RankError | None = None
-        self._host, self._device = monitor, device
+        self._host = monitor
+        self._device = device
         self._here: Position | None = None
         self._poll = poll or (min(_BEAT, monitor.timeout / 10) if device is None else _POLL)
-        self._grace, self._last_resort = grace, last_resort
+        self._grace = grace
+        self._last_resort = last_resort
         self._launches: deque[Launch] = deque()
-        self._count, self._since = 0, monitor.clock.now()
+        self._count = 0
+        self._since = monitor.clock.now()
         self._hangs = False
-        self._closed, self._told = threading.Event(), threading.Event()
+        self._closed = threading.Event()
+        self._told = threading.Event()
         name = f"weft watchdog of rank {monitor.rank}"
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
 
@@ -153,7 +157,8 @@ class Watchdog:
         except RuntimeError as broken:
             error = self._broken(broken)
         if error is not None and self._device is not None:
-            self._hangs, self.error = bool(self._launches), error
+            self._hangs = bool(self._launches)
+            self.error = error
             threading.Thread(
                 target=self._device.abort, name="weft abort", daemon=True
             ).start()  # which may hang too
@@ -178,11 +183,13 @@ class Watchdog:
         nothing to do."""
         if self._device is not None:
             return self._is_done()
-        before, self._here = self._here, self._host.here
+        before = self._here
+        self._here = self._host.here
         return self._here is not before or self._here.instruction == END
 
     def _find_failure(self) -> RankError | None:
-        monitor, records = self.monitor, self.monitor.records
+        monitor = self.monitor
+        records = self.monitor.records
         if self._has_moved():
             self._since = monitor.clock.now()
         oldest = self._launches[0].position if self._launches else None
