@@ -444,9 +444,8 @@ class ResolvedBatch(Summarized):
                 instead = f"the next value, as the one before it: {_described(value)}"
                 raise ProgramError(call, f"f returned {_described(made)}", instead)
             value = torch.where(live.view(-1, *[1] * (made.dim() - 1)), made, value)
-            found = (
-                found if place else value.new_zeros(num_tokens + 1, *value.shape[1:])
-            )  # the last one is scratch
+            # The last one is scratch
+            found = found if place else value.new_zeros(num_tokens + 1, *value.shape[1:])
             found[torch.where(live, token, num_tokens)] = value
         return found[:num_tokens]
 

@@ -324,9 +324,8 @@ def donates(*argnames: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
 
         @functools.wraps(fn)
         def wrapped(*args: P.args, **kwargs: P.kwargs) -> R:
-            in_order = (
-                has_plain_names and len(args) == len(names) and not kwargs
-            )  # as in nearly every call
+            # As in nearly every call
+            in_order = has_plain_names and len(args) == len(names) and not kwargs
             bound = None if in_order else bind(args, kwargs)
             values: dict[str, Any] = (
                 dict(zip(names, args, strict=True)) if bound is None else bound.arguments

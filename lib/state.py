@@ -262,9 +262,8 @@ def admit(
     index, begins, own_slots, own_deltas, own_found = columns
     state.block_table[index] = to_device(table, device)
     state.positions[index] = begins
-    state.last_tokens.index_fill_(
-        0, index, 0
-    )  # `[index] = 0` copies the 0 to the device, and waits for all of it
+    # `[index] = 0` copies the 0 to the device, and waits for all of it
+    state.last_tokens.index_fill_(0, index, 0)
     state.adapters[index] = own_slots.to(torch.int32)
     state.mrope_position_deltas[index] = own_deltas
     if state.drafting is not None:
@@ -436,9 +435,8 @@ def _find_adapters(state: State, batch: Batch) -> tuple[Tensor | None, Tensor | 
     first = torch.ones_like(ordered, dtype=torch.bool)
     first[1:] = ordered[1:] != ordered[:-1]
     first &= ordered >= 0
-    place = torch.where(first, first.cumsum(0) - 1, count).clamp(
-        max=count
-    )  # the last place is for the others
+    # The last place is for the others
+    place = torch.where(first, first.cumsum(0) - 1, count).clamp(max=count)
     active = torch.full((count + 1,), -1, dtype=torch.int32, device=ordered.device).scatter(
         0, place, ordered
     )

@@ -100,9 +100,8 @@ from typing import Any
 
 from lazy_loader import attach_stub
 
-_find, __dir__, __all__ = attach_stub(
-    __name__, __file__
-)  # pytest loads the plugin, which must not import torch
+# Pytest loads the plugin, which must not import torch
+_find, __dir__, __all__ = attach_stub(__name__, __file__)
 
 
 def __getattr__(name: str) -> Any:

@@ -132,8 +132,7 @@ def pytest_runtest_makereport(
 
 def _counterexample(call: pytest.CallInfo[None]) -> Any:
     """The Counterexample that ended a call; None if something else did, or nothing."""
-    module = sys.modules.get(
-        "weft.proofs.checks.equivalence"
-    )  # not imported here: it imports torch
+    # Not imported here: it imports torch
+    module = sys.modules.get("weft.proofs.checks.equivalence")
     error = call.excinfo.value if call.excinfo is not None and module is not None else None
     return error if module is not None and isinstance(error, module.Counterexample) else None

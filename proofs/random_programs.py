@@ -184,9 +184,8 @@ def run(
 def _start_worker() -> None:
     """What a process does before its first program."""
     torch.set_num_threads(1)
-    os.environ.setdefault(
-        "CUBLAS_WORKSPACE_CONFIG", ":4096:8"
-    )  # or cuBLAS raises under deterministic algorithms
+    # Or cuBLAS raises under deterministic algorithms
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 
 
 class _DeviceFailed(BaseException):

@@ -180,9 +180,8 @@ def decoder_stage(
             where = read_at(batch, num_drafts) if num_drafts else None
             others = dict[str, LogitsAt]()
             if beside is not None:
-                known = torch.where(
-                    batch.input_ids < 0, resolved.input_ids, batch.input_ids
-                )  # with the drafts
+                # With the drafts
+                known = torch.where(batch.input_ids < 0, resolved.input_ids, batch.input_ids)
                 state, others = beside(state, attrs.evolve(resolved, input_ids=known))
             result = (
                 resolved,

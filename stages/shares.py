@@ -164,9 +164,8 @@ def share_fields(config: ModelConfig, index: int, shard: Share = WHOLE) -> dict[
     rank, num_ranks = shard
     if num_ranks == 1:
         return whole
-    kv_rank = (
-        rank * min(config.num_kv_heads, num_ranks) // num_ranks
-    )  # ranks may hold the same head
+    # Ranks may hold the same head
+    kv_rank = rank * min(config.num_kv_heads, num_ranks) // num_ranks
     own = layer_fields(share_config(config, num_ranks), index)
     return {
         name: _share_field(name, whole[name], field, rank, kv_rank) for name, field in own.items()
@@ -190,9 +189,8 @@ def adaptable(
 def _share_field(name: str, whole: Field, own: Field, rank: int, kv_rank: int) -> Field:
     """A rank's share of a field; of keys and values, the share `kv_rank`."""
     if name in ("o_bias", "down_bias") and rank:
-        return attrs.evolve(
-            own, parts=()
-        )  # added after the sum over the ranks: one of them adds it
+        # Added after the sum over the ranks: one of them adds it
+        return attrs.evolve(own, parts=())
     parts = list[Part]()
     count = len(own.parts)
     first = rank * count if count < len(whole.parts) else 0  # fewer: those of whole experts

@@ -62,9 +62,8 @@ _store = interpreter.InterpreterBuilder.create_masked_store
 def to_host(self: Any, arguments: Any, named: Any) -> Any:
     """The arguments as the kernel gets them, whose ranges are kept."""
     host = _to_host(self, arguments, named)
-    given = [
-        getattr(one, "base", one) for one in (*host[0], *host[1].values())
-    ]  # the tensor of a descriptor
+    # The tensor of a descriptor
+    given = [getattr(one, "base", one) for one in (*host[0], *host[1].values())]
     _ranges.of([] if self.fn.__module__ in _BY_ADDRESS else given)
     return host
 

@@ -92,9 +92,8 @@ def test_the_short_table_has_the_newest_figure_of_each_workload_beside_vllm() ->
     assert {line[:3] for line in lines} == {
         (one.model, one.peer, one.machine) for one in tables.turns()
     }
-    [found] = [
-        line[3:] for line in lines if line[0].startswith("Qwen3-14B")
-    ]  # two records, of which this is the later
+    # Two records, of which this is the later
+    [found] = [line[3:] for line in lines if line[0].startswith("Qwen3-14B")]
     assert found[:5] == (
         "1.11 (11,765)",
         "1.02 (20,352)",

@@ -214,9 +214,8 @@ def part_key(layout: Layout, mesh: Mesh, rank: int) -> Hashable:
             case Shard():
                 key.append((axis, place[axis]))
             case Partial("sum"):
-                key.append(
-                    (axis, place[axis] > 0)
-                )  # the first one has all of it, and the others zeros
+                # The first one has all of it, and the others zeros
+                key.append((axis, place[axis] > 0))
             case Partial() | Replicate():
                 pass
     return tuple(key)

@@ -47,9 +47,8 @@ def rendezvous_store(rank: int, timeout: float) -> tuple[str, Any]:
         address = os.environ["MASTER_ADDR"]
         port = int(os.environ["MASTER_PORT"])
         whole = _root(address, port, rank == 0 and not agent, timeout).clone()
-    attempt = os.environ.get(
-        "TORCHELASTIC_RESTART_COUNT", "0"
-    )  # an agent's store outlives a restart of its ranks
+    # An agent's store outlives a restart of its ranks
+    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     prefix = f"weft/{attempt}/{next(_RUNS)}"
     return prefix, _DIST.PrefixStore(prefix, whole)
 
@@ -132,9 +131,8 @@ def nccl_group(
     options = dist.ProcessGroupNCCL.Options()
     options._timeout = timedelta(seconds=2 * timeout + 60)
     if interface is not None:
-        os.environ.setdefault(
-            "NCCL_SOCKET_IFNAME", interface
-        )  # read when the first communicator connects
+        # Read when the first communicator connects
+        os.environ.setdefault("NCCL_SOCKET_IFNAME", interface)
     with _environment("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0"):
         return dist.ProcessGroupNCCL(_apart(name, store, timeout), rank, num_ranks, options)
 

@@ -34,9 +34,8 @@ def compiled_caller(below: str) -> types.FrameType | None:
         if name == "torch._dynamo.eval_frame" and frame.f_code.co_qualname.startswith(
             "_TorchDynamoContext."
         ):
-            return _first_of_torch(
-                frame.f_back
-            )  # and not DisableContext, which keeps the compiler off
+            # And not DisableContext, which keeps the compiler off
+            return _first_of_torch(frame.f_back)
         frame = frame.f_back
     return None
 

@@ -195,9 +195,8 @@ def _run_case(
         runs.append(recorder.events())
     spans = transport.collect([events[-1].end - events[0].start for events in runs])
     longest = [max(own) for own in zip(*spans, strict=True)]
-    return runs[
-        sorted(range(1, ROUNDS), key=longest.__getitem__)[(ROUNDS - 1) // 2]
-    ]  # the same run on every rank
+    # The same run on every rank
+    return runs[sorted(range(1, ROUNDS), key=longest.__getitem__)[(ROUNDS - 1) // 2]]
 
 
 def hold_together(ranks: Sequence[Measured], nbytes: int) -> list[Found]:

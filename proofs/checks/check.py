@@ -148,9 +148,8 @@ def check(
     with warnings.catch_warnings(), FreshProcesses(subject.answer) as processes:
         subject = attrs.evolve(subject, processes=processes)
         first_calls = _FirstCalls(subject)
-        warnings.filterwarnings(
-            "ignore", ".*calls captured a graph", RuntimeWarning
-        )  # by calls of other params
+        # By calls of other params
+        warnings.filterwarnings("ignore", ".*calls captured a graph", RuntimeWarning)
         for law in chosen:
             rows.append(_row(subject, law, examples, prepared, max_examples, rows, first_calls))
     _show(subject, rows, console or Console(highlight=False))

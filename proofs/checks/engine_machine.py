@@ -315,9 +315,8 @@ class EngineMachine(RuleBasedStateMachine):
             [name for name in self._added if self.engine.is_under_way(name)]
         )
         _note(f"engine.abort({name!r})")
-        ran = (
-            name in self._last and self._added[name][0].mask is None
-        )  # masked requests do not run ahead
+        # Masked requests do not run ahead
+        ran = name in self._last and self._added[name][0].mask is None
         self._see({"aborted with a step under way": ran and self.engine.run_ahead})
         self._take(self.engine.abort(name))
 

@@ -139,9 +139,8 @@ def assert_equivalent(
         raise CheckError(call, seen, "a profile whose `phases` have Phase.generate")
     if found.error is not None:
         if isinstance(found.error, Counterexample):
-            found.error.with_traceback(
-                None
-            )  # a traceback through the search would not help the reader
+            # A traceback through the search would not help the reader
+            found.error.with_traceback(None)
         elif remembered(found.error) is not None:
             code = Writer().block([("args", remembered(found.error))])
             found.error.add_note(f"Both raised this for\n{textwrap.indent(code, '    ')}")

@@ -114,9 +114,8 @@ class FreshProcesses:
 
 def _fork() -> int:
     with warnings.catch_warnings():
-        warnings.simplefilter(
-            "ignore", DeprecationWarning
-        )  # "multi-threaded, may lead to deadlocks": see TIMEOUT
+        # "multi-threaded, may lead to deadlocks": see TIMEOUT
+        warnings.simplefilter("ignore", DeprecationWarning)
         return os.fork()
 
 

@@ -137,9 +137,8 @@ def class_is_kept(
                 f" {batch.rows.shape[0]} rows"
             )
         state, out = step(params, state, batch)
-        ran = torch.full_like(
-            out.logprobs, _code(d)
-        )  # frozen at capture: it tells which class a replay has
+        # Frozen at capture: it tells which class a replay has
+        ran = torch.full_like(out.logprobs, _code(d))
         return state, attrs.evolve(out, logprobs=ran)
 
     graph = graphify(declare_donated(recording, ["state"]), ladder=ladder)

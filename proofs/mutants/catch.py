@@ -88,9 +88,8 @@ def catch(
     try:
         run()
     except LawViolation:
-        return attrs.evolve(
-            found[-1], examples=found[0].examples
-        )  # Hypothesis ends with the smallest
+        # Hypothesis ends with the smallest
+        return attrs.evolve(found[-1], examples=found[0].examples)
     except (Flaky, FlakyStrategyDefinition):
         if not found:
             raise

@@ -187,9 +187,8 @@ def mutants_of(file: str, source: str) -> Iterator[DrawnMutant]:
             assert isinstance(node, ast.expr | ast.stmt), "only these have a place"
             assert place.statement is not None, "a module's nodes are in statements"
             start = starts[node.lineno - 1] + node.col_offset
-            end = starts[(node.end_lineno or 0) - 1] + (
-                node.end_col_offset or 0
-            )  # ast.parse gives both
+            # Ast.parse gives both
+            end = starts[(node.end_lineno or 0) - 1] + (node.end_col_offset or 0)
             text = ast.unparse(ast.fix_missing_locations(changed))
             after = f"({text})" if isinstance(changed, ast.expr) else text
             first_line, last_line = _span(place.statement)

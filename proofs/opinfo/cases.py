@@ -160,9 +160,8 @@ def samples_of(
 ) -> list[Sample]:
     seed_all(seed)
     try:
-        made = list(
-            entry.sample_inputs_func(entry, device, dtype, requires_grad)
-        )  # the method seeds itself
+        # The method seeds itself
+        made = list(entry.sample_inputs_func(entry, device, dtype, requires_grad))
     except Exception as error:
         raise NoSamplesError(
             f"torch cannot make its samples on this device: {error!r:.300}"

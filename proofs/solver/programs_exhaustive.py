@@ -17,14 +17,12 @@ from weft.schema import Schema
 
 CAPACITIES = (1, 2, 3)
 
-Value = tuple[
-    str, int, int
-]  # "input", "ran", "result", "sent" or "output", of a micro-batch and a stage (or 0)
+# "input", "ran", "result", "sent" or "output", of a micro-batch and a stage (or 0)
+Value = tuple[str, int, int]
 Message = tuple[int, Schema | None, int]  # of a micro-batch, and of the stage that made it
 Wire = tuple[str, int, int]  # "stage" or "return", from, to
-Flying = tuple[
-    tuple[Wire, tuple[Message, ...]], ...
-]  # in order of wires, oldest first on each; no wire is empty
+# In order of wires, oldest first on each; no wire is empty
+Flying = tuple[tuple[Wire, tuple[Message, ...]], ...]
 
 
 class Wrong(Exception):

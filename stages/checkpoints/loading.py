@@ -130,9 +130,8 @@ def load(
     template = checkpoint.read_chat_template(call)
     target = checked_device(where, call)
     with ThreadPoolExecutor(1) as beside, checkpoint.open(config, target, call) as reader:
-        digest = beside.submit(
-            checkpoint.digest, call
-        )  # it reads a few pages of each file, the load all of them
+        # It reads a few pages of each file, the load all of them
+        digest = beside.submit(checkpoint.digest, call)
         params = read_params(reader, config, layout, target, kind, shard=share, progress=progress)
         origin = Origin(digest.result(), digest_params(params))
         own: dict[str, Any] = {

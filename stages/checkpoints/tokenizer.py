@@ -37,9 +37,8 @@ def token_ids(tokenizer: Tokenizer, text: str, *, special: bool = True) -> list[
     """
     if len(text) < LONG_TEXT:
         return list(tokenizer.encode(text, add_special_tokens=special).ids)
-    [found] = tokenizer.encode_batch(
-        [text], add_special_tokens=special
-    )  # `encode` keeps the interpreter's lock
+    # `encode` keeps the interpreter's lock
+    [found] = tokenizer.encode_batch([text], add_special_tokens=special)
     return list(found.ids)
 
 

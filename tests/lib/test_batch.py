@@ -132,10 +132,11 @@ def test_makers_refuse_rows_that_are_padding_or_nobodys(rows: list[int]) -> None
 
 
 def test_every_tensor_of_a_batch_says_how_it_is_padded() -> None:
+    # Which are `PerToken`s
     fields = {f.name for f in attrs.fields(Batch)} - {
         "descriptor",
         "token_extras",
-    }  # which are `PerToken`s
+    }
     assert set(sized_fields(Batch.decode([0]))) == fields
     batch = attrs.evolve(
         Batch.ragged([0], [[5, 6]]), token_extras={"patch": PerToken(torch.ones(2, 3))}

@@ -13,9 +13,8 @@ from weft.errors import DescriptorError
 from weft.proofs.strategies import descriptors
 
 FAST = settings(deadline=None, max_examples=100)
-SMALL = descriptors(
-    max_reqs=3, max_query_len=2
-)  # so that equal, covering and incomparable pairs are all frequent
+# So that equal, covering and incomparable pairs are all frequent
+SMALL = descriptors(max_reqs=3, max_query_len=2)
 
 
 @FAST

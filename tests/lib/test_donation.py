@@ -417,10 +417,11 @@ def public_calls() -> set[str]:
 
 def test_each_public_function_refuses_donated_tensors_or_says_why_not() -> None:
     others = " ".join(OTHERS.values()).split()
+    # Which takes a step, and returns one
     assert public_calls() | {"Transform.__call__"} == {
         *REFUSE,
         *others,
-    }  # which takes a step, and returns one
+    }
     assert not {*REFUSE} & {*others}
 
 

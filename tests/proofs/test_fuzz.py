@@ -34,9 +34,8 @@ def test_a_broken_law_is_told_and_exits_with_1(
         for mutant in MUTANTS
         if mutant.name == "a token is returned although none is allowed"
     ]
-    monkeypatch.setattr(
-        module, "_PHASES", [Phase.generate]
-    )  # finding the smallest case would take minutes
+    # Finding the smallest case would take minutes
+    monkeypatch.setattr(module, "_PHASES", [Phase.generate])
     monkeypatch.setattr(sys, "argv", ["fuzz", "--requests", "1000"])
     with bug.plant():
         assert main() == 1

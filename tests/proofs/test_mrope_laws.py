@@ -17,10 +17,11 @@ WITH_LADDER: dict[str, Any] = {
     "L9": laws.ownership_is_kept,
 }
 SETTINGS = settings(max_examples=25, deadline=None)
+# A fixture would be made once for all examples
 DEVICES = [
     "cpu",
     pytest.param("cuda", marks=pytest.mark.gpu),
-]  # a fixture would be made once for all examples
+]
 
 
 @pytest.mark.parametrize("device", DEVICES)

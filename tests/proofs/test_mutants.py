@@ -42,9 +42,8 @@ def test_the_law_catches_its_mutant_on_the_stored_case(mutant: Mutant) -> None:
                 " weft.proofs.mutants --missing"
             )
         elif caught is None:
-            caught = catch(
-                mutant.law, max_examples=1000
-            )  # another Hypothesis may draw, and another torch may compute, something else
+            # Another Hypothesis may draw, and another torch may compute, something else
+            caught = catch(mutant.law, max_examples=1000)
     assert caught is not None, (
         f"{mutant} survives its stored case: run python -m weft.proofs.mutants"
     )

@@ -18,9 +18,8 @@ from weft.proofs.strategies.captures.hazards import HAZARDS, hazards
 from weft.proofs.strategies.captures.operations import OPERATIONS
 from weft.proofs.strategies.captures.tensor_programs import TensorProgram, tensor_programs
 
-FIRST = settings(
-    phases=[Phase.generate], max_examples=2_000
-)  # it ends with the first that is looked for
+# It ends with the first that is looked for
+FIRST = settings(phases=[Phase.generate], max_examples=2_000)
 """With these, `find` gives the first case that it draws, and does not make it smaller."""
 
 

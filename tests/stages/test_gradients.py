@@ -340,9 +340,8 @@ def test_gradients_of_an_adapter_are_those_of_peft(name: str, tmp_path: Path) ->
             mine = getattr(found.lora, product)
             expected = getattr(theirs.lora, product)
             assert relative(mine.a[1], expected.a[1]) < TOLERANCE
-            assert (
-                relative(mine.b[1], expected.b[1] / 1.5**2) < TOLERANCE
-            )  # loaded with the scaling, 6 / 4, in it
+            # Loaded with the scaling, 6 / 4, in it
+            assert relative(mine.b[1], expected.b[1] / 1.5**2) < TOLERANCE
             assert not mine.a[0].any()
             assert not mine.b[0].any()
 

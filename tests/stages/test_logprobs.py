@@ -146,10 +146,11 @@ def test_a_prompts_tokens_in_chunks(model: Model, num_stages: int) -> None:
     )
     ranks = torch.cat([out.prompt_ranks for out in outs if out.prompt_ranks is not None])
     first, second = (x.log_softmax(-1) for x in logits_by_hand(model))
+    # Each token's place in the three batches, without the last token
     places = {
         0: [0, 1, 2, 3, 8],
         1: [4, 5, 6],
-    }  # each token's place in the three batches, without the last token
+    }
     for row, expected in ((0, first), (1, second)):
         wanted = torch.tensor(PROMPTS[row][1:])
         own = expected[:-1].gather(1, wanted[:, None])[:, 0]

@@ -179,9 +179,8 @@ def config_of(kind: str) -> ModelConfig:
     return pick_experts("whole", config, 2, call="") if kind == "whole experts" else config
 
 
-CUTS = [
-    (kind, count) for kind in RAW for count in (1, 2, 4) if (kind, count) != ("FP8", 4)
-]  # whose heads are refused
+# Whose heads are refused
+CUTS = [(kind, count) for kind in RAW for count in (1, 2, 4) if (kind, count) != ("FP8", 4)]
 
 
 @pytest.mark.parametrize(("kind", "count"), CUTS)

@@ -212,9 +212,8 @@ def documents(texts: Iterable[str]) -> list[str]:
 def byte_tokenizer() -> Tokenizer:
     """A tokenizer of 257 tokens: id `b` is the byte `b`, and id 256 is the end of a text."""
     alphabet = set(pre_tokenizers.ByteLevel.alphabet())
-    shifted = iter(
-        sorted(c for c in alphabet if ord(c) > 255)
-    )  # byte-level BPE's stand-ins for unprintable bytes
+    # Byte-level BPE's stand-ins for unprintable bytes
+    shifted = iter(sorted(c for c in alphabet if ord(c) > 255))
     vocab = {chr(b) if chr(b) in alphabet else next(shifted): b for b in range(256)}
     tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)

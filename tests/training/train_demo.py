@@ -215,9 +215,8 @@ def save(model: Qwen3ForCausalLM, out: Path) -> None:
 def samples(out: Path, seed: int) -> Iterator[str]:
     """The saved model's continuations of `PROMPTS`, greedy and at temperature 0.7, read back by
     `transformers`."""
-    model: Any = AutoModelForCausalLM.from_pretrained(
-        out, dtype=torch.float32
-    )  # it comes in eval mode
+    # It comes in eval mode
+    model: Any = AutoModelForCausalLM.from_pretrained(out, dtype=torch.float32)
     tokenizer = AutoTokenizer.from_pretrained(out)
     torch.manual_seed(seed)
     for prompt in PROMPTS:

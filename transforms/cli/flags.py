@@ -113,12 +113,13 @@ LATENCY = value("US", float, lambda x: 0 <= x < math.inf, "a finite number >= 0,
 DTYPES = "float32", "bfloat16", "float16"  # of weft.stages.choices, without its import of torch
 KV_DTYPES = ("float8_e4m3fn",)  # likewise
 EXPERTS = "columns", "whole"  # likewise
+# Of weft.ops.attention.backends, likewise
 ATTENTION = (
     "auto",
     "reference",
     "triton",
     "torch",
     "flashinfer",
-)  # of weft.ops.attention.backends, likewise
+)
 POLICIES = "fcfs", "priority"
 TRANSPORTS = "local", "threads", "gloo", "nccl", "peer"

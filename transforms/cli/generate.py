@@ -32,9 +32,8 @@ def run(options: Generate) -> int:
     if options.chat and any(not isinstance(prompt, str) for prompt in options.prompt):
         options.refuse("--chat", "--prompt-ids", "--prompt TEXT: the text of a message")
     least = (1 if isinstance(prompt, str) else len(prompt) for prompt in options.prompt)
-    _check_room(
-        options, read_config(options), least, " or more"
-    )  # the tokenizer comes with the weights
+    # The tokenizer comes with the weights
+    _check_room(options, read_config(options), least, " or more")
     check_file(options, "--certificates", options.certificates)
     completed, certificates = in_ranks(_complete, options, options)
     if certificates:
@@ -42,9 +41,8 @@ def run(options: Generate) -> int:
             Certificate.save_all(certificates, str(options.certificates))
     if options.json:
         fields = attrs.fields(Completion)
-        without_times = attrs.filters.exclude(
-            fields.times, fields.provenance
-        )  # those of this process
+        # Those of this process
+        without_times = attrs.filters.exclude(fields.times, fields.provenance)
         print(
             "\n".join(write_json(attrs.asdict(own, filter=without_times)) for _, own in completed)
         )

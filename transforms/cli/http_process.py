@@ -137,12 +137,13 @@ class HttpProcess:
             serve_clients(host, settings, self._sockets)
             return _exit_code(host.fault)
         model = engine.model
+        # Without its weights; clients see no path
         own = (
             model.config,
             None,
             model.tokenizer,
             Path(settings.name),
-        )  # without its weights; clients see no path
+        )
         bare = Model(*own, chat_template=model.chat_template)  # type: ignore[arg-type]
         with self._socket, forwarded(process):
             with contextlib.suppress(OSError):  # it has gone: its exit code says why

@@ -141,9 +141,8 @@ def parse(words: Sequence[str]) -> Options:
         RequestError: flags that contradict each other.
         SystemExit: from argparse, for `--help` (0) and for arguments that it refuses (2).
     """
-    given, strange = build_parser(requires=False).parse_known_args(
-        words
-    )  # first, as a flag may be missing by a typo
+    # First, as a flag may be missing by a typo
+    given, strange = build_parser(requires=False).parse_known_args(words)
     if strange:
         parser = given.parser
         flags = [

@@ -146,12 +146,10 @@ def world_size(options: Options) -> int:
 def _as_rank(fn: Callable[[Here, *Ts], T], options: RunOptions, *args: *Ts) -> T:
     """Call `fn` as one rank."""
     backend: Any = options.transport
-    device = (
-        None if options.device == "cuda" else options.device
-    )  # each rank takes a GPU of its own
-    warnings.simplefilter(
-        "ignore", ConfigWarning
-    )  # the command has read the configuration before, and warned
+    # Each rank takes a GPU of its own
+    device = None if options.device == "cuda" else options.device
+    # The command has read the configuration before, and warned
+    warnings.simplefilter("ignore", ConfigWarning)
     transport = Distributed(device=device, backend=backend, timeout=options.timeout)
     try:
         stages = transport.num_ranks // options.tp

@@ -40,9 +40,8 @@ def run(options: Serve) -> int:
         or Path(str(options.model)).resolve().name.removesuffix(".gguf")
     )
     try:
-        importlib.import_module(
-            "weft.transforms.server.app"
-        )  # an error here comes before the model is loaded
+        # An error here comes before the model is loaded
+        importlib.import_module("weft.transforms.server.app")
     except ImportError as error:
         options.refuse("", f"{error}", install_command("serve"))
     _check_files(options)

@@ -128,9 +128,8 @@ class Engine:
         split.check(call, model, backend)
         if speculation is not None:
             speculation.check(call, model, 0 in split.here)
-        graph = mode_within(
-            call, graph, query_lens(speculation), model.functions.capability
-        )  # once, with one warning
+        # Once, with one warning
+        graph = mode_within(call, graph, query_lens(speculation), model.functions.capability)
         self._is_distributed = split.is_distributed
         self._decides = 0 in self.transport.ranks(split.num_stages * split.num_shards)
         limits = limits or EngineLimits()
@@ -389,9 +388,8 @@ class Engine:
                 self._step()
             while self._unreturned:
                 output = self._unreturned[0]
-                del self._unreturned[
-                    0
-                ]  # no function is called up to `yield`, so that no interrupt comes between
+                # No function is called up to `yield`, so that no interrupt comes between
+                del self._unreturned[0]
                 yield output
 
     def step(self) -> list[RequestOutput]:

@@ -290,9 +290,8 @@ def generate(
     for each in params:
         check_sampling(call, model, each, num_logprobs)
     once = {id(each): each for each in adapters if each is not None}
-    named = {
-        f"adapter {place}": each for place, each in enumerate(once.values())
-    }  # the same names on every rank
+    # The same names on every rank
+    named = {f"adapter {place}": each for place, each in enumerate(once.values())}
     names = dict(zip(once, named, strict=True))
     limits = _limits(model, encoded, params, max_tokens)
     engine = Engine(

@@ -344,9 +344,8 @@ class EngineLimits:
         cohorts = self.num_cohorts or split.num_stages
         transport = split.transport
         least = -(-self.max_num_reqs // cohorts)
-        usual = transport.share(
-            max(least, _num_tokens(model))
-        )  # on every rank, whatever it was given
+        # On every rank, whatever it was given
+        usual = transport.share(max(least, _num_tokens(model)))
         tokens = self.max_num_tokens or usual
         check_values(
             "weft.EngineLimits(...)",

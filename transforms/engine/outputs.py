@@ -311,9 +311,8 @@ class OutputProcessor:
         first = 0
         for name, targets, start in zip(work.requests, work.targets, work.starts, strict=True):
             own = self._open.get(name)
-            is_its = (
-                own is not None and work.job >= own.first_job
-            )  # not of an earlier request of the same name
+            # Not of an earlier request of the same name
+            is_its = own is not None and work.job >= own.first_job
             if (
                 own is not None
                 and is_its

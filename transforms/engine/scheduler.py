@@ -442,9 +442,8 @@ def _targets(scheduled: Sequence[tuple[RequestState, int]]) -> tuple[tuple[int, 
     for req, count in scheduled:
         start = req.num_computed + 1
         length = max(count, 1)
-        wants = (
-            req.request.sampling.prompt_logprobs is not None
-        )  # another prompt may hold EMBEDDED, which is no token
+        # Another prompt may hold EMBEDDED, which is no token
+        wants = req.request.sampling.prompt_logprobs is not None
         own = req.request.prompt[start : start + length] if wants else ()
         targets.append((*own, *[0] * (length - len(own))))
     return tuple(targets)

@@ -136,9 +136,8 @@ def _step_seconds(engine: _Engine, draw: random.Random, lengths: Sequence[int]) 
     finally:
         engine.limits = limits
     more = several - min(alone)
-    return (
-        more / _REPEATS if more > 0 else several / (1 + _REPEATS)
-    )  # noise in all runs of one step
+    # Noise in all runs of one step
+    return more / _REPEATS if more > 0 else several / (1 + _REPEATS)
 
 
 def _decode_seconds(engine: _Engine, draw: random.Random, lengths: Sequence[int]) -> float:

@@ -301,9 +301,8 @@ def capture(
             return prepared.run()
 
     with ONE_AT_A_TIME:
-        audit = audit_of(
-            graphable, prepared, backend.device
-        )  # no other capture has set the generators that it saves
+        # No other capture has set the generators that it saves
+        audit = audit_of(graphable, prepared, backend.device)
         with prepared.restored(audit), _with_padding_note(graphable.name, descriptor):
             recording: Any = backend.capture(
                 prepared.run if watch is None else watched, audit, split_at

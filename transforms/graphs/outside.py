@@ -654,9 +654,8 @@ def _is_known_by_itself(value: Any) -> bool:
 
 
 def _is_foreign(function: types.FunctionType) -> bool:
-    home = function.__globals__.get(
-        "__name__", ""
-    )  # and not __module__, which functools.wraps copies
+    # And not __module__, which functools.wraps copies
+    home = function.__globals__.get("__name__", "")
     if home.startswith("weft.proofs."):
         return False  # laws and strategies stand for what users write
     return home.split(".")[0] in _FOREIGN or "site-packages" in function.__code__.co_filename

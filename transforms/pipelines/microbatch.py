@@ -55,9 +55,8 @@ def microbatch(step: F, parts: int) -> F:
         batches = split(batch, parts)
         for part in batches:
             state, out = check_pair(call, step(params, state, part), "(state, out)")
-            outputs.append(
-                clone(out) if lends(step) else out
-            )  # the next part overwrites a lent result
+            # The next part overwrites a lent result
+            outputs.append(clone(out) if lends(step) else out)
         return clone(state) if lends_state(step) else state, join(outputs, batches, batch)
 
     return cast(F, declare_lending(declare_donated(run, donated_argnames(step)), False))
@@ -136,9 +135,8 @@ def scan(
         outs = []
         for _ in range(length):
             state, out = check_pair(call, step(params, state, batch), "(state, out)")
-            outs.append(
-                clone(out) if lends(step) else out
-            )  # the next step overwrites a lent result
+            # The next step overwrites a lent result
+            outs.append(clone(out) if lends(step) else out)
         return clone(state) if lends_state(step) else state, outs
 
     functools.update_wrapper(

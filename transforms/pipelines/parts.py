@@ -330,9 +330,8 @@ def _sizes_of(parts: Sequence[Any], descriptors: Sequence[Sequence[Any]]) -> lis
             axis_sizes(part, own[0] if own else None)
             for part, own in zip(parts, descriptors, strict=True)
         ]
-    names = axis_sizes(
-        first, descriptors[0][0]
-    )  # the same in all parts, whose descriptors have their sizes
+    # The same in all parts, whose descriptors have their sizes
+    names = axis_sizes(first, descriptors[0][0])
     return [{name: getattr(own[0], name) for name in names} for own in descriptors]
 
 

@@ -103,9 +103,8 @@ class Session:
             one if isinstance(one, Submission) else Submission.of(one) for one in batches
         ]
         all_jobs = [*self._jobs, *(_shifted(job, self._first) for job in jobs)]
-        ends, taken = self._count(
-            all_jobs
-        )  # before anything changes: the schedule's programs may be refused
+        # Before anything changes: the schedule's programs may be refused
+        ends, taken = self._count(all_jobs)
         self._batches += submissions
         self._jobs = all_jobs
         return self._advance_to(ends, taken)
@@ -184,9 +183,8 @@ class Session:
                 self._ended = f"it failed ({described(error):.200})"
                 raise
             finally:
-                put_batches(
-                    self._workers, (), (), self._first
-                )  # a session that waits holds no batch that is over
+                # A session that waits holds no batch that is over
+                put_batches(self._workers, (), (), self._first)
         outputs = [(self._first + mb, self._workers[0].outputs.get(mb)) for mb in range(taken)]
         for worker in self._workers:
             worker.drop_finished(taken)

@@ -30,9 +30,8 @@ MAX_HEAD = 2**16
 pieces."""
 _INVALID = "Invalid HTTP request received."
 _LOG = logging.getLogger("weft.server.http")
-_LOG.setLevel(
-    logging.ERROR
-)  # a warning for each request that is none would let anybody fill the log
+# A warning for each request that is none would let anybody fill the log
+_LOG.setLevel(logging.ERROR)
 SPARE_FILES = 128
 """File descriptors that connections leave to everything else."""
 MIN_CONNECTIONS = 64

@@ -45,9 +45,8 @@ def _refusal_of(error: BaseException) -> Refusal:
         if isinstance(error, ClosedError):
             return Refusal(503, str(error), "server_error", code="closed", **ours)
         if isinstance(error, RequestError):
-            return Refusal(
-                400, f"{error.seen}; instead: {error.instead}", **ours
-            )  # the call is the server's own
+            # The call is the server's own
+            return Refusal(400, f"{error.seen}; instead: {error.instead}", **ours)
         return Refusal(500, str(error), "server_error", **ours)
     if isinstance(error, RecursionError):
         return Refusal(400, "lists and objects within each other, too many of them")

@@ -630,9 +630,8 @@ class _Calls(FunctionMode):
             result = func(*args, **kwargs)
         except Exception as error:
             if reads_values(error):
-                self.recorder.reads.append(
-                    str(error)
-                )  # and not the error, whose frames hold the recorder
+                # And not the error, whose frames hold the recorder
+                self.recorder.reads.append(str(error))
             raise
         if func in _READS:
             tree_map(self.recorder.in_graph, result)

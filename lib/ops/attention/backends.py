@@ -320,9 +320,8 @@ def attend_by_handle(q: Tensor, kv_pages: Tensor, *rest: Any) -> Tensor:
             _PLANS.made[key] = memory, backend.plan(q, kv_pages, *where)
         plan = [_PLANS.made[key][1]]
     out = backend._attended(q, kv_pages, *where, *plan)
-    return (
-        out.clone() if _shares(out, q, kv_pages, *where) else out
-    )  # an operator's result is new memory
+    # An operator's result is new memory
+    return out.clone() if _shares(out, q, kv_pages, *where) else out
 
 
 def _named(name: str) -> AttentionBackend:

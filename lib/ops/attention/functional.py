@@ -82,9 +82,8 @@ def attend(
 
     history = kv_pages[:, block_table.clamp(0, kv_pages.shape[1] - 1)].flatten(2, 3)
     context = torch.arange(history.shape[2], device=q.device)
-    history = torch.where(
-        (context < end[:, None])[:, :, None, None], history, 0
-    )  # the rest may be NaN
+    # The rest may be NaN
+    history = torch.where((context < end[:, None])[:, :, None, None], history, 0)
     keys, values = widened(history).transpose(2, 3).unbind(0)
 
     last = position[:, :, None]

@@ -7,7 +7,8 @@ on CPU tensors, for tests; not in bfloat16, whose products Triton's interpreter 
 """
 
 # Triton's decorators have no types, and neither have the pointers that a kernel takes; its tuples
-# grow in a loop. mypy: disable-error-code="untyped-decorator, no-untyped-def, assignment, misc"
+# grow in a loop.
+# mypy: disable-error-code="untyped-decorator, no-untyped-def, assignment, misc"
 
 import torch
 import triton
@@ -125,9 +126,8 @@ def _multiply_first(
     if FP8:
         blocks = tl.cdiv(columns, 128)
         for i in tl.static_range(COUNT):
-            block = tl.minimum(
-                low // 128 + i, blocks - 1
-            )  # past the last, values and weights are 0
+            # Past the last, values and weights are 0
+            block = tl.minimum(low // 128 + i, blocks - 1)
             factor = tl.load(x_scales + token.to(tl.int64) * blocks + block, mask=live, other=0.0)
             by_row = tl.load(scale + row // 128 * blocks + block)
             acc += tl.dot(weights[i], tl.trans(values[i])) * (by_row[:, None] * factor[None, :])

@@ -43,9 +43,8 @@ def _gated_many_kernel(
     GROUP: tl.constexpr,
 ):
     begin()
-    tl.assume(
-        columns > 0
-    )  # a way around the loop would make ptxas wait for each product before the next
+    # A way around the loop would make ptxas wait for each product before the next
+    tl.assume(columns > 0)
     row_tile, token_tile = grouped(
         tl.program_id(0), tl.cdiv(inner, WIDTH), tl.cdiv(tokens, TOKENS), GROUP
     )

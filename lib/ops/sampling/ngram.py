@@ -28,9 +28,8 @@ def find_drafts(tokens: Tensor, lengths: Tensor, count: int, shortest: int, long
     place = torch.arange(width, device=tokens.device)
     last = (lengths - 1)[:, None]
     alive = place < last
-    run = torch.zeros_like(
-        tokens, dtype=torch.int64
-    )  # the number of tokens up to each place that equal the last ones
+    # The number of tokens up to each place that equal the last ones
+    run = torch.zeros_like(tokens, dtype=torch.int64)
     for back in range(longest):
         wanted = tokens.gather(1, (last - back).clamp(min=0))
         alive = alive & (place >= back) & (tokens.roll(back, 1) == wanted)

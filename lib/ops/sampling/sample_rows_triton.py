@@ -132,9 +132,8 @@ def _search(
     high = limit + tl.zeros([], tl.int32)
     goal = aim
     if BY_MASS:
-        goal = tl.full(
-            (), 0.0, tl.float32
-        )  # known after the first pass, which finds the whole mass
+        # Known after the first pass, which finds the whole mass
+        goal = tl.full((), 0.0, tl.float32)
     while high - low > 1:
         step = tl.maximum((high - low) >> 3, 1)
         cuts = tl.where(is_first != 0, doubled, low + step * steps)
@@ -143,9 +142,8 @@ def _search(
         nearest = tl.full([1, COLUMNS], _INFINITE, tl.int32)
         farthest = tl.full([1, COLUMNS], -1, tl.int32)
         for start in tl.range(0, vocab, COLUMNS, loop_unroll_factor=4):
-            columns = (
-                start + tl.arange(0, COLUMNS)[None, :]
-            )  # the shape of the sums, which avoids another layout
+            # The shape of the sums, which avoids another layout
+            columns = start + tl.arange(0, COLUMNS)[None, :]
             inside = columns < vocab
             away = peak - _values(logits, adjusted, columns, inside, kind)
             bits = away.to(tl.int32, bitcast=True)

@@ -251,9 +251,8 @@ def draw(
         4, rows, splits, dtype=torch.float32, device=logits.device
     )
     indices = torch.empty(rows, splits, dtype=torch.int32, device=logits.device)
-    found = processed or Processed(
-        indices, best, best, best
-    )  # placeholders, which the kernel does not read
+    # Placeholders, which the kernel does not read
+    found = processed or Processed(indices, best, best, best)
     is_processed = processed is not None
     _part_kernel[(rows, splits)](
         logits,

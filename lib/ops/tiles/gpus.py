@@ -30,6 +30,5 @@ def device() -> Device | None:
         return MEASURED
     found = torch.cuda.get_device_properties(0)
     facts = _DEVICES.get(found.name)
-    return (
-        facts if facts is not None and facts.processors == found.multi_processor_count else None
-    )  # not a part of one
+    # Not a part of one
+    return facts if facts is not None and facts.processors == found.multi_processor_count else None

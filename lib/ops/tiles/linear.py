@@ -105,9 +105,8 @@ def _ahead(best: Tile, rows: int, columns: int, fp8: bool) -> Tile:
     while ahead > 1 and cdiv(rows, 64) * cdiv(steps, ahead) < _PROGRAMS:
         ahead //= 2
     share = cdiv(steps, min(cdiv(steps, ahead), _MOST_PARTS))
-    return Tile(
-        64, 16, 128, 4, 1, cdiv(steps, share), ahead=power_of_two(share)
-    )  # every part has columns
+    # Every part has columns
+    return Tile(64, 16, 128, 4, 1, cdiv(steps, share), ahead=power_of_two(share))
 
 
 def _rounded(tokens: int) -> int:

@@ -443,9 +443,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     given.against = given.against and given.against.resolve()
     given.models = dict(given.models)
     given.out.mkdir(parents=True, exist_ok=True)
-    signal.signal(
-        signal.SIGTERM, lambda *_: sys.exit("ended by SIGTERM")
-    )  # so that both engines are ended too
+    # So that both engines are ended too
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit("ended by SIGTERM"))
     other = "vllm" if given.against is None else "older"
     for name in given.models:
         path = given.out / f"{other}-{name}-pp{given.pp or 1}.json"

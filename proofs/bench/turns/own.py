@@ -25,9 +25,8 @@ from weft.transforms.cli.ranks import Here, in_ranks
 from weft.transforms.engine.engine import Engine
 from weft.transforms.engine.evaluation.serving import Served, figures, measure
 
-_PEER = runpy.run_path(
-    str(Path(__file__).with_name("peer.py"))
-)  # of this build, whichever weft is imported
+# Of this build, whichever weft is imported
+_PEER = runpy.run_path(str(Path(__file__).with_name("peer.py")))
 turns = _PEER["turns"]
 write = _PEER["write"]
 _KEPT = "seconds", "ttft", "tpot", "num_steps", "graphs", "captures"

@@ -77,9 +77,8 @@ def main() -> None:
     given = json.loads(sys.argv[2])
     os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
-    os.environ.setdefault(
-        "VLLM_ALLOW_INSECURE_SERIALIZATION", "1"
-    )  # a function goes to its own processes
+    # A function goes to its own processes
+    os.environ.setdefault("VLLM_ALLOW_INSECURE_SERIALIZATION", "1")
     began = time.perf_counter()
     vllm: Any = importlib.import_module("vllm")
     prompt_type: Any = importlib.import_module("vllm.inputs").TokensPrompt

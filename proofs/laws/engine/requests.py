@@ -37,9 +37,8 @@ def make_way(
     stages = scenario.stages(num_stages, device)
     if way == "pipeline of graphs":
         stages = [graphify(stage, ladder=ladder) for stage in stages]
-    inside = (
-        way == "graph of a pipeline"
-    )  # a graph cannot cut a ragged batch, since that reads the host
+    # A graph cannot cut a ragged batch, since that reads the host
+    inside = way == "graph of a pipeline"
     step = pipeline(stages, microbatches=1 if inside else microbatches, advance=advance)
     return (graphify(step, ladder=ladder) if inside else step), num_stages
 

@@ -59,9 +59,8 @@ def changed_parameters_compute_all(load: Load, step: int, how: str, parts: str) 
     check_nothing_is_left(engine)
     for (index, sample), (tokens, reason) in said.items():
         call = load.calls[index]
-        ended = (
-            0 if call.step >= step else call.max_tokens
-        )  # tokens of the old parameters: all of them if it had ended
+        # Tokens of the old parameters: all of them if it had ended
+        ended = 0 if call.step >= step else call.max_tokens
         least, most = drawn.get((index, sample), (ended, ended))
         seed = sample_seeds(call.sampling.seed or 0, call.sampling.n)[sample]
         call = attrs.evolve(call, sampling=attrs.evolve(call.sampling, seed=seed, n=1))
@@ -94,9 +93,8 @@ def _change(engine: Engine, new: Model, adapters: Mapping[str, Adapter], how: st
     pairs = zip(tree_leaves(present), tree_leaves((new.params, [*named.values()])), strict=True)
     for own, other in pairs:
         if isinstance(own, torch.Tensor):
-            (own.data if how == "in place" else own).copy_(
-                other
-            )  # torch's version counter misses writes to `.data`
+            # Torch's version counter misses writes to `.data`
+            (own.data if how == "in place" else own).copy_(other)
     if how == "in place":
         engine.update()
 

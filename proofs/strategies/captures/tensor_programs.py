@@ -356,9 +356,8 @@ def tensor_programs(draw: st.DrawFn, device: str = "cpu", max_calls: int = 5) ->
     )
     shared = any(text.startswith(OF_ALL_THREADS) for text in surroundings)
     alone = shared or donated or borrow or any(event != "pass" for event in events) or _draws(text)
-    alone = (
-        alone or "torch.func.jvp" in text
-    )  # torch counts its levels in a variable of all threads
+    # Torch counts its levels in a variable of all threads
+    alone = alone or "torch.func.jvp" in text
     return TensorProgram(
         code,
         calls,

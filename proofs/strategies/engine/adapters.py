@@ -17,13 +17,14 @@ NUM_ADAPTERS = 2
 
 def slots(count: int) -> st.SearchStrategy[tuple[int, ...]]:
     """The adapter of each of `count` requests, -1 for none; empty if the model has no adapters."""
+    # One draw: more would leave fewer examples of everything else
     patterns = (
         (),
         (0, 1, -1),
         (0,),
         (-1, 1),
         (1, 0, 0),
-    )  # one draw: more would leave fewer examples of everything else
+    )
     return st.sampled_from(patterns).map(lambda pattern: tuple(islice(cycle(pattern), count)))
 
 

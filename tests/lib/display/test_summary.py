@@ -112,9 +112,10 @@ def test_no_class_of_tensors_is_forgotten() -> None:
     named = [
         cls for cls in pytree.SUPPORTED_NODES if getattr(cls, "__module__", "").startswith("weft.")
     ]
+    # Not doctests'
     own = [
         cls for cls in named if getattr(sys.modules.get(cls.__module__), cls.__name__, None) is cls
-    ]  # not doctests'
+    ]
     floods = {
         cls.__name__
         for cls in own

@@ -42,9 +42,8 @@ def ptx(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
 
     monkeypatch.setattr(current_target, "__triton_builtin__", True, raising=False)
     monkeypatch.setattr(target_info, "current_target", current_target)
-    monkeypatch.setenv(
-        "TRITON_CACHE_DIR", str(tmp_path)
-    )  # no other process may meet with this code
+    # No other process may meet with this code
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
 
     def made(
         fn: Any,

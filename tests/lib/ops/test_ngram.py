@@ -34,9 +34,8 @@ def test_drafts_are_those_of_the_definition(
 ) -> None:
     longest = shortest + more
     width = max(map(len, tokens)) + behind
-    table = torch.randint(
-        0, 3, (len(tokens), width), dtype=torch.int32
-    )  # after the end is another request's text
+    # After the end is another request's text
+    table = torch.randint(0, 3, (len(tokens), width), dtype=torch.int32)
     for row, own in zip(table, tokens, strict=True):
         row[: len(own)] = torch.tensor(own)
     found = find_drafts(table, torch.tensor([*map(len, tokens)]), count, shortest, longest)

@@ -51,9 +51,8 @@ def test_a_request_reads_what_another_writes_in_the_same_call() -> None:
     q = torch.zeros(2, 1, 2)
     kv = torch.tensor([[[1.0, 2.0]], [[3.0, 6.0]]])
     pages = torch.full((2, 2, 1, 1, 2), float("nan"))
-    table = torch.tensor(
-        [[1, 0], [0, 0]], dtype=torch.int32
-    )  # request 0 shares the page that request 1 fills
+    # Request 0 shares the page that request 1 fills
+    table = torch.tensor([[1, 0], [0, 0]], dtype=torch.int32)
     lengths = torch.tensor([0, 1, 2], dtype=torch.int32), torch.tensor([2, 1], dtype=torch.int32)
     # Request 0's token is at position 1, whose page is 0: give it page 1's slot, so that page 0 is
     # the other's.

@@ -132,10 +132,11 @@ def test_the_prompt_is_that_of_transformers(both: tuple[str, Both], chat: Any, a
         assert own.model.encode_chat(chat, **given) == ids
         assert own.model.chat_template is not None
         assert own.model.chat_template.render(chat, **given) == text
+        # The begin that the template itself may write is not doubled
         assert own.model.encode(text) == [
             256,
             *ids,
-        ]  # the begin that the template itself may write is not doubled
+        ]
 
 
 def test_generate_completes_chats(both: tuple[str, Both]) -> None:

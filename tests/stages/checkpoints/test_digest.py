@@ -46,9 +46,8 @@ def test_adapters_are_told_apart_by_their_scaling_and_by_what_became_of_them(
     peft.get_peft_model(base, peft.LoraConfig(target_modules=["q_proj"])).save_pretrained(tmp_path)
     model = load(DEMO, "cpu", stage=(1, 2))
     first = load_adapter(model, tmp_path)
-    assert (
-        load_adapter(load(DEMO, "cpu", stage=(0, 2)), tmp_path).weights == first.weights
-    )  # each read its own layers
+    # Each read its own layers
+    assert load_adapter(load(DEMO, "cpu", stage=(0, 2)), tmp_path).weights == first.weights
     config = json.loads((tmp_path / "adapter_config.json").read_text())
     (tmp_path / "adapter_config.json").write_text(json.dumps({**config, "lora_alpha": 800}))
     second = load_adapter(model, tmp_path)

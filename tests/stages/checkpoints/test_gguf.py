@@ -76,9 +76,8 @@ def test_every_architecture_is_read_as_transformers_wrote_it(name: str, tmp_path
     model = loaded(file)
     theirs.save_pretrained(tmp_path / "folder")
     folder = weft.load(tmp_path / "folder", "cpu", "float32")
-    differing = (
-        {"architecture", "rms_norm_eps"} if name == "mistral" else {"rms_norm_eps"}
-    )  # of float32 in a GGUF
+    # Of float32 in a GGUF
+    differing = {"architecture", "rms_norm_eps"} if name == "mistral" else {"rms_norm_eps"}
     own, other = (attrs.asdict(one.config, recurse=False) for one in (model, folder))
     assert {key for key in own if own[key] != other[key]} <= differing
     assert own["rms_norm_eps"] == pytest.approx(other["rms_norm_eps"])

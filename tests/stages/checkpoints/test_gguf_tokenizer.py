@@ -179,9 +179,8 @@ def test_sentencepiece(scored: Path, theirs: Any, text: str) -> None:
     ours = opened(scored)
     ids = theirs(text)["input_ids"]
     assert ours.encode(text).ids == ids
-    assert ids[0] == ours.token_to_id(
-        SPECIAL[0]
-    )  # where the file is silent, such a text begins with BOS
+    # Where the file is silent, such a text begins with BOS
+    assert ids[0] == ours.token_to_id(SPECIAL[0])
     assert ours.decode(ids) == theirs.decode(ids, skip_special_tokens=True)
 
 

@@ -105,9 +105,8 @@ def test_graphified_it_is_the_same(name: str) -> None:
 
 
 def test_a_module_that_reads_a_buffer_on_the_host_runs_eagerly_only() -> None:
-    module = nn.BatchNorm1d(
-        4, momentum=None
-    )  # a cumulative average: it divides by its counter, on the host
+    # A cumulative average: it divides by its counter, on the host
+    module = nn.BatchNorm1d(4, momentum=None)
     made = from_module(module)
     reference = copy.deepcopy(module)
     x = torch.arange(12.0).view(3, 4)

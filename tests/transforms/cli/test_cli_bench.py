@@ -363,9 +363,8 @@ def test_long_texts_go_in_windows_and_bytes_are_those_that_are_scored(
     code, out, _ = run(*model, "--eval", str(file))
     found = json.loads(out)
     assert (code, found["questions"], found["scores"][0]["accuracy"]) == (0, 0, None)
-    assert (
-        found["tokens"] == len(text.encode()) - 1
-    )  # one token per byte, and the first byte is not predicted
+    # One token per byte, and the first byte is not predicted
+    assert found["tokens"] == len(text.encode()) - 1
     assert found["bytes"] == len(text.encode()) - 2  # nor is the character that it begins
 
 

@@ -105,10 +105,11 @@ def interrupted(
 def test_ctrl_c_is_quiet_and_ends_all_processes(moment: str) -> None:
     later = 0.7 if moment == "ranks generate" else 0.0
     code, *said_and_left = interrupted(MOMENTS[moment], later)
+    # Python may end itself by the signal; a shell reports both as 130
     assert code in (
         130,
         -signal.SIGINT,
-    )  # Python may end itself by the signal; a shell reports both as 130
+    )
     assert said_and_left == ["", "", []]
 
 

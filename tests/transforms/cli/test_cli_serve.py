@@ -170,9 +170,8 @@ def test_an_address_of_a_family_that_is_not_there_is_left_out(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """As `localhost` in IPv6, on a machine without it."""
-    absent = [
-        (socket.AF_INET, socket.SOCK_STREAM, 6, "", ("192.0.2.1", 0))
-    ]  # of documentation (RFC 5737)
+    # Of documentation (RFC 5737)
+    absent = [(socket.AF_INET, socket.SOCK_STREAM, 6, "", ("192.0.2.1", 0))]
     here = [(socket.AF_INET, socket.SOCK_STREAM, 6, "", ("127.0.0.1", 0))]
     options = Serve(model="demo", port=0)
     monkeypatch.setattr(serve.socket, "getaddrinfo", lambda *_, **__: absent + here)

@@ -22,9 +22,8 @@ from weft.transforms.pipelines.transports.threads import Threads
 from weft.trees import tree_leaves
 
 LIMITS = EngineLimits(max_num_reqs=8, max_num_tokens=32, max_model_len=2000, page_size=4)
-PAGE = (
-    2 * 3 * 4 * 1 * 4 * 4
-)  # keys and values of three layers, four tokens, one head of four, in float32
+# Keys and values of three layers, four tokens, one head of four, in float32
+PAGE = 2 * 3 * 4 * 1 * 4 * 4
 MOST = 8 * 500
 
 

@@ -127,9 +127,8 @@ def folder(reference: Released, tmp_path_factory: pytest.TempPathFactory) -> Pat
     folder = tmp_path_factory.mktemp("released")
     converted: Any = copy.deepcopy(reference.model).to(torch.bfloat16)
     if (quantizer := getattr(converted, "hf_quantizer", None)) is not None:
-        quantizer.remove_quantization_config(
-            converted
-        )  # the weights are unpacked, and transformers saves no others
+        # The weights are unpacked, and transformers saves no others
+        quantizer.remove_quantization_config(converted)
     converted.save_pretrained(folder)
     reference.tokenizer.save_pretrained(folder)
     return folder

@@ -349,10 +349,11 @@ def test_ranks_keep_the_slowest_ones_time() -> None:
         def collect(self, value: Any) -> list[Any]:
             if not isinstance(value, list):
                 return [value]
+            # Its decodes after long prompts are slower
             return [
                 [*value[:-1], value[-1] + 0.01],
                 value,
-            ]  # its decodes after long prompts are slower
+            ]
 
     with _taking(lambda own: 0.01 + 1e-4 * sum(own), lambda own: 0.01):
         limits = EngineLimits(max_num_reqs=2, max_step_seconds=0.5)

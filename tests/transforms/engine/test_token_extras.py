@@ -179,9 +179,8 @@ def test_pages_are_shared_up_to_the_first_token_that_differs(
     )
     assert found_tokens(patched, nothing, last) == (count - 1) // 4 * 4
     zeros = {"patch": torch.zeros(count, patched.config.hidden_size)}
-    assert found_tokens(patched, nothing, zeros) == found_tokens(
-        patched, nothing, nothing
-    )  # as the default
+    # As the default
+    assert found_tokens(patched, nothing, zeros) == found_tokens(patched, nothing, nothing)
 
 
 def test_with_embeddings(

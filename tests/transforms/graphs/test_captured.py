@@ -30,10 +30,11 @@ def test_each_graph_is_told_once_in_the_order_of_capture() -> None:
     told = graph.graphs()
     assert isinstance(told, CapturedGraphs)
     assert all(isinstance(one, CapturedGraph) for one in told.graphs)
+    # Params are not copied in
     assert [one.of for one in told.graphs] == [
         "float32[3, 4]",
         "float32[1, 4]",
-    ]  # params are not copied in
+    ]
     assert [one.buffer_bytes for one in told.graphs] == [48, 0]  # the second is part of the first
     assert [(one.mode, one.pieces, one.operators) for one in told.graphs] == [("full", 1, 3)] * 2
     analysis = graph.memory_analysis()

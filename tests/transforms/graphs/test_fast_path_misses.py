@@ -81,9 +81,8 @@ def test_attributes_of_what_is_captured_by_reference(name: str) -> None:
         change()
         for size in (2, 2, 3):
             assert_equal(f"{LAW}: {what}", g(held, torch.ones(size)), fn(held, torch.ones(size)))
-    assert (
-        g.cache_info().captures == 12
-    )  # two sizes each; three changes lead to what was there before
+    # Two sizes each; three changes lead to what was there before
+    assert g.cache_info().captures == 12
 
 
 def test_an_attribute_that_moves_from_one_tensor_to_another() -> None:

@@ -269,6 +269,5 @@ def test_a_capture_runs_again_on_the_state_as_it_was(split_at: Any) -> None:
     state, out = graph(state, torch.ones(1, 2))
     assert state["n"].tolist() == [3]
     assert out.tolist() == [1.0, 1.0]
-    assert (
-        graph.graphs().graphs[0].operators == 4
-    )  # the write, the count, the sum, and the count's copy to its place
+    # The write, the count, the sum, and the count's copy to its place
+    assert graph.graphs().graphs[0].operators == 4

@@ -55,9 +55,8 @@ def rows(n: int) -> Rows:
 
 def test_graphs_read_their_inputs_from_the_same_memory() -> None:
     def f(batch: Rows) -> Rows:
-        return Rows(
-            batch.descriptor, batch.x + batch.x.sum(0)
-        )  # a row left over from another graph would change them
+        # A row left over from another graph would change them
+        return Rows(batch.descriptor, batch.x + batch.x.sum(0))
 
     g = graphify(f, ladder=[BatchDescriptor(n, n) for n in (8, 4, 2)])
     batches = [
@@ -150,9 +149,8 @@ TURNED = torch.tensor([1 + 2j, 3 - 4j])
 def test_outputs_whose_memory_is_lent_are_the_same(
     fn: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(
-        TapeBackend, "release_output_memory", CudaBackend.release_output_memory
-    )  # a tape keeps its memory anyway
+    # A tape keeps its memory anyway
+    monkeypatch.setattr(TapeBackend, "release_output_memory", CudaBackend.release_output_memory)
     g = graphify(fn)
     for x in (TURNED, TURNED + 1):
         assert all(

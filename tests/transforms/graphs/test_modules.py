@@ -360,11 +360,12 @@ def test_a_read_that_is_left_out_of_captures_is_no_reason_to_refuse() -> None:
     for mask in (torch.ones(3), torch.tensor([1.0, 0.0, 1.0])):
         assert_equal(LAW, g(torch.arange(3.0), mask), masked(torch.arange(3.0), mask))
     assert counts(g) == (1, 2, 0)
+    # A refused warm-up, one as in the capture, and the capture
     assert runs[:3] == [
         False,
         True,
         True,
-    ]  # a refused warm-up, one as in the capture, and the capture
+    ]
 
 
 def test_what_may_not_be_made_in_a_capture_is_made_before() -> None:

@@ -89,10 +89,11 @@ def test_new_tensors_from_outside_are_captured_later(through: Through) -> None:
     weights = [torch.ones(1), torch.full((1,), 5.0)]
     g = graphify(lambda x, index: x * weights[index], static_argnames=("index",))
     assert g(torch.ones(2), 0).tolist() == [1.0, 1.0]
+    # Read for the first time, without a rehearsal
     assert g(torch.ones(2), 1).tolist() == [
         5.0,
         5.0,
-    ]  # read for the first time, without a rehearsal
+    ]
     assert g(torch.ones(2) * 2, 1).tolist() == [10.0, 10.0]
 
 

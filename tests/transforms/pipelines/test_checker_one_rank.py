@@ -228,9 +228,8 @@ def test_a_run_into_a_buffer_whose_output_is_yet_to_be_read() -> None:
     assert error.seen.endswith(
         "overwrites what 'run stage 1 [mb 0]' made, with no 'run advance [mb 0]' before it"
     )
-    check(
-        planted(streaming(2, 3, feedback=True, buffers=1), 0, late), buffers=1
-    )  # elsewhere it is a separate value
+    # Elsewhere it is a separate value
+    check(planted(streaming(2, 3, feedback=True, buffers=1), 0, late), buffers=1)
 
 
 def test_fewer_buffers_than_the_programs_were_made_for() -> None:

@@ -288,9 +288,8 @@ def main() -> None:
     parser.add_argument("--attack", default="", help="those whose name holds this")
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
-    signal.signal(
-        signal.SIGTERM, lambda *_: sys.exit("ended by SIGTERM")
-    )  # so that the server is ended too
+    # So that the server is ended too
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit("ended by SIGTERM"))
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     chosen = {
         name: attack for name, attack in (ATTACKS | ORDINARY).items() if options.attack in name

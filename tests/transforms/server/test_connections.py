@@ -38,9 +38,8 @@ def listener(model: Model, monkeypatch: pytest.MonkeyPatch) -> Iterator[Served]:
         thread = threading.Thread(target=lambda: asyncio.run(found._serve([bound])), daemon=True)
         thread.start()
         until(lambda: found.started)
-        bound.setsockopt(
-            socket.SOL_SOCKET, socket.SO_SNDBUF, 4096
-        )  # or the system takes answers in for slow clients
+        # Or the system takes answers in for slow clients
+        bound.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
         port = bound.getsockname()[1]
         yield Served(f"http://127.0.0.1:{port}", port, inner.host, inner.server, inner.stop)
         found.should_exit = True
@@ -109,9 +108,8 @@ def test_a_client_that_does_not_read_is_left_and_keeps_nobody_waiting(listener: 
         slow.sendall(raw)
         until(lambda: listener.host.num_open == 4)
         assert ask(listener, {**BODY, "max_tokens": 5}).status_code == 200
-        until(
-            lambda: listener.host.engine.is_idle
-        )  # its completions end although nobody reads them
+        # Its completions end although nobody reads them
+        until(lambda: listener.host.engine.is_idle)
         assert ask(listener, {**BODY, "max_tokens": 5}).status_code == 200
         time.sleep(1.0)
         slow.settimeout(10)

@@ -242,9 +242,8 @@ def _keep(batch: Batch, out: Output, state: Sequence[State], seconds: float) -> 
         torch.stack([torch.cat(parts) for parts in tables]),
     )
     if out.logits.is_cuda:
-        torch.cuda.synchronize(
-            out.logits.device
-        )  # the next step's time is to be without the copies
+        # The next step's time is to be without the copies
+        torch.cuda.synchronize(out.logits.device)
     return kept
 
 

@@ -105,9 +105,8 @@ class _Digests:
     def __init__(self, known: Mapping[str, Any], of_tensor: TensorDigest) -> None:
         self.undigested = set[str]()
         self._of_tensor = of_tensor
-        self._known = {
-            id(value): (value, name) for name, value in known.items()
-        }  # with the value, so that its id is one
+        # With the value, so that its id is one
+        self._known = {id(value): (value, name) for name, value in known.items()}
         self._open: dict[int, int] = {}
 
     def of(self, value: Any) -> str:

@@ -193,9 +193,8 @@ def encode_prompt(model: Model, prompt: Any, call: str, name: str = "the prompt"
     is_prompt = isinstance(prompt, str | list | tuple)
     ids = model.encode(prompt) if isinstance(prompt, str) else list(prompt) if is_prompt else []
     known = ids if embeds is None else [token for token in ids if token != EMBEDDED]
-    are_tokens = (
-        {*map(type, known)} == {int} and min(known) >= 0 and max(known) < vocab
-    )  # a long prompt's fast way
+    # A long prompt's fast way
+    are_tokens = {*map(type, known)} == {int} and min(known) >= 0 and max(known) < vocab
     wrong = [] if are_tokens else [token for token in known if not is_int(token, 0, vocab - 1)]
     if not is_prompt:
         seen = f"{name} is {prompt!r:.200}, a {type(prompt).__name__}"

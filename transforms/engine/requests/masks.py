@@ -238,9 +238,8 @@ def blame(error: BaseException, call: str, instead: str) -> RequestError:
         return error
     if not isinstance(error, Exception) and type(error).__module__ != "pyo3_runtime":
         raise error
-    blamed = RequestError(
-        call, traceback.format_exception_only(error)[-1].strip(), instead
-    )  # str(error) may raise too
+    # Str(error) may raise too
+    blamed = RequestError(call, traceback.format_exception_only(error)[-1].strip(), instead)
     blamed.__cause__ = error
     return blamed
 

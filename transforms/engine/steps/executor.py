@@ -97,12 +97,10 @@ class BatchCache(Generic[T]):
         return self.edited(found, work.edits) if work.edits else found
 
     def _place(self, work: Work) -> DeviceWork:
-        own = work.place(
-            self.device if work.given else "cpu", self.first
-        )  # what is given may be on the device already
-        batch = self.classes.pad(
-            own.batch
-        )  # here, so that graphs see sizes of classes alone, and plan none anew
+        # What is given may be on the device already
+        own = work.place(self.device if work.given else "cpu", self.first)
+        # Here, so that graphs see sizes of classes alone, and plan none anew
+        batch = self.classes.pad(own.batch)
         return DeviceWork(tree_map(self._upload, batch), own.edits)
 
     def _upload(self, leaf: Any) -> Any:

@@ -255,9 +255,8 @@ class Audit(OperatorWatch):
         if func._schema.name == "aten::_pack_padded_sequence" and self._constants.contains_all(
             [storage_id(args[1])]
         ):
-            self._constants.add(
-                storage_id(result[1])
-            )  # the batch sizes, which are those of the lengths
+            # The batch sizes, which are those of the lengths
+            self._constants.add(storage_id(result[1]))
             return
         are_constant = self._constants.contains_all(inputs) and not may_draw(func)
         are_constant = are_constant and func.overloadpacket not in ONLY_MEMORY

@@ -31,9 +31,8 @@ class UnwrittenMemory:
         """Note memory that an operator allocated and did not write."""
         if result.numel():
             self._lines[storage_id(result)] = user_line()
-            self._asked_for.discard(
-                storage_id(result)
-            )  # an earlier one with the same number is gone
+            # An earlier one with the same number is gone
+            self._asked_for.discard(storage_id(result))
 
     def written(self, storages: Iterable[int]) -> None:
         """Note that an operator wrote to these storages."""

@@ -46,9 +46,8 @@ class _Clocks:
         self.now = [0.0] * num_ranks
         self.messages: dict[Edge, list[_Message]] = defaultdict(list)
         self.received: dict[Edge, list[float]] = defaultdict(list)
-        self.sent: dict[tuple[int, int], list[tuple[Edge, int]]] = defaultdict(
-            list
-        )  # by rank and micro-batch
+        # By rank and micro-batch
+        self.sent: dict[tuple[int, int], list[tuple[Edge, int]]] = defaultdict(list)
         self.met: dict[
             int, tuple[float, float]
         ] = {}  # of ranks that come to it later: a collective's begin and end
@@ -111,9 +110,8 @@ class _Clocks:
             for message, received in zip(queue, self.received[edge], strict=True):
                 for rank in (edge.source, edge.to):
                     changes[rank] += [(message.sent, message.size), (received, -message.size)]
-        return [
-            _peak(sorted(found)) for found in changes
-        ]  # sorted: at one moment, receipts come first
+        # Sorted: at one moment, receipts come first
+        return [_peak(sorted(found)) for found in changes]
 
 
 def _peak(changes: Sequence[tuple[float, float]]) -> float:

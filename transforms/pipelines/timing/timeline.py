@@ -85,9 +85,8 @@ class Timeline:
     def bubble(self) -> tuple[float, ...]:
         """The share of the step time in which each rank waited, sent, launched, met others, or had
         nothing to do."""
-        return tuple(
-            max(0.0, 1.0 - share) for share in self.busy
-        )  # a sum of parts may exceed the whole by rounding
+        # A sum of parts may exceed the whole by rounding
+        return tuple(max(0.0, 1.0 - share) for share in self.busy)
 
     def as_text(self, width: int = 80) -> str:
         """One row per rank, in lines of at most `width` characters."""
@@ -126,9 +125,8 @@ class Timeline:
 def _moved(event: Event, zero: float) -> Event:
     start = event.start - zero
     end = event.end - zero
-    return attrs.evolve(
-        event, start=start, end=end, waited=min(event.waited, end - start)
-    )  # only rounding makes it less
+    # Only rounding makes it less
+    return attrs.evolve(event, start=start, end=end, waited=min(event.waited, end - start))
 
 
 @attrs.frozen

@@ -227,9 +227,8 @@ def _run_rank(
     pipe: Connection, environment: dict[str, str], fn: Callable[..., Any], args: tuple[Any, ...]
 ) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the server may have been started by other code
-    tqdm.set_lock(
-        threading.RLock()
-    )  # tqdm's own lock is a semaphore of the system, which a killed rank would leave
+    # Tqdm's own lock is a semaphore of the system, which a killed rank would leave
+    tqdm.set_lock(threading.RLock())
     os.environ.update(environment)
     threading.Thread(target=_end_with_parent, args=(pipe,), daemon=True).start()
     if "OMP_NUM_THREADS" not in os.environ:  # ranks that each take all cores slow each other down
@@ -367,9 +366,8 @@ def _end(processes: Sequence[BaseProcess]) -> None:
     for process in filter(_runs, processes):
         process.terminate()
         with suppress(ProcessLookupError):
-            os.kill(
-                cast("int", process.pid), signal.SIGCONT
-            )  # a stopped process does not get SIGTERM before this
+            # A stopped process does not get SIGTERM before this
+            os.kill(cast("int", process.pid), signal.SIGCONT)
     _join(processes, 2.0)
     for process in filter(_runs, processes):
         process.kill()

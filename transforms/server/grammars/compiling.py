@@ -212,13 +212,11 @@ class Compiler:
 
 def _serve(pipe: Connection, tokens: tuple[Any, ...], limits: GrammarLimits) -> None:
     """Compile what comes through the pipe, until it is closed."""
-    signal.signal(
-        signal.SIGINT, signal.SIG_IGN
-    )  # Ctrl-C is for the server, which ends this process
+    # Ctrl-C is for the server, which ends this process
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
     for stream in (1, 2):
-        os.dup2(
-            os.open(os.devnull, os.O_WRONLY), stream
-        )  # XGrammar's warnings repeat what clients send
+        # XGrammar's warnings repeat what clients send
+        os.dup2(os.open(os.devnull, os.O_WRONLY), stream)
     import xgrammar
 
     info = Tokens(*tokens).info()

@@ -80,9 +80,8 @@ def check_graphified(device: str, launches: list[int]) -> None:
         launches.clear()
         seen = g(*args)
         wanted = mixed(*args)
-        assert not turn or launches == [4, 6], (
-            launches
-        )  # of 5 and 8 tensors: the others are not dense
+        # Of 5 and 8 tensors: the others are not dense
+        assert not turn or launches == [4, 6], launches
         kept.append((seen, wanted))
     for seen, wanted in kept:
         for a, b in zip(seen, wanted, strict=True):

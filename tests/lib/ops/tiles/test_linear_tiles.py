@@ -130,9 +130,8 @@ def test_every_shape_has_a_tile(
         assert (one.rows + one.tokens) * one.columns * (1 if fp8 else 2) * one.stages <= 227 * 2**10
         assert one.columns == 128 or not fp8
         steps = -(-columns // one.columns)
-        assert (
-            -(-steps // one.parts) * (one.parts - 1) < steps
-        )  # every part has columns, the last one too
+        # Every part has columns, the last one too
+        assert -(-steps // one.parts) * (one.parts - 1) < steps
     parts = linear_parts(tokens, rows, columns, fp8)
     assert parts == (1 if tile is None else tile.parts)
 
@@ -172,14 +171,16 @@ def test_a_gate_joins_its_product_where_that_takes_less(
     fresh: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert all(gated_tile(tokens, 28672, 4096) for tokens in (1, 16, 64))
+    # Torch's product, and a gate
     assert [gated_tile(tokens, 28672, 4096) for tokens in (512, 8192)] == [
         None,
         None,
-    ]  # torch's product, and a gate
+    ]
+    # Two parts ask for all weights
     assert [gated_tile(tokens, 6144, 1024) for tokens in (1, 16)] == [
         None,
         None,
-    ]  # two parts ask for all weights
+    ]
     assert gated_tile(128, 6144, 1024)
     for cached in (linear.gated_tile, linear.linear_tile, linear._best):
         cached.cache_clear()
@@ -197,9 +198,8 @@ def test_segments_depend_on_the_weights_alone(
     assert tile is not None
     assert tile.segments == segments
     assert tile.parts == (segments if tokens <= 128 else 1)
-    assert (
-        tile.rows <= 128 >= tile.tokens
-    )  # the tensor cores' instructions that were seen to have the same bits
+    # The tensor cores' instructions that were seen to have the same bits
+    assert tile.rows <= 128 >= tile.tokens
     assert segment_columns(columns, segments) * (segments - 1) < columns
 
 

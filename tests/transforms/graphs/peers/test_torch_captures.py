@@ -96,9 +96,8 @@ def test_full_memory_in_a_capture_is_an_error_of_torch(device: str) -> None:
     """torch: TestCuda.test_graph_capture_oom"""
     g = graphify(lambda x: x + torch.zeros(2**45, device=x.device))
     with warnings.catch_warnings():
-        warnings.simplefilter(
-            "ignore", RuntimeWarning
-        )  # it says that nothing is captured from now on
+        # It says that nothing is captured from now on
+        warnings.simplefilter("ignore", RuntimeWarning)
         with pytest.raises(RuntimeError, match="memory"):
             g(torch.ones((), device=device))
     assert graphify(ten_times)(torch.zeros(2, device=device)).tolist() == [10, 10]

@@ -29,9 +29,8 @@ def test_streaming_takes_fill_and_a_stage_for_each_further_micro_batch(
     costs = Costs(
         [2.0] * stages, latency=transfer / 2, bytes_per_second=8, message_bytes=4 * transfer
     )
-    slowest = (
-        max(2.0, transfer) if stages > 1 else 2.0
-    )  # the edge is the bottleneck if it is slower than the stages
+    # The edge is the bottleneck if it is slower than the stages
+    slowest = max(2.0, transfer) if stages > 1 else 2.0
     wanted = 2.0 * stages + transfer * (stages - 1) + slowest * (mbs - 1)
     timeline = simulate(streaming(stages, mbs), costs, capacity=capacity)
     assert timeline.step_time == wanted

@@ -40,9 +40,8 @@ def test_a_share_reads_its_part_and_pays_for_collectives(
     read = sum(weights.read(size) for weights in layer_weights(own))
     kv = size * context * 2 * own.num_kv_heads * own.head_dim * item * config.num_layers
     head = row + -(-config.vocab_size // shards) * row
-    sums = (2 * config.num_layers + 1) * (
-        1e-5 + size * row / 1e9
-    )  # two in each layer, and the embedding's
+    # Two in each layer, and the embedding's
+    sums = (2 * config.num_layers + 1) * (1e-5 + size * row / 1e9)
     logits = 1e-5 + rows * -(-config.vocab_size // shards) * item / 1e9
     tokens = 1e-5 + rows * 12 / 1e9 if size > 1 else 0
     sampling = rows * config.vocab_size * BYTES_PER_LOGIT

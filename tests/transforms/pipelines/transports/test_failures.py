@@ -35,9 +35,8 @@ def test_the_cases_are_every_place_in_every_way() -> None:
         }
     kinds = {case.instruction.split()[0] for case in ALL}
     assert kinds == {"run", "send", "recv", "broadcast", "fence", "its"}
-    assert (
-        max(case.step for case in ALL) < STEPS - 1
-    )  # a failure at the end of a step is noticed in the next one
+    # A failure at the end of a step is noticed in the next one
+    assert max(case.step for case in ALL) < STEPS - 1
 
 
 def test_the_cases_of_meshes_are_every_place_in_every_way_and_every_moment_of_a_collective() -> (

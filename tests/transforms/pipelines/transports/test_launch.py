@@ -271,9 +271,8 @@ def test_a_script_without_a_guard_is_told_of_it(tmp_path: Path) -> None:
     )
     assert done.returncode == 1
     ranks, _, last = done.stderr.rpartition("weft.errors.")
-    assert (
-        "weft.errors.ProgramError: launch(f, 2)" in ranks
-    )  # the ranks' output may be mixed, even within a line
+    # The ranks' output may be mixed, even within a line
+    assert "weft.errors.ProgramError: launch(f, 2)" in ranks
     assert "saw: a rank that imports the script" in ranks
     assert last.startswith(
         "RankError: launch\n  saw: its process ended: exit code 1, as that of every rank\n"
@@ -321,9 +320,8 @@ def test_ranks_do_not_outlive_their_launcher_and_leave_no_semaphores(tmp_path: P
         pids = [int((tmp_path / str(r)).read_text()) for r in range(2)]
     finally:
         process.kill()
-        _, err = (
-            process.communicate()
-        )  # returns once all have ended; the resource tracker would report leaks
+        # Returns once all have ended; the resource tracker would report leaks
+        _, err = process.communicate()
     assert err == ""
     deadline = time.monotonic() + 10
     while not all(map(gone, pids)) and time.monotonic() < deadline:

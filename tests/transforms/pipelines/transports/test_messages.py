@@ -133,9 +133,8 @@ def send_odd_values() -> list[dict[str, Any]]:
 def test_values_arrive_however_they_are_stored() -> None:
     for got in launch(send_odd_values, 2):
         for found in got:
-            assert (
-                repr(found.pop("no number")) == "nan"
-            )  # NaN is not equal to itself, but it is the same value
+            # NaN is not equal to itself, but it is the same value
+            assert repr(found.pop("no number")) == "nan"
             assert_equal(
                 "odd values",
                 found,

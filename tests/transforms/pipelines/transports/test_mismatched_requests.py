@@ -347,6 +347,5 @@ def test_a_host_that_runs_ahead_of_its_device_is_told_before_it_reads(slow_watch
     assert launch(run_on_a_device, 2, False, slow_watchdog) == [["no error"] * 6] * 2
     for said in launch(run_on_a_device, 2, True, slow_watchdog):
         assert said[:4] == ["no error"] * 4
-        assert all(
-            f"'the number: {number}'" in said[5] for number in (2, 3)
-        )  # whichever rank sees it first
+        # Whichever rank sees it first
+        assert all(f"'the number: {number}'" in said[5] for number in (2, 3))

@@ -157,9 +157,8 @@ def run_many(replays: int) -> int:
     for replay in range(replays):
         wait(among.choice((0, 0, 0, 1, 3)), device)
         for index, x in enumerate(xs):
-            x.fill_(
-                (replay + index) % 80 + 10 * rank
-            )  # sums of up to 256, which bfloat16 has exactly
+            # Sums of up to 256, which bfloat16 has exactly
+            x.fill_((replay + index) % 80 + 10 * rank)
         graph.replay()
     torch.cuda.synchronize()
     transport.close()

@@ -240,9 +240,10 @@ def test_a_rank_that_raises_at_any_instruction_is_named_and_leaves_nothing(
 def test_a_rank_that_stalls_is_named_in_time(place: tuple[int, int, int, str]) -> None:
     num_ranks, rank, at, instruction = place
     timeout = 1.0  # on a busy machine, a rank that runs may stand still for a third of it
+    # Imports
     lending(num_ranks)(
         [torch.tensor(2.0)] * num_ranks, [torch.tensor(1.0)] * num_ranks, torch.arange(4.0)
-    )  # imports
+    )
     transport = FailingThreads(Threads(timeout=timeout), rank, at, stalls=True)
     step = lending(num_ranks, transport)
     values = [torch.tensor(2.0)] * num_ranks

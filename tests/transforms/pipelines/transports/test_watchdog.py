@@ -235,9 +235,8 @@ def test_an_end_that_the_launcher_saw_is_heard_at_once(runs: Callable[..., Run])
     run = runs(timeout=60)
     run.monitors[0].move_to(0, PROGRAMS.programs[0].effects[0])
     run.launch(1, 0)
-    write_exit(
-        run.store, 1, Exit(True, "its function returned"), secret=SECRET
-    )  # this is not a failure
+    # This is not a failure
+    write_exit(run.store, 1, Exit(True, "its function returned"), secret=SECRET)
     run.time.run(0.1)
     run.watchdogs[1].check()
     write_exit(run.store, 0, Exit(False, "SIGKILL"), secret=SECRET)

@@ -120,9 +120,8 @@ def test_unproven_keep_no_rank_from_connecting() -> None:
     zero.send(1, b"here")
     assert one.recv(0, nobody) == b"here"
     with pytest.raises(OSError, match="refused"):
-        socket.create_connection(
-            (LOOPBACK, zero.port)
-        )  # once all ranks are connected, nothing listens
+        # Once all ranks are connected, nothing listens
+        socket.create_connection((LOOPBACK, zero.port))
     for each in (*strangers, zero, one):
         each.close()
 

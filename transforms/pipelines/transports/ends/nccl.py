@@ -105,9 +105,8 @@ class NcclEnd:
         while not capturing and self._under_way and self._under_way[0][0].is_completed():
             self._under_way.popleft()
         for tensor in tensors:
-            own = (
-                tensor.detach()
-            )  # its memory: a tensor that a function leaves somewhere is an error of its capture
+            # Its memory: a tensor that a function leaves somewhere is an error of its capture
+            own = tensor.detach()
             work = self._group(peer).send([as_bytes(own)], peer, 0)
             if capturing:
                 work.wait()  # a graph must end on the stream on which it began

@@ -445,9 +445,8 @@ def _keep(known: dict[Any, Any], key: Any, value: Any) -> None:
 def dense(tensor: Tensor) -> Tensor:
     """A contiguous tensor with the same values, with pending conjugations and negations done."""
     found = tensor.resolve_conj().resolve_neg().contiguous()
-    return (
-        found.as_strided((1,), (1,)) if found.numel() == 1 else found
-    )  # a single value may have any stride
+    # A single value may have any stride
+    return found.as_strided((1,), (1,)) if found.numel() == 1 else found
 
 
 def as_bytes(tensor: Tensor) -> Tensor:

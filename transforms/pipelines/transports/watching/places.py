@@ -37,16 +37,14 @@ class Places:
         self._rank = rank
         self._count = 0
         self._maps: dict[int, mmap.mmap] = {}
-        made = files[rank].with_name(
-            f"{files[rank].name}.{os.getpid()}"
-        )  # others find it when it is whole
+        # Others find it when it is whole
+        made = files[rank].with_name(f"{files[rank].name}.{os.getpid()}")
         try:
             with os.fdopen(
                 os.open(made, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb"
             ) as file:
-                file.write(
-                    bytes(_SIZE)
-                )  # on a full disk, a hole would end the process when it is written
+                # On a full disk, a hole would end the process when it is written
+                file.write(bytes(_SIZE))
             made.replace(files[rank])
         finally:
             made.unlink(missing_ok=True)
