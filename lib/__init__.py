@@ -14,6 +14,7 @@ _load, __dir__, __all__ = attach_stub(__name__, __file__)
 
 __version__ = "0.1.0"
 
+# Other libraries' names for what weft has.
 _MEANT = {
     "jit": "graphify",
     "compile": "graphify",
@@ -33,7 +34,6 @@ _MEANT = {
     "LoRARequest": "load_adapter",
     "from_pretrained": "load",
 }
-"""Other libraries' names for what weft has."""
 
 
 def __getattr__(name: str) -> Any:

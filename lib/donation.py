@@ -258,8 +258,8 @@ def _cloned_together(tensors: list[Tensor]) -> list[Tensor]:
     return [copied(tensor) for tensor in tensors]
 
 
+# The bytes of the widest element.
 _ALIGNMENT = 16
-"""The bytes of the widest element."""
 
 
 def _span(tensor: Tensor) -> tuple[int, int]:

@@ -1,8 +1,8 @@
 """Every exception that weft raises, with the call as written, what was seen, and what to write
 instead; warnings."""
 
+# The most characters of a call in an error's text; the middle of a longer one is left out.
 _LONGEST = 400
-"""The most characters of a call in an error's text; the middle of a longer one is left out."""
 
 
 class WeftError(Exception):

@@ -24,10 +24,10 @@ from torch import Tensor, nn
 
 from weft.value_keys import value_key
 
+# The attributes of a module in which torch keeps tensors and parts.
 _MEMBERS = ("_parameters", "_buffers", "_modules")
-"""The attributes of a module in which torch keeps tensors and parts."""
+# Modules of the standard library whose objects are entered: `UserDict`, `SimpleNamespace`.
 _OPEN_OF_THE_LIBRARY = ("collections", "types")
-"""Modules of the standard library whose objects are entered: `UserDict`, `SimpleNamespace`."""
 _PLAIN = (int, float, complex, str, bytes, type(None))
 
 

@@ -16,8 +16,8 @@ _HALVES = re.compile("[\ud800-\udfff]")
 _LARGEST = 1e30
 _LARGEST_PRODUCT = 1e37  # of float32, with room for the logit
 _MOST_COMPLETIONS = 10_000
+# Limit of token ids, and so of the size of a vocabulary.
 _MOST_TOKENS = 2**31
-"""Limit of token ids, and so of the size of a vocabulary."""
 
 
 def _as_tuple(value: Any) -> Any:
@@ -266,6 +266,7 @@ _TEXTS = (
 )
 _BOOL = (lambda x: isinstance(x, bool), "True or False")
 _PENALTY = (lambda x: is_number(x, -2, 2), "a number from -2 to 2; 0 changes nothing")
+# The condition on each field, and the text of the error if it does not hold.
 _CHECKS: dict[str, tuple[Any, str]] = {
     "temperature": (
         lambda x: x is None or is_number(x, 0, 1e38),
@@ -303,7 +304,6 @@ _CHECKS: dict[str, tuple[Any, str]] = {
         f"a whole number from 1 to {_MOST_COMPLETIONS}",
     ),
 }
-"""The condition on each field, and the text of the error if it does not hold."""
 
 
 @functools.cache
@@ -324,5 +324,5 @@ def _defaults() -> tuple[tuple[str, Any], ...]:
     )
 
 
+# The arguments that change nothing of a greedy request, or only repeat it, and their defaults.
 _DRAWN = {"top_k": 0, "top_p": 1, "min_p": 0, "n": 1, "seed": None}
-"""The arguments that change nothing of a greedy request, or only repeat it, and their defaults."""

@@ -108,9 +108,9 @@ class Schema:
         return cls(tuple(found))
 
 
+# Schemas of recent values, with their structure and the shape and dtype of each leaf: a rank asks
+# for the schema of each message, and few kinds of messages are under way at once.
 _recent: tuple[tuple[Schema, TreeSpec, list[Any]], ...] = ()
-"""Schemas of recent values, with their structure and the shape and dtype of each leaf: a rank asks
-for the schema of each message, and few kinds of messages are under way at once."""
 _MOST_RECENT = 8
 
 

@@ -67,12 +67,12 @@ class _Count:
 
 
 _COUNTS = Blocks[_Count]("weft.counts")
+# Whether calls that have a graph replay it.
 _NO_CAPTURE = Blocks[bool]("weft.no_capture")
-"""Whether calls that have a graph replay it."""
 _BATCH_INVARIANT = Blocks[bool]("weft.batch_invariant")
 _LOCK = threading.Lock()
+# The number of `batch_invariant()` contexts in all threads.
 _OPEN = [0]
-"""The number of `batch_invariant()` contexts in all threads."""
 ANYWHERE = [False]
 """Whether there is one. `torch.compile` reads no context variables: so compiled functions are batch
 invariant while there is one in any thread. It compiles again when this changes, so it is not the

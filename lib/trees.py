@@ -29,8 +29,8 @@ _AXES = "weft.axes"
 _STATIC = "weft.static"
 _DESCRIPTOR = "weft.descriptor"
 _OF_THIS_VALUE = "weft.of_this_value"
+# The attribute in which attrs caches a hash.
 _HASH = "_attrs_cached_hash"
-"""The attribute in which attrs caches a hash."""
 OF_THIS_PROCESS = {"weft.of_this_process": True}
 """The metadata of a field whose value may differ from rank to rank."""
 OF_THIS_VALUE = {_OF_THIS_VALUE: True}

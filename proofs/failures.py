@@ -113,8 +113,8 @@ def cases_of_meshes() -> Iterator[Case]:
             yield Case(mesh.num_ranks, rank, index, way, step, instruction, tensor, place)
 
 
+# The places in a run of `scale_together`.
 _PLACES = [AtCollective(index, moment) for index in range(2) for moment in MOMENTS]
-"""The places in a run of `scale_together`."""
 
 
 def in_collective(mesh: Mesh, rank: int, index: int) -> str:

@@ -20,8 +20,8 @@ from weft.proofs.checks.difference import LawViolation
 from weft.proofs.laws.engine.faults import Tally, faults_end_their_own_request
 from weft.proofs.strategies.engine.odd import OddLoad, odd_loads
 
+# Engines a seed.
 _AT_ONCE = 40
-"""Engines a seed."""
 _PHASES = [Phase.generate, Phase.shrink]
 
 

@@ -110,13 +110,13 @@ SERVED = (
 )
 """Model, record, machine, and the record whose eager runs it is compared with."""
 _TOTAL = "total_tokens_per_s"
+# The GPU of a check that has a record of its own, by preset.
 _CHECKED = {
     "qwen3-0.6b": "H200",
     "llama-3.2-1b": "H100",
     "llama-3.1-8b": "H100",
     "qwen3-30b-a3b-fp8": "H200",
 }
-"""The GPU of a check that has a record of its own, by preset."""
 LENGTHS = {"decode": "2 in, 512 out", "mixed": "512 in, 512 out", "prefill": "512 in, 64 out"}
 
 

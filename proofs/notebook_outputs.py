@@ -23,8 +23,8 @@ VARIES = "varies"
 _TIME = re.compile(r"[-+]?\d[\d.,]*(e[-+]?\d+)? ?(%|µs|us|ms|s)(?![\w/])")
 _CELL = re.compile(r"\S*/ipykernel_\d+/\d+\.py")
 _LONG = 200
+# The MIME type of a progress bar, which only a slow machine shows.
 _BAR = "application/vnd.jupyter.widget-view+json"
-"""The MIME type of a progress bar, which only a slow machine shows."""
 _ADDRESS = re.compile(r"0x[0-9a-f]{6,}|/tmp/\S+")
 
 

@@ -27,8 +27,8 @@ from weft.transforms.pipelines.timing.costs import collective_bytes
 from weft.transforms.pipelines.timing.hardware import KERNELS_PER_LAYER, Machine
 from weft.transforms.pipelines.timing.prediction import predict_decode
 
+# The mean number of tokens before a new one, with 2 tokens in and 512 out.
 _CONTEXT = 2 + 512 // 2
-"""The mean number of tokens before a new one, with 2 tokens in and 512 out."""
 
 
 @attrs.frozen

@@ -55,8 +55,8 @@ SUBJECTS = {
 }
 """The laws that this draws programs for."""
 
+# Programs a seed.
 _AT_ONCE = 50
-"""Programs a seed."""
 _PHASES = [Phase.generate, Phase.shrink]
 _MOST_DIFFERENCES = 20
 

@@ -13,8 +13,8 @@ from weft.transforms.engine.scheduler import add, finish, observe, schedule
 from weft.transforms.engine.steps.results import FinishedWork
 from weft.transforms.engine.steps.step import Work
 
+# Tokens that are made up; every model that is drawn has as many.
 _VOCABULARY = 11
-"""Tokens that are made up; every model that is drawn has as many."""
 MOST_STEPS = 3000
 """The number of steps after which an engine is taken to run forever; drawn loads take about a
 hundred."""

@@ -81,8 +81,8 @@ _QWEN2_BIASES: Allowed = {"attention_bias": (True,), "mlp_bias": (False,)}
 _MISTRAL_BIASES: Allowed = {"attention_bias": (False,), "mlp_bias": (False,)}
 _QWEN3_FIXED: Allowed = {"mlp_bias": (False,), "use_qk_norm": (True, None)}
 _WINDOW_FIELDS = frozenset({"use_sliding_window", "max_window_layers"})
+# The `sliding_window` of transformers where a file is silent.
 _WINDOW = 4096
-"""The `sliding_window` of transformers where a file is silent."""
 MOE_FIELDS = frozenset(
     {
         "num_experts",

@@ -37,9 +37,9 @@ DTYPES: Mapping[str, torch.dtype] = {
     "float32": torch.float32,
     "float64": torch.float64,
 }
+# The most feed-forward blocks of a model, each expert counted; the largest released models have
+# some 23,000.
 _MOST_BLOCKS = 2**16
-"""The most feed-forward blocks of a model, each expert counted; the largest released models have
-some 23,000."""
 # The values that each key of `quantization_config` may have.
 _FP8_ONLY: Mapping[str, tuple[Any, ...]] = {
     "quant_method": ("fp8",),

@@ -39,9 +39,9 @@ from weft.stages.shares import SharedRows, TensorRanks
 from weft.state import State
 
 NO_CAPTURES: Mapping[str, Any] = MappingProxyType({})
+# Only the logits of this many tokens of a prompt are in memory at a time: they are float32, and
+# vocab_size wide.
 _TOKENS_AT_ONCE = 256
-"""Only the logits of this many tokens of a prompt are in memory at a time: they are float32, and
-vocab_size wide."""
 
 
 def head(config: ModelConfig, params: DecoderParams, hidden: Tensor, leaves: int = 0) -> Tensor:

@@ -26,8 +26,8 @@ from weft.stages.model import Model
 from weft.stages.params import DecoderParams
 from weft.stages.shares import WHOLE, Share, adaptable, cut_field
 
+# Elements that are drawn at a time: 1 GiB of float32 beside the parameters.
 _AT_ONCE = 2**28
-"""Elements that are drawn at a time: 1 GiB of float32 beside the parameters."""
 
 _QWEN3: Mapping[str, Any] = {
     "architectures": ["Qwen3ForCausalLM"],

@@ -20,8 +20,8 @@ if triton.__version__.startswith("3.6."):  # https://github.com/triton-lang/trit
     interpreter._patch_lang_tensor = patch_tensor
 
 
+# The modules whose kernels have tables of addresses.
 _BY_ADDRESS = "weft.ops.copying.copies_triton", "weft.ops.transfers.peer_exchange_triton"
-"""The modules whose kernels have tables of addresses."""
 
 
 class Ranges:

@@ -13,8 +13,8 @@ import pytest
 import torch
 
 _TESTS = Path(__file__).parent
+# The folders from which the other processes import test modules.
 _FOLDERS = (_TESTS, _TESTS / "lib" / "ops", _TESTS / "lib" / "ops" / "copying")
-"""The folders from which the other processes import test modules."""
 _SERVER = """
 import interpreted, json, os, signal, sys
 for request in map(json.loads, sys.stdin):

@@ -185,6 +185,7 @@ def _words(batch: Corpus) -> dict[str, Tensor]:
     return {"words": batch.words * batch.weights[0] + batch.titles[owner], "sums": sums}
 
 
+# Batches that are split, and a step on each that is separable by its rows.
 OWN_BATCHES: dict[str, tuple[Any, Callable[[Any], Any]]] = {
     "one axis": (Signal(Length(6), Y), lambda batch: batch.x * 2),
     "one axis, returned": (Signal(Length(6), Y), lambda batch: attrs.evolve(batch, x=batch.x * 2)),
@@ -203,8 +204,8 @@ OWN_BATCHES: dict[str, tuple[Any, Callable[[Any], Any]]] = {
         neighbours,
     ),
 }
-"""Batches that are split, and a step on each that is separable by its rows."""
 
+# Batches that pass whole, and that nobody says how to split.
 WHOLE_BATCHES: dict[str, tuple[Any, Callable[[Any], Any]]] = {
     "a graph": (Graph.ring(6), neighbours),
     "other lengths": ([X, Y[:3]], lambda batch: batch[0] * batch[1].sum()),
@@ -216,4 +217,3 @@ WHOLE_BATCHES: dict[str, tuple[Any, Callable[[Any], Any]]] = {
     "no tensor": (None, lambda batch: torch.ones(2)),
     "a text": ("text", lambda batch: torch.ones(2)),
 }
-"""Batches that pass whole, and that nobody says how to split."""

@@ -13,21 +13,21 @@ from weft.extras import EXTRAS, install_command
 
 ROOT = Path(__file__).parent.parent
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+# The endings of files that people or programs read as text; those of .ci have none.
 TEXTS = {".md", ".py", ".pyi", ".ipynb", ".toml", ".yml", ".yaml", ".txt", ".sh", ""}
-"""The endings of files that people or programs read as text; those of .ci have none."""
+# A command that gets packages from an index and names weft, to its end.
 INSTALLS = re.compile(
     r"\b(?:pip3?|pipx|uv|poetry|pdm|conda)\b[^\n`;&|#]*?\b(?:install|add|download|wheel|inject|run)\b"
     r"[^\n`;&|#]*?(?<![\w./-])weft(?![\w./:-])"
 )
-"""A command that gets packages from an index and names weft, to its end."""
+# A requirement of weft with an extra, wherever it stands.
 NAMES_AN_EXTRA = re.compile(
     rf"(?<![\w./-])weft\[(?:{'|'.join(PROJECT['optional-dependencies'])})[\],]"
 )
-"""A requirement of weft with an extra, wherever it stands."""
 SPEAKS_OF_INSTALLING = {"tests/test_installing.py"}
+# May name an extra of weft: pip takes those of pyproject.toml from the project that it installs,
+# and the changelog says what was.
 SELF_REFERENCES = {"pyproject.toml", ".github/CHANGELOG.md"}
-"""May name an extra of weft: pip takes those of pyproject.toml from the project that it installs,
-and the changelog says what was."""
 
 
 def commands(text: str) -> list[str]:

@@ -25,8 +25,8 @@ PACKAGES = {
     "proofs": "weft.proofs",
 }
 FOLDERS = tuple(PACKAGES)
+# The rooms of `transforms`, from the ground up: none imports from one that comes later.
 ROOMS = ("graphs", "pipelines", "engine", "server", "cli")
-"""The rooms of `transforms`, from the ground up: none imports from one that comes later."""
 LOOK_DOWN = {"weft", "weft.__main__"}
 OPTIONAL = {
     "triton",
@@ -168,8 +168,8 @@ def test_every_folder_of_modules_is_a_listed_package() -> None:
     assert setuptools_table()["package-dir"] == {"": ".src"}
 
 
+# Symbolic links and their targets, so that an editable install is a path that tools can follow.
 LINKS = {".src/weft": "../lib", **{f"lib/{folder}": f"../{folder}" for folder in FOLDERS[1:]}}
-"""Symbolic links and their targets, so that an editable install is a path that tools can follow."""
 
 
 def broken_links(root: Path) -> str:

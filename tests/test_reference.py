@@ -26,6 +26,7 @@ from weft.proofs.reference import (
 )
 
 ROOT = Path(__file__).parent.parent
+# Classes whose arguments are no user's, and what makes them.
 MADE = {
     "Compiled": "Lowered.compile",
     "Lowered": "Graphified.lower",
@@ -34,7 +35,6 @@ MADE = {
     "Graphified": "graphify",
     "LayerParams": "load, which says what it holds in words",
 }
-"""Classes whose arguments are no user's, and what makes them."""
 EVIDENCE = ("weft.proofs", "weft.proofs.strategies", "weft.proofs.laws")
 PUBLIC = [(face, name) for face in FACES for name in names_of(face)]
 CALLED = [(face, name) for face, name in PUBLIC if callable(getattr(import_module(face), name))]

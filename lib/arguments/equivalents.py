@@ -11,6 +11,7 @@ def _all(names: str, instead: str) -> dict[str, str]:
     return dict.fromkeys(names.split(), instead)
 
 
+# Names whose equivalents are arguments of `SamplingParams`.
 _SAMPLING = {
     **_all("do_sample", "temperature=..."),
     **_all("min_length min_new_tokens", "min_tokens=..."),
@@ -21,8 +22,8 @@ _SAMPLING = {
     **_all("sequence_bias", "logit_bias={...}"),
     **_all("output_scores return_logprob top_logprobs top_logprobs_num", "logprobs=..."),
 }
-"""Names whose equivalents are arguments of `SamplingParams`."""
 
+# Names without an equivalent, or without a use.
 _NOWHERE = {
     **_all(
         "beam_width early_stopping length_penalty num_beams use_beam_search",
@@ -54,8 +55,8 @@ _NOWHERE = {
     **_all("data_parallel_size", "nothing like it: a process for each copy of the model"),
     **_all("tensor_parallel_size tp_size", "Engine(model, tensor=n), in a process for each rank"),
 }
-"""Names without an equivalent, or without a use."""
 
+# Names whose equivalents are arguments of `generate` and `Engine` about how they run.
 _PLACE = {
     **_all("num_stages pipeline_parallel_size pp_size", "pipeline=..."),
     **_all("cudagraph_mode mode", "graph=..."),
@@ -68,7 +69,6 @@ _PLACE = {
         "speculation=weft.Speculation(...)",
     ),
 }
-"""Names whose equivalents are arguments of `generate` and `Engine` about how they run."""
 
 _MASKS = (
     "constraints ebnf grammar guided_decoding guided_json guided_regex json_schema logits_processor"

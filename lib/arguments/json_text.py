@@ -16,8 +16,8 @@ from weft.errors import ConfigError, RequestError
 _MOST_LEVELS = 100
 _MOST_BYTES = 2**26
 _MOST_INTEGER = 2**31 - 1
+# The least and the greatest normal numbers: everything is computed in float32, or in less.
 _FLOAT32 = 1.1754944e-38, 3.4028234e38
-"""The least and the greatest normal numbers: everything is computed in float32, or in less."""
 _MISSING = object()
 
 

@@ -10,9 +10,8 @@ from weft.errors import MissingPackageError
 from weft.extras import install_command
 
 GREY = "#808080"
+# The greatest ratio of a length to the median on a linear axis; beyond it the axis is logarithmic.
 _FAR = 8.0
-"""The greatest ratio of a length to the median on a linear axis; beyond it the axis is logarithmic.
-"""
 
 
 def pyplot(call: str) -> Any:

@@ -10,8 +10,8 @@ from torch import Tensor
 from weft.display.tables import Table
 from weft.trees import leaves_with_names
 
+# The most characters of a value that is not a tensor.
 _MOST = 100
-"""The most characters of a value that is not a tensor."""
 
 
 class Summarized:

@@ -40,6 +40,7 @@ _SAMPLERS = {
     "count_tokens": "one launch, which writes only for requests that have penalties",
 }
 
+# The operators besides attention and sampling, and a description of each CUDA implementation.
 _LAYER = {
     "resolve_tokens": "ids, places, slots, contexts and pages of a batch in one kernel",
     "move_on": "positions and last tokens in one kernel",
@@ -63,7 +64,6 @@ _LAYER = {
         "a launch a product; pairs are found by each program, or sorted where there are many"
     ),
 }
-"""The operators besides attention and sampling, and a description of each CUDA implementation."""
 
 _CPU_COPIES = OpBackend(
     "copies", "torch", "one tensor at a time, or one dtype; the CPU has no launch to save"

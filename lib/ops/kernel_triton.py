@@ -58,13 +58,13 @@ LINE = 16
 """The tensor memory accelerator (TMA) needs rows that start at a multiple of this many bytes."""
 _MOST_THREADS = 16
 _MOST_KNOWN = 4096
+# Seconds until a progress bar shows.
 _BAR_AFTER = 1.0
-"""Seconds until a progress bar shows."""
+# Types of options that are equal only if they are the same: no tensors, and no floats, since 0.0
+# equals -0.0.
 _PLAIN = frozenset((bool, int, str, type(None), tl.dtype))
-"""Types of options that are equal only if they are the same: no tensors, and no floats, since 0.0
-equals -0.0."""
+# The types of nearly all arguments that are no tensors.
 _VALUES = _PLAIN | {float}
-"""The types of nearly all arguments that are no tensors."""
 
 INTERPRETED = tl.constexpr(os.environ.get("TRITON_INTERPRET") == "1")
 """Whether kernels run in Triton's interpreter, on the CPU."""

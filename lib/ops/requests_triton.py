@@ -14,9 +14,8 @@ from weft.ops.kernel_triton import begin, early, kernel
 from weft.ops.tiles.tile import cdiv
 
 _LAST_TOKEN, _DRAFT = tl.constexpr(LAST_TOKEN), tl.constexpr(DRAFT)
+# Tokens of a program; also the requests that it searches, and the pages that it copies, at a time.
 _BLOCK = 128
-"""Tokens of a program; also the requests that it searches, and the pages that it copies, at a time.
-"""
 
 
 @triton.jit

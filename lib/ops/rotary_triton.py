@@ -13,10 +13,10 @@ from weft.ops.products.blocks_triton import TRITON_DTYPES, clamp_to_fp8, load_su
 from weft.ops.products.parts import num_parts
 from weft.ops.tiles.tile import cdiv, power_of_two
 
+# Heads of a program.
 _HEADS = 8
-"""Heads of a program."""
+# Angles of a program.
 _ANGLES = 256
-"""Angles of a program."""
 
 
 @kernel(do_not_specialize=["at_once"])

@@ -17,8 +17,8 @@ from weft.torchapi.private import saved_tensors_hooks
 Surroundings = Callable[[], AbstractContextManager[Any]]
 """Makes a context that puts something in force in the thread that enters it."""
 
+# torch's device types that may have an autocast.
 _AUTOCAST = ("cpu", "cuda", "xpu", "mps", "hpu", "mtia", "maia", "xla", "ipu")
-"""torch's device types that may have an autocast."""
 
 _c: Any = torch._C
 

@@ -14,6 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+# What NVRTC makes of `cudaGraphSetConditional(handle, *flag ? 1 : 0)`. So no compiler is needed
+# where it runs.
 _PTX = b"""
 .version 8.4
 .target sm_75
@@ -41,8 +43,6 @@ _PTX = b"""
     ret;
 }
 """
-"""What NVRTC makes of `cudaGraphSetConditional(handle, *flag ? 1 : 0)`. So no compiler is needed
-where it runs."""
 _LEAST_DRIVER = 12040
 
 

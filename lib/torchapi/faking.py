@@ -13,6 +13,7 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from weft.torchapi.frames import clear_frames
 from weft.torchapi.private import innermost
 
+# Words of the errors that torch raises where a fake tensor would have to have values.
 _WITHOUT_VALUES = (
     "fake",
     "datadependent",
@@ -25,7 +26,6 @@ _WITHOUT_VALUES = (
     "symbool",
     "its data is not allocated yet",
 )
-"""Words of the errors that torch raises where a fake tensor would have to have values."""
 _FOLDER_OF_TORCH = os.path.dirname(torch.__file__) + os.sep
 _SNAPSHOT_KEY = torch._C.DispatchKey.PythonTLSSnapshot
 

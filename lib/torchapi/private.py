@@ -530,6 +530,7 @@ def _set_reduced_precision(setter: str) -> Callable[[Any], None]:
     )
 
 
+# The functions that set `switches` and the default device, by their names.
 _SETTERS: dict[str, Callable[[Any], Any]] = {
     "inference mode": lambda enabled: None,  # only the context that was entered can leave it
     "grad mode": torch._C._set_grad_enabled,
@@ -547,7 +548,6 @@ _SETTERS: dict[str, Callable[[Any], Any]] = {
     "cudnn": _set_cudnn,
     "default device": torch.set_default_device,
 }
-"""The functions that set `switches` and the default device, by their names."""
 
 
 def generator_bytes(generator: torch.Generator) -> bytes:

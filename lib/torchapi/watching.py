@@ -19,9 +19,9 @@ import torch
 
 KEY = torch._C._dispatch_key_parse("Fake")
 _KEYS = torch._C.DispatchKeySet(KEY)
+# The name of the active watches, innermost last, among the objects that follow the work of a thread
+# into the threads of the autograd engine.
 _NAME = "weft.watches"
-"""The name of the active watches, innermost last, among the objects that follow the work of a
-thread into the threads of the autograd engine."""
 
 
 class OperatorWatch:
@@ -179,8 +179,8 @@ def _needs_each_operator() -> bool:
     return False
 
 
+# The operators that have the fallback as a kernel of their own, with their registrations.
 _registered: dict[str, Any] = {}
-"""The operators that have the fallback as a kernel of their own, with their registrations."""
 
 
 def _register_each() -> None:

@@ -48,8 +48,8 @@ class Way:
     prefix_caching: bool = True
 
 
+# The shortest and the longest prompt.
 _LENGTHS = 2, 700
-"""The shortest and the longest prompt."""
 _MOST = 1_024
 WAYS = {
     "alone": Way("full", {"max_num_reqs": 1}, at_once=1),

@@ -10,8 +10,8 @@ import torch
 LEAST_BYTES = 2**28
 """Bytes of weights for calls to read in turn, so that no call finds its weights in a cache of 50
 MB."""
+# The time after which a graph is not replayed again.
 _MOST_SECONDS = 0.01
-"""The time after which a graph is not replayed again."""
 _REPLAYS = 5
 
 

@@ -54,9 +54,9 @@ from weft.transforms.pipelines.transports.local import Local
 _WARM_UP_TOKENS = 8
 _START_SECONDS = 300.0
 _FINITE_SECONDS = 15
+# The most seconds until the server listens; those over which requests of a finite rate arrive; and
+# the most that another client may take.
 _CLIENT_SECONDS = 1800.0
-"""The most seconds until the server listens; those over which requests of a finite rate arrive; and
-the most that another client may take."""
 
 
 def write_preset(folder: Path, name: str) -> None:

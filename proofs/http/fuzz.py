@@ -69,10 +69,10 @@ _EXPECTED = {400, 401, 403, 404, 405, 408, 413, 429, 504}
 _MORE_MEMORY = 64 * 2**20
 _MORE_FILES = 8
 _MORE_THREADS = 24
+# How much more the server may hold at the end than after the first attacks: memory for the grammars
+# that it keeps, and 4 MiB (measured) for each graph captured meanwhile; files for the grammar
+# compiler's pipes; threads for pools.
 _GRAPH_MEMORY = 6 * 2**20
-"""How much more the server may hold at the end than after the first attacks: memory for the
-grammars that it keeps, and 4 MiB (measured) for each graph captured meanwhile; files for the
-grammar compiler's pipes; threads for pools."""
 TEMPLATE = "{% for m in messages %}{{ m.role + ': ' + m.content }}\n{% endfor %}assistant:"
 _SECRET = "the secret of a file that no request may read"
 

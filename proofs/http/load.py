@@ -54,8 +54,8 @@ _FLAGS = (
     *("--dtype", "float32", "--num-pages", "18", "--max-n", "16", "--max-body", "65536"),
 )
 _CLIENTS = {"whole": 4, "stream": 4, "quick": 2, "slow": 3, "gone": 2, "malformed": 1}
+# Parts of the run; in every second one, slow readers rest.
 _WINDOWS = 20
-"""Parts of the run; in every second one, slow readers rest."""
 _MORE_MEMORY = 48 * 2**20
 
 

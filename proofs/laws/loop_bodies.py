@@ -21,8 +21,8 @@ from weft.transforms.shards.shard import shard
 _LAW = "L1 loops are Python's, on drawn bodies"
 _STEEPEST = 1e4
 _Slots = tuple[Tensor, ...]
+# Slots and bound -> the last slots.
 _Call = Callable[[_Slots, Tensor], _Slots]
-"""Slots and bound -> the last slots."""
 
 
 def loop_bodies_are_pythons(loop: LoopBody, device: str = "cpu") -> None:

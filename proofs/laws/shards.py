@@ -189,9 +189,9 @@ def surroundings_of_shards_change_nothing(case: SurroundedShard) -> None:
             assert_equal(law, seen, expected, exact=False)
 
 
+# The errors by which torch and captures refuse the function itself. A `LawViolation` is none of
+# them.
 _REFUSALS = (RuntimeError, CaptureError, DerivativeError)
-"""The errors by which torch and captures refuse the function itself. A `LawViolation` is none of
-them."""
 
 
 def _with_weight(

@@ -21,8 +21,8 @@ from weft.stages.head import top_logprobs
 
 _BITS = find("L20")
 _ATTEND: Any = paged._attend
+# Positions of a context in a block.
 _BLOCK = 256
-"""Positions of a context in a block."""
 
 
 def _by_the_number_of_tokens(

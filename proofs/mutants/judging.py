@@ -34,12 +34,11 @@ from typing import Any
 
 import pytest
 
+# The most seconds that a fork has until its first test begins. It may have to import everything.
 _SECONDS_TO_START = 120.0
-"""The most seconds that a fork has until its first test begins. It may have to import everything.
-"""
 
+# The memory that a mutant may take in addition to that of the process that it was forked from.
 _SPARE_BYTES = 8 << 30
-"""The memory that a mutant may take in addition to that of the process that it was forked from."""
 
 
 class Lines:

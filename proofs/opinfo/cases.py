@@ -18,8 +18,8 @@ DTYPES = {
     for d in (torch.float32, torch.bfloat16, torch.int64, torch.complex64)
 }
 """The dtypes by name."""
+# The seed of the samples that give a replay new values, counted from that of the first ones.
 _OTHER_SEED = 1
-"""The seed of the samples that give a replay new values, counted from that of the first ones."""
 
 
 @attrs.frozen(eq=False)

@@ -9,8 +9,8 @@ from weft.proofs.checks.difference import find_difference
 from weft.proofs.checks.elements import Tolerance
 from weft.proofs.opinfo.cases import Case
 
+# The relative and absolute tolerance of sums whose order varies.
 _TOLERANCES = {"float32": 1e-3, "complex64": 1e-3, "bfloat16": 2e-1}
-"""The relative and absolute tolerance of sums whose order varies."""
 
 
 @attrs.frozen

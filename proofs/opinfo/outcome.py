@@ -27,15 +27,15 @@ KINDS = {
     "crash": "an error that eager does not raise",
 }
 """The kinds of outcome."""
+# The seed before every call, so that random operators repeat.
 _SEED = 7
-"""The seed before every call, so that random operators repeat."""
 _NOT_RUN = (
     "The device reports an error that ends the process, so the operator's further samples did not"
     " run."
 )
+# The errors after which a process cannot use its GPU any more; those of a capture that failed are
+# none of them.
 _LOST = re.compile(r"CUDA error(?!.*captur)|device-side assert|illegal memory access")
-"""The errors after which a process cannot use its GPU any more; those of a capture that failed are
-none of them."""
 
 
 @attrs.frozen

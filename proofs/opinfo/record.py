@@ -14,8 +14,8 @@ from weft.proofs.opinfo.outcome import KINDS, Outcome
 FAULTS = ("differs", "crash")
 """The kinds of outcome that are faults."""
 _LISTED = ("refused", "inline", "torch")
+# The most characters of a detail on the page. The JSON file has it whole.
 _LONGEST = 200
-"""The most characters of a detail on the page. The JSON file has it whole."""
 
 
 @attrs.define

@@ -21,8 +21,8 @@ LONGEST = 1200.0
 NO_SAMPLES = -2
 """The index of the sample in the outcome of an operator whose samples torch could not make."""
 
+# Seconds that the operators in work have when the time is over.
 _GRACE = 30.0
-"""Seconds that the operators in work have when the time is over."""
 
 
 @attrs.frozen

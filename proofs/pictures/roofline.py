@@ -13,8 +13,8 @@ _WIDTH = 800
 _LEFT = 200
 _FULL = 260
 _BAR = 15
+# `_FULL` is the length of 100 %.
 _GAP = 12
-"""`_FULL` is the length of 100 %."""
 
 
 def picture() -> str:

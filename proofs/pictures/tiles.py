@@ -15,13 +15,13 @@ _CELL = 18
 _ROW = 13
 _LABEL = 88
 _SPACE = 10
+# The most of a loss, its colour and opacity, and its name.
 _CLASSES = (
     (0.01, BLUE, 0.2, "up to 1 %"),
     (0.05, BLUE, 0.6, "up to 5 %"),
     (0.15, ORANGE, 1.0, "up to 15 %"),
     (float("inf"), RED, 1.0, "more"),
 )
-"""The most of a loss, its colour and opacity, and its name."""
 _NAMES = {"bf16": "bfloat16", "fp8": "FP8"}
 
 

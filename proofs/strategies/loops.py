@@ -450,10 +450,10 @@ def _indices(draw: st.DrawFn) -> tuple[Any, ...]:
     return tuple(parts)
 
 
+# The kinds of operators, each drawn as often as the others.
 _KINDS: tuple[Callable[[Operator], bool], ...] = (
     lambda x: not x.writes and not x.draws and not x.is_view,
     lambda x: x.is_view,
     lambda x: x.writes,
     lambda x: x.draws,
 )
-"""The kinds of operators, each drawn as often as the others."""

@@ -95,12 +95,12 @@ def as_stage(step: Callable[..., Any]) -> Callable[..., Any]:
     return stage
 
 
+# The sizes of the axes of a mesh, by the number of axes.
 _SIZES: dict[int, tuple[tuple[int, ...], ...]] = {
     1: ((2,), (3,), (4,)),
     2: ((2, 2), (2, 3), (3, 2)),
     3: ((2, 2, 2), (1, 2, 3), (2, 1, 2)),
 }
-"""The sizes of the axes of a mesh, by the number of axes."""
 
 
 @st.composite

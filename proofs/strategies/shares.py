@@ -12,8 +12,8 @@ from weft.stages.choices import pick_experts
 from weft.stages.config import ModelConfig, MoeConfig, parse_config
 from weft.stages.shares import check_leaves, share_config
 
+# Experts that 2, 3 or 4 ranks can share, some of them in one way alone.
 _SHARED_EXPERTS = MoeConfig(6, 2, 12, True), MoeConfig(12, 3, 5, False, dense_layers=(1,))
-"""Experts that 2, 3 or 4 ranks can share, some of them in one way alone."""
 
 
 @st.composite

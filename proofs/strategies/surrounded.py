@@ -76,8 +76,8 @@ class _Caller(threading.Thread):
             self._meeting.wait(_LONGEST_WAIT)
 
 
+# Seconds.
 _LONGEST_WAIT = 0.5
-"""Seconds."""
 
 
 def _meeting(x: Tensor, read: Read) -> Tensor:

@@ -12,8 +12,8 @@ from weft.ops.attention.paged import paged_attention
 from weft.stages.config import ModelConfig
 from weft.stages.params import LayerParams
 
+# Elements of keys that are gathered at a time.
 _MOST_ELEMENTS = 2**24
-"""Elements of keys that are gathered at a time."""
 
 
 def attend(

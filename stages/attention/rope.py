@@ -17,8 +17,8 @@ from weft.state import State
 
 RopeKind = Literal["default", "linear", "llama3", "yarn"]
 KINDS: tuple[RopeKind, ...] = get_args(RopeKind)
+# The name in Qwen2-VL's files for type default with an `mrope_section`.
 _MROPE = "mrope"
-"""The name in Qwen2-VL's files for type default with an `mrope_section`."""
 _SHARED_KEYS = {
     "rope_theta",
     "rope_type",
@@ -40,6 +40,8 @@ _OPTIONAL_KEYS: Mapping[RopeKind, tuple[str, ...]] = {
     "llama3": ("original_max_position_embeddings",),
     "yarn": ("original_max_position_embeddings", *_YARN_KEYS),
 }
+# The values at which keys that weft does not use change nothing, and the text of the error for
+# others.
 _NEUTRAL_AT: Mapping[str, tuple[tuple[Any, ...], str]] = {
     "partial_rotary_factor": (
         (None, 1),
@@ -50,8 +52,6 @@ _NEUTRAL_AT: Mapping[str, tuple[tuple[Any, ...], str]] = {
         "weft has the sections of mrope_section one after the other",
     ),
 }
-"""The values at which keys that weft does not use change nothing, and the text of the error for
-others."""
 
 
 @attrs.frozen

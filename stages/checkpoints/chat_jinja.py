@@ -27,15 +27,15 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 LENGTH = struct.Struct("!Q")
 COMMAND = struct.Struct("!cQ")
+# Between two looks at the processes that have ended.
 _REAP_SECONDS = 0.5
-"""Between two looks at the processes that have ended."""
 MAX_CHARS = 2**24
 """Characters of a rendered chat, in a process for it."""
+# Memory of that process.
 _MAX_BYTES = 2**30
-"""Memory of that process."""
+# Seconds of a processor in which chats are rendered; what takes longer gives way to everything
+# else.
 _QUICK_SECONDS = 0.1
-"""Seconds of a processor in which chats are rendered; what takes longer gives way to everything
-else."""
 
 
 class Stream(Protocol):

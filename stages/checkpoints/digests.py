@@ -13,11 +13,11 @@ from torch import Tensor
 from weft.trees import tree_leaves
 
 _SAMPLES = 512
+# Places in a checkpoint that a digest reads, and the bytes that it reads at each.
 _BYTES = 64
-"""Places in a checkpoint that a digest reads, and the bytes that it reads at each."""
 _MAX_HEADER = 2**27
+# Values of a tensor that a digest reads.
 _VALUES = 4
-"""Values of a tensor that a digest reads."""
 
 
 @attrs.frozen

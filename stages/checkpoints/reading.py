@@ -23,8 +23,8 @@ from weft.stages.layout import StageLayout, check_layout
 from weft.stages.params import DecoderParams, LayerParams
 from weft.stages.shares import WHOLE, Share, share_fields, share_rows
 
+# The number of rows of a matrix to compare at a time.
 _ROWS = 4096
-"""The number of rows of a matrix to compare at a time."""
 EMBED = "model.embed_tokens.weight"
 NORM = "model.norm.weight"
 HEAD = "lm_head.weight"

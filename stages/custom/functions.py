@@ -41,6 +41,8 @@ ChangeLogits = Callable[[Tensor, Tensor, Mapping[str, Tensor]], Tensor]
 request's extras."""
 
 
+# For each function of one's own, the number of its arguments by position, those by keyword, and its
+# signature.
 _CALLS = {
     "attention": (6, (), "(config, layer, kv_pages, batch, tables, x) -> (added, kv_pages)"),
     "attend": (5, (), "(config, layer, q, kv_pages, batch) -> mixed"),
@@ -49,8 +51,6 @@ _CALLS = {
     "logits": (3, (), "(logits, rows, extras) -> logits"),
     "layers": (1, (), "(layer) -> layer"),
 }
-"""For each function of one's own, the number of its arguments by position, those by keyword, and
-its signature."""
 LAYER = "(params, kv_pages, batch, tables, hidden) -> (hidden, kv_pages)"
 """The signature of a decoder layer, and what it returns."""
 

@@ -34,9 +34,9 @@ Call = Callable[[Any, Any, Any], Any]
 
 _CALL = "call=lambda module, batch, x: module(...)"
 
+# By the id of a part of a module, or of an object in it: two stages that share it, on two threads,
+# must not give it their values at the same time.
 _LOCKS: "dict[int, tuple[weakref.ref[Any], RLock]]" = {}
-"""By the id of a part of a module, or of an object in it: two stages that share it, on two threads,
-must not give it their values at the same time."""
 
 
 @attrs.frozen(eq=False, repr=False)

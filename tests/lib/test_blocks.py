@@ -19,6 +19,7 @@ from weft.settings import is_batch_invariant, may_capture, may_replay
 from weft.transforms.graphs.calls.borrowing import watches_borrows
 from weft.transforms.pipelines.timing.timeline import measuring
 
+# weft's public contexts, each with a function that says whether it is in force.
 CONTEXTS: dict[str, tuple[Callable[[], AbstractContextManager[Any]], Callable[[], Any]]] = {
     "batch_invariant": (weft.batch_invariant, is_batch_invariant),
     "no_capture": (weft.no_capture, lambda: not may_capture()),
@@ -27,7 +28,6 @@ CONTEXTS: dict[str, tuple[Callable[[], AbstractContextManager[Any]], Callable[[]
     "check_borrowed": (weft.check_borrowed, watches_borrows),
     "measure": (weft.transforms.measure, lambda: measuring() is not None),
 }
-"""weft's public contexts, each with a function that says whether it is in force."""
 
 
 def _captures_are_refused() -> bool:

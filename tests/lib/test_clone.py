@@ -16,8 +16,8 @@ from weft.donation import clone
 from weft.proofs.laws import assert_equal
 from weft.proofs.strategies.captures.tensor_programs import ALIASES
 
+# Views whose memory is not what it seems, beside the ways in which arguments alias.
 LAZY = ("{base}.conj()", "torch.imag({base}.conj())", "{base}.view(torch.uint8)", "{base}[:0]")
-"""Views whose memory is not what it seems, beside the ways in which arguments alias."""
 DTYPES = (torch.float32, torch.complex64, torch.int64, torch.bool, torch.bfloat16)
 
 

@@ -300,8 +300,8 @@ def test_gradients_flow_through_a_donated_tensor() -> None:
 # the public transforms
 # ------------------------------------------------------------------------------------------------
 
+# Names of arguments that are trees of tensors, of a method.
 TREES = {"params", "state", "batch", "batches", "tree", "args"}
-"""Names of arguments that are trees of tensors, of a method."""
 
 
 def step(params: Any, state: Any, batch: Any) -> Any:
@@ -333,6 +333,7 @@ TRANSFORM = transforms.Transform(
 )
 ON_TWO = weft.Mesh(tensor=2)
 SHARDED = weft.shard(lambda x: x, ON_TWO, weft.Replicate(), weft.Replicate())
+# The public functions and methods that take trees of tensors: calls that are given one tensor.
 REFUSE: dict[str, list[Callable[[Any], Any]]] = {
     "admit": [lambda x: weft.admit(x, [0], [[0]], [weft.SamplingParams()], [[1]])],
     "advance": [lambda x: weft.advance(x, weft.Batch.decode([0]), None)],
@@ -375,7 +376,7 @@ REFUSE: dict[str, list[Callable[[Any], Any]]] = {
     ),
     "Transform.carry": each_of(lambda p, s, b: TRANSFORM.carry([p, b], s)),
 }
-"""The public functions and methods that take trees of tensors: calls that are given one tensor."""
+# Those that accept a donated tensor, or take none, by the reason.
 OTHERS = {
     "operators, which read tensors as torch's do": (
         "all_gather all_reduce all_to_all ppermute reduce_scatter"
@@ -392,7 +393,6 @@ OTHERS = {
     streaming weave"""
     ),
 }
-"""Those that accept a donated tensor, or take none, by the reason."""
 
 
 def public_calls() -> set[str]:

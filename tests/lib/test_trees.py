@@ -282,6 +282,8 @@ def test_a_sized_field_that_holds_no_tensor_is_named(value: Any) -> None:
     assert error.value.seen == f"{kind_of(value)} in a field with axes('rows')"
 
 
+# Ways to double every tensor of a value, each of which takes the value apart and makes others of
+# its class.
 APPLIED: dict[str, Callable[[Callable[[Any], Any], Any], Any]] = {
     "tree_map": lambda double, value: tree_map(lambda x: x * 2, value),
     "vmap": lambda double, value: vmap(double)(value),
@@ -297,8 +299,6 @@ APPLIED: dict[str, Callable[[Callable[[Any], Any], Any], Any]] = {
         (value, torch.zeros(())),
     )[0],
 }
-"""Ways to double every tensor of a value, each of which takes the value apart and makes others of
-its class."""
 
 
 def check_that_nothing_constructs(drawn: TreeValue, name: str) -> None:

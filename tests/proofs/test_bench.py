@@ -189,6 +189,7 @@ def test_http(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert "without HTTP" in capsys.readouterr().out.splitlines()[-1]
 
 
+# Takes the flags of `vllm bench serve` 0.24.0, and writes the fields of its results that are read.
 CLIENT = """
 import argparse, json, urllib.request
 parser = argparse.ArgumentParser()
@@ -211,8 +212,6 @@ times = {f"{part}_{key}_ms": 1.5 for part in ("mean", "median", "p99") for key i
 with open(f"{given.result_dir}/{given.result_filename}", "w") as file:
     json.dump({"completed": given.num_prompts, "total_output_tokens": tokens, "duration": 1.0, "output_throughput": 9.0}
               | times, file)
-"""
-"""Takes the flags of `vllm bench serve` 0.24.0, and writes the fields of its results that are read.
 """
 
 

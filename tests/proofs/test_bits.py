@@ -110,6 +110,7 @@ def segments_by_the_tokens() -> AbstractContextManager[Any]:
     return replace(home, "run_tile", run_tile)()
 
 
+# Bugs, and the kinds of models that have them.
 PLANTED = {
     "segments by the tokens": (segments_by_the_tokens, "Qwen3"),
     "experts in the order of the batch": (
@@ -117,7 +118,6 @@ PLANTED = {
         "experts",
     ),
 }
-"""Bugs, and the kinds of models that have them."""
 
 
 @pytest.mark.gpu

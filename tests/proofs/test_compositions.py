@@ -26,6 +26,8 @@ from weft.proofs.strategies.compositions.layers import LAYERS
 from weft.proofs.strategies.compositions.occasions import OCCASIONS
 from weft.transforms.graphs.backends.audit import Audit
 
+# Public names that take functions or surround calls, and are no layer of their own, with the
+# reason.
 NOT_DRAWN = {
     "launch": "starts processes",
     "plan_cohorts": "predicts times",
@@ -34,8 +36,6 @@ NOT_DRAWN = {
     "assert_max_captures": "raises at a capture too many, which is its purpose",
     "check_borrowed": "raises at a stale result, which is its purpose",
 }
-"""Public names that take functions or surround calls, and are no layer of their own, with the
-reason."""
 
 
 def _takes_a_function(thing: Any) -> bool:

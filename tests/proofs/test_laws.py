@@ -7,8 +7,8 @@ from weft.proofs.suite import LAWS, Law
 
 FEW = 10
 EXAMPLES = 25
+# The numbers of cases per law of weight 1: in a short run, with `--all`, and with `--nightly`.
 MANY = 120
-"""The numbers of cases per law of weight 1: in a short run, with `--all`, and with `--nightly`."""
 EXAMPLES_GPU = 25
 QUIET = (HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.filter_too_much)
 

@@ -22,8 +22,8 @@ RESULTS = Path(__file__).parents[2] / "proofs" / "results"
 RECORD = json.loads((RESULTS / "mutants.json").read_text(encoding="utf-8"))
 ROWS = {(row["law"], row["mutant"]): row for row in RECORD["mutants"]}
 VERSIONS = (hypothesis.__version__, torch.__version__.partition("+")[0])
+# Whether this Hypothesis and this torch made the record.
 SAME = (RECORD["hypothesis"], RECORD["torch"].partition("+")[0]) == VERSIONS
-"""Whether this Hypothesis and this torch made the record."""
 
 
 @pytest.mark.parametrize("mutant", MUTANTS, ids=str)
@@ -56,12 +56,12 @@ def test_without_the_bug_the_law_holds_on_the_stored_case(mutant: Mutant) -> Non
     assert replay(mutant.law, ROWS[str(mutant.law), mutant.name]["choices"]) is None
 
 
+# The most cases of a search that `--all` waits for.
 LONGEST = 60
-"""The most cases of a search that `--all` waits for."""
+# The mutant of each law whose recorded search drew the fewest cases.
 SOONEST = {
     row["law"]: row["mutant"] for row in sorted(RECORD["mutants"], key=lambda row: -row["examples"])
 }
-"""The mutant of each law whose recorded search drew the fewest cases."""
 
 
 def _searched(mutant: Mutant) -> Any:

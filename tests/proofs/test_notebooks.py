@@ -36,12 +36,12 @@ NAMES = (
     "5-proofs",
     "6-sampler-and-trainer",
 )
+# torch's own warnings, such as that of 2.15 at the first `torch.func.jvp`; they are ignored
+# elsewhere too.
 OF_TORCH = re.compile(r"\S*/site-packages/torch/\S+ FutureWarning: ")
-"""torch's own warnings, such as that of 2.15 at the first `torch.func.jvp`; they are ignored
-elsewhere too."""
 MOST_BYTES = 350_000
+# The tag of a cell that is an experiment's own code.
 EXPERIMENT = "ten lines"
-"""The tag of a cell that is an experiment's own code."""
 REWRITE = "python -m weft.proofs.notebook_outputs"
 
 

@@ -25,8 +25,8 @@ from weft.proofs.opinfo.workers import Settings, Task, Worker, run_all, tasks
 from weft.torchapi.operator_database import operator_database
 from weft.transforms.graphs.backends.tape import TapeRecording
 
+# The distance of the sampled operators in the database, which has some 700.
 EVERY = 12
-"""The distance of the sampled operators in the database, which has some 700."""
 
 
 @pytest.fixture(scope="module")

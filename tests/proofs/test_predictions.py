@@ -19,11 +19,11 @@ from weft.proofs.records import read
 from weft.transforms.pipelines.timing.hardware import Machine
 
 WITHIN = 0.1
+# Decodes that something bounds which no prediction knows (`proofs/bench/NOTES.md`).
 EXPLAINED = {
     ("qwen3-30b-a3b-fp8", 2, 1, 1),
     ("qwen3-30b-a3b-fp8", 1, 4, 512),
 }
-"""Decodes that something bounds which no prediction knows (`proofs/bench/NOTES.md`)."""
 
 
 def test_decodes_over_several_gpus_are_predicted_within_a_tenth() -> None:

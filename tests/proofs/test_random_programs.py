@@ -19,8 +19,8 @@ from weft.proofs.strategies.captures.operations import OPERATIONS
 from weft.proofs.strategies.captures.tensor_programs import TensorProgram, tensor_programs
 
 # It ends with the first that is looked for
+# With these, `find` gives the first case that it draws, and does not make it smaller.
 FIRST = settings(phases=[Phase.generate], max_examples=2_000)
-"""With these, `find` gives the first case that it draws, and does not make it smaller."""
 
 
 def test_few_programs_are_refused_and_most_calls_replay(runs_all: bool) -> None:

@@ -23,10 +23,10 @@ QWEN2: dict[str, Any] = {"architectures": ["Qwen2ForCausalLM"]}
 QWEN3: dict[str, Any] = {"architectures": ["Qwen3ForCausalLM"]}
 QWEN3_MOE: dict[str, Any] = {"architectures": ["Qwen3MoeForCausalLM"]}
 QWEN2_VL: dict[str, Any] = {"architectures": ["Qwen2VLForConditionalGeneration"]}
+# transformers' configuration of each architecture.
 CONFIGS: dict[str, Any] = {name: pair[0] for name, pair in CLASSES.items()} | {
     QWEN2_VL["architectures"][0]: Qwen2VLConfig
 }
-"""transformers' configuration of each architecture."""
 
 
 def parse(raw: dict[str, Any], *, strict: bool = False) -> ModelConfig:

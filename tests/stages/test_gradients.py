@@ -49,8 +49,8 @@ from weft.transforms.graphs.graphify import graphify
 from weft.transforms.graphs.ladder import Limits
 from weft.trees import tree_leaves, tree_map
 
+# The tolerance for a leaf's greatest error, relative to its greatest element, in float32.
 TOLERANCE = 2e-5
-"""The tolerance for a leaf's greatest error, relative to its greatest element, in float32."""
 PROMPTS = prompts_of(LENGTHS)
 CHUNKS = (5, 1, 20, 38)
 FP8 = {

@@ -30,8 +30,8 @@ from weft.trees import leaves_with_names, pytree, tree_leaves
 
 PROMPT = "A list is"
 STEPS = 10
+# The learning rates of the page's two recipes.
 RATES = {"SGD": 0.01, "AdamW": 1e-3}
-"""The learning rates of the page's two recipes."""
 TIES = (True, False)
 
 

@@ -20,9 +20,8 @@ from weft.transforms.engine.steps.executor import Executor
 from weft.transforms.engine.steps.step import Work
 
 PIPELINES = (1, 2, 3)
+# The absolute tolerance of logits and logprobs in float32, as promised in `proofs/pages/laws.md`.
 TOLERANCE = 1e-4
-"""The absolute tolerance of logits and logprobs in float32, as promised in `proofs/pages/laws.md`.
-"""
 
 
 @attrs.frozen

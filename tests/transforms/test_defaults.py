@@ -44,6 +44,7 @@ def exactly(options: Options) -> Tensor:
         return double(X)
 
 
+# A call of each public transform that has options, with some of them.
 CALLS: dict[str, Callable[[Options], Any]] = {
     "all_gather": lambda options: on_ranks(lambda x: weft.all_gather(x, "ranks", **options)),
     "all_reduce": lambda options: on_ranks(lambda x: weft.all_reduce(x, "ranks", **options)),
@@ -57,7 +58,6 @@ CALLS: dict[str, Callable[[Options], Any]] = {
     ),
     "while_loop": lambda options: weft.while_loop(lambda x: x.sum() < 99, double, X, **options),
 }
-"""A call of each public transform that has options, with some of them."""
 POSITIONAL = {"fn": "what is transformed; without it the call is a decorator"}
 
 

@@ -31,8 +31,8 @@ from weft.transforms.engine.engine import Engine
 from weft.transforms.engine.evaluation.scoring import Score, Task, read_tasks, score
 from weft.transforms.engine.evaluation.serving import RankFigures, Workload, measure, start
 
+# The most tokens of a request that is scored.
 _MAX_CONTEXT = 4096
-"""The most tokens of a request that is scored."""
 
 
 def run(options: Bench) -> int:

@@ -23,16 +23,16 @@ from weft.transforms.cli.options import Bench, Demo, Doctor, Generate, Plan, Ser
 from weft.transforms.cli.printing import printable
 
 _INTERRUPTED = 130
+# The codes by which a shell reports a process that SIGINT, or SIGPIPE, ended.
 _BROKEN_PIPE = 141
-"""The codes by which a shell reports a process that SIGINT, or SIGPIPE, ended."""
 
+# The flags that set arguments of Python functions which have other names.
 _RENAMED = {
     "backend": "--transport",
     "max_num_reqs": "--max-num-seqs",
     "num_tokens": "--speculate",
     "pipeline": "--pp",
 }
-"""The flags that set arguments of Python functions which have other names."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -127,8 +127,8 @@ _COMMANDS: dict[str, type[Options]] = {
 }
 
 
+# The flags of weft that have other names in vLLM.
 _ELSEWHERE = {"--tensor-parallel-size": "--tp", "--pipeline-parallel-size": "--pp"}
-"""The flags of weft that have other names in vLLM."""
 _SAMPLING = "--top-p", "--top-k", "--min-p", "--stop"
 _IN_PYTHON = "in Python, weft.generate(..., sampling=weft.SamplingParams(...))"
 

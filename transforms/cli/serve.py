@@ -26,10 +26,10 @@ from weft.transforms.cli.ranks import Here, in_ranks, open_drafts, open_model, r
 from weft.transforms.engine.engine import Engine
 from weft.transforms.engine.options import EngineLimits
 
+# Errors of `localhost` in IPv6 on a machine that has none; it is served by IPv4 there.
 _NO_SUCH_FAMILY = errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT
-"""Errors of `localhost` in IPv6 on a machine that has none; it is served by IPv4 there."""
+# Connections that wait until they are taken.
 _BACKLOG = 2048
-"""Connections that wait until they are taken."""
 
 
 def run(options: Serve) -> int:

@@ -14,8 +14,8 @@ from weft.transforms.engine.evaluation.certificates import Certificate
 from weft.transforms.engine.evaluation.verification import Verification, verify
 from weft.transforms.engine.options import EngineLimits
 
+# Characters of a fact that a line shows.
 _SHOWN = 24
-"""Characters of a fact that a line shows."""
 
 
 def run(options: Verify) -> int:

@@ -15,9 +15,9 @@ from weft.transforms.engine.steps.results import StepResult
 TopLogprobs = dict[int, float]
 
 _MAX_LENT = 1024
+# The steps whose tensors a completion keeps for its part of them before it copies that part, and
+# their tokens in all: a decode among prompts has one of thousands.
 _MAX_ROWS_LENT = 2**17
-"""The steps whose tensors a completion keeps for its part of them before it copies that part, and
-their tokens in all: a decode among prompts has one of thousands."""
 
 
 @attrs.define

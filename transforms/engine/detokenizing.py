@@ -20,15 +20,15 @@ from tokenizers import Tokenizer, decoders
 
 REPLACEMENT = "\ufffd"
 """The character that a decoder writes for bytes that are not a character, or not yet."""
+# Tokens at the beginning and at the end of a prompt that fix the text of what follows it.
 _CONTEXT = 16
-"""Tokens at the beginning and at the end of a prompt that fix the text of what follows it."""
+# Chunks that are held back and of which the length of the text is known nonetheless, after each
+# token.
 _MOST_LOOKED_AT = 256
-"""Chunks that are held back and of which the length of the text is known nonetheless, after each
-token."""
+# A chunk that no decoder changes.
 _NEUTRAL = "\0"
-"""A chunk that no decoder changes."""
+# A chunk that `ByteFallback` reads as a byte. Rust's integers may have a sign.
 _BYTE_CHUNK = re.compile(r"<0x([0-9A-Fa-f]{2}|\+[0-9A-Fa-f])>")
-"""A chunk that `ByteFallback` reads as a byte. Rust's integers may have a sign."""
 
 
 @functools.cache

@@ -14,14 +14,14 @@ from weft.transforms.engine.steps.executor import Executor, estimate_all
 from weft.transforms.pipelines.timing.hardware import MEMORY_SHARE
 from weft.trees import tree_leaves
 
+# A KV cache that takes a smaller share of the free memory leaves room for any graphs: they are not
+# estimated.
 _SMALL_CACHE_SHARE = 0.25
-"""A KV cache that takes a smaller share of the free memory leaves room for any graphs: they are not
-estimated."""
+# Factor on the estimate of the graphs' memory, which is interpolated: with a draft model, whose
+# classes differ in more than their size, graphs were found to take up to a fifth more.
 _GRAPHS_MARGIN = 1.25
-"""Factor on the estimate of the graphs' memory, which is interpolated: with a draft model, whose
-classes differ in more than their size, graphs were found to take up to a fifth more."""
+# The most that the KV cache takes on a CPU.
 _CPU_BYTES = 2**30
-"""The most that the KV cache takes on a CPU."""
 
 
 def empty_pages(model: Model, num_pages: int, page_size: int) -> Tensor:

@@ -35,10 +35,10 @@ from weft.transforms.pipelines.argument_checks import TRANSPORT
 _MAX_CONTEXT = 4096
 _NUM_TOKENS = 2048
 _NUM_TOKENS_OF_A_LARGE_GPU = 8192
+# The most tokens of a step where nobody says it; that of a GPU with as many bytes or more, but for
+# models with small layers. Prompts are faster in large steps, and decodes that share them wait
+# longer.
 _LARGE_GPU = 64 * 2**30
-"""The most tokens of a step where nobody says it; that of a GPU with as many bytes or more, but for
-models with small layers. Prompts are faster in large steps, and decodes that share them wait
-longer."""
 _LIMIT_RULES: dict[str, Rule] = {
     **dict.fromkeys(("max_num_reqs", "page_size"), COUNT),
     **dict.fromkeys(("max_num_tokens", "max_model_len", "num_pages", "num_cohorts"), COUNT_OR_NONE),
@@ -49,9 +49,8 @@ _LIMIT_RULES: dict[str, Rule] = {
     ),
 }
 _NGRAM = (1, 3)
+# Limit of `num_tokens`: the classes and buffers of a step have room for the drafts of all requests.
 _MAX_NUM_TOKENS = 1024
-"""Limit of `num_tokens`: the classes and buffers of a step have room for the drafts of all
-requests."""
 
 
 def _num_tokens(model: Model) -> int:

@@ -28,8 +28,8 @@ from weft.transforms.engine.requests.masks import (
 from weft.transforms.engine.steps.results import StepResult
 from weft.transforms.engine.steps.step import Work
 
+# Pause between two looks at the device while a stream waits.
 _POLL_SECONDS = 1e-4
-"""Pause between two looks at the device while a stream waits."""
 _NO_CAPTURES = 0, 0
 
 

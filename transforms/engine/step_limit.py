@@ -15,18 +15,18 @@ from weft.transforms.engine.options import ResolvedLimits
 from weft.transforms.engine.requests.step_time import step_time
 from weft.transforms.pipelines.transports import Transport
 
+# Steps of the most tokens, and of these fractions of it, are measured.
 _SHARES = 1, 2, 4, 8, 16, 32
-"""Steps of the most tokens, and of these fractions of it, are measured."""
+# The steps by whose time a run of several is longer than a run of one.
 _REPEATS = 5
-"""The steps by whose time a run of several is longer than a run of one."""
+# The runs of several steps, and of decodes, of which the fastest counts, and the measurements of
+# all before a limit is refused: another process may take the time of one.
 _TRIES = 2
-"""The runs of several steps, and of decodes, of which the fastest counts, and the measurements of
-all before a limit is refused: another process may take the time of one."""
+# The most steps of decodes that are measured after one of prompts.
 _DECODES = 8
-"""The most steps of decodes that are measured after one of prompts."""
+# To find what a pair takes, many short prompts are compared with this many times fewer, longer
+# ones.
 _FEWER = 4
-"""To find what a pair takes, many short prompts are compared with this many times fewer, longer
-ones."""
 _GREEDY = SamplingParams(ignore_eos=True)
 
 

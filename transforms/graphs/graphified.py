@@ -59,9 +59,9 @@ from weft.trees import tree_leaves
 P = ParamSpec("P")
 R = TypeVar("R")
 
+# Seconds before a progress bar shows: a notebook keeps every bar, so bars of short captures would
+# be noise.
 _PROGRESS_BAR_DELAY = 1.0
-"""Seconds before a progress bar shows: a notebook keeps every bar, so bars of short captures would
-be noise."""
 _ALL: "weakref.WeakSet[Graphified[..., Any]]" = weakref.WeakSet()
 
 

@@ -17,12 +17,12 @@ from weft.errors import DescriptorError, LoweredModeWarning
 D = TypeVar("D", bound=Descriptor)
 
 MODES = ("none", "piecewise", "full_decode_only", "full", "full_and_piecewise")
+# The next lower mode; of the others it is `none`.
 _LOWER = {
     "full": "full_and_piecewise",
     "full_decode_only": "piecewise",
     "full_and_piecewise": "piecewise",
 }
-"""The next lower mode; of the others it is `none`."""
 
 
 def _as_tuple(value: Any) -> Any:

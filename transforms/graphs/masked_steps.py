@@ -117,8 +117,8 @@ class DerivativesWhere(FunctionMode):
         return self._limited[id(x)][1]
 
 
+# Functions of torch about a tensor's memory, which no derivative passes.
 _OF_MEMORY = frozenset({"untyped_storage", "storage", "data_ptr"})
-"""Functions of torch about a tensor's memory, which no derivative passes."""
 
 
 def _writes(name: str) -> bool:

@@ -23,8 +23,8 @@ from weft.transforms.graphs.dispatch import Decision
 from weft.transforms.graphs.options import Graphable
 from weft.trees import leaf_axes
 
+# The number of classes of each mode that an estimate captures.
 _SAMPLES = 5
-"""The number of classes of each mode that an estimate captures."""
 
 
 @attrs.frozen

@@ -11,8 +11,8 @@ STANDSTILL = 20.0
 """A capture that has waited for a thread for so many seconds may wait for the one that wants to
 capture."""
 
+# Seconds between two looks at the thread that captures; at most `STANDSTILL / 2`.
 _LOOK = 0.5
-"""Seconds between two looks at the thread that captures; at most `STANDSTILL / 2`."""
 
 
 class CaptureLock:

@@ -38,18 +38,18 @@ from weft.objects import Change, Snapshot, attributes, is_plain_object, is_refil
 from weft.torchapi.private import GLOBAL_HOOKS, MODULE_HOOKS, innermost_storage_id, storage_id
 from weft.value_keys import value_key
 
+# Packages whose functions are not read for the names that they use.
 _FOREIGN = ("torch", "numpy", "weft", "functools", "contextlib", "builtins")
-"""Packages whose functions are not read for the names that they use."""
 _cell_contents = attrgetter("cell_contents")
 _shape, _dtype = attrgetter("shape"), attrgetter("dtype")
 _OF_FUNCTIONS = tuple(map(attrgetter, ("__code__", "__defaults__", "__kwdefaults__")))
+# Classes whose equal values are no change.
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device)
-"""Classes whose equal values are no change."""
 _CONTAINERS = (tuple, list, dict, deque, set, frozenset, types.MappingProxyType)
+# Classes of containers whose truth value says whether they are empty.
 _FILLABLE = (list, dict, deque, set, OrderedDict, defaultdict)
-"""Classes of containers whose truth value says whether they are empty."""
+# The containers of a module that may not come to hold something.
 _KEPT_BY_MODULES = (*MODULE_HOOKS, "_modules")
-"""The containers of a module that may not come to hold something."""
 
 
 @attrs.define(eq=False)

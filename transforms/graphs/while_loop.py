@@ -106,9 +106,9 @@ def _tensors(tree: Any) -> list[Tensor]:
     return [x for x in tree_leaves(tree) if isinstance(x, Tensor)]
 
 
+# The dimensions of a tensor from the one whose elements are farthest apart to the one of
+# neighbours; None for what has no strides.
 _Order = tuple[int, ...] | None
-"""The dimensions of a tensor from the one whose elements are farthest apart to the one of
-neighbours; None for what has no strides."""
 
 
 def _order(leaf: Any) -> _Order:

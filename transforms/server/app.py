@@ -51,8 +51,8 @@ from weft.transforms.server.vocabulary import Vocabulary
 
 _RETRY_SECONDS = 1
 _TOO_LONG = {"param": "max_tokens", "code": "context_length_exceeded"}
+# Requests whose grammars may wait to be compiled.
 _MOST_COMPILING = 64
-"""Requests whose grammars may wait to be compiled."""
 
 
 class Server:

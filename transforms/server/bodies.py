@@ -19,8 +19,8 @@ from weft.transforms.server.refusals import Refusal
 _LARGE = 2**16
 MAX_STOP_LEN = 512
 """Characters of a stop text or of a bad word."""
+# Characters of a field's name that are compared with those of the fields that there are.
 _LONGEST_NAME = 64
-"""Characters of a field's name that are compared with those of the fields that there are."""
 MAX_DEPTH = 128
 """The most lists and objects within each other. Far beneath Python's own limit, which other code
 would meet first."""

@@ -17,11 +17,11 @@ from weft.transforms.engine.requests.masks import Mask
 
 FAULTS = TypeError, ValueError, LookupError
 """Errors by which a request's own values may break `Engine.add`, before it has changed anything."""
+# Those in which captures come back.
 _DTYPES = {
     str(one).removeprefix("torch."): one
     for one in (torch.float32, torch.int64, torch.int32, torch.bool)
 }
-"""Those in which captures come back."""
 MakeMask = Callable[[str], Mask]
 """Makes the mask of a request from its compiled grammar."""
 

@@ -11,8 +11,8 @@ from weft.transforms.server.commands import Add
 from weft.transforms.server.protocol import ChatRequest, CompletionRequest, Sampled
 from weft.transforms.server.refusals import as_json, event
 
+# A text that stands where a frame has a gap.
 _PLACE = "\0text\0"
-"""A text that stands where a frame has a gap."""
 
 
 @attrs.frozen(eq=False)

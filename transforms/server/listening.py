@@ -55,13 +55,12 @@ class Connection(HttpToolsProtocol):
     logger: logging.Logger
     _head: asyncio.TimerHandle | None = None
     _stall: asyncio.TimerHandle | None = None
+    # The head of a request has come, its end has not.
     _is_in_request = False
-    """The head of a request has come, its end has not."""
+    # The connection closes after the answer under way; what the client sends meanwhile is dropped.
     _is_last = False
-    """The connection closes after the answer under way; what the client sends meanwhile is dropped.
-    """
+    # Bytes since the last head, part of a body, or end.
     _num_unread = 0
-    """Bytes since the last head, part of a body, or end."""
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options)

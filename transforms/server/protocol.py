@@ -11,6 +11,7 @@ from pydantic_core import PydanticCustomError
 from weft.errors import RequestError
 from weft.sampling import SamplingParams
 
+# Fields of OpenAI's API that say nothing about the completion.
 _UNUSED = (
     "user",
     "store",
@@ -21,7 +22,6 @@ _UNUSED = (
     "request_id",
     "parallel_tool_calls",
 )
-"""Fields of OpenAI's API that say nothing about the completion."""
 _NO_TOOLS = "messages alone: this server calls no tools; response_format makes the answer JSON"
 INSTEAD = {
     "guided_json": 'response_format={"type": "json_schema", "json_schema": {"schema": ...}}',

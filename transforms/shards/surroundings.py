@@ -15,10 +15,10 @@ from weft.torchapi.private import is_functorch_wrapped_tensor
 from weft.transforms.graphs.outside import Outside
 
 _PLAIN = (Tensor, Parameter, Buffer)
+# The most objects that are searched for a tensor.
 _MOST_OBJECTS = 10_000
-"""The most objects that are searched for a tensor."""
+# The most values that are compared in each call; a function that names more is traced in each.
 _MOST_VALUES = 100_000
-"""The most values that are compared in each call; a function that names more is traced in each."""
 _OPAQUE = (
     type,
     types.ModuleType,

@@ -562,20 +562,23 @@ def _draws(node: Node) -> bool:
 
 _CLASS: Any = Tensor
 _HOOKS = (Tensor.register_hook, Tensor.register_post_accumulate_grad_hook)
+# Attributes that a stand-in does not have as the tensor that is closed over has them.
 _OF_THE_OBJECT = (_CLASS.grad.__get__, _CLASS.requires_grad.__get__, _CLASS.is_leaf.__get__)
-"""Attributes that a stand-in does not have as the tensor that is closed over has them."""
+# What gives the values of a tensor, in place of which a trace has symbols.
 _READS = (Tensor.item, Tensor.tolist)
-"""What gives the values of a tensor, in place of which a trace has symbols."""
+# What turns the values of a tensor into text.
 _SHOWS = (Tensor.__repr__, Tensor.__format__)
-"""What turns the values of a tensor into text."""
+# Writes of attributes, which no operator makes.
 _LOST = {_CLASS.data.__set__: "data", _CLASS.grad.__set__: "grad"}
-"""Writes of attributes, which no operator makes."""
 
 
 def _data_of(x: Tensor) -> Tensor:
     return x.data
 
 
+# What reaches no operator, and so is recorded here. Under nested transforms of torch.func each of
+# these drops the derivatives of the innermost one, where `detach` drops all. So a run calls it in
+# its own transforms, and on a tensor that one inside the function has wrapped, nothing is recorded.
 _OF_ONE_LEVEL: dict[Any, Callable[..., Any]] = {
     _CLASS.data.__get__: _data_of,
     Tensor.detach_: torch.ops.aten.detach_.default,
@@ -585,9 +588,6 @@ _OF_ONE_LEVEL: dict[Any, Callable[..., Any]] = {
         torch.ops.aten.detach_.default
     ),  # of the trace of a shard inside
 }
-"""What reaches no operator, and so is recorded here. Under nested transforms of torch.func each of
-these drops the derivatives of the innermost one, where `detach` drops all. So a run calls it in its
-own transforms, and on a tensor that one inside the function has wrapped, nothing is recorded."""
 
 
 class _Calls(FunctionMode):
@@ -656,8 +656,8 @@ def _cut(graph: Graph) -> tuple[tuple[tuple[Node, ...], ...], tuple[tuple[Node, 
     return tuple(map(tuple, parts)), tuple(collectives)
 
 
+# Operators after which a value has no gradient. What they return is not the argument.
 _DETACHED = (torch.ops.aten.detach.default, torch.ops.aten.detach_.default)
-"""Operators after which a value has no gradient. What they return is not the argument."""
 
 
 def _origin(node: Node) -> Node:

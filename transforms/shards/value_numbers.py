@@ -22,8 +22,8 @@ from weft.transforms.shards.local import take_turns
 from weft.transforms.shards.tracing import Trace, storage_of, written_by
 from weft.value_keys import value_key
 
+# The most elements of a constant that is compared by its values.
 _MOST_ELEMENTS = 1024
-"""The most elements of a constant that is compared by its values."""
 
 
 class _Numbers:

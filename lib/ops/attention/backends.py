@@ -49,8 +49,8 @@ _RULES: dict[str, Rule] = {
         "a function of a device, which returns what it lacks in words, or an empty text",
     ),
 }
+# The tensors that `attend` only reads: the layers after it read them, too.
 _READ = "kv_pages", "slot_mapping", "block_table", "query_start_loc", "seq_lens"
-"""The tensors that `attend` only reads: the layers after it read them, too."""
 _TAKEN = "q", *_READ, "max_query_len", "scale", "window"
 
 
@@ -58,8 +58,8 @@ def _lacks_nothing(device: torch.device) -> str:
     return ""
 
 
+# All back ends of this process: a graph may outlive the last reference to its own.
 _BY_HANDLE: dict[int, "AttentionBackend"] = {}
-"""All back ends of this process: a graph may outlive the last reference to its own."""
 
 
 @attrs.frozen(eq=False)

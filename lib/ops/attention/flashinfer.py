@@ -22,8 +22,8 @@ HEAD_DIMS = 64, 128, 256
 # the shares of a context that is split, one for each multiprocessor at most.
 _SEMAPHORES = 8 * 2**20
 _SHARES = 16 * 2**20
+# Bytes that the wrappers for prompts share for the shares of split contexts.
 _WORKSPACE = 128 * 2**20
-"""Bytes that the wrappers for prompts share for the shares of split contexts."""
 
 
 def missing(device: torch.device) -> str:

@@ -6,51 +6,50 @@ import attrs
 
 from weft.ops.tiles.tile import power_of_two
 
+# The most rows of a program, with heads of 128 in 16 bits.
 _PROMPT_ROWS = 128
-"""The most rows of a program, with heads of 128 in 16 bits."""
+# Keys of a tile, of which heads of 128 have 64, warps and stages, in programs of so many rows in 16
+# bits. With a cache in FP8, registers of the conversion would spill.
 _PROMPT_TILE = 128, 8, 2
-"""Keys of a tile, of which heads of 128 have 64, warps and stages, in programs of so many rows in
-16 bits. With a cache in FP8, registers of the conversion would spill."""
+# Keys, warps and stages of other programs for prompts, and of all that are batch invariant.
 _FIXED_TILE = 64, 4, 2
-"""Keys, warps and stages of other programs for prompts, and of all that are batch invariant."""
 
+# The most registers of a thread in programs of 8 warps, so that two fit on a multiprocessor, which
+# has 65,536. With 128 rows and heads of 128, accumulators take half of them; where contexts are
+# shared that leaves too few.
 _MOST_REGISTERS = 128
-"""The most registers of a thread in programs of 8 warps, so that two fit on a multiprocessor, which
-has 65,536. With 128 rows and heads of 128, accumulators take half of them; where contexts are
-shared that leaves too few."""
+# The warps of a multiprocessor among which decodes are shared, enough for 128 registers a thread;
+# half of them where the cache is in FP8, whose programs take 255.
 _WARPS = 16
-"""The warps of a multiprocessor among which decodes are shared, enough for 128 registers a thread;
-half of them where the cache is in FP8, whose programs take 255."""
+# The most rows of queries, among prompts, whose context is shared as in decodes: the least that a
+# product has.
 _FEW_ROWS = 16
-"""The most rows of queries, among prompts, whose context is shared as in decodes: the least that a
-product has."""
+# The most requests whose contexts are cut into parts: each program has the lengths of all in
+# registers.
 _MOST_COUNTED = 1024
-"""The most requests whose contexts are cut into parts: each program has the lengths of all in
-registers."""
+# The most splits of a request, whose results are combined at once.
 _MOST_SPLITS = 64
-"""The most splits of a request, whose results are combined at once."""
 _FEW_WAVES = 3
 _FEW_SLACK = 9
+# With less than 3 programs a multiprocessor, contexts are cut into equal parts if the largest share
+# would have more than 9 eighths of a part; with more programs, which hide each other's waits, than
+# 12 eighths.
 _SLACK = 12
-"""With less than 3 programs a multiprocessor, contexts are cut into equal parts if the largest
-share would have more than 9 eighths of a part; with more programs, which hide each other's waits,
-than 12 eighths."""
 _SPARE = 192
+# Contexts are cut into parts if the largest share is longer than a part by more positions than
+# this: in decodes, and among prompts. Up to there a program would finish sooner than parts are
+# combined, or than the prompts are done.
 _MIXED_SPARE = 1024
-"""Contexts are cut into parts if the largest share is longer than a part by more positions than
-this: in decodes, and among prompts. Up to there a program would finish sooner than parts are
-combined, or than the prompts are done."""
+# The most positions in which a request is left to one program, however short the others are: it
+# ends soon enough.
 _LONG = 2048
-"""The most positions in which a request is left to one program, however short the others are: it
-ends soon enough."""
+# Batch-invariant launches with more programs a multiprocessor are not shared: they keep a share of
+# each segment of the largest context. Nor are they cut into parts, which are not faster there.
 _FEW_INVARIANT_WAVES = 1
-"""Batch-invariant launches with more programs a multiprocessor are not shared: they keep a share of
-each segment of the largest context. Nor are they cut into parts, which are not faster there."""
 SEGMENT = 512
 """The positions that a batch-invariant launch attends to at a time."""
+# The rows of its programs, whatever the number of queries: one layout, and so one order of sums.
 _FIXED_ROWS = 64
-"""The rows of its programs, whatever the number of queries: one layout, and so one order of sums.
-"""
 
 
 @attrs.frozen

@@ -19,8 +19,8 @@ from weft.ops.products.blocks_triton import TRITON_DTYPES, quantize_rows
 from weft.ops.tiles.tile import power_of_two
 
 _MOST_VALUES = 1024
+# The most values that a program combines, and the most of shares that it asks for at a time.
 _MOST_AT_ONCE = 4096
-"""The most values that a program combines, and the most of shares that it asks for at a time."""
 
 
 @triton.jit

@@ -21,8 +21,8 @@ _INT32 = (torch.int32,)
 # The reference attends this many queries at a time, so that a long prompt's scores need memory
 # linear in its length.
 _QUERY_BLOCK = 256
+# The rows and columns of batch-invariant products are multiples of it.
 _PADDED = 16
-"""The rows and columns of batch-invariant products are multiples of it."""
 
 
 def _check(

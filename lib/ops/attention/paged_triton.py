@@ -39,14 +39,14 @@ from weft.ops.products.fp8 import empty_quantized
 from weft.ops.tiles.tile import power_of_two
 
 _LOG2_E = 1.4426950408889634
+# A scale of less is 0 in a kernel, where products with it are.
 _TINY = 2.0**-126
-"""A scale of less is 0 in a kernel, where products with it are."""
+# The largest window of a kernel, in whose 32 bits positions and windows are added; no context is as
+# long.
 _WIDEST = 2**30
-"""The largest window of a kernel, in whose 32 bits positions and windows are added; no context is
-as long."""
+# Requests among which a program looks for the owner of a block at a time: the same for all batches,
+# so that they share a compiled kernel.
 _SEARCHED = 128
-"""Requests among which a program looks for the owner of a block at a time: the same for all
-batches, so that they share a compiled kernel."""
 
 
 @triton.jit

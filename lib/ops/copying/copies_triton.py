@@ -100,10 +100,10 @@ def _copy_kernel(others, table, BLOCK: tl.constexpr):
 Launch = Callable[[Sequence[Tensor]], None]
 """A function that copies to or from the tensors that it is given."""
 
+# The index of the caller's tensor, or -1; the address of the fixed side; the offset in the caller's
+# tensor, or with -1 the address that is read; the bytes; whether the fixed side is written; and the
+# bytes that repeat, or 0.
 _Row = tuple[int, int, int, int, int, int]
-"""The index of the caller's tensor, or -1; the address of the fixed side; the offset in the
-caller's tensor, or with -1 the address that is read; the bytes; whether the fixed side is written;
-and the bytes that repeat, or 0."""
 
 
 def plan_launch(copies: Copies) -> Launch:

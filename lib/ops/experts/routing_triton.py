@@ -22,10 +22,10 @@ from weft.ops.products.blocks_triton import TRITON_DTYPES, load_sum
 from weft.ops.products.parts import num_parts
 from weft.ops.tiles.tile import power_of_two
 
+# By the largest number of pairs: the pairs that `_align_kernel` reads at a time, and its warps.
 _CHUNKS = {512: (512, 4), 4096: (1024, 4)}
-"""By the largest number of pairs: the pairs that `_align_kernel` reads at a time, and its warps."""
+# The same for more pairs.
 _MANY = (4096, 16)
-"""The same for more pairs."""
 
 
 @kernel(do_not_specialize=["at_once"])

@@ -16,8 +16,8 @@ from weft.ops.products.fp8 import ceil_blocks
 from weft.ops.products.parts import num_parts
 from weft.ops.tiles.tile import cdiv, power_of_two
 
+# The most blocks of 128 columns that a program takes.
 _MOST_GROUPS = 8
-"""The most blocks of 128 columns that a program takes."""
 
 
 @kernel(do_not_specialize=["at_once"])

@@ -23,8 +23,8 @@ from weft.ops.kernel_triton import LINE, begin, early, kernel, release
 from weft.ops.products.blocks_triton import gated, grouped
 from weft.ops.tiles.tile import Tile, cdiv
 
+# Tiles of tokens that are multiplied with a tile of weights one after another.
 _GROUP = 16
-"""Tiles of tokens that are multiplied with a tile of weights one after another."""
 
 
 @kernel(do_not_specialize=["tokens"])

@@ -13,8 +13,8 @@ from weft.ops.kernel_triton import begin, early, kernel, release
 from weft.ops.products.blocks_triton import load_sum
 from weft.ops.tiles.tile import cdiv
 
+# Elements of a program.
 _BLOCK = 1024
-"""Elements of a program."""
 
 
 @triton.jit

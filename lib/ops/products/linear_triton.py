@@ -24,25 +24,24 @@ from weft.ops.tiles.linear import gated_many_tile, gated_tile, linear_tile, one_
 from weft.ops.tiles.tile import Tile, cdiv, leaf_columns, segment_columns
 from weft.torchapi.scaled_mm import scaled_mm
 
+# The tile of batch-invariant products in float32.
 _WIDE = Tile(64, 64, 32, 4, 2)
-"""The tile of batch-invariant products in float32."""
+# Tiles of tokens that are multiplied with a tile of weights one after another.
 _GROUP = 8
-"""Tiles of tokens that are multiplied with a tile of weights one after another."""
+# The numbers of tokens for which torch's product may take the kernel's place in a batch-invariant
+# one.
 _BLOCKS = 4096, 2048, 1024, 512, 256
-"""The numbers of tokens for which torch's product may take the kernel's place in a batch-invariant
-one."""
+# Elements of such weights.
 _LARGE = 2**24
-"""Elements of such weights."""
+# The most elements of a block's product, which is in memory in float32 too.
 _MOST = 2**27
-"""The most elements of a block's product, which is in memory in float32 too."""
+# Bytes. cuBLAS may choose another algorithm for tensors that are aligned to fewer.
 _ALIGNED = 256
-"""Bytes. cuBLAS may choose another algorithm for tensors that are aligned to fewer."""
+# Output columns in which another order of sums must show for a weight to tell it from the kernel's.
 _TELLING = 8
-"""Output columns in which another order of sums must show for a weight to tell it from the
-kernel's."""
+# Whether it had the kernel's bits, by the shapes and all else that its order of sums could depend
+# on.
 _AGREED: dict[Any, bool] = {}
-"""Whether it had the kernel's bits, by the shapes and all else that its order of sums could depend
-on."""
 
 
 @kernel(do_not_specialize=["tokens"])

@@ -23,11 +23,11 @@ from weft.ops.tiles.tile import cdiv, leaf_columns, power_of_two
 _TOKENS = 16
 _ROWS = 64
 _COLUMNS = 128
+# The most ranks in a block; a larger rank takes several steps.
 _MOST_RANK = 64
-"""The most ranks in a block; a larger rank takes several steps."""
+# The most columns of x that a program multiplies. Several programs share more; the second kernel
+# adds their sums.
 _SHARE = 1024
-"""The most columns of x that a program multiplies. Several programs share more; the second kernel
-adds their sums."""
 
 
 @kernel(do_not_specialize=["tokens"])

@@ -31,8 +31,8 @@ from weft.ops.tiles.tile import cdiv, power_of_two
 from weft.sampling_table import SamplingTable
 
 _COLUMNS = 2048
+# The bits of infinity. Distances are not negative, so their bits have the same order as they.
 _INFINITE = tl.constexpr(0x7F800000)
-"""The bits of infinity. Distances are not negative, so their bits have the same order as they."""
 
 _TEMPERATURE, _TOP_P, _MARGIN = (
     tl.constexpr(x) for x in (names.TEMPERATURE, names.TOP_P, names.MARGIN)

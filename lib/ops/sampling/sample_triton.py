@@ -29,10 +29,10 @@ from weft.ops.sampling.splitmix import GOLDEN, MIX_1, MIX_2
 from weft.ops.tiles.tile import cdiv, power_of_two
 
 _BLOCK = 1024
+# The number of programs that a launch aims at.
 _PROGRAMS = 1024
-"""The number of programs that a launch aims at."""
+# The shares of a row, batch invariant.
 _FIXED_SPLITS = 16
-"""The shares of a row, batch invariant."""
 
 FILTERED, ADJUSTED = tl.constexpr(1), tl.constexpr(2)
 """Kinds of requests; 0 is a plain one."""

@@ -51,12 +51,12 @@ which many products would be slower. In 1,303 of 1,315 measured products the bes
 1 % of the best of all."""
 
 _PARTS = (1, 2, 3, 4, 6, 8, 12, 16)
+# The fewest columns of a part. With fewer a program ends before its loads are in flight.
 _PART_COLUMNS = 256
-"""The fewest columns of a part. With fewer a program ends before its loads are in flight."""
 _FEW_PROGRAMS = 44
+# A third of the multiprocessors of an H100, and four times as many: fewer programs leave most of
+# them idle, and more gain nothing from a split. Candidates do not depend on the device.
 _MANY_PROGRAMS = 528
-"""A third of the multiprocessors of an H100, and four times as many: fewer programs leave most of
-them idle, and more gain nothing from a split. Candidates do not depend on the device."""
 
 
 def candidates(tokens: int, rows: int, columns: int, fp8: bool) -> list[Tile]:

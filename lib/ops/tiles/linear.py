@@ -17,22 +17,21 @@ from weft.ops.tiles.model import model
 from weft.ops.tiles.tile import FEW_TOKENS, MANY_TOKENS, Tile, cdiv, power_of_two, segment_columns
 from weft.torchapi.scaled_mm import scaled_mm_lacks
 
+# Bytes of weights that fit on 132 multiprocessors, two tiles of 64 KB on each, beside programs of
+# other kernels.
 _RESIDENT = 2**24
-"""Bytes of weights that fit on 132 multiprocessors, two tiles of 64 KB on each, beside programs of
-other kernels."""
 _MOST_AHEAD = 4
 _MOST_PARTS = 16
+# Tiles of columns of a program that asks for all of its weights at once, the parts of such a
+# product, and the programs for which it is cut into more of them.
 _PROGRAMS = 64
-"""Tiles of columns of a program that asks for all of its weights at once, the parts of such a
-product, and the programs for which it is cut into more of them."""
 GATED_MANY = Tile(256, 128, 64, 8, 3)
 """The tile of many tokens whose product ends with a gate."""
+# The least that such a product takes: to describe its tensors costs the host some 20 us, for which
+# it has no time in steps of shorter ones.
 _MANY_SECONDS = 3e-4
-"""The least that such a product takes: to describe its tensors costs the host some 20 us, for which
-it has no time in steps of shorter ones."""
+# The most tokens for which the segments of a batch-invariant product have programs of their own.
 _SEGMENT_TOKENS = 128
-"""The most tokens for which the segments of a batch-invariant product have programs of their own.
-"""
 
 
 @functools.lru_cache(maxsize=4096)

@@ -31,15 +31,15 @@ MODEL = Path(__file__).parent / "linear.json"
 Choice = Tile | None
 """A tile, or torch's own product."""
 
+# The measured products whose times beyond the formula count.
 _NEAREST = 4
-"""The measured products whose times beyond the formula count."""
+# The distances at which tokens, rows and columns count alike, as natural logarithms of ratios.
 _SCALE = np.array([0.5, 0.7, 0.7])
-"""The distances at which tokens, rows and columns count alike, as natural logarithms of ratios."""
+# A tile that was not near the best in a measured product takes this much more than it usually does,
+# as a logarithm.
 _ABSENT = 0.03
-"""A tile that was not near the best in a measured product takes this much more than it usually
-does, as a logarithm."""
+# The same of numbers of parts.
 _PARTS_SCALE = 0.5
-"""The same of numbers of parts."""
 
 
 @attrs.frozen(eq=False)

@@ -52,10 +52,10 @@ COUNTS = packed.PROGRAMS + PROGRAMS
 """The numbers that a rank keeps for each group of ranks."""
 _WARPS = 8
 _MAX_REGISTERS = 128
+# A share is a multiple of this many words.
 _ALIGNED = 16
-"""A share is a multiple of this many words."""
+# The dtypes of which a word of 4 bytes holds two values.
 _PAIRS = {torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}
-"""The dtypes of which a word of 4 bytes holds two values."""
 
 
 @attrs.frozen(eq=False)

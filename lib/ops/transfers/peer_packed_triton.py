@@ -23,10 +23,10 @@ REGION = 2048
 """Words in a slot for each program."""
 MOST = PROGRAMS * REGION
 """The most words of a message."""
+# Words that a program moves; more if the message is longer than all programs can move so.
 _SHARE = 1024
-"""Words that a program moves; more if the message is longer than all programs can move so."""
+# A share is a multiple of this many words.
 _ALIGNED = 16
-"""A share is a multiple of this many words."""
 _BLOCKS = (256, 1024, REGION)
 LENGTHS = (_BLOCKS[0], _SHARE, MOST)
 """Lengths of messages that need every compiled kernel between them; messages of other lengths need

@@ -21,12 +21,12 @@ from weft.ops.tiles.tile import cdiv
 
 PROGRAMS = 64
 """The most programs of a launch: shares of a message, flags of an edge."""
+# Words that a program moves; more if the message is longer than all programs can move so. A slot
+# has room for so many words of each program.
 _SHARE = 1024
-"""Words that a program moves; more if the message is longer than all programs can move so. A slot
-has room for so many words of each program."""
 _BLOCK = 1024
+# A share is a multiple of this many words.
 _ALIGNED = 16
-"""A share is a multiple of this many words."""
 _WARPS = 8
 
 

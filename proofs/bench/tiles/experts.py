@@ -16,8 +16,8 @@ from weft.proofs.bench.graphs import LEAST_BYTES, Graphs
 from weft.proofs.bench.tiles.weights import drawn
 
 _ROUTES = 16
+# The shared memory of sm_90 that the tiles in flight of one program may take.
 _SHARED_BYTES = 227 * 2**10
-"""The shared memory of sm_90 that the tiles in flight of one program may take."""
 
 
 @attrs.frozen

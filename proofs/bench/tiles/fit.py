@@ -35,16 +35,16 @@ from weft.proofs.bench.tiles.timing import Product
 
 _LIBRARIES = ("torch", "scaled_mm")
 _START = Coefficients(5e-7, 1.1e-6, 0.86, 1.5e11, 5e-7, 5e-8, 0.8, 1.0, 3e12, 1.9)
+# The formula is fitted to tiles that take at most this much more than the best one.
 _GOOD = 1.4
-"""The formula is fitted to tiles that take at most this much more than the best one."""
+# The same of the mean of what a tile takes beyond it.
 _USUAL = 1.6
-"""The same of the mean of what a tile takes beyond it."""
+# The model keeps what tiles took that took at most this much more than the best one.
 _NEAR = 1.05
-"""The model keeps what tiles took that took at most this much more than the best one."""
+# Errors, as logarithms, that count in proportion and not by their squares.
 _STABLE = 0.1
-"""Errors, as logarithms, that count in proportion and not by their squares."""
+# Numbers of tokens that the model does not keep: they take as long as 1 and 16.
 _LEFT_OUT = (4, 8)
-"""Numbers of tokens that the model does not keep: they take as long as 1 and 16."""
 
 
 @attrs.frozen(eq=False)

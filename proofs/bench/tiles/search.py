@@ -39,15 +39,15 @@ from weft.proofs.bench.tiles.timing import (
 )
 from weft.proofs.environment import environment
 
+# A choice whose first replays take this much longer than the best so far is not replayed again.
 _HOPELESS = 1.4
-"""A choice whose first replays take this much longer than the best so far is not replayed again."""
 _FINALISTS = 5
+# The choices that are timed again in the end, and how near to the best they are.
 _NEAR = 1.1
-"""The choices that are timed again in the end, and how near to the best they are."""
+# The rows from which a layer is a head, which is never in FP8.
 _WIDEST_FP8 = 100_000
-"""The rows from which a layer is a head, which is never in FP8."""
+# The order of the numbers of tokens.
 _ORDER = (1, 64, 2048, 6, 128, 96, 8, 512, 16, 256, 32, 700, 24, 4)
-"""The order of the numbers of tokens."""
 
 
 class Timer(Protocol):

@@ -3,8 +3,8 @@
 import torch
 from torch import Tensor
 
+# Elements from which all weights of a dtype are cut.
 _ARENA = 2**31
-"""Elements from which all weights of a dtype are cut."""
 
 
 def drawn(dtype: torch.dtype) -> Tensor:

@@ -58,8 +58,8 @@ _GPU_FIELDS = "clocks.sm", "temperature.gpu", "power.draw", "clocks_event_reason
 _POWER_CAP = 4
 _FEW_ROUNDS = 3
 _HAS_VLLM = "import importlib.util, sys; sys.exit(importlib.util.find_spec('vllm') is None)"
+# The folder of a checkout that has the package.
 _SOURCE = ".src"
-"""The folder of a checkout that has the package."""
 
 
 class Engine:

@@ -16,8 +16,8 @@ from typing import Any
 
 _POLL_SECONDS = 0.005
 _DEVIATION = 0.02
+# Elements that are drawn at a time.
 _AT_ONCE = 2**26
-"""Elements that are drawn at a time."""
 
 
 def turns(folder: Path, engine: str) -> Iterator[tuple[Path, dict[str, Any]]]:

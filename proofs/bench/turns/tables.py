@@ -10,6 +10,7 @@ from weft.proofs.records import Record, read, span
 from weft.proofs.roofline import MODELS
 
 _TOTAL = "total_tokens_per_s"
+# The machine of each record.
 _RECORDS = {
     "h200-vllm-two-more": "1 GPU",
     "h200-vllm": "1 GPU",
@@ -21,7 +22,6 @@ _RECORDS = {
     "h100-varied-and-sampled": "1 H100, slow host",
     "h100-all-workloads": "1 H100, slow host",
 }
-"""The machine of each record."""
 
 
 @attrs.frozen

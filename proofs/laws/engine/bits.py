@@ -35,8 +35,8 @@ _FIELDS = (
     "prompt_top_logprobs",
     "prompt_ranks",
 )
+# Seconds for which a thread may compile or capture while the others wait.
 _TIMEOUT = 120.0
-"""Seconds for which a thread may compile or capture while the others wait."""
 
 
 def bits_are_of_the_request(

@@ -20,9 +20,9 @@ from weft.sampling import SamplingParams
 from weft.transforms.engine.engine import Engine
 from weft.transforms.engine.outputs import RequestOutput
 
+# The largest embedding value that cannot make the logits NaN: the squares of larger ones may be
+# infinite.
 _LARGEST_EMBEDDING = 1e9
-"""The largest embedding value that cannot make the logits NaN: the squares of larger ones may be
-infinite."""
 
 
 @attrs.define

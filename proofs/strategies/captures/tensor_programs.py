@@ -115,9 +115,9 @@ held = torch.arange(3, dtype=torch.float32, device=device).cos()
 _GENERATOR = """
 generator = torch.Generator(device).manual_seed(0)
 """
+# The last argument, in a function that draws from a generator: none, the same in all calls, or a
+# new one.
 _GENERATORS = ("", "generator", "torch.Generator(device).manual_seed(call)")
-"""The last argument, in a function that draws from a generator: none, the same in all calls, or a
-new one."""
 _LAYER = """
 layer = torch.nn.Linear(3, 2, device=device).requires_grad_(False)
 torch.nn.init.constant_(layer.weight, 0.3)

@@ -21,9 +21,8 @@ ROWS = 16
 """The rows of an argument: three layers may halve them, and the innermost exchange quarters."""
 MAX_DEPTH = 3
 
+# These kinds of layers are drawn so many times as often as others: they keep state between calls.
 _WEIGHTS: dict[Kind | None, int] = {"graph": 5, "shard": 2, "loop": 2}
-"""These kinds of layers are drawn so many times as often as others: they keep state between calls.
-"""
 _QUICK = tuple(
     name
     for name, layer in LAYERS.items()
@@ -32,8 +31,8 @@ _QUICK = tuple(
 )
 _SLOW = tuple(name for name, layer in LAYERS.items() if layer.slow)
 _SELDOM = 40
+# A plain call is drawn so many times as often as another occasion: only a second call replays.
 _PLAIN_CALLS = 6
-"""A plain call is drawn so many times as often as another occasion: only a second call replays."""
 _OCCASIONS = (*(["a call"] * (_PLAIN_CALLS - 1)), *OCCASIONS)
 
 

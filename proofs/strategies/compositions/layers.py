@@ -452,8 +452,8 @@ def _compiled(function: Function) -> Function:
     return lambda x: compiled()(x)
 
 
+# Around a loop, whose steps may not change a dtype.
 _CHANGES_DTYPE: frozenset[Kind] = frozenset({"autocast"})
-"""Around a loop, whose steps may not change a dtype."""
 _HOOKS = torch.autograd.graph.saved_tensors_hooks
 
 LAYERS: dict[str, Layer] = {

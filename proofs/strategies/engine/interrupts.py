@@ -13,9 +13,9 @@ from typing import Any
 
 import attrs
 
+# CPython looks for signals at these instructions: none arrives between two lines that have none of
+# them.
 _LOOKS = "CALL", "JUMP_BACKWARD", "RESUME", "SEND", "FOR_ITER", "WITH"
-"""CPython looks for signals at these instructions: none arrives between two lines that have none of
-them."""
 
 
 def press_ctrl_c() -> None:

@@ -263,6 +263,7 @@ def odd_loads(draw: st.DrawFn) -> OddLoad:
     )
 
 
+# The kinds of answers of a request's mask, and the names of its parameters.
 _THEMES: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "a mask, and parameters that bar": (
         ("few", "ends", "ids"),
@@ -276,7 +277,6 @@ _THEMES: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "any parameters": ((), tuple(_FIELDS)),
     "anything": (ANSWERS, tuple(_FIELDS)),
 }
-"""The kinds of answers of a request's mask, and the names of its parameters."""
 
 
 @st.composite

@@ -26,8 +26,8 @@ from weft.transforms.engine.requests.prompts import EmbedsPrompt, read_content
 from weft.transforms.engine.requests.step_time import StepTime
 from weft.trees import tree_map
 
+# The standard deviation of the weights, large enough that differences show.
 _STD = 0.3
-"""The standard deviation of the weights, large enough that differences show."""
 
 
 def step_times(

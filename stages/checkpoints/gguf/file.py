@@ -34,9 +34,9 @@ _STRING = 8
 _ARRAY = 9
 _VERSIONS = 2, 3
 _MOST_BYTES = 2**28
+# The most bytes of metadata and of names, and the most values of an array; the largest vocabularies
+# take some 2**24 bytes, and 2**19 values.
 _MOST_VALUES = 2**22
-"""The most bytes of metadata and of names, and the most values of an array; the largest
-vocabularies take some 2**24 bytes, and 2**19 values."""
 _MOST_DIMS = 4
 _SPLIT = "split.count"
 

@@ -11,13 +11,13 @@ from weft.stages.checkpoints.gguf.file import GgufFile
 from weft.stages.checkpoints.gguf.tensors import KINDS, rope_factors
 from weft.stages.config import ModelConfig, parse_fields
 
+# The classes of transformers by llama.cpp's names; Mistral's models are of llama there.
 _ARCHITECTURES = {
     "llama": "LlamaForCausalLM",
     "qwen2": "Qwen2ForCausalLM",
     "qwen3": "Qwen3ForCausalLM",
     "qwen3moe": "Qwen3MoeForCausalLM",
 }
-"""The classes of transformers by llama.cpp's names; Mistral's models are of llama there."""
 _NEEDED = {
     "context_length": "max_position_embeddings",
     "embedding_length": "hidden_size",
@@ -44,6 +44,7 @@ _OTHERS = {
     "rope.scaling.original_context_length",
 }
 _NEUTRAL = {"rope.scaling.finetuned"}
+# The keys that weft does not use, and the values at which they change nothing.
 _NEUTRAL_AT: Mapping[str, tuple[Any, ...]] = {
     "attention.causal": (True,),
     "expert_count": (0,),
@@ -61,7 +62,6 @@ _NEUTRAL_AT: Mapping[str, tuple[Any, ...]] = {
     "attn_logit_softcapping": (0.0,),
     "final_logit_softcapping": (0.0,),
 }
-"""The keys that weft does not use, and the values at which they change nothing."""
 _ENDS = "eos_token_id", "eot_token_id", "eom_token_id"
 
 

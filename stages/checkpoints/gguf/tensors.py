@@ -22,8 +22,8 @@ KINDS = {0: torch.float32, 1: torch.float16, 30: torch.bfloat16}
 ROPE_FACTORS = "rope_freqs.weight"
 """The tensor that divides the frequencies of the rotary embedding."""
 _EXPERT = re.compile(r"(?<=mlp\.experts\.)(\d+)\.")
+# Elements that are unpacked at a time: 16 MiB of float32 beside the parameters.
 _AT_ONCE = 2**22
-"""Elements that are unpacked at a time: 16 MiB of float32 beside the parameters."""
 
 
 def stored_name(name: str, architecture: str, num_layers: int) -> str:

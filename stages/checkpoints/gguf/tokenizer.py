@@ -26,15 +26,14 @@ from weft.stages.checkpoints.tokenizer import tokenizer_failures
 _PREFIX = "tokenizer.ggml."
 _CONTROL = 3
 _USER_DEFINED = 4
+# The keys of special tokens that are not named as in transformers; the misspelling is the format's.
 _IDS = {
     "unk_token": "unknown_token_id",
     "pad_token": "padding_token_id",
     "sep_token": "seperator_token_id",
 }
-"""The keys of special tokens that are not named as in transformers; the misspelling is the
-format's."""
+# SentencePiece's letter for a space.
 _SPACE = "\u2581"
-"""SentencePiece's letter for a space."""
 
 # Sources: the regular expressions of the models' tokenizer.json, which those of llama.cpp
 # (llama-vocab.cpp) equal.

@@ -55,8 +55,8 @@ def larger(part: st.SearchStrategy[str]) -> st.SearchStrategy[str]:
     )
 
 
+# Short names, of which many expressions match some.
 WORDS = ["".join(letters) for size in range(4) for letters in itertools.product("ab", repeat=size)]
-"""Short names, of which many expressions match some."""
 
 
 @given(text=st.recursive(atoms, larger, max_leaves=12), name=st.text("abq._1{}", max_size=7))

@@ -17,9 +17,9 @@ from weft.transforms import Limits, make_runner, make_state
 from weft.transforms.transform import Carried
 from weft.trees import tree_flatten, tree_unflatten
 
+# Pytrees without it: a user transform's state, two internal ones with attrs' own repr, and one with
+# a short repr.
 WITHOUT = {Carried.__name__, "Quantized", "DeviceWork", "Adapter"}
-"""Pytrees without it: a user transform's state, two internal ones with attrs' own repr, and one
-with a short repr."""
 
 
 @pytest.fixture(scope="module")

@@ -29,6 +29,7 @@ from weft.trees import tree_leaves
 
 Args = tuple[Any, ...]
 
+# The function by which weft calls each operator.
 CALLS: dict[str, Callable[..., Any]] = {
     "add_lora": lora.add_lora.unchecked,
     "add_parts": norm.add_parts,
@@ -57,8 +58,9 @@ CALLS: dict[str, Callable[..., Any]] = {
     "token_logprobs": sample.token_logprobs,
     "turn_tables": rotary.turn_tables,
 }
-"""The function by which weft calls each operator."""
 
+# The operators that are called in `weft.batch_invariant()`, by name, and those that are called
+# elsewhere.
 INVARIANT = {
     f"{name}_batch_invariant" if "." in name else f"{name}.batch_invariant": name
     for name in (
@@ -73,13 +75,11 @@ INVARIANT = {
         "swiglu",
     )
 }
-"""The operators that are called in `weft.batch_invariant()`, by name, and those that are called
-elsewhere."""
 CALLS |= {name: batch_invariant()(CALLS[other]) for name, other in INVARIANT.items()}
 
 _FP8 = {name for name in CALLS if name.endswith("quantized")} | {"fp8_linear", "quantize"}
+# The operators without a derivative. `run_experts` has none in FP8.
 IN_FP8 = _FP8 | {name for name, other in INVARIANT.items() if other in _FP8}
-"""The operators without a derivative. `run_experts` has none in FP8."""
 
 
 class Nobody:

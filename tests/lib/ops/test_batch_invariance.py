@@ -24,8 +24,8 @@ from weft.ops.tiles.tile import Tile
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 COUNTS = (1, 2, 5, 16, 17, 40, 64, 65, 128, 129, 300, 700)
+# Weights for which tiles were measured, and others.
 SHAPES = ((1024, 2048), (4096, 1024), (128, 2048), (40, 96), (200, 1000))
-"""Weights for which tiles were measured, and others."""
 
 
 @pytest.fixture(autouse=True)

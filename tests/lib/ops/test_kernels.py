@@ -37,8 +37,8 @@ torch.save(done, sys.argv[2])
 """
 
 
+# A short run interprets one case of so many.
 EVERY = 7
-"""A short run interprets one case of so many."""
 
 
 @pytest.fixture(scope="module")

@@ -24,9 +24,8 @@ CASES = arguments()
 WIDE = arguments(torch.float64)
 EACH = [(name, index) for name, cases in CASES.items() for index in range(len(cases))]
 PLAIN = CALLS.keys() - IN_FP8 - INVARIANT.keys()
+# The cases with a derivative by their floating-point arguments. Those of `INVARIANT` have the same.
 SMOOTH = [(name, i) for name, i in EACH if name in PLAIN and (name, i) != ("run_experts", 3)]
-"""The cases with a derivative by their floating-point arguments. Those of `INVARIANT` have the
-same."""
 
 
 def ids_of(pairs: list[tuple[str, int]]) -> list[str]:
@@ -117,6 +116,8 @@ def test_derivatives_are_those_of_small_differences(name: str, index: int, runs_
     assert torch.autograd.gradgradcheck(function, tensors, fast_mode=fast)
 
 
+# The derivatives with NaN wherever nothing may read: in padding, the rest of last pages, and
+# unowned pages.
 PAGED = [
     Shape((Request(past=5, new=3), Request(new=9), Request(past=2, new=1)), tail=2),
     Shape((Request(past=3, new=1), Request(past=9, new=1), Request(padded=True, new=1)), seed=1),
@@ -128,8 +129,6 @@ PAGED = [
     ),
     Shape((Request(past=9, new=4), Request(past=7, new=2, dead=1)), tail=1, seed=3, window=3),
 ]
-"""The derivatives with NaN wherever nothing may read: in padding, the rest of last pages, and
-unowned pages."""
 
 
 @pytest.mark.parametrize("shape", PAGED, ids=str)

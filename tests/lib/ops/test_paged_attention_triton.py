@@ -43,8 +43,8 @@ torch.save(done, sys.argv[2])
 """
 
 
+# A short run interprets one shape of so many.
 EVERY = 4
-"""A short run interprets one shape of so many."""
 
 
 @pytest.fixture(scope="module")

@@ -28,6 +28,7 @@ torch.save([draw_rows(logits, rows, at, *table, mask) for logits, table, rows, a
 """
 DRAWN = sorted({*choices(VOCAB), *ALWAYS})
 FIELDS = [field.name for field in attrs.fields(SamplingParams)]
+# A value of each field of the host that is not its default.
 OF_HOST: dict[str, Any] = {
     "bad_words": ["word"],
     "stop": ["end"],
@@ -39,7 +40,6 @@ OF_HOST: dict[str, Any] = {
     "detokenize": False,
     "n": 2,
 }
-"""A value of each field of the host that is not its default."""
 
 
 def values_of(name: str) -> st.SearchStrategy[Any]:

@@ -39,9 +39,9 @@ pytestmark = pytest.mark.filterwarnings(
     "ignore::FutureWarning", "ignore:The following:RuntimeWarning"
 )
 
+# The tolerance of logits relative to the greatest, in float32: weft sums in another order, and
+# scales earlier.
 TOLERANCE = 1e-5
-"""The tolerance of logits relative to the greatest, in float32: weft sums in another order, and
-scales earlier."""
 
 SIZES: dict[str, Any] = {
     "vocab_size": 48,

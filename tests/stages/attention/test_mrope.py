@@ -38,8 +38,8 @@ IMAGE = 60
 STEPS = 5
 IDS = [5, 9, *[IMAGE] * 12, 40, 7, 11]
 TEXT = [3, 1, 4, 1, 5]
+# Two frames of 4 by 6 patches, merged 2 by 2: 12 tokens.
 GRID = torch.tensor([[2, 4, 6]])
-"""Two frames of 4 by 6 patches, merged 2 by 2: 12 tokens."""
 TOLERANCE = {"atol": 1e-4, "rtol": 1e-4}
 
 

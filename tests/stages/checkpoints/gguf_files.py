@@ -14,6 +14,7 @@ from gguf import GGMLQuantizationType, GGUFWriter, get_tensor_name_map, quants
 from gguf.constants import GGML_QUANT_SIZES, MODEL_ARCH_NAMES
 from theirs import CLASSES
 
+# Sizes whose rows are whole blocks of each type.
 SIZES: dict[str, Any] = {
     "vocab_size": 48,
     "hidden_size": 256,
@@ -24,7 +25,6 @@ SIZES: dict[str, Any] = {
     "max_position_embeddings": 128,
     "eos_token_id": 5,
 }
-"""Sizes whose rows are whole blocks of each type."""
 EXPERTS = {
     "num_experts": 3,
     "num_experts_per_tok": 2,
@@ -153,8 +153,8 @@ def quantized(kind: GGMLQuantizationType) -> Kind:
     return pack
 
 
+# The bytes of a block at which its scales begin, which are float16 (ggml-common.h).
 _SCALES = {"Q2_K": (80, 82), "Q3_K": (108,), "Q4_K": (0, 2), "Q5_K": (0, 2), "Q6_K": (208,)}
-"""The bytes of a block at which its scales begin, which are float16 (ggml-common.h)."""
 
 
 def random_blocks(kind: GGMLQuantizationType, seed: int = 0) -> Kind:

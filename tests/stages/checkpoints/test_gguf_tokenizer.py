@@ -36,8 +36,8 @@ SAMPLES = (
     "def f(x):\n\treturn x ** 2  # 🙂👩‍👩‍👧 e\u0301 \u00a0 ½ Ⅳ x² <|x|>",
 )
 SPECIAL = ["<|begin|>", "<|end|>", "<|pad|>", "<tool>"]
+# The last one is a token of the user's, which stays in a text.
 KINDS = [3, 3, 3, 4]
-"""The last one is a token of the user's, which stays in a text."""
 # llama-vocab.cpp of llama.cpp, `llm_tokenizer_bpe`, which matches one after the other; without
 # `(?i:`, as there.
 _CONTRACTIONS = r"(?:'[sS]|'[tT]|'[rR][eE]|'[vV][eE]|'[mM]|'[lL][lL]|'[dD])"

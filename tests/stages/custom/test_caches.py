@@ -31,8 +31,8 @@ SIZES = {
     "pad_token_id": 0,
 }
 KINDS = sorted(transformers.models.auto.modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
+# Parameters of the largest model that is built: some configurations name their sizes otherwise.
 MOST = 2_000_000
-"""Parameters of the largest model that is built: some configurations name their sizes otherwise."""
 LENGTH = 24
 
 
@@ -176,13 +176,13 @@ class Counting(nn.Module):
 
 
 _LAYERS = {"layer_types": ["sliding_attention", "full_attention"]}
+# Architectures of `KINDS` with layers that count, and what their configurations need besides.
 WINDOWS: dict[str, dict[str, Any]] = {
     "mistral": {},
     "gemma3_text": {**_LAYERS, "query_pre_attn_scalar": 8},
     "gpt_oss": {**_LAYERS, "num_local_experts": 4, "num_experts_per_tok": 2},
     "olmo3": _LAYERS,
 }
-"""Architectures of `KINDS` with layers that count, and what their configurations need besides."""
 
 
 def counting(kind: str) -> nn.Module:

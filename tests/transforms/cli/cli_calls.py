@@ -2,8 +2,8 @@
 
 from collections.abc import Callable
 
+# A function from the arguments to the exit code, stdout and stderr.
 Weft = Callable[..., tuple[int, str, str]]
-"""A function from the arguments to the exit code, stdout and stderr."""
 
 
 def assert_refused(result: tuple[int, str, str], *texts: str) -> None:

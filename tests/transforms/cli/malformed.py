@@ -44,8 +44,8 @@ GENERATION = "generation_config.json"
 ADAPTER = "adapter/adapter_config.json"
 LORA_WEIGHTS = "adapter/adapter_model.safetensors"
 
+# The placeholder for the checkpoint's folder in a command.
 FOLDER = "<folder>"
-"""The placeholder for the checkpoint's folder in a command."""
 GENERATE = (
     "generate",
     "--model",

@@ -25,8 +25,8 @@ from weft.errors import CheckpointError
 from weft.proofs.laws import assert_equal
 from weft.stages.checkpoints import reading as checkpoint
 
+# The seconds that a command may take on a small machine; each takes some hundredths.
 SECONDS = 20
-"""The seconds that a command may take on a small machine; each takes some hundredths."""
 _INSTALLED = tuple(
     str(Path(path).resolve())
     for path in (sys.prefix, sys.base_prefix, Path(torch.__file__).parents[1])
@@ -40,10 +40,10 @@ _SYSTEM = (
     *_INSTALLED,
     *_BYTECODE,
 )
+# Matches a call of a Python function, which an error of the command line must not show.
 PYTHON = re.compile(
     r"\b(weft\.\w+|Engine\w*|Speculation|SamplingParams|split_layers|balance|model\.\w+|load\w*)\([^)]"
 )
-"""Matches a call of a Python function, which an error of the command line must not show."""
 _read: list[str] | None = None
 
 

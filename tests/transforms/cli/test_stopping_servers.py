@@ -36,9 +36,9 @@ pytestmark = [
     ),
 ]
 NIGHTLY = pytest.mark.nightly
+# What starting and ending processes takes on a machine that is busy, beside the seconds of a
+# server's own.
 BUSY_SECONDS = 60.0
-"""What starting and ending processes takes on a machine that is busy, beside the seconds of a
-server's own."""
 FLAGS = ("demo", "--device", "cpu", "--graph", "none", "--max-num-seqs", "4")
 TEXT = {"prompt": "The function returns", "temperature": 0, "max_tokens": 4}
 LOOP = (

@@ -38,8 +38,8 @@ WAYS: tuple[dict[str, Any], ...] = (
     {"speculation": Speculation(num_tokens=3)},
     {"pipeline": 3, "speculation": Speculation(num_tokens=2)},
 )
+# Chunks of prompts, preempted requests, and pages that are shared.
 TIGHT = EngineLimits(max_num_reqs=3, max_num_tokens=7, num_pages=14, max_model_len=56, page_size=4)
-"""Chunks of prompts, preempted requests, and pages that are shared."""
 
 
 class Recurrent(torch.nn.Module):

@@ -14,8 +14,8 @@ from weft.transforms.engine.completion import CompletionState
 from weft.transforms.engine.requests.host_state import Request
 
 WIDTH = 4
+# Requests in each step.
 NUM_ROWS = 3
-"""Requests in each step."""
 
 
 class ElementsJoined(TorchDispatchMode):

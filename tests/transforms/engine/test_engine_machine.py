@@ -27,6 +27,7 @@ from weft.transforms.engine.options import Speculation
 from weft.transforms.engine.outputs import RequestOutput
 from weft.transforms.graphs.ladder import MODES
 
+# The modes of the steps that each mode of graphs leads to.
 REPLAYED = {
     "none": ["none"],
     "piecewise": ["piecewise"],
@@ -34,7 +35,6 @@ REPLAYED = {
     "full": ["full"],
     "full_and_piecewise": ["full", "piecewise"],
 }
-"""The modes of the steps that each mode of graphs leads to."""
 WAYS = [
     pytest.param(graph, stages, marks=[] if place % 3 + 1 == stages else pytest.mark.slow)
     for place, graph in enumerate(MODES)
@@ -102,8 +102,8 @@ def by_transformers(request: CompletionRequest) -> list[int] | None:
     return GENERATED[key]
 
 
+# What transformers generated, for all tests of this file.
 GENERATED: dict[Any, list[int]] = {}
-"""What transformers generated, for all tests of this file."""
 
 
 def generated(request: CompletionRequest, mask: Half | None) -> list[int]:
@@ -217,8 +217,8 @@ def test_all_of_it_does_happen() -> None:
     assert MUST_HAPPEN - reached.keys() == set()
 
 
+# Traces in which each thing happens at least once.
 SEEDS = 12
-"""Traces in which each thing happens at least once."""
 
 
 def play(machine: EngineMachine, draw: random.Random) -> None:

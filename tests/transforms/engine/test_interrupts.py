@@ -30,8 +30,8 @@ from weft.transforms.engine.scheduler import add
 SMALL = EngineLimits(max_num_reqs=4, max_num_tokens=16, max_model_len=24, page_size=4, num_pages=16)
 GREEDY = SamplingParams(temperature=0.0)
 CALLS = "step", "add", "abort"
+# They change the engine, too.
 OTHER_CALLS = "launch", "update", "reset_prefix_cache", "warm_up", "stream"
-"""They change the engine, too."""
 READS = "graphs", "is_idle", "is_ready", "is_under_way", "num_unfinished", "stats"
 _MOST_STEPS = 300
 _ENGINE = "weft.transforms.engine."

@@ -57,8 +57,8 @@ CHATS = [
     ],
 ]
 MAX_TOKENS = 12
+# The most that logprobs of our float32 and of transformers' differ.
 LIKE = 1e-3
-"""The most that logprobs of our float32 and of transformers' differ."""
 
 
 @attrs.frozen(eq=False)

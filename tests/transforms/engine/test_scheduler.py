@@ -20,8 +20,8 @@ from weft.transforms.engine.scheduler import add, finish, observe, outdate, sche
 from weft.transforms.engine.steps.step import Work
 
 STOP = 3
+# The content of a slot that a rejected draft wrote.
 WRONG = -9
-"""The content of a slot that a rejected draft wrote."""
 GREEDY = SamplingParams(temperature=0.0, seed=0, stop_token_ids=[STOP])
 
 

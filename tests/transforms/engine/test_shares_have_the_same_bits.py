@@ -18,8 +18,8 @@ from weft.transforms.pipelines.transports.launch import launch
 
 LEAVES = 4
 CUT = {"functions": StageFunctions(batch_invariant=True, reduction_leaves=LEAVES)}
+# Requests in twos, whose prompts are read in other chunks.
 OTHERWISE = attrs.evolve(LIMITS, max_num_reqs=2, max_num_tokens=5)
-"""Requests in twos, whose prompts are read in other chunks."""
 EVERY: dict[str, Asked] = {
     "plain": Asked(),
     "graphs": Asked(options={"graph": "full_and_piecewise"}),
@@ -35,13 +35,13 @@ EVERY: dict[str, Asked] = {
     "long": Asked("one kv head", prompts=([*range(36)], *PROMPTS), model={"dtype": torch.bfloat16}),
 }
 EVERY = {name: attrs.evolve(asked, model={**CUT, **asked.model}) for name, asked in EVERY.items()}
+# Ways to ask the same.
 SAME = {
     "batched otherwise": "plain",
     "graphs": "plain",
     "bfloat16, batched otherwise": "bfloat16",
     "lookup": "plain",
 }
-"""Ways to ask the same."""
 
 
 @pytest.fixture(scope="module")
@@ -53,13 +53,13 @@ def alone() -> dict[str, Any]:
 
 
 ON_STAGES = "graphs", "prompt logprobs", "adapters", "bfloat16, batched otherwise"
+# The ranks that share layers, all ranks, and the engines that `--all` has on them; `--nightly` has
+# all.
 SPLITS = {
     "tp 2": (2, 2, tuple(EVERY)),
     "tp 4": (4, 4, tuple(EVERY)),
     "tp 2 x pp 2": (2, 4, ON_STAGES),
 }
-"""The ranks that share layers, all ranks, and the engines that `--all` has on them; `--nightly` has
-all."""
 CASES = [
     pytest.param(
         split,

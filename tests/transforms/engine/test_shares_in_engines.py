@@ -73,6 +73,8 @@ EVERY: dict[str, Asked] = {
 }
 
 
+# What stages change: embeddings at both ends, pages and adapters per stage, and what travels beside
+# activations.
 ON_STAGES = (
     "graphs",
     "tied",
@@ -89,8 +91,7 @@ ON_STAGES = (
     "changed prompts",
     "run ahead",
 )
-"""What stages change: embeddings at both ends, pages and adapters per stage, and what travels
-beside activations."""
+# What more ranks than key-value heads, and fewer columns or experts on each, change.
 ON_FOUR = (
     "graphs",
     "one kv head",
@@ -105,10 +106,9 @@ ON_FOUR = (
     "draft model",
     "many requests",
 )
-"""What more ranks than key-value heads, and fewer columns or experts on each, change."""
+# The ranks that share layers, all ranks, and the engines that `--all` has on them; `--nightly` has
+# all.
 SPLITS = {"tp 2": (2, 2, tuple(EVERY)), "tp 2 x pp 2": (2, 4, ON_STAGES), "tp 4": (4, 4, ON_FOUR)}
-"""The ranks that share layers, all ranks, and the engines that `--all` has on them; `--nightly` has
-all."""
 CASES = [
     pytest.param(
         split,

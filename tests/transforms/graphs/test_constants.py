@@ -20,9 +20,9 @@ from weft.ops.products.linear import fp8_linear, linear, swiglu
 from weft.ops.products.parts import sum_parts
 
 TOKENS = (1, 2, 5, 16, 17)
+# Hidden and inner columns: all weights at once, in tiles of 128 that do not divide them, in a loop,
+# and few.
 WIDTHS = ((1024, 3072), (960, 2560), (4096, 14336), (384, 80))
-"""Hidden and inner columns: all weights at once, in tiles of 128 that do not divide them, in a
-loop, and few."""
 
 
 @pytest.fixture

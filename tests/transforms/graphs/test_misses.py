@@ -335,6 +335,7 @@ class Scored:
 
 
 LEAF = leaf_key(torch.ones(2, 3), None, True)
+# For each field of a leaf's key another value, and what an explanation says of it.
 CHANGED: dict[str, tuple[Any, str]] = {
     "kind": (torch.nn.Parameter, f"kind {torch.nn.Parameter}, captured {Tensor}"),
     "shape": ((3, 2), "shape (3, 2), captured (2, 3)"),
@@ -346,7 +347,6 @@ CHANGED: dict[str, tuple[Any, str]] = {
     "offset": (4, "offset 4, captured 0"),
     "attributes": ((("tag", (int, 1)),), "attributes {tag: 1}, captured {}"),
 }
-"""For each field of a leaf's key another value, and what an explanation says of it."""
 
 
 def _key_of_a_reference(leaf: LeafKey) -> Key:

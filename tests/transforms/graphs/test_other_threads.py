@@ -13,8 +13,8 @@ from weft.errors import CaptureError
 from weft.transforms.graphs import one_at_a_time
 from weft.transforms.graphs.graphify import graphify
 
+# Runs a function in another thread, and returns its result.
 Through = Callable[[Callable[[], Tensor]], Tensor]
-"""Runs a function in another thread, and returns its result."""
 
 WEIGHT = torch.ones(3)
 

@@ -117,8 +117,8 @@ def _unions(draw: st.DrawFn, parts: st.SearchStrategy[Schema]) -> Schema:
     return {"oneOf": [{"type": "object", **own} for own in options]}
 
 
+# Characters: more than two blocks of those in which a grammar counts long strings.
 LONG = 300
-"""Characters: more than two blocks of those in which a grammar counts long strings."""
 strings = st.one_of(
     st.sampled_from((5, 5, LONG)).flatmap(
         lambda largest: _bounds("minLength", "maxLength", largest).map(
@@ -162,6 +162,7 @@ def kept_schemas(draw: st.DrawFn) -> Schema:
     }
 
 
+# Keywords beside others, most of which XGrammar would ignore.
 ODD: list[Schema] = [
     *(
         {"uniqueItems": True},
@@ -214,7 +215,6 @@ ODD: list[Schema] = [
         {"contentEncoding": "base64"},
     ),
 ]
-"""Keywords beside others, most of which XGrammar would ignore."""
 
 
 @st.composite

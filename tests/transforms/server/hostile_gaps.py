@@ -36,10 +36,9 @@ import httpx
 
 from weft.proofs.http.process import ServerProcess, serving, write_record
 
+# An innocent chat, and one with a grammar that was compiled before, must be answered within these.
+# Alone they take a tenth of a second; beside loops a chat waits until one of them has had its time.
 ANSWER_SECONDS = 10.0
-"""An innocent chat, and one with a grammar that was compiled before, must be answered within these.
-Alone they take a tenth of a second; beside loops a chat waits until one of them has had its time.
-"""
 _TOKENS = 60
 _NESTED = {"type": "regex", "regex": "(((a*)*)*)*"}
 _CHAIN = {
@@ -107,6 +106,7 @@ def completions(bodies: Sequence[dict[str, Any]]) -> list[Request]:
 
 
 _BODY = _HEAD + b"content-length: 4000000\r\n\r\n" + b" " * 3_900_000
+# Requests that are sent at once.
 ATTACKS: dict[str, list[Request]] = {
     "stars within stars, n=100": completions(
         [{"response_format": _NESTED, "n": 100, "max_tokens": 100}]
@@ -131,7 +131,8 @@ ATTACKS: dict[str, list[Request]] = {
     "bodies that do not end": [lambda url: unfinished(url, _BODY, b" ") for _ in range(80)],
     "heads that do not end": [lambda url: unfinished(url, _HEAD, b"a: b\r\n") for _ in range(80)],
 }
-"""Requests that are sent at once."""
+# Requests that are no attack. Steps of more rows take longer: the gaps beside them say what as much
+# load costs by itself, and have no limit.
 ORDINARY: dict[str, list[Request]] = {
     "20 requests without a grammar": completions(
         [{"max_tokens": 100 - i, "ignore_eos": True} for i in range(20)]
@@ -140,8 +141,6 @@ ORDINARY: dict[str, list[Request]] = {
         [{"response_format": _QUICK, "n": 100, "max_tokens": 100}]
     ),
 }
-"""Requests that are no attack. Steps of more rows take longer: the gaps beside them say what as
-much load costs by itself, and have no limit."""
 
 
 # Innocents

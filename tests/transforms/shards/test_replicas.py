@@ -124,6 +124,8 @@ def test_every_bit_counts(name: str) -> None:
     assert differing((SAME | OTHER)[name]) == ([1] if name in OTHER else [])
 
 
+# Uses that run the function again on other values, or differentiate it: equal zeros now are not
+# enough.
 LATER: dict[str, Any] = {
     "a graph": graphify,
     "a graph of vmap": lambda step: lambda x: graphify(torch.func.vmap(step))(x[None]),
@@ -136,8 +138,6 @@ LATER: dict[str, Any] = {
     "jvp": lambda step: lambda x: torch.func.jvp(step, (x,), (x,)),
     "autograd": lambda step: lambda x: step(x.requires_grad_()),
 }
-"""Uses that run the function again on other values, or differentiate it: equal zeros now are not
-enough."""
 
 
 def wrote(x: Tensor) -> Tensor:

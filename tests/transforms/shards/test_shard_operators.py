@@ -24,8 +24,10 @@ from weft.torchapi.operator_database import operator_database
 from weft.torchapi.private import pytree
 
 WHOLE = weft.Replicate()
+# Operators that have no derivative by one of their float arguments.
 NOT_DERIVED = ("nn.functional.soft_margin_loss", "nn.functional.batch_norm")
-"""Operators that have no derivative by one of their float arguments."""
+# Operators that read what is not theirs or what nothing has written, whose shapes the ranks' parts
+# do not keep, or of which torch lacks a derivative that a trace would have.
 _UNSAFE = (
     "_segment_reduce",
     "as_strided",
@@ -35,8 +37,6 @@ _UNSAFE = (
     "linspace",
     "logspace",
 )
-"""Operators that read what is not theirs or what nothing has written, whose shapes the ranks' parts
-do not keep, or of which torch lacks a derivative that a trace would have."""
 
 
 @pytest.fixture(autouse=True)

@@ -689,6 +689,7 @@ def case_of(
     )
 
 
+# Bugs, each with a case of the strategy that shows it.
 PLANTED: dict[str, tuple[Callable[[], AbstractContextManager[Any]], SurroundedShard]] = {
     "what is closed over has no rows": (
         lambda: mock.patch.object(_Rank, "_run", read_without_rows),
@@ -727,7 +728,6 @@ PLANTED: dict[str, tuple[Callable[[], AbstractContextManager[Any]], SurroundedSh
         case_of("a loop", first="after lower"),
     ),
 }
-"""Bugs, each with a case of the strategy that shows it."""
 
 
 @pytest.mark.filterwarnings("ignore:Accessing the data pointer of FakeTensor")

@@ -23,9 +23,9 @@ from weft.transforms.engine.requests.host_state import Request
 from weft.transforms.pipelines.transports import Transport
 
 FORMAT = "weft certificate 1"
+# Fields of sampling parameters that change no token, or that are those of one completion among
+# several.
 _UNSAID = "logprobs", "prompt_logprobs", "n"
-"""Fields of sampling parameters that change no token, or that are those of one completion among
-several."""
 
 
 @attrs.frozen(kw_only=True, repr=False)

@@ -28,10 +28,10 @@ from weft.transforms.pipelines.transports.distributed import Distributed
 from weft.transforms.pipelines.transports.messaging.messages import as_bytes
 from weft.trees import leaves_with_names
 
+# The most tensors that are digested at a time.
 _AT_ONCE = 8
-"""The most tensors that are digested at a time."""
+# The most bytes that a digest copies from a device at a time.
 _BYTES = 2**26
-"""The most bytes that a digest copies from a device at a time."""
 
 
 def facts_of(model: Model, transport: Transport) -> tuple[str, str, dict[str, str]]:

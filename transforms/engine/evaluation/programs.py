@@ -54,8 +54,8 @@ _PLAIN = (
     torch.dtype,
     torch.Size,
 )
+# The packages whose versions are in every certificate.
 _COVERED = {*sys.stdlib_module_names, "torch", "weft"}
-"""The packages whose versions are in every certificate."""
 _METHODS = (FunctionType, staticmethod, classmethod, property, functools.cached_property)
 _LOADS = "LOAD_GLOBAL", "LOAD_NAME", "LOAD_FROM_DICT_OR_GLOBALS"
 _SITE = tuple({sysconfig.get_paths()[name] for name in ("purelib", "platlib")})
@@ -90,8 +90,8 @@ def digest_functions(model: Model, of_tensor: TensorDigest) -> tuple[str, list[s
     return digest, sorted(found.undigested)
 
 
+# Fields whose values are among the weights; and the one that every certified model has.
 _ELSEWHERE = "extras", "carries", "token_extras", "batch_invariant"
-"""Fields whose values are among the weights; and the one that every certified model has."""
 
 
 class _Digests:

@@ -22,9 +22,9 @@ _FORMS = (
     'one JSON object per line, of texts that are not empty: {"text": "..."}, or {"prompt": "...",'
     ' "answer": "..."}'
 )
+# Bits per token by which modes may differ: batches are padded to other shapes, whose products round
+# differently.
 _ROUNDING = {"float32": 1e-5, "float16": 2e-3, "bfloat16": 2e-2}
-"""Bits per token by which modes may differ: batches are padded to other shapes, whose products
-round differently."""
 
 _TASK_RULES: dict[str, Rule] = {
     "text": (lambda text: isinstance(text, str) and text, "a string that is not empty"),
@@ -56,6 +56,7 @@ class Task:
         check_values("Task(...)", _TASK_RULES, {"text": self.text, "answer": self.answer})
 
 
+# The column of each figure, and its format.
 _COLUMNS = {
     "bits_per_byte": ("bits/byte", ".5f"),
     "bits_per_token": ("bits/tok", ".5f"),
@@ -63,7 +64,6 @@ _COLUMNS = {
     "accuracy": ("right", ".1%"),
     "replayed": ("replay", ".0%"),
 }
-"""The column of each figure, and its format."""
 
 
 @attrs.frozen(repr=False)

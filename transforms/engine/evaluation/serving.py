@@ -17,8 +17,8 @@ from weft.stages.model import Model
 from weft.transforms.engine.engine import Engine
 from weft.transforms.engine.stats import Stats
 
+# The most tokens that each request of the warm-up generates.
 _WARM_UP_TOKENS = 8
-"""The most tokens that each request of the warm-up generates."""
 
 
 @attrs.frozen(kw_only=True)

@@ -62,8 +62,8 @@ class RequestBuilder:
     eos_ids: tuple[int, ...] = attrs.field(init=False, repr=False)
     _scratch: SamplingTable = attrs.field(init=False, repr=False)
     _adapter_rule: Rule = attrs.field(init=False, repr=False)
+    # The last parameters that were checked: most requests have equal ones.
     _checked: list[SamplingParams] = attrs.field(factory=list, init=False, repr=False)
-    """The last parameters that were checked: most requests have equal ones."""
 
     @eos_ids.default
     def _eos_ids_of_vocabulary(self) -> tuple[int, ...]:

@@ -29,9 +29,9 @@ tokens.
 
 If it has an attribute `budget`, a `MaskBudget`, a request whose masks take longer ends with an
 error: all others wait while masks are computed."""
+# A mask may return at most this many times `vocab_size` ids. More is an error, since the iterator
+# may be endless.
 _MAX_REPEATS = 16
-"""A mask may return at most this many times `vocab_size` ids. More is an error, since the iterator
-may be endless."""
 
 
 @attrs.frozen(kw_only=True)

@@ -16,9 +16,8 @@ from weft.stages.attention.rope import mrope_position_delta
 from weft.stages.custom.functions import StageFunctions
 from weft.stages.model import Model
 
+# Limit of a prompt's positions; those after the prompt, counted on from its largest one, are int64.
 _MAX_POSITION = 2**31
-"""Limit of a prompt's positions; those after the prompt, counted on from its largest one, are
-int64."""
 _PROMPT_RULES: dict[str, Rule] = {
     "inputs_embeds": (Tensor | None, "inputs_embeds=torch.as_tensor(...)"),
     "positions": (Tensor | None, "positions=torch.as_tensor(...)"),

@@ -9,9 +9,9 @@ import attrs
 
 Measured = tuple[Sequence[int], float]
 """The lengths of a step's prompts, and the seconds that it took."""
+# No step is estimated to take less than this share of the fastest that was measured, whatever its
+# pairs take.
 _LEAST = 0.9
-"""No step is estimated to take less than this share of the fastest that was measured, whatever its
-pairs take."""
 
 
 @attrs.frozen

@@ -23,10 +23,10 @@ T = TypeVar("T")
 _MAX_DECISIONS = 4096
 _MOST_CAPTURED = 2048
 _MOST_CAPTURED_IF_SMALL = 4096
+# The bytes of weights that a token reads in a layer, below which a GPU is faster than the host that
+# launches a step of 8,192 tokens: on an H200, 19 ms against 22 to 40 for the 28 layers of
+# Qwen3-0.6B, of 31 MB.
 _SMALL_LAYER = 48 * 10**6
-"""The bytes of weights that a token reads in a layer, below which a GPU is faster than the host
-that launches a step of 8,192 tokens: on an H200, 19 ms against 22 to 40 for the 28 layers of
-Qwen3-0.6B, of 31 MB."""
 
 
 @attrs.frozen

@@ -14,13 +14,13 @@ from weft.errors import LogitsError, RequestError, WeftError
 from weft.outputs import Output
 from weft.transforms.engine.steps.step import Work
 
+# Pause between two looks at the device.
 _POLL_SECONDS = 2e-5
-"""Pause between two looks at the device."""
+# Pause between two looks at the other ranks.
 _CHECK_SECONDS = 0.05
-"""Pause between two looks at the other ranks."""
 _CAPTURED = "captured "
+# Whether a number is above -inf; NaN is not.
 _is_above = (-math.inf).__lt__
-"""Whether a number is above -inf; NaN is not."""
 
 FinishedWork = tuple[Work, Output | None]
 """Work that is done, and the last stage's output; None where the step returns nothing."""

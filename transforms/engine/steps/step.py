@@ -25,8 +25,8 @@ from weft.transforms.pipelines.pipeline import Stage, compose
 from weft.trees import pytree
 
 _STATIC = {"weft.static": True}
+# The operators at which piecewise graphs cut a decoder.
 _SPLIT_AT = ("weft::paged_attention", "weft::attend_outside")
-"""The operators at which piecewise graphs cut a decoder."""
 
 
 @attrs.frozen

@@ -23,8 +23,8 @@ REMEDY = (
     "compute it with tensor operations (torch.where), pass it as a static argument, or move it out"
     " of the function"
 )
+# A part of torch's internal error when it should pass such a number to Python code.
 _NUMBER_ON_A_GPU = "tensor._is_zerotensor() && tensor.dim() == 0"
-"""A part of torch's internal error when it should pass such a number to Python code."""
 READS = {
     *("item", "tolist", "numpy", "__array__", "__dlpack__", "__repr__", "__format__"),
     *("__bool__", "__int__", "__float__", "__complex__", "__index__"),

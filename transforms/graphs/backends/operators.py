@@ -27,6 +27,8 @@ _CONSULT_SWITCHES = (
     "rnn",
 )
 _STRIDED = {_aten.as_strided, _aten.as_strided_copy, _aten.as_strided_scatter}
+# Operators whose results have as many elements as the data say, without a tag of torch that states
+# it.
 _SPARSE_OF_DATA = {
     *(
         _aten._to_sparse,
@@ -37,8 +39,6 @@ _SPARSE_OF_DATA = {
     ),
     *(_aten._coalesce, _aten._sparse_sparse_matmul),
 }
-"""Operators whose results have as many elements as the data say, without a tag of torch that states
-it."""
 _BATCH_NORMS = {
     torch.ops.aten.native_batch_norm,
     torch.ops.aten.cudnn_batch_norm,

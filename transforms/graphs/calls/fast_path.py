@@ -60,9 +60,9 @@ path."""
 MAX_KEYS = 4096
 MAX_KNOWN = 64
 MAX_PER_KEY = 8
+# Stands in a table for a key whose calls have more than `MAX_PER_KEY` layouts: their strides join
+# the key.
 _CROWDED: Final[tuple[Any, ...]] = (None,)
-"""Stands in a table for a key whose calls have more than `MAX_PER_KEY` layouts: their strides join
-the key."""
 
 
 @attrs.frozen(eq=False)

@@ -4,8 +4,8 @@ import functools
 import inspect
 from typing import Any
 
+# The methods of `Graphified` that take the arguments of a call.
 _TAKE_CALL_ARGUMENTS = ("capture", "compile_ahead", "explain", "lower", "memory_estimate")
-"""The methods of `Graphified` that take the arguments of a call."""
 
 
 class Method:

@@ -75,8 +75,8 @@ class CallLayout:
     num_references: tuple[int, int]
 
 
+# The names that generated code uses.
 _NAMES = {"Tensor": Tensor, "value_key": value_key, "vars": vars}
-"""The names that generated code uses."""
 
 
 @attrs.define

@@ -16,10 +16,10 @@ from weft.stages.shares import share_config
 from weft.transforms.pipelines.timing.costs import Costs
 from weft.transforms.pipelines.timing.hardware import KERNELS_PER_LAYER, MEMORY_SHARE, Machine
 
+# A generous size of the graphs of one rank: the largest in `proofs/results/` take 463 MB.
 _GRAPHS_BYTES = 500_000_000
-"""A generous size of the graphs of one rank: the largest in `proofs/results/` take 463 MB."""
+# Bytes of a request's token and logprob (`weft.outputs.Output`).
 _OUTPUT_BYTES = 8 + 4
-"""Bytes of a request's token and logprob (`weft.outputs.Output`)."""
 
 
 @attrs.frozen

@@ -24,10 +24,10 @@ from weft.transforms.pipelines.timing.hardware import KERNELS_PER_LAYER, Machine
 from weft.transforms.pipelines.timing.simulate import simulate
 from weft.transforms.pipelines.timing.timeline import Timeline
 
+# The most steps of all cohorts in a timeline.
 _MOST_JOBS = 10_000
-"""The most steps of all cohorts in a timeline."""
+# The most numbers of cohorts that are tried, about.
 _MOST_TRIED = 24
-"""The most numbers of cohorts that are tried, about."""
 _CONTEXT = 1024
 NOTE = (
     "Predicted from bytes over bandwidth, not measured: a stage takes the time in which its device"

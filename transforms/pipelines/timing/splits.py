@@ -14,8 +14,9 @@ from weft.stages.config import ModelConfig
 from weft.stages.shares import share_config
 from weft.transforms.pipelines.timing.prediction import Prediction, predict_decode
 
+# Characters of the longest bar.
 _BAR = 8
-"""Characters of the longest bar."""
+# The bottleneck in a word or two, by the first word of the answer.
 _BOUNDS = {
     "memory": "memory",
     "transfers": "transfers",
@@ -23,7 +24,6 @@ _BOUNDS = {
     "kernels": "kernels",
     "the": "too few cohorts",
 }
-"""The bottleneck in a word or two, by the first word of the answer."""
 
 
 @attrs.frozen

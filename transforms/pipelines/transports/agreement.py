@@ -31,12 +31,12 @@ SAME = (
     " know"
 )
 _SAME_CALLS = "the same calls with the same arguments, in the same order, on every rank"
+# The entries of a journal that are kept, to say which one differs.
 _MAX_ENTRIES = 4096
-"""The entries of a journal that are kept, to say which one differs."""
+# Characters of an entry; the rest of a longer one is replaced by a digest.
 _LONGEST = 500
-"""Characters of an entry; the rest of a longer one is replaced by a digest."""
+# The programs that are kept, to say which line differs.
 _MAX_PROGRAMS = 64
-"""The programs that are kept, to say which line differs."""
 
 
 @attrs.frozen
@@ -274,8 +274,8 @@ def header_bytes(header: dict[str, Any]) -> bytes:
 
 
 _VALUES = (int, float, complex, str, bytes, bool, type(None), torch.dtype, torch.Size)
+# The packages whose version, which ranks compare, stands for their source.
 _VERSIONED = {*sys.stdlib_module_names, "torch"}
-"""The packages whose version, which ranks compare, stands for their source."""
 
 
 def source_digest(role: str, fn: Callable[..., Any]) -> str:

@@ -41,10 +41,10 @@ from weft.transforms.pipelines.worker import Worker
 
 BackendName = Literal["gloo", "nccl", "peer"]
 
+# The least number of seconds that processes have to find each other.
 _START = 30.0
-"""The least number of seconds that processes have to find each other."""
+# Seconds between two looks at an event that the host waits for.
 _PAUSE = 2e-5
-"""Seconds between two looks at an event that the host waits for."""
 _LAUNCHERS = "torchrun --nproc-per-node N script.py, or weft.transforms.launch(function, N)"
 
 

@@ -36,11 +36,10 @@ from weft.transforms.pipelines.transports.messaging.network import LOOPBACK, SEC
 from weft.transforms.pipelines.transports.watching.failures import Failure, check_timeout, described
 from weft.transforms.pipelines.transports.watching.records import Exit, write_exit
 
+# Seconds beyond the time-out in which the other ranks may end by themselves after one failed.
 _GRACE = 5.0
-"""Seconds beyond the time-out in which the other ranks may end by themselves after one failed."""
+# Seconds in which a rank may end after all others have ended and blamed it: it may have stalled.
 _BLAMED_GRACE = 2.0
-"""Seconds in which a rank may end after all others have ended and blamed it: it may have stalled.
-"""
 _IMPORTED = [
     "weft.transforms.pipelines.transports.distributed",
     "weft.transforms.engine.generate",

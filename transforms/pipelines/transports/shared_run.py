@@ -15,8 +15,8 @@ from weft.transforms.pipelines.machine import Edge, Step, puts, takes
 from weft.transforms.pipelines.transports.watching.failures import Failure, blockers, culprit
 
 _SAME = "the same collectives in the same order on all ranks of a group, with one shape and dtype"
+# Messages that an edge between threads holds; a sender waits if there are more.
 _CAPACITY = 2
-"""Messages that an edge between threads holds; a sender waits if there are more."""
 
 Queue = deque[tuple[int, Any]]
 """The messages on an edge, each with the number of its micro-batch."""

@@ -25,18 +25,18 @@ from weft.transforms.engine.requests.masks import MaskBudget
 from weft.transforms.server.vocabulary import Vocabulary
 
 _START_SECONDS = 60.0
+# The time, and the place in XGrammar's source, before what it says.
 _PLACE = re.compile(r"^\[[\d:]+\] \S+:\d+: ")
-"""The time, and the place in XGrammar's source, before what it says."""
 _LARGEST = 4 * 2**20
+# Bytes of a compiled grammar, as text.
 _LARGEST_PER_TOKEN = 128
-"""Bytes of a compiled grammar, as text."""
 _TRIED_SEEDS = 2
+# Once it has started, the process gives way to those that answer: it has what they leave of the
+# processors.
 _NICE = 10
-"""Once it has started, the process gives way to those that answer: it has what they leave of the
-processors."""
+# A grammar is waited for so many times as long as it may take the processor, which others may have
+# meanwhile.
 _MOST_WAITING = 3
-"""A grammar is waited for so many times as long as it may take the processor, which others may have
-meanwhile."""
 _LOOK_SECONDS = 0.1
 _BUDGET = MaskBudget(step_seconds=0.05, burst_seconds=0.2)
 

@@ -31,8 +31,8 @@ from weft.transforms.server.grammars.compiling import (
 )
 from weft.transforms.server.vocabulary import Vocabulary
 
+# Bytes of the grammars that are kept although no request has them.
 _KEPT = 16 * 2**20
-"""Bytes of the grammars that are kept although no request has them."""
 
 
 class CompileGrammar(Protocol):

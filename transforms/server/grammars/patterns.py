@@ -22,9 +22,8 @@ MOST_NESTED = 5000
 each token."""
 _LONGEST = 10_000
 _TEXT: Ranges = [(9, 10), (13, 13), (0x20, 0xD7FF), (0xE000, 0x10FFFF)]
+# The letters that JSON writes after a backslash, by character, as a set of an expression has them.
 _ESCAPES = {0x22: '"', 0x5C: "\\\\", 0x08: "b", 0x0C: "f", 0x0A: "n", 0x0D: "r", 0x09: "t"}
-"""The letters that JSON writes after a backslash, by character, as a set of an expression has them.
-"""
 _CATEGORIES: dict[Any, Ranges] = {
     op.CATEGORY_DIGIT: [(0x30, 0x39)],
     op.CATEGORY_SPACE: [(9, 10), (13, 13), (0x20, 0x20)],
@@ -40,8 +39,8 @@ _NEGATED = {
 }
 
 
+# Repetitions that XGrammar follows in a time that does not grow.
 _BLOCK = 128
-"""Repetitions that XGrammar follows in a time that does not grow."""
 
 
 def rewrite(call: str, pattern: str, *, in_json: bool) -> str:

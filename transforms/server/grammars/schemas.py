@@ -14,6 +14,7 @@ from typing import Any
 from weft.errors import RequestError
 from weft.transforms.server.grammars.patterns import rewrite
 
+# Keywords that no answer can break.
 _NOTES = {
     *(
         "title",
@@ -28,7 +29,6 @@ _NOTES = {
     ),
     "discriminator",
 }
-"""Keywords that no answer can break."""
 _DEFS = "$defs", "definitions"
 _GROUPS = {
     "object": {
@@ -44,12 +44,14 @@ _GROUPS = {
     "number": {"minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf"},
 }
 _TYPES = {"object", "array", "string", "number", "integer", "boolean", "null"}
+# Values with which keywords ask for nothing that is not so anyway.
 _NO_OPS: dict[str, Any] = {"uniqueItems": False, "unevaluatedProperties": False, "nullable": False}
-"""Values with which keywords ask for nothing that is not so anyway."""
 _COMBINED = "anyOf", "oneOf", "allOf"
 _TIME = r"([01]\d|2[0-3]):[0-5]\d:[0-5]\d(\.\d{1,6})?(Z|[+-]([01]\d|2[0-3]):[0-5]\d)"
 _DATE = r"([1-9]\d{3}-((0[13578]|1[02])-(0[1-9]|[12]\d|3[01])|(0[469]|11)-(0[1-9]|[12]\d|30)|02-(0[1-9]|1\d|2[0-8])))"
 _BYTE = r"(25[0-5]|2[0-4]\d|1\d\d|[1-9]?\d)"
+# Formats of which XGrammar also writes what is none, such as February 30th. A 29th of February is
+# not written.
 _FORMATS = {
     "date": _DATE,
     "time": _TIME,
@@ -57,8 +59,6 @@ _FORMATS = {
     "ipv4": rf"{_BYTE}(\.{_BYTE}){{3}}",
     "uuid": "[0-9a-f]{8}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{12}",
 }
-"""Formats of which XGrammar also writes what is none, such as February 30th. A 29th of February is
-not written."""
 _ITS_FORMATS = "duration", "email", "hostname", "ipv6", "uri", "uri-reference"
 _LARGEST = 2**53
 

@@ -17,11 +17,11 @@ from weft.proofs.bench.tiles import search
 from weft.proofs.bench.tiles.experts import ExpertProduct
 
 RESULTS = Path(weft.proofs.__path__[0]) / "results"
+# Searches: for 1, 2, 4 and 8 tokens, and for more, with the kernels of their days.
 FEW, MANY = (
     RESULTS / f"{name}.json.xz"
     for name in ("2026-11-26-h100-tile-search-few-tokens", "2026-11-25-h100-tile-search-experts")
 )
-"""Searches: for 1, 2, 4 and 8 tokens, and for more, with the kernels of their days."""
 QWEN = {"first": expert_key(1536, 2048, 128, True), "second": expert_key(2048, 768, 128, True)}
 
 

@@ -58,9 +58,9 @@ def fresh() -> Iterator[None]:
         one.cache_clear()
 
 
+# What torch's product in FP8 lacks: it depends on the build of torch, so that a test says which
+# build it is about.
 LACKS = None, "it needs what is not here"
-"""What torch's product in FP8 lacks: it depends on the build of torch, so that a test says which
-build it is about."""
 
 
 @pytest.fixture(params=LACKS, ids=["with scaled_mm", "without scaled_mm"])
@@ -317,8 +317,8 @@ def test_torchs_product_in_fp8_is_given_what_it_takes(
     )
 
 
+# Numbers of tokens for which torch's product in FP8 is faster with weights of 4096 by 4096.
 MANY = (512, 1023, 2049)
-"""Numbers of tokens for which torch's product in FP8 is faster with weights of 4096 by 4096."""
 
 
 @pytest.mark.gpu

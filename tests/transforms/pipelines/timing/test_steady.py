@@ -22,11 +22,11 @@ from weft.transforms.pipelines.timing.steady import (
     seconds_per_job,
 )
 
+# A multiple of each number up to 6: cycles of a loop as small as these repeat after so many jobs.
 PERIODS = 60
-"""A multiple of each number up to 6: cycles of a loop as small as these repeat after so many jobs.
-"""
 
 small = st.integers(0, 4)
+# Costs of one to four stages, in whole ticks.
 costs = st.builds(
     lambda each, advance, latency, launch, message, output: Costs(
         each, advance, latency, 1, message, output, launch=launch
@@ -34,7 +34,6 @@ costs = st.builds(
     st.lists(small, min_size=1, max_size=4),
     *[small] * 5,
 )
-"""Costs of one to four stages, in whole ticks."""
 
 
 def simulated(num_stages: int, cohorts: int, costs: Costs, capacity: int, jobs: int) -> float:
@@ -139,6 +138,7 @@ def without_arcs(kind: str) -> Any:
     )
 
 
+# Costs, cohorts, capacity, and the seconds of a job without and with the bug.
 PLANTED: dict[str, tuple[Costs, int, int, float, float]] = {
     "transfers": (Costs([0.0, 0.0], latency=9.0, launch=1.0), 8, 3, 9.0, 23 / 3),
     "room": (
@@ -149,7 +149,6 @@ PLANTED: dict[str, tuple[Costs, int, int, float, float]] = {
         26.0,
     ),
 }
-"""Costs, cohorts, capacity, and the seconds of a job without and with the bug."""
 
 
 @pytest.mark.parametrize("kind", PLANTED)

@@ -22,8 +22,8 @@ from weft.transforms.pipelines.transports.distributed import Distributed
 from weft.trees import tree_map
 
 _FOLDERS = Path(__file__).parent, Path(__file__).parents[3]
+# For processes that import this module.
 PYTHONPATH = os.pathsep.join([*map(str, _FOLDERS), *filter(None, [os.environ.get("PYTHONPATH")])])
-"""For processes that import this module."""
 
 
 def scale(p: Tensor, s: Tensor, batch: Tensor, x: Tensor | None) -> tuple[Tensor, Tensor]:

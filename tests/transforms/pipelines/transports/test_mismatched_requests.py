@@ -41,6 +41,7 @@ def sampled(**kwargs: Any) -> dict[str, Any]:
     return {"sampling": SamplingParams(**{"temperature": 0.5, "seed": 1, **kwargs})}
 
 
+# The request of rank 1 that differs from the others', and the words of its error.
 REQUESTS: dict[str, tuple[dict[str, Any], str]] = {
     "prompt": ({"prompt": OTHER}, "a prompt of 4 tokens ("),
     "longer prompt": ({"prompt": [*PROMPT, 1]}, "a prompt of 5 tokens ("),
@@ -61,7 +62,6 @@ REQUESTS: dict[str, tuple[dict[str, Any], str]] = {
     "ignore_eos": (sampled(ignore_eos=True), "ignore_eos=True"),
     "n": (sampled(n=2), "n=2"),
 }
-"""The request of rank 1 that differs from the others', and the words of its error."""
 
 ENGINES: dict[str, tuple[dict[str, Any], str]] = {
     "limits": (

@@ -30,10 +30,10 @@ from weft.transforms.pipelines.transports.messaging.network import (
 
 sys.path.insert(0, str(Path(__file__).parent))  # so that a rank finds this module by its name
 
+# Keys that no rank of such a run reads.
 UNREAD = ("shared/0", "collected/0/0", "checked/0/0", "layout/0/00", "secret")
-"""Keys that no rank of such a run reads."""
+# Keys that a rank writes, before or after another rank reads them.
 OVERWRITTEN = ("at/0", "at/1", "device/0", "wire/0")
-"""Keys that a rank writes, before or after another rank reads them."""
 
 
 class Planted:

@@ -26,8 +26,9 @@ two_gpus = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two G
 
 AMONG = (0, 1)
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+# Words of a piece that moves as one small message.
 MOST = 2**17
-"""Words of a piece that moves as one small message."""
+# Elements: of 16 bits up to 20 MB.
 COUNTS = (
     1,
     2,
@@ -43,7 +44,6 @@ COUNTS = (
     5 * 2**20,
     10 * 2**20,
 )
-"""Elements: of 16 bits up to 20 MB."""
 SHAPES = ((2, 2), (2, 6), (4, 10, 3), (64, 2048), (66, 8192), (128, 75968), (2, 75968), (514, 1022))
 ROUNDS = 5
 

@@ -240,6 +240,7 @@ class Hidden(dict[str, int]):
         return ()
 
 
+# What the errors of rank 0 and rank 1 say of themselves or of the other.
 MEETINGS = {
     "order": ("'stage 0: reduces_and_gathers", "'stage 0: gathers_and_reduces"),
     "reduce_op": ("'stage 0: reduces_sums", "'stage 0: reduces_maxima"),
@@ -257,7 +258,6 @@ MEETINGS = {
     "batch": ("'mb 0: [4] float32", "'mb 0: [5] float32"),
     "calls": ("'the number: 1'", "'the number: 2'"),
 }
-"""What the errors of rank 0 and rank 1 say of themselves or of the other."""
 
 
 @pytest.mark.slow

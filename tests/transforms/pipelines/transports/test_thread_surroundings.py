@@ -24,8 +24,8 @@ from weft.transforms.pipelines.transports import Transport
 from weft.transforms.pipelines.transports.local import Local
 from weft.transforms.pipelines.transports.threads import Threads
 
+# What hooks were called with, in order.
 HOOKED: list[str] = []
-"""What hooks were called with, in order."""
 
 
 def _noted(x: Tensor) -> Tensor:
@@ -44,6 +44,7 @@ class Dispatch(TorchDispatchMode):
 
 
 graph: Any = torch.autograd.graph
+# Public contexts of torch.
 CONTEXTS: dict[str, Callable[[], AbstractContextManager[Any]]] = {
     "DisableTorchFunction": torch._C.DisableTorchFunction,
     "DisableTorchFunctionSubclass": torch._C.DisableTorchFunctionSubclass,
@@ -72,19 +73,19 @@ CONTEXTS: dict[str, Callable[[], AbstractContextManager[Any]]] = {
     ),
     "set_checkpoint_early_stop": (lambda: torch.utils.checkpoint.set_checkpoint_early_stop(False)),
 }
-"""Public contexts of torch."""
 
+# Those that two threads cannot share.
 REFUSED = (
     "TorchFunctionMode",
     "TorchDispatchMode",
     "allow_mutation_on_saved_tensors",
     "dual_level",
 )
-"""Those that two threads cannot share."""
 
 LOOKS = "it looks at operators and changes none"
 ON_GPU = "it needs a GPU; `test_cuda_streams` has the stream"
 NO_CONTEXT = "a class that has __enter__ and is in force nowhere"
+# The others, each with a reason.
 OTHER = {
     "ExcludeDispatchKeyGuard": "private in all but its name",
     "enforce_grad_layout_policy": "backward consults it, which runs in the caller's thread",
@@ -108,7 +109,6 @@ OTHER = {
     "RemovableHandle": NO_CONTEXT,
     "GraphExecGroup": "for one checkpoint",
 }
-"""The others, each with a reason."""
 ROOMS = (
     "torch.autograd",
     "torch.accelerator",
@@ -147,8 +147,8 @@ def _is_public_context(name: str, value: Any) -> bool:
     return is_context and not name.startswith("_") and value.__module__.startswith("torch")
 
 
+# The torch whose contexts were sorted.
 LATEST = (2, 14)
-"""The torch whose contexts were sorted."""
 
 
 @pytest.mark.skipif(

@@ -146,8 +146,8 @@ class Planted(Exception):
     """The error of a rank that raises."""
 
 
+# Seconds, longer than any time-out and what a busy machine adds to it.
 _STALL = 8.0
-"""Seconds, longer than any time-out and what a busy machine adds to it."""
 
 
 @attrs.define(eq=False)

@@ -18,10 +18,10 @@ from weft.transforms.graphs.graphified import clear_caches
 from weft.transforms.pipelines.transports.messaging.messages import DeviceEvent, as_bytes
 from weft.transforms.pipelines.transports.watching.monitor import Monitor
 
+# The least number of seconds that ranks have to make a communicator.
 _MEETING = 30.0
-"""The least number of seconds that ranks have to make a communicator."""
+# Seconds to wait for a communicator to end.
 _CLOSING = 2.0
-"""Seconds to wait for a communicator to end."""
 
 
 @attrs.frozen(eq=False)

@@ -23,10 +23,10 @@ from weft.ops.transfers.peer_exchange_triton import Group, Pieces, exchange
 from weft.ops.transfers.peer_packed_triton import MOST
 from weft.transforms.pipelines.transports.messaging.messages import as_bytes
 
+# The dtypes that an exchange sums.
 _SUMMED = (torch.float32, torch.bfloat16, torch.float16)
-"""The dtypes that an exchange sums."""
+# Words: pieces of a multiple of them move in vectors.
 _ALIGNED = 16
-"""Words: pieces of a multiple of them move in vectors."""
 
 
 @attrs.frozen(eq=False)

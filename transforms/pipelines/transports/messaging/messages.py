@@ -35,8 +35,8 @@ from weft.transforms.pipelines.transports.watching.monitor import Monitor
 from weft.trees import TreeSpec, tree_flatten, tree_unflatten
 from weft.value_keys import value_key
 
+# The layouts that each end of an edge keeps.
 _MAX_LAYOUTS = 1024
-"""The layouts that each end of an edge keeps."""
 
 
 @attrs.frozen

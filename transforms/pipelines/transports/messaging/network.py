@@ -24,10 +24,10 @@ from weft.errors import ProgramError
 ADDRESS = "WEFT_ADDRESS"
 SECRET = "WEFT_SECRET"
 LOOPBACK = "127.0.0.1"
+# The least number of characters of a secret.
 _LEAST = 16
-"""The least number of characters of a secret."""
+# Bytes of a tag.
 _TAG = 16
-"""Bytes of a tag."""
 _EXPORT = "export WEFT_SECRET=$(openssl rand -hex 16), the same on every node"
 
 

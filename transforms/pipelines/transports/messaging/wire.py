@@ -23,16 +23,16 @@ from weft.transforms.pipelines.transports.messaging.network import Secret
 
 _NONCE = 32
 _TAG = 16
+# Seconds in which a new connection must prove that it is a rank.
 _HELLO = 2.0
-"""Seconds in which a new connection must prove that it is a rank."""
+# The connections that may at one time be unproven; the oldest is closed if there are more.
 _MOST_UNPROVEN = 64
-"""The connections that may at one time be unproven; the oldest is closed if there are more."""
+# Seconds before the next connection is accepted after this process could not open one.
 _PAUSE = 0.05
-"""Seconds before the next connection is accepted after this process could not open one."""
+# Seconds between two calls of the function that a wait calls.
 _LOOK = 0.1
-"""Seconds between two calls of the function that a wait calls."""
+# The most bytes of a frame.
 _MOST = 2**31
-"""The most bytes of a frame."""
 
 
 class RefusedError(ConnectionError):

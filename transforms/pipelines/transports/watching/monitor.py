@@ -41,24 +41,24 @@ END = "its end"
 """The instruction of a rank after a step."""
 CONNECT = "connect"
 """The instruction of a rank that connects to the others."""
+# The instruction of a rank that needs another one before its first step; the number follows.
 _WAITS = "wait for rank "
-"""The instruction of a rank that needs another one before its first step; the number follows."""
+# It stands in the instruction of a rank in a collective, before its number.
 _NUMBER = ", number "
-"""It stands in the instruction of a rank in a collective, before its number."""
+# The longest pause in seconds between two looks at the records.
 _POLL = 0.1
-"""The longest pause in seconds between two looks at the records."""
+# Seconds that a rank whose process runs may take to come to its first step: it loads, compiles and
+# captures. torch's process groups wait as long.
 _STARTING = 1800.0
-"""Seconds that a rank whose process runs may take to come to its first step: it loads, compiles and
-captures. torch's process groups wait as long."""
+# Seconds without a heartbeat after which a process counts as ended or stopped; fewer if the
+# time-out is short.
 _SILENT = 1.0
-"""Seconds without a heartbeat after which a process counts as ended or stopped; fewer if the
-time-out is short."""
+# Seconds to wait for a record of why a rank's connections closed: another rank may have made it
+# fail.
 _GRACE = 3.0
-"""Seconds to wait for a record of why a rank's connections closed: another rank may have made it
-fail."""
+# The programs that are kept to say who waits for whom. A rank that keeps others waiting is only a
+# few steps back.
 _MAX_PROGRAMS = 16
-"""The programs that are kept to say who waits for whom. A rank that keeps others waiting is only a
-few steps back."""
 
 
 class Monitor:

@@ -15,8 +15,8 @@ from pathlib import Path
 
 _SLOT = 2**15
 _HEAD = struct.Struct("<Q")
+# The place of the byte that says whether the rank wrote a failure.
 _FAILED = _HEAD.size + 2 * _SLOT
-"""The place of the byte that says whether the rank wrote a failure."""
 _SIZE = _FAILED + 1
 
 

@@ -19,8 +19,8 @@ from weft.transforms.pipelines.transports.watching.places import Places
 
 T = TypeVar("T")
 
+# Characters of an instruction.
 _LONGEST = 4096
-"""Characters of an instruction."""
 _encode = json.JSONEncoder(ensure_ascii=False).encode
 START = "its start"
 """The instruction of a rank before its first step."""

@@ -25,12 +25,12 @@ from weft.transforms.pipelines.transports.watching.failures import Failure, desc
 from weft.transforms.pipelines.transports.watching.monitor import END, Monitor
 from weft.transforms.pipelines.transports.watching.records import Position, Records
 
+# Seconds between two looks at a device.
 _POLL = 0.05
-"""Seconds between two looks at a device."""
+# The most seconds between two heartbeats of a rank without a device.
 _BEAT = 0.2
-"""The most seconds between two heartbeats of a rank without a device."""
+# Seconds in which the host must ask for a known failure, before its process is ended.
 _GRACE = 5.0
-"""Seconds in which the host must ask for a known failure, before its process is ended."""
 
 
 @attrs.frozen(eq=False)
