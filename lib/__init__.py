@@ -39,7 +39,10 @@ _MEANT = {
 def __getattr__(name: str) -> Any:
     if name in __all__:
         return _load(name)
-    meant = f"; weft.{_MEANT[name]} is what does it here" if name in _MEANT else ""
+    if name in _MEANT:
+        meant = f"; weft.{_MEANT[name]} is what does it here"
+    else:
+        meant = ""
     raise AttributeError(
         f"module 'weft' has no attribute {name!r}{meant}", name=name, obj=sys.modules[__name__]
     )

@@ -165,7 +165,10 @@ class Batch(Summarized):
         token_ids = _as_list(call, "token_ids", token_ids, of_numbers=False)
         token_ids = [_as_list(call, f"token_ids[{i}]", ids) for i, ids in enumerate(token_ids)]
         lengths = [len(ids) for ids in token_ids]
-        flags = [True] * len(rows) if samples is None else list(samples)
+        if samples is None:
+            flags = [True] * len(rows)
+        else:
+            flags = list(samples)
         call = f"Batch.ragged(rows={rows}, token_ids=<{len(lengths)} of lengths {lengths}>)"
         extras = _of_tokens(dict(token_extras or {}))
         _check(call, rows, token_ids, flags, inputs_embeds, positions, extras)
@@ -279,7 +282,10 @@ def _check(
 ) -> None:
     """Raise DescriptorError unless the rows can be one batch, and the rest fits them; `token_ids`
     None: rows alone."""
-    lengths = [1] * len(rows) if token_ids is None else [len(ids) for ids in token_ids]
+    if token_ids is None:
+        lengths = [1] * len(rows)
+    else:
+        lengths = [len(ids) for ids in token_ids]
     count = sum(lengths)
     if 0 in lengths:
         seen = f"request {lengths.index(0)} has no token"
@@ -445,7 +451,10 @@ class ResolvedBatch(Summarized):
                 raise ProgramError(call, f"f returned {_described(made)}", instead)
             value = torch.where(live.view(-1, *[1] * (made.dim() - 1)), made, value)
             # The last one is scratch
-            found = found if place else value.new_zeros(num_tokens + 1, *value.shape[1:])
+            if place:
+                found = found
+            else:
+                found = value.new_zeros(num_tokens + 1, *value.shape[1:])
             found[torch.where(live, token, num_tokens)] = value
         return found[:num_tokens]
 
@@ -458,4 +467,6 @@ def _check_first(call: str, name: str, given: Any, count: int, instead: str) -> 
 
 def _described(value: Any) -> str:
     """A value's shape and dtype, for an error."""
-    return f"{list(value.shape)}, {value.dtype}" if isinstance(value, Tensor) else kind_of(value)
+    if isinstance(value, Tensor):
+        return f"{list(value.shape)}, {value.dtype}"
+    return kind_of(value)

@@ -56,11 +56,10 @@ class Carried(Summarized):
             return x.repeat(*sizes, *[1] * x.dim())
 
         rows = {name: repeated(x, num_rows, num_drafts + 1) for name, x in defaults.items()}
-        snapshots = (
-            {}
-            if num_pages is None
-            else {name: repeated(x, num_pages + 1) for name, x in defaults.items()}
-        )
+        if num_pages is None:
+            snapshots = {}
+        else:
+            snapshots = {name: repeated(x, num_pages + 1) for name, x in defaults.items()}
         return cls(rows, snapshots)
 
     def admit(self, rows: Tensor, positions: Sequence[int], last_pages: Sequence[int]) -> None:
@@ -107,7 +106,9 @@ class Carried(Summarized):
                 )
         same = all(rows[name] is own for name, own in self.values.items())
         same = same and all(snapshots[name] is own for name, own in self.snapshots.items())
-        return self if same else attrs.evolve(self, values=rows, snapshots=snapshots)
+        if same:
+            return self
+        return attrs.evolve(self, values=rows, snapshots=snapshots)
 
 
 def _last_values(

@@ -23,7 +23,9 @@ def opened(tree: Any) -> Any:
 
     def visit(leaf: Any) -> Any:
         found = _values(leaf)
-        return leaf if found is None else {name: opened(value) for name, value in found.items()}
+        if found is None:
+            return leaf
+        return {name: opened(value) for name, value in found.items()}
 
     return tree_map(visit, tree)
 
@@ -52,7 +54,9 @@ def _values(node: Any) -> dict[str, Any] | None:
         return {str(f.alias): getattr(node, f.name) for f in attrs.fields(type(node)) if f.init}
     if is_dataclass(node):
         return {f.name: getattr(node, f.name) for f in fields(node) if f.init}
-    return dict(node) if isinstance(node, Mapping) else None
+    if isinstance(node, Mapping):
+        return dict(node)
+    return None
 
 
 def _with_values(node: Any, values: dict[str, Any]) -> Any:
@@ -91,7 +95,9 @@ def _children(node: Any) -> list[Any]:
     if (fields := node_fields(type(node))) is not None:
         return fields.values(node)
     known = pytree_node(type(node))
-    return [] if known is None else list(known.flatten_fn(node)[0])
+    if known is None:
+        return []
+    return list(known.flatten_fn(node)[0])
 
 
 def changed_container(before: Iterable[Container]) -> str | None:

@@ -121,11 +121,10 @@ def check_descriptor(value: Any, call: str) -> None:
             "a hashable value with a method covers(other): a weft.BatchDescriptor, or an"
             " @attrs.frozen class"
         )
-        instead = (
-            "its .descriptor"
-            if isinstance(getattr(value, "descriptor", None), Descriptor)
-            else instead
-        )
+        if isinstance(getattr(value, "descriptor", None), Descriptor):
+            instead = "its .descriptor"
+        else:
+            instead = instead
         raise DescriptorError(call, f"{value!r:.60} where a descriptor should be", instead)
 
 
@@ -224,10 +223,12 @@ class BatchDescriptor:
         return titled(text(self), tokens)
 
     def __str__(self) -> str:
-        shape = (
-            f"ragged {self.num_tokens} tokens"
-            if self.query_len is None
-            else f"uniform x{self.query_len}"
-        )
-        loras = f", {self.num_active_loras} LoRAs" if self.num_active_loras else ""
+        if self.query_len is None:
+            shape = f"ragged {self.num_tokens} tokens"
+        else:
+            shape = f"uniform x{self.query_len}"
+        if self.num_active_loras:
+            loras = f", {self.num_active_loras} LoRAs"
+        else:
+            loras = ""
         return f"{shape}, {self.num_reqs} reqs{loras}"

@@ -69,7 +69,9 @@ def donatable(cls: C) -> C:
 
     def described(self: Any) -> str:
         taker = object.__getattribute__(self, "_taken_by")
-        return f"<{cls.__name__}, donated to {taker}>" if taker else alive(self)
+        if taker:
+            return f"<{cls.__name__}, donated to {taker}>"
+        return alive(self)
 
     type.__setattr__(cls, "__repr__", described)
     # Python calls __getattr__ only for names that normal look-up does not find: an emptied slot, or
@@ -116,7 +118,9 @@ def donate(tree: T, *, to: str) -> T:
     def move(node: Any) -> Any:
         if is_donatable(node):
             return _move_node(node, to)
-        return take_tensor(node, to) if isinstance(node, Tensor) else node
+        if isinstance(node, Tensor):
+            return take_tensor(node, to)
+        return node
 
     moved: T = tree_map(move, tree, is_leaf=is_donatable)
     return moved
@@ -162,7 +166,10 @@ def take_node(node: Any, to: str) -> None:
 def refuse_donated(value: Any, *, call: str) -> None:
     """Raise if `value` is a tensor that was donated before, also where a transform of torch.func
     wraps it."""
-    taker = getattr(innermost(value), TAKEN, None) if isinstance(value, Tensor) else None
+    if isinstance(value, Tensor):
+        taker = getattr(innermost(value), TAKEN, None)
+    else:
+        taker = None
     if taker is not None:
         shape = tuple(value.shape)
         raise DonatedError(call, f"a tensor of shape {shape} that was donated to {taker}", _INSTEAD)
@@ -327,14 +334,18 @@ def donates(*argnames: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
             # As in nearly every call
             in_order = has_plain_names and len(args) == len(names) and not kwargs
             bound = None if in_order else bind(args, kwargs)
-            values: dict[str, Any] = (
-                dict(zip(names, args, strict=True)) if bound is None else bound.arguments
-            )
+            if bound is None:
+                values: dict[str, Any] = dict(zip(names, args, strict=True))
+            else:
+                values = bound.arguments
             for argname in argnames:
                 if argname in values:
                     values[argname] = donate(values[argname], to=f"{wrapped.__name__}({argname})")
             taken = containers_in({name: values[name] for name in argnames if name in values})
-            result = body(*values.values()) if bound is None else body(*bound.args, **bound.kwargs)
+            if bound is None:
+                result = body(*values.values())
+            else:
+                result = body(*bound.args, **bound.kwargs)
             if (changed := changed_container(taken)) is not None:
                 seen = (
                     f"it puts other values into {changed}, its own copy of what the caller donated"

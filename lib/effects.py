@@ -82,7 +82,9 @@ class Run:
 @functools.lru_cache(1024)
 def _number_of(what: str) -> int | None:
     match = re.fullmatch(r"stage (\d+)", what)
-    return None if match is None else int(match[1])
+    if match is None:
+        return None
+    return int(match[1])
 
 
 @attrs.frozen
@@ -142,7 +144,10 @@ class Broadcast:
     ranks: tuple[int, ...] | None = None
 
     def __str__(self) -> str:
-        among = "" if self.ranks is None else f" among {', '.join(map(str, self.ranks))}"
+        if self.ranks is None:
+            among = ""
+        else:
+            among = f" among {', '.join(map(str, self.ranks))}"
         return f"broadcast from {self.root}{among} [mb {self.microbatch}]{_suffix(self.schema)}"
 
 
@@ -161,11 +166,15 @@ Effect = Run | Send | Recv | Broadcast | Fence | Collective
 
 
 def _of_stage(stage: int | None) -> str:
-    return "" if stage is None else f" stage {stage}"
+    if stage is None:
+        return ""
+    return f" stage {stage}"
 
 
 def _suffix(schema: Schema | None) -> str:
-    return "" if schema is None else f": {schema}"
+    if schema is None:
+        return ""
+    return f": {schema}"
 
 
 def parse_effect(line: str) -> Effect:
@@ -176,7 +185,10 @@ def parse_effect(line: str) -> Effect:
     """
     match = read_form(_EFFECT, line, f"parse_effect({line!r})", "no effect")
     microbatch = int(match["mb"])
-    schema = Schema.parse(match["schema"]) if match["schema"] else None
+    if match["schema"]:
+        schema = Schema.parse(match["schema"])
+    else:
+        schema = None
     if match["what"]:
         return Run(match["what"], microbatch)
     if match["fence"]:
@@ -187,7 +199,10 @@ def parse_effect(line: str) -> Effect:
     if match["source"]:
         return Recv(int(match["source"]), microbatch, schema, stage)
     if match["root"]:
-        among = tuple(map(int, match["of"].split(", "))) if match["of"] else None
+        if match["of"]:
+            among = tuple(map(int, match["of"].split(", ")))
+        else:
+            among = None
         return Broadcast(int(match["root"]), microbatch, schema, among)
     if (found := collectives.parsed(match, microbatch, schema)) is None:
         instead = (

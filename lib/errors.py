@@ -30,7 +30,10 @@ class WeftError(Exception):
     def __str__(self) -> str:
         call = self.call
         half = _LONGEST // 2
-        call = call if len(call) <= _LONGEST else f"{call[:half]} … {call[-half:]}"
+        if len(call) <= _LONGEST:
+            call = call
+        else:
+            call = f"{call[:half]} … {call[-half:]}"
         return f"{call}\n  saw: {self.seen}\n  instead: {self.instead}"
 
 

@@ -57,7 +57,9 @@ class Step:
         if self.kind == "nonlocal":
             return f"{path}.<nonlocal {self.key}>"
         if self.kind in ("attribute", "fixed"):
-            return f"{path}.{self.key}" if path else str(self.key)
+            if path:
+                return f"{path}.{self.key}"
+            return str(self.key)
         return f"{path}[{self.key!r}]"
 
 
@@ -263,7 +265,10 @@ class Place:
                 _put(owner, step, value)
                 return
             items = [*owner[: step.key], value, *owner[step.key + 1 :]]
-            value = type(owner)(*items) if hasattr(owner, "_fields") else type(owner)(items)
+            if hasattr(owner, "_fields"):
+                value = type(owner)(*items)
+            else:
+                value = type(owner)(items)
 
     def owners(self) -> list[Any]:
         """The plain objects on the way."""
@@ -561,7 +566,9 @@ def _contents_handle(value: Any) -> _Contents | None:
     if kind.__module__.partition(".")[0] != "numpy":
         return None
     if kind.__name__ == "ndarray":
-        return None if value.dtype.hasobject else _NUMPY_ARRAY
+        if value.dtype.hasobject:
+            return None
+        return _NUMPY_ARRAY
     return {"Generator": _NUMPY_GENERATOR, "RandomState": _NUMPY_RANDOM_STATE}.get(kind.__name__)
 
 

@@ -74,7 +74,10 @@ def pad(tree: T, descriptor: Any) -> T:
 
     def checked(value: Tensor, spec: Axes) -> Tensor:
         own = tuple(value.shape)
-        said = padded_shape(value, spec, found[0]) if len(found) == 1 else own
+        if len(found) == 1:
+            said = padded_shape(value, spec, found[0])
+        else:
+            said = own
         shape = padded_shape(value, spec, descriptor)
         if said == own == shape:
             return value
@@ -151,7 +154,9 @@ def cut(value: Tensor, spec: Axes, descriptor: Any) -> Tensor:
             f"a tensor of shape {tuple(value.shape)} where that descriptor has {shape}",
             "unpad to the descriptor that the batch had before it was padded",
         )
-    return value if shape == tuple(value.shape) else value[tuple(slice(size) for size in shape)]
+    if shape == tuple(value.shape):
+        return value
+    return value[tuple(slice(size) for size in shape)]
 
 
 def inert(tree: T, descriptor: Any) -> T:

@@ -25,11 +25,17 @@ def _as_tuple(value: Any) -> Any:
     refused."""
     if isinstance(value, str):
         return (value,)
-    return tuple(value) if isinstance(value, Iterable) and not isinstance(value, Mapping) else value
+    if isinstance(value, Iterable) and not isinstance(value, Mapping):
+        return tuple(value)
+    return value
 
 
 def _as_dict(value: Any) -> Any:
-    return {} if value is None else dict(value) if isinstance(value, Mapping) else value
+    if value is None:
+        return {}
+    if isinstance(value, Mapping):
+        return dict(value)
+    return value
 
 
 def _is_none(value: Any) -> bool:
@@ -38,7 +44,9 @@ def _is_none(value: Any) -> bool:
 
 def _as_top_k(value: Any) -> Any:
     """-1 means all tokens to vLLM, as 0 does."""
-    return 0 if is_int(value, -1, -1) else value
+    if is_int(value, -1, -1):
+        return 0
+    return value
 
 
 @names_arguments(**SAMPLING)
@@ -157,7 +165,9 @@ class SamplingParams:
     def _only_drawn(self) -> str:
         """The first argument given that matters only where tokens are drawn."""
         names = [name for name, default in _DRAWN.items() if getattr(self, name) != default]
-        return f"{names[0]}={getattr(self, names[0])!r}" if names else ""
+        if names:
+            return f"{names[0]}={getattr(self, names[0])!r}"
+        return ""
 
     def __repr__(self) -> str:
         """The call that makes it, with the arguments that differ from the defaults; without the
@@ -222,13 +232,15 @@ class SamplingParams:
         """The fault of parameters that leave no token, of so many, that could be drawn."""
         bars = {*self.bad_token_ids, *(self.stop_token_ids if self.min_tokens else ())}
         allowed = self.allowed_token_ids
-        left = vocab_size - len(bars) if allowed is None else len(set(allowed) - bars)
+        if allowed is None:
+            left = vocab_size - len(bars)
+        else:
+            left = len(set(allowed) - bars)
         if left < 1:
-            ends = (
-                f", those that end a request by min_tokens={self.min_tokens}"
-                if self.min_tokens
-                else ""
-            )
+            if self.min_tokens:
+                ends = f", those that end a request by min_tokens={self.min_tokens}"
+            else:
+                ends = ""
             seen = f"all {vocab_size if allowed is None else 'allowed'} tokens barred{ends}"
             if self.min_tokens:
                 return seen, "leave one that can be drawn; min_tokens bars those that end a request"

@@ -73,7 +73,10 @@ class Schema:
     @classmethod
     def parse(cls, text: str) -> "Schema":
         """The inverse of `str`."""
-        parts = re.split(r",\s*(?![^\[]*\])", text) if text.strip() not in ("", "nothing") else []
+        if text.strip() not in ("", "nothing"):
+            parts = re.split(r",\s*(?![^\[]*\])", text)
+        else:
+            parts = []
         return cls(tuple(TensorSchema.parse(part) for part in parts))
 
     @classmethod

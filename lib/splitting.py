@@ -82,11 +82,9 @@ def resized(descriptor: Any, sizes: Mapping[str, int]) -> Any:
         return None
     if attrs.has(type(descriptor)):
         return attrs.evolve(descriptor, **sizes)
-    return (
-        descriptor._replace(**sizes)
-        if hasattr(descriptor, "_replace")
-        else replace(descriptor, **sizes)
-    )
+    if hasattr(descriptor, "_replace"):
+        return descriptor._replace(**sizes)
+    return replace(descriptor, **sizes)
 
 
 def sized_tensors(batch: Any) -> list[tuple[Tensor, Axes]]:

@@ -242,7 +242,10 @@ def admit(
     slots = [-1] * count if adapters is None else list(adapters)
     room = [state.block_table.shape[1] * state.kv_pages.shape[3]] * count
     most = room if limits is None else list(limits)
-    deltas = [0] * count if mrope_position_deltas is None else list(mrope_position_deltas)
+    if mrope_position_deltas is None:
+        deltas = [0] * count
+    else:
+        deltas = list(mrope_position_deltas)
     own_extras = [{}] * count if extras is None else list(extras)
     shared = [0] * count if found is None else list(found)
     _check_admission(
@@ -302,7 +305,10 @@ def _check_admission(
     )
     is_twice = len(set(rows)) != len(rows)
     if is_twice or any(len(other) != len(rows) for other in (pages, *others)):
-        seen = "a row that stands twice" if is_twice else f"numbers that differ: {len(rows)} rows"
+        if is_twice:
+            seen = "a row that stands twice"
+        else:
+            seen = f"numbers that differ: {len(rows)} rows"
         raise RequestError(
             call, seen, "different rows; pages, SamplingParams and a prompt for each"
         )
@@ -361,12 +367,18 @@ def copy_pages(state: State, sources: Sequence[int], targets: Sequence[int]) -> 
     both = set(sources) & set(targets)
     if both or any(not 0 <= page < num_pages for page in (*sources, *targets)):
         call = f"copy_pages(state, {list(sources)}, {list(targets)})"
-        seen = f"page {min(both)}, which is in both" if both else "a page that is not the state's"
+        if both:
+            seen = f"page {min(both)}, which is in both"
+        else:
+            seen = "a page that is not the state's"
         raise RequestError(call, seen, f"different pages from 0 to {num_pages - 1}")
     source, target = to_device(
         torch.tensor([list(sources), list(targets)], dtype=torch.int64), state.kv_pages.device
     )
-    drafting = None if state.drafting is None else state.drafting.kv_pages
+    if state.drafting is None:
+        drafting = None
+    else:
+        drafting = state.drafting.kv_pages
     for pages in (state.kv_pages, drafting, *state.beside.values()):
         if pages is not None:
             pages[:, :, target] = pages[:, :, source]
@@ -393,9 +405,10 @@ def resolve(state: State, batch: Batch) -> ResolvedBatch:
     adapters, active = _find_adapters(state, batch)
     if state.found is not None:
         slots = _written(batch, state.found, positions, slots, state.kv_pages)
-    carried = (
-        {} if state.carried is None else state.carried.read(batch.rows, state.positions[batch.rows])
-    )
+    if state.carried is None:
+        carried = {}
+    else:
+        carried = state.carried.read(batch.rows, state.positions[batch.rows])
     return ResolvedBatch(
         batch.descriptor,
         batch.rows,
@@ -463,11 +476,10 @@ def advance(state: State, batch: Batch, out: Output | None) -> State:
     positions, last_tokens = move_on(
         state.positions, state.last_tokens, batch.rows, batch.query_start_loc, batch.samples, ids
     )
-    table = (
-        state.sampling
-        if ids is None
-        else count_tokens(state.sampling, batch.rows, ids, batch.samples)
-    )
+    if ids is None:
+        table = state.sampling
+    else:
+        table = count_tokens(state.sampling, batch.rows, ids, batch.samples)
     if positions is state.positions and table is state.sampling:
         return state
     return attrs.evolve(state, positions=positions, last_tokens=last_tokens, sampling=table)
@@ -491,7 +503,10 @@ def _advance_verified(state: State, batch: Batch, out: Output, num_tokens: Tenso
     newest = ids.gather(1, (num_tokens - 1).clamp(min=0)[:, None])[:, 0]
     state.last_tokens[rows] = torch.where(said, newest, state.last_tokens[rows])
     table = count_tokens(state.sampling, rows, ids[:, 0].contiguous(), said)
-    state = state if table is state.sampling else attrs.evolve(state, sampling=table)
+    if table is state.sampling:
+        state = state
+    else:
+        state = attrs.evolve(state, sampling=table)
     if state.drafting is not None:
         state.drafting.append(rows, old + read, ids, said)
     return state

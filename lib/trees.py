@@ -108,7 +108,9 @@ class Axes:
 
     def name(self, dim: int) -> str | None:
         """The name of dimension `dim`, or None if it is the same in every batch."""
-        return self.dims[dim] if dim < len(self.dims) else None
+        if dim < len(self.dims):
+            return self.dims[dim]
+        return None
 
     def extent(self, dim: int, descriptor: Any) -> int | None:
         """The size of dimension `dim` under `descriptor`, or None if it does not follow the
@@ -119,7 +121,10 @@ class Axes:
         base, plus, constant = name.partition("+")
         size: Any = getattr(descriptor, base, None)
         if not hasattr(size, "__index__"):
-            has = f"{base}={size!r}" if hasattr(descriptor, base) else f"no attribute {base!r}"
+            if hasattr(descriptor, base):
+                has = f"{base}={size!r}"
+            else:
+                has = f"no attribute {base!r}"
             seen = f"a descriptor {descriptor!r}, with {has}"
             kind = type(descriptor).__name__
             instead = (
@@ -211,7 +216,9 @@ def class_fields(cls: type) -> ClassFields:
 def _maker(default: Any) -> Callable[[], Any]:
     """A function that makes the default of a field."""
     factory: Callable[[], Any] | None = getattr(default, "factory", None)
-    return (lambda: default) if factory is None else factory
+    if factory is None:
+        return lambda: default
+    return factory
 
 
 def built(cls: type, values: Iterable[tuple[str, Any]]) -> Any:
@@ -314,7 +321,10 @@ def pytree(cls: C) -> C:
     name = getattr(cls, "__name__", str(cls))
     call = f"weft.pytree({name})"
     if not hasattr(cls, "__attrs_attrs__"):
-        kind = "a dataclass" if hasattr(cls, "__dataclass_fields__") else "no attrs class"
+        if hasattr(cls, "__dataclass_fields__"):
+            kind = "a dataclass"
+        else:
+            kind = "no attrs class"
         raise TreeError(call, kind, f"@weft.pytree, then @attrs.frozen, then class {name}: ...")
     if getattr(cls.__setattr__, "__name__", "") != "_frozen_setattrs":
         raise TreeError(
@@ -450,7 +460,9 @@ def sized_class_fields(kind: type) -> SizedFields | None:
 def sized_fields(node: Any) -> Mapping[str, Axes]:
     """The fields of `node` that follow a descriptor; empty for anything but a sized class."""
     fields = sized_class_fields(type(node))
-    return {} if fields is None else fields.axes
+    if fields is None:
+        return {}
+    return fields.axes
 
 
 def _is_sized(node: Any) -> bool:

@@ -66,7 +66,10 @@ def _contents(value: Any) -> Any:
     if isinstance(value, frozenset):
         return frozenset(value_key(v) for v in value)
     if dataclasses.is_dataclass(value) or attrs.has(type(value)):
-        fields = attrs.fields(type(value)) if attrs.has(type(value)) else dataclasses.fields(value)
+        if attrs.has(type(value)):
+            fields = attrs.fields(type(value))
+        else:
+            fields = dataclasses.fields(value)
         return tuple(value_key(getattr(value, field.name)) for field in fields)
     try:
         return _state(value.__reduce_ex__(2)[1:])

@@ -113,7 +113,10 @@ def __getattr__(name: str) -> Any:
         from weft.errors import MissingPackageError
         from weft.extras import install_command
 
-        instead = "pip install pytest" if error.name == "pytest" else install_command("proofs")
+        if error.name == "pytest":
+            instead = "pip install pytest"
+        else:
+            instead = install_command("proofs")
         raise MissingPackageError(
             f"weft.proofs.{name}", f"no {error.name} here", instead
         ) from error

@@ -121,7 +121,10 @@ def in_collective(mesh: Mesh, rank: int, index: int) -> str:
     """The instruction of a rank in a collective of `scale_together`, without its number."""
     ranks = mesh.group(rank, "tensor")
     rows = ROWS // MICROBATCHES
-    effect: Collective = AllReduce(ranks) if index == 0 else AllGather(ranks, dim=1)
+    if index == 0:
+        effect: Collective = AllReduce(ranks)
+    else:
+        effect = AllGather(ranks, dim=1)
     return str(with_schema(effect, torch.empty((rows,) if index == 0 else (rows, 1))))
 
 
@@ -166,7 +169,10 @@ def run_case(case: Case, target: Callable[[Case, Path], None] = run_rank) -> Out
         except Exception as error:
             heard = error
         ended = time.monotonic()
-        began = float((folder / "failed").read_text()) if (folder / "failed").exists() else ended
+        if (folder / "failed").exists():
+            began = float((folder / "failed").read_text())
+        else:
+            began = ended
         records = {
             rank: json.loads(path.read_text())
             for rank in range(case.num_ranks)
@@ -193,14 +199,19 @@ def _wrong(
         if rank != case.rank and records[rank]["about"] != wanted:
             return f"rank {rank} said {records[rank]['about']}: {records[rank]['error']}"
     if isinstance(heard, Planted) if case.way == "raise" else isinstance(heard, RankError):
-        said = wanted if not isinstance(heard, RankError) else [heard.rank, heard.instruction]
+        if not isinstance(heard, RankError):
+            said = wanted
+        else:
+            said = [heard.rank, heard.instruction]
     else:
         return f"the launcher said {heard!r}"
     if said != wanted:
         return f"the launcher said {said}"
     if any(Path(f"/proc/{record['pid']}").exists() for record in records.values()):
         return "a process is left"
-    return f"it took {seconds:.1f} s" if seconds > case.timeout + LIMIT else None
+    if seconds > case.timeout + LIMIT:
+        return f"it took {seconds:.1f} s"
+    return None
 
 
 def summary(outcomes: Sequence[Outcome]) -> dict[str, Any]:
@@ -241,11 +252,9 @@ def _place(case: Case) -> tuple[Any, ...]:
 
 
 def _spread(seconds: Sequence[float]) -> dict[str, float] | None:
-    return (
-        {"median": round(statistics.median(seconds), 3), "max": round(max(seconds), 3)}
-        if seconds
-        else None
-    )
+    if seconds:
+        return {"median": round(statistics.median(seconds), 3), "max": round(max(seconds), 3)}
+    return None
 
 
 def main() -> None:

@@ -133,11 +133,10 @@ def serving_rows() -> Iterator[tuple[str, ...]]:
                 f"{model}: {requests} request{'s' * (requests > 1)}, {LENGTHS[workload]}, `{mode}`"
             )
             base = speeds(eager.get((workload, "none"), ()))
-            against = (
-                f"{span((max(speeds(rows)) / max(base),), '{:.1f}')} times eager"
-                if base and mode != "none"
-                else ""
-            )
+            if base and mode != "none":
+                against = f"{span((max(speeds(rows)) / max(base),), '{:.1f}')} times eager"
+            else:
+                against = ""
             yield record.row(
                 what,
                 f"{span(speeds(rows), '{:,.0f}')} tokens/s, {times} ms a token",
@@ -156,7 +155,10 @@ def equality_rows() -> Iterator[tuple[str, ...]]:
     for model, name, machine, _ in (*SERVED, ends, *checks):
         record = read(name)
         for row in (row for row in record.data["rows"] if "equal" in row):
-            more = ", their ends included" if name.endswith("ends") else ""
+            if name.endswith("ends"):
+                more = ", their ends included"
+            else:
+                more = ""
             length = row["tokens"] // row["prompts"]
             what = (
                 f"{model}: greedy completions of {length} tokens after {row['input_len']},"
@@ -328,7 +330,10 @@ def invariant_rows() -> Iterator[tuple[str, ...]]:
                 row[_TOTAL if row["workload"] == "prefill" else "output_tokens_per_s"]
             )
     for (preset, stages, requests, workload, mode), speed in found.items():
-        how = "batch invariant" if mode == "full_and_piecewise" else f"{mode}, batch invariant"
+        if mode == "full_and_piecewise":
+            how = "batch invariant"
+        else:
+            how = f"{mode}, batch invariant"
         what = f"{preset}: {requests} request{'s' * (requests > 1)}, {LENGTHS[workload]}, {how}"
         share = statistics.median(speed[True]) / statistics.median(speed[False])
         figure = f"{span(speed[True], '{:,.0f}')} tokens/s{' in all' * (workload == 'prefill')}"
@@ -460,10 +465,14 @@ def shared_rows() -> Iterator[tuple[str, ...]]:
                 f"{run['preset']}: {requests} request{'s' * (requests > 1)}, {LENGTHS['decode']},"
                 " `--tp 2`"
             )
-            peer = peers.get((run["preset"], requests)) if record is beside else None
-            against = (
-                f"vLLM 0.24.0 with tensor_parallel_size=2: {span(peer, '{:,.0f}')}" if peer else ""
-            )
+            if record is beside:
+                peer = peers.get((run["preset"], requests))
+            else:
+                peer = None
+            if peer:
+                against = f"vLLM 0.24.0 with tensor_parallel_size=2: {span(peer, '{:,.0f}')}"
+            else:
+                against = ""
             speed = span(speeds(run["rows"]), "{:,.0f}")
             yield record.row(
                 f"{what}, build {record.data['build']}", f"{speed} tokens/s", against, place
@@ -486,12 +495,18 @@ def http_rows() -> Iterator[tuple[str, ...]]:
                     for name in ("ttft", "tpot")
                 )
                 speed = span((row["output_tokens_per_s"] for row in rows), "{:,.0f}")
-                every = "all at once" if rate == "inf" else f"{rate:g} a second"
+                if rate == "inf":
+                    every = "all at once"
+                else:
+                    every = f"{rate:g} a second"
                 what = (
                     f"`weft serve`, {model['model']}: {rows[0]['requests']} requests, {every},"
                     f" {lengths}{by}"
                 )
-                against = f"{alone} without HTTP" if rate == "inf" else ""
+                if rate == "inf":
+                    against = f"{alone} without HTTP"
+                else:
+                    against = ""
                 yield record.row(what, f"{speed} tokens/s; {times} ms", against, where)
 
 
@@ -501,7 +516,10 @@ def client_rows() -> Iterator[tuple[str, ...]]:
     record = read("cpu-http-vllm-bench")
     for row in record.data["rows"]:
         lengths = f"{row['input_len']} in, {row['output_len']} out"
-        api = "chats" if row["backend"] == "openai-chat" else "completions"
+        if row["backend"] == "openai-chat":
+            api = "chats"
+        else:
+            api = "completions"
         what = (
             f"`vllm bench serve`, {row['model']}: {row['requests']} {api} at {row['rate']} a"
             f" second, {lengths}"
@@ -517,11 +535,10 @@ def client_rows() -> Iterator[tuple[str, ...]]:
             f"`lm_eval --model {row['api']}`, {record.data['model']}: `{row['task']}`,"
             f" {row['mode']}"
         )
-        more = (
-            f", log-likelihoods within {row['largest_difference']:.0e}"
-            if "largest_difference" in row
-            else ""
-        )
+        if "largest_difference" in row:
+            more = f", log-likelihoods within {row['largest_difference']:.0e}"
+        else:
+            more = ""
         against = f"{row['same']} of {row['questions']} answers as of mode none{more}"
         yield record.row(what, f"{row['value']:.3f} ± {row['stderr']:.3f}", against, machine)
 

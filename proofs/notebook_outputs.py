@@ -111,7 +111,10 @@ def shown(cell: Any) -> list[str]:
     """The texts of a cell's outputs, without times and addresses, which differ from run to run."""
     texts: list[str] = []
     for output in cell.outputs:
-        data = {"text": output.text} if output.output_type == "stream" else output.get("data", {})
+        if output.output_type == "stream":
+            data = {"text": output.text}
+        else:
+            data = output.get("data", {})
         texts += [text for kind, text in sorted(data.items()) if kind.startswith("text")]
     return [_ADDRESS.sub("(address)", _TIME.sub("(time)", text)) for text in texts]
 

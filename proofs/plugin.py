@@ -134,5 +134,10 @@ def _counterexample(call: pytest.CallInfo[None]) -> Any:
     """The Counterexample that ended a call; None if something else did, or nothing."""
     # Not imported here: it imports torch
     module = sys.modules.get("weft.proofs.checks.equivalence")
-    error = call.excinfo.value if call.excinfo is not None and module is not None else None
-    return error if module is not None and isinstance(error, module.Counterexample) else None
+    if call.excinfo is not None and module is not None:
+        error = call.excinfo.value
+    else:
+        error = None
+    if module is not None and isinstance(error, module.Counterexample):
+        return error
+    return None

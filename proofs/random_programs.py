@@ -270,7 +270,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         given.out.mkdir(parents=True, exist_ok=True)
         path = given.out / f"{SUBJECTS[given.law].record}-{given.device}.json"
         path.write_text(json.dumps(outcome.record(), indent=1) + "\n", encoding="utf-8")
-    return 1 if outcome.differences else 0
+    if outcome.differences:
+        return 1
+    return 0
 
 
 if __name__ == "__main__":

@@ -130,7 +130,10 @@ def check_trace(trace: Trace, variant: str, transport: Distributed, row: Row) ->
 
 def count_captures(run: PipelineExecutor | StepExecutor) -> int:
     """The graphs that this rank captured."""
-    steps: list[Any] = [run.step] if isinstance(run, StepExecutor) else [*run.pipelined.stages]
+    if isinstance(run, StepExecutor):
+        steps: list[Any] = [run.step]
+    else:
+        steps = [*run.pipelined.stages]
     for index, step in enumerate(steps):
         while not isinstance(step, Graphified) and hasattr(step, "__wrapped__"):
             step = step.__wrapped__
@@ -197,7 +200,10 @@ def main(argv: Sequence[str] | None = None) -> None:
     under_torchrun = "RANK" in os.environ
     ranks = int(os.environ.get("WORLD_SIZE", given.ranks))
     call: Callable[..., Any] = run
-    rows = call(*work) if under_torchrun else launch(call, ranks, *work, timeout=given.timeout)[0]
+    if under_torchrun:
+        rows = call(*work)
+    else:
+        rows = launch(call, ranks, *work, timeout=given.timeout)[0]
     if given.out is not None and int(os.environ.get("RANK", "0")) == 0:
         keep(
             rows,

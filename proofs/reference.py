@@ -68,7 +68,9 @@ def first_sentence(doc: str | None) -> str:
     """
     paragraph = " ".join((doc or "").strip().partition("\n\n")[0].split())
     found = re.match(r".*?\.(?=\s|$)|.*:$", paragraph)
-    return found[0] if found else ""
+    if found:
+        return found[0]
+    return ""
 
 
 def call_of(name: str, value: Any) -> str:
@@ -117,7 +119,9 @@ def _constant(value: Any) -> str:
     plain = isinstance(value, int) or (
         isinstance(value, tuple) and all(isinstance(item, str) for item in value)
     )
-    return f"`{value!r}`" if plain else f"of class `{type(value).__name__}`"
+    if plain:
+        return f"`{value!r}`"
+    return f"of class `{type(value).__name__}`"
 
 
 def _is_made(cls: type) -> bool:
@@ -137,7 +141,10 @@ def lines() -> Iterator[str]:
         rows = []
         for name in names_of(face):
             value = getattr(import_module(face), name)
-            said = first_sentence(value.__doc__) if callable(value) else _constant(value)
+            if callable(value):
+                said = first_sentence(value.__doc__)
+            else:
+                said = _constant(value)
             if not callable(value) or id(value) not in seen:
                 rows.append(_row(call_of(name, value), said))
                 members = methods_of(value) if name in USED else ()
@@ -207,7 +214,9 @@ def _written(default: Any) -> Any:
         (),
         inspect.Parameter.empty,
     )
-    return default if plain else _Elided()
+    if plain:
+        return default
+    return _Elided()
 
 
 class _Elided:

@@ -106,11 +106,10 @@ def served_alone() -> Iterator[Served]:
                     for gpu in BANDWIDTHS
                     if gpu in (environment.get("gpu") or environment["device"])
                 )
-                time = (
-                    environment["time"][:16].replace("T", " ")
-                    if "time" in environment
-                    else record.file[:10]
-                )
+                if "time" in environment:
+                    time = environment["time"][:16].replace("T", " ")
+                else:
+                    time = record.file[:10]
                 length = row.get("output_len", _OUTPUTS[0])
                 key = (
                     (time, int(row.get("build") == "now")),
@@ -139,7 +138,10 @@ def _rows(record: Record) -> Iterator[tuple[str, Mapping[str, Any], dict[str, An
         if (wanted["input_len"], wanted["output_len"]) == _LENGTHS:
             yield wanted["preset"], data["environment"], data | {"mode": wanted["graph"]}
     elif name.startswith(("h200-serving-dense", "h200-serving-moe")):
-        model = "qwen3-0.6b" if "dense" in name else "qwen3-30b-a3b-fp8"
+        if "dense" in name:
+            model = "qwen3-0.6b"
+        else:
+            model = "qwen3-30b-a3b-fp8"
         for row in data["rows"]:
             if row.get("workload") == "decode" and "output_tokens_per_s" in row:
                 yield model, data["environment"], row
@@ -185,8 +187,9 @@ def roofline_rows() -> Iterator[tuple[str, ...]]:
             " roofline"
         )
         most = f"{newest.most:,.0f} tokens/s at {BANDWIDTHS[gpu] / 1e12:g} TB/s"
-        first = (
-            f"; {ends[0].share:.0%} on {ends[0].time[0]}" if len(ends) > 1 else "; no older record"
-        )
+        if len(ends) > 1:
+            first = f"; {ends[0].share:.0%} on {ends[0].time[0]}"
+        else:
+            first = "; no older record"
         figure = f"{newest.share:.0%}: {span(newest.speeds, '{:,.0f}')} tokens/s"
         yield what, figure, most + first, newest.time[0], f"1 {gpu}", f"`{newest.record.file}`"

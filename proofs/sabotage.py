@@ -117,20 +117,16 @@ class Case:
 
     @property
     def _ranks(self) -> str:
-        return (
-            f"{self.num_ranks}"
-            if self.tensor == 1
-            else f"{self.num_ranks // self.tensor} x {self.tensor}"
-        )
+        if self.tensor == 1:
+            return f"{self.num_ranks}"
+        return f"{self.num_ranks // self.tensor} x {self.tensor}"
 
     @property
     def mesh(self) -> Mesh | None:
         """The mesh of the ranks, where several share a stage."""
-        return (
-            None
-            if self.tensor == 1
-            else Mesh(pipeline=self.num_ranks // self.tensor, tensor=self.tensor)
-        )
+        if self.tensor == 1:
+            return None
+        return Mesh(pipeline=self.num_ranks // self.tensor, tensor=self.tensor)
 
 
 @attrs.define(eq=False)
@@ -264,9 +260,10 @@ def run_rank(case: Case, folder: Path) -> None:
     try:
         take_steps(case, folder)
     except BaseException as error:
-        about = (
-            (error.rank, error.instruction) if isinstance(error, RankError) else (None, repr(error))
-        )
+        if isinstance(error, RankError):
+            about = (error.rank, error.instruction)
+        else:
+            about = (None, repr(error))
         record = {"pid": os.getpid(), "about": about, "error": str(error), "time": time.monotonic()}
         (folder / f"rank{rank}").write_text(json.dumps(record))
         raise

@@ -497,7 +497,10 @@ def find(number: str, part: str = "") -> Law:
     found = [law for law in LAWS if law.number == number and part in law.name]
     found = [law for law in found if law.name == part] or found
     if len(found) != 1:
-        seen = f"{len(found)} such laws: {', '.join(map(str, found))}" if found else "no such law"
+        if found:
+            seen = f"{len(found)} such laws: {', '.join(map(str, found))}"
+        else:
+            seen = "no such law"
         raise ArgumentError(
             f"find({number!r}, {part!r})", seen, "a part of the name of one law of that number"
         )

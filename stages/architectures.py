@@ -301,7 +301,10 @@ def architecture_of(fields: Fields) -> str:
         instead = f"{supported()}; name one in architectures, or its model_type"
         fields.check(model_type in list(by_type), "model_type", instead)
         return by_type[str(model_type)]
-    name = names[0] if isinstance(names, list | tuple) and len(names) == 1 else None
+    if isinstance(names, list | tuple) and len(names) == 1:
+        name = names[0]
+    else:
+        name = None
     fields.check(name in list(ARCHITECTURES), "architectures", supported())
     name = str(name)
     own = ARCHITECTURES[name].model_type

@@ -48,7 +48,9 @@ _RULES: dict[str, Rule] = {
 
 
 def _is_dtype(value: Any) -> bool:
-    return value in DTYPES if isinstance(value, str) else value in DTYPES.values()
+    if isinstance(value, str):
+        return value in DTYPES
+    return value in DTYPES.values()
 
 
 def _is_stage(value: Any) -> bool:
@@ -64,7 +66,10 @@ def pick_device(device: torch.device | str | None, *, call: str) -> torch.device
     Raises:
         DeviceError: a device that this machine does not have.
     """
-    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if torch.cuda.is_available():
+        count = torch.cuda.device_count()
+    else:
+        count = 0
     if device is None:
         return torch.device("cuda" if count else "cpu")
     seen = f"device {str(device)!r}"
@@ -92,7 +97,9 @@ def pick_dtype(dtype: torch.dtype | str | None, *, call: str) -> torch.dtype | N
         RequestError: a dtype that no decoder runs in.
     """
     check_values(call, _RULES, {"dtype": dtype})
-    return DTYPES[dtype] if isinstance(dtype, str) else dtype
+    if isinstance(dtype, str):
+        return DTYPES[dtype]
+    return dtype
 
 
 def pick_kv_dtype(dtype: torch.dtype | str | None, *, call: str) -> torch.dtype | None:
@@ -102,7 +109,9 @@ def pick_kv_dtype(dtype: torch.dtype | str | None, *, call: str) -> torch.dtype 
         RequestError: a dtype that no cache has.
     """
     check_values(call, _RULES, {"kv_dtype": dtype})
-    return KV_DTYPES[dtype] if isinstance(dtype, str) else dtype
+    if isinstance(dtype, str):
+        return KV_DTYPES[dtype]
+    return dtype
 
 
 def pick_stage(stage: tuple[int, int] | None, *, call: str) -> tuple[int, int]:
@@ -112,7 +121,9 @@ def pick_stage(stage: tuple[int, int] | None, *, call: str) -> tuple[int, int]:
         ProgramError: the model has no stage of this index.
     """
     check_values(call, _RULES, {"stage": stage}, ProgramError)
-    return (0, 1) if stage is None else stage
+    if stage is None:
+        return (0, 1)
+    return stage
 
 
 def pick_shard(shard: tuple[int, int] | None, *, call: str) -> tuple[int, int]:
@@ -122,7 +133,9 @@ def pick_shard(shard: tuple[int, int] | None, *, call: str) -> tuple[int, int]:
         ProgramError: there is no share of this index.
     """
     check_values(call, _RULES, {"shard": shard}, ProgramError)
-    return (0, 1) if shard is None else shard
+    if shard is None:
+        return (0, 1)
+    return shard
 
 
 def pick_experts(
@@ -139,16 +152,14 @@ def pick_experts(
     if experts is None:
         return config
     if config.moe is None or num_ranks == 1:
-        seen = (
-            "one rank"
-            if config.moe is not None
-            else f"a {config.architecture}, which has no experts"
-        )
-        instead = (
-            "leave it out, or several ranks that share each layer"
-            if config.moe is not None
-            else "leave it out"
-        )
+        if config.moe is not None:
+            seen = "one rank"
+        else:
+            seen = f"a {config.architecture}, which has no experts"
+        if config.moe is not None:
+            instead = "leave it out, or several ranks that share each layer"
+        else:
+            instead = "leave it out"
         raise ConfigError(call, f"experts={experts!r}, and {seen}", instead)
     return attrs.evolve(config, moe=attrs.evolve(config.moe, sharing=experts))
 

@@ -415,7 +415,10 @@ def _parse_fp8(fields: Fields) -> Fp8Config | None:
     )
     block.check(block.raw.get("quant_method", "fp8") == "fp8", "quant_method", instead)
     for name, allowed in _FP8_ONLY.items():
-        fits = block.raw[name] in allowed if name in block.raw else name not in _FP8_NEEDED
+        if name in block.raw:
+            fits = block.raw[name] in allowed
+        else:
+            fits = name not in _FP8_NEEDED
         block.check(fits, name, f"weft supports quantization_config.{name}={allowed[0]!r}")
     for name in block.raw:
         takes = (*_FP8_ONLY, _SKIPPED)
@@ -428,7 +431,11 @@ def _parse_fp8(fields: Fields) -> Fp8Config | None:
 
 def _eos_token_ids(fields: Fields, default: int | None) -> tuple[int, ...]:
     def listed(value: Any) -> list[Any]:
-        return [] if value is None else value if isinstance(value, list) else [value]
+        if value is None:
+            return []
+        if isinstance(value, list):
+            return value
+        return [value]
 
     def fits(value: Any) -> bool:
         return all(is_int(one, 0) for one in listed(value))

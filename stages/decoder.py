@@ -147,21 +147,26 @@ def decoder_stage(
         with invariant() if batch_invariant else nullcontext():
             check_drafting(state, num_drafts)
             resolved = resolve_inputs(name, functions.token_extras, state, batch)
-            hidden = (
-                embed(params, resolved, batch.inputs_embeds, ranks)
-                if x is None
-                else x.hidden_states
-            )
+            if x is None:
+                hidden = embed(params, resolved, batch.inputs_embeds, ranks)
+            else:
+                hidden = x.hidden_states
             if x is not None and x.input_ids is not None:
                 batch = attrs.evolve(batch, input_ids=x.input_ids)
             positions = None
             if section is not None:
-                positions = mrope_positions(state, batch, resolved) if x is None else x.positions
+                if x is None:
+                    positions = mrope_positions(state, batch, resolved)
+                else:
+                    positions = x.positions
             if hidden.device != frequencies.device:
                 seen = f"parameters on {hidden.device}, and a stage made for {frequencies.device}"
                 instead = f"decoder_stage(..., device={str(hidden.device)!r})"
                 raise ProgramError(f"{name}(params, state, batch, x)", seen, instead)
-            angles = resolved.positions if positions is None else positions
+            if positions is None:
+                angles = resolved.positions
+            else:
+                angles = positions
             tables = rope_tables(frequencies, angles, attention_factor, hidden.dtype, section)
             with sowing(functions.captures, functions.carries, resolved) as (sown, own_batch):
                 given = params, state.kv_pages, own_batch, tables, hidden
@@ -197,7 +202,10 @@ def decoder_stage(
             )
             out = finish(config, params, state.sampling, batch, *result)
             names.add(layout.index, sown)  # after a call from `logits`, which is another mistake
-            out = attrs.evolve(out, captured=captured) if captured else out
+            if captured:
+                out = attrs.evolve(out, captured=captured)
+            else:
+                out = out
             return state, out if where is None else verify(state, batch, where, out)
 
     stage.__name__ = stage.__qualname__ = name
@@ -219,11 +227,10 @@ def norm(
         The normalised sum, and the sum.
     """
     if added is None:
-        first = (
-            Normed(*rms_norm_quantized(hidden, weight, eps))
-            if quantized
-            else Normed(rms_norm(hidden, weight, eps))
-        )
+        if quantized:
+            first = Normed(*rms_norm_quantized(hidden, weight, eps))
+        else:
+            first = Normed(rms_norm(hidden, weight, eps))
         return first, hidden
     if not quantized:
         plain, total = add_rms_norm(added, hidden, weight, eps)
@@ -354,7 +361,10 @@ def feed_forward(
     weights, experts = route(
         linear(x.plain, layer.router), config.moe.top_k, config.moe.renormalize, dtype
     )
-    first = 0 if config.moe.held is None else axis_index(AXIS) * config.moe.held
+    if config.moe.held is None:
+        first = 0
+    else:
+        first = axis_index(AXIS) * config.moe.held
     return run_experts(
         x.plain if x.quantized is None else x.quantized,
         layer.gate_up_proj,

@@ -162,7 +162,10 @@ def changed_logits(change: ChangeLogits, logits: Tensor, rows: Tensor, extras: E
         found: Any = change(logits, rows, extras)
     if isinstance(found, Tensor) and found.shape == logits.shape and found.is_floating_point():
         return found
-    seen = f"{list(found.shape)}, {found.dtype}" if isinstance(found, Tensor) else kind_of(found)
+    if isinstance(found, Tensor):
+        seen = f"{list(found.shape)}, {found.dtype}"
+    else:
+        seen = kind_of(found)
     instead = f"logits of all tokens, {list(logits.shape)}, as the given ones"
     raise ProgramError("logits of with_stages(logits=...)", f"it returned {seen}", instead)
 

@@ -79,11 +79,9 @@ def resolve_inputs(
             " (make_state(..., lengths=[...]), State.zeros(...))"
         )
         raise
-    return (
-        attrs.evolve(resolved, token_extras=_token_extras(name, defaults, batch))
-        if defaults
-        else resolved
-    )
+    if defaults:
+        return attrs.evolve(resolved, token_extras=_token_extras(name, defaults, batch))
+    return resolved
 
 
 def _token_extras(name: str, defaults: Mapping[str, Tensor], batch: Batch) -> dict[str, Tensor]:

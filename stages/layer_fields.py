@@ -50,7 +50,9 @@ class Part:
         """Its view of its field's tensor."""
         rows = field if self.expert is None else field[self.expert]
         found = rows[self.start : self.start + self.shape[0]]
-        return found if found.dim() == 1 else found[:, : self.shape[1]]
+        if found.dim() == 1:
+            return found
+        return found[:, : self.shape[1]]
 
 
 @attrs.frozen
@@ -185,9 +187,10 @@ def _linear(layer: str, linear: _Linear, fp8: bool) -> dict[str, Field]:
 
 def _converted(config: ModelConfig, names: list[str]) -> bool:
     """Whether these layers, which are one product, are in FP8: all of them, or none."""
-    found = (
-        {} if config.fp8 is None else {config.fp8.converts(name): name for name in reversed(names)}
-    )
+    if config.fp8 is None:
+        found = {}
+    else:
+        found = {config.fp8.converts(name): name for name in reversed(names)}
     if len(found) > 1:
         seen = f"{found[True]} in FP8 and {found[False]} not, which are parts of one product"
         instead = (

@@ -60,9 +60,17 @@ class Blocks:
         leaves in float32."""
         if not self.leaves and self.ranks is None:
             return added
-        dtype = torch.promote_types(hidden.dtype, torch.float32) if self.leaves else hidden.dtype
-        own = added.to(dtype) if added.dim() == 2 else sum_leaves(added, max(self.leaves, 1), dtype)
-        return own if self.ranks is None else self.ranks.total(own)
+        if self.leaves:
+            dtype = torch.promote_types(hidden.dtype, torch.float32)
+        else:
+            dtype = hidden.dtype
+        if added.dim() == 2:
+            own = added.to(dtype)
+        else:
+            own = sum_leaves(added, max(self.leaves, 1), dtype)
+        if self.ranks is None:
+            return own
+        return self.ranks.total(own)
 
 
 def run_layers(
@@ -110,7 +118,10 @@ def run_layers(
             added, hidden, pages = attend(layer, own, batch, tables, added, hidden)
             added, hidden = feed(layer, batch, added, hidden)
         else:
-            hidden = hidden if added is None else add_parts(added, hidden)
+            if added is None:
+                hidden = hidden
+            else:
+                hidden = add_parts(added, hidden)
             given = layer, own, batch, tables, hidden
             added, (hidden, pages) = None, changed_layer(start + index, change, whole, *given)
         in_place = in_place and pages is own
@@ -137,7 +148,9 @@ def _layers_to_run(
     if not is_asking() or blocks.ranks is not None or may_differ or in_functorch_transform():
         return layers
     kinds = [_kind(config, layer) for layer in layers]
-    return layers[:2] if all(kind == kinds[0] for kind in kinds) else layers
+    if all(kind == kinds[0] for kind in kinds):
+        return layers[:2]
+    return layers
 
 
 def _kind(config: ModelConfig, layer: LayerParams) -> Any:
@@ -163,7 +176,10 @@ def _attend(
     norm = functools.partial(_norm, config, blocks, functions, batch)
     x, hidden = norm(layer.input_layernorm, added, hidden, quantized=layer.qkv_scale is not None)
     if functions.attention is None:
-        own = None if functions.attend is None else functools.partial(_own_attend, functions.attend)
+        if functions.attend is None:
+            own = None
+        else:
+            own = functools.partial(_own_attend, functions.attend)
         added, pages = blocks.attention(
             config, layer, kv_pages, batch, tables, x, attend=own, leaves=blocks.leaves
         )

@@ -79,11 +79,10 @@ def check_layout(layout: StageLayout, num_layers: int, call: str) -> None:
 
 def _check_count(call: str, num_layers: int, num_stages: int) -> None:
     if not 1 <= num_stages <= num_layers:
-        instead = (
-            f"use 1 to {num_layers} stages, so that each owns a layer"
-            if num_layers > 0
-            else "use a model with layers"
-        )
+        if num_layers > 0:
+            instead = f"use 1 to {num_layers} stages, so that each owns a layer"
+        else:
+            instead = "use a model with layers"
         raise ProgramError(call, f"{num_layers} layers for {num_stages} stages", instead)
 
 
@@ -203,7 +202,9 @@ class _Split:
         """The ends that a stage may have, so that every stage has a layer."""
         later = len(self.even) - 1 - stage
         layers = len(self.sums) - 1
-        return range(stage + 1, layers - later + 1) if later else range(layers, layers + 1)
+        if later:
+            return range(stage + 1, layers - later + 1)
+        return range(layers, layers + 1)
 
     def least_slowest(self) -> int:
         """The cost of the slowest stage in the best split."""

@@ -105,7 +105,9 @@ class Model:
     @property
     def own_config(self) -> ModelConfig:
         """The configuration of this rank's share."""
-        return self.config if self.shard[1] == 1 else share_config(self.config, self.shard[1])
+        if self.shard[1] == 1:
+            return self.config
+        return share_config(self.config, self.shard[1])
 
     @property
     def device(self) -> torch.device:
@@ -371,7 +373,10 @@ class Model:
         call = "model.encode_chat(messages)"
         if self.chat_template is None or self.tokenizer is None:
             lacks_template = f"{self.path} holds no chat template"
-            seen = lacks_template if self.chat_template is None else lacks_tokenizer(self.path)
+            if self.chat_template is None:
+                seen = lacks_template
+            else:
+                seen = lacks_tokenizer(self.path)
             instead = (
                 "a checkpoint of a chat model; or attrs.evolve(model,"
                 " chat_template=weft.stages.ChatTemplate(...))"
@@ -397,11 +402,10 @@ class Model:
 
     def __repr__(self) -> str:
         size = num_bytes(self.params) / 2**20
-        part = (
-            ""
-            if self.layout.num_stages == 1
-            else f", stage {self.layout.index} of {self.layout.num_stages}"
-        )
+        if self.layout.num_stages == 1:
+            part = ""
+        else:
+            part = f", stage {self.layout.index} of {self.layout.num_stages}"
         part += "" if self.shard[1] == 1 else f", share {self.shard[0]} of {self.shard[1]}"
         layers = len(self.layout.layers)
         return (

@@ -106,7 +106,9 @@ class DecoderParams(Summarized):
         on the last stage."""
         if self.norm is None:
             return None
-        return self.embed_tokens if self.lm_head is None else self.lm_head
+        if self.lm_head is None:
+            return self.embed_tokens
+        return self.lm_head
 
 
 def slice_params(params: DecoderParams, layout: StageLayout) -> DecoderParams:
@@ -157,7 +159,10 @@ def head_fault(params: DecoderParams, is_tied: bool) -> tuple[str, str] | None:
         )
         return seen, instead
     if not is_embedding and params.lm_head is None:
-        tied = "params without an embedding" if is_tied else "tie_word_embeddings=False"
+        if is_tied:
+            tied = "params without an embedding"
+        else:
+            tied = "tie_word_embeddings=False"
         return f"params.lm_head is None, and {tied}", "lm_head: a tensor [vocab, hidden]"
     return None
 

@@ -250,7 +250,10 @@ def random_params(
     call = f"random_params(config, {layout!r}, seed={seed})"
     dtype, device = checked_dtype(config, layout, dtype, call), checked_device(device, call)
     fields = dict(stage_fields(config, layout))
-    own = fields if shard == WHOLE else dict(stage_fields(config, layout, shard))
+    if shard == WHOLE:
+        own = fields
+    else:
+        own = dict(stage_fields(config, layout, shard))
     _check_memory(own.values(), dtype, device, call)
 
     def draw(path: str, field: Field) -> Tensor:

@@ -66,7 +66,10 @@ def share_config(config: ModelConfig, num_ranks: int) -> ModelConfig:
     if config.fp8 is not None and any(map(config.fp8.converts, modules)):
         _refuse_split_blocks(config, num_ranks, call)
     block = BLOCK if config.fp8 is not None else 1
-    moe = None if config.moe is None else _share_experts(config.moe, num_ranks, block, call)
+    if config.moe is None:
+        moe = None
+    else:
+        moe = _share_experts(config.moe, num_ranks, block, call)
     is_dense = config.moe is None or not all(map(config.moe.is_sparse, range(config.num_layers)))
     if is_dense and inner % (num_ranks * block):
         raise ConfigError(call, f"intermediate_size={inner}", f"{_DIVIDES} {block}")
@@ -114,19 +117,19 @@ def check_leaves(call: str, config: ModelConfig, leaves: int, num_ranks: int = 1
     sizes = {f"{heads} columns of {config.num_heads} heads": heads}
     sizes |= {f"{name}={size}": size for name, size in _inner_sizes(config).items()}
     if uneven := next((name for name, size in sizes.items() if size % unit), None):
-        in_fp8 = (
-            f" into multiples of {BLOCK}, the columns of a block in FP8" if unit != leaves else ""
-        )
+        if unit != leaves:
+            in_fp8 = f" into multiples of {BLOCK}, the columns of a block in FP8"
+        else:
+            in_fp8 = ""
         instead = (
             f"a power of two that divides them{in_fp8}; or 1, whose bits are those of one number of"
             " ranks"
         )
         raise ConfigError(f"{call} with reduction_leaves={leaves}", uneven, instead)
-    shared = (
-        None
-        if config.moe is None or leaves == 1 or num_ranks == 1
-        else share_config(config, num_ranks).moe
-    )
+    if config.moe is None or leaves == 1 or num_ranks == 1:
+        shared = None
+    else:
+        shared = share_config(config, num_ranks).moe
     if shared is not None and shared.held is not None:
         seen = f"{num_ranks} ranks with whole experts"
         instead = "ranks that share them as 'columns', or 1 leaf"
@@ -138,7 +141,10 @@ def check_leaves(call: str, config: ModelConfig, leaves: int, num_ranks: int = 1
 
 def _inner_sizes(config: ModelConfig) -> dict[str, int]:
     """The inner columns of the feed-forward blocks, by the name in the configuration."""
-    sizes = {} if config.moe is None else {"moe_intermediate_size": config.moe.inner}
+    if config.moe is None:
+        sizes = {}
+    else:
+        sizes = {"moe_intermediate_size": config.moe.inner}
     if config.moe is None or any(not config.moe.is_sparse(i) for i in range(config.num_layers)):
         sizes["intermediate_size"] = config.intermediate_size
     return sizes
@@ -291,19 +297,25 @@ class SharedRows:
     @property
     def size(self) -> int:
         """The number of rows of each rank."""
-        return self.count if self.ranks is None else -(-self.count // axis_size(self.ranks.axis))
+        if self.ranks is None:
+            return self.count
+        return -(-self.count // axis_size(self.ranks.axis))
 
     @property
     def first(self) -> int:
         """The first of this rank's rows."""
-        return 0 if self.ranks is None else self._first(axis_index(self.ranks.axis))
+        if self.ranks is None:
+            return 0
+        return self._first(axis_index(self.ranks.axis))
 
     def _first(self, rank: int) -> int:
         return min(rank * self.size, self.count - self.size)
 
     def own(self, x: Tensor) -> Tensor:
         """This rank's rows of a tensor [count, ...] that all ranks have."""
-        return x if self.ranks is None else x[self.first : self.first + self.size]
+        if self.ranks is None:
+            return x
+        return x[self.first : self.first + self.size]
 
     def exchange(self, logits: Tensor) -> Tensor:
         """The logits [size, vocab_size] of this rank's rows, from what each rank's share of the
@@ -349,4 +361,6 @@ class SharedRows:
 def _viewed(x: Tensor, dtype: torch.dtype) -> Tensor:
     """The memory of a tensor as another dtype; in its own it is the tensor itself, whose
     derivatives a view would not have."""
-    return x if x.dtype == dtype else x.view(dtype)
+    if x.dtype == dtype:
+        return x
+    return x.view(dtype)

@@ -112,7 +112,10 @@ class Transform:
                 if isinstance(applied, tuple) and len(applied) == 3:
                     own, next_state, out = applied
                     return _carried(next_state, own), out
-                length = f" of {len(applied)}" if isinstance(applied, tuple) else ""
+                if isinstance(applied, tuple):
+                    length = f" of {len(applied)}"
+                else:
+                    length = ""
                 seen = f"apply returned {kind_of(applied)}{length}"
                 instead = "return (own, state, out)"
             else:

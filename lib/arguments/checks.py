@@ -90,10 +90,15 @@ def _checked(
 def _instead(strange: str, known: Collection[str], meant: Mapping[str, str]) -> str:
     """The remedy for an unknown argument name: the nearest known name, or the one that does the
     same here."""
-    near = [strange] if strange in meant else nearest(strange, sorted({*known, *meant}))
+    if strange in meant:
+        near = [strange]
+    else:
+        near = nearest(strange, sorted({*known, *meant}))
     if not near:
         return f"one of {', '.join(sorted(known))}"
-    return f"{near[0]}=..." if near[0] in known else meant[near[0]]
+    if near[0] in known:
+        return f"{near[0]}=..."
+    return meant[near[0]]
 
 
 def nearest(name: str, names: Iterable[str]) -> list[str]:
@@ -182,11 +187,9 @@ def _with_value(name: str, value: Any) -> str:
     if isinstance(value, type):
         return f"{name}={value.__name__}, the class"
     is_tensor = bool(getattr(value, "shape", ())) and hasattr(value, "dtype")
-    return (
-        f"{name} of shape {list(value.shape)}, {value.dtype}"
-        if is_tensor
-        else f"{name}={value!r:.200}"
-    )
+    if is_tensor:
+        return f"{name} of shape {list(value.shape)}, {value.dtype}"
+    return f"{name}={value!r:.200}"
 
 
 def other_signature(function: Callable[..., Any], count: int, *keywords: str) -> str | None:
@@ -219,7 +222,9 @@ def kind_of(value: object) -> str:
     >>> kind_of(3), kind_of([]), kind_of(None)
     ('an int', 'a list', 'None')
     """
-    return "None" if value is None else with_article(type(value).__name__)
+    if value is None:
+        return "None"
+    return with_article(type(value).__name__)
 
 
 def with_article(noun: str) -> str:

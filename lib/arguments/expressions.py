@@ -65,7 +65,9 @@ class Expression:
         try:
             re.compile(self.text)  # by itself, so that it cannot end the group that it is put into
             pattern = re.compile(whole)
-            return _of_plain(pattern) if plain else _Parser(whole).branches()
+            if plain:
+                return _of_plain(pattern)
+            return _Parser(whole).branches()
         except (re.error, OverflowError, RecursionError) as error:
             self._refuse(
                 "groups are nested too deeply" if isinstance(error, RecursionError) else str(error)
@@ -196,13 +198,17 @@ class _Parser:
         branches = [self._parts()]
         while self._takes("|"):
             branches.append(self._parts())
-        return branches[0] if len(branches) == 1 else _any_of(tuple(branches))
+        if len(branches) == 1:
+            return branches[0]
+        return _any_of(tuple(branches))
 
     def _parts(self) -> Ends:
         parts: list[Ends] = []
         while self.at < len(self.text) and self.text[self.at] not in "|)":
             parts.append(self._repeat(self._atom()))
-        return parts[0] if len(parts) == 1 else _sequence(parts)
+        if len(parts) == 1:
+            return parts[0]
+        return _sequence(parts)
 
     def _atom(self) -> Ends:
         if self.text[self.at] == "(":
@@ -221,7 +227,9 @@ class _Parser:
         self.at += len(opened)
         inner = self.branches()
         self.at += 1
-        return _looked(inner, *_LOOK[opened]) if opened in _LOOK else inner
+        if opened in _LOOK:
+            return _looked(inner, *_LOOK[opened])
+        return inner
 
     def _repeat(self, part: Ends) -> Ends:
         found = _REPEAT.match(self.text, self.at)
@@ -234,7 +242,12 @@ class _Parser:
         if found[0] in "*+?":
             return _repeated(part, int(found[0] == "+"), 1 if found[0] == "?" else None)
         least = int(found["least"] or 0)
-        most = least if found["open"] is None else int(found["most"]) if found["most"] else None
+        if found["open"] is None:
+            most = least
+        elif found["most"]:
+            most = int(found["most"])
+        else:
+            most = None
         return _repeated(part, least, most)
 
     def _refuse(self, syntax: str) -> NoReturn:

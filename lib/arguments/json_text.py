@@ -43,7 +43,11 @@ def parse_json(text: str) -> Any:
 
 
 def _inside(value: Any) -> Iterable[Any]:
-    return value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+    if isinstance(value, dict):
+        return value.values()
+    if isinstance(value, list):
+        return value
+    return ()
 
 
 def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -62,7 +66,10 @@ def read_object(path: Path, call: str) -> Mapping[str, Any]:
     """
     try:
         size = path.stat().st_size
-        raw = parse_json(path.read_text(encoding="utf-8")) if size <= _MOST_BYTES else None
+        if size <= _MOST_BYTES:
+            raw = parse_json(path.read_text(encoding="utf-8"))
+        else:
+            raw = None
         if isinstance(raw, dict):
             return raw
         fault = f"holds {kind_of(raw)}, not an object"
@@ -174,7 +181,9 @@ class Fields:
 
     def optional_number(self, name: str) -> float | None:
         """As `number`; None where the field is null or missing."""
-        return None if self.raw.get(name) is None else self.number(name, 1.0)
+        if self.raw.get(name) is None:
+            return None
+        return self.number(name, 1.0)
 
     def flag(self, name: str, default: bool) -> bool:
         """True or false."""
@@ -197,9 +206,9 @@ class Fields:
     def nested(self, name: str, what: str = "an object, or null") -> Self | None:
         """The object in a field; None where the field is null or missing."""
         found = self.value(name, None, lambda one: one is None or isinstance(one, Mapping), what)
-        return (
-            None if found is None else attrs.evolve(self, raw=found, prefix=f"{self.prefix}{name}.")
-        )
+        if found is None:
+            return None
+        return attrs.evolve(self, raw=found, prefix=f"{self.prefix}{name}.")
 
 
 def write_json(value: Any, indent: int | None = None) -> str:
@@ -219,4 +228,6 @@ def _finite(value: Any) -> Any:
         return [_finite(one) for one in value]
     if hasattr(value, "tolist"):
         return _finite(value.tolist())
-    return None if isinstance(value, float) and not math.isfinite(value) else value
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    return value

@@ -51,7 +51,9 @@ def neutral(figure: Any) -> Any:
 
 def axes_for(call: str, ax: Any, width: float, height: float) -> Any:
     """The axes that were given, or new ones of so many inches."""
-    return new_axes(call, width, height)[1] if ax is None else ax
+    if ax is None:
+        return new_axes(call, width, height)[1]
+    return ax
 
 
 def rows(

@@ -28,4 +28,6 @@ def error_size(difference: float) -> str:
     >>> error_size(0.00123), error_size(0.0)
     ('1.2e-03', '0')
     """
-    return f"{difference:.1e}" if difference else "0"
+    if difference:
+        return f"{difference:.1e}"
+    return "0"

@@ -78,6 +78,11 @@ def _short(value: Any) -> str:
     count = sum(isinstance(leaf, Tensor) for _, leaf in leaves_with_names(value))
     if count:
         return f"<{count} tensors>"
-    text = getattr(value, "__name__", None) if callable(value) else None
+    if callable(value):
+        text = getattr(value, "__name__", None)
+    else:
+        text = None
     text = " ".join((text or repr(value)).split())
-    return text if len(text) <= _MOST else f"{text[: _MOST - 1]}…"
+    if len(text) <= _MOST:
+        return text
+    return f"{text[: _MOST - 1]}…"

@@ -99,7 +99,9 @@ class Table:
     def _repr_html_(self) -> str:
         header, *rows = ([*map(text, line)] for line in (self.header, *self.rows))
         found = html_table(header, rows, self.right)
-        return titled(text(self.title), found) if self.title else found
+        if self.title:
+            return titled(text(self.title), found)
+        return found
 
     def __rich__(self) -> Any:
         from rich.align import Align
@@ -111,7 +113,10 @@ class Table:
         )
         made.title = Text(self.title) if self.title else None
         for name, right in zip(self.header, self.right, strict=True):
-            side: Literal["left", "right"] = "right" if right else "left"
+            if right:
+                side: Literal["left", "right"] = "right"
+            else:
+                side = "left"
             made.add_column(
                 Align(Text(name), side, vertical="bottom"), justify=side, overflow="fold"
             )
@@ -231,7 +236,10 @@ def strip(groups: Sequence[tuple[int, int]], *, joined: bool = False) -> str:
     for count, colour in groups:
         shown = min(count, left)
         wide = shown * 11 if joined else 10
-        step = [x] if joined and shown else [x + 11 * index for index in range(shown)]
+        if joined and shown:
+            step = [x]
+        else:
+            step = [x + 11 * index for index in range(shown)]
         boxes += [_box(at, wide, COLOURS[colour % len(COLOURS)]) for at in step]
         x = x + 11 * shown + 4
         left = left - shown

@@ -264,14 +264,18 @@ def join(effect: Collective, received: Sequence[Tensor], place: int) -> Tensor:
             return torch.cat(list(received), dim)
         case PPermute():
             source = effect.source_of(place)
-            return _zeros(received[place]) if source is None else received[source]
+            if source is None:
+                return _zeros(received[place])
+            return received[source]
 
 
 def _zeros(like: Tensor) -> Tensor:
     """Zeros. Autograd follows them, with a derivative of 0, as it does the tensors that other ranks
     get."""
     zeros = torch.zeros_like(like)
-    return zeros + like.reshape(-1)[:0].sum() if like.requires_grad else zeros
+    if like.requires_grad:
+        return zeros + like.reshape(-1)[:0].sum()
+    return zeros
 
 
 def combine(effect: Collective, inputs: Sequence[Tensor]) -> list[Tensor]:

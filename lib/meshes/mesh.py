@@ -31,7 +31,10 @@ class Mesh:
     def __init__(self, **sizes: int) -> None:
         wrong = next((name for name, size in sizes.items() if not is_int(size, 1)), None)
         if wrong is not None or not sizes:
-            seen = "no axis" if wrong is None else f"{wrong}={sizes[wrong]!r}"
+            if wrong is None:
+                seen = "no axis"
+            else:
+                seen = f"{wrong}={sizes[wrong]!r}"
             written = ", ".join(f"{name}={size!r:.20}" for name, size in sizes.items())
             raise MeshError(
                 f"Mesh({written})", seen, "the number of ranks along each axis: Mesh(tensor=2)"
@@ -51,11 +54,10 @@ class Mesh:
         shape = getattr(given, "shape", None)
         if names and shape is not None:
             return cls(**dict(zip(names, map(int, shape), strict=True)))
-        seen = (
-            "a DeviceMesh without names"
-            if shape is not None and hasattr(given, "mesh_dim_names")
-            else kind_of(given)
-        )
+        if shape is not None and hasattr(given, "mesh_dim_names"):
+            seen = "a DeviceMesh without names"
+        else:
+            seen = kind_of(given)
         raise MeshError(
             call,
             f"mesh is {seen}",

@@ -77,7 +77,9 @@ class Partial:
     reduce_op: str = "sum"
 
     def __str__(self) -> str:
-        return f"Partial({self.reduce_op!r})" if self.reduce_op != "sum" else "Partial()"
+        if self.reduce_op != "sum":
+            return f"Partial({self.reduce_op!r})"
+        return "Partial()"
 
 
 @attrs.frozen

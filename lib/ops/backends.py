@@ -112,7 +112,10 @@ def _attention(kind: str) -> OpBackend:
 
 
 def _facts(backend: AttentionBackend) -> str:
-    graphs = "no graphs" if backend.capability == "none" else f"{backend.capability} graphs"
+    if backend.capability == "none":
+        graphs = "no graphs"
+    else:
+        graphs = f"{backend.capability} graphs"
     return f"{graphs}{', batch invariant' if backend.batch_invariant else ''}"
 
 
@@ -144,7 +147,9 @@ def _measured(op: str) -> str:
     if op == "run_experts":
         shapes = [key.removeprefix("experts ") for key in measured()]
         return f"; tiles measured for {', '.join(shapes) or 'no shapes'}, else by rule"
-    return f"; {_chosen(op)}" if op in ("linear", "fp8_linear") else ""
+    if op in ("linear", "fp8_linear"):
+        return f"; {_chosen(op)}"
+    return ""
 
 
 def _chosen(op: str) -> str:
@@ -153,11 +158,9 @@ def _chosen(op: str) -> str:
     fp8 = op == "fp8_linear"
     lacks = scaled_mm_lacks()
     if device() is None:
-        return (
-            "tiles by rule, since none were measured on this GPU"
-            if fp8
-            else "torch's F.linear, on this GPU"
-        )
+        if fp8:
+            return "tiles by rule, since none were measured on this GPU"
+        return "torch's F.linear, on this GPU"
     found = record()["losses"]["fp8" if fp8 else "bf16"]["held out"]
     gpu = record()["environment"]["gpu"]
     how = (
@@ -190,7 +193,10 @@ def _cuda_copies(device: torch.device) -> OpBackend:
     device = torch.device("cuda", device.index or 0)
     if reason := no_kernel(device, trial=there):
         return OpBackend("copies", "torch._foreach_copy_", f"one launch for each dtype: {reason}")
-    launched = how_launched(device) if there else "launched by the driver"
+    if there:
+        launched = how_launched(device)
+    else:
+        launched = "launched by the driver"
     return OpBackend(
         "copies",
         f"triton {triton_version()}, {launched}",

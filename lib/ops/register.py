@@ -106,15 +106,15 @@ def operator(
         for op in ops:
             if not op._schema.is_mutable:
                 library.impl(op.name(), FUNCTORCH_KEY, derived)  # for callers of torch.ops.weft
-        exact = (
-            derived
-            if no_derivative is not None
-            else _exact(ops[-1], derived, writes, returns_written)
-        )
+        if no_derivative is not None:
+            exact = derived
+        else:
+            exact = _exact(ops[-1], derived, writes, returns_written)
         unchecked = _write_call(ops, derived, exact)
-        call: Operator[P, R] = (
-            unchecked if check is None else _write_checked(ops[0], check, unchecked)
-        )
+        if check is None:
+            call: Operator[P, R] = unchecked
+        else:
+            call = _write_checked(ops[0], check, unchecked)
         for made in {unchecked, call}:
             functools.update_wrapper(made, reference)
             made.__defaults__ = _without_flag(parameters or reference)
@@ -186,9 +186,9 @@ def _define_invariant(
 def _without_flag(function: Function) -> tuple[Any, ...] | None:
     """The defaults of a function's parameters, but for the flag, which is the last one."""
     defaults: tuple[Any, ...] | None = function.__defaults__
-    return (
-        defaults[:-1] if defaults and FLAG in inspect.signature(function).parameters else defaults
-    )
+    if defaults and FLAG in inspect.signature(function).parameters:
+        return defaults[:-1]
+    return defaults
 
 
 def _signature_without_flag(function: Function) -> inspect.Signature:
@@ -343,7 +343,9 @@ def _exact(op: Any, derived: Function, writes: Sequence[str], returns_written: b
         elsewhere = torch.compiler.is_dynamo_compiling() or (
             in_functorch_transform() and in_other_transform_than_grad()
         )
-        return derived(*args) if in_place or elsewhere else apply(*args)
+        if in_place or elsewhere:
+            return derived(*args)
+        return apply(*args)
 
     return call
 

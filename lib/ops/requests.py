@@ -87,7 +87,9 @@ def move_on(
     """
     call: Callable[..., Any] = _move_on  # the functional form returns more than the operator
     made = call(positions, last_tokens, rows, query_start_loc, samples, ids)
-    return (positions, last_tokens) if made is None else (made[1], made[2])
+    if made is None:
+        return (positions, last_tokens)
+    return (made[1], made[2])
 
 
 def functional_move_on(

@@ -38,7 +38,10 @@ def turn_tables(
     Returns:
         Both `[T, D / 2]` of `dtype`.
     """
-    of_pairs = positions if positions.dim() == 2 else positions[:, None]
+    if positions.dim() == 2:
+        of_pairs = positions
+    else:
+        of_pairs = positions[:, None]
     angles = of_pairs.float() * inv_freq
     return (angles.cos() * attention_factor).to(dtype), (angles.sin() * attention_factor).to(dtype)
 
@@ -129,7 +132,10 @@ def _rotated(
     )
 
     def turned(x: Tensor, weight: Tensor | None) -> Tensor:
-        wide = widened(x) if weight is None else norm(widened(x), weight, eps)
+        if weight is None:
+            wide = widened(x)
+        else:
+            wide = norm(widened(x), weight, eps)
         left, right = wide.chunk(2, dim=-1)
         return torch.cat((left * cos - right * sin, right * cos + left * sin), dim=-1).to(x.dtype)
 

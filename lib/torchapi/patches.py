@@ -109,11 +109,9 @@ def _divert_default_generator() -> None:
         @functools.wraps(function)
         def divert(*args: Any, **kwargs: Any) -> Any:
             generator = _STANDS_FOR_DEFAULT.get()
-            return (
-                function(*args, **kwargs)
-                if generator is None
-                else getattr(generator, method)(*args, **kwargs)
-            )
+            if generator is None:
+                return function(*args, **kwargs)
+            return getattr(generator, method)(*args, **kwargs)
 
         return divert
 

@@ -107,7 +107,9 @@ def operator_name(operator: Any) -> str | None:
     operator."""
     if isinstance(operator, OpOverload):
         return str(operator.name()).partition(".")[0]
-    return str(operator).replace(".", "::", 1) if isinstance(operator, OpOverloadPacket) else None
+    if isinstance(operator, OpOverloadPacket):
+        return str(operator).replace(".", "::", 1)
+    return None
 
 
 def pytree_node(kind: type) -> Any:
@@ -131,7 +133,9 @@ def all_schemas() -> list[Any]:
 
 def schema_of(operator: Any) -> Any:
     """The schema of an operator's overload, which says what it writes; None for anything else."""
-    return operator._schema if isinstance(operator, OpOverload) else None
+    if isinstance(operator, OpOverload):
+        return operator._schema
+    return None
 
 
 def unwrapped_call(operator: Any) -> Callable[..., Any]:
@@ -144,11 +148,9 @@ def unnamed_children(node: Any) -> list[Any] | None:
     """The children of a node whose class is registered with torch's pytree without key paths; None
     for any other."""
     known = pytree.SUPPORTED_NODES.get(type(node))
-    return (
-        None
-        if known is None or known.flatten_with_keys_fn is not None
-        else list(known.flatten_fn(node)[0])
-    )
+    if known is None or known.flatten_with_keys_fn is not None:
+        return None
+    return list(known.flatten_fn(node)[0])
 
 
 def unseen() -> contextlib.AbstractContextManager[Any]:
@@ -362,9 +364,10 @@ def empty_strided_on(
     """`torch.empty_strided(size, stride, dtype)` on the current device of this type, without the
     Python around it."""
     guards: Any = torch._C._dynamo.guards
-    make: Callable[..., torch.Tensor] = (
-        guards._empty_strided_cuda if device.type == "cuda" else guards._empty_strided_cpu
-    )
+    if device.type == "cuda":
+        make: Callable[..., torch.Tensor] = guards._empty_strided_cuda
+    else:
+        make = guards._empty_strided_cpu
     return make
 
 
@@ -417,9 +420,14 @@ def function_modes() -> tuple[Any, ...]:
 def default_device() -> torch.device | None:
     """The device of the innermost `torch.device` context, or of `torch.set_default_device`; None if
     there is none."""
-    modes = _get_current_function_mode_stack() if _len_torch_function_stack() else ()
+    if _len_torch_function_stack():
+        modes = _get_current_function_mode_stack()
+    else:
+        modes = ()
     devices = [mode.device for mode in modes if isinstance(mode, DeviceContext)]
-    return devices[-1] if devices else None
+    if devices:
+        return devices[-1]
+    return None
 
 
 def switches() -> tuple[tuple[str, Any], ...]:
@@ -584,7 +592,9 @@ def unowned(tensor: torch.Tensor) -> torch.Tensor:
 def seen_as(tensor: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
     """A view of `tensor` with the lazy conjugate and negative flags of `like`."""
     view = torch._conj(tensor) if like.is_conj() else tensor
-    return torch._neg_view(view) if like.is_neg() else view
+    if like.is_neg():
+        return torch._neg_view(view)
+    return view
 
 
 def current_stream_id(device_index: int) -> Callable[[], int]:
@@ -612,11 +622,9 @@ def counted_changes(tensors: Sequence[torch.Tensor]) -> list[int]:
     torch counts none: while it compiles, in a transform of torch.func, and for tensors that were
     made in inference mode."""
     uncounted = torch.compiler.is_dynamo_compiling() or peek_interpreter_stack() is not None
-    return (
-        []
-        if uncounted or any(x.is_inference() for x in tensors)
-        else list(map(_version_of, tensors))
-    )
+    if uncounted or any(x.is_inference() for x in tensors):
+        return []
+    return list(map(_version_of, tensors))
 
 
 _version_of, _address_of = operator.attrgetter("_version"), operator.attrgetter("_cdata")

@@ -55,13 +55,16 @@ class OperatorWatch:
     def pass_on(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Call `func(*args, **kwargs)` as the next outer watch does it, if there is one."""
         outer = self._outer
-        return func(*args, **kwargs) if outer is None else outer.operator(func, args, kwargs)
+        if outer is None:
+            return func(*args, **kwargs)
+        return outer.operator(func, args, kwargs)
 
 
 def _active() -> tuple[OperatorWatch, ...]:
-    found: tuple[OperatorWatch, ...] = (
-        torch._C._get_obj_in_tls(_NAME) if torch._C._is_key_in_tls(_NAME) else ()
-    )
+    if torch._C._is_key_in_tls(_NAME):
+        found: tuple[OperatorWatch, ...] = torch._C._get_obj_in_tls(_NAME)
+    else:
+        found = ()
     return found
 
 
@@ -125,7 +128,9 @@ def _tensor(value: Any) -> Any:
         return torch.tensor(
             value, dtype=torch.complex128 if isinstance(value, complex) else torch.float64
         )
-    return torch.tensor(value) if isinstance(value, bool | int) else value
+    if isinstance(value, bool | int):
+        return torch.tensor(value)
+    return value
 
 
 @functools.cache

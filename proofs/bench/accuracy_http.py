@@ -170,7 +170,9 @@ def evaluate(
 def _answer(sample: dict[str, Any]) -> Any:
     """A completion, or the log-likelihood of each choice."""
     found = [own[0] for own in sample["resps"]]
-    return found[0] if isinstance(found[0], str) else [float(own[0]) for own in found]
+    if isinstance(found[0], str):
+        return found[0]
+    return [float(own[0]) for own in found]
 
 
 def rows(found: dict[tuple[str, str], dict[str, Any]], base: str) -> Iterator[dict[str, Any]]:
@@ -226,7 +228,10 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--limit", type=int, help="questions of each task (all)")
     parser.add_argument("--out", type=Path, help="a folder for the record")
     given = parser.parse_args(argv)
-    more = [] if given.limit is None else ["--limit", str(given.limit)]
+    if given.limit is None:
+        more = []
+    else:
+        more = ["--limit", str(given.limit)]
     found: dict[tuple[str, str], dict[str, Any]] = {}
     flags = [
         "--dtype",

@@ -153,19 +153,17 @@ def run(
     asked = requests(fast.config.vocab_size, count, output_len)
     models = (True, fast.with_stages(batch_invariant=True)), (False, fast)
     for invariant, model in models[: 1 + with_fast]:
-        kept = (
-            names
-            if invariant
-            else [name for name in names if name in ("alone", "full_and_piecewise")]
-        )
+        if invariant:
+            kept = names
+        else:
+            kept = [name for name in names if name in ("alone", "full_and_piecewise")]
         expected: Said = {}
         for name in ["alone", *(name for name in kept if name != "alone"), "teacher-forced"]:
             began = time.perf_counter()
-            said = (
-                forced(here, model, asked, expected)
-                if name not in WAYS
-                else serve(here, model, WAYS[name], asked)
-            )
+            if name not in WAYS:
+                said = forced(here, model, asked, expected)
+            else:
+                said = serve(here, model, WAYS[name], asked)
             expected = expected or said
             rows.append(
                 {"way": name, "batch_invariant": invariant, "seconds": time.perf_counter() - began}

@@ -78,7 +78,10 @@ def write_preset(folder: Path, name: str) -> None:
 
 def options_of(given: argparse.Namespace, name: str) -> Bench:
     """The options of `weft bench` for a model."""
-    source: dict[str, Any] = {"preset": name} if name in PRESETS else {"model": name}
+    if name in PRESETS:
+        source: dict[str, Any] = {"preset": name}
+    else:
+        source = {"model": name}
     return Bench(
         **source,
         input_len=given.input_len,
@@ -151,7 +154,10 @@ def run(given: argparse.Namespace, name: str) -> dict[str, Any]:
     rows = list[dict[str, Any]]()
     theirs = list[dict[str, Any]]()
     with tempfile.TemporaryDirectory() as temporary:
-        folder = Path(temporary) if options.preset else path_of(name, "--models")
+        if options.preset:
+            folder = Path(temporary)
+        else:
+            folder = path_of(name, "--models")
         if options.preset:
             write_preset(folder, name)
         with serving(str(folder), *flags, seconds=_START_SECONDS, shows_log=True) as server:
@@ -259,7 +265,10 @@ def show(row: dict[str, Any]) -> str:
         for name in ("ttft", "tpot", "itl")
         if row[name] is not None
     )
-    more = "" if "failed" not in row else f"; {row['completed']} of {row['requests']} completed"
+    if "failed" not in row:
+        more = ""
+    else:
+        more = f"; {row['completed']} of {row['requests']} completed"
     more += f", {row['tokens_per_event']:.2f} tokens an event" if "tokens_per_event" in row else ""
     return f"{row['output_tokens_per_s']:>9,.0f} tokens/s  ms: {times}{more}"
 

@@ -88,7 +88,10 @@ def run(here: Here, options: Bench, plan: Plan) -> list[dict[str, Any]]:
     fast = open_model(options, here)
     rows = list[dict[str, Any]]()
     for invariant in (False, True) if plan.batch_invariant else (False,):
-        model = fast.with_stages(batch_invariant=True) if invariant else fast
+        if invariant:
+            model = fast.with_stages(batch_invariant=True)
+        else:
+            model = fast
         rows += [{"batch_invariant": invariant, **row} for row in _run(here, options, plan, model)]
     return rows
 

@@ -100,7 +100,9 @@ def make_stage(kind: str, device: torch.device, rank: int) -> tuple[Callable[...
 
 def _shape(kind: str) -> tuple[int, int]:
     """The shape of a batch, and of the tensors sent."""
-    return (64, 512) if kind == "cpu" else (512, 4096)
+    if kind == "cpu":
+        return (64, 512)
+    return (512, 4096)
 
 
 def seconds(fn: Callable[[], Any], device: torch.device) -> float:
@@ -169,11 +171,10 @@ def measure_rank(backend: BackendName | None, timeout: float) -> Measured:
         [stage for stage, _ in made], advance=lambda state, batch, out: state, transport=transport
     )
     # the host runs ahead of a GPU
-    launch = (
-        0.0
-        if device.type == "cuda"
-        else seconds(lambda: transport.monitor.move_to(0, Run("stage 0", 0)), device)
-    )
+    if device.type == "cuda":
+        launch = 0.0
+    else:
+        launch = seconds(lambda: transport.monitor.move_to(0, Run("stage 0", 0)), device)
     events = [_run_case(transport, step, case, weights, state, batch) for case in cases(num_ranks)]
     return Measured(alone, *link, launch, events)
 

@@ -27,11 +27,9 @@ _OTHERS = Path(torch.__file__).parent, Path(__file__).parents[2]
 
 def wants_rows(subject: Subject) -> str:
     """A description of what the law needs, if the function lacks it; otherwise empty."""
-    return (
-        ""
-        if subject.graph.ladder is not None or _is_step(subject)
-        else "needs a ladder, or (params, state, batch)"
-    )
+    if subject.graph.ladder is not None or _is_step(subject):
+        return ""
+    return "needs a ladder, or (params, state, batch)"
 
 
 def _is_step(subject: Subject) -> bool:

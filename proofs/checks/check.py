@@ -126,8 +126,14 @@ def check(
     __tracebackhide__ = True
     call = f"weft.proofs.check({name_of(f)}, ...)"
     check_numbers(call, max_examples, atol, rtol)
-    device = None if device is None else pick_device(device, call=call)
-    graph: Graphified[..., Any] = f if isinstance(f, Graphified) else graphify(f, **options)
+    if device is None:
+        device = None
+    else:
+        device = pick_device(device, call=call)
+    if isinstance(f, Graphified):
+        graph: Graphified[..., Any] = f
+    else:
+        graph = graphify(f, **options)
     if graph is f and options:
         seen = f"a graphified function, and {', '.join(options)}"
         raise CheckError(
@@ -245,8 +251,14 @@ def _row(
         )
     outcome = "holds" if total else "no evidence"
     if found.error is not None:
-        outcome = "broken" if isinstance(found.error, _Broken) else "raises"
-    note = _why_no_replay(subject, last[0]) if outcome == "no evidence" else ""
+        if isinstance(found.error, _Broken):
+            outcome = "broken"
+        else:
+            outcome = "raises"
+    if outcome == "no evidence":
+        note = _why_no_replay(subject, last[0])
+    else:
+        note = ""
     return Row(law, outcome, found.examples, total, found.error, note)
 
 
@@ -255,7 +267,9 @@ def _why_no_replay(subject: Subject, call: Arguments) -> str:
     graphed = subject.fresh()
     subject.call(graphed, copies(call))
     found = subject.call(graphed.explain, copies(call))
-    return "" if found.captured else str(found)
+    if found.captured:
+        return ""
+    return str(found)
 
 
 @attrs.define(eq=False)
@@ -293,7 +307,10 @@ class _FirstCalls:
             if audited == kind:
                 return text
         answer = self.subject.ask(("refusal", [call]))
-        text = self.subject.refusal(call) if answer is None else answer
+        if answer is None:
+            text = self.subject.refusal(call)
+        else:
+            text = answer
         self.audits.append((kind, text))
         return text
 

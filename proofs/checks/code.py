@@ -46,7 +46,9 @@ Code = str | Group | tuple[str, "Code"]
 def _flat(code: Code) -> str:
     if isinstance(code, tuple):
         return code[0] + _flat(code[1])
-    return code if isinstance(code, str) else code.flat()
+    if isinstance(code, str):
+        return code
+    return code.flat()
 
 
 def _lines(code: Code, indent: int, before: str = "") -> list[str]:
@@ -131,7 +133,10 @@ class Writer:
     def tensor(self, x: Tensor) -> Code:
         """A tensor: printed in full, filled with one number, or loaded from a file."""
         self.imports.add("import torch")
-        where = "" if x.device.type in ("cpu", "meta") else f", device={str(x.device)!r}"
+        if x.device.type in ("cpu", "meta"):
+            where = ""
+        else:
+            where = f", device={str(x.device)!r}"
         grad = ".requires_grad_()" if x.requires_grad else ""
         own = x.detach().resolve_conj().resolve_neg()
         if own.is_meta:
@@ -158,7 +163,10 @@ class Writer:
         )
         head = sorted(self.imports, key=lambda line: (line.startswith("from"), line))
         if self.saved:
-            folder = Path(tempfile.mkdtemp(prefix="weft-")) if folder is None else folder
+            if folder is None:
+                folder = Path(tempfile.mkdtemp(prefix="weft-"))
+            else:
+                folder = folder
             path = folder / "saved.pt"
             torch.save(self.saved, path)
             head.append(
@@ -199,11 +207,9 @@ def _is_default(value: Any, default: Any) -> bool:
 def _number(value: Any) -> str:
     if isinstance(value, complex):
         return f"complex({_number(value.real)}, {_number(value.imag)})"
-    return (
-        repr(value)
-        if not isinstance(value, float) or math.isfinite(value)
-        else f"float({str(value)!r})"
-    )
+    if not isinstance(value, float) or math.isfinite(value):
+        return repr(value)
+    return f"float({str(value)!r})"
 
 
 def _constant(x: Tensor, where: str) -> str | None:
@@ -247,7 +253,10 @@ def _strided(x: Tensor, written: str) -> str:
         or written.startswith("saved")
     ):
         return written
-    device = "" if x.device.type == "cpu" else f", device={str(x.device)!r}"
+    if x.device.type == "cpu":
+        device = ""
+    else:
+        device = f", device={str(x.device)!r}"
     return (
         f"torch.empty_strided({tuple(x.shape)}, {like.stride()},"
         f" dtype={x.dtype}{device}).copy_({written})"
@@ -289,7 +298,9 @@ def _dict(writer: Writer, value: Any) -> Code:
 
 def _torch_name(writer: Writer, value: Any) -> Code:
     writer.imports.add("import torch")
-    return f"torch.{value!r}" if isinstance(value, torch.device | torch.Size) else repr(value)
+    if isinstance(value, torch.device | torch.Size):
+        return f"torch.{value!r}"
+    return repr(value)
 
 
 _WRITERS: tuple[tuple[Any, Callable[[Writer, Any], Code]], ...] = (

@@ -50,7 +50,10 @@ class Difference:
     of_leaves: int = 0
 
     def __str__(self) -> str:
-        index = "" if self.first is None else str(list(self.first.index))
+        if self.first is None:
+            index = ""
+        else:
+            index = str(list(self.first.index))
         return f"{self.path}{index}: {self.seen} against {self.expected}"
 
     def text(self, seen: str = "seen", expected: str = "expected") -> str:
@@ -68,11 +71,9 @@ class Difference:
         leaf = self.path or "the result"
         if self.first is None:
             return leaf
-        return (
-            f"{leaf}, element {list(self.first.index)} of {self.kind}"
-            if self.first.index
-            else f"{leaf}, {self.kind}"
-        )
+        if self.first.index:
+            return f"{leaf}, element {list(self.first.index)} of {self.kind}"
+        return f"{leaf}, {self.kind}"
 
     def _counts(self) -> list[tuple[str, str]]:
         rows: list[tuple[str, str]] = []
@@ -117,11 +118,9 @@ def find_difference(
     pairs = list(zip(leaves_with_names(seen), leaves_with_names(expected), strict=True))
     found_in = [_leaf_difference(path, a, b, tolerance) for (path, a), (_, b) in pairs]
     differing = [make for make in found_in if make is not None]
-    return (
-        attrs.evolve(differing[0](), num_leaves=len(differing), of_leaves=len(pairs))
-        if differing
-        else None
-    )
+    if differing:
+        return attrs.evolve(differing[0](), num_leaves=len(differing), of_leaves=len(pairs))
+    return None
 
 
 def assert_equal(law: str, seen: Any, expected: Any, *, exact: bool = True) -> None:
@@ -141,7 +140,9 @@ def _leaf_difference(
 ) -> Callable[[], Difference] | None:
     """The description of how two leaves differ; None if they are equal."""
     if not isinstance(a, Tensor | np.ndarray) or not isinstance(b, Tensor | np.ndarray):
-        return None if _same(a, b, tolerance) else lambda: Difference(path, _words(a), _words(b))
+        if _same(a, b, tolerance):
+            return None
+        return lambda: Difference(path, _words(a), _words(b))
     if (kinds := (_words(a), _words(b)))[0] != kinds[1]:
         return lambda: Difference(path, *kinds)
     a, b = plain(a), plain(b)
@@ -162,7 +163,10 @@ def _words(value: Any) -> str:
 
 def _same(a: Any, b: Any, tolerance: Tolerance) -> bool:
     if isinstance(a, float | complex) and type(a) is type(b):
-        kind = torch.complex128 if isinstance(a, complex) else torch.float64
+        if isinstance(a, complex):
+            kind = torch.complex128
+        else:
+            kind = torch.float64
         return not bool(
             unequal(torch.tensor(a, dtype=kind), torch.tensor(b, dtype=kind), tolerance)
         )

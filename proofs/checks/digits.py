@@ -19,12 +19,13 @@ def digits(x: Tensor) -> list[str]:
     if x.dtype.is_complex:
         real, imag = (digits(part) for part in (torch.view_as_real(x)[:, i] for i in (0, 1)))
         return [f"complex({a}, {b})" for a, b in zip(real, imag, strict=True)]
-    values = x.cpu().double().tolist() if x.dtype.is_floating_point else x.tolist()
-    return (
-        [_shortest(value, x.dtype) for value in values]
-        if x.dtype.is_floating_point
-        else list(map(repr, values))
-    )
+    if x.dtype.is_floating_point:
+        values = x.cpu().double().tolist()
+    else:
+        values = x.tolist()
+    if x.dtype.is_floating_point:
+        return [_shortest(value, x.dtype) for value in values]
+    return list(map(repr, values))
 
 
 def _shortest(value: float, dtype: torch.dtype) -> str:

@@ -29,7 +29,9 @@ class Tolerance:
         return self.atol == self.rtol == 0
 
     def __str__(self) -> str:
-        return "bitwise" if self.exact else f"within atol={self.atol:g} and rtol={self.rtol:g}"
+        if self.exact:
+            return "bitwise"
+        return f"within atol={self.atol:g} and rtol={self.rtol:g}"
 
 
 @attrs.frozen
@@ -61,7 +63,9 @@ def plain(x: Tensor | np.ndarray[Any, Any]) -> Tensor:
     if isinstance(x, np.ndarray):
         return torch.from_numpy(np.ascontiguousarray(x))
     x = x.detach().resolve_conj().resolve_neg()
-    return x if x.layout == torch.strided else x.to_dense()
+    if x.layout == torch.strided:
+        return x
+    return x.to_dense()
 
 
 def unequal(a: Tensor, b: Tensor, tolerance: Tolerance) -> Tensor:
@@ -76,7 +80,9 @@ def unequal(a: Tensor, b: Tensor, tolerance: Tolerance) -> Tensor:
         return ~torch.isclose(wide_a, wide_b, tolerance.rtol, tolerance.atol, tolerance.equal_nan)
     differ = _bits(a) != _bits(b)
     nan = wide_a.isnan() & wide_b.isnan()
-    return differ & ~nan if tolerance.equal_nan else differ | nan
+    if tolerance.equal_nan:
+        return differ & ~nan
+    return differ | nan
 
 
 def _bits(x: Tensor) -> Tensor:
@@ -92,9 +98,11 @@ def has_no_numbers(dtype: torch.dtype) -> bool:
 def _wide(x: Tensor) -> Tensor:
     """The same numbers in a dtype that torch can compare."""
     small = x.dtype.itemsize == 1 and x.dtype.is_floating_point
-    return (
-        x.to(torch.float32) if small else x.to(torch.complex64) if x.dtype == torch.complex32 else x
-    )
+    if small:
+        return x.to(torch.float32)
+    if x.dtype == torch.complex32:
+        return x.to(torch.complex64)
+    return x
 
 
 def first_place(a: Tensor, b: Tensor, differ: Tensor) -> Place:
@@ -137,7 +145,9 @@ def ulps(a: Tensor, b: Tensor) -> int | None:
             ulps(x, y) for x, y in zip(torch.view_as_real(a), torch.view_as_real(b), strict=True)
         ]
         known = [part for part in parts if part is not None]
-        return max(known) if len(known) == 2 else None
+        if len(known) == 2:
+            return max(known)
+        return None
     if (
         not a.dtype.is_floating_point
         or has_no_numbers(a.dtype)
@@ -155,4 +165,6 @@ def _rank(x: Tensor) -> int:
         return bits
     top = 1 << (8 * x.dtype.itemsize - 1)
     magnitude = bits & (top - 1)
-    return -magnitude if bits < 0 or bits >= top else magnitude
+    if bits < 0 or bits >= top:
+        return -magnitude
+    return magnitude

@@ -185,7 +185,10 @@ def _default_prompts(few: Sequence[int]) -> list[tuple[int, ...]]:
 
 def _default_sampling(few: Sequence[int], vocab_size: int) -> list[SamplingParams]:
     """Each leaves at least 7 of the few tokens, and most allow no others."""
-    only: dict[str, Any] = {} if len(few) == vocab_size else {"allowed_token_ids": few}
+    if len(few) == vocab_size:
+        only: dict[str, Any] = {}
+    else:
+        only = {"allowed_token_ids": few}
     penalties = {"frequency_penalty": 0.4, "presence_penalty": 0.3}
     stops = [few[place] for place in (0, 2, 3, 5, 7)]
     fields: list[dict[str, Any]] = [
@@ -276,9 +279,10 @@ class EngineMachine(RuleBasedStateMachine):
             )
             priority = draw.choice((0, 0, 1))
             adapter = draw.choice(self._adapters)
-            mask = (
-                draw.choice((None, draw.randrange(len(subject.masks)))) if subject.masks else None
-            )
+            if subject.masks:
+                mask = draw.choice((None, draw.randrange(len(subject.masks))))
+            else:
+                mask = None
             options: dict[str, Any] = {"priority": priority, "adapter": adapter, "max_tokens": most}
             options["mask"] = subject.mask(mask)
             _note(
@@ -373,7 +377,10 @@ class EngineMachine(RuleBasedStateMachine):
         tokens = track.token_ids
         reason = track.reason
         params = track.request.sampling
-        ends = "stop" if len(expected) < most or expected[-1] in params.stop_token_ids else "length"
+        if len(expected) < most or expected[-1] in params.stop_token_ids:
+            ends = "stop"
+        else:
+            ends = "length"
         if reason == "abort":
             expected = expected[: len(tokens)]
             ends = "abort"

@@ -60,11 +60,9 @@ class Counterexample(LawViolation):
 
     def __str__(self) -> str:
         """The difference and the code; the difference alone if the code is shown separately."""
-        return (
-            self.text
-            if self.code_apart
-            else f"{self.text}\nto see it again:\n{textwrap.indent(self.code(), '    ')}"
-        )
+        if self.code_apart:
+            return self.text
+        return f"{self.text}\nto see it again:\n{textwrap.indent(self.code(), '    ')}"
 
 
 def assert_equivalent(
@@ -129,11 +127,10 @@ def assert_equivalent(
     options = {"atol": atol, "rtol": rtol, "equal_nan": equal_nan, "raises": raises}
     drawn = as_given(given, call)
     comparison = _Comparison(f, g, names, tolerance, raises, _call(names, options))
-    found = (
-        search(comparison, drawn, call, (f, g), max_examples)
-        if is_strategy(drawn)
-        else once(comparison, drawn)
-    )
+    if is_strategy(drawn):
+        found = search(comparison, drawn, call, (f, g), max_examples)
+    else:
+        found = once(comparison, drawn)
     if not found.examples:
         seen = "a Hypothesis profile that generates no examples, and none in its database"
         raise CheckError(call, seen, "a profile whose `phases` have Phase.generate")
@@ -170,7 +167,9 @@ def _call(names: Sequence[str], options: dict[str, Any]) -> str:
 def _written(value: Any) -> str:
     if isinstance(value, tuple):
         return "(" + "".join(f"{_written(v)}, " for v in value).strip() + ")"
-    return value.__name__ if isinstance(value, type) else repr(value)
+    if isinstance(value, type):
+        return value.__name__
+    return repr(value)
 
 
 @attrs.frozen
@@ -215,7 +214,9 @@ class _Comparison:
 
 
 def _said(error: Exception | None) -> str:
-    return "returns" if error is None else f"raises {type(error).__name__}: {error}"
+    if error is None:
+        return "returns"
+    return f"raises {type(error).__name__}: {error}"
 
 
 def _outcome(fn: Callable[..., Any], given: Any) -> tuple[Any, Exception | None]:

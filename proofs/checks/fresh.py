@@ -88,7 +88,9 @@ class FreshProcesses:
             self._end()
             return None
         try:
-            return pickle.loads(answer) if answer else None
+            if answer:
+                return pickle.loads(answer)
+            return None
         except Exception:
             return None
 

@@ -74,7 +74,10 @@ def search(
     failures: list[Exception] = []
     count = 0
     profile = settings()
-    most = profile.max_examples if max_examples is None else max_examples
+    if max_examples is None:
+        most = profile.max_examples
+    else:
+        most = max_examples
 
     @settings(
         deadline=None,
@@ -203,7 +206,9 @@ def as_given(given: Any, call: str) -> Any:
     from hypothesis import strategies as st
 
     def one(value: Any) -> Any:
-        return value if is_strategy(value) else st.just(value)
+        if is_strategy(value):
+            return value
+        return st.just(value)
 
     if isinstance(given, dict):
         return st.fixed_dictionaries({name: one(value) for name, value in given.items()})
@@ -231,29 +236,33 @@ def copies(tree: Any, device: torch.device | str | None = None) -> Any:
         if not isinstance(x, Tensor):
             return x
         new = x.detach().clone().to(device or x.device)
-        return new.requires_grad_() if x.requires_grad else new
+        if x.requires_grad:
+            return new.requires_grad_()
+        return new
 
     return tree_map(copy, tree)
 
 
 def call_with(fn: Callable[..., Any], given: tuple[Any, ...] | dict[str, Any]) -> Any:
     """Call a function with arguments in order, or by name."""
-    return fn(**given) if isinstance(given, dict) else fn(*given)
+    if isinstance(given, dict):
+        return fn(**given)
+    return fn(*given)
 
 
 def name_of(fn: Any, otherwise: str = "f") -> str:
     """The name of a function in a message."""
     name = getattr(fn, "__name__", "")
     name = name if name and "<" not in name else otherwise
-    return f"graphify({name})" if hasattr(fn, "cache_info") and hasattr(fn, "explain") else name
+    if hasattr(fn, "cache_info") and hasattr(fn, "explain"):
+        return f"graphify({name})"
+    return name
 
 
 def names_of(fns: Sequence[Any]) -> list[str]:
     """The names of two functions in one message; if they have the same name, as after
     `functools.wraps`, with `f` and `g` added."""
     names = [name_of(fn, other) for fn, other in zip(fns, "fg", strict=True)]
-    return (
-        names
-        if len(set(names)) == len(names)
-        else [f"{n} ({name})" for name, n in zip(names, "fg", strict=True)]
-    )
+    if len(set(names)) == len(names):
+        return names
+    return [f"{n} ({name})" for name, n in zip(names, "fg", strict=True)]

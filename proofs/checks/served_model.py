@@ -76,7 +76,9 @@ class ServedModel:
         )
 
     def mask(self, place: int | None) -> Mask | None:
-        return None if place is None else self.masks[place]
+        if place is None:
+            return None
+        return self.masks[place]
 
     def tokens(self, key: CompletionKey) -> list[int]:
         """All tokens of a completion, by the oracle."""
@@ -88,7 +90,10 @@ class ServedModel:
             prompt = self.prompts[key.prompt]
             mask = self.mask(key.mask)
             request = CompletionRequest(prompt, own, self.max_tokens, key.adapter, mask)
-            said = None if self.expected is None else self.expected(request)
+            if self.expected is None:
+                said = None
+            else:
+                said = self.expected(request)
             self._known[key] = (
                 self._alone(request) if said is None else [int(token) for token in said]
             )

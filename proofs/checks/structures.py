@@ -66,5 +66,8 @@ def _words(spec: TreeSpec) -> str:
         absent = ((name, None) for name in spec.context.absent)
         statics = (*absent, *zip(fields.statics, spec.context.values, strict=True))
         return f"{with_article(spec.type.__name__)}({', '.join(f'{name}={value!r}' for name, value in statics)})"
-    kind = spec.context if hasattr(spec.context, "_fields") else spec.type
+    if hasattr(spec.context, "_fields"):
+        kind = spec.context
+    else:
+        kind = spec.type
     return f"{with_article(kind.__name__)} of {len(children_of(spec))}"

@@ -56,12 +56,16 @@ class Subject:
     def answer(self, question: Question) -> Any:
         """The answer to a question."""
         what, calls = question
-        return self.refusal(calls[0]) if what == "refusal" else self.outcomes(calls)
+        if what == "refusal":
+            return self.refusal(calls[0])
+        return self.outcomes(calls)
 
     def ask(self, question: Question) -> Any:
         """The answer of a process that has seen no call of the function; None if there is no such
         process."""
-        return None if self.processes is None else self.processes.ask(question)
+        if self.processes is None:
+            return None
+        return self.processes.ask(question)
 
     def refusal(self, call: Arguments) -> str:
         """What a capture refuses in this call; empty if it refuses nothing."""
@@ -108,7 +112,10 @@ class Subject:
         """
         signature = self.graph.roles.signature
         try:
-            bound = signature.bind(*given) if isinstance(given, tuple) else signature.bind_partial()
+            if isinstance(given, tuple):
+                bound = signature.bind(*given)
+            else:
+                bound = signature.bind_partial()
             if isinstance(given, dict):
                 if unknown := [name for name in given if name not in signature.parameters]:
                     raise TypeError(f"no argument {unknown[0]!r}")
@@ -231,7 +238,9 @@ class _World:
         kept = self.subject.donated(self.own)
         spans = _next_spans(expected, kept)
         if tree_structure(seen) != tree_structure(expected) or len(spans) < len(kept):
-            return self.reset() if kept else None
+            if kept:
+                return self.reset()
+            return None
         for references, result in ((self.eager, expected), (self.graphed, seen)):
             leaves = tree_leaves(result)
             parts = {name: [leaves[i] for i in span] for name, span in spans.items()}

@@ -73,7 +73,10 @@ def _compare_with_a_first_call(subject: Subject, calls: Calls) -> int:
     if len(calls) < 2:
         return 0
     in_order = subject.ask(("outcomes", calls))
-    alone = None if in_order is None else subject.ask(("outcomes", calls[-1:]))
+    if in_order is None:
+        alone = None
+    else:
+        alone = subject.ask(("outcomes", calls[-1:]))
     if alone is None or in_order[-1].error:
         return (
             0  # no such process; or a call that raises, which it may do for what was drawn together
@@ -104,7 +107,9 @@ def replay(subject: Subject, calls: Calls) -> int:
         held.append((result, copies(result)))
     for result, copy in held:
         subject.expect(result, copy, ("after later replays", "when returned"))
-    return len(held) if graphed.cache_info().replays else 0
+    if graphed.cache_info().replays:
+        return len(held)
+    return 0
 
 
 def trace(subject: Subject, calls: Calls) -> int:
@@ -148,7 +153,9 @@ def _of_requests(tree: Any) -> Any:
     """The tree with each `State` replaced by its requests' part."""
 
     def seen(node: Any) -> Any:
-        return visible([node]) if isinstance(node, State) else node
+        if isinstance(node, State):
+            return visible([node])
+        return node
 
     return tree_map(seen, tree, is_leaf=lambda node: isinstance(node, State))
 
@@ -239,11 +246,15 @@ def _is_float(x: Any) -> bool:
 
 
 def _wants_a_ladder(subject: Subject) -> str:
-    return "" if subject.graph.ladder is not None else "needs a ladder"
+    if subject.graph.ladder is not None:
+        return ""
+    return "needs a ladder"
 
 
 def _wants_copies(subject: Subject) -> str:
-    return "lends results" if lends(subject.graph) else ""
+    if lends(subject.graph):
+        return "lends results"
+    return ""
 
 
 LAWS = (

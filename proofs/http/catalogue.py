@@ -110,7 +110,10 @@ def _draw(drawn: random.Random) -> Asked:
         del body["prompt"]
         messages = [{"role": "system", "content": "Be short."}, {"role": "user", "content": prompt}]
         body |= {"messages": messages[drawn.randint(0, 1) :], "logprobs": drawn.random() < 0.5}
-    path = "/v1/chat/completions" if kind == "chat" else "/v1/completions"
+    if kind == "chat":
+        path = "/v1/chat/completions"
+    else:
+        path = "/v1/completions"
     return Asked(kind, path, {**body, **more[kind]})
 
 

@@ -315,11 +315,9 @@ def problem_of(answer: Answer) -> str:
             given = json.loads(own)
             if "error" in given and (problem := _error_problem(own, answer.headers, None)):
                 return problem
-        return (
-            ""
-            if not answer.whole or (events and ("[DONE]" in events[-1:] or "error" in events[-1]))
-            else "no end"
-        )
+        if not answer.whole or (events and ("[DONE]" in events[-1:] or "error" in events[-1])):
+            return ""
+        return "no end"
     if answer.headers.get("content-type", "").startswith("application/json") and answer.whole:
         try:
             json.loads(answer.body)
@@ -338,7 +336,9 @@ def _error_problem(raw: str, headers: Any, kind: str | None = "application/json"
         )
     except (ValueError, TypeError, KeyError, AttributeError):
         wrong = True
-    return f"an error that is not in OpenAI's form: {raw:.300}" if wrong else ""
+    if wrong:
+        return f"an error that is not in OpenAI's form: {raw:.300}"
+    return ""
 
 
 class _Trap:
@@ -387,7 +387,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     found = fuzz(given.cases, given.seed, given.idle)
     print(found)
     write_record(given.out, "http-fuzz-cpu.json", found.record())
-    return 1 if found.failures else 0
+    if found.failures:
+        return 1
+    return 0
 
 
 if __name__ == "__main__":

@@ -158,7 +158,10 @@ class _Load:
 
     def _ask(self, kind: str, drawn: random.Random) -> None:
         """Ask, again while refused, and compare."""
-        place = drawn.choice(self.quick) if kind == "quick" else drawn.randrange(len(self.requests))
+        if kind == "quick":
+            place = drawn.choice(self.quick)
+        else:
+            place = drawn.randrange(len(self.requests))
         asked = self.requests[place]
         streams = kind in ("stream", "slow")
         raw = request_bytes(asked.path, json.dumps({**asked.body, "stream": streams}).encode())
@@ -312,7 +315,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     found = load(given.minutes, given.seed)
     print(found)
     write_record(given.out, "http-load-cpu.json", found.record())
-    return 1 if found.differences else 0
+    if found.differences:
+        return 1
+    return 0
 
 
 if __name__ == "__main__":

@@ -192,7 +192,10 @@ def connect(port: int, seconds: float = 60.0) -> socket.socket:
 
 def post(port: int, path: str, body: Any, **options: Any) -> Answer:
     """The answer to a body of JSON."""
-    raw = body if isinstance(body, bytes) else json.dumps(body).encode()
+    if isinstance(body, bytes):
+        raw = body
+    else:
+        raw = json.dumps(body).encode()
     with connect(port) as own:
         own.sendall(request_bytes(path, raw, **options))
         return read_answers(own)[0]

@@ -111,8 +111,14 @@ def graph_is_eager_on_tensor_programs(
         warnings.simplefilter("ignore")
         first = program.run()
         second = program.run()
-        graph = second["graph"] if "graph" in second else graphify(second["f"], **program.options())
-        eager = donates(*program.donated)(first["f"]) if program.donated else first["f"]
+        if "graph" in second:
+            graph = second["graph"]
+        else:
+            graph = graphify(second["f"], **program.options())
+        if program.donated:
+            eager = donates(*program.donated)(first["f"])
+        else:
+            eager = first["f"]
         _compare_calls(_World(program, first, eager), _World(program, second, graph), device, tally)
         if "graph" not in second:
             info = graph.cache_info()
@@ -242,7 +248,11 @@ def _readable(arguments: Sequence[Any]) -> list[Any]:
 def _copied(x: Any) -> Any:
     if isinstance(x, torch.Generator):
         return x.get_state()
-    return x.detach().clone() if isinstance(x, Tensor) else None if isinstance(x, nn.Module) else x
+    if isinstance(x, Tensor):
+        return x.detach().clone()
+    if isinstance(x, nn.Module):
+        return None
+    return x
 
 
 def _in_layout(state: Any, like: Any) -> Any:

@@ -190,7 +190,10 @@ def _outcome(
             f"{_LAW}: {composition}, call {call}: torch's surroundings are {after}, and were"
             f" {before}"
         )
-    generator = torch.get_rng_state() if device == "cpu" else torch.cuda.get_rng_state()
+    if device == "cpu":
+        generator = torch.get_rng_state()
+    else:
+        generator = torch.cuda.get_rng_state()
     weight = subject.built.world.weight.detach().clone()
     return _Outcome(result, argument, weight, generator)
 

@@ -43,7 +43,10 @@ def derivatives_are_of_the_step(scenario: Scenario, place: int | None, device: s
     assert_equal("L15 backward of a step is its grad", found, slopes, exact=False)
 
     names = [name for name, _ in leaves_with_names(params)]
-    at = list(range(len(names))) if place is None else [place % len(names)]
+    if place is None:
+        at = list(range(len(names)))
+    else:
+        at = [place % len(names)]
     direction = _direction(params, at, scenario.seed)
     slope = _product(slopes, direction)
     size = 0.3 * math.sqrt(_product(slopes, slopes, at))
@@ -127,7 +130,10 @@ def _direction(params: Any, places: Sequence[int], seed: int) -> Any:
 
 def _product(one: Any, other: Any, places: Sequence[int] | None = None) -> float:
     pairs = list(zip(tree_leaves(one), tree_leaves(other), strict=True))
-    kept = pairs if places is None else [pairs[place] for place in places]
+    if places is None:
+        kept = pairs
+    else:
+        kept = [pairs[place] for place in places]
     return sum(float((a.double() * b.double()).sum()) for a, b in kept)
 
 

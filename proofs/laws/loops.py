@@ -30,7 +30,10 @@ def loops_are_python_loops(loop: Loop, device: str = "cpu") -> None:
     def taking(carry: Any) -> Any:
         return while_loop(loop.cond, in_place, carry, max_steps=loop.max_steps)
 
-    whole = graphify(taking, donate_argnames="carry") if loop.in_place else graphify(eager)
+    if loop.in_place:
+        whole = graphify(taking, donate_argnames="carry")
+    else:
+        whole = graphify(eager)
     state: Any = _first(loop, loop.starts[0], device)
     for start in loop.starts:
         if loop.in_place:  # donated memory is kept from call to call

@@ -29,7 +29,10 @@ def pipeline_is_composition(
     stages = scenario.stages(num_stages, device)
     params = scenario.params(num_stages, device)
     plain = compose(stages, advance=advance)
-    parts = stages if ladder is None else [graphify(stage, ladder=ladder) for stage in stages]
+    if ladder is None:
+        parts = stages
+    else:
+        parts = [graphify(stage, ladder=ladder) for stage in stages]
     spanned = pipeline(parts, microbatches=microbatches, advance=advance)
     state = scenario.state(num_stages, device)
     other = scenario.state(num_stages, device)

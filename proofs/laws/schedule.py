@@ -50,11 +50,10 @@ def checker_is_right(case: Scheduled) -> None:
     if wrong is None and not fenced(case.programs, case.buffers):
         wrong = "a fence is missing"
     if (wrong is None) != (refused is None):
-        said = (
-            f"accepts what goes wrong: {wrong}"
-            if refused is None
-            else f"refuses what is right: {refused}"
-        )
+        if refused is None:
+            said = f"accepts what goes wrong: {wrong}"
+        else:
+            said = f"refuses what is right: {refused}"
         raise LawViolation(f"L10 the checker is right: it {said}")
 
 
@@ -148,7 +147,10 @@ def fewest_rounds(programs: Sequence[Program], jobs: Sequence[Job]) -> int:
     @functools.cache
     def end(stage: int, microbatch: int) -> int:
         after = jobs[microbatch].after
-        needed = [before[stage, microbatch]] if (stage, microbatch) in before else []
+        if (stage, microbatch) in before:
+            needed = [before[stage, microbatch]]
+        else:
+            needed = []
         needed += [(stage - 1, microbatch)] if stage else []
         needed += [] if after is None else [(last, after)]
         return 1 + max((end(*run) for run in needed), default=0)
@@ -206,7 +208,9 @@ def _one_after_the_other(case: Woven) -> list[Any]:
 
 
 def _without_schema(effect: Effect) -> Effect:
-    return effect if isinstance(effect, Run | Fence) else attrs.evolve(effect, schema=None)
+    if isinstance(effect, Run | Fence):
+        return effect
+    return attrs.evolve(effect, schema=None)
 
 
 def _streamed(case: Woven, scheduled: Scheduled, transport: Transport | None) -> list[Any]:
@@ -216,7 +220,9 @@ def _streamed(case: Woven, scheduled: Scheduled, transport: Transport | None) ->
     others = interleaved(len(programs))  # for the pipeline's own number of micro-batches
 
     def schedule(num_stages: int, jobs: Sequence[Job], **options: Any) -> Sequence[Program]:
-        return programs if tuple(jobs) == scheduled.jobs else others(num_stages, jobs, **options)
+        if tuple(jobs) == scheduled.jobs:
+            return programs
+        return others(num_stages, jobs, **options)
 
     advance = _advance if case.advances else None
     step = pipeline(

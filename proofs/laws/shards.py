@@ -338,7 +338,10 @@ def _shared(cut: CutScenario, num_ranks: int) -> tuple[Step, Any, Any]:
     layouts = scenario.layouts(cut.num_stages)
     own = share_config(config, num_ranks)
     is_cut = cut.leaves > 1
-    ranks = TensorRanks(AXIS, config.vocab_size) if num_ranks > 1 else None
+    if num_ranks > 1:
+        ranks = TensorRanks(AXIS, config.vocab_size)
+    else:
+        ranks = None
     options: dict[str, Any] = {
         "keep_logits": True,
         "batch_invariant": is_cut,
@@ -369,11 +372,9 @@ def _share_of(cut: CutScenario, layout: StageLayout, share: Share) -> DecoderPar
     scenario = cut.scenario
     options: dict[str, Any] = {"device": "cpu", "dtype": cut.dtype, "std": 0.3, "shard": share}
     params = random_params(scenario.config, layout, seed=scenario.seed, **options)
-    return (
-        hold_adapters(params, scenario.config, layout, scenario.seed, share)
-        if scenario.adapters
-        else params
-    )
+    if scenario.adapters:
+        return hold_adapters(params, scenario.config, layout, scenario.seed, share)
+    return params
 
 
 def _advance(states: tuple[State, ...], batch: Any, out: Any) -> tuple[State, ...]:

@@ -52,7 +52,9 @@ def row(
 
 def _beginning(text: str) -> str:
     text = " ".join(text.split())
-    return text if len(text) <= LONGEST else f"{text[:LONGEST]}…"
+    if len(text) <= LONGEST:
+        return text
+    return f"{text[:LONGEST]}…"
 
 
 def table(rows: Iterable[dict[str, Any]]) -> str:

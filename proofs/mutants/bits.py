@@ -132,11 +132,9 @@ def _by_the_number_of_tokens_in_float16(
 ) -> Tensor:
     """In float16 alone, a small batch is another product."""
     is_other = x.dtype == torch.float16 and len(x) <= 2
-    return (
-        F.linear(x.float(), weight.float(), bias).half()
-        if is_other
-        else multiply(x, weight, bias, batch_invariant)
-    )
+    if is_other:
+        return F.linear(x.float(), weight.float(), bias).half()
+    return multiply(x, weight, bias, batch_invariant)
 
 
 def _kept_by_the_batch(x: Tensor, dtype: torch.dtype) -> Tensor:
@@ -150,7 +148,9 @@ def _kept_by_the_batch(x: Tensor, dtype: torch.dtype) -> Tensor:
 def _experts_in_the_batch(*args: Any, **options: Any) -> Tensor:
     """A token's experts are added up in the order in which the batch comes to them."""
     made = run_experts(*args, **options)
-    return made.flip(0) if made.shape[1] > 1 else made
+    if made.shape[1] > 1:
+        return made.flip(0)
+    return made
 
 
 def _wide_beside_an_image(
@@ -170,11 +170,9 @@ def _wide_beside_an_image(
 
 def _in_the_main_thread() -> AbstractContextManager[None]:
     """The other threads' stages are not batch invariant."""
-    return (
-        batch_invariant()
-        if threading.current_thread() is threading.main_thread()
-        else nullcontext()
-    )
+    if threading.current_thread() is threading.main_thread():
+        return batch_invariant()
+    return nullcontext()
 
 
 def _shifted_in_twos(logits: Tensor, *args: Any) -> tuple[Tensor, Tensor, Tensor]:

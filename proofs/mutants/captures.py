@@ -86,7 +86,9 @@ def _call_without_note(self: Audit, func: Any, args: Any, kwargs: Any) -> Any:
 
 
 def _plain_alias(leaf: Any, like: Any, grad: bool) -> Any:
-    return leaf.data if isinstance(leaf, Tensor) else leaf
+    if isinstance(leaf, Tensor):
+        return leaf.data
+    return leaf
 
 
 def _with_defaults_of_the_inner(roles: Roles, name: str, args: Any, kwargs: Any) -> Any:
@@ -96,7 +98,9 @@ def _with_defaults_of_the_inner(roles: Roles, name: str, args: Any, kwargs: Any)
 
 
 def _modules_of_its_own(self: Roles, statics: Any) -> tuple[nn.Module, ...]:
-    return tuple(self.module.modules()) if isinstance(self.module, nn.Module) else ()
+    if isinstance(self.module, nn.Module):
+        return tuple(self.module.modules())
+    return ()
 
 
 @contextmanager

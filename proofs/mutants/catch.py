@@ -136,7 +136,9 @@ def replay(law: Law, choices: str, device: str = "cpu") -> Caught | None:
     except (LawViolation, Flaky, FlakyStrategyDefinition):
         if not found:
             raise
-    return found[0][0] if found else None
+    if found:
+        return found[0][0]
+    return None
 
 
 def _written(data: st.DataObject) -> str:
@@ -151,7 +153,9 @@ class _OneCase(ExampleDatabase):
         self.choices = choices
 
     def fetch(self, key: bytes) -> Iterable[bytes]:
-        return () if key.endswith((b".secondary", b".pareto")) else (self.choices,)
+        if key.endswith((b".secondary", b".pareto")):
+            return ()
+        return (self.choices,)
 
     def save(self, key: bytes, value: bytes) -> None:
         """Do nothing: `weft.proofs.mutants` writes the record."""

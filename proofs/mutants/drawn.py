@@ -190,7 +190,10 @@ def mutants_of(file: str, source: str) -> Iterator[DrawnMutant]:
             # Ast.parse gives both
             end = starts[(node.end_lineno or 0) - 1] + (node.end_col_offset or 0)
             text = ast.unparse(ast.fix_missing_locations(changed))
-            after = f"({text})" if isinstance(changed, ast.expr) else text
+            if isinstance(changed, ast.expr):
+                after = f"({text})"
+            else:
+                after = text
             first_line, last_line = _span(place.statement)
             yield DrawnMutant(
                 file=file,
@@ -207,7 +210,9 @@ def mutants_of(file: str, source: str) -> Iterator[DrawnMutant]:
 def mirror(repository: Path, file: Path) -> Path | None:
     """The test file that mirrors a file of the product; None if there is none."""
     test = repository / "tests" / file.parent / f"test_{file.name}"
-    return test if test.exists() else None
+    if test.exists():
+        return test
+    return None
 
 
 def mirrored_files(repository: Path) -> list[Path]:
@@ -385,7 +390,10 @@ def _round(
             _finish(process, out)
     rows: dict[int, dict[str, Any]] = {}
     for path in verdicts:
-        lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
+        if path.exists():
+            lines = path.read_text(encoding="utf-8").splitlines()
+        else:
+            lines = []
         rows |= {row["number"]: row for row in map(json.loads, lines)}
     return rows
 

@@ -66,7 +66,9 @@ def _forgetting(field: str) -> Callable[[], AbstractContextManager[Any]]:
     def forgetful(leaf: Any, shape: Any, by_reference: bool) -> Any:
         key = leaf_key(leaf, shape, by_reference)
         nothing = dict[str, Any]({field: None})
-        return attrs.evolve(key, **nothing) if isinstance(key, LeafKey) else key
+        if isinstance(key, LeafKey):
+            return attrs.evolve(key, **nothing)
+        return key
 
     return replace(_CALL, "leaf_key", forgetful)
 
@@ -138,7 +140,9 @@ def _held_weakly() -> Iterator[None]:
 
 def _live(tree: Any, descriptor: Any) -> Any:
     own = find_descriptors(tree)[0]
-    return pad(tree, descriptor) if descriptor.covers(own) else inert(tree, descriptor)
+    if descriptor.covers(own):
+        return pad(tree, descriptor)
+    return inert(tree, descriptor)
 
 
 @contextmanager
@@ -163,7 +167,9 @@ class _Unrestored(SavedTensors):
 
 
 def _home_without_writing(value: Any, home: Tensor | None) -> Any:
-    return value if home is None else home
+    if home is None:
+        return value
+    return home
 
 
 def _swapped(outputs: Outputs, buffers: Sequence[Any], borrow: bool, own: Any) -> Handover:

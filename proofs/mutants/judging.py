@@ -160,7 +160,10 @@ def run_items(
     from _pytest.runner import runtestprotocol
 
     for index, item in enumerate(items):
-        following = items[index + 1] if index + 1 < len(items) else None
+        if index + 1 < len(items):
+            following = items[index + 1]
+        else:
+            following = None
         pipe.tell("begins", item.nodeid)
         if lines is not None:
             lines.reached.clear()
@@ -170,7 +173,10 @@ def run_items(
         reports = runtestprotocol(item, log=False, nextitem=following)
         seconds = time.perf_counter() - start
         after = resource.getrusage(resource.RUSAGE_CHILDREN)
-        outcome = "failed" if any(report.failed for report in reports) else "passed"
+        if any(report.failed for report in reports):
+            outcome = "failed"
+        else:
+            outcome = "passed"
         if any(report.skipped for report in reports):
             outcome = "skipped"
         starts_processes = after.ru_utime + after.ru_stime > before.ru_utime + before.ru_stime
@@ -364,7 +370,9 @@ class Judge:
 
     def limit(self, name: str) -> float:
         """How long a test may take with a change."""
-        return 30.0 + 20.0 * float(self.tests[name]["seconds"]) if name in self.tests else 60.0
+        if name in self.tests:
+            return 30.0 + 20.0 * float(self.tests[name]["seconds"])
+        return 60.0
 
     def judge(self, mutant: Mapping[str, Any]) -> dict[str, Any]:
         """Whether a test notices a mutant, and which."""
@@ -495,7 +503,9 @@ def run_fresh(
     def work(pipe: _Pipe) -> None:
         pytest.main([*_ARGUMENTS, *files], plugins=[_Chosen(names, pipe)])
 
-    return in_fork(work, limit_of) if names else ([["done"]], False)
+    if names:
+        return in_fork(work, limit_of)
+    return ([["done"]], False)
 
 
 def _limit_in(seconds: Mapping[str, float], name: str) -> float:

@@ -165,7 +165,9 @@ def _carried(name: str, method: str, bug: Any) -> Mutant:
 def _without_digests(content: Any, defaults: Any, given: Any, num_tokens: int) -> Any:
     """The inputs of a prompt's tokens are no part of its pages' names."""
     found = with_token_extras(content, defaults, given, num_tokens)
-    return None if found is None else attrs.evolve(found, contents=(b"",) * num_tokens)
+    if found is None:
+        return None
+    return attrs.evolve(found, contents=(b"",) * num_tokens)
 
 
 def _from_the_first(given: Any, starts: Any, token_ids: Any, device: Any) -> Any:
@@ -175,7 +177,9 @@ def _from_the_first(given: Any, starts: Any, token_ids: Any, device: Any) -> Any
 
 def _on_the_first_stage(self: Batch) -> Batch:
     found = _AFTER_FIRST(self)
-    return attrs.evolve(found, token_extras={}) if found.token_extras else found
+    if found.token_extras:
+        return attrs.evolve(found, token_extras={})
+    return found
 
 
 _AFTER_FIRST = Batch.after_first

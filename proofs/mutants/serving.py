@@ -196,7 +196,9 @@ class _Staying:
                 if mask is not None
             }
         masks = tuple(self._masks.get(row) for row in work.rows)
-        return attrs.evolve(work, masks=masks) if any(masks) else work
+        if any(masks):
+            return attrs.evolve(work, masks=masks)
+        return work
 
 
 def _free_to_run_ahead(*args: Any) -> Request:

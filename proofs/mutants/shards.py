@@ -50,7 +50,9 @@ _DECODER = "weft.stages.decoder"
 
 
 def _without_a_reduce(effect: Collective, inputs: Sequence[Tensor]) -> list[Tensor]:
-    return list(inputs) if isinstance(effect, AllReduce) else combine(effect, inputs)
+    if isinstance(effect, AllReduce):
+        return list(inputs)
+    return combine(effect, inputs)
 
 
 def _without_a_reduce_in_graphs(effect: Collective, inputs: Sequence[Tensor]) -> list[Tensor]:
@@ -100,7 +102,9 @@ def _in_the_order_of_the_mesh(given: Any, mesh: Mesh, call: str) -> Layout:
 def _read_without_gradient(self: _Rank, node: Node) -> Any:
     """What is closed over has no derivative."""
     value = _run(self, node)
-    return value.detach() if node.op == "get_attr" else value
+    if node.op == "get_attr":
+        return value.detach()
+    return value
 
 
 _run = _Rank._run
@@ -131,7 +135,9 @@ def _matches_any(self: Machine, step: Step) -> None:
 
 
 def _forgets_shapes(leaf: Any) -> Any:
-    return (leaf.ndim, leaf.dtype) if isinstance(leaf, Tensor) else leaf
+    if isinstance(leaf, Tensor):
+        return (leaf.ndim, leaf.dtype)
+    return leaf
 
 
 def _not_summed(self: TensorRanks, added: Tensor) -> Tensor:
@@ -194,11 +200,9 @@ def _rows_of_the_next(self: SharedRows, x: Tensor) -> Tensor:
 
 def _first_rows(self: SharedRows, own: Tensor) -> Tensor:
     """A row that two ranks have is there twice, and the last one is not."""
-    return (
-        own
-        if self.ranks is None or self.count == 1
-        else all_gather(own, self.ranks.axis)[: self.count]
-    )
+    if self.ranks is None or self.count == 1:
+        return own
+    return all_gather(own, self.ranks.axis)[: self.count]
 
 
 def _renormalised_here(*args: Any, first: int, num_experts: int, **options: Any) -> Tensor:
@@ -252,7 +256,9 @@ def _ranks_in_sequence(effect: Collective, inputs: Sequence[Tensor]) -> list[Ten
 def _rounded_before(self: Blocks, added: Tensor, hidden: Tensor) -> Tensor:
     """A rank rounds what it adds up to the model's dtype, before the ranks' sums are added up."""
     own = sum_leaves(added, max(self.leaves, 1), hidden.dtype)
-    return own if self.ranks is None else self.ranks.total(own)
+    if self.ranks is None:
+        return own
+    return self.ranks.total(own)
 
 
 def _cut_elsewhere(x: Tensor, weight: Tensor, bias: Tensor | None, leaves: int) -> Tensor:
@@ -263,7 +269,9 @@ def _cut_elsewhere(x: Tensor, weight: Tensor, bias: Tensor | None, leaves: int) 
     made = torch.stack(
         [multiply(own.float(), part.float().contiguous(), None, True) for own, part in pairs]
     )
-    return made if bias is None else torch.cat((made[:1] + bias.float(), made[1:]))
+    if bias is None:
+        return made
+    return torch.cat((made[:1] + bias.float(), made[1:]))
 
 
 def _whole_adapter(y: Tensor, x: Tensor, lora: Any, batch: Any, leaves: int = 0) -> Tensor:

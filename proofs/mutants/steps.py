@@ -50,9 +50,9 @@ def _blind_dispatch(descriptor: Any, ladder: Sequence[Any]) -> Any:
 
 def _largest(descriptor: Any, ladder: Ladder[Any]) -> Any:
     covering = [d for d in ladder if d.covers(descriptor)]
-    return (
-        Decision("full", covering[0], "the largest") if covering else dispatch(descriptor, ladder)
-    )
+    if covering:
+        return Decision("full", covering[0], "the largest")
+    return dispatch(descriptor, ladder)
 
 
 def _by_one_side(descriptor: Any, ladder: Any) -> Any:

@@ -92,7 +92,9 @@ def main() -> int:
     record.seconds = time.monotonic() - start
     path = record.write(folder, environment(settings.device))
     print(path.read_text(encoding="utf-8").partition("## refused")[0])
-    return 1 if record.faults else 0
+    if record.faults:
+        return 1
+    return 0
 
 
 if __name__ == "__main__":

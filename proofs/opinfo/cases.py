@@ -101,11 +101,10 @@ def cases(
     """
     kind = DTYPES[dtype]
     differentiates = transform in ("backward", "jvp")
-    supported = (
-        entry.supported_backward_dtypes(device)
-        if differentiates
-        else entry.supported_dtypes(device)
-    )
+    if differentiates:
+        supported = entry.supported_backward_dtypes(device)
+    else:
+        supported = entry.supported_dtypes(device)
     if kind not in supported or (transform == "backward" and not entry.supports_autograd):
         return
     if transform == "jvp" and not entry.supports_forward_ad:
@@ -121,7 +120,10 @@ def cases(
             x.layout is not torch.strided or x.is_nested for x in sample.tensors
         ):
             continue  # torch maps over strided tensors alone
-        other = again[index] if index < len(again) and sample.fits(again[index]) else None
+        if index < len(again) and sample.fits(again[index]):
+            other = again[index]
+        else:
+            other = None
         yield make(name, dtype, index, entry.op, sample, other)
 
 
@@ -247,7 +249,10 @@ def _vmap(
     second = other or sample
     pairs = [(x.detach(), y.detach()) for x, y in zip(sample.tensors, second.tensors, strict=True)]
     tensors = tuple(torch.stack(pair) for pair in pairs)
-    others = tuple(torch.stack(pair[::-1]) for pair in pairs) if other else None
+    if other:
+        others = tuple(torch.stack(pair[::-1]) for pair in pairs)
+    else:
+        others = None
     return Case(name, "vmap", dtype, index, mapped, tensors, others)
 
 

@@ -98,7 +98,10 @@ def run(case: Case, device: str) -> Outcome:
         for cause in causes_of(case, device):
             if cause.allows(case, *values) if values else cause.elsewhere:
                 return _outcome(case, "torch", cause.reason)
-        itself = "" if _repeats(case) else " (eager differs from itself)"
+        if _repeats(case):
+            itself = ""
+        else:
+            itself = " (eager differs from itself)"
         return _outcome(case, "differs", f"{when}: {difference}{itself}")
     except WeftError as error:
         return _outcome(case, "refused", error.seen.partition("\n")[0])
@@ -184,11 +187,9 @@ def _assert_equal(when: str, seen: Any, expected: Any) -> None:
 
 def _strides(x: Tensor) -> tuple[int, ...]:
     """The strides along axes on which there are several elements."""
-    return (
-        tuple(step for size, step in zip(x.shape, x.stride(), strict=True) if size > 1)
-        if x.numel()
-        else ()
-    )
+    if x.numel():
+        return tuple(step for size, step in zip(x.shape, x.stride(), strict=True) if size > 1)
+    return ()
 
 
 def _repeats(case: Case) -> bool:

@@ -86,7 +86,10 @@ class Record:
         differ = self.total("differs")
         crash = self.total("crash")
         most = self.settings["samples"] or "all"
-        where = environment["gpu"] if environment["gpu"] != "none" else "the tape, on a CPU"
+        if environment["gpu"] != "none":
+            where = environment["gpu"]
+        else:
+            where = "the tape, on a CPU"
         lines = [
             f"# Torch's operator database: {cases:,} samples, {differ:,} differ, {crash:,} crash",
             "",
@@ -183,4 +186,6 @@ def _table(header: Sequence[str], rows: Iterable[Sequence[Any]]) -> Iterator[str
 
 def _cell(value: Any) -> str:
     text = str(value).replace("|", "\\|").replace("\n", " ")
-    return f"{value:,}" if isinstance(value, int) else text
+    if isinstance(value, int):
+        return f"{value:,}"
+    return text

@@ -166,7 +166,9 @@ def run_all(settings: Settings, todo: Sequence[Task]) -> Iterator[list[Outcome]]
 
 
 def _deadline(settings: Settings) -> float:
-    return float("inf") if settings.minutes is None else time.monotonic() + 60 * settings.minutes
+    if settings.minutes is None:
+        return float("inf")
+    return time.monotonic() + 60 * settings.minutes
 
 
 def _serve(end: Connection, settings: Settings) -> None:

@@ -52,6 +52,9 @@ def _panel(title: str, best: dict[str, float], top: float) -> Sequence[str]:
         wide = speed * unit
         found.append(rect(_LEFT, y, wide, 16, GREY if mode == "none" else BLUE, rx=2))
         found.append(text(_LEFT - 8, y + 13, _MODES.get(mode, mode), anchor="end"))
-        times = "" if mode == "none" else f"  ({speed / best['none']:.1f} times eager)"
+        if mode == "none":
+            times = ""
+        else:
+            times = f"  ({speed / best['none']:.1f} times eager)"
         found.append(text(_LEFT + wide + 8, y + 13, f"{speed:,.0f}{times}"))
     return found

@@ -60,13 +60,12 @@ def _bars(model: str, requests: int, ends: tuple[Served, ...], top: float) -> It
     yield text(_LEFT - 8, top + 12, MODELS[model], anchor="end")
     most = f"{requests} request{'s' * (requests > 1)}; 100 %: {ends[-1].most:,.0f}/s"
     yield text(_LEFT - 8, top + 26, most, anchor="end", size=11)
-    more = (
-        ", no other record"
-        if len(ends) == 1
-        else ", builds in turns"
-        if ends[0].time[0] == ends[1].time[0]
-        else ""
-    )
+    if len(ends) == 1:
+        more = ", no other record"
+    elif ends[0].time[0] == ends[1].time[0]:
+        more = ", builds in turns"
+    else:
+        more = ""
     for index, one in enumerate(ends):
         y = top + _BAR * index
         wide = _FULL * one.share

@@ -162,4 +162,6 @@ def _block(
 
 
 def _short(count: int) -> str:
-    return f"{count // 1024}k" if count >= 1024 else str(count)
+    if count >= 1024:
+        return f"{count // 1024}k"
+    return str(count)

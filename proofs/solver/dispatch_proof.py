@@ -185,7 +185,10 @@ def prove_dispatch(any_classes: int, classes: int) -> Iterator[Verdict]:
     for kind, make, most in kinds:
         for count, cut in ((n, cut) for n in range(1, most + 1) for cut in range(n + 1)):
             names = [f"rung {i}" for i in range(count)]
-            assumed = partial_order(["batch", *names]) if make is AnyClass else []
+            if make is AnyClass:
+                assumed = partial_order(["batch", *names])
+            else:
+                assumed = []
             shown = f"dispatch of {kind} is right, {cut} full + {count - cut} pieces"
             yield _together(
                 shown,

@@ -74,7 +74,10 @@ class Move:
                     "advances without the output",
                 )
             case Run():
-                stage = -1 if self.effect.stage is None else self.effect.stage
+                if self.effect.stage is None:
+                    stage = -1
+                else:
+                    stage = self.effect.stage
                 self.require(
                     stage % self.num_ranks == self.rank and 0 <= stage <= end,
                     "runs another's stage",

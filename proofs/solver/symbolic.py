@@ -118,13 +118,17 @@ def _term(value: Any) -> Any:
     """The z3 term of an unknown or of a number; None for anything else."""
     if type(value) is Integer:
         return value.term
-    return z3.IntVal(value) if type(value) is int else None
+    if type(value) is int:
+        return z3.IntVal(value)
+    return None
 
 
 def _arithmetic(make: Callable[[Any, Any], Any]) -> Callable[[Integer, Any], Any]:
     def operator(self: Integer, other: Any) -> Any:
         term = _term(other)
-        return NotImplemented if term is None else Integer(self.path, make(self.term, term))
+        if term is None:
+            return NotImplemented
+        return Integer(self.path, make(self.term, term))
 
     return operator
 
@@ -132,7 +136,9 @@ def _arithmetic(make: Callable[[Any, Any], Any]) -> Callable[[Integer, Any], Any
 def _comparison(make: Callable[[Any, Any], Any]) -> Callable[[Integer, Any], Any]:
     def operator(self: Integer, other: Any) -> Any:
         term = _term(other)
-        return NotImplemented if term is None else self.path.branch(make(self.term, term))
+        if term is None:
+            return NotImplemented
+        return self.path.branch(make(self.term, term))
 
     return operator
 
@@ -182,7 +188,10 @@ class Verdict:
         return self.counterexample is None
 
     def __str__(self) -> str:
-        said = "proved" if self.holds else f"REFUTED: {self.counterexample}"
+        if self.holds:
+            said = "proved"
+        else:
+            said = f"REFUTED: {self.counterexample}"
         return f"{self.claim:<72}{self.paths:>8} paths {self.seconds:>6.1f} s  {said}"
 
 

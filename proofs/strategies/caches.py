@@ -35,7 +35,9 @@ def _in_a_closure() -> Look:
     kept: dict[Any, Any] = {}
 
     def look(key: Any, make: Callable[[], Any]) -> Any:
-        return kept[key] if key in kept else _put(kept, key, make())
+        if key in kept:
+            return kept[key]
+        return _put(kept, key, make())
 
     return look
 
@@ -43,7 +45,9 @@ def _in_a_closure() -> Look:
 def _in_an_attribute() -> Look:
     def look(key: Any, make: Callable[[], Any]) -> Any:
         kept = vars(look).setdefault("kept", {})
-        return kept[key] if key in kept else _put(kept, key, make())
+        if key in kept:
+            return kept[key]
+        return _put(kept, key, make())
 
     return look
 
@@ -57,7 +61,9 @@ def _in_a_default() -> Look:
     kept_by_default: dict[Any, Any] = {}
 
     def look(key: Any, make: Callable[[], Any], kept: dict[Any, Any] = kept_by_default) -> Any:
-        return kept[key] if key in kept else _put(kept, key, make())
+        if key in kept:
+            return kept[key]
+        return _put(kept, key, make())
 
     return look
 
@@ -82,7 +88,9 @@ def _in_a_module() -> Look:
 
     def look(key: Any, make: Callable[[], Any]) -> Any:
         kept = vars(module)["kept"]
-        return kept[key] if key in kept else _put(kept, key, make())
+        if key in kept:
+            return kept[key]
+        return _put(kept, key, make())
 
     return look
 

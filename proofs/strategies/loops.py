@@ -151,7 +151,10 @@ def operators(dtype: torch.dtype) -> tuple[Operator, ...]:
         is_unary = all(x.has_default_value() for x in others)
         if not is_unary or {str(first.type), str(schema.returns[0].type)} != {"Tensor"}:
             continue
-        name = f"{schema.name}.{schema.overload_name}" if schema.overload_name else schema.name
+        if schema.overload_name:
+            name = f"{schema.name}.{schema.overload_name}"
+        else:
+            name = schema.name
         try:
             with warnings.catch_warnings(), torch.random.fork_rng(devices=[]):
                 warnings.simplefilter("ignore")
@@ -353,7 +356,10 @@ class LoopBody:
         values = torch.arange(1, count + 1, dtype=torch.float64, device=device).view(
             self.size, self.size
         )
-        turned = values.to(self.dtype) * 1j if self.dtype.is_complex else values.to(self.dtype)
+        if self.dtype.is_complex:
+            turned = values.to(self.dtype) * 1j
+        else:
+            turned = values.to(self.dtype)
         return tuple((turned + slot) / (count + self.num_slots) for slot in range(self.num_slots))
 
     def body(self, carry: Carry) -> Carry:
@@ -387,7 +393,10 @@ class LoopBody:
     def with_derivatives(self) -> "LoopBody":
         """The loop without what has no derivative in rows, and with steps past its end."""
         instructions = tuple(each for each in self.instructions if _has_rows(each[1]))
-        max_steps = max(self.bounds) + 2 if self.max_steps is None else self.max_steps
+        if self.max_steps is None:
+            max_steps = max(self.bounds) + 2
+        else:
+            max_steps = self.max_steps
         return attrs.evolve(self, instructions=instructions or ((0, Take()),), max_steps=max_steps)
 
 
@@ -436,7 +445,9 @@ def loop_bodies(draw: st.DrawFn) -> LoopBody:
         max_steps=draw(st.none() | st.integers(1, STEPS + 3)),
         way=draw(st.sampled_from(WAYS)),
     )
-    return loop.with_derivatives() if loop.way == "in derivatives" else loop
+    if loop.way == "in derivatives":
+        return loop.with_derivatives()
+    return loop
 
 
 @st.composite

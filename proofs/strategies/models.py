@@ -214,7 +214,10 @@ class Scenario:
                 )
             )
         for index, step in enumerate(self.moves):
-            own = len({self.adapters[move.row] for move in step} - {-1}) if self.adapters else 0
+            if self.adapters:
+                own = len({self.adapters[move.row] for move in step} - {-1})
+            else:
+                own = 0
             told = max(own, self.loras[index] if self.loras else 0)
             descriptor = attrs.evolve(made[index].descriptor, num_active_loras=told)
             made[index] = attrs.evolve(made[index], descriptor=descriptor)
@@ -309,17 +312,21 @@ def scenarios(
         step = []
         for row in rows:
             left = len(prompts[row]) - done[row]
-            taken = draw(st.one_of(st.just(1), st.integers(1, left))) if left else 0
+            if left:
+                taken = draw(st.one_of(st.just(1), st.integers(1, left)))
+            else:
+                taken = 0
             done[row] += taken
             step.append(Move(row, taken))
         moves.append(tuple(step))
         # A one-token prefill has the shape of a decode, so the batch must declare which it is.
         uniform.append(all(move.prompt_tokens == 0 for move in step) and draw(st.booleans()))
-    given = (
-        [images(tuple(prompt), config.hidden_size, row) for row, prompt in enumerate(prompts)]
-        if mrope
-        else []
-    )
+    if mrope:
+        given = [
+            images(tuple(prompt), config.hidden_size, row) for row, prompt in enumerate(prompts)
+        ]
+    else:
+        given = []
     own = [draw(image) for image in given]
     return Scenario(
         config,

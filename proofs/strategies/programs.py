@@ -312,9 +312,14 @@ def _renamed(draw: st.DrawFn, case: Scheduled) -> Scheduled:
     )
 
     def change(effect: Effect) -> Effect:
-        mb = names[effect.microbatch] if effect.microbatch < len(names) else effect.microbatch
+        if effect.microbatch < len(names):
+            mb = names[effect.microbatch]
+        else:
+            mb = effect.microbatch
         new = attrs.evolve(effect, microbatch=mb)
-        return attrs.evolve(new, schema=schema) if isinstance(new, Send | Recv) else new
+        if isinstance(new, Send | Recv):
+            return attrs.evolve(new, schema=schema)
+        return new
 
     return _mapped(case, change)
 

@@ -171,4 +171,6 @@ def _edited(rng: random.Random, case: Scheduled, num_stages: int) -> Scheduled:
 def _other_stage(effect: Effect, stage: int) -> Effect:
     if isinstance(effect, Send | Recv):
         return attrs.evolve(effect, stage=stage)
-    return Run(f"stage {stage}", effect.microbatch) if isinstance(effect, Run) else effect
+    if isinstance(effect, Run):
+        return Run(f"stage {stage}", effect.microbatch)
+    return effect

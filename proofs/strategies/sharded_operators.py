@@ -91,12 +91,17 @@ class ShardedOperator:
             ]
             return self.fn(*parts[0]), self.fn(*parts[1])
 
-        transform = "call" if self.transform == "graphify" else self.transform
+        if self.transform == "graphify":
+            transform = "call"
+        else:
+            transform = self.transform
         return TRANSFORMS[transform](on_ranks, copies(self.tensors), self.marked)
 
     @staticmethod
     def _part(tensor: Tensor, placement: Placement, rank: int) -> Tensor:
-        return tensor.chunk(2, placement.dim)[rank] if isinstance(placement, Shard) else tensor
+        if isinstance(placement, Shard):
+            return tensor.chunk(2, placement.dim)[rank]
+        return tensor
 
 
 @st.composite

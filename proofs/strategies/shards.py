@@ -246,7 +246,9 @@ class _Writer:
         self.placed[axis] = Partial()
 
         def local(params: Any, state: Any, x: Tensor) -> Tensor:
-            return x if axis_index(axis) == 0 else torch.zeros_like(x)
+            if axis_index(axis) == 0:
+                return x
+            return torch.zeros_like(x)
 
         self.add(f"first alone {axis}", local)
 
@@ -501,15 +503,17 @@ class RankResults:
             case PerRank():
                 return self.parts
             case Shard(dim):
-                return (
-                    torch.cat(self.parts, dim)
-                    if alike and -first.ndim <= dim < first.ndim
-                    else None
-                )
+                if alike and -first.ndim <= dim < first.ndim:
+                    return torch.cat(self.parts, dim)
+                return None
             case Replicate():
-                return first if alike and all(torch.equal(x, first) for x in self.parts) else None
+                if alike and all(torch.equal(x, first) for x in self.parts):
+                    return first
+                return None
             case Partial():
-                return functools.reduce(torch.add, self.parts) if alike else None
+                if alike:
+                    return functools.reduce(torch.add, self.parts)
+                return None
 
 
 @st.composite

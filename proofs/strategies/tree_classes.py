@@ -122,11 +122,15 @@ def _field(chosen: set[str], name: str, calls: list[str]) -> Any:
 
     def converted(value: Any) -> Any:
         calls.append("converter")
-        return f"{value}!" if is_static else value * 3
+        if is_static:
+            return f"{value}!"
+        return value * 3
 
     def made() -> Any:
         calls.append("factory")
-        return "made" if is_static else torch.ones(4)
+        if is_static:
+            return "made"
+        return torch.ones(4)
 
     arguments: dict[str, Any] = {"metadata": static() if is_static else None}
     if "converter" in chosen:

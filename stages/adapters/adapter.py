@@ -97,9 +97,9 @@ class Adapter:
     def weights(self) -> str:
         """A digest that the ranks of a pipeline compare: of the files, and whether 4 values of each
         matrix still are those of the files; without files, of these values."""
-        return (
-            digest_params(self.deltas) if self.origin is None else self.origin.describe(self.deltas)
-        )
+        if self.origin is None:
+            return digest_params(self.deltas)
+        return self.origin.describe(self.deltas)
 
     @property
     def rank(self) -> int:
@@ -200,7 +200,12 @@ def parse_lora(raw: Mapping[str, Any], call: str) -> LoraConfig:
 
 def _layers(fields: Fields) -> tuple[int, ...] | None:
     found = fields.raw.get("layers_to_transform")
-    given = found if isinstance(found, list) else [] if found is None else [found]
+    if isinstance(found, list):
+        given = found
+    elif found is None:
+        given = []
+    else:
+        given = [found]
     numbers = all(type(one) is int for one in given)
     fields.check(
         numbers,
@@ -212,7 +217,10 @@ def _layers(fields: Fields) -> tuple[int, ...] | None:
 
 def _in_layers(fields: Fields) -> Expression:
     found = fields.raw.get("layers_pattern")
-    given = _strings(fields, "layers_pattern") if not isinstance(found, str) else [found]
+    if not isinstance(found, str):
+        given = _strings(fields, "layers_pattern")
+    else:
+        given = [found]
     text = "|".join(given) or "[^.]*"
     return read_expression(fields, "layers_pattern", text, before=r"(?:.*\.)?", after=r"\.\d+\..*")
 
@@ -220,7 +228,10 @@ def _in_layers(fields: Fields) -> Expression:
 def _pattern(
     fields: Fields, name: str, value: Callable[[Fields, str], T]
 ) -> list[tuple[Expression, T]]:
-    inner = fields.nested(name, "an object of numbers") if fields.raw.get(name) else None
+    if fields.raw.get(name):
+        inner = fields.nested(name, "an object of numbers")
+    else:
+        inner = None
     if inner is None:
         return []
     return [
@@ -233,19 +244,15 @@ def _names(fields: Fields, name: str, *, all_linear: bool = False) -> Names:
     found = fields.raw.get(name)
     if all_linear and found == _ALL:
         return Expression(".*")
-    return (
-        read_expression(fields, name, found)
-        if found and isinstance(found, str)
-        else tuple(_strings(fields, name))
-    )
+    if found and isinstance(found, str):
+        return read_expression(fields, name, found)
+    return tuple(_strings(fields, name))
 
 
 def _strings(fields: Fields, name: str) -> list[str]:
-    return (
-        fields.items(name, str, "a list of names, or a regular expression")
-        if fields.raw.get(name)
-        else []
-    )
+    if fields.raw.get(name):
+        return fields.items(name, str, "a list of names, or a regular expression")
+    return []
 
 
 def load_adapter(model: Model, folder: str | os.PathLike[str]) -> Adapter:

@@ -155,7 +155,9 @@ def _parse_block(fields: Fields, block: Fields, default: Rope) -> Rope:
     if kind == "default":
         return rope
     rope = attrs.evolve(rope, factor=block.optional_number("factor"))
-    return rope if kind == "linear" else _with_bands(fields, block, rope)
+    if kind == "linear":
+        return rope
+    return _with_bands(fields, block, rope)
 
 
 def _kind(block: Fields) -> RopeKind:
@@ -188,7 +190,9 @@ def _section(block: Fields) -> tuple[int, int, int] | None:
     section = block.value(
         "mrope_section", None, fits, "three whole numbers: pairs for time, height and width"
     )
-    return None if section is None else (section[0], section[1], section[2])
+    if section is None:
+        return None
+    return (section[0], section[1], section[2])
 
 
 def _check_keys(block: Fields, kind: RopeKind) -> None:
@@ -217,7 +221,9 @@ def _same_in_both(fields: Fields, block: Fields, name: str, default: Any) -> Fie
     fields.check(agree, {name: outer, f"{block.prefix}{name}": inner}, f"give {name} once")
     if inner is not None:
         return block
-    return fields if outer is not None else attrs.evolve(fields, raw={name: default})
+    if outer is not None:
+        return fields
+    return attrs.evolve(fields, raw={name: default})
 
 
 def _with_bands(fields: Fields, block: Fields, rope: Rope) -> Rope:
@@ -264,7 +270,10 @@ def inverse_frequencies(
     (tensor([1.0000, 0.1000]), 1.0)
     """
     original = rope.original_max_position_embeddings or max_position_embeddings
-    factor = max_position_embeddings / original if rope.factor is None else rope.factor
+    if rope.factor is None:
+        factor = max_position_embeddings / original
+    else:
+        factor = rope.factor
     exponents = torch.arange(0, head_dim, 2, dtype=torch.float32, device="cpu") / head_dim
     periods = rope.theta**exponents
     if rope.kind == "default":
@@ -315,7 +324,9 @@ def _yarn_attention_factor(rope: Rope, factor: float) -> float:
         return rope.attention_factor
 
     def term(weight: float) -> float:
-        return 0.1 * weight * math.log(factor) + 1.0 if factor > 1 else 1.0
+        if factor > 1:
+            return 0.1 * weight * math.log(factor) + 1.0
+        return 1.0
 
     if rope.mscale and rope.mscale_all_dim:
         return term(rope.mscale) / term(rope.mscale_all_dim)
@@ -392,7 +403,10 @@ def position_fault(
         has_mrope: whether the model has mRoPE.
     """
     if x is not None and batch.after_first() is not batch:
-        name = "positions" if batch.positions is not None else "inputs_embeds"
+        if batch.positions is not None:
+            name = "positions"
+        else:
+            name = "inputs_embeds"
         seen = f"batch.{name}, which the first stage alone takes"
         return seen, "batch.after_first(); what the first stage makes of them comes with x"
     if batch.positions is not None and not has_mrope:

@@ -111,12 +111,21 @@ def read_chat_template(folder: Path, call: str) -> ChatTemplate | None:
     alone = folder / "chat_template.jinja"
     config = folder / "tokenizer_config.json"
     try:
-        source = alone.read_text(encoding="utf-8") if alone.is_file() else None
-        raw = json.loads(config.read_text(encoding="utf-8")) if config.is_file() else {}
+        if alone.is_file():
+            source = alone.read_text(encoding="utf-8")
+        else:
+            source = None
+        if config.is_file():
+            raw = json.loads(config.read_text(encoding="utf-8"))
+        else:
+            raw = {}
     except (OSError, ValueError) as error:
         raise CheckpointError(call, f"{folder}: {error}", "save the tokenizer again") from error
     raw = raw if isinstance(raw, dict) else {}
-    source = _default_of(raw.get("chat_template")) if source is None else source
+    if source is None:
+        source = _default_of(raw.get("chat_template"))
+    else:
+        source = source
     if source is None:
         return None
     texts = {name: _text_of(raw.get(name)) for name in TOKENS}
@@ -128,9 +137,13 @@ def _default_of(given: Any) -> str | None:
     if isinstance(given, list):
         named = {own.get("name"): own.get("template") for own in given if isinstance(own, dict)}
         given = named.get("default")
-    return given if isinstance(given, str) else None
+    if isinstance(given, str):
+        return given
+    return None
 
 
 def _text_of(token: Any) -> str | None:
     token = token.get("content") if isinstance(token, dict) else token
-    return token if isinstance(token, str) else None
+    if isinstance(token, str):
+        return token
+    return None

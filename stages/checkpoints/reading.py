@@ -131,11 +131,10 @@ class SafetensorsReader:
     def read(self, part: Part, _: torch.dtype) -> Tensor:
         """As `TensorReader.read`: in the checkpoint's dtype."""
         handle = self._handles[self._files[part.name]]
-        tensor: Tensor = (
-            handle.get_slice(part.name)[part.slices]
-            if part.slices
-            else handle.get_tensor(part.name)
-        )
+        if part.slices:
+            tensor: Tensor = handle.get_slice(part.name)[part.slices]
+        else:
+            tensor = handle.get_tensor(part.name)
         return tensor
 
 
@@ -194,7 +193,9 @@ def places(
 def tied_names(config: ModelConfig) -> dict[str, str]:
     """The second names of the checkpoint's tensors, each with the first: a tied head is the
     embedding."""
-    return {HEAD: EMBED} if config.tie_word_embeddings else {}
+    if config.tie_word_embeddings:
+        return {HEAD: EMBED}
+    return {}
 
 
 def tensor_shapes(config: ModelConfig, layout: StageLayout) -> dict[str, tuple[int, ...]]:
@@ -259,7 +260,9 @@ def checked_dtype(
     model."""
     check_layout(layout, config.num_layers, call)
     check_values(call, _RULES, {"dtype": dtype}, ConfigError)
-    return config.dtype if dtype is None else dtype
+    if dtype is None:
+        return config.dtype
+    return dtype
 
 
 def checked_device(device: torch.device | str, call: str) -> torch.device:
@@ -283,7 +286,9 @@ def weight_files(folder: Path, call: str) -> list[Path]:
     shards = sorted(set(_tensor_files(folder, call).values()))
     for file in shards:
         open_tensors(file, "cpu", call)
-    return shards if shards == [folder / _WEIGHTS] else [folder / _INDEX, *shards]
+    if shards == [folder / _WEIGHTS]:
+        return shards
+    return [folder / _INDEX, *shards]
 
 
 def _tensor_files(folder: Path, call: str) -> dict[str, Path]:
@@ -394,11 +399,10 @@ def refuse_names(missing: list[str], extra: list[str], holder: str, source: str,
         holder: what holds the tensors, for the error.
         source: the name of the configuration file.
     """
-    seen = (
-        f"no {list_some(missing)}"
-        if missing
-        else f"{list_some(extra)}, and no field of {source} explains that"
-    )
+    if missing:
+        seen = f"no {list_some(missing)}"
+    else:
+        seen = f"{list_some(extra)}, and no field of {source} explains that"
     if missing or extra:
         raise CheckpointError(call, f"{holder} has {seen}", _belong(source))
 
@@ -438,7 +442,10 @@ def check_tensor(
             f" {', '.join(dtypes)}"
         )
         quantized = dtypes == FLOATS and dtype not in FLOATS
-        instead = "use the checkpoint before quantization" if quantized else _belong(source)
+        if quantized:
+            instead = "use the checkpoint before quantization"
+        else:
+            instead = _belong(source)
     raise CheckpointError(call, seen, instead)
 
 

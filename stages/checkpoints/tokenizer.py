@@ -63,7 +63,10 @@ def encode(
 
 def lacks_tokenizer(path: Path) -> str:
     """The words of an error about a checkpoint without a tokenizer."""
-    known = "tokenizer that weft knows" if path.suffix == ".gguf" else "tokenizer.json"
+    if path.suffix == ".gguf":
+        known = "tokenizer that weft knows"
+    else:
+        known = "tokenizer.json"
     return f"{path} holds no {known}"
 
 

@@ -207,7 +207,9 @@ def _after(
     first: Callable[[Layer], Layer] | None, second: Callable[[Layer], Layer]
 ) -> Callable[[Layer], Layer]:
     """A change of a layer after another one."""
-    return second if first is None else lambda layer: second(first(layer))
+    if first is None:
+        return second
+    return lambda layer: second(first(layer))
 
 
 def updated(functions: StageFunctions, new: StageFunctions) -> StageFunctions:

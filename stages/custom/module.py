@@ -119,7 +119,10 @@ def from_module(module: nn.Module, *, call: Call | None = None) -> ModuleStage:
             _refuse_new(module, buffers, params, values)
         for one in in_objects:
             if one.name in state:
-                tied = [values[f"module.{one.name}"]] if one.name in buffers else []
+                if one.name in buffers:
+                    tied = [values[f"module.{one.name}"]]
+                else:
+                    tied = []
                 values[f"module.{one.name}"] = one.the_one_of(
                     [*next_of_objects[one.name], *tied], module
                 )
@@ -228,7 +231,9 @@ def _forget_lock(key: int, part: Any) -> None:
 
 def _lock_of(part: Any) -> "RLock | None":
     reference, lock = _LOCKS.get(id(part), (None, None))
-    return lock if reference is not None and reference() is part else None
+    if reference is not None and reference() is part:
+        return lock
+    return None
 
 
 def _refuse_new(
@@ -289,7 +294,12 @@ def _call_on_inputs(module: nn.Module, batch: Any, x: Any) -> Any:
     inputs = batch if x is None else x
     by_name = isinstance(inputs, Mapping) and not is_dataclass(inputs)
     kwargs: dict[str, Any] = dict(inputs) if by_name else {}
-    args: tuple[Any, ...] = () if by_name else inputs if type(inputs) is tuple else (inputs,)
+    if by_name:
+        args: tuple[Any, ...] = ()
+    elif type(inputs) is tuple:
+        args = inputs
+    else:
+        args = (inputs,)
     if not isinstance(module, ScriptModule):  # which has no signature
         _check_arguments(module, "batch, None" if x is None else "batch, x", args, kwargs)
     return module(*args, **kwargs)
@@ -416,7 +426,10 @@ def _instead_of(change: Change, module: nn.Module) -> str:
             "a tensor that is there before from_module(module), and is then part of the state;"
             f" {once}"
         )
-    value = repr(change.before) if isinstance(change.before, int | float) else "..."
+    if isinstance(change.before, int | float):
+        value = repr(change.before)
+    else:
+        value = "..."
     return f"a tensor in its place, torch.tensor({value}), which is then part of the state; {once}"
 
 

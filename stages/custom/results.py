@@ -114,7 +114,10 @@ def check_attended(mixed: Any, q: Tensor) -> Tensor:
     """
     if isinstance(mixed, Tensor) and (mixed.shape, mixed.dtype) == (q.shape, q.dtype):
         return mixed
-    seen = f"{list(mixed.shape)}, {mixed.dtype}" if isinstance(mixed, Tensor) else _kinds(mixed)
+    if isinstance(mixed, Tensor):
+        seen = f"{list(mixed.shape)}, {mixed.dtype}"
+    else:
+        seen = _kinds(mixed)
     instead = f"a value for each head of each token, {list(q.shape)}, {q.dtype}, as the queries"
     raise ProgramError("attend of with_stages(attend=...)", f"it returned {seen}", instead)
 

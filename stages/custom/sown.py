@@ -123,7 +123,10 @@ class Sown:
             )
         shape = (self.num_tokens, *example.shape)
         if not isinstance(value, Tensor) or value.shape != shape:
-            seen = f"shape {tuple(value.shape)}" if isinstance(value, Tensor) else kind_of(value)
+            if isinstance(value, Tensor):
+                seen = f"shape {tuple(value.shape)}"
+            else:
+                seen = kind_of(value)
             raise ProgramError(
                 call,
                 seen,
@@ -169,7 +172,9 @@ def carried_on(name: str, state: State, batch: ResolvedBatch, sown: Sown) -> Sta
         )
         raise ProgramError(f"{name}(params, state, batch, x)", "a state without `carried`", instead)
     carried = state.carried.write(batch, state.kv_pages.shape[3], sown.carried)
-    return state if carried is state.carried else attrs.evolve(state, carried=carried)
+    if carried is state.carried:
+        return state
+    return attrs.evolve(state, carried=carried)
 
 
 _SOWN: ContextVar[Sown | None] = ContextVar("weft.sown", default=None)

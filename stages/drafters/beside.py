@@ -47,7 +47,10 @@ def reader(config: ModelConfig, functions: StageFunctions, device: torch.device)
         if (fault := head_fault(params, config.tie_word_embeddings)) is not None:
             raise ProgramError("a model that reads beside another", *fault)
         hidden = embed(params, known, None)
-        places = batch.positions if section is None else batch.positions[:, None].expand(-1, 3)
+        if section is None:
+            places = batch.positions
+        else:
+            places = batch.positions[:, None].expand(-1, 3)
         tables = rope_tables(frequencies, places, factor, hidden.dtype, section)
         return run_layers(config, BLOCKS, params, kv_pages, known, tables, hidden, functions)
 
@@ -103,6 +106,9 @@ def check_beside(call: str, model: Any, beside: Mapping[str, Any]) -> None:
             place = other.device, other.is_whole, other.config.vocab_size
             if not any(more) and place == (model.device, True, size):
                 continue
-            having = f" with {own}, and {len(other.transforms)} transforms" if any(more) else ""
+            if any(more):
+                having = f" with {own}, and {len(other.transforms)} transforms"
+            else:
+                having = ""
             seen = f"{other!r} of {other.config.vocab_size} tokens{having}"
         raise ProgramError(f"{call} with beside={{{name!r}: ...}}", seen, instead)

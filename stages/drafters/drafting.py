@@ -156,7 +156,10 @@ def model_drafter(
             drafts.append(drawn)
             logprobs.append(logprob)
             single = attrs.evolve(single, input_ids=drawn)
-        filled = fill_in(state, batch, _numbers(drafts, logprobs)) if drafts else batch
+        if drafts:
+            filled = fill_in(state, batch, _numbers(drafts, logprobs))
+        else:
+            filled = batch
         read(params, state, filled)
         return filled
 

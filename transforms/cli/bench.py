@@ -47,7 +47,9 @@ def run(options: Bench) -> int:
         print(text)
     else:
         show(parts)
-    return 0 if report.get("agree", True) else 1
+    if report.get("agree", True):
+        return 0
+    return 1
 
 
 def _check(options: Bench) -> None:
@@ -58,7 +60,10 @@ def _check(options: Bench) -> None:
         seen = "random weights; --eval scores the weights and the tokenizer of a folder"
         options.refuse(f"--eval {options.eval}", seen, "--model DIR, without --load-format dummy")
     if options.eval is None and (options.graph == "all" or "," in pp):
-        flag = "--graph all" if options.graph == "all" else f"--pp {pp}"
+        if options.graph == "all":
+            flag = "--graph all"
+        else:
+            flag = f"--pp {pp}"
         options.refuse(
             flag, "several modes or splits, of which one is timed", "one of them, or --eval FILE"
         )
@@ -209,7 +214,9 @@ def _started(rank: int, started: dict[str, Any]) -> dict[str, Any]:
         "graphs'\nMiB": f"{started['graph_bytes'] / 2**20:.1f}",
     }
     peak = started["peak_bytes"]
-    return row if peak is None else row | {"peak\nGiB": f"{peak / 2**30:.2f}"}
+    if peak is None:
+        return row
+    return row | {"peak\nGiB": f"{peak / 2**30:.2f}"}
 
 
 def evaluate(options: Bench) -> tuple[dict[str, Any], Iterator[Any]]:
@@ -268,11 +275,17 @@ def score_table(report: dict[str, Any], scores: Sequence[Score]) -> Iterator[Any
     yield heading(f"{report['file']}: {counts}, {report['dtype']}")
     rows = []
     for one, own in zip(report["scores"], scores, strict=True):
-        differs = f"{one['difference']:.1e}" if one["agrees"] else "DIFFERS"
+        if one["agrees"]:
+            differs = f"{one['difference']:.1e}"
+        else:
+            differs = "DIFFERS"
         rows.append({"graph": one["graph"], "pp": one["stages"], **own.row, "differs": differs})
     yield from (Table.of(rows), "")
     if len(rows) > 1:
-        how = "score the same" if report["agree"] else "do NOT score the same"
+        if report["agree"]:
+            how = "score the same"
+        else:
+            how = "do NOT score the same"
         yield Text(
             f"{len(rows)} modes and splits {how} ('differs': the largest difference of a token's"
             " logprob)."

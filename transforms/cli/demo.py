@@ -78,7 +78,9 @@ def run(options: Demo) -> int:
     show(_texts(model, fast))
     show(_speed(model, fast))
     show(_differences(found, found_exact))
-    return 1 if any([*c.faults()] for c in (*found, *found_exact)) else 0
+    if any([*c.faults()] for c in (*found, *found_exact)):
+        return 1
+    return 0
 
 
 def _in_terminal() -> bool:
@@ -108,7 +110,10 @@ def _texts(model: Model, traces: Sequence[RunTrace]) -> Iterator[Any]:
     yield heading("texts, the same in all four ways" if agree else "texts")
     for trace in traces[: 1 if agree else None]:
         for number, (prompt, ids) in enumerate(zip(PROMPTS, trace.token_ids, strict=True), 1):
-            label = f"{number}  " if agree else f"{trace.way.name:<10}  "
+            if agree:
+                label = f"{number}  "
+            else:
+                label = f"{trace.way.name:<10}  "
             yield Text.assemble(
                 (label, "dim"), (prompt, "bold"), printable(model.decode(ids) or "")
             )

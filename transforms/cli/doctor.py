@@ -102,7 +102,9 @@ def _cpu_name() -> str:
         )
     except OSError:
         named = None
-    return named[1].strip() if named else platform.processor() or platform.machine()
+    if named:
+        return named[1].strip()
+    return platform.processor() or platform.machine()
 
 
 def _graph_backends(devices: list[str]) -> Iterator[dict[str, Any]]:
@@ -139,7 +141,10 @@ def tables(report: dict[str, Any]) -> Iterator[Any]:
     ]
     graphs = []
     for found in report["graph_backends"]:
-        chosen = found["backend"] if found["device"] else f"{found['backend']}: not used"
+        if found["device"]:
+            chosen = found["backend"]
+        else:
+            chosen = f"{found['backend']}: not used"
         graphs.append(
             {"device": found["device"] or "none", "back end": chosen, "why": found["reason"]}
         )

@@ -62,7 +62,9 @@ def _ids(text: str) -> list[int]:
 
 def _named_folder(text: str) -> tuple[str, str] | None:
     name, _, folder = text.partition("=")
-    return (name, folder) if name and folder else None
+    if name and folder:
+        return (name, folder)
+    return None
 
 
 def _splits(text: str) -> tuple[int, ...]:

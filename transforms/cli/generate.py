@@ -51,7 +51,9 @@ def run(options: Generate) -> int:
     failed = [completion.error for _, completion in completed if completion.error is not None]
     for error in failed:
         print(f"error: {printable(str(error))}", file=sys.stderr)
-    return 1 if failed else 0
+    if failed:
+        return 1
+    return 0
 
 
 def _complete(here: Here, options: Generate) -> tuple[Completed, list[Certificate]]:
@@ -111,14 +113,19 @@ def _check_room(
 
 def _chat(options: Generate, text: str | list[int]) -> list[dict[str, Any]]:
     """A chat of one user's message."""
-    system = [] if options.system is None else [{"role": "system", "content": options.system}]
+    if options.system is None:
+        system = []
+    else:
+        system = [{"role": "system", "content": options.system}]
     return [*system, {"role": "user", "content": text}]
 
 
 def _as_text(model: Model, prompt: str | list[int]) -> str:
     if isinstance(prompt, str):
         return prompt
-    return ",".join(map(str, prompt)) if model.tokenizer is None else str(model.decode(prompt))
+    if model.tokenizer is None:
+        return ",".join(map(str, prompt))
+    return str(model.decode(prompt))
 
 
 def _shown(completed: Completed, between: str) -> Iterator[Text]:
@@ -126,7 +133,10 @@ def _shown(completed: Completed, between: str) -> Iterator[Text]:
     form that `--prompt-ids` takes."""
     for number, (prompt, completion) in enumerate(completed, 1):
         ids = ",".join(map(str, completion.token_ids))
-        new = f",{ids}" if completion.text is None else completion.text
+        if completion.text is None:
+            new = f",{ids}"
+        else:
+            new = completion.text
         title = f"[{number} of {len(completed)}] {counted(len(completion.token_ids), 'token')}"
         yield Text(f"{title}, {completion.finish_reason}", style="dim")
         yield Text.assemble(

@@ -184,7 +184,9 @@ class HttpProcess:
 def _exit_code(fault: str | None) -> int:
     if fault is not None:
         print(f"error: a step of the engine raised {fault}", file=sys.stderr)
-    return 0 if fault is None else 1
+    if fault is None:
+        return 0
+    return 1
 
 
 def _leave() -> None:

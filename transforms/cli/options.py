@@ -115,7 +115,9 @@ class ModelOptions(Options):
     @property
     def splits(self) -> tuple[int | None, ...]:
         """The numbers of stages; None: one, or torchrun's."""
-        return self.pp if isinstance(self.pp, tuple) else (self.pp,)
+        if isinstance(self.pp, tuple):
+            return self.pp
+        return (self.pp,)
 
     @property
     def num_stages(self) -> int | None:
@@ -396,7 +398,9 @@ class Bench(WeightOptions):
     def graphs(self) -> tuple[str, ...]:
         """The graph modes: one that is timed, or those that are scored."""
         if self.graph is None or self.graph == "all":
-            return (self.graph_mode,) if self.eval is None else MODES
+            if self.eval is None:
+                return (self.graph_mode,)
+            return MODES
         return (self.graph,)
 
 
@@ -452,7 +456,9 @@ class Plan(ModelOptions):
     @property
     def sharing(self) -> tuple[str, int]:
         """The flag that says how many ranks may share a layer, and that number."""
-        return ("--tp", self.tp) if self.gpus is None else ("--gpus", self.gpus)
+        if self.gpus is None:
+            return ("--tp", self.tp)
+        return ("--gpus", self.gpus)
 
     def check(self) -> None:
         """Refuse a link between nodes where there is one node, also."""

@@ -56,7 +56,9 @@ def run(options: Plan) -> int:
         print(write_json(as_report(options, plan, splits), indent=2))
     else:
         show(sections(options, plan, splits))
-    return 0 if plan.fits else 1
+    if plan.fits:
+        return 0
+    return 1
 
 
 def as_report(options: Plan, plan: Prediction, splits: SplitPlan | None) -> dict[str, Any]:

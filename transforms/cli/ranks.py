@@ -69,7 +69,9 @@ class Here:
     @property
     def num_ranks(self) -> int:
         """The processes of the run."""
-        return 1 if self.stage is None else self.num_stages * self.shard[1]
+        if self.stage is None:
+            return 1
+        return self.num_stages * self.shard[1]
 
     @property
     def progress(self) -> bool:
@@ -137,7 +139,10 @@ def num_stages(options: ModelOptions) -> int:
 
 def world_size(options: Options) -> int:
     """The number of torchrun's processes; 1 without torchrun."""
-    size = os.environ.get("WORLD_SIZE", "1") if "RANK" in os.environ else "1"
+    if "RANK" in os.environ:
+        size = os.environ.get("WORLD_SIZE", "1")
+    else:
+        size = "1"
     if not size.isdecimal():
         options.refuse("", f"RANK is set, and WORLD_SIZE={size!r}", "unset both")
     return int(size)
@@ -195,9 +200,9 @@ def _read_config(model: str, call: str) -> ModelConfig:
 
 def _model_call(options: ModelOptions) -> str:
     """The part of the command that names the model, as it was written."""
-    return (
-        f"weft serve {options.model}" if isinstance(options, Serve) else f"--model {options.model}"
-    )
+    if isinstance(options, Serve):
+        return f"weft serve {options.model}"
+    return f"--model {options.model}"
 
 
 def read_config(options: ModelOptions) -> ModelConfig:
@@ -216,9 +221,10 @@ def read_config(options: ModelOptions) -> ModelConfig:
     else:
         config = _read_config(options.model, _model_call(options))
     count = num_stages(options)
-    written = (
-        f"under torchrun with {count} processes" if options.num_stages is None else f"--pp {count}"
-    )
+    if options.num_stages is None:
+        written = f"under torchrun with {count} processes"
+    else:
+        written = f"--pp {count}"
     with options.about(written, ProgramError):
         split_layers(config.num_layers, count)
     flag, ranks = options.sharing
@@ -281,7 +287,10 @@ def _with_stages(options: RunOptions, model: Model) -> Model:
         with options.about(f"--attention {options.attention}", WeftError):
             own = model.config, model.device, model.dtype, model.kv_dtype, options.batch_invariant
             chosen = pick_attention(options.attention, *own, call="")
-            model = model if chosen is None else model.with_stages(attend=chosen)
+            if chosen is None:
+                model = model
+            else:
+                model = model.with_stages(attend=chosen)
     if options.batch_invariant:
         model = model.with_stages(batch_invariant=True, reduction_leaves=options.reduction_leaves)
     if options.stages is None:
@@ -309,7 +318,9 @@ def open_drafts(options: RunOptions, here: Here) -> Speculation | None:
     count = options.speculate
     folder = options.draft
     if count is None or folder is None:
-        return None if count is None else Speculation(count)
+        if count is None:
+            return None
+        return Speculation(count)
     return Speculation(
         count,
         model=(

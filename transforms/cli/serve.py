@@ -269,4 +269,6 @@ def _template(options: Serve) -> str | None:
 
 
 def _special_tokens(model: Model) -> Mapping[str, str]:
-    return {} if model.chat_template is None else model.chat_template.special_tokens
+    if model.chat_template is None:
+        return {}
+    return model.chat_template.special_tokens

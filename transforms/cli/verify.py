@@ -27,7 +27,9 @@ def run(options: Verify) -> int:
         print("\n".join(write_json(_row(one)) for one in found))
     else:
         show(_shown(found))
-    return 0 if all(one.equal for one in found) else 1
+    if all(one.equal for one in found):
+        return 0
+    return 1
 
 
 def _verify(here: Here, options: Verify, certificates: list[Certificate]) -> list[Verification]:
@@ -90,4 +92,6 @@ def _shown(found: list[Verification]) -> Iterator[Any]:
 
 def _short(fact: str) -> str:
     """A fact without most of its digest."""
-    return f"{fact[:_SHOWN]}…" if len(fact) > _SHOWN else fact
+    if len(fact) > _SHOWN:
+        return f"{fact[:_SHOWN]}…"
+    return fact

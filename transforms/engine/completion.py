@@ -260,7 +260,10 @@ class CompletionState:
         wanted = self.request.sampling.prompt_logprobs or 0
         for offset in range(count):
             if len(self.prompt_logprobs) == start + offset < len(self.request.prompt) - 1:
-                top = dict(result.prompt_top_logprobs[first + offset][:wanted]) if wanted else {}
+                if wanted:
+                    top = dict(result.prompt_top_logprobs[first + offset][:wanted])
+                else:
+                    top = {}
                 self.prompt_logprobs.append(result.prompt_logprobs[first + offset])
                 self.prompt_top_logprobs.append(top)
                 self.prompt_ranks.append(result.prompt_ranks[first + offset])
@@ -318,7 +321,10 @@ class CompletionState:
         self.reason = reason
         self.times.finished = time.monotonic()
         if self.tokenizer is not None and not self._stopped:
-            num_held = self._num_certain - self._num_shown if self.request.sampling.stop else 0
+            if self.request.sampling.stop:
+                num_held = self._num_certain - self._num_shown
+            else:
+                num_held = 0
             held = self._recent[len(self._recent) - num_held :]
             self._show(held + self._detokenizer.end())
         self.text_offsets = [min(offset, self._num_shown) for offset in self.text_offsets]

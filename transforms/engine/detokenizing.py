@@ -44,7 +44,10 @@ def byte_of() -> dict[str, int]:
 
 def special_ids(tokenizer: Tokenizer | None) -> frozenset[int]:
     """The special tokens of a tokenizer, which text does not show."""
-    added = {} if tokenizer is None else tokenizer.get_added_tokens_decoder()
+    if tokenizer is None:
+        added = {}
+    else:
+        added = tokenizer.get_added_tokens_decoder()
     return frozenset(token for token, how in added.items() if how.special)
 
 
@@ -54,7 +57,9 @@ def overlap(text: str, pattern: str) -> int:
     start = tail.find(pattern[0])
     while start >= 0 and not pattern.startswith(tail[start:]):
         start = tail.find(pattern[0], start + 1)
-    return len(tail) - start if start >= 0 else 0
+    if start >= 0:
+        return len(tail) - start
+    return 0
 
 
 class _Step:
@@ -134,10 +139,14 @@ class _LastDiffers(_Step):
     def feed(self, chunk: str) -> Sequence[str]:
         before = self._last
         self._last = chunk
-        return () if before is None else (self._decoder.decode([before, ""]),)
+        if before is None:
+            return ()
+        return (self._decoder.decode([before, ""]),)
 
     def end(self) -> Sequence[str]:
-        return () if self._last is None else (self._decoder.decode([self._last]),)
+        if self._last is None:
+            return ()
+        return (self._decoder.decode([self._last]),)
 
     @property
     def num_held(self) -> int:
@@ -157,7 +166,9 @@ class _Distinct(_Step):
             return ()
         self._before = chunk
         changed = self._decoder.decode([chunk])
-        return (changed,) if changed else ()
+        if changed:
+            return (changed,)
+        return ()
 
 
 class _ByteRuns(_Step):
@@ -198,7 +209,9 @@ class _ByteRuns(_Step):
 
     @property
     def num_held(self) -> int:
-        return 0 if self._is_broken else len(self._run)
+        if self._is_broken:
+            return 0
+        return len(self._run)
 
     def fork(self) -> Self:
         other = copy.copy(self)
@@ -220,10 +233,14 @@ class _ByteLevel(_Step):
         raw = self._left + raw
         text, num_read = codecs.utf_8_decode(raw, "replace", False)
         self._left = raw[num_read:]
-        return (text,) if text else ()
+        if text:
+            return (text,)
+        return ()
 
     def end(self) -> Sequence[str]:
-        return (REPLACEMENT,) if self._left else ()
+        if self._left:
+            return (REPLACEMENT,)
+        return ()
 
     @property
     def num_held(self) -> int:
@@ -302,7 +319,9 @@ class _Whole(_Step):
         return ()
 
     def end(self) -> Sequence[str]:
-        return (self._decoder.decode(self._chunks),) if self._chunks else ()
+        if self._chunks:
+            return (self._decoder.decode(self._chunks),)
+        return ()
 
     @property
     def num_held(self) -> int:
@@ -404,7 +423,9 @@ def steps_of(decoder: Any) -> tuple[_Step, ...]:
     except Exception:  # one that is written in Python
         return (_Whole(decoder),)
     steps = _steps_of_state(bytes(state))
-    return (_Whole(decoder),) if steps is None else steps
+    if steps is None:
+        return (_Whole(decoder),)
+    return steps
 
 
 def _fed(steps: Iterable[_Step], chunk: str) -> str:
@@ -488,7 +509,10 @@ class Detokenizer:
             text = text[count:]
         self._num_settled += len(text)
         num_held = sum(step.num_held for step in self._steps)
-        held = self.end().rstrip(REPLACEMENT) if 0 < num_held <= _MOST_LOOKED_AT else ""
+        if 0 < num_held <= _MOST_LOOKED_AT:
+            held = self.end().rstrip(REPLACEMENT)
+        else:
+            held = ""
         self.num_chars = max(self.num_chars, self._num_settled + len(held))
         return text
 
@@ -496,7 +520,9 @@ class Detokenizer:
         """The text that was held back, as it is if nothing follows. It changes nothing."""
         self._read_prompt()
         text = _ended(self._steps)
-        return text[_num_common(text, self._left_of_prompt) :] if self._left_of_prompt else text
+        if self._left_of_prompt:
+            return text[_num_common(text, self._left_of_prompt) :]
+        return text
 
     def _read_prompt(self) -> None:
         """Read the prompt when the first token comes: if that raises, it is a fault of this

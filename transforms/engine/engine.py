@@ -149,7 +149,10 @@ class Engine:
             backend=backend,
         )
         self.limits = limits.resolve(model, split, speculation, executor)
-        own_seed = self.transport.share(secrets.randbits(62)) if seed is None else seed
+        if seed is None:
+            own_seed = self.transport.share(secrets.randbits(62))
+        else:
+            own_seed = seed
         self._builder = RequestBuilder(
             model, num_logprobs, own_seed, self._weights.slots, prefix_caching
         )
@@ -418,7 +421,10 @@ class Engine:
             entered.changing = "step"
             is_behind = bool(self._unreturned)
             self._launch()
-            outputs = self._read(self._pending.popleft()) if self._pending else []
+            if self._pending:
+                outputs = self._read(self._pending.popleft())
+            else:
+                outputs = []
             self._unreturned += outputs
             if is_behind:  # an interrupted step's are here still
                 self._unreturned = joined_by_completion(self._unreturned)
@@ -536,7 +542,10 @@ class Engine:
         """
         call = f"engine.update({'' if params is None else 'params'})"
         with self._calls.enter(call) as entered:
-            pairs = [] if params is None else self._weights.pairs(call, params)
+            if params is None:
+                pairs = []
+            else:
+                pairs = self._weights.pairs(call, params)
             self._weights.check_adapters(call, adapters)
             if self._is_distributed:
                 self.transport.assert_equal(

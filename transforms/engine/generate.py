@@ -370,7 +370,10 @@ def _limits(
 def _encode_prompts(
     model: Model, prompts: Any, call: str, chat: bool
 ) -> list[list[int] | EmbedsPrompt]:
-    prompts = [model.encode_chat(messages) for messages in prompts] if chat else prompts
+    if chat:
+        prompts = [model.encode_chat(messages) for messages in prompts]
+    else:
+        prompts = prompts
     encoded = [
         encode_prompt(model, prompt, call, f"prompt {index}")
         for index, prompt in enumerate(prompts)

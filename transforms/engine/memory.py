@@ -70,13 +70,15 @@ def check_room(
         RequestError: there is less free memory than the pages take.
     """
     free = available_bytes(device)
-    here = num_pages if free is None else min(num_pages, free // page_bytes)
+    if free is None:
+        here = num_pages
+    else:
+        here = min(num_pages, free // page_bytes)
     if (fitting := least(here)) < num_pages:
-        room = (
-            f"another rank with room for {fitting}"
-            if fitting < here
-            else f"{byte_size(free or 0)} free on {device}"
-        )
+        if fitting < here:
+            room = f"another rank with room for {fitting}"
+        else:
+            room = f"{byte_size(free or 0)} free on {device}"
         seen = (
             f"pages of {byte_size(num_pages * page_bytes)}, {byte_size(page_bytes)} each, and"
             f" {room}"
@@ -99,7 +101,9 @@ def available_bytes(device: torch.device) -> int | None:
     except OSError:
         return None
     sizes = re.findall(r"^(?:MemAvailable|SwapFree):\s+(\d+) kB$", text, re.MULTILINE)
-    return 1024 * sum(map(int, sizes)) if sizes else None
+    if sizes:
+        return 1024 * sum(map(int, sizes))
+    return None
 
 
 def free_bytes(device: torch.device) -> int | None:

@@ -57,11 +57,9 @@ def _num_tokens(model: Model) -> int:
     device = torch.device(model.device)
     if device.type != "cuda" or torch.cuda.get_device_properties(device).total_memory < _LARGE_GPU:
         return _NUM_TOKENS
-    return (
-        captured_tokens(model.config)
-        if has_small_layers(model.config)
-        else _NUM_TOKENS_OF_A_LARGE_GPU
-    )
+    if has_small_layers(model.config):
+        return captured_tokens(model.config)
+    return _NUM_TOKENS_OF_A_LARGE_GPU
 
 
 def _is_range(value: Any) -> bool:
@@ -149,12 +147,16 @@ class Speculation:
     @property
     def params(self) -> Any:
         """The drafter's parameters."""
-        return self.model.params if isinstance(self.model, Model) else None
+        if isinstance(self.model, Model):
+            return self.model.params
+        return None
 
     @property
     def config(self) -> ModelConfig | None:
         """The draft model's configuration."""
-        return self.model.config if isinstance(self.model, Model) else self.model
+        if isinstance(self.model, Model):
+            return self.model.config
+        return self.model
 
     def check(self, call: str, model: Model, first: bool) -> None:
         """Check the draft model against the engine's.
@@ -172,7 +174,10 @@ class Speculation:
             return
         vocab = model.config.vocab_size
         place = (model.device, True)
-        own = self.model.functions if isinstance(self.model, Model) else OWN
+        if isinstance(self.model, Model):
+            own = self.model.functions
+        else:
+            own = OWN
         extras = model.functions.extras
         rules: dict[str, Rule] = {
             "the draft model's vocab_size": (
@@ -272,7 +277,9 @@ class Speculation:
 
 def query_lens(speculation: Speculation | None) -> tuple[int, ...]:
     """The tokens that a request may have in a uniform step."""
-    return (1,) if speculation is None else speculation.query_lens
+    if speculation is None:
+        return (1,)
+    return speculation.query_lens
 
 
 @names_arguments(**LIMITS)
@@ -357,11 +364,10 @@ class EngineLimits:
         most = max_pages * self.max_num_reqs
         small = ResolvedLimits(budget, 1, self.page_size, speculation, self.max_step_seconds)
         here = split.layouts(model)
-        drafts = (
-            0
-            if speculation is None or not here[0].first
-            else speculation.page_bytes(self.page_size)
-        )
+        if speculation is None or not here[0].first:
+            drafts = 0
+        else:
+            drafts = speculation.page_bytes(self.page_size)
         page = (
             page_bytes(model, sum(len(layout.layers) for layout in here), self.page_size) + drafts
         )
@@ -398,11 +404,10 @@ class ResolvedLimits:
         others have its configuration."""
         budget = attrs.asdict(self.budget, recurse=False)
         own = self.speculation
-        drafts = (
-            None
-            if own is None
-            else (own.num_tokens, own.ngram, getattr(own.model, "config", own.model))
-        )
+        if own is None:
+            drafts = None
+        else:
+            drafts = (own.num_tokens, own.ngram, getattr(own.model, "config", own.model))
         shared = {
             name: getattr(self, name) for name in ("num_pages", "page_size", "max_step_seconds")
         }

@@ -77,7 +77,10 @@ class RequestOutput:
 
 def joined(first: RequestOutput, second: RequestOutput) -> RequestOutput:
     """Two consecutive outputs of one completion as one."""
-    text = None if second.text is None else f"{first.text or ''}{second.text}"
+    if second.text is None:
+        text = None
+    else:
+        text = f"{first.text or ''}{second.text}"
     captured = first.captured_range[0], second.captured_range[1]
     return attrs.evolve(
         second, token_ids=[*first.token_ids, *second.token_ids], text=text, captured_range=captured
@@ -188,9 +191,10 @@ class OutputProcessor:
         """Add a request's completions; the first one collects the logprobs of the prompt for all."""
         own = self._tokenizer, self._special_ids, self._eos_ids
         states = [CompletionState(request, *own) for request in requests]
-        own_mask = (
-            None if mask is None else RequestMask.of(mask, requests[0].sampling, self._vocab_size)
-        )
+        if mask is None:
+            own_mask = None
+        else:
+            own_mask = RequestMask.of(mask, requests[0].sampling, self._vocab_size)
         for index, (request, state) in enumerate(zip(requests, states, strict=True)):
             state.prompt_logprobs = states[0].prompt_logprobs
             state.prompt_top_logprobs = states[0].prompt_top_logprobs
@@ -342,7 +346,10 @@ class OutputProcessor:
             count = len(ids) if work.token_ids else work.query_len
             own = self._open.get(name)
             if own is not None and work.job >= own.first_job:
-                kept = count if work.token_ids else min(count, len(result.token_ids[row]))
+                if work.token_ids:
+                    kept = count
+                else:
+                    kept = min(count, len(result.token_ids[row]))
                 goes_on = ids == (LAST_TOKEN,)
                 own.state.append_captured(result.captured, first, kept, None if goes_on else start)
             first += count
@@ -411,7 +418,9 @@ def _with_masks(work: Work, masks: Mapping[str, bytes]) -> Work:
     """The work with the masks of those for which it samples."""
     sampled = {*_sampled(work)}
     of_rows = tuple(masks.get(name) if name in sampled else None for name in work.requests)
-    return work if all(mask is None for mask in of_rows) else attrs.evolve(work, masks=of_rows)
+    if all(mask is None for mask in of_rows):
+        return work
+    return attrs.evolve(work, masks=of_rows)
 
 
 def _undecodable(own: _OpenCompletion, error: BaseException) -> RequestError:

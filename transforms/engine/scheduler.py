@@ -292,7 +292,10 @@ class _Room:
         self._taken = 0
         self._pairs = 0.0
         self._reads = 0
-        reads = 0 if self._time is None else sum(req.num_computed for req in decodes)
+        if self._time is None:
+            reads = 0
+        else:
+            reads = sum(req.num_computed for req in decodes)
         if budget.mixed:
             self.tokens = self.tokens - len(decodes)
             self._taken = len(decodes)
@@ -444,17 +447,22 @@ def _targets(scheduled: Sequence[tuple[RequestState, int]]) -> tuple[tuple[int, 
         length = max(count, 1)
         # Another prompt may hold EMBEDDED, which is no token
         wants = req.request.sampling.prompt_logprobs is not None
-        own = req.request.prompt[start : start + length] if wants else ()
+        if wants:
+            own = req.request.prompt[start : start + length]
+        else:
+            own = ()
         targets.append((*own, *[0] * (length - len(own))))
     return tuple(targets)
 
 
 def _contents(scheduled: Sequence[tuple[RequestState, int]]) -> tuple[PromptContent | None, ...]:
     contents = tuple([req.request.given if count else None for req, count in scheduled])
-    return () if contents.count(None) == len(contents) else contents
+    if contents.count(None) == len(contents):
+        return ()
+    return contents
 
 
 def _next_tokens(req: RequestState, count: int) -> tuple[int, ...]:
-    return (
-        tuple(req.tokens[req.num_computed : req.num_computed + count]) if count else (LAST_TOKEN,)
-    )
+    if count:
+        return tuple(req.tokens[req.num_computed : req.num_computed + count])
+    return (LAST_TOKEN,)

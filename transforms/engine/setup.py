@@ -87,7 +87,10 @@ def make_states(
     """An empty state for each stage that runs here."""
     speculation = limits.speculation
     functions = model.functions
-    spare = 0 if speculation is None else speculation.spare_pages(limits.page_size)
+    if speculation is None:
+        spare = 0
+    else:
+        spare = speculation.spare_pages(limits.page_size)
     is_recomputed = functions.policy == "recompute"
     states = empty_states(
         model.own_config,
@@ -113,7 +116,9 @@ def make_states(
         _with_pages_beside(state, layout, model)
         for state, layout in zip(states, layouts, strict=True)
     )
-    return states if speculation is None else speculation.states(states, layouts)
+    if speculation is None:
+        return states
+    return speculation.states(states, layouts)
 
 
 def _carrying(
@@ -178,7 +183,10 @@ def make_executor(
     state = make_states(model, layouts, limits)
     if speculation is not None:
         stages = speculation.stages(stages)
-        params = ((params[0], weights.drafts), *params[1:]) if layouts[0].first else params
+        if layouts[0].first:
+            params = ((params[0], weights.drafts), *params[1:])
+        else:
+            params = params
     params = tree_map(_detached, params)
     if split.num_stages == split.num_shards == 1:
         whole = graph_step(compose(stages, advance=advance), ladder, backend)
@@ -192,13 +200,18 @@ def make_executor(
     step = pipeline(
         [with_edits(s) for s in spanned], advance=is_advanced if alone else advance_work, **own
     )
-    graphs = [(spanned[stage], x if stage else None) for stage in split.here] if len(ladder) else []
+    if len(ladder):
+        graphs = [(spanned[stage], x if stage else None) for stage in split.here]
+    else:
+        graphs = []
     return PipelineExecutor(step, params, state, model.device, classes, graphs)
 
 
 def _detached(leaf: Any) -> Any:
     """A parameter without a gradient, so that the steps keep nothing for backward()."""
-    return leaf.detach() if isinstance(leaf, Tensor) and leaf.requires_grad else leaf
+    if isinstance(leaf, Tensor) and leaf.requires_grad:
+        return leaf.detach()
+    return leaf
 
 
 def _example(model: Model, drafts: int) -> IntermediateTensors:

@@ -33,11 +33,9 @@ class Split:
     @property
     def mesh(self) -> Mesh | None:
         """The ranks, where several share a stage: those of a stage are neighbours."""
-        return (
-            None
-            if self.num_shards == 1
-            else Mesh(**{PIPELINE: self.num_stages, AXIS: self.num_shards})
-        )
+        if self.num_shards == 1:
+            return None
+        return Mesh(**{PIPELINE: self.num_stages, AXIS: self.num_shards})
 
     @property
     def here(self) -> list[int]:

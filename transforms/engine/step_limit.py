@@ -137,7 +137,9 @@ def _step_seconds(engine: _Engine, draw: random.Random, lengths: Sequence[int]) 
         engine.limits = limits
     more = several - min(alone)
     # Noise in all runs of one step
-    return more / _REPEATS if more > 0 else several / (1 + _REPEATS)
+    if more > 0:
+        return more / _REPEATS
+    return several / (1 + _REPEATS)
 
 
 def _decode_seconds(engine: _Engine, draw: random.Random, lengths: Sequence[int]) -> float:
@@ -147,7 +149,9 @@ def _decode_seconds(engine: _Engine, draw: random.Random, lengths: Sequence[int]
     count = max(0, min(_DECODES, room - 1 - max(lengths)))
     prompts = [*lengths] * engine.limits.budget.num_cohorts
     runs = [_serve(engine, draw, prompts, 1 + count) for _ in range(_TRIES)]
-    return min(last - first for first, last in runs) / count if count else 0.0
+    if count:
+        return min(last - first for first, last in runs) / count
+    return 0.0
 
 
 def _serve(

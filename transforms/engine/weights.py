@@ -182,7 +182,10 @@ def _once_each(
     names: dict[tuple[Any, ...], str] = {}
     for name, (view, new) in pairs.items():
         place = view.device, view.data_ptr(), tuple(view.shape), view.stride()
-        first = names.setdefault(place, name) if view.numel() else name
+        if view.numel():
+            first = names.setdefault(place, name)
+        else:
+            first = name
         _refuse_two_values(call, first, pairs[first][1], name, new, view.dtype)
     kept = {*names.values()}
     return [pair for name, pair in pairs.items() if name in kept]
@@ -231,6 +234,9 @@ def make_weights(
     """The parameters of the stages that run here, with the adapters in slots, in their order."""
     layouts = split.layouts(model)
     params = stage_params(model, layouts, [*adapters.values()])
-    drafts = None if speculation is None or not layouts[0].first else speculation.params
+    if speculation is None or not layouts[0].first:
+        drafts = None
+    else:
+        drafts = speculation.params
     stages = tuple(zip(layouts, params, strict=True))
     return Weights(model, stages, drafts, adapters)

@@ -87,7 +87,10 @@ class Plan:
         """The condition that this plan adds to those of the fast path, besides `holds`: nothing
         that its graph reads from outside has come to require grad, and torch's back-end switches
         choose the same kernels. None: none."""
-        switches = backend_switches() if self.graph.consults_switches else None
+        if self.graph.consults_switches:
+            switches = backend_switches()
+        else:
+            switches = None
         if switches is None and not (self.graph.external and torch.is_grad_enabled()):
             return None
         return lambda plan: (
@@ -225,7 +228,10 @@ class Cache:
     def make_plan(self, graph: Graph, call: Call, decision: Decision[Any]) -> Plan:
         """Plan how a graph answers calls like this one."""
         padded = decision.descriptor
-        own = None if padded is None else find_descriptors(call.copied)[0]
+        if padded is None:
+            own = None
+        else:
+            own = find_descriptors(call.copied)[0]
         backend = self.backend_for(call)
         with backend.allocating():
             return make_plan(
@@ -245,7 +251,9 @@ class Cache:
         """
         entry = self.entries.get(key)
         if entry is None or (holds := entry.graph.outside.holds) is None or holds():
-            return None if entry is None else entry.graph
+            if entry is None:
+                return None
+            return entry.graph
         if not (change := entry.graph.outside.change()):
             return entry.graph
         if self.frozen:
@@ -265,7 +273,9 @@ class Cache:
 
     def blocked_reason(self) -> str:
         """The reason why nothing may be captured now; empty if captures are allowed."""
-        return self.exhausted if may_capture() else "inside weft.no_capture()"
+        if may_capture():
+            return self.exhausted
+        return "inside weft.no_capture()"
 
     def miss(self, call: Call, key: Key) -> Miss:
         """The difference between a call and the nearest captured one."""
@@ -383,7 +393,10 @@ class Cache:
             return Explanation(decision, False, f"runs eagerly: {decision.reason}")
         if not missing:
             return Explanation(decision, True, f"replays: {decision.reason}")
-        verb = "would raise, because it is frozen" if self.frozen else "captures"
+        if self.frozen:
+            verb = "would raise, because it is frozen"
+        else:
+            verb = "captures"
         return Explanation(decision, False, f"{verb}: {decision.reason}; {self.miss(call, key)}")
 
     def capture(self, call: Call, decision: Decision[Any], key: Key) -> Graph:
@@ -408,12 +421,21 @@ class Cache:
             raise CacheMissError(
                 f"{name}(...)", seen, f"{instead}: {miss.remedy}" if miss.remedy else instead
             )
-        title = name if decision.descriptor is None else f"{name} for '{decision.descriptor}'"
+        if decision.descriptor is None:
+            title = name
+        else:
+            title = f"{name} for '{decision.descriptor}'"
         count_capture(title, lambda: attrs.astuple(find_miss()))
         if config.explain_cache_misses and self.entries:
             _LOG.warning("%s: no graph for this call: %s", name, find_miss())
-        split_at = self.graphable.split_at if decision.mode == "piecewise" else frozenset[str]()
-        writer = functools.partial(writer_of, split_at=split_at) if self.graphable.verify else None
+        if decision.mode == "piecewise":
+            split_at = self.graphable.split_at
+        else:
+            split_at = frozenset[str]()
+        if self.graphable.verify:
+            writer = functools.partial(writer_of, split_at=split_at)
+        else:
+            writer = None
         backend = self.backend_for(call)
         graph = capture(self.graphable, call, decision.mode, decision.descriptor, backend, writer)
         if config.log_captures:
@@ -448,7 +470,10 @@ class Cache:
         wait, raise again."""
         if others_wait():
             raise
-        title = "a call" if decision.descriptor is None else f"'{decision.descriptor}'"
+        if decision.descriptor is None:
+            title = "a call"
+        else:
+            title = f"'{decision.descriptor}'"
         self.exhausted = f"the device's memory was full when {title} was to be captured"
         warnings.warn(
             f"{self.graphable.name}: {self.exhausted}; from now on it uses the {len(self.entries)}"

@@ -142,7 +142,10 @@ def prepare(
     a state of over `SAVED_BYTES`, such as a KV cache, is not saved.
     """
     with torch.no_grad():
-        example = call.copied if descriptor is None else inert(call.copied, descriptor)
+        if descriptor is None:
+            example = call.copied
+        else:
+            example = inert(call.copied, descriptor)
         leaves, tree = tree_flatten(example)
         buffers = tuple(
             input_buffers.buffer(i, x) if isinstance(x, Tensor) else x for i, x in enumerate(leaves)
@@ -291,7 +294,10 @@ def capture(
     before = backend.input_buffers.nbytes
     with backend.allocating():
         prepared = prepare(graphable, call, descriptor, input_buffers)
-    split_at = graphable.split_at if mode == "piecewise" else frozenset()
+    if mode == "piecewise":
+        split_at = graphable.split_at
+    else:
+        split_at = frozenset()
     watches: list[OperatorWatch] = []
 
     def watched() -> Outputs:
@@ -474,7 +480,9 @@ def _without_owning(outputs: Outputs, storages: Set[int]) -> Outputs:
             and leaf.layout is torch.strided
             and storage_id(leaf) in storages
         )
-        return unowned(leaf) if is_view and leaf.untyped_storage().nbytes() else leaf
+        if is_view and leaf.untyped_storage().nbytes():
+            return unowned(leaf)
+        return leaf
 
     return attrs.evolve(outputs, leaves=tuple(map(released, outputs.leaves)))
 
@@ -510,7 +518,10 @@ def _refuse_unsized(
     for (path, leaf), spec, reference in leaves:
         if leaf is None or reference is not None:
             continue
-        shape = f"of shape {tuple(leaf.shape)}" if isinstance(leaf, Tensor) else repr(leaf)
+        if isinstance(leaf, Tensor):
+            shape = f"of shape {tuple(leaf.shape)}"
+        else:
+            shape = repr(leaf)
         seen = f"the result's leaf {path or '(the whole)'} {shape}"
         if spec is None or not isinstance(leaf, Tensor):
             raise CaptureError(

@@ -43,7 +43,9 @@ class Decision(Generic[D]):
 
     def __str__(self) -> str:
         padded = padding_text(self.padding)
-        return f"{self.reason}; padded by {padded}" if padded else self.reason
+        if padded:
+            return f"{self.reason}; padded by {padded}"
+        return self.reason
 
 
 def dispatch(descriptor: D, ladder: Ladder[D] | Sequence[D]) -> Decision[D]:
@@ -206,7 +208,10 @@ class DispatchTable(Tabled):
         own = [getattr(row.batch, name, 0) for row in self.rows]
         more = [dict(row.decision.padding).get(name, 0) for row in self.rows]
         colours = [_EAGER if row.decision.mode == "none" else _OWN for row in self.rows]
-        names = [str(row.batch) for row in self.rows] if len(self.rows) <= _MOST_NAMED else None
+        if len(self.rows) <= _MOST_NAMED:
+            names = [str(row.batch) for row in self.rows]
+        else:
+            names = None
         rows(ax, (own, colours, ""), (more, _PADDING, ""), names=names)
         if names is None:
             ax.set_ylabel("batches, in their order")

@@ -57,7 +57,9 @@ class Miss:
     remedy: str = ""
 
     def __str__(self) -> str:
-        return f"{self.differs}; {self.remedy}" if self.remedy else self.differs
+        if self.remedy:
+            return f"{self.differs}; {self.remedy}"
+        return self.differs
 
 
 @attrs.frozen
@@ -296,9 +298,10 @@ class Recaptures:
         quiet = replays <= self._replays + 1
         self._last = key
         self._replays = replays
-        changed = (
-            None if last is None or not quiet else changed_between(key, last, names, self.donated)
-        )
+        if last is None or not quiet:
+            changed = None
+        else:
+            changed = changed_between(key, last, names, self.donated)
         if changed is not None and key == last:
             changed = attrs.evolve(changed, outside=outside)
         if changed is None or changed.has_others:
@@ -424,7 +427,10 @@ def structure_text(structure: TreeSpec) -> str:
         return f"[{', '.join(parts)}]"
     if structure.type is tuple:
         return f"({', '.join(parts)}{',' * (len(parts) == 1)})"
-    named = structure.context if isinstance(structure.context, type) else structure.type
+    if isinstance(structure.context, type):
+        named = structure.context
+    else:
+        named = structure.type
     if (fields := node_fields(structure.type)) is not None:
         parts = [
             f"{name}={part}" for name, part in zip(fields.of(structure.context), parts, strict=True)
@@ -451,12 +457,14 @@ def structure_differences(new: TreeSpec, old: TreeSpec) -> Iterator[tuple[str, s
         yield "", f"{structure_text(new):.200}", f"{structure_text(old):.200}"
         return
     fields = node_fields(new.type)
-    keys = (
-        [f"[{k!r}]" for k in new.context]
-        if new.type is dict
-        else [f"[{i}]" for i in range(new.num_children)]
-    )
-    steps = [f".{name}" for name in fields.of(new.context)] if fields else keys
+    if new.type is dict:
+        keys = [f"[{k!r}]" for k in new.context]
+    else:
+        keys = [f"[{i}]" for i in range(new.num_children)]
+    if fields:
+        steps = [f".{name}" for name in fields.of(new.context)]
+    else:
+        steps = keys
     for step, one, other in zip(steps, new.children(), old.children(), strict=True):
         for path, seen, captured in structure_differences(one, other):
             yield step + path, seen, captured

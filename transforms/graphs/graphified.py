@@ -268,7 +268,9 @@ class Graphified(Generic[P, R]):
         function itself would: a bound method and a callable object do not."""
         fn = self._graphable.fn
         binds = hasattr(type(fn), "__get__") and not isinstance(fn, types.MethodType)
-        return Method(self, instance) if binds and instance is not None else self
+        if binds and instance is not None:
+            return Method(self, instance)
+        return self
 
     def _example(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
         """Make a call whose arguments serve as examples: nothing in it is donated."""

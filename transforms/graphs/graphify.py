@@ -150,7 +150,9 @@ def graphify(
         outer: Any = type(fn)(graphify(fn.__func__, **options))
         return outer  # type: ignore[no-any-return]
     graphable = make_graphable(fn, options)
-    return Graphified(graphable) if verify is None else Verified(graphable)
+    if verify is None:
+        return Graphified(graphable)
+    return Verified(graphable)
 
 
 @overload
@@ -208,7 +210,10 @@ def piecewise(
         raise CaptureError(
             f"weft.piecewise({getattr(fn, '__name__', '...')})", f"split_at={split_at!r}", instead
         )
-    pieces = None if ladder is None else Ladder(piecewise=tuple(ladder))
+    if ladder is None:
+        pieces = None
+    else:
+        pieces = Ladder(piecewise=tuple(ladder))
     if fn is None:
         return graphify(split_at=split_at, ladder=pieces, **options)
     return graphify(fn, split_at=split_at, ladder=pieces, **options)

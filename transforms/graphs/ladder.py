@@ -26,7 +26,9 @@ _LOWER = {
 
 
 def _as_tuple(value: Any) -> Any:
-    return tuple(value) if isinstance(value, list) else value
+    if isinstance(value, list):
+        return tuple(value)
+    return value
 
 
 @attrs.frozen
@@ -135,11 +137,15 @@ def _product_text(kind: Any, sizes: Mapping[str, Any]) -> str:
 
 
 def _name(kind: Any) -> str:
-    return kind.__name__ if isinstance(kind, type) else f"{kind!r:.60}"
+    if isinstance(kind, type):
+        return kind.__name__
+    return f"{kind!r:.60}"
 
 
 def _values(given: Any) -> tuple[Any, ...]:
-    return tuple(given) if isinstance(given, Iterable) and not isinstance(given, str) else (given,)
+    if isinstance(given, Iterable) and not isinstance(given, str):
+        return tuple(given)
+    return (given,)
 
 
 def _make(kind: Callable[..., D], sizes: Mapping[str, int]) -> D:
@@ -169,14 +175,20 @@ def _check_product(kind: Any, sizes: Mapping[str, Any]) -> dict[str, tuple[int, 
     ]
     unknown = [name for name in sizes if known and name not in known]
     if not isinstance(kind, type) or not hasattr(kind, "covers"):
-        name = kind.__name__ if isinstance(kind, type) else "Resolution"
+        if isinstance(kind, type):
+            name = kind.__name__
+        else:
+            name = "Resolution"
         seen = f"{_name(kind)}, not a class of descriptors"
         instead = f"class {name}(weft.Descriptor), which has covers"
     elif wrong:
         seen = f"{wrong[0]}={sizes[wrong[0]]!r:.60}"
         instead = f"one or more ints: {wrong[0]}=(64, 128)"
     elif unknown or not sizes:
-        seen = f"{kind.__name__} has no {unknown[0]}" if unknown else "no sizes"
+        if unknown:
+            seen = f"{kind.__name__} has no {unknown[0]}"
+        else:
+            seen = "no sizes"
         instead = f"the sizes of {', '.join(known) or 'its arguments'}"
     else:
         return values
@@ -190,9 +202,10 @@ def _kinds(mode: str, classes: Sequence[Any]) -> Iterator[tuple[str, str, str]]:
     for descriptor in reversed(classes):
         groups.setdefault(_kind(descriptor), []).append(descriptor)
     for (kind, unit), group in groups.items():
-        sizes = (
-            [str(getattr(descriptor, unit)) for descriptor in group] if unit else [*map(str, group)]
-        )
+        if unit:
+            sizes = [str(getattr(descriptor, unit)) for descriptor in group]
+        else:
+            sizes = [*map(str, group)]
         yield (
             mode,
             kind,
@@ -204,7 +217,10 @@ def _kind(descriptor: Any) -> tuple[str, str]:
     """The kind of a class, and the name of its size."""
     if not isinstance(descriptor, BatchDescriptor):
         return type(descriptor).__name__, ""
-    loras = f", {descriptor.num_active_loras} LoRAs" if descriptor.num_active_loras else ""
+    if descriptor.num_active_loras:
+        loras = f", {descriptor.num_active_loras} LoRAs"
+    else:
+        loras = ""
     if descriptor.is_uniform:
         return f"uniform x{descriptor.query_len}{loras}", "num_reqs"
     return f"ragged{loras}", "num_tokens"
@@ -212,7 +228,9 @@ def _kind(descriptor: Any) -> tuple[str, str]:
 
 def as_ladder(given: Ladder[D] | Sequence[D]) -> Ladder[D]:
     """Return a ladder as it is, and a sequence of descriptors as a ladder of whole graphs."""
-    return given if isinstance(given, Ladder) else Ladder(full=tuple(given))
+    if isinstance(given, Ladder):
+        return given
+    return Ladder(full=tuple(given))
 
 
 def rungs(limit: int) -> tuple[int, ...]:
@@ -228,7 +246,9 @@ def rungs(limit: int) -> tuple[int, ...]:
     while size < limit:
         sizes.append(size)
         size += max(8, 1 << size.bit_length() - 4)
-    return (*(s for s in sizes if s < limit), limit) if limit > 0 else ()
+    if limit > 0:
+        return (*(s for s in sizes if s < limit), limit)
+    return ()
 
 
 def token_rungs(limit: int) -> tuple[int, ...]:
@@ -244,7 +264,9 @@ def token_rungs(limit: int) -> tuple[int, ...]:
     while size < limit:
         sizes.append(size)
         size += size if size < 128 else 1 << size.bit_length() - 3
-    return (*sizes, limit) if limit > 0 else ()
+    if limit > 0:
+        return (*sizes, limit)
+    return ()
 
 
 def lora_rungs(max_loras: int, *, specialised: bool = True) -> tuple[int, ...]:
@@ -259,9 +281,13 @@ def lora_rungs(max_loras: int, *, specialised: bool = True) -> tuple[int, ...]:
     ((0, 1, 2, 4, 5), (0, 5), (0,))
     """
     if not specialised:
-        return (0, max_loras) if max_loras else (0,)
+        if max_loras:
+            return (0, max_loras)
+        return (0,)
     powers = [2**i for i in range(max_loras.bit_length()) if 2**i < max_loras]
-    return (0, *powers, max_loras) if max_loras else (0,)
+    if max_loras:
+        return (0, *powers, max_loras)
+    return (0,)
 
 
 def make_ladder(
@@ -309,7 +335,10 @@ def make_ladder(
     uniform = [] if mode == "none" else _uniform(limits, sizes)
     most = min(limits.max_num_reqs * max(limits.query_lens), limits.max_num_tokens)
     mixed = _ragged(limits, most, sizes) if mode == "full" else []
-    pieces = _ragged(limits, limits.max_num_tokens, sizes) if "piecewise" in mode else []
+    if "piecewise" in mode:
+        pieces = _ragged(limits, limits.max_num_tokens, sizes)
+    else:
+        pieces = []
     whole = [
         d
         for d in uniform
@@ -338,7 +367,10 @@ def mode_within(
         query_lens: of the uniform batches, as in `Limits`.
         strict: raise DescriptorError in place of the warning.
     """
-    single = "uniform_single_token" if tuple(query_lens) == (1,) else "uniform"
+    if tuple(query_lens) == (1,):
+        single = "uniform_single_token"
+    else:
+        single = "uniform"
     needs = {
         "none": "none",
         "piecewise": "piecewise",
@@ -432,12 +464,14 @@ def _check(mode: str, limits: Any, sizes: Sequence[int] | None, capability: str)
         or (sizes is not None and min(sizes, default=1) < 1)
     ):
         by_sizes = sizes is not None and min(sizes, default=1) < 1
-        seen = f"sizes={list(sizes or ())}" if by_sizes else f"query_lens={limits.query_lens}"
-        instead = (
-            "sizes of at least 1, or None for the usual rungs"
-            if by_sizes
-            else "query_lens=(1,) for plain decode"
-        )
+        if by_sizes:
+            seen = f"sizes={list(sizes or ())}"
+        else:
+            seen = f"query_lens={limits.query_lens}"
+        if by_sizes:
+            instead = "sizes of at least 1, or None for the usual rungs"
+        else:
+            instead = "query_lens=(1,) for plain decode"
         raise DescriptorError(call, seen, instead)
     if not limits.active_loras or min(limits.active_loras) < 0:
         raise DescriptorError(

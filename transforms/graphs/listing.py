@@ -141,7 +141,10 @@ class Writer(OperatorWatch):
             if isinstance(x, Tensor) and x not in self._values
         )
         name = func._schema.name
-        overload = f".{func._overloadname}" if func._overloadname != "default" else ""
+        if func._overloadname != "default":
+            overload = f".{func._overloadname}"
+        else:
+            overload = ""
         self.lines.append(Line(name + overload, text, reads, made, name in self.split_at))
         return result
 

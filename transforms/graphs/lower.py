@@ -65,7 +65,9 @@ class Lowered(Generic[R]):
             raise CaptureError(
                 f"{self.name}.lower(...).as_text({form!r})", "no such form", "'text' or 'dot'"
             )
-        return str(self.listing) if form == "text" else self.listing.as_dot()
+        if form == "text":
+            return str(self.listing)
+        return self.listing.as_dot()
 
     def refuse(self, miss: Miss) -> NoReturn:
         """Raise the error for a call of another signature."""
@@ -150,7 +152,10 @@ def lower(
             pairs = zip(outputs.leaves, outputs.references, strict=True)
             values = [_result_text(leaf, reference, writer, names) for leaf, reference in pairs]
     paths = [path for path, _ in leaves_with_names(result)]
-    descriptor = "" if decision.descriptor is None else f" for '{decision.descriptor}'"
+    if decision.descriptor is None:
+        descriptor = ""
+    else:
+        descriptor = f" for '{decision.descriptor}'"
     title = (
         f"{graphable.name}({', '.join((*call.references, *call.copied))}),"
         f" {decision.mode}{descriptor}"
@@ -165,7 +170,9 @@ def lower(
 def _result_text(leaf: Any, reference: int | None, writer: Writer, names: Sequence[str]) -> str:
     if reference is not None:
         return f"{names[reference]}, in its place"
-    return str(writer.value(leaf)) if isinstance(leaf, Tensor) else repr(leaf)
+    if isinstance(leaf, Tensor):
+        return str(writer.value(leaf))
+    return repr(leaf)
 
 
 class _Zeros(OperatorWatch):
@@ -203,7 +210,9 @@ def _kind(value: Any) -> Any:
     than its values."""
     if isinstance(value, Tensor):
         return kernel_kind(value)
-    return tuple(map(_kind, value)) if isinstance(value, list) else (type(value), value)
+    if isinstance(value, list):
+        return tuple(map(_kind, value))
+    return (type(value), value)
 
 
 def _are_own(outputs: Sequence[Any], inputs: Set[int]) -> bool:
@@ -288,6 +297,6 @@ def rehearse(graphable: Graphable, call: Call, cache: Cache) -> None:
 def _may_be_full() -> AbstractContextManager[None]:
     """A context that ends quietly where the memory is full, unless other ranks wait for this one's
     collectives."""
-    return (
-        contextlib.nullcontext() if others_wait() else contextlib.suppress(torch.OutOfMemoryError)
-    )
+    if others_wait():
+        return contextlib.nullcontext()
+    return contextlib.suppress(torch.OutOfMemoryError)

@@ -55,7 +55,10 @@ def safe_start(live: Tensor, x: Any) -> Any:
     """A leaf of the first carry: in rows whose loop does not begin, that of a row whose loop does."""
     if not isinstance(x, Tensor):
         return x
-    other = _OfOtherRows.apply(live, x.detach()) if in_vmap() else x.detach()
+    if in_vmap():
+        other = _OfOtherRows.apply(live, x.detach())
+    else:
+        other = x.detach()
     return torch.where(live, x, other)
 
 
@@ -90,7 +93,9 @@ class DerivativesWhere(FunctionMode):
         name = getattr(func, "__name__", "")
         if name == "__get__":  # of an attribute, such as `x.T`
             result = func(*args)
-            return result if self._is_inside(args[0]) else tree_map(self._limit, result)
+            if self._is_inside(args[0]):
+                return result
+            return tree_map(self._limit, result)
         if not (_writes(name) or "out" in kwargs or name in _OF_MEMORY):
             args, kwargs = tree_map(self._limit, (args, kwargs))
         result = func(*args, **kwargs)

@@ -118,7 +118,9 @@ def _buffers_held(graphs: Iterable[Graph]) -> int:
 
 def _bytes_held(buffer: Tensor) -> int:
     held = buffer.untyped_storage().nbytes()
-    return held if buffer.is_contiguous() else min(held, buffer.nbytes)
+    if buffer.is_contiguous():
+        return held
+    return min(held, buffer.nbytes)
 
 
 def estimate(
@@ -219,11 +221,10 @@ def _padded(call: Call, descriptor: Any) -> Iterator[tuple[int, bool, bool]]:
     for leaf, spec in zip(call.copied_leaves, leaf_axes(call.copied), strict=True):
         if isinstance(leaf, Tensor):
             padded = spec is not None and descriptor is not None
-            shape = (
-                padded_shape(leaf, spec, descriptor)
-                if spec is not None and padded
-                else tuple(leaf.shape)
-            )
+            if spec is not None and padded:
+                shape = padded_shape(leaf, spec, descriptor)
+            else:
+                shape = tuple(leaf.shape)
             size = math.prod(shape) * leaf.element_size()
             has_padding_source = (
                 padded
@@ -241,7 +242,9 @@ def size_text(count: int) -> str:
     '2.00 KiB'
     """
     unit, name = size_unit(count)
-    return f"{count / unit:.2f} {name}" if unit > 1 else f"{count} bytes"
+    if unit > 1:
+        return f"{count / unit:.2f} {name}"
+    return f"{count} bytes"
 
 
 def size_unit(count: int) -> tuple[int, str]:
@@ -284,7 +287,10 @@ class CapturedGraph:
     @classmethod
     def make(cls, key: Key, graph: Graph) -> "CapturedGraph":
         """Make one from a graph and its key."""
-        of = _shapes(key) if key.descriptor is None else str(key.descriptor)
+        if key.descriptor is None:
+            of = _shapes(key)
+        else:
+            of = str(key.descriptor)
         recording = graph.recording
         sizes = (graph.buffer_bytes, graph.recording.nbytes)
         return cls(key.mode, of, recording.num_pieces, graph.operators, *sizes, graph.seconds)

@@ -53,7 +53,10 @@ class CaptureLock:
 
 def _waits_for_a_thread(thread: threading.Thread) -> bool:
     """Whether the innermost Python frame of a thread is one of `threading`."""
-    frame = None if thread.ident is None else sys._current_frames().get(thread.ident)
+    if thread.ident is None:
+        frame = None
+    else:
+        frame = sys._current_frames().get(thread.ident)
     return frame is not None and frame.f_code.co_filename == threading.__file__
 
 

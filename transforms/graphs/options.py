@@ -87,20 +87,18 @@ def make_graphable(fn: Callable[..., Any], options: GraphifyOptions) -> Graphabl
     static = names_in(options["static_argnames"])
     extra = tuple(n for n in names_in(options["donate_argnames"]) if n not in declared)
     by_name = options["reference_argnames"]
-    references = (
-        tuple(n for n in signature.parameters if n == "params")
-        if by_name is None
-        else names_in(by_name)
-    )
+    if by_name is None:
+        references = tuple(n for n in signature.parameters if n == "params")
+    else:
+        references = names_in(by_name)
     for option, names in (("donate", extra), ("static", static), ("reference", references)):
         for argument in names:
             if argument not in signature.parameters:
                 seen = f"{option}_argnames holds {argument!r}, which is not one of its arguments"
-                instead = (
-                    f"one of {', '.join(signature.parameters)}"
-                    if signature.parameters
-                    else "no names: it has none"
-                )
+                if signature.parameters:
+                    instead = f"one of {', '.join(signature.parameters)}"
+                else:
+                    instead = "no names: it has none"
                 raise CaptureError(call, seen, instead)
     donated = (*declared, *extra)
     given_references = () if by_name is None else references
@@ -131,7 +129,9 @@ def _module_of(fn: Any) -> nn.Module | None:
 
 def names_in(given: Names) -> tuple[str, ...]:
     """One name or several, as a tuple."""
-    return (given,) if isinstance(given, str) else tuple(given)
+    if isinstance(given, str):
+        return (given,)
+    return tuple(given)
 
 
 def operators_in(call: str, given: Operators) -> Iterator[str]:
@@ -197,7 +197,10 @@ def _check_function(call: str, fn: Any) -> None:
 
 
 def _check_names(call: str, option: str, given: Any) -> None:
-    names = (given,) if given is None or isinstance(given, str) else given
+    if given is None or isinstance(given, str):
+        names = (given,)
+    else:
+        names = given
     if isinstance(names, Iterable) and all(name is None or isinstance(name, str) for name in names):
         return
     raise CaptureError(call, f"{option}={given!r:.60}", f"{option}=[...], the names of arguments")
@@ -207,8 +210,12 @@ def _missing_protocol(rung: Any) -> str:
     """The property that a rung of a ladder lacks to be a descriptor, in words; empty if it is one."""
     kind = type(rung).__name__
     if not callable(getattr(rung, "covers", None)):
-        return "" if isinstance(rung, str) else f"{kind} has no method covers"
-    return "" if isinstance(rung, Descriptor) else f"{kind} cannot be hashed"
+        if isinstance(rung, str):
+            return ""
+        return f"{kind} has no method covers"
+    if isinstance(rung, Descriptor):
+        return ""
+    return f"{kind} cannot be hashed"
 
 
 def _check(call: str, options: GraphifyOptions) -> None:

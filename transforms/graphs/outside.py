@@ -163,7 +163,9 @@ class Outside:
         parts += [(bool(self._functions), _same(part, self._functions, now)) for part, now in pairs]
         needed = [holds for is_needed, holds in parts if is_needed]
         if len(needed) < 2:
-            return needed[0] if needed else None
+            if needed:
+                return needed[0]
+            return None
         return lambda: all(holds() for holds in needed)
 
     def _same_addresses(self) -> Callable[[], bool]:
@@ -261,7 +263,10 @@ class PythonState:
         names.read_all(fn)
         self._roots = dict[str, Any]()
         for label, root in names.roots.items():
-            parts = root.named_modules() if isinstance(root, nn.Module) else [("", root)]
+            if isinstance(root, nn.Module):
+                parts = root.named_modules()
+            else:
+                parts = [("", root)]
             self._roots |= {_joined(label, path): part for path, part in parts}
         self._containers = names.containers
         self._registered = {
@@ -383,7 +388,10 @@ class _Names:
 
     def _unread(self, kind: type) -> Set[str]:
         """The attributes of a class that functions ask for, and that have not been read yet."""
-        asked_for = {"forward"} if _is_foreign_class(kind) else self._asked_for
+        if _is_foreign_class(kind):
+            asked_for = {"forward"}
+        else:
+            asked_for = self._asked_for
         return {
             name for base in kind.__mro__ for name in vars(base).keys() & asked_for
         } - self._classes[kind]
@@ -472,7 +480,10 @@ class _Names:
         is_registry = bool(entries) and all(map(_is_known_by_itself, entries))
         if is_registry and not isinstance(container, tuple | frozenset):
             self.registries.append((label, container))
-        mapping = container if isinstance(container, dict) and not is_registry else None
+        if isinstance(container, dict) and not is_registry:
+            mapping = container
+        else:
+            mapping = None
         steps = members(container)
         if steps is None:  # a set, or a view of a dict
             for value in entries:
@@ -622,7 +633,9 @@ def _values_in(container: Any) -> Any:
     """A view of what lies in a container: in a dict, its values."""
     if isinstance(container, types.MappingProxyType):
         return container.values()
-    return dict.values(container) if isinstance(container, dict) else container
+    if isinstance(container, dict):
+        return dict.values(container)
+    return container
 
 
 def _is_method(value: Any) -> bool:

@@ -85,13 +85,18 @@ class Verified(Graphified[P, R]):
         """Run the function on the arguments, padded as for the graph, and cut the result to their
         own size."""
         padded = decision.descriptor
-        copied = call.copied if padded is None else pad(call.copied, padded)
+        if padded is None:
+            copied = call.copied
+        else:
+            copied = pad(call.copied, padded)
         arguments = {**call.statics, **call.references, **copied}
         try:
             result = invoke(self._graphable.fn, self.roles, arguments, call.keywords)
         except Exception as error:
             return error
-        return result if padded is None else unpad(result, find_descriptors(call.copied)[0])
+        if padded is None:
+            return result
+        return unpad(result, find_descriptors(call.copied)[0])
 
     def _error(
         self,
@@ -141,7 +146,9 @@ def _not_compiled(lowered: Any) -> Any:
 
 
 def _text(line: Line | None) -> str:
-    return "no such operator" if line is None else f"`{line}`"
+    if line is None:
+        return "no such operator"
+    return f"`{line}`"
 
 
 def _generators(call: Call) -> Iterator[torch.Generator]:

@@ -238,11 +238,10 @@ class _Loop:
     def run(self, init: Any) -> Any:
         """The Python loop."""
         orders = self._orders(init)
-        taken = (
-            frozenset(map(innermost_storage_id, _tensors(init)))
-            if self.takes_carry
-            else frozenset()
-        )
+        if self.takes_carry:
+            taken = frozenset(map(innermost_storage_id, _tensors(init)))
+        else:
+            taken = frozenset()
         carry = _in_order(init, orders)
         steps = 0
         while steps != self.max_steps:
@@ -321,11 +320,10 @@ class _Loop:
             buffers = [x.clone() if isinstance(x, Tensor) else x for x in ordered]
         differentiated = [x for x in _tensors(leaves) if x.requires_grad]
         flag = self._flag(tree_unflatten(buffers, structure)).clone()
-        left = (
-            None
-            if self.max_steps is None
-            else torch.full_like(flag, self.max_steps, dtype=torch.int64)
-        )
+        if self.max_steps is None:
+            left = None
+        else:
+            left = torch.full_like(flag, self.max_steps, dtype=torch.int64)
 
         def step() -> None:
             carry = tree_unflatten(buffers, structure)
@@ -346,7 +344,9 @@ class _Loop:
     def _orders(self, init: Any) -> tuple[_Order, ...] | None:
         """The order of dimensions in memory that each leaf keeps; None where the body takes the
         carry's storage."""
-        return None if self.takes_carry else tuple(map(_order, tree_leaves(init)))
+        if self.takes_carry:
+            return None
+        return tuple(map(_order, tree_leaves(init)))
 
     def _owned(self, carry: Any, taken: Set[int]) -> Any:
         """The result, in memory of its own: a replay returns new memory too, whether it repeats the
@@ -383,11 +383,10 @@ class _Loop:
     def _flag(self, carry: Any) -> Tensor:
         flag = self._call(self.cond, "cond_fun", carry)
         if not isinstance(flag, Tensor) or flag.dim() or flag.dtype is not torch.bool:
-            shown = (
-                f"{flag.dtype} of shape {tuple(flag.shape)}"
-                if isinstance(flag, Tensor)
-                else kind_of(flag)
-            )
+            if isinstance(flag, Tensor):
+                shown = f"{flag.dtype} of shape {tuple(flag.shape)}"
+            else:
+                shown = kind_of(flag)
             instead = "a tensor of shape [] and dtype bool: (carry[0] < 3).any(), ~done.all()"
             raise ProgramError(
                 self.call, f"cond_fun returned {shown.replace('torch.', '')}", instead
@@ -447,7 +446,9 @@ class _Loop:
 
 def _kind(leaf: Any) -> Any:
     """What must not change from step to step."""
-    return (tuple(leaf.shape), leaf.dtype, leaf.device) if isinstance(leaf, Tensor) else leaf
+    if isinstance(leaf, Tensor):
+        return (tuple(leaf.shape), leaf.dtype, leaf.device)
+    return leaf
 
 
 def _difference(

@@ -55,12 +55,16 @@ def check_stages(transform: str, stages: Any) -> tuple[Callable[..., Any], ...]:
     )
     checked = tuple(stages) if is_list else ()
     if not checked:
-        seen = "one function" if callable(stages) else "no stage" if is_list else kind_of(stages)
-        instead = (
-            f"a list of stages: {transform}([stage])"
-            if callable(stages)
-            else f"a list of stages {_SIGNATURE}"
-        )
+        if callable(stages):
+            seen = "one function"
+        elif is_list:
+            seen = "no stage"
+        else:
+            seen = kind_of(stages)
+        if callable(stages):
+            instead = f"a list of stages: {transform}([stage])"
+        else:
+            instead = f"a list of stages {_SIGNATURE}"
         raise ProgramError(
             f"{transform}({getattr(stages, '__name__', stages)!s:.80})", seen, instead
         )
@@ -86,7 +90,10 @@ def _mistake_in_stage(name: str, stage: Any) -> Mistake | None:
     if hasattr(stage, "named_parameters"):
         return f"{name} is an nn.Module", "weft.stages.from_module(module).stage"
     if not callable(stage):
-        instead = "its .stage" if hasattr(stage, "stage") else f"a stage {_SIGNATURE}"
+        if hasattr(stage, "stage"):
+            instead = "its .stage"
+        else:
+            instead = f"a stage {_SIGNATURE}"
         return f"{name} is {kind_of(stage)}, no function", instead
     if hasattr(stage, "programs") and isinstance(inner := getattr(stage, "stages", None), tuple):
         seen = (
@@ -112,7 +119,10 @@ def check_step(transform: str, step: Any, name: str, count: Any) -> str:
         f" {getattr(count, '__name__', repr(count))})"
     )
     check_count(call, name, count)
-    seen = other_signature(step, 3) if callable(step) else f"{kind_of(step)}, no function"
+    if callable(step):
+        seen = other_signature(step, 3)
+    else:
+        seen = f"{kind_of(step)}, no function"
     refuse(call, None if seen is None else (seen, "a step (params, state, batch) -> (state, out)"))
     return call
 

@@ -169,11 +169,10 @@ def check_peers(program: Program, num_stages: int) -> Iterator[ProgramError]:
         match effect:
             case Send(to):
                 ok = between and sent % ranks == rank and to == following
-                instead = (
-                    f"send to {rank + 1}"
-                    if rank < last
-                    else "a broadcast: the last rank sends to none"
-                )
+                if rank < last:
+                    instead = f"send to {rank + 1}"
+                else:
+                    instead = "a broadcast: the last rank sends to none"
                 if num_stages > ranks > 1:
                     instead = (
                         f"send stage {rank} to {following}: a stage of rank {rank}, and not the"
@@ -181,11 +180,10 @@ def check_peers(program: Program, num_stages: int) -> Iterator[ProgramError]:
                     )
             case Recv(source):
                 ok = between and sent % ranks == source == previous
-                instead = (
-                    f"recv from {rank - 1}"
-                    if rank > 0
-                    else "no recv: the first stage runs on the batch"
-                )
+                if rank > 0:
+                    instead = f"recv from {rank - 1}"
+                else:
+                    instead = "no recv: the first stage runs on the batch"
                 if num_stages > ranks > 1:
                     instead = (
                         f"recv stage {previous} from {previous}: a stage of that rank, and not the"
@@ -241,16 +239,16 @@ def _bare(rank: int, effect: Effect) -> Effect:
     """The effect without its schema, and with its stage."""
     if isinstance(effect, Send | Recv):
         return attrs.evolve(effect, schema=None, stage=stage_sent(Step(rank, effect)))
-    return attrs.evolve(effect, schema=None) if isinstance(effect, Broadcast) else effect
+    if isinstance(effect, Broadcast):
+        return attrs.evolve(effect, schema=None)
+    return effect
 
 
 def _shown(effect: Effect, interleaved: bool) -> Effect:
     """The effect as the programs write it: without the stage where a rank has only one."""
-    return (
-        attrs.evolve(effect, stage=None)
-        if isinstance(effect, Send | Recv) and not interleaved
-        else effect
-    )
+    if isinstance(effect, Send | Recv) and not interleaved:
+        return attrs.evolve(effect, stage=None)
+    return effect
 
 
 def _needs(
@@ -422,7 +420,9 @@ class CheckedPrograms:
     def span(self, rank: int) -> tuple[int, int]:
         """The effects of a rank that this run performs, as `(start, stop)`."""
         place = lane_rank(self.mesh, rank)
-        return (0, len(self.lane[place].effects)) if self.spans is None else self.spans[place]
+        if self.spans is None:
+            return (0, len(self.lane[place].effects))
+        return self.spans[place]
 
     def sends_on(self, rank: int) -> bool:
         """Whether a stage of this rank sends its results to another rank."""

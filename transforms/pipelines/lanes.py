@@ -33,12 +33,16 @@ def pipeline_mesh(given: Any, num_ranks: int, call: str) -> Mesh | None:
     if mesh.sizes.get(PIPELINE, 1) != num_ranks:
         seen = f"{mesh}, and {num_ranks} rank{'s' * (num_ranks > 1)} of the pipeline"
         raise ProgramError(call, seen, f"Mesh({PIPELINE}={num_ranks}, ...)")
-    return mesh if PIPELINE in mesh.sizes else Mesh(**{PIPELINE: 1}, **mesh.sizes)
+    if PIPELINE in mesh.sizes:
+        return mesh
+    return Mesh(**{PIPELINE: 1}, **mesh.sizes)
 
 
 def lane_rank(mesh: Mesh | None, rank: int) -> int:
     """The place of a rank in its lane."""
-    return rank if mesh is None else mesh.coordinates(rank)[PIPELINE]
+    if mesh is None:
+        return rank
+    return mesh.coordinates(rank)[PIPELINE]
 
 
 def spread(programs: Sequence[Program], mesh: Mesh | None) -> tuple[Program, ...]:

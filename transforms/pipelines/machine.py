@@ -80,7 +80,9 @@ def takes(step: Step) -> Edge | None:
         case Recv(source):
             return Edge(source, step.rank, "stages")
         case Broadcast(root):
-            return Edge(root, step.rank, "returns") if root != step.rank else None
+            if root != step.rank:
+                return Edge(root, step.rank, "returns")
+            return None
         case (
             Run()
             | Send()
@@ -108,9 +110,13 @@ def stage_sent(step: Step) -> int | None:
     """The stage whose result a send or a receive carries; None for an output that returns."""
     match step.effect:
         case Send(stage=stage):
-            return step.rank if stage is None else stage
+            if stage is None:
+                return step.rank
+            return stage
         case Recv(source, stage=stage):
-            return source if stage is None else stage
+            if stage is None:
+                return source
+            return stage
         case (
             Run()
             | Broadcast()
@@ -156,13 +162,17 @@ class Machine:
     def next(self, rank: int) -> Step | None:
         """The next effect of a rank; None at its end."""
         effects = self.programs[rank].effects
-        return Step(rank, effects[self.at[rank]]) if self.at[rank] < len(effects) else None
+        if self.at[rank] < len(effects):
+            return Step(rank, effects[self.at[rank]])
+        return None
 
     def blockers(self, step: Step) -> tuple[int, ...]:
         """The ranks that must move before this can."""
         edge = takes(step)
         if edge is not None:
-            return () if self.queues.get(edge) else (edge.source,)
+            if self.queues.get(edge):
+                return ()
+            return (edge.source,)
         if isinstance(step.effect, Collective):
             met = self._meeting(step)
             return tuple(rank for rank, at in met.items() if at is None or self.at[rank] < at)
@@ -268,7 +278,10 @@ class Machine:
         waits = "; ".join(
             f"{link} waits for rank {target}" for link, target in zip(links, targets, strict=True)
         )
-        ends = ": a cycle" if step is not None else ", which is at its end"
+        if step is not None:
+            ends = ": a cycle"
+        else:
+            ends = ", which is at its end"
         instead = "give every send a recv, and order them so that one message an edge is enough"
         if all(isinstance(link.effect, Collective) for link in links):
             instead = _TOGETHER

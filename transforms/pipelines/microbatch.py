@@ -81,7 +81,9 @@ def class_of(batch: Any) -> Any:
     """The class of a batch, on which all ranks must agree: its descriptor; without one, its
     tensors' schema."""
     found = find_descriptors(batch)
-    return found[0] if found else Schema.of(opened(batch))
+    if found:
+        return found[0]
+    return Schema.of(opened(batch))
 
 
 def class_text(batch: Any) -> str:

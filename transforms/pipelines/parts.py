@@ -111,21 +111,19 @@ def splits(batch: Any) -> bool:
 def _checked(found: Any, kind: str, parts: int) -> tuple[Any, ...]:
     if isinstance(found, tuple | list) and 1 <= len(found) <= parts:
         return tuple(found)
-    seen = (
-        f"it returned {len(found)} parts"
-        if isinstance(found, tuple | list)
-        else f"it returned {kind_of(found)}"
-    )
+    if isinstance(found, tuple | list):
+        seen = f"it returned {len(found)} parts"
+    else:
+        seen = f"it returned {kind_of(found)}"
     raise DescriptorError(f"{kind}.split({parts})", seen, f"return a tuple of 1 to {parts} batches")
 
 
 def _own_methods(batch: Any) -> str:
     """The remedy that always works."""
-    kind = (
-        "a class of your own"
-        if type(batch).__module__ == "builtins"
-        else f"class {type(batch).__name__}"
-    )
+    if type(batch).__module__ == "builtins":
+        kind = "a class of your own"
+    else:
+        kind = f"class {type(batch).__name__}"
     return (
         f"in {kind} a method split(parts) that returns a tuple of batches, and join(outputs) if"
         " they need one"
@@ -205,7 +203,9 @@ def _field_of_starts(batch: Any) -> tuple[str, str, str] | None:
         return None
     [(field, first)] = found
     others = [axis for axis in axis_sizes(batch, None) if axis != first]
-    return (field, first, others[0]) if len(others) == 1 else None
+    if len(others) == 1:
+        return (field, first, others[0])
+    return None
 
 
 def _split_rows(call: str, batch: Any, parts: int) -> Iterator[Any]:
@@ -296,7 +296,10 @@ def join(outputs: Sequence[Any], parts: Sequence[Any], batch: Any = None) -> Any
     structure = tree_structure(found[0])
     specs = leaf_axes(found[0])
     for out, own, known in zip(outputs, found, descriptors, strict=True):
-        mistake = None if tree_structure(own) == structure else _OTHER_STRUCTURE
+        if tree_structure(own) == structure:
+            mistake = None
+        else:
+            mistake = _OTHER_STRUCTURE
         if strange := [d for d in find_descriptors(out) if d not in known]:
             mistake = (
                 f"an output of descriptor '{strange[0]}', not its part's",
@@ -304,7 +307,10 @@ def join(outputs: Sequence[Any], parts: Sequence[Any], batch: Any = None) -> Any
             )
         if mistake is not None:
             raise DescriptorError(call, *mistake)
-    starts = _field_of_starts(outputs[0]) if sized_fields(outputs[0]) else None
+    if sized_fields(outputs[0]):
+        starts = _field_of_starts(outputs[0])
+    else:
+        starts = None
     names = [name for name, _ in leaves_with_names(found[0])]
     joined = list[Any]()
     for name, spec, *column in zip(names, specs, *map(tree_leaves, found), strict=True):
@@ -388,4 +394,6 @@ def _whole(
 
 def _batch_dim(axes: Axes | None) -> int:
     """The first dimension that has a name, and so grows with the batch."""
-    return 0 if axes is None else next((d for d in range(len(axes.dims)) if axes.name(d)), 0)
+    if axes is None:
+        return 0
+    return next((d for d in range(len(axes.dims)) if axes.name(d)), 0)

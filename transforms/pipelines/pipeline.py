@@ -109,7 +109,9 @@ def compose(
 
 def _donations(stages: Sequence[Stage], advance: Advance | None) -> tuple[str, ...]:
     functions: list[Callable[..., Any]] = [*stages, *([advance] if advance is not None else [])]
-    return ("state",) if any("state" in donated_argnames(f) for f in functions) else ()
+    if any("state" in donated_argnames(f) for f in functions):
+        return ("state",)
+    return ()
 
 
 def _with_own_results(stages: Sequence[Stage]) -> Iterator[Stage]:
@@ -121,7 +123,10 @@ def _with_own_results(stages: Sequence[Stage]) -> Iterator[Stage]:
     """
     seen: set[int] = set()
     for index, stage in enumerate(stages):
-        own = copy.copy(stage) if lends(stage) and id(stage) in seen else stage
+        if lends(stage) and id(stage) in seen:
+            own = copy.copy(stage)
+        else:
+            own = stage
         if id(own) in seen and lends(stage):
             seen_text = (
                 f"stage {index} is an earlier stage too, and lends its results, which the other"
@@ -194,7 +199,10 @@ class Pipelined:
     def programs(self, microbatches: int | None = None) -> tuple[Program, ...]:
         """The checked program of each rank, for so many micro-batches (None: the pipeline's own
         number)."""
-        microbatches = self.microbatches if microbatches is None else microbatches
+        if microbatches is None:
+            microbatches = self.microbatches
+        else:
+            microbatches = microbatches
         check_count(f"{self._text}.programs({microbatches!r})", "microbatches", microbatches)
         return self._check_programs([Job(feeds=self._returns)] * microbatches, ()).programs
 
@@ -260,12 +268,14 @@ class Pipelined:
         given: Any = batches
         is_list = isinstance(given, Sequence)
         if not is_list or (jobs is not None and len(jobs) != len(given)):
-            seen = (
-                f"{len(given)} batches and {len(jobs or ())} jobs"
-                if is_list
-                else f"batches is {kind_of(given)}"
-            )
-            instead = "a job for each batch" if is_list else "a list of batches: [batch]"
+            if is_list:
+                seen = f"{len(given)} batches and {len(jobs or ())} jobs"
+            else:
+                seen = f"batches is {kind_of(given)}"
+            if is_list:
+                instead = "a job for each batch"
+            else:
+                instead = "a list of batches: [batch]"
             raise ProgramError(f"{self._text}.stream(params, state, batches)", seen, instead)
         workers = self._workers(params, state, batches)
         return self._run(state, workers, batches, self._jobs(batches) if jobs is None else jobs)
@@ -317,7 +327,10 @@ class Pipelined:
 
     def _outputs(self, worker: Worker) -> dict[int, Any]:
         """The outputs of the pipeline that a rank has, by micro-batch."""
-        kept = {} if self._returns else {mb: value for (_, mb), value in worker.results.items()}
+        if self._returns:
+            kept = {}
+        else:
+            kept = {mb: value for (_, mb), value in worker.results.items()}
         return kept | worker.outputs
 
     def _compare_lanes(self, mesh: Mesh, workers: Sequence[Worker]) -> None:
@@ -394,7 +407,10 @@ class Pipelined:
         fewer jobs ended."""
         if self._schedule is make_programs:
             return count_running(len(self.stages), jobs, advances=True, buffers=self._buffers)
-        programs = self._check_programs(jobs, ()).programs if jobs else ()
+        if jobs:
+            programs = self._check_programs(jobs, ()).programs
+        else:
+            programs = ()
         return tuple(len(program.effects) for program in programs) or (0,) * self._num_ranks, len(
             jobs
         )

@@ -117,11 +117,10 @@ class Session:
             ProgramError: the session was closed, or failed before.
         """
         self._refuse_ended("session.close()")
-        ends = (
-            tuple(len(program.effects) for program in self._checked(None).lane)
-            if self._jobs
-            else self._done
-        )
+        if self._jobs:
+            ends = tuple(len(program.effects) for program in self._checked(None).lane)
+        else:
+            ends = self._done
         outputs = self._advance_to(ends, len(self._jobs))
         self._ended = "it was closed, and its state is the caller's"
         return states_of(self._workers), outputs
@@ -198,4 +197,6 @@ class Session:
 def _shifted(job: Job, by: int) -> Job:
     """A job that is numbered from `by` on; it waits for none of the jobs before that."""
     after = job.after
-    return job if after is None else Job(job.feeds, None if after < by else after - by)
+    if after is None:
+        return job
+    return Job(job.feeds, None if after < by else after - by)

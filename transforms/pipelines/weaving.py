@@ -275,7 +275,9 @@ class _Loom:
         ):
             return None
         mb = ran[-buffers]
-        return mb if stage < self.num_stages - 1 or self.jobs[mb].feeds else None
+        if stage < self.num_stages - 1 or self.jobs[mb].feeds:
+            return mb
+        return None
 
     def _start(self, rank: int) -> None:
         """Start a rank's next run."""

@@ -67,7 +67,9 @@ class StageRun:
         """Run the stage on a micro-batch; returns its result."""
         made = call_stage(self.index, self.stage, self.params, self.state, batch, x)
         self.state = clone(made[0]) if self.copies_state else made[0]
-        return clone(made[1]) if self.copies_results else self._unshared(made[1])
+        if self.copies_results:
+            return clone(made[1])
+        return self._unshared(made[1])
 
     def _unshared(self, made: Any) -> Any:
         """The result without memory of the state, which the next micro-batch may overwrite."""
@@ -144,11 +146,10 @@ class Worker:
                 own = next(own for own in self.stages if own.index == effect.stage)
                 batch = (self.later if own.index and self.later else self.batches)[mb]
                 before = own.index - 1, mb
-                x = (
-                    self.inputs.pop(before, None)
-                    if before not in self.results
-                    else self.results.pop(before)
-                )
+                if before not in self.results:
+                    x = self.inputs.pop(before, None)
+                else:
+                    x = self.results.pop(before)
                 with self._placed(link):
                     self.results[own.index, mb] = own.run(batch, x)
             case Send(_, _, schema, stage):
@@ -202,7 +203,9 @@ def states_of(workers: Sequence[Worker]) -> tuple[Any, ...]:
 def in_kind(states: Sequence[Any], given: Sequence[Any]) -> Sequence[Any]:
     """The states as a list if they were given as one, or else as a tuple: so that a step returns
     what it takes."""
-    return list(states) if isinstance(given, list) else tuple(states)
+    if isinstance(given, list):
+        return list(states)
+    return tuple(states)
 
 
 def _index(own: StageRun) -> int:
@@ -224,7 +227,10 @@ def call_stage(
     try:
         made = stage(params, state, batch, x)
     except Exception as error:
-        first = "; x is None on the first stage, which computes from the batch" if x is None else ""
+        if x is None:
+            first = "; x is None on the first stage, which computes from the batch"
+        else:
+            first = ""
         error.add_note(f"in stage {index} ({getattr(stage, '__name__', stage)}){first}")
         raise
     return check_pair(f"stage {index} ({getattr(stage, '__name__', stage)})", made, "(state, y)")
@@ -236,11 +242,10 @@ def call_advance(index: int, advance: Callable[..., Any], state: Any, batch: Any
     try:
         return advance(state, batch, out)
     except Exception as error:
-        made = (
-            ", which a transform made: advance=lift(...)"
-            if type(state).__name__ == "Carried"
-            else ""
-        )
+        if type(state).__name__ == "Carried":
+            made = ", which a transform made: advance=lift(...)"
+        else:
+            made = ""
         name = getattr(advance, "__name__", advance)
         error.add_note(f"in advance ({name}) on stage {index}'s state, {kind_of(state)}{made}")
         raise

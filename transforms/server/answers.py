@@ -67,11 +67,9 @@ class Part:
     def stop_reason(self) -> int | str | None:
         """The token or the text that ended it, in vLLM's form; None: the model's own end, or it
         goes on."""
-        return (
-            None
-            if self.finish_reason is None or self.choice.track is None
-            else self.choice.track.stop_reason
-        )
+        if self.finish_reason is None or self.choice.track is None:
+            return None
+        return self.choice.track.stop_reason
 
     @property
     def tokens(self) -> list[tuple[int, float, dict[int, float]]]:
@@ -87,11 +85,9 @@ class Part:
     def text_offsets(self) -> list[int]:
         """For each token, where its text begins in the text of the choice; none where there is no
         text."""
-        return (
-            []
-            if self.choice.track is None
-            else self.choice.track.text_offsets[self.start : self.stop]
-        )
+        if self.choice.track is None:
+            return []
+        return self.choice.track.text_offsets[self.start : self.stop]
 
     @property
     def prompt_tokens(self) -> list[tuple[int, float | None, dict[int, float] | None]]:
@@ -129,13 +125,15 @@ class Writer:
             "choices": choices,
             **more,
         }
-        return body if usage is None else body | {"usage": usage}
+        if usage is None:
+            return body
+        return body | {"usage": usage}
 
     def token(self, token: int, as_id: bool = False) -> str:
         """A token as text, or as `token_id:N`."""
-        return (
-            f"token_id:{token}" if as_id or self.vocabulary is None else self.vocabulary.text(token)
-        )
+        if as_id or self.vocabulary is None:
+            return f"token_id:{token}"
+        return self.vocabulary.text(token)
 
     def text_logprobs(
         self, part: Part, as_ids: bool, with_prompt: bool, echoed: str = ""
@@ -194,7 +192,10 @@ class Writer:
         return {"content": content, "refusal": None}
 
     def _chat_token(self, token: int, logprob: float) -> dict[str, Any]:
-        raw = None if self.vocabulary is None else self.vocabulary.bytes_of(token)
+        if self.vocabulary is None:
+            raw = None
+        else:
+            raw = self.vocabulary.bytes_of(token)
         return {"token": self.token(token), "logprob": logprob, "bytes": raw}
 
     def prompt_logprobs(self, part: Part) -> list[dict[str, Any] | None]:

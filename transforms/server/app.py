@@ -182,9 +182,10 @@ class Server:
             )
         prompts = [await self._encode(own) if isinstance(own, str) else own for own in body.prompt]
         wanted = body.logprobs
-        prompt_logprobs = (
-            wanted if body.echo and body.prompt_logprobs is None else body.prompt_logprobs
-        )
+        if body.echo and body.prompt_logprobs is None:
+            prompt_logprobs = wanted
+        else:
+            prompt_logprobs = body.prompt_logprobs
         asked = await self._asked(
             request, body, "cmpl", prompts, body.max_tokens, wanted, prompt_logprobs
         )
@@ -206,7 +207,10 @@ class Server:
         }
         async with while_connected(request.receive):
             ids = await self._encode_chat(body.messages, variables)
-        most = body.max_completion_tokens if body.max_tokens is None else body.max_tokens
+        if body.max_tokens is None:
+            most = body.max_completion_tokens
+        else:
+            most = body.max_tokens
         wanted = (body.top_logprobs or 0) if body.logprobs else None
         asked = await self._asked(
             request, body, "chatcmpl", [ids], most, wanted, body.prompt_logprobs
@@ -236,11 +240,16 @@ class Server:
                 return self.model.encode(text)
             return token_ids(tokenizer, text, special=False)
 
-        return await asyncio.to_thread(encode) if len(text) >= LONG_TEXT else encode()
+        if len(text) >= LONG_TEXT:
+            return await asyncio.to_thread(encode)
+        return encode()
 
     def _check_length(self, text: str) -> None:
         """Refuse a text that cannot fit, before it is encoded, which would keep others waiting."""
-        longest = None if self.vocabulary is None else self.vocabulary.longest
+        if self.vocabulary is None:
+            longest = None
+        else:
+            longest = self.vocabulary.longest
         if longest is not None and len(text) > self.max_model_len * longest:
             seen = (
                 f"This model's maximum context length is {self.max_model_len} tokens. However, you"
@@ -254,7 +263,10 @@ class Server:
         self, messages: Sequence[Mapping[str, Any]], variables: Mapping[str, Any]
     ) -> list[int]:
         if self._renderer is None or self.model.tokenizer is None:
-            lacks = "tokenizer" if self.model.tokenizer is None else "chat template"
+            if self.model.tokenizer is None:
+                lacks = "tokenizer"
+            else:
+                lacks = "chat template"
             seen = (
                 f"the checkpoint of {self.name} has no {lacks}; use /v1/completions, or weft serve"
                 " --chat-template"
@@ -288,7 +300,10 @@ class Server:
         if max_tokens is not None and max_tokens < 1:
             raise Refusal(400, f"max_tokens={max_tokens}: a whole number >= 1", param="max_tokens")
         if longest + (max_tokens or 1) > limit:
-            wanted = f", and {max_tokens} for the completion" if max_tokens else ""
+            if max_tokens:
+                wanted = f", and {max_tokens} for the completion"
+            else:
+                wanted = ""
             seen = (
                 f"This model's maximum context length is {limit} tokens. However, you requested"
                 f" {longest} tokens in "
@@ -431,7 +446,10 @@ class Server:
             except Exception as error:
                 found = refusal_of(error)
                 self.metrics.refuse(found.status)
-                headers = {"retry-after": str(_RETRY_SECONDS)} if found.status in (429, 503) else {}
+                if found.status in (429, 503):
+                    headers = {"retry-after": str(_RETRY_SECONDS)}
+                else:
+                    headers = {}
                 return json_response(found.body, found.status, headers)
 
         return guarded
@@ -513,7 +531,10 @@ class EventStream(Response):
 
 
 async def _no_route(request: Request, error: Exception) -> Response:
-    status = error.status_code if isinstance(error, HTTPException) else 500
+    if isinstance(error, HTTPException):
+        status = error.status_code
+    else:
+        status = 500
     seen = f"{request.method} {request.url.path!r:.200}: {getattr(error, 'detail', 'not found')}"
     code = "method_not_allowed" if status == 405 else "not_found"
     return json_response(

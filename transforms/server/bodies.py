@@ -155,7 +155,10 @@ def _refusal(error: ValidationError, kind: type[BaseModel]) -> Refusal:
     instead = INSTEAD.get(name)
     if first["type"] == "extra_forbidden":
         said = "this server has no such field"
-        near = nearest(name, kind.model_fields) if len(names) == 1 else []
+        if len(names) == 1:
+            near = nearest(name, kind.model_fields)
+        else:
+            near = []
         instead = instead or next(iter(near), None)
     ours = {"call": place, "seen": reprlib.repr(first["input"]), "instead": instead or said}
     message = f"{place or 'the body'}: {said}" + (f"; instead: {instead}" if instead else "")

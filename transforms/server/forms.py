@@ -64,7 +64,10 @@ class Form(ABC):
         raw = b"".join(map(self.events, parts))
         if any(choice.finish_reason is None for choice in self.choices):
             return raw
-        usage = b"" if (chunk := self.usage_chunk) is None else event(chunk)
+        if (chunk := self.usage_chunk) is None:
+            usage = b""
+        else:
+            usage = event(chunk)
         return raw + usage + b"data: [DONE]\n\n"
 
     def events(self, part: Part) -> bytes:
@@ -98,11 +101,10 @@ class Form(ABC):
     def chunk(self, kind: str, choice: dict[str, Any], part: Part) -> dict[str, Any]:
         """A chunk of a stream."""
         options = self.asked.body.stream_options
-        usage = (
-            usage_of(self.choices, self.asked.prompts)
-            if options and options.continuous_usage_stats
-            else None
-        )
+        if options and options.continuous_usage_stats:
+            usage = usage_of(self.choices, self.asked.prompts)
+        else:
+            usage = None
         if part.finish_reason is not None:
             self._with_ours(choice, part.choice)
         return self.writer.answer(kind, [choice], usage)
@@ -112,12 +114,13 @@ class Form(ABC):
         """The last chunk, if the client asked for the usage."""
         options = self.asked.body.stream_options
         wanted = options is not None and options.include_usage
-        kind = "text_completion" if self.kind == "text_completion" else f"{self.kind}.chunk"
-        return (
-            self.writer.answer(kind, [], usage_of(self.choices, self.asked.prompts))
-            if wanted
-            else None
-        )
+        if self.kind == "text_completion":
+            kind = "text_completion"
+        else:
+            kind = f"{self.kind}.chunk"
+        if wanted:
+            return self.writer.answer(kind, [], usage_of(self.choices, self.asked.prompts))
+        return None
 
 
 class TextForm(Form):
@@ -158,11 +161,9 @@ class ChatForm(Form):
         self.body = body
 
     def _logprobs(self, part: Part) -> dict[str, Any] | None:
-        return (
-            self.writer.chat_logprobs(part, self.body.top_logprobs or 0)
-            if self.body.logprobs
-            else None
-        )
+        if self.body.logprobs:
+            return self.writer.chat_logprobs(part, self.body.top_logprobs or 0)
+        return None
 
     def choice(self, part: Part) -> dict[str, Any]:
         """A whole choice, with its message."""

@@ -318,8 +318,13 @@ def raise_file_limit() -> int:
         return 512
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = MAX_CONNECTIONS + SPARE_FILES
-    most = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
+    if hard == resource.RLIM_INFINITY:
+        most = wanted
+    else:
+        most = min(wanted, hard)
     if soft != resource.RLIM_INFINITY and soft < most:
         resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
         soft = most
-    return wanted if soft == resource.RLIM_INFINITY else soft
+    if soft == resource.RLIM_INFINITY:
+        return wanted
+    return soft

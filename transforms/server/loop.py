@@ -138,9 +138,10 @@ class EngineLoop:
         """What has come. Without work, wait for it, but no longer than other ranks wait."""
         found = list[Command]()
         wait = self.engine.is_idle
-        longest = (
-            None if self._num_ranks == 1 else getattr(self.engine.transport, "timeout", 30.0) / 4
-        )
+        if self._num_ranks == 1:
+            longest = None
+        else:
+            longest = getattr(self.engine.transport, "timeout", 30.0) / 4
         while True:
             try:
                 found.append(self.inbox.get(block=wait, timeout=longest))

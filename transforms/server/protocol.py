@@ -38,11 +38,9 @@ INSTEAD = {
 
 
 def _without_unused(given: Any) -> Any:
-    return (
-        {k: v for k, v in given.items() if k not in _UNUSED}
-        if isinstance(given, Mapping)
-        else given
-    )
+    if isinstance(given, Mapping):
+        return {k: v for k, v in given.items() if k not in _UNUSED}
+    return given
 
 
 TokenIds = list[Annotated[int, Field(strict=True)]]
@@ -191,7 +189,9 @@ def _one_or_more(given: Any) -> Any:
     one = isinstance(given, str) or (
         isinstance(given, list) and given and all(isinstance(x, int) for x in given)
     )
-    return [given] if one else given
+    if one:
+        return [given]
+    return given
 
 
 class CompletionRequest(Sampled):
@@ -263,12 +263,18 @@ def _check_message(message: Mapping[str, Any], path: str) -> None:
     fields = ", ".join(map(repr, message)) or "nothing"
     role = message.get("role")
     if not isinstance(role, str) or not role:
-        seen = f"the role {role!r:.80}" if "role" in message else f"no role, but {fields:.200}"
+        if "role" in message:
+            seen = f"the role {role!r:.80}"
+        else:
+            seen = f"no role, but {fields:.200}"
         raise RequestError(
             "messages", f"{path} has {seen}", "a role by its name: 'system', 'user' or 'assistant'"
         )
     if message.get("content") is None and (role != "assistant" or "content" not in message):
-        seen = "null as its content" if "content" in message else f"no content, but {fields:.200}"
+        if "content" in message:
+            seen = "null as its content"
+        else:
+            seen = f"no content, but {fields:.200}"
         raise RequestError(
             "messages", f"{path} has {seen}", 'a text, or a list of {"type": "text", "text": ...}'
         )

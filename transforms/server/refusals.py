@@ -84,8 +84,6 @@ def _finite(value: Any) -> Any:
         return [_finite(own) for own in value]
     if isinstance(value, float) and value != value:
         return None
-    return (
-        max(min(value, 9999.0), -9999.0)
-        if isinstance(value, float) and abs(value) == float("inf")
-        else value
-    )
+    if isinstance(value, float) and abs(value) == float("inf"):
+        return max(min(value, 9999.0), -9999.0)
+    return value

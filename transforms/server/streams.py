@@ -60,7 +60,10 @@ class Progress:
     ) -> None:
         own = request.sampling
         tokenizer = None if request.sampling.detokenize else tokenizer
-        own = own if tokenizer is None else attrs.evolve(own, detokenize=True)
+        if tokenizer is None:
+            own = own
+        else:
+            own = attrs.evolve(own, detokenize=True)
         # The engine refuses an empty prompt in its own words.
         asked = Request(request.name, tuple(request.prompt) or (0,), request.max_tokens, own)
         self.state = CompletionState(asked, tokenizer, special_ids)

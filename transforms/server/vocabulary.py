@@ -62,13 +62,11 @@ class Vocabulary:
     def kind(self) -> str:
         """The way in which tokens spell bytes: `byte_level`, `byte_fallback` or `raw`."""
         kinds = _types(self._file.get("decoder"))
-        return (
-            "byte_level"
-            if "ByteLevel" in kinds
-            else "byte_fallback"
-            if "ByteFallback" in kinds
-            else "raw"
-        )
+        if "ByteLevel" in kinds:
+            return "byte_level"
+        if "ByteFallback" in kinds:
+            return "byte_fallback"
+        return "raw"
 
     @functools.cached_property
     def longest(self) -> int | None:

@@ -188,11 +188,10 @@ class Sharded:
 
     def _parts(self, args: tuple[Any, ...]) -> Parts:
         """Each rank's arguments."""
-        given = (
-            self.in_placements
-            if isinstance(self.in_placements, tuple)
-            else (self.in_placements,) * len(args)
-        )
+        if isinstance(self.in_placements, tuple):
+            given = self.in_placements
+        else:
+            given = (self.in_placements,) * len(args)
         if len(given) != len(args):
             seen = f"in_placements for {len(given)} arguments, and {len(args)} arguments"
             raise MeshError(
@@ -296,7 +295,10 @@ class Sharded:
         grads: bool,
     ) -> Traces:
         """Trace the function on all ranks."""
-        wrapped = wrapped_tensors(self._fn) if in_functorch_transform() else []
+        if in_functorch_transform():
+            wrapped = wrapped_tensors(self._fn)
+        else:
+            wrapped = []
         in_python = PythonState(self._fn)
         by_rank = []
         for rank, (leaves, structure) in enumerate(flat):

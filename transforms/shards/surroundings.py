@@ -192,7 +192,9 @@ def _item(holder: Any, key: Any) -> Any:
 def _attribute(holder: Any, name: str) -> Any:
     """An attribute that is stored, and not computed."""
     fields = getattr(holder, "__dict__", {})
-    return fields[name] if name in fields else object.__getattribute__(holder, name)
+    if name in fields:
+        return fields[name]
+    return object.__getattribute__(holder, name)
 
 
 def _attributes_of(holder: Any) -> Iterator[str]:

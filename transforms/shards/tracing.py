@@ -484,7 +484,9 @@ class Recorder(DispatchMode):
                 " depends"
             )
             raise CaptureError(self.call, seen, "torch.where, or a Python argument")
-        return self.node_of(value) if isinstance(value, Tensor) else value
+        if isinstance(value, Tensor):
+            return self.node_of(value)
+        return value
 
 
 def has_strides(tensor: Tensor) -> bool:
@@ -647,7 +649,10 @@ def _cut(graph: Graph) -> tuple[tuple[tuple[Node, ...], ...], tuple[tuple[Node, 
     for node in graph.nodes:
         if node.op == "placeholder":
             continue
-        effect = effect_of(node.target, node.args) if node.op == "call_function" else None
+        if node.op == "call_function":
+            effect = effect_of(node.target, node.args)
+        else:
+            effect = None
         if effect is None:
             parts[-1].append(node)
         else:

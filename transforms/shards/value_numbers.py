@@ -100,11 +100,9 @@ class _Rank:
         if not isinstance(node.meta.get("val"), Tensor):
             return self.computed[node]
         written = self.memory.get(storage_of(node))
-        return (
-            self.computed[node]
-            if written is None
-            else self.numbers.of("read", self.computed[node], written)
-        )
+        if written is None:
+            return self.computed[node]
+        return self.numbers.of("read", self.computed[node], written)
 
     def offered(self) -> int:
         """The number of what this rank brings to the collective after the parts that it has run."""
@@ -136,7 +134,9 @@ class _Rank:
         ):
             return None
         were_written = any(storage_of(one) in self.memory for one in (joined, *parts))
-        return None if were_written else [self.computed[part] for part in parts]
+        if were_written:
+            return None
+        return [self.computed[part] for part in parts]
 
     def results(self) -> Iterator[int]:
         """The numbers of the leaves of the result."""

@@ -205,9 +205,12 @@ class AttentionBackend:
 
     def runs_inside(self, query_len: int | None) -> bool:
         """Whether it can run inside a whole graph of a class with this query length (None: ragged)."""
-        needs = (
-            "full" if query_len is None else "uniform" if query_len > 1 else "uniform_single_token"
-        )
+        if query_len is None:
+            needs = "full"
+        elif query_len > 1:
+            needs = "uniform"
+        else:
+            needs = "uniform_single_token"
         return CAPABILITIES.index(self.capability) >= CAPABILITIES.index(needs)
 
     @property
@@ -321,7 +324,9 @@ def attend_by_handle(q: Tensor, kv_pages: Tensor, *rest: Any) -> Tensor:
         plan = [_PLANS.made[key][1]]
     out = backend._attended(q, kv_pages, *where, *plan)
     # An operator's result is new memory
-    return out.clone() if _shares(out, q, kv_pages, *where) else out
+    if _shares(out, q, kv_pages, *where):
+        return out.clone()
+    return out
 
 
 def _named(name: str) -> AttentionBackend:

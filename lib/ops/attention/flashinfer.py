@@ -190,7 +190,10 @@ def _plan_prompts(
     rows = None
     if (queries.starts != bounds[:-1]).any():
         rows = _ranges(queries.starts, counts)
-    places = queries.dead if rows is None else np.searchsorted(rows, queries.dead)
+    if rows is None:
+        places = queries.dead
+    else:
+        places = np.searchsorted(rows, queries.dead)
     entries = _ranges(queries.requests.astype(np.int64) * block_table.shape[1], used)
     wrapper = _wrapper(device, heads, kv_heads, dim, window, page_size, scale, q.dtype)
     wrapper.plan(
@@ -237,9 +240,14 @@ def _prompts(q: Tensor, kv_pages: Tensor, planned: PromptPlan) -> Tensor:
         out = torch.empty_like(q, memory_format=torch.contiguous_format)
         run(q[: planned.count], out=out[: planned.count])
         out[planned.count :].zero_()
-        return out if planned.dead is None else out.index_fill_(0, planned.dead, 0)
+        if planned.dead is None:
+            return out
+        return out.index_fill_(0, planned.dead, 0)
     found = run(q[planned.rows])
-    found = found if planned.dead is None else found.index_fill_(0, planned.dead, 0)
+    if planned.dead is None:
+        found = found
+    else:
+        found = found.index_fill_(0, planned.dead, 0)
     return torch.zeros_like(q, memory_format=torch.contiguous_format).index_copy_(
         0, planned.rows, found
     )

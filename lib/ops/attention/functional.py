@@ -23,7 +23,9 @@ def keep(k: Tensor, v: Tensor, slot_mapping: Tensor, kv_pages: Tensor) -> Tensor
     old = _as_bytes(kv_pages.flatten(0, 2))
     rows = torch.cat((old, old.new_zeros((1, *old.shape[1:]))))  # the last row takes those left out
     kept: Tensor = rows.index_copy(0, index, given)[: 2 * slots].view(kv_pages.shape)
-    return kept if kept.dtype == kv_pages.dtype else kept.view(kv_pages.dtype)
+    if kept.dtype == kv_pages.dtype:
+        return kept
+    return kept.view(kv_pages.dtype)
 
 
 def write_rows(rows: Tensor, index: Tensor, pages: Tensor) -> None:
@@ -34,7 +36,9 @@ def write_rows(rows: Tensor, index: Tensor, pages: Tensor) -> None:
 
 def _as_bytes(x: Tensor) -> Tensor:
     """x, and where it is in FP8, which no `index_copy` takes, its bytes."""
-    return x.view(torch.uint8) if x.dtype == torch.float8_e4m3fn else x
+    if x.dtype == torch.float8_e4m3fn:
+        return x.view(torch.uint8)
+    return x
 
 
 def attend(

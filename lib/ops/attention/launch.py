@@ -128,17 +128,19 @@ def plan_launch(
     # The accumulator, rows * dims in float32, stays in registers, and a tile of keys takes 16 KiB
     # of shared memory.
     most_rows = max(16, min(_PROMPT_ROWS, _PROMPT_ROWS * 256 // (dims * itemsize)))
-    rows = (
-        _FIXED_ROWS
-        if batch_invariant
-        else min(max(16, power_of_two(max_query_len * group)), most_rows)
-    )
+    if batch_invariant:
+        rows = _FIXED_ROWS
+    else:
+        rows = min(max(16, power_of_two(max_query_len * group)), most_rows)
     rows = max(rows, power_of_two(group))
     queries = rows // group
     one_block = max_query_len <= queries
     # Request r starts at block query_start_loc[r] // queries + r: room enough for its partial
     # block, and no overlap.
-    blocks = num_reqs if one_block else num_tokens // queries + num_reqs
+    if one_block:
+        blocks = num_reqs
+    else:
+        blocks = num_tokens // queries + num_reqs
     waves = num_reqs * kv_heads // processors if one_block else 0
     fp8 = itemsize == 2 and kv_itemsize == 1
     if rows >= _PROMPT_ROWS and itemsize == kv_itemsize == 2 and not batch_invariant:
@@ -157,13 +159,25 @@ def plan_launch(
     parts = 0
     few = waves < (_FEW_INVARIANT_WAVES if batch_invariant else _FEW_WAVES)
     if one_block:
-        splits = max(1, min(places // num_reqs, tiles, _MOST_SPLITS)) if few else 1
+        if few:
+            splits = max(1, min(places // num_reqs, tiles, _MOST_SPLITS))
+        else:
+            splits = 1
         splits = 1 << splits.bit_length() - 1
-    share_rows = 0 if one_block or batch_invariant or group > _FEW_ROWS else _FEW_ROWS
+    if one_block or batch_invariant or group > _FEW_ROWS:
+        share_rows = 0
+    else:
+        share_rows = _FEW_ROWS
     if not batch_invariant and (one_block or share_rows) and (max_context > _LONG or splits > 1):
         # In decodes of many programs, more would idle where contexts are about equal.
-        parts = min(places, num_reqs * tiles) if few or not one_block else num_reqs
-        parts = parts if min(parts, num_reqs, tiles) > 1 and num_reqs <= _MOST_COUNTED else 0
+        if few or not one_block:
+            parts = min(places, num_reqs * tiles)
+        else:
+            parts = num_reqs
+        if min(parts, num_reqs, tiles) > 1 and num_reqs <= _MOST_COUNTED:
+            parts = parts
+        else:
+            parts = 0
     slack = _FEW_SLACK if few and one_block else _SLACK
     spare = (_SPARE if one_block else _MIXED_SPARE) // keys
     all_share = one_block and splits + parts > 1
@@ -174,11 +188,10 @@ def plan_launch(
         and rows * dims * (1 + all_share) <= _PROMPT_ROWS * 128
     )
     registers = _MOST_REGISTERS if fits else None
-    programs = (
-        max(blocks * splits, parts)
-        if one_block
-        else blocks + (max(num_reqs, parts) if share_rows else 0)
-    )
+    if one_block:
+        programs = max(blocks * splits, parts)
+    else:
+        programs = blocks + (max(num_reqs, parts) if share_rows else 0)
     sharing = rows if all_share else share_rows, programs, splits, parts, slack, spare
     return Launch(
         rows, queries, keys, dims, one_block, *sharing, warps, stages, registers, segments
@@ -193,7 +206,15 @@ def _tile(rows: int, dims: int, waves: int, fp8: bool) -> tuple[int, int, int]:
     H200 with heads of 128 in bfloat16, and contexts of 256 to 32,768 in decodes.
     """
     if fp8 and rows <= 16:
-        return (128, 4, 2) if waves < 3 else (64, 2, 3) if waves < 6 else (32, 1, 4)
+        if waves < 3:
+            return (128, 4, 2)
+        if waves < 6:
+            return (64, 2, 3)
+        return (32, 1, 4)
     if rows > 16 or (dims < 128 and waves < 3):
         return 64, 4, 3
-    return (64, 8, 6) if waves < 3 else (64, 4, 2) if waves < 6 else (16, 1, 4)
+    if waves < 3:
+        return (64, 8, 6)
+    if waves < 6:
+        return (64, 4, 2)
+    return (16, 1, 4)

@@ -25,7 +25,9 @@ class Copies:
     @property
     def device(self) -> torch.device:
         """The device of all tensors."""
-        return self.fixed[0].device if self.fixed else self.constants[0][0].device
+        if self.fixed:
+            return self.fixed[0].device
+        return self.constants[0][0].device
 
     def __getitem__(self, part: slice) -> "Copies":
         """The copies of some of the fixed tensors; the first ones take the constants."""

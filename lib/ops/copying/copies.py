@@ -25,7 +25,9 @@ def no_kernel(device: torch.device, *, trial: bool = True) -> str | None:
     None if it may."""
     if triton_version() is None:
         return "triton cannot be imported"
-    return _tried(device) if trial else None
+    if trial:
+        return _tried(device)
+    return None
 
 
 @functools.cache
@@ -51,11 +53,9 @@ def how_launched(device: torch.device) -> str:
     from weft.ops.copying.copies_triton import ARITIES, kernel_handle
 
     direct = kernel_handle(device, ARITIES[0]) is not None
-    return (
-        "launched by the driver"
-        if direct
-        else "launched by triton, which takes longer: it gives no handle"
-    )
+    if direct:
+        return "launched by the driver"
+    return "launched by triton, which takes longer: it gives no handle"
 
 
 def uses_kernel(device: torch.device) -> bool:

@@ -134,7 +134,9 @@ def functional_run_experts(
 
 def _kind(dtype: torch.dtype, leaves: int) -> torch.dtype:
     """The dtype of the result."""
-    return dtype if not leaves else torch.promote_types(dtype, torch.float32)
+    if not leaves:
+        return dtype
+    return torch.promote_types(dtype, torch.float32)
 
 
 def _empty(values: Tensor, experts: Tensor, dtype: torch.dtype, leaves: int) -> Tensor:
@@ -163,7 +165,10 @@ def _run_experts(
     batch_invariant: bool = False,
 ) -> Tensor:
     """The operator of `run_experts`."""
-    x = values.float() if scales is None else dequantize(Quantized(values, scales))
+    if scales is None:
+        x = values.float()
+    else:
+        x = dequantize(Quantized(values, scales))
     out = torch.zeros_like(_empty(values, experts, dtype, leaves))
     count = max(leaves, 1)
     by_leaf = out.unflatten(0, (count, -1))
@@ -174,9 +179,10 @@ def _run_experts(
         product = multiply(x[tokens], _wide(gate_up, gate_up_scale, expert), None, batch_invariant)
         gate, up = product.chunk(2, dim=-1)
         middle = gated(gate, up, dtype)
-        wide = (
-            middle.float() if scales is None else dequantize(Quantized(*reference_quantize(middle)))
-        )
+        if scales is None:
+            wide = middle.float()
+        else:
+            wide = dequantize(Quantized(*reference_quantize(middle)))
         pairs = zip(
             wide.chunk(count, 1), _wide(down, down_scale, expert).chunk(count, 1), strict=True
         )
@@ -187,8 +193,6 @@ def _run_experts(
 
 
 def _wide(weight: Tensor, scale: Tensor | None, expert: int) -> Tensor:
-    return (
-        weight[expert].float()
-        if scale is None
-        else dequantize_weight(weight[expert], scale[expert])
-    )
+    if scale is None:
+        return weight[expert].float()
+    return dequantize_weight(weight[expert], scale[expert])

@@ -50,7 +50,9 @@ class Quantized:
 
 def as_kept(x: Tensor, dtype: torch.dtype) -> Tensor:
     """Keys or values as a cache of `dtype` keeps them: in FP8 clamped to ±448, without a scale."""
-    return x.float().clamp(-MOST, MOST).to(dtype) if dtype == torch.float8_e4m3fn else x.to(dtype)
+    if dtype == torch.float8_e4m3fn:
+        return x.float().clamp(-MOST, MOST).to(dtype)
+    return x.to(dtype)
 
 
 def reference_quantize(x: Tensor) -> tuple[Tensor, Tensor]:

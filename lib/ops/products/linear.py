@@ -33,11 +33,10 @@ def _empty_product(
     if leaves:
         return x.new_empty((leaves, tokens, rows), dtype=torch.float32)
     fp8 = weight.dtype == torch.float8_e4m3fn
-    parts = (
-        linear_parts(tokens, rows, columns, fp8, batch_invariant)
-        if x.device.type == "cuda" and split
-        else 1
-    )
+    if x.device.type == "cuda" and split:
+        parts = linear_parts(tokens, rows, columns, fp8, batch_invariant)
+    else:
+        parts = 1
     if parts == 1:
         return x.new_empty((tokens, rows), dtype=dtype)
     return x.new_empty((parts, tokens, rows), dtype=torch.float32)
@@ -73,11 +72,9 @@ def linear(
     Raises:
         DescriptorError: K is no multiple of the leaves.
     """
-    return (
-        multiply(x, weight, bias, batch_invariant)
-        if not leaves
-        else _multiply_leaves(x, weight, bias, leaves)
-    )
+    if not leaves:
+        return multiply(x, weight, bias, batch_invariant)
+    return _multiply_leaves(x, weight, bias, leaves)
 
 
 @operator(
@@ -115,7 +112,9 @@ def _multiply_leaves(x: Tensor, weight: Tensor, bias: Tensor | None, leaves: int
             for own, columns in pairs
         ]
     )
-    return made if bias is None else torch.cat((made[:1] + widened(bias), made[1:]))
+    if bias is None:
+        return made
+    return torch.cat((made[:1] + widened(bias), made[1:]))
 
 
 def multiply(x: Tensor, weight: Tensor, bias: Tensor | None, batch_invariant: bool) -> Tensor:
@@ -129,15 +128,24 @@ def multiply(x: Tensor, weight: Tensor, bias: Tensor | None, batch_invariant: bo
     missing = -len(x) % _BLOCK_TOKENS
     if rows < _BLOCK_TOKENS:  # a product with one row would be that of a matrix and a vector
         weight = F.pad(weight, (0, 0, 0, _BLOCK_TOKENS - rows))
-        bias = None if bias is None else F.pad(bias, (0, _BLOCK_TOKENS - rows))
-    blocks = F.pad(x, (0, 0, 0, missing)).split(_BLOCK_TOKENS) if len(x) else (x,)
+        if bias is None:
+            bias = None
+        else:
+            bias = F.pad(bias, (0, _BLOCK_TOKENS - rows))
+    if len(x):
+        blocks = F.pad(x, (0, 0, 0, missing)).split(_BLOCK_TOKENS)
+    else:
+        blocks = (x,)
     return torch.cat([_multiply_block(block, weight, bias) for block in blocks])[
         : len(x), :rows
     ].contiguous()
 
 
 def _multiply_block(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    share = _BLOCK_COLUMNS if x.dtype == torch.float32 else max(x.shape[1], 1)
+    if x.dtype == torch.float32:
+        share = _BLOCK_COLUMNS
+    else:
+        share = max(x.shape[1], 1)
     first, *others = zip(x.split(share, 1), weight.split(share, 1), strict=True)
     total = F.linear(first[0].clone(), first[1], bias)
     for own, columns in others:
@@ -210,7 +218,10 @@ def _fp8_linear(
     batch_invariant: bool = False,
 ) -> Tensor:
     """The operator of `fp8_linear`; without scales, `values` are plain and still to be quantised."""
-    x = Quantized(*reference_quantize(values)) if scales is None else Quantized(values, scales)
+    if scales is None:
+        x = Quantized(*reference_quantize(values))
+    else:
+        x = Quantized(values, scales)
     if leaves:
         return _multiply_leaves(dequantize(x), dequantize_weight(weight, scale), bias, leaves)
     out = multiply(dequantize(x), dequantize_weight(weight, scale), None, batch_invariant)

@@ -31,7 +31,9 @@ def sum_parts(x: Tensor, dtype: torch.dtype) -> Tensor:
 def widened(x: Tensor) -> Tensor:
     """x in float32, in which the operators compute; float64, in which derivatives are checked,
     stays."""
-    return x if x.dtype == torch.float64 else x.float()
+    if x.dtype == torch.float64:
+        return x
+    return x.float()
 
 
 def balanced(add: Callable[[Tensor, Tensor], Tensor], xs: Sequence[Tensor]) -> Tensor:
@@ -45,4 +47,6 @@ def balanced(add: Callable[[Tensor, Tensor], Tensor], xs: Sequence[Tensor]) -> T
 
 def num_parts(x: Tensor) -> int:
     """S, or 0 if the sum was formed already."""
-    return x.shape[0] if x.dim() == 3 else 0
+    if x.dim() == 3:
+        return x.shape[0]
+    return 0

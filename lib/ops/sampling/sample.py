@@ -224,7 +224,9 @@ def count_tokens(
         return table
     call: Callable[..., Any] = _count_tokens  # the functional form returns more than the operator
     made = call(table.counts, table.ints, rows, token_ids, kept)
-    return table if made is None else attrs.evolve(table, counts=made[1])
+    if made is None:
+        return table
+    return attrs.evolve(table, counts=made[1])
 
 
 def functional_count_tokens(

@@ -104,7 +104,9 @@ COPY_SECONDS = 2e-6
 def library_copies(columns: int, fp8: bool) -> float:
     """The seconds of the copies that torch's product in FP8 needs: the scales by columns, and
     blocks padded to four."""
-    return (COPY_SECONDS + (COPY_SECONDS if columns % (4 * BLOCK) else 0.0)) if fp8 else 0.0
+    if fp8:
+        return COPY_SECONDS + (COPY_SECONDS if columns % (4 * BLOCK) else 0.0)
+    return 0.0
 
 
 def gate_seconds(tokens: int, rows: int) -> float:

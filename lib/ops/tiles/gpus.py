@@ -31,4 +31,6 @@ def device() -> Device | None:
     found = torch.cuda.get_device_properties(0)
     facts = _DEVICES.get(found.name)
     # Not a part of one
-    return facts if facts is not None and facts.processors == found.multi_processor_count else None
+    if facts is not None and facts.processors == found.multi_processor_count:
+        return facts
+    return None

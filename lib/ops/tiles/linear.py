@@ -41,11 +41,9 @@ def linear_tile(
     """The tile of a linear layer; None: torch's own product."""
     if not batch_invariant:
         best = _best(_rounded(tokens), tokens % 4 > 0, rows, columns, fp8)
-        return (
-            best
-            if tokens > FEW_TOKENS or best is None or device() is None
-            else _ahead(best, rows, columns, fp8)
-        )
+        if tokens > FEW_TOKENS or best is None or device() is None:
+            return best
+        return _ahead(best, rows, columns, fp8)
     segments = linear_segments(rows, columns, fp8)
     parts = segments if tokens <= _SEGMENT_TOKENS else 1
     if device() is None:
@@ -71,7 +69,9 @@ def gated_tile(tokens: int, rows: int, columns: int) -> Tile | None:
     apart, together = model(False).costs(_rounded(tokens), rows, columns, [best, whole], gpu)
     if together > apart + gate_seconds(tokens, rows):
         return None
-    return attrs.evolve(whole, ahead=128 // whole.columns) if tokens <= FEW_TOKENS else whole
+    if tokens <= FEW_TOKENS:
+        return attrs.evolve(whole, ahead=128 // whole.columns)
+    return whole
 
 
 @functools.lru_cache(maxsize=4096)
@@ -87,7 +87,9 @@ def gated_many_tile(tokens: int, rows: int, columns: int) -> Tile | None:
     other = one or linear_tile(tokens, rows, columns, False)
     best = model(False).costs(_rounded(tokens), rows, columns, [other], gpu)[0]
     best += gate_seconds(tokens, rows) if one is None else 0.0
-    return GATED_MANY if seconds < best else None
+    if seconds < best:
+        return GATED_MANY
+    return None
 
 
 def _ahead(best: Tile, rows: int, columns: int, fp8: bool) -> Tile:
@@ -115,7 +117,9 @@ def _rounded(tokens: int) -> int:
     if tokens > MANY_TOKENS:
         return power_of_two(tokens)
     step = 16 if tokens <= 128 else 64 if tokens <= 1024 else 256
-    return cdiv(max(tokens, 1), step) * step if tokens > 1 else 1
+    if tokens > 1:
+        return cdiv(max(tokens, 1), step) * step
+    return 1
 
 
 @functools.lru_cache(maxsize=4096)
@@ -124,7 +128,9 @@ def _best(tokens: int, is_padded: bool, rows: int, columns: int, fp8: bool) -> T
     padded."""
     gpu = device()
     if gpu is None:
-        return _by_rule(tokens, rows, columns, fp8) if fp8 else None
+        if fp8:
+            return _by_rule(tokens, rows, columns, fp8)
+        return None
     # In bfloat16 torch's product overlaps with no other kernel, so for few tokens one of these
     # tiles is faster.
     takes_fp8 = fp8 and scaled_mm_lacks() is None and rows % BLOCK == columns % BLOCK == 0
@@ -184,7 +190,9 @@ def linear_parts(
     """The parts of a linear layer on CUDA."""
     tile = linear_tile(tokens, rows, columns, fp8, batch_invariant)
     if tile is None or batch_invariant:
-        return 1 if tile is None else tile.parts
+        if tile is None:
+            return 1
+        return tile.parts
     # Every part has columns, the last one too.
     steps = cdiv(columns, tile.columns)
     return cdiv(steps, cdiv(steps, tile.parts))

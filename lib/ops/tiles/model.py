@@ -113,9 +113,9 @@ class Model:
             for place, weight in nearest
             if -1 in self.beyond[place]
         ]
-        return (
-            sum(w * value for w, value in seen) / sum(w for w, _ in seen) if seen else float("inf")
-        )
+        if seen:
+            return sum(w * value for w, value in seen) / sum(w for w, _ in seen)
+        return float("inf")
 
 
 @functools.cache

@@ -300,9 +300,10 @@ def _call(place: Place, x: Tensor, effect: Collective) -> Tensor:
         plain = x.clone() if x.is_inference() else x.detach()
         x = plain.requires_grad_()  # so the result is no leaf, which no operator could write
         grad_mode = torch.enable_grad()
-    call: Any = (
-        _Traced.apply if place.number < 0 and (x.requires_grad or is_transformed) else _COLLECTIVE
-    )
+    if place.number < 0 and (x.requires_grad or is_transformed):
+        call: Any = _Traced.apply
+    else:
+        call = _COLLECTIVE
     with grad_mode:
         out: Tensor = call(x, place.number, str(effect))
     return out
@@ -317,7 +318,9 @@ def _effect(text: str) -> Collective:
 
 def effect_of(op: Any, args: Sequence[Any]) -> Collective | None:
     """The collective that an operator's call is; None for another operator."""
-    return _effect(args[2]) if op is _COLLECTIVE else None
+    if op is _COLLECTIVE:
+        return _effect(args[2])
+    return None
 
 
 def _perform(x: Tensor, member: int, effect: str) -> Tensor:

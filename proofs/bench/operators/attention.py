@@ -144,7 +144,10 @@ def time_case(
         out = call()
         first = out if first is None else first
         error = float((out.float() - first.float()).abs().max())
-        seconds = graph_seconds([call], device) if decodes else device_seconds(call, 10, device)
+        if decodes:
+            seconds = graph_seconds([call], device)
+        else:
+            seconds = device_seconds(call, 10, device)
         rate = work / seconds / 1e12
         share = work / seconds / BANDWIDTH if decodes else None
         rows.append(Row(model, shape, name, seconds * 1e6, rate, share, plan_us, error))
@@ -221,12 +224,14 @@ def prompt_tile(rows: int, tile: tuple[int, int, int]) -> Iterator[None]:
 
 def show(row: Row) -> None:
     """Print a row."""
-    rate = (
-        f"{row.rate:>8.2f} TB/s {row.share:>5.0%}"
-        if row.share is not None
-        else f"{row.rate:>8.0f} TFLOP/s  "
-    )
-    plan = "" if row.plan_us is None else f"  plan {row.plan_us:,.0f} us"
+    if row.share is not None:
+        rate = f"{row.rate:>8.2f} TB/s {row.share:>5.0%}"
+    else:
+        rate = f"{row.rate:>8.0f} TFLOP/s  "
+    if row.plan_us is None:
+        plan = ""
+    else:
+        plan = f"  plan {row.plan_us:,.0f} us"
     sign = "*" if row.best else " "
     print(
         f"{row.model:<14}{row.shape:<32}{row.backend:<29}{sign}{row.us:>10.1f} us {rate}{plan}",

@@ -138,7 +138,10 @@ def main(argv: Sequence[str] | None = None) -> None:
     for way in WAYS:
         for row in launch(measure, given.ranks, way, 60.0)[0]:
             rows.append(row)
-            ok = "the bits of the definition" if row.equal else "other bits"
+            if row.equal:
+                ok = "the bits of the definition"
+            else:
+                ok = "other bits"
             figures = f"{row.graph_us:10.1f}{row.eager_us:10.1f}  {ok}"
             print(f"{row.way:14}{row.collective:>22}{list(row.shape)!s:>16}{figures}", flush=True)
     if given.out is not None:

@@ -55,7 +55,9 @@ class Maker:
         size = itemsize
         for one in shape:
             size *= one
-        return max(1, min(64, -(-LEAST_BYTES // size))) if self.device == "cuda" else 1
+        if self.device == "cuda":
+            return max(1, min(64, -(-LEAST_BYTES // size)))
+        return 1
 
     def fp8(self, *shape: int) -> tuple[Tensor, Tensor]:
         """FP8 weights and their scales."""
@@ -101,11 +103,10 @@ def layer_cases(make: Maker, sizes: Sizes, tokens: int) -> Iterator[Case]:
 
 def norm_case(make: Maker, sizes: Sizes, tokens: int, parts: int) -> Case:
     """The residual addition and the norm after a block, quantised if the next layer is in FP8."""
-    x = (
-        make.randn(parts, tokens, sizes.hidden, dtype=torch.float32)
-        if parts
-        else make.randn(tokens, sizes.hidden)
-    )
+    if parts:
+        x = make.randn(parts, tokens, sizes.hidden, dtype=torch.float32)
+    else:
+        x = make.randn(tokens, sizes.hidden)
     args = x, make.randn(tokens, sizes.hidden), make.randn(sizes.hidden), 1e-6
     name = "add_rms_norm_quantized" if parts else "add_rms_norm"
     op = getattr(torch.ops.weft, name)
@@ -154,7 +155,10 @@ def linear_case(make: Maker, name: str, tokens: int, rows: int, columns: int, ki
     calls = [partial(linear.fp8_linear, given, *w, dtype=make.dtype) for w in weights]
     args = made.values, made.scales, *weights[0], None, torch.float32
     moved = nbytes(made.values, made.scales, *weights[0]) + out_bytes
-    name = "fp8_linear" if kind == "quantized" else "fp8_linear, quantising"
+    if kind == "quantized":
+        name = "fp8_linear"
+    else:
+        name = "fp8_linear, quantising"
     return Case(name, shape, tokens, moved, calls, lambda: linear._fp8_linear.reference(*args))
 
 

@@ -43,7 +43,10 @@ class Row:
 
 def time_case(case: Case, model: str, device: str) -> Row:
     """Check a kernel, then time it."""
-    error = None if case.expected is None else relative_error(case.calls[0](), case.expected())
+    if case.expected is None:
+        error = None
+    else:
+        error = relative_error(case.calls[0](), case.expected())
     us = graph_seconds(case.calls, device) * 1e6
     floor = case.bytes / BANDWIDTH * 1e6
     return Row(model, case.kernel, case.shape, case.tokens, us, floor, floor / us, error)
@@ -88,7 +91,10 @@ def main() -> None:
     device = "cuda" if torch.cuda.is_available() else "cpu"
     quick = given.quick or device == "cpu"
     torch.backends.cuda.matmul.allow_tf32 = False
-    sizes = (TINY_EXPERTS, TINY) if quick else (QWEN3_30B_A3B, QWEN3_0_6B)
+    if quick:
+        sizes = (TINY_EXPERTS, TINY)
+    else:
+        sizes = (QWEN3_30B_A3B, QWEN3_0_6B)
     rows = time_layers(sizes, given.tokens, device)
     if given.out:
         given.out.mkdir(parents=True, exist_ok=True)

@@ -79,7 +79,9 @@ def choices(
 
 
 def _fields(choice: Choice) -> Any:
-    return "torch" if choice is None else list(attrs.astuple(choice)[:6])
+    if choice is None:
+        return "torch"
+    return list(attrs.astuple(choice)[:6])
 
 
 def main(argv: Sequence[str] | None = None) -> None:

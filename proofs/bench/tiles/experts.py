@@ -132,7 +132,12 @@ def kind_of(product: ExpertProduct, tile: Tile) -> ExpertKind:
     pairs = product.tokens * product.top_k
     scanned = max(SCAN_PAIRS, power_of_two(pairs))
     experts = product.num_experts if product.num_experts % 16 else 16
-    tokens = 32 if tile.sort else 1 if product.tokens == 1 else scanned // product.top_k
+    if tile.sort:
+        tokens = 32
+    elif product.tokens == 1:
+        tokens = 1
+    else:
+        tokens = scanned // product.top_k
     small = attrs.evolve(product, tokens=tokens, rows=512, columns=512, num_experts=experts)
     return ExpertKind(small, tile)
 
@@ -246,7 +251,10 @@ def _call(
     from weft.ops.experts.routing_triton import align
     from weft.ops.norm_triton import quantize
 
-    aligned = align(given.experts, product.num_experts, tile.tokens) if tile.sort else None
+    if tile.sort:
+        aligned = align(given.experts, product.num_experts, tile.tokens)
+    else:
+        aligned = None
     if not product.is_down:
         rest = weight, scale, given.experts, aligned, torch.bfloat16, tile
         return partial(launch_gate_up, given.values, given.scales, *rest)
@@ -257,4 +265,6 @@ def _call(
 
     if product.kind == "down" or not product.fp8:
         return partial(down, given.values, given.scales)
-    return partial(down, given.x, None) if tile.tokens < 64 else lambda: down(*quantize(given.x))
+    if tile.tokens < 64:
+        return partial(down, given.x, None)
+    return lambda: down(*quantize(given.x))

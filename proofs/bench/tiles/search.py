@@ -210,11 +210,9 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def _kind_of(product: Product | ExpertProduct, tile: Tile) -> Kind | experts.ExpertKind:
-    return (
-        experts.kind_of(product, tile)
-        if isinstance(product, ExpertProduct)
-        else kind_of(product, tile)
-    )
+    if isinstance(product, ExpertProduct):
+        return experts.kind_of(product, tile)
+    return kind_of(product, tile)
 
 
 def run_linear(

@@ -99,11 +99,10 @@ class Engine:
         until = time.monotonic() + seconds
         while not path.exists():
             if self.process.poll() is not None or time.monotonic() > until:
-                ended = (
-                    "took too long"
-                    if self.process.poll() is None
-                    else f"ended with {self.process.returncode}"
-                )
+                if self.process.poll() is None:
+                    ended = "took too long"
+                else:
+                    ended = f"ended with {self.process.returncode}"
                 raise SystemExit(f"{self.name} {ended} before {path.name}:\n{self.log[-4000:]}")
             time.sleep(_POLL_SECONDS)
         found: dict[str, Any] = json.loads(path.read_text())
@@ -283,9 +282,10 @@ def table(
             for name in ("weft", other)
         )
         one = own[0]
-        unit = (
-            "total_tokens_per_s" if one["input_len"] > one["output_len"] else "output_tokens_per_s"
-        )
+        if one["input_len"] > one["output_len"]:
+            unit = "total_tokens_per_s"
+        else:
+            unit = "output_tokens_per_s"
         speeds = [[row[unit] for row in side] for side in (own, peer)]
         medians = [statistics.median(side[1:] or side) for side in speeds]
         yield {

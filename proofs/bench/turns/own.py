@@ -60,7 +60,10 @@ def serve(here: Here, options: Bench, folder: Path, name: str) -> None:
     )
     if here.first:
         on_gpu = started.device.startswith("cuda")
-        total = torch.cuda.get_device_properties(started.device).total_memory if on_gpu else None
+        if on_gpu:
+            total = torch.cuda.get_device_properties(started.device).total_memory
+        else:
+            total = None
         ready = {
             "mode": options.graphs[0],
             "device_bytes": total,

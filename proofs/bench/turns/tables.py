@@ -73,7 +73,10 @@ def peer_rows() -> Iterator[tuple[str, ...]]:
         ours, theirs = (
             span((one.row[own]["min"], one.row[own]["max"]), "{:,.0f}") for own in ("weft", "vllm")
         )
-        unit = "tokens/s, prompts included" if one.row["unit"] == _TOTAL else "tokens/s"
+        if one.row["unit"] == _TOTAL:
+            unit = "tokens/s, prompts included"
+        else:
+            unit = "tokens/s"
         peer = (
             f"{one.peer}: {theirs}; {one.row['ratio']:.2f} times, by"
             f" {'one pass each' if one.once else 'medians'}"

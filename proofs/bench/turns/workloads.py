@@ -42,7 +42,10 @@ class Workload(NamedTuple):
     def turn(self, seed: int) -> dict[str, Any]:
         """The requests of one round, for both engines: prompt lengths, completion length, sampling."""
         draw = random.Random(seed)
-        lengths = [draw.randint(1, one) for one in self.most] if self.varied else self.most
+        if self.varied:
+            lengths = [draw.randint(1, one) for one in self.most]
+        else:
+            lengths = self.most
         return {"input_lens": lengths, "output_len": self.output_len, "sampling": self.sampling}
 
 

@@ -53,7 +53,10 @@ def bits_are_of_the_request(
     """
     model = _on(case.kind, device)
     tracks: dict[tuple[int, int], CompletionState] = {}
-    threads = Threads(timeout=_TIMEOUT) if case.has_threads and transport is None else None
+    if case.has_threads and transport is None:
+        threads = Threads(timeout=_TIMEOUT)
+    else:
+        threads = None
     with nullcontext() if threads is None else closing(threads):
         engine = case.load.engine(model=model, transport=threads or transport)
         run(_LAW, case.load, engine, tracks=tracks, prompts=case.prompts)
@@ -144,7 +147,10 @@ def _on(kind: str, device: str) -> Model:
 def _engine_for_one(kind: str, device: str, adapter: str | None) -> Engine:
     model = _on(kind, device)
     options = dict[str, Any](graph="none", run_ahead=0, num_logprobs=3)
-    own = None if adapter is None else {adapter: adapters_of(model.config)[adapter]}
+    if adapter is None:
+        own = None
+    else:
+        own = {adapter: adapters_of(model.config)[adapter]}
     limits = EngineLimits(
         max_num_reqs=1, max_num_tokens=MAX_LEN, page_size=64, num_pages=MAX_LEN // 64
     )

@@ -51,11 +51,10 @@ def run_ahead_is_none(load: Load) -> None:
     )
     for key, (tokens, reason) in near.items():
         others, other = far[key]
-        same = (
-            min(len(tokens), len(others))
-            if "abort" in (reason, other)
-            else max(len(tokens), len(others))
-        )
+        if "abort" in (reason, other):
+            same = min(len(tokens), len(others))
+        else:
+            same = max(len(tokens), len(others))
         if tokens[:same] != others[:same] or (reason != other and "abort" not in (reason, other)):
             seen = f"{tokens}, {reason}, and {load.run_ahead} steps ahead {others}, {other}"
             raise LawViolation(f"L19 run-ahead is none: completion {key} is {seen}")
@@ -175,5 +174,8 @@ def complete(
 @functools.cache
 def _engine_for_one(adapter: str | None, weights: int, version: int) -> Engine:
     limits = EngineLimits(max_num_reqs=1, max_num_tokens=24, page_size=24, num_pages=1)
-    own = None if adapter is None else {adapter: small_adapters(version)[adapter]}
+    if adapter is None:
+        own = None
+    else:
+        own = {adapter: small_adapters(version)[adapter]}
     return Engine(small_model(weights), limits, graph="none", run_ahead=0, adapters=own)

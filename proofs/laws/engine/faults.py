@@ -190,7 +190,9 @@ def _allowed(
     allowed -= set(params.bad_token_ids)
     if len(said) < params.min_tokens:
         allowed -= stops
-    return allowed if mask is None else allowed & _answer(mask, said)
+    if mask is None:
+        return allowed
+    return allowed & _answer(mask, said)
 
 
 def _answer(mask: OddMask, said: Sequence[int]) -> set[int]:
@@ -208,7 +210,9 @@ def _answer(mask: OddMask, said: Sequence[int]) -> set[int]:
         ids = list(found)
     except Exception:
         return set()
-    return set(ids) if all(type(one) is int and one in everything for one in ids) else set()
+    if all(type(one) is int and one in everything for one in ids):
+        return set(ids)
+    return set()
 
 
 def _may_fail(
@@ -225,4 +229,6 @@ def _may_fail(
 
 
 def _text(load: OddLoad, tokens: Sequence[int]) -> str:
-    return "" if load.decodes == "nothing" else "".join(chr(97 + token) for token in tokens)
+    if load.decodes == "nothing":
+        return ""
+    return "".join(chr(97 + token) for token in tokens)

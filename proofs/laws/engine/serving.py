@@ -161,7 +161,10 @@ def served_as_alone(
     for arrival in trace.arrivals:
         request = arrival.request
         running = got.get(request.id)
-        tokens = [] if running is None else running.tokens[len(request.prompt) :]
+        if running is None:
+            tokens = []
+        else:
+            tokens = running.tokens[len(request.prompt) :]
         expected = alone(trace, request, device)
         aborted = arrival.aborted is not None and (
             running is None or running.reason in ("", "abort")

@@ -29,7 +29,9 @@ class _Begins:
     tokens: tuple[int, ...]
 
     def __call__(self, said: Sequence[int]) -> list[int] | None:
-        return [self.tokens[len(said)]] if len(said) < len(self.tokens) else None
+        if len(said) < len(self.tokens):
+            return [self.tokens[len(said)]]
+        return None
 
 
 def changed_parameters_compute_all(load: Load, step: int, how: str, parts: str) -> None:

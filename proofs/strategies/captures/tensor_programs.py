@@ -174,13 +174,18 @@ class TensorProgram:
             for name, value in self.options().items()
             if value not in ((), "safe")
         )
-        plain = f"weft.donates{self.donated!r}(f)" if self.donated else "f"
-        graph = (
-            ""
-            if "\ngraph = " in self.code or "\ndef graph(" in self.code
-            else f"graph = weft.graphify(f{options})\n"
-        )
-        more = f"# {self.threads} threads make these calls at once too\n" if self.threads else ""
+        if self.donated:
+            plain = f"weft.donates{self.donated!r}(f)"
+        else:
+            plain = "f"
+        if "\ngraph = " in self.code or "\ndef graph(" in self.code:
+            graph = ""
+        else:
+            graph = f"graph = weft.graphify(f{options})\n"
+        if self.threads:
+            more = f"# {self.threads} threads make these calls at once too\n"
+        else:
+            more = ""
         more += (
             "# the first argument is the first result of the call before\n" if self.chained else ""
         )
@@ -229,11 +234,16 @@ class _Body:
             self.tensors[name] = found[name]
 
     def _choose(self, operation: Operation, first: int, second: int) -> tuple[str, str] | None:
-        pairs = [(a, "") for a in self.tensors] if operation.arity < 2 else []
+        if operation.arity < 2:
+            pairs = [(a, "") for a in self.tensors]
+        else:
+            pairs = []
         if operation.arity == 2:
             pairs = [(a, b) for a in self.tensors for b in self.tensors]
         fitting = [pair for pair in pairs if self._fits(operation, pair)]
-        return fitting[(first * 8 + second) % len(fitting)] if fitting else None
+        if fitting:
+            return fitting[(first * 8 + second) % len(fitting)]
+        return None
 
     def _fits(self, operation: Operation, names: tuple[str, str]) -> bool:
         tensors = [self.tensors[name] for name in names[: max(operation.arity, 1)]]
@@ -384,11 +394,9 @@ def _arguments(bases: Sequence[str], made: Sequence[tuple[str, int]], copied: bo
             _possible(alias.format(base=f"base{base}"), f"base{base}", example)
             for alias, base in made
         ]
-    return (
-        [f"{texts[0]}.clone()", *texts[1:]]
-        if copied and not texts[0].endswith(".clone()")
-        else texts
-    )
+    if copied and not texts[0].endswith(".clone()"):
+        return [f"{texts[0]}.clone()", *texts[1:]]
+    return texts
 
 
 def _making(bases: Sequence[str], texts: Sequence[str]) -> str:

@@ -199,7 +199,10 @@ class Body:
     weight_requires_grad: bool = False
 
     def __str__(self) -> str:
-        trained = ", whose weight requires grad" if self.weight_requires_grad else ""
+        if self.weight_requires_grad:
+            trained = ", whose weight requires grad"
+        else:
+            trained = ""
         return f"f: {'; '.join(self.operations)}{trained}"
 
     def world(self, device: str) -> World:

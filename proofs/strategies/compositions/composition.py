@@ -163,7 +163,10 @@ def compositions(
     depth = draw(st.integers(1, max_depth))
     layers = []
     for _ in range(depth):
-        names = _SLOW if draw(st.integers(1, _SELDOM)) == _SELDOM else _QUICK
+        if draw(st.integers(1, _SELDOM)) == _SELDOM:
+            names = _SLOW
+        else:
+            names = _QUICK
         layers.append(draw(st.sampled_from(names)))
     occasions = draw(st.lists(st.sampled_from(_OCCASIONS), min_size=1, max_size=3))
     drawn = draw(bodies() if body is None else body)

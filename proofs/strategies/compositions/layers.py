@@ -194,7 +194,10 @@ def _piped(
         stages = [_stage(function), _stage(function)]
         if lent:
             stages = [graphify(stage, outputs="borrow") for stage in stages]
-        advance = lift(lambda state, batch, out: state) if advances else None
+        if advances:
+            advance = lift(lambda state, batch, out: state)
+        else:
+            advance = None
         step = pipeline(
             stages,
             microbatches=microbatches,
@@ -204,7 +207,9 @@ def _piped(
 
         def piped(x: Tensor) -> Tensor:
             y: Tensor = step((None, None), (None, None), x)[1]
-            return clone(y) if lent else y
+            if lent:
+                return clone(y)
+            return y
 
         piped.programs = lambda x: step.programs()  # type: ignore[attr-defined]
         return piped

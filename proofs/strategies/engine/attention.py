@@ -46,7 +46,9 @@ class OtherAttention:
         inside = {"full": True, "uniform": is_uniform, "uniform_single_token": single}.get(
             self.capability, False
         )
-        return (where[2] + 0, lengths + 0) if inside else (where[2].tolist(), lengths.tolist())
+        if inside:
+            return (where[2] + 0, lengths + 0)
+        return (where[2].tolist(), lengths.tolist())
 
     def _attend(self, q: Tensor, kv_pages: Tensor, *where: Any) -> Tensor:
         slots, table, starts, lengths, *rest, plan = where

@@ -31,11 +31,10 @@ class Drafts:
         """The drafter for a model with these weights (`random_params`)."""
         if not isinstance(self.way, str):
             return Speculation(self.num_tokens, ngram=self.way)
-        own = (
-            config
-            if self.way == "itself"
-            else attrs.evolve(config, num_layers=1, windows=config.windows[:1])
-        )
+        if self.way == "itself":
+            own = config
+        else:
+            own = attrs.evolve(config, num_layers=1, windows=config.windows[:1])
         seed += self.way == "another"
         (whole,) = split_layers(own.num_layers, 1)
         params = random_params(own, whole, seed=seed, device="cpu", dtype=torch.float32, std=std)

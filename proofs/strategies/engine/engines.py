@@ -99,16 +99,16 @@ class Half:
     def __call__(self, said: Sequence[int]) -> torch.Tensor | list[int] | None:
         if (ids := self.allowed(said)) is None:
             return None
-        return pack_bits(ids, self.vocab_size) if len(said) % 2 else ids
+        if len(said) % 2:
+            return pack_bits(ids, self.vocab_size)
+        return ids
 
     def allowed(self, said: Sequence[int]) -> list[int] | None:
         """The tokens allowed next; None: any."""
         chosen = random.Random(f"{self.seed} {list(said)}")
-        return (
-            sorted(chosen.sample(self.tokens, len(self.tokens) // 2))
-            if chosen.random() < 0.8
-            else None
-        )
+        if chosen.random() < 0.8:
+            return sorted(chosen.sample(self.tokens, len(self.tokens) // 2))
+        return None
 
 
 @attrs.frozen
@@ -220,7 +220,10 @@ def _calls(draw: st.DrawFn, adapters: tuple[str | None, ...], masks: bool) -> Ca
     priority = draw(st.sampled_from((0, 0, 1)))
     adapter = draw(st.sampled_from(adapters))
     most = draw(st.integers(3 if masks else 1, 5))
-    mask = draw(st.sampled_from((Half(0), Half(1), None))) if masks else None
+    if masks:
+        mask = draw(st.sampled_from((Half(0), Half(1), None)))
+    else:
+        mask = None
     if mask is not None:  # so that every allowed token can be drawn
         sampling = attrs.evolve(sampling, allowed_token_ids=None, bad_token_ids=(), min_tokens=0)
     return Call(step, (*begin, *rest), sampling, most, priority, aborted, adapter, mask)

@@ -111,7 +111,9 @@ class InvariantLoad:
     def prompt(self, index: int) -> tuple[int, ...] | EmbedsPrompt:
         """The prompt of a call."""
         given = self.prompts[index]
-        return self.load.calls[index].prompt if given is None else given
+        if given is None:
+            return self.load.calls[index].prompt
+        return given
 
 
 @st.composite
@@ -171,7 +173,10 @@ def _asking(call: Call, logprobs: int | None, prompt: EmbedsPrompt | None) -> Ca
     """The call, which asks for the logprobs of this many of the likeliest tokens; and for those of
     its prompt, unless that has embeddings, which have none."""
     has_none = prompt is not None and EMBEDDED in prompt.ids
-    of_prompt = None if has_none or call.sampling.prompt_logprobs is None else logprobs
+    if has_none or call.sampling.prompt_logprobs is None:
+        of_prompt = None
+    else:
+        of_prompt = logprobs
     return attrs.evolve(
         call, sampling=attrs.evolve(call.sampling, logprobs=logprobs, prompt_logprobs=of_prompt)
     )

@@ -69,7 +69,9 @@ class OddMask:
                 bits = pack_bits(ids, VOCABULARY) | torch.tensor(
                     [chosen.choice((0, -(2**31)))], dtype=torch.int32
                 )
-                return bits if kind == "bits" else bits.to_sparse()
+                if kind == "bits":
+                    return bits
+                return bits.to_sparse()
             case "few":
                 return ids[:1]
             case "ends":
@@ -190,9 +192,10 @@ class OddLoad:
     def engine(self) -> Engine:
         """The engine."""
         model: Any = small_model()
-        tokenizer = (
-            None if self.decodes == "nothing" else Letters(MUTE if self.decodes == "most" else None)
-        )
+        if self.decodes == "nothing":
+            tokenizer = None
+        else:
+            tokenizer = Letters(MUTE if self.decodes == "most" else None)
         config = attrs.evolve(model.config, eos_token_ids=self.ends)
         return Engine(
             attrs.evolve(model, config=config, tokenizer=tokenizer),
@@ -284,7 +287,10 @@ def _calls(draw: st.DrawFn) -> OddCall:
     kinds, names = _THEMES[draw(st.sampled_from(sorted(_THEMES)))]
     prompt = tuple(draw(st.lists(_TOKEN, min_size=1, max_size=8)))
     named = draw(st.lists(st.sampled_from(sorted(names)), unique=True, max_size=5))
-    answers = draw(st.lists(st.sampled_from(kinds), min_size=1, max_size=4)) if kinds else []
+    if kinds:
+        answers = draw(st.lists(st.sampled_from(kinds), min_size=1, max_size=4))
+    else:
+        answers = []
     places = st.integers(0, len(prompt) - 1)
     values = st.sampled_from((1.0, 0.0, 100.0, 1e30, float("inf"), float("nan")))
     embeds = draw(

@@ -56,11 +56,10 @@ class OwnStages:
             "strength": torch.zeros(()),
             "bias": torch.zeros(vocab),
         }
-        values = (
-            {}
-            if given is None
-            else {name: given.get(name, x).to(model.device) for name, x in defaults.items()}
-        )
+        if given is None:
+            values = {}
+        else:
+            values = {name: given.get(name, x).to(model.device) for name, x in defaults.items()}
         unpatched = torch.full((hidden,), 0.25)
         table = torch.cat(((given or {}).get("patch", unpatched[None]), unpatched[None])).to(
             model.device
@@ -95,7 +94,10 @@ class OwnStages:
         for index in self._indices:
             add = None
             if index in self.carried:
-                add = _adding(index) if given is None else _adding_anew(start.to(model.device))
+                if given is None:
+                    add = _adding(index)
+                else:
+                    add = _adding_anew(start.to(model.device))
             layers[index] = _change(changes.get(index), index in self.captured, index, read, add)
             if index in self.patched:
                 layers[index] = _patched(layers[index], patch)
@@ -217,7 +219,9 @@ def token_patches(draw: st.DrawFn, model: Model, num_tokens: int) -> Extras | No
     generator = torch.Generator().manual_seed(draw(st.integers(0, 1)))
     patch = torch.full((num_tokens, model.config.hidden_size), 0.25)
     patch[sorted(places)] = 2 * torch.randn(model.config.hidden_size, generator=generator)
-    return {"patch": patch} if draw(st.integers(0, 2)) else None
+    if draw(st.integers(0, 2)):
+        return {"patch": patch}
+    return None
 
 
 def own_stages(num_layers: int) -> st.SearchStrategy[OwnStages]:

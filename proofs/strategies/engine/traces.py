@@ -98,7 +98,9 @@ class Trace:
     @property
     def num_adapters(self) -> int:
         """The model's adapters, for the requests that name one."""
-        return NUM_ADAPTERS if any(a.request.adapter >= 0 for a in self.arrivals) else 0
+        if any(a.request.adapter >= 0 for a in self.arrivals):
+            return NUM_ADAPTERS
+        return 0
 
     def layouts(self, num_stages: int) -> tuple[StageLayout, ...]:
         """The split of the model's layers."""
@@ -110,7 +112,9 @@ class Trace:
         layouts = self.layouts(num_stages)
         options: dict[str, Any] = {"keep_logits": True, "num_drafts": count, "device": device}
         made = [decoder_stage(self.config, layout, **options) for layout in layouts]
-        return self.speculation(device).stages(made) if self.drafts else made
+        if self.drafts:
+            return self.speculation(device).stages(made)
+        return made
 
     def speculation(self, device: torch.device | str = "cpu") -> Speculation:
         """The drafter of a trace that has one."""
@@ -130,12 +134,20 @@ class Trace:
         held = tuple(
             hold_adapters(*stage, self.seed) if self.num_adapters else stage[0] for stage in own
         )
-        return ((held[0], self.speculation(device).params), *held[1:]) if self.drafts else held
+        if self.drafts:
+            return ((held[0], self.speculation(device).params), *held[1:])
+        return held
 
     def state(self, num_stages: int, device: torch.device | str = "cpu") -> tuple[State, ...]:
         """An empty state for each stage."""
-        speculation = self.speculation(device) if self.drafts else None
-        spare = speculation.spare_pages(self.page_size) if speculation else 0
+        if self.drafts:
+            speculation = self.speculation(device)
+        else:
+            speculation = None
+        if speculation:
+            spare = speculation.spare_pages(self.page_size)
+        else:
+            spare = 0
         layouts = self.layouts(num_stages)
         states = empty_states(
             self.config,
@@ -146,7 +158,9 @@ class Trace:
             page_size=self.page_size,
             device=device,
         )
-        return speculation.states(states, layouts) if speculation else states
+        if speculation:
+            return speculation.states(states, layouts)
+        return states
 
 
 @st.composite

@@ -204,11 +204,10 @@ class _Reader:
     def _skip(self, size: int) -> int:
         """Go on by so many bytes, and return where they begin."""
         if size > self._left():
-            ends = (
-                f"ends after {len(self.data)}"
-                if len(self.data) < _MOST_BYTES
-                else f"may have {_MOST_BYTES} there"
-            )
+            if len(self.data) < _MOST_BYTES:
+                ends = f"ends after {len(self.data)}"
+            else:
+                ends = f"may have {_MOST_BYTES} there"
             raise _Fault(f"at byte {self.at}: {size} bytes of a header, and the file {ends}")
         start = self.at
         self.at = self.at + size

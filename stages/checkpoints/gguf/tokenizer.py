@@ -258,6 +258,8 @@ def _token_id(fields: Fields, name: str, tokens: Sequence[str]) -> int | None:
 
 def _is_list(value: Any, kind: type) -> bool:
     def fits(one: Any) -> bool:
-        return is_number(one, -3.5e38, 3.5e38) if kind is float else type(one) is kind
+        if kind is float:
+            return is_number(one, -3.5e38, 3.5e38)
+        return type(one) is kind
 
     return isinstance(value, list) and all(map(fits, value))

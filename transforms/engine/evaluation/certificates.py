@@ -70,7 +70,9 @@ class Certificate(Tabled):
     def facts(self) -> dict[str, str]:
         """All but the request on which the bits depend, by name."""
         own = {**self.versions, "weights": self.weights, "program": self.program}
-        return own if self.tokenizer is None else {**own, "tokenizer": self.tokenizer}
+        if self.tokenizer is None:
+            return own
+        return {**own, "tokenizer": self.tokenizer}
 
     def text(self) -> str:
         """The certificate as one line of JSON."""

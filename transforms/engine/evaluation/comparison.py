@@ -103,11 +103,9 @@ class RunTrace(Tabled):
         """Over the decode steps, without the first of each batch class; None if there is none."""
         met = {step.descriptor: step for step in reversed(self.steps)}
         steady = [s for s in self.steps if s.descriptor.is_uniform and met[s.descriptor] is not s]
-        return (
-            sum(s.descriptor.num_reqs for s in steady) / sum(s.seconds for s in steady)
-            if steady
-            else None
-        )
+        if steady:
+            return sum(s.descriptor.num_reqs for s in steady) / sum(s.seconds for s in steady)
+        return None
 
     @property
     def row(self) -> dict[str, Any]:
@@ -222,7 +220,10 @@ def trace_run(
             for row in rows
             if len(generated[row]) < max_tokens and generated[row][-1] not in ends
         ]
-        batch = Batch.decode(rows, device=model.device) if rows else batch
+        if rows:
+            batch = Batch.decode(rows, device=model.device)
+        else:
+            batch = batch
     own = tuple(steps), generated, _calls(runner, steps), model.functions.batch_invariant
     return RunTrace(way, [[*ids] for ids in prompts], *own)
 
@@ -251,7 +252,10 @@ def _calls(runner: Runner, steps: Sequence[TracedStep]) -> dict[str, int]:
     """Captures, replays and eager calls: of the whole step, or of each stage on each micro-batch."""
     infos = [graph.cache_info() for graph in runner.graphs]
     stages = len(runner.layouts)
-    eager = 0 if infos else sum(stages * min(stages, step.descriptor.num_reqs) for step in steps)
+    if infos:
+        eager = 0
+    else:
+        eager = sum(stages * min(stages, step.descriptor.num_reqs) for step in steps)
     return {
         "captures": sum(info.captures for info in infos),
         "replays": sum(info.replays for info in infos),

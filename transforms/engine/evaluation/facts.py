@@ -99,7 +99,10 @@ def _whole_tensors(model: Model, transport: Transport) -> Iterator[tuple[str, Te
         for share in (WHOLE, *((i, count) for i in range(count)))
     )
     for name, x in _tensors(model):
-        path = "embed_tokens" if name == "lm_head" and name not in whole else name
+        if name == "lm_head" and name not in whole:
+            path = "embed_tokens"
+        else:
+            path = name
         if path in whole and any(fields[path] != whole[path] for fields in own):
             flat = transport.end.perform(among, as_bytes(x.contiguous()), 0)
             every = [part.view(x.dtype).view(x.shape) for part in flat.chunk(count)]
@@ -137,11 +140,10 @@ def _tensors(model: Model) -> Iterator[tuple[str, Tensor]]:
 
 def _digest_tensor(x: Tensor) -> str:
     found = hashlib.sha256(f"{tuple(x.shape)} {x.dtype} ".encode())
-    flat = (
-        x.detach().resolve_conj().resolve_neg().contiguous().view(-1).view(torch.uint8)
-        if x.numel()
-        else x.new_empty(0, dtype=torch.uint8)
-    )
+    if x.numel():
+        flat = x.detach().resolve_conj().resolve_neg().contiguous().view(-1).view(torch.uint8)
+    else:
+        flat = x.new_empty(0, dtype=torch.uint8)
     for part in flat.split(_BYTES):
         found.update(part.cpu().numpy())
     return found.hexdigest()
@@ -160,7 +162,9 @@ def digest_program(model: Model, of_tensor: Callable[[Tensor], str] = _digest_te
     facts = {name: value for name, value in model.facts.items() if name != "weights"}
     functions, undigested = digest_functions(model, of_tensor)
     found = _short([*(f"{name}: {value}\n" for name, value in facts.items()), functions])
-    return f"{found}, without {', '.join(undigested)}" if undigested else found
+    if undigested:
+        return f"{found}, without {', '.join(undigested)}"
+    return found
 
 
 def digest_tokenizer(model: Model, sampling: SamplingParams) -> str | None:
@@ -174,11 +178,10 @@ def digest_tokenizer(model: Model, sampling: SamplingParams) -> str | None:
 def versions(device: torch.device) -> dict[str, str]:
     """The versions of weft, Python, torch and triton, and the device."""
     on_cuda = device.type == "cuda"
-    name = (
-        torch.cuda.get_device_name(device)
-        if on_cuda
-        else f"cpu, {torch.backends.cpu.get_cpu_capability()}"
-    )
+    if on_cuda:
+        name = torch.cuda.get_device_name(device)
+    else:
+        name = f"cpu, {torch.backends.cpu.get_cpu_capability()}"
     found = {"weft": f"{__version__}, source {_digest_sources()}", "torch": torch.__version__}
     found["python"] = ".".join(platform.python_version_tuple()[:2])
     if on_cuda:

@@ -262,7 +262,10 @@ def _is_module(cell: Any) -> bool:
 
 def _imported(name: str, package: str) -> list[ModuleType]:
     """The modules of an import statement inside of a function, once they are imported."""
-    path = importlib.util.resolve_name(name, package) if name.startswith(".") else name
+    if name.startswith("."):
+        path = importlib.util.resolve_name(name, package)
+    else:
+        path = name
     parts = path.split(".")
     found = (sys.modules.get(".".join(parts[: i + 1])) for i in range(len(parts)))
     return [module for module in found if module is not None]

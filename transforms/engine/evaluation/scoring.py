@@ -98,7 +98,9 @@ class Score(Tabled):
     @property
     def bits_per_token(self) -> float | None:
         """None if no token is scored."""
-        return self.bits / self.num_tokens if self.num_tokens else None
+        if self.num_tokens:
+            return self.bits / self.num_tokens
+        return None
 
     @property
     def figures(self) -> dict[str, float | None]:

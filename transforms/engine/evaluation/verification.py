@@ -48,9 +48,9 @@ class Verification(Tabled):
         same = next(
             (i for i, (a, b) in enumerate(zip(own, certified, strict=False)) if a != b), None
         )
-        return (
-            min(len(own), len(certified)) if same is None and len(own) != len(certified) else same
-        )
+        if same is None and len(own) != len(certified):
+            return min(len(own), len(certified))
+        return same
 
     @property
     def equal(self) -> bool:
@@ -76,7 +76,9 @@ class Verification(Tabled):
         if place is None and self.finish_reason != wanted.finish_reason:
             return f"ends with {self.finish_reason!r}, certified {wanted.finish_reason!r}"
         if place is None:
-            return "equal" if self.equal else "equal, with other weights"
+            if self.equal:
+                return "equal"
+            return "equal, with other weights"
         found = self.token_ids[place : place + 1]
         other = wanted.token_ids[place : place + 1]
         if found and found == other:

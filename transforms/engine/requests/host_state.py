@@ -75,7 +75,10 @@ class Request:
 
     def __str__(self) -> str:
         """One line, which must be equal on all ranks."""
-        contents = b"" if self.given is None else self.given.content(0, len(self.prompt))
+        if self.given is None:
+            contents = b""
+        else:
+            contents = self.given.content(0, len(self.prompt))
         digest = hashlib.blake2b(repr(self.prompt).encode() + contents, digest_size=6).hexdigest()
         more = f", adapter {self.adapter}" * (self.adapter >= 0) + ", masked" * self.is_masked
         more += "" if self.extras is None else f", extras {self.extras.digest.decode()}"
@@ -164,7 +167,9 @@ class RequestState:
     def num_computed(self) -> int:
         """Upper bound of its tokens in the cache once the launched steps are done: all but the last
         one, after the prompt."""
-        return self.length - 1 if self.on_device else self.num_prefilled
+        if self.on_device:
+            return self.length - 1
+        return self.num_prefilled
 
     @property
     def num_left(self) -> int:
@@ -179,14 +184,19 @@ class RequestState:
     @property
     def max_useful(self) -> int:
         """The most tokens that its next step could sample."""
-        return self.num_left if self.can_draft else 1
+        if self.can_draft:
+            return self.num_left
+        return 1
 
     def hash_pages(self, page_size: int) -> None:
         """Hash the pages that known tokens fill."""
         first = len(self.page_hashes)
         last = len(self.tokens) // page_size
         if first < last and self.request.given is None:
-            before = self.page_hashes[-1] if first else salt(self.request, self.version)
+            if first:
+                before = self.page_hashes[-1]
+            else:
+                before = salt(self.request, self.version)
             self.page_hashes += hash_pages(
                 before, self.tokens[first * page_size : last * page_size], page_size
             )
@@ -207,8 +217,14 @@ class RequestState:
         start = index * page_size
         request = self.request
         tokens = self.tokens[start : start + page_size]
-        before = self.page_hashes[index - 1] if index else salt(request, self.version)
-        more = b"" if request.given is None else request.given.content(start, start + len(tokens))
+        if index:
+            before = self.page_hashes[index - 1]
+        else:
+            before = salt(request, self.version)
+        if request.given is None:
+            more = b""
+        else:
+            more = request.given.content(start, start + len(tokens))
         return hash_page(before + more, tokens)
 
 

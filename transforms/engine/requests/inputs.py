@@ -232,11 +232,10 @@ def check_sampling(call: str, model: Model, params: SamplingParams, num_logprobs
     vocab = model.config.vocab_size
     most = min(num_logprobs, vocab)
     wanted = most_logprobs(params, vocab)
-    remedy = (
-        f"Engine(..., num_logprobs={wanted})"
-        if wanted <= vocab
-        else f"at most {vocab}, the tokens of the model"
-    )
+    if wanted <= vocab:
+        remedy = f"Engine(..., num_logprobs={wanted})"
+    else:
+        remedy = f"at most {vocab}, the tokens of the model"
     own: Rule = (lambda count: (vocab if count == -1 else count or 0) <= most), remedy
 
     def by_tokens(instead: str) -> Rule:
@@ -252,14 +251,18 @@ def check_sampling(call: str, model: Model, params: SamplingParams, num_logprobs
 def most_logprobs(params: SamplingParams, vocab_size: int) -> int:
     """The number of likeliest tokens whose logprobs a request asks for; -1 is all of them."""
     asked = (params.logprobs or 0, params.prompt_logprobs or 0)
-    return vocab_size if -1 in asked else max(asked)
+    if -1 in asked:
+        return vocab_size
+    return max(asked)
 
 
 def with_all_logprobs(params: SamplingParams, vocab_size: int) -> SamplingParams:
     """The parameters with the number of all tokens in the place of -1."""
     given = {"logprobs": params.logprobs, "prompt_logprobs": params.prompt_logprobs}
     changed: dict[str, Any] = {name: vocab_size for name, count in given.items() if count == -1}
-    return attrs.evolve(params, **changed) if changed else params
+    if changed:
+        return attrs.evolve(params, **changed)
+    return params
 
 
 def each_rule(kind: Any, count: int, instead: str) -> Rule:
@@ -280,4 +283,6 @@ def each_rule(kind: Any, count: int, instead: str) -> Rule:
 
 def one_each(given: Any, count: int) -> list[Any]:
     """The values of such an argument, one for each prompt or sequence."""
-    return list(given) if isinstance(given, list | tuple) else [given] * count
+    if isinstance(given, list | tuple):
+        return list(given)
+    return [given] * count

@@ -99,7 +99,9 @@ class RequestMask:
 
     def allowed_after(self, num_generated: int) -> Tensor:
         """The tokens that the parameters allow after so many."""
-        return self.allowed_early if num_generated < self.min_tokens else self.allowed
+        if num_generated < self.min_tokens:
+            return self.allowed_early
+        return self.allowed
 
 
 def compute_mask(
@@ -124,9 +126,10 @@ def compute_mask(
         found = own.mask(list(token_ids))
         if found is None:
             return None
-        bits = (
-            found if isinstance(found, Tensor) else pack_bits(_ids(found, vocab_size), vocab_size)
-        )
+        if isinstance(found, Tensor):
+            bits = found
+        else:
+            bits = pack_bits(_ids(found, vocab_size), vocab_size)
         if bits.dtype != torch.int32 or tuple(bits.shape) != (words,):
             seen = f"a tensor {bits.dtype} {list(bits.shape)}"
             instead = f"int32 [{words}], a bit for each of {vocab_size} tokens; or their ids"
@@ -202,7 +205,9 @@ def without_bad_words(
             return found
         if found is None or isinstance(found, Tensor):
             bits = ~pack_bits(barred, vocab_size)
-            return bits if found is None else found.cpu() & bits
+            if found is None:
+                return bits
+            return found.cpu() & bits
         return (token for token in found if token not in barred)
 
     allowed.budget = budget_of(mask)  # type: ignore[attr-defined]

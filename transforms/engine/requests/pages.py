@@ -89,7 +89,10 @@ class Pages:
         assert count <= self.num_free, "the scheduler asks num_free first"
         allocated = []
         for _ in range(count):
-            page = self._empty.pop() if self._empty else self._evict_oldest()
+            if self._empty:
+                page = self._empty.pop()
+            else:
+                page = self._evict_oldest()
             self._refcounts[page] = 1
             allocated.append(page)
         return allocated

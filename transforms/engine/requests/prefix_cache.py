@@ -50,9 +50,10 @@ def lookup_prefix(pages: Pages, req: RequestState) -> tuple[list[int], int | Non
         return shared[:-1], shared[-1] if policy == "full" else None
     if policy == "snapshot":
         return shared, None
-    content_hash = (
-        req.hash_partial_page(pages.page_size) if len(shared) == len(req.page_hashes) else None
-    )
+    if len(shared) == len(req.page_hashes):
+        content_hash = req.hash_partial_page(pages.page_size)
+    else:
+        content_hash = None
     return shared, None if content_hash is None else pages.lookup_partial(content_hash)
 
 

@@ -85,7 +85,10 @@ class EmbedsPrompt(Summarized):
         ids = self.ids
         config = model.config
         shape, places = [len(ids), config.hidden_size], [3, len(ids)]
-        embedded = ", some of which are EMBEDDED (-2)" if EMBEDDED in ids else ""
+        if EMBEDDED in ids:
+            embedded = ", some of which are EMBEDDED (-2)"
+        else:
+            embedded = ""
         rules: dict[str, Rule] = {
             "inputs_embeds": (
                 lambda x: (
@@ -152,7 +155,9 @@ class PromptContent:
 
 def position_content(index: int, positions: Sequence[int]) -> bytes:
     """A token's three positions as text; empty where each is the token's index, as for plain text."""
-    return b"" if list(positions) == [index] * 3 else b"@%d/%d/%d" % tuple(positions)
+    if list(positions) == [index] * 3:
+        return b""
+    return b"@%d/%d/%d" % tuple(positions)
 
 
 def read_content(prompt: EmbedsPrompt) -> PromptContent:
@@ -161,7 +166,10 @@ def read_content(prompt: EmbedsPrompt) -> PromptContent:
     embeds = prompt.inputs_embeds
     positions = prompt.positions
     ids = prompt.ids
-    embeds = None if embeds is None or EMBEDDED not in ids else embeds.detach().clone()
+    if embeds is None or EMBEDDED not in ids:
+        embeds = None
+    else:
+        embeds = embeds.detach().clone()
     positions = None if positions is None else positions.cpu().clone()
     texts = [b""] * len(ids)
     if embeds is not None:
@@ -170,7 +178,10 @@ def read_content(prompt: EmbedsPrompt) -> PromptContent:
     if positions is not None:
         places = (position_content(index, own) for index, own in enumerate(positions.T.tolist()))
         texts = [text + place for text, place in zip(texts, places, strict=True)]
-    delta = 0 if positions is None else mrope_position_delta(positions)
+    if positions is None:
+        delta = 0
+    else:
+        delta = mrope_position_delta(positions)
     return PromptContent(embeds, positions, delta, tuple(texts))
 
 
@@ -295,7 +306,8 @@ def _like(default: Tensor, num_tokens: int | None = None) -> Rule:
             default.dtype,
         )
 
-    each = (
-        "for one request" if num_tokens is None else f"for each of the prompt's {num_tokens} tokens"
-    )
+    if num_tokens is None:
+        each = "for one request"
+    else:
+        each = f"for each of the prompt's {num_tokens} tokens"
     return fits, f"a tensor {shape}, {default.dtype}, {each}, as the model's default"

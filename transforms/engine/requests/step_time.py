@@ -106,7 +106,10 @@ def step_time(
     without = [max(0.0, took - per_pair * own) for took, own in zip(seconds, pairs, strict=True)]
     # Noise makes steps slower, not faster
     rising = [*itertools.accumulate(reversed(without), min)][::-1]
-    per_read = max(0.0, (decodes[1] - decodes[0]) / reads) if reads > 0 else 0.0
+    if reads > 0:
+        per_read = max(0.0, (decodes[1] - decodes[0]) / reads)
+    else:
+        per_read = 0.0
     return StepTime(limit, tuple(zip(tokens, rising, strict=True)), per_pair, per_read)
 
 

@@ -54,7 +54,10 @@ class Classes:
             found = dispatch(own, self.captured)
             if found.mode == "none":
                 eager = dispatch(own, self.eager)
-                chosen = self._of_most_requests(own) if eager.mode == "none" else eager.descriptor
+                if eager.mode == "none":
+                    chosen = self._of_most_requests(own)
+                else:
+                    chosen = eager.descriptor
                 padding = tuple((name, more) for name, more in excess(chosen, own).items() if more)
                 found = attrs.evolve(found, descriptor=chosen, padding=padding)
             if len(self._decisions) >= _MAX_DECISIONS:
@@ -120,7 +123,9 @@ class Classes:
     def unpad(self, out: T, own: BatchDescriptor) -> T:
         """Cut what a step returned down to its own class."""
         found = self.of(own)
-        return unpad(out, own) if found.padding and out is not None else out
+        if found.padding and out is not None:
+            return unpad(out, own)
+        return out
 
 
 def has_small_layers(config: ModelConfig) -> bool:
@@ -132,7 +137,9 @@ def has_small_layers(config: ModelConfig) -> bool:
 def captured_tokens(config: ModelConfig) -> int:
     """The most tokens of a ragged class: a step of more keeps a GPU busy for longer than its
     launches take the host, or its graph would hold much memory."""
-    return _MOST_CAPTURED_IF_SMALL if has_small_layers(config) else _MOST_CAPTURED
+    if has_small_layers(config):
+        return _MOST_CAPTURED_IF_SMALL
+    return _MOST_CAPTURED
 
 
 def engine_ladder(
@@ -156,7 +163,10 @@ def eager_ladder(
     chosen by them, and with it the order of its sums. A model that runs in no graph has none."""
     if device.type != "cuda" or model.functions.capability == "none":
         return Ladder()
-    mode = "piecewise" if model.functions.capability == "piecewise" else "full_and_piecewise"
+    if model.functions.capability == "piecewise":
+        mode = "piecewise"
+    else:
+        mode = "full_and_piecewise"
     return engine_ladder(mode, budget, num_adapters, model)
 
 
@@ -164,4 +174,6 @@ def model_ladder(mode: str, limits: Limits, functions: StageFunctions) -> Ladder
     """The classes that a model with these functions may capture. Where its attention runs inside of
     a graph, there is no operator to cut at, and the graph is whole."""
     ladder = make_ladder(mode, limits, capability=functions.capability, strict=False)
-    return ladder if functions.inside is None else with_whole(ladder, functions.inside)
+    if functions.inside is None:
+        return ladder
+    return with_whole(ladder, functions.inside)

@@ -94,7 +94,9 @@ class BatchCache(Generic[T]):
             if len(self._decodes) >= _MAX_CACHED_BATCHES:
                 del self._decodes[next(iter(self._decodes))]
             found = self._decodes[key] = self.make(attrs.evolve(self._place(work), edits=Edits()))
-        return self.edited(found, work.edits) if work.edits else found
+        if work.edits:
+            return self.edited(found, work.edits)
+        return found
 
     def _place(self, work: Work) -> DeviceWork:
         # What is given may be on the device already
@@ -104,7 +106,9 @@ class BatchCache(Generic[T]):
         return DeviceWork(tree_map(self._upload, batch), own.edits)
 
     def _upload(self, leaf: Any) -> Any:
-        return to_device(leaf, self.device) if isinstance(leaf, Tensor) else leaf
+        if isinstance(leaf, Tensor):
+            return to_device(leaf, self.device)
+        return leaf
 
 
 def _submission(work: DeviceWork) -> Submission:
@@ -196,11 +200,10 @@ class StepExecutor:
     def __call__(self, works: Sequence[Work]) -> Sequence[FinishedWork]:
         finished = []
         for work in works:
-            state = (
-                tuple(apply_edits(state, work.edits) for state in self.state)
-                if work.edits
-                else self.state
-            )
+            if work.edits:
+                state = tuple(apply_edits(state, work.edits) for state in self.state)
+            else:
+                state = self.state
             with (
                 torch.no_grad()
             ):  # functions of the user's own in a stage may read tensors that require grad
@@ -279,16 +282,17 @@ class PipelineExecutor:
         return self._finished(outputs)
 
     def received(self, finished: Sequence[FinishedWork], /) -> Callable[[], None]:
-        last = None if self._session is None else finished[-1][0].job - self._first_job
+        if self._session is None:
+            last = None
+        else:
+            last = finished[-1][0].job - self._first_job
         return self.pipelined.transport.received(last)
 
     def _after(self, work: Work) -> int | None:
         """The job of this session that the work waits for; jobs of earlier sessions have returned."""
-        return (
-            None
-            if work.after is None or work.after < self._first_job
-            else work.after - self._first_job
-        )
+        if work.after is None or work.after < self._first_job:
+            return None
+        return work.after - self._first_job
 
     def _finished(self, outputs: Sequence[tuple[int, Any]]) -> Sequence[FinishedWork]:
         works = [self._running.popleft() for _ in outputs]

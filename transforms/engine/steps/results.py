@@ -151,11 +151,9 @@ def _step_result(copied: dict[str, Tensor]) -> StepResult:
 
     def by_row(name: str) -> list[Any]:
         rows = copied[name].tolist()
-        return (
-            [own[:count] for own, count in zip(rows, counts, strict=True)]
-            if with_drafts
-            else [[x] for x in rows]
-        )
+        if with_drafts:
+            return [own[:count] for own, count in zip(rows, counts, strict=True)]
+        return [[x] for x in rows]
 
     top = "top_ids" in copied
     prompt_top = "prompt_top_ids" in copied

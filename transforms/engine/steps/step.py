@@ -149,13 +149,11 @@ class Work:
     @property
     def kind(self) -> str:
         """`decode`, `prompts`, or `mixed`."""
-        return (
-            "decode"
-            if not self.token_ids
-            else "mixed"
-            if (LAST_TOKEN,) in self.token_ids
-            else "prompts"
-        )
+        if not self.token_ids:
+            return "decode"
+        if (LAST_TOKEN,) in self.token_ids:
+            return "mixed"
+        return "prompts"
 
     @property
     def summary(self) -> str:
@@ -202,11 +200,9 @@ class Work:
         return DeviceWork(self._masked(batch, device), self.edits)
 
     def _masked(self, batch: Batch, device: torch.device | str) -> Batch:
-        return (
-            attrs.evolve(batch, token_mask=to_device(stack_masks(self.masks), device))
-            if self.masks
-            else batch
-        )
+        if self.masks:
+            return attrs.evolve(batch, token_mask=to_device(stack_masks(self.masks), device))
+        return batch
 
     def __str__(self) -> str:
         if not self.token_ids:
@@ -273,7 +269,9 @@ def batch_positions(
     held = [None if own is None or own.positions is None else own.positions.T for own in given]
     for first, rows in _in_batch(held, starts, token_ids):
         positions[first : first + len(rows)] = rows
-    return to_device(positions.T.contiguous(), device) if bool((positions >= 0).any()) else None
+    if bool((positions >= 0).any()):
+        return to_device(positions.T.contiguous(), device)
+    return None
 
 
 def batch_token_extras(
@@ -396,6 +394,6 @@ def apply_edits(state: State, edits: Edits) -> State:
 def graph_step(step: Any, ladder: Ladder[BatchDescriptor], backend: str | None) -> Any:
     """Graphify a decoder's step or stage, in pieces around its attention where the ladder asks for
     them. With an empty ladder, return it as it is."""
-    return (
-        graphify(step, ladder=ladder, split_at=_SPLIT_AT, backend=backend) if len(ladder) else step
-    )
+    if len(ladder):
+        return graphify(step, ladder=ladder, split_at=_SPLIT_AT, backend=backend)
+    return step

@@ -120,11 +120,10 @@ def make_backend(name: str | None, tensors: Iterable[Tensor]) -> Backend:
     if name != "cuda":
         raise no_backend(name)
     if not torch.cuda.is_available() or on_cuda is None:
-        seen = (
-            "this machine has no CUDA device"
-            if not torch.cuda.is_available()
-            else "no argument is on a CUDA device"
-        )
+        if not torch.cuda.is_available():
+            seen = "this machine has no CUDA device"
+        else:
+            seen = "no argument is on a CUDA device"
         raise DeviceError(
             "graphify(..., backend='cuda')",
             seen,

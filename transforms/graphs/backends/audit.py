@@ -217,9 +217,10 @@ class Audit(OperatorWatch):
         allocates = False
         self.random.after_operator(func)
         in_place = {storage_id(x) for x in written(func, args, kwargs)}
-        sources = (
-            storages_among(args) if func.overloadpacket is torch.ops.aten.set_ else frozenset[int]()
-        )
+        if func.overloadpacket is torch.ops.aten.set_:
+            sources = storages_among(args)
+        else:
+            sources = frozenset[int]()
         self._note_constants(func, args, inputs.keys() | sources, result, in_place)
         self._gathers.after_operator(
             {*map(storage_id, tensors_in(result))} - inputs.keys(), in_place
@@ -386,11 +387,10 @@ class Audit(OperatorWatch):
                 fault = (
                     f"{func} writes to {name} of shape {tuple(tensor.shape)}, which it does not own"
                 )
-                pass_in = (
-                    ""
-                    if storage in self._named
-                    else "pass it in (a module's: weft.stages.from_module) and "
-                )
+                if storage in self._named:
+                    pass_in = ""
+                else:
+                    pass_in = "pass it in (a module's: weft.stages.from_module) and "
                 instead = (
                     f"return a new tensor, or {pass_in}donate the argument (donate_argnames=...)"
                 )
@@ -414,7 +414,9 @@ class Audit(OperatorWatch):
     def _name(self, storage: int) -> str:
         """The name of the argument in a storage."""
         index = self._named.get(storage)
-        return "a tensor from outside it" if index is None else self._inputs.labels()[index]
+        if index is None:
+            return "a tensor from outside it"
+        return self._inputs.labels()[index]
 
     def _refuse_script(self, read: str) -> None:
         raise self.refuse(f"a TorchScript function reads a tensor on the host ({read})", REMEDY)
@@ -459,7 +461,9 @@ class Audit(OperatorWatch):
     def _run(self, fn: Callable[[], Any]) -> list[Any]:
         with self.random.private_draws(), self:
             outputs = fn()
-        return [*outputs.leaves] if isinstance(outputs, Outputs) else tree_leaves(outputs)
+        if isinstance(outputs, Outputs):
+            return [*outputs.leaves]
+        return tree_leaves(outputs)
 
     def restart(self) -> None:
         """Undo the previous run, and make the next one the recorded run. Random generators are not
@@ -592,9 +596,9 @@ def _shown(tensor: Tensor) -> str:
 def _dense_bytes(buffer: Tensor) -> int:
     """The number of leading bytes of the storage that hold elements of the buffer and nothing else."""
     fills = buffer.nbytes == buffer.untyped_storage().nbytes()
-    return (
-        buffer.nbytes if fills or (buffer.is_contiguous() and buffer.storage_offset() == 0) else 0
-    )
+    if fills or (buffer.is_contiguous() and buffer.storage_offset() == 0):
+        return buffer.nbytes
+    return 0
 
 
 @contextlib.contextmanager

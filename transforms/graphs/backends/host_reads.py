@@ -118,11 +118,9 @@ class HostReads(FunctionMode):
             fault = "x.data = ... on a tensor from outside it, which a replay does not repeat"
             raise self.refuse(fault, "x.copy_(...); or a new tensor that it returns")
         if func in _INDEXING and (index := self.gathers.index_of(*args[:2])) is not None:
-            return (
-                self.gathers.get(args[0], index)
-                if len(args) == 2
-                else self.gathers.set(args[0], index, args[2])
-            )
+            if len(args) == 2:
+                return self.gathers.get(args[0], index)
+            return self.gathers.set(args[0], index, args[2])
         if func in _WITHOUT_OPERATOR:
             return _max_pool1d(func, args, kwargs)
         try:
@@ -183,16 +181,14 @@ def _fault(
     if name in READS and getattr(torch.Tensor, name, None) is func:
         if name not in _SHARED and constants.read(innermost_storage_id(args[0])):
             return None
-        fault = (
-            "a branch on a tensor's value"
-            if name == "__bool__"
-            else f"Tensor.{name} reads a tensor on the host"
-        )
-        print_remedy = (
-            "call it inside weft.no_capture(replay=False), where it may print; or "
-            if name in _SHOWN
-            else ""
-        )
+        if name == "__bool__":
+            fault = "a branch on a tensor's value"
+        else:
+            fault = f"Tensor.{name} reads a tensor on the host"
+        if name in _SHOWN:
+            print_remedy = "call it inside weft.no_capture(replay=False), where it may print; or "
+        else:
+            print_remedy = ""
         return fault, print_remedy + REMEDY
     if func in _RUN_PYTHON:
         return f"Tensor.{name} runs Python on each element, on the host", REMEDY
@@ -264,7 +260,10 @@ def refusal(
 ) -> CaptureError:
     """The error for an operation that cannot be captured, with the user's source line: the running
     one, or, if an `error` is passed, the one that raised it."""
-    frames = _running() if error is None else [*_raised_in(error), *_running()]
+    if error is None:
+        frames = _running()
+    else:
+        frames = [*_raised_in(error), *_running()]
     remedy = next(filter(None, map(_known_remedy, frames)), instead)
     return CaptureError(call, f"{fault}\n       at {_line_of(frames)}", remedy)
 

@@ -86,7 +86,9 @@ class Gathers:
         ]
         if any(part.device != x.device for part in variable):
             return None  # torch reads it on the host, which is refused
-        return parts if variable and _num_dims(parts) <= x.dim() else None
+        if variable and _num_dims(parts) <= x.dim():
+            return parts
+        return None
 
     def get(self, x: Tensor, index: _Index) -> Tensor:
         """`x[index]`."""
@@ -107,7 +109,10 @@ class Gathers:
     def set(self, x: Tensor, index: _Index, value: Any) -> None:
         """`x[index] = value`. As the end of `x[index] += 1` it writes back what was written to the
         copy."""
-        copy = innermost_storage_id(value) if isinstance(value, Tensor) else 0
+        if isinstance(value, Tensor):
+            copy = innermost_storage_id(value)
+        else:
+            copy = 0
         writes_back = copy in self._sources and self._sources[copy] == innermost_storage_id(x)
         writes_back = writes_back and _is_index(self._indices[copy], index)
         if writes_back and self._written == copy:
@@ -170,7 +175,9 @@ def _dims_of(part: Any) -> int:
     """The number of dimensions that a part of an index, but for `...`, stands for."""
     if part is None or part is ... or isinstance(part, bool):
         return 0
-    return part.dim() if isinstance(part, Tensor) and part.dtype in _MASKS else 1
+    if isinstance(part, Tensor) and part.dtype in _MASKS:
+        return part.dim()
+    return 1
 
 
 def _num_dims(parts: Iterable[Any]) -> int:
@@ -180,9 +187,10 @@ def _num_dims(parts: Iterable[Any]) -> int:
 def _along(x: Tensor, parts: list[Any], place: int) -> _Index:
     """The index that gathers along the dimension of one part, and keeps it, with one element."""
     is_counted_from_the_end = any(part is ... for part in parts[:place])
-    dim = (
-        x.dim() - _num_dims(parts[place:]) if is_counted_from_the_end else _num_dims(parts[:place])
-    )
+    if is_counted_from_the_end:
+        dim = x.dim() - _num_dims(parts[place:])
+    else:
+        dim = _num_dims(parts[:place])
     return (*[slice(None)] * dim, parts[place][None])
 
 

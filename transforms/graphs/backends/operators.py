@@ -99,11 +99,9 @@ def map_tensors(change: Callable[[Tensor], Any], value: Any) -> Any:
         return change(value)
     if isinstance(value, tuple | list) and not isinstance(value, torch.Size):
         return type(value)([map_tensors(change, x) for x in value])
-    return (
-        {name: map_tensors(change, x) for name, x in value.items()}
-        if isinstance(value, dict)
-        else value
-    )
+    if isinstance(value, dict):
+        return {name: map_tensors(change, x) for name, x in value.items()}
+    return value
 
 
 @functools.cache
@@ -190,11 +188,10 @@ def storage_reach(
     if (size := named.get("size")) is None:
         return int(source._cdata), source.nbytes()
     strides = named.get("stride")  # no stride means dense
-    last = (
-        sum((n - 1) * step for n, step in zip(size, strides, strict=True))
-        if strides
-        else math.prod(size) - 1
-    )
+    if strides:
+        last = sum((n - 1) * step for n, step in zip(size, strides, strict=True))
+    else:
+        last = math.prod(size) - 1
     last += x.storage_offset() if first is None else first
     return int(source._cdata), (last + 1) * x.element_size() if all(size) else 0
 
@@ -237,7 +234,10 @@ def _device_crossing(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -
     if not isinstance(copied, Tensor):  # a number of vmap's, which is a constant
         return None
     source = copied.device
-    target = args[0].device if copied is not args[0] else kwargs.get("device")
+    if copied is not args[0]:
+        target = args[0].device
+    else:
+        target = kwargs.get("device")
     target = source if target is None else torch.device(target)
     if source.type == target.type:
         return None

@@ -229,7 +229,9 @@ def _default_generators(device: torch.device | None) -> list[torch.Generator]:
     there."""
     if device is not None:
         return [torch.cuda.default_generators[device.index or 0]]
-    return [*torch.cuda.default_generators] if torch.cuda.is_initialized() else []
+    if torch.cuda.is_initialized():
+        return [*torch.cuda.default_generators]
+    return []
 
 
 class _PrivateDraws(OperatorWatch):
@@ -287,7 +289,9 @@ def _taking_generator(func: Any) -> Any:
 
 def _names_besides_generator(overload: Any) -> list[str] | None:
     names = [a.name for a in overload._schema.arguments]
-    return [name for name in names if name != "generator"] if "generator" in names else None
+    if "generator" in names:
+        return [name for name in names if name != "generator"]
+    return None
 
 
 @functools.cache

@@ -152,9 +152,15 @@ def lend(result: R, outputs: Any, name: str, graphs: _Counts) -> R:
 
 def refuse_stale(value: Any, *, call: str) -> None:
     """Raise StaleResultError if `value` is a borrowed result that was overwritten."""
-    loan = getattr(value, _LOAN, None) if isinstance(value, Tensor) else None
+    if isinstance(value, Tensor):
+        loan = getattr(value, _LOAN, None)
+    else:
+        loan = None
     if loan is not None and (later := loan.graphs.replays - loan.replay):
-        replays = "1 later replay has" if later == 1 else f"{later} later replays have"
+        if later == 1:
+            replays = "1 later replay has"
+        else:
+            replays = f"{later} later replays have"
         seen = f"a borrowed result of {loan.name}, which {replays} overwritten"
         raise StaleResultError(
             call,

@@ -38,7 +38,9 @@ def offset_of(value: Tensor) -> int:
     """The number of bytes by which a tensor of several elements begins after a multiple of
     `ALIGNMENT`."""
     strided = value.layout is torch.strided and not value.is_meta and value.numel() > 1
-    return value.data_ptr() % ALIGNMENT if strided else 0
+    if strided:
+        return value.data_ptr() % ALIGNMENT
+    return 0
 
 
 def buffer_like(value: Tensor) -> Tensor:
@@ -174,7 +176,9 @@ def plan_copies(
     steps += [_repeating(tail, index, spec) for tail, index, spec in pending.repeats]
     steps += [_filling(tail, number) for tail, number in pending.fills]
     steps += [_in_a_row(in_a_row(buffer), index) for buffer, index in pending.overlapping]
-    return CopyIn(tuple(steps)) if steps else None
+    if steps:
+        return CopyIn(tuple(steps))
+    return None
 
 
 @attrs.frozen(eq=False)
@@ -228,7 +232,9 @@ def _plan_buffer(
 
 def corner(buffer: Tensor, shape: Sequence[int]) -> Tensor:
     """The leading part of `buffer` that a value of this shape fills."""
-    return buffer if buffer.shape == shape else buffer[tuple(slice(size) for size in shape)]
+    if buffer.shape == shape:
+        return buffer
+    return buffer[tuple(slice(size) for size in shape)]
 
 
 def tails(buffer: Tensor, shape: Sequence[int]) -> Iterator[Tensor]:
@@ -331,11 +337,9 @@ class GroupedCopy:
 
 def _picker(indices: Sequence[int]) -> Callable[[Sequence[Any]], tuple[Any, ...]]:
     """`itemgetter` that returns a tuple for one index, or none, too."""
-    return (
-        itemgetter(*indices)
-        if len(indices) > 1
-        else lambda leaves: tuple(leaves[i] for i in indices)
-    )
+    if len(indices) > 1:
+        return itemgetter(*indices)
+    return lambda leaves: tuple(leaves[i] for i in indices)
 
 
 def _repeating(tail: Tensor, index: int, spec: Axes) -> Fill:

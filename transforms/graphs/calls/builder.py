@@ -56,7 +56,10 @@ class Template:
     def builder(self, own: Any) -> Callable[[Sequence[Tensor], Sequence[Any]], Any]:
         """A function `(outputs, references) -> result` for results of class `own`; None: the class
         of the graph."""
-        names = self.names if own is None else self.names | dict.fromkeys(self.descriptors, own)
+        if own is None:
+            names = self.names
+        else:
+            names = self.names | dict.fromkeys(self.descriptors, own)
         generated: Callable[[Sequence[Tensor], Sequence[Any]], Any] = compiled(
             self.source, {**names}
         )
@@ -101,7 +104,10 @@ def write_template(
             for name in fields.children:
                 child = getattr(node, name)
                 is_whole = sized is not None and name in sized.axes
-                expression = None if child is None else build(child, is_cut and not is_whole)
+                if child is None:
+                    expression = None
+                else:
+                    expression = build(child, is_cut and not is_whole)
                 pairs.append(f"({name!r}, {expression})")
             for name in fields.statics:
                 constant = f"S{len(names)}"
@@ -118,14 +124,14 @@ def write_template(
             return "{" + ", ".join(f"{keys}[{i}]: {part}" for i, part in enumerate(parts)) + "}"
         if type(node) is list:
             return f"[{', '.join(parts)}]"
-        return as_tuple(parts) if type(node) is tuple else f"{kind}({', '.join(parts)})"
+        if type(node) is tuple:
+            return as_tuple(parts)
+        return f"{kind}({', '.join(parts)})"
 
     def structure_of(own: Any) -> TreeSpec:
-        return (
-            structure
-            if own is None
-            else tree_structure(unpad(tree_unflatten(list(leaves), structure), own))
-        )
+        if own is None:
+            return structure
+        return tree_structure(unpad(tree_unflatten(list(leaves), structure), own))
 
     axes = functools.cache(lambda: leaf_axes(tree_unflatten(list(leaves), structure)))
     try:

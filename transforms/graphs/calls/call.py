@@ -357,7 +357,9 @@ class _ByIdentity:
         )
 
     def __hash__(self) -> int:
-        return hash(self.value) if isinstance(self.value, str) else id(self.value)
+        if isinstance(self.value, str):
+            return hash(self.value)
+        return id(self.value)
 
     def __repr__(self) -> str:
         return str(self.value)

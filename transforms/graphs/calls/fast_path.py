@@ -40,8 +40,13 @@ def modes_around() -> tuple[Any, ...]:
     fast paths of its own. Most calls have none of these."""
     modes = function_modes()
     place = current_place()
-    modes = (*modes, "batch invariant") if is_batch_invariant() else modes
-    return modes if place is None else (*modes, place)
+    if is_batch_invariant():
+        modes = (*modes, "batch invariant")
+    else:
+        modes = modes
+    if place is None:
+        return modes
+    return (*modes, place)
 
 
 class Value(Protocol):
@@ -131,7 +136,9 @@ def _find(
             and (value.holds is None or value.holds())
             and (guarded.condition is None or guarded.condition(value))
         ):
-            return None if guarded.donated is not None and guarded.donated.hold(copied) else value
+            if guarded.donated is not None and guarded.donated.hold(copied):
+                return None
+            return value
     return None
 
 
@@ -173,7 +180,10 @@ class FastPath(Generic[T]):
 
     def find(self, read: ReadCall) -> T | None:
         """Find the plan of a call; None if no earlier call was like it."""
-        copied = read[2][self.layout.num_references[1] :] if self.num_donated else ()
+        if self.num_donated:
+            copied = read[2][self.layout.num_references[1] :]
+        else:
+            copied = ()
         return _find(self.plans, read[0], read[2], copied)
 
     def find_known(self, read: ReadCall) -> KnownReferences | None:
@@ -265,7 +275,10 @@ class FastPaths(Generic[T]):
         for fast_path in existing:
             if fast_path.add(fast_path.layout.read(args, kwargs), call, plan, condition):
                 return
-        new = self._make(args, kwargs, call) if len(existing) < MAX_FAST_PATHS else None
+        if len(existing) < MAX_FAST_PATHS:
+            new = self._make(args, kwargs, call)
+        else:
+            new = None
         if new is None:
             return
         if len(self.by_form) >= MAX_FORMS:

@@ -205,13 +205,15 @@ def check_hashable(key: Key, call: str, names: Callable[[], Iterable[str]]) -> N
                 is_tree = isinstance(value, tuple) and any(
                     isinstance(part, dict | list) for part in value
                 )
-                way = (
-                    f", or take {name} out of static_argnames"
-                    if is_tree and name in dict(key.statics)
-                    else ""
-                )
+                if is_tree and name in dict(key.statics):
+                    way = f", or take {name} out of static_argnames"
+                else:
+                    way = ""
                 instead = f"pass a tensor, or a hashable value (a tuple for a list){way}"
-                leaf = value[-1] if isinstance(value, tuple) and value else value
+                if isinstance(value, tuple) and value:
+                    leaf = value[-1]
+                else:
+                    leaf = value
                 is_container = isinstance(leaf, Mapping) or is_dataclass(leaf)
                 known = _is_numpy(leaf) or (is_container and name not in dict(key.statics))
                 raise CaptureError(call, seen, _instead_of(leaf) if known else instead) from None
@@ -286,11 +288,9 @@ def _is_numpy(leaf: Any) -> bool:
 def _instead_of(leaf: Any, if_constant: str = _STATIC) -> str:
     """The advice for an object that cannot be a leaf: what to pass instead."""
     if _is_numpy(leaf):
-        return (
-            "torch.from_numpy(array)"
-            if hasattr(leaf, "shape") and leaf.shape
-            else "float(...) or int(...) of it"
-        )
+        if hasattr(leaf, "shape") and leaf.shape:
+            return "torch.from_numpy(array)"
+        return "float(...) or int(...) of it"
     if isinstance(leaf, torch.nn.Module):
         return (
             "its parameters, with torch.func.functional_call, or a stage of it"

@@ -22,7 +22,9 @@ class Method:
 
     def __getattr__(self, name: str) -> Any:
         found = getattr(self.__func__, name)
-        return functools.partial(found, self.__self__) if name in _TAKE_CALL_ARGUMENTS else found
+        if name in _TAKE_CALL_ARGUMENTS:
+            return functools.partial(found, self.__self__)
+        return found
 
     @property
     def __signature__(self) -> inspect.Signature:

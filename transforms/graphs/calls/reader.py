@@ -298,7 +298,10 @@ def _write_leaf(
     ):  # such as tied weights
         writer.require(f"{name} is {first}")
         return
-    kind = "Tensor" if type(value) is Tensor else writer.constant(type(value))
+    if type(value) is Tensor:
+        kind = "Tensor"
+    else:
+        kind = writer.constant(type(value))
     unmarked = f"not vars({name})"
     if by_reference and vars(value):  # such as those that transformers sets on parameters
         unmarked = f"{writer.constant(Attributes.of(value))}.are_those_of({name})"

@@ -110,7 +110,9 @@ def find_next_value(result: Any, donated: Any, taken: Set[int]) -> range | None:
         pairs = list(zip(own[start : span.stop], leaves, strict=True))
         if all(_same_kind(a, b) for a, b in pairs):
             found.append((sum(_same_view(a, b) for a, b in pairs), span))
-    return max(found, key=lambda pair: pair[0])[1] if found else None
+    if found:
+        return max(found, key=lambda pair: pair[0])[1]
+    return None
 
 
 def _same_kind(a: Any, b: Any) -> bool:
@@ -180,7 +182,10 @@ def refuse_requiring_grad(name: str, outputs: Outputs, call: Call, buffers: Sequ
     for index, (required_grad, owner) in enumerate(
         zip(outputs.required_grad, outputs.references, strict=True)
     ):
-        leaf = outputs.leaves[index] if owner is None else call.reference_leaves[owner]
+        if owner is None:
+            leaf = outputs.leaves[index]
+        else:
+            leaf = call.reference_leaves[owner]
         if required_grad and storage_id(leaf) not in requiring:
             seen = (
                 f"its result{_path(outputs, index)} requires grad, which a replay does not record"
@@ -268,11 +273,9 @@ def plan_lending(outputs: Sequence[Tensor], cloned: Sequence[int]) -> Cloner:
     """Plan to lend all outputs except those at the indices `cloned`, which are cloned."""
     if len(cloned) == len(outputs):
         return plan_cloning(outputs)
-    return (
-        _merged(lend_all, [((*cloned,), plan_cloning([outputs[i] for i in cloned]))])
-        if cloned
-        else lend_all
-    )
+    if cloned:
+        return _merged(lend_all, [((*cloned,), plan_cloning([outputs[i] for i in cloned]))])
+    return lend_all
 
 
 def lend_all(outputs: tuple[Tensor, ...]) -> list[Tensor]:
@@ -317,7 +320,9 @@ def _merged(rest: Cloner, groups: Sequence[tuple[tuple[int, ...], Cloner]]) -> C
                 results[index] = cloned
         return results
 
-    return merge if groups else rest
+    if groups:
+        return merge
+    return rest
 
 
 @attrs.frozen(eq=False)

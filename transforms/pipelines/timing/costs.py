@@ -119,7 +119,10 @@ class Costs:
         given = getattr(self, name)
         index = int(match[2]) if match else 0
         if match is None or not (callable(given) or index < len(given)):
-            runs = "'part N'" if name == "parts" else f"'stage N', or of {ADVANCE!r}"
+            if name == "parts":
+                runs = "'part N'"
+            else:
+                runs = f"'stage N', or of {ADVANCE!r}"
             instead = f"Costs({name}=...) with a cost for each {name[:-1]}; a Run of {runs}"
             raise CostError(f"costs of '{effect}'", f"no cost of {effect.what!r}", instead)
         if callable(given):
@@ -180,10 +183,15 @@ class Costs:
 
     def bytes_of(self, effect: Send | Broadcast) -> float:
         """The bytes of the message that an effect sends."""
-        name = "message_bytes" if isinstance(effect, Send) else "output_bytes"
+        if isinstance(effect, Send):
+            name = "message_bytes"
+        else:
+            name = "output_bytes"
         mb = effect.microbatch
         size: float | Callable[[int], float] = getattr(self, name)
-        return _valid(effect, f"{name}({mb})", size(mb)) if callable(size) else size
+        if callable(size):
+            return _valid(effect, f"{name}({mb})", size(mb))
+        return size
 
 
 def collective_bytes(effect: Collective) -> int:
@@ -192,11 +200,10 @@ def collective_bytes(effect: Collective) -> int:
     Raises:
         CostError: its schema is not known, or has dimensions that are names.
     """
-    dims = (
-        None
-        if effect.schema is None
-        else [dim for tensor in effect.schema.tensors for dim in tensor.dims]
-    )
+    if effect.schema is None:
+        dims = None
+    else:
+        dims = [dim for tensor in effect.schema.tensors for dim in tensor.dims]
     if effect.schema is None or dims is None or any(isinstance(dim, str) for dim in dims):
         instead = (
             "a schema of numbers, as in x[2, 64] float32; or Costs(collective=...), a function to"

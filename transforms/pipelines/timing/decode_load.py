@@ -66,7 +66,9 @@ class DecodeLoad:
     @functools.cached_property
     def own(self) -> ModelConfig:
         """The configuration of one rank's share."""
-        return self.config if self.num_shards == 1 else share_config(self.config, self.num_shards)
+        if self.num_shards == 1:
+            return self.config
+        return share_config(self.config, self.num_shards)
 
     @property
     def own_logits(self) -> int:
@@ -100,9 +102,10 @@ class DecodeLoad:
         rows = -(-size // self.num_shards)
         sampled = rows * self.config.vocab_size * BYTES_PER_LOGIT / self.machine.bandwidth
         exchange = self._longest(AllToAll, rows * self.num_shards, self.own_logits)
-        tokens = (
-            self._longest(AllGather, rows, _OUTPUT_BYTES, dtype=torch.uint8) if size > 1 else 0.0
-        )
+        if size > 1:
+            tokens = self._longest(AllGather, rows, _OUTPUT_BYTES, dtype=torch.uint8)
+        else:
+            tokens = 0.0
         return sampled + exchange + tokens
 
     def _longest(

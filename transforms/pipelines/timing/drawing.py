@@ -128,7 +128,9 @@ def _mark(event: Event) -> str:
         case Recv():
             return "received"
         case Broadcast(root):
-            return "received" if root != event.rank else "sent"
+            if root != event.rank:
+                return "received"
+            return "sent"
         case Fence():
             return "fence"
         case AllReduce() | AllGather() | ReduceScatter() | AllToAll() | PPermute():
@@ -150,7 +152,10 @@ def _run(event: Event, x: float, width: float, top: float) -> Iterator[str]:
 
 
 def _tooltip(event: Event) -> str:
-    waited = f", waited {duration(event.waited)}" if event.waited else ""
+    if event.waited:
+        waited = f", waited {duration(event.waited)}"
+    else:
+        waited = ""
     return (
         f"rank {event.rank}: {event.effect}; {duration(event.start)} to"
         f" {duration(event.end)}{waited}"
@@ -270,8 +275,12 @@ def _cover(share: list[dict[str, float]], char: str, start: float, end: float) -
 
 def _char(event: Event) -> str:
     if not isinstance(event.effect, Run):
-        return "=" if isinstance(event.effect, Collective) else "-"
-    return "+" if event.effect.what == ADVANCE else str(event.effect.microbatch % 10)
+        if isinstance(event.effect, Collective):
+            return "="
+        return "-"
+    if event.effect.what == ADVANCE:
+        return "+"
+    return str(event.effect.microbatch % 10)
 
 
 # The matplotlib axes.

@@ -55,7 +55,9 @@ class Event:
     def wait(self) -> tuple[float, float]:
         """The moments between which the rank waited."""
         start, end = self.work
-        return (self.start, start) if isinstance(self.effect, Collective) else (end, self.end)
+        if isinstance(self.effect, Collective):
+            return (self.start, start)
+        return (end, self.end)
 
 
 def num_ranks(events: Iterable[Event]) -> int:

@@ -90,7 +90,10 @@ class Machine:
     @property
     def between_nodes(self) -> tuple[float, float]:
         """The latency and the bytes per second of a transfer between two nodes."""
-        latency = self.latency if self.node_latency is None else self.node_latency
+        if self.node_latency is None:
+            latency = self.latency
+        else:
+            latency = self.node_latency
         return latency, self.link if self.node_link is None else self.node_link
 
     def is_near(self, ranks: Sequence[int]) -> bool:
@@ -104,8 +107,12 @@ class Machine:
 
     def latency_of(self, ranks: Sequence[int]) -> float:
         """The seconds of a transfer between some ranks, whatever its size."""
-        return self.latency if self.is_near(ranks) else self.between_nodes[0]
+        if self.is_near(ranks):
+            return self.latency
+        return self.between_nodes[0]
 
     def link_of(self, ranks: Sequence[int]) -> float:
         """The bytes per second from one of some ranks to another."""
-        return self.link if self.is_near(ranks) else self.between_nodes[1]
+        if self.is_near(ranks):
+            return self.link
+        return self.between_nodes[1]

@@ -231,15 +231,21 @@ class Prediction:
                 f" takes {far}"
             )
         if shards > 1:
-            how = (
-                "as measured" if machine.collective else self.load.all_reduce_way(self.chosen.size)
-            )
+            if machine.collective:
+                how = "as measured"
+            else:
+                how = self.load.all_reduce_way(self.chosen.size)
             yield f"a layer has two all-reduces of {counted(shards, 'rank')}, {how}"
 
 
 def _transfer(latency: float, link: float) -> str:
-    speed = "" if math.isinf(link) else f", and its bytes at {link / 1e9:g} GB/s"
-    return "no time" if not (latency or speed) else f"{latency * 1e6:g} us{speed}"
+    if math.isinf(link):
+        speed = ""
+    else:
+        speed = f", and its bytes at {link / 1e9:g} GB/s"
+    if not (latency or speed):
+        return "no time"
+    return f"{latency * 1e6:g} us{speed}"
 
 
 def _messages(machine: Machine) -> str:
@@ -315,7 +321,10 @@ def predict_decode(
     split_layers(config.num_layers, num_stages)  # refuses what would take long to try
     positions = config.max_position_embeddings
     tried = 1 if cohorts is None else cohorts
-    context = min(_CONTEXT, positions // 2) if context is None else context
+    if context is None:
+        context = min(_CONTEXT, positions // 2)
+    else:
+        context = context
     call = f"predict_decode(config, {num_stages}, "
     if not 0 <= context < positions:
         seen = (

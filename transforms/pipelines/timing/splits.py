@@ -62,7 +62,12 @@ class SplitPlan(Tabled):
             duration(chosen.step_time),
         )
         bound = _BOUNDS[one.bound().split()[0].removesuffix(":")]
-        mark = "best" if one is self.best else "" if one.fits else "too large"
+        if one is self.best:
+            mark = "best"
+        elif one.fits:
+            mark = ""
+        else:
+            mark = "too large"
         return (
             *numbers,
             f"{chosen.tokens_per_second:,.0f}",

@@ -90,11 +90,10 @@ class Timeline:
 
     def as_text(self, width: int = 80) -> str:
         """One row per rank, in lines of at most `width` characters."""
-        held = (
-            ""
-            if self.peak_bytes is None
-            else f"; most bytes of messages a rank holds: {max(self.peak_bytes, default=0):,.0f}"
-        )
+        if self.peak_bytes is None:
+            held = ""
+        else:
+            held = f"; most bytes of messages a rank holds: {max(self.peak_bytes, default=0):,.0f}"
         summary = f"{ranks_in_words(self.num_ranks)}, {duration(self.step_time)}{held}"
         return "\n".join(
             [draw_text(self.events, self.bubble, width), *textwrap.wrap(summary, width)]
@@ -218,7 +217,9 @@ def _runs(timeline: Timeline) -> dict[tuple[int, Run], None]:
 def _relative(value: float, true: float) -> float:
     if value == true:
         return 0.0
-    return (value - true) / true if true else float("inf")
+    if true:
+        return (value - true) / true
+    return float("inf")
 
 
 _MEASURING = Blocks["Recorder"]("weft.measuring")
@@ -324,4 +325,6 @@ def measure(device: Literal["cpu", "cuda"] = "cpu") -> Iterator[Recorder]:
 def measuring() -> Recorder | None:
     """The recorder of the `measure` block around this call, if there is one."""
     recorders = _MEASURING.values()
-    return recorders[-1] if recorders else None
+    if recorders:
+        return recorders[-1]
+    return None

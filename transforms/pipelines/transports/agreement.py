@@ -230,11 +230,9 @@ class Agreement:
     @staticmethod
     def _place_of(expected: "Expected | Meeting") -> tuple[str, int, int] | None:
         """A collective, its number and its step."""
-        return (
-            (expected.effect, expected.number, expected.state.step)
-            if isinstance(expected, Meeting)
-            else None
-        )
+        if isinstance(expected, Meeting):
+            return (expected.effect, expected.number, expected.state.step)
+        return None
 
     def _entries_seen(self, state: JournalState, peer: int, header: dict[str, Any]) -> str:
         """The first entry that differs, here and there."""
@@ -263,9 +261,9 @@ class Agreement:
 
 
 def _entry_text(entry: tuple[str, ...] | None, count: int) -> str:
-    return (
-        f"nothing after its {count} earlier calls" if entry is None else f"'{entry[0]}: {entry[1]}'"
-    )
+    if entry is None:
+        return f"nothing after its {count} earlier calls"
+    return f"'{entry[0]}: {entry[1]}'"
 
 
 def header_bytes(header: dict[str, Any]) -> bytes:
@@ -342,7 +340,9 @@ def _constant(value: Any) -> Any:
         return _digest_code(value)
     if isinstance(value, tuple):
         return tuple(map(_constant, value))
-    return ("frozenset", *sorted(map(repr, value))) if isinstance(value, frozenset) else value
+    if isinstance(value, frozenset):
+        return ("frozenset", *sorted(map(repr, value)))
+    return value
 
 
 def _file(name: str | None, seen: set[int | str]) -> Iterator[str]:
@@ -366,7 +366,10 @@ def _source_file(value: type | ModuleType) -> str | None:
 
 
 def _package(value: Any) -> str:
-    name = value.__name__ if isinstance(value, ModuleType) else str(value.__module__)
+    if isinstance(value, ModuleType):
+        name = value.__name__
+    else:
+        name = str(value.__module__)
     return name.partition(".")[0]
 
 

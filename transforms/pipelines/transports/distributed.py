@@ -351,9 +351,9 @@ def _make_places(
         secret.tag(b"place", prefix.encode(), str(one).encode()).hex() for one in range(num_ranks)
     ]
     try:
-        return (
-            Places([private_folder() / name for name in names], rank) if network.one_node else None
-        )
+        if network.one_node:
+            return Places([private_folder() / name for name in names], rank)
+        return None
     except (OSError, ProgramError):
         return None
 
@@ -363,12 +363,16 @@ def _device(device: torch.device | str | None) -> torch.device:
         return torch.device(device)
     local = int(os.environ.get("LOCAL_RANK", "0"))
     on_gpu = torch.cuda.is_available() and local < torch.cuda.device_count()
-    return torch.device("cuda", local) if on_gpu else torch.device("cpu")
+    if on_gpu:
+        return torch.device("cuda", local)
+    return torch.device("cpu")
 
 
 def _host() -> int | None:
     """The rank whose process hosts the store; None: the launcher's process does."""
-    return None if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True" else 0
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+        return None
+    return 0
 
 
 def _close_all(end: ProcessEnd, wire: Wire, watchdog: Watchdog, monitor: Monitor) -> None:

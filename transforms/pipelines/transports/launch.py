@@ -293,7 +293,10 @@ def _await_results(
     deadline = math.inf
     pipes = {ours: rank for rank, (_, ours) in enumerate(started)}
     while pipes:
-        left = None if deadline == math.inf else max(deadline - time.monotonic(), 0)
+        if deadline == math.inf:
+            left = None
+        else:
+            left = max(deadline - time.monotonic(), 0)
         ready = wait(list(pipes), left)
         if not ready:
             break
@@ -326,7 +329,9 @@ def _exit(ended: RankResult) -> Exit:
     """The end of a rank, as the other ranks are told."""
     if ended.error is not None:
         return Exit(False, f"it raised {described(ended.error)}")
-    return Exit(False, ended.exit) if ended.exit else Exit(True, "its function returned")
+    if ended.exit:
+        return Exit(False, ended.exit)
+    return Exit(True, "its function returned")
 
 
 def _rank_errors(ended: dict[int, RankResult]) -> list[RankError]:

@@ -44,11 +44,9 @@ class LocalLink:
         edge = takes(Step(self.rank, effect))
         assert edge is not None, "only an effect that takes is received"
         value = self.queues.waiting[edge].popleft()
-        return (
-            tree_map(lambda x: x.clone() if isinstance(x, Tensor) else x, value)
-            if self.lent
-            else value
-        )
+        if self.lent:
+            return tree_map(lambda x: x.clone() if isinstance(x, Tensor) else x, value)
+        return value
 
     def fence(self, effect: Fence, /) -> None:
         pass  # `interleave` performs it after all was received

@@ -164,7 +164,9 @@ class SharedRun:
         """The next effect of a rank."""
         effects = self.programs[rank].effects
         index = self.at[rank]
-        return str(effects[index]) if index < len(effects) else "its end"
+        if index < len(effects):
+            return str(effects[index])
+        return "its end"
 
     def _stalled(self, peer: int) -> Failure:
         rank = culprit(peer, lambda waiting: blockers(self.programs, self.at, waiting, _CAPACITY))

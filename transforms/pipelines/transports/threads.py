@@ -195,11 +195,9 @@ class Threads:
         return task
 
     def __repr__(self) -> str:
-        return (
-            "Threads()"
-            if self.devices is None
-            else f"Threads(devices={[str(d) for d in self.devices]})"
-        )
+        if self.devices is None:
+            return "Threads()"
+        return f"Threads(devices={[str(d) for d in self.devices]})"
 
 
 def _run_tasks(tasks: "queue.SimpleQueue[Callable[[], None] | None]") -> None:
@@ -261,13 +259,11 @@ def to_device(leaf: Any, device: torch.device | None, copy: bool = False) -> Any
     """A tensor on the device (None: where it is), copied if `copy`; anything else as it is."""
     if not isinstance(leaf, Tensor):
         return leaf
-    return (
-        leaf.to(device, non_blocking=True, copy=copy)
-        if device is not None
-        else leaf.clone()
-        if copy
-        else leaf
-    )
+    if device is not None:
+        return leaf.to(device, non_blocking=True, copy=copy)
+    if copy:
+        return leaf.clone()
+    return leaf
 
 
 def _refuse_unseen(call: str) -> None:
@@ -296,7 +292,10 @@ def thread_context(device: torch.device | None) -> Callable[[], AbstractContextM
     """A context that puts in force, in another thread, what is in force in this one
     (`surroundings`). Work on `device` follows this thread's stream."""
     inherited = surroundings()
-    here = torch.cuda.current_stream() if device is not None and device.type == "cuda" else None
+    if device is not None and device.type == "cuda":
+        here = torch.cuda.current_stream()
+    else:
+        here = None
 
     @contextmanager
     def inside() -> Iterator[None]:

@@ -76,7 +76,9 @@ class GrammarUse:
 
     def joined(self, other: "GrammarUse") -> "GrammarUse":
         """The longer one, if one covers the other; else the other."""
-        return self if self.covers(other) else other
+        if self.covers(other):
+            return self
+        return other
 
 
 SHORT_USE = GrammarUse(num_tokens=64, n=1)
@@ -252,7 +254,9 @@ def compile_with(compiler: Any, kind: str, source: str) -> Any:
     """A grammar of one of the kinds, compiled by XGrammar's compiler."""
     if kind in ("json_schema", "json_object"):
         return compiler.compile_json_schema(source, strict_mode=kind == "json_schema")
-    return compiler.compile_grammar(source) if kind == "grammar" else compiler.compile_regex(source)
+    if kind == "grammar":
+        return compiler.compile_grammar(source)
+    return compiler.compile_regex(source)
 
 
 def try_out(matcher: Any, info: Any, kind: str, limits: GrammarLimits, use: GrammarUse) -> None:

@@ -235,7 +235,9 @@ class ModelGrammars:
 
     def find(self, form: Mapping[str, Any], use: GrammarUse) -> str | None:
         """A `response_format` that was compiled before for such a use; None: there is none."""
-        return None if self._made is None else self._made.find(form, use)
+        if self._made is None:
+            return None
+        return self._made.find(form, use)
 
     def __call__(self, form: Mapping[str, Any], use: GrammarUse = SHORT_USE) -> str:
         model = self._model

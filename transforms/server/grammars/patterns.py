@@ -129,7 +129,10 @@ class _Writer:
         if bound <= _BLOCK:
             bounds = f"{{{least},{'' if most is op.MAXREPEAT else most}}}"
             return written + ("*" if not least and most is op.MAXREPEAT else bounds)
-        rest = f"{written}*" if most is op.MAXREPEAT else _at_most(written, bound - least)
+        if most is op.MAXREPEAT:
+            rest = f"{written}*"
+        else:
+            rest = _at_most(written, bound - least)
         return _exactly(written, least) + rest
 
     def _characters(self, ranges: Ranges) -> str:
@@ -143,14 +146,18 @@ class _Writer:
         )
         if not escaped:
             return _set_of(plain)
-        return f"(?:{_set_of(plain)}|\\\\[{escaped}])" if plain else f"(?:\\\\[{escaped}])"
+        if plain:
+            return f"(?:{_set_of(plain)}|\\\\[{escaped}])"
+        return f"(?:\\\\[{escaped}])"
 
 
 def _exactly(written: str, count: int) -> str:
     """A pattern as often, in blocks. Within a longer repetition each mask of XGrammar's takes more
     time than the one before."""
     if count <= _BLOCK:
-        return f"{written}{{{count}}}" if count else ""
+        if count:
+            return f"{written}{{{count}}}"
+        return ""
     blocks, rest = divmod(count, _BLOCK)
     return _exactly(f"(?:{written}{{{_BLOCK}}})", blocks) + _exactly(written, rest)
 
@@ -159,7 +166,9 @@ def _at_most(written: str, count: int) -> str:
     """A pattern at most as often, in blocks: fewer blocks and part of one, or all of them and the
     rest."""
     if count <= _BLOCK:
-        return f"{written}{{0,{count}}}" if count else ""
+        if count:
+            return f"{written}{{0,{count}}}"
+        return ""
     blocks, rest = divmod(count, _BLOCK)
     block = f"(?:{written}{{{_BLOCK}}})"
     fewer = _at_most(block, blocks - 1) + _at_most(written, _BLOCK - 1)
@@ -188,7 +197,9 @@ def _characters_of(kind: Any, value: Any) -> Ranges:
             found += [*_CATEGORIES[what], *(_BEYOND if negated else ())]
         else:
             found += _complement([*_CATEGORIES[_NEGATED[what]], *([] if negated else _BEYOND)])
-    return _complement(found) if negated else _merged(found)
+    if negated:
+        return _complement(found)
+    return _merged(found)
 
 
 def _merged(ranges: Ranges) -> Ranges:
@@ -208,7 +219,9 @@ def _complement(ranges: Ranges) -> Ranges:
         if start < first:
             found.append((start, first - 1))
         start = last + 1
-    return [*found, (start, 0x10FFFF)] if start <= 0x10FFFF else found
+    if start <= 0x10FFFF:
+        return [*found, (start, 0x10FFFF)]
+    return found
 
 
 def _intersected(left: Ranges, right: Ranges) -> Ranges:

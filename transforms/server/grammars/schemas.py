@@ -129,11 +129,9 @@ class _Rewriter:
         for name in ("$ref", *_COMBINED):
             if name in known:
                 self._alone(known, name, place)
-                return (
-                    self._ref(known[name], place)
-                    if name == "$ref"
-                    else self._combined(name, known[name], place)
-                )
+                if name == "$ref":
+                    return self._ref(known[name], place)
+                return self._combined(name, known[name], place)
         if "const" in known or "enum" in known:
             return self._values(known, place)
         return self._typed(known, place)
@@ -220,14 +218,22 @@ class _Rewriter:
                 break
             found: Any = self._root
             for part in str(schema["$ref"]).split("/")[1:]:
-                found = found.get(part) if isinstance(found, Mapping) else None
+                if isinstance(found, Mapping):
+                    found = found.get(part)
+                else:
+                    found = None
             schema = found
-        return schema if isinstance(schema, Mapping) and "$ref" not in schema else None
+        if isinstance(schema, Mapping) and "$ref" not in schema:
+            return schema
+        return None
 
     def _values(self, known: Mapping[str, Any], place: str) -> dict[str, Any]:
         name = "const" if "const" in known else "enum"
         self._alone(known, name, place, "type")
-        values = [known["const"]] if name == "const" else known["enum"]
+        if name == "const":
+            values = [known["const"]]
+        else:
+            values = known["enum"]
         if not isinstance(values, list) or not values:
             self._refuse(place, f"'enum' of {values!r:.60}", "a list of values")
         if "type" in known:
@@ -283,7 +289,9 @@ class _Rewriter:
         if not kinds:
             return {}
         options = [self._of_type(kind, known, place) for kind in sorted(kinds)]
-        return options[0] if len(options) == 1 else {"anyOf": options}
+        if len(options) == 1:
+            return options[0]
+        return {"anyOf": options}
 
     def _of_type(self, kind: str, known: Mapping[str, Any], place: str) -> dict[str, Any]:
         words = _GROUPS.get("number" if kind == "integer" else kind, set())
@@ -336,9 +344,10 @@ class _Rewriter:
                 f"the keyword {next(iter(counts))!r} of names that may repeat",
                 '"additionalProperties": false',
             )
-        more = (
-            more if isinstance(more, bool) else self._schema(more, f"{place}/additionalProperties")
-        )
+        if isinstance(more, bool):
+            more = more
+        else:
+            more = self._schema(more, f"{place}/additionalProperties")
         return {
             "properties": properties,
             "required": [*dict.fromkeys(required)],
@@ -431,7 +440,9 @@ def _kinds_of(schema: Mapping[str, Any]) -> set[str]:
     """The names in `type`; empty if they are none."""
     given = schema.get("type")
     names = given if isinstance(given, list) else [given]
-    return {*names} if all(isinstance(name, str) and name in _TYPES for name in names) else set()
+    if all(isinstance(name, str) and name in _TYPES for name in names):
+        return {*names}
+    return set()
 
 
 def _kinds_of_value(value: Any) -> set[str]:

@@ -39,9 +39,10 @@ class GlooEnd:
         the ranks."""
         place = effect.ranks.index(self.monitor.rank)
         parts = cut(effect, x)
-        others = (
-            [other for other in range(len(effect.ranks)) if other != place] if x.numel() else []
-        )
+        if x.numel():
+            others = [other for other in range(len(effect.ranks)) if other != place]
+        else:
+            others = []
         for other in others:
             if goes(effect, place, other):
                 self.send([parts[other].contiguous()], effect.ranks[other], tag)
@@ -69,7 +70,9 @@ class GlooEnd:
     def _capacity(self, peer: int) -> int:
         """Messages that may be under way to a rank. For outputs that return, that is one more than
         the rank may run ahead of, since it may receive them in a later run."""
-        return CAPACITY if peer > self.monitor.rank else self.monitor.num_ranks + CAPACITY
+        if peer > self.monitor.rank:
+            return CAPACITY
+        return self.monitor.num_ranks + CAPACITY
 
     def drain(self) -> None:
         """Do nothing: copies are under way."""

@@ -236,7 +236,9 @@ class PeerEnd:
 def _joined(tensors: Sequence[Tensor]) -> Tensor:
     """The bytes of all tensors of a message, in order, since it takes one slot."""
     own = [as_bytes(tensor) for tensor in tensors]
-    return own[0] if len(own) == 1 and _is_aligned(own[0]) else torch.cat(own)
+    if len(own) == 1 and _is_aligned(own[0]):
+        return own[0]
+    return torch.cat(own)
 
 
 def _is_aligned(message: Tensor) -> bool:

@@ -50,7 +50,9 @@ def _encoded(value: Any, call: str) -> Any:
     if kind in _JSON:
         return value
     if kind is int:
-        return value if abs(value) < 2**53 else ["int", str(value)]
+        if abs(value) < 2**53:
+            return value
+        return ["int", str(value)]
     if kind is float:
         return ["float", value.hex()]
     if kind is complex:
@@ -61,7 +63,10 @@ def _encoded(value: Any, call: str) -> Any:
         return [kind.__name__, str(value).removeprefix("torch.")]
     if kind in _SEQUENCES.values():
         name = next(name for name, own in _SEQUENCES.items() if own is kind)
-        items = sorted(value, key=repr) if kind in (set, frozenset) else value
+        if kind in (set, frozenset):
+            items = sorted(value, key=repr)
+        else:
+            items = value
         return [name, *(_encoded(item, call) for item in items)]
     if kind is type and _find_class(name := f"{value.__module__}:{value.__qualname__}") is value:
         return ["class", name]
@@ -104,11 +109,9 @@ def _fields(kind: type) -> dict[str, str] | None:
     classes."""
     if attrs.has(kind):
         return {str(field.alias): field.name for field in attrs.fields(kind) if field.init}
-    return (
-        {f.name: f.name for f in dataclasses.fields(kind) if f.init}
-        if dataclasses.is_dataclass(kind)
-        else None
-    )
+    if dataclasses.is_dataclass(kind):
+        return {f.name: f.name for f in dataclasses.fields(kind) if f.init}
+    return None
 
 
 def _decoded(data: Any) -> Any:
@@ -125,7 +128,9 @@ def _find_class(name: str) -> Any:
     found: Any = sys.modules.get(module)
     for part in path.split("."):
         found = vars(found).get(part) if found is not None else None
-    return found if isinstance(found, type) else None
+    if isinstance(found, type):
+        return found
+    return None
 
 
 def _class(name: str, fits: Callable[[Any], Any]) -> Any:

@@ -238,7 +238,10 @@ class ProcessLink:
                 )
 
     def recv(self, effect: Recv | Broadcast) -> Any:
-        source = effect.source if isinstance(effect, Recv) else effect.root
+        if isinstance(effect, Recv):
+            source = effect.source
+        else:
+            source = effect.root
         key = self._key(effect, source)
         microbatch = self._first + effect.microbatch
         layouts = self._layouts_received.setdefault(source, {})
@@ -446,7 +449,9 @@ def dense(tensor: Tensor) -> Tensor:
     """A contiguous tensor with the same values, with pending conjugations and negations done."""
     found = tensor.resolve_conj().resolve_neg().contiguous()
     # A single value may have any stride
-    return found.as_strided((1,), (1,)) if found.numel() == 1 else found
+    if found.numel() == 1:
+        return found.as_strided((1,), (1,))
+    return found
 
 
 def as_bytes(tensor: Tensor) -> Tensor:

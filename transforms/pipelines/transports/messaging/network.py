@@ -118,7 +118,10 @@ def shared_secret(given: Secret | None, store: Store, rank: int) -> Iterator[Sec
                 file.unlink()
         return
     name = bytes(store.get("secret")).decode(errors="replace")
-    key = _read(folder / name) if re.fullmatch("[0-9a-f]{16}", name) else None
+    if re.fullmatch("[0-9a-f]{16}", name):
+        key = _read(folder / name)
+    else:
+        key = None
     if key is None:
         seen = (
             f"no secret that rank 0 left in {folder}, which is said to be in its file {name!r:.60}"

@@ -92,9 +92,10 @@ class Wire:
             with suppress(OSError):  # it closes the connection where it refuses this rank's proof
                 answer = _read_exactly(own, _TAG)
             if not hmac.compare_digest(answer, self._secret.tag(b"accepts", *who, theirs, mine)):
-                closed = (
-                    "closed the connection when this rank proved" if not answer else "cannot prove"
-                )
+                if not answer:
+                    closed = "closed the connection when this rank proved"
+                else:
+                    closed = "cannot prove"
                 raise RefusedError(f"it {closed} that it holds the secret")
         except BaseException:
             own.close()
@@ -127,9 +128,10 @@ class Wire:
                 own, _ = self._listener.accept()
                 with self._arrived:
                     self._unproven.append(own)
-                    oldest = (
-                        self._unproven.popleft() if len(self._unproven) > _MOST_UNPROVEN else None
-                    )
+                    if len(self._unproven) > _MOST_UNPROVEN:
+                        oldest = self._unproven.popleft()
+                    else:
+                        oldest = None
                 if oldest is not None:
                     _close_socket(oldest)
                 threading.Thread(target=self._welcome, args=(own,), daemon=True).start()

@@ -276,7 +276,10 @@ class Monitor:
         """
         waits = self.here.instruction if waiting is None else waiting
         try:
-            found = self._find_gone(gone, peer, cause) if gone else self._find_stalled(peer, cause)
+            if gone:
+                found = self._find_gone(gone, peer, cause)
+            else:
+                found = self._find_stalled(peer, cause)
         except RankError as error:
             return error
         return self.write_failure(found).for_rank(self.rank, waits)
@@ -307,7 +310,10 @@ class Monitor:
         elif rank in silent:
             cause = f"{cause}: its process ended, or was stopped"
         alive = ended is None and rank not in silent
-        where = self.records.device_position(rank) if alive else self.records.position(rank)
+        if alive:
+            where = self.records.device_position(rank)
+        else:
+            where = self.records.position(rank)
         return Failure(rank, where.instruction, cause)
 
     def _await_members(self, rank: int, silent: Collection[int]) -> Failure | None:
@@ -345,7 +351,9 @@ class Monitor:
             for a, place, count in zip(ahead, places, counts, strict=True)
         ]
         found = blockers(checked.programs, at, rank, CAPACITY, silent)
-        return found if found or rank in silent else self._late_members(checked, rank, here, silent)
+        if found or rank in silent:
+            return found
+        return self._late_members(checked, rank, here, silent)
 
     def _late_members(
         self, checked: CheckedPrograms, rank: int, here: Position, silent: Collection[int]

@@ -93,7 +93,9 @@ class Places:
             (size,) = _HEAD.unpack_from(found, start)
             text = found[start + _HEAD.size : start + _HEAD.size + size]
             if _HEAD.unpack_from(found) == (count,):
-                return text if count else None
+                if count:
+                    return text
+                return None
         return None
 
     def _find(self, rank: int) -> mmap.mmap | None:

@@ -122,10 +122,15 @@ class Records:
     def position(self, rank: int) -> Position:
         """The place that a rank last wrote."""
         key = f"at/{rank}"
-        written = None if self.places is None else self.places.read(rank)
+        if self.places is None:
+            written = None
+        else:
+            written = self.places.read(rank)
         if written is not None:
             return Position(*json.loads(written))
-        return Position(*self.read(key)) if self.has(key) else Position()
+        if self.has(key):
+            return Position(*self.read(key))
+        return Position()
 
     def write_beat(self, count: int, position: Position | None) -> None:
         """Write a heartbeat of this rank."""
@@ -144,7 +149,9 @@ class Records:
     def device_position(self, rank: int) -> Position:
         """The place of a rank's device, which is at the rank's own place or before it."""
         beat = self.beat(rank)
-        return self.position(rank) if beat is None or beat.position is None else beat.position
+        if beat is None or beat.position is None:
+            return self.position(rank)
+        return beat.position
 
     def write_failure(self, failure: Failure) -> Failure:
         """Write a failure, unless there is one; returns the failure that was written first, which
@@ -166,7 +173,9 @@ class Records:
 
     def failure(self) -> Failure | None:
         """The failure that was written."""
-        return Failure(*self.read("failure")) if self.has("failure") else None
+        if self.has("failure"):
+            return Failure(*self.read("failure"))
+        return None
 
     def exit(self, rank: int) -> Exit | None:
         """The end of a rank's process, if its launcher saw it."""
@@ -191,7 +200,10 @@ class Records:
         try:
             return ask()
         except RuntimeError as error:
-            host = "the launcher" if self.host is None else f"rank {self.host}"
+            if self.host is None:
+                host = "the launcher"
+            else:
+                host = f"rank {self.host}"
             cause = (
                 f"{host}, which hosts the store of the run, has ended"
                 f" ({str(error).splitlines()[0]:.80})"

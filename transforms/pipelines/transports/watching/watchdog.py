@@ -99,7 +99,10 @@ class Watchdog:
     def launched(self, position: Position) -> DeviceEvent | None:
         """Watch for all work launched so far, `position` included; returns its event, if there is
         one."""
-        event = None if self._device is None else self._device.record_event()
+        if self._device is None:
+            event = None
+        else:
+            event = self._device.record_event()
         if event is not None:
             self._launches.append(Launch(position, event.query))
         return event
@@ -126,7 +129,9 @@ class Watchdog:
         the failure that the watchdog knew before, or else `error`. Call it before the others hear
         of `error`, as the watchdog hears it too."""
         self._told.set()
-        return error if self.error is None or isinstance(error, RankError) else self.error
+        if self.error is None or isinstance(error, RankError):
+            return error
+        return self.error
 
     def close(self) -> None:
         """End the thread; and the process, if the device hangs, or if the host never asked for the
@@ -192,7 +197,10 @@ class Watchdog:
         records = self.monitor.records
         if self._has_moved():
             self._since = monitor.clock.now()
-        oldest = self._launches[0].position if self._launches else None
+        if self._launches:
+            oldest = self._launches[0].position
+        else:
+            oldest = None
         self._count += 1
         records.write_beat(self._count, oldest)
         late = monitor.clock.now() - self._since
@@ -200,7 +208,10 @@ class Watchdog:
             monitor.liveness.observe(records, range(monitor.num_ranks))
         if self._device is None:
             return None
-        waiting = "the next step" if oldest is None else oldest.instruction
+        if oldest is None:
+            waiting = "the next step"
+        else:
+            waiting = oldest.instruction
         if (failure := records.failure()) is not None:
             return failure.for_rank(monitor.rank, waiting)
         for peer in range(monitor.num_ranks):
