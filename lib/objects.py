@@ -299,33 +299,47 @@ def places_of_tensors(
     places: dict[int, list[Place]] = {}
     of_objects = set[int]()
     fixed = set[int]()
+    for place, tensor, in_object in reachable_tensors(roots, registered):
+        if type(tensor) is Tensor and not (tensor.requires_grad and tensor.is_leaf):
+            tensors[id(tensor)] = tensor
+            places.setdefault(id(tensor), []).append(place)
+            of_objects.update({id(tensor)} if in_object else ())
+            fixed.update({id(tensor)} if _is_fixed(place.steps) else ())
+    return [
+        (tensor, places[key])
+        for key, tensor in tensors.items()
+        if key in of_objects and key not in fixed
+    ]
+
+
+def reachable_tensors(
+    roots: Mapping[str, Any], registered: Set[int]
+) -> Iterator[tuple[Place, Tensor, bool]]:
+    """Every place of a tensor that is reached from some roots, the tensor, and whether a plain
+    object is on the way.
+
+    Args:
+        roots: the modules from which the objects are reached, by path.
+        registered: the ids of the modules whose own members are known.
+    """
     start: list[tuple[str, Any, Any, tuple[Step, ...], bool]]
     start = [(path, root, root, (), False) for path, root in roots.items()]
     stack = start[::-1]
-    seen = set[tuple[int, bool]]()
+    visited = set[tuple[int, bool]]()
     while stack:
         path, value, root, steps, in_object = stack.pop()
         if isinstance(value, Tensor):
-            if type(value) is Tensor and not (value.requires_grad and value.is_leaf):
-                tensors[id(value)] = value
-                places.setdefault(id(value), []).append(Place(root, steps, path))
-                of_objects.update({id(value)} if in_object else ())
-                fixed.update({id(value)} if _is_fixed(steps) else ())
+            yield Place(root, steps, path), value, in_object
             continue
-        if isinstance(value, _PLAIN) or (id(value), in_object) in seen:
+        if isinstance(value, _PLAIN) or (id(value), in_object) in visited:
             continue
-        seen.add((id(value), in_object))
+        visited.add((id(value), in_object))
         is_module = isinstance(value, nn.Module)
         if is_module and steps and id(value) in registered:
             continue  # it is a root itself
         inside = (in_object or _is_plain_object(_kind(value))) and not is_module
         for step, member in reversed(members(value, registered) or ()):
             stack.append((step.after(path), member, root, (*steps, step), inside))
-    return [
-        (tensor, places[key])
-        for key, tensor in tensors.items()
-        if key in of_objects and key not in fixed
-    ]
 
 
 def _is_fixed(steps: tuple[Step, ...]) -> bool:

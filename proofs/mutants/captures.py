@@ -24,7 +24,7 @@ from weft.transforms.graphs.calls.aliasing import Storages
 from weft.transforms.graphs.calls.buffers import InputBufferPool
 from weft.transforms.graphs.calls.call import Roles, bind, check_call, make_call, signature_of
 from weft.transforms.graphs.capture import capture
-from weft.transforms.graphs.outside import Outside
+from weft.transforms.graphs.outside import Outside, _Names
 from weft.transforms.pipelines.microbatch import microbatch
 from weft.transforms.pipelines.pipeline import pipeline
 
@@ -125,6 +125,13 @@ def _names_forgotten() -> Iterator[None]:
 
     with mock.patch.object(Outside, "__init__", made):
         yield
+
+
+def _note_no_elements(
+    self: _Names, storages: Any, note: Callable[..., Any] = _Names.note_tensors
+) -> None:
+    self._tensors.clear()
+    note(self, storages)
 
 
 def _hold_nothing(self: Storages, tensors: Any) -> bool:
@@ -233,6 +240,11 @@ CAPTURES = (
         _method(_ObjectTensor, "next_values", _values_before),
     ),
     Mutant("a name that is bound anew is not seen", _HAZARDS, _names_forgotten),
+    Mutant(
+        "a tensor that is put in a list or a dict is not seen",
+        _HAZARDS,
+        _method(_Names, "note_tensors", _note_no_elements),
+    ),
     Mutant("nothing outside is compared", _PROGRAMS, _method(Outside, "_comparison", _nothing)),
     Mutant(
         "a replay runs without grad mode",

@@ -22,7 +22,7 @@ from weft.arguments.checks import kind_of
 from weft.display.summary import Summarized
 from weft.donation import donates
 from weft.errors import CaptureError, ProgramError
-from weft.objects import Change, Place, Snapshot, places_of_tensors
+from weft.objects import Change, Place, Snapshot, places_of_tensors, reachable_tensors
 from weft.torchapi.private import storage_id
 from weft.torchapi.watching import watched
 
@@ -87,8 +87,9 @@ def from_module(module: nn.Module, *, call: Call | None = None) -> ModuleStage:
         which the stage donates.
 
     Raises:
-        ProgramError: `module` is not a module, has parameters without a shape yet, or buffers that
-            share memory; or `call` is not a function. From the stage: the module's `forward` does
+        ProgramError: `module` is not a module, has parameters without a shape yet, buffers that
+            share memory, or other tensors that share memory with a parameter or a buffer; or `call`
+            is not a function. From the stage: the module's `forward` does
             not take these arguments, makes a buffer, replaces a parameter, removes a tensor of the
             state, or makes two of one.
 
@@ -101,6 +102,7 @@ def from_module(module: nn.Module, *, call: Call | None = None) -> ModuleStage:
     _check_module(module, call)
     buffers = dict(module.named_buffers())
     in_objects = _tensors_in_objects(module)
+    _refuse_aliases(module, {id(one.tensor) for one in in_objects})
     caller = _Caller(module, _call_on_inputs if call is None else call, in_objects)
     locks = _locks_of([*module.modules(), *(owner for one in in_objects for owner in one.owners())])
 
@@ -209,6 +211,52 @@ def _tensors_in_objects(module: nn.Module) -> list[_ObjectTensor]:
         for name in pair:
             values.pop(name, None)
     return found
+
+
+def _refuse_aliases(module: nn.Module, state: Set[int]) -> None:
+    """Raise ProgramError if a tensor that is no part of the stage's values shares memory with a
+    parameter or a buffer: it would keep the module's own values.
+
+    Args:
+        state: the ids of the tensors in plain objects that are part of the state.
+    """
+    values: dict[str, Tensor] = {**dict(module.named_parameters()), **dict(module.named_buffers())}
+    owners = {storage_id(value): name for name, value in values.items() if _has_memory(value)}
+
+    def aliases() -> list[tuple[str, str]]:
+        return [
+            (place.path, owners[storage_id(tensor)])
+            for place, tensor, _ in reachable_tensors(*_roots_of(module))
+            if id(tensor) not in state and _has_memory(tensor) and storage_id(tensor) in owners
+        ]
+
+    if not aliases():
+        return
+    # What a module itself keeps the same as its parameters, as a recurrent one its list of them, is
+    # no alias any more where it has other parameters.
+    empty = {f"module.{name}": torch.empty(0) for name in values}
+    if remaining := torch.func.functional_call(_Looking(module, aliases), empty, ()):
+        alias, owner = remaining[0]
+        seen = f"{alias}, which shares memory with {owner} and would keep its first values"
+        instead = f"a view that forward makes of {owner}, or a clone() of it"
+        raise ProgramError(f"weft.stages.from_module({type(module).__name__}(...))", seen, instead)
+
+
+class _Looking(nn.Module):
+    """A module whose forward calls a function while another module has the values of
+    `functional_call`."""
+
+    def __init__(self, module: nn.Module, look: Callable[[], Any]) -> None:
+        super().__init__()
+        self.module = module
+        self.look = look
+
+    def forward(self) -> Any:
+        return self.look()
+
+
+def _has_memory(tensor: Tensor) -> bool:
+    return tensor.layout is torch.strided and not tensor.is_meta and tensor.numel() > 0
 
 
 def _locks_of(parts: list[Any]) -> list["RLock"]:

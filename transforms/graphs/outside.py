@@ -6,15 +6,15 @@ names. So each call compares these addresses, at some 0.06 µs each; and at some
 objects that the function's globals and nonlocals name, and those of the parameters and buffers of
 closed-over modules that the graph reads. A name that the function itself binds anew, such as a
 counter, is not compared, and an equal number or string is no change. Functions and modules among
-the attributes of objects, in dicts, and in lists of nothing else are compared too, and the names
-that they read; and so are the methods that they call, in the classes of these objects, and what
+the attributes of objects, in dicts and in lists are compared too, and the names that they read, and
+so are the tensors there that the graph reads; and so are the methods that they call, in the classes of these objects, and what
 they read of a class or a file of Python code that they name (`settings.scale`). It also compares
 whether a module or an object has more attributes than before, a function among them; and whether
 containers that were empty still are, such as those of hooks, at some 0.01 to 0.03 µs each. On the
 CPU it also compares the code and the defaults of functions, the classes of objects, and the shapes,
 strides and dtypes of closed-over tensors, which `t_()` or `x.data = ...` may change at the same
-address, at some 0.2 µs each. What else an object holds inside (a number, a tensor in a list, an
-object) is not compared at calls; `graphify(..., verify=n)` finds such changes. Those that the
+address, at some 0.2 µs each. What else an object holds inside (a number, a string, an object) is
+not compared at calls; `graphify(..., verify=n)` finds such changes. Those that the
 recorded run itself makes are refused at the capture (`PythonState`).
 """
 
@@ -118,13 +118,20 @@ class Outside:
         self._addresses = tuple(map(Tensor.data_ptr, self._tensors))
         names = _Names()
         names.read_all(fn)
-        names.read_modules({storage_id(x) for x in external})
+        names.note_tensors({storage_id(x) for x in external})
         gradients = _Bindings(attrgetter("grad"))
         for tensor in without_gradient:
             gradients.note(
                 f"the gradient of a tensor of shape {tuple(tensor.shape)} that it asks for", tensor
             )
-        self._bindings = [names.entries, names.cells, names.of_classes, gradients]
+        self._bindings = [
+            names.entries,
+            names.cells,
+            names.of_classes,
+            names.items,
+            names.slots,
+            gradients,
+        ]
         self._kinds = names.kinds if thorough else _Bindings(type)
         self._registries = names.registries
         self._entries = [list(_values_in(registry)) for _, registry in self._registries]
@@ -351,6 +358,19 @@ def _joined(*parts: str) -> str:
     return ".".join(filter(None, parts))
 
 
+def _item(container: Any, index: int) -> Any:
+    """What a list holds at an index; None past its end."""
+    try:
+        return container[index]
+    except IndexError:
+        return None
+
+
+def _attribute(owner: Any, name: str) -> Any:
+    """What lies in a slot of an object; None if it is empty."""
+    return getattr(owner, name, None)
+
+
 class _Names:
     """The names that functions read, and what they stand for."""
 
@@ -358,6 +378,8 @@ class _Names:
         self.entries = _Bindings(dict.get)
         self.cells = _Bindings(_cell_contents)
         self.of_classes = _Bindings(types.MappingProxyType.get)
+        self.items = _Bindings(_item)
+        self.slots = _Bindings(_attribute)
         self.kinds = _Bindings(type)
         self.functions: list[types.FunctionType] = []
         self.objects: dict[str, Any] = {}
@@ -368,6 +390,9 @@ class _Names:
         """The containers in which there is nothing, with their labels."""
         self.dicts: list[tuple[str, dict[str, Any]]] = []
         """The attributes of modules and objects, with the labels of these."""
+        self._tensors: list[tuple[_Bindings, str, Any, Any, Tensor]] = []
+        """The tensors in containers and among attributes: the kind of place, its label, what holds
+        it, its key there, and the tensor."""
         self._modules: dict[str, nn.Module] = {}
         self._seen: set[int] = set()
         self._classes: dict[type, set[str]] = {}
@@ -444,7 +469,7 @@ class _Names:
     def _read_module(self, module: nn.Module, label: str) -> None:
         if not self._modules:
             for name, hooks in GLOBAL_HOOKS.items():
-                self._read_part(name, hooks, None, name)
+                self._read_part(name, hooks, None, GLOBAL_HOOKS, name)
         self._modules[label or type(module).__name__] = module
         self._seen.update(map(id, module.modules()))
         for path, part in module.named_modules():
@@ -465,12 +490,10 @@ class _Names:
                 is_foreign or (isinstance(owner, nn.Module) and _is_unused(name))
             ):
                 continue
-            self._read_part(
-                _joined(label, name),
-                value,
-                bindings if is_dict and name in bindings else None,
-                name,
-            )
+            if is_dict and name in bindings:
+                self._read_part(_joined(label, name), value, self.entries, bindings, name)
+            else:
+                self._read_part(_joined(label, name), value, self.slots, owner, name)
 
     def _read_elements(self, container: Any, label: str) -> None:
         """Read the functions in a container."""
@@ -480,22 +503,35 @@ class _Names:
         is_registry = bool(entries) and all(map(_is_known_by_itself, entries))
         if is_registry and not isinstance(container, tuple | frozenset):
             self.registries.append((label, container))
-        if isinstance(container, dict) and not is_registry:
-            mapping = container
+        if is_registry:
+            places = None
+        elif isinstance(container, dict):
+            places = self.entries
+        elif isinstance(container, list | deque):
+            places = self.items
         else:
-            mapping = None
+            places = None  # nothing else can be put there
         steps = members(container)
         if steps is None:  # a set, or a view of a dict
             for value in entries:
-                self._read_part(label, value, None, label)
+                self._read_part(label, value, None, container, label)
         for step, value in steps or ():
-            self._read_part(step.after(label), value, mapping, step.key)
+            self._read_part(step.after(label), value, places, container, step.key)
 
-    def _read_part(self, label: str, value: Any, mapping: dict[Any, Any] | None, key: Any) -> None:
-        """Read a function or a container that `mapping` has under `key`; None: it is in no mapping."""
+    def _read_part(
+        self, label: str, value: Any, places: _Bindings | None, owner: Any, key: Any
+    ) -> None:
+        """Read a function or a container that `owner` has under `key`, and note it or the tensor
+        there.
+
+        Args:
+            places: the places of this kind; None: those that are not noted.
+        """
         is_function = _is_function(value)
-        if is_function and mapping is not None:
-            self.entries.note(label, mapping, key)
+        if places is not None and isinstance(value, Tensor):
+            self._tensors.append((places, label, owner, key, value))
+        if is_function and places is not None:
+            places.note(label, owner, key)
         is_read = is_function and not isinstance(value, types.BuiltinFunctionType)
         if is_read or isinstance(value, _CONTAINERS):
             self.read(value, label)
@@ -592,20 +628,21 @@ class _Names:
             else:
                 self._read_value(label, owner)
 
-    def read_modules(self, storages: Set[int]) -> None:
-        """Note those parameters and buffers of the modules that lie in these storages, or that are
-        None."""
+    def note_tensors(self, storages: Set[int]) -> None:
+        """Note those tensors in containers and among attributes, and those parameters and buffers of
+        modules, that lie in these storages; and the parameters and buffers that are None."""
+        for places, label, owner, key, tensor in self._tensors:
+            if innermost_storage_id(tensor) in storages:
+                places.note(label, owner, key)
         for label, module in self._modules.items():
             for path, part in module.named_modules():
                 for names in (part._parameters, part._buffers):
-                    if not isinstance(
-                        names, dict
-                    ):  # a module of TorchScript, which cannot be given other tensors
+                    # A module of TorchScript cannot be given other tensors.
+                    if not isinstance(names, dict):
                         continue
                     for name, value in names.items():
-                        if value is not None and innermost_storage_id(value) not in storages:
-                            continue
-                        self.entries.note(_joined(label, path, name), names, name)
+                        if value is None or innermost_storage_id(value) in storages:
+                            self.entries.note(_joined(label, path, name), names, name)
 
     def _note_object(self, label: str, value: Any) -> None:
         if is_plain_object(value):

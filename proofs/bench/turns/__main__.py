@@ -114,7 +114,9 @@ def running(
     name: str, folder: Path, command: Sequence[str], gpus: str | None, source: Path | None = None
 ) -> Iterator[Engine]:
     """An engine's process, which ends with the block; it finds modules in `source` first."""
-    environment = {**os.environ, **({} if gpus is None else {"CUDA_VISIBLE_DEVICES": gpus})}
+    environment = {**os.environ, "PYTHONUNBUFFERED": "1"}  # its log is read while it runs
+    if gpus is not None:
+        environment["CUDA_VISIBLE_DEVICES"] = gpus
     if source is not None:
         environment["PYTHONPATH"] = os.pathsep.join(
             filter(None, (str(source), os.environ.get("PYTHONPATH")))

@@ -5,6 +5,7 @@ import functools
 import gc
 import types
 import weakref
+from collections import deque
 from collections.abc import Callable
 from typing import Any
 
@@ -218,6 +219,19 @@ def with_all_of(functions: dict[str, Callable[[Tensor], Tensor]], x: Tensor) -> 
     return x * 1
 
 
+WEIGHTS: dict[str, Any] = {"weight": torch.ones(4), "inside": [{"weight": torch.ones(4)}]}
+WEIGHED: Any = types.SimpleNamespace(weight=torch.ones(4), last=deque([torch.ones(4)]))
+OTHER = torch.full((4,), 5.0)
+
+
+class Slotted:
+    __slots__ = ("weight",)
+
+
+SLOTTED = Slotted()
+SLOTTED.weight = torch.ones(4)
+
+
 REPLACED: dict[str, tuple[Callable[..., Tensor], Callable[[pytest.MonkeyPatch], None]]] = {
     "a function in a dict": (lambda x: FUNCTIONS["act"](x), replaced(FUNCTIONS, "act", torch.relu)),
     "an attribute of an object": (
@@ -284,11 +298,22 @@ REPLACED: dict[str, tuple[Callable[..., Tensor], Callable[[pytest.MonkeyPatch], 
         lambda x: x * settings.scale,
         replaced(settings, "scale", 5.0),
     ),
+    "a tensor in a dict": (lambda x: x * WEIGHTS["weight"], replaced(WEIGHTS, "weight", OTHER)),
+    "a tensor deep inside": (
+        lambda x: x * WEIGHTS["inside"][0]["weight"],
+        replaced(WEIGHTS["inside"][0], "weight", OTHER),
+    ),
+    "a tensor of an object": (lambda x: x * WEIGHED.weight, replaced(WEIGHED, "weight", OTHER)),
+    "a tensor in a deque": (
+        lambda x: x * WEIGHED.last[0],
+        lambda monkeypatch: WEIGHED.last.appendleft(OTHER * len(WEIGHED.last)),
+    ),
+    "a tensor in a slot": (lambda x: x * SLOTTED.weight, replaced(SLOTTED, "weight", OTHER)),
 }
 
 
 @pytest.mark.parametrize("case", REPLACED)
-def test_a_function_that_was_replaced_in_an_object_is_captured_anew(
+def test_what_was_replaced_in_its_place_is_captured_anew(
     case: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     fn, replace = REPLACED[case]
@@ -308,7 +333,7 @@ def test_planted_bugs_are_found(reads: str, monkeypatch: pytest.MonkeyPatch) -> 
     failed = []
     for test, cases in (
         (test_a_name_that_stands_for_something_else_is_captured_anew, CHANGED),
-        (test_a_function_that_was_replaced_in_an_object_is_captured_anew, REPLACED),
+        (test_what_was_replaced_in_its_place_is_captured_anew, REPLACED),
     ):
         for case in cases:
             with monkeypatch.context() as patch:

@@ -35,7 +35,7 @@ def server() -> Iterator[Served]:
 
 def ask(server: Served, **body: Any) -> Any:
     found = httpx.post(
-        f"{server.url}/v1/completions", json={"prompt": "The function", **body}, timeout=60
+        f"{server.url}/v1/completions", json={"prompt": "The function", **body}, timeout=300
     )
     assert found.status_code == 200, found.text
     return found.json()["choices"]
@@ -78,7 +78,7 @@ def test_an_answer_parses_under_its_schema(
     }
     if streams:
         sent = {"prompt": "The function", "stream": True, **body}
-        with httpx.stream("POST", f"{server.url}/v1/completions", json=sent, timeout=60) as found:
+        with httpx.stream("POST", f"{server.url}/v1/completions", json=sent, timeout=300) as found:
             lines = [line.removeprefix("data: ") for line in found.iter_lines() if line]
         chunks = [json.loads(line)["choices"][0] for line in lines[:-1]]
         assert lines[-1] == "[DONE]"
@@ -121,10 +121,10 @@ def test_a_model_without_an_end_is_refused_at_once(form: dict[str, str]) -> None
     ) as server:
         body = {"prompt": "The function", "max_tokens": 4}
         found = httpx.post(
-            f"{server.url}/v1/completions", json={**body, "response_format": form}, timeout=60
+            f"{server.url}/v1/completions", json={**body, "response_format": form}, timeout=300
         )
         assert (found.status_code, instead in found.text) == (400, True)
-        assert httpx.post(f"{server.url}/v1/completions", json=body, timeout=60).status_code == 200
+        assert httpx.post(f"{server.url}/v1/completions", json=body, timeout=300).status_code == 200
 
 
 @pytest.fixture
@@ -200,7 +200,7 @@ def test_a_client_that_goes_while_its_grammar_is_compiled(
 )
 def test_forms_that_are_none(server: Served, form: dict[str, Any], words: str) -> None:
     found = httpx.post(
-        f"{server.url}/v1/completions", json={"prompt": "A", "response_format": form}, timeout=60
+        f"{server.url}/v1/completions", json={"prompt": "A", "response_format": form}, timeout=300
     )
     assert found.status_code == 400
     assert words in found.json()["error"]["message"]
