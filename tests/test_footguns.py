@@ -67,9 +67,10 @@ def test_01_prints_and_counters_run_at_capture_and_never_again() -> None:
 
 
 def test_02_a_python_value_from_outside_is_frozen() -> None:
-    """A global, an attribute, a closed-over number: read once, at capture; nobody says that it
-    changed. So a cache that counts in Python (transformers' `StaticCache`, in its layers with a
-    sliding window) is wrong in a graph.
+    """What lies inside an object, a list or a dict and is no tensor, function or module is read once,
+    at capture; nobody says that it changed. (Names are compared: a global or a nonlocal that is
+    bound to something else leads to a new capture.) So a cache that counts in Python (transformers'
+    `StaticCache`, in its layers with a sliding window) is wrong in a graph.
 
     Around it: make it a tensor, or an argument.
     """
@@ -187,23 +188,24 @@ def test_08_a_branch_a_mask_or_an_item_on_data_is_refused() -> None:
     assert weft.graphify(lambda x: torch.where(x > 0, x, 0) * x.max())(-ONES).tolist() == [0, 0, 0]
 
 
-def test_09_eval_of_a_module_that_a_function_calls_is_not_seen() -> None:
-    """`training` is a Python value of the module: a graph of the training mode goes on in it.
+def test_09_a_module_that_a_function_calls_is_captured_at_each_change_of_its_mode() -> None:
+    """Modes of modules that a function closes over are compared, and are no part of the key: whoever
+    alternates `train()` and `eval()` captures each time.
 
     Around it: graphify the module itself, its method, or its stage (`weft.stages.from_module`),
-    whose mode is part of the key (its own; not that of a part alone); else `eval()` before the
-    first call, or `cache_clear()`.
+    whose mode is part of the key (its own; not that of a part alone).
     """
     module = torch.nn.Dropout(0.5)
     f = weft.graphify(lambda x: module(x))
     g = weft.graphify(module)
     for made in (f, g):
         assert made(torch.ones(64)).min() == 0
-    module.eval()
-    assert f(torch.ones(64)).min() == 0
-    assert g(torch.ones(64)).tolist() == [1] * 64
-    f.cache_clear()
-    assert f(torch.ones(64)).tolist() == [1] * 64
+    for mode in (False, True, False):
+        module.train(mode)
+        for made in (f, g):
+            assert bool(made(torch.ones(64)).min() == 0) is mode
+    assert captures(f) == 4
+    assert captures(g) == 2
 
 
 def test_10_random_numbers_that_are_not_torchs_are_frozen() -> None:

@@ -52,28 +52,30 @@ def _checked(
     parameters = inspect.signature(fn).parameters
     known = frozenset(parameters) - {"self"}
     by_name = [f"{key}=..." for key, each in parameters.items() if each.kind is each.KEYWORD_ONLY]
-    needed = {
-        key
-        for key, each in parameters.items()
-        if each.kind is each.KEYWORD_ONLY and each.default is each.empty
-    }
-    is_method, most = "self" in parameters, len(parameters) - len(by_name)
+    most = len(parameters) - len(by_name)
+    required = [key for key, each in parameters.items() if each.default is each.empty]
+    first = sum(parameters[key].kind is not inspect.Parameter.KEYWORD_ONLY for key in required)
+    needed = frozenset(required[first:])
+    is_method = "self" in parameters
 
     @functools.wraps(fn)
     def checked(*args: Any, **kwargs: Any) -> Any:
-        if needed <= kwargs.keys() <= known and len(args) <= most:
+        if needed <= kwargs.keys() <= known and first <= len(args) <= most:
             return fn(*args, **kwargs)
         if len(args) > most:
             count = len(args) - is_method
             takes = most - is_method
             written = ["..."] * count
-            instead = by_position or ", ".join(by_name)
+            instead = by_position or ", ".join(by_name) or ", ".join(sorted(known))
             seen = (
                 f"{count} argument{'s' * (count != 1)} by position, of which it takes"
                 f" {takes or 'none'}"
             )
         elif kwargs.keys() <= known:
-            missing = [key for key in parameters if key in needed - kwargs.keys()]
+            missing = [key for key in required[len(args) : first] if key not in kwargs]
+            missing += [key for key in required[first:] if key not in kwargs]
+            if not missing:
+                return fn(*args, **kwargs)
             written = ["..."] * (len(args) - is_method) + [f"{key}=..." for key in kwargs]
             seen = f"no {missing[0]}"
             instead = ", ".join(f"{key}=..." for key in missing)

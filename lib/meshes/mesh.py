@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import Any, Never
 
 import attrs
 
@@ -19,7 +19,7 @@ class Mesh:
         sizes: the number of ranks along each axis, by its name.
 
     Raises:
-        MeshError: there is no axis, or the size of an axis is not a whole number >= 1.
+        MeshError: there is no axis, an axis has no name, or the size of an axis is not a whole number >= 1.
 
     >>> mesh = Mesh(pipeline=2, tensor=2)
     >>> mesh.num_ranks, mesh.coordinates(3), mesh.group(3, "tensor")
@@ -28,14 +28,18 @@ class Mesh:
 
     axes: tuple[tuple[str, int], ...]
 
-    def __init__(self, **sizes: int) -> None:
+    def __init__(self, *unnamed: Never, **sizes: int) -> None:
         wrong = next((name for name, size in sizes.items() if not is_int(size, 1)), None)
-        if wrong is not None or not sizes:
-            if wrong is None:
+        if wrong is not None or not sizes or unnamed:
+            if unnamed:
+                seen = "sizes without names"
+            elif wrong is None:
                 seen = "no axis"
             else:
                 seen = f"{wrong}={sizes[wrong]!r}"
-            written = ", ".join(f"{name}={size!r:.20}" for name, size in sizes.items())
+            shown = [f"{value!r:.20}" for value in unnamed]
+            shown += [f"{name}={size!r:.20}" for name, size in sizes.items()]
+            written = ", ".join(shown)
             raise MeshError(
                 f"Mesh({written})", seen, "the number of ranks along each axis: Mesh(tensor=2)"
             )

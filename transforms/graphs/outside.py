@@ -7,7 +7,7 @@ objects that the function's globals and nonlocals name, and those of the paramet
 closed-over modules that the graph reads. A name that the function itself binds anew, such as a
 counter, is not compared, and an equal number or string is no change. Functions and modules among
 the attributes of objects, in dicts and in lists are compared too, and the names that they read, and
-so are the tensors there that the graph reads; and so are the methods that they call, in the classes of these objects, and what
+so are the tensors there that the graph reads, and the mode of the modules that ask for it; and so are the methods that they call, in the classes of these objects, and what
 they read of a class or a file of Python code that they name (`settings.scale`). It also compares
 whether a module or an object has more attributes than before, a function among them; and whether
 containers that were empty still are, such as those of hooks, at some 0.01 to 0.03 µs each. On the
@@ -475,6 +475,8 @@ class _Names:
         for path, part in module.named_modules():
             self.read(inspect.getattr_static(type(part), "forward", None), label)
             self._read_object(part, _joined(label, path))
+            if _asks_for_mode(_class_of(part)) and "training" in vars(part):
+                self.entries.note(_joined(label, path, "training"), vars(part), "training")
 
     def _read_object(self, owner: Any, label: str) -> None:
         """Read the functions among the attributes of an object, and note its class."""
@@ -695,6 +697,23 @@ def _is_foreign_package(name: str) -> bool:
 
 def _is_foreign_class(kind: type) -> bool:
     return _is_foreign_package(str(kind.__module__))
+
+
+def _class_of(part: nn.Module) -> Any:
+    """The class of a module, which a cached function takes."""
+    return type(part)
+
+
+@functools.cache
+def _asks_for_mode(kind: Any) -> bool:
+    """Whether a method of a class of modules reads `self.training`."""
+    bases = kind.__mro__[: kind.__mro__.index(nn.Module)]
+    methods = [value for base in bases for value in vars(base).values()]
+    return any(
+        "training" in _names_in(method.__code__).attributes
+        for method in methods
+        if isinstance(method, types.FunctionType)
+    )
 
 
 def _is_known_by_itself(value: Any) -> bool:

@@ -7,7 +7,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from weft.arguments.checks import COUNT, Rule, check_values, is_int, kind_of
+from weft.arguments.checks import COUNT, Rule, check_values, is_int, kind_of, names_arguments
 from weft.donation import donated_argnames, refuse_donated
 from weft.errors import CaptureError, ProgramError
 from weft.torchapi.faking import reads_values
@@ -47,6 +47,11 @@ _RULES: dict[str, Rule] = {
 }
 
 
+@names_arguments(
+    "cond_fun, body_fun, init_val, and max_steps=...",
+    maxiter="max_steps=...",
+    max_iterations="max_steps=...",
+)
 def while_loop(
     cond_fun: Callable[[T], Tensor],
     body_fun: Callable[[T], T],
@@ -383,11 +388,14 @@ class _Loop:
     def _flag(self, carry: Any) -> Tensor:
         flag = self._call(self.cond, "cond_fun", carry)
         if not isinstance(flag, Tensor) or flag.dim() or flag.dtype is not torch.bool:
+            instead = "a tensor of shape [] and dtype bool: (carry[0] < 3).any(), ~done.all()"
             if isinstance(flag, Tensor):
                 shown = f"{flag.dtype} of shape {tuple(flag.shape)}"
             else:
                 shown = kind_of(flag)
-            instead = "a tensor of shape [] and dtype bool: (carry[0] < 3).any(), ~done.all()"
+                numbers = [leaf for leaf in tree_leaves(carry) if isinstance(leaf, int | float)]
+                if numbers:
+                    instead = f"a tensor in init_val, which the loop can carry: torch.tensor({numbers[0]!r})"
             raise ProgramError(
                 self.call, f"cond_fun returned {shown.replace('torch.', '')}", instead
             )

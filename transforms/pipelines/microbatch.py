@@ -4,6 +4,7 @@ import functools
 from collections.abc import Callable
 from typing import Any, Protocol, TypeVar, cast, runtime_checkable
 
+from weft.arguments.checks import names_arguments
 from weft.batch import Batch
 from weft.containers import opened
 from weft.donation import clone, declare_donated, donated_argnames, refuse_donated_in
@@ -17,6 +18,7 @@ from weft.trees import find_descriptors, tree_map
 F = TypeVar("F", bound=Callable[..., Any])
 
 
+@names_arguments("step and parts")
 def microbatch(step: F, parts: int) -> F:
     """Run a step `(params, state, batch) -> (state, out)` on at most `parts` parts of its batch,
     and thread the state through.
@@ -102,6 +104,12 @@ class Repeats(Protocol):
         """The state after `length` steps on the same batch, and the output of each."""
 
 
+@names_arguments(
+    "step and length: scan(step, length)(params, state, batch), where each step has the same batch",
+    xs="scan(step, length)(params, state, batch): each step has the same batch",
+    init="scan(step, length)(params, state, batch), where the state is carried",
+    f="step=...",
+)
 def scan(
     step: Callable[[Any, Any, Any], tuple[Any, Any]], length: int
 ) -> Callable[[Any, Any, Any], tuple[Any, Any]]:

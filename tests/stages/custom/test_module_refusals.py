@@ -4,6 +4,7 @@ import copy
 import random
 from collections import OrderedDict
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -18,6 +19,7 @@ from weft.errors import CaptureError, ProgramError
 from weft.proofs.laws import assert_equal
 from weft.stages.custom.module import from_module
 from weft.transforms.graphs.graphify import graphify
+from weft.trees import tree_leaves
 
 LAW = "a stage is its module"
 X, T = torch.arange(12.0).view(3, 4), torch.tensor(2.0)
@@ -212,3 +214,56 @@ def test_a_counter_of_operators_is_no_graph() -> None:
     with FlopCounterMode(display=False):
         made.stage(made.params, {}, X, None)
     assert module.count == 1
+
+
+class Aliased(nn.Module):
+    """A module with a tensor that is no buffer, and shares memory with one or with a parameter."""
+
+    def __init__(self, alias: Callable[[nn.Module], Any]) -> None:
+        super().__init__()
+        self.layer = nn.Linear(3, 3, bias=False)
+        self.register_buffer("total", torch.zeros(2, 3))
+        self.alias = alias(self)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x
+
+
+@pytest.mark.parametrize(
+    ("alias", "text"),
+    [
+        (lambda module: module.total, "alias, which shares memory with total"),
+        (lambda module: module.total[0], "alias, which shares memory with total"),
+        (lambda module: [None, module.total[1]], r"alias\[1\], which shares memory with total"),
+        (
+            lambda module: SimpleNamespace(w=module.layer.weight.detach()),
+            r"alias.w, which shares memory with layer.weight",
+        ),
+        (lambda module: (module.layer.weight,), r"alias\[0\], which shares memory with layer.w"),
+    ],
+)
+def test_an_alias_that_would_keep_the_modules_own_values_is_refused(
+    alias: Callable[[nn.Module], Any], text: str
+) -> None:
+    with pytest.raises(ProgramError, match=f"{text}.*\n.*instead: a view that forward makes"):
+        from_module(Aliased(alias))
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: nn.LSTM(3, 3, 2),
+        lambda: nn.utils.parametrizations.weight_norm(nn.Linear(3, 3)),
+        lambda: Aliased(lambda module: module.total.clone()),
+        lambda: Aliased(lambda module: module.layer),
+    ],
+)
+def test_what_follows_the_modules_values_is_no_such_alias(make: Callable[[], nn.Module]) -> None:
+    module = make()
+    made = from_module(module)
+    x = torch.ones(1, 3)
+    params = {name: value * 2 for name, value in made.params.items()}
+    result = made.stage(params, made.state, x, None)[1]
+    expected = torch.func.functional_call(module, params, (x,))
+    for value, other in zip(tree_leaves(result), tree_leaves(expected), strict=True):
+        assert torch.equal(value, other)

@@ -232,6 +232,21 @@ SLOTTED = Slotted()
 SLOTTED.weight = torch.ones(4)
 
 
+class Moded(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.halved(x)
+
+    def halved(self, x: Tensor) -> Tensor:
+        return x * 0.5 if self.training else x
+
+
+MODED, INSIDE = nn.Sequential(nn.Tanh(), Moded()), nn.Sequential(nn.Dropout(1.0)).eval()
+
+
+def with_mode(part: nn.Module, mode: bool) -> Callable[[pytest.MonkeyPatch], None]:
+    return lambda monkeypatch: monkeypatch.setattr(part, "training", mode)
+
+
 REPLACED: dict[str, tuple[Callable[..., Tensor], Callable[[pytest.MonkeyPatch], None]]] = {
     "a function in a dict": (lambda x: FUNCTIONS["act"](x), replaced(FUNCTIONS, "act", torch.relu)),
     "an attribute of an object": (
@@ -298,6 +313,8 @@ REPLACED: dict[str, tuple[Callable[..., Tensor], Callable[[pytest.MonkeyPatch], 
         lambda x: x * settings.scale,
         replaced(settings, "scale", 5.0),
     ),
+    "the mode of a module that a method asks for": (lambda x: MODED(x), with_mode(MODED[1], False)),
+    "the mode of a part": (lambda x: INSIDE(x), with_mode(INSIDE[0], True)),
     "a tensor in a dict": (lambda x: x * WEIGHTS["weight"], replaced(WEIGHTS, "weight", OTHER)),
     "a tensor deep inside": (
         lambda x: x * WEIGHTS["inside"][0]["weight"],

@@ -39,6 +39,12 @@ _SPARSE_OF_DATA = {
     ),
     *(_aten._coalesce, _aten._sparse_sparse_matmul),
 }
+# Operators that read the scale of a quantized result from a tensor, and keep it on the host.
+_SCALED_BY_DATA = {
+    _aten.quantize_per_tensor.tensor_qparams,
+    _aten.quantize_per_tensor.tensors,
+    _aten.quantize_per_tensor_dynamic.default,
+}
 _BATCH_NORMS = {
     torch.ops.aten.native_batch_norm,
     torch.ops.aten.cudnn_batch_norm,
@@ -137,6 +143,7 @@ def is_harmless(func: Any) -> bool:
     suspect = (
         func.overloadpacket in (*watched, *_BATCH_NORMS)
         or func in copies
+        or func in _SCALED_BY_DATA
         or any(t in func.tags for t in tags)
     )
     suspect = suspect or func._schema.name in PINS or is_collective(func)
@@ -204,7 +211,7 @@ def is_collective(func: Any) -> bool:
 def data_dependence(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str | None:
     """The reason why a replay cannot repeat the operator, or None."""
     aten = torch.ops.aten
-    if func is aten._local_scalar_dense.default:
+    if func is aten._local_scalar_dense.default or func in _SCALED_BY_DATA:
         return "a tensor's value is read on the host"
     if func.overloadpacket in (aten.index, aten.index_put, aten.index_put_, aten._index_put_impl_):
         indices = args[1] if len(args) > 1 else kwargs["indices"]

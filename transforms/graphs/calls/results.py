@@ -221,6 +221,11 @@ def refuse_opaque(name: str, outputs: Outputs, call: Call) -> None:
         instead = (
             "return the tensors, or make its class a pytree (@weft.pytree above @attrs.frozen)"
         )
+        if type(leaf).__module__.partition(".")[0] == "transformers":
+            instead = (
+                "call the model with use_cache=False, or give it the cache as an argument, as"
+                " proofs/pages/your_modules.md does for a decoder"
+            )
         raise CaptureError(name, seen, instead)
 
 
