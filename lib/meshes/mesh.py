@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Iterator, Mapping
-from typing import Any, Never
+from typing import Any, Never, cast
 
 import attrs
 
@@ -37,7 +37,7 @@ class Mesh:
                 seen = "no axis"
             else:
                 seen = f"{wrong}={sizes[wrong]!r}"
-            shown = [f"{value!r:.20}" for value in unnamed]
+            shown = [f"{size!r:.20}" for size in cast(tuple[Any, ...], unnamed)]
             shown += [f"{name}={size!r:.20}" for name, size in sizes.items()]
             written = ", ".join(shown)
             raise MeshError(

@@ -357,6 +357,7 @@ def capture(
             [*audit.external.values()],
             thorough=backend.device.type == "cpu",
             without_gradient=audit.without_gradient,
+            with_mode_in_key=graphable.roles.modules(call.statics),
         ),
         audit.consults_switches(),
         padding_sources,

@@ -105,6 +105,7 @@ class Outside:
         thorough: whether the code of functions, the classes of objects, and the shapes of tensors
             are compared too.
         without_gradient: tensors that it asked for their gradient, and that had none.
+        with_mode_in_key: the modules whose mode is part of the graph's key.
     """
 
     def __init__(
@@ -113,10 +114,11 @@ class Outside:
         external: Sequence[Tensor],
         thorough: bool,
         without_gradient: Sequence[Tensor] = (),
+        with_mode_in_key: Sequence[nn.Module] = (),
     ) -> None:
         self._tensors = tuple(x for x in external if x.layout is torch.strided and not x.is_meta)
         self._addresses = tuple(map(Tensor.data_ptr, self._tensors))
-        names = _Names()
+        names = _Names(set(map(id, with_mode_in_key)))
         names.read_all(fn)
         names.note_tensors({storage_id(x) for x in external})
         gradients = _Bindings(attrgetter("grad"))
@@ -372,9 +374,14 @@ def _attribute(owner: Any, name: str) -> Any:
 
 
 class _Names:
-    """The names that functions read, and what they stand for."""
+    """The names that functions read, and what they stand for.
 
-    def __init__(self) -> None:
+    Args:
+        with_mode_in_key: the ids of the modules whose mode is not noted.
+    """
+
+    def __init__(self, with_mode_in_key: Set[int] = frozenset()) -> None:
+        self._with_mode_in_key = with_mode_in_key
         self.entries = _Bindings(dict.get)
         self.cells = _Bindings(_cell_contents)
         self.of_classes = _Bindings(types.MappingProxyType.get)
@@ -475,7 +482,8 @@ class _Names:
         for path, part in module.named_modules():
             self.read(inspect.getattr_static(type(part), "forward", None), label)
             self._read_object(part, _joined(label, path))
-            if _asks_for_mode(_class_of(part)) and "training" in vars(part):
+            is_keyed = id(part) in self._with_mode_in_key
+            if not is_keyed and _asks_for_mode(_class_of(part)) and "training" in vars(part):
                 self.entries.note(_joined(label, path, "training"), vars(part), "training")
 
     def _read_object(self, owner: Any, label: str) -> None:
