@@ -2,6 +2,7 @@
 that differs."""
 
 import copy
+import threading
 from typing import Any
 
 import pytest
@@ -45,10 +46,11 @@ def test_a_number_that_changed_outside_is_found_with_its_operator(device: str) -
 
 
 def test_a_tensor_that_changed_outside_is_found_with_its_operator() -> None:
-    held = {"w": torch.ones(3)}
-    g = graphify(lambda x: x * 2 + held["w"], verify=1)
+    of_thread = threading.local()  # which is not looked into
+    of_thread.w = torch.ones(3)
+    g = graphify(lambda x: x * 2 + of_thread.w, verify=1)
     g(torch.ones(3))
-    held["w"] = torch.zeros(3)
+    of_thread.w = torch.zeros(3)
     with pytest.raises(
         VerificationError,
         match=r"operator 1: .*add.Tensor.* reads a tensor from outside that is not",
