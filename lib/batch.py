@@ -37,9 +37,14 @@ SCRATCH_ROW = -1
 
 def _of_tokens(values: Any) -> Any:
     """Values by name, tensors among them as those of tokens."""
-    if not isinstance(values, dict) or not any(isinstance(own, Tensor) for own in values.values()):
+    if not isinstance(values, dict) or not any(
+        isinstance(value, Tensor) for value in values.values()
+    ):
         return values
-    return {name: PerToken(own) if isinstance(own, Tensor) else own for name, own in values.items()}
+    return {
+        name: PerToken(value) if isinstance(value, Tensor) else value
+        for name, value in values.items()
+    }
 
 
 @pytree
@@ -189,7 +194,7 @@ class Batch(Summarized):
             inputs_embeds=None if inputs_embeds is None else to_device(inputs_embeds, device),
             positions=None if positions is None else to_device(positions, device),
             token_extras={
-                name: PerToken(to_device(own.values, device)) for name, own in extras.items()
+                name: PerToken(to_device(extra.values, device)) for name, extra in extras.items()
             },
         )
 
@@ -213,14 +218,14 @@ class Batch(Summarized):
         if whole.query_len is not None:  # known without a host read
             starts = [bound * whole.query_len for bound in bounds]
         else:
-            found = read_starts(f"split(<'{whole}'>, {parts})", self.query_start_loc)
-            starts = [*(found[bound] for bound in bounds[:-1]), whole.num_tokens]
-        made = []
+            query_starts = read_starts(f"split(<'{whole}'>, {parts})", self.query_start_loc)
+            starts = [*(query_starts[bound] for bound in bounds[:-1]), whole.num_tokens]
+        batches = []
         for reqs, tokens in zip(pairwise(bounds), pairwise(starts), strict=True):
             size = {"num_tokens": tokens[1] - tokens[0], "num_reqs": reqs[1] - reqs[0]}
             spans = {"num_reqs": reqs, "num_tokens": tokens}
-            made.append(cut_sized(self, spans, attrs.evolve(whole, **size), "query_start_loc"))
-        return tuple(made)
+            batches.append(cut_sized(self, spans, attrs.evolve(whole, **size), "query_start_loc"))
+        return tuple(batches)
 
     def after_first(self) -> Self:
         """The batch for the stages after the first one."""
@@ -241,27 +246,27 @@ def find_owners(query_start_loc: Tensor, num_tokens: int) -> tuple[Tensor, Tenso
     return owner, index - starts[owner]
 
 
-def _as_list(call: str, name: str, given: Any, *, of_numbers: bool = True) -> list[Any]:
+def _as_list(call: str, name: str, value: Any, *, of_numbers: bool = True) -> list[Any]:
     """An argument as a list on the host; its numbers are those that torch takes, and does not round
     to an int."""
-    if isinstance(given, Iterable) and not isinstance(given, str | Tensor):
-        found = list(given)
-        if not of_numbers or _are_whole(found):
-            return found
-        strange = next(number for number in found if not hasattr(number, "__index__"))
-        seen = f"{name} holds {strange!r:.40}, {kind_of(strange)}"
+    if isinstance(value, Iterable) and not isinstance(value, str | Tensor):
+        items = list(value)
+        if not of_numbers or _are_whole(items):
+            return items
+        strange = next(number for number in items if not hasattr(number, "__index__"))
+        problem = f"{name} holds {strange!r:.40}, {kind_of(strange)}"
         instead = "whole numbers"
-    elif isinstance(given, Tensor):
-        seen = f"{name} is a tensor, and is wanted on the host"
+    elif isinstance(value, Tensor):
+        problem = f"{name} is a tensor, and is wanted on the host"
         instead = f"{name}.tolist()"
     else:
-        seen = f"{name} is {given!r:.40}, {kind_of(given)}"
+        problem = f"{name} is {value!r:.40}, {kind_of(value)}"
         instead = "one list of token ids a row"
         if name == "rows":
             instead = "rows of the state, as in [0, 2]"
-        elif isinstance(given, str):
+        elif isinstance(value, str):
             instead = f"model.encode({name})"
-    raise DescriptorError(call, seen, instead)
+    raise DescriptorError(call, problem, instead)
 
 
 def _are_whole(numbers: list[Any]) -> bool:
@@ -288,51 +293,53 @@ def _check(
         lengths = [len(ids) for ids in token_ids]
     count = sum(lengths)
     if 0 in lengths:
-        seen = f"request {lengths.index(0)} has no token"
+        problem = f"request {lengths.index(0)} has no token"
         instead = "leave such a request out of the batch"
     elif token_ids is not None and not len(rows) == len(lengths) == len(samples):
-        seen = f"{len(rows)} rows, {len(lengths)} token lists, {len(samples)} samples"
+        problem = f"{len(rows)} rows, {len(lengths)} token lists, {len(samples)} samples"
         instead = "give one a row"
     elif len(set(rows)) != len(rows):
-        seen = "a row stands twice"
+        problem = "a row stands twice"
         instead = "join the request's tokens in one list"
     elif rows and min(rows) < 0:
-        seen = f"row {min(rows)}"
+        problem = f"row {min(rows)}"
         instead = "rows are >= 0; weft.pad adds the padding"
     elif (
         token_ids is not None
         and inputs_embeds is None
         and any(EMBEDDED in ids for ids in token_ids)
     ):
-        seen = "a token that is EMBEDDED (-2), and no inputs_embeds"
+        problem = "a token that is EMBEDDED (-2), and no inputs_embeds"
         instead = f"inputs_embeds [{count}, …]"
     elif inputs_embeds is not None and (inputs_embeds.dim() != 2 or len(inputs_embeds) != count):
-        seen = f"inputs_embeds of shape {list(inputs_embeds.shape)} for {count} tokens"
+        problem = f"inputs_embeds of shape {list(inputs_embeds.shape)} for {count} tokens"
         instead = "a row for each token, [num_tokens, hidden_size]"
     elif positions is not None and (
         positions.shape != (3, count) or positions.dtype != torch.int64
     ):
-        seen = f"positions of shape {list(positions.shape)}, {positions.dtype}, for {count} tokens"
+        problem = (
+            f"positions of shape {list(positions.shape)}, {positions.dtype}, for {count} tokens"
+        )
         instead = (
             "rows for time, height and width, [3, num_tokens] int64, as"
             " get_rope_index(...)[0][:, 0]"
         )
     elif strange := [
-        name for name, own in (token_extras or {}).items() if not _has_rows(own, count)
+        name for name, extra in (token_extras or {}).items() if not _has_rows(extra, count)
     ]:
-        own = (token_extras or {})[strange[0]]
-        seen = (
+        extra = (token_extras or {})[strange[0]]
+        problem = (
             f"token_extras[{strange[0]!r}] is"
-            f" {_described(own.values if isinstance(own, PerToken) else own)}"
+            f" {_described(extra.values if isinstance(extra, PerToken) else extra)}"
         )
         instead = f"a value for each of the {count} tokens, [num_tokens, ...]"
     else:
         return
-    raise DescriptorError(call, seen, instead)
+    raise DescriptorError(call, problem, instead)
 
 
-def _has_rows(own: Any, count: int) -> bool:
-    return isinstance(own, PerToken) and own.values.dim() > 0 and len(own.values) == count
+def _has_rows(extra: Any, count: int) -> bool:
+    return isinstance(extra, PerToken) and extra.values.dim() > 0 and len(extra.values) == count
 
 
 @pytree
@@ -387,22 +394,22 @@ class ResolvedBatch(Summarized):
         Raises:
             ProgramError: they are not of the batch's requests.
         """
-        found = self._of_requests("batch.per_token(values)", "values", values)
+        per_request = self._of_requests("batch.per_token(values)", "values", values)
         owners, _ = find_owners(self.query_start_loc, len(self.input_ids))
-        return found[owners]
+        return per_request[owners]
 
-    def _of_requests(self, call: str, name: str, given: Any) -> Tensor:
+    def _of_requests(self, call: str, name: str, values: Any) -> Tensor:
         """A tensor [num_reqs, ...], checked."""
-        found = given.values if isinstance(given, PerRequest) else given
+        tensor = values.values if isinstance(values, PerRequest) else values
         count = len(self.rows)
         _check_first(
             call,
             name,
-            found,
+            tensor,
             count,
             f"a tensor [{count}, ...], or batch.extras[...]: a value for each request",
         )
-        return cast(Tensor, found)
+        return cast(Tensor, tensor)
 
     def scan_tokens(
         self, f: Callable[..., Tensor], init: PerRequest | Tensor, *xs: Tensor
@@ -438,31 +445,29 @@ class ResolvedBatch(Summarized):
                 f"a tensor [{num_tokens}, ...]: a value for each token",
             )
         lengths = self.query_start_loc[1:] - starts
-        found = value[:0]
+        outputs = value[:0]
         for place in range(self.descriptor.query_len or num_tokens):
             live = place < lengths
             token = (starts + place).clamp(max=num_tokens - 1)
-            made: Any = f(value, *(x[token] for x in xs))
-            if not isinstance(made, Tensor) or (made.shape, made.dtype) != (
+            next_value: Any = f(value, *(x[token] for x in xs))
+            if not isinstance(next_value, Tensor) or (next_value.shape, next_value.dtype) != (
                 value.shape,
                 value.dtype,
             ):
                 instead = f"the next value, as the one before it: {_described(value)}"
-                raise ProgramError(call, f"f returned {_described(made)}", instead)
-            value = torch.where(live.view(-1, *[1] * (made.dim() - 1)), made, value)
+                raise ProgramError(call, f"f returned {_described(next_value)}", instead)
+            value = torch.where(live.view(-1, *[1] * (next_value.dim() - 1)), next_value, value)
             # The last one is scratch
-            if place:
-                found = found
-            else:
-                found = value.new_zeros(num_tokens + 1, *value.shape[1:])
-            found[torch.where(live, token, num_tokens)] = value
-        return found[:num_tokens]
+            if not place:
+                outputs = value.new_zeros(num_tokens + 1, *value.shape[1:])
+            outputs[torch.where(live, token, num_tokens)] = value
+        return outputs[:num_tokens]
 
 
-def _check_first(call: str, name: str, given: Any, count: int, instead: str) -> None:
+def _check_first(call: str, name: str, value: Any, count: int, instead: str) -> None:
     """Raise ProgramError unless it is a tensor with so many entries."""
-    if not isinstance(given, Tensor) or given.dim() == 0 or len(given) != count:
-        raise ProgramError(call, f"{name} is {_described(given)}", instead)
+    if not isinstance(value, Tensor) or value.dim() == 0 or len(value) != count:
+        raise ProgramError(call, f"{name} is {_described(value)}", instead)
 
 
 def _described(value: Any) -> str:

@@ -74,18 +74,18 @@ class Carried(Summarized):
         places, pages = to_device(
             torch.tensor([positions, last_pages], dtype=torch.int64), rows.device
         )
-        for name, own in self.values.items():
-            start = own[-1, 0].clone().expand(len(rows), *own.shape[2:])
+        for name, buffer in self.values.items():
+            start = buffer[-1, 0].clone().expand(len(rows), *buffer.shape[2:])
             if name in self.snapshots:
-                found = (pages >= 0).view(-1, *[1] * (start.dim() - 1))
-                start = torch.where(found, self.snapshots[name][pages], start)
-            own[rows, places % own.shape[1]] = start
+                has_snapshot = (pages >= 0).view(-1, *[1] * (start.dim() - 1))
+                start = torch.where(has_snapshot, self.snapshots[name][pages], start)
+            buffer[rows, places % buffer.shape[1]] = start
 
     def read(self, rows: Tensor, positions: Tensor) -> dict[str, PerRequest]:
         """The values of rows [num_reqs] int64 after so many tokens; the defaults for padding."""
         return {
-            name: PerRequest(own[rows, positions % own.shape[1]])
-            for name, own in self.values.items()
+            name: PerRequest(buffer[rows, positions % buffer.shape[1]])
+            for name, buffer in self.values.items()
         }
 
     def write(self, batch: ResolvedBatch, page_size: int, values: Mapping[str, Tensor]) -> Self:
@@ -104,27 +104,27 @@ class Carried(Summarized):
                 snapshots[name] = _put(
                     snapshots[name], (_ended_pages(batch, page_size, len(snapshots[name])),), new
                 )
-        same = all(rows[name] is own for name, own in self.values.items())
-        same = same and all(snapshots[name] is own for name, own in self.snapshots.items())
+        same = all(rows[name] is old for name, old in self.values.items())
+        same = same and all(snapshots[name] is old for name, old in self.snapshots.items())
         if same:
             return self
         return attrs.evolve(self, values=rows, snapshots=snapshots)
 
 
 def _last_values(
-    batch: ResolvedBatch, own: Tensor, new: Tensor
+    batch: ResolvedBatch, buffer: Tensor, new: Tensor
 ) -> tuple[tuple[Tensor, Tensor], Tensor]:
     """Where the values of each request's last tokens go, one for each of a row's slots, and these
     values. Slots for which a request has no token in the batch, and the last row, which padding
     stands for, keep what they hold."""
-    back = torch.arange(own.shape[1], device=new.device)
+    back = torch.arange(buffer.shape[1], device=new.device)
     tokens = batch.last_index[:, None] - back
     rows = batch.rows[:, None]
-    slots = (batch.positions[batch.last_index][:, None] + 1 - back) % own.shape[1]
+    slots = (batch.positions[batch.last_index][:, None] + 1 - back) % buffer.shape[1]
     kept = (tokens >= batch.query_start_loc[:-1, None]) & (rows >= 0)
     index = rows.expand_as(slots), slots
-    kept = kept.view(*kept.shape, *[1] * (own.dim() - 2))
-    return index, torch.where(kept, new[tokens.clamp(min=0)], own[index])
+    kept = kept.view(*kept.shape, *[1] * (buffer.dim() - 2))
+    return index, torch.where(kept, new[tokens.clamp(min=0)], buffer[index])
 
 
 def _ended_pages(batch: ResolvedBatch, page_size: int, num_snapshots: int) -> Tensor:
@@ -135,10 +135,10 @@ def _ended_pages(batch: ResolvedBatch, page_size: int, num_snapshots: int) -> Te
     return torch.where(fills, slots // page_size, num_snapshots - 1)
 
 
-def _put(own: Tensor, index: tuple[Tensor, ...], new: Tensor) -> Tensor:
+def _put(buffer: Tensor, index: tuple[Tensor, ...], new: Tensor) -> Tensor:
     """A tensor with other values at an index, as `Carried.write` says."""
     if in_functorch_transform() or (
-        torch.is_grad_enabled() and (own.requires_grad or new.requires_grad)
+        torch.is_grad_enabled() and (buffer.requires_grad or new.requires_grad)
     ):
-        return own.index_put(index, new)
-    return own.index_put_(index, new)
+        return buffer.index_put(index, new)
+    return buffer.index_put_(index, new)

@@ -22,10 +22,10 @@ def opened(tree: Any) -> Any:
     """
 
     def visit(leaf: Any) -> Any:
-        found = _values(leaf)
-        if found is None:
+        contents = _values(leaf)
+        if contents is None:
             return leaf
-        return {name: opened(value) for name, value in found.items()}
+        return {name: opened(value) for name, value in contents.items()}
 
     return tree_map(visit, tree)
 
@@ -37,10 +37,12 @@ def map_tensors(fn: Callable[[Tensor], Tensor], tree: Any) -> Any:
     def visit(leaf: Any) -> Any:
         if isinstance(leaf, Tensor):
             return fn(leaf)
-        found = _values(leaf)
-        if found is None or not any(isinstance(x, Tensor) for x in tree_leaves(opened(leaf))):
+        contents = _values(leaf)
+        if contents is None or not any(isinstance(x, Tensor) for x in tree_leaves(opened(leaf))):
             return leaf
-        return _with_values(leaf, {name: map_tensors(fn, value) for name, value in found.items()})
+        return _with_values(
+            leaf, {name: map_tensors(fn, value) for name, value in contents.items()}
+        )
 
     return tree_map(visit, tree)
 
@@ -74,7 +76,9 @@ Container = tuple[str, Any, list[Any]]
 def containers_in(arguments: Mapping[str, Any]) -> list[Container]:
     """The containers in the arguments of a call, given by name, that can change: all but tuples and
     frozen classes."""
-    return [found for name, value in arguments.items() for found in _containers(name, value)]
+    return [
+        container for name, value in arguments.items() for container in _containers(name, value)
+    ]
 
 
 def _containers(path: str, node: Any) -> Iterator[Container]:
@@ -94,10 +98,10 @@ def _containers(path: str, node: Any) -> Iterator[Container]:
 def _children(node: Any) -> list[Any]:
     if (fields := node_fields(type(node))) is not None:
         return fields.values(node)
-    known = pytree_node(type(node))
-    if known is None:
+    node_def = pytree_node(type(node))
+    if node_def is None:
         return []
-    return list(known.flatten_fn(node)[0])
+    return list(node_def.flatten_fn(node)[0])
 
 
 def changed_container(before: Iterable[Container]) -> str | None:

@@ -64,9 +64,9 @@ class Descriptor(Protocol):
         """
         sizes = _sizes_alone(self)
         if type(other) is not type(self):
-            seen = "descriptors of two classes"
+            problem = "descriptors of two classes"
             instead = "descriptors of one class in one ladder"
-            raise DescriptorError(f"{self!r:.60}.covers({other!r:.60})", seen, instead)
+            raise DescriptorError(f"{self!r:.60}.covers({other!r:.60})", problem, instead)
         return all(size >= getattr(other, name) for name, size in sizes.items())
 
     def __hash__(self) -> int:
@@ -86,12 +86,12 @@ def _sizes_alone(descriptor: Any) -> dict[str, int]:
         if not is_int(value)
     ]
     if strange or not arguments:
-        seen = strange[0] if strange else "no sizes"
+        problem = strange[0] if strange else "no sizes"
         instead = (
             f"in class {type(descriptor).__name__} arguments that are ints, or a method"
             " covers(self, other)"
         )
-        raise DescriptorError(f"{descriptor!r:.60}.covers(...)", seen, instead)
+        raise DescriptorError(f"{descriptor!r:.60}.covers(...)", problem, instead)
     return arguments
 
 
@@ -123,8 +123,6 @@ def check_descriptor(value: Any, call: str) -> None:
         )
         if isinstance(getattr(value, "descriptor", None), Descriptor):
             instead = "its .descriptor"
-        else:
-            instead = instead
         raise DescriptorError(call, f"{value!r:.60} where a descriptor should be", instead)
 
 

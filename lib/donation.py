@@ -131,8 +131,8 @@ def _named_twice(tree: Any) -> str:
     places: dict[int, str] = {}
     for name, leaf in leaves_with_names(tree):
         if isinstance(leaf, Tensor) and places.setdefault(id(leaf), name) != name:
-            seen = f"a tensor that stands twice in it, at {places[id(leaf)]} and {name}"
-            return f"{seen}, and can have one next value"
+            problem = f"a tensor that stands twice in it, at {places[id(leaf)]} and {name}"
+            return f"{problem}, and can have one next value"
     return "a tensor that stands twice in it, and can have one next value"
 
 
@@ -194,7 +194,7 @@ def refuse_donated_in(call: str, **arguments: Any) -> None:
                 refuse_donated(leaf, call=call)
             except DonatedError as error:
                 path = name + leaves_with_names(tree)[index][0]
-                raise DonatedError(call, f"{path}, {error.seen}", error.instead) from None
+                raise DonatedError(call, f"{path}, {error.problem}", error.instead) from None
 
 
 def clone(tree: T) -> T:
@@ -221,8 +221,8 @@ def clone(tree: T) -> T:
     for sharing in _by_storage(tensors.values()):
         for tensor, copied in zip(sharing, _cloned_together(sharing), strict=True):
             copies[id(tensor)] = copied
-    made: T = tree_unflatten([copies.get(id(leaf), leaf) for leaf in leaves], structure)
-    return made
+    cloned: T = tree_unflatten([copies.get(id(leaf), leaf) for leaf in leaves], structure)
+    return cloned
 
 
 def _by_storage(tensors: Iterable[Tensor]) -> Iterable[list[Tensor]]:
@@ -259,8 +259,10 @@ def _cloned_together(tensors: list[Tensor]) -> list[Tensor]:
         if id(tensor) not in spans:
             return tensor.clone()
         first, last = spans[id(tensor)]
-        own = data[first - start : last - start].view(tensor.dtype)
-        return seen_as(own.as_strided(tensor.shape, tensor.stride(), own.storage_offset()), tensor)
+        view = data[first - start : last - start].view(tensor.dtype)
+        return seen_as(
+            view.as_strided(tensor.shape, tensor.stride(), view.storage_offset()), tensor
+        )
 
     return [copied(tensor) for tensor in tensors]
 
@@ -305,9 +307,9 @@ def donates(*argnames: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
       instead: use the value that it returned, or pass a copy (weft.clone) to keep the old one
     """
 
-    given: tuple[Any, ...] = argnames
-    call = f"donates({', '.join(getattr(name, '__name__', repr(name)) for name in given)})"
-    if not all(isinstance(name, str) for name in given):
+    argument_names: tuple[Any, ...] = argnames
+    call = f"donates({', '.join(getattr(name, '__name__', repr(name)) for name in argument_names)})"
+    if not all(isinstance(name, str) for name in argument_names):
         raise ArgumentError(
             call, "what is no name of an argument", '@donates("state"), with its parentheses'
         )
@@ -315,9 +317,9 @@ def donates(*argnames: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
     def wrap(fn: Callable[P, R]) -> Callable[P, R]:
         signature = inspect.signature(fn)
         if unknown := [name for name in argnames if name not in signature.parameters]:
-            seen = f"{fn.__name__}{signature}, which has no argument {unknown[0]!r}"
+            problem = f"{fn.__name__}{signature}, which has no argument {unknown[0]!r}"
             raise ArgumentError(
-                call, seen, f"one of {', '.join(signature.parameters) or '(), for it has none'}"
+                call, problem, f"one of {', '.join(signature.parameters) or '(), for it has none'}"
             )
         names, body = tuple(signature.parameters), cast(Callable[..., R], fn)
         kinds = {parameter.kind for parameter in signature.parameters.values()}
@@ -347,11 +349,11 @@ def donates(*argnames: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
             else:
                 result = body(*bound.args, **bound.kwargs)
             if (changed := changed_container(taken)) is not None:
-                seen = (
+                problem = (
                     f"it puts other values into {changed}, its own copy of what the caller donated"
                 )
                 raise DonatedError(
-                    f"{wrapped.__name__}(...)", seen, "return the next value, and use that"
+                    f"{wrapped.__name__}(...)", problem, "return the next value, and use that"
                 )
             return result
 

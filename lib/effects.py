@@ -204,13 +204,13 @@ def parse_effect(line: str) -> Effect:
         else:
             among = None
         return Broadcast(int(match["root"]), microbatch, schema, among)
-    if (found := collectives.parsed(match, microbatch, schema)) is None:
+    if (collective := collectives.parsed(match, microbatch, schema)) is None:
         instead = (
             "all_reduce sum, all_gather dim 0, reduce_scatter sum dim 0, all_to_all dim 0 to 0, "
             "or ppermute 0 to 1, 1 to 0"
         )
         raise ProgramError(f"parse_effect({line!r})", "a collective with other options", instead)
-    return found
+    return collective
 
 
 @attrs.frozen
@@ -254,12 +254,12 @@ class Program:
         if another or any(
             int(micro_batch[1]) != index for index, micro_batch in enumerate(classes)
         ):
-            seen = "classes of micro-batches out of order"
+            problem = "classes of micro-batches out of order"
             instead = "mb 0: ..., mb 1: ..."
             if another:
-                seen = f"another rank's program, {another!r}"
+                problem = f"another rank's program, {another!r}"
                 instead = "weft.effects.parse_listing(text)"
-            raise ProgramError("Program.parse(...)", seen, instead)
+            raise ProgramError("Program.parse(...)", problem, instead)
         effects = tuple(parse_effect(line) for line in lines[len(classes) :])
         return cls(
             int(match[1]), int(match[2]), effects, tuple(micro_batch[2] for micro_batch in classes)

@@ -10,7 +10,7 @@ class WeftError(Exception):
 
     Args:
         call: the call as the user wrote it, values included.
-        seen: what was found, with the offending values.
+        problem: what was found, with the offending values.
         instead: what to write or do instead.
 
     >>> raise ConfigError("weft.load('m')", "config.json has hidden_act='gelu'", "use a model with hidden_act='silu'")
@@ -21,20 +21,18 @@ class WeftError(Exception):
       instead: use a model with hidden_act='silu'
     """
 
-    def __init__(self, call: str, seen: str, instead: str) -> None:
-        super().__init__(call, seen, instead)
+    def __init__(self, call: str, problem: str, instead: str) -> None:
+        super().__init__(call, problem, instead)
         self.call = call
-        self.seen = seen
+        self.problem = problem
         self.instead = instead
 
     def __str__(self) -> str:
         call = self.call
         half = _LONGEST // 2
-        if len(call) <= _LONGEST:
-            call = call
-        else:
+        if len(call) > _LONGEST:
             call = f"{call[:half]} … {call[-half:]}"
-        return f"{call}\n  saw: {self.seen}\n  instead: {self.instead}"
+        return f"{call}\n  saw: {self.problem}\n  instead: {self.instead}"
 
 
 class ArgumentError(WeftError, TypeError):
@@ -146,13 +144,13 @@ class RankError(WeftError, RuntimeError):
     def __init__(
         self,
         call: str,
-        seen: str,
+        problem: str,
         instead: str,
         rank: int | None = None,
         instruction: str = "",
         cause: str = "",
     ) -> None:
-        super().__init__(call, seen, instead)
+        super().__init__(call, problem, instead)
         self.rank = rank
         self.instruction = instruction
         self.cause = cause

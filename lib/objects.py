@@ -89,27 +89,27 @@ def members(owner: Any, registered: Set[int] = frozenset()) -> Members | None:
         return [
             (Step("fixed", name), getattr(owner, name)) for name in ("func", "args", "keywords")
         ]
-    found: Members | None = None
+    entries: Members | None = None
     if isinstance(owner, dict):
-        found = [(Step("item", key), value) for key, value in dict.items(owner)]
+        entries = [(Step("item", key), value) for key, value in dict.items(owner)]
     elif isinstance(owner, list | deque):
-        found = [(Step("item", index), value) for index, value in enumerate(owner)]
+        entries = [(Step("item", index), value) for index, value in enumerate(owner)]
     elif isinstance(owner, tuple):
-        found = [(Step("element", index), value) for index, value in enumerate(owner)]
+        entries = [(Step("element", index), value) for index, value in enumerate(owner)]
     if _is_plain_object(_kind(owner)):
         steps = ((Step("attribute", name), value) for name, value in attributes(owner))
-        found = [*(found or ()), *steps, *_of_class(_kind(owner))]
-    return found
+        entries = [*(entries or ()), *steps, *_of_class(_kind(owner))]
+    return entries
 
 
 def _of_module(module: nn.Module, is_registered: bool) -> Iterator[tuple[Step, Any]]:
     """The attributes of a module, without those that torch's own modules keep for themselves."""
-    own = "_" if _is_of_torch(type(module)) else ()
+    private_prefix = "_" if _is_of_torch(type(module)) else ()
     for name, value in vars(module).items():
         if name in _MEMBERS:
             if not is_registered and name != "_parameters":
                 yield Step("attribute", name), value
-        elif not (own and name.startswith(own)):
+        elif not (private_prefix and name.startswith(private_prefix)):
             yield Step("attribute", name), value
 
 
@@ -148,8 +148,8 @@ def _is_plain_object(kind: Any) -> bool:
 @functools.cache
 def _slots(kind: Any) -> tuple[str, ...]:
     """The names of a class's slots."""
-    found = [name for base in kind.__mro__ for name, value in vars(base).items() if _is_slot(value)]
-    return tuple(dict.fromkeys(found))
+    names = [name for base in kind.__mro__ for name, value in vars(base).items() if _is_slot(value)]
+    return tuple(dict.fromkeys(names))
 
 
 def _is_slot(value: Any) -> bool:
@@ -186,13 +186,16 @@ def _of_class(kind: Any) -> Iterator[tuple[Step, Any]]:
 
 def _of_function(function: types.FunctionType) -> Members:
     """The nonlocals and the attributes of a function."""
-    found: Members = []
+    nonlocals: Members = []
     for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
         try:
-            found.append((Step("nonlocal", name), cell.cell_contents))
+            nonlocals.append((Step("nonlocal", name), cell.cell_contents))
         except ValueError:  # a cell that is empty
             continue
-    return [*found, *((Step("attribute", name), value) for name, value in vars(function).items())]
+    return [
+        *nonlocals,
+        *((Step("attribute", name), value) for name, value in vars(function).items()),
+    ]
 
 
 def _get(owner: Any, step: Step) -> Any:
@@ -433,16 +436,16 @@ class Snapshot:
                 state.
         """
         stack = [(path, root, root) for path, root in reversed(self._roots.items())]
-        seen = set[tuple[int, int]]()
+        visited = set[tuple[int, int]]()
         while stack:
             path, was, now = stack.pop()
-            if (id(was), id(now)) in seen:
+            if (id(was), id(now)) in visited:
                 continue
             if isinstance(was, (*_PLAIN, Tensor)) or type(was) is not type(now):
                 if not _is_equal(was, now) and not _is_next(was, now, state):
                     yield Change(path, was, now)
                 continue
-            seen.add((id(was), id(now)))
+            visited.add((id(was), id(now)))
             if id(was) in self._contents:
                 handle = _contents_handle(now)
                 before = self._contents[id(was)][1]

@@ -47,22 +47,22 @@ class PerRequest(Summarized):
         _refuse(getattr(func, "__name__", str(func)), *args)
 
     def __getattr__(self, name: str) -> NoReturn:
-        seen = (
+        problem = (
             "a PerRequest, whose values are of requests and not of tokens, has no attribute"
             f" {name!r}"
         )
-        raise AttributeError(f"{seen}: {_INSTEAD}" if hasattr(Tensor, name) else seen)
+        raise AttributeError(f"{problem}: {_INSTEAD}" if hasattr(Tensor, name) else problem)
 
     __hash__ = object.__hash__
 
 
 def _refuse(name: str, *args: Any) -> NoReturn:
     """Refuse an operation of tensors."""
-    given = ", ".join(
+    arguments = ", ".join(
         f"{list(x.shape)}" if isinstance(x, Tensor) else type(x).__name__ for x in args
     )
-    seen = "a PerRequest, whose values are of requests and not of tokens"
-    raise ProgramError(f"{name}({given})", seen, _INSTEAD)
+    problem = "a PerRequest, whose values are of requests and not of tokens"
+    raise ProgramError(f"{name}({arguments})", problem, _INSTEAD)
 
 
 def _refused(name: str) -> Callable[..., NoReturn]:

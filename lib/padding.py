@@ -70,41 +70,43 @@ def pad(tree: T, descriptor: Any) -> T:
     [4, 7, -1, -1]
     """
 
-    found = find_descriptors(tree)
+    descriptors = find_descriptors(tree)
 
     def checked(value: Tensor, spec: Axes) -> Tensor:
-        own = tuple(value.shape)
-        if len(found) == 1:
-            said = padded_shape(value, spec, found[0])
+        actual_shape = tuple(value.shape)
+        if len(descriptors) == 1:
+            said = padded_shape(value, spec, descriptors[0])
         else:
-            said = own
+            said = actual_shape
         shape = padded_shape(value, spec, descriptor)
-        if said == own == shape:
+        if said == actual_shape == shape:
             return value
-        if said != own or any(new < old for new, old in zip(shape, own, strict=True)):
-            seen = f"a tensor of shape {own}, larger than that descriptor"
+        if said != actual_shape or any(
+            new < old for new, old in zip(shape, actual_shape, strict=True)
+        ):
+            problem = f"a tensor of shape {actual_shape}, larger than that descriptor"
             instead = "pad to one that covers the batch"
-            if said != own:
-                seen = (
-                    f"a tensor of shape {own} in a batch of class '{found[0]}', which needs {said}"
-                )
+            if said != actual_shape:
+                problem = f"a tensor of shape {actual_shape} in a batch of class '{descriptors[0]}', which needs {said}"
                 instead = "give the batch the descriptor of its tensors"
-            raise DescriptorError(call, seen, instead)
+            raise DescriptorError(call, problem, instead)
         return grow(value, spec, descriptor)
 
     call = f"weft.pad({type(tree).__name__}, {descriptor})"
     refuse_donated_in(call, tree=tree)
-    for one in (descriptor, *found):
+    for one in (descriptor, *descriptors):
         check_descriptor(one, call)
-    beyond = next((own for own in found if not descriptor.covers(own)), None)
+    beyond = next(
+        (uncovered for uncovered in descriptors if not descriptor.covers(uncovered)), None
+    )
     if beyond is not None or all(axes is None for axes in leaf_axes(tree)):
         name = next(iter(arguments_of(descriptor)), "num_tokens")
-        seen = "nothing in it that says which of its dimensions follow the batch"
+        problem = "nothing in it that says which of its dimensions follow the batch"
         instead = f"pass a weft.Batch, or a class with attrs.field(metadata=weft.axes({name!r}))"
         if beyond is not None:
-            seen = f"the batch is {beyond}, which that descriptor does not cover"
+            problem = f"the batch is {beyond}, which that descriptor does not cover"
             instead = "pad to a descriptor d with d.covers(batch.descriptor)"
-        raise DescriptorError(call, seen, instead)
+        raise DescriptorError(call, problem, instead)
     return map_sized(checked, tree, descriptor)
 
 
@@ -114,7 +116,7 @@ def grow(value: Tensor, spec: Axes, descriptor: Any) -> Tensor:
     if shape == value.shape:
         return value
     if not isinstance(spec.pad, str):  # one operator on the host, where steps are padded
-        more = [size - own for own, size in zip(value.shape, shape, strict=True)]
+        more = [size - old for old, size in zip(value.shape, shape, strict=True)]
         return torch.constant_pad_nd(
             value, [end for last in reversed(more) for end in (0, last)], spec.pad
         )

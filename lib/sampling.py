@@ -138,9 +138,9 @@ class SamplingParams:
             if value is not default and not holds(value):
                 return f"{name}={value!r}", instead
         if _is_none(self.temperature) and (drawn := self._only_drawn()):
-            seen = f"{drawn}, which changes nothing of a greedy request, and no temperature"
+            problem = f"{drawn}, which changes nothing of a greedy request, and no temperature"
             return (
-                seen,
+                problem,
                 (
                     "temperature=1.0, or another at which to draw; temperature=0 to be greedy all"
                     " the same"
@@ -155,11 +155,11 @@ class SamplingParams:
             return fault
         factor = max(self.repetition_penalty, 1 / self.repetition_penalty)
         if max(map(abs, self.logit_bias.values()), default=0) * factor > _LARGEST_PRODUCT:
-            seen = (
+            problem = (
                 f"logit_bias and repetition_penalty={self.repetition_penalty!r}, whose product"
                 " float32 does not hold"
             )
-            return seen, "a smaller bias: one of 1000 outweighs any logit"
+            return problem, "a smaller bias: one of 1000 outweighs any logit"
         return None
 
     def _only_drawn(self) -> str:
@@ -203,12 +203,12 @@ class SamplingParams:
         seed = seed if self.seed is None else self.seed
         if self.logit_bias:  # which may have been changed since it was checked
             return attrs.evolve(self, stop_token_ids=stops, seed=seed)
-        made = copy.copy(self)
+        params = copy.copy(self)
         for name, value in (("stop_token_ids", stops), ("seed", seed), ("logit_bias", {})):
-            object.__setattr__(made, name, value)
-        if fault := made._all_barred(_MOST_TOKENS):
-            raise RequestError(repr(made), *fault)
-        return made
+            object.__setattr__(params, name, value)
+        if fault := params._all_barred(_MOST_TOKENS):
+            raise RequestError(repr(params), *fault)
+        return params
 
     def check_tokens(self, vocab_size: int, most_biased: int) -> None:
         """Raise RequestError for tokens that the model does not have, for more biases than a table
@@ -224,8 +224,8 @@ class SamplingParams:
                     f"token ids of this model go from 0 to {vocab_size - 1}",
                 )
         if (count := len(self.logit_bias)) > most_biased:
-            seen = f"{count} tokens in logit_bias; the state holds {most_biased} a request"
-            return seen, f"State.zeros(..., max_biased={count})"
+            problem = f"{count} tokens in logit_bias; the state holds {most_biased} a request"
+            return problem, f"State.zeros(..., max_biased={count})"
         return self._all_barred(vocab_size)
 
     def _all_barred(self, vocab_size: int) -> tuple[str, str] | None:
@@ -241,10 +241,13 @@ class SamplingParams:
                 ends = f", those that end a request by min_tokens={self.min_tokens}"
             else:
                 ends = ""
-            seen = f"all {vocab_size if allowed is None else 'allowed'} tokens barred{ends}"
+            problem = f"all {vocab_size if allowed is None else 'allowed'} tokens barred{ends}"
             if self.min_tokens:
-                return seen, "leave one that can be drawn; min_tokens bars those that end a request"
-            return seen, "allow one that is not in bad_token_ids"
+                return (
+                    problem,
+                    "leave one that can be drawn; min_tokens bars those that end a request",
+                )
+            return problem, "allow one that is not in bad_token_ids"
         return None
 
 

@@ -132,8 +132,8 @@ def write_rows(
     Raises:
         RequestError: a request that draws without a seed, or a token that the model does not have.
     """
-    for each, prompt, own in zip(params, prompts, generated, strict=True):
-        if fault := _row_fault(table, each, prompt, own):
+    for each, prompt, completion in zip(params, prompts, generated, strict=True):
+        if fault := _row_fault(table, each, prompt, completion):
             raise RequestError(f"admit(state, ..., {each!r})", *fault)
     device = table.floats.device
     index = to_device(torch.tensor(rows, dtype=torch.int64), device)
@@ -147,8 +147,8 @@ def write_rows(
     ints = torch.tensor(int_rows, dtype=torch.int64, device="cpu").reshape(-1, len(INTS))
     table.floats[index], table.ints[index] = to_device(floats, device), to_device(ints, device)
     if table.vocab_size:
-        for row, each, prompt, own in zip(rows, params, prompts, generated, strict=True):
-            _write_wide(table, row, each, prompt, own)
+        for row, each, prompt, completion in zip(rows, params, prompts, generated, strict=True):
+            _write_wide(table, row, each, prompt, completion)
 
 
 def _row_fault(
@@ -160,10 +160,12 @@ def _row_fault(
         return None
     vocab = table.vocab_size
     params.check_tokens(vocab, table.bias.shape[1])
-    given = {*prompt, *generated} - {EMBEDDED}
-    if given and not 0 <= min(given) <= max(given) < vocab:
+    token_ids = {*prompt, *generated} - {EMBEDDED}
+    if token_ids and not 0 <= min(token_ids) <= max(token_ids) < vocab:
         wrong = next(
-            token for token in (*prompt, *generated) if token in given and not 0 <= token < vocab
+            token
+            for token in (*prompt, *generated)
+            if token in token_ids and not 0 <= token < vocab
         )
         return f"token {wrong} in a prompt", f"token ids from 0 to {vocab - 1}"
     return None

@@ -21,13 +21,13 @@ _TENSOR = (
 )
 
 
-def read_form(form: tuple[str, str], text: str, call: str, seen: str) -> re.Match[str]:
+def read_form(form: tuple[str, str], text: str, call: str, problem: str) -> re.Match[str]:
     """The match of a text with one of the forms in which something prints: an expression, and an
     example for errors."""
-    found = re.fullmatch(form[0], text.strip())
-    if found is None:
-        raise ProgramError(call, seen, form[1])
-    return found
+    match = re.fullmatch(form[0], text.strip())
+    if match is None:
+        raise ProgramError(call, problem, form[1])
+    return match
 
 
 @attrs.frozen
@@ -88,14 +88,14 @@ class Schema:
             isinstance(size, torch.SymInt) for kind in kinds if kind is not None for size in kind
         ):
             return cls._of(value)
-        for schema, seen, known in _recent:
-            if kinds == known and structure == seen:
+        for schema, recent_structure, recent_kinds in _recent:
+            if kinds == recent_kinds and structure == recent_structure:
                 return schema
         return _remember(cls._of(value), structure, kinds)
 
     @classmethod
     def _of(cls, value: Any) -> "Schema":
-        found = []
+        tensors = []
         for (name, leaf), spec in zip(leaves_with_names(value), leaf_axes(value), strict=True):
             if isinstance(leaf, Tensor):
                 names = spec.dims if spec is not None else ()
@@ -103,12 +103,12 @@ class Schema:
                     names[i] if i < len(names) and names[i] else size
                     for i, size in enumerate(leaf.shape)
                 ]
-                found.append(
+                tensors.append(
                     TensorSchema(
                         name.removeprefix("."), tuple(d for d in dims if d is not None), leaf.dtype
                     )
                 )
-        return cls(tuple(found))
+        return cls(tuple(tensors))
 
 
 # Schemas of recent values, with their structure and the shape and dtype of each leaf: a rank asks

@@ -63,7 +63,7 @@ class _Count:
     """The captures inside one context `assert_max_captures(n)`."""
 
     most: int
-    seen: list[str] = attrs.field(factory=list)
+    captures: list[str] = attrs.field(factory=list)
 
 
 _COUNTS = Blocks[_Count]("weft.counts")
@@ -181,12 +181,12 @@ def count_capture(what: str, miss: Callable[[], tuple[str, str]]) -> None:
         TooManyCapturesError: one of the contexts does not allow it.
     """
     for count in _COUNTS.values():
-        if len(count.seen) >= count.most:
+        if len(count.captures) >= count.most:
             difference, remedy = miss()
             raise TooManyCapturesError(
                 f"with weft.assert_max_captures({count.most}): {what}",
-                f"one capture more ({difference}), after: {'; '.join(count.seen) or 'none'}",
+                f"one capture more ({difference}), after: {'; '.join(count.captures) or 'none'}",
                 f"{remedy or 'call with arguments like the captured ones'}, or allow more captures",
             )
     for count in _COUNTS.values():
-        count.seen.append(what)
+        count.captures.append(what)

@@ -53,8 +53,8 @@ def cut_sized(batch: Any, spans: Spans, descriptor: Any, starts: str | None = No
     part = map_sized(cut, batch, descriptor)
     if starts is None:
         return part
-    found = getattr(part, starts)
-    return replaced(part, {starts: found - found[:1]})
+    offsets = getattr(part, starts)
+    return replaced(part, {starts: offsets - offsets[:1]})
 
 
 def _span(spans: Spans, name: str | None) -> slice:
@@ -89,19 +89,19 @@ def resized(descriptor: Any, sizes: Mapping[str, int]) -> Any:
 
 def sized_tensors(batch: Any) -> list[tuple[Tensor, Axes]]:
     """The sized fields of a batch that hold tensors, with their axes."""
-    found = list[tuple[Tensor, Axes]]()
-    map_sized(lambda value, spec: found.append((value, spec)), batch)
-    return found
+    tensors = list[tuple[Tensor, Axes]]()
+    map_sized(lambda value, spec: tensors.append((value, spec)), batch)
+    return tensors
 
 
 def axis_sizes(batch: Any, descriptor: Any) -> dict[str, int]:
     """The size of each axis that the fields of a batch name, as its descriptor says, or if None the
     first tensor."""
-    found: dict[str, int] = {}
+    sizes: dict[str, int] = {}
     for value, spec in sized_tensors(batch):
         for dim, name in enumerate(spec.dims):
             axis, more = parse_axis(name or "")
-            if axis and axis not in found:
+            if axis and axis not in sizes:
                 size = value.shape[dim] if descriptor is None else spec.extent(dim, descriptor)
-                found[axis] = (size or 0) - more
-    return found
+                sizes[axis] = (size or 0) - more
+    return sizes

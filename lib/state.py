@@ -72,8 +72,8 @@ class Drafting(Summarized):
         if not self.tokens.shape[1]:
             return
         table = torch.zeros(len(token_ids), self.tokens.shape[1], dtype=torch.int32)
-        for row, own in zip(table, token_ids, strict=True):
-            row[: len(own)] = torch.tensor(own, dtype=torch.int32)
+        for row, tokens in zip(table, token_ids, strict=True):
+            row[: len(tokens)] = torch.tensor(tokens, dtype=torch.int32)
         self.tokens[rows] = to_device(table, device)
 
     def append(self, rows: Tensor, places: Tensor, token_ids: Tensor, kept: Tensor) -> None:
@@ -119,9 +119,9 @@ class State(Summarized):
             stage that takes some; the last row holds the defaults.
         carried: what each request carries from token to token for a stage that carries something;
             None: nothing.
-        found: [max_num_reqs + 1] int64, the leading tokens of each request that were in its pages,
-            and that it computes again: they are not written, as the pages are shared. The last page
-            of such a state is scratch. None: no request computes such tokens.
+        num_recomputed_tokens: [max_num_reqs + 1] int64, the leading tokens of each request that
+            were in its pages, and that it computes again: they are not written, as the pages are
+            shared. The last page of such a state is scratch. None: no request computes such tokens.
         beside: by name, the pages of other models that read the same tokens, of the shape of
             `kv_pages` but for their own layers and heads; on the last stage.
     """
@@ -136,7 +136,7 @@ class State(Summarized):
     drafting: Drafting | None = None
     extras: dict[str, Tensor] = attrs.field(factory=dict)
     carried: Carried | None = None
-    found: Tensor | None = None
+    num_recomputed_tokens: Tensor | None = None
     beside: dict[str, Tensor] = attrs.field(factory=dict)
     _taken_by: str = attrs.field(default="", init=False, repr=False, metadata=OF_THIS_VALUE)
 
@@ -203,7 +203,7 @@ def admit(
     limits: Sequence[int] | None = None,
     mrope_position_deltas: Sequence[int] | None = None,
     extras: Sequence[Mapping[str, Tensor]] | None = None,
-    found: Sequence[int] | None = None,
+    num_recomputed_tokens: Sequence[int] | None = None,
 ) -> State:
     """Start requests in rows of the state: their pages, sampling parameters, and first positions.
 
@@ -228,8 +228,8 @@ def admit(
         mrope_position_deltas: in a model with mRoPE, the delta of each request whose prompt has
             positions of its own (`weft.stages.attention.rope.mrope_position_delta`); None: 0.
         extras: each request's own values for some of the state's `extras`; None: the defaults.
-        found: the tokens already in each request's pages that it computes again (`State.found`);
-            None: 0.
+        num_recomputed_tokens: the tokens already in each request's pages that it computes again
+            (`State.num_recomputed_tokens`); None: 0.
 
     Raises:
         RequestError: lengths that differ; a row twice, or not of the state; a page that is not of
@@ -247,7 +247,7 @@ def admit(
     else:
         deltas = list(mrope_position_deltas)
     own_extras = [{}] * count if extras is None else list(extras)
-    shared = [0] * count if found is None else list(found)
+    shared = [0] * count if num_recomputed_tokens is None else list(num_recomputed_tokens)
     _check_admission(
         state,
         rows,
@@ -257,8 +257,8 @@ def admit(
     write_rows(state.sampling, rows, sampling, prompts, said)
     device = state.positions.device
     table = torch.zeros(count, state.block_table.shape[1], dtype=torch.int32)
-    for row, own in zip(table, pages, strict=True):
-        row[: len(own)] = torch.tensor(own, dtype=torch.int32)
+    for row, entry in zip(table, pages, strict=True):
+        row[: len(entry)] = torch.tensor(entry, dtype=torch.int32)
     columns = to_device(
         torch.tensor([list(rows), starts, slots, deltas, shared], dtype=torch.int64), device
     )
@@ -273,19 +273,21 @@ def admit(
         state.drafting.admit(index, [[*a, *b] for a, b in zip(prompts, said, strict=True)], most)
     for name, values in state.extras.items():
         values[index] = values[-1].clone()
-        if given := [place for place, own in enumerate(own_extras) if name in own]:
-            stacked = torch.stack([own_extras[place][name] for place in given]).to(values.dtype)
+        if with_extra := [place for place, entry in enumerate(own_extras) if name in entry]:
+            stacked = torch.stack([own_extras[place][name] for place in with_extra]).to(
+                values.dtype
+            )
             places = to_device(
-                torch.tensor([rows[place] for place in given], dtype=torch.int64), device
+                torch.tensor([rows[place] for place in with_extra], dtype=torch.int64), device
             )
             values[places] = to_device(stacked, device)
-    if state.found is not None:
-        state.found[index] = own_found
+    if state.num_recomputed_tokens is not None:
+        state.num_recomputed_tokens[index] = own_found
     if state.carried is not None:
         size = state.kv_pages.shape[3]
         last = [
-            own[start // size - 1] if start >= size else -1
-            for own, start in zip(pages, starts, strict=True)
+            entry[start // size - 1] if start >= size else -1
+            for entry, start in zip(pages, starts, strict=True)
         ]
         state.carried.admit(index, starts, last)
     return state
@@ -295,24 +297,26 @@ def _check_admission(
     state: State,
     rows: Sequence[int],
     pages: Sequence[Sequence[int]],
-    others: Sequence[Sequence[Any]],
+    per_request: Sequence[Sequence[Any]],
 ) -> None:
-    asked = len(others[0])
-    prompts = len(others[1])
+    num_params = len(per_request[0])
+    prompts = len(per_request[1])
     call = (
-        f"admit(state, rows={list(rows)}, <{len(pages)} lists of pages>, <{asked} sampling>,"
+        f"admit(state, rows={list(rows)}, <{len(pages)} lists of pages>, <{num_params} sampling>,"
         f" <{prompts} prompts>)"
     )
     is_twice = len(set(rows)) != len(rows)
-    if is_twice or any(len(other) != len(rows) for other in (pages, *others)):
+    if is_twice or any(len(other) != len(rows) for other in (pages, *per_request)):
         if is_twice:
-            seen = "a row that stands twice"
+            problem = "a row that stands twice"
         else:
-            seen = f"numbers that differ: {len(rows)} rows"
+            problem = f"numbers that differ: {len(rows)} rows"
         raise RequestError(
-            call, seen, "different rows; pages, SamplingParams and a prompt for each"
+            call, problem, "different rows; pages, SamplingParams and a prompt for each"
         )
-    _check_pages(call, state, ((row, 0, own) for row, own in zip(rows, pages, strict=True)))
+    _check_pages(
+        call, state, ((row, 0, row_pages) for row, row_pages in zip(rows, pages, strict=True))
+    )
 
 
 def _check_pages(call: str, state: State, more: Iterable[tuple[int, int, Sequence[int]]]) -> None:
@@ -323,12 +327,12 @@ def _check_pages(call: str, state: State, more: Iterable[tuple[int, int, Sequenc
     for row, start, pages in more:
         outside = any(not 0 <= page < num_pages for page in pages)
         if not 0 <= row < num_rows - 1 or not 0 <= start <= most - len(pages) or outside:
-            seen = f"row {row}, pages {list(pages)[: most + 1]} after {start}"
+            problem = f"row {row}, pages {list(pages)[: most + 1]} after {start}"
             instead = (
                 f"rows below {num_rows - 1}, at most {most} pages a request, pages below"
                 f" {num_pages}"
             )
-            raise RequestError(call, seen, instead)
+            raise RequestError(call, problem, instead)
 
 
 @donates("state")
@@ -368,10 +372,10 @@ def copy_pages(state: State, sources: Sequence[int], targets: Sequence[int]) -> 
     if both or any(not 0 <= page < num_pages for page in (*sources, *targets)):
         call = f"copy_pages(state, {list(sources)}, {list(targets)})"
         if both:
-            seen = f"page {min(both)}, which is in both"
+            problem = f"page {min(both)}, which is in both"
         else:
-            seen = "a page that is not the state's"
-        raise RequestError(call, seen, f"different pages from 0 to {num_pages - 1}")
+            problem = "a page that is not the state's"
+        raise RequestError(call, problem, f"different pages from 0 to {num_pages - 1}")
     source, target = to_device(
         torch.tensor([list(sources), list(targets)], dtype=torch.int64), state.kv_pages.device
     )
@@ -403,8 +407,8 @@ def resolve(state: State, batch: Batch) -> ResolvedBatch:
         state.kv_pages.shape[3],
     )
     adapters, active = _find_adapters(state, batch)
-    if state.found is not None:
-        slots = _written(batch, state.found, positions, slots, state.kv_pages)
+    if state.num_recomputed_tokens is not None:
+        slots = _written(batch, state.num_recomputed_tokens, positions, slots, state.kv_pages)
     if state.carried is None:
         carried = {}
     else:
@@ -427,13 +431,13 @@ def resolve(state: State, batch: Batch) -> ResolvedBatch:
 
 
 def _written(
-    batch: Batch, found: Tensor, positions: Tensor, slots: Tensor, kv_pages: Tensor
+    batch: Batch, num_recomputed_tokens: Tensor, positions: Tensor, slots: Tensor, kv_pages: Tensor
 ) -> Tensor:
     """The slot [num_tokens] that each token is written to: for a found token one of the last page,
     which is scratch."""
     num_pages, page_size = kv_pages.shape[2:4]
     owner, _ = batch.owners()
-    is_found = (slots >= 0) & (positions < found[batch.rows][owner])
+    is_found = (slots >= 0) & (positions < num_recomputed_tokens[batch.rows][owner])
     return torch.where(is_found, (num_pages - 1) * page_size + positions % page_size, slots)
 
 
@@ -503,9 +507,7 @@ def _advance_verified(state: State, batch: Batch, out: Output, num_tokens: Tenso
     newest = ids.gather(1, (num_tokens - 1).clamp(min=0)[:, None])[:, 0]
     state.last_tokens[rows] = torch.where(said, newest, state.last_tokens[rows])
     table = count_tokens(state.sampling, rows, ids[:, 0].contiguous(), said)
-    if table is state.sampling:
-        state = state
-    else:
+    if table is not state.sampling:
         state = attrs.evolve(state, sampling=table)
     if state.drafting is not None:
         state.drafting.append(rows, old + read, ids, said)

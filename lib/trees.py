@@ -58,28 +58,28 @@ def tree_leaves(tree: Any, is_leaf: IsLeaf = _is_size) -> list[Any]:
     """The leaves of a tree."""
     if is_leaf is not _is_size:
         return _pytree.tree_leaves(tree, is_leaf)
-    found: list[Any] = []
-    _collect(tree, found)
-    return found
+    leaves: list[Any] = []
+    _collect(tree, leaves)
+    return leaves
 
 
-def _collect(node: Any, found: list[Any]) -> None:
+def _collect(node: Any, leaves: list[Any]) -> None:
     """Append the leaves of a tree: in a tenth of the time that torch's pytree takes for the classes
     of `pytree`."""
     kind = type(node)
     if kind is Tensor:
-        found.append(node)
+        leaves.append(node)
     elif (fields := kind.__dict__.get(_FIELDS)) is not None:
         for name in fields.statics:
             if isinstance(value := getattr(node, name), Tensor):
                 _check_static(kind, name, value)
         for child in fields.values(node):
-            _collect(child, found)
+            _collect(child, leaves)
     elif kind is tuple or kind is list or kind is dict:
         for child in node.values() if kind is dict else node:
-            _collect(child, found)
+            _collect(child, leaves)
     else:
-        found += _pytree.tree_leaves(node, _is_size)
+        leaves += _pytree.tree_leaves(node, _is_size)
 
 
 def tree_structure(tree: Any, is_leaf: IsLeaf = _is_size) -> TreeSpec:
@@ -87,9 +87,9 @@ def tree_structure(tree: Any, is_leaf: IsLeaf = _is_size) -> TreeSpec:
     return _pytree.tree_structure(tree, is_leaf)
 
 
-def tree_map(fn: Callable[..., Any], tree: Any, *others: Any, is_leaf: IsLeaf = _is_size) -> Any:
+def tree_map(fn: Callable[..., Any], tree: Any, *rest: Any, is_leaf: IsLeaf = _is_size) -> Any:
     """Apply `fn` to each leaf of a tree, with the leaves of other trees in the same place."""
-    return _pytree.tree_map(fn, tree, *others, is_leaf=is_leaf)
+    return _pytree.tree_map(fn, tree, *rest, is_leaf=is_leaf)
 
 
 @attrs.frozen
@@ -125,12 +125,12 @@ class Axes:
                 has = f"{base}={size!r}"
             else:
                 has = f"no attribute {base!r}"
-            seen = f"a descriptor {descriptor!r}, with {has}"
+            problem = f"a descriptor {descriptor!r}, with {has}"
             kind = type(descriptor).__name__
             instead = (
                 f"an int attribute {base!r} of {kind}, or in axes(...) the name of one that it has"
             )
-            raise DescriptorError(f"weft.axes({_listed(self.dims)})", seen, instead)
+            raise DescriptorError(f"weft.axes({_listed(self.dims)})", problem, instead)
         return int(size) + (int(constant) if plus else 0)
 
 
@@ -333,8 +333,10 @@ def pytree(cls: C) -> C:
     if pytree_node(cls) is not None:
         if node_fields(cls) is not None:
             return cls
-        seen = "a class that is registered with torch's pytree"
-        raise TreeError(call, seen, "one of the two: weft's transforms take it as torch knows it")
+        problem = "a class that is registered with torch's pytree"
+        raise TreeError(
+            call, problem, "one of the two: weft's transforms take it as torch knows it"
+        )
     fields = [f for f in attrs.fields(cls) if f.name in class_fields(cls).names]
     children = tuple(f.name for f in fields if not f.metadata.get(_STATIC))
     statics = tuple(f.name for f in fields if f.metadata.get(_STATIC))
@@ -399,13 +401,16 @@ def keys_in(structure: TreeSpec) -> tuple[Any, ...]:
     without strings, and the contexts of classes that others registered."""
     kind = structure.type
     context = structure.context
-    own = list[Any]()
+    node_keys = list[Any]()
     if isinstance(kind, type) and issubclass(kind, dict):
         keys = context[1] if kind is defaultdict else context
-        own = [value_key(key) for key in keys if type(key) is not str]
+        node_keys = [value_key(key) for key in keys if type(key) is not str]
     elif context is not None and not isinstance(context, type | Context):
-        own = [value_key(context)]
-    return (*own, *(found for child in children_of(structure) for found in keys_in(child)))
+        node_keys = [value_key(context)]
+    return (
+        *node_keys,
+        *(child_key for child in children_of(structure) for child_key in keys_in(child)),
+    )
 
 
 def leaves_with_names(tree: Any, is_leaf: IsLeaf = _is_size) -> list[tuple[str, Any]]:
@@ -415,17 +420,17 @@ def leaves_with_names(tree: Any, is_leaf: IsLeaf = _is_size) -> list[tuple[str, 
         tree,
         is_leaf=lambda node: _is_size(node) or is_leaf(node) or unnamed_children(node) is not None,
     )
-    found: list[tuple[str, Any]] = []
+    named_leaves: list[tuple[str, Any]] = []
     for path, part in pairs:
         if is_leaf(part) or (children := unnamed_children(part)) is None:
-            found.append((keystr(path), part))
+            named_leaves.append((keystr(path), part))
             continue
         for index, child in enumerate(children):
-            found += [
+            named_leaves += [
                 (f"{keystr(path)}[{index}]{name}", leaf)
                 for name, leaf in leaves_with_names(child, is_leaf)
             ]
-    return found
+    return named_leaves
 
 
 @attrs.frozen
@@ -441,10 +446,10 @@ class SizedFields:
 def sized_class_fields(kind: type) -> SizedFields | None:
     """The fields of a sized class, which the class keeps with the attrs fields that they are of;
     None for any other class."""
-    of, found = vars(kind).get(_SIZED, (None, None))
+    of, sized_fields = vars(kind).get(_SIZED, (None, None))
     if of is not None and of is getattr(kind, "__attrs_attrs__", None):
-        known: SizedFields | None = found
-        return known
+        cached: SizedFields | None = sized_fields
+        return cached
     if not attrs.has(kind):
         return None
     fields = attrs.fields(kind)
@@ -452,9 +457,9 @@ def sized_class_fields(kind: type) -> SizedFields | None:
     descriptors = tuple(f.name for f in fields if f.metadata.get(_DESCRIPTOR))
     plain = [f.name for f in fields if not {_AXES, _STATIC} & f.metadata.keys()]
     parts = tuple(name for name in plain if name in class_fields(kind).names)
-    found = SizedFields(MappingProxyType(axes), descriptors, parts) if axes else None
-    type.__setattr__(kind, _SIZED, (fields, found))
-    return found
+    sized_fields = SizedFields(MappingProxyType(axes), descriptors, parts) if axes else None
+    type.__setattr__(kind, _SIZED, (fields, sized_fields))
+    return sized_fields
 
 
 def sized_fields(node: Any) -> Mapping[str, Axes]:
@@ -485,10 +490,10 @@ def _map_values(fn: Callable[[Any, SizedFields], Any], node: Any) -> Any:
             node,
             is_leaf=_is_leaf_here,
         )
-    if (known := pytree_node(kind)) is None:
+    if (node_def := pytree_node(kind)) is None:
         return node
-    children, context = known.flatten_fn(node)
-    return known.unflatten_fn([_map_values(fn, child) for child in children], context)
+    children, context = node_def.flatten_fn(node)
+    return node_def.unflatten_fn([_map_values(fn, child) for child in children], context)
 
 
 def _is_leaf_here(node: Any) -> bool:
@@ -500,19 +505,19 @@ def map_sized(fn: Callable[[Tensor, Axes], Any], tree: T, descriptor: Any = None
     replaces the descriptor of each sized value that holds one."""
 
     def change(node: Any, fields: SizedFields) -> Any:
-        held = {name: getattr(node, name) for name in fields.axes}
+        values = {name: getattr(node, name) for name in fields.axes}
         for name, spec in fields.axes.items():
             _check_field(node, name, spec)
         changes = {
-            name: fn(x, fields.axes[name]) for name, x in held.items() if isinstance(x, Tensor)
+            name: fn(x, fields.axes[name]) for name, x in values.items() if isinstance(x, Tensor)
         }
         changes |= {name: _map_values(change, getattr(node, name)) for name in fields.parts}
         if descriptor is not None:
             changes |= dict.fromkeys(fields.descriptors, descriptor)
         return replaced(node, changes)
 
-    made: T = _map_values(change, tree)
-    return made
+    mapped: T = _map_values(change, tree)
+    return mapped
 
 
 def _check_field(node: Any, name: str, spec: Axes) -> None:
@@ -521,16 +526,16 @@ def _check_field(node: Any, name: str, spec: Axes) -> None:
         if value.dim() >= len(spec.dims):
             return
         shown = f"<tensor of shape {tuple(value.shape)}>"
-        seen = f"{value.dim()} dimensions"
+        problem = f"{value.dim()} dimensions"
         instead = "a name for each dimension, or for the first ones"
     elif isinstance(value, list | tuple | dict | int | float):
         shown = f"{value!r:.60}"
-        seen = kind_of(value)
+        problem = kind_of(value)
         instead = "a tensor (torch.tensor), or a field without axes"
     else:
         return
     call = f"{type(node).__name__}({name}={shown})"
-    raise DescriptorError(call, f"{seen} in a field with axes({_listed(spec.dims)})", instead)
+    raise DescriptorError(call, f"{problem} in a field with axes({_listed(spec.dims)})", instead)
 
 
 def leaf_axes(tree: Any) -> list[Axes | None]:
@@ -541,13 +546,13 @@ def leaf_axes(tree: Any) -> list[Axes | None]:
 
 def find_descriptors(tree: Any) -> list[Any]:
     """The distinct descriptors that the sized values in `tree` hold, in order."""
-    found: list[Any] = []
+    descriptors: list[Any] = []
 
     def note(node: Any, fields: SizedFields) -> Any:
-        found.extend(getattr(node, name) for name in fields.descriptors)
+        descriptors.extend(getattr(node, name) for name in fields.descriptors)
         for name in fields.parts:
             _map_values(note, getattr(node, name))
         return node
 
     _map_values(note, tree)
-    return list(dict.fromkeys(found))
+    return list(dict.fromkeys(descriptors))

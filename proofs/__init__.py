@@ -69,10 +69,10 @@ tolerance is given:
 ...     return {"x": x + x, "count": x.numel()}
 >>> def doubled(x):
 ...     return {"x": 2 * x, "count": x.numel()}
->>> proofs.assert_equivalent(twice, doubled, given=(tensors(st.integers(0, 4)),), max_examples=10)
+>>> proofs.assert_equivalent(twice, doubled, args=(tensors(st.integers(0, 4)),), max_examples=10)
 >>> def nearly(x):
 ...     return {"x": 2.0000002 * x, "count": x.numel()}
->>> proofs.assert_equivalent(nearly, doubled, given=(torch.ones(3),))
+>>> proofs.assert_equivalent(nearly, doubled, args=(torch.ones(3),))
 Traceback (most recent call last):
     ...
 weft.proofs.checks.equivalence.Counterexample: nearly is not doubled, bitwise
@@ -86,7 +86,7 @@ to see it again:
     import torch
     import weft.proofs
     args = (torch.ones(3),)
-    weft.proofs.assert_equivalent(nearly, doubled, given=args)
+    weft.proofs.assert_equivalent(nearly, doubled, args=args)
 
 It works inside a test with Hypothesis's own `@given` too: pass the arguments that the test drew.
 What a law compares otherwise, it compares by `find_difference`, and says with LawViolation.

@@ -189,23 +189,23 @@ def _wrong(
     case: Case, records: dict[int, Any], heard: Exception | None, seconds: float
 ) -> str | None:
     """What is not as it should be."""
-    others = [record["about"] for rank, record in records.items() if rank != case.rank]
-    said = others[0][1] if others else ""
+    reports = [record["about"] for rank, record in records.items() if rank != case.rank]
+    said = reports[0][1] if reports else ""
     numbered = case.collective is not None and str(said).startswith(f"{case.instruction}, number ")
-    wanted = [case.rank, said if numbered or not case.instruction else case.instruction]
+    expected = [case.rank, said if numbered or not case.instruction else case.instruction]
     for rank in range(case.num_ranks):
         if rank != case.rank and rank not in records:
             return f"rank {rank} raised nothing"
-        if rank != case.rank and records[rank]["about"] != wanted:
+        if rank != case.rank and records[rank]["about"] != expected:
             return f"rank {rank} said {records[rank]['about']}: {records[rank]['error']}"
     if isinstance(heard, Planted) if case.way == "raise" else isinstance(heard, RankError):
         if not isinstance(heard, RankError):
-            said = wanted
+            said = expected
         else:
             said = [heard.rank, heard.instruction]
     else:
         return f"the launcher said {heard!r}"
-    if said != wanted:
+    if said != expected:
         return f"the launcher said {said}"
     if any(Path(f"/proc/{record['pid']}").exists() for record in records.values()):
         return "a process is left"
@@ -218,11 +218,11 @@ def summary(outcomes: Sequence[Outcome]) -> dict[str, Any]:
     """What the record says."""
     ways = {}
     for way in WAYS:
-        own = [outcome for outcome in outcomes if outcome.case.way == way]
+        way_outcomes = [outcome for outcome in outcomes if outcome.case.way == way]
         ways[way] = {
-            "runs": len(own),
-            "raised": _spread([o.raised for o in own]),
-            "ended": _spread([o.ended for o in own]),
+            "runs": len(way_outcomes),
+            "raised": _spread([o.raised for o in way_outcomes]),
+            "ended": _spread([o.ended for o in way_outcomes]),
         }
     return {
         "environment": {
@@ -264,12 +264,12 @@ def main() -> None:
     parser.add_argument(
         "--runs", type=int, default=200, help="half of them in a pipeline, half in a mesh"
     )
-    given = parser.parse_args()
-    half = given.runs // 2
+    args = parser.parse_args()
+    half = args.runs // 2
     chosen = [
-        *itertools.islice(cases(), given.runs - half),
+        *itertools.islice(cases(), args.runs - half),
         *itertools.islice(cases_of_meshes(), half),
-        *itertools.islice(cases_at_any_time(), given.runs // 4),
+        *itertools.islice(cases_at_any_time(), args.runs // 4),
     ]
     outcomes = []
     for case in tqdm(chosen, unit="run"):
@@ -277,8 +277,8 @@ def main() -> None:
         if outcome.wrong:
             tqdm.write(f"{case}: {outcome.wrong}", file=sys.stderr)
     report = summary(outcomes)
-    given.out.mkdir(parents=True, exist_ok=True)
-    (given.out / "failures.json").write_text(json.dumps(report, indent=1) + "\n")
+    args.out.mkdir(parents=True, exist_ok=True)
+    (args.out / "failures.json").write_text(json.dumps(report, indent=1) + "\n")
     print(json.dumps(report, indent=1))
     raise SystemExit(1 if report["wrong"] else 0)
 

@@ -41,19 +41,19 @@ class Fuzzed:
     seconds: float = 0.0
 
     def __str__(self) -> str:
-        own = self.tally
-        ended = ", ".join(f"{count} {reason}" for reason, count in own.ended.most_common())
-        errors = "".join(f"\n  {count:6} {error}" for error, count in own.errors.most_common())
+        tally = self.tally
+        ended = ", ".join(f"{count} {reason}" for reason, count in tally.ended.most_common())
+        errors = "".join(f"\n  {count:6} {error}" for error, count in tally.errors.most_common())
         return (
-            f"{own.accepted} requests accepted, {own.masked} of them with masks and {own.embedded}"
-            f" with embeddings; {own.refused} refused; {self.engines} engines, {self.lost} lost or"
-            f" with a forbidden token; {own.tokens} tokens in {self.seconds:.0f} s\ncompletions"
+            f"{tally.accepted} requests accepted, {tally.masked} of them with masks and {tally.embedded}"
+            f" with embeddings; {tally.refused} refused; {self.engines} engines, {self.lost} lost or"
+            f" with a forbidden token; {tally.tokens} tokens in {self.seconds:.0f} s\ncompletions"
             f" ended: {ended}\nerrors:{errors}"
         )
 
 
 def fuzz(
-    num_requests: int, seed: int = 0, tell: Callable[[Fuzzed], None] = lambda found: None
+    num_requests: int, seed: int = 0, tell: Callable[[Fuzzed], None] = lambda outcome: None
 ) -> Fuzzed:
     """Serve odd requests until so many were accepted.
 
@@ -64,17 +64,17 @@ def fuzz(
     Raises:
         LawViolation: of the smallest case that was found.
     """
-    found = Fuzzed()
+    outcome = Fuzzed()
     begin = time.perf_counter()
-    while found.tally.accepted < num_requests:
-        _serve(found, seed)
-        found.seconds = time.perf_counter() - begin
+    while outcome.tally.accepted < num_requests:
+        _serve(outcome, seed)
+        outcome.seconds = time.perf_counter() - begin
         seed = seed + 1
-        tell(found)
-    return found
+        tell(outcome)
+    return outcome
 
 
-def _serve(found: Fuzzed, seed: int) -> None:
+def _serve(outcome: Fuzzed, seed: int) -> None:
     @hypothesis.seed(seed)
     @settings(
         max_examples=_AT_ONCE,
@@ -85,11 +85,11 @@ def _serve(found: Fuzzed, seed: int) -> None:
     )
     @hypothesis.given(odd_loads())
     def serve(load: OddLoad) -> None:
-        found.engines += 1
+        outcome.engines += 1
         try:
-            faults_end_their_own_request(load, found.tally)
+            faults_end_their_own_request(load, outcome.tally)
         except LawViolation:
-            found.lost += 1
+            outcome.lost += 1
             raise
 
     serve()
@@ -102,15 +102,15 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0)
     arguments = parser.parse_args()
     try:
-        found = fuzz(
+        outcome = fuzz(
             arguments.requests,
             arguments.seed,
-            lambda found: print(found.tally.accepted, flush=True),
+            lambda outcome: print(outcome.tally.accepted, flush=True),
         )
     except LawViolation as error:
         print(error, *getattr(error, "__notes__", ()), sep="\n")
         return 1
-    print(found)
+    print(outcome)
     return 0
 
 

@@ -252,24 +252,28 @@ def kernel_rows() -> Iterator[tuple[str, ...]]:
 def attention_rows() -> Iterator[tuple[str, ...]]:
     """The attention back ends, by kind of shape."""
     record = read("h200-attention")
-    found: dict[tuple[str, str], dict[str, dict[str, Any]]] = defaultdict(dict)
+    by_shape: dict[tuple[str, str], dict[str, dict[str, Any]]] = defaultdict(dict)
     for row in record.data["rows"]:
-        found[row["model"], row["shape"]][row["backend"]] = row
+        by_shape[row["model"], row["shape"]][row["backend"]] = row
     kinds: dict[str, list[dict[str, dict[str, Any]]]] = {
         "decodes": [],
         "prompts": [],
         "decodes among prompts": [],
     }
-    for (_, shape), own in found.items():
-        is_decode = own["triton"]["share"] is not None
+    for (_, shape), by_backend in by_shape.items():
+        is_decode = by_backend["triton"]["share"] is not None
         kinds[
             "decodes" if is_decode else "decodes among prompts" if "decodes" in shape else "prompts"
-        ].append(own)
+        ].append(by_backend)
     for kind, shapes in kinds.items():
         rates = span(
-            (own["triton"]["rate"] for own in shapes), "{:.2f}" if kind == "decodes" else "{:.0f}"
+            (by_backend["triton"]["rate"] for by_backend in shapes),
+            "{:.2f}" if kind == "decodes" else "{:.0f}",
         )
-        ratio = span((own["flashinfer"]["us"] / own["triton"]["us"] for own in shapes), "{:.2f}")
+        ratio = span(
+            (by_backend["flashinfer"]["us"] / by_backend["triton"]["us"] for by_backend in shapes),
+            "{:.2f}",
+        )
         what = f"Attention in bfloat16, {len(shapes)} shapes of {kind}: our kernel"
         unit = "TB/s" if kind == "decodes" else "TFLOP/s"
         yield record.row(
@@ -280,10 +284,12 @@ def attention_rows() -> Iterator[tuple[str, ...]]:
 def prompt_rows() -> Iterator[tuple[str, ...]]:
     """Prompts served, against the build before."""
     record = read("h200-prompts")
-    found: dict[tuple[str, int, int, int], list[dict[str, Any]]] = defaultdict(list)
+    by_workload: dict[tuple[str, int, int, int], list[dict[str, Any]]] = defaultdict(list)
     for row in record.data["rows"]:
-        found[row["model"], row["num_requests"], row["input_len"], row["output_len"]].append(row)
-    for (model, requests, taken, given), rows in found.items():
+        by_workload[row["model"], row["num_requests"], row["input_len"], row["output_len"]].append(
+            row
+        )
+    for (model, requests, taken, output_len), rows in by_workload.items():
         if taken < 512:
             continue
         before, now = (
@@ -295,7 +301,7 @@ def prompt_rows() -> Iterator[tuple[str, ...]]:
             ]
             for build, most in (("before", 2048), ("now", 8192))
         )
-        what = f"{model}, bfloat16: {requests} requests, {taken:,} in, {given} out, by default"
+        what = f"{model}, bfloat16: {requests} requests, {taken:,} in, {output_len} out, by default"
         against = f"{span(before, '{:,.0f}')} of the build before, in the same run"
         yield record.row(what, f"{span(now, '{:,.0f}')} tokens/s in all", against, "1 GPU")
 
@@ -308,28 +314,28 @@ def change_rows() -> Iterator[tuple[str, ...]]:
         for row in record.data["rows"]:
             times[row["model"]].append(row["tpot"]["p50"])
         plain = statistics.median(times.pop("plain"))
-        taken, given = record.data["lengths"]
-        for change, found in times.items():
+        taken, output_len = record.data["lengths"]
+        for change, tpots in times.items():
             what = (
-                f"{name}, bfloat16: {record.data['requests']} requests, {taken:,} in, {given} out:"
+                f"{name}, bfloat16: {record.data['requests']} requests, {taken:,} in, {output_len} out:"
                 f" {change}"
             )
-            more = span((100 * (one / plain - 1) for one in found), "{:+.1f}")
+            more = span((100 * (one / plain - 1) for one in tpots), "{:+.1f}")
             against = f"the model as it is, {plain:.3f}; {more} %"
-            yield record.row(what, f"{statistics.median(found):.3f} ms a token", against, "1 GPU")
+            yield record.row(what, f"{statistics.median(tpots):.3f} ms a token", against, "1 GPU")
 
 
 def invariant_rows() -> Iterator[tuple[str, ...]]:
     """The cost of batch invariance, and completions compared bit for bit."""
     record = read("h100-batch-invariant-price")
-    found: dict[tuple[Any, ...], dict[bool, list[float]]] = defaultdict(lambda: defaultdict(list))
+    speeds: dict[tuple[Any, ...], dict[bool, list[float]]] = defaultdict(lambda: defaultdict(list))
     for run in record.data["runs"]:
         for row in run["rows"]:
             key = run["preset"], run["stages"], row["num_requests"], row["workload"], row["mode"]
-            found[key][row["batch_invariant"]].append(
+            speeds[key][row["batch_invariant"]].append(
                 row[_TOTAL if row["workload"] == "prefill" else "output_tokens_per_s"]
             )
-    for (preset, stages, requests, workload, mode), speed in found.items():
+    for (preset, stages, requests, workload, mode), speed in speeds.items():
         if mode == "full_and_piecewise":
             how = "batch invariant"
         else:
@@ -367,9 +373,9 @@ def call_rows() -> Iterator[tuple[str, ...]]:
         for row in record.data["rows"]
     }
 
-    def cell(what: str, given: str, captures: int = 1) -> str:
+    def cell(what: str, mode: str, captures: int = 1) -> str:
         return ", ".join(
-            f"{took[what, given, captures, leaves]:.{1 if leaves == 3 else 0}f}"
+            f"{took[what, mode, captures, leaves]:.{1 if leaves == 3 else 0}f}"
             for leaves in (3, 30, 300)
         )
 
@@ -390,20 +396,20 @@ def call_rows() -> Iterator[tuple[str, ...]]:
         ),
     }
     start = "host time of a call of a graphified function of 3, 30 and 300 tensors"
-    for given, (words, more) in kinds.items():
-        against = f"`make_graphed_callables` {cell('make_graphed_callables', given)}{more}"
-        yield record.row(f"{start}: {words}", f"{cell('graphify', given)} µs", against, "1 GPU")
+    for mode, (words, more) in kinds.items():
+        against = f"`make_graphed_callables` {cell('make_graphed_callables', mode)}{more}"
+        yield record.row(f"{start}: {words}", f"{cell('graphify', mode)} µs", against, "1 GPU")
     yield record.row(
         f"{start}: fresh inputs, safe results", f"{cell('graphify', 'fresh, safe')} µs", "", "1 GPU"
     )
-    for given, words in (
+    for mode, words in (
         ("reference, borrowed", kinds["reference, borrowed"][0]),
         ("fresh, safe", "fresh, safe"),
     ):
-        one = f"{cell('graphify', given)} µs with one graph"
-        held = cell("graphify", given, 1000)
-        turn = cell("graphify, in turn", given, 1000)
-        yield record.row(f"the same, 1,000 graphs held: {words}", f"{held} µs", one, "1 GPU")
+        one = f"{cell('graphify', mode)} µs with one graph"
+        among_many = cell("graphify", mode, 1000)
+        turn = cell("graphify, in turn", mode, 1000)
+        yield record.row(f"the same, 1,000 graphs held: {words}", f"{among_many} µs", one, "1 GPU")
         yield record.row(
             f"the same, 1,000 graphs called in turn: {words}", f"{turn} µs", one, "1 GPU"
         )
@@ -576,9 +582,9 @@ def page() -> str:
 
 def _written(rows: Iterable[tuple[str, ...]]) -> str:
     """A table in Markdown, its header first."""
-    header, *others = rows
+    header, *body = rows
     return "\n".join(
-        f"| {' | '.join(cells)} |" for cells in (header, ("---",) * len(header), *others)
+        f"| {' | '.join(cells)} |" for cells in (header, ("---",) * len(header), *body)
     )
 
 

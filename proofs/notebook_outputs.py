@@ -63,17 +63,17 @@ def run(notebook: Any, folder: Path) -> Any:
 def joined(outputs: Sequence[Any]) -> list[Any]:
     """The outputs with neighbouring pieces of one stream put together: a slow machine writes a text
     in several."""
-    found: list[Any] = []
+    merged: list[Any] = []
     for output in outputs:
         if (
-            found
-            and output.output_type == "stream" == found[-1].output_type
-            and output.name == found[-1].name
+            merged
+            and output.output_type == "stream" == merged[-1].output_type
+            and output.name == merged[-1].name
         ):
-            found[-1].text += output.text
+            merged[-1].text += output.text
         else:
-            found.append(output)
-    return found
+            merged.append(output)
+    return merged
 
 
 def cleaned(output: Any) -> Any:

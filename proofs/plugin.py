@@ -13,7 +13,7 @@ yours does, or asks for a profile.
     a fixture: the test runs with "cpu", and with "cuda" as a test marked `gpu`.
 
     def test_my_step(weft_device):
-        weft.proofs.check(step, given=..., device=weft_device)
+        weft.proofs.check(step, args=..., device=weft_device)
 
 A failure of `assert_equivalent` or of `check` shows the arguments below the traceback, as they are
 to be pasted.
@@ -48,13 +48,13 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_configure(config: pytest.Config) -> None:
     """Name the marker, and load the profile that was asked for."""
     config.addinivalue_line("markers", "gpu: needs a CUDA device; skipped without one")
-    asked = (
+    profile = (
         config.getoption("weft_profile")
         or os.environ.get(VARIABLE)
         or config.getini("weft_profile")
     )
-    if asked:
-        load_profile(asked)
+    if profile:
+        load_profile(profile)
 
 
 def load_profile(name: str) -> None:
@@ -74,12 +74,12 @@ def load_profile(name: str) -> None:
     # How long an example takes depends on what else the machine does, and must not decide.
     patient: dict[str, Any] = {"deadline": None, "suppress_health_check": [HealthCheck.too_slow]}
     repeatable = patient | {"derandomize": True, "database": None, "print_blob": True}
-    own = {
+    profiles = {
         "ci": repeatable,
         "gpu": repeatable | {"max_examples": 50},
         "explore": patient | {"max_examples": 1000},
     }
-    settings.register_profile(f"weft-{name}", settings.get_profile("default"), **own[name])
+    settings.register_profile(f"weft-{name}", settings.get_profile("default"), **profiles[name])
     settings.load_profile(f"weft-{name}")
 
 

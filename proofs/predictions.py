@@ -69,7 +69,7 @@ class Decode:
 
     def predicted(self, machine: Machine) -> float:
         """The seconds of a step on a machine, with one cohort a stage, as the engine has it."""
-        found = predict_decode(
+        prediction = predict_decode(
             self.config,
             self.stages,
             shards=self.shards,
@@ -78,7 +78,7 @@ class Decode:
             cohorts=self.stages,
             machine=machine,
         )
-        return found.chosen.step_time
+        return prediction.chosen.step_time
 
 
 def _decode(
@@ -90,27 +90,27 @@ def _decode(
 
 def _grouped(rows: Sequence[dict[str, Any]]) -> Iterator[list[dict[str, Any]]]:
     """The rows of decodes in one graph a step, by number of requests."""
-    own = [
+    decode_rows = [
         row for row in rows if row.get("workload") == "decode" and row["mode"].startswith("full")
     ]
-    own = [row for row in own if not row.get("batch_invariant")]
-    for requests in dict.fromkeys(row["num_requests"] for row in own):
-        yield [row for row in own if row["num_requests"] == requests]
+    decode_rows = [row for row in decode_rows if not row.get("batch_invariant")]
+    for requests in dict.fromkeys(row["num_requests"] for row in decode_rows):
+        yield [row for row in decode_rows if row["num_requests"] == requests]
 
 
 def decodes() -> Iterator[Decode]:
     """The measured decodes, those on one GPU first."""
     price = read("h100-batch-invariant-price")
-    found = dict[tuple[str, int], list[dict[str, Any]]]()
+    by_model = dict[tuple[str, int], list[dict[str, Any]]]()
     for run in price.data["runs"]:
-        found.setdefault((run["preset"], run["stages"]), []).extend(run["rows"])
-    for (model, stages), rows in found.items():
-        for own in _grouped(rows):
-            yield _decode("H100", model, (1, stages), own, price)
+        by_model.setdefault((run["preset"], run["stages"]), []).extend(run["rows"])
+    for (model, stages), rows in by_model.items():
+        for group in _grouped(rows):
+            yield _decode("H100", model, (1, stages), group, price)
     tensor = read("h100x2-tensor-later")
     for run in tensor.data["runs"]:
-        for own in _grouped(run["rows"]):
-            yield _decode("H100", run["preset"], (tensor.data["shares"], 1), own, tensor)
+        for group in _grouped(run["rows"]):
+            yield _decode("H100", run["preset"], (tensor.data["shares"], 1), group, tensor)
     for model, name, stages in (
         ("qwen3-0.6b", "h200-serving-dense-1", 1),
         ("qwen3-0.6b", "h200-serving-dense", 1),
@@ -121,8 +121,8 @@ def decodes() -> Iterator[Decode]:
         ("qwen3-30b-a3b-fp8", "h200x4-serving-moe-peer-512", 4),
     ):
         record = read(name)
-        for own in _grouped(record.data["rows"]):
-            yield _decode("H200", model, (1, stages), own, record)
+        for group in _grouped(record.data["rows"]):
+            yield _decode("H200", model, (1, stages), group, record)
     builds = read("h200-decodes-two-builds")
     for requests in (1, 128):
         rows = [
@@ -145,12 +145,12 @@ def measured_collective() -> Callable[[Collective], float]:
             points.setdefault(is_exchange, []).append(
                 (math.prod(row["shape"]) * 2, row["graph_us"] / 1e6)
             )
-    lines = {kind: list(pairwise(own)) for kind, own in points.items()}
+    lines = {kind: list(pairwise(curve)) for kind, curve in points.items()}
 
     def seconds(effect: Collective) -> float:
         size = collective_bytes(effect)
         kind = isinstance(effect, AllToAll)
-        place = bisect_left([known for known, _ in points[kind]], size) - 1
+        place = bisect_left([measured_size for measured_size, _ in points[kind]], size) - 1
         (small, fast), (large, slow) = lines[kind][min(max(place, 0), len(lines[kind]) - 1)]
         return fast + (slow - fast) * (size - small) / (large - small)
 
@@ -168,18 +168,18 @@ def calibrate(alone: Sequence[Decode], **links: Any) -> Machine:
         )
         for one in alone
     ]
-    given = torch.tensor(features, dtype=torch.float64)
-    scale = given.amax(0)
-    found = (
+    matrix = torch.tensor(features, dtype=torch.float64)
+    scale = matrix.amax(0)
+    solution = (
         torch.linalg.lstsq(
-            given / scale, torch.ones(len(alone), 1, dtype=torch.float64)
+            matrix / scale, torch.ones(len(alone), 1, dtype=torch.float64)
         ).solution.flatten()
         / scale
     )
-    return Machine(bandwidth=1 / float(found[0]), kernel=float(found[1]), **links)
+    return Machine(bandwidth=1 / float(solution[0]), kernel=float(solution[1]), **links)
 
 
-def machines(found: Sequence[Decode]) -> dict[str, Machine]:
+def machines(measurements: Sequence[Decode]) -> dict[str, Machine]:
     """The calibrated machine of each kind of GPU. Both have the messages that were measured on
     H200s."""
     rows = [
@@ -191,21 +191,22 @@ def machines(found: Sequence[Decode]) -> dict[str, Machine]:
     latency = statistics.median((row["graph_us"] - row["floor_us"]) / 2e6 for row in rows)
     link = statistics.median(2 * 64 * 2048 * 2 / row["floor_us"] * 1e6 for row in rows)
     alone = {
-        gpu: [x for x in found if x.gpu == gpu and x.num_gpus == 1] for gpu in ("H100", "H200")
+        gpu: [x for x in measurements if x.gpu == gpu and x.num_gpus == 1]
+        for gpu in ("H100", "H200")
     }
     measured: dict[str, Any] = {"H100": {"collective": measured_collective()}, "H200": {}}
     return {
-        gpu: calibrate(own, latency=latency, link=link, **measured[gpu])
-        for gpu, own in alone.items()
+        gpu: calibrate(gpu_decodes, latency=latency, link=link, **measured[gpu])
+        for gpu, gpu_decodes in alone.items()
     }
 
 
 def predicted() -> Iterator[tuple[Decode, float]]:
     """Each measured decode with the seconds that are predicted for a token, by kind of GPU, one GPU
     first."""
-    found = list(decodes())
-    by_gpu = machines(found)
-    for one in sorted(found, key=lambda one: (one.gpu, one.num_gpus > 1)):
+    measurements = list(decodes())
+    by_gpu = machines(measurements)
+    for one in sorted(measurements, key=lambda one: (one.gpu, one.num_gpus > 1)):
         yield one, one.predicted(by_gpu[one.gpu])
 
 

@@ -109,11 +109,13 @@ class Run:
         self.device_failed |= other.device_failed
 
     def __str__(self) -> str:
-        own = self.tally
-        refused = "".join(f"\n  {count:6} {reason}" for reason, count in own.refused.most_common())
+        tally = self.tally
+        refused = "".join(
+            f"\n  {count:6} {reason}" for reason, count in tally.refused.most_common()
+        )
         return (
-            f"{own.programs} programs on {self.device}, {own.calls} calls, {own.captures} captures,"
-            f" {own.replays} replays; {len(self.differences)} differences; {own.errors} programs"
+            f"{tally.programs} programs on {self.device}, {tally.calls} calls, {tally.captures} captures,"
+            f" {tally.replays} replays; {len(self.differences)} differences; {tally.errors} programs"
             f" raise without graphs too; {self.seconds:.0f} s\nrefused:"
             f" {self.refused_share:.1%}{refused}"
         )
@@ -257,18 +259,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--out", type=Path, help="the folder to write the record to (default: none)"
     )
-    given = parser.parse_args(arguments)
-    if given.device == "cuda" and not torch.cuda.is_available():
+    args = parser.parse_args(arguments)
+    if args.device == "cuda" and not torch.cuda.is_available():
         call = "weft.proofs.random_programs --device cuda"
         raise DeviceError(call, "this machine has no CUDA device", "--device cpu")
     _start_worker()
-    outcome = run(given.programs, given.device, given.seed, given.minutes, given.law, given.workers)
+    outcome = run(args.programs, args.device, args.seed, args.minutes, args.law, args.workers)
     for difference in outcome.differences:
         print(f"\nseed {difference.seed}: {difference.violation}\n{difference.program}")
     print(outcome)
-    if given.out is not None:
-        given.out.mkdir(parents=True, exist_ok=True)
-        path = given.out / f"{SUBJECTS[given.law].record}-{given.device}.json"
+    if args.out is not None:
+        args.out.mkdir(parents=True, exist_ok=True)
+        path = args.out / f"{SUBJECTS[args.law].record}-{args.device}.json"
         path.write_text(json.dumps(outcome.record(), indent=1) + "\n", encoding="utf-8")
     if outcome.differences:
         return 1

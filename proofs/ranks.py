@@ -195,21 +195,21 @@ def main(argv: Sequence[str] | None = None) -> None:
         "--timeout", type=float, default=60.0, help="seconds without progress that are a failure"
     )
     parser.add_argument("--out", type=Path, help="a folder for the record")
-    given = parser.parse_args(argv)
-    work: tuple[Any, ...] = (given.traces, tuple(given.variants), given.backend, given.timeout)
+    args = parser.parse_args(argv)
+    work: tuple[Any, ...] = (args.traces, tuple(args.variants), args.backend, args.timeout)
     under_torchrun = "RANK" in os.environ
-    ranks = int(os.environ.get("WORLD_SIZE", given.ranks))
+    ranks = int(os.environ.get("WORLD_SIZE", args.ranks))
     call: Callable[..., Any] = run
     if under_torchrun:
         rows = call(*work)
     else:
-        rows = launch(call, ranks, *work, timeout=given.timeout)[0]
-    if given.out is not None and int(os.environ.get("RANK", "0")) == 0:
+        rows = launch(call, ranks, *work, timeout=args.timeout)[0]
+    if args.out is not None and int(os.environ.get("RANK", "0")) == 0:
         keep(
             rows,
             ranks,
-            given.backend or ("nccl" if torch.cuda.is_available() else "gloo"),
-            given.out,
+            args.backend or ("nccl" if torch.cuda.is_available() else "gloo"),
+            args.out,
         )
 
 

@@ -27,9 +27,10 @@ class Record:
 
     def of_run(self, run: dict[str, Any]) -> "Record":
         """This record in the environment of one of its runs, as far as that is known."""
-        own = run.get("weft", run).get("environment", {})
+        environment = run.get("weft", run).get("environment", {})
         return attrs.evolve(
-            self, data={**self.data, "environment": {**self.data.get("environment", {}), **own}}
+            self,
+            data={**self.data, "environment": {**self.data.get("environment", {}), **environment}},
         )
 
     def row(self, what: str, figure: str, against: str, machine: str) -> tuple[str, ...]:
@@ -49,17 +50,17 @@ def span(values: Iterable[float], form: str) -> str:
     >>> span([2.0, 1.26, 1.5], "{:.1f}"), span([1.01, 1.02], "{:.1f}")
     ('1.3 to 2.0', '1.0')
     """
-    found = sorted(values)
-    return " to ".join(dict.fromkeys((form.format(found[0]), form.format(found[-1]))))
+    ordered = sorted(values)
+    return " to ".join(dict.fromkeys((form.format(ordered[0]), form.format(ordered[-1]))))
 
 
 def served(record: Record) -> dict[tuple[str, str], list[dict[str, Any]]]:
     """The runs of a serving record, by workload and mode."""
-    found = defaultdict(list)
+    runs = defaultdict(list)
     for row in record.data["rows"]:
         if "workload" in row:
-            found[row["workload"], row["mode"]].append(row)
-    return found
+            runs[row["workload"], row["mode"]].append(row)
+    return runs
 
 
 def speeds(rows: Iterable[dict[str, Any]]) -> list[float]:

@@ -67,9 +67,9 @@ def first_sentence(doc: str | None) -> str:
     'Pad a batch of any kind.'
     """
     paragraph = " ".join((doc or "").strip().partition("\n\n")[0].split())
-    found = re.match(r".*?\.(?=\s|$)|.*:$", paragraph)
-    if found:
-        return found[0]
+    match = re.match(r".*?\.(?=\s|$)|.*:$", paragraph)
+    if match:
+        return match[0]
     return ""
 
 
@@ -106,10 +106,10 @@ def methods_of(cls: type) -> Iterator[tuple[str, Any]]:
     ['uniform(num_reqs, query_len, num_active_loras)', 'is_uniform', 'covers(other)']
     """
     for name, member in vars(cls).items():
-        own = inspect.isfunction(member) or isinstance(
+        is_method = inspect.isfunction(member) or isinstance(
             member, classmethod | staticmethod | property
         )
-        if own and not name.startswith("_"):
+        if is_method and not name.startswith("_"):
             call = call_of(name, getattr(cls, name)).replace("(self, ", "(").replace("(self)", "()")
             yield call, member
 
@@ -136,7 +136,7 @@ def _row(call: str, said: str) -> str:
 def lines() -> Iterator[str]:
     """The page."""
     yield _TITLE
-    seen: set[int] = set()
+    listed_ids: set[int] = set()
     for face in FACES:
         rows = []
         for name in names_of(face):
@@ -145,14 +145,14 @@ def lines() -> Iterator[str]:
                 said = first_sentence(value.__doc__)
             else:
                 said = _constant(value)
-            if not callable(value) or id(value) not in seen:
+            if not callable(value) or id(value) not in listed_ids:
                 rows.append(_row(call_of(name, value), said))
                 members = methods_of(value) if name in USED else ()
                 rows += [
                     _row(f"{name}.{call}", first_sentence(member.__doc__))
                     for call, member in members
                 ]
-            seen.add(id(value))
+            listed_ids.add(id(value))
         if rows:
             yield "\n".join((f"## {face}\n", "| | |", "|---|---|", *rows, ""))
 

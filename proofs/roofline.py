@@ -86,17 +86,17 @@ def roofline(gpu: str, model: str, requests: int, output_len: int = _OUTPUTS[0])
     config = parse_config(PRESETS[model], source=model)
     machine = Machine(bandwidth=BANDWIDTHS[gpu])
     context = _INPUT + output_len // 2
-    found = predict_decode(
+    prediction = predict_decode(
         config, 1, requests=requests, context=context, cohorts=1, machine=machine
     )
-    return found.chosen.tokens_per_second
+    return prediction.chosen.tokens_per_second
 
 
 def served_alone() -> Iterator[Served]:
     """The decodes in a graph a step of all records of one GPU that tell their time."""
     for path in sorted(RESULTS.glob("????-??-??-h[12]00-*.json")):
         record = Record(path.name, json.loads(path.read_text(encoding="utf-8")))
-        found: dict[tuple[Any, ...], dict[str, list[float]]] = defaultdict(
+        by_key: dict[tuple[Any, ...], dict[str, list[float]]] = defaultdict(
             lambda: defaultdict(list)
         )
         for model, environment, row in _rows(record):
@@ -119,10 +119,10 @@ def served_alone() -> Iterator[Served]:
                     length,
                 )
                 speeds = row["output_tokens_per_s"]
-                found[key][row.get("mode", _DEFAULT)] += (
+                by_key[key][row.get("mode", _DEFAULT)] += (
                     speeds if isinstance(speeds, list) else [speeds]
                 )
-        for key, modes in found.items():
+        for key, modes in by_key.items():
             speeds = modes.get(_DEFAULT) or modes.get("full_decode_only")
             if speeds:
                 yield Served(*key, tuple(speeds), record)
@@ -134,9 +134,9 @@ def _rows(record: Record) -> Iterator[tuple[str, Mapping[str, Any], dict[str, An
     data = record.data
     name = record.file[11:]
     if "wanted" in data:  # `weft bench --json`
-        wanted = data["wanted"]
-        if (wanted["input_len"], wanted["output_len"]) == _LENGTHS:
-            yield wanted["preset"], data["environment"], data | {"mode": wanted["graph"]}
+        options = data["wanted"]
+        if (options["input_len"], options["output_len"]) == _LENGTHS:
+            yield options["preset"], data["environment"], data | {"mode": options["graph"]}
     elif name.startswith(("h200-serving-dense", "h200-serving-moe")):
         if "dense" in name:
             model = "qwen3-0.6b"
@@ -150,9 +150,9 @@ def _rows(record: Record) -> Iterator[tuple[str, Mapping[str, Any], dict[str, An
             if (row["input_len"], row["output_len"]) == _LENGTHS:
                 yield row["model"], data["environment"], row
     elif name == "h200-http.json" and (data["input_len"], data["output_len"]) == _LENGTHS:
-        for own in data["models"]:
-            for row in own["alone"]:
-                yield own["model"], data["environment"], row
+        for entry in data["models"]:
+            for row in entry["alone"]:
+                yield entry["model"], data["environment"], row
     for run in (*data.get("runs", ()), *data.get("earlier", ())):
         if run.get("stages") == 1:
             for row in run["rows"]:
@@ -168,13 +168,13 @@ def _rows(record: Record) -> Iterator[tuple[str, Mapping[str, Any], dict[str, An
 def before_and_after() -> dict[tuple[str, str, int], tuple[Served, ...]]:
     """By GPU, model and number of requests the oldest decodes and the newest; only one, where only
     one was measured."""
-    found: dict[tuple[str, str, int], list[Served]] = defaultdict(list)
+    by_key: dict[tuple[str, str, int], list[Served]] = defaultdict(list)
     for one in sorted(served_alone()):
-        found[one.gpu, one.model, one.requests].append(one)
+        by_key[one.gpu, one.model, one.requests].append(one)
     keys = (
         (gpu, model, requests) for gpu in BANDWIDTHS for model in MODELS for requests in _REQUESTS
     )
-    return {key: (*found[key][:1], *found[key][1:][-1:]) for key in keys if key in found}
+    return {key: (*by_key[key][:1], *by_key[key][1:][-1:]) for key in keys if key in by_key}
 
 
 def roofline_rows() -> Iterator[tuple[str, ...]]:

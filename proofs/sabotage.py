@@ -151,14 +151,14 @@ class Failing(Worker):
         owner = link if place.moment == "before" else link.end
         perform, count = owner.perform, itertools.count()
 
-        def failing(*given: Any) -> torch.Tensor:
+        def failing(*args: Any) -> torch.Tensor:
             now = next(count) == place.index
             if now and place.moment != "after":
                 fail(self.case, self.folder)
-            made: torch.Tensor = perform(*given)
+            result: torch.Tensor = perform(*args)
             if now:
                 fail(self.case, self.folder)
-            return made
+            return result
 
         owner.perform = failing
 

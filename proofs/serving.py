@@ -92,7 +92,7 @@ def said(out: Output) -> list[list[int]]:
     ids = out.token_ids.tolist()
     if out.num_tokens is None:
         return [[token] for token in ids]
-    return [own[:count] for own, count in zip(ids, out.num_tokens.tolist(), strict=True)]
+    return [row[:count] for row, count in zip(ids, out.num_tokens.tolist(), strict=True)]
 
 
 def happen(trace: Trace, host: HostState, tick: int) -> HostState:

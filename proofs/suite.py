@@ -112,9 +112,9 @@ def _dropped(data: st.DataObject, device: str) -> None:
 
 
 def _dispatched(data: st.DataObject, device: str) -> None:
-    own = data.draw(strategies.descriptors())
+    descriptor = data.draw(strategies.descriptors())
     limits = data.draw(strategies.limits())
-    laws.dispatch_is_least(own, limits, data.draw(st.sampled_from(MODES)))
+    laws.dispatch_is_least(descriptor, limits, data.draw(st.sampled_from(MODES)))
 
 
 def _started(data: st.DataObject, device: str) -> None:
@@ -494,14 +494,14 @@ def find(number: str, part: str = "") -> Law:
     Raises:
         ArgumentError: there is no such law, or more than one.
     """
-    found = [law for law in LAWS if law.number == number and part in law.name]
-    found = [law for law in found if law.name == part] or found
-    if len(found) != 1:
-        if found:
-            seen = f"{len(found)} such laws: {', '.join(map(str, found))}"
+    matches = [law for law in LAWS if law.number == number and part in law.name]
+    matches = [law for law in matches if law.name == part] or matches
+    if len(matches) != 1:
+        if matches:
+            problem = f"{len(matches)} such laws: {', '.join(map(str, matches))}"
         else:
-            seen = "no such law"
+            problem = "no such law"
         raise ArgumentError(
-            f"find({number!r}, {part!r})", seen, "a part of the name of one law of that number"
+            f"find({number!r}, {part!r})", problem, "a part of the name of one law of that number"
         )
-    return found[0]
+    return matches[0]

@@ -280,9 +280,9 @@ NEUTRAL_AT: Allowed = {name: values for values, names in _ELSEWHERE for name in 
 
 def supported() -> str:
     """The architectures, for an error."""
-    own = f"weft supports the architectures {', '.join(ARCHITECTURES)}"
+    summary = f"weft supports the architectures {', '.join(ARCHITECTURES)}"
     return (
-        f"{own}; another model's module runs by weft.stages.from_module"
+        f"{summary}; another model's module runs by weft.stages.from_module"
         " (proofs/pages/your_modules.md)"
     )
 
@@ -297,7 +297,7 @@ def architecture_of(fields: Fields) -> str:
     model_type = fields.raw.get("model_type")
     names = fields.raw.get("architectures")
     if not names:
-        by_type = {known.model_type: name for name, known in ARCHITECTURES.items()}
+        by_type = {spec.model_type: name for name, spec in ARCHITECTURES.items()}
         instead = f"{supported()}; name one in architectures, or its model_type"
         fields.check(model_type in list(by_type), "model_type", instead)
         return by_type[str(model_type)]
@@ -307,9 +307,11 @@ def architecture_of(fields: Fields) -> str:
         name = None
     fields.check(name in list(ARCHITECTURES), "architectures", supported())
     name = str(name)
-    own = ARCHITECTURES[name].model_type
+    expected_type = ARCHITECTURES[name].model_type
     values = {"architectures": names, "model_type": model_type}
-    fields.check(model_type in (None, own), values, f"model_type is {own!r} for {name}")
+    fields.check(
+        model_type in (None, expected_type), values, f"model_type is {expected_type!r} for {name}"
+    )
     return name
 
 
@@ -346,17 +348,17 @@ def check_every_field(fields: Fields, architecture: str, strict: bool) -> None:
     Raises:
         ConfigError: there is such a field.
     """
-    known = ARCHITECTURES[architecture]
-    neutral_at = {**NEUTRAL_AT, **known.neutral_at}
+    spec = ARCHITECTURES[architecture]
+    neutral_at = {**NEUTRAL_AT, **spec.neutral_at}
     unknown: dict[str, Any] = {}
     for name, value in fields.raw.items():
-        if name in neutral_at and name not in known.fields:
+        if name in neutral_at and name not in spec.fields:
             allowed = neutral_at[name]
             holds = any(type(value) is type(one) and value == one for one in allowed)
             fields.check(
                 holds, name, f"weft supports {name}={allowed[0]!r} in {architecture}, or no {name}"
             )
-        elif name not in USED | NEUTRAL.keys() | known.fields:
+        elif name not in USED | NEUTRAL.keys() | spec.fields:
             unknown[name] = value
     unknown |= unknown_rope_keys(fields)
     if not unknown:
@@ -372,31 +374,31 @@ def check_every_field(fields: Fields, architecture: str, strict: bool) -> None:
             " leave out strict"
         )
         fields.refuse(listed, instead)
-    seen = f"weft does not know these fields of {fields.source}, and ignores them: {listed}"
-    warnings.warn(seen, ConfigWarning, stacklevel=2)
+    message = f"weft does not know these fields of {fields.source}, and ignores them: {listed}"
+    warnings.warn(message, ConfigWarning, stacklevel=2)
 
 
-def layer_windows(fields: Fields, known: Architecture, num_layers: int) -> tuple[int, ...]:
+def layer_windows(fields: Fields, spec: Architecture, num_layers: int) -> tuple[int, ...]:
     """How many of the last positions the attention of each layer sees, 0: all; empty if all layers
     see all.
 
     Raises:
         ConfigError: kinds of layers, or a window, that the architecture does not have.
     """
-    given = fields.raw.get("sliding_window", _WINDOW if known.windows else None)
+    window = fields.raw.get("sliding_window", _WINDOW if spec.windows else None)
     kinds = fields.raw.get("layer_types")
-    if not known.windows:
+    if not spec.windows:
         full = (
-            f"a {known.model_type} has no sliding windows: set sliding_window to null, or name"
+            f"a {spec.model_type} has no sliding windows: set sliding_window to null, or name"
             " MistralForCausalLM"
         )
-        fields.check(given is None or "use_sliding_window" in fields.raw, "sliding_window", full)
-    on = given is not None and (
-        fields.flag("use_sliding_window", False) if known.window_switch else bool(known.windows)
+        fields.check(window is None or "use_sliding_window" in fields.raw, "sliding_window", full)
+    on = window is not None and (
+        fields.flag("use_sliding_window", False) if spec.window_switch else bool(spec.windows)
     )
     first = 0
-    if on and known.windows == "some":
-        usual = known.defaults.get("max_window_layers", 28)
+    if on and spec.windows == "some":
+        usual = spec.defaults.get("max_window_layers", 28)
         first = fields.value(
             "max_window_layers", usual, lambda one: is_int(one, 0), "a whole number of layers"
         )
@@ -411,17 +413,17 @@ def layer_windows(fields: Fields, known: Architecture, num_layers: int) -> tuple
             f"weft supports {' or '.join(map(repr, names))} in each of the {num_layers} layers, or"
             " no layer_types"
         )
-        if known.windows and not on:
-            switch = "use_sliding_window=true" if known.window_switch else "a sliding_window"
+        if spec.windows and not on:
+            switch = "use_sliding_window=true" if spec.window_switch else "a sliding_window"
             instead += f"; 'sliding_attention' beside {switch}"
         fields.check(listed, "layer_types", instead)
     slides = [on and i >= first for i in range(num_layers)]
     if kinds is not None:
-        wanted = [kind == "sliding_attention" for kind in kinds]
-        every = f"in a {known.model_type} all layers slide: "
+        sliding = [kind == "sliding_attention" for kind in kinds]
+        every = f"in a {spec.model_type} all layers slide: "
         every += f"'sliding_attention' in each of the {num_layers}, or no layer_types"
-        fields.check(known.windows != "all" or wanted == slides, "layer_types", every)
-        slides = wanted
+        fields.check(spec.windows != "all" or sliding == slides, "layer_types", every)
+        slides = sliding
     if not any(slides):
         return ()
     size = fields.integer("sliding_window", _WINDOW)

@@ -72,22 +72,22 @@ def pick_device(device: torch.device | str | None, *, call: str) -> torch.device
         count = 0
     if device is None:
         return torch.device("cuda" if count else "cpu")
-    seen = f"device {str(device)!r}"
+    problem = f"device {str(device)!r}"
     instead = "'cpu', 'cuda' or 'cuda:N'"
     try:
         chosen = torch.device(device)
     except (RuntimeError, TypeError):
-        seen += ", which torch does not know"
+        problem += ", which torch does not know"
     else:
         if chosen.type == "cpu" or (chosen.type == "cuda" and (chosen.index or 0) < count):
             return chosen
-        seen += ", for which weft has no kernels"
+        problem += ", for which weft has no kernels"
         if chosen.type == "cuda":
-            seen = f"device {str(device)!r}, but torch sees {count} CUDA devices"
+            problem = f"device {str(device)!r}, but torch sees {count} CUDA devices"
             instead = "'cpu', or leave it out"
     if isinstance(device, torch.dtype):
         instead = "dtype=..."
-    raise DeviceError(call, seen, instead)
+    raise DeviceError(call, problem, instead)
 
 
 def pick_dtype(dtype: torch.dtype | str | None, *, call: str) -> torch.dtype | None:
@@ -153,14 +153,14 @@ def pick_experts(
         return config
     if config.moe is None or num_ranks == 1:
         if config.moe is not None:
-            seen = "one rank"
+            problem = "one rank"
         else:
-            seen = f"a {config.architecture}, which has no experts"
+            problem = f"a {config.architecture}, which has no experts"
         if config.moe is not None:
             instead = "leave it out, or several ranks that share each layer"
         else:
             instead = "leave it out"
-        raise ConfigError(call, f"experts={experts!r}, and {seen}", instead)
+        raise ConfigError(call, f"experts={experts!r}, and {problem}", instead)
     return attrs.evolve(config, moe=attrs.evolve(config.moe, sharing=experts))
 
 
@@ -175,9 +175,9 @@ def pick_leaves(
     """
     check_values(call, _RULES, {"reduction_leaves": leaves})
     if leaves > 1 and not batch_invariant:
-        seen = "a model that is not batch invariant"
+        problem = "a model that is not batch invariant"
         raise RequestError(
-            f"{call} with reduction_leaves={leaves}", seen, "batch_invariant=True, too"
+            f"{call} with reduction_leaves={leaves}", problem, "batch_invariant=True, too"
         )
     check_leaves(call, config, leaves, num_ranks)
     return leaves

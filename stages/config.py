@@ -55,9 +55,9 @@ _FP8_NEEDED = ("quant_method", "weight_block_size")
 _SKIPPED = "modules_to_not_convert"
 
 
-def _check(call: str, holds: bool, seen: str, instead: str) -> None:
+def _check(call: str, holds: bool, problem: str, instead: str) -> None:
     if not holds:
-        raise ConfigError(call, seen, instead)
+        raise ConfigError(call, problem, instead)
 
 
 @attrs.frozen
@@ -76,7 +76,8 @@ class MoeConfig:
         sharing: what ranks that share a layer have of its experts: `columns`, a part of the inner
             columns of each; `whole`, as many whole experts each; None: columns where these can be
             cut, else whole experts.
-        held: the whole experts in one rank's share of a sparse layer; None: all of them.
+        num_local_experts: the whole experts in one rank's share of a sparse layer; None: all of
+            them.
 
     Raises:
         ConfigError: more experts for each token than there are.
@@ -89,14 +90,14 @@ class MoeConfig:
     sparse_step: int = 1
     dense_layers: tuple[int, ...] = ()
     sharing: str | None = None
-    held: int | None = None
+    num_local_experts: int | None = None
 
     def __attrs_post_init__(self) -> None:
-        seen = f"num_experts_per_tok={self.top_k} and num_experts={self.num_experts}"
+        problem = f"num_experts_per_tok={self.top_k} and num_experts={self.num_experts}"
         _check(
             "MoeConfig(…)",
             1 <= self.top_k <= self.num_experts,
-            seen,
+            problem,
             "num_experts_per_tok is from 1 to num_experts",
         )
 
@@ -143,9 +144,9 @@ class Fp8Config:
 def _skipping(names: tuple[str, ...]) -> tuple[Expression, ...]:
     boundary = r"(?:(?<=\.)|(?=\.|$)).*"
     plain = "|".join(name for name in names if is_plain(name))
-    others = (name for name in names if not is_plain(name))
+    patterns = (name for name in names if not is_plain(name))
     return tuple(
-        Expression(name, after=boundary) for name in ([plain, *others] if plain else others)
+        Expression(name, after=boundary) for name in ([plain, *patterns] if plain else patterns)
     )
 
 
@@ -215,22 +216,26 @@ class ModelConfig:
         heads = self.num_heads
         kv_heads = self.num_kv_heads
         dim = self.head_dim
-        seen = f"num_attention_heads={heads} and num_key_value_heads={kv_heads}"
+        problem = f"num_attention_heads={heads} and num_key_value_heads={kv_heads}"
         check(
-            heads % kv_heads == 0, seen, "num_attention_heads is a multiple of num_key_value_heads"
+            heads % kv_heads == 0,
+            problem,
+            "num_attention_heads is a multiple of num_key_value_heads",
         )
         check(dim % 2 == 0, f"head_dim={dim}", "head_dim is even: the rotary embedding turns pairs")
         section = self.rope.mrope_section or (dim // 2,)
-        seen = f"mrope_section={list(section)} and head_dim={dim}"
+        problem = f"mrope_section={list(section)} and head_dim={dim}"
         check(
             sum(section) * 2 == dim,
-            seen,
+            problem,
             f"mrope_section adds up to the {dim // 2} pairs of a head",
         )
         experts = 1 if self.moe is None else self.moe.num_experts
-        seen = f"{self.num_layers} layers" + ("" if self.moe is None else f" of {experts} experts")
+        problem = f"{self.num_layers} layers" + (
+            "" if self.moe is None else f" of {experts} experts"
+        )
         few = self.num_layers * experts <= _MOST_BLOCKS
-        check(few, seen, f"{_MOST_BLOCKS} layers at most, or as many experts in all")
+        check(few, problem, f"{_MOST_BLOCKS} layers at most, or as many experts in all")
         fits = len(self.windows) in (0, self.num_layers) and min(self.windows, default=0) >= 0
         check(
             fits,
@@ -288,26 +293,26 @@ def config_in_folder(folder: Path, call: str, *, strict: bool = False) -> ModelC
 
 
 def find_file(
-    folder: Path, names: Sequence[str], call: str, instead: str, others: Mapping[str, str]
+    folder: Path, names: Sequence[str], call: str, instead: str, other_formats: Mapping[str, str]
 ) -> Path:
     """The first of these files that a folder has.
 
     Args:
         instead: what to do where it has none of them.
-        others: patterns of files in other formats, and what to do where it has one of those.
+        other_formats: patterns of files in other formats, and what to do where it has one of those.
 
     Raises:
         CheckpointNotFoundError: it has none, or it is not a folder.
     """
     # Unlike Path's methods, these say False also of a name that no file can have.
-    if found := next((folder / name for name in names if os.path.isfile(folder / name)), None):
-        return found
-    seen = f"{str(folder)!r:.300} has no {' and no '.join(names)}"
+    if path := next((folder / name for name in names if os.path.isfile(folder / name)), None):
+        return path
+    problem = f"{str(folder)!r:.300} has no {' and no '.join(names)}"
     if os.path.isfile(folder):
-        seen = f"{str(folder)!r} is a file"
+        problem = f"{str(folder)!r} is a file"
         instead = f"its folder: {str(folder.parent)!r}"
     elif not os.path.isdir(folder):
-        seen = f"there is no folder {str(folder)!r:.300}"
+        problem = f"there is no folder {str(folder)!r:.300}"
         near = [
             f"'{name}', which weft knows, or "
             for name in difflib.get_close_matches(str(folder), NAMES, n=1)
@@ -317,54 +322,54 @@ def find_file(
             " makes one"
         )
     else:
-        for pattern, remedy in others.items():
+        for pattern, remedy in other_formats.items():
             if file := min(folder.glob(pattern), default=None):
-                seen = f"{seen}, but {file.name!s:.300}"
+                problem = f"{problem}, but {file.name!s:.300}"
                 instead = remedy
-    raise CheckpointNotFoundError(call, seen, instead)
+    raise CheckpointNotFoundError(call, problem, instead)
 
 
 def parse_fields(fields: Fields, strict: bool) -> ModelConfig:
     """As `parse_config`, with the fields of any source."""
     architecture = architecture_of(fields)
-    known = ARCHITECTURES[architecture]
+    spec = ARCHITECTURES[architecture]
     fields = decoder_fields(fields, architecture)
     check_every_field(fields, architecture, strict)
     try:
         config = ModelConfig(
             architecture=architecture,
-            rms_norm_eps=fields.number("rms_norm_eps", known.defaults["rms_norm_eps"]),
-            rope=parse_rope(fields, known.rope),
+            rms_norm_eps=fields.number("rms_norm_eps", spec.defaults["rms_norm_eps"]),
+            rope=parse_rope(fields, spec.rope),
             tie_word_embeddings=fields.flag("tie_word_embeddings", False),
-            qk_norm=known.qk_norm,
-            eos_token_ids=_eos_token_ids(fields, known.defaults["eos_token_id"]),
+            qk_norm=spec.qk_norm,
+            eos_token_ids=_eos_token_ids(fields, spec.defaults["eos_token_id"]),
             dtype=_dtype(fields),
-            moe=_parse_moe(fields) if known.experts else None,
+            moe=_parse_moe(fields) if spec.experts else None,
             fp8=_parse_fp8(fields),
-            **_sizes(fields, known),
-            **_biases(fields, known),
+            **_sizes(fields, spec),
+            **_biases(fields, spec),
         )
-        return attrs.evolve(config, windows=layer_windows(fields, known, config.num_layers))
+        return attrs.evolve(config, windows=layer_windows(fields, spec, config.num_layers))
     except ConfigError as error:
         if error.call == fields.call:
             raise
-        fields.refuse(error.seen, error.instead)
+        fields.refuse(error.problem, error.instead)
 
 
-def _sizes(fields: Fields, known: Architecture) -> dict[str, Any]:
+def _sizes(fields: Fields, spec: Architecture) -> dict[str, Any]:
     def size(name: str) -> int:
-        return fields.integer(name, known.defaults[name])
+        return fields.integer(name, spec.defaults[name])
 
     hidden = size("hidden_size")
     heads = size("num_attention_heads")
-    head_dim = known.defaults["head_dim"]
+    head_dim = spec.defaults["head_dim"]
     if fields.raw.get("head_dim", head_dim) is not None or head_dim is not None:
         head_dim = size("head_dim")
     else:
         values = {"hidden_size": hidden, "num_attention_heads": heads}
         instead = "hidden_size is a multiple of num_attention_heads, or head_dim is given"
         fields.check(hidden % heads == 0, values, instead)
-    kv_heads = fields.raw.get("num_key_value_heads", known.defaults["num_key_value_heads"])
+    kv_heads = fields.raw.get("num_key_value_heads", spec.defaults["num_key_value_heads"])
     return {
         "vocab_size": size("vocab_size"),
         "hidden_size": hidden,
@@ -377,8 +382,8 @@ def _sizes(fields: Fields, known: Architecture) -> dict[str, Any]:
     }
 
 
-def _biases(fields: Fields, known: Architecture) -> dict[str, Any]:
-    if known.qkv_bias_only:
+def _biases(fields: Fields, spec: Architecture) -> dict[str, Any]:
+    if spec.qkv_bias_only:
         return {"qkv_bias": True, "o_bias": False, "mlp_bias": False}
     attention = fields.flag("attention_bias", False)
     return {"qkv_bias": attention, "o_bias": attention, "mlp_bias": fields.flag("mlp_bias", False)}

@@ -117,14 +117,14 @@ def decoder_stage(
     Raises:
         ProgramError: one of the functions is not a function, or the model has no such layer.
     """
-    own: dict[str, Any] = {
+    options: dict[str, Any] = {
         "captures": captures or {},
         "carries": carries or {},
         "token_extras": token_extras or {},
     }
-    own |= {"batch_invariant": batch_invariant, "reduction_leaves": reduction_leaves}
+    options |= {"batch_invariant": batch_invariant, "reduction_leaves": reduction_leaves}
     functions = StageFunctions(
-        attention, feed_forward, norm, logits, layers or {}, **own, attend=attend
+        attention, feed_forward, norm, logits, layers or {}, **options, attend=attend
     )
     check_functions("decoder_stage(config, layout, ...)", functions, config.num_layers)
     names = sown_names or SownNames(layout.num_stages)
@@ -160,17 +160,19 @@ def decoder_stage(
                 else:
                     positions = x.positions
             if hidden.device != frequencies.device:
-                seen = f"parameters on {hidden.device}, and a stage made for {frequencies.device}"
+                problem = (
+                    f"parameters on {hidden.device}, and a stage made for {frequencies.device}"
+                )
                 instead = f"decoder_stage(..., device={str(hidden.device)!r})"
-                raise ProgramError(f"{name}(params, state, batch, x)", seen, instead)
+                raise ProgramError(f"{name}(params, state, batch, x)", problem, instead)
             if positions is None:
                 angles = resolved.positions
             else:
                 angles = positions
             tables = rope_tables(frequencies, angles, attention_factor, hidden.dtype, section)
             with sowing(functions.captures, functions.carries, resolved) as (sown, own_batch):
-                given = params, state.kv_pages, own_batch, tables, hidden
-                hidden, pages = run_layers(config, blocks, *given, functions, layout.start)
+                inputs = params, state.kv_pages, own_batch, tables, hidden
+                hidden, pages = run_layers(config, blocks, *inputs, functions, layout.start)
             sown.check_carried()
             captured = sown.after(x, hidden.device)
             if pages is not state.kv_pages:
@@ -183,11 +185,11 @@ def decoder_stage(
                     hidden, batch.input_ids if num_drafts else None, positions, captured
                 )
             where = read_at(batch, num_drafts) if num_drafts else None
-            others = dict[str, LogitsAt]()
+            beside_logits = dict[str, LogitsAt]()
             if beside is not None:
                 # With the drafts
-                known = torch.where(batch.input_ids < 0, resolved.input_ids, batch.input_ids)
-                state, others = beside(state, attrs.evolve(resolved, input_ids=known))
+                input_ids = torch.where(batch.input_ids < 0, resolved.input_ids, batch.input_ids)
+                state, beside_logits = beside(state, attrs.evolve(resolved, input_ids=input_ids))
             result = (
                 resolved,
                 hidden,
@@ -196,7 +198,7 @@ def decoder_stage(
                 where,
                 logits,
                 captured,
-                others,
+                beside_logits,
                 ranks,
                 int(is_cut),
             )
@@ -204,8 +206,6 @@ def decoder_stage(
             names.add(layout.index, sown)  # after a call from `logits`, which is another mistake
             if captured:
                 out = attrs.evolve(out, captured=captured)
-            else:
-                out = out
             return state, out if where is None else verify(state, batch, where, out)
 
     stage.__name__ = stage.__qualname__ = name
@@ -361,10 +361,10 @@ def feed_forward(
     weights, experts = route(
         linear(x.plain, layer.router), config.moe.top_k, config.moe.renormalize, dtype
     )
-    if config.moe.held is None:
+    if config.moe.num_local_experts is None:
         first = 0
     else:
-        first = axis_index(AXIS) * config.moe.held
+        first = axis_index(AXIS) * config.moe.num_local_experts
     return run_experts(
         x.plain if x.quantized is None else x.quantized,
         layer.gate_up_proj,

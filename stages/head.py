@@ -83,20 +83,21 @@ def finish(
     )
     shared = SharedRows(len(index), ranks)
     logits = shared.exchange(head(config, params, hidden[index], leaves))
-    index = shared.own(index)
-    rows = shared.own(rows)
+    index = shared.local_rows(index)
+    rows = shared.local_rows(rows)
     if change is not None:
         count = 1 if where is None else where.shape[1]
         reads = extras_of(
-            resolved, lambda x: shared.own(x if count == 1 else x.repeat_interleave(count, 0))
+            resolved,
+            lambda x: shared.local_rows(x if count == 1 else x.repeat_interleave(count, 0)),
         )
         logits = changed_logits(
             change, logits, rows, Extras({**reads, **_at(captured, beside, index)})
         )
-    mask = None if batch.token_mask is None else shared.own(batch.token_mask)
-    own = sample_rows(logits, table, rows, resolved.positions[index], mask)
-    top = top_logprobs(logits, *own, num_logprobs) if num_logprobs else ()
-    ids, logprobs, *more = shared.gather_all(*own, *top)
+    mask = None if batch.token_mask is None else shared.local_rows(batch.token_mask)
+    drawn = sample_rows(logits, table, rows, resolved.positions[index], mask)
+    top = top_logprobs(logits, *drawn, num_logprobs) if num_logprobs else ()
+    ids, logprobs, *more = shared.gather_all(*drawn, *top)
     prompt: tuple[Tensor | None, ...] = (None, None, None, None)
     if batch.targets is not None:
         assert params.norm is not None, (
@@ -159,22 +160,26 @@ def changed_logits(change: ChangeLogits, logits: Tensor, rows: Tensor, extras: E
         ProgramError: the function returns something else than logits of that shape.
     """
     with blamed_on("logits", extras), sowing_nothing("logits"):
-        found: Any = change(logits, rows, extras)
-    if isinstance(found, Tensor) and found.shape == logits.shape and found.is_floating_point():
-        return found
-    if isinstance(found, Tensor):
-        seen = f"{list(found.shape)}, {found.dtype}"
+        changed: Any = change(logits, rows, extras)
+    if (
+        isinstance(changed, Tensor)
+        and changed.shape == logits.shape
+        and changed.is_floating_point()
+    ):
+        return changed
+    if isinstance(changed, Tensor):
+        returned = f"{list(changed.shape)}, {changed.dtype}"
     else:
-        seen = kind_of(found)
+        returned = kind_of(changed)
     instead = f"logits of all tokens, {list(logits.shape)}, as the given ones"
-    raise ProgramError("logits of with_stages(logits=...)", f"it returned {seen}", instead)
+    raise ProgramError("logits of with_stages(logits=...)", f"it returned {returned}", instead)
 
 
 def extras_of(
     batch: ResolvedBatch, spread: Callable[[Tensor], Tensor] = lambda x: x
 ) -> dict[str, Read]:
     """By name, the extras of a batch's requests, spread over the logits."""
-    return {name: functools.partial(spread, own.values) for name, own in batch.extras.items()}
+    return {name: functools.partial(spread, extra.values) for name, extra in batch.extras.items()}
 
 
 def _changed_prompt(
@@ -198,12 +203,12 @@ def _at(
     captured: Mapping[str, PerToken], beside: Mapping[str, LogitsAt], tokens: Tensor | slice
 ) -> dict[str, Read]:
     """By name, the captures of some tokens, and the logits that other models give them."""
-    found = {
-        name: functools.partial(Tensor.__getitem__, own.values, tokens)
-        for name, own in captured.items()
+    captures = {
+        name: functools.partial(Tensor.__getitem__, value.values, tokens)
+        for name, value in captured.items()
     }
     return {
-        **found,
+        **captures,
         **{name: functools.partial(logits_at, tokens) for name, logits_at in beside.items()},
     }
 
@@ -280,13 +285,15 @@ def prompt_logprobs(
     ):
         shared = SharedRows(len(states), ranks)
         logits = shared.exchange(project(states, lm_head, leaves))
-        wanted = shared.own(whole)[:, None]
+        target_ids = shared.local_rows(whole)[:, None]
         if changed is not None:
-            logits = changed(logits, sum(len(own) for own, *_ in parts) + shared.first)
+            logits = changed(
+                logits, sum(len(chunk_logprobs) for chunk_logprobs, *_ in parts) + shared.first
+            )
         ids = _likeliest(logits, count)
-        found = token_logprobs(logits, torch.cat((wanted, ids), 1))
-        ranked = ranks_of(logits.gather(1, wanted), logits)
-        parts.append(shared.gather_all(found[:, 0], ids, found[:, 1:], ranked))
+        logprobs = token_logprobs(logits, torch.cat((target_ids, ids), 1))
+        ranked = ranks_of(logits.gather(1, target_ids), logits)
+        parts.append(shared.gather_all(logprobs[:, 0], ids, logprobs[:, 1:], ranked))
     return tuple(torch.cat(columns) for columns in zip(*parts, strict=True))
 
 
@@ -313,9 +320,9 @@ def read_at(batch: Batch, num_drafts: int) -> Tensor:
 def check_drafting(state: State, num_drafts: int) -> None:
     """Raise RequestError for a stage that verifies drafts, and a state without `drafting`."""
     if num_drafts and state.drafting is None:
-        seen = "a state without `drafting`"
+        problem = "a state without `drafting`"
         instead = "attrs.evolve(state, drafting=weft.state.Drafting.zeros(...))"
-        raise RequestError("a stage that verifies drafts", seen, instead)
+        raise RequestError("a stage that verifies drafts", problem, instead)
 
 
 def verify(state: State, batch: Batch, where: Tensor, out: Output) -> Output:

@@ -37,31 +37,31 @@ def check_call(
     owned = params.embed_tokens is not None, params.norm is not None, len(params.layers)
     if owned != (layout.first, layout.last, len(layout.layers)):
         parts = [*["the embedding"] * owned[0], f"{owned[2]} layers", *["the head"] * owned[1]]
-        seen = f"params of {', '.join(parts)}"
+        problem = f"params of {', '.join(parts)}"
         instead = (
             f"this stage's own, of layers {layout.start} to {layout.stop - 1}:"
             f" Runner.params[{layout.index}]"
         )
     elif fault := head_fault(params, is_tied):
-        seen, instead = fault
+        problem, instead = fault
     elif x is None and not layout.first:
-        seen = "x is None"
+        problem = "x is None"
         instead = "what the stage before returned"
     elif fault := position_fault(batch, x, has_mrope):
-        kind, (seen, instead) = DescriptorError, fault
+        kind, (problem, instead) = DescriptorError, fault
     else:
         return
-    raise kind(f"{name}(params, state, batch, x)", seen, instead)
+    raise kind(f"{name}(params, state, batch, x)", problem, instead)
 
 
 def check_drafts(name: str, descriptor: BatchDescriptor) -> None:
     """Raise DescriptorError for a batch with places for drafts: nothing drafts."""
     if (descriptor.query_len or 1) > 1:
-        seen = (
+        problem = (
             f"a batch of query_len={descriptor.query_len}, with places for drafts, where nothing"
             " drafts"
         )
-        raise DescriptorError(f"{name}(params, state, batch, x)", seen, NO_DRAFTS)
+        raise DescriptorError(f"{name}(params, state, batch, x)", problem, NO_DRAFTS)
 
 
 def resolve_inputs(
@@ -86,15 +86,15 @@ def resolve_inputs(
 
 def _token_extras(name: str, defaults: Mapping[str, Tensor], batch: Batch) -> dict[str, Tensor]:
     """The inputs [num_tokens, ...] that each token of the batch has of its own."""
-    if others := batch.token_extras.keys() - defaults.keys():
-        known = f"the names that the stages declare: {', '.join(map(repr, defaults))}"
+    if unknown := batch.token_extras.keys() - defaults.keys():
+        instead = f"the names that the stages declare: {', '.join(map(repr, defaults))}"
         raise DescriptorError(
-            f"{name}(params, state, batch, x)", f"token_extras of {sorted(others)}", known
+            f"{name}(params, state, batch, x)", f"token_extras of {sorted(unknown)}", instead
         )
-    given = batch.token_extras
+    extras = batch.token_extras
     count = len(batch.input_ids)
     return {
-        key: given[key].values if key in given else x.expand(count, *x.shape)
+        key: extras[key].values if key in extras else x.expand(count, *x.shape)
         for key, x in defaults.items()
     }
 
@@ -102,14 +102,14 @@ def _token_extras(name: str, defaults: Mapping[str, Tensor], batch: Batch) -> di
 def embed(
     params: DecoderParams,
     batch: ResolvedBatch,
-    given: Tensor | None,
+    inputs_embeds: Tensor | None,
     ranks: TensorRanks | None = None,
 ) -> Tensor:
-    """The embeddings [num_tokens, hidden_size] of the batch's tokens, with those that are `given`
-    in their places. First stage only."""
+    """The embeddings [num_tokens, hidden_size] of the batch's tokens, with those that are
+    `inputs_embeds` in their places. First stage only."""
     assert params.embed_tokens is not None, "only the first stage's parameters hold the embedding"
     look_up = F.embedding if ranks is None else ranks.embed
-    if given is None:
+    if inputs_embeds is None:
         return look_up(batch.input_ids, params.embed_tokens)
-    known = look_up(batch.input_ids.clamp(min=0), params.embed_tokens)
-    return torch.where((batch.input_ids == EMBEDDED)[:, None], given, known)
+    token_embeds = look_up(batch.input_ids.clamp(min=0), params.embed_tokens)
+    return torch.where((batch.input_ids == EMBEDDED)[:, None], inputs_embeds, token_embeds)

@@ -49,10 +49,10 @@ class Part:
     def place(self, field: Tensor) -> Tensor:
         """Its view of its field's tensor."""
         rows = field if self.expert is None else field[self.expert]
-        found = rows[self.start : self.start + self.shape[0]]
-        if found.dim() == 1:
-            return found
-        return found[:, : self.shape[1]]
+        view = rows[self.start : self.start + self.shape[0]]
+        if view.dim() == 1:
+            return view
+        return view[:, : self.shape[1]]
 
 
 @attrs.frozen
@@ -115,7 +115,8 @@ def layer_fields(config: ModelConfig, index: int) -> dict[str, Field]:
     shape = config.moe.num_experts, hidden
     fields["router"] = Field(shape, (Part(f"{layer}.mlp.gate.weight", shape),))
     experts = [
-        f"mlp.experts.{expert}" for expert in range(config.moe.held or config.moe.num_experts)
+        f"mlp.experts.{expert}"
+        for expert in range(config.moe.num_local_experts or config.moe.num_experts)
     ]
     return fields | _stacked(
         _feed_forward(config, layer, experts, config.moe.inner, False), experts
@@ -188,17 +189,17 @@ def _linear(layer: str, linear: _Linear, fp8: bool) -> dict[str, Field]:
 def _converted(config: ModelConfig, names: list[str]) -> bool:
     """Whether these layers, which are one product, are in FP8: all of them, or none."""
     if config.fp8 is None:
-        found = {}
+        names_by_fp8 = {}
     else:
-        found = {config.fp8.converts(name): name for name in reversed(names)}
-    if len(found) > 1:
-        seen = f"{found[True]} in FP8 and {found[False]} not, which are parts of one product"
+        names_by_fp8 = {config.fp8.converts(name): name for name in reversed(names)}
+    if len(names_by_fp8) > 1:
+        problem = f"{names_by_fp8[True]} in FP8 and {names_by_fp8[False]} not, which are parts of one product"
         instead = (
             "let modules_to_not_convert name all parts of a product, as all experts of a layer, or"
             " none"
         )
-        raise ConfigError("layer_fields(config, index)", seen, instead)
-    return True in found
+        raise ConfigError("layer_fields(config, index)", problem, instead)
+    return True in names_by_fp8
 
 
 def _stacked(first: dict[str, Field], experts: Sequence[str]) -> dict[str, Field]:

@@ -65,12 +65,12 @@ class Blocks:
         else:
             dtype = hidden.dtype
         if added.dim() == 2:
-            own = added.to(dtype)
+            partial_sum = added.to(dtype)
         else:
-            own = sum_leaves(added, max(self.leaves, 1), dtype)
+            partial_sum = sum_leaves(added, max(self.leaves, 1), dtype)
         if self.ranks is None:
-            return own
-        return self.ranks.total(own)
+            return partial_sum
+        return self.ranks.total(partial_sum)
 
 
 def run_layers(
@@ -102,29 +102,31 @@ def run_layers(
     feed = functools.partial(_feed, config, blocks, functions)
 
     def whole(
-        layer: LayerParams, own: Tensor, batch: ResolvedBatch, tables: Tables, hidden: Tensor
+        layer: LayerParams,
+        layer_pages: Tensor,
+        batch: ResolvedBatch,
+        tables: Tables,
+        hidden: Tensor,
     ) -> Any:
-        added, hidden, pages = attend(layer, own, batch, tables, None, hidden)
+        added, hidden, pages = attend(layer, layer_pages, batch, tables, None, hidden)
         return add_parts(*feed(layer, batch, added, hidden)), pages
 
     added, written, in_place = None, list[Tensor](), True
     for index, layer in enumerate(_layers_to_run(config, blocks, functions, params.layers)):
-        own, change = kv_pages[index], functions.layers.get(start + index)
+        layer_pages, change = kv_pages[index], functions.layers.get(start + index)
         if functions.carries:
             at_layer(start + index)
         if change is None:
             # In two calls, so that what the last layer added is freed before the experts of this
             # one take memory.
-            added, hidden, pages = attend(layer, own, batch, tables, added, hidden)
+            added, hidden, pages = attend(layer, layer_pages, batch, tables, added, hidden)
             added, hidden = feed(layer, batch, added, hidden)
         else:
-            if added is None:
-                hidden = hidden
-            else:
+            if added is not None:
                 hidden = add_parts(added, hidden)
-            given = layer, own, batch, tables, hidden
-            added, (hidden, pages) = None, changed_layer(start + index, change, whole, *given)
-        in_place = in_place and pages is own
+            layer_args = layer, layer_pages, batch, tables, hidden
+            added, (hidden, pages) = None, changed_layer(start + index, change, whole, *layer_args)
+        in_place = in_place and pages is layer_pages
         written.append(pages)
     hidden = hidden if added is None else add_parts(added, hidden)
     return hidden, kv_pages if in_place else torch.stack([*written, *kv_pages[len(written) :]])
@@ -138,9 +140,9 @@ def _layers_to_run(
     of a layer before it to add. Functions of one's own may differ by layer, and collectives wait
     for other ranks, which may have other layers. Tensors of torch.func have no address, by which
     kernels may differ."""
-    own = functions.attention, functions.feed_forward, functions.norm, functions.attend
+    custom = functions.attention, functions.feed_forward, functions.norm, functions.attend
     may_differ = (
-        any(one is not None for one in own)
+        any(one is not None for one in custom)
         or functions.layers
         or functions.captures
         or functions.carries
@@ -177,11 +179,11 @@ def _attend(
     x, hidden = norm(layer.input_layernorm, added, hidden, quantized=layer.qkv_scale is not None)
     if functions.attention is None:
         if functions.attend is None:
-            own = None
+            attend = None
         else:
-            own = functools.partial(_own_attend, functions.attend)
+            attend = functools.partial(_own_attend, functions.attend)
         added, pages = blocks.attention(
-            config, layer, kv_pages, batch, tables, x, attend=own, leaves=blocks.leaves
+            config, layer, kv_pages, batch, tables, x, attend=attend, leaves=blocks.leaves
         )
     else:
         with blamed_on("attention", batch):
@@ -233,7 +235,7 @@ def _norm(
 
 
 def _own_attend(
-    own: Attend | AttentionBackend,
+    attend: Attend | AttentionBackend,
     config: ModelConfig,
     layer: LayerParams,
     q: Tensor,
@@ -241,10 +243,14 @@ def _own_attend(
     batch: ResolvedBatch,
 ) -> Tensor:
     """The result of attention of one's own, checked."""
-    if isinstance(own, AttentionBackend):
+    if isinstance(attend, AttentionBackend):
         with noted(
-            lambda _: f"in the attention back end {own.name!r}, of capability {own.capability!r}"
+            lambda _: (
+                f"in the attention back end {attend.name!r}, of capability {attend.capability!r}"
+            )
         ):
-            return check_attended(context.attend(config, layer, q, kv_pages, batch, backend=own), q)
+            return check_attended(
+                context.attend(config, layer, q, kv_pages, batch, backend=attend), q
+            )
     with blamed_on("attend", batch):
-        return check_attended(own(config, layer, q, kv_pages, batch), q)
+        return check_attended(attend(config, layer, q, kv_pages, batch), q)

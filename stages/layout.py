@@ -41,14 +41,14 @@ class StageLayout:
     def __attrs_post_init__(self) -> None:
         numbered = 0 <= self.index < self.num_stages
         if not numbered or not 0 <= self.start < self.stop or (self.first and self.start != 0):
-            seen = (
+            problem = (
                 f"stage {self.index} of {self.num_stages}, of the layers from {self.start} to"
                 f" {self.stop - 1}"
             )
             instead = (
                 "number the stages from 0, and give each at least one layer, stage 0 also layer 0"
             )
-            raise ProgramError(repr(self), seen, instead)
+            raise ProgramError(repr(self), problem, instead)
 
     @property
     def first(self) -> bool:
@@ -69,11 +69,11 @@ class StageLayout:
 def check_layout(layout: StageLayout, num_layers: int, call: str) -> None:
     """Raise ProgramError unless a layout is of a model with so many layers."""
     if layout.stop > num_layers or (layout.last and layout.stop != num_layers):
-        seen = (
+        problem = (
             f"a layout that ends with layer {layout.stop - 1}, and a model of {num_layers} layers"
         )
         raise ProgramError(
-            call, seen, f"split_layers({num_layers}, {layout.num_stages})[{layout.index}]"
+            call, problem, f"split_layers({num_layers}, {layout.num_stages})[{layout.index}]"
         )
 
 
@@ -226,7 +226,7 @@ class _Split:
         above `most`."""
         best: dict[int, _Rank] = {0: (0, 0, ())}  # by the end of the stages so far
         for stage, size in enumerate(self.even):
-            found: dict[int, _Rank] = {}
+            next_best: dict[int, _Rank] = {}
             for stop in self.stops(stage):
                 ways = [
                     (
@@ -238,8 +238,8 @@ class _Split:
                     if start < stop and self.cost(stage, start, stop) <= most
                 ]
                 if ways:
-                    found[stop] = min(ways)
-            best = found
+                    next_best[stop] = min(ways)
+            best = next_best
         ((_, _, stops),) = best.values()
         return stops
 

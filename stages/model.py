@@ -136,7 +136,7 @@ class Model:
         if self.origin is None and self.layout.num_stages > 1:
             return f"{self.dtype}, of no checkpoint"
         if self.origin is None:
-            norms = [own.input_layernorm for own in self.params.layers], self.params.norm
+            norms = [layer.input_layernorm for layer in self.params.layers], self.params.norm
             return f"{self.dtype}, {digest_params(self.params if self.is_whole else norms)}"
         return f"{self.dtype}, {self.origin.describe(self.params)}"
 
@@ -147,7 +147,7 @@ class Model:
         fields = attrs.asdict(self.config, recurse=False)
         stages = ", ".join((f"{self.functions}", *map(name_of, self.transforms)))
         return {
-            **{f"config.{name}": str(own) for name, own in fields.items()},
+            **{f"config.{name}": str(value) for name, value in fields.items()},
             "weights": self.weights,
             "stages": stages,
             "kv_dtype": f"{self.cache_dtype}",
@@ -236,20 +236,22 @@ class Model:
         check_values(
             call, rules, {"transform": transform, "batch_invariant": batch_invariant}, ProgramError
         )
-        given: dict[str, Any] = {
+        callables: dict[str, Any] = {
             "attention": attention,
             "feed_forward": feed_forward,
             "norm": norm,
             "logits": logits,
         }
-        given |= {"attend": attend}
+        callables |= {"attend": attend}
         tensors: dict[str, Any] = {
             "extras": extras or {},
             "captures": captures or {},
             "carries": carries or {},
         }
         tensors |= {"token_extras": token_extras or {}, "beside": beside or {}}
-        new = StageFunctions(**given, layers=layers or {}, **tensors, prefix_caching=prefix_caching)
+        new = StageFunctions(
+            **callables, layers=layers or {}, **tensors, prefix_caching=prefix_caching
+        )
         check_functions(call, new, self.config.num_layers)
         exact = attrs.evolve(
             new, batch_invariant=batch_invariant, reduction_leaves=reduction_leaves
@@ -263,14 +265,14 @@ class Model:
             *((m, m.functions.attend) for m in functions.beside.values()),
         ):
             if isinstance(attend, AttentionBackend):
-                own = (
+                backend_args = (
                     model.config,
                     model.device,
                     model.dtype,
                     model.kv_dtype,
                     functions.batch_invariant,
                 )
-                check_backend(attend, *own, call=call)
+                check_backend(attend, *backend_args, call=call)
         check_together(call, functions)
         more = () if transform is None else (transform,)
         return attrs.evolve(self, functions=functions, transforms=(*self.transforms, *more))
@@ -296,8 +298,8 @@ class Model:
             "prefix_caching",
             "beside",
         }
-        own = {name: getattr(self.functions, name) for name in names}
-        own["token_extras"] = {
+        stage_options = {name: getattr(self.functions, name) for name in names}
+        stage_options["token_extras"] = {
             name: x.to(self.device) for name, x in self.functions.token_extras.items()
         }
         options: dict[str, Any] = {
@@ -310,13 +312,15 @@ class Model:
                 name: (one.config, one.params, one.functions)
                 for name, one in self.functions.beside.items()
             }
-            own["beside"] = readers_beside(models, self.device)
-        own["sown_names"] = self._sown_names.setdefault(
+            stage_options["beside"] = readers_beside(models, self.device)
+        stage_options["sown_names"] = self._sown_names.setdefault(
             layout.num_stages, SownNames(layout.num_stages)
         )
-        own["device"] = self.device
-        own["ranks"] = None if self.shard[1] == 1 else TensorRanks(AXIS, self.config.vocab_size)
-        stage = decoder_stage(self.own_config, layout, **options, **own)
+        stage_options["device"] = self.device
+        stage_options["ranks"] = (
+            None if self.shard[1] == 1 else TensorRanks(AXIS, self.config.vocab_size)
+        )
+        stage = decoder_stage(self.own_config, layout, **options, **stage_options)
         for transform in self.transforms:
             stage = transformed(stage, transform, layout)
         return stage
@@ -335,11 +339,13 @@ class Model:
         if self.params.norm is None or self.shard[1] > 1:
             instead = "the whole model's: weft.load(path).logits(hidden)"
             part = "a stage without a head"
-            held = part if self.params.norm is None else "a part of the head"
-            raise ProgramError(call, f"{held}, {self!r}", instead)
+            kind = part if self.params.norm is None else "a part of the head"
+            raise ProgramError(call, f"{kind}, {self!r}", instead)
         if not isinstance(cast(Any, hidden), Tensor) or hidden.shape[-1:] != (size,):
-            seen = list(hidden.shape) if isinstance(cast(Any, hidden), Tensor) else kind_of(hidden)
-            raise ProgramError(call, f"hidden states {seen}", f"a tensor [..., {size}]")
+            description = (
+                list(hidden.shape) if isinstance(cast(Any, hidden), Tensor) else kind_of(hidden)
+            )
+            raise ProgramError(call, f"hidden states {description}", f"a tensor [..., {size}]")
         flat = hidden.reshape(-1, size).to(self.device, self.dtype)
         with invariant(self.functions.batch_invariant or is_batch_invariant()):
             is_cut = self.functions.reduction_leaves > 1
@@ -374,16 +380,16 @@ class Model:
         if self.chat_template is None or self.tokenizer is None:
             lacks_template = f"{self.path} holds no chat template"
             if self.chat_template is None:
-                seen = lacks_template
+                problem = lacks_template
             else:
-                seen = lacks_tokenizer(self.path)
+                problem = lacks_tokenizer(self.path)
             instead = (
                 "a checkpoint of a chat model; or attrs.evolve(model,"
                 " chat_template=weft.stages.ChatTemplate(...))"
             )
-            raise RequestError(call, seen, instead)
-        own = {"add_generation_prompt": add_generation_prompt, **variables}
-        text = render_chat(self.chat_template, call, messages, own)
+            raise RequestError(call, problem, instead)
+        context = {"add_generation_prompt": add_generation_prompt, **variables}
+        text = render_chat(self.chat_template, call, messages, context)
         return encode(self.tokenizer, text, call, self.path, special=False)
 
     def decode(self, token_ids: list[int]) -> str | None:

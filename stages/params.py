@@ -153,11 +153,11 @@ def head_fault(params: DecoderParams, is_tied: bool) -> tuple[str, str] | None:
         return None
     is_embedding = is_tied and params.embed_tokens is not None
     if is_embedding and params.lm_head is not None:
-        seen = "params.lm_head beside an embedding, and tie_word_embeddings=True"
+        problem = "params.lm_head beside an embedding, and tie_word_embeddings=True"
         instead = (
             "lm_head=None: the head is the embedding; or a config with tie_word_embeddings=False"
         )
-        return seen, instead
+        return problem, instead
     if not is_embedding and params.lm_head is None:
         if is_tied:
             tied = "params without an embedding"

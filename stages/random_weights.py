@@ -251,10 +251,10 @@ def random_params(
     dtype, device = checked_dtype(config, layout, dtype, call), checked_device(device, call)
     fields = dict(stage_fields(config, layout))
     if shard == WHOLE:
-        own = fields
+        shard_fields = fields
     else:
-        own = dict(stage_fields(config, layout, shard))
-    _check_memory(own.values(), dtype, device, call)
+        shard_fields = dict(stage_fields(config, layout, shard))
+    _check_memory(shard_fields.values(), dtype, device, call)
 
     def draw(path: str, field: Field) -> Tensor:
         digest = hashlib.sha256(f"{seed} {path}".encode()).digest()
@@ -265,7 +265,8 @@ def random_params(
         return _without_gaps(field, whole)
 
     tensors = {
-        path: cut_field(draw(path, field), field, own[path]) for path, field in fields.items()
+        path: cut_field(draw(path, field), field, shard_fields[path])
+        for path, field in fields.items()
     }
     return assemble(config, layout, tensors)
 
@@ -275,18 +276,18 @@ def _check_memory(
 ) -> None:
     """Refuse parameters larger than the device's whole memory: on a CPU the process would be
     killed."""
-    wanted = sum(math.prod(field.shape) * (field.dtype or dtype).itemsize for field in fields)
+    needed = sum(math.prod(field.shape) * (field.dtype or dtype).itemsize for field in fields)
     if device.type == "cuda":
         there = torch.cuda.get_device_properties(device).total_memory
     else:
         there = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    if wanted > there:
-        seen = (
-            f"weights of {wanted / 2**30:.1f} GiB, and {device} has {there / 2**30:.1f} GiB of"
+    if needed > there:
+        problem = (
+            f"weights of {needed / 2**30:.1f} GiB, and {device} has {there / 2**30:.1f} GiB of"
             " memory"
         )
         raise DeviceError(
-            call, seen, "more stages, each on a device of its own, or a smaller model"
+            call, problem, "more stages, each on a device of its own, or a smaller model"
         )
 
 

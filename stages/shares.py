@@ -89,23 +89,23 @@ def _share_experts(moe: MoeConfig, num_ranks: int, block: int, call: str) -> Moe
     if can_cut and moe.sharing != "whole":
         return attrs.evolve(moe, inner=moe.inner // num_ranks)
     if can_deal and moe.sharing != "columns":
-        return attrs.evolve(moe, held=moe.num_experts // num_ranks)
+        return attrs.evolve(moe, num_local_experts=moe.num_experts // num_ranks)
     columns = f"moe_intermediate_size={moe.inner}"
     whole = f"num_experts={moe.num_experts}"
     if moe.sharing is None:
         instead = f"{_DIVIDES} {block}, or a number that divides the experts"
         raise ConfigError(call, f"{columns} and {whole}", instead)
-    seen = columns
+    problem = columns
     other = "whole"
     instead = f"{_DIVIDES} {block}"
     works = can_deal
     if moe.sharing == "whole":
-        seen = whole
+        problem = whole
         other = "columns"
         instead = "a number of ranks that divides it"
         works = can_cut
     raise ConfigError(
-        call, f"{seen}, shared as {moe.sharing!r}", instead + f", or experts={other!r}" * works
+        call, f"{problem}, shared as {moe.sharing!r}", instead + f", or experts={other!r}" * works
     )
 
 
@@ -130,10 +130,10 @@ def check_leaves(call: str, config: ModelConfig, leaves: int, num_ranks: int = 1
         shared = None
     else:
         shared = share_config(config, num_ranks).moe
-    if shared is not None and shared.held is not None:
-        seen = f"{num_ranks} ranks with whole experts"
+    if shared is not None and shared.num_local_experts is not None:
+        problem = f"{num_ranks} ranks with whole experts"
         instead = "ranks that share them as 'columns', or 1 leaf"
-        raise ConfigError(f"{call} with reduction_leaves={leaves}", seen, instead)
+        raise ConfigError(f"{call} with reduction_leaves={leaves}", problem, instead)
     if leaves > 1 and leaves % num_ranks:
         instead = f"a number of ranks that divides {leaves}, or more leaves"
         raise ConfigError(f"{call} with reduction_leaves={leaves}", f"{num_ranks} ranks", instead)
@@ -156,8 +156,8 @@ def _refuse_split_blocks(config: ModelConfig, num_ranks: int, call: str) -> None
     counts = {"num_attention_heads": config.num_heads, "num_key_value_heads": config.num_kv_heads}
     for name, count in counts.items():
         rows = count * config.head_dim
-        own = max(count // num_ranks, 1) * config.head_dim
-        if rows > BLOCK and own % BLOCK:
+        rank_rows = max(count // num_ranks, 1) * config.head_dim
+        if rows > BLOCK and rank_rows % BLOCK:
             instead = f"a number of ranks that leaves each a multiple of {BLOCK} rows of them"
             raise ConfigError(
                 call, f"{name}={count} with head_dim={config.head_dim} in FP8", instead
@@ -172,9 +172,10 @@ def share_fields(config: ModelConfig, index: int, shard: Share = WHOLE) -> dict[
         return whole
     # Ranks may hold the same head
     kv_rank = rank * min(config.num_kv_heads, num_ranks) // num_ranks
-    own = layer_fields(share_config(config, num_ranks), index)
+    shard_fields = layer_fields(share_config(config, num_ranks), index)
     return {
-        name: _share_field(name, whole[name], field, rank, kv_rank) for name, field in own.items()
+        name: _share_field(name, whole[name], field, rank, kv_rank)
+        for name, field in shard_fields.items()
     }
 
 
@@ -184,24 +185,28 @@ def adaptable(
     """The linear layers of decoder layer `index` that an adapter may change, by transformers' name:
     the product that each is part of, its place in that product, and its part of the weights, or a
     rank's share of it. Experts are left out."""
-    found = {}
+    layers = {}
     for name, field in share_fields(config, index, shard).items():
         for place, part in enumerate(field.parts):
             if name.endswith("_proj") and part.expert is None:
-                found[part.name.removesuffix(".weight")] = (name.removesuffix("_proj"), place, part)
-    return found
+                layers[part.name.removesuffix(".weight")] = (
+                    name.removesuffix("_proj"),
+                    place,
+                    part,
+                )
+    return layers
 
 
-def _share_field(name: str, whole: Field, own: Field, rank: int, kv_rank: int) -> Field:
+def _share_field(name: str, whole: Field, shard_field: Field, rank: int, kv_rank: int) -> Field:
     """A rank's share of a field; of keys and values, the share `kv_rank`."""
     if name in ("o_bias", "down_bias") and rank:
         # Added after the sum over the ranks: one of them adds it
-        return attrs.evolve(own, parts=())
+        return attrs.evolve(shard_field, parts=())
     parts = list[Part]()
-    count = len(own.parts)
+    count = len(shard_field.parts)
     first = rank * count if count < len(whole.parts) else 0  # fewer: those of whole experts
     for place, (part, mine) in enumerate(
-        zip(whole.parts[first : first + count], own.parts, strict=True)
+        zip(whole.parts[first : first + count], shard_field.parts, strict=True)
     ):
         at = kv_rank if name.startswith("qkv") and place > 0 else rank
         offset = tuple(
@@ -214,7 +219,7 @@ def _share_field(name: str, whole: Field, own: Field, rank: int, kv_rank: int) -
             if mine.shape == part.shape
             else attrs.evolve(mine, stored=part.shape, offset=offset)
         )
-    return attrs.evolve(own, parts=tuple(parts))
+    return attrs.evolve(shard_field, parts=tuple(parts))
 
 
 def share_rows(field: Field, shard: Share) -> Field:
@@ -226,30 +231,32 @@ def share_rows(field: Field, shard: Share) -> Field:
     (part,), (rows, columns) = field.parts, field.shape
     size = -(-rows // num_ranks)
     count = min(size, rows - rank * size)
-    own = attrs.evolve(part, shape=(count, columns), stored=field.shape, offset=(rank * size, 0))
-    return Field((size, columns), (own,) if count > 0 else (), field.dtype)
+    rank_part = attrs.evolve(
+        part, shape=(count, columns), stored=field.shape, offset=(rank * size, 0)
+    )
+    return Field((size, columns), (rank_part,) if count > 0 else (), field.dtype)
 
 
-def cut_field(tensor: Tensor, whole: Field, own: Field) -> Tensor:
+def cut_field(tensor: Tensor, whole: Field, shard_field: Field) -> Tensor:
     """A rank's share of a field's tensor, in new memory where it is cut."""
-    if own == whole:
+    if shard_field == whole:
         return tensor
-    made = torch.zeros(own.shape, dtype=tensor.dtype, device=tensor.device)
+    share = torch.zeros(shard_field.shape, dtype=tensor.dtype, device=tensor.device)
     parts = {part.name: part for part in whole.parts}
-    for part in own.parts:
+    for part in shard_field.parts:
         source = parts[part.name].place(tensor)
-        part.place(made).copy_(source[part.slices])
-    return made
+        part.place(share).copy_(source[part.slices])
+    return share
 
 
-def join_field(shares: Sequence[Tensor], own: Sequence[Field], whole: Field) -> Tensor:
+def join_field(shares: Sequence[Tensor], shard_fields: Sequence[Field], whole: Field) -> Tensor:
     """A field's tensor from the shares of all ranks, in order: `cut_field`, undone."""
-    made = shares[0].new_zeros(whole.shape)
+    joined = shares[0].new_zeros(whole.shape)
     parts = {part.name: part for part in whole.parts}
-    for tensor, field in zip(shares, own, strict=True):
+    for tensor, field in zip(shares, shard_fields, strict=True):
         for part in field.parts:
-            parts[part.name].place(made)[part.slices] = part.place(tensor)
-    return made
+            parts[part.name].place(joined)[part.slices] = part.place(tensor)
+    return joined
 
 
 @attrs.frozen
@@ -270,10 +277,10 @@ class TensorRanks:
 
     def embed(self, input_ids: Tensor, weight: Tensor) -> Tensor:
         """The embeddings [num_tokens, hidden_size], each from the rank that holds the token's row."""
-        own = input_ids - axis_index(self.axis) * weight.shape[0]
-        holds = (own >= 0) & (own < weight.shape[0])
-        found = F.embedding(torch.where(holds, own, 0), weight)
-        return all_reduce(torch.where(holds[:, None], found, 0), self.axis)
+        local_ids = input_ids - axis_index(self.axis) * weight.shape[0]
+        holds = (local_ids >= 0) & (local_ids < weight.shape[0])
+        embeddings = F.embedding(torch.where(holds, local_ids, 0), weight)
+        return all_reduce(torch.where(holds[:, None], embeddings, 0), self.axis)
 
 
 @attrs.frozen
@@ -311,7 +318,7 @@ class SharedRows:
     def _first(self, rank: int) -> int:
         return min(rank * self.size, self.count - self.size)
 
-    def own(self, x: Tensor) -> Tensor:
+    def local_rows(self, x: Tensor) -> Tensor:
         """This rank's rows of a tensor [count, ...] that all ranks have."""
         if self.ranks is None:
             return x
@@ -329,11 +336,11 @@ class SharedRows:
             :, : self.ranks.vocab_size
         ]
 
-    def gather(self, own: Tensor) -> Tensor:
+    def gather(self, rows: Tensor) -> Tensor:
         """All rows [count, ...] of a result, from each rank's rows of it [size, ...]."""
         if self.ranks is None or self.count == 1:
-            return own
-        every = all_gather(own, self.ranks.axis)
+            return rows
+        every = all_gather(rows, self.ranks.axis)
         size = self.size
         if len(every) == self.count:
             return every
@@ -341,21 +348,23 @@ class SharedRows:
             (rank * size, rank * size - self._first(rank))
             for rank in range(axis_size(self.ranks.axis))
         ]
-        return torch.cat([every[start + known : start + size] for start, known in begins])
+        return torch.cat([every[start + overlap : start + size] for start, overlap in begins])
 
-    def gather_all(self, *own: Tensor) -> tuple[Tensor, ...]:
+    def gather_all(self, *results: Tensor) -> tuple[Tensor, ...]:
         """All rows of several results, by one collective; each is [size] or [size, n], int64 or
         float32."""
         if self.ranks is None or self.count == 1:
-            return own
+            return results
         # As float32, so that logprobs keep their derivatives. A copy changes no bit of an int64.
         words = [
-            _viewed((x if x.ndim == 2 else x[:, None]).contiguous(), torch.float32) for x in own
+            _viewed((x if x.ndim == 2 else x[:, None]).contiguous(), torch.float32) for x in results
         ]
         parts = self.gather(torch.cat(words, 1)).split([x.shape[1] for x in words], 1)
         dense = [part.clone(memory_format=torch.contiguous_format).view(-1) for part in parts]
-        flat = [_viewed(part, x.dtype) for part, x in zip(dense, own, strict=True)]
-        return tuple(part.view(self.count, *x.shape[1:]) for part, x in zip(flat, own, strict=True))
+        flat = [_viewed(part, x.dtype) for part, x in zip(dense, results, strict=True)]
+        return tuple(
+            part.view(self.count, *x.shape[1:]) for part, x in zip(flat, results, strict=True)
+        )
 
 
 def _viewed(x: Tensor, dtype: torch.dtype) -> Tensor:

@@ -153,10 +153,10 @@ def _draw_few(item: pytest.Item) -> None:
     if not is_hypothesis_test(test):
         return
     function = getattr(test, "__func__", test)
-    own = getattr(function, "_hypothesis_internal_use_settings", None) or settings()
-    few = min(own.max_examples, FEW_EXAMPLES)
+    current = getattr(function, "_hypothesis_internal_use_settings", None) or settings()
+    few = min(current.max_examples, FEW_EXAMPLES)
     # Hypothesis has no public way to change the settings of a test that has some.
-    function._hypothesis_internal_use_settings = settings(own, max_examples=few)
+    function._hypothesis_internal_use_settings = settings(current, max_examples=few)
 
 
 @pytest.fixture(scope="session")

@@ -100,7 +100,7 @@ def gradients_as_params(model: Any, folder: Path) -> Any:
 def chunked(prompts: Sequence[Sequence[int]], sizes: Sequence[int], **more: Any) -> list[Batch]:
     """The prompts as batches with a limit of tokens per request; the target of each token is the
     next one."""
-    made = []
+    batches = []
     for start, end in pairwise((0, *(sum(sizes[: i + 1]) for i in range(len(sizes))))):
         rows = [row for row, ids in enumerate(prompts) if len(ids) > start]
         targets = [
@@ -109,8 +109,8 @@ def chunked(prompts: Sequence[Sequence[int]], sizes: Sequence[int], **more: Any)
             for token in (*prompts[row], 0)[start + 1 : min(end, len(prompts[row])) + 1]
         ]
         batch = Batch.ragged(rows, [prompts[row][start:end] for row in rows], **more)
-        made.append(attrs.evolve(batch, targets=torch.tensor(targets).to(batch.rows.device)))
-    return made
+        batches.append(attrs.evolve(batch, targets=torch.tensor(targets).to(batch.rows.device)))
+    return batches
 
 
 def loss_of(
@@ -121,8 +121,8 @@ def loss_of(
     for row, count in zip(batch.rows.tolist(), batch.query_start_loc.diff().tolist(), strict=True):
         done[row] = done.get(row, 0) + count
         kept += [1.0] * (count - 1) + [float(done[row] < len(prompts[row]))]
-    found: Tensor = -(out.prompt_logprobs * torch.tensor(kept).to(out.prompt_logprobs)).sum()
-    return found
+    loss: Tensor = -(out.prompt_logprobs * torch.tensor(kept).to(out.prompt_logprobs)).sum()
+    return loss
 
 
 def loss_by(
@@ -138,20 +138,20 @@ def loss_by(
 
     def loss(params: Any) -> Tensor:
         state = make_state(model, runner.layouts, [48] * len(prompts))
-        found = list[Tensor]()
+        losses = list[Tensor]()
         done = dict[int, int]()
         for batch in chunked(prompts, sizes, device=model.device):
             state, out = runner.step(params, state, batch)
-            found.append(loss_of(out, batch, prompts, done))
-        return torch.stack(found).sum()
+            losses.append(loss_of(out, batch, prompts, done))
+        return torch.stack(losses).sum()
 
     return runner.params, loss
 
 
 def recorded(params: Any) -> Any:
     """Leaves that require grad; a tensor that occurs twice, as tied weights do, still occurs twice."""
-    made: dict[int, Tensor] = {}
-    return tree_map(lambda x: made.setdefault(id(x), x.detach().clone().requires_grad_()), params)
+    leaves: dict[int, Tensor] = {}
+    return tree_map(lambda x: leaves.setdefault(id(x), x.detach().clone().requires_grad_()), params)
 
 
 def gradients_of(params: Any) -> Any:
@@ -165,21 +165,21 @@ def joined(stages: Sequence[Any], is_tied: bool) -> Any:
     first = stages[0]
     last = stages[-1]
     layers = tuple(layer for stage in stages for layer in stage.layers)
-    found = attrs.evolve(first, layers=layers, norm=last.norm, lm_head=last.lm_head)
+    gradients = attrs.evolve(first, layers=layers, norm=last.norm, lm_head=last.lm_head)
     if not is_tied or len(stages) == 1:
-        return found
+        return gradients
     embedding = first.embed_tokens
     if last.lm_head is not embedding:
         embedding = embedding + last.lm_head
-    return attrs.evolve(found, embed_tokens=embedding, lm_head=None)
+    return attrs.evolve(gradients, embed_tokens=embedding, lm_head=None)
 
 
-def worst(found: Any, wanted: Any) -> tuple[float, str]:
+def worst(result: Any, expected: Any) -> tuple[float, str]:
     """The leaf with the greatest error relative to its greatest element."""
-    pairs = zip(leaves_with_names(found), leaves_with_names(wanted), strict=True)
+    pairs = zip(leaves_with_names(result), leaves_with_names(expected), strict=True)
     return max((relative(a, b), path) for (path, a), (_, b) in pairs)
 
 
-def relative(found: Tensor, wanted: Tensor) -> float:
-    assert wanted.abs().max() > 0
-    return float((found - wanted).abs().max() / wanted.abs().max())
+def relative(result: Tensor, expected: Tensor) -> float:
+    assert expected.abs().max() > 0
+    return float((result - expected).abs().max() / expected.abs().max())

@@ -63,8 +63,8 @@ def to_host(self: Any, arguments: Any, named: Any) -> Any:
     """The arguments as the kernel gets them, whose ranges are kept."""
     host = _to_host(self, arguments, named)
     # The tensor of a descriptor
-    given = [getattr(one, "base", one) for one in (*host[0], *host[1].values())]
-    _ranges.of([] if self.fn.__module__ in _BY_ADDRESS else given)
+    values = [getattr(one, "base", one) for one in (*host[0], *host[1].values())]
+    _ranges.of([] if self.fn.__module__ in _BY_ADDRESS else values)
     return host
 
 

@@ -71,9 +71,9 @@ def run_interpreted(code: str, folder: Path, *arguments: object, seconds: int = 
     return written.read_text()
 
 
-def interpret(code: str, given: Any, folder: Path) -> Any:
+def interpret(code: str, inputs: Any, folder: Path) -> Any:
     """Run code that reads values from the file `sys.argv[1]` and saves results to `sys.argv[2]`,
     and return these."""
-    torch.save(given, folder / "in.pt")
+    torch.save(inputs, folder / "in.pt")
     run_interpreted(code, folder, folder / "in.pt", folder / "out.pt")
     return torch.load(folder / "out.pt", weights_only=False)

@@ -119,10 +119,11 @@ class Graphs:
     @classmethod
     def of(cls, *graphs: Graph) -> "Graphs":
         x, source, target = (
-            torch.cat([getattr(own, name) for own in graphs]) for name in ("x", "source", "target")
+            torch.cat([getattr(graph, name) for graph in graphs])
+            for name in ("x", "source", "target")
         )
         starts = (
-            torch.tensor([0, *(len(getattr(own, name)) for own in graphs)]).cumsum(0)
+            torch.tensor([0, *(len(getattr(graph, name)) for graph in graphs)]).cumsum(0)
             for name in ("x", "source")
         )
         return cls(x, source, target, *starts)

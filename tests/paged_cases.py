@@ -61,11 +61,11 @@ def dense(queries: Tensor, keys: Tensor, values: Tensor, scale: float, window: i
     out = torch.empty(queries.shape, dtype=torch.float64)
     for i in range(len(queries)):
         end = len(keys) - len(queries) + i + 1
-        seen = slice(max(0, end - window) if window else 0, end)
+        visible = slice(max(0, end - window) if window else 0, end)
         for head in range(queries.shape[1]):
-            scores = keys[seen, head // group].double() @ queries[i, head].double() * scale
+            scores = keys[visible, head // group].double() @ queries[i, head].double() * scale
             weights = (scores - scores.max()).exp()
-            out[i, head] = weights @ values[seen, head // group].double() / weights.sum()
+            out[i, head] = weights @ values[visible, head // group].double() / weights.sum()
     return out
 
 
@@ -111,12 +111,12 @@ def draw_request(
     """A request's tokens. Its past is written to `pages` and `expected`, and the operator's writes
     to `expected`."""
     live = request.past + request.new
-    given = torch.randn(2, live, shape.kv_heads, shape.dim, generator=random).to(shape.dtype)
-    given[:, ::7] *= 300 if shape.kv_dtype is not None else 1  # beyond what FP8 holds
+    kv = torch.randn(2, live, shape.kv_heads, shape.dim, generator=random).to(shape.dtype)
+    kv[:, ::7] *= 300 if shape.kv_dtype is not None else 1  # beyond what FP8 holds
     history = (
-        given
+        kv
         if shape.kv_dtype is None
-        else given.float().clamp(-448, 448).to(shape.kv_dtype).to(shape.dtype)
+        else kv.float().clamp(-448, 448).to(shape.kv_dtype).to(shape.dtype)
     )
     q = torch.randn(request.new, shape.kv_heads * shape.group, shape.dim, generator=random).to(
         shape.dtype
@@ -128,7 +128,7 @@ def draw_request(
     kept = request.past if request.padded else live
     expected.flatten(1, 2)[:, slots[:kept]] = history[:, :kept].to(pages.dtype)
     out = dense(q, history[0], history[1], shape.dim**-0.5, shape.window)
-    keys, values = given[:, request.past :]
+    keys, values = kv[:, request.past :]
     new = Rows(q, keys, values, slots[request.past :], out * 0 if request.padded else out)
     return [new, padding(shape, [-1] * request.dead)]
 

@@ -23,8 +23,8 @@ def blocks(page: Path, language: str | None = None) -> list[Block]:
     """The blocks of a page, or those in one language."""
     text = page.read_text(encoding="utf-8")
     fences = re.finditer(r"^```(\w*)\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
-    found = [Block(m[1], text.count("\n", 0, m.start(2)) + 1, m[2]) for m in fences]
-    return [block for block in found if language in (None, block.language)]
+    fenced = [Block(m[1], text.count("\n", 0, m.start(2)) + 1, m[2]) for m in fences]
+    return [block for block in fenced if language in (None, block.language)]
 
 
 def run(page: Path) -> dict[str, Any]:
@@ -38,15 +38,15 @@ def run(page: Path) -> dict[str, Any]:
 
 def links(page: Path) -> list[str]:
     """The files that a page links to, as it writes them."""
-    found = re.findall(r"\]\(([^)#\s]+)", page.read_text(encoding="utf-8"))
-    return [link for link in found if "://" not in link]
+    targets = re.findall(r"\]\(([^)#\s]+)", page.read_text(encoding="utf-8"))
+    return [link for link in targets if "://" not in link]
 
 
 def paths(page: Path) -> list[str]:
     """The files, folders and patterns of the repository that a page names as code, or in a command."""
     rooms = r"lib|stages|transforms|proofs|tests|\.ci|\.github|\.src"
-    found = re.findall(rf"(?<![\w/.-])((?:{rooms})/[\w./*-]*)", page.read_text(encoding="utf-8"))
-    return [path.rstrip(".") for path in found]
+    matches = re.findall(rf"(?<![\w/.-])((?:{rooms})/[\w./*-]*)", page.read_text(encoding="utf-8"))
+    return [path.rstrip(".") for path in matches]
 
 
 def modules(page: Path) -> list[str]:

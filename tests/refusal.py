@@ -20,15 +20,15 @@ BELONG = "check that config.json and the weights belong together"
 
 
 @contextmanager
-def refused(kind: type[WeftError], call: str, seen: str, instead: str) -> Iterator[None]:
+def refused(kind: type[WeftError], call: str, problem: str, instead: str) -> Iterator[None]:
     """The body raises exactly `kind`, of this text; `<any>` stands for anything on one line."""
     with pytest.raises(WeftError) as caught:
         yield
     assert type(caught.value) is kind
-    wanted = f"{call}\n  saw: {seen}\n  instead: {instead}"
-    seen_text = str(caught.value)
-    if not re.fullmatch(re.escape(wanted).replace(re.escape(ANY), ".*"), seen_text):
-        pytest.fail(f"the error says\n{seen_text}\nand not\n{wanted}", pytrace=False)
+    expected = f"{call}\n  saw: {problem}\n  instead: {instead}"
+    text = str(caught.value)
+    if not re.fullmatch(re.escape(expected).replace(re.escape(ANY), ".*"), text):
+        pytest.fail(f"the error says\n{text}\nand not\n{expected}", pytrace=False)
 
 
 def at(fn: Callable[..., Any], text: str) -> str:

@@ -119,7 +119,7 @@ def test_the_lowest_environment_has_every_requirement_of_the_project() -> None:
 
 
 @pytest.mark.parametrize(
-    ("dependencies", "seen"),
+    ("dependencies", "problem"),
     [
         (["numpy"], "'numpy' has no lower bound"),
         (["torch<3"], "'torch<3' has no lower bound"),
@@ -127,26 +127,26 @@ def test_the_lowest_environment_has_every_requirement_of_the_project() -> None:
     ],
 )
 def test_a_requirement_whose_lower_bound_is_not_tried_is_refused(
-    dependencies: list[str], seen: str
+    dependencies: list[str], problem: str
 ) -> None:
     table = {
         "name": "house",
         "dependencies": dependencies,
         "optional-dependencies": {"all": ["house[door]", "uv>=1"]},
     }
-    with pytest.raises(ValueError, match=re.escape(seen)):
+    with pytest.raises(ValueError, match=re.escape(problem)):
         environments.lower_bounds(table)
 
 
 def test_names_and_constraints(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(environments, "torch_releases", lambda python: ["2.11.0", "2.12.1"])
     monkeypatch.setattr(environments, "other_pythons", lambda: ["python3.13"])
-    found = {one.name: one for one in environments.environments()}
-    assert [*found] == ["unpinned", "lowest", "torch-2.11", "torch-2.12", "python-3.13"]
-    assert found["unpinned"].constraints is None
-    assert found["torch-2.12"].constraints == ("torch==2.12.1",)
-    assert {"xgrammar==0.1.24", "torch==2.11"} <= {*found["lowest"].constraints}
-    assert found["python-3.13"].python == "python3.13"
+    by_name = {one.name: one for one in environments.environments()}
+    assert [*by_name] == ["unpinned", "lowest", "torch-2.11", "torch-2.12", "python-3.13"]
+    assert by_name["unpinned"].constraints is None
+    assert by_name["torch-2.12"].constraints == ("torch==2.12.1",)
+    assert {"xgrammar==0.1.24", "torch==2.11"} <= {*by_name["lowest"].constraints}
+    assert by_name["python-3.13"].python == "python3.13"
 
 
 def test_both_commands_run_as_the_readme_prints_them(

@@ -51,26 +51,26 @@ def test_01_prints_and_counters_run_at_capture_and_never_again() -> None:
     Around it: return what you want to see, or `with weft.no_capture(replay=False)`, in which every
     call is Python.
     """
-    seen: list[str] = []
+    events: list[str] = []
 
     @weft.graphify
     def f(x: Tensor) -> Tensor:
-        seen.append("ran")
+        events.append("ran")
         return x + 1
 
     for _ in range(5):
         f(ONES)
-    assert len(seen) == 2
+    assert len(events) == 2
     with weft.no_capture(replay=False):
         f(ONES)
-    assert len(seen) == 3
+    assert len(events) == 3
 
 
 def test_02_a_python_value_from_outside_is_frozen() -> None:
-    """What lies inside an object, a list or a dict and is no tensor, function or module is read once,
-    at capture; nobody says that it changed. (Names are compared: a global or a nonlocal that is
-    bound to something else leads to a new capture.) So a cache that counts in Python (transformers'
-    `StaticCache`, in its layers with a sliding window) is wrong in a graph.
+    """What lies inside an object, a list or a dict and is no tensor, function or module is read
+    once, at capture; nobody says that it changed. (Names are compared: a global or a nonlocal that
+    is bound to something else leads to a new capture.) So a cache that counts in Python
+    (transformers' `StaticCache`, in its layers with a sliding window) is wrong in a graph.
 
     Around it: make it a tensor, or an argument.
     """
@@ -189,8 +189,8 @@ def test_08_a_branch_a_mask_or_an_item_on_data_is_refused() -> None:
 
 
 def test_09_a_module_that_a_function_calls_is_captured_at_each_change_of_its_mode() -> None:
-    """Modes of modules that a function closes over are compared, and are no part of the key: whoever
-    alternates `train()` and `eval()` captures each time.
+    """Modes of modules that a function closes over are compared, and are no part of the key:
+    whoever alternates `train()` and `eval()` captures each time.
 
     Around it: graphify the module itself, its method, or its stage (`weft.stages.from_module`),
     whose mode is part of the key (its own; not that of a part alone).
@@ -198,12 +198,12 @@ def test_09_a_module_that_a_function_calls_is_captured_at_each_change_of_its_mod
     module = torch.nn.Dropout(0.5)
     f = weft.graphify(lambda x: module(x))
     g = weft.graphify(module)
-    for made in (f, g):
-        assert made(torch.ones(64)).min() == 0
+    for graphified in (f, g):
+        assert graphified(torch.ones(64)).min() == 0
     for mode in (False, True, False):
         module.train(mode)
-        for made in (f, g):
-            assert bool(made(torch.ones(64)).min() == 0) is mode
+        for graphified in (f, g):
+            assert bool(graphified(torch.ones(64)).min() == 0) is mode
     assert captures(f) == 4
     assert captures(g) == 2
 

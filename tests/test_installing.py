@@ -32,7 +32,7 @@ SELF_REFERENCES = {"pyproject.toml", ".github/CHANGELOG.md"}
 
 def commands(text: str) -> list[str]:
     """The parts of a text that would install a distribution called weft."""
-    return [found[0] for found in INSTALLS.finditer(text)]
+    return [match[0] for match in INSTALLS.finditer(text)]
 
 
 def tracked() -> list[str]:
@@ -63,7 +63,7 @@ def test_nothing_installs_weft_from_an_index() -> None:
         text = (ROOT / name).read_text(encoding="utf-8")
         wrong += [f"{name}: {command}" for command in commands(text)]
         if name not in SELF_REFERENCES:
-            wrong += [f"{name}: {found[0]}" for found in NAMES_AN_EXTRA.finditer(text)]
+            wrong += [f"{name}: {match[0]}" for match in NAMES_AN_EXTRA.finditer(text)]
     assert wrong == []
 
 

@@ -40,8 +40,8 @@ def test_the_modes_are_in_their_picture() -> None:
 
 
 def test_shares_of_the_roofline_are_of_bytes_over_bandwidth() -> None:
-    found = before_and_after()
-    assert {gpu for gpu, _, _ in found} == {"H100", "H200"}
+    by_workload = before_and_after()
+    assert {gpu for gpu, _, _ in by_workload} == {"H100", "H200"}
     # Llama-3.1-8B reads 15.0 GB of weights, and 128 times 258 tokens with 131 kB of keys and values
     # each.
     assert shares.roofline("H200", "llama-3.1-8b", 1) == pytest.approx(4.8e12 / 15.05e9, rel=0.01)
@@ -51,10 +51,10 @@ def test_shares_of_the_roofline_are_of_bytes_over_bandwidth() -> None:
     assert shares.roofline("H200", "llama-3.1-8b", 128, 256) == pytest.approx(
         128 * 4.8e12 / 17.6e9, rel=0.01
     )
-    oldest, newest = found["H200", "qwen3-30b-a3b-fp8", 128]
+    oldest, newest = by_workload["H200", "qwen3-30b-a3b-fp8", 128]
     assert oldest.record.file == "2026-11-21-h200-bench-moe.json"
     assert newest.time > oldest.time
-    for ends in found.values():
+    for ends in by_workload.values():
         assert all(0.2 < one.share < 1 for one in ends)
         assert {one.gpu for one in ends} == {ends[0].gpu}
 
@@ -63,7 +63,9 @@ def test_the_picture_of_the_roofline_has_a_bar_for_each_end() -> None:
     texts = said(roofline)
     ends = before_and_after().values()
     assert sum("tokens/s" in text for text in texts) == sum(map(len, ends))
-    assert sum("no other record" in text for text in texts) == sum(len(own) == 1 for own in ends)
+    assert sum("no other record" in text for text in texts) == sum(
+        len(group) == 1 for group in ends
+    )
 
 
 @pytest.mark.parametrize("model", ["bf16", "fp8"])
@@ -93,8 +95,8 @@ def test_the_short_table_has_the_newest_figure_of_each_workload_beside_vllm() ->
         (one.model, one.peer, one.machine) for one in tables.turns()
     }
     # Two records, of which this is the later
-    [found] = [line[3:] for line in lines if line[0].startswith("Qwen3-14B")]
-    assert found[:5] == (
+    [cells] = [line[3:] for line in lines if line[0].startswith("Qwen3-14B")]
+    assert cells[:5] == (
         "1.11 (11,765)",
         "1.02 (20,352)",
         "1.06 (6,794)",
@@ -144,5 +146,5 @@ def test_no_two_rows_say_the_same_thing() -> None:
 def test_figures_that_were_read_by_eye(what: str, file: str, figure: str) -> None:
     """A few rows, compared with what a person read in the record: a wrong key in the code would
     change them."""
-    [found] = [row for row in ROWS if what in row[0] and file in row[5]]
-    assert found[1].startswith(figure)
+    [matching_row] = [row for row in ROWS if what in row[0] and file in row[5]]
+    assert matching_row[1].startswith(figure)

@@ -81,8 +81,8 @@ def test_19_the_next_state_comes_first_among_results_of_its_shape() -> None:
 
     last = weft.graphify(lambda state, x: (x * 2, state + x), donate_argnames="state")
     first = weft.graphify(lambda state, x: (state + x, x * 2), donate_argnames="state")
-    assert advance(last, lambda made: made[1]) == 3
-    assert advance(first, lambda made: made[0]) == 1
+    assert advance(last, lambda result: result[1]) == 3
+    assert advance(first, lambda result: result[0]) == 1
 
 
 def test_20_a_borrowed_result_is_overwritten() -> None:
@@ -180,17 +180,17 @@ def test_25_a_stop_text_is_in_the_tokens_and_not_in_the_text() -> None:
     assert whole.text
     stop = whole.text[5:8]
 
-    def made(**given: bool) -> weft.Completion:
-        params = weft.SamplingParams(stop=stop, **given)
+    def completed(**options: bool) -> weft.Completion:
+        params = weft.SamplingParams(stop=stop, **options)
         [completion] = weft.generate(
             model, ["A list"], max_tokens=12, sampling=params, graph="none"
         )
         return completion
 
-    assert made().text == whole.text[: whole.text.index(stop)]
-    assert stop in (model.decode(made().token_ids) or "")
-    assert made(include_stop_str_in_output=True).text == f"{made().text}{stop}"
-    assert (made().finish_reason, made().stop_reason) == ("stop", stop)
+    assert completed().text == whole.text[: whole.text.index(stop)]
+    assert stop in (model.decode(completed().token_ids) or "")
+    assert completed(include_stop_str_in_output=True).text == f"{completed().text}{stop}"
+    assert (completed().finish_reason, completed().stop_reason) == ("stop", stop)
 
 
 def test_26_a_seed_of_generate_goes_with_a_prompts_place() -> None:
@@ -201,14 +201,16 @@ def test_26_a_seed_of_generate_goes_with_a_prompts_place() -> None:
     """
     model = weft.load(weft.stages.DEMO, "cpu")
     hot = weft.SamplingParams(temperature=2.0)
-    own = weft.SamplingParams(temperature=2.0, seed=5)
+    seeded = weft.SamplingParams(temperature=2.0, seed=5)
 
     def tokens(prompts: list[str], sampling: weft.SamplingParams) -> list[int]:
-        made = weft.generate(model, prompts, max_tokens=8, sampling=sampling, seed=3, graph="none")
-        return made[prompts.index("A list")].token_ids
+        completions = weft.generate(
+            model, prompts, max_tokens=8, sampling=sampling, seed=3, graph="none"
+        )
+        return completions[prompts.index("A list")].token_ids
 
     assert tokens(["A list", "B"], hot) != tokens(["B", "A list"], hot)
-    assert tokens(["A list", "B"], own) == tokens(["B", "A list"], own)
+    assert tokens(["A list", "B"], seeded) == tokens(["B", "A list"], seeded)
 
 
 def test_27_an_engine_of_default_limits_captures_many_graphs() -> None:
@@ -236,16 +238,16 @@ def test_28_a_change_of_parameters_that_torch_does_not_count_is_not_seen() -> No
     engine = weft.Engine(model, weft.EngineLimits(max_num_reqs=1, max_model_len=64), graph="none")
     prompt = [5, 6, 7, 8] * 8
 
-    def found() -> int:
+    def num_prefix_hits() -> int:
         before = engine.stats().prefix_tokens
         engine.add(prompt, max_tokens=1)
         list(engine)
         return engine.stats().prefix_tokens - before
 
-    assert (found(), found()) == (0, 31)
+    assert (num_prefix_hits(), num_prefix_hits()) == (0, 31)
     model.params.layers[0].o_proj.mul_(1.5)
-    assert found() == 0
+    assert num_prefix_hits() == 0
     model.params.layers[0].o_proj.data.mul_(1.5)
-    assert found() == 31, "pages that the old parameters computed"
+    assert num_prefix_hits() == 31, "pages that the old parameters computed"
     engine.update()
-    assert found() == 0
+    assert num_prefix_hits() == 0

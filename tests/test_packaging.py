@@ -122,20 +122,20 @@ def sources() -> dict[str, Source]:
 
 @functools.cache
 def all_imports() -> list[Import]:
-    return [found for source in sources().values() for found in imports_of(source)]
+    return [record for source in sources().values() for record in imports_of(source)]
 
 
 @functools.cache
 def own_imports() -> list[Import]:
     """The imports of weft's own modules."""
-    return [found for found in all_imports() if found.module.split(".")[0] == "weft"]
+    return [record for record in all_imports() if record.module.split(".")[0] == "weft"]
 
 
-def target(found: Import) -> str:
+def target(record: Import) -> str:
     """The module that an import of weft's reaches: `from weft.proofs import laws` reaches
     `weft.proofs.laws`."""
-    inner = f"{found.module}.{found.name}"
-    return inner if inner in sources() else found.module
+    inner = f"{record.module}.{record.name}"
+    return inner if inner in sources() else record.module
 
 
 def listed(violations: list[Import]) -> str:
@@ -231,14 +231,18 @@ def test_the_demo_checkpoint_is_small() -> None:
 
 
 def test_imports_point_one_way() -> None:
-    def looks_down(found: Import) -> bool:
-        return FOLDERS.index(sources()[found.at].folder) < FOLDERS.index(
-            sources()[target(found)].folder
+    def looks_down(record: Import) -> bool:
+        return FOLDERS.index(sources()[record.at].folder) < FOLDERS.index(
+            sources()[target(record)].folder
         )
 
     assert (
         listed(
-            [found for found in own_imports() if found.at not in LOOK_DOWN and looks_down(found)]
+            [
+                record
+                for record in own_imports()
+                if record.at not in LOOK_DOWN and looks_down(record)
+            ]
         )
         == ""
     )
@@ -254,18 +258,18 @@ def test_rooms_of_transforms_stand_one_on_the_other() -> None:
         return ROOMS.index(room) if room in ROOMS else -1
 
     upwards = [
-        found
-        for found in own_imports()
-        if found.at != "weft.transforms" and floor(found.at) < floor(target(found))
+        record
+        for record in own_imports()
+        if record.at != "weft.transforms" and floor(record.at) < floor(target(record))
     ]
-    assert listed([found for found in upwards if floor(found.at) >= 0]) == ""
+    assert listed([record for record in upwards if floor(record.at) >= 0]) == ""
 
 
 def test_imports_do_not_run_in_circles() -> None:
     # Strip the modules that import none of the rest until none is left. Imports in functions and of
     # types count too.
     edges = {
-        name: {target(found) for found in own_imports() if found.at == name} - {"weft", name}
+        name: {target(record) for record in own_imports() if record.at == name} - {"weft", name}
         for name in sources()
     }
     while leaves := {name for name, reached in edges.items() if not reached & edges.keys()}:
@@ -276,24 +280,26 @@ def test_imports_do_not_run_in_circles() -> None:
 def reexports(name: str) -> set[str]:
     """The names that a module imports from other modules of weft."""
     return {
-        found.bound for found in own_imports() if found.at == name and target(found) == found.module
+        record.bound
+        for record in own_imports()
+        if record.at == name and target(record) == record.module
     }
 
 
 def test_imports_name_the_defining_module() -> None:
-    def indirect(found: Import) -> bool:
-        return target(found) == found.module and found.name in reexports(found.module)
+    def indirect(record: Import) -> bool:
+        return target(record) == record.module and record.name in reexports(record.module)
 
-    assert listed([found for found in own_imports() if indirect(found)]) == ""
-    assert [found for found in all_imports() if found.module.startswith(".")] == []
+    assert listed([record for record in own_imports() if indirect(record)]) == ""
+    assert [record for record in all_imports() if record.module.startswith(".")] == []
 
 
 def test_nothing_inside_imports_from_the_face() -> None:
     # The face defines one name of its own.
     face = [
-        found
-        for found in own_imports()
-        if found.module == "weft" != found.at and found.name != "__version__"
+        record
+        for record in own_imports()
+        if record.module == "weft" != record.at and record.name != "__version__"
     ]
     assert listed(face) == ""
 
@@ -317,10 +323,10 @@ MAY_USE_PRIVATE_TORCH = "weft.torchapi."
 
 def test_only_the_room_of_torch_uses_its_private_names() -> None:
     imported = [
-        found for found in all_imports() if is_private(f"{found.module}.{found.name or ''}")
+        record for record in all_imports() if is_private(f"{record.module}.{record.name or ''}")
     ]
     assert (
-        listed([found for found in imported if not found.at.startswith(MAY_USE_PRIVATE_TORCH)])
+        listed([record for record in imported if not record.at.startswith(MAY_USE_PRIVATE_TORCH)])
         == ""
     )
     used = [
@@ -334,10 +340,10 @@ def test_only_the_room_of_torch_uses_its_private_names() -> None:
 
 
 def test_the_face_gives_type_checkers_what_it_gives_python() -> None:
-    typed = {found.bound: found.module for found in own_imports() if found.at == "weft"}
+    typed = {record.bound: record.module for record in own_imports() if record.at == "weft"}
     assert sorted(typed) == sorted(weft.__all__)
-    given = {name: getattr(weft, name) for name in weft.__all__}
-    assert {name: getattr(import_module(home), name) for name, home in typed.items()} == given
+    exported = {name: getattr(weft, name) for name in weft.__all__}
+    assert {name: getattr(import_module(home), name) for name, home in typed.items()} == exported
     assert set(weft.__all__) <= set(dir(weft))
 
 

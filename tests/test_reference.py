@@ -134,7 +134,7 @@ def untyped(face: str, name: str) -> Iterator[str]:
 
 
 def test_each_name_is_typed() -> None:
-    assert [found for face, name in CALLED for found in untyped(face, name)] == []
+    assert [untyped_name for face, name in CALLED for untyped_name in untyped(face, name)] == []
 
 
 def test_the_reference_page_names_each() -> None:
@@ -156,7 +156,9 @@ def test_a_test_exercises_each_name() -> None:
         value = value_of(face, name)
         home = inspect.getsourcefile(value) if callable(value) else None
         folders = ("tests", "proofs") if face in EVIDENCE else ("tests",)
-        places = [path for path, found in words.items() if name in found and str(path) != home]
+        places = [
+            path for path, file_words in words.items() if name in file_words and str(path) != home
+        ]
         if not any(path.relative_to(ROOT.resolve()).parts[0] in folders for path in places):
             missing.append(f"{face}.{name}")
     assert missing == []
@@ -175,7 +177,7 @@ def test_the_results_of_transforms_are_of_the_classes_that_are_documented() -> N
     session = step.session((None, None), (None, None))
     session.close()
     programs = transforms.make_programs(2, transforms.decode_jobs(1, 2))
-    made: dict[type, Any] = {
+    results: dict[type, Any] = {
         transforms.Graphified: f,
         transforms.Lowered: lowered,
         transforms.Compiled: lowered.compile(),
@@ -192,7 +194,7 @@ def test_the_results_of_transforms_are_of_the_classes_that_are_documented() -> N
         transforms.Decision: table.rows[0].decision,
         transforms.Ladder: weft.make_ladder("full", limits),
     }
-    assert {cls: type(value) for cls, value in made.items()} == {cls: cls for cls in made}
+    assert {cls: type(value) for cls, value in results.items()} == {cls: cls for cls in results}
 
 
 def test_calls_are_written_with_their_arguments() -> None:

@@ -32,42 +32,43 @@ _RULES: dict[str, Rule] = {
 @pytree
 @attrs.frozen(eq=False)
 class Carried:
-    """The state of a transformed step: the inner step's state, and the transform's own.
+    """The state of a transformed step: the inner step's state, and the transform's transform_state.
 
     Args:
         state: the inner step's state, which may be a `Carried` too.
-        own: the transform's state, a tree of tensors.
+        transform_state: the transform's state, a tree of tensors.
     """
 
     state: Any
-    own: Any
+    transform_state: Any
 
 
-def _carried(state: Any, own: Any) -> Carried:
+def _carried(state: Any, transform_state: Any) -> Carried:
     """A `Carried`, made without its `__init__`, which `torch.compile` of torch 2.14 cannot trace."""
     carried = object.__new__(Carried)
     object.__setattr__(carried, "state", state)
-    object.__setattr__(carried, "own", own)
+    object.__setattr__(carried, "transform_state", transform_state)
     return carried
 
 
 @attrs.frozen
 class Transform:
-    """A transform of steps and stages that carries its own state, as two pure functions. Called
-    with a step `(params, state, batch) -> (state, out)`, or with a stage, which takes a fourth
-    argument, it returns a step or stage over `Carried`.
+    """A transform of steps and stages that carries its transform_state state, as two pure
+    functions. Called with a step `(params, state, batch) -> (state, out)`, or with a stage, which
+    takes a fourth argument, it returns a step or stage over `Carried`.
 
     It works inside and outside `graphify`, `piecewise`, `pipeline`, `scan`, `microbatch` and other
     transforms, and under `vmap` and `grad`, because it is a pure function. Under a ladder it sees
     padding, as every step does.
 
     Args:
-        init: `(params, state) -> own`: makes the transform's first state, as new tensors on the
-            state's device.
-        apply: `(step, own, params, state, *rest) -> (own, state, out)`: calls the step any number
-            of times, each time with the state that the previous call returned, and returns the next
-            values of all three. If the step donates its state, `own` is donated with it and may be
-            written in place. Otherwise return a new one.
+        init: `(params, state) -> transform_state`: makes the transform's first state, as new
+            tensors on the state's device.
+        apply: `(step, transform_state, params, state, *rest) -> (transform_state, state, out)`:
+            calls the step any number of times, each time with the state that the previous call
+            returned, and returns the next values of all three. If the step donates its state,
+            `transform_state` is donated with it and may be written in place. Otherwise return a new
+            one.
 
     Raises:
         ProgramError: `init` or `apply` is not a function; or, at a call, the state is not a
@@ -84,7 +85,7 @@ class Transform:
     >>> for _ in range(3):
     ...     state, out = step(torch.tensor(2.0), state, torch.ones(4))
     >>> state, out
-    (Carried(state=tensor(3.), own=tensor(12)), tensor([2., 2., 2., 2.]))
+    (Carried(state=tensor(3.), transform_state=tensor(12)), tensor([2., 2., 2., 2.]))
     """
 
     init: Callable[[Any, Any], Any]
@@ -108,20 +109,20 @@ class Transform:
         def run(params: Any, state: Any, *rest: Any) -> Any:
             refuse_donated_in(f"Transform(...)({name})(...)", params=params, state=state, rest=rest)
             if isinstance(state, Carried):
-                applied: Any = self.apply(step, state.own, params, state.state, *rest)
+                applied: Any = self.apply(step, state.transform_state, params, state.state, *rest)
                 if isinstance(applied, tuple) and len(applied) == 3:
-                    own, next_state, out = applied
-                    return _carried(next_state, own), out
+                    transform_state, next_state, out = applied
+                    return _carried(next_state, transform_state), out
                 if isinstance(applied, tuple):
                     length = f" of {len(applied)}"
                 else:
                     length = ""
-                seen = f"apply returned {kind_of(applied)}{length}"
-                instead = "return (own, state, out)"
+                problem = f"apply returned {kind_of(applied)}{length}"
+                instead = "return (transform_state, state, out)"
             else:
-                seen = f"a state that is {kind_of(state)}"
+                problem = f"a state that is {kind_of(state)}"
                 instead = "transform.carry(params, state) at first"
-            raise ProgramError(f"Transform(...)({name})(...)", seen, instead)
+            raise ProgramError(f"Transform(...)({name})(...)", problem, instead)
 
         return cast(F, run)
 
@@ -137,14 +138,14 @@ def lift(advance: F) -> F:
         ProgramError: `advance` is not a function.
 
     >>> lift(lambda state, batch, out: state + out)(Carried(Carried(1, "a"), "b"), None, 2)
-    Carried(state=Carried(state=3, own='a'), own='b')
+    Carried(state=Carried(state=3, transform_state='a'), transform_state='b')
     """
     check_values(f"lift({advance!r:.60})", _RULES, {"advance": advance}, ProgramError)
 
     @functools.wraps(advance)
     def lifted(state: Any, *rest: Any) -> Any:
         if isinstance(state, Carried):
-            return _carried(lifted(state.state, *rest), state.own)
+            return _carried(lifted(state.state, *rest), state.transform_state)
         return advance(state, *rest)
 
     return cast(F, lifted)

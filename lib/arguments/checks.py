@@ -37,10 +37,10 @@ def names_arguments(_by_position: str = "", /, **meant: str) -> Callable[[F], F]
     """
 
     def wrap(fn: F) -> F:
-        made: Any = fn
+        decorated: Any = fn
         if not isinstance(fn, type):
-            return cast(F, _checked(made, made.__name__, meant, _by_position))
-        made.__init__ = _checked(made.__init__, made.__name__, meant, _by_position)
+            return cast(F, _checked(decorated, decorated.__name__, meant, _by_position))
+        decorated.__init__ = _checked(decorated.__init__, decorated.__name__, meant, _by_position)
         return fn
 
     return wrap
@@ -50,7 +50,7 @@ def _checked(
     fn: Callable[..., Any], name: str, meant: dict[str, str], by_position: str
 ) -> Callable[..., Any]:
     parameters = inspect.signature(fn).parameters
-    known = frozenset(parameters) - {"self"}
+    parameter_names = frozenset(parameters) - {"self"}
     by_name = [f"{key}=..." for key, each in parameters.items() if each.kind is each.KEYWORD_ONLY]
     most = len(parameters) - len(by_name)
     required = [key for key, each in parameters.items() if each.default is each.empty]
@@ -60,45 +60,45 @@ def _checked(
 
     @functools.wraps(fn)
     def checked(*args: Any, **kwargs: Any) -> Any:
-        if needed <= kwargs.keys() <= known and first <= len(args) <= most:
+        if needed <= kwargs.keys() <= parameter_names and first <= len(args) <= most:
             return fn(*args, **kwargs)
         if len(args) > most:
             count = len(args) - is_method
             takes = most - is_method
             written = ["..."] * count
-            instead = by_position or ", ".join(by_name) or ", ".join(sorted(known))
-            seen = (
+            instead = by_position or ", ".join(by_name) or ", ".join(sorted(parameter_names))
+            problem = (
                 f"{count} argument{'s' * (count != 1)} by position, of which it takes"
                 f" {takes or 'none'}"
             )
-        elif kwargs.keys() <= known:
+        elif kwargs.keys() <= parameter_names:
             missing = [key for key in required[len(args) : first] if key not in kwargs]
             missing += [key for key in required[first:] if key not in kwargs]
             if not missing:
                 return fn(*args, **kwargs)
             written = ["..."] * (len(args) - is_method) + [f"{key}=..." for key in kwargs]
-            seen = f"no {missing[0]}"
+            problem = f"no {missing[0]}"
             instead = ", ".join(f"{key}=..." for key in missing)
         else:
-            strange = next(key for key in kwargs if key not in known)
+            strange = next(key for key in kwargs if key not in parameter_names)
             written = ["...", f"{strange}=..."]
-            instead = _instead(strange, known, meant)
-            seen = f"{strange!r}, which is no argument of it"
-        raise ArgumentError(f"{name}({', '.join(written)})", seen, instead)
+            instead = _instead(strange, parameter_names, meant)
+            problem = f"{strange!r}, which is no argument of it"
+        raise ArgumentError(f"{name}({', '.join(written)})", problem, instead)
 
     return checked
 
 
-def _instead(strange: str, known: Collection[str], meant: Mapping[str, str]) -> str:
+def _instead(strange: str, parameter_names: Collection[str], meant: Mapping[str, str]) -> str:
     """The remedy for an unknown argument name: the nearest known name, or the one that does the
     same here."""
     if strange in meant:
         near = [strange]
     else:
-        near = nearest(strange, sorted({*known, *meant}))
+        near = nearest(strange, sorted({*parameter_names, *meant}))
     if not near:
-        return f"one of {', '.join(sorted(known))}"
-    if near[0] in known:
+        return f"one of {', '.join(sorted(parameter_names))}"
+    if near[0] in parameter_names:
         return f"{near[0]}=..."
     return meant[near[0]]
 
@@ -168,12 +168,12 @@ def check_values(
         rule, instead = rules[name]
         if isinstance(rule, type | UnionType):
             holds = isinstance(value, rule)
-            seen = f"{name} is {kind_of(value)}"
+            problem = f"{name} is {kind_of(value)}"
         else:
             holds = _holds(rule, value)
-            seen = ""
+            problem = ""
         if not holds:
-            raise error(f"{call}", seen or _with_value(name, value), instead)
+            raise error(f"{call}", problem or _with_value(name, value), instead)
 
 
 def _holds(rule: Callable[[Any], object], value: Any) -> bool:

@@ -77,15 +77,15 @@ _MASKS = (
 _MASK = "mask=...): a function from the tokens said so far to those that may be next"
 
 
-def _of_requests(sampling: str, own: Iterable[str]) -> dict[str, str]:
+def _of_requests(sampling: str, field_names: Iterable[str]) -> dict[str, str]:
     """The names for a function that takes a prompt and `SamplingParams`.
 
     Args:
         sampling: how the function takes `SamplingParams`, with {} for the argument.
-        own: the fields of `SamplingParams`.
+        field_names: the fields of `SamplingParams`.
     """
     return {
-        **{name: sampling.format(f"{name}=...") for name in own},
+        **{name: sampling.format(f"{name}=...") for name in field_names},
         **{name: sampling.format(instead) for name, instead in _SAMPLING.items()},
         **_all("generation_config params sampling_params", sampling.format("...")),
         **_all("stop_regex stopping_criteria", sampling.format("stop=[...], stop_token_ids=[...]")),
@@ -111,11 +111,11 @@ def _of_requests(sampling: str, own: Iterable[str]) -> dict[str, str]:
     }
 
 
-def for_generate(own: Iterable[str]) -> dict[str, str]:
-    """The names for `generate`; `own` are the fields of `SamplingParams`."""
+def for_generate(field_names: Iterable[str]) -> dict[str, str]:
+    """The names for `generate`; `field_names` are the fields of `SamplingParams`."""
     return {
         **_PLACE,
-        **_of_requests("sampling=weft.SamplingParams({})", own),
+        **_of_requests("sampling=weft.SamplingParams({})", field_names),
         **_all(_MASKS, f"weft.Engine(model).add(prompt, ..., {_MASK}"),
         **_all("adapters lora_path lora_request", "adapter=weft.load_adapter(model, folder)"),
         **_all("streamer", "stream=True"),
@@ -127,10 +127,11 @@ def for_generate(own: Iterable[str]) -> dict[str, str]:
     }
 
 
-def for_add(own: Iterable[str]) -> dict[str, str]:
-    """The names for `Engine.add` and `Engine.stream`; `own` are the fields of `SamplingParams`."""
+def for_add(field_names: Iterable[str]) -> dict[str, str]:
+    """The names for `Engine.add` and `Engine.stream`; `field_names` are the fields of
+    `SamplingParams`."""
     return {
-        **_of_requests("weft.SamplingParams({}), after the prompt", own),
+        **_of_requests("weft.SamplingParams({}), after the prompt", field_names),
         **_all(_MASKS, f"engine.add(prompt, ..., {_MASK}"),
         **_all(
             "lora lora_path lora_request",

@@ -81,10 +81,10 @@ class Expression:
         """
         return len(name) in self._ends(_Name(name, self._refuse), frozenset([0]))
 
-    def _refuse(self, seen: str) -> NoReturn:
+    def _refuse(self, problem: str) -> NoReturn:
         call = f"the regular expression {self.text!r:.60}"
         instead = "a list of names, or a simpler expression"
-        raise ConfigError(call, seen, instead) from None
+        raise ConfigError(call, problem, instead) from None
 
 
 def read_expression(
@@ -98,7 +98,7 @@ def read_expression(
     try:
         return Expression(text, before, after)
     except ConfigError as error:
-        fields.check(False, name, f"a regular expression in place of {text!r:.60}: {error.seen}")
+        fields.check(False, name, f"a regular expression in place of {text!r:.60}: {error.problem}")
         raise
 
 
@@ -132,7 +132,7 @@ def _single(text: str) -> Ends:
 
     def ends(name: _Name, starts: frozenset[int]) -> frozenset[int]:
         name.count(len(starts))
-        return frozenset(found.end() for start in starts if (found := match(name.text, start)))
+        return frozenset(matched.end() for start in starts if (matched := match(name.text, start)))
 
     return ends
 
@@ -165,26 +165,28 @@ def _repeated(part: Ends, least: int, most: int | None) -> Ends:
         for _ in range(min(least, rounds)):
             name.count(1)
             starts = part(name, starts)
-        found = new = starts
+        reached = new = starts
         for _ in range(rounds if most is None else min(most - least, rounds)):
             name.count(1)
-            new = part(name, new) - found
+            new = part(name, new) - reached
             if not new:
                 break
-            found |= new
-        return found
+            reached |= new
+        return reached
 
     return ends
 
 
-def _looked(part: Ends, ahead: bool, wanted: bool) -> Ends:
+def _looked(part: Ends, ahead: bool, positive: bool) -> Ends:
     def holds(name: _Name, place: int) -> bool:
         name.count(1 if ahead else place + 1)
         if ahead:
             return bool(part(name, frozenset([place])))
         return any(place in part(name, frozenset([start])) for start in range(place + 1))
 
-    return lambda name, starts: frozenset(place for place in starts if holds(name, place) == wanted)
+    return lambda name, starts: frozenset(
+        place for place in starts if holds(name, place) == positive
+    )
 
 
 @attrs.define
@@ -213,15 +215,15 @@ class _Parser:
     def _atom(self) -> Ends:
         if self.text[self.at] == "(":
             return self._group()
-        found = (_CLASS if self.text[self.at] == "[" else _SINGLE).match(self.text, self.at)
-        if found is None:
+        match = (_CLASS if self.text[self.at] == "[" else _SINGLE).match(self.text, self.at)
+        if match is None:
             self._refuse(self.text[self.at : self.at + 2])
-        self.at = found.end()
-        return _single(re.escape(found[0]) if found[0] in "{}" else found[0])
+        self.at = match.end()
+        return _single(re.escape(match[0]) if match[0] in "{}" else match[0])
 
     def _group(self) -> Ends:
-        found = _GROUP.match(self.text, self.at)
-        opened = found[0] if found else ""
+        match = _GROUP.match(self.text, self.at)
+        opened = match[0] if match else ""
         if opened == "(" and self.text[self.at + 1] == "?":
             self._refuse(self.text[self.at : self.at + 4])
         self.at += len(opened)
@@ -232,20 +234,20 @@ class _Parser:
         return inner
 
     def _repeat(self, part: Ends) -> Ends:
-        found = _REPEAT.match(self.text, self.at)
-        if found is None or found[0] == "{}":
+        match = _REPEAT.match(self.text, self.at)
+        if match is None or match[0] == "{}":
             return part
-        self.at = found.end()
+        self.at = match.end()
         if self._takes("+"):
-            self._refuse(f"{found[0]}+")
+            self._refuse(f"{match[0]}+")
         self._takes("?")  # lazy or greedy: the possible ends are the same
-        if found[0] in "*+?":
-            return _repeated(part, int(found[0] == "+"), 1 if found[0] == "?" else None)
-        least = int(found["least"] or 0)
-        if found["open"] is None:
+        if match[0] in "*+?":
+            return _repeated(part, int(match[0] == "+"), 1 if match[0] == "?" else None)
+        least = int(match["least"] or 0)
+        if match["open"] is None:
             most = least
-        elif found["most"]:
-            most = int(found["most"])
+        elif match["most"]:
+            most = int(match["most"])
         else:
             most = None
         return _repeated(part, least, most)

@@ -34,11 +34,11 @@ def parse_json(text: str) -> Any:
     ValueError: an object gives 'a' two values
     """
     with contextlib.suppress(RecursionError):
-        level = [found := json.loads(text, object_pairs_hook=_object)]
+        level = [value := json.loads(text, object_pairs_hook=_object)]
         for _ in range(_MOST_LEVELS):
             level = [inner for one in level for inner in _inside(one)]
             if not level:
-                return found
+                return value
     raise ValueError("it is nested too deeply")
 
 
@@ -51,11 +51,11 @@ def _inside(value: Any) -> Iterable[Any]:
 
 
 def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found: dict[str, Any] = {}
+    fields: dict[str, Any] = {}
     for name, value in pairs:
-        if found.setdefault(name, value) is not value and found[name] != value:
+        if fields.setdefault(name, value) is not value and fields[name] != value:
             raise ValueError(f"an object gives {name!r:.60} two values")
-    return found
+    return fields
 
 
 def read_object(path: Path, call: str) -> Mapping[str, Any]:
@@ -107,16 +107,16 @@ def read_json_lines(file: Path, call: str, what: str, forms: str) -> list[tuple[
     if len(text) > _MOST_BYTES:
         text = ""
         fault = (f"more than {_MOST_BYTES} characters", "a part of it")
-    found = list[tuple[str, Any]]()
+    named_values = list[tuple[str, Any]]()
     for number, line in enumerate(text.split("\n"), 1):
         if line.strip():
             try:
-                found.append((f"line {number}", parse_json(line)))
+                named_values.append((f"line {number}", parse_json(line)))
             except ValueError as error:
                 raise RequestError(call, f"line {number} is not JSON: {error}", forms) from error
-    if not found:
+    if not named_values:
         raise RequestError(call, *fault)
-    return found
+    return named_values
 
 
 # cattrs 26.1, tried in its place, structures {"vocab_size": 64.5, "rms_norm_eps": "1e-6",
@@ -139,9 +139,9 @@ class Fields:
     source: str
     prefix: str = ""
 
-    def refuse(self, seen: str, instead: str) -> NoReturn:
+    def refuse(self, problem: str, instead: str) -> NoReturn:
         """Raise ConfigError for what the source has."""
-        raise ConfigError(self.call, f"{self.source} has {seen}", instead) from None
+        raise ConfigError(self.call, f"{self.source} has {problem}", instead) from None
 
     def check(self, holds: object, which: str | Mapping[str, Any], instead: str) -> None:
         """Refuse a field that cannot be used, or fields, with their values, that do not go
@@ -164,9 +164,9 @@ class Fields:
             fits: whether the value can be used.
             what: what the field is, for the error.
         """
-        found = self.raw.get(name, default)
-        self.check(fits(found), name, f"{name:.60} is {what}")
-        return found
+        value = self.raw.get(name, default)
+        self.check(fits(value), name, f"{name:.60} is {what}")
+        return value
 
     def integer(self, name: str, default: int | None) -> int:
         """An integer from 1 to 2**31 - 1."""
@@ -197,18 +197,18 @@ class Fields:
             what: what the field is, for the error.
         """
 
-        def fits(found: Any) -> bool:
-            entries = isinstance(found, list) and all(type(one) is kind for one in found)
-            return found is None or (entries and (kind is str or all(one >= 0 for one in found)))
+        def fits(value: Any) -> bool:
+            entries = isinstance(value, list) and all(type(one) is kind for one in value)
+            return value is None or (entries and (kind is str or all(one >= 0 for one in value)))
 
         return list(self.value(name, None, fits, what) or ())
 
     def nested(self, name: str, what: str = "an object, or null") -> Self | None:
         """The object in a field; None where the field is null or missing."""
-        found = self.value(name, None, lambda one: one is None or isinstance(one, Mapping), what)
-        if found is None:
+        raw = self.value(name, None, lambda one: one is None or isinstance(one, Mapping), what)
+        if raw is None:
             return None
-        return attrs.evolve(self, raw=found, prefix=f"{self.prefix}{name}.")
+        return attrs.evolve(self, raw=raw, prefix=f"{self.prefix}{name}.")
 
 
 def write_json(value: Any, indent: int | None = None) -> str:

@@ -21,8 +21,8 @@ class Summarized:
     __slots__ = ()
 
     def __repr__(self) -> str:
-        given = ((name, value) for name, value in _fields(self).items() if value is not None)
-        return f"{type(self).__name__}({', '.join(f'{name}={_short(value)}' for name, value in given)})"
+        fields = ((name, value) for name, value in _fields(self).items() if value is not None)
+        return f"{type(self).__name__}({', '.join(f'{name}={_short(value)}' for name, value in fields)})"
 
     def table(self, title: str = "") -> Table:
         """One row for each tensor. Tensors whose names differ only by a number, such as a layer's,
@@ -37,14 +37,14 @@ class Summarized:
                         (re.sub(r"\d+", "*", name), _kind(leaf), str(leaf.device)), []
                     ).append(name)
                     sizes[id(leaf)] = leaf.nbytes
-        found = [
+        table_rows = [
             (names[0] if len(names) == 1 else pattern, f"{len(names)}", kind, device)
             for (pattern, kind, device), names in rows.items()
         ]
         size = f"{len(sizes)} tensors, {sum(sizes.values()) / 2**20:,.1f} MiB"
         return Table(
             ("name", "tensors", "each", "device"),
-            tuple(found),
+            tuple(table_rows),
             title or f"{type(self).__name__}: {size}",
         )
 
@@ -59,9 +59,9 @@ def _fields(value: Any) -> dict[str, Any]:
     shown = {field: getattr(value, field.name) for field in attrs.fields(type(value)) if field.repr}
     optional: Any = attrs.Factory(dict)
     return {
-        field.name: own
-        for field, own in shown.items()
-        if not (field.default == optional and own == {})
+        field.name: field_value
+        for field, field_value in shown.items()
+        if not (field.default == optional and field_value == {})
     }
 
 

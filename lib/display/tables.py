@@ -98,31 +98,31 @@ class Table:
     # Not by rich: its HTML is one <pre> in fixed colours, with rules of box-drawing characters.
     def _repr_html_(self) -> str:
         header, *rows = ([*map(text, line)] for line in (self.header, *self.rows))
-        found = html_table(header, rows, self.right)
+        markup = html_table(header, rows, self.right)
         if self.title:
-            return titled(text(self.title), found)
-        return found
+            return titled(text(self.title), markup)
+        return markup
 
     def __rich__(self) -> Any:
         from rich.align import Align
         from rich.table import Table as RichTable
         from rich.text import Text
 
-        made = RichTable(
+        table = RichTable(
             box=None, pad_edge=False, title_justify="left", title_style="bold", header_style="dim"
         )
-        made.title = Text(self.title) if self.title else None
+        table.title = Text(self.title) if self.title else None
         for name, right in zip(self.header, self.right, strict=True):
             if right:
                 side: Literal["left", "right"] = "right"
             else:
                 side = "left"
-            made.add_column(
+            table.add_column(
                 Align(Text(name), side, vertical="bottom"), justify=side, overflow="fold"
             )
         for row in self.rows:
-            made.add_row(*map(Text, row))
-        return made
+            table.add_row(*map(Text, row))
+        return table
 
 
 class Tabled(ABC):
@@ -148,8 +148,10 @@ class Tabled(ABC):
 
 def element(name: str, *inside: str, style: str = "", title: str = "") -> str:
     """An HTML element around markup; its title is text."""
-    given = {"style": style, "title": title}
-    attributes = "".join(f' {key}="{escape(value)}"' for key, value in given.items() if value)
+    attribute_values = {"style": style, "title": title}
+    attributes = "".join(
+        f' {key}="{escape(value)}"' for key, value in attribute_values.items() if value
+    )
     return f"<{name}{attributes}>{''.join(inside)}</{name}>"
 
 
@@ -261,16 +263,16 @@ def bars_over_text(pieces: Sequence[tuple[str, float, str]], most: int = 160) ->
     Args:
         pieces: for each its text, the height of its bar from 0 to 1, and its tooltip.
     """
-    found = []
+    elements = []
     for piece, height, title in pieces[:most]:
         bar = f'<rect y="{1 - height:.3f}" width="1" height="{height:.3f}" fill="{COLOURS[0]}"/>'
         drawn = f'<svg viewBox="0 0 1 1" preserveAspectRatio="none" style="{_BAR}">{bar}</svg>'
         shown = piece.replace("\n", "↵") or "·"
-        found.append(element("span", drawn, escape(shown), style=_PIECE, title=title))
-        found += ["<br/>"] * piece.count("\n")
+        elements.append(element("span", drawn, escape(shown), style=_PIECE, title=title))
+        elements += ["<br/>"] * piece.count("\n")
     if len(pieces) > most:
-        found.append(f" … {len(pieces) - most} more")
-    return element("div", *found, style="font-family: monospace; margin: 0.3em 0")
+        elements.append(f" … {len(pieces) - most} more")
+    return element("div", *elements, style="font-family: monospace; margin: 0.3em 0")
 
 
 def _box(x: float, width: float, fill: str) -> str:

@@ -146,20 +146,26 @@ FORM = (
 """The expression of a collective in the text of an effect."""
 
 
-def parsed(found: re.Match[str], microbatch: int, schema: Schema | None) -> Collective | None:
+def parsed(matched: re.Match[str], microbatch: int, schema: Schema | None) -> Collective | None:
     """The collective of a match of `FORM`; None for options that it does not have."""
-    given = tuple(map(int, found["ranks"].split(", "))), microbatch, schema
-    match found["collective"], found["reduce"], found["dim"], found["concat"], found["pairs"]:
+    common = tuple(map(int, matched["ranks"].split(", "))), microbatch, schema
+    match (
+        matched["collective"],
+        matched["reduce"],
+        matched["dim"],
+        matched["concat"],
+        matched["pairs"],
+    ):
         case "all_reduce", str(reduce_op), None, None, None:
-            return AllReduce(*given, reduce_op)
+            return AllReduce(*common, reduce_op)
         case "all_gather", None, str(dim), None, None:
-            return AllGather(*given, int(dim))
+            return AllGather(*common, int(dim))
         case "reduce_scatter", str(reduce_op), str(dim), None, None:
-            return ReduceScatter(*given, reduce_op, int(dim))
+            return ReduceScatter(*common, reduce_op, int(dim))
         case "all_to_all", None, str(split), str(concat), None:
-            return AllToAll(*given, int(split), int(concat))
+            return AllToAll(*common, int(split), int(concat))
         case "ppermute", None, None, None, str(pairs):
-            return PPermute(*given, _parsed_pairs(pairs))
+            return PPermute(*common, _parsed_pairs(pairs))
         case _:
             return None
 
@@ -196,10 +202,10 @@ def impossible(effect: Collective) -> tuple[str, str] | None:
         )
     if effect.schema is None:
         return None
-    seen = f"'{effect}'"
+    description = f"'{effect}'"
     count = len(effect.ranks)
     if len(effect.schema.tensors) != 1:
-        return f"{seen} of {len(effect.schema.tensors)} tensors", "one tensor"
+        return f"{description} of {len(effect.schema.tensors)} tensors", "one tensor"
     dims = effect.schema.tensors[0].dims
     cut_dim = None
     used = tuple[int, ...]()
@@ -215,11 +221,11 @@ def impossible(effect: Collective) -> tuple[str, str] | None:
         case AllReduce() | PPermute():
             pass
     if wrong := [dim for dim in used if not -len(dims) <= dim < len(dims)]:
-        return f"{seen} along dimension {wrong[0]} of {len(dims)}", "one of its dimensions"
+        return f"{description} along dimension {wrong[0]} of {len(dims)}", "one of its dimensions"
     size = None if cut_dim is None else dims[cut_dim]
     if isinstance(size, int) and size % count:
         return (
-            f"{seen}, which cuts {size} into {count} parts",
+            f"{description}, which cuts {size} into {count} parts",
             f"a dimension {cut_dim} that is a multiple of {count}",
         )
     return None

@@ -39,26 +39,26 @@ def distribute(tree: Any, mesh: Any, placements: Any) -> tuple[Any, ...]:
     [(4, 4), (4, 4)]
     """
     call = f"weft.distribute(tree, {mesh!s:.80}, ...)"
-    own = Mesh.of(mesh, call)
+    resolved_mesh = Mesh.of(mesh, call)
     refuse_donated_in(call, tree=tree)
     placed, below, structure = match_placements(placements, tree, call, "placements")
     if any(isinstance(one, PerRank) for one in placed):
         raise MeshError(call, "PerRank() of a whole tree", "Shard(dim), Replicate() or Partial()")
-    axes = [on_axes(one, own, f"{call}: placements") for one in placed]
+    axes = [on_axes(one, resolved_mesh, f"{call}: placements") for one in placed]
 
     def part(rank: int) -> Any:
-        found = [
+        shards = [
             tree_map(
                 lambda x, where=where: (
-                    part_of(x, where, own, rank, call) if isinstance(x, Tensor) else x
+                    part_of(x, where, resolved_mesh, rank, call) if isinstance(x, Tensor) else x
                 ),
                 one,
             )
             for where, one in zip(axes, below, strict=True)
         ]
-        return tree_unflatten(found, structure)
+        return tree_unflatten(shards, structure)
 
-    return tuple(map(part, own))
+    return tuple(map(part, resolved_mesh))
 
 
 def match_placements(
@@ -74,7 +74,7 @@ def match_placements(
     try:
         return placed, structure.flatten_up_to(tree), structure
     except ValueError as error:
-        seen = f"{name} of another structure than the values: {str(error).splitlines()[0]:.200}"
+        problem = f"{name} of another structure than the values: {str(error).splitlines()[0]:.200}"
         raise MeshError(
-            call, seen, "the same structure, or one placement for all that is below it"
+            call, problem, "the same structure, or one placement for all that is below it"
         ) from error

@@ -19,7 +19,8 @@ class Mesh:
         sizes: the number of ranks along each axis, by its name.
 
     Raises:
-        MeshError: there is no axis, an axis has no name, or the size of an axis is not a whole number >= 1.
+        MeshError: there is no axis, an axis has no name, or the size of an axis is not a whole
+            number >= 1.
 
     >>> mesh = Mesh(pipeline=2, tensor=2)
     >>> mesh.num_ranks, mesh.coordinates(3), mesh.group(3, "tensor")
@@ -32,39 +33,39 @@ class Mesh:
         wrong = next((name for name, size in sizes.items() if not is_int(size, 1)), None)
         if wrong is not None or not sizes or unnamed:
             if unnamed:
-                seen = "sizes without names"
+                problem = "sizes without names"
             elif wrong is None:
-                seen = "no axis"
+                problem = "no axis"
             else:
-                seen = f"{wrong}={sizes[wrong]!r}"
+                problem = f"{wrong}={sizes[wrong]!r}"
             shown = [f"{size!r:.20}" for size in cast(tuple[Any, ...], unnamed)]
             shown += [f"{name}={size!r:.20}" for name, size in sizes.items()]
             written = ", ".join(shown)
             raise MeshError(
-                f"Mesh({written})", seen, "the number of ranks along each axis: Mesh(tensor=2)"
+                f"Mesh({written})", problem, "the number of ranks along each axis: Mesh(tensor=2)"
             )
         self.__attrs_init__(tuple(sizes.items()))
 
     @classmethod
-    def of(cls, given: Any, call: str) -> "Mesh":
+    def of(cls, mesh: Any, call: str) -> "Mesh":
         """The mesh that is given as one, as a dict of sizes, or as a
         `torch.distributed.device_mesh.DeviceMesh`, whose ranks are numbered by their places in it.
         """
-        if isinstance(given, Mesh):
-            return given
-        if isinstance(given, Mapping):
-            return cls(**given)
-        names = getattr(given, "mesh_dim_names", None)
-        shape = getattr(given, "shape", None)
+        if isinstance(mesh, Mesh):
+            return mesh
+        if isinstance(mesh, Mapping):
+            return cls(**mesh)
+        names = getattr(mesh, "mesh_dim_names", None)
+        shape = getattr(mesh, "shape", None)
         if names and shape is not None:
             return cls(**dict(zip(names, map(int, shape), strict=True)))
-        if shape is not None and hasattr(given, "mesh_dim_names"):
-            seen = "a DeviceMesh without names"
+        if shape is not None and hasattr(mesh, "mesh_dim_names"):
+            kind = "a DeviceMesh without names"
         else:
-            seen = kind_of(given)
+            kind = kind_of(mesh)
         raise MeshError(
             call,
-            f"mesh is {seen}",
+            f"mesh is {kind}",
             'weft.Mesh(tensor=2), or a DeviceMesh with mesh_dim_names=("tensor",)',
         )
 
@@ -80,10 +81,10 @@ class Mesh:
 
     def coordinates(self, rank: int) -> dict[str, int]:
         """The place of a rank along each axis."""
-        found = dict[str, int]()
+        coordinates = dict[str, int]()
         for name, size in reversed(self.axes):
-            rank, found[name] = divmod(rank, size)
-        return {name: found[name] for name, _ in self.axes}
+            rank, coordinates[name] = divmod(rank, size)
+        return {name: coordinates[name] for name, _ in self.axes}
 
     def stride(self, axis: str) -> int:
         """The difference between the numbers of neighbours along an axis."""

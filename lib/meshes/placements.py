@@ -116,36 +116,36 @@ class Placements:
     def __init__(self, **by_axis: Any) -> None:
         call = f"Placements({', '.join(f'{axis}=...' for axis in by_axis)})"
         self.__attrs_init__(
-            tuple((axis, as_placement(given, call)) for axis, given in by_axis.items())
+            tuple((axis, as_placement(placement, call)) for axis, placement in by_axis.items())
         )
 
     def __str__(self) -> str:
         return f"Placements({', '.join(f'{axis}={placement}' for axis, placement in self.by_axis)})"
 
 
-def as_placement(given: Any, call: str) -> Placement:
+def as_placement(spec: Any, call: str) -> Placement:
     """A placement, of weft's or of torch's.
 
     Raises:
         MeshError: it is neither.
     """
-    if isinstance(given, Shard | Replicate | Partial):
-        found: Placement = given
-    elif is_placement(given) and not isinstance(given, Placements):
-        found = _OF_TORCH[type(given).__name__](given)
+    if isinstance(spec, Shard | Replicate | Partial):
+        placement: Placement = spec
+    elif is_placement(spec) and not isinstance(spec, Placements):
+        placement = _OF_TORCH[type(spec).__name__](spec)
     else:
-        raise MeshError(call, f"a placement that is {kind_of(given)}", _PLACEMENT)
-    if isinstance(found, Partial) and found.reduce_op not in REDUCTIONS:
+        raise MeshError(call, f"a placement that is {kind_of(spec)}", _PLACEMENT)
+    if isinstance(placement, Partial) and placement.reduce_op not in REDUCTIONS:
         raise MeshError(
-            call, f"Partial({found.reduce_op!r})", f"one of {', '.join(map(repr, REDUCTIONS))}"
+            call, f"Partial({placement.reduce_op!r})", f"one of {', '.join(map(repr, REDUCTIONS))}"
         )
-    return found
+    return placement
 
 
 _OF_TORCH: dict[str, Callable[[Any], Placement]] = {
-    "Shard": lambda given: Shard(given.dim),
-    "Replicate": lambda given: Replicate(),
-    "Partial": lambda given: Partial(given.reduce_op),
+    "Shard": lambda torch_placement: Shard(torch_placement.dim),
+    "Replicate": lambda torch_placement: Replicate(),
+    "Partial": lambda torch_placement: Partial(torch_placement.reduce_op),
 }
 
 
@@ -162,25 +162,25 @@ Layout = tuple[tuple[str, Placement], ...]
 then the others."""
 
 
-def on_axes(given: Any, mesh: Mesh, call: str) -> Layout:
+def on_axes(spec: Any, mesh: Mesh, call: str) -> Layout:
     """The placement on each axis of a mesh.
 
     Raises:
         MeshError: an axis that the mesh lacks; one placement that may be on any of several axes; or
             no placement.
     """
-    if isinstance(given, Placements):
-        by_axis = dict(given.by_axis)
+    if isinstance(spec, Placements):
+        by_axis = dict(spec.by_axis)
         if unknown := next((axis for axis in by_axis if axis not in mesh.sizes), None):
             raise MeshError(
-                call, f"{given}, on axis {unknown!r} of {mesh}", f"one of {', '.join(mesh.sizes)}"
+                call, f"{spec}, on axis {unknown!r} of {mesh}", f"one of {', '.join(mesh.sizes)}"
             )
         cuts = [
-            (axis, placement) for axis, placement in given.by_axis if isinstance(placement, Shard)
+            (axis, placement) for axis, placement in spec.by_axis if isinstance(placement, Shard)
         ]
         rest = [(axis, by_axis.get(axis, Replicate())) for axis in mesh.sizes]
         return (*cuts, *(pair for pair in rest if not isinstance(pair[1], Shard)))
-    placement = as_placement(given, call)
+    placement = as_placement(spec, call)
     if len(mesh.axes) > 1 and placement != Replicate():
         instead = f"Placements({mesh.axes[-1][0]}={placement})"
         raise MeshError(call, f"{placement} on {mesh}, which has {len(mesh.axes)} axes", instead)
@@ -248,9 +248,9 @@ def _extent(value: Tensor, dim: int, axis: str, size: int, call: str) -> int:
             call, f"Shard({dim}) of a tensor {list(value.shape)}", "one of its dimensions"
         )
     if value.shape[dim] % size:
-        seen = f"Shard({dim}) of a tensor {list(value.shape)} over {size} ranks along {axis!r}"
+        problem = f"Shard({dim}) of a tensor {list(value.shape)} over {size} ranks along {axis!r}"
         raise MeshError(
-            call, seen, f"a dimension that is a multiple of {size}: pad it, or Replicate()"
+            call, problem, f"a dimension that is a multiple of {size}: pad it, or Replicate()"
         )
     return value.shape[dim] // size
 

@@ -28,15 +28,15 @@ def differing(values: Sequence[Any]) -> list[int]:
     >>> differing([torch.zeros(2), torch.zeros(2), torch.ones(2)]), differing([1, 1.0])
     ([2], [1])
     """
-    first, *others = values
-    if all(one is first for one in others):
+    first, *rest = values
+    if all(one is first for one in rest):
         return []
     if not isinstance(first, Tensor):
-        return [index for index, one in enumerate(others, 1) if value_key(one) != value_key(first)]
+        return [index for index, one in enumerate(rest, 1) if value_key(one) != value_key(first)]
     if not all(map(_is_readable, values)):
         return []
     with without_modes() if in_dispatch_mode() else nullcontext():
-        return [index for index, one in enumerate(others, 1) if not _is_equal(first, one)]
+        return [index for index, one in enumerate(rest, 1) if not _is_equal(first, one)]
 
 
 def _is_readable(x: Any) -> bool:

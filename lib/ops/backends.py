@@ -92,20 +92,20 @@ def backends(device: str | torch.device) -> tuple[OpBackend, ...]:
 
 def _attention(kind: str) -> OpBackend:
     """The back end that `attention="auto"` takes, and the others."""
-    own = OWN[kind]
+    default = OWN[kind]
     version = triton_version()
     if kind == "cuda" and version is None:
         # The text of the error that a call raises: nothing falls back to another kernel in silence.
         error = no_triton("paged_attention on cuda")
-        return OpBackend("paged_attention", "missing", f"{error.seen}; {error.instead}")
-    others = (
+        return OpBackend("paged_attention", "missing", f"{error.problem}; {error.instead}")
+    alternatives = (
         f"{one.name} ({_facts(one)})"
         for one in BACKENDS.values()
-        if one is not own and kind in one.devices
+        if one is not default and kind in one.devices
     )
-    reason = f"{_facts(own)}; attention=... takes also {', '.join(others)}"
-    if own.name != "triton":
-        return OpBackend("paged_attention", own.name, reason)
+    reason = f"{_facts(default)}; attention=... takes also {', '.join(alternatives)}"
+    if default.name != "triton":
+        return OpBackend("paged_attention", default.name, reason)
     lacks = BACKENDS["flashinfer"].missing(torch.device(kind))
     lacking = f"; flashinfer lacks {lacks}" if lacks else ""
     return OpBackend("paged_attention", f"triton {version}", f"{reason}; auto is this one{lacking}")
@@ -123,7 +123,9 @@ def _cuda_samplers() -> tuple[OpBackend, ...]:
     version = triton_version()
     if version is None:
         error = no_triton("sample on cuda")
-        return tuple(OpBackend(op, "missing", f"{error.seen}; {error.instead}") for op in _SAMPLERS)
+        return tuple(
+            OpBackend(op, "missing", f"{error.problem}; {error.instead}") for op in _SAMPLERS
+        )
     return tuple(OpBackend(op, f"triton {version}", reason) for op, reason in _SAMPLERS.items())
 
 
@@ -137,7 +139,7 @@ def _cuda_layer() -> Iterator[OpBackend]:
     for op, what in _LAYER.items():
         if version is None:
             error = no_triton(f"{op} on cuda")
-            yield OpBackend(op, "missing", f"{error.seen}; {error.instead}")
+            yield OpBackend(op, "missing", f"{error.problem}; {error.instead}")
         else:
             yield OpBackend(op, f"triton {version}", what + _measured(op))
 
@@ -161,14 +163,14 @@ def _chosen(op: str) -> str:
         if fp8:
             return "tiles by rule, since none were measured on this GPU"
         return "torch's F.linear, on this GPU"
-    found = record()["losses"]["fp8" if fp8 else "bf16"]["held out"]
+    losses = record()["losses"]["fp8" if fp8 else "bf16"]["held out"]
     gpu = record()["environment"]["gpu"]
     how = (
-        f"tiles by a model measured on {gpu}: for {found['shapes']} shapes that it had not seen"
-        f" {found['median']:g} %"
+        f"tiles by a model measured on {gpu}: for {losses['shapes']} shapes that it had not seen"
+        f" {losses['median']:g} %"
     )
     how += (
-        f" slower than the best of all (median), and at most {found['p90']:g} % in nine of ten"
+        f" slower than the best of all (median), and at most {losses['p90']:g} % in nine of ten"
         " cases; "
     )
     if fp8 and lacks:

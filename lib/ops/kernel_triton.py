@@ -81,21 +81,21 @@ class Kernel:
     def __init__(self, jit: Any) -> None:
         self.jit = jit
         self._device = current_device()
-        self._known: dict[Any, tuple[Any, tuple[Any, ...]]] = {}
-        given = inspect.signature(jit.fn).parameters.values() if hasattr(jit, "fn") else ()
-        self._constant = ["constexpr" in str(parameter.annotation) for parameter in given]
+        self._cache: dict[Any, tuple[Any, tuple[Any, ...]]] = {}
+        parameters = inspect.signature(jit.fn).parameters.values() if hasattr(jit, "fn") else ()
+        self._constant = ["constexpr" in str(parameter.annotation) for parameter in parameters]
 
     def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
         if (
-            asked := ASKED.get()
+            pending := ASKED.get()
         ) is not None:  # Triton takes half a millisecond to know one that is being compiled
-            return functools.partial(self._compile, asked, grid)
+            return functools.partial(self._compile, pending, grid)
         return functools.partial(self._launch, grid)
 
     def _launch(self, grid: tuple[int, ...], *args: Any, **options: Any) -> None:
         key = self._device(), *_kinds(args, options)
-        if (known := self._known.get(key)) is not None:
-            compiled, constants = known
+        if (cached := self._cache.get(key)) is not None:
+            compiled, constants = cached
             compiled[*grid, *(1,) * (3 - len(grid))](*args, *constants)
             return
         self._check_constants(args)
@@ -104,17 +104,17 @@ class Kernel:
             return
         rest = self.jit.arg_names[len(args) :]
         if all(name in options and type(options[name]) in _PLAIN for name in rest):
-            if len(self._known) >= _MOST_KNOWN:
-                self._known.clear()
-            self._known[key] = compiled, tuple(options[name] for name in rest)
+            if len(self._cache) >= _MOST_KNOWN:
+                self._cache.clear()
+            self._cache[key] = compiled, tuple(options[name] for name in rest)
 
     def _compile(
-        self, asked: dict[Any, Any], grid: tuple[int, ...], *args: Any, **options: Any
+        self, pending: dict[Any, Any], grid: tuple[int, ...], *args: Any, **options: Any
     ) -> None:
         key = id(self.jit), *_kinds(args, options)
-        if key not in asked:
+        if key not in pending:
             self._check_constants(args)
-            asked[key] = self.jit.warmup(*args, grid=grid, **options)
+            pending[key] = self.jit.warmup(*args, grid=grid, **options)
 
     def _check_constants(self, args: Sequence[Any]) -> None:
         """Constants are given by name: `_kinds` does not tell apart all integers that are given by
@@ -125,17 +125,17 @@ class Kernel:
 
 def _kinds(args: Iterable[Any], options: dict[str, Any]) -> list[Any]:
     """Everything about a launch that its compilation may depend on, except the device."""
-    found: list[Any] = [*options]
-    _add_kinds(found, args, exact=False)
-    _add_kinds(found, options.values(), exact=True)
-    return found
+    kinds: list[Any] = [*options]
+    _add_kinds(kinds, args, exact=False)
+    _add_kinds(kinds, options.values(), exact=True)
+    return kinds
 
 
-def _add_kinds(found: list[Any], values: Iterable[Any], *, exact: bool) -> None:
+def _add_kinds(kinds: list[Any], values: Iterable[Any], *, exact: bool) -> None:
     """Add the kind of each value. Unless exact, that of an integer is what Triton specialises a
     kernel for: whether it is 1, whether 16 divides it, and its type (32 bits, 64 bits, or 64
     without a sign). So most numbers of tokens share one."""
-    add = found.append
+    add = kinds.append
     for value in values:
         kind = type(value)
         if kind is int and not exact:
@@ -144,8 +144,8 @@ def _add_kinds(found: list[Any], values: Iterable[Any], *, exact: bool) -> None:
             add(value.dtype)
             add(value.data_ptr() % 16)
         elif kind is TensorDescriptor:
-            _add_kinds(found, (value.base, *value.shape, *value.strides), exact=False)
-            _add_kinds(found, value.block_shape, exact=True)
+            _add_kinds(kinds, (value.base, *value.shape, *value.strides), exact=False)
+            _add_kinds(kinds, value.block_shape, exact=True)
         else:
             add(kind)
             add(value)
@@ -192,16 +192,16 @@ def compiling() -> Iterator[None]:
         yield
         return
     mode = getattr(triton, "AsyncCompileMode", None)  # older versions compile one after another
-    asked: dict[Any, Any] = {}
+    pending: dict[Any, Any] = {}
     bar = tqdm(desc="compile", unit="", total=0, leave=False, disable=None, delay=_BAR_AFTER)
     with bar, _Workers(bar) as workers:
         with contextlib.nullcontext() if mode is None else mode(workers):
-            token = ASKED.set(asked)
+            token = ASKED.set(pending)
             try:
                 yield
             finally:
                 ASKED.reset(token)
-        for future in [workers.submit(_make_launcher, compiled) for compiled in asked.values()]:
+        for future in [workers.submit(_make_launcher, compiled) for compiled in pending.values()]:
             future.result()
 
 

@@ -94,15 +94,17 @@ def operator(
     """
 
     def register(reference: Callable[P, R]) -> Operator[P, R]:
-        own = name or reference.__name__.lstrip("_")
+        op_name = name or reference.__name__.lstrip("_")
         derived = functional or reference
         if no_derivative is not None:
-            derived = without_derivative(own.replace(".", "_"), no_derivative, derived)
+            derived = without_derivative(op_name.replace(".", "_"), no_derivative, derived)
         ops = [
-            define(own, reference, fake=fake, kernel=kernel, parameters=parameters, writes=writes)
+            define(
+                op_name, reference, fake=fake, kernel=kernel, parameters=parameters, writes=writes
+            )
         ]
         if FLAG in inspect.signature(reference).parameters:
-            ops.append(_define_invariant(own, reference, fake, kernel, parameters, writes))
+            ops.append(_define_invariant(op_name, reference, fake, kernel, parameters, writes))
         for op in ops:
             if not op._schema.is_mutable:
                 library.impl(op.name(), FUNCTORCH_KEY, derived)  # for callers of torch.ops.weft
@@ -115,11 +117,11 @@ def operator(
             call: Operator[P, R] = unchecked
         else:
             call = _write_checked(ops[0], check, unchecked)
-        for made in {unchecked, call}:
-            functools.update_wrapper(made, reference)
-            made.__defaults__ = _without_flag(parameters or reference)
+        for wrapper in {unchecked, call}:
+            functools.update_wrapper(wrapper, reference)
+            wrapper.__defaults__ = _without_flag(parameters or reference)
             if len(ops) > 1 and parameters is None:
-                vars(made)["__signature__"] = _signature_without_flag(reference)
+                vars(wrapper)["__signature__"] = _signature_without_flag(reference)
         call.reference = reference
         call.unchecked = unchecked
         return call
@@ -172,14 +174,19 @@ def _define_invariant(
     """Define `weft::name.batch_invariant`."""
 
     invariant = functools.wraps(reference)(in_fixed_order(name, reference))
-    made = (
+    invariant_fake = (
         functools.partial(fake, **{FLAG: True})
         if FLAG in inspect.signature(fake).parameters
         else fake
     )
-    own = f"{name}_{FLAG}" if "." in name else f"{name}.{FLAG}"
+    overload_name = f"{name}_{FLAG}" if "." in name else f"{name}.{FLAG}"
     return define(
-        own, invariant, fake=made, kernel=kernel, parameters=parameters or reference, writes=writes
+        overload_name,
+        invariant,
+        fake=invariant_fake,
+        kernel=kernel,
+        parameters=parameters or reference,
+        writes=writes,
     )
 
 
@@ -276,11 +283,11 @@ def _write_checked(op: Any, check: Function, unchecked: Function) -> Any:
 
 
 def _bind(op: Any, source: str, **more: str) -> Function:
-    """The function `bind` of a source, in which `given` stands for the operator's parameters."""
-    given = ", ".join(argument.name for argument in op._schema.arguments)
-    found: dict[str, Any] = {}
-    exec(compile(source.format(given=given, **more), f"<the call of {op}>", "exec"), found)
-    bind: Function = found["bind"]
+    """The function `bind` of a source, in which `parameters` stands for the operator's parameters."""
+    parameters = ", ".join(argument.name for argument in op._schema.arguments)
+    namespace: dict[str, Any] = {}
+    exec(compile(source.format(given=parameters, **more), f"<the call of {op}>", "exec"), namespace)
+    bind: Function = namespace["bind"]
     return bind
 
 
@@ -294,11 +301,13 @@ def _exact(op: Any, derived: Function, writes: Sequence[str], returns_written: b
     def run(*args: Any) -> Any:
         if not written or not returns_written:
             return op(*args)
-        own = list(args)
+        cloned_args = list(args)
         for place in written:
-            own[place] = own[place].clone()
-        out = op(*own)
-        return *(out if isinstance(out, tuple) else (out,)), *(own[place] for place in written)
+            cloned_args[place] = cloned_args[place].clone()
+        out = op(*cloned_args)
+        return *(out if isinstance(out, tuple) else (out,)), *(
+            cloned_args[place] for place in written
+        )
 
     class Exact(torch.autograd.Function):
         """The operator, with the derivative of its functional form."""
@@ -311,31 +320,31 @@ def _exact(op: Any, derived: Function, writes: Sequence[str], returns_written: b
         def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
             outs = output if isinstance(output, tuple) else (output,)
             ctx.floating = [index for index, x in enumerate(outs) if x.is_floating_point()]
-            ctx.others = [None if isinstance(x, Tensor) else x for x in inputs]
+            ctx.non_tensors = [None if isinstance(x, Tensor) else x for x in inputs]
             ctx.places = [place for place, x in enumerate(inputs) if isinstance(x, Tensor)]
             ctx.save_for_backward(*(inputs[place] for place in ctx.places))
 
         @staticmethod
         def backward(ctx: Any, *grads: Any) -> Any:
-            args = list(ctx.others)
+            args = list(ctx.non_tensors)
             for place, saved in zip(ctx.places, ctx.saved_tensors, strict=True):
                 args[place] = saved
-            wanted = [place for place in ctx.places if ctx.needs_input_grad[place]]
+            grad_places = [place for place in ctx.places if ctx.needs_input_grad[place]]
             followed = [index for index in ctx.floating if grads[index] is not None]
 
             def differentiated(*values: Tensor) -> tuple[Tensor, ...]:
-                own = list(args)
-                for place, value in zip(wanted, values, strict=True):
-                    own[place] = value
-                out = derived(*own)
+                full_args = list(args)
+                for place, value in zip(grad_places, values, strict=True):
+                    full_args[place] = value
+                out = derived(*full_args)
                 outs = out if isinstance(out, tuple) else (out,)
                 return tuple(outs[index] for index in followed)
 
-            pullback = torch.func.vjp(differentiated, *(args[place] for place in wanted))[1]
-            found = dict(
-                zip(wanted, pullback(tuple(grads[index] for index in followed)), strict=True)
+            pullback = torch.func.vjp(differentiated, *(args[place] for place in grad_places))[1]
+            input_grads = dict(
+                zip(grad_places, pullback(tuple(grads[index] for index in followed)), strict=True)
             )
-            return tuple(found.get(place) for place in range(len(args)))
+            return tuple(input_grads.get(place) for place in range(len(args)))
 
     def call(*args: Any) -> Any:
         in_place = not returns_written and any(x is not None for x in args[1:3])
@@ -383,8 +392,8 @@ def cuda_implementation(name: str, kernel: str) -> Callable[[], Function]:
         if triton_version() is None:
             raise no_triton(f"{name}(…) on CUDA")
         module, _, function = kernel.partition(":")
-        found: Function = getattr(import_module(module), function)
-        return found
+        fn: Function = getattr(import_module(module), function)
+        return fn
 
     return implementation
 

@@ -86,10 +86,10 @@ def move_on(
         torch.func new tensors.
     """
     call: Callable[..., Any] = _move_on  # the functional form returns more than the operator
-    made = call(positions, last_tokens, rows, query_start_loc, samples, ids)
-    if made is None:
+    outputs = call(positions, last_tokens, rows, query_start_loc, samples, ids)
+    if outputs is None:
         return (positions, last_tokens)
-    return (made[1], made[2])
+    return (outputs[1], outputs[2])
 
 
 def functional_move_on(

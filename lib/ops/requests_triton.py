@@ -34,15 +34,17 @@ def _resolve_request(
 ):
     """Read one request from the table: its context length, pages and last token."""
     row = tl.load(rows + request)
-    own = tl.where((row < 0) | (row >= num_rows), num_rows - 1, row)
+    safe_row = tl.where((row < 0) | (row >= num_rows), num_rows - 1, row)
     end = tl.load(starts + request + 1)
-    length = tl.load(positions + own) + end - tl.load(starts + request)
-    tl.store(seq_lens + request, tl.where(own == row, length, 0).to(tl.int32))
+    length = tl.load(positions + safe_row) + end - tl.load(starts + request)
+    tl.store(seq_lens + request, tl.where(safe_row == row, length, 0).to(tl.int32))
     tl.store(last_index + request, tl.maximum(end - 1, 0).to(tl.int64))
     for start in range(0, max_pages, BLOCK):
         page = start + tl.arange(0, BLOCK)
-        found = tl.load(block_table + own * max_pages + page, mask=page < max_pages, other=0)
-        tl.store(tables + request.to(tl.int64) * max_pages + page, found, mask=page < max_pages)
+        page_ids = tl.load(
+            block_table + safe_row * max_pages + page, mask=page < max_pages, other=0
+        )
+        tl.store(tables + request.to(tl.int64) * max_pages + page, page_ids, mask=page < max_pages)
 
 
 @kernel(do_not_specialize=["num_reqs", "num_tokens", "num_rows"])

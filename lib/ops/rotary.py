@@ -92,18 +92,18 @@ def rotate_and_keep(
         or cos.shape[-1] * 2 != dim
     ):
         written = f"rotate_and_keep(…, num_heads={num_heads}, starts={starts})"
-        seen = f"qkv {list(qkv.shape)}"
-        seen += f", tables of {cos.shape[-1]} pairs and {kv_heads} key heads of {dim}"
+        problem = f"qkv {list(qkv.shape)}"
+        problem += f", tables of {cos.shape[-1]} pairs and {kv_heads} key heads of {dim}"
         raise DescriptorError(
             written,
-            seen,
+            problem,
             "let queries, keys and values lie one after the other, heads as in kv_pages",
         )
     call: Callable[..., Any] = (
         _rotate_and_keep  # the functional form returns more than the operator
     )
-    made = call(qkv, q_norm, k_norm, eps, cos, sin, slot_mapping, kv_pages, num_heads, starts)
-    return (made, kv_pages) if isinstance(made, Tensor) else made
+    result = call(qkv, q_norm, k_norm, eps, cos, sin, slot_mapping, kv_pages, num_heads, starts)
+    return (result, kv_pages) if isinstance(result, Tensor) else result
 
 
 def _torch_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:

@@ -47,14 +47,14 @@ def _check_settings(name: str) -> None:
     precision = torch._C._get_fp32_precision_getter("mkldnn", "matmul")
     if precision in ("none", "ieee") and torch._C._get_mkldnn_enabled():
         return
-    seen = (
+    problem = (
         f"torch.backends.mkldnn.matmul.fp32_precision = {precision!r}, which"
         " torch.set_float32_matmul_precision sets"
     )
     instead = "torch.set_float32_matmul_precision('highest')"
     if precision in ("none", "ieee"):
-        seen = "torch.backends.mkldnn.enabled = False"
+        problem = "torch.backends.mkldnn.enabled = False"
         instead = "torch.backends.mkldnn.enabled = True"
     raise DeviceError(
-        f"{name}(…) in weft.batch_invariant(), on the CPU", f"{seen}, and other bits", instead
+        f"{name}(…) in weft.batch_invariant(), on the CPU", f"{problem}, and other bits", instead
     )

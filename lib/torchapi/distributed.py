@@ -185,14 +185,14 @@ def symmetric_memory(
     group._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.GLOO, gloo)
     _register_process_group(unique, group)
     _SymmetricMemory.set_group_info(unique, rank, num_ranks, own_store)
-    own = _SymmetricMemory.empty_strided_p2p((nbytes,), (1,), torch.uint8, device, unique)
-    own.zero_()
+    buffer = _SymmetricMemory.empty_strided_p2p((nbytes,), (1,), torch.uint8, device, unique)
+    buffer.zero_()
     torch.cuda.synchronize(device)
-    handle = _SymmetricMemory.rendezvous(own)
+    handle = _SymmetricMemory.rendezvous(buffer)
     views = [handle.get_buffer(peer, (nbytes,), torch.uint8) for peer in range(num_ranks)]
     handle.barrier()
     torch.cuda.synchronize(device)
-    return [_with_owner(view, (own, handle)) for view in views]
+    return [_with_owner(view, (buffer, handle)) for view in views]
 
 
 def _with_owner(view: Tensor, owner: Any) -> Tensor:

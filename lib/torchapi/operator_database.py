@@ -21,8 +21,10 @@ def operator_database() -> tuple[Any, ...]:
             "torch.testing._internal.common_methods_invocations"
         )
     except ModuleNotFoundError as error:
-        seen = f"no {error.name} here, which torch's operator database imports"
-        raise MissingPackageError("weft.proofs.opinfo", seen, install_command("proofs")) from error
+        problem = f"no {error.name} here, which torch's operator database imports"
+        raise MissingPackageError(
+            "weft.proofs.opinfo", problem, install_command("proofs")
+        ) from error
     database.wrapper_set_seed = _call
     return tuple(database.op_db)
 

@@ -21,8 +21,8 @@ def _hear_the_signal() -> None:
     """Make `torch.cuda.is_current_stream_capturing` report `signal_capture` too, under each of its
     names."""
     graphs: Any = torch.cuda.graphs
-    asked: Callable[[], bool] = graphs._cuda_isCurrentStreamCapturing
-    graphs._cuda_isCurrentStreamCapturing = lambda: _SIGNALLED.get() or asked()
+    is_capturing: Callable[[], bool] = graphs._cuda_isCurrentStreamCapturing
+    graphs._cuda_isCurrentStreamCapturing = lambda: _SIGNALLED.get() or is_capturing()
 
 
 @contextlib.contextmanager

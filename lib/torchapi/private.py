@@ -147,10 +147,10 @@ def unwrapped_call(operator: Any) -> Callable[..., Any]:
 def unnamed_children(node: Any) -> list[Any] | None:
     """The children of a node whose class is registered with torch's pytree without key paths; None
     for any other."""
-    known = pytree.SUPPORTED_NODES.get(type(node))
-    if known is None or known.flatten_with_keys_fn is not None:
+    node_def = pytree.SUPPORTED_NODES.get(type(node))
+    if node_def is None or node_def.flatten_with_keys_fn is not None:
         return None
-    return list(known.flatten_fn(node)[0])
+    return list(node_def.flatten_fn(node)[0])
 
 
 def unseen() -> contextlib.AbstractContextManager[Any]:
@@ -184,8 +184,8 @@ def in_functorch_transform() -> bool:
 
 def without_transforms() -> contextlib.AbstractContextManager[Any]:
     """A context outside all torch.func transforms, for tensors that none of them made."""
-    found: contextlib.AbstractContextManager[Any] = temporarily_clear_interpreter_stack()
-    return found
+    context: contextlib.AbstractContextManager[Any] = temporarily_clear_interpreter_stack()
+    return context
 
 
 @contextlib.contextmanager
@@ -317,8 +317,8 @@ def in_plain_surroundings() -> bool:
 
 def saved_tensors_hooks() -> tuple[Any, Any] | None:
     """The innermost pair of `torch.autograd.graph.saved_tensors_hooks`; None if there is none."""
-    found: tuple[Any, Any] | None = _top_hooks()
-    return found
+    hooks: tuple[Any, Any] | None = _top_hooks()
+    return hooks
 
 
 set_grad_mode: Callable[[bool], None] = torch._C._set_grad_enabled
@@ -580,12 +580,12 @@ def unowned(tensor: torch.Tensor) -> torch.Tensor:
     """A tensor at the same address that does not keep the memory alive: the caller must make sure
     that it lives."""
     storage = tensor.untyped_storage()
-    held = torch._C._construct_storage_from_data_pointer(
+    unowned_storage = torch._C._construct_storage_from_data_pointer(
         storage.data_ptr(), tensor.device, storage.nbytes()
     )
     alias = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
     return seen_as(
-        alias.set_(held, tensor.storage_offset(), tensor.size(), tensor.stride()), tensor
+        alias.set_(unowned_storage, tensor.storage_offset(), tensor.size(), tensor.stride()), tensor
     )
 
 

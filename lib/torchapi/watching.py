@@ -62,10 +62,10 @@ class OperatorWatch:
 
 def _active() -> tuple[OperatorWatch, ...]:
     if torch._C._is_key_in_tls(_NAME):
-        found: tuple[OperatorWatch, ...] = torch._C._get_obj_in_tls(_NAME)
+        watches: tuple[OperatorWatch, ...] = torch._C._get_obj_in_tls(_NAME)
     else:
-        found = ()
-    return found
+        watches = ()
+    return watches
 
 
 def _set_active(watches: tuple[OperatorWatch, ...]) -> None:

@@ -64,16 +64,16 @@ def questions(seed: int = 0) -> dict[str, list[dict[str, Any]]]:
         b = draw.randint(1, 49)
         near = draw.sample([d for d in range(-10, 11) if d and a + b + d > 0], 3)
         sums.append(_question(draw, f"{a} + {b} =", [a + b, *(a + b + d for d in near)]))
-    known = [pair.replace("_", " ").split(" ", 1) for pair in _CAPITALS.split(", ")]
-    for country, city in known:
-        others = draw.sample([other for _, other in known if other != city], 3)
-        capitals.append(_question(draw, f"The capital of {country} is", [city, *others]))
-    chats = [{**own, "text": f"What is the{own['text'][3:-3]}?"} for own in capitals]
+    pairs = [pair.replace("_", " ").split(" ", 1) for pair in _CAPITALS.split(", ")]
+    for country, city in pairs:
+        distractors = draw.sample([other for _, other in pairs if other != city], 3)
+        capitals.append(_question(draw, f"The capital of {country} is", [city, *distractors]))
+    chats = [{**question, "text": f"What is the{question['text'][3:-3]}?"} for question in capitals]
     return {"sums": sums, "sums_choice": sums[:60], "capitals_choice": capitals, "capitals": chats}
 
 
 def _question(draw: random.Random, text: str, answers: Sequence[Any]) -> dict[str, Any]:
-    choices = [str(own) for own in answers]
+    choices = [str(answer) for answer in answers]
     right = choices[0]
     draw.shuffle(choices)
     return {"text": text, "answer": right, "choices": choices, "place": choices.index(right)}
@@ -82,9 +82,9 @@ def _question(draw: random.Random, text: str, answers: Sequence[Any]) -> dict[st
 def write_tasks(folder: Path) -> None:
     """Write the tasks as lm_eval reads them: for each a file of questions, and a YAML (which JSON
     is)."""
-    for name, found in questions().items():
+    for name, task_questions in questions().items():
         file = folder / f"{name}.jsonl"
-        file.write_text("".join(json.dumps(own) + "\n" for own in found))
+        file.write_text("".join(json.dumps(question) + "\n" for question in task_questions))
         task: dict[str, Any] = {
             "task": name,
             "dataset_path": "json",
@@ -141,63 +141,63 @@ def evaluate(
             "HF_DATASETS_OFFLINE": "1",
             "TOKENIZERS_PARALLELISM": "false",
         }
-        known = {name: own for name, own in os.environ.items() if name != "PYTHONPATH"}
+        variables = {name: item for name, item in os.environ.items() if name != "PYTHONPATH"}
         ended = subprocess.run(
-            words, env=known | quiet, capture_output=True, text=True, timeout=3600
+            words, env=variables | quiet, capture_output=True, text=True, timeout=3600
         )
         if ended.returncode:
             raise RuntimeError(f"{' '.join(words)}\n{ended.stderr[-3000:]}")
         (written,) = Path(out).rglob("results_*.json")
         raw = json.loads(written.read_text())
-        found = dict[str, Any]()
+        scores = dict[str, Any]()
         results = raw["results"]
         for name in names:
             (file,) = written.parent.glob(f"samples_{name}_[0-9]*.jsonl")
             samples = sorted(
-                map(json.loads, file.read_text().splitlines()), key=lambda own: own["doc_id"]
+                map(json.loads, file.read_text().splitlines()), key=lambda item: item["doc_id"]
             )
             metric = next(key for key in results[name] if key.startswith(("acc,", "exact_match,")))
             before, _, rest = metric.partition(",")
-            found[name] = {
+            scores[name] = {
                 "value": results[name][metric],
                 "stderr": results[name][f"{before}_stderr,{rest}"],
-                "answers": [_answer(own) for own in samples],
+                "answers": [_answer(item) for item in samples],
                 "lm_eval": raw["lm_eval_version"],
             }
-    return found
+    return scores
 
 
 def _answer(sample: dict[str, Any]) -> Any:
     """A completion, or the log-likelihood of each choice."""
-    found = [own[0] for own in sample["resps"]]
-    if isinstance(found[0], str):
-        return found[0]
-    return [float(own[0]) for own in found]
+    responses = [response[0] for response in sample["resps"]]
+    if isinstance(responses[0], str):
+        return responses[0]
+    return [float(response[0]) for response in responses]
 
 
-def rows(found: dict[tuple[str, str], dict[str, Any]], base: str) -> Iterator[dict[str, Any]]:
+def rows(results: dict[tuple[str, str], dict[str, Any]], base: str) -> Iterator[dict[str, Any]]:
     """For each run and task the score, and how it compares with the same task in mode `base` by the
     same API; choices are also compared with transformers."""
-    for (mode, api), tasks in found.items():
-        for name, own in tasks.items():
-            against = found[base, "local-completions" if api == "hf" else api][name]
+    for (mode, api), tasks in results.items():
+        for name, score in tasks.items():
+            against = results[base, "local-completions" if api == "hf" else api][name]
             row = {
                 "mode": mode,
                 "api": api,
                 "task": name,
-                "value": own["value"],
-                "stderr": own["stderr"],
+                "value": score["value"],
+                "stderr": score["stderr"],
             }
-            row["questions"] = len(own["answers"])
+            row["questions"] = len(score["answers"])
             if name in CHOICES:
                 pairs = [
                     (a, b)
-                    for x, y in zip(own["answers"], against["answers"], strict=True)
+                    for x, y in zip(score["answers"], against["answers"], strict=True)
                     for a, b in zip(x, y, strict=True)
                 ]
                 best = [
                     (x.index(max(x)), y.index(max(y)))
-                    for x, y in zip(own["answers"], against["answers"], strict=True)
+                    for x, y in zip(score["answers"], against["answers"], strict=True)
                 ]
                 row |= {
                     "same": sum(a == b for a, b in best),
@@ -205,7 +205,7 @@ def rows(found: dict[tuple[str, str], dict[str, Any]], base: str) -> Iterator[di
                 }
             else:
                 row["same"] = sum(
-                    a == b for a, b in zip(own["answers"], against["answers"], strict=True)
+                    a == b for a, b in zip(score["answers"], against["answers"], strict=True)
                 )
             yield row
 
@@ -227,17 +227,17 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--concurrent", type=int, default=8, help="requests at once (8)")
     parser.add_argument("--limit", type=int, help="questions of each task (all)")
     parser.add_argument("--out", type=Path, help="a folder for the record")
-    given = parser.parse_args(argv)
-    if given.limit is None:
+    args = parser.parse_args(argv)
+    if args.limit is None:
         more = []
     else:
-        more = ["--limit", str(given.limit)]
-    found: dict[tuple[str, str], dict[str, Any]] = {}
+        more = ["--limit", str(args.limit)]
+    results: dict[tuple[str, str], dict[str, Any]] = {}
     flags = [
         "--dtype",
         "float32",
         "--device",
-        given.device,
+        args.device,
         "--served-model-name",
         "served",
         "--max-num-seqs",
@@ -246,9 +246,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     flags += ["--max-num-tokens", "128", "--max-model-len", "256"]
     with tempfile.TemporaryDirectory() as folder:
         write_tasks(Path(folder))
-        for mode in given.modes:
-            with serving(given.model, *flags, *MODES[mode], seconds=900, shows_log=True) as server:
-                common = f"model=served,tokenizer={given.model},num_concurrent={given.concurrent},max_retries=1"
+        for mode in args.modes:
+            with serving(args.model, *flags, *MODES[mode], seconds=900, shows_log=True) as server:
+                common = f"model=served,tokenizer={args.model},num_concurrent={args.concurrent},max_retries=1"
                 common += f",base_url={server.url}"
                 text = f"{common}/completions,tokenizer_backend=huggingface"
                 chat = f"{common}/chat/completions"
@@ -256,33 +256,33 @@ def main(argv: Sequence[str] | None = None) -> None:
                     ("local-completions", text, (*GENERATED, *CHOICES), []),
                     ("local-chat-completions", chat, CHATS, ["--apply_chat_template"]),
                 ):
-                    found[mode, api] = evaluate(
-                        given.lm_eval, Path(folder), api, how, names, *flag, *more
+                    results[mode, api] = evaluate(
+                        args.lm_eval, Path(folder), api, how, names, *flag, *more
                     )
             print(
-                *(row for row in rows(found, given.modes[0]) if row["mode"] == mode),
+                *(row for row in rows(results, args.modes[0]) if row["mode"] == mode),
                 sep="\n",
                 flush=True,
             )
-        theirs = f"pretrained={given.model},dtype=float32"
-        found["transformers", "hf"] = evaluate(
-            given.lm_eval,
+        theirs = f"pretrained={args.model},dtype=float32"
+        results["transformers", "hf"] = evaluate(
+            args.lm_eval,
             Path(folder),
             "hf",
             theirs,
             (*GENERATED, *CHOICES),
             "--device",
-            given.device,
+            args.device,
             *more,
         )
-    table = [*rows(found, given.modes[0])]
+    table = [*rows(results, args.modes[0])]
     print(*table, sep="\n")
-    if given.out is not None:
-        given.out.mkdir(parents=True, exist_ok=True)
-        version = found["transformers", "hf"][CHOICES[0]]["lm_eval"]
-        record = {"model": Path(given.model).name, "lm_eval": version, "rows": table}
-        text = json.dumps({**record, "environment": environment(given.device)}, indent=1)
-        (given.out / "accuracy_http.json").write_text(text + "\n")
+    if args.out is not None:
+        args.out.mkdir(parents=True, exist_ok=True)
+        version = results["transformers", "hf"][CHOICES[0]]["lm_eval"]
+        record = {"model": Path(args.model).name, "lm_eval": version, "rows": table}
+        text = json.dumps({**record, "environment": environment(args.device)}, indent=1)
+        (args.out / "accuracy_http.json").write_text(text + "\n")
     sys.exit(any(row["same"] != row["questions"] for row in table))
 
 

@@ -72,17 +72,17 @@ def requests(
     """Prompts, some with the same beginning, and how many tokens each is to be followed by."""
     draw = random.Random(0)
     shared = list[int]()
-    made = []
+    workload = []
     for index in range(count):
         prompt = draw.choices(range(vocab_size), k=draw.randint(*_LENGTHS))
         shared = prompt if index % 8 == 0 else shared
         prompt = [*shared[: len(shared) // 2], *prompt][: _LENGTHS[1]]
         sampling = SamplingParams(temperature=1.0, seed=index, ignore_eos=True)
-        made.append((prompt, sampling, draw.randint(output_len // 4, output_len)))
-    return made
+        workload.append((prompt, sampling, draw.randint(output_len // 4, output_len)))
+    return workload
 
 
-def serve(here: Here, model: Model, way: Way, asked: Sequence[Any]) -> Said:
+def serve(here: Here, model: Model, way: Way, workload: Sequence[Any]) -> Said:
     """Serve requests in one way."""
     limits = EngineLimits(**{"max_num_reqs": 64, "max_model_len": _MOST, **way.limits})
     options: dict[str, Any] = {"speculation": way.speculation, "prefix_caching": way.prefix_caching}
@@ -95,9 +95,9 @@ def serve(here: Here, model: Model, way: Way, asked: Sequence[Any]) -> Said:
         **options,
     )
     tracks: dict[int, Any] = {}
-    for start in range(0, len(asked), way.at_once):
+    for start in range(0, len(workload), way.at_once):
         for index, (prompt, sampling, length) in enumerate(
-            asked[start : start + way.at_once], start
+            workload[start : start + way.at_once], start
         ):
             engine.add(prompt, sampling, max_tokens=length, id=str(index))
         for output in engine:
@@ -105,18 +105,21 @@ def serve(here: Here, model: Model, way: Way, asked: Sequence[Any]) -> Said:
     return {index: (track.token_ids, track.logprobs) for index, track in tracks.items()}
 
 
-def forced(here: Here, model: Model, asked: Sequence[Any], said: Said) -> Said:
+def forced(here: Here, model: Model, workload: Sequence[Any], said: Said) -> Said:
     """The logprobs of completions whose tokens are read in one pass with their prompts."""
     limits = EngineLimits(max_num_reqs=4, max_model_len=2 * _MOST)
     engine = Engine(model, limits, pipeline=here.num_stages, graph="none", transport=here.transport)
     told = SamplingParams(temperature=0.0, prompt_logprobs=0)
-    found = Said()
-    for index, (prompt, *_) in enumerate(asked):
+    completions = Said()
+    for index, (prompt, *_) in enumerate(workload):
         engine.add([*prompt, *said[index][0]], told, max_tokens=1, id=str(index))
     for output in engine:
         index = int(output.id)
-        found[index] = said[index][0], output.track.prompt_logprobs[len(asked[index][0]) - 1 :]
-    return found
+        completions[index] = (
+            said[index][0],
+            output.track.prompt_logprobs[len(workload[index][0]) - 1 :],
+        )
+    return completions
 
 
 def compared(said: Said, expected: Said) -> dict[str, Any]:
@@ -150,7 +153,7 @@ def run(
     """Serve, and return the rows; the first rank prints them as they come."""
     fast = open_model(options, here)
     rows = list[dict[str, Any]]()
-    asked = requests(fast.config.vocab_size, count, output_len)
+    workload = requests(fast.config.vocab_size, count, output_len)
     models = (True, fast.with_stages(batch_invariant=True)), (False, fast)
     for invariant, model in models[: 1 + with_fast]:
         if invariant:
@@ -161,9 +164,9 @@ def run(
         for name in ["alone", *(name for name in kept if name != "alone"), "teacher-forced"]:
             began = time.perf_counter()
             if name not in WAYS:
-                said = forced(here, model, asked, expected)
+                said = forced(here, model, workload, expected)
             else:
-                said = serve(here, model, WAYS[name], asked)
+                said = serve(here, model, WAYS[name], workload)
             expected = expected or said
             rows.append(
                 {"way": name, "batch_invariant": invariant, "seconds": time.perf_counter() - began}
@@ -213,23 +216,23 @@ def main(argv: Sequence[str] | None = None) -> None:
         "--fast", action=argparse.BooleanOptionalAction, default=True, help="the fast mode, too"
     )
     parser.add_argument("--out", type=Path, help="a folder for the record")
-    given = parser.parse_args(argv)
-    options = Bench(preset=given.preset, pp=given.pp, transport=given.transport)
-    rows = in_ranks(run, options, options, given.ways, given.requests, given.output_len, given.fast)
-    if given.out is not None:
-        given.out.mkdir(parents=True, exist_ok=True)
+    args = parser.parse_args(argv)
+    options = Bench(preset=args.preset, pp=args.pp, transport=args.transport)
+    rows = in_ranks(run, options, options, args.ways, args.requests, args.output_len, args.fast)
+    if args.out is not None:
+        args.out.mkdir(parents=True, exist_ok=True)
         source = {
-            "preset": given.preset,
-            "stages": given.pp or 1,
-            "transport": given.transport,
+            "preset": args.preset,
+            "stages": args.pp or 1,
+            "transport": args.transport,
             "rows": rows,
         }
         record = {
             **source,
             "environment": environment("cuda" if torch.cuda.is_available() else "cpu"),
         }
-        name = f"bits-{given.preset}-pp{given.pp or 1}{given.transport or ''}.json"
-        (given.out / name).write_text(json.dumps(record, indent=1) + "\n")
+        name = f"bits-{args.preset}-pp{args.pp or 1}{args.transport or ''}.json"
+        (args.out / name).write_text(json.dumps(record, indent=1) + "\n")
     sys.exit(any(row["batch_invariant"] and row["equal"] != row["completions"] for row in rows))
 
 

@@ -120,31 +120,31 @@ def main(argv: Sequence[str] | None = None) -> None:
         "--turns", type=int, default=4, metavar="N", help="of all models, one after the other (4)"
     )
     parser.add_argument("--out", type=Path, help="a folder for the record")
-    given = parser.parse_args(argv)
-    if given.out is not None:
-        given.out.mkdir(parents=True, exist_ok=True)  # an error here comes before the long run
-    taken, made = given.lengths
-    counts = {"num_prompts": given.requests, "max_num_seqs": given.requests}
-    options = Bench(preset=given.preset, input_len=taken, output_len=made, **counts)
-    rows = in_ranks(run, options, options, given.models, given.turns)
+    args = parser.parse_args(argv)
+    if args.out is not None:
+        args.out.mkdir(parents=True, exist_ok=True)  # an error here comes before the long run
+    taken, output_len = args.lengths
+    counts = {"num_prompts": args.requests, "max_num_seqs": args.requests}
+    options = Bench(preset=args.preset, input_len=taken, output_len=output_len, **counts)
+    rows = in_ranks(run, options, options, args.models, args.turns)
     times = {
-        name: [row["tpot"]["p50"] for row in rows if row["model"] == name] for name in given.models
+        name: [row["tpot"]["p50"] for row in rows if row["model"] == name] for name in args.models
     }
-    base = statistics.median(times[given.models[0]])
-    for name, found in times.items():
-        middle = statistics.median(found)
+    base = statistics.median(times[args.models[0]])
+    for name, model_times in times.items():
+        middle = statistics.median(model_times)
         print(
-            f"{name:<10} {middle:8.3f} ms ({min(found):.3f} to {max(found):.3f})"
+            f"{name:<10} {middle:8.3f} ms ({min(model_times):.3f} to {max(model_times):.3f})"
             f" {middle / base - 1:+7.1%}"
         )
-    if given.out is not None:
-        asked = {"preset": given.preset, "requests": given.requests, "lengths": given.lengths}
+    if args.out is not None:
+        settings = {"preset": args.preset, "requests": args.requests, "lengths": args.lengths}
         record = {
-            **asked,
+            **settings,
             "rows": rows,
             "environment": environment("cuda" if torch.cuda.is_available() else "cpu"),
         }
-        (given.out / "changed_models.json").write_text(json.dumps(record, indent=1) + "\n")
+        (args.out / "changed_models.json").write_text(json.dumps(record, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -52,14 +52,14 @@ def main() -> None:
     parser.add_argument(
         "--quick", action="store_true", help="a tiny model and one case, to see that it runs"
     )
-    given = parser.parse_args()
+    args = parser.parse_args()
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    quick = given.quick or device == "cpu"
+    quick = args.quick or device == "cpu"
     bandwidth = copy_bandwidth(device)
     model = random_model(TINY if quick else QWEN3_0_6B, device)
     by_requests, by_context = (QUICK[:1], QUICK) if quick else (BY_REQUESTS, BY_CONTEXT)
     cases: Sequence[tuple[int, int]] = QUICK[:1] if quick else CASES
-    if given.curves:
+    if args.curves:
         cases = [*dict.fromkeys((*by_requests, *by_context))]
     rows = [time_decode(model, *case, 1, mode, bandwidth) for case in cases for mode in MODES]
     report: dict[str, Any] = {
@@ -67,13 +67,13 @@ def main() -> None:
         "copy_bandwidth": bandwidth,
         "rows": rows,
     }
-    given.out.mkdir(parents=True, exist_ok=True)
-    (given.out / "decode_modes.json").write_text(json.dumps(report, indent=1))
-    if given.curves:
+    args.out.mkdir(parents=True, exist_ok=True)
+    (args.out / "decode_modes.json").write_text(json.dumps(report, indent=1))
+    if args.curves:
         what = "a tiny model" if quick else "Qwen3-0.6B in bfloat16"
         title = f"{what}, {report['environment']['gpu']}: milliseconds a decode step"
         draw(rows, title, by_requests, by_context).savefig(
-            given.out / "decode_modes.svg", bbox_inches="tight"
+            args.out / "decode_modes.svg", bbox_inches="tight"
         )
     show(rows)
 
@@ -86,13 +86,16 @@ def draw(rows: Sequence[dict[str, Any]], title: str, *curves: Sequence[tuple[int
         places = [dict(zip(("requests", "context"), case, strict=True)) for case in cases]
         other = cases[0]
         for mode in MODES:
-            own = {(row["reqs"], row["context"]): row for row in rows if row["mode"] == mode}
+            mode_rows = {(row["reqs"], row["context"]): row for row in rows if row["mode"] == mode}
             ax.plot(
-                [p[name] for p in places], [own[case]["ms"] for case in cases], "o-", label=mode
+                [p[name] for p in places],
+                [mode_rows[case]["ms"] for case in cases],
+                "o-",
+                label=mode,
             )
         ax.plot(
             [p[name] for p in places],
-            [own[case]["floor_ms"] for case in cases],
+            [mode_rows[case]["floor_ms"] for case in cases],
             "--",
             color=GREY,
             label="floor",

@@ -52,7 +52,7 @@ class Contender:
     captures it holds."""
 
     what: str
-    given: str
+    mode: str
     leaves: int
     captures: int
     call: Callable[[], Any]
@@ -63,7 +63,7 @@ class Row:
     """One figure: the host's microseconds per call, the median and the least over rounds."""
 
     what: str
-    given: str
+    mode: str
     leaves: int
     captures: int
     us: float
@@ -98,9 +98,9 @@ def inputs(count: int, size: int, device: str) -> tuple[Tensor, ...]:
 def fixed(count: int) -> Step:
     """`neighbours` with one named argument per leaf: by reference needs names."""
     names = ", ".join(f"x{i}" for i in range(count))
-    made: dict[str, Any] = {"neighbours": neighbours}
-    exec(f"def step({names}):\n    return neighbours({names})\n", made)
-    step: Step = made["step"]
+    namespace: dict[str, Any] = {"neighbours": neighbours}
+    exec(f"def step({names}):\n    return neighbours({names})\n", namespace)
+    step: Step = namespace["step"]
     return step
 
 
@@ -124,7 +124,7 @@ def host_times(contenders: Sequence[Contender], sizes: Sizes, device: str) -> It
                 times.append((time.perf_counter() - start) / sizes.calls * 1e6)
     synchronize(device)
     for c, times in zip(contenders, rounds, strict=True):
-        yield Row(c.what, c.given, c.leaves, c.captures, statistics.median(times), min(times))
+        yield Row(c.what, c.mode, c.leaves, c.captures, statistics.median(times), min(times))
 
 
 def graphified(count: int, captures: int, device: str) -> Iterator[Contender]:
@@ -137,15 +137,15 @@ def graphified(count: int, captures: int, device: str) -> Iterator[Contender]:
         ("fresh, safe", graphify(fixed(count))),
     ]
     calls = [inputs(count, 8 + i, device) for i in range(captures)]
-    for given, g in modes:
+    for mode, g in modes:
         for leaves in calls:
             g(*leaves)
         assert g.cache_info().captures == captures
-        yield Contender("graphify", given, count, captures, partial(g, *calls[0]))
+        yield Contender("graphify", mode, count, captures, partial(g, *calls[0]))
         if captures > 1:
             yield Contender(
                 "graphify, in turn",
-                given,
+                mode,
                 count,
                 captures,
                 _in_turn([partial(g, *x) for x in calls]),
@@ -199,15 +199,15 @@ def bare_replays(count: int, captures: int) -> Iterator[Contender]:
         neighbours(*leaves)
         torch.cuda.synchronize()
         with torch.cuda.graph(graph):
-            held = neighbours(*leaves)
-        replays.append(partial(_replay, graph, leaves, held))
+            outputs = neighbours(*leaves)
+        replays.append(partial(_replay, graph, leaves, outputs))
     graph = replays[0].args[0]
     yield Contender("bare replay", "nothing", count, captures, graph.replay)
     if captures > 1:
         yield Contender("bare replay, in turn", "nothing", count, captures, _in_turn(replays))
 
 
-def _replay(graph: torch.cuda.CUDAGraph, *held: Any) -> None:
+def _replay(graph: torch.cuda.CUDAGraph, *kept_alive: Any) -> None:
     graph.replay()
 
 
@@ -216,9 +216,9 @@ def peers(count: int) -> Iterator[Contender]:
     samples = inputs(count, 8, "cuda")
     fresh = inputs(count, 8, "cuda")
     yield Contender("eager", "fresh, safe", count, 1, partial(fixed(count), *fresh))
-    made: Any = torch.cuda.make_graphed_callables(fixed(count), samples)
-    for given, leaves in (("reference, borrowed", samples), ("fresh, borrowed", fresh)):
-        yield Contender("make_graphed_callables", given, count, 1, partial(made, *leaves))
+    graphed: Any = torch.cuda.make_graphed_callables(fixed(count), samples)
+    for mode, leaves in (("reference, borrowed", samples), ("fresh, borrowed", fresh)):
+        yield Contender("make_graphed_callables", mode, count, 1, partial(graphed, *leaves))
     compiled: Any = torch.compile(fixed(count), mode="reduce-overhead")
 
     def call() -> None:
@@ -261,11 +261,11 @@ def main() -> None:
         parser.add_argument(
             f"--{name}", type=int, nargs="*", help=f"instead of {getattr(Sizes(), name)}"
         )
-    given = vars(parser.parse_args())
+    args = vars(parser.parse_args())
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    sizes = QUICK if given["quick"] or device == "cpu" else Sizes()
+    sizes = QUICK if args["quick"] or device == "cpu" else Sizes()
     chosen: dict[str, Any] = {
-        k: tuple(given[k]) for k in ("leaves", "captures", "peers") if given[k] is not None
+        k: tuple(args[k]) for k in ("leaves", "captures", "peers") if args[k] is not None
     }
     sizes = attrs.evolve(sizes, **chosen)
     rows: list[Row] = []
@@ -278,8 +278,8 @@ def main() -> None:
                 f"{count} leaves: {time.perf_counter() - start:.0f} s", file=sys.stderr, flush=True
             )
     report = {"environment": environment(device), "rows": [attrs.asdict(row) for row in rows]}
-    given["out"].mkdir(parents=True, exist_ok=True)
-    (given["out"] / "graphify_overhead.json").write_text(json.dumps(report, indent=1))
+    args["out"].mkdir(parents=True, exist_ok=True)
+    (args["out"] / "graphify_overhead.json").write_text(json.dumps(report, indent=1))
     show(rows)
 
 
@@ -291,7 +291,7 @@ def show(rows: Sequence[Row]) -> None:
     for row in rows:
         print(
             f"{row.what:<24}"
-            f" {row.given:<21}{row.leaves:>7}{row.captures:>9}{row.us:>9.2f}{row.least_us:>8.2f}"
+            f" {row.mode:<21}{row.leaves:>7}{row.captures:>9}{row.us:>9.2f}{row.least_us:>8.2f}"
         )
 
 

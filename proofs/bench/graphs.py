@@ -36,10 +36,10 @@ def graph_seconds(calls: Sequence[Callable[[], Any]], device: str, repeats: int 
             call()
         return (time.perf_counter() - start) / len(calls)
     calls = list(calls) * max(1, 16 // len(calls))
-    held = list[Any]()
+    results = list[Any]()
 
     def hold(call: Callable[[], Any]) -> None:
-        held.append(call())
+        results.append(call())
 
     torch.cuda.synchronize()
     with torch.cuda.stream(torch.cuda.Stream()):
@@ -96,10 +96,10 @@ class Replays:
 
     def __call__(self) -> float:
         """Replay it."""
-        seen = list[float]()
+        timings = list[float]()
         is_first = self._is_first
         replays, most = (2, _MOST_SECONDS / 5) if is_first else (_REPLAYS, _MOST_SECONDS)
         self._is_first = False
-        while len(seen) < replays and sum(seen) < most:
-            seen.append(run_seconds(self._graph.replay))
-        return (min(seen) if is_first else sorted(seen)[len(seen) // 2]) / self._calls
+        while len(timings) < replays and sum(timings) < most:
+            timings.append(run_seconds(self._graph.replay))
+        return (min(timings) if is_first else sorted(timings)[len(timings) // 2]) / self._calls

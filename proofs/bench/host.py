@@ -59,10 +59,10 @@ def compute_nothing(engine: Engine) -> None:
         executor.step = lambda _, state, batch: (state, output(batch))
     elif isinstance(executor, PipelineExecutor):
         count = len(executor.pipelined.stages)
-        made = [
+        stages = [
             declare_donated(last if i == count - 1 else stage, ("state",)) for i in range(count)
         ]
-        executor.pipelined.stages = tuple(with_edits(one) for one in made)
+        executor.pipelined.stages = tuple(with_edits(one) for one in stages)
 
 
 def decode(engine: Engine, requests: int) -> float:
@@ -86,9 +86,9 @@ def run(here: Here, options: Bench, requests: int) -> list[float]:
     torch.set_num_threads(1)
     engine, _ = start_engine(here, options)
     compute_nothing(engine)
-    found = min(decode(engine, requests) for _ in range(_ROUNDS))
-    collect = getattr(here.transport, "collect", lambda own: [own])
-    return [float(one) for one in collect(found)]
+    seconds = min(decode(engine, requests) for _ in range(_ROUNDS))
+    collect = getattr(here.transport, "collect", lambda value: [value])
+    return [float(one) for one in collect(seconds)]
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -103,25 +103,29 @@ def main(argv: Sequence[str] | None = None) -> None:
         "--splits", nargs="+", default=_SPLITS, metavar="PPxTP", help=f"({' '.join(_SPLITS)})"
     )
     parser.add_argument("--out", type=Path, help="a folder for the record")
-    given = parser.parse_args(argv)
+    args = parser.parse_args(argv)
     rows = []
-    for split in given.splits:
+    for split in args.splits:
         pp, tp = map(int, split.split("x"))
-        count = given.requests * pp
-        own = {"input_len": len(_PROMPT), "output_len": _STEPS + 3 * _FIRST, "num_prompts": count}
+        count = args.requests * pp
+        workload = {
+            "input_len": len(_PROMPT),
+            "output_len": _STEPS + 3 * _FIRST,
+            "num_prompts": count,
+        }
         split_by: dict[str, Any] = {"pp": pp if pp > 1 else None, "tp": tp, "max_num_seqs": count}
-        options = Bench(preset="tiny", graph="none", device="cpu", **own, **split_by)
-        seconds = in_ranks(run, options, options, given.requests)
-        rows.append({"pp": pp, "tp": tp, "requests": given.requests, "seconds": seconds})
+        options = Bench(preset="tiny", graph="none", device="cpu", **workload, **split_by)
+        seconds = in_ranks(run, options, options, args.requests)
+        rows.append({"pp": pp, "tp": tp, "requests": args.requests, "seconds": seconds})
         figures = ", ".join(f"{1e6 * one:,.0f}" for one in seconds)
         print(
-            f"pp {pp} tp {tp}: {figures} us of the host for a step of {given.requests} requests",
+            f"pp {pp} tp {tp}: {figures} us of the host for a step of {args.requests} requests",
             flush=True,
         )
-    if given.out is not None:
-        given.out.mkdir(parents=True, exist_ok=True)
+    if args.out is not None:
+        args.out.mkdir(parents=True, exist_ok=True)
         record = {"rows": rows, "environment": environment("cpu")}
-        (given.out / "host.json").write_text(json.dumps(record, indent=1) + "\n")
+        (args.out / "host.json").write_text(json.dumps(record, indent=1) + "\n")
 
 
 if __name__ == "__main__":

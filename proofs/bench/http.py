@@ -76,7 +76,7 @@ def write_preset(folder: Path, name: str) -> None:
     (folder / "config.json").write_text(json.dumps(PRESETS[name]))
 
 
-def options_of(given: argparse.Namespace, name: str) -> Bench:
+def options_of(args: argparse.Namespace, name: str) -> Bench:
     """The options of `weft bench` for a model."""
     if name in PRESETS:
         source: dict[str, Any] = {"preset": name}
@@ -84,13 +84,13 @@ def options_of(given: argparse.Namespace, name: str) -> Bench:
         source = {"model": name}
     return Bench(
         **source,
-        input_len=given.input_len,
-        output_len=given.output_len,
-        num_prompts=given.num_prompts,
-        max_num_seqs=given.concurrency,
-        graph=given.graph,
-        device=given.device,
-        seed=given.seed,
+        input_len=args.input_len,
+        output_len=args.output_len,
+        num_prompts=args.num_prompts,
+        max_num_seqs=args.concurrency,
+        graph=args.graph,
+        device=args.device,
+        seed=args.seed,
     )
 
 
@@ -100,56 +100,56 @@ def offline(options: Bench, repeats: int) -> list[dict[str, Any]]:
     return [*measure(engine, workload_of(options), started, repeats=repeats)]
 
 
-def online(given: argparse.Namespace, url: str, vocab_size: int) -> Iterator[dict[str, Any]]:
+def online(args: argparse.Namespace, url: str, vocab_size: int) -> Iterator[dict[str, Any]]:
     """The figures at each rate, after a few tokens of as many requests as run at once."""
-    draw, vocabulary = random.Random(given.seed), range(vocab_size)
+    draw, vocabulary = random.Random(args.seed), range(vocab_size)
 
     def prompts(count: int) -> list[list[int]]:
-        return [draw.choices(vocabulary, k=given.input_len) for _ in range(count)]
+        return [draw.choices(vocabulary, k=args.input_len) for _ in range(count)]
 
-    shared: dict[str, Any] = {"url": url, "concurrency": given.concurrency, "seed": given.seed}
+    shared: dict[str, Any] = {"url": url, "concurrency": args.concurrency, "seed": args.seed}
     asyncio.run(
-        drive(Load(prompts=prompts(given.concurrency), output_len=_WARM_UP_TOKENS, **shared))
+        drive(Load(prompts=prompts(args.concurrency), output_len=_WARM_UP_TOKENS, **shared))
     )
-    for rate in given.rates:
-        for _ in range(given.repeats if math.isinf(rate) else 1):
+    for rate in args.rates:
+        for _ in range(args.repeats if math.isinf(rate) else 1):
             load = Load(
-                prompts=prompts(_count(given, rate)),
-                output_len=given.output_len,
+                prompts=prompts(_count(args, rate)),
+                output_len=args.output_len,
                 rate=rate,
                 **shared,
             )
             yield asyncio.run(drive(load))
 
 
-def run(given: argparse.Namespace, name: str) -> dict[str, Any]:
+def run(args: argparse.Namespace, name: str) -> dict[str, Any]:
     """The record of a model: its rows, those without HTTP, and the ratio of both at the rate `inf`."""
-    options = options_of(given, name)
+    options = options_of(args, name)
     vocab_size = read_config(options).vocab_size
     with multiprocessing.get_context("spawn").Pool(
         1
     ) as pool:  # its memory is free before the server counts on it
-        alone = pool.apply(offline, (options, given.repeats))
+        alone = pool.apply(offline, (options, args.repeats))
     for row in alone:
         print(f"{name:<18} {'alone':>6}: {show(row)}", flush=True)
     # vLLM's client sends texts, which may be some tokens longer than the prompts that it drew.
     flags = [
         "--max-num-seqs",
-        str(given.concurrency),
+        str(args.concurrency),
         "--max-model-len",
         str(sum(options.lengths) + 16),
     ]
     flags += [
         "--graph",
-        given.graph,
+        args.graph,
         "--max-logprobs",
         "0",
         "--seed",
-        str(given.seed),
+        str(args.seed),
         "--served-model-name",
         name,
     ]
-    flags += ["--device", given.device] if given.device else []
+    flags += ["--device", args.device] if args.device else []
     flags += ["--load-format", "dummy"] if options.preset else []
     rows = list[dict[str, Any]]()
     theirs = list[dict[str, Any]]()
@@ -161,15 +161,15 @@ def run(given: argparse.Namespace, name: str) -> dict[str, Any]:
         if options.preset:
             write_preset(folder, name)
         with serving(str(folder), *flags, seconds=_START_SECONDS, shows_log=True) as server:
-            for row in online(given, server.url, vocab_size):
+            for row in online(args, server.url, vocab_size):
                 rows.append(row)
                 print(f"{name:<18} {row['rate']:>6}: {show(row)}", flush=True)
-            for rate in given.rates if given.vllm else ():
-                theirs.append(vllm_bench(given, server.url, name, folder, rate))
+            for rate in args.rates if args.vllm else ():
+                theirs.append(vllm_bench(args, server.url, name, folder, rate))
                 print(f"{name:<18} {rate:>6g}: {show(theirs[-1])} by vLLM's client", flush=True)
     speeds = [row["output_tokens_per_s"] for row in rows if row["rate"] == "inf"]
-    own = statistics.median(row["output_tokens_per_s"] for row in alone)
-    ratio = statistics.median(speeds) / own if speeds else None
+    baseline = statistics.median(row["output_tokens_per_s"] for row in alone)
+    ratio = statistics.median(speeds) / baseline if speeds else None
     return {
         "model": name,
         "flags": flags,
@@ -181,7 +181,7 @@ def run(given: argparse.Namespace, name: str) -> dict[str, Any]:
 
 
 def vllm_bench(
-    given: argparse.Namespace, url: str, name: str, folder: Path, rate: float
+    args: argparse.Namespace, url: str, name: str, folder: Path, rate: float
 ) -> dict[str, Any]:
     """The figures of vLLM's client at a rate, for the same numbers and lengths of requests.
 
@@ -189,7 +189,7 @@ def vllm_bench(
         RuntimeError: it did not end as it should.
         subprocess.TimeoutExpired: it did not end.
     """
-    count = _count(given, rate)
+    count = _count(args, rate)
     with tempfile.TemporaryDirectory() as results:
         flags: dict[str, Any] = {
             "base-url": url.removesuffix("/v1"),
@@ -198,24 +198,24 @@ def vllm_bench(
         }
         flags |= {"endpoint": "/v1/completions", "tokenizer": folder, "dataset-name": "random"}
         flags |= {
-            "random-input-len": given.input_len,
-            "random-output-len": given.output_len,
+            "random-input-len": args.input_len,
+            "random-output-len": args.output_len,
             "request-rate": rate,
         }
         flags |= {
             "num-prompts": count,
-            "max-concurrency": given.concurrency,
-            "seed": given.seed,
+            "max-concurrency": args.concurrency,
+            "seed": args.seed,
             "result-dir": results,
         }
         words = [
-            *shlex.split(given.vllm),
+            *shlex.split(args.vllm),
             "--ignore-eos",
             "--save-result",
             "--result-filename",
             "result.json",
         ]
-        words += [word for flag, own in flags.items() for word in (f"--{flag}", f"{own}")]
+        words += [word for flag, value in flags.items() for word in (f"--{flag}", f"{value}")]
         pipes: dict[str, Any] = {
             "stdout": subprocess.PIPE,
             "stderr": subprocess.STDOUT,
@@ -226,35 +226,35 @@ def vllm_bench(
             raise RuntimeError(
                 f"{shlex.join(words)} ended with {ended.returncode}:\n{ended.stdout[-3000:]}"
             )
-        found = json.loads((Path(results) / "result.json").read_text())
+        result = json.loads((Path(results) / "result.json").read_text())
     times = {
         key: {
-            "mean": found[f"mean_{key}_ms"],
-            "p50": found[f"median_{key}_ms"],
-            "p99": found[f"p99_{key}_ms"],
+            "mean": result[f"mean_{key}_ms"],
+            "p50": result[f"median_{key}_ms"],
+            "p99": result[f"p99_{key}_ms"],
         }
         for key in ("ttft", "tpot", "itl")
     }
-    completed = found["completed"]
-    wrong = found["total_output_tokens"] != count * given.output_len
+    completed = result["completed"]
+    wrong = result["total_output_tokens"] != count * args.output_len
     return {
         "rate": "inf" if math.isinf(rate) else rate,
         "requests": count,
         "completed": completed,
         "failed": count - completed,
         "wrong_lengths": int(wrong),
-        "seconds": found["duration"],
-        "output_tokens_per_s": found["output_throughput"],
+        "seconds": result["duration"],
+        "output_tokens_per_s": result["output_throughput"],
         **times,
     }
 
 
-def _count(given: argparse.Namespace, rate: float) -> int:
+def _count(args: argparse.Namespace, rate: float) -> int:
     """The requests at a rate."""
     return int(
-        given.num_prompts
+        args.num_prompts
         if math.isinf(rate)
-        else min(given.num_prompts, math.ceil(_FINITE_SECONDS * rate))
+        else min(args.num_prompts, math.ceil(_FINITE_SECONDS * rate))
     )
 
 
@@ -380,46 +380,44 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument(
         "--draw", type=Path, metavar="FILE", help="only draw the record that a run has written"
     )
-    given = parser.parse_args(argv)
-    if given.draw is not None:
-        draw_record(given.draw)
+    args = parser.parse_args(argv)
+    if args.draw is not None:
+        draw_record(args.draw)
         return
-    if bool(given.url) == bool(given.presets or given.models):
+    if bool(args.url) == bool(args.presets or args.models):
         parser.error("name --presets or --models, or a --url")
-    if given.url and given.vllm:
+    if args.url and args.vllm:
         parser.error(
             "--vllm needs --presets or --models, whose tokenizer it reads; a --url has none"
         )
-    if given.out is not None:
-        given.out.mkdir(parents=True, exist_ok=True)  # an error here comes before the long run
-    if given.url:
-        rows = [*online(given, given.url, given.vocab_size)]
+    if args.out is not None:
+        args.out.mkdir(parents=True, exist_ok=True)  # an error here comes before the long run
+    if args.url:
+        rows = [*online(args, args.url, args.vocab_size)]
         print(*map(show, rows), sep="\n")
         records = [
-            {"model": given.url, "flags": [], "alone": [], "rows": rows, "vllm": [], "ratio": None}
+            {"model": args.url, "flags": [], "alone": [], "rows": rows, "vllm": [], "ratio": None}
         ]
     else:
-        records = [run(given, name) for name in (*given.presets, *given.models)]
+        records = [run(args, name) for name in (*args.presets, *args.models)]
     for record in records:
         if record["ratio"] is not None:
             print(f"{record['model']}: {record['ratio']:.1%} of the tokens a second without HTTP")
-    if given.out is not None:
-        where = environment(
-            "cuda" if torch.cuda.is_available() and given.device != "cpu" else "cpu"
-        )
+    if args.out is not None:
+        where = environment("cuda" if torch.cuda.is_available() and args.device != "cpu" else "cpu")
         lengths = {
-            "input_len": given.input_len,
-            "output_len": given.output_len,
-            "concurrency": given.concurrency,
+            "input_len": args.input_len,
+            "output_len": args.output_len,
+            "concurrency": args.concurrency,
         }
         text = json.dumps({**lengths, "models": records, "environment": where}, indent=1)
-        (given.out / "http.json").write_text(text + "\n")
+        (args.out / "http.json").write_text(text + "\n")
         try:
-            draw_record(given.out / "http.json")
+            draw_record(args.out / "http.json")
         except MissingPackageError as error:
             print(f"{error}\nThe record is written: draw it elsewhere, by --draw")
-    found = [row for record in records for row in (*record["rows"], *record["vllm"])]
-    sys.exit(any(row["failed"] or row["wrong_lengths"] for row in found))
+    all_rows = [row for record in records for row in (*record["rows"], *record["vllm"])]
+    sys.exit(any(row["failed"] or row["wrong_lengths"] for row in all_rows))
 
 
 if __name__ == "__main__":

@@ -105,9 +105,9 @@ def _run(here: Here, options: Bench, plan: Plan, model: Model) -> list[dict[str,
     for mode in dict.fromkeys((*(["none"] if plan.check else []), *plan.modes)):
         engine, started = start_engine(here, plan.options(options, mode, *longest), model)
         for name in plan.workloads if mode in plan.modes else ():
-            wanted = plan.options(options, mode, *plan.lengths[name])
+            workload_options = plan.options(options, mode, *plan.lengths[name])
             for index, row in enumerate(
-                measure(engine, workload_of(wanted), started, repeats=plan.repeats)
+                measure(engine, workload_of(workload_options), started, repeats=plan.repeats)
             ):
                 rows.append({"workload": name, "mode": mode, "repeat": index, **row})
                 if here.first:
@@ -149,26 +149,36 @@ def compared(said: dict[str, Said]) -> list[dict[str, Any]]:
         dict(
             zip(
                 names,
-                (mode, "none", length, len(own), *_agreement(own, said["none"][length])),
+                (
+                    mode,
+                    "none",
+                    length,
+                    len(token_lists),
+                    *_agreement(token_lists, said["none"][length]),
+                ),
                 strict=True,
             )
         )
         for mode, completions in said.items()
-        for length, own in completions.items()
+        for length, token_lists in completions.items()
         if mode != "none"
     ]
 
 
-def _agreement(own: list[list[int]], eager: list[list[int]]) -> tuple[int, int, int]:
+def _agreement(completions: list[list[int]], eager: list[list[int]]) -> tuple[int, int, int]:
     """The number of equal completions, of all tokens, and of tokens before completions differ."""
-    return sum(map(list.__eq__, own, eager)), sum(map(len, eager)), sum(map(_agreeing, own, eager))
+    return (
+        sum(map(list.__eq__, completions, eager)),
+        sum(map(len, eager)),
+        sum(map(_agreeing, completions, eager)),
+    )
 
 
-def _agreeing(own: list[int], other: list[int]) -> int:
+def _agreeing(tokens: list[int], other: list[int]) -> int:
     """The length of the common prefix."""
     return next(
-        (i for i, (a, b) in enumerate(zip(own, other, strict=False)) if a != b),
-        min(len(own), len(other)),
+        (i for i, (a, b) in enumerate(zip(tokens, other, strict=False)) if a != b),
+        min(len(tokens), len(other)),
     )
 
 
@@ -244,32 +254,32 @@ def main(argv: Sequence[str] | None = None) -> None:
         "--batch-invariant", action="store_true", help="also with the same bits in any batch"
     )
     parser.add_argument("--out", type=Path, help="a folder for the record")
-    given = parser.parse_args(argv)
-    if given.check and {*given.modes} == {"none"}:
+    args = parser.parse_args(argv)
+    if args.check and {*args.modes} == {"none"}:
         parser.error("--modes none leaves nothing for --check to compare: name another mode")
-    if given.out is not None:
-        given.out.mkdir(parents=True, exist_ok=True)  # an error here comes before the long run
-    options = Bench(preset=given.preset, pp=given.pp, tp=given.tp, transport=given.transport)
+    if args.out is not None:
+        args.out.mkdir(parents=True, exist_ok=True)  # an error here comes before the long run
+    options = Bench(preset=args.preset, pp=args.pp, tp=args.tp, transport=args.transport)
     lengths = {
-        name: (max(1, a // given.scale), max(1, b // given.scale))
+        name: (max(1, a // args.scale), max(1, b // args.scale))
         for name, (a, b) in WORKLOADS.items()
     }
-    often = given.repeats, given.check, given.batch_invariant
-    plan = Plan(given.modes, given.workloads, given.requests, lengths, *often)
+    often = args.repeats, args.check, args.batch_invariant
+    plan = Plan(args.modes, args.workloads, args.requests, lengths, *often)
     rows = in_ranks(run, options, options, plan)
     compared_rows = [row for row in rows if "equal" in row]
     for row in compared_rows:
-        seen = (
+        agreement = (
             f"{row['equal']} of {row['prompts']} greedy completions are those of {row['against']}"
         )
         tokens = f"{row['same']:,} of {row['tokens']:,} tokens before they differ"
-        print(f"{row['mode']}, prompts of {row['input_len']}: {seen}; {tokens}")
-    if given.out is not None:
+        print(f"{row['mode']}, prompts of {row['input_len']}: {agreement}; {tokens}")
+    if args.out is not None:
         source = {
-            "preset": given.preset,
-            "stages": given.pp or 1,
-            "shares": given.tp,
-            "transport": given.transport,
+            "preset": args.preset,
+            "stages": args.pp or 1,
+            "shares": args.tp,
+            "transport": args.transport,
         }
         record = {
             **source,
@@ -277,8 +287,8 @@ def main(argv: Sequence[str] | None = None) -> None:
             "rows": rows,
             "environment": environment("cuda" if torch.cuda.is_available() else "cpu"),
         }
-        name = f"serving-{given.preset}-{given.requests}-pp{given.pp or 1}-tp{given.tp}{given.transport or ''}"
-        (given.out / f"{name}.json").write_text(json.dumps(record, indent=1) + "\n")
+        name = f"serving-{args.preset}-{args.requests}-pp{args.pp or 1}-tp{args.tp}{args.transport or ''}"
+        (args.out / f"{name}.json").write_text(json.dumps(record, indent=1) + "\n")
     sys.exit(any(row["equal"] != row["prompts"] for row in compared_rows))
 
 

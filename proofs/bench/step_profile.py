@@ -90,33 +90,33 @@ class Profile:
         return "\n".join([head, *rows, *stood])
 
 
-def profile_decode(given: Any, requests: int) -> Profile:
+def profile_decode(args: Any, requests: int) -> Profile:
     """Serve a number of requests, and profile steps in which all of them decode."""
-    length = given.context + 4 * _STEPS
-    engine = _engine(given, EngineLimits(max_num_reqs=requests, max_model_len=length))
-    prompt_len = max(1, given.context - 2 * _STEPS)
+    length = args.context + 4 * _STEPS
+    engine = _engine(args, EngineLimits(max_num_reqs=requests, max_model_len=length))
+    prompt_len = max(1, args.context - 2 * _STEPS)
     _add(engine, requests, prompt_len, length - prompt_len)
     while engine.stats().steps.get("decode", 0) < _STEPS:
         engine.step()
-    return _profile(engine, given, requests)
+    return _profile(engine, args, requests)
 
 
-def profile_prompts(given: Any, num_tokens: int) -> Profile:
+def profile_prompts(args: Any, num_tokens: int) -> Profile:
     """Profile steps that read a number of tokens of prompts, which are as long as the context."""
-    each = -(-num_tokens // given.context)
+    each = -(-num_tokens // args.context)
     limits = EngineLimits(
-        max_num_reqs=4 * each, max_model_len=given.context + 1, max_num_tokens=num_tokens
+        max_num_reqs=4 * each, max_model_len=args.context + 1, max_num_tokens=num_tokens
     )
-    engine = _engine(given, limits)
-    _add(engine, each * 3 * _STEPS, given.context, 1)
+    engine = _engine(args, limits)
+    _add(engine, each * 3 * _STEPS, args.context, 1)
     for _ in range(_STEPS // 2):
         engine.step()
-    return _profile(engine, given, each)
+    return _profile(engine, args, each)
 
 
-def _engine(given: Any, limits: EngineLimits) -> Engine:
-    options = Bench(preset=given.preset, batch_invariant=given.batch_invariant)
-    return Engine(open_model(options, Here(Local(), 1, "cuda")), limits, graph=given.graph, seed=0)
+def _engine(args: Any, limits: EngineLimits) -> Engine:
+    options = Bench(preset=args.preset, batch_invariant=args.batch_invariant)
+    return Engine(open_model(options, Here(Local(), 1, "cuda")), limits, graph=args.graph, seed=0)
 
 
 def _add(engine: Engine, requests: int, prompt_len: int, max_tokens: int) -> None:
@@ -126,11 +126,11 @@ def _add(engine: Engine, requests: int, prompt_len: int, max_tokens: int) -> Non
         engine.add(prompt, sampling, max_tokens=max_tokens)
 
 
-def _profile(engine: Engine, given: Any, requests: int) -> Profile:
+def _profile(engine: Engine, args: Any, requests: int) -> Profile:
     ms = _timed(engine)
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profiler:
         _timed(engine)
-    return _summed(profiler, given, requests, ms)
+    return _summed(profiler, args, requests, ms)
 
 
 def _timed(engine: Engine) -> float:
@@ -146,19 +146,19 @@ Totals = dict[str, list[float]]
 """By name, how often and for how many microseconds."""
 
 
-def _summed(profiler: Any, given: Any, requests: int, ms: float) -> Profile:
+def _summed(profiler: Any, args: Any, requests: int, ms: float) -> Profile:
     events = (event for event in profiler.events() if event.device_type.name == "CUDA")
     kernels, gaps = _kernels_and_gaps(
         [(e.time_range.start, e.time_range.end, e.name) for e in events]
     )
     busy_ms = sum(us for _, us in kernels.values()) / 1e3 / _STEPS
-    asked = given.preset, given.graph, given.batch_invariant, requests, given.context
-    return Profile(*asked, ms, busy_ms, 1 - busy_ms / ms, _longest(kernels), _longest(gaps))
+    settings = args.preset, args.graph, args.batch_invariant, requests, args.context
+    return Profile(*settings, ms, busy_ms, 1 - busy_ms / ms, _longest(kernels), _longest(gaps))
 
 
 def _longest(totals: Totals) -> tuple[Kernel, ...]:
-    found = sorted(totals.items(), key=lambda item: -item[1][1])
-    return tuple(Kernel(name, count / _STEPS, us / _STEPS) for name, (count, us) in found)
+    ordered = sorted(totals.items(), key=lambda item: -item[1][1])
+    return tuple(Kernel(name, count / _STEPS, us / _STEPS) for name, (count, us) in ordered)
 
 
 def _kernels_and_gaps(spans: Sequence[tuple[float, float, str]]) -> tuple[Totals, Totals]:
@@ -201,22 +201,22 @@ def main(argv: Sequence[str] | None = None) -> None:
         "--batch-invariant", action="store_true", help="with the same bits in any batch"
     )
     parser.add_argument("--out", type=Path, help="a folder for the record")
-    given = parser.parse_args(argv)
+    args = parser.parse_args(argv)
     if not torch.cuda.is_available():
         parser.exit(0, "no GPU: nothing to profile\n")
-    found = []
-    profile = profile_prompts if given.prompt_tokens else profile_decode
-    for size in given.prompt_tokens or given.requests:
-        found.append(profile(given, size))
-        print(found[-1], flush=True)
-    if given.out is not None:
-        given.out.mkdir(parents=True, exist_ok=True)
+    profiles = []
+    profile = profile_prompts if args.prompt_tokens else profile_decode
+    for size in args.prompt_tokens or args.requests:
+        profiles.append(profile(args, size))
+        print(profiles[-1], flush=True)
+    if args.out is not None:
+        args.out.mkdir(parents=True, exist_ok=True)
         record = {
             "environment": environment("cuda"),
-            "profiles": [attrs.asdict(each) for each in found],
+            "profiles": [attrs.asdict(each) for each in profiles],
         }
-        name = f"step_profile-{given.preset}{'-batch-invariant' * given.batch_invariant}.json"
-        (given.out / name).write_text(json.dumps(record, indent=1) + "\n")
+        name = f"step_profile-{args.preset}{'-batch-invariant' * args.batch_invariant}.json"
+        (args.out / name).write_text(json.dumps(record, indent=1) + "\n")
 
 
 if __name__ == "__main__":

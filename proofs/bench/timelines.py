@@ -122,7 +122,7 @@ def link_costs(transport: Distributed, batch: Tensor) -> tuple[float, float]:
     round trips of two sizes."""
     end = transport.end
     rank = transport.rank
-    found = []
+    timings = []
     for message in (batch[:1].clone(), batch.repeat(8, 1)):
 
         def trip(message: Tensor = message) -> None:
@@ -132,8 +132,8 @@ def link_costs(transport: Distributed, batch: Tensor) -> tuple[float, float]:
                 elif rank == 1 - step:
                     end.recv([message], step, 0)
 
-        found.append((message.nbytes, seconds(trip, transport.device) / 2 if rank < 2 else 0.0))
-    (small, fast), (large, slow) = found
+        timings.append((message.nbytes, seconds(trip, transport.device) / 2 if rank < 2 else 0.0))
+    (small, fast), (large, slow) = timings
     rate = (large - small) / max(slow - fast, 1e-9)
     return max(fast - small / rate, 0.0), rate
 
@@ -159,16 +159,18 @@ def measure_rank(backend: BackendName | None, timeout: float) -> Measured:
     device = transport.device
     rank = transport.rank
     num_ranks = transport.num_ranks
-    made = [
+    all_stages = [
         make_stage(device.type, device if r == rank else torch.device("meta"), r)
         for r in range(num_ranks)
     ]
     batch, state = torch.randn(_shape(device.type), device=device), torch.zeros(1, device=device)
-    stage, weights = made[rank]
+    stage, weights = all_stages[rank]
     link = link_costs(transport, batch)
     alone = seconds(lambda: stage(weights, state, batch, batch), device)
     step = pipeline(
-        [stage for stage, _ in made], advance=lambda state, batch, out: state, transport=transport
+        [stage for stage, _ in all_stages],
+        advance=lambda state, batch, out: state,
+        transport=transport,
     )
     # the host runs ahead of a GPU
     if device.type == "cuda":
@@ -195,7 +197,7 @@ def _run_case(
             step.stream((weights,), (state,), [batch] * len(case.jobs), case.jobs)
         runs.append(recorder.events())
     spans = transport.collect([events[-1].end - events[0].start for events in runs])
-    longest = [max(own) for own in zip(*spans, strict=True)]
+    longest = [max(durations) for durations in zip(*spans, strict=True)]
     # The same run on every rank
     return runs[sorted(range(1, ROUNDS), key=longest.__getitem__)[(ROUNDS - 1) // 2]]
 
@@ -210,16 +212,16 @@ def hold_together(ranks: Sequence[Measured], nbytes: int) -> list[Found]:
         output_bytes=nbytes,
         launch=statistics.median(rank.launch for rank in ranks),
     )
-    found = []
+    comparisons = []
     for index, case in enumerate(cases(len(ranks))):
         measured = Timeline.of(
             _from_first_run([event for rank in ranks for event in rank.events[index]])
         )
         simulated = simulate(make_programs(len(ranks), case.jobs, advances=True), costs)
-        found.append(
+        comparisons.append(
             Found(case.name, simulated.step_time, measured.step_time, compare(simulated, measured))
         )
-    return found
+    return comparisons
 
 
 def _from_first_run(events: Sequence[Event]) -> list[Event]:
@@ -242,10 +244,10 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--backend", choices=("gloo", "nccl", "peer"))
     parser.add_argument("--out", type=Path, help="a folder for the record")
-    given = parser.parse_args(argv)
+    args = parser.parse_args(argv)
     os.environ.setdefault("OMP_NUM_THREADS", "1")
-    ranks = launch(measure_rank, given.ranks, given.backend, 60.0)
-    on_gpu = given.backend in ("nccl", "peer")
+    ranks = launch(measure_rank, args.ranks, args.backend, 60.0)
+    on_gpu = args.backend in ("nccl", "peer")
     nbytes = math.prod(_shape("cuda" if on_gpu else "cpu")) * 4
     rows = hold_together(ranks, nbytes)
     print(f"stages alone: {', '.join(f'{rank.stage * 1e3:.2f} ms' for rank in ranks)}; ", end="")
@@ -257,14 +259,14 @@ def main(argv: Sequence[str] | None = None) -> None:
     print(
         f"{'':24}{'simulated ms':>12}{'measured ms':>12}{'error':>10}", *rows, sep="\n", flush=True
     )
-    if given.out is not None:
-        given.out.mkdir(parents=True, exist_ok=True)
+    if args.out is not None:
+        args.out.mkdir(parents=True, exist_ok=True)
         record = {
             "rows": [attrs.asdict(row) for row in rows],
             "environment": environment("cuda" if on_gpu else "cpu"),
         }
-        name = f"timelines-{given.ranks}-{given.backend or 'gloo'}.json"
-        (given.out / name).write_text(json.dumps(record, indent=1) + "\n")
+        name = f"timelines-{args.ranks}-{args.backend or 'gloo'}.json"
+        (args.out / name).write_text(json.dumps(record, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -54,10 +54,10 @@ def same_bits(subject: Subject, calls: Sequence[Arguments], seen_by: Callable[[A
             expected = subject.call(_recording(subject.fn, alone), copies(call))
             for name, run in _ways(subject, call, _recording(subject.fn, other)):
                 other.clear()
-                seen = subject.attempt(name, run)
-                found = find_difference(seen_by(seen), seen_by(expected), None)
-                if found is not None:
-                    text = found.text(name, f"{subject.name} of the whole batch")
+                result = subject.attempt(name, run)
+                difference = find_difference(seen_by(result), seen_by(expected), None)
+                if difference is not None:
+                    text = difference.text(name, f"{subject.name} of the whole batch")
                     raise LawViolation(f"{text}\n{_first_difference(alone, other)}")
                 count += 1
     return count
@@ -67,16 +67,16 @@ def _ways(
     subject: Subject, call: Arguments, fn: Callable[..., Any]
 ) -> Iterator[tuple[str, Callable[[], Any]]]:
     """Other ways of calling the function `fn`, which give the same."""
-    own = find_descriptors(subject.copied(call))
+    descriptors = find_descriptors(subject.copied(call))
     for descriptor in subject.graph.ladder or ():
-        if own and descriptor != own[0] and descriptor.covers(own[0]):
+        if descriptors and descriptor != descriptors[0] and descriptor.covers(descriptors[0]):
             wide = {
                 **copies(subject.referenced(call)),
                 **pad(copies(subject.copied(call)), descriptor),
             }
             yield (
                 f"{subject.name}, padded to '{descriptor}',",
-                partial(_unpadded, subject, fn, wide, own[0]),
+                partial(_unpadded, subject, fn, wide, descriptors[0]),
             )
     if _is_step(subject):
         for parts in _PARTS:
@@ -84,8 +84,8 @@ def _ways(
             yield f"microbatch({subject.name}, {parts})", partial(subject.call, cut, copies(call))
 
 
-def _unpadded(subject: Subject, fn: Callable[..., Any], wide: Arguments, own: Any) -> Any:
-    return unpad(subject.call(fn, wide), own)
+def _unpadded(subject: Subject, fn: Callable[..., Any], wide: Arguments, descriptor: Any) -> Any:
+    return unpad(subject.call(fn, wide), descriptor)
 
 
 def _recording(fn: Callable[..., Any], results: list["_Result"]) -> Callable[..., Any]:
@@ -127,15 +127,15 @@ def _calling_line() -> str:
     """The innermost line of code that is neither torch's nor weft's; weft's innermost one if there
     is none."""
     frame: Any = sys._getframe(2)
-    own = ""
+    weft_line = ""
     while frame is not None:
         path = Path(frame.f_code.co_filename)
         here = f"{path.name}:{frame.f_lineno}"
         if path.is_absolute() and not any(path.is_relative_to(other) for other in _OTHERS):
             return here
-        own = own or (here if not path.is_relative_to(_OTHERS[0]) else "")
+        weft_line = weft_line or (here if not path.is_relative_to(_OTHERS[0]) else "")
         frame = frame.f_back
-    return own
+    return weft_line
 
 
 def _first_difference(alone: Sequence[_Result], other: Sequence[_Result]) -> str:

@@ -63,7 +63,7 @@ class Row:
 
 def check(
     f: Callable[..., Any],
-    given: Any,
+    args: Any,
     *,
     laws: str | Iterable[str] | None = None,
     batch_invariant: bool = False,
@@ -89,7 +89,7 @@ def check(
 
     Args:
         f: the function, or the result of `graphify` with its options.
-        given: a strategy that draws a tuple of arguments, or a dict of them by name; or such a
+        args: a strategy that draws a tuple of arguments, or a dict of them by name; or such a
             tuple or dict, whose entries may be strategies. A list of tuples or dicts is one
             sequence of calls, without Hypothesis.
         laws: names among `pure`, `graph`, `replay`, `trace`, `pad`, `func`, `microbatch` and
@@ -135,13 +135,13 @@ def check(
     else:
         graph = graphify(f, **options)
     if graph is f and options:
-        seen = f"a graphified function, and {', '.join(options)}"
+        problem = f"a graphified function, and {', '.join(options)}"
         raise CheckError(
-            call, seen, "the function itself with these options, or the graphified one without"
+            call, problem, "the function itself with these options, or the graphified one without"
         )
     subject = Subject(graph, name_of(graph.__wrapped__), Tolerance(atol, rtol))
     chosen = _chosen(call, subject, laws)
-    examples = _examples(call, given)
+    examples = _examples(call, args)
     if batch_invariant:
         chosen += [law for law in _chosen(call, subject, "bits") if law not in chosen]
 
@@ -172,11 +172,11 @@ def _warm_up() -> None:
 def _chosen(call: str, subject: Subject, laws: str | Iterable[str] | None) -> list[UserLaw]:
     """The laws that were asked for, in their own order."""
     if laws is None:
-        return [law for law in LAWS if not law.asked]
+        return [law for law in LAWS if not law.on_request]
     names = (laws,) if isinstance(laws, str) else tuple(laws)
     if unknown := [name for name in names if name not in {law.name for law in LAWS}]:
-        known = [law.name + f" ({law.number})" * bool(law.number) for law in LAWS]
-        raise CheckError(call, f"laws={unknown[0]!r}", f"some, by name, of {', '.join(known)}")
+        law_names = [law.name + f" ({law.number})" * bool(law.number) for law in LAWS]
+        raise CheckError(call, f"laws={unknown[0]!r}", f"some, by name, of {', '.join(law_names)}")
     chosen = [law for law in LAWS if law.name in names]
     for law in chosen:
         if needs := law.needs(subject):
@@ -188,11 +188,11 @@ def _chosen(call: str, subject: Subject, laws: str | Iterable[str] | None) -> li
     return chosen
 
 
-def _examples(call: str, given: Any) -> Any:
+def _examples(call: str, args: Any) -> Any:
     """A strategy that draws sequences of calls; or the sequence that was given."""
-    if isinstance(given, list) and given:
-        return [check_arguments(arguments, call, "holds ") for arguments in given]
-    drawn = as_given(given, call)
+    if isinstance(args, list) and args:
+        return [check_arguments(arguments, call, "holds ") for arguments in args]
+    drawn = as_given(args, call)
     if not is_strategy(drawn):
         return [drawn]
     from hypothesis import strategies as st
@@ -238,20 +238,20 @@ def _row(
 
     title = f"check({subject.name}), law {law.name!r}"
     if law.captures and first_calls.refused is not None:
-        found = once(run, [first_calls.refused])
+        result = once(run, [first_calls.refused])
     elif is_strategy(examples):
-        found = search(run, examples, title, (subject.graph,), _count(max_examples))
+        result = search(run, examples, title, (subject.graph,), _count(max_examples))
     else:
-        found = once(run, examples)
-    if not found.examples:
+        result = once(run, examples)
+    if not result.examples:
         return Row(
             law,
             "not searched",
             note="was searched for no example: the Hypothesis profile has no Phase.generate",
         )
     outcome = "holds" if total else "no evidence"
-    if found.error is not None:
-        if isinstance(found.error, _Broken):
+    if result.error is not None:
+        if isinstance(result.error, _Broken):
             outcome = "broken"
         else:
             outcome = "raises"
@@ -259,17 +259,17 @@ def _row(
         note = _why_no_replay(subject, last[0])
     else:
         note = ""
-    return Row(law, outcome, found.examples, total, found.error, note)
+    return Row(law, outcome, result.examples, total, result.error, note)
 
 
 def _why_no_replay(subject: Subject, call: Arguments) -> str:
     """The reason why a captured call is not replayed; empty if it is replayed."""
     graphed = subject.fresh()
     subject.call(graphed, copies(call))
-    found = subject.call(graphed.explain, copies(call))
-    if found.captured:
+    explanation = subject.call(graphed.explain, copies(call))
+    if explanation.captured:
         return ""
-    return str(found)
+    return str(explanation)
 
 
 @attrs.define(eq=False)
@@ -344,18 +344,20 @@ def _raise_first(f: Callable[..., Any], rows: Sequence[Row], options: Any) -> No
     error, law = next(((row.error, row.law) for row in rows if row.error is not None), (None, None))
     if error is None or law is None:
         return
-    own = {
+    named_values = {
         name: value
         for name, value in options.items()
         if not isinstance(value, str | bool | int | None)
     }
-    given = [f"{name}={name if name in own else repr(value)}" for name, value in options.items()]
-    last = f"weft.proofs.check({name_of(f)}, {', '.join(['calls', f'laws={law.name!r}', *given])})"
+    option_texts = [
+        f"{name}={name if name in named_values else repr(value)}" for name, value in options.items()
+    ]
+    last = f"weft.proofs.check({name_of(f)}, {', '.join(['calls', f'laws={law.name!r}', *option_texts])})"
     if isinstance(error, _Broken):
         number = f" ({law.number})" if law.number else ""
         text = f"law {law.name!r}{number} does not hold of {name_of(f)}: {law.promise}\n"
         text += textwrap.indent(str(error), "  ")
-        values = [("calls", error.calls), *own.items()]
+        values = [("calls", error.calls), *named_values.items()]
         raise Counterexample(text, values, last) from error.__cause__
     if remembered(error) is None:
         raise error

@@ -115,10 +115,10 @@ class Writer:
             fields = [
                 (f.name, f.name, f.default) for f in value.__dataclass_fields__.values() if f.init
             ]
-        given = [(alias, getattr(value, name), default) for name, alias, default in fields]
+        field_values = [(alias, getattr(value, name), default) for name, alias, default in fields]
         parts = tuple(
             _keyed(f"{alias}=", self.write(x))
-            for alias, x, default in given
+            for alias, x, default in field_values
             if not _is_default(x, default)
         )
         return Group(f"{self.named(type(value))}(", parts, ")")
@@ -138,16 +138,18 @@ class Writer:
         else:
             where = f", device={str(x.device)!r}"
         grad = ".requires_grad_()" if x.requires_grad else ""
-        own = x.detach().resolve_conj().resolve_neg()
-        if own.is_meta:
-            return f"torch.empty({list(own.shape)}, dtype={own.dtype}, device='meta'){grad}"
-        written = _constant(own, where) or (
-            _printed(own, where) if own.numel() <= MOST_PRINTED else None
+        resolved = x.detach().resolve_conj().resolve_neg()
+        if resolved.is_meta:
+            return (
+                f"torch.empty({list(resolved.shape)}, dtype={resolved.dtype}, device='meta'){grad}"
+            )
+        written = _constant(resolved, where) or (
+            _printed(resolved, where) if resolved.numel() <= MOST_PRINTED else None
         )
         if written is None:
-            self.saved.append(own.clone().cpu())
+            self.saved.append(resolved.clone().cpu())
             written = f"saved[{len(self.saved) - 1}]" + (f".to({str(x.device)!r})" if where else "")
-        return _strided(own, written) + grad
+        return _strided(resolved, written) + grad
 
     def block(self, lines: Iterable[tuple[str, Any]], folder: Path | None = None) -> str:
         """Statements `name = value`, after the imports and loads that they need.
@@ -165,8 +167,6 @@ class Writer:
         if self.saved:
             if folder is None:
                 folder = Path(tempfile.mkdtemp(prefix="weft-"))
-            else:
-                folder = folder
             path = folder / "saved.pt"
             torch.save(self.saved, path)
             head.append(

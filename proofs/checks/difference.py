@@ -31,7 +31,7 @@ class Difference:
 
     Args:
         path: of the leaf, or of the node where the structures differ.
-        seen, expected: both sides in words: a value; or dtype, shape and device; or a class.
+        actual, expected: both sides in words: a value; or dtype, shape and device; or a class.
         kind: dtype, shape and device of both, where their elements differ; otherwise empty.
         first, worst: the first element that differs, by index, and the one that differs most.
         count, size: the leaf's elements that differ, and all of its elements.
@@ -39,7 +39,7 @@ class Difference:
     """
 
     path: str
-    seen: str
+    actual: str
     expected: str
     kind: str = ""
     first: Place | None = None
@@ -54,13 +54,13 @@ class Difference:
             index = ""
         else:
             index = str(list(self.first.index))
-        return f"{self.path}{index}: {self.seen} against {self.expected}"
+        return f"{self.path}{index}: {self.actual} against {self.expected}"
 
-    def text(self, seen: str = "seen", expected: str = "expected") -> str:
+    def text(self, actual: str = "seen", expected: str = "expected") -> str:
         """All fields, in lines; each tree's name stands before its values."""
         rows = [
             ("at", self._where()),
-            (seen, self.seen),
+            (actual, self.actual),
             (expected, self.expected),
             *self._counts(),
         ]
@@ -81,7 +81,7 @@ class Difference:
             rows.append(("apart", self.first.apart()))
             most = self.worst
             more = (
-                f"most at {list(most.index)}: {most.seen!r} and {most.expected!r}, apart"
+                f"most at {list(most.index)}: {most.actual!r} and {most.expected!r}, apart"
                 f" {most.apart()}"
             )
             if self.size > 1:
@@ -100,9 +100,9 @@ class Difference:
 
 
 def find_difference(
-    seen: Any, expected: Any, tolerance: Tolerance | None = None
+    actual: Any, expected: Any, tolerance: Tolerance | None = None
 ) -> Difference | None:
-    """The first leaf, in flattening order, in which `seen` differs from `expected`; None if there
+    """The first leaf, in flattening order, in which `actual` differs from `expected`; None if there
     is none.
 
     Structures must be equal, classes and static fields included; so must the dtype, shape, device
@@ -113,9 +113,11 @@ def find_difference(
     ['h'][1]: 2.0 against 2.5
     """
     tolerance = tolerance or Tolerance()
-    if (found := structure_difference(tree_structure(seen), tree_structure(expected))) is not None:
-        return Difference(*found)
-    pairs = list(zip(leaves_with_names(seen), leaves_with_names(expected), strict=True))
+    if (
+        mismatch := structure_difference(tree_structure(actual), tree_structure(expected))
+    ) is not None:
+        return Difference(*mismatch)
+    pairs = list(zip(leaves_with_names(actual), leaves_with_names(expected), strict=True))
     found_in = [_leaf_difference(path, a, b, tolerance) for (path, a), (_, b) in pairs]
     differing = [make for make in found_in if make is not None]
     if differing:
@@ -123,16 +125,18 @@ def find_difference(
     return None
 
 
-def assert_equal(law: str, seen: Any, expected: Any, *, exact: bool = True) -> None:
-    """Raise LawViolation at the first leaf of `seen` that differs from `expected`.
+def assert_equal(law: str, actual: Any, expected: Any, *, exact: bool = True) -> None:
+    """Raise LawViolation at the first leaf of `actual` that differs from `expected`.
 
     Args:
         exact: compare bitwise (NaN equals NaN); otherwise within ATOL and RTOL, integers exactly.
     """
     if (
-        found := find_difference(seen, expected, Tolerance() if exact else Tolerance(ATOL, RTOL))
+        difference := find_difference(
+            actual, expected, Tolerance() if exact else Tolerance(ATOL, RTOL)
+        )
     ) is not None:
-        raise LawViolation(f"{law}: {found}")
+        raise LawViolation(f"{law}: {difference}")
 
 
 def _leaf_difference(
@@ -176,9 +180,9 @@ def _same(a: Any, b: Any, tolerance: Tolerance) -> bool:
 def _element_difference(path: str, kind: str, a: Tensor, b: Tensor, differ: Tensor) -> Difference:
     first = first_place(a, b, differ)
     worst = worst_place(a, b, differ)
-    seen = repr(first.seen)
+    actual = repr(first.actual)
     expected = repr(first.expected)
-    return Difference(path, seen, expected, kind, first, worst, int(differ.sum()), differ.numel())
+    return Difference(path, actual, expected, kind, first, worst, int(differ.sum()), differ.numel())
 
 
 def visible(state: Sequence[State]) -> Any:

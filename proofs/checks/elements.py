@@ -39,7 +39,7 @@ class Place:
     """One element: its index, both values, and their distance in ULPs."""
 
     index: tuple[int, ...]
-    seen: Any
+    actual: Any
     expected: Any
     ulps: int | None
 
@@ -47,9 +47,9 @@ class Place:
         """The distance between both values, as a number and in ULPs."""
         if self.ulps == 0:
             return "0 ULPs: zeros of either sign"
-        if isinstance(self.seen, bool):
+        if isinstance(self.actual, bool):
             return "a bool"
-        amount = abs(self.seen - self.expected)
+        amount = abs(self.actual - self.expected)
         if amount != amount:
             return "NaN"
         return f"{amount:.6g}" + (
@@ -144,9 +144,9 @@ def ulps(a: Tensor, b: Tensor) -> int | None:
         parts = [
             ulps(x, y) for x, y in zip(torch.view_as_real(a), torch.view_as_real(b), strict=True)
         ]
-        known = [part for part in parts if part is not None]
-        if len(known) == 2:
-            return max(known)
+        distances = [part for part in parts if part is not None]
+        if len(distances) == 2:
+            return max(distances)
         return None
     if (
         not a.dtype.is_floating_point

@@ -86,7 +86,7 @@ def engine_machine(
 
     Returns:
         A subclass of `RuleBasedStateMachine` with the rules `add`, `step` and `abort`.
-        `self.engine` is the engine, and `self.seen` names what happened in the example
+        `self.engine` is the engine, and `self.events` names what happened in the example
         (`"preempted"`, `"drafts right"`, ...), which `--hypothesis-show-statistics` counts.
         Subclass it to add rules or invariants.
 
@@ -129,13 +129,13 @@ def engine_machine(
     )
     params = _default_sampling(_few(model, call), size) if sampling is None else sampling
     if not ids or not params:
-        seen = f"{len(ids)} prompts, {len(params)} sampling parameters"
-        raise CheckError(call, seen, "at least one of each, or None")
+        problem = f"{len(ids)} prompts, {len(params)} sampling parameters"
+        raise CheckError(call, problem, "at least one of each, or None")
     length = max(map(len, ids)) + max_tokens
     most = model.config.max_position_embeddings
     if length > most:
-        seen = f"a prompt and tokens of {length}, where the model has {most} positions"
-        raise CheckError(call, seen, "shorter prompts, or fewer max_tokens")
+        problem = f"a prompt and tokens of {length}, where the model has {most} positions"
+        raise CheckError(call, problem, "shorter prompts, or fewer max_tokens")
     subject = ServedModel(
         model=model,
         expected=expected,
@@ -167,8 +167,8 @@ def _few(model: Model, call: str) -> tuple[int, ...]:
         token for token in range(min(size, FEW_TOKENS + len(ends))) if token not in ends
     )[:FEW_TOKENS]
     if len(tokens) < FEW_TOKENS:
-        seen = f"a model of {size} tokens, {len(tokens)} of which do not end a request"
-        raise CheckError(call, seen, "prompts=..., sampling=... and masks=... of your own")
+        problem = f"a model of {size} tokens, {len(tokens)} of which do not end a request"
+        raise CheckError(call, problem, "prompts=..., sampling=... and masks=... of your own")
     return tokens
 
 
@@ -212,7 +212,7 @@ def _default_sampling(few: Sequence[int], vocab_size: int) -> list[SamplingParam
         {"temperature": 1.5, "seed": 5, "top_p": 0.8, "min_p": 0.05},
         {"temperature": 1.0, "seed": 6, "prompt_logprobs": 0, **penalties, **only},
     ]
-    return [SamplingParams(**own) for own in fields]
+    return [SamplingParams(**kwargs) for kwargs in fields]
 
 
 class EngineMachine(RuleBasedStateMachine):
@@ -224,7 +224,7 @@ class EngineMachine(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.seen: set[str] = set()
+        self.events: set[str] = set()
         self._has_engine = self._has_failed = False
         self._added: dict[str, tuple[CompletionKey, int]] = {}
         self._tracks: dict[tuple[str, int], CompletionState] = {}
@@ -256,8 +256,10 @@ class EngineMachine(RuleBasedStateMachine):
             "num_logprobs": subject.num_logprobs,
             "seed": 0,
         }
-        held = ", ".join(f"{name!r}: ..." for name in named)
-        _note(f"engine = weft.Engine(model, {limits!r}, adapters={{{held}}}{_written(options)})")
+        adapters_text = ", ".join(f"{name!r}: ..." for name in named)
+        _note(
+            f"engine = weft.Engine(model, {limits!r}, adapters={{{adapters_text}}}{_written(options)})"
+        )
         self.engine = Engine(subject.model, limits, adapters=named, **options)
         self._has_engine = True
         self._add(draw, 2)
@@ -351,7 +353,7 @@ class EngineMachine(RuleBasedStateMachine):
         )
 
     def _see(self, happened: Mapping[str, Any]) -> None:
-        self.seen |= {name for name, times in happened.items() if times}
+        self.events |= {name for name, times in happened.items() if times}
 
     def teardown(self) -> None:
         """Run the engine until it is idle, and compare all completions with the oracle's."""
@@ -368,7 +370,7 @@ class EngineMachine(RuleBasedStateMachine):
         check_nothing_is_left(self.engine)
         self._see_stats()
         if currently_in_test_context():
-            for happened in sorted(self.seen):
+            for happened in sorted(self.events):
                 event(happened)
 
     def _compare(self, name: str, key: CompletionKey, most: int) -> None:
@@ -387,8 +389,8 @@ class EngineMachine(RuleBasedStateMachine):
         elif ends == "length" and params.stop:
             ends = reason  # whether a text ended it with its last token, the tokens do not say
         if (tokens, reason) != (expected, ends):
-            seen = f"{tokens}, {reason}, and expected {expected}, {ends}"
-            raise LawViolation(f"{LAW}: completion {key.sample} of {name!r} is {seen}")
+            problem = f"{tokens}, {reason}, and expected {expected}, {ends}"
+            raise LawViolation(f"{LAW}: completion {key.sample} of {name!r} is {problem}")
         if (count := self._num_returned[name, key.sample]) != len(tokens):
             raise LawViolation(
                 f"{LAW}: of the {len(tokens)} tokens of {name!r}, {count} were returned by a step"

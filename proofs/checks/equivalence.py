@@ -68,7 +68,7 @@ class Counterexample(LawViolation):
 def assert_equivalent(
     f: Callable[..., Any],
     g: Callable[..., Any],
-    given: Any,
+    args: Any,
     *,
     atol: float = 0.0,
     rtol: float = 0.0,
@@ -86,7 +86,7 @@ def assert_equivalent(
     Args:
         f: the function under test.
         g: the function that it should equal.
-        given: a strategy that draws a tuple of arguments, or a dict of them by name; or such a
+        args: a strategy that draws a tuple of arguments, or a dict of them by name; or such a
             tuple or dict, whose entries may be strategies. Without any strategy, the two are called
             once.
         atol, rtol: the tolerance for floating-point and complex elements, as for `torch.isclose`.
@@ -99,11 +99,11 @@ def assert_equivalent(
         Counterexample: they differ. It shows the path of the first leaf that differs, its first
             such element, both values and their distance in ULPs, the number of elements that
             differ, and the arguments as code to paste.
-        CheckError: `given`, `raises`, `max_examples` or a tolerance is not as described above.
+        CheckError: `args`, `raises`, `max_examples` or a tolerance is not as described above.
 
     >>> import torch
-    >>> assert_equivalent(torch.exp, lambda x: x.exp(), given=(torch.ones(3),))
-    >>> assert_equivalent(torch.exp, torch.expm1, given=(torch.zeros(2),), atol=1e-3)
+    >>> assert_equivalent(torch.exp, lambda x: x.exp(), args=(torch.ones(3),))
+    >>> assert_equivalent(torch.exp, torch.expm1, args=(torch.zeros(2),), atol=1e-3)
     Traceback (most recent call last):
         ...
     weft.proofs.checks.equivalence.Counterexample: exp is not expm1, within atol=0.001 and rtol=0
@@ -116,32 +116,32 @@ def assert_equivalent(
         import torch
         import weft.proofs
         args = (torch.zeros(2),)
-        weft.proofs.assert_equivalent(exp, expm1, given=args, atol=0.001)
+        weft.proofs.assert_equivalent(exp, expm1, args=args, atol=0.001)
     """
     __tracebackhide__ = True
     names = names_of((f, g))
-    call = f"assert_equivalent({', '.join(names)}, given=...)"
+    call = f"assert_equivalent({', '.join(names)}, args=...)"
     check_numbers(call, max_examples, atol, rtol)
     _check_types(call, raises)
     tolerance = Tolerance(atol, rtol, equal_nan)
     options = {"atol": atol, "rtol": rtol, "equal_nan": equal_nan, "raises": raises}
-    drawn = as_given(given, call)
+    drawn = as_given(args, call)
     comparison = _Comparison(f, g, names, tolerance, raises, _call(names, options))
     if is_strategy(drawn):
-        found = search(comparison, drawn, call, (f, g), max_examples)
+        result = search(comparison, drawn, call, (f, g), max_examples)
     else:
-        found = once(comparison, drawn)
-    if not found.examples:
-        seen = "a Hypothesis profile that generates no examples, and none in its database"
-        raise CheckError(call, seen, "a profile whose `phases` have Phase.generate")
-    if found.error is not None:
-        if isinstance(found.error, Counterexample):
+        result = once(comparison, drawn)
+    if not result.examples:
+        problem = "a Hypothesis profile that generates no examples, and none in its database"
+        raise CheckError(call, problem, "a profile whose `phases` have Phase.generate")
+    if result.error is not None:
+        if isinstance(result.error, Counterexample):
             # A traceback through the search would not help the reader
-            found.error.with_traceback(None)
-        elif remembered(found.error) is not None:
-            code = Writer().block([("args", remembered(found.error))])
-            found.error.add_note(f"Both raised this for\n{textwrap.indent(code, '    ')}")
-        raise found.error from found.error.__cause__
+            result.error.with_traceback(None)
+        elif remembered(result.error) is not None:
+            code = Writer().block([("args", remembered(result.error))])
+            result.error.add_note(f"Both raised this for\n{textwrap.indent(code, '    ')}")
+        raise result.error from result.error.__cause__
 
 
 def _check_types(call: str, raises: Any) -> None:
@@ -158,10 +158,12 @@ def _check_types(call: str, raises: Any) -> None:
 
 def _call(names: Sequence[str], options: dict[str, Any]) -> str:
     """Code for the same comparison, with the options that were not left at their defaults."""
-    own = {"atol": 0.0, "rtol": 0.0, "equal_nan": True, "raises": ()}
-    given = [f"{name}={_written(value)}" for name, value in options.items() if value != own[name]]
+    defaults = {"atol": 0.0, "rtol": 0.0, "equal_nan": True, "raises": ()}
+    option_texts = [
+        f"{name}={_written(value)}" for name, value in options.items() if value != defaults[name]
+    ]
     functions = [name.partition(" ")[0] for name in names]
-    return f"weft.proofs.assert_equivalent({', '.join([*functions, 'given=args', *given])})"
+    return f"weft.proofs.assert_equivalent({', '.join([*functions, 'args=args', *option_texts])})"
 
 
 def _written(value: Any) -> str:
@@ -183,13 +185,13 @@ class _Comparison:
     raises: type[Exception] | tuple[type[Exception], ...]
     call: str
 
-    def __call__(self, given: Any) -> None:
-        check_arguments(given, f"assert_equivalent({', '.join(self.names)}, given=...)", "drew ")
-        kept = copies(given)
-        (seen, error), (expected, other) = _outcome(self.f, given), _outcome(self.g, given)
+    def __call__(self, args: Any) -> None:
+        check_arguments(args, f"assert_equivalent({', '.join(self.names)}, args=...)", "drew ")
+        kept = copies(args)
+        (actual, error), (expected, other) = _outcome(self.f, args), _outcome(self.g, args)
         if error is None and other is None:
-            if (found := find_difference(seen, expected, self.tolerance)) is not None:
-                self._refuse(found.text(*self.names), kept)
+            if (difference := find_difference(actual, expected, self.tolerance)) is not None:
+                self._refuse(difference.text(*self.names), kept)
             return
         if error is not None and other is not None:
             if not isinstance(error, self.raises or ()) and not isinstance(
@@ -206,10 +208,10 @@ class _Comparison:
         ]
         self._refuse("\n".join(lines), kept, error or other)
 
-    def _refuse(self, seen: str, given: Any, cause: Exception | None = None) -> None:
+    def _refuse(self, details: str, args: Any, cause: Exception | None = None) -> None:
         head = f"{self.names[0]} is not {self.names[1]}, {self.tolerance}"
         raise Counterexample(
-            f"{head}\n{textwrap.indent(seen, '  ')}", [("args", given)], self.call
+            f"{head}\n{textwrap.indent(details, '  ')}", [("args", args)], self.call
         ) from cause
 
 
@@ -219,10 +221,10 @@ def _said(error: Exception | None) -> str:
     return f"raises {type(error).__name__}: {error}"
 
 
-def _outcome(fn: Callable[..., Any], given: Any) -> tuple[Any, Exception | None]:
+def _outcome(fn: Callable[..., Any], args: Any) -> tuple[Any, Exception | None]:
     """The function's result for copies of the arguments, or the exception that it raised."""
     try:
-        return call_with(fn, copies(given)), None
+        return call_with(fn, copies(args)), None
     except Exception as error:
         if is_control(error):
             raise

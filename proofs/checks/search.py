@@ -146,14 +146,14 @@ def _key(title: str, functions: Sequence[Callable[..., Any]]) -> bytes:
     return b"weft.proofs " + sha256("\n".join(parts).encode()).digest()
 
 
-def remember(error: Exception, given: Any) -> None:
+def remember(error: Exception, args: Any) -> None:
     """Attach to an error the arguments on which a user's function raised it, unless it has some."""
-    vars(error).setdefault("__weft_given__", given)
+    vars(error).setdefault("__weft_args__", args)
 
 
 def remembered(error: Exception) -> Any:
     """The arguments that `remember` attached; None if the user's function did not raise the error."""
-    return vars(error).get("__weft_given__")
+    return vars(error).get("__weft_args__")
 
 
 def check_numbers(call: str, max_examples: Any, atol: Any, rtol: Any) -> None:
@@ -186,23 +186,23 @@ def is_strategy(value: Any) -> bool:
     return module is not None and isinstance(value, module.SearchStrategy)
 
 
-def as_given(given: Any, call: str) -> Any:
+def as_given(args: Any, call: str) -> Any:
     """Make a strategy that draws arguments; return the arguments themselves if none of them is a
     strategy.
 
     Args:
-        given: a strategy that draws a tuple (of positional arguments) or a dict (of arguments by
+        args: a strategy that draws a tuple (of positional arguments) or a dict (of arguments by
             name); or such a tuple or dict, whose entries may be strategies.
         call: for the error.
 
     Raises:
-        CheckError: `given` is something else.
+        CheckError: `args` is something else.
     """
-    if is_strategy(given):
-        return given  # what it draws is for `check_arguments`
-    check_arguments(given, call)
-    if not any(map(is_strategy, given.values() if isinstance(given, dict) else given)):
-        return given
+    if is_strategy(args):
+        return args  # what it draws is for `check_arguments`
+    check_arguments(args, call)
+    if not any(map(is_strategy, args.values() if isinstance(args, dict) else args)):
+        return args
     from hypothesis import strategies as st
 
     def one(value: Any) -> Any:
@@ -210,23 +210,21 @@ def as_given(given: Any, call: str) -> Any:
             return value
         return st.just(value)
 
-    if isinstance(given, dict):
-        return st.fixed_dictionaries({name: one(value) for name, value in given.items()})
-    return st.tuples(*map(one, given))
+    if isinstance(args, dict):
+        return st.fixed_dictionaries({name: one(value) for name, value in args.items()})
+    return st.tuples(*map(one, args))
 
 
-def check_arguments(given: Any, call: str, verb: str = "is ") -> Any:
-    """Return `given` if it is the arguments of a call, and raise CheckError if not."""
-    if type(given) is tuple or (
-        type(given) is dict and all(isinstance(name, str) for name in given)
-    ):
-        return given
+def check_arguments(args: Any, call: str, verb: str = "is ") -> Any:
+    """Return `args` if it is the arguments of a call, and raise CheckError if not."""
+    if type(args) is tuple or (type(args) is dict and all(isinstance(name, str) for name in args)):
+        return args
     instead = (
-        "given=(x, y), or given={'x': x, 'y': y}: the arguments of a call, of which each may be a"
+        "args=(x, y), or args={'x': x, 'y': y}: the arguments of a call, of which each may be a"
         " strategy; "
     )
     instead += "or one strategy that draws such a tuple or dict, such as st.tuples(...)"
-    raise CheckError(call, f"given {verb}{kind_of(given)}", instead)
+    raise CheckError(call, f"args {verb}{kind_of(args)}", instead)
 
 
 def copies(tree: Any, device: torch.device | str | None = None) -> Any:
@@ -243,11 +241,11 @@ def copies(tree: Any, device: torch.device | str | None = None) -> Any:
     return tree_map(copy, tree)
 
 
-def call_with(fn: Callable[..., Any], given: tuple[Any, ...] | dict[str, Any]) -> Any:
+def call_with(fn: Callable[..., Any], args: tuple[Any, ...] | dict[str, Any]) -> Any:
     """Call a function with arguments in order, or by name."""
-    if isinstance(given, dict):
-        return fn(**given)
-    return fn(*given)
+    if isinstance(args, dict):
+        return fn(**args)
+    return fn(*args)
 
 
 def name_of(fn: Any, otherwise: str = "f") -> str:

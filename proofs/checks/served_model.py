@@ -62,7 +62,7 @@ class ServedModel:
     graph: str
     pipeline: int
     max_tokens: int
-    _known: dict[CompletionKey, list[int]] = attrs.field(factory=dict, init=False)
+    _expected_tokens: dict[CompletionKey, list[int]] = attrs.field(factory=dict, init=False)
     _engines: dict[bool, Engine] = attrs.field(factory=dict, init=False)
 
     @property
@@ -82,22 +82,22 @@ class ServedModel:
 
     def tokens(self, key: CompletionKey) -> list[int]:
         """All tokens of a completion, by the oracle."""
-        if key not in self._known:
+        if key not in self._expected_tokens:
             params = self.sampling[key.sampling]
-            own = attrs.evolve(
+            sampling = attrs.evolve(
                 params, n=1, seed=sample_seeds(params.seed or 0, params.n)[key.sample]
             )
             prompt = self.prompts[key.prompt]
             mask = self.mask(key.mask)
-            request = CompletionRequest(prompt, own, self.max_tokens, key.adapter, mask)
+            request = CompletionRequest(prompt, sampling, self.max_tokens, key.adapter, mask)
             if self.expected is None:
                 said = None
             else:
                 said = self.expected(request)
-            self._known[key] = (
+            self._expected_tokens[key] = (
                 self._alone(request) if said is None else [int(token) for token in said]
             )
-        return self._known[key]
+        return self._expected_tokens[key]
 
     def _alone(self, request: CompletionRequest) -> list[int]:
         is_adapted = request.adapter is not None
@@ -109,8 +109,8 @@ class ServedModel:
             self._engines[is_adapted] = Engine(
                 self.model, limits, graph="none", run_ahead=0, adapters=named
             )
-        own = attrs.evolve(request.sampling, logprobs=None, prompt_logprobs=None)
+        sampling = attrs.evolve(request.sampling, logprobs=None, prompt_logprobs=None)
         engine = self._engines[is_adapted]
         return complete(
-            engine, request.prompt, own, request.max_tokens, request.adapter, request.mask
+            engine, request.prompt, sampling, request.max_tokens, request.adapter, request.mask
         ).token_ids

@@ -9,7 +9,7 @@ from weft.value_keys import value_key
 
 
 def structure_difference(
-    seen: TreeSpec, expected: TreeSpec, path: str = ""
+    actual: TreeSpec, expected: TreeSpec, path: str = ""
 ) -> tuple[str, str, str] | None:
     """The path of the first node that differs, and both sides in words; None if the structures are
     equal.
@@ -18,13 +18,13 @@ def structure_difference(
     >>> structure_difference(tree_structure({"a": (1, 2)}), tree_structure({"a": [1, 2]}))
     ("['a']", 'a tuple of 2', 'a list of 2')
     """
-    if (seen.type, *_told(seen)) != (expected.type, *_told(expected)):
-        return path, _words(seen), _words(expected)
+    if (actual.type, *_told(actual)) != (expected.type, *_told(expected)):
+        return path, _words(actual), _words(expected)
     for name, one, other in zip(
-        _names(seen), children_of(seen), children_of(expected), strict=True
+        _names(actual), children_of(actual), children_of(expected), strict=True
     ):
-        if found := structure_difference(one, other, path + name):
-            return found
+        if difference := structure_difference(one, other, path + name):
+            return difference
     return None
 
 

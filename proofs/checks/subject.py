@@ -104,7 +104,7 @@ class Subject:
         """Call the function, or a transform of it, with arguments by name."""
         return invoke(fn, self.graph.roles, arguments)
 
-    def bind(self, given: Any) -> Arguments:
+    def bind(self, args: Any) -> Arguments:
         """The arguments by name, with defaults for those that were not given.
 
         Raises:
@@ -112,21 +112,21 @@ class Subject:
         """
         signature = self.graph.roles.signature
         try:
-            if isinstance(given, tuple):
-                bound = signature.bind(*given)
+            if isinstance(args, tuple):
+                bound = signature.bind(*args)
             else:
                 bound = signature.bind_partial()
-            if isinstance(given, dict):
-                if unknown := [name for name in given if name not in signature.parameters]:
+            if isinstance(args, dict):
+                if unknown := [name for name in args if name not in signature.parameters]:
                     raise TypeError(f"no argument {unknown[0]!r}")
                 bound.arguments.update(
-                    {name: given[name] for name in signature.parameters if name in given}
+                    {name: args[name] for name in signature.parameters if name in args}
                 )
                 signature.bind(*bound.args, **bound.kwargs)
         except TypeError as error:
             instead = f"arguments for {self.name}{signature}"
             raise CheckError(
-                f"weft.proofs.check({self.name}, given=...)", f"{error}", instead
+                f"weft.proofs.check({self.name}, args=...)", f"{error}", instead
             ) from None
         bound.apply_defaults()
         return dict(bound.arguments)
@@ -150,11 +150,11 @@ class Subject:
         }
 
     def expect(
-        self, seen: Any, expected: Any, names: tuple[str, str], tolerance: Tolerance | None = None
+        self, actual: Any, expected: Any, names: tuple[str, str], tolerance: Tolerance | None = None
     ) -> None:
         """Raise LawViolation unless two results are equal (bitwise if no tolerance is given)."""
-        if (found := find_difference(seen, expected, tolerance)) is not None:
-            raise LawViolation(found.text(*names))
+        if (difference := find_difference(actual, expected, tolerance)) is not None:
+            raise LawViolation(difference.text(*names))
 
     def attempt(self, what: str, run: Callable[[], Any]) -> Any:
         """Call `run` and return its result; raise LawViolation if it raises, since the function
@@ -184,7 +184,7 @@ class Subject:
         for _ in range(2):
             for world in worlds:
                 for call in calls:
-                    if call is world.own or kinds(call) == kinds(world.own):
+                    if call is world.drawn_call or kinds(call) == kinds(world.drawn_call):
                         pair = world.step(graph, call)
                         if pair is not None:
                             yield *pair, call
@@ -196,7 +196,7 @@ class _World:
     for the graph."""
 
     subject: Subject
-    own: Arguments
+    drawn_call: Arguments
     eager: Arguments = attrs.field(init=False)
     graphed: Arguments = attrs.field(init=False)
     fresh: bool = attrs.field(init=False, default=True)
@@ -206,7 +206,7 @@ class _World:
 
     def reset(self) -> None:
         """Start again from the call as it was drawn."""
-        references = self.subject.referenced(self.own)
+        references = self.subject.referenced(self.drawn_call)
         self.eager = copies(references)
         self.graphed = copies(references)
         self.fresh = True
@@ -216,32 +216,34 @@ class _World:
         raises: it need not accept values that were not drawn together, nor the state that it
         returned."""
         subject, copied = self.subject, self.subject.copied(call)
-        given = {**self.graphed, **copies(copied)}
-        padded = subject.call(graph.explain, given).decision.descriptor
-        own = find_descriptors(copied)
+        graph_arguments = {**self.graphed, **copies(copied)}
+        padded = subject.call(graph.explain, graph_arguments).decision.descriptor
+        descriptors = find_descriptors(copied)
         values = copies(copied)
         eager = {**self.eager, **(pad(values, padded) if padded else values)}
         try:
             expected = subject.call(subject.fn, eager)
         except Exception:
-            if self.fresh and call is self.own:
+            if self.fresh and call is self.drawn_call:
                 raise
             self.reset()
             return None
-        expected = unpad(expected, own[0]) if padded else expected
-        seen = subject.attempt(f"graphify({subject.name})", lambda: subject.call(graph, given))
-        self._advance(seen, expected)
-        return seen, expected
+        expected = unpad(expected, descriptors[0]) if padded else expected
+        actual = subject.attempt(
+            f"graphify({subject.name})", lambda: subject.call(graph, graph_arguments)
+        )
+        self._advance(actual, expected)
+        return actual, expected
 
-    def _advance(self, seen: Any, expected: Any) -> None:
+    def _advance(self, actual: Any, expected: Any) -> None:
         """Continue from the call's result, if it has the next value of every donated argument."""
-        kept = self.subject.donated(self.own)
+        kept = self.subject.donated(self.drawn_call)
         spans = _next_spans(expected, kept)
-        if tree_structure(seen) != tree_structure(expected) or len(spans) < len(kept):
+        if tree_structure(actual) != tree_structure(expected) or len(spans) < len(kept):
             if kept:
                 return self.reset()
             return None
-        for references, result in ((self.eager, expected), (self.graphed, seen)):
+        for references, result in ((self.eager, expected), (self.graphed, actual)):
             leaves = tree_leaves(result)
             parts = {name: [leaves[i] for i in span] for name, span in spans.items()}
             references.update(

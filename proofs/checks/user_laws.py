@@ -32,7 +32,8 @@ class UserLaw:
         promise: the statement that must hold.
         run: raises LawViolation if it does not hold, and returns the number of results compared.
         needs: what the law needs and the function lacks, in words; empty if it lacks nothing.
-        asked: whether the law runs only on request, since only the user can know that it must hold.
+        on_request: whether the law runs only on request, since only the user can know that it must
+            hold.
         captures: whether the law captures the function, so that a call that no capture takes breaks
             it.
     """
@@ -42,27 +43,29 @@ class UserLaw:
     promise: str
     run: Callable[[Subject, Calls], int]
     needs: Callable[[Subject], str] = lambda subject: ""
-    asked: bool = False
+    on_request: bool = False
     captures: bool = False
 
 
 def pure(subject: Subject, calls: Calls) -> int:
     """Equal arguments give equal results, whatever was called before; a call changes neither
     earlier results nor arguments that are not donated."""
-    held = []
+    results = []
     for call in calls:
-        given = copies(call)
-        result = subject.call(subject.fn, given)
-        held.append((result, copies(result)))
+        arguments = copies(call)
+        result = subject.call(subject.fn, arguments)
+        results.append((result, copies(result)))
         kept = {
-            name: value for name, value in given.items() if name not in subject.graph.roles.donated
+            name: value
+            for name, value in arguments.items()
+            if name not in subject.graph.roles.donated
         }
         subject.expect(kept, {name: call[name] for name in kept}, ("after the call", "as passed"))
-    for call, (_, copy) in reversed(list(zip(calls, held, strict=True))):
+    for call, (_, copy) in reversed(list(zip(calls, results, strict=True))):
         subject.expect(
             subject.call(subject.fn, copies(call)), copy, ("the second time", "the first time")
         )
-    for result, copy in held:
+    for result, copy in results:
         subject.expect(result, copy, ("after later calls", "when returned"))
     return 3 * len(calls) + _compare_with_a_first_call(subject, calls)
 
@@ -92,8 +95,8 @@ def graph(subject: Subject, calls: Calls) -> int:
     """L1: a replay returns the function's results at the same padded shape, the next state
     included."""
     graphed = subject.fresh()
-    for seen, expected, _ in subject.replays(calls, graphed):
-        subject.expect(seen, expected, (f"graphify({subject.name})", subject.name))
+    for replayed, expected, _ in subject.replays(calls, graphed):
+        subject.expect(replayed, expected, (f"graphify({subject.name})", subject.name))
     return graphed.cache_info().replays
 
 
@@ -101,14 +104,14 @@ def replay(subject: Subject, calls: Calls) -> int:
     """L9: later replays do not change an earlier call's results, except for the state, whose
     storage they take."""
     graphed = subject.fresh()
-    held = []
-    for seen, _, call in subject.replays(calls, graphed):
-        result = subject.beside_the_state(seen, call)
-        held.append((result, copies(result)))
-    for result, copy in held:
+    results = []
+    for replayed, _, call in subject.replays(calls, graphed):
+        result = subject.beside_the_state(replayed, call)
+        results.append((result, copies(result)))
+    for result, copy in results:
         subject.expect(result, copy, ("after later replays", "when returned"))
     if graphed.cache_info().replays:
-        return len(held)
+        return len(results)
     return 0
 
 
@@ -116,12 +119,12 @@ def trace(subject: Subject, calls: Calls) -> int:
     """L8: explaining, lowering and capturing a call do not change its arguments."""
     for call in calls:
         graphed = subject.fresh()
-        given = copies(call)
-        subject.call(graphed.explain, given)
+        arguments = copies(call)
+        subject.call(graphed.explain, arguments)
         subject.attempt(
-            f"graphify({subject.name}).capture", partial(subject.call, graphed.capture, given)
+            f"graphify({subject.name}).capture", partial(subject.call, graphed.capture, arguments)
         )
-        subject.expect(given, call, ("after the capture", "before"))
+        subject.expect(arguments, call, ("after the capture", "before"))
     return len(calls)
 
 
@@ -129,22 +132,26 @@ def padding(subject: Subject, calls: Calls) -> int:
     """L2: a batch padded to a class of the ladder gives the same results as the batch itself."""
     count = 0
     for call in calls:
-        own = find_descriptors(subject.copied(call))
-        wider = [d for d in subject.graph.ladder or () if own and d.covers(own[0]) and d != own[0]]
+        descriptors = find_descriptors(subject.copied(call))
+        wider = [
+            d
+            for d in subject.graph.ladder or ()
+            if descriptors and d.covers(descriptors[0]) and d != descriptors[0]
+        ]
         for descriptor in wider:
             expected = subject.call(subject.fn, copies(call))
             wide = {
                 **copies(subject.referenced(call)),
                 **pad(copies(subject.copied(call)), descriptor),
             }
-            seen = unpad(
+            unpadded = unpad(
                 subject.attempt(
                     f"{subject.name}, padded,", partial(subject.call, subject.fn, wide)
                 ),
-                own[0],
+                descriptors[0],
             )
-            names = (f"padded to '{descriptor}'", f"as it is, '{own[0]}'")
-            subject.expect(_of_requests(seen), _of_requests(expected), names, subject.tolerance)
+            names = (f"padded to '{descriptor}'", f"as it is, '{descriptors[0]}'")
+            subject.expect(_of_requests(unpadded), _of_requests(expected), names, subject.tolerance)
             count += 1
     return count
 
@@ -152,12 +159,12 @@ def padding(subject: Subject, calls: Calls) -> int:
 def _of_requests(tree: Any) -> Any:
     """The tree with each `State` replaced by its requests' part."""
 
-    def seen(node: Any) -> Any:
+    def visible_part(node: Any) -> Any:
         if isinstance(node, State):
             return visible([node])
         return node
 
-    return tree_map(seen, tree, is_leaf=lambda node: isinstance(node, State))
+    return tree_map(visible_part, tree, is_leaf=lambda node: isinstance(node, State))
 
 
 def microbatches(subject: Subject, calls: Calls) -> int:
@@ -167,9 +174,12 @@ def microbatches(subject: Subject, calls: Calls) -> int:
         for parts in (2, 3):
             name = f"microbatch({subject.name}, {parts})"
             cut = microbatch(subject.fn, parts)
-            seen = subject.attempt(name, partial(subject.call, cut, copies(call)))
+            result = subject.attempt(name, partial(subject.call, cut, copies(call)))
             subject.expect(
-                _of_requests(seen), _of_requests(expected), (name, subject.name), subject.tolerance
+                _of_requests(result),
+                _of_requests(expected),
+                (name, subject.name),
+                subject.tolerance,
             )
     return 2 * len(calls)
 
@@ -221,10 +231,10 @@ def _compare_transformed(
         return 0  # torch.func does not take the function itself
     outside = f"{name} of graphify({subject.name})"
     inside = f"graphify of {name} of {subject.name}"
-    seen = subject.attempt(outside, lambda: apply(graphed, xs))
-    subject.expect(seen, expected, (outside, f"{name} of {subject.name}"))
-    seen = subject.attempt(inside, lambda: graphify(lambda *floats: apply(fn, floats))(*xs))
-    subject.expect(seen, expected, (inside, f"{name} of {subject.name}"))
+    result = subject.attempt(outside, lambda: apply(graphed, xs))
+    subject.expect(result, expected, (outside, f"{name} of {subject.name}"))
+    result = subject.attempt(inside, lambda: graphify(lambda *floats: apply(fn, floats))(*xs))
+    subject.expect(result, expected, (inside, f"{name} of {subject.name}"))
     return 2
 
 
@@ -234,8 +244,8 @@ def _on_floats(subject: Subject, fn: Callable[..., Any], call: Arguments) -> Cal
     def on_floats(*xs: Tensor) -> Floats:
         leaves, structure = tree_flatten(call)
         floats = iter(xs)
-        given = [next(floats) if _is_float(x) else copies(x) for x in leaves]
-        result = subject.call(fn, tree_unflatten(given, structure))
+        arguments = [next(floats) if _is_float(x) else copies(x) for x in leaves]
+        result = subject.call(fn, tree_unflatten(arguments, structure))
         return tuple(x for x in tree_leaves(result) if _is_float(x))
 
     return on_floats
@@ -264,7 +274,7 @@ LAWS = (
     UserLaw("trace", "L8", "captures leave no trace", trace, captures=True),
     UserLaw("pad", "L2", "padding changes nothing", padding, _wants_a_ladder),
     UserLaw("func", "L15", "vmap, grad, jvp pass through", functorch, captures=True),
-    UserLaw("microbatch", "L13", "2 and 3 parts are the whole", microbatches, asked=True),
-    UserLaw("bits", "L20", "padded or in parts, the same bits", bits, wants_rows, asked=True),
+    UserLaw("microbatch", "L13", "2 and 3 parts are the whole", microbatches, on_request=True),
+    UserLaw("bits", "L20", "padded or in parts, the same bits", bits, wants_rows, on_request=True),
 )
 """The laws in the order in which they are checked."""

@@ -132,7 +132,7 @@ class Attacks:
         """A valid body with some of its parts changed."""
         drawn = self._drawn
         path = drawn.choice(ROUTES)
-        kept = {name: own for name, own in VALID[path].items() if drawn.random() < 0.7}
+        kept = {name: value for name, value in VALID[path].items() if drawn.random() < 0.7}
         body: Any = json.loads(json.dumps(kept))
         for _ in range(drawn.randint(1, 3)):
             body = self._changed(body)
@@ -180,7 +180,7 @@ class Attacks:
                 return {**value, drawn.choice(_NAMES): drawn.choice(_ODD)}
             if chosen < 0.25:
                 gone = drawn.choice([*value])
-                return {name: own for name, own in value.items() if name != gone}
+                return {name: item for name, item in value.items() if name != gone}
             if chosen < 0.95:
                 name = drawn.choice([*value])
                 return {**value, name: self._changed(value[name], depth + 1)}

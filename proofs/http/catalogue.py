@@ -137,12 +137,12 @@ class Said:
         """Add a choice, or a chunk of it."""
         message = choice.get("message") or choice.get("delta") or {}
         self.text += choice.get("text") or message.get("content") or ""
-        own = choice.get("logprobs") or {}
-        for each in own.get("content") or ():
+        logprobs = choice.get("logprobs") or {}
+        for each in logprobs.get("content") or ():
             self.tokens.append(each["token"])
             self.logprobs.append(each["logprob"])
-        self.tokens += own.get("tokens") or []
-        self.logprobs += own.get("token_logprobs") or []
+        self.tokens += logprobs.get("tokens") or []
+        self.logprobs += logprobs.get("token_logprobs") or []
         self.finish_reason = choice["finish_reason"] or self.finish_reason
 
     def difference(self, other: "Said") -> str:
@@ -170,12 +170,12 @@ def said(answer: Answer) -> list[Said]:
     *chunks, last = answer.events
     if last != "[DONE]":
         raise ValueError(f"a stream that ends with {last:.300}")
-    return _choices([json.loads(own) for own in chunks])
+    return _choices([json.loads(chunk) for chunk in chunks])
 
 
 def _choices(bodies: Sequence[dict[str, Any]]) -> list[Said]:
-    found: dict[int, Said] = {}
+    choices: dict[int, Said] = {}
     for body in bodies:
         for choice in body["choices"]:
-            found.setdefault(choice["index"], Said()).add(choice)
-    return [found[index] for index in sorted(found)]
+            choices.setdefault(choice["index"], Said()).add(choice)
+    return [choices[index] for index in sorted(choices)]

@@ -77,14 +77,14 @@ class _Client(asyncio.Protocol):
 
     def data_received(self, data: bytes) -> None:
         now = time.perf_counter()
-        seen = self._tail[1 - len(_EVENT) :] + data
-        self._answer.times += [now] * seen.count(_EVENT)
+        received = self._tail[1 - len(_EVENT) :] + data
+        self._answer.times += [now] * received.count(_EVENT)
         if len(self._head) < _TAIL:
             self._head += data
         self._tail = (self._tail + data)[-_TAIL:]
         if b"data: [DONE]" in self._tail:
-            found = _USAGE.findall(self._tail)
-            self._answer.num_tokens = int(found[-1]) if found else 0
+            usages = _USAGE.findall(self._tail)
+            self._answer.num_tokens = int(usages[-1]) if usages else 0
             self._transport.close()
 
     def connection_lost(self, error: Exception | None) -> None:
@@ -139,14 +139,14 @@ async def drive(load: Load, model: str | None = None) -> dict[str, Any]:
     draw = random.Random(load.seed)
     free = asyncio.Semaphore(load.concurrency)
     began = time.perf_counter()
-    asked = list[asyncio.Task[Answer]]()
+    tasks = list[asyncio.Task[Answer]]()
     at = 0.0
     for prompt in load.prompts:
         if math.isfinite(load.rate):
             at += draw.expovariate(load.rate)
             await asyncio.sleep(began + at - time.perf_counter())
-        asked.append(asyncio.create_task(_ask(load, prompt, free, model)))
-    answers = await asyncio.gather(*asked)
+        tasks.append(asyncio.create_task(_ask(load, prompt, free, model)))
+    answers = await asyncio.gather(*tasks)
     return figures(load, answers, time.perf_counter() - began)
 
 
@@ -161,27 +161,29 @@ def figures(load: Load, answers: Sequence[Answer], seconds: float) -> dict[str, 
     >>> found["completed"], found["failed"], found["wrong_lengths"], found["tpot"]["p50"], found["tokens_per_event"]
     (1, 1, 0, 500.0, 1.0)
     """
-    done = [own for own in answers if own.num_tokens is not None and len(own.times) > 1]
-    events = [own.times[:-1] for own in done]  # the last one is the usage
-    tokens = sum(own.num_tokens or 0 for own in done)
-    errors = [own.error for own in answers if own.error]
+    done = [answer for answer in answers if answer.num_tokens is not None and len(answer.times) > 1]
+    events = [answer.times[:-1] for answer in done]  # the last one is the usage
+    tokens = sum(answer.num_tokens or 0 for answer in done)
+    errors = [answer.error for answer in answers if answer.error]
     tpot = [
-        (times[-1] - times[0]) / (own.num_tokens - 1)
-        for own, times in zip(done, events, strict=True)
-        if own.num_tokens is not None and own.num_tokens > 1
+        (times[-1] - times[0]) / (answer.num_tokens - 1)
+        for answer, times in zip(done, events, strict=True)
+        if answer.num_tokens is not None and answer.num_tokens > 1
     ]
     return {
         "rate": load.rate if math.isfinite(load.rate) else "inf",
         "requests": len(answers),
         "completed": len(done),
         "failed": len(answers) - len(done),
-        "wrong_lengths": sum(own.num_tokens != load.output_len for own in done),
+        "wrong_lengths": sum(answer.num_tokens != load.output_len for answer in done),
         "errors": errors[:3],
         "seconds": seconds,
         "requests_per_s": len(done) / seconds,
         "output_tokens_per_s": tokens / seconds,
         "tokens_per_event": tokens / max(sum(map(len, events)), 1),
-        "ttft": spread([times[0] - own.began for own, times in zip(done, events, strict=True)]),
+        "ttft": spread(
+            [times[0] - answer.began for answer, times in zip(done, events, strict=True)]
+        ),
         "tpot": spread(tpot),
         "itl": spread([b - a for times in events for a, b in itertools.pairwise(times)]),
     }

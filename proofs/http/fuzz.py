@@ -86,8 +86,8 @@ class Fuzzed:
         kinds: of the attacks.
         statuses: of the answers; `closed`: no answer came.
         failures: what went wrong, by the attack that it did with.
-        held: memory in bytes, files, threads and captured graphs of the idle server, by the number
-            of attacks that it has had.
+        resources: memory in bytes, files, threads and captured graphs of the idle server, by the
+            number of attacks that it has had.
         idle_connections: how many were open while it answered a known request.
         slowest: seconds until the slowest answer, and its attack.
         log_bytes: what the server wrote to its log.
@@ -99,7 +99,7 @@ class Fuzzed:
     kinds: Counter[str] = attrs.field(factory=Counter)
     statuses: Counter[str] = attrs.field(factory=Counter)
     failures: list[str] = attrs.field(factory=list)
-    held: dict[int, dict[str, int]] = attrs.field(factory=dict)
+    resources: dict[int, dict[str, int]] = attrs.field(factory=dict)
     idle_connections: int = 0
     slowest: tuple[float, str] = (0.0, "")
     log_bytes: int = 0
@@ -107,17 +107,17 @@ class Fuzzed:
 
     def __str__(self) -> str:
         statuses = ", ".join(f"{count} {status}" for status, count in self.statuses.most_common())
-        held = "; ".join(
-            f"after {count}: {own['memory'] / 2**20:.1f} MiB, {own['files']} files,"
-            f" {own['threads']} threads, {own.get('captures', 0)} graphs"
-            for count, own in self.held.items()
-            if own
+        resources = "; ".join(
+            f"after {count}: {entry['memory'] / 2**20:.1f} MiB, {entry['files']} files,"
+            f" {entry['threads']} threads, {entry.get('captures', 0)} graphs"
+            for count, entry in self.resources.items()
+            if entry
         )
         kinds = ", ".join(f"{count} {kind}" for kind, count in self.kinds.most_common())
-        failed = "".join(f"\n  {own}" for own in self.failures)
+        failed = "".join(f"\n  {entry}" for entry in self.failures)
         return (
             f"{self.cases} attacks ({kinds}) in {self.seconds:.0f} s; {len(self.failures)}"
-            f" failures\nanswers: {statuses}\nheld: {held}\n{self.idle_connections} idle"
+            f" failures\nanswers: {statuses}\nheld: {resources}\n{self.idle_connections} idle"
             f" connections at once; slowest answer {self.slowest[0]:.1f} s, to {self.slowest[1]};"
             f" {self.log_bytes} bytes of log{failed}"
         )
@@ -133,7 +133,7 @@ def fuzz(cases: int, seed: int = 0, idle_connections: int = 1000) -> Fuzzed:
     Args:
         idle_connections: that are opened once, in the middle.
     """
-    found, begin, lock = Fuzzed(cases, seed), time.perf_counter(), threading.Lock()
+    outcome, begin, lock = Fuzzed(cases, seed), time.perf_counter(), threading.Lock()
     with contextlib.ExitStack() as stack:
         trap = stack.enter_context(_Trap())
         file = Path(stack.enter_context(tempfile.TemporaryDirectory())) / "secret.json"
@@ -141,15 +141,15 @@ def fuzz(cases: int, seed: int = 0, idle_connections: int = 1000) -> Fuzzed:
         template = file.with_name("template.jinja")
         template.write_text(TEMPLATE)
         server = stack.enter_context(serving("demo", *_FLAGS, "--chat-template", str(template)))
-        known = _known(server)
-        found.held[0] = server.held()
+        reference = _reference_answer(server)
+        outcome.resources[0] = server.resources()
 
-        def attack(own: Attack) -> None:
+        def attack(case: Attack) -> None:
             start = time.perf_counter()
             problem = ""
             statuses = list[str]()
             try:
-                answers = perform(server.port, own)
+                answers = perform(server.port, case)
                 statuses = [str(each.status) for each in answers] or ["closed"]
                 problem = next(filter(None, map(problem_of, answers)), "")
             except h11.RemoteProtocolError as error:
@@ -160,12 +160,12 @@ def fuzz(cases: int, seed: int = 0, idle_connections: int = 1000) -> Fuzzed:
                 problem = f"{type(error).__name__}: {error}"
             seconds = time.perf_counter() - start
             with lock:
-                found.kinds[own.kind] += 1
-                found.statuses.update(statuses)
-                found.slowest = max(found.slowest, (seconds, f"{own.kind}: {own.name}"))
-                if problem and len(found.failures) < 40:
-                    found.failures.append(
-                        f"{own.kind}, {own.name}: {problem}; steps {own.steps!r:.300}"
+                outcome.kinds[case.kind] += 1
+                outcome.statuses.update(statuses)
+                outcome.slowest = max(outcome.slowest, (seconds, f"{case.kind}: {case.name}"))
+                if problem and len(outcome.failures) < 40:
+                    outcome.failures.append(
+                        f"{case.kind}, {case.name}: {problem}; steps {case.steps!r:.300}"
                     )
 
         drawn = attacks(seed, trap.address, str(file))
@@ -176,20 +176,20 @@ def fuzz(cases: int, seed: int = 0, idle_connections: int = 1000) -> Fuzzed:
                 for _ in pool.map(attack, itertools.islice(drawn, count)):
                     bar.update()
                 if not server.until_idle():
-                    found.failures.append(
+                    outcome.failures.append(
                         f"after {done + count} attacks requests are under way: {server.metrics()}"
                     )
                 if done == 0:
-                    _hold_idle(server, idle_connections, found)
-                found.held[done + count] = settled(server) | {
+                    _hold_idle(server, idle_connections, outcome)
+                outcome.resources[done + count] = settled(server) | {
                     "captures": int(server.metrics()["captures_total"])
                 }
-        _check_end(server, known, trap, found)
-    found.seconds = time.perf_counter() - begin
-    return found
+        _check_end(server, reference, trap, outcome)
+    outcome.seconds = time.perf_counter() - begin
+    return outcome
 
 
-def _known(server: ServerProcess) -> Any:
+def _reference_answer(server: ServerProcess) -> Any:
     """The answer to the known request, the second time: its prompt is then in the prefix cache."""
     answers = [post(server.port, "/v1/completions", _KNOWN) for _ in range(2)]
     return [answers[-1].status, *(answers[-1].json.get(name) for name in ("choices", "usage"))]
@@ -197,67 +197,67 @@ def _known(server: ServerProcess) -> Any:
 
 def settled(server: ServerProcess) -> dict[str, int]:
     """The server's memory, files and threads, once it has let go of closed connections."""
-    least = server.held()
+    least = server.resources()
     for _ in range(20):
         time.sleep(0.1)
-        now = server.held()
+        now = server.resources()
         if now.get("files", 0) >= least.get("files", 0):
             return now
         least = now
     return least
 
 
-def _hold_idle(server: ServerProcess, count: int, found: Fuzzed) -> None:
+def _hold_idle(server: ServerProcess, count: int, outcome: Fuzzed) -> None:
     """Open connections that send nothing, and ask beside them."""
-    held = list[socket.socket]()
+    connections = list[socket.socket]()
     try:
         for _ in range(count):
-            held.append(connect(server.port))
+            connections.append(connect(server.port))
         if (status := post(server.port, "/v1/completions", _KNOWN).status) != 200:
-            found.failures.append(
+            outcome.failures.append(
                 f"beside {count} idle connections the known request is answered by {status}"
             )
-        found.idle_connections = len(held)
+        outcome.idle_connections = len(connections)
     except OSError as error:
-        found.failures.append(f"after {len(held)} idle connections: {error}")
+        outcome.failures.append(f"after {len(connections)} idle connections: {error}")
     finally:
-        for own in held:
-            own.close()
+        for connection in connections:
+            connection.close()
 
 
-def _check_end(server: ServerProcess, known: Any, trap: "_Trap", found: Fuzzed) -> None:
+def _check_end(server: ServerProcess, reference: Any, trap: "_Trap", outcome: Fuzzed) -> None:
     """Compare the server after the attacks with the one before."""
-    fail = found.failures.append
+    fail = outcome.failures.append
     if server.process.poll() is not None:
         fail(
             "the server ended: exit code"
             f" {server.process.returncode}\n{server.log.read_text()[-3000:]}"
         )
         return
-    if (now := _known(server)) != known:
-        fail(f"the known request is answered by {now!r:.500}, before by {known!r:.500}")
+    if (now := _reference_answer(server)) != reference:
+        fail(f"the known request is answered by {now!r:.500}, before by {reference!r:.500}")
     if get(server.port, "/health").status != 200:
         fail("/health does not say 200")
     if not server.until_idle():
         fail(f"requests are under way, or pages are held: {server.metrics()}")
-    first = found.held[min(_EVERY, found.cases)]
+    first = outcome.resources[min(_EVERY, outcome.cases)]
     last = settled(server)
     memory = _MORE_MEMORY + _GRAPH_MEMORY * (
-        found.held[found.cases]["captures"] - first["captures"]
+        outcome.resources[outcome.cases]["captures"] - first["captures"]
     )
     for name, more in (("memory", memory), ("files", _MORE_FILES), ("threads", _MORE_THREADS)):
         if last and last[name] > first[name] + more:
             fail(
                 f"{name}: {last[name]} at the end, {first[name]} after the first"
-                f" {min(_EVERY, found.cases)} attacks"
+                f" {min(_EVERY, outcome.cases)} attacks"
             )
-    if found.held[0] and last["files"] > found.held[0]["files"] + _MORE_FILES:
-        fail(f"files: {last['files']} at the end, {found.held[0]['files']} before")
+    if outcome.resources[0] and last["files"] > outcome.resources[0]["files"] + _MORE_FILES:
+        fail(f"files: {last['files']} at the end, {outcome.resources[0]['files']} before")
     if trap.calls:
         fail(f"{trap.calls} calls of the address that nobody may call")
     code = server.stop()
     log = server.log.read_text()
-    found.log_bytes = len(log)
+    outcome.log_bytes = len(log)
     if code != 0:
         fail(f"after SIGTERM the exit code is {code}")
     if "Traceback" in log or _SECRET in log:
@@ -272,31 +272,33 @@ def perform(port: int, attack: Attack) -> list[Answer]:
             did not end.
     """
     with contextlib.ExitStack() as stack:
-        own = stack.enter_context(connect(port, _SLOW_SECONDS))
+        connection = stack.enter_context(connect(port, _SLOW_SECONDS))
         for act, value in attack.steps:
             try:
                 if act == "send":
-                    own.sendall(value)
+                    connection.sendall(value)
                 elif act == "wait":
                     time.sleep(value)
                 elif act == "read":
-                    own.recv(value)
+                    connection.recv(value)
                 elif act == "half_close":
-                    own.shutdown(socket.SHUT_WR)
+                    connection.shutdown(socket.SHUT_WR)
                 elif act == "idle":
                     for _ in range(value):
                         stack.enter_context(connect(port))
                 elif act == "reset":
-                    own.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+                    connection.setsockopt(
+                        socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0)
+                    )
                     return []
             except (ConnectionError, BrokenPipeError):
                 break  # the server has closed it; what it said before may still be read
         if any(act == "read" for act, _ in attack.steps):
             with contextlib.suppress(OSError):
-                while own.recv(65536):
+                while connection.recv(65536):
                     pass
             return []
-        return read_answers(own, attack.answers, attack.patience)
+        return read_answers(connection, attack.answers, attack.patience)
 
 
 def problem_of(answer: Answer) -> str:
@@ -309,11 +311,11 @@ def problem_of(answer: Answer) -> str:
         return _error_problem(answer.body.decode(errors="replace"), answer.headers)
     if answer.headers.get("content-type", "").startswith("text/event-stream"):
         events = answer.events if answer.whole else answer.events[:-1]
-        for own in events:
-            if own == "[DONE]":
+        for event in events:
+            if event == "[DONE]":
                 continue
-            given = json.loads(own)
-            if "error" in given and (problem := _error_problem(own, answer.headers, None)):
+            payload = json.loads(event)
+            if "error" in payload and (problem := _error_problem(event, answer.headers, None)):
                 return problem
         if not answer.whole or (events and ("[DONE]" in events[-1:] or "error" in events[-1])):
             return ""
@@ -382,12 +384,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--out", type=Path, help="the folder to write the record to (default: none)"
     )
-    given = parser.parse_args(arguments)
+    args = parser.parse_args(arguments)
     os.environ.setdefault("OMP_NUM_THREADS", "1")
-    found = fuzz(given.cases, given.seed, given.idle)
-    print(found)
-    write_record(given.out, "http-fuzz-cpu.json", found.record())
-    if found.failures:
+    outcome = fuzz(args.cases, args.seed, args.idle)
+    print(outcome)
+    write_record(args.out, "http-fuzz-cpu.json", outcome.record())
+    if outcome.failures:
         return 1
     return 0
 

@@ -74,7 +74,7 @@ class Loaded:
         preempted: how often a request gave up its pages.
         quick_seconds: medians and 95th percentiles of the latency of quick requests, with slow
             readers and without.
-        held: memory in bytes, files and threads, by the second of the run.
+        resources: memory in bytes, files and threads, by the second of the run.
         seconds: of the whole run.
     """
 
@@ -88,19 +88,19 @@ class Loaded:
     differences: list[str] = attrs.field(factory=list)
     preempted: int = 0
     quick_seconds: dict[str, list[float]] = attrs.field(factory=dict)
-    held: dict[int, dict[str, int]] = attrs.field(factory=dict)
+    resources: dict[int, dict[str, int]] = attrs.field(factory=dict)
     seconds: float = 0.0
 
     def __str__(self) -> str:
-        held = [own for own in self.held.values() if own]
-        memory = ", ".join(f"{own['memory'] / 2**20:.0f}" for own in held)
+        usages = [entry for entry in self.resources.values() if entry]
+        memory = ", ".join(f"{entry['memory'] / 2**20:.0f}" for entry in usages)
         return (
             f"{self.requests.total()} answers in {self.seconds:.0f} s ({dict(self.requests)}),"
             f" {self.refused} refused and asked again, {self.gone} clients gone,"
             f" {self.malformed.total()} malformed; {self.preempted} preemptions;"
             f" {len(self.differences)} differences\nquick requests, median and 95th percentile:"
             f" {self.quick_seconds}\nMiB: {memory}"
-            + "".join(f"\n  {own}" for own in self.differences)
+            + "".join(f"\n  {entry}" for entry in self.differences)
         )
 
     def record(self) -> dict[str, Any]:
@@ -112,25 +112,25 @@ class _Load:
     """The clients of a run, and what they have seen."""
 
     def __init__(
-        self, server: ServerProcess, found: Loaded, requests: Sequence[Asked], seconds: float
+        self, server: ServerProcess, outcome: Loaded, requests: Sequence[Asked], seconds: float
     ) -> None:
         self.server = server
-        self.found = found
+        self.outcome = outcome
         self.requests = requests
-        self.alone = [self._alone(own) for own in requests]
-        self.quick = [place for place, own in enumerate(requests) if own.kind == "quick"]
+        self.alone = [self._alone(request) for request in requests]
+        self.quick = [place for place, request in enumerate(requests) if request.kind == "quick"]
         self.lock = threading.Lock()
         self.latencies = {"with slow readers": [0.0], "without": [0.0]}
-        for own in self.latencies.values():
-            own.clear()
+        for latencies in self.latencies.values():
+            latencies.clear()
         self.begin = time.monotonic()
         self.end = self.begin + seconds
         self.window = seconds / _WINDOWS
 
-    def _alone(self, asked: Asked) -> list[Said]:
-        answer = post(self.server.port, asked.path, asked.body)
+    def _alone(self, request: Asked) -> list[Said]:
+        answer = post(self.server.port, request.path, request.body)
         if answer.status != 200:
-            raise RuntimeError(f"{asked} alone: {answer.status} {answer.body!r:.500}")
+            raise RuntimeError(f"{request} alone: {answer.status} {answer.body!r:.500}")
         return said(answer)
 
     def slow_readers_rest(self) -> bool:
@@ -139,7 +139,7 @@ class _Load:
 
     def run(self, kind: str, number: int) -> None:
         """One client, until the end of the run."""
-        drawn = random.Random(f"{self.found.seed} {kind} {number}")
+        drawn = random.Random(f"{self.outcome.seed} {kind} {number}")
         act = {"gone": self._go, "malformed": self._malform}.get(kind)
         while time.monotonic() < self.end:
             if kind == "slow" and self.slow_readers_rest():
@@ -153,8 +153,8 @@ class _Load:
 
     def _differ(self, what: str) -> None:
         with self.lock:
-            if len(self.found.differences) < 40:
-                self.found.differences.append(what[:600])
+            if len(self.outcome.differences) < 40:
+                self.outcome.differences.append(what[:600])
 
     def _ask(self, kind: str, drawn: random.Random) -> None:
         """Ask, again while refused, and compare."""
@@ -162,63 +162,63 @@ class _Load:
             place = drawn.choice(self.quick)
         else:
             place = drawn.randrange(len(self.requests))
-        asked = self.requests[place]
+        request = self.requests[place]
         streams = kind in ("stream", "slow")
-        raw = request_bytes(asked.path, json.dumps({**asked.body, "stream": streams}).encode())
+        raw = request_bytes(request.path, json.dumps({**request.body, "stream": streams}).encode())
         while True:
             start = time.monotonic()
             rests = self.slow_readers_rest()
-            with connect(self.server.port, 120.0) as own:
+            with connect(self.server.port, 120.0) as connection:
                 if kind == "slow":
-                    own.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
-                own.sendall(raw)
+                    connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+                connection.sendall(raw)
                 if kind == "slow":
                     time.sleep(drawn.random() * 2.0)
-                [answer] = read_answers(own)
+                [answer] = read_answers(connection)
             if answer.status != 429:
                 break
             with self.lock:
-                self.found.refused += 1
+                self.outcome.refused += 1
             if time.monotonic() > self.end:
                 return
             time.sleep(float(answer.headers["retry-after"]) * drawn.random())
         seconds = time.monotonic() - start
         if answer.status != 200 or not answer.whole:
             self._differ(
-                f"{asked} got {answer.status}, whole: {answer.whole}: {answer.body!r:.300}"
+                f"{request} got {answer.status}, whole: {answer.whole}: {answer.body!r:.300}"
             )
             return
         for index, (one, alone) in enumerate(zip(said(answer), self.alone[place], strict=True)):
             if difference := one.difference(alone):
-                self._differ(f"{asked}, choice {index} of a {kind}: {difference}")
+                self._differ(f"{request}, choice {index} of a {kind}: {difference}")
         with self.lock:
-            self.found.requests[kind] += 1
-            self.found.kinds[asked.kind] += 1
+            self.outcome.requests[kind] += 1
+            self.outcome.kinds[request.kind] += 1
             if kind == "quick":
                 self.latencies["without" if rests else "with slow readers"].append(seconds)
 
     def _go(self, drawn: random.Random) -> None:
         """Ask, and go: while waiting, before the first token, or in the middle."""
-        asked = self.requests[drawn.randrange(len(self.requests))]
+        request = self.requests[drawn.randrange(len(self.requests))]
         raw = request_bytes(
-            asked.path, json.dumps({**asked.body, "stream": drawn.random() < 0.7}).encode()
+            request.path, json.dumps({**request.body, "stream": drawn.random() < 0.7}).encode()
         )
-        with connect(self.server.port) as own:
-            own.sendall(raw)
+        with connect(self.server.port) as connection:
+            connection.sendall(raw)
             if drawn.random() < 0.5:
-                own.recv(drawn.choice([10, 400, 2000]))
+                connection.recv(drawn.choice([10, 400, 2000]))
             else:
                 time.sleep(drawn.random() * 0.2)
             if drawn.random() < 0.5:
-                own.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+                connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
         with self.lock:
-            self.found.gone += 1
+            self.outcome.gone += 1
 
     def _malform(self, drawn: random.Random) -> None:
         attack = next(
-            own
-            for own in attacks(drawn.randrange(10**9), "http://127.0.0.1:9/", "none")
-            if own.kind != "grammar"
+            candidate
+            for candidate in attacks(drawn.randrange(10**9), "http://127.0.0.1:9/", "none")
+            if candidate.kind != "grammar"
         )
         try:
             answers = perform(self.server.port, attack)
@@ -227,10 +227,10 @@ class _Load:
         ):  # a body that is still valid waits in the queue, last in it if its priority says so
             answers = []
             with self.lock:
-                self.found.malformed["waits"] += 1
+                self.outcome.malformed["waits"] += 1
         for answer in answers:
             with self.lock:
-                self.found.malformed[str(answer.status)] += 1
+                self.outcome.malformed[str(answer.status)] += 1
             if problem := problem_of(answer):
                 self._differ(f"malformed, {attack.name}: {problem}")
 
@@ -241,13 +241,13 @@ def load(minutes: float, seed: int = 0, num_requests: int = 150) -> Loaded:
     Args:
         num_requests: different ones, each of which is asked alone first.
     """
-    found = Loaded(minutes, seed)
+    outcome = Loaded(minutes, seed)
     begin = time.monotonic()
     with contextlib.ExitStack() as stack:
         template = Path(stack.enter_context(tempfile.TemporaryDirectory())) / "template.jinja"
         template.write_text(TEMPLATE)
         server = stack.enter_context(serving("demo", *_FLAGS, "--chat-template", str(template)))
-        run = _Load(server, found, catalogue(num_requests, seed), 60 * minutes)
+        run = _Load(server, outcome, catalogue(num_requests, seed), 60 * minutes)
         threads = [
             threading.Thread(target=run.run, args=(kind, number), daemon=True)
             for kind, count in _CLIENTS.items()
@@ -257,22 +257,24 @@ def load(minutes: float, seed: int = 0, num_requests: int = 150) -> Loaded:
             thread.start()
         while (left := run.end - time.monotonic()) > 0:
             time.sleep(min(left, run.window))
-            found.held[round(time.monotonic() - run.begin)] = server.held()
+            outcome.resources[round(time.monotonic() - run.begin)] = server.resources()
         for thread in threads:
             thread.join(180)
-        found.differences += ["a client did not end"] * sum(thread.is_alive() for thread in threads)
-        _check_end(server, run, found)
-    for name, own in run.latencies.items():
-        if len(own) > 1:
-            cuts = quantiles(own, n=20)
-            found.quick_seconds[name] = [round(cuts[9], 4), round(cuts[18], 4)]
-    found.seconds = time.monotonic() - begin
-    return found
+        outcome.differences += ["a client did not end"] * sum(
+            thread.is_alive() for thread in threads
+        )
+        _check_end(server, run, outcome)
+    for name, latencies in run.latencies.items():
+        if len(latencies) > 1:
+            cuts = quantiles(latencies, n=20)
+            outcome.quick_seconds[name] = [round(cuts[9], 4), round(cuts[18], 4)]
+    outcome.seconds = time.monotonic() - begin
+    return outcome
 
 
-def _check_end(server: ServerProcess, run: _Load, found: Loaded) -> None:
+def _check_end(server: ServerProcess, run: _Load, outcome: Loaded) -> None:
     """Compare the server after the load with the one before."""
-    fail = found.differences.append
+    fail = outcome.differences.append
     if server.process.poll() is not None:
         fail(
             "the server ended: exit code"
@@ -281,13 +283,18 @@ def _check_end(server: ServerProcess, run: _Load, found: Loaded) -> None:
         return
     if not server.until_idle():
         fail(f"requests are under way, or pages are held: {server.metrics()}")
-    found.preempted = int(server.metrics()["preempted_total"])
+    outcome.preempted = int(server.metrics()["preempted_total"])
     for place in range(0, len(run.requests), 10):
         again = run._alone(run.requests[place])
         if any(one.difference(other) for one, other in zip(again, run.alone[place], strict=True)):
             fail(f"{run.requests[place]} has another answer after the load")
     early = next(
-        (own for second, own in found.held.items() if own and second >= 15 * found.minutes), {}
+        (
+            usage
+            for second, usage in outcome.resources.items()
+            if usage and second >= 15 * outcome.minutes
+        ),
+        {},
     )
     last = settled(server)
     if early and last["memory"] > early["memory"] + _MORE_MEMORY:
@@ -310,12 +317,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--out", type=Path, help="the folder to write the record to (default: none)"
     )
-    given = parser.parse_args(arguments)
+    args = parser.parse_args(arguments)
     os.environ.setdefault("OMP_NUM_THREADS", "1")
-    found = load(given.minutes, given.seed)
-    print(found)
-    write_record(given.out, "http-load-cpu.json", found.record())
-    if found.differences:
+    outcome = load(args.minutes, args.seed)
+    print(outcome)
+    write_record(args.out, "http-load-cpu.json", outcome.record())
+    if outcome.differences:
         return 1
     return 0
 

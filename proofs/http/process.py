@@ -44,40 +44,40 @@ class ServerProcess:
         """The address of its API."""
         return f"http://127.0.0.1:{self.port}/v1"
 
-    def held(self) -> dict[str, int]:
+    def resources(self) -> dict[str, int]:
         """The resident memory in bytes, open files and threads of the engine's process and of the
         one that answers; nothing where there is no /proc. The process that compiles grammars has
         limits of its own, and is replaced."""
-        found = dict.fromkeys(("memory", "files", "threads"), 0)
+        totals = dict.fromkeys(("memory", "files", "threads"), 0)
         try:
             for folder in (Path(f"/proc/{self.process.pid}"), *_answering(self.process.pid)):
                 status = dict(
                     line.split(":", 1) for line in (folder / "status").read_text().splitlines()
                 )
-                found["memory"] += int(status["VmRSS"].split()[0]) * 1024
-                found["files"] += len(os.listdir(folder / "fd"))
-                found["threads"] += int(status["Threads"])
-            return found
+                totals["memory"] += int(status["VmRSS"].split()[0]) * 1024
+                totals["files"] += len(os.listdir(folder / "fd"))
+                totals["threads"] += int(status["Threads"])
+            return totals
         except (OSError, KeyError):
             return {}
 
     def metrics(self) -> dict[str, float]:
         """The gauges and counters of `/metrics`, without `weft_` and labels; those of several
         labels are summed."""
-        found: dict[str, float] = {}
+        totals: dict[str, float] = {}
         for line in get(self.port, "/metrics").body.decode().splitlines():
             if line.startswith("weft_"):
                 name, value = re.split(r"{[^}]*}", line.removeprefix("weft_"))
-                found[name] = found.get(name, 0.0) + float(value)
-        return found
+                totals[name] = totals.get(name, 0.0) + float(value)
+        return totals
 
     def until_idle(self, seconds: float = 60.0) -> bool:
         """Wait until no completion runs or waits, and no page is held; False: it did not come to
         that."""
         end = time.monotonic() + seconds
         while time.monotonic() < end:
-            found = self.metrics()
-            if not (found["running"] or found["waiting"] or found["pages_held"]):
+            metrics = self.metrics()
+            if not (metrics["running"] or metrics["waiting"] or metrics["pages_held"]):
                 return True
             time.sleep(0.05)
         return False
@@ -141,8 +141,11 @@ def write_record(folder: Path | None, name: str, record: Mapping[str, Any]) -> N
     """Write a run's record as JSON, with the environment; None: nowhere."""
     if folder is not None:
         folder.mkdir(parents=True, exist_ok=True)
-        own = {"environment": {k: v for k, v in environment("cpu").items() if k != "ops"}, **record}
-        (folder / name).write_text(json.dumps(own, indent=1) + "\n", encoding="utf-8")
+        content = {
+            "environment": {k: v for k, v in environment("cpu").items() if k != "ops"},
+            **record,
+        }
+        (folder / name).write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
 
 
 @attrs.frozen(eq=False)
@@ -196,19 +199,21 @@ def post(port: int, path: str, body: Any, **options: Any) -> Answer:
         raw = body
     else:
         raw = json.dumps(body).encode()
-    with connect(port) as own:
-        own.sendall(request_bytes(path, raw, **options))
-        return read_answers(own)[0]
+    with connect(port) as connection:
+        connection.sendall(request_bytes(path, raw, **options))
+        return read_answers(connection)[0]
 
 
 def get(port: int, path: str) -> Answer:
     """The answer to a GET."""
-    with connect(port) as own:
-        own.sendall(request_bytes(path))
-        return read_answers(own)[0]
+    with connect(port) as connection:
+        connection.sendall(request_bytes(path))
+        return read_answers(connection)[0]
 
 
-def read_answers(own: socket.socket, most: int = 1, patience: float | None = None) -> list[Answer]:
+def read_answers(
+    connection: socket.socket, most: int = 1, patience: float | None = None
+) -> list[Answer]:
     """Answers of a connection, at most so many; fewer, if it ends before.
 
     Args:
@@ -219,31 +224,31 @@ def read_answers(own: socket.socket, most: int = 1, patience: float | None = Non
         h11.RemoteProtocolError: something came that is not HTTP.
         TimeoutError: an answer did not go on, or without patience the first one did not come.
     """
-    found = list[Answer]()
+    answers = list[Answer]()
     parser = _new_parser()
-    timeout = own.gettimeout()
+    timeout = connection.gettimeout()
     head = None
     body = bytearray()
-    while len(found) < most:
+    while len(answers) < most:
         event = parser.next_event()
         if event is h11.NEED_DATA:
-            may_end = parser.their_state is h11.SEND_RESPONSE and (found or patience is not None)
+            may_end = parser.their_state is h11.SEND_RESPONSE and (answers or patience is not None)
             if may_end:
-                own.settimeout((patience or 2.0) / (10 if found else 1))
+                connection.settimeout((patience or 2.0) / (10 if answers else 1))
             try:
-                data = own.recv(65536)
+                data = connection.recv(65536)
             except ConnectionError:
                 data = b""
             except TimeoutError:
                 if may_end:
-                    return found
+                    return answers
                 raise
-            own.settimeout(timeout)
+            connection.settimeout(timeout)
             if not data and parser.their_state is h11.SEND_BODY:
                 assert head is not None
-                return [*found, _answer(head, body, whole=False)]
+                return [*answers, _answer(head, body, whole=False)]
             if not data:
-                return found
+                return answers
             parser.receive_data(data)
         elif isinstance(event, h11.Response):
             head = event
@@ -252,15 +257,15 @@ def read_answers(own: socket.socket, most: int = 1, patience: float | None = Non
             body += event.data
         elif isinstance(event, h11.EndOfMessage):
             assert head is not None
-            found.append(_answer(head, body))
+            answers.append(_answer(head, body))
             rest = parser.trailing_data[0]
             if head.status_code >= 400 and dict(head.headers).get(b"connection") == b"close":
-                return found
+                return answers
             parser = _new_parser()
             parser.receive_data(rest or b"") if rest else None
         elif isinstance(event, h11.ConnectionClosed):
-            return found
-    return found
+            return answers
+    return answers
 
 
 def _new_parser() -> h11.Connection:

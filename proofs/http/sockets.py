@@ -151,7 +151,7 @@ def _raw(drawn: random.Random, path: str, whole: bytes) -> dict[str, list[tuple[
         b"content-length: 4\r\ntransfer-encoding: chunked\r\n\r\n0\r\n\r\nGET /version"
         b" HTTP/1.1\r\nhost: 127.0.0.1"
     )
-    found = {
+    messages = {
         "HTTP/0.9": b"GET /\r\n",
         "HTTP/1.0": b"GET /health HTTP/1.0" + _END,
         "HTTP/2": b"PRI * HTTP/2.0\r\n\r\nSM" + _END,
@@ -181,7 +181,7 @@ def _raw(drawn: random.Random, path: str, whole: bytes) -> dict[str, list[tuple[
             _END, b"\r\nauthorization: " + drawn.randbytes(9).hex().encode() + _END, 1
         ),
     }
-    return {name: [("send", raw)] for name, raw in found.items()}
+    return {name: [("send", raw)] for name, raw in messages.items()}
 
 
 def _acts(drawn: random.Random, whole: bytes) -> dict[str, list[tuple[str, Any]]]:

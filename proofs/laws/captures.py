@@ -69,9 +69,10 @@ class _World:
         return [*self.names["arguments"](call)]
 
     def closed_over(self) -> dict[str, Any]:
-        found = {name: self.names[name] for name in ("held", "layer") if name in self.names}
+        captured = {name: self.names[name] for name in ("held", "layer") if name in self.names}
         return {
-            name: [*x.parameters()] if isinstance(x, nn.Module) else x for name, x in found.items()
+            name: [*x.parameters()] if isinstance(x, nn.Module) else x
+            for name, x in captured.items()
         }
 
 
@@ -177,44 +178,47 @@ def _compare_call(
     expected = _outcome(eager, call, states[0])
     drawn = _random_states(device)
     _set_random_states(at_start, device)
-    seen = _outcome(graph, call, states[1])
-    if isinstance(seen.result, REFUSALS) and not isinstance(expected.result, Exception):
-        tally.refused[reason_of(seen.result)] += 1
+    outcome = _outcome(graph, call, states[1])
+    if isinstance(outcome.result, REFUSALS) and not isinstance(expected.result, Exception):
+        tally.refused[reason_of(outcome.result)] += 1
         assert_equal(
             f"{where}: a random generator after a refusal", _random_states(device), at_start
         )
-        assert_equal(f"{where}: an argument after a refusal", seen.after, seen.before)
+        assert_equal(f"{where}: an argument after a refusal", outcome.after, outcome.before)
         return None
     if isinstance(expected.result, Exception):
-        if not isinstance(seen.result, Exception):
+        if not isinstance(outcome.result, Exception):
             raise LawViolation(
                 f"{where}: no error, where the function raises {_first_line(expected.result)}"
             )
         tally.errors += 1
         return None
-    if isinstance(seen.result, Exception):
-        text = f"{where}: it raises {_first_line(seen.result)}, where the function does not"
-        raise LawViolation(text) from seen.result
-    assert_equal(f"{where}: result", seen.result, expected.result)
+    if isinstance(outcome.result, Exception):
+        text = f"{where}: it raises {_first_line(outcome.result)}, where the function does not"
+        raise LawViolation(text) from outcome.result
+    assert_equal(f"{where}: result", outcome.result, expected.result)
     with torch.no_grad():  # autograd refuses a clone of one of several views that were written to
         copy = tree_map(
             lambda x: x.detach().clone() if isinstance(x, Tensor) else x, expected.result
         )
-    strides, own, copied = (_strides(x, program) for x in (seen.result, expected.result, copy))
-    lent = zip(strides, own, copied, strict=True)  # or what the function itself returned
+    strides, expected_strides, copied = (
+        _strides(x, program) for x in (outcome.result, expected.result, copy)
+    )
+    # Or what the function itself returned
+    lent = zip(strides, expected_strides, copied, strict=True)
     assert_equal(f"{where}: strides", strides, [a if a == x else b for x, a, b in lent])
     assert_equal(
-        f"{where}: requires grad", _requiring(seen, expected), _requiring(expected, expected)
+        f"{where}: requires grad", _requiring(outcome, expected), _requiring(expected, expected)
     )
     if program.draws:
         assert_equal(f"{where}: random generator", _random_states(device), drawn)
-    assert_equal(f"{where}: argument", seen.arguments, expected.arguments)
+    assert_equal(f"{where}: argument", outcome.arguments, expected.arguments)
     assert_equal(f"{where}: closed-over tensor", graph.closed_over(), eager.closed_over())
-    if more := _shared(seen.result, program) - _shared(expected.result, program):
+    if more := _shared(outcome.result, program) - _shared(expected.result, program):
         raise LawViolation(
             f"{where}: {' shares memory with '.join(min(more))}, which the function's does not"
         )
-    return expected.result, seen.result
+    return expected.result, outcome.result
 
 
 def _outcome(world: _World, call: int, state: Any) -> _Outcome:
@@ -277,7 +281,9 @@ def _requiring(outcome: _Outcome, expected: _Outcome) -> list[bool]:
     """Whether the results require grad, but those that the function took from its arguments: a
     graph copies them."""
     pairs = zip(_tensors(outcome.result), _tensors(expected.result), strict=True)
-    return [x.requires_grad for x, own in pairs if storage_id(own) not in expected.storages]
+    return [
+        x.requires_grad for x, reference in pairs if storage_id(reference) not in expected.storages
+    ]
 
 
 def _tensors(tree: Any) -> list[Tensor]:
@@ -314,8 +320,8 @@ def _compare_threads(eager: _World, graph: _World) -> None:
 
     expected = [_in_surroundings(eager, call) for call in calls]
     with concurrent.futures.ThreadPoolExecutor(threads) as pool:
-        for seen in pool.map(run, range(threads)):
-            assert_equal(f"{_LAW}, in threads: result", seen, expected)
+        for results in pool.map(run, range(threads)):
+            assert_equal(f"{_LAW}, in threads: result", results, expected)
 
 
 def _in_surroundings(world: _World, call: int) -> Any:
@@ -326,8 +332,8 @@ def _in_surroundings(world: _World, call: int) -> Any:
 
 def reason_of(error: Exception) -> str:
     """The reason of a refusal without the user's line, names and sizes."""
-    seen = error.seen if isinstance(error, WeftError) else str(error)
-    text = re.sub(r"\(.*?\)|\[.*?\]", "(...)", seen.splitlines()[0])
+    problem = error.problem if isinstance(error, WeftError) else str(error)
+    text = re.sub(r"\(.*?\)|\[.*?\]", "(...)", problem.splitlines()[0])
     return f"{type(error).__name__}: {re.sub(r'[xy][0-9]+', 'x', text)}"
 
 

@@ -78,11 +78,13 @@ def _compare(
         tally.errors += 1
         return False
     expected = _outcome(composition, call, occasion, meaning, device)
-    seen = _outcome(composition, call, occasion, subject, device)
-    if isinstance(seen.result, WeftError) and not isinstance(expected.result, Exception):
-        tally.refused[reason_of(seen.result)] += 1
+    outcome = _outcome(composition, call, occasion, subject, device)
+    if isinstance(outcome.result, WeftError) and not isinstance(expected.result, Exception):
+        tally.refused[reason_of(outcome.result)] += 1
         if device == "cpu" and not composition.may_be_refused(occasion):
-            raise LawViolation(f"{where}: it is refused: {_line(seen.result)}") from seen.result
+            raise LawViolation(
+                f"{where}: it is refused: {_line(outcome.result)}"
+            ) from outcome.result
         return False
     if isinstance(expected.result, Exception):
         # Where torch has not implemented an operator's derivative, another kernel of weft's may
@@ -91,27 +93,27 @@ def _compare(
         is_missing = isinstance(
             expected.result, NotImplementedError
         ) or "support saved tensor hooks" in str(expected.result)
-        if not (is_missing or isinstance(seen.result, Exception)):
+        if not (is_missing or isinstance(outcome.result, Exception)):
             raise LawViolation(
                 f"{where}: no error, where its meaning raises {_line(expected.result)}"
             )
         tally.errors += 1
         return False
-    if isinstance(seen.result, Exception):
+    if isinstance(outcome.result, Exception):
         by_torch = _outcome_of_torch(composition, call, device).result
-        if type(by_torch) is type(seen.result):
+        if type(by_torch) is type(outcome.result):
             tally.errors += 1
             return False
-        text = f"{where}: it raises {_line(seen.result)}, where its meaning does not"
-        raise LawViolation(text) from seen.result
+        text = f"{where}: it raises {_line(outcome.result)}, where its meaning does not"
+        raise LawViolation(text) from outcome.result
     keeps_draws = composition.keeps_draws and OCCASIONS[occasion].keeps_draws
     if "draws random numbers" in composition.body.operations and not keeps_draws:
         return False
-    difference = _difference(composition, seen, expected, keeps_draws)
+    difference = _difference(composition, outcome, expected, keeps_draws)
     if difference is None:
         return True
     if (
-        _difference(composition, seen, _outcome_of_torch(composition, call, device), keeps_draws)
+        _difference(composition, outcome, _outcome_of_torch(composition, call, device), keeps_draws)
         is None
     ):
         tally.errors += 1  # torch's own transform means something else, as vmap of a function with a memory does
@@ -123,13 +125,13 @@ def _compare(
 
 
 def _difference(
-    composition: Composition, seen: _Outcome, expected: _Outcome, keeps_draws: bool
+    composition: Composition, outcome: _Outcome, expected: _Outcome, keeps_draws: bool
 ) -> str | None:
     """The first difference of two outcomes in words."""
     tolerance = Tolerance(composition.tolerance, composition.tolerance)
     compared = ["result", "argument", "weight", *(["generator"] if keeps_draws else [])]
     for name in compared:
-        difference = find_difference(getattr(seen, name), getattr(expected, name), tolerance)
+        difference = find_difference(getattr(outcome, name), getattr(expected, name), tolerance)
         if difference is not None:
             return f"{name}{difference}"
     return None

@@ -32,15 +32,15 @@ def derivatives_are_of_the_step(scenario: Scenario, place: int | None, device: s
     run = _steps(scenario, device)
     params = scenario.params(1, device)
     expected = run(params)
-    slopes, seen = func.grad_and_value(run, has_aux=True)(params)
+    slopes, result = func.grad_and_value(run, has_aux=True)(params)
     assert_equal(
-        "L15 a step under torch.func: its loss, tokens and state", seen, expected, exact=False
+        "L15 a step under torch.func: its loss, tokens and state", result, expected, exact=False
     )
 
     recorded = tree_map(lambda x: x.clone().requires_grad_(), params)
     run(recorded)[0].backward()
-    found = tree_map(lambda x: torch.zeros_like(x) if x.grad is None else x.grad, recorded)
-    assert_equal("L15 backward of a step is its grad", found, slopes, exact=False)
+    gradients = tree_map(lambda x: torch.zeros_like(x) if x.grad is None else x.grad, recorded)
+    assert_equal("L15 backward of a step is its grad", gradients, slopes, exact=False)
 
     names = [name for name, _ in leaves_with_names(params)]
     if place is None:
@@ -78,8 +78,8 @@ def graphs_of_gradients_are_gradients(scenario: Scenario, device: str = "cpu") -
     state, other = scenario.state(1, device), scenario.state(1, device)
     for batch in scenario.batches(device):
         state, expected = learn(params, state, batch)
-        other, found = graph(params, other, batch)
-        assert_equal("L15 a graph of a step's gradient", found, expected)
+        other, gradients = graph(params, other, batch)
+        assert_equal("L15 a graph of a step's gradient", gradients, expected)
         assert_equal("L15 a graph of a step's gradient: state", visible(other), visible(state))
     info = graph.cache_info()
     if info.replays != len(scenario.moves):
@@ -142,16 +142,18 @@ def _measured(
 ) -> float | None:
     """The slope by finite differences of second order, extrapolated to fourth (Richardson). None if
     the loss jumps in between, since another token was drawn or another expert chosen."""
-    found = []
+    slopes = []
     for step in (STEP, STEP / 2):
         ends = [
             run(tree_map(lambda x, d, by=by: x + by * d, params, direction)) for by in (step, -step)
         ]
         if any(
-            not torch.equal(a, b) for _, (own, _) in ends for a, b in zip(own, tokens, strict=True)
+            not torch.equal(a, b)
+            for _, (drawn, _) in ends
+            for a, b in zip(drawn, tokens, strict=True)
         ):
             return None
-        found.append(float(ends[0][0] - ends[1][0]) / (2 * step))
-    if abs(found[0] - found[1]) > 1e-2 * (1 + abs(found[1])):
+        slopes.append(float(ends[0][0] - ends[1][0]) / (2 * step))
+    if abs(slopes[0] - slopes[1]) > 1e-2 * (1 + abs(slopes[1])):
         return None
-    return (4 * found[1] - found[0]) / 3
+    return (4 * slopes[1] - slopes[0]) / 3

@@ -20,17 +20,17 @@ from weft.transforms.graphs.graphify import graphify
 from weft.transforms.graphs.ladder import Limits, make_ladder
 
 
-def dispatch_is_least(own: BatchDescriptor, limits: Limits, mode: str) -> None:
+def dispatch_is_least(descriptor: BatchDescriptor, limits: Limits, mode: str) -> None:
     """L6: dispatch is total and deterministic. It takes the least class that covers the batch, a
     whole graph rather than pieces, and each class of the ladder is reached by its own batches."""
     ladder = make_ladder(mode, limits)
-    decision = graphs_module().dispatch(own, ladder)
-    if decision != graphs_module().dispatch(own, ladder):
-        raise LawViolation(f"L6 dispatch is least: two decisions for '{own}'")
-    full = larger(own, ladder.full)
-    pieces = larger(own, ladder.piecewise)
+    decision = graphs_module().dispatch(descriptor, ladder)
+    if decision != graphs_module().dispatch(descriptor, ladder):
+        raise LawViolation(f"L6 dispatch is least: two decisions for '{descriptor}'")
+    full = larger(descriptor, ladder.full)
+    pieces = larger(descriptor, ladder.piecewise)
     expected, classes = (
-        ("full", full) if full else ("piecewise", pieces) if pieces else ("none", [own])
+        ("full", full) if full else ("piecewise", pieces) if pieces else ("none", [descriptor])
     )
     if decision.mode != expected or decision.descriptor not in classes:
         raise LawViolation(
@@ -39,7 +39,7 @@ def dispatch_is_least(own: BatchDescriptor, limits: Limits, mode: str) -> None:
         )
     if any(d != decision.descriptor and decision.descriptor.covers(d) for d in classes):
         raise LawViolation(
-            f"L6 dispatch is least: '{decision.descriptor}' for '{own}', where less would do"
+            f"L6 dispatch is least: '{decision.descriptor}' for '{descriptor}', where less would do"
         )
     for way, rung in [
         *(("full", d) for d in ladder.full),
@@ -94,23 +94,32 @@ def own_classes_are_dispatched(
     captures = graph.capture(params, state, images[0]).captures
     graph.freeze()
     for image in images:
-        own = image.resolution
+        resolution = image.resolution
         decision = graph.explain(params, state, image).decision
-        fitting = [d for d in ladder if d.height >= own.height and d.width >= own.width]
+        fitting = [
+            d for d in ladder if d.height >= resolution.height and d.width >= resolution.width
+        ]
         chosen = decision.descriptor
-        if decision.mode != ("full" if fitting else "none") or chosen not in (fitting or [own]):
+        if decision.mode != ("full" if fitting else "none") or chosen not in (
+            fitting or [resolution]
+        ):
             raise LawViolation(
-                f"L6 dispatch is least: {decision} for '{own}', where {[str(d) for d in fitting]}"
+                f"L6 dispatch is least: {decision} for '{resolution}', where {[str(d) for d in fitting]}"
                 " cover"
             )
         if any(
             d != chosen and d.height <= chosen.height and d.width <= chosen.width for d in fitting
         ):
-            raise LawViolation(f"L6 dispatch is least: '{chosen}' for '{own}', where less would do")
-        padded = {"height": chosen.height - own.height, "width": chosen.width - own.width}
+            raise LawViolation(
+                f"L6 dispatch is least: '{chosen}' for '{resolution}', where less would do"
+            )
+        padded = {
+            "height": chosen.height - resolution.height,
+            "width": chosen.width - resolution.width,
+        }
         if dict(decision.padding) != {name: more for name, more in padded.items() if more}:
             raise LawViolation(
-                f"L6 dispatch is least: padding {decision.padding} of '{own}' to '{chosen}'"
+                f"L6 dispatch is least: padding {decision.padding} of '{resolution}' to '{chosen}'"
             )
         state, _ = graph(params, state, image)
     info = graph.cache_info()
@@ -144,16 +153,16 @@ def class_is_kept(
     graph = graphify(declare_donated(recording, ["state"]), ladder=ladder)
     params, state = scenario.params(1, device), scenario.state(1, device)
     for batch in scenario.batches(device):
-        own = batch.descriptor
+        descriptor = batch.descriptor
         state, out = graph(params, state, batch)
-        expected = dispatch(own, ladder).descriptor
-        seen = sorted(set(out.logprobs.tolist()))
-        if not own.is_uniform and any(code % 2 for code in seen):
-            raise LawViolation(f"L7 class is kept: a uniform graph ran for '{own}'")
-        if seen != [_code(expected)]:
-            loras = [int(code // 2) for code in seen]
+        expected = dispatch(descriptor, ladder).descriptor
+        codes = sorted(set(out.logprobs.tolist()))
+        if not descriptor.is_uniform and any(code % 2 for code in codes):
+            raise LawViolation(f"L7 class is kept: a uniform graph ran for '{descriptor}'")
+        if codes != [_code(expected)]:
+            loras = [int(code // 2) for code in codes]
             raise LawViolation(
-                f"L7 class is kept: a graph of {loras} LoRAs ran for '{own}', not '{expected}'"
+                f"L7 class is kept: a graph of {loras} LoRAs ran for '{descriptor}', not '{expected}'"
             )
 
 

@@ -59,14 +59,14 @@ def graph_is_eager_on_functions(function: Function, device: str = "cpu") -> None
     graph = graphify(function.fn)
     params = [function.params.to(device), (function.params + 1).to(device)]
     states = [tree_map(lambda t: t.clone().to(device), function.state) for _ in params]
-    others = clone(states)
+    graph_states = clone(states)
     kept = []
     for x in (x.to(device) for x in function.inputs):
-        for world, own in enumerate(params):
-            states[world], out = function.fn(own, states[world], x)
-            others[world], replayed = graph(own, others[world], x)
+        for world, world_params in enumerate(params):
+            states[world], out = function.fn(world_params, states[world], x)
+            graph_states[world], replayed = graph(world_params, graph_states[world], x)
             assert_equal("L1 graph is eager: output", replayed, out)
-            assert_equal("L1 graph is eager: state", others[world], states[world])
+            assert_equal("L1 graph is eager: state", graph_states[world], states[world])
             kept.append((replayed, out.clone()))
     for replayed, out in kept:
         assert_equal("L9 a result does not change under its holder", replayed, out)
@@ -112,26 +112,26 @@ def graph_is_eager_on_padded_functions(
             clone(state),
             pad(batch, graph.explain(params, state, batch).decision.descriptor),
         )
-        state, seen = graph(params, state, batch)
-        assert_equal("L1 graph is eager: output", seen, unpad(expected, batch.descriptor))
+        state, replayed = graph(params, state, batch)
+        assert_equal("L1 graph is eager: output", replayed, unpad(expected, batch.descriptor))
 
 
 def graph_is_eager_on_calls(calls: Sequence[Call], device: str = "cpu") -> None:
     """L1 for calls that differ in one thing: the address, shape, stride, type, device or value of
     an argument."""
     graph = graphify(called, static_argnames="static")
-    own = worlds(device)
+    tensors = worlds(device)
     x = torch.arange(4.0, device=device).reshape(2, 2)
     for call in calls:
-        arguments = call.arguments(own, x)
+        arguments = call.arguments(tensors, x)
         try:
-            seen = graph(*arguments)
+            result = graph(*arguments)
         except Exception as error:
             text = f"{type(error).__name__}: {error}".splitlines()[0]
             raise LawViolation(
                 f"L1 graph is eager: {call} raises {text}, where the function does not"
             ) from error
-        assert_equal(f"L1 graph is eager: {call}", seen, called(*arguments))
+        assert_equal(f"L1 graph is eager: {call}", result, called(*arguments))
 
 
 def graph_is_eager_on_images(
@@ -147,8 +147,8 @@ def graph_is_eager_on_images(
     for image in scenario.images(device):
         resolution = dispatch(image.resolution, ladder).descriptor
         state, out = step(params, state, pad(image, resolution))
-        other, seen = graph(params, other, image)
-        assert_equal("L1 graph is eager: image", seen, unpad(out, image.resolution))
+        other, result = graph(params, other, image)
+        assert_equal("L1 graph is eager: image", result, unpad(out, image.resolution))
         assert_equal("L1 graph is eager: state", other, state)
     classes = {dispatch(r, ladder).descriptor for r in scenario.resolutions if larger(r, ladder)}
     if graph.cache_info().captures != len(classes):

@@ -116,13 +116,13 @@ def _check_derivatives(loop: LoopBody, device: str) -> None:
         return
     derivatives = torch.stack([by_python(scale, bound) for bound in bounds])
     # Beyond that, a loop is chaotic, and the last bit of a kernel for several rows decides.
-    known = derivatives.abs() < _STEEPEST
+    is_comparable = derivatives.abs() < _STEEPEST
     ways: dict[str, Callable[..., Tensor]] = {
         "derivatives in rows": in_rows,
         "derivatives in rows in a graph": graphify(in_rows),
     }
     for way, derive in ways.items():
-        _compare(way, [derive(scale, bounds)[known]], [derivatives[known]], loop)
+        _compare(way, [derive(scale, bounds)[is_comparable]], [derivatives[is_comparable]], loop)
 
 
 def _run(loop: LoopBody, slots: _Slots, bound: Tensor, scale: Tensor | None = None) -> _Slots:
@@ -199,5 +199,5 @@ def _compare(
         if x.shape != y.shape or not torch.allclose(
             x.cpu(), y.cpu(), rtol=1e-6, atol=1e-9, equal_nan=True
         ):
-            seen = f"slot {slot} is {x.tolist()}, in Python {y.tolist()}"
-            raise LawViolation(f"{_LAW}: {way}: {seen}; {loop}")
+            problem = f"slot {slot} is {x.tolist()}, in Python {y.tolist()}"
+            raise LawViolation(f"{_LAW}: {way}: {problem}; {loop}")

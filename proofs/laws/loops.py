@@ -41,18 +41,18 @@ def loops_are_python_loops(loop: Loop, device: str = "cpu") -> None:
                 value.fill_(first)
         else:
             state = _first(loop, start, device)
-        seen = {
+        results = {
             "eagerly": eager(_first(loop, start, device)),
             "by scan": _scanned(loop, _first(loop, start, device)),
         }
-        made = whole(state)
-        state = made if loop.in_place else state
-        for way, result in (seen | {"in a graph": made}).items():
+        replayed = whole(state)
+        state = replayed if loop.in_place else state
+        for way, result in (results | {"in a graph": replayed}).items():
             numbers = [int(x) for x in (*result[0], result[1])]
-            if numbers != loop.wanted(start):
+            if numbers != loop.expected(start):
                 raise LawViolation(
                     f"L1 loops are Python's: {way}, from {start}: {numbers} for"
-                    f" {loop.wanted(start)}"
+                    f" {loop.expected(start)}"
                 )
     if (captures := whole.cache_info().captures) != 1:
         raise LawViolation(

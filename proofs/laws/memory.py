@@ -51,8 +51,8 @@ def dropped_graphs_are_not_in_use(function: Function, most: int, device: str = "
     other: Any = clone(state)
     for x in (x.to(device) for x in (*function.inputs, *function.inputs)):
         state, out = function.fn(params, state, x)
-        other, seen = graph(params, other, x)
-        assert_equal("L9 a dropped graph is not in use: output", seen, out)
+        other, replayed = graph(params, other, x)
+        assert_equal("L9 a dropped graph is not in use: output", replayed, out)
         assert_equal("L9 a dropped graph is not in use: state", other, state)
         if graph.cache_info().currsize > most:
             raise LawViolation(f"L9 a dropped graph: {graph.cache_info()} with room for {most}")

@@ -74,12 +74,12 @@ def ownership_is_kept(
     graph = graphify(whole(scenario, device), ladder=ladder)
     params = scenario.params(1, device)
     state = scenario.state(1, device)
-    held: list[tuple[Any, Any]] = []
+    results: list[tuple[Any, Any]] = []
     for batch in scenario.batches(device):
         old = state
         state, out = graph(params, state, batch)
-        held.append((out, clone(out)))
-        for result, copy in held:
+        results.append((out, clone(out)))
+        for result, copy in results:
             assert_equal("L9 a result does not change under its holder", result, copy)
         try:
             graph(params, old, batch)
@@ -103,11 +103,11 @@ def borrowed_results_are_right(function: Function, device: str = "cpu") -> None:
     params, state = function.params.to(device), tree_map(lambda x: x.to(device), function.state)
     other = clone(state)
     for x in (x.to(device) for x in function.inputs):
-        seen = expected = (x, x + 1, x)
+        replayed = expected = (x, x + 1, x)
         for _ in range(3):
             state, expected = step(params, state, expected[:2])
-            other, seen = graph(params, other, seen[:2])
-            assert_equal("L9 a borrowed result", seen, expected)
+            other, replayed = graph(params, other, replayed[:2])
+            assert_equal("L9 a borrowed result", replayed, expected)
             assert_equal("L9 a borrowed result: state", other, state)
 
 

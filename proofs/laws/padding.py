@@ -32,8 +32,8 @@ def padding_is_inert(
             other, padded = step(
                 params, _garbage_scratch(poisoned), _garbage_tail(pad(batch, descriptor), batch)
             )
-            seen = unpad(padded, batch.descriptor)
-            assert_equal("L2 padding is inert: output", seen, out, exact=False)
+            unpadded = unpad(padded, batch.descriptor)
+            assert_equal("L2 padding is inert: output", unpadded, out, exact=False)
             unwritten = tree_map(
                 lambda x: x.nan_to_num(0.0, torch.inf) if x.is_floating_point() else x,
                 visible(other),
@@ -111,15 +111,18 @@ def image_padding_is_inert(
                 "L2 padding is inert: there and back", unpad(wide, image.resolution), image
             )
             pixels = torch.where(wide.valid[..., None], wide.pixels, float("nan"))
-            other, seen = step(params, scenario.state(device), attrs.evolve(wide, pixels=pixels))
+            other, padded = step(params, scenario.state(device), attrs.evolve(wide, pixels=pixels))
             assert_equal(
-                "L2 padding is inert: image", unpad(seen, image.resolution), out, exact=False
+                "L2 padding is inert: image", unpad(padded, image.resolution), out, exact=False
             )
             assert_equal("L2 padding is inert: state", other, state, exact=False)
-            if seen.resolution != resolution or (seen.pixels.shape[0], seen.pixels.shape[1]) != (
+            if padded.resolution != resolution or (
+                padded.pixels.shape[0],
+                padded.pixels.shape[1],
+            ) != (
                 resolution.height,
                 resolution.width,
             ):
                 raise LawViolation(
-                    f"L2 padding is inert: {tuple(seen.pixels.shape)} for '{resolution}'"
+                    f"L2 padding is inert: {tuple(padded.pixels.shape)} for '{resolution}'"
                 )

@@ -26,11 +26,11 @@ def pieces_are_the_whole(
     states = [scenario.state(1, device) for _ in range(3)]
     for batch in scenario.batches(device):
         padded = pad(batch, pieces.explain(params, states[0], batch).decision.descriptor)
-        states[0], seen = pieces(params, states[0], batch)
+        states[0], result = pieces(params, states[0], batch)
         states[1], other = one(params, states[1], batch)
         states[2], out = eager(params, states[2], padded)
-        assert_equal("L5 pieces are the whole: output", seen, unpad(out, batch.descriptor))
-        assert_equal("L5 pieces are the whole: output", seen, other)
+        assert_equal("L5 pieces are the whole: output", result, unpad(out, batch.descriptor))
+        assert_equal("L5 pieces are the whole: output", result, other)
         assert_equal("L5 pieces are the whole: state", states[0], states[2])
         assert_equal("L5 pieces are the whole: state", states[0], states[1])
     if any(n != scenario.config.num_layers + 1 for n in pieces.num_pieces()):
@@ -53,8 +53,8 @@ def pieces_are_the_whole_on_functions(function: Function, device: str = "cpu") -
     other = clone(state)
     for x in (x.to(device) for x in function.inputs):
         state, out = function.fn(params, state, x)
-        other, seen = cut(params, other, x)
-        assert_equal("L5 pieces are the whole: output", seen, out)
+        other, result = cut(params, other, x)
+        assert_equal("L5 pieces are the whole: output", result, out)
         assert_equal("L5 pieces are the whole: state", other, state)
     if any(n != len(names) + 1 for n in cut.num_pieces()):
         raise LawViolation(f"L5 pieces are the whole: {cut.num_pieces()} pieces for {names}")

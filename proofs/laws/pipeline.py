@@ -39,8 +39,8 @@ def pipeline_is_composition(
     exact = microbatches == 1 and ladder is None
     for batch in scenario.batches(device):
         state, out = plain(params, state, batch)
-        other, seen = spanned(params, other, batch)
-        assert_equal("L3 pipeline is composition: output", seen, out, exact=exact)
+        other, result = spanned(params, other, batch)
+        assert_equal("L3 pipeline is composition: output", result, out, exact=exact)
         assert_equal(
             "L3 pipeline is composition: state", visible(other), visible(state), exact=exact
         )
@@ -56,8 +56,8 @@ def pipeline_is_composition_on_functions(
         lambda t: t.to(device), ([f.params for f in functions], [f.state for f in functions])
     )
     state, out = compose(stages)(params, states, x)
-    other, seen = pipeline(stages, microbatches=microbatches)(params, states, x)
-    assert_equal("L3 pipeline is composition: output", seen, out, exact=microbatches == 1)
+    other, result = pipeline(stages, microbatches=microbatches)(params, states, x)
+    assert_equal("L3 pipeline is composition: output", result, out, exact=microbatches == 1)
     assert_equal("L3 pipeline is composition: state", other, state, exact=microbatches == 1)
 
 
@@ -70,8 +70,8 @@ def microbatches_are_one(scenario: Scenario, parts: int, device: str = "cpu") ->
     other = scenario.state(1, device)
     for batch in scenario.batches(device):
         state, out = step(params, state, batch)
-        other, seen = cut(params, other, batch)
-        assert_equal("L13 micro-batches: output", seen, out, exact=False)
+        other, result = cut(params, other, batch)
+        assert_equal("L13 micro-batches: output", result, out, exact=False)
         assert_equal("L13 micro-batches: state", visible(other), visible(state), exact=False)
 
 

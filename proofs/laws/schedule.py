@@ -39,7 +39,7 @@ def refusal(case: Scheduled) -> str | None:
     try:
         check(case.programs, buffers=case.buffers)
     except ProgramError as error:
-        return error.seen
+        return error.problem
     return None
 
 
@@ -63,10 +63,10 @@ def broken_programs_are_refused(case: Broken) -> None:
         raise LawViolation(f"L10 broken programs are refused: and right ones: {refused}")
     for name, wrong in case.wrong.items():
         if refusal(wrong) is None:
-            seen = fault(wrong.programs, buffers=wrong.buffers)
+            failure = fault(wrong.programs, buffers=wrong.buffers)
             raise LawViolation(
                 f"L10 broken programs are refused: {name}: the checker accepts what goes wrong:"
-                f" {seen}"
+                f" {failure}"
             )
 
 
@@ -82,8 +82,8 @@ def schedules_are_right(case: Scheduled) -> None:
     for program in case.programs:
         for mb, job in enumerate(case.jobs):
             if job.after is not None and not _waits(program, mb, job.after):
-                seen = f"rank {program.rank} runs job {mb} before it took in job {job.after}"
-                raise LawViolation(f"L10 schedules are right: {seen}")
+                problem = f"rank {program.rank} runs job {mb} before it took in job {job.after}"
+                raise LawViolation(f"L10 schedules are right: {problem}")
 
 
 def _waits(program: Program, mb: int, after: int) -> bool:
@@ -108,21 +108,21 @@ def own_schedules_are_compositions(case: Woven, transport: Transport | None = No
         raise LawViolation(
             f"{law}: {rounds} rounds of equally fast stages, where {fewest} are enough"
         )
-    wanted = _one_after_the_other(case)
-    if (seen := _streamed(case, case.scheduled, transport)) != wanted:
-        raise LawViolation(f"{law}: {seen} for {wanted}")
+    expected = _one_after_the_other(case)
+    if (result := _streamed(case, case.scheduled, transport)) != expected:
+        raise LawViolation(f"{law}: {result} for {expected}")
     if prod(len(program.effects) + 1 for program in case.edited.programs) <= WORLDS:
         checker_is_right(case.edited)
     try:
-        seen = _streamed(case, case.edited, transport)
+        result = _streamed(case, case.edited, transport)
     except ProgramError:
         return
     except Exception as error:
         raise LawViolation(
             f"{law}: accepted after an edit, it raises {type(error).__name__}"
         ) from error
-    if seen != wanted:
-        raise LawViolation(f"{law}: accepted after an edit, it returns {seen} for {wanted}")
+    if result != expected:
+        raise LawViolation(f"{law}: accepted after an edit, it returns {result} for {expected}")
 
 
 def fewest_rounds(programs: Sequence[Program], jobs: Sequence[Job]) -> int:
@@ -175,8 +175,8 @@ def _stage(
     request."""
     rows, number = batch
     x = number + rows if x is None else x
-    made = (x * param + state[rows]) % 65_521
-    return state.index_copy(0, rows, state[rows] * 3 + made), made
+    output = (x * param + state[rows]) % 65_521
+    return state.index_copy(0, rows, state[rows] * 3 + output), output
 
 
 def _advance(state: Tensor, batch: tuple[Tensor, int], out: Tensor | None) -> Tensor:
@@ -185,7 +185,7 @@ def _advance(state: Tensor, batch: tuple[Tensor, int], out: Tensor | None) -> Te
 
 
 def _batches(case: Woven) -> list[tuple[Tensor, int]]:
-    return [(torch.tensor(sorted(own)), number) for number, own in enumerate(case.rows)]
+    return [(torch.tensor(sorted(rows)), number) for number, rows in enumerate(case.rows)]
 
 
 def _listed(case: Woven, states: Sequence[Tensor], outputs: Sequence[Any]) -> list[Any]:
@@ -217,12 +217,12 @@ def _streamed(case: Woven, scheduled: Scheduled, transport: Transport | None) ->
     programs = [
         attrs.evolve(p, effects=tuple(map(_without_schema, p.effects))) for p in scheduled.programs
     ]
-    others = interleaved(len(programs))  # for the pipeline's own number of micro-batches
+    fallback = interleaved(len(programs))  # for the pipeline's own number of micro-batches
 
     def schedule(num_stages: int, jobs: Sequence[Job], **options: Any) -> Sequence[Program]:
         if tuple(jobs) == scheduled.jobs:
             return programs
-        return others(num_stages, jobs, **options)
+        return fallback(num_stages, jobs, **options)
 
     advance = _advance if case.advances else None
     step = pipeline(

@@ -47,13 +47,13 @@ def shards_are_the_function(function: RankFunction) -> None:
     for x in function.inputs:
         expected, out = function.whole(function.params, expected, x)
         for name, step in steps.items():
-            given = states[name]
+            previous_state = states[name]
             law = f"L22 shards are the function: {name}"
-            states[name], seen = _made(law, step, function.params, given, x)
-            assert_equal(f"{law}: output", seen, out, exact=False)
+            states[name], result = _result_of(law, step, function.params, previous_state, x)
+            assert_equal(f"{law}: output", result, out, exact=False)
             assert_equal(f"{law}: state", states[name], expected, exact=False)
             if function.code[-1] == "state: in place" and any(
-                states[name][key] is not given[key] for key in given
+                states[name][key] is not previous_state[key] for key in previous_state
             ):
                 raise LawViolation(
                     f"{law}: a state that was written in place is returned as another tensor"
@@ -84,8 +84,8 @@ def shards_commute(function: RankFunction, microbatches: int, length: int) -> No
         for x in function.inputs:
             expected, out = plain(function.params, expected, x)
             law = f"L22 shards commute: {name}"
-            state, seen = _made(law, step, function.params, state, x)
-            assert_equal(f"{law}: output", seen, out, exact=False)
+            state, result = _result_of(law, step, function.params, state, x)
+            assert_equal(f"{law}: output", result, out, exact=False)
             assert_equal(f"{law}: state", state, expected, exact=False)
 
 
@@ -104,19 +104,19 @@ def stages_of_shards_are_stages(functions: Sequence[RankFunction], microbatches:
             [graphify(stage) for stage in stages], microbatches=microbatches
         ),
     }
-    given = tuple(function.state for function in functions)
-    states = {name: clone(given) for name in steps}
-    expected = clone(given)
+    initial_states = tuple(function.state for function in functions)
+    states = {name: clone(initial_states) for name in steps}
+    expected = clone(initial_states)
     for x in functions[0].inputs:
         expected, out = plain(params, expected, x)
         for name, step in steps.items():
             law = f"L22 stages of shards: {name}"
-            states[name], seen = _made(law, step, params, states[name], x)
-            assert_equal(f"{law}: output", seen, out, exact=False)
+            states[name], result = _result_of(law, step, params, states[name], x)
+            assert_equal(f"{law}: output", result, out, exact=False)
             assert_equal(f"{law}: state", states[name], expected, exact=False)
 
 
-def _made(law: str, call: Callable[..., Any], *args: Any) -> Any:
+def _result_of(law: str, call: Callable[..., Any], *args: Any) -> Any:
     """The result of a call that must not raise."""
     try:
         return call(*args)
@@ -134,12 +134,12 @@ def _stack(x: Tensor) -> Tensor:
 
 
 def _backward(fn: Step, params: Any, state: Any, x: Tensor) -> Any:
-    own = (
+    leaves = (
         {name: p.clone().requires_grad_() for name, p in params.items()},
         x.clone().requires_grad_(),
     )
-    _losses(fn)(own[0], state, own[1]).backward()
-    return {name: p.grad for name, p in own[0].items()}, own[1].grad
+    _losses(fn)(leaves[0], state, leaves[1]).backward()
+    return {name: p.grad for name, p in leaves[0].items()}, leaves[1].grad
 
 
 TRANSFORMS: dict[str, Callable[[Step, Any, Any, Tensor], Any]] = {
@@ -162,9 +162,9 @@ def derivatives_of_shards_are_derivatives(function: RankFunction, transform: str
     sharded = function.sharded()
     for x in function.inputs:
         law = f"L22 {transform} of shards"
-        seen = _made(law, apply, sharded, function.params, clone(function.state), x)
+        result = _result_of(law, apply, sharded, function.params, clone(function.state), x)
         expected = apply(function.whole, function.params, clone(function.state), x)
-        assert_equal(law, seen, expected, exact=False)
+        assert_equal(law, result, expected, exact=False)
 
 
 def surroundings_of_shards_change_nothing(case: SurroundedShard) -> None:
@@ -178,15 +178,15 @@ def surroundings_of_shards_change_nothing(case: SurroundedShard) -> None:
     law = f"L22 surroundings of shards: {case.first}"
     with contextlib.suppress(*_REFUSALS):
         expected = call(whole, case.x)
-        assert_equal(law, _made(law, call, step, case.x), expected, exact=False)
+        assert_equal(law, _result_of(law, call, step, case.x), expected, exact=False)
     for turn, name in enumerate(case.later):
         weight = torch.tensor(2.0 + turn)
         later = LATER_CALLS[name]
         law = f"L22 surroundings of shards: {name}, after {case.first}"
         with contextlib.suppress(*_REFUSALS):
             expected = later(_with_weight(whole, write), weight, case.x)
-            seen = _made(law, later, _with_weight(step, write), weight, case.x)
-            assert_equal(law, seen, expected, exact=False)
+            result = _result_of(law, later, _with_weight(step, write), weight, case.x)
+            assert_equal(law, result, expected, exact=False)
 
 
 # The errors by which torch and captures refuse the function itself. A `LawViolation` is none of
@@ -211,12 +211,12 @@ def disagreeing_ranks_are_refused(case: Disagreement) -> None:
     anything runs."""
     function = case.function
     step = function.sharded(case.fn)
-    given = clone(function.state)
-    before = clone(given)
+    state = clone(function.state)
+    before = clone(state)
     try:
-        step(function.params, given, function.inputs[0])
+        step(function.params, state, function.inputs[0])
     except ProgramError:
-        assert_equal("L22 disagreeing ranks are refused: the state afterwards", given, before)
+        assert_equal("L22 disagreeing ranks are refused: the state afterwards", state, before)
         return
     except Exception as error:
         text = f"{type(error).__name__}: {error}".splitlines()[0]
@@ -268,12 +268,12 @@ def shares_are_the_model(
     )
     for batch in scenario.batches():
         state, out = step(params, state, batch)
-        own_state, seen = shared(own_params, own_state, batch)
-        assert_equal("L22 shares are the model: logits", seen.logits, out.logits, exact=False)
-        if not torch.equal(seen.token_ids, out.token_ids):
-            _refuse_apart(out.logits, seen.token_ids, out.token_ids)
+        own_state, result = shared(own_params, own_state, batch)
+        assert_equal("L22 shares are the model: logits", result.logits, out.logits, exact=False)
+        if not torch.equal(result.token_ids, out.token_ids):
+            _refuse_apart(out.logits, result.token_ids, out.token_ids)
             return
-        assert_equal("L22 shares are the model: output", seen, out, exact=False)
+        assert_equal("L22 shares are the model: output", result, out, exact=False)
         for stage, expected in zip(own_state, state, strict=True):
             pages = _pages(expected.kv_pages, scenario, num_ranks)
             assert_equal(
@@ -293,13 +293,13 @@ def shares_have_the_same_bits(cut: CutScenario) -> None:
     sequence of batches, in any split."""
     steps = {count: _shared(cut, count) for count in cut.numbers_of_ranks}
     for batch in cut.scenario.batches():
-        found = {}
+        outputs = {}
         for count, (step, params, states) in steps.items():
             states, out = step(params, states, batch)
-            steps[count], found[count] = (step, params, states), out
-        for count, out in found.items():
+            steps[count], outputs[count] = (step, params, states), out
+        for count, out in outputs.items():
             law = f"L22 shares have the same bits: {cut.leaves} leaves, {count} ranks"
-            assert_equal(f"{law}: output", out, found[1])
+            assert_equal(f"{law}: output", out, outputs[1])
             for stage, (expected,) in zip(steps[count][2], steps[1][2], strict=True):
                 pages = _pages(expected.kv_pages, cut.scenario, count)
                 assert_equal(f"{law}: pages", [one.kv_pages for one in stage], pages)
@@ -307,26 +307,26 @@ def shares_have_the_same_bits(cut: CutScenario) -> None:
                 assert_equal(f"{law}: state", visible(rest), visible([expected] * count))
 
 
-def _refuse_apart(logits: Tensor, seen: Tensor, expected: Tensor) -> None:
+def _refuse_apart(logits: Tensor, tokens: Tensor, expected: Tensor) -> None:
     """Raise LawViolation if tokens differ whose logits are not next to equal."""
-    there = [logits.gather(-1, ids.reshape(-1, 1)) for ids in (seen, expected)]
-    if (found := find_difference(seen, expected)) is not None and bool(
+    there = [logits.gather(-1, ids.reshape(-1, 1)) for ids in (tokens, expected)]
+    if (difference := find_difference(tokens, expected)) is not None and bool(
         ((there[0] - there[1]).abs() > 1e-2).any()
     ):
-        raise LawViolation(f"L22 shares are the model: tokens: {found}")
+        raise LawViolation(f"L22 shares are the model: tokens: {difference}")
 
 
 def _pages(pages: Tensor, scenario: Scenario, num_ranks: int) -> list[Tensor]:
     """The part of a stage's pages that each rank has, by definition: rank r computes query heads
     r·H/n to (r+1)·H/n, and so has the keys and values that these read."""
     config = scenario.config
-    found = []
+    parts = []
     heads = config.num_heads // num_ranks
     each = config.num_heads // config.num_kv_heads
     for rank in range(num_ranks):
         read = sorted({head // each for head in range(rank * heads, (rank + 1) * heads)})
-        found.append(pages[..., read, :])
-    return found
+        parts.append(pages[..., read, :])
+    return parts
 
 
 def _shared(cut: CutScenario, num_ranks: int) -> tuple[Step, Any, Any]:
@@ -336,7 +336,7 @@ def _shared(cut: CutScenario, num_ranks: int) -> tuple[Step, Any, Any]:
     config = cut.scenario.config
     mesh = Mesh(**{AXIS: num_ranks})
     layouts = scenario.layouts(cut.num_stages)
-    own = share_config(config, num_ranks)
+    rank_config = share_config(config, num_ranks)
     is_cut = cut.leaves > 1
     if num_ranks > 1:
         ranks = TensorRanks(AXIS, config.vocab_size)
@@ -349,13 +349,13 @@ def _shared(cut: CutScenario, num_ranks: int) -> tuple[Step, Any, Any]:
     }
     where = (PerRank(), PerRank(), Replicate(), Replicate()), (PerRank(), Replicate())
     stages = [
-        shard(decoder_stage(own, layout, **options, ranks=ranks), mesh, *where)
+        shard(decoder_stage(rank_config, layout, **options, ranks=ranks), mesh, *where)
         for layout in layouts
     ]
     params = [
         tuple(_share_of(cut, layout, (rank, num_ranks)) for rank in mesh) for layout in layouts
     ]
-    by_rank = [attrs.evolve(scenario, config=own).state(cut.num_stages) for _ in mesh]
+    by_rank = [attrs.evolve(scenario, config=rank_config).state(cut.num_stages) for _ in mesh]
     states = tuple(
         tuple(
             attrs.evolve(each[index], kv_pages=each[index].kv_pages.to(cut.dtype))

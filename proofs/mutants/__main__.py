@@ -26,18 +26,22 @@ LONGEST = 160
 
 
 def row(
-    mutant: Mutant, device: str, shrinks: int, known: dict[str, Any] | None = None
+    mutant: Mutant, device: str, shrinks: int, stored_row: dict[str, Any] | None = None
 ) -> dict[str, Any]:
     """One planted bug, and the result of its law: on the case of a known row, if that still breaks
     it."""
     with mutant.plant():
-        again = None if known is None else replay(mutant.law, known["choices"])
+        again = None if stored_row is None else replay(mutant.law, stored_row["choices"])
         if (
-            known is not None and again is not None and again.choices == known["choices"]
+            stored_row is not None and again is not None and again.choices == stored_row["choices"]
         ):  # its texts may be others now
-            return {**known, "case": list(again.case), "violation": again.violation.splitlines()[0]}
+            return {
+                **stored_row,
+                "case": list(again.case),
+                "violation": again.violation.splitlines()[0],
+            }
         caught = catch(mutant.law, device, max_examples=MOST_EXAMPLES, shrinks=shrinks)
-    found = (
+    outcome = (
         {"examples": None, "case": [], "violation": "survived", "choices": ""}
         if caught is None
         else {
@@ -47,7 +51,7 @@ def row(
             "choices": caught.choices,
         }
     )
-    return {"law": str(mutant.law), "mutant": mutant.name, **found}
+    return {"law": str(mutant.law), "mutant": mutant.name, **outcome}
 
 
 def _beginning(text: str) -> str:
@@ -91,10 +95,10 @@ def main() -> None:
     )
     arguments = parser.parse_args()
     torch.set_num_threads(1)
-    known = _stored(arguments.out) if arguments.missing else {}
-    own = arguments.device, arguments.shrinks
+    stored_rows = _stored(arguments.out) if arguments.missing else {}
+    options = arguments.device, arguments.shrinks
     rows = [
-        row(each, *own, known.get((str(each.law), each.name)))
+        row(each, *options, stored_rows.get((str(each.law), each.name)))
         for each in tqdm(MUTANTS, unit="mutant")
     ]
     survived = [r["mutant"] for r in rows if r["examples"] is None]

@@ -147,10 +147,10 @@ def _kept_by_the_batch(x: Tensor, dtype: torch.dtype) -> Tensor:
 
 def _experts_in_the_batch(*args: Any, **options: Any) -> Tensor:
     """A token's experts are added up in the order in which the batch comes to them."""
-    made = run_experts(*args, **options)
-    if made.shape[1] > 1:
-        return made.flip(0)
-    return made
+    products = run_experts(*args, **options)
+    if products.shape[1] > 1:
+        return products.flip(0)
+    return products
 
 
 def _wide_beside_an_image(
@@ -163,8 +163,8 @@ def _wide_beside_an_image(
     wide = rope_tables(inv_freq.double(), positions.double(), factor, torch.float64, section)
     has_image = (positions != positions[:, :1]).any()
     return tuple(
-        torch.where(has_image, own.to(dtype), table)
-        for own, table in zip(wide, tables, strict=True)
+        torch.where(has_image, wide_table.to(dtype), table)
+        for wide_table, table in zip(wide, tables, strict=True)
     )
 
 

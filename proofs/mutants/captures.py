@@ -108,10 +108,10 @@ def _addresses_forgotten() -> Iterator[None]:
     """Only names are compared, and not where the tensors lie."""
     make = Outside.__init__
 
-    def made(self: Outside, fn: Any, external: Any, thorough: bool) -> None:
+    def init(self: Outside, fn: Any, external: Any, thorough: bool) -> None:
         make(self, fn, (), thorough)
 
-    with mock.patch.object(Outside, "__init__", made):
+    with mock.patch.object(Outside, "__init__", init):
         yield
 
 
@@ -120,10 +120,10 @@ def _names_forgotten() -> Iterator[None]:
     """Only addresses are compared, and not what the names stand for."""
     make = Outside.__init__
 
-    def made(self: Outside, fn: Any, external: Any, thorough: bool) -> None:
+    def init(self: Outside, fn: Any, external: Any, thorough: bool) -> None:
         make(self, _nothing, external, False)
 
-    with mock.patch.object(Outside, "__init__", made):
+    with mock.patch.object(Outside, "__init__", init):
         yield
 
 

@@ -60,7 +60,7 @@ def catch(
         max_examples: the most cases.
         shrinks: the most smaller cases to try once a case broke the law.
     """
-    found: list[Caught] = []
+    failures: list[Caught] = []
     count = tried = 0
 
     @settings(
@@ -75,25 +75,25 @@ def catch(
     @given(st.data())
     def run(data: st.DataObject) -> None:
         nonlocal count, tried
-        count, tried = count + (not found), tried + bool(found)
+        count, tried = count + (not failures), tried + bool(failures)
         if tried > shrinks > 0:
             return  # which Hypothesis takes for a flaky law, and gives up
         drawing: Any = _Drawing(data)
         try:
             law.check(drawing, device)
         except LawViolation as error:
-            found.append(Caught(count, tuple(drawing.drawn), str(error), _written(data)))
+            failures.append(Caught(count, tuple(drawing.drawn), str(error), _written(data)))
             raise
 
     try:
         run()
     except LawViolation:
         # Hypothesis ends with the smallest
-        return attrs.evolve(found[-1], examples=found[0].examples)
+        return attrs.evolve(failures[-1], examples=failures[0].examples)
     except (Flaky, FlakyStrategyDefinition):
-        if not found:
+        if not failures:
             raise
-    return min(found, key=lambda caught: len(str(caught.case)), default=None)
+    return min(failures, key=lambda caught: len(str(caught.case)), default=None)
 
 
 def replay(law: Law, choices: str, device: str = "cpu") -> Caught | None:
@@ -105,7 +105,7 @@ def replay(law: Law, choices: str, device: str = "cpu") -> Caught | None:
             another case from them.
         device: the device of the case.
     """
-    found: list[tuple[Caught, LawViolation]] = []
+    failures: list[tuple[Caught, LawViolation]] = []
 
     @settings(
         deadline=None,
@@ -119,14 +119,14 @@ def replay(law: Law, choices: str, device: str = "cpu") -> Caught | None:
     @given(st.data())
     def run(data: st.DataObject) -> None:
         if (
-            found
+            failures
         ):  # Hypothesis runs what failed once more, to report it, and finds that this draws nothing
-            raise found[0][1]
+            raise failures[0][1]
         drawing: Any = _Drawing(data)
         try:
             law.check(drawing, device)
         except LawViolation as error:
-            found.append((Caught(1, tuple(drawing.drawn), str(error), _written(data)), error))
+            failures.append((Caught(1, tuple(drawing.drawn), str(error), _written(data)), error))
             raise
 
     try:
@@ -134,10 +134,10 @@ def replay(law: Law, choices: str, device: str = "cpu") -> Caught | None:
     except Unsatisfiable:
         return None  # the strategies draw nothing from these choices now
     except (LawViolation, Flaky, FlakyStrategyDefinition):
-        if not found:
+        if not failures:
             raise
-    if found:
-        return found[0][0]
+    if failures:
+        return failures[0][0]
     return None
 
 

@@ -217,7 +217,7 @@ def mirror(repository: Path, file: Path) -> Path | None:
 
 def mirrored_files(repository: Path) -> list[Path]:
     """The core files of the product that a test file mirrors, relative to the repository."""
-    found = []
+    files = []
     for home in HOMES:
         for path in sorted((repository / home).rglob("*.py")):
             file = path.relative_to(repository)
@@ -225,8 +225,8 @@ def mirrored_files(repository: Path) -> list[Path]:
             is_face = any(file.is_relative_to(face) for face in FACES)
             is_kernel = file.stem.endswith("_triton")
             if not (linked or is_face or is_kernel) and mirror(repository, file) is not None:
-                found.append(file)
-    return found
+                files.append(file)
+    return files
 
 
 def module_of(file: Path) -> str:

@@ -90,7 +90,7 @@ def _key_without_loras(call: Any, mode: str, descriptor: Any, signature: Any = N
 
 
 def _no_check(tensors: Sequence[Tensor]) -> Callable[..., bool]:
-    return lambda *given: len(given) == len(tensors)
+    return lambda *args: len(args) == len(tensors)
 
 
 def _write_no_value(writer: Any, expression: str, value: Any, weakly: bool = False) -> None:
@@ -99,7 +99,10 @@ def _write_no_value(writer: Any, expression: str, value: Any, weakly: bool = Fal
 
 def _known_blindly(self: FastPath[Any], read: Any) -> Any:
     """The remembered references of one call are used for every other call of the same structure."""
-    return next((guarded.value() for found in self.known.values() for guarded in found), None)
+    return next(
+        (guarded.value() for entries in self.cached_references.values() for guarded in entries),
+        None,
+    )
 
 
 class _Idle(Operation):
@@ -139,8 +142,8 @@ def _held_weakly() -> Iterator[None]:
 
 
 def _live(tree: Any, descriptor: Any) -> Any:
-    own = find_descriptors(tree)[0]
-    if descriptor.covers(own):
+    actual = find_descriptors(tree)[0]
+    if descriptor.covers(actual):
         return pad(tree, descriptor)
     return inert(tree, descriptor)
 
@@ -172,25 +175,27 @@ def _home_without_writing(value: Any, home: Tensor | None) -> Any:
     return home
 
 
-def _swapped(outputs: Outputs, buffers: Sequence[Any], borrow: bool, own: Any) -> Handover:
-    def swap(made: Any, references: Any, build: Callable[..., Any]) -> Any:
-        leaves, structure = tree_flatten(build(made, references))
+def _swapped(outputs: Outputs, buffers: Sequence[Any], borrow: bool, descriptor: Any) -> Handover:
+    def swap(tensors: Any, references: Any, build: Callable[..., Any]) -> Any:
+        leaves, structure = tree_flatten(build(tensors, references))
         return tree_unflatten([*leaves[1:2], *leaves[:1], *leaves[2:]], structure)
 
-    planned = hand_over(outputs, buffers, borrow, own)
+    planned = hand_over(outputs, buffers, borrow, descriptor)
     return attrs.evolve(planned, build=partial(swap, build=planned.build))
 
 
-def _borrowing(outputs: Outputs, buffers: Sequence[Any], borrow: bool, own: Any) -> Handover:
-    return hand_over(outputs, buffers, True, own)
+def _borrowing(outputs: Outputs, buffers: Sequence[Any], borrow: bool, descriptor: Any) -> Handover:
+    return hand_over(outputs, buffers, True, descriptor)
 
 
-def _lending_inputs(outputs: Outputs, buffers: Sequence[Any], borrow: bool, own: Any) -> Handover:
-    return hand_over(outputs, (), borrow, own)
+def _lending_inputs(
+    outputs: Outputs, buffers: Sequence[Any], borrow: bool, descriptor: Any
+) -> Handover:
+    return hand_over(outputs, (), borrow, descriptor)
 
 
 def _for_the_graph_s_class(
-    self: Template, own: Any, builder: Callable[..., Any] = Template.builder
+    self: Template, descriptor: Any, builder: Callable[..., Any] = Template.builder
 ) -> Any:
     return builder(self, None)
 

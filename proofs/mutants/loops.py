@@ -38,8 +38,8 @@ def _unbounded(self: _Loop, *args: Any) -> Any:
     return _record(self, *args)
 
 
-def _one_after_the_other(buffers: Sequence[Any], made: Sequence[Any]) -> None:
-    for buffer, value in zip(buffers, made, strict=True):
+def _one_after_the_other(buffers: Sequence[Any], values: Sequence[Any]) -> None:
+    for buffer, value in zip(buffers, values, strict=True):
         buffer.copy_(value)
 
 

@@ -29,20 +29,21 @@ _PREFIX_CACHE = "weft.transforms.engine.requests.prefix_cache"
 
 def _of_the_row_below(state: State, batch: Batch) -> ResolvedBatch:
     """Each request has the extras of the one after it in the batch."""
-    found = resolve(state, batch)
+    resolved = resolve(state, batch)
     return attrs.evolve(
-        found, extras={name: PerRequest(x.values.roll(-1, 0)) for name, x in found.extras.items()}
+        resolved,
+        extras={name: PerRequest(x.values.roll(-1, 0)) for name, x in resolved.extras.items()},
     )
 
 
 def _of_the_row(state: State, batch: Batch) -> ResolvedBatch:
     """Requests have the extras of the first rows, whichever rows they are in."""
-    found = resolve(state, batch)
+    resolved = resolve(state, batch)
     first = torch.arange(len(batch.rows), device=batch.rows.device).clamp(
         max=len(state.positions) - 1
     )
     return attrs.evolve(
-        found, extras={name: PerRequest(x[first]) for name, x in state.extras.items()}
+        resolved, extras={name: PerRequest(x[first]) for name, x in state.extras.items()}
     )
 
 
@@ -52,8 +53,8 @@ def _salt_without_extras(request: Request, version: int) -> bytes:
 
 def _lost_when_it_starts_again(*args: Any, generated: Any, extras: Any, **options: Any) -> State:
     """A request that was preempted comes back with the defaults."""
-    own = [{} if said else given for said, given in zip(generated, extras, strict=True)]
-    return admit(*args, generated=generated, extras=own, **options)
+    kept_extras = [{} if said else values for said, values in zip(generated, extras, strict=True)]
+    return admit(*args, generated=generated, extras=kept_extras, **options)
 
 
 def _left_in_the_row(*args: Any, extras: Any, **options: Any) -> State:
@@ -63,8 +64,8 @@ def _left_in_the_row(*args: Any, extras: Any, **options: Any) -> State:
     after = admit(*args, extras=extras, **options)
     rows = args[1]
     for name, old in before.items():
-        for row, given in zip(rows, extras, strict=True):
-            if name not in given:
+        for row, values in zip(rows, extras, strict=True):
+            if name not in values:
                 after.extras[name][row] = old[row]
     return after
 
@@ -93,7 +94,7 @@ _APPEND = CompletionState.append_captured
 
 def _of_the_token_before(self: Sown, *args: Any) -> dict[str, PerToken]:
     """Each token has what was captured of the one before it in the batch."""
-    return {name: PerToken(own.values.roll(1, 0)) for name, own in _AFTER(self, *args).items()}
+    return {name: PerToken(value.values.roll(1, 0)) for name, value in _AFTER(self, *args).items()}
 
 
 _AFTER = Sown.after
@@ -106,12 +107,12 @@ def _only_here(self: Sown, x: Any, *args: Any) -> dict[str, PerToken]:
 
 def _of_the_last_draft(self: Carried, batch: ResolvedBatch, page_size: int, values: Any) -> Carried:
     """What a request carries is that of the last token that a step read, right or wrong."""
-    found = _WRITE(self, batch, page_size, values)
+    carried = _WRITE(self, batch, page_size, values)
     for name, new in values.items():
-        old = found.values[name][batch.rows]
+        old = carried.values[name][batch.rows]
         kept = (batch.rows >= 0).view(-1, *[1] * (old.dim() - 1))
-        found.values[name][batch.rows] = torch.where(kept, new[batch.last_index][:, None], old)
-    return found
+        carried.values[name][batch.rows] = torch.where(kept, new[batch.last_index][:, None], old)
+    return carried
 
 
 _WRITE = Carried.write
@@ -131,10 +132,10 @@ def _of_the_first_token(
 
 def _with_padding(self: Carried, batch: ResolvedBatch, page_size: int, values: Any) -> Carried:
     """Padding, too, writes a row: that of the defaults."""
-    found = _WRITE(self, batch, page_size, values)
+    carried = _WRITE(self, batch, page_size, values)
     for name, new in values.items():
-        found.values[name][-1] = new[-1]
-    return found
+        carried.values[name][-1] = new[-1]
+    return carried
 
 
 def _of_the_first_page(self: Carried, rows: Tensor, positions: Any, last_pages: Any) -> None:
@@ -144,17 +145,17 @@ def _of_the_first_page(self: Carried, rows: Tensor, positions: Any, last_pages: 
 
 def _not_started(self: Carried, rows: Tensor, positions: Any, last_pages: Any) -> None:
     """A request goes on from what the last one in its row left."""
-    before = {name: own.clone() for name, own in self.values.items()}
+    before = {name: old.clone() for name, old in self.values.items()}
     _ADMIT(self, rows, positions, last_pages)
     for row, page in zip(rows.tolist(), last_pages, strict=True):
-        for name, own in before.items():
-            self.values[name][row] = own[row] if page < 0 else self.values[name][row]
+        for name, old in before.items():
+            self.values[name][row] = old[row] if page < 0 else self.values[name][row]
 
 
 def _of_the_neighbour(self: Carried, rows: Tensor, positions: Tensor) -> dict[str, PerRequest]:
     return {
-        name: PerRequest(own.values.roll(1, 0))
-        for name, own in _READ(self, rows, positions).items()
+        name: PerRequest(value.values.roll(1, 0))
+        for name, value in _READ(self, rows, positions).items()
     }
 
 
@@ -162,39 +163,40 @@ def _carried(name: str, method: str, bug: Any) -> Mutant:
     return Mutant(name, _OWN, partial(mock.patch.object, Carried, method, bug))
 
 
-def _without_digests(content: Any, defaults: Any, given: Any, num_tokens: int) -> Any:
+def _without_digests(content: Any, defaults: Any, token_extras: Any, num_tokens: int) -> Any:
     """The inputs of a prompt's tokens are no part of its pages' names."""
-    found = with_token_extras(content, defaults, given, num_tokens)
-    if found is None:
+    extended = with_token_extras(content, defaults, token_extras, num_tokens)
+    if extended is None:
         return None
-    return attrs.evolve(found, contents=(b"",) * num_tokens)
+    return attrs.evolve(extended, contents=(b"",) * num_tokens)
 
 
-def _from_the_first(given: Any, starts: Any, token_ids: Any, device: Any) -> Any:
+def _from_the_first(contents: Any, starts: Any, token_ids: Any, device: Any) -> Any:
     """A chunk of a prompt has the inputs of the prompt's first tokens."""
-    return batch_token_extras(given, [0] * len(starts), token_ids, device)
+    return batch_token_extras(contents, [0] * len(starts), token_ids, device)
 
 
 def _on_the_first_stage(self: Batch) -> Batch:
-    found = _AFTER_FIRST(self)
-    if found.token_extras:
-        return attrs.evolve(found, token_extras={})
-    return found
+    batch = _AFTER_FIRST(self)
+    if batch.token_extras:
+        return attrs.evolve(batch, token_extras={})
+    return batch
 
 
 _AFTER_FIRST = Batch.after_first
 
 
-def _last_for_the_rest(given: Any, starts: Any, token_ids: Any, device: Any) -> Any:
+def _last_for_the_rest(contents: Any, starts: Any, token_ids: Any, device: Any) -> Any:
     """Tokens without inputs of their own have those of a prompt's last token."""
-    held = [
-        own and attrs.evolve(own, token_extras=_ending_twice(own.token_extras)) for own in given
+    changed = [
+        content and attrs.evolve(content, token_extras=_ending_twice(content.token_extras))
+        for content in contents
     ]
-    return batch_token_extras(held, starts, token_ids, device)
+    return batch_token_extras(changed, starts, token_ids, device)
 
 
 def _ending_twice(extras: Any) -> dict[str, Tensor]:
-    return {name: torch.cat((own[:-1], own[-2:-1])) for name, own in extras.items()}
+    return {name: torch.cat((values[:-1], values[-2:-1])) for name, values in extras.items()}
 
 
 _OWN = find("L21", "own stages serve as alone")

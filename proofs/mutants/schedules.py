@@ -90,21 +90,21 @@ def _nothing(*args: Any, **options: Any) -> tuple[()]:
 
 def _what_was_sent(program: Program, buffers: int, num_stages: int) -> Iterator[ProgramError]:
     """Checks the messages in flight, and not those still to be sent."""
-    seen: list[Effect] = []
+    prefix: list[Effect] = []
     for effect in program.effects:
-        seen.append(effect)
+        prefix.append(effect)
         if isinstance(effect, Run) and effect.what != "advance":
             yield from check_buffers(
-                attrs.evolve(program, effects=tuple(seen)), buffers, num_stages
+                attrs.evolve(program, effects=tuple(prefix)), buffers, num_stages
             )
 
 
 def _any_root(program: Program, num_stages: int) -> Iterator[ProgramError]:
     """Checks senders and receivers, and not whose output returns."""
-    known = (
+    effects = (
         e for e in program.effects if not (isinstance(e, Broadcast) and e.root < program.num_ranks)
     )
-    return check_peers(attrs.evolve(program, effects=tuple(known)), num_stages)
+    return check_peers(attrs.evolve(program, effects=tuple(effects)), num_stages)
 
 
 def _in_order_of_numbers(programs: Sequence[Program]) -> Iterator[ProgramError]:
@@ -137,8 +137,8 @@ def _lazy_loom() -> Iterator[None]:
 
 def _any_collective(program: Program, num_stages: int) -> Iterator[ProgramError]:
     """Finds nothing wrong with collectives."""
-    known = (e for e in program.effects if not isinstance(e, Collective))
-    return check_peers(attrs.evolve(program, effects=tuple(known)), num_stages)
+    effects = (e for e in program.effects if not isinstance(e, Collective))
+    return check_peers(attrs.evolve(program, effects=tuple(effects)), num_stages)
 
 
 _ENDING_ANYHOW = partial(mock.patch.object, Machine, "leftover", _nothing)
@@ -198,7 +198,7 @@ SCHEDULES = (
         _OWN,
         replace(_PIPELINE, "refuse_other_work", _nothing),
     ),
-    Mutant("states come back by rank", _OWN, replace(_WORKER, "_index", lambda own: 0)),
+    Mutant("states come back by rank", _OWN, replace(_WORKER, "_index", lambda stage_run: 0)),
     Mutant("messages wait until a rank needs them", _OWN, _lazy_loom),
     Mutant(
         "a collective is accepted, and not performed",

@@ -77,7 +77,7 @@ def _predicting() -> AbstractContextManager[Any]:
     hosts: list[HostState] = []
 
     def observed(host: HostState, job: int, token_ids: Sequence[Sequence[int]]) -> Any:
-        if all(host is not seen for seen in hosts):
+        if all(host is not other for other in hosts):
             hosts.append(host)
         host, got = observe(host, job, token_ids)
         for _, req, _ in got:
@@ -97,7 +97,7 @@ def _no_adapters(slots: Iterable[int]) -> int:
     return 0
 
 
-def _nothing_given(given: PromptContent, start: int, stop: int) -> bytes:
+def _nothing_given(content: PromptContent, start: int, stop: int) -> bytes:
     return b""
 
 
@@ -106,9 +106,9 @@ def _in_order_without_delta(state: State, batch: Batch, resolved: ResolvedBatch)
     return mrope_positions(attrs.evolve(state, mrope_position_deltas=zeros), batch, resolved)
 
 
-def _in_their_chunk(given: Sequence[Any], starts: Sequence[int], *where: Any) -> Any:
+def _in_their_chunk(contents: Sequence[Any], starts: Sequence[int], *where: Any) -> Any:
     """Each chunk of a prompt gets the positions of the prompt's first tokens."""
-    return batch_positions(given, [0] * len(starts), *where)
+    return batch_positions(contents, [0] * len(starts), *where)
 
 
 def _salt_of_none(request: Request, version: int) -> bytes:

@@ -64,7 +64,7 @@ def _joined_backwards(effect: Collective, inputs: Sequence[Tensor]) -> list[Tens
 
 
 def _without_gradients(effect: Collective, inputs: Sequence[Tensor]) -> list[Tensor]:
-    return [made.detach() for made in combine(effect, inputs)]
+    return [output.detach() for output in combine(effect, inputs)]
 
 
 def _sums_for_any(effect: Collective, inputs: Sequence[Tensor]) -> list[Tensor]:
@@ -75,7 +75,10 @@ def _sums_for_any(effect: Collective, inputs: Sequence[Tensor]) -> list[Tensor]:
 
 def _whole_on_every_rank(value: Tensor, placements: Any, *where: Any) -> Tensor:
     """Every rank has the whole of a partial sum."""
-    layout = tuple((axis, Replicate() if own == Partial() else own) for axis, own in placements)
+    layout = tuple(
+        (axis, Replicate() if placement == Partial() else placement)
+        for axis, placement in placements
+    )
     return part_of(value, layout, *where)
 
 
@@ -92,10 +95,10 @@ def _from_the_start(effect: Collective, inputs: Sequence[Tensor]) -> list[Tensor
     return combine(effect, inputs)
 
 
-def _in_the_order_of_the_mesh(given: Any, mesh: Mesh, call: str) -> Layout:
+def _in_the_order_of_the_mesh(spec: Any, mesh: Mesh, call: str) -> Layout:
     """The first axis of the mesh cuts first, whichever is named first."""
     return tuple(
-        sorted(on_axes(given, mesh, call), key=lambda pair: list(mesh.sizes).index(pair[0]))
+        sorted(on_axes(spec, mesh, call), key=lambda pair: list(mesh.sizes).index(pair[0]))
     )
 
 
@@ -144,49 +147,49 @@ def _not_summed(self: TensorRanks, added: Tensor) -> Tensor:
     return added
 
 
-def _heads_of_the_next(name: str, whole: Field, own: Field, rank: int, kv_rank: int) -> Field:
+def _heads_of_the_next(name: str, whole: Field, share: Field, rank: int, kv_rank: int) -> Field:
     """A rank's query heads are not those whose columns of `o` it has."""
     if name == "o_proj":
-        count = whole.shape[1] // own.shape[1]
-        return _share_field(name, whole, own, (rank + 1) % count, kv_rank)
-    return _share_field(name, whole, own, rank, kv_rank)
+        count = whole.shape[1] // share.shape[1]
+        return _share_field(name, whole, share, (rank + 1) % count, kv_rank)
+    return _share_field(name, whole, share, rank, kv_rank)
 
 
-def _keys_of_the_first(name: str, whole: Field, own: Field, rank: int, kv_rank: int) -> Field:
+def _keys_of_the_first(name: str, whole: Field, share: Field, rank: int, kv_rank: int) -> Field:
     """All ranks have the first keys and values."""
-    return _share_field(name, whole, own, rank, 0)
+    return _share_field(name, whole, share, rank, 0)
 
 
-def _keys_in_turn(name: str, whole: Field, own: Field, rank: int, kv_rank: int) -> Field:
+def _keys_in_turn(name: str, whole: Field, share: Field, rank: int, kv_rank: int) -> Field:
     """Ranks take the heads of keys and values in turn, where neighbours should have the same one."""
     if not name.startswith("qkv"):
-        return _share_field(name, whole, own, rank, kv_rank)
+        return _share_field(name, whole, share, rank, kv_rank)
     shared = [
-        part.shape[0] // mine.shape[0] for part, mine in zip(whole.parts, own.parts, strict=True)
+        part.shape[0] // mine.shape[0] for part, mine in zip(whole.parts, share.parts, strict=True)
     ]
-    return _share_field(name, whole, own, rank, rank % shared[-1])
+    return _share_field(name, whole, share, rank, rank % shared[-1])
 
 
-def _bias_on_every_rank(name: str, whole: Field, own: Field, rank: int, kv_rank: int) -> Field:
-    return _share_field(name, whole, own, 0 if name in ("o_bias", "down_bias") else rank, kv_rank)
+def _bias_on_every_rank(name: str, whole: Field, share: Field, rank: int, kv_rank: int) -> Field:
+    return _share_field(name, whole, share, 0 if name in ("o_bias", "down_bias") else rank, kv_rank)
 
 
 def _one_row_later(field: Field, shard: tuple[int, int]) -> Field:
     """A rank's rows of the vocabulary begin one too late, or one too early where there are no more."""
-    made = share_rows(field, shard)
-    if shard[1] == 1 or not made.parts:
-        return made
-    (part,), (rank, _) = made.parts, shard
-    start = rank * made.shape[0] + 1
+    share = share_rows(field, shard)
+    if shard[1] == 1 or not share.parts:
+        return share
+    (part,), (rank, _) = share.parts, shard
+    start = rank * share.shape[0] + 1
     start -= 2 * (start + part.shape[0] > field.shape[0])
-    return attrs.evolve(made, parts=(attrs.evolve(part, offset=(start, 0)),))
+    return attrs.evolve(share, parts=(attrs.evolve(part, offset=(start, 0)),))
 
 
 def _one_token_later(self: TensorRanks, input_ids: Tensor, weight: Tensor) -> Tensor:
-    own = input_ids - axis_index(self.axis) * weight.shape[0]
-    holds = (own > 0) & (own <= weight.shape[0])
-    found = F.embedding(torch.where(holds, own - 1, 0), weight)
-    return all_reduce(torch.where(holds[:, None], found, 0), self.axis)
+    local_ids = input_ids - axis_index(self.axis) * weight.shape[0]
+    holds = (local_ids > 0) & (local_ids <= weight.shape[0])
+    embeddings = F.embedding(torch.where(holds, local_ids - 1, 0), weight)
+    return all_reduce(torch.where(holds[:, None], embeddings, 0), self.axis)
 
 
 def _rows_of_the_next(self: SharedRows, x: Tensor) -> Tensor:
@@ -198,18 +201,18 @@ def _rows_of_the_next(self: SharedRows, x: Tensor) -> Tensor:
     return x[first : first + self.size]
 
 
-def _first_rows(self: SharedRows, own: Tensor) -> Tensor:
+def _first_rows(self: SharedRows, rows: Tensor) -> Tensor:
     """A row that two ranks have is there twice, and the last one is not."""
     if self.ranks is None or self.count == 1:
-        return own
-    return all_gather(own, self.ranks.axis)[: self.count]
+        return rows
+    return all_gather(rows, self.ranks.axis)[: self.count]
 
 
 def _renormalised_here(*args: Any, first: int, num_experts: int, **options: Any) -> Tensor:
     """The weights of a token's experts add up to 1 among those of a rank."""
     x, gate_up, down, weights, experts = args
-    own = weights.masked_fill((experts < first) | (experts >= first + len(gate_up)), 0.0)
-    weights = weights / own.sum(-1, keepdim=True).clamp(min=1e-6)
+    local_weights = weights.masked_fill((experts < first) | (experts >= first + len(gate_up)), 0.0)
+    weights = weights / local_weights.sum(-1, keepdim=True).clamp(min=1e-6)
     return run_experts(
         x, gate_up, down, weights, experts, first=first, num_experts=num_experts, **options
     )
@@ -230,20 +233,25 @@ def _experts_of_the_first(*args: Any, first: int, num_experts: int, **options: A
     return run_experts(*args, first=0, num_experts=num_experts, **options)
 
 
-def _one_expert_later(name: str, whole: Field, own: Field, rank: int, kv_rank: int) -> Field:
+def _one_expert_later(name: str, whole: Field, share: Field, rank: int, kv_rank: int) -> Field:
     """A rank's experts begin one too late; the last rank's end with the first of all."""
-    if len(own.parts) == len(whole.parts):
-        return _share_field(name, whole, own, rank, kv_rank)
+    if len(share.parts) == len(whole.parts):
+        return _share_field(name, whole, share, rank, kv_rank)
     each = len(whole.parts) // whole.shape[0]
     return _share_field(
-        name, attrs.evolve(whole, parts=whole.parts[each:] + whole.parts[:each]), own, rank, kv_rank
+        name,
+        attrs.evolve(whole, parts=whole.parts[each:] + whole.parts[:each]),
+        share,
+        rank,
+        kv_rank,
     )
 
 
 def _in_sequence(x: Tensor, leaves: int, dtype: torch.dtype) -> Tensor:
     """Leaves are added up first to last."""
     return sum_parts(
-        torch.stack([sum_parts(own, torch.float32) for own in x.unflatten(0, (leaves, -1))]), dtype
+        torch.stack([sum_parts(leaf, torch.float32) for leaf in x.unflatten(0, (leaves, -1))]),
+        dtype,
     )
 
 
@@ -255,10 +263,10 @@ def _ranks_in_sequence(effect: Collective, inputs: Sequence[Tensor]) -> list[Ten
 
 def _rounded_before(self: Blocks, added: Tensor, hidden: Tensor) -> Tensor:
     """A rank rounds what it adds up to the model's dtype, before the ranks' sums are added up."""
-    own = sum_leaves(added, max(self.leaves, 1), hidden.dtype)
+    total = sum_leaves(added, max(self.leaves, 1), hidden.dtype)
     if self.ranks is None:
-        return own
-    return self.ranks.total(own)
+        return total
+    return self.ranks.total(total)
 
 
 def _cut_elsewhere(x: Tensor, weight: Tensor, bias: Tensor | None, leaves: int) -> Tensor:
@@ -266,12 +274,15 @@ def _cut_elsewhere(x: Tensor, weight: Tensor, bias: Tensor | None, leaves: int) 
     sizes = [x.shape[1] // leaves] * leaves
     sizes[0], sizes[-1] = sizes[0] + (leaves > 1), sizes[-1] - (leaves > 1)
     pairs = zip(x.split(sizes, 1), weight.split(sizes, 1), strict=True)
-    made = torch.stack(
-        [multiply(own.float(), part.float().contiguous(), None, True) for own, part in pairs]
+    products = torch.stack(
+        [
+            multiply(columns.float(), part.float().contiguous(), None, True)
+            for columns, part in pairs
+        ]
     )
     if bias is None:
-        return made
-    return torch.cat((made[:1] + bias.float(), made[1:]))
+        return products
+    return torch.cat((products[:1] + bias.float(), products[1:]))
 
 
 def _whole_adapter(y: Tensor, x: Tensor, lora: Any, batch: Any, leaves: int = 0) -> Tensor:
@@ -414,7 +425,7 @@ SHARDS = (
     Mutant(
         "a rank samples as for another's rows",
         _MODEL,
-        _method(SharedRows, "own", _rows_of_the_next),
+        _method(SharedRows, "local_rows", _rows_of_the_next),
     ),
     Mutant(
         "a row that two ranks have is there twice",

@@ -65,8 +65,8 @@ def _by_one_side(descriptor: Any, ladder: Any) -> Any:
 
 
 def _covers_as_tuples(self: Any, other: Any) -> bool:
-    own, others = (tuple(arguments_of(each).values()) for each in (self, other))
-    return own >= others
+    sizes, other_sizes = (tuple(arguments_of(each).values()) for each in (self, other))
+    return sizes >= other_sizes
 
 
 def _dispatch_without_loras(descriptor: Any, ladder: Any) -> Any:
@@ -85,10 +85,10 @@ def _lost_dispatch(descriptor: Any, ladder: Sequence[Any]) -> Any:
 
 
 def _head_reads_the_tail(state: State, batch: Batch) -> Any:
-    found = resolve(state, batch)
-    last = found.last_index
+    resolved = resolve(state, batch)
+    last = resolved.last_index
     return attrs.evolve(
-        found, last_index=torch.where(last == last.max(), found.input_ids.shape[0] - 1, last)
+        resolved, last_index=torch.where(last == last.max(), resolved.input_ids.shape[0] - 1, last)
     )
 
 
@@ -159,8 +159,10 @@ def _counts_chunks(
 
 def _in_order_of_rows(state: State, batch: Batch) -> Any:
     """Requests are sorted, as attention back ends prefer, and not restored to their order."""
-    found = resolve(state, batch)
-    return attrs.evolve(found, last_index=found.last_index[batch.rows.argsort(descending=True)])
+    resolved = resolve(state, batch)
+    return attrs.evolve(
+        resolved, last_index=resolved.last_index[batch.rows.argsort(descending=True)]
+    )
 
 
 STEPS = (

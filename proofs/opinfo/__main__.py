@@ -43,36 +43,36 @@ def settings_of(arguments: Sequence[str] | None = None) -> tuple[Settings, Path]
     parser.add_argument(
         "--minutes", type=float, help="the time after which no further operator starts"
     )
-    given = parser.parse_args(arguments)
+    args = parser.parse_args(arguments)
     dtypes = tuple(
-        (
-            given.dtypes or ("float32,bfloat16" if given.device == "cuda" else ",".join(DTYPES))
-        ).split(",")
+        (args.dtypes or ("float32,bfloat16" if args.device == "cuda" else ",".join(DTYPES))).split(
+            ","
+        )
     )
-    transforms = tuple(given.transforms.split(","))
-    for option, names, known in (
+    transforms = tuple(args.transforms.split(","))
+    for option, names, choices in (
         ("dtypes", dtypes, DTYPES),
         ("transforms", transforms, TRANSFORMS),
     ):
-        if unknown := [name for name in names if name not in known]:
-            parser.error(f"--{option} {unknown[0]}: write some of {','.join(known)}")
-    if min(given.jobs, 1 if given.samples is None else given.samples) < 1:
+        if unknown := [name for name in names if name not in choices]:
+            parser.error(f"--{option} {unknown[0]}: write some of {','.join(choices)}")
+    if min(args.jobs, 1 if args.samples is None else args.samples) < 1:
         parser.error("--jobs and --samples are at least 1")
-    if given.device == "cuda" and not torch.cuda.is_available():
+    if args.device == "cuda" and not torch.cuda.is_available():
         raise DeviceError(
             "weft.proofs.opinfo --device cuda", "this machine has no CUDA device", "--device cpu"
         )
     settings = Settings(
-        given.device,
+        args.device,
         transforms,
         dtypes,
-        given.ops,
-        given.samples,
-        given.seed,
-        given.jobs,
-        given.minutes,
+        args.ops,
+        args.samples,
+        args.seed,
+        args.jobs,
+        args.minutes,
     )
-    return settings, given.out
+    return settings, args.out
 
 
 def main() -> int:
@@ -83,9 +83,9 @@ def main() -> int:
     record = Record(attrs.asdict(settings), len(todo))
     try:
         with tqdm(run_all(settings, todo), total=len(todo), unit="operator", smoothing=0) as bar:
-            for found in bar:
-                record.add(found)
-                for fault in (outcome for outcome in found if outcome.kind in FAULTS):
+            for results in bar:
+                record.add(results)
+                for fault in (outcome for outcome in results if outcome.kind in FAULTS):
                     bar.write(f"{fault.kind}: {fault.arguments or fault.operator}: {fault.detail}")
     except KeyboardInterrupt:
         print("interrupted: the record holds what was done")

@@ -33,7 +33,8 @@ class Case:
         sample: the index of the sample.
         fn: the function, of as many tensors as `tensors` has.
         tensors: its arguments.
-        others: arguments of the same shapes with other values; None if the database gives none.
+        other_tensors: arguments of the same shapes with other values; None if the database gives
+            none.
     """
 
     operator: str
@@ -42,7 +43,7 @@ class Case:
     sample: int
     fn: Callable[..., Any]
     tensors: tuple[Tensor, ...]
-    others: tuple[Tensor, ...] | None
+    other_tensors: tuple[Tensor, ...] | None
 
     def __str__(self) -> str:
         shapes = ", ".join(
@@ -163,12 +164,12 @@ def samples_of(
     seed_all(seed)
     try:
         # The method seeds itself
-        made = list(entry.sample_inputs_func(entry, device, dtype, requires_grad))
+        samples = list(entry.sample_inputs_func(entry, device, dtype, requires_grad))
     except Exception as error:
         raise NoSamplesError(
             f"torch cannot make its samples on this device: {error!r:.300}"
         ) from error
-    return [_sorted(x) for x in made]
+    return [_sorted(x) for x in samples]
 
 
 def _sorted(sample: Any) -> Sample:
@@ -188,8 +189,8 @@ def copies(tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
             return x.clone()
         if (identity := storage_id(x)) not in storages:
             storages[identity] = x.untyped_storage().clone()
-        made = torch.empty(0, dtype=x.dtype, device=x.device)
-        return seen_as(made.set_(storages[identity], x.storage_offset(), x.size(), x.stride()), x)
+        clone = torch.empty(0, dtype=x.dtype, device=x.device)
+        return seen_as(clone.set_(storages[identity], x.storage_offset(), x.size(), x.stride()), x)
 
     return tuple(map(copy, tensors))
 
@@ -202,8 +203,8 @@ def _forward(
     sample: Sample,
     other: Sample | None,
 ) -> Case:
-    others = other.tensors if other else None
-    return Case(name, "forward", dtype, index, sample.bind(operator), sample.tensors, others)
+    other_tensors = other.tensors if other else None
+    return Case(name, "forward", dtype, index, sample.bind(operator), sample.tensors, other_tensors)
 
 
 def _backward(
@@ -250,10 +251,10 @@ def _vmap(
     pairs = [(x.detach(), y.detach()) for x, y in zip(sample.tensors, second.tensors, strict=True)]
     tensors = tuple(torch.stack(pair) for pair in pairs)
     if other:
-        others = tuple(torch.stack(pair[::-1]) for pair in pairs)
+        other_tensors = tuple(torch.stack(pair[::-1]) for pair in pairs)
     else:
-        others = None
-    return Case(name, "vmap", dtype, index, mapped, tensors, others)
+        other_tensors = None
+    return Case(name, "vmap", dtype, index, mapped, tensors, other_tensors)
 
 
 def jvp_by(function: Callable[..., Any], tensors: Sequence[Tensor], marked: Sequence[int]) -> Any:

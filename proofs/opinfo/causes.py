@@ -42,10 +42,10 @@ class Cause:
             and (not self.devices or device in self.devices)
         )
 
-    def allows(self, case: Case, seen: Any, expected: Any) -> bool:
+    def allows(self, case: Case, result: Any, expected: Any) -> bool:
         """Whether values that differ in their bits may be results of the case."""
         limit = _TOLERANCES.get(case.dtype, 0.0)
-        return not self.nearly or find_difference(seen, expected, Tolerance(limit, limit)) is None
+        return not self.nearly or find_difference(result, expected, Tolerance(limit, limit)) is None
 
 
 _DERIVATIVES = ("backward", "jvp")

@@ -80,8 +80,8 @@ def outcomes(
         warnings.simplefilter("ignore")
         for transform in transforms:
             for case in cases(entry, transform, dtype, device, samples, seed):
-                yield (found := run(case, device))
-                if found.device_lost:
+                yield (outcome := run(case, device))
+                if outcome.device_lost:
                     yield Outcome("torch", case.operator, transform, dtype, case.sample, _NOT_RUN)
                     return
     gc.collect()
@@ -93,8 +93,8 @@ def run(case: Case, device: str) -> Outcome:
     """Run one case."""
     try:
         return _outcome(case, *_compare(case))
-    except _Differs as found:
-        when, difference, *values = found.args
+    except _Differs as mismatch:
+        when, difference, *values = mismatch.args
         for cause in causes_of(case, device):
             if cause.allows(case, *values) if values else cause.elsewhere:
                 return _outcome(case, "torch", cause.reason)
@@ -104,7 +104,7 @@ def run(case: Case, device: str) -> Outcome:
             itself = " (eager differs from itself)"
         return _outcome(case, "differs", f"{when}: {difference}{itself}")
     except WeftError as error:
-        return _outcome(case, "refused", error.seen.partition("\n")[0])
+        return _outcome(case, "refused", error.problem.partition("\n")[0])
     except Exception as error:
         return _outcome(case, "crash", _in_words(error))
 
@@ -134,16 +134,16 @@ def _compare(case: Case) -> tuple[str, str]:
         raise _Differs("capture", f"no error, where eager raises {_in_words(error)}")
     calls = [("capture", expected, _call(graphified, case.tensors))]
     calls.append(("replay", expected, _call(graphified, case.tensors)))
-    if case.others is not None:
-        expected, error = _eager(case, case.others)
+    if case.other_tensors is not None:
+        expected, error = _eager(case, case.other_tensors)
         if error is None:
-            calls.append(("new values", expected, _call(graphified, case.others)))
+            calls.append(("new values", expected, _call(graphified, case.other_tensors)))
     for (
         when,
         expected,
-        seen,
+        result,
     ) in calls:  # compared last, so that a replay which overwrites earlier results is seen
-        _assert_equal(when, seen, expected)
+        _assert_equal(when, result, expected)
     if graphified.cache_info().captures:
         return "same", ""
     return "inline", str(graphified.explain(*case.tensors)).partition("\n")[0]
@@ -163,14 +163,16 @@ def _call(fn: Any, tensors: Sequence[Tensor]) -> Any:
     return fn(*arguments), arguments
 
 
-def _assert_equal(when: str, seen: Any, expected: Any) -> None:
+def _assert_equal(when: str, result: Any, expected: Any) -> None:
     """Raise _Differs unless two results have equal structures, dtypes, shapes, strides and bits. In
     the place of a view, such as an expanded tensor, a graphified function may return a copy, with
     the strides of a clone."""
-    found = find_difference(seen, expected)
-    if found is not None and found.first is None:
-        raise _Differs(when, str(found))
-    for (path, a), (_, b) in zip(leaves_with_names(seen), leaves_with_names(expected), strict=True):
+    difference = find_difference(result, expected)
+    if difference is not None and difference.first is None:
+        raise _Differs(when, str(difference))
+    for (path, a), (_, b) in zip(
+        leaves_with_names(result), leaves_with_names(expected), strict=True
+    ):
         if not isinstance(a, Tensor):
             continue
         if type(a) is not type(b):
@@ -181,8 +183,8 @@ def _assert_equal(when: str, seen: Any, expected: Any) -> None:
             raise _Differs(
                 when, f"{path}: strides {a.stride()} against {b.stride()} of shape {list(a.shape)}"
             )
-    if found is not None:
-        raise _Differs(when, str(found), seen, expected)
+    if difference is not None:
+        raise _Differs(when, str(difference), result, expected)
 
 
 def _strides(x: Tensor) -> tuple[int, ...]:
@@ -196,10 +198,10 @@ def _repeats(case: Case) -> bool:
     """Whether eager computes the same again, five times."""
     try:
         first = _call(case.fn, case.tensors)
-        held = []
+        results = []
         for _ in range(5):
             again = _call(case.fn, case.tensors)
-            held.append(again)  # so that memory which nothing has written is other memory
+            results.append(again)  # so that memory which nothing has written is other memory
             if find_difference(again, first) is not None:
                 return False
     except Exception:

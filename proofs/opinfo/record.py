@@ -54,7 +54,9 @@ class Record:
 
     def total(self, kind: str) -> int:
         """The number of outcomes of a kind."""
-        return sum(count for (_, _, seen), count in self.counts.items() if seen == kind)
+        return sum(
+            count for (_, _, outcome_kind), count in self.counts.items() if outcome_kind == kind
+        )
 
     def as_json(self, environment: dict[str, Any]) -> dict[str, Any]:
         """The whole record."""
@@ -128,12 +130,12 @@ class Record:
         rows = [
             (
                 *key,
-                ", ".join(sorted({o.dtype for o in found})),
-                len(found),
-                found[0].sample,
-                found[0].detail[:_LONGEST],
+                ", ".join(sorted({o.dtype for o in outcomes})),
+                len(outcomes),
+                outcomes[0].sample,
+                outcomes[0].detail[:_LONGEST],
             )
-            for key, found in grouped.items()
+            for key, outcomes in grouped.items()
         ]
         header = (
             "kind",
@@ -150,7 +152,8 @@ class Record:
     def _listed_rows(self, kind: str) -> Iterator[Sequence[Any]]:
         for detail, operators in sorted(self.listed[kind].items()):
             cell = ", ".join(
-                f"{name} ({', '.join(sorted(found))})" for name, found in sorted(operators.items())
+                f"{name} ({', '.join(sorted(transforms))})"
+                for name, transforms in sorted(operators.items())
             )
             yield detail, cell
 

@@ -67,14 +67,14 @@ def tasks(settings: Settings) -> list[Task]:
     """The tasks of a run, in an order that depends on the seed alone, so that a part of them is a
     fair sample."""
     names = [full_name(entry) for entry in operator_database()]
-    found = [
+    selected = [
         Task(index, name, dtype)
         for dtype in settings.dtypes
         for index, name in enumerate(names)
         if settings.operators in name
     ]
-    order = torch.randperm(len(found), generator=torch.Generator().manual_seed(settings.seed))
-    return [found[i] for i in order.tolist()]
+    order = torch.randperm(len(selected), generator=torch.Generator().manual_seed(settings.seed))
+    return [selected[i] for i in order.tolist()]
 
 
 class Worker:
@@ -87,14 +87,14 @@ class Worker:
         self.process.start()
         theirs.close()
         self.task: Task | None = None
-        self.given = 0
+        self.num_tasks = 0
         self.since = 0.0
 
     def give(self, task: Task) -> None:
         """Start a task."""
         self.task = task
         self.since = time.monotonic()
-        self.given = self.given + 1
+        self.num_tasks = self.num_tasks + 1
         self.end.send(task)
 
     def outcomes(self, ready: bool) -> list[Outcome] | None:
@@ -108,9 +108,9 @@ class Worker:
         fault = ""
         if ready:
             try:
-                found: list[Outcome] = self.end.recv()
+                results: list[Outcome] = self.end.recv()
                 self.task = None
-                return found
+                return results
             except (EOFError, ConnectionError):
                 self.process.join()
                 fault = f"the process ended with code {self.process.exitcode}"
@@ -150,16 +150,16 @@ def run_all(settings: Settings, todo: Sequence[Task]) -> Iterator[list[Outcome]]
             for worker in busy:
                 task = worker.task
                 assert task is not None
-                if (found := worker.outcomes(worker.end in ready)) is None:
+                if (results := worker.outcomes(worker.end in ready)) is None:
                     continue
-                if any(outcome.device_lost or outcome.sample == NO_SAMPLES for outcome in found):
+                if any(outcome.device_lost or outcome.sample == NO_SAMPLES for outcome in results):
                     worker.stop()
                     if (
-                        worker.given > 1 and found[-1].sample == NO_SAMPLES
+                        worker.num_tasks > 1 and results[-1].sample == NO_SAMPLES
                     ):  # an earlier operator may be the cause
                         waiting.append(task)
                         continue
-                yield found
+                yield results
     finally:
         for worker in workers:
             worker.stop()
@@ -181,9 +181,9 @@ def _serve(end: Connection, settings: Settings) -> None:
             task: Task = end.recv()
         except EOFError:
             return
-        found: list[Outcome] = []
+        results: list[Outcome] = []
         try:
-            found += outcomes(
+            results += outcomes(
                 database[task.index],
                 settings.transforms,
                 task.dtype,
@@ -192,11 +192,13 @@ def _serve(end: Connection, settings: Settings) -> None:
                 settings.seed,
             )
         except NoSamplesError as error:
-            found.append(Outcome("torch", task.operator, "any", task.dtype, NO_SAMPLES, str(error)))
+            results.append(
+                Outcome("torch", task.operator, "any", task.dtype, NO_SAMPLES, str(error))
+            )
         except Exception as error:
-            found.append(
+            results.append(
                 Outcome(
                     "crash", task.operator, "any", task.dtype, -1, f"no outcome: {error!r:.300}"
                 )
             )
-        end.send(found)
+        end.send(results)

@@ -46,15 +46,15 @@ def picture() -> str:
 
 def _panel(title: str, best: dict[str, float], top: float) -> Sequence[str]:
     unit = (_WIDTH - _LEFT - 190) / max(best.values())
-    found = [text(0, top, title, bold=True)]
+    elements = [text(0, top, title, bold=True)]
     for index, (mode, speed) in enumerate(best.items()):
         y = top + 12 + index * _ROW
         wide = speed * unit
-        found.append(rect(_LEFT, y, wide, 16, GREY if mode == "none" else BLUE, rx=2))
-        found.append(text(_LEFT - 8, y + 13, _MODES.get(mode, mode), anchor="end"))
+        elements.append(rect(_LEFT, y, wide, 16, GREY if mode == "none" else BLUE, rx=2))
+        elements.append(text(_LEFT - 8, y + 13, _MODES.get(mode, mode), anchor="end"))
         if mode == "none":
             times = ""
         else:
             times = f"  ({speed / best['none']:.1f} times eager)"
-        found.append(text(_LEFT + wide + 8, y + 13, f"{speed:,.0f}{times}"))
-    return found
+        elements.append(text(_LEFT + wide + 8, y + 13, f"{speed:,.0f}{times}"))
+    return elements

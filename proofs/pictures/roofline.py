@@ -22,13 +22,13 @@ def picture() -> str:
     for the newest."""
     parts = [*_legend()]
     top = 68.0
-    found = before_and_after()
+    measured = before_and_after()
     for gpu in BANDWIDTHS:
-        own = {key[1:]: ends for key, ends in found.items() if key[0] == gpu}
+        gpu_measured = {key[1:]: ends for key, ends in measured.items() if key[0] == gpu}
         parts.append(text(0, top, f"One NVIDIA {gpu}, {BANDWIDTHS[gpu] / 1e12:g} TB/s", bold=True))
         start = top = top + 12
         bars: list[str] = []
-        for (model, requests), ends in own.items():
+        for (model, requests), ends in gpu_measured.items():
             bars += _bars(model, requests, ends, top)
             top += _BAR * max(2, len(ends)) + _GAP
         parts += [*_axis(start, top - _GAP), *bars]

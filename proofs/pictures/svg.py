@@ -32,10 +32,8 @@ def text(
 
 def rect(x: float, y: float, width: float, height: float, fill: str, **more: Any) -> str:
     """A rectangle from its upper left corner; `more` are attributes of SVG."""
-    others = "".join(f' {name}="{value}"' for name, value in more.items())
-    return (
-        f'<rect x="{x:g}" y="{y:g}" width="{width:.1f}" height="{height:g}"{others} fill="{fill}"/>'
-    )
+    attributes = "".join(f' {name}="{value}"' for name, value in more.items())
+    return f'<rect x="{x:g}" y="{y:g}" width="{width:.1f}" height="{height:g}"{attributes} fill="{fill}"/>'
 
 
 def line(x1: float, y1: float, x2: float, y2: float) -> str:

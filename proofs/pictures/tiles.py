@@ -69,8 +69,8 @@ def tile_rows() -> Iterator[tuple[str, ...]]:
     """The losses by kind of product, for the page of measurements."""
     record = read("h100-tile-losses")
     for model, folds in record.data["models"].items():
-        found = losses(record, model)
-        shapes = len({(one.rows, one.columns) for one in found})
+        products = losses(record, model)
+        shapes = len({(one.rows, one.columns) for one in products})
         what = (
             f"chosen tiles, {_NAMES[model]}: {shapes} shapes, each by a fit without it"
             f" ({len(folds)} folds)"
@@ -78,27 +78,29 @@ def tile_rows() -> Iterator[tuple[str, ...]]:
         against = (
             "the best of the whole search; the target is 5 % at the median and 15 % at the worst"
         )
-        yield record.row(what, summary([one.loss for one in found]), against, "1 H100")
+        yield record.row(what, summary([one.loss for one in products]), against, "1 H100")
 
 
 def picture() -> str:
     """A cell for each product: two blocks of shapes, with the numbers of tokens that were timed for
     them, by kind."""
     record = read("h100-tile-losses")
-    found = {
+    losses_by_model = {
         model: {(one.rows, one.columns, one.tokens): one.loss for one in losses(record, model)}
         for model in _NAMES
     }
     counts: dict[tuple[int, int], set[int]] = {}
-    for rows, columns, tokens in found["bf16"]:
+    for rows, columns, tokens in losses_by_model["bf16"]:
         counts.setdefault((rows, columns), set()).add(tokens)
-    blocks = sorted({tuple(sorted(own)) for own in counts.values()}, key=len, reverse=True)
-    parts = [*_head(found)]
+    blocks = sorted(
+        {tuple(sorted(token_counts)) for token_counts in counts.values()}, key=len, reverse=True
+    )
+    parts = [*_head(losses_by_model)]
     width = 0.0
     height = 0.0
     for block in blocks:
         shapes = sorted(
-            (shape for shape, own in counts.items() if own == {*block}),
+            (shape for shape, token_counts in counts.items() if token_counts == {*block}),
             key=lambda s: (s[0] * s[1], s),
         )
         top = 136.0
@@ -107,7 +109,7 @@ def picture() -> str:
             parts.append(
                 text(x - 6, top + 10 + index * _ROW, f"{rows}x{columns}", anchor="end", size=10)
             )
-        for model, cells in found.items():
+        for model, cells in losses_by_model.items():
             parts += _block(cells, shapes, block, x, top, _NAMES[model])
             x += _CELL * len(block) + _SPACE
         width = x
@@ -117,12 +119,12 @@ def picture() -> str:
     )
 
 
-def _head(found: dict[str, dict[tuple[int, int, int], float]]) -> Iterator[str]:
+def _head(losses_by_model: dict[str, dict[tuple[int, int, int], float]]) -> Iterator[str]:
     yield text(
         0, 16, "Chosen against best tiles, of shapes that the fit had not seen (one NVIDIA H100)"
     )
-    for index, (model, own) in enumerate(found.items()):
-        yield text(0, 38 + 18 * index, f"{_NAMES[model]}: {summary([*own.values()])}", size=12)
+    for index, (model, cells) in enumerate(losses_by_model.items()):
+        yield text(0, 38 + 18 * index, f"{_NAMES[model]}: {summary([*cells.values()])}", size=12)
     x = 0.0
     for _, fill, opacity, name in _CLASSES:
         yield rect(x, 68, 14, 11, fill, **{"fill-opacity": opacity})
@@ -132,7 +134,7 @@ def _head(found: dict[str, dict[tuple[int, int, int], float]]) -> Iterator[str]:
 
 
 def _block(
-    own: dict[tuple[int, int, int], float],
+    cells: dict[tuple[int, int, int], float],
     shapes: Sequence[tuple[int, int]],
     tokens: Sequence[int],
     left: float,
@@ -145,7 +147,7 @@ def _block(
         x = left + column * _CELL
         yield text(x + _CELL / 2, top - 6, _short(count), anchor="middle", size=8)
         for index, shape in enumerate(shapes):
-            if (loss := own.get((*shape, count))) is None:
+            if (loss := cells.get((*shape, count))) is None:
                 continue
             _, fill, opacity, _ = next(kind for kind in _CLASSES if loss <= kind[0])
             y = top + index * _ROW

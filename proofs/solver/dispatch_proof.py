@@ -27,7 +27,7 @@ from weft.transforms.graphs.ladder import MODES, Ladder, Limits, make_ladder
 def unknown_descriptor(path: Path, name: str) -> Any:
     """A descriptor with unknown values, valid or not. All its fields are `int` or `int | None`."""
     cls = BatchDescriptor  # looked up here, so that a test can run the proof on another class
-    made = object.__new__(cls)
+    descriptor = object.__new__(cls)
     for field in attrs.fields(cls):
         label = f"{name}.{field.name}"
         if field.type not in (int, int | None):
@@ -35,9 +35,9 @@ def unknown_descriptor(path: Path, name: str) -> Any:
                 f"{label} is a {field.type}, which weft.proofs.solver.dispatch_proof cannot make"
                 " unknown"
             )
-        given = field.type is int or flag(path, f"{label} given")
-        object.__setattr__(made, field.name, unknown(path, label) if given else None)
-    return made
+        is_set = field.type is int or flag(path, f"{label} given")
+        object.__setattr__(descriptor, field.name, unknown(path, label) if is_set else None)
+    return descriptor
 
 
 class AnyClass:
@@ -91,21 +91,21 @@ def partial_order(names: Sequence[str]) -> list[z3.BoolRef]:
     ]
 
 
-def decided_rightly(own: Any, ladder: Ladder[Any]) -> dict[str, Any]:
+def decided_rightly(descriptor: Any, ladder: Ladder[Any]) -> dict[str, Any]:
     """The claims about one decision, by name."""
-    decision = dispatch(own, ladder)
-    again = dispatch(own, ladder)
+    decision = dispatch(descriptor, ladder)
+    again = dispatch(descriptor, ladder)
     full, pieces = (
-        [d for d in classes if d.covers(own)] for classes in (ladder.full, ladder.piecewise)
+        [d for d in classes if d.covers(descriptor)] for classes in (ladder.full, ladder.piecewise)
     )
     mode, covering = (
-        ("full", full) if full else ("piecewise", pieces) if pieces else ("none", [own])
+        ("full", full) if full else ("piecewise", pieces) if pieces else ("none", [descriptor])
     )
     chosen = decision.descriptor
     least = [d for d in covering if not any(d != other and d.covers(other) for other in covering)]
-    costs = {id(d): tuple(excess(d, own).values()) for d in (*least, chosen)}
+    costs = {id(d): tuple(excess(d, descriptor).values()) for d in (*least, chosen)}
     return {
-        "sound": chosen.covers(own),
+        "sound": chosen.covers(descriptor),
         "total, by mode": decision.mode == mode and any(chosen is d for d in covering),
         "deterministic": again.mode == decision.mode and again.descriptor is chosen,
         "least": not any(d != chosen and chosen.covers(d) for d in covering),
@@ -150,10 +150,10 @@ def prove_valid() -> Iterator[Verdict]:
     def constructed(path: Path) -> dict[str, Any]:
         tokens, reqs, query_len = (unknown(path, name) for name in ("tokens", "reqs", "query_len"))
         try:
-            made: Any = BatchDescriptor(tokens, reqs, query_len)
+            descriptor: Any = BatchDescriptor(tokens, reqs, query_len)
         except ValueError:
             return {}
-        return {"T = R*q": made.num_tokens.term == made.num_reqs.term * query_len.term}
+        return {"T = R*q": descriptor.num_tokens.term == descriptor.num_reqs.term * query_len.term}
 
     yield prove("a uniform descriptor has T = R*q", constructed)
 
@@ -167,14 +167,14 @@ def prove_dispatch(any_classes: int, classes: int) -> Iterator[Verdict]:
     """
 
     def claim(
-        make: Callable[[Path, str], Any], own: str, names: Sequence[str], cut: int
+        make: Callable[[Path, str], Any], subject: str, names: Sequence[str], cut: int
     ) -> Callable[[Path], Any]:
         def run(path: Path) -> dict[str, Any]:
             rungs = [make(path, name) for name in names]
             ladder = Ladder(rungs[:cut], rungs[cut:])
-            if own in names:
-                return reaches_its_own(rungs[names.index(own)], ladder)
-            return decided_rightly(make(path, own), ladder)
+            if subject in names:
+                return reaches_its_own(rungs[names.index(subject)], ladder)
+            return decided_rightly(make(path, subject), ladder)
 
         return run
 
@@ -192,14 +192,19 @@ def prove_dispatch(any_classes: int, classes: int) -> Iterator[Verdict]:
             shown = f"dispatch of {kind} is right, {cut} full + {count - cut} pieces"
             yield _together(
                 shown,
-                [prove(shown, claim(make, own, names, cut), assumed) for own in ("batch", *names)],
+                [
+                    prove(shown, claim(make, subject, names, cut), assumed)
+                    for subject in ("batch", *names)
+                ],
             )
 
 
 def _together(claim: str, verdicts: Sequence[Verdict]) -> Verdict:
     """One result for several proofs of a claim; its counterexample is the first one found."""
-    found = next((v.counterexample for v in verdicts if not v.holds), None)
-    return Verdict(claim, sum(v.paths for v in verdicts), sum(v.seconds for v in verdicts), found)
+    counterexample = next((v.counterexample for v in verdicts if not v.holds), None)
+    return Verdict(
+        claim, sum(v.paths for v in verdicts), sum(v.seconds for v in verdicts), counterexample
+    )
 
 
 def prove_ladders() -> Iterator[Verdict]:
@@ -214,19 +219,19 @@ def prove_ladders() -> Iterator[Verdict]:
     def sizes(path: Path) -> list[Any]:
         return [unknown(path, "size 0"), unknown(path, "size 1")]
 
-    def made(most: Limits, given: Sequence[Any]) -> Any:
+    def ladder_within(most: Limits, candidates: Sequence[Any]) -> Any:
         """The ladder; empty if no size is within the limits, which `make_ladder` refuses."""
         try:
-            return make_ladder(mode, most, given)
+            return make_ladder(mode, most, candidates)
         except DescriptorError:
             room = min(most.max_num_reqs, most.max_num_tokens // max(query_lens))
-            if any(size <= room for size in given):
+            if any(size <= room for size in candidates):
                 raise
             return Ladder()
 
     def bounded(path: Path) -> dict[str, Any]:
         most = limits(path)
-        ladder: Any = made(most, sizes(path))
+        ladder: Any = ladder_within(most, sizes(path))
         return {
             "full within max_num_reqs*q": all(
                 d.num_tokens <= most.max_num_reqs * max(query_lens) for d in ladder.full
@@ -244,11 +249,11 @@ def prove_ladders() -> Iterator[Verdict]:
     def uncut(path: Path) -> dict[str, Any]:
         most = limits(path)
         fewer = limits(path, reqs="fewer reqs")
-        ladders = [made(given, sizes(path)).piecewise for given in (most, fewer)]
+        ladders = [ladder_within(limit, sizes(path)).piecewise for limit in (most, fewer)]
         whole, cut = ([d.num_tokens for d in pieces if not d.is_uniform] for pieces in ladders)
         less = limits(path, tokens="fewer tokens")
         room = most.max_num_reqs * max(query_lens)
-        full = [made(given, sizes(path)).full for given in (most, less)]
+        full = [ladder_within(limit, sizes(path)).full for limit in (most, less)]
         enough = room <= most.max_num_tokens and room <= less.max_num_tokens
         return {
             "max_num_reqs cuts no ragged pieces": whole == cut,
@@ -298,15 +303,15 @@ def main() -> None:
         "--classes", type=int, default=2, help="length of ladders of BatchDescriptors (3: minutes)"
     )
     arguments = parser.parse_args()
-    held = True
+    all_hold = True
     print(
         "dispatch is right: total, deterministic, sound, least, of least padding; each rung"
         " reachable by its own class"
     )
     for verdict in prove_all(arguments.any_classes, arguments.classes):
         print(verdict, flush=True)
-        held &= verdict.holds
-    raise SystemExit(not held)
+        all_hold &= verdict.holds
+    raise SystemExit(not all_hold)
 
 
 if __name__ == "__main__":

@@ -64,9 +64,9 @@ class Move:
         end = self.num_stages - 1
         match self.effect:
             case Run("advance"):
-                own = range(self.rank, self.num_stages, self.num_ranks)
+                rank_stages = range(self.rank, self.num_stages, self.num_ranks)
                 self.require(
-                    all(("ran", mb, stage) in self.holds for stage in own),
+                    all(("ran", mb, stage) in self.holds for stage in rank_stages),
                     "advances before its stages ran",
                 )
                 self.require(
@@ -83,16 +83,16 @@ class Move:
                     "runs another's stage",
                 )
                 self.run(stage, buffers)
-            case Send(to, _, schema, made):
-                stage = self.rank if made is None else made
+            case Send(to, _, schema, source_stage):
+                stage = self.rank if source_stage is None else source_stage
                 self.require(
                     self.goes_on(stage) and stage % self.num_ranks == self.rank,
                     "sends another's result",
                 )
                 self.require(to == (self.rank + 1) % self.num_ranks, "sends past its neighbour")
                 return self.launch([("stage", self.rank, to)], schema, stage, capacity)
-            case Recv(source, _, schema, made):
-                stage = source if made is None else made
+            case Recv(source, _, schema, source_stage):
+                stage = source if source_stage is None else source_stage
                 self.require(
                     self.goes_on(stage) and stage % self.num_ranks == source,
                     "receives another's result",
@@ -150,7 +150,7 @@ class Move:
                 "input" if self.num_ranks > 1 else "result",
                 stage if self.num_ranks > 1 else stage - 1,
             )
-        runs = [mb for own, mb in self.ran if own == stage]
+        runs = [mb for ran_stage, mb in self.ran if ran_stage == stage]
         if buffers is not None and len(runs) >= buffers:
             old = runs[-buffers]
             self.require(not self.flies(old, stage), f"overwrites micro-batch {old} in flight")
@@ -178,18 +178,18 @@ class Move:
             )
         return True
 
-    def land(self, wire: Wire, schema: Schema | None, stage: int, made: Value) -> bool:
+    def land(self, wire: Wire, schema: Schema | None, stage: int, value: Value) -> bool:
         """Take the next message from a wire."""
         if wire not in self.flying:
             return False
-        message, *others = self.flying.pop(wire)
+        message, *rest = self.flying.pop(wire)
         self.require(
             message == (self.effect.microbatch, schema, stage),
             f"meets micro-batch {message[0]}: {message[1]}",
         )
-        if others:
-            self.flying[wire] = tuple(others)
-        self.holds.add(made)
+        if rest:
+            self.flying[wire] = tuple(rest)
+        self.holds.add(value)
         return True
 
 
@@ -214,14 +214,14 @@ def ways_on(
     ranks, flying = world
     stages = stages_of(programs)
     returning = frozenset(e.microbatch for e in programs[-1].effects if isinstance(e, Broadcast))
-    for index, (own, program) in enumerate(zip(ranks, programs, strict=True)):
-        if own.at < len(program.effects):
-            effect = program.effects[own.at]
+    for index, (rank, program) in enumerate(zip(ranks, programs, strict=True)):
+        if rank.at < len(program.effects):
+            effect = program.effects[rank.at]
             move = Move(
-                index, len(programs), stages, effect, set(own.holds), list(own.ran), dict(flying)
+                index, len(programs), stages, effect, set(rank.holds), list(rank.ran), dict(flying)
             )
             if move.done(capacity, buffers, returning):
-                new = Rank(own.at + 1, frozenset(move.holds), tuple(move.ran))
+                new = Rank(rank.at + 1, frozenset(move.holds), tuple(move.ran))
                 yield (*ranks[:index], new, *ranks[index + 1 :]), tuple(sorted(move.flying.items()))
 
 
@@ -232,13 +232,13 @@ def explore(programs: Sequence[Program], capacity: int, buffers: int | None = No
         Wrong: in one of them a rank goes wrong, or no rank can move although work is left.
     """
     start: World = (tuple(Rank() for _ in programs), ())
-    seen = {start}
+    visited = {start}
     waiting = [start]
     while waiting:
         ranks, flying = world = waiting.pop()
         ahead = list(ways_on(programs, world, capacity, buffers))
-        waiting += (new for new in ahead if new not in seen)
-        seen.update(ahead)
+        waiting += (new for new in ahead if new not in visited)
+        visited.update(ahead)
         if not ahead:
             stuck = [
                 i
@@ -251,7 +251,7 @@ def explore(programs: Sequence[Program], capacity: int, buffers: int | None = No
                 raise Wrong(
                     f"nobody receives micro-batch {flying[0][1][0][0]} from rank {flying[0][0][1]}"
                 )
-    return len(seen)
+    return len(visited)
 
 
 def compare_ranks(programs: Sequence[Program]) -> None:
@@ -274,9 +274,12 @@ def compare_ranks(programs: Sequence[Program]) -> None:
         for p in programs
     ]
     count = len(programs[0].classes) or len(ran[0])
-    if any(own != ran[0] for own in ran) or sorted(ran[0]) != list(range(count)):
+    if any(order != ran[0] for order in ran) or sorted(ran[0]) != list(range(count)):
         raise Wrong(f"ranks run the micro-batches {ran}")
-    if any(own != advanced[0] for own in advanced) or advanced[0] not in ([], list(range(count))):
+    if any(order != advanced[0] for order in advanced) or advanced[0] not in (
+        [],
+        list(range(count)),
+    ):
         raise Wrong(f"ranks advance with the micro-batches {advanced}")
     if any(p.classes != programs[0].classes for p in programs):
         raise Wrong(f"ranks have the classes {[p.classes for p in programs]}")
@@ -337,9 +340,9 @@ def _fenced(program: Program, buffers: int) -> bool:
                 open_.add((last, mb))
             case Fence(mb):
                 open_ = {(stage, other) for stage, other in open_ if other != mb}
-            case Run(_, mb) if (own := effect.stage) is not None:
-                before = runs.setdefault(own, [])
-                if len(before) >= buffers and (own, before[-buffers]) in open_:
+            case Run(_, mb) if (run_stage := effect.stage) is not None:
+                before = runs.setdefault(run_stage, [])
+                if len(before) >= buffers and (run_stage, before[-buffers]) in open_:
                     return False
                 before.append(mb)
             case _:

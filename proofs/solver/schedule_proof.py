@@ -215,8 +215,8 @@ def prove_jobs(stages: int, count: int, buffers: Sequence[int | None]) -> Iterat
 
     def run(path: Path) -> dict[str, Any]:
         jobs = unknown_jobs(path, count)
-        held = choice(path, "buffers", buffers)
-        programs = make_programs(stages, jobs, buffers=held)
+        num_buffers = choice(path, "buffers", buffers)
+        programs = make_programs(stages, jobs, buffers=num_buffers)
         afters: list[tuple[int, Any]] = [
             (mb, job.after) for mb, job in enumerate(jobs) if job.after is not None
         ]
@@ -225,7 +225,7 @@ def prove_jobs(stages: int, count: int, buffers: Sequence[int | None]) -> Iterat
             for mb, after in afters
             for earlier in range(mb)
         ]
-        return right(programs, held) | {"each job after its own": z3.And(*waits)}
+        return right(programs, num_buffers) | {"each job after its own": z3.And(*waits)}
 
     yield prove(
         f"make_programs, {stages} stages, any {count} jobs, buffers {_listed(buffers)}", run
@@ -240,12 +240,12 @@ def prove_requests(stages: int, count: int) -> Iterator[Verdict]:
         rows: Any = [Requests(path, index) for index in range(count)]
         samples: Any = [Truth(path, f"micro-batch {index} samples") for index in range(count)]
         programs = make_programs(stages, jobs_for(rows, samples))
-        known = [
+        conditions = [
             z3.Implies(z3.Bool(_shared(earlier, mb)), z3.BoolVal(taken_in(programs, mb, earlier)))
             for mb in range(count)
             for earlier in range(mb)
         ]
-        return right(programs, None) | {"every state is known": z3.And(*known)}
+        return right(programs, None) | {"every state is known": z3.And(*conditions)}
 
     yield prove(f"jobs_for, {stages} stages, any {count} micro-batches", run)
 
@@ -256,19 +256,19 @@ def prove_loops(stages: int, microbatches: int, steps: int) -> Iterator[Verdict]
     def streamed(path: Path) -> dict[str, Any]:
         ranks = choice(path, "stages", range(1, stages + 1))
         mbs = choice(path, "count", range(microbatches + 1))
-        held = choice(path, "buffers", (None, 1, 2, 3))
+        num_buffers = choice(path, "buffers", (None, 1, 2, 3))
         feedback = flag(path, "feedback")
-        return right(streaming(ranks, mbs, feedback=feedback, buffers=held), held)
+        return right(streaming(ranks, mbs, feedback=feedback, buffers=num_buffers), num_buffers)
 
     def decoded(path: Path) -> dict[str, Any]:
         ranks, cohorts = (
             choice(path, name, range(1, stages + 1)) for name in ("stages", "cohorts")
         )
         jobs = decode_jobs(cohorts, choice(path, "steps", range(1, steps + 1)))
-        held = choice(path, "buffers", (None, 1, 2))
-        programs = make_programs(ranks, jobs, buffers=held)
+        num_buffers = choice(path, "buffers", (None, 1, 2))
+        programs = make_programs(ranks, jobs, buffers=num_buffers)
         waits = all(taken_in(programs, mb, mb - cohorts) for mb in range(cohorts, len(jobs)))
-        return right(programs, held) | {"each step after the one before": waits}
+        return right(programs, num_buffers) | {"each step after the one before": waits}
 
     yield prove(
         f"streaming, up to {stages} stages, {microbatches} micro-batches, 3 buffers", streamed
@@ -279,7 +279,7 @@ def prove_loops(stages: int, microbatches: int, steps: int) -> Iterator[Verdict]
 
 
 def _listed(buffers: Sequence[int | None]) -> str:
-    return ", ".join("all" if held is None else str(held) for held in buffers)
+    return ", ".join("all" if count is None else str(count) for count in buffers)
 
 
 def prove_all(stages: int = 4, jobs: int = 4, longest: int = 6) -> Iterator[Verdict]:
@@ -311,7 +311,7 @@ def main() -> None:
         help="any jobs, each result a value of its own (6: minutes)",
     )
     arguments = parser.parse_args()
-    held = True
+    all_hold = True
     print(
         "schedules are right: the orders on each edge agree, no rank is ever stuck on edges of any"
         " capacity >= 1,"
@@ -322,8 +322,8 @@ def main() -> None:
     )
     for verdict in prove_all(arguments.stages, arguments.jobs, arguments.longest):
         print(verdict, flush=True)
-        held &= verdict.holds
-    raise SystemExit(not held)
+        all_hold &= verdict.holds
+    raise SystemExit(not all_hold)
 
 
 if __name__ == "__main__":

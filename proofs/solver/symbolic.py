@@ -27,7 +27,7 @@ class Path:
     def __init__(self, prefix: Sequence[bool], solver: z3.Solver) -> None:
         self._prefix = tuple(prefix)
         self._solver = solver
-        self._known: dict[int, bool] = {}
+        self._decisions: dict[int, bool] = {}
         self._terms: list[
             z3.BoolRef
         ] = []  # keeps the terms alive, so that no other term gets the id of one
@@ -42,8 +42,8 @@ class Path:
         """Decide a condition: as the path already implies, or else as true, leaving false to a
         later run."""
         key = condition.get_id()
-        if (known := self._known.get(key)) is not None:
-            return known
+        if (decision := self._decisions.get(key)) is not None:
+            return decision
         if len(self.taken) < len(self._prefix):
             value = self._prefix[len(self.taken)]
         else:
@@ -51,7 +51,7 @@ class Path:
             if value and self._possible(z3.Not(condition)):
                 self.untried.append((*self.taken, False))
         self.taken.append(value)
-        self._known[key] = value
+        self._decisions[key] = value
         self._terms.append(condition)
         self._solver.add(condition if value else z3.Not(condition))
         return value
@@ -214,8 +214,10 @@ def prove(
         if isinstance(result, Exception):
             result = {f"raises {type(result).__name__}: {result}".splitlines()[0]: False}
         for part, truth in result.items():
-            if (found := path.counterexample(truth)) is not None:
-                return Verdict(claim, count, time.perf_counter() - start, f"{part}: {found}")
+            if (counterexample := path.counterexample(truth)) is not None:
+                return Verdict(
+                    claim, count, time.perf_counter() - start, f"{part}: {counterexample}"
+                )
     return Verdict(claim, count, time.perf_counter() - start)
 
 

@@ -72,12 +72,12 @@ def _in_functools() -> Look:
     makers: list[Callable[[], Any]] = []
 
     @functools.cache
-    def made(key: Any) -> Any:
+    def cached(key: Any) -> Any:
         return makers[-1]()
 
     def look(key: Any, make: Callable[[], Any]) -> Any:
         makers[:] = [make]
-        return made(key)
+        return cached(key)
 
     return look
 

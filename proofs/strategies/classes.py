@@ -54,13 +54,13 @@ def batches(
     return Batch.ragged(rows, token_ids, samples=[draw(st.booleans()) for _ in rows])
 
 
-def _largest_first(found: Iterable[BatchDescriptor]) -> tuple[BatchDescriptor, ...]:
+def _largest_first(classes: Iterable[BatchDescriptor]) -> tuple[BatchDescriptor, ...]:
     # By every field: the order of a set differs from process to process before Python 3.12, by the
     # hash of None.
     def key(d: BatchDescriptor) -> tuple[int, ...]:
         return -d.num_tokens, -d.num_reqs, -d.num_active_loras, d.query_len or 0
 
-    return tuple(sorted(set(found), key=key))
+    return tuple(sorted(set(classes), key=key))
 
 
 def ladders(
@@ -90,15 +90,15 @@ def ladders(
     small = st.sampled_from((0, 0, 1, 2, 4))
 
     def each(d: BatchDescriptor) -> st.SearchStrategy[tuple[BatchDescriptor, ...]]:
-        found = st.builds(lambda r, t: (larger(d, r, t),), small, small)
+        rungs = st.builds(lambda r, t: (larger(d, r, t),), small, small)
         if not covered:
-            found = st.one_of(found, st.just(()))
+            rungs = st.one_of(rungs, st.just(()))
         if d.query_len is None and d.num_tokens == d.num_reqs:
             twin = st.sampled_from(
                 ((), (BatchDescriptor.uniform(d.num_reqs, 1, d.num_active_loras),))
             )
-            return st.builds(lambda a, b: a + b, found, twin)
-        return found
+            return st.builds(lambda a, b: a + b, rungs, twin)
+        return rungs
 
-    found = st.tuples(*(each(b.descriptor) for b in batches))
-    return found.map(lambda classes: _largest_first(itertools.chain.from_iterable(classes)))
+    rungs = st.tuples(*(each(b.descriptor) for b in batches))
+    return rungs.map(lambda classes: _largest_first(itertools.chain.from_iterable(classes)))

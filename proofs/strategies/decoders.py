@@ -129,23 +129,23 @@ DECODERS = st.sampled_from(sorted(_SHAPES)).flatmap(_SHAPES.__getitem__)
 
 def kinds() -> set[str]:
     """The kinds of decoders that the package `tokenizers` has."""
-    classes = {name: own for name, own in vars(decoders).items() if isinstance(own, type)}
+    classes = {name: cls for name, cls in vars(decoders).items() if isinstance(cls, type)}
     return {
         name
-        for name, own in classes.items()
-        if issubclass(own, decoders.Decoder) and own is not decoders.Decoder
+        for name, cls in classes.items()
+        if issubclass(cls, decoders.Decoder) and cls is not decoders.Decoder
     }
 
 
 def tokenizer_of(decoder: Any) -> Tokenizer:
     """A tokenizer with this decoder. Its last two tokens were added: one is special, the other is
     not."""
-    made = Tokenizer(models.WordLevel(VOCABULARY, unk_token="a"))
-    made.add_tokens([AddedToken("<added>", normalized=False)])
-    made.add_special_tokens([AddedToken("</s>", special=True)])
+    tokenizer = Tokenizer(models.WordLevel(VOCABULARY, unk_token="a"))
+    tokenizer.add_tokens([AddedToken("<added>", normalized=False)])
+    tokenizer.add_special_tokens([AddedToken("</s>", special=True)])
     if decoder is not None:
-        made.decoder = decoder
-    return made
+        tokenizer.decoder = decoder
+    return tokenizer
 
 
 @attrs.frozen(eq=False)
@@ -156,7 +156,7 @@ class Decoding:
         hides: whether special tokens have no text.
     """
 
-    tokenizer: Tokenizer = attrs.field(repr=lambda own: str(own.decoder))
+    tokenizer: Tokenizer = attrs.field(repr=lambda value: str(value.decoder))
     prompt: list[int]
     token_ids: list[int]
     hides: bool
@@ -180,7 +180,7 @@ _PIECES = st.one_of(
     st.text("ab ▁", min_size=1, max_size=8).map(lambda text: [VOCABULARY[char] for char in text]),
     st.lists(TOKENS, min_size=1, max_size=6),
     st.lists(st.sampled_from(BYTES), min_size=1, max_size=12),
-    st.tuples(TOKENS, st.integers(1, 20)).map(lambda own: [own[0]] * own[1]),
+    st.tuples(TOKENS, st.integers(1, 20)).map(lambda pair: [pair[0]] * pair[1]),
     st.text(CHARACTERS, min_size=1, max_size=5).map(
         lambda text: [VOCABULARY[f"<0x{byte:02X}>"] for byte in text.encode()]
     ),

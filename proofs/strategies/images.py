@@ -97,17 +97,17 @@ class ImageScenario:
     def images(self, device: torch.device | str = "cpu") -> list[Image]:
         """The images, one per call."""
         generator = torch.Generator().manual_seed(self.seed)
-        made = []
+        images = []
         for size in self.resolutions:
             pixels = torch.randn(size.height, size.width, CHANNELS, generator=generator).to(device)
-            made.append(
+            images.append(
                 Image(
                     size,
                     pixels,
                     torch.ones(size.height, size.width, dtype=torch.bool, device=device),
                 )
             )
-        return made
+        return images
 
     def params(self, device: torch.device | str = "cpu") -> Tensor:
         """A matrix [channels, channels]."""

@@ -59,7 +59,7 @@ class Loop:
             for i, a in zip(self.order, self.amounts, strict=True)
         ]
 
-    def wanted(self, start: Sequence[int]) -> list[int]:
+    def expected(self, start: Sequence[int]) -> list[int]:
         """The last values, then the number of steps, by Python's integers."""
         values = list(start)
         steps = 0
@@ -74,7 +74,7 @@ def loops(draw: st.DrawFn) -> Loop:
     """Loops of up to four values, with two or three calls.
 
     >>> from hypothesis import find
-    >>> find(loops(), lambda loop: loop.wanted(loop.starts[0])[-1] == 2).max_steps is None
+    >>> find(loops(), lambda loop: loop.expected(loop.starts[0])[-1] == 2).max_steps is None
     True
     """
     count = draw(st.integers(1, 4))
@@ -140,15 +140,15 @@ class Operator:
 def operators(dtype: torch.dtype) -> tuple[Operator, ...]:
     """The operators that torch has in public, by its schemas and a trial: views, such as `mT` and
     `conj`, operators in place, such as `abs_`, and those that draw are among them."""
-    found = dict[str, Operator]()
+    by_name = dict[str, Operator]()
     example = torch.tensor([[0.25, 0.5], [0.75, 1.0]], dtype=dtype)
     odd = torch.arange(1.0, 10.0).reshape(3, 3).div(9).to(dtype)  # fft_hfft has another shape there
     for schema in all_schemas():
-        first, *others = schema.arguments or [None]
+        first, *rest = schema.arguments or [None]
         is_public = schema.name.startswith("aten::") and not schema.name.startswith("aten::_")
         if not is_public or first is None or len(schema.returns) != 1:
             continue
-        is_unary = all(x.has_default_value() for x in others)
+        is_unary = all(x.has_default_value() for x in rest)
         if not is_unary or {str(first.type), str(schema.returns[0].type)} != {"Tensor"}:
             continue
         if schema.overload_name:
@@ -181,13 +181,13 @@ def operators(dtype: torch.dtype) -> tuple[Operator, ...]:
             is_alike and name != "aten::empty_like"
         ):  # whose values are those of other tensors that are gone
             alias = first.alias_info
-            found[name] = Operator(
+            by_name[name] = Operator(
                 name=name,
                 writes=alias is not None and alias.is_write,
                 draws=torch.Tag.nondeterministic_seeded in func.tags,
                 is_view=alias is not None and not alias.is_write,
             )
-    return tuple(sorted(found.values(), key=lambda operator: operator.name))
+    return tuple(sorted(by_name.values(), key=lambda operator: operator.name))
 
 
 @functools.cache
@@ -422,8 +422,8 @@ def loop_bodies(draw: st.DrawFn) -> LoopBody:
     1
     """
     dtype = draw(st.sampled_from((torch.float64, torch.complex128)))
-    known = operators(dtype)
-    by_kind = [[operator for operator in known if kind(operator)] for kind in _KINDS]
+    all_operators = operators(dtype)
+    by_kind = [[operator for operator in all_operators if kind(operator)] for kind in _KINDS]
     instructions: list[st.SearchStrategy[Instruction]] = [
         *[st.sampled_from(alike).map(Apply) for alike in by_kind],
         st.sampled_from(["weft_proofs::halved", "weft_proofs::shaken"]).map(Custom),

@@ -24,7 +24,7 @@ from weft.transforms.engine.steps.step import batch_embeds, batch_positions
 from weft.trees import tree_map
 
 ARCHITECTURES = tuple(
-    name for name, known in architectures.ARCHITECTURES.items() if not known.text_types
+    name for name, spec in architectures.ARCHITECTURES.items() if not spec.text_types
 )
 """Every architecture of text alone, by name."""
 
@@ -34,7 +34,7 @@ def configs(draw: st.DrawFn, min_layers: int = 1, max_layers: int = 3) -> ModelC
     """Small decoders of every text architecture: any ratio of grouped queries, any rope scaling,
     tied and untied."""
     architecture = draw(st.sampled_from(ARCHITECTURES))
-    known = architectures.ARCHITECTURES[architecture]
+    spec = architectures.ARCHITECTURES[architecture]
     kv_heads = draw(st.sampled_from((1, 2)))
     head_dim = draw(st.sampled_from((4, 6, 8)))
     heads = kv_heads * draw(st.sampled_from((1, 2, 3)))
@@ -50,13 +50,13 @@ def configs(draw: st.DrawFn, min_layers: int = 1, max_layers: int = 3) -> ModelC
         "tie_word_embeddings": draw(st.booleans()),
         "rope_parameters": draw(st.sampled_from(ROPES)),
     }
-    if known.defaults["head_dim"] is not None:
+    if spec.defaults["head_dim"] is not None:
         raw["head_dim"] = head_dim
-    if known.experts:
+    if spec.experts:
         raw |= draw(st.sampled_from(EXPERTS))
-    if "attention_bias" not in known.neutral_at:
+    if "attention_bias" not in spec.neutral_at:
         raw["attention_bias"] = draw(st.booleans())
-    if known.windows and not known.window_switch:
+    if spec.windows and not spec.window_switch:
         raw["sliding_window"] = draw(st.sampled_from((3, 1, 7, None)))
     return parse_config(raw, source="a drawn configuration")
 
@@ -79,12 +79,12 @@ def moe_fields(draw: st.DrawFn, num_layers: int) -> dict[str, Any]:
 def window_fields(draw: st.DrawFn, architecture: str, num_layers: int) -> dict[str, Any]:
     """Fields of sliding-window attention, for an architecture that has it: in all layers, in some,
     or in none."""
-    known = architectures.ARCHITECTURES[architecture]
+    spec = architectures.ARCHITECTURES[architecture]
     # Not 1: transformers' cache (5.23) keeps `keys[-(window - 1):]`, which then is all of them.
     fields: dict[str, Any] = {"sliding_window": draw(st.sampled_from((3, 2, 7, 20, None)))}
-    if known.window_switch:
+    if spec.window_switch:
         fields["use_sliding_window"] = draw(st.booleans())
-    if known.windows == "some":
+    if spec.windows == "some":
         fields["max_window_layers"] = draw(st.integers(0, num_layers))
     return fields
 
@@ -156,7 +156,8 @@ class Scenario:
             rows have; empty: exactly as many.
         adapters: for each row, the slot of its adapter, -1 for none; empty: the model has no
             adapters.
-        given: for each row, the prompt's parts besides token ids; empty: the model has no mRoPE.
+        prompt_contents: for each row, the prompt's parts besides token ids; empty: the model has no
+            mRoPE.
     """
 
     config: ModelConfig
@@ -168,7 +169,7 @@ class Scenario:
     seed: int
     loras: tuple[int, ...] = ()
     adapters: tuple[int, ...] = ()
-    given: tuple[PromptContent, ...] = ()
+    prompt_contents: tuple[PromptContent, ...] = ()
 
     def __repr__(self) -> str:
         steps = [[(m.row, m.prompt_tokens) for m in step] for step in self.moves]
@@ -183,17 +184,21 @@ class Scenario:
             )
             + (f", LoRAs a step={self.loras}" if self.loras else "")
             + (f", adapters={self.adapters}" if self.adapters else "")
-            + (f", contents={[one.contents for one in self.given]})" if self.given else ")")
+            + (
+                f", contents={[one.contents for one in self.prompt_contents]})"
+                if self.prompt_contents
+                else ")"
+            )
         )
 
     def batches(self, device: torch.device | str = "cpu") -> list[Batch]:
         """The batch of each step."""
         done = [0] * len(self.prompts)
-        made = []
+        batches = []
         for step, uniform in zip(self.moves, self.uniform, strict=True):
             tokens = []
             samples = []
-            given = [self.given[m.row] for m in step if self.given]
+            contents = [self.prompt_contents[m.row] for m in step if self.prompt_contents]
             starts = [done[m.row] for m in step]
             for move in step:
                 chunk = self.prompts[move.row][done[move.row] : done[move.row] + move.prompt_tokens]
@@ -201,27 +206,31 @@ class Scenario:
                 done[move.row] += len(chunk)
                 samples.append(done[move.row] == len(self.prompts[move.row]))
             rows = [move.row for move in step]
-            made.append(
+            batches.append(
                 Batch.decode(rows, device=device)
                 if uniform
                 else Batch.ragged(
                     rows,
                     tokens,
                     samples=samples,
-                    inputs_embeds=batch_embeds(given, starts, tokens, device) if given else None,
-                    positions=batch_positions(given, starts, tokens, device) if given else None,
+                    inputs_embeds=batch_embeds(contents, starts, tokens, device)
+                    if contents
+                    else None,
+                    positions=batch_positions(contents, starts, tokens, device)
+                    if contents
+                    else None,
                     device=device,
                 )
             )
         for index, step in enumerate(self.moves):
             if self.adapters:
-                own = len({self.adapters[move.row] for move in step} - {-1})
+                num_adapters = len({self.adapters[move.row] for move in step} - {-1})
             else:
-                own = 0
-            told = max(own, self.loras[index] if self.loras else 0)
-            descriptor = attrs.evolve(made[index].descriptor, num_active_loras=told)
-            made[index] = attrs.evolve(made[index], descriptor=descriptor)
-        return made
+                num_adapters = 0
+            told = max(num_adapters, self.loras[index] if self.loras else 0)
+            descriptor = attrs.evolve(batches[index].descriptor, num_active_loras=told)
+            batches[index] = attrs.evolve(batches[index], descriptor=descriptor)
+        return batches
 
     def layouts(self, num_stages: int) -> tuple[StageLayout, ...]:
         """The split of the model's layers."""
@@ -238,15 +247,16 @@ class Scenario:
     def params(self, num_stages: int, device: torch.device | str = "cpu") -> tuple[Any, ...]:
         """The weights of each stage, of deviation 0.3, so that differences show."""
         (whole,) = self.layouts(1)
-        made = random_params(
+        params = random_params(
             self.config, whole, seed=self.seed, device="cpu", dtype=torch.float32, std=0.3
         )
-        made = tree_map(lambda x: x.to(device) if isinstance(x, Tensor) else x, made)
-        own = [
-            (slice_params(made, layout), self.config, layout) for layout in self.layouts(num_stages)
+        params = tree_map(lambda x: x.to(device) if isinstance(x, Tensor) else x, params)
+        stages = [
+            (slice_params(params, layout), self.config, layout)
+            for layout in self.layouts(num_stages)
         ]
         return tuple(
-            hold_adapters(*stage, self.seed) if self.adapters else stage[0] for stage in own
+            hold_adapters(*stage, self.seed) if self.adapters else stage[0] for stage in stages
         )
 
     def state(
@@ -257,7 +267,7 @@ class Scenario:
         pages = [-(-(len(p) + decodes) // self.page_size) for p in self.prompts]
         ends = [sum(pages[: i + 1]) for i in range(len(pages))]
         rows = range(len(self.prompts))
-        own = [range(end - n, end) for end, n in zip(ends, pages, strict=True)]
+        page_ranges = [range(end - n, end) for end, n in zip(ends, pages, strict=True)]
         states = empty_states(
             self.config,
             self.layouts(num_stages),
@@ -271,11 +281,11 @@ class Scenario:
 
         def one(empty: State) -> State:
             empty.kv_pages.fill_(poison)
-            deltas = [one.delta for one in self.given] or None
+            deltas = [one.delta for one in self.prompt_contents] or None
             return admit(
                 empty,
                 rows,
-                own,
+                page_ranges,
                 self.sampling,
                 self.prompts,
                 adapters=self.adapters or None,
@@ -322,15 +332,15 @@ def scenarios(
         # A one-token prefill has the shape of a decode, so the batch must declare which it is.
         uniform.append(all(move.prompt_tokens == 0 for move in step) and draw(st.booleans()))
     if mrope:
-        given = [
+        strategies = [
             images(tuple(prompt), config.hidden_size, row) for row, prompt in enumerate(prompts)
         ]
     else:
-        given = []
-    own = [draw(image) for image in given]
+        strategies = []
+    drawn_images = [draw(image) for image in strategies]
     return Scenario(
         config,
-        tuple(tuple(image.ids) for image in own) or tuple(map(tuple, prompts)),
+        tuple(tuple(image.ids) for image in drawn_images) or tuple(map(tuple, prompts)),
         tuple(moves),
         tuple(uniform),
         draw(st.sampled_from((2, 4, 16))),
@@ -338,5 +348,5 @@ def scenarios(
         draw(st.integers(0, 999)),
         tuple(draw(st.integers(0, 2)) for _ in moves) if loras else (),
         draw(slots(len(prompts))),
-        tuple(map(read_content, own)),
+        tuple(map(read_content, drawn_images)),
     )

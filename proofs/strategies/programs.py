@@ -71,10 +71,10 @@ def programs(
     advances = draw(st.booleans())
     stages = draw(st.sampled_from((*range(2, max_stages + 1), 1)))
     classed = draw(st.booleans())
-    made = make_programs(stages, jobs, schema=schema, advances=advances, buffers=buffers)
+    rank_programs = make_programs(stages, jobs, schema=schema, advances=advances, buffers=buffers)
     classes = tuple(f"class {index % 2}" for index in range(len(jobs) * classed))
     return Scheduled(
-        jobs, tuple(attrs.evolve(program, classes=classes) for program in made), buffers
+        jobs, tuple(attrs.evolve(program, classes=classes) for program in rank_programs), buffers
     )
 
 
@@ -300,8 +300,8 @@ def _other_root(draw: st.DrawFn, case: Scheduled) -> Scheduled:
 
 
 def _mapped(case: Scheduled, change: Callable[[Effect], Effect]) -> Scheduled:
-    made = (attrs.evolve(p, effects=tuple(map(change, p.effects))) for p in case.programs)
-    return attrs.evolve(case, programs=tuple(made))
+    programs = (attrs.evolve(p, effects=tuple(map(change, p.effects))) for p in case.programs)
+    return attrs.evolve(case, programs=tuple(programs))
 
 
 def _renamed(draw: st.DrawFn, case: Scheduled) -> Scheduled:
@@ -346,13 +346,16 @@ def broken_programs(draw: st.DrawFn) -> Broken:
     """Right programs with one fault: each of `FAULTS`, if `weft.proofs.solver.programs_exhaustive`
     calls the result wrong; another class on one rank; and another root on all ranks."""
     case = draw(small_programs())
-    made = {"another class": _other_class(draw, case), "another root": _other_root(draw, case)}
+    candidates = {
+        "another class": _other_class(draw, case),
+        "another root": _other_root(draw, case),
+    }
     for name, (where, edit) in FAULTS.items():
         if places := [place for place in _places(case) if where(place, case)]:
-            made[name] = _edited(draw, case, draw(st.sampled_from(places)), edit)
+            candidates[name] = _edited(draw, case, draw(st.sampled_from(places)), edit)
     wrong = {
         name: new
-        for name, new in made.items()
+        for name, new in candidates.items()
         if fault(new.programs, buffers=new.buffers) is not None
     }
     return Broken(case, wrong)

@@ -31,7 +31,7 @@ class Woven:
     edited: Scheduled
 
     def __repr__(self) -> str:
-        rows = [sorted(own) for own in self.rows]
+        rows = [sorted(row) for row in self.rows]
         return (
             f"Woven({self.num_stages} stages, rows {rows}, {self.scheduled}, edited {self.edited})"
         )
@@ -85,13 +85,13 @@ def woven_programs(draw: st.DrawFn, max_jobs: int = 4) -> Woven:
     buffers = draw(st.sampled_from((None, None, 1) if ranks > 1 else (None,)))
     schema = draw(st.sampled_from((None, SCHEMAS[0])))
     orders = run_orders(rng, ranks, ranks * per_rank, jobs, advances)
-    made = Scheduled(
+    scheduled = Scheduled(
         jobs, weave(orders, jobs, schema=schema, advances=advances, buffers=buffers), buffers
     )
-    edited = made
+    edited = scheduled
     for _ in range(draw(st.sampled_from((1, 1, 1, 2, 3)))):
         edited = _edited(rng, edited, ranks * per_rank)
-    return Woven(ranks * per_rank, tuple(rows), made, advances, edited)
+    return Woven(ranks * per_rank, tuple(rows), scheduled, advances, edited)
 
 
 _KINDS = (
@@ -130,19 +130,19 @@ def _edited(rng: random.Random, case: Scheduled, num_stages: int) -> Scheduled:
         )
     )
     if kind == "taken":  # two messages that are received one after the other
-        found = [i for i, e in enumerate(effects) if isinstance(e, Recv | Broadcast)]
-        first = rng.randrange(max(len(found) - 1, 1))
-        for a, b in zip(found[first : first + 1], found[first + 1 : first + 2], strict=False):
+        receipts = [i for i, e in enumerate(effects) if isinstance(e, Recv | Broadcast)]
+        first = rng.randrange(max(len(receipts) - 1, 1))
+        for a, b in zip(receipts[first : first + 1], receipts[first + 1 : first + 2], strict=False):
             effects[a], effects[b] = effects[b], effects[a]
     elif kind == "returned":  # an output is taken in before a message that was received earlier
         received = [i for i, e in enumerate(effects) if isinstance(e, Recv)]
-        own = [
+        returned = [
             i
             for i, e in enumerate(effects)
             if isinstance(e, Broadcast) and e.root != rank and [] < received[:1] < [i]
         ]
-        if own:
-            first = rng.choice(own)
+        if returned:
+            first = rng.choice(returned)
             stop = (
                 first
                 + 1

@@ -119,8 +119,8 @@ def meshes(draw: st.DrawFn, axes: Sequence[str] | None = None) -> Mesh:
             f"{len(axes)} axes, {len({*axes})} of them different",
             "1 to 3 names",
         )
-    given = draw(st.sampled_from((("tensor",), ("data", "tensor")))) if axes is None else axes
-    return Mesh(**dict(zip(given, draw(st.sampled_from(_SIZES[len(given)])), strict=True)))
+    names = draw(st.sampled_from((("tensor",), ("data", "tensor")))) if axes is None else axes
+    return Mesh(**dict(zip(names, draw(st.sampled_from(_SIZES[len(names)])), strict=True)))
 
 
 @attrs.define(eq=False)
@@ -141,7 +141,7 @@ class _Writer:
 
     def axes(self, *kinds: Placement) -> list[str]:
         """The axes on which the value has one of these placements."""
-        return [axis for axis, own in self.placed.items() if own in kinds]
+        return [axis for axis, placement in self.placed.items() if placement in kinds]
 
     def is_innermost(self, axis: str, dim: int) -> bool:
         """Whether no later axis cuts the dimension: what the axis cuts or joins are then whole
@@ -294,7 +294,7 @@ class _Writer:
         axes = self.axes(Shard(1))
 
         def local(params: Any, state: dict[str, Tensor], x: Tensor) -> Tensor:
-            return x + functools.reduce(lambda own, axis: _part(own, axis, 0), axes, state["h"])
+            return x + functools.reduce(lambda value, axis: _part(value, axis, 0), axes, state["h"])
 
         self.add("read state", local, lambda params, state, x: x + state["h"])
 
@@ -325,7 +325,9 @@ def _part(x: Tensor, axis: str, dim: int) -> Tensor:
 
 
 def _over(x: Tensor, axes: list[str], reduce_op: str) -> Tensor:
-    return functools.reduce(lambda own, axis: all_reduce(own, axis, reduce_op=reduce_op), axes, x)
+    return functools.reduce(
+        lambda value, axis: all_reduce(value, axis, reduce_op=reduce_op), axes, x
+    )
 
 
 UPDATES: dict[str, Callable[[dict[str, Tensor]], dict[str, Tensor]]] = {
@@ -358,7 +360,7 @@ def rank_functions(
     kinds: tuple[Placement, ...] = (Replicate(), Shard(0), Shard(1), Partial())
     order = draw(st.permutations(list(mesh.sizes)))
     placed = {axis: draw(st.sampled_from(kinds)) for axis in order}
-    given = Placements(**placed)
+    placements = Placements(**placed)
     writer = _Writer(mesh, dict(placed))
     for _ in range(draw(st.integers(1, max_steps))):
         moves = dict(writer.moves())
@@ -368,7 +370,7 @@ def rank_functions(
     rows = draw(st.lists(st.sampled_from((1, 2)), min_size=1, max_size=3))
     generator = torch.Generator().manual_seed(draw(st.integers(0, 999)))
 
-    def made(of_rank: bool) -> Callable[..., Any]:
+    def make_function(of_rank: bool) -> Callable[..., Any]:
         steps = [local if of_rank else whole for local, whole in writer.steps]
 
         @donates("state")
@@ -397,9 +399,16 @@ def rank_functions(
     inputs = tuple(
         torch.randn(mesh.num_ranks * multiple * n, width, generator=generator) for n in rows
     )
-    where = (writer.params, places, given, Placements(**writer.placed))
+    where = (writer.params, places, placements, Placements(**writer.placed))
     return RankFunction(
-        (*writer.code, update), mesh, made(True), made(False), where, params, state, inputs
+        (*writer.code, update),
+        mesh,
+        make_function(True),
+        make_function(False),
+        where,
+        params,
+        state,
+        inputs,
     )
 
 

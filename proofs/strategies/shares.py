@@ -20,7 +20,9 @@ _SHARED_EXPERTS = MoeConfig(6, 2, 12, True), MoeConfig(12, 3, 5, False, dense_la
 def shared_scenarios(draw: st.DrawFn) -> tuple[Scenario, int]:
     """A model, batches for it, and a number of ranks that can share its layers; many have experts,
     which are shared by columns, or whole."""
-    drawn = draw(scenarios(max_layers=2, max_steps=3).filter(lambda own: bool(_splits(own.config))))
+    drawn = draw(
+        scenarios(max_layers=2, max_steps=3).filter(lambda scenario: bool(_splits(scenario.config)))
+    )
     config = attrs.evolve(
         drawn.config, moe=draw(st.sampled_from((drawn.config.moe, *_SHARED_EXPERTS)))
     )
@@ -33,7 +35,12 @@ def _splits(config: ModelConfig) -> list[tuple[ModelConfig, int]]:
     to share experts."""
     ways = [None] if config.moe is None else [None, "columns", "whole"]
     every = [config if how is None else pick_experts(how, config, 2, call="") for how in ways]
-    return [(own, count) for own in every for count in (2, 3, 4) if _shares(own, count)]
+    return [
+        (candidate, count)
+        for candidate in every
+        for count in (2, 3, 4)
+        if _shares(candidate, count)
+    ]
 
 
 @attrs.frozen

@@ -149,17 +149,17 @@ def _in_a_nonlocal() -> Holder:
 
 
 def _in_a_dict() -> Holder:
-    held = {"weight": torch.ones(())}
-    return lambda: held["weight"], functools.partial(held.__setitem__, "weight")
+    mapping = {"weight": torch.ones(())}
+    return lambda: mapping["weight"], functools.partial(mapping.__setitem__, "weight")
 
 
 def _in_an_object() -> Holder:
-    held = {"inner": _Object(torch.ones(()))}
+    mapping = {"inner": _Object(torch.ones(()))}
 
     def write(value: Tensor) -> None:
-        held["inner"] = _Object(value)
+        mapping["inner"] = _Object(value)
 
-    return lambda: held["inner"].weight, write
+    return lambda: mapping["inner"].weight, write
 
 
 def _in_a_module() -> Holder:
@@ -273,17 +273,19 @@ LATER_CALLS: dict[str, Callable[[Callable[[Tensor, Tensor], Tensor], Tensor, Ten
     "a plain call": lambda f, w, x: f(w, x),
     "backward": _backward,
     "grad": lambda f, w, x: func.grad(lambda *both: f(*both).sum(), argnums=(0, 1))(w, x),
-    "grad of what is closed over": lambda f, w, x: func.grad(lambda own: f(own, x).square().sum())(
-        w
+    "grad of what is closed over": lambda f, w, x: func.grad(
+        lambda param: f(param, x).square().sum()
+    )(w),
+    "jvp of what is closed over": lambda f, w, x: func.jvp(
+        lambda param: f(param, x), (w,), (w + 1,)
     ),
-    "jvp of what is closed over": lambda f, w, x: func.jvp(lambda own: f(own, x), (w,), (w + 1,)),
-    "vmap of what is closed over": lambda f, w, x: func.vmap(lambda own: f(own, x))(
+    "vmap of what is closed over": lambda f, w, x: func.vmap(lambda param: f(param, x))(
         torch.stack([w, w + 1])
     ),
-    "second derivative": lambda f, w, x: func.grad(func.grad(lambda own: f(own, x).square().sum()))(
-        w
-    ),
-    "graph of grad": lambda f, w, x: graphify(func.grad(lambda own: f(own, x).sum()))(w),
+    "second derivative": lambda f, w, x: func.grad(
+        func.grad(lambda param: f(param, x).square().sum())
+    )(w),
+    "graph of grad": lambda f, w, x: graphify(func.grad(lambda param: f(param, x).sum()))(w),
 }
 """Calls of a function `(weight, x)`, and its derivatives."""
 

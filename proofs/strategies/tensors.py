@@ -44,10 +44,10 @@ def tensors(
     >>> find(tensors(st.integers(1, 3), 2), lambda x: bool((x > 1).all()))
     tensor([[1.2500, 1.2500]])
     """
-    given: tuple[Any, ...] = shape
-    call = f"tensors({', '.join(f'{size!r:.40}' for size in given)}, dtype={dtype!r})"
+    dims: tuple[Any, ...] = shape
+    call = f"tensors({', '.join(f'{size!r:.40}' for size in dims)}, dtype={dtype!r})"
     if strange := [
-        size for size in given if not isinstance(size, st.SearchStrategy) and not _is_size(size)
+        size for size in dims if not isinstance(size, st.SearchStrategy) and not _is_size(size)
     ]:
         instead = "each dimension by itself, a whole number or a strategy: tensors(2, 3)"
         raise CheckError(call, f"{strange[0]!r:.40}, {kind_of(strange[0])}", instead)

@@ -126,7 +126,7 @@ def _field(chosen: set[str], name: str, calls: list[str]) -> Any:
             return f"{value}!"
         return value * 3
 
-    def made() -> Any:
+    def factory() -> Any:
         calls.append("factory")
         if is_static:
             return "made"
@@ -144,7 +144,7 @@ def _field(chosen: set[str], name: str, calls: list[str]) -> Any:
     if "default" in chosen:
         arguments["default"] = "word" if is_static else torch.full((4,), 5.0)
     elif "factory" in chosen:
-        arguments["factory"] = made
+        arguments["factory"] = factory
     return attrs.field(**arguments)
 
 
@@ -156,19 +156,23 @@ def _class(
     calls: list[str],
 ) -> Any:
     """A class with these fields, the first of them in a base class if it has one."""
-    own = {**options, "kw_only": True}
+    class_options = {**options, "kw_only": True}
     namespace: dict[str, Any] = {hook: _hook(hook, calls) for hook in hooks}
-    if not own["init"]:
+    if not class_options["init"]:
         namespace["__init__"] = _own_init
-        own["cache_hash"] = False  # attrs refuses it without its own __init__
+        class_options["cache_hash"] = False  # attrs refuses it without its own __init__
     bases: tuple[type, ...] = ()
     if has_base and len(fields) > 1:
         first = next(iter(fields))
-        base_options = {"slots": own["slots"], "weakref_slot": own["weakref_slot"], "kw_only": True}
+        base_options = {
+            "slots": class_options["slots"],
+            "weakref_slot": class_options["weakref_slot"],
+            "kw_only": True,
+        }
         bases = (attrs.make_class("Base", {first: fields.pop(first)}, frozen=True, **base_options),)
-        own["weakref_slot"] = own["weakref_slot"] and own["slots"]
-    made = attrs.make_class("Drawn", fields, bases, namespace, frozen=True, eq=True, **own)
-    return pytree(made)
+        class_options["weakref_slot"] = class_options["weakref_slot"] and class_options["slots"]
+    cls = attrs.make_class("Drawn", fields, bases, namespace, frozen=True, eq=True, **class_options)
+    return pytree(cls)
 
 
 def _hook(name: str, calls: list[str]) -> Any:

@@ -157,10 +157,10 @@ class LoraConfig:
         )
 
 
-def _is_in(name: str, given: Names) -> bool:
-    if isinstance(given, Expression):
-        return given.matches(name)
-    return any(name == one or name.endswith(f".{one}") for one in given)
+def _is_in(name: str, names: Names) -> bool:
+    if isinstance(names, Expression):
+        return names.matches(name)
+    return any(name == one or name.endswith(f".{one}") for one in names)
 
 
 def parse_lora(raw: Mapping[str, Any], call: str) -> LoraConfig:
@@ -199,29 +199,29 @@ def parse_lora(raw: Mapping[str, Any], call: str) -> LoraConfig:
 
 
 def _layers(fields: Fields) -> tuple[int, ...] | None:
-    found = fields.raw.get("layers_to_transform")
-    if isinstance(found, list):
-        given = found
-    elif found is None:
-        given = []
+    value = fields.raw.get("layers_to_transform")
+    if isinstance(value, list):
+        layers = value
+    elif value is None:
+        layers = []
     else:
-        given = [found]
-    numbers = all(type(one) is int for one in given)
+        layers = [value]
+    numbers = all(type(one) is int for one in layers)
     fields.check(
         numbers,
         "layers_to_transform",
         "layers_to_transform is a layer's number, a list of them, or null",
     )
-    return tuple(given) or None
+    return tuple(layers) or None
 
 
 def _in_layers(fields: Fields) -> Expression:
-    found = fields.raw.get("layers_pattern")
-    if not isinstance(found, str):
-        given = _strings(fields, "layers_pattern")
+    pattern = fields.raw.get("layers_pattern")
+    if not isinstance(pattern, str):
+        patterns = _strings(fields, "layers_pattern")
     else:
-        given = [found]
-    text = "|".join(given) or "[^.]*"
+        patterns = [pattern]
+    text = "|".join(patterns) or "[^.]*"
     return read_expression(fields, "layers_pattern", text, before=r"(?:.*\.)?", after=r"\.\d+\..*")
 
 
@@ -241,11 +241,11 @@ def _pattern(
 
 
 def _names(fields: Fields, name: str, *, all_linear: bool = False) -> Names:
-    found = fields.raw.get(name)
-    if all_linear and found == _ALL:
+    value = fields.raw.get(name)
+    if all_linear and value == _ALL:
         return Expression(".*")
-    if found and isinstance(found, str):
-        return read_expression(fields, name, found)
+    if value and isinstance(value, str):
+        return read_expression(fields, name, value)
     return tuple(_strings(fields, name))
 
 
@@ -288,17 +288,19 @@ def load_adapter(model: Model, folder: str | os.PathLike[str]) -> Adapter:
         for n, (_, _, part) in adaptable(model.config, i).items()
     }
     pairs = _changed(config, parts, call)
-    wanted = {_tensor(name, which) for name in pairs for which in "AB"}
-    own = {name for i in model.layout.layers for name in adaptable(model.config, i)} & pairs.keys()
+    expected_names = {_tensor(name, which) for name in pairs for which in "AB"}
+    stage_names = {
+        name for i in model.layout.layers for name in adaptable(model.config, i)
+    } & pairs.keys()
     with open_tensors(path / _WEIGHTS, "cpu", call) as handle:
         there = handle.keys()
-        missing = sorted(wanted.difference(there))
-        extra = [name for name in there if name not in wanted]
+        missing = sorted(expected_names.difference(there))
+        extra = [name for name in there if name not in expected_names]
         refuse_names(missing, extra, _WEIGHTS, _CONFIG, call)
         deltas = {
             name: _read(handle, name, pairs[name], parts[name].shape, call)
             for name in parts
-            if name in own
+            if name in stage_names
         }
     origin = Origin(digest_files(path, (path / _CONFIG, path / _WEIGHTS)), digest_params(deltas))
     return Adapter(deltas, path, origin=origin)
@@ -307,19 +309,19 @@ def load_adapter(model: Model, folder: str | os.PathLike[str]) -> Adapter:
 def _changed(config: LoraConfig, names: Iterable[str], call: str) -> dict[str, tuple[int, float]]:
     """The rank and the scaling of each of these linear layers that has a pair of matrices."""
     try:
-        if found := {
+        if pairs := {
             n: (config.rank_of(n), config.scaling_of(n)) for n in names if config.changes(n)
         }:
-            return found
-        seen = "names no layer of the model that can be adapted"
+            return pairs
+        problem = "names no layer of the model that can be adapted"
         instead = (
             "an adapter of the model's own q, k, v, o, gate, up or down projections, none of"
             " experts"
         )
     except ConfigError as error:  # an expression that takes too many steps
-        seen = f"has {error.call}, and {error.seen}"
+        problem = f"has {error.call}, and {error.problem}"
         instead = error.instead
-    raise ConfigError(call, f"{_CONFIG} {seen}", instead)
+    raise ConfigError(call, f"{_CONFIG} {problem}", instead)
 
 
 def _tensor(name: str, which: str) -> str:
@@ -327,10 +329,10 @@ def _tensor(name: str, which: str) -> str:
 
 
 def _read(
-    handle: Any, name: str, wanted: tuple[int, float], shape: tuple[int, ...], call: str
+    handle: Any, name: str, rank_and_scaling: tuple[int, float], shape: tuple[int, ...], call: str
 ) -> tuple[Tensor, Tensor]:
     """The pair of matrices of a linear layer `[out, in]`, with the scaling in the second."""
-    (rows, columns), (rank, scaling), pair = shape, wanted, []
+    (rows, columns), (rank, scaling), pair = shape, rank_and_scaling, []
     for which, size in (("A", (rank, columns)), ("B", (rows, rank))):
         check_tensor(handle, _tensor(name, which), size, FLOATS, _WEIGHTS, _CONFIG, call)
         pair.append(handle.get_tensor(_tensor(name, which)).to(torch.float32))

@@ -66,17 +66,17 @@ def reserve_slots(
     """
     layers = []
     for index, layer in zip(layout.layers, params.layers, strict=True):
-        wanted = {
+        products = {
             product
             for name, (product, _, _) in adaptable(config, index).items()
             if names is None or name in names
         }
         fields = share_fields(config, index, shard)
-        made = {
+        lora_weights = {
             product: _empty(fields[f"{product}_proj"].parts, layer, product, num_slots, rank)
-            for product in sorted(wanted)
+            for product in sorted(products)
         }
-        layers.append(attrs.evolve(layer, lora=LayerLora(**made)))
+        layers.append(attrs.evolve(layer, lora=LayerLora(**lora_weights)))
     return attrs.evolve(params, layers=tuple(layers))
 
 
@@ -162,12 +162,12 @@ def check_slot(
 def _slots(
     params: DecoderParams, config: ModelConfig, layout: StageLayout, shard: Share = WHOLE
 ) -> dict[str, tuple[LoraWeights, int, Part]]:
-    found = {}
+    slots = {}
     for index, layer in zip(layout.layers, params.layers, strict=True):
         for name, (product, place, part) in adaptable(config, index, shard).items():
             if (lora := getattr(layer.lora, product)) is not None:
-                found[name] = (lora, place, part)
-    return found
+                slots[name] = (lora, place, part)
+    return slots
 
 
 def _deltas(layout: StageLayout, adapter: Adapter | None) -> dict[str, tuple[Tensor, Tensor]]:
@@ -186,14 +186,16 @@ def stage_params(
         ProgramError: the model is another stage.
     """
     if model.layout.num_stages == 1:
-        own = [slice_params(model.params, layout) for layout in layouts]
-        every = zip(own, layouts, strict=True)
+        sliced_params = [slice_params(model.params, layout) for layout in layouts]
+        every = zip(sliced_params, layouts, strict=True)
         return tuple(
             with_adapters(p, model.config, layout, adapters, shard=model.shard)
             for p, layout in every
         )
     if (model.layout,) != tuple(layouts):
         call = f"stage_params({model!r}, {list(layouts)})"
-        seen = f"a model that is {model.layout}"
-        raise ProgramError(call, seen, "weft.load(folder, stage=...) of the stage that runs here")
+        problem = f"a model that is {model.layout}"
+        raise ProgramError(
+            call, problem, "weft.load(folder, stage=...) of the stage that runs here"
+        )
     return (with_adapters(model.params, model.config, model.layout, adapters, shard=model.shard),)

@@ -83,8 +83,8 @@ def attention_scores(q: Tensor, kv_pages: Tensor, batch: ResolvedBatch) -> Tenso
     rows = list[Tensor]()
     for part, keys in _contexts(kv_pages[0], batch):
         queries = q[part].unflatten(1, (keys.shape[2], -1)).float()
-        found = torch.einsum("tkgd,tnkd->tkgn", queries, keys.float()).flatten(1, 2)
-        rows.append(found.masked_fill(~_seen(batch, part, keys)[:, None], -torch.inf))
+        scores = torch.einsum("tkgd,tnkd->tkgn", queries, keys.float()).flatten(1, 2)
+        rows.append(scores.masked_fill(~_visible_mask(batch, part, keys)[:, None], -torch.inf))
     return torch.cat(rows).mul(q.shape[2] ** -0.5)
 
 
@@ -103,7 +103,7 @@ def weighted_values(weights: Tensor, kv_pages: Tensor, batch: ResolvedBatch) -> 
     rows = list[Tensor]()
     for part, values in _contexts(kv_pages[1], batch):
         values = torch.where(
-            _seen(batch, part, values)[:, :, None, None], values, 0
+            _visible_mask(batch, part, values)[:, :, None, None], values, 0
         ).float()  # the rest may be NaN
         grouped = weights[part].unflatten(1, (values.shape[2], -1)).float()
         rows.append(torch.einsum("tkgn,tnkd->tkgd", grouped, values).flatten(1, 2))
@@ -121,6 +121,6 @@ def _contexts(pages: Tensor, batch: ResolvedBatch) -> Iterator[tuple[slice, Tens
         yield part, pages[table[owners[part]]].flatten(1, 2)
 
 
-def _seen(batch: ResolvedBatch, part: slice, context: Tensor) -> Tensor:
+def _visible_mask(batch: ResolvedBatch, part: slice, context: Tensor) -> Tensor:
     """[t, n] bool: whether a token sees a position."""
     return torch.arange(context.shape[1], device=context.device) <= batch.positions[part, None]

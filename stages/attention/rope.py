@@ -121,12 +121,12 @@ def parse_rope(fields: Fields, default: Rope) -> Rope:
 
 def unknown_rope_keys(fields: Fields) -> dict[str, Any]:
     """The keys of `rope_parameters` and `rope_scaling` that no rope type has, each with its value."""
-    known = set().union(*map(_known_keys, KINDS))
+    rope_keys = set().union(*map(_known_keys, KINDS))
     return {
         f"{x.prefix}{name}": value
         for x in _blocks(fields)
         for name, value in x.raw.items()
-        if name not in known
+        if name not in rope_keys
     }
 
 
@@ -135,10 +135,10 @@ def _known_keys(kind: RopeKind) -> set[str]:
 
 
 def _blocks(fields: Fields) -> list[Fields]:
-    found = (
+    blocks = (
         fields.nested(name) for name in ("rope_parameters", "rope_scaling") if fields.raw.get(name)
     )
-    return [block for block in found if block is not None]
+    return [block for block in blocks if block is not None]
 
 
 def _parse_block(fields: Fields, block: Fields, default: Rope) -> Rope:
@@ -199,11 +199,13 @@ def _check_keys(block: Fields, kind: RopeKind) -> None:
     for name in _NEEDED_KEYS[kind]:
         there = name in block.raw and (block.raw[name] is not None or kind == "yarn")
         _check_needed(block, there, name, kind)
-    known = _known_keys(kind)
-    others = set().union(*map(_known_keys, KINDS)) - known
-    for name in sorted(others & block.raw.keys()):
+    allowed_keys = _known_keys(kind)
+    foreign_keys = set().union(*map(_known_keys, KINDS)) - allowed_keys
+    for name in sorted(foreign_keys & block.raw.keys()):
         block.check(
-            block.raw[name] is None, name, f"rope type {kind!r} takes {', '.join(sorted(known))}"
+            block.raw[name] is None,
+            name,
+            f"rope type {kind!r} takes {', '.join(sorted(allowed_keys))}",
         )
     for name, (allowed, instead) in _NEUTRAL_AT.items():
         block.check(block.raw.get(name) in allowed, name, instead)
@@ -388,8 +390,8 @@ def mrope_positions(state: State, batch: Batch, resolved: ResolvedBatch) -> Tens
     in_order = (resolved.positions + state.mrope_position_deltas[batch.rows[owner]])[:, None]
     if batch.positions is None:
         return in_order.repeat(1, 3)
-    given = batch.positions.T
-    return torch.where(given >= 0, given, in_order).contiguous()
+    batch_positions = batch.positions.T
+    return torch.where(batch_positions >= 0, batch_positions, in_order).contiguous()
 
 
 def position_fault(
@@ -407,13 +409,13 @@ def position_fault(
             name = "positions"
         else:
             name = "inputs_embeds"
-        seen = f"batch.{name}, which the first stage alone takes"
-        return seen, "batch.after_first(); what the first stage makes of them comes with x"
+        problem = f"batch.{name}, which the first stage alone takes"
+        return problem, "batch.after_first(); what the first stage makes of them comes with x"
     if batch.positions is not None and not has_mrope:
-        seen = (
+        problem = (
             "batch.positions, and a model without mRoPE (no mrope_section in its rope_parameters)"
         )
-        return seen, "a batch without positions: a token stands where it does in its request"
+        return problem, "a batch without positions: a token stands where it does in its request"
     if has_mrope and x is not None and x.positions is None:
         instead = "attrs.evolve(y, hidden_states=...) of what the stage before returned"
         return "no x.positions, in a model with mRoPE", instead

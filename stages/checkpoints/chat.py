@@ -17,10 +17,10 @@ TOKENS = "bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_t
 """The special tokens that a template may name."""
 _RULES: dict[str, Rule] = {
     "messages": (
-        lambda given: (
-            isinstance(given, list | tuple)
-            and given
-            and all(isinstance(own, Mapping) for own in given)
+        lambda conversation: (
+            isinstance(conversation, list | tuple)
+            and conversation
+            and all(isinstance(own, Mapping) for own in conversation)
         ),
         'a list of messages, as in [{"role": "user", "content": "Hello"}]',
     )
@@ -56,8 +56,8 @@ class ChatTemplate:
         >>> template.render([{"role": "user", "content": "Hello"}], end="</s>")
         '<user>Hello</s>'
         """
-        own = {"add_generation_prompt": add_generation_prompt, **variables}
-        return render_chat(self, "chat_template.render(messages)", messages, own)
+        context = {"add_generation_prompt": add_generation_prompt, **variables}
+        return render_chat(self, "chat_template.render(messages)", messages, context)
 
 
 def render_chat(
@@ -94,10 +94,10 @@ def template_values(
     }
 
 
-def refused_by_template(call: str, seen: str) -> RequestError:
+def refused_by_template(call: str, problem: str) -> RequestError:
     """The error of a template that raised."""
     return RequestError(
-        call, seen, 'messages that it takes, as in [{"role": "user", "content": "Hello"}]'
+        call, problem, 'messages that it takes, as in [{"role": "user", "content": "Hello"}]'
     )
 
 
@@ -124,21 +124,23 @@ def read_chat_template(folder: Path, call: str) -> ChatTemplate | None:
     raw = raw if isinstance(raw, dict) else {}
     if source is None:
         source = _default_of(raw.get("chat_template"))
-    else:
-        source = source
     if source is None:
         return None
     texts = {name: _text_of(raw.get(name)) for name in TOKENS}
     return ChatTemplate(source, {name: text for name, text in texts.items() if text is not None})
 
 
-def _default_of(given: Any) -> str | None:
+def _default_of(template: Any) -> str | None:
     """The template, or of several named ones that of the name `default`."""
-    if isinstance(given, list):
-        named = {own.get("name"): own.get("template") for own in given if isinstance(own, dict)}
-        given = named.get("default")
-    if isinstance(given, str):
-        return given
+    if isinstance(template, list):
+        named = {
+            entry.get("name"): entry.get("template")
+            for entry in template
+            if isinstance(entry, dict)
+        }
+        template = named.get("default")
+    if isinstance(template, str):
+        return template
     return None
 
 

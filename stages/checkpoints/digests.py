@@ -51,31 +51,31 @@ def digest_files(folder: Path, files: Iterable[Path], header: int | None = None)
         OSError: a file cannot be read.
     """
     files = sorted(set(files))
-    found = hashlib.blake2b(digest_size=8)
+    hasher = hashlib.blake2b(digest_size=8)
     for file in files:
         size = file.stat().st_size
-        found.update(f"{file.relative_to(folder).as_posix()} {size} ".encode())
+        hasher.update(f"{file.relative_to(folder).as_posix()} {size} ".encode())
         with file.open("rb") as opened:
             first = min(
                 8 + int.from_bytes(opened.read(8), "little") if header is None else header, size
             )
             opened.seek(0)
-            found.update(opened.read(min(first, _MAX_HEADER)))
+            hasher.update(opened.read(min(first, _MAX_HEADER)))
             count = max(_SAMPLES // len(files), 16)
             for index in range(count):
                 opened.seek(first + max(size - first - _BYTES, 0) * index // (count - 1))
-                found.update(opened.read(_BYTES))
-    return found.hexdigest()
+                hasher.update(opened.read(_BYTES))
+    return hasher.hexdigest()
 
 
 def digest_params(params: Any) -> str:
     """A digest of the shapes, the dtypes and 4 values of each tensor in a tree. It reads the values
     on the host."""
     tensors = [leaf.detach() for leaf in tree_leaves(params) if isinstance(leaf, Tensor)]
-    found = hashlib.blake2b(digest_size=8)
-    found.update(str([(tuple(x.shape), x.dtype) for x in tensors]).encode())
+    hasher = hashlib.blake2b(digest_size=8)
+    hasher.update(str([(tuple(x.shape), x.dtype) for x in tensors]).encode())
     filled = [x.reshape(-1) for x in tensors if x.numel()]
     samples = [x[:: max(x.numel() // _VALUES, 1)][:_VALUES].to(torch.float32) for x in filled]
     if samples:
-        found.update(torch.cat(samples).cpu().numpy().tobytes())
-    return found.hexdigest()
+        hasher.update(torch.cat(samples).cpu().numpy().tobytes())
+    return hasher.hexdigest()

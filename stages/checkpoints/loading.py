@@ -104,8 +104,8 @@ def load(
     >>> load("demo", "cpu").config.architecture
     'Qwen3ForCausalLM'
     """
-    given = str(path) if isinstance(path, Path) else path
-    call = f"weft.load({given!r:.300}, device={device!r}, dtype={dtype!r})"
+    path_str = str(path) if isinstance(path, Path) else path
+    call = f"weft.load({path_str!r:.300}, device={device!r}, dtype={dtype!r})"
     check_values(call, _RULES, {"path": path})
     (index, num_stages), share = pick_stage(stage, call=call), pick_shard(shard, call=call)
     where = pick_device(device, call=call)
@@ -113,9 +113,9 @@ def load(
     checkpoint = open_checkpoint(path, call)
     config = pick_experts(experts, checkpoint.read_config(call, strict=strict), share[1], call=call)
     if kind is None and config.dtype not in FLOATS:
-        seen = f"config.json has dtype {config.dtype}"
+        problem = f"config.json has dtype {config.dtype}"
         instead = f"dtype={' or dtype='.join(map(repr, DTYPES))}"
-        raise RequestError(call, seen, instead)
+        raise RequestError(call, problem, instead)
     kind = kind or config.dtype
     layout = split_model(config, num_stages)[index]
     kept = pick_kv_dtype(kv_dtype, call=call)
@@ -134,11 +134,11 @@ def load(
         digest = beside.submit(checkpoint.digest, call)
         params = read_params(reader, config, layout, target, kind, shard=share, progress=progress)
         origin = Origin(digest.result(), digest_params(params))
-        own: dict[str, Any] = {
+        options: dict[str, Any] = {
             "layout": layout,
             "origin": origin,
             "functions": functions,
             "kv_dtype": kept,
         }
-        own["shard"] = share
-        return Model(config, params, tokenizer, checkpoint.path, chat_template=template, **own)
+        options["shard"] = share
+        return Model(config, params, tokenizer, checkpoint.path, chat_template=template, **options)

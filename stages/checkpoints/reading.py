@@ -124,8 +124,8 @@ class SafetensorsReader:
         with ExitStack() as stack:
             handles = _open_all(files.values(), "cpu", self.call, stack)
             for part, file in files.items():
-                own = part.name, part.stored_shape, needed[part], file.name
-                check_tensor(handles[file], *own, "config.json", self.call)
+                expected = part.name, part.stored_shape, needed[part], file.name
+                check_tensor(handles[file], *expected, "config.json", self.call)
         self._handles.update(_open_all(files.values(), str(self.device), self.call, self.stack))
 
     def read(self, part: Part, _: torch.dtype) -> Tensor:
@@ -167,7 +167,7 @@ class PartView:
     view: Tensor
     part: Part
 
-    def own(self, whole: Tensor) -> Tensor:
+    def share_of(self, whole: Tensor) -> Tensor:
         """A rank's share of a tensor of the checkpoint's shape."""
         return whole[self.part.slices]
 
@@ -177,17 +177,17 @@ def places(
 ) -> dict[str, PartView]:
     """The places of the checkpoint's tensors in a stage's parameters, or in a rank's share of them,
     by transformers' names."""
-    found: dict[str, PartView] = {}
+    views: dict[str, PartView] = {}
     for path, field in stage_fields(config, layout, shard):
         *layer, name = path.split(".")
         owner = params.layers[int(layer[1]) - layout.start] if layer else params
         if path == "embed_tokens" and not layout.first:
             name = "lm_head"
-        found |= {
+        views |= {
             part.name: PartView(part.place(getattr(owner, name)), part) for part in field.parts
         }
-    found |= {name: found[other] for name, other in tied_names(config).items() if other in found}
-    return found
+    views |= {name: views[other] for name, other in tied_names(config).items() if other in views}
+    return views
 
 
 def tied_names(config: ModelConfig) -> dict[str, str]:
@@ -236,10 +236,10 @@ def assemble(
     layers = []
     for i in layout.layers:
         prefix = f"layers.{i}."
-        own: dict[str, Any] = {
+        layer_tensors: dict[str, Any] = {
             k.removeprefix(prefix): v for k, v in tensors.items() if k.startswith(prefix)
         }
-        layers.append(LayerParams(**own, index=i))
+        layers.append(LayerParams(**layer_tensors, index=i))
     lm_head = None
     if layout.last and not config.tie_word_embeddings:
         lm_head = tensors["lm_head"]
@@ -309,21 +309,23 @@ def _indexed_files(index: Path, call: str) -> dict[str, Path]:
     try:
         fields = Fields(read_object(index, call), call, "it")
         shards = fields.value("weight_map", None, lambda one: isinstance(one, Mapping), "an object")
-        own = attrs.evolve(fields, raw=shards, prefix="weight_map.")
+        weight_map = attrs.evolve(fields, raw=shards, prefix="weight_map.")
         for name in shards:
-            own.value(name, None, _is_inside, f"the name of a file of {str(index.parent)!r}")
+            weight_map.value(name, None, _is_inside, f"the name of a file of {str(index.parent)!r}")
     except ConfigError as error:
-        seen = f"{index.name} is not an index of shards: {error.seen}; {error.instead}"
+        problem = f"{index.name} is not an index of shards: {error.problem}; {error.instead}"
         raise CheckpointError(
-            call, seen, f"copy {index.name} again from where it came from"
+            call, problem, f"copy {index.name} again from where it came from"
         ) from error
     if missing := sorted(
         name for name in set(shards.values()) if not os.path.isfile(index.parent / name)
     ):
-        seen = (
+        problem = (
             f"{index.name} names {list_some(missing)}, and {str(index.parent)!r} has no such file"
         )
-        raise CheckpointNotFoundError(call, seen, "finish the download, or copy the missing shards")
+        raise CheckpointNotFoundError(
+            call, problem, "finish the download, or copy the missing shards"
+        )
     return {name: index.parent / shard for name, shard in shards.items()}
 
 
@@ -344,12 +346,12 @@ def open_tensors(file: Path, device: str, call: str) -> Any:
     try:
         return safe_open(file, framework="pt", device=device)
     except (SafetensorError, OSError) as error:
-        seen = f"{file.name} ({file.stat().st_size} bytes) is damaged: {error!s:.300}"
+        problem = f"{file.name} ({file.stat().st_size} bytes) is damaged: {error!s:.300}"
         instead = f"copy {file.name} again from where it came from"
         if not os.access(file, os.R_OK):
-            seen = f"{str(file)!r:.300}, which this user may not read"
+            problem = f"{str(file)!r:.300}, which this user may not read"
             instead = "chmod u+r, or another user's rights"
-        raise CheckpointError(call, seen, instead) from error
+        raise CheckpointError(call, problem, instead) from error
 
 
 def _open_all(files: Iterable[Path], device: str, call: str, stack: ExitStack) -> dict[Path, Any]:
@@ -386,9 +388,9 @@ def _check_tied(files: Mapping[str, Path], call: str) -> None:
             torch.equal(head[row : row + _ROWS], embed[row : row + _ROWS]) for row in rows
         ):
             return
-    seen = f"{HEAD} is not {EMBED}, and config.json has tie_word_embeddings=true"
+    problem = f"{HEAD} is not {EMBED}, and config.json has tie_word_embeddings=true"
     instead = "set it to false to use the head that is stored, or leave that head out of the files"
-    raise CheckpointError(call, seen, instead)
+    raise CheckpointError(call, problem, instead)
 
 
 def refuse_names(missing: list[str], extra: list[str], holder: str, source: str, call: str) -> None:
@@ -400,11 +402,11 @@ def refuse_names(missing: list[str], extra: list[str], holder: str, source: str,
         source: the name of the configuration file.
     """
     if missing:
-        seen = f"no {list_some(missing)}"
+        problem = f"no {list_some(missing)}"
     else:
-        seen = f"{list_some(extra)}, and no field of {source} explains that"
+        problem = f"{list_some(extra)}, and no field of {source} explains that"
     if missing or extra:
-        raise CheckpointError(call, f"{holder} has {seen}", _belong(source))
+        raise CheckpointError(call, f"{holder} has {problem}", _belong(source))
 
 
 def _belong(source: str) -> str:
@@ -430,15 +432,15 @@ def check_tensor(
     try:
         view = handle.get_slice(name)
     except SafetensorError:
-        seen = f"{_INDEX} says that {file} holds {name}, and it does not"
+        problem = f"{_INDEX} says that {file} holds {name}, and it does not"
         instead = "copy the index and the shards again from where they came from"
     else:
-        found = tuple(view.get_shape())
+        stored_shape = tuple(view.get_shape())
         dtype = view.get_dtype()
-        if found == shape and dtype in dtypes:
+        if stored_shape == shape and dtype in dtypes:
             return
-        seen = (
-            f"{name} in {file} is {dtype} {found}, and {source} makes it {shape} of"
+        problem = (
+            f"{name} in {file} is {dtype} {stored_shape}, and {source} makes it {shape} of"
             f" {', '.join(dtypes)}"
         )
         quantized = dtypes == FLOATS and dtype not in FLOATS
@@ -446,7 +448,7 @@ def check_tensor(
             instead = "use the checkpoint before quantization"
         else:
             instead = _belong(source)
-    raise CheckpointError(call, seen, instead)
+    raise CheckpointError(call, problem, instead)
 
 
 def list_some(names: list[str]) -> str:

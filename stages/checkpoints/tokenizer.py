@@ -16,7 +16,9 @@ LONG_TEXT = 2000
 
 
 @contextmanager
-def tokenizer_failures(kind: type[WeftError], call: str, seen: str, instead: str) -> Iterator[None]:
+def tokenizer_failures(
+    kind: type[WeftError], call: str, problem: str, instead: str
+) -> Iterator[None]:
     """Turn what the tokenizers library raises into an error of this kind: bare exceptions, and
     Rust's panics, which are not Exceptions."""
     try:
@@ -25,7 +27,7 @@ def tokenizer_failures(kind: type[WeftError], call: str, seen: str, instead: str
         raise
     except BaseException as error:
         if isinstance(error, Exception) or type(error).__name__ == "PanicException":
-            raise kind(call, f"{seen}: {error!s:.300}", instead) from error
+            raise kind(call, f"{problem}: {error!s:.300}", instead) from error
         raise
 
 
@@ -38,8 +40,8 @@ def token_ids(tokenizer: Tokenizer, text: str, *, special: bool = True) -> list[
     if len(text) < LONG_TEXT:
         return list(tokenizer.encode(text, add_special_tokens=special).ids)
     # `encode` keeps the interpreter's lock
-    [found] = tokenizer.encode_batch([text], add_special_tokens=special)
-    return list(found.ids)
+    [encoding] = tokenizer.encode_batch([text], add_special_tokens=special)
+    return list(encoding.ids)
 
 
 def encode(
@@ -64,10 +66,10 @@ def encode(
 def lacks_tokenizer(path: Path) -> str:
     """The words of an error about a checkpoint without a tokenizer."""
     if path.suffix == ".gguf":
-        known = "tokenizer that weft knows"
+        missing = "tokenizer that weft knows"
     else:
-        known = "tokenizer.json"
-    return f"{path} holds no {known}"
+        missing = "tokenizer.json"
+    return f"{path} holds no {missing}"
 
 
 def read_tokenizer(folder: Path, call: str) -> Tokenizer | None:

@@ -149,13 +149,17 @@ class StageFunctions:
 
     @property
     def _backends(self) -> list[AttentionBackend]:
-        return [own.attend for own in self._readers if isinstance(own.attend, AttentionBackend)]
+        return [
+            reader.attend for reader in self._readers if isinstance(reader.attend, AttentionBackend)
+        ]
 
     @property
     def capability(self) -> str:
         """The graphs in which the attention can run, one of `weft.descriptor.CAPABILITIES`."""
         return min(
-            (own.capability for own in self._backends), key=CAPABILITIES.index, default="full"
+            (backend.capability for backend in self._backends),
+            key=CAPABILITIES.index,
+            default="full",
         )
 
     @property
@@ -163,22 +167,22 @@ class StageFunctions:
         """For a query length (None: ragged), whether the attention runs inside of a graph of that
         class, so that graphs in pieces would have no operator to be cut at; None: it is the
         operator."""
-        if any(own.attend is None and own.attention is None for own in self._readers):
+        if any(each.attend is None and each.attention is None for each in self._readers):
             return None
-        if any(own.is_operator for own in self._backends):
+        if any(each.is_operator for each in self._backends):
             return None
         return lambda query_len: all(own.runs_inside(query_len) for own in self._backends)
 
     @property
     def page_size(self) -> int:
         """Tokens per page, unless one says otherwise: 16 if the attention has kernels for it."""
-        sizes = [own.page_sizes for own in self._backends if own.page_sizes]
-        return next((own[0] for own in sizes if _PAGE_SIZE not in own), _PAGE_SIZE)
+        sizes = [each.page_sizes for each in self._backends if each.page_sizes]
+        return next((each[0] for each in sizes if _PAGE_SIZE not in each), _PAGE_SIZE)
 
     def check_pages(self, call: str, page_size: int) -> None:
         """Raise ProgramError unless the attention has kernels for pages of this size."""
-        for own in self._backends:
-            own.check_pages(call, page_size)
+        for backend in self._backends:
+            backend.check_pages(call, page_size)
 
     def __str__(self) -> str:
         named = {
@@ -218,23 +222,29 @@ def updated(functions: StageFunctions, new: StageFunctions) -> StageFunctions:
     change theirs."""
     changed: dict[str, Any] = {}
     for field in attrs.fields(StageFunctions):
-        own = getattr(functions, field.name)
-        given = getattr(new, field.name)
+        old_value = getattr(functions, field.name)
+        new_value = getattr(new, field.name)
         if field.name == "layers":
             changed["layers"] = {
-                **own,
-                **{index: _after(own.get(index), change) for index, change in given.items()},
+                **old_value,
+                **{
+                    index: _after(old_value.get(index), change)
+                    for index, change in new_value.items()
+                },
             }
         elif field.name in ("extras", "token_extras", "carries"):
-            changed[field.name] = {**own, **{name: x.detach().clone() for name, x in given.items()}}
+            changed[field.name] = {
+                **old_value,
+                **{name: x.detach().clone() for name, x in new_value.items()},
+            }
         elif field.name == "batch_invariant":
-            changed[field.name] = own or given
+            changed[field.name] = old_value or new_value
         elif field.name == "reduction_leaves":
-            changed[field.name] = own if given == 1 else given
-        elif isinstance(own, Mapping):
-            changed[field.name] = {**own, **given}
-        elif given is not None:
-            changed[field.name] = given
+            changed[field.name] = old_value if new_value == 1 else new_value
+        elif isinstance(old_value, Mapping):
+            changed[field.name] = {**old_value, **new_value}
+        elif new_value is not None:
+            changed[field.name] = new_value
     return attrs.evolve(functions, **changed)
 
 
@@ -249,8 +259,8 @@ def check_functions(call: str, functions: StageFunctions, num_layers: int) -> No
     """Raise ProgramError for what is not a function, or one of another signature, for layers that
     the model does not have, for an `attend` that an attention of one's own does not call, and for
     leaves that there cannot be."""
-    given = attrs.asdict(functions, recurse=False)
-    given.pop("batch_invariant")
+    function_fields = attrs.asdict(functions, recurse=False)
+    function_fields.pop("batch_invariant")
     names = (
         "reduction_leaves",
         "layers",
@@ -261,14 +271,18 @@ def check_functions(call: str, functions: StageFunctions, num_layers: int) -> No
         "prefix_caching",
         "beside",
     )
-    others = {name: given.pop(name) for name in names}
+    other_fields = {name: function_fields.pop(name) for name in names}
     rules: dict[str, Rule] = {
-        name: (lambda f: f is None or callable(f), "a function, or None") for name in given
+        name: (lambda f: f is None or callable(f), "a function, or None")
+        for name in function_fields
     }
     rules["layers"] = (
-        lambda found: (
-            isinstance(found, Mapping)
-            and all(is_int(index, 0, num_layers - 1) and callable(f) for index, f in found.items())
+        lambda layer_changes: (
+            isinstance(layer_changes, Mapping)
+            and all(
+                is_int(index, 0, num_layers - 1) and callable(f)
+                for index, f in layer_changes.items()
+            )
         ),
         (
             f"a dict from a layer's index, 0 to {num_layers - 1}, to a function of a layer:"
@@ -293,32 +307,34 @@ def check_functions(call: str, functions: StageFunctions, num_layers: int) -> No
         "a dict of the values before the first token: carries={'sum': torch.zeros(())}",
     )
     rules["prefix_caching"] = (
-        lambda own: own is None or own in PREFIX_CACHING,
+        lambda value: value is None or value in PREFIX_CACHING,
         f"one of {', '.join(PREFIX_CACHING)}; None: it follows from captures and carries",
     )
     rules["beside"] = (
-        lambda own: isinstance(own, Mapping),
+        lambda value: isinstance(value, Mapping),
         "a dict of models by name: beside={'amateur': small}",
     )
-    check_values(call, rules, {**given, **others}, ProgramError)
-    own = {
+    check_values(call, rules, {**function_fields, **other_fields}, ProgramError)
+    user_functions = {
         name: f
-        for name, f in given.items()
+        for name, f in function_fields.items()
         if f is not None and not isinstance(f, AttentionBackend)
     }
     for name, f in (
-        *own.items(),
+        *user_functions.items(),
         *((f"layers[{index}]", f) for index, f in functions.layers.items()),
     ):
-        count, keywords, wanted = _CALLS[name.partition("[")[0]]
-        if (seen := other_signature(f, count, *keywords)) is not None:
+        count, keywords, signature = _CALLS[name.partition("[")[0]]
+        if (problem := other_signature(f, count, *keywords)) is not None:
             raise ProgramError(
-                f"{call} with {name}={seen.partition('(')[0]}", seen, f"a function {wanted}"
+                f"{call} with {name}={problem.partition('(')[0]}",
+                problem,
+                f"a function {signature}",
             )
     if functions.attention is not None and functions.attend is not None:
-        seen = "both attention=f and attend=g, and f takes the place of what calls g"
+        problem = "both attention=f and attend=g, and f takes the place of what calls g"
         raise ProgramError(
-            call, seen, "one of them: f may call weft.stages.decoder.attention(..., attend=g)"
+            call, problem, "one of them: f may call weft.stages.decoder.attention(..., attend=g)"
         )
     if functions.reduction_leaves == 1:
         return
@@ -330,18 +346,18 @@ def check_functions(call: str, functions: StageFunctions, num_layers: int) -> No
     if whole := [
         name for name in ("attention", "feed_forward") if getattr(functions, name) is not None
     ]:
-        seen = f"{whole[0]}=f of one's own, whose sums have no leaves"
+        problem = f"{whole[0]}=f of one's own, whose sums have no leaves"
         instead = "attend=f or layers={index: f}"
-        raise ProgramError(with_leaves, seen, instead)
+        raise ProgramError(with_leaves, problem, instead)
 
 
 def check_together(call: str, functions: StageFunctions) -> None:
     """Raise ProgramError for a policy under which captures or carries would lack found tokens, and
     for a name that both requests and their tokens have an input of."""
-    own = functions.prefix_caching
+    policy = functions.prefix_caching
     captures = bool(functions.captures)
     carries = bool(functions.carries)
-    with_policy = f"{call} with prefix_caching={own!r}"
+    with_policy = f"{call} with prefix_caching={policy!r}"
     for kinds in (
         ("extras", "token_extras"),
         ("extras", "captures"),
@@ -350,28 +366,28 @@ def check_together(call: str, functions: StageFunctions) -> None:
     ):
         names = [set(getattr(functions, kind)) for kind in kinds]
         if both := sorted(names[0] & names[1]):
-            seen = f"{both[0]!r} in {' and in '.join(kinds)}"
+            problem = f"{both[0]!r} in {' and in '.join(kinds)}"
             instead = "another name for one of them"
-            raise ProgramError(call, seen, instead)
+            raise ProgramError(call, problem, instead)
     if functions.beside and functions.logits is None:
-        seen = "beside, and no logits=f that reads the models' logits"
+        problem = "beside, and no logits=f that reads the models' logits"
         instead = "logits=f, too: extras[name] in it"
-        raise ProgramError(call, seen, instead)
-    if own == "full" and (captures or carries):
-        seen = f"{'captures' if captures else 'carries'}, which skipped tokens do not have"
+        raise ProgramError(call, problem, instead)
+    if policy == "full" and (captures or carries):
+        problem = f"{'captures' if captures else 'carries'}, which skipped tokens do not have"
         instead = "prefix_caching='recompute' or 'none'"
-    elif own == "snapshot" and captures:
-        seen = "captures, which skipped tokens do not have"
+    elif policy == "snapshot" and captures:
+        problem = "captures, which skipped tokens do not have"
         instead = "prefix_caching='recompute' or 'none'"
-    elif own == "snapshot" and not carries:
-        seen = "no carries, so that there is nothing to keep"
+    elif policy == "snapshot" and not carries:
+        problem = "no carries, so that there is nothing to keep"
         instead = "carries={name: default}, or leave it out"
     else:
         return
-    raise ProgramError(with_policy, seen, instead)
+    raise ProgramError(with_policy, problem, instead)
 
 
-def _are_tensors(found: Any) -> bool:
-    if not isinstance(found, Mapping):
+def _are_tensors(values: Any) -> bool:
+    if not isinstance(values, Mapping):
         return False
-    return all(isinstance(name, str) and isinstance(x, Tensor) for name, x in found.items())
+    return all(isinstance(name, str) and isinstance(x, Tensor) for name, x in values.items())

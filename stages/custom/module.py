@@ -163,8 +163,8 @@ class _ObjectTensor:
         try:
             before = [place.get() for place in self.places]
         except (LookupError, AttributeError) as error:
-            seen = f"{self.name} is not there any more, which was when the stage was made"
-            raise ProgramError(_call_of(module), seen, "from_module(module) again") from error
+            problem = f"{self.name} is not there any more, which was when the stage was made"
+            raise ProgramError(_call_of(module), problem, "from_module(module) again") from error
         for place in self.places:
             place.put(value)
         return before
@@ -172,24 +172,28 @@ class _ObjectTensor:
     def next_values(self, module: nn.Module) -> list[Any]:
         """What the run has left in the places."""
         try:
-            found = [place.get() for place in self.places]
+            values = [place.get() for place in self.places]
         except (LookupError, AttributeError):
-            found = [None]
-        if not all(isinstance(value, Tensor) for value in found):
-            seen = f"the run removed {self.name}, a tensor of the state"
+            values = [None]
+        if not all(isinstance(value, Tensor) for value in values):
+            problem = f"the run removed {self.name}, a tensor of the state"
             raise ProgramError(
-                _call_of(module), seen, f"leave it there, or write it in place: {self.name}.zero_()"
+                _call_of(module),
+                problem,
+                f"leave it there, or write it in place: {self.name}.zero_()",
             )
-        return found
+        return values
 
     def the_one_of(self, values: list[Any], module: nn.Module) -> Any:
         """The next value, which is the same tensor in all places."""
         if all(value is values[0] for value in values):
             return values[0]
         places = " and ".join(dict.fromkeys([self.name, *(place.path for place in self.places)]))
-        seen = f"{places} are one tensor before the run, and are not after it"
+        problem = f"{places} are one tensor before the run, and are not after it"
         raise ProgramError(
-            _call_of(module), seen, "give the other ones the new tensor, too, or write it in place"
+            _call_of(module),
+            problem,
+            "give the other ones the new tensor, too, or write it in place",
         )
 
 
@@ -201,16 +205,18 @@ def _tensors_in_objects(module: nn.Module) -> list[_ObjectTensor]:
     """The tensors of the state that plain objects hold, without those that share memory with
     another value."""
     names = {id(buffer): name for name, buffer in module.named_buffers()}
-    found = [
+    object_tensors = [
         _ObjectTensor(names.get(id(tensor), places[0].path), tensor, places)
         for tensor, places in places_of_tensors(*_roots_of(module))
     ]
     values = {**dict(module.named_parameters()), **dict(module.named_buffers())}
-    while pair := _overlapping(values | {one.name: one.tensor for one in found}):
-        found = [one for one in found if one.name not in pair or one.name in values]
+    while pair := _overlapping(values | {one.name: one.tensor for one in object_tensors}):
+        object_tensors = [
+            one for one in object_tensors if one.name not in pair or one.name in values
+        ]
         for name in pair:
             values.pop(name, None)
-    return found
+    return object_tensors
 
 
 def _refuse_aliases(module: nn.Module, state: Set[int]) -> None:
@@ -240,9 +246,9 @@ def _refuse_aliases(module: nn.Module, state: Set[int]) -> None:
     empty = {f"module.{name}": torch.empty(0) for name in values}
     if remaining := torch.func.functional_call(_Looking(module, aliases), empty, ()):
         alias, owner = remaining[0]
-        seen = f"{alias}, which shares memory with {owner} and would keep its first values"
+        problem = f"{alias}, which shares memory with {owner} and would keep its first values"
         instead = f"a view that forward makes of {owner}, or a clone() of it"
-        raise ProgramError(f"weft.stages.from_module({type(module).__name__}(...))", seen, instead)
+        raise ProgramError(f"weft.stages.from_module({type(module).__name__}(...))", problem, instead)
 
 
 class _Looking(nn.Module):
@@ -295,14 +301,16 @@ def _refuse_new(
     new = [name for name, _ in module.named_buffers() if name not in buffers]
     replaced = [name for name, value in params.items() if values[f"module.{name}"] is not value]
     if new:
-        seen = f"the run made the buffer {new[0]}"
+        problem = f"the run made the buffer {new[0]}"
         instead = "make it before that: run the module once"
     elif replaced:
-        seen = f"the run replaced the parameter {replaced[0]}, which is not part of the new state"
+        problem = (
+            f"the run replaced the parameter {replaced[0]}, which is not part of the new state"
+        )
         instead = f"a buffer in its place: register_buffer({replaced[0].rpartition('.')[2]!r}, ...)"
     else:
         return
-    raise ProgramError(_call_of(module), seen, instead)
+    raise ProgramError(_call_of(module), problem, instead)
 
 
 class _Caller(nn.Module):
@@ -321,8 +329,8 @@ class _Caller(nn.Module):
         """Call the module with these tensors in its objects. Returns its output, and what the run
         left there."""
         with ExitStack() as stack:
-            given = [one for one in self.in_objects if one.name in of_objects]
-            for one in given:
+            object_tensors = [one for one in self.in_objects if one.name in of_objects]
+            for one in object_tensors:
                 before = one.put(of_objects[one.name], self.module)
                 stack.callback(_put_back, one.places, before)
             if watched():
@@ -330,7 +338,7 @@ class _Caller(nn.Module):
                     _unchanged(self.module, {id(value) for value in of_objects.values()})
                 )
             y = self.call(self.module, batch, x)
-            return y, {one.name: one.next_values(self.module) for one in given}
+            return y, {one.name: one.next_values(self.module) for one in object_tensors}
 
 
 def _put_back(places: list[Place], before: list[Any]) -> None:
@@ -364,12 +372,12 @@ def _check_arguments(
     try:
         signature.bind(*args, **kwargs)
     except TypeError as error:
-        given = ", ".join(
+        arguments = ", ".join(
             [*(kind_of(value) for value in args), *(f"{name}=..." for name in kwargs)]
         )
-        seen = f"forward({', '.join(signature.parameters)}) is given ({given}): {error}"
+        problem = f"forward({', '.join(signature.parameters)}) is given ({arguments}): {error}"
         call = f"stage {type(module).__name__}(params, state, {given_as})"
-        raise ProgramError(call, seen, f"from_module(module, {_CALL})") from error
+        raise ProgramError(call, problem, f"from_module(module, {_CALL})") from error
 
 
 def _overlapping(buffers: Mapping[str, Any]) -> tuple[str, str] | None:
@@ -394,23 +402,25 @@ def _check_module(module: Any, call: Any) -> None:
     if isinstance(module, nn.Module):
         values: list[tuple[str, Any]] = [*module.named_parameters(), *module.named_buffers()]
         if lazy := [name for name, value in values if is_lazy(value)]:
-            seen = f"{lazy[0]}, which has no shape yet"
+            problem = f"{lazy[0]}, which has no shape yet"
             instead = "call the module once on inputs before that"
         elif both := _overlapping(dict(module.named_buffers())):
-            seen = f"buffers {both[0]} and {both[1]}, which share memory"
+            problem = f"buffers {both[0]} and {both[1]}, which share memory"
             instead = "a clone() of one of them"
         elif call is not None and not callable(call):
-            seen = f"call={call!r:.60}, {kind_of(call)}"
+            problem = f"call={call!r:.60}, {kind_of(call)}"
             instead = _CALL
         else:
             return
-        raise ProgramError(f"weft.stages.from_module({type(module).__name__}(...))", seen, instead)
-    seen = f"{getattr(module, '__name__', module)!s:.60}, {kind_of(module)} and not an nn.Module"
+        raise ProgramError(
+            f"weft.stages.from_module({type(module).__name__}(...))", problem, instead
+        )
+    problem = f"{getattr(module, '__name__', module)!s:.60}, {kind_of(module)} and not an nn.Module"
     instead = "a function (params, state, batch, x) -> (state, y) is a stage as it is"
     if isinstance(module, type) and issubclass(module, nn.Module):
-        seen = f"{module.__name__}, the class"
+        problem = f"{module.__name__}, the class"
         instead = f"a module of it: {module.__name__}(...)"
-    raise ProgramError("weft.stages.from_module(module)", seen, instead)
+    raise ProgramError("weft.stages.from_module(module)", problem, instead)
 
 
 @contextmanager
@@ -441,14 +451,14 @@ def _unchanged(module: nn.Module, state: Set[int]) -> Iterator[None]:
             if _differs(get(), state) and not put(state)
         ]
     if change is not None:
-        seen = f"{change.path} of the module {change}, and a replay does not repeat that"
+        problem = f"{change.path} of the module {change}, and a replay does not repeat that"
         instead = _instead_of(change, module)
     elif drawn:
-        seen = f"a draw from {drawn[0]}, which a replay does not repeat"
+        problem = f"a draw from {drawn[0]}, which a replay does not repeat"
         instead = "a draw from torch: torch.rand(...)"
     else:
         return
-    raise CaptureError(f"graphify(stage {type(module).__name__})", seen, instead)
+    raise CaptureError(f"graphify(stage {type(module).__name__})", problem, instead)
 
 
 def _roots_of(module: nn.Module) -> tuple[dict[str, nn.Module], Set[int]]:
@@ -487,12 +497,12 @@ def _instead_of(change: Change, module: nn.Module) -> str:
 def _generators() -> list[tuple[str, Callable[[], Any], Callable[[Any], Any]]]:
     """The generators that are not torch's: their names, and functions that get and set their
     states."""
-    found: list[tuple[str, Callable[[], Any], Callable[[Any], Any]]] = [
+    generators: list[tuple[str, Callable[[], Any], Callable[[Any], Any]]] = [
         ("random", random.getstate, random.setstate)
     ]
     if (numpy := sys.modules.get("numpy")) is not None:
-        found.append(("numpy.random", numpy.random.get_state, numpy.random.set_state))
-    return found
+        generators.append(("numpy.random", numpy.random.get_state, numpy.random.set_state))
+    return generators
 
 
 def _differs(now: Any, was: Any) -> bool:

@@ -31,44 +31,46 @@ def changed_layer(
     """
     hidden: Tensor = args[-1]
     with blamed_on(f"layer {index}", args[2]):
-        made: Any = change(layer)
-        if not callable(made):
+        changed: Any = change(layer)
+        if not callable(changed):
             instead = "a function of the layer that returns a layer: layers={index: change}"
             raise ProgramError(
-                f"layers={{{index}: ...}}(layer)", f"it returned {kind_of(made)}", instead
+                f"layers={{{index}: ...}}(layer)", f"it returned {kind_of(changed)}", instead
             )
-        if (seen := other_signature(made, len(args))) is not None:
+        if (problem := other_signature(changed, len(args))) is not None:
             raise ProgramError(
-                f"layers={{{index}: ...}}(layer)", f"it returned {seen}", f"a layer {LAYER}"
+                f"layers={{{index}: ...}}(layer)", f"it returned {problem}", f"a layer {LAYER}"
             )
-        result: Any = made(*args)
+        result: Any = changed(*args)
     if isinstance(result, tuple) and len(result) == 2 and isinstance(result[0], Tensor):
         if (result[0].shape, result[0].dtype) == (hidden.shape, hidden.dtype):
             return result
-        seen = f"it returned hidden states {list(result[0].shape)}, {result[0].dtype}"
+        problem = f"it returned hidden states {list(result[0].shape)}, {result[0].dtype}"
     else:
-        seen = f"it returned {_kinds(result)}"
+        problem = f"it returned {_kinds(result)}"
     instead = (
         f"(hidden, kv_pages), where hidden is {list(hidden.shape)}, {hidden.dtype}, as the"
         " given one"
     )
-    raise ProgramError(f"layer {index} of with_stages(layers=...)", seen, instead)
+    raise ProgramError(f"layer {index} of with_stages(layers=...)", problem, instead)
 
 
 @contextmanager
-def blamed_on(function: str, given: ResolvedBatch | Mapping[str, Tensor]) -> Iterator[None]:
+def blamed_on(function: str, inputs: ResolvedBatch | Mapping[str, Tensor]) -> Iterator[None]:
     """A context in which each error gets a note: which of the user's functions raised it, and the
     names that it could read, in a batch or in the extras of logits."""
 
     def note(error: Exception) -> str:
-        if isinstance(given, ResolvedBatch):
+        if isinstance(inputs, ResolvedBatch):
             names = {
-                f"batch.{kind}": getattr(given, kind)
+                f"batch.{kind}": getattr(inputs, kind)
                 for kind in ("extras", "carried", "token_extras")
             }
         else:
-            names = {"extras": given}
-        parts = [f"{kind} has {', '.join(map(repr, own))}" for kind, own in names.items() if own]
+            names = {"extras": inputs}
+        parts = [
+            f"{kind} has {', '.join(map(repr, values))}" for kind, values in names.items() if values
+        ]
         if not parts and isinstance(error, KeyError):
             parts = [f"{', '.join(names)} are empty: declare names with model.with_stages(...)"]
         return f"in {function} of with_stages(...){'; ' * bool(parts)}{', '.join(parts)}"
@@ -93,17 +95,17 @@ def check_added(function: str, added: Any, hidden: Tensor) -> Tensor:
     Raises:
         ProgramError: it is not of the hidden states' shape, or parts of it.
     """
-    seen = f"it returned {_kinds(added)}"
+    problem = f"it returned {_kinds(added)}"
     if isinstance(added, Tensor):
         fits = added.shape[-2:] == hidden.shape and added.dim() in (2, 3)
         if fits and added.dtype in (hidden.dtype, torch.float32):
             return added
-        seen = f"it returned {list(added.shape)}, {added.dtype}"
+        problem = f"it returned {list(added.shape)}, {added.dtype}"
     instead = (
         f"{list(hidden.shape)}, {hidden.dtype}; or parts of it, [parts, *{list(hidden.shape)}], to"
         " be added up"
     )
-    raise ProgramError(f"{function} of with_stages({function}=...)", seen, instead)
+    raise ProgramError(f"{function} of with_stages({function}=...)", problem, instead)
 
 
 def check_attended(mixed: Any, q: Tensor) -> Tensor:
@@ -115,11 +117,11 @@ def check_attended(mixed: Any, q: Tensor) -> Tensor:
     if isinstance(mixed, Tensor) and (mixed.shape, mixed.dtype) == (q.shape, q.dtype):
         return mixed
     if isinstance(mixed, Tensor):
-        seen = f"{list(mixed.shape)}, {mixed.dtype}"
+        returned = f"{list(mixed.shape)}, {mixed.dtype}"
     else:
-        seen = _kinds(mixed)
+        returned = _kinds(mixed)
     instead = f"a value for each head of each token, {list(q.shape)}, {q.dtype}, as the queries"
-    raise ProgramError("attend of with_stages(attend=...)", f"it returned {seen}", instead)
+    raise ProgramError("attend of with_stages(attend=...)", f"it returned {returned}", instead)
 
 
 def transformed(stage: DecoderStage, transform: Transform, layout: StageLayout) -> DecoderStage:
@@ -132,8 +134,8 @@ def transformed(stage: DecoderStage, transform: Transform, layout: StageLayout) 
     call, inner = f"{name_of(transform)}({stage.__name__})", transform(stage)
     rule: Rule = callable, "a stage: a function (params, state, batch, x) -> (state, y)"
     check_values(call, {"its result": rule}, {"its result": inner}, ProgramError)
-    if (seen := other_signature(inner, 4)) is not None:
-        raise ProgramError(call, f"it returned {seen}", rule[1])
+    if (problem := other_signature(inner, 4)) is not None:
+        raise ProgramError(call, f"it returned {problem}", rule[1])
 
     @donates("state")
     def run(
@@ -143,13 +145,15 @@ def transformed(stage: DecoderStage, transform: Transform, layout: StageLayout) 
         with sowing_nothing("a transform of a stage"):
             result: Any = inner(params, state, batch, x)
         kind = Output if layout.last else IntermediateTensors
-        seen = f"it returned {_kinds(result)}"
+        problem = f"it returned {_kinds(result)}"
         if isinstance(result, tuple) and len(result) == 2 and isinstance(result[1], kind):
             if tree_structure(result[0]) == before:
                 return result[0], result[1]
-            seen = "it returned a state of another structure than the given one"
+            problem = "it returned a state of another structure than the given one"
         raise ProgramError(
-            f"{call}(params, state, batch, x)", seen, f"(state, {kind.__name__}), as the stage does"
+            f"{call}(params, state, batch, x)",
+            problem,
+            f"(state, {kind.__name__}), as the stage does",
         )
 
     run.__name__ = run.__qualname__ = (

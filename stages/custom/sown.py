@@ -54,17 +54,19 @@ class SownNames:
             kinds, zip(*self.last.values(), strict=True), strict=True
         ):
             if missing := [
-                name for name in declared if not any(name in found for found in by_stage)
+                name for name in declared if not any(name in names for names in by_stage)
             ]:
-                seen = f"no function that calls weft.stages.{verb}({missing[0]!r}, value)"
+                problem = f"no function that calls weft.stages.{verb}({missing[0]!r}, value)"
                 instead = f"leave it out, or {verb} it"
-                raise ProgramError(f"with_stages({option}={{{missing[0]!r}: ...}})", seen, instead)
+                raise ProgramError(
+                    f"with_stages({option}={{{missing[0]!r}: ...}})", problem, instead
+                )
 
 
 def _carried_twice(name: str, first: int, layer: int) -> ProgramError:
-    seen = f"the second call in a step: layer {first} carries it"
+    problem = f"the second call in a step: layer {first} carries it"
     instead = "a name for each layer, in layers={index: change}"
-    return ProgramError(f"weft.stages.carry({name!r}, value) in layer {layer}", seen, instead)
+    return ProgramError(f"weft.stages.carry({name!r}, value) in layer {layer}", problem, instead)
 
 
 @attrs.define
@@ -114,22 +116,24 @@ class Sown:
                 call, self.refused, f"{verb} in a layer, or in an attention, feed_forward or norm"
             )
         if example is None:
-            known = ", ".join(map(repr, declared)) or "none"
+            declared_names = ", ".join(map(repr, declared)) or "none"
             instead = (
                 f"model.with_stages(..., {option}={{{name!r}: torch.zeros(...)}}), as of one token"
             )
             raise ProgramError(
-                call, f"a name that the stages do not declare; they declare {known}", instead
+                call,
+                f"a name that the stages do not declare; they declare {declared_names}",
+                instead,
             )
         shape = (self.num_tokens, *example.shape)
         if not isinstance(value, Tensor) or value.shape != shape:
             if isinstance(value, Tensor):
-                seen = f"shape {tuple(value.shape)}"
+                problem = f"shape {tuple(value.shape)}"
             else:
-                seen = kind_of(value)
+                problem = kind_of(value)
             raise ProgramError(
                 call,
-                seen,
+                problem,
                 f"a tensor {list(shape)}: {list(example.shape)} for each token of the batch",
             )
         return value.to(example.dtype, copy=True)  # it may be written to later
@@ -139,28 +143,28 @@ class Sown:
         than the one that carries it."""
         for name, layer in sorted(self.reads):
             if self.carried_in.get(name) != layer:
-                seen = "which this layer does not carry"
+                problem = "which this layer does not carry"
                 if name in self.carried_in:
-                    seen = f"which layer {self.carried_in[name]} carries"
+                    problem = f"which layer {self.carried_in[name]} carries"
                 instead = (
                     f"carry({name!r}, value) in the same layer: others compute the step's tokens at"
                     " other times"
                 )
-                raise ProgramError(f"batch.carried[{name!r}] in layer {layer}", seen, instead)
+                raise ProgramError(f"batch.carried[{name!r}] in layer {layer}", problem, instead)
 
     def after(self, x: IntermediateTensors | None, device: torch.device) -> dict[str, PerToken]:
         """The captures of this stage and of those before it; 0 where there is none yet."""
-        found = {} if x is None else x.captured
+        captured = {} if x is None else x.captured
         for name, example in self.captures.items():
             if name in self.values:
-                found = {**found, name: PerToken(self.values[name])}
-            elif name not in found:
+                captured = {**captured, name: PerToken(self.values[name])}
+            elif name not in captured:
                 shape = self.num_tokens, *example.shape
-                found = {
-                    **found,
+                captured = {
+                    **captured,
                     name: PerToken(torch.zeros(shape, dtype=example.dtype, device=device)),
                 }
-        return found
+        return captured
 
 
 def carried_on(name: str, state: State, batch: ResolvedBatch, sown: Sown) -> State:
@@ -197,8 +201,8 @@ def sow(name: str, value: Tensor) -> None:
         ProgramError: a name that is not declared, a value of another shape, or a call from `logits`
             or from a transform of a whole stage, where values are not of tokens.
     """
-    if (own := _SOWN.get()) is not None:
-        own.add(name, value)
+    if (sown := _SOWN.get()) is not None:
+        sown.add(name, value)
 
 
 def carry(name: str, value: Tensor) -> None:
@@ -223,8 +227,8 @@ def carry(name: str, value: Tensor) -> None:
             shape; or a call from `logits` or from a transform of a whole stage, where values are
             not of tokens.
     """
-    if (own := _SOWN.get()) is not None:
-        own.carry(name, value)
+    if (sown := _SOWN.get()) is not None:
+        sown.carry(name, value)
 
 
 class _Read(Mapping[str, PerRequest]):
@@ -235,9 +239,9 @@ class _Read(Mapping[str, PerRequest]):
         self._values = values
 
     def __getitem__(self, name: str) -> PerRequest:
-        found = self._values[name]
+        value = self._values[name]
         self._sown.reads.add((name, self._sown.layer))
-        return found
+        return value
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._values)
@@ -251,17 +255,17 @@ def sowing(
     captures: Mapping[str, Tensor], carries: Mapping[str, Tensor], batch: ResolvedBatch
 ) -> Iterator[tuple[Sown, ResolvedBatch]]:
     """A context that collects what is sown and carried in it, with the batch for the layers."""
-    token = _SOWN.set(own := Sown(captures, len(batch.input_ids), carries))
+    token = _SOWN.set(sown := Sown(captures, len(batch.input_ids), carries))
     try:
-        yield own, attrs.evolve(batch, carried=_Read(own, batch.carried)) if carries else batch
+        yield sown, attrs.evolve(batch, carried=_Read(sown, batch.carried)) if carries else batch
     finally:
         _SOWN.reset(token)
 
 
 def at_layer(index: int) -> None:
     """Note the layer that runs, for what it sows."""
-    if (own := _SOWN.get()) is not None:
-        own.layer = index
+    if (sown := _SOWN.get()) is not None:
+        sown.layer = index
 
 
 @contextmanager

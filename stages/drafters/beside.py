@@ -41,18 +41,20 @@ def reader(config: ModelConfig, functions: StageFunctions, device: torch.device)
     def read(
         params: DecoderParams, kv_pages: Tensor, batch: ResolvedBatch
     ) -> tuple[Tensor, Tensor]:
-        known = attrs.evolve(
+        clamped_batch = attrs.evolve(
             batch, input_ids=batch.input_ids.clamp(min=0), adapters=None, active_adapters=None
         )
         if (fault := head_fault(params, config.tie_word_embeddings)) is not None:
             raise ProgramError("a model that reads beside another", *fault)
-        hidden = embed(params, known, None)
+        hidden = embed(params, clamped_batch, None)
         if section is None:
             places = batch.positions
         else:
             places = batch.positions[:, None].expand(-1, 3)
         tables = rope_tables(frequencies, places, factor, hidden.dtype, section)
-        return run_layers(config, BLOCKS, params, kv_pages, known, tables, hidden, functions)
+        return run_layers(
+            config, BLOCKS, params, kv_pages, clamped_batch, tables, hidden, functions
+        )
 
     return read
 
@@ -71,7 +73,7 @@ def readers_beside(
         for name, (config, params, _) in models.items():
             hidden, pages[name] = reads[name](params, state.beside[name], batch)
             logits[name] = functools.partial(_logits_at, config, params, hidden)
-        if any(own is not state.beside[name] for name, own in pages.items()):
+        if any(new_pages is not state.beside[name] for name, new_pages in pages.items()):
             state = attrs.evolve(state, beside=pages)
         return state, logits
 
@@ -91,24 +93,24 @@ def check_beside(call: str, model: Any, beside: Mapping[str, Any]) -> None:
     vocabulary = f"of {size} tokens, whose functions read no extras"
     instead = f"weft.load(folder, {str(model.device)!r}): a whole model, here, {vocabulary}"
     for name, other in beside.items():
-        seen = kind_of(other)
+        problem = kind_of(other)
         if isinstance(other, kind):
-            own = other.functions
+            functions = other.functions
             more = (
-                own.extras,
-                own.token_extras,
-                own.captures,
-                own.carries,
-                own.beside,
-                own.logits,
+                functions.extras,
+                functions.token_extras,
+                functions.captures,
+                functions.carries,
+                functions.beside,
+                functions.logits,
                 other.transforms,
             )
             place = other.device, other.is_whole, other.config.vocab_size
             if not any(more) and place == (model.device, True, size):
                 continue
             if any(more):
-                having = f" with {own}, and {len(other.transforms)} transforms"
+                having = f" with {functions}, and {len(other.transforms)} transforms"
             else:
                 having = ""
-            seen = f"{other!r} of {other.config.vocab_size} tokens{having}"
-        raise ProgramError(f"{call} with beside={{{name!r}: ...}}", seen, instead)
+            problem = f"{other!r} of {other.config.vocab_size} tokens{having}"
+        raise ProgramError(f"{call} with beside={{{name!r}: ...}}", problem, instead)

@@ -49,11 +49,11 @@ def drafted(stage: Callable[..., Any], drafter: Drafter) -> DraftingStage:
     def run(
         params: tuple[DecoderParams, Any], state: State, batch: Batch, x: IntermediateTensors | None
     ) -> tuple[State, IntermediateTensors | Output]:
-        own, other = params
-        made: tuple[State, IntermediateTensors | Output] = stage(
-            own, state, drafter(other, state, batch), x
+        model_params, other = params
+        result: tuple[State, IntermediateTensors | Output] = stage(
+            model_params, state, drafter(other, state, batch), x
         )
-        return made
+        return result
 
     run.__name__ = run.__qualname__ = f"{getattr(stage, '__name__', 'stage')}, drafting"
     return run
@@ -70,11 +70,11 @@ def fill_in(state: State, batch: Batch, drafts: Tensor) -> Batch:
     assert state.drafting is not None, "a stage that verifies has a state with drafting"
     owner, place = batch.owners()
     row = batch.rows[owner]
-    own = drafts[owner, (place.to(torch.int64) - 1).clamp(0, drafts.shape[1] - 1)]
-    useful = (batch.input_ids == DRAFT) & (own >= 0)
+    draft = drafts[owner, (place.to(torch.int64) - 1).clamp(0, drafts.shape[1] - 1)]
+    useful = (batch.input_ids == DRAFT) & (draft >= 0)
     useful &= state.positions[row] + place < state.drafting.limits[row] - 1
     useful &= (state.sampling.ints[row, FEATURES] & PENALTIES) == 0
-    return attrs.evolve(batch, input_ids=torch.where(useful, own, batch.input_ids))
+    return attrs.evolve(batch, input_ids=torch.where(useful, draft, batch.input_ids))
 
 
 def ngram_drafter(num_drafts: int, shortest: int, longest: int) -> Drafter:
@@ -131,9 +131,9 @@ def model_drafter(
         )
         hidden, pages = read_with(params, state.drafting.kv_pages, resolved)
         if pages is not state.drafting.kv_pages:
-            seen = "a stage that drafts with a model"
+            problem = "a stage that drafts with a model"
             instead = "the same without speculation, which samples the same"
-            raise DerivativeError("a derivative, or a transform of torch.func", seen, instead)
+            raise DerivativeError("a derivative, or a transform of torch.func", problem, instead)
         return hidden, resolved
 
     def draft(params: DecoderParams, state: State, batch: Batch) -> Batch:

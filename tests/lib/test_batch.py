@@ -26,12 +26,12 @@ def assert_fits(batch: Batch) -> None:
     """Shapes and dtypes agree with the descriptor and the docstring."""
     n = batch.descriptor.num_reqs
     tokens = batch.descriptor.num_tokens
-    seen = {
+    leaf_specs = {
         name: (tuple(leaf.shape), leaf.dtype)
         for name, leaf in leaves_with_names(batch)
         if leaf is not None
     }
-    assert seen == {
+    assert leaf_specs == {
         ".rows": ((n,), torch.int64),
         ".input_ids": ((tokens,), torch.int64),
         ".query_start_loc": ((n + 1,), torch.int32),
@@ -109,13 +109,16 @@ ERRORS = [
 ]
 
 
-@pytest.mark.parametrize(("args", "call", "seen", "instead"), ERRORS)
+@pytest.mark.parametrize(("args", "call", "problem", "instead"), ERRORS)
 def test_what_ragged_refuses(
-    args: tuple[list[int], list[list[int]], list[bool] | None], call: str, seen: str, instead: str
+    args: tuple[list[int], list[list[int]], list[bool] | None],
+    call: str,
+    problem: str,
+    instead: str,
 ) -> None:
     with pytest.raises(DescriptorError) as error:
         Batch.ragged(args[0], args[1], samples=args[2])
-    assert str(error.value) == f"Batch.ragged({call})\n  saw: {seen}\n  instead: {instead}"
+    assert str(error.value) == f"Batch.ragged({call})\n  saw: {problem}\n  instead: {instead}"
 
 
 def test_decode_refuses_a_row_that_stands_twice_as_ragged_does() -> None:
@@ -200,9 +203,9 @@ MISUSED: list[tuple[Callable[[ResolvedBatch], Any], str]] = [
 
 @pytest.mark.parametrize(("use", "text"), MISUSED)
 def test_values_of_another_shape_are_named(use: Callable[[ResolvedBatch], Any], text: str) -> None:
-    with pytest.raises(ProgramError, match=text) as found:
+    with pytest.raises(ProgramError, match=text) as error:
         use(resolved())
-    assert "instead" in str(found.value)
+    assert "instead" in str(error.value)
 
 
 def test_values_of_requests_become_those_of_their_tokens() -> None:
@@ -218,21 +221,23 @@ def test_values_of_requests_become_those_of_their_tokens() -> None:
 
 def test_values_of_requests_are_a_tree_for_transforms() -> None:
     batch, values = resolved(), torch.tensor([[5.0, 7.0], [1.0, 2.0]])
-    found = torch.func.vmap(batch.per_token)(PerRequest(values))
-    assert found.tolist() == [[5, 7, 7], [1, 2, 2]]
-    gradient = torch.func.grad(lambda own: batch.per_token(own).sum())(PerRequest(values[0]))
+    result = torch.func.vmap(batch.per_token)(PerRequest(values))
+    assert result.tolist() == [[5, 7, 7], [1, 2, 2]]
+    gradient = torch.func.grad(lambda per_request: batch.per_token(per_request).sum())(
+        PerRequest(values[0])
+    )
     assert gradient.values.tolist() == [1, 2]
 
 
 def test_ragged_takes_inputs_of_tokens() -> None:
-    given = {"patch": torch.ones(3, 2), "other": PerToken(torch.zeros(3))}
-    batch = Batch.ragged([0, 4], [[1], [2, 3]], token_extras=given)
+    extras = {"patch": torch.ones(3, 2), "other": PerToken(torch.zeros(3))}
+    batch = Batch.ragged([0, 4], [[1], [2, 3]], token_extras=extras)
     assert torch.equal(batch.token_extras["patch"].values, torch.ones(3, 2))
     assert torch.equal(batch.token_extras["other"].values, torch.zeros(3))
 
 
 @pytest.mark.parametrize(
-    ("value", "seen"),
+    ("value", "problem"),
     [
         (torch.ones(2, 3), r"token_extras\['patch'\] is \[2, 3\], torch.float32"),
         (PerToken(torch.ones(4)), r"token_extras\['patch'\] is \[4\]"),
@@ -240,20 +245,20 @@ def test_ragged_takes_inputs_of_tokens() -> None:
         ([1.0, 2.0, 3.0], r"token_extras\['patch'\] is a list"),
     ],
 )
-def test_ragged_refuses_inputs_of_other_tokens(value: Any, seen: str) -> None:
+def test_ragged_refuses_inputs_of_other_tokens(value: Any, problem: str) -> None:
     with pytest.raises(
-        DescriptorError, match=rf"{seen}.*\n.*for each of the 3 tokens, \[num_tokens, ...\]"
+        DescriptorError, match=rf"{problem}.*\n.*for each of the 3 tokens, \[num_tokens, ...\]"
     ):
         Batch.ragged([0, 4], [[1], [2, 3]], token_extras={"patch": value})
 
 
 def test_inputs_of_tokens_are_given_as_tensors() -> None:
     batch = Batch.ragged(rows=[0], token_ids=[[1, 2, 3]])
-    given = attrs.evolve(
+    evolved = attrs.evolve(
         batch, token_extras={"patch": torch.ones(3, 2), "other": PerToken(torch.zeros(3))}
     )
-    assert {name: type(own) for name, own in given.token_extras.items()} == {
+    assert {name: type(value) for name, value in evolved.token_extras.items()} == {
         "patch": PerToken,
         "other": PerToken,
     }
-    assert torch.equal(given.token_extras["patch"].values, torch.ones(3, 2))
+    assert torch.equal(evolved.token_extras["patch"].values, torch.ones(3, 2))

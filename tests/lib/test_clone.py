@@ -33,14 +33,14 @@ def fits(text: str, dtype: torch.dtype) -> bool:
 def aliased(draw: st.DrawFn) -> list[Tensor]:
     """Tensors of which some are one, and some views of one storage, of which they need not begin at
     the first byte."""
-    made: list[Tensor] = []
+    tensors: list[Tensor] = []
     for dtype in draw(st.lists(st.sampled_from(DTYPES), min_size=1, max_size=2)):
         first = draw(st.integers(0, 9))
         base = torch.arange(9 + first).to(dtype)[first:].reshape(3, 3)
         texts = [text for text in ALIASES + LAZY if fits(text, dtype)]
         for text in draw(st.lists(st.sampled_from(texts), min_size=1, max_size=4)):
-            made.append(eval(text.format(base="base"), {"base": base, "torch": torch}))
-    return draw(st.permutations(made))
+            tensors.append(eval(text.format(base="base"), {"base": base, "torch": torch}))
+    return draw(st.permutations(tensors))
 
 
 def storages(tensors: Sequence[Tensor]) -> list[list[int]]:
@@ -77,24 +77,24 @@ def deep_copies(tensors: Sequence[Tensor]) -> list[Tensor]:
     different = {id(tensor): tensor for tensor in tensors}
     copied = copy.deepcopy([lazily(tensor.detach(), tensor) for tensor in different.values()])
     pairs = zip(different.items(), copied, strict=True)
-    made = {key: lazily(copied, tensor) for (key, tensor), copied in pairs}
-    return [made[id(tensor)] for tensor in tensors]
+    by_id = {key: lazily(copied, tensor) for (key, tensor), copied in pairs}
+    return [by_id[id(tensor)] for tensor in tensors]
 
 
 def check_clone(tensors: Sequence[Tensor]) -> None:
     """A clone has the values, and the sharing, of a deep copy. A conjugate view may become plain
     numbers, as in torch's own `clone`."""
     tree = {"first": tensors[0], "all": list(tensors)}
-    found = weft.clone(tree)
-    wanted = deep_copies(tensors)
-    assert found["first"] is found["all"][0]
-    assert objects(found["all"]) == objects(wanted)
+    cloned = weft.clone(tree)
+    expected = deep_copies(tensors)
+    assert cloned["first"] is cloned["all"][0]
+    assert objects(cloned["all"]) == objects(expected)
     filled = [place for place, tensor in enumerate(tensors) if tensor.numel()]
     for read in (storages, offsets):
-        assert read([found["all"][place] for place in filled]) == read(
-            [wanted[place] for place in filled]
+        assert read([cloned["all"][place] for place in filled]) == read(
+            [expected[place] for place in filled]
         )
-    for one, other, source in zip(found["all"], wanted, tensors, strict=True):
+    for one, other, source in zip(cloned["all"], expected, tensors, strict=True):
         assert torch.equal(one.detach(), other.detach())
         assert one.dtype == other.dtype
         assert (

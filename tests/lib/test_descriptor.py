@@ -98,14 +98,16 @@ INVALID: list[tuple[tuple[Any, ...], str, str]] = [
 ]
 
 
-@pytest.mark.parametrize(("args", "seen", "instead"), INVALID)
-def test_what_contradicts_itself_is_refused(args: tuple[Any, ...], seen: str, instead: str) -> None:
+@pytest.mark.parametrize(("args", "problem", "instead"), INVALID)
+def test_what_contradicts_itself_is_refused(
+    args: tuple[Any, ...], problem: str, instead: str
+) -> None:
     with pytest.raises(DescriptorError) as error:
         BatchDescriptor(*args)
     query_len = args[2] if len(args) > 2 else None
     assert (
         str(error.value)
-        == f"BatchDescriptor({args[0]!r}, {args[1]!r}, query_len={query_len!r})\n  saw: {seen}\n "
+        == f"BatchDescriptor({args[0]!r}, {args[1]!r}, query_len={query_len!r})\n  saw: {problem}\n "
         f" instead: {instead}"
     )
     assert isinstance(error.value, ValueError)
@@ -176,8 +178,8 @@ def test_an_inherited_order_of_what_is_not_a_size() -> None:
         DescriptorError, "Nothing().covers(...)", "no sizes", instead.replace("Labelled", "Nothing")
     ):
         Nothing().covers(Nothing())
-    seen = "descriptors of two classes"
+    problem = "descriptors of two classes"
     instead = "descriptors of one class in one ladder"
     other: Any = BatchDescriptor(1, 1)
-    with refused(DescriptorError, f"Size(a=1, b=1).covers({other!r:.60})", seen, instead):
+    with refused(DescriptorError, f"Size(a=1, b=1).covers({other!r:.60})", problem, instead):
         Size(1, 1).covers(other)

@@ -215,15 +215,15 @@ def test_a_default_is_not_donated() -> None:
 
 
 def test_arguments_that_are_not_there_are_refused_at_once() -> None:
-    seen = "f(state: torch.Tensor) -> torch.Tensor, which has no argument 'stat'"
-    with refused(ArgumentError, "donates('state', 'stat')", seen, "one of state"):
+    problem = "f(state: torch.Tensor) -> torch.Tensor, which has no argument 'stat'"
+    with refused(ArgumentError, "donates('state', 'stat')", problem, "one of state"):
 
         @donates("state", "stat")
         def f(state: Tensor) -> Tensor:
             return state
 
-    seen = "g() -> None, which has no argument 'state'"
-    with refused(ArgumentError, "donates('state', 'more')", seen, "one of (), for it has none"):
+    problem = "g() -> None, which has no argument 'state'"
+    with refused(ArgumentError, "donates('state', 'more')", problem, "one of (), for it has none"):
 
         @donates("state", "more")
         def g() -> None:
@@ -329,7 +329,8 @@ PIPELINED = weft.pipeline([stage], advance=unchanged)
 GRAPH = weft.graphify(step)
 PIECES = weft.piecewise(lambda x: (x + 1).sort().values, split_at="aten::sort")
 TRANSFORM = transforms.Transform(
-    init=lambda params, state: None, apply=lambda f, own, *rest: (own, *f(*rest))
+    init=lambda params, state: None,
+    apply=lambda f, transform_state, *rest: (transform_state, *f(*rest)),
 )
 ON_TWO = weft.Mesh(tensor=2)
 SHARDED = weft.shard(lambda x: x, ON_TWO, weft.Replicate(), weft.Replicate())
@@ -416,13 +417,13 @@ def public_calls() -> set[str]:
 
 
 def test_each_public_function_refuses_donated_tensors_or_says_why_not() -> None:
-    others = " ".join(OTHERS.values()).split()
+    exempt = " ".join(OTHERS.values()).split()
     # Which takes a step, and returns one
     assert public_calls() | {"Transform.__call__"} == {
         *REFUSE,
-        *others,
+        *exempt,
     }
-    assert not {*REFUSE} & {*others}
+    assert not {*REFUSE} & {*exempt}
 
 
 @pytest.mark.parametrize(

@@ -222,8 +222,8 @@ def test_texts_that_are_no_program(text: str) -> None:
 @pytest.mark.parametrize("numbers", [[1], [0, 0], [0, 2], [1, 0]])
 def test_classes_out_of_order_are_named(numbers: list[int]) -> None:
     classes = "".join(f"\n  mb {number}: uniform x1, 3 reqs" for number in numbers)
-    seen = "classes of micro-batches out of order"
-    with refused(ProgramError, "Program.parse(...)", seen, "mb 0: ..., mb 1: ..."):
+    problem = "classes of micro-batches out of order"
+    with refused(ProgramError, "Program.parse(...)", problem, "mb 0: ..., mb 1: ..."):
         Program.parse(f"rank 0 of 1{classes}\n  run stage 0 [mb 0]")
 
 
@@ -250,7 +250,7 @@ def test_what_is_no_listing() -> None:
         parse_listing("  run stage 0 [mb 0]\nrank 0 of 1")
     with pytest.raises(ProgramError) as error:
         Program.parse(listing(streaming(2, 1)))
-    assert (error.value.seen, error.value.instead) == (
+    assert (error.value.problem, error.value.instead) == (
         "another rank's program, 'rank 1 of 2'",
         "weft.effects.parse_listing(text)",
     )

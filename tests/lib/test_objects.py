@@ -58,8 +58,8 @@ def module_with(value: Any) -> nn.Module:
 
 def places(value: Any) -> dict[str, Tensor]:
     module = module_with(value)
-    found = places_of_tensors({"": module}, {id(module)})
-    return {place.path: tensor for tensor, where in found for place in where}
+    tensor_places = places_of_tensors({"": module}, {id(module)})
+    return {place.path: tensor for tensor, where in tensor_places for place in where}
 
 
 HOLDERS: dict[str, tuple[Callable[[Any], Any], str]] = {
@@ -125,8 +125,8 @@ def test_a_tensor_in_two_places_is_one() -> None:
     assert list(places(owner)) == ["held.inner[0]", "held.again.other[0]"]
     module = module_with(owner)
     module.last = tensor
-    (_, found), *others = places_of_tensors({"": module}, {id(module)})
-    assert ("last" in [place.path for place in found], others) == (True, [])
+    (_, tensor_places), *rest = places_of_tensors({"": module}, {id(module)})
+    assert ("last" in [place.path for place in tensor_places], rest) == (True, [])
 
 
 CHANGES: dict[str, tuple[Callable[[], Any], Callable[[Any], Any], str]] = {
@@ -202,7 +202,7 @@ def test_a_change_is_named_and_undone(name: str) -> None:
         before = Snapshot({"": value})
         assert list(before.changes()) == []
         change(value)
-        assert [found.path for found in before.changes()] == [path]
+        assert [difference.path for difference in before.changes()] == [path]
         before.restore()
         assert list(before.changes()) == []
 
@@ -217,7 +217,7 @@ def test_each_of_several_changes_is_named_and_undone() -> None:
         before = Snapshot({"": value})
         change(twice)
         change_other(value.inner[2])
-        assert [found.path for found in before.changes()] == [
+        assert [difference.path for difference in before.changes()] == [
             f"inner[0].{path}",
             f"inner[2].{other_path}",
         ]

@@ -84,7 +84,7 @@ def test_an_image_under_a_size_that_does_not_cover_it_is_refused(
     with pytest.raises(DescriptorError) as error:
         pad(image(h, w), Size(to_h, to_w))
     assert error.value.call.endswith(f", {Size(to_h, to_w)})")
-    assert error.value.seen == f"the batch is {Size(h, w)}, which that descriptor does not cover"
+    assert error.value.problem == f"the batch is {Size(h, w)}, which that descriptor does not cover"
     assert error.value.instead == "pad to a descriptor d with d.covers(batch.descriptor)"
 
 
@@ -149,7 +149,7 @@ def test_a_class_that_does_not_cover_is_refused_alone_and_in_a_tree(
             pad(tree, target)
         assert error.value.call.endswith(f", {target})")
         assert (
-            error.value.seen
+            error.value.problem
             == "the batch is ragged 4 tokens, 2 reqs, which that descriptor does not cover"
         )
         assert error.value.instead == "pad to a descriptor d with d.covers(batch.descriptor)"

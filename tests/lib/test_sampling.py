@@ -68,26 +68,26 @@ def test_the_defaults_are_vllms_but_for_temperature_and_use_nothing() -> None:
 
 
 @pytest.mark.parametrize(
-    "given", [{"top_p": 0.9}, {"top_k": 5}, {"min_p": 0.1}, {"n": 2}, {"seed": 42}]
+    "options", [{"top_p": 0.9}, {"top_k": 5}, {"min_p": 0.1}, {"n": 2}, {"seed": 42}]
 )
-def test_what_only_matters_to_a_draw_needs_a_temperature(given: dict[str, Any]) -> None:
+def test_what_only_matters_to_a_draw_needs_a_temperature(options: dict[str, Any]) -> None:
     """To pass `top_p` alone neither makes a greedy request draw, nor does it nothing."""
-    [(name, value)] = given.items()
+    [(name, value)] = options.items()
     with pytest.raises(RequestError) as error:
-        SamplingParams(**given)
+        SamplingParams(**options)
     assert (
-        error.value.seen
+        error.value.problem
         == f"{name}={value}, which changes nothing of a greedy request, and no temperature"
     )
     assert error.value.instead.startswith(
         "temperature=1.0, or another at which to draw; temperature=0 to be greedy"
     )
     for temperature in (0, 0.5):
-        params = SamplingParams(**given, temperature=temperature)
+        params = SamplingParams(**options, temperature=temperature)
         assert attrs.evolve(params, min_tokens=1) == SamplingParams(
-            **given, temperature=temperature, min_tokens=1
+            **options, temperature=temperature, min_tokens=1
         )
-        assert "seed" in given or eval(repr(params)) == params
+        assert "seed" in options or eval(repr(params)) == params
 
 
 def test_all_tokens_by_minus_1() -> None:
@@ -134,7 +134,7 @@ def test_what_no_request_could_have_is_refused(name: str, value: Any) -> None:
     with pytest.raises(RequestError) as error:
         SamplingParams(**{name: value})
     assert error.value.call.startswith(f"SamplingParams({name}=")
-    assert error.value.seen.startswith(f"{name}=")
+    assert error.value.problem.startswith(f"{name}=")
     assert error.value.instead
 
 

@@ -52,8 +52,12 @@ def states(draw: st.DrawFn) -> State:
         getattr(state, field).copy_(torch.tensor(drawn))
     table = draw(st.permutations(range((ROWS + 1) * MAX_PAGES)))
     state.block_table.copy_(torch.tensor(table).view(ROWS + 1, MAX_PAGES))
-    found = draw(st.none() | st.lists(numbers, min_size=ROWS + 1, max_size=ROWS + 1))
-    return state if found is None else attrs.evolve(state, found=torch.tensor(found))
+    num_cached = draw(st.none() | st.lists(numbers, min_size=ROWS + 1, max_size=ROWS + 1))
+    return (
+        state
+        if num_cached is None
+        else attrs.evolve(state, num_recomputed_tokens=torch.tensor(num_cached))
+    )
 
 
 @st.composite
@@ -75,7 +79,7 @@ def resolved_by_hand(state: State, batch: Batch) -> dict[str, list[Any]]:
     """The documented result of resolve, computed one request and one token at a time."""
     tokens = batch.descriptor.num_tokens
     reqs = batch.descriptor.num_reqs
-    made: dict[str, list[Any]] = {
+    expected: dict[str, list[Any]] = {
         "input_ids": [0] * tokens,
         "positions": [0] * tokens,
         "slot_mapping": [-1] * tokens,
@@ -84,45 +88,53 @@ def resolved_by_hand(state: State, batch: Batch) -> dict[str, list[Any]]:
         "block_table": [],
     }
     starts = batch.query_start_loc.tolist()
-    given = batch.input_ids.tolist()
+    token_ids = batch.input_ids.tolist()
     for i, row in enumerate(batch.rows.tolist()):
-        made["block_table"].append(state.block_table[row].tolist())
-        made["last_index"][i] = max(starts[i + 1] - 1, 0)
+        expected["block_table"].append(state.block_table[row].tolist())
+        expected["last_index"][i] = max(starts[i + 1] - 1, 0)
         if row < 0:
             continue
-        held = int(state.positions[row])
-        made["seq_lens"][i] = held + starts[i + 1] - starts[i]
+        first_position = int(state.positions[row])
+        expected["seq_lens"][i] = first_position + starts[i + 1] - starts[i]
         for offset, t in enumerate(range(starts[i], starts[i + 1])):
-            at = held + offset
-            made["positions"][t] = at
-            made["input_ids"][t] = (
-                int(state.last_tokens[row]) if given[t] == LAST_TOKEN else given[t]
+            at = first_position + offset
+            expected["positions"][t] = at
+            expected["input_ids"][t] = (
+                int(state.last_tokens[row]) if token_ids[t] == LAST_TOKEN else token_ids[t]
             )
-            is_found = state.found is not None and at < int(state.found[row])
+            is_cached = state.num_recomputed_tokens is not None and at < int(
+                state.num_recomputed_tokens[row]
+            )
             page = (
-                state.kv_pages.shape[2] - 1 if is_found else int(state.block_table[row, at // PAGE])
+                state.kv_pages.shape[2] - 1
+                if is_cached
+                else int(state.block_table[row, at // PAGE])
             )
-            made["slot_mapping"][t] = page * PAGE + at % PAGE
-    return made
+            expected["slot_mapping"][t] = page * PAGE + at % PAGE
+    return expected
 
 
 @FAST
 @given(states(), batches())
 def test_resolve_is_the_loop(state: State, batch: Batch) -> None:
     before = clone(state)
-    seen = resolve(state, batch)
-    for field, wanted in resolved_by_hand(state, batch).items():
-        assert getattr(seen, field).tolist() == wanted, field
-    assert (seen.descriptor, seen.rows is batch.rows) == (batch.descriptor, True)
+    resolved = resolve(state, batch)
+    for field, expected in resolved_by_hand(state, batch).items():
+        assert getattr(resolved, field).tolist() == expected, field
+    assert (resolved.descriptor, resolved.rows is batch.rows) == (batch.descriptor, True)
     assert_equal("resolve is pure", state, before)
 
 
 def test_resolve_keeps_the_dtypes_that_it_says() -> None:
-    seen = resolve(empty(), pad(Batch.decode([1]), BatchDescriptor.uniform(2, num_active_loras=1)))
+    resolved = resolve(
+        empty(), pad(Batch.decode([1]), BatchDescriptor.uniform(2, num_active_loras=1))
+    )
     tensors = [
-        f.name for f in attrs.fields(type(seen)) if isinstance(getattr(seen, f.name), Tensor)
+        f.name
+        for f in attrs.fields(type(resolved))
+        if isinstance(getattr(resolved, f.name), Tensor)
     ]
-    dtypes = {name: getattr(seen, name).dtype for name in tensors}
+    dtypes = {name: getattr(resolved, name).dtype for name in tensors}
     small = {name for name, dtype in dtypes.items() if dtype == torch.int32}
     assert small == {"query_start_loc", "seq_lens", "block_table", "adapters", "active_adapters"}
     assert all(dtypes[name] == torch.int64 for name in dtypes.keys() - small)
@@ -148,23 +160,23 @@ def test_resolve_finds_the_adapters(
     state.adapters[-1] = 2  # scratch
     there = sorted({*slots} - {-1})
     batch = Batch.ragged(rows, [[1] * count for _, count in requests], num_active_loras=len(there))
-    own = batch.descriptor
+    descriptor = batch.descriptor
     wide = BatchDescriptor(
-        own.num_tokens + more_tokens,
-        own.num_reqs + more_reqs,
+        descriptor.num_tokens + more_tokens,
+        descriptor.num_reqs + more_reqs,
         num_active_loras=len(there) + more_loras,
     )
-    seen = resolve(state, pad(batch, wide))
+    resolved = resolve(state, pad(batch, wide))
     if not wide.num_active_loras:
-        assert (seen.adapters, seen.active_adapters) == (None, None)
+        assert (resolved.adapters, resolved.active_adapters) == (None, None)
         return
-    assert seen.adapters is not None
-    assert seen.active_adapters is not None
+    assert resolved.adapters is not None
+    assert resolved.active_adapters is not None
     assert (
-        seen.adapters.tolist()
+        resolved.adapters.tolist()
         == [slot for slot, count in requests for _ in range(count)] + [-1] * more_tokens
     )
-    assert seen.active_adapters.tolist() == there + [-1] * more_loras
+    assert resolved.active_adapters.tolist() == there + [-1] * more_loras
 
 
 def advanced_by_hand(state: State, batch: Batch, tokens: Sequence[int]) -> State:
@@ -183,9 +195,9 @@ def advanced_by_hand(state: State, batch: Batch, tokens: Sequence[int]) -> State
 @given(states(), batches())
 def test_advance_is_the_loop(state: State, batch: Batch) -> None:
     tokens = torch.arange(batch.descriptor.num_reqs) + 1000
-    wanted = advanced_by_hand(state, batch, tokens.tolist())
+    expected = advanced_by_hand(state, batch, tokens.tolist())
     assert_equal(
-        "advance is the loop", advance(state, batch, Output(tokens, tokens.float())), wanted
+        "advance is the loop", advance(state, batch, Output(tokens, tokens.float())), expected
     )
 
 
@@ -218,9 +230,9 @@ def test_advance_by_verified_tokens_is_the_loop(
     ids = torch.arange(reqs * most).view(reqs, most) + 1000
     counts = data.draw(st.lists(st.integers(0, most), min_size=reqs, max_size=reqs))
     state = attrs.evolve(state, drafting=Drafting.zeros(ROWS + 1, max_tokens=20))
-    wanted = verified_by_hand(state, batch, ids, counts)
+    expected = verified_by_hand(state, batch, ids, counts)
     out = Output(ids, ids.float(), num_tokens=torch.tensor(counts, dtype=torch.int64))
-    assert_equal("advance is the loop", advance(state, batch, out), wanted)
+    assert_equal("advance is the loop", advance(state, batch, out), expected)
 
 
 @FAST
@@ -241,12 +253,14 @@ def test_padding_changes_nothing_of_what_its_requests_get(
 ) -> None:
     d = attrs.evolve(batch.descriptor, query_len=None)
     wide = pad(batch, BatchDescriptor(d.num_tokens + tokens, d.num_reqs + reqs))
-    seen = resolve(s, wide)
+    padded = resolve(s, wide)
     alone = resolve(s, batch)
     for field in ("input_ids", "positions", "slot_mapping", "seq_lens"):
         length = getattr(alone, field).shape[0]
-        assert torch.equal(getattr(seen, field)[:length], getattr(alone, field))
-        assert set(getattr(seen, field)[length:].tolist()) <= {-1 if field == "slot_mapping" else 0}
+        assert torch.equal(getattr(padded, field)[:length], getattr(alone, field))
+        assert set(getattr(padded, field)[length:].tolist()) <= {
+            -1 if field == "slot_mapping" else 0
+        }
 
 
 def test_steps_are_captured_without_a_host_read() -> None:
@@ -267,8 +281,8 @@ def test_steps_are_captured_without_a_host_read() -> None:
         Batch.decode([3]),
     ):
         state, out = step(state, batch)
-        other, seen = g(other, batch)
-        assert_equal("captured steps", (other, seen), (state, out))
+        other, captured_out = g(other, batch)
+        assert_equal("captured steps", (other, captured_out), (state, out))
     assert state.last_tokens.tolist() == [1, 12, 0, 11, 0, 0]
     assert g.cache_info().captures == 2
 
@@ -323,11 +337,11 @@ def test_an_admitted_request_carries_what_the_page_before_it_holds(
         prompts,
         positions=positions,
     )
-    wanted = [
-        own[count - 1] if count and num_pages is not None else -1
-        for own, count in zip(own_pages, counts, strict=True)
+    expected = [
+        request_pages[count - 1] if count and num_pages is not None else -1
+        for request_pages, count in zip(own_pages, counts, strict=True)
     ]
-    assert resolve(state, Batch.decode(rows)).carried["h"].values.flatten().tolist() == wanted
+    assert resolve(state, Batch.decode(rows)).carried["h"].values.flatten().tolist() == expected
     assert state.carried is not None
     rest = [row for row in range(ROWS) if row not in rows]
     assert bool((state.carried.values["h"][rest] == -7.0).all())
@@ -337,24 +351,24 @@ def test_admit_nobody() -> None:
     assert_equal("admit nobody", admit(empty(), [], [], [], []), empty())
 
 
-def _asked(
+def _admit_arguments(
     rows: Sequence[int], pages: Sequence[Sequence[int]], sampling: int, prompts: int
 ) -> tuple[Any, ...]:
     return rows, pages, [GREEDY] * sampling, [[1]] * prompts
 
 
 FAULTS: dict[str, tuple[Any, ...]] = {
-    "less sampling than rows": _asked([0, 1], [[0], [1]], 1, 2),
-    "more sampling than rows": _asked([0], [[0]], 2, 1),
-    "fewer prompts than rows": _asked([0, 1], [[0], [1]], 2, 1),
-    "fewer pages than rows": _asked([0, 1], [[0]], 2, 2),
-    "more pages than a row holds": _asked([0], [list(range(MAX_PAGES + 1))], 1, 1),
-    "a page that does not exist": _asked([0], [[40]], 1, 1),
-    "a negative page": _asked([0], [[-1]], 1, 1),
-    "the scratch row": _asked([ROWS], [[0]], 1, 1),
-    "the scratch row by its other name": _asked([-1], [[0]], 1, 1),
-    "a row that does not exist": _asked([ROWS + 1], [[0]], 1, 1),
-    "a row twice": _asked([0, 0], [[0], [1]], 2, 2),
+    "less sampling than rows": _admit_arguments([0, 1], [[0], [1]], 1, 2),
+    "more sampling than rows": _admit_arguments([0], [[0]], 2, 1),
+    "fewer prompts than rows": _admit_arguments([0, 1], [[0], [1]], 2, 1),
+    "fewer pages than rows": _admit_arguments([0, 1], [[0]], 2, 2),
+    "more pages than a row holds": _admit_arguments([0], [list(range(MAX_PAGES + 1))], 1, 1),
+    "a page that does not exist": _admit_arguments([0], [[40]], 1, 1),
+    "a negative page": _admit_arguments([0], [[-1]], 1, 1),
+    "the scratch row": _admit_arguments([ROWS], [[0]], 1, 1),
+    "the scratch row by its other name": _admit_arguments([-1], [[0]], 1, 1),
+    "a row that does not exist": _admit_arguments([ROWS + 1], [[0]], 1, 1),
+    "a row twice": _admit_arguments([0, 0], [[0], [1]], 2, 2),
     "no seed for a request that draws": ([0], [[0]], [SamplingParams(temperature=1.0)], [[1]]),
 }
 
@@ -409,7 +423,7 @@ def test_copied_pages_are_those_of_their_sources(pages: list[int], count: int) -
 
 
 @pytest.mark.parametrize(
-    ("sources", "targets", "seen"),
+    ("sources", "targets", "problem"),
     [
         ([1, 2], [3, 2], "page 2, which is in both"),
         ([0], [40], "a page that is not the state's"),
@@ -417,12 +431,12 @@ def test_copied_pages_are_those_of_their_sources(pages: list[int], count: int) -
     ],
 )
 def test_pages_that_cannot_be_copied_are_named(
-    sources: list[int], targets: list[int], seen: str
+    sources: list[int], targets: list[int], problem: str
 ) -> None:
     with pytest.raises(RequestError) as error:
         copy_pages(empty(), sources, targets)
     assert error.value.call == f"copy_pages(state, {sources}, {targets})"
-    assert (error.value.seen, error.value.instead) == (seen, "different pages from 0 to 39")
+    assert (error.value.problem, error.value.instead) == (problem, "different pages from 0 to 39")
 
 
 def test_an_admitted_state_is_dead_and_names_its_taker() -> None:
@@ -430,7 +444,7 @@ def test_an_admitted_state_is_dead_and_names_its_taker() -> None:
     admit(old, [0], [[1]], [GREEDY], [[1]])
     with pytest.raises(DonatedError) as error:
         resolve(old, Batch.decode([0]))
-    assert error.value.seen == "this State was donated to admit(state)"
+    assert error.value.problem == "this State was donated to admit(state)"
 
 
 def test_nobody_but_a_taker_says_that_a_state_was_donated() -> None:
@@ -497,10 +511,10 @@ def test_a_scan_over_tokens_is_the_loop(state: State, batch: Batch, linear: bool
     xs = torch.arange(len(batch.input_ids), dtype=torch.float64)[:, None] + torch.tensor(
         [0.0, 0.25]
     )
-    found = resolved.scan_tokens(f, init, xs)
+    result = resolved.scan_tokens(f, init, xs)
     starts = batch.query_start_loc.tolist()
     for request, (start, stop) in enumerate(itertools.pairwise(starts)):
         value = init[request]
         for token in range(start, stop):
             value = f(value, xs[token])
-            assert torch.equal(found[token], value)
+            assert torch.equal(result[token], value)

@@ -66,7 +66,7 @@ class Layer:
     w: Any
     b: Any = None
     rate: float = attrs.field(default=1.0, metadata=static(), kw_only=True)
-    made: int = attrs.field(default=7, init=False, metadata=static())
+    version: int = attrs.field(default=7, init=False, metadata=static())
 
 
 def layer(rate: float = 2.0) -> Layer:
@@ -91,17 +91,17 @@ def test_jvp_and_vmap_take_and_give_values_of_the_class() -> None:
     _, tangent = jvp(lambda p: tree_map(lambda x: x * 2, p), (layer(),), (layer(),))
     assert_equal(LAW, tangent, tree_map(lambda x: x * 2, layer()))
     many = tree_map(lambda x: torch.stack([x, x + 1]), layer())
-    seen = vmap(lambda p: (loss(p), p))(many)
+    result = vmap(lambda p: (loss(p), p))(many)
     assert_equal(
-        LAW, seen[0], torch.stack([loss(layer()), loss(tree_map(lambda x: x + 1, layer()))])
+        LAW, result[0], torch.stack([loss(layer()), loss(tree_map(lambda x: x + 1, layer()))])
     )
-    assert_equal(LAW, seen[1], many)
+    assert_equal(LAW, result[1], many)
 
 
 def test_vmap_over_one_field_only() -> None:
     axes_of = Layer(0, {"x": None}, rate=2.0)
-    seen = vmap(loss, in_dims=(axes_of,))(Layer(torch.eye(3), {"x": torch.ones(3)}, rate=2.0))
-    assert seen.tolist() == [2, 2, 2]
+    result = vmap(loss, in_dims=(axes_of,))(Layer(torch.eye(3), {"x": torch.ones(3)}, rate=2.0))
+    assert result.tolist() == [2, 2, 2]
 
 
 def test_statics_are_structure_and_children_are_not() -> None:
@@ -161,8 +161,8 @@ def test_paths_are_what_one_would_write() -> None:
 def test_a_field_that_init_does_not_take_is_carried_along() -> None:
     assert tree_leaves(Layer(1, 2)) == [1, 2]
     changed = Layer(1, 2)
-    object.__setattr__(changed, "made", 8)
-    assert tree_map(lambda x: x, changed).made == 8
+    object.__setattr__(changed, "version", 8)
+    assert tree_map(lambda x: x, changed).version == 8
 
 
 def test_a_field_of_this_value_is_made_anew() -> None:
@@ -205,7 +205,7 @@ def test_extents() -> None:
     with pytest.raises(DescriptorError) as error:
         Axes(("depth", None)).extent(0, Shape(2, 3))
     assert error.value.call == "weft.axes('depth', None)"
-    assert error.value.seen == "a descriptor Shape(rows=2, columns=3), with no attribute 'depth'"
+    assert error.value.problem == "a descriptor Shape(rows=2, columns=3), with no attribute 'depth'"
     with pytest.raises(DescriptorError, match="with rows='2'"):
         Axes(("rows",)).extent(0, Shape("2", 3))  # type: ignore[arg-type]
 
@@ -224,21 +224,21 @@ def test_sized_fields_and_axes_follow_the_leaves() -> None:
 
 
 def test_map_sized_touches_sized_tensors_only_and_sets_the_descriptor() -> None:
-    seen: list[tuple[int, ...]] = []
+    visited: list[tuple[int, ...]] = []
 
     def record(value: Tensor, spec: Axes) -> Tensor:
-        seen.append((tuple(value.shape), spec.dims))
+        visited.append((tuple(value.shape), spec.dims))
         return value * 2
 
     tree: dict[str, Any] = {"g": grid(), "l": layer(), "n": 3}
-    made = map_sized(record, tree, Shape(9, 9))
-    assert seen == [((2, 4, 5), ("rows", "columns+1", None))]
-    assert (made["g"].shape, made["g"].free is tree["g"].free, made["g"].maybe) == (
+    result = map_sized(record, tree, Shape(9, 9))
+    assert visited == [((2, 4, 5), ("rows", "columns+1", None))]
+    assert (result["g"].shape, result["g"].free is tree["g"].free, result["g"].maybe) == (
         Shape(9, 9),
         True,
         None,
     )
-    assert made["l"].w is tree["l"].w
+    assert result["l"].w is tree["l"].w
     assert tree["g"].cells.sum() == 40
 
 
@@ -279,7 +279,7 @@ def test_a_sized_field_that_holds_no_tensor_is_named(value: Any) -> None:
     with pytest.raises(DescriptorError) as error:
         leaf_axes({"g": wrong})
     assert error.value.call.startswith("Grid(maybe=")
-    assert error.value.seen == f"{kind_of(value)} in a field with axes('rows')"
+    assert error.value.problem == f"{kind_of(value)} in a field with axes('rows')"
 
 
 # Ways to double every tensor of a value, each of which takes the value apart and makes others of
@@ -386,7 +386,7 @@ class Tagged:
 
 @pytest.mark.parametrize("name", APPLIED)
 @pytest.mark.parametrize(
-    ("tag", "shown", "seen", "instead"),
+    ("tag", "shown", "problem", "instead"),
     [
         (
             [1, 2],
@@ -421,12 +421,12 @@ class Tagged:
     ],
 )
 def test_static_fields_that_a_structure_cannot_compare_are_refused(
-    name: str, tag: Any, shown: str | None, seen: str, instead: str
+    name: str, tag: Any, shown: str | None, problem: str, instead: str
 ) -> None:
     with pytest.raises(TreeError) as error:
         APPLIED[name](lambda value: value, Tagged(torch.ones(4), tag))
     assert shown is None or error.value.call == f"Tagged(tag={shown})"
-    assert (error.value.seen, error.value.instead) == (seen, instead)
+    assert (error.value.problem, error.value.instead) == (problem, instead)
 
 
 @pytest.mark.parametrize(
@@ -481,8 +481,8 @@ def test_leaves_are_those_of_torch_in_its_order(tree: Any) -> None:
 
 
 def test_the_code_that_makes_results_of_graphs_does_not_construct() -> None:
-    made = weft.graphify(lambda batch: batch)(Doubled(Length(2), torch.ones(2)))
-    assert made.x.tolist() == [4.0, 4.0]
+    result = weft.graphify(lambda batch: batch)(Doubled(Length(2), torch.ones(2)))
+    assert result.x.tolist() == [4.0, 4.0]
     structure = tree_structure(Doubled(Length(2), torch.ones(2)))
     template = write_template(structure, [torch.ones(2)] * 2, [None] * 2, [False] * 2)
     assert template.structure is None, "generated code makes it"

@@ -46,13 +46,13 @@ def test_the_outer_watch_sees_what_the_inner_one_calls() -> None:
 
 def test_a_watch_is_released_and_not_before_its_end() -> None:
     """torch 2.11 takes a reference to what it stashes for a thread without acquiring it."""
-    seen = []
+    references = []
     for _ in range(50):
         watch = Names()
-        seen.append(weakref.ref(watch))
+        references.append(weakref.ref(watch))
         with watch, Names():
             torch.ones(3, requires_grad=True).sin().sum().backward()
         assert "aten::cos" in watch.names
         del watch
     gc.collect()
-    assert [reference for reference in seen if reference() is not None] == []
+    assert [reference for reference in references if reference() is not None] == []

@@ -32,11 +32,13 @@ class Mistake:
     wrong: Callable[[], Any]
     kind: type[WeftError]
     call: str
-    seen: str
+    problem: str
     instead: str
 
     def __str__(self) -> str:
-        return f"{self.kind.__name__}: {self.call}\n  saw: {self.seen}\n  instead: {self.instead}"
+        return (
+            f"{self.kind.__name__}: {self.call}\n  saw: {self.problem}\n  instead: {self.instead}"
+        )
 
     def pattern(self) -> str:
         """What an error's text has to match."""

@@ -31,14 +31,14 @@ MISTAKES = {
     "laws: a tolerance below zero": Mistake(
         lambda: assert_equivalent(torch.exp, torch.sin, (X,), atol=-1),
         CheckError,
-        "assert_equivalent(exp, sin, given=...)",
+        "assert_equivalent(exp, sin, args=...)",
         "atol=-1",
         "a number >= 0; 0 is bitwise",
     ),
     "laws: an exception by its name": Mistake(
         lambda: assert_equivalent(torch.exp, torch.sin, (X,), raises="ValueError"),
         CheckError,
-        "assert_equivalent(exp, sin, given=...)",
+        "assert_equivalent(exp, sin, args=...)",
         "raises='ValueError'",
         "a type of exceptions: raises=ValueError, or a tuple of such",
     ),

@@ -16,15 +16,17 @@ from weft.stages import DEMO
 
 ONE = weft.EngineLimits(max_num_reqs=1, max_num_tokens=16, max_model_len=64)
 CALLS: dict[str, Callable[..., Any]] = {
-    "generate": lambda **given: weft.generate(model(), ["A"], max_tokens=1, **given),
-    "add": lambda **given: weft.Engine(model(), ONE, graph="none").add("A", max_tokens=1, **given),
-    "stream": lambda **given: weft.Engine(model(), ONE, graph="none").stream(
-        "A", max_tokens=1, **given
+    "generate": lambda **kwargs: weft.generate(model(), ["A"], max_tokens=1, **kwargs),
+    "add": lambda **kwargs: weft.Engine(model(), ONE, graph="none").add(
+        "A", max_tokens=1, **kwargs
     ),
-    "SamplingParams": lambda **given: weft.SamplingParams(**given),
-    "Engine": lambda **given: weft.Engine(model(), ONE, **given),
-    "EngineLimits": lambda **given: weft.EngineLimits(**given),
-    "load": lambda **given: weft.load(DEMO, "cpu", **given),
+    "stream": lambda **kwargs: weft.Engine(model(), ONE, graph="none").stream(
+        "A", max_tokens=1, **kwargs
+    ),
+    "SamplingParams": lambda **kwargs: weft.SamplingParams(**kwargs),
+    "Engine": lambda **kwargs: weft.Engine(model(), ONE, **kwargs),
+    "EngineLimits": lambda **kwargs: weft.EngineLimits(**kwargs),
+    "load": lambda **kwargs: weft.load(DEMO, "cpu", **kwargs),
 }
 FUNCTIONS: dict[str, Callable[..., Any]] = {
     "generate": weft.generate,
@@ -91,7 +93,7 @@ def test_a_name_is_answered(function: str, name: str) -> None:
     with pytest.raises(ArgumentError) as error:
         CALLS[function](**{name: 1})
     assert error.value.call == f"{function}(..., {name}=...)"
-    assert error.value.seen == f"{name!r}, which is no argument of it"
+    assert error.value.problem == f"{name!r}, which is no argument of it"
     assert error.value.instead == ANSWERS[function, name]
 
 
@@ -105,8 +107,8 @@ def test_all_names_of_a_table_are_answered_by_it(function: str) -> None:
         assert error.value.instead == instead
         assert len(str(error.value)) < 250
         for path in re.findall(r"weft((?:\.\w+)+)\(", instead):
-            found: Any = weft
+            target: Any = weft
             for part in path[1:].split("."):
-                found = getattr(found, part)
-        if own := re.match(r"(\w+)=", instead):
-            assert own[1] in inspect.signature(FUNCTIONS[function]).parameters
+                target = getattr(target, part)
+        if match := re.match(r"(\w+)=", instead):
+            assert match[1] in inspect.signature(FUNCTIONS[function]).parameters

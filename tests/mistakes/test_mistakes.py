@@ -44,7 +44,7 @@ def test_a_mistake_is_answered(mistake: str) -> None:
 def test_it_is_of_the_call_what_was_seen_and_the_remedy(mistake: str) -> None:
     error = MISTAKES[mistake].answer()
     assert isinstance(error, WeftError)
-    for part in (error.call, error.seen, error.instead):
+    for part in (error.call, error.problem, error.instead):
         assert part.strip()
     assert "object at 0x" not in str(error)
     assert max(map(len, str(error).splitlines())) < 200

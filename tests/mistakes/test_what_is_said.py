@@ -44,22 +44,22 @@ def test_what_was_refused_leaves_the_settings_alone() -> None:
 def test_an_advance_that_was_not_lifted_is_noted(spans: Any) -> None:
     counts = Transform(
         lambda params, state: 0,
-        lambda stage, own, p, s, batch, x: (own + 1, *stage(p, s, batch, x)),
+        lambda stage, count, p, s, batch, x: (count + 1, *stage(p, s, batch, x)),
     )
 
     def total(state: Tensor, batch: Tensor, out: Tensor) -> Tensor:
         return state + out.sum()
 
     step = spans([counts(stage)], advance=total)
-    given = ([X], [counts.carry(X, X)], X)
+    arguments = ([X], [counts.carry(X, X)], X)
     with pytest.raises(TypeError) as error:
-        step(*given)
+        step(*arguments)
     note = (
         "in advance (total) on stage 0's state, a Carried, which a transform made:"
         " advance=lift(...)"
     )
     assert note in error.value.__notes__
-    (state,), _ = spans([counts(stage)], advance=lift(total))(*given)
+    (state,), _ = spans([counts(stage)], advance=lift(total))(*arguments)
     assert (state.own, state.state.tolist()) == (1, [4, 4, 4])
 
 

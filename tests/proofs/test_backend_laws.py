@@ -46,42 +46,42 @@ class OfBackend(Scenario):
     backend: str = "torch"
 
     def stages(self, num_stages: int, device: torch.device | str = "cpu") -> list[Any]:
-        own = BACKENDS[self.backend]
+        backend = BACKENDS[self.backend]
         layouts = self.layouts(num_stages)
         return [
-            decoder_stage(self.config, x, keep_logits=True, attend=own, device=device)
+            decoder_stage(self.config, x, keep_logits=True, attend=backend, device=device)
             for x in layouts
         ]
 
     def params(self, num_stages: int, device: torch.device | str = "cpu") -> tuple[Any, ...]:
         (every,) = self.layouts(1)
-        made = random_params(
+        params = random_params(
             self.config, every, seed=self.seed, device="cpu", dtype=torch.bfloat16, std=0.1
         )
-        made = tree_map(lambda x: x.to(device) if isinstance(x, Tensor) else x, made)
-        return tuple(slice_params(made, layout) for layout in self.layouts(num_stages))
+        params = tree_map(lambda x: x.to(device) if isinstance(x, Tensor) else x, params)
+        return tuple(slice_params(params, layout) for layout in self.layouts(num_stages))
 
     def state(
         self, num_stages: int, device: torch.device | str = "cpu", poison: float = 0.0
     ) -> tuple[State, ...]:
         return tuple(
-            attrs.evolve(own, kv_pages=own.kv_pages.bfloat16())
-            for own in super().state(num_stages, device, poison)
+            attrs.evolve(stage_state, kv_pages=stage_state.kv_pages.bfloat16())
+            for stage_state in super().state(num_stages, device, poison)
         )
 
 
 @st.composite
 def of_backend(draw: st.DrawFn, name: str) -> OfBackend:
     """A scenario whose heads are 128 wide, in groups of 2 or 4, on pages of 16."""
-    given = draw(scenarios(max_layers=2, max_steps=4))
+    base = draw(scenarios(max_layers=2, max_steps=4))
     kv_heads = draw(st.sampled_from((1, 2)))
     sizes = {
         "num_heads": kv_heads * draw(st.sampled_from((2, 4))),
         "num_kv_heads": kv_heads,
         "head_dim": 128,
     }
-    config = attrs.evolve(given.config, **sizes, windows=())
-    fields = {field.name: getattr(given, field.name) for field in attrs.fields(Scenario)}
+    config = attrs.evolve(base.config, **sizes, windows=())
+    fields = {field.name: getattr(base, field.name) for field in attrs.fields(Scenario)}
     return OfBackend(**{**fields, "config": config, "page_size": 16, "adapters": ()}, backend=name)
 
 
@@ -108,8 +108,8 @@ def check_modes(scenario: OfBackend, device: str) -> None:
             assert decision.mode != "none", f"{batch.descriptor} of {ladder_of(scenario, mode)}"
             assert decision.descriptor.query_len in (None, batch.descriptor.query_len), "L7"
             state, out = eager(params, state, pad(batch, decision.descriptor))
-            other, seen = graph(params, other, batch)
-            assert_equal(f"L1, L5 {mode}: output", seen, unpad(out, batch.descriptor))
+            other, graph_out = graph(params, other, batch)
+            assert_equal(f"L1, L5 {mode}: output", graph_out, unpad(out, batch.descriptor))
             assert_equal(f"L1, L5 {mode}: state", other, state)
 
 
@@ -123,11 +123,13 @@ def check_padding(scenario: OfBackend, device: str) -> None:
         wider: list[BatchDescriptor] = larger(
             batch.descriptor, list(ladder_of(scenario, "full_and_piecewise"))
         )
-        own = pad(batch, wider[0])
+        clean_batch = pad(batch, wider[0])
         padded = _garbage_tail(pad(batch, wider[0]), batch)
-        clean, out = step(params, clean, own)
-        poisoned, seen = step(params, _garbage_scratch(poisoned), padded)
-        assert_equal("L2: output", unpad(seen, batch.descriptor), unpad(out, batch.descriptor))
+        clean, out = step(params, clean, clean_batch)
+        poisoned, poisoned_out = step(params, _garbage_scratch(poisoned), padded)
+        assert_equal(
+            "L2: output", unpad(poisoned_out, batch.descriptor), unpad(out, batch.descriptor)
+        )
         unwritten = tree_map(
             lambda x: x.nan_to_num(0.0, torch.inf) if x.is_floating_point() else x,
             visible(poisoned),

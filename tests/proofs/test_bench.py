@@ -31,13 +31,13 @@ def test_graphify_overhead(
     )
     graphify_overhead.main()
     report = json.loads((tmp_path / "graphify_overhead.json").read_text())
-    found = {(row["what"], row["given"], row["captures"]) for row in report["rows"]}
-    for given in ("reference, borrowed", "fresh, borrowed", "fresh, safe"):
+    cases = {(row["what"], row["given"], row["captures"]) for row in report["rows"]}
+    for argument_mode in ("reference, borrowed", "fresh, borrowed", "fresh, safe"):
         assert {
-            ("graphify", given, 1),
-            ("graphify", given, 10),
-            ("graphify, in turn", given, 10),
-        } <= found
+            ("graphify", argument_mode, 1),
+            ("graphify", argument_mode, 10),
+            ("graphify, in turn", argument_mode, 10),
+        } <= cases
     assert all(row["us"] >= row["least_us"] > 0 for row in report["rows"])
     assert report["environment"]["torch"]
     assert "copies" in [row["op"] for row in report["environment"]["ops"]]
@@ -285,11 +285,11 @@ def test_a_client_counts_events_in_any_pieces() -> None:
 
 
 def test_the_tasks_have_one_right_answer() -> None:
-    for name, found in accuracy_http.questions().items():
-        assert len(found) == {"sums": 200, "sums_choice": 60}.get(name, 48)
-        for own in found:
-            assert len(set(own["choices"])) == 4
-            assert own["choices"][own["place"]] == own["answer"]
+    for name, questions in accuracy_http.questions().items():
+        assert len(questions) == {"sums": 200, "sums_choice": 60}.get(name, 48)
+        for question in questions:
+            assert len(set(question["choices"])) == 4
+            assert question["choices"][question["place"]] == question["answer"]
             if name.startswith("sums"):
-                a, b = own["text"].removesuffix(" =").split(" + ")
-                assert int(a) + int(b) == int(own["answer"])
+                a, b = question["text"].removesuffix(" =").split(" + ")
+                assert int(a) + int(b) == int(question["answer"])

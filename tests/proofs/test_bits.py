@@ -66,11 +66,11 @@ def test_what_is_drawn() -> None:
     assert sum(length < 20 for length in longest) > 600
     assert sum(length > 64 for length in longest) > 40
     assert any(length > 512 for length in longest)
-    for found in (cases, list(filter(has_image, cases))):
-        assert {case.has_threads for case in found} == {True, False}
-        assert {case.load.drafts is None for case in found} == {True, False}
-        assert {case.load.graph == "none" for case in found} == {True, False}
-        assert {any(call.adapter for call in case.load.calls) for case in found} == {True, False}
+    for subset in (cases, list(filter(has_image, cases))):
+        assert {case.has_threads for case in subset} == {True, False}
+        assert {case.load.drafts is None for case in subset} == {True, False}
+        assert {case.load.graph == "none" for case in subset} == {True, False}
+        assert {any(call.adapter for call in case.load.calls) for case in subset} == {True, False}
 
 
 def check_on_ranks(cases: list[InvariantLoad]) -> int:
@@ -89,7 +89,9 @@ def test_bits_over_processes_are_of_the_request(num_ranks: int, runs_nightly: bo
     cases = draw_cases(600, stages=(num_ranks, num_ranks))
     each = 3 if runs_nightly else 1
     by_kind = [[case for case in cases if case.kind == kind] for kind in INVARIANT_MODELS]
-    chosen = [case for own in by_kind for case in sorted(own, key=has_image)[-each:]]
+    chosen = [
+        case for cases_of_kind in by_kind for case in sorted(cases_of_kind, key=has_image)[-each:]
+    ]
     assert {case.kind for case in chosen} == set(INVARIANT_MODELS)
     assert any(map(has_image, chosen))
     assert launch(check_on_ranks, num_ranks, chosen) == [len(chosen)] * num_ranks

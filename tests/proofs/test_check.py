@@ -63,18 +63,18 @@ STEP = {
 }
 
 
-def broken(f: Callable[..., Any], given: Any, **options: Any) -> tuple[str, Counterexample]:
+def broken(f: Callable[..., Any], arguments: Any, **options: Any) -> tuple[str, Counterexample]:
     """The broken law, and the error."""
     with pytest.raises(Counterexample) as caught:
-        check(f, given, max_examples=EXAMPLES, console=Console(file=io.StringIO()), **options)
+        check(f, arguments, max_examples=EXAMPLES, console=Console(file=io.StringIO()), **options)
     return caught.value.text.split("'")[1], caught.value
 
 
-def table(f: Callable[..., Any], given: Any, **options: Any) -> dict[str, list[str]]:
+def table(f: Callable[..., Any], arguments: Any, **options: Any) -> dict[str, list[str]]:
     """The printed table: for each law, the words of its line."""
     file = io.StringIO()
     with contextlib.suppress(AssertionError):
-        check(f, given, console=Console(file=file, width=100), **options)
+        check(f, arguments, console=Console(file=file, width=100), **options)
     lines = [line.split() for line in file.getvalue().splitlines()[2:]]
     return {line[0]: line[1:] for line in lines}
 
@@ -279,15 +279,15 @@ def test_a_process_that_dies_is_no_answer(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def test_each_answer_comes_from_a_process_that_has_seen_no_other_question() -> None:
-    seen: list[int] = []
+    questions: list[int] = []
 
     def answer(question: int) -> list[int]:
-        seen.append(question)
-        return [*seen]
+        questions.append(question)
+        return [*questions]
 
     with FreshProcesses(answer) as processes:
         assert [processes.ask(index) for index in range(3)] == [[0], [1], [2]]
-    assert seen == []
+    assert questions == []
 
 
 def test_a_write_to_an_argument() -> None:
@@ -302,10 +302,10 @@ def test_a_write_to_an_argument() -> None:
 
 
 def test_a_buffer_that_a_function_returns_again() -> None:
-    held = torch.zeros(3, 2)
+    buffer = torch.zeros(3, 2)
 
     def reused(x: Tensor) -> Tensor:
-        return held[: len(x)].copy_(x)
+        return buffer[: len(x)].copy_(x)
 
     name, error = broken(reused, (ROWS,))
     assert name == "pure"
@@ -343,9 +343,9 @@ def test_microbatches_are_asked_for() -> None:
     def centred(params: None, state: Tensor, batch: Tensor) -> tuple[Tensor, Tensor]:
         return state, batch - batch.mean(0)
 
-    given = (None, torch.zeros(1), ROWS)
-    assert "microbatch" not in table(centred, given, max_examples=2)
-    name, error = broken(centred, given, laws="microbatch")
+    arguments = (None, torch.zeros(1), ROWS)
+    assert "microbatch" not in table(centred, arguments, max_examples=2)
+    name, error = broken(centred, arguments, laws="microbatch")
     assert name == "microbatch"
     assert "microbatch(centred, 2):" in error.text
     assert len(error.values[0][1][0]["batch"]) == 2
@@ -376,7 +376,7 @@ def test_a_model_keeps_its_laws() -> None:
 
 
 @pytest.mark.parametrize(
-    ("given", "options", "said"),
+    ("arguments", "options", "said"),
     [
         (
             (ROWS,),
@@ -401,14 +401,14 @@ def test_a_model_keeps_its_laws() -> None:
             ],
         ),
         ({"x": ROWS}, {}, ["saw: no argument 'x'"]),
-        (ROWS, {}, ["saw: given drew a Tensor", "instead: given=(x, y)"]),
+        (ROWS, {}, ["saw: given drew a Tensor", "instead: args=(x, y)"]),
         ([], {}, ["saw: given is a list"]),
     ],
     ids=["no such law", "no ladder", "too few", "no such argument", "no tuple", "no calls"],
 )
-def test_what_cannot_be_checked(given: Any, options: Any, said: list[str]) -> None:
+def test_what_cannot_be_checked(arguments: Any, options: Any, said: list[str]) -> None:
     with pytest.raises(CheckError) as caught:
-        check(running, given, **options)
+        check(running, arguments, **options)
     assert [part for part in said if part not in str(caught.value)] == []
     assert not getattr(caught.value, "__notes__", [])
 
@@ -421,12 +421,12 @@ def test_on_cuda_graphs() -> None:
 @pytest.mark.parametrize("seed", range(2))
 def test_random_pure_functions_keep_their_laws(seed: int) -> None:
     function = find(pure_functions(), lambda f: len(f.code) > 2 + seed and "read state" in f.code)
-    given = {
+    arguments = {
         "params": function.params,
         "state": function.state,
         "batch": tensors(st.integers(1, 3), function.params.shape[0]),
     }
-    rows = table(function.fn, given, max_examples=4, laws=("pure", "graph", "replay", "trace"))
+    rows = table(function.fn, arguments, max_examples=4, laws=("pure", "graph", "replay", "trace"))
     assert [row[-3] for row in rows.values()] == ["holds"] * 4
 
 
@@ -493,8 +493,8 @@ def test_padding_may_change_a_bit_too() -> None:
     def product(batch: Rows) -> Tensor:
         return batch.x @ WIDE["params"]
 
-    given = ({"batch": Rows(BatchDescriptor(1, 1), torch.randn(1, 256))},)
-    law, error = broken(product, given[0], laws=(), batch_invariant=True, ladder=LADDER)
+    arguments = ({"batch": Rows(BatchDescriptor(1, 1), torch.randn(1, 256))},)
+    law, error = broken(product, arguments[0], laws=(), batch_invariant=True, ladder=LADDER)
     assert law == "bits"
     assert "padded to" in str(error)
     assert "the first operator that differs is aten::mm at test_check.py:" in str(error)

@@ -25,21 +25,21 @@ def cases() -> dict[bool, list[Case]]:
 def test_no_fit_sees_the_shapes_that_it_is_judged_by(
     fp8: bool, cases: dict[bool, list[Case]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    seen: list[set[Any]] = []
+    fitted_shapes: list[set[Any]] = []
 
-    def spy(given: Sequence[Case], is_fp8: bool) -> Coefficients:
-        seen.append({case.shape[1:] for case in given})
+    def spy(training_cases: Sequence[Case], is_fp8: bool) -> Coefficients:
+        fitted_shapes.append({case.shape[1:] for case in training_cases})
         return model(is_fp8).coefficients
 
     monkeypatch.setattr(cross_validation, "fit", spy)
     shapes = list(dict.fromkeys(case.shape[1:] for case in cases[fp8]))[:9]
     some = [case for case in cases[fp8] if case.shape[1:] in shapes]
     folds = cross_validation.split(shapes, 3)
-    found = list(cross_validation.validate(some, folds, fp8))
-    for fold, own, given in zip(folds, found, seen, strict=True):
-        assert given == {*shapes} - {*fold}
-        assert {tuple(row[1:3]) for row in own["products"]} == {*fold}
-    assert sum(len(own["products"]) for own in found) == len(some)
+    results = list(cross_validation.validate(some, folds, fp8))
+    for fold, result, training_shapes in zip(folds, results, fitted_shapes, strict=True):
+        assert training_shapes == {*shapes} - {*fold}
+        assert {tuple(row[1:3]) for row in result["products"]} == {*fold}
+    assert sum(len(result["products"]) for result in results) == len(some)
 
 
 @KINDS
@@ -51,20 +51,20 @@ def test_the_record_is_of_this_model_and_this_search(
     folds = read("h100-tile-losses").data["models"]["fp8" if fp8 else "bf16"]
     shapes = [[tuple(shape) for shape in fold["shapes"]] for fold in folds]
     assert shapes == cross_validation.split([case.shape[1:] for case in cases[False]], len(folds))
-    for own, fold in zip(shapes, folds, strict=True):
+    for fold_shapes, fold in zip(shapes, folds, strict=True):
         by = Coefficients(**fold["coefficients"])
-        assert cross_validation.choices(cases[fp8], own, by, fp8) == fold["products"]
+        assert cross_validation.choices(cases[fp8], fold_shapes, by, fp8) == fold["products"]
 
 
 def test_a_model_that_has_seen_the_shapes_chooses_better(cases: dict[bool, list[Case]]) -> None:
     """So the figures would be others if the shapes of a fold leaked into its fit."""
     fold = read("h100-tile-losses").data["models"]["fp8"][0]
-    own = [tuple(shape) for shape in fold["shapes"]]
+    fold_shapes = [tuple(shape) for shape in fold["shapes"]]
     by = Coefficients(**fold["coefficients"])
-    rows = cross_validation.choices(cases[True], own, by, True)
-    leaked = [case for case in cases[True] if case.shape[1:] in own]
-    seen = cross_validation.make_model(cases[True], by, True)
-    better = sum(case.costs[cross_validation.chosen(seen, case)] * 1e6 for case in leaked)
+    rows = cross_validation.choices(cases[True], fold_shapes, by, True)
+    leaked = [case for case in cases[True] if case.shape[1:] in fold_shapes]
+    leaky_model = cross_validation.make_model(cases[True], by, True)
+    better = sum(case.costs[cross_validation.chosen(leaky_model, case)] * 1e6 for case in leaked)
     assert better < sum(row[3] for row in rows)
 
 

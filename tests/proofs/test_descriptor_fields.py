@@ -26,10 +26,10 @@ QUICK = settings(max_examples=100, database=None, phases=[Phase.generate])
 
 def unspoken(cls: type) -> list[str]:
     """The fields of a descriptor class, each with a place that does not handle it."""
-    found = []
+    unhandled = []
     for field in attrs.fields(cls):
-        found += [f"{field.name}: {where}" for where in _unspoken(field.name)]
-    return found
+        unhandled += [f"{field.name}: {where}" for where in _unspoken(field.name)]
+    return unhandled
 
 
 def _unspoken(name: str) -> Iterator[str]:
@@ -44,10 +44,10 @@ def _unspoken(name: str) -> Iterator[str]:
     if not prove("a difference shows", lambda path: _told_apart(path, name)).holds:
         yield "covers"
     path, _ = next(explore(lambda path: None))
-    made = dispatch_proof.unknown_descriptor(path, "a")
-    if name not in {field.name for field in attrs.fields(type(made))}:
+    descriptor = dispatch_proof.unknown_descriptor(path, "a")
+    if name not in {field.name for field in attrs.fields(type(descriptor))}:
         yield "proof"
-    if isinstance(getattr(made, name), int) and name not in excess(made, made):
+    if isinstance(getattr(descriptor, name), int) and name not in excess(descriptor, descriptor):
         yield "padding"
 
 

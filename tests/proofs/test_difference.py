@@ -96,11 +96,11 @@ SAID: dict[str, tuple[Any, Any, str]] = {
 
 @pytest.mark.parametrize("case", SAID)
 def test_what_is_told_apart(case: str) -> None:
-    seen, expected, said = SAID[case]
-    found = find_difference(seen, expected)
-    assert isinstance(found, Difference)
-    assert str(found) == said
-    for value in (seen, expected):
+    actual, expected, said = SAID[case]
+    difference = find_difference(actual, expected)
+    assert isinstance(difference, Difference)
+    assert str(difference) == said
+    for value in (actual, expected):
         assert find_difference(value, value) is None
 
 
@@ -120,9 +120,9 @@ def test_nan_equals_nan_unless_told_otherwise(dtype: torch.dtype) -> None:
 
 def test_a_tolerance_is_of_floating_point_alone() -> None:
     loose = Tolerance(atol=1.0)
-    seen = (torch.ones(2), 1.0, torch.tensor([1j]))
+    actual = (torch.ones(2), 1.0, torch.tensor([1j]))
     near = (torch.zeros(2), 0.5, torch.tensor([0.5j]))
-    assert find_difference(seen, near, loose) is None
+    assert find_difference(actual, near, loose) is None
     assert str(find_difference(torch.tensor([1]), torch.tensor([2]), loose)) == "[0]: 1 against 2"
     assert (
         str(find_difference(one([1.0], FLOATS[4]), one([3.0], FLOATS[4]), loose))
@@ -158,13 +158,15 @@ def test_ulps_across_infinity_and_of_other_types() -> None:
 def test_a_difference_is_found_if_and_only_if_an_element_differs(
     a: torch.Tensor, b: torch.Tensor
 ) -> None:
-    found = find_difference([a], [b])
+    difference = find_difference([a], [b])
     same = a.view(torch.int32) == b.view(torch.int32)
-    assert (found is None) == bool(same.all())
-    if found is not None and found.first is not None and found.worst is not None:
-        assert found.first.index == (int(same.long().argmin()),)
-        assert found.count == int((~same).sum())
-        assert abs(found.worst.seen - found.worst.expected) == (a - b).abs().max().item()
+    assert (difference is None) == bool(same.all())
+    if difference is not None and difference.first is not None and difference.worst is not None:
+        assert difference.first.index == (int(same.long().argmin()),)
+        assert difference.count == int((~same).sum())
+        assert (
+            abs(difference.worst.actual - difference.worst.expected) == (a - b).abs().max().item()
+        )
 
 
 TEXT = """\
@@ -177,11 +179,11 @@ leaves:   2 of 3 differ; this is the first"""
 
 
 def test_all_that_is_said() -> None:
-    seen = (torch.tensor([[0.0, 1.0], [INF, 0.0]]), 1, 2)
+    actual = (torch.tensor([[0.0, 1.0], [INF, 0.0]]), 1, 2)
     expected = (torch.tensor([[0.0, 1.5], [3.0, 0.0]]), 1, 3)
-    found = find_difference(seen, expected)
-    assert found is not None
-    assert found.text("graph", "function") == TEXT
+    difference = find_difference(actual, expected)
+    assert difference is not None
+    assert difference.text("graph", "function") == TEXT
     zeros = find_difference(torch.tensor(0.0), torch.tensor(-0.0))
     assert zeros is not None
     assert (

@@ -57,11 +57,11 @@ def forgets_loras(a: Any, b: Any) -> bool:
 
 
 def _without(a: Any) -> Any:
-    made = object.__new__(BatchDescriptor)
+    descriptor = object.__new__(BatchDescriptor)
     for field in attrs.fields(BatchDescriptor):
-        object.__setattr__(made, field.name, getattr(a, field.name))
-    object.__setattr__(made, "num_active_loras", 1 << 62)
-    return made
+        object.__setattr__(descriptor, field.name, getattr(a, field.name))
+    object.__setattr__(descriptor, "num_active_loras", 1 << 62)
+    return descriptor
 
 
 def fits(a: Any, b: Any) -> bool:
@@ -96,57 +96,59 @@ ORDER = {
 def test_a_bug_in_covers_is_refuted(name: str) -> None:
     covers, part, shown = ORDER[name]
     with covering(covers):
-        found = [
+        counterexamples = [
             v.counterexample for v in dispatch_proof.prove_order() if v.counterexample is not None
         ]
-    assert any(text.startswith(part) and shown in text for text in found), found
+    assert any(text.startswith(part) and shown in text for text in counterexamples), counterexamples
 
 
-def first_covering(own: Any, given: Any) -> Any:
-    decision = dispatch(own, given)
-    classes = as_ladder(given).full if decision.mode == "full" else as_ladder(given).piecewise
-    found = [d for d in classes if d.covers(own)]
-    return attrs.evolve(decision, descriptor=found[0]) if found else decision
+def first_covering(descriptor: Any, rungs: Any) -> Any:
+    decision = dispatch(descriptor, rungs)
+    classes = as_ladder(rungs).full if decision.mode == "full" else as_ladder(rungs).piecewise
+    matches = [d for d in classes if d.covers(descriptor)]
+    return attrs.evolve(decision, descriptor=matches[0]) if matches else decision
 
 
-def pieces_first(own: Any, given: Any) -> Any:
-    whole = as_ladder(given).full
-    pieces = as_ladder(given).piecewise
-    decision = dispatch(own, Ladder(pieces, whole))
+def pieces_first(descriptor: Any, rungs: Any) -> Any:
+    whole = as_ladder(rungs).full
+    pieces = as_ladder(rungs).piecewise
+    decision = dispatch(descriptor, Ladder(pieces, whole))
     return attrs.evolve(
         decision, mode={"full": "piecewise", "piecewise": "full"}.get(decision.mode, "none")
     )
 
 
-def blind(own: Any, given: Any) -> Any:
+def blind(descriptor: Any, rungs: Any) -> Any:
     """Treats a batch of one token per request as uniform."""
     if (
-        isinstance(own, BatchDescriptor)
-        and own.num_tokens == own.num_reqs
-        and own.query_len is None
+        isinstance(descriptor, BatchDescriptor)
+        and descriptor.num_tokens == descriptor.num_reqs
+        and descriptor.query_len is None
     ):
-        uniform = _without(own)
-        object.__setattr__(uniform, "num_active_loras", own.num_active_loras)
+        uniform = _without(descriptor)
+        object.__setattr__(uniform, "num_active_loras", descriptor.num_active_loras)
         object.__setattr__(uniform, "query_len", 1)
-        decision = dispatch(uniform, given)
-        return attrs.evolve(decision, descriptor=own) if decision.mode == "none" else decision
-    return dispatch(own, given)
+        decision = dispatch(uniform, rungs)
+        return (
+            attrs.evolve(decision, descriptor=descriptor) if decision.mode == "none" else decision
+        )
+    return dispatch(descriptor, rungs)
 
 
-def later(own: Any, given: Any) -> Any:
+def later(descriptor: Any, rungs: Any) -> Any:
     """Chooses the later one of incomparable classes, whatever it pads."""
-    with replaced("weft.transforms.graphs.dispatch", "excess", lambda larger, own: {}):
-        return dispatch(own, given)
+    with replaced("weft.transforms.graphs.dispatch", "excess", lambda larger, descriptor: {}):
+        return dispatch(descriptor, rungs)
 
 
-def lost(own: Any, given: Any) -> Any:
-    return Decision("none", own, "lost")
+def lost(descriptor: Any, rungs: Any) -> Any:
+    return Decision("none", descriptor, "lost")
 
 
-def forgetful(own: Any, given: Any, seen: list[Any] = []) -> Any:  # noqa: B006  # that is the bug
-    decision = dispatch(own, given)
-    seen.append(own)
-    return decision if len(seen) % 2 else lost(own, given)
+def forgetful(descriptor: Any, rungs: Any, history: list[Any] = []) -> Any:  # noqa: B006  # that is the bug
+    decision = dispatch(descriptor, rungs)
+    history.append(descriptor)
+    return decision if len(history) % 2 else lost(descriptor, rungs)
 
 
 DISPATCH = {
@@ -163,12 +165,12 @@ DISPATCH = {
 def test_a_bug_in_dispatch_is_refuted(name: str) -> None:
     fn, part = DISPATCH[name]
     with dispatching(fn):
-        found = [
+        counterexamples = [
             v.counterexample
             for v in dispatch_proof.prove_dispatch(2, 1)
             if v.counterexample is not None
         ]
-    assert any(text.startswith(part) for text in found), found
+    assert any(text.startswith(part) for text in counterexamples), counterexamples
 
 
 def cut_by_requests(limits: Any, most: Any, sizes: Any) -> list[BatchDescriptor]:

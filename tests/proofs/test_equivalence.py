@@ -52,7 +52,7 @@ to see it again:
     import torch
     import weft.proofs
     args = (torch.tensor([2.25]),)
-    weft.proofs.assert_equivalent(clipped, whole, given=args)"""
+    weft.proofs.assert_equivalent(clipped, whole, args=args)"""
 
 
 def test_a_planted_difference_is_made_small_and_said() -> None:
@@ -65,13 +65,13 @@ def test_the_code_raises_it_again() -> None:
     with pytest.raises(Counterexample) as again:
         exec(error.code(), {"clipped": clipped, "whole": whole})
     assert str(again.value) == str(error)
-    assert "given=args, atol=0.1)" in error.code()
+    assert "args=args, atol=0.1)" in error.code()
 
 
 def test_inside_a_hypothesis_test_it_shrinks_too() -> None:
     @given(tensors(st.integers(0, 5)))
     def test(x: Tensor) -> None:
-        assert_equivalent(clipped, whole, given=(x,))
+        assert_equivalent(clipped, whole, args=(x,))
 
     with pytest.raises(Counterexample) as caught:
         test()
@@ -80,7 +80,7 @@ def test_inside_a_hypothesis_test_it_shrinks_too() -> None:
 
 @given(st.tuples(tensors(2), st.integers(0, 3)))
 def test_equal_functions_pass(arguments: tuple[Tensor, int]) -> None:
-    assert_equivalent(lambda x, n: x * n, lambda x, n: n * x, given=arguments)
+    assert_equivalent(lambda x, n: x * n, lambda x, n: n * x, args=arguments)
 
 
 def test_a_batch_is_shown_as_code() -> None:
@@ -88,9 +88,9 @@ def test_a_batch_is_shown_as_code() -> None:
         return batch.input_ids.clamp(max=6)
 
     error = counterexample(ids, lambda batch: batch.input_ids, (batches(),))
-    made: dict[str, Any] = {}
-    exec(error.code().rpartition("\n")[0], made)
-    (batch,) = made["args"]
+    namespace: dict[str, Any] = {}
+    exec(error.code().rpartition("\n")[0], namespace)
+    (batch,) = namespace["args"]
     assert isinstance(batch, Batch)
     assert batch.input_ids.max() == 7
     assert "descriptor=weft.BatchDescriptor(num_tokens=" in error.code()
@@ -101,8 +101,8 @@ def test_each_gets_arguments_of_its_own() -> None:
         return x.mul_(2)
 
     x = torch.ones(2)
-    assert_equivalent(overwrites, overwrites, given=(x,))
-    assert_equivalent(weft.donates("x")(overwrites), lambda x: x * 2, given={"x": x})
+    assert_equivalent(overwrites, overwrites, args=(x,))
+    assert_equivalent(weft.donates("x")(overwrites), lambda x: x * 2, args={"x": x})
     assert x.tolist() == [1.0, 1.0]
 
 
@@ -135,7 +135,7 @@ def test_exceptions_of_both() -> None:
     assert_equivalent(refusing, refusing, (tensors(1),), raises=ValueError)
     error = counterexample(refusing, other, (tensors(1),), raises=(ValueError, KeyError))
     assert "other:    raises KeyError: 'too much'" in error.text
-    assert error.code().endswith("given=args, raises=(ValueError, KeyError,))")
+    assert error.code().endswith("args=args, raises=(ValueError, KeyError,))")
 
 
 def test_assumptions_are_left_to_hypothesis() -> None:
@@ -143,7 +143,7 @@ def test_assumptions_are_left_to_hypothesis() -> None:
         assume(bool((x < 2).all()))
         return x.clamp(max=2.0)
 
-    assert_equivalent(assuming, lambda x: x, given=(tensors(2),))
+    assert_equivalent(assuming, lambda x: x, args=(tensors(2),))
 
 
 def test_what_does_not_happen_again_is_said() -> None:
@@ -154,7 +154,7 @@ def test_what_does_not_happen_again_is_said() -> None:
         return x + (len(calls) == 7)
 
     with pytest.raises(Counterexample) as caught:
-        assert_equivalent(impure, lambda x: x, given=(tensors(1),))
+        assert_equivalent(impure, lambda x: x, args=(tensors(1),))
     assert caught.value.__notes__ == [NOT_AGAIN]
 
 
@@ -167,7 +167,7 @@ def test_structures_and_kinds() -> None:
 
 
 @pytest.mark.parametrize(
-    ("drawn", "seen"),
+    ("drawn", "problem"),
     [
         (tensors(2), "given drew a Tensor"),
         (torch.ones(2), "given is a Tensor"),
@@ -176,22 +176,22 @@ def test_structures_and_kinds() -> None:
     ],
     ids=["a strategy of one", "a tensor", "a list", "a dict without names"],
 )
-def test_what_is_no_arguments(drawn: Any, seen: str) -> None:
+def test_what_is_no_arguments(drawn: Any, problem: str) -> None:
     with pytest.raises(CheckError) as caught:
-        assert_equivalent(clipped, whole, given=drawn)
+        assert_equivalent(clipped, whole, args=drawn)
     assert str(caught.value).splitlines()[:2] == [
-        "assert_equivalent(clipped, whole, given=...)",
-        f"  saw: {seen}",
+        "assert_equivalent(clipped, whole, args=...)",
+        f"  saw: {problem}",
     ]
-    assert "instead: given=(x, y), or given={'x': x, 'y': y}" in str(caught.value)
+    assert "instead: args=(x, y), or args={'x': x, 'y': y}" in str(caught.value)
 
 
 def test_large_arguments_are_saved() -> None:
     x = torch.randn(40, 40)
     error = counterexample(lambda x: x, lambda x: x + 1, {"x": x})
-    made: dict[str, Any] = {}
-    exec(error.code().rpartition("\n")[0], made)
-    assert torch.equal(made["args"]["x"], x)
+    namespace: dict[str, Any] = {}
+    exec(error.code().rpartition("\n")[0], namespace)
+    assert torch.equal(namespace["args"]["x"], x)
     assert error.code() is error.code()  # saved once
 
 
@@ -205,4 +205,4 @@ def test_two_functions_of_one_name_are_f_and_g_in_the_code() -> None:
 
     with pytest.raises(Counterexample, match=r"^f \(exp\) is not g \(exp\), bitwise") as error:
         assert_equivalent(wrapped, torch.exp, (torch.zeros(1),))
-    assert error.value.code().endswith("weft.proofs.assert_equivalent(f, g, given=args)")
+    assert error.value.code().endswith("weft.proofs.assert_equivalent(f, g, args=args)")

@@ -14,12 +14,12 @@ def test_what_became_of_them_is_counted(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(module, "_AT_ONCE", 4)
-    found = fuzz(8)
-    assert found.lost == 0
-    assert found.tally.accepted >= 8
-    assert found.engines >= 2
-    assert found.tally.ended.total() >= found.tally.accepted
-    assert found.tally.errors.total() == found.tally.ended["error"]
+    report = fuzz(8)
+    assert report.lost == 0
+    assert report.tally.accepted >= 8
+    assert report.engines >= 2
+    assert report.tally.ended.total() >= report.tally.accepted
+    assert report.tally.errors.total() == report.tally.ended["error"]
     monkeypatch.setattr(sys, "argv", ["fuzz", "--requests", "3"])
     assert main() == 0
     assert "0 lost or with a forbidden token" in capsys.readouterr().out

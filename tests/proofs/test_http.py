@@ -29,9 +29,9 @@ def test_a_server_is_after_300_attacks_as_before(
     assert http_fuzz.main(["--cases", "300", "--idle", "100", "--out", str(tmp_path)]) == 0, (
         capsys.readouterr().out
     )
-    found = json.loads((tmp_path / "http-fuzz-cpu.json").read_text())
-    assert sum(found["kinds"].values()) == 300
-    assert found["kinds"].keys() == {
+    report = json.loads((tmp_path / "http-fuzz-cpu.json").read_text())
+    assert sum(report["kinds"].values()) == 300
+    assert report["kinds"].keys() == {
         "schema",
         "encoding",
         "size",
@@ -40,9 +40,9 @@ def test_a_server_is_after_300_attacks_as_before(
         "chat",
         "sampling",
     }
-    assert found["statuses"]["200"] > 20
-    assert found["statuses"]["400"] > 100
-    assert found["idle_connections"] == 100
+    assert report["statuses"]["200"] > 20
+    assert report["statuses"]["400"] > 100
+    assert report["idle_connections"] == 100
     assert "300 attacks" in capsys.readouterr().out
 
 
@@ -92,18 +92,18 @@ def test_answers_that_are_wrong(answer: Answer, words: str) -> None:
 @contextmanager
 def answering(*raws: bytes) -> Iterator[int]:
     """A port that answers each connection with bytes, and closes it."""
-    with socket.create_server(("127.0.0.1", 0)) as own:
+    with socket.create_server(("127.0.0.1", 0)) as server:
 
         def serve() -> None:
             for raw in raws:
-                client, _ = own.accept()
+                client, _ = server.accept()
                 with client:
                     client.recv(65536)
                     client.sendall(raw)
 
         thread = threading.Thread(target=serve, daemon=True)
         thread.start()
-        yield own.getsockname()[1]
+        yield server.getsockname()[1]
         thread.join(10)
 
 
@@ -112,12 +112,12 @@ def test_answers_are_read_as_they_come() -> None:
     cut = b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n2\r\nab\r\n"
     with answering(one + one, cut, b"") as port:
         attack = Attack("socket", "a", [("send", b"GET")], answers=5, patience=1.0)
-        assert [own.body for own in perform(port, attack)] == [b"ab", b"ab"]
-        [found] = perform(port, attack)
-        assert (found.body, found.whole) == (b"ab", False)
-        with socket.create_connection(("127.0.0.1", port)) as own:
-            own.sendall(b"GET")
-            assert read_answers(own) == []
+        assert [answer.body for answer in perform(port, attack)] == [b"ab", b"ab"]
+        [answer] = perform(port, attack)
+        assert (answer.body, answer.whole) == (b"ab", False)
+        with socket.create_connection(("127.0.0.1", port)) as connection:
+            connection.sendall(b"GET")
+            assert read_answers(connection) == []
 
 
 @pytest.mark.slow
@@ -130,8 +130,8 @@ def test_a_traceback_in_the_log_is_a_failure(monkeypatch: pytest.MonkeyPatch) ->
         return stop(self, *arguments)
 
     monkeypatch.setattr(http_fuzz.ServerProcess, "stop", written)
-    found = fuzz(3, idle_connections=1)
-    assert any("the log has a traceback" in own for own in found.failures)
+    report = fuzz(3, idle_connections=1)
+    assert any("the log has a traceback" in failure for failure in report.failures)
 
 
 def test_choices_are_compared() -> None:
@@ -153,9 +153,9 @@ def test_a_mixed_load(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Non
     assert http_load.main(["--minutes", "0.2", "--out", str(tmp_path)]) == 0, (
         capsys.readouterr().out
     )
-    found = json.loads((tmp_path / "http-load-cpu.json").read_text())
-    assert found["differences"] == []
-    assert found["refused"] > 0
-    assert found["preempted"] > 0
-    assert found["requests"].keys() == {"whole", "stream", "quick", "slow"}
-    assert found["gone"] > 0
+    report = json.loads((tmp_path / "http-load-cpu.json").read_text())
+    assert report["differences"] == []
+    assert report["refused"] > 0
+    assert report["preempted"] > 0
+    assert report["requests"].keys() == {"whole", "stream", "quick", "slow"}
+    assert report["gone"] > 0

@@ -121,35 +121,35 @@ def test_a_text_that_came_in_pieces_is_one() -> None:
     pieces = [("stdout", "a"), ("stdout", "b\n"), ("stderr", "c"), ("stdout", "d")]
     outputs = [nbformat.v4.new_output("stream", name=name, text=text) for name, text in pieces]
     outputs.insert(0, nbformat.v4.new_output("display_data", {"text/plain": "1"}))
-    own = [(output.output_type, output.get("text")) for output in joined(outputs)]
-    assert own == [("display_data", None), ("stream", "ab\n"), ("stream", "c"), ("stream", "d")]
+    merged = [(output.output_type, output.get("text")) for output in joined(outputs)]
+    assert merged == [("display_data", None), ("stream", "ab\n"), ("stream", "c"), ("stream", "d")]
 
 
 def requirements(names: list[str]) -> set[str]:
     """The distributions that these requirements install, with their own requirements."""
-    found: set[str] = set()
+    distributions: set[str] = set()
     while names:
         requirement = Requirement(names.pop())
         name = canonical(requirement.name)
         extras = ["", *requirement.extras]
-        if name in found or not (
+        if name in distributions or not (
             requirement.marker is None or requirement.marker.evaluate({"extra": ""})
         ):
             continue
-        found.add(name)
+        distributions.add(name)
         try:
             inner = metadata.requires(name) or []
         except metadata.PackageNotFoundError:  # not for this machine
             continue
-        names += [r for r in inner if any(wanted(Requirement(r), extra) for extra in extras)]
-    return found
+        names += [r for r in inner if any(applies(Requirement(r), extra) for extra in extras)]
+    return distributions
 
 
 def canonical(name: str) -> str:
     return re.sub(r"[-_.]+", "-", name).lower()
 
 
-def wanted(requirement: Requirement, extra: str) -> bool:
+def applies(requirement: Requirement, extra: str) -> bool:
     return requirement.marker is None or requirement.marker.evaluate({"extra": extra})
 
 
@@ -186,13 +186,15 @@ def test_the_extra_brings_what_they_import() -> None:
     )
     assert {"torch", "matplotlib"} <= brought
     assert "pytest" not in brought
-    known = metadata.packages_distributions().items()
-    others = [
-        module for module, names in known if not {"weft", *brought} & {*map(canonical, names)}
+    distributions_by_module = metadata.packages_distributions().items()
+    blocked_modules = [
+        module
+        for module, names in distributions_by_module
+        if not {"weft", *brought} & {*map(canonical, names)}
     ]
     lines = [line for name in NAMES for line in (f"print({name!r})", *dict.fromkeys(uses(name)))]
     code = "\n".join([BLOCKED, *lines])
     done = subprocess.run(
-        [sys.executable, "-c", code, ",".join(others)], capture_output=True, text=True
+        [sys.executable, "-c", code, ",".join(blocked_modules)], capture_output=True, text=True
     )
     assert done.returncode == 0, [done.stdout.splitlines()[-1], done.stderr.splitlines()[-1]]

@@ -64,11 +64,16 @@ def test_a_few_operators_are_eager(database: tuple[Any, ...], name: str) -> None
     assert faults(entry, "float32", 2) == []
 
 
-def made(
-    fn: Callable[..., Any], *tensors: torch.Tensor, operator: str = "mine", others: Any = None
+def make_case(
+    fn: Callable[..., Any],
+    *tensors: torch.Tensor,
+    operator: str = "mine",
+    other_tensors: Any = None,
 ) -> Case:
     """A case of a function."""
-    return Case(operator, "forward", "float32", 0, fn, tensors or (torch.arange(3.0),), others)
+    return Case(
+        operator, "forward", "float32", 0, fn, tensors or (torch.arange(3.0),), other_tensors
+    )
 
 
 def keeps_a_number() -> Callable[..., Any]:
@@ -113,26 +118,26 @@ def raises_later() -> Callable[..., Any]:
     ],
 )
 def test_the_kinds_of_outcome(fn: Callable[..., Any], kind: str, detail: str) -> None:
-    found = run(made(fn), "cpu")
-    assert (found.kind, found.detail) == (kind, detail)
+    result = run(make_case(fn), "cpu")
+    assert (result.kind, result.detail) == (kind, detail)
 
 
 def test_a_sparse_argument_runs_inline() -> None:
-    found = run(made(lambda x: x * 2, torch.eye(2).to_sparse()), "cpu")
-    assert found.kind == "inline"
-    assert "sparse" in found.detail
+    result = run(make_case(lambda x: x * 2, torch.eye(2).to_sparse()), "cpu")
+    assert result.kind == "inline"
+    assert "sparse" in result.detail
 
 
 def test_a_difference_says_when_and_whether_eager_repeats() -> None:
-    found = run(made(keeps_a_number()), "cpu")
-    assert found.kind == "differs"
-    assert found.detail.startswith("capture: [0][0]: ")
-    assert found.detail.endswith(" (eager differs from itself)")
-    assert found.arguments == "forward of mine, float32, sample 0: float32[3]"
+    result = run(make_case(keeps_a_number()), "cpu")
+    assert result.kind == "differs"
+    assert result.detail.startswith("capture: [0][0]: ")
+    assert result.detail.endswith(" (eager differs from itself)")
+    assert result.arguments == "forward of mine, float32, sample 0: float32[3]"
 
 
 def test_new_values_are_compared_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    case = made(lambda x: x + 1, others=(torch.ones(3),))
+    case = make_case(lambda x: x + 1, other_tensors=(torch.ones(3),))
     assert run(case, "cpu").kind == "same"
     monkeypatch.setattr(outcome, "graphify", lambda fn: lambda x: fn(case.tensors[0]))
     assert run(case, "cpu").detail == "new values: [0][0]: 1.0 against 2.0"
@@ -146,33 +151,33 @@ def test_strides_and_written_arguments_are_compared() -> None:
         y = x.reshape(2, 3).clone()
         return y.t().contiguous().t() if len(calls) > 1 else y
 
-    found = run(made(fn, torch.arange(6.0)), "cpu")
-    assert found.kind == "differs"
-    assert found.detail.startswith("capture: [0]: strides (1, 2) against (3, 1) of shape [2, 3]")
-    assert run(made(lambda x: x.add_(1)), "cpu").kind == "refused"
+    result = run(make_case(fn, torch.arange(6.0)), "cpu")
+    assert result.kind == "differs"
+    assert result.detail.startswith("capture: [0]: strides (1, 2) against (3, 1) of shape [2, 3]")
+    assert run(make_case(lambda x: x.add_(1)), "cpu").kind == "refused"
 
 
 def test_a_planted_bug_is_found(database: tuple[Any, ...], monkeypatch: pytest.MonkeyPatch) -> None:
     entry = next(entry for entry in database if full_name(entry) == "sin")
     monkeypatch.setattr(TapeRecording, "replay", lambda self: None)
-    found = faults(entry, "float32", 1)
-    assert [fault.transform for fault in found] == [*TRANSFORMS]
-    assert all(fault.detail.startswith("new values: ") for fault in found)
+    results = faults(entry, "float32", 1)
+    assert [fault.transform for fault in results] == [*TRANSFORMS]
+    assert all(fault.detail.startswith("new values: ") for fault in results)
 
 
 def test_memory_that_nothing_wrote_is_a_cause_in_torch() -> None:
-    found = run(made(keeps_a_number(), operator="empty_like"), "cpu")
-    assert (found.kind, found.detail) == ("torch", CAUSES[0].reason)
-    assert causes_of(made(torch.sin, operator="empties"), "cpu") == []
+    result = run(make_case(keeps_a_number(), operator="empty_like"), "cpu")
+    assert (result.kind, result.detail) == ("torch", CAUSES[0].reason)
+    assert causes_of(make_case(torch.sin, operator="empties"), "cpu") == []
 
 
 def test_sums_in_any_order_are_compared_within_a_tolerance(monkeypatch: pytest.MonkeyPatch) -> None:
     for more, kind in ((1e-6, "torch"), (1.0, "differs")):
-        case = made(lambda x: x * 1.5, operator="scatter_add", others=(torch.ones(3),))
+        case = make_case(lambda x: x * 1.5, operator="scatter_add", other_tensors=(torch.ones(3),))
         other = functools.partial(torch.add, other=more)
         monkeypatch.setattr(outcome, "graphify", lambda fn, other=other: lambda x: other(fn(x)))
         assert run(case, "cuda").kind == kind
-    assert run(made(lambda x: x * 1.5, operator="scatter_add"), "cpu").kind == "differs"
+    assert run(make_case(lambda x: x * 1.5, operator="scatter_add"), "cpu").kind == "differs"
 
 
 def test_each_cause_concerns_operators_of_torch(database: tuple[Any, ...]) -> None:
@@ -192,9 +197,9 @@ def test_an_operator_that_loses_the_device_ends_there(
 
     monkeypatch.setattr(outcome, "graphify", lose)
     entry = next(entry for entry in database if full_name(entry) == "sin")
-    found = list(outcomes(entry, ["forward"], "float32", "cpu", 3, 0))
-    assert [(o.kind, o.device_lost) for o in found] == [("crash", True), ("torch", False)]
-    assert found[1].detail.endswith("further samples did not run.")
+    results = list(outcomes(entry, ["forward"], "float32", "cpu", 3, 0))
+    assert [(o.kind, o.device_lost) for o in results] == [("crash", True), ("torch", False)]
+    assert results[1].detail.endswith("further samples did not run.")
     capturing = "CUDA error: operation not permitted when stream is capturing"
     assert not run_with(monkeypatch, RuntimeError(capturing)).device_lost
 
@@ -206,7 +211,7 @@ def run_with(monkeypatch: pytest.MonkeyPatch, error: Exception) -> Outcome:
         raise error
 
     monkeypatch.setattr(outcome, "graphify", fail)
-    return run(made(torch.sin), "cpu")
+    return run(make_case(torch.sin), "cpu")
 
 
 def test_copies_share_and_stride_as_their_originals_do() -> None:
@@ -225,9 +230,9 @@ def test_a_case_has_other_values_of_the_same_shapes(database: tuple[Any, ...]) -
     entry = next(entry for entry in database if full_name(entry) == "addmm")
     for transform in TRANSFORMS:
         (case,) = cases(entry, transform, "float32", "cpu", 1, 0)
-        assert case.others is not None
-        assert [x.shape for x in case.others] == [x.shape for x in case.tensors]
-        assert not torch.equal(case.others[0], case.tensors[0])
+        assert case.other_tensors is not None
+        assert [x.shape for x in case.other_tensors] == [x.shape for x in case.tensors]
+        assert not torch.equal(case.other_tensors[0], case.tensors[0])
     assert [*cases(entry, "backward", "int64", "cpu", 1, 0)] == []
 
 
@@ -239,8 +244,8 @@ def test_a_record_counts_and_lists(tmp_path: Path) -> None:
             Outcome("same", "sin", "vmap", "float32", 0),
         ]
     )
-    seen = "writes to tensors[1] of shape (5, 5)"
-    record.add([Outcome("refused", "add_", "forward", "float32", 0, seen)])
+    detail = "writes to tensors[1] of shape (5, 5)"
+    record.add([Outcome("refused", "add_", "forward", "float32", 0, detail)])
     record.add(
         [Outcome("differs", "cos", "jvp", "int64", 4, "replay: [0]: 1|2 against 3", "float32[2]")]
     )
@@ -277,14 +282,14 @@ def test_the_stored_record_has_no_fault() -> None:
 
 def test_the_order_of_tasks_depends_on_the_seed_alone(database: tuple[Any, ...]) -> None:
     settings = Settings(operators="linalg", dtypes=("float32", "int64"))
-    found = tasks(settings)
+    task_list = tasks(settings)
     assert (
-        found
+        task_list
         == tasks(settings)
         != tasks(Settings(operators="linalg", dtypes=("float32", "int64"), seed=1))
     )
-    assert {task.dtype for task in found} == {"float32", "int64"}
-    assert all("linalg" in task.operator for task in found)
+    assert {task.dtype for task in task_list} == {"float32", "int64"}
+    assert all("linalg" in task.operator for task in task_list)
 
 
 @pytest.mark.slow
@@ -296,9 +301,13 @@ def test_processes_run_the_tasks_and_one_that_dies_is_a_crash(database: tuple[An
         Task(len(database), "none", "float32"),
         Task(index, "sin", "int64"),
     ]
-    found = list(run_all(settings, todo))
-    assert [[outcome.kind for outcome in part] for part in found] == [["same"], ["crash"], ["same"]]
-    assert "IndexError" in found[1][0].detail
+    results = list(run_all(settings, todo))
+    assert [[outcome.kind for outcome in part] for part in results] == [
+        ["same"],
+        ["crash"],
+        ["same"],
+    ]
+    assert "IndexError" in results[1][0].detail
     assert list(run_all(Settings(minutes=0.0, jobs=1), todo)) == []
     worker = Worker(settings)
     worker.give(todo[0])
@@ -339,6 +348,6 @@ def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
         raise ModuleNotFoundError(name="expecttest")
 
     monkeypatch.setattr("weft.torchapi.operator_database.importlib.import_module", missing)
-    seen = "no expecttest here, which torch's operator database imports"
-    with refused(MissingPackageError, "weft.proofs.opinfo", seen, install_command("proofs")):
+    problem = "no expecttest here, which torch's operator database imports"
+    with refused(MissingPackageError, "weft.proofs.opinfo", problem, install_command("proofs")):
         operator_database()

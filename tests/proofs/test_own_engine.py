@@ -97,10 +97,10 @@ def test_a_planted_bug_is_found(name: str) -> None:
     machine = engine_machine(small_model(), adapters=small_adapters(), graph="none")
     with (
         mutant.plant(),
-        pytest.raises(LawViolation, match="L11 an engine serves as alone: completion") as found,
+        pytest.raises(LawViolation, match="L11 an engine serves as alone: completion") as caught,
     ):
         run(machine, FINDS)
-    notes = "\n".join(found.value.__notes__)
+    notes = "\n".join(caught.value.__notes__)
     assert "engine = weft.Engine(model, EngineLimits(max_num_reqs=" in notes
     assert "engine.add((1, 2, 3, 4" in notes
 
@@ -115,21 +115,21 @@ def test_a_wrong_oracle_is_found() -> None:
 
 
 def test_the_oracle_is_asked_once_for_each_request_and_gets_its_own_seed() -> None:
-    asked: list[CompletionRequest] = []
+    requests: list[CompletionRequest] = []
     machine = engine_machine(
         small_model(),
-        asked.append,  # which returns None: the model alone is the oracle
+        requests.append,  # which returns None: the model alone is the oracle
         prompts=[[1, 2]],
         sampling=[weft.SamplingParams(temperature=1.0, n=2)],
         graph="none",
         max_tokens=3,
     )
     run(machine)
-    assert [(each.prompt, each.sampling.n, each.max_tokens) for each in asked] == [
+    assert [(each.prompt, each.sampling.n, each.max_tokens) for each in requests] == [
         ((1, 2), 1, 3)
     ] * 2
-    assert len({each.sampling.seed for each in asked}) == 2
-    assert {(each.adapter, each.mask) for each in asked} == {(None, None)}
+    assert len({each.sampling.seed for each in requests}) == 2
+    assert {(each.adapter, each.mask) for each in requests} == {(None, None)}
 
 
 def test_an_error_of_a_mask_is_raised() -> None:
@@ -150,12 +150,12 @@ def test_an_error_of_a_step_is_the_one_that_is_raised() -> None:
 
 
 def test_settings_are_the_users() -> None:
-    made = engine_machine(small_model()).TestCase.settings
-    assert (made.max_examples, made.derandomize) == (
+    machine_settings = engine_machine(small_model()).TestCase.settings
+    assert (machine_settings.max_examples, machine_settings.derandomize) == (
         settings().max_examples,
         settings().derandomize,
     )
-    assert made.stateful_step_count == settings().stateful_step_count
+    assert machine_settings.stateful_step_count == settings().stateful_step_count
 
 
 REFUSED: dict[str, tuple[dict[str, Any], type[Exception], str]] = {

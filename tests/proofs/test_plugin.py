@@ -29,10 +29,10 @@ def whole(x):
 
 @given(tensors(1))
 def test_inside(x):
-    assert_equivalent(clipped, whole, given=(x,))
+    assert_equivalent(clipped, whole, args=(x,))
 
 def test_outside():
-    assert_equivalent(clipped, whole, given=(tensors(1),))
+    assert_equivalent(clipped, whole, args=(tensors(1),))
 """
 
 PROFILE = """
@@ -127,7 +127,7 @@ def test_the_code_of_a_counterexample_stands_apart(pytester: pytest.Pytester) ->
                 "import torch",
                 "import weft.proofs",
                 "args = (torch.tensor([[]2.25[]]),)",
-                "weft.proofs.assert_equivalent(clipped, whole, given=args)",
+                "weft.proofs.assert_equivalent(clipped, whole, args=args)",
             ],
             consecutive=False,
         )

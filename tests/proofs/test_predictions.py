@@ -37,13 +37,13 @@ def test_decodes_over_several_gpus_are_predicted_within_a_tenth() -> None:
 
 
 def test_what_was_measured_over_several_gpus_is_not_looked_at() -> None:
-    found = list(decodes())
-    others = [one if one.num_gpus == 1 else attrs.evolve(one, seconds=(1.0,)) for one in found]
-    fitted, others_fitted = (
-        [(m.bandwidth, m.kernel) for m in machines(one).values()] for one in (found, others)
+    measured = list(decodes())
+    altered = [one if one.num_gpus == 1 else attrs.evolve(one, seconds=(1.0,)) for one in measured]
+    fitted, fitted_altered = (
+        [(m.bandwidth, m.kernel) for m in machines(one).values()] for one in (measured, altered)
     )
     for one, other in zip(
-        fitted, others_fitted, strict=True
+        fitted, fitted_altered, strict=True
     ):  # the last bit is that of memory's alignment
         assert one == pytest.approx(other, rel=1e-12)
 
@@ -57,8 +57,8 @@ def test_a_machine_is_found_again_by_what_it_takes() -> None:
         for model in models
         for requests in (1, 128)
     ]
-    found = calibrate([attrs.evolve(one, seconds=(one.predicted(machine),)) for one in alone])
-    assert (found.bandwidth, found.kernel) == (pytest.approx(3e12), pytest.approx(2e-6))
+    calibrated = calibrate([attrs.evolve(one, seconds=(one.predicted(machine),)) for one in alone])
+    assert (calibrated.bandwidth, calibrated.kernel) == (pytest.approx(3e12), pytest.approx(2e-6))
 
 
 def test_collectives_take_what_was_measured_and_lines_between() -> None:
@@ -77,8 +77,10 @@ def test_collectives_take_what_was_measured_and_lines_between() -> None:
                 if "reduce" in row["collective"]
                 else AllToAll((0, 1), concat_dim=1)
             )
-            given = Schema((TensorSchema("x", tuple(row["shape"]), torch.bfloat16),))
-            assert seconds(attrs.evolve(kind, schema=given)) == pytest.approx(row["graph_us"] / 1e6)
+            row_schema = Schema((TensorSchema("x", tuple(row["shape"]), torch.bfloat16),))
+            assert seconds(attrs.evolve(kind, schema=row_schema)) == pytest.approx(
+                row["graph_us"] / 1e6
+            )
     assert of(192) == pytest.approx((of(128) + of(256)) / 2)
     assert of(16384) == pytest.approx(of(8192) + (of(8192) - of(4096)) * 2)
 

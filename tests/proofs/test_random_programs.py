@@ -25,12 +25,12 @@ FIRST = settings(phases=[Phase.generate], max_examples=2_000)
 
 def test_few_programs_are_refused_and_most_calls_replay(runs_all: bool) -> None:
     count = 100 if runs_all else 40
-    found = run(count)
-    assert found.differences == []
-    assert found.tally.programs >= count
-    assert found.refused_share < 0.05
-    assert found.tally.errors < 0.1 * found.tally.programs
-    assert found.tally.replays > 1.5 * found.tally.captures
+    report = run(count)
+    assert report.differences == []
+    assert report.tally.programs >= count
+    assert report.refused_share < 0.05
+    assert report.tally.errors < 0.1 * report.tally.programs
+    assert report.tally.replays > 1.5 * report.tally.captures
 
 
 def test_a_record_has_the_counts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

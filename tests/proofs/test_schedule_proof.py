@@ -43,7 +43,7 @@ def test_it_is_proved(name: str) -> None:
 def test_no_job_list_is_left_out() -> None:
     """There is one path per list of three jobs: each job may feed, and follows none or an earlier
     one that feeds."""
-    seen: set[tuple[Any, ...]] = set()
+    job_lists: set[tuple[Any, ...]] = set()
 
     def run(path: Path) -> None:
         jobs = schedule_proof.unknown_jobs(path, 3)
@@ -52,7 +52,7 @@ def test_no_job_list_is_left_out() -> None:
         after = [
             None if j.after is None else next(i for i in range(3) if j.after == i) for j in jobs
         ]
-        seen.add((*zip(feeds, after, strict=True),))
+        job_lists.add((*zip(feeds, after, strict=True),))
 
     assert all(result is None for _, result in explore(run))
     counted = {
@@ -63,7 +63,7 @@ def test_no_job_list_is_left_out() -> None:
         for second in (None, *([0] if a else []))
         for third in (None, *([0] if a else []), *([1] if b else []))
     }
-    assert seen == counted
+    assert job_lists == counted
 
 
 Change = Callable[[int, list[Effect]], None]
@@ -134,8 +134,8 @@ BUGS: dict[
 def test_a_bug_in_a_generator_is_refuted(name: str) -> None:
     plant, proof, part = BUGS[name]
     with plant():
-        found = [v.counterexample for v in proof() if v.counterexample is not None]
-    assert any(text.startswith(part) for text in found), found
+        counterexamples = [v.counterexample for v in proof() if v.counterexample is not None]
+    assert any(text.startswith(part) for text in counterexamples), counterexamples
 
 
 def test_a_bug_in_jobs_for_is_refuted() -> None:
@@ -143,19 +143,21 @@ def test_a_bug_in_jobs_for_is_refuted() -> None:
 
     def first(rows: Sequence[Any], samples: Sequence[Any]) -> tuple[Job, ...]:
         jobs: list[Job] = []
-        for own, feeds in zip(rows, samples, strict=True):
+        for job_rows, feeds in zip(rows, samples, strict=True):
             jobs.append(
                 Job(
                     feeds,
-                    next((i for i, job in enumerate(jobs) if job.feeds and own & rows[i]), None),
+                    next(
+                        (i for i, job in enumerate(jobs) if job.feeds and job_rows & rows[i]), None
+                    ),
                 )
             )
         return tuple(jobs)
 
     with mock.patch.object(import_module("weft.proofs.solver.schedule_proof"), "jobs_for", first):
-        found = next(schedule_proof.prove_requests(2, 3)).counterexample
-    assert found is not None
-    assert found.startswith("every state is known: ")
+        counterexample = next(schedule_proof.prove_requests(2, 3)).counterexample
+    assert counterexample is not None
+    assert counterexample.startswith("every state is known: ")
 
 
 def solved(term: Any) -> bool:
@@ -166,13 +168,13 @@ def solved(term: Any) -> bool:
 
 
 def test_a_timetable_is_one_and_a_deadlock_has_none() -> None:
-    made = streaming(3, 4, feedback=True, buffers=1)
-    times = schedule_proof.timetable(made)
+    programs = streaming(3, 4, feedback=True, buffers=1)
+    times = schedule_proof.timetable(programs)
     assert times is not None
     assert all(
-        times[a] < times[b] for a, b, holds in schedule_proof.happens_before(made, 1) if holds
+        times[a] < times[b] for a, b, holds in schedule_proof.happens_before(programs, 1) if holds
     )
-    assert solved(schedule_proof.never_stuck(made))
+    assert solved(schedule_proof.never_stuck(programs))
     late = list(streaming(2, 6, feedback=True))
     effects = sorted(
         late[0].effects, key=lambda e: not isinstance(e, Send) and e != Run("stage 0", e.microbatch)

@@ -30,16 +30,16 @@ NUMBERS = st.integers(0, 10_000)
 def user() -> Iterator[settings]:
     """Settings of a user, with a database, as the active profile."""
     before = settings.get_current_profile_name()
-    own = settings(
+    profile = settings(
         database=InMemoryExampleDatabase(),
         max_examples=30,
         derandomize=False,
         deadline=None,
         suppress_health_check=list(HealthCheck),
     )
-    settings.register_profile("a user's", own)
+    settings.register_profile("a user's", profile)
     settings.load_profile("a user's")
-    yield own
+    yield profile
     settings.load_profile(before)
 
 
@@ -94,7 +94,7 @@ def test_a_profile_that_generates_nothing_is_evidence_of_nothing(user: settings)
     settings.register_profile("nothing", user, phases=[Phase.explicit])
     settings.load_profile("nothing")
     with pytest.raises(CheckError, match=r"Phase\.generate"):
-        assert_equivalent(torch.exp, torch.exp, given=(tensors(2),))
+        assert_equivalent(torch.exp, torch.exp, args=(tensors(2),))
     shown = io.StringIO()
     check(lambda x: x.tanh(), (tensors(2),), laws="pure", console=Console(file=shown, width=120))
     assert "not searched" in shown.getvalue()
@@ -115,7 +115,7 @@ def test_an_engine_that_never_ends_breaks_a_law(monkeypatch: pytest.MonkeyPatch)
 
 def test_a_counterexample_reaches_another_process() -> None:
     with pytest.raises(Counterexample) as caught:
-        assert_equivalent(torch.exp, torch.sin, given=(torch.ones(2),))
+        assert_equivalent(torch.exp, torch.sin, args=(torch.ones(2),))
     again = pickle.loads(pickle.dumps(caught.value))
     assert str(again) == str(caught.value)
 
@@ -127,7 +127,7 @@ def test_the_users_phases_and_number_of_examples_hold(user: settings) -> None:
     search(is_small, NUMBERS, "numbers")
     settings.register_profile("only what failed", user, phases=[Phase.reuse])
     settings.load_profile("only what failed")
-    found: list[int] = []
-    assert search(found.append, NUMBERS, "numbers").error is None
-    assert 17 in found
-    assert len(found) < user.max_examples
+    replayed: list[int] = []
+    assert search(replayed.append, NUMBERS, "numbers").error is None
+    assert 17 in replayed
+    assert len(replayed) < user.max_examples

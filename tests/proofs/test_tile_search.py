@@ -22,7 +22,7 @@ class Slow:
     cublaslt is missing."""
 
     def __init__(self) -> None:
-        self.asked: dict[Choice, int] = {}
+        self.num_calls: dict[Choice, int] = {}
 
     def start(self, product: Product, choice: Choice) -> Callable[[], float] | None:
         if choice == "cublaslt":
@@ -35,7 +35,7 @@ class Slow:
         )
 
         def replay() -> float:
-            self.asked[choice] = self.asked.get(choice, 0) + 1
+            self.num_calls[choice] = self.num_calls.get(choice, 0) + 1
             return seconds
 
         return replay
@@ -43,35 +43,35 @@ class Slow:
 
 def test_hopeless_choices_are_timed_once_and_the_best_again() -> None:
     timer = Slow()
-    found = search.measure(PRODUCT, timer)
-    best = min(found.seconds, key=found.seconds.__getitem__)
+    measurement = search.measure(PRODUCT, timer)
+    best = min(measurement.seconds, key=measurement.seconds.__getitem__)
     assert isinstance(best, Tile)
     assert (best.rows, best.stages) == (64, 3)
-    assert found.again[best] == found.seconds[best]
-    assert timer.asked[best] == 4
+    assert measurement.again[best] == measurement.seconds[best]
+    assert timer.num_calls[best] == 4
     assert {
-        timer.asked[one]
-        for one in found.seconds
-        if found.seconds[one] > 1.4 * found.seconds["torch"]
+        timer.num_calls[one]
+        for one in measurement.seconds
+        if measurement.seconds[one] > 1.4 * measurement.seconds["torch"]
     } <= {1}
-    assert "cublaslt" not in found.seconds
-    assert len(found.seconds) == len(search.choices(PRODUCT)) - 1
+    assert "cublaslt" not in measurement.seconds
+    assert len(measurement.seconds) == len(search.choices(PRODUCT)) - 1
 
 
 def test_a_record_is_read_as_it_was_written(tmp_path: Path) -> None:
-    found = [search.measure(PRODUCT, Slow())]
+    measurements = [search.measure(PRODUCT, Slow())]
     path = tmp_path / "out" / "tile_search.json.xz"
-    tile = next(choice for choice in found[0].seconds if isinstance(choice, Tile))
+    tile = next(choice for choice in measurements[0].seconds if isinstance(choice, Tile))
     compiled = {
         kind_of(PRODUCT, tile): Compiled(40, 0, 1024, 0.001),
         kind_of(PRODUCT, Tile(64, 16, 64, 4, 9)): "too big",
     }
     kernels = search.kernels_as_json(compiled)
-    search.write(path, search.as_json(found, {"seconds": 1.0, "kernels": kernels}))
+    search.write(path, search.as_json(measurements, {"seconds": 1.0, "kernels": kernels}))
     (again,), record = search.read(path)
     assert again.product == PRODUCT
-    assert again.seconds == pytest.approx(found[0].seconds)
-    assert list(again.again) == list(found[0].again)
+    assert again.seconds == pytest.approx(measurements[0].seconds)
+    assert list(again.again) == list(measurements[0].again)
     assert [row[-1] for row in record["kernels"]] == [[40, 0, 1024, 0.001], "too big"]
     assert lzma.decompress(path.read_bytes()).startswith(b'{"seconds"')
 
@@ -95,8 +95,8 @@ def test_all_shapes_have_a_number_of_tokens_before_any_has_the_next() -> None:
 
 
 def test_held_out_shapes_are_many_and_none_is_trained_on() -> None:
-    held = {*shapes(HELD_OUT)} - {*shapes(TRAINING)}
-    assert len(held) >= 30
+    eval_shapes = {*shapes(HELD_OUT)} - {*shapes(TRAINING)}
+    assert len(eval_shapes) >= 30
     assert len(shapes(TRAINING)) >= 40
     assert {(6144, 4096), (28672, 4096), (4096, 14336), (128256, 4096)} <= {*shapes(TRAINING)}
 
@@ -120,5 +120,5 @@ def test_candidates_of_experts_are_neither_empty_nor_too_small() -> None:
             assert (tile.rows + tile.tokens) * tile.columns * (
                 1 if product.fp8 else 2
             ) * tile.stages <= 227 * 2**10
-    found = search.measure(product, Slow())
-    assert search.as_json([found], {})["products"][0][:7] == [*attrs.astuple(product)]
+    measurement = search.measure(product, Slow())
+    assert search.as_json([measurement], {})["products"][0][:7] == [*attrs.astuple(product)]

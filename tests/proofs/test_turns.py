@@ -184,8 +184,8 @@ def test_vllm_beside_weft(
     lost = (  # in the second round
         "self.count = getattr(self, 'count', -1) + 1; prompts = prompts[self.count // 2 :]"
     )
-    made = FAKE_VLLM.replace("LOSES", lost if loses else "pass")
-    (tmp_path / "vllm" / "__init__.py").write_text(made)
+    source = FAKE_VLLM.replace("LOSES", lost if loses else "pass")
+    (tmp_path / "vllm" / "__init__.py").write_text(source)
     (tmp_path / "vllm" / "inputs.py").write_text("class TokensPrompt(dict):\n    pass\n")
     monkeypatch.setenv("PYTHONPATH", f"{tmp_path}{os.pathsep}{os.environ.get('PYTHONPATH', '')}")
     monkeypatch.setattr(by_turns, "WORKLOADS", WORKLOADS)
@@ -219,25 +219,25 @@ def test_vllm_beside_weft(
         orders = {True: ("weft", "vllm"), False: ("vllm", "weft")}
         workloads = "few", "prompts"
         assert order == [
-            (own, name, first)
+            (engine, name, first)
             for first, both in orders.items()
             for name in workloads
-            for own in both
+            for engine in both
         ]
         few, prompts = record["table"]
         last = {row["engine"]: row for row in record["rows"][4:6]}
         assert few["weft"]["median"] == 6 / last["weft"]["seconds"]
         assert few["unit"] == "output_tokens_per_s"
         assert few["ratio"] == pytest.approx(last["vllm"]["seconds"] / last["weft"]["seconds"])
-        asked = [
+        requests = [
             json.loads(line) for line in (tmp_path / "vllm" / "asked").read_text().splitlines()
         ]
-        assert [sampling for _, sampling in asked[:2]] == [
+        assert [sampling for _, sampling in requests[:2]] == [
             WORKLOADS[name].sampling for name in workloads
         ]
-        assert asked[0][0] == asked[2][0] == [2, 2]
-        first = asked[1][0]
-        second = asked[3][0]
+        assert requests[0][0] == requests[2][0] == [2, 2]
+        first = requests[1][0]
+        second = requests[3][0]
         assert first != second
         assert all(1 <= length <= 6 for length in first + second)
         assert [row["input_tokens"] for row in record["rows"][6:]] == [
@@ -250,13 +250,13 @@ def test_vllm_beside_weft(
         drawn = json.loads((tmp_path / "vllm" / "weights").read_text())
         assert drawn.pop("_k_scale") == [7.0, 0.0]
         assert drawn.pop("positions") == [1.0, 1.0]
-        wanted = {
+        expected = {
             "weight": (0, 0.02),
             "bias": (0, 0.02),
             "norm.weight": (1, 0.02),
             "w13_weight": (0, 16),
         }
-        for name, (mean, deviation) in wanted.items():
+        for name, (mean, deviation) in expected.items():
             assert drawn[name] == [
                 pytest.approx(mean, abs=deviation / 4),
                 pytest.approx(deviation, rel=0.2),

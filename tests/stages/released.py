@@ -29,7 +29,7 @@ def sizes(
 
 
 def llama(bos: int, eos: int | list[int], version: str, **fields: Any) -> dict[str, Any]:
-    own = {
+    family_fields = {
         "architectures": ["LlamaForCausalLM"],
         "model_type": "llama",
         "pretraining_tp": 1,
@@ -37,7 +37,7 @@ def llama(bos: int, eos: int | list[int], version: str, **fields: Any) -> dict[s
     }
     plain = {"rope_scaling": None, "tie_word_embeddings": False}
     tokens = {"bos_token_id": bos, "eos_token_id": eos, "transformers_version": version}
-    return {**_ALL, **own, **plain, **tokens, **fields}
+    return {**_ALL, **family_fields, **plain, **tokens, **fields}
 
 
 _NO_BIAS = {"attention_bias": False, "attention_dropout": 0.0}
@@ -149,7 +149,7 @@ _LLAMAS: dict[str, dict[str, Any]] = {
 
 
 def mistral(version: str, window: int | None, theta: float, vocab: int) -> dict[str, Any]:
-    own = {
+    family_fields = {
         "architectures": ["MistralForCausalLM"],
         "model_type": "mistral",
         "rms_norm_eps": 1e-05,
@@ -163,7 +163,7 @@ def mistral(version: str, window: int | None, theta: float, vocab: int) -> dict[
     }
     return {
         **_ALL,
-        **own,
+        **family_fields,
         **tokens,
         **sizes(4096, 14336, 32, 32, 8, 32768, vocab),
         "sliding_window": window,
@@ -177,19 +177,23 @@ _MISTRALS = {
 
 
 def qwen(name: str, eos: int, version: str, **fields: Any) -> dict[str, Any]:
-    own = {"architectures": [f"{name}ForCausalLM"], "attention_dropout": 0.0, "rms_norm_eps": 1e-06}
+    family_fields = {
+        "architectures": [f"{name}ForCausalLM"],
+        "attention_dropout": 0.0,
+        "rms_norm_eps": 1e-06,
+    }
     window = {"rope_theta": 1000000.0, "use_sliding_window": False, "tie_word_embeddings": True}
     tokens = {"bos_token_id": 151643, "eos_token_id": eos, "transformers_version": version}
-    return {**_ALL, **own, **window, **tokens, **fields}
+    return {**_ALL, **family_fields, **window, **tokens, **fields}
 
 
 def qwen2(eos: int, version: str, window: int, layers: int, **fields: Any) -> dict[str, Any]:
-    own = {"model_type": "qwen2", "sliding_window": window, "max_window_layers": layers}
-    return qwen("Qwen2", eos, version, **own, **fields)
+    family_fields = {"model_type": "qwen2", "sliding_window": window, "max_window_layers": layers}
+    return qwen("Qwen2", eos, version, **family_fields, **fields)
 
 
 def qwen3(eos: int, version: str, layers: int, **fields: Any) -> dict[str, Any]:
-    own = {
+    family_fields = {
         "model_type": "qwen3",
         "attention_bias": False,
         "head_dim": 128,
@@ -200,7 +204,7 @@ def qwen3(eos: int, version: str, layers: int, **fields: Any) -> dict[str, Any]:
         "Qwen3",
         eos,
         version,
-        **{**own, "sliding_window": None, "max_window_layers": layers, **fields},
+        **{**family_fields, "sliding_window": None, "max_window_layers": layers, **fields},
     )
 
 
@@ -217,12 +221,12 @@ def qwen3_moe(layers: int, inner: int, **fields: Any) -> dict[str, Any]:
         "output_router_logits": False,
         "router_aux_loss_coef": 0.001,
     }
-    own = {
+    family_fields = {
         "architectures": ["Qwen3MoeForCausalLM"],
         "model_type": "qwen3_moe",
         "tie_word_embeddings": False,
     }
-    return qwen3(151645, "4.51.0", layers, **{**moe, **routed, **own, **fields})
+    return qwen3(151645, "4.51.0", layers, **{**moe, **routed, **family_fields, **fields})
 
 
 _FP8 = {
@@ -319,7 +323,7 @@ def qwen2_vl(hidden: int, **fields: Any) -> dict[str, Any]:
         "spatial_patch_size": 14,
         "temporal_patch_size": 2,
     }
-    own = {
+    family_fields = {
         "architectures": ["Qwen2VLForConditionalGeneration"],
         "model_type": "qwen2_vl",
         "image_token_id": 151655,
@@ -327,7 +331,7 @@ def qwen2_vl(hidden: int, **fields: Any) -> dict[str, Any]:
         "rope_scaling": {"type": "mrope", "mrope_section": [16, 24, 24]},
         "vision_config": vision | patches,
     }
-    return {**qwen2(151645, "4.41.2", 32768, 28), **own, **ids, **fields}
+    return {**qwen2(151645, "4.41.2", 32768, 28), **family_fields, **ids, **fields}
 
 
 _VLS: dict[str, dict[str, Any]] = {

@@ -150,7 +150,7 @@ def test_fields_that_are_neutral_only_at_some_values(name: str) -> None:
     for value in (UNSUPPORTED.get(name, 2.5), *twins):
         with pytest.raises(ConfigError) as caught:
             parse({**base, name: value})
-        assert caught.value.seen == f"config.json has {name}={value!r}"
+        assert caught.value.problem == f"config.json has {name}={value!r}"
         assert caught.value.instead.startswith(
             f"weft supports {name}={NEUTRAL_AT[name][0]!r} in LlamaForCausalLM"
         )
@@ -171,7 +171,7 @@ def test_no_unknown_field_is_overlooked(name: str, value: Any) -> None:
     raw = {"architectures": ["LlamaForCausalLM"], name: value}
     with pytest.raises(ConfigError) as caught:
         parse(raw, strict=True)
-    assert caught.value.seen == f"config.json has {name}={value!r:.60}"
+    assert caught.value.problem == f"config.json has {name}={value!r:.60}"
     assert caught.value.instead.startswith("weft does not know what that does to LlamaForCausalLM")
     with pytest.warns(ConfigWarning) as told:
         assert parse(raw) == parse({"architectures": ["LlamaForCausalLM"]})
@@ -245,7 +245,7 @@ def test_layers_slide_beside_the_field_that_the_error_names(architecture: str) -
     with pytest.raises(ConfigError) as caught:
         parse(raw)
     instead = f"weft supports 'full_attention' in each of the 3 layers, or no layer_types{more}"
-    assert (caught.value.seen, caught.value.instead) == (
+    assert (caught.value.problem, caught.value.instead) == (
         f"config.json has layer_types={kinds!r}",
         instead,
     )

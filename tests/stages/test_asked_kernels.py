@@ -105,13 +105,13 @@ def layers_that_run(model: Model, asking: bool, written: Tensor | None = None) -
     token = ASKED.set({} if asking else None)
     try:
         with (
-            Attentions() as seen,
+            Attentions() as attentions,
             constant([x for x in tree_leaves(runner.params) if x is not written]),
         ):
             runner.step(runner.params, state, batch)
     finally:
         ASKED.reset(token)
-    return seen.count
+    return attentions.count
 
 
 def changed_last(model: Model, **fields: Any) -> Model:
@@ -149,9 +149,9 @@ def test_of_layers_that_are_alike_two_ask_for_kernels(five: Model) -> None:
         assert layers_that_run(changed_last(five, o_proj=weight), asking=True) == 5, (
             "it is laid out in another way"
         )
-    own = last.clone()
-    assert layers_that_run(changed_last(five, o_proj=own), asking=True) == 2
-    assert layers_that_run(changed_last(five, o_proj=own), asking=True, written=own) == 5, (
+    copied = last.clone()
+    assert layers_that_run(changed_last(five, o_proj=copied), asking=True) == 2
+    assert layers_that_run(changed_last(five, o_proj=copied), asking=True, written=copied) == 5, (
         "it may not be read early"
     )
     sliding = attrs.evolve(five, config=attrs.evolve(five.config, windows=(0, 0, 0, 4, 0)))

@@ -26,12 +26,12 @@ def stage_costs(
 
 
 def all_splits(num_layers: int, num_stages: int) -> list[tuple[StageLayout, ...]]:
-    found = []
+    splits = []
     for cuts in itertools.combinations(range(1, num_layers), num_stages - 1):
         ends = (0, *cuts, num_layers)
         pairs = enumerate(itertools.pairwise(ends))
-        found.append(tuple(StageLayout(index, num_stages, a, b) for index, (a, b) in pairs))
-    return found
+        splits.append(tuple(StageLayout(index, num_stages, a, b) for index, (a, b) in pairs))
+    return splits
 
 
 problems = st.integers(1, 9).flatmap(
@@ -50,9 +50,14 @@ def test_no_split_has_a_faster_slowest_stage_and_ties_go_as_written(problem: Any
     even = split_layers(len(costs), stages)
 
     def rank(split: tuple[StageLayout, ...]) -> tuple[Any, ...]:
-        found = stage_costs(split, costs, first, last)
+        split_costs = stage_costs(split, costs, first, last)
         far = sum(abs(len(a.layers) - len(b.layers)) for a, b in zip(split, even, strict=True))
-        return max(found), far, sum(cost**2 for cost in found), [one.stop for one in split]
+        return (
+            max(split_costs),
+            far,
+            sum(cost**2 for cost in split_costs),
+            [one.stop for one in split],
+        )
 
     assert balance(costs, stages, first=first, last=last) == min(
         all_splits(len(costs), stages), key=rank
@@ -62,11 +67,11 @@ def test_no_split_has_a_faster_slowest_stage_and_ties_go_as_written(problem: Any
 @given(problems)
 def test_it_is_the_even_split_wherever_that_is_as_good_as_any(problem: Any) -> None:
     costs, stages, first, last = problem
-    found = balance(costs, stages, first=first, last=last)
+    balanced = balance(costs, stages, first=first, last=last)
     even = split_layers(len(costs), stages)
-    slowest, of_even = (max(stage_costs(split, costs, first, last)) for split in (found, even))
+    slowest, of_even = (max(stage_costs(split, costs, first, last)) for split in (balanced, even))
     assert slowest <= of_even
-    assert (found == even) == (slowest == of_even)
+    assert (balanced == even) == (slowest == of_even)
 
 
 @pytest.mark.parametrize(("layers", "stages"), [(1, 1), (30, 4), (28, 8), (61, 16), (94, 7)])
@@ -85,7 +90,7 @@ def test_what_the_ends_cost_moves_layers_away_from_them() -> None:
 
 
 @pytest.mark.parametrize(
-    ("arguments", "seen"),
+    ("arguments", "problem"),
     [
         (([1.0, -1.0], 1, 0.0, 0.0), "layer_costs[1]=-1.0"),
         (([1.0, float("inf")], 1, 0.0, 0.0), "layer_costs[1]=inf"),
@@ -93,11 +98,11 @@ def test_what_the_ends_cost_moves_layers_away_from_them() -> None:
         (([1.0, 1.0], 2, 0.0, -2.0), "last=-2.0"),
     ],
 )
-def test_a_cost_that_cannot_be_is_refused(arguments: Any, seen: str) -> None:
+def test_a_cost_that_cannot_be_is_refused(arguments: Any, problem: str) -> None:
     costs, stages, first, last = arguments
     with pytest.raises(CostError) as error:
         balance(costs, stages, first=first, last=last)
-    assert (error.value.seen, error.value.instead) == (seen, "a finite number >= 0")
+    assert (error.value.problem, error.value.instead) == (problem, "a finite number >= 0")
 
 
 @pytest.mark.parametrize(("layers", "stages"), [(3, 4), (3, 0), (0, 1)])
@@ -109,4 +114,4 @@ def test_stages_without_layers_are_refused(layers: int, stages: int) -> None:
 def test_a_number_of_layers_is_no_costs() -> None:
     with pytest.raises(CostError) as error:
         balance(28, 4)  # type: ignore[arg-type]
-    assert (error.value.call, error.value.seen) == ("balance(28, 4)", "layer_costs is an int")
+    assert (error.value.call, error.value.problem) == ("balance(28, 4)", "layer_costs is an int")

@@ -86,7 +86,7 @@ SLIDING = {"use_sliding_window": True, "max_window_layers": 0}
 
 
 @pytest.mark.parametrize(
-    ("raw", "seen", "instead"),
+    ("raw", "problem", "instead"),
     [
         (
             {"architectures": ["GemmaForCausalLM"], "model_type": "gemma"},
@@ -277,11 +277,11 @@ SLIDING = {"use_sliding_window": True, "max_window_layers": 0}
         ),
     ],
 )
-def test_what_is_refused(raw: dict[str, Any], seen: str, instead: str) -> None:
+def test_what_is_refused(raw: dict[str, Any], problem: str, instead: str) -> None:
     with pytest.raises(ConfigError) as caught:
         parse(raw)
     assert caught.value.call == "parse_config(raw, source='config.json')"
-    assert caught.value.seen == seen
+    assert caught.value.problem == problem
     assert caught.value.instead.startswith(instead)
 
 
@@ -291,7 +291,7 @@ def test_a_window_that_is_switched_off() -> None:
 
 
 @pytest.mark.parametrize(
-    ("changes", "seen"),
+    ("changes", "problem"),
     [
         ({"num_kv_heads": 3}, "num_attention_heads=32 and num_key_value_heads=3"),
         ({"hidden_size": 0}, "hidden_size=0"),
@@ -305,10 +305,10 @@ def test_a_window_that_is_switched_off() -> None:
         ({"rope": Rope(mrope_section=(1, 2, 3))}, "mrope_section=[1, 2, 3] and head_dim=128"),
     ],
 )
-def test_a_configuration_is_valid_at_construction(changes: dict[str, Any], seen: str) -> None:
+def test_a_configuration_is_valid_at_construction(changes: dict[str, Any], problem: str) -> None:
     with pytest.raises(ConfigError) as caught:
         attrs.evolve(parse(LLAMA), **changes)
-    assert caught.value.seen == seen
+    assert caught.value.problem == problem
     assert caught.value.call.startswith("ModelConfig(architecture=")
 
 
@@ -378,7 +378,7 @@ def test_folders_that_cannot_be_read(tmp_path: Path) -> None:
     with pytest.raises(ConfigError) as refused:
         load_config(str(tmp_path))
     assert refused.value.call == f"load_config({str(tmp_path)!r})"
-    assert refused.value.seen == "config.json has hidden_act='gelu'"
+    assert refused.value.problem == "config.json has hidden_act='gelu'"
     (tmp_path / "config.json").write_text(json.dumps(LLAMA))
     (tmp_path / "generation_config.json").write_text('{"eos_token_id": "</s>"}')
     with pytest.raises(ConfigError, match=r"generation_config\.json has eos_token_id='</s>'"):

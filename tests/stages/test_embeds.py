@@ -35,39 +35,41 @@ def embeds(model: Model) -> Tensor:
     )
 
 
-def _made(model: Model, num_stages: int) -> tuple[Any, Any, tuple[State, ...]]:
+def _setup(model: Model, num_stages: int) -> tuple[Any, Any, tuple[State, ...]]:
     layouts = split_layers(model.config.num_layers, num_stages)
     stages = [decoder_stage(model.config, layout, keep_logits=True) for layout in layouts]
     params = tuple(slice_params(model.params, layout) for layout in layouts)
     return stages, params, make_state(model, layouts, [32, 32])
 
 
-def _batch(embeds: Tensor, given: list[int]) -> Batch:
-    ids = [EMBEDDED if i in given else token for i, token in enumerate(IDS)]
+def _batch(embeds: Tensor, embedded: list[int]) -> Batch:
+    ids = [EMBEDDED if i in embedded else token for i, token in enumerate(IDS)]
     return Batch.ragged([0], [ids], inputs_embeds=embeds)
 
 
-@pytest.mark.parametrize("given", [[], [2, 3], [0, 1, 2, 3, 4, 5]])
-def test_logits_are_those_of_transformers(model: Model, embeds: Tensor, given: list[int]) -> None:
+@pytest.mark.parametrize("embedded", [[], [2, 3], [0, 1, 2, 3, 4, 5]])
+def test_logits_are_those_of_transformers(
+    model: Model, embeds: Tensor, embedded: list[int]
+) -> None:
     theirs = AutoModelForCausalLM.from_pretrained(DEMO, dtype=torch.float32)
     inputs = theirs.get_input_embeddings()(torch.tensor(IDS))
-    inputs[given] = embeds[given]
+    inputs[embedded] = embeds[embedded]
     with torch.no_grad():
         expected = theirs(inputs_embeds=inputs[None]).logits[0, -1]
-    stages, params, state = _made(model, 1)
+    stages, params, state = _setup(model, 1)
     with torch.no_grad():
-        _, out = compose(stages, advance=advance)(params, state, _batch(embeds, given))
+        _, out = compose(stages, advance=advance)(params, state, _batch(embeds, embedded))
     torch.testing.assert_close(out.logits[0], expected, atol=1e-4, rtol=1e-4)
 
 
 def test_known_embeddings_are_the_tokens(model: Model) -> None:
     assert model.params.embed_tokens is not None
-    known = model.params.embed_tokens[torch.tensor(IDS)]
-    stages, params, state = _made(model, 1)
+    token_embeds = model.params.embed_tokens[torch.tensor(IDS)]
+    stages, params, state = _setup(model, 1)
     step = compose(stages, advance=advance)
     _, by_id = step(params, state, Batch.ragged([0], [IDS]))
-    _, _, state = _made(model, 1)
-    _, embedded = step(params, state, _batch(known, [1, 2, 4]))
+    _, _, state = _setup(model, 1)
+    _, embedded = step(params, state, _batch(token_embeds, [1, 2, 4]))
     assert torch.equal(by_id.logits, embedded.logits)
 
 
@@ -75,14 +77,14 @@ def test_known_embeddings_are_the_tokens(model: Model) -> None:
 def test_only_the_first_stage_takes_them(model: Model, embeds: Tensor, graph: bool) -> None:
     """Two requests, one of them with embeddings, then a decode of both: a pipeline equals the
     composition."""
-    seen: list[bool] = []
-    stages, params, state = _made(model, 2)
+    without_embeds: list[bool] = []
+    stages, params, state = _setup(model, 2)
 
     def watched(params: Any, state: Any, batch: Batch, x: Any) -> Any:
-        seen.append(batch.inputs_embeds is None)
+        without_embeds.append(batch.inputs_embeds is None)
         return stages[1](params, state, batch, x)
 
-    _, _, other = _made(model, 2)
+    _, _, other = _setup(model, 2)
     parts = [graphify(stages[0]), watched] if graph else [stages[0], watched]
     spanned = pipeline(parts, microbatches=2, advance=advance)
     whole = compose(stages, advance=advance)
@@ -95,7 +97,7 @@ def test_only_the_first_stage_takes_them(model: Model, embeds: Tensor, graph: bo
         other, expected = whole(params, other, batch)
         assert torch.equal(out.token_ids, expected.token_ids)
         torch.testing.assert_close(out.logits, expected.logits, atol=1e-4, rtol=1e-4)
-    assert all(seen)
+    assert all(without_embeds)
 
 
 def test_what_is_missing_or_does_not_fit_is_named(embeds: Tensor) -> None:

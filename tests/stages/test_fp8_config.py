@@ -24,8 +24,8 @@ def test_fp8_as_released_checkpoints_and_transformers_write_it() -> None:
         modules_to_not_convert=["lm_head", "model.layers.0.mlp.gate"]
     ).to_dict()
     for raw in (released, {**theirs, "quant_method": "fp8"}):
-        found = parse({**QWEN3_MOE, "quantization_config": raw})
-        assert found.fp8 == Fp8Config(("lm_head", "model.layers.0.mlp.gate"))
+        config = parse({**QWEN3_MOE, "quantization_config": raw})
+        assert config.fp8 == Fp8Config(("lm_head", "model.layers.0.mlp.gate"))
     assert parse({**QWEN3_MOE, "quantization_config": None}).fp8 is None
 
 
@@ -45,7 +45,7 @@ def test_what_is_converted_is_what_transformers_converts(pattern: str, module: s
 
 
 @pytest.mark.parametrize(
-    ("changes", "seen", "instead"),
+    ("changes", "problem", "instead"),
     [
         (
             {"quant_method": "gptq"},
@@ -79,22 +79,24 @@ def test_what_is_converted_is_what_transformers_converts(pattern: str, module: s
         ),
     ],
 )
-def test_other_quantizations_are_refused(changes: dict[str, Any], seen: str, instead: str) -> None:
+def test_other_quantizations_are_refused(
+    changes: dict[str, Any], problem: str, instead: str
+) -> None:
     with pytest.raises(ConfigError) as caught:
         parse({**QWEN3, "quantization_config": {**FP8, **changes}})
-    assert caught.value.seen == f"config.json has quantization_config.{seen}"
+    assert caught.value.problem == f"config.json has quantization_config.{problem}"
     assert caught.value.instead.startswith(instead)
 
 
 @pytest.mark.parametrize(
-    ("raw", "seen"),
+    ("raw", "problem"),
     [
         ({"quant_method": "fp8"}, "no quantization_config.weight_block_size"),
         ("fp8", "quantization_config='fp8'"),
         ({"weight_block_size": [128, 128]}, "no quantization_config.quant_method"),
     ],
 )
-def test_a_quantization_that_says_too_little(raw: Any, seen: str) -> None:
+def test_a_quantization_that_says_too_little(raw: Any, problem: str) -> None:
     with pytest.raises(ConfigError) as caught:
         parse({**QWEN3, "quantization_config": raw})
-    assert caught.value.seen == f"config.json has {seen}"
+    assert caught.value.problem == f"config.json has {problem}"

@@ -43,12 +43,12 @@ def model(path: Any) -> Model:
 def logits(of: Model) -> Tensor:
     runner = make_runner(of, Limits(4, 16), mode="none", keep_logits=True)
     state = make_state(of, runner.layouts, [16] * 3)
-    found = []
+    step_logits = []
     for batch in (Batch.ragged([0, 1, 2], [[1, 2, 3], [4], [5, 6]]), Batch.decode([0, 1, 2])):
         state, out = runner.step(runner.params, state, batch)
         assert out.logits is not None
-        found.append(out.logits)
-    return torch.cat(found)
+        step_logits.append(out.logits)
+    return torch.cat(step_logits)
 
 
 def test_logits_are_those_of_attention_that_is_quantised_after_it(tmp_path: Any) -> None:
@@ -56,14 +56,14 @@ def test_logits_are_those_of_attention_that_is_quantised_after_it(tmp_path: Any)
     with mock.patch.object(
         decoder, "paged_attention_quantized", wraps=paged_attention_quantized
     ) as called:
-        found = logits(of)
+        fused_logits = logits(of)
     assert called.call_count == 2 * SMALL["num_hidden_layers"]
     with (
         mock.patch.object(decoder, "BLOCK", 0),
         mock.patch.object(decoder, "paged_attention_quantized", None),
     ):
-        assert torch.equal(logits(of), found)
-    assert found.isfinite().all()
+        assert torch.equal(logits(of), fused_logits)
+    assert fused_logits.isfinite().all()
 
 
 def arguments(dim: int) -> tuple[Any, ...]:
@@ -91,10 +91,10 @@ def arguments(dim: int) -> tuple[Any, ...]:
 
 
 def test_the_op_is_attention_and_quantises_its_result() -> None:
-    found = paged_attention_quantized(*arguments(128))
-    wanted = quantize(paged_attention(*arguments(128)).flatten(1))
-    assert torch.equal(found.values.view(torch.uint8), wanted.values.view(torch.uint8))
-    assert torch.equal(found.scales, wanted.scales)
+    fused = paged_attention_quantized(*arguments(128))
+    expected = quantize(paged_attention(*arguments(128)).flatten(1))
+    assert torch.equal(fused.values.view(torch.uint8), expected.values.view(torch.uint8))
+    assert torch.equal(fused.scales, expected.scales)
     library.opcheck(
         torch.ops.weft.paged_attention.quantized,
         arguments(128),

@@ -69,13 +69,13 @@ FP8 = {
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Model, Any]]:
     """For each architecture a model, and transformers' gradients of its loss on the prompts."""
-    found = {}
+    models_by_name = {}
     for name, (architecture, fields) in MODELS.items():
         theirs = build(architecture, {**SIZES, **fields})
         folder = tmp_path_factory.mktemp(name)
         model = saved(theirs, folder / "model")
-        found[name] = model, their_gradients(theirs, PROMPTS, folder / "gradients")
-    return found
+        models_by_name[name] = model, their_gradients(theirs, PROMPTS, folder / "gradients")
+    return models_by_name
 
 
 @st.composite
@@ -120,10 +120,10 @@ def test_gradients_of_any_configuration_are_those_of_transformers(architecture: 
         theirs = build(architecture, fields)
         with TemporaryDirectory() as folder:
             model = saved(theirs, Path(folder) / "model")
-            wanted = their_gradients(theirs, PROMPTS[:2], Path(folder) / "gradients")
+            expected = their_gradients(theirs, PROMPTS[:2], Path(folder) / "gradients")
         params, loss = loss_by(model, PROMPTS[:2], sizes)
-        (found,) = torch.func.grad(loss)(params)
-        pairs = zip(tree_leaves(found), tree_leaves(wanted), strict=True)
+        (gradients,) = torch.func.grad(loss)(params)
+        pairs = zip(tree_leaves(gradients), tree_leaves(expected), strict=True)
         # An expert that no token chose has a gradient of 0 in both.
         near = [float((a - b).abs().max() / b.abs().max().clamp(min=1e-3)) for a, b in pairs]
         errors.append(max(near))
@@ -143,13 +143,13 @@ def test_backward_through_a_step_and_a_pipeline(
 ) -> None:
     """`.backward()`, and torch.func's `grad`, of one stage and of two; tied weights are two tensors
     to two stages."""
-    model, wanted = models[name]
+    model, expected = models[name]
     params, loss = loss_by(model, PROMPTS, sizes, num_stages, mode="full")
-    own = recorded(params)
-    loss(own).backward()
-    ways = [gradients_of(own), torch.func.grad(loss)(params)]
+    leaf_params = recorded(params)
+    loss(leaf_params).backward()
+    ways = [gradients_of(leaf_params), torch.func.grad(loss)(params)]
     for stages in ways:
-        assert worst(joined(stages, model.config.tie_word_embeddings), wanted)[0] < TOLERANCE
+        assert worst(joined(stages, model.config.tie_word_embeddings), expected)[0] < TOLERANCE
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -195,8 +195,8 @@ def test_a_training_step_is_captured_and_replays(
 
     def loss(params: Any, state: Any) -> Tensor:
         _, out = runner.step(params, state, batch)
-        found: Tensor = -out.prompt_logprobs.mean()
-        return found
+        nll: Tensor = -out.prompt_logprobs.mean()
+        return nll
 
     def update(params: Any, state: Any, rate: Tensor) -> Any:
         slopes, value = torch.func.grad_and_value(loss)(params, state)
@@ -226,14 +226,14 @@ def test_gradients_on_a_gpu_are_those_of_the_cpu(
     models: dict[str, tuple[Model, Any]], name: str
 ) -> None:
     """Gradients by the functional forms, over chunks, by torch.func and by backward."""
-    model, wanted = models[name]
+    model, expected = models[name]
     there = weft.load(model.path, "cuda")
     (params,), loss = loss_by(there, PROMPTS, CHUNKS)
-    own = recorded(params)
-    loss((own,)).backward()
-    for found in (gradients_of(own), *torch.func.grad(loss)((params,))):
-        on_host = tree_map(lambda x: x.cpu(), found)
-        error, where = worst(on_host, wanted)
+    leaf_params = recorded(params)
+    loss((leaf_params,)).backward()
+    for gradients in (gradients_of(leaf_params), *torch.func.grad(loss)((params,))):
+        on_host = tree_map(lambda x: x.cpu(), gradients)
+        error, where = worst(on_host, expected)
         print(f"{name} on {there.device}: greatest relative error {error:.1e}, at {where}")
         assert error < 2e-4
 
@@ -253,12 +253,12 @@ def test_gradients_on_a_gpu_in_bfloat16() -> None:
 def test_one_leaf_of_one_layer(models: dict[str, tuple[Model, Any]]) -> None:
     """Layers before it run as operators, which write the pages in place; it and the later layers do
     not."""
-    model, wanted = models["qwen3"]
+    model, expected = models["qwen3"]
     (params,), loss = loss_by(model, PROMPTS, CHUNKS)
     leaf = params.layers[1].k_norm.clone().requires_grad_()
     layers = (params.layers[0], attrs.evolve(params.layers[1], k_norm=leaf), params.layers[2])
     loss((attrs.evolve(params, layers=layers),)).backward()
-    assert relative(leaf.grad, wanted.layers[1].k_norm) < TOLERANCE
+    assert relative(leaf.grad, expected.layers[1].k_norm) < TOLERANCE
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -268,30 +268,30 @@ def test_gradients_of_embeddings_are_those_of_transformers(name: str) -> None:
     theirs = build(architecture, {**SIZES, **fields})
     ids = PROMPTS[0]
     embeds = torch.randn(len(ids), SIZES["hidden_size"], generator=torch.Generator().manual_seed(4))
-    given = torch.arange(len(ids)) % 3 == 0
+    is_embedded = torch.arange(len(ids)) % 3 == 0
 
     def their_loss(embeds: Tensor) -> Tensor:
-        known = theirs.get_input_embeddings()(torch.tensor(ids))
-        inputs = torch.where(given[:, None], embeds, known)[None]
+        token_embeds = theirs.get_input_embeddings()(torch.tensor(ids))
+        inputs = torch.where(is_embedded[:, None], embeds, token_embeds)[None]
         return next_token_loss(theirs(inputs_embeds=inputs, use_cache=False).logits[0], ids)
 
-    (wanted,) = torch.autograd.grad(their_loss(x := embeds.clone().requires_grad_()), x)
+    (expected,) = torch.autograd.grad(their_loss(x := embeds.clone().requires_grad_()), x)
     with TemporaryDirectory() as folder:
         model = saved(theirs, Path(folder))
     runner = make_runner(model, Limits(1, 64), mode="none")
-    tokens = torch.where(given, weft.EMBEDDED, torch.tensor(ids)).tolist()
+    tokens = torch.where(is_embedded, weft.EMBEDDED, torch.tensor(ids)).tolist()
 
     def loss(embeds: Tensor) -> Tensor:
         batch = Batch.ragged([0], [tokens], inputs_embeds=embeds)
         batch = attrs.evolve(batch, targets=torch.tensor([*ids[1:], 0]))
         _, out = runner.step(runner.params, make_state(model, runner.layouts, [48]), batch)
-        found: Tensor = -out.prompt_logprobs[:-1].sum()
-        return found
+        nll: Tensor = -out.prompt_logprobs[:-1].sum()
+        return nll
 
-    assert relative(torch.func.grad(loss)(embeds), wanted) < TOLERANCE
-    assert not wanted[~given].any()
+    assert relative(torch.func.grad(loss)(embeds), expected) < TOLERANCE
+    assert not expected[~is_embedded].any()
     loss(x := embeds.clone().requires_grad_()).backward()
-    assert relative(x.grad, wanted) < TOLERANCE
+    assert relative(x.grad, expected) < TOLERANCE
 
 
 @pytest.mark.filterwarnings("ignore::FutureWarning")
@@ -303,20 +303,22 @@ def test_gradients_of_an_adapter_are_those_of_peft(name: str, tmp_path: Path) ->
     base = build(architecture, {**SIZES, **fields})
     model = saved(base, tmp_path / "model")
     prompts = PROMPTS[:2]
-    made = get_peft_model(
+    peft_model = get_peft_model(
         base, LoraConfig(task_type="CAUSAL_LM", r=4, lora_alpha=6, target_modules="all-linear")
     )
-    own = scrambled(
+    lora_params = scrambled(
         nn.ParameterDict(
-            {n.replace(".", "-"): p for n, p in made.named_parameters() if "lora_" in n}
+            {n.replace(".", "-"): p for n, p in peft_model.named_parameters() if "lora_" in n}
         )
     )
-    made.save_pretrained(tmp_path / "adapter")
-    next_token_loss(made(input_ids=torch.tensor([prompts[0]])).logits[0], prompts[0]).backward()
+    peft_model.save_pretrained(tmp_path / "adapter")
+    next_token_loss(
+        peft_model(input_ids=torch.tensor([prompts[0]])).logits[0], prompts[0]
+    ).backward()
     with torch.no_grad():
-        for parameter in own.values():
+        for parameter in lora_params.values():
             parameter.copy_(parameter.grad)
-    made.save_pretrained(tmp_path / "gradients")
+    peft_model.save_pretrained(tmp_path / "gradients")
 
     runner = make_runner(model, Limits(2, 64), mode="none")
     other = random_adapter(
@@ -326,7 +328,7 @@ def test_gradients_of_an_adapter_are_those_of_peft(name: str, tmp_path: Path) ->
         weft.load_adapter(model, tmp_path / folder) for folder in ("adapter", "gradients")
     )
     (params,) = stage_params(model, runner.layouts, [other, adapter])
-    (wanted,) = stage_params(model, runner.layouts, [other, slopes])
+    (expected_gradients,) = stage_params(model, runner.layouts, [other, slopes])
 
     def loss(layers: Any) -> Tensor:
         (state,) = make_state(model, runner.layouts, [48, 48])
@@ -335,9 +337,11 @@ def test_gradients_of_an_adapter_are_those_of_peft(name: str, tmp_path: Path) ->
         _, out = runner.step((attrs.evolve(params, layers=layers),), (state,), batch)
         return loss_of(out, batch, prompts, {})
 
-    for found, theirs in zip(torch.func.grad(loss)(params.layers), wanted.layers, strict=True):
+    for layer_gradients, theirs in zip(
+        torch.func.grad(loss)(params.layers), expected_gradients.layers, strict=True
+    ):
         for product in ("qkv", "o", "gate_up", "down"):
-            mine = getattr(found.lora, product)
+            mine = getattr(layer_gradients.lora, product)
             expected = getattr(theirs.lora, product)
             assert relative(mine.a[1], expected.a[1]) < TOLERANCE
             # Loaded with the scaling, 6 / 4, in it
@@ -392,11 +396,11 @@ def test_what_has_no_gradient_says_so(models: dict[str, tuple[Model, Any]]) -> N
     runner = make_runner(model, Limits(1, 16), mode="none")
 
     def loss(embed_tokens: Tensor) -> Tensor:
-        own = (attrs.evolve(params, embed_tokens=embed_tokens),)
-        found: Tensor = runner.step(
-            own, make_state(model, runner.layouts, [16]), Batch.ragged([0], [[1, 2]])
+        changed_params = (attrs.evolve(params, embed_tokens=embed_tokens),)
+        logprobs: Tensor = runner.step(
+            changed_params, make_state(model, runner.layouts, [16]), Batch.ragged([0], [[1, 2]])
         )[1].logprobs
-        return found.sum()
+        return logprobs.sum()
 
     with pytest.raises(
         DerivativeError, match="values that are rounded to FP8, and change in steps"

@@ -37,13 +37,13 @@ LENGTHS = 100, 200, 300, 500
 
 def logprobs(model: Any, prompts: list[list[int]], device: str) -> Tensor:
     """The logprob that transformers gives each token of the prompts, without their first ones."""
-    found = []
+    prompt_logprobs = []
     for ids in prompts:
-        given = torch.tensor([ids], device=device)
+        input_ids = torch.tensor([ids], device=device)
         with torch.no_grad():
-            said = model(given).logits[0, :-1].float().log_softmax(-1)
-        found.append(said.gather(1, given[0, 1:, None])[:, 0].cpu())
-    return torch.cat(found)
+            said = model(input_ids).logits[0, :-1].float().log_softmax(-1)
+        prompt_logprobs.append(said.gather(1, input_ids[0, 1:, None])[:, 0].cpu())
+    return torch.cat(prompt_logprobs)
 
 
 @pytest.mark.parametrize(
@@ -73,8 +73,10 @@ def test_bfloat16_errs_no_more_than_transformers(name: str, device: str, tmp_pat
     )
     model = weft.load(tmp_path, device, "bfloat16")
     sampling = weft.SamplingParams(temperature=0, prompt_logprobs=0)
-    found = weft.generate(model, prompts, max_tokens=1, sampling=sampling)
-    ours = torch.cat([torch.tensor(own.prompt_logprobs) for own in found])
-    own, other = ((one - exact).abs().mean().item() for one in (ours, theirs))
-    print(f"{name}, {len(exact)} tokens: mean error {own:.4f}, transformers {other:.4f}")
-    assert 0 < own <= 1.05 * other
+    completions = weft.generate(model, prompts, max_tokens=1, sampling=sampling)
+    ours = torch.cat([torch.tensor(completion.prompt_logprobs) for completion in completions])
+    our_error, their_error = ((one - exact).abs().mean().item() for one in (ours, theirs))
+    print(
+        f"{name}, {len(exact)} tokens: mean error {our_error:.4f}, transformers {their_error:.4f}"
+    )
+    assert 0 < our_error <= 1.05 * their_error

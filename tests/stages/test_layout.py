@@ -42,7 +42,7 @@ def test_splits_that_do_not_exist(num_layers: int, num_stages: int) -> None:
     with pytest.raises(ProgramError) as caught:
         split_layers(num_layers, num_stages)
     assert caught.value.call == f"split_layers({num_layers}, {num_stages})"
-    assert caught.value.seen == f"{num_layers} layers for {num_stages} stages"
+    assert caught.value.problem == f"{num_layers} layers for {num_stages} stages"
     expected = (
         "use 1 to 4 stages, so that each owns a layer" if num_layers else "use a model with layers"
     )

@@ -43,7 +43,7 @@ def test_the_top_is_the_softmaxs(rows: int, seed: int, count: int) -> None:
     torch.testing.assert_close(top, expected.values, atol=1e-5, rtol=1e-5)
     places = logits.argsort(-1, descending=True)  # no two logits are equal
     assert ranks.tolist() == [
-        own.tolist().index(token) + 1 for own, token in zip(places, ids.tolist(), strict=True)
+        order.tolist().index(token) + 1 for order, token in zip(places, ids.tolist(), strict=True)
     ]
 
 
@@ -58,15 +58,15 @@ def test_batch_invariant_the_likeliest_depend_on_no_count() -> None:
     logits = torch.randint(-9, 9, (7, 4001), generator=generator).to(torch.bfloat16)  # many tie
     chosen = torch.randint(4001, (7,), generator=generator)
     with weft.batch_invariant():
-        found = [
+        results = [
             top_logprobs(logits, chosen, token_logprobs(logits, chosen[:, None])[:, 0], n)
             for n in (3, 20, 800)
         ]
-        for ids, logprobs, _ in found:
-            assert torch.equal(ids[:, :3], found[0][0])
-            assert torch.equal(logprobs[:, :3], found[0][1])
+        for ids, logprobs, _ in results:
+            assert torch.equal(ids[:, :3], results[0][0])
+            assert torch.equal(logprobs[:, :3], results[0][1])
             assert torch.equal(logprobs, token_logprobs(logits, ids))
-    ids = found[2][0]
+    ids = results[2][0]
     best = logits.gather(1, ids)
     assert (best[:, 1:] <= best[:, :-1]).all()
     assert (ids[:, 1:] > ids[:, :-1])[best[:, 1:] == best[:, :-1]].all()
@@ -81,9 +81,9 @@ def test_prompts_are_cut_and_put_together(tokens: int, count: int, seed: int) ->
     targets = torch.randint(0, 30, (tokens,), generator=generator)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(module, "_TOKENS_AT_ONCE", 7)
-        own, ids, best, ranks = prompt_logprobs(normed, head, targets, count)
+        logprobs, ids, best, ranks = prompt_logprobs(normed, head, targets, count)
     expected = (normed @ head.t()).log_softmax(-1)
-    torch.testing.assert_close(own, expected.gather(1, targets[:, None])[:, 0])
+    torch.testing.assert_close(logprobs, expected.gather(1, targets[:, None])[:, 0])
     torch.testing.assert_close(best, expected.topk(count).values)
     assert ids.shape == (tokens, count)
     torch.testing.assert_close(expected.gather(1, ids), best)
@@ -124,12 +124,12 @@ def logits_by_hand(model: Model) -> list[Tensor]:
     runner = make_runner(model, Limits(1, 16), mode="none", keep_logits=True)
     rows = []
     for prompt in PROMPTS:
-        made = []
+        prompt_logits = []
         for end in range(1, len(prompt) + 1):
             batch = Batch.ragged([0], [prompt[:end]])
             _, out = runner.step(runner.params, make_state(model, runner.layouts, [16]), batch)
-            made.append(out.logits)
-        rows.append(torch.cat(made))
+            prompt_logits.append(out.logits)
+        rows.append(torch.cat(prompt_logits))
     return rows
 
 
@@ -140,7 +140,7 @@ def test_a_prompts_tokens_in_chunks(model: Model, num_stages: int) -> None:
     for batch in chunks():
         state, out = runner.step(runner.params, state, batch)
         outs.append(out)
-    seen = torch.cat([out.prompt_logprobs for out in outs if out.prompt_logprobs is not None])
+    logprobs = torch.cat([out.prompt_logprobs for out in outs if out.prompt_logprobs is not None])
     top = torch.cat(
         [out.prompt_top_logprobs for out in outs if out.prompt_top_logprobs is not None]
     )
@@ -152,14 +152,14 @@ def test_a_prompts_tokens_in_chunks(model: Model, num_stages: int) -> None:
         1: [4, 5, 6],
     }
     for row, expected in ((0, first), (1, second)):
-        wanted = torch.tensor(PROMPTS[row][1:])
-        own = expected[:-1].gather(1, wanted[:, None])[:, 0]
-        torch.testing.assert_close(seen[places[row]], own, atol=1e-4, rtol=1e-4)
+        targets = torch.tensor(PROMPTS[row][1:])
+        expected_logprobs = expected[:-1].gather(1, targets[:, None])[:, 0]
+        torch.testing.assert_close(logprobs[places[row]], expected_logprobs, atol=1e-4, rtol=1e-4)
         torch.testing.assert_close(
             top[places[row]], expected[:-1].topk(COUNT).values, atol=1e-4, rtol=1e-4
         )
         assert torch.equal(
-            ranks[places[row]], ranks_of(expected[:-1].gather(1, wanted[:, None]), expected[:-1])
+            ranks[places[row]], ranks_of(expected[:-1].gather(1, targets[:, None]), expected[:-1])
         )
 
 
@@ -176,9 +176,9 @@ def test_batches_with_targets_and_masks_are_padded_cut_and_captured(model: Model
             batch, token_mask=allowed.expand(batch.descriptor.num_reqs, -1).contiguous()
         )
         state, out = whole(runner.params, state, batch)
-        cut, seen = parts(runner.params, cut, batch)
+        cut, cut_out = parts(runner.params, cut, batch)
         captured, replayed = graph(runner.params, captured, batch)
-        assert_equal("micro-batches", (seen, cut), (out, state), exact=False)
+        assert_equal("micro-batches", (cut_out, cut), (out, state), exact=False)
         assert_equal("replay", replayed, out, exact=False)
         assert bool(((out.token_ids >= 32) & (out.token_ids < 90)).all())
         assert out.top_ids is not None
@@ -195,8 +195,8 @@ def test_batches_with_a_mask_and_without_have_different_graphs(model: Model) -> 
     plain = Batch.ragged([0, 1], [[65], [66]])
     for batch in (plain, attrs.evolve(plain, token_mask=allowed.expand(2, -1).contiguous()), plain):
         state, out = whole(runner.params, state, batch)
-        other, seen = graph(runner.params, other, batch)
-        assert_equal("replay", seen, out, exact=False)
+        other, replayed = graph(runner.params, other, batch)
+        assert_equal("replay", replayed, out, exact=False)
         masked = batch.token_mask is not None
         assert (
             set(out.token_ids.tolist()) <= {90, 91}

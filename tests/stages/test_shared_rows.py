@@ -62,21 +62,21 @@ def test_each_rank_gets_its_rows_and_all_get_all(
         shared = SharedRows(count, TensorRanks(AXIS, vocab))
         rows = shared.exchange(columns)
         kept = [ids[:, :0], ids] if wide else []
-        own = shared.own(torch.arange(count))
+        row_indices = shared.local_rows(torch.arange(count))
         return (
             rows,
-            own,
-            *shared.gather_all(rows.amax(1), own, *(shared.own(x) for x in kept)),
+            row_indices,
+            *shared.gather_all(rows.amax(1), row_indices, *(shared.local_rows(x) for x in kept)),
             shared.gather(rows),
         )
 
     out = (Shard(0), Shard(0), *[Replicate()] * (5 if wide else 3))
-    rows, own, best, numbers, *more, again = shard(rank, Mesh(**{AXIS: num_ranks}), Shard(1), out)(
-        padded
-    )
-    assert torch.equal(rows, whole[own])
-    assert set(own.tolist()) == set(range(count))
-    assert len(own) == (-(-count // num_ranks)) * num_ranks
+    rows, row_indices, best, numbers, *more, again = shard(
+        rank, Mesh(**{AXIS: num_ranks}), Shard(1), out
+    )(padded)
+    assert torch.equal(rows, whole[row_indices])
+    assert set(row_indices.tolist()) == set(range(count))
+    assert len(row_indices) == (-(-count // num_ranks)) * num_ranks
     assert torch.equal(best, whole.amax(1))
     assert torch.equal(numbers, torch.arange(count))
     assert torch.equal(again, whole)
@@ -87,7 +87,13 @@ def test_one_process_has_all_rows() -> None:
     x = torch.randn(3, 5)
     shared = SharedRows(3, None)
     assert (shared.size, shared.first) == (3, 0)
-    assert shared.own(x) is shared.exchange(x) is shared.gather(x) is shared.gather_all(x)[0] is x
+    assert (
+        shared.local_rows(x)
+        is shared.exchange(x)
+        is shared.gather(x)
+        is shared.gather_all(x)[0]
+        is x
+    )
 
 
 # A model whose head ranks share
@@ -214,12 +220,12 @@ def test_the_output_is_that_of_the_whole_model(
     batch = prompts_of(count, kind)
     whole = random_params(CONFIG, LAYOUT, seed=0, device="cpu", dtype=torch.float32, std=0.3)
     step, params = sharded(num_ranks, **options)
-    _, seen = step(params, states_of(num_ranks, count), batch, None)
+    _, actual = step(params, states_of(num_ranks, count), batch, None)
     _, expected = decoder_stage(CONFIG, LAYOUT, **options)(
         whole, state_of(CONFIG, count), batch, None
     )
     assert isinstance(expected, Output)
-    tree_map(lambda x, y: torch.testing.assert_close(x, y, atol=1e-4, rtol=1e-4), seen, expected)
+    tree_map(lambda x, y: torch.testing.assert_close(x, y, atol=1e-4, rtol=1e-4), actual, expected)
 
 
 @pytest.mark.parametrize("num_ranks", [2, pytest.param(4, marks=pytest.mark.slow)])
@@ -235,20 +241,20 @@ def test_no_logits_are_gathered_unless_they_are_kept(
     for count in (1, 2, 5, 8):
         rows = -(-count // num_ranks)
         step, params = sharded(num_ranks, num_logprobs=top)
-        given = params, states_of(num_ranks, count), prompts_of(count, "plain"), None
+        arguments = params, states_of(num_ranks, count), prompts_of(count, "plain"), None
         exchange = f"all_to_all dim 0 to 1 among {', '.join(map(str, range(num_ranks)))} [mb 0]: "
         gather = exchange.replace("all_to_all dim 0 to 1", "all_gather dim 0")
         expected = [f"{exchange}x[{rows * num_ranks}, {columns}] float32"]
         expected += [f"{gather}x[{rows}, {words}] float32"] * (count > 1)
-        assert list(map(str, collectives(step, *given))) == expected
+        assert list(map(str, collectives(step, *arguments))) == expected
         kept, _ = sharded(num_ranks, num_logprobs=top, keep_logits=True)
         expected += [f"{gather}x[{rows}, {VOCAB}] float32"] * (count > 1)
-        assert list(map(str, collectives(kept, *given))) == expected
+        assert list(map(str, collectives(kept, *arguments))) == expected
     step, params = sharded(num_ranks)
-    given = params, states_of(num_ranks, 5), prompts_of(5, "prompt logprobs"), None
-    found = collectives(step, *given)  # the requests' five rows, and fifteen tokens by eight
-    assert [type(effect) for effect in found] == [AllToAll, AllGather] * 3
-    assert not any(f"{VOCAB}]" in str(effect) for effect in found)
+    arguments = params, states_of(num_ranks, 5), prompts_of(5, "prompt logprobs"), None
+    effects = collectives(step, *arguments)  # the requests' five rows, and fifteen tokens by eight
+    assert [type(effect) for effect in effects] == [AllToAll, AllGather] * 3
+    assert not any(f"{VOCAB}]" in str(effect) for effect in effects)
 
 
 @pytest.mark.parametrize("count", [1, 3])
@@ -262,10 +268,10 @@ def test_logprobs_have_the_derivatives_of_the_whole_model(count: int) -> None:
         return out.logprobs.sum() + out.prompt_logprobs.square().sum()
 
     def shared(*heads: Tensor) -> Tensor:
-        own = tuple(
+        params_by_rank = tuple(
             attrs.evolve(one, lm_head=head) for one, head in zip(params, heads, strict=True)
         )
-        return total(step(own, states_of(2, count), batch, None)[1])
+        return total(step(params_by_rank, states_of(2, count), batch, None)[1])
 
     def alone(head: Tensor) -> Tensor:
         stage = decoder_stage(CONFIG, LAYOUT)
@@ -273,12 +279,12 @@ def test_logprobs_have_the_derivatives_of_the_whole_model(count: int) -> None:
             stage(attrs.evolve(whole, lm_head=head), state_of(CONFIG, count), batch, None)[1]
         )
 
-    heads = [own.lm_head for own in params]
+    heads = [rank_params.lm_head for rank_params in params]
     assert whole.lm_head is not None
     leaf = whole.lm_head.clone().requires_grad_()
     alone(leaf).backward()
-    seen = torch.cat(func.grad(shared, (0, 1))(*heads))[:VOCAB]
-    torch.testing.assert_close(seen, leaf.grad, atol=1e-4, rtol=1e-4)
+    actual = torch.cat(func.grad(shared, (0, 1))(*heads))[:VOCAB]
+    torch.testing.assert_close(actual, leaf.grad, atol=1e-4, rtol=1e-4)
 
 
 @pytest.mark.parametrize(("num_ranks", "count"), [(2, 1), (2, 3), (4, 1), (4, 4)])
@@ -291,12 +297,12 @@ def test_drafts_are_verified_on_all_rows(num_ranks: int, count: int) -> None:
     step, params = sharded(num_ranks, **options)
     whole = random_params(CONFIG, LAYOUT, seed=0, device="cpu", dtype=torch.float32, std=0.3)
     states = tuple(started(share_config(CONFIG, num_ranks), count) for _ in range(num_ranks))
-    _, seen = step(params, states, batch, None)
+    _, actual = step(params, states, batch, None)
     _, expected = decoder_stage(CONFIG, LAYOUT, **options)(
         whole, started(CONFIG, count), batch, None
     )
-    assert seen.token_ids.shape == (count, 3)
-    tree_map(lambda x, y: torch.testing.assert_close(x, y, atol=1e-4, rtol=1e-4), seen, expected)
+    assert actual.token_ids.shape == (count, 3)
+    tree_map(lambda x, y: torch.testing.assert_close(x, y, atol=1e-4, rtol=1e-4), actual, expected)
 
 
 def scaled_rows(logits: Tensor, rows: Tensor, extras: Mapping[str, Tensor]) -> Tensor:

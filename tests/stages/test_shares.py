@@ -45,64 +45,69 @@ def assert_cuts(whole: Model, shares: list[Model]) -> None:
     (layout,) = split_layers(config.num_layers, 1)
     fields = dict(stage_fields(config, layout))
     tensors = leaves(whole.params)
-    owns = [dict(stage_fields(config, layout, (rank, count))) for rank in range(count)]
-    founds = list[Any]()
+    fields_by_rank = [dict(stage_fields(config, layout, (rank, count))) for rank in range(count)]
+    leaves_by_rank = list[Any]()
     for rank, share in enumerate(shares):
         assert share.shard == (rank, count)
-        own = owns[rank]
-        found = leaves(share.params)
-        founds.append(found)
-        paths = {name: name.lstrip(".").replace("[", ".").replace("]", "") for name in found}
-        for name, tensor in found.items():
+        rank_fields = fields_by_rank[rank]
+        rank_leaves = leaves(share.params)
+        leaves_by_rank.append(rank_leaves)
+        paths = {name: name.lstrip(".").replace("[", ".").replace("]", "") for name in rank_leaves}
+        for name, tensor in rank_leaves.items():
             if paths[name] in fields:
-                expected = cut_field(tensors[name], fields[paths[name]], own[paths[name]])
+                expected = cut_field(tensors[name], fields[paths[name]], rank_fields[paths[name]])
                 assert torch.equal(tensor, expected), name
-    for name in founds[0]:
+    for name in leaves_by_rank[0]:
         if (path := name.lstrip(".").replace("[", ".").replace("]", "")) in fields:
             joined = join_field(
-                [found[name] for found in founds], [own[path] for own in owns], fields[path]
+                [rank_leaves[name] for rank_leaves in leaves_by_rank],
+                [rank_fields[path] for rank_fields in fields_by_rank],
+                fields[path],
             )
             assert torch.equal(joined, tensors[name]), name
     for index, layer in enumerate(whole.params.layers):
-        own_layers = [share.params.layers[index] for share in shares]
-        assert_heads(config, layer, own_layers)
+        share_layers = [share.params.layers[index] for share in shares]
+        assert_heads(config, layer, share_layers)
         if config.moe is not None and config.moe.sharing == "whole":
             for name in ("gate_up_proj", "down_proj"):
                 assert torch.equal(
-                    torch.cat([getattr(own, name) for own in own_layers]), getattr(layer, name)
+                    torch.cat([getattr(share_layer, name) for share_layer in share_layers]),
+                    getattr(layer, name),
                 )
-                assert len({len(getattr(own, name)) for own in own_layers}) == 1
+                assert len({len(getattr(share_layer, name)) for share_layer in share_layers}) == 1
         elif config.moe is None:
             inner = config.intermediate_size
             size = config.intermediate_size // count
-            for rank, own in enumerate(own_layers):
+            for rank, share_layer in enumerate(share_layers):
                 gate, up = layer.gate_up_proj.float().split(inner)
                 there = slice(rank * size, (rank + 1) * size)
-                assert torch.equal(own.gate_up_proj.float(), torch.cat((gate[there], up[there])))
-                assert torch.equal(own.down_proj.float(), layer.down_proj.float()[:, there])
+                assert torch.equal(
+                    share_layer.gate_up_proj.float(), torch.cat((gate[there], up[there]))
+                )
+                assert torch.equal(share_layer.down_proj.float(), layer.down_proj.float()[:, there])
     rows = torch.cat([share.params.embed_tokens for share in shares])
     assert torch.equal(rows[: config.vocab_size], whole.params.embed_tokens)
     assert not rows[config.vocab_size :].any()
 
 
-def assert_heads(config: ModelConfig, layer: Any, own_layers: list[Any]) -> None:
+def assert_heads(config: ModelConfig, layer: Any, share_layers: list[Any]) -> None:
     """Rank r has query heads r·H/n to (r+1)·H/n, the columns of o for them, and the keys and values
     that they read."""
     heads = config.num_heads
     kv_heads = config.num_kv_heads
     size = config.head_dim
-    count = len(own_layers)
+    count = len(share_layers)
     q, k, v = layer.qkv_proj.float().split([heads * size, kv_heads * size, kv_heads * size])
     q, k, v = (x.unflatten(0, (-1, size)) for x in (q, k, v))
     o = layer.o_proj.float().unflatten(1, (-1, size))
-    for rank, own in enumerate(own_layers):
+    for rank, share_layer in enumerate(share_layers):
         mine = list(range(rank * heads // count, (rank + 1) * heads // count))
         read = sorted({head * kv_heads // heads for head in mine})
         expected = torch.cat(
             [x[where].flatten(0, 1) for x, where in ((q, mine), (k, read), (v, read))]
         )
-        assert torch.equal(own.qkv_proj.float(), expected)
-        assert torch.equal(own.o_proj.float(), o[:, mine].flatten(1))
+        assert torch.equal(share_layer.qkv_proj.float(), expected)
+        assert torch.equal(share_layer.o_proj.float(), o[:, mine].flatten(1))
 
 
 @pytest.mark.parametrize("count", [2, 4])
@@ -129,31 +134,31 @@ def test_three_shares_of_a_gguf_are_cuts_of_it() -> None:
 def test_shares_of_a_saved_model_are_cuts_of_it(kind: str, tmp_path: Path) -> None:
     torch.manual_seed(0)
     sizes = {**SMALL, "bos_token_id": None, "eos_token_id": None}
-    made: Any = (
+    model: Any = (
         LlamaForCausalLM(LlamaConfig(**sizes, attention_bias=True, mlp_bias=True))
         if kind == "biases"
         else Qwen3MoeForCausalLM(Qwen3MoeConfig(**sizes, **EXPERTS))
     )
-    for name, own in made.named_parameters():
+    for name, parameter in model.named_parameters():
         if name.endswith("bias"):
-            torch.nn.init.normal_(own)
-    made.save_pretrained(tmp_path)
+            torch.nn.init.normal_(parameter)
+    model.save_pretrained(tmp_path)
     whole = weft.load(str(tmp_path), "cpu", "float32")
     how: Any = {} if kind == "biases" else {"experts": kind}
     shares = [
         weft.load(str(tmp_path), "cpu", "float32", shard=(rank, 2), **how) for rank in range(2)
     ]
     assert_cuts(attrs.evolve(whole, config=shares[0].config), shares)
-    for layer, *own in zip(
+    for layer, *share_layers in zip(
         whole.params.layers, *(share.params.layers for share in shares), strict=True
     ):
         if kind == "biases":  # what is added after the sum is added by one rank
-            assert torch.equal(own[0].o_bias, layer.o_bias)
-            assert torch.equal(own[0].down_bias, layer.down_bias)
-            assert not own[1].o_bias.any()
-            assert not own[1].down_bias.any()
+            assert torch.equal(share_layers[0].o_bias, layer.o_bias)
+            assert torch.equal(share_layers[0].down_bias, layer.down_bias)
+            assert not share_layers[1].o_bias.any()
+            assert not share_layers[1].down_bias.any()
         else:
-            assert all(torch.equal(one.router, layer.router) for one in own)
+            assert all(torch.equal(one.router, layer.router) for one in share_layers)
 
 
 RAW = {
@@ -191,22 +196,22 @@ def test_shares_of_random_weights_are_cuts_of_them(kind: str, count: int) -> Non
     whole = leaves(random_params(config, layout, **kind_of))
     fields = dict(stage_fields(config, layout))
     for rank in range(count):
-        own_fields = dict(stage_fields(config, layout, (rank, count)))
-        own = leaves(random_params(config, layout, shard=(rank, count), **kind_of))
-        assert whole.keys() == own.keys()
-        for name, tensor in own.items():
+        rank_fields = dict(stage_fields(config, layout, (rank, count)))
+        rank_leaves = leaves(random_params(config, layout, shard=(rank, count), **kind_of))
+        assert whole.keys() == rank_leaves.keys()
+        for name, tensor in rank_leaves.items():
             path = name.lstrip(".").replace("[", ".").replace("]", "")
             if path in fields:
-                assert tuple(tensor.shape) == own_fields[path].shape, name
+                assert tuple(tensor.shape) == rank_fields[path].shape, name
                 assert torch.equal(
-                    tensor, cut_field(whole[name], fields[path], own_fields[path])
+                    tensor, cut_field(whole[name], fields[path], rank_fields[path])
                 ), name
 
 
 def test_experts_are_cut_by_columns_where_they_can_be() -> None:
     """In FP8 these are cut in blocks of 128. Routers, which choose among all experts, are on every
     rank."""
-    for fields, count, held in (
+    for fields, count, num_local_experts in (
         ({}, 2, None),
         ({"moe_intermediate_size": 10}, 4, 1),
         ({**FP8, "moe_intermediate_size": 256}, 2, None),
@@ -215,21 +220,24 @@ def test_experts_are_cut_by_columns_where_they_can_be() -> None:
     ):
         config = parse({**SMALL, **RAW["experts"], **fields})
         assert config.moe is not None
-        own = share_config(config, count).moe
-        assert own is not None
-        assert (own.held, own.num_experts) == (held, config.moe.num_experts)
-        assert own.inner == config.moe.inner // (count if held is None else 1)
+        rank_moe = share_config(config, count).moe
+        assert rank_moe is not None
+        assert (rank_moe.num_local_experts, rank_moe.num_experts) == (
+            num_local_experts,
+            config.moe.num_experts,
+        )
+        assert rank_moe.inner == config.moe.inner // (count if num_local_experts is None else 1)
         fields_of_rank = share_fields(config, 0, (1, count))
         assert fields_of_rank["router"] == share_fields(config, 0)["router"]
-        if held is not None:
+        if num_local_experts is not None:
             (first, *_), names = (
                 fields_of_rank["down_proj"].parts,
                 {part.name for part in fields_of_rank["down_proj"].parts},
             )
             assert (first.expert, first.stored) == (0, None)
             assert names == {
-                f"model.layers.0.mlp.experts.{held + index}.down_proj.weight"
-                for index in range(held)
+                f"model.layers.0.mlp.experts.{num_local_experts + index}.down_proj.weight"
+                for index in range(num_local_experts)
             }
 
 
@@ -246,12 +254,12 @@ def test_one_rank_has_the_whole() -> None:
 def test_the_last_rows_of_the_vocabulary_are_zeros() -> None:
     field = Field((10, 3), (Part("e", (10, 3)),))
     shares = [share_rows(field, (rank, 4)) for rank in range(4)]
-    assert [own.shape for own in shares] == [(3, 3)] * 4
+    assert [share.shape for share in shares] == [(3, 3)] * 4
     tensor = torch.arange(1.0, 31.0).reshape(10, 3)
-    rows = torch.cat([cut_field(tensor, field, own) for own in shares])
+    rows = torch.cat([cut_field(tensor, field, share) for share in shares])
     assert torch.equal(rows, torch.cat((tensor, torch.zeros(2, 3))))
     many = [share_rows(Field((2, 3), (Part("e", (2, 3)),)), (rank, 4)) for rank in range(4)]
-    assert [len(own.parts) for own in many] == [1, 1, 0, 0]
+    assert [len(share.parts) for share in many] == [1, 1, 0, 0]
     assert share_rows(field, (0, 1)) is field
 
 
@@ -262,7 +270,7 @@ HEADS = (
 
 
 @pytest.mark.parametrize(
-    ("fields", "count", "seen", "instead"),
+    ("fields", "count", "problem", "instead"),
     [
         ({}, 3, "4 heads, and 2 of keys and values", HEADS),
         ({}, 8, "4 heads, and 2 of keys and values", HEADS),
@@ -314,10 +322,10 @@ HEADS = (
     ],
 )
 def test_what_ranks_cannot_share_is_refused(
-    fields: dict[str, Any], count: int, seen: str, instead: str
+    fields: dict[str, Any], count: int, problem: str, instead: str
 ) -> None:
     config = parse({**SMALL, **LLAMA, **fields})
-    with refused(ConfigError, f"a model over {count} ranks", seen, instead):
+    with refused(ConfigError, f"a model over {count} ranks", problem, instead):
         share_config(config, count)
 
 
@@ -325,7 +333,7 @@ COLUMNS = {**RAW["experts"], **FP8, "moe_intermediate_size": 768, "num_attention
 
 
 @pytest.mark.parametrize(
-    ("fields", "how", "count", "seen", "instead"),
+    ("fields", "how", "count", "problem", "instead"),
     [
         (
             COLUMNS,
@@ -351,10 +359,10 @@ COLUMNS = {**RAW["experts"], **FP8, "moe_intermediate_size": 768, "num_attention
     ],
 )
 def test_a_way_to_share_experts_that_the_ranks_cannot_go_is_refused(
-    fields: dict[str, Any], how: str, count: int, seen: str, instead: str
+    fields: dict[str, Any], how: str, count: int, problem: str, instead: str
 ) -> None:
     config = pick_experts(how, parse({**SMALL, **fields}), count, call="")
-    with refused(ConfigError, f"a model over {count} ranks", seen, instead):
+    with refused(ConfigError, f"a model over {count} ranks", problem, instead):
         share_config(config, count)
 
 

@@ -38,17 +38,17 @@ TIES = (True, False)
 def section() -> list[str]:
     """The blocks of code of the page's section on gradients."""
     text = (ROOT / "proofs" / "pages" / "tour.md").read_text(encoding="utf-8")
-    found = re.search(r"^## Gradients$(.*?)^## ", text, re.MULTILINE | re.DOTALL)
-    assert found is not None
-    return re.findall(r"^```python\n(.*?)^```$", found[1], re.MULTILINE | re.DOTALL)
+    match = re.search(r"^## Gradients$(.*?)^## ", text, re.MULTILINE | re.DOTALL)
+    assert match is not None
+    return re.findall(r"^```python\n(.*?)^```$", match[1], re.MULTILINE | re.DOTALL)
 
 
 def reference_model(architecture: str, is_tied: bool) -> Any:
     """A small transformers model of any architecture in the table, with the demo's vocabulary."""
     sizes = {**SIZES, "vocab_size": 257, "num_hidden_layers": 2, "tie_word_embeddings": is_tied}
-    known = ARCHITECTURES[architecture]
-    if not known.text_types:
-        return build(architecture, {**sizes, **(EXPERTS if known.experts else {})})
+    spec = ARCHITECTURES[architecture]
+    if not spec.text_types:
+        return build(architecture, {**sizes, **(EXPERTS if spec.experts else {})})
     rope = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [1, 1, 1]}
     vision = {
         "depth": 1,
@@ -78,21 +78,21 @@ def loaded(theirs: Any, folder: Path) -> Model:
 
 def losses_of_the_page(model: Model, block: str, namespace: dict[str, Any]) -> list[float]:
     exec(compile(block, "tour.md", "exec"), namespace)
-    found: list[float] = namespace["losses"]
-    return found
+    losses: list[float] = namespace["losses"]
+    return losses
 
 
 def losses_of_torch(theirs: Any, ids: list[int], optimizer: str) -> list[float]:
     stepping = getattr(torch.optim, optimizer)(theirs.parameters(), lr=RATES[optimizer])
-    found = []
+    losses = []
     for _ in range(STEPS):
         stepping.zero_grad()
         x = torch.tensor([ids])
         loss = theirs(input_ids=x, labels=x).loss
         loss.backward()
         stepping.step()
-        found.append(float(loss.detach()))
-    return found
+        losses.append(float(loss.detach()))
+    return losses
 
 
 def check_recipe(model: Model, architecture: str, is_tied: bool) -> None:
@@ -107,12 +107,12 @@ def check_recipe(model: Model, architecture: str, is_tied: bool) -> None:
         "model": model,
     }
     for block, optimizer in zip(section(), RATES, strict=True):
-        found = losses_of_the_page(model, block, namespace)
-        wanted = losses_of_torch(
+        losses = losses_of_the_page(model, block, namespace)
+        expected = losses_of_torch(
             reference_model(architecture, is_tied), model.encode(PROMPT), optimizer
         )
-        assert len(found) == STEPS
-        assert found == pytest.approx(wanted, rel=1e-4), optimizer
+        assert len(losses) == STEPS
+        assert losses == pytest.approx(expected, rel=1e-4), optimizer
 
 
 @pytest.mark.one_of(3)
@@ -155,10 +155,12 @@ def stored_sizes(folder: Path) -> Iterator[tuple[str, int]]:
 
 def check_leaves(params: DecoderParams, model: Model, theirs: Any, folder: Path) -> None:
     """The leaves are transformers' trained parameters: their names, and all their elements once."""
-    others = ARCHITECTURES[model.config.architecture].other_tensors
+    other_tensors = ARCHITECTURES[model.config.architecture].other_tensors
     trained = {name: p for name, p in theirs.named_parameters() if ".visual." not in name}
     assert all(p.requires_grad for p in trained.values())
-    stored = {name: size for name, size in stored_sizes(folder) if not name.startswith(others)}
+    stored = {
+        name: size for name, size in stored_sizes(folder) if not name.startswith(other_tensors)
+    }
     assert sum(stored.values()) == sum(p.numel() for p in trained.values()), (
         "buffers are among what was saved"
     )
@@ -270,7 +272,7 @@ def loaded_plain(theirs: Any, folder: Path) -> Model:
 
 
 @pytest.mark.parametrize(
-    ("is_tied", "has_head", "seen", "instead"),
+    ("is_tied", "has_head", "problem", "instead"),
     [
         (
             True,
@@ -287,7 +289,7 @@ def loaded_plain(theirs: Any, folder: Path) -> Model:
     ],
 )
 def test_a_head_that_contradicts_the_configuration_is_refused(
-    is_tied: bool, has_head: bool, seen: str, instead: str
+    is_tied: bool, has_head: bool, problem: str, instead: str
 ) -> None:
     demo = weft.load("demo", "cpu")
     config = attrs.evolve(demo.config, tie_word_embeddings=is_tied)
@@ -297,10 +299,10 @@ def test_a_head_that_contradicts_the_configuration_is_refused(
         weft.logprobs(model, [[1, 2, 3]])
     assert (
         str(caught.value)
-        == f"stage 0 of 1(params, state, batch, x)\n  saw: {seen}\n  instead: {instead}"
+        == f"stage 0 of 1(params, state, batch, x)\n  saw: {problem}\n  instead: {instead}"
     )
     readers = demo.with_stages(
         beside={"other": model}, logits=lambda logits, rows, extras: extras["other"]
     )
-    with pytest.raises(ProgramError, match=re.escape(seen)):
+    with pytest.raises(ProgramError, match=re.escape(problem)):
         weft.generate(readers, [[1, 2, 3]], max_tokens=1)

@@ -27,7 +27,7 @@ def test_a_published_file_is_read_as_transformers_reads_it(tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize(
-    ("changes", "seen", "instead"),
+    ("changes", "problem", "instead"),
     [
         (
             {"text_config": [1]},
@@ -56,8 +56,8 @@ def test_a_published_file_is_read_as_transformers_reads_it(tmp_path: Path) -> No
         ),
     ],
 )
-def test_what_is_refused(changes: dict[str, Any], seen: str, instead: str) -> None:
+def test_what_is_refused(changes: dict[str, Any], problem: str, instead: str) -> None:
     with pytest.raises(ConfigError) as caught:
         parse(QWEN2_VL_2B | changes)
-    assert caught.value.seen == seen
+    assert caught.value.problem == problem
     assert caught.value.instead.startswith(instead)

@@ -161,15 +161,15 @@ def built_in_texts() -> Iterator[str]:
             module = import_module(name)
         except ImportError:  # built in, but without the system library that it wraps
             continue
-        held = [value for key, value in sorted(vars(module).items()) if not key.startswith("_")]
+        members = [value for key, value in sorted(vars(module).items()) if not key.startswith("_")]
         inner = [
             v
-            for h in held
+            for h in members
             if inspect.isclass(h)
             for k, v in sorted(vars(h).items())
             if not k.startswith("_")
         ]
-        for value in (module, *held, *inner):
+        for value in (module, *members, *inner):
             text = getattr(value, "__doc__", None)
             if isinstance(text, str):
                 yield text
@@ -192,14 +192,14 @@ def shipped_texts() -> Iterator[str]:
 
 def documents(texts: Iterable[str]) -> list[str]:
     """The cleaned texts: their English paragraphs, each kept where it is first seen, one to a line."""
-    seen: set[str] = set()
+    keys: set[str] = set()
     kept: list[str] = []
     for text in texts:
         fresh = []
         for paragraph in paragraphs(text):
             key = re.sub(r"[^a-z]+", "", paragraph.lower())
-            if key not in seen:
-                seen.add(key)
+            if key not in keys:
+                keys.add(key)
                 fresh.append(paragraph)
         if fresh:
             kept.append("\n".join(fresh))
@@ -235,5 +235,7 @@ def split_held_out(texts: list[str], part: float = 0.02) -> tuple[list[str], lis
     """The texts in two: those to train on, and `part` of them, held out. The same split for the
     same texts."""
     order = random.Random(0).sample(range(len(texts)), len(texts))
-    held = set(order[: round(part * len(texts))])
-    return [t for i, t in enumerate(texts) if i not in held], [texts[i] for i in sorted(held)]
+    eval_indices = set(order[: round(part * len(texts))])
+    return [t for i, t in enumerate(texts) if i not in eval_indices], [
+        texts[i] for i in sorted(eval_indices)
+    ]

@@ -145,7 +145,7 @@ def progress(steps: int | None, minutes: float) -> Iterator[tuple[int, float]]:
 
 
 def train(
-    model: nn.Module, ids: Tensor, held: Tensor, options: argparse.Namespace
+    model: nn.Module, ids: Tensor, eval_ids: Tensor, options: argparse.Namespace
 ) -> dict[str, Any]:
     """Trains `model` in place on random crops of `ids`, both on one device, and says how that went."""
     generator = torch.Generator(ids.device).manual_seed(options.seed)
@@ -181,7 +181,7 @@ def train(
             bar.update(100 * done - bar.n)
             bar.set_postfix_str(f"step {step}, {loss.item() / math.log(2):.3f} bits")
         if 10 * done >= len(history) + 1:
-            history.append(round(bits_per_byte(model, held), 4))
+            history.append(round(bits_per_byte(model, eval_ids), 4))
             tqdm.write(
                 f"{100 * done:3.0f} %: step {step}, held out {history[-1]:.4f} bits per byte"
             )
@@ -277,13 +277,13 @@ def main(argv: list[str] | None = None) -> None:
     size = sum(len(text) for text in texts)
     digest = hashlib.sha256("\0".join(texts).encode()).hexdigest()
     print(f"{size:,} bytes of text in {len(texts):,} documents, sha256 {digest[:16]}")
-    ids, held = (token_ids(part).to(options.device) for part in split_held_out(texts))
+    ids, eval_ids = (token_ids(part).to(options.device) for part in split_held_out(texts))
     torch.manual_seed(options.seed)
     model = nn.Module.to(Qwen3ForCausalLM(demo_config()), options.device, torch.float32)
-    told = train(model, ids, held, options)
+    told = train(model, ids, eval_ids, options)
     nn.Module.to(nn.Module.to(model, torch.bfloat16), torch.float32)  # measured as it is shipped
     told["bits_per_byte"] = {
-        "held_out": bits_per_byte(model, held),
+        "held_out": bits_per_byte(model, eval_ids),
         "trained_on": bits_per_byte(model, ids[:400_000]),
     }
     told["tokens"] = told["steps"] * options.batch * LENGTH

@@ -91,7 +91,7 @@ class Expected:
 def complete_theirs(model: Any, prompts: Sequence[list[int]], max_tokens: int) -> list[Expected]:
     """transformers' own greedy search over one batch, padded on the left as its users do it."""
     width = max(map(len, prompts))
-    made = model.generate(
+    generated = model.generate(
         input_ids=torch.tensor([[0] * (width - len(p)) + p for p in prompts]),
         attention_mask=torch.tensor([[0] * (width - len(p)) + [1] * len(p) for p in prompts]),
         do_sample=False,
@@ -102,7 +102,9 @@ def complete_theirs(model: Any, prompts: Sequence[list[int]], max_tokens: int) -
     )
     eos = model.generation_config.eos_token_id
     ends = frozenset(eos if isinstance(eos, list) else [] if eos is None else [eos])
-    rows = zip(made.sequences[:, width:].tolist(), torch.stack(made.logits, 1), strict=True)
+    rows = zip(
+        generated.sequences[:, width:].tolist(), torch.stack(generated.logits, 1), strict=True
+    )
     return [_until_the_end(tokens, logits, ends) for tokens, logits in rows]
 
 
@@ -189,13 +191,14 @@ def complete(
                 logits[int(name)].append(out.logits[index])
     # Tokens sampled before the host knew that the request had ended do not belong to it.
     behind = [
-        torch.stack(own[: len(c.token_ids)]) for own, c in zip(logits, completions, strict=True)
+        torch.stack(request_logits[: len(c.token_ids)])
+        for request_logits, c in zip(logits, completions, strict=True)
     ]
     return Seen(completions, behind, [work for work, _ in kept[0].steps], kept[0])
 
 
-def assert_equal_to_theirs(seen: Seen, expected: Sequence[Expected]) -> None:
-    for ours, logits, theirs in zip(seen.completions, seen.logits, expected, strict=True):
+def assert_equal_to_theirs(result: Seen, expected: Sequence[Expected]) -> None:
+    for ours, logits, theirs in zip(result.completions, result.logits, expected, strict=True):
         assert ours.token_ids == theirs.token_ids
         assert ours.finish_reason == theirs.finish_reason
         assert logits.shape == theirs.logits.shape

@@ -42,12 +42,12 @@ def agree(fn: Callable[..., Any], *calls: tuple[Any, ...]) -> Graphified[Any, An
     g = graphify(fn)
     kept = []
     for args in calls:
-        seen = g(*args)
-        wanted = fn(*args)
-        assert_equal(LAW, seen, wanted)
-        kept.append((seen, clone(wanted)))
-    for seen, wanted in kept:
-        assert_equal("a result never changes", seen, wanted)
+        result = g(*args)
+        expected = fn(*args)
+        assert_equal(LAW, result, expected)
+        kept.append((result, clone(expected)))
+    for result, expected in kept:
+        assert_equal("a result never changes", result, expected)
     return g
 
 
@@ -64,15 +64,15 @@ def refusal(fn: Callable[..., Any], *args: Any) -> str:
 @contextmanager
 def general_calls(g: Graphified[..., Any]) -> Iterator[list[Any]]:
     """The calls that took the general path inside the context."""
-    seen: list[Any] = []
+    calls: list[Any] = []
     general = g._call
 
-    def counted(args: Any, kwargs: Any, *known: Any) -> Any:
-        seen.append((args, kwargs))
-        return general(args, kwargs, *known)
+    def counted(args: Any, kwargs: Any, *rest: Any) -> Any:
+        calls.append((args, kwargs))
+        return general(args, kwargs, *rest)
 
     with mock.patch.object(g, "_call", counted):
-        yield seen
+        yield calls
 
 
 @pytree

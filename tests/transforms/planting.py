@@ -19,16 +19,20 @@ FED = streaming(3, 2, schema=SCHEMA, feedback=True)
 Fault = Callable[[list[Effect]], object]
 
 
-def planted(made: Sequence[Program], rank: int, change: Fault) -> tuple[Program, ...]:
+def planted(programs: Sequence[Program], rank: int, change: Fault) -> tuple[Program, ...]:
     """The programs with one fault on one rank."""
-    effects = list(made[rank].effects)
+    effects = list(programs[rank].effects)
     change(effects)
-    return (*made[:rank], attrs.evolve(made[rank], effects=tuple(effects)), *made[rank + 1 :])
+    return (
+        *programs[:rank],
+        attrs.evolve(programs[rank], effects=tuple(effects)),
+        *programs[rank + 1 :],
+    )
 
 
-def refused(made: Sequence[Program], buffers: int | None = None) -> ProgramError:
+def refused(programs: Sequence[Program], buffers: int | None = None) -> ProgramError:
     with pytest.raises(ProgramError) as error:
-        check(made, buffers=buffers)
+        check(programs, buffers=buffers)
     return error.value
 
 

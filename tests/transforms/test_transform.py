@@ -33,12 +33,14 @@ LAW = "a transform of one's own is what one would write by hand"
 # The work of a hook, as values: the sum of all rows that left the step, and the number of calls.
 summed = Transform(
     init=lambda params, state: {"sum": torch.zeros(4), "calls": torch.zeros((), dtype=torch.int64)},
-    apply=lambda step, own, params, state, *rest: seen_by(own, *step(params, state, *rest)),
+    apply=lambda step, carry, params, state, *rest: seen_by(carry, *step(params, state, *rest)),
 )
 
 
-def seen_by(own: dict[str, Tensor], state: Any, y: Tensor) -> tuple[dict[str, Tensor], Any, Tensor]:
-    return {"sum": own["sum"] + y.sum(0), "calls": own["calls"] + 1}, state, y
+def seen_by(
+    carry: dict[str, Tensor], state: Any, y: Tensor
+) -> tuple[dict[str, Tensor], Any, Tensor]:
+    return {"sum": carry["sum"] + y.sum(0), "calls": carry["calls"] + 1}, state, y
 
 
 def step(params: Tensor, state: Tensor, batch: Tensor) -> tuple[Tensor, Tensor]:
@@ -66,22 +68,22 @@ def fresh() -> Carried:
 def by_hand(batches: list[Tensor]) -> tuple[Any, list[Tensor]]:
     """The calls and the sums in order, written by hand."""
     state = STATE
-    own = summed.init(PARAMS, STATE)
+    carry = summed.init(PARAMS, STATE)
     outs = []
     for batch in batches:
         state, out = step(PARAMS, state, batch)
-        own = {"sum": own["sum"] + out.sum(0), "calls": own["calls"] + 1}
+        carry = {"sum": carry["sum"] + out.sum(0), "calls": carry["calls"] + 1}
         outs.append(out)
-    return Carried(state, own), outs
+    return Carried(state, carry), outs
 
 
 @pytest.mark.parametrize("way", WAYS)
 def test_it_is_the_sequence_by_hand(way: str) -> None:
-    made = WAYS[way](step)
+    transformed = WAYS[way](step)
     state = fresh()
     outs = []
     for batch in BATCHES:
-        state, out = made(PARAMS, state, batch)
+        state, out = transformed(PARAMS, state, batch)
         outs.append(out.clone())
     assert_equal(LAW, (state, outs), by_hand(BATCHES))
 
@@ -90,21 +92,21 @@ def test_it_is_the_sequence_by_hand(way: str) -> None:
 def test_any_function_that_donates_its_state(function: Function, way: str) -> None:
     width = function.params.shape[0]
     wide = Transform(
-        lambda params, state: torch.zeros(width), lambda f, own, *args: _added(own, *f(*args))
+        lambda params, state: torch.zeros(width), lambda f, carry, *args: _added(carry, *f(*args))
     )
     state = clone(function.state)
     other = wide.carry(function.params, clone(function.state))
-    made = graphify(wide(function.fn)) if way != "transform" else wide(function.fn)
+    transformed = graphify(wide(function.fn)) if way != "transform" else wide(function.fn)
     total = torch.zeros(width)
     for x in function.inputs:
         state, out = function.fn(function.params, state, x)
         total = total + out.sum(0)
-        other, seen = made(function.params, other, x)
-        assert_equal(LAW, (other.state, other.own, seen), (state, total, out))
+        other, other_out = transformed(function.params, other, x)
+        assert_equal(LAW, (other.state, other.transform_state, other_out), (state, total, out))
 
 
-def _added(own: Tensor, state: Any, y: Tensor) -> tuple[Tensor, Any, Tensor]:
-    return own + y.sum(0), state, y
+def _added(carry: Tensor, state: Any, y: Tensor) -> tuple[Tensor, Any, Tensor]:
+    return carry + y.sum(0), state, y
 
 
 @pytest.mark.parametrize("way", WAYS)
@@ -115,11 +117,11 @@ def test_it_is_scanned(way: str) -> None:
 
 def test_around_a_scan_it_sees_one_call() -> None:
     last = Transform(
-        lambda params, state: torch.zeros(3, 4), lambda f, own, *args: _last(*f(*args))
+        lambda params, state: torch.zeros(3, 4), lambda f, carry, *args: _last(*f(*args))
     )
     state, outs = last(scan(step, 3))(PARAMS, last.carry(PARAMS, STATE), BATCHES[0])
-    wanted = by_hand([BATCHES[0]] * 3)[1]
-    assert_equal(LAW, (outs, state.own), (wanted, wanted[-1]))
+    expected = by_hand([BATCHES[0]] * 3)[1]
+    assert_equal(LAW, (outs, state.transform_state), (expected, expected[-1]))
 
 
 def _last(state: Any, outs: list[Tensor]) -> tuple[Tensor, Any, list[Tensor]]:
@@ -130,8 +132,8 @@ def _last(state: Any, outs: list[Tensor]) -> tuple[Tensor, Any, list[Tensor]]:
 def test_it_is_cut_into_parts(way: str) -> None:
     x = BATCHES[0]
     state, out = microbatch(WAYS[way](step), 3)(PARAMS, fresh(), x)
-    wanted, outs = by_hand([x[:1], x[1:2], x[2:]])
-    assert_equal(LAW, (state, out), (wanted, torch.cat(outs)))
+    expected, outs = by_hand([x[:1], x[1:2], x[2:]])
+    assert_equal(LAW, (state, out), (expected, torch.cat(outs)))
 
 
 @given(stage_lists(), st.integers(1, 5), st.integers(1, 3), st.booleans(), st.booleans())
@@ -142,16 +144,18 @@ def test_stages_in_a_pipeline(
     params = [f.params for f in functions]
     states = [f.state for f in functions]
     x = torch.linspace(-2, 2, rows * 4).view(rows, 4)
-    wanted, out = compose(stages)(params, states, x)
+    expected_states, out = compose(stages)(params, states, x)
     inside = [
         graphify(s, outputs="borrow" if lent else "safe", reference_argnames=()) for s in stages
     ]
     mine = [summed(s) for s in (inside if graph else stages)]
     carried = [summed.carry(p, s) for p, s in zip(params, states, strict=True)]
-    state, seen = pipeline(mine, microbatches=parts)(params, carried, x)
-    assert_equal(LAW, ([s.state for s in state], seen), (list(wanted), out), exact=parts == 1)
-    assert {int(s.own["calls"]) for s in state} == {min(parts, rows)}
-    assert_equal(LAW, state[-1].own["sum"], out.sum(0), exact=False)
+    state, output = pipeline(mine, microbatches=parts)(params, carried, x)
+    assert_equal(
+        LAW, ([s.state for s in state], output), (list(expected_states), out), exact=parts == 1
+    )
+    assert {int(s.transform_state["calls"]) for s in state} == {min(parts, rows)}
+    assert_equal(LAW, state[-1].transform_state["sum"], out.sum(0), exact=False)
 
 
 def stage(params: Tensor, state: Tensor, batch: Tensor, x: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -169,38 +173,41 @@ def test_advance_is_lifted_over_what_some_stages_carry(transport: Any, whole: bo
     states = [torch.tensor(0.0)] * 2
     x = BATCHES[0]
     plain = pipeline([stage, stage], advance=stepped)
-    made: Any = pipeline([summed(stage), stage], advance=lift(stepped), transport=transport)
-    made = graphify(made) if whole and transport is None else made
+    transformed: Any = pipeline([summed(stage), stage], advance=lift(stepped), transport=transport)
+    transformed = graphify(transformed) if whole and transport is None else transformed
     state: Any = (summed.carry(params[0], states[0]), states[1])
-    wanted, out = plain(params, states, x)
+    expected_states, out = plain(params, states, x)
     for calls in (1, 2):
-        state, seen = made(params, state, x)
-        assert int(state[0].own["calls"]) == calls
-    assert_equal(LAW, seen, out)
-    assert_equal(LAW, [state[0].state, state[1]], plain(params, wanted, x)[0])
+        state, output = transformed(params, state, x)
+        assert int(state[0].transform_state["calls"]) == calls
+    assert_equal(LAW, output, out)
+    assert_equal(LAW, [state[0].state, state[1]], plain(params, expected_states, x)[0])
 
 
 def test_one_inside_another_carries_both() -> None:
     both = summed(summed(step))
     state = summed.carry(PARAMS, fresh())
     state, out = graphify(both)(PARAMS, state, BATCHES[0])
-    wanted, outs = by_hand(BATCHES[:1])
-    assert_equal(LAW, (state, out), (Carried(wanted, wanted.own), outs[0]))
+    expected, outs = by_hand(BATCHES[:1])
+    assert_equal(LAW, (state, out), (Carried(expected, expected.transform_state), outs[0]))
 
 
 def test_torch_func_goes_through_it() -> None:
     batches = torch.stack([BATCHES[0], -BATCHES[0]])
     carried = fresh()
-    for made in (summed(step), summed(graphify(step)), graphify(summed(step))):
-        mapped, outs = torch.func.vmap(made, (None, None, 0))(PARAMS, carried, batches)
+    for transformed in (summed(step), summed(graphify(step)), graphify(summed(step))):
+        mapped, outs = torch.func.vmap(transformed, (None, None, 0))(PARAMS, carried, batches)
         for index, batch in enumerate(batches):
-            state, out = made(PARAMS, carried, batch)
+            state, out = transformed(PARAMS, carried, batch)
             assert_equal(
-                LAW, (outs[index], mapped.own["sum"][index]), (out, state.own["sum"]), exact=False
+                LAW,
+                (outs[index], mapped.transform_state["sum"][index]),
+                (out, state.transform_state["sum"]),
+                exact=False,
             )
-        grad = torch.func.grad(lambda p, f=made: f(p, carried, batches[0])[0].own["sum"].sum())(
-            PARAMS
-        )
+        grad = torch.func.grad(
+            lambda p, f=transformed: f(p, carried, batches[0])[0].transform_state["sum"].sum()
+        )(PARAMS)
         assert_equal(
             LAW,
             grad,
@@ -249,12 +256,12 @@ def test_parts_and_steps_of_what_lends_are_all_there(wrap: Any) -> None:
 # what it refuses
 
 
-def broken(step: Any, own: Any, *args: Any) -> Any:
+def broken(step: Any, carry: Any, *args: Any) -> Any:
     return step(*args)
 
 
 @pytest.mark.parametrize(
-    ("wrong", "seen", "instead"),
+    ("wrong", "problem", "instead"),
     [
         (lambda: Transform(None, broken), "None", "a function"),  # type: ignore[arg-type]
         (lambda: summed(3), "step=3", "a step"),  # type: ignore[type-var]
@@ -268,12 +275,12 @@ def broken(step: Any, own: Any, *args: Any) -> Any:
                 PARAMS, Carried(STATE, None), BATCHES[0]
             ),
             "apply returned a tuple of 2",
-            "return (own, state, out)",
+            "return (transform_state, state, out)",
         ),
     ],
 )
-def test_what_it_refuses(wrong: Callable[[], Any], seen: str, instead: str) -> None:
+def test_what_it_refuses(wrong: Callable[[], Any], problem: str, instead: str) -> None:
     with pytest.raises(ProgramError) as error:
         wrong()
-    assert seen in error.value.seen
+    assert problem in error.value.problem
     assert instead in error.value.instead

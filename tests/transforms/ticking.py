@@ -96,7 +96,7 @@ class Ticking:
         ranks = effect.ranks
         if ranks not in self.meetings:
             at = [self.programs[r].effects[self.at[r] : self.at[r] + 1] for r in ranks]
-            if any(own != (effect,) for own in at):
+            if any(next_effects != (effect,) for next_effects in at):
                 return False
             self.meetings[ranks] = self.now, set()
         since, left = self.meetings[ranks]
@@ -117,13 +117,13 @@ class Ticking:
             first = next((i for i, m in enumerate(queue) if m.until is None), None)
             return first is not None and not any(m.left for m in queue[: first + 1])
         if isinstance(effect, Fence):
-            own = [
+            sent_messages = [
                 m
                 for (source, _, _), messages in self.edges.items()
                 if source == rank
                 for m in messages
             ]
-            return not any(m.until is None and m.mb == effect.microbatch for m in own)
+            return not any(m.until is None and m.mb == effect.microbatch for m in sent_messages)
         waiting = [
             sum(m.until is None for m in messages) for messages in self.outgoing(rank, effect)
         ]
@@ -145,11 +145,11 @@ class Ticking:
             if rank in (source, to)
             for m in messages
         ]
-        held = (
+        bytes_in_flight = (
             sum(m.size for m in mine if m.until is not None and m.since <= tick < m.until)
             for tick in range(self.now)
         )
-        return max(held, default=0)
+        return max(bytes_in_flight, default=0)
 
 
 @st.composite
@@ -161,12 +161,12 @@ def programs_of_any_kind(draw: st.DrawFn) -> list[Program]:
     for _ in range(draw(st.integers(0, 30))):
         rank = draw(st.integers(0, ranks - 1))
         mb = draw(st.integers(0, 3))
-        others = [to for to in range(ranks) if to != rank]
-        group = tuple(draw(st.lists(st.sampled_from(others), unique=True))) if others else ()
+        peers = [to for to in range(ranks) if to != rank]
+        group = tuple(draw(st.lists(st.sampled_from(peers), unique=True))) if peers else ()
         ways: list[Any] = [Run(f"stage {rank}", mb), Run("advance", mb), Run("part 0", mb)]
         ways += [AllReduce((rank, *group), mb)] * 2
-        ways += [Send(to, mb) for to in others if (rank, to, "stages") not in queues]
-        ways += [Broadcast(rank, mb)] * all((rank, to, "returns") not in queues for to in others)
+        ways += [Send(to, mb) for to in peers if (rank, to, "stages") not in queues]
+        ways += [Broadcast(rank, mb)] * all((rank, to, "returns") not in queues for to in peers)
         ways += [Fence(mb)] * all(
             sent != mb for (source, _, _), sent in queues.items() if source == rank
         )
@@ -184,7 +184,7 @@ def programs_of_any_kind(draw: st.DrawFn) -> list[Program]:
         elif isinstance(effect, Send):
             queues[rank, effect.to, "stages"] = mb
         elif isinstance(effect, Broadcast):
-            queues |= {(rank, to, "returns"): mb for to in others}
+            queues |= {(rank, to, "returns"): mb for to in peers}
     for (source, to, kind), mb in queues.items():
         effects[to].append(Recv(source, mb) if kind == "stages" else Broadcast(source, mb))
     return [Program(rank, ranks, tuple(mine)) for rank, mine in enumerate(effects)]

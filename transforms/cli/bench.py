@@ -57,8 +57,10 @@ def _check(options: Bench) -> None:
     tokens = options.tokens_per_step
     pp = ",".join(map(str, options.splits))
     if options.eval is not None and options.dummy:
-        seen = "random weights; --eval scores the weights and the tokenizer of a folder"
-        options.refuse(f"--eval {options.eval}", seen, "--model DIR, without --load-format dummy")
+        problem = "random weights; --eval scores the weights and the tokenizer of a folder"
+        options.refuse(
+            f"--eval {options.eval}", problem, "--model DIR, without --load-format dummy"
+        )
     if options.eval is None and (options.graph == "all" or "," in pp):
         if options.graph == "all":
             flag = "--graph all"
@@ -68,14 +70,14 @@ def _check(options: Bench) -> None:
             flag, "several modes or splits, of which one is timed", "one of them, or --eval FILE"
         )
     if options.eval is not None and options.max_step_seconds is not None:
-        seen = "a time to keep within, in a comparison of scores"
+        problem = "a time to keep within, in a comparison of scores"
         options.refuse(
-            f"--eval ... --max-step-seconds {options.max_step_seconds:g}", seen, "one of the two"
+            f"--eval ... --max-step-seconds {options.max_step_seconds:g}", problem, "one of the two"
         )
     if tokens is not None and tokens < options.max_num_seqs:
-        seen = f"{tokens} tokens a step for {options.max_num_seqs} requests"
+        problem = f"{tokens} tokens a step for {options.max_num_seqs} requests"
         instead = f"{options.max_num_seqs} or more, or a lower --max-num-seqs"
-        options.refuse(f"--max-num-tokens {tokens}", seen, instead)
+        options.refuse(f"--max-num-tokens {tokens}", problem, instead)
 
 
 def bench(options: Bench) -> tuple[dict[str, Any], Iterator[Any]]:
@@ -99,8 +101,8 @@ def bench(options: Bench) -> tuple[dict[str, Any], Iterator[Any]]:
 def _bench(here: Here, options: Bench) -> dict[str, Any]:
     """This process's part: start, warm up, and serve."""
     engine, started = start_engine(here, options)
-    (found,) = measure(engine, workload_of(options), started, progress=here.progress)
-    return found
+    (report,) = measure(engine, workload_of(options), started, progress=here.progress)
+    return report
 
 
 def start_engine(
@@ -126,21 +128,21 @@ def workload_of(options: Bench) -> Workload:
     )
 
 
-def as_report(options: Bench, found: dict[str, Any]) -> dict[str, Any]:
+def as_report(options: Bench, figures: dict[str, Any]) -> dict[str, Any]:
     """The JSON report: the options, the environment, and the figures. Times are in seconds, except
     for `ttft`, `tpot` and `itl`, which are in milliseconds."""
     names = (
         "model preset dummy dtype num_prompts max_num_seqs max_step_seconds num_pages temperature"
         " seed run_ahead"
     )
-    wanted = {
+    settings = {
         name: getattr(options, name)
         for name in (*names.split(), "speculate", "draft", "transport", "device")
     }
-    wanted |= dict(zip(("input_len", "output_len"), options.lengths, strict=True))
-    wanted |= {"max_num_tokens": found["max_num_tokens"], "graph": options.graphs[0]}
-    wanted |= {"stages": options.num_stages, "own_stages": options.stages}
-    device = found["ranks"][0]["device"]
+    settings |= dict(zip(("input_len", "output_len"), options.lengths, strict=True))
+    settings |= {"max_num_tokens": figures["max_num_tokens"], "graph": options.graphs[0]}
+    settings |= {"stages": options.num_stages, "own_stages": options.stages}
+    device = figures["ranks"][0]["device"]
     on_gpu = device.startswith("cuda")
     environment = {
         "weft": __version__,
@@ -149,19 +151,21 @@ def as_report(options: Bench, found: dict[str, Any]) -> dict[str, Any]:
         "device": torch.cuda.get_device_name(device) if on_gpu else platform.machine(),
         "python": platform.python_version(),
     }
-    return {"wanted": wanted, "environment": environment, **found}
+    return {"wanted": settings, "environment": environment, **figures}
 
 
 def tables(report: dict[str, Any]) -> Iterator[Any]:
     """The report, to be read."""
-    asked = report["wanted"]
+    settings = report["wanted"]
     graphs = report["graphs"]
-    stages = counted(max(len(report["ranks"]), asked["stages"] or 1), "stage")
-    yield heading(f"{asked['model'] or asked['preset']}, {stages}, graphs: {asked['graph']}")
+    stages = counted(max(len(report["ranks"]), settings["stages"] or 1), "stage")
+    yield heading(
+        f"{settings['model'] or settings['preset']}, {stages}, graphs: {settings['graph']}"
+    )
     throughput = {
         "requests": report["num_requests"],
-        "in": asked["input_len"],
-        "out": asked["output_len"],
+        "in": settings["input_len"],
+        "out": settings["output_len"],
         "seconds": f"{report['seconds']:.3f}",
         "output tok/s": f"{report['output_tokens_per_s']:,.0f}",
         "total tok/s": f"{report['total_tokens_per_s']:,.0f}",
@@ -172,9 +176,9 @@ def tables(report: dict[str, Any]) -> Iterator[Any]:
         "between two tokens (ITL)": report["itl"],
     }
     latency = [
-        {"": name, **{key: f"{value:,.2f}" for key, value in found.items()}}
-        for name, found in latencies.items()
-        if found is not None
+        {"": name, **{key: f"{value:,.2f}" for key, value in percentiles.items()}}
+        for name, percentiles in latencies.items()
+        if percentiles is not None
     ]
     shares = {"whole graphs": "full", "pieces": "piecewise", "eager": "none"}
     steps = {
@@ -184,9 +188,9 @@ def tables(report: dict[str, Any]) -> Iterator[Any]:
         "late captures": report["captures"],
     }
     shown = {"": [throughput], "milliseconds": latency, "steps": [steps]}
-    if asked["speculate"] is not None:
+    if settings["speculate"] is not None:
         share = report["accepted"] / max(report["drafted"], 1)
-        drafts = {"by": asked["draft"] or "prompt lookup", "a step": asked["speculate"]}
+        drafts = {"by": settings["draft"] or "prompt lookup", "a step": settings["speculate"]}
         drafts |= {
             name: f"{report[count]:,}"
             for name, count in (("verified", "drafted"), ("right", "accepted"))
@@ -274,12 +278,12 @@ def score_table(report: dict[str, Any], scores: Sequence[Score]) -> Iterator[Any
     counts = f"{report['tokens']} tokens, {report['bytes']} bytes, {report['questions']} questions"
     yield heading(f"{report['file']}: {counts}, {report['dtype']}")
     rows = []
-    for one, own in zip(report["scores"], scores, strict=True):
+    for one, result in zip(report["scores"], scores, strict=True):
         if one["agrees"]:
             differs = f"{one['difference']:.1e}"
         else:
             differs = "DIFFERS"
-        rows.append({"graph": one["graph"], "pp": one["stages"], **own.row, "differs": differs})
+        rows.append({"graph": one["graph"], "pp": one["stages"], **result.row, "differs": differs})
     yield from (Table.of(rows), "")
     if len(rows) > 1:
         if report["agree"]:

@@ -54,8 +54,8 @@ def run(options: Demo) -> int:
     max_tokens = options.max_tokens
     prompts = [encode_prompt(model, prompt, "weft demo") for prompt in PROMPTS]
     if max_tokens > (most := model.config.max_position_embeddings - max(map(len, prompts))):
-        seen = f"{max_tokens} tokens; after the longest prompt the model has {most} positions"
-        options.refuse(f"--max-tokens {max_tokens}", seen, f"a number from 1 to {most}")
+        problem = f"{max_tokens} tokens; after the longest prompt the model has {most} positions"
+        options.refuse(f"--max-tokens {max_tokens}", problem, f"a number from 1 to {most}")
     with ExitStack() as stack:
         if (
             model.device.type == "cpu"
@@ -69,7 +69,7 @@ def run(options: Demo) -> int:
             leave=False,
             disable=not _in_terminal(),
         ) as bar:
-            fast, found = _run(model, prompts, max_tokens, bar)
+            fast, comparisons = _run(model, prompts, max_tokens, bar)
             _, found_exact = _run(exact, prompts, max_tokens, bar)
     threads = " with 1 thread" if model.device.type == "cpu" else ""
     size = f"{model.config.num_layers} layers, {num_bytes(model.params) / 2**20:.1f} MiB in float32"
@@ -77,8 +77,8 @@ def run(options: Demo) -> int:
     show([f"{len(PROMPTS)} prompts in one batch, up to {max_tokens} tokens each, greedy\n"])
     show(_texts(model, fast))
     show(_speed(model, fast))
-    show(_differences(found, found_exact))
-    if any([*c.faults()] for c in (*found, *found_exact)):
+    show(_differences(comparisons, found_exact))
+    if any([*c.faults()] for c in (*comparisons, *found_exact)):
         return 1
     return 0
 
@@ -92,9 +92,9 @@ def _run(
 ) -> tuple[list[RunTrace], list[RunComparison]]:
     """The runs in the four ways; and their comparisons with each other, and with each prompt alone."""
 
-    def traced(way: Way, *own: list[int]) -> RunTrace:
+    def traced(way: Way, *batch: list[int]) -> RunTrace:
         bar.update()
-        return trace_run(model, way, own, max_tokens)
+        return trace_run(model, way, batch, max_tokens)
 
     traces = {way: traced(way, *prompts) for way in WAYS}
     alone = compare_alone(traces[EAGER], [traced(EAGER, prompt) for prompt in prompts])
@@ -133,9 +133,11 @@ def _speed(model: Model, traces: Sequence[RunTrace]) -> Iterator[Any]:
     )
 
 
-def _differences(found: Sequence[RunComparison], exact: Sequence[RunComparison]) -> Iterator[Any]:
+def _differences(
+    comparisons: Sequence[RunComparison], exact: Sequence[RunComparison]
+) -> Iterator[Any]:
     """The differences, and whether all ways are equal."""
-    yield Table.of((c.row for c in found), "largest difference after any step")
+    yield Table.of((c.row for c in comparisons), "largest difference after any step")
     yield Text(
         "tables: each stage's requests. KV pages: all layers. alone: each prompt by itself. allowed"
         " 0: both ways compute in the same shapes, so the bits are equal. A pipelined batch runs as"
@@ -146,9 +148,10 @@ def _differences(found: Sequence[RunComparison], exact: Sequence[RunComparison])
         (c.row for c in exact), "the same with batch_invariant=True, where nothing may differ"
     )
     yield ""
-    broken = [*_broken("", found), *_broken("batch invariant, ", exact)]
+    broken = [*_broken("", comparisons), *_broken("batch invariant, ", exact)]
     logits, state = (
-        error_size(max(c.sizes.get(name, 0.0) for c in found)) for name in ("logits", "KV pages")
+        error_size(max(c.sizes.get(name, 0.0) for c in comparisons))
+        for name in ("logits", "KV pages")
     )
     if broken:
         yield from (
@@ -157,15 +160,15 @@ def _differences(found: Sequence[RunComparison], exact: Sequence[RunComparison])
         )
     else:
         yield Text(
-            f"EQUAL after each of {found[0].steps} steps: identical tokens; logits within {logits}"
+            f"EQUAL after each of {comparisons[0].steps} steps: identical tokens; logits within {logits}"
             f" and state within {state} of the eager run's, allowed {error_size(TOLERANCE)}, and 0"
             " in the same shapes. Batch invariant: 0 difference in any way of running.",
             style="bold green",
         )
 
 
-def _broken(mode: str, found: Sequence[RunComparison]) -> Iterator[Text]:
-    for comparison in found:
+def _broken(mode: str, comparisons: Sequence[RunComparison]) -> Iterator[Text]:
+    for comparison in comparisons:
         if faults := [*comparison.faults()]:
             ways = f"{comparison.way.name} against {comparison.against.name}"
             yield Text(f"{mode}{ways}: {'; '.join(faults)}", style="red")

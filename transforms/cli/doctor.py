@@ -58,13 +58,13 @@ def examine() -> dict[str, Any]:
     installed = {
         package: next(iter(metadata.distributions(name=package)), None) for package in _PACKAGES
     }
-    own = {
+    versions = {
         "weft": __version__,
         "python": platform.python_version(),
         "torch": str(torch.__version__),
     }
     return {
-        "versions": own
+        "versions": versions
         | {"CUDA": torch.version.cuda}
         | {name: d and d.version for name, d in installed.items()},
         "devices": devices,
@@ -140,13 +140,13 @@ def tables(report: dict[str, Any]) -> Iterator[Any]:
         for device in report["devices"]
     ]
     graphs = []
-    for found in report["graph_backends"]:
-        if found["device"]:
-            chosen = found["backend"]
+    for backend in report["graph_backends"]:
+        if backend["device"]:
+            chosen = backend["backend"]
         else:
-            chosen = f"{found['backend']}: not used"
+            chosen = f"{backend['backend']}: not used"
         graphs.append(
-            {"device": found["device"] or "none", "back end": chosen, "why": found["reason"]}
+            {"device": backend["device"] or "none", "back end": chosen, "why": backend["reason"]}
         )
     ops = [
         {("why" if name == "reason" else name): value for name, value in op.items()}

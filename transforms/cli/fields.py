@@ -89,22 +89,22 @@ class Options:
     """The options of a command. The docstring is the description in `--help`.
 
     Args:
-        given: the names of the options that the user wrote.
+        explicit: the names of the options that the user wrote.
     """
 
     command: ClassVar[str]
     usage: ClassVar[str] = "[options]"
     summary: ClassVar[str]
 
-    given: frozenset[str] = frozenset()
+    explicit: frozenset[str] = frozenset()
 
-    def refuse(self, flag: str, seen: str, instead: str) -> NoReturn:
+    def refuse(self, flag: str, problem: str, instead: str) -> NoReturn:
         """Raise the error about a flag as written.
 
         Raises:
             RequestError: always.
         """
-        raise RequestError(f"weft {self.command} {flag:.300}".strip(), seen, instead)
+        raise RequestError(f"weft {self.command} {flag:.300}".strip(), problem, instead)
 
     @contextmanager
     def about(self, flag: str, kind: type[WeftError] = RequestError) -> Iterator[None]:
@@ -112,7 +112,7 @@ class Options:
         try:
             yield
         except kind as error:
-            self.refuse(flag, error.seen, error.instead)
+            self.refuse(flag, error.problem, error.instead)
 
     def check(self) -> None:
         """Refuse options without one that they need, or next to one with which they count for
@@ -122,25 +122,25 @@ class Options:
             RequestError: about the first of them.
         """
         fields = attrs.fields_dict(type(self))
-        for name in filter(self.given.__contains__, fields):
+        for name in filter(self.explicit.__contains__, fields):
             flag = flag_of(name)
             needed = [one for one in NEEDS.get(name, ()) if one in fields and fields[one].metadata]
             written = f"{flag} {getattr(self, name)}"
-            others = [
+            other_flags = [
                 flag_of(other)
                 for other, idle in IDLE.items()
-                if other in self.given and name in idle
+                if other in self.explicit and name in idle
             ]
-            if both := " and ".join(others):
+            if both := " and ".join(other_flags):
                 self.refuse(
                     written,
                     f"{both}, with which {flag} has no effect",
                     f"leave out {flag}, or {both}",
                 )
-            if needed and self.given.isdisjoint(needed):
-                own, *others = (_usage(fields[one]) for one in (name, *needed))
+            if needed and self.explicit.isdisjoint(needed):
+                usage, *other_flags = (_usage(fields[one]) for one in (name, *needed))
                 missing = " and no ".join(map(flag_of, needed))
-                self.refuse(written, f"no {missing}", f"{own} {', or '.join(others)}")
+                self.refuse(written, f"no {missing}", f"{usage} {', or '.join(other_flags)}")
 
 
 def _usage(field: "attrs.Attribute[Any]") -> str:
@@ -151,7 +151,7 @@ def _usage(field: "attrs.Attribute[Any]") -> str:
     )
 
 
-def flagged(own: type[Options]) -> list["attrs.Attribute[Any]"]:
+def flagged(options_class: type[Options]) -> list["attrs.Attribute[Any]"]:
     """The fields of a command that flags set, in the order of `--help`."""
-    fields = [field for field in attrs.fields(own) if field.metadata]
+    fields = [field for field in attrs.fields(options_class) if field.metadata]
     return sorted(fields, key=lambda field: GROUPS.index(field.metadata["group"]))

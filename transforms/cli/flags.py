@@ -24,8 +24,8 @@ def value(
 
     def parse(text: str) -> Any:
         try:
-            if allowed(found := convert(text)):
-                return found
+            if allowed(parsed := convert(text)):
+                return parsed
         except ValueError:
             pass
         raise argparse.ArgumentTypeError(f"{text!r:.60}: write {instead}")
@@ -74,7 +74,7 @@ def _splits(text: str) -> tuple[int, ...]:
 NAMED = value(
     "MODULE:F",
     str,
-    lambda own: re.fullmatch(r"[\w.]+:\w+", own) is not None,
+    lambda parsed: re.fullmatch(r"[\w.]+:\w+", parsed) is not None,
     "module:function, as in steering:steered",
 )
 DIR, FILE, DEVICE = ({"metavar": name} for name in ("DIR", "FILE", "D"))
@@ -98,7 +98,7 @@ COUNT, SEED = whole("N", 1, 2**20), whole("S", -(2**63), 2**63 - 1)
 SPLITS = value(
     "N",
     _splits,
-    lambda own: 1 <= min(own) <= max(own) < 10**6,
+    lambda parsed: 1 <= min(parsed) <= max(parsed) < 10**6,
     "a whole number >= 1, or several: 1,2,3",
 )
 TEMPERATURE = value("T", float, lambda x: 0 <= x <= 1e38, "a finite number >= 0; 0 is greedy")

@@ -44,7 +44,9 @@ def run(options: Generate) -> int:
         # Those of this process
         without_times = attrs.filters.exclude(fields.times, fields.provenance)
         print(
-            "\n".join(write_json(attrs.asdict(own, filter=without_times)) for _, own in completed)
+            "\n".join(
+                write_json(attrs.asdict(entry, filter=without_times)) for _, entry in completed
+            )
         )
     else:
         show(_shown(completed, between="\n" if options.chat else ""))
@@ -60,13 +62,13 @@ def _complete(here: Here, options: Generate) -> tuple[Completed, list[Certificat
     """This process's part of the work: the completions, and the certificates of those that did not
     fail."""
     model = open_model(options, here)
-    given = [
+    raw_prompts = [
         model.encode_chat(_chat(options, prompt)) if options.chat else prompt
         for prompt in options.prompt
     ]
     prompts = [
         encode_prompt(model, prompt, "weft generate", f"prompt {index}")
-        for index, prompt in enumerate(given)
+        for index, prompt in enumerate(raw_prompts)
     ]
     _check_room(options, model.config, map(len, prompts))
     completions = generate(
@@ -82,8 +84,10 @@ def _complete(here: Here, options: Generate) -> tuple[Completed, list[Certificat
         transport=here.transport,
         progress=here.progress,
     )
-    wanted = [one for one in completions if options.certificates is not None and one.error is None]
-    certificates = [one.certificate() for one in wanted]
+    certifiable = [
+        one for one in completions if options.certificates is not None and one.error is None
+    ]
+    certificates = [one.certificate() for one in certifiable]
     return [
         (_as_text(model, prompt), one)
         for prompt, one in zip(options.prompt, completions, strict=True)
@@ -100,15 +104,17 @@ def _check_room(
         lengths: the tokens of each prompt.
         or_more: what an error says after a length, which may be greater.
     """
-    asked = options.max_tokens
+    max_tokens = options.max_tokens
     longest = max(lengths)
     limit = config.max_position_embeddings
-    if "max_tokens" in options.given and longest < limit < longest + asked:
-        seen = (
-            f"{asked} tokens after a prompt of {longest}{or_more}; the model's limit is {limit}"
+    if "max_tokens" in options.explicit and longest < limit < longest + max_tokens:
+        problem = (
+            f"{max_tokens} tokens after a prompt of {longest}{or_more}; the model's limit is {limit}"
             " together"
         )
-        options.refuse(f"--max-tokens {asked}", seen, f"--max-tokens {limit - longest}, or fewer")
+        options.refuse(
+            f"--max-tokens {max_tokens}", problem, f"--max-tokens {limit - longest}, or fewer"
+        )
 
 
 def _chat(options: Generate, text: str | list[int]) -> list[dict[str, Any]]:

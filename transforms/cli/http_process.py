@@ -97,8 +97,8 @@ def forwarded(process: subprocess.Popen[bytes]) -> Iterator[None]:
     try:
         yield
     finally:
-        for each, own in handlers.items():
-            signal.signal(each, own)
+        for each, handler in handlers.items():
+            signal.signal(each, handler)
         signal.set_wakeup_fd(before)
         writer.close()
         thread.join()
@@ -121,12 +121,12 @@ class HttpProcess:
         if os.name != "posix":
             return
         self._socket, theirs = socket.socketpair()
-        inherited = [own.fileno() for own in (theirs, *sockets)]
+        inherited = [sock.fileno() for sock in (theirs, *sockets)]
         words = [sys.executable, "-m", "weft.transforms.cli.http_process", *map(str, inherited)]
         with theirs:  # a terminal's Ctrl-C reaches the parent alone, which passes it on
             self._process = subprocess.Popen(words, pass_fds=inherited, start_new_session=True)
-        for own in sockets:
-            own.close()
+        for sock in sockets:
+            sock.close()
 
     def run(self, engine: Engine, settings: Settings, num_ranks: int) -> int:
         """Serve; returns the exit code."""
@@ -138,13 +138,13 @@ class HttpProcess:
             return _exit_code(host.fault)
         model = engine.model
         # Without its weights; clients see no path
-        own = (
+        model_fields = (
             model.config,
             None,
             model.tokenizer,
             Path(settings.name),
         )
-        bare = Model(*own, chat_template=model.chat_template)  # type: ignore[arg-type]
+        bare = Model(*model_fields, chat_template=model.chat_template)  # type: ignore[arg-type]
         with self._socket, forwarded(process):
             with contextlib.suppress(OSError):  # it has gone: its exit code says why
                 self._socket.sendall(pack(attrs.evolve(settings, model=bare)))

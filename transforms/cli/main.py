@@ -99,13 +99,13 @@ def in_flags(error: WeftError, words: Sequence[str]) -> str:
         call = f"weft {words[0]} {flags[only[1]]} {only[2]}"
     elif not call.startswith((f"weft {words[0]} ", "--")):
         call = f"weft {shlex.join(words)}"
-    seen = error.seen
+    problem = error.problem
     instead = error.instead
     if not isinstance(
         error, ConfigError | CheckpointError
     ):  # whose names are those of files' fields
-        seen, instead = (_with_flags(text, flags) for text in (seen, instead))
-    return str(WeftError(call, seen, instead))
+        problem, instead = (_with_flags(text, flags) for text in (problem, instead))
+    return str(WeftError(call, problem, instead))
 
 
 def _with_flags(text: str, flags: Mapping[str, str]) -> str:
@@ -115,15 +115,16 @@ def _with_flags(text: str, flags: Mapping[str, str]) -> str:
     if "batch_invariant" not in flags:  # of a command that is always batch invariant
         text = text.replace("; or leave out batch_invariant=True", "")
     names = "|".join(flags)
-    text = re.sub(rf"\b({names})=True\b", lambda found: flags[found[1]], text)
-    text = re.sub(rf"\b({names})='([\w.-]+)'", lambda found: f"{flags[found[1]]} {found[2]}", text)
-    text = re.sub(rf"\b({names})=", lambda found: f"{flags[found[1]]} ", text)
+    text = re.sub(rf"\b({names})=True\b", lambda match: flags[match[1]], text)
+    text = re.sub(rf"\b({names})='([\w.-]+)'", lambda match: f"{flags[match[1]]} {match[2]}", text)
+    text = re.sub(rf"\b({names})=", lambda match: f"{flags[match[1]]} ", text)
     return re.sub(r"weft\.load\(path, (--[\w-]+)\)", r"\1", text)
 
 
 _ADAPTERS = "adapters=[weft.load_adapter(model, folder)]"
 _COMMANDS: dict[str, type[Options]] = {
-    own.command: own for own in (Demo, Doctor, Generate, Verify, Serve, Bench, Plan)
+    options_class.command: options_class
+    for options_class in (Demo, Doctor, Generate, Verify, Serve, Bench, Plan)
 }
 
 
@@ -142,9 +143,9 @@ def parse(words: Sequence[str]) -> Options:
         SystemExit: from argparse, for `--help` (0) and for arguments that it refuses (2).
     """
     # First, as a flag may be missing by a typo
-    given, strange = build_parser(requires=False).parse_known_args(words)
+    namespace, strange = build_parser(requires=False).parse_known_args(words)
     if strange:
-        parser = given.parser
+        parser = namespace.parser
         flags = [
             word.strip(".,;]") for word in parser.format_help().split() if word.startswith("--")
         ]
@@ -153,7 +154,7 @@ def parse(words: Sequence[str]) -> Options:
         if (
             not word.startswith("-")
             and "--model" in flags
-            and getattr(given, "model", None) is None
+            and getattr(namespace, "model", None) is None
         ):
             near = [f"--model {word}"]
         elif not near and (
@@ -162,10 +163,10 @@ def parse(words: Sequence[str]) -> Options:
             near = [_ELSEWHERE.get(word, _IN_PYTHON)]
         remedy = ", or ".join((*near, f"see {parser.prog} --help"))
         parser.error(f"unrecognized arguments: {' '.join(strange)} (instead: {remedy})")
-    given = build_parser().parse_args(words)
-    own = _COMMANDS[given.parser.prog.split()[-1]]
-    del given.parser
-    options = own(**vars(given), given=frozenset(vars(given)))
+    namespace = build_parser().parse_args(words)
+    options_class = _COMMANDS[namespace.parser.prog.split()[-1]]
+    del namespace.parser
+    options = options_class(**vars(namespace), explicit=frozenset(vars(namespace)))
     options.check()
     return options
 
@@ -181,22 +182,24 @@ def build_parser(*, requires: bool = True) -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=f"weft {__version__}")
     commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
-    for name, own in _COMMANDS.items():
+    for name, options_class in _COMMANDS.items():
         told: dict[str, Any] = {
-            "help": own.summary,
-            "description": own.__doc__,
-            "usage": f"weft {name} {own.usage}",
+            "help": options_class.summary,
+            "description": options_class.__doc__,
+            "usage": f"weft {name} {options_class.usage}",
         }
-        made = commands.add_parser(name, allow_abbrev=False, **told)
-        made.set_defaults(parser=made)
-        _add_flags(made, own, requires)
+        command_parser = commands.add_parser(name, allow_abbrev=False, **told)
+        command_parser.set_defaults(parser=command_parser)
+        _add_flags(command_parser, options_class, requires)
     return parser
 
 
-def _add_flags(parser: argparse.ArgumentParser, own: type[Options], requires: bool) -> None:
+def _add_flags(
+    parser: argparse.ArgumentParser, options_class: type[Options], requires: bool
+) -> None:
     """Add the flags of a command. Only flags that are given reach the parser's result."""
     groups: dict[str, Any] = {"options": parser}
-    for field in flagged(own):
+    for field in flagged(options_class):
         name = field.metadata["group"]
         help = field.metadata["help"]
         if name == "model" and name not in groups:

@@ -463,8 +463,11 @@ class Plan(ModelOptions):
     def check(self) -> None:
         """Refuse a link between nodes where there is one node, also."""
         super().check()
-        for name, given in (("--node-link", self.node_link), ("--node-latency", self.node_latency)):
-            if given is not None and self.gpus_per_node is None:
+        for name, figure in (
+            ("--node-link", self.node_link),
+            ("--node-latency", self.node_latency),
+        ):
+            if figure is not None and self.gpus_per_node is None:
                 self.refuse(
-                    f"{name} {given:g}", "one node", f"--gpus-per-node 8 with {name}, or neither"
+                    f"{name} {figure:g}", "one node", f"--gpus-per-node 8 with {name}, or neither"
                 )

@@ -39,15 +39,17 @@ def run(options: Plan) -> int:
         node_link=None if options.node_link is None else options.node_link * 1e9,
         node_latency=None if options.node_latency is None else options.node_latency * 1e-6,
     )
-    asked: dict[str, Any] = {
+    workload: dict[str, Any] = {
         name: getattr(options, name) for name in ("requests", "context", "cohorts", "steps")
     }
     splits = None
     if options.gpus is not None:
         with options.about(f"--gpus {options.gpus}", ProgramError):
-            splits = plan_splits(config, options.gpus, machine=machine, **asked)
+            splits = plan_splits(config, options.gpus, machine=machine, **workload)
     if splits is None:
-        plan = predict_decode(config, options.pp or 1, shards=options.tp, machine=machine, **asked)
+        plan = predict_decode(
+            config, options.pp or 1, shards=options.tp, machine=machine, **workload
+        )
     else:
         plan = splits.best
     if options.svg is not None:

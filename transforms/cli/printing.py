@@ -39,9 +39,9 @@ def write_file(options: Options, flag: str, file: str | None, text: str) -> None
         if file is not None:
             Path(file).write_text(text, encoding="utf-8")
     except (OSError, ValueError) as error:
-        seen = f"{getattr(error, 'strerror', error)}: {file:.300}"
+        problem = f"{getattr(error, 'strerror', error)}: {file:.300}"
         options.refuse(
-            f"{flag} {file}", seen, "a file that can be written, in a folder that exists"
+            f"{flag} {file}", problem, "a file that can be written, in a folder that exists"
         )
 
 

@@ -101,21 +101,21 @@ def in_ranks(fn: Callable[[Here, *Ts], T], options: RunOptions, *args: *Ts) -> T
     ranks = stages * shares
     written = f"--pp {stages}" + f" --tp {shares}" * (shares > 1)
     if world > 1 and ranks != world:
-        seen = f"{written} under torchrun with {world} processes"
+        problem = f"{written} under torchrun with {world} processes"
         options.refuse(
             written,
-            seen,
+            problem,
             f"--pp {world // shares}, or leave it out" if world % shares == 0 else "--tp 1",
         )
     if world > 1 and within:
-        seen = f"{world} processes of torchrun, and a transport within one process"
-        options.refuse(flag, seen, "no torchrun, or no --transport")
+        problem = f"{world} processes of torchrun, and a transport within one process"
+        options.refuse(flag, problem, "no torchrun, or no --transport")
     if shares > 1 and within:
-        seen = f"{shares} ranks that share each layer, and a transport within one process"
-        options.refuse(flag, seen, "no --transport, or --tp 1")
+        problem = f"{shares} ranks that share each layer, and a transport within one process"
+        options.refuse(flag, problem, "no --transport, or --tp 1")
     if ranks == 1 and transport is not None and not within:
-        seen = f"one stage, which sends nothing by {transport}"
-        options.refuse(flag, seen, "--pp 2 or more, or no --transport")
+        problem = f"one stage, which sends nothing by {transport}"
+        options.refuse(flag, problem, "--pp 2 or more, or no --transport")
     if ranks == 1 or within:
         here = Here(
             Threads(timeout=options.timeout) if transport == "threads" else Local(),
@@ -174,10 +174,12 @@ def _check_device(options: RunOptions, num_ranks: int) -> None:
     count = torch.cuda.device_count()
     suiting = ("nccl", "peer") if on_gpus else ("gloo",)
     if transport not in (None, *suiting):
-        seen = f"stages on {'GPUs' if on_gpus else 'the CPU'}, which {transport} does not connect"
+        problem = (
+            f"stages on {'GPUs' if on_gpus else 'the CPU'}, which {transport} does not connect"
+        )
         options.refuse(
             f"--transport {transport}",
-            seen,
+            problem,
             f"--transport {' or '.join(suiting)}, or another --device",
         )
     if on_gpus and count < num_ranks:
@@ -189,9 +191,9 @@ def _check_device(options: RunOptions, num_ranks: int) -> None:
         written = f"{flag} {num_ranks // options.tp}"
         options.refuse(written, f"{counted(count, 'GPU')} for {num_ranks} {what}", instead)
     if on_gpus and device.index is not None:
-        seen = "one GPU for several processes, each of which needs its own"
+        problem = "one GPU for several processes, each of which needs its own"
         instead = "--device cuda, or --transport local: all stages in one process, on that GPU"
-        options.refuse(f"--device {options.device}", seen, instead)
+        options.refuse(f"--device {options.device}", problem, instead)
 
 
 def _read_config(model: str, call: str) -> ModelConfig:
@@ -276,7 +278,7 @@ def open_model(options: RunOptions, here: Here) -> Model:
         ):
             raise
         instead = f"{error.instead}; or random weights: --load-format dummy"
-        raise CheckpointNotFoundError(error.call, error.seen, instead) from None
+        raise CheckpointNotFoundError(error.call, error.problem, instead) from None
     return _with_stages(options, model)
 
 
@@ -285,11 +287,15 @@ def _with_stages(options: RunOptions, model: Model) -> Model:
     `--reduction-leaves`, as the function that `--stages` names returns it."""
     if options.attention != "auto":
         with options.about(f"--attention {options.attention}", WeftError):
-            own = model.config, model.device, model.dtype, model.kv_dtype, options.batch_invariant
-            chosen = pick_attention(options.attention, *own, call="")
-            if chosen is None:
-                model = model
-            else:
+            backend_args = (
+                model.config,
+                model.device,
+                model.dtype,
+                model.kv_dtype,
+                options.batch_invariant,
+            )
+            chosen = pick_attention(options.attention, *backend_args, call="")
+            if chosen is not None:
                 model = model.with_stages(attend=chosen)
     if options.batch_invariant:
         model = model.with_stages(batch_invariant=True, reduction_leaves=options.reduction_leaves)
@@ -300,10 +306,10 @@ def _with_stages(options: RunOptions, model: Model) -> Model:
     try:
         changed: Any = getattr(importlib.import_module(module), name)(model)
     except Exception as error:
-        seen = traceback.format_exception_only(error)[-1].strip()
+        problem = traceback.format_exception_only(error)[-1].strip()
         options.refuse(
             flag,
-            seen,
+            problem,
             "a function of a module in this folder, or of an installed one, that takes the model",
         )
     finally:

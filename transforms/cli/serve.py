@@ -45,12 +45,12 @@ def run(options: Serve) -> int:
     except ImportError as error:
         options.refuse("", f"{error}", install_command("serve"))
     _check_files(options)
-    asked = options.max_model_len
+    max_len = options.max_model_len
     limit = read_config(options).max_position_embeddings
-    if asked is not None and asked > limit:
+    if max_len is not None and max_len > limit:
         flag = "--max-model-len"
         options.refuse(
-            f"{flag} {asked}", f"the model's limit is {limit}", f"{flag} {limit}, or fewer"
+            f"{flag} {max_len}", f"the model's limit is {limit}", f"{flag} {limit}, or fewer"
         )
     with _signals_forwarded():
         return in_ranks(_serve, options, options, name)
@@ -63,7 +63,7 @@ def _check_files(options: Serve) -> None:
     limit = raise_file_limit()
     needed = SPARE_FILES + MIN_CONNECTIONS
     if limit < needed:
-        seen = (
+        problem = (
             f"a limit of {limit} open files (ulimit -Hn); {SPARE_FILES} of them are the"
             " server's own"
         )
@@ -71,7 +71,7 @@ def _check_files(options: Serve) -> None:
             f"ulimit -n {needed} or more before it, as the user who may raise it; each connection"
             " is one file"
         )
-        options.refuse("", seen, instead)
+        options.refuse("", problem, instead)
 
 
 @contextlib.contextmanager
@@ -83,7 +83,8 @@ def _signals_forwarded() -> Iterator[None]:
 
     def forward(sig: int, _: Any) -> None:
         first = next(
-            (own for own in multiprocessing.active_children() if own.name == "weft rank 0"), None
+            (child for child in multiprocessing.active_children() if child.name == "weft rank 0"),
+            None,
         )
         if first is None or first.pid is None or told:
             if sig == signal.SIGTERM and first is None:
@@ -152,7 +153,7 @@ def _bound(options: Serve) -> list[socket.socket]:
     """The sockets of the address. They listen, so that of two servers that are started together one
     is told that the port is taken: sockets that are only bound can share it. Connections wait until
     the model is loaded."""
-    found = list[socket.socket]()
+    sockets = list[socket.socket]()
     wrong = OSError("no address")
     try:
         places = socket.getaddrinfo(
@@ -160,20 +161,20 @@ def _bound(options: Serve) -> list[socket.socket]:
         )
         for family, *_, place in dict.fromkeys(places):
             try:
-                found.append(_listening_on(family, place))
+                sockets.append(_listening_on(family, place))
             except OSError as error:
                 if error.errno not in _NO_SUCH_FAMILY:
                     raise
                 wrong = error
-        if not found:
+        if not sockets:
             raise wrong
     except OSError as error:
-        for own in found:
-            own.close()
+        for sock in sockets:
+            sock.close()
         flags = f"--host {options.host} --port {options.port}"
-        seen = f"{error.strerror or error}"
-        options.refuse(flags, seen, "an address of this machine, and a port that is free, or 0")
-    return found
+        problem = f"{error.strerror or error}"
+        options.refuse(flags, problem, "an address of this machine, and a port that is free, or 0")
+    return sockets
 
 
 def _listening_on(family: int, place: Any) -> socket.socket:
@@ -248,14 +249,14 @@ def _engine(here: Here, options: Serve, name: str) -> Engine:
 
 
 def _api_key(options: Serve) -> str | None:
-    given = options.api_key
+    key = options.api_key
     name = "--api-key ''"
-    if given is None:
-        given = os.environ.get("WEFT_API_KEY")
+    if key is None:
+        key = os.environ.get("WEFT_API_KEY")
         name = "WEFT_API_KEY="
-    if given == "":
+    if key == "":
         options.refuse(name, "an empty key", "a key; or none at all, and anybody is answered")
-    return given
+    return key
 
 
 def _template(options: Serve) -> str | None:

@@ -22,12 +22,12 @@ def run(options: Verify) -> int:
     """Verify the certificates and print the results; the exit code is 1 unless all are equal."""
     certificates = Certificate.load_all(options.certificate)
     read_config(options)
-    found = in_ranks(_verify, options, options, certificates)
+    results = in_ranks(_verify, options, options, certificates)
     if options.json:
-        print("\n".join(write_json(_row(one)) for one in found))
+        print("\n".join(write_json(_row(one)) for one in results))
     else:
-        show(_shown(found))
-    if all(one.equal for one in found):
+        show(_shown(results))
+    if all(one.equal for one in results):
         return 0
     return 1
 
@@ -53,21 +53,22 @@ def _verify(here: Here, options: Verify, certificates: list[Certificate]) -> lis
     )
 
 
-def _row(found: Verification) -> dict[str, Any]:
+def _row(verification: Verification) -> dict[str, Any]:
     """A result, for JSON."""
     facts = {
-        name: {"here": own, "certified": other} for name, (own, other) in found.other_facts.items()
+        name: {"here": here, "certified": other}
+        for name, (here, other) in verification.other_facts.items()
     }
-    first = found.first_difference
+    first = verification.first_difference
     return {
-        "equal": found.equal,
-        "result": found.result,
+        "equal": verification.equal,
+        "result": verification.result,
         "first_difference": first,
         "other_facts": facts,
     }
 
 
-def _shown(found: list[Verification]) -> Iterator[Any]:
+def _shown(verifications: list[Verification]) -> Iterator[Any]:
     """A line for each certificate, and once the facts that differ."""
     rows = (
         {
@@ -75,19 +76,21 @@ def _shown(found: list[Verification]) -> Iterator[Any]:
             "tokens": f"{len(one.certificate.token_ids)}",
             "result": one.result,
         }
-        for number, one in enumerate(found, 1)
+        for number, one in enumerate(verifications, 1)
     )
     yield Table.of(rows)
     facts = {
-        (name, *map(_short, pair)): None for one in found for name, pair in one.other_facts.items()
+        (name, *map(_short, pair)): None
+        for one in verifications
+        for name, pair in one.other_facts.items()
     }
     if facts:
         yield Table.of(
-            ({"fact": name, "here": own, "certified": other} for name, own, other in facts),
+            ({"fact": name, "here": here, "certified": other} for name, here, other in facts),
             "what differs",
         )
-    equal = sum(one.equal for one in found)
-    yield f"{equal} of {counted(len(found), 'completion')} equal, bit for bit"
+    equal = sum(one.equal for one in verifications)
+    yield f"{equal} of {counted(len(verifications), 'completion')} equal, bit for bit"
 
 
 def _short(fact: str) -> str:

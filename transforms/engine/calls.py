@@ -49,16 +49,16 @@ class Calls:
         """Whether something was raised in the middle of a change."""
         return bool(self._broken)
 
-    def mark_broken(self, seen: str) -> None:
+    def mark_broken(self, problem: str) -> None:
         """Let no later call go on with the engine."""
-        self._broken = seen
+        self._broken = problem
 
     def check_whole(self, call: str) -> None:
         """Raise EngineError if something was raised in the middle of a change."""
         if self._broken:
             raise EngineError(call, self._broken, _NEW_ENGINE)
 
-    def own(self, entered: "Call") -> bool:
+    def claim(self, entered: "Call") -> bool:
         """Make a call the owner; False if it is nested in the one that is.
 
         Raises:
@@ -68,12 +68,14 @@ class Calls:
             is_same_thread = owner.thread is entered.thread
             if owner.is_under_way():
                 if not is_same_thread:
-                    seen = (
+                    problem = (
                         f"thread {entered.thread.name!r}, while thread {owner.thread.name!r} is"
                         f" inside {owner.call}"
                     )
                     raise EngineError(
-                        entered.call, seen, "calls from one thread at a time, such as with a lock"
+                        entered.call,
+                        problem,
+                        "calls from one thread at a time, such as with a lock",
                     )
                 if not entered.nests:
                     raise EngineError(
@@ -116,15 +118,15 @@ class Call:
         self._calls = calls
         self._needs_whole = needs_whole
         self._defers = defers
-        self._held: HeldInterrupt | None = None
+        self._interrupt: HeldInterrupt | None = None
         self._frame: FrameType | None = None
 
     def __enter__(self) -> "Call":
         self._frame = sys._getframe(1)  # by which a nested call is told from one after an interrupt
         if self._defers:
-            self._held = hold_interrupt(self)
+            self._interrupt = hold_interrupt(self)
         try:
-            self._calls.own(self)
+            self._calls.claim(self)
             if self._needs_whole:
                 self._calls.check_whole(self.call)
         except BaseException:
@@ -146,8 +148,8 @@ class Call:
         self._calls.leave(self)
         frame = self._frame
         self._frame = None
-        if self._held is not None:
-            self._held.release(frame)
+        if self._interrupt is not None:
+            self._interrupt.release(frame)
 
     def is_under_way(self) -> bool:
         """Whether its method is still among the functions that its thread runs."""
@@ -202,6 +204,6 @@ def hold_interrupt(call: Call) -> HeldInterrupt | None:
         handler = handler.handler  # an exception from outside kept that call from its end
     if not callable(handler) or isinstance(handler, HeldInterrupt):
         return None
-    held = HeldInterrupt(call, handler)
-    signal.signal(signal.SIGINT, held)
-    return held
+    interrupt = HeldInterrupt(call, handler)
+    signal.signal(signal.SIGINT, interrupt)
+    return interrupt

@@ -150,13 +150,13 @@ class CompletionState:
             is_stop: it is a token that ends the request.
         """
         token = result.token_ids[row][index]
-        asked = self.request.sampling.logprobs
+        num_logprobs = self.request.sampling.logprobs
         self.token_ids.append(token)
         self.logprobs.append(result.logprobs[row][index])
-        if asked is not None:
-            top = result.top_logprobs[row][index][:asked] if result.top_logprobs else ()
+        if num_logprobs is not None:
+            top = result.top_logprobs[row][index][:num_logprobs] if result.top_logprobs else ()
             self.top_logprobs.append(dict(top))
-            if asked:
+            if num_logprobs:
                 self.ranks.append(result.ranks[row][index])
         if self.times.first_token is None:
             self.times.first_token = time.monotonic()
@@ -211,10 +211,12 @@ class CompletionState:
         lent = self._captured[self._num_owned :]
         names = lent[0].steps[0]
         owned = {
-            name: torch.cat([x for own in lent for x in own.values(name, 0, own.size)])
+            name: torch.cat([x for capture in lent for x in capture.values(name, 0, capture.size)])
             for name in names
         }
-        self._captured[self._num_owned :] = [_Captured(0, sum(own.size for own in lent), [owned])]
+        self._captured[self._num_owned :] = [
+            _Captured(0, sum(capture.size for capture in lent), [owned])
+        ]
         self._num_owned = self._num_owned + 1
         self._num_lent = 0
         self._rows_lent = 0
@@ -228,19 +230,19 @@ class CompletionState:
         """The captures of those of the tokens `start:stop` that were read: [n, ...] by name."""
         most = min(self.num_captured, len(self.request.prompt) + len(self.token_ids) - 1)
         stop = min(stop, most)
-        found = list[tuple[_Captured, int, int]]()
+        overlaps = list[tuple[_Captured, int, int]]()
         place = 0
-        for own in self._captured:
+        for capture in self._captured:
             begin = max(start - place, 0)
-            end = min(stop - place, own.size)
+            end = min(stop - place, capture.size)
             if begin < end:
-                found.append((own, begin, end))
-            place += own.size
+                overlaps.append((capture, begin, end))
+            place += capture.size
         names = self._captured[0].steps[0] if self._captured else {}
         return {
             name: (
-                torch.cat([x for own, *part in found for x in own.values(name, *part)])
-                if found
+                torch.cat([x for capture, *part in overlaps for x in capture.values(name, *part)])
+                if overlaps
                 else values[:0]
             )
             for name, values in names.items()
@@ -257,11 +259,11 @@ class CompletionState:
             start: the same token's index in the prompt.
             count: tokens of the chunk; each has the logprob of the prompt token after it.
         """
-        wanted = self.request.sampling.prompt_logprobs or 0
+        num_logprobs = self.request.sampling.prompt_logprobs or 0
         for offset in range(count):
             if len(self.prompt_logprobs) == start + offset < len(self.request.prompt) - 1:
-                if wanted:
-                    top = dict(result.prompt_top_logprobs[first + offset][:wanted])
+                if num_logprobs:
+                    top = dict(result.prompt_top_logprobs[first + offset][:num_logprobs])
                 else:
                     top = {}
                 self.prompt_logprobs.append(result.prompt_logprobs[first + offset])
@@ -283,11 +285,11 @@ class CompletionState:
         text = self._recent + new
         begin = self._num_certain - len(self._recent)
         self._num_certain += len(new)
-        found = self._find(text + tentative, begin)
+        match = self._find(text + tentative, begin)
         self._num_searched = self._num_certain + len(tentative)
         self._tentative = tentative
-        if found is not None:
-            start, stop = found
+        if match is not None:
+            start, stop = match
             end = start + len(stop) * params.include_stop_str_in_output
             self._show((text + tentative)[self._num_shown - begin : end - begin])
             self.stop_reason = stop
@@ -325,8 +327,8 @@ class CompletionState:
                 num_held = self._num_certain - self._num_shown
             else:
                 num_held = 0
-            held = self._recent[len(self._recent) - num_held :]
-            self._show(held + self._detokenizer.end())
+            pending_text = self._recent[len(self._recent) - num_held :]
+            self._show(pending_text + self._detokenizer.end())
         self.text_offsets = [min(offset, self._num_shown) for offset in self.text_offsets]
         if self._hides_last and self.text_offsets:
             self.text_offsets[-1] = self._num_shown

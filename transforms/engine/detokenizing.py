@@ -250,7 +250,7 @@ class _ByteLevel(_Step):
 class _ReplaceInText(_Step):
     """`Replace` by a text of several characters, in a text that comes in pieces."""
 
-    _held = ""
+    _pending = ""
 
     def __init__(self, pattern: str, content: str) -> None:
         self._pattern = pattern
@@ -258,23 +258,23 @@ class _ReplaceInText(_Step):
         self.needs_all = len(pattern) > _CONTEXT or overlap(pattern[1:], pattern) > 0
 
     def feed(self, chunk: str) -> Sequence[str]:
-        *before, last = (self._held + chunk).split(self._pattern)
+        *before, last = (self._pending + chunk).split(self._pattern)
         stop = len(last) - overlap(last, self._pattern)
-        self._held = last[stop:]
+        self._pending = last[stop:]
         return (self._content.join((*before, last[:stop])),)
 
     def end(self) -> Sequence[str]:
-        return (self._held,)
+        return (self._pending,)
 
     @property
     def num_held(self) -> int:
-        return len(self._held)
+        return len(self._pending)
 
 
 class _StripText(_Step):
     """`Strip` of a text that comes in pieces."""
 
-    _held = ""
+    _pending = ""
 
     def __init__(self, content: str, start: int, stop: int) -> None:
         self._content = content
@@ -293,16 +293,16 @@ class _StripText(_Step):
                 num_removed += 1
             chunk = chunk[num_removed:]
             self._start = 0 if chunk else self._start - num_removed
-        text = self._held + chunk
+        text = self._pending + chunk
         stop = len(text)
         while stop and len(text) - stop < self._stop and text[stop - 1] == self._content:
             stop -= 1
-        self._held = text[stop:]
+        self._pending = text[stop:]
         return (text[:stop],)
 
     @property
     def num_held(self) -> int:
-        return len(self._held)
+        return len(self._pending)
 
 
 class _Whole(_Step):
@@ -384,9 +384,9 @@ def _of_text(part: dict[str, Any]) -> _Step:
 
 def _decoder(part: dict[str, Any]) -> Any:
     """The decoder of a part of a tokenizer's file."""
-    made = decoders.Fuse()
-    made.__setstate__(json.dumps(part).encode())
-    return made
+    decoder = decoders.Fuse()
+    decoder.__setstate__(json.dumps(part).encode())
+    return decoder
 
 
 def _flat(part: dict[str, Any]) -> list[dict[str, Any]]:
@@ -432,7 +432,7 @@ def _fed(steps: Iterable[_Step], chunk: str) -> str:
     """The text that a chain makes of one more chunk."""
     chunks: Sequence[str] = (chunk,)
     for step in steps:
-        chunks = [made for each in chunks for made in step.feed(each)]
+        chunks = [piece for each in chunks for piece in step.feed(each)]
     return "".join(chunks)
 
 
@@ -444,7 +444,7 @@ def _ended(steps: Iterable[_Step]) -> str:
             chunks = [*step.end()]
             continue
         forked = step.fork()
-        fed = [made for each in chunks for made in forked.feed(each)]
+        fed = [piece for each in chunks for piece in forked.feed(each)]
         chunks = [*fed, *forked.end()]
     return "".join(chunks)
 
@@ -510,10 +510,10 @@ class Detokenizer:
         self._num_settled += len(text)
         num_held = sum(step.num_held for step in self._steps)
         if 0 < num_held <= _MOST_LOOKED_AT:
-            held = self.end().rstrip(REPLACEMENT)
+            pending_text = self.end().rstrip(REPLACEMENT)
         else:
-            held = ""
-        self.num_chars = max(self.num_chars, self._num_settled + len(held))
+            pending_text = ""
+        self.num_chars = max(self.num_chars, self._num_settled + len(pending_text))
         return text
 
     def end(self) -> str:

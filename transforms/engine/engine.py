@@ -107,7 +107,7 @@ class Engine:
             "seed": seed,
             "prefix_caching": prefix_caching,
         }
-        own = {"limits": limits, "adapters": adapters, "speculation": speculation}
+        settings = {"limits": limits, "adapters": adapters, "speculation": speculation}
         check_engine(
             call,
             model,
@@ -116,7 +116,7 @@ class Engine:
             tensor=tensor,
             run_ahead=run_ahead,
             **options,
-            **own,
+            **settings,
         )
         self.model = model
         self.transport = transport or Local()
@@ -134,11 +134,11 @@ class Engine:
         self._decides = 0 in self.transport.ranks(split.num_stages * split.num_shards)
         limits = limits or EngineLimits()
         if self._is_distributed:
-            own = {
+            settings = {
                 f"limits.{name}": getattr(limits, name)
                 for name in ("num_pages", "max_step_seconds")
             }
-            assert_same_left_out(call, self.transport, {"seed": seed, **own})
+            assert_same_left_out(call, self.transport, {"seed": seed, **settings})
         self._weights = make_weights(model, split, named := dict(adapters or {}), speculation)
         executor = functools.partial(
             make_executor,
@@ -441,9 +441,9 @@ class Engine:
 
     def _check_weights(self) -> None:
         if self._is_distributed and self._weights.are_changed:
-            seen = "parameters that were changed in place, of which other ranks do not know"
+            problem = "parameters that were changed in place, of which other ranks do not know"
             raise EngineError(
-                "engine.step()", seen, "engine.update() after the change, on every rank"
+                "engine.step()", problem, "engine.update() after the change, on every rank"
             )
 
     def _launch(self) -> None:

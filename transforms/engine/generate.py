@@ -41,8 +41,9 @@ _RULES: dict[str, Rule] = {
     "temperature": (lambda value: is_number(value, 0, 1e38), "a finite number >= 0; 0 is greedy"),
     "beside sampling, temperature": (lambda value: value == 0, "SamplingParams(temperature=...)"),
     "prompts": (
-        lambda given: (
-            isinstance(given, list | tuple) and not all(isinstance(prompt, int) for prompt in given)
+        lambda prompt_list: (
+            isinstance(prompt_list, list | tuple)
+            and not all(isinstance(prompt, int) for prompt in prompt_list)
         ),
         "pass a list of prompts, each a string or a list of token ids",
     ),
@@ -149,7 +150,7 @@ class Completion:
         said = [
             (share, f"token {index}: {token}, p = {share:.3f}") for index, (token, share) in tokens
         ]
-        pieces = [(piece, *own) for piece, own in zip(self.token_texts, said, strict=False)]
+        pieces = [(piece, *bar) for piece, bar in zip(self.token_texts, said, strict=False)]
         return titled(text(what), bars_over_text(pieces))
 
 
@@ -269,9 +270,12 @@ def generate(
     check_values(call, _RULES, {"max_tokens": max_tokens, **temperatures, "prompts": prompts})
     encoded = _encode_prompts(model, prompts, call, chat)
     if transport is not None:
-        lengths = [len(own.ids) if isinstance(own, EmbedsPrompt) else len(own) for own in encoded]
+        lengths = [
+            len(prompt.ids) if isinstance(prompt, EmbedsPrompt) else len(prompt)
+            for prompt in encoded
+        ]
         transport.assert_equal("the prompts", f"of {lengths} tokens, max_tokens={max_tokens}")
-    given = SamplingParams(temperature=temperature) if sampling is None else sampling
+    sampling_params = SamplingParams(temperature=temperature) if sampling is None else sampling
     rules = {
         "sampling": each_rule(SamplingParams, len(encoded), "one SamplingParams, or a list of {}"),
         "adapter": each_rule(
@@ -283,8 +287,8 @@ def generate(
     rules["extras"] = each_rule(
         Mapping | None, len(encoded), "a dict of tensors by name, or a list of {} of them"
     )
-    check_values(call, rules, {"sampling": given, "adapter": adapter, "extras": extras})
-    params: list[SamplingParams] = one_each(given, len(encoded))
+    check_values(call, rules, {"sampling": sampling_params, "adapter": adapter, "extras": extras})
+    params: list[SamplingParams] = one_each(sampling_params, len(encoded))
     adapters: list[Adapter | None] = one_each(adapter, len(encoded))
     num_logprobs = max((most_logprobs(each, model.config.vocab_size) for each in params), default=0)
     for each in params:
@@ -306,19 +310,24 @@ def generate(
         speculation=speculation,
     )
     inputs: list[Mapping[str, Tensor] | None] = one_each(extras, len(encoded))
-    for index, (ids, each, own, more) in enumerate(
+    for index, (ids, each, request_adapter, more) in enumerate(
         zip(encoded, params, adapters, inputs, strict=True)
     ):
         engine.add(
-            ids, each, max_tokens=max_tokens, id=str(index), adapter=names.get(id(own)), extras=more
+            ids,
+            each,
+            max_tokens=max_tokens,
+            id=str(index),
+            adapter=names.get(id(request_adapter)),
+            extras=more,
         )
     outputs = _shown(engine, max_tokens * sum(each.n for each in params), progress)
     if stream:
         return outputs
     last = {(int(output.id), output.index): output for output in outputs}
-    made = partial(Provenance, weakref.ref(model), transport or Local(), seen_of(model))
+    make_provenance = partial(Provenance, weakref.ref(model), transport or Local(), seen_of(model))
     return [
-        _completion(last[key], partial(made, params[key[0]], adapters[key[0]]))
+        _completion(last[key], partial(make_provenance, params[key[0]], adapters[key[0]]))
         for key in sorted(last)
     ]
 
@@ -331,7 +340,9 @@ def _shown(engine: Engine, total: int, progress: bool) -> Iterator[RequestOutput
             yield output
 
 
-def _completion(output: RequestOutput, made: Callable[[Request], Provenance]) -> Completion:
+def _completion(
+    output: RequestOutput, make_provenance: Callable[[Request], Provenance]
+) -> Completion:
     state = output.track
     sampling = state.request.sampling
     with_prompt = sampling.prompt_logprobs is not None
@@ -350,7 +361,7 @@ def _completion(output: RequestOutput, made: Callable[[Request], Provenance]) ->
         text_offsets=state.text_offsets if state.tokenizer is not None else None,
         captured=state.captured,
         times=state.times,
-        provenance=made(state.request),
+        provenance=make_provenance(state.request),
     )
 
 
@@ -372,13 +383,11 @@ def _encode_prompts(
 ) -> list[list[int] | EmbedsPrompt]:
     if chat:
         prompts = [model.encode_chat(messages) for messages in prompts]
-    else:
-        prompts = prompts
     encoded = [
         encode_prompt(model, prompt, call, f"prompt {index}")
         for index, prompt in enumerate(prompts)
     ]
     return [
-        own if isinstance(own, EmbedsPrompt) else ids
-        for own, ids in zip(prompts, encoded, strict=True)
+        original if isinstance(original, EmbedsPrompt) else ids
+        for original, ids in zip(prompts, encoded, strict=True)
     ]

@@ -58,14 +58,16 @@ def logprobs(
     >>> import weft
     >>> model = weft.load("demo", "cpu")
     >>> _ = model.params.norm.requires_grad_()
-    >>> [found] = weft.logprobs(model, ["A list"])
-    >>> (-found.mean()).backward()
-    >>> found.shape, model.params.norm.grad.shape
+    >>> [result] = weft.logprobs(model, ["A list"])
+    >>> (-result.mean()).backward()
+    >>> result.shape, model.params.norm.grad.shape
     (torch.Size([5]), torch.Size([128]))
     """
     call = "weft.logprobs(model, sequences)"
     check_values(call, _RULES, {"model": model, "sequences": sequences})
-    every = [model.encode(own) if isinstance(own, str) else own for own in sequences]
+    every = [
+        model.encode(sequence) if isinstance(sequence, str) else sequence for sequence in sequences
+    ]
     for index, ids in enumerate(every):
         _check_sequence(call, model, f"sequences[{index}]", ids)
     rule = each_rule(
@@ -74,16 +76,16 @@ def logprobs(
         "weft.load_adapter(model, folder), or a list of {} of them and None",
     )
     check_values(call, {"adapter": rule}, {"adapter": adapter})
-    own: list[Adapter | None] = one_each(adapter, len(every))
-    once = {id(each): each for each in own if each is not None}
-    slots = [[*once].index(id(each)) if each is not None else -1 for each in own]
+    sequence_adapters: list[Adapter | None] = one_each(adapter, len(every))
+    once = {id(each): each for each in sequence_adapters if each is not None}
+    slots = [[*once].index(id(each)) if each is not None else -1 for each in sequence_adapters]
 
     lengths = [len(ids) - 1 for ids in every]
     runner = make_runner(model, Limits(len(every), sum(lengths)), mode="none")
     params = stage_params(model, runner.layouts, [*once.values()])
-    found: list[Tensor] = []
+    token_logprobs: list[Tensor] = []
     for group in _groups(every):
-        here = slice(len(found), len(found) + len(group))
+        here = slice(len(token_logprobs), len(token_logprobs) + len(group))
         counts = lengths[here]
         adapters = slots[here]
         active = len({*adapters} - {-1})
@@ -97,8 +99,8 @@ def logprobs(
         state = make_state(model, runner.layouts, counts, adapters=adapters)
         _, out = runner.step(params, state, attrs.evolve(batch, targets=targets))
         assert out.prompt_logprobs is not None, "the batch has targets"
-        found += out.prompt_logprobs.split(counts)
-    return found
+        token_logprobs += out.prompt_logprobs.split(counts)
+    return token_logprobs
 
 
 _MOST_QUERIES = 4096
@@ -119,14 +121,14 @@ def _groups(sequences: Sequence[Sequence[int]]) -> Iterator[list[Sequence[int]]]
 
 _RULES: dict[str, Rule] = {
     "model": (
-        lambda own: isinstance(own, Model) and own.is_whole,
+        lambda value: isinstance(value, Model) and value.is_whole,
         "a whole model: weft.load(path)",
     ),
     "sequences": (
-        lambda given: (
-            isinstance(given, list | tuple)
-            and given
-            and not all(isinstance(own, int) for own in given)
+        lambda sequence_list: (
+            isinstance(sequence_list, list | tuple)
+            and sequence_list
+            and not all(isinstance(item, int) for item in sequence_list)
         ),
         "a list of sequences, each a string or a list of token ids",
     ),
@@ -138,14 +140,16 @@ def _check_sequence(call: str, model: Model, name: str, ids: Any) -> None:
     most = model.config.max_position_embeddings
     vocab = model.config.vocab_size
     if not isinstance(ids, list | tuple):
-        seen = f"{name} is {kind_of(ids)}"
+        problem = f"{name} is {kind_of(ids)}"
         instead = "a string or a list of token ids; of a tensor, its .tolist()"
     elif not 2 <= len(ids) <= most:
-        seen = f"{name} has {len(ids)} token{'s' * (len(ids) != 1)}; the first one has no logprob"
+        problem = (
+            f"{name} has {len(ids)} token{'s' * (len(ids) != 1)}; the first one has no logprob"
+        )
         instead = f"2 to {most} tokens, the model's limit"
     elif wrong := [token for token in ids if not is_int(token, 0, vocab - 1)]:
-        seen = f"{name} holds {wrong[0]!r:.200}"
+        problem = f"{name} holds {wrong[0]!r:.200}"
         instead = f"token ids are ints from 0 to {vocab - 1}"
     else:
         return
-    raise RequestError(call, seen, instead)
+    raise RequestError(call, problem, instead)

@@ -79,12 +79,12 @@ def check_room(
             room = f"another rank with room for {fitting}"
         else:
             room = f"{byte_size(free or 0)} free on {device}"
-        seen = (
+        problem = (
             f"pages of {byte_size(num_pages * page_bytes)}, {byte_size(page_bytes)} each, and"
             f" {room}"
         )
         instead = f"num_pages={max(fitting, 1)} or fewer; None: as many as fit beside the graphs"
-        raise RequestError(f"weft.EngineLimits(num_pages={num_pages})", seen, instead)
+        raise RequestError(f"weft.EngineLimits(num_pages={num_pages})", problem, instead)
 
 
 def available_bytes(device: torch.device) -> int | None:

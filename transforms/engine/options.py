@@ -175,18 +175,18 @@ class Speculation:
         vocab = model.config.vocab_size
         place = (model.device, True)
         if isinstance(self.model, Model):
-            own = self.model.functions
+            functions = self.model.functions
         else:
-            own = OWN
+            functions = OWN
         extras = model.functions.extras
         rules: dict[str, Rule] = {
             "the draft model's vocab_size": (
-                lambda own: own == vocab,
+                lambda value: value == vocab,
                 f"a draft model of {vocab} tokens, as the model's",
             ),
             "the draft model's extras": (
-                lambda own: all(
-                    name in extras and extras[name].shape == x.shape for name, x in own.items()
+                lambda value: all(
+                    name in extras and extras[name].shape == x.shape for name, x in value.items()
                 ),
                 (
                     "a draft model whose extras the model has too: the requests' values are the"
@@ -194,34 +194,35 @@ class Speculation:
                 ),
             ),
             "the draft model's captures": (
-                lambda own: not own,
+                lambda value: not value,
                 "a draft model whose logits read no captures",
             ),
             "the draft model's beside": (
-                lambda own: not own,
+                lambda value: not value,
                 "a draft model without models beside",
             ),
             "the draft model's attend": (
-                lambda own: (
-                    not isinstance(own, AttentionBackend)
-                    or (own.capability == "full" and not own.page_sizes)
+                lambda value: (
+                    not isinstance(value, AttentionBackend)
+                    or (value.capability == "full" and not value.page_sizes)
                 ),
                 "a draft model whose attention can be in any graph, with pages of any size",
             ),
             "the draft model's carries": (
-                lambda own: not own,
+                lambda value: not value,
                 "a draft model whose functions carry nothing: it reads drafts that may be wrong",
             ),
             "the draft model's token_extras": (
-                lambda own: not own,
+                lambda value: not value,
                 (
                     "a draft model whose functions take no inputs of tokens: they go to the model"
                     " alone"
                 ),
             ),
             "the draft model": (
-                lambda own: (
-                    not first or (isinstance(own, Model) and (own.device, own.is_whole) == place)
+                lambda value: (
+                    not first
+                    or (isinstance(value, Model) and (value.device, value.is_whole) == place)
                 ),
                 f"weft.load(folder, {str(model.device)!r}), whole and beside {model!r}",
             ),
@@ -231,12 +232,14 @@ class Speculation:
             rules,
             {
                 "the draft model's vocab_size": self.config.vocab_size,
-                "the draft model's extras": own.extras,
-                "the draft model's captures": own.captures.keys() if own.logits is not None else (),
-                "the draft model's beside": own.beside.keys(),
-                "the draft model's attend": own.attend,
-                "the draft model's carries": own.carries.keys(),
-                "the draft model's token_extras": own.token_extras.keys(),
+                "the draft model's extras": functions.extras,
+                "the draft model's captures": functions.captures.keys()
+                if functions.logits is not None
+                else (),
+                "the draft model's beside": functions.beside.keys(),
+                "the draft model's attend": functions.attend,
+                "the draft model's carries": functions.carries.keys(),
+                "the draft model's token_extras": functions.token_extras.keys(),
                 "the draft model": self.model,
             },
         )
@@ -376,12 +379,13 @@ class EngineLimits:
             page += len(here) * sum(x.nbytes for x in model.functions.carries.values())
         if here[-1].last:
             page += sum(
-                page_bytes(own, own.config.num_layers, self.page_size) for own in beside.values()
+                page_bytes(side_model, side_model.config.num_layers, self.page_size)
+                for side_model in beside.values()
             )
         if self.num_pages is not None:
-            given = transport.share(self.num_pages)
-            check_room(model.device, given, page, lambda here: min(transport.collect(here)))
-            return attrs.evolve(small, num_pages=given)
+            num_pages = transport.share(self.num_pages)
+            check_room(model.device, num_pages, page, lambda here: min(transport.collect(here)))
+            return attrs.evolve(small, num_pages=num_pages)
         fitting = fitting_pages(
             model.device, page, most, lambda: reserved_bytes(executor and executor(small))
         )
@@ -403,20 +407,24 @@ class ResolvedLimits:
         """The options that must be equal on all ranks. Only the first rank has the draft model; the
         others have its configuration."""
         budget = attrs.asdict(self.budget, recurse=False)
-        own = self.speculation
-        if own is None:
+        speculation = self.speculation
+        if speculation is None:
             drafts = None
         else:
-            drafts = (own.num_tokens, own.ngram, getattr(own.model, "config", own.model))
+            drafts = (
+                speculation.num_tokens,
+                speculation.ngram,
+                getattr(speculation.model, "config", speculation.model),
+            )
         shared = {
             name: getattr(self, name) for name in ("num_pages", "page_size", "max_step_seconds")
         }
         return {**budget, **shared, "speculation": drafts}
 
 
-def _are_adapters(given: Any) -> bool:
-    return isinstance(given, Mapping) and all(
-        isinstance(name, str) and isinstance(each, Adapter) for name, each in given.items()
+def _are_adapters(value: Any) -> bool:
+    return isinstance(value, Mapping) and all(
+        isinstance(name, str) and isinstance(each, Adapter) for name, each in value.items()
     )
 
 
@@ -452,7 +460,7 @@ def check_engine(call: str, model: Any, transport: Any = None, **options: Any) -
     """
     check_values(call, RULES, {"transport": transport, "model": model})
     vocab = model.config.vocab_size
-    own: dict[str, Rule] = {
+    model_rules: dict[str, Rule] = {
         "pipeline": stage_rule(model),
         "tensor": COUNT_OR_NONE,
         "num_logprobs": (
@@ -460,4 +468,4 @@ def check_engine(call: str, model: Any, transport: Any = None, **options: Any) -
             f"a number from 0 to {vocab}; -1 is {vocab}",
         ),
     }
-    check_values(call, RULES | own, options)
+    check_values(call, RULES | model_rules, options)

@@ -89,11 +89,13 @@ def joined(first: RequestOutput, second: RequestOutput) -> RequestOutput:
 
 def joined_by_completion(outputs: Sequence[RequestOutput]) -> list[RequestOutput]:
     """One output for each completion, in the order of the first ones."""
-    found: dict[tuple[str, CompletionState], RequestOutput] = {}
+    joined_outputs: dict[tuple[str, CompletionState], RequestOutput] = {}
     for output in outputs:
         key = output.id, output.track
-        found[key] = joined(found[key], output) if key in found else output
-    return list(found.values())
+        joined_outputs[key] = (
+            joined(joined_outputs[key], output) if key in joined_outputs else output
+        )
+    return list(joined_outputs.values())
 
 
 @attrs.define(eq=False)
@@ -189,8 +191,8 @@ class OutputProcessor:
 
     def add(self, id: str, requests: Sequence[Request], first_job: int, mask: Mask | None) -> None:
         """Add a request's completions; the first one collects the logprobs of the prompt for all."""
-        own = self._tokenizer, self._special_ids, self._eos_ids
-        states = [CompletionState(request, *own) for request in requests]
+        tokenization = self._tokenizer, self._special_ids, self._eos_ids
+        states = [CompletionState(request, *tokenization) for request in requests]
         if mask is None:
             own_mask = None
         else:
@@ -220,11 +222,11 @@ class OutputProcessor:
         if work.edits.admissions:
             names = dict(zip(work.rows, work.requests, strict=True))
             for admission in work.edits.admissions:
-                own = self._open.get(names[admission.row])
+                completion = self._open.get(names[admission.row])
                 if (
-                    own is not None and own.state.times.admitted is None
+                    completion is not None and completion.state.times.admitted is None
                 ):  # its mask may have ended it
-                    own.state.times.admitted = time.monotonic()
+                    completion.state.times.admitted = time.monotonic()
 
     def apply_masks(
         self, works: Sequence[Work], share: Callable[[Any], Any], *, decides: bool = True
@@ -255,7 +257,9 @@ class OutputProcessor:
                     self._debts.get(id, 0.0), seconds
                 )
         if has_budget and decides:
-            share({name: (error.call, error.seen, error.instead) for name, error in failed.items()})
+            share(
+                {name: (error.call, error.problem, error.instead) for name, error in failed.items()}
+            )
         kept = {
             name: mask for name, mask in masks.items() if mask is not None and name not in failed
         }
@@ -266,31 +270,33 @@ class OutputProcessor:
     ) -> bytes | None:
         if name in failed or name not in self._masks:  # the mask of another may have ended it
             return None
-        own = self._open[name]
+        completion = self._open[name]
         begin = 0.0 if clock is None else clock.now()
         try:
-            mask = compute_mask(own.id, self._masks[name], own.state.token_ids, self._vocab_size)
+            mask = compute_mask(
+                completion.id, self._masks[name], completion.state.token_ids, self._vocab_size
+            )
         except RequestError as error:
             failed[name] = error
             return None
         finally:
             if clock is not None:
-                clock.note(own.id, begin)
-        if clock is not None and own.id in self._budgets and own.id in self._names:
-            self._check_budget(own, failed, clock)
+                clock.note(completion.id, begin)
+        if clock is not None and completion.id in self._budgets and completion.id in self._names:
+            self._check_budget(completion, failed, clock)
         return mask
 
     def _check_budget(
-        self, own: _OpenCompletion, failed: dict[str, RequestError], clock: MaskClock
+        self, completion: _OpenCompletion, failed: dict[str, RequestError], clock: MaskClock
     ) -> None:
         """Let all completions of a request fail whose masks have taken too long."""
-        budget = clock.budget(self._budgets[own.id])
-        seconds = clock.seconds[own.id]
-        debt = self._debts.get(own.id, 0.0)
+        budget = clock.budget(self._budgets[completion.id])
+        seconds = clock.seconds[completion.id]
+        debt = self._debts.get(completion.id, 0.0)
         if not budget.is_exceeded(debt, seconds):
             return
-        call = f"the masks of request {own.id!r}, after {len(own.state.token_ids)} tokens"
-        seen = (
+        call = f"the masks of request {completion.id!r}, after {len(completion.state.token_ids)} tokens"
+        problem = (
             f"{seconds:.2g} s of a step, for which all others wait, after {debt:.2g} s too much in"
             f" steps before; its share is {budget.step_seconds:.2g} s, and"
             f" {budget.burst_seconds:.2g} s more in sum"
@@ -299,8 +305,8 @@ class OutputProcessor:
             "a grammar with fewer repetitions within repetitions, fewer completions, or fewer"
             " max_tokens"
         )
-        for each in self._names[own.id]:
-            failed.setdefault(each, RequestError(call, seen, instead))
+        for each in self._names[completion.id]:
+            failed.setdefault(each, RequestError(call, problem, instead))
 
     def append_per_token(self, work: Work, result: StepResult) -> None:
         """Append what a step returned of each token: the logprobs of prompts, and what the stages
@@ -314,15 +320,15 @@ class OutputProcessor:
         """Append the logprobs of the prompts' tokens that a step computed."""
         first = 0
         for name, targets, start in zip(work.requests, work.targets, work.starts, strict=True):
-            own = self._open.get(name)
+            completion = self._open.get(name)
             # Not of an earlier request of the same name
-            is_its = own is not None and work.job >= own.first_job
+            is_its = completion is not None and work.job >= completion.first_job
             if (
-                own is not None
+                completion is not None
                 and is_its
-                and own.state.request.sampling.prompt_logprobs is not None
+                and completion.state.request.sampling.prompt_logprobs is not None
             ):
-                own.state.append_prompt_logprobs(result, first, start, len(targets))
+                completion.state.append_prompt_logprobs(result, first, start, len(targets))
             first += len(targets)
 
     def _append_captured(self, work: Work, result: StepResult) -> None:
@@ -333,10 +339,10 @@ class OutputProcessor:
             for row, (name, tokens) in enumerate(zip(work.requests, result.token_ids, strict=True)):
                 if (
                     tokens
-                    and (own := self._open.get(name)) is not None
-                    and work.job >= own.first_job
+                    and (completion := self._open.get(name)) is not None
+                    and work.job >= completion.first_job
                 ):
-                    own.state.append_captured(result.captured, row)
+                    completion.state.append_captured(result.captured, row)
             return
         first = 0
         chunks = work.token_ids or ((LAST_TOKEN,),) * len(work.rows)
@@ -344,14 +350,16 @@ class OutputProcessor:
             zip(work.requests, chunks, work.starts, strict=True)
         ):
             count = len(ids) if work.token_ids else work.query_len
-            own = self._open.get(name)
-            if own is not None and work.job >= own.first_job:
+            completion = self._open.get(name)
+            if completion is not None and work.job >= completion.first_job:
                 if work.token_ids:
                     kept = count
                 else:
                     kept = min(count, len(result.token_ids[row]))
                 goes_on = ids == (LAST_TOKEN,)
-                own.state.append_captured(result.captured, first, kept, None if goes_on else start)
+                completion.state.append_captured(
+                    result.captured, first, kept, None if goes_on else start
+                )
             first += count
 
     def append(
@@ -363,25 +371,25 @@ class OutputProcessor:
         Args:
             reason: why it ends after these tokens; empty: it goes on.
         """
-        own = self._open[name]
+        completion = self._open[name]
         tokens = result.token_ids[row]
         if len(tokens) != count:
             tokens = tokens[:count]
         for index in range(count):
             try:
-                stopped = own.state.append(
+                stopped = completion.state.append(
                     result, row, index, is_stop=reason == "stop" and index == count - 1
                 )
             except BaseException as error:
-                return self.end(name, "error", tokens[: index + 1], _undecodable(own, error))
+                return self.end(name, "error", tokens[: index + 1], _undecodable(completion, error))
             if stopped:
                 return self.end(name, "stop", tokens[: index + 1])
         if not reason:
-            return own.output(tokens)
+            return completion.output(tokens)
         if reason != "error":
             return self.end(name, reason, tokens)
-        num_tokens = len(own.state.request.prompt) + len(own.state.token_ids)
-        return self.end(name, reason, tokens, result.error(row, own.id, num_tokens))
+        num_tokens = len(completion.state.request.prompt) + len(completion.state.token_ids)
+        return self.end(name, reason, tokens, result.error(row, completion.id, num_tokens))
 
     def end(
         self, name: str, reason: str, tokens: list[int], error: WeftError | None = None
@@ -392,21 +400,21 @@ class OutputProcessor:
         Args:
             error: with the reason `error`, what went wrong.
         """
-        own = self._open[name]
+        completion = self._open[name]
         try:
-            own.state.end(reason)
+            completion.state.end(reason)
         except BaseException as fault:
-            own.state.reason, error = "error", error or _undecodable(own, fault)
-        self.ended[own.state.reason] += 1
-        others = self._names[own.id]
-        others.remove(name)
-        if not others:
-            del self._names[own.id]
-            self._budgets.pop(own.id, None)
-            self._debts.pop(own.id, None)
+            completion.state.reason, error = "error", error or _undecodable(completion, fault)
+        self.ended[completion.state.reason] += 1
+        remaining = self._names[completion.id]
+        remaining.remove(name)
+        if not remaining:
+            del self._names[completion.id]
+            self._budgets.pop(completion.id, None)
+            self._debts.pop(completion.id, None)
         self._masks.pop(name, None)
         del self._open[name]
-        return own.output(tokens, own.state.reason, error)
+        return completion.output(tokens, completion.state.reason, error)
 
 
 def _sampled(work: Work) -> Iterable[str]:
@@ -423,8 +431,8 @@ def _with_masks(work: Work, masks: Mapping[str, bytes]) -> Work:
     return attrs.evolve(work, masks=of_rows)
 
 
-def _undecodable(own: _OpenCompletion, error: BaseException) -> RequestError:
-    call = f"the text of request {own.id!r}, of {len(own.state.token_ids)} tokens"
+def _undecodable(completion: _OpenCompletion, error: BaseException) -> RequestError:
+    call = f"the text of request {completion.id!r}, of {len(completion.state.token_ids)} tokens"
     return blame(
         error, call, "a tokenizer that decodes every token of the model, or a model without one"
     )
@@ -465,11 +473,11 @@ class Streams:
         try:
             left = 1 if sampling is None else sampling.n
             while left:
-                found = await queue.get()
-                if isinstance(found, BaseException):
-                    raise found
-                left -= found.finish_reason is not None
-                yield found
+                item = await queue.get()
+                if isinstance(item, BaseException):
+                    raise item
+                left -= item.finish_reason is not None
+                yield item
         finally:
             del self._queues[name]
             if self._engine.is_under_way(name):
@@ -481,9 +489,9 @@ class Streams:
             return
         other = self._task.get_loop()
         if other is not loop and other.is_running():
-            seen = "an event loop, while one of another thread steps the engine for its streams"
+            problem = "an event loop, while one of another thread steps the engine for its streams"
             raise EngineError(
-                "engine.stream(prompt)", seen, "streams of one event loop, or an engine for each"
+                "engine.stream(prompt)", problem, "streams of one event loop, or an engine for each"
             )
 
     def publish(self, outputs: Iterable[RequestOutput]) -> None:

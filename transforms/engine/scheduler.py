@@ -59,13 +59,13 @@ def add(host: HostState, request: Request, budget: Budget, behind: str | None = 
         (host.pages.num_pages, "there are", "num_pages"),
     ):
         if needed > most:
-            seen = (
+            problem = (
                 f"a prompt of {len(request.prompt)} tokens, and {request.max_tokens} to generate;"
                 f" {what} "
             )
-            seen += f"{most * size}, by EngineLimits.{limit}"
+            problem += f"{most * size}, by EngineLimits.{limit}"
             raise RequestError(
-                call, seen, f"a shorter prompt, fewer max_tokens, or a greater {limit}"
+                call, problem, f"a shorter prompt, fewer max_tokens, or a greater {limit}"
             )
     if behind is not None:
         request = attrs.evolve(
@@ -250,9 +250,11 @@ def choose_query_len(host: HostState, budget: Budget, ready: Sequence[RequestSta
     if max(budget.query_lens) == 1 or any(req.request.is_masked for req in ready):
         return 1
     useful = max((req.max_useful for req in ready), default=1)
-    wanted = min((n for n in budget.query_lens if n >= useful), default=max(budget.query_lens))
+    max_query_len = min(
+        (n for n in budget.query_lens if n >= useful), default=max(budget.query_lens)
+    )
     for query_len in sorted(budget.query_lens, reverse=True):
-        fits = 1 < query_len <= wanted and query_len * len(ready) <= budget.max_num_tokens
+        fits = 1 < query_len <= max_query_len and query_len * len(ready) <= budget.max_num_tokens
         if (
             fits
             and sum(_pages_needed(host, req, query_len) for req in ready) <= host.pages.num_free
@@ -307,17 +309,17 @@ class _Room:
     def take(self, req: RequestState, page_size: int, is_first: bool) -> int:
         """The tokens of a request's next chunk. If seconds are the limit these are whole pages, and
         of the step's first chunk at least one, so that prompts go on beside any decodes."""
-        count = wanted = min(self.tokens, req.length - req.num_prefilled)
+        count = num_requested = min(self.tokens, req.length - req.num_prefilled)
         if self._time is not None:
             most = self._time.most_tokens(
-                wanted, req.num_prefilled, self._taken, self._pairs, self._reads
+                num_requested, req.num_prefilled, self._taken, self._pairs, self._reads
             )
-            if most < wanted:
-                count = min(wanted, max(most // page_size, int(is_first)) * page_size)
+            if most < num_requested:
+                count = min(num_requested, max(most // page_size, int(is_first)) * page_size)
             self._taken += count
             self._pairs += pairs_of(count, req.num_prefilled)
             page = self._time.most_tokens(page_size, 0, self._taken, self._pairs, self._reads)
-            if count < wanted or page < page_size:
+            if count < num_requested or page < page_size:
                 self.tokens = count  # no whole page would fit
         self.tokens -= count
         return count
@@ -377,7 +379,7 @@ def _admit(host: HostState, req: RequestState, cohort: int, admissions: list[Adm
             tuple(req.tokens[len(request.prompt) :]),
             request.adapter,
             req.max_len,
-            0 if request.given is None else request.given.delta,
+            0 if request.prompt_content is None else request.prompt_content.delta,
             request.extras,
             req.num_found,
         )
@@ -448,15 +450,15 @@ def _targets(scheduled: Sequence[tuple[RequestState, int]]) -> tuple[tuple[int, 
         # Another prompt may hold EMBEDDED, which is no token
         wants = req.request.sampling.prompt_logprobs is not None
         if wants:
-            own = req.request.prompt[start : start + length]
+            target_ids = req.request.prompt[start : start + length]
         else:
-            own = ()
-        targets.append((*own, *[0] * (length - len(own))))
+            target_ids = ()
+        targets.append((*target_ids, *[0] * (length - len(target_ids))))
     return tuple(targets)
 
 
 def _contents(scheduled: Sequence[tuple[RequestState, int]]) -> tuple[PromptContent | None, ...]:
-    contents = tuple([req.request.given if count else None for req, count in scheduled])
+    contents = tuple([req.request.prompt_content if count else None for req, count in scheduled])
     if contents.count(None) == len(contents):
         return ()
     return contents

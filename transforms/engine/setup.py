@@ -44,8 +44,10 @@ from weft.transforms.pipelines.transports.local import Local
 from weft.trees import tree_map
 
 _LENGTHS: Rule = (
-    lambda given: (
-        isinstance(given, Sequence) and given and all(isinstance(n, int) and n >= 1 for n in given)
+    lambda length_list: (
+        isinstance(length_list, Sequence)
+        and length_list
+        and all(isinstance(n, int) and n >= 1 for n in length_list)
     ),
     "a list of whole numbers >= 1, one a request",
 )
@@ -60,25 +62,27 @@ def assert_same_engines(
 ) -> None:
     """Compare the engines of all ranks."""
     facts = {**model.facts, **limits.options, **options}
-    facts |= {f"adapter {name!r}": own.weights for name, own in adapters.items()}
+    facts |= {f"adapter {name!r}": adapter.weights for name, adapter in adapters.items()}
     for subject, value in facts.items():
         assert_equal(subject, str(value))
 
 
-def assert_same_left_out(call: str, transport: Transport, given: Mapping[str, Any]) -> None:
+def assert_same_left_out(call: str, transport: Transport, arguments: Mapping[str, Any]) -> None:
     """Compare which of these are None on each rank: the ranks then send each other what they use in
     their place, and a rank that does not would be waited for.
 
     Raises:
         ProgramError: another rank has left out others.
     """
-    own = [name for name, value in given.items() if value is None]
-    for rank, other in enumerate(transport.collect(own)):
-        for name in given:
-            if (name in own) != (name in other):
-                here, there = ("None", "a number") if name in own else (f"{given[name]}", "None")
-                seen = f"{name}={here}, where rank {rank} has {there}"
-                raise ProgramError(call, seen, "the same arguments on every rank")
+    left_out = [name for name, value in arguments.items() if value is None]
+    for rank, other in enumerate(transport.collect(left_out)):
+        for name in arguments:
+            if (name in left_out) != (name in other):
+                here, there = (
+                    ("None", "a number") if name in left_out else (f"{arguments[name]}", "None")
+                )
+                problem = f"{name}={here}, where rank {rank} has {there}"
+                raise ProgramError(call, problem, "the same arguments on every rank")
 
 
 def make_states(
@@ -105,7 +109,8 @@ def make_states(
     )
     if is_recomputed:
         states = tuple(
-            attrs.evolve(state, found=torch.zeros_like(state.positions)) for state in states
+            attrs.evolve(state, num_recomputed_tokens=torch.zeros_like(state.positions))
+            for state in states
         )
     drafts = 0 if speculation is None else speculation.num_tokens
     pages = None
@@ -127,10 +132,11 @@ def _carrying(
     """The same empty state with what its requests carry."""
     if not defaults:
         return state
-    given = {name: x.to(state.positions.device) for name, x in defaults.items()}
+    device_defaults = {name: x.to(state.positions.device) for name, x in defaults.items()}
     num_rows = len(state.positions)
     return attrs.evolve(
-        state, carried=Carried.of(given, num_rows, num_drafts=num_drafts, num_pages=num_pages)
+        state,
+        carried=Carried.of(device_defaults, num_rows, num_drafts=num_drafts, num_pages=num_pages),
     )
 
 
@@ -140,7 +146,8 @@ def _with_pages_beside(state: State, layout: StageLayout, model: Model) -> State
         return state
     _, _, num_pages, page_size, _, _ = state.kv_pages.shape
     pages = {
-        name: empty_pages(own, num_pages, page_size) for name, own in model.functions.beside.items()
+        name: empty_pages(side_model, num_pages, page_size)
+        for name, side_model in model.functions.beside.items()
     }
     return attrs.evolve(state, beside=pages)
 
@@ -179,14 +186,12 @@ def make_executor(
     stages: list[Any] = [
         model.stage(layout, **extras) for layout in split_model(model.config, split.num_stages)
     ]
-    params: tuple[Any, ...] = tuple(own for _, own in weights.stages)
+    params: tuple[Any, ...] = tuple(decoder_params for _, decoder_params in weights.stages)
     state = make_states(model, layouts, limits)
     if speculation is not None:
         stages = speculation.stages(stages)
         if layouts[0].first:
             params = ((params[0], weights.drafts), *params[1:])
-        else:
-            params = params
     params = tree_map(_detached, params)
     if split.num_stages == split.num_shards == 1:
         whole = graph_step(compose(stages, advance=advance), ladder, backend)
@@ -196,9 +201,15 @@ def make_executor(
     spanned = [
         graph_step(with_advance(stage) if alone else stage, ladder, backend) for stage in stages
     ]
-    own: dict[str, Any] = {"transport": split.transport, "mesh": split.mesh, "schema": Schema.of(x)}
+    pipeline_options: dict[str, Any] = {
+        "transport": split.transport,
+        "mesh": split.mesh,
+        "schema": Schema.of(x),
+    }
     step = pipeline(
-        [with_edits(s) for s in spanned], advance=is_advanced if alone else advance_work, **own
+        [with_edits(s) for s in spanned],
+        advance=is_advanced if alone else advance_work,
+        **pipeline_options,
     )
     if len(ladder):
         graphs = [(spanned[stage], x if stage else None) for stage in split.here]
@@ -259,9 +270,9 @@ class Runner:
             (
                 f"{layout.index}",
                 f"{layout.start} to {layout.stop - 1}",
-                f"{num_bytes(own) / 2**20:,.1f} MiB",
+                f"{num_bytes(params) / 2**20:,.1f} MiB",
             )
-            for layout, own in zip(self.layouts, self.params, strict=True)
+            for layout, params in zip(self.layouts, self.params, strict=True)
         )
         return Table(("stage", "layers", "parameters"), tuple(rows), repr(self))._repr_html_()
 
@@ -380,7 +391,7 @@ def make_state(
         device=model.device,
     )
     rows = range(len(lengths))
-    own: dict[str, Any] = {
+    options: dict[str, Any] = {
         "mrope_position_deltas": mrope_position_deltas,
         "extras": extras,
         "adapters": adapters,
@@ -390,4 +401,4 @@ def make_state(
         for state, layout in zip(states, layouts, strict=True)
     )
     carrying = (_carrying(state, model.functions.carries) for state in beside)
-    return tuple(admit(empty, rows, pages, params, prompts, **own) for empty in carrying)
+    return tuple(admit(empty, rows, pages, params, prompts, **options) for empty in carrying)

@@ -62,25 +62,27 @@ class Split:
             instead = 'backend=None; or weft.load(..., device="cuda")'
             raise ProgramError(call, f"backend='cuda', and a model on '{model.device}'", instead)
         index, num_shards = model.shard
-        seen: Any = None
+        problem: Any = None
         if num_shards != self.num_shards:
-            seen = (
+            problem = (
                 f"a model that is share {index} of {num_shards}, for {self.num_shards} ranks that"
                 " share each stage"
             )
         elif self.num_shards > 1 and not isinstance(self.transport, Distributed):
-            seen = f"transport={self.transport!r}, where {self.num_shards} ranks share each stage"
-        elif self.mesh is not None and isinstance(self.transport, Distributed):
-            own = self.mesh.coordinates(self.transport.rank)[AXIS]
-            seen = (
-                f"share {index} of the model on rank {self.transport.rank}, which has share {own}"
-                * (own != index)
+            problem = (
+                f"transport={self.transport!r}, where {self.num_shards} ranks share each stage"
             )
-        if seen:
+        elif self.mesh is not None and isinstance(self.transport, Distributed):
+            rank_share = self.mesh.coordinates(self.transport.rank)[AXIS]
+            problem = (
+                f"share {index} of the model on rank {self.transport.rank}, which has share {rank_share}"
+                * (rank_share != index)
+            )
+        if problem:
             instead = (
                 f"Distributed(), and weft.load(path, shard=(index, {self.num_shards})), in a"
                 " process for each rank"
             )
             if self.num_shards == 1:
                 instead = f"weft.Engine(model, tensor={num_shards}, ...)"
-            raise ProgramError(call, seen, instead)
+            raise ProgramError(call, problem, instead)

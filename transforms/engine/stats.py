@@ -86,12 +86,12 @@ class Counts:
 
     def add(self, work: Work) -> None:
         """Count a launched step."""
-        own = work.descriptor
-        decision = self.classes.of(own)
+        descriptor = work.descriptor
+        decision = self.classes.of(descriptor)
         self.steps[work.kind] += 1
         self.modes[decision.mode] += 1
-        self.tokens += own.num_tokens
-        self.padding += decision.descriptor.num_tokens - own.num_tokens
+        self.tokens += descriptor.num_tokens
+        self.padding += decision.descriptor.num_tokens - descriptor.num_tokens
 
     def read(self, result: StepResult) -> None:
         """Count a step's result."""

@@ -65,14 +65,16 @@ def limit_steps(engine: _Engine, seconds: float, captured: int) -> ResolvedLimit
         limits, engine.model.config.max_position_embeddings, captured, engine.run_ahead
     )
     for _ in range(_TRIES):
-        own = [_step_seconds(engine, draw, lengths) for lengths in (*sizes, many, few)]
-        own += [_decode_seconds(engine, draw, lengths) for lengths in ([1] * len(few), few)]
-        *steps, sooner, later = map(max, zip(*engine.transport.collect(own), strict=True))
+        local_seconds = [_step_seconds(engine, draw, lengths) for lengths in (*sizes, many, few)]
+        local_seconds += [
+            _decode_seconds(engine, draw, lengths) for lengths in ([1] * len(few), few)
+        ]
+        *steps, sooner, later = map(max, zip(*engine.transport.collect(local_seconds), strict=True))
         engine.reset_prefix_cache()
         times = [*zip((*sizes, many, few), steps, strict=True)]
-        found = step_time(seconds, times[:-2], times[-2:], (sooner, later))
-        if (least := found.seconds(page)) <= seconds:
-            return attrs.evolve(limits, budget=attrs.evolve(limits.budget, step_time=found))
+        estimate = step_time(seconds, times[:-2], times[-2:], (sooner, later))
+        if (least := estimate.seconds(page)) <= seconds:
+            return attrs.evolve(limits, budget=attrs.evolve(limits.budget, step_time=estimate))
     call = f"weft.EngineLimits(max_step_seconds={seconds!r})"
     raise RequestError(
         call, f"a step of one page of {page} tokens takes {least:.2g} s", f"{2 * least:.2g} or more"
@@ -97,12 +99,12 @@ def prompt_lengths(
     )
     most = min(budget.max_num_tokens, max(1, count) * longest)
     few = [longest] * max(1, min(most // longest, count // _FEWER))
-    wanted = (
+    candidate_sizes = (
         min(page, longest),
         *(most // share for share in _SHARES),
         *((captured, captured + 1) if captured else ()),
     )
-    tokens = sorted({min(most, max(1, size)) for size in wanted})
+    tokens = sorted({min(most, max(1, size)) for size in candidate_sizes})
     many = _split(sum(few), max(1, min(_FEWER * len(few), count, sum(few))))
     return [_split(size, -(-size // longest)) for size in tokens], many, few
 

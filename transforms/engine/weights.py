@@ -24,9 +24,12 @@ from weft.transforms.engine.split import Split
 from weft.trees import leaves_with_names, tree_leaves
 
 _PARAMS: Rule = (
-    lambda given: (
-        isinstance(given, DecoderParams)
-        or (isinstance(given, Mapping) and all(isinstance(x, Tensor) for x in given.values()))
+    lambda new_params: (
+        isinstance(new_params, DecoderParams)
+        or (
+            isinstance(new_params, Mapping)
+            and all(isinstance(x, Tensor) for x in new_params.values())
+        )
     ),
     "params of a weft.load(...), a state_dict() by transformers' names, or None: changed in place",
 )
@@ -52,7 +55,7 @@ class Weights:
     drafts: Any
     adapters: Mapping[str, Adapter]
     _tracked: tuple[Tensor, ...] = attrs.field(init=False, repr=False)
-    _seen: int = attrs.field(init=False, repr=False)
+    _change_count: int = attrs.field(init=False, repr=False)
 
     def __attrs_post_init__(self) -> None:
         self.mark_seen()
@@ -63,7 +66,7 @@ class Weights:
         stages = [params for _, params in self.stages]
         leaves = tree_leaves((stages, self.drafts, beside, [*self.adapters.values()]))
         self._tracked = tuple(x for x in leaves if isinstance(x, Tensor) and not x.is_inference())
-        self._seen = changes_of(self._tracked)
+        self._change_count = changes_of(self._tracked)
 
     @property
     def slots(self) -> dict[str, int]:
@@ -74,20 +77,20 @@ class Weights:
     def are_changed(self) -> bool:
         """Whether a tensor was changed in place since `mark_seen`, as far as torch counts it
         (`changes_of`)."""
-        return changes_of(self._tracked) != self._seen
+        return changes_of(self._tracked) != self._change_count
 
-    def pairs(self, call: str, given: Any) -> list[tuple[Tensor, Tensor]]:
+    def pairs(self, call: str, params: Any) -> list[tuple[Tensor, Tensor]]:
         """Pairs of one of the engine's tensors and the given tensor that replaces it.
 
         Raises:
             RequestError: not parameters, or those of another model.
         """
-        check_values(call, {"params": _PARAMS}, {"params": given})
-        if isinstance(given, DecoderParams):
-            own = _tensors(self.model.params)
-            given = _tensors(given)
-            here = {name: PartView(x, Part(name, tuple(x.shape))) for name, x in own.items()}
-            wrong = here.keys() ^ given.keys()
+        check_values(call, {"params": _PARAMS}, {"params": params})
+        if isinstance(params, DecoderParams):
+            current = _tensors(self.model.params)
+            params = _tensors(params)
+            here = {name: PartView(x, Part(name, tuple(x.shape))) for name, x in current.items()}
+            wrong = here.keys() ^ params.keys()
             instead = f"parameters of the structure of {self.model!r}"
             where = "which either the model or the given parameters lack"
         else:
@@ -95,7 +98,7 @@ class Weights:
             (whole,) = split_layers(self.model.config.num_layers, 1)
             tied = tied_names(self.model.config)
             wrong = (
-                given.keys()
+                params.keys()
                 - here.keys()
                 - tensor_shapes(self.model.config, whole).keys()
                 - tied.keys()
@@ -103,34 +106,35 @@ class Weights:
             instead = f"names as {next(iter(here))!r}, of the model's own architecture"
             where = "which the model does not have"
             for second, first in tied.items():  # on every rank, whatever it holds
-                if {first, second} <= given.keys():
+                if {first, second} <= params.keys():
                     _refuse_two_values(
-                        call, first, given[first], second, given[second], self.model.dtype
+                        call, first, params[first], second, params[second], self.model.dtype
                     )
         if wrong:
             raise RequestError(call, f"{list_some(sorted(map(str, wrong)))}, {where}", instead)
-        new = {name: x for name, x in given.items() if name in here}
+        new = {name: x for name, x in params.items() if name in here}
         check_values(call, {name: _like(here[name]) for name in new}, new)
         return _once_each(
-            call, {name: (here[name].view, here[name].own(x.detach())) for name, x in new.items()}
+            call,
+            {name: (here[name].view, here[name].share_of(x.detach())) for name, x in new.items()},
         )
 
     def digest(self, params: Any, adapters: Mapping[str, Adapter]) -> str:
         """One line about given parameters and adapters, to be equal on all ranks."""
-        digests = {name: own.weights for name, own in sorted(adapters.items())}
+        digests = {name: adapter.weights for name, adapter in sorted(adapters.items())}
         return f"{self._digest(params)}, adapters={digests}"
 
-    def _digest(self, given: Any) -> str:
+    def _digest(self, params: Any) -> str:
         """A digest of parameters, if they are the whole model's."""
-        if given is None:
+        if params is None:
             return "what was changed in place"
         (whole,) = split_layers(self.model.config.num_layers, 1)
         if (
-            not isinstance(given, Mapping)
-            or not given.keys() >= tensor_shapes(self.model.config, whole).keys()
+            not isinstance(params, Mapping)
+            or not params.keys() >= tensor_shapes(self.model.config, whole).keys()
         ):
             return "a part of the model"
-        return digest_params([given[name] for name in sorted(given)])
+        return digest_params([params[name] for name in sorted(params)])
 
     def check_adapters(self, call: str, adapters: Any) -> None:
         """Check new adapters against the engine's slots.
@@ -140,9 +144,11 @@ class Weights:
         """
         check_values(call, RULES, {"adapters": adapters})
         adapters = adapters or {}
-        known = f"names that the engine was made with: {', '.join(map(repr, self.slots)) or 'none'}"
+        instead = (
+            f"names that the engine was made with: {', '.join(map(repr, self.slots)) or 'none'}"
+        )
         rules: dict[str, Rule] = {
-            "adapters": (lambda given: given.keys() <= self.slots.keys(), known)
+            "adapters": (lambda value: value.keys() <= self.slots.keys(), instead)
         }
         check_values(call, rules, {"adapters": adapters})
         for layout, params in self.stages:
@@ -157,8 +163,8 @@ class Weights:
         changed in place."""
         self.adapters = {**self.adapters, **adapters}
         with torch.inference_mode():  # elsewhere, tensors that were made in it cannot be written
-            for own, new in pairs:
-                own.copy_(new)
+            for target, new in pairs:
+                target.copy_(new)
             for layout, params in self.stages:
                 for slot, adapter in enumerate(self.adapters.values()):
                     write_slot(
@@ -206,9 +212,9 @@ def _refuse_two_values(
         torch.isclose(one, two, rtol=0, atol=0, equal_nan=True).all()
     ):
         return
-    seen = f"{first!r} and {second!r}, which are one tensor of the model, with different values"
+    problem = f"{first!r} and {second!r}, which are one tensor of the model, with different values"
     raise RequestError(
-        call, seen, "equal values, or one of the two names; untied, they need another model"
+        call, problem, "equal values, or one of the two names; untied, they need another model"
     )
 
 
@@ -218,9 +224,9 @@ def _like(place: PartView) -> Rule:
     shape = place.part.stored_shape
     dtype = place.view.dtype
 
-    def fits(given: Tensor) -> bool:
-        scaled = torch.float8_e4m3fn in (dtype, given.dtype) or not given.is_floating_point()
-        return shape == given.shape and (not scaled or dtype == given.dtype)
+    def fits(value: Tensor) -> bool:
+        scaled = torch.float8_e4m3fn in (dtype, value.dtype) or not value.is_floating_point()
+        return shape == value.shape and (not scaled or dtype == value.dtype)
 
     return fits, f"{list(shape)}, {dtype}"
 

@@ -102,15 +102,17 @@ def make_plan(
     graph: Graph,
     call: Call,
     padded: Any,
-    own: Any,
+    unpadded: Any,
     borrow: bool,
     wait_for_last_replay: Callable[[], None] | None,
 ) -> Plan:
-    """Plan how a graph of class `padded` answers calls like `call`, of class `own`."""
+    """Plan how a graph of class `padded` answers calls like `call`, of class `unpadded`."""
     leaves = (*call.reference_leaves, *call.copied_leaves)
     num_references = len(call.reference_leaves)
     copies = plan_copies(graph.buffers, graph.padding_sources, graph.axes, leaves, num_references)
-    handover = hand_over(graph.outputs, graph.buffers, borrow, None if padded == own else own)
+    handover = hand_over(
+        graph.outputs, graph.buffers, borrow, None if padded == unpadded else unpadded
+    )
     fill = copies.fill if copies else None
     replay = graph.recording.replay
     holds = graph.outside.holds
@@ -197,8 +199,8 @@ class Cache:
     def plan(self, call: Call, signature: Key) -> tuple[Plan | Eager, bool]:
         """The plan for a call with this key before dispatch, captured if there is none, or the
         reason why the function itself runs; and whether later calls will find it."""
-        if (found := self._plans.get(signature)) is not None:
-            answer = found if isinstance(found, Eager) else found()
+        if (cached := self._plans.get(signature)) is not None:
+            answer = cached if isinstance(cached, Eager) else cached()
             if isinstance(answer, Eager) or (answer is not None and answer.reads_the_same()):
                 return answer, True
         check_call(call, self.graphable.name)
@@ -229,13 +231,13 @@ class Cache:
         """Plan how a graph answers calls like this one."""
         padded = decision.descriptor
         if padded is None:
-            own = None
+            unpadded = None
         else:
-            own = find_descriptors(call.copied)[0]
+            unpadded = find_descriptors(call.copied)[0]
         backend = self.backend_for(call)
         with backend.allocating():
             return make_plan(
-                graph, call, padded, own, self.graphable.borrow, backend.wait_for_last_replay
+                graph, call, padded, unpadded, self.graphable.borrow, backend.wait_for_last_replay
             )
 
     def key(self, call: Call, decision: Decision[Any], signature: Key | None = None) -> Key:
@@ -309,23 +311,25 @@ class Cache:
         """Dispatch among the classes that have a graph, because nothing may be captured."""
         if self.graphable.ladder is None:
             return Decision("none", None, why)
-        found = dispatch(self.descriptor(call), self._captured_classes(call, self.graphable.ladder))
-        return attrs.evolve(found, reason=f"{why}: {found.reason}")
+        decision = dispatch(
+            self.descriptor(call), self._captured_classes(call, self.graphable.ladder)
+        )
+        return attrs.evolve(decision, reason=f"{why}: {decision.reason}")
 
     def descriptor(self, call: Call) -> Any:
         """The class of the call's batch."""
-        found = find_descriptors(call.copied)
-        if len(found) == 1:
-            check_descriptor(found[0], f"{self.graphable.name}(...)")
-            self._check_kind(found[0])
-            check_sizes(call, found[0], self.graphable.name)
-            check_accepted(self.graphable.fn, found[0])
-            return found[0]
+        descriptors = find_descriptors(call.copied)
+        if len(descriptors) == 1:
+            check_descriptor(descriptors[0], f"{self.graphable.name}(...)")
+            self._check_kind(descriptors[0])
+            check_sizes(call, descriptors[0], self.graphable.name)
+            check_accepted(self.graphable.fn, descriptors[0])
+            return descriptors[0]
         raise CaptureError(
             f"graphify({self.graphable.name}, ladder=...)({', '.join(call.copied)})",
             (
-                f"arguments with more than one descriptor: {', '.join(map(str, found))}"
-                if found
+                f"arguments with more than one descriptor: {', '.join(map(str, descriptors))}"
+                if descriptors
                 else "a ladder, but no argument that holds a descriptor"
             ),
             "pass a weft.Batch (or your own class with a weft.descriptor_field()) with one"
@@ -338,11 +342,13 @@ class Cache:
             (d for d in self.graphable.ladder or () if type(d) is not type(descriptor)), None
         )
         if other is not None:
-            own = type(descriptor).__name__
+            batch_kind = type(descriptor).__name__
             kind = type(other).__name__
-            seen = f"a batch with a descriptor of class {own}, and a ladder of {kind}: '{other}'"
+            problem = f"a batch with a descriptor of class {batch_kind}, and a ladder of {kind}: '{other}'"
             raise DescriptorError(
-                f"{self.graphable.name}(...)", seen, f"a ladder of {own}, or batches of {kind}"
+                f"{self.graphable.name}(...)",
+                problem,
+                f"a ladder of {batch_kind}, or batches of {kind}",
             )
 
     def note_inline(self, why: Callable[[], str | None]) -> None:
@@ -417,9 +423,9 @@ class Cache:
                 "capture this signature before freeze(), or call it with arguments like the"
                 " captured ones"
             )
-            seen = f"a miss after freeze(): {miss.differs}"
+            problem = f"a miss after freeze(): {miss.differs}"
             raise CacheMissError(
-                f"{name}(...)", seen, f"{instead}: {miss.remedy}" if miss.remedy else instead
+                f"{name}(...)", problem, f"{instead}: {miss.remedy}" if miss.remedy else instead
             )
         if decision.descriptor is None:
             title = name
@@ -460,9 +466,11 @@ class Cache:
         ):
             del self.entries[min(self.entries, key=lambda k: self.entries[k].graph.last_use)]
         drop = functools.partial(_drop, weakref.ref(self), key)
-        held = (value.reference() for _, (_, value, *_) in key.statics if isinstance(value, Weakly))
+        weak_statics = (
+            value.reference() for _, (_, value, *_) in key.statics if isinstance(value, Weakly)
+        )
         self.entries[key] = Entry(
-            graph, key.references, tuple(weakref.ref(value, drop) for value in held)
+            graph, key.references, tuple(weakref.ref(value, drop) for value in weak_statics)
         )
 
     def note_full_memory(self, decision: Decision[Any]) -> str:
@@ -498,8 +506,8 @@ class Cache:
 
 def _drop(cache: "weakref.ref[Cache]", key: Key, reference: Any) -> None:
     """Drop the entry of a static argument that has come to its end."""
-    if (held := cache()) is not None:
-        held.entries.pop(key, None)
+    if (owner := cache()) is not None:
+        owner.entries.pop(key, None)
 
 
 def _tensors(call: Call) -> Iterator[Tensor]:

@@ -167,10 +167,10 @@ def prepare(
 
     def run() -> Outputs:
         state.changed = True
-        own, aliases[:] = [*aliases], _aliases(originals, likes, grad)
-        arguments.extend(weakref.ref(x) for x in own if isinstance(x, Tensor))
-        references = tree_unflatten(own[:count], call.reference_tree)
-        copied = tree_unflatten(own[count:], tree)
+        current_aliases, aliases[:] = [*aliases], _aliases(originals, likes, grad)
+        arguments.extend(weakref.ref(x) for x in current_aliases if isinstance(x, Tensor))
+        references = tree_unflatten(current_aliases[:count], call.reference_tree)
+        copied = tree_unflatten(current_aliases[count:], tree)
         containers = containers_in(references | copied)
         in_python.begin_run()
         with torch.set_grad_enabled(grad), constant(kept), _unchanged_switches(graphable.name):
@@ -182,12 +182,12 @@ def prepare(
             )
         returned[:] = [weakref.ref(x) for x in tree_leaves(result) if isinstance(x, Tensor)]
         if (changed := changed_container(containers)) is not None:
-            seen = (
+            problem = (
                 f"it changes its argument {changed} in place, which a replay does not do to the"
                 " caller's"
             )
             raise CaptureError(
-                f"graphify({graphable.name})", seen, "return a new one with the new values"
+                f"graphify({graphable.name})", problem, "return a new one with the new values"
             )
         targets = tree_unflatten(_plain_aliases(call.reference_leaves), call.reference_tree)
         donated = [targets[n] for n in graphable.roles.donated if n in targets]
@@ -229,7 +229,7 @@ def _unchanged_switches(name: str) -> Iterator[None]:
     finally:
         changed += put_back()
     if changed:
-        seen = (
+        problem = (
             f"it changes a setting of torch ({', '.join(changed)}) for the code after it, which a"
             " replay does not do"
         )
@@ -237,7 +237,7 @@ def _unchanged_switches(name: str) -> Iterator[None]:
             "set it before the call; or in a context that ends in the function, such as with"
             " torch.no_grad():"
         )
-        raise CaptureError(f"graphify({name})", seen, instead)
+        raise CaptureError(f"graphify({name})", problem, instead)
 
 
 def _unwritten(
@@ -321,7 +321,8 @@ def capture(
             refuse_opaque(audit.call, recording.outputs, call)
             audit.refuse_leaks(recording.outputs.leaves)
             recording = attrs.evolve(
-                recording, outputs=_renewed(recording.outputs, audit.own - audit.writable)
+                recording,
+                outputs=_renewed(recording.outputs, audit.owned_storages - audit.writable),
             )
             audit.refuse_kept_results()
     if not _autograd_records(external):
@@ -329,16 +330,16 @@ def capture(
     if split_at and descriptor is None and recording.num_pieces == 1:
         called = sorted(audit.called)
         shown = ", ".join(called[:10]) + (", ..." if len(called) > 10 else "")
-        seen = f"no call of {', '.join(sorted(split_at))}, which split_at names"
+        problem = f"no call of {', '.join(sorted(split_at))}, which split_at names"
         raise CaptureError(
             f"graphify({graphable.name})",
-            seen,
+            problem,
             f"name an operator that it calls: {shown or 'it calls none'}",
         )
     if descriptor is not None:
         _refuse_unsized(graphable.name, recording.outputs, descriptor, prepared.axes)
     if not graphable.borrow:
-        recording = backend.release_output_memory(recording, audit.own - audit.writable)
+        recording = backend.release_output_memory(recording, audit.owned_storages - audit.writable)
         recording = attrs.evolve(
             recording, outputs=_without_owning(recording.outputs, audit.by_reference)
         )
@@ -444,10 +445,10 @@ def _aliases(leaves: Iterable[Any], likes: Iterable[_Like], grad: bool) -> list[
     function does not mark the caller's tensors. They are like the caller's: parameters, leaves of
     autograd, with the same attributes, and one object where the caller passed one tensor twice.
     Where autograd could record (`grad`), none requires grad."""
-    made: dict[int, Any] = {}
+    alias_by_id: dict[int, Any] = {}
     with unseen():
         return [
-            made.setdefault(id(like.leaf), _alias(x, like, grad))
+            alias_by_id.setdefault(id(like.leaf), _alias(x, like, grad))
             for x, like in zip(leaves, likes, strict=True)
         ]
 
@@ -523,11 +524,11 @@ def _refuse_unsized(
             shape = f"of shape {tuple(leaf.shape)}"
         else:
             shape = repr(leaf)
-        seen = f"the result's leaf {path or '(the whole)'} {shape}"
+        problem = f"the result's leaf {path or '(the whole)'} {shape}"
         if spec is None or not isinstance(leaf, Tensor):
             raise CaptureError(
                 f"graphify({name}, ladder=...)",
-                f"{seen} does not declare which of its dimensions follow the batch, so it cannot be"
+                f"{problem} does not declare which of its dimensions follow the batch, so it cannot be"
                 " unpadded",
                 "return it in a sized class: @weft.pytree, with"
                 f" attrs.field(metadata=weft.axes({example_axis!r})), or weft.axes(None) for a"
@@ -537,6 +538,6 @@ def _refuse_unsized(
         if (expected := padded_shape(leaf, spec, descriptor)) != tuple(leaf.shape):
             raise CaptureError(
                 f"graphify({name}, ladder=...)",
-                f"{seen}, but its axes {spec.dims} give {expected} for '{descriptor}'",
+                f"{problem}, but its axes {spec.dims} give {expected} for '{descriptor}'",
                 "return a tensor of the size that its field declares",
             )

@@ -108,21 +108,21 @@ def _wrong_arguments(descriptor: Any, ladder: Any) -> DescriptorError:
     )
 
 
-def excess(larger: Any, own: Any) -> dict[str, int]:
-    """The difference in each size between class `larger` and class `own`, which it covers.
+def excess(larger: Any, smaller: Any) -> dict[str, int]:
+    """The difference in each size between class `larger` and class `smaller`, which it covers.
 
-    The sizes are the int arguments of `own`, in order (attrs, dataclasses and named tuples list
+    The sizes are the int arguments of `smaller`, in order (attrs, dataclasses and named tuples list
     their arguments; for other classes the attributes are used). A size that the larger class leaves
-    open, as None, is not padded. A class with other sizes defines a method `excess(self, own)` that
-    returns such a dict, such as `{"pixels": ...}` for an image's resolution.
+    open, as None, is not padded. A class with other sizes defines a method `excess(self, smaller)`
+    that returns such a dict, such as `{"pixels": ...}` for an image's resolution.
 
     >>> from weft.descriptor import BatchDescriptor as B
     >>> excess(B(8, 4), B.uniform(3))
     {'num_tokens': 5, 'num_reqs': 1, 'query_len': 0, 'num_active_loras': 0}
     """
     if (method := getattr(larger, "excess", None)) is not None:
-        return dict(method(own))
-    pairs = [(name, getattr(larger, name), size) for name, size in arguments_of(own).items()]
+        return dict(method(smaller))
+    pairs = [(name, getattr(larger, name), size) for name, size in arguments_of(smaller).items()]
     return {name: a - b if is_int(a) else 0 for name, a, b in pairs if is_int(b)}
 
 
@@ -205,17 +205,17 @@ class DispatchTable(Tabled):
             "dispatch_table(...).plot()", ax, 8.0, 1.2 + 0.24 * min(len(self.rows), _MOST_NAMED)
         )
         name = self._padded_size() if size is None else size
-        own = [getattr(row.batch, name, 0) for row in self.rows]
+        sizes = [getattr(row.batch, name, 0) for row in self.rows]
         more = [dict(row.decision.padding).get(name, 0) for row in self.rows]
         colours = [_EAGER if row.decision.mode == "none" else _OWN for row in self.rows]
         if len(self.rows) <= _MOST_NAMED:
             names = [str(row.batch) for row in self.rows]
         else:
             names = None
-        rows(ax, (own, colours, ""), (more, _PADDING, ""), names=names)
+        rows(ax, (sizes, colours, ""), (more, _PADDING, ""), names=names)
         if names is None:
             ax.set_ylabel("batches, in their order")
-        wasted = sum(more) / max(sum(own) + sum(more), 1)
+        wasted = sum(more) / max(sum(sizes) + sum(more), 1)
         scale = " (logarithmic)" * (ax.get_xscale() == "log")
         ax.set(
             xlabel=name.removeprefix("num_") + scale,
@@ -226,8 +226,8 @@ class DispatchTable(Tabled):
 
     def _check_size(self, size: str) -> None:
         if not any(isinstance(getattr(row.batch, size, None), int) for row in self.rows):
-            own = {name: None for row in self.rows for name in excess(row.batch, row.batch)}
-            instead = f"one of {', '.join(own)}, or None: the first that is padded"
+            size_names = {name: None for row in self.rows for name in excess(row.batch, row.batch)}
+            instead = f"one of {', '.join(size_names)}, or None: the first that is padded"
             raise DescriptorError(
                 f"dispatch_table(...).plot({size!r})",
                 "a size that these classes do not have",
@@ -261,13 +261,15 @@ def dispatch_table(
     """
     if hasattr(descriptors, "covers") or isinstance(descriptors, Limits | Ladder):
         kinds = f"{type(ladder).__name__}, {type(descriptors).__name__}"
-        seen = (
+        problem = (
             "one class"
             if hasattr(descriptors, "covers")
             else "a ladder where the classes of batches should be"
         )
         raise DescriptorError(
-            f"dispatch_table({kinds})", seen, "dispatch_table(ladder, [descriptor, ...])"
+            f"dispatch_table({kinds})", problem, "dispatch_table(ladder, [descriptor, ...])"
         )
     rungs = make_ladder(mode, ladder) if isinstance(ladder, Limits) else ladder
-    return DispatchTable(tuple(Row(own, dispatch(own, rungs)) for own in descriptors))
+    return DispatchTable(
+        tuple(Row(descriptor, dispatch(descriptor, rungs)) for descriptor in descriptors)
+    )

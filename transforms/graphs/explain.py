@@ -98,22 +98,22 @@ class Changed:
 
     def remedy(self) -> str:
         """The code to write instead, which avoids these differences."""
-        found = [
+        remedies = [
             f"keep {name} in place ({name}.copy_(...)), or write donate_argnames={name!r} if the"
             " call returns its next value, or reference_argnames=() to copy it in"
             for name in self.references
         ]
-        found += [
+        remedies += [
             f"pass the {name} that the call before returned (copy_ a new one into it), and return"
             f" the next {name} before other results of its structure"
             for name in self.donated
         ]
-        found += [
+        remedies += [
             f"pass {name} as a 0-dim tensor: torch.tensor({value})"
             for name, value in self.values.items()
         ]
-        found += ["keep that as it is, or pass it in as an argument"] if self.outside else []
-        return "; ".join(found)
+        remedies += ["keep that as it is, or pass it in as an argument"] if self.outside else []
+        return "; ".join(remedies)
 
 
 def changed_between(
@@ -175,7 +175,7 @@ def differences(new: Key, old: Key, names: Iterable[str]) -> Iterator[str]:
             yield f"{name}: {value}, captured {captured}"
     parts = (new.references, old.references), (new.copied, old.copied)
     structures = [(one.structure, other.structure) for one, other in parts]
-    keys = [(*own.references.keys, *own.copied.keys) for own in (new, old)]
+    keys = [(*key.references.keys, *key.copied.keys) for key in (new, old)]
     if any(one != other for one, other in structures) or keys[0] != keys[1]:
         if (
             new.descriptor == old.descriptor
@@ -218,8 +218,8 @@ def _argument_differences(new: TreeSpec, old: TreeSpec) -> Iterator[str]:
         yield f"arguments {', '.join(new.context)}, captured {', '.join(old.context)}"
         return
     for name, one, other in zip(new.context, new.children(), old.children(), strict=True):
-        for path, seen, captured in structure_differences(one, other):
-            yield f"{name}{path}: structure {seen}, captured {captured}"
+        for path, current, captured in structure_differences(one, other):
+            yield f"{name}{path}: structure {current}, captured {captured}"
 
 
 def value_text(key: Any) -> str:
@@ -243,9 +243,9 @@ def values_text(keys: Iterable[Any]) -> str:
 
 def miss_between(new: Key, old: Key, names: Sequence[str], donated: Sequence[str]) -> Miss:
     """The difference between a call with key `new` and one with key `old`."""
-    found = differences(new, old, names)
-    shown = [*islice(found, _MOST_SHOWN)]
-    more = sum(1 for _ in found)
+    difference_texts = differences(new, old, names)
+    shown = [*islice(difference_texts, _MOST_SHOWN)]
+    more = sum(1 for _ in difference_texts)
     text = "; ".join([*shown, *([f"and {more} more"] if more else [])])
     return Miss(text, changed_between(new, old, lambda: names, donated).remedy())
 
@@ -389,8 +389,8 @@ def outside_name(fn: Callable[..., Any], tensor: Tensor) -> str:
     """The name that a function has for a tensor which it reads and is not passed:
     `model.lm_head.weight`."""
     for name, value in _values_read_by(inspect.unwrap(fn)):
-        own = value.named_parameters() if isinstance(value, nn.Module) else [("", value)]
-        if (path := next((path for path, x in own if x is tensor), None)) is not None:
+        parameters = value.named_parameters() if isinstance(value, nn.Module) else [("", value)]
+        if (path := next((path for path, x in parameters if x is tensor), None)) is not None:
             return f"{name}.{path}" if path else name
     return f"a tensor of shape {tuple(tensor.shape)}"
 
@@ -466,5 +466,5 @@ def structure_differences(new: TreeSpec, old: TreeSpec) -> Iterator[tuple[str, s
     else:
         steps = keys
     for step, one, other in zip(steps, new.children(), old.children(), strict=True):
-        for path, seen, captured in structure_differences(one, other):
-            yield step + path, seen, captured
+        for path, current, captured in structure_differences(one, other):
+            yield step + path, current, captured

@@ -73,8 +73,10 @@ class Graphified(Generic[P, R]):
     def __init__(self, graphable: Graphable) -> None:
         functools.update_wrapper(self, graphable.fn, updated=())
         attributes = getattr(graphable.fn, "__dict__", {})
-        own = {name: value for name, value in attributes.items() if not hasattr(Graphified, name)}
-        vars(self).update(own | {"__wrapped__": graphable.fn})
+        extra_attributes = {
+            name: value for name, value in attributes.items() if not hasattr(Graphified, name)
+        }
+        vars(self).update(extra_attributes | {"__wrapped__": graphable.fn})
         self.__weft_lends__ = graphable.borrow
         self._graphable = graphable
         self._fn: Callable[P, R] = graphable.fn
@@ -168,16 +170,16 @@ class Graphified(Generic[P, R]):
         self,
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
-        known: Call | None = None,
+        prepared_call: Call | None = None,
         modes: tuple[Any, ...] | None = None,
     ) -> R:
         """Answer any call, also the first of its signature.
 
         Args:
-            known: the call if its arguments are already sorted.
+            prepared_call: the call if its arguments are already sorted.
             modes: the function modes around the call; None if it cannot take the fast path.
         """
-        call = known or make_call(self._graphable.roles, self._graphable.name, args, kwargs)
+        call = prepared_call or make_call(self._graphable.roles, self._graphable.name, args, kwargs)
         if runs_inline(call):
             return self._inline(call, args, kwargs)
         with self._lock:
@@ -295,10 +297,10 @@ class Graphified(Generic[P, R]):
         rungs = self._cache.rungs(call)
         max_captures = self._graphable.max_captures
         if max_captures is not None and len(rungs) > max_captures:
-            seen = f"a ladder of {len(rungs)} classes, and max_captures={max_captures}"
+            problem = f"a ladder of {len(rungs)} classes, and max_captures={max_captures}"
             raise CaptureError(
                 f"{self._graphable.name}.capture(...)",
-                seen,
+                problem,
                 "call it, and it captures what each call needs",
             )
         with self._lock:
@@ -375,20 +377,20 @@ class Graphified(Generic[P, R]):
         signature = hashable_signature(call, self._graphable.name)
 
         def run(args: tuple[Any, ...], kwargs: dict[str, Any]) -> R:
-            given = make_call(self._graphable.roles, self._graphable.name, args, kwargs)
-            if runs_inline(given):
-                return self._inline(given, args, kwargs)
+            new_call = make_call(self._graphable.roles, self._graphable.name, args, kwargs)
+            if runs_inline(new_call):
+                return self._inline(new_call, args, kwargs)
             if not plan.reads_the_same():
                 return self._call(args, kwargs)
-            if (other := hashable_signature(given, self._graphable.name)) != signature:
+            if (other := hashable_signature(new_call, self._graphable.name)) != signature:
                 if without_grad_mode(other) == without_grad_mode(signature):
                     return self._call(args, kwargs)
                 lowered.refuse(
                     miss_between(
-                        other, signature, given.leaf_names(), self._graphable.roles.donated
+                        other, signature, new_call.leaf_names(), self._graphable.roles.donated
                     )
                 )
-            return self._answer(plan, given, args, kwargs)
+            return self._answer(plan, new_call, args, kwargs)
 
         return Compiled(lowered, graph, run)
 

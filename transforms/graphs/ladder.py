@@ -108,11 +108,13 @@ class Ladder(Tabled, Generic[D]):
         [(128, 192), (128, 128), (64, 192), (128, 64), (64, 128), (64, 64)]
         """
         values = _check_product(kind, sizes)
-        made = [
+        descriptors = [
             _make(kind, dict(zip(values, row, strict=True)))
             for row in itertools.product(*values.values())
         ]
-        return Ladder(sorted(dict.fromkeys(made), key=lambda d: _volume(d, values), reverse=True))
+        return Ladder(
+            sorted(dict.fromkeys(descriptors), key=lambda d: _volume(d, values), reverse=True)
+        )
 
     def __iter__(self) -> Iterator[D]:
         return iter((*self.full, *self.piecewise))
@@ -133,7 +135,7 @@ def _volume(descriptor: Any, names: Iterable[str]) -> tuple[int, ...]:
 
 
 def _product_text(kind: Any, sizes: Mapping[str, Any]) -> str:
-    return f"Ladder.product({', '.join([_name(kind), *(f'{name}={given!r:.40}' for name, given in sizes.items())])})"
+    return f"Ladder.product({', '.join([_name(kind), *(f'{name}={size!r:.40}' for name, size in sizes.items())])})"
 
 
 def _name(kind: Any) -> str:
@@ -142,57 +144,57 @@ def _name(kind: Any) -> str:
     return f"{kind!r:.60}"
 
 
-def _values(given: Any) -> tuple[Any, ...]:
-    if isinstance(given, Iterable) and not isinstance(given, str):
-        return tuple(given)
-    return (given,)
+def _values(value: Any) -> tuple[Any, ...]:
+    if isinstance(value, Iterable) and not isinstance(value, str):
+        return tuple(value)
+    return (value,)
 
 
 def _make(kind: Callable[..., D], sizes: Mapping[str, int]) -> D:
     try:
         return kind(**sizes)
     except Exception as error:
-        seen = f"{type(error).__name__}: {error}"
+        problem = f"{type(error).__name__}: {error}"
         instead = "sizes that all go together, or a list of the descriptors"
-        raise DescriptorError(_product_text(kind, sizes), seen, instead) from error
+        raise DescriptorError(_product_text(kind, sizes), problem, instead) from error
 
 
 def _check_product(kind: Any, sizes: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
     """The values of each argument of a product. Raises DescriptorError where they make no
     descriptors."""
     call = _product_text(kind, sizes)
-    known = argument_names(kind) if isinstance(kind, type) else ()
-    values = {name: (given,) if is_int(given) else given for name, given in sizes.items()}
+    arguments = argument_names(kind) if isinstance(kind, type) else ()
+    values = {name: (value,) if is_int(value) else value for name, value in sizes.items()}
     values = {
-        name: tuple(own)
-        for name, own in values.items()
-        if isinstance(own, Iterable) and not isinstance(own, str)
+        name: tuple(size_values)
+        for name, size_values in values.items()
+        if isinstance(size_values, Iterable) and not isinstance(size_values, str)
     }
     wrong = [
         name
         for name in sizes
         if not values.get(name) or not all(is_int(size, 0) for size in values[name])
     ]
-    unknown = [name for name in sizes if known and name not in known]
+    unknown = [name for name in sizes if arguments and name not in arguments]
     if not isinstance(kind, type) or not hasattr(kind, "covers"):
         if isinstance(kind, type):
             name = kind.__name__
         else:
             name = "Resolution"
-        seen = f"{_name(kind)}, not a class of descriptors"
+        problem = f"{_name(kind)}, not a class of descriptors"
         instead = f"class {name}(weft.Descriptor), which has covers"
     elif wrong:
-        seen = f"{wrong[0]}={sizes[wrong[0]]!r:.60}"
+        problem = f"{wrong[0]}={sizes[wrong[0]]!r:.60}"
         instead = f"one or more ints: {wrong[0]}=(64, 128)"
     elif unknown or not sizes:
         if unknown:
-            seen = f"{kind.__name__} has no {unknown[0]}"
+            problem = f"{kind.__name__} has no {unknown[0]}"
         else:
-            seen = "no sizes"
-        instead = f"the sizes of {', '.join(known) or 'its arguments'}"
+            problem = "no sizes"
+        instead = f"the sizes of {', '.join(arguments) or 'its arguments'}"
     else:
         return values
-    raise DescriptorError(call, seen, instead)
+    raise DescriptorError(call, problem, instead)
 
 
 def _kinds(mode: str, classes: Sequence[Any]) -> Iterator[tuple[str, str, str]]:
@@ -226,11 +228,11 @@ def _kind(descriptor: Any) -> tuple[str, str]:
     return f"ragged{loras}", "num_tokens"
 
 
-def as_ladder(given: Ladder[D] | Sequence[D]) -> Ladder[D]:
+def as_ladder(ladder: Ladder[D] | Sequence[D]) -> Ladder[D]:
     """Return a ladder as it is, and a sequence of descriptors as a ladder of whole graphs."""
-    if isinstance(given, Ladder):
-        return given
-    return Ladder(full=tuple(given))
+    if isinstance(ladder, Ladder):
+        return ladder
+    return Ladder(full=tuple(ladder))
 
 
 def rungs(limit: int) -> tuple[int, ...]:
@@ -386,11 +388,13 @@ def mode_within(
         lowered = _LOWER.get(lowered, "none")
     if lowered == mode:
         return mode
-    seen = f"attention of capability {capability!r}; this mode needs {needs[mode]!r}"
+    problem = f"attention of capability {capability!r}; this mode needs {needs[mode]!r}"
     if strict:
-        raise DescriptorError(call, seen, f"one of {', '.join(able)}")
+        raise DescriptorError(call, problem, f"one of {', '.join(able)}")
     warnings.warn(
-        f"graph mode {mode!r} is lowered to {lowered!r}: {seen}", LoweredModeWarning, stacklevel=2
+        f"graph mode {mode!r} is lowered to {lowered!r}: {problem}",
+        LoweredModeWarning,
+        stacklevel=2,
     )
     return lowered
 
@@ -431,10 +435,10 @@ def _ragged(limits: Limits, most: int, sizes: Sequence[int] | None) -> list[Batc
     ]
 
 
-def _largest_first(found: Sequence[BatchDescriptor]) -> tuple[BatchDescriptor, ...]:
+def _largest_first(descriptors: Sequence[BatchDescriptor]) -> tuple[BatchDescriptor, ...]:
     return tuple(
         sorted(
-            set(found),
+            set(descriptors),
             key=lambda d: (-d.num_tokens, -d.num_reqs, -d.num_active_loras, d.is_uniform),
         )
     )
@@ -465,14 +469,14 @@ def _check(mode: str, limits: Any, sizes: Sequence[int] | None, capability: str)
     ):
         by_sizes = sizes is not None and min(sizes, default=1) < 1
         if by_sizes:
-            seen = f"sizes={list(sizes or ())}"
+            problem = f"sizes={list(sizes or ())}"
         else:
-            seen = f"query_lens={limits.query_lens}"
+            problem = f"query_lens={limits.query_lens}"
         if by_sizes:
             instead = "sizes of at least 1, or None for the usual rungs"
         else:
             instead = "query_lens=(1,) for plain decode"
-        raise DescriptorError(call, seen, instead)
+        raise DescriptorError(call, problem, instead)
     if not limits.active_loras or min(limits.active_loras) < 0:
         raise DescriptorError(
             call,

@@ -50,9 +50,9 @@ class Line:
     splits: bool = False
 
     def __str__(self) -> str:
-        made = ", ".join(map(str, self.makes))
+        names = ", ".join(map(str, self.makes))
         kinds = ", ".join(value.kind for value in self.makes)
-        return f"{made + ' = ' if made else ''}{self.operator}({self.arguments}){'  : ' + kinds if kinds else ''}"
+        return f"{names + ' = ' if names else ''}{self.operator}({self.arguments}){'  : ' + kinds if kinds else ''}"
 
 
 @attrs.frozen
@@ -135,7 +135,7 @@ class Writer(OperatorWatch):
             [*map(self._show, args), *(f"{k}={self._show(v)}" for k, v in kwargs.items())]
         )
         result = self.pass_on(func, args, kwargs)
-        made = tuple(
+        outputs = tuple(
             self._new(x, "")
             for x in tree_leaves(result)
             if isinstance(x, Tensor) and x not in self._values
@@ -145,7 +145,7 @@ class Writer(OperatorWatch):
             overload = f".{func._overloadname}"
         else:
             overload = ""
-        self.lines.append(Line(name + overload, text, reads, made, name in self.split_at))
+        self.lines.append(Line(name + overload, text, reads, outputs, name in self.split_at))
         return result
 
     def value(self, tensor: Tensor) -> Value:
@@ -153,21 +153,21 @@ class Writer(OperatorWatch):
         return self._value(tensor)
 
     def _value(self, tensor: Tensor) -> Value:
-        found: Value | None = self._values.get(tensor)
-        if found is None:
+        value: Value | None = self._values.get(tensor)
+        if value is None:
             strided = tensor.layout is torch.strided and not tensor.is_meta
-            found = self._new(tensor, "from outside", tensor.data_ptr() if strided else 0)
-            self.inputs.append(found)
-        return found
+            value = self._new(tensor, "from outside", tensor.data_ptr() if strided else 0)
+            self.inputs.append(value)
+        return value
 
     def _new(self, tensor: Tensor, origin: str, address: int = 0) -> Value:
         shape = ", ".join(map(str, tensor.shape))
-        made = Value(
+        value = Value(
             self._count, f"{str(tensor.dtype).removeprefix('torch.')}[{shape}]", origin, address
         )
         self._count += 1
-        self._values[tensor] = made
-        return made
+        self._values[tensor] = value
+        return value
 
     def _show(self, argument: Any) -> str:
         def show(x: Any) -> Any:

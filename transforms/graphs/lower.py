@@ -185,14 +185,14 @@ class _Zeros(OperatorWatch):
     """
 
     def __init__(self) -> None:
-        self._known: dict[Any, Callable[[], Any]] = {}
+        self._makers: dict[Any, Callable[[], Any]] = {}
 
     def operator(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if func.namespace != "weft":
             return self.pass_on(func, args, kwargs)
         key = func, *map(_kind, args), *((name, _kind(value)) for name, value in kwargs.items())
-        if (known := self._known.get(key)) is not None:
-            return known()
+        if (maker := self._makers.get(key)) is not None:
+            return maker()
         result = self.pass_on(func, args, kwargs)
         inputs = {storage_id(x) for x in tensors_in(args, kwargs)}
         for output in tensors_in(result):
@@ -201,7 +201,7 @@ class _Zeros(OperatorWatch):
         if effect_of(func, args) is None and _are_own(
             result if isinstance(result, tuple) else (result,), inputs
         ):
-            self._known[key] = _maker(result)
+            self._makers[key] = _maker(result)
         return result
 
 
@@ -265,14 +265,16 @@ def compile_ahead(graphable: Graphable, call: Call, cache: Cache) -> None:
     # A separate pool, because replays may still be reading the graphs' own buffers, and its bytes
     # would be counted.
     input_buffers = InputBufferPool()
-    own = cache.decide(call)
-    classes = [own] if own.mode == "none" else cache.rungs(call)
-    missing = [rung for rung in classes if rung is own or cache.find(cache.key(call, rung)) is None]
+    decision = cache.decide(call)
+    classes = [decision] if decision.mode == "none" else cache.rungs(call)
+    missing = [
+        rung for rung in classes if rung is decision or cache.find(cache.key(call, rung)) is None
+    ]
     zeros = _Zeros()
     with (
         compiling(),
         ONE_AT_A_TIME,
-        contextlib.nullcontext() if own.mode == "none" else backend.allocating(),
+        contextlib.nullcontext() if decision.mode == "none" else backend.allocating(),
     ):
         if backend.device.type == "cuda":
             ask_for_kernels(backend.device, len(call.copied_leaves))

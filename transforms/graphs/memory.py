@@ -111,16 +111,16 @@ def analysis_of(graphs: Iterable[Graph]) -> MemoryAnalysis:
 def _buffers_held(graphs: Iterable[Graph]) -> int:
     """The bytes of the graphs' buffers and padding sources; a shared block counts once, with its
     full size."""
-    held = [x for g in graphs for x in (*g.buffers, *g.padding_sources) if isinstance(x, Tensor)]
-    sizes = {storage_id(x): _bytes_held(x) for x in held}
+    tensors = [x for g in graphs for x in (*g.buffers, *g.padding_sources) if isinstance(x, Tensor)]
+    sizes = {storage_id(x): _bytes_held(x) for x in tensors}
     return sum(sizes.values())
 
 
 def _bytes_held(buffer: Tensor) -> int:
-    held = buffer.untyped_storage().nbytes()
+    storage_bytes = buffer.untyped_storage().nbytes()
     if buffer.is_contiguous():
-        return held
-    return min(held, buffer.nbytes)
+        return storage_bytes
+    return min(storage_bytes, buffer.nbytes)
 
 
 def estimate(
@@ -147,17 +147,17 @@ def estimate(
     ] = []  # until the end, so that each shares the pool with those before it, as in the ladder
     for mode in dict.fromkeys(rung.mode for rung in rungs):
         group = [rung for rung in rungs if rung.mode == mode]
-        found = {
+        graphs = {
             i: capture(graphable, call, mode, group[i].descriptor, backend)
             for i in sample_indices(len(group))
         }
-        kept += found.values()
+        kept += graphs.values()
         sizes = [input_bytes(call, rung.descriptor) for rung in group]
-        points = [(sizes[i], graph.recording.nbytes) for i, graph in found.items() if i > 0]
+        points = [(sizes[i], graph.recording.nbytes) for i, graph in graphs.items() if i > 0]
         for i, size in enumerate(sizes):
-            graph_bytes += found[i].recording.nbytes if i in found else interpolate(points, size)
+            graph_bytes += graphs[i].recording.nbytes if i in graphs else interpolate(points, size)
         driver_bytes += (
-            sum(g.recording.driver_bytes for g in found.values()) * len(group) // len(found)
+            sum(g.recording.driver_bytes for g in graphs.values()) * len(group) // len(graphs)
         )
     input_buffer_bytes = buffer_bytes(call, [rung.descriptor for rung in rungs])
     return MemoryEstimate(len(rungs), input_buffer_bytes, graph_bytes, driver_bytes, len(kept))

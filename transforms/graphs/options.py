@@ -94,17 +94,17 @@ def make_graphable(fn: Callable[..., Any], options: GraphifyOptions) -> Graphabl
     for option, names in (("donate", extra), ("static", static), ("reference", references)):
         for argument in names:
             if argument not in signature.parameters:
-                seen = f"{option}_argnames holds {argument!r}, which is not one of its arguments"
+                problem = f"{option}_argnames holds {argument!r}, which is not one of its arguments"
                 if signature.parameters:
                     instead = f"one of {', '.join(signature.parameters)}"
                 else:
                     instead = "no names: it has none"
-                raise CaptureError(call, seen, instead)
+                raise CaptureError(call, problem, instead)
     donated = (*declared, *extra)
     given_references = () if by_name is None else references
     if both := next((n for n in static if n in (*donated, *given_references)), None):
-        seen = f"{both!r} in static_argnames, and in donate_argnames or reference_argnames"
-        raise CaptureError(call, seen, "one of them: a static argument is not a tensor")
+        problem = f"{both!r} in static_argnames, and in donate_argnames or reference_argnames"
+        raise CaptureError(call, problem, "one of them: a static argument is not a tensor")
     by_reference = (*donated, *(n for n in references if n not in donated))
     ladder = options["ladder"]
     return Graphable(
@@ -127,16 +127,18 @@ def _module_of(fn: Any) -> nn.Module | None:
     return next((module for module in candidates if isinstance(module, nn.Module)), None)
 
 
-def names_in(given: Names) -> tuple[str, ...]:
+def names_in(names: Names) -> tuple[str, ...]:
     """One name or several, as a tuple."""
-    if isinstance(given, str):
-        return (given,)
-    return tuple(given)
+    if isinstance(names, str):
+        return (names,)
+    return tuple(names)
 
 
-def operators_in(call: str, given: Operators) -> Iterator[str]:
+def operators_in(call: str, operators: Operators) -> Iterator[str]:
     """The names of operators, as `namespace::name`."""
-    for operator in given if isinstance(given, list | tuple | set | frozenset) else (given,):
+    for operator in (
+        operators if isinstance(operators, list | tuple | set | frozenset) else (operators,)
+    ):
         name = operator if isinstance(operator, str) else operator_name(operator)
         if name is None or "::" not in name:
             instead = (
@@ -156,13 +158,15 @@ def _signatures_of(
     `functools.wraps` and the function that it wraps differ if it adds, drops or renames arguments.
     """
     try:
-        own = named = inspect.signature(fn)
+        signature = named = inspect.signature(fn)
         with contextlib.suppress(
             ValueError
         ):  # an object with __get__, such as a graphified function, has none
-            own = inspect.signature(fn, follow_wrapped=False)
-        variadic = any(p.kind in (p.VAR_POSITIONAL, p.VAR_KEYWORD) for p in own.parameters.values())
-        return (named if variadic else own), own
+            signature = inspect.signature(fn, follow_wrapped=False)
+        variadic = any(
+            p.kind in (p.VAR_POSITIONAL, p.VAR_KEYWORD) for p in signature.parameters.values()
+        )
+        return (named if variadic else signature), signature
     except (ValueError, TypeError):
         name = getattr(fn, "__name__", "fn")
         instead = f"a function that calls it, such as lambda x: {name}(x)"
@@ -171,10 +175,10 @@ def _signatures_of(
 
 def _check_function(call: str, fn: Any) -> None:
     if isinstance(fn, Tensor):
-        seen = f"a tensor of shape {tuple(fn.shape)}, the result of a call"
+        problem = f"a tensor of shape {tuple(fn.shape)}, the result of a call"
         raise CaptureError(
             "graphify(<a Tensor>, ...)",
-            seen,
+            problem,
             "the function itself: graphify(f), and not graphify(f(x))",
         )
     if not callable(fn):
@@ -192,18 +196,18 @@ def _check_function(call: str, fn: Any) -> None:
             inspect.isasyncgenfunction,
         )
     ):
-        seen = "a function that yields or awaits, so that a call does not run it"
-        raise CaptureError(call, seen, "a function that returns all its results")
+        problem = "a function that yields or awaits, so that a call does not run it"
+        raise CaptureError(call, problem, "a function that returns all its results")
 
 
-def _check_names(call: str, option: str, given: Any) -> None:
-    if given is None or isinstance(given, str):
-        names = (given,)
+def _check_names(call: str, option: str, value: Any) -> None:
+    if value is None or isinstance(value, str):
+        names = (value,)
     else:
-        names = given
+        names = value
     if isinstance(names, Iterable) and all(name is None or isinstance(name, str) for name in names):
         return
-    raise CaptureError(call, f"{option}={given!r:.60}", f"{option}=[...], the names of arguments")
+    raise CaptureError(call, f"{option}={value!r:.60}", f"{option}=[...], the names of arguments")
 
 
 def _missing_protocol(rung: Any) -> str:
@@ -231,28 +235,28 @@ def _check(call: str, options: GraphifyOptions) -> None:
             " class (such as "
         )
         instead += "an @attrs.frozen one) with a method covers(other)"
-        seen = f"ladder={ladder!r}" + next(
+        problem = f"ladder={ladder!r}" + next(
             (f"; {lack}" for lack in map(_missing_protocol, ladder) if lack), ""
         )
-        raise CaptureError(call, seen, instead)
+        raise CaptureError(call, problem, instead)
     for rung in ladder or ():
         if (covers := rung.covers(rung)) is not True:
-            seen = f"{rung!r}.covers(itself) is {covers!r}"
+            problem = f"{rung!r}.covers(itself) is {covers!r}"
             instead = "a covers(other) that returns True or False"
-            raise CaptureError(call, seen, instead)
+            raise CaptureError(call, problem, instead)
     if isinstance(ladder, Ladder) and ladder.piecewise and not options["split_at"]:
-        seen = "a ladder with classes for pieces, and no split_at"
+        problem = "a ladder with classes for pieces, and no split_at"
         instead = (
             "split_at='weft::paged_attention', or a ladder of whole graphs:"
             " weft.make_ladder('full', limits)"
         )
-        raise CaptureError(call, seen, instead)
+        raise CaptureError(call, problem, instead)
     if options["backend"] not in (None, *NAMES):
         raise no_backend(options["backend"])
     counts = (
         ("max_captures", options["max_captures"], "any number"),
         ("verify", options["verify"], "no comparison"),
     )
-    for option, given, meaning in counts:
-        if given is not None and not is_int(given, 1):
-            raise CaptureError(call, f"{option}={given!r}", f"an int >= 1, or None for {meaning}")
+    for option, value, meaning in counts:
+        if value is not None and not is_int(value, 1):
+            raise CaptureError(call, f"{option}={value!r}", f"an int >= 1, or None for {meaning}")

@@ -7,15 +7,16 @@ objects that the function's globals and nonlocals name, and those of the paramet
 closed-over modules that the graph reads. A name that the function itself binds anew, such as a
 counter, is not compared, and an equal number or string is no change. Functions and modules among
 the attributes of objects, in dicts and in lists are compared too, and the names that they read, and
-so are the tensors there that the graph reads, and the mode of the modules that ask for it; and so are the methods that they call, in the classes of these objects, and what
-they read of a class or a file of Python code that they name (`settings.scale`). It also compares
-whether a module or an object has more attributes than before, a function among them; and whether
-containers that were empty still are, such as those of hooks, at some 0.01 to 0.03 µs each. On the
-CPU it also compares the code and the defaults of functions, the classes of objects, and the shapes,
-strides and dtypes of closed-over tensors, which `t_()` or `x.data = ...` may change at the same
-address, at some 0.2 µs each. What else an object holds inside (a number, a string, an object) is
-not compared at calls; `graphify(..., verify=n)` finds such changes. Those that the
-recorded run itself makes are refused at the capture (`PythonState`).
+so are the tensors there that the graph reads, and the mode of the modules that ask for it; and so
+are the methods that they call, in the classes of these objects, and what they read of a class or a
+file of Python code that they name (`settings.scale`). It also compares whether a module or an
+object has more attributes than before, a function among them; and whether containers that were
+empty still are, such as those of hooks, at some 0.01 to 0.03 µs each. On the CPU it also compares
+the code and the defaults of functions, the classes of objects, and the shapes, strides and dtypes
+of closed-over tensors, which `t_()` or `x.data = ...` may change at the same address, at some 0.2
+µs each. What else an object holds inside (a number, a string, an object) is not compared at calls;
+`graphify(..., verify=n)` finds such changes. Those that the recorded run itself makes are refused
+at the capture (`PythonState`).
 """
 
 import dis
@@ -220,8 +221,8 @@ class Outside:
         for part, captured, name in zip(
             _OF_FUNCTIONS, self._parts, ("code", "defaults", "defaults"), strict=True
         ):
-            for function, own in zip(self._functions, captured, strict=True):
-                if part(function) is not own:
+            for function, original in zip(self._functions, captured, strict=True):
+                if part(function) is not original:
                     return f"{function.__name__} has other {name} than at the capture"
         for tensor, address in zip(self._tensors, self._addresses, strict=True):
             if tensor.data_ptr() != address:
@@ -307,13 +308,13 @@ class PythonState:
         changed a value. Tensors that it keeps are for the audit to refuse."""
         if (change := self.change()) is not None:
             self._first.restore()
-            seen = f"{change.path} {change}, and a replay does not repeat that"
+            problem = f"{change.path} {change}, and a replay does not repeat that"
             instead = (
                 "a tensor in its place, which the function takes as an argument and returns (for"
                 " what a module "
             )
             instead += "holds: weft.stages.from_module)"
-            raise CaptureError(call, seen, instead)
+            raise CaptureError(call, problem, instead)
 
 
 def _layouts(tensors: Sequence[Tensor]) -> tuple[tuple[Any, ...], ...]:
@@ -401,7 +402,7 @@ class _Names:
         """The tensors in containers and among attributes: the kind of place, its label, what holds
         it, its key there, and the tensor."""
         self._modules: dict[str, nn.Module] = {}
-        self._seen: set[int] = set()
+        self._visited: set[int] = set()
         self._classes: dict[type, set[str]] = {}
         """The classes of the modules and objects, with those of their attributes that have been
         read."""
@@ -430,9 +431,9 @@ class _Names:
 
     def read(self, value: Any, label: str = "") -> None:
         """Note the names that a function reads, and those that the functions which it names read."""
-        if id(value) in self._seen or isinstance(value, type):
+        if id(value) in self._visited or isinstance(value, type):
             return
-        self._seen.add(id(value))
+        self._visited.add(id(value))
         if isinstance(value, nn.Module):
             self._read_module(value, label)
         elif type(value) in _FILLABLE:
@@ -478,7 +479,7 @@ class _Names:
             for name, hooks in GLOBAL_HOOKS.items():
                 self._read_part(name, hooks, None, GLOBAL_HOOKS, name)
         self._modules[label or type(module).__name__] = module
-        self._seen.update(map(id, module.modules()))
+        self._visited.update(map(id, module.modules()))
         for path, part in module.named_modules():
             self.read(inspect.getattr_static(type(part), "forward", None), label)
             self._read_object(part, _joined(label, path))
@@ -581,13 +582,13 @@ class _Names:
         for name, cell in zip(
             function.__code__.co_freevars, function.__closure__ or (), strict=True
         ):
-            if (held := _held_by(cell)) is not cell:
+            if (content := _held_by(cell)) is not cell:
                 if not is_foreign and name not in names.bound:
                     self.cells.note(f"{name}, a nonlocal of {function.__name__},", cell)
                 if not is_foreign:
-                    self._read_value(name, held)
-                elif not _is_empty(held):
-                    self.read(held, name)
+                    self._read_value(name, content)
+                elif not _is_empty(content):
+                    self.read(content, name)
         if is_foreign:
             return
         self._asked_for |= names.attributes
@@ -639,8 +640,8 @@ class _Names:
                 self._read_value(label, owner)
 
     def note_tensors(self, storages: Set[int]) -> None:
-        """Note those tensors in containers and among attributes, and those parameters and buffers of
-        modules, that lie in these storages; and the parameters and buffers that are None."""
+        """Note those tensors in containers and among attributes, and those parameters and buffers
+        of modules, that lie in these storages; and the parameters and buffers that are None."""
         for places, label, owner, key, tensor in self._tensors:
             if innermost_storage_id(tensor) in storages:
                 places.note(label, owner, key)

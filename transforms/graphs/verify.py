@@ -47,11 +47,11 @@ class Verified(Graphified[P, R]):
             return super().__call__(*args, **kwargs)
         with self._lock:
             key = self._cache.key(call, decision)
-            wanted = self._with_copies(call)
+            reference_call = self._with_copies(call)
             spare = self._with_copies(call)
             generators = [*_generators(call)]
             before = [generator.get_state() for generator in generators]
-            expected = self._run_itself(wanted, decision)
+            expected = self._run_itself(reference_call, decision)
             drawn = [generator.get_state() for generator in generators]
             for generator, state in zip(generators, before, strict=True):
                 generator.set_state(state)
@@ -59,15 +59,19 @@ class Verified(Graphified[P, R]):
             result = super().__call__(*args, **kwargs)
             if self._cache.count.replays == replays:
                 return result  # not a replay
-            seen = _difference(result, expected)
-            if not seen and any(
+            difference = _difference(result, expected)
+            if not difference and any(
                 not torch.equal(x, g.get_state()) for x, g in zip(drawn, generators, strict=True)
             ):
-                seen = "it draws another number of random numbers"
-            if seen:
+                difference = "it draws another number of random numbers"
+            if difference:
                 entry = self._cache.entries.get(key)
                 raise self._error(
-                    number, seen, spare, decision, None if entry is None else entry.graph.watch
+                    number,
+                    difference,
+                    spare,
+                    decision,
+                    None if entry is None else entry.graph.watch,
                 )
             return result
 
@@ -101,7 +105,7 @@ class Verified(Graphified[P, R]):
     def _error(
         self,
         number: int,
-        seen: str,
+        difference: str,
         call: Call,
         decision: Decision[Any],
         watch: OperatorWatch | None,
@@ -112,7 +116,7 @@ class Verified(Graphified[P, R]):
             where = self._first_difference(watch.lines, call, decision)
         return VerificationError(
             f"{name}(...), call {number}",
-            f"a replay that differs from the function itself: {seen}{where}",
+            f"a replay that differs from the function itself: {difference}{where}",
             f"pass what {name} reads from outside as an argument: a replay repeats what it was at"
             " the capture",
         )
@@ -127,7 +131,7 @@ class Verified(Graphified[P, R]):
                 self._graphable, call, decision, backend.device, _not_compiled
             ).listing
         except CaptureError as error:
-            return f"; it cannot be captured any more: {error.seen}"
+            return f"; it cannot be captured any more: {error.problem}"
         except Exception:  # the function's own, which is the difference
             return ""
         for index, (now, then) in enumerate(itertools.zip_longest(listing.lines, captured)):

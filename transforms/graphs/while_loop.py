@@ -183,12 +183,12 @@ class _Underivable(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *_: Any) -> Any:
-        seen = (
+        problem = (
             "a derivative of its result in a graph, which repeats the loop and does not record its"
             " steps"
         )
         raise CaptureError(
-            ctx.call, seen, "while_loop(..., max_steps=...), which the graph then has in full"
+            ctx.call, problem, "while_loop(..., max_steps=...), which the graph then has in full"
         )
 
 
@@ -226,9 +226,11 @@ class _Loop:
         if unable is None:
             return self.record(init, looper)
         if self.max_steps is None:
-            seen = f"a graph that cannot repeat: {unable}"
+            problem = f"a graph that cannot repeat: {unable}"
             raise CaptureError(
-                self.call, seen, "while_loop(..., max_steps=...), which the graph then has in full"
+                self.call,
+                problem,
+                "while_loop(..., max_steps=...), which the graph then has in full",
             )
         return self.run_masked(init, host_reads=False)
 
@@ -256,7 +258,7 @@ class _Loop:
             except Exception as error:  # a row of vmap, a fake tensor
                 if self.max_steps is not None:
                     return self.run_masked(init, host_reads=True)
-                seen = (
+                problem = (
                     "a condition whose value the host cannot read:"
                     f" {str(error).splitlines()[0]:.150}"
                 )
@@ -264,7 +266,7 @@ class _Loop:
                     "while_loop(..., max_steps=...), which then runs so many steps; or the loop"
                     " outside the transform"
                 )
-                raise ProgramError(self.call, seen, instead) from error
+                raise ProgramError(self.call, problem, instead) from error
             if not goes_on:
                 break
             carry = _in_order(self._step(carry), orders)
@@ -284,11 +286,11 @@ class _Loop:
             host_reads: whether the host may read if any row goes on.
         """
         if self.takes_carry:
-            seen = (
+            problem = (
                 "a body that updates its carry in place, which steps after the last one cannot undo"
             )
             raise ProgramError(
-                self.call, seen, "a body that returns new tensors, without weft.donates"
+                self.call, problem, "a body that returns new tensors, without weft.donates"
             )
         assert self.max_steps is not None, "the caller has seen to it"
         orders = self._orders(init)
@@ -300,8 +302,8 @@ class _Loop:
             if anywhere is False:
                 break
             with DerivativesWhere(live, safe, anywhere=anywhere is True):
-                made = self._step(tree_unflatten(safe, structure), is_masked=True)
-            new = tree_leaves(_in_order(made, orders))
+                next_carry = self._step(tree_unflatten(safe, structure), is_masked=True)
+            new = tree_leaves(_in_order(next_carry, orders))
             changed = [i for i, x in enumerate(new) if isinstance(x, Tensor) and x is not safe[i]]
             for i in changed:
                 carry[i] = torch.where(live, new[i], carry[i])
@@ -332,9 +334,9 @@ class _Loop:
 
         def step() -> None:
             carry = tree_unflatten(buffers, structure)
-            made = tree_leaves(self._step(carry))
-            differentiated.extend(x for x in _tensors(made) if x.requires_grad)
-            _write(buffers, [x.detach() if isinstance(x, Tensor) else x for x in made])
+            next_leaves = tree_leaves(self._step(carry))
+            differentiated.extend(x for x in _tensors(next_leaves) if x.requires_grad)
+            _write(buffers, [x.detach() if isinstance(x, Tensor) else x for x in next_leaves])
             goes_on = self._flag(tree_unflatten(buffers, structure))
             if left is not None:
                 left.sub_(1)
@@ -378,12 +380,12 @@ class _Loop:
                 continue
             instead = "weft.clone(...) of one of them, in init_val"
             if overlaps_itself(x):
-                seen = f"leaf {name} of a carry in place, which has two elements at one address"
-                raise ProgramError(self.call, seen, instead)
+                problem = f"leaf {name} of a carry in place, which has two elements at one address"
+                raise ProgramError(self.call, problem, instead)
             for other, y in leaves[:index]:
                 if innermost_storage_id(x) == innermost_storage_id(y) and overlap(x, y):
-                    seen = f"leaves {other} and {name} of a carry in place, which share memory"
-                    raise ProgramError(self.call, seen, instead)
+                    problem = f"leaves {other} and {name} of a carry in place, which share memory"
+                    raise ProgramError(self.call, problem, instead)
 
     def _flag(self, carry: Any) -> Tensor:
         flag = self._call(self.cond, "cond_fun", carry)
@@ -406,12 +408,14 @@ class _Loop:
         before = leaves_with_names(carry)
         structure = tree_flatten(carry)[1]
         kinds = [_kind(leaf) for _, leaf in before]  # read now: a body may change its argument
-        made = self._call(self.body, "body_fun", carry, is_masked=is_masked)
-        if (seen := _difference(before, kinds, structure, made)) is not None:
+        next_carry = self._call(self.body, "body_fun", carry, is_masked=is_masked)
+        if (difference := _difference(before, kinds, structure, next_carry)) is not None:
             raise ProgramError(
-                self.call, f"body_fun returned {seen}", "the carry's structure, shapes and dtypes"
+                self.call,
+                f"body_fun returned {difference}",
+                "the carry's structure, shapes and dtypes",
             )
-        return made
+        return next_carry
 
     def _call(
         self, function: Callable[[Any], Any], name: str, carry: Any, *, is_masked: bool = False
@@ -424,32 +428,32 @@ class _Loop:
         leaves = [(path, x) for path, x in leaves_with_names(carry) if isinstance(x, Tensor)]
         if is_masked or in_dispatch_mode() or any(innermost(x).is_inference() for _, x in leaves):
             with watching_writes() as writes:
-                made = function(carry)
+                result = function(carry)
             written = [path for path, x in leaves if innermost_storage_id(x) in writes.outside]
         else:
             before = [innermost(x)._version for _, x in leaves]
-            made = function(carry)
+            result = function(carry)
             pairs = zip(leaves, before, strict=True)
             written = [path for (path, x), version in pairs if innermost(x)._version != version]
             writes = None
         if written:
-            seen = f"{name} writes leaf {written[0] or '(the whole)'} of its carry in place"
+            problem = f"{name} writes leaf {written[0] or '(the whole)'} of its carry in place"
             instead = (
                 "new tensors (x + 1, not x.add_(1)); or a body marked by @weft.donates, which takes"
                 " the storage"
             )
-            raise ProgramError(self.call, seen, instead)
+            raise ProgramError(self.call, problem, instead)
         if is_masked and writes is not None and writes.outside:
-            seen = (
+            problem = (
                 f"{name} writes a tensor that is no part of its carry, and may run after the last"
                 " step"
             )
             raise ProgramError(
                 self.call,
-                seen,
+                problem,
                 "the tensor in the carry, and its next value in what body_fun returns",
             )
-        return made
+        return result
 
 
 def _kind(leaf: Any) -> Any:
@@ -460,12 +464,12 @@ def _kind(leaf: Any) -> Any:
 
 
 def _difference(
-    before: Sequence[tuple[str, Any]], kinds: Sequence[Any], structure: TreeSpec, made: Any
+    before: Sequence[tuple[str, Any]], kinds: Sequence[Any], structure: TreeSpec, next_carry: Any
 ) -> str | None:
     """What a body returned that its carry was not; None if there is nothing."""
-    leaves, found = tree_flatten(made)
-    if found != structure:
-        return f"another structure: {found}, for {structure}".replace("\n", " ")[:300]
+    leaves, next_structure = tree_flatten(next_carry)
+    if next_structure != structure:
+        return f"another structure: {next_structure}, for {structure}".replace("\n", " ")[:300]
     for (name, old), kind, new in zip(before, kinds, leaves, strict=True):
         where = f"leaf {name or '(the whole)'}"
         if isinstance(old, Tensor) != isinstance(new, Tensor):
@@ -484,17 +488,17 @@ def _shown(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> 
     return f"shape {shape}, {str(dtype).removeprefix('torch.')} on '{device}'"
 
 
-def _write(buffers: Sequence[Any], made: Sequence[Any]) -> None:
+def _write(buffers: Sequence[Any], next_leaves: Sequence[Any]) -> None:
     """Write the next carry to the addresses of this one. What was updated in place is there
     already; what is another part of the carry is copied first, since it may be overwritten before
     it is read."""
-    own = {innermost_storage_id(x) for x in buffers if isinstance(x, Tensor)}
+    storages = {innermost_storage_id(x) for x in buffers if isinstance(x, Tensor)}
     pairs = [
         (a, b)
-        for a, b in zip(buffers, made, strict=True)
+        for a, b in zip(buffers, next_leaves, strict=True)
         if isinstance(a, Tensor) and not _is_same(a, b)
     ]
-    values = [b.clone() if innermost_storage_id(b) in own else b for _, b in pairs]
+    values = [b.clone() if innermost_storage_id(b) in storages else b for _, b in pairs]
     for (buffer, _), value in zip(pairs, values, strict=True):
         buffer.copy_(value)
 

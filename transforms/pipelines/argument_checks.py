@@ -56,17 +56,17 @@ def check_stages(transform: str, stages: Any) -> tuple[Callable[..., Any], ...]:
     checked = tuple(stages) if is_list else ()
     if not checked:
         if callable(stages):
-            seen = "one function"
+            problem = "one function"
         elif is_list:
-            seen = "no stage"
+            problem = "no stage"
         else:
-            seen = kind_of(stages)
+            problem = kind_of(stages)
         if callable(stages):
             instead = f"a list of stages: {transform}([stage])"
         else:
             instead = f"a list of stages {_SIGNATURE}"
         raise ProgramError(
-            f"{transform}({getattr(stages, '__name__', stages)!s:.80})", seen, instead
+            f"{transform}({getattr(stages, '__name__', stages)!s:.80})", problem, instead
         )
     call = f"{transform}(<{len(checked)} stage{'s' * (len(checked) > 1)}>)"
     for index, stage in enumerate(checked):
@@ -80,9 +80,9 @@ def check_lending(call: str, stages: Sequence[Any]) -> None:
     first: dict[int, int] = {}
     for index, stage in enumerate(stages):
         if lends(stage) and (other := first.setdefault(id(stage), index)) != index:
-            seen = f"stages {other} and {index} are one function, which lends its results"
+            problem = f"stages {other} and {index} are one function, which lends its results"
             raise ProgramError(
-                call, seen, 'a graph for each stage, or one of graphify(stage, outputs="safe")'
+                call, problem, 'a graph for each stage, or one of graphify(stage, outputs="safe")'
             )
 
 
@@ -96,11 +96,11 @@ def _mistake_in_stage(name: str, stage: Any) -> Mistake | None:
             instead = f"a stage {_SIGNATURE}"
         return f"{name} is {kind_of(stage)}, no function", instead
     if hasattr(stage, "programs") and isinstance(inner := getattr(stage, "stages", None), tuple):
-        seen = (
+        problem = (
             f"{name} is itself a {getattr(stage, '__name__', 'pipeline')}, a step (params, state,"
             " batch)"
         )
-        return seen, f"its {len(inner)} stages in its place: [*step.stages, ...]"
+        return problem, f"its {len(inner)} stages in its place: [*step.stages, ...]"
     if (signature := other_signature(stage, 4)) is not None:
         return f"{name}, {signature}", f"a stage {_SIGNATURE}"
     return None
@@ -120,10 +120,13 @@ def check_step(transform: str, step: Any, name: str, count: Any) -> str:
     )
     check_count(call, name, count)
     if callable(step):
-        seen = other_signature(step, 3)
+        problem = other_signature(step, 3)
     else:
-        seen = f"{kind_of(step)}, no function"
-    refuse(call, None if seen is None else (seen, "a step (params, state, batch) -> (state, out)"))
+        problem = f"{kind_of(step)}, no function"
+    refuse(
+        call,
+        None if problem is None else (problem, "a step (params, state, batch) -> (state, out)"),
+    )
     return call
 
 
@@ -184,12 +187,16 @@ def check_entries(
         instead += f" {', '.join(map(str, ranks))}, in the order of the ranks"
     elif len(ranks) < num_stages:
         instead += f" that runs in this process: stage {', '.join(map(str, ranks))}"
-    for name, given in (("params", params), ("state", state)):
-        is_list = isinstance(given, tuple | list)
-        if not is_list or len(given) != len(ranks):
-            seen = f"{name} has {len(given)} entries" if is_list else f"{name} is {kind_of(given)}"
-            example = f": {(None,) * len(ranks)} where they have no {name}" if given is None else ""
-            raise ProgramError(call, seen, instead + example)
+    for name, entries in (("params", params), ("state", state)):
+        is_list = isinstance(entries, tuple | list)
+        if not is_list or len(entries) != len(ranks):
+            problem = (
+                f"{name} has {len(entries)} entries" if is_list else f"{name} is {kind_of(entries)}"
+            )
+            example = (
+                f": {(None,) * len(ranks)} where they have no {name}" if entries is None else ""
+            )
+            raise ProgramError(call, problem, instead + example)
     refuse_donated_in(call, params=params, state=state, batch=batch)
 
 
@@ -197,10 +204,12 @@ def refuse_transform(transport: Transport) -> None:
     """Raise ProgramError inside a torch.func transform that the transport's ranks would not see:
     derivatives would be zero without a word."""
     if not isinstance(transport, Local) and in_functorch_transform():
-        seen = "ranks outside the thread in which vmap, grad, jvp or vjp is active"
+        problem = "ranks outside the thread in which vmap, grad, jvp or vjp is active"
         instead = (
             "transport=Local() inside it; or transform the stages: pipeline([vmap(stage), ...])"
         )
         raise ProgramError(
-            f"pipeline(..., transport={transport!r}) inside a torch.func transform", seen, instead
+            f"pipeline(..., transport={transport!r}) inside a torch.func transform",
+            problem,
+            instead,
         )

@@ -38,8 +38,8 @@ _COLLECTIVES = (
 )
 
 PROGRAMS: Rule = (
-    lambda given: (
-        isinstance(given, list | tuple) and all(isinstance(program, Program) for program in given)
+    lambda value: (
+        isinstance(value, list | tuple) and all(isinstance(program, Program) for program in value)
     ),
     "the programs of all ranks: step.programs(), weft.effects.parse_listing(text)",
 )
@@ -73,13 +73,13 @@ def count_stages(programs: Sequence[Program]) -> int:
     >>> count_stages([Program(0, 1, (Run("stage 0", 0), Run("stage 1", 0)))])
     2
     """
-    found = [
+    stages = [
         e.stage
         for program in programs
         for e in program.effects
         if isinstance(e, Run) and e.stage is not None
     ]
-    return -(-(max(found, default=0) + 1) // len(programs)) * len(programs)
+    return -(-(max(stages, default=0) + 1) // len(programs)) * len(programs)
 
 
 def _mistakes(programs: Sequence[Program], buffers: int | None) -> Iterator[ProgramError]:
@@ -87,21 +87,23 @@ def _mistakes(programs: Sequence[Program], buffers: int | None) -> Iterator[Prog
     follow from it."""
     call = f"check of {len(programs)} programs"
     if not programs or (buffers is not None and buffers < 1):
-        seen = f"buffers={buffers}" if programs else "no program"
+        problem = f"buffers={buffers}" if programs else "no program"
         yield ProgramError(
-            call, seen, "a program for each rank, and one buffer or more (None: no reuse)"
+            call, problem, "a program for each rank, and one buffer or more (None: no reuse)"
         )
     stages = count_stages(programs)
     for index, program in enumerate(programs):
         if (program.rank, program.num_ranks) != (index, len(programs)):
-            seen = f"program {index} says it is of rank {program.rank} of {program.num_ranks}"
-            yield ProgramError(call, seen, "give the programs of all ranks, in order")
+            problem = f"program {index} says it is of rank {program.rank} of {program.num_ranks}"
+            yield ProgramError(call, problem, "give the programs of all ranks, in order")
         if program.classes != programs[0].classes:
-            seen = (
+            problem = (
                 f"rank 0 has micro-batches {programs[0].classes}, and rank {index}"
                 f" {program.classes}"
             )
-            yield ProgramError(call, seen, "make the batch by the same pure function on every rank")
+            yield ProgramError(
+                call, problem, "make the batch by the same pure function on every rank"
+            )
         yield from check_peers(program, stages)
     yield from _check_runs(programs)
     returning = frozenset(
@@ -120,28 +122,30 @@ def _check_runs(programs: Sequence[Program]) -> Iterator[ProgramError]:
     alike."""
     call = f"check of {len(programs)} programs"
     ranks = len(programs)
-    wanted = _ran(programs[0], "stage 0")
-    count = len(programs[0].classes) or len(wanted)
-    if sorted(wanted) != list(range(count)):
+    expected = _ran(programs[0], "stage 0")
+    count = len(programs[0].classes) or len(expected)
+    if sorted(expected) != list(range(count)):
         yield ProgramError(
-            call, f"rank 0 runs micro-batches {wanted}", f"each of the {count} from 0 on, once"
+            call, f"rank 0 runs micro-batches {expected}", f"each of the {count} from 0 on, once"
         )
     for stage in range(count_stages(programs)):
         rank = stage % ranks
-        if (ran := _ran(programs[rank], f"stage {stage}")) != wanted:
-            own = f" in stage {stage}" if stage >= ranks else ""
-            seen = f"rank 0 runs micro-batches {wanted}, and rank {rank} {ran}{own}"
-            yield ProgramError(call, seen, "the same micro-batches in the same order on every rank")
+        if (ran := _ran(programs[rank], f"stage {stage}")) != expected:
+            where = f" in stage {stage}" if stage >= ranks else ""
+            problem = f"rank 0 runs micro-batches {expected}, and rank {rank} {ran}{where}"
+            yield ProgramError(
+                call, problem, "the same micro-batches in the same order on every rank"
+            )
     advanced = sorted(_ran(programs[0], "advance"))
     for rank, program in enumerate(programs):
         mine = sorted(_ran(program, "advance"))
         if mine != advanced or mine not in ([], list(range(count))):
-            seen = (
+            problem = (
                 f"rank {rank} advances with micro-batches {mine} of {count}, and rank 0 with"
                 f" {advanced}"
             )
             yield ProgramError(
-                call, seen, "every rank advances with each micro-batch once, or none with any"
+                call, problem, "every rank advances with each micro-batch once, or none with any"
             )
 
 
@@ -163,8 +167,8 @@ def check_peers(program: Program, num_stages: int) -> Iterator[ProgramError]:
     following = (rank + 1) % ranks
     previous = (rank - 1) % ranks
     for effect in program.effects:
-        made = stage_sent(Step(rank, effect))
-        sent = -1 if made is None else made
+        sent_stage = stage_sent(Step(rank, effect))
+        sent = -1 if sent_stage is None else sent_stage
         between = 0 <= sent < num_stages - 1 and ranks > 1
         match effect:
             case Send(to):
@@ -193,8 +197,8 @@ def check_peers(program: Program, num_stages: int) -> Iterator[ProgramError]:
                 ok = root == last
                 instead = f"broadcast from {last}, the last rank"
             case Run():
-                own = effect.stage is not None and effect.stage % ranks == rank
-                ok = own or effect.what == "advance"
+                is_local = effect.stage is not None and effect.stage % ranks == rank
+                ok = is_local or effect.what == "advance"
                 instead = f"run stage {rank}, or run advance"
             case Fence():
                 ok = True
@@ -226,12 +230,14 @@ def check_needs(
             missing = []  # it waits for whatever was sent
         if missing or (bare in done and not isinstance(bare, Fence)):
             shown = _shown(missing[0], num_stages > program.num_ranks) if missing else ""
-            seen = f"'{effect}' without '{shown}' before it" if missing else f"'{effect}' once more"
+            problem = (
+                f"'{effect}' without '{shown}' before it" if missing else f"'{effect}' once more"
+            )
             instead = (
                 "recv, then run, then send or broadcast, then fence and advance, each once a"
                 " micro-batch"
             )
-            yield _refused(program, seen, instead)
+            yield _refused(program, problem, instead)
         done.add(bare)
 
 
@@ -258,12 +264,12 @@ def _needs(
     rank = program.rank
     ranks = program.num_ranks
     mb = effect.microbatch
-    own = range(rank, num_stages, ranks)
+    local_stages = range(rank, num_stages, ranks)
     match effect:
         case Recv() | AllReduce() | AllGather() | ReduceScatter() | AllToAll() | PPermute():
             pass
         case Run("advance"):
-            yield from (Run(f"stage {stage}", mb) for stage in own)
+            yield from (Run(f"stage {stage}", mb) for stage in local_stages)
             if mb in returning:
                 yield Broadcast(ranks - 1, mb)
         case Run():
@@ -274,9 +280,9 @@ def _needs(
         case Send():
             yield Run(f"stage {effect.stage}", mb)
         case Broadcast():
-            yield Run(f"stage {own[-1]}", mb)
+            yield Run(f"stage {local_stages[-1]}", mb)
         case Fence():
-            outs = (_out(program, stage, mb, num_stages) for stage in own)
+            outs = (_out(program, stage, mb, num_stages) for stage in local_stages)
             yield from (out for out in outs if not isinstance(out, Run))
 
 
@@ -311,8 +317,8 @@ def check_buffers(program: Program, buffers: int, num_stages: int) -> Iterator[P
             )
             if late is not None:
                 shown = _shown(late, interleaved)
-                seen = f"'{new}' overwrites what '{old}' made, with no '{shown}' before it"
-                yield _refused(program, seen, f"'{shown}' before '{new}'")
+                problem = f"'{new}' overwrites what '{old}' made, with no '{shown}' before it"
+                yield _refused(program, problem, f"'{shown}' before '{new}'")
 
 
 def _uses(
@@ -343,17 +349,19 @@ def check_channels(programs: Sequence[Program]) -> Iterator[ProgramError]:
     for pair, theirs in taken.items():
         for mine, other in zip(sent[pair], theirs, strict=False):
             if isinstance(mine.effect, Send) != isinstance(other.effect, Recv):
-                seen = (
+                problem = (
                     f"{mine} comes before what {other} waits for, on the one channel from rank"
                     f" {pair[0]}"
                 )
                 yield ProgramError(
-                    f"check of {len(programs)} programs", seen, "receive in the order of the sends"
+                    f"check of {len(programs)} programs",
+                    problem,
+                    "receive in the order of the sends",
                 )
 
 
-def _refused(program: Program, seen: str, instead: str) -> ProgramError:
-    return ProgramError(f"check of rank {program.rank}'s program", seen, instead)
+def _refused(program: Program, problem: str, instead: str) -> ProgramError:
+    return ProgramError(f"check of rank {program.rank}'s program", problem, instead)
 
 
 @attrs.frozen(eq=False)

@@ -20,19 +20,19 @@ PIPELINE = "pipeline"
 """The axis of a mesh along which the ranks of a pipeline are."""
 
 
-def pipeline_mesh(given: Any, num_ranks: int, call: str) -> Mesh | None:
+def pipeline_mesh(mesh_like: Any, num_ranks: int, call: str) -> Mesh | None:
     """The mesh of a pipeline of `num_ranks` ranks; None: it has no lanes.
 
     Raises:
         MeshError: not a mesh.
         ProgramError: as many ranks along another axis, or another number of ranks along this one.
     """
-    if given is None:
+    if mesh_like is None:
         return None
-    mesh = Mesh.of(given, call)
+    mesh = Mesh.of(mesh_like, call)
     if mesh.sizes.get(PIPELINE, 1) != num_ranks:
-        seen = f"{mesh}, and {num_ranks} rank{'s' * (num_ranks > 1)} of the pipeline"
-        raise ProgramError(call, seen, f"Mesh({PIPELINE}={num_ranks}, ...)")
+        problem = f"{mesh}, and {num_ranks} rank{'s' * (num_ranks > 1)} of the pipeline"
+        raise ProgramError(call, problem, f"Mesh({PIPELINE}={num_ranks}, ...)")
     if PIPELINE in mesh.sizes:
         return mesh
     return Mesh(**{PIPELINE: 1}, **mesh.sizes)
@@ -64,13 +64,13 @@ def spread(programs: Sequence[Program], mesh: Mesh | None) -> tuple[Program, ...
     """
     if mesh is None:
         return tuple(programs)
-    found = []
+    result = []
     for rank in mesh:
         lane = mesh.group(rank, PIPELINE)
-        own = programs[lane_rank(mesh, rank)]
-        effects = tuple(_moved(effect, own.rank, lane) for effect in own.effects)
-        found.append(Program(rank, mesh.num_ranks, effects, own.classes))
-    return tuple(found)
+        program = programs[lane_rank(mesh, rank)]
+        effects = tuple(_moved(effect, program.rank, lane) for effect in program.effects)
+        result.append(Program(rank, mesh.num_ranks, effects, program.classes))
+    return tuple(result)
 
 
 def _moved(effect: Effect, rank: int, lane: tuple[int, ...]) -> Effect:

@@ -195,13 +195,14 @@ class Machine:
         effect = step.effect
         assert isinstance(effect, Collective), "others meet nobody"
         number = self._meetings[step.rank][effect.ranks].index(self.at[step.rank])
-        found = {
+        places_by_rank = {
             rank: self._meetings[rank].get(effect.ranks, ())
             for rank in effect.ranks
             if rank < len(self.programs)
         }
         return {
-            rank: places[number] if number < len(places) else None for rank, places in found.items()
+            rank: places[number] if number < len(places) else None
+            for rank, places in places_by_rank.items()
         }
 
     def _match(self, step: Step) -> None:
@@ -290,11 +291,11 @@ class Machine:
 
 def _meetings(program: Program) -> dict[tuple[int, ...], list[int]]:
     """The places of a rank's collectives, by the ranks that take part."""
-    found = dict[tuple[int, ...], list[int]]()
+    meetings = dict[tuple[int, ...], list[int]]()
     for index, effect in enumerate(program.effects):
         if isinstance(effect, Collective):
-            found.setdefault(effect.ranks, []).append(index)
-    return found
+            meetings.setdefault(effect.ranks, []).append(index)
+    return meetings
 
 
 def interleave(programs: Sequence[Program], *, capacity: int = 1) -> Iterator[Step]:

@@ -82,9 +82,9 @@ def after_first(tree: Any) -> Any:
 def class_of(batch: Any) -> Any:
     """The class of a batch, on which all ranks must agree: its descriptor; without one, its
     tensors' schema."""
-    found = find_descriptors(batch)
-    if found:
-        return found[0]
+    descriptors = find_descriptors(batch)
+    if descriptors:
+        return descriptors[0]
     return Schema.of(opened(batch))
 
 

@@ -108,14 +108,16 @@ def splits(batch: Any) -> bool:
     return isinstance(batch, Splits) and not isinstance(batch, type | Tensor | str | bytes)
 
 
-def _checked(found: Any, kind: str, parts: int) -> tuple[Any, ...]:
-    if isinstance(found, tuple | list) and 1 <= len(found) <= parts:
-        return tuple(found)
-    if isinstance(found, tuple | list):
-        seen = f"it returned {len(found)} parts"
+def _checked(returned: Any, kind: str, parts: int) -> tuple[Any, ...]:
+    if isinstance(returned, tuple | list) and 1 <= len(returned) <= parts:
+        return tuple(returned)
+    if isinstance(returned, tuple | list):
+        problem = f"it returned {len(returned)} parts"
     else:
-        seen = f"it returned {kind_of(found)}"
-    raise DescriptorError(f"{kind}.split({parts})", seen, f"return a tuple of 1 to {parts} batches")
+        problem = f"it returned {kind_of(returned)}"
+    raise DescriptorError(
+        f"{kind}.split({parts})", problem, f"return a tuple of 1 to {parts} batches"
+    )
 
 
 def _own_methods(batch: Any) -> str:
@@ -140,27 +142,35 @@ def _split_named(call: str, batch: Any, parts: int) -> Iterator[Any]:
         for start, end in pairwise(find_bounds(size, parts)):
             yield cut_sized(batch, {axis: (start, end)}, resized(descriptor, {axis: end - start}))
     elif starts is None:
-        seen = f"axes {', '.join(sizes)}; a field of starts connects two"
+        problem = f"axes {', '.join(sizes)}; a field of starts connects two"
         instead = _own_methods(batch)
         if len(sizes) == 2:
-            seen = f"axes {', '.join(sizes)}, and no field that says how they go together"
+            problem = f"axes {', '.join(sizes)}, and no field that says how they go together"
             named = " or ".join(f'axes("{axis}+1")' for axis in sizes)
             instead += (
                 "; or, where an entry of one has some of the other to itself, an integer field of"
                 f" starts, {named}"
             )
-        raise DescriptorError(call, seen, instead)
+        raise DescriptorError(call, problem, instead)
     else:
         field, first, second = starts
         bounds = find_bounds(sizes[first], parts)
-        found = read_starts(call, getattr(batch, field))
-        if found[0] != 0 or sorted(found) != found or found[-1] > sizes[second]:
-            seen = f"{field} = {found!s:.60}, which are not starts in {second}={sizes[second]}"
-            raise DescriptorError(call, seen, f"starts from 0 on; or {_own_methods(batch)}")
-        ends = [*(found[bound] for bound in bounds[:-1]), sizes[second]]
+        start_values = read_starts(call, getattr(batch, field))
+        if (
+            start_values[0] != 0
+            or sorted(start_values) != start_values
+            or start_values[-1] > sizes[second]
+        ):
+            problem = (
+                f"{field} = {start_values!s:.60}, which are not starts in {second}={sizes[second]}"
+            )
+            raise DescriptorError(call, problem, f"starts from 0 on; or {_own_methods(batch)}")
+        ends = [*(start_values[bound] for bound in bounds[:-1]), sizes[second]]
         for entries, span in zip(pairwise(bounds), pairwise(ends), strict=True):
-            own = resized(descriptor, {first: entries[1] - entries[0], second: span[1] - span[0]})
-            yield cut_sized(batch, {first: entries, second: span}, own, field)
+            part_descriptor = resized(
+                descriptor, {first: entries[1] - entries[0], second: span[1] - span[0]}
+            )
+            yield cut_sized(batch, {first: entries, second: span}, part_descriptor, field)
 
 
 def _check_sizes(call: str, batch: Any, descriptor: Any) -> dict[str, int]:
@@ -175,44 +185,44 @@ def _check_sizes(call: str, batch: Any, descriptor: Any) -> dict[str, int]:
         for dim, name in enumerate(spec.dims):
             axis, more = parse_axis(name or "")
             if axis and value.shape[dim] != sizes[axis] + more:
-                seen = f"a tensor of shape {tuple(value.shape)} where {axis} is {sizes[axis]}"
-                raise DescriptorError(call, seen, "give the batch the descriptor of its tensors")
+                problem = f"a tensor of shape {tuple(value.shape)} where {axis} is {sizes[axis]}"
+                raise DescriptorError(call, problem, "give the batch the descriptor of its tensors")
     arguments = {} if descriptor is None else arguments_of(descriptor)
-    if others := [name for name, own in arguments.items() if name not in sizes and is_int(own)]:
-        seen = (
-            f"'{descriptor}', whose {' and '.join(others)} no field names as an axis: unknown in a"
+    if unnamed := [name for name, size in arguments.items() if name not in sizes and is_int(size)]:
+        problem = (
+            f"'{descriptor}', whose {' and '.join(unnamed)} no field names as an axis: unknown in a"
             " part"
         )
-        raise DescriptorError(call, seen, _own_methods(batch))
+        raise DescriptorError(call, problem, _own_methods(batch))
     return sizes
 
 
 def _field_of_starts(batch: Any) -> tuple[str, str, str] | None:
     """The one integer field that follows one of two axes, and one more: its name, that axis and the
     other one."""
-    held = {name: (getattr(batch, name), spec.dims) for name, spec in sized_fields(batch).items()}
-    found = [
+    fields = {name: (getattr(batch, name), spec.dims) for name, spec in sized_fields(batch).items()}
+    candidates = [
         (name, dims[0].removesuffix("+1"))
-        for name, (value, dims) in held.items()
+        for name, (value, dims) in fields.items()
         if isinstance(value, Tensor)
         and value.dim() == len(dims) == 1
         and not value.is_floating_point()
         if dims[0] is not None and dims[0].endswith("+1")
     ]
-    if len(found) != 1:
+    if len(candidates) != 1:
         return None
-    [(field, first)] = found
-    others = [axis for axis in axis_sizes(batch, None) if axis != first]
-    if len(others) == 1:
-        return (field, first, others[0])
+    [(field, first)] = candidates
+    other_axes = [axis for axis in axis_sizes(batch, None) if axis != first]
+    if len(other_axes) == 1:
+        return (field, first, other_axes[0])
     return None
 
 
 def _split_rows(call: str, batch: Any, parts: int) -> Iterator[Any]:
     """The parts of a tree of tensors, cut along their first dimensions."""
     if find_descriptors(batch):
-        seen = f"{kind_of(batch)} around a batch with a descriptor of its own"
-        raise DescriptorError(call, seen, "that batch, with the rest in its fields (weft.axes)")
+        problem = f"{kind_of(batch)} around a batch with a descriptor of its own"
+        raise DescriptorError(call, problem, "that batch, with the rest in its fields (weft.axes)")
     count = _common_length(call, batch)
     _check_values(call, batch, count)
     for start, end in pairwise(find_bounds(count, parts)):
@@ -227,12 +237,12 @@ def _common_length(call: str, tree: Any) -> int:
     lengths = {shape[0] if shape else None for shape in shapes.values()}
     if len(lengths) == 1 and None not in lengths:
         return int(lengths.pop() or 0)
-    seen = f"tensors whose first dimensions do not agree: {shapes}"
+    problem = f"tensors whose first dimensions do not agree: {shapes}"
     if not shapes:
-        seen = f"no tensor in {tree!r:.60}" + ("" if tree is None else f", {kind_of(tree)}")
+        problem = f"no tensor in {tree!r:.60}" + ("" if tree is None else f", {kind_of(tree)}")
     raise DescriptorError(
         call,
-        seen,
+        problem,
         f"tensors with a row for each entry, and the rest in params; or {_own_methods(tree)}",
     )
 
@@ -241,15 +251,17 @@ def _check_values(call: str, batch: Any, count: int) -> None:
     """Raise DescriptorError for leaves that are not tensors and look like rows: every part would
     get all of them."""
     for name, leaf in leaves_with_names(opened(batch), is_leaf=_is_list_of_values):
-        seen = ""
+        problem = ""
         instead = "a tensor; or a tuple, if every part takes all of it"
         if isinstance(leaf, list) and len(leaf) == count:
-            seen = f"{name or 'it'} is a list of {count} Python values, as many as there are rows"
+            problem = (
+                f"{name or 'it'} is a list of {count} Python values, as many as there are rows"
+            )
         elif getattr(leaf, "shape", None) and not isinstance(leaf, Tensor):
-            seen = f"{name or 'it'} is {kind_of(leaf)}, not a tensor"
+            problem = f"{name or 'it'} is {kind_of(leaf)}, not a tensor"
             instead = "torch.as_tensor(...) of it"
-        if seen:
-            raise DescriptorError(call, seen, instead)
+        if problem:
+            raise DescriptorError(call, problem, instead)
 
 
 def _is_list_of_values(node: Any) -> bool:
@@ -292,15 +304,15 @@ def join(outputs: Sequence[Any], parts: Sequence[Any], batch: Any = None) -> Any
     descriptors = [find_descriptors(part) for part in parts]
     sizes = _sizes_of(parts, descriptors)
     whole = _whole(call, descriptors, sizes, batch)
-    found = [map_sized(lambda value, _: value, out, whole) for out in outputs]
-    structure = tree_structure(found[0])
-    specs = leaf_axes(found[0])
-    for out, own, known in zip(outputs, found, descriptors, strict=True):
-        if tree_structure(own) == structure:
+    sized_outputs = [map_sized(lambda value, _: value, out, whole) for out in outputs]
+    structure = tree_structure(sized_outputs[0])
+    specs = leaf_axes(sized_outputs[0])
+    for out, sized, part_descriptors in zip(outputs, sized_outputs, descriptors, strict=True):
+        if tree_structure(sized) == structure:
             mistake = None
         else:
             mistake = _OTHER_STRUCTURE
-        if strange := [d for d in find_descriptors(out) if d not in known]:
+        if strange := [d for d in find_descriptors(out) if d not in part_descriptors]:
             mistake = (
                 f"an output of descriptor '{strange[0]}', not its part's",
                 "return it without one",
@@ -311,15 +323,15 @@ def join(outputs: Sequence[Any], parts: Sequence[Any], batch: Any = None) -> Any
         starts = _field_of_starts(outputs[0])
     else:
         starts = None
-    names = [name for name, _ in leaves_with_names(found[0])]
+    names = [name for name, _ in leaves_with_names(sized_outputs[0])]
     joined = list[Any]()
-    for name, spec, *column in zip(names, specs, *map(tree_leaves, found), strict=True):
+    for name, spec, *column in zip(names, specs, *map(tree_leaves, sized_outputs), strict=True):
         if starts is not None and name == f".{starts[0]}":
             joined.append(_join_starts(column))
             continue
         dim = _batch_dim(spec)
-        for leaf, own in zip(column, sizes, strict=True):
-            if (mistake := _mistake_in_leaf(name, leaf, spec, dim, own)) is not None:
+        for leaf, part_sizes in zip(column, sizes, strict=True):
+            if (mistake := _mistake_in_leaf(name, leaf, spec, dim, part_sizes)) is not None:
                 raise DescriptorError(call, *mistake)
         joined.append(None if column[0] is None else torch.cat(column, dim))
     return tree_unflatten(joined, structure)
@@ -333,19 +345,22 @@ def _sizes_of(parts: Sequence[Any], descriptors: Sequence[Sequence[Any]]) -> lis
         return [{"": _common_length("join", part)} for part in parts]
     if not all(descriptors) or not all(type(part) is type(first) for part in parts):
         return [
-            axis_sizes(part, own[0] if own else None)
-            for part, own in zip(parts, descriptors, strict=True)
+            axis_sizes(part, part_descriptors[0] if part_descriptors else None)
+            for part, part_descriptors in zip(parts, descriptors, strict=True)
         ]
     # The same in all parts, whose descriptors have their sizes
     names = axis_sizes(first, descriptors[0][0])
-    return [{name: getattr(own[0], name) for name in names} for own in descriptors]
+    return [
+        {name: getattr(part_descriptors[0], name) for name in names}
+        for part_descriptors in descriptors
+    ]
 
 
 def _join_starts(starts: Sequence[Tensor]) -> Tensor:
     """The starts of the parts' entries in the whole, from those in each part."""
     joined = [starts[0]]
-    for own in starts[1:]:
-        joined.append(own[1:] + joined[-1][-1:])
+    for part_starts in starts[1:]:
+        joined.append(part_starts[1:] + joined[-1][-1:])
     return torch.cat(joined)
 
 
@@ -358,19 +373,19 @@ def _mistake_in_leaf(
         return None
     axis = None if spec is None else spec.name(dim)
     if axis is not None and "+" in axis:
-        seen = (
+        problem = (
             f"output {name} follows {axis}, of which the parts together have more entries than the"
             " whole"
         )
-        return seen, "return it without that field"
-    wanted = {sizes[axis]} if axis is not None and axis in sizes else set(sizes.values())
-    if isinstance(leaf, Tensor) and leaf.dim() > dim and leaf.shape[dim] in wanted:
+        return problem, "return it without that field"
+    expected = {sizes[axis]} if axis is not None and axis in sizes else set(sizes.values())
+    if isinstance(leaf, Tensor) and leaf.dim() > dim and leaf.shape[dim] in expected:
         return None
     shape = tuple(leaf.shape) if isinstance(leaf, Tensor) else f"{leaf!r:.60}"
-    seen = (
+    problem = (
         f"output {name or '(the whole)'} is {shape}, not one entry a request or a token of its part"
     )
-    return seen, "return such tensors, and reduce them outside"
+    return problem, "return such tensors, and reduce them outside"
 
 
 def _whole(
@@ -381,13 +396,16 @@ def _whole(
     if not all(descriptors):
         return None
     whole = resized(
-        descriptors[0][0], {name: sum(own[name] for own in sizes) for name in sizes[0] if name}
+        descriptors[0][0],
+        {name: sum(part_sizes[name] for part_sizes in sizes) for name in sizes[0] if name},
     )
     if batch is not None and whole not in (was := find_descriptors(batch)):
         kind = type(batch).__name__
-        seen = f"parts that together are '{whole}', where the {kind} is '{next(iter(was), None)}'"
+        problem = (
+            f"parts that together are '{whole}', where the {kind} is '{next(iter(was), None)}'"
+        )
         raise DescriptorError(
-            call, seen, f"in class {kind} a method join(outputs) beside its split"
+            call, problem, f"in class {kind} a method join(outputs) beside its split"
         )
     return whole
 

@@ -121,21 +121,21 @@ def _with_own_results(stages: Sequence[Stage]) -> Iterator[Stage]:
     Raises:
         ProgramError: it cannot be copied.
     """
-    seen: set[int] = set()
+    used_ids: set[int] = set()
     for index, stage in enumerate(stages):
-        if lends(stage) and id(stage) in seen:
-            own = copy.copy(stage)
+        if lends(stage) and id(stage) in used_ids:
+            separate_stage = copy.copy(stage)
         else:
-            own = stage
-        if id(own) in seen and lends(stage):
+            separate_stage = stage
+        if id(separate_stage) in used_ids and lends(stage):
             seen_text = (
                 f"stage {index} is an earlier stage too, and lends its results, which the other"
                 " overwrites"
             )
             instead = 'graphify(..., outputs="safe"), or one graphified function for each stage'
             raise ProgramError(f"pipeline(<{len(stages)} stages>)", seen_text, instead)
-        seen.add(id(own))
-        yield own
+        used_ids.add(id(separate_stage))
+        yield separate_stage
 
 
 def _sources(stages: Sequence[Stage], advance: Advance | None) -> tuple[str, ...]:
@@ -201,8 +201,6 @@ class Pipelined:
         number)."""
         if microbatches is None:
             microbatches = self.microbatches
-        else:
-            microbatches = microbatches
         check_count(f"{self._text}.programs({microbatches!r})", "microbatches", microbatches)
         return self._check_programs([Job(feeds=self._returns)] * microbatches, ()).programs
 
@@ -230,12 +228,17 @@ class Pipelined:
         if not callable(self._schedule):
             return self._schedule
         advances = self._advance is not None
-        given = (len(self.stages), jobs)
-        made = self._schedule(*given, schema=self._schema, advances=advances, buffers=self._buffers)
-        check_values(
-            f"{self._text}: schedule(...)", {"programs": PROGRAMS}, {"programs": made}, ProgramError
+        arguments = (len(self.stages), jobs)
+        programs = self._schedule(
+            *arguments, schema=self._schema, advances=advances, buffers=self._buffers
         )
-        return made
+        check_values(
+            f"{self._text}: schedule(...)",
+            {"programs": PROGRAMS},
+            {"programs": programs},
+            ProgramError,
+        )
+        return programs
 
     @uncompiled
     def __call__(self, params: Sequence[Any], state: Sequence[Any], batch: Any) -> tuple[Any, Any]:
@@ -265,18 +268,18 @@ class Pipelined:
         Returns:
             The new state, and the output for each batch; None for a batch whose job does not feed.
         """
-        given: Any = batches
-        is_list = isinstance(given, Sequence)
-        if not is_list or (jobs is not None and len(jobs) != len(given)):
+        batch_list: Any = batches
+        is_list = isinstance(batch_list, Sequence)
+        if not is_list or (jobs is not None and len(jobs) != len(batch_list)):
             if is_list:
-                seen = f"{len(given)} batches and {len(jobs or ())} jobs"
+                problem = f"{len(batch_list)} batches and {len(jobs or ())} jobs"
             else:
-                seen = f"batches is {kind_of(given)}"
+                problem = f"batches is {kind_of(batch_list)}"
             if is_list:
                 instead = "a job for each batch"
             else:
                 instead = "a list of batches: [batch]"
-            raise ProgramError(f"{self._text}.stream(params, state, batches)", seen, instead)
+            raise ProgramError(f"{self._text}.stream(params, state, batches)", problem, instead)
         workers = self._workers(params, state, batches)
         return self._run(state, workers, batches, self._jobs(batches) if jobs is None else jobs)
 
@@ -341,20 +344,20 @@ class Pipelined:
         lanes = [worker for worker in workers if lane_rank(mesh, worker.rank) == end]
         outputs = [self._outputs(worker) for worker in lanes]
         for mb in outputs[0]:
-            for (name, first), *others in zip(
-                *(leaves_with_names(own.get(mb)) for own in outputs), strict=False
+            for (name, first), *other_leaves in zip(
+                *(leaves_with_names(output.get(mb)) for output in outputs), strict=False
             ):
                 if self._has_compared and isinstance(first, Tensor) and first.device.type != "cpu":
                     continue
-                if found := differing([first, *(leaf for _, leaf in others)]):
-                    ranks = ranks_in_words([lanes[index].rank for index in (0, *found)])
-                    seen = f"output{name} of micro-batch {mb}: {ranks} have different values"
+                if differing_indices := differing([first, *(leaf for _, leaf in other_leaves)]):
+                    ranks = ranks_in_words([lanes[index].rank for index in (0, *differing_indices)])
+                    problem = f"output{name} of micro-batch {mb}: {ranks} have different values"
                     instead = (
                         "weft.all_reduce or weft.all_gather in the last stage, so that all of its"
                         " ranks return it"
                     )
                     raise MeshError(
-                        f"{self._text[:-1]}, mesh={mesh})(params, state, batch)", seen, instead
+                        f"{self._text[:-1]}, mesh={mesh})(params, state, batch)", problem, instead
                     )
         self._has_compared = True
 

@@ -245,8 +245,8 @@ def jobs_for(rows: Sequence[frozenset[int]], samples: Sequence[bool]) -> tuple[J
     [None, None, None, 2]
     """
     jobs: list[Job] = []
-    for own, feeds in zip(rows, samples, strict=True):
-        earlier = (i for i in range(len(jobs) - 1, -1, -1) if jobs[i].feeds and own & rows[i])
+    for requests, feeds in zip(rows, samples, strict=True):
+        earlier = (i for i in range(len(jobs) - 1, -1, -1) if jobs[i].feeds and requests & rows[i])
         jobs.append(Job(feeds, next(earlier, None)))
     return tuple(jobs)
 
@@ -260,21 +260,23 @@ def put_classes(
     Raises:
         ProgramError: programs for other micro-batches, or other classes.
     """
-    found = {effect.microbatch for program in programs for effect in program.effects}
-    if classes and found != set(range(len(classes))):
-        seen = f"programs of {len(found)} micro-batches, and a batch of {len(classes)}"
+    microbatches = {effect.microbatch for program in programs for effect in program.effects}
+    if classes and microbatches != set(range(len(classes))):
+        problem = f"programs of {len(microbatches)} micro-batches, and a batch of {len(classes)}"
         instead = (
             "a batch of as many parts, or a schedule (num_stages, jobs, ...) that makes the"
             " programs"
         )
-        raise ProgramError(call, seen, instead)
+        raise ProgramError(call, problem, instead)
     for program in programs:
         if program.classes and classes and program.classes != tuple(classes):
-            seen = f"programs for micro-batches {program.classes}, and a batch of {tuple(classes)}"
-            raise ProgramError(
-                call, seen, "programs without classes, or a schedule that makes them"
+            problem = (
+                f"programs for micro-batches {program.classes}, and a batch of {tuple(classes)}"
             )
-        own = (
+            raise ProgramError(
+                call, problem, "programs without classes, or a schedule that makes them"
+            )
+        effects = (
             (
                 attrs.evolve(effect, schema=effect.schema or schema)
                 if isinstance(effect, Send | Recv)
@@ -283,7 +285,7 @@ def put_classes(
             for effect in program.effects
         )
         yield attrs.evolve(
-            program, classes=tuple(classes), effects=tuple(own) if schema else program.effects
+            program, classes=tuple(classes), effects=tuple(effects) if schema else program.effects
         )
 
 
@@ -322,9 +324,9 @@ def _other_work(
         return f"programs of {stages} stages for {num_stages}", "each stage s on rank s % num_ranks"
     ran = [e.microbatch for e in programs[0].effects if isinstance(e, Run) and e.stage == 0]
     if ran != list(range(len(jobs))):
-        seen = f"runs of the micro-batches {ran}, where there are {len(jobs)}, in order"
+        problem = f"runs of the micro-batches {ran}, where there are {len(jobs)}, in order"
         return (
-            seen,
+            problem,
             (
                 "each job once, in order: a schedule (num_stages, jobs, ...), or a batch of as many"
                 " parts"
@@ -334,11 +336,14 @@ def _other_work(
     returned = {e.microbatch for e in programs[-1].effects if isinstance(e, Broadcast)}
     if feeding != returned:
         which = sorted(feeding ^ returned)[0]
-        seen = (
+        problem = (
             f"micro-batch {which}"
             f" {'feeds, and is not' if which in feeding else 'does not feed, and is'} broadcast"
         )
-        return seen, f"broadcast from {num_ranks - 1} for the jobs with feeds=True, on every rank"
+        return (
+            problem,
+            f"broadcast from {num_ranks - 1} for the jobs with feeds=True, on every rank",
+        )
     if ((Run("advance", 0) in programs[0].effects) != advances) and jobs:
         return (
             f"{'no ' * advances}run advance",
@@ -352,12 +357,12 @@ def _other_work(
                 before = {mb for mb in range(effect.microbatch) if advances and not jobs[mb].feeds}
                 late = sorted((before | ({after} if after is not None else set())) - over)
                 if late:
-                    seen = (
+                    problem = (
                         f"rank {program.rank}: '{effect}' before job {late[0]} is over, after which"
                         " it runs"
                     )
                     end = ["broadcast"] * jobs[late[0]].feeds + ["run advance"] * advances
-                    return seen, f"{' and '.join(end)} [mb {late[0]}] before it"
+                    return problem, f"{' and '.join(end)} [mb {late[0]}] before it"
             elif isinstance(effect, Run) if advances else isinstance(effect, Broadcast):
                 over.add(effect.microbatch)  # an advance comes after the output
     return None

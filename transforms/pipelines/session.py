@@ -155,11 +155,11 @@ class Session:
 
     def _count(self, jobs: Sequence[Job]) -> tuple[tuple[int, ...], int]:
         key = tuple(jobs)
-        if (found := self._counts.get(key)) is None:
+        if (counts := self._counts.get(key)) is None:
             if len(self._counts) >= _MAX_COUNTS:
                 self._counts.clear()
-            found = self._counts[key] = self._count_running(jobs)
-        return found
+            counts = self._counts[key] = self._count_running(jobs)
+        return counts
 
     def _checked(self, spans: Spans | None) -> CheckedPrograms:
         return self._make_checked(self._jobs, [one.text for one in self._batches], spans)

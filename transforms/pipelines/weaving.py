@@ -69,9 +69,9 @@ def interleaved(num_ranks: int) -> Schedule:
         runs = [
             [
                 Run(f"stage {first + rank}", mb)
-                for own in groups
+                for group in groups
                 for first in range(0, num_stages, num_ranks)
-                for mb in own
+                for mb in group
             ]
             for rank in range(num_ranks)
         ]
@@ -169,8 +169,8 @@ class _Loom:
         jobs, schema, advances, buffers: as `weave` takes them.
         effects: for each rank, its effects so far.
         channels: for each pair of ranks, the sends and broadcasts under way, oldest first.
-        made: the results, by stage and micro-batch, that are on the rank of the next stage, which
-            has not yet run.
+        available: the results, by stage and micro-batch, that are on the rank of the next stage,
+            which has not yet run.
         taken: for each rank, the jobs that are over: their output has returned, or they do not feed
             and have advanced.
         ran: for each stage, the micro-batches that it ran.
@@ -185,7 +185,7 @@ class _Loom:
     buffers: int | None
     effects: list[list[Effect]] = attrs.field(init=False)
     channels: dict[tuple[int, int], list[Send | Broadcast]] = attrs.field(init=False, factory=dict)
-    made: set[tuple[int, int]] = attrs.field(init=False, factory=set)
+    available: set[tuple[int, int]] = attrs.field(init=False, factory=set)
     taken: list[set[int]] = attrs.field(init=False)
     ran: dict[int, list[int]] = attrs.field(init=False)
     last: dict[int, tuple[int, int]] = attrs.field(init=False, factory=dict)
@@ -226,7 +226,9 @@ class _Loom:
                     self.effects[rank].append(
                         Recv(source, sent.microbatch, self.schema, sent.stage)
                     )
-                    self.made.add((source if sent.stage is None else sent.stage, sent.microbatch))
+                    self.available.add(
+                        (source if sent.stage is None else sent.stage, sent.microbatch)
+                    )
 
     def _return(self, rank: int, mb: int) -> None:
         self.taken[rank].add(mb)
@@ -251,12 +253,12 @@ class _Loom:
         if (
             len(self.orders) == 1
             and self.buffers is not None
-            and any(own == stage for own, _ in self.made)
+            and any(source == stage for source, _ in self.available)
         ):
             return (
                 False  # the next stage of the rank takes the result before this one makes another
             )
-        return stage == 0 or (stage - 1, mb) in self.made
+        return stage == 0 or (stage - 1, mb) in self.available
 
     def _send(self, stage: int, mb: int) -> Send:
         ranks = len(self.orders)
@@ -284,7 +286,7 @@ class _Loom:
         stage, mb = self._next(rank)
         if (fence := self._fenced(stage)) is not None:
             self.effects[rank].append(Fence(fence))
-        self.made.discard((stage - 1, mb))
+        self.available.discard((stage - 1, mb))
         self.effects[rank].append(self.orders[rank].pop(0))
         self.ran[stage].append(mb)
         self.last[rank] = stage, mb
@@ -294,7 +296,7 @@ class _Loom:
         (stage, mb), ranks = self.last[rank], len(self.orders)
         if stage < self.num_stages - 1:
             if ranks == 1:
-                self.made.add((stage, mb))
+                self.available.add((stage, mb))
             else:
                 self.effects[rank].append(send := self._send(stage, mb))
                 self.channels.setdefault((rank, send.to), []).append(send)
@@ -304,6 +306,6 @@ class _Loom:
                 self.channels.setdefault((rank, to), []).append(returned)
             self._return(rank, mb)
         if not self.jobs[mb].feeds and all(
-            mb in self.ran[own] for own in range(rank, self.num_stages, ranks)
+            mb in self.ran[local_stage] for local_stage in range(rank, self.num_stages, ranks)
         ):
             self._return(rank, mb)

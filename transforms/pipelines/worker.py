@@ -65,26 +65,26 @@ class StageRun:
 
     def run(self, batch: Any, x: Any) -> Any:
         """Run the stage on a micro-batch; returns its result."""
-        made = call_stage(self.index, self.stage, self.params, self.state, batch, x)
-        self.state = clone(made[0]) if self.copies_state else made[0]
+        result = call_stage(self.index, self.stage, self.params, self.state, batch, x)
+        self.state = clone(result[0]) if self.copies_state else result[0]
         if self.copies_results:
-            return clone(made[1])
-        return self._unshared(made[1])
+            return clone(result[1])
+        return self._unshared(result[1])
 
-    def _unshared(self, made: Any) -> Any:
+    def _unshared(self, result: Any) -> Any:
         """The result without memory of the state, which the next micro-batch may overwrite."""
         if not self.copies_shared:
-            return made
+            return result
         tensors = {
-            id(leaf): storage_of(leaf) for leaf in tree_leaves(made) if isinstance(leaf, Tensor)
+            id(leaf): storage_of(leaf) for leaf in tree_leaves(result) if isinstance(leaf, Tensor)
         }
         shared = set(tensors.values()) & {
             storage_of(x) for x in tree_leaves(self.state) if isinstance(x, Tensor)
         }
         shared.discard(None)
         if not shared:
-            return made
-        return tree_map(lambda x: x.clone() if tensors.get(id(x)) in shared else x, made)
+            return result
+        return tree_map(lambda x: x.clone() if tensors.get(id(x)) in shared else x, result)
 
 
 @attrs.define(eq=False)
@@ -119,12 +119,12 @@ class Worker:
 
     def drop_finished(self, count: int) -> None:
         """Drop the first `count` micro-batches, which are over, and number the others from 0."""
-        for held in (self.inputs, self.results):
+        for mapping in (self.inputs, self.results):
             left = {
-                (stage, mb - count): value for (stage, mb), value in held.items() if mb >= count
+                (stage, mb - count): value for (stage, mb), value in mapping.items() if mb >= count
             }
-            held.clear()
-            held.update(left)
+            mapping.clear()
+            mapping.update(left)
         self.outputs = {mb - count: value for mb, value in self.outputs.items() if mb >= count}
 
     def perform(self, effect: Effect, link: Link) -> None:
@@ -138,24 +138,30 @@ class Worker:
         match effect:
             case Run("advance"):
                 assert self.advance is not None, "a program advances only where there is an advance"
-                for own in self.stages:
-                    own.state = call_advance(
-                        own.index, self.advance, own.state, self.batches[mb], self.outputs.get(mb)
+                for stage_run in self.stages:
+                    stage_run.state = call_advance(
+                        stage_run.index,
+                        self.advance,
+                        stage_run.state,
+                        self.batches[mb],
+                        self.outputs.get(mb),
                     )
             case Run():
-                own = next(own for own in self.stages if own.index == effect.stage)
-                batch = (self.later if own.index and self.later else self.batches)[mb]
-                before = own.index - 1, mb
+                stage_run = next(
+                    stage_run for stage_run in self.stages if stage_run.index == effect.stage
+                )
+                batch = (self.later if stage_run.index and self.later else self.batches)[mb]
+                before = stage_run.index - 1, mb
                 if before not in self.results:
                     x = self.inputs.pop(before, None)
                 else:
                     x = self.results.pop(before)
                 with self._placed(link):
-                    self.results[own.index, mb] = own.run(batch, x)
+                    self.results[stage_run.index, mb] = stage_run.run(batch, x)
             case Send(_, _, schema, stage):
-                made = self.rank if stage is None else stage, mb
-                match_schema(self.rank, effect, schema, self.results[made])
-                link.send(effect, self.results.pop(made))
+                key = self.rank if stage is None else stage, mb
+                match_schema(self.rank, effect, schema, self.results[key])
+                link.send(effect, self.results.pop(key))
             case Recv(source, _, schema, stage):
                 value = self.inputs[source if stage is None else stage, mb] = link.recv(effect)
                 match_schema(self.rank, effect, schema, value)
@@ -174,9 +180,9 @@ class Worker:
         if self.mesh is None:
             return nullcontext()
         if link.member is None:
-            seen = f"{self.mesh} in one thread"
+            problem = f"{self.mesh} in one thread"
             instead = "Threads() or Distributed(); or weft.shard of each stage"
-            raise ProgramError("pipeline(..., mesh=..., transport=Local())", seen, instead)
+            raise ProgramError("pipeline(..., mesh=..., transport=Local())", problem, instead)
         return placed(Place(self.mesh, self.rank, link.member))
 
 
@@ -195,21 +201,23 @@ def put_batches(
 def states_of(workers: Sequence[Worker]) -> tuple[Any, ...]:
     """The state of each stage that runs here, in the order of the stages."""
     return tuple(
-        own.state
-        for own in sorted((own for worker in workers for own in worker.stages), key=_index)
+        stage_run.state
+        for stage_run in sorted(
+            (stage_run for worker in workers for stage_run in worker.stages), key=_index
+        )
     )
 
 
-def in_kind(states: Sequence[Any], given: Sequence[Any]) -> Sequence[Any]:
+def in_kind(states: Sequence[Any], like: Sequence[Any]) -> Sequence[Any]:
     """The states as a list if they were given as one, or else as a tuple: so that a step returns
     what it takes."""
-    if isinstance(given, list):
+    if isinstance(like, list):
         return list(states)
     return tuple(states)
 
 
-def _index(own: StageRun) -> int:
-    return own.index
+def _index(stage_run: StageRun) -> int:
+    return stage_run.index
 
 
 def storage_of(tensor: Tensor) -> int | None:
@@ -225,7 +233,7 @@ def call_stage(
 ) -> tuple[Any, Any]:
     """The stage's `(state, y)`; an error from inside gets a note that names the stage."""
     try:
-        made = stage(params, state, batch, x)
+        result = stage(params, state, batch, x)
     except Exception as error:
         if x is None:
             first = "; x is None on the first stage, which computes from the batch"
@@ -233,7 +241,7 @@ def call_stage(
             first = ""
         error.add_note(f"in stage {index} ({getattr(stage, '__name__', stage)}){first}")
         raise
-    return check_pair(f"stage {index} ({getattr(stage, '__name__', stage)})", made, "(state, y)")
+    return check_pair(f"stage {index} ({getattr(stage, '__name__', stage)})", result, "(state, y)")
 
 
 def call_advance(index: int, advance: Callable[..., Any], state: Any, batch: Any, out: Any) -> Any:
@@ -243,29 +251,29 @@ def call_advance(index: int, advance: Callable[..., Any], state: Any, batch: Any
         return advance(state, batch, out)
     except Exception as error:
         if type(state).__name__ == "Carried":
-            made = ", which a transform made: advance=lift(...)"
+            origin = ", which a transform made: advance=lift(...)"
         else:
-            made = ""
+            origin = ""
         name = getattr(advance, "__name__", advance)
-        error.add_note(f"in advance ({name}) on stage {index}'s state, {kind_of(state)}{made}")
+        error.add_note(f"in advance ({name}) on stage {index}'s state, {kind_of(state)}{origin}")
         raise
 
 
-def check_pair(call: str, made: Any, pair: str) -> tuple[Any, Any]:
+def check_pair(call: str, result: Any, pair: str) -> tuple[Any, Any]:
     """The pair that a step or a stage returned. Anything else is refused: a tensor of two rows
     would unpack into two values."""
-    if not isinstance(made, tuple) or len(made) != 2:
-        length = f" of {len(made)}" if isinstance(made, tuple) else ""
-        raise ProgramError(call, f"it returned {kind_of(made)}{length}", f"return {pair}")
-    return made
+    if not isinstance(result, tuple) or len(result) != 2:
+        length = f" of {len(result)}" if isinstance(result, tuple) else ""
+        raise ProgramError(call, f"it returned {kind_of(result)}{length}", f"return {pair}")
+    return result
 
 
 def match_schema(rank: int, effect: Effect, schema: Schema | None, value: Any) -> None:
     """Raise ProgramError unless a sent or received value has the schema that was declared for its
     edge."""
-    if schema is not None and (seen := Schema.of(value)) != schema:
+    if schema is not None and (actual := Schema.of(value)) != schema:
         raise ProgramError(
             f"rank {rank}: '{effect}'",
-            f"a value of schema {seen}",
+            f"a value of schema {actual}",
             f"return {schema} from the stage",
         )

@@ -156,8 +156,8 @@ class Writer:
         offsets += [len(echoed) + offset for offset in part.text_offsets]
         offsets += [0] * (len(tokens) - len(offsets))  # where there is no text
         top = [
-            None if own is None else self._top(token, logprob, own, as_ids)
-            for token, logprob, own in tokens
+            None if alternatives is None else self._top(token, logprob, alternatives, as_ids)
+            for token, logprob, alternatives in tokens
         ]
         return {
             "tokens": names,
@@ -167,28 +167,28 @@ class Writer:
         }
 
     def _top(
-        self, token: int, logprob: float | None, own: dict[int, float], as_ids: bool
+        self, token: int, logprob: float | None, alternatives: dict[int, float], as_ids: bool
     ) -> dict[str, float]:
         """The likeliest tokens by text, the chosen one among them with its own logprob, to the bit.
         Of several with the same text, which are parts of characters, the later ones are named by
         their ids."""
-        all_of = own if logprob is None else {**own, token: logprob}
-        found = dict[str, float]()
+        all_of = alternatives if logprob is None else {**alternatives, token: logprob}
+        by_text = dict[str, float]()
         for each, value in all_of.items():
             name = self.token(each, as_ids)
-            found[self.token(each, True) if name in found else name] = value
-        return found
+            by_text[self.token(each, True) if name in by_text else name] = value
+        return by_text
 
-    def chat_logprobs(self, part: Part, wanted: int) -> dict[str, Any]:
+    def chat_logprobs(self, part: Part, num_top: int) -> dict[str, Any]:
         """The `logprobs` of a message: an object for each token."""
         content = []
         for token, logprob, top in part.tokens:
-            known = {each: logprob if each == token else value for each, value in top.items()}
-            likeliest = sorted(known.items(), key=lambda own: -own[1])[
-                : None if wanted < 0 else wanted
+            logprobs = {each: logprob if each == token else value for each, value in top.items()}
+            likeliest = sorted(logprobs.items(), key=lambda pair: -pair[1])[
+                : None if num_top < 0 else num_top
             ]
-            own = [self._chat_token(*each) for each in likeliest]
-            content.append({**self._chat_token(token, logprob), "top_logprobs": own})
+            top_logprobs = [self._chat_token(*each) for each in likeliest]
+            content.append({**self._chat_token(token, logprob), "top_logprobs": top_logprobs})
         return {"content": content, "refusal": None}
 
     def _chat_token(self, token: int, logprob: float) -> dict[str, Any]:
@@ -201,16 +201,16 @@ class Writer:
     def prompt_logprobs(self, part: Part) -> list[dict[str, Any] | None]:
         """vLLM's `prompt_logprobs`: for each token of the prompt an object by token ids; None for
         the first."""
-        found = list[dict[str, Any] | None]()
+        entries = list[dict[str, Any] | None]()
         ranks = [None, *(part.choice.track.prompt_ranks if part.choice.track is not None else ())]
         for (token, logprob, top), rank in zip(part.prompt_tokens, ranks, strict=False):
             if logprob is None or top is None:
-                found.append(None)
+                entries.append(None)
                 continue
             places: dict[int, int | None] = {each: place for place, each in enumerate(top, 1)} | {
                 token: rank
             }
-            found.append(
+            entries.append(
                 {
                     str(each): {
                         "logprob": value,
@@ -218,18 +218,22 @@ class Writer:
                         "decoded_token": self.token(each),
                     }
                     for each, value in sorted(
-                        {**top, token: logprob}.items(), key=lambda own: -own[1]
+                        {**top, token: logprob}.items(), key=lambda pair: -pair[1]
                     )
                 }
             )
-        return found
+        return entries
 
 
 def usage_of(choices: Sequence[Choice], prompts: Sequence[Sequence[int]]) -> dict[str, int]:
     """The `usage` of an answer; a prompt counts once, even with several completions."""
-    taken = sum(map(len, prompts))
-    given = sum(choice.num_tokens for choice in choices)
-    return {"prompt_tokens": taken, "completion_tokens": given, "total_tokens": taken + given}
+    prompt_tokens = sum(map(len, prompts))
+    completion_tokens = sum(choice.num_tokens for choice in choices)
+    return {
+        "prompt_tokens": prompt_tokens,
+        "completion_tokens": completion_tokens,
+        "total_tokens": prompt_tokens + completion_tokens,
+    }
 
 
 def captured_of(choice: Choice) -> dict[str, Any]:

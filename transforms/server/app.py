@@ -109,8 +109,8 @@ class Server:
         self.host.check_open()
         if not await self.host.is_moving(STILL_SECONDS):
             self.host.check_open()  # it may have ended meanwhile
-            seen = f"the engine stands still: it has not answered for {STILL_SECONDS:g} s"
-            raise Refusal(503, seen, "server_error", code="engine_stands_still")
+            message = f"the engine stands still: it has not answered for {STILL_SECONDS:g} s"
+            raise Refusal(503, message, "server_error", code="engine_stands_still")
         return json_response({"status": "ok"})
 
     async def models(self, _: Request) -> Response:
@@ -121,10 +121,10 @@ class Server:
         """The model or an adapter, by its name."""
         name = request.path_params["name"]
         self._adapter(name)
-        return json_response(next(own for own in self._models() if own["id"] == name))
+        return json_response(next(model for model in self._models() if model["id"] == name))
 
     def _models(self) -> list[dict[str, Any]]:
-        known = [(self.name, None), *((name, self.name) for name in self.adapters)]
+        names_and_parents = [(self.name, None), *((name, self.name) for name in self.adapters)]
         return [
             {
                 "id": name,
@@ -135,7 +135,7 @@ class Server:
                 "parent": parent,
             }
             | {"max_model_len": self.max_model_len}
-            for name, parent in known
+            for name, parent in names_and_parents
         ]
 
     async def version(self, _: Request) -> Response:
@@ -180,19 +180,25 @@ class Server:
                 f"{len(body.prompt)} prompts; at most {self.limits.max_prompts}",
                 param="prompt",
             )
-        prompts = [await self._encode(own) if isinstance(own, str) else own for own in body.prompt]
-        wanted = body.logprobs
+        prompts = [
+            await self._encode(prompt) if isinstance(prompt, str) else prompt
+            for prompt in body.prompt
+        ]
+        logprobs = body.logprobs
         if body.echo and body.prompt_logprobs is None:
-            prompt_logprobs = wanted
+            prompt_logprobs = logprobs
         else:
             prompt_logprobs = body.prompt_logprobs
-        asked = await self._asked(
-            request, body, "cmpl", prompts, body.max_tokens, wanted, prompt_logprobs
+        checked_request = await self._check_request(
+            request, body, "cmpl", prompts, body.max_tokens, logprobs, prompt_logprobs
         )
         shown = body.prompt if body.echo else [""] * len(prompts)
-        texts = [own if isinstance(own, str) else self.model.decode(own) or "" for own in shown]
-        form = TextForm(asked, body, texts)
-        return await self._answer(request, asked, form)
+        texts = [
+            prompt if isinstance(prompt, str) else self.model.decode(prompt) or ""
+            for prompt in shown
+        ]
+        form = TextForm(checked_request, body, texts)
+        return await self._answer(request, checked_request, form)
 
     async def chats(self, request: Request) -> Response:
         """`/v1/chat/completions`."""
@@ -211,11 +217,11 @@ class Server:
             most = body.max_completion_tokens
         else:
             most = body.max_tokens
-        wanted = (body.top_logprobs or 0) if body.logprobs else None
-        asked = await self._asked(
-            request, body, "chatcmpl", [ids], most, wanted, body.prompt_logprobs
+        logprobs = (body.top_logprobs or 0) if body.logprobs else None
+        checked_request = await self._check_request(
+            request, body, "chatcmpl", [ids], most, logprobs, body.prompt_logprobs
         )
-        return await self._answer(request, asked, ChatForm(asked, body))
+        return await self._answer(request, checked_request, ChatForm(checked_request, body))
 
     # What they have in common
 
@@ -225,11 +231,11 @@ class Server:
             return None
         if name in self.adapters:
             return name
-        seen = (
+        message = (
             f"the model {name!r:.100} does not exist; this server has"
             f" {', '.join((self.name, *self.adapters))}"
         )
-        raise Refusal(404, seen, param="model", code="model_not_found")
+        raise Refusal(404, message, param="model", code="model_not_found")
 
     async def _encode(self, text: str, special: bool = True) -> list[int]:
         self._check_length(text)
@@ -251,12 +257,12 @@ class Server:
         else:
             longest = self.vocabulary.longest
         if longest is not None and len(text) > self.max_model_len * longest:
-            seen = (
+            message = (
                 f"This model's maximum context length is {self.max_model_len} tokens. However, you"
                 " requested"
             )
             raise Refusal(
-                400, f"{seen} at least {len(text) // longest} tokens in the prompt.", **_TOO_LONG
+                400, f"{message} at least {len(text) // longest} tokens in the prompt.", **_TOO_LONG
             )
 
     async def _encode_chat(
@@ -267,15 +273,15 @@ class Server:
                 lacks = "tokenizer"
             else:
                 lacks = "chat template"
-            seen = (
+            message = (
                 f"the checkpoint of {self.name} has no {lacks}; use /v1/completions, or weft serve"
                 " --chat-template"
             )
-            raise Refusal(400, seen, param="messages", code="no_chat_template")
+            raise Refusal(400, message, param="messages", code="no_chat_template")
         text = await self._renderer.render(texts_of(messages), variables)
         return await self._encode(text, special=False)
 
-    async def _asked(
+    async def _check_request(
         self,
         request: Request,
         body: Sampled,
@@ -301,40 +307,40 @@ class Server:
             raise Refusal(400, f"max_tokens={max_tokens}: a whole number >= 1", param="max_tokens")
         if longest + (max_tokens or 1) > limit:
             if max_tokens:
-                wanted = f", and {max_tokens} for the completion"
+                completion_text = f", and {max_tokens} for the completion"
             else:
-                wanted = ""
-            seen = (
+                completion_text = ""
+            message = (
                 f"This model's maximum context length is {limit} tokens. However, you requested"
                 f" {longest} tokens in "
             )
-            raise Refusal(400, f"{seen}the prompt{wanted}.", **_TOO_LONG)
+            raise Refusal(400, f"{message}the prompt{completion_text}.", **_TOO_LONG)
         count = body.n * len(prompts)
         if count > self.host.max_open:
-            seen = (
+            message = (
                 f"{len(prompts)} prompts with n={body.n} are {count} completions; at most"
                 f" {self.host.max_open} at once"
             )
-            raise Refusal(400, seen, param="n")
+            raise Refusal(400, message, param="n")
         grammar = None
         if body.response_format is not None and body.response_format.type != "text":
             form = body.response_format.model_dump(by_alias=True, exclude_none=True)
             use = GrammarUse(num_tokens=max_tokens or limit - min(map(len, prompts)), n=count)
             async with while_connected(request.receive):
                 grammar = await self._compiled(form, use)
-        own: dict[str, Any] = {
+        options: dict[str, Any] = {
             "adapter": adapter,
             "priority": body.priority,
             "extras": body.weft.extras,
         }
-        own |= {
+        options |= {
             "cache_salt": body.cache_salt or "",
             "captured": body.weft.captured,
             "grammar": grammar,
         }
-        own["sampling"] = body.sampling(logprobs, prompt_logprobs)
+        options["sampling"] = body.sampling(logprobs, prompt_logprobs)
         requests = [
-            Add(prompt=ids, max_tokens=max_tokens or limit - len(ids), **own) for ids in prompts
+            Add(prompt=ids, max_tokens=max_tokens or limit - len(ids), **options) for ids in prompts
         ]
         self.host.check_room(count)
         writer = Writer(f"{kind}-{secrets.token_hex(12)}", body.model or self.name, self.vocabulary)
@@ -342,9 +348,9 @@ class Server:
 
     async def _compiled(self, form: dict[str, Any], use: GrammarUse) -> str:
         """A `response_format`, compiled beside the event loop, where slow ones wait for each other."""
-        found = self._compile_grammar.find(form, use)
-        if found is not None:
-            return found
+        grammar = self._compile_grammar.find(form, use)
+        if grammar is not None:
+            return grammar
         if self._num_compiling >= _MOST_COMPILING:
             raise Refusal(
                 429,
@@ -358,15 +364,15 @@ class Server:
                 self._compilers, self._compile_grammar, form, use
             )
         except ImportError as error:
-            seen = f"this server has no grammars: {error}; {install_command('serve')}"
-            raise Refusal(501, seen, param="response_format", code="no_grammars") from error
+            message = f"this server has no grammars: {error}; {install_command('serve')}"
+            raise Refusal(501, message, param="response_format", code="no_grammars") from error
         finally:
             self._num_compiling -= 1
 
-    async def _answer(self, request: Request, asked: Asked, form: Form) -> Response:
+    async def _answer(self, request: Request, checked_request: Asked, form: Form) -> Response:
         """The answer to a request: whole, or as a stream."""
-        parts = self._parts(asked, form)
-        if asked.body.stream:
+        parts = self._parts(checked_request, form)
+        if checked_request.body.stream:
             try:  # an error before the first token is an error of the whole answer
                 async with while_connected(request.receive):
                     first = await anext(parts)
@@ -379,21 +385,23 @@ class Server:
                 pass
         return json_response(form.whole())
 
-    async def _parts(self, asked: Asked, form: Form) -> AsyncGenerator[Sequence[Part], None]:
+    async def _parts(
+        self, checked_request: Asked, form: Form
+    ) -> AsyncGenerator[Sequence[Part], None]:
         """The parts of all choices as they come, within the time limit."""
-        n = asked.body.n
-        clock = self.metrics.begin(sum(map(len, asked.prompts)))
-        outputs = self.host.stream(asked.requests)
+        n = checked_request.body.n
+        clock = self.metrics.begin(sum(map(len, checked_request.prompts)))
+        outputs = self.host.stream(checked_request.requests)
         seconds = self.limits.timeout
         try:
             async with contextlib.aclosing(
                 outputs if seconds is None else _within(outputs, seconds)
             ) as stream:
-                async for found in stream:
-                    clock.add(sum(len(output.token_ids) for output in found))
+                async for batch in stream:
+                    clock.add(sum(len(output.token_ids) for output in batch))
                     yield [
                         form.choices[output.place * n + output.index].add(output)
-                        for output in found
+                        for output in batch
                     ]
             clock.end([choice.finish_reason or "" for choice in form.choices])
         finally:
@@ -444,19 +452,19 @@ class Server:
             except ClientDisconnect:
                 return Response(status_code=499)
             except Exception as error:
-                found = refusal_of(error)
-                self.metrics.refuse(found.status)
-                if found.status in (429, 503):
+                refusal = refusal_of(error)
+                self.metrics.refuse(refusal.status)
+                if refusal.status in (429, 503):
                     headers = {"retry-after": str(_RETRY_SECONDS)}
                 else:
                     headers = {}
-                return json_response(found.body, found.status, headers)
+                return json_response(refusal.body, refusal.status, headers)
 
         return guarded
 
     def _check_key(self, request: Request) -> None:
-        given = request.headers.get("authorization", "").encode("latin-1", "replace")
-        if not hmac.compare_digest(given, f"Bearer {self._key}".encode()):
+        authorization = request.headers.get("authorization", "").encode("latin-1", "replace")
+        if not hmac.compare_digest(authorization, f"Bearer {self._key}".encode()):
             raise Refusal(
                 401,
                 "the API key is missing or wrong",
@@ -478,14 +486,14 @@ async def _within(
         while True:
             try:
                 async with asyncio.timeout_at(end):
-                    found = await anext(outputs)
+                    batch = await anext(outputs)
             except StopAsyncIteration:
                 return
             except TimeoutError:
                 raise Refusal(
                     504, f"no end within {seconds:g} s", "timeout", code="timeout"
                 ) from None
-            yield found
+            yield batch
 
 
 class EventStream(Response):
@@ -511,21 +519,23 @@ class EventStream(Response):
             with contextlib.suppress(ClientDisconnect):
                 async with while_connected(receive):
                     if scope["http_version"] == "1.0":  # it has no chunks
-                        whole = Response(b"".join([own async for own in events]), 200, self.headers)
+                        whole = Response(
+                            b"".join([chunk async for chunk in events]), 200, self.headers
+                        )
                         await whole(scope, receive, send)
                         return
                     await send(
                         {"type": "http.response.start", "status": 200, "headers": self.raw_headers}
                     )
-                    async for own in events:
-                        await send({"type": "http.response.body", "body": own, "more_body": True})
+                    async for chunk in events:
+                        await send({"type": "http.response.body", "body": chunk, "more_body": True})
                     await send({"type": "http.response.body", "body": b"", "more_body": False})
 
     async def _events(self) -> AsyncGenerator[bytes, None]:
         try:
             yield self._form.written(self._first)
-            async for found in self._parts:
-                yield self._form.written(found)
+            async for parts in self._parts:
+                yield self._form.written(parts)
         except Exception as error:
             yield event(refusal_of(error).body)
 
@@ -535,8 +545,8 @@ async def _no_route(request: Request, error: Exception) -> Response:
         status = error.status_code
     else:
         status = 500
-    seen = f"{request.method} {request.url.path!r:.200}: {getattr(error, 'detail', 'not found')}"
+    message = f"{request.method} {request.url.path!r:.200}: {getattr(error, 'detail', 'not found')}"
     code = "method_not_allowed" if status == 405 else "not_found"
     return json_response(
-        Refusal(status, seen, code=code).body, status, getattr(error, "headers", None)
+        Refusal(status, message, code=code).body, status, getattr(error, "headers", None)
     )

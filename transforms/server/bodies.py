@@ -91,10 +91,12 @@ class UnfinishedBodies:
                 yield lambda count: self._add(body, count)
         except TimeoutError:
             if body.is_refused:
-                seen = f"{self._most} bytes of unfinished bodies, of which this one had begun first"
-                raise Refusal(503, seen, "server_error", code="bodies_too_large") from None
-            seen = f"the body did not come within {seconds:g} s"
-            raise Refusal(408, seen, code="body_timeout") from None
+                message = (
+                    f"{self._most} bytes of unfinished bodies, of which this one had begun first"
+                )
+                raise Refusal(503, message, "server_error", code="bodies_too_large") from None
+            message = f"the body did not come within {seconds:g} s"
+            raise Refusal(408, message, code="body_timeout") from None
         finally:
             self._num_bytes -= body.num_bytes
             self._bodies.pop(id(body), None)
@@ -133,14 +135,14 @@ async def read_body(
 def _parsed(raw: bytes, kind: type[BaseModel]) -> Any:
     try:
         text = raw.decode("utf-8-sig")  # of bytes, json.loads takes halves of surrogate pairs too
-        given = json.loads(text, parse_constant=_refuse_constant)
+        parsed = json.loads(text, parse_constant=_refuse_constant)
     except (ValueError, RecursionError) as error:
         raise Refusal(400, f"the body is not JSON: {error!s:.200}", code="invalid_json") from None
-    _check_depth(given)
+    _check_depth(parsed)
     if "\\u" in text:
-        _check_characters(given)
+        _check_characters(parsed)
     try:
-        return checked(kind, given)
+        return checked(kind, parsed)
     except ValidationError as error:
         raise _refusal(error, kind) from None
 
@@ -175,22 +177,22 @@ def check_limits(body: Sampled, limits: ServerLimits, vocab_size: int, logprobs:
     if body.n > limits.max_n:
         raise Refusal(400, f"n={body.n}; at most {limits.max_n}", param="n")
     if limits.max_logprobs is not None and logprobs > limits.max_logprobs:
-        seen = (
+        message = (
             f"{logprobs} logprobs of a token; at most {limits.max_logprobs}, by `weft serve"
             " --max-logprobs`"
         )
-        raise Refusal(400, seen, param="logprobs")
+        raise Refusal(400, message, param="logprobs")
     if body.priority and not limits.has_priorities:
-        seen = (
+        message = (
             "this server takes requests as they come; it has priorities by `weft serve"
             " --scheduling-policy priority`"
         )
-        raise Refusal(400, f"priority={body.priority}; {seen}", param="priority")
-    for name, what, given in (
+        raise Refusal(400, f"priority={body.priority}; {message}", param="priority")
+    for name, what, value in (
         ("stop", "stop texts", body.stop),
         ("bad_words", "bad words", body.bad_words),
     ):
-        texts = [given] if isinstance(given, str) else given or []
+        texts = [value] if isinstance(value, str) else value or []
         if len(texts) > limits.max_stops:
             raise Refusal(400, f"{len(texts)} {what}; at most {limits.max_stops}", param=name)
         if (longest := max(map(len, texts), default=0)) > MAX_STOP_LEN:
@@ -217,8 +219,8 @@ def check_stream_options(body: Sampled) -> None:
             400, "stream_options without stream: write stream=true", param="stream_options"
         )
     if options.continuous_usage_stats and not options.include_usage:
-        seen = "continuous_usage_stats without include_usage: write include_usage=true beside it"
-        raise Refusal(400, seen, param="stream_options.continuous_usage_stats")
+        message = "continuous_usage_stats without include_usage: write include_usage=true beside it"
+        raise Refusal(400, message, param="stream_options.continuous_usage_stats")
 
 
 async def _read_bytes(request: Request, most: int, count: Callable[[int], None]) -> bytes:
@@ -234,11 +236,13 @@ async def _read_bytes(request: Request, most: int, count: Callable[[int], None])
     return bytes(raw)
 
 
-def _check_depth(given: Any) -> None:
-    level = [given] if isinstance(given, dict | list) else []
+def _check_depth(value: Any) -> None:
+    level = [value] if isinstance(value, dict | list) else []
     for _ in range(MAX_DEPTH):
-        parts = (own.values() if isinstance(own, dict) else own for own in level)
-        level = [each for own in parts for each in own if isinstance(each, dict | list)]
+        parts = (
+            container.values() if isinstance(container, dict) else container for container in level
+        )
+        level = [each for container in parts for each in container if isinstance(each, dict | list)]
         if not level:
             return
     raise Refusal(
@@ -246,12 +250,12 @@ def _check_depth(given: Any) -> None:
     )
 
 
-def _check_characters(given: Any) -> None:
+def _check_characters(value: Any) -> None:
     try:
-        json.dumps(given, ensure_ascii=False).encode()
+        json.dumps(value, ensure_ascii=False).encode()
     except UnicodeEncodeError as error:
-        seen = f"half of a surrogate pair, {error.object[error.start]!a}, which is no character"
-        raise Refusal(400, seen, code="invalid_json") from None
+        message = f"half of a surrogate pair, {error.object[error.start]!a}, which is no character"
+        raise Refusal(400, message, code="invalid_json") from None
 
 
 def _refuse_constant(name: str) -> Any:

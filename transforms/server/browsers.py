@@ -29,20 +29,20 @@ def refuse_browsers(headers: Mapping[str, str], is_local: bool) -> None:
     """
     host = _name_of(headers.get("host", ""))
     if is_local and not is_loopback(host):
-        seen = (
+        message = (
             f"Host {headers.get('host')!r:.100} to a server of this machine alone: use localhost,"
             " or give it a key"
         )
-        raise Refusal(403, seen, "permission_error", code="forbidden_host")
+        raise Refusal(403, message, "permission_error", code="forbidden_host")
     origin = headers.get("origin")
     if origin is not None:
         name = _name_of(origin.partition("://")[2])
         if name != host and not is_loopback(name):
-            seen = (
+            message = (
                 f"Origin {origin!r:.100}: pages of other sites are not answered; start the server"
                 " with a key for that"
             )
-            raise Refusal(403, seen, "permission_error", code="forbidden_origin")
+            raise Refusal(403, message, "permission_error", code="forbidden_origin")
 
 
 def is_loopback(name: str) -> bool:

@@ -127,20 +127,24 @@ def follow(engine: Engine, make_mask: MakeMask) -> None:
             engine.step()
 
 
-def _tensors(given: Mapping[str, Any], functions: StageFunctions) -> dict[str, torch.Tensor] | None:
+def _tensors(
+    extras: Mapping[str, Any], functions: StageFunctions
+) -> dict[str, torch.Tensor] | None:
     """Extras as tensors of the dtypes that the model's stages have by default."""
     defaults = {**functions.extras, **functions.token_extras}
-    return {name: _tensor(name, own, defaults.get(name)) for name, own in given.items()} or None
+    return {
+        name: _tensor(name, value, defaults.get(name)) for name, value in extras.items()
+    } or None
 
 
-def _tensor(name: str, given: Any, like: torch.Tensor | None) -> torch.Tensor:
+def _tensor(name: str, value: Any, like: torch.Tensor | None) -> torch.Tensor:
     dtype = torch.float32 if like is None else like.dtype
     try:
-        if not isinstance(given, Mapping):
-            return torch.tensor(given, dtype=dtype)
-        raw = bytearray(base64.b64decode(given["base64"], validate=True))
+        if not isinstance(value, Mapping):
+            return torch.tensor(value, dtype=dtype)
+        raw = bytearray(base64.b64decode(value["base64"], validate=True))
         return (
-            torch.frombuffer(raw, dtype=_DTYPES[given["dtype"]]).reshape(given["shape"]).to(dtype)
+            torch.frombuffer(raw, dtype=_DTYPES[value["dtype"]]).reshape(value["shape"]).to(dtype)
         )
     except (
         ValueError,
@@ -150,9 +154,9 @@ def _tensor(name: str, given: Any, like: torch.Tensor | None) -> torch.Tensor:
         OverflowError,
         RecursionError,
     ) as error:
-        seen = f"{type(error).__name__}: {error!s:.200}"
+        problem = f"{type(error).__name__}: {error!s:.200}"
         instead = (
             'numbers, lists of lists of them, or {"dtype": "float32", "shape": [...], "base64":'
             ' "..."}'
         )
-        raise RequestError(f"weft.extras[{name!r}]", seen, instead) from error
+        raise RequestError(f"weft.extras[{name!r}]", problem, instead) from error

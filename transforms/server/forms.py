@@ -32,7 +32,7 @@ class Asked:
     @property
     def prompts(self) -> list[Sequence[int]]:
         """The token ids of each prompt."""
-        return [own.prompt for own in self.requests]
+        return [request.prompt for request in self.requests]
 
     def choices(self) -> list[Choice]:
         """The choices of the answer, in order."""
@@ -49,11 +49,11 @@ class Form(ABC):
 
     kind: str
 
-    def __init__(self, asked: Asked, has_logprobs: bool) -> None:
-        self.asked = asked
-        self.choices = asked.choices()
-        self.writer = asked.writer
-        options = asked.body.stream_options
+    def __init__(self, checked_request: Asked, has_logprobs: bool) -> None:
+        self.checked_request = checked_request
+        self.choices = checked_request.choices()
+        self.writer = checked_request.writer
+        options = checked_request.body.stream_options
         self._is_plain = not (
             has_logprobs or (options is not None and options.continuous_usage_stats)
         )
@@ -86,11 +86,13 @@ class Form(ABC):
 
     def whole(self) -> dict[str, Any]:
         """The answer."""
-        found = [self._with_ours(self.choice(choice.whole()), choice) for choice in self.choices]
-        return self.writer.answer(self.kind, found, usage_of(self.choices, self.asked.prompts))
+        choices = [self._with_ours(self.choice(choice.whole()), choice) for choice in self.choices]
+        return self.writer.answer(
+            self.kind, choices, usage_of(self.choices, self.checked_request.prompts)
+        )
 
     def _with_ours(self, written: dict[str, Any], choice: Choice) -> dict[str, Any]:
-        if self.asked.body.weft.captured:
+        if self.checked_request.body.weft.captured:
             written["weft"] = {"captured": captured_of(choice)}
         return written
 
@@ -100,9 +102,9 @@ class Form(ABC):
 
     def chunk(self, kind: str, choice: dict[str, Any], part: Part) -> dict[str, Any]:
         """A chunk of a stream."""
-        options = self.asked.body.stream_options
+        options = self.checked_request.body.stream_options
         if options and options.continuous_usage_stats:
-            usage = usage_of(self.choices, self.asked.prompts)
+            usage = usage_of(self.choices, self.checked_request.prompts)
         else:
             usage = None
         if part.finish_reason is not None:
@@ -112,22 +114,26 @@ class Form(ABC):
     @property
     def usage_chunk(self) -> dict[str, Any] | None:
         """The last chunk, if the client asked for the usage."""
-        options = self.asked.body.stream_options
-        wanted = options is not None and options.include_usage
+        options = self.checked_request.body.stream_options
+        has_usage = options is not None and options.include_usage
         if self.kind == "text_completion":
             kind = "text_completion"
         else:
             kind = f"{self.kind}.chunk"
-        if wanted:
-            return self.writer.answer(kind, [], usage_of(self.choices, self.asked.prompts))
+        if has_usage:
+            return self.writer.answer(
+                kind, [], usage_of(self.choices, self.checked_request.prompts)
+            )
         return None
 
 
 class TextForm(Form):
     kind = "text_completion"
 
-    def __init__(self, asked: Asked, body: CompletionRequest, echoed: Sequence[str]) -> None:
-        super().__init__(asked, body.logprobs is not None)
+    def __init__(
+        self, checked_request: Asked, body: CompletionRequest, echoed: Sequence[str]
+    ) -> None:
+        super().__init__(checked_request, body.logprobs is not None)
         self.body = body
         self.echoed = echoed
 
@@ -156,8 +162,8 @@ class TextForm(Form):
 class ChatForm(Form):
     kind = "chat.completion"
 
-    def __init__(self, asked: Asked, body: ChatRequest) -> None:
-        super().__init__(asked, bool(body.logprobs))
+    def __init__(self, checked_request: Asked, body: ChatRequest) -> None:
+        super().__init__(checked_request, bool(body.logprobs))
         self.body = body
 
     def _logprobs(self, part: Part) -> dict[str, Any] | None:
@@ -181,14 +187,18 @@ class ChatForm(Form):
     def chunks(self, part: Part) -> list[dict[str, Any]]:
         """A chunk; before a choice's first one, that of its role."""
         kind = f"{self.kind}.chunk"
-        found = list[dict[str, Any]]()
-        own: dict[str, Any] = {"index": part.choice.index, "logprobs": None, "finish_reason": None}
+        chunks = list[dict[str, Any]]()
+        choice: dict[str, Any] = {
+            "index": part.choice.index,
+            "logprobs": None,
+            "finish_reason": None,
+        }
         if part.start == 0:
-            found.append(
+            chunks.append(
                 self.writer.answer(
-                    kind, [{**own, "delta": {"role": "assistant", "content": ""}}], None
+                    kind, [{**choice, "delta": {"role": "assistant", "content": ""}}], None
                 )
             )
-        own |= {"logprobs": self._logprobs(part), "finish_reason": part.finish_reason}
-        own |= {"stop_reason": part.stop_reason}
-        return [*found, self.chunk(kind, {**own, "delta": {"content": part.text}}, part)]
+        choice |= {"logprobs": self._logprobs(part), "finish_reason": part.finish_reason}
+        choice |= {"stop_reason": part.stop_reason}
+        return [*chunks, self.chunk(kind, {**choice, "delta": {"content": part.text}}, part)]

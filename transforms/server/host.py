@@ -45,13 +45,13 @@ class _Listener:
     async def take(self) -> list[tuple[int, Delta]]:
         """What has come, at least one."""
         await self.arrived.wait()
-        found = self.deltas
+        deltas = self.deltas
         self.deltas = []
         if self.error is None:
             self.arrived.clear()
-        elif not found:
+        elif not deltas:
             raise self.error
-        return found
+        return deltas
 
 
 class Host(ABC):
@@ -81,7 +81,7 @@ class Host(ABC):
         self.is_final = False
         self._special_ids = special_ids(model.tokenizer)
         self._listeners: dict[str, tuple[int, _Listener]] = {}
-        self._asked: dict[int, asyncio.Future[Stats]] = {}
+        self._stats_futures: dict[int, asyncio.Future[Stats]] = {}
         self._names = itertools.count()
         self.num_open = 0
         self.is_closing = self._has_ended = False
@@ -105,10 +105,10 @@ class Host(ABC):
     def check_room(self, count: int) -> None:
         """Raise BusyError if so many more completions would be too many."""
         if self.num_open + count > self.max_open:
-            seen = (
+            problem = (
                 f"{self.num_open} completions under way, {count} more, and room for {self.max_open}"
             )
-            raise BusyError("a request", seen, "the same request later")
+            raise BusyError("a request", problem, "the same request later")
 
     def check_open(self) -> None:
         """Raise ClosedError unless the engine takes new requests."""
@@ -156,13 +156,13 @@ class Host(ABC):
 
     async def _ask(self) -> Stats:
         number = next(self._names)
-        found: asyncio.Future[Stats] = asyncio.get_running_loop().create_future()
-        self._asked[number] = found
+        future: asyncio.Future[Stats] = asyncio.get_running_loop().create_future()
+        self._stats_futures[number] = future
         try:
             self.send(Ask(number))
-            return await found
+            return await future
         finally:
-            del self._asked[number]
+            del self._stats_futures[number]
 
     async def stream(self, requests: Sequence[Add]) -> AsyncGenerator[list[Output], None]:
         """The outputs of requests, several at a time, until all of their completions have ended. A
@@ -180,7 +180,7 @@ class Host(ABC):
         listener = _Listener()
         tokenizer = self.model.tokenizer
         named = [attrs.evolve(request, name=f"request {next(self._names)}") for request in requests]
-        found = {
+        progress = {
             (place, index): Progress(request, place, index, tokenizer, self._special_ids)
             for place, request in enumerate(named)
             for index in range(request.sampling.n)
@@ -192,7 +192,7 @@ class Host(ABC):
                 self._listeners[request.name] = place, listener
                 self.send(request)
             while left:
-                outputs = _outputs(await listener.take(), found)
+                outputs = _outputs(await listener.take(), progress)
                 for output in outputs:
                     if output.finish_reason is not None:
                         name = named[output.place].name
@@ -209,15 +209,17 @@ class Host(ABC):
     def receive(self, message: Message) -> None:
         """Hand a message of the engine's loop to those who wait for it."""
         if isinstance(message, Told):
-            if (asked := self._asked.get(message.number)) is not None and not asked.done():
-                asked.set_result(message.stats)
+            if (
+                future := self._stats_futures.get(message.number)
+            ) is not None and not future.done():
+                future.set_result(message.stats)
         elif isinstance(message, Ended):
             self._end(message)
         else:
             listeners = self._listeners
             for delta in message:
-                if (own := listeners.get(delta[0])) is not None:
-                    place, listener = own
+                if (entry := listeners.get(delta[0])) is not None:
+                    place, listener = entry
                     listener.deltas.append((place, delta))
                     listener.arrived.set()
 
@@ -229,9 +231,9 @@ class Host(ABC):
         for _, listener in self._listeners.values():
             listener.error = ended.error()
             listener.arrived.set()
-        for asked in self._asked.values():
-            if not asked.done():
-                asked.set_exception(ended.error())
+        for future in self._stats_futures.values():
+            if not future.done():
+                future.set_exception(ended.error())
 
     def stop(self) -> None:
         """Take no more requests, and tell the engine's loop to end."""
@@ -240,14 +242,14 @@ class Host(ABC):
 
 
 def _outputs(
-    found: Sequence[tuple[int, Delta]], of: dict[tuple[int, int], Progress]
+    placed_deltas: Sequence[tuple[int, Delta]], of: dict[tuple[int, int], Progress]
 ) -> list[Output]:
     """One output for each completion that something came for."""
-    if len(found) == 1:
-        [(place, delta)] = found
+    if len(placed_deltas) == 1:
+        [(place, delta)] = placed_deltas
         return [of[place, delta[1]].add([delta])]
     grouped: dict[tuple[int, int], list[Delta]] = {}
-    for place, delta in found:
+    for place, delta in placed_deltas:
         grouped.setdefault((place, delta[1]), []).append(delta)
     return [of[key].add(deltas) for key, deltas in grouped.items()]
 

@@ -99,7 +99,7 @@ class Connection(HttpToolsProtocol):
         except httptools.HttpParserUpgrade as upgrade:
             method = self.parser.get_method()
             version = self.parser.get_http_version().encode()
-            lines = [b"%b: %b\r\n" % own for own in self.headers if own[0] != b"upgrade"]
+            lines = [b"%b: %b\r\n" % header for header in self.headers if header[0] != b"upgrade"]
             head = b"%b %b HTTP/%b\r\n%b\r\n" % (method, self.url, version, b"".join(lines))
             self.parser = httptools.HttpRequestParser(self)
             self._feed(head + data[upgrade.args[0] :])
@@ -297,8 +297,8 @@ class Listener(uvicorn.Server):
     async def startup(self, sockets: Any = None) -> None:
         """Listen, and say where."""
         await super().startup(sockets)
-        for own in self.servers:
-            for socket in own.sockets:
+        for server in self.servers:
+            for socket in server.sockets:
                 address, port = socket.getsockname()[:2]
                 place = f"[{address}]" if ":" in address else address
                 print(f"{self.name} is served at http://{place}:{port}/v1", flush=True)
@@ -317,14 +317,14 @@ def raise_file_limit() -> int:
     except ImportError:  # Windows
         return 512
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    wanted = MAX_CONNECTIONS + SPARE_FILES
+    target = MAX_CONNECTIONS + SPARE_FILES
     if hard == resource.RLIM_INFINITY:
-        most = wanted
+        most = target
     else:
-        most = min(wanted, hard)
+        most = min(target, hard)
     if soft != resource.RLIM_INFINITY and soft < most:
         resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
         soft = most
     if soft == resource.RLIM_INFINITY:
-        return wanted
+        return target
     return soft

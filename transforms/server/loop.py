@@ -110,7 +110,7 @@ class EngineLoop:
         """Take what has come, and step; False: the end."""
         commands = self._take()
         if self._num_ranks > 1:
-            self.engine.transport.share([own for own in commands if not isinstance(own, Ask)])
+            self.engine.transport.share([each for each in commands if not isinstance(each, Ask)])
         for command in commands:
             self._apply(command)
         if any(isinstance(command, Stop) for command in commands):
@@ -136,7 +136,7 @@ class EngineLoop:
 
     def _take(self) -> Sequence[Command]:
         """What has come. Without work, wait for it, but no longer than other ranks wait."""
-        found = list[Command]()
+        commands = list[Command]()
         wait = self.engine.is_idle
         if self._num_ranks == 1:
             longest = None
@@ -144,9 +144,9 @@ class EngineLoop:
             longest = getattr(self.engine.transport, "timeout", 30.0) / 4
         while True:
             try:
-                found.append(self.inbox.get(block=wait, timeout=longest))
+                commands.append(self.inbox.get(block=wait, timeout=longest))
             except queue.Empty:
-                return found
+                return commands
             wait = False
 
     def _delta(self, output: RequestOutput) -> Delta:

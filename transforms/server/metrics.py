@@ -59,10 +59,12 @@ class Metrics:
     def __init__(self, model: str) -> None:
         self._registry = CollectorRegistry()
         self._model = model
-        own: Any = {"registry": self._registry, "labelnames": ("model_name",)}
+        options: Any = {"registry": self._registry, "labelnames": ("model_name",)}
 
         def histogram(name: str, what: str) -> Histogram:
-            return Histogram(f"weft_{name}_seconds", what, buckets=_SECONDS, **own).labels(model)
+            return Histogram(f"weft_{name}_seconds", what, buckets=_SECONDS, **options).labels(
+                model
+            )
 
         self.first_token = histogram(
             "time_to_first_token", "from a request's body to its first token"
@@ -71,12 +73,14 @@ class Metrics:
             "time_per_output_token", "mean time between two tokens of a request"
         )
         self.whole = histogram("request", "from a request's body to its last token")
-        self._prompt_tokens = Counter("weft_prompt_tokens", "tokens of prompts", **own).labels(
+        self._prompt_tokens = Counter("weft_prompt_tokens", "tokens of prompts", **options).labels(
             model
         )
-        self._tokens = Counter("weft_generation_tokens", "generated tokens", **own).labels(model)
+        self._tokens = Counter("weft_generation_tokens", "generated tokens", **options).labels(
+            model
+        )
         by_reason, by_status = (
-            {**own, "labelnames": ("model_name", name)} for name in ("reason", "status")
+            {**options, "labelnames": ("model_name", name)} for name in ("reason", "status")
         )
         self._ended = Counter("weft_completions", "completions that ended, by reason", **by_reason)
         self._refused = Counter(

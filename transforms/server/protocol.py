@@ -37,10 +37,10 @@ INSTEAD = {
 """Fields that vLLM or OpenAI's API has, and what to write instead of them."""
 
 
-def _without_unused(given: Any) -> Any:
-    if isinstance(given, Mapping):
-        return {k: v for k, v in given.items() if k not in _UNUSED}
-    return given
+def _without_unused(body: Any) -> Any:
+    if isinstance(body, Mapping):
+        return {k: v for k, v in body.items() if k not in _UNUSED}
+    return body
 
 
 TokenIds = list[Annotated[int, Field(strict=True)]]
@@ -52,8 +52,8 @@ def _by_token_ids(biases: dict[str, float]) -> dict[str, float]:
     """Biases, if their keys are token ids."""
     for key in biases:
         if not (key.isascii() and key.isdecimal() and len(key) < 10):
-            seen = f"the key {key!r:.60}; instead: token ids, as strings of digits"
-            raise PydanticCustomError("no_token_id", "{seen}", {"seen": seen})
+            problem = f"the key {key!r:.60}; instead: token ids, as strings of digits"
+            raise PydanticCustomError("no_token_id", "{seen}", {"seen": problem})
     return biases
 
 
@@ -64,14 +64,14 @@ class _Body(BaseModel):
 
     @model_validator(mode="before")
     @classmethod
-    def _without_nulls(cls, given: Any) -> Any:
+    def _without_nulls(cls, body: Any) -> Any:
         """In OpenAI's API null is a field's default, of whatever type it is."""
-        if not isinstance(given, Mapping):
-            return given
+        if not isinstance(body, Mapping):
+            return body
         return {
-            name: own
-            for name, own in given.items()
-            if own is not None or name not in _never_null(cls)
+            name: value
+            for name, value in body.items()
+            if value is not None or name not in _never_null(cls)
         }
 
 
@@ -184,14 +184,14 @@ class Sampled(_Body):
         )
 
 
-def _one_or_more(given: Any) -> Any:
+def _one_or_more(prompt: Any) -> Any:
     """The prompts of a completion: a text, its tokens, or a list of either, as a list."""
-    one = isinstance(given, str) or (
-        isinstance(given, list) and given and all(isinstance(x, int) for x in given)
+    one = isinstance(prompt, str) or (
+        isinstance(prompt, list) and prompt and all(isinstance(x, int) for x in prompt)
     )
     if one:
-        return [given]
-    return given
+        return [prompt]
+    return prompt
 
 
 class CompletionRequest(Sampled):
@@ -238,13 +238,13 @@ class DetokenizeRequest(_Body):
     tokens: TokenIds
 
 
-def checked(kind: type[BaseModel], given: Any) -> Any:
+def checked(kind: type[BaseModel], body: Any) -> Any:
     """The body as a value of its class.
 
     Raises:
         pydantic.ValidationError: fields that it does not have, or that are of another type.
     """
-    return kind.model_validate(_without_unused(given))
+    return kind.model_validate(_without_unused(body))
 
 
 def texts_of(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
@@ -264,19 +264,23 @@ def _check_message(message: Mapping[str, Any], path: str) -> None:
     role = message.get("role")
     if not isinstance(role, str) or not role:
         if "role" in message:
-            seen = f"the role {role!r:.80}"
+            problem = f"the role {role!r:.80}"
         else:
-            seen = f"no role, but {fields:.200}"
+            problem = f"no role, but {fields:.200}"
         raise RequestError(
-            "messages", f"{path} has {seen}", "a role by its name: 'system', 'user' or 'assistant'"
+            "messages",
+            f"{path} has {problem}",
+            "a role by its name: 'system', 'user' or 'assistant'",
         )
     if message.get("content") is None and (role != "assistant" or "content" not in message):
         if "content" in message:
-            seen = "null as its content"
+            problem = "null as its content"
         else:
-            seen = f"no content, but {fields:.200}"
+            problem = f"no content, but {fields:.200}"
         raise RequestError(
-            "messages", f"{path} has {seen}", 'a text, or a list of {"type": "text", "text": ...}'
+            "messages",
+            f"{path} has {problem}",
+            'a text, or a list of {"type": "text", "text": ...}',
         )
 
 

@@ -27,10 +27,10 @@ class Refusal(Exception):
 
 def refusal_of(error: BaseException) -> Refusal:
     """The answer to an error. One that is the server's own is logged with its traceback."""
-    found = _refusal_of(error)
-    if found.status == 500 and not isinstance(error, WeftError | Refusal):
-        _LOG.error("a request was answered by %d", found.status, exc_info=error)
-    return found
+    refusal = _refusal_of(error)
+    if refusal.status == 500 and not isinstance(error, WeftError | Refusal):
+        _LOG.error("a request was answered by %d", refusal.status, exc_info=error)
+    return refusal
 
 
 def _refusal_of(error: BaseException) -> Refusal:
@@ -38,7 +38,7 @@ def _refusal_of(error: BaseException) -> Refusal:
         return error
     if isinstance(error, WeftError):
         ours: dict[str, Any] = {
-            "weft": {"call": error.call, "seen": error.seen, "instead": error.instead}
+            "weft": {"call": error.call, "seen": error.problem, "instead": error.instead}
         }
         if isinstance(error, BusyError):
             return Refusal(429, str(error), "rate_limit_error", code="busy", **ours)
@@ -46,7 +46,7 @@ def _refusal_of(error: BaseException) -> Refusal:
             return Refusal(503, str(error), "server_error", code="closed", **ours)
         if isinstance(error, RequestError):
             # The call is the server's own
-            return Refusal(400, f"{error.seen}; instead: {error.instead}", **ours)
+            return Refusal(400, f"{error.problem}; instead: {error.instead}", **ours)
         return Refusal(500, str(error), "server_error", **ours)
     if isinstance(error, RecursionError):
         return Refusal(400, "lists and objects within each other, too many of them")
@@ -79,9 +79,9 @@ def json_response(
 
 def _finite(value: Any) -> Any:
     if isinstance(value, dict):
-        return {name: _finite(own) for name, own in value.items()}
+        return {name: _finite(item) for name, item in value.items()}
     if isinstance(value, list):
-        return [_finite(own) for own in value]
+        return [_finite(item) for item in value]
     if isinstance(value, float) and value != value:
         return None
     if isinstance(value, float) and abs(value) == float("inf"):

@@ -118,8 +118,8 @@ def run_engine(
     Returns:
         What a step raised; None: nothing.
     """
-    made: queue.SimpleQueue[Message | None] = queue.SimpleQueue()
-    loop = EngineLoop(engine, make_mask, made.put, num_ranks=num_ranks)
+    messages: queue.SimpleQueue[Message | None] = queue.SimpleQueue()
+    loop = EngineLoop(engine, make_mask, messages.put, num_ranks=num_ranks)
 
     def read() -> None:
         unpacker = Unpacker()
@@ -136,13 +136,13 @@ def run_engine(
 
     def write() -> None:
         with contextlib.suppress(OSError):
-            while (message := made.get()) is not None:
+            while (message := messages.get()) is not None:
                 sock.sendall(pack(message))
 
     threading.Thread(target=read, name="weft commands", daemon=True).start()
     writer = threading.Thread(target=write, name="weft outputs", daemon=True)
     writer.start()
     loop.run()
-    made.put(None)
+    messages.put(None)
     writer.join()
     return loop.fault

@@ -58,15 +58,15 @@ class Progress:
         tokenizer: Tokenizer | None,
         special_ids: frozenset[int],
     ) -> None:
-        own = request.sampling
+        sampling = request.sampling
         tokenizer = None if request.sampling.detokenize else tokenizer
-        if tokenizer is None:
-            own = own
-        else:
-            own = attrs.evolve(own, detokenize=True)
+        if tokenizer is not None:
+            sampling = attrs.evolve(sampling, detokenize=True)
         # The engine refuses an empty prompt in its own words.
-        asked = Request(request.name, tuple(request.prompt) or (0,), request.max_tokens, own)
-        self.state = CompletionState(asked, tokenizer, special_ids)
+        engine_request = Request(
+            request.name, tuple(request.prompt) or (0,), request.max_tokens, sampling
+        )
+        self.state = CompletionState(engine_request, tokenizer, special_ids)
         self.captured: dict[str, Tensor] = {}
         self._place = place
         self._index = index
@@ -113,10 +113,10 @@ class Progress:
                 state.end(reason)
         except BaseException as error:
             call = f"the text of {state.request.id}, of {len(state.token_ids)} tokens"
-            found = blame(
+            decode_error = blame(
                 error,
                 call,
                 "a tokenizer that decodes every token of the model, or a model without one",
             )
-            raise found from error
+            raise decode_error from error
         return state.take_text()

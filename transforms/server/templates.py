@@ -99,11 +99,11 @@ class ChatRenderer:
             answer = await self._answer(message, rendering)
             waited = time.monotonic() - rendering.since
         if answer is None:
-            seen = (
+            problem = (
                 f"a chat template that had not rendered these messages after {waited:.2f} s, and"
                 " was ended"
             )
-            raise refused_by_template(_CALL, seen)
+            raise refused_by_template(_CALL, problem)
         if "error" in answer:
             raise refused_by_template(_CALL, answer["error"])
         return str(answer["text"])

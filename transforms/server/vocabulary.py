@@ -14,14 +14,14 @@ from weft.transforms.engine.detokenizing import byte_of, special_ids, text_betwe
 def _parts(part: Any) -> list[dict[str, Any]]:
     """A part of a tokenizer, and all parts within it."""
     if isinstance(part, list):
-        return [each for own in part for each in _parts(own)]
+        return [each for child in part for each in _parts(child)]
     if not isinstance(part, dict):
         return []
-    return [part, *(each for own in part.values() for each in _parts(own))]
+    return [part, *(each for child in part.values() for each in _parts(child))]
 
 
 def _types(part: Any) -> set[Any]:
-    return {own.get("type") for own in _parts(part)}
+    return {component.get("type") for component in _parts(part)}
 
 
 def _most_joined(normalizer: Any) -> int | None:
@@ -29,9 +29,9 @@ def _most_joined(normalizer: Any) -> int | None:
     types = _types(normalizer)
     if not types <= {"Sequence", "Prepend", "Replace", "NFD", "NFKD", "NFC", "ByteLevel", None}:
         return None
-    for own in (each for each in _parts(normalizer) if each.get("type") == "Replace"):
-        written = own["pattern"].get("String")
-        if written is None or len(own["content"]) < len(written):
+    for replacement in (each for each in _parts(normalizer) if each.get("type") == "Replace"):
+        written = replacement["pattern"].get("String")
+        if written is None or len(replacement["content"]) < len(written):
             return None
     return 4 if "NFC" in types else 1  # U+1F82 is composed of four
 
@@ -54,7 +54,7 @@ class Vocabulary:
     def _read(self) -> dict[str, Any]:
         file: dict[str, Any] = json.loads(self.tokenizer.to_str())
         file["model"] = {
-            name: own for name, own in file["model"].items() if name not in ("vocab", "merges")
+            name: value for name, value in file["model"].items() if name not in ("vocab", "merges")
         }
         return file
 
@@ -75,9 +75,9 @@ class Vocabulary:
         file = self._file
         model = self._file["model"]
         joined = _most_joined(file.get("normalizer"))
-        dropped = any("Removed" in own.values() for own in _parts(file.get("pre_tokenizer")))
+        dropped = any("Removed" in entry.values() for entry in _parts(file.get("pre_tokenizer")))
         dropped |= any(
-            own.get("lstrip") or own.get("rstrip") for own in file.get("added_tokens", ())
+            entry.get("lstrip") or entry.get("rstrip") for entry in file.get("added_tokens", ())
         )
         if self.kind == "byte_level":
             knows_all = all(self.tokenizer.token_to_id(char) is not None for char in byte_of())

@@ -56,9 +56,9 @@ class _Rank:
     def offered(self) -> Tensor:
         """The tensor that this rank brings to the collective after the parts that it has run."""
         node, _ = self.trace.collectives[self.done - 1]
-        (given,) = node.all_input_nodes
-        found: Tensor = self.values[given]
-        return found
+        (input_node,) = node.all_input_nodes
+        tensor: Tensor = self.values[input_node]
+        return tensor
 
     def take(self, result: Tensor) -> None:
         """Go on with the result of that collective."""
@@ -103,8 +103,8 @@ def run_in_turn(
     """Run traces on the tensors of each rank's arguments, in an order that their programs allow;
     the leaves of each rank's result. One that is an argument is that tensor itself."""
     ranks = [
-        _Rank(one, dict(zip(_inputs(one), own, strict=True)))
-        for one, own in zip(traces, args, strict=True)
+        _Rank(one, dict(zip(_inputs(one), tensors, strict=True)))
+        for one, tensors in zip(traces, args, strict=True)
     ]
 
     def meet(effect: Collective) -> Iterator[Tensor]:
@@ -113,14 +113,14 @@ def run_in_turn(
         return (x.clone(memory_format=torch.contiguous_format) for x in every)
 
     take_turns(ranks, order, meet)
-    return [_results(own, given) for own, given in zip(ranks, args, strict=True)]
+    return [_results(rank, tensors) for rank, tensors in zip(ranks, args, strict=True)]
 
 
-def _results(own: _Rank, given: Sequence[Tensor]) -> list[Any]:
-    made = [own.values[x] if isinstance(x, Node) else x for x in own.trace.leaves]
+def _results(rank: _Rank, args: Sequence[Tensor]) -> list[Any]:
+    leaves = [rank.values[x] if isinstance(x, Node) else x for x in rank.trace.leaves]
     return [
-        given[own.trace.arguments[index]] if index in own.trace.arguments else x
-        for index, x in enumerate(made)
+        args[rank.trace.arguments[index]] if index in rank.trace.arguments else x
+        for index, x in enumerate(leaves)
     ]
 
 

@@ -37,9 +37,9 @@ class PlacedResult:
     unproven: tuple[tuple[str, tuple[int, ...], bool], ...]
     has_known_size: bool
 
-    def of(self, made: Sequence[Sequence[Any]]) -> list[Any]:
+    def of(self, leaves_by_rank: Sequence[Sequence[Any]]) -> list[Any]:
         """The leaf of each rank, among the leaves of all."""
-        return [leaves[index] for leaves, index in zip(made, self.indices, strict=True)]
+        return [leaves[index] for leaves, index in zip(leaves_by_rank, self.indices, strict=True)]
 
 
 @attrs.frozen
@@ -80,13 +80,15 @@ def place_results(
     for placement, parts in zip(placed, zip(*below, strict=True), strict=True):
         if isinstance(placement, PerRank):
             continue
-        given = on_axes(placement, mesh, f"{call}: out_placements")
+        declared_layout = on_axes(placement, mesh, f"{call}: out_placements")
         flat = [tree_flatten(part) for part in parts]
         if different := [
             rank for rank, (_, structure) in enumerate(flat) if structure != flat[0][1]
         ]:
-            seen = f"results of other structures on other ranks: {_structures(flat, different[0])}"
-            raise MeshError(call, seen, "the same structure on every rank")
+            problem = (
+                f"results of other structures on other ranks: {_structures(flat, different[0])}"
+            )
+            raise MeshError(call, problem, "the same structure on every rank")
         for places in zip(*(places for places, _ in flat), strict=True):
             indices = tuple(place.index for place in places)
             leaves = [one.leaves[index] for one, index in zip(traces, indices, strict=True)]
@@ -94,16 +96,20 @@ def place_results(
             refuse_unlike(
                 name,
                 [leaf.meta["val"] if isinstance(leaf, Node) else leaf for leaf in leaves],
-                given,
+                declared_layout,
                 call,
             )
-            layout = given
+            layout = declared_layout
             if isinstance(leaves[0], Node):
-                _refuse_missing(name, leaves[0], given, call)
+                _refuse_missing(name, leaves[0], declared_layout, call)
             else:
                 layout = everywhere(Replicate(), mesh)
-            values = [own[index] for own, index in zip(numbers, indices, strict=True)]
-            likewise = [own[index] for own, index in zip(alike, indices, strict=True)]
+            values = [
+                rank_numbers[index] for rank_numbers, index in zip(numbers, indices, strict=True)
+            ]
+            likewise = [
+                rank_numbers[index] for rank_numbers, index in zip(alike, indices, strict=True)
+            ]
             unproven = tuple(
                 (axis, ranks, len({likewise[rank] for rank in ranks}) == 1)
                 for axis, ranks in replicas(layout, mesh)
@@ -130,9 +136,11 @@ def refuse_unlike(name: str, leaves: Sequence[Any], layout: Layout, call: str) -
     if rank is None:
         return
     placed = ", ".join(map(str, dict.fromkeys(placement for _, placement in layout)))
-    seen = f"{name}, placed as {placed}, is {kinds[0]} on rank 0 and {kinds[rank]} on rank {rank}"
+    problem = (
+        f"{name}, placed as {placed}, is {kinds[0]} on rank 0 and {kinds[rank]} on rank {rank}"
+    )
     raise MeshError(
-        call, seen, "the same shape and dtype on every rank: pad it, convert it; or PerRank()"
+        call, problem, "the same shape and dtype on every rank: pad it, convert it; or PerRank()"
     )
 
 
@@ -147,7 +155,7 @@ def _refuse_missing(name: str, leaf: Node, layout: Layout, call: str) -> None:
     shape = leaf.meta["val"].shape
     for axis, placement in layout:
         if isinstance(placement, Shard) and not -len(shape) <= placement.dim < len(shape):
-            seen = (
+            problem = (
                 f"{name} {list(shape)} is {placement} along {axis!r}, and has no dimension"
                 f" {placement.dim}"
             )
@@ -155,4 +163,4 @@ def _refuse_missing(name: str, leaf: Node, layout: Layout, call: str) -> None:
                 f"weft.all_reduce(..., {axis!r}) and Replicate(); Partial(); or x.reshape(1) for a"
                 " part each"
             )
-            raise MeshError(call, seen, instead)
+            raise MeshError(call, problem, instead)

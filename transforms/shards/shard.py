@@ -88,27 +88,29 @@ class Parts:
         Raises:
             MeshError: the function writes an argument in place whose ranks hold terms of a sum.
         """
-        found = []
-        for rank, (args, own) in enumerate(zip(self.by_rank, traces, strict=True)):
+        tensors = []
+        for rank, (args, rank_trace) in enumerate(zip(self.by_rank, traces, strict=True)):
             leaves = [leaf for leaf in tree_flatten(args)[0] if isinstance(leaf, Tensor)]
-            for index in own.written:
+            for index in rank_trace.written:
                 leaf = leaves[index]
                 _, layout = self.sources.get(id(leaf), (leaf, ()))
-                if partial := next((own for _, own in layout if isinstance(own, Partial)), None):
-                    seen = (
+                if partial := next(
+                    (placement for _, placement in layout if isinstance(placement, Partial)), None
+                ):
+                    problem = (
                         f"{partial} of a tensor {list(leaf.shape)} that the function writes in"
                         " place"
                     )
                     raise MeshError(
                         call,
-                        seen,
+                        problem,
                         "Replicate(), and all_reduce what is written; or return a new tensor",
                     )
                 if (rank, id(leaf)) in self.replicas:
                     leaves[index] = leaf.clone()
                     self.sources[id(leaves[index])] = self.sources[id(leaf)]
-            found.append(leaves)
-        return found
+            tensors.append(leaves)
+        return tensors
 
 
 @attrs.define(eq=False)
@@ -151,23 +153,23 @@ class Sharded:
 
     @uncompiled
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        given = self._parts(self._positional(args, kwargs))
-        traces = self._trace(given)
+        parts = self._parts(self._positional(args, kwargs))
+        traces = self._trace(parts)
         with WithoutAutocast():  # the traces have its conversions
-            made = run_in_turn(
-                traces.by_rank, traces.order, given.tensors(traces.by_rank, self._call)
+            leaves_by_rank = run_in_turn(
+                traces.by_rank, traces.order, parts.tensors(traces.by_rank, self._call)
             )
         for result in traces.results:
             if not result.has_known_size:
-                refuse_unlike(result.name, result.of(made), result.layout, self._call)
-        whole = self._join(traces.by_rank, made, given)
-        self._compare(traces, made)
+                refuse_unlike(result.name, result.of(leaves_by_rank), result.layout, self._call)
+        whole = self._join(traces.by_rank, leaves_by_rank, parts)
+        self._compare(traces, leaves_by_rank)
         return whole
 
     def programs(self, *args: Any, **kwargs: Any) -> tuple[Program, ...]:
         """The checked program of each rank for arguments of this signature."""
-        given = self._parts(self._positional(args, kwargs))
-        return tuple(one.program(self.mesh.num_ranks) for one in self._trace(given).by_rank)
+        parts = self._parts(self._positional(args, kwargs))
+        return tuple(one.program(self.mesh.num_ranks) for one in self._trace(parts).by_rank)
 
     def _positional(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
         """The arguments in the order of the function's parameters, which is that of
@@ -181,37 +183,37 @@ class Sharded:
                 f"{self._call}(...)", str(error), f"the arguments of {self._name}"
             ) from error
         if bound.kwargs:
-            seen = f"{', '.join(bound.kwargs)}, a parameter by name alone"
+            problem = f"{', '.join(bound.kwargs)}, a parameter by name alone"
             instead = f"functools.partial({self._name}, ...), or a positional parameter"
-            raise MeshError(f"{self._call}(...)", seen, instead)
+            raise MeshError(f"{self._call}(...)", problem, instead)
         return bound.args
 
     def _parts(self, args: tuple[Any, ...]) -> Parts:
         """Each rank's arguments."""
         if isinstance(self.in_placements, tuple):
-            given = self.in_placements
+            placements = self.in_placements
         else:
-            given = (self.in_placements,) * len(args)
-        if len(given) != len(args):
-            seen = f"in_placements for {len(given)} arguments, and {len(args)} arguments"
+            placements = (self.in_placements,) * len(args)
+        if len(placements) != len(args):
+            problem = f"in_placements for {len(placements)} arguments, and {len(args)} arguments"
             raise MeshError(
-                f"{self._call}(...)", seen, "a placement, or a tree of them, for each argument"
+                f"{self._call}(...)", problem, "a placement, or a tree of them, for each argument"
             )
-        made = Parts(tuple(() for _ in self.mesh), {}, set(), tuple([] for _ in self.mesh))
+        all_parts = Parts(tuple(() for _ in self.mesh), {}, set(), tuple([] for _ in self.mesh))
         by_rank = [list[Any]() for _ in self.mesh]
-        for index, (prefix, arg) in enumerate(zip(given, args, strict=True)):
+        for index, (prefix, arg) in enumerate(zip(placements, args, strict=True)):
             self._check_tensors(arg, index)
             placed, below, structure = match_placements(
                 prefix, arg, self._call, f"in_placements[{index}]"
             )
-            for rank, own in enumerate(by_rank):
+            for rank, rank_args in enumerate(by_rank):
                 parts = zip(placed, below, strict=True)
-                found = [
-                    self._part(*each, rank, made, (index, place))
+                rank_parts = [
+                    self._part(*each, rank, all_parts, (index, place))
                     for place, each in enumerate(parts)
                 ]
-                own.append(tree_unflatten(found, structure))
-        return attrs.evolve(made, by_rank=tuple(map(tuple, by_rank)))
+                rank_args.append(tree_unflatten(rank_parts, structure))
+        return attrs.evolve(all_parts, by_rank=tuple(map(tuple, by_rank)))
 
     def _check_tensors(self, arg: Any, index: int) -> None:
         """Raise CaptureError for a tensor whose class may redefine operators, which a trace would
@@ -225,30 +227,34 @@ class Sharded:
             for name, leaf in zip(names(), leaves, strict=True):
                 refuse_layout(leaf, name, self._call)
         if any(isinstance(leaf, Tensor) and type(leaf) is not Tensor for leaf in leaves):
-            known = [
+            real_leaves = [
                 None if isinstance(leaf, Tensor) and is_fake(leaf) else leaf for leaf in leaves
             ]
-            check_tensors(known, self._call, names)
+            check_tensors(real_leaves, self._call, names)
         check_plain(leaves, self._call, names, "close over it if it never changes")
 
-    def _part(self, placement: Any, tree: Any, rank: int, given: Parts, name: Hashable) -> Any:
+    def _part(self, placement: Any, tree: Any, rank: int, all_parts: Parts, name: Hashable) -> Any:
         """A rank's part of a tree that has one placement."""
         if isinstance(placement, PerRank):
             if not isinstance(tree, tuple) or len(tree) != self.mesh.num_ranks:
-                seen = (
+                problem = (
                     "PerRank() of"
                     f" {kind_of(tree)}{f' of {len(tree)}' if isinstance(tree, tuple) else ''}"
                 )
                 raise MeshError(
-                    self._call, seen, f"a tuple with a tree for each of {self.mesh.num_ranks} ranks"
+                    self._call,
+                    problem,
+                    f"a tuple with a tree for each of {self.mesh.num_ranks} ranks",
                 )
             refuse_donated_in(self._call, tree=tree[rank])
             num_tensors = sum(isinstance(leaf, Tensor) for leaf in tree_leaves(tree[rank]))
-            given.keys[rank].extend(((name, number), rank) for number in range(num_tensors))
+            all_parts.keys[rank].extend(((name, number), rank) for number in range(num_tensors))
             return tree[rank]
         layout = on_axes(placement, self.mesh, f"{self._call}: in_placements")
         place = self.mesh.coordinates(rank)
-        is_first = not any(place[axis] for axis, own in layout if not isinstance(own, Shard))
+        is_first = not any(
+            place[axis] for axis, axis_placement in layout if not isinstance(axis_placement, Shard)
+        )
         cut = part_key(layout, self.mesh, rank)
         numbers = itertools.count()
 
@@ -256,17 +262,17 @@ class Sharded:
             if not isinstance(leaf, Tensor):
                 return leaf
             refuse_donated(leaf, call=self._call)
-            given.keys[rank].append(((name, next(numbers), cut), None))
-            made = part_of(leaf, layout, self.mesh, rank, self._call)
-            given.sources[id(made)] = leaf, layout
+            all_parts.keys[rank].append(((name, next(numbers), cut), None))
+            local_tensor = part_of(leaf, layout, self.mesh, rank, self._call)
+            all_parts.sources[id(local_tensor)] = leaf, layout
             if not is_first:
-                given.replicas.add((rank, id(made)))
-            return made
+                all_parts.replicas.add((rank, id(local_tensor)))
+            return local_tensor
 
         return tree_map(part, tree)
 
-    def _trace(self, given: Parts) -> Traces:
-        flat = [tree_flatten(own) for own in given.by_rank]
+    def _trace(self, parts: Parts) -> Traces:
+        flat = [tree_flatten(rank_args) for rank_args in parts.by_rank]
         every = [leaf for leaves, _ in flat for leaf in leaves]
         is_transformed = in_functorch_transform()
         grads = is_transformed or (
@@ -277,16 +283,16 @@ class Sharded:
         device = default_device()
         modes = grads, is_transformed, is_batch_invariant(), device, switches()
         key = structures, tuple(map(_leaf_key, every)), modes
-        found = self._traces.get(key)
-        if found is None or found.closed_over.has_changed():
-            found = self._make_traces(flat, given.keys, grads)
+        traces = self._traces.get(key)
+        if traces is None or traces.closed_over.has_changed():
+            traces = self._make_traces(flat, parts.keys, grads)
             if len(self._traces) >= _MAX_TRACES:
                 self._traces.clear()
-            if found.closed_over.is_lasting:
-                self._traces[key] = found
+            if traces.closed_over.is_lasting:
+                self._traces[key] = traces
             else:
                 self._traces.pop(key, None)
-        return found
+        return traces
 
     def _make_traces(
         self,
@@ -304,7 +310,7 @@ class Sharded:
         for rank, (leaves, structure) in enumerate(flat):
             for _ in ("the first time", "with what that has put in a cache"):
                 in_python.begin_run()
-                made = trace(
+                rank_trace = trace(
                     self._fn,
                     self._name,
                     self.mesh,
@@ -317,14 +323,16 @@ class Sharded:
                 if in_python.change() is None:
                     break
             in_python.refuse_changes(self._call)
-            by_rank.append(made)
+            by_rank.append(rank_trace)
         closed_over = [x for one in by_rank for x in one.closed_over]
         if not grads and torch.is_grad_enabled() and any(x.requires_grad for x in closed_over):
             return self._make_traces(flat, keys, grads=True)
         with without_modes():
             order = tuple(interleave([one.program(self.mesh.num_ranks) for one in by_rank]))
             numbers = result_numbers(by_rank, order, keys)
-            alike = result_numbers(by_rank, order, [[key for key, _ in own] for own in keys])
+            alike = result_numbers(
+                by_rank, order, [[key for key, _ in rank_keys] for rank_keys in keys]
+            )
             results = tuple(
                 place_results(by_rank, numbers, alike, self.mesh, self.out_placements, self._call)
             )
@@ -335,11 +343,14 @@ class Sharded:
                 results,
             )
 
-    def _join(self, traces: Sequence[Trace], made: Sequence[Sequence[Any]], given: Parts) -> Any:
+    def _join(
+        self, traces: Sequence[Trace], leaves_by_rank: Sequence[Sequence[Any]], input_parts: Parts
+    ) -> Any:
         """The whole result. A result that is the ranks' parts of an argument, written in place or
         not, is the argument."""
         trees = [
-            tree_unflatten(list(own), one.structure) for own, one in zip(made, traces, strict=True)
+            tree_unflatten(list(rank_leaves), one.structure)
+            for rank_leaves, one in zip(leaves_by_rank, traces, strict=True)
         ]
         placed, _, structure = match_placements(
             self.out_placements, trees[0], self._call, "out_placements"
@@ -350,13 +361,13 @@ class Sharded:
         ]
         return tree_unflatten(
             [
-                self._whole(one, parts, given)
+                self._whole(one, parts, input_parts)
                 for one, parts in zip(placed, zip(*below, strict=True), strict=True)
             ],
             structure,
         )
 
-    def _whole(self, placement: Any, parts: tuple[Any, ...], given: Parts) -> Any:
+    def _whole(self, placement: Any, parts: tuple[Any, ...], input_parts: Parts) -> Any:
         if isinstance(placement, PerRank):
             return parts
         layout = on_axes(placement, self.mesh, f"{self._call}: out_placements")
@@ -364,7 +375,7 @@ class Sharded:
         def whole(*leaves: Any) -> Any:
             if not isinstance(leaves[0], Tensor):
                 return leaves[0]
-            sources = [given.sources.get(id(leaf)) for leaf in leaves]
+            sources = [input_parts.sources.get(id(leaf)) for leaf in leaves]
             first = sources[0]
             if first is not None and all(
                 source is not None and source[0] is first[0] for source in sources

@@ -146,12 +146,12 @@ def _search(roots: Sequence[Any]) -> Iterator[tuple[_Link, tuple[_Link, ...]]]:
     """The places where other objects are found from some objects, the nearest first, each object
     once, and the way to each."""
     queue = deque[tuple[Any, tuple[_Link, ...]]]((root, ()) for root in roots)
-    seen = {id(root) for root in roots}
-    while queue and len(seen) < _MOST_OBJECTS:
+    visited = {id(root) for root in roots}
+    while queue and len(visited) < _MOST_OBJECTS:
         holder, path = queue.popleft()
         for link in _links_of(holder):
-            if id(link.value) not in seen:
-                seen.add(id(link.value))
+            if id(link.value) not in visited:
+                visited.add(id(link.value))
                 queue.append((link.value, (*path, link)))
                 yield link, (*path, link)
 

@@ -155,57 +155,59 @@ def trace(
             result, result_structure = tree_flatten(fn(*tree_unflatten(arguments, structure)))
         except (RuntimeError, TypeError) as error:
             if is_fault_of_torch(error):
-                seen = (
+                problem = (
                     f"a fault of torch in its trace on rank {rank}:"
                     f" {str(error).splitlines()[0]:.160}"
                 )
                 raise CaptureError(
-                    recorder.call, seen, "the operator that the traceback names, outside the shard"
+                    recorder.call,
+                    problem,
+                    "the operator that the traceback names, outside the shard",
                 ) from error
             if makes_subclass(error):
-                seen = (
+                problem = (
                     f"rank {rank} makes a tensor of a subclass of Tensor, which may redefine any"
                     " operator"
                 )
                 raise CaptureError(
-                    recorder.call, seen, "plain tensors inside, and the subclass around it"
+                    recorder.call, problem, "plain tensors inside, and the subclass around it"
                 ) from error
             if not reads_values(error):
                 raise
             raise recorder.refuse_read(str(error)) from error
         if recorder.reads:
             raise recorder.refuse_read(recorder.reads[0])
-        made = tuple(map(recorder.in_graph, result))
+        result_leaves = tuple(map(recorder.in_graph, result))
         recorder.refuse_backward()
     del arguments, result
     with (
         without_modes()
     ):  # of a trace around this one, which would take these tensors for closed-over ones
-        return _finished(recorder, made, result_structure)
+        return _finished(recorder, result_leaves, result_structure)
 
 
-def _finished(recorder: "Recorder", made: tuple[Any, ...], structure: TreeSpec) -> Trace:
+def _finished(recorder: "Recorder", result_leaves: tuple[Any, ...], structure: TreeSpec) -> Trace:
     """The trace that a recorder has recorded, of a function with these results."""
     if recorder.cut is not None:
-        seen = (
+        problem = (
             f"{recorder.cut} under torch.no_grad(), or in an autograd.Function, on a value that has"
             " a gradient"
         )
         raise DerivativeError(
-            recorder.call, seen, "value.detach(); or the whole call in torch.no_grad()"
+            recorder.call, problem, "value.detach(); or the whole call in torch.no_grad()"
         )
     graph = recorder.graph
-    _erase_shapes_alone(graph, {leaf for leaf in made if isinstance(leaf, Node)})
+    _erase_shapes_alone(graph, {leaf for leaf in result_leaves if isinstance(leaf, Node)})
     if (node := next(filter(_draws, graph.nodes), None)) is not None:
-        seen = f"{node.target}, whose random numbers would be others on each number of ranks"
+        problem = f"{node.target}, whose random numbers would be others on each number of ranks"
         raise CaptureError(
-            recorder.call, seen, "an argument that is drawn outside, placed as what it meets"
+            recorder.call, problem, "an argument that is drawn outside, placed as what it meets"
         )
     recorder.refuse_kept()
     inputs = {node: index for index, node in enumerate(graph.find_nodes(op="placeholder"))}
     origins = (
         (place, inputs.get(_origin(leaf)))
-        for place, leaf in enumerate(made)
+        for place, leaf in enumerate(result_leaves)
         if isinstance(leaf, Node)
     )
     returned = {place: index for place, index in origins if index is not None}
@@ -219,11 +221,13 @@ def _finished(recorder: "Recorder", made: tuple[Any, ...], structure: TreeSpec) 
     if (
         node := next((node for node in closed_over if storage_of(node) in storages), None)
     ) is not None:
-        seen = (
+        problem = (
             f"a tensor {list(node.meta['val'].shape)} that is no argument, and that each rank"
             " writes in place"
         )
-        raise CaptureError(recorder.call, seen, "an argument, whose new value the function returns")
+        raise CaptureError(
+            recorder.call, problem, "an argument, whose new value the function returns"
+        )
     parts, collectives = _cut(graph)
     return Trace(
         rank=recorder.rank,
@@ -233,8 +237,8 @@ def _finished(recorder: "Recorder", made: tuple[Any, ...], structure: TreeSpec) 
         parts=parts,
         collectives=collectives,
         structure=structure,
-        leaves=made,
-        last_uses=_last_uses(graph, made),
+        leaves=result_leaves,
+        last_uses=_last_uses(graph, result_leaves),
         arguments=returned,
         written=written,
     )
@@ -302,12 +306,12 @@ class Recorder(DispatchMode):
         """Raise CaptureError for a tensor of an earlier trace, unless the call is one of fake
         tensors itself."""
         if not self._has_fake_arguments:
-            seen = (
+            problem = (
                 f"a tensor {list(tensor.shape)} without values, which an earlier trace made and the"
                 " function kept"
             )
             raise CaptureError(
-                self.call, seen, "make it before the call and pass it in, or return it"
+                self.call, problem, "make it before the call and pass it in, or return it"
             )
 
     def _refuse_inner(self, tensor: Tensor) -> None:
@@ -319,12 +323,12 @@ class Recorder(DispatchMode):
             or not in_functorch_transform()
         ):
             return
-        seen = (
+        problem = (
             f"a transform of torch.func inside it, of a tensor {list(tensor.shape)} that it closes"
             " over"
         )
         raise CaptureError(
-            self.call, seen, "the tensor as an argument of f; or x * 1 for x in that call"
+            self.call, problem, "the tensor as an argument of f; or x * 1 for x in that call"
         )
 
     def node_of(self, tensor: Tensor) -> Node:
@@ -337,23 +341,23 @@ class Recorder(DispatchMode):
     def refuse_kept(self) -> None:
         """Raise CaptureError if a tensor of the trace, which has no values, is alive outside it.
         The trace must have been read before: this forgets which node made which tensor."""
-        made = [weakref.ref(tensor) for tensor, _ in self._nodes.values()]
+        references = [weakref.ref(tensor) for tensor, _ in self._nodes.values()]
         self._nodes.clear()
         self._stand_ins.clear()
         self._leaves.clear()
-        if any(reference() is not None for reference in made):
+        if any(reference() is not None for reference in references):
             gc.collect()  # a tensor in a reference cycle is not kept
-        kept = [tensor for reference in made if (tensor := reference()) is not None]
+        kept = [tensor for reference in references if (tensor := reference()) is not None]
         if kept:
             shapes = ", ".join(
                 f"{str(x.dtype).removeprefix('torch.')}{list(x.shape)}" for x in kept[:3]
             )
-            seen = (
+            problem = (
                 f"a tensor that it made is kept and not returned ({shapes}): in a cache, a global"
                 " or an attribute"
             )
             raise CaptureError(
-                self.call, seen, "make it before the call and pass it in, or return it"
+                self.call, problem, "make it before the call and pass it in, or return it"
             )
 
     def refuse_backward(self) -> None:
@@ -362,12 +366,14 @@ class Recorder(DispatchMode):
         with without_modes():
             lost = next((leaf for leaf in self._leaves if leaf.grad is not None), None)
         if lost is not None:
-            seen = (
+            problem = (
                 f"backward() inside it, whose gradient of a tensor {list(lost.shape)} its trace"
                 " would lose"
             )
             raise DerivativeError(
-                self.call, seen, "torch.autograd.grad inside it; or backward() of what it returns"
+                self.call,
+                problem,
+                "torch.autograd.grad inside it; or backward() of what it returns",
             )
 
     def record(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
@@ -413,15 +419,15 @@ class Recorder(DispatchMode):
             return
         kind = custom_function("weft.transforms.shards.shard")
         if kind is not None and not kind.__module__.startswith("weft."):
-            seen = (
+            problem = (
                 f"the autograd.Function {kind.__name__} under a transform of torch.func, which"
                 " would lose its rule"
             )
             raise DerivativeError(
-                self.call, seen, "the transform inside the shard: weft.shard(vmap(f), ...)"
+                self.call, problem, "the transform inside the shard: weft.shard(vmap(f), ...)"
             )
 
-    def _look_for_a_cut(self, func: Any, given: Any, result: Any) -> None:
+    def _look_for_a_cut(self, func: Any, arguments: Any, result: Any) -> None:
         if not self.grads or self.cut is not None or torch.is_grad_enabled():
             return
         if func.namespace == "weft" or func in (
@@ -429,8 +435,12 @@ class Recorder(DispatchMode):
             torch.ops.aten.alias.default,
         ):
             return
-        made = any(isinstance(x, Tensor) and has_derivatives(x) for x in tree_leaves(result))
-        if made and any(isinstance(x, Tensor) and x.requires_grad for x in tree_leaves(given)):
+        has_gradient = any(
+            isinstance(x, Tensor) and has_derivatives(x) for x in tree_leaves(result)
+        )
+        if has_gradient and any(
+            isinstance(x, Tensor) and x.requires_grad for x in tree_leaves(arguments)
+        ):
             self.cut = str(func)
 
     def _read(self, tensor: Tensor) -> Node:
@@ -454,36 +464,36 @@ class Recorder(DispatchMode):
             self._note(fake, node)
         return fake
 
-    def _note(self, made: Tensor, node: Node) -> None:
+    def _note(self, tensor: Tensor, node: Node) -> None:
         """Remember which node made a tensor. Its metadata are kept as they are now: an operator may
         change them."""
-        self._nodes[id(made)] = (made, node)
+        self._nodes[id(tensor)] = (tensor, node)
         with without_modes(), self.fake:
-            node.meta["val"] = made.detach()
+            node.meta["val"] = tensor.detach()
 
     def _find_copy(self, fake: Tensor) -> None:
         """Find the node of a copy that torch made without an operator: the last tensor with the
         same memory."""
-        for made, node in reversed(self._nodes.values()):
-            if storage_id(made) == storage_id(fake) and layout_of(made) == layout_of(fake):
+        for tensor, node in reversed(self._nodes.values()):
+            if storage_id(tensor) == storage_id(fake) and layout_of(tensor) == layout_of(fake):
                 self._nodes[id(fake)] = (fake, node)
                 return
-        seen = f"a tensor {list(fake.shape)} that no operator made"
-        raise CaptureError(self.call, seen, "an operator of torch, or an argument")
+        problem = f"a tensor {list(fake.shape)} that no operator made"
+        raise CaptureError(self.call, problem, "an operator of torch, or an argument")
 
     def refuse_read(self, why: str) -> CaptureError:
         """The error for a read of values, by the words of torch's."""
-        seen = f"rank {self.rank} reads the values of a tensor: {why.splitlines()[0]:.160}"
-        return CaptureError(self.call, seen, "torch.where, or a Python argument")
+        problem = f"rank {self.rank} reads the values of a tensor: {why.splitlines()[0]:.160}"
+        return CaptureError(self.call, problem, "torch.where, or a Python argument")
 
     def in_graph(self, value: Any) -> Any:
         """The node of a tensor; any other value as it is, unless it depends on a tensor's."""
         if isinstance(value, torch.SymInt | torch.SymFloat | torch.SymBool):
-            seen = (
+            problem = (
                 f"rank {self.rank} reads the values of a tensor, on which the number {value}"
                 " depends"
             )
-            raise CaptureError(self.call, seen, "torch.where, or a Python argument")
+            raise CaptureError(self.call, problem, "torch.where, or a Python argument")
         if isinstance(value, Tensor):
             return self.node_of(value)
         return value
@@ -497,12 +507,12 @@ def has_strides(tensor: Tensor) -> bool:
 def refuse_layout(tensor: Any, name: str, call: str) -> None:
     """Raise CaptureError for a sparse or nested tensor, whose layout a trace does not have."""
     if isinstance(tensor, Tensor) and not has_strides(tensor):
-        seen = (
+        problem = (
             f"{name} is {'nested' if tensor.is_nested else tensor.layout}, which no rank has a"
             " part of"
         )
         raise CaptureError(
-            call, seen, "x.to_dense(); or its indices and values, as tensors of their own"
+            call, problem, "x.to_dense(); or its indices and values, as tensors of their own"
         )
 
 
@@ -604,25 +614,27 @@ class _Calls(FunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if func in _HOOKS:
-            seen = (
+            problem = (
                 f"{func.__name__} on a tensor {list(args[0].shape)} inside it, which its trace"
                 " would lose"
             )
             instead = "the hook outside, on an argument or on a result"
-            raise DerivativeError(self.recorder.call, seen, instead)
+            raise DerivativeError(self.recorder.call, problem, instead)
         if func in _LOST:
-            seen = (
+            problem = (
                 f"x.{_LOST[func]} = ... on a tensor {list(args[0].shape)}, which its trace would"
                 " lose"
             )
             raise CaptureError(
                 self.recorder.call,
-                seen,
+                problem,
                 "x.copy_(...) on an argument; or a new tensor that it returns",
             )
         if func in _SHOWS:
-            seen = f"rank {self.recorder.rank} reads the values of a tensor: Tensor.{func.__name__}"
-            raise CaptureError(self.recorder.call, seen, "torch.where, or a Python argument")
+            problem = (
+                f"rank {self.recorder.rank} reads the values of a tensor: Tensor.{func.__name__}"
+            )
+            raise CaptureError(self.recorder.call, problem, "torch.where, or a Python argument")
         if func in _OF_THE_OBJECT:
             return func(*args)
         args, kwargs = tree_map(
@@ -676,16 +688,16 @@ def _origin(node: Node) -> Node:
         or (alias := schema.returns[0].alias_info) is None
     ):
         return node
-    given = [
+    aliased = [
         arg
-        for arg, own in zip(node.args, schema.arguments, strict=False)
-        if own.alias_info is not None
+        for arg, argument in zip(node.args, schema.arguments, strict=False)
+        if argument.alias_info is not None
     ]
-    if len(given) != 1 or not isinstance(given[0], Node):
+    if len(aliased) != 1 or not isinstance(aliased[0], Node):
         return node
-    if not alias.is_write and _layout(node) != _layout(given[0]):
+    if not alias.is_write and _layout(node) != _layout(aliased[0]):
         return node
-    return _origin(given[0])
+    return _origin(aliased[0])
 
 
 def _layout(node: Node) -> tuple[Any, ...]:
@@ -717,11 +729,19 @@ def storage_of(node: Node) -> int:
 def written_by(node: Node) -> Iterator[int]:
     """The storages that a node's operator writes in place."""
     arguments = () if (schema := schema_of(node.target)) is None else schema.arguments
-    given = {own.name: arg for own, arg in zip(arguments, node.args, strict=False)} | node.kwargs
-    for own in arguments:
-        if own.alias_info is not None and own.alias_info.is_write and own.name in given:
+    values = {
+        argument.name: arg for argument, arg in zip(arguments, node.args, strict=False)
+    } | node.kwargs
+    for argument in arguments:
+        if (
+            argument.alias_info is not None
+            and argument.alias_info.is_write
+            and argument.name in values
+        ):
             yield from (
-                storage_of(leaf) for leaf in tree_leaves(given[own.name]) if isinstance(leaf, Node)
+                storage_of(leaf)
+                for leaf in tree_leaves(values[argument.name])
+                if isinstance(leaf, Node)
             )
 
 
@@ -735,11 +755,11 @@ def _allow_other_strides(graph: Graph, written: set[int]) -> None:
 
 def _last_uses(graph: Graph, results: Sequence[Any]) -> dict[Node, list[Node]]:
     """For each node, the values that no later one uses, and that are no result."""
-    found = dict[Node, list[Node]]()
-    seen = {leaf for leaf in results if isinstance(leaf, Node)}
+    last_uses = dict[Node, list[Node]]()
+    live = {leaf for leaf in results if isinstance(leaf, Node)}
     for node in reversed(graph.nodes):
         for used in node.all_input_nodes:
-            if used not in seen:
-                seen.add(used)
-                found.setdefault(node, []).append(used)
-    return found
+            if used not in live:
+                live.add(used)
+                last_uses.setdefault(node, []).append(used)
+    return last_uses

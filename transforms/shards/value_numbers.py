@@ -189,7 +189,7 @@ def _combined(
                 yield numbers.of(effect.verb, str(effect.schema), sent)
             case _ if None not in parts:  # an exchange, in which several ranks may be sent the same
                 yield numbers.of(
-                    effect.verb, "parts", *(own[place] for own in parts if own is not None)
+                    effect.verb, "parts", *(part[place] for part in parts if part is not None)
                 )
             case _:
                 yield numbers.of(effect.verb, place, *every)

@@ -23,7 +23,7 @@ from weft.trees import OF_THIS_PROCESS
 
 
 def _are(kind: Any) -> Callable[[Any], bool]:
-    return lambda given: isinstance(given, tuple) and all(isinstance(one, kind) for one in given)
+    return lambda value: isinstance(value, tuple) and all(isinstance(one, kind) for one in value)
 
 
 _RULES: dict[str, Rule] = {
@@ -109,19 +109,19 @@ class AttentionBackend:
     )
 
     def __attrs_post_init__(self) -> None:
-        given = {name: getattr(self, name) for name in _RULES}
-        check_values(f"AttentionBackend({self.name!r}, ...)", _RULES, given, ProgramError)
+        values = {name: getattr(self, name) for name in _RULES}
+        check_values(f"AttentionBackend({self.name!r}, ...)", _RULES, values, ProgramError)
         last = () if self.plan is None else ("plan",)
         for name, taken in (
             ("attend", (*_TAKEN, *last)),
             ("plan", _TAKEN),
             ("missing", ("device",)),
         ):
-            if (seen := other_signature(getattr(self, name), len(taken))) is not None:
-                call = f"AttentionBackend({self.name!r}, {name}={seen.partition('(')[0]}, ...)"
+            if (problem := other_signature(getattr(self, name), len(taken))) is not None:
+                call = f"AttentionBackend({self.name!r}, {name}={problem.partition('(')[0]}, ...)"
                 raise ProgramError(
                     call,
-                    seen,
+                    problem,
                     f"a function of {counted(len(taken), 'argument')}: ({', '.join(taken)})",
                 )
         _BY_HANDLE[self.handle] = self
@@ -131,7 +131,7 @@ class AttentionBackend:
         if BACKENDS.get(self.name) is self:
             return _named, (self.name,)
         return AttentionBackend, tuple(
-            getattr(self, own.name) for own in attrs.fields(AttentionBackend) if own.init
+            getattr(self, field.name) for field in attrs.fields(AttentionBackend) if field.init
         )
 
     def check(
@@ -156,31 +156,31 @@ class AttentionBackend:
         )
         instead = f"another back end: attention='auto', or one of {', '.join(names)}"
         if device.type not in self.devices:
-            seen = (
+            problem = (
                 f"attention back end {self.name!r}, which runs on {' and '.join(self.devices)}, not"
                 f" on {device}"
             )
-            raise DeviceError(call, seen, instead)
+            raise DeviceError(call, problem, instead)
         if missing := self.missing(device):
             raise DeviceError(
                 call,
                 f"attention back end {self.name!r} on {device}, which lacks {missing}",
                 instead,
             )
-        seen = ""
+        problem = ""
         if dtype not in self.dtypes:
-            seen = f"which has no kernels in {dtype}"
+            problem = f"which has no kernels in {dtype}"
         elif self.head_dims and head_dim not in self.head_dims:
-            seen = (
+            problem = (
                 f"which has no kernels for heads of {head_dim}, but of"
                 f" {', '.join(map(str, self.head_dims))}"
             )
         elif window and not self.windows:
-            seen = f"which has no windows, for a model with a window of {window}"
+            problem = f"which has no windows, for a model with a window of {window}"
         elif kv_dtype not in (None, dtype, *self.kv_dtypes):
-            seen = f"which reads no cache in {kv_dtype}"
+            problem = f"which reads no cache in {kv_dtype}"
         elif batch_invariant and not self.batch_invariant:
-            seen = "which is not batch invariant"
+            problem = "which is not batch invariant"
             capable = (
                 n
                 for n, one in BACKENDS.items()
@@ -190,18 +190,18 @@ class AttentionBackend:
                 f"another back end: attention='auto', or {' or '.join(capable)}; or leave out"
                 " batch_invariant=True"
             )
-        if seen:
-            raise ProgramError(call, f"attention back end {self.name!r}, {seen}", instead)
+        if problem:
+            raise ProgramError(call, f"attention back end {self.name!r}, {problem}", instead)
 
     def check_pages(self, call: str, page_size: int) -> None:
         """Raise ProgramError unless it has kernels for pages of this size."""
         if self.page_sizes and page_size not in self.page_sizes:
             sizes = ", ".join(map(str, self.page_sizes))
-            seen = (
+            problem = (
                 f"page_size={page_size}, and the attention back end {self.name!r} has kernels for"
                 f" {sizes}"
             )
-            raise ProgramError(call, seen, f"EngineLimits(..., page_size={self.page_sizes[0]})")
+            raise ProgramError(call, problem, f"EngineLimits(..., page_size={self.page_sizes[0]})")
 
     def runs_inside(self, query_len: int | None) -> bool:
         """Whether it can run inside a whole graph of a class with this query length (None: ragged)."""
@@ -232,12 +232,12 @@ class AttentionBackend:
         if before != after:
             written = [name for name, x, y in zip(_READ, before, after, strict=True) if x != y]
             call = f"AttentionBackend({self.name!r}, ...)"
-            seen = f"an attend that wrote to {' and '.join(written)}"
+            problem = f"an attend that wrote to {' and '.join(written)}"
             instead = (
                 f"writes to a copy, {written[0]}.clone(): the other layers of the step read the"
                 " same memory"
             )
-            raise ProgramError(call, seen, instead)
+            raise ProgramError(call, problem, instead)
         return out
 
     def __call__(
@@ -304,7 +304,7 @@ class _Plans(threading.local):
     made from."""
 
     def __init__(self) -> None:
-        self.made: dict[Any, tuple[Any, Any]] = {}
+        self.by_key: dict[Any, tuple[Any, Any]] = {}
 
 
 _PLANS = _Plans()
@@ -319,9 +319,9 @@ def attend_by_handle(q: Tensor, kv_pages: Tensor, *rest: Any) -> Tensor:
     if backend.plan is not None:
         key = handle, q.device, q.shape[1:], kv_pages.shape[2:], kv_pages.dtype, *where[5:]
         memory = len(q), where[4], *(x.data_ptr() for x in where[:4])
-        if begins or key not in _PLANS.made or _PLANS.made[key][0] != memory:
-            _PLANS.made[key] = memory, backend.plan(q, kv_pages, *where)
-        plan = [_PLANS.made[key][1]]
+        if begins or key not in _PLANS.by_key or _PLANS.by_key[key][0] != memory:
+            _PLANS.by_key[key] = memory, backend.plan(q, kv_pages, *where)
+        plan = [_PLANS.by_key[key][1]]
     out = backend._attended(q, kv_pages, *where, *plan)
     # An operator's result is new memory
     if _shares(out, q, kv_pages, *where):

@@ -108,7 +108,7 @@ def attend_shares(
         if hi > lo:
             start = tl.load(query_start_loc + request)
             query_len = tl.load(query_start_loc + request + 1) - start
-            own = request, kv_head, start, query_len, tl.load(seq_lens + request)
+            request_info = request, kv_head, start, query_len, tl.load(seq_lens + request)
             share = first_tile + lo, first_tile + hi, hi - lo == count, place
             if COMBINED and (lo == 0) & (kv_head == 0):
                 tl.store(spans + 4 * request, index)
@@ -124,7 +124,7 @@ def attend_shares(
                 maxima,
                 sums,
                 scales,
-                own,
+                request_info,
                 0,
                 share,
                 values,
@@ -159,7 +159,7 @@ def attend_block(
     maxima,
     sums,
     scales,
-    own,
+    request_info,
     block,
     share,
     values,
@@ -181,8 +181,8 @@ def attend_block(
     SEGMENT: tl.constexpr,
     SEGMENTS: tl.constexpr,
 ):
-    """`attend_kernel` for a block of a request's queries; `own` is the request, the key head, the
-    request's first token, the number of its tokens in this step, and that of its context.
+    """`attend_kernel` for a block of a request's queries; `request_info` is the request, the key
+    head, the request's first token, the number of its tokens in this step, and that of its context.
 
     With SHARED, `share` is what it attends to: from one tile to another, whether these are all, and
     the place of this share, which a segment does not need.
@@ -193,7 +193,7 @@ def attend_block(
     tile of a share.
     """
     GROUP: tl.constexpr = HEADS // KV_HEADS
-    request, kv_head, start, query_len, seq_len = own
+    request, kv_head, start, query_len, seq_len = request_info
     row = tl.arange(0, ROWS)
     query = block * QUERIES + row // GROUP
     token = (start + query).to(tl.int64)
@@ -334,8 +334,10 @@ def _attend_range(
     s = tl.zeros([ROWS], tl.float32)
     acc = tl.zeros([ROWS, DIMS], tl.float32)
     if not ONE_BLOCK:  # tiles that all queries see whole need no mask
-        seen = tl.minimum(tl.maximum(tl.min(tl.where(live, position, end - 1), axis=0) + 1, lo), hi)
-        whole = lo + (seen - lo) // KEYS * KEYS
+        visible_end = tl.minimum(
+            tl.maximum(tl.min(tl.where(live, position, end - 1), axis=0) + 1, lo), hi
+        )
+        whole = lo + (visible_end - lo) // KEYS * KEYS
         if WINDOW:
             edge = tl.minimum(lo + tl.cdiv(tl.maximum(end - WINDOW - lo, 0), KEYS) * KEYS, whole)
             m, s, acc = _attend_tiles(
@@ -426,15 +428,15 @@ def _attend_tiles(
     """The running maximum `[ROWS]`, sum `[ROWS]` and weighted values `[ROWS, DIMS]` after the
     positions lo:hi. Without MASKED these are whole tiles that every live query sees."""
     dim = tl.arange(0, DIMS)
-    own = tl.arange(0, KEYS)
+    offsets = tl.arange(0, KEYS)
     WIDTH: tl.constexpr = KV_HEADS * DIM
     for start in range(lo, hi, KEYS):
-        at = start + own
+        at = start + offsets
         if (
             KEYS % PAGE_SIZE == 0
         ):  # a tile begins with a page, so that places in pages are the same for all tiles
-            pages = table + start // PAGE_SIZE + own // PAGE_SIZE
-            slot = own % PAGE_SIZE
+            pages = table + start // PAGE_SIZE + offsets // PAGE_SIZE
+            slot = offsets % PAGE_SIZE
         else:
             pages = table + at // PAGE_SIZE
             slot = (at % PAGE_SIZE).to(tl.int64)
@@ -458,10 +460,10 @@ def _attend_tiles(
             value = value.to(queries.dtype)
         scores = tl.dot(queries, tl.trans(key), input_precision="ieee")
         if MASKED:
-            seen = own[None, :] <= (tl.minimum(position, hi - 1) - start)[:, None]
+            visible = offsets[None, :] <= (tl.minimum(position, hi - 1) - start)[:, None]
             if WINDOW:
-                seen &= own[None, :] > (position - (start + WINDOW))[:, None]
-            scores = tl.where(seen, scores, float("-inf"))
+                visible &= offsets[None, :] > (position - (start + WINDOW))[:, None]
+            scores = tl.where(visible, scores, float("-inf"))
         m_new = tl.maximum(m, tl.max(scores, axis=1) * scale)
         # A row that has seen no key yet stays at -inf, and -inf - -inf would be NaN.
         base = tl.where(m_new == float("-inf"), 0.0, m_new) if MASKED else m_new

@@ -222,14 +222,14 @@ def _plan_prompts(
 def _wrapper(device: torch.device, *shape: Any) -> Any:
     from flashinfer import BatchPrefillWithPagedKVCacheWrapper
 
-    own = _WRAPPERS
-    if (device, shape) not in own.of:
-        if device not in own.workspaces:
-            own.workspaces[device] = torch.empty(_WORKSPACE, dtype=torch.uint8, device=device)
-        own.of[device, shape] = BatchPrefillWithPagedKVCacheWrapper(
-            own.workspaces[device], "NHD", backend="auto"
+    wrappers = _WRAPPERS
+    if (device, shape) not in wrappers.of:
+        if device not in wrappers.workspaces:
+            wrappers.workspaces[device] = torch.empty(_WORKSPACE, dtype=torch.uint8, device=device)
+        wrappers.of[device, shape] = BatchPrefillWithPagedKVCacheWrapper(
+            wrappers.workspaces[device], "NHD", backend="auto"
         )
-    return own.of[device, shape]
+    return wrappers.of[device, shape]
 
 
 def _prompts(q: Tensor, kv_pages: Tensor, planned: PromptPlan) -> Tensor:
@@ -243,13 +243,11 @@ def _prompts(q: Tensor, kv_pages: Tensor, planned: PromptPlan) -> Tensor:
         if planned.dead is None:
             return out
         return out.index_fill_(0, planned.dead, 0)
-    found = run(q[planned.rows])
-    if planned.dead is None:
-        found = found
-    else:
-        found = found.index_fill_(0, planned.dead, 0)
+    attended = run(q[planned.rows])
+    if planned.dead is not None:
+        attended = attended.index_fill_(0, planned.dead, 0)
     return torch.zeros_like(q, memory_format=torch.contiguous_format).index_copy_(
-        0, planned.rows, found
+        0, planned.rows, attended
     )
 
 

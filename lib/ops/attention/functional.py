@@ -19,10 +19,10 @@ def keep(k: Tensor, v: Tensor, slot_mapping: Tensor, kv_pages: Tensor) -> Tensor
     slots = kv_pages.shape[1] * kv_pages.shape[2]
     slot = slot_mapping.long()
     index = torch.where(slot < 0, 2 * slots, torch.stack((slot, slot + slots))).flatten()
-    given = _as_bytes(as_kept(torch.cat((k, v)), kv_pages.dtype))
+    new = _as_bytes(as_kept(torch.cat((k, v)), kv_pages.dtype))
     old = _as_bytes(kv_pages.flatten(0, 2))
     rows = torch.cat((old, old.new_zeros((1, *old.shape[1:]))))  # the last row takes those left out
-    kept: Tensor = rows.index_copy(0, index, given)[: 2 * slots].view(kv_pages.shape)
+    kept: Tensor = rows.index_copy(0, index, new)[: 2 * slots].view(kv_pages.shape)
     if kept.dtype == kv_pages.dtype:
         return kept
     return kept.view(kv_pages.dtype)
@@ -91,13 +91,13 @@ def attend(
     keys, values = widened(history).transpose(2, 3).unbind(0)
 
     last = position[:, :, None]
-    seen = context <= last
+    visible = context <= last
     if window:
-        seen &= context > last - window
+        visible &= context > last - window
     beyond = (last < 0) | (step >= lengths[:, None])[:, :, None]
-    seen |= beyond & (context == 0)  # the softmax of no key at all would be NaN
+    visible |= beyond & (context == 0)  # the softmax of no key at all would be NaN
     scores = (queries @ keys.transpose(2, 3)).unflatten(2, (len(step), -1))
-    weights = scores.masked_fill(~seen[:, None, :, None], -torch.inf).softmax(-1)
+    weights = scores.masked_fill(~visible[:, None, :, None], -torch.inf).softmax(-1)
     mixed = (weights.flatten(2, 3) @ values).unflatten(2, (len(step), -1))
     out = mixed.transpose(1, 2).flatten(2, 3)[owner, place.clamp(0, len(step) - 1)]
     return torch.where(live[:, None, None], out.to(q.dtype), 0)
@@ -114,8 +114,8 @@ def _write(k: Tensor, v: Tensor, slot_mapping: Tensor, kv_pages: Tensor) -> None
     try:
         kv_pages.copy_(keep(k, v, slot_mapping, kv_pages))
     except RuntimeError as error:
-        seen = f"pages that cannot be written in place here: {str(error).splitlines()[0]}"
+        problem = f"pages that cannot be written in place here: {str(error).splitlines()[0]}"
         instead = "a clone of the pages, made inside of the function that is transformed"
         raise DerivativeError(
-            "the derivative of paged_attention(q, k, v, kv_pages, …)", seen, instead
+            "the derivative of paged_attention(q, k, v, kv_pages, …)", problem, instead
         ) from error

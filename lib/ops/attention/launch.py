@@ -174,9 +174,7 @@ def plan_launch(
             parts = min(places, num_reqs * tiles)
         else:
             parts = num_reqs
-        if min(parts, num_reqs, tiles) > 1 and num_reqs <= _MOST_COUNTED:
-            parts = parts
-        else:
+        if not (min(parts, num_reqs, tiles) > 1 and num_reqs <= _MOST_COUNTED):
             parts = 0
     slack = _FEW_SLACK if few and one_block else _SLACK
     spare = (_SPARE if one_block else _MIXED_SPARE) // keys

@@ -136,10 +136,11 @@ def combine_kernel(
             shares, maxima, sums, place, share < SPLITS, row, dim, DIM
         )
     query_len = tl.where(end - start <= QUERIES, end - start, 0)
-    _, own = count_tiles(request, query_start_loc, seq_lens, num_reqs, QUERIES, UNIT, WINDOW)
-    shared = (own > 0) & ((last > first) | (SEGMENTS > 0))  # a request without a tile has no span
+    _, num_tiles = count_tiles(request, query_start_loc, seq_lens, num_reqs, QUERIES, UNIT, WINDOW)
+    # A request without a tile has no span
+    shared = (num_tiles > 0) & ((last > first) | (SEGMENTS > 0))
     release()
-    if shared | (own <= 0):
+    if shared | (num_tiles <= 0):
         for first_row in range(own_row, query_len * GROUP, step):
             row = first_row + tl.arange(0, EACH)
             inside = row // GROUP < query_len
@@ -244,11 +245,11 @@ def combine(
     # Where a request has one split most programs find nothing to do, and each one begins later than
     # the one before it.
     rows = min(max_query_len, plan.share_rows // group) * group
-    wanted = rows if plan.one_block else group  # most decodes among prompts have one query
+    typical_rows = rows if plan.one_block else group  # most decodes among prompts have one query
     programs, each = (
         (rows, 1)
         if plan.splits > 1
-        else (1, min(power_of_two(wanted), max(1, _MOST_VALUES // plan.dims)))
+        else (1, min(power_of_two(typical_rows), max(1, _MOST_VALUES // plan.dims)))
     )
     shares = max(1, min(16, _MOST_AT_ONCE // (each * plan.dims)))
     combine_kernel[(requests, programs, kv_heads)](

@@ -44,8 +44,8 @@ def _check(
             "quantize(paged_attention(q, …).flatten(1))",
         )
     if fault is not None:
-        name, seen, instead = fault
-        raise DescriptorError(f"paged_attention(…, {name}=…)", f"{name} has {seen}", instead)
+        name, problem, instead = fault
+        raise DescriptorError(f"paged_attention(…, {name}=…)", f"{name} has {problem}", instead)
 
 
 @operator(
@@ -227,7 +227,7 @@ def _spans(
                 f"paged_attention(query_start_loc={starts}, seq_lens={seq_lens},"
                 f" max_query_len={max_query_len})"
             )
-            seen = (
+            problem = (
                 f"request {request} has {query_len} queries, context {seq_len}, its pages hold"
                 f" {limit}"
             )
@@ -236,12 +236,12 @@ def _spans(
                 " its pages hold"
             )
             if is_outside:
-                seen = (
+                problem = (
                     f"request {request} has the tokens from {start} to {end}, and leaves the"
                     f" {num_tokens} tokens"
                 )
                 instead = "let query_start_loc run from 0 to at most the number of tokens"
-            raise DescriptorError(call, seen, instead)
+            raise DescriptorError(call, problem, instead)
         yield _Span(request, start, end, seq_len - query_len)
 
 
@@ -356,13 +356,11 @@ def _fault(
         ("seq_lens", seq_lens, (requests,), _INT32),
     ):
         if tensor.shape != shape or tensor.dtype not in dtypes:
-            seen = (
+            problem = (
                 f"shape {list(tensor.shape)} and dtype {tensor.dtype} beside q {list(q.shape)}"
                 f" {q.dtype}"
             )
-            beside = (
-                f"{seen}, kv_pages {list(kv_pages.shape)} and block_table {list(block_table.shape)}"
-            )
+            beside = f"{problem}, kv_pages {list(kv_pages.shape)} and block_table {list(block_table.shape)}"
             return (
                 name,
                 beside,
@@ -370,11 +368,15 @@ def _fault(
             )
         if tensor.device != device:
             call = f"paged_attention(…, {name}=…)"
-            seen = f"{name} on {tensor.device}, q on {device}"
-            raise DeviceError(call, seen, f"{name}.to({str(device)!r})")
+            problem = f"{name} on {tensor.device}, q on {device}"
+            raise DeviceError(call, problem, f"{name}.to({str(device)!r})")
     if not dim or not kv_heads or heads % kv_heads:
-        seen = f"{heads} heads, {kv_heads} key heads, head dimension {dim}"
-        return "q", seen, "let the number of key heads divide the number of heads, none of them 0"
+        problem = f"{heads} heads, {kv_heads} key heads, head dimension {dim}"
+        return (
+            "q",
+            problem,
+            "let the number of key heads divide the number of heads, none of them 0",
+        )
     if (k is None) != (v is None):
         return (
             "v" if v is None else "k",
@@ -382,8 +384,8 @@ def _fault(
             "pass both k and v, or None for both",
         )
     if not kv_pages.is_contiguous():
-        seen = f"strides {kv_pages.stride()} of shape {list(kv_pages.shape)}"
-        return "kv_pages", seen, "pass one layer of contiguous pages, such as pages[layer]"
+        problem = f"strides {kv_pages.stride()} of shape {list(kv_pages.shape)}"
+        return "kv_pages", problem, "pass one layer of contiguous pages, such as pages[layer]"
     if max_query_len < 1:
         instead = "pass the query length of the batch descriptor, or num_tokens for a ragged batch"
         return "max_query_len", f"{max_query_len}, and no request could have a token", instead

@@ -235,7 +235,7 @@ def attend_kernel(
                 if SHARE_ROWS and (query_len <= SHARE_ROWS // GROUP) & (seq_len > 0):
                     block = -1
             if ONE_BLOCK or block >= 0:
-                own = (request, kv_head, start, query_len, seq_len)
+                request_info = (request, kv_head, start, query_len, seq_len)
                 share = (0, 0, True, 0)
                 attend_block(
                     q,
@@ -247,7 +247,7 @@ def attend_kernel(
                     maxima,
                     sums,
                     scales,
-                    own,
+                    request_info,
                     block,
                     share,
                     values,

@@ -40,11 +40,11 @@ def _tried(device: torch.device) -> str | None:
     except (
         Exception
     ) as error:  # no compiler, an old driver: whatever keeps triton from running a kernel
-        seen = (
+        problem = (
             f"triton cannot run it: {type(error).__name__}: {str(error).strip().splitlines()[:1]}"
         )
-        warnings.warn(f"weft copies with torch._foreach_copy_ on {device}: {seen}", stacklevel=2)
-        return seen
+        warnings.warn(f"weft copies with torch._foreach_copy_ on {device}: {problem}", stacklevel=2)
+        return problem
     return None
 
 
@@ -68,16 +68,16 @@ def plan_copies_of_bytes(copies: Copies) -> Callable[[Sequence[Tensor]], None]:
     return _on_device(_plan(copies), copies.device)
 
 
-def plan_clones(made: Sequence[Tensor]) -> Callable[[Sequence[Tensor]], list[Tensor]]:
+def plan_clones(tensors: Sequence[Tensor]) -> Callable[[Sequence[Tensor]], list[Tensor]]:
     """Plan repeated clones of these tensors, which are dense and on one device, by the kernel.
 
     Each clone has its own storage. As views of one storage, a result would keep all others alive,
     and a caller who resizes or saves it would reach them.
     """
-    device = made[0].device
+    device = tensors[0].device
     empty = empty_strided_on(device)
-    kinds = [(tuple(x.shape), x.stride(), x.dtype) for x in made]
-    copy = _plan(Copies(tuple(made), False))
+    kinds = [(tuple(x.shape), x.stride(), x.dtype) for x in tensors]
+    copy = _plan(Copies(tuple(tensors), False))
 
     def clone(_: Sequence[Tensor]) -> list[Tensor]:
         fresh = [empty(*kind) for kind in kinds]
@@ -98,9 +98,9 @@ def _plan(copies: Copies) -> Callable[[Sequence[Tensor]], None]:
         (slice(start, start + most), plan_launch(copies[start : start + most])) for start in starts
     ]
 
-    def launch(others: Sequence[Tensor]) -> None:
+    def launch(counterparts: Sequence[Tensor]) -> None:
         for part, one in launches:
-            one(others[part])
+            one(counterparts[part])
 
     return launch
 
@@ -111,10 +111,10 @@ def _on_device(
     """`fn` with `device` as the current device."""
     index, current = device.index, current_device()
 
-    def run(others: Sequence[Tensor]) -> T:
+    def run(counterparts: Sequence[Tensor]) -> T:
         if current() == index:
-            return fn(others)
+            return fn(counterparts)
         with torch.cuda.device(device):
-            return fn(others)
+            return fn(counterparts)
 
     return run

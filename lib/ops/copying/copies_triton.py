@@ -70,8 +70,8 @@ def _repeat(source, target, size, period, BLOCK: tl.constexpr):
         tl.store(writes + span, tl.load(reads + span % period, mask=span < size), mask=span < size)
 
 
-@kernel(do_not_specialize=["others"])
-def _copy_kernel(others, table, BLOCK: tl.constexpr):
+@kernel(do_not_specialize=["counterparts"])
+def _copy_kernel(counterparts, table, BLOCK: tl.constexpr):
     """Each program executes one row of the table (`_Row`)."""
     row = table + tl.program_id(0) * 6
     index = tl.load(row)
@@ -81,8 +81,8 @@ def _copy_kernel(others, table, BLOCK: tl.constexpr):
     into = tl.load(row + 4) != 0
     period = tl.load(row + 5)
     base = tl.zeros_like(other)
-    for i in tl.static_range(len(others)):
-        base = tl.where(index == i, others[i], base)
+    for i in tl.static_range(len(counterparts)):
+        base = tl.where(index == i, counterparts[i], base)
     other += base
     source = tl.where(into, other, fixed)
     target = tl.where(into, fixed, other)
@@ -124,7 +124,7 @@ def plan_launch(copies: Copies) -> Launch:
     return launch_by_driver(handle, arity, table, copies)
 
 
-def _nothing(others: Sequence[Tensor]) -> None:
+def _nothing(counterparts: Sequence[Tensor]) -> None:
     """The launch for tensors without elements."""
 
 
@@ -149,11 +149,15 @@ def table_rows(copies: Copies) -> list[_Row]:
     return rows
 
 
-def _launch_by_triton(table: Tensor, arity: int, copies: Copies, others: Sequence[Tensor]) -> None:
+def _launch_by_triton(
+    table: Tensor, arity: int, copies: Copies, counterparts: Sequence[Tensor]
+) -> None:
     """A launch by Triton's own launcher. It keeps the copies alive, whose addresses are in the
     table."""
     # Tensors that no row names may have any address.
-    addresses = [x.data_ptr() for x in others] + [table.data_ptr()] * (arity - len(others))
+    addresses = [x.data_ptr() for x in counterparts] + [table.data_ptr()] * (
+        arity - len(counterparts)
+    )
     _copy_kernel.jit[(len(table),)](tuple(addresses), table, BLOCK=_BLOCK, num_warps=_WARPS)
 
 
@@ -226,19 +230,19 @@ def launch_by_driver(handle: int, arity: int, table: Tensor, copies: Copies) -> 
     address = Tensor.data_ptr
 
     def launch(
-        others: Sequence[Tensor], _held: Any = (table, copies)
+        counterparts: Sequence[Tensor], _keep_alive: Any = (table, copies)
     ) -> None:  # their addresses are in the arguments
-        pack(values, 0, *map(address, others))
+        pack(values, 0, *map(address, counterparts))
         config.stream = stream()
         if run():
             # A thread that has not used CUDA yet has no context: torch makes it current, and the
             # second launch works.
             torch.cuda.synchronize(table.device)
             if error := run():
-                seen = f"error {error} of cuLaunchKernelEx"
+                problem = f"error {error} of cuLaunchKernelEx"
                 raise DeviceError(
                     "a copy between a graph and its caller",
-                    seen,
+                    problem,
                     "look for an earlier error of CUDA",
                 )
 

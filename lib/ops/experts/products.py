@@ -63,33 +63,35 @@ def run_experts(
             or there are fewer experts in all; or I has no such leaves.
     """
     values, scales = (x.values, x.scales) if isinstance(x, Quantized) else (x, None)
-    (held, doubled, hidden), (_, _, inner) = gate_up.shape, down.shape
+    (num_local_experts, doubled, hidden), (_, _, inner) = gate_up.shape, down.shape
     kinds = {scales is None, gate_up_scale is None, down_scale is None}
     agree = (tuple(down.shape), doubled, values.shape[1]) == (
-        (held, hidden, inner),
+        (num_local_experts, hidden, inner),
         2 * inner,
         hidden,
     )
     if not agree or len(kinds) > 1 or (scales is not None and inner % BLOCK):
-        given = (
+        named_operands = (
             ("x", values, scales),
             ("gate_up", gate_up, gate_up_scale),
             ("down", down, down_scale),
         )
-        seen = ", ".join(
+        problem = ", ".join(
             f"{name} {list(one.shape)} {one.dtype} with{'out' * (scale is None)} scales"
-            for name, one, scale in given
+            for name, one, scale in named_operands
         )
         instead = (
             "pass [T, H], [E, 2 * I, H] and [E, H, I]; and scales of all three, with I in"
             f" {BLOCK}s, or none"
         )
-        raise DescriptorError("run_experts(x, gate_up, down, …)", seen, instead)
-    every = held if num_experts is None else num_experts
-    if not 0 <= first <= every - held:
-        seen = f"the weights of {held} experts from number {first} on, of {every}"
+        raise DescriptorError("run_experts(x, gate_up, down, …)", problem, instead)
+    every = num_local_experts if num_experts is None else num_experts
+    if not 0 <= first <= every - num_local_experts:
+        problem = f"the weights of {num_local_experts} experts from number {first} on, of {every}"
         raise DescriptorError(
-            "run_experts(x, gate_up, down, …)", seen, f"first from 0 to {every - held}"
+            "run_experts(x, gate_up, down, …)",
+            problem,
+            f"first from 0 to {every - num_local_experts}",
         )
     leaf_columns(inner, leaves, 1 if scales is None else BLOCK)
     operands = values, scales, gate_up, gate_up_scale, down, down_scale, weights, experts, dtype
@@ -114,9 +116,9 @@ def functional_run_experts(
     that chose it keep the result."""
     if scales is not None:
         in_fp8 = without_derivative("run_experts", ROUNDED, _run_experts.reference)
-        given = values, scales, gate_up, gate_up_scale, down, down_scale, weights, experts, dtype
-        made: Tensor = in_fp8(*given, first, num_experts, leaves)
-        return made
+        operands = values, scales, gate_up, gate_up_scale, down, down_scale, weights, experts, dtype
+        result: Tensor = in_fp8(*operands, first, num_experts, leaves)
+        return result
     x = widened(values)
     kind = _kind(dtype, leaves)
     count = max(leaves, 1)
@@ -126,7 +128,7 @@ def functional_run_experts(
         middle = widened(functional_gated(gate, up, dtype))
         columns = widened(down[expert])
         pairs = zip(middle.chunk(count, 1), columns.chunk(count, 1), strict=True)
-        product = torch.stack([own @ leaf.T for own, leaf in pairs])[:, None]
+        product = torch.stack([middle_leaf @ leaf.T for middle_leaf, leaf in pairs])[:, None]
         chosen = (experts == first + expert).T[:, :, None]
         out = torch.where(chosen, (product * weights.T[:, :, None]).to(kind), out)
     return out.flatten(0, 1)
@@ -186,9 +188,11 @@ def _run_experts(
         pairs = zip(
             wide.chunk(count, 1), _wide(down, down_scale, expert).chunk(count, 1), strict=True
         )
-        for own, (given, columns) in zip(by_leaf, pairs, strict=True):
-            product = multiply(given, columns.contiguous(), None, batch_invariant or leaves > 0)
-            own[slots, tokens] = (product * weights[tokens, slots, None]).to(out.dtype)
+        for leaf_out, (middle_leaf, columns) in zip(by_leaf, pairs, strict=True):
+            product = multiply(
+                middle_leaf, columns.contiguous(), None, batch_invariant or leaves > 0
+            )
+            leaf_out[slots, tokens] = (product * weights[tokens, slots, None]).to(out.dtype)
     return out
 
 

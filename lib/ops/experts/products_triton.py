@@ -205,8 +205,8 @@ def _expert_kernel(
     begin()
     tokens = pairs // TOP_K
     if PAIRS == 1:
-        own = tl.program_id(0)
-        expert = tl.load(experts + own) - first_expert
+        pair_index = tl.program_id(0)
+        expert = tl.load(experts + pair_index) - first_expert
         if (expert >= 0) & (expert < num_experts):
             slot = tl.arange(0, TOKENS)
             _expert_tile(
@@ -218,7 +218,7 @@ def _expert_kernel(
                 out,
                 out_scales,
                 expert,
-                own + 0 * slot,
+                pair_index + 0 * slot,
                 slot == 0,
                 columns,
                 share,
@@ -320,7 +320,7 @@ def run_experts(
     (tokens, top_k), (_, doubled, hidden) = experts.shape, gate_up.shape
     up_tile = expert_tile(tokens, top_k, doubled, hidden, num_experts, gate_up.itemsize)
     down_tile = expert_tile(tokens, top_k, hidden, doubled // 2, num_experts, down.itemsize)
-    given = (
+    operands = (
         values,
         scales,
         gate_up,
@@ -333,7 +333,7 @@ def run_experts(
         first,
         num_experts,
     )
-    return run_tiles(*given, up_tile, down_tile, leaves)
+    return run_tiles(*operands, up_tile, down_tile, leaves)
 
 
 def run_tiles(
@@ -353,17 +353,17 @@ def run_tiles(
     leaves: int = 0,
 ) -> Tensor:
     """`run_experts` with these tiles."""
-    (tokens, top_k), (held, _, hidden) = experts.shape, gate_up.shape
+    (tokens, top_k), (num_local_experts, _, hidden) = experts.shape, gate_up.shape
     with torch.cuda.device_of(values):
         # No program writes the rows of a pair whose expert is elsewhere: these are 0 from the
         # start.
-        make = values.new_empty if held == num_experts else values.new_zeros
+        make = values.new_empty if num_local_experts == num_experts else values.new_zeros
         out = make(
             (max(leaves, 1) * top_k, tokens, hidden), dtype=torch.float32 if leaves else dtype
         )
         if not tokens:
             return out
-        aligned = align(experts, held, up_tile.tokens, first) if up_tile.sort else None
+        aligned = align(experts, num_local_experts, up_tile.tokens, first) if up_tile.sort else None
         middle, middle_scales = launch_gate_up(
             values.contiguous(),
             scales,
@@ -378,7 +378,7 @@ def run_tiles(
         if not down_tile.sort:
             aligned = None
         elif aligned is None or down_tile.tokens != up_tile.tokens:
-            aligned = align(experts, held, down_tile.tokens, first)
+            aligned = align(experts, num_local_experts, down_tile.tokens, first)
         # With many pairs in a tile, each is quantised once here, instead of in every program that
         # reads it.
         if scales is not None and middle_scales is None and down_tile.tokens >= 64:

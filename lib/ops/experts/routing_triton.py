@@ -119,7 +119,7 @@ def _align_kernel(
     """
     begin()
     expert = tl.program_id(0)
-    held = tl.num_programs(0) - 1
+    num_local_experts = tl.num_programs(0) - 1
     bins = tl.arange(0, BINS)
     lane = tl.arange(0, CHUNK)
     counts = tl.zeros([BINS], tl.int32)
@@ -128,7 +128,7 @@ def _align_kernel(
             tl.load(experts + start + lane, mask=start + lane < pairs, other=first_expert)
             - first_expert
         )
-        ids = tl.where((ids >= 0) & (ids < held), ids, held)
+        ids = tl.where((ids >= 0) & (ids < num_local_experts), ids, num_local_experts)
         # Lanes past the end count as expert 0's.
         counts += tl.histogram(ids, BINS) - tl.where(
             bins == 0, tl.maximum(start + CHUNK - pairs, 0), 0
@@ -136,19 +136,19 @@ def _align_kernel(
     blocks = (counts + BLOCK - 1) // BLOCK
     first = tl.sum(tl.where(bins < expert, blocks, 0), 0)
     count = tl.sum(tl.where(bins == expert, counts, 0), 0)
-    last = expert == held
+    last = expert == num_local_experts
     end = tl.where(last, num_blocks, first + (count + BLOCK - 1) // BLOCK)
     for start in range(first, end, CHUNK):
         tl.store(owners + start + lane, tl.where(last, -1, expert), mask=start + lane < end)
     for start in range(first * BLOCK + count, tl.where(last, first, end) * BLOCK, CHUNK):
         tl.store(order + start + lane, -1, mask=start + lane < end * BLOCK)
     release()
-    found = first * BLOCK
+    cursor = first * BLOCK
     for start in range(0, tl.where(last, 0, pairs), CHUNK):
         ids = tl.load(experts + start + lane, mask=start + lane < pairs, other=-1)
         mine = (ids == first_expert + expert).to(tl.int32)
-        tl.store(order + found + tl.cumsum(mine, 0) - 1, start + lane, mask=mine != 0)
-        found += tl.sum(mine, 0)
+        tl.store(order + cursor + tl.cumsum(mine, 0) - 1, start + lane, mask=mine != 0)
+        cursor += tl.sum(mine, 0)
 
 
 @triton.jit
@@ -161,15 +161,17 @@ def find_expert(experts, first_expert, pairs, num_experts, PAIRS: tl.constexpr):
     """
     pair = tl.arange(0, PAIRS)
     ids = tl.load(experts + pair, mask=pair < pairs, other=-1)
-    own = tl.program_id(0)
-    expert = own
+    program = tl.program_id(0)
+    expert = program
     if pairs < num_experts:
-        expert = tl.load(experts + own) - first_expert
+        expert = tl.load(experts + program) - first_expert
     mine = ids == first_expert + expert
     count = tl.sum(mine.to(tl.int32), 0)
     if pairs < num_experts:
         elsewhere = (expert < 0) | (expert >= num_experts)
-        count = tl.where(elsewhere | (tl.sum((mine & (pair < own)).to(tl.int32), 0) > 0), 0, count)
+        count = tl.where(
+            elsewhere | (tl.sum((mine & (pair < program)).to(tl.int32), 0) > 0), 0, count
+        )
     return expert, count
 
 

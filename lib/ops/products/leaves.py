@@ -19,7 +19,7 @@ from weft.ops.register import operator
 
 def functional_sum_leaves(x: Tensor, leaves: int, dtype: torch.dtype) -> Tensor:
     """`sum_leaves` in torch's own operations."""
-    sums = [sum_parts(own, widened(own).dtype) for own in x.unflatten(0, (leaves, -1))]
+    sums = [sum_parts(leaf, widened(leaf).dtype) for leaf in x.unflatten(0, (leaves, -1))]
     return balanced(arithmetic.add, sums).to(dtype)
 
 

@@ -106,15 +106,15 @@ def _multiply_leaves(x: Tensor, weight: Tensor, bias: Tensor | None, leaves: int
     """The leaves `[leaves, T, N]` of a product, in float32, batch invariant in any case."""
     share = leaf_columns(x.shape[1], leaves)
     pairs = zip(x.split(share, 1), weight.split(share, 1), strict=True)
-    made = torch.stack(
+    products = torch.stack(
         [
-            multiply(widened(own), widened(columns).contiguous(), None, True)
-            for own, columns in pairs
+            multiply(widened(x_part), widened(columns).contiguous(), None, True)
+            for x_part, columns in pairs
         ]
     )
     if bias is None:
-        return made
-    return torch.cat((made[:1] + widened(bias), made[1:]))
+        return products
+    return torch.cat((products[:1] + widened(bias), products[1:]))
 
 
 def multiply(x: Tensor, weight: Tensor, bias: Tensor | None, batch_invariant: bool) -> Tensor:
@@ -146,10 +146,10 @@ def _multiply_block(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         share = _BLOCK_COLUMNS
     else:
         share = max(x.shape[1], 1)
-    first, *others = zip(x.split(share, 1), weight.split(share, 1), strict=True)
+    first, *rest = zip(x.split(share, 1), weight.split(share, 1), strict=True)
     total = F.linear(first[0].clone(), first[1], bias)
-    for own, columns in others:
-        total = total + F.linear(own.clone(), columns)
+    for x_part, columns in rest:
+        total = total + F.linear(x_part.clone(), columns)
     return total
 
 
@@ -182,20 +182,20 @@ def fp8_linear(
     values, scales = (x.values, x.scales) if isinstance(x, Quantized) else (x, None)
     columns = values.shape[1]
     rows = weight.shape[0]
-    wanted = (ceil_blocks(rows), ceil_blocks(columns))
+    scale_shape = (ceil_blocks(rows), ceil_blocks(columns))
     if (
         weight.dtype != torch.float8_e4m3fn
         or tuple(weight.shape) != (rows, columns)
-        or tuple(scale.shape) != wanted
+        or tuple(scale.shape) != scale_shape
     ):
-        seen = (
+        problem = (
             f"weight {list(weight.shape)} {weight.dtype} and scale {list(scale.shape)} beside"
             f" {columns} columns"
         )
         instead = (
             f"pass float8_e4m3fn [N, {columns}], and a scale for every {BLOCK} by {BLOCK} of it"
         )
-        raise DescriptorError("fp8_linear(x, weight, scale)", seen, instead)
+        raise DescriptorError("fp8_linear(x, weight, scale)", problem, instead)
     leaf_columns(columns, leaves, BLOCK)
     return _fp8_linear(values, scales, weight, scale, bias, dtype, leaves)
 

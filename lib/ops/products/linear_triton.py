@@ -178,12 +178,12 @@ def linear(
 ) -> Tensor:
     """`weft::linear`."""
     if leaves:
-        own = (
+        leaf_tile = (
             linear_tile(x.shape[0], *weight.shape, False, batch_invariant=True)
             if x.itemsize == 2
             else None
         )
-        return run_tile(x, None, weight, None, bias, x.dtype, own or _WIDE, leaves)
+        return run_tile(x, None, weight, None, bias, x.dtype, leaf_tile or _WIDE, leaves)
     tile = (
         linear_tile(x.shape[0], *weight.shape, False, batch_invariant) if x.itemsize == 2 else None
     )
@@ -242,7 +242,9 @@ def _may_stand_in(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
     """Whether torch chooses its product by what `_agrees` knows: not with float16 sums, TunableOp
     or autocast, nor for tensors that are aligned otherwise than those of a trial."""
     is_other = torch.backends.cuda.matmul.allow_fp16_accumulation or torch.cuda.tunable.is_enabled()
-    aligned = all(given is None or given.data_ptr() % _ALIGNED == 0 for given in (x, weight, bias))
+    aligned = all(
+        tensor is None or tensor.data_ptr() % _ALIGNED == 0 for tensor in (x, weight, bias)
+    )
     return aligned and not is_other and not torch.is_autocast_enabled("cuda")
 
 
@@ -273,16 +275,16 @@ def _agrees(size: int, x: Tensor, weight: Tensor, bias: Tensor | None, tile: Til
     if not {key, alone} & _AGREED.keys() and not torch.cuda.is_current_stream_capturing():
         generator = torch.Generator(x.device).manual_seed(size)
         tokens = torch.randn(size, x.shape[1], generator=generator, device=x.device, dtype=x.dtype)
-        found = x.new_empty(size, len(weight))
-        _multiply_segments(tokens, weight, bias, tile.segments, found)
-        pairs = zip(tokens.split(_BLOCKS[-1]), found.split(_BLOCKS[-1]), strict=True)
+        product = x.new_empty(size, len(weight))
+        _multiply_segments(tokens, weight, bias, tile.segments, product)
+        pairs = zip(tokens.split(_BLOCKS[-1]), product.split(_BLOCKS[-1]), strict=True)
         same = all(
-            torch.equal(run_tile(t, None, weight, None, bias, x.dtype, tile), own)
-            for t, own in pairs
+            torch.equal(run_tile(t, None, weight, None, bias, x.dtype, tile), block)
+            for t, block in pairs
         )
         other = attrs.evolve(tile, segments=tile.segments + 1)
         last = run_tile(tokens[-_BLOCKS[-1] :], None, weight, None, bias, x.dtype, other)
-        tells = int((last != found[-_BLOCKS[-1] :]).any(0).sum()) >= _TELLING
+        tells = int((last != product[-_BLOCKS[-1] :]).any(0).sum()) >= _TELLING
         if not is_asking():  # what is compared has been computed
             _AGREED[key if tells else alone] = same and tells
     return _AGREED.get(key, False)
@@ -298,11 +300,11 @@ def _multiply_segments(
         )
         return
     share = segment_columns(x.shape[1], segments)
-    (first, *others) = zip(x.split(share, 1), weight.split(share, 1), strict=True)
+    (first, *rest) = zip(x.split(share, 1), weight.split(share, 1), strict=True)
     total = torch.mm(first[0], first[1].t(), out_dtype=torch.float32)
     if bias is not None:
         total += bias
-    for part, columns in others:
+    for part, columns in rest:
         torch.addmm(total, part, columns.t(), out_dtype=torch.float32, out=total)
     out.copy_(total)
 
@@ -323,8 +325,8 @@ def fp8_linear(
         values, scales = quantize(values)
     if tile is None and dtype == torch.bfloat16:
         return _scaled_mm(values.contiguous(), scales, weight.contiguous(), scale, bias)
-    own = tile or one_part_tile(values.shape[0], weight.shape[0], weight.shape[1], True)
-    return run_tile(values, scales, weight, scale, bias, dtype, own, leaves)
+    chosen_tile = tile or one_part_tile(values.shape[0], weight.shape[0], weight.shape[1], True)
+    return run_tile(values, scales, weight, scale, bias, dtype, chosen_tile, leaves)
 
 
 def _scaled_mm(

@@ -25,10 +25,18 @@ def _check(
     leaves: int = 0,
 ) -> None:
     (tokens, columns), (num_slots, pairs, rank, _) = x.shape, a.shape
-    wanted = (y.shape[-2:], a.shape, b.shape, slots.shape, len(starts), starts[0], starts[-1])
+    actual_shapes = (
+        y.shape[-2:],
+        a.shape,
+        b.shape,
+        slots.shape,
+        len(starts),
+        starts[0],
+        starts[-1],
+    )
     rows = b.shape[1]
     if (
-        wanted
+        actual_shapes
         != (
             (tokens, rows),
             (num_slots, pairs, rank, columns),
@@ -45,13 +53,13 @@ def _check(
             f"{name} {list(t.shape)} {t.dtype}"
             for name, t in (("y", y), ("x", x), ("a", a), ("b", b))
         )
-        seen = f"{shapes}, slots {list(slots.shape)}"
+        problem = f"{shapes}, slots {list(slots.shape)}"
         instead = (
             "y [T, N], x [T, K], a [L, P, R, K], b [L, N, R], slots [T], P + 1 starts from 0 to N,"
             " one dtype"
         )
         instead += f"; y [{leaves}, T, N]" * bool(leaves)
-        raise DescriptorError(f"add_lora(y, x, a, b, slots, active, {starts})", seen, instead)
+        raise DescriptorError(f"add_lora(y, x, a, b, slots, active, {starts})", problem, instead)
     leaf_columns(columns, leaves)
 
 
@@ -68,10 +76,13 @@ def functional_add_lora(
     """`add_lora` without a read on the host: every slot multiplies all tokens, and only its own
     keep the result."""
     if leaves:
-        own = zip(y, x.chunk(leaves, 1), a.chunk(leaves, 3), strict=True)
-        given = b, slots, active, starts
+        leaf_operands = zip(y, x.chunk(leaves, 1), a.chunk(leaves, 3), strict=True)
+        shared_operands = b, slots, active, starts
         return torch.stack(
-            [_add_to_all(widened(part), left, right, *given) for part, left, right in own]
+            [
+                _add_to_all(widened(part), left, right, *shared_operands)
+                for part, left, right in leaf_operands
+            ]
         )
     return _add_to_all(widened(sum_parts(y, x.dtype)), x, a, b, slots, active, starts).to(x.dtype)
 
@@ -138,9 +149,12 @@ def add_lora(
         DescriptorError: shapes or dtypes contradict each other, or K has no such leaves.
     """
     if leaves:
-        own = zip(y, x.chunk(leaves, 1), a.chunk(leaves, 3), strict=True)
+        leaf_operands = zip(y, x.chunk(leaves, 1), a.chunk(leaves, 3), strict=True)
         return torch.stack(
-            [_add(part, left, right, b, slots, active, starts, True) for part, left, right in own]
+            [
+                _add(part, left, right, b, slots, active, starts, True)
+                for part, left, right in leaf_operands
+            ]
         )
     return _add(sum_parts(y, x.dtype), x, a, b, slots, active, starts, batch_invariant).to(x.dtype)
 

@@ -92,14 +92,14 @@ def add_bias(logits: Tensor, token_ids: Tensor, bias: Tensor) -> Tensor:
     )
 
 
-def penalise_repetition(logits: Tensor, seen: Tensor, penalty: Tensor) -> Tensor:
+def penalise_repetition(logits: Tensor, occurred: Tensor, penalty: Tensor) -> Tensor:
     """Divide the positive logits of tokens in the prompt or the completion, and multiply the
     negative ones.
 
     Source: Keskar et al., "CTRL", 2019, arXiv 1909.05858, in the form of transformers.
     """
     penalised = torch.where(logits < 0, logits * penalty[:, None], logits / penalty[:, None])
-    return torch.where(seen, penalised, logits)
+    return torch.where(occurred, penalised, logits)
 
 
 def penalise_frequency(logits: Tensor, generated: Tensor, penalty: Tensor) -> Tensor:

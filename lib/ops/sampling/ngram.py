@@ -31,8 +31,8 @@ def find_drafts(tokens: Tensor, lengths: Tensor, count: int, shortest: int, long
     # The number of tokens up to each place that equal the last ones
     run = torch.zeros_like(tokens, dtype=torch.int64)
     for back in range(longest):
-        wanted = tokens.gather(1, (last - back).clamp(min=0))
-        alive = alive & (place >= back) & (tokens.roll(back, 1) == wanted)
+        suffix_token = tokens.gather(1, (last - back).clamp(min=0))
+        alive = alive & (place >= back) & (tokens.roll(back, 1) == suffix_token)
         run = run + alive
     best, end = torch.where(run >= shortest, run * width + place, -1).max(1, keepdim=True)
     period = last - end

@@ -131,13 +131,13 @@ def sample_rows(
     vocab = logits.shape[1]
     shape = logits.shape[0], -(-vocab // 32)
     if table.vocab_size != vocab or (token_mask is not None and token_mask.shape != shape):
-        seen = f"a table of vocab_size={table.vocab_size}"
+        problem = f"a table of vocab_size={table.vocab_size}"
         instead = f"State.zeros(..., vocab_size={vocab}) for the stage that samples"
         if token_mask is not None and table.vocab_size == vocab:
-            seen = f"a mask of shape {tuple(token_mask.shape)}"
+            problem = f"a mask of shape {tuple(token_mask.shape)}"
             instead = f"one of {shape}, int32"
         call = f"sample_rows(<logits {tuple(logits.shape)}>, table, rows, positions, token_mask)"
-        raise RequestError(call, seen, instead)
+        raise RequestError(call, problem, instead)
     return _sample_rows(
         logits,
         rows,
@@ -200,10 +200,12 @@ def _sample_rows(
     temperature = table.floats[rows, TEMPERATURE]
     seeds = table.ints[rows, SEED]
     scaled = scale(logits.float(), temperature)
-    (own,) = _uses_something(table, rows, token_mask).nonzero(as_tuple=True)
-    if len(own):
-        mask = None if token_mask is None else token_mask[own]
-        scaled[own] = process(logits[own], table.rules(rows[own]), positions[own], mask)
+    (processed,) = _uses_something(table, rows, token_mask).nonzero(as_tuple=True)
+    if len(processed):
+        mask = None if token_mask is None else token_mask[processed]
+        scaled[processed] = process(
+            logits[processed], table.rules(rows[processed]), positions[processed], mask
+        )
     return _choose(logits, scaled, temperature, seeds, positions)
 
 
@@ -223,10 +225,10 @@ def count_tokens(
     if not table.vocab_size:
         return table
     call: Callable[..., Any] = _count_tokens  # the functional form returns more than the operator
-    made = call(table.counts, table.ints, rows, token_ids, kept)
-    if made is None:
+    outputs = call(table.counts, table.ints, rows, token_ids, kept)
+    if outputs is None:
         return table
-    return attrs.evolve(table, counts=made[1])
+    return attrs.evolve(table, counts=outputs[1])
 
 
 def functional_count_tokens(

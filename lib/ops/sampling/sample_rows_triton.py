@@ -100,9 +100,9 @@ def _values(logits, adjusted, columns, inside, kind):
     overlapping."""
     nothing = float("-inf")
     kinds = kind + tl.zeros_like(columns)
-    own = tl.load(adjusted + columns, mask=inside & (kinds == ADJUSTED), other=nothing)
+    adjusted_logits = tl.load(adjusted + columns, mask=inside & (kinds == ADJUSTED), other=nothing)
     plain = tl.load(logits + columns, mask=inside & (kinds != ADJUSTED), other=nothing)
-    return tl.maximum(own, plain.to(tl.float32))
+    return tl.maximum(adjusted_logits, plain.to(tl.float32))
 
 
 @triton.jit
@@ -154,12 +154,12 @@ def _search(
             if BY_MASS:
                 weight *= tl.exp(-away * scale)
             sums += tl.where(bits <= cuts[:, None], weight, 0.0)
-        found = tl.sum(sums, 1)
+        reached = tl.sum(sums, 1)
         if BY_MASS:
-            total = tl.sum(tl.where(steps == 8, found, 0.0), 0)
+            total = tl.sum(tl.where(steps == 8, reached, 0.0), 0)
             goal = tl.where(is_first != 0, aim * total, goal)
         is_first = tl.full((), 0, tl.int32)
-        enough = found >= goal
+        enough = reached >= goal
         first = tl.min(nearest)
         last = tl.max(farthest)
         low = tl.maximum(tl.max(tl.where(enough, low, cuts), 0), first - 1)

@@ -134,12 +134,12 @@ def _part_kernel(
         total = total * tl.exp(fall) + tl.where(x == nothing, 0.0, tl.exp(below))
         scores = below * scale
         if kind > 0:
-            own = x
+            logit = x
             if kind == ADJUSTED:
-                own = tl.load(
+                logit = tl.load(
                     adjusted + row.to(tl.int64) * vocab + columns, mask=inside, other=float("-inf")
                 )
-            scores = tl.where(peak - own <= bound, (own - peak) * scale, nothing)
+            scores = tl.where(peak - logit <= bound, (logit - peak) * scale, nothing)
             fall = tl.zeros([BLOCK], tl.float32)
         if not greedy:
             scores += _gumbel(stream, columns)
@@ -205,10 +205,10 @@ def _combine_kernel(
 def plan_splits(num_reqs: int, vocab: int, batch_invariant: bool = False) -> tuple[int, int]:
     """The number of shares of a row, a power of two, and the columns of each, in whole blocks."""
     blocks = cdiv(vocab, _BLOCK)
-    wanted = (
+    target_splits = (
         _FIXED_SPLITS if batch_invariant else power_of_two(max(1, _PROGRAMS // max(num_reqs, 1)))
     )
-    splits = min(wanted, power_of_two(blocks))
+    splits = min(target_splits, power_of_two(blocks))
     return splits, cdiv(blocks, splits) * _BLOCK
 
 
@@ -252,7 +252,7 @@ def draw(
     )
     indices = torch.empty(rows, splits, dtype=torch.int32, device=logits.device)
     # Placeholders, which the kernel does not read
-    found = processed or Processed(indices, best, best, best)
+    buffers = processed or Processed(indices, best, best, best)
     is_processed = processed is not None
     _part_kernel[(rows, splits)](
         logits,
@@ -264,10 +264,10 @@ def draw(
         chosen,
         maxima,
         sums,
-        found.adjusted,
-        found.kinds,
-        found.peaks,
-        found.bounds,
+        buffers.adjusted,
+        buffers.kinds,
+        buffers.peaks,
+        buffers.bounds,
         vocab,
         logits.stride(0),
         share,
@@ -284,7 +284,7 @@ def draw(
         chosen,
         maxima,
         sums,
-        found.kinds,
+        buffers.kinds,
         token_ids,
         logprobs,
         SPLITS=splits,
@@ -320,8 +320,8 @@ def _score_kernel(
     logit = tl.load(logits + row.to(tl.int64) * stride + token, mask=place < count, other=0.0).to(
         tl.float32
     )
-    found = tl.where(total == 0, float("-inf"), logit - top - tl.log(total))
-    tl.store(logprobs + row.to(tl.int64) * count + place, found, mask=place < count)
+    logprob = tl.where(total == 0, float("-inf"), logit - top - tl.log(total))
+    tl.store(logprobs + row.to(tl.int64) * count + place, logprob, mask=place < count)
 
 
 def score(logits: Tensor, token_ids: Tensor) -> Tensor:

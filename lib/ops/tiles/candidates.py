@@ -67,7 +67,7 @@ def candidates(tokens: int, rows: int, columns: int, fp8: bool) -> list[Tile]:
     programs would be enough without; a number of parts, if its programs are too few though more are
     possible, or too many.
     """
-    found = []
+    tiles = []
     for tile in TILES[fp8]:
         height = tile[1]
         programs = cdiv(tokens, tile[1]) * cdiv(rows, tile[0])
@@ -77,10 +77,10 @@ def candidates(tokens: int, rows: int, columns: int, fp8: bool) -> list[Tile]:
             or cdiv(tokens, height) * cdiv(rows, 64) <= 264
         )
         if height <= max(16, power_of_two(tokens)) and is_spread:
-            found += [
+            tiles += [
                 Tile(*tile, parts=parts) for parts in _possible_parts(programs, columns, tile[2])
             ]
-    return found
+    return tiles
 
 
 def _possible_parts(programs: int, columns: int, across: int) -> Iterator[int]:

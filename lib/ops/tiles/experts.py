@@ -78,8 +78,12 @@ def expert_tile(
             return tile
     pairs = tokens * top_k
     if itemsize < 4 and device() is not None:
-        own = next(own for most, own in _BY_PAIRS[itemsize == 1] if pairs <= most * num_experts)
-        return Tile(*own, sort=True)
+        tile_sizes = next(
+            tile_sizes
+            for most, tile_sizes in _BY_PAIRS[itemsize == 1]
+            if pairs <= most * num_experts
+        )
+        return Tile(*tile_sizes, sort=True)
     each = cdiv(pairs, num_experts)
     sort = pairs > SCAN_PAIRS
     across = 128 // itemsize

@@ -28,9 +28,9 @@ def device() -> Device | None:
     measured, and which has the tiles of a rule."""
     if not torch.cuda.is_available():
         return MEASURED
-    found = torch.cuda.get_device_properties(0)
-    facts = _DEVICES.get(found.name)
+    properties = torch.cuda.get_device_properties(0)
+    facts = _DEVICES.get(properties.name)
     # Not a part of one
-    if facts is not None and facts.processors == found.multi_processor_count:
+    if facts is not None and facts.processors == properties.multi_processor_count:
         return facts
     return None

@@ -145,12 +145,12 @@ def _best(tokens: int, is_padded: bool, rows: int, columns: int, fp8: bool) -> T
 @functools.lru_cache(maxsize=4096)
 def _best_of_parts(tokens: int, rows: int, columns: int, fp8: bool, parts: int) -> Tile:
     """The best tile with this many parts."""
-    known = [
+    tiles = [
         *dict.fromkeys(
             attrs.evolve(tile, parts=parts) for tile in candidates(tokens, rows, columns, fp8)
         )
     ]
-    return known[int(model(fp8).costs(tokens, rows, columns, known, device() or MEASURED).argmin())]
+    return tiles[int(model(fp8).costs(tokens, rows, columns, tiles, device() or MEASURED).argmin())]
 
 
 def one_part_tile(tokens: int, rows: int, columns: int, fp8: bool) -> Tile:

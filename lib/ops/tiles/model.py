@@ -73,17 +73,17 @@ class Model:
             (int(i), 1 / (1e-3 + distances[i]))
             for i in np.argsort(distances, kind="stable")[:_NEAREST]
         ]
-        found = []
+        costs = []
         for choice in choices:
             if choice is None:
-                own = library_seconds(*shape, gpu, self.coefficients) * np.exp(
+                base = library_seconds(*shape, gpu, self.coefficients) * np.exp(
                     self._library_beyond(nearest)
                 )
-                found.append(own + library_copies(columns, self.fp8))
+                costs.append(base + library_copies(columns, self.fp8))
             else:
-                own = next(seconds) * np.exp(self._beyond(choice, nearest))
-                found.append(own + part_seconds(tokens, rows, choice.parts))
-        return np.array(found)
+                base = next(seconds) * np.exp(self._beyond(choice, nearest))
+                costs.append(base + part_seconds(tokens, rows, choice.parts))
+        return np.array(costs)
 
     def _beyond(self, tile: Tile, nearest: Sequence[tuple[int, float]]) -> float:
         """The logarithm of a tile's seconds over the formula's, estimated from the nearest measured
@@ -94,27 +94,27 @@ class Model:
         weights = 0.1 * nearest[0][1]
         total = 0.1 * nearest[0][1] * usual
         for place, weight in nearest:
-            seen = self.beyond[place].get(index, ())
+            measured = self.beyond[place].get(index, ())
             likeness = [
-                float(np.exp(-0.5 * ((one - parts) / _PARTS_SCALE) ** 2)) for one, _ in seen
+                float(np.exp(-0.5 * ((one - parts) / _PARTS_SCALE) ** 2)) for one, _ in measured
             ]
             most = max(likeness, default=0.0)
-            mean = sum(like * value for like, (_, value) in zip(likeness, seen, strict=True)) / max(
-                sum(likeness), 1e-9
-            )
+            mean = sum(
+                like * value for like, (_, value) in zip(likeness, measured, strict=True)
+            ) / max(sum(likeness), 1e-9)
             weights = weights + weight
             total = total + weight * (most * mean + (1 - most) * usual)
         return total / weights
 
     def _library_beyond(self, nearest: Sequence[tuple[int, float]]) -> float:
         """The same of torch's own product; infinite if it was measured for none of the nearest."""
-        seen = [
+        measured = [
             (weight, self.beyond[place][-1][0][1])
             for place, weight in nearest
             if -1 in self.beyond[place]
         ]
-        if seen:
-            return sum(w * value for w, value in seen) / sum(w for w, _ in seen)
+        if measured:
+            return sum(w * value for w, value in measured) / sum(w for w, _ in measured)
         return float("inf")
 
 
@@ -128,17 +128,17 @@ def record() -> dict[str, Any]:
 @functools.cache
 def model(fp8: bool) -> Model:
     """The model of `linear.json`."""
-    found = record()["models"]["fp8" if fp8 else "bf16"]
+    fitted = record()["models"]["fp8" if fp8 else "bf16"]
     places = []
     beyond = []
-    for shape, products in found["products"].items():
+    for shape, products in fitted["products"].items():
         for tokens, flat in products.items():
             entries: dict[int, list[tuple[float, float]]] = {}
             for index, parts, percent in zip(*(flat[i::3] for i in range(3)), strict=True):
                 entries.setdefault(index, []).append((float(np.log(parts)), percent / 100))
             places.append((int(tokens), *map(int, shape.split("x"))))
             beyond.append(entries)
-    usual = [percent / 100 for percent in found["usual"]]
+    usual = [percent / 100 for percent in fitted["usual"]]
     return Model(
-        fp8, Coefficients(**found["coefficients"]), usual, np.log(np.array(places, float)), beyond
+        fp8, Coefficients(**fitted["coefficients"]), usual, np.log(np.array(places, float)), beyond
     )

@@ -231,25 +231,27 @@ def _find_place(
     place = _find_axis(call, axis)
     size = place.mesh.sizes[axis]
     if not isinstance(x, Tensor):
-        seen = f"x is {kind_of(x)}"
+        problem = f"x is {kind_of(x)}"
         instead = "a tensor; for trees, torch.utils._pytree.tree_map"
     elif reduce_op not in REDUCTIONS:
-        seen = f"reduce_op={reduce_op!r}"
+        problem = f"reduce_op={reduce_op!r}"
         instead = f"one of {', '.join(map(repr, REDUCTIONS))}"
     elif not all(is_int(dim, -x.ndim, x.ndim - 1) for dim in dims):
-        seen = f"x {list(x.shape)}"
+        problem = f"x {list(x.shape)}"
         instead = "one of its dimensions"
     elif split is not None and x.shape[split] % size:
-        seen = f"x {list(x.shape)} for {size} ranks"
+        problem = f"x {list(x.shape)} for {size} ranks"
         instead = f"a dimension {split} that is a multiple of {size}"
     elif place.number >= 0 and x.requires_grad and torch.is_grad_enabled():
-        seen = "a tensor that requires grad, whose gradient does not come back from another rank"
+        problem = "a tensor that requires grad, whose gradient does not come back from another rank"
         raise DerivativeError(
-            call, seen, "torch.no_grad(); for gradients weft.shard, whose ranks are in one thread"
+            call,
+            problem,
+            "torch.no_grad(); for gradients weft.shard, whose ranks are in one thread",
         )
     else:
         return place
-    raise MeshError(call, seen, instead)
+    raise MeshError(call, problem, instead)
 
 
 class _Traced(torch.autograd.Function):
@@ -281,14 +283,14 @@ class _Traced(torch.autograd.Function):
 
 
 def _refuse_derivative(effect: str) -> NoReturn:
-    seen = (
+    problem = (
         "a derivative inside the function that weft.shard runs, which does not come back from the"
         " other ranks"
     )
     instead = (
         "torch.func.grad(weft.shard(f, ...)); or the collective after the derivative, on its result"
     )
-    raise DerivativeError(f"'{effect}'", seen, instead)
+    raise DerivativeError(f"'{effect}'", problem, instead)
 
 
 def _call(place: Place, x: Tensor, effect: Collective) -> Tensor:
@@ -311,9 +313,9 @@ def _call(place: Place, x: Tensor, effect: Collective) -> Tensor:
 
 @functools.lru_cache(1024)
 def _effect(text: str) -> Collective:
-    found = parse_effect(text)
-    assert isinstance(found, Collective), "only a collective is called"
-    return found
+    effect = parse_effect(text)
+    assert isinstance(effect, Collective), "only a collective is called"
+    return effect
 
 
 def effect_of(op: Any, args: Sequence[Any]) -> Collective | None:
@@ -324,8 +326,8 @@ def effect_of(op: Any, args: Sequence[Any]) -> Collective | None:
 
 
 def _perform(x: Tensor, member: int, effect: str) -> Tensor:
-    found: Member = find(member, f"'{effect}'")
-    return found.perform(_effect(effect), x)
+    resolved_member: Member = find(member, f"'{effect}'")
+    return resolved_member.perform(_effect(effect), x)
 
 
 def _like_first(x: Tensor, effect: str) -> Tensor:

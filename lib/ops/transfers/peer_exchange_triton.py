@@ -69,14 +69,14 @@ class Group:
         counts: [COUNTS] int64, this rank's own: exchanges and chunks so far. All inboxes are zeros
             before the first.
         abort: [1] int32: not 0 ends every wait.
-        own: this rank's place.
+        own_rank: this rank's place.
     """
 
     outs: Tensor
     ins: Tensor
     counts: Tensor
     abort: Tensor
-    own: int
+    own_rank: int
 
     @property
     def ranks(self) -> int:
@@ -346,7 +346,7 @@ def exchange(
         pieces.target_run or pieces.words,
     )
     kind = {
-        "OWN": group.own,
+        "OWN": group.own_rank,
         "RANKS": group.ranks,
         "SCATTER": pieces.source_run is not None,
         "SUM": dtype is not None,

@@ -47,15 +47,15 @@ def find(number: int, call: str) -> Any:
     Raises:
         ProgramError: it is gone; `call` names the operator's call.
     """
-    found = _REGISTERED.get(number)
-    if found is None:
+    endpoint = _REGISTERED.get(number)
+    if endpoint is None:
         raise ProgramError(call, "a transport that is closed", "make a new one")
-    return found
+    return endpoint
 
 
 def _find(number: int) -> End:
-    found: End = find(number, f"weft::send or weft::recv on end {number}")
-    return found
+    end: End = find(number, f"weft::send or weft::recv on end {number}")
+    return end
 
 
 def _send(tensors: Sequence[Tensor], end: int, peer: int, tag: int) -> None:

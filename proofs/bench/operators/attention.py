@@ -132,14 +132,15 @@ def time_case(
     rows = list[Row]()
     first = None
     for name in names:
-        own, plan, plan_us = BACKENDS[name], list[Any](), None
-        if own.plan is not None:
-            made = [_timed(own, case) for _ in range(2)][1]  # the first one compiles, or loads
-            plan = [made[0]]
-            plan_us = made[1]
+        backend, plan, plan_us = BACKENDS[name], list[Any](), None
+        if backend.plan is not None:
+            # The first one compiles, or loads
+            planned = [_timed(backend, case) for _ in range(2)][1]
+            plan = [planned[0]]
+            plan_us = planned[1]
 
-        def call(own: AttentionBackend = own, plan: list[Any] = plan) -> Tensor:
-            return own.attend(case.q, case.pages, *case.where, *plan)
+        def call(backend: AttentionBackend = backend, plan: list[Any] = plan) -> Tensor:
+            return backend.attend(case.q, case.pages, *case.where, *plan)
 
         out = call()
         first = out if first is None else first
@@ -155,10 +156,10 @@ def time_case(
     return [attrs.evolve(row, best=row.us == fastest) for row in rows]
 
 
-def _timed(own: AttentionBackend, case: Case) -> tuple[Any, float]:
-    assert own.plan is not None
+def _timed(backend: AttentionBackend, case: Case) -> tuple[Any, float]:
+    assert backend.plan is not None
     begun = time.perf_counter()
-    plan = own.plan(case.q, case.pages, *case.where)
+    plan = backend.plan(case.q, case.pages, *case.where)
     return plan, (time.perf_counter() - begun) * 1e6
 
 
@@ -181,9 +182,9 @@ def time_all(device: str, *, quick: bool) -> Iterator[Row]:
             case = make_case([(context - 1, 1) for context in contexts], heads, device)
             work = 512.0 * heads[1] * sum(contexts)
             yield from time_case(case, model, shape, work, names, device, decodes=True)
-        for shape, own in (TINY_STEPS if quick else STEPS).items():
-            pairs = sum(new * past + new * (new + 1) / 2 for past, new in own)
-            case = make_case(own, heads, device)
+        for shape, step in (TINY_STEPS if quick else STEPS).items():
+            pairs = sum(new * past + new * (new + 1) / 2 for past, new in step)
+            case = make_case(step, heads, device)
             yield from time_case(
                 case, model, shape, 512.0 * heads[0] * pairs, names, device, decodes=False
             )
@@ -192,20 +193,21 @@ def time_all(device: str, *, quick: bool) -> Iterator[Row]:
 def time_tiles(device: str, *, quick: bool) -> Iterator[Row]:
     """The rows of steps with each tile, as they come."""
     keys, warps, stages = launch._PROMPT_TILE
-    own = [(launch._PROMPT_ROWS, (min(keys, 64), warps, stages))]  # as heads of 128 have it
+    # As heads of 128 have it
+    default_tiles = [(launch._PROMPT_ROWS, (min(keys, 64), warps, stages))]
     back_end = "torch" if device == "cpu" else "triton"
     for model, heads in HEADS.items() if not quick else [("tiny", (4, 2))]:
         for shape, step in (TINY_STEPS if quick else STEPS).items():
             case = make_case(step, heads, device)
-            found = list[Row]()
+            tile_rows = list[Row]()
             work = 512.0 * heads[0] * sum(new * past + new * (new + 1) / 2 for past, new in step)
-            for rows, tile in own + [one for one in TILES if one not in own]:
+            for rows, tile in default_tiles + [one for one in TILES if one not in default_tiles]:
                 with prompt_tile(rows, tile):
                     name = f"{rows} x {tile[0]}, {tile[1]} warps, {tile[2]} stages"
                     (row,) = time_case(case, model, shape, work, [back_end], device, decodes=False)
-                found.append(attrs.evolve(row, backend=name, best=False))
-            fastest = min(row.us for row in found)
-            yield from (attrs.evolve(row, best=row.us == fastest) for row in found)
+                tile_rows.append(attrs.evolve(row, backend=name, best=False))
+            fastest = min(row.us for row in tile_rows)
+            yield from (attrs.evolve(row, best=row.us == fastest) for row in tile_rows)
 
 
 @contextmanager
@@ -245,17 +247,17 @@ def main() -> None:
     parser.add_argument("--out", type=Path)
     parser.add_argument("--quick", action="store_true", help="tiny shapes, to see that it runs")
     parser.add_argument("--tiles", action="store_true", help="prompts alone, with other tiles")
-    given = parser.parse_args()
+    args = parser.parse_args()
     device = "cuda" if torch.cuda.is_available() else "cpu"
     rows = []
-    timed = time_tiles if given.tiles else time_all
-    for row in timed(device, quick=given.quick or device == "cpu"):
+    timed = time_tiles if args.tiles else time_all
+    for row in timed(device, quick=args.quick or device == "cpu"):
         show(row)
         rows.append(attrs.asdict(row))
-    if given.out:
-        given.out.mkdir(parents=True, exist_ok=True)
+    if args.out:
+        args.out.mkdir(parents=True, exist_ok=True)
         report = {"environment": environment(device), "bandwidth": BANDWIDTH, "rows": rows}
-        (given.out / "attention.json").write_text(json.dumps(report, indent=1))
+        (args.out / "attention.json").write_text(json.dumps(report, indent=1))
 
 
 if __name__ == "__main__":

@@ -129,14 +129,14 @@ def main(argv: Sequence[str] | None = None) -> None:
     )
     parser.add_argument("--ranks", type=int, default=2, help="a GPU for each (2)")
     parser.add_argument("--out", type=Path, help="a folder for the record")
-    given = parser.parse_args(argv)
+    args = parser.parse_args(argv)
     rows = list[Row]()
     print(
         f"{'way':14}{'collective':>22}{'a rank brings':>16}{'graph us':>10}{'eager us':>10} "
         " bfloat16"
     )
     for way in WAYS:
-        for row in launch(measure, given.ranks, way, 60.0)[0]:
+        for row in launch(measure, args.ranks, way, 60.0)[0]:
             rows.append(row)
             if row.equal:
                 ok = "the bits of the definition"
@@ -144,11 +144,11 @@ def main(argv: Sequence[str] | None = None) -> None:
                 ok = "other bits"
             figures = f"{row.graph_us:10.1f}{row.eager_us:10.1f}  {ok}"
             print(f"{row.way:14}{row.collective:>22}{list(row.shape)!s:>16}{figures}", flush=True)
-    if given.out is not None:
-        given.out.mkdir(parents=True, exist_ok=True)
-        record = {"ranks": given.ranks, "rows": [attrs.asdict(row) for row in rows]}
+    if args.out is not None:
+        args.out.mkdir(parents=True, exist_ok=True)
+        record = {"ranks": args.ranks, "rows": [attrs.asdict(row) for row in rows]}
         record["environment"] = environment("cuda")
-        (given.out / "collectives.json").write_text(json.dumps(record, indent=1) + "\n")
+        (args.out / "collectives.json").write_text(json.dumps(record, indent=1) + "\n")
 
 
 if __name__ == "__main__":

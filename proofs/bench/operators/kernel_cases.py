@@ -150,11 +150,11 @@ def linear_case(make: Maker, name: str, tokens: int, rows: int, columns: int, ki
             lambda: F.linear(x.double(), plain[0].double()),
         )
     weights = [make.fp8(rows, columns) for _ in range(copies)]
-    made = fp8.Quantized(*fp8.reference_quantize(x))
-    given = made if kind == "quantized" else x
-    calls = [partial(linear.fp8_linear, given, *w, dtype=make.dtype) for w in weights]
-    args = made.values, made.scales, *weights[0], None, torch.float32
-    moved = nbytes(made.values, made.scales, *weights[0]) + out_bytes
+    quantized = fp8.Quantized(*fp8.reference_quantize(x))
+    activations = quantized if kind == "quantized" else x
+    calls = [partial(linear.fp8_linear, activations, *w, dtype=make.dtype) for w in weights]
+    args = quantized.values, quantized.scales, *weights[0], None, torch.float32
+    moved = nbytes(quantized.values, quantized.scales, *weights[0]) + out_bytes
     if kind == "quantized":
         name = "fp8_linear"
     else:
@@ -167,18 +167,18 @@ def rotary_case(make: Maker, sizes: Sizes, tokens: int) -> Case:
     `fp8_linear` makes."""
     x = make.randn(tokens, sizes.hidden)
     if sizes.num_experts:
-        made = linear.fp8_linear(x, *make.fp8(sizes.qkv, sizes.hidden), dtype=make.dtype)
+        qkv = linear.fp8_linear(x, *make.fp8(sizes.qkv, sizes.hidden), dtype=make.dtype)
     else:
-        made = linear.linear(x, make.randn(sizes.qkv, sizes.hidden))
+        qkv = linear.linear(x, make.randn(sizes.qkv, sizes.hidden))
     pages = make.randn(2, -(-tokens // 16) + 1, 16, sizes.kv_heads, sizes.dim)
     tables = make.randn(tokens, sizes.dim // 2), make.randn(tokens, sizes.dim // 2)
     slots = torch.randperm(tokens + 16, device=make.device)[:tokens]
     keys = sizes.heads * sizes.dim
     rest = sizes.heads, (keys, keys + sizes.kv_heads * sizes.dim)
-    args = (made, make.randn(sizes.dim), make.randn(sizes.dim), 1e-6, *tables, slots)
-    moved = nbytes(made, *tables) + tokens * sizes.qkv * 2
+    args = (qkv, make.randn(sizes.dim), make.randn(sizes.dim), 1e-6, *tables, slots)
+    moved = nbytes(qkv, *tables) + tokens * sizes.qkv * 2
     shape = (
-        f"{made.shape[0] if made.dim() == 3 else 1} parts {sizes.heads}/{sizes.kv_heads} heads of"
+        f"{qkv.shape[0] if qkv.dim() == 3 else 1} parts {sizes.heads}/{sizes.kv_heads} heads of"
         f" {sizes.dim}"
     )
     other = pages.clone()
@@ -238,10 +238,10 @@ def experts_case(make: Maker, sizes: Sizes, tokens: int) -> Case:
     )
 
 
-def relative_error(found: Any, expected: Any) -> float:
+def relative_error(result: Any, expected: Any) -> float:
     """The greatest ||found - expected|| / ||expected|| over the tensors of two results, after
     adding up parts."""
-    pairs = zip(*((x,) if isinstance(x, Tensor) else x for x in (found, expected)), strict=True)
+    pairs = zip(*((x,) if isinstance(x, Tensor) else x for x in (result, expected)), strict=True)
     errors = []
     for one, other in pairs:
         one, other = (

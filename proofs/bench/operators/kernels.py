@@ -87,23 +87,23 @@ def main() -> None:
     parser.add_argument("--out", type=Path)
     parser.add_argument("--quick", action="store_true", help="tiny sizes, to see that it runs")
     parser.add_argument("--tokens", type=int, nargs="*", default=TOKENS)
-    given = parser.parse_args()
+    args = parser.parse_args()
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    quick = given.quick or device == "cpu"
+    quick = args.quick or device == "cpu"
     torch.backends.cuda.matmul.allow_tf32 = False
     if quick:
         sizes = (TINY_EXPERTS, TINY)
     else:
         sizes = (QWEN3_30B_A3B, QWEN3_0_6B)
-    rows = time_layers(sizes, given.tokens, device)
-    if given.out:
-        given.out.mkdir(parents=True, exist_ok=True)
+    rows = time_layers(sizes, args.tokens, device)
+    if args.out:
+        args.out.mkdir(parents=True, exist_ok=True)
         report = {
             "environment": environment(device),
             "bandwidth": BANDWIDTH,
             "rows": [attrs.asdict(r) for r in rows],
         }
-        (given.out / "kernels.json").write_text(json.dumps(report, indent=1))
+        (args.out / "kernels.json").write_text(json.dumps(report, indent=1))
     show(rows)
 
 

@@ -51,14 +51,14 @@ def time_draws(draw: Callable[[], Tensor], device: str) -> float:
     """Microseconds per draw in a graph of `DRAWS` draws, the least of several replays."""
     graph = graphify(lambda: [draw() for _ in range(DRAWS)][-1])
     graph()
-    found = []
+    times = []
     for _ in range(5):
         start = time.perf_counter()
         graph()
         if device == "cuda":
             torch.cuda.synchronize()
-        found.append(1e6 * (time.perf_counter() - start) / DRAWS)
-    return min(found)
+        times.append(1e6 * (time.perf_counter() - start) / DRAWS)
+    return min(times)
 
 
 def time_case(name: str, count: int, vocab: int, device: str) -> dict[str, Any]:
@@ -84,13 +84,13 @@ def main() -> None:
     parser.add_argument(
         "--quick", action="store_true", help="a small vocabulary and batch, to see that it runs"
     )
-    given = parser.parse_args()
+    args = parser.parse_args()
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    vocab, counts = (64, (2,)) if given.quick or device == "cpu" else (151936, NUM_REQS)
+    vocab, counts = (64, (2,)) if args.quick or device == "cpu" else (151936, NUM_REQS)
     rows = [time_case(name, count, vocab, device) for count in counts for name in ASKED]
-    given.out.mkdir(parents=True, exist_ok=True)
+    args.out.mkdir(parents=True, exist_ok=True)
     report = {"environment": environment(device), "vocab_size": vocab, "rows": rows}
-    (given.out / "sampling.json").write_text(json.dumps(report, indent=1))
+    (args.out / "sampling.json").write_text(json.dumps(report, indent=1))
     show(rows)
 
 

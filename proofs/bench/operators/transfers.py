@@ -94,13 +94,13 @@ def main(argv: Sequence[str] | None = None) -> None:
     )
     parser.add_argument("--backends", nargs="+", choices=("nccl", "peer"), default=("nccl", "peer"))
     parser.add_argument("--out", type=Path, help="a folder for the record")
-    given = parser.parse_args(argv)
+    args = parser.parse_args(argv)
     rows = []
     print(
         f"{'back end':10}{'graph us':>10}{'eager us':>10}{'floor us':>10}  [64, 2048] bfloat16,"
         " there and back"
     )
-    for backend in given.backends:
+    for backend in args.backends:
         row = launch(measure, 2, backend, 60.0)[0]
         rows.append(row)
         ok = "as sent" if row.equal else "NOT as sent"
@@ -108,10 +108,10 @@ def main(argv: Sequence[str] | None = None) -> None:
             f"{row.backend:10}{row.graph_us:10.1f}{row.eager_us:10.1f}{row.floor_us:10.2f}  {ok}",
             flush=True,
         )
-    if given.out is not None:
-        given.out.mkdir(parents=True, exist_ok=True)
+    if args.out is not None:
+        args.out.mkdir(parents=True, exist_ok=True)
         record = {"rows": [attrs.asdict(row) for row in rows], "environment": environment("cuda")}
-        (given.out / "transfers.json").write_text(json.dumps(record, indent=1) + "\n")
+        (args.out / "transfers.json").write_text(json.dumps(record, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -37,19 +37,19 @@ def measure(rounds: int) -> Mapping[str, float]:
     for _ in range(rounds):
         for name, code in _CASES.items():
             times[name].append(seconds(code))
-    return {name: statistics.median(found) for name, found in times.items()}
+    return {name: statistics.median(samples) for name, samples in times.items()}
 
 
-def report(found: Mapping[str, float]) -> str:
+def report(medians: Mapping[str, float]) -> str:
     """One line per case, with its ratio to `import torch`.
 
     >>> print(report({"import torch": 2.0, "import weft": 0.5}))
     import torch                2.000 s  1.00 x
     import weft                 0.500 s  0.25 x
     """
-    torch = found["import torch"]
+    torch = medians["import torch"]
     return "\n".join(
-        f"{name:<26} {time:6.3f} s  {time / torch:.2f} x" for name, time in found.items()
+        f"{name:<26} {time:6.3f} s  {time / torch:.2f} x" for name, time in medians.items()
     )
 
 

@@ -74,17 +74,17 @@ def main() -> None:
     parser.add_argument(
         "--quick", action="store_true", help="a tiny model and ladder, to see that it runs"
     )
-    given = parser.parse_args()
+    args = parser.parse_args()
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    quick = given.quick or device == "cpu"
+    quick = args.quick or device == "cpu"
     model = random_model(TINY if quick else QWEN3_0_6B, device)
     limits = Limits(2, 4) if quick else Limits(128, 256)
     runs = [
         {"run": which, **capture_ladder(model, limits, device)} for which in ("first", "second")
     ]
-    given.out.mkdir(parents=True, exist_ok=True)
+    args.out.mkdir(parents=True, exist_ok=True)
     report = {"environment": environment(device), "runs": runs}
-    (given.out / "ladder_capture.json").write_text(json.dumps(report, indent=1))
+    (args.out / "ladder_capture.json").write_text(json.dumps(report, indent=1))
     columns = f"{'compiled':>9}{'captured':>9}{'GiB':>8}{'estimated':>10}{'in seconds':>11}"
     print(f"{'run':<8}{'graphs':>7}{'in pieces':>10}{columns}")
     for run in runs:

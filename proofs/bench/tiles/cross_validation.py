@@ -34,15 +34,15 @@ def split(shapes: Sequence[Shape], folds: int) -> list[list[Shape]]:
     >>> [len(fold) for fold in split([(n, 64) for n in range(7)], 3)]
     [3, 2, 2]
     """
-    found = sorted(set(shapes))
-    random.Random(0).shuffle(found)
-    return [sorted(found[i::folds]) for i in range(folds)]
+    unique_shapes = sorted(set(shapes))
+    random.Random(0).shuffle(unique_shapes)
+    return [sorted(unique_shapes[i::folds]) for i in range(folds)]
 
 
 def chosen(model: Model, case: Case) -> Choice:
     """The model's choice among what was timed."""
-    known = [choice for choice in case.costs if is_known(choice, model.fp8)]
-    return known[int(model.costs(*case.shape, known, MEASURED).argmin())]
+    candidates = [choice for choice in case.costs if is_known(choice, model.fp8)]
+    return candidates[int(model.costs(*case.shape, candidates, MEASURED).argmin())]
 
 
 def validate(
@@ -51,9 +51,9 @@ def validate(
     """For each fold its shapes, the coefficients fitted without them, and a row for each of its
     products."""
     for fold in folds:
-        others = [case for case in cases if case.shape[1:] not in fold]
+        training = [case for case in cases if case.shape[1:] not in fold]
         rounded = {
-            name: float(f"{value:.4g}") for name, value in attrs.asdict(fit(others, fp8)).items()
+            name: float(f"{value:.4g}") for name, value in attrs.asdict(fit(training, fp8)).items()
         }
         yield {
             "shapes": fold,
@@ -90,32 +90,32 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("record", type=Path)
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--folds", type=int, default=6)
-    given = parser.parse_args(argv)
-    cases, facts = merged([given.record])
-    folds = split([case.shape[1:] for case in cases[False]], given.folds)
+    args = parser.parse_args(argv)
+    cases, facts = merged([args.record])
+    folds = split([case.shape[1:] for case in cases[False]], args.folds)
     environment = {name: facts["environment"][name] for name in ("gpu", "torch", "cuda", "time")}
     fields = ["tokens", "rows", "columns", "chosen_us", "best_us", "chosen", "best"]
     written = {
-        "search": given.record.name,
+        "search": args.record.name,
         "environment": environment,
         "fields": fields,
         "models": {},
     }
     for name, fp8 in (("bf16", False), ("fp8", True)):
-        found = list(validate(cases[fp8], folds, fp8))
-        losses = [row[3] / row[4] - 1 for fold in found for row in fold["products"]]
+        model_folds = list(validate(cases[fp8], folds, fp8))
+        losses = [row[3] / row[4] - 1 for fold in model_folds for row in fold["products"]]
         print(
             name,
             figures(losses),
             {f"over {most:.0%}": sum(x > most for x in losses) for most in (0.05, 0.15)},
         )
-        written["models"][name] = found
-    given.out.write_text(format_json(written), encoding="utf-8")
+        written["models"][name] = model_folds
+    args.out.write_text(format_json(written), encoding="utf-8")
 
 
 def format_json(written: dict[str, Any]) -> str:
     """JSON with a line for each product."""
-    folds = [fold for found in written["models"].values() for fold in found]
+    folds = [fold for model_folds in written["models"].values() for fold in model_folds]
     lines = {json.dumps(f"@{i}"): fold["products"] for i, fold in enumerate(folds)}
     for mark, fold in zip(lines, folds, strict=True):
         fold["products"] = json.loads(mark)

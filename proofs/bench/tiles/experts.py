@@ -109,17 +109,19 @@ def expert_candidates(tokens: int, top_k: int, num_experts: int, fp8: bool) -> I
 
 def products(counts: tuple[int, ...]) -> list[ExpertProduct]:
     """All products, in the order in which they are timed."""
-    found = []
+    all_products = []
     for count in counts:
         for one in SETS:
             rest = one.num_experts, one.top_k
             for in_fp8 in (True, False):
-                found.append(
+                all_products.append(
                     ExpertProduct("gate_up", count, 2 * one.inner, one.hidden, *rest, in_fp8)
                 )
                 for kind in ("down", "down_plain") if in_fp8 else ("down_plain",):
-                    found.append(ExpertProduct(kind, count, one.hidden, one.inner, *rest, in_fp8))
-    return found
+                    all_products.append(
+                        ExpertProduct(kind, count, one.hidden, one.inner, *rest, in_fp8)
+                    )
+    return all_products
 
 
 def choices(product: ExpertProduct) -> list[Tile]:
@@ -153,7 +155,7 @@ def compile_kind(kind: ExpertKind) -> tuple[ExpertKind, str]:
         product.num_experts, product.rows // 128, product.columns // 128, device="cuda"
     )
     try:
-        _call(product, kind.tile, _given(product), weight, scale if product.fp8 else None)()
+        _call(product, kind.tile, _draw_inputs(product), weight, scale if product.fp8 else None)()
         torch.cuda.synchronize()
     except Exception as error:  # whatever a compiler raises; the kernel is then not timed
         return kind, f"{type(error).__name__}: {error}"
@@ -168,15 +170,15 @@ class ExpertTimer:
         self._graphs = Graphs()
         self._arenas = {False: drawn(torch.bfloat16), True: drawn(torch.float8_e4m3fn)}
         self._scales = torch.rand(2**22, device="cuda") / 1000
-        self._made: tuple[ExpertProduct, list[Any]] | None = None
+        self._inputs: tuple[ExpertProduct, list[Any]] | None = None
 
     def start(self, product: ExpertProduct, choice: Tile) -> Callable[[], float] | None:
         """As of `LinearTimer`."""
         if self._compiled.get(kind_of(product, choice), "not reached"):
             return None
-        if self._made is None or self._made[0] != product:
-            self._made = product, self._make(product)
-        calls = [_call(product, choice, *given) for given in self._made[1]]
+        if self._inputs is None or self._inputs[0] != product:
+            self._inputs = product, self._make(product)
+        calls = [_call(product, choice, *args) for args in self._inputs[1]]
         calls[0]()
         return self._graphs.capture(calls)
 
@@ -207,10 +209,10 @@ class ExpertTimer:
         scales = self._scales[: product.num_experts * blocks[0] * blocks[1]].view(
             product.num_experts, *blocks
         )
-        given = [_given(product) for _ in range(_ROUTES)]
+        inputs = [_draw_inputs(product) for _ in range(_ROUTES)]
         return [
             (
-                given[i % _ROUTES],
+                inputs[i % _ROUTES],
                 arena[i % there * size :][:size].view(shape),
                 scales if product.fp8 else None,
             )
@@ -227,7 +229,7 @@ def _routed(tokens: int, num_experts: int, top_k: int) -> tuple[Tensor, Tensor]:
 
 
 @attrs.frozen(eq=False)
-class _Given:
+class _Inputs:
     """Activations, plain and quantised, and the weights and experts of the tokens."""
 
     x: Tensor
@@ -237,34 +239,34 @@ class _Given:
     experts: Tensor
 
 
-def _given(product: ExpertProduct) -> _Given:
+def _draw_inputs(product: ExpertProduct) -> _Inputs:
     count = product.tokens * (product.top_k if product.is_down else 1)
     x = torch.randn(count, product.columns, device="cuda", dtype=torch.bfloat16)
     values, scales = fp8.reference_quantize(x) if product.fp8 else (x, None)
-    return _Given(x, values, scales, *_routed(product.tokens, product.num_experts, product.top_k))
+    return _Inputs(x, values, scales, *_routed(product.tokens, product.num_experts, product.top_k))
 
 
 def _call(
-    product: ExpertProduct, tile: Tile, given: _Given, weight: Tensor, scale: Tensor | None
+    product: ExpertProduct, tile: Tile, inputs: _Inputs, weight: Tensor, scale: Tensor | None
 ) -> Callable[[], Any]:
     from weft.ops.experts.products_triton import launch_down, launch_gate_up
     from weft.ops.experts.routing_triton import align
     from weft.ops.norm_triton import quantize
 
     if tile.sort:
-        aligned = align(given.experts, product.num_experts, tile.tokens)
+        aligned = align(inputs.experts, product.num_experts, tile.tokens)
     else:
         aligned = None
     if not product.is_down:
-        rest = weight, scale, given.experts, aligned, torch.bfloat16, tile
-        return partial(launch_gate_up, given.values, given.scales, *rest)
-    out = given.x.new_empty(product.top_k, product.tokens, product.rows)
+        rest = weight, scale, inputs.experts, aligned, torch.bfloat16, tile
+        return partial(launch_gate_up, inputs.values, inputs.scales, *rest)
+    out = inputs.x.new_empty(product.top_k, product.tokens, product.rows)
 
     def down(values: Tensor, scales: Tensor | None) -> None:
-        launch_down(values, scales, weight, scale, given.by, given.experts, aligned, out, tile)
+        launch_down(values, scales, weight, scale, inputs.by, inputs.experts, aligned, out, tile)
 
     if product.kind == "down" or not product.fp8:
-        return partial(down, given.values, given.scales)
+        return partial(down, inputs.values, inputs.scales)
     if tile.tokens < 64:
-        return partial(down, given.x, None)
-    return lambda: down(*quantize(given.x))
+        return partial(down, inputs.x, None)
+    return lambda: down(*quantize(inputs.x))

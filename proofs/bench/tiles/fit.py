@@ -61,13 +61,13 @@ def merged(paths: Sequence[Path]) -> tuple[dict[bool, list[Case]], dict[str, Any
     """The cases of all records by whether in FP8, and what the first record says of its machine."""
     seconds = dict[Product, dict[Choice, list[float]]]()
     records = [read(path) for path in paths]
-    for measured in (one for found, _ in records for one in found):
+    for measured in (one for measurements, _ in records for one in measurements):
         assert isinstance(measured.product, Product)
-        own = seconds.setdefault(measured.product, {})
+        product_seconds = seconds.setdefault(measured.product, {})
         for choice, value in measured.seconds.items():
             if isinstance(choice, Tile) or choice in _LIBRARIES:
                 values = [value, measured.again.get(choice, value)]
-                own.setdefault(choice if isinstance(choice, Tile) else None, []).append(
+                product_seconds.setdefault(choice if isinstance(choice, Tile) else None, []).append(
                     sum(values) / 2
                 )
     cases: dict[bool, list[Case]] = {False: [], True: []}
@@ -100,17 +100,17 @@ def is_known(choice: Choice, fp8: bool) -> bool:
 def fit(cases: Sequence[Case], fp8: bool, gpu: Device = MEASURED) -> Coefficients:
     """The coefficients with the least squares of errors of the logarithm of seconds, large errors
     in proportion."""
-    given = []
+    samples = []
     for case in cases:
         tiles = [choice for choice in case.seconds if choice is not None and is_known(choice, fp8)]
         good = [tile for tile in tiles if case.seconds[tile] <= _GOOD * min(case.costs.values())]
         if good:
-            given.append((case.shape, good, np.log([case.seconds[tile] for tile in good])))
+            samples.append((case.shape, good, np.log([case.seconds[tile] for tile in good])))
 
     def errors(x: Array) -> Array:
         by = Coefficients(*np.exp(x))
         return np.concatenate(
-            [np.log(formula_seconds(*shape, fp8, ts, gpu, by)) - y for shape, ts, y in given]
+            [np.log(formula_seconds(*shape, fp8, ts, gpu, by)) - y for shape, ts, y in samples]
         )
 
     start = np.log(attrs.astuple(_START))
@@ -122,25 +122,25 @@ def _least_squares(errors: Any, start: Array) -> Array:
     tell."""
     x = start
     damping = 1e-2
-    found = errors(start)
-    pull = np.full(len(x), 1e-5 * len(found))
+    residuals = errors(start)
+    pull = np.full(len(x), 1e-5 * len(residuals))
 
-    def loss(own: Array, at: Array, weights: Array) -> float:
-        return float((weights * own**2).sum() + (pull * (at - start) ** 2).sum())
+    def loss(residuals: Array, at: Array, weights: Array) -> float:
+        return float((weights * residuals**2).sum() + (pull * (at - start) ** 2).sum())
 
     for _ in range(40):
         jacobian = np.stack(
-            [(errors(x + 1e-4 * unit) - found) / 1e-4 for unit in np.eye(len(x))], 1
+            [(errors(x + 1e-4 * unit) - residuals) / 1e-4 for unit in np.eye(len(x))], 1
         )
-        weights = np.minimum(1, _STABLE / np.maximum(np.abs(found), 1e-9))
+        weights = np.minimum(1, _STABLE / np.maximum(np.abs(residuals), 1e-9))
         normal = jacobian.T @ (jacobian * weights[:, None]) + np.diag(pull)
-        gradient = jacobian.T @ (found * weights) + pull * (x - start)
+        gradient = jacobian.T @ (residuals * weights) + pull * (x - start)
         while damping < 1e6:
             step = np.clip(
                 np.linalg.solve(normal + damping * np.diag(np.diag(normal)), -gradient), -0.4, 0.4
             )
             other = errors(x + step)
-            if loss(other, x + step, weights) < loss(found, x, weights):
+            if loss(other, x + step, weights) < loss(residuals, x, weights):
                 break
             damping *= 4
         else:
@@ -148,7 +148,7 @@ def _least_squares(errors: Any, start: Array) -> Array:
         if np.abs(step).max() < 1e-4:
             return np.asarray(x + step)
         x = x + step
-        found = other
+        residuals = other
         damping = max(damping / 3, 1e-6)
     return x
 
@@ -179,37 +179,39 @@ def make_model(cases: Sequence[Case], by: Coefficients, fp8: bool, gpu: Device =
 def _beyond(case: Case, by: Coefficients, fp8: bool, gpu: Device) -> dict[Choice, float]:
     """What each choice that the model knows took beyond the formula."""
     tiles = [choice for choice in case.seconds if choice is not None and is_known(choice, fp8)]
-    found: dict[Choice, float] = {}
+    excess: dict[Choice, float] = {}
     if tiles:
-        own = formula_seconds(*case.shape, fp8, tiles, gpu, by)
-        found |= {
+        predicted = formula_seconds(*case.shape, fp8, tiles, gpu, by)
+        excess |= {
             tile: float(np.log(case.seconds[tile] / value))
-            for tile, value in zip(tiles, own, strict=True)
+            for tile, value in zip(tiles, predicted, strict=True)
         }
     if None in case.seconds:
-        found[None] = float(np.log(case.seconds[None] / library_seconds(*case.shape, fp8, gpu, by)))
-    return found
+        excess[None] = float(
+            np.log(case.seconds[None] / library_seconds(*case.shape, fp8, gpu, by))
+        )
+    return excess
 
 
 def losses(model: Model, cases: Sequence[Case], gpu: Device = MEASURED) -> list[float]:
     """How much longer the model's choice takes than the best of all that was timed, by case."""
-    found = []
+    relative_losses = []
     for case in cases:
-        known = [choice for choice in case.costs if is_known(choice, model.fp8)]
-        chosen = known[int(model.costs(*case.shape, known, gpu).argmin())]
-        found.append(case.costs[chosen] / min(case.costs.values()) - 1)
-    return found
+        candidates = [choice for choice in case.costs if is_known(choice, model.fp8)]
+        chosen = candidates[int(model.costs(*case.shape, candidates, gpu).argmin())]
+        relative_losses.append(case.costs[chosen] / min(case.costs.values()) - 1)
+    return relative_losses
 
 
 def losses_without(cases: Sequence[Case], by: Coefficients, fp8: bool) -> list[float]:
     """The losses of each shape by a model that has all others."""
-    found = []
+    relative_losses = []
     for shape in dict.fromkeys(case.shape[1:] for case in cases):
-        others = [case for case in cases if case.shape[1:] != shape]
-        found += losses(
-            make_model(others, by, fp8), [case for case in cases if case.shape[1:] == shape]
+        training = [case for case in cases if case.shape[1:] != shape]
+        relative_losses += losses(
+            make_model(training, by, fp8), [case for case in cases if case.shape[1:] == shape]
         )
-    return found
+    return relative_losses
 
 
 def figures(values: Sequence[float]) -> dict[str, float]:
@@ -230,8 +232,8 @@ def as_json(model: Model) -> dict[str, Any]:
     for place, entries in zip(np.rint(np.exp(model.places)).astype(int), model.beyond, strict=True):
         flat = [
             number
-            for index, seen in entries.items()
-            for log_parts, more in seen
+            for index, corrections in entries.items()
+            for log_parts, more in corrections
             for number in (index, round(np.exp(log_parts)), round(100 * more))
         ]
         products.setdefault(f"{place[1]}x{place[2]}", {})[str(place[0])] = flat
@@ -247,14 +249,14 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("records", nargs="+", type=Path)
     parser.add_argument("--write", action="store_true", help="write linear.json")
-    given = parser.parse_args(argv)
-    cases, facts = merged(given.records)
-    held = {*shapes(HELD_OUT)} - {*shapes(TRAINING)}
+    args = parser.parse_args(argv)
+    cases, facts = merged(args.records)
+    validation_shapes = {*shapes(HELD_OUT)} - {*shapes(TRAINING)}
     environment = {name: facts["environment"][name] for name in ("gpu", "torch", "cuda", "time")}
     written: dict[str, Any] = {"environment": environment, "models": {}, "losses": {}}
     for name, fp8 in (("bf16", False), ("fp8", True)):
-        training = [case for case in cases[fp8] if case.shape[1:] not in held]
-        apart = [case for case in cases[fp8] if case.shape[1:] in held]
+        training = [case for case in cases[fp8] if case.shape[1:] not in validation_shapes]
+        apart = [case for case in cases[fp8] if case.shape[1:] in validation_shapes]
         first = make_model(training, fit(training, fp8), fp8)
         by = fit(cases[fp8], fp8)
         final = make_model(cases[fp8], by, fp8)
@@ -266,7 +268,7 @@ def main(argv: Sequence[str] | None = None) -> None:
                 if c
             ]
         )
-        own = {
+        summary = {
             "formula error": {
                 "median": _percent(100 * np.median(errors)),
                 "p90": _percent(100 * np.percentile(errors, 90)),
@@ -277,25 +279,25 @@ def main(argv: Sequence[str] | None = None) -> None:
             | figures(losses_without(cases[fp8], by, fp8)),
             "measured": figures(losses(final, cases[fp8])),
         }
-        written["models"][name], written["losses"][name] = as_json(final), own
+        written["models"][name], written["losses"][name] = as_json(final), summary
         print(name, final.coefficients)
-        for what, values in own.items():
+        for what, values in summary.items():
             print(f"  {what}: {values}")
-    if given.write:
+    if args.write:
         MODEL.write_text(format_json(written), encoding="utf-8")
 
 
 def format_json(written: dict[str, Any]) -> str:
     """JSON with a line for each measured shape."""
     text = json.dumps(written, indent=1)
-    for found in written["models"].values():
-        for shape, products in found["products"].items():
+    for model in written["models"].values():
+        for shape, products in model["products"].items():
             text = text.replace(
                 _indented(shape, products),
                 f'"{shape}": {json.dumps(products, separators=(",", ":"))}',
             )
         text = text.replace(
-            json.dumps(found["usual"], indent=1).replace("\n", "\n   "), json.dumps(found["usual"])
+            json.dumps(model["usual"], indent=1).replace("\n", "\n   "), json.dumps(model["usual"])
         )
     return text + "\n"
 

@@ -46,14 +46,14 @@ def ways(tokens: int, rows: int, columns: int) -> dict[str, Callable[[], Any]]:
     """The calls by name."""
     weight = torch.randn(rows, columns, device="cuda", dtype=torch.bfloat16) / columns**0.5
     x = torch.randn(tokens, columns, device="cuda", dtype=torch.bfloat16)
-    found: dict[str, Callable[[], Any]] = {
+    calls: dict[str, Callable[[], Any]] = {
         "many": lambda: swiglu_many(x, weight, None, GATED_MANY),
         "torch": lambda: silu_mul(torch.nn.functional.linear(x, weight), x.dtype),
     }
     if tokens <= _ONE_PART:
         tile = one_part_tile(tokens, rows, columns, fp8=False)
-        found["tile"] = lambda: run_tile(x, None, weight, None, None, x.dtype, tile, gate=True)
-    return found
+        calls["tile"] = lambda: run_tile(x, None, weight, None, None, x.dtype, tile, gate=True)
+    return calls
 
 
 def measure(sustained: bool) -> Iterator[dict[str, Any]]:
@@ -64,15 +64,15 @@ def measure(sustained: bool) -> Iterator[dict[str, Any]]:
     for rows, columns, tokens in tqdm(places, unit="product", disable=None):
         calls = ways(tokens, rows, columns)
         if sustained:
-            seen = {name: list[float]() for name in calls}
+            samples = {name: list[float]() for name in calls}
             for name in (*calls, *reversed(calls)):
                 times = int(_SECONDS / run_seconds(calls[name], 5)) + 1
                 run_seconds(calls[name], times)
-                seen[name].append(run_seconds(calls[name], times))
-            found = {name: statistics.mean(values) for name, values in seen.items()}
+                samples[name].append(run_seconds(calls[name], times))
+            timings = {name: statistics.mean(values) for name, values in samples.items()}
         else:
-            found = {name: graph_seconds([call], "cuda") for name, call in calls.items()}
-        us = {name: round(1e6 * seconds, 2) for name, seconds in found.items()}
+            timings = {name: graph_seconds([call], "cuda") for name, call in calls.items()}
+        us = {name: round(1e6 * seconds, 2) for name, seconds in timings.items()}
         yield {"rows": rows, "columns": columns, "tokens": tokens, "us": us}
 
 
@@ -87,17 +87,17 @@ def main(argv: Sequence[str] | None = None) -> None:
         "--sustained", action="store_true", help="8,192 tokens alone, under the power cap"
     )
     parser.add_argument("--out", type=Path, help="a folder for the record")
-    given = parser.parse_args(argv)
+    args = parser.parse_args(argv)
     if not torch.cuda.is_available():
         parser.error("there is no GPU, and nothing to time")
     rows = list[dict[str, Any]]()
-    for row in measure(given.sustained):
+    for row in measure(args.sustained):
         rows.append(row)
         print(f"{row['rows']}x{row['columns']}, {row['tokens']} tokens: {row['us']}", flush=True)
-    if given.out is not None:
-        given.out.mkdir(parents=True, exist_ok=True)
-        record = {"sustained": given.sustained, "rows": rows, "environment": environment("cuda")}
-        (given.out / "gates.json").write_text(json.dumps(record, indent=1) + "\n")
+    if args.out is not None:
+        args.out.mkdir(parents=True, exist_ok=True)
+        record = {"sustained": args.sustained, "rows": rows, "environment": environment("cuda")}
+        (args.out / "gates.json").write_text(json.dumps(record, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -24,17 +24,17 @@ def compile_all(
         What the function returned for each kind that was reached.
     """
     until = time.time() + limit
-    found = dict[K, V]()
+    results = dict[K, V]()
     kinds = list(kinds)
     with multiprocessing.get_context("spawn").Pool(PROCESSES) as pool:
-        made = pool.imap_unordered(compile_kind, kinds)
+        pending = pool.imap_unordered(compile_kind, kinds)
         for _ in kinds:
             try:
-                kind, compiled = made.next(max(until - time.time(), 0.1))
+                kind, compiled = pending.next(max(until - time.time(), 0.1))
             except multiprocessing.TimeoutError:
                 break
-            found[kind] = compiled
-    return found
+            results[kind] = compiled
+    return results
 
 
 def device_facts() -> Iterator[tuple[str, Any]]:

@@ -74,16 +74,16 @@ class Measured:
 def products() -> list[Product]:
     """All products, in the order in which they are timed."""
     training = shapes(TRAINING)
-    held = [shape for shape in shapes(HELD_OUT) if shape not in training]
-    found = [
+    validation_shapes = [shape for shape in shapes(HELD_OUT) if shape not in training]
+    all_products = [
         Product(kind, count, *shape)
         for kind in LIBRARIES
-        for counts, some in ((COUNTS, training), (HELD_COUNTS, held))
+        for counts, some in ((COUNTS, training), (HELD_COUNTS, validation_shapes))
         for count in counts
         for shape in some
         if kind == "linear" or shape[0] < _WIDEST_FP8
     ]
-    return sorted(found, key=lambda product: _ORDER.index(product.tokens))
+    return sorted(all_products, key=lambda product: _ORDER.index(product.tokens))
 
 
 def choices(product: Product | ExpertProduct) -> list[Choice]:
@@ -123,9 +123,9 @@ def search(
         yield measure(product, timer)
 
 
-def as_json(found: Sequence[Measured], facts: dict[str, Any]) -> dict[str, Any]:
+def as_json(measurements: Sequence[Measured], facts: dict[str, Any]) -> dict[str, Any]:
     """The record: choices have numbers, and times are nanoseconds."""
-    names = list(dict.fromkeys(choice for one in found for choice in one.seconds))
+    names = list(dict.fromkeys(choice for one in measurements for choice in one.seconds))
     number = {choice: i for i, choice in enumerate(names)}
 
     def rows(seconds: dict[Choice, float]) -> list[tuple[int, int]]:
@@ -137,7 +137,8 @@ def as_json(found: Sequence[Measured], facts: dict[str, Any]) -> dict[str, Any]:
             attrs.astuple(choice)[:7] if isinstance(choice, Tile) else choice for choice in names
         ],
         "products": [
-            [*attrs.astuple(one.product), rows(one.seconds), rows(one.again)] for one in found
+            [*attrs.astuple(one.product), rows(one.seconds), rows(one.again)]
+            for one in measurements
         ],
     }
 
@@ -160,13 +161,15 @@ def read(path: Path) -> tuple[list[Measured], dict[str, Any]]:
     names: list[Choice] = [
         name if isinstance(name, str) else Tile(*name) for name in record["choices"]
     ]
-    found = []
+    measurements = []
     for *fields, seconds, again in record["products"]:
         times = (
             {names[i]: nanoseconds / 1e9 for i, nanoseconds in some} for some in (seconds, again)
         )
-        found.append(Measured((Product if len(fields) == 4 else ExpertProduct)(*fields), *times))
-    return found, record
+        measurements.append(
+            Measured((Product if len(fields) == 4 else ExpertProduct)(*fields), *times)
+        )
+    return measurements, record
 
 
 def write(path: Path, record: dict[str, Any]) -> None:
@@ -189,24 +192,22 @@ def main(argv: Sequence[str] | None = None) -> None:
         "--limit", type=float, default=420.0, help="seconds of wall time in all (420)"
     )
     parser.add_argument("--dry", action="store_true", help="only count")
-    given = parser.parse_args(argv)
-    if given.counts and not given.experts:
+    args = parser.parse_args(argv)
+    if args.counts and not args.experts:
         parser.error("--counts is for products with experts: add --experts")
-    counts = tuple(given.counts or (count for count in _ORDER if count in COUNTS))
-    work = experts.products(counts) if given.experts else products()
+    counts = tuple(args.counts or (count for count in _ORDER if count in COUNTS))
+    work = experts.products(counts) if args.experts else products()
     every = [(product, choice) for product in work for choice in choices(product)]
     kinds = dict.fromkeys(
         _kind_of(product, choice) for product, choice in every if isinstance(choice, Tile)
     )
     print(f"{len(work)} products, {len(every)} timings, {len(kinds)} kernels", flush=True)
-    if given.dry:
+    if args.dry:
         print(f"an estimated {estimate(every, len(kinds)):.0f} s")
-    elif given.experts:
-        run_experts(
-            work, list(kinds), given.limit, given.out / "tile_search_experts.json.xz", counts
-        )
+    elif args.experts:
+        run_experts(work, list(kinds), args.limit, args.out / "tile_search_experts.json.xz", counts)
     else:
-        run_linear(work, list(kinds), given.limit, given.out / "tile_search.json.xz")
+        run_linear(work, list(kinds), args.limit, args.out / "tile_search.json.xz")
 
 
 def _kind_of(product: Product | ExpertProduct, tile: Tile) -> Kind | experts.ExpertKind:
@@ -225,20 +226,22 @@ def run_linear(
     )
     compiled = compile_all(slow_first, compile_kind, 0.45 * limit)
     print(f"{len(compiled)} compiled by {time.time() - start:.0f} s", flush=True)
-    for kind, made in compiled.items():
-        if isinstance(made, str) or not made.error < 0.02:
-            print(kind, made)
+    for kind, result in compiled.items():
+        if isinstance(result, str) or not result.error < 0.02:
+            print(kind, result)
     timer = LinearTimer(compiled)
     facts = _facts() | {"kernels": kernels_as_json(compiled)}
     facts |= {"compile_seconds": time.time() - start, "errors": timer.errors}
-    found = list[Measured]()
+    measurements = list[Measured]()
     try:
-        _search(work, timer, start, limit, found)
+        _search(work, timer, start, limit, measurements)
         facts["consumers"] = list(timer.consumers())
     finally:
         facts |= {"seconds": time.time() - start, "scaled_mm_error": timer.scaled_mm_error}
-        write(path, as_json(found, facts))
-    print(f"{len(found)} of {len(work)} products in {time.time() - start:.0f} s; {timer.errors}")
+        write(path, as_json(measurements, facts))
+    print(
+        f"{len(measurements)} of {len(work)} products in {time.time() - start:.0f} s; {timer.errors}"
+    )
 
 
 def run_experts(
@@ -256,16 +259,16 @@ def run_experts(
         if error:
             print(kind, error)
     timer = experts.ExpertTimer(compiled)
-    found = list[Measured]()
+    measurements = list[Measured]()
     facts = _facts() | {
         "compile_seconds": time.time() - start,
         "aligning": list(timer.aligning(counts)),
     }
     try:
-        _search(work, timer, start, limit, found)
+        _search(work, timer, start, limit, measurements)
     finally:
-        write(path, as_json(found, facts | {"seconds": time.time() - start}))
-    print(f"{len(found)} of {len(work)} products in {time.time() - start:.0f} s")
+        write(path, as_json(measurements, facts | {"seconds": time.time() - start}))
+    print(f"{len(measurements)} of {len(work)} products in {time.time() - start:.0f} s")
 
 
 def _facts() -> dict[str, Any]:
@@ -277,18 +280,18 @@ def _search(
     timer: Timer,
     start: float,
     limit: float,
-    found: list[Measured],
+    measurements: list[Measured],
 ) -> None:
-    """Add what is measured to `found`, and print how far it is."""
+    """Add what is measured to `measurements`, and print how far it is."""
     tokens = 0
     for one in search(work, timer, start + limit - 30):
         if one.product.tokens != tokens:
             tokens = one.product.tokens
             print(
-                f"{time.time() - start:.0f} s: {len(found)} products, now {tokens} tokens",
+                f"{time.time() - start:.0f} s: {len(measurements)} products, now {tokens} tokens",
                 flush=True,
             )
-        found.append(one)
+        measurements.append(one)
 
 
 def estimate(every: Sequence[tuple[Product | ExpertProduct, Choice]], kernels: int) -> float:

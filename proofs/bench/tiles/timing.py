@@ -101,7 +101,7 @@ def compile_kind(kind: Kind) -> tuple[Kind, Compiled | str]:
         return kind, f"{type(error).__name__}: {error}"
     expected = x.double() @ weight.double().t()
     difference = (out.double().view(-1, tokens, rows).sum(0) - expected).abs().max()
-    compiled: Any = list(_linear_kernel._known.values())[-1][0]
+    compiled: Any = list(_linear_kernel._cache.values())[-1][0]
     facts = compiled.n_regs, compiled.n_spills, compiled.metadata.shared
     return kind, Compiled(*facts, float(difference / expected.abs().max()))
 
@@ -114,7 +114,7 @@ class LinearTimer:
         self._graphs = Graphs()
         self._arenas = {"linear": drawn(torch.bfloat16), "fp8_linear": drawn(torch.float8_e4m3fn)}
         self._scales = torch.rand(2**22, device="cuda") / 1000
-        self._given: tuple[Product, list[Any]] | None = None
+        self._inputs: tuple[Product, list[Any]] | None = None
         self.errors: dict[str, str] = {}
         self.scaled_mm_error = 0.0
         """The greatest error of torch's product in FP8, relative to the largest value of the
@@ -127,13 +127,13 @@ class LinearTimer:
             self._compiled.get(kind_of(product, choice)), Compiled
         ):
             return None
-        if self._given is None or self._given[0] != product:
-            self._given = product, self._make(product)
+        if self._inputs is None or self._inputs[0] != product:
+            self._inputs = product, self._make(product)
         key = f"{choice} of {product.tokens} tokens"
         if key in self.errors:
             return None
         try:
-            calls = [_call(choice, *given) for given in self._given[1]]
+            calls = [_call(choice, *args) for args in self._inputs[1]]
             with _library(choice):
                 out = calls[0]()
                 replay = self._graphs.capture(calls)
@@ -143,7 +143,7 @@ class LinearTimer:
             self.errors[key] = f"{product}: {error}"
             return None
         if choice == "scaled_mm" and not self.scaled_mm_error:
-            values, scales, weight, scale = self._given[1][0]
+            values, scales, weight, scale = self._inputs[1][0]
             wide = fp8.dequantize_weight(weight, scale).t()
             expected = fp8.dequantize(fp8.Quantized(values, scales)) @ wide
             self.scaled_mm_error = float(
@@ -156,11 +156,11 @@ class LinearTimer:
         of a call, whose input is in the cache. With no parts it reads the sum in bfloat16."""
         from weft.ops.kernel_triton import compiling
 
-        given = list(_consumer_calls())
+        consumer_calls = list(_consumer_calls())
         with compiling():
-            for *_, call in given:
+            for *_, call in consumer_calls:
                 call()
-        for name, tokens, rows, parts, call in given:
+        for name, tokens, rows, parts, call in consumer_calls:
             call()
             replay = self._graphs.capture([call] * 64)
             replay()

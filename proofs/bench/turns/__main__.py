@@ -105,8 +105,8 @@ class Engine:
                     ended = f"ended with {self.process.returncode}"
                 raise SystemExit(f"{self.name} {ended} before {path.name}:\n{self.log[-4000:]}")
             time.sleep(_POLL_SECONDS)
-        found: dict[str, Any] = json.loads(path.read_text())
-        return found
+        answer: dict[str, Any] = json.loads(path.read_text())
+        return answer
 
 
 @contextmanager
@@ -174,57 +174,57 @@ def watched(gpu: str) -> Iterator[list[list[float]]]:
         thread.join()
 
 
-def compare(name: str, given: argparse.Namespace) -> Iterator[dict[str, Any]]:
+def compare(name: str, args: argparse.Namespace) -> Iterator[dict[str, Any]]:
     """Start both engines with a model and let them take turns: after each round, all that was
     measured so far."""
-    workloads = {name: WORKLOADS[name] for name in given.workloads}
+    workloads = {name: WORKLOADS[name] for name in args.workloads}
     longest = max((one.longest for one in workloads.values()), key=sum)
     with tempfile.TemporaryDirectory() as temporary, ExitStack() as stack:
         folder = Path(temporary)
         (folder / "driver").write_text(str(os.getpid()))
         model = folder / "models" / name
         model.mkdir(parents=True)
-        (model / "config.json").write_text(json.dumps(given.models[name]))
-        own = {"model": str(model), "load_format": "dummy", "pp": given.pp}
+        (model / "config.json").write_text(json.dumps(args.models[name]))
+        weft_options = {"model": str(model), "load_format": "dummy", "pp": args.pp}
         most = max(one.num_requests for one in workloads.values())
-        own |= {"input_len": longest[0], "output_len": longest[1], "max_num_seqs": most}
+        weft_options |= {"input_len": longest[0], "output_len": longest[1], "max_num_seqs": most}
         if (pages := num_pages(workloads.values())) is not None:
-            own["num_pages"] = pages
+            weft_options["num_pages"] = pages
         command = [
             sys.executable,
             str(Path(__file__).with_name("own.py")),
             temporary,
-            json.dumps(own),
+            json.dumps(weft_options),
         ]
-        weft = stack.enter_context(running("weft", folder, [*command, "weft"], given.gpus))
+        weft = stack.enter_context(running("weft", folder, [*command, "weft"], args.gpus))
         started = weft.answer(folder / "weft-ready", _START_SECONDS)
-        gpus = given.peer_gpus or given.gpus
-        if given.against is not None:
+        gpus = args.peer_gpus or args.gpus
+        if args.against is not None:
             peer = stack.enter_context(
-                running("older", folder, [*command, "older"], gpus, given.against / _SOURCE)
+                running("older", folder, [*command, "older"], gpus, args.against / _SOURCE)
             )
         else:
-            positions = parse_config(given.models[name], source=name).max_position_embeddings
-            asked = {
+            positions = parse_config(args.models[name], source=name).max_position_embeddings
+            peer_options = {
                 "model": str(model),
-                "pipeline_parallel_size": given.pp or 1,
+                "pipeline_parallel_size": args.pp or 1,
                 "max_num_seqs": most,
             }
-            asked["max_model_len"] = min(sum(longest) + 64, positions)
+            peer_options["max_model_len"] = min(sum(longest) + 64, positions)
             if started["device_bytes"] is not None:
                 used = max(rank["peak_bytes"] + rank["graph_bytes"] for rank in started["ranks"])
-                asked["gpu_memory_utilization"] = round(
+                peer_options["gpu_memory_utilization"] = round(
                     (used * 7 / 6 + 6e9) / started["device_bytes"], 3
                 )
             command = [
-                given.python,
+                args.python,
                 str(Path(__file__).with_name("peer.py")),
                 temporary,
-                json.dumps(asked),
+                json.dumps(peer_options),
             ]
             peer = stack.enter_context(running("vllm", folder, command, gpus))
         chosen = peer.answer(folder / f"{peer.name}-ready", _START_SECONDS)
-        if given.against is None:
+        if args.against is None:
             lines = (
                 re.sub(r"\x1b\[[0-9;]*m|/\S*/", "", line) for line in _CHOICES.findall(peer.log)
             )
@@ -232,14 +232,14 @@ def compare(name: str, given: argparse.Namespace) -> Iterator[dict[str, Any]]:
             chosen["log"] = [*dict.fromkeys(lines)]  # of its choices, without colours and folders
         rows = list[dict[str, Any]]()
         orders = (weft, peer), (peer, weft)  # each first in every other round
-        total = (given.rounds + 1) * len(workloads) * 2
-        visible = given.gpus or os.environ.get("CUDA_VISIBLE_DEVICES") or "0"
+        total = (args.rounds + 1) * len(workloads) * 2
+        visible = args.gpus or os.environ.get("CUDA_VISIBLE_DEVICES") or "0"
         progress = stack.enter_context(tqdm(total=total, desc=name, unit="turn", disable=None))
         samples = stack.enter_context(watched(visible.split(",")[0]))
-        for repeat in range(given.rounds + 1):
+        for repeat in range(args.rounds + 1):
             for workload, engine in itertools.product(workloads, orders[repeat % 2]):
-                asked = workloads[workload].turn(seed=repeat)
-                answer = engine.answer(engine.ask(asked), _TURN_SECONDS)
+                request = workloads[workload].turn(seed=repeat)
+                answer = engine.answer(engine.ask(request), _TURN_SECONDS)
                 row = {
                     "engine": engine.name,
                     "workload": workload,
@@ -248,7 +248,7 @@ def compare(name: str, given: argparse.Namespace) -> Iterator[dict[str, Any]]:
                 }
                 row |= {
                     **workloads[workload]._asdict(),
-                    "input_tokens": sum(asked["input_lens"]),
+                    "input_tokens": sum(request["input_lens"]),
                     **answer,
                 }
                 output = row["num_requests"] * row["output_len"]
@@ -256,19 +256,19 @@ def compare(name: str, given: argparse.Namespace) -> Iterator[dict[str, Any]]:
                 row["total_tokens_per_s"] = (output + row["input_tokens"]) / row["seconds"]
                 rows.append(row)
                 progress.update()
-            seen = list(samples)
+            gpu_rows = list(samples)
             yield {
                 "preset": name,
-                "config": given.models[name],
-                "stages": given.pp or 1,
+                "config": args.models[name],
+                "stages": args.pp or 1,
                 "weft": started,
                 peer.name: chosen,
                 "rows": rows,
                 "table": list(table(rows, workloads, peer.name)),
                 "gpu_samples": {
                     "fields": _GPU_FIELDS,
-                    "rows": seen,
-                    "power_capped": sum(int(sample[-1]) & _POWER_CAP > 0 for sample in seen),
+                    "rows": gpu_rows,
+                    "power_capped": sum(int(sample[-1]) & _POWER_CAP > 0 for sample in gpu_rows),
                 },
             }
 
@@ -279,16 +279,16 @@ def table(
     """A row for each workload: both engines' passes after the first, and the ratio of their
     medians. Tokens of prompts count where they are most of all."""
     for workload in workloads:
-        own, peer = (
+        weft_rows, peer = (
             [row for row in rows if (row["engine"], row["workload"]) == (name, workload)]
             for name in ("weft", other)
         )
-        one = own[0]
+        one = weft_rows[0]
         if one["input_len"] > one["output_len"]:
             unit = "total_tokens_per_s"
         else:
             unit = "output_tokens_per_s"
-        speeds = [[row[unit] for row in side] for side in (own, peer)]
+        speeds = [[row[unit] for row in side] for side in (weft_rows, peer)]
         medians = [statistics.median(side[1:] or side) for side in speeds]
         yield {
             "workload": workload,
@@ -312,31 +312,31 @@ def _first_token(side: dict[str, Any]) -> float:
     return float(max(rank["first_token_seconds"] for rank in side["ranks"]))
 
 
-def show(found: dict[str, Any]) -> Iterator[str]:
+def show(record: dict[str, Any]) -> Iterator[str]:
     """The printed lines of a comparison."""
-    name = "vllm" if "vllm" in found else "older"
-    peer = found[name]
+    name = "vllm" if "vllm" in record else "older"
+    peer = record[name]
     if name == "vllm":
         beside = f"vLLM {peer['version']} in {peer['ready_seconds']:.1f}"
     else:
         beside = f"the older build in {_first_token(peer):.1f}"
     yield (
-        f"{found['preset']}, {found['stages']} stage(s): ready in {_first_token(found['weft']):.1f}"
-        f" s, {beside}; power capped in {found['gpu_samples']['power_capped']} of"
-        f" {len(found['gpu_samples']['rows'])} samples"
+        f"{record['preset']}, {record['stages']} stage(s): ready in {_first_token(record['weft']):.1f}"
+        f" s, {beside}; power capped in {record['gpu_samples']['power_capped']} of"
+        f" {len(record['gpu_samples']['rows'])} samples"
     )
     yield (
         "  tokens/s: the median (the least to the most; the first pass) of weft, of the other; how"
         " many times as fast"
     )
-    if len({row["repeat"] for row in found["rows"] if not row["first"]}) < _FEW_ROUNDS:
+    if len({row["repeat"] for row in record["rows"] if not row["first"]}) < _FEW_ROUNDS:
         yield "  fewer than three rounds after the first: equal builds may differ by a fourth"
-    for row in found["table"]:
-        own = row["weft"]
+    for row in record["table"]:
+        ours = row["weft"]
         other = row[name]
         yield (
-            f"  {row['workload']:<8} {own['median']:>9,.0f} ({own['min']:,.0f} to"
-            f" {own['max']:,.0f}; first {own['first']:,.0f})   {other['median']:>9,.0f}"
+            f"  {row['workload']:<8} {ours['median']:>9,.0f} ({ours['min']:,.0f} to"
+            f" {ours['max']:,.0f}; first {ours['first']:,.0f})   {other['median']:>9,.0f}"
             f" ({other['min']:,.0f} to {other['max']:,.0f}; first {other['first']:,.0f})  "
             f" {row['ratio']:.2f}"
         )
@@ -348,54 +348,52 @@ def _config(model: str) -> tuple[str, Mapping[str, Any]]:
         return model, PRESETS[model]
     path = Path(model, "config.json")
     if not path.is_file():
-        known = ", ".join(PRESETS)
+        preset_names = ", ".join(PRESETS)
         raise argparse.ArgumentTypeError(
-            f"{model} is no preset, and no {path} is there: pass a folder, or {known}"
+            f"{model} is no preset, and no {path} is there: pass a folder, or {preset_names}"
         )
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-        if not isinstance(found, dict):
+        config = json.loads(path.read_text(encoding="utf-8"))
+        if not isinstance(config, dict):
             raise argparse.ArgumentTypeError(
                 f"{path} holds no JSON object: pass the folder of a model"
             )
-        parse_config(found, source=str(path))
+        parse_config(config, source=str(path))
     except (ValueError, WeftError) as error:
         raise argparse.ArgumentTypeError(f"{path} cannot be read: {error}") from error
-    return path.resolve().parent.name, found
+    return path.resolve().parent.name, config
 
 
-def _refusal(given: argparse.Namespace) -> str | None:
+def _refusal(args: argparse.Namespace) -> str | None:
     """The error of arguments that do not fit, with what to pass instead; None: they fit."""
-    names = [name for name, _ in given.models]
-    for name, config in given.models:
+    names = [name for name, _ in args.models]
+    for name, config in args.models:
         positions = parse_config(config, source=name).max_position_embeddings
-        for workload in given.workloads:
+        for workload in args.workloads:
             length = sum(WORKLOADS[workload].longest)
             if length > positions:
-                seen = (
+                problem = (
                     f"{workload} has requests of {length} tokens, and {name} has {positions}"
                     " positions"
                 )
-                return f"--workloads {workload}: {seen}: pass other workloads"
+                return f"--workloads {workload}: {problem}: pass other workloads"
         if names.count(name) > 1:
             return (
                 f"--models: two are called {name}, which their records are named after: run them"
                 " one by one"
             )
-    if given.rounds < 0:
-        return f"--rounds {given.rounds}: pass 0 or more, the rounds after the first pass"
-    if given.pp is not None and given.pp < 1:
-        return f"--pp {given.pp}: pass 1 or more stages"
-    if given.against is not None:
-        if not (given.against / _SOURCE / "weft").is_dir():
-            return f"--against {given.against}: no {_SOURCE}/weft is there: pass a checkout of weft"
-    elif shutil.which(given.python) is None:
+    if args.rounds < 0:
+        return f"--rounds {args.rounds}: pass 0 or more, the rounds after the first pass"
+    if args.pp is not None and args.pp < 1:
+        return f"--pp {args.pp}: pass 1 or more stages"
+    if args.against is not None:
+        if not (args.against / _SOURCE / "weft").is_dir():
+            return f"--against {args.against}: no {_SOURCE}/weft is there: pass a checkout of weft"
+    elif shutil.which(args.python) is None:
+        return f"--python {args.python}: not found: pass the Python of an environment that has vLLM"
+    elif subprocess.run([args.python, "-c", _HAS_VLLM], check=False).returncode:
         return (
-            f"--python {given.python}: not found: pass the Python of an environment that has vLLM"
-        )
-    elif subprocess.run([given.python, "-c", _HAS_VLLM], check=False).returncode:
-        return (
-            f"{given.python} has no vllm: pass --python PATH, the Python of an environment that"
+            f"{args.python} has no vllm: pass --python PATH, the Python of an environment that"
             " has it"
         )
     return None
@@ -439,20 +437,20 @@ def main(argv: Sequence[str] | None = None) -> None:
         "--against", type=Path, metavar="CHECKOUT", help="an older weft in the place of vLLM"
     )
     parser.add_argument("--out", type=Path, required=True, help="a folder for the records")
-    given = parser.parse_args(argv)
-    if (refusal := _refusal(given)) is not None:
+    args = parser.parse_args(argv)
+    if (refusal := _refusal(args)) is not None:
         parser.error(refusal)
-    given.against = given.against and given.against.resolve()
-    given.models = dict(given.models)
-    given.out.mkdir(parents=True, exist_ok=True)
+    args.against = args.against and args.against.resolve()
+    args.models = dict(args.models)
+    args.out.mkdir(parents=True, exist_ok=True)
     # So that both engines are ended too
     signal.signal(signal.SIGTERM, lambda *_: sys.exit("ended by SIGTERM"))
-    other = "vllm" if given.against is None else "older"
-    for name in given.models:
-        path = given.out / f"{other}-{name}-pp{given.pp or 1}.json"
-        for repeat, found in enumerate(compare(name, given)):
-            write(path, found, indent=1)
-            print(f"after round {repeat} of {given.rounds}:", *show(found), sep="\n", flush=True)
+    other = "vllm" if args.against is None else "older"
+    for name in args.models:
+        path = args.out / f"{other}-{name}-pp{args.pp or 1}.json"
+        for repeat, record in enumerate(compare(name, args)):
+            write(path, record, indent=1)
+            print(f"after round {repeat} of {args.rounds}:", *show(record), sep="\n", flush=True)
 
 
 if __name__ == "__main__":

@@ -76,21 +76,23 @@ def serve(here: Here, options: Bench, folder: Path, name: str) -> None:
     vocabulary = range(engine.model.config.vocab_size)
     gc.collect()
     gc.freeze()  # as vLLM does
-    for answer, asked in turns(folder, name):
-        prompts = [draw.choices(vocabulary, k=length) for length in asked["input_lens"]]
-        sampling = SamplingParams(ignore_eos=True, **asked["sampling"])
-        found = figures(at_once(engine, prompts, sampling, asked["output_len"]), 0, [])
-        wanted = len(prompts) * asked["output_len"]
-        assert found["output_tokens"] == wanted, f"{found['output_tokens']} tokens, not {wanted}"
+    for answer, request in turns(folder, name):
+        prompts = [draw.choices(vocabulary, k=length) for length in request["input_lens"]]
+        sampling = SamplingParams(ignore_eos=True, **request["sampling"])
+        result = figures(at_once(engine, prompts, sampling, request["output_len"]), 0, [])
+        expected_tokens = len(prompts) * request["output_len"]
+        assert result["output_tokens"] == expected_tokens, (
+            f"{result['output_tokens']} tokens, not {expected_tokens}"
+        )
         if here.first:
-            write(answer, {"mode": options.graphs[0], **{key: found[key] for key in _KEPT}})
+            write(answer, {"mode": options.graphs[0], **{key: result[key] for key in _KEPT}})
 
 
 def main() -> None:
     """Serve what the folder asks for."""
     folder = Path(sys.argv[1])
-    given = json.loads(sys.argv[2])
-    options = attrs.evolve(Bench(model=given.pop("model")), **given)
+    arguments = json.loads(sys.argv[2])
+    options = attrs.evolve(Bench(model=arguments.pop("model")), **arguments)
     in_ranks(serve, options, options, folder, sys.argv[3])
 
 

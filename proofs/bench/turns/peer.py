@@ -35,10 +35,10 @@ def turns(folder: Path, engine: str) -> Iterator[tuple[Path, dict[str, Any]]]:
             except ProcessLookupError:
                 sys.exit("the process that gives the turns has ended")
             time.sleep(_POLL_SECONDS)
-        asked = json.loads(turn.read_text())
-        if asked is None:
+        request = json.loads(turn.read_text())
+        if request is None:
             return
-        yield folder / f"{engine}-{number}-done", asked
+        yield folder / f"{engine}-{number}-done", request
 
 
 def write(path: Path, value: Any, indent: int | None = None) -> None:
@@ -74,7 +74,7 @@ def draw_weights(model: Any) -> None:
 def main() -> None:
     """Start vLLM, and serve each turn's requests."""
     folder = Path(sys.argv[1])
-    given = json.loads(sys.argv[2])
+    options = json.loads(sys.argv[2])
     os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     # A function goes to its own processes
@@ -88,7 +88,7 @@ def main() -> None:
         "load_format": "dummy",
         "enable_prefix_caching": False,
         "seed": 0,
-        **given,
+        **options,
     }
     llm = vllm.LLM(**arguments)
     ready = time.perf_counter()
@@ -111,19 +111,19 @@ def main() -> None:
         },
     )
     draw = random.Random(0)
-    size = json.loads(Path(given["model"], "config.json").read_text())["vocab_size"]
+    size = json.loads(Path(options["model"], "config.json").read_text())["vocab_size"]
     vocabulary = range(min(1000, size // 2), min(100_000, size))
-    for answer, asked in turns(folder, "vllm"):
-        lengths = asked["input_lens"]
-        most = asked["output_len"]
+    for answer, request in turns(folder, "vllm"):
+        lengths = request["input_lens"]
+        most = request["output_len"]
         prompts = [
             prompt_type(prompt_token_ids=draw.choices(vocabulary, k=length)) for length in lengths
         ]
-        wanted = vllm.SamplingParams(
-            max_tokens=most, ignore_eos=True, detokenize=False, **asked["sampling"]
+        sampling = vllm.SamplingParams(
+            max_tokens=most, ignore_eos=True, detokenize=False, **request["sampling"]
         )
         start = time.perf_counter()
-        done = llm.generate(prompts, wanted, use_tqdm=False)
+        done = llm.generate(prompts, sampling, use_tqdm=False)
         seconds = time.perf_counter() - start
         tokens = sum(len(one.outputs[0].token_ids) for one in done)
         assert tokens == len(prompts) * most, f"{tokens} tokens, not {len(prompts) * most}"

@@ -48,11 +48,13 @@ class Turns:
         lengths = f"{self.row['input_len']} in, {self.row['output_len']} out"
         if long := self.row.get("num_long"):
             lengths = f"{lengths}, {long} of them {self.row['long_len']} in"
-        own = {
+        descriptions = {
             **dict.fromkeys(("varied", "uneven"), f"1 to {lengths}"),
             "sampled": f"{lengths}, top-k, top-p",
         }
-        return f"{count} request{'s' * (count > 1)}, {own.get(self.row['workload'], lengths)}"
+        return (
+            f"{count} request{'s' * (count > 1)}, {descriptions.get(self.row['workload'], lengths)}"
+        )
 
 
 def turns() -> Iterator[Turns]:
@@ -71,7 +73,8 @@ def peer_rows() -> Iterator[tuple[str, ...]]:
     """A row for each workload of each record."""
     for one in turns():
         ours, theirs = (
-            span((one.row[own]["min"], one.row[own]["max"]), "{:,.0f}") for own in ("weft", "vllm")
+            span((one.row[engine]["min"], one.row[engine]["max"]), "{:,.0f}")
+            for engine in ("weft", "vllm")
         )
         if one.row["unit"] == _TOTAL:
             unit = "tokens/s, prompts included"
@@ -95,6 +98,6 @@ def newest_table() -> list[tuple[str, ...]]:
         name = one.workload + "¹" * (one.row["unit"] == _TOTAL)
         rows.setdefault((one.model, one.peer, one.machine), {})[name] = shown
     workloads = dict.fromkeys(name for cells in rows.values() for name in cells)
-    known = sorted(rows.items(), key=lambda pair: ([*MODELS.values()].index(pair[0][0]), pair[0]))
-    lines = ((*key, *(cells.get(name, "") for name in workloads)) for key, cells in known)
+    ordered = sorted(rows.items(), key=lambda pair: ([*MODELS.values()].index(pair[0][0]), pair[0]))
+    lines = ((*key, *(cells.get(name, "") for name in workloads)) for key, cells in ordered)
     return [("model", "against", "machine", *workloads), *lines]

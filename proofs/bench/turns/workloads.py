@@ -76,9 +76,9 @@ def num_pages(workloads: Iterable[Workload]) -> int | None:
     >>> num_pages([WORKLOADS["few_long"]]), num_pages([WORKLOADS["few_long"], WORKLOADS["uneven"]])
     (10312, 16960)
     """
-    found = [*workloads]
-    if not any(one.num_long for one in found):
+    kinds = [*workloads]
+    if not any(one.num_long for one in kinds):
         return None
     return max(
-        sum((length + one.output_len) // _PAGE_SIZE + 2 for length in one.most) for one in found
+        sum((length + one.output_len) // _PAGE_SIZE + 2 for length in one.most) for one in kinds
     )

@@ -49,10 +49,10 @@ def differences_are_refused(
     for step, (microbatches, late) in enumerate(steps):
         oldest = min([first, *waiting])
         after = first + microbatches
-        for agreement, asked in ((sender, mine[step]), (receiver, theirs[step])):
-            for note in asked.notes:
+        for agreement, requests in ((sender, mine[step]), (receiver, theirs[step])):
+            for note in requests.notes:
                 agreement.add(*note)
-            agreement.begin(_programs(after - oldest, asked.program), oldest, step)
+            agreement.begin(_programs(after - oldest, requests.program), oldest, step)
         same_in |= dict.fromkeys(range(first, after), mine[: step + 1] == theirs[: step + 1])
         owed = [*waiting, *range(first, after)]
         first = after
@@ -77,5 +77,5 @@ def _refusal(sender: Agreement, receiver: Agreement, microbatch: int) -> str:
     try:
         receiver.compare(0, receiver.expect(microbatch, False), header)
     except ProgramError as error:
-        return error.seen
+        return error.problem
     return ""

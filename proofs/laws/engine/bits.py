@@ -65,14 +65,18 @@ def bits_are_of_the_request(
         call = case.load.calls[index]
         prompt = case.prompt(index)
         seed = sample_seeds(call.sampling.seed or 0, call.sampling.n)[sample]
-        own = attrs.evolve(call.sampling, seed=seed, n=1)
-        expected = _complete(case.kind, device, call, own, prompt, call.max_tokens)
+        sampling = attrs.evolve(call.sampling, seed=seed, n=1)
+        expected = _complete(case.kind, device, call, sampling, prompt, call.max_tokens)
         name = f"completion {sample} of call {index}, of {case.kind}"
         for field in _FIELDS:
-            found = getattr(track, field)
-            wanted = getattr(expected, field)
-            if found != (wanted[: len(found)] if track.reason == "abort" else wanted):
-                raise LawViolation(f"{_LAW}: {field} of {name}, are {found}, and alone {wanted}")
+            values = getattr(track, field)
+            expected_values = getattr(expected, field)
+            if values != (
+                expected_values[: len(values)] if track.reason == "abort" else expected_values
+            ):
+                raise LawViolation(
+                    f"{_LAW}: {field} of {name}, are {values}, and alone {expected_values}"
+                )
         forced = _forced(case.kind, device, call, prompt, expected.token_ids)
         if forced != expected.logprobs:
             raise LawViolation(
@@ -148,10 +152,10 @@ def _engine_for_one(kind: str, device: str, adapter: str | None) -> Engine:
     model = _on(kind, device)
     options = dict[str, Any](graph="none", run_ahead=0, num_logprobs=3)
     if adapter is None:
-        own = None
+        adapters = None
     else:
-        own = {adapter: adapters_of(model.config)[adapter]}
+        adapters = {adapter: adapters_of(model.config)[adapter]}
     limits = EngineLimits(
         max_num_reqs=1, max_num_tokens=MAX_LEN, page_size=64, num_pages=MAX_LEN // 64
     )
-    return Engine(model, limits, adapters=own, **options)
+    return Engine(model, limits, adapters=adapters, **options)

@@ -50,14 +50,18 @@ def run_ahead_is_none(load: Load) -> None:
         run("L19 run-ahead is none", load, load.engine(ahead)) for ahead in (0, load.run_ahead)
     )
     for key, (tokens, reason) in near.items():
-        others, other = far[key]
+        ahead_tokens, other = far[key]
         if "abort" in (reason, other):
-            same = min(len(tokens), len(others))
+            same = min(len(tokens), len(ahead_tokens))
         else:
-            same = max(len(tokens), len(others))
-        if tokens[:same] != others[:same] or (reason != other and "abort" not in (reason, other)):
-            seen = f"{tokens}, {reason}, and {load.run_ahead} steps ahead {others}, {other}"
-            raise LawViolation(f"L19 run-ahead is none: completion {key} is {seen}")
+            same = max(len(tokens), len(ahead_tokens))
+        if tokens[:same] != ahead_tokens[:same] or (
+            reason != other and "abort" not in (reason, other)
+        ):
+            problem = (
+                f"{tokens}, {reason}, and {load.run_ahead} steps ahead {ahead_tokens}, {other}"
+            )
+            raise LawViolation(f"L19 run-ahead is none: completion {key} is {problem}")
 
 
 def run(
@@ -119,14 +123,14 @@ def _compare(law: str, load: Load, said: Said) -> None:
         seeds = sample_seeds(call.sampling.seed or 0, call.sampling.n)
         for sample, seed in enumerate(seeds):
             tokens, reason = said[index, sample]
-            own = attrs.evolve(call.sampling, seed=seed, n=1)
-            expected, ended = alone(call.prompt, own, call.max_tokens, call.adapter, call.mask)
+            sampling = attrs.evolve(call.sampling, seed=seed, n=1)
+            expected, ended = alone(call.prompt, sampling, call.max_tokens, call.adapter, call.mask)
             whole = reason != "abort" or call.aborted is None
             if tokens != (expected if whole else expected[: len(tokens)]) or (
                 whole and reason != ended
             ):
-                seen = f"{tokens}, {reason}, and alone {expected}, {ended}"
-                raise LawViolation(f"{law}: completion {sample} of call {index} is {seen}")
+                problem = f"{tokens}, {reason}, and alone {expected}, {ended}"
+                raise LawViolation(f"{law}: completion {sample} of call {index} is {problem}")
 
 
 def alone(
@@ -144,9 +148,14 @@ def alone(
         weights: the seed of the small model's weights.
         adapters: the version of its adapters.
     """
-    own = attrs.evolve(sampling, prompt_logprobs=None)
+    request_sampling = attrs.evolve(sampling, prompt_logprobs=None)
     track = complete(
-        _engine_for_one(adapter, weights, adapters), prompt, own, max_tokens, adapter, mask
+        _engine_for_one(adapter, weights, adapters),
+        prompt,
+        request_sampling,
+        max_tokens,
+        adapter,
+        mask,
     )
     return track.token_ids, track.reason
 
@@ -175,7 +184,7 @@ def complete(
 def _engine_for_one(adapter: str | None, weights: int, version: int) -> Engine:
     limits = EngineLimits(max_num_reqs=1, max_num_tokens=24, page_size=24, num_pages=1)
     if adapter is None:
-        own = None
+        adapters = None
     else:
-        own = {adapter: small_adapters(version)[adapter]}
-    return Engine(small_model(weights), limits, graph="none", run_ahead=0, adapters=own)
+        adapters = {adapter: small_adapters(version)[adapter]}
+    return Engine(small_model(weights), limits, graph="none", run_ahead=0, adapters=adapters)

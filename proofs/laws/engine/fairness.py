@@ -82,8 +82,10 @@ def check_time(works: Sequence[Work], time: StepTime, page_size: int) -> None:
                 pairs += sum(start + place + 1 for place in range(len(ids)))
         took += time.seconds(sum(map(len, parts)), pairs, reads)
     if took > time.limit and chunks and (len(chunks) > 1 or chunks[0] > page_size):
-        seen = f"chunks of {chunks} tokens beside {decodes} decodes"
-        raise LawViolation(f"L18 in time: {seen} take {took:g} s, and the limit is {time.limit:g}")
+        problem = f"chunks of {chunks} tokens beside {decodes} decodes"
+        raise LawViolation(
+            f"L18 in time: {problem} take {took:g} s, and the limit is {time.limit:g}"
+        )
 
 
 def _check_order(before: list[RequestState], host: HostState) -> None:

@@ -6,6 +6,7 @@ import re
 import warnings
 from collections import Counter
 from collections.abc import Sequence
+from typing import Any
 
 import attrs
 import torch
@@ -62,8 +63,8 @@ def faults_end_their_own_request(load: OddLoad, tally: Tally | None = None) -> N
     witness = engine.add((1, 2, 3), careful, max_tokens=5)
     calls, outputs = _run(load, engine, tally)
     check_nothing_is_left(engine)
-    for (name, index), own in outputs.items():
-        last = _last(f"completion {index} of {name!r}", own)
+    for (name, index), completion_outputs in outputs.items():
+        last = _last(f"completion {index} of {name!r}", completion_outputs)
         if name == witness:
             expected = alone((1, 2, 3), careful, 5)
             if (last.track.token_ids, last.finish_reason) != expected:
@@ -76,7 +77,7 @@ def faults_end_their_own_request(load: OddLoad, tally: Tally | None = None) -> N
         tally.tokens += len(last.track.token_ids)
         tally.ended[str(last.finish_reason)] += 1
         if last.error is not None:
-            tally.errors[re.split(r"[:\d\[]", last.error.seen)[0]] += 1
+            tally.errors[re.split(r"[:\d\[]", last.error.problem)[0]] += 1
     missing = {
         name: call for name, call in calls.items() if not any(key[0] == name for key in outputs)
     }
@@ -101,8 +102,8 @@ def _run(load: OddLoad, engine: Engine, tally: Tally) -> tuple[dict[str, OddCall
                 calls[name] = call
             got += [
                 o
-                for name, own in calls.items()
-                if own is call and call.aborted == step
+                for name, accepted in calls.items()
+                if accepted is call and call.aborted == step
                 for o in (engine.abort(name) if engine.is_under_way(name) else ())
             ]
         try:
@@ -122,14 +123,16 @@ def _run(load: OddLoad, engine: Engine, tally: Tally) -> tuple[dict[str, OddCall
 def _add(engine: Engine, index: int, call: OddCall, tally: Tally) -> str | None:
     """Add a request, and return its name; None if it was refused."""
     name = None if call.id is None else f"{call.id}{index}"
-    options = {
+    options: dict[str, Any] = {
         "max_tokens": call.max_tokens,
         "priority": call.priority,
         "adapter": call.adapter,
         "mask": call.mask,
     }
     try:
-        found = engine.add(call.given, SamplingParams(**call.sampling), id=name, **options)  # type: ignore[arg-type]
+        request_id = engine.add(
+            call.prompt_input, SamplingParams(**call.sampling), id=name, **options
+        )
     except RequestError:
         tally.refused += 1
         return None
@@ -138,7 +141,7 @@ def _add(engine: Engine, index: int, call: OddCall, tally: Tally) -> str | None:
     tally.accepted += 1
     tally.masked += call.mask is not None
     tally.embedded += bool(call.embeds)
-    return found
+    return request_id
 
 
 def _last(name: str, outputs: Sequence[RequestOutput]) -> RequestOutput:
@@ -163,8 +166,8 @@ def _check_said(load: OddLoad, call: OddCall, last: RequestOutput) -> None:
     for count, token in enumerate(tokens):
         allowed = _allowed(params, stops, call.mask, tokens[:count])
         if token not in allowed:
-            seen = f"{token} after {tokens[:count]}, where {sorted(allowed)} are allowed"
-            raise LawViolation(f"L11 faults: a forbidden token: {seen}")
+            problem = f"{token} after {tokens[:count]}, where {sorted(allowed)} are allowed"
+            raise LawViolation(f"L11 faults: a forbidden token: {problem}")
         if token in stops and count + 1 < len(tokens):
             raise LawViolation(f"L11 faults: {tokens} go on behind an end, of {stops}")
     causes = {
@@ -199,15 +202,17 @@ def _answer(mask: OddMask, said: Sequence[int]) -> set[int]:
     """The tokens that a mask allows; none if it fails."""
     everything = set(range(VOCABULARY))
     try:
-        found = mask(said)
-        if found is None:
+        allowed = mask(said)
+        if allowed is None:
             return everything
-        if isinstance(found, torch.Tensor):
+        if isinstance(allowed, torch.Tensor):
             fits = (
-                found.dtype == torch.int32 and found.shape == (1,) and found.layout == torch.strided
+                allowed.dtype == torch.int32
+                and allowed.shape == (1,)
+                and allowed.layout == torch.strided
             )
-            return {token for token in everything if fits and int(found[0]) >> token & 1}
-        ids = list(found)
+            return {token for token in everything if fits and int(allowed[0]) >> token & 1}
+        ids = list(allowed)
     except Exception:
         return set()
     if all(type(one) is int and one in everything for one in ids):

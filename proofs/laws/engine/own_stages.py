@@ -41,11 +41,11 @@ def own_stages_serve_as_alone(
     tracks: dict[tuple[int, int], CompletionState] = {}
     run(_LAW, load, engine, extras=extras, tracks=tracks)
     check_nothing_is_left(engine)
-    for index, (call, own) in enumerate(zip(load.calls, extras, strict=True)):
+    for index, (call, call_extras) in enumerate(zip(load.calls, extras, strict=True)):
         for sample, seed in enumerate(sample_seeds(call.sampling.seed or 0, call.sampling.n)):
             name = f"completion {sample} of call {index}"
             track = tracks[index, sample]
-            _compare(name, call, track, _alone(stages, model, call, own, seed))
+            _compare(name, call, track, _alone(stages, model, call, call_extras, seed))
 
 
 @functools.cache
@@ -58,11 +58,11 @@ def _on(device: str) -> Model:
 
 
 def _alone(
-    stages: OwnStages | OtherAttention, model: Model, call: Call, own: Extras | None, seed: int
+    stages: OwnStages | OtherAttention, model: Model, call: Call, extras: Extras | None, seed: int
 ) -> CompletionState:
     """The completion of a request whose extras are constants of the functions."""
     limits = EngineLimits(max_num_reqs=1, max_num_tokens=24, page_size=24, num_pages=1)
-    engine = Engine(stages.apply(model, own or {}), limits, graph="none", run_ahead=0)
+    engine = Engine(stages.apply(model, extras or {}), limits, graph="none", run_ahead=0)
     sampling = attrs.evolve(call.sampling, seed=seed, n=1, prompt_logprobs=None)
     engine.add(call.prompt, sampling, max_tokens=call.max_tokens)
     *_, output = engine
@@ -75,19 +75,21 @@ def _compare(name: str, call: Call, track: CompletionState, alone: CompletionSta
     expected = alone.token_ids
     if tokens != (expected if whole else expected[: len(tokens)]):
         raise LawViolation(f"{_LAW}: {name} is {tokens}, and alone {expected}")
-    seen = track.captured
-    wanted = alone.captured
-    if whole and seen.keys() != wanted.keys():
-        raise LawViolation(f"{_LAW}: {name} captures {sorted(seen)}, and alone {sorted(wanted)}")
-    for key, values in seen.items():
-        own = wanted[key][: len(values)]
-        if len(values) != len(wanted[key]) and whole:
+    captured = track.captured
+    expected_captured = alone.captured
+    if whole and captured.keys() != expected_captured.keys():
+        raise LawViolation(
+            f"{_LAW}: {name} captures {sorted(captured)}, and alone {sorted(expected_captured)}"
+        )
+    for key, values in captured.items():
+        reference = expected_captured[key][: len(values)]
+        if len(values) != len(expected_captured[key]) and whole:
             raise LawViolation(
                 f"{_LAW}: {name} captures {key} of {len(values)} tokens, and alone of"
-                f" {len(wanted[key])}"
+                f" {len(expected_captured[key])}"
             )
-        if not torch.allclose(values[: len(own)], own, RTOL, ATOL):
-            token = int((values[: len(own)] - own).abs().sum(-1).argmax())
+        if not torch.allclose(values[: len(reference)], reference, RTOL, ATOL):
+            token = int((values[: len(reference)] - reference).abs().sum(-1).argmax())
             raise LawViolation(
                 f"{_LAW}: {name} captures other values of {key} at token {token} than alone"
             )

@@ -50,34 +50,36 @@ class Device:
             for offset in range(self.page_size):
                 self.slots[target, offset] = self.slots.get((source, offset))
                 self.versions[target, offset] = self.versions.get((source, offset))
-        for given in work.edits.admissions:
-            self.tables[given.row] = list(given.pages)
+        for admission in work.edits.admissions:
+            self.tables[admission.row] = list(admission.pages)
         for growth in work.edits.growths:
             self.tables[growth.row] += growth.pages
         parts = work.token_ids or ((LAST_TOKEN,),) * len(work.rows)
         for name, row, start, ids in zip(work.requests, work.rows, work.starts, parts, strict=True):
             self._run(name, row, start, ids, host.requests[name].tokens)
 
-    def _run(self, name: str, row: int, start: int, ids: tuple[int, ...], known: list[int]) -> None:
+    def _run(
+        self, name: str, row: int, start: int, ids: tuple[int, ...], tokens: list[int]
+    ) -> None:
         past: tuple[int | None, ...] = ()
         for place in range(start + len(ids)):
             slot = self.tables[row][place // self.page_size], place % self.page_size
-            past += (known[place] if place < len(known) else None,)
+            past += (tokens[place] if place < len(tokens) else None,)
             if place >= start:
                 self.slots[slot], self.versions[slot] = past, self.version
             elif not _may_be(self.slots.get(slot), past):
-                seen = (
+                problem = (
                     f"{name} reads token {place} from page {slot[0]}, computed for"
                     f" {self.slots.get(slot)}"
                 )
-                raise LawViolation(f"L9 pages: {seen}, and its own are {past}")
+                raise LawViolation(f"L9 pages: {problem}, and its own are {past}")
             elif self.versions[slot] != self.version:
-                seen = (
+                problem = (
                     f"{name} reads token {place} from page {slot[0]}, computed by version"
                     f" {self.versions[slot]}"
                 )
                 raise LawViolation(
-                    f"L23 versions: {seen} of the parameters, after {self.version} changes"
+                    f"L23 versions: {problem} of the parameters, after {self.version} changes"
                 )
 
 

@@ -104,8 +104,8 @@ def order_is_free(
                 f"L17 order is free: '{batch.descriptor}' became '{other.descriptor}'"
             )
         outs: list[Any] = [None] * len(steps)
-        for i, given in enumerate((batch, other, other)):
-            states[i], outs[i] = steps[i](params, states[i], given)
+        for i, step_batch in enumerate((batch, other, other)):
+            states[i], outs[i] = steps[i](params, states[i], step_batch)
         expected = _ordered(outs[0], order)
         for way, out, state in zip(("eagerly", "in a graph"), outs[1:], states[1:], strict=True):
             assert_equal(f"L17 order is free, {way}: output", out, expected, exact=False)

@@ -187,12 +187,12 @@ def alone(trace: Trace, request: Request, device: str = "cpu") -> list[int]:
     state: tuple[State, ...] = (
         admit(empty, [0], [range(most)], [sampling], [request.prompt], adapters=[request.adapter]),
     )
-    given = request.given or PromptContent(None, None, 0, ())
+    content = request.prompt_content or PromptContent(None, None, 0, ())
     batch = Batch.ragged(
         [0],
         [request.prompt],
-        inputs_embeds=given.inputs_embeds,
-        positions=given.positions,
+        inputs_embeds=content.inputs_embeds,
+        positions=content.positions,
         num_active_loras=loras,
         device=device,
     )
@@ -203,8 +203,8 @@ def alone(trace: Trace, request: Request, device: str = "cpu") -> list[int]:
         state, out = step(params, state, batch)
         tokens.append(int(out.token_ids[0]))
         batch = Batch.decode([0], num_active_loras=loras, device=device)
-        if given.positions is not None:
-            place = int(given.positions.max()) + len(tokens)
+        if content.positions is not None:
+            place = int(content.positions.max()) + len(tokens)
             batch = Batch.ragged(
                 [0],
                 [[LAST_TOKEN]],

@@ -69,21 +69,21 @@ def changed_parameters_compute_all(load: Load, step: int, how: str, parts: str) 
         # Steps in flight may see both versions if the engine was not told of the change.
         counts = [(n if how == "update" else least, n) for n in range(least, most + 1)]
         if not any(_agrees(call, tokens, reason, *both, weights, version) for both in counts):
-            seen = f"{tokens}, {reason}; the old parameters drew {least} to {most} of them"
-            raise LawViolation(f"L23 versions: completion {sample} of call {index} is {seen}")
+            problem = f"{tokens}, {reason}; the old parameters drew {least} to {most} of them"
+            raise LawViolation(f"L23 versions: completion {sample} of call {index} is {problem}")
 
 
 def _drawn_by_now(load: Load, engine: Engine) -> dict[tuple[int, int], tuple[int, int]]:
     """For each running completion, the number of tokens that the old parameters drew: at least
     those that the host has read, and at most those with the steps in flight."""
-    found = {}
+    drawn = {}
     for index, call in enumerate(load.calls):
         names = [str(index), *(f"{index}[{sample}]" for sample in range(1, call.sampling.n))]
         for sample, name in enumerate(names):
             if (running := engine._host.find(name)) is not None:
                 count = len(running.tokens) - len(call.prompt)
-                found[index, sample] = count, count + running.max_unread
-    return found
+                drawn[index, sample] = count, count + running.max_unread
+    return drawn
 
 
 def _change(engine: Engine, new: Model, adapters: Mapping[str, Adapter], how: str) -> None:
@@ -93,10 +93,10 @@ def _change(engine: Engine, new: Model, adapters: Mapping[str, Adapter], how: st
         return
     present = engine.model.params, [*engine._weights.adapters.values()]
     pairs = zip(tree_leaves(present), tree_leaves((new.params, [*named.values()])), strict=True)
-    for own, other in pairs:
-        if isinstance(own, torch.Tensor):
+    for current, other in pairs:
+        if isinstance(current, torch.Tensor):
             # Torch's version counter misses writes to `.data`
-            (own.data if how == "in place" else own).copy_(other)
+            (current.data if how == "in place" else current).copy_(other)
     if how == "in place":
         engine.update()
 

@@ -137,11 +137,11 @@ def mappings(draw: st.DrawFn, device: str = "cpu") -> Mapping:
     rows = draw(st.integers(1, 3))
     width = draw(st.sampled_from((2, 4)))
     generator = torch.Generator().manual_seed(draw(st.integers(0, 999)))
-    held = {"h": torch.randn(width, generator=generator).to(device)}
+    closure = {"h": torch.randn(width, generator=generator).to(device)}
 
     def fn(params: Tensor, x: Tensor) -> Tensor:
         for name in names:
-            x = OPERATIONS[name](x, params, held)
+            x = OPERATIONS[name](x, params, closure)
         return x
 
     inputs = [

@@ -226,12 +226,12 @@ class _Body:
         if not operation.writes and name not in text:
             text = f"{name} = {text}"
         try:
-            exec(text, self.names | self.tensors, found := dict[str, Any]())
+            exec(text, self.names | self.tensors, namespace := dict[str, Any]())
         except Exception:
             return
         self.lines += text.splitlines()
         if not operation.writes:
-            self.tensors[name] = found[name]
+            self.tensors[name] = namespace[name]
 
     def _choose(self, operation: Operation, first: int, second: int) -> tuple[str, str] | None:
         if operation.arity < 2:
@@ -312,7 +312,7 @@ def tensor_programs(draw: st.DrawFn, device: str = "cpu", max_calls: int = 5) ->
     bases = [
         _base(i, shape, dtype) for i, (shape, dtype) in enumerate(zip(shapes, dtypes, strict=True))
     ]
-    made = draw(
+    aliases = draw(
         st.lists(
             st.tuples(st.sampled_from(ALIASES), st.sampled_from(range(len(bases)))),
             min_size=1,
@@ -334,12 +334,14 @@ def tensor_programs(draw: st.DrawFn, device: str = "cpu", max_calls: int = 5) ->
     events = [draw(st.sampled_from(("pass", "pass", "pass", *EVENTS))) for _ in range(calls)]
     statements = draw(st.lists(_STATEMENTS, min_size=1, max_size=8))
     if donated:
-        statements = [given for given in statements if "inference_mode" not in given[0].text]
+        statements = [
+            statement for statement in statements if "inference_mode" not in statement[0].text
+        ]
     returned = draw(st.lists(st.integers(0, 15), min_size=1, max_size=3))
     generator = draw(st.sampled_from(_GENERATORS))
     threads = draw(st.sampled_from((0, 0, 0, 2)))
     head = _definitions(surroundings, device) + _HELD + _GENERATOR + _LAYER
-    texts = _arguments(bases, made, copied=donated and alone)
+    texts = _arguments(bases, aliases, copied=donated and alone)
     names = [f"x{i}" for i in range(len(texts))]
     body = _body(head + _making(bases, texts), names, donated, statements)
     outputs = _outputs(body, names, returned, donated)
@@ -383,7 +385,7 @@ def _draws(text: str) -> bool:
     return any(part in text for part in ("rand", "dropout", "bernoulli", "normal_", "uniform_"))
 
 
-def _arguments(bases: Sequence[str], made: Sequence[tuple[str, int]], copied: bool) -> list[str]:
+def _arguments(bases: Sequence[str], aliases: Sequence[tuple[str, int]], copied: bool) -> list[str]:
     """The code of each tensor argument; one that cannot be made is the base itself. The first one
     may be a copy."""
     example = {"torch": torch, "device": "cpu", "call": 0}
@@ -392,7 +394,7 @@ def _arguments(bases: Sequence[str], made: Sequence[tuple[str, int]], copied: bo
         example |= {f"base{i}": eval(base, example) for i, base in enumerate(bases)}
         texts = [
             _possible(alias.format(base=f"base{base}"), f"base{base}", example)
-            for alias, base in made
+            for alias, base in aliases
         ]
     if copied and not texts[0].endswith(".clone()"):
         return [f"{texts[0]}.clone()", *texts[1:]]
@@ -423,8 +425,8 @@ def _body(
         warnings.simplefilter("ignore")
         tensors = module["arguments"](0)
         foreign = {storage_id(x) for x in (*tensors[donated:], module["held"])}
-        given = dict(zip((*names, "held"), (*tensors, module["held"]), strict=True))
-        body = _Body(module, given, foreign)
+        inputs = dict(zip((*names, "held"), (*tensors, module["held"]), strict=True))
+        body = _Body(module, inputs, foreign)
         for operation, first, second in statements:
             body.add(operation, first, second)
     return body

@@ -219,9 +219,9 @@ class Body:
         operations = [OPERATIONS[name].run for name in self.operations]
 
         def function(x: Tensor) -> Tensor:
-            seen = World(weight, world.matrix, scale, world.memory)
+            local_world = World(weight, world.matrix, scale, world.memory)
             for operation in operations:
-                x = operation(x, seen)
+                x = operation(x, local_world)
             return x
 
         def change() -> None:

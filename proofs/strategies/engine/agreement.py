@@ -21,15 +21,15 @@ def conversations(
     mine = draw(st.lists(_ASKED, min_size=len(steps), max_size=len(steps)))
     theirs = list(mine)
     place = draw(st.integers(0, len(steps) - 1))
-    own = mine[place]
+    original = mine[place]
     match draw(st.sampled_from(("the same", "anything", "another order", "a step later"))):
         case "anything":
             theirs[place] = draw(_ASKED)
         case "another order":
-            theirs[place] = attrs.evolve(own, notes=own.notes[::-1])
+            theirs[place] = attrs.evolve(original, notes=original.notes[::-1])
         case "a step later" if place + 1 < len(steps):
-            theirs[place] = attrs.evolve(own, notes=own.notes[:-1])
+            theirs[place] = attrs.evolve(original, notes=original.notes[:-1])
             theirs[place + 1] = attrs.evolve(
-                mine[place + 1], notes=own.notes[-1:] + mine[place + 1].notes
+                mine[place + 1], notes=original.notes[-1:] + mine[place + 1].notes
             )
     return steps, mine, theirs

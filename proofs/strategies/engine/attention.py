@@ -28,13 +28,14 @@ class OtherAttention:
     windows: tuple[int, ...]
     capability: str
 
-    def apply(self, model: Model, given: Extras | None = None) -> Model:
-        """The model with that attention; if `given` is not None, with dense attention in its place."""
+    def apply(self, model: Model, constants: Extras | None = None) -> Model:
+        """The model with that attention; if `constants` is not None, with dense attention in its
+        place."""
         model = attrs.evolve(model, config=attrs.evolve(model.config, windows=self.windows))
-        if given is not None:
+        if constants is not None:
             return model.with_stages(attend=dense)
-        own = AttentionBackend("of a law", self._attend, self._plan, capability=self.capability)
-        return model.with_stages(attend=own)
+        backend = AttentionBackend("of a law", self._attend, self._plan, capability=self.capability)
+        return model.with_stages(attend=backend)
 
     def _plan(self, q: Tensor, _: Tensor, *where: Any) -> tuple[Any, Any]:
         """The start and the length of each request: lists on the host or, where a graph may be
@@ -72,8 +73,8 @@ def planned(
     for r, length in enumerate(plan[1]):
         part = slice(spans[r], spans[r + 1])
         if length and part.start < part.stop:
-            own = starts.new_tensor([0, part.stop - part.start])
-            where = slots[part], table[r : r + 1], own, lengths[r : r + 1]
+            query_starts = starts.new_tensor([0, part.stop - part.start])
+            where = slots[part], table[r : r + 1], query_starts, lengths[r : r + 1]
             out[part] = BACKENDS["torch"].attend(q[part], kv_pages, *where, longest, scale, window)
     return out
 

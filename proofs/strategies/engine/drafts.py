@@ -32,14 +32,16 @@ class Drafts:
         if not isinstance(self.way, str):
             return Speculation(self.num_tokens, ngram=self.way)
         if self.way == "itself":
-            own = config
+            draft_config = config
         else:
-            own = attrs.evolve(config, num_layers=1, windows=config.windows[:1])
+            draft_config = attrs.evolve(config, num_layers=1, windows=config.windows[:1])
         seed += self.way == "another"
-        (whole,) = split_layers(own.num_layers, 1)
-        params = random_params(own, whole, seed=seed, device="cpu", dtype=torch.float32, std=std)
+        (whole,) = split_layers(draft_config.num_layers, 1)
+        params = random_params(
+            draft_config, whole, seed=seed, device="cpu", dtype=torch.float32, std=std
+        )
         params = tree_map(lambda x: x.to(device) if isinstance(x, torch.Tensor) else x, params)
-        return Speculation(self.num_tokens, model=Model(own, params, None, Path("drafts")))
+        return Speculation(self.num_tokens, model=Model(draft_config, params, None, Path("drafts")))
 
 
 def lookups() -> st.SearchStrategy[Drafts]:

@@ -66,12 +66,12 @@ def adapters_of(config: ModelConfig, version: int = 0) -> dict[str, Adapter]:
     return {
         name: random_adapter(
             config,
-            own,
+            targets,
             rank=(1, max(2, config.hidden_size // 16))[index],
             seed=index + 2 * version,
             std=0.5,
         )
-        for index, (name, own) in enumerate(parts.items())
+        for index, (name, targets) in enumerate(parts.items())
     }
 
 

@@ -115,12 +115,12 @@ class Places:
 @functools.cache
 def _lines_of(code: CodeType) -> frozenset[int]:
     """The lines of a function within which an exception from outside may arrive."""
-    found = set[int]()
+    lines = set[int]()
     line = code.co_firstlineno
     for instruction in dis.get_instructions(code):
         positions = instruction.positions
         if positions is not None and positions.lineno is not None:
             line = positions.lineno
         if any(name in instruction.opname for name in _LOOKS):
-            found.add(line)
-    return frozenset(found)
+            lines.add(line)
+    return frozenset(lines)

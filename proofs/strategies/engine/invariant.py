@@ -110,10 +110,10 @@ class InvariantLoad:
 
     def prompt(self, index: int) -> tuple[int, ...] | EmbedsPrompt:
         """The prompt of a call."""
-        given = self.prompts[index]
-        if given is None:
+        prompt = self.prompts[index]
+        if prompt is None:
             return self.load.calls[index].prompt
-        return given
+        return prompt
 
 
 @st.composite

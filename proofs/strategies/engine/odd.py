@@ -158,7 +158,7 @@ class OddCall:
     aborted: int | None
 
     @property
-    def given(self) -> Any:
+    def prompt_input(self) -> Any:
         """The prompt, as `add` takes it."""
         if not self.embeds:
             return self.prompt

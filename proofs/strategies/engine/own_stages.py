@@ -41,13 +41,13 @@ class OwnStages:
     prefix_caching: str | None = None
     patched: tuple[int, ...] = ()
 
-    def apply(self, model: Model, given: Extras | None = None) -> Model:
+    def apply(self, model: Model, constants: Extras | None = None) -> Model:
         """The changed model.
 
         Args:
-            given: the values of the extras, as constants of the functions, which see one request
-                alone, and compute what it carries anew from all of its tokens at each step; None:
-                those of each request.
+            constants: the values of the extras, as constants of the functions, which see one
+                request alone, and compute what it carries anew from all of its tokens at each step;
+                None: those of each request.
         """
         hidden = model.config.hidden_size
         vocab = model.config.vocab_size
@@ -56,27 +56,27 @@ class OwnStages:
             "strength": torch.zeros(()),
             "bias": torch.zeros(vocab),
         }
-        if given is None:
+        if constants is None:
             values = {}
         else:
-            values = {name: given.get(name, x).to(model.device) for name, x in defaults.items()}
+            values = {name: constants.get(name, x).to(model.device) for name, x in defaults.items()}
         unpatched = torch.full((hidden,), 0.25)
-        table = torch.cat(((given or {}).get("patch", unpatched[None]), unpatched[None])).to(
+        table = torch.cat(((constants or {}).get("patch", unpatched[None]), unpatched[None])).to(
             model.device
         )
 
         def patch(batch: Any) -> Tensor:
-            if given is None:
-                own: Tensor = batch.token_extras["patch"]
-                return own
+            if constants is None:
+                rows: Tensor = batch.token_extras["patch"]
+                return rows
             return table[batch.positions.clamp(max=len(table) - 1)]
 
         def read(name: str, batch: Any) -> Tensor:
-            own = batch.per_token(batch.extras[name]) if given is None else values[name]
-            return own[..., None] if name == "strength" else own
+            value = batch.per_token(batch.extras[name]) if constants is None else values[name]
+            return value[..., None] if name == "strength" else value
 
         def biased(logits: Tensor, rows: Tensor, extras: Extras) -> Tensor:
-            return logits + (extras["bias"] if given is None else values["bias"])
+            return logits + (extras["bias"] if constants is None else values["bias"])
 
         def stronger(config: Any, layer: Any, batch: Any, x: Any) -> Tensor:
             return _times(feed_forward(config, layer, batch, x), read("strength", batch))
@@ -87,14 +87,18 @@ class OwnStages:
             added, pages = attention(config, layer, kv_pages, batch, *rest)
             return _times(added, read("strength", batch)), pages
 
-        own: dict[str, Any] = {"feed_forward": stronger, "attention": attentive, "logits": biased}
+        functions: dict[str, Any] = {
+            "feed_forward": stronger,
+            "attention": attentive,
+            "logits": biased,
+        }
         changes = dict(self.layers)
         start = torch.linspace(-1, 1, hidden)
         layers: dict[int, Any] = {}
         for index in self._indices:
             add = None
             if index in self.carried:
-                if given is None:
+                if constants is None:
                     add = _adding(index)
                 else:
                     add = _adding_anew(start.to(model.device))
@@ -103,13 +107,13 @@ class OwnStages:
                 layers[index] = _patched(layers[index], patch)
         carries = {f"sum {index}": start for index in self.carried}
         return model.with_stages(
-            **{name: own[name] for name in self.parts},
+            **{name: functions[name] for name in self.parts},
             layers=layers,
-            extras=defaults if given is None else {},
-            token_extras={"patch": unpatched} if given is None and self.patched else {},
+            extras=defaults if constants is None else {},
+            token_extras={"patch": unpatched} if constants is None and self.patched else {},
             captures={f"layer {index}": defaults["vector"] for index in self.captured},
-            carries=carries if given is None else {},
-            prefix_caching=self.prefix_caching if given is None else None,
+            carries=carries if constants is None else {},
+            prefix_caching=self.prefix_caching if constants is None else None,
         )
 
     @property
@@ -147,16 +151,16 @@ def _adding(index: int) -> Add:
 def _adding_anew(start: Tensor) -> Add:
     """The same for one request alone, whose tokens are kept here. The batch may be padded at its
     end, at position 0."""
-    seen: dict[int, Tensor] = {}
+    hidden_at: dict[int, Tensor] = {}
 
     def add(batch: Any, hidden: Tensor) -> Tensor:
         first = int(batch.positions[0])
         last = int(batch.positions.max())
-        seen.update(zip(range(first, last + 1), hidden.clone(), strict=False))
+        hidden_at.update(zip(range(first, last + 1), hidden.clone(), strict=False))
         sums = list[Tensor]()
         value = start
         for place in range(last + 1):
-            value = _next(value, seen[place])
+            value = _next(value, hidden_at[place])
             sums.append(value)
         return hidden + torch.stack(sums)[batch.positions].tanh()
 
@@ -193,8 +197,8 @@ def _patched(change: Any, patch: Callable[[Any], Tensor]) -> Any:
     """The change of a layer to whose input each token's patch is added first."""
 
     def patched(layer: Any) -> Any:
-        own = change(layer)
-        return lambda params, kv_pages, batch, tables, hidden: own(
+        changed_layer = change(layer)
+        return lambda params, kv_pages, batch, tables, hidden: changed_layer(
             params, kv_pages, batch, tables, hidden + patch(batch)
         )
 
@@ -230,7 +234,7 @@ def own_stages(num_layers: int) -> st.SearchStrategy[OwnStages]:
     parts = {
         "layers": (
             st.dictionaries(index, st.sampled_from(_LAYERS)).map(
-                lambda own: tuple(sorted(own.items()))
+                lambda layers: tuple(sorted(layers.items()))
             )
         ),
         "parts": st.lists(st.sampled_from(_PARTS), unique=True).map(tuple),

@@ -43,7 +43,9 @@ def step_times(
         st.tuples(st.integers(1, max_tokens), st.integers(0, max_seconds)), min_size=1, max_size=3
     )
     curve = points.map(
-        lambda own: tuple(zip(*map(itertools.accumulate, zip(*own, strict=True)), strict=True))
+        lambda increments: tuple(
+            zip(*map(itertools.accumulate, zip(*increments, strict=True)), strict=True)
+        )
     )
     return st.builds(
         StepTime, st.integers(1, max_limit), curve, st.integers(0, 2), st.integers(0, 5)
@@ -111,10 +113,10 @@ class Trace:
         count = self.drafts.num_tokens if self.drafts else 0
         layouts = self.layouts(num_stages)
         options: dict[str, Any] = {"keep_logits": True, "num_drafts": count, "device": device}
-        made = [decoder_stage(self.config, layout, **options) for layout in layouts]
+        stages = [decoder_stage(self.config, layout, **options) for layout in layouts]
         if self.drafts:
-            return self.speculation(device).stages(made)
-        return made
+            return self.speculation(device).stages(stages)
+        return stages
 
     def speculation(self, device: torch.device | str = "cpu") -> Speculation:
         """The drafter of a trace that has one."""
@@ -124,19 +126,20 @@ class Trace:
     def params(self, num_stages: int, device: torch.device | str = "cpu") -> tuple[Any, ...]:
         """The weights of each stage, of deviation 0.3, so that differences show."""
         (whole,) = self.layouts(1)
-        made = random_params(
+        params = random_params(
             self.config, whole, seed=self.seed, device="cpu", dtype=torch.float32, std=_STD
         )
-        made = tree_map(lambda x: x.to(device) if isinstance(x, torch.Tensor) else x, made)
-        own = [
-            (slice_params(made, layout), self.config, layout) for layout in self.layouts(num_stages)
+        params = tree_map(lambda x: x.to(device) if isinstance(x, torch.Tensor) else x, params)
+        stages = [
+            (slice_params(params, layout), self.config, layout)
+            for layout in self.layouts(num_stages)
         ]
-        held = tuple(
-            hold_adapters(*stage, self.seed) if self.num_adapters else stage[0] for stage in own
+        stage_params = tuple(
+            hold_adapters(*stage, self.seed) if self.num_adapters else stage[0] for stage in stages
         )
         if self.drafts:
-            return ((held[0], self.speculation(device).params), *held[1:])
-        return held
+            return ((stage_params[0], self.speculation(device).params), *stage_params[1:])
+        return stage_params
 
     def state(self, num_stages: int, device: torch.device | str = "cpu") -> tuple[State, ...]:
         """An empty state for each stage."""
@@ -186,8 +189,10 @@ def traces(
     num_rows = draw(st.sampled_from((2, 1, 2, 3, 4)))
     num_cohorts = draw(st.integers(1, 3))
     count = draw(st.sampled_from([n for n in (4, 3, 6, 2, 5, 1) if n <= max_requests]))
-    own = (draw(slots(count)) if adapters else ()) or (-1,) * count
-    arrivals = [draw(_arrivals(config, index, adapter)) for index, adapter in enumerate(own)]
+    adapter_slots = (draw(slots(count)) if adapters else ()) or (-1,) * count
+    arrivals = [
+        draw(_arrivals(config, index, adapter)) for index, adapter in enumerate(adapter_slots)
+    ]
     if embeds:
         arrivals = [
             draw(_with_image(config, one, i % 2)) if draw(st.integers(0, 3)) < 3 else one
@@ -233,13 +238,13 @@ def _followers(draw: st.DrawFn, config: ModelConfig, leader: Arrival) -> Arrival
 
 
 def _with_image(config: ModelConfig, arrival: Arrival, image: int) -> st.SearchStrategy[Arrival]:
-    def given(prompt: EmbedsPrompt) -> Arrival:
+    def with_prompt(prompt: EmbedsPrompt) -> Arrival:
         request = attrs.evolve(
-            arrival.request, prompt=tuple(prompt.ids), given=read_content(prompt)
+            arrival.request, prompt=tuple(prompt.ids), prompt_content=read_content(prompt)
         )
         return attrs.evolve(arrival, request=request)
 
-    return images(arrival.request.prompt, config.hidden_size, image).map(given)
+    return images(arrival.request.prompt, config.hidden_size, image).map(with_prompt)
 
 
 @st.composite
@@ -269,10 +274,10 @@ def timed_traces(draw: st.DrawFn) -> Trace:
     prompts = st.lists(st.integers(3, 9), min_size=1, max_size=40)
     requests = [attrs.evolve(one.request, prompt=tuple(draw(prompts))) for one in trace.arrivals]
     arrivals = [
-        attrs.evolve(one, request=own, behind=None)
-        for one, own in zip(trace.arrivals, requests, strict=True)
+        attrs.evolve(one, request=request, behind=None)
+        for one, request in zip(trace.arrivals, requests, strict=True)
     ]
-    longest = max(len(own.prompt) + own.max_tokens for own in requests)
+    longest = max(len(request.prompt) + request.max_tokens for request in requests)
     budget = attrs.evolve(
         trace.budget,
         max_num_tokens=draw(st.integers(8, 64)),

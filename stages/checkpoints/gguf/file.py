@@ -123,9 +123,9 @@ def open_gguf(path: Path, call: str) -> GgufFile:
         reader = _Reader(data)
         metadata, tensors, start = _read(reader, block_sizes)
         if (parts := metadata.get(_SPLIT, 1)) != 1:
-            seen = f"{path.name} is one of {parts!r:.60} parts"
+            problem = f"{path.name} is one of {parts!r:.60} parts"
             raise CheckpointError(
-                call, seen, "one file: llama-gguf-split --merge FIRST-PART whole.gguf"
+                call, problem, "one file: llama-gguf-split --merge FIRST-PART whole.gguf"
             )
         return GgufFile(path, metadata, tensors, start, data)
     except FileNotFoundError as error:
@@ -135,9 +135,9 @@ def open_gguf(path: Path, call: str) -> GgufFile:
     except (_Fault, OSError, ValueError) as error:
         if isinstance(error, WeftError):
             raise
-        seen = f"{path.name} is not a GGUF file that weft can read: {error!s:.300}"
+        problem = f"{path.name} is not a GGUF file that weft can read: {error!s:.300}"
         raise CheckpointError(
-            call, seen, f"copy {path.name} again from where it came from"
+            call, problem, f"copy {path.name} again from where it came from"
         ) from error
 
 
@@ -243,10 +243,10 @@ def _read(
         _add(infos, name, (shape, *reader.numbers("I"), *reader.numbers("Q")))
     start = -(-reader.at // alignment) * alignment
     tensors = {
-        name: _place(name, *own, start, len(reader.data), block_sizes)
-        for name, own in infos.items()
+        name: _place(name, *entry, start, len(reader.data), block_sizes)
+        for name, entry in infos.items()
     }
-    wrong = [name for name, own in tensors.items() if own.start % alignment]
+    wrong = [name for name, entry in tensors.items() if entry.start % alignment]
     if wrong:
         raise _Fault(f"{wrong[0]:.200} is not at a multiple of {alignment} bytes")
     return metadata, tensors, start
@@ -274,7 +274,7 @@ def _place(
     return StoredTensor(shape, kind, start + offset, size)
 
 
-def _add(found: dict[str, Any], name: str, value: Any) -> None:
-    if name in found:
+def _add(entries: dict[str, Any], name: str, value: Any) -> None:
+    if name in entries:
         raise _Fault(f"two of the name {name!r:.200}")
-    found[name] = value
+    entries[name] = value

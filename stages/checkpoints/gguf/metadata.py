@@ -81,15 +81,15 @@ def read_config(file: GgufFile, call: str, *, strict: bool = False) -> ModelConf
     """
     architecture = file.architecture
     if architecture not in _ARCHITECTURES:
-        seen = f"{file.path.name} has general.architecture={architecture!r:.60}"
-        raise ConfigError(call, seen, f"weft reads GGUFs of {', '.join(_ARCHITECTURES)}")
+        problem = f"{file.path.name} has general.architecture={architecture!r:.60}"
+        raise ConfigError(call, problem, f"weft reads GGUFs of {', '.join(_ARCHITECTURES)}")
     prefix = f"{architecture}."
-    own = {
+    model_metadata = {
         name.removeprefix(prefix): one
         for name, one in file.metadata.items()
         if name.startswith(prefix)
     }
-    fields = Fields(own, call, file.path.name, prefix)
+    fields = Fields(model_metadata, call, file.path.name, prefix)
     raw = dict(_fields_of(file, fields, experts=architecture == "qwen3moe"))
     config = parse_fields(
         Fields(raw, call, f"{file.path.name}, in the words of a config.json,"), strict
@@ -200,8 +200,10 @@ def _rope(fields: Fields) -> Iterator[tuple[str, Any]]:
 def _ends(file: GgufFile, fields: Fields) -> list[int]:
     """The tokens that end a text, or a turn of a chat."""
     tokens = attrs.evolve(fields, raw=file.metadata, prefix="")
-    found = (tokens.value(f"tokenizer.ggml.{name}", None, _is_token, "a token") for name in _ENDS)
-    return list(dict.fromkeys(token for token in found if token is not None))
+    token_ids = (
+        tokens.value(f"tokenizer.ggml.{name}", None, _is_token, "a token") for name in _ENDS
+    )
+    return list(dict.fromkeys(token for token in token_ids if token is not None))
 
 
 def _is_token(value: Any) -> bool:

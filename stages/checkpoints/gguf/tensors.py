@@ -80,17 +80,17 @@ class GgufTensors:
         if part.expert is not None and self.config.moe is not None:
             shape = self.config.moe.num_experts, *shape
         if not _unpacks(stored.kind):
-            seen = f"{name} is {kind_name(stored.kind)}, which the package gguf does not unpack"
+            problem = f"{name} is {kind_name(stored.kind)}, which the package gguf does not unpack"
             raise CheckpointError(
-                self.call, seen, "another quantization of the model, such as Q4_K_M or Q8_0"
+                self.call, problem, "another quantization of the model, such as Q4_K_M or Q8_0"
             )
         if stored.shape != shape:
-            seen = (
+            problem = (
                 f"{name} in {self.file.path.name} is {stored.shape}, and its metadata makes it"
                 f" {shape}"
             )
             raise CheckpointError(
-                self.call, seen, "check that it is a whole file, of this architecture"
+                self.call, problem, "check that it is a whole file, of this architecture"
             )
 
     def read(self, part: Part, dtype: torch.dtype) -> Tensor:
@@ -102,16 +102,16 @@ class GgufTensors:
             stored = StoredTensor(
                 stored.shape[1:], stored.kind, stored.start + int(expert[1]) * size, size
             )
-        found = self._tensor(stored, dtype)
+        tensor = self._tensor(stored, dtype)
         heads = {"q_proj": self.config.num_heads, "k_proj": self.config.num_kv_heads}.get(
             part.name.split(".")[-2]
         )
         if heads is not None and self.file.architecture == "llama":
             # llama.cpp's llama turns neighbours in a head together, so there the two halves of a
             # head alternate.
-            halves: Tensor = found.unflatten(0, (heads, -1, 2))
-            found = halves.transpose(1, 2).flatten(0, 2)
-        return found[part.slices]
+            halves: Tensor = tensor.unflatten(0, (heads, -1, 2))
+            tensor = halves.transpose(1, 2).flatten(0, 2)
+        return tensor[part.slices]
 
     def _tensor(self, stored: StoredTensor, dtype: torch.dtype) -> Tensor:
         if kind := KINDS.get(stored.kind):
@@ -121,15 +121,15 @@ class GgufTensors:
             )
             return flat.view(stored.shape)
         columns = stored.shape[-1]
-        found = torch.empty(stored.shape, dtype=dtype, device="cpu").view(-1, columns)
+        unpacked = torch.empty(stored.shape, dtype=dtype, device="cpu").view(-1, columns)
         packed = np.frombuffer(self.file.data, np.uint8, stored.size, stored.start).reshape(
-            len(found), -1
+            len(unpacked), -1
         )
         step = max(_AT_ONCE // columns, 1)
-        for start in range(0, len(found), step):
+        for start in range(0, len(unpacked), step):
             rows = _unpack(packed[start : start + step], stored.kind)
-            found[start : start + step] = torch.from_numpy(rows)
-        return found.view(stored.shape)
+            unpacked[start : start + step] = torch.from_numpy(rows)
+        return unpacked.view(stored.shape)
 
 
 def rope_factors(file: GgufFile, pairs: int, call: str) -> tuple[float, ...] | None:
@@ -142,12 +142,12 @@ def rope_factors(file: GgufFile, pairs: int, call: str) -> tuple[float, ...] | N
         return None
     stored = file.tensors[ROPE_FACTORS]
     if kind_name(stored.kind) == "F32" and stored.shape == (pairs,):
-        found = np.frombuffer(file.data, "<f4", pairs, stored.start)
-        if bool((np.isfinite(found) & (found > 0)).all()):
-            return tuple(found.tolist())
-    seen = f"{ROPE_FACTORS} is {kind_name(stored.kind)} {stored.shape}"
+        factors = np.frombuffer(file.data, "<f4", pairs, stored.start)
+        if bool((np.isfinite(factors) & (factors > 0)).all()):
+            return tuple(factors.tolist())
+    problem = f"{ROPE_FACTORS} is {kind_name(stored.kind)} {stored.shape}"
     raise CheckpointError(
-        call, seen, f"{pairs} finite numbers greater than 0 in F32, one for each pair of a head"
+        call, problem, f"{pairs} finite numbers greater than 0 in F32, one for each pair of a head"
     )
 
 

@@ -90,20 +90,20 @@ def tokenizer_of(file: GgufFile, call: str, *, strict: bool = False) -> Tokenize
     fields = _fields(file, call)
     build, unknown = _builder(fields)
     if unknown:
-        seen = f"{file.path.name} has {unknown}"
+        problem = f"{file.path.name} has {unknown}"
         instead = "prompts of token ids, or a file that was converted anew"
         if strict:
-            raise ConfigError(call, f"{seen}, which weft does not know", instead)
+            raise ConfigError(call, f"{problem}, which weft does not know", instead)
         text = (
-            f"weft does not know the tokenizer of this file, and loads none: {seen}. Instead:"
+            f"weft does not know the tokenizer of this file, and loads none: {problem}. Instead:"
             f" {instead}."
         )
         warnings.warn(text, ConfigWarning, stacklevel=3)
     if build is None:
         return None
-    seen = f"the tokenizer of {file.path.name} cannot be built"
+    problem = f"the tokenizer of {file.path.name} cannot be built"
     with tokenizer_failures(
-        CheckpointError, call, seen, f"copy {file.path.name} again from where it came from"
+        CheckpointError, call, problem, f"copy {file.path.name} again from where it came from"
     ):
         return build(fields)
 
@@ -128,12 +128,12 @@ def chat_template_of(file: GgufFile, call: str) -> ChatTemplate | None:
 
 
 def _fields(file: GgufFile, call: str) -> Fields:
-    own = {
+    tokenizer_metadata = {
         name.removeprefix(_PREFIX): one
         for name, one in file.metadata.items()
         if name.startswith(_PREFIX)
     }
-    return Fields(own, call, file.path.name, _PREFIX)
+    return Fields(tokenizer_metadata, call, file.path.name, _PREFIX)
 
 
 def _builder(fields: Fields) -> tuple[Callable[[Fields], Tokenizer] | None, str]:
@@ -153,23 +153,25 @@ def _builder(fields: Fields) -> tuple[Callable[[Fields], Tokenizer] | None, str]
 
 def _byte_level(fields: Fields) -> Tokenizer:
     """Byte-level BPE, as of GPT-2."""
-    own = _PRE_TOKENIZERS[fields.raw["pre"]]
+    pre_tokenizer = _PRE_TOKENIZERS[fields.raw["pre"]]
     tokens = _strings(fields, "tokens")
     merges = [
         (left, right)
         for left, _, right in (one.partition(" ") for one in _strings(fields, "merges"))
     ]
     vocab = {token: index for index, token in enumerate(tokens)}
-    tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=merges, ignore_merges=own.whole_words))
-    if own.nfc:
+    tokenizer = Tokenizer(
+        models.BPE(vocab=vocab, merges=merges, ignore_merges=pre_tokenizer.whole_words)
+    )
+    if pre_tokenizer.nfc:
         tokenizer.normalizer = normalizers.NFC()
     splits: list[Any] = [
-        pre_tokenizers.Split(Regex(one), behavior="isolated") for one in own.splits
+        pre_tokenizers.Split(Regex(one), behavior="isolated") for one in pre_tokenizer.splits
     ]
     last = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence([*splits, last])
     tokenizer.decoder = decoders.ByteLevel()
-    return _with_special_tokens(tokenizer, fields, tokens, add_bos=own.add_bos)
+    return _with_special_tokens(tokenizer, fields, tokens, add_bos=pre_tokenizer.add_bos)
 
 
 def _sentencepiece(fields: Fields) -> Tokenizer:
@@ -199,9 +201,9 @@ def _merges_by_score(fields: Fields, vocab: Mapping[str, int]) -> list[tuple[str
     pairs = []
     for token, index in vocab.items():
         cuts = ((token[:at], token[at:]) for at in range(1, len(token)))
-        own = [(left, right) for left, right in cuts if left in vocab and right in vocab]
-        own.sort(key=lambda pair: (vocab[pair[0]], vocab[pair[1]]))
-        pairs += [(scores[index], len(left), len(right), left, right) for left, right in own]
+        merges = [(left, right) for left, right in cuts if left in vocab and right in vocab]
+        merges.sort(key=lambda pair: (vocab[pair[0]], vocab[pair[1]]))
+        pairs += [(scores[index], len(left), len(right), left, right) for left, right in merges]
     pairs.sort(key=lambda pair: pair[:3], reverse=True)
     return [(left, right) for *_, left, right in pairs]
 
@@ -219,21 +221,25 @@ def _with_special_tokens(
     )
     pairs = [(token, kind) for token, kind in zip(tokens, kinds, strict=False) if token]
     tokenizer.add_special_tokens(
-        [AddedToken(own, normalized=False, special=True) for own, k in pairs if k == _CONTROL]
+        [
+            AddedToken(content, normalized=False, special=True)
+            for content, k in pairs
+            if k == _CONTROL
+        ]
     )
     tokenizer.add_tokens(
-        [AddedToken(own, normalized=False) for own, kind in pairs if kind == _USER_DEFINED]
+        [AddedToken(content, normalized=False) for content, kind in pairs if kind == _USER_DEFINED]
     )
     around = []
     for name, default in (("bos", add_bos), ("eos", False)):
         token = _token_id(fields, f"{name}_token_id", tokens)
-        wanted = fields.flag(f"add_{name}_token", default and token is not None)
+        is_added = fields.flag(f"add_{name}_token", default and token is not None)
         fields.check(
-            token is not None or not wanted,
+            token is not None or not is_added,
             f"{name}_token_id",
             "the token that the file says to add",
         )
-        around.append([(tokens[token], token)] if wanted and token is not None else [])
+        around.append([(tokens[token], token)] if is_added and token is not None else [])
     begin, end = around
     if begin or end:
         single: Any = [*(text for text, _ in begin), "$A", *(text for text, _ in end)]
@@ -244,16 +250,16 @@ def _with_special_tokens(
 
 
 def _strings(fields: Fields, name: str) -> list[str]:
-    found: list[str] = fields.value(name, None, lambda one: _is_list(one, str), "a list of texts")
-    return found
+    texts: list[str] = fields.value(name, None, lambda one: _is_list(one, str), "a list of texts")
+    return texts
 
 
 def _token_id(fields: Fields, name: str, tokens: Sequence[str]) -> int | None:
     def fits(one: Any) -> bool:
         return one is None or (type(one) is int and 0 <= one < len(tokens))
 
-    found: int | None = fields.value(name, None, fits, f"one of {len(tokens)} tokens")
-    return found
+    token_id: int | None = fields.value(name, None, fits, f"one of {len(tokens)} tokens")
+    return token_id
 
 
 def _is_list(value: Any, kind: type) -> bool:

@@ -19,7 +19,7 @@ RULES: dict[str, Rule] = {
 
 
 @pytest.mark.parametrize(
-    ("name", "value", "seen"),
+    ("name", "value", "problem"),
     [
         ("count", 0, "count=0"),
         ("count", True, "count=True"),
@@ -33,12 +33,12 @@ RULES: dict[str, Rule] = {
         ("count", "x" * 500, f"count={'x' * 500!r:.200}"),
     ],
 )
-def test_the_value_that_breaks_its_rule_is_named(name: str, value: Any, seen: str) -> None:
+def test_the_value_that_breaks_its_rule_is_named(name: str, value: Any, problem: str) -> None:
     with pytest.raises(RequestError) as error:
         check_values("f(...)", RULES, {"of": None, name: value})
-    assert (error.value.call, error.value.seen, error.value.instead) == (
+    assert (error.value.call, error.value.problem, error.value.instead) == (
         "f(...)",
-        seen,
+        problem,
         RULES[name][1],
     )
 

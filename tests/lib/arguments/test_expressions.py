@@ -80,8 +80,8 @@ def test_it_matches_what_re_matches(text: str, name: str) -> None:
 def test_each_repeat_matches_what_re_matches(part: str, repeat: str, rest: str) -> None:
     text = part + repeat + rest
     words = [word + end for word in WORDS for end in ("", "{}", "{}b{}", "b{}")]
-    found = [word for word in words if Expression(text).matches(word)]
-    assert found == [word for word in words if re.fullmatch(text, word)]
+    matching = [word for word in words if Expression(text).matches(word)]
+    assert matching == [word for word in words if re.fullmatch(text, word)]
 
 
 def test_expressions_of_one_text_are_equal_and_print_as_written() -> None:
@@ -128,17 +128,17 @@ ENDLESS = [
 def test_what_re_would_be_busy_with_for_ever(text: str) -> None:
     """The expression does not match, or is refused."""
     begun = time.monotonic()
-    found = ""
+    answer = ""
     try:
-        found = str(Expression(text).matches(NAME))
+        answer = str(Expression(text).matches(NAME))
     except ConfigError as error:
-        found = error.seen
-    assert found in ("False", f"more than {MOST_STEPS} steps to match {NAME!r}")
+        answer = error.problem
+    assert answer in ("False", f"more than {MOST_STEPS} steps to match {NAME!r}")
     assert time.monotonic() - begun < 5
 
 
 @pytest.mark.parametrize(
-    ("text", "seen"),
+    ("text", "problem"),
     [
         ("(q", "missing ), unterminated subpattern at position 0"),
         ("a)(b", "unbalanced parenthesis at position 1"),
@@ -152,9 +152,9 @@ def test_what_re_would_be_busy_with_for_ever(text: str) -> None:
         ("(?>a)", "'(?>a' is not supported"),
     ],
 )
-def test_what_is_refused(text: str, seen: str) -> None:
+def test_what_is_refused(text: str, problem: str) -> None:
     with pytest.raises(ConfigError) as caught:
         Expression(text)
     assert caught.value.call == f"the regular expression {text!r:.60}"
-    assert caught.value.seen == seen
+    assert caught.value.problem == problem
     assert caught.value.instead == "a list of names, or a simpler expression"

@@ -36,7 +36,7 @@ def test_what_is_written_is_json_and_is_read_back(value: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "seen"),
+    ("text", "problem"),
     [
         ("[" * 100_000 + "]" * 100_000, "it is nested too deeply"),
         ("[" * 200 + "]" * 200, "it is nested too deeply"),
@@ -46,8 +46,8 @@ def test_what_is_written_is_json_and_is_read_back(value: Any) -> None:
         ("{", "Expecting property name"),
     ],
 )
-def test_what_is_refused(text: str, seen: str) -> None:
-    with pytest.raises(ValueError, match=seen):
+def test_what_is_refused(text: str, problem: str) -> None:
+    with pytest.raises(ValueError, match=problem):
         parse_json(text)
 
 

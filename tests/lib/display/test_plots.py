@@ -111,9 +111,9 @@ def test_timelines_that_are_compared_have_one_scale() -> None:
 def test_padding_is_counted_for_each_batch() -> None:
     ladder = make_ladder("full", Limits(8, 8))
     table = dispatch_table(ladder, [B.uniform(3), B.uniform(8), B(5, 2), B(100, 2)])
-    _, given = pyplot.subplots()
-    ax = table.plot(ax=given)
-    assert ax is given
+    _, axes = pyplot.subplots()
+    ax = table.plot(ax=axes)
+    assert ax is axes
     assert widths(ax) == [3, 8, 5, 100, 1, 0, 3, 0]
     assert ax.get_title() == "3% of what is computed is padding"
     assert widths(table.plot("num_reqs")) == [3, 8, 2, 2, 1, 0, 6, 0]

@@ -113,12 +113,12 @@ def test_no_class_of_tensors_is_forgotten() -> None:
         cls for cls in pytree.SUPPORTED_NODES if getattr(cls, "__module__", "").startswith("weft.")
     ]
     # Not doctests'
-    own = [
+    classes = [
         cls for cls in named if getattr(sys.modules.get(cls.__module__), cls.__name__, None) is cls
     ]
     floods = {
         cls.__name__
-        for cls in own
+        for cls in classes
         if not issubclass(cls, Summarized) and "proofs" not in cls.__module__
     }
     assert floods == WITHOUT

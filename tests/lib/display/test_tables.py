@@ -73,15 +73,15 @@ class Balanced(HTMLParser):
     def __init__(self) -> None:
         super().__init__()
         self.open: list[str] = []
-        self.seen: set[str] = set()
+        self.names: set[str] = set()
         self.text = ""
 
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
         self.open.append(tag)
-        self.seen |= {tag, *(name for name, _ in attrs)}
+        self.names |= {tag, *(name for name, _ in attrs)}
 
     def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        self.seen |= {tag, *(name for name, _ in attrs)}
+        self.names |= {tag, *(name for name, _ in attrs)}
 
     def handle_endtag(self, tag: str) -> None:
         assert self.open.pop() == tag
@@ -97,7 +97,7 @@ def test_what_a_notebook_shows_is_small_closed_and_its_own(name: str) -> None:
     parser.feed(html)
     parser.close()
     assert parser.open == []
-    assert parser.seen & {"script", "link", "img", "iframe", "href", "src", "onclick"} == set()
+    assert parser.names & {"script", "link", "img", "iframe", "href", "src", "onclick"} == set()
     assert re.findall(r"https?://(?!www\.w3\.org/2000/svg)", html) == []
     assert len(html) < 60_000
 

@@ -119,7 +119,10 @@ def brute_force(effect: Collective, inputs: list[Tensor]) -> list[list[list[floa
 
     def reduce(op: str) -> list[list[float]]:
         f = {"sum": sum, "max": max, "min": min}[op]
-        return [[f(own[i][j] for own in values) for j in range(columns)] for i in range(rows)]
+        return [
+            [f(rank_values[i][j] for rank_values in values) for j in range(columns)]
+            for i in range(rows)
+        ]
 
     def cut(matrix: list[list[float]], dim: int, part: int) -> list[list[float]]:
         if dim % 2 == 0:
@@ -140,7 +143,8 @@ def brute_force(effect: Collective, inputs: list[Tensor]) -> list[list[list[floa
             return [cut(reduce(op), dim, rank) for rank in range(count)]
         case AllToAll(split_dim=split, concat_dim=concat):
             return [
-                join([cut(own, split, rank) for own in values], concat) for rank in range(count)
+                join([cut(rank_values, split, rank) for rank_values in values], concat)
+                for rank in range(count)
             ]
         case PPermute(pairs=pairs):
             zeros = [[0.0] * columns for _ in range(rows)]
@@ -159,7 +163,7 @@ def test_the_results_are_those_of_loops(effect: Collective) -> None:
         torch.randint(-9, 9, (2 * count, 3 * count), generator=torch.Generator().manual_seed(i))
         for i in range(count)
     ]
-    assert [made.tolist() for made in combine(effect, inputs)] == brute_force(effect, inputs)
+    assert [result.tolist() for result in combine(effect, inputs)] == brute_force(effect, inputs)
 
 
 @pytest.mark.parametrize("count", range(1, 9))
@@ -193,26 +197,27 @@ def on_gloo(path: str, count: int) -> list[bool]:
         torch.randn(2 * count, 3 * count, generator=torch.Generator().manual_seed(i))
         for i in range(count)
     ]
-    own = inputs[rank]
+    tensor = inputs[rank]
     ranks = tuple(range(count))
     dist.init_process_group("gloo", rank=rank, world_size=count, store=dist.FileStore(path, count))
-    found = []
+    results = []
     for op in ("sum", "max", "min"):
-        theirs = own.clone()
+        theirs = tensor.clone()
         dist.all_reduce(theirs, getattr(dist.ReduceOp, op.upper()))
-        found.append((AllReduce(ranks, reduce_op=op), theirs))
-    gathered = own.new_empty(count * len(own), own.shape[1])
-    dist.all_gather_into_tensor(gathered, own)
-    found.append((AllGather(ranks), gathered))
-    scattered = own.new_empty(2, own.shape[1])
-    dist.reduce_scatter_tensor(scattered, own)
-    found.append((ReduceScatter(ranks), scattered))
-    exchanged = torch.empty_like(own)
-    dist.all_to_all_single(exchanged, own)
-    found.append((AllToAll(ranks), exchanged))
+        results.append((AllReduce(ranks, reduce_op=op), theirs))
+    gathered = tensor.new_empty(count * len(tensor), tensor.shape[1])
+    dist.all_gather_into_tensor(gathered, tensor)
+    results.append((AllGather(ranks), gathered))
+    scattered = tensor.new_empty(2, tensor.shape[1])
+    dist.reduce_scatter_tensor(scattered, tensor)
+    results.append((ReduceScatter(ranks), scattered))
+    exchanged = torch.empty_like(tensor)
+    dist.all_to_all_single(exchanged, tensor)
+    results.append((AllToAll(ranks), exchanged))
     dist.destroy_process_group()
     return [
-        torch.allclose(combine(effect, inputs)[rank], theirs, atol=1e-5) for effect, theirs in found
+        torch.allclose(combine(effect, inputs)[rank], theirs, atol=1e-5)
+        for effect, theirs in results
     ]
 
 

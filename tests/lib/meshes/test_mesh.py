@@ -72,7 +72,7 @@ def test_a_mesh_is_given_as_one_or_as_its_sizes() -> None:
 
 
 @pytest.mark.parametrize(
-    ("sizes", "call", "seen"),
+    ("sizes", "call", "problem"),
     [
         ({}, "Mesh()", "no axis"),
         ({"tensor": 0}, "Mesh(tensor=0)", "tensor=0"),
@@ -80,6 +80,8 @@ def test_a_mesh_is_given_as_one_or_as_its_sizes() -> None:
         ({"tensor": True}, "Mesh(tensor=True)", "tensor=True"),
     ],
 )
-def test_sizes_that_are_no_numbers_are_refused(sizes: dict[str, Any], call: str, seen: str) -> None:
-    with refused(MeshError, call, seen, "the number of ranks along each axis: Mesh(tensor=2)"):
+def test_sizes_that_are_no_numbers_are_refused(
+    sizes: dict[str, Any], call: str, problem: str
+) -> None:
+    with refused(MeshError, call, problem, "the number of ranks along each axis: Mesh(tensor=2)"):
         Mesh(**sizes)

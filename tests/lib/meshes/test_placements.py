@@ -75,8 +75,8 @@ def test_the_parts_are_those_of_a_dtensor(rank: int) -> None:
     kinds = (TorchReplicate(), TorchShard(0), TorchShard(1))
     for placed in [(one, other) for one in kinds for other in kinds]:
         expected = distribute_tensor(value, theirs, placed, src_data_rank=None).to_local()
-        own = dict(zip(mesh.sizes, placed, strict=True))
-        layout = on_axes(Placements(**own), mesh, "f()")
+        placements = dict(zip(mesh.sizes, placed, strict=True))
+        layout = on_axes(Placements(**placements), mesh, "f()")
         assert torch.equal(part_of(value, layout, mesh, rank, "f()"), expected), placed
 
 
@@ -166,7 +166,7 @@ def test_the_order_counts_only_where_axes_cut_one_dimension(
 
 
 @pytest.mark.parametrize(
-    ("placed", "mesh", "seen", "instead"),
+    ("placed", "mesh", "problem", "instead"),
     [
         (
             Placements(rows=Shard(0)),
@@ -186,8 +186,10 @@ def test_the_order_counts_only_where_axes_cut_one_dimension(
         (TorchPartial("avg"), Mesh(tensor=2), "Partial('avg')", "one of 'sum', 'max', 'min'"),
     ],
 )
-def test_what_is_no_placement_is_refused(placed: Any, mesh: Mesh, seen: str, instead: str) -> None:
-    with refused(MeshError, "f()", seen, instead):
+def test_what_is_no_placement_is_refused(
+    placed: Any, mesh: Mesh, problem: str, instead: str
+) -> None:
+    with refused(MeshError, "f()", problem, instead):
         on_axes(placed, mesh, "f()")
 
 
@@ -197,7 +199,7 @@ def test_a_placement_that_is_none_is_named_with_its_axis() -> None:
 
 
 @pytest.mark.parametrize(
-    ("dim", "seen", "instead"),
+    ("dim", "problem", "instead"),
     [
         (2, "Shard(2) of a tensor [6, 5]", "one of its dimensions"),
         (
@@ -207,6 +209,8 @@ def test_a_placement_that_is_none_is_named_with_its_axis() -> None:
         ),
     ],
 )
-def test_a_tensor_that_the_ranks_cannot_share_is_refused(dim: int, seen: str, instead: str) -> None:
-    with refused(MeshError, "f()", seen, instead):
+def test_a_tensor_that_the_ranks_cannot_share_is_refused(
+    dim: int, problem: str, instead: str
+) -> None:
+    with refused(MeshError, "f()", problem, instead):
         part_of(torch.ones(6, 5), (("a", Shard(dim)),), Mesh(a=3), 0, "f()")

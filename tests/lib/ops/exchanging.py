@@ -44,20 +44,20 @@ class Ranks:
         for abort in self.aborts:
             abort.fill_(1)
 
-    def group(self, own: int) -> PeerGroup:
+    def group(self, own_rank: int) -> PeerGroup:
         """One rank's side, before the first collective."""
-        outs = torch.tensor([self.inboxes[rank, own].data_ptr() for rank in range(self.ranks)])
-        ins = torch.tensor([self.inboxes[own, rank].data_ptr() for rank in range(self.ranks)])
+        outs = torch.tensor([self.inboxes[rank, own_rank].data_ptr() for rank in range(self.ranks)])
+        ins = torch.tensor([self.inboxes[own_rank, rank].data_ptr() for rank in range(self.ranks)])
         counts = torch.zeros(peer.COUNTS, dtype=torch.int64)
-        return PeerGroup(peer.Group(outs, ins, counts, self.aborts[own], own))
+        return PeerGroup(peer.Group(outs, ins, counts, self.aborts[own_rank], own_rank))
 
     def run(self, part: Callable[[PeerGroup], None]) -> None:
         """Call a function once in a process for each rank, and wait for all."""
         children = []
-        for own in range(self.ranks):
+        for rank in range(self.ranks):
             if (child := os.fork()) == 0:
                 try:
-                    part(self.group(own))
+                    part(self.group(rank))
                 except BaseException:
                     traceback.print_exc()
                     self.abort()

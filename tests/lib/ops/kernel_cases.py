@@ -22,7 +22,7 @@ class Case:
 
     Args:
         more: the function's extra arguments, after the operator's.
-        given: the function's other arguments, if they are not the operator's.
+        kernel_args: the function's other arguments, if they are not the operator's.
         written: the arguments that are written in place.
         tolerance: relative to the norm of a result; FP8 values and integers must be equal.
     """
@@ -34,7 +34,7 @@ class Case:
     more: tuple[Any, ...] = ()
     written: tuple[int, ...] = ()
     tolerance: float = 2e-6
-    given: tuple[Any, ...] | None = None
+    kernel_args: tuple[Any, ...] | None = None
 
 
 def randn(*shape: int, dtype: torch.dtype = torch.float32, scale: float = 1.0) -> Tensor:
@@ -48,7 +48,7 @@ def fp8_weight(*shape: int) -> tuple[Tensor, Tensor]:
 
 
 def norms() -> list[Case]:
-    found = []
+    cases = []
     for columns, parts in ((32, 0), (300, 1), (2048, 3)):
         for dtype in (torch.float32, torch.float16):
             x = randn(
@@ -60,7 +60,7 @@ def norms() -> list[Case]:
             name = f"{columns} {parts} {dtype}"
             both = (x, residual, weight, 1e-5)
             module = "weft.ops.norm_triton:"
-            found += [
+            cases += [
                 Case(
                     f"add_rms_norm {name}",
                     f"{module}add_norm",
@@ -84,26 +84,26 @@ def norms() -> list[Case]:
                 ),
                 Case(f"quantize {name}", f"{module}quantize", "products.fp8:quantize", (residual,)),
             ]
-    return found
+    return cases
 
 
 def gates() -> list[Case]:
-    found = []
+    cases = []
     for inner, parts in ((20, 0), (128, 2), (1152, 0)):
         x = randn(*((parts,) if parts else ()), 3, 2 * inner)
         module = "weft.ops.products.gate_triton:"
         for dtype, near in ((torch.float32, 2e-6), (torch.float16, 1e-4)):
             name = f"silu_mul {inner} {parts} {dtype}"
-            found.append(
+            cases.append(
                 Case(
                     name, f"{module}silu_mul", "products.gate:silu_mul", (x, dtype), tolerance=near
                 )
             )
-    return found
+    return cases
 
 
 def rotations() -> list[Case]:
-    found = []
+    cases = []
     for heads, kv_heads, dim, starts, parts, normed, section in (
         (3, 1, 8, (24, 32), 0, True, None),
         (4, 2, 6, (128, 256), 2, True, None),
@@ -132,8 +132,8 @@ def rotations() -> list[Case]:
         args = (qkv, *norms, 1e-6, *tables, slots, randn(2, 3, 4, kv_heads, dim), heads, starts)
         kernel = "weft.ops.rotary_triton:rotate_and_keep"
         name = f"rotate_and_keep {heads} {dim} {parts} {section}"
-        found.append(Case(name, kernel, "rotary:rotate_and_keep", args, written=(7,)))
-    return found
+        cases.append(Case(name, kernel, "rotary:rotate_and_keep", args, written=(7,)))
+    return cases
 
 
 def routes() -> list[Case]:
@@ -156,7 +156,7 @@ def routes() -> list[Case]:
 
 
 def linears() -> list[Case]:
-    found = []
+    cases = []
     kernel = "weft.ops.products.linear_triton:run_tile"
     for tokens, rows, columns, tile in (
         (1, 200, 300, Tile(64, 16, 128, 4, 2)),
@@ -167,16 +167,25 @@ def linears() -> list[Case]:
         bias = randn(rows) if tokens == 1 else None
         rest = (*fp8_weight(rows, columns), bias, torch.float32)
         op = "products.linear:fp8_linear"
-        given = (*reference_quantize(x), *rest)
-        found.append(Case(f"fp8_linear {tokens}", kernel, op, (*given, 0), (tile,), given=given))
+        kernel_args = (*reference_quantize(x), *rest)
+        cases.append(
+            Case(
+                f"fp8_linear {tokens}",
+                kernel,
+                op,
+                (*kernel_args, 0),
+                (tile,),
+                kernel_args=kernel_args,
+            )
+        )
         whole = "weft.ops.products.linear_triton:fp8_linear"
-        found.append(Case(f"fp8_linear {tokens} of plain values", whole, op, (x, None, *rest, 0)))
-    return found
+        cases.append(Case(f"fp8_linear {tokens} of plain values", whole, op, (x, None, *rest, 0)))
+    return cases
 
 
 def parts() -> list[Case]:
     """Products left in parts, against their references' sums."""
-    found = []
+    cases = []
     kernel = "weft.ops.products.linear_triton:run_tile"
     for tokens, rows, columns, tile in (
         (3, 72, 200, Tile(64, 16, 64, 4, 2, parts=3)),
@@ -195,19 +204,19 @@ def parts() -> list[Case]:
         split = (x, None, weight, None, bias, torch.float32)
         name = f"linear {tokens}"
         args = (x, weight, bias, 0)
-        found.append(Case(name, kernel, "products.linear:linear", args, (tile,), given=split))
+        cases.append(Case(name, kernel, "products.linear:linear", args, (tile,), kernel_args=split))
         in_fp8 = (*reference_quantize(x), *fp8_weight(rows, columns), bias, torch.float32)
         tile = attrs.evolve(tile, columns=128)
         name = f"fp8_linear {tokens} parts"
         op = "products.linear:fp8_linear"
-        found.append(Case(name, kernel, op, (*in_fp8, 0), (tile,), given=in_fp8))
-    return found
+        cases.append(Case(name, kernel, op, (*in_fp8, 0), (tile,), kernel_args=in_fp8))
+    return cases
 
 
 def gated() -> list[Case]:
     """Products that end with a gate: few tokens and many, rows that are not those of whole tiles,
     weights ahead."""
-    found = []
+    cases = []
     kernel = "weft.ops.products.linear_triton:run_tile"
     for tokens, inner, columns, tile in (
         (1, 40, 300, Tile(64, 16, 64, 4, 2)),
@@ -221,10 +230,10 @@ def gated() -> list[Case]:
         x = randn(tokens, columns)
         weight = randn(2 * inner, columns)
         bias = randn(2 * inner) if tokens < 70 else None
-        given = (x, None, weight, None, bias, torch.float32)
+        kernel_args = (x, None, weight, None, bias, torch.float32)
         name = f"swiglu {tokens} {inner}"
         args = (x, weight, bias)
-        found.append(
+        cases.append(
             Case(
                 name,
                 kernel,
@@ -232,7 +241,7 @@ def gated() -> list[Case]:
                 args,
                 (tile, 0, True),
                 tolerance=2e-5,
-                given=given,
+                kernel_args=kernel_args,
             )
         )
     for tokens, inner, columns, tile in (
@@ -246,7 +255,7 @@ def gated() -> list[Case]:
         name = f"swiglu of many {tokens} {inner}"
         kernel = "weft.ops.products.gated_many_triton:swiglu_many"
         args = (x, weight, bias)
-        found.append(Case(name, kernel, "products.linear:swiglu", args, (tile,), tolerance=2e-5))
+        cases.append(Case(name, kernel, "products.linear:swiglu", args, (tile,), tolerance=2e-5))
     for tokens, inner, columns in ((1, 128, 256), (5, 64, 1000), (33, 100, 300)):
         # Sums of whole numbers are exact in any order, and so is silu of large ones. Gates are
         # beyond 2048, so that it shows whether each is rounded before it is multiplied.
@@ -257,14 +266,14 @@ def gated() -> list[Case]:
         args = tuple(one.half() for one in (x, torch.cat((gate, up)), bias))
         name = f"swiglu {tokens} {inner}, any tile"
         kernel = "weft.ops.products.linear_triton:swiglu"
-        found.append(Case(name, kernel, "products.linear:swiglu", args, tolerance=0))
-    return found
+        cases.append(Case(name, kernel, "products.linear:swiglu", args, tolerance=0))
+    return cases
 
 
 def leaves() -> list[Case]:
     """Products cut into leaves, of columns that are and are not those of a tile, and the sum of
     leaves."""
-    found = []
+    cases = []
     module = "weft.ops.products.linear_triton"
     for tokens, rows, columns, count, dtype in (
         (3, 72, 200, 1, torch.float32),
@@ -276,7 +285,7 @@ def leaves() -> list[Case]:
         weight = randn(rows, columns, dtype=dtype)
         bias = randn(rows)
         args = (x, weight, bias.to(dtype) if count > 1 else None, count)
-        found.append(
+        cases.append(
             Case(
                 f"linear {tokens}, {count} leaves",
                 f"{module}:linear",
@@ -288,22 +297,22 @@ def leaves() -> list[Case]:
         weights = fp8_weight(rows, 128 * count)
         args = (*reference_quantize(x), *weights, None, torch.float32, count)
         name = f"fp8_linear {tokens}, {count} leaves"
-        found.append(Case(name, f"{module}:fp8_linear", "products.linear:fp8_linear", args))
+        cases.append(Case(name, f"{module}:fp8_linear", "products.linear:fp8_linear", args))
         for each in (1, 3):
             kind = dtype if each == 1 else torch.float32
-            given = (randn(count * each, tokens, rows), count, kind)
+            sum_args = (randn(count * each, tokens, rows), count, kind)
             name = f"sum_leaves {tokens}, {count} of {each}"
             kernel = "weft.ops.products.leaves_triton:sum_leaves"
-            found.append(Case(name, kernel, "products.leaves:sum_leaves", given, tolerance=0))
-    return found
+            cases.append(Case(name, kernel, "products.leaves:sum_leaves", sum_args, tolerance=0))
+    return cases
 
 
 def experts() -> list[Case]:
     small = Tile(32, 16, 128, 4, 2)
     large = Tile(64, 64, 128, 4, 2, sort=True)
     whole = Tile(256, 16, 128, 4, 2)
-    found = []
-    for tokens, top_k, num, fp8, tiles, leaves, *own in (
+    cases = []
+    for tokens, top_k, num, fp8, tiles, leaves, *expert_range in (
         (1, 2, 4, False, (small, small), 0),
         (1, 2, 4, False, (small, small), 2),
         (1, 2, 4, True, (attrs.evolve(small, sort=True), small), 0),
@@ -339,26 +348,28 @@ def experts() -> list[Case]:
             torch.rand(tokens, max(1, num - 1), generator=GENERATOR).argsort(1)[:, :top_k].int()
         )
         weights = torch.rand(tokens, top_k, generator=GENERATOR)
-        start, stop = own or (0, num)  # the experts that are here
-        held = [
+        start, stop = expert_range or (0, num)  # the experts that are here
+        local_experts = [
             None if one is None else one[start:stop]
             for one in (gate_up, gate_up_scale, down, down_scale)
         ]
-        args = (x, scales, *held, weights, chosen.contiguous(), torch.float32, start, num)
+        args = (x, scales, *local_experts, weights, chosen.contiguous(), torch.float32, start, num)
         # A sum that is rounded another way may fall to the next value of FP8.
         near = 5e-3 if fp8 else 2e-6
-        name = f"run_experts {tokens} {fp8} {len(found)}"
+        name = f"run_experts {tokens} {fp8} {len(cases)}"
         kernel = "weft.ops.experts.products_triton:run_tiles"
         more = (*tiles, leaves)
         op = "experts.products:run_experts"
-        found.append(Case(name, kernel, op, (*args, leaves), more, tolerance=near, given=args))
-    return found
+        cases.append(
+            Case(name, kernel, op, (*args, leaves), more, tolerance=near, kernel_args=args)
+        )
+    return cases
 
 
 def loras() -> list[Case]:
     """One, two and three products; y in parts; ranks split over steps and columns shared by
     programs; slots without tokens, and tokens without a slot."""
-    found = []
+    cases = []
     kernel = "weft.ops.products.lora_triton:add_lora"
     for tokens, columns, starts, rank, num_slots, parts, dtype, is_cut in (
         (1, 40, (0, 24), 3, 1, 0, torch.float32, False),
@@ -385,14 +396,14 @@ def loras() -> list[Case]:
         near = 2e-6 if dtype == torch.float32 else 1e-3
         cut = ", cut" * is_cut
         name = f"add_lora {tokens} {rank} {dtype}{cut}"
-        found.append(Case(name, kernel, "products.lora:add_lora", args, tolerance=near))
-    return found
+        cases.append(Case(name, kernel, "products.lora:add_lora", args, tolerance=near))
+    return cases
 
 
 def requests() -> list[Case]:
     """Reads and writes of the table of requests: padding, prompts and decodes, tokens after the
     end, drafts at a limit, more requests than a block, and no request."""
-    found = []
+    cases = []
     module = "weft.ops.requests_triton"
     for lengths, rows, behind in (
         ((1, 1, 1), (2, 0, 1), 0),
@@ -408,35 +419,44 @@ def requests() -> list[Case]:
         ids = torch.randint(-1, 50, (size,), generator=GENERATOR)
         limits = positions + 2
         drafts = torch.where(torch.arange(size) % 3 == 1, -3, ids)
-        own = torch.tensor(rows, dtype=torch.int64)
-        for given, most in ((ids, None), (drafts, limits)):
-            args: tuple[Any, ...] = (own, given, starts, positions, last, table, most, 4)
+        row_indices = torch.tensor(rows, dtype=torch.int64)
+        for token_ids, most in ((ids, None), (drafts, limits)):
+            args: tuple[Any, ...] = (
+                row_indices,
+                token_ids,
+                starts,
+                positions,
+                last,
+                table,
+                most,
+                4,
+            )
             name = f"resolve_tokens {len(rows)} {most is not None}"
-            found.append(Case(name, f"{module}:resolve_tokens", "requests:resolve_tokens", args))
+            cases.append(Case(name, f"{module}:resolve_tokens", "requests:resolve_tokens", args))
         if rows:
             kept = torch.arange(len(rows)) % 4 != 1
             sampled = torch.randint(50, 99, (len(rows),), generator=GENERATOR)
             for more, written in ((None, (0,)), (sampled, (0, 1))):
-                args = (positions.clone(), last.clone(), own, starts, kept, more)
+                args = (positions.clone(), last.clone(), row_indices, starts, kept, more)
                 name = f"move_on {len(rows)} {more is not None}"
-                found.append(
+                cases.append(
                     Case(name, f"{module}:move_on", "requests:move_on", args, written=written)
                 )
-    return found
+    return cases
 
 
 def turns() -> list[Case]:
     """One position for all pairs, and one for each pair; large positions too."""
     kernel = "weft.ops.rotary_triton:turn_tables"
-    found = []
+    cases = []
     for shape, dtype in (((5,), torch.float32), ((70,), torch.float16), ((3, 12), torch.float32)):
         positions = torch.randint(0, 40_000, shape, generator=GENERATOR)
         args = (torch.rand(12, generator=GENERATOR), positions, 1.2, dtype)
         near = 1e-3 if dtype == torch.float16 else 2e-6
-        found.append(
+        cases.append(
             Case(f"turn_tables {shape} {dtype}", kernel, "rotary:turn_tables", args, tolerance=near)
         )
-    return found
+    return cases
 
 
 CASES = [

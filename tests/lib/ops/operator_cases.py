@@ -142,7 +142,7 @@ def arguments(dtype: torch.dtype = torch.float32) -> dict[str, list[Args]]:
     counts = table.counts.index_put((rows, rows + 3), integers(1, 2, 1, of=torch.int16))
     starts = integers(0, 2, 3, 4, of=torch.int32)
     kept = torch.tensor([True, False, False])
-    made: dict[str, list[Args]] = {
+    calls: dict[str, list[Args]] = {
         "add_lora": [
             (
                 y,
@@ -298,7 +298,7 @@ def arguments(dtype: torch.dtype = torch.float32) -> dict[str, list[Args]]:
             for places in (integers(0, 3, 7), torch.ones(4, 3).long())
         ],
     }
-    return made | {name: made[other] for name, other in INVARIANT.items()}
+    return calls | {name: calls[other] for name, other in INVARIANT.items()}
 
 
 def tensors_in(args: Args) -> list[int]:

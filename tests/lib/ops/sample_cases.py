@@ -63,7 +63,7 @@ def make_case(
     ]
     rows = torch.randperm(count + 2, generator=generator)[:count]
     write_rows(table, rows.tolist(), params, prompts, said)
-    positions = torch.tensor([8 + len(own) for own in said])
+    positions = torch.tensor([8 + len(row_ids) for row_ids in said])
     rows[count - padding :] = -1
     bits = torch.randint(-(2**31), 2**31 - 1, (count, -(-vocab // 32)), generator=generator)
     return Case(logits, table, rows, positions, bits.to(torch.int32) if mask else None)

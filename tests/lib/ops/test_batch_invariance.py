@@ -116,10 +116,10 @@ def check_adapters(device: str, dtype: torch.dtype, rank: int) -> None:
     slots = torch.randint(-1, 3, (len(x),), dtype=torch.int32).to(device)
 
     def run(index: Tensor) -> Tensor:
-        own = slots[index.to(device)]
-        active = own.unique()
-        given = x[index.to(device)]
-        return add_lora(linear(given, weight), given, a, b, own, active, [0, rows])
+        token_slots = slots[index.to(device)]
+        active = token_slots.unique()
+        inputs = x[index.to(device)]
+        return add_lora(linear(inputs, weight), inputs, a, b, token_slots, active, [0, rows])
 
     check_counts(run, len(x))
 
@@ -155,16 +155,24 @@ def test_experts(device: str, fp8: bool, sizes: tuple[int, int, int, int]) -> No
     gate_up, down = gate_up.to(device, kind), down.to(device, kind)
     blocks = hidden // 128, inner // 128
     scales = torch.rand(num_experts, 2 * blocks[1], blocks[0]), torch.rand(num_experts, *blocks)
-    own = {"gate_up_scale": scales[0].to(device), "down_scale": scales[1].to(device)} if fp8 else {}
+    scale_args = (
+        {"gate_up_scale": scales[0].to(device), "down_scale": scales[1].to(device)} if fp8 else {}
+    )
     router = torch.randn(num_experts, hidden, device=device, dtype=x.dtype)
 
     def run(index: Tensor) -> Tensor:
-        given = x[index.to(device)]
-        weights, experts = route(linear(given, router), top_k, True, x.dtype)
-        made = run_experts(
-            quantize(given) if fp8 else given, gate_up, down, weights, experts, dtype=x.dtype, **own
+        inputs = x[index.to(device)]
+        weights, experts = route(linear(inputs, router), top_k, True, x.dtype)
+        products = run_experts(
+            quantize(inputs) if fp8 else inputs,
+            gate_up,
+            down,
+            weights,
+            experts,
+            dtype=x.dtype,
+            **scale_args,
         )
-        return sum_parts(made, x.dtype)
+        return sum_parts(products, x.dtype)
 
     check_counts(run, len(x))
 
@@ -229,15 +237,19 @@ def test_attention(device: str, window: int, dtypes: tuple[torch.dtype, torch.dt
         )
     for copies in (1, 3, 40):
         together = context.attend(last * copies, uniform=1)
-        for request, own in enumerate(together):
-            assert torch.equal(own, whole[request % len(last)][-1:]), f"decodes, {copies} of each"
+        for request, output in enumerate(together):
+            assert torch.equal(output, whole[request % len(last)][-1:]), (
+                f"decodes, {copies} of each"
+            )
     drafts = [
         (request, max(length - 4, 0), length)
         for request, length in enumerate(lengths)
         if length > 4
     ]
-    for (request, start, end), own in zip(drafts, context.attend(drafts, uniform=4), strict=True):
-        assert torch.equal(own, whole[request][start:end]), f"request {request}, four queries"
+    for (request, start, end), output in zip(
+        drafts, context.attend(drafts, uniform=4), strict=True
+    ):
+        assert torch.equal(output, whole[request][start:end]), f"request {request}, four queries"
     for chunk in (7, 100, 511):
         for start in range(0, lengths[0], chunk):
             end = min(start + chunk, lengths[0])
@@ -256,9 +268,9 @@ def test_draws_and_logprobs(device: str, vocab: int) -> None:
     temperature = torch.linspace(0, 1.5, len(logits), device=device)
 
     def run(index: Tensor) -> Tensor:
-        own = index.to(device)
-        ids, logprobs = sample(logits[own], temperature[own], seeds[own], positions[own])
-        assert torch.equal(token_logprobs(logits[own], ids[:, None])[:, 0], logprobs), (
+        rows = index.to(device)
+        ids, logprobs = sample(logits[rows], temperature[rows], seeds[rows], positions[rows])
+        assert torch.equal(token_logprobs(logits[rows], ids[:, None])[:, 0], logprobs), (
             "drawn and scored"
         )
         return torch.stack((ids.double(), logprobs.double()), 1)
@@ -269,33 +281,33 @@ def test_draws_and_logprobs(device: str, vocab: int) -> None:
 def test_a_derivative_is_the_reference_s_and_the_value_the_operator_s() -> None:
     x = torch.randn(5, 96, requires_grad=True)
     weight = torch.randn(40, 96, requires_grad=True)
-    found = linear(x, weight)
-    assert torch.equal(found[:1], linear(x.detach()[:1], weight.detach()))
+    result = linear(x, weight)
+    assert torch.equal(result[:1], linear(x.detach()[:1], weight.detach()))
     upstream = torch.randn(5, 40)
-    grads = torch.autograd.grad(found, (x, weight), upstream)
-    for own, wanted in zip(grads, (upstream @ weight, upstream.T @ x), strict=True):
-        torch.testing.assert_close(own, wanted)
+    grads = torch.autograd.grad(result, (x, weight), upstream)
+    for grad, expected in zip(grads, (upstream @ weight, upstream.T @ x), strict=True):
+        torch.testing.assert_close(grad, expected)
 
 
 def test_transforms_of_torch_func_follow_the_operator_s_values() -> None:
     x, weight = torch.randn(5, 96), torch.randn(40, 96)
 
     def loss(x: Tensor) -> tuple[Tensor, Tensor]:
-        made = linear(x, weight)
-        return made.square().sum(), made
+        output = linear(x, weight)
+        return output.square().sum(), output
 
     for grad in (
         torch.func.grad(loss, has_aux=True),
         lambda x: torch.func.vjp(loss, x, has_aux=True)[1:],
     ):
-        made = grad(x)[-1]
-        assert torch.equal(made[:1], linear(x[:1], weight))
-    wanted = 2 * (x @ weight.T) @ weight
-    torch.testing.assert_close(torch.func.grad(lambda x: loss(x)[0])(x), wanted)
+        output = grad(x)[-1]
+        assert torch.equal(output[:1], linear(x[:1], weight))
+    expected = 2 * (x @ weight.T) @ weight
+    torch.testing.assert_close(torch.func.grad(lambda x: loss(x)[0])(x), expected)
     second = torch.func.hessian(lambda x: loss(x)[0])(x[:1])
     torch.testing.assert_close(second[0, :, 0], 2 * weight.T @ weight)
     torch.testing.assert_close(
-        torch.func.vmap(torch.func.grad(lambda x: loss(x[None])[0]))(x), wanted
+        torch.func.vmap(torch.func.grad(lambda x: loss(x[None])[0]))(x), expected
     )
 
 
@@ -349,11 +361,12 @@ def test_torch_s_product_takes_the_kernel_s_place_only_with_its_bits(
     weight = torch.randn(shape, device="cuda", dtype=torch.bfloat16)
     bias = weight[:, 0].contiguous()
     x = torch.randn(8000, shape[1], device="cuda", dtype=torch.bfloat16)
-    for own in (None, bias):
-        whole = linear(x, weight, own)
+    for optional_bias in (None, bias):
+        whole = linear(x, weight, optional_bias)
         for start in (0, 4095, 7999):
             assert torch.equal(
-                sum_parts(linear(x[start : start + 1], weight, own), x.dtype)[0], whole[start]
+                sum_parts(linear(x[start : start + 1], weight, optional_bias), x.dtype)[0],
+                whole[start],
             )
     assert any(agreed.values()), f"in no case: {agreed}"
 

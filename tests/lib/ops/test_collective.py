@@ -53,10 +53,10 @@ def test_outside_a_shard(call: str) -> None:
 
 @pytest.mark.parametrize("call", CALLS)
 def test_an_axis_that_the_mesh_lacks(call: str) -> None:
-    seen = "axis 'tensor' of Mesh(data=2, rows=2)"
+    problem = "axis 'tensor' of Mesh(data=2, rows=2)"
     with (
         placed(Place(Mesh(data=2, rows=2), 0)),
-        refused(MeshError, call, seen, "one of 'data', 'rows'"),
+        refused(MeshError, call, problem, "one of 'data', 'rows'"),
     ):
         CALLS[call](torch.ones(2, 2))
 
@@ -69,7 +69,7 @@ def test_what_is_no_tensor(call: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("call", "fn", "seen", "instead"),
+    ("call", "fn", "problem", "instead"),
     [
         (
             "all_reduce(x, 'tensor')",
@@ -122,9 +122,9 @@ def test_what_is_no_tensor(call: str) -> None:
     ],
 )
 def test_options_that_do_not_fit(
-    call: str, fn: Callable[[Tensor], Any], seen: str, instead: str
+    call: str, fn: Callable[[Tensor], Any], problem: str, instead: str
 ) -> None:
-    with placed(Place(Mesh(tensor=2), 0)), refused(MeshError, call, seen, instead):
+    with placed(Place(Mesh(tensor=2), 0)), refused(MeshError, call, problem, instead):
         fn(torch.ones(4, 3))
 
 
@@ -138,10 +138,10 @@ class Alone:
     """A rank that gets back what it brings, and notes it."""
 
     def __init__(self) -> None:
-        self.seen: list[str] = []
+        self.performed: list[str] = []
 
     def perform(self, effect: Any, x: Tensor, /) -> Tensor:
-        self.seen.append(str(effect))
+        self.performed.append(str(effect))
         return x.clone()
 
 
@@ -151,14 +151,17 @@ def test_a_member_executes_what_is_called() -> None:
     with placed(place):
         assert all_reduce(torch.ones(2), "tensor", reduce_op="max").tolist() == [1, 1]
         assert all_to_all(torch.ones(2, 2), "tensor", split_dim=1, concat_dim=-2).shape == (2, 2)
-    assert member.seen == ["all_reduce max among 0 [mb 0]", "all_to_all dim 1 to -2 among 0 [mb 0]"]
+    assert member.performed == [
+        "all_reduce max among 0 [mb 0]",
+        "all_to_all dim 1 to -2 among 0 [mb 0]",
+    ]
 
 
 def test_a_member_that_is_gone_is_named() -> None:
     place = Place(Mesh(tensor=1), 0, register(Alone()))
-    seen = "a transport that is closed"
+    problem = "a transport that is closed"
     instead = "make a new one"
-    with placed(place), refused(ProgramError, "'all_reduce sum among 0 [mb 0]'", seen, instead):
+    with placed(place), refused(ProgramError, "'all_reduce sum among 0 [mb 0]'", problem, instead):
         all_reduce(torch.ones(2), "tensor")
 
 

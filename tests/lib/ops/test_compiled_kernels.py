@@ -45,7 +45,7 @@ def ptx(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
     # No other process may meet with this code
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
 
-    def made(
+    def compile_kernel(
         fn: Any,
         pointers: dict[str, str],
         constants: dict[str, Any],
@@ -53,26 +53,28 @@ def ptx(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
         aligned: Sequence[str] = (),
         **options: Any,
     ) -> list[str]:
-        known = pointers | dict.fromkeys(constants, "constexpr")
-        names = {name: known.get(name, "fp32" if name == "eps" else "i32") for name in fn.arg_names}
+        signature = pointers | dict.fromkeys(constants, "constexpr")
+        names = {
+            name: signature.get(name, "fp32" if name == "eps" else "i32") for name in fn.arg_names
+        }
         by_16 = {(fn.arg_names.index(name),): [["tt.divisibility", 16]] for name in aligned}
         source = ASTSource(fn, names, constants, by_16)
         return str(
             compile(source, target=target, options={"launch_pdl": True, **options}).asm["ptx"]
         ).splitlines()
 
-    return made
+    return compile_kernel
 
 
 def accesses(lines: list[str]) -> list[list[str]]:
     """The lines that read or write memory, by the number of waits before them."""
-    found: list[list[str]] = [[]]
+    groups: list[list[str]] = [[]]
     for line in lines:
         if WAIT in line:
-            found.append([])
+            groups.append([])
         elif re.search(r"\b(ld\.global|cp\.async|st\.global|atom|red)\b", line):
-            found[-1].append(line)
-    return found
+            groups[-1].append(line)
+    return groups
 
 
 @pytest.mark.one_of(3)
@@ -124,8 +126,8 @@ def test_a_norm_reads_only_a_constant_weight_before_it_waits(
     names = ("x", "residual", "weight", "total", "normed", "values")
     pointers = {**dict.fromkeys(names, "*bf16"), "x": "*fp32", "scales": "*fp32"}
     how = {"PARTS": 4, "ADD": True, "NORM": True, "QUANTIZE": False, "GROUPS": 8, "TYPE": bfloat16}
-    known = {} if is_early is None else {"is_early": is_early, "at_once": 1}
-    lines = ptx(_norm_kernel.jit, pointers, how | known, num_warps=4)
+    constants = {} if is_early is None else {"is_early": is_early, "at_once": 1}
+    lines = ptx(_norm_kernel.jit, pointers, how | constants, num_warps=4)
     *never, weight, after = accesses(lines)
     assert never == ([] if is_early else [[]])
     assert weight
@@ -312,12 +314,12 @@ class Recorder:
     def __init__(self, kernel: Any, name: str) -> None:
         self.parameters = kernel.jit.arg_names
         self.name = name
-        self.seen: list[bool] = []
+        self.flags: list[bool] = []
 
     def __getitem__(self, grid: tuple[int, ...]) -> Any:
         def launch(*args: Any, **options: Any) -> None:
-            given = {**dict(zip(self.parameters, args, strict=False)), **options}
-            self.seen.append(bool(given[self.name]))
+            arguments = {**dict(zip(self.parameters, args, strict=False)), **options}
+            self.flags.append(bool(arguments[self.name]))
 
         return launch
 
@@ -349,4 +351,4 @@ def test_only_constant_weights_of_few_tokens_are_loaded_early(
     linear_triton.run_tile(x, None, weight, None, None, x.dtype, tile)
     norm_triton.norm(x, gain, 1e-6)
     for kernel in (products, norms):
-        assert kernel.seen == [tokens == 1, False, False, False]
+        assert kernel.flags == [tokens == 1, False, False, False]

@@ -108,10 +108,10 @@ OPERATORS: dict[str, Callable[[], Operator]] = {
 }
 
 
-def equal(found: Any, wanted: Any) -> bool:
-    if isinstance(found, Tensor):
-        return found.dtype == wanted.dtype and torch.equal(found, wanted)
-    return all(equal(*pair) for pair in zip(found, wanted, strict=True))
+def equal(result: Any, expected: Any) -> bool:
+    if isinstance(result, Tensor):
+        return result.dtype == expected.dtype and torch.equal(result, expected)
+    return all(equal(*pair) for pair in zip(result, expected, strict=True))
 
 
 @pytest.mark.parametrize("name", OPERATORS)
@@ -155,7 +155,7 @@ def test_captured_and_compiled_functions_have_the_bits_of_one_thread() -> None:
 
 
 def test_each_thread_keeps_its_number_of_threads() -> None:
-    run, found = product(151, 8192), list[Tensor]()
+    run, results = product(151, 8192), list[Tensor]()
     torch.set_num_threads(1)
     alone = run()
 
@@ -164,7 +164,7 @@ def test_each_thread_keeps_its_number_of_threads() -> None:
         torch.set_num_threads(threads)
         with weft.batch_invariant():
             for _ in range(20):
-                found.append(run())
+                results.append(run())
                 assert torch.get_num_threads() == threads
 
     workers = [threading.Thread(target=work, args=(threads,)) for threads in (2, 3, 8)]
@@ -172,8 +172,8 @@ def test_each_thread_keeps_its_number_of_threads() -> None:
         worker.start()
     for worker in workers:
         worker.join()
-    assert len(found) == 60
-    assert all(torch.equal(one, alone) for one in found)
+    assert len(results) == 60
+    assert all(torch.equal(one, alone) for one in results)
 
 
 @pytest.mark.parametrize("kept", ["high", "medium"])

@@ -68,10 +68,10 @@ class Wrapper:
         out = torch.empty_like(q) if out is None else out
         window = more["window_left"] + 1
         for r in range(len(bounds) - 1):
-            own = entries[pages[r] : pages[r + 1]]
-            length = (len(own) - 1) * size + last[r]
+            page_ids = entries[pages[r] : pages[r + 1]]
+            length = (len(page_ids) - 1) * size + last[r]
             assert length == more["seq_lens"][r]
-            keys, values = (x[own].flatten(0, 1)[:length] for x in paged_kv_cache)
+            keys, values = (x[page_ids].flatten(0, 1)[:length] for x in paged_kv_cache)
             part = slice(bounds[r], bounds[r + 1])
             out[part] = dense(q[part], keys, values, more["sm_scale"], window).to(q.dtype)
         return out
@@ -92,10 +92,10 @@ def decode(
     assert not workspace[: 4 * len(query) * keys.shape[2]].any()
     assert lengths.dtype == torch.uint32
     for r, length in enumerate(lengths.tolist()):
-        own = [x[table[r].long()].flatten(0, 1)[:length] for x in (keys, values)]
-        out[r] = dense(query[r : r + 1], *own, more["bmm1_scale"], more["window_left"] + 1)[0].to(
-            out.dtype
-        )
+        request_kv = [x[table[r].long()].flatten(0, 1)[:length] for x in (keys, values)]
+        out[r] = dense(query[r : r + 1], *request_kv, more["bmm1_scale"], more["window_left"] + 1)[
+            0
+        ].to(out.dtype)
     return out
 
 
@@ -179,17 +179,17 @@ def test_an_engine_has_it_plan_a_long_prompt(monkeypatch: pytest.MonkeyPatch) ->
     prompt = [7 * i % 500 for i in range(3000)]
     limits = EngineLimits(max_num_reqs=1, max_num_tokens=4096, max_model_len=3008)
 
-    def logprobs(own: Model) -> list[float]:
-        engine = Engine(own, limits, num_logprobs=1)
+    def logprobs(served_model: Model) -> list[float]:
+        engine = Engine(served_model, limits, num_logprobs=1)
         engine.add(prompt, SamplingParams(temperature=0.0, prompt_logprobs=0), max_tokens=2)
         *_, output = engine
         return output.track.prompt_logprobs
 
-    monkeypatch.setattr(_PLANS, "made", {})
-    seen = logprobs(model.with_stages(attend=FLASHINFER))
-    assert _PLANS.made, "FlashInfer planned a step"
+    monkeypatch.setattr(_PLANS, "by_key", {})
+    result = logprobs(model.with_stages(attend=FLASHINFER))
+    assert _PLANS.by_key, "FlashInfer planned a step"
     expected = logprobs(model)
-    torch.testing.assert_close(torch.tensor(seen), torch.tensor(expected), rtol=0.02, atol=0.05)
+    torch.testing.assert_close(torch.tensor(result), torch.tensor(expected), rtol=0.02, atol=0.05)
 
 
 @pytest.mark.parametrize("longest", [1, 2])

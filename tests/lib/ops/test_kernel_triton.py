@@ -24,8 +24,8 @@ PARAMS = ("x", "y", "size", "BLOCK", "EVEN")
 def kinds(args: Sequence[Any]) -> tuple[Any, ...]:
     """Triton's own key of the compilation for these arguments: x, y and size are specialised, the
     others constant."""
-    own = [native_specialize_impl(CUDABackend, arg, False, True, True) for arg in args[:3]]
-    return *own, *((type(arg), arg) for arg in args[3:])
+    specialized = [native_specialize_impl(CUDABackend, arg, False, True, True) for arg in args[:3]]
+    return *specialized, *((type(arg), arg) for arg in args[3:])
 
 
 @attrs.define(eq=False)
@@ -57,9 +57,9 @@ class Jit:
     def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., Any]:
         def launch(*args: Any, **options: Any) -> Any:
             self.slow += 1
-            given = (*args, *(options[name] for name in PARAMS[len(args) :]))
-            compiled = Compiled(kinds(given), self.launched)
-            compiled[*grid, *(1,) * (3 - len(grid))](*given)
+            all_args = (*args, *(options[name] for name in PARAMS[len(args) :]))
+            compiled = Compiled(kinds(all_args), self.launched)
+            compiled[*grid, *(1,) * (3 - len(grid))](*all_args)
             return compiled
 
         return launch
@@ -113,10 +113,10 @@ def test_what_is_launched_was_compiled_for_such_arguments(calls: Sequence[Any]) 
     kernel = Kernel(jit)
     for args, options, grid in [*calls, *calls]:
         kernel[grid](*args, **options, num_warps=4)
-        seen, given = jit.launched[-1]
-        assert seen == (*grid, 1, 1)[:3]
-        assert [id(x) for x in given[:3]] == [id(x) for x in args]
-        assert given[3:] == (options["BLOCK"], options["EVEN"])
+        launched_grid, launched_args = jit.launched[-1]
+        assert launched_grid == (*grid, 1, 1)[:3]
+        assert [id(x) for x in launched_args[:3]] == [id(x) for x in args]
+        assert launched_args[3:] == (options["BLOCK"], options["EVEN"])
     assert len(jit.launched) == 2 * len(calls)
     assert jit.slow <= len(calls), "the second time all are known"
 
@@ -127,9 +127,9 @@ def test_no_integer_is_launched_with_the_kernel_of_another_kind(named: bool) -> 
         jit = Jit()
         kernel = Kernel(jit)
         for size in (first, second, first):
-            given = (*TENSORS[:2], size)
+            args = (*TENSORS[:2], size)
             kernel[(1,)](
-                *given[: 3 - named], **({"size": size} if named else {}), BLOCK=16, EVEN=True
+                *args[: 3 - named], **({"size": size} if named else {}), BLOCK=16, EVEN=True
             )
             assert jit.launched[-1][1][2] is size
 

@@ -49,7 +49,7 @@ def interpreted(
     indices = drawn(len(CASES), EVERY, runs_all)
     cases = [CASES[index] for index in indices]
     calls = [
-        (case.kernel, (*(case.args if case.given is None else case.given), *case.more))
+        (case.kernel, (*(case.args if case.kernel_args is None else case.kernel_args), *case.more))
         for case in cases
     ]
     return dict(
@@ -61,12 +61,12 @@ def interpreted(
     )
 
 
-def assert_near(found: Tensor, expected: Tensor, tolerance: float) -> None:
-    assert (found.shape, found.dtype) == (expected.shape, expected.dtype)
-    if found.dtype == FP8 or not found.is_floating_point():
-        assert torch.equal(found.float(), expected.float())
+def assert_near(result: Tensor, expected: Tensor, tolerance: float) -> None:
+    assert (result.shape, result.dtype) == (expected.shape, expected.dtype)
+    if result.dtype == FP8 or not result.is_floating_point():
+        assert torch.equal(result.float(), expected.float())
         return
-    error = (found.double() - expected.double()).norm() / expected.double().norm()
+    error = (result.double() - expected.double()).norm() / expected.double().norm()
     assert float(error) <= tolerance  # false for NaN
 
 
@@ -79,15 +79,17 @@ def op_of(case: Case) -> Callable[..., Any]:
 
 
 def beside_the_reference(
-    case: Case, found: Any, args: Sequence[Any]
+    case: Case, result: Any, args: Sequence[Any]
 ) -> tuple[list[Any], list[tuple[Tensor, Tensor]]]:
     """The reference's arguments, and each result and written argument of the kernel, with parts
     added up, next to the reference's."""
-    given = [x.clone() if isinstance(x, Tensor) else x for x in case.args]
-    expected = op_of(case)(*given)
-    pairs = list(zip(*map(results, (found, expected)), strict=True))
-    pairs += [(args[place], given[place]) for place in case.written]
-    return given, [(sum_parts(a, b.dtype) if a.dim() > b.dim() else a, b) for a, b in pairs]
+    reference_args = [x.clone() if isinstance(x, Tensor) else x for x in case.args]
+    expected = op_of(case)(*reference_args)
+    pairs = list(zip(*map(results, (result, expected)), strict=True))
+    pairs += [(args[place], reference_args[place]) for place in case.written]
+    return reference_args, [
+        (sum_parts(a, b.dtype) if a.dim() > b.dim() else a, b) for a, b in pairs
+    ]
 
 
 @pytest.mark.one_of(EVERY)
@@ -95,13 +97,13 @@ def beside_the_reference(
 def test_kernels_interpreted_equal_the_reference(
     index: int, interpreted: dict[int, tuple[Any, tuple[Any, ...]]]
 ) -> None:
-    case, (found, args) = CASES[index], interpreted[index]
-    assert not isinstance(found, str), found
-    given, pairs = beside_the_reference(case, found, args)
-    assert not any(torch.equal(given[place], case.args[place]) for place in case.written)
+    case, (result, args) = CASES[index], interpreted[index]
+    assert not isinstance(result, str), result
+    reference_args, pairs = beside_the_reference(case, result, args)
+    assert not any(torch.equal(reference_args[place], case.args[place]) for place in case.written)
     for one, other in pairs:
         assert_near(one, other, case.tolerance)
-    for place, (before, after) in enumerate(zip(case.args, given, strict=True)):
+    for place, (before, after) in enumerate(zip(case.args, reference_args, strict=True)):
         if isinstance(before, Tensor) and place not in case.written:
             assert torch.equal(before.float().nan_to_num(), after.float().nan_to_num()), (
                 f"argument {place} is written"
@@ -124,9 +126,9 @@ def test_kernels_on_a_gpu_equal_the_reference(index: int) -> None:
     eighth."""
     case = CASES[index]
     module, _, function = case.kernel.partition(":")
-    args = on_cuda((*(case.args if case.given is None else case.given), *case.more))
-    found = getattr(import_module(module), function)(*args)
-    _, pairs = beside_the_reference(case, found, args)
+    args = on_cuda((*(case.args if case.kernel_args is None else case.kernel_args), *case.more))
+    result = getattr(import_module(module), function)(*args)
+    _, pairs = beside_the_reference(case, result, args)
     in_fp8 = any(isinstance(x, Tensor) and x.dtype == FP8 for x in case.args)
     for one, other in pairs:
         assert_near(one.cpu(), other, 2e-2 if in_fp8 else 10 * case.tolerance)
@@ -147,19 +149,19 @@ def test_a_product_that_ends_with_a_gate_has_the_bits_of_both(
     weight, bias = (
         torch.randn(one, device="cuda", dtype=dtype) / columns**0.5 for one in (shape, rows)
     )
-    found = 0
+    num_gated = 0
     for tokens in (1, 2, 7, 16, 17, 40, 64, 96, 128):
         tile = gated_tile(tokens, rows, columns)
         if tile is None:
             continue
         x = torch.randn(tokens, columns, device="cuda", dtype=dtype)
-        found = found + 1
+        num_gated = num_gated + 1
         gated = run_tile(x, None, weight, None, bias, dtype, tile, gate=True)
         assert torch.equal(
             gated, silu_mul(run_tile(x, None, weight, None, bias, dtype, tile), dtype)
         ), tokens
         assert torch.equal(gated, swiglu(x, weight, bias)), tokens
-    assert found >= 3
+    assert num_gated >= 3
 
 
 @pytest.mark.gpu
@@ -183,11 +185,11 @@ def test_a_gated_product_of_many_tokens_is_no_less_exact_than_torchs(
             2, 1
         )
         exact = torch.nn.functional.silu(gate) * up
-        found = swiglu(x, weight, bias)
+        result = swiglu(x, weight, bias)
         other = linear_triton.silu_mul(torch.nn.functional.linear(x, weight, bias), dtype)
-        errors = [(one.double() - exact).square().mean() for one in (found, other)]
+        errors = [(one.double() - exact).square().mean() for one in (result, other)]
         assert errors[0] <= 1.02 * errors[1]
-        assert torch.equal(found[:700], swiglu(x, weight, bias)[:700])
+        assert torch.equal(result[:700], swiglu(x, weight, bias)[:700])
     assert len(calls) == 4
     assert linear_triton.takes(x, weight)
     assert not linear_triton.takes(x[1:, 8:], weight[:, 8:])
@@ -195,7 +197,7 @@ def test_a_gated_product_of_many_tokens_is_no_less_exact_than_torchs(
 
 def fused() -> list[tuple[str, tuple[Any, ...]]]:
     """Kernels that also quantise, each after the one that does not."""
-    found = []
+    kernel_calls = []
     for columns, dtype in ((300, torch.float16), (1024, torch.float32)):
         x = randn(2, 3, columns)
         residual = randn(3, columns, dtype=dtype)
@@ -206,25 +208,25 @@ def fused() -> list[tuple[str, tuple[Any, ...]]]:
             ("products.gate_triton:silu_mul", (x, dtype)),
         ]
         for name, args in calls:
-            found += [(f"weft.ops.{name}", args), (f"weft.ops.{name}_quantized", args)]
-    return found
+            kernel_calls += [(f"weft.ops.{name}", args), (f"weft.ops.{name}_quantized", args)]
+    return kernel_calls
 
 
 def test_what_is_quantised_with_another_kernel_is_quantised_by_definition(tmp_path: Path) -> None:
     """The result equals the quantiser's for the plain kernel's result, bit for bit."""
-    results = [found for found, _ in interpret(_INTERPRETED, fused(), tmp_path)]
+    results = [result for result, _ in interpret(_INTERPRETED, fused(), tmp_path)]
     for plain, both in zip(results[::2], results[1::2], strict=True):
         assert not isinstance(plain, str), plain
         assert not isinstance(both, str), both
         first = plain if isinstance(plain, Tensor) else plain[0]
         values, scales = reference_quantize(first)
-        made = [
+        quantized = [
             one
             for one in both
             if one.dtype == FP8 or (one.shape == scales.shape and one.dtype == torch.float32)
         ]
-        assert torch.equal(made[0].float(), values.float())
-        assert torch.equal(made[1], scales)
+        assert torch.equal(quantized[0].float(), values.float())
+        assert torch.equal(quantized[1], scales)
         assert all(
             torch.equal(one, other)
             for one, other in zip(both[:1], [first], strict=True)

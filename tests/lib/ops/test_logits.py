@@ -54,10 +54,10 @@ def test_bits_are_packed_and_unpacked(ids: list[int], vocab: int) -> None:
 @FAST
 @given(logit_rows(), TOKENS, st.floats(0.125, 10, width=32))
 def test_repetition_is_that_of_transformers(logits: Tensor, ids: list[int], penalty: float) -> None:
-    seen = torch.zeros(1, VOCAB, dtype=torch.bool)
-    seen[0, ids] = True
+    present = torch.zeros(1, VOCAB, dtype=torch.bool)
+    present[0, ids] = True
     expected = theirs.RepetitionPenaltyLogitsProcessor(penalty)(torch.tensor([ids]), logits)
-    assert torch.equal(ops.penalise_repetition(logits, seen, one(penalty)), expected)
+    assert torch.equal(ops.penalise_repetition(logits, present, one(penalty)), expected)
 
 
 @FAST
@@ -117,8 +117,10 @@ def test_temperature_is_that_of_transformers_up_to_a_constant(
     logits: Tensor, temperature: float
 ) -> None:
     expected = theirs.TemperatureLogitsWarper(temperature)(None, logits)
-    seen = ops.scale(logits, one(temperature))
-    torch.testing.assert_close(seen, expected - expected.max(), rtol=1e-5, atol=1e-5 / temperature)
+    scaled = ops.scale(logits, one(temperature))
+    torch.testing.assert_close(
+        scaled, expected - expected.max(), rtol=1e-5, atol=1e-5 / temperature
+    )
     assert torch.equal(ops.scale(logits, one(0.0)), logits)
 
 
@@ -132,15 +134,15 @@ def test_top_k_is_that_of_transformers(logits: Tensor, k: int) -> None:
 
 
 def differs_at_the_edge(
-    logits: Tensor, seen: Tensor, expected: Tensor, edge: Tensor, bound: float
+    logits: Tensor, result: Tensor, expected: Tensor, edge: Tensor, bound: float
 ) -> None:
     """The same tokens are kept, except those with `edge` within `bound` of 0, and those that tie
     with a kept one."""
-    kept = seen > -math.inf
-    wanted = expected > -math.inf
-    ties = (logits[:, :, None] == logits[:, None, :]) & wanted[:, None, :]
-    assert not ((kept != wanted) & (edge.abs() > bound) & ~ties.any(-1)).any()
-    assert torch.equal(seen[kept], logits[kept])
+    kept = result > -math.inf
+    expected_kept = expected > -math.inf
+    ties = (logits[:, :, None] == logits[:, None, :]) & expected_kept[:, None, :]
+    assert not ((kept != expected_kept) & (edge.abs() > bound) & ~ties.any(-1)).any()
+    assert torch.equal(result[kept], logits[kept])
 
 
 @FAST
@@ -152,11 +154,11 @@ def test_top_p_is_that_of_transformers(logits: Tensor, p: float) -> None:
     above = torch.where(
         probabilities[:, None, :] > probabilities[:, :, None], probabilities[:, None, :], 0
     ).sum(-1)
-    seen = ops.keep_top_p(logits, one(p))
+    result = ops.keep_top_p(logits, one(p))
     expected = theirs.TopPLogitsWarper(p)(None, logits)
-    differs_at_the_edge(logits, seen, expected, above - p, 1e-6)
+    differs_at_the_edge(logits, result, expected, above - p, 1e-6)
     assert (
-        torch.equal(seen > -math.inf, (above < p) & (logits > -math.inf))
+        torch.equal(result > -math.inf, (above < p) & (logits > -math.inf))
         or (above - p).abs().min() < 1e-6
     )
     assert torch.equal(ops.keep_top_p(logits, one(1.0)), logits)
@@ -166,9 +168,9 @@ def test_top_p_is_that_of_transformers(logits: Tensor, p: float) -> None:
 @given(logit_rows(), st.one_of(st.floats(2**-13, 1, width=32), st.just(1.0)))
 def test_min_p_is_that_of_transformers(logits: Tensor, p: float) -> None:
     ratio = (logits - logits.max()).double()
-    seen = ops.keep_min_p(logits, one(-math.log(p)))
+    result = ops.keep_min_p(logits, one(-math.log(p)))
     expected = theirs.MinPLogitsWarper(p)(None, logits)
-    differs_at_the_edge(logits, seen, expected, ratio - math.log(p), 1e-5)
+    differs_at_the_edge(logits, result, expected, ratio - math.log(p), 1e-5)
     assert torch.equal(ops.keep_min_p(logits, one(math.inf)), logits)
 
 
@@ -224,15 +226,15 @@ def test_process_is_the_chain_of_transformers(
     logits = torch.randn(1, VOCAB, generator=torch.Generator().manual_seed(seed)) * 3
     table = SamplingTable.zeros(2, VOCAB, 4, "cpu")
     write_rows(table, [0], [params], [prompt], [said])
-    seen = ops.process(
+    result = ops.process(
         logits, table.rules(torch.tensor([0])), torch.tensor([len(prompt + said) - 1])
     )
     expected = chain(params, prompt, said, logits)
     if not params.temperature:
-        assert torch.equal(seen, expected)
+        assert torch.equal(result, expected)
         return
-    assert torch.equal(seen > -math.inf, expected > -math.inf)
-    torch.testing.assert_close(seen.softmax(-1), expected.softmax(-1), rtol=1e-5, atol=1e-7)
+    assert torch.equal(result > -math.inf, expected > -math.inf)
+    torch.testing.assert_close(result.softmax(-1), expected.softmax(-1), rtol=1e-5, atol=1e-7)
 
 
 def test_what_a_request_does_not_use_is_not_read() -> None:
@@ -251,10 +253,10 @@ def test_the_mask_of_a_grammar_comes_first() -> None:
     table = SamplingTable.zeros(2, VOCAB, 3, "cpu")
     write_rows(table, [0], [SamplingParams(temperature=0.0, logit_bias={3: 100.0})], [[1]], [[]])
     mask = ops.pack_bits([1, 39], VOCAB)[None]
-    seen = ops.process(
+    result = ops.process(
         torch.zeros(1, VOCAB), table.rules(torch.tensor([0])), torch.tensor([0]), mask
     )
-    assert (seen[0] > -math.inf).nonzero()[:, 0].tolist() == [1, 39]
+    assert (result[0] > -math.inf).nonzero()[:, 0].tolist() == [1, 39]
 
 
 def test_where_all_is_barred_nothing_is_nan() -> None:

@@ -36,10 +36,10 @@ def test_drafts_are_those_of_the_definition(
     width = max(map(len, tokens)) + behind
     # After the end is another request's text
     table = torch.randint(0, 3, (len(tokens), width), dtype=torch.int32)
-    for row, own in zip(table, tokens, strict=True):
-        row[: len(own)] = torch.tensor(own)
-    found = find_drafts(table, torch.tensor([*map(len, tokens)]), count, shortest, longest)
-    assert found.tolist() == [by_definition(own, count, shortest, longest) for own in tokens]
+    for row, ids in zip(table, tokens, strict=True):
+        row[: len(ids)] = torch.tensor(ids)
+    drafts = find_drafts(table, torch.tensor([*map(len, tokens)]), count, shortest, longest)
+    assert drafts.tolist() == [by_definition(ids, count, shortest, longest) for ids in tokens]
 
 
 def test_text_that_repeats_itself_is_drafted_whole() -> None:

@@ -34,13 +34,13 @@ def ids_of(pairs: list[tuple[str, int]]) -> list[str]:
 
 def test_every_operator_has_a_case() -> None:
     """An operator that is not in `operator_cases` was not checked."""
-    found = {
+    names = {
         name.removeprefix("weft::")
         for name in torch._C._dispatch_get_all_op_names()
         if name.startswith("weft::")
     }
-    assert found == set(CASES)
-    assert found - {"send", "recv", "collective"} == set(CALLS)
+    assert names == set(CASES)
+    assert names - {"send", "recv", "collective"} == set(CALLS)
 
 
 @pytest.mark.parametrize(("name", "index"), EACH, ids=ids_of(EACH))
@@ -71,7 +71,7 @@ def results(returned: Any) -> list[Tensor]:
 def test_the_functional_form_is_the_operator(name: str, index: int) -> None:
     """The functional form returns the operator's results and the new values of written arguments.
     It writes to none itself, except `k` and `v` of attention."""
-    given = fresh(CASES[name][index])
+    args = fresh(CASES[name][index])
     written = fresh(CASES[name][index])
     kept = fresh(CASES[name][index])
     expected = results(overload_of(f"weft::{name}")(*written))
@@ -82,14 +82,14 @@ def test_the_functional_form_is_the_operator(name: str, index: int) -> None:
     ]
     expected += [written[i] for i in in_place]
     with torch.autograd.forward_ad.dual_level():
-        found = results(CALLS[name](*given))
+        outputs = results(CALLS[name](*args))
     if (name, index) == ("paged_attention", 1):
-        found = [*found, given[3]]
+        outputs = [*outputs, args[3]]
         in_place = []
-    assert len(found) >= len(expected)
-    for a, b in zip(found, expected, strict=False):
+    assert len(outputs) >= len(expected)
+    for a, b in zip(outputs, expected, strict=False):
         torch.testing.assert_close(a, b, atol=2e-6, rtol=2e-6)
-    assert all(torch.equal(a, b) for i in in_place for a, b in [(given[i], kept[i])])
+    assert all(torch.equal(a, b) for i in in_place for a, b in [(args[i], kept[i])])
 
 
 @pytest.mark.parametrize(("name", "index"), SMOOTH, ids=ids_of(SMOOTH))
@@ -100,11 +100,11 @@ def test_derivatives_are_those_of_small_differences(name: str, index: int, runs_
     places = [place for place in tensors_in(args) if args[place].dtype == torch.float64]
 
     def function(*tensors: Tensor) -> list[Tensor]:
-        given = list(args)
+        call_args = list(args)
         for place, tensor in zip(places, tensors, strict=True):
-            given[place] = tensor.clone()  # which attention may write to
-        made = results(CALLS[name](*given))
-        return [x for x in made if x.is_floating_point()]
+            call_args[place] = tensor.clone()  # which attention may write to
+        outputs = results(CALLS[name](*call_args))
+        return [x for x in outputs if x.is_floating_point()]
 
     tensors = [args[place].clone().requires_grad_() for place in places]
     if not places or not any(x.requires_grad for x in function(*tensors)):
@@ -234,8 +234,10 @@ def test_a_graph_of_the_derivative_reads_nothing_on_the_host(name: str, index: i
     @graphify
     def backward(x: Tensor) -> Tensor:
         def total(x: Tensor) -> Tensor:
-            given = (*fresh(args[: places[0]]), x.clone(), *fresh(args[places[0] + 1 :]))
-            return sum(y.sin().sum() for y in results(CALLS[name](*given)) if y.is_floating_point())
+            call_args = (*fresh(args[: places[0]]), x.clone(), *fresh(args[places[0] + 1 :]))
+            return sum(
+                y.sin().sum() for y in results(CALLS[name](*call_args)) if y.is_floating_point()
+            )
 
         return torch.func.grad(total)(x)
 
@@ -248,7 +250,7 @@ def test_a_graph_of_the_derivative_reads_nothing_on_the_host(name: str, index: i
 def test_an_operator_itself_knows_torch_func() -> None:
     """A call of `torch.ops.weft` inside a transform has derivatives too, not zeros."""
     x, weight = torch.randn(3, 6), torch.randn(6)
-    found = torch.func.grad(lambda w: torch.ops.weft.rms_norm(x, w, 1e-3).sum())(weight)
-    torch.testing.assert_close(found, torch.nn.functional.rms_norm(x, (6,), None, 1e-3).sum(0))
+    grad = torch.func.grad(lambda w: torch.ops.weft.rms_norm(x, w, 1e-3).sum())(weight)
+    torch.testing.assert_close(grad, torch.nn.functional.rms_norm(x, (6,), None, 1e-3).sum(0))
     with pytest.raises(DerivativeError):
         torch.func.grad(lambda x: torch.ops.weft.quantize(x)[1].sum())(x)

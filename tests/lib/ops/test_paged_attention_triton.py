@@ -83,9 +83,9 @@ torch.save([attend(*args) for args in torch.load(sys.argv[1])], sys.argv[2])
 
 def test_a_scale_may_be_negative_or_next_to_nothing(tmp_path: Path) -> None:
     shape = Shape((Request(100, 20), Request(0, 90), *DECODE), dim=16, page_size=16)
-    given = [(*draw_case(shape).args[:-2], scale, 0) for scale in (-0.3, -1e-46, 0.0, 1e-39, 0.3)]
-    for args, found in zip(given, interpret(_SCALED, given, tmp_path), strict=True):
-        torch.testing.assert_close(found, paged_attention(*args), rtol=2e-5, atol=2e-5)
+    calls = [(*draw_case(shape).args[:-2], scale, 0) for scale in (-0.3, -1e-46, 0.0, 1e-39, 0.3)]
+    for args, result in zip(calls, interpret(_SCALED, calls, tmp_path), strict=True):
+        torch.testing.assert_close(result, paged_attention(*args), rtol=2e-5, atol=2e-5)
 
 
 _QUANTIZED = """
@@ -106,8 +106,8 @@ def test_results_in_fp8_are_those_that_would_be_quantised(tmp_path: Path) -> Non
     for case, (out, values, scales) in zip(
         cases, interpret(_QUANTIZED, [case.args for case in cases], tmp_path), strict=True
     ):
-        wanted, by = reference_quantize(out.flatten(1))
-        assert torch.equal(values.view(torch.uint8), wanted.view(torch.uint8)), case
+        expected, by = reference_quantize(out.flatten(1))
+        assert torch.equal(values.view(torch.uint8), expected.view(torch.uint8)), case
         assert torch.equal(scales, by), case
 
 
@@ -212,10 +212,10 @@ def test_kernels_on_a_gpu_equal_dense_attention_and_the_reference(shape: Shape) 
 @pytest.mark.gpu
 def test_results_in_fp8_on_a_gpu_are_those_that_would_be_quantised(shape: Shape) -> None:
     args = on_cuda(draw_case(shape))
-    found = paged_attention_quantized(*args)
-    wanted = quantize(paged_attention(*args).flatten(1))
-    assert torch.equal(found.values.view(torch.uint8), wanted.values.view(torch.uint8))
-    assert torch.equal(found.scales, wanted.scales)
+    result = paged_attention_quantized(*args)
+    expected = quantize(paged_attention(*args).flatten(1))
+    assert torch.equal(result.values.view(torch.uint8), expected.values.view(torch.uint8))
+    assert torch.equal(result.scales, expected.scales)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -115,7 +115,7 @@ def overwrites(ranks: int, launches: Sequence[int], ahead: int, slots: int) -> b
         kind: [0, *itertools.accumulate(event == kind for event, _ in program)]
         for kind in ("send", "read")
     }
-    seen = set[tuple[int, ...]]()
+    visited = set[tuple[int, ...]]()
     left = [(0,) * ranks]
     while left:
         places = left.pop()
@@ -123,16 +123,18 @@ def overwrites(ranks: int, launches: Sequence[int], ahead: int, slots: int) -> b
             if place == len(program):
                 continue
             kind, chunk = program[place]
-            others = [other for r, other in enumerate(places) if r != rank]
-            if kind == "read" and any(done["send"][other] <= chunk for other in others):
+            other_places = [other for r, other in enumerate(places) if r != rank]
+            if kind == "read" and any(done["send"][other] <= chunk for other in other_places):
                 continue
-            if kind == "send" and any(done["read"][other] <= chunk - slots for other in others):
+            if kind == "send" and any(
+                done["read"][other] <= chunk - slots for other in other_places
+            ):
                 return True
             after = (*places[:rank], place + 1, *places[rank + 1 :])
-            if after not in seen:
-                seen.add(after)
+            if after not in visited:
+                visited.add(after)
                 left.append(after)
-    assert (len(program),) * ranks in seen, "it ends"
+    assert (len(program),) * ranks in visited, "it ends"
     return False
 
 

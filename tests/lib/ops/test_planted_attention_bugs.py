@@ -178,10 +178,10 @@ _BUGS = (
 def test_a_planted_bug_breaks_a_case(bug: Bug, tmp_path: Path) -> None:
     module = f"weft.ops.attention.{bug.module}_triton"
     cases = [FIXED.index(shape) for shape in bug.cases]
-    found = run_interpreted(
+    output = run_interpreted(
         _BROKEN, tmp_path, module, bug.old, bug.new, tmp_path, bug.batch_invariant, *cases
     )
-    assert "caught:" in found, found
+    assert "caught:" in output, output
 
 
 @pytest.mark.nightly
@@ -190,7 +190,7 @@ def test_without_a_bug_no_case_breaks(batch_invariant: bool, tmp_path: Path) -> 
     module = "weft.ops.attention.shares_triton"
     cases = [FIXED.index(shape) for shape in _ALL]
     same = "@triton.jit\ndef place_of("
-    found = run_interpreted(
+    output = run_interpreted(
         _BROKEN, tmp_path, module, same, same, tmp_path, batch_invariant, *cases
     )
-    assert "caught:" not in found, found
+    assert "caught:" not in output, output

@@ -142,8 +142,8 @@ def test_of_greedy_ties_the_first_and_always_the_same() -> None:
 def test_logprobs_are_the_models_at_temperature_one() -> None:
     for temperature in (0.0, 0.3, 4.0):
         ids, logprobs = drawn(temperature)
-        wanted = LOGITS.log_softmax(-1)[torch.arange(3), torch.tensor(ids)]
-        assert torch.equal(logprobs, wanted)
+        expected = LOGITS.log_softmax(-1)[torch.arange(3), torch.tensor(ids)]
+        assert torch.equal(logprobs, expected)
         assert bool(logprobs.isfinite().all())
 
 
@@ -257,8 +257,8 @@ def _cases() -> list[tuple[Tensor, Tensor, Tensor, Tensor]]:
 @pytest.fixture(scope="module")
 def interpreted(tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
     """Each case with the reference's result and the interpreted kernel's."""
-    found = interpret(_INTERPRETED, _cases(), tmp_path_factory.mktemp("sample"))
-    return [(case, sample(*case), drawn) for case, drawn in zip(_cases(), found, strict=True)]
+    results = interpret(_INTERPRETED, _cases(), tmp_path_factory.mktemp("sample"))
+    return [(case, sample(*case), drawn) for case, drawn in zip(_cases(), results, strict=True)]
 
 
 def assert_same_draw(case: Any, expected: Any, drawn: Any) -> None:

@@ -128,11 +128,11 @@ def interpreted(
     special = _barred(), _without_numbers(math.nan), _without_numbers(-math.inf)
     cases = (*_cases(), *special) if runs_all else _cases()[:1]
     draws = [(c.logits, tree_leaves(c.table), c.rows, c.positions, c.token_mask) for c in cases]
-    given = (draws, _count_cases())
-    made: tuple[list[Any], list[Any], list[Tensor]] = interpret(
-        _INTERPRETED, given, tmp_path_factory.mktemp("rows")
+    inputs = (draws, _count_cases())
+    results: tuple[list[Any], list[Any], list[Tensor]] = interpret(
+        _INTERPRETED, inputs, tmp_path_factory.mktemp("rows")
     )
-    return made
+    return results
 
 
 def assert_same_draws(case: Case, drawn: Any) -> None:
@@ -140,10 +140,10 @@ def assert_same_draws(case: Case, drawn: Any) -> None:
     where the edge of top_p or of a tie falls between two sums that differ by rounding: at most one
     request in 100."""
     ids, logprobs = (x[case.rows >= 0] for x in case.drawn())
-    seen_ids, seen = (x[case.rows >= 0] for x in drawn)
-    same = seen_ids == ids
-    assert int((~same).sum()) <= len(same) // 100, (same.nonzero(), ids, seen_ids)
-    torch.testing.assert_close(seen[same], logprobs[same], atol=5e-5, rtol=5e-5)
+    drawn_ids, drawn_logprobs = (x[case.rows >= 0] for x in drawn)
+    same = drawn_ids == ids
+    assert int((~same).sum()) <= len(same) // 100, (same.nonzero(), ids, drawn_ids)
+    torch.testing.assert_close(drawn_logprobs[same], logprobs[same], atol=5e-5, rtol=5e-5)
 
 
 @pytest.mark.one_of(12)
@@ -202,10 +202,10 @@ def test_logits_that_are_no_numbers_have_that_logprob_by_the_kernels_interpreted
     assert str(interpreted[0][place][1].tolist()) == str([value] * 4)
 
 
-def assert_same_processed(case: Case, found: Any) -> None:
+def assert_same_processed(case: Case, processed: Any) -> None:
     """The adjusted logits and the largest one equal the reference bitwise. So do the kept tokens,
     except at the edge, where the mass above a token is within 1e-5 of top_p."""
-    kinds, adjusted, peaks, bounds = found
+    kinds, adjusted, peaks, bounds = processed
     rules = case.table.rules(case.rows)
     expected = process(case.logits, rules, case.positions, case.token_mask)
     before = adjust(case.logits.float(), rules, case.positions, case.token_mask)
@@ -245,9 +245,9 @@ def test_the_kernel_interpreted_processes_as_the_reference_does(
 
 
 def test_the_kernel_interpreted_counts_what_the_reference_counts(interpreted: Any) -> None:
-    for case, seen in zip(_count_cases(), interpreted[2], strict=True):
+    for case, counts in zip(_count_cases(), interpreted[2], strict=True):
         torch.ops.weft.count_tokens(*case)
-        assert torch.equal(seen, case[0])
+        assert torch.equal(counts, case[0])
 
 
 POINTERS = {
@@ -278,9 +278,9 @@ def compiles(fn: Any, logits: str = "bf16", **constants: Any) -> bool:
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
-    known = {name: f"*{kind}" for kind, names in POINTERS.items() for name in names}
-    known |= {"logits": f"*{logits}"} | dict.fromkeys(constants, "constexpr")
-    source = ASTSource(fn, {name: known.get(name, "i32") for name in fn.arg_names}, constants)
+    signature = {name: f"*{kind}" for kind, names in POINTERS.items() for name in names}
+    signature |= {"logits": f"*{logits}"} | dict.fromkeys(constants, "constexpr")
+    source = ASTSource(fn, {name: signature.get(name, "i32") for name in fn.arg_names}, constants)
     return bool(
         compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 16}).asm["ptx"]
     )
@@ -330,16 +330,16 @@ def test_captured_they_follow_the_table() -> None:
         for position in (2, 3):
             where = torch.tensor([0, 1]), torch.full((2,), position)
             table, ids = step(logits, table, *where)
-            other, seen = g(logits, other, *where)
-            assert_equal("captured", (other, seen), (table, ids))
+            other, captured_ids = g(logits, other, *where)
+            assert_equal("captured", (other, captured_ids), (table, ids))
     assert g.cache_info().captures == 1
 
 
 def test_the_table_of_operators_has_them() -> None:
     for device, implementation in (("cpu", "reference"), ("cuda", ("triton ", "missing"))):
-        found = {row.op: row.implementation for row in backends(device)}
-        assert found["sample_rows"].startswith(implementation)
-        assert found["count_tokens"].startswith(implementation)
+        implementations = {row.op: row.implementation for row in backends(device)}
+        assert implementations["sample_rows"].startswith(implementation)
+        assert implementations["count_tokens"].startswith(implementation)
 
 
 @pytest.mark.gpu
@@ -362,11 +362,12 @@ def test_the_kernels_process_as_the_reference_does(index: int) -> None:
 
     case = _cases()[index]
     there = case.to("cuda")
-    *_, found = process_rows(
+    *_, processed = process_rows(
         there.logits.contiguous(), there.rows, there.positions, there.table, there.token_mask
     )
     assert_same_processed(
-        case, [x.cpu() for x in (found.kinds, found.adjusted, found.peaks, found.bounds)]
+        case,
+        [x.cpu() for x in (processed.kinds, processed.adjusted, processed.peaks, processed.bounds)],
     )
 
 
@@ -384,7 +385,7 @@ def test_the_kernels_serve_a_large_vocabulary(dtype: torch.dtype) -> None:
 @pytest.mark.gpu
 def test_the_kernel_counts_what_the_reference_counts() -> None:
     for case in _count_cases():
-        seen = [x.cuda() for x in case]
-        torch.ops.weft.count_tokens(*seen)
+        gpu_args = [x.cuda() for x in case]
+        torch.ops.weft.count_tokens(*gpu_args)
         torch.ops.weft.count_tokens(*case)
-        assert torch.equal(seen[0].cpu(), case[0])
+        assert torch.equal(gpu_args[0].cpu(), case[0])

@@ -44,14 +44,14 @@ OF_HOST: dict[str, Any] = {
 
 def values_of(name: str) -> st.SearchStrategy[Any]:
     """Values of a field that are not its default."""
-    own: dict[str, st.SearchStrategy[Any]] = {
+    strategies: dict[str, st.SearchStrategy[Any]] = {
         "temperature": st.sampled_from((0.3, 2.0)),
         "seed": st.integers(-(2**63), 2**63 - 1),
         "stop_token_ids": st.lists(
             st.integers(0, VOCAB - 1), min_size=1, max_size=VOCAB // 6, unique=True
         ),
     }
-    return own[name] if name in own else choices(VOCAB)[name]
+    return strategies[name] if name in strategies else choices(VOCAB)[name]
 
 
 @functools.cache
@@ -71,15 +71,15 @@ def requests(name: str) -> tuple[list[SamplingParams], list[SamplingParams]]:
     def collect(value: Any, seed: int) -> None:
         # So many draws are greedy that a change of the likeliest token shows, and so many are not
         # that a filter does.
-        others: dict[str, Any] = {"temperature": 1.5 if len(changed) % 3 else 0.0, "seed": seed}
+        fields: dict[str, Any] = {"temperature": 1.5 if len(changed) % 3 else 0.0, "seed": seed}
         if name in ("temperature", "seed", "top_k", "top_p", "min_p"):
-            others["temperature"] = 1.5
+            fields["temperature"] = 1.5
         if name == "min_tokens":
-            others["stop_token_ids"] = [*range(0, VOCAB, 2)]
+            fields["stop_token_ids"] = [*range(0, VOCAB, 2)]
         if name == "stop_token_ids":
-            others["min_tokens"] = 9
-        changed.append(SamplingParams(**others | {name: value}))
-        plain.append(SamplingParams(**others))
+            fields["min_tokens"] = 9
+        changed.append(SamplingParams(**fields | {name: value}))
+        plain.append(SamplingParams(**fields))
 
     collect()
     return changed, plain
@@ -103,8 +103,10 @@ def cases(name: str) -> tuple[Case, Case]:
 @pytest.fixture(scope="module")
 def interpreted(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """What the interpreted kernel draws for the cases of each field."""
-    made = [cases(name)[0] for name in DRAWN]
-    draws = [(c.logits, tree_leaves(c.table), c.rows, c.positions, c.token_mask) for c in made]
+    field_cases = [cases(name)[0] for name in DRAWN]
+    draws = [
+        (c.logits, tree_leaves(c.table), c.rows, c.positions, c.token_mask) for c in field_cases
+    ]
     drawn = interpret(_INTERPRETED, (draws,), tmp_path_factory.mktemp("fields"))
     return dict(zip(DRAWN, drawn, strict=True))
 

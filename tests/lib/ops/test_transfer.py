@@ -25,8 +25,8 @@ class Mirror:
         self.kept.append((tag, [t.clone() for t in tensors]))
 
     def recv(self, tensors: Sequence[Tensor], _: int, tag: int, /) -> None:
-        seen, values = self.kept.pop(0)
-        assert seen == tag
+        sent_tag, values = self.kept.pop(0)
+        assert sent_tag == tag
         for tensor, value in zip(tensors, values, strict=True):
             tensor.copy_(value)
 

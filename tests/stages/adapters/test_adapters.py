@@ -89,21 +89,21 @@ def randomized(model: Any, seed: int, std: float) -> Any:
 
 def save_adapter(folder: Path, base: str, seed: int = 1, **fields: Any) -> Any:
     """Have PEFT make an adapter, give it weights, and write it. Returns PEFT's model."""
-    made = get_peft_model(
+    peft_model = get_peft_model(
         build(base), LoraConfig(task_type="CAUSAL_LM", **{"r": 4, "lora_alpha": 6, **fields})
     )
-    randomized(made, seed, 0.3).save_pretrained(folder)
-    return made.eval()
+    randomized(peft_model, seed, 0.3).save_pretrained(folder)
+    return peft_model.eval()
 
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """The saved base models."""
-    found = {}
+    paths = {}
     for name in MODELS:
-        found[name] = tmp_path_factory.mktemp(name)
-        build(name).save_pretrained(found[name])
-    return found
+        paths[name] = tmp_path_factory.mktemp(name)
+        build(name).save_pretrained(paths[name])
+    return paths
 
 
 def empty_state(model: Model, layouts: Any, num_reqs: int = 1) -> tuple[State, ...]:
@@ -131,20 +131,20 @@ def logits(model: Model, adapters: list[Adapter], slot: int, num_stages: int = 1
 
 @torch.no_grad()
 def theirs(model: Any) -> Tensor:
-    found: Tensor = model(torch.tensor([PROMPT])).logits[0, -1]
-    return found
+    last_logits: Tensor = model(torch.tensor([PROMPT])).logits[0, -1]
+    return last_logits
 
 
-def assert_near(found: Tensor, expected: Tensor) -> None:
-    assert float((found - expected).abs().max()) <= TOLERANCE * float(expected.abs().max())
+def assert_near(actual: Tensor, expected: Tensor) -> None:
+    assert float((actual - expected).abs().max()) <= TOLERANCE * float(expected.abs().max())
 
 
-def assert_near_to_peft(found: Tensor, model: Any) -> None:
+def assert_near_to_peft(actual: Tensor, model: Any) -> None:
     """As near to PEFT's logits in float64 as to other float32 logits, or as PEFT's own in float32:
     a large scaling makes the sums inside much larger than the logits."""
     exact = theirs(copy.deepcopy(model).double())
     error, error_of_peft = (
-        float((logits - exact).abs().max()) for logits in (found, theirs(model))
+        float((logits - exact).abs().max()) for logits in (actual, theirs(model))
     )
     assert error <= max(TOLERANCE * float(exact.abs().max()), 4 * error_of_peft)
 
@@ -204,12 +204,12 @@ def test_logits_are_those_of_peft(
         raise
     model = weft.load(folders[name], "cpu")
     adapter = weft.load_adapter(model, folder)
-    found = logits(model, [adapter], 0, num_stages)
-    assert_near_to_peft(found, peft_model)
+    actual = logits(model, [adapter], 0, num_stages)
+    assert_near_to_peft(actual, peft_model)
     with peft_model.disable_adapter():
         base = theirs(peft_model)
     assert_near(logits(model, [adapter], -1, num_stages), base)
-    assert not torch.allclose(found, base, rtol=1e-3)
+    assert not torch.allclose(actual, base, rtol=1e-3)
 
 
 def test_of_a_stage_only_its_layers_are_read(folders: dict[str, Path], tmp_path: Path) -> None:
@@ -242,7 +242,7 @@ def test_a_slot_is_written_anew_without_a_capture(folders: dict[str, Path], tmp_
     state = empty_state(model, layouts)
     greedy = SamplingParams(temperature=0.0).for_request((), 0)
     base = logits(model, [], -1)
-    for adapter, wanted in (
+    for adapter, expected_logits in (
         (None, base),
         (adapters[0], expected[0]),
         (adapters[1], expected[1]),
@@ -251,7 +251,7 @@ def test_a_slot_is_written_anew_without_a_capture(folders: dict[str, Path], tmp_
         write_slot(params[0], model.config, layouts[0], 1, adapter)
         state = tuple(admit(s, [0], [range(4)], [greedy], [PROMPT], adapters=[1]) for s in state)
         state, out = step(params, state, Batch.ragged([0], [PROMPT], num_active_loras=1))
-        assert_near(out.logits[0], wanted)
+        assert_near(out.logits[0], expected_logits)
     assert step.cache_info().captures == 1
 
 
@@ -259,7 +259,7 @@ def test_a_slot_refuses_what_does_not_fit(folders: dict[str, Path], tmp_path: Pa
     model, (layout,) = weft.load(folders["qwen3"], "cpu"), split_layers(3, 1)
     save_adapter(tmp_path, "qwen3", target_modules=["q_proj", "up_proj"])
     adapter = weft.load_adapter(model, tmp_path)
-    for rank, names, slot, seen in (
+    for rank, names, slot, problem in (
         (3, None, 0, r"q_proj of rank 4, and slots of rank 3"),
         (
             4,
@@ -273,7 +273,7 @@ def test_a_slot_refuses_what_does_not_fit(folders: dict[str, Path], tmp_path: Pa
         params = reserve_slots(
             model.params, model.config, layout, num_slots=2, rank=rank, names=names
         )
-        with pytest.raises(RequestError, match=seen):
+        with pytest.raises(RequestError, match=problem):
             write_slot(params, model.config, layout, slot, adapter)
 
 
@@ -329,11 +329,11 @@ def saved(folders: dict[str, Path], tmp_path: Path) -> Saved:
 
 @pytest.mark.parametrize("name", REFUSED)
 def test_what_is_not_supported_is_refused_by_name(name: str, saved: Saved) -> None:
-    fields, seen = REFUSED[name]
+    fields, problem = REFUSED[name]
     file = saved.folder / "adapter_config.json"
     file.write_text(json.dumps(json.loads(file.read_text()) | fields))
     with pytest.raises(
-        (ConfigError, CheckpointError), match=rf"weft.load_adapter\(<Model Qwen3(.|\n)*{seen}"
+        (ConfigError, CheckpointError), match=rf"weft.load_adapter\(<Model Qwen3(.|\n)*{problem}"
     ):
         weft.load_adapter(saved.model, saved.folder)
 
@@ -350,7 +350,7 @@ def test_files_that_are_missing_or_damaged(saved: Saved) -> None:
     weights = saved.folder / "adapter_model.safetensors"
     tensors = load_file(weights)
     name = "base_model.model.model.layers.1.self_attn.q_proj.lora_B.weight"
-    for changed, seen in (
+    for changed, problem in (
         (
             {name: tensors[name].T.contiguous()},
             r"lora_B.weight in .* is F32 \(4, 32\).*\(32, 4\) of F16",
@@ -366,7 +366,7 @@ def test_files_that_are_missing_or_damaged(saved: Saved) -> None:
         ),
     ):
         save_file(tensors | changed, weights)
-        with pytest.raises(CheckpointError, match=seen):
+        with pytest.raises(CheckpointError, match=problem):
             weft.load_adapter(saved.model, saved.folder)
     weights.write_bytes(b"\0" * 20)
     with pytest.raises(CheckpointError, match=r"adapter_model.safetensors .20 bytes. is damaged"):
@@ -422,14 +422,14 @@ def test_graphs_differ_by_the_number_of_adapters(folders: dict[str, Path], tmp_p
         assert decision.descriptor.num_active_loras == (0, 1, 2, 4, 4, 5)[loras]
         before = clone(state)
         state, replayed = step(params, state, batch)
-        with _Names() as seen:
+        with _Names() as operators:
             plain(params, clone(before), batch)
-        assert seen.names.count("weft::add_lora") == (3 * 4 if loras else 0)
-        for row, own in zip(rows, replayed.logits, strict=True):
+        assert operators.names.count("weft::add_lora") == (3 * 4 if loras else 0)
+        for row, row_logits in zip(rows, replayed.logits, strict=True):
             _, out = plain(
                 params, clone(before), Batch.decode([row], num_active_loras=int(slots[row] >= 0))
             )
-            assert_near(own, out.logits[0])
+            assert_near(row_logits, out.logits[0])
     assert step.cache_info().captures == 4 + 1  # of 0, 1, 2, 4 and 5
 
 
@@ -469,8 +469,8 @@ def test_layers_in_fp8_have_plain_adapters() -> None:
         return x @ a.T @ b.T
 
     gate_up = project(Normed(x), layer.gate_up_proj, layer.gate_up_scale, None)
-    for start, name, own in ((0, "gate_proj", [0, 1, 3]), (256, "up_proj", [0, 1, 3])):
-        gate_up[own, start : start + 130] += added(name, x[own])
+    for start, name, row_indices in ((0, "gate_proj", [0, 1, 3]), (256, "up_proj", [0, 1, 3])):
+        gate_up[row_indices, start : start + 130] += added(name, x[row_indices])
     inner = silu_mul(gate_up, x.dtype)
     expected = project(Normed(inner), layer.down_proj, layer.down_scale, None)
     expected[[0, 1, 3]] += added("down_proj", inner[[0, 1, 3], :130])
@@ -479,7 +479,7 @@ def test_layers_in_fp8_have_plain_adapters() -> None:
     )
     slots = torch.tensor([0, 0, -1, 0]).int()
     active = torch.tensor([0, -1]).int()
-    found = feed_forward(
+    output = feed_forward(
         config, layer, attrs.evolve(batch, adapters=slots, active_adapters=active), Normed(x)
     )
-    assert torch.allclose(found, expected, atol=1e-5, rtol=1e-5)
+    assert torch.allclose(output, expected, atol=1e-5, rtol=1e-5)

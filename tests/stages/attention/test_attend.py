@@ -52,12 +52,12 @@ def tokens(model: Model, **options: Any) -> list[list[int]]:
 
 def said(reference: Any, model: Model) -> list[list[int]]:
     """The greedy tokens of transformers."""
-    found = []
+    token_ids = []
     for prompt in PROMPTS:
         ids = torch.tensor([model.encode(prompt)])
         out = reference.generate(ids, max_new_tokens=16, do_sample=False, pad_token_id=0)
-        found.append(out[0, ids.shape[1] :].tolist())
-    return found
+        token_ids.append(out[0, ids.shape[1] :].tolist())
+    return token_ids
 
 
 @pytest.mark.parametrize("window", [2, 5])
@@ -83,20 +83,22 @@ def entropic(config: Any, layer: Any, q: Tensor, kv_pages: Tensor, batch: Resolv
 
 
 def test_entropies_of_attention_are_those_of_transformers(model: Model) -> None:
-    own = model.with_stages(
+    entropic_model = model.with_stages(
         attend=entropic, captures={"entropy": torch.zeros(model.config.num_heads)}
     )
     reference = theirs(attn_implementation="eager")
     expected = said(reference, model)
     for way in WAYS:
-        for prompt, ids, found in zip(
-            PROMPTS, expected, generate(own, PROMPTS, max_tokens=16, **way), strict=True
+        for prompt, ids, completion in zip(
+            PROMPTS, expected, generate(entropic_model, PROMPTS, max_tokens=16, **way), strict=True
         ):
-            assert found.token_ids == ids, way
+            assert completion.token_ids == ids, way
             whole = torch.tensor([[*model.encode(prompt), *ids[:-1]]])
             weights = reference(whole, output_attentions=True).attentions[MIDDLE][0]
-            wanted = torch.special.entr(weights).sum(-1).T
-            torch.testing.assert_close(found.captured["entropy"], wanted, rtol=1e-4, atol=1e-4)
+            entropies = torch.special.entr(weights).sum(-1).T
+            torch.testing.assert_close(
+                completion.captured["entropy"], entropies, rtol=1e-4, atol=1e-4
+            )
 
 
 @settings(deadline=None, max_examples=40)
@@ -126,10 +128,10 @@ def test_scores_and_values_are_paged_attention(shape: Shape) -> None:
     if window:
         far = batch.positions[:, None] - torch.arange(scores.shape[2]) >= window
         scores = scores.masked_fill(far[:, None], -torch.inf)
-    found = weighted_values(scores.softmax(-1), pages, batch)
-    assert found.dtype == q.dtype
+    attended = weighted_values(scores.softmax(-1), pages, batch)
+    assert attended.dtype == q.dtype
     tolerance = 1e-5 if q.dtype == torch.float32 else 3e-2
-    torch.testing.assert_close(found[live], out[live], rtol=tolerance, atol=tolerance)
+    torch.testing.assert_close(attended[live], out[live], rtol=tolerance, atol=tolerance)
 
 
 def kept(layer: Any) -> Any:
@@ -142,17 +144,17 @@ def kept(layer: Any) -> Any:
 
 
 def test_a_logit_lens_is_that_of_transformers(model: Model) -> None:
-    own = model.with_stages(
+    capturing_model = model.with_stages(
         layers={MIDDLE: kept}, captures={"hidden": torch.zeros(model.config.hidden_size)}
     )
     reference = theirs()
     prompt = PROMPTS[0]
     out = reference(torch.tensor([model.encode(prompt)]), output_hidden_states=True)
-    wanted = reference.lm_head(reference.model.norm(out.hidden_states[MIDDLE + 1][0]))
+    expected = reference.lm_head(reference.model.norm(out.hidden_states[MIDDLE + 1][0]))
     for way in WAYS:
-        (found,) = generate(own, [prompt], max_tokens=1, **way)
+        (completion,) = generate(capturing_model, [prompt], max_tokens=1, **way)
         torch.testing.assert_close(
-            model.logits(found.captured["hidden"]), wanted, rtol=1e-4, atol=1e-3
+            model.logits(completion.captured["hidden"]), expected, rtol=1e-4, atol=1e-3
         )
 
 
@@ -164,7 +166,7 @@ def test_logits_read_what_a_layer_captured_of_their_token(model: Model) -> None:
         return logits - 0.5 * model.logits(extras["hidden"])
 
     captures = {"hidden": torch.zeros(model.config.hidden_size)}
-    own = model.with_stages(layers={MIDDLE: kept}, captures=captures, logits=contrast)
+    contrastive_model = model.with_stages(layers={MIDDLE: kept}, captures=captures, logits=contrast)
     reference = theirs()
     expected = []
     for prompt in PROMPTS:
@@ -178,8 +180,8 @@ def test_logits_read_what_a_layer_captured_of_their_token(model: Model) -> None:
                 break
         expected.append(ids[start:])
     for way in WAYS:
-        assert tokens(own, **way) == expected, way
-    (scored,) = generate(own, [PROMPTS[0]], max_tokens=1)
+        assert tokens(contrastive_model, **way) == expected, way
+    (scored,) = generate(contrastive_model, [PROMPTS[0]], max_tokens=1)
     assert scored.token_ids == expected[0][:1]
 
 

@@ -38,8 +38,8 @@ def planned(q: Tensor, kv_pages: Tensor, slots: Tensor, table: Tensor, *rest: An
     for r, length in enumerate(lengths.tolist()):
         if length and spans[r] < spans[r + 1]:
             part = slice(spans[r], spans[r + 1])
-            own = torch.tensor([0, part.stop - part.start], dtype=torch.int32)
-            where = slots[part], table[r : r + 1], own, lengths[r : r + 1]
+            local_starts = torch.tensor([0, part.stop - part.start], dtype=torch.int32)
+            where = slots[part], table[r : r + 1], local_starts, lengths[r : r + 1]
             out[part] = TORCH.attend(q[part], kv_pages, *where, longest, scale, window)
     return out
 
@@ -54,7 +54,10 @@ def tokens(model: Model, **options: Any) -> list[list[int]]:
 
 
 @pytest.mark.parametrize("shape", FIXED, ids=map(str, FIXED))
-@pytest.mark.parametrize("name", [name for name, own in BACKENDS.items() if "cpu" in own.devices])
+@pytest.mark.parametrize(
+    "name",
+    [name for name, attention_backend in BACKENDS.items() if "cpu" in attention_backend.devices],
+)
 def test_each_is_dense_attention(name: str, shape: Shape) -> None:
     case = draw_case(shape)
     q, k, v, pages, *where = case.args
@@ -74,14 +77,14 @@ def test_each_serves_the_same_tokens_in_the_graphs_that_it_declares(
         if capability == "torch"
         else AttentionBackend("planned", inside_too, capability=capability)
     )
-    own = model.with_stages(attend=backend)
+    custom_model = model.with_stages(attend=backend)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", LoweredModeWarning)
         for mode in MODES:
-            assert tokens(own, graph=mode) == expected, mode
+            assert tokens(custom_model, graph=mode) == expected, mode
         assert (
-            tokens(own, pipeline=2)
-            == tokens(own, speculation=Speculation(num_tokens=2))
+            tokens(custom_model, pipeline=2)
+            == tokens(custom_model, speculation=Speculation(num_tokens=2))
             == expected
         )
 
@@ -95,11 +98,13 @@ def inside_too(q: Tensor, kv_pages: Tensor, *where: Any) -> Tensor:
 
 @pytest.mark.parametrize("stages", [1, 2])
 def test_modes_are_lowered_to_what_the_back_end_can(model: Model, stages: int) -> None:
-    own = model.with_stages(attend=AttentionBackend("planned", planned, capability="piecewise"))
+    piecewise_model = model.with_stages(
+        attend=AttentionBackend("planned", planned, capability="piecewise")
+    )
     with pytest.warns(
         LoweredModeWarning, match="'full_and_piecewise' is lowered to 'piecewise'"
     ) as told:
-        engine = Engine(own, pipeline=stages)
+        engine = Engine(piecewise_model, pipeline=stages)
     assert len(told) == 1
     engine.add(PROMPTS[0], max_tokens=4)
     list(engine)
@@ -107,7 +112,7 @@ def test_modes_are_lowered_to_what_the_back_end_can(model: Model, stages: int) -
     with warnings.catch_warnings():
         warnings.simplefilter("error", LoweredModeWarning)
         with pytest.raises(LoweredModeWarning):
-            Engine(own)
+            Engine(piecewise_model)
 
 
 @pytest.mark.parametrize("capability", ["uniform_single_token", "full"])
@@ -131,10 +136,10 @@ def in_place(q: Tensor, kv_pages: Tensor, *where: Any) -> Tensor:
 def test_a_result_in_the_queries_memory_is_replayed(model: Model) -> None:
     expected = tokens(model)
     for capability in CAPABILITIES[1:]:
-        own = model.with_stages(
+        in_place_model = model.with_stages(
             attend=AttentionBackend("in place", in_place, capability=capability)
         )
-        assert tokens(own, graph="piecewise") == expected, capability
+        assert tokens(in_place_model, graph="piecewise") == expected, capability
 
 
 def test_a_copy_is_registered_anew() -> None:
@@ -247,11 +252,11 @@ def test_functions_of_other_arguments_are_refused_when_the_back_end_is_made() ->
         ("plan", {"attend": planned, "plan": three}, rf"9 arguments: {taken}\)"),
         ("missing", {"attend": nine, "missing": lambda: ""}, r"1 argument: \(device\)"),
     ):
-        own: dict[str, Any] = functions
+        arguments: dict[str, Any] = functions
         with pytest.raises(
             ProgramError, match=rf"AttentionBackend\('odd', {field}=(.|\n)*a function of {instead}"
         ):
-            AttentionBackend("odd", **own)
+            AttentionBackend("odd", **arguments)
     AttentionBackend("plain", nine)
     AttentionBackend("bound", partial(nine))
     AttentionBackend("without a signature", max)  # a built-in function of any arguments
@@ -270,20 +275,20 @@ def test_a_write_to_what_other_layers_read_is_an_error(model: Model, capability:
 
     for mode in ("none", "piecewise", "full_and_piecewise"):
         for place, name in enumerate(READ, 1):
-            own = AttentionBackend("writer", partial(writes, place), capability=capability)
-            seen = (
+            backend = AttentionBackend("writer", partial(writes, place), capability=capability)
+            pattern = (
                 rf"'writer'(.|\n)*wrote to {name}\n|writes to batch\.{name} .*, which it does"
                 r" not own"
             )
-            with pytest.raises((ProgramError, CaptureError), match=seen):
-                generate(model.with_stages(attend=own), PROMPTS, max_tokens=2, graph=mode)
+            with pytest.raises((ProgramError, CaptureError), match=pattern):
+                generate(model.with_stages(attend=backend), PROMPTS, max_tokens=2, graph=mode)
 
 
 def test_writes_are_not_counted_where_torch_counts_none(model: Model) -> None:
-    own = model.with_stages(attend=AttentionBackend("mine", TORCH.attend))
+    custom_model = model.with_stages(attend=AttentionBackend("mine", TORCH.attend))
     expected = tokens(model)
     with torch.inference_mode():
-        assert tokens(own, graph="none") == tokens(own) == expected
+        assert tokens(custom_model, graph="none") == tokens(custom_model) == expected
     q, k, v, pages, *where = draw_case(FIXED[0]).args
     weft.ops.attention.paged.paged_attention(q, k, v, pages, *where)
     mine = AttentionBackend("mine", TORCH.attend)
@@ -300,7 +305,7 @@ def test_writes_are_not_counted_where_torch_counts_none(model: Model) -> None:
 def test_a_batch_invariant_model_refuses_attention_that_is_not() -> None:
     exact = weft.load("demo", "cpu", batch_invariant=True)
     other = weft.load("demo", "cpu", attention="torch")
-    seen = "attention back end 'torch', which is not batch invariant"
+    problem = "attention back end 'torch', which is not batch invariant"
     for model, options in (
         (exact, {"attend": BACKENDS["torch"]}),
         (other, {"batch_invariant": True}),
@@ -314,7 +319,7 @@ def test_a_batch_invariant_model_refuses_attention_that_is_not() -> None:
     ):
         with pytest.raises(ProgramError) as caught:
             model.with_stages(**options)
-        assert (caught.value.seen, "reference" in caught.value.instead) == (seen, True)
+        assert (caught.value.problem, "reference" in caught.value.instead) == (problem, True)
     wrong: Any = "yes"
     with pytest.raises(ProgramError, match="batch_invariant is a str"):
         exact.with_stages(batch_invariant=wrong)

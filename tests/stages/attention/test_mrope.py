@@ -96,9 +96,9 @@ def embeds(model: Model) -> Tensor:
 @pytest.fixture(scope="module")
 def positions(theirs: Any) -> Tensor:
     kinds = torch.tensor([[int(token == IMAGE) for token in IDS]])
-    found, deltas = theirs.model.get_rope_index(torch.tensor([IDS]), kinds, GRID)
-    assert deltas.item() == mrope_position_delta(found[:, 0]) == -9
-    return found[:, 0].clone()
+    position_ids, deltas = theirs.model.get_rope_index(torch.tensor([IDS]), kinds, GRID)
+    assert deltas.item() == mrope_position_delta(position_ids[:, 0]) == -9
+    return position_ids[:, 0].clone()
 
 
 def expected(
@@ -109,16 +109,16 @@ def expected(
     if embeds is not None:
         inputs = torch.where((torch.tensor(ids) == IMAGE)[:, None], embeds, inputs)
     at = torch.arange(len(ids)).expand(3, -1) if positions is None else positions
-    found = []
+    logits = []
     for _ in range(STEPS):
         with torch.no_grad():
             hidden = theirs.model.language_model(
                 inputs_embeds=inputs[None], position_ids=at[:, None]
             )
-            found.append(theirs.lm_head(hidden.last_hidden_state)[0, -1])
-        inputs = torch.cat([inputs, theirs.get_input_embeddings()(found[-1].argmax()[None])])
+            logits.append(theirs.lm_head(hidden.last_hidden_state)[0, -1])
+        inputs = torch.cat([inputs, theirs.get_input_embeddings()(logits[-1].argmax()[None])])
         at = torch.cat([at, at.max() + torch.ones(3, 1, dtype=torch.int64)], dim=1)
-    return found
+    return logits
 
 
 def prompts(embeds: Tensor, positions: Tensor, sizes: Sequence[int]) -> Iterator[Batch]:
@@ -143,13 +143,13 @@ def prompts(embeds: Tensor, positions: Tensor, sizes: Sequence[int]) -> Iterator
 
 def run(step: Any, params: Any, state: Any, batches: Iterator[Batch]) -> dict[int, list[Tensor]]:
     """The logits of each row, after its prompt and after each token of some decodes of both rows."""
-    found: dict[int, list[Tensor]] = {0: [], 1: []}
+    logits: dict[int, list[Tensor]] = {0: [], 1: []}
     for batch in [*batches, *[Batch.decode([0, 1])] * (STEPS - 1)]:
         state, out = step(params, state, batch)
         for index, row in enumerate(batch.rows.tolist()):
             if batch.samples[index]:
-                found[row].append(out.logits[index].clone())
-    return found
+                logits[row].append(out.logits[index].clone())
+    return logits
 
 
 def state_of(model: Model, num_stages: int, positions: Tensor) -> tuple[State, ...]:
@@ -157,12 +157,12 @@ def state_of(model: Model, num_stages: int, positions: Tensor) -> tuple[State, .
     return make_state(model, split_layers(3, num_stages), [32, 32], mrope_position_deltas=deltas)
 
 
-def check(found: dict[int, list[Tensor]], theirs: Any, embeds: Tensor, positions: Tensor) -> None:
-    for row, wanted in enumerate(
+def check(logits: dict[int, list[Tensor]], theirs: Any, embeds: Tensor, positions: Tensor) -> None:
+    for row, expected_logits in enumerate(
         (expected(theirs, IDS, embeds, positions), expected(theirs, TEXT, None, None))
     ):
-        assert len(found[row]) == STEPS
-        for ours, one in zip(found[row], wanted, strict=True):
+        assert len(logits[row]) == STEPS
+        for ours, one in zip(logits[row], expected_logits, strict=True):
             torch.testing.assert_close(ours, one, **TOLERANCE)
 
 
@@ -181,8 +181,8 @@ def test_logits_are_those_of_transformers(
 ) -> None:
     runner = make_runner(model, Limits(2, 24), num_stages=num_stages, mode=mode, keep_logits=True)
     batches = prompts(embeds, positions, sizes)
-    found = run(runner.step, runner.params, state_of(model, num_stages, positions), batches)
-    check(found, theirs, embeds, positions)
+    logits = run(runner.step, runner.params, state_of(model, num_stages, positions), batches)
+    check(logits, theirs, embeds, positions)
     if mode != "none":
         assert sum(graph.cache_info().replays for graph in runner.graphs) > 0
 
@@ -198,19 +198,19 @@ def test_gradients_are_those_of_transformers(
     kept = torch.tensor([1.0] * 16 + [0] + [1] * 4 + [0])
 
     def loss(params: Any, embeds: Tensor) -> Tensor:
-        given = attrs.evolve(
+        embeds_batch = attrs.evolve(
             batch, inputs_embeds=torch.cat([embeds, torch.zeros(len(TEXT), embeds.shape[1])])
         )
-        _, out = runner.step(params, state_of(model, 2, positions), given)
+        _, out = runner.step(params, state_of(model, 2, positions), embeds_batch)
         return -(out.prompt_logprobs * kept).sum()
 
     stages, of_embeds = torch.func.grad(loss, argnums=(0, 1))(runner.params, embeds)
-    found = joined(stages, model.config.tie_word_embeddings)
+    gradients = joined(stages, model.config.tie_word_embeddings)
 
     copied = copy.deepcopy(theirs)
-    own = embeds.clone().requires_grad_()
+    leaf_embeds = embeds.clone().requires_grad_()
     for tokens, at, image in (
-        (ids, positions, own),
+        (ids, positions, leaf_embeds),
         (torch.tensor(TEXT), torch.arange(5).expand(3, -1), None),
     ):
         inputs = copied.get_input_embeddings()(tokens)
@@ -220,11 +220,11 @@ def test_gradients_are_those_of_transformers(
             inputs_embeds=inputs[None], position_ids=at[:, None]
         ).last_hidden_state[0]
         next_token_loss(copied.lm_head(hidden), tokens.tolist()).backward()
-    wanted = gradients_as_params(copied, tmp_path)
-    error, where = worst(found, wanted)
+    expected_gradients = gradients_as_params(copied, tmp_path)
+    error, where = worst(gradients, expected_gradients)
     print(f"Qwen2VLForConditionalGeneration: greatest relative error {error:.1e}, at {where}")
     assert error < 2e-5
-    assert relative(of_embeds, own.grad) < 2e-5
+    assert relative(of_embeds, leaf_embeds.grad) < 2e-5
 
 
 def test_graph_of_a_pipeline(theirs: Any, model: Model, embeds: Tensor, positions: Tensor) -> None:
@@ -267,16 +267,16 @@ def test_an_engine_says_what_transformers_says(
     prompt = EmbedsPrompt(
         [EMBEDDED if token == IMAGE else token for token in IDS], embeds, positions
     )
-    wanted = [
+    expected_tokens = [
         [int(logits.argmax()) for logits in expected(theirs, *case)]
         for case in ((IDS, embeds, positions), (TEXT, None, None), (IDS, embeds, positions))
     ]
-    found = {}
+    tokens = {}
     for again in range(2):
         for index, one in enumerate((prompt, TEXT, prompt)):
             engine.add(one, max_tokens=STEPS, id=str(index))
-        found = {int(output.id): output.track.token_ids for output in engine}
-        assert [found[index] for index in range(3)] == wanted
+        tokens = {int(output.id): output.track.token_ids for output in engine}
+        assert [tokens[index] for index in range(3)] == expected_tokens
         assert engine.stats().prefix_tokens >= 32 * again
     assert (engine.stats().drafted > 0) == drafts
 
@@ -301,16 +301,16 @@ def test_the_oracle_sees_each_part(
     for mutant, right in ((without_delta, 1), (of_time_alone, 0), (in_order, 0)):
         runner = make_runner(model, Limits(2, 24), num_stages=2, mode="none", keep_logits=True)
         with mock.patch.object(decoder, "mrope_positions", mutant):
-            found = run(
+            logits = run(
                 runner.step,
                 runner.params,
                 state_of(model, 2, positions),
                 prompts(embeds, positions, [17]),
             )
-        wanted = expected(theirs, IDS, embeds, positions)
+        expected_logits = expected(theirs, IDS, embeds, positions)
         near = [
             torch.allclose(ours, one, **TOLERANCE)
-            for ours, one in zip(found[0], wanted, strict=True)
+            for ours, one in zip(logits[0], expected_logits, strict=True)
         ]
         assert near == [True] * right + [False] * (STEPS - right), mutant.__name__
 
@@ -320,10 +320,12 @@ def test_text_has_ordinary_positions(model: Model) -> None:
     plain = attrs.evolve(model.config, rope=attrs.evolve(model.config.rope, mrope_section=None))
     (layout,), said = split_layers(3, 1), torch.arange(len(TEXT)).expand(3, -1)
     outs = []
-    for config, given in ((plain, None), (model.config, None), (model.config, said)):
+    for config, position_ids in ((plain, None), (model.config, None), (model.config, said)):
         step = compose([decoder_stage(config, layout, keep_logits=True)], advance=advance)
         state = make_state(model, [layout], [32])
-        state, first = step((model.params,), state, Batch.ragged([0], [TEXT], positions=given))
+        state, first = step(
+            (model.params,), state, Batch.ragged([0], [TEXT], positions=position_ids)
+        )
         _, second = step((model.params,), state, Batch.decode([0]))
         outs.append((first.logits, second.logits))
     for out in outs[1:]:
@@ -342,16 +344,16 @@ def test_later_stages_do_not_see_the_batch_s_positions(
     model: Model, embeds: Tensor, positions: Tensor
 ) -> None:
     runner = make_runner(model, Limits(2, 24), num_stages=2, mode="none")
-    seen: list[tuple[Any, Any]] = []
+    inputs: list[tuple[Any, Any]] = []
 
     def watched(params: Any, state: Any, batch: Batch, x: Any) -> Any:
-        seen.append((batch.positions, batch.inputs_embeds))
+        inputs.append((batch.positions, batch.inputs_embeds))
         return runner.stages[1](params, state, batch, x)
 
     for wrap in (compose, pipeline):
         step = wrap([runner.stages[0], watched], advance=advance)
         step(runner.params, state_of(model, 2, positions), next(prompts(embeds, positions, [17])))
-    assert seen == [(None, None)] * 2
+    assert inputs == [(None, None)] * 2
 
 
 def test_what_does_not_fit_is_named(model: Model, embeds: Tensor, positions: Tensor) -> None:
@@ -378,7 +380,7 @@ def test_what_does_not_fit_is_named(model: Model, embeds: Tensor, positions: Ten
         "  saw: batch.positions, which the first stage alone takes\n"
         "  instead: batch.after_first(); what the first stage makes of them comes with x"
     )
-    for given, seen in (
+    for wrong_batch, problem in (
         (
             attrs.evolve(batch, positions=None),
             r"saw: batch\.inputs_embeds, which the first stage alone takes",
@@ -386,8 +388,8 @@ def test_what_does_not_fit_is_named(model: Model, embeds: Tensor, positions: Ten
         (batch.after_first(), r"saw: no x\.positions, in a model with mRoPE"),
     ):
         state = state_of(model, 2, positions)
-        with pytest.raises(DescriptorError, match=seen):
-            runner.stages[1](runner.params[1], state[1], given, x)
+        with pytest.raises(DescriptorError, match=problem):
+            runner.stages[1](runner.params[1], state[1], wrong_batch, x)
     plain = attrs.evolve(model.config, rope=attrs.evolve(model.config.rope, mrope_section=None))
     (layout,) = split_layers(3, 1)
     with pytest.raises(DescriptorError) as caught:

@@ -225,7 +225,7 @@ LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_fr
 
 
 @pytest.mark.parametrize(
-    ("raw", "seen", "instead"),
+    ("raw", "problem", "instead"),
     [
         (
             {"rope_scaling": {"type": "dynamic", "factor": 2.0}},
@@ -353,11 +353,11 @@ LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_fr
         ),
     ],
 )
-def test_what_is_refused(raw: dict[str, Any], seen: str, instead: str) -> None:
+def test_what_is_refused(raw: dict[str, Any], problem: str, instead: str) -> None:
     with pytest.raises(ConfigError) as caught:
         parse(raw)
     assert caught.value.call == "load_config('m')"
-    assert caught.value.seen.startswith(seen)
+    assert caught.value.problem.startswith(problem)
     assert caught.value.instead.startswith(instead)
 
 

@@ -46,9 +46,9 @@ Kind = Callable[[np.ndarray[Any, Any]], Packed]
 
 def scrambled(name: str, **fields: Any) -> Any:
     """A transformers model whose norms and biases too are random, so that no two tensors are alike."""
-    _, architecture, own = MODELS[name]
+    _, architecture, overrides = MODELS[name]
     config_class, model_class = CLASSES[architecture]
-    model = model_class(config_class(**SIZES | own | fields)).eval()
+    model = model_class(config_class(**SIZES | overrides | fields)).eval()
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
         for tensor in model.parameters():
@@ -58,14 +58,14 @@ def scrambled(name: str, **fields: Any) -> Any:
 
 def stored_tensors(model: Any, architecture: str) -> dict[str, np.ndarray[Any, Any]]:
     """The tensors of a model as llama.cpp's converter names and arranges them."""
-    found: dict[str, np.ndarray[Any, Any]] = {}
+    tensors: dict[str, np.ndarray[Any, Any]] = {}
     kinds = {name: kind for kind, name in MODEL_ARCH_NAMES.items()}
     names = get_tensor_name_map(kinds[architecture], model.config.num_hidden_layers)
 
     def keep(name: str, values: np.ndarray[Any, Any]) -> None:
         stored = names.get_name(name, try_suffixes=(".weight", ".bias"))
         assert stored is not None, name
-        found[stored] = values
+        tensors[stored] = values
 
     for name, tensor in model.state_dict().items():
         if name == "lm_head.weight" and model.config.tie_word_embeddings:
@@ -73,8 +73,8 @@ def stored_tensors(model: Any, architecture: str) -> dict[str, np.ndarray[Any, A
         module, _, kind = name.rpartition(".")
         values = tensor.float().numpy()
         if kind == "gate_up_proj":
-            for own, half in zip(("gate", "up"), np.split(values, 2, axis=1), strict=True):
-                keep(f"{module}.{own}_proj.weight", half.copy())
+            for part, half in zip(("gate", "up"), np.split(values, 2, axis=1), strict=True):
+                keep(f"{module}.{part}_proj.weight", half.copy())
             continue
         if architecture == "llama" and module.endswith((".q_proj", ".k_proj")):
             heads = (
@@ -86,14 +86,14 @@ def stored_tensors(model: Any, architecture: str) -> dict[str, np.ndarray[Any, A
             halves = values.reshape(heads, 2, values.shape[0] // heads // 2, *values.shape[1:])
             values = halves.swapaxes(1, 2).reshape(values.shape)
         keep(f"{name}.weight" if kind == "down_proj" else name, values)
-    return found
+    return tensors
 
 
 def metadata_of(model: Any, architecture: str) -> dict[str, Any]:
     """The metadata of a model's configuration, as the converter writes them."""
     config = model.config
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    found = {
+    metadata = {
         "context_length": config.max_position_embeddings,
         "embedding_length": config.hidden_size,
         "block_count": config.num_hidden_layers,
@@ -106,14 +106,14 @@ def metadata_of(model: Any, architecture: str) -> dict[str, Any]:
         "attention.value_length": head_dim,
     }
     if architecture == "llama":
-        found |= {"rope.dimension_count": head_dim, "vocab_size": config.vocab_size}
+        metadata |= {"rope.dimension_count": head_dim, "vocab_size": config.vocab_size}
     if architecture == "qwen3moe":
-        found |= {
+        metadata |= {
             "expert_count": config.num_experts,
             "expert_used_count": config.num_experts_per_tok,
             "expert_feed_forward_length": config.moe_intermediate_size,
         }
-    named: dict[str, Any] = {f"{architecture}.{name}": value for name, value in found.items()}
+    named: dict[str, Any] = {f"{architecture}.{name}": value for name, value in metadata.items()}
     return named | {"tokenizer.ggml.eos_token_id": config.eos_token_id}
 
 
@@ -147,8 +147,8 @@ def quantized(kind: GGMLQuantizationType) -> Kind:
     """Packs matrices in a type, and vectors in F32, as llama.cpp does."""
 
     def pack(values: np.ndarray[Any, Any]) -> Packed:
-        own = kind if values.ndim > 1 else GGMLQuantizationType.F32
-        return quants.quantize(values, own), own
+        qtype = kind if values.ndim > 1 else GGMLQuantizationType.F32
+        return quants.quantize(values, qtype), qtype
 
     return pack
 
@@ -177,7 +177,10 @@ def random_blocks(kind: GGMLQuantizationType, seed: int = 0) -> Kind:
 def write_model(path: Path, name: str, model: Any, pack: Kind, **more: Any) -> dict[str, Packed]:
     """Write a model, with more metadata, and return its tensors."""
     architecture = MODELS[name][0]
-    tensors = {own: pack(values) for own, values in stored_tensors(model, architecture).items()}
+    tensors = {
+        tensor_name: pack(values)
+        for tensor_name, values in stored_tensors(model, architecture).items()
+    }
     write_file(path, architecture, metadata_of(model, architecture) | more, tensors)
     return tensors
 

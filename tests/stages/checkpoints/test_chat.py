@@ -107,33 +107,33 @@ def both(
     return request.param, Both(weft.load(folder, "cpu", "float32"), theirs)
 
 
-def rendered(theirs: Any, chat: Any, given: dict[str, Any]) -> tuple[str | None, str]:
+def rendered(theirs: Any, chat: Any, variables: dict[str, Any]) -> tuple[str | None, str]:
     """The text by transformers, or None and the beginning of its error."""
     try:
-        return str(theirs.apply_chat_template(chat, tokenize=False, **given)), ""
+        return str(theirs.apply_chat_template(chat, tokenize=False, **variables)), ""
     except Exception as error:
         return None, str(error).split("\n")[0][:40]
 
 
 @given(chats, st.booleans())
 def test_the_prompt_is_that_of_transformers(both: tuple[str, Both], chat: Any, add: bool) -> None:
-    name, own = both
+    name, pair = both
     for more in VARIABLES.get(name, [{}]):
-        given = {"add_generation_prompt": add, **more}
-        text, refused = rendered(own.theirs, chat, given)
+        variables = {"add_generation_prompt": add, **more}
+        text, refused = rendered(pair.theirs, chat, variables)
         if text is None:
             with pytest.raises(
                 RequestError, match=r"the checkpoint's chat template raised"
             ) as caught:
-                own.model.encode_chat(chat, **given)
+                pair.model.encode_chat(chat, **variables)
             assert refused in str(caught.value)
             continue
-        ids = own.theirs.apply_chat_template(chat, **given)["input_ids"]
-        assert own.model.encode_chat(chat, **given) == ids
-        assert own.model.chat_template is not None
-        assert own.model.chat_template.render(chat, **given) == text
+        ids = pair.theirs.apply_chat_template(chat, **variables)["input_ids"]
+        assert pair.model.encode_chat(chat, **variables) == ids
+        assert pair.model.chat_template is not None
+        assert pair.model.chat_template.render(chat, **variables) == text
         # The begin that the template itself may write is not doubled
-        assert own.model.encode(text) == [
+        assert pair.model.encode(text) == [
             256,
             *ids,
         ]
@@ -143,10 +143,10 @@ def test_generate_completes_chats(both: tuple[str, Both]) -> None:
     model = both[1].model
     two = [[{"role": "user", "content": "Hello"}], [{"role": "user", "content": "A list is"}]]
     expected = weft.generate(model, [model.encode_chat(chat) for chat in two], max_tokens=5)
-    found = weft.generate(model, two, max_tokens=5, chat=True)
-    assert [own.token_ids for own in found] == [own.token_ids for own in expected]
+    completions = weft.generate(model, two, max_tokens=5, chat=True)
+    assert [output.token_ids for output in completions] == [output.token_ids for output in expected]
     streamed = [*weft.generate(model, two[:1], max_tokens=5, chat=True, stream=True)]
-    assert [token for own in streamed for token in own.token_ids] == expected[0].token_ids
+    assert [token for output in streamed for token in output.token_ids] == expected[0].token_ids
 
 
 WRONG: list[Any] = [

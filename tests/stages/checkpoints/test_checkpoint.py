@@ -46,7 +46,7 @@ def saved(
 
 def by_their_names(config: ModelConfig, params: DecoderParams) -> dict[str, Tensor]:
     """The tensors under transformers' names, split up again by hand."""
-    found = {
+    tensors = {
         "model.embed_tokens.weight": params.embed_tokens,
         "model.norm.weight": params.norm,
         "lm_head.weight": params.head,
@@ -59,18 +59,20 @@ def by_their_names(config: ModelConfig, params: DecoderParams) -> dict[str, Tens
             ("bias", layer.qkv_bias, layer.o_bias),
         ):
             parts = (None,) * 3 if qkv is None else qkv.split((query, key, key))
-            found |= {
+            tensors |= {
                 f"model.layers.{i}.self_attn.{x}_proj.{kind}": t
                 for x, t in zip("qkvo", (*parts, o), strict=True)
             }
-        found[f"model.layers.{i}.self_attn.q_norm.weight"] = layer.q_norm
-        found[f"model.layers.{i}.self_attn.k_norm.weight"] = layer.k_norm
-        found[f"model.layers.{i}.input_layernorm.weight"] = layer.input_layernorm
-        found[f"model.layers.{i}.post_attention_layernorm.weight"] = layer.post_attention_layernorm
-        found[f"model.layers.{i}.mlp.gate.weight"] = layer.router
+        tensors[f"model.layers.{i}.self_attn.q_norm.weight"] = layer.q_norm
+        tensors[f"model.layers.{i}.self_attn.k_norm.weight"] = layer.k_norm
+        tensors[f"model.layers.{i}.input_layernorm.weight"] = layer.input_layernorm
+        tensors[f"model.layers.{i}.post_attention_layernorm.weight"] = (
+            layer.post_attention_layernorm
+        )
+        tensors[f"model.layers.{i}.mlp.gate.weight"] = layer.router
         if layer.router is not None:  # their module holds the experts stacked, as ours
-            found[f"model.layers.{i}.mlp.experts.gate_up_proj"] = layer.gate_up_proj
-            found[f"model.layers.{i}.mlp.experts.down_proj"] = layer.down_proj
+            tensors[f"model.layers.{i}.mlp.experts.gate_up_proj"] = layer.gate_up_proj
+            tensors[f"model.layers.{i}.mlp.experts.down_proj"] = layer.down_proj
             continue
         kinds = (
             ("weight", layer.gate_up_proj, layer.down_proj),
@@ -79,8 +81,8 @@ def by_their_names(config: ModelConfig, params: DecoderParams) -> dict[str, Tens
         for kind, gate_up, down in kinds:
             gate, up = (None, None) if gate_up is None else gate_up.chunk(2)
             named = {"gate": gate, "up": up, "down": down}
-            found |= {f"model.layers.{i}.mlp.{x}_proj.{kind}": t for x, t in named.items()}
-    return {name: tensor for name, tensor in found.items() if tensor is not None}
+            tensors |= {f"model.layers.{i}.mlp.{x}_proj.{kind}": t for x, t in named.items()}
+    return {name: tensor for name, tensor in tensors.items() if tensor is not None}
 
 
 def test_the_whole_model_is_what_transformers_saved(saved: Any) -> None:

@@ -28,7 +28,7 @@ def shards(tmp_path: Path) -> Path:
 
 def assert_refused(
     folder: Path,
-    seen: str,
+    problem: str,
     instead: str,
     kind: type[CheckpointError] = CheckpointError,
     **config_changes: Any,
@@ -47,7 +47,7 @@ def assert_refused(
             load_params(folder, config, layout)
     assert type(caught.value) is kind
     assert caught.value.call == f"load_params({str(folder)!r}, config, {layout!r})"
-    assert caught.value.seen.startswith(seen)
+    assert caught.value.problem.startswith(problem)
     assert caught.value.instead == instead
 
 
@@ -65,32 +65,32 @@ def test_missing_folders_and_files(folder: Path) -> None:
         "  instead: pass a local folder; `hf download <name> --local-dir <folder>` makes one"
     )
     (folder / "model.safetensors").unlink()
-    seen = f"{str(folder)!r} has no model.safetensors and no model.safetensors.index.json"
+    problem = f"{str(folder)!r} has no model.safetensors and no model.safetensors.index.json"
     assert_refused(
-        folder, seen, "pass a folder that save_pretrained wrote", CheckpointNotFoundError
+        folder, problem, "pass a folder that save_pretrained wrote", CheckpointNotFoundError
     )
     (folder / "pytorch_model.bin").write_bytes(b"")
     instead = (
         "convert it: AutoModelForCausalLM.from_pretrained(…).save_pretrained(…,"
         " safe_serialization=True)"
     )
-    assert_refused(folder, f"{seen}, but pytorch_model.bin", instead, CheckpointNotFoundError)
+    assert_refused(folder, f"{problem}, but pytorch_model.bin", instead, CheckpointNotFoundError)
 
 
 def test_a_missing_shard(shards: Path) -> None:
     name = sorted(file.name for file in shards.glob("*.safetensors"))[1]
     (shards / name).unlink()
-    seen = f"model.safetensors.index.json names {name}, and {str(shards)!r} has no such file"
+    problem = f"model.safetensors.index.json names {name}, and {str(shards)!r} has no such file"
     instead = "finish the download, or copy the missing shards"
-    assert_refused(shards, seen, instead, CheckpointNotFoundError)
+    assert_refused(shards, problem, instead, CheckpointNotFoundError)
 
 
 @pytest.mark.parametrize("keep", [0, 4, 200, 10_000])
 def test_a_truncated_file(folder: Path, keep: int) -> None:
     file = folder / "model.safetensors"
     file.write_bytes(file.read_bytes()[:keep])
-    seen = f"model.safetensors ({keep} bytes) is damaged: "
-    assert_refused(folder, seen, "copy model.safetensors again from where it came from")
+    problem = f"model.safetensors ({keep} bytes) is damaged: "
+    assert_refused(folder, problem, "copy model.safetensors again from where it came from")
 
 
 def test_a_damaged_shard_and_a_damaged_index(shards: Path) -> None:
@@ -113,14 +113,16 @@ def test_a_damaged_shard_and_a_damaged_index(shards: Path) -> None:
 def test_an_index_that_names_the_wrong_shard(shards: Path) -> None:
     index = shards / "model.safetensors.index.json"
     raw = json.loads(index.read_text())
-    others = sorted(set(raw["weight_map"].values()) - {raw["weight_map"]["model.norm.weight"]})
-    raw["weight_map"]["model.norm.weight"] = others[0]
+    other_shards = sorted(
+        set(raw["weight_map"].values()) - {raw["weight_map"]["model.norm.weight"]}
+    )
+    raw["weight_map"]["model.norm.weight"] = other_shards[0]
     index.write_text(json.dumps(raw))
-    seen = (
-        f"model.safetensors.index.json says that {others[0]} holds model.norm.weight, and it"
+    problem = (
+        f"model.safetensors.index.json says that {other_shards[0]} holds model.norm.weight, and it"
         " does not"
     )
-    assert_refused(shards, seen, "copy the index and the shards again from where they came from")
+    assert_refused(shards, problem, "copy the index and the shards again from where they came from")
 
 
 def edit(folder: Path, **changes: Tensor | None) -> None:
@@ -143,19 +145,19 @@ def test_missing_tensors(folder: Path) -> None:
 
 
 def test_missing_biases_are_counted(folder: Path) -> None:
-    seen = (
+    problem = (
         "the checkpoint has no model.layers.0.self_attn.q_proj.bias,"
         " model.layers.0.self_attn.k_proj.bias, model.layers.0.self_attn.v_proj.bias,"
         " model.layers.1.self_attn.q_proj.bias and 11 more"
     )
-    assert_refused(folder, seen, BELONG, qkv_bias=True)
+    assert_refused(folder, problem, BELONG, qkv_bias=True)
 
 
 def test_a_wrong_shape(folder: Path) -> None:
     edit(folder, model__layers__1__self_attn__k_proj__weight=torch.zeros(8, 12))
     name = "model.layers.1.self_attn.k_proj.weight"
-    seen = f"{name} in model.safetensors is F32 (8, 12), and config.json makes it (8, 16) of F16"
-    assert_refused(folder, seen, BELONG)
+    problem = f"{name} in model.safetensors is F32 (8, 12), and config.json makes it (8, 16) of F16"
+    assert_refused(folder, problem, BELONG)
 
 
 def test_tensors_that_nothing_explains(folder: Path) -> None:
@@ -166,11 +168,11 @@ def test_tensors_that_nothing_explains(folder: Path) -> None:
     )
     edit(folder, model__layers__1__self_attn__q_proj__bias=None)
     # A config.json with fewer layers than the weights have.
-    seen = (
+    problem = (
         "the checkpoint has model.layers.4.input_layernorm.weight,"
         " model.layers.4.mlp.down_proj.weight, "
     )
-    assert_refused(folder, seen, BELONG, num_layers=4)
+    assert_refused(folder, problem, BELONG, num_layers=4)
     assert_refused(folder, f"the checkpoint has no {qk_norms()} and 6 more", BELONG, qk_norm=True)
 
 
@@ -183,8 +185,8 @@ def qk_norms() -> str:
 @pytest.mark.parametrize(("dtype", "shown"), [(torch.int8, "I8"), (torch.float8_e4m3fn, "F8_E4M3")])
 def test_quantized_tensors(folder: Path, dtype: torch.dtype, shown: str) -> None:
     edit(folder, model__layers__2__mlp__gate_proj__weight=torch.zeros(24, 16).to(dtype))
-    seen = f"model.layers.2.mlp.gate_proj.weight in model.safetensors is {shown}"
-    assert_refused(folder, seen, "use the checkpoint before quantization")
+    problem = f"model.layers.2.mlp.gate_proj.weight in model.safetensors is {shown}"
+    assert_refused(folder, problem, "use the checkpoint before quantization")
 
 
 def test_a_head_that_is_stored_though_it_is_tied(
@@ -193,16 +195,16 @@ def test_a_head_that_is_stored_though_it_is_tied(
     """transformers 5 takes it where it differs, and older ones do not."""
     monkeypatch.setattr(checkpoint, "_ROWS", 7)
     file = folder / "model.safetensors"
-    seen = "lm_head.weight is not model.embed_tokens.weight, and config.json has"
+    problem = "lm_head.weight is not model.embed_tokens.weight, and config.json has"
     instead = "set it to false to use the head that is stored, or leave that head out of the files"
-    assert_refused(folder, seen, instead, tie_word_embeddings=True)
+    assert_refused(folder, problem, instead, tie_word_embeddings=True)
     tensors = load_file(file)
     for change in (0.0, 1.0):
         head = tensors[checkpoint.EMBED].clone()
         head[-1, -1] += change
         save_file({**tensors, checkpoint.HEAD: head}, file)
         if change:
-            assert_refused(folder, seen, instead, tie_word_embeddings=True)
+            assert_refused(folder, problem, instead, tie_word_embeddings=True)
         else:
             config = attrs.evolve(load_config(folder), tie_word_embeddings=True)
             params = load_params(folder, config, whole(config))
@@ -223,7 +225,7 @@ def test_a_layout_for_another_model(folder: Path) -> None:
         with pytest.raises(ProgramError) as caught:
             load_params(folder, config, layout)
         assert (
-            caught.value.seen
+            caught.value.problem
             == f"a layout that ends with layer {layout.stop - 1}, and a model of 5 layers"
         )
         assert caught.value.instead == f"split_layers(5, {layout.num_stages})[{layout.index}]"

@@ -62,14 +62,14 @@ def in_blocks(weight: Tensor) -> tuple[Tensor, Tensor]:
 def write(folder: Path, kind: str, scale_dtype: torch.dtype = torch.float32) -> dict[str, Tensor]:
     """Write a checkpoint in FP8, and return the values of its tensors in float32."""
     torch.manual_seed(3)
-    made = {
+    model = {
         "qwen3": lambda: Qwen3ForCausalLM(Qwen3Config(**SIZES, attention_bias=True)),
         "qwen3-moe": lambda: Qwen3MoeForCausalLM(Qwen3MoeConfig(**SIZES, **EXPERTS)),
     }[kind]()
     with torch.no_grad():
-        for name, tensor in made.named_parameters():
+        for name, tensor in model.named_parameters():
             tensor.normal_(1.0 if "norm" in name else 0.0, 0.25 if tensor.dim() == 1 else 0.1)
-    made.save_pretrained(folder)
+    model.save_pretrained(folder)
     config = json.loads((folder / "config.json").read_text())
     config["quantization_config"] = {**FORMAT, "modules_to_not_convert": SKIPPED}
     (folder / "config.json").write_text(json.dumps(config))
@@ -95,12 +95,12 @@ def written(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
 
 def projections(layer: LayerParams) -> dict[str, Tensor]:
     """A layer's projections in float32, with the gaps between their parts."""
-    found = {}
+    weights = {}
     for name in ("qkv", "o", "gate_up", "down"):
         weight = getattr(layer, f"{name}_proj")
         scale = getattr(layer, f"{name}_scale")
-        found[name] = weight.float() if scale is None else dequantize_weight(weight, scale)
-    return found
+        weights[name] = weight.float() if scale is None else dequantize_weight(weight, scale)
+    return weights
 
 
 def test_every_block_and_every_ragged_edge_is_loaded(written: Any) -> None:
@@ -126,12 +126,12 @@ def test_every_block_and_every_ragged_edge_is_loaded(written: Any) -> None:
             inner = values[f"{prefix}.mlp{expert}.up_proj.weight"].shape[0]
             gate, up = gate_up.chunk(2)
             assert gate.shape[0] == down.shape[1] == (256 if fp8 else inner)
-            for name, found in (
+            for name, tensor in (
                 ("gate", gate[:inner]),
                 ("up", up[:inner]),
                 ("down", down[:, :inner]),
             ):
-                assert torch.equal(found, values[f"{prefix}.mlp{expert}.{name}_proj.weight"])
+                assert torch.equal(tensor, values[f"{prefix}.mlp{expert}.{name}_proj.weight"])
             assert not gate[inner:].any()
             assert not up[inner:].any()
             assert not down[:, inner:].any()
@@ -168,10 +168,12 @@ def test_the_model_is_near_the_one_without_quantisation(written: Any, tmp_path: 
     ours = weft.load(folder, "cpu")
     plain = without_quantization(folder, values, tmp_path)
     prompts = [[i, 2 * i, 63 - i] for i in range(1, 17)]
-    found, theirs = (weft.generate(model, prompts, max_tokens=1) for model in (ours, plain))
+    our_completions, theirs = (
+        weft.generate(model, prompts, max_tokens=1) for model in (ours, plain)
+    )
     same = [
         (a.logprobs[0], b.logprobs[0])
-        for a, b in zip(found, theirs, strict=True)
+        for a, b in zip(our_completions, theirs, strict=True)
         if a.token_ids == b.token_ids
     ]
     assert len(same) >= 8
@@ -188,9 +190,9 @@ def test_modes_and_splits_agree(written: Any, mode: str) -> None:
     prompts = [[1, 2, 3], [4], [5, 6]]
     expected = weft.generate(model, prompts, max_tokens=5)
     for pipeline in (1, 2, 3):
-        found = weft.generate(model, prompts, max_tokens=5, pipeline=pipeline, graph=mode)
-        assert [one.token_ids for one in found] == [one.token_ids for one in expected]
-        for a, b in zip(found, expected, strict=True):
+        completions = weft.generate(model, prompts, max_tokens=5, pipeline=pipeline, graph=mode)
+        assert [one.token_ids for one in completions] == [one.token_ids for one in expected]
+        for a, b in zip(completions, expected, strict=True):
             assert a.logprobs == pytest.approx(b.logprobs, abs=1e-4)
 
 
@@ -205,25 +207,25 @@ def test_what_a_checkpoint_lacks_or_has_too_much(tmp_path: Path) -> None:
         save_file({k: v for k, v in kept.items() if v is not None}, tmp_path / "model.safetensors")
         with pytest.raises(CheckpointError) as caught:
             load_params(tmp_path, config, whole)
-        return caught.value.seen
+        return caught.value.problem
 
     assert refused(_scale_inv=None) == f"the checkpoint has no {name}_scale_inv"
-    found = f"{name}_scale_inv in model.safetensors is F32 (1, 2)"
+    problem = f"{name}_scale_inv in model.safetensors is F32 (1, 2)"
     assert (
         refused(_scale_inv=torch.ones(1, 2))
-        == f"{found}, and config.json makes it (2, 2) of F16, BF16, F32, F64"
+        == f"{problem}, and config.json makes it (2, 2) of F16, BF16, F32, F64"
     )
-    found = f"{name} in model.safetensors is F32 (150, 160)"
+    problem = f"{name} in model.safetensors is F32 (150, 160)"
     assert (
         refused(**{"": torch.ones(150, 160)})
-        == f"{found}, and config.json makes it (150, 160) of F8_E4M3"
+        == f"{problem}, and config.json makes it (150, 160) of F8_E4M3"
     )
     unexplained = "and no field of config.json explains that"
     assert refused(_scale=torch.ones(2, 2)) == f"the checkpoint has {name}_scale, {unexplained}"
 
 
 @pytest.mark.parametrize(
-    ("skipped", "seen"),
+    ("skipped", "problem"),
     [
         (
             "model.layers.0.self_attn.k_proj",
@@ -235,13 +237,13 @@ def test_what_a_checkpoint_lacks_or_has_too_much(tmp_path: Path) -> None:
         ),
     ],
 )
-def test_what_is_one_product_is_quantised_as_one(skipped: str, seen: str) -> None:
+def test_what_is_one_product_is_quantised_as_one(skipped: str, problem: str) -> None:
     raw = {"model_type": "qwen3_moe", **SIZES, **EXPERTS}
     raw["quantization_config"] = {**FORMAT, "modules_to_not_convert": [skipped]}
     config = parse_config(raw, source="a test")
     with pytest.raises(ConfigError) as caught:
         layer_fields(config, 0)
-    assert seen in caught.value.seen
+    assert problem in caught.value.problem
 
 
 def test_random_parameters_in_fp8() -> None:

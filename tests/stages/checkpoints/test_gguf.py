@@ -47,10 +47,10 @@ def logits_of(model: weft.Model, ids: list[int]) -> torch.Tensor:
     sampling = weft.SamplingParams(
         temperature=0, logprobs=0, prompt_logprobs=model.config.vocab_size
     )
-    [found] = weft.generate(model, [ids], max_tokens=1, sampling=sampling)
-    assert found.prompt_top_logprobs is not None
+    [completion] = weft.generate(model, [ids], max_tokens=1, sampling=sampling)
+    assert completion.prompt_top_logprobs is not None
     return torch.tensor(
-        [[row[token] for token in range(len(row))] for row in found.prompt_top_logprobs]
+        [[row[token] for token in range(len(row))] for row in completion.prompt_top_logprobs]
     )
 
 
@@ -64,8 +64,8 @@ def assert_like(model: weft.Model, theirs: Any) -> None:
             ].tolist()
         if len(ids) > 1:
             torch.testing.assert_close(logits_of(model, ids), expected[:-1], rtol=2e-4, atol=2e-4)
-        [found] = weft.generate(model, [ids], max_tokens=6)
-        assert found.token_ids == said
+        [completion] = weft.generate(model, [ids], max_tokens=6)
+        assert completion.token_ids == said
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -78,9 +78,9 @@ def test_every_architecture_is_read_as_transformers_wrote_it(name: str, tmp_path
     folder = weft.load(tmp_path / "folder", "cpu", "float32")
     # Of float32 in a GGUF
     differing = {"architecture", "rms_norm_eps"} if name == "mistral" else {"rms_norm_eps"}
-    own, other = (attrs.asdict(one.config, recurse=False) for one in (model, folder))
-    assert {key for key in own if own[key] != other[key]} <= differing
-    assert own["rms_norm_eps"] == pytest.approx(other["rms_norm_eps"])
+    gguf_config, other = (attrs.asdict(one.config, recurse=False) for one in (model, folder))
+    assert {key for key in gguf_config if gguf_config[key] != other[key]} <= differing
+    assert gguf_config["rms_norm_eps"] == pytest.approx(other["rms_norm_eps"])
     assert_same(model.params, folder.params)
     assert (model.tokenizer, model.chat_template, model.path) == (None, None, file)
     assert_like(model, theirs)
@@ -143,8 +143,8 @@ def test_a_quantized_model_computes_what_transformers_does(kind: str, tmp_path: 
 
 def test_a_type_that_nothing_unpacks_is_named(tmp_path: Path) -> None:
     tensors = {
-        name: quantized(Q.F32)(own)
-        for name, own in stored_tensors(scrambled("llama"), "llama").items()
+        name: quantized(Q.F32)(values)
+        for name, values in stored_tensors(scrambled("llama"), "llama").items()
     }
     shape = tensors["blk.1.ffn_up.weight"][0].shape
     tensors["blk.1.ffn_up.weight"] = np.ones(shape, np.float64), Q.F64
@@ -167,7 +167,9 @@ def test_only_the_tensors_of_a_stage_are_read(tmp_path: Path) -> None:
     stages = [weft.load(tmp_path, "cpu", "float32", stage=(i, 2)) for i in range(2)]
     assert {stage.weights.split(",")[1] for stage in stages} == {whole.weights.split(",")[1]}
     said = [weft.generate(whole, prompts, max_tokens=4, pipeline=n) for n in (1, 2)]
-    assert [own.token_ids for own in said[0]] == [own.token_ids for own in said[1]]
+    assert [completion.token_ids for completion in said[0]] == [
+        completion.token_ids for completion in said[1]
+    ]
 
 
 def test_only_the_experts_of_a_rank_are_read(tmp_path: Path) -> None:
@@ -179,14 +181,14 @@ def test_only_the_experts_of_a_rank_are_read(tmp_path: Path) -> None:
     )
     whole = loaded(tmp_path)
     shares = [loaded(tmp_path, shard=(rank, 2), experts="whole") for rank in range(2)]
-    for layer, *own in zip(
+    for layer, *rank_layers in zip(
         whole.params.layers, *(share.params.layers for share in shares), strict=True
     ):
         for name in ("gate_up_proj", "down_proj"):
-            parts = [getattr(one, name) for one in own]
+            parts = [getattr(one, name) for one in rank_layers]
             assert [len(part) for part in parts] == [2, 2]
             assert torch.equal(torch.cat(parts), getattr(layer, name))
-        assert all(torch.equal(one.router, layer.router) for one in own)
+        assert all(torch.equal(one.router, layer.router) for one in rank_layers)
 
 
 def test_llama_3_1_scales_its_frequencies_by_a_tensor(tmp_path: Path) -> None:
@@ -199,7 +201,9 @@ def test_llama_3_1_scales_its_frequencies_by_a_tensor(tmp_path: Path) -> None:
     factors = (plain.model.rotary_emb.inv_freq / theirs.model.rotary_emb.inv_freq).numpy()
     assert factors.min() == 1
     assert factors.max() > 7.9
-    tensors = {name: quantized(Q.F32)(own) for name, own in stored_tensors(theirs, "llama").items()}
+    tensors = {
+        name: quantized(Q.F32)(values) for name, values in stored_tensors(theirs, "llama").items()
+    }
     tensors["rope_freqs.weight"] = factors, Q.F32
     write_file(tmp_path / "a.gguf", "llama", metadata_of(theirs, "llama"), tensors)
     model = loaded(tmp_path)
@@ -274,13 +278,15 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
 
 @pytest.mark.parametrize("case", REFUSED)
 def test_what_weft_does_not_support_is_named(case: str, tmp_path: Path) -> None:
-    changed, seen = REFUSED[case]
+    changed, problem = REFUSED[case]
     theirs = scrambled("llama")
     metadata = metadata_of(theirs, "llama") | changed
     architecture = metadata.pop("general.architecture", "llama")
-    tensors = {name: quantized(Q.F32)(own) for name, own in stored_tensors(theirs, "llama").items()}
+    tensors = {
+        name: quantized(Q.F32)(values) for name, values in stored_tensors(theirs, "llama").items()
+    }
     write_file(tmp_path / "a.gguf", architecture, metadata, tensors)
-    with pytest.raises(ConfigError, match=rf"saw: a.gguf has {seen}"):
+    with pytest.raises(ConfigError, match=rf"saw: a.gguf has {problem}"):
         loaded(tmp_path)
 
 

@@ -96,7 +96,7 @@ def test_a_file_that_is_cut_off(sound: bytes, file: Path, data: st.DataObject) -
 def test_changed_bytes(sound: bytes, file: Path, data: st.DataObject) -> None:
     """In what stands before the tensors: the file loads all the same, or is refused."""
     changed = bytearray(sound)
-    start = len(sound) - sum(own.size for own in opened(file, sound).tensors.values())
+    start = len(sound) - sum(tensor.size for tensor in opened(file, sound).tensors.values())
     for _ in range(data.draw(st.integers(1, 4))):
         new = data.draw(
             st.binary(min_size=1, max_size=8)
@@ -183,18 +183,22 @@ HOSTILE: dict[str, tuple[bytes, str]] = {
 
 @pytest.mark.parametrize("case", HOSTILE)
 def test_a_hostile_file_says_what_is_wrong_with_it(case: str, file: Path) -> None:
-    data, seen = HOSTILE[case]
+    data, problem = HOSTILE[case]
     file.write_bytes(data)
     with (
         little_memory(),
-        pytest.raises(CheckpointError, match=rf"saw: a.gguf is not a GGUF file that .*: .*{seen}"),
+        pytest.raises(
+            CheckpointError, match=rf"saw: a.gguf is not a GGUF file that .*: .*{problem}"
+        ),
     ):
         weft.load(file, "cpu")
 
 
 def test_tensors_that_are_missing_of_another_shape_or_unknown(tmp_path: Path) -> None:
     theirs = scrambled("llama", **SMALL)
-    tensors = {name: quantized(Q.F32)(own) for name, own in stored_tensors(theirs, "llama").items()}
+    tensors = {
+        name: quantized(Q.F32)(values) for name, values in stored_tensors(theirs, "llama").items()
+    }
     metadata = metadata_of(theirs, "llama")
     name = "blk.1.attn_k.weight"
     whole = tensors.pop(name)
@@ -222,18 +226,20 @@ def test_it_reads_what_the_package_reads(sound: bytes, file: Path) -> None:
     ours = opened(file, sound)
     theirs = gguf.GGUFReader(file)
     fields = {
-        name: own.contents() for name, own in theirs.fields.items() if not name.startswith("GGUF.")
+        name: field.contents()
+        for name, field in theirs.fields.items()
+        if not name.startswith("GGUF.")
     }
     assert ours.metadata == fields
-    assert [*ours.tensors] == [own.name for own in theirs.tensors]
-    for own in theirs.tensors:
-        stored = ours.tensors[own.name]
-        found = stored.shape[::-1], stored.kind, stored.start, stored.size
-        assert found == (
-            tuple(own.shape.tolist()),
-            int(own.tensor_type),
-            own.data_offset,
-            own.n_bytes,
+    assert [*ours.tensors] == [tensor.name for tensor in theirs.tensors]
+    for tensor in theirs.tensors:
+        stored = ours.tensors[tensor.name]
+        layout = stored.shape[::-1], stored.kind, stored.start, stored.size
+        assert layout == (
+            tuple(tensor.shape.tolist()),
+            int(tensor.tensor_type),
+            tensor.data_offset,
+            tensor.n_bytes,
         )
     assert ours.start == theirs.data_offset
 
@@ -248,9 +254,9 @@ def test_another_alignment(tmp_path: Path) -> None:
             quantized(Q.F32),
             **{"general.alignment": alignment},
         )
-        found = weft.load(tmp_path, "cpu").params.norm
-        assert found is not None
-        assert torch.equal(found, theirs.model.norm.weight)
+        norm = weft.load(tmp_path, "cpu").params.norm
+        assert norm is not None
+        assert torch.equal(norm, theirs.model.norm.weight)
 
 
 def test_two_files_and_a_changed_one_have_other_digests(tmp_path: Path) -> None:

@@ -69,26 +69,28 @@ def their_pre_tokenizer(pre: str) -> Any:
         return pre_tokenizers.Sequence([pre_tokenizers.Digits(individual_digits=True), byte_level])
     if pre == "gpt-2":
         return byte_level
-    splits = [pre_tokenizers.Split(Regex(own), behavior="isolated") for own in LLAMA_CPP[pre]]
+    splits = [
+        pre_tokenizers.Split(Regex(pattern), behavior="isolated") for pattern in LLAMA_CPP[pre]
+    ]
     return pre_tokenizers.Sequence([*splits, byte_level])
 
 
 def trained(pre: str) -> Tokenizer:
-    found = Tokenizer(models.BPE())
-    found.pre_tokenizer = their_pre_tokenizer(pre)
-    found.decoder = decoders.ByteLevel()
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = their_pre_tokenizer(pre)
+    tokenizer.decoder = decoders.ByteLevel()
     if pre == "qwen2":
-        found.normalizer = normalizers.NFC()
+        tokenizer.normalizer = normalizers.NFC()
     alphabet = pre_tokenizers.ByteLevel.alphabet()
     trainer = trainers.BpeTrainer(vocab_size=500, initial_alphabet=alphabet, show_progress=False)
-    found.train_from_iterator(SAMPLES, trainer)
-    found.add_special_tokens(SPECIAL[:3])
-    found.add_tokens(SPECIAL[3:])
-    return found
+    tokenizer.train_from_iterator(SAMPLES, trainer)
+    tokenizer.add_special_tokens(SPECIAL[:3])
+    tokenizer.add_tokens(SPECIAL[3:])
+    return tokenizer
 
 
-def metadata_of(found: Tokenizer, model: str, **more: Any) -> dict[str, Any]:
-    vocab = found.get_vocab(with_added_tokens=True)
+def metadata_of(tokenizer: Tokenizer, model: str, **more: Any) -> dict[str, Any]:
+    vocab = tokenizer.get_vocab(with_added_tokens=True)
     tokens = sorted(vocab, key=lambda token: vocab[token])
     kinds = [dict(zip(SPECIAL, KINDS, strict=True)).get(token, 1) for token in tokens]
     named = {"model": model, "tokens": tokens, "token_type": kinds, **more}
@@ -96,8 +98,8 @@ def metadata_of(found: Tokenizer, model: str, **more: Any) -> dict[str, Any]:
     return {f"tokenizer.ggml.{name}": value for name, value in named.items()}
 
 
-def merges_of(found: Tokenizer) -> list[str]:
-    return [" ".join(pair) for pair in json.loads(found.to_str())["model"]["merges"]]
+def merges_of(tokenizer: Tokenizer) -> list[str]:
+    return [" ".join(pair) for pair in json.loads(tokenizer.to_str())["model"]["merges"]]
 
 
 @pytest.fixture(scope="module", params=LLAMA_CPP)
@@ -105,10 +107,10 @@ def byte_level(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> tuple[str, Path, Tokenizer]:
     file = tmp_path_factory.mktemp("bpe") / "a.gguf"
-    found = trained(request.param)
-    more = {"pre": request.param, "merges": merges_of(found), "add_bos_token": False}
-    write_file(file, "llama", metadata_of(found, "gpt2", **more), {})
-    return request.param, file, found
+    tokenizer = trained(request.param)
+    more = {"pre": request.param, "merges": merges_of(tokenizer), "add_bos_token": False}
+    write_file(file, "llama", metadata_of(tokenizer, "gpt2", **more), {})
+    return request.param, file, tokenizer
 
 
 @given(texts)
@@ -120,8 +122,8 @@ def test_byte_level_bpe(byte_level: tuple[str, Path, Tokenizer], text: str) -> N
     if pre == "qwen2":
         return  # llama.cpp does not normalise a text
     pieces = [text]
-    for own in LLAMA_CPP[pre]:
-        pieces = [piece for one in pieces for piece in cut(own, one)]
+    for pattern in LLAMA_CPP[pre]:
+        pieces = [piece for one in pieces for piece in cut(pattern, one)]
     assert ours.pre_tokenizer is not None
     words = ours.pre_tokenizer.pre_tokenize_str(text)
     assert [text[start:end] for _, (start, end) in words] == pieces
@@ -129,12 +131,12 @@ def test_byte_level_bpe(byte_level: tuple[str, Path, Tokenizer], text: str) -> N
 
 def cut(pattern: str, text: str) -> list[str]:
     """The matches in a text, and what is between them."""
-    found = []
+    pieces = []
     at = 0
     for match in regex.finditer(pattern, text):
-        found += [text[at : match.start()], match.group()]
+        pieces += [text[at : match.start()], match.group()]
         at = match.end()
-    return [piece for piece in (*found, text[at:]) if piece]
+    return [piece for piece in (*pieces, text[at:]) if piece]
 
 
 _OPENED: dict[Path, Tokenizer] = {}
@@ -142,26 +144,26 @@ _OPENED: dict[Path, Tokenizer] = {}
 
 def opened(file: Path) -> Tokenizer:
     if file not in _OPENED:
-        found = tokenizer_of(open_gguf(file, "open"), "open", strict=True)
-        assert found is not None
-        _OPENED[file] = found
+        tokenizer = tokenizer_of(open_gguf(file, "open"), "open", strict=True)
+        assert tokenizer is not None
+        _OPENED[file] = tokenizer
     return _OPENED[file]
 
 
 @pytest.fixture(scope="module")
 def scored(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A vocabulary with scores and bytes, as of SentencePiece."""
-    found = Tokenizer(models.BPE(fuse_unk=True, byte_fallback=True))
-    found.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first", split=False)
+    tokenizer = Tokenizer(models.BPE(fuse_unk=True, byte_fallback=True))
+    tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first", split=False)
     special = ["<unk>", *(f"<0x{byte:02X}>" for byte in range(256))]
     trainer = trainers.BpeTrainer(vocab_size=700, special_tokens=special, show_progress=False)
     words = [
         " ".join(random.Random(seed).sample(" ".join(SAMPLES).split(), 20)) for seed in range(20)
     ]
-    found.train_from_iterator([*SAMPLES, *words], trainer)
-    found.add_special_tokens(SPECIAL)
+    tokenizer.train_from_iterator([*SAMPLES, *words], trainer)
+    tokenizer.add_special_tokens(SPECIAL)
     metadata = metadata_of(
-        found, "llama", scores=[float(-index) for index in range(found.get_vocab_size())]
+        tokenizer, "llama", scores=[float(-index) for index in range(tokenizer.get_vocab_size())]
     )
     metadata["tokenizer.ggml.token_type"][:257] = [2] + [6] * 256
     file = tmp_path_factory.mktemp("spm") / "a.gguf"
@@ -189,33 +191,33 @@ def test_sentencepiece(scored: Path, theirs: Any, text: str) -> None:
 def test_what_stands_around_a_text(
     pre: str, add: tuple[bool | None, bool | None], tmp_path: Path
 ) -> None:
-    found = trained(pre)
+    tokenizer = trained(pre)
     flags = {
-        f"add_{name}_token": own
-        for name, own in zip(("bos", "eos"), add, strict=True)
-        if own is not None
+        f"add_{name}_token": flag
+        for name, flag in zip(("bos", "eos"), add, strict=True)
+        if flag is not None
     }
     write_file(
         tmp_path / "a.gguf",
         "llama",
-        metadata_of(found, "gpt2", pre=pre, merges=merges_of(found), **flags),
+        metadata_of(tokenizer, "gpt2", pre=pre, merges=merges_of(tokenizer), **flags),
         {},
     )
     ours, (begin, end) = (
         opened(tmp_path / "a.gguf"),
-        (found.token_to_id(token) for token in SPECIAL[:2]),
+        (tokenizer.token_to_id(token) for token in SPECIAL[:2]),
     )
     has_begin = pre == "llama-bpe" if add[0] is None else add[0]  # llama.cpp's own default
-    inner = found.encode("Hello 12").ids
+    inner = tokenizer.encode("Hello 12").ids
     assert ours.encode("Hello 12").ids == [begin] * has_begin + inner + [end] * bool(add[1])
     assert ours.encode("Hello 12", add_special_tokens=False).ids == inner
 
 
 def test_a_word_of_llama_3_is_the_token_that_it_is(tmp_path: Path) -> None:
     """Whatever the merges make of it: `ignore_merges` of its tokenizer.json."""
-    found = trained("llama-bpe")
+    tokenizer = trained("llama-bpe")
     metadata = metadata_of(
-        found, "gpt2", pre="llama-bpe", merges=merges_of(found), add_bos_token=False
+        tokenizer, "gpt2", pre="llama-bpe", merges=merges_of(tokenizer), add_bos_token=False
     )
     metadata["tokenizer.ggml.tokens"].append("zqxzqx")
     metadata["tokenizer.ggml.token_type"].append(1)
@@ -232,18 +234,18 @@ UNKNOWN = {
 }
 
 
-@pytest.mark.parametrize("seen", UNKNOWN)
-def test_an_unknown_tokenizer_leaves_token_ids(seen: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("problem", UNKNOWN)
+def test_an_unknown_tokenizer_leaves_token_ids(problem: str, tmp_path: Path) -> None:
     write_model(
         tmp_path / "a.gguf",
         "llama",
         scrambled("llama"),
         quantized(GGMLQuantizationType.F32),
-        **UNKNOWN[seen],
+        **UNKNOWN[problem],
     )
     with pytest.warns(
         ConfigWarning,
-        match=rf"does not know the tokenizer of this file.*: a.gguf has {seen}\. Instead",
+        match=rf"does not know the tokenizer of this file.*: a.gguf has {problem}\. Instead",
     ):
         model = weft.load(tmp_path, "cpu")
     assert len(weft.generate(model, [[1, 2]], max_tokens=2)[0].token_ids) == 2
@@ -251,14 +253,14 @@ def test_an_unknown_tokenizer_leaves_token_ids(seen: str, tmp_path: Path) -> Non
         RequestError, match=r"a.gguf holds no tokenizer that weft knows\n  instead: pass token ids"
     ):
         model.encode("text")
-    with pytest.raises(ConfigError, match=rf"a.gguf has {seen}, which weft does not know"):
+    with pytest.raises(ConfigError, match=rf"a.gguf has {problem}, which weft does not know"):
         weft.load(tmp_path, "cpu", strict=True)
 
 
 def test_values_of_other_types(tmp_path: Path) -> None:
-    found = trained("gpt-2")
-    sound = metadata_of(found, "gpt2", pre="gpt-2", merges=merges_of(found))
-    for name, wrong, seen in (
+    tokenizer = trained("gpt-2")
+    sound = metadata_of(tokenizer, "gpt2", pre="gpt-2", merges=merges_of(tokenizer))
+    for name, wrong, problem in (
         ("tokens", 3, "tokens=3"),
         ("merges", "a b", "merges='a b'"),
         ("token_type", [1, 1], "token_type=2"),
@@ -267,5 +269,5 @@ def test_values_of_other_types(tmp_path: Path) -> None:
     ):
         write_file(tmp_path / "a.gguf", "llama", sound | {f"tokenizer.ggml.{name}": wrong}, {})
         file = open_gguf(tmp_path / "a.gguf", "open")
-        with pytest.raises(ConfigError, match=rf"saw: a.gguf has tokenizer.ggml.{seen}"):
+        with pytest.raises(ConfigError, match=rf"saw: a.gguf has tokenizer.ggml.{problem}"):
             tokenizer_of(file, "open")

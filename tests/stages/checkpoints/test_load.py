@@ -141,9 +141,9 @@ DAMAGES: dict[str, tuple[Callable[[Path], object], type[WeftError], str, str]] =
 def test_a_damaged_checkpoint_is_refused_and_loads_once_it_is_whole(
     damage: str, folder: Path
 ) -> None:
-    spoil, kind, seen, instead = DAMAGES[damage]
+    spoil, kind, problem, instead = DAMAGES[damage]
     spoil(folder)
-    with refused(kind, f"<any>{folder}<any>", seen, instead):
+    with refused(kind, f"<any>{folder}<any>", problem, instead):
         weft.load(folder, "cpu")
     shutil.copytree(DEMO, folder, dirs_exist_ok=True)
     assert_equal(
@@ -170,12 +170,12 @@ def test_fields_that_weft_does_not_know_are_a_warning_or_an_error(folder: Path) 
     assert str(warning.message) == said
     assert_equal("the parameters", model.params, weft.load(DEMO, "cpu").params)
     call = f"weft.load({str(folder)!r}, device='cpu', dtype=None)"
-    seen = f"config.json has {unknown}"
+    problem = f"config.json has {unknown}"
     instead = (
         "weft does not know what that does to Qwen3ForCausalLM; remove what does nothing, or leave"
         " out strict"
     )
-    with refused(ConfigError, call, seen, instead):
+    with refused(ConfigError, call, problem, instead):
         weft.load(folder, "cpu", strict=True)
     assert weft.load(DEMO, "cpu", strict=True).config == model.config
 
@@ -186,8 +186,8 @@ def test_fields_that_weft_does_not_know_are_a_warning_or_an_error(folder: Path) 
 def test_cuda_where_there_is_none(device: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     call = f"weft.load({str(DEMO)!r}, device={device!r}, dtype=None)"
-    seen = f"device {str(device)!r}, but torch sees 0 CUDA devices"
-    with refused(DeviceError, call, seen, "'cpu', or leave it out"):
+    problem = f"device {str(device)!r}, but torch sees 0 CUDA devices"
+    with refused(DeviceError, call, problem, "'cpu', or leave it out"):
         weft.load(DEMO, device=device)
     assert weft.load(DEMO).device.type == "cpu"
 
@@ -261,6 +261,6 @@ def test_a_text_for_a_checkpoint_without_a_tokenizer(folder: Path) -> None:
         RequestError, "model.encode('An')", f"{folder} holds no tokenizer.json", "pass token ids"
     ):
         weft.generate(model, ["An"], max_tokens=1)
-    [made] = weft.generate(model, [[65, 110]], max_tokens=2)
-    assert made.text is None
-    assert len(made.token_ids) == 2
+    [completion] = weft.generate(model, [[65, 110]], max_tokens=2)
+    assert completion.text is None
+    assert len(completion.token_ids) == 2

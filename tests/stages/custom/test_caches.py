@@ -43,8 +43,8 @@ def recipe() -> type[nn.Module]:
     definitions = code[: code.index("\nconfig = ")].replace(".argmax(-1)", "")
     names: dict[str, Any] = {"torch": torch, "nn": nn}
     exec(compile(definitions, str(page), "exec"), names)
-    found: type[nn.Module] = names["Decoder"]
-    return found
+    decoder_class: type[nn.Module] = names["Decoder"]
+    return decoder_class
 
 
 def built(kind: str, **more: Any) -> Any:
@@ -65,17 +65,17 @@ def built(kind: str, **more: Any) -> Any:
 
 def logits(decoder: nn.Module, graph: bool) -> Tensor:
     """The logits after a prompt, and after each of some tokens, beyond a window of 5."""
-    made = from_module(decoder)
-    for name, tensor in made.state.items():
+    module_stage = from_module(decoder)
+    for name, tensor in module_stage.state.items():
         if name.startswith("cache."):
             tensor.zero_()
-    step = graphify(made.stage) if graph else made.stage
-    state = clone(made.state)
-    found = []
+    step = graphify(module_stage.stage) if graph else module_stage.stage
+    state = clone(module_stage.state)
+    outputs = []
     for ids in ([[3, 4, 5, 6, 7, 8]], [[9]], [[10]], [[11]], [[12]]):
-        state, out = step(made.params, state, torch.tensor(ids), None)
-        found.append(out)
-    return torch.cat(found)
+        state, out = step(module_stage.params, state, torch.tensor(ids), None)
+        outputs.append(out)
+    return torch.cat(outputs)
 
 
 def outcome(kind: str, **more: Any) -> str:
@@ -83,16 +83,16 @@ def outcome(kind: str, **more: Any) -> str:
     if (eager := built(kind, **more)) is None:
         return "none"
     try:
-        wanted = logits(eager, graph=False)
+        expected = logits(eager, graph=False)
     except WeftError as error:
         return type(error).__name__
     except Exception:  # transformers refuses this cache
         return "none"
     try:
-        seen = logits(built(kind, **more), graph=True)
+        actual = logits(built(kind, **more), graph=True)
     except WeftError as error:
         return type(error).__name__
-    torch.testing.assert_close(seen, wanted, rtol=1e-4, atol=1e-4 * float(wanted.abs().max()))
+    torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-4 * float(expected.abs().max()))
     return "equal"
 
 
@@ -137,16 +137,20 @@ def test_a_cache_that_counts_in_python_is_refused_by_the_path_of_its_counter() -
                 model(torch.zeros(1, 2, dtype=torch.long), past_key_values=self.cache)
 
         def forward(self, ids: Tensor) -> Tensor:
-            found: Tensor = self.model(ids, past_key_values=self.cache).logits
-            return found
+            next_logits: Tensor = self.model(ids, past_key_values=self.cache).logits
+            return next_logits
 
     config = transformers.MistralConfig(**SIZES, sliding_window=5)
-    made = from_module(Plain(transformers.MistralForCausalLM(config).eval().requires_grad_(False)))
-    assert {"cache.layers[0].keys", "cache.layers[1].values"} <= made.state.keys()
+    module_stage = from_module(
+        Plain(transformers.MistralForCausalLM(config).eval().requires_grad_(False))
+    )
+    assert {"cache.layers[0].keys", "cache.layers[1].values"} <= module_stage.state.keys()
     with pytest.raises(CaptureError) as error:
-        graphify(made.stage)(made.params, made.state, torch.tensor([[3, 4]]), None)
+        graphify(module_stage.stage)(
+            module_stage.params, module_stage.state, torch.tensor([[3, 4]]), None
+        )
     assert (
-        error.value.seen
+        error.value.problem
         == "cache.layers[0].cumulative_length_int of the module changes from 2 to 4 while it runs,"
         " and a replay does not repeat that"
     )

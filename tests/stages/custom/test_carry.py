@@ -158,10 +158,15 @@ SPLIT: list[tuple[dict[str, Any], str]] = [
 def test_several_stages_refuse_what_one_refuses(
     model: Model, options: dict[str, Any], text: str, stages: int, graph: str, transport: Any
 ) -> None:
-    own = model.with_stages(**options)
+    custom_model = model.with_stages(**options)
     with pytest.raises(ProgramError, match=text):
         generate(
-            own, ["A list is"], max_tokens=2, pipeline=stages, graph=graph, transport=transport()
+            custom_model,
+            ["A list is"],
+            max_tokens=2,
+            pipeline=stages,
+            graph=graph,
+            transport=transport(),
         )
 
 
@@ -175,9 +180,9 @@ def test_the_warm_up_of_a_pipeline_finds_what_nobody_captures(model: Model) -> N
 
 @pytest.mark.parametrize(("call", "text"), WRONG)
 def test_a_wrong_carry_is_named(model: Model, call: Callable[[Model], Any], text: str) -> None:
-    with pytest.raises(ProgramError, match=text) as found:
+    with pytest.raises(ProgramError, match=text) as caught:
         call(model)
-    assert "instead" in str(found.value)
+    assert "instead" in str(caught.value)
 
 
 @pytest.mark.parametrize("pipeline", [1, 3])
@@ -199,22 +204,29 @@ def test_what_is_sown_or_carried_in_some_steps_only_is_refused(
         return run
 
     declared: Any = {option: {"a": torch.zeros(model.config.hidden_size)}}
-    own = model.with_stages(layers={0: of_prompts}, **declared)
+    custom_model = model.with_stages(layers={0: of_prompts}, **declared)
     with pytest.raises(
         ProgramError, match=rf"no function that calls weft.stages.{verb.__name__}\('a', value\)"
     ):
-        generate(own, ["A list is"], max_tokens=3, pipeline=pipeline, graph="none")
+        generate(custom_model, ["A list is"], max_tokens=3, pipeline=pipeline, graph="none")
 
 
 def test_a_draft_model_carries_nothing(model: Model) -> None:
-    own = model.with_stages(layers={0: GOOD}, carries={"a": ONE})
+    draft_model = model.with_stages(layers={0: GOOD}, carries={"a": ONE})
     with pytest.raises(RequestError, match="draft model whose functions carry nothing"):
-        Engine(model, speculation=Speculation(num_tokens=1, model=own))
+        Engine(model, speculation=Speculation(num_tokens=1, model=draft_model))
 
 
 def test_a_state_without_carried_rows_is_named(model: Model) -> None:
-    own = model.with_stages(layers={0: GOOD}, carries={"a": ONE})
-    stage = decoder_stage(own.config, own.layout, layers={0: GOOD}, carries={"a": ONE})
-    (state,) = make_state(own, [own.layout], [8])
+    carrying_model = model.with_stages(layers={0: GOOD}, carries={"a": ONE})
+    stage = decoder_stage(
+        carrying_model.config, carrying_model.layout, layers={0: GOOD}, carries={"a": ONE}
+    )
+    (state,) = make_state(carrying_model, [carrying_model.layout], [8])
     with pytest.raises(ProgramError, match="a state without `carried`"):
-        stage(own.params, attrs.evolve(state, carried=None), Batch.ragged([0], [[1, 2]]), None)
+        stage(
+            carrying_model.params,
+            attrs.evolve(state, carried=None),
+            Batch.ragged([0], [[1, 2]]),
+            None,
+        )

@@ -42,12 +42,12 @@ def reference() -> Any:
 
 def said(reference: Any, model: Model, count: int = 24) -> list[list[int]]:
     """The greedy tokens of transformers."""
-    found = []
+    token_ids = []
     for prompt in PROMPTS:
         ids = torch.tensor([model.encode(prompt)])
         out = reference.generate(ids, max_new_tokens=count, do_sample=False, pad_token_id=0)
-        found.append(out[0, ids.shape[1] :].tolist())
-    return found
+        token_ids.append(out[0, ids.shape[1] :].tolist())
+    return token_ids
 
 
 def tokens(model: Model, **options: Any) -> list[list[int]]:
@@ -102,9 +102,9 @@ def test_a_feed_forward_of_ones_own_is_transformers_with_a_hook(
         return 0.5 * feed_forward(config, layer, batch, x)
 
     expected = said(reference, model)
-    own = model.with_stages(feed_forward=halved)
+    halved_model = model.with_stages(feed_forward=halved)
     for way in ways():
-        assert tokens(own, **way) == expected, way
+        assert tokens(halved_model, **way) == expected, way
 
 
 def test_an_attention_of_ones_own_is_transformers_with_a_hook(model: Model, reference: Any) -> None:
@@ -116,9 +116,9 @@ def test_an_attention_of_ones_own_is_transformers_with_a_hook(model: Model, refe
         return -added, pages
 
     expected = said(reference, model)
-    own = model.with_stages(attention=negated)
+    negated_model = model.with_stages(attention=negated)
     for way in ways():
-        assert tokens(own, **way) == expected, way
+        assert tokens(negated_model, **way) == expected, way
 
 
 def test_a_norm_of_ones_own_is_transformers_with_a_hook(model: Model, reference: Any) -> None:
@@ -131,27 +131,27 @@ def test_a_norm_of_ones_own_is_transformers_with_a_hook(model: Model, reference:
         return attrs.evolve(normed, plain=2 * normed.plain), hidden
 
     expected = said(reference, model)
-    own = model.with_stages(norm=doubled)
+    doubled_model = model.with_stages(norm=doubled)
     for way in ways():
-        assert tokens(own, **way) == expected, way
+        assert tokens(doubled_model, **way) == expected, way
 
 
 def test_logits_of_ones_own(model: Model) -> None:
     """Logits of the opposite sign, and logprobs of the changed distribution, of the prompt too."""
-    own = model.with_stages(logits=lambda logits, rows, extras: -logits)
+    negated_model = model.with_stages(logits=lambda logits, rows, extras: -logits)
     params = SamplingParams(temperature=0.0, logprobs=1, prompt_logprobs=0)
     for way in ways():
         options = {"speculation": None, **way}
-        [changed] = generate(own, PROMPTS[:1], max_tokens=4, sampling=params, **options)
+        [changed] = generate(negated_model, PROMPTS[:1], max_tokens=4, sampling=params, **options)
         scores = -all_logits(model, [*model.encode(PROMPTS[0]), *changed.token_ids])
         first = len(model.encode(PROMPTS[0]))
         assert changed.token_ids == scores[first - 1 : -1].argmax(-1).tolist()
-        wanted = scores.log_softmax(-1).gather(
+        expected = scores.log_softmax(-1).gather(
             1, torch.tensor([*model.encode(PROMPTS[0])[1:], *changed.token_ids])[:, None]
         )
-        found = [*(changed.prompt_logprobs or []), *changed.logprobs]
+        logprobs = [*(changed.prompt_logprobs or []), *changed.logprobs]
         torch.testing.assert_close(
-            torch.tensor(found), wanted[: len(found), 0], atol=1e-4, rtol=1e-4
+            torch.tensor(logprobs), expected[: len(logprobs), 0], atol=1e-4, rtol=1e-4
         )
 
 
@@ -184,21 +184,21 @@ def test_changes_follow_one_another(model: Model) -> None:
 def test_a_transformed_stage_runs_in_every_way(model: Model) -> None:
     """A transform of whole stages, which sees the state and the batch: here it changes nothing but
     a count."""
-    seen = []
+    descriptors = []
 
     def counted(stage: Any) -> Any:
         def run(params: Any, state: Any, batch: Any, x: Any) -> Any:
-            seen.append(batch.descriptor)
+            descriptors.append(batch.descriptor)
             return stage(params, state, batch, x)
 
         return run
 
-    own = model.with_stages(counted)
+    counted_model = model.with_stages(counted)
     expected = tokens(model)
     for way in ways():
-        seen.clear()
-        assert tokens(own, **way) == expected, way
-        assert seen
+        descriptors.clear()
+        assert tokens(counted_model, **way) == expected, way
+        assert descriptors
 
 
 def test_a_stage_without_attention_is_one_piece(model: Model) -> None:
@@ -231,10 +231,10 @@ def test_functions_print_as_what_they_are_and_name_their_policy() -> None:
 
 
 def test_an_engine_of_a_model_with_own_stages_says_what_it_has(model: Model) -> None:
-    own = model.with_stages(layers={STEERED: plus(torch.zeros(model.config.hidden_size))})
-    assert "layer 1=" in own.facts["stages"]
+    steered_model = model.with_stages(layers={STEERED: plus(torch.zeros(model.config.hidden_size))})
+    assert "layer 1=" in steered_model.facts["stages"]
     assert model.facts["stages"] == f"{StageFunctions()}" == "the decoder's own"
-    engine = Engine(own)
+    engine = Engine(steered_model)
     engine.add(PROMPTS[0], max_tokens=3)
     assert sum(len(output.token_ids) for output in engine) == 3
 
@@ -258,10 +258,10 @@ def test_an_error_says_in_which_function_it_was_raised(model: Model) -> None:
             layer(params, pages, batch, *rest) + batch.extras["vctor"]
         )
 
-    own = model.with_stages(layers={1: change}, extras={"vector": torch.zeros(2)})
-    with pytest.raises(KeyError, match="vctor") as found:
-        said_by(own)
-    assert "in layer 1 of with_stages(...); batch.extras has 'vector'" in found.value.__notes__
+    custom_model = model.with_stages(layers={1: change}, extras={"vector": torch.zeros(2)})
+    with pytest.raises(KeyError, match="vctor") as caught:
+        said_by(custom_model)
+    assert "in layer 1 of with_stages(...); batch.extras has 'vector'" in caught.value.__notes__
 
 
 READ: list[tuple[Callable[[Any], Any], str]] = [
@@ -276,27 +276,27 @@ READ: list[tuple[Callable[[Any], Any], str]] = [
 ]
 
 
-@pytest.mark.parametrize(("read", "known"), READ)
+@pytest.mark.parametrize(("read", "hint"), READ)
 def test_an_unknown_name_is_answered_with_the_known_ones(
-    model: Model, read: Callable[[Any], Any], known: str
+    model: Model, read: Callable[[Any], Any], hint: str
 ) -> None:
-    def own(config: Any, layer: Any, batch: ResolvedBatch, x: Any) -> Any:
+    def reader(config: Any, layer: Any, batch: ResolvedBatch, x: Any) -> Any:
         return read(batch)
 
     zero = {"extras": {"vector": torch.zeros(2)}, "token_extras": {"patch": torch.zeros(2)}}
-    with pytest.raises(KeyError) as found:
-        said_by(model.with_stages(feed_forward=own, **zero))
-    assert f"in feed_forward of with_stages(...){known}" in found.value.__notes__
-    with pytest.raises(KeyError) as found:
-        said_by(model.with_stages(feed_forward=own))
+    with pytest.raises(KeyError) as caught:
+        said_by(model.with_stages(feed_forward=reader, **zero))
+    assert f"in feed_forward of with_stages(...){hint}" in caught.value.__notes__
+    with pytest.raises(KeyError) as caught:
+        said_by(model.with_stages(feed_forward=reader))
     none = (
         "batch.extras, batch.carried, batch.token_extras are empty: declare names with"
         " model.with_stages(...)"
     )
-    assert f"in feed_forward of with_stages(...); {none}" in found.value.__notes__
-    with pytest.raises(KeyError) as found:
+    assert f"in feed_forward of with_stages(...); {none}" in caught.value.__notes__
+    with pytest.raises(KeyError) as caught:
         said_by(model.with_stages(logits=lambda logits, rows, extras: extras["vctor"], **zero))
-    assert "in logits of with_stages(...); extras has 'vector'" in found.value.__notes__
+    assert "in logits of with_stages(...); extras has 'vector'" in caught.value.__notes__
 
 
 def test_tensors_that_require_grad_may_be_read(model: Model) -> None:
@@ -311,13 +311,13 @@ def test_tensors_that_require_grad_may_be_read(model: Model) -> None:
 
         return run
 
-    own = model.with_stages(layers={1: change}, captures={"probe": torch.zeros(())})
+    probed_model = model.with_stages(layers={1: change}, captures={"probe": torch.zeros(())})
     for graph, stages in (("none", 1), ("full", 1), ("full", 2)):
-        engine = Engine(own, graph=graph, pipeline=stages)
+        engine = Engine(probed_model, graph=graph, pipeline=stages)
         engine.add(PROMPTS[0], max_tokens=4)
         outputs = [*engine]
         assert len(engine.graphs) == (0 if graph == "none" else stages)
-        assert all(own.cache_info().replays for own in engine.graphs)
+        assert all(step.cache_info().replays for step in engine.graphs)
         assert not any(output.captured["probe"].requires_grad for output in outputs)
         assert not any(
             leaf.requires_grad
@@ -430,6 +430,6 @@ WRONG: list[tuple[Callable[[Model], Any], str]] = [
 
 @pytest.mark.parametrize(("call", "text"), WRONG)
 def test_a_wrong_stage_is_named(model: Model, call: Callable[[Model], Any], text: str) -> None:
-    with pytest.raises(ProgramError, match=text) as found:
+    with pytest.raises(ProgramError, match=text) as caught:
         call(model)
-    assert "instead" in str(found.value)
+    assert "instead" in str(caught.value)

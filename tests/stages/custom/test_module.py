@@ -78,12 +78,12 @@ MODULES: dict[str, tuple[Callable[[], nn.Module], Tensor]] = {
 def test_three_steps_are_the_modules_own(name: str) -> None:
     make, x = MODULES[name]
     module = seeded(make)
-    made = from_module(module)
+    module_stage = from_module(module)
     before = values(module)
     reference = copy.deepcopy(module)
-    state = made.state
+    state = module_stage.state
     for i in range(3):
-        state, y = made.stage(made.params, state, x + i % 2, None)
+        state, y = module_stage.stage(module_stage.params, state, x + i % 2, None)
         assert_equal(LAW, y, reference(x + i % 2))
         assert_equal(f"{LAW}: buffers", state, dict(reference.named_buffers()))
     assert_equal("the module is untouched", values(module), before)
@@ -92,13 +92,13 @@ def test_three_steps_are_the_modules_own(name: str) -> None:
 @pytest.mark.parametrize("name", MODULES)
 def test_graphified_it_is_the_same(name: str) -> None:
     make, x = MODULES[name]
-    made = from_module(seeded(make))
-    g = graphify(made.stage)
-    state = clone(made.state)
-    other = clone(made.state)
+    module_stage = from_module(seeded(make))
+    g = graphify(module_stage.stage)
+    state = clone(module_stage.state)
+    other = clone(module_stage.state)
     for i in range(3):
-        state, y = made.stage(made.params, state, x + i % 2, None)
-        other, replayed = g(made.params, other, x + i % 2, None)
+        state, y = module_stage.stage(module_stage.params, state, x + i % 2, None)
+        other, replayed = g(module_stage.params, other, x + i % 2, None)
         assert_equal(LAW, (other, replayed), (state, y.detach()))
     assert g.cache_info().captures == 1
     assert g.cache_info().replays == 3
@@ -107,15 +107,17 @@ def test_graphified_it_is_the_same(name: str) -> None:
 def test_a_module_that_reads_a_buffer_on_the_host_runs_eagerly_only() -> None:
     # A cumulative average: it divides by its counter, on the host
     module = nn.BatchNorm1d(4, momentum=None)
-    made = from_module(module)
+    module_stage = from_module(module)
     reference = copy.deepcopy(module)
     x = torch.arange(12.0).view(3, 4)
-    state, _ = made.stage(made.params, clone(made.state), x, None)
+    state, _ = module_stage.stage(module_stage.params, clone(module_stage.state), x, None)
     reference(x)
     assert_equal(f"{LAW}: buffers", state, dict(reference.named_buffers()))
     with pytest.raises(CaptureError, match=r"Tensor\.__float__ reads a tensor on the host"):
-        graphify(made.stage)(made.params, made.state, x, None)
-    assert_equal("a refused capture leaves no trace", made.state, dict(module.named_buffers()))
+        graphify(module_stage.stage)(module_stage.params, module_stage.state, x, None)
+    assert_equal(
+        "a refused capture leaves no trace", module_stage.state, dict(module.named_buffers())
+    )
 
 
 def stages() -> tuple[list[ModuleStage], list[nn.Module]]:
@@ -128,10 +130,10 @@ def stages() -> tuple[list[ModuleStage], list[nn.Module]]:
 @pytest.mark.parametrize("graphs", [False, True])
 @pytest.mark.parametrize("build", [compose, pipeline])
 def test_in_a_pipeline(build: Any, graphs: bool) -> None:
-    made, modules = stages()
-    step = build([graphify(m.stage) if graphs else m.stage for m in made])
-    params = tuple(m.params for m in made)
-    state = tuple(clone(m.state) for m in made)
+    module_stages, modules = stages()
+    step = build([graphify(m.stage) if graphs else m.stage for m in module_stages])
+    params = tuple(m.params for m in module_stages)
+    state = tuple(clone(m.state) for m in module_stages)
     x = torch.arange(12.0).view(3, 4) ** 2
     for _ in range(2):
         state, y = step(params, state, x)
@@ -146,42 +148,45 @@ def test_stages_that_share_a_module_run_on_threads_of_their_own(whole: bool) -> 
     module = seeded(
         lambda: nn.Sequential(*[nn.Sequential(nn.Linear(4, 4), nn.Tanh()) for _ in range(20)])
     )
-    made = [from_module(module), from_module(module if whole else module[:15])]
+    module_stages = [from_module(module), from_module(module if whole else module[:15])]
     params = [
-        {name: p * (1 + index) for name, p in own.params.items()} for index, own in enumerate(made)
+        {name: p * (1 + index) for name, p in module_stage.params.items()}
+        for index, module_stage in enumerate(module_stages)
     ]
-    stages = [own.stage for own in made]
+    stages = [module_stage.stage for module_stage in module_stages]
     x = torch.arange(64.0).view(16, 4)
-    _, wanted = pipeline(stages, microbatches=8)(params, [{}, {}], x)
+    _, expected = pipeline(stages, microbatches=8)(params, [{}, {}], x)
     threads = Threads()
     step = pipeline(stages, microbatches=8, transport=threads)
     for _ in range(5):
-        assert_equal(LAW, step(params, [{}, {}], x)[1], wanted)
+        assert_equal(LAW, step(params, [{}, {}], x)[1], expected)
     threads.close()
 
 
 def test_training_buffers_see_one_micro_batch_after_the_other() -> None:
-    made = from_module(nn.BatchNorm1d(2))
+    module_stage = from_module(nn.BatchNorm1d(2))
     reference = nn.BatchNorm1d(2)
     x = torch.arange(8.0).view(4, 2)
-    (state,), y = pipeline([made.stage], microbatches=2)((made.params,), (made.state,), x)
+    (state,), y = pipeline([module_stage.stage], microbatches=2)(
+        (module_stage.params,), (module_stage.state,), x
+    )
     assert_equal(LAW, y, torch.cat([reference(x[:2]), reference(x[2:])]).detach())
     assert_equal(f"{LAW}: buffers", state, dict(reference.named_buffers()))
 
 
 def test_a_later_stage_is_called_on_x_and_the_first_on_the_batch() -> None:
-    made = from_module(nn.Identity())
-    assert made.stage({}, {}, "batch", None)[1] == "batch"
-    assert made.stage({}, {}, "batch", "x")[1] == "x"
+    module_stage = from_module(nn.Identity())
+    assert module_stage.stage({}, {}, "batch", None)[1] == "batch"
+    assert module_stage.stage({}, {}, "batch", "x")[1] == "x"
 
 
 def test_the_state_is_donated_and_the_params_are_not() -> None:
-    made = from_module(nn.BatchNorm1d(2))
-    assert donated_argnames(made.stage) == ("state",)
-    assert made.stage.__name__ == "stage BatchNorm1d"
-    made.stage(made.params, made.state, torch.ones(2, 2), None)
+    module_stage = from_module(nn.BatchNorm1d(2))
+    assert donated_argnames(module_stage.stage) == ("state",)
+    assert module_stage.stage.__name__ == "stage BatchNorm1d"
+    module_stage.stage(module_stage.params, module_stage.state, torch.ones(2, 2), None)
     with pytest.raises(DonatedError, match="donated to"):
-        made.stage(made.params, made.state, torch.ones(2, 2), None)
+        module_stage.stage(module_stage.params, module_stage.state, torch.ones(2, 2), None)
 
 
 def test_nothing_is_shared_that_a_step_could_write() -> None:
@@ -195,8 +200,10 @@ def test_nothing_is_shared_that_a_step_could_write() -> None:
 
 def test_gradients_by_torch_func() -> None:
     module = seeded(lambda: nn.Linear(4, 2))
-    made, x = from_module(module), torch.arange(4.0)
-    grads = torch.func.grad(lambda params: made.stage(params, {}, x, None)[1].sum())(made.params)
+    module_stage, x = from_module(module), torch.arange(4.0)
+    grads = torch.func.grad(lambda params: module_stage.stage(params, {}, x, None)[1].sum())(
+        module_stage.params
+    )
     module(x).sum().backward()
     assert_equal(LAW, grads, {name: p.grad for name, p in module.named_parameters()})
 
@@ -223,26 +230,31 @@ INPUTS: dict[str, tuple[Any, Callable[[nn.Module], Any]]] = {
 
 @pytest.mark.parametrize("name", INPUTS)
 def test_several_inputs(name: str) -> None:
-    inputs, wanted = INPUTS[name]
+    inputs, expected = INPUTS[name]
     module = seeded(Several).requires_grad_(False)
-    made = from_module(module)
-    graph = made.stage if name == "another mapping" else graphify(made.stage)  # which is no pytree
-    for way in (made.stage, graph):
-        assert_equal(LAW, way(made.params, {}, inputs, None)[1], wanted(module))
-        assert_equal(LAW, way(made.params, {}, "batch", inputs)[1], wanted(module))
+    module_stage = from_module(module)
+    # Which is no pytree
+    graph = module_stage.stage if name == "another mapping" else graphify(module_stage.stage)
+    for way in (module_stage.stage, graph):
+        assert_equal(LAW, way(module_stage.params, {}, inputs, None)[1], expected(module))
+        assert_equal(LAW, way(module_stage.params, {}, "batch", inputs)[1], expected(module))
 
 
 def test_a_named_tuple_is_one_input() -> None:
     packed = nn.utils.rnn.pack_sequence([X[:2], X[:1]])
     module = seeded(lambda: nn.LSTM(4, 2)).requires_grad_(False)
-    made = from_module(module)
-    assert_equal(LAW, made.stage(made.params, {}, packed, None)[1][0].data, module(packed)[0].data)
+    module_stage = from_module(module)
+    assert_equal(
+        LAW,
+        module_stage.stage(module_stage.params, {}, packed, None)[1][0].data,
+        module(packed)[0].data,
+    )
 
 
 def test_a_call_of_ones_own_takes_what_it_wants_of_the_batch_and_of_x() -> None:
     module = seeded(Several).requires_grad_(False)
-    made = from_module(module, call=lambda module, batch, x: module(x, batch["t"])["y"])
-    _, y = graphify(made.stage)(made.params, {}, {"t": T, "mask": X}, X)
+    module_stage = from_module(module, call=lambda module, batch, x: module(x, batch["t"])["y"])
+    _, y = graphify(module_stage.stage)(module_stage.params, {}, {"t": T, "mask": X}, X)
     assert_equal(LAW, y, module(X, T)["y"])
 
 
@@ -258,13 +270,13 @@ STOCHASTIC: dict[str, tuple[Callable[[], nn.Module], Any]] = {
 def test_a_graph_draws_the_numbers_that_the_module_draws(name: str) -> None:
     make, inputs = STOCHASTIC[name]
     module = seeded(make).requires_grad_(False)
-    made = from_module(module)
-    step = graphify(made.stage)
-    state = made.state
+    module_stage = from_module(module)
+    step = graphify(module_stage.stage)
+    state = module_stage.state
     outs = []
     for seed in (0, 1, 0):
         torch.manual_seed(seed)
-        state, out = step(made.params, state, inputs, None)
+        state, out = step(module_stage.params, state, inputs, None)
         after = torch.rand(2)
         torch.manual_seed(seed)
         assert_equal(LAW, out, module(*inputs) if isinstance(inputs, tuple) else module(inputs))
@@ -273,7 +285,7 @@ def test_a_graph_draws_the_numbers_that_the_module_draws(name: str) -> None:
     assert_equal(f"{LAW}: buffers", state, dict(module.named_buffers()))
     assert str(outs[0]) != str(outs[1])
     module.eval()
-    _, out = step(made.params, state, inputs, None)
+    _, out = step(module_stage.params, state, inputs, None)
     assert_equal(
         f"{LAW}: eval", out, module(*inputs) if isinstance(inputs, tuple) else module(inputs)
     )
@@ -290,11 +302,11 @@ def test_buffers_that_are_not_persistent_are_state_too() -> None:
             return x * self.total.add_(x.sum(0))  # type: ignore[operator]
 
     module = Sums()
-    made = from_module(module)
-    step = graphify(made.stage)
-    state = made.state
+    module_stage = from_module(module)
+    step = graphify(module_stage.stage)
+    state = module_stage.state
     for _ in range(3):
-        state, out = step(made.params, state, X, None)
+        state, out = step(module_stage.params, state, X, None)
     assert_equal(LAW, out, X * X.sum(0) * 3)
     assert_equal("the module is untouched", module.total, torch.zeros(4))
 
@@ -302,9 +314,11 @@ def test_buffers_that_are_not_persistent_are_state_too() -> None:
 @pytest.mark.parametrize("script", [torch.jit.script, lambda module: torch.jit.trace(module, X)])
 def test_a_module_of_torchscript(script: Any) -> None:
     module = seeded(lambda: nn.Linear(4, 2)).requires_grad_(False)
-    made = from_module(script(module))
-    assert_equal(LAW, graphify(made.stage)(made.params, {}, X, None)[1], module(X))
-    larger = {name: value + 1 for name, value in made.params.items()}
+    module_stage = from_module(script(module))
+    assert_equal(LAW, graphify(module_stage.stage)(module_stage.params, {}, X, None)[1], module(X))
+    larger = {name: value + 1 for name, value in module_stage.params.items()}
     assert_equal(
-        LAW, made.stage(larger, {}, X, None)[1], torch.func.functional_call(module, larger, (X,))
+        LAW,
+        module_stage.stage(larger, {}, X, None)[1],
+        torch.func.functional_call(module, larger, (X,)),
     )

@@ -33,7 +33,7 @@ class Several(nn.Module):
 
 
 @pytest.mark.parametrize(
-    ("inputs", "given", "why"),
+    ("inputs", "arguments", "why"),
     [
         ((X,), "a Tensor", "missing a required argument: 't'"),
         ((X, T, T), "a Tensor, a Tensor, a Tensor", "too many positional arguments"),
@@ -42,12 +42,12 @@ class Several(nn.Module):
         (X, "a Tensor", "missing a required argument: 't'"),
     ],
 )
-def test_inputs_that_forward_does_not_take(inputs: Any, given: str, why: str) -> None:
-    made = from_module(Several())
-    seen = f"forward(x, t, scale) is given ({given}): {why}"
+def test_inputs_that_forward_does_not_take(inputs: Any, arguments: str, why: str) -> None:
+    module_stage = from_module(Several())
+    problem = f"forward(x, t, scale) is given ({arguments}): {why}"
     instead = "from_module(module, call=lambda module, batch, x: module(...))"
-    with refused(ProgramError, "stage Several(params, state, batch, None)", seen, instead):
-        made.stage(made.params, {}, inputs, None)
+    with refused(ProgramError, "stage Several(params, state, batch, None)", problem, instead):
+        module_stage.stage(module_stage.params, {}, inputs, None)
 
 
 class Keeps(nn.Module):
@@ -58,7 +58,7 @@ class Keeps(nn.Module):
         self.change = change
         self.count = 0
         self.last = torch.zeros(3, 4)
-        self.seen = list[int]()
+        self.items = list[int]()
         self.register_buffer("absent", None)
         self.weight = nn.Parameter(torch.ones(4))
 
@@ -78,7 +78,7 @@ CHANGES: dict[str, tuple[Callable[[Any, Tensor], Any], str, str]] = {
         "inner.last",
         "changes while it runs",
     ),
-    "a list": (lambda module, x: module.seen.append(1), "inner.seen", "changes while it runs"),
+    "a list": (lambda module, x: module.items.append(1), "inner.items", "changes while it runs"),
     "a new attribute": (
         lambda module, x: setattr(module, "fresh", module.count),
         "inner.fresh",
@@ -93,20 +93,25 @@ def test_what_a_module_keeps_in_attributes_is_refused_in_a_graph_and_left_as_it_
 ) -> None:
     change, path, how = CHANGES[name]
     module = nn.Sequential(OrderedDict(inner=Keeps(change)))
-    made = from_module(module)
+    module_stage = from_module(module)
     key = path.partition(".")[2]
-    seen = f"{path} of the module {how}, and a replay does not repeat that"
+    problem = f"{path} of the module {how}, and a replay does not repeat that"
     instead = (
         f"return it, or register_buffer({key!r}, ...); if it is set only once, run the module"
         " before"
     )
-    with refused(CaptureError, "graphify(stage Sequential)", seen, instead):
-        graphify(made.stage)(made.params, made.state, X, None)
+    with refused(CaptureError, "graphify(stage Sequential)", problem, instead):
+        graphify(module_stage.stage)(module_stage.params, module_stage.state, X, None)
     inner: Any = module.inner
-    assert (inner.count, inner.seen, inner.last.sum(), hasattr(inner, "fresh")) == (0, [], 0, False)
-    wanted = copy.deepcopy(module).requires_grad_(False)
+    assert (inner.count, inner.items, inner.last.sum(), hasattr(inner, "fresh")) == (
+        0,
+        [],
+        0,
+        False,
+    )
+    reference = copy.deepcopy(module).requires_grad_(False)
     for _ in range(2):  # outside a graph it is the module
-        assert_equal(LAW, made.stage(made.params, {}, X, None)[1], wanted(X))
+        assert_equal(LAW, module_stage.stage(module_stage.params, {}, X, None)[1], reference(X))
 
 
 @pytest.mark.parametrize(
@@ -114,14 +119,14 @@ def test_what_a_module_keeps_in_attributes_is_refused_in_a_graph_and_left_as_it_
     [nn.utils.spectral_norm, lambda module: prune.random_unstructured(module, "weight", 0.5)],
 )
 def test_a_weight_that_a_hook_computes_is_refused_in_a_graph(hook: Any) -> None:
-    made = from_module(nn.Sequential(hook(nn.Linear(4, 2))))
-    seen = "0.weight of the module changes while it runs, and a replay does not repeat that"
+    module_stage = from_module(nn.Sequential(hook(nn.Linear(4, 2))))
+    problem = "0.weight of the module changes while it runs, and a replay does not repeat that"
     instead = (
         "torch.nn.utils.parametrizations in the place of this hook; prune.remove(...) of a pruned"
         " module"
     )
-    with refused(CaptureError, "graphify(stage Sequential)", seen, instead):
-        graphify(made.stage)(made.params, made.state, X, None)
+    with refused(CaptureError, "graphify(stage Sequential)", problem, instead):
+        graphify(module_stage.stage)(module_stage.params, module_stage.state, X, None)
 
 
 @pytest.mark.parametrize(
@@ -136,18 +141,18 @@ def test_draws_that_are_not_torchs_are_refused_in_a_graph(
 
     random.seed(0)
     np.random.seed(0)
-    wanted = draw()
+    expected = draw()
     random.seed(0)
     np.random.seed(0)
-    seen = f"a draw from {name}, which a replay does not repeat"
+    problem = f"a draw from {name}, which a replay does not repeat"
     instead = "a draw from torch: torch.rand(...)"
-    with refused(CaptureError, "graphify(stage Draws)", seen, instead):
+    with refused(CaptureError, "graphify(stage Draws)", problem, instead):
         graphify(from_module(Draws()).stage)({}, {}, X, None)
-    assert draw() == wanted
+    assert draw() == expected
 
 
 @pytest.mark.parametrize(
-    ("change", "seen", "instead"),
+    ("change", "problem", "instead"),
     [
         (
             lambda module, x: setattr(module, "absent", x),
@@ -162,11 +167,11 @@ def test_draws_that_are_not_torchs_are_refused_in_a_graph(
     ],
 )
 def test_a_run_that_makes_what_has_no_place_in_the_state(
-    change: Any, seen: str, instead: str
+    change: Any, problem: str, instead: str
 ) -> None:
-    made = from_module(Keeps(change))
-    with refused(ProgramError, "stage Keeps(params, state, ...)", seen, instead):
-        made.stage(made.params, made.state, X, None)
+    module_stage = from_module(Keeps(change))
+    with refused(ProgramError, "stage Keeps(params, state, ...)", problem, instead):
+        module_stage.stage(module_stage.params, module_stage.state, X, None)
 
 
 class Views(nn.Module):
@@ -180,7 +185,7 @@ class Views(nn.Module):
 
 
 @pytest.mark.parametrize(
-    ("module", "call", "written", "seen", "instead"),
+    ("module", "call", "written", "problem", "instead"),
     [
         (
             nn.LazyLinear(3),
@@ -201,18 +206,18 @@ class Views(nn.Module):
     ],
 )
 def test_modules_that_are_refused(
-    module: Any, call: Any, written: str, seen: str, instead: str
+    module: Any, call: Any, written: str, problem: str, instead: str
 ) -> None:
-    with refused(ProgramError, f"weft.stages.from_module({written})", seen, instead):
+    with refused(ProgramError, f"weft.stages.from_module({written})", problem, instead):
         from_module(module, call=call)
 
 
 def test_a_counter_of_operators_is_no_graph() -> None:
     change, _, _ = CHANGES["a number"]
     module = Keeps(change)
-    made = from_module(module)
+    module_stage = from_module(module)
     with FlopCounterMode(display=False):
-        made.stage(made.params, {}, X, None)
+        module_stage.stage(module_stage.params, {}, X, None)
     assert module.count == 1
 
 
@@ -260,10 +265,10 @@ def test_an_alias_that_would_keep_the_modules_own_values_is_refused(
 )
 def test_what_follows_the_modules_values_is_no_such_alias(make: Callable[[], nn.Module]) -> None:
     module = make()
-    made = from_module(module)
+    module_stage = from_module(module)
     x = torch.ones(1, 3)
-    params = {name: value * 2 for name, value in made.params.items()}
-    result = made.stage(params, made.state, x, None)[1]
+    params = {name: value * 2 for name, value in module_stage.params.items()}
+    result = module_stage.stage(params, module_stage.state, x, None)[1]
     expected = torch.func.functional_call(module, params, (x,))
     for value, other in zip(tree_leaves(result), tree_leaves(expected), strict=True):
         assert torch.equal(value, other)

@@ -108,18 +108,18 @@ def check_equal_to_itself(
     torch.manual_seed(0)
     module = make().to(device).train(training).requires_grad_(False)
     inputs = {name: x.to(device) if isinstance(x, Tensor) else x for name, x in inputs.items()}
-    made = from_module(copy.deepcopy(module))
-    graph = graphify(made.stage)
-    for way in (made.stage, graph):
-        state = clone(made.state)
+    module_stage = from_module(copy.deepcopy(module))
+    graph = graphify(module_stage.stage)
+    for way in (module_stage.stage, graph):
+        state = clone(module_stage.state)
         reference = copy.deepcopy(module)
         for seed in range(3):
             torch.manual_seed(seed)
-            wanted = reference(**moved(inputs, seed))
+            expected = reference(**moved(inputs, seed))
             drawn = torch.rand(1, device=device)
             torch.manual_seed(seed)
-            state, out = way(made.params, state, moved(inputs, seed), None)
-            assert_equal(LAW, (out, torch.rand(1, device=device)), (wanted, drawn))
+            state, out = way(module_stage.params, state, moved(inputs, seed), None)
+            assert_equal(LAW, (out, torch.rand(1, device=device)), (expected, drawn))
             assert_equal(f"{LAW}: buffers", state, dict(reference.named_buffers()))
     assert (graph.cache_info().captures, graph.cache_info().eager) == (1, 0)
 
@@ -136,8 +136,8 @@ def of_transformers(name: str) -> tuple[Callable[[], Any], dict[str, Any]]:
     transformers = pytest.importorskip("transformers")
     config, arguments, inputs = TRANSFORMERS[name]
     ends = {"bos_token_id": 0, "eos_token_id": 0, "pad_token_id": 0, "decoder_start_token_id": 0}
-    made = getattr(transformers, config)(**arguments, **ends)
-    return lambda: getattr(transformers, name)(made), inputs
+    model_config = getattr(transformers, config)(**arguments, **ends)
+    return lambda: getattr(transformers, name)(model_config), inputs
 
 
 @pytest.mark.gpu
@@ -153,49 +153,51 @@ def test_of_transformers_on_a_gpu(name: str, training: bool) -> None:
 
 def test_what_a_graph_cannot_hold_of_transformers_is_refused_with_a_remedy() -> None:
     transformers = pytest.importorskip("transformers")
-    made = from_module(transformers.LlamaForCausalLM(transformers.LlamaConfig(**SMALL)))
+    module_stage = from_module(transformers.LlamaForCausalLM(transformers.LlamaConfig(**SMALL)))
     with pytest.raises(
         CaptureError,
         match=r"(past_key_values|cache)'. is of class DynamicCache.*\n.*instead: call the model with use_cache=False",
     ):
-        graphify(made.stage)(made.params, made.state, TEXT, None)
+        graphify(module_stage.stage)(module_stage.params, module_stage.state, TEXT, None)
     longformer = transformers.LongformerConfig(
         **SMALL, attention_window=4, max_position_embeddings=64
     )
-    made = from_module(transformers.LongformerModel(longformer))
+    module_stage = from_module(transformers.LongformerModel(longformer))
     # Where a mask chooses what one number is written to, torch 2.15 needs no shape that depends on
     # data.
     why = r"(a boolean mask|Tensor\.item).*\n.*modeling_longformer.*\n.*instead: .*torch\.where"
     with pytest.raises(CaptureError, match=why):
-        graphify(made.stage)(made.params, made.state, TEXT, None)
+        graphify(module_stage.stage)(module_stage.params, module_stage.state, TEXT, None)
 
 
 def test_states_in_attributes_and_draws_of_numpy_in_transformers_are_refused() -> None:
     transformers = pytest.importorskip("transformers")
     arguments = {**SMALL, "num_hidden_layers": 3, "intermediate_size": 96, "lru_width": 32}
-    made = from_module(
+    module_stage = from_module(
         transformers.RecurrentGemmaForCausalLM(transformers.RecurrentGemmaConfig(**arguments))
     )
-    seen = (
+    problem = (
         "model.layers.0.temporal_block.rg_lru.recurrent_states of the module changes while it runs,"
         " <any>"
     )
     with refused(
         CaptureError,
         "graphify(stage RecurrentGemmaForCausalLM)",
-        seen,
+        problem,
         "return it, or register_buffer(<any>",
     ):
-        graphify(made.stage)(made.params, made.state, {**TEXT, "use_cache": False}, None)
+        graphify(module_stage.stage)(
+            module_stage.params, module_stage.state, {**TEXT, "use_cache": False}, None
+        )
     config = transformers.BigBirdConfig(
         **SMALL, block_size=4, num_random_blocks=1, max_position_embeddings=64
     )
-    made = from_module(transformers.BigBirdModel(config).train())
-    seen = "a draw from numpy.random, which a replay does not repeat"
+    module_stage = from_module(transformers.BigBirdModel(config).train())
+    problem = "a draw from numpy.random, which a replay does not repeat"
     instead = "a draw from torch: torch.rand(...)"
-    with refused(CaptureError, "graphify(stage BigBirdModel)", seen, instead):
-        graphify(made.stage)(
-            made.params, made.state, {"input_ids": IDS.repeat(1, 10)[:, :64]}, None
+    with refused(CaptureError, "graphify(stage BigBirdModel)", problem, instead):
+        graphify(module_stage.stage)(
+            module_stage.params, module_stage.state, {"input_ids": IDS.repeat(1, 10)[:, :64]}, None
         )
 
 

@@ -85,14 +85,14 @@ def operators_of(expert: Model, amateur: Model, logits: Callable[..., Tensor]) -
     """The operators of a step that captures, and has extras and a model beside."""
     options: dict[str, Any] = {"beside": {"amateur": amateur}, "logits": logits}
     zero = torch.zeros(expert.config.hidden_size)
-    own = expert.with_stages(
+    custom_model = expert.with_stages(
         layers={1: watched}, captures={"early": zero}, extras={"vector": zero}, **options
     )
-    runner = make_runner(own, Limits(2, 16), mode="none")
-    state = make_state(own, runner.layouts, [8, 8])
-    with Operators() as seen, torch.no_grad():
+    runner = make_runner(custom_model, Limits(2, 16), mode="none")
+    state = make_state(custom_model, runner.layouts, [8, 8])
+    with Operators() as operators, torch.no_grad():
         runner.step(runner.params, state, Batch.ragged([0, 1], [[5, 6], [7]]))
-    return seen.names
+    return operators.names
 
 
 def watched(layer: Any) -> Any:
@@ -162,21 +162,21 @@ def test_pages_that_a_model_beside_made_anew_are_in_the_next_state(
     (state,) = make_state(expert, runner.layouts, [8])
     state = attrs.evolve(state, beside={"amateur": torch.zeros(1), "other": torch.zeros(1)})
     models = dict.fromkeys(state.beside, (amateur.config, amateur.params, amateur.functions))
-    found, _ = readers_beside(models, torch.device("cpu"))(state, None)  # type: ignore[arg-type]
-    assert [pages.item() for pages in found.beside.values()] == [moved, moved]
-    assert (found is state) == (not moved)
+    next_state, _ = readers_beside(models, torch.device("cpu"))(state, None)  # type: ignore[arg-type]
+    assert [pages.item() for pages in next_state.beside.values()] == [moved, moved]
+    assert (next_state is state) == (not moved)
 
 
 def contrasted(theirs: tuple[Any, Any], ids: list[int]) -> Tensor:
     whole, first = (model(torch.tensor([ids]), use_cache=False).logits[0] for model in theirs)
-    found: Tensor = 1.5 * whole - first
-    return found
+    logits: Tensor = 1.5 * whole - first
+    return logits
 
 
 @pytest.fixture(scope="module")
 def expected(expert: Model, theirs: tuple[Any, Any]) -> list[list[int]]:
     """Greedy tokens by transformers' two models, each reading everything anew for each token."""
-    found = []
+    token_ids = []
     for prompt in PROMPTS:
         ids = expert.encode(prompt)
         start = len(ids)
@@ -184,8 +184,8 @@ def expected(expert: Model, theirs: tuple[Any, Any]) -> list[list[int]]:
             len(ids) == start or ids[-1] not in expert.config.eos_token_ids
         ):
             ids = [*ids, int(contrasted(theirs, ids)[-1].argmax())]
-        found.append(ids[start:])
-    return found
+        token_ids.append(ids[start:])
+    return token_ids
 
 
 def tokens(model: Model, **options: Any) -> list[list[int]]:
@@ -195,31 +195,33 @@ def tokens(model: Model, **options: Any) -> list[list[int]]:
 def test_contrastive_decoding_is_that_of_transformers(
     expert: Model, amateur: Model, expected: list[list[int]]
 ) -> None:
-    own = expert.with_stages(beside={"amateur": amateur}, logits=contrast)
+    contrastive_model = expert.with_stages(beside={"amateur": amateur}, logits=contrast)
     assert tokens(expert) != expected
     for way in WAYS:
-        assert tokens(own, **way) == expected, way
+        assert tokens(contrastive_model, **way) == expected, way
 
 
 def test_pages_are_shared_preempted_and_forked(
     expert: Model, amateur: Model, expected: list[list[int]]
 ) -> None:
-    own = expert.with_stages(beside={"amateur": amateur}, logits=contrast)
+    contrastive_model = expert.with_stages(beside={"amateur": amateur}, logits=contrast)
     ids = [expert.encode(prompt) for prompt in PROMPTS]
     longest = max(map(len, ids)) + 16
     limits = EngineLimits(
         page_size=4, max_num_reqs=4, max_model_len=longest, max_num_tokens=16, num_pages=24
     )
-    engine = Engine(own, limits)
+    engine = Engine(contrastive_model, limits)
     names = {}
     for _ in range(2):  # the second time their prefixes are known
-        for prompt, wanted in zip(ids, expected, strict=True):
-            names[engine.add(prompt, SamplingParams(temperature=0, n=2), max_tokens=16)] = wanted
+        for prompt, expected_tokens in zip(ids, expected, strict=True):
+            names[engine.add(prompt, SamplingParams(temperature=0, n=2), max_tokens=16)] = (
+                expected_tokens
+            )
         said: dict[tuple[str, int], list[int]] = {}
         for output in engine:
             said.setdefault((output.id, output.index), []).extend(output.token_ids)
-        for (name, _), own_tokens in said.items():
-            assert own_tokens == names[name]
+        for (name, _), token_ids in said.items():
+            assert token_ids == names[name]
     stats = engine.stats()
     assert stats.preempted > 0
     assert stats.prefix_tokens > 0
@@ -228,20 +230,24 @@ def test_pages_are_shared_preempted_and_forked(
 def test_logprobs_of_prompts_are_of_the_changed_logits(
     expert: Model, amateur: Model, theirs: tuple[Any, Any]
 ) -> None:
-    own = expert.with_stages(beside={"amateur": amateur}, logits=contrast)
+    contrastive_model = expert.with_stages(beside={"amateur": amateur}, logits=contrast)
     ids = expert.encode(PROMPTS[0])
-    wanted = contrasted(theirs, ids).log_softmax(-1)[range(len(ids) - 1), ids[1:]].tolist()
+    expected_logprobs = (
+        contrasted(theirs, ids).log_softmax(-1)[range(len(ids) - 1), ids[1:]].tolist()
+    )
     for way in WAYS:
         sampling = SamplingParams(temperature=0, prompt_logprobs=0)
-        (found,) = generate(own, PROMPTS[:1], max_tokens=1, sampling=sampling, **way)
-        assert found.prompt_logprobs == pytest.approx(wanted, abs=1e-3), way
+        (completion,) = generate(
+            contrastive_model, PROMPTS[:1], max_tokens=1, sampling=sampling, **way
+        )
+        assert completion.prompt_logprobs == pytest.approx(expected_logprobs, abs=1e-3), way
 
 
 def test_parameters_of_a_model_beside_that_change_are_noticed(
     expert: Model, amateur: Model
 ) -> None:
     params = tree_map(lambda x: x.clone() if isinstance(x, Tensor) else x, amateur.params)
-    own = expert.with_stages(
+    contrastive_model = expert.with_stages(
         beside={"amateur": attrs.evolve(amateur, params=params)}, logits=contrast
     )
     ids = expert.encode(PROMPTS[0])
@@ -250,10 +256,10 @@ def test_parameters_of_a_model_beside_that_change_are_noticed(
         engine.add(ids, SamplingParams(temperature=0), max_tokens=8)
         return [token for output in engine for token in output.token_ids]
 
-    engine = Engine(own, EngineLimits(page_size=4))
+    engine = Engine(contrastive_model, EngineLimits(page_size=4))
     before = said(engine)
     params.layers[0].qkv_proj.neg_()
-    assert said(engine) == said(Engine(own)) != before
+    assert said(engine) == said(Engine(contrastive_model)) != before
 
 
 def test_models_that_cannot_are_named(expert: Model, amateur: Model) -> None:
@@ -275,9 +281,9 @@ def test_models_that_cannot_are_named(expert: Model, amateur: Model) -> None:
         ProgramError, match=r"beside={'other': \.\.\.}\n  saw: (.|\n)*of 7 tokens\n"
     ):
         expert.with_stages(beside={"amateur": amateur, "other": other}, logits=contrast)
-    own = expert.with_stages(beside={"amateur": amateur}, logits=contrast)
+    contrastive_model = expert.with_stages(beside={"amateur": amateur}, logits=contrast)
     with pytest.raises(RequestError, match="a draft model without models beside"):
-        Engine(expert, speculation=Speculation(num_tokens=2, model=own))
+        Engine(expert, speculation=Speculation(num_tokens=2, model=contrastive_model))
     with pytest.raises(ProgramError, match="'amateur' in extras and in beside"):
         expert.with_stages(
             beside={"amateur": amateur}, logits=contrast, extras={"amateur": torch.zeros(())}

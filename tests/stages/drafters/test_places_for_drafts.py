@@ -72,8 +72,8 @@ def check(case: Case) -> None:
         with pytest.raises(DescriptorError, match="with places for drafts, where nothing drafts"):
             next_tokens(case)
         return
-    found = next_tokens(case)
-    assert found == plain_tokens()[: len(found)]
+    tokens = next_tokens(case)
+    assert tokens == plain_tokens()[: len(tokens)]
 
 
 @given(cases())
@@ -100,11 +100,11 @@ def test_the_refusals_say_what_to_write() -> None:
     model = small_model()
     runner = make_runner(model, Limits(2, 16), mode="none")
     state = make_state(model, runner.layouts, lengths=[LENGTH])
-    seen = "a batch of query_len=2, with places for drafts, where nothing drafts"
-    with refused(DescriptorError, "stage 0 of 1(params, state, batch, x)", seen, NO_DRAFTS):
+    problem = "a batch of query_len=2, with places for drafts, where nothing drafts"
+    with refused(DescriptorError, "stage 0 of 1(params, state, batch, x)", problem, NO_DRAFTS):
         runner.step(runner.params, state, Batch.decode([0], query_len=2))
-    seen = "limits.query_lens=(1, 3), where nothing drafts"
-    with refused(DescriptorError, "make_runner(model, limits, num_stages=1)", seen, NO_DRAFTS):
+    problem = "limits.query_lens=(1, 3), where nothing drafts"
+    with refused(DescriptorError, "make_runner(model, limits, num_stages=1)", problem, NO_DRAFTS):
         make_runner(model, Limits(2, 16, query_lens=(1, 3)))
     stage = model.stage(model.layout, num_drafts=1)
     with pytest.raises(RequestError, match="a state without `drafting`"):

@@ -116,12 +116,12 @@ def make(folder: Path) -> Path:
     shapes = tensor_shapes(load_config(folder), split_layers(2, 1)[0])
     weight_map = {name: SHARDS[index % 2] for index, name in enumerate(shapes)}
     for shard in SHARDS:
-        own = {
+        tensors = {
             n: 0.1 * torch.randn(shape, generator=draw)
             for n, shape in shapes.items()
             if weight_map[n] == shard
         }
-        save_file(own, folder / shard)
+        save_file(tensors, folder / shard)
     write(folder / INDEX, {"metadata": {}, "weight_map": weight_map})
     write(folder / ADAPTER, LORA)
     name = "base_model.model.model.layers.{}.self_attn.q_proj.lora_{}.weight"

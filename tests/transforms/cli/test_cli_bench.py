@@ -64,19 +64,21 @@ def measured(run: Weft, *more: str) -> Any:
 def test_every_token_is_counted_and_nothing_is_captured_meanwhile(
     run: Weft, graph: str, pp: str
 ) -> None:
-    found = measured(run, "--graph", graph, "--pp", pp, "--transport", "local")
-    assert (found["num_requests"], found["output_tokens"], found["total_tokens"]) == (7, 35, 77)
-    assert found["output_tokens_per_s"] == pytest.approx(35 / found["seconds"])
-    assert found["total_tokens_per_s"] == pytest.approx(77 / found["seconds"])
-    assert found["captures"] == 0
-    assert all(0 < found["ttft"][name] < 1e3 * found["seconds"] for name in ("mean", "p50", "p99"))
-    (rank,) = found["ranks"]
+    report = measured(run, "--graph", graph, "--pp", pp, "--transport", "local")
+    assert (report["num_requests"], report["output_tokens"], report["total_tokens"]) == (7, 35, 77)
+    assert report["output_tokens_per_s"] == pytest.approx(35 / report["seconds"])
+    assert report["total_tokens_per_s"] == pytest.approx(77 / report["seconds"])
+    assert report["captures"] == 0
+    assert all(
+        0 < report["ttft"][name] < 1e3 * report["seconds"] for name in ("mean", "p50", "p99")
+    )
+    (rank,) = report["ranks"]
     assert (rank["num_graphs"] > 0, rank["graph_bytes"] > 0) == (graph != "none",) * 2
     assert min(rank["load_seconds"], rank["engine_seconds"], rank["warm_up_seconds"]) > 0
     assert rank["first_token_seconds"] > sum(
         rank[f"{part}_seconds"] for part in ("load", "engine", "capture")
     )
-    shares = found["graphs"]["shares"]
+    shares = report["graphs"]["shares"]
     assert sum(shares.values()) == pytest.approx(1)
     none = shares["none"]
     piecewise = shares["piecewise"]
@@ -107,19 +109,19 @@ def options(graph: str, pp: int) -> Bench:
 @pytest.mark.parametrize("graph", [mode for mode in MODES if mode != "none"])
 @pytest.mark.parametrize("pp", [1, 2])
 def test_the_shares_are_what_the_graphs_counted(graph: str, pp: int) -> None:
-    asked = options(graph, pp)
-    engine, _ = start_engine(Here(Local(), pp, "cpu"), asked)
+    bench_options = options(graph, pp)
+    engine, _ = start_engine(Here(Local(), pp, "cpu"), bench_options)
     before = [one.cache_info() for one in engine.graphs]
-    found = figures(
-        serve(engine, [[i, 1, 2, 3, 4, 5] for i in range(7)], asked.temperature, 5), 6, []
+    run_figures = figures(
+        serve(engine, [[i, 1, 2, 3, 4, 5] for i in range(7)], bench_options.temperature, 5), 6, []
     )
     assert len(engine.graphs) == pp
     for was, one in zip(before, engine.graphs, strict=True):
         now = one.cache_info()
         replays = now.replays - was.replays
         eager = now.eager - was.eager
-        assert replays + eager == found["num_steps"]
-        assert found["graphs"]["shares"]["none"] == pytest.approx(eager / (replays + eager))
+        assert replays + eager == run_figures["num_steps"]
+        assert run_figures["graphs"]["shares"]["none"] == pytest.approx(eager / (replays + eager))
 
 
 NOTHING: Any = {
@@ -128,10 +130,10 @@ NOTHING: Any = {
 
 
 def test_requests_wait_for_pages_where_few_are_asked_for(run: Weft) -> None:
-    found = measured(run, "--num-pages", "1")
-    assert found["wanted"]["num_pages"] == 1
-    assert found["output_tokens"] == 35
-    assert found["num_steps"] == 35, "one request of one page after the other"
+    report = measured(run, "--num-pages", "1")
+    assert report["wanted"]["num_pages"] == 1
+    assert report["output_tokens"] == 35
+    assert report["num_steps"] == 35, "one request of one page after the other"
 
 
 def test_the_tables_are_for_reading(run: Weft) -> None:
@@ -156,15 +158,15 @@ def test_a_cpu_has_graphs_only_where_they_are_asked_for(
     command: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """They take seconds to capture, and no step less."""
-    given: dict[str, str] = {"model": "demo"} | (
+    arguments: dict[str, str] = {"model": "demo"} | (
         {"certificate": "file"} if command is Verify else {}
     )
-    assert command(**given, device="cpu").graph_mode == "none"
-    assert command(**given, device="cpu", graph="full").graph_mode == "full"
-    for name, own in (("is_available", True), ("device_count", 1)):
-        monkeypatch.setattr(torch.cuda, name, lambda own=own: own)
-    assert command(**given).graph_mode == "full_and_piecewise"
-    assert command(**given, graph="none").graph_mode == "none"
+    assert command(**arguments, device="cpu").graph_mode == "none"
+    assert command(**arguments, device="cpu", graph="full").graph_mode == "full"
+    for name, value in (("is_available", True), ("device_count", 1)):
+        monkeypatch.setattr(torch.cuda, name, lambda value=value: value)
+    assert command(**arguments).graph_mode == "full_and_piecewise"
+    assert command(**arguments, graph="none").graph_mode == "none"
 
 
 def test_the_start_of_gpus_fits_a_terminal_with_its_headers(
@@ -174,8 +176,10 @@ def test_the_start_of_gpus_fits_a_terminal_with_its_headers(
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "H200")
     before = Stats(**NOTHING)
     rank = RankFigures("cuda:7", 102.34, 11.23, 126.1, 1.0, 528.25, 162, 4700 * 2**20, 137 * 2**30)
-    found = figures(Served([[1.0]], before, attrs.evolve(before, modes={"full": 1})), 10, [rank])
-    show(tables(as_report(options("full", 1), {"max_num_tokens": 64, **found})))
+    run_figures = figures(
+        Served([[1.0]], before, attrs.evolve(before, modes={"full": 1})), 10, [rank]
+    )
+    show(tables(as_report(options("full", 1), {"max_num_tokens": 64, **run_figures})))
     lines = capsys.readouterr().out.splitlines()
     assert max(map(len, lines)) <= 80
     shown = [line.split() for line in lines]
@@ -224,14 +228,14 @@ def test_drafts_are_counted(run: Weft, pp: str) -> None:
     code, out, _ = run(
         *model, "--pp", pp, "--transport", "local", "--json", *SMALL, "--max-num-tokens", "16"
     )
-    found = json.loads(out)
-    assert (code, found["output_tokens"], found["captures"], found["wanted"]["speculate"]) == (
+    report = json.loads(out)
+    assert (code, report["output_tokens"], report["captures"], report["wanted"]["speculate"]) == (
         0,
         35,
         0,
         2,
     )
-    assert found["accepted"] == found["drafted"] > 0
+    assert report["accepted"] == report["drafted"] > 0
     _, shown, _ = run(*model, *SMALL)
     assert ["by", "a", "step", "verified", "right", "share"] in [
         line.split() for line in shown.splitlines()
@@ -255,10 +259,10 @@ def test_a_checkpoint_in_ranks_of_its_own_and_a_file(run: Weft, tmp_path: Path) 
     code, shown, err = run(*model, *SMALL, "--out", str(out), "--max-step-seconds", "60")
     assert (code, err) == (0, "")
     assert shown.startswith(f"{DEMO}, 2 stages, graphs: full\n")
-    found = json.loads(out.read_text())
-    assert [rank["num_graphs"] > 0 for rank in found["ranks"]] == [True, True]
-    assert (found["wanted"]["model"], found["wanted"]["max_step_seconds"]) == (str(DEMO), 60)
-    assert (found["wanted"]["stages"], found["wanted"]["dummy"], found["output_tokens"]) == (
+    report = json.loads(out.read_text())
+    assert [rank["num_graphs"] > 0 for rank in report["ranks"]] == [True, True]
+    assert (report["wanted"]["model"], report["wanted"]["max_step_seconds"]) == (str(DEMO), 60)
+    assert (report["wanted"]["stages"], report["wanted"]["dummy"], report["output_tokens"]) == (
         2,
         False,
         35,
@@ -309,9 +313,9 @@ def scored(run: Weft, *more: str) -> tuple[int, Any]:
 
 @pytest.mark.slow
 def test_the_shipped_checkpoint_scores_the_same_in_every_mode_and_split(run: Weft) -> None:
-    code, found = scored(run, "--pp", "1,2,3", "--transport", "local")
-    assert (code, found["agree"]) == (0, True)
-    scores = found["scores"]
+    code, report = scored(run, "--pp", "1,2,3", "--transport", "local")
+    assert (code, report["agree"]) == (0, True)
+    scores = report["scores"]
     assert [(score["graph"], score["stages"]) for score in scores] == [
         (g, pp) for pp in (1, 2, 3) for g in MODES
     ]
@@ -343,14 +347,14 @@ def test_the_score_is_that_of_the_models_own_logits(run: Weft) -> None:
             logprobs = reference(ids).logits[0, :-1].log_softmax(-1).gather(1, ids[0, 1:, None])
         bits = bits - logprobs.sum().item() / math.log(2)
         count = count + len(logprobs)
-    _, found = scored(run, "--graph", "none")
-    assert found["tokens"] == count
-    assert found["scores"][0]["bits_per_token"] == pytest.approx(bits / count, abs=1e-4)
+    _, report = scored(run, "--graph", "none")
+    assert report["tokens"] == count
+    assert report["scores"][0]["bits_per_token"] == pytest.approx(bits / count, abs=1e-4)
 
 
 def test_ranks_of_their_own_score_the_same(run: Weft) -> None:
-    code, found = scored(run, "--pp", "1,2", "--graph", "full")
-    assert (code, [score["stages"] for score in found["scores"]]) == (0, [1, 2])
+    code, report = scored(run, "--pp", "1,2", "--graph", "full")
+    assert (code, [score["stages"] for score in report["scores"]]) == (0, [1, 2])
 
 
 def test_long_texts_go_in_windows_and_bytes_are_those_that_are_scored(
@@ -361,18 +365,18 @@ def test_long_texts_go_in_windows_and_bytes_are_those_that_are_scored(
     file.write_text(json.dumps({"text": text}) + "\n\n")
     model = ("--model", str(DEMO), "--device", "cpu", "--graph", "none", "--json")
     code, out, _ = run(*model, "--eval", str(file))
-    found = json.loads(out)
-    assert (code, found["questions"], found["scores"][0]["accuracy"]) == (0, 0, None)
+    report = json.loads(out)
+    assert (code, report["questions"], report["scores"][0]["accuracy"]) == (0, 0, None)
     # One token per byte, and the first byte is not predicted
-    assert found["tokens"] == len(text.encode()) - 1
-    assert found["bytes"] == len(text.encode()) - 2  # nor is the character that it begins
+    assert report["tokens"] == len(text.encode()) - 1
+    assert report["bytes"] == len(text.encode()) - 2  # nor is the character that it begins
 
 
 Plant = Callable[[Score], Score]
 
 
 def _worse(score: Score) -> Score:
-    return attrs.evolve(score, logprobs=[[x - 1e-3 for x in own] for own in score.logprobs])
+    return attrs.evolve(score, logprobs=[[x - 1e-3 for x in row] for row in score.logprobs])
 
 
 def _other_answer(score: Score) -> Score:
@@ -401,13 +405,13 @@ def test_a_mode_that_scores_otherwise_is_found(
     score = bench._score
 
     def planted(here: Any, options: Any, model: Any, graph: str, *rest: Any) -> Score:
-        found = score(here, options, model, "none", *rest)
-        return damage(found) if graph == "full" else found
+        sound_score = score(here, options, model, "none", *rest)
+        return damage(sound_score) if graph == "full" else sound_score
 
     monkeypatch.setattr(bench, "_score", planted)
-    code, found = scored(run, "--max-num-tokens", "512")
-    assert (code, found["agree"]) == (1, False)
-    assert [row["graph"] for row in found["scores"] if not row["agrees"]] == ["full"]
+    code, report = scored(run, "--max-num-tokens", "512")
+    assert (code, report["agree"]) == (1, False)
+    assert [row["graph"] for row in report["scores"] if not row["agrees"]] == ["full"]
     code, out, _ = run(
         "--model", str(DEMO), "--device", "cpu", "--dtype", "float32", "--eval", str(HELD_OUT)
     )
@@ -430,13 +434,13 @@ BAD_TASKS: dict[str, tuple[str, str]] = {
 
 @pytest.mark.parametrize("case", BAD_TASKS)
 def test_bad_tasks_are_named_by_their_line(run: Weft, tmp_path: Path, case: str) -> None:
-    text, seen = BAD_TASKS[case]
+    text, problem = BAD_TASKS[case]
     file = tmp_path / "tasks.jsonl"
     file.write_text(text)
     assert_refused(
         run("--model", str(DEMO), "--device", "cpu", "--eval", str(file)),
         f"--eval {file}",
-        f"saw: {seen}",
+        f"saw: {problem}",
     )
 
 

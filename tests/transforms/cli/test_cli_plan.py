@@ -43,15 +43,15 @@ def test_one_stage_is_predicted_unless_another_number_is_given(run: Weft, folder
 
 
 def test_the_bytes_are_those_of_the_shapes(run: Weft, folder: str) -> None:
-    found = predicted(run, folder, "--pp", "2")["model"]
-    assert found["bytes"] == {
+    model_report = predicted(run, folder, "--pp", "2")["model"]
+    assert model_report["bytes"] == {
         "layer": LAYER,
         "head": HEAD,
         "embedding": ROW,
         "kv": KV,
         "message": ROW,
     }
-    assert (found["architecture"], found["num_layers"], found["dtype"]) == (
+    assert (model_report["architecture"], model_report["num_layers"], model_report["dtype"]) == (
         "LlamaForCausalLM",
         8,
         "bfloat16",
@@ -80,47 +80,50 @@ def test_experts_cost_what_the_tokens_touch(run: Weft, tmp_path: Path) -> None:
     experts = 4 * (3 * 128 * 256 + 4 * 3 * 2)
     dense = attention + 3 * 384 * 256 + 4 * 3 * 3 * 2
     sparse = attention + 2 * 4 * 256
-    found = predicted(
+    report = predicted(
         run, str(tmp_path), "--pp", "3", "--requests", "2", "--cohorts", "1", "--context", "0"
     )
-    assert found["model"]["bytes"]["layer"] == max(sparse + experts, dense)
+    assert report["model"]["bytes"]["layer"] == max(sparse + experts, dense)
     touched = sparse + experts * (1 - 0.75**2)
-    seconds = [stage["seconds"] for stage in found["splits"]["even"]]
+    seconds = [stage["seconds"] for stage in report["splits"]["even"]]
     last = touched + 512 + 256 * 512 + 2 * 256 * SAMPLING
     assert seconds == pytest.approx([(touched + 2 * 512) / 1e9, dense / 1e9, last / 1e9])
 
 
 def test_the_bytes_are_those_of_a_checkpoint(run: Weft) -> None:
-    found = predicted(run, str(DEMO), "--pp", "1")["model"]["bytes"]
+    sizes = predicted(run, str(DEMO), "--pp", "1")["model"]["bytes"]
     model = load(DEMO, "cpu", "bfloat16")
     params = model.params
     assert model.config.tie_word_embeddings
-    assert num_bytes(params) == 6 * found["layer"] + found["head"]
+    assert num_bytes(params) == 6 * sizes["layer"] + sizes["head"]
 
 
 def test_a_stage_costs_its_bytes_over_the_bandwidth(run: Weft, folder: str) -> None:
-    found = predicted(
+    report = predicted(
         run, folder, "--pp", "2", "--requests", "12", "--cohorts", "3", "--context", "100"
     )
     layer = LAYER + 4 * 100 * KV
     embedding = 4 * ROW
     sampling = 4 * 2304 * SAMPLING
     for name, sizes in (("balanced", (6, 2)), ("even", (4, 4))):
-        split = found["splits"][name]
+        split = report["splits"][name]
         assert tuple(stage["stop"] - stage["start"] for stage in split) == sizes
-        wanted = [(sizes[0] * layer + embedding) / 1e9, (sizes[1] * layer + HEAD + sampling) / 1e9]
-        assert [stage["seconds"] for stage in split] == pytest.approx(wanted)
+        expected = [
+            (sizes[0] * layer + embedding) / 1e9,
+            (sizes[1] * layer + HEAD + sampling) / 1e9,
+        ]
+        assert [stage["seconds"] for stage in split] == pytest.approx(expected)
 
 
 def test_the_prediction_is_that_of_the_slowest_stage(run: Weft, folder: str) -> None:
-    found = predicted(run, folder, "--pp", "2", "--requests", "12", "--cohorts", "3")
-    seconds = [stage["seconds"] for stage in found["splits"]["balanced"]]
-    assert found["predicted"]["step_time"] == pytest.approx(3 * max(seconds))
-    assert found["predicted"]["tokens_per_second"] == pytest.approx(12 / (3 * max(seconds)))
-    assert found["predicted"]["bubbles"] == pytest.approx(
+    report = predicted(run, folder, "--pp", "2", "--requests", "12", "--cohorts", "3")
+    seconds = [stage["seconds"] for stage in report["splits"]["balanced"]]
+    assert report["predicted"]["step_time"] == pytest.approx(3 * max(seconds))
+    assert report["predicted"]["tokens_per_second"] == pytest.approx(12 / (3 * max(seconds)))
+    assert report["predicted"]["bubbles"] == pytest.approx(
         [1 - one / max(seconds) for one in seconds]
     )
-    assert found["costs"] == "bytes over bandwidth, not measured"
+    assert report["costs"] == "bytes over bandwidth, not measured"
 
 
 def test_transfers_cost_what_the_options_say(run: Weft, folder: str) -> None:
@@ -138,28 +141,28 @@ def test_transfers_cost_what_the_options_say(run: Weft, folder: str) -> None:
         "--latency",
         "30",
     )
-    found = predicted(run, folder, *options)
-    seconds = [stage["seconds"] for stage in found["splits"]["balanced"]]
+    report = predicted(run, folder, *options)
+    seconds = [stage["seconds"] for stage in report["splits"]["balanced"]]
     transfers = 2 * 30e-6 + (2 * ROW + 2 * 12) / 0.5e9
-    assert found["timeline"]["step_time"] == pytest.approx(sum(seconds) + transfers)
-    assert found["timeline"]["peak_bytes"] == [2 * ROW] * 2
+    assert report["timeline"]["step_time"] == pytest.approx(sum(seconds) + transfers)
+    assert report["timeline"]["peak_bytes"] == [2 * ROW] * 2
 
 
 def test_the_default_number_of_cohorts_is_the_best_of_the_table(run: Weft, folder: str) -> None:
-    found = predicted(run, folder, "--pp", "3", "--requests", "64")
-    assert [row["cohorts"] for row in found["cohorts"]] == [1, 2, 3, 4, 5, 6]
-    best = max(found["cohorts"], key=lambda row: row["tokens_per_second"])
-    assert found["predicted"] == {name: value for name, value in best.items() if name != "bubble"}
-    asked = predicted(run, folder, "--pp", "3", "--requests", "64", "--cohorts", "9")
-    assert [row["cohorts"] for row in asked["cohorts"]] == [1, 2, 3, 4, 5, 6, 9]
-    assert (asked["predicted"]["cohorts"], asked["best"]) == (9, found["best"])
+    report = predicted(run, folder, "--pp", "3", "--requests", "64")
+    assert [row["cohorts"] for row in report["cohorts"]] == [1, 2, 3, 4, 5, 6]
+    best = max(report["cohorts"], key=lambda row: row["tokens_per_second"])
+    assert report["predicted"] == {name: value for name, value in best.items() if name != "bubble"}
+    nine_cohorts = predicted(run, folder, "--pp", "3", "--requests", "64", "--cohorts", "9")
+    assert [row["cohorts"] for row in nine_cohorts["cohorts"]] == [1, 2, 3, 4, 5, 6, 9]
+    assert (nine_cohorts["predicted"]["cohorts"], nine_cohorts["best"]) == (9, report["best"])
 
 
 def test_the_programs_parse_and_pass_their_check(run: Weft, folder: str) -> None:
-    found = predicted(run, folder, "--pp", "4", "--cohorts", "2", "--steps", "3")
-    programs = [Program.parse(text) for text in found["programs"]]
+    report = predicted(run, folder, "--pp", "4", "--cohorts", "2", "--steps", "3")
+    programs = [Program.parse(text) for text in report["programs"]]
     check(programs)
-    ran = [(e["rank"], e["effect"]) for e in found["timeline"]["events"]]
+    ran = [(e["rank"], e["effect"]) for e in report["timeline"]["events"]]
     assert ran == [(p.rank, str(e)) for p in programs for e in p.effects]
 
 
@@ -221,10 +224,10 @@ def test_the_answer_is_the_figures_of_the_report(run: Weft, folder: str) -> None
         "--bandwidth",
         "1",
     )
-    found = predicted(run, folder, *options[2:])["predicted"]
+    prediction = predicted(run, folder, *options[2:])["predicted"]
     first, second, third, *_ = run(*options)[1].splitlines()[1:]
-    assert first == f"{found['tokens_per_second']:,.0f} tokens/s from 12 requests"
-    assert second == f"a step takes {duration(found['step_time'])}, with 3 cohorts of 4"
+    assert first == f"{prediction['tokens_per_second']:,.0f} tokens/s from 12 requests"
+    assert second == f"a step takes {duration(prediction['step_time'])}, with 3 cohorts of 4"
     assert third.startswith("bound by memory bandwidth: stage ")
 
 
@@ -322,22 +325,22 @@ def test_a_split_that_does_not_fit_is_marked_and_not_the_best(run: Weft, folder:
     options = ("--gpus", "2", "--requests", "4", "--context", "15", "--latency", "1e6")
     graphs = 500_000_000
     kv = 4 * 16 * KV
-    held = predicted(run, folder, *options)["memory"]
-    assert [one["weights"] for one in held] == [7 * LAYER + 2304 * ROW, LAYER + HEAD]
-    assert [one["kv"] for one in held] == [7 * kv, kv]
-    assert [one["total"] for one in held] == pytest.approx(
-        [one["weights"] + (one["kv"] + graphs) / 0.85 for one in held], rel=1e-12
+    memory = predicted(run, folder, *options)["memory"]
+    assert [one["weights"] for one in memory] == [7 * LAYER + 2304 * ROW, LAYER + HEAD]
+    assert [one["kv"] for one in memory] == [7 * kv, kv]
+    assert [one["total"] for one in memory] == pytest.approx(
+        [one["weights"] + (one["kv"] + graphs) / 0.85 for one in memory], rel=1e-12
     )
     alone = predicted(run, folder, "--pp", "1", "--requests", "4", "--context", "15")["memory"]
     assert [(one["weights"], one["kv"]) for one in alone] == [
         (8 * LAYER + HEAD + 2304 * ROW, 8 * kv)
     ]
-    tight = str(held[0]["total"] / 1e9 - 1e-5)
+    tight = str(memory[0]["total"] / 1e9 - 1e-5)
     more = (*options, "--memory", tight)
-    found = predicted(run, folder, *more)
-    assert [(one["shards"], one["fits"]) for one in found["gpus"]] == [(1, False), (2, True)]
-    rates = [one["tokens_per_second"] for one in found["gpus"]]
-    assert (rates[0] > rates[1], found["predicted"]["tokens_per_second"]) == (True, rates[1])
+    report = predicted(run, folder, *more)
+    assert [(one["shards"], one["fits"]) for one in report["gpus"]] == [(1, False), (2, True)]
+    rates = [one["tokens_per_second"] for one in report["gpus"]]
+    assert (rates[0] > rates[1], report["predicted"]["tokens_per_second"]) == (True, rates[1])
     code, out, _ = run("--model", folder, *more)
     rows = out.splitlines()[2:4]
     assert (
@@ -383,7 +386,7 @@ def test_ranks_of_a_stage_stay_in_a_node_where_the_network_is_slow(run: Weft, fo
         predicted(run, folder, *options, *more) for more in ((), ("--node-latency", "500"))
     )
     assert [one["shards"] for one in near["gpus"]] == [1, 2, 4]
-    took = [[one["step_time"] for one in found["gpus"]] for found in (near, far)]
+    took = [[one["step_time"] for one in report["gpus"]] for report in (near, far)]
     assert took[1][2] > 4 * took[0][2]  # four ranks are in two nodes
     assert far["predicted"]["step_time"] == took[1][1]
     code, out, _ = run(
@@ -399,10 +402,10 @@ def test_ranks_of_a_stage_stay_in_a_node_where_the_network_is_slow(run: Weft, fo
 
 def test_ranks_that_share_experts_read_as_much_either_way(run: Weft) -> None:
     """In FP8 2 ranks can cut the 6 blocks of an expert's columns, and 4 have whole experts unasked."""
-    asked = "--preset", "qwen3-30b-a3b-fp8", "--pp", "1", "--json"
+    flags = "--preset", "qwen3-30b-a3b-fp8", "--pp", "1", "--json"
     sizes = {}
     for more in ("2", "2 --experts columns", "2 --experts whole", "4", "4 --experts whole"):
-        code, out, err = run(*asked, "--tp", *more.split())
+        code, out, err = run(*flags, "--tp", *more.split())
         assert code == 0, err
         sizes[more] = json.loads(out)["model"]["bytes"]["layer"]
     assert sizes["2"] == sizes["2 --experts columns"] == sizes["2 --experts whole"]
@@ -412,10 +415,10 @@ def test_ranks_that_share_experts_read_as_much_either_way(run: Weft) -> None:
     other = "or --experts whole"
     blocks = "a number of ranks by which it is a multiple of 128"
     assert_refused(
-        run(*asked, "--tp", "4", "--experts", "columns"), "--tp 4 --experts columns", blocks, other
+        run(*flags, "--tp", "4", "--experts", "columns"), "--tp 4 --experts columns", blocks, other
     )
     assert_refused(
-        run(*asked, "--experts", "whole"),
+        run(*flags, "--experts", "whole"),
         "no --tp and no --gpus",
         "instead: --experts columns|whole --tp N, or --gpus N",
     )
@@ -423,17 +426,17 @@ def test_ranks_that_share_experts_read_as_much_either_way(run: Weft) -> None:
 
 def test_every_split_shares_experts_as_asked(run: Weft) -> None:
     """In FP8 4 ranks cannot cut the 6 blocks of an expert's columns."""
-    asked = "--preset", "qwen3-30b-a3b-fp8", "--json", "--requests", "8", "--gpus"
+    flags = "--preset", "qwen3-30b-a3b-fp8", "--json", "--requests", "8", "--gpus"
     tried = {}
     for how in ("columns", "whole"):
-        code, out, err = run(*asked, "4", "--experts", how)
+        code, out, err = run(*flags, "4", "--experts", how)
         assert code == 0, err
         tried[how] = [one["shards"] for one in json.loads(out)["gpus"]]
     assert tried == {"columns": [1, 2], "whole": [1, 2, 4]}
     assert_refused(
-        run(*asked, "1", "--experts", "whole"), "weft plan --gpus 1 --experts whole", "one rank"
+        run(*flags, "1", "--experts", "whole"), "weft plan --gpus 1 --experts whole", "one rank"
     )
-    assert_refused(run(*asked, "4", "--tp", "2", "--experts", "whole"), "leave out --tp, or --gpus")
+    assert_refused(run(*flags, "4", "--tp", "2", "--experts", "whole"), "leave out --tp, or --gpus")
 
 
 def test_it_needs_no_weights(run: Weft, tmp_path: Path) -> None:

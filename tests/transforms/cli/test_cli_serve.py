@@ -65,14 +65,14 @@ def serving(*flags: str, model: Sequence[str] = ("demo",)) -> Iterator[tuple[Any
 
 def post(url: str, **body: Any) -> Any:
     request = urllib.request.Request(f"{url}/completions", json.dumps({**BODY, **body}).encode())
-    with urllib.request.urlopen(request, timeout=60) as found:
-        return json.load(found)
+    with urllib.request.urlopen(request, timeout=60) as response:
+        return json.load(response)
 
 
 def children_of(process: Any) -> list[int]:
     return [
-        int(own)
-        for own in Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+        int(pid)
+        for pid in Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
     ]
 
 
@@ -100,12 +100,12 @@ def test_a_port_that_is_taken_is_told_before_the_model_is_loaded(tmp_path: Path)
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = f"{taken.getsockname()[1]}"
         words = [sys.executable, "-m", "weft", "serve", str(DEMO), "--port", port]
-        found = subprocess.run(words, capture_output=True, text=True, timeout=60, check=False)
-    assert found.returncode == 2
+        result = subprocess.run(words, capture_output=True, text=True, timeout=60, check=False)
+    assert result.returncode == 2
     assert (
-        f"weft serve --host 127.0.0.1 --port {port}\n  saw: Address already in use" in found.stderr
+        f"weft serve --host 127.0.0.1 --port {port}\n  saw: Address already in use" in result.stderr
     )
-    assert "loading" not in found.stderr
+    assert "loading" not in result.stderr
 
 
 @pytest.mark.skipif(
@@ -117,14 +117,14 @@ def test_of_two_servers_on_one_port_one_is_told() -> None:
     options = Serve(model="demo", port=port)
     bound = serve._bound(options)
     try:
-        with pytest.raises(RequestError) as found:
+        with pytest.raises(RequestError) as caught:
             serve._bound(options)
     finally:
-        for own in bound:
-            own.close()
-    assert found.value.call == f"weft serve --host 127.0.0.1 --port {port}"
-    assert found.value.seen == "Address already in use"
-    assert found.value.instead == "an address of this machine, and a port that is free, or 0"
+        for listener in bound:
+            listener.close()
+    assert caught.value.call == f"weft serve --host 127.0.0.1 --port {port}"
+    assert caught.value.problem == "Address already in use"
+    assert caught.value.instead == "an address of this machine, and a port that is free, or 0"
 
 
 @pytest.mark.skipif(
@@ -143,13 +143,13 @@ def test_a_limit_of_files_that_leaves_none_to_connections_is_told(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(listening, "raise_file_limit", lambda: 128)
-    with pytest.raises(RequestError) as found:
+    with pytest.raises(RequestError) as caught:
         serve.run(Serve(model="demo"))
     assert (
-        found.value.seen
+        caught.value.problem
         == "a limit of 128 open files (ulimit -Hn); 128 of them are the server's own"
     )
-    assert found.value.instead.startswith("ulimit -n 192 or more before it")
+    assert caught.value.instead.startswith("ulimit -n 192 or more before it")
     monkeypatch.setattr(listening, "raise_file_limit", lambda: 192)
     serve._check_files(Serve(model="demo"))
 
@@ -189,16 +189,16 @@ def test_an_address_of_a_family_that_is_not_there_is_left_out(
 @pytest.mark.slow
 def test_a_request_whose_grammar_is_compiled_ends_after_a_signal() -> None:
     """The first grammar waits for XGrammar's process to start."""
-    found: list[Any] = []
+    responses: list[Any] = []
     form = {"type": "regex", "regex": "ab"}
     with serving() as (process, url):
-        asked = threading.Thread(target=lambda: found.append(post(url, response_format=form)))
-        asked.start()
+        thread = threading.Thread(target=lambda: responses.append(post(url, response_format=form)))
+        thread.start()
         time.sleep(1.0)
         process.send_signal(signal.SIGTERM)
-        asked.join(60)
+        thread.join(60)
         assert process.wait(30) == 0, process.stderr.read()
-    assert found[0]["choices"][0]["text"] == "ab"
+    assert responses[0]["choices"][0]["text"] == "ab"
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="POSIX signals")
@@ -249,8 +249,8 @@ def test_what_it_does_before_it_listens() -> None:
 @pytest.mark.slow
 def test_a_preset_has_random_weights_and_takes_token_ids() -> None:
     with serving("--graph", "none", model=("--preset", "tiny")) as (_, url):
-        found = post(url, prompt=[1, 2, 3], max_tokens=5, ignore_eos=True)
-        assert (found["usage"]["completion_tokens"], found["choices"][0]["text"]) == (5, "")
+        response = post(url, prompt=[1, 2, 3], max_tokens=5, ignore_eos=True)
+        assert (response["usage"]["completion_tokens"], response["choices"][0]["text"]) == (5, "")
         with pytest.raises(urllib.error.HTTPError) as refused:
             post(url)
         assert b"pass token ids" in refused.value.read()
@@ -265,9 +265,9 @@ def test_random_weights_of_a_folder_have_its_tokenizer(tmp_path: Path) -> None:
     [expected] = generate(load(DEMO, "cpu"), [BODY["prompt"]], max_tokens=24)
     assert choice["text"] not in ("", expected.text)
     words = [sys.executable, "-m", "weft", "serve", "--preset", "tiny", "--load-format", "auto"]
-    found = subprocess.run(words, capture_output=True, text=True, timeout=60, check=False)
-    assert found.returncode == 2
-    assert "weft serve --load-format auto\n  saw: a preset has no weights" in found.stderr
+    result = subprocess.run(words, capture_output=True, text=True, timeout=60, check=False)
+    assert result.returncode == 2
+    assert "weft serve --load-format auto\n  saw: a preset has no weights" in result.stderr
 
 
 @pytest.mark.slow
@@ -281,16 +281,16 @@ def test_random_weights_of_a_folder_have_its_tokenizer(tmp_path: Path) -> None:
 )
 def test_it_answers_and_lets_requests_end(flags: tuple[str, ...]) -> None:
     [expected] = generate(load(DEMO, "cpu"), [BODY["prompt"]], max_tokens=300)
-    found: list[Any] = []
+    responses: list[Any] = []
     with serving(*flags) as (process, url):
         assert post(url)["choices"][0]["text"] == expected.text[:24]
-        asked = threading.Thread(target=lambda: found.append(post(url, max_tokens=300)))
-        asked.start()
+        thread = threading.Thread(target=lambda: responses.append(post(url, max_tokens=300)))
+        thread.start()
         time.sleep(0.1)
         process.send_signal(signal.SIGTERM)
-        asked.join(60)
+        thread.join(60)
         assert process.wait(30) == 0, process.stderr.read()
-    assert found[0]["choices"][0]["text"] == expected.text
+    assert responses[0]["choices"][0]["text"] == expected.text
 
 
 def stream(url: str, **body: Any) -> Any:
@@ -307,8 +307,8 @@ NIGHTLY = pytest.mark.nightly
     [pytest.param((), marks=NIGHTLY), pytest.param(("--pp", "2"), marks=NIGHTLY), ("--tp", "2")],
 )
 def test_while_it_drains_streams_end_and_others_get_503(flags: tuple[str, ...]) -> None:
-    with serving(*flags) as (process, url), stream(url, max_tokens=480, n=4) as found:
-        assert found.readline().startswith(b"data: ")
+    with serving(*flags) as (process, url), stream(url, max_tokens=480, n=4) as response:
+        assert response.readline().startswith(b"data: ")
         process.send_signal(signal.SIGTERM)
         time.sleep(0.3)
         for path, body in (("/v1/completions", json.dumps(BODY).encode()), ("/health", None)):
@@ -316,7 +316,7 @@ def test_while_it_drains_streams_end_and_others_get_503(flags: tuple[str, ...]) 
                 urllib.request.urlopen(url.removesuffix("/v1") + path, body, timeout=20)
             assert refused.value.headers["retry-after"] == "1"
             assert json.load(refused.value)["error"]["code"] == "closed"
-        events = [line for line in found if line.strip()]
+        events = [line for line in response if line.strip()]
         assert events[-1] == b"data: [DONE]\n"
         assert json.loads(events[-2][6:])["choices"][0]["finish_reason"] == "length"
         assert process.wait(60) == 0
@@ -328,8 +328,8 @@ def test_while_it_drains_streams_end_and_others_get_503(flags: tuple[str, ...]) 
 @pytest.mark.slow
 @pytest.mark.parametrize("second", [pytest.param(signal.SIGTERM, marks=NIGHTLY), signal.SIGINT])
 def test_a_second_signal_ends_at_once(second: signal.Signals) -> None:
-    with serving() as (process, url), stream(url, max_tokens=480, n=4) as found:
-        assert found.readline().startswith(b"data: ")
+    with serving() as (process, url), stream(url, max_tokens=480, n=4) as response:
+        assert response.readline().startswith(b"data: ")
         process.send_signal(signal.SIGTERM)
         time.sleep(0.5)
         assert process.poll() is None
@@ -345,8 +345,8 @@ def descendants(pid: int) -> list[int]:
         except OSError:
             continue
         parents.setdefault(parent, []).append(int(folder.name))
-    own = sorted(parents.get(pid, []))
-    return [*own, *(each for child in own for each in descendants(child))]
+    children = sorted(parents.get(pid, []))
+    return [*children, *(each for child in children for each in descendants(child))]
 
 
 @pytest.mark.slow
@@ -364,17 +364,17 @@ def descendants(pid: int) -> list[int]:
 )
 def test_a_rank_that_dies_ends_the_server_and_is_named(is_busy: bool, split: str) -> None:
     with serving(split, "2", "--timeout", "4") as (process, url):
-        own = [
+        rank_pids = [
             pid
             for pid in descendants(process.pid)
             if b"http_process" not in Path(f"/proc/{pid}/cmdline").read_bytes()
         ]
-        last_rank = max(own)
+        last_rank = max(rank_pids)
         if is_busy:
-            with stream(url, max_tokens=300) as found:
-                assert found.readline().startswith(b"data: ")
+            with stream(url, max_tokens=300) as response:
+                assert response.readline().startswith(b"data: ")
                 os.kill(last_rank, signal.SIGKILL)
-                assert b"error" in found.read()
+                assert b"error" in response.read()
         else:
             os.kill(last_rank, signal.SIGKILL)
         assert process.wait(60) == 2

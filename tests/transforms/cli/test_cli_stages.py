@@ -80,10 +80,10 @@ def expected() -> Model:
 def test_generate_runs_them(run: Weft, more: tuple[str, ...]) -> None:
     code, out, _ = run("generate", *MODEL, "--stages", "own_stages_of_a_test:negated", *more)
     [completion] = generate(expected(), ["A list is"], max_tokens=4)
-    found = json.loads(out)
+    result = json.loads(out)
     assert code == 0
-    assert found["token_ids"] == completion.token_ids
-    assert found["captured"] == {"top": completion.captured["top"].tolist()}
+    assert result["token_ids"] == completion.token_ids
+    assert result["captured"] == {"top": completion.captured["top"].tolist()}
 
 
 @pytest.mark.slow
@@ -95,13 +95,13 @@ def test_each_rank_imports_them(run: Weft) -> None:
 
 def test_bench_runs_them(run: Weft) -> None:
     lengths = ("--input-len", "4", "--output-len", "4", "--num-prompts", "3")
-    own = ("--stages", "own_stages_of_a_test:negated")
-    code, out, _ = run("bench", "--preset", "tiny", "--device", "cpu", *lengths, *own, "--json")
-    assert (code, json.loads(out)["wanted"]["own_stages"]) == (0, own[1])
+    flags = ("--stages", "own_stages_of_a_test:negated")
+    code, out, _ = run("bench", "--preset", "tiny", "--device", "cpu", *lengths, *flags, "--json")
+    assert (code, json.loads(out)["wanted"]["own_stages"]) == (0, flags[1])
 
 
 @pytest.mark.parametrize(
-    ("name", "seen"),
+    ("name", "problem"),
     [
         ("own_stages_of_a_test:three", "it returned an int"),
         ("own_stages_of_a_test:loud", "ValueError: not today"),
@@ -109,8 +109,8 @@ def test_bench_runs_them(run: Weft) -> None:
         ("no_such_module_of_a_test:f", "ModuleNotFoundError"),
     ],
 )
-def test_what_gives_no_stages_is_named(run: Weft, name: str, seen: str) -> None:
-    assert_refused(run("generate", *MODEL, "--stages", name), f"--stages {name}", seen)
+def test_what_gives_no_stages_is_named(run: Weft, name: str, problem: str) -> None:
+    assert_refused(run("generate", *MODEL, "--stages", name), f"--stages {name}", problem)
 
 
 def test_another_attention(run: Weft) -> None:

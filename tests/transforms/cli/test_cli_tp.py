@@ -36,9 +36,9 @@ def said(out: str) -> list[tuple[str, list[int]]]:
 
 def weft(*more: str, before: tuple[str, ...] = (), **environment: str) -> subprocess.Popen[str]:
     command = [sys.executable, *before, "-m", "weft", "generate", *OPTIONS, *EXACT, *more]
-    own = {**os.environ, "OMP_NUM_THREADS": "1", **environment}
+    environ = {**os.environ, "OMP_NUM_THREADS": "1", **environment}
     return subprocess.Popen(
-        command, env=own, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+        command, env=environ, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE
     )
 
 
@@ -50,15 +50,15 @@ def result(process: subprocess.Popen[str]) -> list[tuple[str, list[int]]]:
 
 @pytest.fixture(scope="module")
 def alone() -> list[tuple[str, list[int]]]:
-    found = result(weft())
-    assert len(found) == 2
-    return found
+    completions = result(weft())
+    assert len(completions) == 2
+    return completions
 
 
 def test_two_ranks_say_what_one_process_says(run: Weft) -> None:
-    own, shared = (run("generate", *OPTIONS, *EXACT, *more) for more in ((), ("--tp", "2")))
-    assert (own[0], shared[0]) == (0, 0), shared[2]
-    assert said(own[1]) == said(shared[1])
+    single, shared = (run("generate", *OPTIONS, *EXACT, *more) for more in ((), ("--tp", "2")))
+    assert (single[0], shared[0]) == (0, 0), shared[2]
+    assert said(single[1]) == said(shared[1])
 
 
 @pytest.mark.slow
@@ -76,20 +76,20 @@ def test_ranks_that_share_layers_say_what_one_process_says(
 
 @pytest.mark.slow
 def test_a_certificate_names_the_weights_of_the_whole_model(tmp_path: Path) -> None:
-    found = []
+    digests = []
     for flags in ("--tp 1", "--tp 2", "--tp 2 --pp 2"):
         file = tmp_path / f"{flags}.json"
         result(weft(*flags.split(), "--batch-invariant", "--certificates", str(file)))
-        found.append(
+        digests.append(
             [(one.weights, one.program) for one in weft_package.Certificate.load_all(file)]
         )
-    assert found[0] == found[1] == found[2]
+    assert digests[0] == digests[1] == digests[2]
 
 
 def free_port() -> int:
-    with socket.socket() as own:
-        own.bind(("127.0.0.1", 0))
-        return int(own.getsockname()[1])
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return int(listener.getsockname()[1])
 
 
 @pytest.mark.slow
@@ -120,9 +120,9 @@ def test_two_agents_of_torchrun_are_two_nodes(alone: list[tuple[str, list[int]]]
 
 
 def test_what_ranks_cannot_share_is_refused(run: Weft) -> None:
-    seen = "saw: 4 heads, and 2 of keys and values"
+    problem = "saw: 4 heads, and 2 of keys and values"
     instead = "instead: a number of ranks that divides the heads"
-    assert_refused(run("generate", *OPTIONS, *EXACT, "--tp", "3"), "--tp 3", seen, instead)
+    assert_refused(run("generate", *OPTIONS, *EXACT, "--tp", "3"), "--tp 3", problem, instead)
     assert_refused(run("generate", *OPTIONS, *EXACT, "--tp", "0"), "--tp")
 
 
@@ -156,21 +156,21 @@ def test_ranks_with_whole_experts_say_what_one_process_says(run: Weft, tmp_path:
         "5",
         "--json",
     )
-    own, shared = (
+    single, shared = (
         run("generate", *options, *EXACT, *more.split()) for more in ("", "--tp 2 --experts whole")
     )
-    assert (own[0], shared[0]) == (0, 0), shared[2]
-    assert said(own[1]) == said(shared[1])
-    seen = "--experts whole, and a Qwen3ForCausalLM, which has no experts"
+    assert (single[0], shared[0]) == (0, 0), shared[2]
+    assert said(single[1]) == said(shared[1])
+    problem = "--experts whole, and a Qwen3ForCausalLM, which has no experts"
     assert_refused(
         run("generate", *OPTIONS, *EXACT, "--tp", "2", "--experts", "whole"),
         "--tp 2 --experts whole",
-        seen,
+        problem,
     )
 
 
 @pytest.mark.parametrize("transport", ["local", "threads"])
 def test_shares_need_processes(run: Weft, transport: str) -> None:
-    seen = "2 ranks that share each layer, and a transport within one process"
-    found = run("generate", *OPTIONS, *EXACT, "--tp", "2", "--transport", transport)
-    assert_refused(found, seen, "no --transport, or --tp 1")
+    problem = "2 ranks that share each layer, and a transport within one process"
+    refusal = run("generate", *OPTIONS, *EXACT, "--tp", "2", "--transport", transport)
+    assert_refused(refusal, problem, "no --transport, or --tp 1")

@@ -91,8 +91,8 @@ def test_what_is_refused(run: Weft, file: Path, tmp_path: Path) -> None:
         run("generate", *PROMPTS, *SAMPLED, "--certificates", to), "no --batch-invariant"
     )
     gone = str(tmp_path / "no" / "folder")
-    asked = "generate", *PROMPTS, *SAMPLED, "--batch-invariant", "--certificates"
-    assert_refused(run(*asked, gone), "there is no folder")
+    command = "generate", *PROMPTS, *SAMPLED, "--batch-invariant", "--certificates"
+    assert_refused(run(*command, gone), "there is no folder")
     assert_refused(run("verify", to, *DEMO), f"weft verify {to}", f"there is no file {to!r}")
     first = json.loads(file.read_text().splitlines()[0])
     other = tmp_path / "adapted.jsonl"

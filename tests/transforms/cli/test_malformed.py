@@ -73,20 +73,20 @@ def watched(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
     """The files opened for reading inside the context, by Python or by safetensors. It ends after
     `SECONDS`."""
     global _read
-    found: list[str] = []
+    opened: list[str] = []
     safe_open = checkpoint.safe_open
 
     def noted(file: Path, **options: Any) -> Any:
-        found.append(str(file))
+        opened.append(str(file))
         return safe_open(file, **options)
 
     with monkeypatch.context() as patch:
         patch.setattr(checkpoint, "safe_open", noted)
         before = signal.signal(signal.SIGALRM, _late)
         signal.setitimer(signal.ITIMER_REAL, SECONDS)
-        _read = found
+        _read = opened
         try:
-            yield found
+            yield opened
         finally:
             _read = None
             signal.setitimer(signal.ITIMER_REAL, 0)
@@ -147,8 +147,8 @@ def test_malformed_input_is_an_error(
     wrong = {}
     for index, case in enumerate(CASES[damaged][:: 1 if runs_all else 7]):
         folder = Path(shutil.copytree(sound, tmp_path / "case"))
-        if found := outcome(case, folder, run, monkeypatch):
-            wrong[f"{index} {case.name}"] = found
+        if failure := outcome(case, folder, run, monkeypatch):
+            wrong[f"{index} {case.name}"] = failure
         shutil.rmtree(folder)
     assert not wrong, f"{len(wrong)} of {len(CASES[damaged])}:\n" + "\n".join(
         map(str, wrong.items())
@@ -178,11 +178,11 @@ def test_shards_outside_of_the_folder_are_refused(
     malformed.write(folder / malformed.INDEX, index)
     with pytest.raises(CheckpointError) as caught:
         weft.load(folder, "cpu")
-    assert caught.value.seen.startswith(
+    assert caught.value.problem.startswith(
         f"{malformed.INDEX} is not an index of shards: it has weight_map."
     )
-    assert caught.value.seen.endswith(f" is the name of a file of {str(folder)!r}")
-    assert f"={name!r}; " in caught.value.seen
+    assert caught.value.problem.endswith(f" is the name of a file of {str(folder)!r}")
+    assert f"={name!r}; " in caught.value.problem
 
 
 def test_shards_in_a_folder_of_their_own_and_links_are_read(sound: Path, tmp_path: Path) -> None:

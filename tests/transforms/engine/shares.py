@@ -80,10 +80,10 @@ def config_of(kind: str) -> ModelConfig:
     return attrs.evolve(config, rope=attrs.evolve(config.rope, mrope_section=(1, 1, 2)))
 
 
-def prompt_of(given: Any) -> Any:
+def prompt_of(prompt: Any) -> Any:
     """A prompt: token ids as they are, or an image between two texts."""
-    if isinstance(given, list):
-        return given
+    if isinstance(prompt, list):
+        return prompt
     ids = [1, 2, 3, *[EMBEDDED] * 4, 5]
     with torch.device("cpu"):
         embeds = torch.randn(
@@ -92,7 +92,7 @@ def prompt_of(given: Any) -> Any:
         places = torch.tensor(
             [[0, 1, 2, 3, 3, 3, 3, 5], [0, 1, 2, 3, 3, 4, 4, 5], [0, 1, 2, 3, 4, 3, 4, 5]]
         )
-    return EmbedsPrompt(ids, embeds, places if given == "image" else None)
+    return EmbedsPrompt(ids, embeds, places if prompt == "image" else None)
 
 
 def model_of(
@@ -119,8 +119,8 @@ def adapters_of(kind: str, seed: int = 0) -> dict[str, Adapter]:
     names = [name for layer in range(config.num_layers) for name in adaptable(config, layer)]
     parts = {"attention": [name for name in names if "self_attn" in name], "all": names}
     return {
-        n: random_adapter(config, own, rank=2, seed=seed + i, std=0.3)
-        for i, (n, own) in enumerate(parts.items())
+        n: random_adapter(config, targets, rank=2, seed=seed + i, std=0.3)
+        for i, (n, targets) in enumerate(parts.items())
     }
 
 
@@ -169,52 +169,58 @@ class Asked:
     masked: bool = False
 
 
-def run(asked: Asked, model: Model, **split: Any) -> tuple[list[Any], Any]:
+def run(case: Asked, model: Model, **split: Any) -> tuple[list[Any], Any]:
     """The tokens, logprobs and prompt logprobs of each request, and the engine's counts."""
-    options: dict[str, Any] = dict(asked.options)
-    if asked.draft:
-        options["speculation"] = Speculation(2, model=model_of(asked.kind, seed=2))
-    if asked.beside:
-        model = model.with_stages(beside={"other": model_of(asked.kind, seed=3)}, logits=contrast)
-    if asked.changed:
+    options: dict[str, Any] = dict(case.options)
+    if case.draft:
+        options["speculation"] = Speculation(2, model=model_of(case.kind, seed=2))
+    if case.beside:
+        model = model.with_stages(beside={"other": model_of(case.kind, seed=3)}, logits=contrast)
+    if case.changed:
         named = {"extras": {"scale": torch.tensor(1.0)}, "captures": {"seen": torch.tensor(0.0)}}
         model = model.with_stages(**named, layers={0: seeing}, logits=scaled)
-    adapters = adapters_of(asked.kind) if asked.adapters else None
+    adapters = adapters_of(case.kind) if case.adapters else None
     engine = Engine(
-        model, asked.limits, seed=0, num_logprobs=3, adapters=adapters, **options, **split
+        model, case.limits, seed=0, num_logprobs=3, adapters=adapters, **options, **split
     )
-    found: list[Any] = []
-    for turn in range(2 if asked.twice or asked.updates else 1):
-        if turn and asked.updates:
+    ordered_tracks: list[Any] = []
+    for turn in range(2 if case.twice or case.updates else 1):
+        if turn and case.updates:
             engine.update(
-                state_dict(asked.kind, 4) if "params" in asked.updates else None,
-                adapters=adapters_of(asked.kind, 5) if "adapters" in asked.updates else None,
+                state_dict(case.kind, 4) if "params" in case.updates else None,
+                adapters=adapters_of(case.kind, 5) if "adapters" in case.updates else None,
             )
-        for index, prompt in enumerate(asked.prompts):
-            own = {"temperature": 0.0 if index % 2 else 1.0, "seed": index, "logprobs": 3} | dict(
-                asked.sampling
-            )
-            adapter = [None, "attention", "all"][(index + 1) % 3] if asked.adapters else None
-            given: dict[str, Any] = {
+        for index, prompt in enumerate(case.prompts):
+            sampling = {
+                "temperature": 0.0 if index % 2 else 1.0,
+                "seed": index,
+                "logprobs": 3,
+            } | dict(case.sampling)
+            adapter = [None, "attention", "all"][(index + 1) % 3] if case.adapters else None
+            request_options: dict[str, Any] = {
                 "adapter": adapter,
-                "mask": only_even if asked.masked else None,
+                "mask": only_even if case.masked else None,
             }
-            given["extras"] = {"scale": torch.tensor(0.5 + index / 4)} if asked.changed else None
+            request_options["extras"] = (
+                {"scale": torch.tensor(0.5 + index / 4)} if case.changed else None
+            )
             engine.add(
                 prompt_of(prompt),
-                SamplingParams(**own),
+                SamplingParams(**sampling),
                 max_tokens=8,
                 id=f"{turn} {index}",
-                **given,
+                **request_options,
             )
         tracks = {output.id: output.track for output in engine}
-        found += [tracks[f"{turn} {index}"] for index in range(len(asked.prompts))]
+        ordered_tracks += [tracks[f"{turn} {index}"] for index in range(len(case.prompts))]
     stats = engine.stats()
     counts = {
         name: getattr(stats, name)
         for name in ("tokens", "prefix_tokens", "preempted", "pages_held")
     }
-    return [(t.token_ids, t.logprobs, t.top_logprobs, t.prompt_logprobs) for t in found], counts
+    return [
+        (t.token_ids, t.logprobs, t.top_logprobs, t.prompt_logprobs) for t in ordered_tracks
+    ], counts
 
 
 def only_even(said: Any) -> list[int]:
@@ -272,12 +278,12 @@ def run_rank(every: Mapping[str, Asked], tensor: int, backend: Any = "gloo") -> 
     """A rank's part of each engine."""
     torch.set_num_threads(1)
     transport = Distributed(backend=backend, timeout=60)
-    found = {}
+    results = {}
     torch.set_default_device(transport.device)
     stages = transport.num_ranks // tensor
-    for name, asked in every.items():
+    for name, case in every.items():
         place = (transport.rank // tensor, stages), (transport.rank % tensor, tensor)
-        model = model_of(asked.kind, *place, **asked.model)
-        found[name] = run(asked, model, pipeline=stages, tensor=tensor, transport=transport)
+        model = model_of(case.kind, *place, **case.model)
+        results[name] = run(case, model, pipeline=stages, tensor=tensor, transport=transport)
     transport.close()
-    return found
+    return results

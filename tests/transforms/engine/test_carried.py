@@ -112,7 +112,7 @@ def expected(model: Model, cells: dict[int, Recurrent]) -> list[list[int]]:
             return (changed, *out[1:]) if isinstance(out, tuple) else changed
 
         reference.model.layers[index].register_forward_hook(hook)
-    found = []
+    completions = []
     with torch.no_grad():
         for prompt in PROMPTS:
             ids = model.encode(prompt)
@@ -120,8 +120,8 @@ def expected(model: Model, cells: dict[int, Recurrent]) -> list[list[int]]:
                 ids.append(
                     int(reference(torch.tensor([ids]), use_cache=False).logits[0, -1].argmax())
                 )
-            found.append(ids[-12:])
-    return found
+            completions.append(ids[-12:])
+    return completions
 
 
 def tokens(model: Model, **options: Any) -> list[list[int]]:
@@ -164,12 +164,12 @@ def test_on_a_gpu(
     cells: dict[int, Recurrent], expected: list[list[int]], policy: str, way: dict[str, Any]
 ) -> None:
     there = {index: copy.deepcopy(cell).to("cuda") for index, cell in cells.items()}
-    own = load(DEMO, "cuda", "float32").with_stages(
+    recurrent_model = load(DEMO, "cuda", "float32").with_stages(
         layers={index: cell.served(f"state {index}") for index, cell in there.items()},
         carries={f"state {index}": cell.start for index, cell in there.items()},
         prefix_caching=policy,
     )
-    engine = Engine(own, TIGHT, **way)
+    engine = Engine(recurrent_model, TIGHT, **way)
     for index, prompt in enumerate(PROMPTS):
         engine.add(prompt, max_tokens=12, id=f"{index}")
     said = {int(output.id): output.track.token_ids for output in engine}
@@ -200,19 +200,23 @@ def served(transport: Transport, policy: str) -> list[list[int]]:
     cell, place = Recurrent(model.config.hidden_size, 2), torch.zeros(model.config.hidden_size)
 
     def change(layer: Any) -> Any:
-        own = cell.served("state")(layer)
-        return lambda params, pages, batch, tables, hidden: own(
+        recurrent_layer = cell.served("state")(layer)
+        return lambda params, pages, batch, tables, hidden: recurrent_layer(
             params, pages, batch, tables, hidden + batch.token_extras["patch"]
         )
 
-    own = model.with_stages(
+    recurrent_model = model.with_stages(
         layers={2: change},
         carries={"state": cell.start},
         token_extras={"patch": place},
         prefix_caching=policy,
     )
     engine = Engine(
-        own, TIGHT, pipeline=2, transport=transport, speculation=Speculation(num_tokens=2)
+        recurrent_model,
+        TIGHT,
+        pipeline=2,
+        transport=transport,
+        speculation=Speculation(num_tokens=2),
     )
     for index, prompt in enumerate(PROMPTS):
         count = len(model.encode(prompt))
@@ -227,34 +231,34 @@ def served_by_a_rank(policy: str) -> list[list[int]]:
 
 
 def test_other_processes() -> None:
-    wanted = served(Local(), "none")
-    for found in launch(served_by_a_rank, 2, "snapshot"):
-        assert found == wanted
-    assert served(Local(), "snapshot") == served(Local(), "recompute") == wanted
+    expected = served(Local(), "none")
+    for tokens in launch(served_by_a_rank, 2, "snapshot"):
+        assert tokens == expected
+    assert served(Local(), "snapshot") == served(Local(), "recompute") == expected
 
 
 def test_completions_of_one_prompt_carry_their_own(recurrent: Model) -> None:
     """They share the prompt's pages as far as the policy lets them."""
     params = SamplingParams(temperature=1.0, seed=3, n=3)
-    found = []
+    completions = []
     for policy in POLICIES:
         engine = Engine(
             recurrent.with_stages(prefix_caching=policy), EngineLimits(page_size=4, num_pages=200)
         )
         engine.add(PROMPTS[0], params, max_tokens=10)
         said = {output.index: output.track.token_ids for output in engine}
-        found.append([said[index] for index in range(3)])
+        completions.append([said[index] for index in range(3)])
         assert (engine.stats().prefix_tokens > 0) == (policy != "none")
-    assert found[0] == found[1] == found[2]
-    assert len({tuple(own) for own in found[0]}) == 3
+    assert completions[0] == completions[1] == completions[2]
+    assert len({tuple(tokens) for tokens in completions[0]}) == 3
 
 
 def capturing(cell: Recurrent) -> Callable[[Any], Any]:
     def change(layer: Any) -> Any:
-        own = cell.served("state 0")(layer)
+        recurrent_layer = cell.served("state 0")(layer)
 
         def run(*args: Any) -> Any:
-            hidden, pages = own(*args)
+            hidden, pages = recurrent_layer(*args)
             sow("hidden", hidden)
             return hidden, pages
 
@@ -272,15 +276,17 @@ def test_recomputed_tokens_are_captured_and_share_their_pages(
         "captures": {"hidden": hidden},
         "carries": {"state 0": cells[0].start},
     }
-    own = model.with_stages(layers={0: capturing(cells[0])}, **options, prefix_caching="recompute")
-    engine = Engine(own, EngineLimits(page_size=4, num_pages=100), graph="full")
+    capturing_model = model.with_stages(
+        layers={0: capturing(cells[0])}, **options, prefix_caching="recompute"
+    )
+    engine = Engine(capturing_model, EngineLimits(page_size=4, num_pages=100), graph="full")
     engine.add(SHARED, max_tokens=8)
     *_, first = engine
     assert engine.stats().prefix_tokens == 0
     engine.add(SHARED, max_tokens=8)
     *_, second = engine
-    found = engine.stats().prefix_tokens
-    assert found >= len(model.encode(SHARED)) - 4
+    num_prefix_tokens = engine.stats().prefix_tokens
+    assert num_prefix_tokens >= len(model.encode(SHARED)) - 4
     assert first.track.token_ids == second.track.token_ids
     captured = [output.track.captured["hidden"] for output in (first, second)]
     assert len(captured[1]) == len(model.encode(SHARED)) + 8 - 1
@@ -305,9 +311,11 @@ def test_gradients_flow_through_what_is_carried(model: Model, cells: dict[int, R
     grads = []
     for cuts in ((len(ids),), (9, len(ids) - 9)):
         cell = Recurrent(model.config.hidden_size, 5)
-        own = model.with_stages(layers={0: through(cell)}, carries={"state 0": torch.zeros(SIZE)})
-        runner = make_runner(own, Limits(1, len(ids)), mode="none", keep_logits=True)
-        states = make_state(own, runner.layouts, [len(ids) + 1])
+        recurrent_model = model.with_stages(
+            layers={0: through(cell)}, carries={"state 0": torch.zeros(SIZE)}
+        )
+        runner = make_runner(recurrent_model, Limits(1, len(ids)), mode="none", keep_logits=True)
+        states = make_state(recurrent_model, runner.layouts, [len(ids) + 1])
         start = 0
         for count in cuts:
             chunk = ids[start : start + count]
@@ -317,7 +325,7 @@ def test_gradients_flow_through_what_is_carried(model: Model, cells: dict[int, R
         assert out.logits is not None
         out.logits.square().mean().backward()
         grads.append([cell.gru.weight_ih_l0.grad, cell.gru.bias_hh_l0.grad])
-    assert all(own is not None and own.abs().sum() > 0 for own in grads[0])
+    assert all(grad is not None and grad.abs().sum() > 0 for grad in grads[0])
     for one, two in zip(*grads, strict=True):
         assert one is not None
         assert two is not None
@@ -326,11 +334,11 @@ def test_gradients_flow_through_what_is_carried(model: Model, cells: dict[int, R
 
 def through(cell: Recurrent) -> Callable[[Any], Any]:
     """`Recurrent.served` with the module's own parameters."""
-    own = cell.gru
+    gru = cell.gru
 
     def step(x: Tensor, h: Tensor) -> Tensor:
         return torch.gru_cell(
-            x, h, own.weight_ih_l0, own.weight_hh_l0, own.bias_ih_l0, own.bias_hh_l0
+            x, h, gru.weight_ih_l0, gru.weight_hh_l0, gru.bias_ih_l0, gru.bias_hh_l0
         )
 
     def change(layer: Any) -> Any:
@@ -349,4 +357,4 @@ def through(cell: Recurrent) -> Callable[[Any], Any]:
 
 def test_a_model_without_carries_has_no_tensors_for_them(model: Model) -> None:
     (state,) = Engine(model, EngineLimits(num_pages=10))._executor.state
-    assert (state.carried, state.found, state.kv_pages.shape[2]) == (None, None, 10)
+    assert (state.carried, state.num_recomputed_tokens, state.kv_pages.shape[2]) == (None, None, 10)

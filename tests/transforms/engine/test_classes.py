@@ -45,27 +45,27 @@ def test_a_step_runs_under_the_class_of_the_default_mode(
     classes = Classes(make_ladder(mode, limits), default)
     graphs = Classes(default)
     uniform = [BatchDescriptor.uniform(n, q) for n in range(1, 8) for q in query_lens]
-    for own in [*uniform, *(BatchDescriptor(t, min(t, 2)) for t in range(1, 70))]:
-        if query_lens == (1,) or mode not in ("full", "piecewise") or not own.is_uniform:
-            wanted = graphs.of(own)
-            large = wanted.mode == "none"
-            assert classes.of(own).descriptor == (
-                BatchDescriptor(own.num_tokens, 7) if large else wanted.descriptor
+    for descriptor in [*uniform, *(BatchDescriptor(t, min(t, 2)) for t in range(1, 70))]:
+        if query_lens == (1,) or mode not in ("full", "piecewise") or not descriptor.is_uniform:
+            expected = graphs.of(descriptor)
+            large = expected.mode == "none"
+            assert classes.of(descriptor).descriptor == (
+                BatchDescriptor(descriptor.num_tokens, 7) if large else expected.descriptor
             )
-        assert mode != "none" or classes.of(own).mode == "none"
-        assert mode != "full_decode_only" or classes.of(own).mode == (
-            "full" if own.is_uniform else "none"
+        assert mode != "none" or classes.of(descriptor).mode == "none"
+        assert mode != "full_decode_only" or classes.of(descriptor).mode == (
+            "full" if descriptor.is_uniform else "none"
         )
 
 
 def test_a_batch_is_padded_once_and_its_results_are_its_own() -> None:
     batch = Batch.ragged(rows=[2, 0], token_ids=[[5, 6], [7]])
-    own = BatchDescriptor(3, 2)
+    descriptor = BatchDescriptor(3, 2)
     classes = Classes(eager=LADDERS["piecewise"])
     padded = classes.pad(batch)
     assert padded.descriptor == BatchDescriptor(4, 4)
     assert padded.rows.tolist() == [2, 0, -1, -1]
-    assert_equal("a batch", classes.unpad(padded, own).rows, batch.rows)
+    assert_equal("a batch", classes.unpad(padded, descriptor).rows, batch.rows)
     assert classes.pad(padded) is padded
     assert Classes(LADDERS["piecewise"]).pad(batch).descriptor == BatchDescriptor(4, 4)
     assert Classes().pad(batch) is batch
@@ -75,7 +75,7 @@ def test_a_batch_is_padded_once_and_its_results_are_its_own() -> None:
     assert padded.rows.tolist() == [2, 0, -1, -1, -1]
     assert_equal("a batch", classes.unpad(padded, large.descriptor).rows, large.rows)
     assert classes.pad(uniform := Batch.decode(range(65))) is uniform
-    assert classes.unpad(None, own) is None
+    assert classes.unpad(None, descriptor) is None
 
 
 @pytest.mark.parametrize("most", [2048, 3000, 8192])
@@ -94,13 +94,18 @@ def test_steps_without_a_graph_take_kernels_of_classes_that_are_compiled_ahead(
         or mode == "full_and_piecewise"
     )
     for tokens in range(1, most + 1, 97):
-        found = classes.of(BatchDescriptor(tokens, min(tokens, 3)))
-        if found.mode == "none":
-            own = found.descriptor.num_tokens, found.descriptor.num_reqs
+        decision = classes.of(BatchDescriptor(tokens, min(tokens, 3)))
+        if decision.mode == "none":
+            class_size = decision.descriptor.num_tokens, decision.descriptor.num_reqs
             alike = {
-                size for size in ahead if size == own or (size[0] >= 2048 and size[1] == own[1])
+                size
+                for size in ahead
+                if size == class_size or (size[0] >= 2048 and size[1] == class_size[1])
             }
-            choices = [linear_tile(own[0], 128, 2048, False), gated_many_tile(own[0], 16384, 2048)]
+            choices = [
+                linear_tile(class_size[0], 128, 2048, False),
+                gated_many_tile(class_size[0], 16384, 2048),
+            ]
             assert any(
                 choices == [linear_tile(size, 128, 2048, False), gated_many_tile(size, 16384, 2048)]
                 for size, _ in alike
@@ -113,9 +118,9 @@ def test_beyond_the_largest_class_tiles_are_those_of_powers_of_two() -> None:
     classes = Classes(eager=Ladder(adapters), max_num_tokens=40)
     large = [(one.num_tokens, one.num_active_loras) for one in classes.large]
     assert sorted(large) == [(size, number) for size in (16, 32, 40) for number in (0, 1, 4)]
-    for own, found in ((0, 0), (1, 1), (2, 4), (4, 4), (5, 5)):
-        assert classes.of(BatchDescriptor(9, 2, None, own)).descriptor == BatchDescriptor(
-            9, 4, None, found
+    for num_loras, padded_num_loras in ((0, 0), (1, 1), (2, 4), (4, 4), (5, 5)):
+        assert classes.of(BatchDescriptor(9, 2, None, num_loras)).descriptor == BatchDescriptor(
+            9, 4, None, padded_num_loras
         )
 
 
@@ -137,9 +142,7 @@ def test_graphs_see_the_sizes_of_classes_alone(
     engine warms up."""
     planned = []
     answer = Graphified._answer
-    monkeypatch.setattr(
-        Graphified, "_answer", lambda *given: planned.append(given) or answer(*given)
-    )
+    monkeypatch.setattr(Graphified, "_answer", lambda *args: planned.append(args) or answer(*args))
     model = random_model(parse_config(PRESETS["tiny"], source="a test"), seed=0)
     draw = random.Random(0)
     engine = Engine(
@@ -148,7 +151,9 @@ def test_graphs_see_the_sizes_of_classes_alone(
     engine.warm_up()
     sizes = set[BatchDescriptor]()
     of = Classes.of
-    monkeypatch.setattr(Classes, "of", lambda classes, own: sizes.add(own) or of(classes, own))
+    monkeypatch.setattr(
+        Classes, "of", lambda classes, descriptor: sizes.add(descriptor) or of(classes, descriptor)
+    )
     for _ in range(40):
         engine.add(
             [3] * draw.randint(1, 40),
@@ -170,17 +175,21 @@ def test_small_layers_have_larger_graphs_and_steps(
     config = parse_config(PRESETS[preset], source="a test")
     assert module.captured_tokens(config) == most
     model: Any = SimpleNamespace(device="cuda", config=config)
-    for gib, wanted in ((24, 2048), (80, 4096 if most == 4096 else 8192)):
+    for gib, expected in ((24, 2048), (80, 4096 if most == 4096 else 8192)):
         properties = SimpleNamespace(total_memory=gib * 2**30)
-        monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _, own=properties: own)
-        assert options._num_tokens(model) == wanted
+        monkeypatch.setattr(
+            torch.cuda,
+            "get_device_properties",
+            lambda _, device_properties=properties: device_properties,
+        )
+        assert options._num_tokens(model) == expected
 
 
 @pytest.fixture
 def padded_as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     ladder = module.eager_ladder
     monkeypatch.setattr(
-        setup, "eager_ladder", lambda *given: ladder(*given[:-1], torch.device("cuda"))
+        setup, "eager_ladder", lambda *args: ladder(*args[:-1], torch.device("cuda"))
     )
 
 
@@ -231,9 +240,9 @@ def say(model: Model, graph: str, warm_up: bool = False, **options: Any) -> tupl
 @pytest.mark.parametrize("mode", ["none", "full_decode_only"])
 def test_an_engine_says_the_same_in_the_same_classes(mode: str, options: dict[str, Any]) -> None:
     model = random_model(parse_config(PRESETS["tiny"], source="a test"), seed=0)
-    found, counts = say(model, mode, **options)
-    wanted, graphs = say(model, "full_and_piecewise", **options)
-    assert found == wanted
+    completions, counts = say(model, mode, **options)
+    expected, graphs = say(model, "full_and_piecewise", **options)
+    assert completions == expected
     assert graphs.modes.get("none", 0) == 0
     assert counts.modes["none"] > 0
     assert 0 < counts.padding == graphs.padding
@@ -255,10 +264,10 @@ def test_what_has_no_graph_runs_once_when_an_engine_warms_up(
         "rehearse",
         lambda self, *args: ran.append(str(args[2].descriptor)) or rehearse(self, *args),
     )
-    wanted, _ = say(model, "full_decode_only", **options)
+    expected, _ = say(model, "full_decode_only", **options)
     assert not ran
-    found, _ = say(model, "full_decode_only", warm_up=True, **options)
-    assert found == wanted
+    completions, _ = say(model, "full_decode_only", warm_up=True, **options)
+    assert completions == expected
     count = 4 if "pipeline" in options else 8
     assert {f"ragged {size} tokens, {count} reqs" for size in (32, 40)} <= {*ran}
 
@@ -268,7 +277,7 @@ def test_a_step_of_more_tokens_than_any_class_has_the_most_requests(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     model = random_model(parse_config(PRESETS["tiny"], source="a test"), seed=0)
-    wanted, _ = say(model, "full_and_piecewise")
+    expected, _ = say(model, "full_and_piecewise")
     monkeypatch.setattr(module, "_MOST_CAPTURED_IF_SMALL", 8)
     padded = list[int]()
     classes = Classes.pad
@@ -280,9 +289,9 @@ def test_a_step_of_more_tokens_than_any_class_has_the_most_requests(
         return batch
 
     monkeypatch.setattr(Classes, "pad", pad)
-    found, counts = say(model, "full_and_piecewise")
-    assert {id: tokens for id, (tokens, _, _) in found.items()} == {
-        id: tokens for id, (tokens, _, _) in wanted.items()
+    completions, counts = say(model, "full_and_piecewise")
+    assert {id: tokens for id, (tokens, _, _) in completions.items()} == {
+        id: tokens for id, (tokens, _, _) in expected.items()
     }
     assert set(padded) == {8}
     assert counts.modes["none"] == len(padded)

@@ -75,11 +75,11 @@ def complete(case: Decoding, **params: Any) -> tuple[CompletionState, list[str]]
 def test_every_kind_of_decoder_is_drawn() -> None:
     assert {*SIMPLE, "Sequence"} == kinds()
     for name, strategy in {**SIMPLE, "Sequence": CHAINS}.items():
-        found = find(
+        decoder = find(
             strategy, lambda _: True, settings=settings(max_examples=1, phases=[Phase.generate])
         )
-        assert json.loads(found.__getstate__())["type"] == name
-        assert detokenizing.steps_of(found), name
+        assert json.loads(decoder.__getstate__())["type"] == name
+        assert detokenizing.steps_of(decoder), name
 
 
 @given(decodings())
@@ -173,9 +173,9 @@ def work_of(decoder: Any, token: str, count: int) -> int:
     counting = list[_Counting]()
 
     def make(part: dict[str, Any]) -> _Counting:
-        made = decoders.Fuse()
-        made.__setstate__(json.dumps(part).encode())
-        counting.append(_Counting(made))
+        fuse = decoders.Fuse()
+        fuse.__setstate__(json.dumps(part).encode())
+        counting.append(_Counting(fuse))
         return counting[-1]
 
     num_fed = 0
@@ -338,12 +338,12 @@ def test_a_planted_bug_is_found(plant: str) -> None:
         max_examples=2000, phases=[Phase.generate], deadline=None, database=None, derandomize=True
     )
     try:
-        found = find(decodings(), breaks, settings=options)
+        counterexample = find(decodings(), breaks, settings=options)
     except NoSuchExample:
         pytest.fail("no case was found")
     finally:
         detokenizing._steps_of_state.cache_clear()  # the bug may have changed what is kept
-    assert holds(found), "without the bug"
+    assert holds(counterexample), "without the bug"
 
 
 @pytest.mark.parametrize(

@@ -21,15 +21,15 @@ TEXTS = ("สวัสดีครับ ผม", "👩‍👩‍👧‍👦👍
 
 def byte_level() -> Tokenizer:
     """Like GPT-2's, Llama 3's and Qwen's: merges of bytes, across the borders of characters."""
-    made = Tokenizer(models.BPE())
-    made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    made.decoder = decoders.ByteLevel()
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
     alphabet = pre_tokenizers.ByteLevel.alphabet()
-    made.train_from_iterator(
+    tokenizer.train_from_iterator(
         TEXTS * 9, trainers.BpeTrainer(vocab_size=330, initial_alphabet=alphabet)
     )
-    made.add_special_tokens([AddedToken("<|end|>", special=True)])
-    return made
+    tokenizer.add_special_tokens([AddedToken("<|end|>", special=True)])
+    return tokenizer
 
 
 def byte_fallback() -> Tokenizer:
@@ -46,30 +46,30 @@ def byte_fallback() -> Tokenizer:
         "👍",
         "▁▁",
     ]
-    made = Tokenizer(
+    tokenizer = Tokenizer(
         models.BPE(
             {name: id for id, name in enumerate(names)}, [], byte_fallback=True, unk_token="<unk>"
         )
     )
-    made.add_special_tokens(["<unk>", AddedToken("</s>", special=True)])
+    tokenizer.add_special_tokens(["<unk>", AddedToken("</s>", special=True)])
     parts = [
         decoders.Replace("▁", " "),
         decoders.ByteFallback(),
         decoders.Fuse(),
         decoders.Strip(" ", 1, 0),
     ]
-    made.decoder = decoders.Sequence(parts)
-    return made
+    tokenizer.decoder = decoders.Sequence(parts)
+    return tokenizer
 
 
 def word_piece() -> Tokenizer:
     """Like BERT's, whose decoder removes the space before a comma."""
     names = ["[UNK]", "the", "##re", ".", ",", "'", "s", "do", "n", "'t", "##é", "👍"]
-    made = Tokenizer(
+    tokenizer = Tokenizer(
         models.WordPiece({name: id for id, name in enumerate(names)}, unk_token="[UNK]")
     )
-    made.decoder = decoders.WordPiece()
-    return made
+    tokenizer.decoder = decoders.WordPiece()
+    return tokenizer
 
 
 KINDS = {"byte level": byte_level(), "byte fallback": byte_fallback(), "word piece": word_piece()}

@@ -47,19 +47,19 @@ def test_values_and_gradients_are_those_of_transformers(name: str, tmp_path: Pat
             float(next_token_loss(theirs(input_ids=torch.tensor([ids])).logits[0], ids))
             for ids in SEQUENCES
         ]
-    wanted = their_gradients(theirs, SEQUENCES, tmp_path / "gradients")
+    expected = their_gradients(theirs, SEQUENCES, tmp_path / "gradients")
 
     def loss(params: Any) -> torch.Tensor:
         return -torch.cat(weft.logprobs(attrs.evolve(model, params=params), SEQUENCES)).sum()
 
-    found = weft.logprobs(model, SEQUENCES)
-    assert [x.shape for x in found] == [(len(ids) - 1,) for ids in SEQUENCES]
-    assert not any(x.requires_grad for x in found)
-    assert [-float(x.sum()) for x in found] == pytest.approx(losses, rel=1e-5)
-    own = recorded(model.params)
-    loss(own).backward()
-    for gradients in (gradients_of(own), torch.func.grad(loss)(model.params)):
-        assert worst(gradients, wanted)[0] < TOLERANCE
+    logprobs = weft.logprobs(model, SEQUENCES)
+    assert [x.shape for x in logprobs] == [(len(ids) - 1,) for ids in SEQUENCES]
+    assert not any(x.requires_grad for x in logprobs)
+    assert [-float(x.sum()) for x in logprobs] == pytest.approx(losses, rel=1e-5)
+    trainable_params = recorded(model.params)
+    loss(trainable_params).backward()
+    for gradients in (gradients_of(trainable_params), torch.func.grad(loss)(model.params)):
+        assert worst(gradients, expected)[0] < TOLERANCE
 
 
 @pytest.mark.one_of(5)
@@ -80,18 +80,18 @@ def test_a_batch_invariant_sampler_s_bits(kind: str, device: str) -> None:
         is_fp8 = model.config.fp8 is not None or model.kv_dtype is not None
         if not is_fp8:
             models.append(attrs.evolve(model, params=recorded(model.params)))
-        for own in models:
-            alone = [weft.logprobs(own, [ids])[0] for ids in sequences]
-            many = weft.logprobs(own, sequences * 8)  # in several steps
+        for scored_model in models:
+            alone = [weft.logprobs(scored_model, [ids])[0] for ids in sequences]
+            many = weft.logprobs(scored_model, sequences * 8)  # in several steps
             assert len(many) == 8 * len(sequences)
-            for found in (
-                weft.logprobs(own, sequences),
+            for logprobs in (
+                weft.logprobs(scored_model, sequences),
                 alone,
                 many[: len(sequences)],
                 many[-len(sequences) :],
             ):
-                assert all(x.requires_grad == (own is not model) for x in found)
-                pairs = zip(found, prompts, said, strict=True)
+                assert all(x.requires_grad == (scored_model is not model) for x in logprobs)
+                pairs = zip(logprobs, prompts, said, strict=True)
                 assert all(x[len(ids) - 1 :].tolist() == one.logprobs for x, ids, one in pairs)
 
 
@@ -112,23 +112,27 @@ def test_an_adapter_per_sequence_gives_the_engine_s_bits(device: str) -> None:
     adapters = [one, None, two, one]
     prompts = prompts_of((19, 1, 7, 2), vocab_size=7)
     said = weft.generate(model, prompts, max_tokens=12, temperature=1.0, seed=5, adapter=adapters)
-    sequences = [ids + own.token_ids for ids, own in zip(prompts, said, strict=True)]
+    sequences = [ids + completion.token_ids for ids, completion in zip(prompts, said, strict=True)]
     engine = weft.Engine(model, pipeline=2, graph="piecewise", adapters={"one": one, "two": two})
-    for index, (ids, own) in enumerate(zip(sequences, ("one", None, "two", "one"), strict=True)):
+    for index, (ids, adapter_name) in enumerate(
+        zip(sequences, ("one", None, "two", "one"), strict=True)
+    ):
         sampling = weft.SamplingParams(prompt_logprobs=0)
-        engine.add(ids, sampling, max_tokens=1, id=str(index), adapter=own)
+        engine.add(ids, sampling, max_tokens=1, id=str(index), adapter=adapter_name)
     forced = {
         int(output.id): output.track.prompt_logprobs for output in engine if output.finish_reason
     }
     many = weft.logprobs(model, sequences * 8, adapter=adapters * 8)
     alone = [
-        weft.logprobs(model, [ids], adapter=own)[0]
-        for ids, own in zip(sequences, adapters, strict=True)
+        weft.logprobs(model, [ids], adapter=adapter)[0]
+        for ids, adapter in zip(sequences, adapters, strict=True)
     ]
-    for found in (weft.logprobs(model, sequences, adapter=adapters), many[:4], many[-4:], alone):
-        assert [x.tolist() for x in found] == [forced[index] for index in range(4)]
-        pairs = zip(found, prompts, said, strict=True)
-        assert all(x[len(ids) - 1 :].tolist() == own.logprobs for x, ids, own in pairs)
+    for logprobs in (weft.logprobs(model, sequences, adapter=adapters), many[:4], many[-4:], alone):
+        assert [x.tolist() for x in logprobs] == [forced[index] for index in range(4)]
+        pairs = zip(logprobs, prompts, said, strict=True)
+        assert all(
+            x[len(ids) - 1 :].tolist() == completion.logprobs for x, ids, completion in pairs
+        )
     assert not torch.equal(alone[0], weft.logprobs(model, sequences[:1])[0])
 
 
@@ -137,18 +141,18 @@ def test_gradients_of_an_adapter_are_those_of_the_merged_weights() -> None:
     name = "model.layers.1.mlp.down_proj"
     adapter = random_adapter(model.config, [name], rank=2, seed=1, std=0.1)
     a, b = (x.requires_grad_() for x in adapter.deltas[name])
-    found = weft.logprobs(model, ["A list is", "The function"], adapter=[adapter, None])
-    own = torch.autograd.grad(found[0].sum(), (a, b), retain_graph=True)
+    logprobs = weft.logprobs(model, ["A list is", "The function"], adapter=[adapter, None])
+    grads = torch.autograd.grad(logprobs[0].sum(), (a, b), retain_graph=True)
     layer = model.params.layers[1]
     merged = attrs.evolve(layer, down_proj=layer.down_proj + b @ a)
     params = attrs.evolve(
         model.params, layers=(model.params.layers[0], merged, *model.params.layers[2:])
     )
-    [wanted] = weft.logprobs(attrs.evolve(model, params=params), ["A list is"])
-    torch.testing.assert_close(found[0], wanted, rtol=1e-4, atol=1e-4)
-    for x, other in zip(own, torch.autograd.grad(wanted.sum(), (a, b)), strict=True):
+    [expected] = weft.logprobs(attrs.evolve(model, params=params), ["A list is"])
+    torch.testing.assert_close(logprobs[0], expected, rtol=1e-4, atol=1e-4)
+    for x, other in zip(grads, torch.autograd.grad(expected.sum(), (a, b)), strict=True):
         torch.testing.assert_close(x, other, rtol=1e-3, atol=1e-4)
-    assert not any(x.any() for x in torch.autograd.grad(found[1].sum(), (a, b)))
+    assert not any(x.any() for x in torch.autograd.grad(logprobs[1].sum(), (a, b)))
 
 
 def test_torch_func_follows_the_sampler_s_bits() -> None:
@@ -156,28 +160,28 @@ def test_torch_func_follows_the_sampler_s_bits() -> None:
     sequences = prompts_of((19, 2, 7), vocab_size=7)
 
     def loss(params: Any) -> tuple[torch.Tensor, list[torch.Tensor]]:
-        found = weft.logprobs(attrs.evolve(model, params=params), sequences)
-        return torch.cat(found).sum(), found
+        logprobs = weft.logprobs(attrs.evolve(model, params=params), sequences)
+        return torch.cat(logprobs).sum(), logprobs
 
-    _, found = torch.func.grad(loss, has_aux=True)(model.params)
-    assert all(map(torch.equal, found, weft.logprobs(model, sequences)))
+    _, logprobs = torch.func.grad(loss, has_aux=True)(model.params)
+    assert all(map(torch.equal, logprobs, weft.logprobs(model, sequences)))
 
 
 def test_gradients_of_a_batch_invariant_model_are_those_of_the_fast_one() -> None:
     """Up to rounding, for every parameter."""
     exact = invariant_model("experts")
     fast = attrs.evolve(exact, functions=attrs.evolve(exact.functions, batch_invariant=False))
-    found = []
+    grads = []
     for model in (exact, fast):
         params = recorded(model.params)
         sequences = prompts_of((20, 9), vocab_size=7)
         torch.cat(weft.logprobs(attrs.evolve(model, params=params), sequences)).sum().backward()
-        found.append(
+        grads.append(
             [x.grad for x in tree_leaves(params) if torch.is_tensor(x) and x.grad is not None]
         )
-    assert len(found[0]) == len(found[1]) > 20
-    for own, other in zip(*found, strict=True):
-        torch.testing.assert_close(own, other, rtol=1e-4, atol=1e-4 * float(other.abs().max()))
+    assert len(grads[0]) == len(grads[1]) > 20
+    for grad, other in zip(*grads, strict=True):
+        torch.testing.assert_close(grad, other, rtol=1e-4, atol=1e-4 * float(other.abs().max()))
 
 
 def test_a_text_and_the_model_s_limit(demo: Model) -> None:
@@ -216,8 +220,8 @@ REFUSED: dict[str, tuple[Any, str, str]] = {
 
 @pytest.mark.parametrize("case", REFUSED)
 def test_what_is_no_sequence_is_refused(demo: Model, case: str) -> None:
-    sequences, seen, instead = REFUSED[case]
-    with refused(RequestError, CALL, seen, instead):
+    sequences, problem, instead = REFUSED[case]
+    with refused(RequestError, CALL, problem, instead):
         weft.logprobs(demo, sequences)
 
 

@@ -68,15 +68,15 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
 
 @pytest.mark.parametrize("case", WRONG)
 def test_what_cannot_be_served_is_refused_and_the_others_go_on(case: str) -> None:
-    changes, seen = WRONG[case]
+    changes, problem = WRONG[case]
     engine = Engine(small_model(), attrs.evolve(SMALL, num_pages=5), graph="none", num_logprobs=1)
     params = SamplingParams(temperature=1.0, seed=4, n=2)
     engine.add([1, 2, 3], params, max_tokens=4, id="good")
     engine.step()
-    asked: dict[str, Any] = {"prompt": [1], "max_tokens": 2, **changes}
+    request: dict[str, Any] = {"prompt": [1], "max_tokens": 2, **changes}
     with pytest.raises(RequestError) as error:
-        engine.add(**asked)
-    assert seen in str(error.value)
+        engine.add(**request)
+    assert problem in str(error.value)
     with pytest.raises(RequestError, match="no request of that id"):
         engine.abort("unknown")
     outputs = [output for output in engine if output.finish_reason is not None]
@@ -105,7 +105,7 @@ def test_logits_that_are_nan_are_an_error_of_their_request_alone(
     outputs = {output.id: output for output in engine if output.finish_reason is not None}
     assert outputs["bad"].finish_reason == "error"
     assert isinstance(outputs["bad"].error, LogitsError)
-    assert outputs["bad"].error.seen == "logits that are NaN after 5 tokens"
+    assert outputs["bad"].error.problem == "logits that are NaN after 5 tokens"
     for name in ("good", "other"):
         assert outputs[name].error is None
         assert (
@@ -140,7 +140,7 @@ def test_an_abort_ends_all_completions_and_frees_their_pages() -> None:
 def test_two_thousand_requests_leave_nothing_behind() -> None:
     """There are as many pages, tensors and graphs at the end as after the first hundred requests."""
     engine = Engine(small_model(), SMALL, graph="full", run_ahead=1, num_logprobs=1)
-    seen = {}
+    sizes = {}
     for index in range(2000):
         n = 2 if index % 10 == 0 else 1
         params = SamplingParams(temperature=float(index % 2), seed=index, logprobs=1, n=n)
@@ -150,10 +150,10 @@ def test_two_thousand_requests_leave_nothing_behind() -> None:
         if index % 50 == 49:
             list(engine)
         if index in (99, 1999):
-            seen[index] = held(engine)
-    more_batches = seen[1999].pop("batches") - seen[99].pop("batches")
+            sizes[index] = live_sizes(engine)
+    more_batches = sizes[1999].pop("batches") - sizes[99].pop("batches")
     assert more_batches <= 16, "the last ones that were placed are kept"
-    assert seen[99] == seen[1999]
+    assert sizes[99] == sizes[1999]
 
 
 @pytest.mark.slow
@@ -166,7 +166,7 @@ def test_adapters_and_drafts_leave_nothing_behind(mode: str, pipeline: int) -> N
         small_model(), SMALL, pipeline=pipeline, graph=mode, adapters=adapters, **settings
     )
     engine.warm_up()
-    seen = {}
+    sizes = {}
     for index in range(300):
         stops = [index % 12] if index % 3 == 0 else []
         params = SamplingParams(
@@ -178,22 +178,22 @@ def test_adapters_and_drafts_leave_nothing_behind(mode: str, pipeline: int) -> N
         if index % 25 == 24:
             list(engine)
         if index in (99, 299):
-            seen[index] = held(engine)
+            sizes[index] = live_sizes(engine)
     stats = engine.stats()
     assert min(stats.accepted, stats.drafted - stats.accepted, stats.ended["stop"]) > 0
-    assert seen[299].pop("batches") - seen[99].pop("batches") <= 16, (
+    assert sizes[299].pop("batches") - sizes[99].pop("batches") <= 16, (
         "the last ones that were placed are kept"
     )
-    assert seen[99] == seen[299]
+    assert sizes[99] == sizes[299]
 
 
-def held(engine: Engine) -> dict[str, Any]:
+def live_sizes(engine: Engine) -> dict[str, Any]:
     """The sizes of everything that could grow."""
     gc.collect()
-    found = gc.get_objects()
+    objects = gc.get_objects()
     stats = engine.stats()
     host = engine._host
-    batches = [x for x in found if isinstance(x, Batch)]
+    batches = [x for x in objects if isinstance(x, Batch)]
     placed = {id(x) for x in tree_leaves(batches)}
     processor = engine._outputs
     tables = (
@@ -207,11 +207,11 @@ def held(engine: Engine) -> dict[str, Any]:
     )
     return {
         "batches": len(batches),
-        "tensors": sum(isinstance(x, torch.Tensor) and id(x) not in placed for x in found),
+        "tensors": sum(isinstance(x, torch.Tensor) and id(x) not in placed for x in objects),
         "pages": (stats.pages_held, stats.pages_free),
         "graphs": (stats.captures, stats.graphs),
         "tables": sum(map(len, tables)),
-        "requests": sum(isinstance(x, CompletionState | RequestOutput) for x in found),
+        "requests": sum(isinstance(x, CompletionState | RequestOutput) for x in objects),
     }
 
 
@@ -246,10 +246,10 @@ def test_an_engine_warms_up_while_requests_are_under_way(pipeline: int, steps: i
         engine = Engine(small_model(), SMALL, pipeline=pipeline, graph=graph, seed=0)
         for index in range(6):
             engine.add([1, 2, index], max_tokens=5, id=str(index))
-        seen = [output for _ in range(steps) for output in engine.step()]
+        outputs = [output for _ in range(steps) for output in engine.step()]
         engine.warm_up()
-        seen += engine
-        said.append({output.id: output.track.token_ids for output in seen})
+        outputs += engine
+        said.append({output.id: output.track.token_ids for output in outputs})
     assert said[0] == said[1]
 
 
@@ -400,7 +400,7 @@ def test_streams_of_a_pipeline_over_processes_are_refused() -> None:
 
 
 @pytest.mark.parametrize(
-    ("options", "seen"),
+    ("options", "problem"),
     [
         ({"graph": "fast"}, "graph='fast'"),
         ({"pipeline": 4}, "pipeline=4"),
@@ -414,7 +414,7 @@ def test_streams_of_a_pipeline_over_processes_are_refused() -> None:
         ),
     ],
 )
-def test_an_engine_that_cannot_be_is_refused(options: dict[str, Any], seen: str) -> None:
+def test_an_engine_that_cannot_be_is_refused(options: dict[str, Any], problem: str) -> None:
     with pytest.raises(RequestError) as error:
         Engine(small_model(), **options)
-    assert error.value.seen == seen
+    assert error.value.problem == problem

@@ -60,32 +60,32 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "max_position_embeddings": 64,
         "eos_token_id": None,
     }
-    found = tmp_path_factory.mktemp("model")
+    path = tmp_path_factory.mktemp("model")
     model = Qwen3ForCausalLM(Qwen3Config(**sizes))
     randomize(model, "", 0)
-    model.save_pretrained(found)
+    model.save_pretrained(path)
     for seed, (name, fields) in enumerate(ADAPTERS.items(), 1):
         adapted = get_peft_model(
-            Qwen3ForCausalLM.from_pretrained(found), LoraConfig(task_type="CAUSAL_LM", **fields)
+            Qwen3ForCausalLM.from_pretrained(path), LoraConfig(task_type="CAUSAL_LM", **fields)
         )
         randomize(adapted, "lora_", seed)
-        adapted.save_pretrained(found / name)
-    return found
+        adapted.save_pretrained(path / name)
+    return path
 
 
 @pytest.fixture(scope="module")
 def expected(folder: Path) -> list[list[int]]:
     """peft's greedy tokens for each prompt, alone, with its adapter."""
-    found = []
+    completions = []
     for name, prompt in zip(NAMES, PROMPTS, strict=True):
         model = Qwen3ForCausalLM.from_pretrained(folder).eval()
         if name is not None:
             model = PeftModel.from_pretrained(model, folder / name).eval()
-        made = model.generate(
+        output_ids = model.generate(
             input_ids=torch.tensor([prompt]), do_sample=False, max_new_tokens=MAX_TOKENS
         )
-        found.append(made[0, len(prompt) :].tolist())
-    return found
+        completions.append(output_ids[0, len(prompt) :].tolist())
+    return completions
 
 
 @pytest.fixture(scope="module")

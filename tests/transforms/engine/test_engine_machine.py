@@ -123,7 +123,7 @@ def generated(request: CompletionRequest, mask: Half | None) -> list[int]:
     options["eos_token_id"] = list(params.stop_token_ids) or None
     options["prefix_allowed_tokens_fn"] = rule
     ids = torch.tensor([request.prompt])
-    made = theirs().generate(
+    output_ids = theirs().generate(
         ids,
         attention_mask=torch.ones_like(ids),
         do_sample=False,
@@ -131,7 +131,7 @@ def generated(request: CompletionRequest, mask: Half | None) -> list[int]:
         pad_token_id=0,
         **options,
     )
-    return [int(token) for token in made[0, ids.shape[1] :]]
+    return [int(token) for token in output_ids[0, ids.shape[1] :]]
 
 
 class Counting(EngineMachine):
@@ -149,14 +149,14 @@ class Counting(EngineMachine):
         decoding = [one for one in self.engine._host.running.values() if one.on_device]
         unmasked = {one.row for one in decoding if not one.request.is_masked}
         if self.masked_rows & unmasked:
-            self.seen.add("no mask in a row that had one")
+            self.events.add("no mask in a row that had one")
         self.masked_rows |= {one.row for one in decoding} - unmasked
 
     def teardown(self) -> None:
         super().teardown()
         if hasattr(self, "engine"):
-            self.reached.update(["traces", *self.seen])
-            self.reached.update(" and ".join(pair) for pair in PAIRS if self.seen >= set(pair))
+            self.reached.update(["traces", *self.events])
+            self.reached.update(" and ".join(pair) for pair in PAIRS if self.events >= set(pair))
 
 
 def counting_machine(graph: str, stages: int) -> tuple[type[EngineMachine], Counter[str]]:

@@ -29,9 +29,9 @@ PROMPT = Work(2, GROWS.edits, ("a",), (3,), ((5, 6),), (False,), None)
 
 def assert_same(one: Submission, other: Submission) -> None:
     assert one.text == other.text
-    for own, theirs in ((one.batch, other.batch), (one.later, other.later)):
-        assert own.edits == theirs.edits
-        assert_equal("a submission", own.batch, theirs.batch)
+    for ours, theirs in ((one.batch, other.batch), (one.later, other.later)):
+        assert ours.edits == theirs.edits
+        assert_equal("a submission", ours.batch, theirs.batch)
 
 
 def test_a_submission_is_what_a_session_would_make() -> None:
@@ -50,8 +50,8 @@ THREE = attrs.evolve(DECODE, requests=("a", "b", "c"), rows=(2, 1, 0), samples=(
 def test_batches_are_padded_to_their_class(classes: Classes) -> None:
     cache = BatchCache("cpu", classes, _submission, _with_edits)
     works = PROMPT, THREE, attrs.evolve(PROMPT, token_ids=((5, 6, 7),))
-    found = [cache(work).batch.batch for work in works]
-    assert [(len(batch.rows), batch.descriptor.num_tokens) for batch in found] == [
+    batches = [cache(work).batch.batch for work in works]
+    assert [(len(batch.rows), batch.descriptor.num_tokens) for batch in batches] == [
         (2, 2),
         (4, 4),
         (4, 4),

@@ -80,10 +80,12 @@ def alone(model: Model, vectors: list[Tensor | None]) -> list[list[int]]:
         return change
 
     models = [model if x is None else model.with_stages(layers={LAYER: plus(x)}) for x in vectors]
-    return [generate(own, [PROMPT], max_tokens=20, graph="none")[0].token_ids for own in models]
+    return [
+        generate(variant, [PROMPT], max_tokens=20, graph="none")[0].token_ids for variant in models
+    ]
 
 
-def given(vectors: list[Tensor | None]) -> list[Mapping[str, Tensor] | None]:
+def extras_of(vectors: list[Tensor | None]) -> list[Mapping[str, Tensor] | None]:
     return [None if x is None else {"vector": x} for x in vectors]
 
 
@@ -92,8 +94,10 @@ def test_each_request_has_its_own_vector(
     steered: Model, vectors: list[Tensor | None], alone: list[list[int]], way: dict[str, Any]
 ) -> None:
     assert len({*map(tuple, alone)}) == len(alone)
-    found = generate(steered, [PROMPT] * 8, max_tokens=20, extras=given(vectors) * 2, **way)
-    assert [c.token_ids for c in found] == alone * 2
+    completions = generate(
+        steered, [PROMPT] * 8, max_tokens=20, extras=extras_of(vectors) * 2, **way
+    )
+    assert [c.token_ids for c in completions] == alone * 2
 
 
 def test_pages_of_other_extras_are_not_shared(
@@ -104,16 +108,16 @@ def test_pages_of_other_extras_are_not_shared(
     prompt = PROMPT * 4
     engine = Engine(steered, graph="none")
     tokens = []
-    for own in given(vectors) * 2:
+    for extras in extras_of(vectors) * 2:
         before = engine.stats().prefix_tokens
-        engine.add(prompt, max_tokens=12, extras=own)
+        engine.add(prompt, max_tokens=12, extras=extras)
         tokens.append([token for output in engine for token in output.token_ids])
-        found = engine.stats().prefix_tokens - before
-        assert (found > 0) == (len(tokens) > len(vectors))
+        num_prefix_tokens = engine.stats().prefix_tokens - before
+        assert (num_prefix_tokens > 0) == (len(tokens) > len(vectors))
     assert tokens[:4] == tokens[4:]
     expected = [
-        generate(steered, [prompt], max_tokens=12, graph="none", extras=own)[0]
-        for own in given(vectors)
+        generate(steered, [prompt], max_tokens=12, graph="none", extras=extras)[0]
+        for extras in extras_of(vectors)
     ]
     assert tokens[:4] == [c.token_ids for c in expected]
 
@@ -123,26 +127,26 @@ def test_preempted_requests_keep_their_extras(
 ) -> None:
     limits = EngineLimits(max_num_reqs=4, max_num_tokens=64, num_pages=8, max_model_len=64)
     engine = Engine(steered, limits)
-    names = [engine.add(PROMPT, max_tokens=20, extras=own) for own in given(vectors)]
-    found: dict[str, list[int]] = {name: [] for name in names}
+    names = [engine.add(PROMPT, max_tokens=20, extras=extras) for extras in extras_of(vectors)]
+    tokens: dict[str, list[int]] = {name: [] for name in names}
     for output in engine:
-        found[output.id] += output.token_ids
+        tokens[output.id] += output.token_ids
     assert engine.stats().preempted > 0
-    assert [*found.values()] == alone
+    assert [*tokens.values()] == alone
 
 
 def test_completions_of_one_request_share_its_extras(
     steered: Model, vectors: list[Tensor | None]
 ) -> None:
     params = SamplingParams(temperature=1.0, seed=3, n=3)
-    own = {"vector": vectors[1], "strength": torch.tensor(0.5)}
-    together = generate(steered, [PROMPT], max_tokens=8, sampling=params, extras=own)
+    extras = {"vector": vectors[1], "strength": torch.tensor(0.5)}
+    together = generate(steered, [PROMPT], max_tokens=8, sampling=params, extras=extras)
     engine = Engine(steered, graph="none")
-    engine.add(PROMPT, params, max_tokens=8, extras=own)
-    found: dict[int, list[int]] = {}
+    engine.add(PROMPT, params, max_tokens=8, extras=extras)
+    tokens: dict[int, list[int]] = {}
     for output in engine:
-        found.setdefault(output.index, []).extend(output.token_ids)
-    assert [c.token_ids for c in together] == [found[i] for i in range(3)]
+        tokens.setdefault(output.index, []).extend(output.token_ids)
+    assert [c.token_ids for c in together] == [tokens[i] for i in range(3)]
 
 
 def test_a_runner_takes_them_too(
@@ -150,20 +154,20 @@ def test_a_runner_takes_them_too(
 ) -> None:
     runner = make_runner(steered, Limits(4, 64))
     ids = steered.encode(PROMPT)
-    own = [{} if x is None else {"vector": x} for x in vectors]
-    state = make_state(steered, runner.layouts, [64] * 4, extras=own)
+    extras = [{} if x is None else {"vector": x} for x in vectors]
+    state = make_state(steered, runner.layouts, [64] * 4, extras=extras)
     state, out = runner.step(runner.params, state, Batch.ragged(range(4), [ids] * 4))
     tokens = [out.token_ids.tolist()]
     for _ in range(5):
         state, out = runner.step(runner.params, state, Batch.decode(range(4)))
         tokens.append(out.token_ids.tolist())
-    assert [*map(list, zip(*tokens, strict=True))] == [own[:6] for own in alone]
+    assert [*map(list, zip(*tokens, strict=True))] == [completion[:6] for completion in alone]
 
 
 WITHOUT: tuple[Callable[[Tensor, Any], Any], ...] = (
-    lambda hidden, own: hidden + own,
-    lambda hidden, own: own * hidden,
-    lambda hidden, own: torch.cat([hidden, own], -1),
+    lambda hidden, per_request: hidden + per_request,
+    lambda hidden, per_request: per_request * hidden,
+    lambda hidden, per_request: torch.cat([hidden, per_request], -1),
 )
 
 
@@ -187,15 +191,15 @@ def test_values_of_requests_are_not_taken_for_those_of_tokens(
 
         return run
 
-    own = model.with_stages(
+    vector_model = model.with_stages(
         layers={LAYER: change}, extras={"vector": torch.zeros(model.config.hidden_size)}
     )
-    runner = make_runner(own, Limits(4, 64), mode=mode)
-    state = make_state(own, runner.layouts, [64] * len(prompts))
+    runner = make_runner(vector_model, Limits(4, 64), mode=mode)
+    state = make_state(vector_model, runner.layouts, [64] * len(prompts))
     text = r"a PerRequest, whose values are of requests[\s\S]*instead: batch.per_token\(...\) of it"
-    with pytest.raises(ProgramError, match=text) as found:
+    with pytest.raises(ProgramError, match=text) as error:
         runner.step(runner.params, state, Batch.ragged(range(len(prompts)), prompts))
-    assert any("batch.extras has 'vector'" in note for note in found.value.__notes__)
+    assert any("batch.extras has 'vector'" in note for note in error.value.__notes__)
 
 
 @pytest.mark.parametrize(

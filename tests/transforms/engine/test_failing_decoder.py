@@ -189,8 +189,8 @@ def test_a_donated_state_used_twice_names_who_took_it(taker: str, tiny: Model) -
     decode = Batch.decode([0, 1])
     for _ in range(2):
         state, out = step(decoder.params, state, decode)
-        expected, wanted = plain(decoder.params, expected, decode)
-        assert_equal("tokens after a refused call", out.token_ids, wanted.token_ids)
+        expected, expected_out = plain(decoder.params, expected, decode)
+        assert_equal("tokens after a refused call", out.token_ids, expected_out.token_ids)
         assert_equal("state after a refused call", state, expected, exact=False)
 
 
@@ -200,8 +200,8 @@ def test_each_stage_names_itself(num_stages: int, tiny: Model) -> None:
     old = Decoder(tiny, num_stages).state()
     compose(decoder.stages)(decoder.params, old, prefill())
     for index, state in enumerate(old):
-        seen = f"this State was donated to stage {index} of {num_stages}(state)"
-        with refused(DonatedError, "State.block_table", seen, USE_THE_NEW):
+        problem = f"this State was donated to stage {index} of {num_stages}(state)"
+        with refused(DonatedError, "State.block_table", problem, USE_THE_NEW):
             _ = state.block_table
 
 
@@ -227,15 +227,15 @@ def test_a_donated_tensor_used_twice_names_who_took_it() -> None:
         alone = first.__name__ == "count"
         old = torch.zeros(5)
         first(*((params, old, batch) if alone else ((params,), (old,), batch)))
-        seen = "a tensor of shape (5,) that was donated to count(state)"
-        with refused(DonatedError, "count(state)", seen, USE_THE_NEW):
+        problem = "a tensor of shape (5,) that was donated to count(state)"
+        with refused(DonatedError, "count(state)", problem, USE_THE_NEW):
             count(params, old, batch)
-        with refused(DonatedError, "count(...)", f"state, {seen}", USE_THE_NEW):
+        with refused(DonatedError, "count(...)", f"state, {problem}", USE_THE_NEW):
             graphify(count)(params, old, batch)
         with refused(
             DonatedError,
             "pipeline(<1 stages>)(params, state, batch)",
-            f"state[0], {seen}",
+            f"state[0], {problem}",
             USE_THE_NEW,
         ):
             pipeline([_as_stage(count)])((params,), (old,), batch)
@@ -249,8 +249,8 @@ def test_one_state_for_two_stages_is_refused(tiny: Model) -> None:
     decoder = Decoder(tiny, 2)
     for step in (compose(decoder.stages), pipeline(decoder.stages)):
         state = decoder.state()[0]
-        seen = "this State was donated to stage 0 of 2(state)"
-        with refused(DonatedError, "State.kv_pages", seen, USE_THE_NEW):
+        problem = "this State was donated to stage 0 of 2(state)"
+        with refused(DonatedError, "State.kv_pages", problem, USE_THE_NEW):
             step(decoder.params, (state, state), prefill())
 
 

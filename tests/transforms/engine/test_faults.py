@@ -167,7 +167,7 @@ def test_a_mask_that_shares_no_token_with_the_parameters_ends_its_request(
     assert isinstance(odd.error, RequestError)
     assert odd.error.call == f"mask of request 'odd', after {count} tokens"
     assert (
-        odd.error.seen
+        odd.error.problem
         == "tokens that are all barred by the request's allowed_token_ids, bad_token_ids or"
         " min_tokens"
     )
@@ -197,29 +197,29 @@ def test_a_token_that_the_device_alone_knows_to_be_barred_is_not_said(
         "error",
     )
     assert isinstance(odd.error, RequestError)
-    assert odd.error.seen.startswith("no token that can be drawn after 2 tokens")
+    assert odd.error.problem.startswith("no token that can be drawn after 2 tokens")
     assert outputs["good"].track.token_ids == [5, 5, 5]
     assert engine.stats().pages_held == 0
 
 
 @pytest.mark.parametrize(
-    ("value", "kind", "seen"),
+    ("value", "kind", "problem"),
     [
         (math.nan, LogitsError, "logits that are NaN after 2"),
         (-math.inf, RequestError, "no token that can be drawn after 2"),
     ],
 )
 def test_an_error_tells_nan_from_logits_that_bar_all_tokens(
-    value: float, kind: type[WeftError], seen: str
+    value: float, kind: type[WeftError], problem: str
 ) -> None:
-    own = small_model().with_stages(
+    faulty_model = small_model().with_stages(
         logits=lambda logits, rows, extras: torch.full_like(logits, value)
     )
-    engine = Engine(own, SMALL, graph="none")
+    engine = Engine(faulty_model, SMALL, graph="none")
     engine.add([1, 2], GREEDY, max_tokens=3, id="odd")
     error = ended(engine)["odd"].error
     assert type(error) is kind
-    assert error.seen.startswith(seen)
+    assert error.problem.startswith(problem)
 
 
 def test_a_prompt_with_embeddings_beside_one_whose_logprobs_are_told_breaks_no_step() -> None:
@@ -270,7 +270,7 @@ def test_a_token_that_cannot_be_decoded_ends_its_request(
     outputs = ended(engine)
     assert (outputs["odd"].finish_reason, outputs["odd"].track.token_ids) == ("error", [11])
     assert isinstance(outputs["odd"].error, RequestError)
-    assert outputs["odd"].error.seen == f"{type(error).__qualname__}: {error}".replace(
+    assert outputs["odd"].error.problem == f"{type(error).__qualname__}: {error}".replace(
         "Panic", "pyo3_runtime.Panic"
     )
     assert outputs["odd"].error.__cause__ is error
@@ -296,7 +296,7 @@ def test_an_abort_of_what_cannot_be_decoded_is_an_error_and_breaks_nothing() -> 
         [output] = engine.abort("odd")
     assert output.finish_reason == "error"
     assert output.error is not None
-    assert output.error.seen == "ValueError: too long"
+    assert output.error.problem == "ValueError: too long"
     assert engine.step() is not None
 
 
@@ -330,7 +330,7 @@ MEDDLING: dict[str, tuple[Callable[[Engine], Any], str | None, str]] = {
 
 @pytest.mark.parametrize("case", MEDDLING)
 def test_a_mask_that_meddles_with_its_engine_breaks_no_step(case: str) -> None:
-    do, reason, seen = MEDDLING[case]
+    do, reason, problem = MEDDLING[case]
     engine = Engine(small_model(), SMALL, pipeline=3, graph="none")
     engine.add([1, 2], GREEDY, max_tokens=3, id="odd", mask=Says(engine, do))
     engine.add([1, 5], GREEDY, max_tokens=9, id="other")
@@ -338,9 +338,9 @@ def test_a_mask_that_meddles_with_its_engine_breaks_no_step(case: str) -> None:
     outputs = ended(engine)
     odd = outputs.get("odd")
     assert (None if odd is None else odd.finish_reason) == reason
-    if odd is not None and seen:
+    if odd is not None and problem:
         assert odd.error is not None
-        assert seen in odd.error.seen
+        assert problem in odd.error.problem
     assert ("more" in outputs) == (case == "asks for more")
     assert_others_go_on(engine, outputs)
 
@@ -407,7 +407,7 @@ def test_what_an_error_says_of_itself_may_fail_too() -> None:
     ):
         raise Silent
     assert isinstance(error.value.__cause__, Silent)
-    own = RequestError("mine", "seen", "instead")
+    original = RequestError("mine", "seen", "instead")
     with pytest.raises(RequestError) as error, blamed("call", "instead"):
-        raise own
-    assert error.value is own
+        raise original
+    assert error.value is original

@@ -32,19 +32,19 @@ class Memory:
 
     def __init__(self, free: int) -> None:
         self.free = free
-        self.asked = 0
+        self.num_calls = 0
 
     def __call__(self, _: torch.device) -> int:
-        self.asked += 1
+        self.num_calls += 1
         return self.free
 
 
 @pytest.fixture
 def memory(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], Memory]:
     def of(free: int) -> Memory:
-        made = Memory(free)
-        monkeypatch.setattr(engine_memory, "free_bytes", made)
-        return made
+        fake_memory = Memory(free)
+        monkeypatch.setattr(engine_memory, "free_bytes", fake_memory)
+        return fake_memory
 
     return of
 
@@ -107,11 +107,11 @@ def test_pages_and_graphs_fit(way: str, memory: Callable[[int], Memory]) -> None
 
 def test_no_pages_are_taken_for_positions_that_the_model_does_not_have() -> None:
     model = long_model()
-    found, wanted = (
+    limits, expected = (
         Engine(model, attrs.evolve(LIMITS, max_model_len=length), graph="none").limits
         for length in (9000, 2000)
     )
-    assert found == wanted
+    assert limits == expected
     assert (
         Engine(model, attrs.evolve(LIMITS, max_model_len=90), graph="none").limits.budget.max_pages
         == 23
@@ -123,26 +123,26 @@ def test_where_memory_is_plenty_or_pages_are_given_nothing_is_estimated(
 ) -> None:
     plenty = memory(4 * MOST * PAGE)
     assert Engine(long_model(), LIMITS, graph="full").limits.num_pages == MOST
-    assert plenty.asked == 1
-    given = memory(1)
+    assert plenty.num_calls == 1
+    scarce = memory(1)
     assert (
         Engine(long_model(), attrs.evolve(LIMITS, num_pages=7), graph="full").limits.num_pages == 7
     )
-    assert given.asked == 0
+    assert scarce.num_calls == 0
 
 
 def test_more_pages_than_memory_has_room_for_are_refused() -> None:
-    given = 10**9
+    num_pages = 10**9
     with pytest.raises(
-        RequestError, match=rf"EngineLimits\(num_pages={given}\)\n  saw: pages of \d+ GB"
+        RequestError, match=rf"EngineLimits\(num_pages={num_pages}\)\n  saw: pages of \d+ GB"
     ) as caught:
-        Engine(long_model(), attrs.evolve(LIMITS, num_pages=given, page_size=4096))
-    assert re.search(r" GB, 393 kB each, and [\d.]+ GB free on cpu$", caught.value.seen)
-    found = re.fullmatch(
+        Engine(long_model(), attrs.evolve(LIMITS, num_pages=num_pages, page_size=4096))
+    assert re.search(r" GB, 393 kB each, and [\d.]+ GB free on cpu$", caught.value.problem)
+    match = re.fullmatch(
         r"num_pages=(\d+) or fewer; None: as many as fit beside the graphs", caught.value.instead
     )
-    assert found is not None
-    assert 1 < int(found[1]) < given
+    assert match is not None
+    assert 1 < int(match[1]) < num_pages
 
 
 def test_pages_are_refused_on_every_rank_where_one_has_no_room_for_them() -> None:
@@ -150,11 +150,11 @@ def test_pages_are_refused_on_every_rank_where_one_has_no_room_for_them() -> Non
         def collect(self, value: Any) -> list[Any]:
             return [value, min(value, 5)]
 
-    for given in (5, 6):
-        limits = attrs.evolve(LIMITS, num_pages=given)
+    for num_pages in (5, 6):
+        limits = attrs.evolve(LIMITS, num_pages=num_pages)
         with (
             contextlib.nullcontext()
-            if given == 5
+            if num_pages == 5
             else pytest.raises(RequestError, match="rank with room for 5")
         ):
             Engine(long_model(), limits, pipeline=2, graph="none", transport=Two())
@@ -203,15 +203,15 @@ def test_on_a_gpu_whose_memory_is_short_no_graph_is_left_out(
     keep the rest of the GPU."""
     model = weft.load(DEMO, "cuda")
     torch.cuda.empty_cache()
-    room, held, (_, total) = 2**31, torch.cuda.memory_reserved(), torch.cuda.mem_get_info()
+    room, reserved, (_, total) = 2**31, torch.cuda.memory_reserved(), torch.cuda.mem_get_info()
     monkeypatch.setattr(
         torch.cuda,
         "mem_get_info",
-        lambda _=None: (room + held - torch.cuda.memory_reserved(), total),
+        lambda _=None: (room + reserved - torch.cuda.memory_reserved(), total),
     )
     limits = EngineLimits(max_num_reqs=64, max_num_tokens=2048, page_size=16, max_model_len=2**16)
     model = attrs.evolve(model, config=attrs.evolve(model.config, max_position_embeddings=2**16))
-    torch.cuda.set_per_process_memory_fraction((held + room) / total)
+    torch.cuda.set_per_process_memory_fraction((reserved + room) / total)
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("error", RuntimeWarning)  # a capture that finds no memory warns

@@ -93,10 +93,10 @@ def test_any_configuration_is_equal_to_transformers(architecture: str, data: st.
         loaded = weft.load(folder, "cpu")
     for pipeline in PIPELINES[: case.fields["num_hidden_layers"]]:
         options = {"pipeline": pipeline, "graph": MODES[(pipeline + case.shift) % len(MODES)]}
-        seen = complete(
+        result = complete(
             loaded, case.prompts(), budget=case.budget, max_tokens=case.max_tokens, **options
         )
-        assert_equal_to_theirs(seen, expected)
+        assert_equal_to_theirs(result, expected)
 
 
 EXPERTS = {
@@ -169,8 +169,8 @@ def test_every_split_and_mode_is_equal_to_transformers(
 ) -> None:
     """Prompts of four lengths, one of which stops early; decode crosses the borders of pages at 16
     and 32 tokens."""
-    seen = complete(pair.ours, pair.case.prompts(), max_tokens=6, pipeline=pipeline, graph=mode)
-    assert_equal_to_theirs(seen, pair.expected)
+    result = complete(pair.ours, pair.case.prompts(), max_tokens=6, pipeline=pipeline, graph=mode)
+    assert_equal_to_theirs(result, pair.expected)
 
 
 def test_prompts_alone_are_equal_to_transformers(pair: Pair) -> None:
@@ -207,11 +207,15 @@ def test_prompts_longer_than_the_budget_go_in_chunks(
     """The same completions; a budget of 4 tokens makes prefill batches that graphs of mixed classes
     replay."""
     prompts = pair.case.prompts()
-    seen = complete(pair.ours, prompts, budget=budget, max_tokens=6, pipeline=pipeline, graph=mode)
-    assert_equal_to_theirs(seen, pair.expected)
-    read = [sum(len(ids) for ids in work.token_ids if ids != (LAST_TOKEN,)) for work in seen.works]
+    result = complete(
+        pair.ours, prompts, budget=budget, max_tokens=6, pipeline=pipeline, graph=mode
+    )
+    assert_equal_to_theirs(result, pair.expected)
+    read = [
+        sum(len(ids) for ids in work.token_ids if ids != (LAST_TOKEN,)) for work in result.works
+    ]
     assert sum(read) == sum(map(len, prompts))
-    assert max(read) == budget == max(work.num_tokens for work in seen.works if work.token_ids)
+    assert max(read) == budget == max(work.num_tokens for work in result.works if work.token_ids)
 
 
 def test_the_models_limit_ends_a_request(tmp_path: Path) -> None:
@@ -224,13 +228,13 @@ def test_the_models_limit_ends_a_request(tmp_path: Path) -> None:
     case.save(model, tmp_path)
     expected = complete_theirs(model, case.prompts(), 8)
     for pipeline, mode in ((1, "full"), (2, "full_decode_only")):
-        made = weft.generate(
+        completions = weft.generate(
             weft.load(tmp_path, "cpu"), case.prompts(), max_tokens=8, pipeline=pipeline, graph=mode
         )
-        assert [c.token_ids for c in made] == [
+        assert [c.token_ids for c in completions] == [
             e.token_ids[:n] for e, n in zip(expected, (4, 1, 8), strict=True)
         ]
-        assert [c.finish_reason for c in made] == ["length"] * 3
+        assert [c.finish_reason for c in completions] == ["length"] * 3
 
 
 def test_the_demo_is_equal_to_transformers_text_included() -> None:
@@ -241,7 +245,7 @@ def test_the_demo_is_equal_to_transformers_text_included() -> None:
         AutoModelForCausalLM.from_pretrained(DEMO, dtype=torch.float32), encoded, 12
     )
     assert min(one.gap for one in expected) > 2 * TOLERANCE
-    seen = complete(weft.load(DEMO, "cpu", "float32"), prompts, max_tokens=12)
-    assert_equal_to_theirs(seen, expected)
+    result = complete(weft.load(DEMO, "cpu", "float32"), prompts, max_tokens=12)
+    assert_equal_to_theirs(result, expected)
     texts = [tokenizer.decode(one.token_ids, skip_special_tokens=True) for one in expected]
-    assert [c.text for c in seen.completions] == texts
+    assert [c.text for c in result.completions] == texts

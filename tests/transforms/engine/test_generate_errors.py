@@ -68,11 +68,11 @@ REFUSED: dict[str, tuple[dict[str, Any], str, str]] = {
 def test_what_generate_refuses(
     case: str, demo: Model, usual: tuple[list[weft.Completion], Any]
 ) -> None:
-    changes, seen, instead = REFUSED[case]
+    changes, problem, instead = REFUSED[case]
     options: dict[str, Any] = {"prompts": ["An"], "max_tokens": 3, "temperature": 0.0, **changes}
     numbers = f"max_tokens={options['max_tokens']}, temperature={options['temperature']}"
     call = f"weft.generate(model, prompts, {numbers}, pipeline=1)"
-    with refused(RequestError, call, seen, instead):
+    with refused(RequestError, call, problem, instead):
         weft.generate(demo, **options)
     assert_unharmed(demo, usual)
 

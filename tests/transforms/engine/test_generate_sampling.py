@@ -54,7 +54,7 @@ def test_greedy_completions_are_those_of_transformers(demo: Model, theirs: Any, 
     ours, options = GREEDY[name]
     for prompt in PROMPTS:
         ids = demo.encode(prompt)
-        made = theirs.generate(
+        output_ids = theirs.generate(
             torch.tensor([ids]),
             do_sample=False,
             max_new_tokens=24,
@@ -63,7 +63,7 @@ def test_greedy_completions_are_those_of_transformers(demo: Model, theirs: Any, 
         )
         sampling = SamplingParams(temperature=0.0, **ours)
         [completion] = complete(demo, sampling, [prompt])
-        assert completion.token_ids == made[0, len(ids) :].tolist()
+        assert completion.token_ids == output_ids[0, len(ids) :].tolist()
 
 
 MIXED = [
@@ -154,9 +154,13 @@ def test_a_stop_token_ends_a_request_and_eos_can_be_ignored(demo: Model) -> None
 
 def test_logprobs_of_the_likeliest(demo: Model) -> None:
     """Each request gets as many as it asks for; in a greedy one, the first is the chosen token."""
-    asked = [SamplingParams(temperature=0.0, logprobs=3), SamplingParams(temperature=0.0), MIXED[0]]
+    sampling_params = [
+        SamplingParams(temperature=0.0, logprobs=3),
+        SamplingParams(temperature=0.0),
+        MIXED[0],
+    ]
     first, second, _ = complete(
-        demo, [*asked[:2], SamplingParams(temperature=1.0, seed=1, logprobs=0)]
+        demo, [*sampling_params[:2], SamplingParams(temperature=1.0, seed=1, logprobs=0)]
     )
     assert second.top_logprobs is None
     assert first.top_logprobs is not None
@@ -170,8 +174,8 @@ def test_logprobs_of_the_likeliest(demo: Model) -> None:
 
 
 def test_logprobs_of_the_prompt_are_those_of_transformers(demo: Model, theirs: Any) -> None:
-    asked = SamplingParams(temperature=0.0, prompt_logprobs=2)
-    for prompt, completion in zip(PROMPTS, complete(demo, asked, max_tokens=2), strict=True):
+    sampling = SamplingParams(temperature=0.0, prompt_logprobs=2)
+    for prompt, completion in zip(PROMPTS, complete(demo, sampling, max_tokens=2), strict=True):
         ids = demo.encode(prompt)
         said = theirs(torch.tensor([ids])).logits[0].detach().log_softmax(-1)
         assert completion.prompt_logprobs == pytest.approx(
@@ -193,10 +197,10 @@ SEVERAL = SamplingParams(temperature=1.0, seed=5, n=5, prompt_logprobs=0, logpro
 def several_alone(demo: Model) -> list[weft.Completion]:
     """The five completions of the first prompt, and one of the second, each by a call of its own."""
     one = [attrs.evolve(SEVERAL, n=1, seed=seed) for seed in sample_seeds(5, 5)]
-    made = [complete(demo, params, PROMPTS[:1]) for params in one] + [
+    completions = [complete(demo, params, PROMPTS[:1]) for params in one] + [
         complete(demo, MIXED[0], PROMPTS[1:2])
     ]
-    return [completion for [completion] in made]
+    return [completion for [completion] in completions]
 
 
 @pytest.mark.parametrize(
@@ -260,10 +264,10 @@ REFUSED: dict[str, tuple[Any, dict[str, Any], str]] = {
 
 @pytest.mark.parametrize("name", REFUSED)
 def test_what_generate_does_not_serve_is_refused(demo: Model, name: str) -> None:
-    sampling, options, seen = REFUSED[name]
+    sampling, options, problem = REFUSED[name]
     with pytest.raises(RequestError) as error:
         complete(demo, sampling, **options)
-    assert seen in str(error.value)
+    assert problem in str(error.value)
 
 
 def test_a_stop_text_needs_a_tokenizer(demo: Model) -> None:

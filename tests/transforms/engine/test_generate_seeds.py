@@ -75,10 +75,10 @@ def test_graphs_really_replay(
     """Captures and replays are counted; the stages' Python code runs for captures and eager calls
     only."""
     runs = _counted(monkeypatch)
-    seen = complete(
+    result = complete(
         endless, [[7] * n for n in lengths], max_tokens=6, pipeline=pipeline, graph=mode
     )
-    graphs = seen.executor.graphs
+    graphs = result.executor.graphs
     assert len(graphs) == (0 if expected is None else pipeline)
     assert [graph.cache_info() for graph in graphs] == [expected] * len(graphs)
     microbatches = 6 * pipeline * min(pipeline, len(lengths))
@@ -123,12 +123,12 @@ def serve(
         Batch.ragged(order, [prompts[row] for row in order]),
         *(Batch.decode(order) for _ in range(5)),
     ]
-    made: list[list[int]] = [[] for _ in prompts]
+    tokens: list[list[int]] = [[] for _ in prompts]
     for batch in batches:
         state, out = runner.step(runner.params, state, batch)
         for row, token in zip(order, out.token_ids.tolist(), strict=True):
-            made[row].append(token)
-    return made
+            tokens[row].append(token)
+    return tokens
 
 
 def tokens_of(completions: Sequence[Completion]) -> list[list[int]]:
@@ -158,13 +158,13 @@ def test_a_seed_fixes_the_tokens_in_any_split_mode_and_company(
     expected = tokens_of(weft.generate(endless, prompts, seed=seed, graph="none", **options))
     for pipeline in PIPELINES:
         mode = MODES[(pipeline + shift) % len(MODES)]
-        made = tokens_of(
+        tokens = tokens_of(
             weft.generate(endless, prompts, seed=seed, pipeline=pipeline, graph=mode, **options)
         )
-        assert made == expected
+        assert tokens == expected
     for company in (prompts[:1], [*prompts, [1], [2, 3, 4]]):
-        made = tokens_of(weft.generate(endless, company, seed=seed, **options))
-        assert made[: len(prompts)] == expected[: len(made)]
+        tokens = tokens_of(weft.generate(endless, company, seed=seed, **options))
+        assert tokens[: len(prompts)] == expected[: len(tokens)]
 
 
 @given(
@@ -190,9 +190,9 @@ def test_each_token_is_drawn_with_its_requests_seed_and_its_own_position(
 ) -> None:
     """`sample` on the recorded logits, with the row's seed and the position of the token before."""
     prompts = [[1, 2, 3], [4], [5] * 17]
-    seen = complete(endless, prompts, max_tokens=6, temperature=1.0, seed=40)
+    result = complete(endless, prompts, max_tokens=6, temperature=1.0, seed=40)
     seeds = [request_seed(40, index) for index in range(3)]
-    rows = zip(prompts, seeds, seen.logits, seen.completions, strict=True)
+    rows = zip(prompts, seeds, result.logits, result.completions, strict=True)
     for prompt, seed, logits, completion in rows:
         positions = len(prompt) - 1 + torch.arange(6)
         drawn, logprobs = sample(logits, torch.ones(6), torch.full((6,), seed), positions)
@@ -208,7 +208,7 @@ def test_seeds_differ(endless: weft.Model) -> None:
         tokens_of(weft.generate(endless, [[7]] * 8, seed=seed, **options))
         for seed in (0, 100, None, None)
     ]
-    assert len({tuple(ids) for made in calls for ids in made}) == 32
+    assert len({tuple(ids) for sequences in calls for ids in sequences}) == 32
 
 
 def test_greedy_ignores_the_seed(endless: weft.Model) -> None:
@@ -226,9 +226,9 @@ def test_generated_tokens_are_distributed_as_the_models_probabilities(endless: w
     run's logits."""
     [logits] = complete(endless, [[3, 1, 4]], max_tokens=1).logits
     probabilities = (logits[0] / 1.5).softmax(-1)
-    made = weft.generate(endless, [[3, 1, 4]] * 600, max_tokens=1, temperature=1.5, seed=0)
+    completions = weft.generate(endless, [[3, 1, 4]] * 600, max_tokens=1, temperature=1.5, seed=0)
     counts = torch.bincount(
-        torch.tensor([c.token_ids[0] for c in made]), minlength=len(probabilities)
+        torch.tensor([c.token_ids[0] for c in completions]), minlength=len(probabilities)
     )
     rare = probabilities * 600 < 5
     cells = [torch.cat([x[~rare], x[rare].sum()[None]]) for x in (counts, probabilities)]

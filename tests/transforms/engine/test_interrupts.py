@@ -77,7 +77,7 @@ class Session:
     engine: Engine
     within: Sequence[str] = CALLS
     places: Places = PLACES
-    asked: dict[str, tuple[tuple[int, ...], SamplingParams, int]] = attrs.field(factory=dict)
+    requests: dict[str, tuple[tuple[int, ...], SamplingParams, int]] = attrs.field(factory=dict)
     tokens: dict[tuple[str, int], list[int]] = attrs.field(factory=dict)
     reasons: dict[tuple[str, int], str] = attrs.field(factory=dict)
     interrupted: dict[str, list[str]] = attrs.field(factory=lambda: {name: [] for name in CALLS})
@@ -113,22 +113,22 @@ class Session:
                 self.interrupted[name].append(interrupt.place)
 
     def add(self) -> None:
-        name = f"own {len(self.asked)}"
+        name = f"own {len(self.requests)}"
         prompt = tuple(self.draw.choices(range(12), k=self.draw.randrange(1, 8)))
         sampling = self.draw.choice(
-            (GREEDY, SamplingParams(temperature=1.0, seed=len(self.asked), n=2))
+            (GREEDY, SamplingParams(temperature=1.0, seed=len(self.requests), n=2))
         )
         most = self.draw.randrange(1, 9)
-        self.asked[name] = prompt, sampling, most
+        self.requests[name] = prompt, sampling, most
         self.call("add", lambda: self.engine.add(prompt, sampling, max_tokens=most, id=name))
         if not self.engine.is_under_way(name):  # nothing of it is there: the same name is free
-            del self.asked[name]
+            del self.requests[name]
             if self.draw.random() < 0.5:
                 self.engine.add(prompt, sampling, max_tokens=most, id=name)
-                self.asked[name] = prompt, sampling, most
+                self.requests[name] = prompt, sampling, most
 
     def abort(self) -> None:
-        open_ones = [name for name in self.asked if self.engine.is_under_way(name)]
+        open_ones = [name for name in self.requests if self.engine.is_under_way(name)]
         if open_ones:
             name = self.draw.choice(open_ones)
             self.take(self.call("abort", lambda: self.engine.abort(name)) or [])
@@ -155,7 +155,7 @@ class Session:
             self.take(self.engine.step())
         assert self.engine.is_idle
         assert self.engine.stats().pages_held == 0
-        for name, (prompt, sampling, most) in self.asked.items():
+        for name, (prompt, sampling, most) in self.requests.items():
             for index, seed in enumerate(sample_seeds(sampling.seed or 0, sampling.n)):
                 expected, reason = alone(prompt, attrs.evolve(sampling, n=1, seed=seed), most)
                 tokens = self.tokens.get((name, index), [])
@@ -189,25 +189,25 @@ def run_session(
 
 def check_interrupts(count: int) -> dict[str, list[str]]:
     """Press Ctrl-C so often in each call: no engine is lost, and nothing is wrong."""
-    found: dict[str, list[str]] = {name: [] for name in CALLS}
+    places_by_call: dict[str, list[str]] = {name: [] for name in CALLS}
     seed = 0
-    while min(map(len, found.values())) < count:
+    while min(map(len, places_by_call.values())) < count:
         session = run_session(seed, press_ctrl_c, KeyboardInterrupt)
         assert session.lost is None
         for name, places in session.interrupted.items():
-            found[name] += places
+            places_by_call[name] += places
         seed += 1
-    return found
+    return places_by_call
 
 
 def test_ctrl_c_at_any_line_loses_nothing(runs_all: bool) -> None:
-    found = check_interrupts(200 if runs_all else 8)
-    for name, places in found.items():
+    places_by_call = check_interrupts(200 if runs_all else 8)
+    for name, places in places_by_call.items():
         print(
             f"Ctrl-C in {name}: {len(places)} times at {len({*places})} places, 0 engines lost, 0"
             " wrong"
         )
-    assert all(len({*places}) > 5 for places in found.values())
+    assert all(len({*places}) > 5 for places in places_by_call.values())
 
 
 def test_an_exception_from_outside_at_any_line_of_add_loses_nothing(runs_all: bool) -> None:
@@ -232,7 +232,7 @@ def test_an_exception_from_outside_in_a_step_or_an_abort_loses_an_engine_by_name
         session = run_session(seed, raise_outside, Outside, [call])
         if session.lost is not None:
             lost += 1
-            assert session.lost.seen.startswith(f"an earlier {call} that ")
+            assert session.lost.problem.startswith(f"an earlier {call} that ")
             assert session.lost.instead == "another weft.Engine(...), and its requests again"
         count += len(session.interrupted[call])
         seed += 1
@@ -481,7 +481,7 @@ def test_a_call_that_finds_another_thread_inside_is_refused_by_both_names(call: 
         other.join()
     assert error.value.call == call
     assert (
-        error.value.seen
+        error.value.problem
         == "thread 'MainThread', while thread 'the one that steps' is inside engine.step()"
     )
     assert error.value.instead == "calls from one thread at a time, such as with a lock"
@@ -523,7 +523,7 @@ def test_threads_that_call_as_they_like_are_served_or_refused(runs_all: bool) ->
     for thread in threads:
         thread.join()
     assert not faults
-    assert all("is inside engine." in error.seen for error in refused)
+    assert all("is inside engine." in error.problem for error in refused)
     assert said == {name: alone((int(name.split()[0]), 2), GREEDY, 4)[0] for name in said}
     assert len(said) == 3 * (10 if runs_all else 3)
     assert engine.stats().pages_held == 0

@@ -88,20 +88,22 @@ def test_pages_are_shared_and_preempted_requests_go_on(
         max_num_reqs=3, max_num_tokens=7, num_pages=14, max_model_len=56, page_size=4
     )
     engine = Engine(model, limits)
-    found = dict[str, list[int]]()
+    tokens = dict[str, list[int]]()
     for index, prompt in enumerate([*PROMPTS, PROMPTS[0]]):
         engine.add(
             prompt, SamplingParams(temperature=0.0, ignore_eos=True), max_tokens=16, id=f"{index}"
         )
     for output in engine:
-        found.setdefault(output.id, []).extend(output.token_ids)
-    assert [found[f"{index}"] for index in range(4)] == [*expected, expected[0]]
+        tokens.setdefault(output.id, []).extend(output.token_ids)
+    assert [tokens[f"{index}"] for index in range(4)] == [*expected, expected[0]]
     assert engine.stats().preempted > 0
 
 
 def test_it_takes_half_the_memory(model: Model, plain: Model) -> None:
     layouts = split_layers(model.config.num_layers, 1)
-    kept, whole = (make_state(own, layouts, lengths=[9])[0].kv_pages for own in (model, plain))
+    kept, whole = (
+        make_state(variant, layouts, lengths=[9])[0].kv_pages for variant in (model, plain)
+    )
     assert (kept.dtype, kept.shape) == (FP8, whole.shape)
     assert 4 * kept.nbytes == whole.nbytes
     assert model.facts["kv_dtype"] != plain.facts["kv_dtype"]

@@ -57,9 +57,9 @@ class SlowMask:
 
 @pytest.fixture(scope="module")
 def clock() -> Any:
-    found = Clock()
-    with mock.patch.object(MaskClock, "now", side_effect=lambda: found.seconds):
-        yield found
+    fake_clock = Clock()
+    with mock.patch.object(MaskClock, "now", side_effect=lambda: fake_clock.seconds):
+        yield fake_clock
 
 
 def ended(engine: Engine) -> dict[tuple[str, int], RequestOutput]:
@@ -68,9 +68,11 @@ def ended(engine: Engine) -> dict[tuple[str, int], RequestOutput]:
     }
 
 
-def expected_end(seconds: Sequence[float], n: int, others: int, budget: MaskBudget) -> int | None:
+def expected_end(
+    seconds: Sequence[float], n: int, num_other_requests: int, budget: MaskBudget
+) -> int | None:
     """After how many tokens a request ends whose `n` masks take so long at each; None: it does not."""
-    requests = 1 + others
+    requests = 1 + num_other_requests
     debt = 0.0
     for count, each in enumerate(seconds):
         debt = max(0.0, debt + n * each - budget.step_seconds / requests)
@@ -88,7 +90,7 @@ def expected_end(seconds: Sequence[float], n: int, others: int, budget: MaskBudg
 @example([1.0] * 8, 1, 0, 1)
 @example([2.0] * 8, 3, 0, 3)
 def test_the_masks_of_all_completions_of_a_request_share_a_budget(
-    clock: Clock, seconds: list[float], n: int, others: int, pipeline: int
+    clock: Clock, seconds: list[float], n: int, num_other_requests: int, pipeline: int
 ) -> None:
     """Against a loop over the steps, one token each."""
     engine = Engine(small_model(), SMALL, graph="none", pipeline=pipeline)
@@ -96,21 +98,21 @@ def test_the_masks_of_all_completions_of_a_request_share_a_budget(
     engine.add(
         [1, 2], sampling, max_tokens=8, id="odd", mask=clock.mask(lambda count: seconds[count])
     )
-    if others:
+    if num_other_requests:
         engine.add([1, 5], GREEDY, max_tokens=8, id="quick", mask=clock.mask(lambda _: 0.0))
     engine.add([3, 4], GREEDY, max_tokens=8, id="good")
     outputs = ended(engine)
     assert outputs["good", 0].track.token_ids == alone((3, 4), GREEDY, 8)[0]
     assert engine.stats().pages_held == 0
-    if others:
+    if num_other_requests:
         assert outputs["quick", 0].finish_reason == "length"
     reasons = {outputs["odd", index].finish_reason for index in range(n)}
     assert len(reasons) == 1, "all of its completions end"
     if n == 1 and pipeline == 1:  # else completions begin in different steps
-        count = expected_end(seconds, n, others, BUDGET)
+        count = expected_end(seconds, n, num_other_requests, BUDGET)
         assert reasons == ({"length"} if count is None else {"error"})
         assert len(outputs["odd", 0].track.token_ids) == (8 if count is None else count)
-    elif n * sum(seconds) <= BUDGET.share(1 + others).burst_seconds:
+    elif n * sum(seconds) <= BUDGET.share(1 + num_other_requests).burst_seconds:
         assert reasons == {"length"}
     elif min(seconds) * n > BUDGET.step_seconds + BUDGET.burst_seconds:
         assert reasons == {"error"}
@@ -123,7 +125,7 @@ def test_the_error_says_which_masks_and_how_long(clock: Clock) -> None:
     assert isinstance(error, RequestError)
     assert error.call == "the masks of request 'odd', after 2 tokens"
     assert (
-        error.seen
+        error.problem
         == "3 s of a step, for which all others wait, after 4 s too much in steps before; its share"
         " is 1 s, and 4 s more in sum"
     )
@@ -140,14 +142,14 @@ def test_a_mask_without_a_budget_takes_any_time(clock: Clock) -> None:
 
 def processor(mask: SlowMask) -> OutputProcessor:
     """A rank's outputs, of one request with two completions."""
-    found = OutputProcessor(None, 12)
+    output_processor = OutputProcessor(None, 12)
     params = GREEDY.for_request((), 0)
     requests = [Request(name, (1, 2), 4, params, is_masked=True) for name in ("a", "a[1]")]
-    found.add("a", requests, 0, mask)
-    found.add(
+    output_processor.add("a", requests, 0, mask)
+    output_processor.add(
         "b", [Request("b", (1, 2), 4, params, is_masked=True)], 0, mask.clock.mask(lambda _: 0.0)
     )
-    return found
+    return output_processor
 
 
 def test_completions_of_one_step_count_together(clock: Clock) -> None:
@@ -170,12 +172,12 @@ def test_rank_0_decides_what_takes_too_long(clock: Clock, slow_rank: int) -> Non
     ranks = [processor(mask) for mask in masks]
     work = Work(0, Edits(), ("a", "b", "a[1]"), (0, 1, 2), (), (True,) * 3, None)
     told: list[Any] = []
-    found = [
+    results = [
         ranks[0].apply_masks([work], told.append),
         ranks[1].apply_masks([work], lambda _: told[0], decides=False),
     ]
-    assert [[*failed] for _, failed in found] == [["a", "a[1]"] if slow_rank == 0 else []] * 2
-    assert len({each.summary for works, _ in found for each in works}) == 1
+    assert [[*failed] for _, failed in results] == [["a", "a[1]"] if slow_rank == 0 else []] * 2
+    assert len({each.summary for works, _ in results for each in works}) == 1
 
 
 class Spins:
@@ -213,10 +215,10 @@ def serve_on_a_rank() -> dict[str, Any]:
 
 
 def test_processes_end_the_same_request() -> None:
-    for found in launch(serve_on_a_rank, 2, timeout=120):
-        assert found["odd 0"][0] == found["odd 1"][0] == "error"
-        assert found["quick 0"] == ("length", alone((1, 5), GREEDY, 12, mask=Half(1))[0])
-        assert found["good 0"] == ("length", alone((3, 4), GREEDY, 12)[0])
+    for completions in launch(serve_on_a_rank, 2, timeout=120):
+        assert completions["odd 0"][0] == completions["odd 1"][0] == "error"
+        assert completions["quick 0"] == ("length", alone((1, 5), GREEDY, 12, mask=Half(1))[0])
+        assert completions["good 0"] == ("length", alone((3, 4), GREEDY, 12)[0])
 
 
 class _EachForItself(MaskClock):
@@ -252,8 +254,8 @@ def test_planted_bugs_are_found(clock: Clock, bug: str) -> None:
 
     def check_all() -> None:
         test_completions_of_one_step_count_together(clock)
-        for seconds, n, others in cases:
-            check(clock, seconds, n, others, 1)
+        for seconds, n, num_other_requests in cases:
+            check(clock, seconds, n, num_other_requests, 1)
 
     with mock.patch.object(*BUGS[bug]), pytest.raises(AssertionError):
         check_all()

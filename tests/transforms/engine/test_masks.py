@@ -176,7 +176,7 @@ WRONG: dict[str, tuple[Any, int, str]] = {
 def test_a_mask_that_fails_ends_its_request_alone(
     model: Model, theirs: Any, case: str, pipeline: int
 ) -> None:
-    mask, count, seen = WRONG[case]
+    mask, count, problem = WRONG[case]
     engine = Engine(model, LIMITS, pipeline=pipeline, graph="full")
     engine.add(PROMPTS[0], max_tokens=12, id="wrong", mask=mask)
     engine.add(PROMPTS[1], max_tokens=12, id="other")
@@ -186,7 +186,7 @@ def test_a_mask_that_fails_ends_its_request_alone(
     assert (wrong.finish_reason, len(wrong.track.token_ids)) == ("error", count)
     assert isinstance(wrong.error, RequestError)
     assert wrong.error.call == f"mask of request 'wrong', after {count} tokens"
-    assert wrong.error.seen == seen
+    assert wrong.error.problem == problem
     assert outputs["other", 0].track.token_ids == by_transformers(theirs, PROMPTS[1], masked=False)
     assert outputs["masked", 0].track.token_ids == by_transformers(theirs, PROMPTS[2], masked=True)
     assert engine.stats().pages_held == 0
@@ -201,8 +201,8 @@ def test_what_is_no_function_is_refused(model: Model) -> None:
 
 
 def test_nothing_is_asked_where_nothing_is_to_be_said() -> None:
-    for found, bits in ((None, None), ((0, 33), bytes([1, 0, 0, 0, 2, 0, 0, 0]))):
-        masked = RequestMask.of(lambda said, found=found: found, SamplingParams(), 40)  # type: ignore[misc]
+    for allowed, bits in ((None, None), ((0, 33), bytes([1, 0, 0, 0, 2, 0, 0, 0]))):
+        masked = RequestMask.of(lambda said, allowed=allowed: allowed, SamplingParams(), 40)  # type: ignore[misc]
         assert compute_mask("a", masked, [], 40) == bits
 
 

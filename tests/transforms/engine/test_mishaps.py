@@ -39,9 +39,9 @@ def test_after_a_step_that_raised_no_other_is_taken(error: BaseException, pipeli
     for _ in range(2):
         with pytest.raises(
             EngineError, match=f"an earlier step that raised {type(error).__name__}"
-        ) as seen:
+        ) as caught:
             engine.step()
-    assert seen.value.instead == "another weft.Engine(...), and its requests again"
+    assert caught.value.instead == "another weft.Engine(...), and its requests again"
     for after in (lambda: engine.add([3], max_tokens=1), lambda: asyncio.run(_read(engine, [3]))):
         with pytest.raises(EngineError, match="an earlier step that raised"):
             after()
@@ -103,15 +103,15 @@ def test_an_abort_ends_the_stream_of_its_request() -> None:
 @pytest.mark.parametrize("pipeline", [1, 2])
 def test_a_name_that_is_used_again_gets_nothing_of_what_was_under_way(pipeline: int) -> None:
     """The first request is aborted while the logprobs of its prompt are on their way."""
-    asked = SamplingParams(temperature=0.0, prompt_logprobs=0)
+    sampling = SamplingParams(temperature=0.0, prompt_logprobs=0)
     prompt = [5, 4, 3, 2, 1]
     fresh = Engine(small_model(), SMALL, graph="none")
-    fresh.add(prompt, asked, max_tokens=2, id="a")
+    fresh.add(prompt, sampling, max_tokens=2, id="a")
     engine = Engine(small_model(), SMALL, pipeline=pipeline, graph="none", run_ahead=2)
-    engine.add([1, 2, 3, 4, 5], asked, max_tokens=5, id="a")
+    engine.add([1, 2, 3, 4, 5], sampling, max_tokens=5, id="a")
     engine.launch()
     engine.abort("a")
-    engine.add(prompt, asked, max_tokens=2, id="a")
+    engine.add(prompt, sampling, max_tokens=2, id="a")
     again = ended(engine)["a"]
     expected = ended(fresh)["a"]
     assert again.prompt_logprobs == pytest.approx(expected.prompt_logprobs)
@@ -124,8 +124,8 @@ def test_a_stream_with_a_stop_text_and_min_tokens_is_its_text() -> None:
     greedy = SamplingParams(temperature=0.0)
     [whole] = weft.generate(model, ["The function returns"], max_tokens=40, graph="none")
     assert whole.text is not None
-    asked = attrs.evolve(greedy, stop=[whole.text[2:4], "never this"], min_tokens=12)
-    options: dict[str, Any] = {"max_tokens": 40, "graph": "none", "sampling": asked}
+    sampling = attrs.evolve(greedy, stop=[whole.text[2:4], "never this"], min_tokens=12)
+    options: dict[str, Any] = {"max_tokens": 40, "graph": "none", "sampling": sampling}
     outputs = list(weft.generate(model, ["The function returns"], stream=True, **options))
     text = "".join(output.text or "" for output in outputs)
     assert (

@@ -44,20 +44,20 @@ class PagesMachine(RuleBasedStateMachine):
     @rule(data=st.data(), name=st.sampled_from((b"a", b"b", b"c")), part=st.booleans())
     def name(self, data: st.DataObject, name: bytes, part: bool) -> None:
         page = data.draw(st.sampled_from([page for pages in self.holders for page in pages]))
-        known = self.parts if part else self.names
+        pages_by_name = self.parts if part else self.names
         (self.pages.publish_partial if part else self.pages.publish)(page, name)
-        if name not in known and page not in known.values():
-            known[name] = page
+        if name not in pages_by_name and page not in pages_by_name.values():
+            pages_by_name[name] = page
 
     @rule(names=st.lists(st.sampled_from((b"a", b"b", b"c")), max_size=3, unique=True))
     def share(self, names: list[bytes]) -> None:
-        found = self.pages.lookup(names)
-        assert found == [self.names[name] for name in names[: len(found)]]
-        assert len(found) == len(names) or names[len(found)] not in self.names
+        pages = self.pages.lookup(names)
+        assert pages == [self.names[name] for name in names[: len(pages)]]
+        assert len(pages) == len(names) or names[len(pages)] not in self.names
         free = sum(not self.count(page) for page in range(6))
-        assert self.pages.count_free(found) == free - sum(not self.count(page) for page in found)
-        self.pages.acquire(found)
-        self.holders.append(found)
+        assert self.pages.count_free(pages) == free - sum(not self.count(page) for page in pages)
+        self.pages.acquire(pages)
+        self.holders.append(pages)
 
     @precondition(lambda self: self.holders)
     @rule(data=st.data(), broken=st.booleans())
@@ -72,10 +72,10 @@ class PagesMachine(RuleBasedStateMachine):
 
     @invariant()
     def counts_are_right(self) -> None:
-        held = {page for pages in self.holders for page in pages}
-        assert self.pages.num_held == len(held)
-        assert self.pages.num_free == 6 - len(held)
-        assert self.pages.num_evictable == len(set(self.names.values()) - held)
+        used_pages = {page for pages in self.holders for page in pages}
+        assert self.pages.num_held == len(used_pages)
+        assert self.pages.num_free == 6 - len(used_pages)
+        assert self.pages.num_evictable == len(set(self.names.values()) - used_pages)
         for name in (b"a", b"b", b"c"):
             assert self.pages.lookup([name]) == ([self.names[name]] if name in self.names else [])
             assert self.pages.lookup_partial(name) == self.parts.get(name)
@@ -107,10 +107,13 @@ def test_the_least_recently_used_page_is_evicted_first_and_the_end_of_a_request_
 def test_equal_hashes_mean_equal_prefixes() -> None:
     whole = hash_page(hash_page(b"", [1, 2]), [3, 4])
     assert whole == hash_page(hash_page(b"", (1, 2)), (3, 4))
-    others = [
+    other_hashes = [
         hash_page(b"", [3, 4]),
         hash_page(hash_page(b"", [2, 1]), [3, 4]),
         hash_page(b"", [1, 2, 3, 4]),
     ]
-    others += [hash_page(hash_page(b"", [12]), [34]), hash_page(hash_page(b"x", [1, 2]), [3, 4])]
-    assert len({whole, *others}) == 6
+    other_hashes += [
+        hash_page(hash_page(b"", [12]), [34]),
+        hash_page(hash_page(b"x", [1, 2]), [3, 4]),
+    ]
+    assert len({whole, *other_hashes}) == 6

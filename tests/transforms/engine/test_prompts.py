@@ -74,10 +74,10 @@ def test_pages_are_shared_by_content(model: Model) -> None:
         (image(0, None), 4),
         ([*TEXT, 7], 4),
     )
-    for prompt, found in cases:
+    for prompt, num_prefix_tokens in cases:
         before = engine.stats().prefix_tokens
         got = served(engine, prompt)
-        assert engine.stats().prefix_tokens - before == found
+        assert engine.stats().prefix_tokens - before == num_prefix_tokens
         assert got == served(Engine(model, LIMITS, graph="none"), prompt)
 
 
@@ -105,39 +105,41 @@ def test_what_was_generated_is_found_where_it_stands(model: Model) -> None:
 def test_completions_preemption_and_penalties(model: Model, graph: str) -> None:
     """Several completions of a prompt, with few pages and with many; penalties do not count an
     image's tokens."""
-    asked = SamplingParams(
+    sampling = SamplingParams(
         temperature=1.0, seed=7, n=3, repetition_penalty=1.3, frequency_penalty=0.2
     )
     plenty = Engine(model, LIMITS, graph=graph)
     scarce = Engine(model, attrs.evolve(LIMITS, num_pages=8), graph=graph)
-    expected = served(plenty, image(), asked, max_tokens=10)
+    expected = served(plenty, image(), sampling, max_tokens=10)
     assert len({tuple(tokens) for tokens in expected}) == 3
-    assert served(scarce, image(), asked, max_tokens=10) == expected
+    assert served(scarce, image(), sampling, max_tokens=10) == expected
     assert (plenty.stats().preempted, scarce.stats().preempted > 0) == (0, True)
 
 
 def test_embeddings_alone_and_their_copies(model: Model) -> None:
     """A prompt of embeddings alone; changing the tensor later has no effect."""
-    known = model.params.embed_tokens
-    assert known is not None
+    embed_tokens = model.params.embed_tokens
+    assert embed_tokens is not None
     ids = [1, 5, 9, 2, 7]
     expected = served(Engine(model, LIMITS, graph="none"), ids)
     engine = Engine(model, LIMITS, graph="none")
-    given = known[ids].clone()
-    engine.add(EmbedsPrompt(inputs_embeds=given), max_tokens=6)
-    given.zero_()
+    inputs_embeds = embed_tokens[ids].clone()
+    engine.add(EmbedsPrompt(inputs_embeds=inputs_embeds), max_tokens=6)
+    inputs_embeds.zero_()
     assert [output.track.token_ids for output in engine][-1:] == expected
-    (completion,) = weft.generate(model, [EmbedsPrompt(inputs_embeds=known[ids])], max_tokens=6)
+    (completion,) = weft.generate(
+        model, [EmbedsPrompt(inputs_embeds=embed_tokens[ids])], max_tokens=6
+    )
     assert [completion.token_ids] == expected
 
 
 def test_ranks_after_the_first_get_neither(model: Model) -> None:
     budget = LIMITS.resolve(model, Split(Threads(), 2)).budget
     host = Engine(model, LIMITS, pipeline=2)._host
-    given = read_content(image())
-    asked = SamplingParams(temperature=0.0).for_request((), 0)
+    content = read_content(image())
+    sampling = SamplingParams(temperature=0.0).for_request((), 0)
     _, (work,) = schedule(
-        add(host, Request("a", tuple(IDS), 3, asked, given=given), budget), budget
+        add(host, Request("a", tuple(IDS), 3, sampling, prompt_content=content), budget), budget
     )
     first = work.place("cpu").batch
     later = work.place("cpu", first=False).batch
@@ -202,12 +204,12 @@ WRONG: dict[str, tuple[dict[str, Any], str, str]] = {
 
 @pytest.mark.parametrize("case", WRONG)
 def test_what_does_not_fit_is_named(model: Model, case: str) -> None:
-    changes, seen, instead = WRONG[case]
+    changes, problem, instead = WRONG[case]
     engine = Engine(model, LIMITS, graph="none")
     with pytest.raises(RequestError) as caught:
         engine.add(attrs.evolve(image(), **changes), max_tokens=2)
     assert caught.value.call.startswith("engine.add(prompt, ")
-    assert caught.value.seen.startswith(seen)
+    assert caught.value.problem.startswith(problem)
     assert caught.value.instead.startswith(instead)
     with pytest.raises(RequestError, match=r"weft\.generate\(model, prompts"):
         weft.generate(model, [TEXT, attrs.evolve(image(), **changes)], max_tokens=2)
@@ -221,12 +223,12 @@ def test_what_a_model_or_a_request_cannot_have() -> None:
         match=r"saw: positions of shape \[3, 12\], (.|\n)*<Model Qwen3ForCausalLM.*> has no mRoPE",
     ):
         engine.add(image(), max_tokens=2)
-    asked = SamplingParams(temperature=0.0, prompt_logprobs=1)
+    sampling = SamplingParams(temperature=0.0, prompt_logprobs=1)
     with pytest.raises(
         RequestError,
         match=r"saw: prompt_logprobs=1\n.* without prompt_logprobs: embeddings have none",
     ):
-        engine.add(image(positions=None), asked, max_tokens=2)
+        engine.add(image(positions=None), sampling, max_tokens=2)
     with pytest.raises(RequestError, match="the prompt holds -2"):
         engine.add(IDS, max_tokens=2)
     with pytest.raises(RequestError, match="without token_ids, inputs_embeds is None"):
@@ -237,10 +239,15 @@ def test_what_a_model_or_a_request_cannot_have() -> None:
 
 
 @pytest.mark.parametrize(
-    ("wanted", "instead"), [(5, r"Engine\(\.\.\., num_logprobs=5\)"), (999, "at most [0-9]+")]
+    ("num_logprobs", "instead"), [(5, r"Engine\(\.\.\., num_logprobs=5\)"), (999, "at most [0-9]+")]
 )
-def test_too_many_logprobs_are_refused_with_what_to_write(wanted: int, instead: str) -> None:
+def test_too_many_logprobs_are_refused_with_what_to_write(num_logprobs: int, instead: str) -> None:
     engine = Engine(small_model(), LIMITS, graph="none", num_logprobs=1)
-    for params in (SamplingParams(logprobs=wanted), SamplingParams(prompt_logprobs=wanted)):
-        with pytest.raises(RequestError, match=f"saw: .*logprobs={wanted}\n  instead: {instead}"):
+    for params in (
+        SamplingParams(logprobs=num_logprobs),
+        SamplingParams(prompt_logprobs=num_logprobs),
+    ):
+        with pytest.raises(
+            RequestError, match=f"saw: .*logprobs={num_logprobs}\n  instead: {instead}"
+        ):
             engine.add([1], params, max_tokens=1)

@@ -98,20 +98,22 @@ def reference() -> Released:
         for chat in CHATS
     ]
     ids = [tokenizer(prompt, add_special_tokens=False)["input_ids"] for prompt in prompts]
-    return Released(file, tokenizer, model, prompts, ids, [greedy(model, own) for own in ids])
+    return Released(
+        file, tokenizer, model, prompts, ids, [greedy(model, prompt_ids) for prompt_ids in ids]
+    )
 
 
 def greedy(model: Any, ids: list[int]) -> list[int]:
     with torch.no_grad():
         said = model.generate(torch.tensor([ids]), max_new_tokens=MAX_TOKENS, do_sample=False)[0]
-    found: list[int] = said[len(ids) :].tolist()
-    return found
+    tokens: list[int] = said[len(ids) :].tolist()
+    return tokens
 
 
 def logprobs(model: Any, ids: list[int]) -> torch.Tensor:
     with torch.no_grad():
-        found: torch.Tensor = model(torch.tensor([ids])).logits[0].float().log_softmax(-1)
-    return found[:-1].gather(1, torch.tensor(ids[1:])[:, None])[:, 0]
+        log_probs: torch.Tensor = model(torch.tensor([ids])).logits[0].float().log_softmax(-1)
+    return log_probs[:-1].gather(1, torch.tensor(ids[1:])[:, None])[:, 0]
 
 
 @pytest.fixture(scope="module")
@@ -166,10 +168,13 @@ def test_chats_are_the_same_tokens(
 
 def test_prompts_have_the_logprobs_of_transformers(reference: Released, model: weft.Model) -> None:
     sampling = weft.SamplingParams(temperature=0, prompt_logprobs=0)
-    found = weft.generate(model, reference.ids, max_tokens=1, sampling=sampling)
-    for own, ids in zip(found, reference.ids, strict=True):
+    completions = weft.generate(model, reference.ids, max_tokens=1, sampling=sampling)
+    for completion, ids in zip(completions, reference.ids, strict=True):
         torch.testing.assert_close(
-            torch.tensor(own.prompt_logprobs), logprobs(reference.model, ids), rtol=0, atol=LIKE
+            torch.tensor(completion.prompt_logprobs),
+            logprobs(reference.model, ids),
+            rtol=0,
+            atol=LIKE,
         )
 
 
@@ -179,32 +184,32 @@ def test_half_precision_on_a_cpu_errs_no_more_than_transformers(reference: Relea
     assert half.dtype == torch.bfloat16
     theirs: Any = copy.deepcopy(reference.model).to(torch.bfloat16)
     sampling = weft.SamplingParams(temperature=0, prompt_logprobs=0)
-    found = weft.generate(half, reference.ids, max_tokens=MAX_TOKENS, sampling=sampling)
+    completions = weft.generate(half, reference.ids, max_tokens=MAX_TOKENS, sampling=sampling)
     exact = torch.cat([logprobs(reference.model, ids) for ids in reference.ids])
-    ours = torch.cat([torch.tensor(own.prompt_logprobs) for own in found])
+    ours = torch.cat([torch.tensor(completion.prompt_logprobs) for completion in completions])
     other = torch.cat([logprobs(theirs, ids) for ids in reference.ids])
     print(
         f"mean error in bfloat16: {(ours - exact).abs().mean():.4f}, transformers"
         f" {(other - exact).abs().mean():.4f}"
     )
     assert (ours - exact).abs().mean() <= 1.1 * (other - exact).abs().mean()
-    assert found[0].token_ids == greedy(theirs, reference.ids[0])
+    assert completions[0].token_ids == greedy(theirs, reference.ids[0])
 
 
 @pytest.mark.parametrize(("graph", "stages"), [("none", 1), ("full", 1), ("full_and_piecewise", 2)])
 def test_chats_are_completed_as_transformers_completes_them(
     reference: Released, model: weft.Model, graph: str, stages: int
 ) -> None:
-    found = weft.generate(
+    completions = weft.generate(
         model, CHATS, max_tokens=MAX_TOKENS, graph=graph, pipeline=stages, chat=True
     )
-    assert [completion.token_ids for completion in found] == reference.completions
+    assert [completion.token_ids for completion in completions] == reference.completions
     ended = [
-        "stop" if own[-1] in model.config.eos_token_ids else "length"
-        for own in reference.completions
+        "stop" if tokens[-1] in model.config.eos_token_ids else "length"
+        for tokens in reference.completions
     ]
-    assert [completion.finish_reason for completion in found] == ended
-    assert found[0].text == "The capital of France is Paris."
+    assert [completion.finish_reason for completion in completions] == ended
+    assert completions[0].text == "The capital of France is Paris."
 
 
 def test_the_folder_of_transformers_is_read_as_it_is(

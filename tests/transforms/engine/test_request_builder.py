@@ -27,12 +27,12 @@ REQUESTS: dict[str, tuple[dict[str, Any], str]] = {
 
 @pytest.mark.parametrize("case", REQUESTS)
 def test_a_request_that_is_none_is_refused_and_leaves_nothing(case: str) -> None:
-    changes, seen = REQUESTS[case]
+    changes, problem = REQUESTS[case]
     engine = Engine(small_model(), graph="none")
     engine.add([1, 2], max_tokens=2, id="good")
     with pytest.raises(RequestError) as error:
         engine.add(**{"prompt": [1], "max_tokens": 2, "id": "other", **changes})
-    assert error.value.seen == seen
+    assert error.value.problem == problem
     assert engine.add([3], max_tokens=1, id="other") == "other", "its name is still free"
     assert {output.id for output in engine} == {"good", "other"}
 
@@ -105,12 +105,12 @@ def test_an_abort_of_what_is_no_id_is_refused() -> None:
 def test_limits_that_are_none_are_refused(field: str, value: Any) -> None:
     with pytest.raises(RequestError) as error:
         EngineLimits(**{field: value})
-    assert error.value.seen == f"{field}={value!r}"
+    assert error.value.problem == f"{field}={value!r}"
     assert str(error.value).startswith(f"weft.EngineLimits({field}={value!r})")
 
 
 @pytest.mark.parametrize(
-    ("option", "value", "seen"),
+    ("option", "value", "problem"),
     [
         ("limits", 4, "limits is an int"),
         ("num_logprobs", 13, "num_logprobs=13"),
@@ -128,8 +128,8 @@ def test_limits_that_are_none_are_refused(field: str, value: Any) -> None:
         ),
     ],
 )
-def test_options_that_are_none_are_refused(option: str, value: Any, seen: str) -> None:
+def test_options_that_are_none_are_refused(option: str, value: Any, problem: str) -> None:
     options: dict[str, Any] = {option: value}
     with pytest.raises(RequestError) as error:
         weft.Engine(small_model(), graph="none", **options)
-    assert error.value.seen == seen
+    assert error.value.problem == problem

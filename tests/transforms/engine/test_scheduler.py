@@ -72,7 +72,7 @@ class HostMachine(RuleBasedStateMachine):
         self.unread: list[tuple[Work, list[list[int]]]] = []
         self.ended: dict[str, str] = {}
         self.said: dict[str, list[int]] = {}
-        self.asked: dict[str, Request] = {}
+        self.requests: dict[str, Request] = {}
         self.content: dict[int, list[int | None]] = {page: [None, None] for page in range(pages)}
         self.truth: dict[
             str, list[int]
@@ -103,15 +103,15 @@ class HostMachine(RuleBasedStateMachine):
         first = f"r{self.count}"
         for index in range(samples):
             name = first if index == 0 else f"{first}[{index}]"
-            asked = request(
+            new_request = request(
                 name, prompt, most, priority, told and index == 0, 0 if index % 2 else penalty
             )
             if -(-(len(prompt) + most) // 2) > min(4, self.host.pages.num_pages):
                 with pytest.raises(RequestError, match="fewer max_tokens, or a greater"):
-                    add(self.host, asked, self.budget)
+                    add(self.host, new_request, self.budget)
                 return
-            self.host = add(self.host, asked, self.budget, behind=first if index else None)
-            self.asked[name], self.said[name], self.truth[name] = asked, [], [*prompt]
+            self.host = add(self.host, new_request, self.budget, behind=first if index else None)
+            self.requests[name], self.said[name], self.truth[name] = new_request, [], [*prompt]
         self.count += 1
 
     @precondition(lambda self: self.host.requests)
@@ -156,7 +156,9 @@ class HostMachine(RuleBasedStateMachine):
             assert req.reason or count == len(tokens)
             if req.reason:
                 assert (req.reason == "stop") == (tokens[count - 1] == STOP)
-                assert req.reason == "stop" or len(self.said[name]) == self.asked[name].max_tokens
+                assert (
+                    req.reason == "stop" or len(self.said[name]) == self.requests[name].max_tokens
+                )
                 self.ended[name] = req.reason
 
     def check(self, work: Work, cohort: int) -> None:
@@ -182,13 +184,15 @@ class HostMachine(RuleBasedStateMachine):
         row = work.rows[index]
         start = self.places[row]
         truth = self.truth[name]
-        limit = len(self.asked[name].prompt)
-        limit += self.asked[name].max_tokens
+        limit = len(self.requests[name].prompt)
+        limit += self.requests[name].max_tokens
         assert self.rows[row] == self.host.requests[name].pages[: len(self.rows[row])]
         ids = work.token_ids[index] if work.token_ids else (LAST_TOKEN,)
         for place in range(start):
-            seen = self.content[self.rows[row][place // 2]][place % 2]
-            assert seen == truth[place], f"{name} reads what is another's, or a wrong draft's"
+            cached_token = self.content[self.rows[row][place // 2]][place % 2]
+            assert cached_token == truth[place], (
+                f"{name} reads what is another's, or a wrong draft's"
+            )
         if ids != (LAST_TOKEN,):
             assert (start, list(ids)) == (work.starts[index], truth[start : start + len(ids)])
             written = list(ids)
@@ -197,7 +201,9 @@ class HostMachine(RuleBasedStateMachine):
             assert start <= work.starts[index], "of a decode, at most"
             assert start == len(truth) - 1
             right = (
-                0 if self.asked[name].sampling.presence_penalty else min(right, work.query_len - 1)
+                0
+                if self.requests[name].sampling.presence_penalty
+                else min(right, work.query_len - 1)
             )
             sampled = tokens[: min(1 + right, limit - 1 - start)]
             written = [truth[-1], *sampled[:-1], *[WRONG] * (work.query_len - max(len(sampled), 1))]
@@ -213,8 +219,8 @@ class HostMachine(RuleBasedStateMachine):
         if not hasattr(self, "host"):
             return
         host = self.host
-        held = Counter(page for req in host.running.values() for page in req.pages)
-        assert {page: held[page] for page in range(host.pages.num_pages)} == dict(
+        refcounts = Counter(page for req in host.running.values() for page in req.pages)
+        assert {page: refcounts[page] for page in range(host.pages.num_pages)} == dict(
             enumerate(host.pages._refcounts)
         )
         rows = [req.row for req in host.running.values()]
@@ -226,7 +232,7 @@ class HostMachine(RuleBasedStateMachine):
         assert (
             sorted(r.request.id for r in everyone)
             == sorted(host.requests)
-            == sorted(set(self.asked) - set(self.ended))
+            == sorted(set(self.requests) - set(self.ended))
         )
         assert sorted(map(id, host.running.values())) == sorted(
             id(r) for mine in host.cohorts for r in mine
@@ -288,12 +294,12 @@ def test_chunks_are_the_prompts(budget: int) -> None:
     samples."""
     prompts = {name: tuple(range(10 * n, 11 * n)) for n, name in ((5, "a"), (1, "b"), (7, "c"))}
     works = [work for work in served(prompts, Budget(3, budget, 9)) if work.kind == "prompts"]
-    seen: dict[str, tuple[int, ...]] = dict.fromkeys(prompts, ())
+    prefilled: dict[str, tuple[int, ...]] = dict.fromkeys(prompts, ())
     for work in works:
         for name, ids, samples in zip(work.requests, work.token_ids, work.samples, strict=True):
-            seen[name] += ids
-            assert samples == (seen[name] == prompts[name])
-    assert seen == prompts
+            prefilled[name] += ids
+            assert samples == (prefilled[name] == prompts[name])
+    assert prefilled == prompts
     assert all(work.num_tokens == budget for work in works[:-1])
 
 
@@ -311,13 +317,13 @@ def test_steps_with_prompts_keep_within_their_time(
     prompts = {
         str(row): tuple(range(100 * row, 100 * row + length)) for row, length in enumerate(lengths)
     }
-    seen: dict[str, tuple[int, ...]] = dict.fromkeys(prompts, ())
+    prefilled: dict[str, tuple[int, ...]] = dict.fromkeys(prompts, ())
     for work in served(prompts, Budget(4, 64, 16, mixed=mixed, step_time=time)):
         if work.kind != "decode":
             check_time([work], time, page_size=4)
             for name, ids in zip(work.requests, work.token_ids, strict=True):
-                seen[name] += ids if ids != (LAST_TOKEN,) else ()
-    assert seen == prompts
+                prefilled[name] += ids if ids != (LAST_TOKEN,) else ()
+    assert prefilled == prompts
 
 
 @pytest.mark.parametrize("mixed", [True, False])
@@ -347,8 +353,8 @@ def test_followers_copy_the_page_that_the_prompt_fills_in_part_and_share_the_oth
     assert first.requests == ("a",)
     host, (_, second) = schedule(host, budget)
     pages = {name: host.requests[name].pages for name in "abc"}
-    assert len({own[0] for own in pages.values()}) == 1
-    assert len({own[1] for own in pages.values()}) == 3
+    assert len({page_ids[0] for page_ids in pages.values()}) == 1
+    assert len({page_ids[1] for page_ids in pages.values()}) == 3
     assert second.edits.copies == ((pages["a"][1], pages["b"][1]), (pages["a"][1], pages["c"][1]))
     assert second.token_ids == ((7,), (7,)), "of each only the last token is computed again"
     assert host.num_found == 12
@@ -367,7 +373,7 @@ def test_a_request_without_a_token_is_refused() -> None:
 
 
 @pytest.mark.parametrize(
-    ("asked", "seen"),
+    ("new_request", "problem"),
     [
         (request("a", (1,), 1), "a request of that id that has not ended"),
         (
@@ -376,12 +382,12 @@ def test_a_request_without_a_token_is_refused() -> None:
         ),
     ],
 )
-def test_what_could_never_be_served_is_refused(asked: Request, seen: str) -> None:
+def test_what_could_never_be_served_is_refused(new_request: Request, problem: str) -> None:
     budget = Budget(2, 16, 9)
     host = add(HostState.empty(budget, 20, 4), request("a", (1,), 1), budget)
     with pytest.raises(RequestError) as error:
-        add(host, asked, budget)
-    assert error.value.seen == seen
+        add(host, new_request, budget)
+    assert error.value.problem == problem
     assert list(host.requests) == ["a"]
 
 
@@ -389,7 +395,7 @@ def test_more_than_all_pages_is_refused_by_their_name() -> None:
     budget = Budget(2, 16, 20)
     with pytest.raises(RequestError) as error:
         add(HostState.empty(budget, 8, 4), request("b", (1,) * 30, 7), budget)
-    assert error.value.seen == _TOO_LONG + "there are 32, by EngineLimits.num_pages"
+    assert error.value.problem == _TOO_LONG + "there are 32, by EngineLimits.num_pages"
     assert error.value.instead == "a shorter prompt, fewer max_tokens, or a greater num_pages"
 
 
@@ -405,16 +411,20 @@ def test_pages_of_parameters_that_have_changed_are_found_by_nobody(changed: bool
         host = outdate(host)
         assert not host.running
         host, [again] = schedule(host, budget)
-        assert [(own.computed, own.generated) for own in again.edits.admissions] == [(0, (7,))]
+        assert [
+            (admission.computed, admission.generated) for admission in again.edits.admissions
+        ] == [(0, (7,))]
         host, _ = observe(host, again.job, [[7]])
         host = outdate(host)
     host = add(host, request("b", (1, 2, 4, 5, 6), 2), budget)
-    found = []
+    admissions = []
     while not host.is_idle:
         host, works = schedule(host, budget)
         for each in works:
-            found += [
-                (own.row, own.computed) for own in each.edits.admissions if len(own.prompt) == 5
+            admissions += [
+                (admission.row, admission.computed)
+                for admission in each.edits.admissions
+                if len(admission.prompt) == 5
             ]
             host, _ = observe(host, each.job, [[STOP]] * len(each.rows))
-    assert all(computed == 0 for _, computed in found) == changed
+    assert all(computed == 0 for _, computed in admissions) == changed

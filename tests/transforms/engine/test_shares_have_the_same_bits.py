@@ -34,7 +34,7 @@ EVERY: dict[str, Asked] = {
     "lookup": Asked(options={"speculation": Speculation(2, ngram=(1, 2)), "graph": "full"}),
     "long": Asked("one kv head", prompts=([*range(36)], *PROMPTS), model={"dtype": torch.bfloat16}),
 }
-EVERY = {name: attrs.evolve(asked, model={**CUT, **asked.model}) for name, asked in EVERY.items()}
+EVERY = {name: attrs.evolve(case, model={**CUT, **case.model}) for name, case in EVERY.items()}
 # Ways to ask the same.
 SAME = {
     "batched otherwise": "plain",
@@ -47,9 +47,7 @@ SAME = {
 @pytest.fixture(scope="module")
 def alone() -> dict[str, Any]:
     torch.set_num_threads(1)
-    return {
-        name: run(asked, model_of(asked.kind, **asked.model))[0] for name, asked in EVERY.items()
-    }
+    return {name: run(case, model_of(case.kind, **case.model))[0] for name, case in EVERY.items()}
 
 
 ON_STAGES = "graphs", "prompt logprobs", "adapters", "bfloat16, batched otherwise"
@@ -65,9 +63,9 @@ CASES = [
         split,
         name,
         id=f"{split}-{name}",
-        marks=pytest.mark.slow if name in own else pytest.mark.nightly,
+        marks=pytest.mark.slow if name in slow_names else pytest.mark.nightly,
     )
-    for split, (*_, own) in SPLITS.items()
+    for split, (*_, slow_names) in SPLITS.items()
     for name in EVERY
 ]
 
@@ -78,8 +76,8 @@ def shared(runs_nightly: bool) -> Callable[[str], list[dict[str, Any]]]:
 
     @cache
     def on(split: str) -> list[dict[str, Any]]:
-        tensor, ranks, own = SPLITS[split]
-        return found_by(tensor, ranks, EVERY if runs_nightly else own)
+        tensor, ranks, slow_names = SPLITS[split]
+        return found_by(tensor, ranks, EVERY if runs_nightly else slow_names)
 
     return on
 
@@ -89,14 +87,14 @@ def found_by(
 ) -> list[dict[str, Any]]:
     """The completions of engines on each rank, by the engine's name."""
     every = {name: EVERY[name] for name in names}
-    in_float32 = {name: asked for name, asked in every.items() if "dtype" not in asked.model}
-    others = {name: asked for name, asked in every.items() if name not in in_float32}
+    in_float32 = {name: case for name, case in every.items() if "dtype" not in case.model}
+    in_other_dtypes = {name: case for name, case in every.items() if name not in in_float32}
     # A transport's messages of one class of batch have one dtype.
-    found = [
-        launch(run_rank, ranks, asked, tensor, backend, timeout=180)
-        for asked in (in_float32, others)
+    results = [
+        launch(run_rank, ranks, cases, tensor, backend, timeout=180)
+        for cases in (in_float32, in_other_dtypes)
     ]
-    return [{**one, **other} for one, other in zip(*found, strict=True)]
+    return [{**one, **other} for one, other in zip(*results, strict=True)]
 
 
 @pytest.mark.gpu
@@ -108,9 +106,9 @@ def test_any_number_of_gpus_says_the_same_bits(split: str, backend: str) -> None
         pytest.skip(f"{torch.cuda.device_count()} GPUs")
     every = found_by(tensor, ranks, backend=backend)
     with torch.device("cuda:0"):
-        for name, asked in EVERY.items():
-            wanted = run(asked, model_of(asked.kind, **asked.model))[0]
-            assert all(found[name][0] == wanted for found in every), name
+        for name, case in EVERY.items():
+            expected = run(case, model_of(case.kind, **case.model))[0]
+            assert all(results[name][0] == expected for results in every), name
 
 
 @pytest.mark.parametrize(("split", "name"), CASES)
@@ -131,13 +129,15 @@ def test_other_batches_have_the_same_bits(name: str, alone: Mapping[str, Any]) -
 def test_without_leaves_other_numbers_of_ranks_have_other_bits() -> None:
     """The models can tell."""
     uncut = {"functions": StageFunctions(batch_invariant=True)}
-    asked = {
+    cases = {
         name: attrs.evolve(EVERY[name], model={**EVERY[name].model, **uncut})
         for name in ("plain", "bfloat16")
     }
-    wanted = {name: run(own, model_of(own.kind, **own.model))[0] for name, own in asked.items()}
-    found = launch(run_rank, 2, asked, 2, timeout=60)
-    assert all(found[0][name][0] != wanted[name] for name in asked)
+    expected = {
+        name: run(case, model_of(case.kind, **case.model))[0] for name, case in cases.items()
+    }
+    results = launch(run_rank, 2, cases, 2, timeout=60)
+    assert all(results[0][name][0] != expected[name] for name in cases)
 
 
 # What cannot be cut is refused
@@ -176,10 +176,12 @@ def test_the_leaves_are_in_the_facts_of_a_model() -> None:
     assert "4 reduction leaves" in cut.facts["stages"]
     assert other.facts["stages"] == "batch invariant"
     assert cut.facts["stages"] == other.with_stages(reduction_leaves=4).facts["stages"]
-    given: dict[str, Any] = {"max_tokens": 4, "seed": 0}
-    made = [weft.generate(model, ["A list"], **given)[0].certificate() for model in (cut, other)]
-    assert made[0].program != made[1].program
-    [found] = weft.verify(made[0], other)
-    assert "program" in found.other_facts
-    [found] = weft.verify(made[0], other.with_stages(reduction_leaves=4), pipeline=2)
-    assert found.equal
+    options: dict[str, Any] = {"max_tokens": 4, "seed": 0}
+    certificates = [
+        weft.generate(model, ["A list"], **options)[0].certificate() for model in (cut, other)
+    ]
+    assert certificates[0].program != certificates[1].program
+    [verification] = weft.verify(certificates[0], other)
+    assert "program" in verification.other_facts
+    [verification] = weft.verify(certificates[0], other.with_stages(reduction_leaves=4), pipeline=2)
+    assert verification.equal

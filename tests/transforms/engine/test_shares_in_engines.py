@@ -114,9 +114,9 @@ CASES = [
         split,
         name,
         id=f"{split}-{name}",
-        marks=pytest.mark.slow if name in own else pytest.mark.nightly,
+        marks=pytest.mark.slow if name in slow_names else pytest.mark.nightly,
     )
-    for split, (*_, own) in SPLITS.items()
+    for split, (*_, slow_names) in SPLITS.items()
     for name in EVERY
 ]
 
@@ -124,7 +124,7 @@ CASES = [
 @pytest.fixture(scope="module")
 def alone() -> dict[str, Any]:
     torch.set_num_threads(1)
-    return {name: run(asked, model_of(asked.kind, **asked.model)) for name, asked in EVERY.items()}
+    return {name: run(case, model_of(case.kind, **case.model)) for name, case in EVERY.items()}
 
 
 @pytest.fixture(scope="module")
@@ -134,8 +134,8 @@ def shared(runs_nightly: bool) -> Callable[[str], list[dict[str, Any]]]:
 
     @cache
     def on(split: str) -> list[dict[str, Any]]:
-        tensor, ranks, own = SPLITS[split]
-        every = {name: EVERY[name] for name in (EVERY if runs_nightly else own)}
+        tensor, ranks, slow_names = SPLITS[split]
+        every = {name: EVERY[name] for name in (EVERY if runs_nightly else slow_names)}
         return launch(run_rank, ranks, every, tensor, timeout=120)
 
     return on
@@ -146,28 +146,30 @@ def flat(values: Any) -> list[float]:
     if isinstance(values, dict):
         return [x for key in sorted(values) for x in flat(values[key])]
     return (
-        [x for own in values for x in flat(own)]
+        [x for value in values for x in flat(value)]
         if isinstance(values, list | tuple)
         else [float(values)]
     )
 
 
-def assert_said(name: str, wanted: tuple[Any, Any], shared: list[dict[str, Any]]) -> None:
+def assert_said(name: str, expected: tuple[Any, Any], shared: list[dict[str, Any]]) -> None:
     """Every rank returns what one process does, within rounding, and the same bits as the others.
     In FP8, where activations are rounded to 3 bits, a sum in another order may make one of them
     another one."""
     near = 0.3 if "FP8" in name else 2e-4
     for rank, every in enumerate(shared):
-        found, own_counts = every[name]
-        assert [tokens for tokens, *_ in found] == [tokens for tokens, *_ in wanted[0]], (
+        completions, own_counts = every[name]
+        assert [tokens for tokens, *_ in completions] == [tokens for tokens, *_ in expected[0]], (
             f"rank {rank}"
         )
         if rank == 0:  # pages and preemptions differ where stages are several
-            assert own_counts["pages_held"] == wanted[1]["pages_held"] == 0
-        for own, other in zip(found, wanted[0], strict=True):
-            pairs = zip(flat([own[1], own[3]]), flat([other[1], other[3]]), strict=True)
+            assert own_counts["pages_held"] == expected[1]["pages_held"] == 0
+        for completion, other in zip(completions, expected[0], strict=True):
+            pairs = zip(
+                flat([completion[1], completion[3]]), flat([other[1], other[3]]), strict=True
+            )
             assert all(math.isclose(x, y, abs_tol=near, rel_tol=1e-4) for x, y in pairs)
-        assert found == shared[0][name][0], "all ranks return the same bits"
+        assert completions == shared[0][name][0], "all ranks return the same bits"
 
 
 @pytest.mark.parametrize(("split", "name"), CASES)
@@ -188,8 +190,8 @@ def test_gpus_that_share_layers_say_what_one_says(split: str, backend: str) -> N
     every = {name: EVERY[name] for name in names}
     shared = launch(run_rank, ranks, every, tensor, backend, timeout=120)
     with torch.device("cuda:0"):
-        for name, asked in every.items():
-            assert_said(name, run(asked, model_of(asked.kind, **asked.model)), shared)
+        for name, case in every.items():
+            assert_said(name, run(case, model_of(case.kind, **case.model)), shared)
 
 
 @pytest.mark.slow
@@ -198,11 +200,9 @@ def test_four_ranks_share_experts_in_fp8_whose_columns_they_cannot_cut() -> None
     config = pick_experts("columns", config_of(name), 4, call="")
     with pytest.raises(ConfigError, match="moe_intermediate_size=256, shared as 'columns'"):
         share_config(config, 4)
-    asked = Asked(name)
+    case = Asked(name)
     torch.set_num_threads(1)
-    assert_said(
-        name, run(asked, model_of(name)), launch(run_rank, 4, {name: asked}, 4, timeout=120)
-    )
+    assert_said(name, run(case, model_of(name)), launch(run_rank, 4, {name: case}, 4, timeout=120))
 
 
 @pytest.mark.slow
@@ -210,7 +210,10 @@ def test_what_is_asked_comes_about(alone: dict[str, Any]) -> None:
     """Pages are found, requests are preempted, and updates and adapters change what follows."""
     assert alone["prefixes"][1]["prefix_tokens"] > 0 == alone["no prefixes"][1]["prefix_tokens"]
     assert alone["preemption"][1]["preempted"] > 0
-    tokens = {name: [own[0] for own in found] for name, (found, _) in alone.items()}
+    tokens = {
+        name: [completion[0] for completion in completions]
+        for name, (completions, _) in alone.items()
+    }
     assert tokens["plain"] != tokens["adapters"] != tokens["update of adapters"]
     assert tokens["update"] != tokens["prefixes"]
     assert tokens["plain"] != tokens["changed"] == tokens["changed prompts"]
@@ -236,10 +239,10 @@ DIFFERS = {
 def test_weights_that_do_not_belong_together_are_refused(what: str) -> None:
     """Norms tell shares of different models apart, where no checkpoint does; a share is of its
     rank."""
-    found = launch(shares.other_weights, 2, what, timeout=30)
+    texts = launch(shares.other_weights, 2, what, timeout=30)
     if what == "nothing":
-        assert found == ["no error"] * 2
-    for rank, text in enumerate(found):
+        assert texts == ["no error"] * 2
+    for rank, text in enumerate(texts):
         assert DIFFERS.get(what, "no error") in text
         assert what != "seed" or f", where rank {1 - rank} has 'weights: torch.float32, " in text
 
@@ -279,28 +282,30 @@ def test_the_shares_of_an_adapter_add_up_to_it(kind: str, num_ranks: int) -> Non
     """The products `b @ a` of the shares, put together by rows and summed where each has columns of
     its own."""
     adapter = shares.adapters_of(kind)["all"]
-    found = []
+    loras = []
     for rank in range(num_ranks):
-        own = model_of(kind, shard=(rank, num_ranks))
-        kept: dict[str, Any] = {"num_slots": 2, "rank": 2, "shard": own.shard}
-        params = reserve_slots(own.params, own.config, own.layout, **kept)
-        write_slot(params, own.config, own.layout, 1, adapter, shard=own.shard)
-        found.append(params.layers[0].lora)
+        model = model_of(kind, shard=(rank, num_ranks))
+        kept: dict[str, Any] = {"num_slots": 2, "rank": 2, "shard": model.shard}
+        params = reserve_slots(model.params, model.config, model.layout, **kept)
+        write_slot(params, model.config, model.layout, 1, adapter, shard=model.shard)
+        loras.append(params.layers[0].lora)
     name = "model.layers.0."
     a, b = adapter.deltas[f"{name}self_attn.o_proj"]
     total = sum(
-        own.o.b[1] @ pad(own.o.a[1, 0], rank, num_ranks) for rank, own in enumerate(found) if own.o
+        lora.o.b[1] @ pad(lora.o.a[1, 0], rank, num_ranks)
+        for rank, lora in enumerate(loras)
+        if lora.o
     )
     torch.testing.assert_close(total, b @ a)
     a, b = adapter.deltas[f"{name}mlp.up_proj"]
     rows = [
-        own.gate_up.b[1][own.gate_up.starts[1] :] @ own.gate_up.a[1, 1]
-        for own in found
-        if own.gate_up
+        lora.gate_up.b[1][lora.gate_up.starts[1] :] @ lora.gate_up.a[1, 1]
+        for lora in loras
+        if lora.gate_up
     ]
     torch.testing.assert_close(torch.cat(rows), b @ a)
     a, b = adapter.deltas[f"{name}self_attn.q_proj"]
-    rows = [own.qkv.b[1][: own.qkv.starts[1]] @ own.qkv.a[1, 0] for own in found if own.qkv]
+    rows = [lora.qkv.b[1][: lora.qkv.starts[1]] @ lora.qkv.a[1, 0] for lora in loras if lora.qkv]
     torch.testing.assert_close(torch.cat(rows), b @ a)
 
 

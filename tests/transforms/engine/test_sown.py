@@ -85,10 +85,10 @@ def check(reference: Any, model: Model, prompt: str, completion: Completion) -> 
 def test_captured_values_are_those_of_transformers(
     watched: Model, reference: Any, way: dict[str, Any]
 ) -> None:
-    found = generate(watched, PROMPTS, max_tokens=12, **way)
+    completions = generate(watched, PROMPTS, max_tokens=12, **way)
     plain = generate(load(DEMO, "cpu", "float32"), PROMPTS, max_tokens=12, graph="none")
-    assert [c.token_ids for c in found] == [c.token_ids for c in plain]
-    for prompt, completion in zip(PROMPTS, found, strict=True):
+    assert [c.token_ids for c in completions] == [c.token_ids for c in plain]
+    for prompt, completion in zip(PROMPTS, completions, strict=True):
         check(reference, watched, prompt, completion)
 
 
@@ -142,9 +142,9 @@ def test_models_without_captures_have_none(model: Model) -> None:
 
 def test_a_wrong_value_is_named(model: Model) -> None:
     captures = {"layer 0": torch.zeros(model.config.hidden_size)}
-    own = model.with_stages(layers={0: sowing("layer 0")}, captures=captures)
+    sowing_model = model.with_stages(layers={0: sowing("layer 0")}, captures=captures)
     with pytest.raises(ProgramError, match=r"do not declare; they declare 'layer 0'"):
-        generate(own, PROMPTS[:1], max_tokens=1)
+        generate(sowing_model, PROMPTS[:1], max_tokens=1)
     short = model.with_stages(layers={0: sowing("layer 0")}, captures={"layer 0": torch.zeros(3)})
     with pytest.raises(ProgramError, match=r"a tensor \[\d+, 3\]"):
         generate(short, PROMPTS[:1], max_tokens=1)
@@ -170,10 +170,10 @@ def test_a_value_is_copied_when_it_is_sown(model: Model) -> None:
         return run
 
     captures = {"hidden": torch.zeros(model.config.hidden_size)}
-    found = [
-        generate(model.with_stages(layers={0: own}, captures=captures), PROMPTS[:1], max_tokens=3)[
-            0
-        ].captured["hidden"]
-        for own in (change, writing)
+    captured = [
+        generate(
+            model.with_stages(layers={0: wrapper}, captures=captures), PROMPTS[:1], max_tokens=3
+        )[0].captured["hidden"]
+        for wrapper in (change, writing)
     ]
-    assert torch.equal(*found)
+    assert torch.equal(*captured)

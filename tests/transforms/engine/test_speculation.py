@@ -184,7 +184,7 @@ def test_a_text_that_ends_a_request_amid_right_drafts(demo: Model) -> None:
     whole = weft.generate(demo, ["def add(a, b):"], max_tokens=40, graph="none")[0].text
     assert whole is not None
     sampling = SamplingParams(temperature=0.0, stop=whole[13:16])
-    made = [
+    runs = [
         weft.generate(
             demo,
             ["def add(a, b):"],
@@ -195,9 +195,9 @@ def test_a_text_that_ends_a_request_amid_right_drafts(demo: Model) -> None:
         )
         for speculation in (None, Speculation(4, model=demo), Speculation(4))
     ]
-    assert made[0][0].finish_reason == "stop"
-    for completions in made[1:]:
-        assert attrs.evolve(completions[0], logprobs=[]) == attrs.evolve(made[0][0], logprobs=[])
+    assert runs[0][0].finish_reason == "stop"
+    for completions in runs[1:]:
+        assert attrs.evolve(completions[0], logprobs=[]) == attrs.evolve(runs[0][0], logprobs=[])
 
 
 def test_greedy_tokens_are_those_of_transformers_with_prompt_lookup(tmp_path: Path) -> None:
@@ -220,10 +220,10 @@ def test_greedy_tokens_are_those_of_transformers_with_prompt_lookup(tmp_path: Pa
                 parameter.normal_(0, 0.4)
     model.save_pretrained(tmp_path)
     prompts = [[1, 2, 3, 1, 2], [7, 7, 8], [4, 9, 4, 9, 4, 10, 11]]
-    own = weft.generate(
+    completions = weft.generate(
         weft.load(tmp_path, "cpu"), prompts, max_tokens=30, speculation=Speculation(3)
     )
-    for prompt, completion in zip(prompts, own, strict=True):
+    for prompt, completion in zip(prompts, completions, strict=True):
         ids = torch.tensor([prompt])
         options = {"do_sample": False, "max_new_tokens": 30, "attention_mask": torch.ones_like(ids)}
         theirs = model.generate(input_ids=ids, prompt_lookup_num_tokens=3, **options)
@@ -247,9 +247,9 @@ def test_the_distribution_is_the_model_s(way: str) -> None:
         speculation=WAYS[way],
         sampling=SamplingParams(temperature=1.5, n=count),
     )
-    seen = torch.zeros(12, 12)
+    observed = torch.zeros(12, 12)
     for completion in sampled:
-        seen[completion.token_ids[1], completion.token_ids[2]] += 1
+        observed[completion.token_ids[1], completion.token_ids[2]] += 1
     first = _probabilities(model, [prompt])[0]
     second = _probabilities(model, [[*prompt, a] for a in range(12)])
     third = _probabilities(model, [[*prompt, a, b] for a in range(12) for b in range(12)]).view(
@@ -258,7 +258,7 @@ def test_the_distribution_is_the_model_s(way: str) -> None:
     expected = count * torch.einsum("a,ab,abc->bc", first, second, third)
     kept = expected >= 5
     cells = torch.cat([expected[kept], expected[~kept].sum()[None]])
-    counts = torch.cat([seen[kept], seen[~kept].sum()[None]])
+    counts = torch.cat([observed[kept], observed[~kept].sum()[None]])
     statistic = float(((counts - cells) ** 2 / cells).sum())
     freedom = len(cells) - 1
     assert freedom > 20
@@ -268,9 +268,13 @@ def test_the_distribution_is_the_model_s(way: str) -> None:
 def _probabilities(model: Model, prompts: list[list[int]]) -> torch.Tensor:
     """The model's probabilities of each token after each prompt, at the temperature of the test."""
     params = SamplingParams(temperature=0.0, logprobs=12)
-    made = weft.generate(model, prompts, max_tokens=1, graph="none", sampling=params)
+    completions = weft.generate(model, prompts, max_tokens=1, graph="none", sampling=params)
     logprobs = torch.tensor(
-        [[each.top_logprobs[0][token] for token in range(12)] for each in made if each.top_logprobs]
+        [
+            [each.top_logprobs[0][token] for token in range(12)]
+            for each in completions
+            if each.top_logprobs
+        ]
     )
     return (logprobs / 1.5).softmax(-1)
 
@@ -280,28 +284,30 @@ def test_drafts_are_as_many_as_there_is_use_room_and_pages_for() -> None:
     greedy = SamplingParams(temperature=0.0)
     penalised = SamplingParams(temperature=0.0, presence_penalty=1.0)
 
-    def wanted(num_pages: int, *asked: tuple[SamplingParams, int]) -> int:
+    def query_len_of(num_pages: int, *requests: tuple[SamplingParams, int]) -> int:
         host = HostState.empty(budget, num_pages, 2)
-        for index, (params, most) in enumerate(asked):
+        for index, (params, most) in enumerate(requests):
             host = add(host, Request(str(index), (1, 2), most, params), budget)
         host, (work,) = schedule(host, budget)
-        host, _ = observe(host, work.job, [[0]] * len(asked))
+        host, _ = observe(host, work.job, [[0]] * len(requests))
         return choose_query_len(host, budget, list(host.running.values()))
 
-    assert wanted(16, (greedy, 9)) == 5
-    assert wanted(16, (greedy, 9), (greedy, 9)) == 3, "two times five tokens are more than eight"
-    assert wanted(16, (greedy, 3)) == 3, "two are left"
-    assert wanted(16, (greedy, 2)) == 1
-    assert wanted(16, (penalised, 9)) == 1
-    assert wanted(16, (penalised, 9), (greedy, 9)) == 3
-    assert wanted(6, (greedy, 9), (greedy, 9)) == 3, (
+    assert query_len_of(16, (greedy, 9)) == 5
+    assert query_len_of(16, (greedy, 9), (greedy, 9)) == 3, (
+        "two times five tokens are more than eight"
+    )
+    assert query_len_of(16, (greedy, 3)) == 3, "two are left"
+    assert query_len_of(16, (greedy, 2)) == 1
+    assert query_len_of(16, (penalised, 9)) == 1
+    assert query_len_of(16, (penalised, 9), (greedy, 9)) == 3
+    assert query_len_of(6, (greedy, 9), (greedy, 9)) == 3, (
         "of six pages two are taken, and each needs two more"
     )
-    assert wanted(5, (greedy, 7), (greedy, 7)) == 1, "for drafts nobody makes room"
+    assert query_len_of(5, (greedy, 7), (greedy, 7)) == 1, "for drafts nobody makes room"
 
 
 @pytest.mark.parametrize(
-    ("options", "seen"),
+    ("options", "problem"),
     [
         ({"num_tokens": 0}, "num_tokens=0"),
         ({"num_tokens": True}, "num_tokens=True"),
@@ -311,10 +317,10 @@ def test_drafts_are_as_many_as_there_is_use_room_and_pages_for() -> None:
         ({"num_tokens": 2, "model": small_model(), "ngram": (1, 3)}, "beside model, ngram=(1, 3)"),
     ],
 )
-def test_what_drafts_nothing_is_refused(options: dict[str, Any], seen: str) -> None:
+def test_what_drafts_nothing_is_refused(options: dict[str, Any], problem: str) -> None:
     with pytest.raises(RequestError) as error:
         Speculation(**options)
-    assert error.value.seen == seen
+    assert error.value.problem == problem
 
 
 def test_a_draft_model_of_another_vocabulary_is_refused(demo: Model) -> None:

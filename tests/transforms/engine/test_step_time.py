@@ -49,14 +49,14 @@ def _step_times(draw: st.DrawFn) -> StepTime:
     _step_times(), st.integers(0, 300), st.integers(0, 100), st.integers(0, 50), st.integers(0, 9)
 )
 def test_the_most_tokens_fit_and_one_more_does_not(
-    time: StepTime, wanted: int, context: int, tokens: int, reads: int
+    time: StepTime, num_tokens: int, context: int, tokens: int, reads: int
 ) -> None:
-    most = time.most_tokens(wanted, context, tokens, 7.0, reads)
+    most = time.most_tokens(num_tokens, context, tokens, 7.0, reads)
     fits = [
         time.seconds(tokens + n, 7.0 + pairs_of(n, context), reads) <= time.limit
-        for n in range(1, wanted + 1)
+        for n in range(1, num_tokens + 1)
     ]
-    assert most == fits.index(False) if False in fits else most == wanted
+    assert most == fits.index(False) if False in fits else most == num_tokens
 
 
 @given(_step_times(), st.integers(0, 500))
@@ -86,16 +86,16 @@ def test_what_is_measured_is_found_again() -> None:
 
     short = [[16] * (2**power) for power in range(2, 8)]
     long = [1024, 1024]
-    found = step_time(
+    fitted = step_time(
         1.0,
         [(n, took(n)) for n in short],
         [(short[-1], took(short[-1])), (long, took(long))],
         (0.004, 0.004 + 2046e-7),
     )
-    assert found.per_pair == pytest.approx(1e-8)
-    assert found.per_read == pytest.approx(1e-7)
+    assert fitted.per_pair == pytest.approx(1e-8)
+    assert fitted.per_read == pytest.approx(1e-7)
     for lengths in (*short, long, [500], [700, 300, 5], [1500]):
-        seconds = found.seconds(sum(lengths), sum(pairs_of(n, 0) for n in lengths))
+        seconds = fitted.seconds(sum(lengths), sum(pairs_of(n, 0) for n in lengths))
         assert seconds == pytest.approx(
             took(lengths), rel=0.3 if 1000 < sum(lengths) < 2000 else 0.1
         )
@@ -103,8 +103,8 @@ def test_what_is_measured_is_found_again() -> None:
 
 def test_noise_makes_no_step_slower_than_a_larger_one() -> None:
     short = [([4], 0.02), ([4, 4], 0.01), ([8, 8], 0.03)]
-    found = step_time(1.0, short, [short[-1], ([16], 0.025)], (0.005, 0.004))
-    assert found == StepTime(1.0, ((4, 0.01), (8, 0.01), (16, 0.03)))
+    fitted = step_time(1.0, short, [short[-1], ([16], 0.025)], (0.005, 0.004))
+    assert fitted == StepTime(1.0, ((4, 0.01), (8, 0.01), (16, 0.03)))
     assert step_time(1.0, short, [short[-1], ([8, 8], 0.05)], (0.005, 0.005)).per_pair == 0
 
 
@@ -119,17 +119,17 @@ def test_a_long_step_that_was_slow_once_makes_no_step_free() -> None:
         ([256], 0.00411),
         ([512], 0.01182),
     ]
-    found = step_time(0.0001, steps, (([256, 256], 0.00608), ([512], 0.01231)), (0.00102, 0.00102))
-    assert min(seconds for _, seconds in found.measured) >= 0.89 * 0.00169
+    fitted = step_time(0.0001, steps, (([256, 256], 0.00608), ([512], 0.01231)), (0.00102, 0.00102))
+    assert min(seconds for _, seconds in fitted.measured) >= 0.89 * 0.00169
     for lengths, took in steps:
-        assert found.seconds(sum(lengths), pairs_of(sum(lengths), 0)) == pytest.approx(
+        assert fitted.seconds(sum(lengths), pairs_of(sum(lengths), 0)) == pytest.approx(
             took, rel=0.25
         )
 
 
 def test_a_limit_is_measured_again_before_it_is_refused() -> None:
     slow = iter([9.0] * 9)
-    with _taking(lambda own: next(slow, 0.001), lambda own: 0.001):
+    with _taking(lambda lengths: next(slow, 0.001), lambda lengths: 0.001):
         engine = Engine(
             load(DEMO, "cpu"), EngineLimits(max_num_reqs=2, max_step_seconds=0.5), graph="none"
         )
@@ -170,8 +170,8 @@ def _taking(
     step: Callable[[list[int]], float], decode: Callable[[list[int]], float]
 ) -> Iterator[None]:
     with (
-        mock.patch(_STEPS, lambda _, __, own: step(own)),
-        mock.patch(_DECODES, lambda _, __, own: decode(own)),
+        mock.patch(_STEPS, lambda _, __, lengths: step(lengths)),
+        mock.patch(_DECODES, lambda _, __, lengths: decode(lengths)),
     ):
         yield
 
@@ -180,8 +180,8 @@ def test_an_engine_has_shorter_steps_and_the_same_tokens() -> None:
     model = load(DEMO, "cpu")
     limits = EngineLimits(max_num_reqs=4, max_step_seconds=0.05)
     step, decode = (
-        lambda own: 0.01 + sum(0.0005 * n + 1e-5 * pairs_of(n, 0) for n in own),
-        lambda own: 1e-5 * (sum(own) - len(own)),
+        lambda lengths: 0.01 + sum(0.0005 * n + 1e-5 * pairs_of(n, 0) for n in lengths),
+        lambda lengths: 1e-5 * (sum(lengths) - len(lengths)),
     )
     with _taking(step, decode):
         engine = Engine(model, limits, graph="none", seed=0)
@@ -249,14 +249,18 @@ def test_each_measured_step_has_all_of_its_prompts(graph: str, options: dict[str
     sizes, many, few = prompt_lengths(engine.limits, 512, captured, run_ahead=1)
     page, *_ = sizes
     times = {
-        sum(own): 3 if own == page and budget.cohort_size > 16 else 15
-        for own in (*sizes, many, few)
+        sum(query_lens): 3 if query_lens == page and budget.cohort_size > 16 else 15
+        for query_lens in (*sizes, many, few)
     }
-    measured = Counter(tuple(own) for own in (*sizes, many, few) for _ in range(times[sum(own)]))
+    measured = Counter(
+        tuple(query_lens)
+        for query_lens in (*sizes, many, few)
+        for _ in range(times[sum(query_lens)])
+    )
     measured += Counter([tuple(few), (1,) * len(few)] * 2)
     assert counts == {lengths: budget.num_cohorts * count for lengths, count in measured.items()}
-    own = {16, 9, 19, 38, 77, 154, 309} if options else {16, 12, 25, 50, 100, 200, 400}
-    assert [*map(sum, sizes)] == sorted(own | ({64, 65} if captured else set()))
+    totals = {16, 9, 19, 38, 77, 154, 309} if options else {16, 12, 25, 50, 100, 200, 400}
+    assert [*map(sum, sizes)] == sorted(totals | ({64, 65} if captured else set()))
     assert few == [103] * max(1, budget.cohort_size // 8)
     assert (sum(many), len(many)) == (sum(few), min(4, budget.cohort_size // 2))
     decodes = [work for work in works if not work.token_ids]
@@ -280,7 +284,7 @@ def test_no_measured_prompt_is_found_in_the_prefix_cache() -> None:
     sizes, many, few = prompt_lengths(engine.limits, 512, 0, run_ahead=1)
     assert few in sizes, "measured twice"
     taken = {sum(map(len, work.token_ids)) for work in works if work.token_ids}
-    assert taken == {sum(own) for own in (*sizes, many, few, [1] * len(few))}
+    assert taken == {sum(query_lens) for query_lens in (*sizes, many, few, [1] * len(few))}
 
 
 _SLEEP = 0.01
@@ -319,10 +323,10 @@ def test_the_time_of_a_step_is_that_of_all_cohorts(options: dict[str, Any], coho
         for kind in kinds:
             stack.enter_context(mock.patch.object(kind, "__call__", slowly(kind.__call__)))
         engine = Engine(load(DEMO, "cpu"), limits, graph="none", **options)
-    found = engine.limits.budget.step_time
+    time = engine.limits.budget.step_time
     assert engine.limits.budget.num_cohorts == cohorts
-    assert found is not None
-    assert min(seconds for _, seconds in found.measured) >= 0.9 * _SLEEP * cohorts
+    assert time is not None
+    assert min(seconds for _, seconds in time.measured) >= 0.9 * _SLEEP * cohorts
 
 
 @pytest.mark.parametrize(
@@ -332,12 +336,12 @@ def test_the_time_of_a_step_is_that_of_all_cohorts(options: dict[str, Any], coho
 )
 def test_small_limits_are_measured_too(sizes: tuple[int, int, int | None]) -> None:
     max_model_len, page_size, num_pages = sizes
-    own: dict[str, Any] = {
+    size_options: dict[str, Any] = {
         "max_model_len": max_model_len,
         "page_size": page_size,
         "num_pages": num_pages,
     }
-    limits = EngineLimits(max_num_reqs=4, max_num_tokens=64, max_step_seconds=60.0, **own)
+    limits = EngineLimits(max_num_reqs=4, max_num_tokens=64, max_step_seconds=60.0, **size_options)
     engine = Engine(load(DEMO, "cpu"), limits, graph="none")
     assert engine.limits.budget.step_time is not None
     engine.add([5], max_tokens=1)
@@ -355,7 +359,7 @@ def test_ranks_keep_the_slowest_ones_time() -> None:
                 value,
             ]
 
-    with _taking(lambda own: 0.01 + 1e-4 * sum(own), lambda own: 0.01):
+    with _taking(lambda lengths: 0.01 + 1e-4 * sum(lengths), lambda lengths: 0.01):
         limits = EngineLimits(max_num_reqs=2, max_step_seconds=0.5)
         engine = Engine(load(DEMO, "cpu"), limits, transport=Two(), graph="none")
     assert engine.limits.budget.step_time is not None

@@ -54,9 +54,9 @@ def save(folder: Path, architecture: str) -> Any:
     torch.manual_seed(1)
     if architecture == "llama":
         model: Any = LlamaForCausalLM(LlamaConfig(**SIZES, attention_bias=True, mlp_bias=True))
-        for name, own in model.named_parameters():
+        for name, parameter in model.named_parameters():
             if name.endswith("bias"):
-                torch.nn.init.normal_(own, std=0.3)
+                torch.nn.init.normal_(parameter, std=0.3)
     elif architecture == "qwen3-moe":
         sizes = (
             SIZES
@@ -82,7 +82,8 @@ def complete(model: weft.Model, **options: Any) -> Seen:
         engine.add(prompt, sampling, max_tokens=MAX_TOKENS, id=str(index))
     tracks = {output.id: output.track for output in engine}
     return {
-        name: (own.token_ids, own.logprobs, own.prompt_logprobs) for name, own in tracks.items()
+        name: (track.token_ids, track.logprobs, track.prompt_logprobs)
+        for name, track in tracks.items()
     }
 
 
@@ -117,11 +118,14 @@ def test_shares_serve_as_one_process_and_as_transformers(
     theirs = save(tmp_path, architecture)
     alone = complete(weft.load(str(tmp_path), "cpu", "float32"), graph="none")
     every = launch(as_rank, tensor * stages, str(tmp_path), tensor, graph)
-    for seen in every:
-        assert seen == every[0]
+    for completions in every:
+        assert completions == every[0]
         for name, (tokens, logprobs, of_prompt) in alone.items():
-            assert seen[name][0] == tokens
-            for ours, expected in ((seen[name][1], logprobs), (seen[name][2], of_prompt)):
+            assert completions[name][0] == tokens
+            for ours, expected in (
+                (completions[name][1], logprobs),
+                (completions[name][2], of_prompt),
+            ):
                 assert ours == pytest.approx(expected, abs=1e-4)
     for index in (0, 2):  # the greedy ones
         ids = torch.tensor([PROMPTS[index]])
@@ -131,17 +135,19 @@ def test_shares_serve_as_one_process_and_as_transformers(
         assert every[0][str(index)][0] == expected[0, ids.shape[1] :].tolist()
 
 
-@pytest.mark.parametrize(("tensor", "experts", "held"), [(2, "whole", 4), (4, None, 2)])
+@pytest.mark.parametrize(
+    ("tensor", "experts", "num_local_experts"), [(2, "whole", 4), (4, None, 2)]
+)
 def test_ranks_with_whole_experts_serve_as_transformers(
-    tensor: int, experts: str | None, held: int, tmp_path: Path
+    tensor: int, experts: str | None, num_local_experts: int, tmp_path: Path
 ) -> None:
     """Tokens, and the logprobs of all of them. Four ranks cannot cut 10 columns, and so have whole
     experts unasked."""
     theirs = save(tmp_path, "qwen3-moe")
-    own = weft.load(
+    layers = weft.load(
         str(tmp_path), "cpu", "float32", shard=(1, tensor), experts=experts
     ).params.layers
-    assert [len(layer.gate_up_proj) for layer in own[1:]] == [held] * 2
+    assert [len(layer.gate_up_proj) for layer in layers[1:]] == [num_local_experts] * 2
     every = launch(as_rank, tensor, str(tmp_path), tensor, "full", experts)
     assert every == [every[0]] * tensor
     for index, prompt in enumerate(PROMPTS):
@@ -149,11 +155,11 @@ def test_ranks_with_whole_experts_serve_as_transformers(
         ids = torch.tensor([[*prompt, *tokens]])
         with torch.no_grad():
             expected = theirs(ids).logits[0].log_softmax(-1)[:-1].gather(-1, ids[0, 1:, None])[:, 0]
-        found = torch.tensor([*of_prompt, *logprobs])
-        torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
+        all_logprobs = torch.tensor([*of_prompt, *logprobs])
+        torch.testing.assert_close(all_logprobs, expected, rtol=1e-4, atol=1e-4)
         if index % 2 == 0:
-            given = torch.tensor([prompt])
-            said = theirs.generate(given, do_sample=False, max_new_tokens=MAX_TOKENS)
+            prompt_ids = torch.tensor([prompt])
+            said = theirs.generate(prompt_ids, do_sample=False, max_new_tokens=MAX_TOKENS)
             assert tokens == said[0, len(prompt) :].tolist()
 
 
@@ -170,23 +176,23 @@ INSTEAD = "Distributed(), and weft.load(path, shard=(index, 2)), in a process fo
 
 def test_a_model_that_is_no_share_is_refused() -> None:
     model = weft.load("demo", "cpu")
-    seen = "a model that is share 0 of 1, for 2 ranks that share each stage"
-    with refused(ProgramError, "f()", seen, INSTEAD):
+    problem = "a model that is share 0 of 1, for 2 ranks that share each stage"
+    with refused(ProgramError, "f()", problem, INSTEAD):
         Split(Threads(), 1, 2).check("f()", model)
 
 
 def test_a_share_is_refused_where_none_is_asked_for() -> None:
     share = weft.load("demo", "cpu", shard=(1, 2))
-    seen = "a model that is share 1 of 2, for 1 ranks that share each stage"
-    with refused(ProgramError, "f()", seen, "weft.Engine(model, tensor=2, ...)"):
+    problem = "a model that is share 1 of 2, for 1 ranks that share each stage"
+    with refused(ProgramError, "f()", problem, "weft.Engine(model, tensor=2, ...)"):
         Split(Local(), 1, 1).check("f()", share)
 
 
 @pytest.mark.parametrize("transport", [Local(), Threads()])
 def test_shares_need_processes(transport: Any) -> None:
     share = weft.load("demo", "cpu", shard=(0, 2))
-    seen = f"transport={transport!r}, where 2 ranks share each stage"
-    with refused(ProgramError, "f()", seen, INSTEAD):
+    problem = f"transport={transport!r}, where 2 ranks share each stage"
+    with refused(ProgramError, "f()", problem, INSTEAD):
         Split(transport, 1, 2).check("f()", share)
     with pytest.raises(ProgramError, match="where 2 ranks share each stage"):
         weft.Engine(share, tensor=2, transport=transport)
@@ -199,7 +205,7 @@ def with_the_other_share() -> str:
     try:
         Split(transport, 1, 2).check("f()", share)
     except ProgramError as error:
-        return error.seen
+        return error.problem
     finally:
         transport.close()
     return ""

@@ -47,8 +47,8 @@ def patched(model: Model) -> Model:
         def run(
             params: Any, kv_pages: Tensor, batch: ResolvedBatch, tables: Any, hidden: Tensor
         ) -> Any:
-            own = batch.token_extras["patch"] * batch.token_extras["scale"][:, None]
-            return layer(params, kv_pages, batch, tables, hidden + own)
+            scaled_patch = batch.token_extras["patch"] * batch.token_extras["scale"][:, None]
+            return layer(params, kv_pages, batch, tables, hidden + scaled_patch)
 
         return run
 
@@ -59,25 +59,25 @@ def patched(model: Model) -> Model:
 
 
 @pytest.fixture(scope="module")
-def given(model: Model) -> list[Mapping[str, Tensor] | None]:
+def patches(model: Model) -> list[Mapping[str, Tensor] | None]:
     """No patch; patches from a first, a middle and the last token on; and the second of these with
     another scale."""
     count = len(model.encode(PROMPT))
     generator = torch.Generator().manual_seed(0)
-    found: list[Mapping[str, Tensor] | None] = [None]
+    extras: list[Mapping[str, Tensor] | None] = [None]
     for place in (0, count // 2, count - 1):
         patch = torch.zeros(count, model.config.hidden_size)
         patch[place:] = 4 * torch.randn(
             count - place, model.config.hidden_size, generator=generator
         )
-        found.append({"patch": patch})
-    last = found[2]
+        extras.append({"patch": patch})
+    last = extras[2]
     assert last is not None
-    return [*found, {**last, "scale": torch.linspace(0, 3, count)}]
+    return [*extras, {**last, "scale": torch.linspace(0, 3, count)}]
 
 
 @pytest.fixture(scope="module")
-def expected(model: Model, given: list[Mapping[str, Tensor] | None]) -> list[list[int]]:
+def expected(model: Model, patches: list[Mapping[str, Tensor] | None]) -> list[list[int]]:
     """The greedy tokens of transformers, with the patches added before its layer."""
     transformers = pytest.importorskip("transformers")
     reference = transformers.AutoModelForCausalLM.from_pretrained(DEMO, dtype=torch.float32)
@@ -96,45 +96,47 @@ def expected(model: Model, given: list[Mapping[str, Tensor] | None]) -> list[lis
         )
 
     reference.model.layers[LAYER].register_forward_pre_hook(hook, with_kwargs=True)
-    found = []
+    completions = []
     with torch.no_grad():
-        for own in given:
+        for patch in patches:
             current.clear()
-            current.update(own or {})
+            current.update(patch or {})
             ids = model.encode(PROMPT)
             start = len(ids)
             while len(ids) < start + COUNT and ids[-1] not in model.config.eos_token_ids:
                 ids.append(
                     int(reference(torch.tensor([ids]), use_cache=False).logits[0, -1].argmax())
                 )
-            found.append(ids[start:])
-    assert len({tuple(own) for own in found}) == len(found)
-    return found
+            completions.append(ids[start:])
+    assert len({tuple(tokens) for tokens in completions}) == len(completions)
+    return completions
 
 
 @pytest.mark.parametrize("way", WAYS, ids=str)
 def test_patches_are_those_of_transformers(
     patched: Model,
-    given: list[Mapping[str, Tensor] | None],
+    patches: list[Mapping[str, Tensor] | None],
     expected: list[list[int]],
     way: dict[str, Any],
 ) -> None:
-    found = generate(patched, [PROMPT] * len(given), max_tokens=COUNT, extras=given, **way)
-    assert [c.token_ids for c in found] == expected
+    completions = generate(
+        patched, [PROMPT] * len(patches), max_tokens=COUNT, extras=patches, **way
+    )
+    assert [c.token_ids for c in completions] == expected
 
 
 @pytest.mark.parametrize("way", WAYS, ids=str)
 def test_in_chunks_and_preempted(
     patched: Model,
-    given: list[Mapping[str, Tensor] | None],
+    patches: list[Mapping[str, Tensor] | None],
     expected: list[list[int]],
     way: dict[str, Any],
 ) -> None:
     engine = Engine(patched, TIGHT, **way)
-    for index, own in enumerate([*given, *given]):
-        engine.add(PROMPT, max_tokens=COUNT, id=f"{index}", extras=own)
+    for index, patch in enumerate([*patches, *patches]):
+        engine.add(PROMPT, max_tokens=COUNT, id=f"{index}", extras=patch)
     said = {int(output.id): output.track.token_ids for output in engine}
-    assert [said[index] for index in range(2 * len(given))] == 2 * expected
+    assert [said[index] for index in range(2 * len(patches))] == 2 * expected
     assert engine.stats().preempted > 0
 
 
@@ -142,16 +144,18 @@ def test_in_chunks_and_preempted(
 @pytest.mark.parametrize("way", WAYS, ids=str)
 def test_on_a_gpu(
     patched: Model,
-    given: list[Mapping[str, Tensor] | None],
+    patches: list[Mapping[str, Tensor] | None],
     expected: list[list[int]],
     way: dict[str, Any],
 ) -> None:
     functions = patched.functions
-    own = load(DEMO, "cuda", "float32").with_stages(
+    gpu_model = load(DEMO, "cuda", "float32").with_stages(
         layers=functions.layers, token_extras=functions.token_extras
     )
-    found = generate(own, [PROMPT] * len(given), max_tokens=COUNT, extras=given, **way)
-    assert [c.token_ids for c in found] == expected
+    completions = generate(
+        gpu_model, [PROMPT] * len(patches), max_tokens=COUNT, extras=patches, **way
+    )
+    assert [c.token_ids for c in completions] == expected
 
 
 def found_tokens(
@@ -159,16 +163,16 @@ def found_tokens(
 ) -> int:
     """The tokens of the second request that the cache has of the first."""
     engine = Engine(model, EngineLimits(page_size=4, num_pages=100), graph="none")
-    for own in (first, second):
-        engine.add(PROMPT, max_tokens=2, extras=own)
+    for extras in (first, second):
+        engine.add(PROMPT, max_tokens=2, extras=extras)
         assert [*engine]
     return engine.stats().prefix_tokens
 
 
 def test_pages_are_shared_up_to_the_first_token_that_differs(
-    patched: Model, given: list[Mapping[str, Tensor] | None]
+    patched: Model, patches: list[Mapping[str, Tensor] | None]
 ) -> None:
-    nothing, first, middle, last, _ = given
+    nothing, first, middle, last, _ = patches
     count = len(patched.encode(PROMPT))
     assert found_tokens(patched, nothing, nothing) == found_tokens(patched, middle, middle) > 0
     assert found_tokens(patched, nothing, first) == 0
@@ -184,7 +188,7 @@ def test_pages_are_shared_up_to_the_first_token_that_differs(
 
 
 def test_with_embeddings(
-    patched: Model, given: list[Mapping[str, Tensor] | None], expected: list[list[int]]
+    patched: Model, patches: list[Mapping[str, Tensor] | None], expected: list[list[int]]
 ) -> None:
     """A prompt has embeddings and inputs of its tokens at once."""
     ids = patched.encode(PROMPT)
@@ -192,18 +196,20 @@ def test_with_embeddings(
     assert table is not None
     prompt = EmbedsPrompt([EMBEDDED, *ids[1:]], table[ids])
     for options in ({}, {"pipeline": 2}):
-        found = generate(patched, [prompt] * len(given), max_tokens=COUNT, extras=given, **options)
-        assert [c.token_ids for c in found] == expected
+        completions = generate(
+            patched, [prompt] * len(patches), max_tokens=COUNT, extras=patches, **options
+        )
+        assert [c.token_ids for c in completions] == expected
 
 
 def test_tensors_may_be_changed_once_they_are_given(
-    patched: Model, given: list[Mapping[str, Tensor] | None], expected: list[list[int]]
+    patched: Model, patches: list[Mapping[str, Tensor] | None], expected: list[list[int]]
 ) -> None:
-    assert given[1] is not None
-    own = {name: x.clone() for name, x in given[1].items()}
+    assert patches[1] is not None
+    extras = {name: x.clone() for name, x in patches[1].items()}
     engine = Engine(patched)
-    engine.add(PROMPT, max_tokens=COUNT, extras=own)
-    own["patch"].fill_(100.0)
+    engine.add(PROMPT, max_tokens=COUNT, extras=extras)
+    extras["patch"].fill_(100.0)
     *_, output = engine
     assert output.track.token_ids == expected[1]
 
@@ -257,9 +263,9 @@ WRONG: list[tuple[Callable[[Model], Any], type[Exception], str]] = [
 def test_wrong_inputs_are_named(
     patched: Model, call: Callable[[Model], Any], kind: type[Exception], text: str
 ) -> None:
-    with pytest.raises(kind, match=text) as found:
+    with pytest.raises(kind, match=text) as error:
         call(patched)
-    assert "instead" in str(found.value)
+    assert "instead" in str(error.value)
 
 
 def test_a_batch_of_other_names_is_named(patched: Model) -> None:

@@ -71,17 +71,17 @@ def announced(engine: Engine, new: DecoderParams) -> None:
 
 
 def in_place_and_said(engine: Engine, new: DecoderParams) -> None:
-    for own, other in zip(tree_leaves(engine.model.params), tree_leaves(new), strict=True):
-        if own is not None:
-            own.data.copy_(other)  # which torch does not count
+    for param, other in zip(tree_leaves(engine.model.params), tree_leaves(new), strict=True):
+        if param is not None:
+            param.data.copy_(other)  # which torch does not count
     engine.update()
 
 
 def in_place_and_not_said(engine: Engine, new: DecoderParams) -> None:
-    for own, other in zip(tree_leaves(engine.model.params), tree_leaves(new), strict=True):
-        if own is not None:
+    for param, other in zip(tree_leaves(engine.model.params), tree_leaves(new), strict=True):
+        if param is not None:
             with torch.no_grad():
-                own.copy_(other)
+                param.copy_(other)
 
 
 CHANGES = (announced, in_place_and_said, in_place_and_not_said)
@@ -100,14 +100,16 @@ def test_what_comes_later_is_what_a_fresh_engine_says(
     engine = engine_of(own_copy(old), way)
     engine.warm_up()
     assert tokens_of(engine) == tokens_of(engine) != expected
-    found = engine.stats().prefix_tokens
+    num_prefix_tokens = engine.stats().prefix_tokens
     captures = engine.stats().captures
-    assert found > 0, "of the second time"
+    assert num_prefix_tokens > 0, "of the second time"
     change(engine, new.params)
     assert tokens_of(engine, PROMPTS[:1]) == expected[:1]
-    assert engine.stats().prefix_tokens == found, "nothing of what the old ones computed"
+    assert engine.stats().prefix_tokens == num_prefix_tokens, (
+        "nothing of what the old ones computed"
+    )
     assert tokens_of(engine) == expected
-    assert engine.stats().prefix_tokens > found, "what the new ones computed is found"
+    assert engine.stats().prefix_tokens > num_prefix_tokens, "what the new ones computed is found"
     assert engine.stats().captures == captures
     assert engine.stats().pages_held == 0
 
@@ -166,8 +168,8 @@ def test_tensors_by_transformers_names(tmp_path: Path) -> None:
 
     save_file(changed, folder / "model.safetensors")
     other = weft.load(folder, "cpu", "float32")
-    for own, expected in zip(tree_leaves(model.params), tree_leaves(other.params), strict=True):
-        assert (own is None and expected is None) or torch.equal(own, expected)
+    for param, expected in zip(tree_leaves(model.params), tree_leaves(other.params), strict=True):
+        assert (param is None and expected is None) or torch.equal(param, expected)
 
 
 def test_an_adapter_is_replaced_in_its_slot() -> None:
@@ -180,8 +182,8 @@ def test_an_adapter_is_replaced_in_its_slot() -> None:
         return [token for output in engine for token in output.token_ids]
 
     engine, fresh = (
-        Engine(small_model(), LIMITS, graph="full", adapters=own)
-        for own in (adapters, adapters | {"of all": other})
+        Engine(small_model(), LIMITS, graph="full", adapters=engine_adapters)
+        for engine_adapters in (adapters, adapters | {"of all": other})
     )
     before = said(engine)
     captures = engine.stats().captures
@@ -333,10 +335,10 @@ def test_a_stage_without_a_tied_tensor_skips_both_of_its_names_or_refuses_their_
     )
     embedding = whole.params.embed_tokens
     assert embedding is not None
-    given = {"model.embed_tokens.weight": embedding, "lm_head.weight": embedding.clone()}
-    assert weights.pairs("engine.update(params)", given) == []
+    state_dict = {"model.embed_tokens.weight": embedding, "lm_head.weight": embedding.clone()}
+    assert weights.pairs("engine.update(params)", state_dict) == []
     with pytest.raises(RequestError, match="which are one tensor of the model"):
-        weights.pairs("engine.update(params)", given | {"lm_head.weight": embedding + 1})
+        weights.pairs("engine.update(params)", state_dict | {"lm_head.weight": embedding + 1})
 
 
 def test_a_draft_model_that_changes_changes_no_token() -> None:
@@ -345,9 +347,9 @@ def test_a_draft_model_that_changes_changes_no_token() -> None:
     engine = Engine(model, LIMITS, graph="full", speculation=Speculation(2, model=drafts))
     before = tokens_of(engine)
     in_place_and_not_said(Engine(drafts, LIMITS, graph="none"), small_model(1).params)
-    found = engine.stats().prefix_tokens
+    num_prefix_tokens = engine.stats().prefix_tokens
     assert tokens_of(engine, PROMPTS[:1]) == before[:1]
-    assert engine.stats().prefix_tokens == found, "its pages are of the old draft model"
+    assert engine.stats().prefix_tokens == num_prefix_tokens, "its pages are of the old draft model"
 
 
 class _Elsewhere(Threads):
@@ -375,7 +377,7 @@ def test_a_mask_that_changes_parameters_amid_a_step_ends_its_request() -> None:
     engine.add([1], max_tokens=2, mask=lambda said: engine.update())
     [output] = list(engine)
     assert output.error is not None
-    assert "a call from within a step" in output.error.seen
+    assert "a call from within a step" in output.error.problem
 
 
 WRONG: dict[str, tuple[Any, str]] = {
@@ -405,16 +407,16 @@ WRONG: dict[str, tuple[Any, str]] = {
 
 @pytest.mark.parametrize("case", WRONG)
 def test_parameters_that_do_not_fit_are_refused_and_change_nothing(case: str) -> None:
-    given, seen = WRONG[case]
+    params, problem = WRONG[case]
     engine = Engine(own_copy(small_model()), LIMITS, graph="none")
     before = tokens_of(engine)
     with pytest.raises(RequestError) as error:
-        engine.update(given)
+        engine.update(params)
     assert error.value.call == "engine.update(params)"
-    assert seen in error.value.seen
-    found = engine.stats().prefix_tokens
+    assert problem in error.value.problem
+    num_prefix_tokens = engine.stats().prefix_tokens
     assert tokens_of(engine) == before
-    assert engine.stats().prefix_tokens > found, "what was computed still holds"
+    assert engine.stats().prefix_tokens > num_prefix_tokens, "what was computed still holds"
 
 
 def test_parameters_of_another_structure_are_refused() -> None:
@@ -425,14 +427,14 @@ def test_parameters_of_another_structure_are_refused() -> None:
 
 
 @pytest.mark.parametrize(
-    ("adapters", "seen"),
+    ("adapters", "problem"),
     [({"other": None}, "adapters={'other': None}"), (3, "adapters=3"), (None, "")],
 )
-def test_adapters_that_the_engine_does_not_have_are_refused(adapters: Any, seen: str) -> None:
+def test_adapters_that_the_engine_does_not_have_are_refused(adapters: Any, problem: str) -> None:
     engine = Engine(own_copy(small_model()), LIMITS, graph="none", adapters=small_adapters())
-    given = adapters if seen else {"other": small_adapters()["of all"]}
+    new_adapters = adapters if problem else {"other": small_adapters()["of all"]}
     with pytest.raises(RequestError) as error:
-        engine.update(adapters=given)
-    assert error.value.seen == (
-        seen or "adapters={'other': <Adapter 'random 1', 21 layers, rank 2>}"
+        engine.update(adapters=new_adapters)
+    assert error.value.problem == (
+        problem or "adapters={'other': <Adapter 'random 1', 21 layers, rank 2>}"
     )

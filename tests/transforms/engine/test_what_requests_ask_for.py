@@ -57,15 +57,19 @@ def test_bad_words_are_never_drawn_as_transformers_never_draws_them(
 ) -> None:
     """Words of one token and of several, in batches with others."""
     assert demo.tokenizer is not None
-    words = [[own.text[2:5], own.text[9:10]] for own in plain if own.text]
-    sampling = [SamplingParams(bad_words=own) for own in words]
-    found = complete(demo, sampling, **options)
-    for prompt, own, completion, before in zip(PROMPTS, words, found, plain, strict=True):
-        texts = [text for word in own for text in (word, " " + word.lstrip())]
+    words = [
+        [completion.text[2:5], completion.text[9:10]] for completion in plain if completion.text
+    ]
+    sampling = [SamplingParams(bad_words=bad_words) for bad_words in words]
+    completions = complete(demo, sampling, **options)
+    for prompt, bad_words, completion, before in zip(
+        PROMPTS, words, completions, plain, strict=True
+    ):
+        texts = [text for word in bad_words for text in (word, " " + word.lstrip())]
         barred = [demo.tokenizer.encode(text, add_special_tokens=False).ids for text in texts]
         assert {len(ids) > 1 for ids in barred} == {True, False}, "one token, and several"
         ids = demo.encode(prompt)
-        made = theirs.generate(
+        output_ids = theirs.generate(
             torch.tensor([ids]),
             do_sample=False,
             max_new_tokens=24,
@@ -73,7 +77,7 @@ def test_bad_words_are_never_drawn_as_transformers_never_draws_them(
             bad_words_ids=barred,
             eos_token_id=list(demo.config.eos_token_ids) or None,
         )
-        assert completion.token_ids == made[0, len(ids) :].tolist()
+        assert completion.token_ids == output_ids[0, len(ids) :].tolist()
         assert completion.token_ids != before.token_ids
 
 
@@ -113,23 +117,24 @@ def test_bad_words_without_tokens_or_a_tokenizer_are_refused(demo: Model) -> Non
 # ----------------------------------------------------------------------------------------------------------------
 
 
-def state_of(kind: str, ids: list[int], reason: str, **asked: Any) -> CompletionState:
+def state_of(kind: str, ids: list[int], reason: str, **sampling: Any) -> CompletionState:
     """A completion of these tokens, the last of which ends it where the reason is `stop`."""
     tokenizer = KINDS[kind]
-    request = Request("a", prompt_of(tokenizer), 99, SamplingParams(**asked))
-    made = CompletionState(request, tokenizer, special_ids(tokenizer), (7,))
+    request = Request("a", prompt_of(tokenizer), 99, SamplingParams(**sampling))
+    state = CompletionState(request, tokenizer, special_ids(tokenizer), (7,))
     for place, token in enumerate(ids):
         is_stop = reason == "stop" and place == len(ids) - 1
-        if made.append(StepResult([[token]], [[0.0]], [], [], []), 0, is_stop=is_stop):
+        if state.append(StepResult([[token]], [[0.0]], [], [], []), 0, is_stop=is_stop):
             break
-    made.end(reason)
-    return made
+    state.end(reason)
+    return state
 
 
 def text_after_prompt(tokenizer: Tokenizer, ids: list[int], skips: bool) -> str:
     prompt = prompt_of(tokenizer)
     before, whole = (
-        tokenizer.decode(own, skip_special_tokens=skips) for own in (prompt, [*prompt, *ids])
+        tokenizer.decode(token_ids, skip_special_tokens=skips)
+        for token_ids in (prompt, [*prompt, *ids])
     )
     return str(whole[len(before) :])
 
@@ -159,15 +164,15 @@ def test_a_token_that_ends_a_request_is_not_in_its_text(kind: str, data: st.Data
     ids = data.draw(
         st.lists(st.integers(0, tokenizer.get_vocab_size() - 1), min_size=2, max_size=12)
     )
-    asked = {"skip_special_tokens": skips, "stop_token_ids": ids[-1:]}
-    made = state_of(kind, ids, "stop", **asked)
-    assert made.text == text_after_prompt(tokenizer, ids[:-1], skips)
-    whole = state_of(kind, ids, "stop", **asked, include_stop_str_in_output=True).text
+    sampling = {"skip_special_tokens": skips, "stop_token_ids": ids[-1:]}
+    state = state_of(kind, ids, "stop", **sampling)
+    assert state.text == text_after_prompt(tokenizer, ids[:-1], skips)
+    whole = state_of(kind, ids, "stop", **sampling, include_stop_str_in_output=True).text
     assert whole == text_after_prompt(tokenizer, ids, skips)
-    assert made.text_offsets[-1] == len(made.text)
-    assert made.token_ids == ids
-    assert made.stop_reason == (None if ids[-1] == 7 else ids[-1])
-    assert state_of(kind, ids, "stop", **asked, ignore_eos=True).stop_reason == ids[-1]
+    assert state.text_offsets[-1] == len(state.text)
+    assert state.token_ids == ids
+    assert state.stop_reason == (None if ids[-1] == 7 else ids[-1])
+    assert state_of(kind, ids, "stop", **sampling, ignore_eos=True).stop_reason == ids[-1]
 
 
 def test_the_stop_text_that_begins_first_wins(demo: Model, plain: list[weft.Completion]) -> None:
@@ -177,26 +182,28 @@ def test_the_stop_text_that_begins_first_wins(demo: Model, plain: list[weft.Comp
     early = text[4:7]
     late = text[5:12]
     for stop in ([late, early], [early, late]):
-        [made] = complete(demo, SamplingParams(stop=stop), PROMPTS[:1])
-        assert (made.text, made.stop_reason, made.finish_reason) == (
+        [completion] = complete(demo, SamplingParams(stop=stop), PROMPTS[:1])
+        assert (completion.text, completion.stop_reason, completion.finish_reason) == (
             text[: text.index(early)],
             early,
             "stop",
         )
-    [made] = complete(
+    [completion] = complete(
         demo, SamplingParams(stop=text[4:6], include_stop_str_in_output=True), PROMPTS[:1]
     )
-    assert made.text == text[: text.index(text[4:6]) + 2]
+    assert completion.text == text[: text.index(text[4:6]) + 2]
     [token] = complete(demo, SamplingParams(stop_token_ids=[plain[0].token_ids[3]]), PROMPTS[:1])
     assert token.stop_reason == plain[0].token_ids[3]
     assert plain[0].stop_reason is None
 
 
 def test_a_completion_without_text(demo: Model, plain: list[weft.Completion]) -> None:
-    made = complete(demo, SamplingParams(detokenize=False))
-    assert [(own.text, own.token_ids) for own in made] == [(None, own.token_ids) for own in plain]
+    completions = complete(demo, SamplingParams(detokenize=False))
+    assert [(completion.text, completion.token_ids) for completion in completions] == [
+        (None, completion.token_ids) for completion in plain
+    ]
     assert "".join(plain[0].token_texts) == plain[0].text
-    assert made[0].token_texts == [f"{token} " for token in made[0].token_ids]
+    assert completions[0].token_texts == [f"{token} " for token in completions[0].token_ids]
 
 
 # Ranks
@@ -207,15 +214,17 @@ def test_a_completion_without_text(demo: Model, plain: list[weft.Completion]) ->
 def test_ranks_are_places_among_all_tokens(demo: Model, options: dict[str, Any]) -> None:
     vocab = demo.config.vocab_size
     hot = SamplingParams(temperature=1.5, seed=3, logprobs=-1, prompt_logprobs=-1)
-    for own, prompt in zip(complete(demo, hot, **options), PROMPTS, strict=True):
-        assert own.ranks is not None
-        assert own.prompt_ranks is not None
-        ranked = [*zip(own.token_ids, own.top_logprobs or (), own.ranks, strict=True)]
+    for completion, prompt in zip(complete(demo, hot, **options), PROMPTS, strict=True):
+        assert completion.ranks is not None
+        assert completion.prompt_ranks is not None
+        ranked = [
+            *zip(completion.token_ids, completion.top_logprobs or (), completion.ranks, strict=True)
+        ]
         ranked += [
             *zip(
                 demo.encode(prompt)[1:],
-                own.prompt_top_logprobs or (),
-                own.prompt_ranks,
+                completion.prompt_top_logprobs or (),
+                completion.prompt_ranks,
                 strict=True,
             )
         ]
@@ -224,26 +233,28 @@ def test_ranks_are_places_among_all_tokens(demo: Model, options: dict[str, Any])
             assert len(top) == vocab
             assert math.fsum(map(math.exp, top.values())) == pytest.approx(1, abs=1e-4)
             assert rank == 1 + sum(logprob > top[token] for logprob in top.values())
-        assert max(own.ranks) > 3
-        assert own.cumulative_logprob == sum(own.logprobs)
+        assert max(completion.ranks) > 3
+        assert completion.cumulative_logprob == sum(completion.logprobs)
 
 
 def test_ranks_do_not_depend_on_company(demo: Model) -> None:
-    asked = [
+    sampling_params = [
         SamplingParams(logprobs=2),
         SamplingParams(logprobs=0),
         SamplingParams(prompt_logprobs=0),
     ]
-    found = complete(demo, asked)
-    assert [(own.ranks is None, own.prompt_ranks is None) for own in found] == [
+    completions = complete(demo, sampling_params)
+    assert [
+        (completion.ranks is None, completion.prompt_ranks is None) for completion in completions
+    ] == [
         (False, True),
         (True, True),
         (True, False),
     ]
-    for params, prompt, own in zip(asked, PROMPTS, found, strict=True):
+    for params, prompt, completion in zip(sampling_params, PROMPTS, completions, strict=True):
         [alone] = complete(demo, params, [prompt])
-        assert (alone.ranks, alone.prompt_ranks) == (own.ranks, own.prompt_ranks)
-    assert found[0].ranks == [1] * 24, "greedy"
+        assert (alone.ranks, alone.prompt_ranks) == (completion.ranks, completion.prompt_ranks)
+    assert completions[0].ranks == [1] * 24, "greedy"
     many = complete(
         demo, SamplingParams(temperature=2.0, seed=1, n=2, prompt_logprobs=1), PROMPTS[:1]
     )
@@ -253,8 +264,8 @@ def test_ranks_do_not_depend_on_company(demo: Model) -> None:
 def test_ranks_with_drafts(demo: Model) -> None:
     params = SamplingParams(temperature=0.7, seed=2, logprobs=3)
     drafted = complete(demo, params, speculation=weft.Speculation(3), max_tokens=40)
-    assert [own.ranks for own in drafted] == [
-        own.ranks for own in complete(demo, params, max_tokens=40)
+    assert [completion.ranks for completion in drafted] == [
+        completion.ranks for completion in complete(demo, params, max_tokens=40)
     ]
 
 

@@ -133,10 +133,10 @@ def test_only_calls_of_a_new_kind_ask_for_kernels() -> None:
     x = torch.ones(2, 8)
     weight = torch.ones(3, 8)
     gain = torch.ones(8)
-    with Seen() as seen, _Zeros():
+    with Seen() as counter, _Zeros():
         first = linear(x, weight, None, 0)
         again = linear(x, weight, None, 0)
-        assert seen.calls == 1
+        assert counter.calls == 1
         first += 1
         assert not again.any(), "each call has its own result"
         assert (again.shape, again.stride(), again.dtype) == (
@@ -145,23 +145,23 @@ def test_only_calls_of_a_new_kind_ask_for_kernels() -> None:
             first.dtype,
         )
         places = torch.empty(17)
-        others = (
+        other_args = (
             (x, weight[:2]),
             (x, weight.T.contiguous().T),
             (x, places[1:].view(2, 8)),
             (x.double(), weight.double()),
         )
-        for number, (one, other) in enumerate(others, 2):
+        for number, (one, other) in enumerate(other_args, 2):
             linear(one, other, None, 0)
-            assert seen.calls == number, "other kernels are possible"
+            assert counter.calls == number, "other kernels are possible"
         with constant([weight]):
             linear(x, weight, None, 0)
-        assert seen.calls == 6
+        assert counter.calls == 6
         for _ in range(2):
             normed, total = norm(x, x, gain, 1e-6)
             assert not normed.any()
             assert not total.any()
-        assert seen.calls == 7
+        assert counter.calls == 7
     kinds = [_kind(value) for value in (1, True, 1.0, None, [1], [True])]
     assert len(set(kinds)) == len(kinds)
 
@@ -175,9 +175,9 @@ def test_what_other_ranks_take_part_in_is_passed_on_each_time(
     )
     x = torch.ones(2, 4)
     weight = torch.ones(3, 4)
-    with Seen() as seen, _Zeros():
+    with Seen() as counter, _Zeros():
         assert not any(torch.ops.weft.linear(x, weight, None, 0).any() for _ in range(2))
-    assert seen.calls == 2
+    assert counter.calls == 2
 
 
 def test_results_that_share_memory_are_not_made_apart() -> None:
@@ -198,12 +198,12 @@ def test_a_call_without_a_result_is_always_passed_on() -> None:
     positions = torch.zeros(3, dtype=torch.int64)
     rows = torch.tensor([0])
     starts = torch.tensor([0, 1])
-    with Seen() as seen, _Zeros():
+    with Seen() as counter, _Zeros():
         for _ in range(2):
             torch.ops.weft.move_on(
                 positions, torch.zeros_like(positions), rows, starts, torch.tensor([5]), None
             )
-    assert seen.calls == 2
+    assert counter.calls == 2
 
 
 def test_it_leaves_no_trace() -> None:
@@ -241,8 +241,8 @@ def test_a_call_without_a_graph_is_rehearsed_on_padding() -> None:
     assert [x.tolist() for x in ran] == [[[0.0] * 3] * size for size in (5, 9)]
     assert float(total) == 1
     assert graph.cache_info().currsize == 0
-    found, _ = graph(total, Rows(BatchDescriptor(5, 5), torch.ones(5, 3)))
-    assert float(found) == 16
+    new_total, _ = graph(total, Rows(BatchDescriptor(5, 5), torch.ones(5, 3)))
+    assert float(new_total) == 16
 
 
 def test_a_call_with_a_graph_is_planned_and_nothing_runs(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -409,8 +409,8 @@ print(graph.memory_analysis().graph_bytes)
 
 @pytest.mark.gpu
 def test_what_a_library_keeps_is_not_in_the_graphs_pool() -> None:
-    held = [int(_output("-c", _LIBRARY, way)) for way in ("ahead", "alone")]
-    assert held[0] < held[1], held  # by 2 MiB with an H100
+    graph_bytes = [int(_output("-c", _LIBRARY, way)) for way in ("ahead", "alone")]
+    assert graph_bytes[0] < graph_bytes[1], graph_bytes  # by 2 MiB with an H100
 
 
 def _output(*command: str, **environment: str) -> str:
@@ -428,6 +428,6 @@ def _output(*command: str, **environment: str) -> str:
 @pytest.mark.gpu
 def test_a_capture_finds_all_that_it_launches_compiled(tmp_path: Path) -> None:
     shown = _output("-c", _COUNTS, TRITON_CACHE_DIR=str(tmp_path))
-    ahead, later, found = shown.split()
+    ahead, later, any_cache_hit = shown.split()
     assert int(ahead) > 10, shown
-    assert (later, found) == ("0", "False"), shown
+    assert (later, any_cache_hit) == ("0", "False"), shown

@@ -98,18 +98,18 @@ def test_equal_values_that_are_not_alike_have_graphs_of_their_own(case: str) -> 
     assert static or isinstance(one, dict) or one == other
     g = graphify(fn, static_argnames="c" if static else ())
     for value in (one, other, one, other):
-        seen = g(X, value)
-        wanted = fn(X, value)
-        assert seen.dtype == wanted.dtype
-        assert torch.equal(seen, wanted)
+        result = g(X, value)
+        expected = fn(X, value)
+        assert result.dtype == expected.dtype
+        assert torch.equal(result, expected)
     assert g.cache_info().captures == 2
 
 
 def test_keys_of_dicts_come_back_as_they_were() -> None:
     g = graphify(lambda d: d)
     for key in (1, True, 1.0, 1, True):
-        [seen] = g({key: X})
-        assert type(seen) is type(key)
+        [returned_key] = g({key: X})
+        assert type(returned_key) is type(key)
 
 
 class Sealed:
@@ -196,10 +196,10 @@ def test_dropped_params_are_not_held(calls: int) -> None:
     gc.disable()
     for _ in range(calls):
         g(params, X)
-    held = StorageWeakRef(params["w"].untyped_storage())
+    storage_ref = StorageWeakRef(params["w"].untyped_storage())
     del params
     gc.enable()
-    assert held.expired()
+    assert storage_ref.expired()
 
 
 def test_a_detached_parameter_is_not_the_parameter() -> None:
@@ -263,10 +263,10 @@ WRONG: dict[str, tuple[Any, dict[str, Any], str]] = {
 
 @pytest.mark.parametrize("case", WRONG)
 def test_what_cannot_be_graphified(case: str) -> None:
-    fn, options, seen = WRONG[case]
+    fn, options, problem = WRONG[case]
     with pytest.raises(CaptureError) as caught:
         graphify(fn, **options)
-    assert seen in str(caught.value)
+    assert problem in str(caught.value)
 
 
 def test_a_donated_result_that_was_made_without_gradients_is_captured_again() -> None:

@@ -97,9 +97,9 @@ READS: dict[str, tuple[str, Callable[..., Any], tuple[Any, ...]]] = {
 
 @pytest.mark.parametrize("way", READS)
 def test_a_read_on_the_host_is_refused(way: str) -> None:
-    seen, fn, args = READS[way]
+    problem, fn, args = READS[way]
     said = refusal(fn, *args)
-    assert f"saw: {seen}" in said
+    assert f"saw: {problem}" in said
     assert f"       at {__file__}:" in said or "torch/nn/utils" in said
 
 
@@ -173,9 +173,11 @@ OPAQUE: dict[str, tuple[str, Callable[[Tensor], Any]]] = {
 
 @pytest.mark.parametrize("way", OPAQUE)
 def test_a_result_that_is_no_pytree_is_refused(way: str) -> None:
-    seen, fn = OPAQUE[way]
+    problem, fn = OPAQUE[way]
     said = refusal(fn, X)
-    assert f"saw: its result{seen}, which is neither a tensor, a plain value nor a pytree" in said
+    assert (
+        f"saw: its result{problem}, which is neither a tensor, a plain value nor a pytree" in said
+    )
     assert (
         "instead: return the tensors, or make its class a pytree (@weft.pytree above @attrs.frozen)"
         in said
@@ -207,10 +209,10 @@ LEAKS: dict[str, tuple[str, Callable[[Tensor], Any]]] = {
 
 @pytest.mark.parametrize("way", LEAKS)
 def test_a_tensor_kept_outside_is_refused(way: str) -> None:
-    seen, fn = LEAKS[way]
+    problem, fn = LEAKS[way]
     said = refusal(fn, X)
     KEPT.clear()
-    assert f"saw: {seen} kept and not returned (float32[" in said
+    assert f"saw: {problem} kept and not returned (float32[" in said
     gc.collect()
     assert_equal("and not after", graphify(lambda x: (x, x[1:], x * 2))(X), (X, X[1:], X * 2))
 
@@ -275,11 +277,11 @@ def test_a_replay_raises_what_the_function_raises(way: str) -> None:
     g = graphify(lambda x: fn(x))
     for scale in (1.0, 2.0):
         assert_equal("a check that holds", g(scale * torch.eye(2)), fn(scale * torch.eye(2)))
-    with pytest.raises(RuntimeError) as wanted:
+    with pytest.raises(RuntimeError) as expected:
         fn(torch.zeros(2, 2))
-    with pytest.raises(type(wanted.value)) as seen:
+    with pytest.raises(type(expected.value)) as error:
         g(torch.zeros(2, 2))
-    assert str(seen.value) == str(wanted.value)
+    assert str(error.value) == str(expected.value)
     assert_equal("a check that holds again", g(torch.eye(2)), fn(torch.eye(2)))
 
 

@@ -128,9 +128,9 @@ def test_a_borrowed_result_in_inference_mode() -> None:
     with torch.inference_mode():
         for turn in range(3):
             with general_calls(g) as general:
-                seen = g(X)
-            assert_equal(LAW, seen, X * 2)
-            assert seen.is_inference()
+                result = g(X)
+            assert_equal(LAW, result, X * 2)
+            assert result.is_inference()
             assert len(general) == (turn == 0)
     assert not g(X).is_inference()
 
@@ -146,7 +146,7 @@ def test_an_input_buffer_is_never_lent() -> None:
 def test_outputs_of_another_kind_are_refused() -> None:
     with pytest.raises(CaptureError) as error:
         graphify(doubled, outputs="safely")  # type: ignore[call-overload]
-    assert (error.value.seen, error.value.instead) == (
+    assert (error.value.problem, error.value.instead) == (
         "outputs='safely'",
         "outputs='safe' or 'borrow'",
     )

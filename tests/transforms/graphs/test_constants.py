@@ -26,35 +26,35 @@ WIDTHS = ((1024, 3072), (960, 2560), (4096, 14336), (384, 80))
 
 
 @pytest.fixture
-def known() -> dict[str, bool]:
+def constancy() -> dict[str, bool]:
     """Which tensors were constant while a function ran."""
     return {}
 
 
 def test_only_arguments_by_reference_that_are_not_donated_are_constant(
-    known: dict[str, bool],
+    constancy: dict[str, bool],
 ) -> None:
     outside = torch.ones(3)
 
     @graphify(donate_argnames="state", reference_argnames=("params",))
     def step(params: dict[str, Tensor], state: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
-        made = params["w"] * 2
+        doubled = params["w"] * 2
         copied = params["w"].clone()
         tensors = {"w": params["w"], "view": params["w"][1:], "state": state, "x": x}
-        tensors |= {"made": made, "copied": copied, "outside": outside}
-        known.update((name, is_constant(tensor)) for name, tensor in tensors.items())
-        return x + made + outside, state + 1
+        tensors |= {"doubled": doubled, "copied": copied, "outside": outside}
+        constancy.update((name, is_constant(tensor)) for name, tensor in tensors.items())
+        return x + doubled + outside, state + 1
 
     w = torch.arange(3.0)
     result, _ = step({"w": w}, torch.zeros(3), torch.ones(3))
     assert torch.equal(result, 2 + 2 * w)
-    assert {name for name, is_so in known.items() if is_so} == {"w", "view"}
-    assert len(known) == 7
+    assert {name for name, is_so in constancy.items() if is_so} == {"w", "view"}
+    assert len(constancy) == 7
     assert not is_constant(w)
 
 
 def test_what_shares_the_memory_of_a_donated_argument_is_not_constant(
-    known: dict[str, bool],
+    constancy: dict[str, bool],
 ) -> None:
     """Two storages over one array."""
     array = np.arange(8.0, dtype=np.float32)
@@ -62,21 +62,21 @@ def test_what_shares_the_memory_of_a_donated_argument_is_not_constant(
 
     @graphify(donate_argnames="state", reference_argnames=("params",))
     def step(params: Tensor, state: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
-        known["params"] = is_constant(params)
+        constancy["params"] = is_constant(params)
         return x + 1, state + 1
 
     step(w, state, torch.ones(3))
-    assert known == {"params": False}
+    assert constancy == {"params": False}
 
 
-def test_nothing_is_constant_where_collectives_may_write(known: dict[str, bool]) -> None:
+def test_nothing_is_constant_where_collectives_may_write(constancy: dict[str, bool]) -> None:
     @graphify(reference_argnames=("params",), collectives=True)
     def step(params: Tensor, x: Tensor) -> Tensor:
-        known["params"] = is_constant(params)
+        constancy["params"] = is_constant(params)
         return x + params
 
     step(torch.ones(3), torch.ones(3))
-    assert known == {"params": False}
+    assert constancy == {"params": False}
 
 
 def test_nothing_is_constant_after_an_error() -> None:
@@ -91,13 +91,13 @@ def test_nothing_is_constant_after_an_error() -> None:
     assert not is_constant(w)
 
 
-def test_nothing_is_constant_in_a_function_that_is_not_captured(known: dict[str, bool]) -> None:
+def test_nothing_is_constant_in_a_function_that_is_not_captured(constancy: dict[str, bool]) -> None:
     def step(params: Tensor, x: Tensor) -> Tensor:
-        known["params"] = is_constant(params)
+        constancy["params"] = is_constant(params)
         return params + x
 
     step(torch.ones(2), torch.ones(2))
-    assert known == {"params": False}
+    assert constancy == {"params": False}
 
 
 def block(params: dict[str, Any], x: Tensor) -> Tensor:
@@ -133,9 +133,9 @@ def chosen_experts(params: dict[str, Any], x: Tensor) -> Tensor:
         weights, experts = route(linear(x, params["router"]), 4, True, x.dtype)
         (up, up_scale), (down, down_scale) = params["up"], params["down"]
         scales = {"gate_up_scale": up_scale, "down_scale": down_scale}
-        given = x if up_scale is None else quantize(x)
+        activations = x if up_scale is None else quantize(x)
         added = run_experts(
-            given, up, down, weights, experts, **scales, dtype=x.dtype, num_experts=len(up)
+            activations, up, down, weights, experts, **scales, dtype=x.dtype, num_experts=len(up)
         )
         x = rms_norm(x + sum_parts(added, x.dtype), params["gain"], 1e-6)
     return x

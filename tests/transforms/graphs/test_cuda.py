@@ -37,8 +37,8 @@ def test_every_mode_and_split_says_the_same(model: Model) -> None:
     expected = [c.token_ids for c in generate(load(DEMO, "cpu", "float32"), PROMPTS, max_tokens=48)]
     for mode in MODES:
         for stages in (1, 2, 3):
-            found = generate(model, PROMPTS, max_tokens=48, pipeline=stages, graph=mode)
-            assert [c.token_ids for c in found] == expected, (mode, stages)
+            completions = generate(model, PROMPTS, max_tokens=48, pipeline=stages, graph=mode)
+            assert [c.token_ids for c in completions] == expected, (mode, stages)
 
 
 def test_transformers_says_the_same(model: Model) -> None:
@@ -77,10 +77,10 @@ def test_replays_run_kernels_of_a_cuda_graph() -> None:
 def test_a_later_capture_keeps_earlier_results_and_graphs() -> None:
     graph = graphify(lambda x: (x @ x.t(), x.sum(-1)))
     inputs = [torch.randn(n, 16, device="cuda") for n in (64, 32, 8, 1)]
-    held = [(graph(x), (x @ x.t(), x.sum(-1))) for x in inputs]
+    earlier = [(graph(x), (x @ x.t(), x.sum(-1))) for x in inputs]
     again = [(graph(x), (x @ x.t(), x.sum(-1))) for x in reversed(inputs)]
-    for seen, expected in (*held, *again):
-        torch.testing.assert_close(seen, expected, rtol=0, atol=0)
+    for result, expected in (*earlier, *again):
+        torch.testing.assert_close(result, expected, rtol=0, atol=0)
     assert graph.cache_info().captures == 4
 
 
@@ -99,8 +99,8 @@ def test_a_lazy_result_keeps_its_bits() -> None:
     graph = graphify(lambda x: ((x * 2).conj(), (x * 3).conj().imag))
     for seed in range(2):
         x = torch.randn(5, dtype=torch.complex64, device="cuda") + seed
-        for seen, expected in zip(graph(x), ((x * 2).conj(), (x * 3).conj().imag), strict=True):
-            assert torch.equal(seen, expected)
+        for result, expected in zip(graph(x), ((x * 2).conj(), (x * 3).conj().imag), strict=True):
+            assert torch.equal(result, expected)
 
 
 def _check_usable_after(failing: Graphified[..., object]) -> None:
@@ -151,15 +151,15 @@ def test_a_generator_is_registered_wherever_it_comes_from() -> None:
     outside, eager = (torch.Generator("cuda").manual_seed(3) for _ in range(2))
     x = torch.zeros(4, device="cuda")
     graph = graphify(lambda x: x + torch.rand(4, device="cuda", generator=outside))
-    seen = [graph(x) for _ in range(3)]
-    assert [s.tolist() for s in seen] == [
+    results = [graph(x) for _ in range(3)]
+    assert [s.tolist() for s in results] == [
         torch.rand(4, device="cuda", generator=eager).tolist() for _ in range(3)
     ]
-    own, other = (torch.Generator("cuda").manual_seed(7) for _ in range(2))
+    generator, other = (torch.Generator("cuda").manual_seed(7) for _ in range(2))
     graph = graphify(lambda x, g: x + torch.rand(x.shape, device="cuda", generator=g))
     for n in (4, 4, 5, 4, 5):
         expected = torch.rand(n, device="cuda", generator=other)
-        assert torch.equal(graph(torch.zeros(n, device="cuda"), own), expected)
+        assert torch.equal(graph(torch.zeros(n, device="cuda"), generator), expected)
     torch.manual_seed(3)
     expected = torch.rand(4, device="cuda") + torch.rand(4, device="cuda")
     graph = graphify(lambda x: x + torch.rand(4, device="cuda") + torch.rand(4, device="cuda"))
@@ -181,13 +181,13 @@ def test_calls_from_other_streams_wait_for_each_other() -> None:
     expected = [slow(x) for x in inputs]
     torch.cuda.synchronize()
     streams = [torch.cuda.Stream() for _ in inputs]
-    seen = []
+    results = []
     for stream, x in zip(streams, inputs, strict=True):
         with torch.cuda.stream(stream):
-            seen.append(graph(x))
+            results.append(graph(x))
     torch.cuda.synchronize()
-    for got, wanted in zip(seen, expected, strict=True):
-        torch.testing.assert_close(got, wanted)
+    for got, eager_result in zip(results, expected, strict=True):
+        torch.testing.assert_close(got, eager_result)
 
 
 def test_threads_with_streams_of_their_own_get_right_answers() -> None:
@@ -201,9 +201,9 @@ def test_threads_with_streams_of_their_own_get_right_answers() -> None:
                 x = torch.randn(
                     16 * (1 + (seed + turn) % 4), 32, device="cuda", generator=generator
                 )
-                seen = graph(x)
+                result = graph(x)
                 torch.cuda.current_stream().synchronize()
-                if not torch.allclose(seen, torch.sin(x @ x.t()) + 1, atol=1e-4):
+                if not torch.allclose(result, torch.sin(x @ x.t()) + 1, atol=1e-4):
                     faults.append(f"thread {seed}, call {turn}")
 
     threads = [threading.Thread(target=work, args=(seed,)) for seed in range(4)]
@@ -227,7 +227,7 @@ def test_the_memory_of_a_dropped_graph_is_not_used_again_while_it_replays() -> N
     torch.cuda.synchronize()
     with torch.cuda.stream(second):
         torch.cuda._sleep(400_000_000)
-        seen = graph(small)
+        result = graph(small)
     with torch.cuda.stream(third):
         graph(large)
     with torch.cuda.stream(first):
@@ -237,7 +237,7 @@ def test_the_memory_of_a_dropped_graph_is_not_used_again_while_it_replays() -> N
     in_flight = not second.query()
     torch.cuda.synchronize()
     assert in_flight, "the replay had ended before its graph was dropped"
-    assert (seen == 2).all()
+    assert (result == 2).all()
     assert len(zeros) == 256
 
 
@@ -276,12 +276,12 @@ def test_a_dropped_graph_gives_its_memory_back() -> None:
     )
     for n in (2**20, 2**20 + 1, 2**20 + 2):
         x = torch.ones(n, device="cuda")
-        for seen, factor in zip(graph(x), (2, 64), strict=True):
-            assert bool((seen == factor).all())
-    del x, seen
-    held = torch.cuda.memory_allocated()
+        for result, factor in zip(graph(x), (2, 64), strict=True):
+            assert bool((result == factor).all())
+    del x, result
+    allocated = torch.cuda.memory_allocated()
     graph.cache_clear()
-    assert torch.cuda.memory_allocated() < held
+    assert torch.cuda.memory_allocated() < allocated
     assert graph.memory_analysis().total_bytes == 0
 
 
@@ -335,8 +335,8 @@ def test_a_generator_of_the_gpu_is_not_seeded_inside() -> None:
     torch.cuda.manual_seed(7)
     x = torch.zeros(2, device="cuda")
     first = g(x, False)
-    wanted = torch.rand(2, device="cuda", generator=torch.Generator("cuda").manual_seed(7))
-    assert torch.equal(first, wanted)
+    expected = torch.rand(2, device="cuda", generator=torch.Generator("cuda").manual_seed(7))
+    assert torch.equal(first, expected)
     state = torch.cuda.get_rng_state()
     with pytest.raises(CaptureError, match="it seeds a random generator, or sets its state"):
         g(x, True)  # to the same seed
@@ -357,11 +357,11 @@ def test_a_capture_that_cuda_refuses_leaves_the_generators_as_they_were() -> Non
     torch.cuda.manual_seed(7)
     expected = [draw(x) for _ in range(4)]
     torch.cuda.manual_seed(7)
-    found = [graph(x)]
+    results = [graph(x)]
     with pytest.raises(CaptureError, match="CUDA refused"):
         graphify(wait)(x)
-    found += [draw(x), graph(x), draw(x)]
-    assert [y.tolist() for y in found] == [y.tolist() for y in expected]
+    results += [draw(x), graph(x), draw(x)]
+    assert [y.tolist() for y in results] == [y.tolist() for y in expected]
 
 
 def test_random_numbers_of_the_cpu_are_refused_in_a_graph_of_the_gpu() -> None:

@@ -20,12 +20,12 @@ LADDERS = st.lists(descriptors(), max_size=8)
 
 @FAST
 @given(descriptors(), LADDERS)
-def test_total_and_least(own: B, ladder: list[B]) -> None:
-    decision = dispatch(own, ladder)
-    covering = [d for d in ladder if d.covers(own)]
+def test_total_and_least(descriptor: B, ladder: list[B]) -> None:
+    decision = dispatch(descriptor, ladder)
+    covering = [d for d in ladder if d.covers(descriptor)]
     if not covering:
-        assert (decision.mode, decision.descriptor) == ("none", own)
-        assert decision.reason == f"no captured class covers '{own}'"
+        assert (decision.mode, decision.descriptor) == ("none", descriptor)
+        assert decision.reason == f"no captured class covers '{descriptor}'"
         return
     assert decision.mode == "full"
     assert decision.descriptor in covering
@@ -34,10 +34,10 @@ def test_total_and_least(own: B, ladder: list[B]) -> None:
 
 @FAST
 @given(descriptors(), LADDERS)
-def test_deterministic_and_blind_to_copies(own: B, ladder: list[B]) -> None:
-    again = dispatch(attrs.evolve(own), tuple(attrs.evolve(d) for d in ladder))
-    assert again == dispatch(own, ladder)
-    assert dispatch(own, [d for d in ladder for _ in range(2)]) == again
+def test_deterministic_and_blind_to_copies(descriptor: B, ladder: list[B]) -> None:
+    again = dispatch(attrs.evolve(descriptor), tuple(attrs.evolve(d) for d in ladder))
+    assert again == dispatch(descriptor, ladder)
+    assert dispatch(descriptor, [d for d in ladder for _ in range(2)]) == again
 
 
 @FAST
@@ -62,12 +62,14 @@ def test_monotone_where_rungs_form_a_chain(a: B, b: B, ladder: list[B]) -> None:
 
 @FAST
 @given(descriptors(), LADDERS, descriptors())
-def test_a_rung_that_does_not_cover_changes_nothing(own: B, ladder: list[B], other: B) -> None:
-    if not other.covers(own):
+def test_a_rung_that_does_not_cover_changes_nothing(
+    descriptor: B, ladder: list[B], other: B
+) -> None:
+    if not other.covers(descriptor):
         assert (
-            dispatch(own, [*ladder, other])
-            == dispatch(own, [other, *ladder])
-            == dispatch(own, ladder)
+            dispatch(descriptor, [*ladder, other])
+            == dispatch(descriptor, [other, *ladder])
+            == dispatch(descriptor, ladder)
         )
 
 
@@ -84,12 +86,12 @@ def test_of_incomparable_rungs_the_one_that_pads_less() -> None:
 
 @FAST
 @given(descriptors(), LADDERS)
-def test_the_padding_is_what_is_padded(own: B, ladder: list[B]) -> None:
-    decision = dispatch(own, ladder)
+def test_the_padding_is_what_is_padded(descriptor: B, ladder: list[B]) -> None:
+    decision = dispatch(descriptor, ladder)
     chosen = decision.descriptor
     sizes = ("num_tokens", "num_reqs", "num_active_loras")
     assert dict(decision.padding) == {
-        n: m for n in sizes if (m := getattr(chosen, n) - getattr(own, n))
+        n: m for n in sizes if (m := getattr(chosen, n) - getattr(descriptor, n))
     }
     assert str(decision).startswith(decision.reason)
     assert ("padded by" in str(decision)) == bool(decision.padding)
@@ -115,15 +117,19 @@ def test_a_decode_prefers_its_own_class_to_a_ragged_one_of_its_size() -> None:
 @given(st.data())
 def test_any_descriptor_type(data: Any) -> None:
     images = st.builds(Resolution, st.integers(1, 4), st.integers(1, 4))
-    own = data.draw(images)
+    descriptor = data.draw(images)
     ladder = data.draw(st.lists(images, max_size=6))
-    decision: Decision[Resolution] = dispatch(own, ladder)
-    assert (decision.mode == "none") == (not any(d.covers(own) for d in ladder))
+    decision: Decision[Resolution] = dispatch(descriptor, ladder)
+    assert (decision.mode == "none") == (not any(d.covers(descriptor) for d in ladder))
     assert not any(
-        decision.descriptor.covers(d) and d != decision.descriptor and d.covers(own) for d in ladder
+        decision.descriptor.covers(d) and d != decision.descriptor and d.covers(descriptor)
+        for d in ladder
     )
     assert sum(more for _, more in decision.padding) == (
-        decision.descriptor.height - own.height + decision.descriptor.width - own.width
+        decision.descriptor.height
+        - descriptor.height
+        + decision.descriptor.width
+        - descriptor.width
     )
 
 
@@ -162,8 +168,8 @@ def test_the_padding_of_classes_made_in_other_ways(cls: Any) -> None:
 class Pixels(Resolution):
     """A shape class that counts its padding in its own way."""
 
-    def excess(self, own: Resolution) -> dict[str, int]:
-        return {"pixels": self.height * self.width - own.height * own.width}
+    def excess(self, descriptor: Resolution) -> dict[str, int]:
+        return {"pixels": self.height * self.width - descriptor.height * descriptor.width}
 
 
 def test_a_class_may_count_its_padding_itself() -> None:
@@ -188,7 +194,7 @@ def test_no_order_no_decision() -> None:
     with pytest.raises(DescriptorError) as error:
         dispatch(Loop("x"), [Loop("a"), Loop("b")])
     assert (
-        error.value.seen
+        error.value.problem
         == "'Loop(name='a')' and 'Loop(name='b')' cover each other and are not equal"
     )
     assert (
@@ -214,12 +220,14 @@ def test_the_table() -> None:
 
 
 def test_the_table_takes_any_ladder_and_mode() -> None:
-    own = [B.uniform(3), B(5, 2)]
+    batch_descriptors = [B.uniform(3), B(5, 2)]
     for mode in MODES:
         ladder = make_ladder(mode, Limits(4, 8))
-        table = dispatch_table(Limits(4, 8), own, mode=mode)
-        assert table == dispatch_table(ladder, own)
-        assert [row.decision for row in table.rows] == [dispatch(d, ladder) for d in own]
+        table = dispatch_table(Limits(4, 8), batch_descriptors, mode=mode)
+        assert table == dispatch_table(ladder, batch_descriptors)
+        assert [row.decision for row in table.rows] == [
+            dispatch(d, ladder) for d in batch_descriptors
+        ]
     assert len(str(dispatch_table([], [])).splitlines()) == 1
 
 

@@ -45,16 +45,16 @@ def test_a_second_call_is_fast_and_says_the_same(tree: str, role: str, outputs: 
     g: Graphified[..., Any] = graphify(doubled, outputs=outputs, **names)
     value = TREES[tree]()
     for turn in range(3):
-        wanted = doubled(value)
+        expected = doubled(value)
         with general_calls(g) as general:
-            seen = g(value)
-        assert_equal(LAW, seen, wanted)
+            result = g(value)
+        assert_equal(LAW, result, expected)
         if turn != 1:  # the second state may be of other types than the first
             assert len(general) == (turn == 0)
         if role == "donated":
             with pytest.raises(DonatedError):
                 g(value)
-            value = seen[0]
+            value = result[0]
         elif role == "copied":
             value = TREES[tree]()
 
@@ -150,17 +150,19 @@ def test_weights_that_nobody_holds_are_not_kept() -> None:
     params = make_weights()
     for _ in range(3):
         outer(params, X)
-    readers = [reader for found in outer._cache.fast_paths.by_form.values() for reader in found]
-    held = [
+    readers = [
+        reader for fast_paths in outer._cache.fast_paths.by_form.values() for reader in fast_paths
+    ]
+    caches = [
         v
         for r in readers
         for v in r.layout.read.__globals__.values()
         if type(v).__name__ == "SubtreeCache"
     ]
-    assert [h._cached is not None for h in held] == [True]
+    assert [h._cached is not None for h in caches] == [True]
     del params
     gc.collect()
-    assert [h._cached for h in held] == [None]
+    assert [h._cached for h in caches] == [None]
 
 
 FORMS: list[tuple[tuple[Any, ...], dict[str, Any]]] = [

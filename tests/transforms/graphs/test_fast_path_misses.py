@@ -60,7 +60,7 @@ HELD: dict[str, tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]] = {
 def test_attributes_of_what_is_captured_by_reference(name: str) -> None:
     make, take = HELD[name]
     x = torch.ones(2)
-    held = make(x)
+    weights = make(x)
 
     def fn(w: Any, y: Tensor) -> Tensor:
         return y * getattr(take(w), "scale", 5.0) + getattr(take(w), "shift", 0)
@@ -80,7 +80,9 @@ def test_attributes_of_what_is_captured_by_reference(name: str) -> None:
     for what, change in changes.items():
         change()
         for size in (2, 2, 3):
-            assert_equal(f"{LAW}: {what}", g(held, torch.ones(size)), fn(held, torch.ones(size)))
+            assert_equal(
+                f"{LAW}: {what}", g(weights, torch.ones(size)), fn(weights, torch.ones(size))
+            )
     # Two sizes each; three changes lead to what was there before
     assert g.cache_info().captures == 12
 

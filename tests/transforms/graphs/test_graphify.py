@@ -26,8 +26,8 @@ def test_explain_says_what_a_call_would_do_and_does_nothing() -> None:
     )
     assert counts(g) == (0, 0, 0)
     g(X)
-    seen = g.explain(X + 1)
-    assert (seen.captured, str(seen)) == (
+    explanation = g.explain(X + 1)
+    assert (explanation.captured, str(explanation)) == (
         True,
         "replays: no ladder, so each signature has its own graph",
     )
@@ -137,9 +137,9 @@ def test_nested_it_inlines() -> None:
     inner = graphify(lambda s, x: s.add_(x), donate_argnames=("s",))
     outer = graphify(lambda s, x: inner(s, x) * 2, donate_argnames=("s",))
     state = torch.zeros(4)
-    for wanted in (2 * X, 6 * X):
+    for expected in (2 * X, 6 * X):
         state = outer(state, X)
-        assert_equal(LAW, state, wanted)
+        assert_equal(LAW, state, expected)
     assert (counts(inner), counts(outer)) == ((0, 0, 0), (1, 2, 0))
 
 
@@ -147,19 +147,19 @@ def test_random_numbers_are_drawn_anew_in_each_replay() -> None:
     g = graphify(lambda x: x + torch.rand(4))
     assert not torch.equal(g(X), g(X))
     torch.manual_seed(3)
-    seen = [g(X), g(X)]
+    results = [g(X), g(X)]
     torch.manual_seed(3)
-    assert_equal(LAW, seen, [X + torch.rand(4), X + torch.rand(4)])
+    assert_equal(LAW, results, [X + torch.rand(4), X + torch.rand(4)])
 
 
 def test_a_capture_draws_no_random_numbers() -> None:
     g = graphify(lambda x, generator: x + torch.rand(4, generator=generator) + torch.rand(4))
     generator = torch.Generator().manual_seed(3)
     torch.manual_seed(3)
-    seen = g(X, generator)
+    result = g(X, generator)
     generator.manual_seed(3)
     torch.manual_seed(3)
-    assert_equal(LAW, seen, X + torch.rand(4, generator=generator) + torch.rand(4))
+    assert_equal(LAW, result, X + torch.rand(4, generator=generator) + torch.rand(4))
 
 
 @pytree

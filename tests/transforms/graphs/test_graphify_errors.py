@@ -54,16 +54,16 @@ UNFIT: list[tuple[Callable[[Tensor], Tensor], str, str]] = [
 ]
 
 
-@pytest.mark.parametrize(("fn", "seen", "line"), UNFIT, ids=[fn.__name__ for fn, *_ in UNFIT])
+@pytest.mark.parametrize(("fn", "problem", "line"), UNFIT, ids=[fn.__name__ for fn, *_ in UNFIT])
 def test_a_function_that_cannot_be_captured_names_its_line(
-    fn: Callable[[Tensor], Tensor], seen: str, line: str
+    fn: Callable[[Tensor], Tensor], problem: str, line: str
 ) -> None:
     """The error names the innermost line of the user's code; nothing is kept, so a second call
     raises it again."""
     x = torch.tensor([1.0, 2.0])
     graph = graphify(fn)
     for _ in range(2):
-        with refused(CaptureError, f"graphify({fn.__name__})", seen + line, REMEDY):
+        with refused(CaptureError, f"graphify({fn.__name__})", problem + line, REMEDY):
             graph(x)
     assert graph.cache_info() == CacheInfo()
     assert x.tolist() == [1.0, 2.0]
@@ -86,17 +86,17 @@ class Gate(nn.Module):
 
 def test_a_modules_line_is_named() -> None:
     """The error for a stage alone, for a whole step, and for a stage in a pipeline."""
-    made = from_module(Gate())
+    gate = from_module(Gate())
     batch = torch.ones(1, 2)
-    whole = graphify(compose([made.stage]))
-    spanned = pipeline([graphify(made.stage)])
-    seen = "a branch on a tensor's value" + at(Gate.forward, "if y.sum()")
-    with refused(CaptureError, "graphify(stage Gate)", seen, REMEDY):
-        graphify(made.stage)(made.params, made.state, batch, None)
-    with refused(CaptureError, "graphify(step)", seen, REMEDY):
-        whole((made.params,), (made.state,), batch)
-    with refused(CaptureError, "graphify(stage Gate)", seen, REMEDY):
-        spanned((made.params,), (made.state,), batch)
+    whole = graphify(compose([gate.stage]))
+    spanned = pipeline([graphify(gate.stage)])
+    problem = "a branch on a tensor's value" + at(Gate.forward, "if y.sum()")
+    with refused(CaptureError, "graphify(stage Gate)", problem, REMEDY):
+        graphify(gate.stage)(gate.params, gate.state, batch, None)
+    with refused(CaptureError, "graphify(step)", problem, REMEDY):
+        whole((gate.params,), (gate.state,), batch)
+    with refused(CaptureError, "graphify(stage Gate)", problem, REMEDY):
+        spanned((gate.params,), (gate.state,), batch)
 
 
 class Flaw:
@@ -143,9 +143,9 @@ def test_a_failed_capture_leaves_the_state_and_the_next_call_works(
     assert graph.cache_info() == CacheInfo()
 
     flaw.kind = None
-    expected, wanted = Flaw(None).step(params, clone(state), batch)
+    expected, expected_y = Flaw(None).step(params, clone(state), batch)
     state, y = graph(params, state, batch)
-    assert_equal("after the next call", (state, y), (expected, wanted))
+    assert_equal("after the next call", (state, y), (expected, expected_y))
     assert graph.cache_info() == CacheInfo(captures=1, replays=1, currsize=1)
 
 
@@ -225,8 +225,8 @@ FOREIGN: dict[str, tuple[Any, str, str]] = {
 
 @pytest.mark.parametrize("case", FOREIGN)
 def test_arguments_that_are_no_tensors(case: str) -> None:
-    value, seen, instead = FOREIGN[case]
-    with refused(CaptureError, "two(...)", seen, instead):
+    value, problem, instead = FOREIGN[case]
+    with refused(CaptureError, "two(...)", problem, instead):
         graphify(two)(torch.ones(2), value)
 
 
@@ -246,10 +246,10 @@ async def awaits(x: Tensor) -> Tensor:
 
 
 def test_what_is_no_function_of_results() -> None:
-    seen = "a function that yields or awaits, so that a call does not run it"
+    problem = "a function that yields or awaits, so that a call does not run it"
     instead = "a function that returns <any>"
     for fn in (yields, awaits):
-        with refused(CaptureError, f"graphify({fn.__name__}, ...)", seen, instead):
+        with refused(CaptureError, f"graphify({fn.__name__}, ...)", problem, instead):
             graphify(fn)
     with refused(
         CaptureError, "graphify(3, ...)", "3, which is not a function", "a function over tensors"
@@ -258,8 +258,8 @@ def test_what_is_no_function_of_results() -> None:
 
 
 def chooses(x: Tensor) -> Tensor:
-    found: Tensor = torch.cond(x.sum() > 0, lambda x: x + 1, lambda x: x - 1, (x,))
-    return found
+    chosen: Tensor = torch.cond(x.sum() > 0, lambda x: x + 1, lambda x: x - 1, (x,))
+    return chosen
 
 
 def prints(x: Tensor) -> Tensor:
@@ -273,19 +273,19 @@ def returns_an_object(x: Tensor) -> Opaque:
 
 def test_what_a_function_does_that_a_graph_cannot() -> None:
     x = torch.ones(2)
-    seen = "torch.cond chooses a branch, which a graph cannot do" + at(chooses, "torch.cond")
+    problem = "torch.cond chooses a branch, which a graph cannot do" + at(chooses, "torch.cond")
     instead = "torch.where, with both branches computed; or call torch.cond outside the function"
-    with refused(CaptureError, "graphify(chooses)", seen, instead):
+    with refused(CaptureError, "graphify(chooses)", problem, instead):
         graphify(chooses)(x)
-    seen = "Tensor.__repr__ reads a tensor on the host" + at(prints, "print(")
+    problem = "Tensor.__repr__ reads a tensor on the host" + at(prints, "print(")
     show = "call it inside weft.no_capture(replay=False), where it may print; or "
-    with refused(CaptureError, "graphify(prints)", seen, show + REMEDY):
+    with refused(CaptureError, "graphify(prints)", problem, show + REMEDY):
         graphify(prints)(x)
     with weft.no_capture(replay=False):
         assert graphify(prints)(x).tolist() == [2, 2]
-    seen = "its result is of class Opaque, which is neither a tensor, a plain value nor a pytree"
+    problem = "its result is of class Opaque, which is neither a tensor, a plain value nor a pytree"
     instead = "return the tensors, or make its class a pytree (@weft.pytree above @attrs.frozen)"
-    with refused(CaptureError, "graphify(returns_an_object)", seen, instead):
+    with refused(CaptureError, "graphify(returns_an_object)", problem, instead):
         graphify(returns_an_object)(x)
 
 
@@ -326,9 +326,9 @@ def test_the_cuda_back_end_without_a_device_of_its_kind(monkeypatch: pytest.Monk
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     graph = graphify(Flaw(None).step, donate_argnames=["state"], backend="cuda")
     state = {"sum": torch.ones(2), "steps": torch.tensor(1)}
-    seen = "this machine has no CUDA device"
+    problem = "this machine has no CUDA device"
     instead = "move the arguments there, or write backend='tape'"
-    with refused(DeviceError, "graphify(..., backend='cuda')", seen, instead):
+    with refused(DeviceError, "graphify(..., backend='cuda')", problem, instead):
         graph(torch.ones(2, 3), state, torch.ones(4, 2))
     assert (state["sum"].tolist(), int(state["steps"])) == ([1.0, 1.0], 1)
     assert graph.cache_info() == CacheInfo()

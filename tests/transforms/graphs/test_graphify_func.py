@@ -205,6 +205,6 @@ def test_noise_under_a_gradient_draws_what_eager_code_draws(name: str) -> None:
     g = graphify(gradient)
     for seed in (1, 2, 3):
         torch.manual_seed(seed)
-        wanted = gradient(x)
+        expected = gradient(x)
         torch.manual_seed(seed)
-        assert torch.equal(g(x), wanted)
+        assert torch.equal(g(x), expected)

@@ -53,14 +53,14 @@ def test_a_ladder_without_a_batch_is_refused(method: str) -> None:
     with pytest.raises(CaptureError) as error:
         getattr(g, method)(X, X)
     assert error.value.call == "graphify(<lambda>, ladder=...)(x)"
-    assert error.value.seen == "a ladder, but no argument that holds a descriptor"
+    assert error.value.problem == "a ladder, but no argument that holds a descriptor"
 
 
 def test_a_result_that_is_not_sized_is_refused_by_its_path() -> None:
     g = graphify(lambda b: {"ok": b, "bad": [b.rows * 2]}, ladder=LADDER)
     with pytest.raises(CaptureError) as error:
         g(Batch.decode([0, 1]))
-    assert error.value.seen.startswith(
+    assert error.value.problem.startswith(
         "the result's leaf ['bad'][0] of shape (2,) does not declare which"
     )
     assert "weft.axes('num_reqs')" in error.value.instead
@@ -171,9 +171,9 @@ def test_nothing_of_an_earlier_batch_is_left_in_a_buffer(
         batch = sized(tokens, reqs, turn)
         g(batch)
         (graph,) = g._cache.graphs()
-        wanted = pad(batch, rung)
+        padded = pad(batch, rung)
         buffers = [x for x in graph.buffers if isinstance(x, Tensor)]
         assert_equal(
-            "a buffer is padded", buffers, [wanted.ids, wanted.starts, wanted.table, wanted.wide]
+            "a buffer is padded", buffers, [padded.ids, padded.starts, padded.table, padded.wide]
         )
     assert g.cache_info().captures == 1

@@ -82,22 +82,22 @@ def test_inside_no_capture_a_larger_graph_at_hand_is_used() -> None:
 
 
 def test_without_replay_every_call_runs_the_function() -> None:
-    seen: list[str] = []
+    calls: list[str] = []
 
     def noisy(x: Tensor) -> Tensor:
-        seen.append("x")
+        calls.append("x")
         return x * 2
 
     g = graphify(noisy)
     for _ in range(3):
         g(torch.ones(2))
-    before = len(seen)
+    before = len(calls)
     with weft.no_capture(replay=False), weft.no_capture():
         for _ in range(3):
             g(torch.ones(2))
-    assert len(seen) == before + 3
+    assert len(calls) == before + 3
     g(torch.ones(2))
-    assert len(seen) == before + 3
+    assert len(calls) == before + 3
 
 
 def test_no_capture_holds_in_its_own_thread_only() -> None:
@@ -287,8 +287,8 @@ def test_with_room_for_one_every_answer_is_right(order: tuple[int, ...]) -> None
         x = torch.arange(float(n)) + turn
         kept.append((g(x, 3), x * 3))
         assert g.cache_info().currsize == 1
-    for seen, wanted in kept:
-        assert torch.equal(seen, wanted)
+    for result, expected in kept:
+        assert torch.equal(result, expected)
 
 
 def test_a_dropped_graph_is_let_go() -> None:
@@ -452,9 +452,9 @@ def test_threads_get_right_answers(most: int | None) -> None:
         generator = torch.Generator().manual_seed(seed)
         for turn in range(60):
             x = torch.randn(1 + (seed + turn) % 4, generator=generator)
-            seen = g(x, 2.0)
-            if not torch.equal(seen, x * 2.0 + 1):
-                faults.append(f"thread {seed}, call {turn}: {seen}")
+            result = g(x, 2.0)
+            if not torch.equal(result, x * 2.0 + 1):
+                faults.append(f"thread {seed}, call {turn}: {result}")
 
     threads = [threading.Thread(target=work, args=(seed,)) for seed in range(6)]
     for thread in threads:

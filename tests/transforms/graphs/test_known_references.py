@@ -66,28 +66,28 @@ def make_weights(by: float = 0.0) -> Weights:
 
 def flattened(g: Graphified[..., Any], *args: Any) -> tuple[Any, list[str]]:
     """The result of a call, and the arguments that were flattened and inspected."""
-    asked: list[str] = []
+    inspected: list[str] = []
     whole = calls.leaf_key
 
     def leaf_key(leaf: Any, shape: Any, by_reference: bool) -> Any:
-        asked.append("by reference" if by_reference else "copied")
+        inspected.append("by reference" if by_reference else "copied")
         return whole(leaf, shape, by_reference)
 
     with mock.patch.object(calls, "leaf_key", leaf_key):
-        return g(*args), asked
+        return g(*args), inspected
 
 
 def test_a_new_size_asks_nothing_of_what_is_known() -> None:
     g = make_step()
     params = make_weights()
     state = make_state()
-    others = make_state()
+    expected_state = make_state()
     for turn, size in enumerate((8, 7, 3, 6, 3, 1)):
-        others, expected = step(params, others, rows(size))
-        (state, out), asked = flattened(g, params, state, rows(size))
-        assert_equal(LAW, (state, out), (others, expected))
-        assert ("by reference" in asked) == (turn == 0)
-        assert ("copied" in asked) == (turn != 4)
+        expected_state, expected = step(params, expected_state, rows(size))
+        (state, out), inspected = flattened(g, params, state, rows(size))
+        assert_equal(LAW, (state, out), (expected_state, expected))
+        assert ("by reference" in inspected) == (turn == 0)
+        assert ("copied" in inspected) == (turn != 4)
     assert g.cache_info().captures == 2
 
 
@@ -95,12 +95,14 @@ def test_it_is_asked_again_of_other_weights_and_of_another_state() -> None:
     g = make_step()
     weights = [make_weights(), make_weights(5.0)]
     states = [make_state(), make_state()]
-    others = [make_state(), make_state()]
+    expected_states = [make_state(), make_state()]
     for size in (8, 7, 6, 5):
         for world in (0, 1, 1, 0):
-            others[world], expected = step(weights[world], others[world], rows(size))
+            expected_states[world], expected = step(
+                weights[world], expected_states[world], rows(size)
+            )
             states[world], out = g(weights[world], states[world], rows(size))
-            assert_equal(LAW, (states[world], out), (others[world], expected))
+            assert_equal(LAW, (states[world], out), (expected_states[world], expected))
     assert g.cache_info().captures == 2
 
 
@@ -175,13 +177,15 @@ def test_neither_weights_nor_a_state_are_kept_alive() -> None:
     state = make_state()
     for size in (8, 7, 6):
         state, _ = g(params, state, rows(size))
-    paths = [path for found in g._cache.fast_paths.by_form.values() for path in found]
-    known = [guarded for path in paths for found in path.known.values() for guarded in found]
-    assert known
-    held = [weakref.ref(leaf) for leaf in (*params.layers, *state.values())]
+    paths = [path for group in g._cache.fast_paths.by_form.values() for path in group]
+    guarded_leaves = [
+        guarded for path in paths for group in path.cached_references.values() for guarded in group
+    ]
+    assert guarded_leaves
+    refs = [weakref.ref(leaf) for leaf in (*params.layers, *state.values())]
     del params, state
     gc.collect()
-    assert [leaf() for leaf in held] == [None] * 4
+    assert [leaf() for leaf in refs] == [None] * 4
 
 
 def test_more_than_are_kept_are_right_all_the_same() -> None:
@@ -192,8 +196,8 @@ def test_more_than_are_kept_are_right_all_the_same() -> None:
             with warnings.catch_warnings(
                 action="ignore", category=RuntimeWarning
             ):  # one capture each
-                seen = g(params, torch.ones(size))
-            assert_equal(LAW, seen, params * size)
+                result = g(params, torch.ones(size))
+            assert_equal(LAW, result, params * size)
 
 
 # Whatever happens to the arguments in between, results are as without the memory
@@ -286,14 +290,14 @@ def test_it_is_as_if_nothing_were_known(events: Sequence[Any]) -> None:
     for recall in (FastPath.find_known, lambda *args: None):
         world = World()
         g = make_step()
-        own = []
+        results = []
         with mock.patch.object(FastPath, "find_known", recall):
             for event in events:
                 if isinstance(event, str):
                     world.change(event)
                 else:
-                    own.append(world.call(g, *event))
-        said.append((own, g.cache_info(), g.captured()))
+                    results.append(world.call(g, *event))
+        said.append((results, g.cache_info(), g.captured()))
     for first, second in zip(said[0][0], said[1][0], strict=True):
         if isinstance(first, str) or isinstance(second, str):
             assert first == second

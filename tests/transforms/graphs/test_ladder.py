@@ -218,7 +218,7 @@ def test_an_unknown_mode_is_refused() -> None:
     assert error.value.call.startswith(
         "make_ladder('fulll', Limits(max_num_reqs=1, max_num_tokens=1"
     )
-    assert (error.value.seen, error.value.instead) == (
+    assert (error.value.problem, error.value.instead) == (
         "an unknown mode",
         f"one of {', '.join(MODES)}",
     )
@@ -258,7 +258,7 @@ def test_sizes_beyond_the_limits_or_no_sizes_are_refused(sizes: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    ("limits", "seen"),
+    ("limits", "problem"),
     [
         ((-4, 8), "max_num_reqs=-4"),
         ((0, 0), "max_num_reqs=0"),
@@ -268,11 +268,11 @@ def test_sizes_beyond_the_limits_or_no_sizes_are_refused(sizes: Any) -> None:
         ((4, True), "max_num_tokens=True"),
     ],
 )
-def test_limits_that_no_batch_meets_are_refused(limits: tuple[Any, Any], seen: str) -> None:
+def test_limits_that_no_batch_meets_are_refused(limits: tuple[Any, Any], problem: str) -> None:
     with pytest.raises(DescriptorError) as error:
         Limits(*limits)
     assert str(error.value) == (
-        f"weft.Limits({limits[0]!r}, {limits[1]!r})\n  saw: {seen}\n"
+        f"weft.Limits({limits[0]!r}, {limits[1]!r})\n  saw: {problem}\n"
         "  instead: whole numbers of requests and tokens, at least 1"
     )
 
@@ -298,8 +298,8 @@ def test_a_product_has_each_combination_once_and_dispatch_takes_the_least_side(
     assert not any(b.covers(a) for a, b in pairwise(ladder.full))
     decision = dispatch(Resolution(height, width), ladder)
     sides = [
-        min((side for side in given if side >= own), default=None)
-        for given, own in ((heights, height), (widths, width))
+        min((side for side in sizes if side >= size), default=None)
+        for sizes, size in ((heights, height), (widths, width))
     ]
     if None in sides:
         assert (decision.mode, decision.descriptor) == ("none", Resolution(height, width))
@@ -309,9 +309,9 @@ def test_a_product_has_each_combination_once_and_dispatch_takes_the_least_side(
             tuple(sides),
         )
         assert decision.padding == tuple(
-            (name, side - own)
-            for name, side, own in zip(("height", "width"), sides, (height, width), strict=True)
-            if side is not None and side > own
+            (name, side - size)
+            for name, side, size in zip(("height", "width"), sides, (height, width), strict=True)
+            if side is not None and side > size
         )
 
 
@@ -361,7 +361,7 @@ class Plain:
 
 
 @pytest.mark.parametrize(
-    ("kind", "sizes", "seen", "instead"),
+    ("kind", "sizes", "problem", "instead"),
     [
         (Resolution, {}, "no sizes", "the sizes of height, width"),
         (
@@ -399,16 +399,16 @@ class Plain:
     ],
 )
 def test_a_product_that_makes_no_descriptors(
-    kind: Any, sizes: Any, seen: str, instead: str
+    kind: Any, sizes: Any, problem: str, instead: str
 ) -> None:
     name = getattr(kind, "__name__", kind)
-    written = ", ".join([str(name), *(f"{name}={given!r}" for name, given in sizes.items())])
-    with refused(DescriptorError, f"Ladder.product({written})", seen, instead):
+    written = ", ".join([str(name), *(f"{name}={size!r}" for name, size in sizes.items())])
+    with refused(DescriptorError, f"Ladder.product({written})", problem, instead):
         Ladder.product(kind, **sizes)
 
 
 @pytest.mark.parametrize(
-    ("sizes", "call", "seen"),
+    ("sizes", "call", "problem"),
     [
         (
             {"height": (2, 3), "width": 2},
@@ -419,9 +419,9 @@ def test_a_product_that_makes_no_descriptors(
     ],
 )
 def test_a_product_with_a_combination_that_the_class_refuses(
-    sizes: Any, call: str, seen: str
+    sizes: Any, call: str, problem: str
 ) -> None:
     with refused(
-        DescriptorError, call, seen, "sizes that all go together, or a list of the descriptors"
+        DescriptorError, call, problem, "sizes that all go together, or a list of the descriptors"
     ):
         Ladder.product(Square, **sizes)

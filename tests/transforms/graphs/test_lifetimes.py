@@ -68,11 +68,11 @@ def test_a_result_that_is_a_view_of_params_keeps_none_of_them() -> None:
     g = graphify(lambda params, x: (params[0][:2], x + 1))
     params = [torch.ones(4), torch.ones(4)]
     for _ in range(2):
-        seen, _ = g(params, torch.ones(2))
-    held = [StorageWeakRef(p.untyped_storage()) for p in params]
+        view, _ = g(params, torch.ones(2))
+    storage_refs = [StorageWeakRef(p.untyped_storage()) for p in params]
     del params
-    assert [one.expired() for one in held] == [True, True]
-    assert seen.tolist() == [1, 1]
+    assert [one.expired() for one in storage_refs] == [True, True]
+    assert view.tolist() == [1, 1]
 
 
 def test_an_evicted_graph_is_gone_at_once() -> None:
@@ -104,9 +104,9 @@ def test_a_lent_state_outlives_the_next_call_of_a_microbatched_step() -> None:
     step = graphify(lambda params, state, batch: (state + batch.sum(), batch * 2), outputs="borrow")
     for transformed in (weft.microbatch(step, 2), weft.scan(step, 2)):
         state, _ = transformed(None, torch.zeros(()), torch.ones(4))
-        seen = state.item()
+        value = state.item()
         transformed(None, torch.ones(()), torch.ones(4))
-        assert state.item() == seen
+        assert state.item() == value
 
 
 @pytest.mark.gpu
@@ -130,10 +130,10 @@ def test_graphs_share_a_pool_though_each_reads_another_tensor_from_outside() -> 
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 def test_a_tensor_from_outside_that_is_only_returned_may_change_its_memory(device: str) -> None:
-    held = torch.ones(3, device=device)
-    g = graphify(lambda x: (x + 1, held))
+    outside = torch.ones(3, device=device)
+    g = graphify(lambda x: (x + 1, outside))
     g(torch.ones(3, device=device))
-    held.data = held.data * 5
+    outside.data = outside.data * 5
     for _ in range(2):
         assert g(torch.ones(3, device=device))[1].tolist() == [5, 5, 5]
 

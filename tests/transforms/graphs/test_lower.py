@@ -141,7 +141,7 @@ def test_a_compiled_graph_says_what_to_do_about_a_state_elsewhere() -> None:
     with pytest.raises(CacheMissError) as error:
         compiled(params, clone(state), batch)
     assert (
-        error.value.seen
+        error.value.problem
         == "arguments unlike the lowered ones: state['n']: another tensor than the captured one"
         " (captured by reference)"
     )

@@ -190,14 +190,14 @@ def test_what_cannot_be_hashed_is_named(method: str) -> None:
     g = graphify(lambda x, y: (x, y))
     with pytest.raises(CaptureError) as error:
         getattr(g, method)(X, {"deep": {1, 2}})
-    assert error.value.seen == f"y['deep'] is {UNHASHABLE}"
+    assert error.value.problem == f"y['deep'] is {UNHASHABLE}"
     assert error.value.instead == "pass a tensor, or a hashable value (a tuple for a list)"
 
 
 def test_a_static_argument_that_cannot_be_hashed_is_named() -> None:
     with pytest.raises(CaptureError) as error:
         graphify(twice, static_argnames=("k",))(X, {1})
-    assert error.value.seen == f"k is {UNHASHABLE}"
+    assert error.value.problem == f"k is {UNHASHABLE}"
 
 
 def test_another_params_tensor_is_a_miss_that_names_it() -> None:
@@ -210,7 +210,7 @@ def test_another_params_tensor_is_a_miss_that_names_it() -> None:
         g({"w": [torch.ones(4)]}, X)
     assert (
         "params['w'][0]: another tensor than the captured one (captured by reference)"
-        in error.value.seen
+        in error.value.problem
     )
 
 
@@ -246,5 +246,5 @@ def test_names_that_are_no_arguments_are_refused(argument: str) -> None:
     with pytest.raises(CaptureError) as error:
         graphify(twice, **{argument: ("parmas",)})
     assert error.value.call == "graphify(twice, ...)"
-    assert "'parmas', which is not one of its arguments" in error.value.seen
+    assert "'parmas', which is not one of its arguments" in error.value.problem
     assert error.value.instead == "one of x, k"

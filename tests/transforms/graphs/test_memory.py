@@ -127,8 +127,8 @@ def test_an_offset_in_the_storage_of_an_argument_is_refused(fn: Callable[[Tensor
         CaptureError, match="of x by an offset in its storage, which a replay does not have"
     ):
         graphify(fn)(torch.arange(9.0))
-    own = graphify(lambda x: (x * 2).as_strided((2,), (1,), 1))
-    assert own(torch.arange(3.0)).tolist() == own(torch.arange(9.0)[6:] - 6).tolist() == [2, 4]
+    graph = graphify(lambda x: (x * 2).as_strided((2,), (1,), 1))
+    assert graph(torch.arange(3.0)).tolist() == graph(torch.arange(9.0)[6:] - 6).tolist() == [2, 4]
 
 
 TURNED = torch.tensor([1 + 2j, 3 - 4j])

@@ -148,17 +148,17 @@ def test_static_arguments_are_meant_to_be_part_of_the_key() -> None:
 def test_a_miss_by_address_names_what_avoids_it_wherever_it_is_told() -> None:
     g = graphify(scaled)
     params = fresh()
-    others = fresh()
+    other_params = fresh()
     g(params, X)
-    seen = "params: another tensor than the captured one (captured by reference)"
-    assert str(g.explain(others, X)).endswith(f"; {seen}; {IN_PLACE}")
+    problem = "params: another tensor than the captured one (captured by reference)"
+    assert str(g.explain(other_params, X)).endswith(f"; {problem}; {IN_PLACE}")
     with pytest.raises(TooManyCapturesError) as limit, weft.assert_max_captures(0):
-        g(others, X)
+        g(other_params, X)
     assert limit.value.instead == f"{IN_PLACE}, or allow more captures"
     g.freeze()
     with pytest.raises(CacheMissError) as miss:
-        g(others, X)
-    assert miss.value.seen == f"a miss after freeze(): {seen}"
+        g(other_params, X)
+    assert miss.value.problem == f"a miss after freeze(): {problem}"
     assert miss.value.instead.endswith(f"call it with arguments like the captured ones: {IN_PLACE}")
 
 
@@ -308,9 +308,9 @@ def test_what_changes_outside_at_each_call_is_named(monkeypatch: pytest.MonkeyPa
         return g(X)
 
     assert all(torch.equal(call(value), X + value) for value in range(ENDLESS - 1))
-    with pytest.warns(RuntimeWarning, match="each of the last 8 calls captured a graph") as found:
+    with pytest.warns(RuntimeWarning, match="each of the last 8 calls captured a graph") as caught:
         call(9.0)
-    text = str(found[0].message)
+    text = str(caught[0].message)
     assert (
         "what it reads from outside (OUTSIDE, a global of <lambda>, is another object than at the"
         " capture)" in text

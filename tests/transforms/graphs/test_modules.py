@@ -86,12 +86,12 @@ def tokens(seed: int, length: int, device: str) -> Tensor:
     )
 
 
-def assert_alike(seen: Tensor, fn: Callable[[], Tensor]) -> None:
+def assert_alike(result: Tensor, fn: Callable[[], Tensor]) -> None:
     """Bitwise equal to the function when it makes the same mask as in a capture. Nearly equal when
     it leaves the mask to the attention kernel, which then sums in another order."""
     with signal_capture():
-        assert_equal(LAW, seen, fn())
-    torch.testing.assert_close(seen, fn(), rtol=1e-4, atol=1e-5)
+        assert_equal(LAW, result, fn())
+    torch.testing.assert_close(result, fn(), rtol=1e-4, atol=1e-5)
 
 
 @everywhere
@@ -100,8 +100,8 @@ def test_a_decoder_is_itself(name: str, attention: str, device: str) -> None:
     model = decoder(name, attention, device)
 
     def logits(ids: Tensor) -> Tensor:
-        found: Tensor = model(input_ids=ids, use_cache=False).logits
-        return found
+        output: Tensor = model(input_ids=ids, use_cache=False).logits
+        return output
 
     g = graphify(logits)
     for seed in range(3):
@@ -118,8 +118,8 @@ def test_a_decoder_is_itself_under_any_mask(name: str, attention: str, device: s
     model = decoder(name, attention, device)
 
     def logits(ids: Tensor, mask: Tensor) -> Tensor:
-        found: Tensor = model(input_ids=ids, attention_mask=mask, use_cache=False).logits
-        return found * mask[..., None]  # padding may hold anything
+        output: Tensor = model(input_ids=ids, attention_mask=mask, use_cache=False).logits
+        return output * mask[..., None]  # padding may hold anything
 
     g = graphify(logits)
     for seed, padding in enumerate((0, 3, 0, 1)):
@@ -147,7 +147,7 @@ def test_decode_steps_over_a_static_cache_are_themselves(
     name: str, attention: str, device: str
 ) -> None:
     model = decoder(name, attention, device)
-    own = StaticCache(config=model.config, max_cache_len=16)
+    eager_cache = StaticCache(config=model.config, max_cache_len=16)
     cache = static_cache(model)
 
     def step(
@@ -160,15 +160,15 @@ def test_decode_steps_over_a_static_cache_are_themselves(
         return state, model(input_ids=ids, past_key_values=cache).logits
 
     prompt = tokens(0, 5, device)
-    for either in (own, cache):
+    for either in (eager_cache, cache):
         model(prompt, past_key_values=either)
     g = graphify(step, donate_argnames="state")
     state = tensors(cache)
     for seed in range(1, 9):
         ids = tokens(seed, 1, device)
-        state, seen = g(state, ids)
+        state, logits = g(state, ids)
         torch.testing.assert_close(
-            seen, model(ids, past_key_values=own).logits, rtol=1e-4, atol=1e-5
+            logits, model(ids, past_key_values=eager_cache).logits, rtol=1e-4, atol=1e-5
         )
     assert counts(g) == (1, 8, 0)
     assert [int(length) for _, _, length in state] == [13, 13]
@@ -178,7 +178,7 @@ def test_decode_steps_over_a_static_cache_are_themselves(
         *_, last = [
             model(tokens(seed, 1, device), past_key_values=again).logits for seed in range(1, 9)
         ]
-    assert_equal(LAW, (seen, state), (last, tensors(again)))
+    assert_equal(LAW, (logits, state), (last, tensors(again)))
 
 
 def test_a_cache_that_is_closed_over_is_to_be_passed_in() -> None:
@@ -369,13 +369,13 @@ def test_a_read_that_is_left_out_of_captures_is_no_reason_to_refuse() -> None:
 
 
 def test_what_may_not_be_made_in_a_capture_is_made_before() -> None:
-    made: dict[str, Tensor] = {}
+    cache: dict[str, Tensor] = {}
 
     def scaled(x: Tensor) -> Tensor:
-        if "table" not in made:
+        if "table" not in cache:
             assert not is_capturing(), "make it before"
-            made["table"] = torch.full((2,), 3.0)
-        return x * made["table"]
+            cache["table"] = torch.full((2,), 3.0)
+        return x * cache["table"]
 
     assert counts(agree(scaled, (torch.ones(2),), (torch.zeros(2),))) == (1, 2, 0)
 

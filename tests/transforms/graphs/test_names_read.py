@@ -60,8 +60,8 @@ class Top(nn.Module):
         self.sub = Sub()
 
     def forward(self, x: Tensor) -> Tensor:
-        found: Tensor = self.sub(x)
-        return found
+        result: Tensor = self.sub(x)
+        return result
 
 
 class Called:
@@ -129,8 +129,8 @@ class Halved(Tripled):
 
 
 def calling(module: nn.Module, x: Tensor) -> Tensor:
-    found: Tensor = module(x)
-    return found
+    result: Tensor = module(x)
+    return result
 
 
 def by_default(x: Tensor, module: nn.Module = nn.Sequential(nn.Tanh())) -> Tensor:  # noqa: B008

@@ -69,9 +69,9 @@ def test_donated_leaves_that_share_memory_are_refused() -> None:
 def test_donated_leaves_of_one_storage_may_lie_apart() -> None:
     g = graphify(step, donate_argnames="s")
     for cut in (lambda x: (x[:3], x[3:]), lambda x: (x[::2], x[1::2])):
-        wanted = step(cut(torch.arange(6.0)))
+        expected = step(cut(torch.arange(6.0)))
         for _ in range(2):
-            assert_equal("donated views", g(cut(torch.arange(6.0))), wanted)
+            assert_equal("donated views", g(cut(torch.arange(6.0))), expected)
 
 
 def test_a_donated_tensor_that_shares_memory_with_itself_is_refused() -> None:

@@ -44,9 +44,9 @@ def whole(signal: Signal) -> Signal:
 
 
 def test_a_descriptor_without_the_attribute_of_an_axis() -> None:
-    seen = "a descriptor Width(columns=2), with no attribute 'steps'"
+    problem = "a descriptor Width(columns=2), with no attribute 'steps'"
     instead = "an int attribute 'steps' of Width, or in axes(...) the name of one that it has"
-    with refused(DescriptorError, "weft.axes('steps')", seen, instead):
+    with refused(DescriptorError, "weft.axes('steps')", problem, instead):
         graphify(whole, ladder=[Width(4)])(Signal(Width(2), torch.ones(2)))
 
 
@@ -67,25 +67,25 @@ def test_a_descriptor_that_is_none() -> None:
 
 
 def test_a_leaf_that_is_no_tensor() -> None:
-    seen = "a list in a field with axes('steps')"
+    problem = "a list in a field with axes('steps')"
     instead = "a tensor (torch.tensor), or a field without axes"
     for use in (graphify(whole, ladder=[Length(4)]), lambda s: weft.pad(s, Length(4))):
-        with refused(DescriptorError, "Signal(x=[1.0, 2.0])", seen, instead):
+        with refused(DescriptorError, "Signal(x=[1.0, 2.0])", problem, instead):
             use(Signal(Length(2), [1.0, 2.0]))
 
 
 def test_tensors_of_another_size_than_their_descriptor_says() -> None:
-    seen = "signal.x of shape (5,) in a batch of class 'Length(steps=3)', which needs (3,)"
+    problem = "signal.x of shape (5,) in a batch of class 'Length(steps=3)', which needs (3,)"
     with refused(
-        DescriptorError, "whole(...)", seen, "give the batch the descriptor of its tensors"
+        DescriptorError, "whole(...)", problem, "give the batch the descriptor of its tensors"
     ):
         graphify(whole, ladder=[Length(8)])(Signal(Length(3), torch.ones(5)))
 
 
 def test_covers_that_says_nothing() -> None:
-    seen = "Vague(steps=4).covers(itself) is None"
+    problem = "Vague(steps=4).covers(itself) is None"
     instead = "a covers(other) that returns True or False"
-    with refused(CaptureError, "graphify(whole, ...)", seen, instead):
+    with refused(CaptureError, "graphify(whole, ...)", problem, instead):
         graphify(whole, ladder=[Vague(4)])
 
 
@@ -102,12 +102,12 @@ def test_a_named_tuple_that_others_registered_is_a_named_tuple() -> None:
     """As in torch's pytree, which knows named tuples by their bases."""
     pair = namedtuple("pair", "first second")
     _pytree.register_pytree_node(
-        pair, lambda p: ([p.first], p.second), lambda own, second: pair(*own, second)
+        pair, lambda p: ([p.first], p.second), lambda children, second: pair(*children, second)
     )
-    given = pair(1, Signal(Length(2), torch.ones(2)))
-    assert weft.pad(given, Length(4)).second.x.tolist() == [1.0, 1.0, 0.0, 0.0]
-    assert weft.unpad(weft.pad(given, Length(4)), Length(2)).second.x.tolist() == [1.0, 1.0]
-    assert graphify(lambda p: whole(p.second), ladder=[Length(4)])(given).x.tolist() == [1.0, 2.0]
+    tree = pair(1, Signal(Length(2), torch.ones(2)))
+    assert weft.pad(tree, Length(4)).second.x.tolist() == [1.0, 1.0, 0.0, 0.0]
+    assert weft.unpad(weft.pad(tree, Length(4)), Length(2)).second.x.tolist() == [1.0, 1.0]
+    assert graphify(lambda p: whole(p.second), ladder=[Length(4)])(tree).x.tolist() == [1.0, 2.0]
 
 
 def test_a_class_that_is_decorated_after_its_first_use() -> None:
@@ -115,8 +115,8 @@ def test_a_class_that_is_decorated_after_its_first_use() -> None:
         y: Any = attrs.field(metadata=weft.axes("steps"))
 
     weft.pad([Signal(Length(2), torch.ones(2)), Both(Length(2), torch.ones(2))], Length(4))
-    made: Any = weft.pytree(attrs.frozen(eq=False)(Both))
-    wide = weft.pad(made(Length(2), torch.ones(2), torch.ones(2)), Length(4))
+    decorated: Any = weft.pytree(attrs.frozen(eq=False)(Both))
+    wide = weft.pad(decorated(Length(2), torch.ones(2), torch.ones(2)), Length(4))
     assert (len(wide.x), len(wide.y)) == (4, 4)
 
 
@@ -129,8 +129,8 @@ class Hidden:
 
     @property
     def x(self) -> Tensor:
-        own: Tensor = self._x
-        return own
+        tensor: Tensor = self._x
+        return tensor
 
 
 def test_a_private_field_that_is_padded() -> None:
@@ -140,10 +140,10 @@ def test_a_private_field_that_is_padded() -> None:
 
 
 def test_a_size_beside_what_is_padded_stays_one() -> None:
-    given = Hidden(Length(2), torch.ones(2), [Size((1, 2))])
-    assert type(weft.pad(given, Length(4)).rest[0]) is Size
+    hidden = Hidden(Length(2), torch.ones(2), [Size((1, 2))])
+    assert type(weft.pad(hidden, Length(4)).rest[0]) is Size
     g = graphify(lambda h: Signal(h.length, h.x + h.rest[0].numel()), ladder=[Length(4)])
-    assert g(given).x.tolist() == [3.0, 3.0]
+    assert g(hidden).x.tolist() == [3.0, 3.0]
 
 
 @weft.pytree
@@ -166,10 +166,10 @@ def test_results_have_the_class_of_their_call() -> None:
         lambda s: (Made(s.length, s.x * 2), [Signal(s.length, s.x)]), ladder=[Length(8), Length(4)]
     )
     for size in (3, 2, 3, 4, 7, 2):
-        made, [own] = g(Signal(Length(size), torch.full((size,), float(size))))
-        assert made.length == own.length == Length(size)
-        assert made.x.tolist() == [2.0 * size] * size
-        assert own.x.tolist() == [float(size)] * size
+        result, [signal] = g(Signal(Length(size), torch.full((size,), float(size))))
+        assert result.length == signal.length == Length(size)
+        assert result.x.tolist() == [2.0 * size] * size
+        assert signal.x.tolist() == [float(size)] * size
     assert g.cache_info().captures == 2
 
 
@@ -178,8 +178,8 @@ def test_what_is_not_cut_keeps_its_class() -> None:
         return Made(signal.length, signal.x, Signal(Length(4), weights))
 
     g = graphify(beside, ladder=[Length(4)], reference_argnames="weights")
-    made = g(Signal(Length(3), torch.ones(3)), torch.ones(4))
-    assert (made.length, made.inner.length, len(made.inner.x)) == (Length(3), Length(4), 4)
+    result = g(Signal(Length(3), torch.ones(3)), torch.ones(4))
+    assert (result.length, result.inner.length, len(result.inner.x)) == (Length(3), Length(4), 4)
 
 
 class Pair:

@@ -21,14 +21,14 @@ OPERATORS = (
 
 
 def test_operators_that_are_none() -> None:
-    for given, written in (
+    for operators, written in (
         (torch.sort, "sort"),
         ("torch.sort", "'torch.sort'"),
         ("sort", "'sort'"),
         (3, "3"),
     ):
         with refused(CaptureError, "graphify(sorts, ...)", f"split_at={written}", OPERATORS):
-            weft.piecewise(sorts, split_at=given)
+            weft.piecewise(sorts, split_at=operators)
     instead = (
         "the operators to cut at, as in split_at='aten::sort'; or weft.graphify, for one graph"
     )
@@ -37,11 +37,11 @@ def test_operators_that_are_none() -> None:
 
 
 def test_operators_that_are_not_called_are_told_beside_those_that_are() -> None:
-    seen = "no call of aten::linear, which split_at names"
+    problem = "no call of aten::linear, which split_at names"
     with refused(
         CaptureError,
         "graphify(sorts)",
-        seen,
+        problem,
         "name an operator that it calls: aten::add, aten::mul, aten::sort",
     ):
         weft.piecewise(sorts, split_at="aten::linear")(torch.ones(2))
@@ -71,7 +71,7 @@ def test_operators_that_are_not_called_are_told_beside_those_that_are() -> None:
 
 
 @pytest.mark.parametrize(
-    "given",
+    "operators",
     [
         torch.ops.aten.sort,
         torch.ops.aten.sort.default,
@@ -79,8 +79,8 @@ def test_operators_that_are_not_called_are_told_beside_those_that_are() -> None:
         ["aten::sort", "aten::topk"],
     ],
 )
-def test_operators_in_every_way_to_name_them(given: Any) -> None:
-    @weft.piecewise(split_at=given)
+def test_operators_in_every_way_to_name_them(operators: Any) -> None:
+    @weft.piecewise(split_at=operators)
     def decorated(x: Tensor) -> Tensor:
         return sorts(x)
 

@@ -39,11 +39,11 @@ class Counts(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.held = types.SimpleNamespace(counts=[Count()])
+        self.namespace = types.SimpleNamespace(counts=[Count()])
 
     def forward(self, x: Tensor) -> Tensor:
-        found: Tensor = self.held.counts[0].next(x)
-        return found
+        result: Tensor = self.namespace.counts[0].next(x)
+        return result
 
 
 COUNT = Count()
@@ -55,12 +55,12 @@ def by_global(x: Tensor) -> Tensor:
 
 def by_closure() -> tuple[Callable[[Tensor], Tensor], Any]:
     module = Counts()
-    return lambda x: module(x) + 1, module.held.counts[0]
+    return lambda x: module(x) + 1, module.namespace.counts[0]
 
 
 def in_a_part() -> tuple[Callable[[Tensor], Tensor], Any]:
     module = nn.Sequential(nn.Identity(), nn.Sequential(Counts()))
-    return lambda x: module(x) + 1, module[1][0].held.counts[0]
+    return lambda x: module(x) + 1, module[1][0].namespace.counts[0]
 
 
 def by_object() -> tuple[Callable[[Tensor], Tensor], Any]:
@@ -70,21 +70,21 @@ def by_object() -> tuple[Callable[[Tensor], Tensor], Any]:
 
 def with_its_module() -> tuple[Callable[[Tensor], Tensor], Any]:
     module = Counts()
-    return module, module.held.counts[0]
+    return module, module.namespace.counts[0]
 
 
 def with_its_object(make: Callable[[Count], Any]) -> Callable[[], tuple[Any, Any]]:
-    def made() -> tuple[Any, Any]:
+    def make_both() -> tuple[Any, Any]:
         count = Count()
         return make(count), count
 
-    return made
+    return make_both
 
 
 FROZEN: dict[str, tuple[Callable[[], tuple[Any, Any]], str]] = {
-    "a module": (with_its_module, "Counts.held.counts[0].n"),
-    "a module that is closed over": (by_closure, "module.held.counts[0].n"),
-    "a part of a module": (in_a_part, "module.1.0.held.counts[0].n"),
+    "a module": (with_its_module, "Counts.namespace.counts[0].n"),
+    "a module that is closed over": (by_closure, "module.namespace.counts[0].n"),
+    "a part of a module": (in_a_part, "module.1.0.namespace.counts[0].n"),
     "an object that is closed over": (by_object, "count.n"),
     "a global object": (lambda: (by_global, COUNT), "COUNT.n"),
     "the object of a method": (with_its_object(lambda count: count.next), "Count.n"),

@@ -67,9 +67,9 @@ def test_a_generator_seeded_before_the_call_is_drawn_from() -> None:
         return x + torch.rand(3) + functional.dropout(x, 0.5) + torch.rand(3, generator=OWN)
 
     g = graphify(fn)
-    seen = []
-    for made in (fn, g):
+    results = []
+    for run in (fn, g):
         torch.manual_seed(5)
         OWN.manual_seed(6)
-        seen.append([made(X) for _ in range(4)])
-    assert_equal("the numbers of the function", seen[1], seen[0])
+        results.append([run(X) for _ in range(4)])
+    assert_equal("the numbers of the function", results[1], results[0])

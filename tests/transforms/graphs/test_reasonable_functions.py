@@ -117,8 +117,8 @@ class Private:
 def test_a_pytree_with_private_and_aliased_fields() -> None:
     g = graphify(lambda p: Private(p._x + 1, why=p.y))
     for x in (X, X + 1):
-        found = g(Private(x, why=x * 2))
-        assert_equal(LAW, (found._x, found.y), (x + 1, x * 2))
+        result = g(Private(x, why=x * 2))
+        assert_equal(LAW, (result._x, result.y), (x + 1, x * 2))
 
 
 NAMES = ["_plan", "_call", "_lock", "_cache", "_graphable", "_fast_paths", "_replay"]
@@ -175,14 +175,14 @@ def test_an_interrupt_in_a_capture_leaves_torch_as_it_was(run: int) -> None:
 )
 def test_a_graph_does_not_keep_the_params(result: Callable[[Tensor], Tensor]) -> None:
     g = graphify(lambda params: result(params))
-    seen = []
+    refs = []
     for _ in range(3):
         params = torch.zeros(100, 100)
-        seen.append(weakref.ref(params))
+        refs.append(weakref.ref(params))
         kept = g(params)
         del params
     gc.collect()
-    assert [ref() is None for ref in seen] == [True] * 3
+    assert [ref() is None for ref in refs] == [True] * 3
     assert kept.untyped_storage().nbytes() <= 40_000
 
 
@@ -192,14 +192,14 @@ def test_a_static_self_does_not_keep_the_instance() -> None:
         def add(self, x: Tensor) -> Tensor:
             return x + 1
 
-    seen = []
+    refs = []
     for _ in range(3):
         a = A()
         a.add(X)
-        seen.append(weakref.ref(a))
+        refs.append(weakref.ref(a))
         del a
     gc.collect()
-    assert [ref() is None for ref in seen] == [True] * 3
+    assert [ref() is None for ref in refs] == [True] * 3
 
 
 # What was refused

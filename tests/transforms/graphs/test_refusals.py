@@ -274,8 +274,8 @@ def test_what_a_replay_could_not_repeat_is_refused_with_its_line(
     line = fn.__code__.co_firstlineno + 1
     text = Path(__file__).read_text().splitlines()[line - 1].strip()
     assert error.value.call == f"graphify({fn.__name__})"
-    assert REFUSED[fn] in error.value.seen
-    assert error.value.seen.endswith(f"\n       at {__file__}:{line}: {text}")
+    assert REFUSED[fn] in error.value.problem
+    assert error.value.problem.endswith(f"\n       at {__file__}:{line}: {text}")
     writes = fn.__name__.startswith("writes")
     assert ("donate the argument" in error.value.instead) is writes
     assert ("torch.where" in error.value.instead) is not writes

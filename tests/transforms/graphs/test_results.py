@@ -107,7 +107,7 @@ def test_a_donated_state_in_every_way_to_make_the_next(name: str) -> None:
     g = graphify(step)
     state: State = {"a": torch.tensor([1.0, 2.0]), "b": torch.tensor([3.0, 5.0])}
     other = clone(state)
-    held = []
+    kept = []
     for i in range(4):
         x = torch.tensor([0.5, float(i)])
         result = step(state, x)
@@ -117,9 +117,9 @@ def test_a_donated_state_in_every_way_to_make_the_next(name: str) -> None:
         other = replayed[WHERE.get(name, 0)]
         state = tree_map(torch.clone, state)  # no ties: eager code would write through them
         outs = [r for i, r in enumerate(replayed) if i != WHERE.get(name, 0)]
-        held.append((outs, clone(outs)))
-        for seen, wanted in held:
-            assert_equal("a result never changes", seen, wanted)
+        kept.append((outs, clone(outs)))
+        for returned, expected in kept:
+            assert_equal("a result never changes", returned, expected)
     assert counts(g) == (1, 4, 0)
 
 
@@ -148,14 +148,14 @@ PAIRS: dict[str, Callable[[Tensor, Tensor], Any]] = {
 def test_two_donated_arguments_of_one_structure(name: str) -> None:
     fn = PAIRS[name]
     g = graphify(fn, donate_argnames=("a", "b"))
-    seen = g(torch.ones(2), torch.full((2,), 2.0))
-    wanted = fn(torch.ones(2), torch.full((2,), 2.0))
+    results = g(torch.ones(2), torch.full((2,), 2.0))
+    expected = fn(torch.ones(2), torch.full((2,), 2.0))
     for _ in range(3):
-        assert_equal(LAW, seen, wanted)
-        if len(seen) != 2:
+        assert_equal(LAW, results, expected)
+        if len(results) != 2:
             return
-        seen = g(*clone(seen) if name == "one twice" else seen)
-        wanted = fn(*clone(wanted))
+        results = g(*clone(results) if name == "one twice" else results)
+        expected = fn(*clone(expected))
 
 
 class Pair(tuple[Any, ...]):
@@ -165,8 +165,10 @@ class Pair(tuple[Any, ...]):
 torch.utils._pytree.register_pytree_node(
     Pair,
     lambda pair: ([x for x in pair if x is not None], tuple(x is None for x in pair)),
-    lambda given, absent: Pair(
-        None if is_absent else next(found) for found in [iter(given)] for is_absent in absent
+    lambda leaves, absent: Pair(
+        None if is_absent else next(leaf_iterator)
+        for leaf_iterator in [iter(leaves)]
+        for is_absent in absent
     ),
 )
 
@@ -207,7 +209,7 @@ def test_a_dead_state_is_refused_by_name_before_anything_moves() -> None:
     with pytest.raises(DonatedError) as error:
         g(live, dead)
     assert error.value.call == "<lambda>(...)"
-    assert error.value.seen == "t, a tensor of shape (2,) that was donated to <lambda>(s)"
+    assert error.value.problem == "t, a tensor of shape (2,) that was donated to <lambda>(s)"
     assert g(live, torch.zeros(2))[0].tolist() == [1, 1]
 
 
@@ -275,12 +277,12 @@ def test_a_next_state_without_grad_in_the_storage_of_one_with_it() -> None:
     g = graphify(step, donate_argnames="state")
     with torch.no_grad():
         for _ in range(3):
-            seen = g(torch.ones(2, requires_grad=True).clone())
-            assert [(x.requires_grad, x.tolist()) for x in seen] == [(False, [2, 2])] * 2
+            results = g(torch.ones(2, requires_grad=True).clone())
+            assert [(x.requires_grad, x.tolist()) for x in results] == [(False, [2, 2])] * 2
         with torch.enable_grad():
-            given = torch.ones(2, requires_grad=True) * 1
-        seen = g(given)
-        assert [(x.requires_grad, x.tolist()) for x in seen] == [(False, [2, 2])] * 2
+            donated = torch.ones(2, requires_grad=True) * 1
+        results = g(donated)
+        assert [(x.requires_grad, x.tolist()) for x in results] == [(False, [2, 2])] * 2
 
 
 def test_a_state_of_inference_mode_is_refused_outside_of_it() -> None:

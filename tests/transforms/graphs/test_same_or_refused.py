@@ -151,11 +151,11 @@ def a_donated_dict_that_is_changed() -> tuple[Any, Any]:
     def f(state: Any, x: Any) -> None:
         state["w"] = state["w"] + x
 
-    own = {"w": torch.zeros(3)}
-    given = {"w": torch.zeros(3)}
-    f(own, V)
-    weft.graphify(f, donate_argnames="state")(given, V)
-    return own["w"], given["w"]
+    eager_state = {"w": torch.zeros(3)}
+    graph_state = {"w": torch.zeros(3)}
+    f(eager_state, V)
+    weft.graphify(f, donate_argnames="state")(graph_state, V)
+    return eager_state["w"], graph_state["w"]
 
 
 @case("x is a view of state, which the same call donates")
@@ -163,11 +163,11 @@ def a_view_of_a_donated_tensor() -> tuple[Any, Any]:
     def f(state: Any, x: Any) -> Any:
         return state.add_(1), x * 2
 
-    own = torch.zeros(3)
-    given = torch.zeros(3)
+    eager_state = torch.zeros(3)
+    graph_state = torch.zeros(3)
     return (
-        weft.donates("state")(f)(own, own[:2])[1],
-        weft.graphify(f, donate_argnames="state")(given, given[:2])[1],
+        weft.donates("state")(f)(eager_state, eager_state[:2])[1],
+        weft.graphify(f, donate_argnames="state")(graph_state, graph_state[:2])[1],
     )
 
 
@@ -235,8 +235,8 @@ def a_branch_on_an_error_of_an_operator() -> tuple[Any, Any]:
 
 @case()
 def a_size_is_a_size() -> tuple[Any, Any]:
-    own, graphs = both(lambda x: x.shape, (V,))
-    return type(own[0]).__name__, type(graphs[0]).__name__
+    eager, graphs = both(lambda x: x.shape, (V,))
+    return type(eager[0]).__name__, type(graphs[0]).__name__
 
 
 @case("a TorchScript function reads a tensor on the host (prim::tolist)")
@@ -344,9 +344,9 @@ def test_a_graph_is_its_function_or_says_why_not(
     run: Callable[[], tuple[Any, Any]], reason: str
 ) -> None:
     if not reason:
-        expected, seen = run()
-        assert find_difference(seen, expected) is None
+        expected, result = run()
+        assert find_difference(result, expected) is None
         return
     with pytest.raises(weft.WeftError) as refused:
         run()
-    assert refused.value.seen.splitlines()[0] == reason
+    assert refused.value.problem.splitlines()[0] == reason

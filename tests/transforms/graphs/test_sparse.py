@@ -53,7 +53,7 @@ def test_sparse_tensors_are_computed_again(way: str) -> None:
 
 @pytest.mark.parametrize("way", REFUSED)
 def test_sparse_tensors_whose_size_depends_on_data_are_refused(way: str) -> None:
-    fn, seen = REFUSED[way]
+    fn, problem = REFUSED[way]
     with pytest.raises(CaptureError) as error:
         graphify(fn)(torch.tensor([1.0, 2.0]))
-    assert seen in error.value.seen
+    assert problem in error.value.problem

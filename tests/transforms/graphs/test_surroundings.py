@@ -225,31 +225,31 @@ def test_a_graph_takes_no_fast_path_of_attention_by_itself(
         inputs = [torch.randn(2, 3, 8) for _ in range(3)]
     g = graphify(lambda x: module(x), verify=verify)
     plain = [module(x) for x in inputs]
-    seen = [g(x) for x in inputs]
+    results = [g(x) for x in inputs]
     with no_fast_path():
-        wanted = [module(x) for x in inputs]
+        expected = [module(x) for x in inputs]
         captures = g.cache_info().captures
-        assert_equal(LAW, g(inputs[0]), wanted[0])
-    assert_equal(LAW, seen, wanted)
-    torch.testing.assert_close(seen, plain, rtol=1e-4, atol=1e-5)
+        assert_equal(LAW, g(inputs[0]), expected[0])
+    assert_equal(LAW, results, expected)
+    torch.testing.assert_close(results, plain, rtol=1e-4, atol=1e-5)
     assert_equal("the fast path is there again", [module(x) for x in inputs], plain)
     assert (captures, g.cache_info().captures) == (1, 1)  # torch's switch makes no other graph
 
 
 def test_the_fast_path_is_off_in_the_thread_of_the_call_alone() -> None:
-    seen: list[bool] = []
+    flags: list[bool] = []
 
     def asks(x: Tensor) -> Tensor:
         thread = threading.Thread(
-            target=lambda: seen.append(torch.backends.mha.get_fastpath_enabled())
+            target=lambda: flags.append(torch.backends.mha.get_fastpath_enabled())
         )
         thread.start()
         thread.join()
-        seen.append(torch.backends.mha.get_fastpath_enabled())
+        flags.append(torch.backends.mha.get_fastpath_enabled())
         return x * 2
 
     graphify(asks)(X)
-    assert seen == [True, False] * 2  # a rehearsal, and the capture
+    assert flags == [True, False] * 2  # a rehearsal, and the capture
     assert torch.backends.mha.get_fastpath_enabled()
 
 
@@ -279,9 +279,9 @@ def test_an_encoder_that_takes_padding_out_is_refused_by_name() -> None:
         " torch.backends.mha.set_fast" in said
     )
     module = encoder(enable_nested_tensor=False)
-    seen = graphify(lambda x: module(x, src_key_padding_mask=padding))(x)
+    result = graphify(lambda x: module(x, src_key_padding_mask=padding))(x)
     with no_fast_path():
-        assert_equal(LAW, seen, module(x, src_key_padding_mask=padding))
+        assert_equal(LAW, result, module(x, src_key_padding_mask=padding))
 
 
 class Scale(TorchFunctionMode):
@@ -385,7 +385,7 @@ def test_a_call_that_runs_the_function_itself_takes_no_fast_path_either() -> Non
     outer = torch.randn(2, 3, 8, requires_grad=True)
     for verify in (None, 1):
         g = graphify(lambda x, y: module(x.detach()) + y, verify=verify)
-        seen = g(x, outer)  # autograd records, so there is no graph
+        result = g(x, outer)  # autograd records, so there is no graph
         with no_fast_path():
-            assert_equal(LAW, seen.detach(), (module(x) + outer).detach())
+            assert_equal(LAW, result.detach(), (module(x) + outer).detach())
         assert g.cache_info().captures == 0

@@ -16,11 +16,21 @@ from weft.transforms.graphs.backends.tape import TapeBackend, TapeRecording
 LAW = "a tape replays what it recorded"
 
 
-def record(fn: Callable[..., Any], *buffers: Tensor, own: tuple[Tensor, ...] = ()) -> TapeRecording:
-    """A tape of `fn` on buffers that it may read, and `own` ones that it may also write."""
-    labels = [*(f"own {i}" for i in range(len(own))), *(f"buffer {i}" for i in range(len(buffers)))]
-    inputs = Inputs((*own, *buffers), lambda: labels, num_donated=len(own), num_references=len(own))
-    aliases = [x.detach() for x in own]
+def record(
+    fn: Callable[..., Any], *buffers: Tensor, writable: tuple[Tensor, ...] = ()
+) -> TapeRecording:
+    """A tape of `fn` on buffers that it may read, and `writable` ones that it may also write."""
+    labels = [
+        *(f"own {i}" for i in range(len(writable))),
+        *(f"buffer {i}" for i in range(len(buffers))),
+    ]
+    inputs = Inputs(
+        (*writable, *buffers),
+        lambda: labels,
+        num_donated=len(writable),
+        num_references=len(writable),
+    )
+    aliases = [x.detach() for x in writable]
     return TapeBackend().capture(lambda: fn(*buffers, *aliases), Audit("record(fn)", inputs))
 
 
@@ -167,11 +177,11 @@ def test_a_replay_is_the_function_on_what_the_buffers_hold_now(name: str) -> Non
 def test_hazard_a_replay_overwrites_the_outputs_of_the_one_before() -> None:
     buffer = torch.ones(2)
     recording = record(lambda x: x * 3, buffer)
-    held = recording.outputs
+    outputs = recording.outputs
     buffer.fill_(2)
     recording.replay()
-    assert recording.outputs is held
-    assert held.tolist() == [6, 6]
+    assert recording.outputs is outputs
+    assert outputs.tolist() == [6, 6]
 
 
 def test_hazard_addresses_are_fixed() -> None:
@@ -201,12 +211,12 @@ def test_hazard_python_values_are_frozen() -> None:
 
 
 def test_hazard_in_place_ops_on_its_own_tensors_run_again() -> None:
-    own = torch.zeros(2)
-    recording = record(lambda s: s.add_(1), own=(own,))
-    assert own.tolist() == [2, 2]  # once by the warm-up, once by the capture
+    total = torch.zeros(2)
+    recording = record(lambda s: s.add_(1), writable=(total,))
+    assert total.tolist() == [2, 2]  # once by the warm-up, once by the capture
     for i in (3.0, 4.0):
         recording.replay()
-        assert own.tolist() == [i, i]
+        assert total.tolist() == [i, i]
 
 
 def test_hazard_what_it_reads_from_outside_is_read_again() -> None:

@@ -70,12 +70,12 @@ def test_a_branch_on_python_is_found() -> None:
 
 
 def test_only_every_nth_call_is_compared() -> None:
-    held = [2.0]
+    factor = [2.0]
     runs = []
 
     def f(x: Tensor) -> Tensor:
         runs.append(None)
-        return x * held[0]
+        return x * factor[0]
 
     g = graphify(f, verify=3)
     g(torch.ones(2))
@@ -84,7 +84,7 @@ def test_only_every_nth_call_is_compared() -> None:
     assert len(runs) == captured
     g(torch.ones(2))
     assert len(runs) == captured + 1
-    held[0] = 3.0
+    factor[0] = 3.0
     for _ in range(2):
         assert g(torch.ones(2)).tolist() == [2.0, 2.0]
     with pytest.raises(VerificationError, match="call 6"):
@@ -108,64 +108,64 @@ def test_donated_states_and_random_numbers_are_the_same(device: str) -> None:
     for _ in range(4):
         state, _ = g(state, x.to(device))
     torch.manual_seed(3)
-    wanted = torch.zeros(3, device=device)
+    expected = torch.zeros(3, device=device)
     for _ in range(4):
-        wanted, _ = step(wanted, x.to(device))
-    assert torch.equal(state, wanted)
+        expected, _ = step(expected, x.to(device))
+    assert torch.equal(state, expected)
     assert g.cache_info().replays == 4
 
 
 def test_a_padded_batch_is_compared_at_its_class() -> None:
-    held = [1]
+    flag = [1]
 
     def f(batch: Batch) -> Batch:
-        return batch if held[0] else held  # type: ignore[return-value]
+        return batch if flag[0] else flag  # type: ignore[return-value]
 
     g = graphify(f, ladder=[BatchDescriptor.uniform(4)], verify=1)
     for _ in range(2):
         assert g(Batch.decode([1, 2, 3])).descriptor.num_reqs == 3
-    held[0] = 0
+    flag[0] = 0
     with pytest.raises(VerificationError, match="the results have other structures"):
         g(Batch.decode([1, 2, 3]))
 
 
 def test_it_is_an_option_of_pieces_and_of_copies() -> None:
-    held = [1.0]
+    factor = [1.0]
     g = copy.copy(
-        piecewise(lambda x: torch.sort(x * held[0]).values + 1, split_at="aten::sort", verify=1)
+        piecewise(lambda x: torch.sort(x * factor[0]).values + 1, split_at="aten::sort", verify=1)
     )
     assert g(torch.tensor([2.0, 1.0])).tolist() == [2.0, 3.0]
-    held[0] = -1.0
+    factor[0] = -1.0
     with pytest.raises(VerificationError, match="operator 0"):
         g(torch.tensor([2.0, 1.0]))
 
 
 def test_an_error_of_the_function_itself_is_named() -> None:
-    held: list[Any] = []
+    failures: list[Any] = []
 
     def f(x: Tensor) -> Tensor:
-        if held:
+        if failures:
             raise KeyError("gone")
         return x + 1
 
     g = graphify(f, verify=1)
     g(torch.ones(1))
-    held.append(None)
+    failures.append(None)
     with pytest.raises(VerificationError, match="the function raises KeyError"):
         g(torch.ones(1))
 
 
 def test_equal_bits_are_needed_and_nan_equals_nan() -> None:
-    held = [0.0]
-    g = graphify(lambda x: torch.log(x) * 0 + held[0], verify=1)
+    scalar = [0.0]
+    g = graphify(lambda x: torch.log(x) * 0 + scalar[0], verify=1)
     x = torch.tensor([-1.0, 1.0])
     for _ in range(2):
         g(x)
-    held[0] = -0.0
+    scalar[0] = -0.0
     g(x)  # 0 * log(1) + -0.0 is 0.0
-    h = graphify(lambda x: x * held[0], verify=1)
+    h = graphify(lambda x: x * scalar[0], verify=1)
     h(x)
-    held[0] = 0.0
+    scalar[0] = 0.0
     with pytest.raises(VerificationError):
         h(x)
 

@@ -49,8 +49,8 @@ def python_loop(number: int, most: int | None = None) -> list[int]:
     return [number, steps]
 
 
-def listed(made: Any) -> list[int]:
-    return [int(x) for x in made]
+def listed(values: Any) -> list[int]:
+    return [int(x) for x in values]
 
 
 @pytest.mark.parametrize("value", [1, 0.5, "a", None, (1, 2.0), torch.float32, float("nan")])
@@ -79,9 +79,9 @@ def test_one_graph_is_the_python_loop_for_any_number_of_steps(
 ) -> None:
     graph = graphify(lambda number: count_steps(number, most))
     for number in (6, 27, 1, 97, 2, 0):
-        given = torch.tensor(number, device=device)
-        assert listed(count_steps(given, most)) == python_loop(number, most)
-        assert listed(graph(given)) == python_loop(number, most)
+        start = torch.tensor(number, device=device)
+        assert listed(count_steps(start, most)) == python_loop(number, most)
+        assert listed(graph(start)) == python_loop(number, most)
     assert graph.cache_info().captures == 1
 
 
@@ -110,11 +110,11 @@ def test_loops_nest(device: str) -> None:
 
     graph = graphify(thrice)
     for number in (3, 30, 49):
-        wanted = number
+        expected = number
         for _ in range(3):
-            wanted = -(-(wanted + 1) // 7) * 7
-        assert listed(graph(torch.tensor(number, device=device))) == [3, wanted]
-        assert listed(thrice(torch.tensor(number, device=device))) == [3, wanted]
+            expected = -(-(expected + 1) // 7) * 7
+        assert listed(graph(torch.tensor(number, device=device))) == [3, expected]
+        assert listed(thrice(torch.tensor(number, device=device))) == [3, expected]
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -164,21 +164,21 @@ def test_memory_of_a_body_is_its_own() -> None:
 
     def loop(x: Tensor, n: Tensor) -> Tensor:
         x = torch.relu(x) + 1
-        made = while_loop(
+        carry = while_loop(
             lambda c: c[1] < n,
             lambda c: ((c[0] @ w).sort(-1).values.tanh() + c[0], c[1] + 1),
             (x, torch.zeros_like(n)),
         )
-        return made[0].softmax(-1)
+        return carry[0].softmax(-1)
 
     graph = graphify(loop)
     x = torch.randn(32, 256, device="cuda")
     for n in (3, 0, 17, 1):
         number = torch.tensor(n, device="cuda")
-        seen = graph(x, number)
+        output = graph(x, number)
         junk = [torch.full((2**18,), float("nan"), device="cuda") for _ in range(4)]
-        torch.testing.assert_close(graph(x, number), seen, rtol=0, atol=0)
-        torch.testing.assert_close(seen, loop(x, number))
+        torch.testing.assert_close(graph(x, number), output, rtol=0, atol=0)
+        torch.testing.assert_close(output, loop(x, number))
         del junk
 
 
@@ -247,8 +247,8 @@ def test_transforms_of_torch_func() -> None:
     assert [x.tolist() for x in in_graph] == [x.tolist() for x in rows]
 
     def power(x: Tensor) -> Tensor:
-        made: Tensor = while_loop(lambda y: y < 100, lambda y: y * x, x)
-        return made
+        result: Tensor = while_loop(lambda y: y < 100, lambda y: y * x, x)
+        return result
 
     assert torch.func.grad(power)(torch.tensor(3.0)).item() == 5 * 3.0**4
     assert torch.func.grad(graphify(power))(torch.tensor(3.0)).item() == 5 * 3.0**4
@@ -446,8 +446,8 @@ def root(c: Tensor, w: Tensor) -> Tensor:
 
 def roots(x: Tensor, w: Tensor, max_steps: int | None = 8) -> Tensor:
     """A loop whose body has no derivative where `cond_fun` does not hold."""
-    made: Tensor = while_loop(lambda c: c > 1.5, lambda c: root(c, w), x, max_steps=max_steps)
-    return made
+    result: Tensor = while_loop(lambda c: c > 1.5, lambda c: root(c, w), x, max_steps=max_steps)
+    return result
 
 
 @pytest.mark.parametrize("starts", [[8.0, 20.0], [8.0, 0.5], [0.3, 0.5]], ids=str)
@@ -491,8 +491,8 @@ def test_rows_past_the_end_run_the_body_where_it_can_run() -> None:
     def run(first: Tensor, bound: Tensor) -> Tensor:
         start = torch.zeros(()), first
         body = lambda c: (c[0] + table.index_select(0, c[1][None])[0], c[1] + 1)  # noqa: E731
-        made: Tensor = while_loop(lambda c: c[1] < bound, body, start, max_steps=9)[0]
-        return made
+        total: Tensor = while_loop(lambda c: c[1] < bound, body, start, max_steps=9)[0]
+        return total
 
     rows = torch.func.vmap(run)
     nested = torch.func.vmap(rows)
@@ -672,9 +672,9 @@ Y = torch.zeros(2)
 
 def reading_and_writing(log: Tensor) -> Callable[[Any], Tensor]:
     def body(c: Any) -> Tensor:
-        made: Tensor = c[0] + log.tolist()[0]
+        total: Tensor = c[0] + log.tolist()[0]
         log.add_(1)
-        return made
+        return total
 
     return body
 
@@ -848,9 +848,9 @@ def test_under_vmap_of_any_size(rows: int) -> None:
         last: Tensor = while_loop(lambda c: c.sum() < 3, lambda c: c + 1, x, max_steps=4)
         return last
 
-    made = torch.vmap(loop)(torch.zeros(rows, 3))
-    assert made.tolist() == [[1.0] * 3] * rows
-    assert graphify(torch.vmap(loop))(torch.zeros(rows, 3)).tolist() == made.tolist()
+    result = torch.vmap(loop)(torch.zeros(rows, 3))
+    assert result.tolist() == [[1.0] * 3] * rows
+    assert graphify(torch.vmap(loop))(torch.zeros(rows, 3)).tolist() == result.tolist()
 
 
 def test_linearize_of_it_is_its_derivative() -> None:

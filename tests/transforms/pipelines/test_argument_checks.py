@@ -27,8 +27,8 @@ def test_a_value_of_another_schema_is_named() -> None:
     stages = [lambda p, s, batch, x: (s, batch.double()), lambda p, s, batch, x: (s, x)]
     step = pipeline(stages, schema=schema)
     call = f"rank 0: 'send to 1 [mb 0]: {schema}'"
-    seen = "a value of schema [3, 2] float64"
-    with refused(ProgramError, call, seen, f"return {schema} from the stage"):
+    problem = "a value of schema [3, 2] float64"
+    with refused(ProgramError, call, problem, f"return {schema} from the stage"):
         step((None, None), (None, None), torch.ones(3, 2))
 
 
@@ -54,7 +54,7 @@ def test_compose_names_a_wrong_number_of_entries_too(params: Any, state: Any) ->
 
 @pytest.mark.parametrize("transform", [pipeline, compose])
 @pytest.mark.parametrize(
-    ("stages", "seen"),
+    ("stages", "problem"),
     [
         ([], "no stage"),
         (scale, "one function"),
@@ -77,10 +77,10 @@ def test_compose_names_a_wrong_number_of_entries_too(params: Any, state: Any) ->
         ),
     ],
 )
-def test_what_is_no_list_of_stages_is_refused(transform: Any, stages: Any, seen: str) -> None:
+def test_what_is_no_list_of_stages_is_refused(transform: Any, stages: Any, problem: str) -> None:
     with pytest.raises(ProgramError) as error:
         transform(stages)
-    assert error.value.seen == seen
+    assert error.value.problem == problem
 
 
 @pytest.mark.parametrize("microbatches", [0, -1, 2.0, "2", True])
@@ -91,7 +91,7 @@ def test_no_number_of_parts_is_refused(microbatches: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    ("options", "seen", "instead"),
+    ("options", "problem", "instead"),
     [
         (
             {"transport": "threads"},
@@ -120,18 +120,18 @@ def test_no_number_of_parts_is_refused(microbatches: Any) -> None:
         ),
     ],
 )
-def test_what_is_no_option_is_refused(options: Any, seen: str, instead: str) -> None:
+def test_what_is_no_option_is_refused(options: Any, problem: str, instead: str) -> None:
     with pytest.raises(ProgramError) as error:
         pipeline([scale] * 2, **options)
-    assert (error.value.seen, error.value.instead) == (seen, instead)
+    assert (error.value.problem, error.value.instead) == (problem, instead)
 
 
 @pytest.mark.parametrize("microbatches", [0, 2.0, "2"])
 def test_programs_of_no_number_of_parts_are_refused(microbatches: Any) -> None:
-    made = pipeline([scale] * 2, microbatches=3)
-    assert made.programs() is made.programs(3)
+    step = pipeline([scale] * 2, microbatches=3)
+    assert step.programs() is step.programs(3)
     with pytest.raises(ProgramError) as error:
-        made.programs(microbatches)
+        step.programs(microbatches)
     assert error.value.call == f"pipeline(<2 stages>).programs({microbatches!r})"
 
 

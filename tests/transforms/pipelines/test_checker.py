@@ -91,36 +91,36 @@ MEETINGS: dict[str, tuple[int, Fault, str, str]] = {
 
 @pytest.mark.parametrize("name", MEETINGS)
 def test_what_meets_and_what_waits(name: str) -> None:
-    rank, change, seen, instead = MEETINGS[name]
+    rank, change, problem, instead = MEETINGS[name]
     error = refused(planted(FED, rank, change))
     assert (error.call, error.instead) == ("check of 3 programs", instead)
-    assert seen in error.seen
+    assert problem in error.problem
 
 
 def test_a_chain_ends_with_the_rank_that_is_at_its_end() -> None:
     error = refused(planted(PLAIN, 0, without("send to 1 [mb 1]")))
     assert (
-        error.seen
+        error.problem
         == f"no rank can go on: rank 1: 'recv from 0 [mb 1]: {SCHEMA}' waits for rank 0, which is"
         " at its end"
     )
 
 
 def test_what_nobody_receives() -> None:
-    made = make_programs(2, [Job(), Job()], advances=False)
-    error = refused(planted(made, 0, without("broadcast from 1 [mb 1]")))
-    assert error.seen == "rank 1: 'broadcast from 1 [mb 1]' is never received"
+    rank_programs = make_programs(2, [Job(), Job()], advances=False)
+    error = refused(planted(rank_programs, 0, without("broadcast from 1 [mb 1]")))
+    assert error.problem == "rank 1: 'broadcast from 1 [mb 1]' is never received"
     assert error.instead == "a broadcast on rank 0"
 
 
 def test_a_cycle_in_words() -> None:
     """Rank 0 waits for a returned output before it sends the input that rank 1 needs to compute it."""
-    made = [
+    rank_programs = [
         program(0, 2, "run stage 0 [mb 0]", "broadcast from 1 [mb 0]", "send to 1 [mb 0]"),
         program(1, 2, "recv from 0 [mb 0]", "run stage 1 [mb 0]", "broadcast from 1 [mb 0]"),
     ]
     assert (
-        refused(made).seen
+        refused(rank_programs).problem
         == "no rank can go on: rank 0: 'broadcast from 1 [mb 0]' waits for rank 1; "
         "rank 1: 'recv from 0 [mb 0]' waits for rank 0: a cycle"
     )
@@ -133,16 +133,17 @@ def test_a_deadlock_that_a_larger_buffer_hides_is_one() -> None:
     def late(effects: list[Effect]) -> None:
         effects.sort(key=lambda e: isinstance(e, Broadcast) or str(e).startswith("run advance"))
 
-    made = planted(streaming(2, 6, feedback=True), 0, late)
+    rank_programs = planted(streaming(2, 6, feedback=True), 0, late)
     assert (
-        refused(made).seen == "no rank can go on: rank 0: 'send to 1 [mb 3]' waits for rank 1; "
+        refused(rank_programs).problem
+        == "no rank can go on: rank 0: 'send to 1 [mb 3]' waits for rank 1; "
         "rank 1: 'broadcast from 1 [mb 1]' waits for rank 0: a cycle"
     )
-    list(interleave(made, capacity=3))
+    list(interleave(rank_programs, capacity=3))
 
 
 def test_a_fence_that_waits_for_ever() -> None:
-    made = [
+    rank_programs = [
         program(
             0,
             2,
@@ -167,7 +168,7 @@ def test_a_fence_that_waits_for_ever() -> None:
         ),
     ]
     assert (
-        refused(made).seen
+        refused(rank_programs).problem
         == "no rank can go on: rank 0: 'fence [mb 1]' waits for rank 1; rank 1: 'fence [mb 0]'"
         " waits for rank 0: a cycle"
     )
@@ -177,30 +178,39 @@ def test_a_fence_that_waits_for_ever() -> None:
 
 
 def test_programs_of_other_ranks_are_refused() -> None:
-    for made in (streaming(3, 1)[:2], streaming(3, 1)[::-1], streaming(2, 1) + streaming(1, 1)):
-        error = refused(made)
-        assert error.seen.startswith("program ")
-        assert " says it is of rank " in error.seen
+    for rank_programs in (
+        streaming(3, 1)[:2],
+        streaming(3, 1)[::-1],
+        streaming(2, 1) + streaming(1, 1),
+    ):
+        error = refused(rank_programs)
+        assert error.problem.startswith("program ")
+        assert " says it is of rank " in error.problem
         assert error.instead == "give the programs of all ranks, in order"
 
 
 @pytest.mark.parametrize(
-    ("made", "buffers", "seen"), [((), None, "no program"), (PLAIN, 0, "buffers=0")]
+    ("rank_programs", "buffers", "problem"), [((), None, "no program"), (PLAIN, 0, "buffers=0")]
 )
 def test_no_program_and_no_buffer_are_refused(
-    made: Sequence[Program], buffers: int | None, seen: str
+    rank_programs: Sequence[Program], buffers: int | None, problem: str
 ) -> None:
-    assert refused(made, buffers).seen == seen
+    assert refused(rank_programs, buffers).problem == problem
 
 
 def test_a_class_that_differs_on_one_rank() -> None:
-    made = [attrs.evolve(p, classes=("uniform 2 reqs", "ragged 3 tokens, 2 reqs")) for p in PLAIN]
-    check(made)
+    rank_programs = [
+        attrs.evolve(p, classes=("uniform 2 reqs", "ragged 3 tokens, 2 reqs")) for p in PLAIN
+    ]
+    check(rank_programs)
     error = refused(
-        [*made[:2], attrs.evolve(made[2], classes=("uniform 2 reqs", "uniform 2 reqs"))]
+        [
+            *rank_programs[:2],
+            attrs.evolve(rank_programs[2], classes=("uniform 2 reqs", "uniform 2 reqs")),
+        ]
     )
     assert (
-        error.seen == "rank 0 has micro-batches ('uniform 2 reqs', 'ragged 3 tokens, 2 reqs'), "
+        error.problem == "rank 0 has micro-batches ('uniform 2 reqs', 'ragged 3 tokens, 2 reqs'), "
         "and rank 2 ('uniform 2 reqs', 'uniform 2 reqs')"
     )
     assert error.instead == "make the batch by the same pure function on every rank"
@@ -208,7 +218,7 @@ def test_a_class_that_differs_on_one_rank() -> None:
 
 def test_one_class_a_micro_batch() -> None:
     error = refused([attrs.evolve(p, classes=("a", "b", "c")) for p in PLAIN])
-    assert (error.seen, error.instead) == (
+    assert (error.problem, error.instead) == (
         "rank 0 runs micro-batches [0, 1]",
         "each of the 3 from 0 on, once",
     )
@@ -219,17 +229,17 @@ def test_a_micro_batch_that_one_rank_omits() -> None:
         effects[:] = [e for e in effects if e.microbatch != 1]
 
     error = refused(planted(FED, 1, omit))
-    assert error.seen == "rank 0 runs micro-batches [0, 1], and rank 1 [0]"
+    assert error.problem == "rank 0 runs micro-batches [0, 1], and rank 1 [0]"
     assert error.instead == "the same micro-batches in the same order on every rank"
     gap = [attrs.evolve(p, effects=tuple(e for e in p.effects if e.microbatch)) for p in FED]
-    assert refused(gap).seen == "rank 0 runs micro-batches [1]"
+    assert refused(gap).problem == "rank 0 runs micro-batches [1]"
 
 
 def test_an_order_that_differs_though_the_edges_agree() -> None:
     """Rank 1 receives 0 and 1, but runs and sends 1 and 0, which rank 2 accepts; the ranks' states
     would differ."""
     last = ("recv from 1 [mb 1]", "run stage 2 [mb 1]", "recv from 1 [mb 0]", "run stage 2 [mb 0]")
-    made = [
+    rank_programs = [
         program(
             0, 3, "run stage 0 [mb 0]", "send to 1 [mb 0]", "run stage 0 [mb 1]", "send to 1 [mb 1]"
         ),
@@ -245,8 +255,8 @@ def test_an_order_that_differs_though_the_edges_agree() -> None:
         ),
         program(2, 3, *last),
     ]
-    list(interleave(made))
-    assert refused(made).seen == "rank 0 runs micro-batches [0, 1], and rank 1 [1, 0]"
+    list(interleave(rank_programs))
+    assert refused(rank_programs).problem == "rank 0 runs micro-batches [0, 1], and rank 1 [1, 0]"
 
 
 def test_another_order_on_all_ranks_is_right() -> None:
@@ -258,15 +268,18 @@ def test_another_order_on_all_ranks_is_right() -> None:
 
 def test_an_advance_missing_on_one_rank() -> None:
     error = refused(planted(FED, 1, without("run advance [mb 1]")))
-    assert error.seen == "rank 1 advances with micro-batches [0] of 2, and rank 0 with [0, 1]"
+    assert error.problem == "rank 1 advances with micro-batches [0] of 2, and rank 0 with [0, 1]"
     assert error.instead == "every rank advances with each micro-batch once, or none with any"
 
 
 def test_an_advance_missing_on_all_ranks() -> None:
-    made = FED
+    rank_programs = FED
     for rank in range(3):
-        made = planted(made, rank, without("run advance [mb 1]"))
-    assert refused(made).seen == "rank 0 advances with micro-batches [0] of 2, and rank 0 with [0]"
+        rank_programs = planted(rank_programs, rank, without("run advance [mb 1]"))
+    assert (
+        refused(rank_programs).problem
+        == "rank 0 advances with micro-batches [0] of 2, and rank 0 with [0]"
+    )
 
 
 # The machine.
@@ -284,11 +297,11 @@ def test_what_an_effect_puts_and_takes() -> None:
 def test_a_broadcast_is_no_barrier() -> None:
     """A broadcast's root continues once the message is sent, even if no other rank has reached the
     broadcast."""
-    made = [
+    rank_programs = [
         program(0, 2, "run stage 0 [mb 0]", "broadcast from 1 [mb 0]"),
         program(1, 2, "broadcast from 1 [mb 0]"),
     ]
-    machine = Machine(made)
+    machine = Machine(rank_programs)
     assert machine.ready() == [Step(0, Run("stage 0", 0)), Step(1, Broadcast(1, 0))]
     machine.move(Step(1, Broadcast(1, 0)))
     assert machine.next(1) is None
@@ -338,12 +351,12 @@ def test_of_thousands_of_programs_no_broken_one_passes_and_no_right_one_is_refus
 
     @settings(deadline=None, max_examples=400, suppress_health_check=QUIET)
     @given(programs())
-    def made(case: Scheduled) -> None:
+    def scheduled(case: Scheduled) -> None:
         nonlocal accepted
         schedules_are_right(case)
         accepted += 1
 
-    for examples in (broken, edited, made):
+    for examples in (broken, edited, scheduled):
         examples()
     assert refused_ones >= 2000
     assert accepted >= 800
@@ -354,21 +367,24 @@ def test_of_thousands_of_programs_no_broken_one_passes_and_no_right_one_is_refus
 def test_a_collective_is_refused_wherever_it_stands(kind: type[Collective], place: int) -> None:
     """A worker would not perform it, and so return something else without a word."""
     effect = kind((0, 1))
-    made = [
+    rank_programs = [
         planted(make_programs(2, [Job(feeds=False)], advances=False), rank, put(effect, place))[
             rank
         ]
         for rank in (0, 1)
     ]
-    error = refused(made)
-    assert (error.call, error.seen) == ("check of rank 0's program", f"'{effect}' on rank 0 of 2")
+    error = refused(rank_programs)
+    assert (error.call, error.problem) == (
+        "check of rank 0's program",
+        f"'{effect}' on rank 0 of 2",
+    )
     assert (
         error.instead
         == "a collective inside a stage (weft.all_reduce(x, axis)), with weft.shard(stage, mesh,"
         " ...) or weft.pipeline(stages, mesh=mesh): a program of a pipeline performs none"
     )
     with pytest.raises(ProgramError, match=re.escape(f"'{effect}' on rank 0 of 2")):
-        pipeline([lambda p, s, batch, x: (s, batch)] * 2, schedule=made)
+        pipeline([lambda p, s, batch, x: (s, batch)] * 2, schedule=rank_programs)
 
 
 def put(effect: Effect, place: int) -> Fault:
@@ -384,28 +400,28 @@ def test_any_effect_of_the_union_is_drawn() -> None:
 
 
 def test_each_named_fault_breaks_some_programs() -> None:
-    seen: set[str] = set()
+    faults: set[str] = set()
 
     @settings(deadline=None, max_examples=100, suppress_health_check=QUIET)
     @given(broken_programs())
     def collect(case: Broken) -> None:
-        seen.update(case.wrong)
+        faults.update(case.wrong)
 
     collect()
-    assert seen == {*FAULTS, "another class", "another root"}
+    assert faults == {*FAULTS, "another class", "another root"}
 
 
 @pytest.mark.parametrize(
-    ("given", "seen"),
+    ("argument", "problem"),
     [
         (PLAIN[0], "programs=Program(rank=0"),
         ([str(p) for p in PLAIN], "programs=['rank 0 of"),
         (pipeline([lambda p, s, batch, x: (s, batch)]), "programs=<pipeline of 1 stages"),
     ],
 )
-def test_what_is_no_list_of_programs_is_refused(given: Any, seen: str) -> None:
-    error = refused(given)
-    assert error.seen.startswith(seen)
+def test_what_is_no_list_of_programs_is_refused(argument: Any, problem: str) -> None:
+    error = refused(argument)
+    assert error.problem.startswith(problem)
     assert (
         error.instead
         == "the programs of all ranks: step.programs(), weft.effects.parse_listing(text)"

@@ -141,11 +141,11 @@ OWN: dict[str, tuple[int, Fault, str, str]] = {
 
 @pytest.mark.parametrize("name", OWN)
 def test_what_one_rank_does_wrong(name: str) -> None:
-    rank, change, seen, instead = OWN[name]
+    rank, change, problem, instead = OWN[name]
     error = refused(planted(FED, rank, change))
-    assert (error.call, error.seen, error.instead) == (
+    assert (error.call, error.problem, error.instead) == (
         f"check of rank {rank}'s program",
-        seen,
+        problem,
         instead,
     )
 
@@ -153,7 +153,7 @@ def test_what_one_rank_does_wrong(name: str) -> None:
 @pytest.mark.parametrize("what", ["stage 0", "advance"])
 def test_run_twice(what: str) -> None:
     error = refused(planted(FED, 0, lambda effects: effects.append(Run(what, 1))))
-    assert "micro-batches [0, 1, 1]" in error.seen
+    assert "micro-batches [0, 1, 1]" in error.problem
 
 
 def test_advance_needs_no_broadcast_where_the_job_does_not_feed() -> None:
@@ -164,15 +164,15 @@ def test_advance_needs_no_broadcast_where_the_job_does_not_feed() -> None:
         ]
     )
     error = refused(planted(streaming(1, 1, feedback=True), 0, lambda effects: effects.reverse()))
-    assert error.seen == "'run advance [mb 0]' without 'run stage 0 [mb 0]' before it"
+    assert error.problem == "'run advance [mb 0]' without 'run stage 0 [mb 0]' before it"
 
 
 def test_inputs_may_wait_for_their_stage() -> None:
     """A rank may receive ahead of its runs: each input is a separate value, whatever the buffers."""
-    made = planted(
+    programs = planted(
         streaming(2, 3, buffers=1), 1, before("recv from 0 [mb 1]", "run stage 1 [mb 0]")
     )
-    check(made, buffers=1)
+    check(programs, buffers=1)
 
 
 def test_a_second_fence_waits_for_nothing() -> None:
@@ -185,9 +185,9 @@ def test_a_second_fence_waits_for_nothing() -> None:
 
 
 def overwritten(change: Fault, rank: int = 0, buffers: int = 1, mbs: int = 3) -> ProgramError:
-    made = streaming(2, mbs, feedback=True, buffers=buffers)
-    check(made, buffers=buffers)
-    error = refused(planted(made, rank, change), buffers)
+    programs = streaming(2, mbs, feedback=True, buffers=buffers)
+    check(programs, buffers=buffers)
+    error = refused(planted(programs, rank, change), buffers)
     assert error.call == f"check of rank {rank}'s program"
     return error
 
@@ -195,15 +195,15 @@ def overwritten(change: Fault, rank: int = 0, buffers: int = 1, mbs: int = 3) ->
 def test_a_run_into_a_buffer_without_a_fence() -> None:
     error = overwritten(without("fence [mb 1]"))
     assert (
-        error.seen
+        error.problem
         == "'run stage 0 [mb 2]' overwrites what 'run stage 0 [mb 1]' made, with no 'fence [mb 1]'"
         " before it"
     )
     assert error.instead == "'fence [mb 1]' before 'run stage 0 [mb 2]'"
-    assert "with no 'fence [mb 0]'" in overwritten(without("fence [mb 0]"), rank=1).seen
+    assert "with no 'fence [mb 0]'" in overwritten(without("fence [mb 0]"), rank=1).problem
     assert (
         "with no 'fence [mb 0]'"
-        in overwritten(swapped("fence [mb 0]", "run stage 0 [mb 2]"), buffers=2).seen
+        in overwritten(swapped("fence [mb 0]", "run stage 0 [mb 2]"), buffers=2).problem
     )
 
 
@@ -211,7 +211,7 @@ def test_a_run_into_a_buffer_that_is_yet_to_be_sent() -> None:
     """No send is in flight when the next run overwrites the result, so nothing is left to send."""
     early = before("run stage 0 [mb 1]", "send to 1 [mb 0]")
     error = overwritten(early)
-    assert error.seen.endswith(
+    assert error.problem.endswith(
         "overwrites what 'run stage 0 [mb 0]' made, with no 'send to 1 [mb 0]' before it"
     )
     for enough in (None, 2):
@@ -225,7 +225,7 @@ def test_a_run_into_a_buffer_whose_output_is_yet_to_be_read() -> None:
         effects.append(effects.pop(position(effects, "run advance [mb 0]")))
 
     error = overwritten(late, rank=1)
-    assert error.seen.endswith(
+    assert error.problem.endswith(
         "overwrites what 'run stage 1 [mb 0]' made, with no 'run advance [mb 0]' before it"
     )
     # Elsewhere it is a separate value
@@ -233,8 +233,8 @@ def test_a_run_into_a_buffer_whose_output_is_yet_to_be_read() -> None:
 
 
 def test_fewer_buffers_than_the_programs_were_made_for() -> None:
-    made = streaming(2, 4, buffers=2)
-    check(made, buffers=2)
-    check(made, buffers=3)
-    assert "with no 'fence [mb 0]' before it" in refused(made, 1).seen
-    assert "with no 'fence [mb 0]' before it" in refused(streaming(2, 4), 3).seen
+    programs = streaming(2, 4, buffers=2)
+    check(programs, buffers=2)
+    check(programs, buffers=3)
+    assert "with no 'fence [mb 0]' before it" in refused(programs, 1).problem
+    assert "with no 'fence [mb 0]' before it" in refused(streaming(2, 4), 3).problem

@@ -44,7 +44,7 @@ def advance(state: Tensor, batch: Tensor, out: Tensor) -> Tensor:
     return state + out.sum()
 
 
-def given() -> tuple[list[Any], Tensor, Tensor]:
+def example_call() -> tuple[list[Any], Tensor, Tensor]:
     """Each rank's parameters, the batch, and the result."""
     generator = torch.Generator().manual_seed(0)
     up, down, out, x = (
@@ -62,7 +62,7 @@ def given() -> tuple[list[Any], Tensor, Tensor]:
 
 
 def test_threads_run_the_lanes() -> None:
-    params, x, expected = given()
+    params, x, expected = example_call()
     step = pipeline(
         [first, second], microbatches=2, advance=advance, transport=Threads(), mesh=MESH
     )
@@ -73,7 +73,7 @@ def test_threads_run_the_lanes() -> None:
 
 @pytest.mark.parametrize("advances", [advance, None])
 def test_ranks_of_the_last_stage_that_return_different_outputs_are_refused(advances: Any) -> None:
-    params, x, _ = given()
+    params, x, _ = example_call()
 
     def forgot(params: Tensor, state: Tensor, batch: Tensor, x: Tensor) -> Any:
         return state, {"x": x, "y": x @ params}
@@ -81,18 +81,18 @@ def test_ranks_of_the_last_stage_that_return_different_outputs_are_refused(advan
     add = advances and (lambda state, batch, out: state + out["y"].sum())
     step = pipeline([first, forgot], microbatches=2, advance=add, transport=Threads(), mesh=MESH)
     ranks = "ranks 0 and 1" if add else "ranks 2 and 3"
-    seen = f"output['y'] of micro-batch 0: {ranks} have different values"
+    problem = f"output['y'] of micro-batch 0: {ranks} have different values"
     instead = (
         "weft.all_reduce or weft.all_gather in the last stage, so that all of its ranks return it"
     )
     with refused(
-        MeshError, f"pipeline(<2 stages>, mesh={MESH})(params, state, batch)", seen, instead
+        MeshError, f"pipeline(<2 stages>, mesh={MESH})(params, state, batch)", problem, instead
     ):
         step(params, [torch.zeros(())] * 4, x)
 
 
 def test_entries_are_counted_by_ranks() -> None:
-    params, x, _ = given()
+    params, x, _ = example_call()
     step = pipeline([first, second], transport=Threads(), mesh=MESH)
     call = f"pipeline(<2 stages>, mesh={MESH})(params, state, batch)"
     instead = (
@@ -105,16 +105,16 @@ def test_entries_are_counted_by_ranks() -> None:
 
 def on_lanes(graphs: bool) -> tuple[list[Tensor], Tensor]:
     """The results of three calls, in a process for each rank."""
-    transport, (params, x, _) = Distributed(), given()
+    transport, (params, x, _) = Distributed(), example_call()
     place = MESH.coordinates(transport.rank)
     stages: list[Any] = [
         graphify(stage, collectives=True) if graphs else stage for stage in (first, second)
     ]
     step = pipeline(stages, microbatches=2, advance=advance, transport=transport, mesh=MESH)
-    own = [params[place["pipeline"] * 2 + place["tensor"]]]
+    rank_params = [params[place["pipeline"] * 2 + place["tensor"]]]
     outs = []
     for scale in (1.0, 2.0, 3.0):
-        (state,), out = step(own, [torch.zeros(())], x * scale)
+        (state,), out = step(rank_params, [torch.zeros(())], x * scale)
         outs.append(out)
     transport.received()()
     transport.close()
@@ -122,7 +122,7 @@ def on_lanes(graphs: bool) -> tuple[list[Tensor], Tensor]:
 
 
 def test_processes_run_the_lanes() -> None:
-    _, _, expected = given()
+    _, _, expected = example_call()
     for outs, state in launch(on_lanes, 4, False):
         for scale, out in zip((1.0, 2.0, 3.0), outs, strict=True):
             assert torch.allclose(out, expected * scale, atol=1e-4)
@@ -133,16 +133,18 @@ def test_processes_run_the_lanes() -> None:
 def test_each_lane_has_the_programs_of_one_pipeline(sizes: dict[str, int]) -> None:
     mesh = weft.Mesh(**sizes)
     programs = make_programs(3, [Job()] * 2)
-    made = spread(programs, mesh)
-    assert [program.rank for program in made] == list(mesh)
-    assert len(list(interleave(made))) == sum(len(program.effects) for program in made)
+    lane_programs = spread(programs, mesh)
+    assert [program.rank for program in lane_programs] == list(mesh)
+    assert len(list(interleave(lane_programs))) == sum(
+        len(program.effects) for program in lane_programs
+    )
     for rank in mesh:
         lane = mesh.group(rank, "pipeline")
-        own = programs[lane_rank(mesh, rank)]
-        for ours, theirs in zip(made[rank].effects, own.effects, strict=True):
+        stage_program = programs[lane_rank(mesh, rank)]
+        for ours, theirs in zip(lane_programs[rank].effects, stage_program.effects, strict=True):
             if isinstance(theirs, Send):
                 assert isinstance(ours, Send)
-                assert (ours.to, ours.stage) == (lane[theirs.to], own.rank)
+                assert (ours.to, ours.stage) == (lane[theirs.to], stage_program.rank)
             elif isinstance(theirs, Recv):
                 assert isinstance(ours, Recv)
                 assert (ours.source, ours.stage) == (lane[theirs.source], theirs.source)
@@ -158,8 +160,8 @@ def test_the_mesh_of_a_pipeline() -> None:
     assert pipeline_mesh(None, 2, "f()") is None
     assert pipeline_mesh({"tensor": 2}, 1, "f()") == weft.Mesh(pipeline=1, tensor=2)
     assert pipeline_mesh(MESH, 2, "f()") is MESH
-    seen = "Mesh(pipeline=2, tensor=2), and 3 ranks of the pipeline"
-    with refused(ProgramError, "f()", seen, "Mesh(pipeline=3, ...)"):
+    problem = "Mesh(pipeline=2, tensor=2), and 3 ranks of the pipeline"
+    with refused(ProgramError, "f()", problem, "Mesh(pipeline=3, ...)"):
         pipeline_mesh(MESH, 3, "f()")
     with refused(MeshError, "f()", "mesh is an int", "weft.Mesh(tensor=2), or <any>"):
         pipeline_mesh(3, 3, "f()")
@@ -204,7 +206,7 @@ def test_threads_that_come_to_different_collectives_are_refused(name: str) -> No
         (f"rank 0: '{OURS}'", f"rank 1 is at '{name}'"),
         (f"rank 1: '{name}'", f"rank 0 is at '{OURS}'"),
     }
-    assert (caught.value.call, caught.value.seen) in ends
+    assert (caught.value.call, caught.value.problem) in ends
     assert caught.value.instead == SAME
 
 
@@ -219,7 +221,7 @@ def test_a_thread_that_lacks_a_collective_is_named_at_once() -> None:
     with pytest.raises(ProgramError) as caught:
         step([None] * 2, [None] * 2, torch.ones(2, 3))
     assert time.monotonic() - start < TIMEOUT / 2
-    assert (caught.value.call, caught.value.seen, caught.value.instead) == (
+    assert (caught.value.call, caught.value.problem, caught.value.instead) == (
         f"rank 0: '{OURS}'",
         "rank 1 is at its end",
         SAME,
@@ -245,11 +247,11 @@ def in_a_process(name: str) -> tuple[str, str]:
 @pytest.mark.parametrize("name", DIFFERENT)
 def test_processes_that_come_to_different_collectives_are_refused(name: str) -> None:
     start = time.monotonic()
-    found = launch(in_a_process, 2, name)
+    errors = launch(in_a_process, 2, name)
     assert time.monotonic() - start < 2 * TIMEOUT
-    assert {kind for kind, _ in found} <= {"ProgramError", "RankError"}
-    assert any(kind == "ProgramError" for kind, _ in found)
-    assert all(name in text or OURS in text for _, text in found), found
+    assert {kind for kind, _ in errors} <= {"ProgramError", "RankError"}
+    assert any(kind == "ProgramError" for kind, _ in errors)
+    assert all(name in text or OURS in text for _, text in errors), errors
 
 
 def test_a_collective_in_one_thread_needs_a_shard() -> None:

@@ -95,12 +95,14 @@ def test_a_wrong_number_of_parts_is_refused_at_once(parts: Any) -> None:
     )
 
 
-@pytest.mark.parametrize("made", [torch.ones(2, 2), [1, 2], (1, 2, 3), None])
-def test_a_step_that_returns_no_pair_is_refused(made: Any) -> None:
+@pytest.mark.parametrize("returned", [torch.ones(2, 2), [1, 2], (1, 2, 3), None])
+def test_a_step_that_returns_no_pair_is_refused(returned: Any) -> None:
     """A tensor of two rows would unpack into two values."""
     with pytest.raises(ProgramError) as error:
-        microbatch(lambda params, state, batch: made, 2)(None, None, torch.ones(4, 2))
-    assert error.value.seen == f"it returned {kind_of(made)}" + " of 3" * isinstance(made, tuple)
+        microbatch(lambda params, state, batch: returned, 2)(None, None, torch.ones(4, 2))
+    assert error.value.problem == f"it returned {kind_of(returned)}" + " of 3" * isinstance(
+        returned, tuple
+    )
     assert error.value.instead == "return (state, out)"
 
 

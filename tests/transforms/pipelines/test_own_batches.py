@@ -63,11 +63,11 @@ def test_a_loop_over_parts_of_ones_own_class() -> None:
 
 def test_a_class_that_nobody_says_how_to_split_is_named() -> None:
     step = pipeline([lambda p, s, batch, x: (s, batch.x)], microbatches=2)
-    seen = "axes num_nodes, num_edges, and no field that says how they go together"
+    problem = "axes num_nodes, num_edges, and no field that says how they go together"
     instead = (
         "in class Graph a method split(parts) that returns a tuple of batches, and join(outputs) if"
         " they need one; or, where an entry of one has some of the other to itself, an integer"
         ' field of starts, axes("num_nodes+1") or axes("num_edges+1")'
     )
-    with refused(DescriptorError, "split(<Graph>, 2)", seen, instead):
+    with refused(DescriptorError, "split(<Graph>, 2)", problem, instead):
         step((None,), (None,), Graph.ring(4))

@@ -79,24 +79,24 @@ SCHEDULES = {
 }
 
 
-def assert_same(seen: Any, wanted: Any) -> None:
-    torch.testing.assert_close(seen, wanted, rtol=0, atol=0)
+def assert_same(result: Any, expected: Any) -> None:
+    torch.testing.assert_close(result, expected, rtol=0, atol=0)
 
 
 @pytest.mark.parametrize("name", SCHEDULES)
 @pytest.mark.parametrize("transport", [Local, Threads])
 @pytest.mark.parametrize("microbatches", [1, 2, 3])
 def test_every_schedule_is_a_composition(name: str, transport: Any, microbatches: int) -> None:
-    made: Any = {
+    options: Any = {
         "microbatches": microbatches,
         "schedule": SCHEDULES[name],
         "transport": transport(),
     }
     whole = pipeline([stage] * NUM_STAGES, microbatches=microbatches)(PARAMS, states(), BATCH)
-    assert_same(pipeline([stage] * NUM_STAGES, **made)(PARAMS, states(), BATCH), whole)
+    assert_same(pipeline([stage] * NUM_STAGES, **options)(PARAMS, states(), BATCH), whole)
     assert_same(whole[1], compose([stage] * NUM_STAGES)(PARAMS, states(), BATCH)[1])
     fed = pipeline([stage] * NUM_STAGES, microbatches=microbatches, advance=advance)
-    step = pipeline([stage] * NUM_STAGES, advance=advance, **made)
+    step = pipeline([stage] * NUM_STAGES, advance=advance, **options)
     if (
         microbatches == 1
     ):  # an advance with each part is not one with the whole, and its time depends on the schedule
@@ -122,11 +122,11 @@ def test_edited_programs_are_simulated_and_run() -> None:
     costs = Costs((1e-3, 1e-3))
     assert simulate(programs, costs).step_time == pytest.approx(4e-3)  # rank 1 starts a stage later
     assert simulate(plain.programs(), costs).step_time == pytest.approx(3e-3)
-    wanted = plain(PARAMS[:2], states()[:2], BATCH)
+    expected = plain(PARAMS[:2], states()[:2], BATCH)
     for transport in (Local(), Threads()):
         step = pipeline([stage] * 2, microbatches=2, schedule=programs, transport=transport)
         assert step.programs() == programs
-        assert_same(step(PARAMS[:2], states()[:2], BATCH), wanted)
+        assert_same(step(PARAMS[:2], states()[:2], BATCH), expected)
 
 
 def on_ranks(name: str) -> Any:
@@ -152,27 +152,29 @@ def test_processes_run_several_stages_each(name: str) -> None:
     state = states()
     for _ in range(2):
         state, out = step(PARAMS, state, BATCH)
-    for rank, mine, seen in launch(on_ranks, 2, name):
-        assert (mine, seen) == ([x.tolist() for x in state[rank::2]], out.tolist())
+    for rank, mine, output in launch(on_ranks, 2, name):
+        assert (mine, output) == ([x.tolist() for x in state[rank::2]], out.tolist())
 
 
 def on_gpus(name: str, backend: Any) -> bool:
     """Whether this rank's states, and the output, are those of one process on the same device."""
     transport = Distributed(backend=backend, timeout=20)
     with transport.device:
-        made: Any = {"microbatches": 3, "advance": advance, "schedule": SCHEDULES[name]}
+        options: Any = {"microbatches": 3, "advance": advance, "schedule": SCHEDULES[name]}
         params = [x.to(transport.device) for x in PARAMS]
         state = states()
         batch = BATCH.to(transport.device)
-        whole = pipeline([stage] * NUM_STAGES, **made)
+        whole = pipeline([stage] * NUM_STAGES, **options)
         mine: Any = [x.to(transport.device) for x in state[transport.rank :: 2]]
         every: Any = [x.to(transport.device) for x in state]
-        step = pipeline([stage] * NUM_STAGES, transport=transport, **made)
+        step = pipeline([stage] * NUM_STAGES, transport=transport, **options)
         for _ in range(2):
             mine, out = step(params[transport.rank :: 2], mine, batch)
-            every, wanted = whole(params, every, batch)
+            every, expected = whole(params, every, batch)
         transport.synchronize()
-        same = all(map(torch.equal, mine, every[transport.rank :: 2])) and torch.equal(out, wanted)
+        same = all(map(torch.equal, mine, every[transport.rank :: 2])) and torch.equal(
+            out, expected
+        )
     transport.close()
     return same
 
@@ -188,16 +190,18 @@ def test_gpus_run_several_stages_each(name: str, backend: str) -> None:
 def test_a_session_ends_each_submission() -> None:
     """Another schedule's programs need not go on where those of fewer jobs ended."""
     jobs = [[Job()], [Job(after=0), Job(after=0)]]
-    found = []
+    results = []
     for schedule in (make_programs, interleaved(2)):
         session = pipeline([stage] * NUM_STAGES, advance=advance, schedule=schedule).session(
             PARAMS, states()
         )
         outputs = session.submit([BATCH], jobs[0]) + session.submit([BATCH, 2 * BATCH], jobs[1])
         state, rest = session.close()
-        found.append((state, [out for _, out in sorted(outputs + rest, key=lambda pair: pair[0])]))
-    assert_same(found[1][1][:1], found[0][1][:1])
-    assert len(found[1][1]) == 3
+        results.append(
+            (state, [out for _, out in sorted(outputs + rest, key=lambda pair: pair[0])])
+        )
+    assert_same(results[1][1][:1], results[0][1][:1])
+    assert len(results[1][1]) == 3
 
 
 def test_stages_that_lend_their_results_are_fenced() -> None:

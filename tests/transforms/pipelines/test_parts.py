@@ -69,8 +69,8 @@ def requests(batch: Batch) -> list[tuple[int, list[int], bool]]:
     """The requests of a batch, without padding."""
     starts = batch.query_start_loc.tolist()
     spans = [batch.input_ids[a:b].tolist() for a, b in pairwise(starts)]
-    asked = zip(batch.rows.tolist(), spans, batch.samples.tolist(), strict=True)
-    return [(row, ids, sampled) for row, ids, sampled in asked if row >= 0]
+    entries = zip(batch.rows.tolist(), spans, batch.samples.tolist(), strict=True)
+    return [(row, ids, sampled) for row, ids, sampled in entries if row >= 0]
 
 
 @FAST
@@ -157,7 +157,7 @@ def test_trees_of_tensors(length: int, parts: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("tree", "seen"),
+    ("tree", "problem"),
     [
         (
             {"a": torch.ones(2), "b": torch.ones(3)},
@@ -170,12 +170,12 @@ def test_trees_of_tensors(length: int, parts: int) -> None:
         ({"n": 2}, "no tensor in {'n': 2}, a dict"),
     ],
 )
-def test_trees_without_a_common_length_are_refused(tree: Any, seen: str) -> None:
+def test_trees_without_a_common_length_are_refused(tree: Any, problem: str) -> None:
     with pytest.raises(DescriptorError) as error:
         split(tree, 2)
     assert (
         str(error.value)
-        == f"split(<{type(tree).__name__}>, 2)\n  saw: {seen}\n  instead: tensors with a row for"
+        == f"split(<{type(tree).__name__}>, 2)\n  saw: {problem}\n  instead: tensors with a row for"
         f" each entry, and the rest in params; or in a class of your own {METHODS}"
     )
 
@@ -197,8 +197,8 @@ def test_join_refuses_what_is_not_one_entry_a_request(leaf: Any) -> None:
     with pytest.raises(DescriptorError) as error:
         join([{"loss": leaf}] * 2, HALVES)
     assert error.value.call == "join of 2 micro-batches"
-    assert error.value.seen.startswith("output ['loss'] is ")
-    assert error.value.seen.endswith(", not one entry a request or a token of its part")
+    assert error.value.problem.startswith("output ['loss'] is ")
+    assert error.value.problem.endswith(", not one entry a request or a token of its part")
     assert join([{"loss": leaf}], HALVES[:1])["loss"] is leaf
 
 
@@ -247,8 +247,8 @@ def test_two_axes_are_cut_as_by_hand(
     batch = pad(whole, Documents(len(lengths) + more_docs, sum(lengths) + more_words))
     cut = split(batch, parts)
     texts = [part.words[a:b].tolist() for part in cut for a, b in pairwise(part.starts.tolist())]
-    wanted = [whole.words[a:b].tolist() for a, b in pairwise(whole.starts.tolist())]
-    assert texts == wanted + [[]] * more_docs or parts == 1
+    expected = [whole.words[a:b].tolist() for a, b in pairwise(whole.starts.tolist())]
+    assert texts == expected + [[]] * more_docs or parts == 1
     assert [t for part in cut for t in part.titles.tolist()] == batch.titles.tolist()
     assert all(part.documents == Documents(len(part.titles), len(part.words)) for part in cut)
     assert sum(part.documents.num_words for part in cut) == batch.documents.num_words
@@ -285,16 +285,18 @@ def test_an_axis_of_one_more_is_split_and_not_joined() -> None:
     cut = split(batch, 2)
     assert [part.states.tolist() for part in cut] == [[0, 1, 2], [2, 3, 4]]
     assert_equal(LAW, join([part.states[1:] - part.actions for part in cut], cut), torch.ones(4))
-    seen = (
+    problem = (
         "output .states follows steps+1, of which the parts together have more entries than the"
         " whole"
     )
-    with refused(DescriptorError, "join of 2 micro-batches", seen, "return it without that field"):
+    with refused(
+        DescriptorError, "join of 2 micro-batches", problem, "return it without that field"
+    ):
         join(cut, cut)
 
 
 @pytest.mark.parametrize(
-    ("batch", "seen", "instead"),
+    ("batch", "problem", "instead"),
     [
         (
             Graph.ring(3),
@@ -344,8 +346,8 @@ def test_an_axis_of_one_more_is_split_and_not_joined() -> None:
         ),
     ],
 )
-def test_own_batches_that_nobody_says_how_to_split(batch: Any, seen: str, instead: str) -> None:
-    with refused(DescriptorError, f"split(<{type(batch).__name__}>, 2)", seen, instead):
+def test_own_batches_that_nobody_says_how_to_split(batch: Any, problem: str, instead: str) -> None:
+    with refused(DescriptorError, f"split(<{type(batch).__name__}>, 2)", problem, instead):
         split(batch, 2)
 
 
@@ -373,7 +375,7 @@ def test_a_class_that_refuses_a_part() -> None:
 
 
 @pytest.mark.parametrize(
-    ("returned", "seen"),
+    ("returned", "problem"),
     [
         ((), "it returned 0 parts"),
         ((1, 2, 3), "it returned 3 parts"),
@@ -381,12 +383,12 @@ def test_a_class_that_refuses_a_part() -> None:
         (iter([1]), "it returned a list_iterator"),
     ],
 )
-def test_a_split_of_ones_own_that_returns_no_parts(returned: Any, seen: str) -> None:
+def test_a_split_of_ones_own_that_returns_no_parts(returned: Any, problem: str) -> None:
     class Own:
         def split(self, _: int) -> Any:
             return returned
 
-    with refused(DescriptorError, "Own.split(2)", seen, "return a tuple of 1 to 2 batches"):
+    with refused(DescriptorError, "Own.split(2)", problem, "return a tuple of 1 to 2 batches"):
         split(Own(), 2)
 
 
@@ -402,18 +404,20 @@ class Overlapping(Signal):
 def test_parts_that_overlap_need_a_join() -> None:
     batch = Overlapping(Length(6), Y)
     cut = split(batch, 2)
-    seen = "parts that together are 'Length(steps=8)', where the Overlapping is 'Length(steps=6)'"
+    problem = (
+        "parts that together are 'Length(steps=8)', where the Overlapping is 'Length(steps=6)'"
+    )
     instead = "in class Overlapping a method join(outputs) beside its split"
-    with refused(DescriptorError, "join of 2 micro-batches", seen, instead):
+    with refused(DescriptorError, "join of 2 micro-batches", problem, instead):
         join([part.x for part in cut], cut, batch)
 
 
 def test_a_join_of_ones_own_needs_the_whole_batch() -> None:
     batch, _ = OWN_BATCHES["split and join"]
     cut = split(batch, 2)
-    seen = "SplitGraph has a join of its own"
+    problem = "SplitGraph has a join of its own"
     instead = "join(outputs, parts, batch)"
-    with refused(DescriptorError, "join of 2 micro-batches", seen, instead):
+    with refused(DescriptorError, "join of 2 micro-batches", problem, instead):
         join([part.x for part in cut], cut)
 
 
@@ -432,11 +436,11 @@ def test_a_list_beside_tensors() -> None:
     cut = split({"x": two, "both": [two, two + 1], "names": ["a", "b", "c"]}, 2)
     assert [part["names"] for part in cut] == [["a", "b", "c"]] * 2
     assert [[x.tolist() for x in part["both"]] for part in cut] == [[[0], [1]], [[1], [2]]]
-    seen = "['both'][1] is a list of 2 Python values, as many as there are rows"
+    problem = "['both'][1] is a list of 2 Python values, as many as there are rows"
     with refused(
         DescriptorError,
         "split(<dict>, 2)",
-        seen,
+        problem,
         "a tensor; or a tuple, if every part takes all of it",
     ):
         split({"x": two, "both": [two, ["a", "b"]]}, 2)

@@ -30,8 +30,8 @@ from weft.transforms.pipelines.transports.threads import Threads
 
 
 def test_the_programs_print_and_parse() -> None:
-    made = pipeline([scale] * 3, microbatches=2, advance=stepped)
-    text = str(made)
+    step = pipeline([scale] * 3, microbatches=2, advance=stepped)
+    text = str(step)
     assert text.splitlines()[:7] == [
         "rank 0 of 3",
         "  run stage 0 [mb 0]",
@@ -42,8 +42,8 @@ def test_the_programs_print_and_parse() -> None:
         "  run advance [mb 0]",
     ]
     ranks = ["rank" + part for part in text.split("rank")[1:]]
-    assert tuple(map(Program.parse, ranks)) == made.programs(2)
-    assert repr(made) == "<pipeline of 3 stages, 2 micro-batches>"
+    assert tuple(map(Program.parse, ranks)) == step.programs(2)
+    assert repr(step) == "<pipeline of 3 stages, 2 micro-batches>"
 
 
 @pytest.mark.parametrize("stages", [1, 2, 3])
@@ -51,15 +51,15 @@ def test_the_programs_print_and_parse() -> None:
 @pytest.mark.parametrize("advance", [None, stepped])
 def test_it_is_the_composition(stages: int, microbatches: int, advance: Any) -> None:
     batch = torch.arange(5.0)
-    made = pipeline([scale] * stages, microbatches=microbatches, advance=advance)
+    step = pipeline([scale] * stages, microbatches=microbatches, advance=advance)
     plain = compose([scale] * stages, advance=advance)
     state = STATES[:stages]
     other = STATES[:stages]
     for _ in range(2):
         state, out = plain(PARAMS[:stages], state, batch)
-        other, seen = made(PARAMS[:stages], other, batch)
+        other, other_out = step(PARAMS[:stages], other, batch)
         assert isinstance(other, tuple)
-        assert_equal(LAW, (other, seen), (state, out))
+        assert_equal(LAW, (other, other_out), (state, out))
 
 
 @settings(deadline=None, max_examples=25)
@@ -71,28 +71,28 @@ def test_any_stages_graphified_or_not(
     params = [f.params for f in functions]
     state = [f.state for f in functions]
     x = torch.linspace(-2, 2, rows * 4).view(rows, 4)
-    wanted = compose(stages)(params, state, x)
+    expected = compose(stages)(params, state, x)
     for parts in (stages, [graphify(stage, reference_argnames=("params",)) for stage in stages]):
-        made = pipeline(parts, microbatches=microbatches)
+        step = pipeline(parts, microbatches=microbatches)
         for _ in range(2):
-            assert_equal(LAW, made(params, state, x), wanted, exact=microbatches == 1)
+            assert_equal(LAW, step(params, state, x), expected, exact=microbatches == 1)
 
 
 def test_each_graphified_stage_captures_once() -> None:
     stages = [graphify(scale, reference_argnames=("p",)) for _ in range(2)]
-    made = pipeline(stages, microbatches=2)
+    step = pipeline(stages, microbatches=2)
     plain = compose([scale] * 2)
     for batch in (
         torch.arange(8.0),
         torch.arange(8.0) + 1,
     ):  # parts of 16 bytes, which are aligned alike
-        assert_equal(LAW, made(PARAMS[:2], STATES[:2], batch), plain(PARAMS[:2], STATES[:2], batch))
+        assert_equal(LAW, step(PARAMS[:2], STATES[:2], batch), plain(PARAMS[:2], STATES[:2], batch))
     assert [(s.cache_info().captures, s.cache_info().replays) for s in stages] == [(1, 4), (1, 4)]
 
 
 def test_a_whole_pipeline_as_one_graph() -> None:
-    made = pipeline([scale] * 3, microbatches=2, advance=stepped)
-    whole = graphify(made)
+    step = pipeline([scale] * 3, microbatches=2, advance=stepped)
+    whole = graphify(step)
     plain = compose([scale] * 3, advance=stepped)
     for batch in (torch.arange(4.0), torch.arange(4.0) - 7):
         assert_equal(LAW, whole(PARAMS, STATES, batch), plain(PARAMS, STATES, batch))
@@ -103,35 +103,35 @@ def test_a_whole_pipeline_as_one_graph() -> None:
 @pytest.mark.parametrize("advance", [None, stepped])
 def test_results_of_stages_that_lend_are_all_there_at_the_end(stages: int, advance: Any) -> None:
     lending = [graphify(scale, outputs="borrow") for _ in range(stages)]
-    made = pipeline(lending, microbatches=3, advance=advance)
+    step = pipeline(lending, microbatches=3, advance=advance)
     plain = compose([scale] * stages, advance=advance)
     state = STATES[:stages]
     other = STATES[:stages]
     for i in range(3):
         state, out = plain(PARAMS[:stages], state, torch.arange(6.0) + i)
-        other, seen = made(PARAMS[:stages], other, torch.arange(6.0) + i)
-        assert_equal(LAW, (other, seen), (state, out))
+        other, other_out = step(PARAMS[:stages], other, torch.arange(6.0) + i)
+        assert_equal(LAW, (other, other_out), (state, out))
 
 
 def test_advance_feeds_the_last_output_to_every_stage() -> None:
-    made = pipeline(
+    step = pipeline(
         [scale] * 2, advance=lambda s, batch, out: (s, batch.tolist(), out.tolist()), microbatches=1
     )
-    state, _ = made(PARAMS[:2], STATES[:2], torch.ones(1))
+    state, _ = step(PARAMS[:2], STATES[:2], torch.ones(1))
     assert [entry[1:] for entry in state] == [([1.0], [6.0])] * 2
 
 
 def test_advance_runs_for_each_micro_batch_with_its_own_output() -> None:
-    seen: list[tuple[list[float], list[float]]] = []
+    calls: list[tuple[list[float], list[float]]] = []
 
     def advance(s: Any, batch: Tensor, out: Tensor) -> Any:
-        seen.append((batch.tolist(), out.tolist()))
+        calls.append((batch.tolist(), out.tolist()))
         return s
 
     pipeline([scale] * 2, advance=advance, microbatches=2)(
         PARAMS[:2], STATES[:2], torch.arange(3.0)
     )
-    assert sorted(seen) == sorted([([0.0], [0.0])] * 2 + [([1.0, 2.0], [6.0, 12.0])] * 2)
+    assert sorted(calls) == sorted([([0.0], [0.0])] * 2 + [([1.0, 2.0], [6.0, 12.0])] * 2)
 
 
 def test_micro_batches_never_outnumber_requests() -> None:
@@ -141,10 +141,10 @@ def test_micro_batches_never_outnumber_requests() -> None:
         ran.append(batch.descriptor.num_reqs)
         return s + 1, batch.rows if x is None else x
 
-    made = pipeline([stage, stage], microbatches=4)
-    assert made((None, None), (0, 0), Batch.decode([3, 4, 5]))[0] == (3, 3)
+    step = pipeline([stage, stage], microbatches=4)
+    assert step((None, None), (0, 0), Batch.decode([3, 4, 5]))[0] == (3, 3)
     assert ran == [1] * 6
-    assert made((None, None), (0, 0), Batch.decode(range(4)))[0] == (4, 4)
+    assert step((None, None), (0, 0), Batch.decode(range(4)))[0] == (4, 4)
 
 
 @pytest.mark.parametrize("transform", [pipeline, compose])
@@ -174,25 +174,25 @@ def hidden(width: int, dtype: torch.dtype = torch.float32) -> Callable[..., Any]
 
 
 def test_a_declared_schema_that_fits_any_number_of_tokens() -> None:
-    made = pipeline([hidden(4), hidden(7)], schema=HIDDEN, microbatches=2)
-    assert "  send to 1 [mb 1]: hidden_states[num_tokens, 4] float32" in str(made).splitlines()
+    step = pipeline([hidden(4), hidden(7)], schema=HIDDEN, microbatches=2)
+    assert "  send to 1 [mb 1]: hidden_states[num_tokens, 4] float32" in str(step).splitlines()
     for rows in ([0], [0, 1, 2]):
-        assert made((0, 0), (0, 0), Batch.decode(rows))[1].hidden_states.shape == (len(rows), 7)
+        assert step((0, 0), (0, 0), Batch.decode(rows))[1].hidden_states.shape == (len(rows), 7)
 
 
 @pytest.mark.parametrize(
-    ("stage", "seen"),
+    ("stage", "problem"),
     [
         (hidden(8), "hidden_states[num_tokens, 8] float32"),
         (hidden(4, torch.float64), "hidden_states[num_tokens, 4] float64"),
         (lambda p, s, batch, x: (s, torch.ones(1, 4)), "[1, 4] float32"),
     ],
 )
-def test_a_value_of_another_schema_is_refused_with_both(stage: Any, seen: str) -> None:
+def test_a_value_of_another_schema_is_refused_with_both(stage: Any, problem: str) -> None:
     with pytest.raises(ProgramError) as error:
         pipeline([stage, hidden(4)], schema=HIDDEN)((0, 0), (0, 0), Batch.decode([0]))
     assert str(error.value) == (
-        f"rank 0: 'send to 1 [mb 0]: {HIDDEN}'\n  saw: a value of schema {seen}\n"
+        f"rank 0: 'send to 1 [mb 0]: {HIDDEN}'\n  saw: a value of schema {problem}\n"
         f"  instead: return {HIDDEN} from the stage"
     )
 
@@ -202,13 +202,13 @@ def donating() -> Callable[..., Any]:
 
 
 def test_donated_states_move_through_the_micro_batches() -> None:
-    made = pipeline([donating()] * 2, microbatches=3)
+    step = pipeline([donating()] * 2, microbatches=3)
     plain = compose([scale] * 2)
     assert donated_argnames(plain) == donated_argnames(pipeline([scale])) == ()
     states = tuple(torch.zeros(2))
-    made(PARAMS[:2], states, torch.ones(3))
+    step(PARAMS[:2], states, torch.ones(3))
     with pytest.raises(DonatedError, match="donated to"):
-        made(PARAMS[:2], states, torch.ones(3))
+        step(PARAMS[:2], states, torch.ones(3))
 
 
 def test_a_donating_stage_makes_the_whole_donate_its_state() -> None:
@@ -218,9 +218,9 @@ def test_a_donating_stage_makes_the_whole_donate_its_state() -> None:
     ) -> tuple[Tensor, Tensor]:
         return state.add_(params), batch if x is None else x + state
 
-    for made in (pipeline([stage] * 2), compose([stage] * 2)):
-        assert donated_argnames(made) == ("state",)
-        whole = graphify(made)
+    for step in (pipeline([stage] * 2), compose([stage] * 2)):
+        assert donated_argnames(step) == ("state",)
+        whole = graphify(step)
         states = tuple(torch.zeros(2))
         for i in (1.0, 2.0):
             states, out = whole(PARAMS[:2], states, torch.ones(2))
@@ -271,11 +271,11 @@ def test_a_batch_that_was_padded_and_cut_gives_its_requests_their_outputs() -> N
 
 
 def test_programs_are_data_for_any_number_of_micro_batches() -> None:
-    made = pipeline([scale] * 2, microbatches=4)
-    assert made.programs(3) is made.programs(3)
-    assert [len(p.effects) for p in made.programs(3)] == [6, 6]
-    assert attrs.asdict(made.programs(1)[0], recurse=False)["rank"] == 0
-    assert_equal(LAW, clone(made(PARAMS[:2], STATES[:2], torch.ones(2))[1]), torch.full((2,), 6.0))
+    step = pipeline([scale] * 2, microbatches=4)
+    assert step.programs(3) is step.programs(3)
+    assert [len(p.effects) for p in step.programs(3)] == [6, 6]
+    assert attrs.asdict(step.programs(1)[0], recurse=False)["rank"] == 0
+    assert_equal(LAW, clone(step(PARAMS[:2], STATES[:2], torch.ones(2))[1]), torch.full((2,), 6.0))
 
 
 @pytest.mark.parametrize("transform", [torch.func.grad, torch.func.vmap])
@@ -286,8 +286,8 @@ def test_ranks_outside_a_transform_of_torch_func_are_refused(transform: Any) -> 
         return lambda x: step(PARAMS[:2], STATES[:2], x * torch.ones(3))[1].sum()
 
     x = torch.ones(2) if transform is torch.func.vmap else torch.tensor(1.0)
-    wanted = transform(last(compose([scale] * 2)))(x)
-    assert_equal(LAW, transform(last(pipeline([scale] * 2)))(x), wanted)
+    expected = transform(last(compose([scale] * 2)))(x)
+    assert_equal(LAW, transform(last(pipeline([scale] * 2)))(x), expected)
     with pytest.raises(ProgramError, match=r"inside a torch\.func transform"):
         transform(last(pipeline([scale] * 2, transport=Threads())))(x)
 
@@ -388,8 +388,8 @@ def test_the_state_of_a_lent_step_is_kept(transform: str) -> None:
 
 def test_a_lent_stage_has_one_rank() -> None:
     lent = graphify(scale, outputs="borrow")
-    seen = "stages 0 and 2 are one function, which lends its results"
+    problem = "stages 0 and 2 are one function, which lends its results"
     instead = 'a graph for each stage, or one of graphify(stage, outputs="safe")'
-    with refused(ProgramError, "pipeline(<3 stages>)", seen, instead):
+    with refused(ProgramError, "pipeline(<3 stages>)", problem, instead):
         pipeline([lent, graphify(scale, outputs="borrow"), lent])
     pipeline([graphify(scale)] * 3)

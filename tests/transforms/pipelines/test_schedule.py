@@ -53,14 +53,14 @@ def assert_each_effect_once_in_order(programs: Sequence[Program], ran: Sequence[
 def assert_bounded(ran: Sequence[Step], ranks: int, capacity: int) -> None:
     """No edge ever holds more than `capacity` messages, or a negative number of them, and in the
     end each is empty."""
-    held: dict[object, int] = {}
+    num_messages: dict[object, int] = {}
     for step in ran:
         for edge in puts(step, ranks):
-            held[edge] = held.get(edge, 0) + 1
+            num_messages[edge] = num_messages.get(edge, 0) + 1
         if (edge := takes(step)) is not None:
-            held[edge] -= 1
-        assert all(0 <= n <= capacity for n in held.values())
-    assert not any(held.values())
+            num_messages[edge] -= 1
+        assert all(0 <= n <= capacity for n in num_messages.values())
+    assert not any(num_messages.values())
 
 
 def test_stages_of_different_micro_batches_overlap() -> None:
@@ -195,7 +195,9 @@ def test_with_as_many_cohorts_as_stages_all_are_busy() -> None:
 
 def test_jobs_wait_for_the_last_that_sampled_for_one_of_their_requests() -> None:
     rows = [{0, 1}, {2}, {1}, {2, 3}, {0}, {1, 2}]
-    jobs = jobs_for([frozenset(own) for own in rows], [True, False, True, True, False, True])
+    jobs = jobs_for(
+        [frozenset(job_rows) for job_rows in rows], [True, False, True, True, False, True]
+    )
     assert [(job.feeds, job.after) for job in jobs] == [
         (True, None),
         (False, None),
@@ -209,7 +211,7 @@ def test_jobs_wait_for_the_last_that_sampled_for_one_of_their_requests() -> None
 
 
 @pytest.mark.parametrize(
-    ("jobs", "seen"),
+    ("jobs", "problem"),
     [
         ([Job(after=0)], "job 0 runs after job 0"),
         ([Job(), Job(after=2), Job()], "job 1 runs after job 2"),
@@ -217,11 +219,14 @@ def test_jobs_wait_for_the_last_that_sampled_for_one_of_their_requests() -> None
         ([Job(feeds=False), Job(after=0)], "job 1 runs after job 0"),
     ],
 )
-def test_a_job_after_none_that_returns_is_refused(jobs: list[Job], seen: str) -> None:
+def test_a_job_after_none_that_returns_is_refused(jobs: list[Job], problem: str) -> None:
     with pytest.raises(ProgramError) as error:
         make_programs(2, jobs)
     assert error.value.call == f"make_programs(2, <{len(jobs)} jobs>, buffers=None)"
-    assert (error.value.seen, error.value.instead) == (seen, "an earlier job, whose output returns")
+    assert (error.value.problem, error.value.instead) == (
+        problem,
+        "an earlier job, whose output returns",
+    )
 
 
 @pytest.mark.parametrize(("stages", "buffers"), [(0, None), (-1, 1), (2, 0), (2, -1)])
@@ -232,10 +237,10 @@ def test_no_stage_and_no_buffer_are_refused(stages: int, buffers: int | None) ->
         make_programs(stages, [Job()], buffers=buffers)
 
 
-@pytest.mark.parametrize("given", [(decode_jobs(2, 2), 3), (3, 4), (2, [0]), ("2", [Job()])])
-def test_what_is_no_schedule_is_refused(given: Any) -> None:
+@pytest.mark.parametrize("arguments", [(decode_jobs(2, 2), 3), (3, 4), (2, [0]), ("2", [Job()])])
+def test_what_is_no_schedule_is_refused(arguments: Any) -> None:
     with pytest.raises(ProgramError, match=r"saw: (num_stages=|no list of jobs)"):
-        make_programs(*given)
+        make_programs(*arguments)
 
 
 @pytest.mark.parametrize(("cohorts", "steps"), [(0, 3), (2, 0), (-1, -1)])
@@ -252,8 +257,8 @@ def test_programs_are_of_the_ranks_that_the_pipeline_has(
     if ranks == stages:
         refuse_other_work("step", programs, (stages, ranks), jobs, advances=True)
         return
-    seen = f"programs of {stages} ranks, which were {ranks} before"
+    problem = f"programs of {stages} ranks, which were {ranks} before"
     with refused(
-        ProgramError, "step: the programs of its schedule", seen, "as many ranks for any jobs"
+        ProgramError, "step: the programs of its schedule", problem, "as many ranks for any jobs"
     ):
         refuse_other_work("step", programs, (stages, ranks), jobs, advances=True)

@@ -130,7 +130,7 @@ def zeros(count: int) -> list[torch.Tensor]:
 
 
 @pytest.mark.parametrize(
-    ("batches", "jobs", "seen"),
+    ("batches", "jobs", "problem"),
     [
         (2, [Job()], "2 batches and the jobs [Job(feeds=True, after=None)]"),
         (1, [0], "1 batches and the jobs [0]"),
@@ -141,15 +141,15 @@ def zeros(count: int) -> list[torch.Tensor]:
     ],
 )
 def test_jobs_that_cannot_be_are_refused_and_nothing_ran(
-    batches: int, jobs: list[Job], seen: str
+    batches: int, jobs: list[Job], problem: str
 ) -> None:
     session = pipeline([counting] * 2, advance=kept).session([None] * 2, zeros(2))
     session.submit([torch.zeros(1)], [Job()])
     with pytest.raises(ProgramError) as error:
         session.submit([torch.ones(1)] * batches, jobs)
-    assert (error.value.call, error.value.seen) == (
+    assert (error.value.call, error.value.problem) == (
         f"session.submit(<{batches} batches>, <{len(jobs)} jobs>)",
-        seen,
+        problem,
     )
     session.submit([torch.full((1,), 2.0)], [Job(after=0)])
     state, _ = session.close()
@@ -163,7 +163,7 @@ def test_a_batch_that_is_in_no_list_is_named(batches: Any) -> None:
     with pytest.raises(ProgramError) as error:
         session.submit(batches, [Job()])
     assert error.value.call == f"session.submit(<{name}>, <a list>)"
-    assert error.value.seen == f"{name} and the jobs [Job(feeds=True, after=None)]"
+    assert error.value.problem == f"{name} and the jobs [Job(feeds=True, after=None)]"
     assert error.value.instead == "a Job for each batch: submit([batch], [Job()])"
 
 

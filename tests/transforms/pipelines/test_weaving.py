@@ -125,7 +125,8 @@ def breadth_first(num_ranks: int, per_rank: int, microbatches: int) -> list[list
     "Breadth-first pipeline parallelism")."""
     stages = [range(rank, num_ranks * per_rank, num_ranks) for rank in range(num_ranks)]
     return [
-        [Run(f"stage {stage}", mb) for stage in own for mb in range(microbatches)] for own in stages
+        [Run(f"stage {stage}", mb) for stage in rank_stages for mb in range(microbatches)]
+        for rank_stages in stages
     ]
 
 

@@ -17,5 +17,5 @@ def model() -> Model:
 
 @pytest.fixture(scope="module")
 def server(model: Model) -> Iterator[Served]:
-    with served(model) as found:
-        yield found
+    with served(model) as running_server:
+        yield running_server

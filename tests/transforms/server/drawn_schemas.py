@@ -11,7 +11,7 @@ texts = st.text(st.characters(codec="utf-8"), max_size=4)
 scalars = st.none() | st.booleans() | st.integers(-(2**53), 2**53) | st.floats(-1e9, 1e9) | texts
 values = st.recursive(
     scalars,
-    lambda own: st.lists(own, max_size=2) | st.dictionaries(names, own, max_size=2),
+    lambda value: st.lists(value, max_size=2) | st.dictionaries(names, value, max_size=2),
     max_leaves=3,
 )
 patterns = st.sampled_from(
@@ -56,12 +56,12 @@ def _numbers(draw: st.DrawFn) -> Schema:
     )
     low = draw(ends)
     high = round(low + draw(st.integers(3, 500)), 3)
-    found: Schema = {"type": kind}
+    schema: Schema = {"type": kind}
     if draw(st.booleans()):
-        found[draw(st.sampled_from(["minimum", "exclusiveMinimum"]))] = low
+        schema[draw(st.sampled_from(["minimum", "exclusiveMinimum"]))] = low
     if draw(st.booleans()):
-        found[draw(st.sampled_from(["maximum", "exclusiveMaximum"]))] = high
-    return found
+        schema[draw(st.sampled_from(["maximum", "exclusiveMaximum"]))] = high
+    return schema
 
 
 @st.composite
@@ -74,22 +74,22 @@ def _objects(draw: st.DrawFn, parts: st.SearchStrategy[Schema]) -> Schema:
             more: part if more == "additionalProperties" else {"^[a-c]{1,3}$": part},
         }
     properties = draw(st.dictionaries(names, parts, min_size=1, max_size=3))
-    found: Schema = {"type": "object", "properties": properties}
-    found["required"] = draw(st.lists(st.sampled_from([*properties]), unique=True))
+    schema: Schema = {"type": "object", "properties": properties}
+    schema["required"] = draw(st.lists(st.sampled_from([*properties]), unique=True))
     if draw(st.booleans()):
-        found["additionalProperties"] = False
-    return found
+        schema["additionalProperties"] = False
+    return schema
 
 
 @st.composite
 def _arrays(draw: st.DrawFn, parts: st.SearchStrategy[Schema]) -> Schema:
-    found: Schema = {"type": "array", **draw(_bounds("minItems", "maxItems", 3))}
+    schema: Schema = {"type": "array", **draw(_bounds("minItems", "maxItems", 3))}
     if draw(st.integers(0, 3)) == 0:
-        found["prefixItems"] = draw(st.lists(parts, min_size=1, max_size=2))
-        found.pop("maxItems", None)
-    if "prefixItems" not in found or draw(st.booleans()) or "minItems" in found:
-        found["items"] = draw(parts)
-    return found
+        schema["prefixItems"] = draw(st.lists(parts, min_size=1, max_size=2))
+        schema.pop("maxItems", None)
+    if "prefixItems" not in schema or draw(st.booleans()) or "minItems" in schema:
+        schema["items"] = draw(parts)
+    return schema
 
 
 @st.composite
@@ -114,7 +114,7 @@ def _unions(draw: st.DrawFn, parts: st.SearchStrategy[Schema]) -> Schema:
         {"properties": {"tag": {"const": tag}, "own": draw(parts)}, "required": ["tag"]}
         for tag in tags
     ]
-    return {"oneOf": [{"type": "object", **own} for own in options]}
+    return {"oneOf": [{"type": "object", **option} for option in options]}
 
 
 # Characters: more than two blocks of those in which a grammar counts long strings.
@@ -125,19 +125,21 @@ strings = st.one_of(
             lambda bounds: {"type": "string", **bounds}
         )
     ),
-    patterns.map(lambda own: {"type": "string", "pattern": own}),
+    patterns.map(lambda value: {"type": "string", "pattern": value}),
     st.sampled_from(
         ["date", "time", "date-time", "ipv4", "uuid", "email", "hostname", "duration"]
-    ).map(lambda own: {"type": "string", "format": own}),
+    ).map(lambda value: {"type": "string", "format": value}),
 )
 leaves = st.one_of(
     _numbers(),
     strings,
     st.sampled_from([{"type": "boolean"}, {"type": "null"}, {}]),
-    st.lists(values, min_size=1, max_size=3).map(lambda own: {"enum": own}),
-    values.map(lambda own: {"const": own}),
+    st.lists(values, min_size=1, max_size=3).map(lambda value: {"enum": value}),
+    values.map(lambda value: {"const": value}),
 )
-_inner = st.recursive(leaves, lambda own: _objects(own) | _arrays(own) | _unions(own), max_leaves=4)
+_inner = st.recursive(
+    leaves, lambda value: _objects(value) | _arrays(value) | _unions(value), max_leaves=4
+)
 _NOTES = st.sampled_from([{}, {}, {"title": "A", "description": "b", "default": None}])
 
 

@@ -57,19 +57,23 @@ def served(
         remote: a pair of sockets, between which the engine and its clients are; None: they share a
             process.
     """
-    own = {
+    engine_options = {
         name: options.pop(name)
         for name in ("adapters", "pipeline", "graph", "num_logprobs")
         if name in options
     }
-    engine = Engine(model, limits, seed=0, **{"num_logprobs": 5, "graph": "none", **own})
+    engine = Engine(model, limits, seed=0, **{"num_logprobs": 5, "graph": "none", **engine_options})
     make_mask = mask_maker(model)
     host: Host = (
         EngineHost(engine, max_waiting, make_mask)
         if remote is None
         else _apart(engine, remote, max_waiting)
     )
-    names = {"chat_template": TEMPLATE, "limits": limits_of, "adapters": [*own.get("adapters", {})]}
+    names = {
+        "chat_template": TEMPLATE,
+        "limits": limits_of,
+        "adapters": [*engine_options.get("adapters", {})],
+    }
     server = Server(host, "demo", compile_grammar=grammar_compiler(model), **{**names, **options})
     bound = socket.socket()
     bound.bind(("127.0.0.1", 0))

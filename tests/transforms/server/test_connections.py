@@ -33,16 +33,18 @@ def listener(model: Model, monkeypatch: pytest.MonkeyPatch) -> Iterator[Served]:
     with served(
         model, limits=EngineLimits(max_num_reqs=4, max_num_tokens=64, max_model_len=512)
     ) as inner:
-        found, bound = Listener(inner.server.app(), inner.host, "demo"), socket.socket()
+        uvicorn_server, bound = Listener(inner.server.app(), inner.host, "demo"), socket.socket()
         bound.bind(("127.0.0.1", 0))
-        thread = threading.Thread(target=lambda: asyncio.run(found._serve([bound])), daemon=True)
+        thread = threading.Thread(
+            target=lambda: asyncio.run(uvicorn_server._serve([bound])), daemon=True
+        )
         thread.start()
-        until(lambda: found.started)
+        until(lambda: uvicorn_server.started)
         # Or the system takes answers in for slow clients
         bound.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
         port = bound.getsockname()[1]
         yield Served(f"http://127.0.0.1:{port}", port, inner.host, inner.server, inner.stop)
-        found.should_exit = True
+        uvicorn_server.should_exit = True
         thread.join(20)
         assert not thread.is_alive()
 
@@ -51,23 +53,23 @@ def listener(model: Model, monkeypatch: pytest.MonkeyPatch) -> Iterator[Served]:
     "sent", [b"", b"POST /v1/comp", b"GET /health HTTP/1.1\r\nhost: 127.0.0.1\r\na: "], ids=str
 )
 def test_a_head_that_does_not_come_closes_its_connection(listener: Served, sent: bytes) -> None:
-    with socket.create_connection(("127.0.0.1", listener.port)) as own:
-        own.sendall(sent)
-        own.settimeout(10)
+    with socket.create_connection(("127.0.0.1", listener.port)) as client:
+        client.sendall(sent)
+        client.settimeout(10)
         begin = time.monotonic()
-        assert own.recv(100) == b""
+        assert client.recv(100) == b""
         assert time.monotonic() - begin > 0.2
     assert httpx.get(f"{listener.url}/health").status_code == 200
 
 
 def test_a_second_head_on_a_connection_has_its_time_too(listener: Served) -> None:
-    with socket.create_connection(("127.0.0.1", listener.port)) as own:
-        own.sendall(request_bytes("/health"))
-        own.settimeout(10)
-        [first] = read_answers(own)
+    with socket.create_connection(("127.0.0.1", listener.port)) as client:
+        client.sendall(request_bytes("/health"))
+        client.settimeout(10)
+        [first] = read_answers(client)
         assert first.status == 200
-        own.sendall(b"GET /hea")
-        assert own.recv(100) == b""
+        client.sendall(b"GET /hea")
+        assert client.recv(100) == b""
 
 
 @pytest.mark.parametrize("path", ["/nothing", "/v1/completions"])
@@ -76,16 +78,16 @@ def test_a_body_that_goes_on_after_its_answer_closes_the_connection(
 ) -> None:
     """404 of a path that is not there, and 413 of a body that is too large, are answered before the
     body has come."""
-    with socket.create_connection(("127.0.0.1", listener.port)) as own:
-        own.sendall(
+    with socket.create_connection(("127.0.0.1", listener.port)) as client:
+        client.sendall(
             f"POST {path} HTTP/1.1\r\nhost: 127.0.0.1\r\ncontent-length: 99999999\r\n\r\n".encode()
         )
-        own.settimeout(10)
+        client.settimeout(10)
         begin = time.monotonic()
         read = bytearray()
-        while more := own.recv(4096):
+        while more := client.recv(4096):
             read += more
-            own.sendall(b" ")
+            client.sendall(b" ")
         assert time.monotonic() - begin > 0.2
         assert read.split()[1] in (b"404", b"413")
 
@@ -95,8 +97,8 @@ def test_an_answer_that_takes_longer_than_a_head_is_whole(
 ) -> None:
     step = listener.host.engine.step
     monkeypatch.setattr(listener.host.engine, "step", lambda: (time.sleep(0.01), step())[1])
-    found = ask(listener)
-    assert (found.status_code, found.json()["usage"]["completion_tokens"]) == (200, 100)
+    response = ask(listener)
+    assert (response.status_code, response.json()["usage"]["completion_tokens"]) == (200, 100)
 
 
 def test_a_client_that_does_not_read_is_left_and_keeps_nobody_waiting(listener: Served) -> None:
@@ -128,12 +130,12 @@ def test_a_client_that_does_not_read_is_left_and_keeps_nobody_waiting(listener: 
     ids=["TLS", "two hosts", "a long line"],
 )
 def test_what_is_not_http_is_told_so_in_json(listener: Served, raw: bytes) -> None:
-    with socket.create_connection(("127.0.0.1", listener.port)) as own:
-        own.sendall(raw + b"\r\n\r\n")
-        own.settimeout(10)
-        [found] = read_answers(own)
-    assert found.status == 400
-    assert found.json["error"] == {
+    with socket.create_connection(("127.0.0.1", listener.port)) as client:
+        client.sendall(raw + b"\r\n\r\n")
+        client.settimeout(10)
+        [response] = read_answers(client)
+    assert response.status == 400
+    assert response.json["error"] == {
         "message": "Invalid HTTP request received.",
         "type": "invalid_request_error",
         "param": None,
@@ -145,32 +147,32 @@ def test_an_upgrade_is_not_taken_and_the_request_is_answered(listener: Served) -
     """Java's client asks for HTTP/2 in each first request of a connection, with a body."""
     raw = json.dumps({**BODY, "max_tokens": 5}).encode()
     upgrade = "connection: Upgrade, HTTP2-Settings\r\nupgrade: h2c\r\nhttp2-settings: AAMAAABk\r\n"
-    with socket.create_connection(("127.0.0.1", listener.port)) as own:
-        own.settimeout(10)
+    with socket.create_connection(("127.0.0.1", listener.port)) as client:
+        client.settimeout(10)
         for more in (upgrade, "", upgrade):
             head = (
                 f"POST /v1/completions HTTP/1.1\r\nhost: 127.0.0.1\r\n{more}content-length:"
                 f" {len(raw)}\r\n\r\n"
             )
-            own.sendall(head.encode() + raw[:7])
+            client.sendall(head.encode() + raw[:7])
             time.sleep(0.05)
-            own.sendall(raw[7:])
-            [found] = read_answers(own)
-            assert (found.status, found.json["usage"]["completion_tokens"]) == (200, 5)
+            client.sendall(raw[7:])
+            [response] = read_answers(client)
+            assert (response.status, response.json["usage"]["completion_tokens"]) == (200, 5)
 
 
 def test_a_body_that_ends_after_its_answer_leaves_no_connection_without_a_clock(
     listener: Served,
 ) -> None:
-    with socket.create_connection(("127.0.0.1", listener.port)) as own:
-        own.settimeout(10)
-        own.sendall(b"POST /nothing HTTP/1.1\r\nhost: 127.0.0.1\r\ncontent-length: 5\r\n\r\n")
+    with socket.create_connection(("127.0.0.1", listener.port)) as client:
+        client.settimeout(10)
+        client.sendall(b"POST /nothing HTTP/1.1\r\nhost: 127.0.0.1\r\ncontent-length: 5\r\n\r\n")
         read = b""
         while not read.endswith(b"}}"):
-            read += own.recv(4096)
+            read += client.recv(4096)
         assert read.split()[1] == b"404"
-        own.sendall(b"12345")
-        assert own.recv(100) == b""
+        client.sendall(b"12345")
+        assert client.recv(100) == b""
 
 
 def test_of_requests_at_once_the_first_is_answered_and_the_connection_closes(
@@ -180,16 +182,16 @@ def test_of_requests_at_once_the_first_is_answered_and_the_connection_closes(
     gone."""
     many = request_bytes("/health") * 5000
     for follows in (b"", b"\x01 no request\r\n\r\n"):
-        with socket.create_connection(("127.0.0.1", listener.port)) as own:
-            own.settimeout(10)
+        with socket.create_connection(("127.0.0.1", listener.port)) as client:
+            client.settimeout(10)
             raw = request_bytes(
                 "/v1/completions", json.dumps({**BODY, "max_tokens": 20, "stream": True}).encode()
             )
             with contextlib.suppress(ConnectionError):
-                own.sendall(raw + (follows or many))
-            [found] = read_answers(own)
-        assert found.status == 200
-        assert found.body.endswith(b"data: [DONE]\n\n")
+                client.sendall(raw + (follows or many))
+            [response] = read_answers(client)
+        assert response.status == 200
+        assert response.body.endswith(b"data: [DONE]\n\n")
 
 
 @pytest.mark.parametrize("stream", [True, False])
@@ -197,12 +199,12 @@ def test_a_client_that_goes_after_a_second_request_ends_the_first(
     listener: Served, stream: bool
 ) -> None:
     body = {**BODY, "max_tokens": 450, "n": 4, "stream": stream}
-    with socket.create_connection(("127.0.0.1", listener.port)) as own:
-        own.sendall(
+    with socket.create_connection(("127.0.0.1", listener.port)) as client:
+        client.sendall(
             request_bytes("/v1/completions", json.dumps(body).encode()) + request_bytes("/health")
         )
         until(lambda: listener.host.num_open == 4)
-        own.sendall(request_bytes("/health"))
+        client.sendall(request_bytes("/health"))
     until(lambda: listener.host.num_open == 0)
     until(lambda: listener.host.engine.is_idle)
     assert listener.host.engine.stats().tokens < 1000
@@ -212,27 +214,27 @@ def test_fields_after_a_body_are_none_of_the_request(
     listener: Served, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(listener.server, "_key", "secret")
-    with socket.create_connection(("127.0.0.1", listener.port)) as own:
-        own.settimeout(10)
+    with socket.create_connection(("127.0.0.1", listener.port)) as client:
+        client.settimeout(10)
         chunk = json.dumps({"prompt": "a"}).encode()
         head = b"POST /tokenize HTTP/1.1\r\nhost: 127.0.0.1\r\ntransfer-encoding: chunked\r\n\r\n"
-        own.sendall(
+        client.sendall(
             head + b"%x\r\n%b\r\n0\r\nauthorization: Bearer secret\r\n\r\n" % (len(chunk), chunk)
         )
-        assert own.recv(4096).split()[1] == b"401"
+        assert client.recv(4096).split()[1] == b"401"
 
 
 def test_a_stream_to_a_client_of_http_1_0_has_no_chunks(listener: Served) -> None:
     raw = json.dumps({**BODY, "max_tokens": 5, "stream": True}).encode()
-    with socket.create_connection(("127.0.0.1", listener.port)) as own:
-        own.settimeout(10)
+    with socket.create_connection(("127.0.0.1", listener.port)) as client:
+        client.settimeout(10)
         head = (
             "POST /v1/completions HTTP/1.0\r\nhost: 127.0.0.1\r\ncontent-length:"
             f" {len(raw)}\r\n\r\n"
         )
-        own.sendall(head.encode() + raw)
+        client.sendall(head.encode() + raw)
         read = bytearray()
-        while more := own.recv(4096):
+        while more := client.recv(4096):
             read += more
     answered, _, body = bytes(read).partition(b"\r\n\r\n")
     assert b"transfer-encoding" not in answered
@@ -282,14 +284,14 @@ def test_a_client_that_goes_as_an_output_comes_is_not_missed(turns: int) -> None
     "sent", [b"", b"transfer-encoding: chunked\r\n\r\n0\r\n"], ids=["a head", "trailers"]
 )
 def test_fields_without_end_are_refused(listener: Served, sent: bytes) -> None:
-    with socket.create_connection(("127.0.0.1", listener.port)) as own:
-        own.settimeout(10)
-        own.sendall(b"POST /v1/completions HTTP/1.1\r\nhost: 127.0.0.1\r\n" + sent)
+    with socket.create_connection(("127.0.0.1", listener.port)) as client:
+        client.settimeout(10)
+        client.sendall(b"POST /v1/completions HTTP/1.1\r\nhost: 127.0.0.1\r\n" + sent)
         count = 0
         has_ended = False
         while not has_ended and count < 2**24:
             try:
-                own.sendall(b"a: " + b"b" * 4000 + b"\r\n")
+                client.sendall(b"a: " + b"b" * 4000 + b"\r\n")
                 count += 4000
             except ConnectionError:
                 has_ended = True
@@ -301,10 +303,10 @@ def test_more_connections_than_may_be_are_refused(
     listener: Served, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(listening.Connection, "max_connections", 3)
-    held = [socket.create_connection(("127.0.0.1", listener.port)) for _ in range(3)]
+    clients = [socket.create_connection(("127.0.0.1", listener.port)) for _ in range(3)]
     until(lambda: ask(listener).status_code == 503)  # once the server has accepted all three
-    for own in held:
-        own.close()
+    for client in clients:
+        client.close()
     until(lambda: ask(listener, {**BODY, "max_tokens": 1}).status_code == 200)
 
 

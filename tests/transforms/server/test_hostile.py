@@ -60,10 +60,10 @@ def test_pages_of_other_sites(headers: dict[str, str], code: str | None) -> None
     if code is None:
         refuse_browsers(headers, is_local=True)
         return
-    with pytest.raises(Refusal) as found:
+    with pytest.raises(Refusal) as error:
         refuse_browsers(headers, is_local=True)
-    assert found.value.status == 403
-    assert found.value.body["error"]["code"] == code
+    assert error.value.status == 403
+    assert error.value.body["error"]["code"] == code
 
 
 ADDRESSES = (
@@ -106,43 +106,43 @@ def test_what_curl_sends_is_answered_and_what_a_page_sends_is_not(model: Model) 
         form = {"content-type": "application/x-www-form-urlencoded"}  # what `curl -d` writes
         assert ask(server, headers=form).status_code == 200
         for headers in ({"origin": "http://evil.example"}, {"host": "evil.example"}):
-            found = ask(server, headers={"content-type": "text/plain", **headers})
-            assert found.status_code == 403
-            assert "start" in found.text or "key" in found.text
+            response = ask(server, headers={"content-type": "text/plain", **headers})
+            assert response.status_code == 403
+            assert "start" in response.text or "key" in response.text
     with served(model, is_local=True, api_key="secret") as server:  # no page knows the key
-        known = {"authorization": "Bearer secret", "origin": "http://evil.example"}
-        assert ask(server, headers=known).status_code == 200
+        authorized_headers = {"authorization": "Bearer secret", "origin": "http://evil.example"}
+        assert ask(server, headers=authorized_headers).status_code == 200
 
 
 @pytest.mark.parametrize("depth", [127, 128, 129, 5000])
 @pytest.mark.parametrize("field", ["metadata", "messages", "response_format"])
 def test_bodies_that_nest(server: Served, depth: int, field: str) -> None:
     nested = b'{"a":' * (depth - 1) + b"1" + b"}" * (depth - 1)
-    found = ask(server, b'{"prompt":"a","max_tokens":1,"%s":%s}' % (field.encode(), nested))
-    assert found.status_code == (200 if field == "metadata" and depth <= 128 else 400)
+    response = ask(server, b'{"prompt":"a","max_tokens":1,"%s":%s}' % (field.encode(), nested))
+    assert response.status_code == (200 if field == "metadata" and depth <= 128 else 400)
     if depth > 128:
-        assert found.json()["error"]["code"] == "invalid_json"
+        assert response.json()["error"]["code"] == "invalid_json"
 
 
 @pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions", "/tokenize"])
 def test_halves_of_surrogate_pairs(server: Served, path: str) -> None:
     message = rb'"messages":[{"role":"user","content":"\ud800"}]'
-    found = ask(
+    response = ask(
         server, b"{%s}" % (rb'"prompt":"\udfff"' if path == "/v1/completions" else message), path
     )
-    assert found.status_code == 400
-    assert "half of a surrogate pair" in found.json()["error"]["message"]
+    assert response.status_code == 400
+    assert "half of a surrogate pair" in response.json()["error"]["message"]
     whole = ask(server, rb'{"prompt":"\ud83d\ude00"}', "/tokenize")
     assert whole.json()["count"] == 4
 
 
 def test_more_completions_than_ever_fit(model: Model) -> None:
     with served(model, max_waiting=3) as server:
-        found = ask(server, {**BODY, "prompt": ["a", "b"], "n": 4})
-        assert found.status_code == 400, "asking again would not help"
+        response = ask(server, {**BODY, "prompt": ["a", "b"], "n": 4})
+        assert response.status_code == 400, "asking again would not help"
         assert (
             "2 prompts with n=4 are 8 completions; at most 7 at once"
-            in found.json()["error"]["message"]
+            in response.json()["error"]["message"]
         )
 
 
@@ -194,8 +194,8 @@ def test_metrics_are_served_while_the_server_drains(model: Model) -> None:
     with served(model) as server:
         server.host.refuse_requests()
         assert httpx.get(f"{server.url}/metrics").status_code == 200
-        found = ask(server)
-        assert (found.status_code, found.json()["error"]["code"]) == (503, "closed")
+        response = ask(server)
+        assert (response.status_code, response.json()["error"]["code"]) == (503, "closed")
         assert httpx.get(f"{server.url}/health").status_code == 503
 
 
@@ -224,9 +224,9 @@ def test_a_grammar_that_takes_its_time_keeps_nobody_waiting(model: Model) -> Non
             ).status_code
             == 200
         )
-        found: list[Any] = []
+        responses: list[Any] = []
         slow = threading.Thread(
-            target=lambda: found.append(ask(server, {**BODY, "response_format": form}))
+            target=lambda: responses.append(ask(server, {**BODY, "response_format": form}))
         )
         slow.start()
         count = 0
@@ -234,7 +234,7 @@ def test_a_grammar_that_takes_its_time_keeps_nobody_waiting(model: Model) -> Non
             assert ask(server, {**BODY, "max_tokens": 5}).status_code == 200
             count += 1
         slow.join()
-        assert found[0].status_code == 400
+        assert responses[0].status_code == 400
         assert count > 5, "others were served meanwhile"
 
 
@@ -265,8 +265,8 @@ def test_half_a_surrogate_pair_in_bytes_is_no_json(server: Served, field: str) -
     prompt = b"" if field == "prompt" else b'"prompt": "a", '
     body = b"{" + prompt + b'"max_tokens": 2, "' + field.encode() + b'": ' + value + b"}"
     for raw in (body, '{"prompt": "a", "cache_salt": "\ud800"}'.encode("utf-16", "surrogatepass")):
-        found = httpx.post(f"{server.url}/v1/completions", content=raw)
-        assert (found.status_code, found.json()["error"]["code"]) == (400, "invalid_json")
+        response = httpx.post(f"{server.url}/v1/completions", content=raw)
+        assert (response.status_code, response.json()["error"]["code"]) == (400, "invalid_json")
     assert (
         httpx.post(
             f"{server.url}/v1/completions", json={"prompt": "a", "max_tokens": 2}
@@ -278,9 +278,9 @@ def test_half_a_surrogate_pair_in_bytes_is_no_json(server: Served, field: str) -
 @pytest.mark.parametrize("field", ["bad_words", "stop"])
 def test_lists_that_cost_time_at_each_token_have_limits(server: Served, field: str) -> None:
     for texts, words in ((["x"] * 129, "129 "), (["x" * 513], "of 513 characters; at most 512")):
-        found = httpx.post(f"{server.url}/v1/completions", json={"prompt": "a", field: texts})
-        assert found.status_code == 400
-        assert words in found.json()["error"]["message"]
+        response = httpx.post(f"{server.url}/v1/completions", json={"prompt": "a", field: texts})
+        assert response.status_code == 400
+        assert words in response.json()["error"]["message"]
 
 
 # Attacks beside innocents
@@ -314,11 +314,11 @@ def largest_gap(server: Served) -> float:
 @contextlib.contextmanager
 def attacked(attack: Callable[[], Any], count: int) -> Iterator[list[Any]]:
     """What so many threads do at once, and what came of it."""
-    found = list[Any]()
-    threads = [threading.Thread(target=lambda: found.append(attack())) for _ in range(count)]
+    results = list[Any]()
+    threads = [threading.Thread(target=lambda: results.append(attack())) for _ in range(count)]
     for thread in threads:
         thread.start()
-    yield found
+    yield results
     for thread in threads:
         thread.join(60)
         assert not thread.is_alive()
@@ -337,9 +337,9 @@ def test_a_chat_template_that_loops_ends_one_request(model: Model) -> None:
             for _ in range(3):
                 assert ask(server, chat("a"), "/v1/chat/completions").status_code == 200
             assert ask(server, {**BODY, "max_tokens": 5}).status_code == 200
-        assert {found.status_code for found in refused} == {400}
+        assert {response.status_code for response in refused} == {400}
         words = "a chat template that had not rendered these messages after"
-        assert all(words in found.json()["error"]["message"] for found in refused)
+        assert all(words in response.json()["error"]["message"] for response in refused)
         too_large = ask(server, chat("memory"), "/v1/chat/completions")
         assert too_large.status_code == 400
         assert "MemoryError" in too_large.json()["error"]["message"]
@@ -385,7 +385,7 @@ def test_a_chat_waits_for_loops_no_longer_than_their_patience(model: Model) -> N
             for rendering in [*renderer._busy]:
                 server.host._loop.call_soon_threadsafe(renderer._end, rendering)
         assert num_left == templates.MOST_AT_ONCE - 1
-        assert {found.status_code for found in refused} == {400}
+        assert {response.status_code for response in refused} == {400}
 
 
 def test_the_body_that_began_first_makes_room(model: Model) -> None:
@@ -449,19 +449,19 @@ def test_health_is_not_200_while_the_engine_stands_still(
 ) -> None:
     monkeypatch.setattr(app, "STILL_SECONDS", 0.3)
     with served(model) as server, standing_still(server) as goes_on:
-        with attacked(lambda: ask(server, {**BODY, "max_tokens": 2}), 1) as found:
+        with attacked(lambda: ask(server, {**BODY, "max_tokens": 2}), 1) as responses:
             until(lambda: server.host.num_open == 1)
             health = httpx.get(f"{server.url}/health", timeout=20)
             assert health.status_code == 503
             assert health.json()["error"]["code"] == "engine_stands_still"
             goes_on.set()
-        assert found[0].status_code == 200
+        assert responses[0].status_code == 200
         assert httpx.get(f"{server.url}/health", timeout=20).status_code == 200
 
 
 def test_an_engine_that_stands_still_is_given_up(model: Model) -> None:
     with served(model) as server, standing_still(server):
-        with attacked(lambda: ask(server), 1) as found:
+        with attacked(lambda: ask(server), 1) as responses:
             until(lambda: server.host.num_open == 1)
             loop = server.host._loop
             # It moves until it has begun the step.
@@ -473,8 +473,8 @@ def test_an_engine_that_stands_still_is_given_up(model: Model) -> None:
                 )
             )
             loop.call_soon_threadsafe(server.host.give_up)
-        assert found[0].status_code == 500
-        assert f"stood still for {host.GIVE_UP_SECONDS:g} s" in found[0].text
+        assert responses[0].status_code == 500
+        assert f"stood still for {host.GIVE_UP_SECONDS:g} s" in responses[0].text
 
 
 # Planted bugs
@@ -595,10 +595,11 @@ def test_masks_that_grow_slower_end_their_request_and_no_other(model: Model) -> 
             "temperature": 1,
         }
         assert ask(server, {**odd, "max_tokens": 2}).status_code == 200  # what makes masks is there
-        found: list[Any] = []
+        responses: list[Any] = []
         with mock.patch.object(Masks, "mask", hasty):
             threads = [
-                threading.Thread(target=lambda: found.append(ask(server, odd))) for _ in range(2)
+                threading.Thread(target=lambda: responses.append(ask(server, odd)))
+                for _ in range(2)
             ]
             for thread in threads:
                 thread.start()
@@ -607,7 +608,7 @@ def test_masks_that_grow_slower_end_their_request_and_no_other(model: Model) -> 
                 thread.join()
         assert good.status_code == 200
         assert good.json()["choices"][0]["text"] == ask(server, BODY).json()["choices"][0]["text"]
-        assert any("for which all others wait" in each.text for each in found)
+        assert any("for which all others wait" in each.text for each in responses)
 
 
 def test_a_grammar_that_grows_is_refused_beside_an_innocent_stream(model: Model) -> None:
@@ -615,11 +616,11 @@ def test_a_grammar_that_grows_is_refused_beside_an_innocent_stream(model: Model)
     with served(model) as server:
         warm = {**BODY, "ignore_eos": False, "response_format": {"type": "regex", "regex": "a"}}
         assert ask(server, warm).status_code == 200
-        found: list[Any] = []
+        responses: list[Any] = []
         body = {**BODY, "response_format": NESTED, "n": 60, "max_tokens": 100, "ignore_eos": False}
-        attack = threading.Thread(target=lambda: found.append(ask(server, body)))
+        attack = threading.Thread(target=lambda: responses.append(ask(server, body)))
         attack.start()
         assert ask(server).status_code == 200
         attack.join()
-    assert found[0].status_code == 400
-    assert "for each of 60 completions after" in found[0].json()["error"]["message"]
+    assert responses[0].status_code == 400
+    assert "for each of 60 completions after" in responses[0].json()["error"]["message"]

@@ -18,32 +18,34 @@ OTHER = "A list is"
 
 @pytest.fixture
 def client(server: Served) -> Iterator[Any]:
-    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as found:
-        yield found
+    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as openai_client:
+        yield openai_client
 
 
 def said(model: Model, prompt: Any, **options: Any) -> Completion:
     sampling = SamplingParams(**{"temperature": 0.0, **options.pop("sampling", {})})
-    [found] = generate(model, [prompt], sampling=sampling, **{"max_tokens": 16, **options})
-    return found
+    [completion] = generate(model, [prompt], sampling=sampling, **{"max_tokens": 16, **options})
+    return completion
 
 
 def test_a_completion(client: Any, model: Model) -> None:
-    found = client.completions.create(model="demo", prompt=PROMPT, temperature=0, max_tokens=16)
+    completion = client.completions.create(
+        model="demo", prompt=PROMPT, temperature=0, max_tokens=16
+    )
     expected = said(model, PROMPT)
-    [choice] = found.choices
+    [choice] = completion.choices
     assert (choice.text, choice.finish_reason, choice.index) == (
         expected.text,
         expected.finish_reason,
         0,
     )
     count = len(model.encode(PROMPT))
-    assert found.usage.to_dict() == {
+    assert completion.usage.to_dict() == {
         "prompt_tokens": count,
         "completion_tokens": 16,
         "total_tokens": count + 16,
     }
-    assert (found.object, found.model) == ("text_completion", "demo")
+    assert (completion.object, completion.model) == ("text_completion", "demo")
 
 
 @pytest.mark.parametrize(
@@ -62,12 +64,15 @@ def test_a_completion(client: Any, model: Model) -> None:
 def test_parameters_mean_what_they_mean_in_the_library(
     client: Any, model: Model, options: dict[str, Any]
 ) -> None:
-    asked = {**options, "logit_bias": {str(k): v for k, v in options.get("logit_bias", {}).items()}}
-    found = client.completions.create(model="demo", prompt=PROMPT, max_tokens=16, **asked).choices[
-        0
-    ]
+    request = {
+        **options,
+        "logit_bias": {str(k): v for k, v in options.get("logit_bias", {}).items()},
+    }
+    choice = client.completions.create(
+        model="demo", prompt=PROMPT, max_tokens=16, **request
+    ).choices[0]
     expected = said(model, PROMPT, sampling=options)
-    assert (found.text, found.finish_reason) == (expected.text, expected.finish_reason)
+    assert (choice.text, choice.finish_reason) == (expected.text, expected.finish_reason)
 
 
 @pytest.mark.parametrize(
@@ -84,14 +89,16 @@ def test_parameters_mean_what_they_mean_in_the_library(
     ids=str,
 )
 def test_parameters_of_vllm(client: Any, model: Model, options: dict[str, Any]) -> None:
-    known = {name: options[name] for name in ("seed", "temperature", "stop") if name in options}
-    more = {name: own for name, own in options.items() if name not in known}
-    asked = {"temperature": 0.0, **known}
-    found = client.completions.create(
-        model="demo", prompt=PROMPT, max_tokens=16, extra_body=more, **asked
+    openai_options = {
+        name: options[name] for name in ("seed", "temperature", "stop") if name in options
+    }
+    more = {name: value for name, value in options.items() if name not in openai_options}
+    request = {"temperature": 0.0, **openai_options}
+    choice = client.completions.create(
+        model="demo", prompt=PROMPT, max_tokens=16, extra_body=more, **request
     ).choices[0]
     expected = said(model, PROMPT, sampling=options)
-    assert (found.text, found.finish_reason) == (expected.text, expected.finish_reason)
+    assert (choice.text, choice.finish_reason) == (expected.text, expected.finish_reason)
 
 
 def test_prompts_of_all_forms(client: Any, model: Model) -> None:
@@ -102,21 +109,23 @@ def test_prompts_of_all_forms(client: Any, model: Model) -> None:
         (ids, [PROMPT, OTHER]),
         ([PROMPT], [PROMPT]),
     ):
-        found = client.completions.create(model="demo", prompt=prompt, temperature=0, max_tokens=8)
-        assert [c.text for c in found.choices] == [
-            said(model, own, max_tokens=8).text for own in expected
+        completion = client.completions.create(
+            model="demo", prompt=prompt, temperature=0, max_tokens=8
+        )
+        assert [c.text for c in completion.choices] == [
+            said(model, text, max_tokens=8).text for text in expected
         ]
-        assert [c.index for c in found.choices] == [*range(len(expected))]
+        assert [c.index for c in completion.choices] == [*range(len(expected))]
 
 
 def test_several_completions_of_a_prompt(client: Any, model: Model) -> None:
-    found = client.completions.create(
+    completion = client.completions.create(
         model="demo", prompt=[PROMPT, OTHER], n=3, seed=2, max_tokens=8
     )
     sampling = SamplingParams(temperature=1.0, n=3, seed=2)
     expected = generate(model, [PROMPT, OTHER], sampling=sampling, max_tokens=8)
-    assert [c.text for c in found.choices] == [c.text for c in expected]
-    assert len({c.text for c in found.choices}) > 2
+    assert [c.text for c in completion.choices] == [c.text for c in expected]
+    assert len({c.text for c in completion.choices}) > 2
 
 
 @pytest.mark.parametrize(
@@ -126,62 +135,67 @@ def test_several_completions_of_a_prompt(client: Any, model: Model) -> None:
 def test_a_stream_is_what_is_returned_whole(
     client: Any, options: dict[str, Any], logprobs: int | None
 ) -> None:
-    asked: dict[str, Any] = {
+    request: dict[str, Any] = {
         "model": "demo",
         "prompt": [PROMPT, OTHER],
         "max_tokens": 12,
         "logprobs": logprobs,
     }
-    asked |= {"temperature": 1.0 if "seed" in options else 0.0, **options}
-    whole = client.completions.create(**asked)
+    request |= {"temperature": 1.0 if "seed" in options else 0.0, **options}
+    whole = client.completions.create(**request)
     texts: dict[int, str] = {}
     reasons: dict[int, str | None] = {}
     tokens: dict[int, list[Any]] = {}
     usage = None
     for chunk in client.completions.create(
-        **asked, stream=True, stream_options={"include_usage": True}
+        **request, stream=True, stream_options={"include_usage": True}
     ):
         usage = chunk.usage or usage
         for choice in chunk.choices:
             texts[choice.index] = texts.get(choice.index, "") + choice.text
             reasons[choice.index] = choice.finish_reason
             if choice.logprobs is not None:
-                own = choice.logprobs
+                choice_logprobs = choice.logprobs
                 tokens.setdefault(choice.index, []).extend(
-                    zip(own.tokens, own.token_logprobs, own.text_offset, strict=True)
+                    zip(
+                        choice_logprobs.tokens,
+                        choice_logprobs.token_logprobs,
+                        choice_logprobs.text_offset,
+                        strict=True,
+                    )
                 )
     assert texts == {c.index: c.text for c in whole.choices}
     assert reasons == {c.index: c.finish_reason for c in whole.choices}
     assert usage == whole.usage
     for choice in whole.choices if logprobs else ():
-        own = choice.logprobs
+        choice_logprobs = choice.logprobs
         streamed = tokens[choice.index]
         assert [(text, offset) for text, _, offset in streamed] == [
-            *zip(own.tokens, own.text_offset, strict=True)
+            *zip(choice_logprobs.tokens, choice_logprobs.text_offset, strict=True)
         ]
         assert [value for _, value, _ in streamed] == [
-            pytest.approx(value, abs=1e-5) for value in own.token_logprobs
+            pytest.approx(value, abs=1e-5) for value in choice_logprobs.token_logprobs
         ]
 
 
 @pytest.mark.parametrize("echo", [False, True])
 def test_no_logprobs_beside_the_chosen_ones(client: Any, echo: bool) -> None:
     """As vLLM answers `logprobs: 0`."""
-    own = (
+    logprobs = (
         client.completions.create(model="demo", prompt=PROMPT, max_tokens=4, logprobs=0, echo=echo)
         .choices[0]
         .logprobs
     )
-    pairs = zip(own.tokens, own.token_logprobs, own.top_logprobs, strict=True)
+    pairs = zip(logprobs.tokens, logprobs.token_logprobs, logprobs.top_logprobs, strict=True)
     assert [top for _, _, top in pairs] == [
         None if value is None else {token: value}
-        for token, value in zip(own.tokens, own.token_logprobs, strict=True)
+        for token, value in zip(logprobs.tokens, logprobs.token_logprobs, strict=True)
     ]
 
 
 def test_logprobs_with_the_prompt_as_lm_eval_reads_them(client: Any, model: Model) -> None:
     ids = model.encode(PROMPT)
-    asked = {
+    request = {
         "model": "demo",
         "prompt": [ids],
         "max_tokens": 1,
@@ -189,12 +203,12 @@ def test_logprobs_with_the_prompt_as_lm_eval_reads_them(client: Any, model: Mode
         "logprobs": 1,
         "echo": True,
     }
-    own = client.completions.create(**asked).choices[0].logprobs
+    logprobs = client.completions.create(**request).choices[0].logprobs
     expected = said(model, ids, max_tokens=1, sampling={"prompt_logprobs": 1, "logprobs": 1})
-    assert own.token_logprobs[0] is None
-    assert own.token_logprobs[1:] == [*expected.prompt_logprobs, *expected.logprobs]
+    assert logprobs.token_logprobs[0] is None
+    assert logprobs.token_logprobs[1:] == [*expected.prompt_logprobs, *expected.logprobs]
     for place, (logprob, top) in enumerate(
-        zip(own.token_logprobs[1:], own.top_logprobs[1:], strict=True)
+        zip(logprobs.token_logprobs[1:], logprobs.top_logprobs[1:], strict=True)
     ):
         best = max(
             [*expected.prompt_top_logprobs, *expected.top_logprobs][place].items(),
@@ -206,15 +220,15 @@ def test_logprobs_with_the_prompt_as_lm_eval_reads_them(client: Any, model: Mode
 
 def test_a_chat(client: Any, model: Model) -> None:
     messages = [{"role": "system", "content": "Be short."}, {"role": "user", "content": "Hello"}]
-    found = client.chat.completions.create(
+    completion = client.chat.completions.create(
         model="demo", messages=messages, temperature=0, max_tokens=12
     )
     text = "system: Be short.\nuser: Hello\nassistant:"
     expected = said(
         model, list(model.tokenizer.encode(text, add_special_tokens=False).ids), max_tokens=12
     )
-    assert found.choices[0].message.content == expected.text
-    assert found.choices[0].message.role == "assistant"
+    assert completion.choices[0].message.content == expected.text
+    assert completion.choices[0].message.role == "assistant"
     parts = [
         {
             "role": "user",
@@ -228,31 +242,32 @@ def test_a_chat(client: Any, model: Model) -> None:
 
 
 def test_a_streamed_chat(client: Any) -> None:
-    asked: dict[str, Any] = {
+    request: dict[str, Any] = {
         "model": "demo",
         "messages": [{"role": "user", "content": "Hi"}],
         "max_tokens": 12,
     }
-    asked |= {"temperature": 0, "logprobs": True, "top_logprobs": 2}
-    whole = client.chat.completions.create(**asked).choices[0]
-    chunks = [*client.chat.completions.create(**asked, stream=True)]
+    request |= {"temperature": 0, "logprobs": True, "top_logprobs": 2}
+    whole = client.chat.completions.create(**request).choices[0]
+    chunks = [*client.chat.completions.create(**request, stream=True)]
     deltas = [chunk.choices[0].delta for chunk in chunks]
     assert deltas[0].role == "assistant"
     assert "".join(delta.content or "" for delta in deltas) == whole.message.content
     assert chunks[-1].choices[0].finish_reason == whole.finish_reason
     tokens = [
-        own
+        entry
         for chunk in chunks
         if chunk.choices[0].logprobs
-        for own in chunk.choices[0].logprobs.content
+        for entry in chunk.choices[0].logprobs.content
     ]
     # The second time the prompt is found in the prefix cache, and sums are made in another order.
-    assert [own.token for own in tokens] == [own.token for own in whole.logprobs.content]
-    assert [own.logprob for own in tokens] == pytest.approx(
-        [own.logprob for own in whole.logprobs.content], abs=1e-5
+    assert [entry.token for entry in tokens] == [entry.token for entry in whole.logprobs.content]
+    assert [entry.logprob for entry in tokens] == pytest.approx(
+        [entry.logprob for entry in whole.logprobs.content], abs=1e-5
     )
     assert all(
-        len(own.top_logprobs) == 2 and bytes(own.bytes).decode() == own.token for own in tokens
+        len(entry.top_logprobs) == 2 and bytes(entry.bytes).decode() == entry.token
+        for entry in tokens
     )
 
 
@@ -263,17 +278,17 @@ def test_asynchronous_clients_at_once(server: Served, model: Model) -> None:
         async with openai.AsyncOpenAI(
             base_url=f"{server.url}/v1", api_key="none", max_retries=0
         ) as client:
-            asked = (
-                client.completions.create(model="demo", prompt=own, temperature=0, max_tokens=9)
-                for own in prompts
+            requests = (
+                client.completions.create(model="demo", prompt=prompt, temperature=0, max_tokens=9)
+                for prompt in prompts
             )
-            return [found.choices[0].text for found in await asyncio.gather(*asked)]
+            return [completion.choices[0].text for completion in await asyncio.gather(*requests)]
 
-    assert asyncio.run(ask()) == [said(model, own, max_tokens=9).text for own in prompts]
+    assert asyncio.run(ask()) == [said(model, prompt, max_tokens=9).text for prompt in prompts]
 
 
 @pytest.mark.parametrize(
-    ("asked", "kind", "param", "words"),
+    ("fields", "kind", "param", "words"),
     [
         ({"model": "other"}, "NotFoundError", "model", "does not exist; this server has demo"),
         ({"temperature": -1}, "BadRequestError", None, "a finite number >= 0"),
@@ -330,15 +345,15 @@ def test_asynchronous_clients_at_once(server: Served, model: Model) -> None:
     ids=str,
 )
 def test_errors_in_the_form_of_openai(
-    client: Any, asked: dict[str, Any], kind: str, param: Any, words: str
+    client: Any, fields: dict[str, Any], kind: str, param: Any, words: str
 ) -> None:
-    with pytest.raises(openai.APIStatusError) as found:
-        client.completions.create(**{"model": "demo", "prompt": PROMPT, "max_tokens": 4, **asked})
-    assert type(found.value).__name__ == kind
-    assert found.value.param == param
-    assert words in found.value.body["message"]
+    with pytest.raises(openai.APIStatusError) as error:
+        client.completions.create(**{"model": "demo", "prompt": PROMPT, "max_tokens": 4, **fields})
+    assert type(error.value).__name__ == kind
+    assert error.value.param == param
+    assert words in error.value.body["message"]
 
 
 def test_models(client: Any) -> None:
-    [found] = client.models.list().data
-    assert (found.id, found.max_model_len) == ("demo", 128)
+    [model_card] = client.models.list().data
+    assert (model_card.id, model_card.max_model_len) == ("demo", 128)

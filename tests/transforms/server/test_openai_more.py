@@ -58,8 +58,8 @@ class Shape(pydantic.BaseModel):
 @pytest.fixture(scope="module")
 def wide(model: Model) -> Iterator[Served]:
     limits = EngineLimits(max_num_reqs=4, max_num_tokens=64, max_model_len=256)
-    with served(model, limits=limits) as found:
-        yield found
+    with served(model, limits=limits) as running_server:
+        yield running_server
 
 
 def open_client(server: Served, **options: Any) -> Any:
@@ -70,29 +70,29 @@ def open_client(server: Served, **options: Any) -> Any:
 
 @pytest.fixture
 def client(wide: Served) -> Iterator[Any]:
-    with open_client(wide) as found:
-        yield found
+    with open_client(wide) as openai_client:
+        yield openai_client
 
 
 @pytest.mark.parametrize("kind", [Size, Shape], ids=["fields", "a union"])
 @pytest.mark.parametrize("seed", [1, 2])
 def test_a_parsed_chat(client: Any, kind: Any, seed: int) -> None:
-    found = client.chat.completions.parse(**PARSED, seed=seed, response_format=kind)
-    assert isinstance(found.choices[0].message.parsed, kind)
+    completion = client.chat.completions.parse(**PARSED, seed=seed, response_format=kind)
+    assert isinstance(completion.choices[0].message.parsed, kind)
 
 
 def test_a_parsed_chat_as_a_stream(client: Any) -> None:
     with client.chat.completions.stream(**PARSED, seed=3, response_format=Size) as events:
         kinds = {event.type for event in events}
-        found = events.get_final_completion()
+        completion = events.get_final_completion()
     assert {"chunk", "content.delta", "content.done"} <= kinds
-    assert isinstance(found.choices[0].message.parsed, Size)
+    assert isinstance(completion.choices[0].message.parsed, Size)
 
 
 def test_a_parsed_chat_that_is_cut(client: Any) -> None:
-    with pytest.raises(openai.LengthFinishReasonError) as found:
+    with pytest.raises(openai.LengthFinishReasonError) as error:
         client.chat.completions.parse(**CHAT, response_format=Size)
-    assert found.value.completion.choices[0].finish_reason == "length"
+    assert error.value.completion.choices[0].finish_reason == "length"
 
 
 @pytest.mark.parametrize(
@@ -109,13 +109,13 @@ def test_a_parsed_chat_that_is_cut(client: Any) -> None:
             },
         },
     ],
-    ids=lambda own: own["type"],
+    ids=lambda argument: argument["type"],
 )
 def test_response_formats(client: Any, form: Any) -> None:
-    found = client.chat.completions.create(
+    completion = client.chat.completions.create(
         **{**CHAT, "max_tokens": 60}, response_format=form, temperature=0
     )
-    text = found.choices[0].message.content
+    text = completion.choices[0].message.content
     if form["type"] == "json_schema":
         assert int(text) <= 9
     elif form["type"] == "json_object":
@@ -133,10 +133,10 @@ def test_a_schema_that_is_not_kept_to(client: Any) -> None:
 
 def test_models_by_name(client: Any) -> None:
     assert client.models.retrieve("demo").id == "demo"
-    assert [own.id for own in client.models.list()] == ["demo"]
-    with pytest.raises(openai.NotFoundError, match="does not exist; this server has demo") as found:
+    assert [model_card.id for model_card in client.models.list()] == ["demo"]
+    with pytest.raises(openai.NotFoundError, match="does not exist; this server has demo") as error:
         client.models.retrieve("a/b")
-    assert found.value.code == "model_not_found"
+    assert error.value.code == "model_not_found"
 
 
 def test_other_routes_are_not_found(client: Any) -> None:
@@ -145,55 +145,57 @@ def test_other_routes_are_not_found(client: Any) -> None:
 
 
 def test_raw_answers(client: Any) -> None:
-    found = client.completions.with_raw_response.create(**ASKED)
-    assert (found.status_code, found.headers["content-type"]) == (200, "application/json")
-    assert found.parse().choices[0].text == json.loads(found.text)["choices"][0]["text"]
+    response = client.completions.with_raw_response.create(**ASKED)
+    assert (response.status_code, response.headers["content-type"]) == (200, "application/json")
+    assert response.parse().choices[0].text == json.loads(response.text)["choices"][0]["text"]
     with client.completions.with_streaming_response.create(**ASKED) as streamed:
-        assert streamed.json()["choices"][0]["text"] == found.parse().choices[0].text
+        assert streamed.json()["choices"][0]["text"] == response.parse().choices[0].text
 
 
 def test_chats_of_several_choices(client: Any) -> None:
-    found = client.chat.completions.create(**CHAT, n=3, seed=1)
-    assert [own.index for own in found.choices] == [0, 1, 2]
-    assert found.usage.completion_tokens <= 24
+    completion = client.chat.completions.create(**CHAT, n=3, seed=1)
+    assert [choice.index for choice in completion.choices] == [0, 1, 2]
+    assert completion.usage.completion_tokens <= 24
     again = client.chat.completions.create(**CHAT, n=3, seed=1)
-    assert [own.message.content for own in again.choices] == [
-        own.message.content for own in found.choices
+    assert [choice.message.content for choice in again.choices] == [
+        choice.message.content for choice in completion.choices
     ]
 
 
 def test_the_same_seed_is_the_same_text_and_another_is_not(client: Any) -> None:
-    asked = {**ASKED, "temperature": 1.0, "max_tokens": 24}
-    texts = [client.completions.create(**asked, seed=seed).choices[0].text for seed in (1, 1, 2)]
+    request = {**ASKED, "temperature": 1.0, "max_tokens": 24}
+    texts = [client.completions.create(**request, seed=seed).choices[0].text for seed in (1, 1, 2)]
     assert texts[0] == texts[1] != texts[2]
 
 
 @pytest.mark.parametrize("top", [0, 1, 5])
 def test_logprobs_of_chats(client: Any, top: int) -> None:
-    found = client.chat.completions.create(**CHAT, logprobs=True, top_logprobs=top, temperature=0)
-    content = found.choices[0].logprobs.content
-    assert "".join(own.token for own in content) == found.choices[0].message.content
-    assert all(len(own.top_logprobs) == top for own in content)
+    completion = client.chat.completions.create(
+        **CHAT, logprobs=True, top_logprobs=top, temperature=0
+    )
+    content = completion.choices[0].logprobs.content
+    assert "".join(entry.token for entry in content) == completion.choices[0].message.content
+    assert all(len(entry.top_logprobs) == top for entry in content)
     if top:
-        assert all(own.logprob == own.top_logprobs[0].logprob for own in content), "greedy"
+        assert all(entry.logprob == entry.top_logprobs[0].logprob for entry in content), "greedy"
 
 
 @pytest.mark.parametrize("bias", [100.0, -100.0])
 def test_logit_bias(client: Any, model: Model, bias: float) -> None:
     [token] = model.encode("q")
-    found = client.completions.create(**ASKED, logit_bias={str(token): bias}).choices[0].text
-    assert (found == "q" * 8) if bias > 0 else ("q" not in found)
+    text = client.completions.create(**ASKED, logit_bias={str(token): bias}).choices[0].text
+    assert (text == "q" * 8) if bias > 0 else ("q" not in text)
 
 
 @pytest.mark.parametrize("usage", [True, False])
 @pytest.mark.parametrize("kind", ["completions", "chats"])
 def test_the_usage_of_a_stream(client: Any, kind: str, usage: bool) -> None:
-    create, asked = (
+    create, request = (
         (client.completions.create, ASKED)
         if kind == "completions"
         else (client.chat.completions.create, CHAT)
     )
-    chunks = [*create(**asked, stream=True, stream_options={"include_usage": usage})]
+    chunks = [*create(**request, stream=True, stream_options={"include_usage": usage})]
     assert all(chunk.usage is None for chunk in chunks[:-1])
     assert (chunks[-1].usage is not None) == usage
     assert (chunks[-1].choices == []) == usage
@@ -201,13 +203,15 @@ def test_the_usage_of_a_stream(client: Any, kind: str, usage: bool) -> None:
 
 @pytest.mark.parametrize("stop", ["e", ["zzz", "r"], [" "]], ids=str)
 def test_stops_are_not_in_the_text(client: Any, stop: Any) -> None:
-    found = client.completions.create(**{**ASKED, "max_tokens": 40}, stop=stop).choices[0]
-    assert not any(own in found.text for own in ([stop] if isinstance(stop, str) else stop))
-    assert found.finish_reason == "stop"
+    choice = client.completions.create(**{**ASKED, "max_tokens": 40}, stop=stop).choices[0]
+    assert not any(
+        stop_string in choice.text for stop_string in ([stop] if isinstance(stop, str) else stop)
+    )
+    assert choice.finish_reason == "stop"
 
 
 @pytest.mark.parametrize(
-    ("asked", "kind", "status"),
+    ("fields", "kind", "status"),
     [
         ({"model": "other"}, openai.NotFoundError, 404),
         ({"max_tokens": 10**6}, openai.BadRequestError, 400),
@@ -221,17 +225,19 @@ def test_stops_are_not_in_the_text(client: Any, stop: Any) -> None:
         ({"prompt": ["a"] * 60, "n": 2}, openai.BadRequestError, 400),
         ({"extra_body": {"unknown": 1}}, openai.BadRequestError, 400),
     ],
-    ids=lambda own: str(own)[:30],
+    ids=lambda argument: str(argument)[:30],
 )
-def test_errors_are_of_their_classes(client: Any, asked: Any, kind: Any, status: int) -> None:
-    if asked.get("prompt") == "\ud800":  # the client itself cannot encode it, another one can
-        asked = {"extra_body": {"prompt": "x"}, "extra_headers": {"x-raw": "1"}}
-        found = client.with_options()._client.post("completions", content=b'{"prompt": "\\ud800"}')
-        assert found.status_code == status
-        assert "half of a surrogate pair" in found.json()["error"]["message"]
+def test_errors_are_of_their_classes(client: Any, fields: Any, kind: Any, status: int) -> None:
+    if fields.get("prompt") == "\ud800":  # the client itself cannot encode it, another one can
+        fields = {"extra_body": {"prompt": "x"}, "extra_headers": {"x-raw": "1"}}
+        response = client.with_options()._client.post(
+            "completions", content=b'{"prompt": "\\ud800"}'
+        )
+        assert response.status_code == status
+        assert "half of a surrogate pair" in response.json()["error"]["message"]
         return
     with pytest.raises(kind) as error:
-        client.completions.create(**{**ASKED, **asked})
+        client.completions.create(**{**ASKED, **fields})
     assert error.value.status_code == status
     assert error.value.type == "invalid_request_error"
 
@@ -239,11 +245,11 @@ def test_errors_are_of_their_classes(client: Any, asked: Any, kind: Any, status:
 def test_a_context_that_is_too_long_has_openais_code(client: Any) -> None:
     with pytest.raises(
         openai.BadRequestError, match="This model's maximum context length is 256 tokens"
-    ) as found:
+    ) as error:
         client.chat.completions.create(
             **{**CHAT, "messages": [{"role": "user", "content": "a" * 300}]}
         )
-    assert found.value.code == "context_length_exceeded"
+    assert error.value.code == "context_length_exceeded"
 
 
 MESSAGES: dict[str, tuple[list[dict[str, Any]], str]] = {
@@ -263,10 +269,10 @@ MESSAGES: dict[str, tuple[list[dict[str, Any]], str]] = {
 
 @pytest.mark.parametrize("name", MESSAGES)
 def test_a_message_that_lacks_something_is_refused(client: Any, name: str) -> None:
-    messages, seen = MESSAGES[name]
-    with pytest.raises(openai.BadRequestError) as found:
+    messages, problem = MESSAGES[name]
+    with pytest.raises(openai.BadRequestError) as error:
         client.chat.completions.create(**{**CHAT, "messages": messages})
-    assert seen in found.value.message
+    assert problem in error.value.message
 
 
 def test_a_message_of_an_assistant_may_be_null(client: Any) -> None:
@@ -280,10 +286,10 @@ def test_a_key(model: Model) -> None:
             assert client.completions.create(**ASKED).choices[0].text
         with (
             open_client(server, api_key="other") as client,
-            pytest.raises(openai.AuthenticationError) as found,
+            pytest.raises(openai.AuthenticationError) as error,
         ):
             client.models.list()
-        assert found.value.code == "invalid_api_key"
+        assert error.value.code == "invalid_api_key"
 
 
 def test_a_busy_server_is_asked_again(model: Model) -> None:
@@ -295,14 +301,14 @@ def test_a_busy_server_is_asked_again(model: Model) -> None:
             async with openai.AsyncOpenAI(
                 base_url=f"{server.url}/v1", api_key="none", max_retries=retries
             ) as client:
-                asked = (client.completions.create(**LONG) for _ in range(3))
-                return await asyncio.gather(*asked, return_exceptions=True)
+                requests = (client.completions.create(**LONG) for _ in range(3))
+                return await asyncio.gather(*requests, return_exceptions=True)
 
-        refused = [own for own in asyncio.run(ask(0)) if isinstance(own, Exception)]
+        refused = [result for result in asyncio.run(ask(0)) if isinstance(result, Exception)]
         assert refused
-        assert {type(own) for own in refused} == {openai.RateLimitError}
-        assert {own.response.headers["retry-after"] for own in refused} == {"1"}
-        assert len({own.choices[0].text for own in asyncio.run(ask(8))}) == 1
+        assert {type(result) for result in refused} == {openai.RateLimitError}
+        assert {result.response.headers["retry-after"] for result in refused} == {"1"}
+        assert len({result.choices[0].text for result in asyncio.run(ask(8))}) == 1
 
 
 def test_a_time_out_of_the_client_ends_its_request(
@@ -383,9 +389,9 @@ def test_a_request_that_takes_too_long(model: Model) -> None:
         served(model, limits_of=ServerLimits(timeout=0.01)) as server,
         open_client(server) as client,
     ):
-        with pytest.raises(openai.InternalServerError, match=r"no end within 0.01 s") as found:
+        with pytest.raises(openai.InternalServerError, match=r"no end within 0.01 s") as error:
             client.completions.create(**LONG)
-        assert found.value.status_code == 504
+        assert error.value.status_code == 504
         with pytest.raises(openai.APIError, match=r"no end within 0.01 s"):
             [*client.completions.create(**{**LONG, "n": 4}, stream=True)]
 
@@ -398,14 +404,14 @@ def test_an_engine_that_fails(model: Model, monkeypatch: pytest.MonkeyPatch) -> 
         monkeypatch.setattr(Engine, "step", step)
         with pytest.raises(openai.InternalServerError, match="a device that is gone"):
             client.completions.create(**LONG)
-        with pytest.raises(openai.InternalServerError, match="a device that is gone") as found:
+        with pytest.raises(openai.InternalServerError, match="a device that is gone") as error:
             client.completions.create(**LONG)
-        assert (found.value.status_code, found.value.response.headers["retry-after"]) == (503, "1")
+        assert (error.value.status_code, error.value.response.headers["retry-after"]) == (503, "1")
 
 
 def test_fields_that_say_nothing_about_the_completion(client: Any) -> None:
-    found = client.chat.completions.create(
+    completion = client.chat.completions.create(
         **CHAT, user="me", metadata={"a": "b"}, store=False, temperature=0
     )
-    assert found.choices[0].message.role == "assistant"
-    assert found.system_fingerprint is None or isinstance(found.system_fingerprint, str)
+    assert completion.choices[0].message.role == "assistant"
+    assert completion.system_fingerprint is None or isinstance(completion.system_fingerprint, str)

@@ -49,8 +49,8 @@ BODIES = [
 
 @pytest.fixture(scope="module")
 def remote(model: Model) -> Iterator[Served]:
-    with served(model, remote=socket.socketpair()) as found:
-        yield found
+    with served(model, remote=socket.socketpair()) as running_server:
+        yield running_server
 
 
 def post(server: Served, body: Any = BODY) -> Any:
@@ -64,8 +64,8 @@ def until(holds: Callable[[], bool]) -> None:
         time.sleep(0.01)
 
 
-def without_names(found: Any) -> Any:
-    return {name: own for name, own in found.json().items() if name not in ("id", "created")}
+def without_names(response: Any) -> Any:
+    return {name: value for name, value in response.json().items() if name not in ("id", "created")}
 
 
 @pytest.mark.parametrize("body", BODIES, ids=str)
@@ -74,20 +74,20 @@ def test_an_answer_is_that_of_one_process(
 ) -> None:
     if "response_format" in body:
         pytest.importorskip("xgrammar")
-    own = post(remote, body)
+    response = post(remote, body)
     other = post(server, body)
-    assert own.status_code == other.status_code
-    if own.status_code != 200:  # requests are named in the order of their arrival
-        assert own.json()["error"]["type"] == other.json()["error"]["type"]
+    assert response.status_code == other.status_code
+    if response.status_code != 200:  # requests are named in the order of their arrival
+        assert response.json()["error"]["type"] == other.json()["error"]["type"]
         return
-    left = without_names(own)
+    left = without_names(response)
     right = without_names(other)
     for choice, against in zip(left["choices"], right["choices"], strict=True):
-        numbers, others = (
-            found.pop("logprobs") or {"token_logprobs": []} for found in (choice, against)
+        numbers, other_numbers = (
+            entry.pop("logprobs") or {"token_logprobs": []} for entry in (choice, against)
         )
-        assert numbers["token_logprobs"] == pytest.approx(others["token_logprobs"], abs=1e-5)
-        assert numbers.get("tokens") == others.get("tokens")
+        assert numbers["token_logprobs"] == pytest.approx(other_numbers["token_logprobs"], abs=1e-5)
+        assert numbers.get("tokens") == other_numbers.get("tokens")
         assert len(choice.pop("prompt_logprobs", [])) == len(against.pop("prompt_logprobs", []))
     assert left == right
 
@@ -108,42 +108,42 @@ def test_a_client_that_goes_frees_its_pages(model: Model, monkeypatch: pytest.Mo
         return abort(engine, id)
 
     monkeypatch.setattr(Engine, "abort", noted)
-    with served(model, remote=socket.socketpair()) as found:
+    with served(model, remote=socket.socketpair()) as server:
         raw = json.dumps(
             {**BODY, "max_tokens": 100, "ignore_eos": True, "n": 4, "stream": True}
         ).encode()
         head = f"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: {len(raw)}\r\n\r\n".encode()
-        with socket.create_connection(("127.0.0.1", found.port)) as client:
+        with socket.create_connection(("127.0.0.1", server.port)) as client:
             client.sendall(head + raw)
             assert client.recv(10)
         until(lambda: bool(aborted))
-        assert post(found).status_code == 200
+        assert post(server).status_code == 200
 
 
 def test_a_step_that_raises_is_told_to_all(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
-    with served(model, remote=socket.socketpair()) as found:
-        assert post(found).status_code == 200
+    with served(model, remote=socket.socketpair()) as server:
+        assert post(server).status_code == 200
 
         def step(_: Engine) -> Any:
             raise ArithmeticError("the device is gone")
 
         monkeypatch.setattr(Engine, "step", step)
-        first = post(found)
+        first = post(server)
         assert (first.status_code, "ArithmeticError: the device is gone" in first.text) == (
             500,
             True,
         )
-        assert httpx.get(f"{found.url}/health").status_code == 503
-        assert not found.host.is_final, "it goes on to say so"
+        assert httpx.get(f"{server.url}/health").status_code == 503
+        assert not server.host.is_final, "it goes on to say so"
 
 
 def test_an_engine_whose_process_has_gone(model: Model) -> None:
     ours, theirs = socket.socketpair()
-    with served(model, remote=(ours, theirs)) as found:
-        assert post(found).status_code == 200
+    with served(model, remote=(ours, theirs)) as server:
+        assert post(server).status_code == 200
         theirs.shutdown(socket.SHUT_RDWR)
-        until(lambda: found.host.is_final)
-        again = post(found)
+        until(lambda: server.host.is_final)
+        again = post(server)
         assert again.status_code == 503
         assert "the process of the engine has ended" in again.json()["error"]["message"]
 
@@ -153,13 +153,13 @@ def test_messages_in_any_pieces(messages: list[Any], size: int) -> None:
     raw = b"".join(map(pack, messages))
     unpacker = Unpacker()
     pieces = [raw[place : place + size] for place in range(0, len(raw), size)]
-    assert [own for piece in pieces for own in unpacker.feed(piece)] == messages
+    assert [message for piece in pieces for message in unpacker.feed(piece)] == messages
 
 
 def test_errors_travel() -> None:
     error = RequestError("a call", "seen", "instead")
     again = pickle.loads(pickle.dumps(error))
-    assert (type(again), str(again), again.seen) == (RequestError, str(error), "seen")
+    assert (type(again), str(again), again.problem) == (RequestError, str(error), "seen")
 
 
 @given(st.lists(st.lists(st.integers(0, 255), max_size=6), min_size=1, max_size=12))
@@ -183,8 +183,14 @@ def test_all_lists_of_a_completion_travel() -> None:
     """A list that `CompletionState` gains is one that clients may ask for, unless it is made of the
     tokens."""
     lists = {field.name for field in attrs.fields(CompletionState) if "list[" in str(field.type)}
-    made = {"token_ids", "_captured", "_shown", "ranks"}  # no answer has ranks of generated tokens
-    assert lists - made == {*PER_TOKEN, *PER_PROMPT}
+    # No answer has ranks of generated tokens
+    internal = {
+        "token_ids",
+        "_captured",
+        "_shown",
+        "ranks",
+    }
+    assert lists - internal == {*PER_TOKEN, *PER_PROMPT}
 
 
 @pytest.mark.parametrize(("kind", "body"), [(TextForm, CompletionRequest), (ChatForm, ChatRequest)])
@@ -200,38 +206,40 @@ def test_all_lists_of_a_completion_travel() -> None:
 def test_events_are_the_chunks(kind: Any, body: Any, more: dict[str, Any]) -> None:
     if kind is ChatForm:
         options = {"logprobs": True} if "logprobs" in more else more
-        given = body.model_validate({"messages": [{"role": "user", "content": "a"}], **options})
+        request = body.model_validate({"messages": [{"role": "user", "content": "a"}], **options})
     else:
-        given = body.model_validate({"prompt": "a", "n": 2, **more})
+        request = body.model_validate({"prompt": "a", "n": 2, **more})
     add = Add(
         prompt=[1], sampling=SamplingParams(temperature=1.0, n=2, detokenize=False), max_tokens=9
     )
-    asked = Asked(given, [add], Writer("id", "demo", None, created=1))
-    form: Form = kind(asked, given, [""]) if kind is TextForm else kind(asked, given)
+    checked_request = Asked(request, [add], Writer("id", "demo", None, created=1))
+    form: Form = (
+        kind(checked_request, request, [""]) if kind is TextForm else kind(checked_request, request)
+    )
     progress = Progress(add, 0, 0, None, frozenset())
     for text, reason in (("a", None), ('"\n\u00e9\U0001f600\0', None), ("", None), ("end", "stop")):
         extra = {"logprobs": [-1.0], "top_logprobs": [{5: -1.0}]} if "logprobs" in more else {}
         part = form.choices[0].add(progress.add([("x", 0, [5], text, reason, extra)]))
-        found = form.events(part)
-        assert found == b"".join(map(event, form.chunks(part)))
+        events = form.events(part)
+        assert events == b"".join(map(event, form.chunks(part)))
 
 
 def test_outputs_that_were_not_taken_are_one(model: Model) -> None:
     """A client that reads nothing keeps nobody waiting, and finds all tokens in one output."""
 
-    async def ask(found: Served) -> list[int]:
+    async def ask(server: Served) -> list[int]:
         add = Add(
             prompt=[5, 6], sampling=SamplingParams(ignore_eos=True, detokenize=False), max_tokens=30
         )
         sizes = list[int]()
-        async for outputs in found.host.stream([add]):
-            sizes += [len(own.token_ids) for own in outputs]
+        async for outputs in server.host.stream([add]):
+            sizes += [len(output.token_ids) for output in outputs]
             await asyncio.sleep(0.2)
         return sizes
 
-    with served(model) as found:
-        loop = found.host._loop
-        sizes = asyncio.run_coroutine_threadsafe(ask(found), loop).result(30)
+    with served(model) as server:
+        loop = server.host._loop
+        sizes = asyncio.run_coroutine_threadsafe(ask(server), loop).result(30)
     assert sum(sizes) == 30
     assert max(sizes) > 1
 
@@ -251,8 +259,8 @@ def test_tokens_without_special_ones_as_vllm_bench_serve_asks_for_them(model: Mo
     tokenizer.post_processor = TemplateProcessing(
         single="a $A", special_tokens=[("a", model.encode("a")[0])]
     )
-    with served(attrs.evolve(model, tokenizer=tokenizer)) as found:
+    with served(attrs.evolve(model, tokenizer=tokenizer)) as server:
         for special, text in ((True, "aThe"), (False, "The")):
             body = {"model": "demo", "prompt": "The", "add_special_tokens": special}
-            tokens = httpx.post(f"{found.url}/tokenize", json=body).json()["tokens"]
+            tokens = httpx.post(f"{server.url}/tokenize", json=body).json()["tokens"]
             assert model.decode(tokens) == text

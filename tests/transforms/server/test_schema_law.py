@@ -103,9 +103,9 @@ def parses(walker: Walker, schema: Any, seed: int) -> str:
 @given(kept_schemas(), st.integers(0, 10**6))
 @settings(max_examples=150, deadline=None)
 def test_an_answer_parses_under_its_schema(walker: Walker, schema: Any, seed: int) -> None:
-    found = parses(walker, schema, seed)
-    event(found)
-    assert found != "refused"
+    outcome = parses(walker, schema, seed)
+    event(outcome)
+    assert outcome != "refused"
 
 
 @given(odd_schemas(), st.integers(0, 10**6))
@@ -156,7 +156,7 @@ def test_the_law_catches_a_mask_that_is_one_token_late(
 
 
 @pytest.mark.parametrize(
-    ("pattern", "fits", "others"),
+    ("pattern", "fits", "misfits"),
     [
         ("[^a]", 'b\n"', "a"),
         (r"\d{2,3}", ["12", "123"], ["1", "1234", "١٢"]),
@@ -165,10 +165,10 @@ def test_the_law_catches_a_mask_that_is_one_token_late(
         (".", "xé\t", "\n"),
     ],
 )
-def test_a_pattern_means_what_it_means_in_python(pattern: str, fits: Any, others: Any) -> None:
+def test_a_pattern_means_what_it_means_in_python(pattern: str, fits: Any, misfits: Any) -> None:
     written = rewrite("call", pattern, in_json=False)
     quoted = rewrite("call", pattern, in_json=True)
-    for texts, matches in ((fits, True), (others, False)):
+    for texts, matches in ((fits, True), (misfits, False)):
         for text in texts:
             assert bool(re.fullmatch(written, text)) is matches, (written, text)
             assert (
@@ -190,12 +190,12 @@ def test_a_pattern_means_what_it_means_in_python(pattern: str, fits: Any, others
         ("\0", "has a set without a character that a text may have"),
         ("(", "missing ), unterminated subpattern"),
     ],
-    ids=lambda own: own[:20],
+    ids=lambda argument: argument[:20],
 )
 def test_patterns_that_cannot_be_kept(pattern: str, words: str) -> None:
-    with pytest.raises(RequestError) as found:
+    with pytest.raises(RequestError) as error:
         rewrite("call", pattern, in_json=False)
-    assert words in str(found.value)
+    assert words in str(error.value)
 
 
 @pytest.mark.parametrize(
@@ -224,9 +224,9 @@ def test_patterns_that_cannot_be_kept(pattern: str, words: str) -> None:
     ids=str,
 )
 def test_schemas_that_cannot_be_kept_to(schema: Any, words: str) -> None:
-    with pytest.raises(RequestError) as found:
+    with pytest.raises(RequestError) as error:
         schemas.rewrite_schema("call", schema)
-    assert words in str(found.value)
+    assert words in str(error.value)
 
 
 @attrs.frozen
@@ -247,9 +247,9 @@ def bounded() -> Any:
     tokens = Tokens.of(
         Vocabulary(model.tokenizer, model.config.vocab_size), model.config.eos_token_ids
     )
-    found = Bounded(Grammars(tokens, limits), Masks(tokens, limits.budget))
-    yield found
-    found.grammars.close()
+    bounded_grammars = Bounded(Grammars(tokens, limits), Masks(tokens, limits.budget))
+    yield bounded_grammars
+    bounded_grammars.grammars.close()
 
 
 @pytest.mark.parametrize(
@@ -281,9 +281,9 @@ def bounded() -> Any:
 def test_grammars_beyond_the_limits_are_refused_and_the_next_is_compiled(
     bounded: Bounded, form: Any, words: str
 ) -> None:
-    with pytest.raises(RequestError) as found:
+    with pytest.raises(RequestError) as error:
         bounded.mask(form)
-    assert re.search(words, str(found.value))
+    assert re.search(words, str(error.value))
     assert bounded.mask({"type": "regex", "regex": "[ab]c"})([]) is not None
 
 
@@ -292,9 +292,9 @@ def test_a_grammar_that_is_not_compiled_in_time(
 ) -> None:
     bounded.mask({"type": "regex", "regex": "ba"})  # the process has started
     monkeypatch.setattr(bounded.grammars._compiler, "_limits", GrammarLimits(seconds=0))
-    with pytest.raises(RequestError) as found:
+    with pytest.raises(RequestError) as error:
         bounded.mask({"type": "grammar", "grammar": 'root ::= ("a" | root "b" root){40}'})
-    assert "a grammar that is not compiled within 0 s" in str(found.value)
+    assert "a grammar that is not compiled within 0 s" in str(error.value)
 
 
 _NUMBERS = itertools.count()

@@ -25,9 +25,9 @@ def post(model: Model) -> Iterator[Post]:
     limits = EngineLimits(max_num_reqs=4, max_num_tokens=64, max_model_len=128)
 
     def ask(path: str, body: Any) -> Any:
-        found = client.post(path, json=body)
-        assert found.status_code == 200, found.text
-        return found
+        response = client.post(path, json=body)
+        assert response.status_code == 200, response.text
+        return response
 
     with (
         served(model, limits=limits) as server,
@@ -94,9 +94,9 @@ bodies = completions | chats
 
 def put_together(chunks: list[Any]) -> dict[int, Any]:
     """The choices of a stream, in the form of those of a whole answer."""
-    found: dict[int, Any] = {}
+    choices: dict[int, Any] = {}
     for chunk in chunks:
-        for own in chunk["choices"]:
+        for chunk_choice in chunk["choices"]:
             first = {
                 "text": "",
                 "role": None,
@@ -104,31 +104,33 @@ def put_together(chunks: list[Any]) -> dict[int, Any]:
                 "finish_reason": None,
                 "prompt_logprobs": None,
             }
-            choice = found.setdefault(own["index"], first)
-            delta = own.get("delta", {})
+            choice = choices.setdefault(chunk_choice["index"], first)
+            delta = chunk_choice.get("delta", {})
             assert choice["finish_reason"] is None, "a choice goes on after its end"
-            choice["text"] += own.get("text", delta.get("content")) or ""
+            choice["text"] += chunk_choice.get("text", delta.get("content")) or ""
             choice["role"] = delta.get("role") or choice["role"]
-            choice["finish_reason"] = own["finish_reason"]
-            choice["prompt_logprobs"] = own.get("prompt_logprobs") or choice["prompt_logprobs"]
-            if own["logprobs"] is not None:
+            choice["finish_reason"] = chunk_choice["finish_reason"]
+            choice["prompt_logprobs"] = (
+                chunk_choice.get("prompt_logprobs") or choice["prompt_logprobs"]
+            )
+            if chunk_choice["logprobs"] is not None:
                 before = choice["logprobs"] or {}
                 kept = {
                     name: value
-                    for name, value in own["logprobs"].items()
+                    for name, value in chunk_choice["logprobs"].items()
                     if isinstance(value, list)
                 }
                 choice["logprobs"] = {
                     name: [*before.get(name, []), *value] for name, value in kept.items()
                 }
-    return found
+    return choices
 
 
 def of_whole(choice: Any) -> Any:
     """A choice of a whole answer, as `put_together` writes it."""
     message = choice.get("message", {})
     logprobs = choice["logprobs"] and {
-        n: own for n, own in choice["logprobs"].items() if isinstance(own, list)
+        n: values for n, values in choice["logprobs"].items() if isinstance(values, list)
     }
     return {
         "text": choice["text"] if "text" in choice else message["content"],
@@ -146,7 +148,7 @@ def same(left: Any, right: Any) -> bool:
         return math.isclose(left, right, abs_tol=1e-4)
     if isinstance(left, dict) and isinstance(right, dict):
         return left.keys() == right.keys() and all(
-            same(own, right[name]) for name, own in left.items()
+            same(value, right[name]) for name, value in left.items()
         )
     if isinstance(left, list) and isinstance(right, list):
         return len(left) == len(right) and all(map(same, left, right))
@@ -156,7 +158,9 @@ def same(left: Any, right: Any) -> bool:
 def streamed_is_whole(post: Post, body: Any) -> None:
     """The law, for one request."""
     path = PATHS["prompt" if "prompt" in body else "messages"]
-    whole = post(path, {name: own for name, own in body.items() if name != "stream_options"}).json()
+    whole = post(
+        path, {name: value for name, value in body.items() if name != "stream_options"}
+    ).json()
     *lines, last = [
         line for line in post(path, {**body, "stream": True}).text.split("\n\n") if line
     ]
@@ -164,10 +168,10 @@ def streamed_is_whole(post: Post, body: Any) -> None:
     chunks = [json.loads(line.removeprefix("data: ")) for line in lines]
     assert len({(chunk["id"], chunk["created"], chunk["model"]) for chunk in chunks}) == 1
     expected = {choice["index"]: of_whole(choice) for choice in whole["choices"]}
-    found = put_together(chunks)
-    assert found.keys() == expected.keys()
+    streamed = put_together(chunks)
+    assert streamed.keys() == expected.keys()
     for index, choice in expected.items():
-        assert same(found[index], choice), f"streamed {found[index]}\nwhole {choice}"
+        assert same(streamed[index], choice), f"streamed {streamed[index]}\nwhole {choice}"
     if body.get("stream_options", {}).get("include_usage"):
         assert chunks[-1]["usage"] == whole["usage"]
         assert chunks[-1]["choices"] == []
@@ -186,9 +190,9 @@ def _text_lost(form: TextForm, part: Any) -> Any:
 
 
 def _no_end(form: ChatForm, part: Any) -> Any:
-    found = CHUNKS_OF_CHAT(form, part)
-    found[-1]["choices"][0]["finish_reason"] = None
-    return found
+    chunks = CHUNKS_OF_CHAT(form, part)
+    chunks[-1]["choices"][0]["finish_reason"] = None
+    return chunks
 
 
 def _logprobs_twice(choice: Choice, output: Any) -> Any:

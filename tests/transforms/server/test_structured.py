@@ -29,16 +29,16 @@ pytest.importorskip("xgrammar")
 @pytest.fixture(scope="module")
 def server() -> Iterator[Served]:
     limits = EngineLimits(max_num_reqs=8, max_num_tokens=64, max_model_len=256)
-    with served(load(DEMO, "cpu", "float32"), limits=limits) as found:
-        yield found
+    with served(load(DEMO, "cpu", "float32"), limits=limits) as running_server:
+        yield running_server
 
 
 def ask(server: Served, **body: Any) -> Any:
-    found = httpx.post(
+    response = httpx.post(
         f"{server.url}/v1/completions", json={"prompt": "The function", **body}, timeout=300
     )
-    assert found.status_code == 200, found.text
-    return found.json()["choices"]
+    assert response.status_code == 200, response.text
+    return response.json()["choices"]
 
 
 scalars = st.sampled_from(
@@ -48,7 +48,7 @@ names = st.sampled_from(["a", "size", "is_new", "list of", "x-y"])
 
 
 def objects(parts: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
-    def made(properties: dict[str, Any]) -> dict[str, Any]:
+    def closed_object(properties: dict[str, Any]) -> dict[str, Any]:
         closed = {"type": "object", "properties": properties, "additionalProperties": False}
         return {**closed, "required": [*properties]}
 
@@ -57,7 +57,7 @@ def objects(parts: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
         parts,
         st.integers(0, 3),
     )
-    return st.dictionaries(names, parts, min_size=1, max_size=3).map(made) | arrays
+    return st.dictionaries(names, parts, min_size=1, max_size=3).map(closed_object) | arrays
 
 
 schemas = objects(st.recursive(scalars, objects, max_leaves=4))
@@ -78,8 +78,10 @@ def test_an_answer_parses_under_its_schema(
     }
     if streams:
         sent = {"prompt": "The function", "stream": True, **body}
-        with httpx.stream("POST", f"{server.url}/v1/completions", json=sent, timeout=300) as found:
-            lines = [line.removeprefix("data: ") for line in found.iter_lines() if line]
+        with httpx.stream(
+            "POST", f"{server.url}/v1/completions", json=sent, timeout=300
+        ) as response:
+            lines = [line.removeprefix("data: ") for line in response.iter_lines() if line]
         chunks = [json.loads(line)["choices"][0] for line in lines[:-1]]
         assert lines[-1] == "[DONE]"
         texts = ["".join(c["text"] for c in chunks if c["index"] == index) for index in range(2)]
@@ -109,21 +111,21 @@ def test_a_model_without_an_end_is_refused_at_once(form: dict[str, str]) -> None
     """After a complete answer the mask would allow no token."""
     model = load(DEMO, "cpu", "float32")
     endless = attrs.evolve(model, config=attrs.evolve(model.config, eos_token_ids=()))
-    seen = "<any>, which has no end-of-sequence token that could follow a complete answer"
+    problem = "<any>, which has no end-of-sequence token that could follow a complete answer"
     instead = (
         "a checkpoint with eos_token_id in generation_config.json or config.json; or no"
         " response_format"
     )
-    with refused(RequestError, f"response_format of type '{form['type']}'", seen, instead):
+    with refused(RequestError, f"response_format of type '{form['type']}'", problem, instead):
         grammar_compiler(endless)(form)
     with served(
         endless, limits=EngineLimits(max_num_reqs=2, max_num_tokens=64, max_model_len=64)
     ) as server:
         body = {"prompt": "The function", "max_tokens": 4}
-        found = httpx.post(
+        response = httpx.post(
             f"{server.url}/v1/completions", json={**body, "response_format": form}, timeout=300
         )
-        assert (found.status_code, instead in found.text) == (400, True)
+        assert (response.status_code, instead in response.text) == (400, True)
         assert httpx.post(f"{server.url}/v1/completions", json=body, timeout=300).status_code == 200
 
 
@@ -157,8 +159,8 @@ def test_a_request_whose_grammar_is_compiled_is_under_way(
     server: Served, compiler: threading.Event, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A server that is told to stop lets it end, and refuses those that come after."""
-    form, found = {"type": "regex", "regex": "ab"}, list[Any]()
-    asking = threading.Thread(target=lambda: found.append(ask(server, response_format=form)))
+    form, results = {"type": "regex", "regex": "ab"}, list[Any]()
+    asking = threading.Thread(target=lambda: results.append(ask(server, response_format=form)))
     asking.start()
     until(lambda: server.server._num_compiling == 1)
     monkeypatch.setattr(server.host, "is_closing", True)
@@ -166,7 +168,7 @@ def test_a_request_whose_grammar_is_compiled_is_under_way(
     assert (late.status_code, late.json()["error"]["code"]) == (503, "closed")
     compiler.set()
     asking.join(20)
-    assert [choice["text"] for choice in found[0]] == ["ab"]
+    assert [choice["text"] for choice in results[0]] == ["ab"]
 
 
 def test_a_client_that_goes_while_its_grammar_is_compiled(
@@ -199,8 +201,8 @@ def test_a_client_that_goes_while_its_grammar_is_compiled(
     ids=str,
 )
 def test_forms_that_are_none(server: Served, form: dict[str, Any], words: str) -> None:
-    found = httpx.post(
+    response = httpx.post(
         f"{server.url}/v1/completions", json={"prompt": "A", "response_format": form}, timeout=300
     )
-    assert found.status_code == 400
-    assert words in found.json()["error"]["message"]
+    assert response.status_code == 400
+    assert words in response.json()["error"]["message"]

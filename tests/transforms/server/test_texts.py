@@ -24,14 +24,14 @@ def sentencepiece(model: Model, kind: str) -> Model:
     """The model with a tokenizer as Llama 2's or T5's, of as many tokens."""
     bytes_ = [f"<0x{byte:02X}>" for byte in range(0x41, 0x5B)] + ["<0xE2>", "<0x98>", "<0x82>"]
     vocab = ["<unk>", *bytes_, "▁", "▁the", "▁capital", "▁Paris", "▁▁", "x", "the", "☂"]
-    made = Tokenizer(
+    tokenizer = Tokenizer(
         models.Unigram(
             [(token, -1.0 if token[0] == "▁" else -9.0) for token in vocab],
             unk_id=0,
             byte_fallback=True,
         )
     )
-    made.normalizer = normalizers.Sequence(
+    tokenizer.normalizer = normalizers.Sequence(
         [normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")]
     )
     parts = [
@@ -41,19 +41,21 @@ def sentencepiece(model: Model, kind: str) -> Model:
         decoders.Strip(" ", 1, 0),
     ]
     metaspace = [decoders.ByteFallback(), decoders.Metaspace(prepend_scheme="first")]
-    made.decoder = decoders.Sequence(parts if kind == "strip" else metaspace)
-    return attrs.evolve(model, tokenizer=made)
+    tokenizer.decoder = decoders.Sequence(parts if kind == "strip" else metaspace)
+    return attrs.evolve(model, tokenizer=tokenizer)
 
 
 @pytest.fixture(scope="module", params=["strip", "metaspace"])
-def own(request: pytest.FixtureRequest, model: Model) -> Iterator[tuple[Served, Model]]:
+def server_and_model(
+    request: pytest.FixtureRequest, model: Model
+) -> Iterator[tuple[Served, Model]]:
     spaced = sentencepiece(model, request.param)
     with served(spaced) as server:
         yield server, spaced
 
 
-def test_a_completion_keeps_its_first_space(own: tuple[Served, Model]) -> None:
-    server, model = own
+def test_a_completion_keeps_its_first_space(server_and_model: tuple[Served, Model]) -> None:
+    server, model = server_and_model
     assert model.tokenizer is not None
     for token, text in (("▁Paris", " Paris Paris Paris"), ("▁▁", "      ")):
         chosen = model.tokenizer.token_to_id(token)
@@ -76,8 +78,10 @@ def test_a_completion_keeps_its_first_space(own: tuple[Served, Model]) -> None:
 
 @pytest.mark.parametrize("stop", [None, "never"])
 @pytest.mark.parametrize("echo", [False, True])
-def test_offsets_count_the_text(own: tuple[Served, Model], echo: bool, stop: str | None) -> None:
-    server, model = own
+def test_offsets_count_the_text(
+    server_and_model: tuple[Served, Model], echo: bool, stop: str | None
+) -> None:
+    server, model = server_and_model
     assert model.tokenizer is not None
     for token, steps in (("▁Paris", [0, 6, 12]), ("☂", [0, 1, 2]), ("<0x41>", [0, 1, 2])):
         chosen = model.tokenizer.token_to_id(token)
@@ -88,18 +92,18 @@ def test_offsets_count_the_text(own: tuple[Served, Model], echo: bool, stop: str
             "logprobs": 0,
             "echo": echo,
         }
-        found = ask(server, {**body, "stop": stop}).json()["choices"][0]
-        offsets = found["logprobs"]["text_offset"]
+        choice = ask(server, {**body, "stop": stop}).json()["choices"][0]
+        offsets = choice["logprobs"]["text_offset"]
         base = len(PROMPT) if echo else 0
         assert offsets[-3:] == [base + step for step in steps]
         assert offsets[:-3] == ([0, 3] if echo else [])
-        ends = [*offsets[1:], len(found["text"])]
-        pieces = [found["text"][start:end] for start, end in zip(offsets, ends, strict=True)]
-        assert "".join(pieces) == found["text"]
+        ends = [*offsets[1:], len(choice["text"])]
+        pieces = [choice["text"][start:end] for start, end in zip(offsets, ends, strict=True)]
+        assert "".join(pieces) == choice["text"]
 
 
-def test_the_bytes_of_a_chat_are_its_text(own: tuple[Served, Model]) -> None:
-    server, model = own
+def test_the_bytes_of_a_chat_are_its_text(server_and_model: tuple[Served, Model]) -> None:
+    server, model = server_and_model
     assert model.tokenizer is not None
     for token in ("▁Paris", "☂", "<0x41>", "▁▁"):
         chosen = model.tokenizer.token_to_id(token)
@@ -137,7 +141,9 @@ BUGS: dict[
     ),
     "offsets count the lengths of tokens": (
         lambda: mock.patch.object(Part, "text_offsets", property(_sum_of_lengths)),
-        lambda own: test_offsets_count_the_text(own, echo=False, stop=None),
+        lambda server_and_model: test_offsets_count_the_text(
+            server_and_model, echo=False, stop=None
+        ),
     ),
     "bytes are those of the stripped token": (
         lambda: mock.patch.object(Vocabulary, "bytes_of", _stripped),
@@ -147,8 +153,8 @@ BUGS: dict[
 
 
 @pytest.mark.parametrize("bug", BUGS)
-def test_planted_bugs_are_found(own: tuple[Served, Model], bug: str) -> None:
+def test_planted_bugs_are_found(server_and_model: tuple[Served, Model], bug: str) -> None:
     planted, check = BUGS[bug]
     with planted(), pytest.raises(AssertionError):
-        check(own)
-    check(own)
+        check(server_and_model)
+    check(server_and_model)

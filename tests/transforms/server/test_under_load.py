@@ -43,8 +43,8 @@ def test_more_requests_than_may_wait_are_refused(model: Model) -> None:
             )
 
     with served(model, max_waiting=3) as server:
-        found = asyncio.run(ask(server.url))
-        refused = [each for each in found if each.status_code != 200]
+        responses = asyncio.run(ask(server.url))
+        refused = [each for each in responses if each.status_code != 200]
         assert len(refused) == 20 - 4 - 3
         assert {each.status_code for each in refused} == {429}
         assert {each.headers["retry-after"] for each in refused} == {"1"}
@@ -94,8 +94,8 @@ def test_a_client_that_goes_while_it_waits_for_its_first_token(
 
 def test_a_time_limit(model: Model) -> None:
     with served(model, limits_of=ServerLimits(timeout=0.02)) as server:
-        found = post(server)
-        assert (found.status_code, found.json()["error"]["code"]) == (504, "timeout")
+        response = post(server)
+        assert (response.status_code, response.json()["error"]["code"]) == (504, "timeout")
         until(lambda: is_idle(server))
         with httpx.stream(
             "POST", f"{server.url}/v1/completions", json={**BODY, "stream": True}
@@ -113,8 +113,11 @@ def test_a_key(model: Model) -> None:
             {"authorization": "é"},
         ):
             raw = {name: value.encode() for name, value in headers.items()}
-            found = post(server, headers=raw)
-            assert (found.status_code, found.json()["error"]["code"]) == (401, "invalid_api_key")
+            response = post(server, headers=raw)
+            assert (response.status_code, response.json()["error"]["code"]) == (
+                401,
+                "invalid_api_key",
+            )
             assert httpx.get(f"{server.url}/metrics", headers=raw).status_code == 401
         assert httpx.get(f"{server.url}/health").status_code == 200
         assert post(server, headers={"authorization": "Bearer secret"}).status_code == 200
@@ -128,8 +131,8 @@ def test_bodies_have_a_limit(model: Model) -> None:
             for _ in range(100):
                 yield b"a" * 50
 
-        found = httpx.post(f"{server.url}/v1/completions", content=chunks())
-        assert found.status_code == 413
+        response = httpx.post(f"{server.url}/v1/completions", content=chunks())
+        assert response.status_code == 413
         with socket.create_connection(("127.0.0.1", server.port)) as slow:
             slow.sendall(
                 b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: 400\r\n\r\n{"
@@ -147,9 +150,9 @@ def test_an_engine_that_fails_says_why(model: Model, monkeypatch: pytest.MonkeyP
             raise ArithmeticError("the device is gone")
 
         monkeypatch.setattr(Engine, "step", step)
-        found = post(server)
-        assert found.status_code == 500
-        assert "ArithmeticError: the device is gone" in found.json()["error"]["message"]
+        response = post(server)
+        assert response.status_code == 500
+        assert "ArithmeticError: the device is gone" in response.json()["error"]["message"]
         for again in (post(server), httpx.get(f"{server.url}/health")):
             assert again.status_code == 503
             assert "ArithmeticError: the device is gone" in again.json()["error"]["message"]
@@ -168,21 +171,23 @@ def test_metrics_count(server: Served) -> None:
     before = read()
     post(server)
     after = read()
-    own = '{model_name="demo"}'
+    labels = '{model_name="demo"}'
     assert (
-        after[f"weft_generation_tokens_total{own}"] - before[f"weft_generation_tokens_total{own}"]
+        after[f"weft_generation_tokens_total{labels}"]
+        - before[f"weft_generation_tokens_total{labels}"]
         == 100
     )
     assert (
-        after[f"weft_request_seconds_count{own}"] - before[f"weft_request_seconds_count{own}"] == 1
+        after[f"weft_request_seconds_count{labels}"] - before[f"weft_request_seconds_count{labels}"]
+        == 1
     )
-    assert after[f"weft_pages_held{own}"] == 0
+    assert after[f"weft_pages_held{labels}"] == 0
 
 
 def test_tokens_and_back(server: Served, model: Model) -> None:
-    found = post(server, {"prompt": "The function"}, "/tokenize").json()
-    assert found == {"tokens": model.encode("The function"), "count": 12, "max_model_len": 128}
-    assert post(server, {"tokens": found["tokens"]}, "/detokenize").json() == {
+    tokenized = post(server, {"prompt": "The function"}, "/tokenize").json()
+    assert tokenized == {"tokens": model.encode("The function"), "count": 12, "max_model_len": 128}
+    assert post(server, {"tokens": tokenized["tokens"]}, "/detokenize").json() == {
         "prompt": "The function"
     }
     chat = post(server, {"messages": [{"role": "user", "content": "Hi"}]}, "/tokenize").json()
@@ -193,19 +198,21 @@ def test_tokens_and_back(server: Served, model: Model) -> None:
 def test_a_server_that_is_stopped_lets_requests_end(model: Model) -> None:
     async def ask(url: str, stop: Callable[[], None]) -> Any:
         async with httpx.AsyncClient(timeout=60) as client:
-            asked = asyncio.create_task(client.post(f"{url}/v1/completions", json=BODY))
+            request = asyncio.create_task(client.post(f"{url}/v1/completions", json=BODY))
             await asyncio.sleep(0.05)
             stop()
-            return await asked
+            return await request
 
     with served(model) as server:
-        found = asyncio.run(ask(server.url, server.stop))
-    assert (found.status_code, found.json()["usage"]["completion_tokens"]) == (200, 100)
+        response = asyncio.run(ask(server.url, server.stop))
+    assert (response.status_code, response.json()["usage"]["completion_tokens"]) == (200, 100)
 
 
 json_values = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8),
-    lambda own: st.lists(own, max_size=3) | st.dictionaries(st.text(max_size=8), own, max_size=3),
+    lambda fields: (
+        st.lists(fields, max_size=3) | st.dictionaries(st.text(max_size=8), fields, max_size=3)
+    ),
     max_leaves=6,
 )
 FIELDS = [
@@ -239,14 +246,14 @@ bodies = st.dictionaries(
 )
 raws = st.one_of(
     st.binary(max_size=60),
-    bodies.map(lambda own: json.dumps(own).encode()),
+    bodies.map(lambda fields: json.dumps(fields).encode()),
     st.builds(
-        lambda own, cut: json.dumps({**BODY, **own}).encode()[: cut or None],
+        lambda fields, cut: json.dumps({**BODY, **fields}).encode()[: cut or None],
         bodies,
         st.integers(-9, 0),
     ),
     st.builds(
-        lambda own, kind: json.dumps({**BODY, **own}).encode(kind),
+        lambda fields, kind: json.dumps({**BODY, **fields}).encode(kind),
         bodies,
         st.sampled_from(["utf-16", "utf-32"]),
     ),
@@ -262,10 +269,10 @@ raws = st.one_of(
 )
 @settings(max_examples=150, deadline=None)
 def test_whatever_is_sent_is_answered(server: Served, raw: bytes, path: str) -> None:
-    found = httpx.post(f"{server.url}{path}", content=raw, timeout=60)
-    assert found.status_code in (200, 400, 404, 413, 422)
-    if found.status_code != 200:
-        assert {"message", "type", "param", "code"} <= found.json()["error"].keys()
+    response = httpx.post(f"{server.url}{path}", content=raw, timeout=60)
+    assert response.status_code in (200, 400, 404, 413, 422)
+    if response.status_code != 200:
+        assert {"message", "type", "param", "code"} <= response.json()["error"].keys()
     until(lambda: is_idle(server))
 
 

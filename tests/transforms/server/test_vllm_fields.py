@@ -16,7 +16,7 @@ from weft.transforms.server.bodies import ServerLimits
 PROMPT = "The function returns"
 
 
-def asked(server: Served, route: str = "completions", **body: Any) -> Any:
+def first_choice(server: Served, route: str = "completions", **body: Any) -> Any:
     prompt = (
         {"prompt": PROMPT}
         if route == "completions"
@@ -30,8 +30,8 @@ def asked(server: Served, route: str = "completions", **body: Any) -> Any:
 
 
 def said(model: Model, **sampling: Any) -> Completion:
-    [found] = generate(model, [PROMPT], max_tokens=16, sampling=SamplingParams(**sampling))
-    return found
+    [completion] = generate(model, [PROMPT], max_tokens=16, sampling=SamplingParams(**sampling))
+    return completion
 
 
 @pytest.mark.parametrize("include", [False, True])
@@ -39,12 +39,12 @@ def test_what_stopped_it(server: Served, model: Model, include: bool) -> None:
     whole = said(model)
     assert whole.text is not None
     for stops in ({"stop": whole.text[4:6]}, {"stop_token_ids": whole.token_ids[5:6]}):
-        found = asked(server, include_stop_str_in_output=include, **stops)
+        choice = first_choice(server, include_stop_str_in_output=include, **stops)
         expected = said(model, include_stop_str_in_output=include, **stops)
-        assert (found["text"], found["stop_reason"]) == (expected.text, expected.stop_reason)
-        assert found["stop_reason"] in (whole.text[4:6], whole.token_ids[5])
-    assert asked(server)["stop_reason"] is None
-    chat = asked(server, "chat/completions", stop_token_ids=[*range(40, 120)])
+        assert (choice["text"], choice["stop_reason"]) == (expected.text, expected.stop_reason)
+        assert choice["stop_reason"] in (whole.text[4:6], whole.token_ids[5])
+    assert first_choice(server)["stop_reason"] is None
+    chat = first_choice(server, "chat/completions", stop_token_ids=[*range(40, 120)])
     assert chat["stop_reason"] in range(40, 120)
 
 
@@ -61,21 +61,22 @@ def test_a_stream_says_what_stopped_it_in_its_last_chunk(server: Served, model: 
 
 def test_bad_words(server: Served, model: Model) -> None:
     words = [(said(model).text or "")[2:5]]
-    found = asked(server, bad_words=words)["text"]
-    assert found == said(model, bad_words=words).text
-    assert words[0] not in found
+    text = first_choice(server, bad_words=words)["text"]
+    assert text == said(model, bad_words=words).text
+    assert words[0] not in text
 
 
 def test_ranks_of_a_prompt(server: Served, model: Model) -> None:
     expected = said(model, prompt_logprobs=2)
-    found = asked(server, prompt_logprobs=2)["prompt_logprobs"]
+    logprobs = first_choice(server, prompt_logprobs=2)["prompt_logprobs"]
     ids = model.encode(PROMPT)
-    assert found[0] is None
+    assert logprobs[0] is None
     assert [
-        own[str(token)]["rank"] for own, token in zip(found[1:], ids[1:], strict=True)
+        token_logprobs[str(token)]["rank"]
+        for token_logprobs, token in zip(logprobs[1:], ids[1:], strict=True)
     ] == expected.prompt_ranks
-    for own, top in zip(found[1:], expected.prompt_top_logprobs or (), strict=True):
-        assert [own[str(token)]["logprob"] for token in top] == pytest.approx(
+    for token_logprobs, top in zip(logprobs[1:], expected.prompt_top_logprobs or (), strict=True):
+        assert [token_logprobs[str(token)]["logprob"] for token in top] == pytest.approx(
             [*top.values()], abs=1e-5
         )
 
@@ -86,7 +87,7 @@ def test_a_salt_keeps_pages_apart(server: Served, model: Model) -> None:
     expected = []
     for salt in ("one", "one", "other", None):
         before = server.host.engine.stats().prefix_tokens
-        asked(server, **body, cache_salt=salt)
+        first_choice(server, **body, cache_salt=salt)
         expected.append(server.host.engine.stats().prefix_tokens - before)
     assert expected == [0, 64, 0, 0], "the last page is not full, and its request has ended"
 
@@ -97,11 +98,11 @@ def test_null_is_a_fields_default(server: Served, route: str) -> None:
     nulls = dict.fromkeys(
         ("top_p", "n", "stream", "presence_penalty", "frequency_penalty", "stop", "seed", "weft")
     )
-    own = "messages" if route.startswith("chat") else "prompt"
+    prompt_field = "messages" if route.startswith("chat") else "prompt"
     key = "message" if route.startswith("chat") else "text"
-    assert asked(server, route, **nulls)[key] == asked(server, route)[key]
-    answer = httpx.post(f"{server.url}/v1/{route}", json={own: None})
-    assert (answer.status_code, answer.json()["error"]["param"]) == (400, own)
+    assert first_choice(server, route, **nulls)[key] == first_choice(server, route)[key]
+    answer = httpx.post(f"{server.url}/v1/{route}", json={prompt_field: None})
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, prompt_field)
 
 
 @pytest.mark.parametrize(
@@ -118,25 +119,25 @@ def test_null_is_a_fields_default(server: Served, route: str) -> None:
         ({"a" * 3_000_000: 3}, "this server has no such field"),
         ({"top_p": "high"}, "a valid number"),
     ],
-    ids=lambda own: f"{own!s:.40}",
+    ids=lambda argument: f"{argument!s:.40}",
 )
 @pytest.mark.parametrize("route", ["completions", "chat/completions"])
 def test_what_to_write_instead(
     server: Served, route: str, field: dict[str, Any], words: str
 ) -> None:
-    own = (
+    prompt = (
         {"messages": [{"role": "user", "content": "a"}]}
         if route.startswith("chat")
         else {"prompt": "a"}
     )
-    answer = httpx.post(f"{server.url}/v1/{route}", json={**own, **field})
-    [(name, given)] = field.items()
+    answer = httpx.post(f"{server.url}/v1/{route}", json={**prompt, **field})
+    [(name, value)] = field.items()
     error = answer.json()["error"]
     where = error["param"].split(".")[0], error["weft"]["call"].split(".")[0]
     assert (answer.status_code, *where) == (400, name[:200], name[:200])
     assert words in error["message"]
     assert error["weft"]["instead"] in error["message"]
-    assert error["weft"]["seen"].strip("'") in f"{given}"
+    assert error["weft"]["seen"].strip("'") in f"{value}"
 
 
 def test_a_field_that_shares_a_word_with_another_is_not_taken_for_it(server: Served) -> None:
@@ -146,8 +147,8 @@ def test_a_field_that_shares_a_word_with_another_is_not_taken_for_it(server: Ser
 
 
 def test_fields_that_ask_for_nothing(server: Served) -> None:
-    asked(server, best_of=1, suffix="", parallel_tool_calls=True, user="somebody")
-    asked(server, "chat/completions", tools=[], tool_choice="none")
+    first_choice(server, best_of=1, suffix="", parallel_tool_calls=True, user="somebody")
+    first_choice(server, "chat/completions", tools=[], tool_choice="none")
 
 
 def test_priorities_are_for_servers_that_have_them(model: Model) -> None:
@@ -171,7 +172,7 @@ def test_priorities_are_for_servers_that_have_them(model: Model) -> None:
 
 
 def test_metrics_that_only_grow_are_counters(server: Served) -> None:
-    asked(server)
+    first_choice(server)
     lines = httpx.get(f"{server.url}/metrics").text.splitlines()
     kinds = dict(line.split()[2:] for line in lines if line.startswith("# TYPE"))
     assert {
@@ -197,17 +198,17 @@ def test_extras_have_the_dtype_of_the_models_default(model: Model, dtype: torch.
         return logits + extras["bias"].to(logits.dtype)
 
     bias = torch.zeros(model.config.vocab_size, dtype=dtype)
-    own = model.with_stages(logits=shifted, extras={"bias": bias})
-    wanted = torch.zeros(model.config.vocab_size)
-    wanted[65] = 100.0
+    biased_model = model.with_stages(logits=shifted, extras={"bias": bias})
+    request_bias = torch.zeros(model.config.vocab_size)
+    request_bias[65] = 100.0
     raw = {
         "dtype": "float32",
-        "shape": [len(wanted)],
-        "base64": base64.b64encode(wanted.numpy().tobytes()).decode(),
+        "shape": [len(request_bias)],
+        "base64": base64.b64encode(request_bias.numpy().tobytes()).decode(),
     }
-    with served(own) as server:
-        for given in (wanted.tolist(), raw):
-            assert asked(server, weft={"extras": {"bias": given}})["text"] == "A" * 16
+    with served(biased_model) as server:
+        for value in (request_bias.tolist(), raw):
+            assert first_choice(server, weft={"extras": {"bias": value}})["text"] == "A" * 16
         for wrong in (
             {"dtype": "float32"},
             raw | {"dtype": "object"},

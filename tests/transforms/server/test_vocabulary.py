@@ -11,7 +11,7 @@ from weft.transforms.server.vocabulary import Vocabulary
 def byte_level(
     normalizer: object = None, added: tuple[AddedToken, ...] = (), lacks: str = ""
 ) -> Tokenizer:
-    own = Tokenizer(
+    tokenizer = Tokenizer(
         models.BPE(
             {
                 char: id
@@ -20,32 +20,34 @@ def byte_level(
             [],
         )
     )
-    own.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    own.decoder = decoders.ByteLevel()
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.decoder = decoders.ByteLevel()
     if normalizer is not None:
-        own.normalizer = normalizer
-    own.add_tokens([*added])
-    return own
+        tokenizer.normalizer = normalizer
+    tokenizer.add_tokens([*added])
+    return tokenizer
 
 
 def byte_fallback() -> Tokenizer:
     """As Llama 2's: spaces are ▁, and what has no token is bytes."""
     tokens = ["<unk>", *(f"<0x{byte:02X}>" for byte in range(256)), "▁", "a", "▁a"]
     vocabulary = {token: id for id, token in enumerate(tokens)}
-    own = Tokenizer(
+    tokenizer = Tokenizer(
         models.BPE(vocabulary, [("▁", "a")], unk_token="<unk>", fuse_unk=True, byte_fallback=True)
     )
-    own.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
-    own.decoder = decoders.Sequence(
+    tokenizer.normalizer = normalizers.Sequence(
+        [normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")]
+    )
+    tokenizer.decoder = decoders.Sequence(
         [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
     )
-    return own
+    return tokenizer
 
 
 def words() -> Tokenizer:
-    own = Tokenizer(models.WordLevel({"[UNK]": 0, "a": 1}, unk_token="[UNK]"))
-    own.pre_tokenizer = pre_tokenizers.Whitespace()
-    return own
+    tokenizer = Tokenizer(models.WordLevel({"[UNK]": 0, "a": 1}, unk_token="[UNK]"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    return tokenizer
 
 
 KNOWN = {
@@ -67,7 +69,8 @@ UNKNOWN = {
 
 def test_where_a_text_may_shrink_no_length_is_refused() -> None:
     assert {
-        name: Vocabulary(own, own.get_vocab_size()).longest for name, own in UNKNOWN.items()
+        name: Vocabulary(tokenizer, tokenizer.get_vocab_size()).longest
+        for name, tokenizer in UNKNOWN.items()
     } == dict.fromkeys(UNKNOWN)
 
 
@@ -78,16 +81,19 @@ def test_where_a_text_may_shrink_no_length_is_refused() -> None:
 @example("composed", "\u03b1\u0313\u0300\u0345")
 @settings(deadline=None)
 def test_a_token_stands_for_no_more_characters(name: str, text: str) -> None:
-    own = KNOWN[name]
-    assert own is not None
-    longest = Vocabulary(own, own.get_vocab_size()).longest
+    tokenizer = KNOWN[name]
+    assert tokenizer is not None
+    longest = Vocabulary(tokenizer, tokenizer.get_vocab_size()).longest
     assert longest is not None
-    assert len(text) <= longest * len(own.encode(text).ids)
+    assert len(text) <= longest * len(tokenizer.encode(text).ids)
 
 
 @given(st.text("a b\u0301"), st.integers(4000, 5000), st.booleans())
 @settings(deadline=None, max_examples=20)
 def test_long_texts_have_the_tokens_of_the_library(text: str, length: int, special: bool) -> None:
-    own = byte_fallback()
+    tokenizer = byte_fallback()
     text = (text * length)[:length]
-    assert token_ids(own, text, special=special) == own.encode(text, add_special_tokens=special).ids
+    assert (
+        token_ids(tokenizer, text, special=special)
+        == tokenizer.encode(text, add_special_tokens=special).ids
+    )

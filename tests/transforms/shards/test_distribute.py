@@ -36,10 +36,10 @@ def test_parts_are_those_of_torch(name: str, rank: int) -> None:
     dist.init_process_group("fake", rank=rank, world_size=4, store=FakeStore())
     try:
         mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "tensor"))
-        wanted = distribute_tensor(X, mesh, theirs, src_data_rank=None)
-        assert isinstance(wanted, DTensor)
-        assert torch.equal(weft.distribute(X, MESH, ours)[rank], wanted.to_local())
-        assert torch.equal(weft.distribute(X, mesh, ours)[rank], wanted.to_local())
+        expected = distribute_tensor(X, mesh, theirs, src_data_rank=None)
+        assert isinstance(expected, DTensor)
+        assert torch.equal(weft.distribute(X, MESH, ours)[rank], expected.to_local())
+        assert torch.equal(weft.distribute(X, mesh, ours)[rank], expected.to_local())
     finally:
         dist.destroy_process_group()
 
@@ -49,7 +49,7 @@ def test_parts_are_those_of_torch(name: str, rank: int) -> None:
 )
 def test_shard_takes_the_parts_and_gives_back_the_whole(placed: Any) -> None:
     parts = weft.distribute({"x": X, "n": 3}, MESH, {"x": placed, "n": weft.Replicate()})
-    whole = weft.shard(lambda own: own["x"] * own["n"], MESH, weft.PerRank(), placed)(parts)
+    whole = weft.shard(lambda tree: tree["x"] * tree["n"], MESH, weft.PerRank(), placed)(parts)
     assert torch.equal(whole, X * 3)
 
 
@@ -62,7 +62,7 @@ def test_one_placement_holds_for_all_below_it() -> None:
 
 
 @pytest.mark.parametrize(
-    ("placed", "seen", "instead"),
+    ("placed", "problem", "instead"),
     [
         (
             weft.Shard(0),
@@ -77,6 +77,6 @@ def test_one_placement_holds_for_all_below_it() -> None:
         (weft.PerRank(), "PerRank() of a whole tree", "Shard(dim), Replicate() or Partial()"),
     ],
 )
-def test_what_cannot_be_cut_is_refused(placed: Any, seen: str, instead: str) -> None:
-    with refused(MeshError, "weft.distribute(tree, Mesh(tensor=2), ...)", seen, instead):
+def test_what_cannot_be_cut_is_refused(placed: Any, problem: str, instead: str) -> None:
+    with refused(MeshError, "weft.distribute(tree, Mesh(tensor=2), ...)", problem, instead):
         weft.distribute(torch.ones(3, 2), weft.Mesh(tensor=2), placed)

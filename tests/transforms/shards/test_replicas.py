@@ -50,9 +50,9 @@ def test_it_is_refused_at_any_call() -> None:
 @pytest.mark.parametrize("placement", [weft.Partial(), weft.Shard(0), weft.PerRank()])
 def test_the_placements_that_it_names_are_right(placement: Any) -> None:
     x = torch.arange(8.0).view(4, 2)
-    found = weft.shard(forgot, TWO, weft.Shard(0), placement)(x)
-    wanted = {weft.Partial(): x.sum(0), weft.Shard(0): torch.cat([x[:2].sum(0), x[2:].sum(0)])}
-    assert all(map(torch.equal, found, wanted.get(placement, (x[:2].sum(0), x[2:].sum(0)))))
+    result = weft.shard(forgot, TWO, weft.Shard(0), placement)(x)
+    expected = {weft.Partial(): x.sum(0), weft.Shard(0): torch.cat([x[:2].sum(0), x[2:].sum(0)])}
+    assert all(map(torch.equal, result, expected.get(placement, (x[:2].sum(0), x[2:].sum(0)))))
 
 
 def test_the_path_the_axis_and_the_ranks_are_named() -> None:
@@ -61,9 +61,11 @@ def test_the_path_the_axis_and_the_ranks_are_named() -> None:
         return {"same": x, "of": [x, x + (rank == 2 or rank == 4)]}
 
     mesh = weft.Mesh(data=2, tensor=3)
-    seen = "result['of'][1] is Replicate() along 'tensor', and ranks 0 and 2 have different values"
+    problem = (
+        "result['of'][1] is Replicate() along 'tensor', and ranks 0 and 2 have different values"
+    )
     placed = weft.Replicate(), {"same": weft.Replicate(), "of": weft.Placements(data=weft.Shard(0))}
-    with refused(MeshError, "weft.shard(f, Mesh(data=2, tensor=3), ...)", seen, "<any>"):
+    with refused(MeshError, "weft.shard(f, Mesh(data=2, tensor=3), ...)", problem, "<any>"):
         weft.shard(f, mesh, *placed)(torch.ones(2))
     with refused(
         MeshError,
@@ -87,9 +89,9 @@ def test_a_value_that_is_no_tensor_is_the_same_on_all_ranks() -> None:
     def f(x: Tensor) -> Any:
         return x, weft.axis_index("tensor")
 
-    seen = "result[1] is no tensor, and ranks 0 and 1 have different values"
+    problem = "result[1] is no tensor, and ranks 0 and 1 have different values"
     instead = "<any>or PerRank()<any>"
-    with refused(MeshError, "<any>", seen, instead):
+    with refused(MeshError, "<any>", problem, instead):
         weft.shard(f, TWO, weft.Shard(0), weft.Shard(0))(torch.ones(2))
     assert weft.shard(f, TWO, weft.Shard(0), (weft.Shard(0), weft.PerRank()))(torch.ones(2))[1] == (
         0,
@@ -149,11 +151,11 @@ def wrote(x: Tensor) -> Tensor:
 @pytest.mark.parametrize("fn", [forgot, wrote])
 def test_equal_values_do_not_hide_it(name: str, fn: Any) -> None:
     step = LATER[name](weft.shard(fn, TWO, weft.Shard(0), weft.Replicate()))
-    seen = (
+    problem = (
         "result is Replicate() along 'tensor', and ranks 0 and 1 do not compute it from the same"
         " values<any>"
     )
-    with refused(MeshError, "<any>", seen, "<any>"):
+    with refused(MeshError, "<any>", problem, "<any>"):
         step(torch.zeros(4, 2))
 
 

@@ -45,30 +45,30 @@ def tensors() -> dict[str, Tensor]:
     return {name: torch.randn(shape, generator=generator) / 4 for name, shape in shapes.items()}
 
 
-def mlp(own: dict[str, Tensor], x: Tensor) -> Tensor:
+def mlp(params: dict[str, Tensor], x: Tensor) -> Tensor:
     """Megatron's feed-forward block, up to the sum."""
-    return torch.relu(x @ own["up"]) @ own["down"]
+    return torch.relu(x @ params["up"]) @ params["down"]
 
 
-def attention(own: dict[str, Tensor], x: Tensor) -> Tensor:
+def attention(params: dict[str, Tensor], x: Tensor) -> Tensor:
     """Attention by heads, up to the sum."""
     q, k, v = (
-        (x @ own[name]).unflatten(-1, (-1, HIDDEN // HEADS)).transpose(0, 1) for name in "qkv"
+        (x @ params[name]).unflatten(-1, (-1, HIDDEN // HEADS)).transpose(0, 1) for name in "qkv"
     )
     mixed = torch.softmax(q @ k.transpose(1, 2), -1) @ v
-    return mixed.transpose(0, 1).flatten(1) @ own["o"]
+    return mixed.transpose(0, 1).flatten(1) @ params["o"]
 
 
-def column(own: dict[str, Tensor], x: Tensor) -> Tensor:
+def column(params: dict[str, Tensor], x: Tensor) -> Tensor:
     """A linear layer by columns."""
-    return x @ own["up"]
+    return x @ params["up"]
 
 
-def embedding(own: dict[str, Tensor], ids: Tensor) -> Tensor:
+def embedding(params: dict[str, Tensor], ids: Tensor) -> Tensor:
     """An embedding by rows of the vocabulary, up to the sum."""
-    rows = ids - weft.axis_index("tensor") * len(own["embedding"])
-    holds = (rows >= 0) & (rows < len(own["embedding"]))
-    return torch.where(holds[:, None], own["embedding"][torch.where(holds, rows, 0)], 0)
+    rows = ids - weft.axis_index("tensor") * len(params["embedding"])
+    holds = (rows >= 0) & (rows < len(params["embedding"]))
+    return torch.where(holds[:, None], params["embedding"][torch.where(holds, rows, 0)], 0)
 
 
 BY_HEADS = {"q": 1, "k": 1, "v": 1, "o": 0}
@@ -87,28 +87,31 @@ def of_dtensor(path: str, count: int) -> dict[str, Tensor]:
         "gloo", rank=int(os.environ["RANK"]), world_size=count, store=dist.FileStore(path, count)
     )
     mesh = init_device_mesh("cpu", (count,), mesh_dim_names=("tensor",))
-    given = tensors()
-    found = {}
+    full_tensors = tensors()
+    outputs = {}
     for name, (block, cuts) in BLOCKS.items():
-        own = {
-            key: distribute_tensor(given[key], mesh, [TorchShard(dim)]) for key, dim in cuts.items()
+        sharded_params = {
+            key: distribute_tensor(full_tensors[key], mesh, [TorchShard(dim)])
+            for key, dim in cuts.items()
         }
         if name == "embedding":
             ids = distribute_tensor(IDS, mesh, [TorchReplicate()])
-            made = torch.nn.functional.embedding(ids, own["embedding"])
+            output = torch.nn.functional.embedding(ids, sharded_params["embedding"])
         else:
-            made = block(own, distribute_tensor(given["x"], mesh, [TorchReplicate()]))
-        found[name] = made.full_tensor()
+            output = block(
+                sharded_params, distribute_tensor(full_tensors["x"], mesh, [TorchReplicate()])
+            )
+        outputs[name] = output.full_tensor()
     dist.destroy_process_group()
-    return found
+    return outputs
 
 
 @pytest.mark.parametrize("count", [2, 4])
 def test_blocks_are_those_of_dtensor(count: int, tmp_path: Path) -> None:
-    given = tensors()
+    full_tensors = tensors()
     theirs = launch(of_dtensor, count, str(tmp_path / "store"), count)
     for name, (block, cuts) in BLOCKS.items():
-        own = {key: given[key] for key in cuts}
+        params = {key: full_tensors[key] for key in cuts}
         out = weft.Shard(1) if name == "column" else weft.Partial()
         step = weft.shard(
             block,
@@ -116,21 +119,23 @@ def test_blocks_are_those_of_dtensor(count: int, tmp_path: Path) -> None:
             ({k: weft.Shard(d) for k, d in cuts.items()}, weft.Replicate()),
             out,
         )
-        made = step(own, IDS if name == "embedding" else given["x"])
+        output = step(params, IDS if name == "embedding" else full_tensors["x"])
         for rank in range(count):
-            assert torch.allclose(made, theirs[rank][name], atol=1e-5), name
+            assert torch.allclose(output, theirs[rank][name], atol=1e-5), name
 
 
 def test_placements_of_torch_and_a_device_mesh() -> None:
-    given = tensors()
+    full_tensors = tensors()
     placed = {"up": TorchShard(1), "down": TorchShard(0)}
     dist.init_process_group("fake", rank=0, world_size=2, store=FakeStore())
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tensor",))
     dist.destroy_process_group()
     step = weft.shard(mlp, mesh, (placed, TorchReplicate()), TorchPartial())
-    own = {key: given[key] for key in placed}
+    params = {key: full_tensors[key] for key in placed}
     assert step.mesh == TWO
-    assert torch.allclose(step(own, given["x"]), mlp(given, given["x"]), atol=1e-5)
+    assert torch.allclose(
+        step(params, full_tensors["x"]), mlp(full_tensors, full_tensors["x"]), atol=1e-5
+    )
 
 
 @donates("state")
@@ -188,9 +193,9 @@ def test_an_argument_that_is_returned_is_the_same_tensor() -> None:
 
 
 def test_each_rank_has_a_tree_of_its_own() -> None:
-    def f(own: dict[str, Tensor], x: Tensor) -> tuple[Tensor, Tensor]:
-        own["n"].add_(1)
-        return own["n"], weft.all_reduce(x * own["n"], "tensor")
+    def f(tree: dict[str, Tensor], x: Tensor) -> tuple[Tensor, Tensor]:
+        tree["n"].add_(1)
+        return tree["n"], weft.all_reduce(x * tree["n"], "tensor")
 
     step = weft.shard(
         f, TWO, (weft.PerRank(), weft.Replicate()), (weft.PerRank(), weft.Replicate())
@@ -217,19 +222,19 @@ WRITERS: dict[str, Any] = {
 @pytest.mark.parametrize("name", WRITERS)
 def test_a_rank_may_write_its_result_in_place(name: str) -> None:
     x = torch.arange(16.0).view(4, 4)
-    one, *others = (
+    one, *results = (
         weft.shard(WRITERS[name], weft.Mesh(tensor=count), weft.Shard(0), weft.Replicate())(x)
         for count in (1, 2, 4)
     )
-    assert all(torch.equal(other, one) for other in others)
+    assert all(torch.equal(other, one) for other in results)
 
 
 def test_what_a_rank_gave_is_not_written_with_its_result() -> None:
     def f(x: Tensor) -> Tensor:
-        given = x * 1
-        weft.all_reduce(given, "tensor").zero_()
-        weft.reduce_scatter(given, "tensor").zero_()
-        return given
+        operand = x * 1
+        weft.all_reduce(operand, "tensor").zero_()
+        weft.reduce_scatter(operand, "tensor").zero_()
+        return operand
 
     assert weft.shard(f, weft.Mesh(tensor=1), weft.Replicate(), weft.Replicate())(
         torch.ones(2)
@@ -251,21 +256,21 @@ def test_results_are_contiguous(count: int) -> None:
 
 def by_func(loss: Any, x: Tensor) -> Tensor:
     """The gradient by torch.func."""
-    found: Tensor = torch.func.grad(loss)(x)
-    return found
+    gradient: Tensor = torch.func.grad(loss)(x)
+    return gradient
 
 
 def by_autograd(loss: Any, x: Tensor) -> Tensor:
     """The gradient by autograd."""
     with torch.enable_grad():
-        own = x.detach().clone().requires_grad_()
-        return torch.autograd.grad(loss(own), own)[0]
+        leaf = x.detach().clone().requires_grad_()
+        return torch.autograd.grad(loss(leaf), leaf)[0]
 
 
 def forwards(loss: Any, x: Tensor) -> Tensor:
     """A derivative by torch.func.jvp."""
-    found: Tensor = torch.func.jvp(loss, (x,), (torch.ones_like(x),))[1]
-    return x * found
+    tangent: Tensor = torch.func.jvp(loss, (x,), (torch.ones_like(x),))[1]
+    return x * tangent
 
 
 @pytest.mark.parametrize("follows", [False, True])
@@ -278,29 +283,29 @@ def test_a_derivative_inside_does_not_pass_a_collective(derive: Any, follows: bo
         result: Tensor = derive(loss, x)
         return result
 
-    seen = (
+    problem = (
         "a derivative inside the function that weft.shard runs, which does not come back from the"
         " other ranks"
     )
     instead = (
         "torch.func.grad(weft.shard(f, ...)); or the collective after the derivative, on its result"
     )
-    with refused(DerivativeError, "'all_reduce sum among 0, 1 [mb 0]'", seen, instead):
+    with refused(DerivativeError, "'all_reduce sum among 0, 1 [mb 0]'", problem, instead):
         weft.shard(f, TWO, weft.Shard(0), weft.Shard(0))(torch.ones(4, requires_grad=follows))
 
 
 @pytest.mark.parametrize("derive", [by_func, by_autograd])
 def test_a_collective_may_follow_a_derivative(derive: Any) -> None:
     def f(x: Tensor) -> Tensor:
-        return weft.all_reduce(derive(lambda own: (own * own).sum(), x).sum(), "tensor")
+        return weft.all_reduce(derive(lambda y: (y * y).sum(), x).sum(), "tensor")
 
     assert weft.shard(f, TWO, weft.Shard(0), weft.Replicate())(torch.ones(4)).item() == 8
 
 
 def test_vmap_inside_passes_a_collective() -> None:
     def f(x: Tensor) -> Tensor:
-        found: Tensor = torch.vmap(lambda row: weft.all_reduce(row.sum(), "tensor"))(x)
-        return found
+        sums: Tensor = torch.vmap(lambda row: weft.all_reduce(row.sum(), "tensor"))(x)
+        return sums
 
     x = torch.arange(8.0).view(2, 4)
     assert torch.equal(weft.shard(f, TWO, weft.Shard(1), weft.Replicate())(x), x.sum(1))
@@ -346,9 +351,9 @@ def test_arguments_may_be_named() -> None:
 
 def test_vmap_gives_a_reshape_other_strides() -> None:
     def mixed(x: Tensor) -> Tensor:
-        own = x.view(3, -1, 2, 4).transpose(1, 2)
-        own = torch.nn.functional.scaled_dot_product_attention(own, own, own)
-        return weft.all_reduce(own.transpose(1, 2).reshape(3, -1, 8), "tensor")
+        heads = x.view(3, -1, 2, 4).transpose(1, 2)
+        heads = torch.nn.functional.scaled_dot_product_attention(heads, heads, heads)
+        return weft.all_reduce(heads.transpose(1, 2).reshape(3, -1, 8), "tensor")
 
     run = weft.shard(mixed, TWO, weft.Shard(2), weft.Replicate())
     xs = torch.randn(2, 3, 5, 16, generator=torch.Generator().manual_seed(0))
@@ -383,19 +388,21 @@ def test_a_conjugate_and_a_negative_have_traces_of_their_own(name: str) -> None:
     assert one.is_conj() or one.is_neg()
     plain = torch.empty_strided(one.shape, one.stride(), dtype=one.dtype).copy_(one)
     step = weft.shard(parts, TWO, weft.Shard(0), weft.Shard(0))
-    for given in (plain, one, plain):
-        assert torch.equal(step(given), parts(plain))
+    for argument in (plain, one, plain):
+        assert torch.equal(step(argument), parts(plain))
 
 
 def test_programs_print_and_parse_back() -> None:
-    given = tensors()
+    full_tensors = tensors()
     step = weft.shard(
-        lambda own, x: weft.all_reduce(mlp(own, x), "tensor"),
+        lambda params, x: weft.all_reduce(mlp(params, x), "tensor"),
         TWO,
         ({"up": weft.Shard(1), "down": weft.Shard(0)}, weft.Replicate()),
         weft.Replicate(),
     )
-    programs = step.programs({name: given[name] for name in ("up", "down")}, given["x"])
+    programs = step.programs(
+        {name: full_tensors[name] for name in ("up", "down")}, full_tensors["x"]
+    )
     assert str(programs[1]).splitlines() == [
         "rank 1 of 2",
         "  run part 0 [mb 0]",

@@ -118,12 +118,12 @@ def test_every_float_argument_differentiated_is_caught(monkeypatch: pytest.Monke
     monkeypatch.setattr(
         "weft.transforms.shards.tracing.may_be_differentiated", private.is_functorch_wrapped_tensor
     )
-    found = find(
+    example = find(
         sharded_operators(NOT_DERIVED),
         lambda x: x is not None and x.alike and difference(x) is not None,
     )
-    assert found is not None
-    assert "not differentiable" in str(difference(found))
+    assert example is not None
+    assert "not differentiable" in str(difference(example))
 
 
 def test_a_dimension_of_one_element_may_have_any_stride() -> None:
@@ -140,9 +140,9 @@ def test_a_dimension_of_one_element_may_have_any_stride() -> None:
 
 def test_sizes_by_a_tensor_are_a_read_of_values() -> None:
     step = weft.shard(torch.tensor_split, TWO, WHOLE, WHOLE)
-    seen = "rank 0 reads the values of a tensor: <any>"
+    problem = "rank 0 reads the values of a tensor: <any>"
     with refused(
-        CaptureError, "weft.shard(tensor_split, ...)", seen, "torch.where, or a Python argument"
+        CaptureError, "weft.shard(tensor_split, ...)", problem, "torch.where, or a Python argument"
     ):
         step(torch.ones(5), torch.tensor([2, 3]))
 

@@ -25,9 +25,9 @@ def test_random_numbers_would_be_others_on_each_number_of_ranks(
     sharded = weft.shard(
         lambda x: weft.all_gather(draw(x), "tensor"), TWO, weft.Shard(0), weft.Replicate()
     )
-    seen = "<any>, whose random numbers would be others on each number of ranks"
+    problem = "<any>, whose random numbers would be others on each number of ranks"
     with refused(
-        CaptureError, "weft.shard(<any>, ...)", seen, "an argument that is drawn outside, <any>"
+        CaptureError, "weft.shard(<any>, ...)", problem, "an argument that is drawn outside, <any>"
     ):
         sharded(torch.ones(4))
 
@@ -56,7 +56,7 @@ def f(x: Any) -> Any:
 
 
 @pytest.mark.parametrize(
-    ("placed", "args", "call", "seen", "instead"),
+    ("placed", "args", "call", "problem", "instead"),
     [
         (
             (weft.Shard(0),),
@@ -103,9 +103,9 @@ def f(x: Any) -> Any:
     ],
 )
 def test_placements_that_do_not_fit(
-    placed: Any, args: tuple[Any, ...], call: str, seen: str, instead: str
+    placed: Any, args: tuple[Any, ...], call: str, problem: str, instead: str
 ) -> None:
-    with refused(MeshError, call, seen, instead):
+    with refused(MeshError, call, problem, instead):
         weft.shard(f, TWO, placed, weft.Replicate())(*args)
 
 
@@ -114,9 +114,12 @@ def test_a_term_of_a_sum_that_is_written_in_place_is_refused() -> None:
         return state.add_(x.sum(0))
 
     state = torch.ones(3)
-    seen = "Partial() of a tensor [3] that the function writes in place"
+    problem = "Partial() of a tensor [3] that the function writes in place"
     with refused(
-        MeshError, CALL, seen, "Replicate(), and all_reduce what is written; or return a new tensor"
+        MeshError,
+        CALL,
+        problem,
+        "Replicate(), and all_reduce what is written; or return a new tensor",
     ):
         weft.shard(f, TWO, (weft.Partial(), weft.Shard(0)), weft.Partial())(state, ONE)
     assert state.tolist() == [1, 1, 1]
@@ -127,12 +130,12 @@ def test_results_that_do_not_fit() -> None:
         return (x,) if weft.axis_index("tensor") else (x, x)
 
     instead = "the same structure on every rank"
-    seen = "results of other structures on other ranks: <any>"
-    with refused(MeshError, CALL, seen, instead):
+    problem = "results of other structures on other ranks: <any>"
+    with refused(MeshError, CALL, problem, instead):
         weft.shard(f, TWO, weft.Replicate(), weft.Replicate())(ONE)
-    seen = "out_placements of another structure than the values: <any>"
+    problem = "out_placements of another structure than the values: <any>"
     with refused(
-        MeshError, CALL, seen, "the same structure, or one placement for all that is below it"
+        MeshError, CALL, problem, "the same structure, or one placement for all that is below it"
     ):
         weft.shard(f, TWO, weft.Replicate(), {"x": weft.Replicate()})(ONE)
 
@@ -150,11 +153,11 @@ def test_ranks_that_disagree_are_refused_before_anything_runs() -> None:
     instead = (
         "the same collectives in the same order on all ranks of a group, with one shape and dtype"
     )
-    seen = (
+    problem = (
         "rank 0: 'all_gather dim 0 among 0, 1 [mb 0]: x[2] float32' meets "
         "rank 1: 'all_reduce sum among 0, 1 [mb 0]: x[2] float32'"
     )
-    with refused(ProgramError, "check of 2 programs", seen, instead):
+    with refused(ProgramError, "check of 2 programs", problem, instead):
         weft.shard(f, TWO, weft.Replicate(), weft.Replicate())(x)
     assert x.tolist() == [0, 0]
     waits = "'all_reduce sum among 0, 1 [mb 0]: x[2] float32' waits for rank 0, which is at its end"
@@ -174,8 +177,8 @@ def test_a_function_that_reads_values_is_refused() -> None:
         return x if x.sum() > 0 else -x
 
     call = "weft.shard(f, ...)"
-    seen = "rank 0 reads the values of a tensor: <any>"
-    with refused(CaptureError, call, seen, "torch.where, or a Python argument"):
+    problem = "rank 0 reads the values of a tensor: <any>"
+    with refused(CaptureError, call, problem, "torch.where, or a Python argument"):
         weft.shard(f, TWO, weft.Replicate(), weft.Replicate())(ONE)
 
 
@@ -198,19 +201,19 @@ def test_what_is_closed_over_may_be_another_value_at_the_next_call() -> None:
 
 @pytest.mark.parametrize("count", [1, 2])
 def test_a_closed_over_tensor_that_each_rank_writes_is_refused(count: int) -> None:
-    seen = torch.zeros(3)
+    running_sum = torch.zeros(3)
     norm = torch.nn.BatchNorm1d(3)
 
     def f(x: Tensor) -> Tensor:
-        seen.add_(weft.all_reduce(x.sum(0), "tensor"))
-        return seen * 1
+        running_sum.add_(weft.all_reduce(x.sum(0), "tensor"))
+        return running_sum * 1
 
     instead = "an argument, whose new value the function returns"
     mesh = weft.Mesh(tensor=count)
     said = "a tensor [3] that is no argument, and that each rank writes in place"
     with refused(CaptureError, "weft.shard(f, ...)", said, instead):
         weft.shard(f, mesh, weft.Shard(0), weft.Replicate())(ONE)
-    assert seen.tolist() == [0, 0, 0]
+    assert running_sum.tolist() == [0, 0, 0]
     with refused(
         CaptureError, "weft.shard(<any>, ...)", "a tensor <any> that is no argument, <any>", instead
     ):
@@ -240,21 +243,21 @@ def scaled_without_grad(x: Tensor) -> Tensor:
 
 @pytest.mark.parametrize(("f", "op"), [(Straight.apply, "round"), (scaled_without_grad, "exp")])
 def test_what_autograd_would_follow_in_the_trace_alone_is_refused(f: Any, op: str) -> None:
-    def own(x: Tensor) -> Tensor:
+    def wrapped(x: Tensor) -> Tensor:
         result: Tensor = f(x)
         return result
 
-    step = weft.shard(own, TWO, weft.Shard(0), weft.Shard(0))
+    step = weft.shard(wrapped, TWO, weft.Shard(0), weft.Shard(0))
     x = torch.ones(4)
     assert torch.equal(step(x[:2].repeat(2)), f(x[:2]).repeat(2))
-    seen = (
+    problem = (
         f"aten.{op}.default under torch.no_grad(), or in an autograd.Function, on a value that has"
         " a gradient"
     )
     with refused(
         DerivativeError,
         "weft.shard(own, ...)",
-        seen,
+        problem,
         "value.detach(); or the whole call in torch.no_grad()",
     ):
         step(x.requires_grad_())
@@ -266,24 +269,24 @@ def test_a_hook_that_a_trace_would_lose_is_refused(name: str) -> None:
         getattr(x if name != "register_hook" else x * 2, name)(lambda grad: None)
         return x
 
-    seen = f"{name} on a tensor [2] inside it, which its trace would lose"
+    problem = f"{name} on a tensor [2] inside it, which its trace would lose"
     with refused(
         DerivativeError,
         "weft.shard(f, ...)",
-        seen,
+        problem,
         "the hook outside, on an argument or on a result",
     ):
         weft.shard(f, TWO, weft.Shard(0), weft.Shard(0))(torch.ones(4, requires_grad=True))
 
 
 def test_a_hook_outside_is_kept() -> None:
-    found = list[Tensor]()
+    grads = list[Tensor]()
     x = torch.ones(4, requires_grad=True)
     y = weft.shard(lambda x: x * 2, TWO, weft.Shard(0), weft.Shard(0))(x)
-    y.register_hook(lambda grad: found.append(grad) or grad * 10)
+    y.register_hook(lambda grad: grads.append(grad) or grad * 10)
     y.sum().backward()
     assert x.grad is not None
-    assert (len(found), x.grad.tolist()) == (1, [20] * 4)
+    assert (len(grads), x.grad.tolist()) == (1, [20] * 4)
 
 
 def test_detached_values_and_masks_have_no_gradient() -> None:

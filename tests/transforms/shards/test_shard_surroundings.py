@@ -114,20 +114,22 @@ def test_functional_call_replaces_what_it_closes_over(called_before: bool) -> No
     if called_before:
         net(x)
     params = {name: value.detach() for name, value in net.named_parameters()}
-    seen = func.grad(lambda own: func.functional_call(net, own, (x,)).square().sum())(params)
+    grads = func.grad(lambda weights: func.functional_call(net, weights, (x,)).square().sum())(
+        params
+    )
     for name, value in net.named_parameters():
         expected = torch.autograd.grad(torch.tanh(net.linear(x)).square().sum(), value)[0]
-        torch.testing.assert_close(seen[name], expected)
+        torch.testing.assert_close(grads[name], expected)
 
 
 def test_a_trace_is_kept_as_long_as_it_finds_what_it_closes_over() -> None:
-    held: dict[str, Any] = {"inner": {"weight": torch.tensor(2.0)}}
-    step = by_rows(lambda x: x * held["inner"]["weight"])
+    params: dict[str, Any] = {"inner": {"weight": torch.tensor(2.0)}}
+    step = by_rows(lambda x: x * params["inner"]["weight"])
     with mock.patch.object(tracing, "_last_uses", wraps=tracing._last_uses) as traced:
         for _ in range(3):
             assert step(X).tolist() == [0, 2, 4, 6]
         assert traced.call_count == 2  # one for each rank
-        held["inner"] = {"weight": torch.tensor(3.0)}
+        params["inner"] = {"weight": torch.tensor(3.0)}
         assert step(X).tolist() == [0, 3, 6, 9]
         assert traced.call_count == 4
 
@@ -199,9 +201,14 @@ def test_a_number_that_it_changes_itself_is_refused() -> None:
         space.parts[0].n += 1
         return x * space.parts[0].n
 
-    seen = "space.parts[0].n changes from 1 to 2 while it runs, and a replay does not repeat that"
+    problem = (
+        "space.parts[0].n changes from 1 to 2 while it runs, and a replay does not repeat that"
+    )
     with refused(
-        CaptureError, "weft.shard(count, Mesh(tensor=2), ...)", seen, "a tensor in its place<any>"
+        CaptureError,
+        "weft.shard(count, Mesh(tensor=2), ...)",
+        problem,
+        "a tensor in its place<any>",
     ):
         by_rows(count)(X)
     assert space.parts[0].n == 0
@@ -472,23 +479,23 @@ class Named(torch.Tensor):
 
 def test_a_subclass_of_tensor_is_refused() -> None:
     instead = "pass plain tensors: those that it wraps, or x.as_subclass(torch.Tensor)"
-    seen = "args[0]['x'] is a Named, a subclass of Tensor, which may redefine any operator"
-    step = weft.shard(lambda own: own["x"] * 2, TWO, ROWS, ROWS)
-    with refused(CaptureError, "weft.shard(<any>, Mesh(tensor=2), ...)", seen, instead):
+    problem = "args[0]['x'] is a Named, a subclass of Tensor, which may redefine any operator"
+    step = weft.shard(lambda tree: tree["x"] * 2, TWO, ROWS, ROWS)
+    with refused(CaptureError, "weft.shard(<any>, Mesh(tensor=2), ...)", problem, instead):
         step({"x": X.as_subclass(Named)})
     assert step({"x": torch.nn.Parameter(X)}).tolist() == [0, 2, 4, 6]
     weight = torch.ones(2).as_subclass(Named)
-    seen = (
+    problem = (
         "a tensor that it closes over is a Named, a subclass of Tensor, which may redefine any"
         " operator"
     )
-    with refused(CaptureError, "weft.shard(<any>, ...)", seen, instead):
+    with refused(CaptureError, "weft.shard(<any>, ...)", problem, instead):
         by_rows(lambda x: x * weight)(X)
-    seen = "rank 0 makes a tensor of a subclass of Tensor, which may redefine any operator"
+    problem = "rank 0 makes a tensor of a subclass of Tensor, which may redefine any operator"
     with refused(
         CaptureError,
         "weft.shard(<any>, ...)",
-        seen,
+        problem,
         "plain tensors inside, and the subclass around it",
     ):
         by_rows(lambda x: (x.as_subclass(Named) * 2).as_subclass(torch.Tensor))(X)
@@ -505,8 +512,10 @@ READERS: dict[str, Callable[[Tensor], Any]] = {
 
 @pytest.mark.parametrize("name", READERS)
 def test_values_of_what_it_closes_over_are_not_frozen(name: str) -> None:
-    seen = "rank 0 reads the values of a tensor<any>"
-    with refused(CaptureError, "weft.shard(<any>, ...)", seen, "torch.where, or a Python argument"):
+    problem = "rank 0 reads the values of a tensor<any>"
+    with refused(
+        CaptureError, "weft.shard(<any>, ...)", problem, "torch.where, or a Python argument"
+    ):
         by_rows(READERS[name])(X)
 
 
@@ -515,9 +524,9 @@ def test_writes_that_no_operator_makes_are_refused() -> None:
         x.data = x * 2
         return x
 
-    seen = "x.data = ... on a tensor [2], which its trace would lose"
+    problem = "x.data = ... on a tensor [2], which its trace would lose"
     instead = "x.copy_(...) on an argument; or a new tensor that it returns"
-    with refused(CaptureError, "weft.shard(f, ...)", seen, instead):
+    with refused(CaptureError, "weft.shard(f, ...)", problem, instead):
         by_rows(f)(X)
 
 
@@ -530,9 +539,9 @@ def test_a_transform_inside_of_what_it_closes_over_is_refused() -> None:
     def of_a_copy(x: Tensor) -> Tensor:
         return func.grad(lambda w: (x * w**2).sum())(weight * 1) * x
 
-    seen = "a transform of torch.func inside it, of a tensor [] that it closes over"
+    problem = "a transform of torch.func inside it, of a tensor [] that it closes over"
     instead = "the tensor as an argument of f; or x * 1 for x in that call"
-    with refused(CaptureError, "weft.shard(derivative, ...)", seen, instead):
+    with refused(CaptureError, "weft.shard(derivative, ...)", problem, instead):
         by_rows(derivative)(X)
     assert by_rows(of_a_copy)(X).tolist() == [0, 4, 40, 60]
 
@@ -562,9 +571,9 @@ KINDS = {
 @pytest.mark.parametrize("placement", [ROWS, WHOLE, weft.Partial()])
 @pytest.mark.parametrize("f", KINDS)
 def test_results_of_other_kinds_are_refused(f: Any, placement: Any) -> None:
-    seen = f"result, placed as {placement}, is {KINDS[f]}"
+    problem = f"result, placed as {placement}, is {KINDS[f]}"
     instead = "the same shape and dtype on every rank: pad it, convert it; or PerRank()"
-    with refused(MeshError, f"weft.shard({f.__name__}, Mesh(tensor=2), ...)", seen, instead):
+    with refused(MeshError, f"weft.shard({f.__name__}, Mesh(tensor=2), ...)", problem, instead):
         weft.shard(f, TWO, ROWS, placement)(X)
     assert len(weft.shard(f, TWO, ROWS, weft.PerRank())(X)) == 2
 
@@ -582,12 +591,12 @@ def test_sizes_that_depend_on_values_are_compared_in_each_call() -> None:
 
 
 def test_a_scalar_is_no_shard() -> None:
-    seen = "result['sum'] [] is Shard(0) along 'tensor', and has no dimension 0"
+    problem = "result['sum'] [] is Shard(0) along 'tensor', and has no dimension 0"
     instead = (
         "weft.all_reduce(..., 'tensor') and Replicate(); Partial(); or x.reshape(1) for a part each"
     )
     step = weft.shard(lambda x: {"sum": x.sum()}, TWO, ROWS, ROWS)
-    with refused(MeshError, "weft.shard(<any>, Mesh(tensor=2), ...)", seen, instead):
+    with refused(MeshError, "weft.shard(<any>, Mesh(tensor=2), ...)", problem, instead):
         step(X)
 
 
@@ -839,11 +848,13 @@ AROUND_RULES: dict[str, Callable[[Callable[[Tensor], Tensor]], Any]] = {
 
 @pytest.mark.parametrize("name", AROUND_RULES)
 def test_a_function_with_rules_of_its_own_is_refused_under_them(name: str) -> None:
-    seen = "the autograd.Function Ruled under a transform of torch.func, which would lose its rule"
+    problem = (
+        "the autograd.Function Ruled under a transform of torch.func, which would lose its rule"
+    )
     step = by_rows(lambda x: Ruled.apply(x))
     assert step(X).tolist() == X.tolist()
     with refused(
-        DerivativeError, "weft.shard(<any>, ...)", seen, "the transform inside the shard: <any>"
+        DerivativeError, "weft.shard(<any>, ...)", problem, "the transform inside the shard: <any>"
     ):
         AROUND_RULES[name](step)
 
@@ -862,9 +873,9 @@ BACKWARDS: dict[str, Callable[[Tensor, Tensor], Any]] = {
 @pytest.mark.parametrize("name", BACKWARDS)
 def test_backward_inside_is_refused(name: str) -> None:
     weight = torch.ones(2, requires_grad=True)
-    seen = "backward() inside it, whose gradient of a tensor [2] its trace would lose"
+    problem = "backward() inside it, whose gradient of a tensor [2] its trace would lose"
     with refused(
-        DerivativeError, "weft.shard(<any>, ...)", seen, "torch.autograd.grad inside it; <any>"
+        DerivativeError, "weft.shard(<any>, ...)", problem, "torch.autograd.grad inside it; <any>"
     ):
         by_rows(lambda x: (BACKWARDS[name](x, weight), x * 1)[1])(X)
     assert weight.grad is None
@@ -914,8 +925,8 @@ def test_constants_may_be_read() -> None:
 def test_a_sparse_tensor_is_refused(holder: str) -> None:
     sparse = torch.eye(2).to_sparse()
     name = "args[0]" if holder == "an argument" else "a tensor that it closes over"
-    seen = f"{name} is torch.sparse_coo, which no rank has a part of"
-    with refused(CaptureError, "weft.shard(<any>, <any>...)", seen, "x.to_dense(); <any>"):
+    problem = f"{name} is torch.sparse_coo, which no rank has a part of"
+    with refused(CaptureError, "weft.shard(<any>, <any>...)", problem, "x.to_dense(); <any>"):
         if holder == "an argument":
             weft.shard(lambda s: s.to_dense(), TWO, weft.Replicate(), weft.Replicate())(sparse)
         else:
@@ -933,11 +944,11 @@ class Scale:
 )
 def test_an_object_that_may_change_is_no_argument(value: Any) -> None:
     """A trace would keep what it was at the first call."""
-    seen = (
+    problem = (
         f"args[1]['own'] is {kind_of(value)}, which is neither a tensor, a plain value nor a pytree"
     )
-    with refused(CaptureError, "weft.shard(<any>, <any>...)", seen, "<any>"):
-        weft.shard(lambda x, own: x, TWO, ROWS, weft.Replicate())(X, {"own": value})
+    with refused(CaptureError, "weft.shard(<any>, <any>...)", problem, "<any>"):
+        weft.shard(lambda x, tree: x, TWO, ROWS, weft.Replicate())(X, {"own": value})
 
 
 @pytest.mark.parametrize(
@@ -945,6 +956,6 @@ def test_an_object_that_may_change_is_no_argument(value: Any) -> None:
 )
 def test_a_plain_value_is_an_argument(value: Any) -> None:
     step = weft.shard(
-        lambda x, own: x * 2 if own == value else x, TWO, (ROWS, weft.Replicate()), ROWS
+        lambda x, argument: x * 2 if argument == value else x, TWO, (ROWS, weft.Replicate()), ROWS
     )
     assert step(X, value).tolist() == (X * 2).tolist()

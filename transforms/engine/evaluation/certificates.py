@@ -69,21 +69,23 @@ class Certificate(Tabled):
     @property
     def facts(self) -> dict[str, str]:
         """All but the request on which the bits depend, by name."""
-        own = {**self.versions, "weights": self.weights, "program": self.program}
+        facts = {**self.versions, "weights": self.weights, "program": self.program}
         if self.tokenizer is None:
-            return own
-        return {**own, "tokenizer": self.tokenizer}
+            return facts
+        return {**facts, "tokenizer": self.tokenizer}
 
     def text(self) -> str:
         """The certificate as one line of JSON."""
-        own = attrs.asdict(self, recurse=False)
+        values = attrs.asdict(self, recurse=False)
         fields = attrs.fields(SamplingParams)
-        given = {f.name: getattr(self.sampling, f.name) for f in fields}
+        sampling_values = {f.name: getattr(self.sampling, f.name) for f in fields}
         default = SamplingParams(temperature=0.0)
-        own["sampling"] = {
-            name: x for name, x in given.items() if x != getattr(default, name) or name == "seed"
+        values["sampling"] = {
+            name: x
+            for name, x in sampling_values.items()
+            if x != getattr(default, name) or name == "seed"
         }
-        return json.dumps({"format": FORMAT, **own})
+        return json.dumps({"format": FORMAT, **values})
 
     def save(self, path: Path | str) -> None:
         """Write it to a file.
@@ -101,12 +103,12 @@ class Certificate(Tabled):
             ConfigError, RequestError: the file cannot be read, or is not one certificate.
         """
         call = f"weft.Certificate.load({str(path)!r})"
-        found, *others = _read(path, call)
-        if others:
+        certificate, *rest = _read(path, call)
+        if rest:
             raise RequestError(
-                call, f"{1 + len(others)} certificates", f"weft.Certificate.load_all({str(path)!r})"
+                call, f"{1 + len(rest)} certificates", f"weft.Certificate.load_all({str(path)!r})"
             )
-        return found
+        return certificate
 
     @staticmethod
     def save_all(certificates: Iterable["Certificate"], path: Path | str) -> None:
@@ -139,10 +141,10 @@ class Certificate(Tabled):
         """
         fields = Fields(raw if isinstance(raw, Mapping) else {}, call, source)
         fields.check(fields.raw.get("format") == FORMAT, "format", f"{_FORM}: format={FORMAT!r}")
-        known = {"format", *(field.name for field in attrs.fields(cls))}
-        if strange := sorted(map(str, fields.raw.keys() - known)):
-            fields.refuse(f"{strange[0]!r:.60}", f"{_FORM}: {', '.join(sorted(known))}")
-        for name in sorted(known - {*_OPTIONAL}):
+        field_names = {"format", *(field.name for field in attrs.fields(cls))}
+        if strange := sorted(map(str, fields.raw.keys() - field_names)):
+            fields.refuse(f"{strange[0]!r:.60}", f"{_FORM}: {', '.join(sorted(field_names))}")
+        for name in sorted(field_names - {*_OPTIONAL}):
             fields.check(name in fields.raw, name, _FORM)
         texts: dict[str, Any] = {
             name: fields.value(name, None, _is_text, "a text") for name in _TEXTS
@@ -188,7 +190,7 @@ class Certificate(Tabled):
 def _read(path: Path | str, call: str) -> list[Certificate]:
     file = Path(path)
     lines = read_json_lines(file, call, "certificate", _FORM)
-    return [Certificate.from_json(found, call, f"{file.name}, {name},") for name, found in lines]
+    return [Certificate.from_json(raw, call, f"{file.name}, {name},") for name, raw in lines]
 
 
 def _write(path: Path | str, certificates: Iterable[Certificate], call: str) -> None:
@@ -196,9 +198,9 @@ def _write(path: Path | str, certificates: Iterable[Certificate], call: str) -> 
     try:
         Path(path).write_text(text, encoding="utf-8")
     except (OSError, ValueError) as error:
-        seen = f"{getattr(error, 'strerror', error)}: {path!s:.300}"
+        problem = f"{getattr(error, 'strerror', error)}: {path!s:.300}"
         raise RequestError(
-            call, seen, "a file that can be written, in a folder that exists"
+            call, problem, "a file that can be written, in a folder that exists"
         ) from error
 
 
@@ -232,29 +234,27 @@ def _is_id(text: str) -> bool:
 
 
 def _read_sampling(fields: Fields) -> SamplingParams:
-    given = dict(fields.value("sampling", None, lambda x: isinstance(x, Mapping), "an object"))
-    known = {field.name for field in attrs.fields(SamplingParams)} - {*_UNSAID}
-    if strange := given.keys() - known:
+    raw = dict(fields.value("sampling", None, lambda x: isinstance(x, Mapping), "an object"))
+    field_names = {field.name for field in attrs.fields(SamplingParams)} - {*_UNSAID}
+    if strange := raw.keys() - field_names:
         fields.refuse(
             f"sampling.{min(strange):.60}",
             f"fields of weft.SamplingParams, without {', '.join(_UNSAID)}",
         )
     fields.check(
-        is_int(given.get("seed"), -(2**63), 2**63 - 1),
+        is_int(raw.get("seed"), -(2**63), 2**63 - 1),
         "sampling",
         "it has the seed, a whole number",
     )
     try:
         bias = {
-            int(token): value
-            for token, value in given.pop("logit_bias", {}).items()
-            if _is_id(token)
+            int(token): value for token, value in raw.pop("logit_bias", {}).items() if _is_id(token)
         }
-        return SamplingParams(**{"temperature": 0.0, **given, "logit_bias": bias})
+        return SamplingParams(**{"temperature": 0.0, **raw, "logit_bias": bias})
     except (RequestError, TypeError, ValueError, AttributeError) as error:
-        seen = getattr(error, "seen", str(error))
+        problem = getattr(error, "seen", str(error))
         instead = getattr(error, "instead", "what weft.SamplingParams takes")
-        fields.refuse(f"sampling with {seen:.200}", instead)
+        fields.refuse(f"sampling with {problem:.200}", instead)
 
 
 @attrs.define
@@ -265,7 +265,7 @@ class Provenance:
     Args:
         model: the model that made it.
         transport: where the stages ran.
-        seen: `seen_of(model)` after it was made.
+        fingerprint: `seen_of(model)` after it was made.
         sampling: the parameters that the user gave.
         adapter: its LoRA adapter.
         request: the engine's request.
@@ -273,7 +273,7 @@ class Provenance:
 
     model: "weakref.ref[Model]" = attrs.field(eq=False)
     transport: Transport = attrs.field(eq=False)
-    seen: tuple[str, str] = attrs.field(eq=False)
+    fingerprint: tuple[str, str] = attrs.field(eq=False)
     sampling: SamplingParams = attrs.field(eq=False)
     adapter: Adapter | None = attrs.field(eq=False)
     request: Request = attrs.field(eq=False)
@@ -286,9 +286,9 @@ def certify(provenance: Provenance | None, completion: Any) -> Certificate:
     """The certificate of a completion: `Completion.certificate`."""
     call = "completion.certificate()"
     if provenance is None:
-        seen = "a completion that no model of this process made"
+        problem = "a completion that no model of this process made"
         instead = "one that weft.generate(model, ...) returned"
-        raise RequestError(call, seen, instead)
+        raise RequestError(call, problem, instead)
     model = provenance.model()
     request = provenance.request
     if model is None:
@@ -296,36 +296,36 @@ def certify(provenance: Provenance | None, completion: Any) -> Certificate:
             call, "its model is gone", "keep the model until the certificate is made"
         )
     if not model.functions.batch_invariant:
-        seen = (
+        problem = (
             "a model that is not batch invariant: the bits of a completion depend on what else was"
             " in its batch"
         )
-        raise RequestError(call, seen, "weft.load(path, batch_invariant=True)")
+        raise RequestError(call, problem, "weft.load(path, batch_invariant=True)")
     if completion.error is not None:
         raise RequestError(
             call,
-            f"a completion that ended with an error: {completion.error.seen}",
+            f"a completion that ended with an error: {completion.error.problem}",
             "one that did not",
         )
-    others = {
+    unsupported = {
         "embeddings or positions of its own": (
-            EMBEDDED in request.prompt or request.given is not None
+            EMBEDDED in request.prompt or request.prompt_content is not None
         ),
         "inputs of its own for the model's stages": request.extras is not None,
         "a mask": request.is_masked and not provenance.sampling.bad_words,
     }
-    if any(others.values()):
-        seen = (
-            f"a request with {next(name for name, has in others.items() if has)}, which no"
+    if any(unsupported.values()):
+        problem = (
+            f"a request with {next(name for name, has in unsupported.items() if has)}, which no"
             " certificate holds"
         )
-        raise RequestError(call, seen, "a request of token ids and sampling parameters alone")
+        raise RequestError(call, problem, "a request of token ids and sampling parameters alone")
     kinds = (
         "weights that were changed since",
         "functions, or values that they read, which were changed since",
     )
-    for kind, own, then in zip(kinds, seen_of(model), provenance.seen, strict=True):
-        if own != then:
+    for kind, current, then in zip(kinds, seen_of(model), provenance.fingerprint, strict=True):
+        if current != then:
             raise RequestError(call, kind, "completion.certificate() before they change")
     weights, program, versions = facts_of(model, provenance.transport)
     sampling = attrs.evolve(

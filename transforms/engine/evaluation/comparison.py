@@ -222,10 +222,8 @@ def trace_run(
         ]
         if rows:
             batch = Batch.decode(rows, device=model.device)
-        else:
-            batch = batch
-    own = tuple(steps), generated, _calls(runner, steps), model.functions.batch_invariant
-    return RunTrace(way, [[*ids] for ids in prompts], *own)
+    trace_fields = tuple(steps), generated, _calls(runner, steps), model.functions.batch_invariant
+    return RunTrace(way, [[*ids] for ids in prompts], *trace_fields)
 
 
 def _keep(batch: Batch, out: Output, state: Sequence[State], seconds: float) -> TracedStep:
@@ -275,9 +273,11 @@ def compare_runs(trace: RunTrace, reference: RunTrace) -> RunComparison:
         RequestError: runs of different prompts.
     """
     if trace.prompts != reference.prompts:
-        seen = f"{trace.prompts!r:.80} and {reference.prompts!r:.80}"
+        description = f"{trace.prompts!r:.80} and {reference.prompts!r:.80}"
         raise RequestError(
-            "compare_runs(trace, reference)", f"prompts {seen}", "two runs from the same prompts"
+            "compare_runs(trace, reference)",
+            f"prompts {description}",
+            "two runs from the same prompts",
         )
     same = [
         torch.equal(a.tokens, b.tokens) for a, b in zip(trace.steps, reference.steps, strict=False)
@@ -312,24 +312,24 @@ def compare_alone(trace: RunTrace, alone: Sequence[RunTrace]) -> RunComparison:
     Raises:
         RequestError: runs of other prompts.
     """
-    if [own.prompts for own in alone] != [[prompt] for prompt in trace.prompts]:
-        seen = f"prompts {trace.prompts!r:.80} and {[own.prompts for own in alone]!r:.80}"
-        raise RequestError("compare_alone(trace, alone)", seen, "a run of each of the prompts")
+    if [single.prompts for single in alone] != [[prompt] for prompt in trace.prompts]:
+        problem = f"prompts {trace.prompts!r:.80} and {[single.prompts for single in alone]!r:.80}"
+        raise RequestError("compare_alone(trace, alone)", problem, "a run of each of the prompts")
     pairs = list[tuple[Tensor, Tensor]]()
-    for row, own in enumerate(alone):
+    for row, single in enumerate(alone):
         together = [
             step.logits[step.tokens[0] == row]
             for step in trace.steps
             if (step.tokens[0] == row).any()
         ]
-        tokens = zip(trace.token_ids[row], own.token_ids[0], strict=False)
+        tokens = zip(trace.token_ids[row], single.token_ids[0], strict=False)
         same = next((i + 1 for i, (a, b) in enumerate(tokens) if a != b), len(together))
-        pairs += [(a, b.logits) for a, b in zip(together[:same], own.steps[:same], strict=False)]
+        pairs += [(a, b.logits) for a, b in zip(together[:same], single.steps[:same], strict=False)]
     return RunComparison(
         trace.way,
         Way("alone", alone[0].way.num_stages, alone[0].way.mode),
         len(trace.steps),
-        tokens=trace.token_ids == [own.token_ids[0] for own in alone],
+        tokens=trace.token_ids == [single.token_ids[0] for single in alone],
         tables=None,
         allowed=0.0 if _are_invariant(trace, *alone) else TOLERANCE,
         **_differences({"logits": pairs}),
@@ -344,12 +344,12 @@ def _differences(values: Mapping[str, Sequence[tuple[Tensor, Tensor]]]) -> dict[
     """The largest difference of each kind of values, and whether all are bitwise equal."""
     return {
         "sizes": {
-            name: float(torch.stack([(a - b).abs().max() for a, b in own]).max())
-            for name, own in values.items()
+            name: float(torch.stack([(a - b).abs().max() for a, b in pairs]).max())
+            for name, pairs in values.items()
         },
         "bitwise": all(
             torch.equal(a.view(torch.uint8), b.view(torch.uint8))
-            for own in values.values()
-            for a, b in own
+            for pairs in values.values()
+            for a, b in pairs
         ),
     }

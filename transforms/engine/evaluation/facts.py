@@ -38,14 +38,14 @@ def facts_of(model: Model, transport: Transport) -> tuple[str, str, dict[str, st
     """The digests of a model's weights and of its program, and the versions, with the leaves that
     sums are cut into, or the number of ranks that share its layers, where bits depend on it. With
     parts in other processes, every rank makes the call."""
-    found = versions(model.device)
+    facts = versions(model.device)
     ranks = model.shard[1]
     leaves = model.functions.reduction_leaves
     if leaves > 1:
-        found["sums"] = f"cut into {leaves} leaves"
+        facts["sums"] = f"cut into {leaves} leaves"
     elif ranks > 1:
-        found["layers"] = f"each shared by {ranks} ranks"
-    return digest_weights(model, transport), digest_program(model), found
+        facts["layers"] = f"each shared by {ranks} ranks"
+    return digest_weights(model, transport), digest_program(model), facts
 
 
 def seen_of(model: Model) -> tuple[str, str]:
@@ -76,8 +76,10 @@ def digest_weights(model: Model, transport: Transport) -> str:
                 digests |= _ended(pending)
         while pending:
             digests |= _ended(pending)
-    found = {name: text for part in transport.collect(digests) for name, text in part.items()}
-    return _short(f"{name} {found[name]}\n" for name in sorted(found))
+    weight_digests = {
+        name: text for part in transport.collect(digests) for name, text in part.items()
+    }
+    return _short(f"{name} {weight_digests[name]}\n" for name in sorted(weight_digests))
 
 
 def _ended(pending: deque[tuple[str, Future[str]]]) -> dict[str, str]:
@@ -94,7 +96,7 @@ def _whole_tensors(model: Model, transport: Transport) -> Iterator[tuple[str, Te
         return
     first = transport.rank - index
     among = AllGather(tuple(range(first, first + count)))
-    whole, *own = (
+    whole, *rank_fields = (
         dict(stage_fields(model.config, model.layout, share))
         for share in (WHOLE, *((i, count) for i in range(count)))
     )
@@ -103,10 +105,10 @@ def _whole_tensors(model: Model, transport: Transport) -> Iterator[tuple[str, Te
             path = "embed_tokens"
         else:
             path = name
-        if path in whole and any(fields[path] != whole[path] for fields in own):
+        if path in whole and any(fields[path] != whole[path] for fields in rank_fields):
             flat = transport.end.perform(among, as_bytes(x.contiguous()), 0)
             every = [part.view(x.dtype).view(x.shape) for part in flat.chunk(count)]
-            x = join_field(every, [fields[path] for fields in own], whole[path])
+            x = join_field(every, [fields[path] for fields in rank_fields], whole[path])
         yield name, x
 
 
@@ -139,21 +141,21 @@ def _tensors(model: Model) -> Iterator[tuple[str, Tensor]]:
 
 
 def _digest_tensor(x: Tensor) -> str:
-    found = hashlib.sha256(f"{tuple(x.shape)} {x.dtype} ".encode())
+    hasher = hashlib.sha256(f"{tuple(x.shape)} {x.dtype} ".encode())
     if x.numel():
         flat = x.detach().resolve_conj().resolve_neg().contiguous().view(-1).view(torch.uint8)
     else:
         flat = x.new_empty(0, dtype=torch.uint8)
     for part in flat.split(_BYTES):
-        found.update(part.cpu().numpy())
-    return found.hexdigest()
+        hasher.update(part.cpu().numpy())
+    return hasher.hexdigest()
 
 
 def _short(lines: Iterable[str]) -> str:
-    found = hashlib.sha256()
+    hasher = hashlib.sha256()
     for line in lines:
-        found.update(line.encode())
-    return f"sha256:{found.hexdigest()}"
+        hasher.update(line.encode())
+    return f"sha256:{hasher.hexdigest()}"
 
 
 def digest_program(model: Model, of_tensor: Callable[[Tensor], str] = _digest_tensor) -> str:
@@ -161,10 +163,10 @@ def digest_program(model: Model, of_tensor: Callable[[Tensor], str] = _digest_te
     its stages, with the values that they read. It names the types of values that have no digest."""
     facts = {name: value for name, value in model.facts.items() if name != "weights"}
     functions, undigested = digest_functions(model, of_tensor)
-    found = _short([*(f"{name}: {value}\n" for name, value in facts.items()), functions])
+    digest = _short([*(f"{name}: {value}\n" for name, value in facts.items()), functions])
     if undigested:
-        return f"{found}, without {', '.join(undigested)}"
-    return found
+        return f"{digest}, without {', '.join(undigested)}"
+    return digest
 
 
 def digest_tokenizer(model: Model, sampling: SamplingParams) -> str | None:
@@ -182,24 +184,24 @@ def versions(device: torch.device) -> dict[str, str]:
         name = torch.cuda.get_device_name(device)
     else:
         name = f"cpu, {torch.backends.cpu.get_cpu_capability()}"
-    found = {"weft": f"{__version__}, source {_digest_sources()}", "torch": torch.__version__}
-    found["python"] = ".".join(platform.python_version_tuple()[:2])
+    facts = {"weft": f"{__version__}, source {_digest_sources()}", "torch": torch.__version__}
+    facts["python"] = ".".join(platform.python_version_tuple()[:2])
     if on_cuda:
-        found |= {"triton": str(triton_version()), "cuda": str(torch.version.cuda)}
-    return {**found, "machine": platform.machine(), "device": name}
+        facts |= {"triton": str(triton_version()), "cuda": str(torch.version.cuda)}
+    return {**facts, "machine": platform.machine(), "device": name}
 
 
 @cache
 def _digest_sources() -> str:
     """A digest of the files of weft that compute, kernels and tables of tiles among them."""
     root = Path(__file__).parents[3]
-    found = [
+    paths = [
         path
         for name in ("ops", "stages", "torchapi", "transforms")
         for path in (root / name).rglob("*")
     ]
-    found += root.glob("*.py")
-    files = sorted(path for path in found if path.suffix in (".py", ".json"))
+    paths += root.glob("*.py")
+    files = sorted(path for path in paths if path.suffix in (".py", ".json"))
     return _short(
         f"{file.relative_to(root)} {file.read_text(encoding='utf-8')}\n" for file in files
     )[7:19]

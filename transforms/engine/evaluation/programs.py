@@ -75,19 +75,23 @@ def digest_functions(model: Model, of_tensor: TensorDigest) -> tuple[str, list[s
     Returns:
         The digest, and the types of values that have none, such as a lock.
     """
-    own = model.functions
-    known = {"the model's parameters": model.params}
-    known |= {f"the parameters beside, {name}": other.params for name, other in own.beside.items()}
-    found = _Digests(known, of_tensor)
+    functions = model.functions
+    named_params = {"the model's parameters": model.params}
+    named_params |= {
+        f"the parameters beside, {name}": other.params for name, other in functions.beside.items()
+    }
+    digests = _Digests(named_params, of_tensor)
     changed = {
-        f.name: getattr(own, f.name) for f in attrs.fields(type(own)) if f.name not in _ELSEWHERE
+        f.name: getattr(functions, f.name)
+        for f in attrs.fields(type(functions))
+        if f.name not in _ELSEWHERE
     }
     try:
-        digest = found.of((changed, model.transforms))
+        digest = digests.of((changed, model.transforms))
     except RecursionError:
         digest = ""
-        found.undigested = {"values nested more deeply than Python's recursion limit"}
-    return digest, sorted(found.undigested)
+        digests.undigested = {"values nested more deeply than Python's recursion limit"}
+    return digest, sorted(digests.undigested)
 
 
 # Fields whose values are among the weights; and the one that every certified model has.
@@ -98,36 +102,36 @@ class _Digests:
     """Digests of values, each of which is read once.
 
     Args:
-        known: values that count as their names.
+        named_params: values that count as their names.
         of_tensor: the digest of a tensor.
     """
 
-    def __init__(self, known: Mapping[str, Any], of_tensor: TensorDigest) -> None:
+    def __init__(self, named_params: Mapping[str, Any], of_tensor: TensorDigest) -> None:
         self.undigested = set[str]()
         self._of_tensor = of_tensor
         # With the value, so that its id is one
-        self._known = {id(value): (value, name) for name, value in known.items()}
+        self._digests = {id(value): (value, name) for name, value in named_params.items()}
         self._open: dict[int, int] = {}
 
     def of(self, value: Any) -> str:
         """The digest of a value."""
         if type(value) in _PLAIN:
             return _hash(type(value).__name__, repr(value))
-        if id(value) in self._known:
-            return self._known[id(value)][1]
+        if id(value) in self._digests:
+            return self._digests[id(value)][1]
         if id(value) in self._open:
             return f"the value {len(self._open) - self._open[id(value)]} levels above"
         self._open[id(value)] = len(self._open)
         try:
-            found = _hash(*self._texts(value))
+            digest = _hash(*self._texts(value))
         except RecursionError:
             raise
         except Exception:  # whatever its class raises where it is asked for its state
-            found = f"{type(value).__module__}.{type(value).__qualname__}"
-            self.undigested.add(found)
+            digest = f"{type(value).__module__}.{type(value).__qualname__}"
+            self.undigested.add(digest)
         del self._open[id(value)]
-        self._known[id(value)] = value, found
-        return found
+        self._digests[id(value)] = value, digest
+        return digest
 
     def _texts(self, value: Any) -> Iterator[str]:
         """The kind of a value, and the digests of its parts."""
@@ -163,10 +167,10 @@ class _Digests:
 
 
 def _hash(*texts: str) -> str:
-    found = hashlib.sha256()
+    hasher = hashlib.sha256()
     for text in texts:
-        found.update(f"{len(text)} {text}".encode(errors="surrogatepass"))
-    return found.hexdigest()
+        hasher.update(f"{len(text)} {text}".encode(errors="surrogatepass"))
+    return hasher.hexdigest()
 
 
 @functools.cache
@@ -240,12 +244,12 @@ def _read_by(function: FunctionType) -> Iterator[Any]:
                 path = "." * (before[0] or 0) + one.argval
                 modules += _imported(path, str(names.get("__package__") or ""))
             before = [before[1], one.argval]
-    seen = set[str]()
+    visited = set[str]()
     while modules:
         module = modules.pop()
-        if module.__name__ in seen or _version(module.__name__) is not None:
+        if module.__name__ in visited or _version(module.__name__) is not None:
             continue
-        seen.add(module.__name__)
+        visited.add(module.__name__)
         for name in attributes:
             if name in vars(module) and not name.startswith("__"):
                 value = vars(module)[name]
@@ -267,8 +271,8 @@ def _imported(name: str, package: str) -> list[ModuleType]:
     else:
         path = name
     parts = path.split(".")
-    found = (sys.modules.get(".".join(parts[: i + 1])) for i in range(len(parts)))
-    return [module for module in found if module is not None]
+    modules = (sys.modules.get(".".join(parts[: i + 1])) for i in range(len(parts)))
+    return [module for module in modules if module is not None]
 
 
 def _codes(code: CodeType) -> Iterator[CodeType]:
@@ -348,14 +352,14 @@ def _reduced(value: Any) -> Iterator[Any]:
     Raises:
         TypeError: it cannot be pickled.
     """
-    own = copyreg.dispatch_table.get(type(value))
-    found: Any = value.__reduce_ex__(4) if own is None else own(value)
+    reducer = copyreg.dispatch_table.get(type(value))
+    reduced: Any = value.__reduce_ex__(4) if reducer is None else reducer(value)
     yield type(value)
-    if isinstance(found, str):
-        yield found
+    if isinstance(reduced, str):
+        yield reduced
         return
-    state, items, pairs = [*found[2:5], None, None, None][:3]
-    yield from found[:2]
+    state, items, pairs = [*reduced[2:5], None, None, None][:3]
+    yield from reduced[:2]
     yield _sorted(state) if isinstance(state, dict) else state
     yield from ([*(items or ())], [*(pairs or ())])
 

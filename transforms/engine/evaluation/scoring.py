@@ -29,7 +29,7 @@ _ROUNDING = {"float32": 1e-5, "float16": 2e-3, "bfloat16": 2e-2}
 _TASK_RULES: dict[str, Rule] = {
     "text": (lambda text: isinstance(text, str) and text, "a string that is not empty"),
     "answer": (
-        lambda own: own is None or (isinstance(own, str) and own),
+        lambda value: value is None or (isinstance(value, str) and value),
         "a string that is not empty, or None",
     ),
 }
@@ -93,7 +93,9 @@ class Score(Tabled):
     @property
     def bits(self) -> float:
         """The bits of all scored tokens."""
-        return -math.fsum(logprob for own in self.logprobs for logprob in own) / math.log(2)
+        return -math.fsum(
+            logprob for text_logprobs in self.logprobs for logprob in text_logprobs
+        ) / math.log(2)
 
     @property
     def bits_per_token(self) -> float | None:
@@ -131,12 +133,12 @@ class Score(Tabled):
     def difference(self, other: "Score") -> float:
         """The largest difference of a token's logprob, in nats; infinite if one is NaN, or missing."""
         pairs = zip(self.logprobs, other.logprobs, strict=True)
-        found = (
+        differences = (
             abs(a - b)
-            for own, theirs in pairs
-            for a, b in zip_longest(own, theirs, fillvalue=math.nan)
+            for ours, theirs in pairs
+            for a, b in zip_longest(ours, theirs, fillvalue=math.nan)
         )
-        return max((math.inf if math.isnan(one) else one for one in found), default=0.0)
+        return max((math.inf if math.isnan(one) else one for one in differences), default=0.0)
 
     def agrees(self, other: "Score") -> bool:
         """Whether all answers are equal, and the bits per token up to rounding."""
@@ -163,8 +165,8 @@ def score(engine: Engine, tasks: Sequence[Task]) -> Score:
 
     >>> from weft.stages import DEMO, load
     >>> engine = Engine(load(DEMO, "cpu"), graph="none")
-    >>> found = score(engine, [Task("return"), Task("A list i", answer="s")])
-    >>> found.num_tokens, len(found.answers)
+    >>> result = score(engine, [Task("return"), Task("A list i", answer="s")])
+    >>> result.num_tokens, len(result.answers)
     (5, 1)
     """
     model = engine.model
@@ -178,19 +180,19 @@ def score(engine: Engine, tasks: Sequence[Task]) -> Score:
             continue
         length = len(model.encode(task.text)) + _num_tokens(model, task.answer)
         if length > most:
-            seen = f"{task.name} has {length} tokens, including the answer"
-            raise RequestError("score(engine, tasks)", seen, f"at most {most}")
+            problem = f"{task.name} has {length} tokens, including the answer"
+            raise RequestError("score(engine, tasks)", problem, f"at most {most}")
     parts = [
         [engine.add(part, scored, max_tokens=1) for part in windows(model.encode(text), most)]
         for text in texts
     ]
-    asked = [
+    question_ids = [
         engine.add(prompt, greedy, max_tokens=_num_tokens(model, answer))
         for prompt, answer in questions
     ]
     before = engine.stats().modes
     tracks: dict[str, CompletionState] = {output.id: output.track for output in engine}
-    answers = [tracks[name].text for name in asked]
+    answers = [tracks[name].text for name in question_ids]
     modes = {mode: count - before.get(mode, 0) for mode, count in engine.stats().modes.items()}
     return Score(
         sum(_scored_bytes(model, text) for text in texts),
@@ -213,22 +215,22 @@ def read_tasks(file: str | Path) -> list[Task]:
     """
     call = f"read_tasks({str(file)!r})"
     return [
-        _task(call, name, found)
-        for name, found in read_json_lines(Path(file), call, "task", _FORMS)
+        _task(call, name, record)
+        for name, record in read_json_lines(Path(file), call, "task", _FORMS)
     ]
 
 
-def _task(call: str, name: str, found: Any) -> Task:
+def _task(call: str, name: str, record: Any) -> Task:
     fault = ""
-    fields = sorted(found) if isinstance(found, dict) else []
-    empty = [field for field in fields if not isinstance(found[field], str) or not found[field]]
+    fields = sorted(record) if isinstance(record, dict) else []
+    empty = [field for field in fields if not isinstance(record[field], str) or not record[field]]
     if fields not in (["text"], ["answer", "prompt"]):
         fault = f"has {', '.join(map(repr, fields)) or 'no names'}"
     elif empty:
-        fault = f"has {empty[0]}={found[empty[0]]!r:.200}"
+        fault = f"has {empty[0]}={record[empty[0]]!r:.200}"
     if fault:
         raise RequestError(call, f"{name} {fault}", _FORMS)
-    return Task(found.get("text") or found["prompt"], found.get("answer"), name)
+    return Task(record.get("text") or record["prompt"], record.get("answer"), name)
 
 
 def windows(ids: Sequence[int], most: int) -> Iterator[list[int]]:

@@ -89,8 +89,8 @@ def start(load: Callable[[], Model], make: Callable[[Model], Engine]) -> tuple[E
     times.append(_now(model.device))
     engine.warm_up()
     times.append(_now(model.device))
-    loaded, made, captured = (b - a for a, b in itertools.pairwise(times))
-    return engine, RankFigures(str(model.device), loaded, made, captured)
+    load_seconds, engine_seconds, capture_seconds = (b - a for a, b in itertools.pairwise(times))
+    return engine, RankFigures(str(model.device), load_seconds, engine_seconds, capture_seconds)
 
 
 def measure(
@@ -117,8 +117,8 @@ def measure(
     >>> from weft.transforms.engine import EngineLimits
     >>> limits = EngineLimits(max_num_reqs=2)
     >>> engine, started = start(lambda: load(DEMO, "cpu"), lambda model: Engine(model, limits, graph="none"))
-    >>> [found] = measure(engine, Workload(num_requests=3, input_len=4, output_len=2), started)
-    >>> found["output_tokens"], found["total_tokens"], found["graphs"]["shares"]["none"]
+    >>> [result] = measure(engine, Workload(num_requests=3, input_len=4, output_len=2), started)
+    >>> result["output_tokens"], result["total_tokens"], result["graphs"]["shares"]["none"]
     (6, 18, 1.0)
     """
     draw, device, vocabulary = (
@@ -137,18 +137,20 @@ def measure(
     until = started.load_seconds + started.engine_seconds + started.capture_seconds
     until += min(times[0] for times in warm.read)
     for _ in range(repeats):
-        asked = prompts(workload.num_requests)
+        workload_prompts = prompts(workload.num_requests)
         gc.collect()
         frozen = gc.get_freeze_count() > 0  # by the caller, whose objects stay so
         if not frozen:
             gc.freeze()  # a collection that walks torch, triton and the model takes 0.1 s, in the middle of a step
         try:
-            served = serve(engine, asked, workload.temperature, workload.output_len, progress)
+            served = serve(
+                engine, workload_prompts, workload.temperature, workload.output_len, progress
+            )
         finally:
             if not frozen:
                 gc.unfreeze()
         memory = [graph.memory_analysis() for graph in engine.graphs]
-        own = attrs.evolve(
+        rank_figures = attrs.evolve(
             started,
             warm_up_seconds=took,
             first_token_seconds=until,
@@ -159,7 +161,7 @@ def measure(
         most = engine.limits.budget.max_num_tokens
         yield {
             "max_num_tokens": most,
-            **figures(served, workload.input_len, engine.transport.collect(own)),
+            **figures(served, workload.input_len, engine.transport.collect(rank_figures)),
         }
 
 
@@ -249,8 +251,8 @@ def spread(seconds: Sequence[float]) -> dict[str, float] | None:
     if not seconds:
         return None
     values = 1e3 * np.asarray(seconds)
-    found = (values.mean(), *np.percentile(values, [50, 99]))
+    statistics = (values.mean(), *np.percentile(values, [50, 99]))
     return {
         name: round(float(value), 6)
-        for name, value in zip(("mean", "p50", "p99"), found, strict=True)
+        for name, value in zip(("mean", "p50", "p99"), statistics, strict=True)
     }

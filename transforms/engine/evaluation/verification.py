@@ -41,15 +41,15 @@ class Verification(Tabled):
     def first_difference(self) -> int | None:
         """The index of the first token that is not equal, or whose logprob is not, bit for bit;
         None: all are."""
-        own, certified = (
+        computed, certified = (
             [*zip(one.token_ids, map(float.hex, one.logprobs), strict=True)]
             for one in (self, self.certificate)
         )
         same = next(
-            (i for i, (a, b) in enumerate(zip(own, certified, strict=False)) if a != b), None
+            (i for i, (a, b) in enumerate(zip(computed, certified, strict=False)) if a != b), None
         )
-        if same is None and len(own) != len(certified):
-            return min(len(own), len(certified))
+        if same is None and len(computed) != len(certified):
+            return min(len(computed), len(certified))
         return same
 
     @property
@@ -63,30 +63,30 @@ class Verification(Tabled):
     @property
     def other_facts(self) -> dict[str, tuple[str, str]]:
         """The facts that differ: here, and in the certificate."""
-        wanted = self.certificate.facts
-        names = sorted({*wanted, *self.here})
-        pairs = {name: (self.here.get(name, "none"), wanted.get(name, "none")) for name in names}
+        certified = self.certificate.facts
+        names = sorted({*certified, *self.here})
+        pairs = {name: (self.here.get(name, "none"), certified.get(name, "none")) for name in names}
         return {name: pair for name, pair in pairs.items() if pair[0] != pair[1]}
 
     @property
     def result(self) -> str:
         """`equal`, `equal, with other weights`, or the first token that is not, in words."""
         place = self.first_difference
-        wanted = self.certificate
-        if place is None and self.finish_reason != wanted.finish_reason:
-            return f"ends with {self.finish_reason!r}, certified {wanted.finish_reason!r}"
+        certificate = self.certificate
+        if place is None and self.finish_reason != certificate.finish_reason:
+            return f"ends with {self.finish_reason!r}, certified {certificate.finish_reason!r}"
         if place is None:
             if self.equal:
                 return "equal"
             return "equal, with other weights"
-        found = self.token_ids[place : place + 1]
-        other = wanted.token_ids[place : place + 1]
-        if found and found == other:
+        computed = self.token_ids[place : place + 1]
+        other = certificate.token_ids[place : place + 1]
+        if computed and computed == other:
             return (
                 f"token {place}: logprob {self.logprobs[place]!r}, certified"
-                f" {wanted.logprobs[place]!r}"
+                f" {certificate.logprobs[place]!r}"
             )
-        here, certified = (f"{ids[0]}" if ids else "none" for ids in (found, other))
+        here, certified = (f"{ids[0]}" if ids else "none" for ids in (computed, other))
         return f"token {place}: {here}, certified {certified}"
 
     def table(self) -> Table:
@@ -99,24 +99,24 @@ class Verification(Tabled):
             }
         ]
         rows += [
-            {"": name, "here": own, "certified": other}
-            for name, (own, other) in self.other_facts.items()
+            {"": name, "here": here, "certified": other}
+            for name, (here, other) in self.other_facts.items()
         ]
         return Table.of(rows)
 
 
 _RULES: dict[str, Rule] = {
     "certificates": (
-        lambda given: (
-            isinstance(given, list | tuple)
-            and given
-            and all(isinstance(one, Certificate) for one in given)
+        lambda value: (
+            isinstance(value, list | tuple)
+            and value
+            and all(isinstance(one, Certificate) for one in value)
         ),
         "weft.Certificate.load(path), or a list of them: weft.Certificate.load_all(path)",
     ),
     "adapters": (
-        lambda given: (
-            isinstance(given, list | tuple) and all(isinstance(one, Adapter) for one in given)
+        lambda value: (
+            isinstance(value, list | tuple) and all(isinstance(one, Adapter) for one in value)
         ),
         "a list of weft.load_adapter(model, folder)",
     ),
@@ -161,24 +161,26 @@ def verify(
     'equal'
     """
     call = "weft.verify(certificates, model)"
-    given = [certificates] if isinstance(certificates, Certificate) else certificates
-    check_values(call, _RULES, {"certificates": given, "adapters": adapters})
+    certificate_list = [certificates] if isinstance(certificates, Certificate) else certificates
+    check_values(call, _RULES, {"certificates": certificate_list, "adapters": adapters})
     model = model.with_stages(batch_invariant=True)
     carrier = transport or Local()
-    named = {digest(own.deltas): own for own in adapters}
+    named = {digest(adapter.deltas): adapter for adapter in adapters}
     if missing := [
-        one.adapter for one in given if one.adapter is not None and one.adapter not in named
+        one.adapter
+        for one in certificate_list
+        if one.adapter is not None and one.adapter not in named
     ]:
-        seen = (
+        problem = (
             f"a completion of the adapter {missing[0]}, and adapters {', '.join(named) or 'none'}"
         )
-        raise RequestError(call, seen, "adapters=[weft.load_adapter(model, folder)] of that one")
+        raise RequestError(call, problem, "adapters=[weft.load_adapter(model, folder)] of that one")
     longest = min(
-        max(len(one.prompt) + _most_tokens(one) for one in given),
+        max(len(one.prompt) + _most_tokens(one) for one in certificate_list),
         model.config.max_position_embeddings,
     )
     limits = limits or EngineLimits(
-        max_num_reqs=min(len(given), 64), page_size=model.functions.page_size
+        max_num_reqs=min(len(certificate_list), 64), page_size=model.functions.page_size
     )
     if limits.max_model_len is None:
         limits = attrs.evolve(limits, max_model_len=longest)
@@ -188,7 +190,7 @@ def verify(
         "adapters": named,
     }
     engine = Engine(model, limits, pipeline=pipeline, tensor=tensor, graph=graph, seed=0, **options)
-    for index, one in enumerate(given):
+    for index, one in enumerate(certificate_list):
         engine.add(
             [*one.prompt],
             one.sampling,
@@ -196,14 +198,14 @@ def verify(
             id=str(index),
             adapter=one.adapter,
         )
-    found = _run(engine, given)
+    verifications = _run(engine, certificate_list)
     weights, program, versions = facts_of(model, carrier)
     here = {**versions, "weights": weights, "program": program}
-    for place, one in enumerate(given):
+    for place, one in enumerate(certificate_list):
         tokenizer = digest_tokenizer(model, one.sampling)
-        own = here if tokenizer is None else {**here, "tokenizer": tokenizer}
-        found[place] = attrs.evolve(found[place], here=own)
-    return found
+        facts = here if tokenizer is None else {**here, "tokenizer": tokenizer}
+        verifications[place] = attrs.evolve(verifications[place], here=facts)
+    return verifications
 
 
 def _most_tokens(one: Certificate) -> int:
@@ -212,29 +214,29 @@ def _most_tokens(one: Certificate) -> int:
     return min(one.max_tokens, len(one.token_ids) + 1)
 
 
-def _run(engine: Engine, given: Sequence[Certificate]) -> list[Verification]:
+def _run(engine: Engine, certificates: Sequence[Certificate]) -> list[Verification]:
     """The completions of the requests 0, 1, ... of an engine, each ended after its first
     difference."""
-    found: dict[int, Verification] = {}
+    verifications: dict[int, Verification] = {}
     for output in engine:
         index = int(output.id)
-        own = output.track
+        state = output.track
         reason = output.finish_reason
-        if reason is None and _differs(given[index], output):
+        if reason is None and _differs(certificates[index], output):
             reason = "abort"
             engine.abort(output.id)
         if reason is not None:
-            found[index] = Verification(
-                given[index], tuple(own.token_ids), tuple(own.logprobs), reason, {}
+            verifications[index] = Verification(
+                certificates[index], tuple(state.token_ids), tuple(state.logprobs), reason, {}
             )
-    return [found[index] for index in range(len(given))]
+    return [verifications[index] for index in range(len(certificates))]
 
 
 def _differs(one: Certificate, output: RequestOutput) -> bool:
     """Whether one of the new tokens is not as it was certified."""
-    own = output.track
-    new = slice(len(own.token_ids) - len(output.token_ids), len(own.token_ids))
+    state = output.track
+    new = slice(len(state.token_ids) - len(output.token_ids), len(state.token_ids))
     here, certified = (
-        ([*x.token_ids[new]], [*map(float.hex, x.logprobs[new])]) for x in (own, one)
+        ([*x.token_ids[new]], [*map(float.hex, x.logprobs[new])]) for x in (state, one)
     )
     return here != certified

@@ -41,12 +41,12 @@ class Request:
 
     Args:
         id: a name, unique among the requests that have not ended.
-        prompt: token ids, at least one; EMBEDDED (-2) where `given` has an embedding.
+        prompt: token ids, at least one; EMBEDDED (-2) where `prompt_content` has an embedding.
         max_tokens: the most tokens to generate, at least one.
         sampling: how its tokens are chosen and what ends it (`SamplingParams.for_request`).
         priority: FIFO within a priority; lower numbers first, and higher ones may get no turn.
         adapter: the slot of its LoRA adapter; -1: none.
-        given: the prompt's embeddings and positions; None: the prompt is token ids alone.
+        prompt_content: the prompt's embeddings and positions; None: the prompt is token ids alone.
         is_masked: whether its next token depends on a mask of all earlier ones, so that the host
             must have read them.
         extras: the inputs of its own that the model's stages read; None: the model's defaults.
@@ -62,7 +62,7 @@ class Request:
     sampling: SamplingParams
     priority: int = 0
     adapter: int = -1
-    given: PromptContent | None = None
+    prompt_content: PromptContent | None = None
     is_masked: bool = False
     extras: RequestExtras | None = attrs.field(default=None, repr=False)
     is_captured: bool = attrs.field(default=False, repr=False)
@@ -75,10 +75,10 @@ class Request:
 
     def __str__(self) -> str:
         """One line, which must be equal on all ranks."""
-        if self.given is None:
+        if self.prompt_content is None:
             contents = b""
         else:
-            contents = self.given.content(0, len(self.prompt))
+            contents = self.prompt_content.content(0, len(self.prompt))
         digest = hashlib.blake2b(repr(self.prompt).encode() + contents, digest_size=6).hexdigest()
         more = f", adapter {self.adapter}" * (self.adapter >= 0) + ", masked" * self.is_masked
         more += "" if self.extras is None else f", extras {self.extras.digest.decode()}"
@@ -192,7 +192,7 @@ class RequestState:
         """Hash the pages that known tokens fill."""
         first = len(self.page_hashes)
         last = len(self.tokens) // page_size
-        if first < last and self.request.given is None:
+        if first < last and self.request.prompt_content is None:
             if first:
                 before = self.page_hashes[-1]
             else:
@@ -221,10 +221,10 @@ class RequestState:
             before = self.page_hashes[index - 1]
         else:
             before = salt(request, self.version)
-        if request.given is None:
+        if request.prompt_content is None:
             more = b""
         else:
-            more = request.given.content(start, start + len(tokens))
+            more = request.prompt_content.content(start, start + len(tokens))
         return hash_page(before + more, tokens)
 
 
@@ -233,15 +233,15 @@ def salt(request: Request, version: int) -> bytes:
     the adapter that computes them (-1: none), by the version of the parameters, and by the
     request's extras. A request may add its own, so that nobody else can learn from a fast answer
     what it has said."""
-    found = b"version %d adapter %d" % (version, request.adapter)
+    salt_bytes = b"version %d adapter %d" % (version, request.adapter)
     if request.extras is not None:
-        found += b" extras " + request.extras.digest
+        salt_bytes += b" extras " + request.extras.digest
     if request.cache_salt:
-        found += (
+        salt_bytes += (
             b" salt "
             + hashlib.blake2b(request.cache_salt.encode(), digest_size=16).hexdigest().encode()
         )
-    return found
+    return salt_bytes
 
 
 def sample_seeds(seed: int, n: int) -> list[int]:
@@ -350,22 +350,22 @@ class HostState:
         return self.requests.get(request_id)
 
 
-def check_free(call: str, ids: Iterable[str], *held: Container[str]) -> None:
+def check_free(call: str, ids: Iterable[str], *open_ids: Container[str]) -> None:
     """Raise RequestError for an id of a request that has not ended."""
-    if any(id in each for id in ids for each in held):
+    if any(id in each for id in ids for each in open_ids):
         raise RequestError(
             call, "a request of that id that has not ended", "another id, or abort it first"
         )
 
 
-def find_open(call: str, held: Mapping[str, T], id: object) -> T:
+def find_open(call: str, entries: Mapping[str, T], id: object) -> T:
     """The entry of a request that has not ended.
 
     Raises:
         RequestError: there is no such request, or it has ended.
     """
-    if isinstance(id, str) and id in held:
-        return held[id]
+    if isinstance(id, str) and id in entries:
+        return entries[id]
     raise RequestError(
         call, "no request of that id that has not ended", "an id that add() returned"
     )

@@ -24,7 +24,7 @@ from weft.transforms.engine.requests.prompts import (
 _GREEDY = SamplingParams(temperature=0.0)
 _SALT: Rule = is_text, "a string"
 _NO_LOGPROBS: Rule = (
-    (lambda wanted: wanted is None),
+    (lambda prompt_logprobs: prompt_logprobs is None),
     "SamplingParams() without prompt_logprobs: embeddings have none",
 )
 _REQUEST_RULES: dict[str, Rule] = {
@@ -86,7 +86,9 @@ class RequestBuilder:
         )
         if self.slots:
             instead = f"one of the engine's: {', '.join(map(repr, self.slots))}"
-        return (lambda own: own is None or (isinstance(own, str) and own in self.slots)), instead
+        return (
+            lambda name: name is None or (isinstance(name, str) and name in self.slots)
+        ), instead
 
     @_scratch.default
     def _one_row(self) -> SamplingTable:
@@ -113,9 +115,9 @@ class RequestBuilder:
         Raises:
             RequestError: it could never be served.
         """
-        given = _GREEDY if sampling is None else sampling
+        sampling_params = _GREEDY if sampling is None else sampling
         values = {
-            "sampling": given,
+            "sampling": sampling_params,
             "id": name,
             "priority": priority,
             "mask": mask,
@@ -124,16 +126,18 @@ class RequestBuilder:
         check_values(call, _REQUEST_RULES, values)
         own_rules = {"adapter": self._adapter_rule, "cache_salt": _SALT}
         check_values(call, own_rules, {"adapter": adapter, "cache_salt": cache_salt})
-        is_known = self._is_known(given)
+        is_known = self._is_known(sampling_params)
         if not is_known:
-            check_sampling(call, self.model, given, self.num_logprobs)
+            check_sampling(call, self.model, sampling_params, self.num_logprobs)
         ids = tuple(encode_prompt(self.model, prompt, call))
         if EMBEDDED in ids:
             check_values(
-                call, {"prompt_logprobs": _NO_LOGPROBS}, {"prompt_logprobs": given.prompt_logprobs}
+                call,
+                {"prompt_logprobs": _NO_LOGPROBS},
+                {"prompt_logprobs": sampling_params.prompt_logprobs},
             )
-        params = with_all_logprobs(given, self.model.config.vocab_size)
-        if given.bad_words:
+        params = with_all_logprobs(sampling_params, self.model.config.vocab_size)
+        if sampling_params.bad_words:
             params, mask = without_bad_words(call, self.model, params, mask)
         params = params.for_request(self.eos_ids, request_seed(self.seed, index))
         if not is_known:
@@ -141,7 +145,7 @@ class RequestBuilder:
                 # The step that admits the request does this on the rank that samples, when it
                 # cannot be refused.
                 write_rows(self._scratch, [0], [params], [()], [()])
-            self._checked[:] = [given]
+            self._checked[:] = [sampling_params]
         most = min(max_tokens, self.model.config.max_position_embeddings - len(ids))
         slot = -1 if adapter is None else self.slots[adapter]
         content = None
@@ -149,29 +153,39 @@ class RequestBuilder:
             with blamed(call, "EmbedsPrompt(...) of dense tensors that can be read on the host"):
                 content = read_content(prompt)
         with blamed(call, "extras={name: a dense tensor that can be read on the host}"):
-            own, of_tokens = check_extras(call, self.model.functions, extras, len(ids))
+            request_extras, of_tokens = check_extras(call, self.model.functions, extras, len(ids))
             content = with_token_extras(
                 content, self.model.functions.token_extras, of_tokens, len(ids)
             )
         captured = bool(self.model.functions.captures)
         policy = self.model.functions.policy
         policy = policy if self.prefix_caching else "none"
-        more = content, mask is not None, own, captured, policy, cache_salt
+        more = content, mask is not None, request_extras, captured, policy, cache_salt
         first = Request(name, ids, most, params, priority, slot, *more)
         seeds = enumerate(sample_seeds(params.seed or 0, params.n)[1:], 1)
         samplings = ((f"{name}[{index}]", attrs.evolve(params, seed=seed)) for index, seed in seeds)
-        return [first, *(attrs.evolve(first, id=id, sampling=own) for id, own in samplings)], mask
+        return [
+            first,
+            *(
+                attrs.evolve(first, id=id, sampling=completion_params)
+                for id, completion_params in samplings
+            ),
+        ], mask
 
-    def _is_known(self, given: SamplingParams) -> bool:
+    def _is_known(self, sampling_params: SamplingParams) -> bool:
         """Whether equal parameters were checked before; never if they hold a dict, which the user
         may have changed."""
-        return bool(self._checked) and not given.logit_bias and given == self._checked[0]
+        return (
+            bool(self._checked)
+            and not sampling_params.logit_bias
+            and sampling_params == self._checked[0]
+        )
 
 
 def call_of_add(sampling: Any, max_tokens: Any, name: Any) -> str:
     """A call of `Engine.add`, for errors."""
-    given = "" if sampling is None else f"{sampling!r}, "
-    return f"engine.add(prompt, {given}max_tokens={max_tokens!r}, id={name!r})"
+    sampling_text = "" if sampling is None else f"{sampling!r}, "
+    return f"engine.add(prompt, {sampling_text}max_tokens={max_tokens!r}, id={name!r})"
 
 
 def encode_prompt(model: Model, prompt: Any, call: str, name: str = "the prompt") -> list[int]:
@@ -192,25 +206,25 @@ def encode_prompt(model: Model, prompt: Any, call: str, name: str = "the prompt"
         prompt = prompt.ids
     is_prompt = isinstance(prompt, str | list | tuple)
     ids = model.encode(prompt) if isinstance(prompt, str) else list(prompt) if is_prompt else []
-    known = ids if embeds is None else [token for token in ids if token != EMBEDDED]
+    token_ids = ids if embeds is None else [token for token in ids if token != EMBEDDED]
     # A long prompt's fast way
-    are_tokens = {*map(type, known)} == {int} and min(known) >= 0 and max(known) < vocab
-    wrong = [] if are_tokens else [token for token in known if not is_int(token, 0, vocab - 1)]
+    are_tokens = {*map(type, token_ids)} == {int} and min(token_ids) >= 0 and max(token_ids) < vocab
+    wrong = [] if are_tokens else [token for token in token_ids if not is_int(token, 0, vocab - 1)]
     if not is_prompt:
-        seen = f"{name} is {prompt!r:.200}, a {type(prompt).__name__}"
+        problem = f"{name} is {prompt!r:.200}, a {type(prompt).__name__}"
         instead = "a string or a list of token ids"
         if isinstance(prompt, Mapping) and "input_ids" in prompt:
             instead = 'its ["input_ids"]'  # what transformers' tokenizers and chat templates return
         elif hasattr(prompt, "tolist"):
             instead = "its .tolist()"
     elif not 0 < len(ids) < limit:
-        seen = (
+        problem = (
             f"{name} has {len(ids)} tokens; the model's limit is {limit}, one of them to be"
             " generated"
         )
         instead = f"a prompt of 1 to {limit - 1} tokens"
     elif wrong:
-        seen = f"{name} holds {wrong[0]!r:.200}"
+        problem = f"{name} holds {wrong[0]!r:.200}"
         instead = f"token ids are ints from 0 to {vocab - 1}"
         if isinstance(wrong[0], str):
             instead = "one prompt: a string or a list of token ids"
@@ -220,7 +234,7 @@ def encode_prompt(model: Model, prompt: Any, call: str, name: str = "the prompt"
         if embeds is not None:
             embeds.check(call, model)
         return ids
-    raise RequestError(call, seen, instead)
+    raise RequestError(call, problem, instead)
 
 
 def check_sampling(call: str, model: Model, params: SamplingParams, num_logprobs: int) -> None:
@@ -231,18 +245,18 @@ def check_sampling(call: str, model: Model, params: SamplingParams, num_logprobs
     """
     vocab = model.config.vocab_size
     most = min(num_logprobs, vocab)
-    wanted = most_logprobs(params, vocab)
-    if wanted <= vocab:
-        remedy = f"Engine(..., num_logprobs={wanted})"
+    num_requested = most_logprobs(params, vocab)
+    if num_requested <= vocab:
+        remedy = f"Engine(..., num_logprobs={num_requested})"
     else:
         remedy = f"at most {vocab}, the tokens of the model"
-    own: Rule = (lambda count: (vocab if count == -1 else count or 0) <= most), remedy
+    logprobs_rule: Rule = (lambda count: (vocab if count == -1 else count or 0) <= most), remedy
 
     def by_tokens(instead: str) -> Rule:
         no_tokenizer = f"{instead}=[...]: the checkpoint has no tokenizer"
         return (lambda texts: not texts or model.tokenizer is not None), no_tokenizer
 
-    rules = {"logprobs": own, "prompt_logprobs": own}
+    rules = {"logprobs": logprobs_rule, "prompt_logprobs": logprobs_rule}
     rules |= {"stop": by_tokens("stop_token_ids"), "bad_words": by_tokens("bad_token_ids")}
     check_values(call, rules, {name: getattr(params, name) for name in rules})
     params.check_tokens(vocab, MAX_BIASED)
@@ -250,16 +264,16 @@ def check_sampling(call: str, model: Model, params: SamplingParams, num_logprobs
 
 def most_logprobs(params: SamplingParams, vocab_size: int) -> int:
     """The number of likeliest tokens whose logprobs a request asks for; -1 is all of them."""
-    asked = (params.logprobs or 0, params.prompt_logprobs or 0)
-    if -1 in asked:
+    counts = (params.logprobs or 0, params.prompt_logprobs or 0)
+    if -1 in counts:
         return vocab_size
-    return max(asked)
+    return max(counts)
 
 
 def with_all_logprobs(params: SamplingParams, vocab_size: int) -> SamplingParams:
     """The parameters with the number of all tokens in the place of -1."""
-    given = {"logprobs": params.logprobs, "prompt_logprobs": params.prompt_logprobs}
-    changed: dict[str, Any] = {name: vocab_size for name, count in given.items() if count == -1}
+    counts = {"logprobs": params.logprobs, "prompt_logprobs": params.prompt_logprobs}
+    changed: dict[str, Any] = {name: vocab_size for name, count in counts.items() if count == -1}
     if changed:
         return attrs.evolve(params, **changed)
     return params
@@ -274,15 +288,17 @@ def each_rule(kind: Any, count: int, instead: str) -> Rule:
         instead: of the error, with {} for the count.
     """
 
-    def fits(given: Any) -> bool:
-        is_list = isinstance(given, list | tuple) and len(given) == count
-        return isinstance(given, kind) or (is_list and all(isinstance(own, kind) for own in given))
+    def fits(value: Any) -> bool:
+        is_list = isinstance(value, list | tuple) and len(value) == count
+        return isinstance(value, kind) or (
+            is_list and all(isinstance(item, kind) for item in value)
+        )
 
     return fits, instead.format(count)
 
 
-def one_each(given: Any, count: int) -> list[Any]:
+def one_each(value: Any, count: int) -> list[Any]:
     """The values of such an argument, one for each prompt or sequence."""
-    if isinstance(given, list | tuple):
-        return list(given)
-    return [given] * count
+    if isinstance(value, list | tuple):
+        return list(value)
+    return [value] * count

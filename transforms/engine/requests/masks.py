@@ -105,13 +105,13 @@ class RequestMask:
 
 
 def compute_mask(
-    id: str, own: RequestMask, token_ids: Sequence[int], vocab_size: int
+    id: str, request_mask: RequestMask, token_ids: Sequence[int], vocab_size: int
 ) -> bytes | None:
     """The bits of the tokens that a request's mask allows next, as bytes; None: any token.
 
     Args:
         id: of the request, for errors.
-        own: its mask.
+        request_mask: its mask.
         token_ids: the tokens that it has generated.
 
     Raises:
@@ -123,36 +123,36 @@ def compute_mask(
     with blamed(
         call, "a function from tokens to the ids of those that may be next, which raises nothing"
     ):
-        found = own.mask(list(token_ids))
-        if found is None:
+        mask = request_mask.mask(list(token_ids))
+        if mask is None:
             return None
-        if isinstance(found, Tensor):
-            bits = found
+        if isinstance(mask, Tensor):
+            bits = mask
         else:
-            bits = pack_bits(_ids(found, vocab_size), vocab_size)
+            bits = pack_bits(_ids(mask, vocab_size), vocab_size)
         if bits.dtype != torch.int32 or tuple(bits.shape) != (words,):
-            seen = f"a tensor {bits.dtype} {list(bits.shape)}"
+            problem = f"a tensor {bits.dtype} {list(bits.shape)}"
             instead = f"int32 [{words}], a bit for each of {vocab_size} tokens; or their ids"
         else:
             bits = bits.cpu().contiguous()
             allowed = bits & _all(vocab_size)
-            if (allowed & own.allowed_after(len(token_ids))).any():
+            if (allowed & request_mask.allowed_after(len(token_ids))).any():
                 return bits.numpy().tobytes()
-            seen = "no token that is allowed"
+            problem = "no token that is allowed"
             instead = "at least one: the end-of-sequence token ends a request"
             if allowed.any():
-                seen = (
+                problem = (
                     "tokens that are all barred by the request's allowed_token_ids, bad_token_ids"
                     " or min_tokens"
                 )
                 instead = "at least one that they leave; a request that may end has min_tokens=0"
-        raise RequestError(call, seen, instead)
+        raise RequestError(call, problem, instead)
 
 
-def _ids(found: Any, vocab_size: int) -> set[int]:
+def _ids(token_ids: Any, vocab_size: int) -> set[int]:
     ids = set[int]()
     most = _MAX_REPEATS * vocab_size
-    for count, token in enumerate(found):  # one after the other: an iterator may be endless
+    for count, token in enumerate(token_ids):  # one after the other: an iterator may be endless
         is_token = (
             isinstance(token, int) and not isinstance(token, bool) and 0 <= token < vocab_size
         )
@@ -198,17 +198,17 @@ def without_bad_words(
     vocab_size = model.config.vocab_size
 
     def allowed(token_ids: Sequence[int]) -> Tensor | Iterable[int] | None:
-        found = None if mask is None else mask(token_ids)
+        base_mask = None if mask is None else mask(token_ids)
         said = tuple(token_ids)
         barred = {ids[-1] for ids in longer if said[max(len(said) - len(ids) + 1, 0) :] == ids[:-1]}
         if not barred:
-            return found
-        if found is None or isinstance(found, Tensor):
+            return base_mask
+        if base_mask is None or isinstance(base_mask, Tensor):
             bits = ~pack_bits(barred, vocab_size)
-            if found is None:
+            if base_mask is None:
                 return bits
-            return found.cpu() & bits
-        return (token for token in found if token not in barred)
+            return base_mask.cpu() & bits
+        return (token for token in base_mask if token not in barred)
 
     allowed.budget = budget_of(mask)  # type: ignore[attr-defined]
     return params, allowed
@@ -218,14 +218,16 @@ def _sequences(call: str, model: Model, word: str) -> set[tuple[int, ...]]:
     """The tokens of a word at the beginning of a text, and after a space."""
     assert model.tokenizer is not None, "check_sampling refuses words without a tokenizer"
     texts = word, " " + word.lstrip()
-    found = {tuple(model.tokenizer.encode(text, add_special_tokens=False).ids) for text in texts}
-    if () in found:
+    sequences = {
+        tuple(model.tokenizer.encode(text, add_special_tokens=False).ids) for text in texts
+    }
+    if () in sequences:
         raise RequestError(
             call,
             f"bad_words holds {word!r}, which has no tokens",
             "words of the model's vocabulary",
         )
-    return found
+    return sequences
 
 
 def blame(error: BaseException, call: str, instead: str) -> RequestError:
@@ -255,6 +257,6 @@ def blamed(call: str, instead: str) -> Iterator[None]:
     try:
         yield
     except BaseException as error:
-        if (found := blame(error, call, instead)) is error:
+        if (request_error := blame(error, call, instead)) is error:
             raise
-        raise found from error
+        raise request_error from error

@@ -61,12 +61,12 @@ class Pages:
 
     def lookup(self, hashes: Iterable[bytes]) -> list[int]:
         """The published pages with these content hashes, up to the first hash that is missing."""
-        found = []
+        pages = []
         for content_hash in hashes:
             if (page := self._page_of.get(content_hash)) is None:
                 break
-            found.append(page)
-        return found
+            pages.append(page)
+        return pages
 
     def lookup_partial(self, content_hash: bytes) -> int | None:
         """A held page that begins with this content. Copy it: its owner goes on writing after that
@@ -178,13 +178,13 @@ def hash_pages(before: bytes, token_ids: Sequence[int], page_size: int) -> list[
     """
     ids = array("q", token_ids)
     size = page_size * array("q").itemsize
-    found = list[bytes]()
+    hashes = list[bytes]()
     data = ids.tobytes()
     head = b"|%d|" % page_size
     for start in range(0, len(ids) // page_size * size, size):
         before = _digest(before, head + data[start : start + size])
-        found.append(before)
-    return found
+        hashes.append(before)
+    return hashes
 
 
 def _digest(before: bytes, content: bytes) -> bytes:

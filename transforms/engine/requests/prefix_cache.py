@@ -13,11 +13,11 @@ def allocate_pages(host: HostState, req: RequestState, copies: list[tuple[int, i
     pages = host.pages
     length = req.length
     shared, source = lookup_prefix(pages, req)
-    held = [*shared, *([] if source is None else [source])]
+    cached_pages = [*shared, *([] if source is None else [source])]
     need = pages.pages_for(length) - len(shared)
-    if need > pages.count_free(held):
+    if need > pages.count_free(cached_pages):
         return False
-    pages.acquire(held)
+    pages.acquire(cached_pages)
     req.pages = [*shared, *pages.allocate(need)]
     num_found = len(shared) * pages.page_size
     if req.request.prefix_caching == "recompute":

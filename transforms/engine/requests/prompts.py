@@ -176,7 +176,9 @@ def read_content(prompt: EmbedsPrompt) -> PromptContent:
         rows = zip(_bytes_of(embeds), ids, strict=True)
         texts = [_digest(row) if token == EMBEDDED else b"" for row, token in rows]
     if positions is not None:
-        places = (position_content(index, own) for index, own in enumerate(positions.T.tolist()))
+        places = (
+            position_content(index, position) for index, position in enumerate(positions.T.tolist())
+        )
         texts = [text + place for text, place in zip(texts, places, strict=True)]
     if positions is None:
         delta = 0
@@ -205,41 +207,43 @@ class RequestExtras:
 
 
 def check_extras(
-    call: str, functions: StageFunctions, given: Any, num_tokens: int
+    call: str, functions: StageFunctions, extras: Any, num_tokens: int
 ) -> tuple[RequestExtras | None, dict[str, Tensor]]:
     """A request's extras, and those of its tokens, copied. None, and an empty dict, if it has none.
 
     Args:
         functions: the model's, with the defaults by name.
-        given: what the user passed.
+        extras: what the user passed.
         num_tokens: of the request's prompt.
 
     Raises:
         RequestError: a name that the model does not have, or a value of another shape or dtype.
     """
-    if not given:
-        check_values(call, {"extras": _EXTRAS}, {"extras": given})
+    if not extras:
+        check_values(call, {"extras": _EXTRAS}, {"extras": extras})
         return None, {}
     defaults = functions.extras
     of_tokens = functions.token_extras
-    known = f"a dict of the model's extras by name: {', '.join(map(repr, (*defaults, *of_tokens)))}"
+    instead = (
+        f"a dict of the model's extras by name: {', '.join(map(repr, (*defaults, *of_tokens)))}"
+    )
     if not (defaults or of_tokens):
-        known = (
+        instead = (
             "no extras, since the model has none; model.with_stages(..., extras={name: default})"
             " gives it some"
         )
     names: Rule = (
-        lambda own: isinstance(own, Mapping) and own.keys() <= {*defaults, *of_tokens},
-        known,
+        lambda mapping: isinstance(mapping, Mapping) and mapping.keys() <= {*defaults, *of_tokens},
+        instead,
     )
-    check_values(call, {"extras": names}, {"extras": given})
-    rules = {name: _like(defaults[name]) for name in given.keys() & defaults}
-    rules |= {name: _like(of_tokens[name], num_tokens) for name in given.keys() & of_tokens}
-    check_values(call, rules, given)
-    tokens = {name: given[name].detach().clone() for name in of_tokens if name in given}
+    check_values(call, {"extras": names}, {"extras": extras})
+    rules = {name: _like(defaults[name]) for name in extras.keys() & defaults}
+    rules |= {name: _like(of_tokens[name], num_tokens) for name in extras.keys() & of_tokens}
+    check_values(call, rules, extras)
+    tokens = {name: extras[name].detach().clone() for name in of_tokens if name in extras}
     values = {
-        name: given[name].detach().to("cpu", copy=True)
-        for name in sorted(given.keys() - tokens.keys())
+        name: extras[name].detach().to("cpu", copy=True)
+        for name in sorted(extras.keys() - tokens.keys())
     }
     if not values:
         return None, tokens
@@ -253,7 +257,7 @@ def check_extras(
 def with_token_extras(
     content: PromptContent | None,
     defaults: Mapping[str, Tensor],
-    given: Mapping[str, Tensor],
+    token_extras: Mapping[str, Tensor],
     num_tokens: int,
 ) -> PromptContent | None:
     """A prompt's content with the inputs of its tokens; itself if none are given.
@@ -261,24 +265,26 @@ def with_token_extras(
     Args:
         content: its embeddings and positions; None: there are none.
         defaults: the model's, by name.
-        given: [num_tokens, ...] by name; another name has its default for all tokens.
+        token_extras: [num_tokens, ...] by name; another name has its default for all tokens.
     """
-    if not given:
+    if not token_extras:
         return content
     content = content or PromptContent(None, None, 0, (b"",) * num_tokens)
     rows = dict[str, Tensor]()
     texts = [hashlib.blake2b(digest_size=16) for _ in range(num_tokens)]
     differs = [False] * num_tokens
     for name, default in sorted(defaults.items()):
-        last = default[None].to(given[name].device if name in given else "cpu")
-        rows[name] = torch.cat((given.get(name, last.expand(num_tokens, *default.shape)), last))
+        last = default[None].to(token_extras[name].device if name in token_extras else "cpu")
+        rows[name] = torch.cat(
+            (token_extras.get(name, last.expand(num_tokens, *default.shape)), last)
+        )
         whole = _bytes_of(rows[name].flatten(1) if default.dim() else rows[name][:, None])
         for index, (text, row) in enumerate(zip(texts, whole, strict=False)):
             text.update(row.tobytes())
             differs[index] |= bool((row != whole[-1]).any())
     more = (
-        b"#" + text.hexdigest().encode() if own else b""
-        for text, own in zip(texts, differs, strict=True)
+        b"#" + text.hexdigest().encode() if is_different else b""
+        for text, is_different in zip(texts, differs, strict=True)
     )
     contents = tuple(before + after for before, after in zip(content.contents, more, strict=True))
     return attrs.evolve(content, contents=contents, token_extras=rows)
@@ -290,7 +296,7 @@ def _bytes_of(rows: Tensor) -> Any:
 
 
 _EXTRAS: Rule = (
-    lambda given: given is None or isinstance(given, Mapping),
+    lambda extras: extras is None or isinstance(extras, Mapping),
     "a dict of tensors by name, or None",
 )
 
@@ -300,8 +306,8 @@ def _like(default: Tensor, num_tokens: int | None = None) -> Rule:
     its tokens."""
     shape = [*([] if num_tokens is None else [num_tokens]), *default.shape]
 
-    def fits(given: Any) -> bool:
-        return isinstance(given, Tensor) and (list(given.shape), given.dtype) == (
+    def fits(value: Any) -> bool:
+        return isinstance(value, Tensor) and (list(value.shape), value.dtype) == (
             shape,
             default.dtype,
         )

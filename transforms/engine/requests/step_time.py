@@ -47,9 +47,11 @@ class StepTime:
         share = (tokens - fewer) / (more - fewer)
         return sooner + share * (later - sooner) + self.per_pair * pairs + self.per_read * reads
 
-    def most_tokens(self, wanted: int, context: int, tokens: int, pairs: float, reads: int) -> int:
-        """The most tokens of a prompt, at most `wanted`, that a step with these takes in within the
-        limit; `context` of the prompt were computed before.
+    def most_tokens(
+        self, num_requested: int, context: int, tokens: int, pairs: float, reads: int
+    ) -> int:
+        """The most tokens of a prompt, at most `num_requested`, that a step with these takes in
+        within the limit; `context` of the prompt were computed before.
 
         >>> StepTime(0.02, ((100, 0.01), (300, 0.03))).most_tokens(500, context=0, tokens=50, pairs=0, reads=0)
         150
@@ -60,7 +62,7 @@ class StepTime:
                 self.seconds(tokens + count, pairs + pairs_of(count, context), reads) > self.limit
             )
 
-        return bisect.bisect_left(range(1, wanted + 1), True, key=exceeds)
+        return bisect.bisect_left(range(1, num_requested + 1), True, key=exceeds)
 
 
 def pairs_of(tokens: int, context: int) -> float:
@@ -81,12 +83,12 @@ def step_time(
             the long prompts.
 
     >>> steps = ([1] * 32, 0.01), ([1] * 64, 0.0102)
-    >>> found = step_time(0.1, steps, (steps[1], ([64], 0.01222)), (0.004, 0.0103))
-    >>> f"{found.seconds(48):.4f} {found.seconds(64, pairs_of(64, 0)):.4f} {found.per_read:.0e}"
+    >>> estimate = step_time(0.1, steps, (steps[1], ([64], 0.01222)), (0.004, 0.0103))
+    >>> f"{estimate.seconds(48):.4f} {estimate.seconds(64, pairs_of(64, 0)):.4f} {estimate.per_read:.0e}"
     '0.0101 0.0122 1e-04'
     """
     tokens, pairs, seconds = zip(
-        *((sum(own), _pairs(own), took) for own, took in steps), strict=True
+        *((sum(lengths), _pairs(lengths), took) for lengths, took in steps), strict=True
     )
     (many, sooner), (few, later) = long
     more = _pairs(few) - _pairs(many)
@@ -98,12 +100,15 @@ def step_time(
         [
             per_pair,
             *(
-                (took - _LEAST * min(seconds)) / own
-                for took, own in zip(seconds, pairs, strict=True)
+                (took - _LEAST * min(seconds)) / num_pairs
+                for took, num_pairs in zip(seconds, pairs, strict=True)
             ),
         ]
     )
-    without = [max(0.0, took - per_pair * own) for took, own in zip(seconds, pairs, strict=True)]
+    without = [
+        max(0.0, took - per_pair * num_pairs)
+        for took, num_pairs in zip(seconds, pairs, strict=True)
+    ]
     # Noise makes steps slower, not faster
     rising = [*itertools.accumulate(reversed(without), min)][::-1]
     if reads > 0:

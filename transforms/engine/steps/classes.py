@@ -48,22 +48,24 @@ class Classes:
         factory=dict, init=False
     )
 
-    def of(self, own: BatchDescriptor) -> Decision[BatchDescriptor]:
+    def of(self, descriptor: BatchDescriptor) -> Decision[BatchDescriptor]:
         """The mode that a step runs in, and the class that it is padded to."""
-        if (found := self._decisions.get(own)) is None:
-            found = dispatch(own, self.captured)
-            if found.mode == "none":
-                eager = dispatch(own, self.eager)
+        if (decision := self._decisions.get(descriptor)) is None:
+            decision = dispatch(descriptor, self.captured)
+            if decision.mode == "none":
+                eager = dispatch(descriptor, self.eager)
                 if eager.mode == "none":
-                    chosen = self._of_most_requests(own)
+                    chosen = self._of_most_requests(descriptor)
                 else:
                     chosen = eager.descriptor
-                padding = tuple((name, more) for name, more in excess(chosen, own).items() if more)
-                found = attrs.evolve(found, descriptor=chosen, padding=padding)
+                padding = tuple(
+                    (name, more) for name, more in excess(chosen, descriptor).items() if more
+                )
+                decision = attrs.evolve(decision, descriptor=chosen, padding=padding)
             if len(self._decisions) >= _MAX_DECISIONS:
                 self._decisions.clear()
-            self._decisions[own] = found
-        return found
+            self._decisions[descriptor] = decision
+        return decision
 
     @property
     def captured_tokens(self) -> int:
@@ -94,37 +96,37 @@ class Classes:
         ]
         return [*map(self._of_most_requests, more)]
 
-    def _of_most_requests(self, own: BatchDescriptor) -> BatchDescriptor:
+    def _of_most_requests(self, descriptor: BatchDescriptor) -> BatchDescriptor:
         """The class of as many tokens, and of the most requests of a step, with as many adapters as
         a class has."""
-        if own.is_uniform or not len(self.eager):
-            return own
+        if descriptor.is_uniform or not len(self.eager):
+            return descriptor
         most = max(one.num_reqs for one in self.eager)
         adapters = [
             one.num_active_loras
             for one in self.eager
-            if one.num_active_loras >= own.num_active_loras
+            if one.num_active_loras >= descriptor.num_active_loras
         ]
         return attrs.evolve(
-            own,
-            num_reqs=max(own.num_reqs, most),
-            num_active_loras=min(adapters, default=own.num_active_loras),
+            descriptor,
+            num_reqs=max(descriptor.num_reqs, most),
+            num_active_loras=min(adapters, default=descriptor.num_active_loras),
         )
 
     def pad(self, batch: Batch) -> Batch:
         """Pad a batch to its class."""
-        found = self.of(batch.descriptor)
-        if not found.padding:
+        decision = self.of(batch.descriptor)
+        if not decision.padding:
             return batch
         return map_sized(
-            lambda value, axes: grow(value, axes, found.descriptor), batch, found.descriptor
+            lambda value, axes: grow(value, axes, decision.descriptor), batch, decision.descriptor
         )
 
-    def unpad(self, out: T, own: BatchDescriptor) -> T:
+    def unpad(self, out: T, descriptor: BatchDescriptor) -> T:
         """Cut what a step returned down to its own class."""
-        found = self.of(own)
-        if found.padding and out is not None:
-            return unpad(out, own)
+        decision = self.of(descriptor)
+        if decision.padding and out is not None:
+            return unpad(out, descriptor)
         return out
 
 

@@ -90,20 +90,20 @@ class BatchCache(Generic[T]):
         if work.token_ids or work.masks:
             return self.make(self._place(work))
         key = work.rows, work.query_len, work.num_active_loras
-        if (found := self._decodes.get(key)) is None:
+        if (batch := self._decodes.get(key)) is None:
             if len(self._decodes) >= _MAX_CACHED_BATCHES:
                 del self._decodes[next(iter(self._decodes))]
-            found = self._decodes[key] = self.make(attrs.evolve(self._place(work), edits=Edits()))
+            batch = self._decodes[key] = self.make(attrs.evolve(self._place(work), edits=Edits()))
         if work.edits:
-            return self.edited(found, work.edits)
-        return found
+            return self.edited(batch, work.edits)
+        return batch
 
     def _place(self, work: Work) -> DeviceWork:
         # What is given may be on the device already
-        own = work.place(self.device if work.given else "cpu", self.first)
+        device_work = work.place(self.device if work.contents else "cpu", self.first)
         # Here, so that graphs see sizes of classes alone, and plan none anew
-        batch = self.classes.pad(own.batch)
-        return DeviceWork(tree_map(self._upload, batch), own.edits)
+        batch = self.classes.pad(device_work.batch)
+        return DeviceWork(tree_map(self._upload, batch), device_work.edits)
 
     def _upload(self, leaf: Any) -> Any:
         if isinstance(leaf, Tensor):
@@ -118,9 +118,11 @@ def _submission(work: DeviceWork) -> Submission:
     )
 
 
-def _with_edits(made: Submission, edits: Edits) -> Submission:
+def _with_edits(submission: Submission, edits: Edits) -> Submission:
     return Submission(
-        DeviceWork(made.batch.batch, edits), DeviceWork(made.later.batch, edits), made.text
+        DeviceWork(submission.batch.batch, edits),
+        DeviceWork(submission.later.batch, edits),
+        submission.text,
     )
 
 

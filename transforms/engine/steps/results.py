@@ -64,15 +64,15 @@ class StepResult:
             num_tokens: tokens before the one that was not drawn, the prompt included.
         """
         if math.isnan(self.faults[row]):
-            seen = "logits that are NaN"
+            problem = "logits that are NaN"
             instead = "look for weights that are not finite, or for an overflow of the dtype"
-            return LogitsError(f"request {id!r}", f"{seen} after {num_tokens} tokens", instead)
-        seen = (
+            return LogitsError(f"request {id!r}", f"{problem} after {num_tokens} tokens", instead)
+        problem = (
             f"no token that can be drawn after {num_tokens} tokens: those that the request allows"
             " have logits of -inf"
         )
         return RequestError(
-            f"request {id!r}", seen, "allow another token, or look at the model's logits"
+            f"request {id!r}", problem, "allow another token, or look at the model's logits"
         )
 
 
@@ -132,9 +132,9 @@ def _tensors(out: Output) -> list[tuple[str, Tensor]]:
     names = [
         field.name for field in attrs.fields(Output) if field.name not in ("logits", "captured")
     ]
-    own = [(name, value) for name in names if (value := getattr(out, name)) is not None]
+    fields = [(name, value) for name in names if (value := getattr(out, name)) is not None]
     return [
-        *own,
+        *fields,
         *((_CAPTURED + name, per_token.values) for name, per_token in out.captured.items()),
     ]
 
@@ -152,7 +152,7 @@ def _step_result(copied: dict[str, Tensor]) -> StepResult:
     def by_row(name: str) -> list[Any]:
         rows = copied[name].tolist()
         if with_drafts:
-            return [own[:count] for own, count in zip(rows, counts, strict=True)]
+            return [values[:count] for values, count in zip(rows, counts, strict=True)]
         return [[x] for x in rows]
 
     top = "top_ids" in copied
@@ -199,5 +199,10 @@ def find_faults(logprobs: Sequence[Sequence[float]]) -> dict[int, int]:
     """The rows with a fault, and the index of the first one in each."""
     if all(map(_is_above, itertools.chain.from_iterable(logprobs))):
         return {}  # as nearly always
-    found = [(row, i) for row, own in enumerate(logprobs) for i, x in enumerate(own) if is_fault(x)]
-    return dict(reversed(found))
+    faults = [
+        (row, i)
+        for row, row_logprobs in enumerate(logprobs)
+        for i, x in enumerate(row_logprobs)
+        if is_fault(x)
+    ]
+    return dict(reversed(faults))

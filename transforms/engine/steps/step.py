@@ -43,7 +43,7 @@ class Admission:
         limit: the most tokens that it can have, its prompt included.
         mrope_position_delta: position minus index, for each token after the prompt.
         extras: its own, by name; those that are not here are the model's defaults.
-        found: tokens in its pages that are computed again, and not written.
+        num_cached: tokens in its pages that are computed again, and not written.
     """
 
     row: int
@@ -56,7 +56,7 @@ class Admission:
     limit: int = 0
     mrope_position_delta: int = 0
     extras: RequestExtras | None = None
-    found: int = 0
+    num_cached: int = 0
 
 
 @attrs.frozen
@@ -105,8 +105,8 @@ class Work:
         starts: tokens in the cache before this step; for a decode, an upper bound.
         num_active_loras: number of different adapters.
         query_len: tokens per request of a uniform decode: the last one, and drafts.
-        given: the prompt's embeddings, positions and inputs of its tokens; empty if no prompt has
-            them.
+        contents: the prompt's embeddings, positions and inputs of its tokens; empty if no prompt
+            has them.
         masks: the bits of the tokens that may be sampled, None for any token; empty if no request
             has a mask.
         captures: whether the stages capture something of its tokens.
@@ -123,7 +123,7 @@ class Work:
     starts: tuple[int, ...] = ()
     num_active_loras: int = 0
     query_len: int = 1
-    given: tuple[PromptContent | None, ...] = ()
+    contents: tuple[PromptContent | None, ...] = ()
     masks: tuple[bytes | None, ...] = ()
     captures: bool = False
 
@@ -177,24 +177,24 @@ class Work:
             )
             return DeviceWork(self._masked(batch, device), self.edits)
         ids = self.token_ids
-        given = self.given if first else ()
-        if self.given and not first:
-            ids = tuple(tuple(0 if token == EMBEDDED else token for token in own) for own in ids)
+        contents = self.contents if first else ()
+        if self.contents and not first:
+            ids = tuple(tuple(0 if token == EMBEDDED else token for token in row) for row in ids)
         batch = Batch.ragged(
             self.rows,
             ids,
             samples=self.samples,
-            inputs_embeds=batch_embeds(given, self.starts, ids, device) if given else None,
-            positions=batch_positions(given, self.starts, ids, device) if given else None,
-            token_extras=batch_token_extras(self.given, self.starts, ids, device)
-            if self.given
+            inputs_embeds=batch_embeds(contents, self.starts, ids, device) if contents else None,
+            positions=batch_positions(contents, self.starts, ids, device) if contents else None,
+            token_extras=batch_token_extras(self.contents, self.starts, ids, device)
+            if self.contents
             else None,
             num_active_loras=loras,
             device=device,
         )
         if self.targets:
             targets = torch.tensor(
-                [token for own in self.targets for token in own], dtype=torch.int64
+                [token for row in self.targets for token in row], dtype=torch.int64
             )
             batch = attrs.evolve(batch, targets=to_device(targets, device))
         return DeviceWork(self._masked(batch, device), self.edits)
@@ -231,7 +231,7 @@ class DeviceWork:
 
 
 def batch_embeds(
-    given: Sequence[PromptContent | None],
+    contents: Sequence[PromptContent | None],
     starts: Sequence[int],
     token_ids: Sequence[Sequence[int]],
     device: torch.device | str,
@@ -239,22 +239,22 @@ def batch_embeds(
     """The embeddings [num_tokens, hidden_size] of a batch's tokens; None if none is EMBEDDED.
 
     Args:
-        given: one entry per request.
+        contents: one entry per request.
         starts: each request's tokens before the batch.
         token_ids: each request's tokens in the batch.
     """
     if not any(EMBEDDED in ids for ids in token_ids):
         return None
-    held = [None if own is None else own.inputs_embeds for own in given]
-    like = next(own for own in held if own is not None)
+    prompt_embeds = [None if content is None else content.inputs_embeds for content in contents]
+    like = next(tensor for tensor in prompt_embeds if tensor is not None)
     embeds = torch.zeros(sum(map(len, token_ids)), like.shape[1], dtype=like.dtype, device=device)
-    for first, rows in _in_batch(held, starts, token_ids):
+    for first, rows in _in_batch(prompt_embeds, starts, token_ids):
         embeds[first : first + len(rows)] = to_device(rows, device)
     return embeds
 
 
 def batch_positions(
-    given: Sequence[PromptContent | None],
+    contents: Sequence[PromptContent | None],
     starts: Sequence[int],
     token_ids: Sequence[Sequence[int]],
     device: torch.device | str,
@@ -263,11 +263,14 @@ def batch_positions(
     if all do.
 
     Args:
-        given, starts, token_ids: as for `batch_embeds`.
+        contents, starts, token_ids: as for `batch_embeds`.
     """
     positions = torch.full((sum(map(len, token_ids)), 3), IN_ORDER)
-    held = [None if own is None or own.positions is None else own.positions.T for own in given]
-    for first, rows in _in_batch(held, starts, token_ids):
+    prompt_positions = [
+        None if content is None or content.positions is None else content.positions.T
+        for content in contents
+    ]
+    for first, rows in _in_batch(prompt_positions, starts, token_ids):
         positions[first : first + len(rows)] = rows
     if bool((positions >= 0).any()):
         return to_device(positions.T.contiguous(), device)
@@ -275,7 +278,7 @@ def batch_positions(
 
 
 def batch_token_extras(
-    given: Sequence[PromptContent | None],
+    contents: Sequence[PromptContent | None],
     starts: Sequence[int],
     token_ids: Sequence[Sequence[int]],
     device: torch.device | str,
@@ -284,20 +287,20 @@ def batch_token_extras(
     request gives any.
 
     Args:
-        given, starts, token_ids: as for `batch_embeds`.
+        contents, starts, token_ids: as for `batch_embeds`.
     """
-    held = [{} if own is None else own.token_extras for own in given]
-    names = next((own.keys() for own in held if own), ())
-    found = dict[str, PerToken]()
+    prompt_extras = [{} if content is None else content.token_extras for content in contents]
+    names = next((extras.keys() for extras in prompt_extras if extras), ())
+    token_extras = dict[str, PerToken]()
     for name in names:
-        default = next(own[name][-1] for own in held if own)
+        default = next(extras[name][-1] for extras in prompt_extras if extras)
         values = to_device(default, device).repeat(sum(map(len, token_ids)), *[1] * default.dim())
         for first, rows in _in_batch(
-            [own[name][:-1] if own else None for own in held], starts, token_ids
+            [extras[name][:-1] if extras else None for extras in prompt_extras], starts, token_ids
         ):
             values[first : first + len(rows)] = to_device(rows, device)
-        found[name] = PerToken(values)
-    return found
+        token_extras[name] = PerToken(values)
+    return token_extras
 
 
 def _in_batch(
@@ -306,9 +309,9 @@ def _in_batch(
     """For each request whose prompt has a row of values per token: the index of its first token in
     the batch, and the rows of its tokens."""
     first = 0
-    for own, start, ids in zip(values, starts, token_ids, strict=True):
-        if own is not None:
-            yield first, own[start : start + len(ids)]
+    for rows, start, ids in zip(values, starts, token_ids, strict=True):
+        if rows is not None:
+            yield first, rows[start : start + len(ids)]
         first += len(ids)
 
 
@@ -384,7 +387,7 @@ def apply_edits(state: State, edits: Edits) -> State:
             limits=[a.limit for a in admissions],
             mrope_position_deltas=[a.mrope_position_delta for a in admissions],
             extras=[{} if a.extras is None else a.extras.values for a in admissions],
-            found=[a.found for a in admissions],
+            num_recomputed_tokens=[a.num_cached for a in admissions],
         )
     if edits.growths:
         state = grow(state, [(g.row, g.start, g.pages) for g in edits.growths])

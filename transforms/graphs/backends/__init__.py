@@ -81,13 +81,13 @@ class Backend(Protocol):
             torch.OutOfMemoryError: the device's memory is full.
         """
 
-    def release_output_memory(self, recording: Any, made: Set[int], /) -> Any:
+    def release_output_memory(self, recording: Any, allocated: Set[int], /) -> Any:
         """Free the memory of a recording's outputs for later captures; for results that are copied
         before anything else replays.
 
         Args:
             recording: a recording of this back end.
-            made: the storages (`storage_id`) that the function allocated.
+            allocated: the storages (`storage_id`) that the function allocated.
 
         Returns:
             The recording with outputs that do not own their memory.
@@ -121,12 +121,12 @@ def make_backend(name: str | None, tensors: Iterable[Tensor]) -> Backend:
         raise no_backend(name)
     if not torch.cuda.is_available() or on_cuda is None:
         if not torch.cuda.is_available():
-            seen = "this machine has no CUDA device"
+            problem = "this machine has no CUDA device"
         else:
-            seen = "no argument is on a CUDA device"
+            problem = "no argument is on a CUDA device"
         raise DeviceError(
             "graphify(..., backend='cuda')",
-            seen,
+            problem,
             "move the arguments there, or write backend='tape'",
         )
     return CudaBackend(on_cuda)

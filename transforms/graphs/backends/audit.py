@@ -130,7 +130,7 @@ class Audit(OperatorWatch):
             for i, x in enumerate(inputs.leaves)
             if i >= count and storages[i]
         }
-        self.own = {*self.writable}
+        self.owned_storages = {*self.writable}
         self._constants = Constants()
         self._dependent = self._buffers | self.writable
         self._arguments = arguments = inputs.arguments
@@ -156,7 +156,7 @@ class Audit(OperatorWatch):
         self._host_reads = HostReads(
             refusals.refuse,
             lambda tensor: any(reference() is tensor for reference in arguments),
-            functools.partial(_is_in, self.own),
+            functools.partial(_is_in, self.owned_storages),
             self._constants,
             self._gathers,
             self.asked_for,
@@ -181,7 +181,7 @@ class Audit(OperatorWatch):
             self.random.end()
             self._gathers.before_operator(frozenset())
             self._note_returned()
-            if self._failed and not self._refusals.made:
+            if self._failed and not self._refusals.errors:
                 fault = (
                     "it goes on after an error of an operator, which depends on data:"
                     f" {self._failed}"
@@ -226,7 +226,7 @@ class Audit(OperatorWatch):
             {*map(storage_id, tensors_in(result))} - inputs.keys(), in_place
         )
         for storage, tensor in inputs.items():
-            if storage not in self.own and storage not in self._named:
+            if storage not in self.owned_storages and storage not in self._named:
                 if not is_source:
                     self._refuse_unseen(storage, tensor)
                 self._note_external(storage, tensor)
@@ -237,7 +237,7 @@ class Audit(OperatorWatch):
             if (storage := storage_id(tensor)) not in inputs and not self._is_from_outside(
                 storage, sources
             ):
-                self.own.add(storage)
+                self.owned_storages.add(storage)
                 allocates = True
         if not self._dependent.isdisjoint(inputs):
             self._dependent.update(
@@ -261,8 +261,10 @@ class Audit(OperatorWatch):
             return
         are_constant = self._constants.contains_all(inputs) and not may_draw(func)
         are_constant = are_constant and func.overloadpacket not in ONLY_MEMORY
-        made = {storage_id(x) for x in tensors_in(result) if x.is_cpu}
-        self._constants.note(made.difference(inputs), in_place, are_constant=are_constant)
+        result_storages = {storage_id(x) for x in tensors_in(result) if x.is_cpu}
+        self._constants.note(
+            result_storages.difference(inputs), in_place, are_constant=are_constant
+        )
 
     def _is_from_outside(self, storage: int, sources: Set[int]) -> bool:
         """Whether a result lies in one of these storages, which an operator took as they are
@@ -305,7 +307,7 @@ class Audit(OperatorWatch):
 
     def _note_returned(self) -> None:
         """Note tensors from outside that the function returned, perhaps without an operator."""
-        inside = self.own | self._buffers | self.by_reference
+        inside = self.owned_storages | self._buffers | self.by_reference
         references = self._inputs.returned
         tensors = {
             storage_id(tensor): tensor
@@ -362,16 +364,16 @@ class Audit(OperatorWatch):
             raise self.refuse(
                 f"{func} is a collective operation, which waits for other ranks", instead
             )
-        if (seen := storage_reach(func, args, kwargs)) and seen[1] > self._dense.get(
-            seen[0], math.inf
+        if (reach := storage_reach(func, args, kwargs)) and reach[1] > self._dense.get(
+            reach[0], math.inf
         ):
             where = "beyond its elements"
             instead = "x.contiguous() first, or pass the whole tensor that it is a view of"
-            if math.isinf(seen[1]):
+            if math.isinf(reach[1]):
                 where = "by an offset in its storage"
                 instead = "x[offset:].as_strided(size, stride), with no other offset"
             operator = func._schema.name.removeprefix("aten::")
-            fault = f"{operator} of {self._name(seen[0])} {where}, which a replay does not have"
+            fault = f"{operator} of {self._name(reach[0])} {where}, which a replay does not have"
             raise self.refuse(fault, instead)
         for tensor in written(func, args, kwargs):
             if is_sparse(tensor):
@@ -382,7 +384,7 @@ class Audit(OperatorWatch):
                 raise self.refuse(
                     fault, "the operator that returns a new tensor, or a dense tensor"
                 )
-            if (storage := storage_id(tensor)) not in self.own:
+            if (storage := storage_id(tensor)) not in self.owned_storages:
                 name = self._name(storage)
                 fault = (
                     f"{func} writes to {name} of shape {tuple(tensor.shape)}, which it does not own"
@@ -474,15 +476,15 @@ class Audit(OperatorWatch):
 
     def _undo(self) -> None:
         self._rewind()
-        self.own.clear()
-        self.own |= self.writable
+        self.owned_storages.clear()
+        self.owned_storages |= self.writable
         self._constants.clear()
         self._gathers.clear()
         self._dependent = self._buffers | self.writable
         self.external = {}
         self._results = []
         self.launches = 0
-        self._refusals.made, self._failed = [], ""
+        self._refusals.errors, self._failed = [], ""
         self._host_reads.without_gradient = []
         self.has_unknown = False
 
@@ -506,20 +508,20 @@ class Audit(OperatorWatch):
                 function made.
         """
         returned = [t for t in outputs if isinstance(t, Tensor)]
-        overwritten = self.own | self._buffers if forbidden is None else forbidden
+        overwritten = self.owned_storages | self._buffers if forbidden is None else forbidden
         if self._leaked(returned, overwritten):
             gc.collect()  # a tensor in a reference cycle is not a leak
-        if found := self._leaked(returned, overwritten):
-            shapes = ", ".join(_shown(t) for t in found[:3])
+        if leaked := self._leaked(returned, overwritten):
+            shapes = ", ".join(_shown(t) for t in leaked[:3])
             subject = "a tensor that it made is"
             instead = "make it before the call and pass it in, or return it"
-            if all(storage_id(t) in self._buffers for t in found):
+            if all(storage_id(t) in self._buffers for t in leaked):
                 subject = "an argument, or a view of one, is"
                 instead = "keep a clone of it outside the function"
-            seen = (
+            problem = (
                 f"{subject} kept and not returned ({shapes}): in a cache, a global or an attribute"
             )
-            raise CaptureError(self.call, seen, instead)
+            raise CaptureError(self.call, problem, instead)
 
     def refuse_kept_results(self) -> None:
         """Raise CaptureError if a tensor that the function made is alive, now that the objects
@@ -529,7 +531,7 @@ class Audit(OperatorWatch):
             gc.collect()
         if kept := self._alive_results():
             shapes = ", ".join(_shown(t) for t in kept[:3])
-            seen = (
+            problem = (
                 f"a tensor that it returns ({shapes}) is kept too: in a cache, a global or an"
                 " attribute"
             )
@@ -537,14 +539,14 @@ class Audit(OperatorWatch):
                 "return it alone, and keep it outside the function, as a state that the next call"
                 " receives"
             )
-            raise CaptureError(self.call, seen, instead)
+            raise CaptureError(self.call, problem, instead)
         self._results = []
 
     def _alive_results(self) -> list[Tensor]:
         """The tensors that operators made in the run and that are alive, but for those in memory
         that it may write."""
         results = [tensor for reference in self._results if (tensor := reference()) is not None]
-        storages = self.own - self.writable
+        storages = self.owned_storages - self.writable
         return [
             tensor
             for tensor in results
@@ -571,7 +573,7 @@ class Audit(OperatorWatch):
         """Raise CaptureError for an input on the CPU: no CPU operation runs again in a GPU's
         replay, so its value would be frozen."""
         for storage, tensor in inputs.items():
-            if tensor.is_cpu and (storage in self.writable or storage not in self.own):
+            if tensor.is_cpu and (storage in self.writable or storage not in self.owned_storages):
                 name = self._name(storage)
                 fault = (
                     f"{name} is on the CPU, in a call with tensors on a GPU, so that its value"

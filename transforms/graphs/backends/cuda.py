@@ -242,12 +242,12 @@ class CudaBackend:
             pieces, outputs, external, _replay_of(pieces), tensors, driver, tuple(loops.pools)
         )
 
-    def release_output_memory(self, recording: CudaRecording, made: Set[int]) -> CudaRecording:
+    def release_output_memory(self, recording: CudaRecording, allocated: Set[int]) -> CudaRecording:
         """Replace the outputs by tensors that do not own their memory; the graph keeps its pool
         alive."""
         outputs: Outputs = recording.outputs
         leaves = (
-            unowned(x) if _has_memory_on(self.device, x) and storage_id(x) in made else x
+            unowned(x) if _has_memory_on(self.device, x) and storage_id(x) in allocated else x
             for x in outputs.leaves
         )
         return attrs.evolve(recording, outputs=attrs.evolve(outputs, leaves=tuple(leaves)))

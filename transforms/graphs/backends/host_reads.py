@@ -102,8 +102,8 @@ class HostReads(FunctionMode):
         name = getattr(func, "__name__", "")
         if name == "__get__":
             return self._read_attribute(func, args)
-        if found := _fault(func, name, args, kwargs, self.constants):
-            raise self.refuse(*found)
+        if fault_and_remedy := _fault(func, name, args, kwargs, self.constants):
+            raise self.refuse(*fault_and_remedy)
         if name in _ATTENTION:
             self.calls_attention = True
             if drops_padding():
@@ -278,12 +278,12 @@ class Refusals:
 
     def __init__(self, call: str) -> None:
         self.call = call
-        self.made: list[CaptureError] = []
+        self.errors: list[CaptureError] = []
 
     def refuse(self, fault: str, instead: str, error: BaseException | None = None) -> CaptureError:
         """The error for something that a replay cannot repeat."""
-        self.made.append(refusal(self.call, fault, instead, error))
-        return self.made[-1]
+        self.errors.append(refusal(self.call, fault, instead, error))
+        return self.errors[-1]
 
     def raise_swallowed(self, error: BaseException | None) -> None:
         """Raise the first refusal of a run that ended with `error`, unless that is the refusal, or
@@ -294,8 +294,8 @@ class Refusals:
                 " cannot receive"
             )
             raise self.refuse(fault, REMEDY) from error
-        first = next(iter(self.made), None)
-        self.made = []
+        first = next(iter(self.errors), None)
+        self.errors = []
         try:
             if (
                 first is not None

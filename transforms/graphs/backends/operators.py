@@ -85,13 +85,13 @@ def sparse_parts(x: Tensor) -> tuple[Tensor, ...]:
 
 def flat_tensors(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
     """`tensors_in` as a list, and faster if most arguments are tensors and numbers."""
-    found: list[Tensor] = []
+    tensors: list[Tensor] = []
     for value in (*args, *kwargs.values()) if kwargs else args:
         if isinstance(value, Tensor):
-            found.append(value)
+            tensors.append(value)
         elif isinstance(value, tuple | list):
-            found += tensors_in(*value)
-    return found
+            tensors += tensors_in(*value)
+    return tensors
 
 
 def storages_among(args: tuple[Any, ...]) -> Set[int]:

@@ -42,14 +42,14 @@ class Randomness:
     Args:
         refuse: makes the error for a fault and its remedy.
         device: the GPU that replays the function, or None on the CPU.
-        known: the generators among the arguments.
+        generators: the generators among the arguments.
     """
 
     def __init__(
         self,
         refuse: Callable[..., CaptureError],
         device: torch.device | None,
-        known: Iterable[torch.Generator],
+        generators: Iterable[torch.Generator],
     ) -> None:
         self.refuse = refuse
         self.device = device
@@ -57,15 +57,15 @@ class Randomness:
         self.copy = torch.Generator()
         self.copy.set_state(torch.default_generator.get_state())
         self._shared = {generator_id(generator) for generator in default}
-        self._known: dict[int, _Known] = {}
-        self.add_known((self.copy, *default, *(g for g in known if not _is_default(g))))
+        self._trackers: dict[int, _Known] = {}
+        self.add_known((self.copy, *default, *(g for g in generators if not _is_default(g))))
         self._recording = self._rehearsed = False
         self.repeats = 0
 
     @property
     def generators(self) -> tuple[torch.Generator, ...]:
         """The known generators."""
-        return tuple(known.generator for known in self._known.values())
+        return tuple(tracker.generator for tracker in self._trackers.values())
 
     @contextlib.contextmanager
     def private_draws(self) -> Iterator[None]:
@@ -79,14 +79,14 @@ class Randomness:
                 torch.default_generator.initial_seed() != seed
             ):  # a method of the default generator itself was called
                 torch.default_generator.set_state(
-                    self._known[generator_id(self.copy)].initial_state
+                    self._trackers[generator_id(self.copy)].initial_state
                 )
                 raise self.refuse(_SEEDED, _SEED_OUTSIDE)
 
     def add_known(self, generators: Iterable[torch.Generator]) -> None:
         """Add known generators."""
         for generator in generators:
-            self._known.setdefault(generator_id(generator), _Known(generator))
+            self._trackers.setdefault(generator_id(generator), _Known(generator))
 
     def record(self) -> None:
         """Make the next run the recorded one. Called before a capture begins: during a capture a
@@ -108,13 +108,13 @@ class Randomness:
     def begin(self) -> None:
         """Begin a run."""
         self._rehearsed = self._rehearsed or not self._recording
-        for known in self._known.values():
-            known.begin()
+        for tracker in self._trackers.values():
+            tracker.begin()
 
     def end(self) -> None:
         """End a run; raise CaptureError if it seeded a generator after its last draw."""
-        for identity, known in self._known.items():
-            if known.was_seeded(identity in self._shared):
+        for identity, tracker in self._trackers.items():
+            if tracker.was_seeded(identity in self._shared):
                 raise self.refuse(_SEEDED, _SEED_OUTSIDE)
 
     def before_operator(self, func: Any, generator: torch.Generator | None) -> None:
@@ -122,7 +122,7 @@ class Randomness:
         draw from."""
         if (
             generator is not None
-            and generator_id(generator) not in self._known
+            and generator_id(generator) not in self._trackers
             and not _is_default(generator)
         ):
             self._first_use(generator)
@@ -145,7 +145,7 @@ class Randomness:
         replay repeats: whether it did, the generators say. Attention without dropout is tagged as
         random, and a custom operator may be tagged or not."""
         if may_draw(func):
-            moved = [known.observe() for known in self._known.values()]
+            moved = [tracker.observe() for tracker in self._trackers.values()]
             if self.repeats and any(moved):
                 fault = (
                     f"{func} draws random numbers in while_loop, the same ones in each step of a"
@@ -160,18 +160,18 @@ class Randomness:
         capture: then a rehearsal must have run the operator."""
         if self.device is not None and is_capturing()() and not self._rehearsed:
             raise UnknownGenerator
-        for known in self._known.values():
-            known.observe()
+        for tracker in self._trackers.values():
+            tracker.observe()
 
     def restore(self) -> None:
         """Restore the states of all generators from before the first run."""
-        for known in self._known.values():
-            known.generator.set_state(known.initial_state)
+        for tracker in self._trackers.values():
+            tracker.generator.set_state(tracker.initial_state)
 
     def _first_use(self, generator: torch.Generator) -> None:
         if not self._recording:
             self.add_known([generator])
-            self._known[generator_id(generator)].begin()
+            self._trackers[generator_id(generator)].begin()
         elif self._rehearsed:
             fault = (
                 "it draws from a generator that it made itself, which a replay does not make again"
@@ -190,12 +190,12 @@ class _Known:
         self.initial_state = generator.get_state()
         self._initial_bytes = generator_bytes(generator)
         self._seed: int | None = None
-        self._seen: list[bytes] = []
+        self._observed_states: list[bytes] = []
 
     def begin(self) -> None:
         """Begin a run."""
         self._seed = None
-        self._seen = []
+        self._observed_states = []
         self.observe()
 
     def observe(self) -> bool:
@@ -207,11 +207,11 @@ class _Known:
         seed = self.generator.initial_seed()
         if self._seed is None:
             fresh = torch.Generator(self.generator.device).manual_seed(seed)
-            self._seen = [generator_bytes(fresh), self._initial_bytes]
+            self._observed_states = [generator_bytes(fresh), self._initial_bytes]
         self._seed = seed
         state = generator_bytes(self.generator)
-        moved = state != self._seen[-1]
-        self._seen.append(state)
+        moved = state != self._observed_states[-1]
+        self._observed_states.append(state)
         return moved
 
     def was_seeded(self, shared: bool) -> bool:
@@ -220,7 +220,9 @@ class _Known:
         if self._seed is None:
             return False
         state = generator_bytes(self.generator)
-        moved = state != self._seen[-1] and (state in self._seen or not shared)
+        moved = state != self._observed_states[-1] and (
+            state in self._observed_states or not shared
+        )
         return moved or self.generator.initial_seed() != self._seed
 
 
@@ -245,9 +247,9 @@ class _PrivateDraws(OperatorWatch):
     def operator(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if not may_draw(func):
             return self.pass_on(func, args, kwargs)
-        given = kwargs.get("generator")
+        generator = kwargs.get("generator")
         device = kwargs.get("device") or next((t.device for t in tensors_in(args, kwargs)), "cpu")
-        if torch.device(device if given is None else given.device).type != "cpu":
+        if torch.device(device if generator is None else generator.device).type != "cpu":
             return self.pass_on(func, args, kwargs)
         if self.random.device is not None and func.namespace == "aten":
             fault = (
@@ -257,7 +259,7 @@ class _PrivateDraws(OperatorWatch):
             raise self.random.refuse(
                 fault, f"draw them on the GPU (device={str(self.random.device)!r}), or pass them in"
             )
-        if given is not None and not _is_default(given):
+        if generator is not None and not _is_default(generator):
             return self.pass_on(func, args, kwargs)
         if (drawing := _taking_generator(func)) is not None:
             return self.pass_on(drawing, args, {**kwargs, "generator": self.generator})

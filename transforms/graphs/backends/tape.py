@@ -80,9 +80,9 @@ class Operation:
             raise self._reshaped(tuple(value.shape), tuple(tensor.shape))
         tensor.copy_(value)
 
-    def _reshaped(self, seen: tuple[int, ...], captured: tuple[int, ...]) -> CaptureError:
+    def _reshaped(self, replayed: tuple[int, ...], captured: tuple[int, ...]) -> CaptureError:
         seen_text = (
-            f"a result of shape {seen}, which had shape {captured} at the capture, so it depends on"
+            f"a result of shape {replayed}, which had shape {captured} at the capture, so it depends on"
             " data"
         )
         return CaptureError(
@@ -135,7 +135,7 @@ class _Recorder(OperatorWatch):
         self.num_pieces = 1
         self.inference = False
         self.unwritten = UnwrittenMemory(audit.refuse, audit.asked_for)
-        self._own: set[int] = set()
+        self._computed_storages: set[int] = set()
 
     unable: str | None = None
 
@@ -159,8 +159,8 @@ class _Recorder(OperatorWatch):
         self.inference |= torch.is_inference_mode_enabled()
         result = self.pass_on(func, args, kwargs)
         inputs = {storage_id(t) for t in flat_tensors(args, kwargs)}
-        made = (result,) if isinstance(result, Tensor) else tensors_in(result)
-        results = [(i, t) for i, t in enumerate(made) if _is_computed(t, inputs)]
+        outputs = (result,) if isinstance(result, Tensor) else tensors_in(result)
+        results = [(i, t) for i, t in enumerate(outputs) if _is_computed(t, inputs)]
         if any(type(t) is Tensor and t.is_nested for _, t in results):
             fault = (
                 f"{func} makes a nested tensor of strided layout, which a replay on a CPU cannot"
@@ -169,7 +169,7 @@ class _Recorder(OperatorWatch):
             raise self.audit.refuse(fault, "layout=torch.jagged, or a padded tensor and a mask")
         computed = [(i, _alias(t)) for i, t in results if not is_sparse(t)]
         sparse = [(i, tuple(map(_alias, sparse_parts(t)))) for i, t in results if is_sparse(t)]
-        self._own.update(storage_id(t) for _, t in computed)
+        self._computed_storages.update(storage_id(t) for _, t in computed)
         targets = {storage_id(t) for t in written(func, args, kwargs)}
         writes = bool(targets) or func._schema.name in TRANSFERS
         checks = not func._schema.returns  # such as the operator by which linalg.inv raises
@@ -182,7 +182,7 @@ class _Recorder(OperatorWatch):
             self.unwritten.allocated(result)
         # An operator of others that returns an argument's memory may have written to it, whatever
         # its schema says.
-        foreign = func.namespace != "aten" and bool(made)
+        foreign = func.namespace != "aten" and bool(outputs)
         if (results or writes or checks or foreign) and repeated:
             if func.namespace != "aten":  # others may write to more than they declare
                 self.unwritten.written(inputs)
@@ -214,7 +214,7 @@ class _Recorder(OperatorWatch):
             for t in tensors
             if t.layout is torch.strided
         }
-        return sum(size for storage, size in sizes.items() if storage in self._own)
+        return sum(size for storage, size in sizes.items() if storage in self._computed_storages)
 
 
 def _is_computed(result: Tensor, inputs: set[int]) -> bool:

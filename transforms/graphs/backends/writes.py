@@ -20,15 +20,17 @@ class Writes:
 
     def __init__(self) -> None:
         self.outside = set[int]()
-        self._made = set[int]()
+        self._new_storages = set[int]()
 
     def note(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
         """Note what an operator wrote and made."""
         inputs = {storage_id(x) for x in flat_tensors(args, kwargs)}
         if func is torch.ops.aten.lift_fresh.default:  # a new tensor of Python numbers
             inputs.clear()
-        self.outside.update({storage_id(x) for x in written(func, args, kwargs)} - self._made)
-        self._made.update({storage_id(x) for x in tensors_in(result)} - inputs)
+        self.outside.update(
+            {storage_id(x) for x in written(func, args, kwargs)} - self._new_storages
+        )
+        self._new_storages.update({storage_id(x) for x in tensors_in(result)} - inputs)
 
 
 class _Watch(OperatorWatch):

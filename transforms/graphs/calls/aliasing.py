@@ -114,8 +114,8 @@ def refuse_shared(call: Arguments, name: str) -> None:
                 "donate it once, and use it in both places inside the function (a copy would become"
                 " a second value), or do not donate"
             )
-            seen = "{} shares memory with {}, and both are donated"
-            raise _refusal(call, name, seen, index, other, instead=instead)
+            problem = "{} shares memory with {}, and both are donated"
+            raise _refusal(call, name, problem, index, other, instead=instead)
     owners = {
         storage_id(x): i
         for i, x in enumerate(leaves[:count])
@@ -166,10 +166,10 @@ def _span(tensor: Tensor) -> tuple[int, int]:
 
 
 def _refusal(
-    call: Arguments, name: str, seen: str, *indices: int, instead: str = _COPY
+    call: Arguments, name: str, problem: str, *indices: int, instead: str = _COPY
 ) -> DonatedError:
     names = call.leaf_names()
-    text = seen.format(*(names[i] for i in indices))
+    text = problem.format(*(names[i] for i in indices))
     return DonatedError(f"{name}(...)", text, instead)
 
 

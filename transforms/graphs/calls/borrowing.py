@@ -79,9 +79,9 @@ class _Watch(FunctionMode):
             storage_id(t): loan for t in tensors if (loan := getattr(t, _LOAN, None)) is not None
         }
         if loans and name not in _METADATA:
-            for made in tree_leaves(result):
-                if isinstance(made, Tensor) and (loan := loans.get(storage_id(made))) is not None:
-                    setattr(made, _LOAN, loan)
+            for leaf in tree_leaves(result):
+                if isinstance(leaf, Tensor) and (loan := loans.get(storage_id(leaf))) is not None:
+                    setattr(leaf, _LOAN, loan)
         return result
 
 
@@ -161,9 +161,9 @@ def refuse_stale(value: Any, *, call: str) -> None:
             replays = "1 later replay has"
         else:
             replays = f"{later} later replays have"
-        seen = f"a borrowed result of {loan.name}, which {replays} overwritten"
+        problem = f"a borrowed result of {loan.name}, which {replays} overwritten"
         raise StaleResultError(
             call,
-            seen,
+            problem,
             'use it before the next call, clone it, or write graphify(..., outputs="safe")',
         )

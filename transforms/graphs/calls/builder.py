@@ -53,19 +53,19 @@ class Template:
     axes: Callable[[], list[Axes | None]]
     structure: Callable[[Any], TreeSpec] | None
 
-    def builder(self, own: Any) -> Callable[[Sequence[Tensor], Sequence[Any]], Any]:
-        """A function `(outputs, references) -> result` for results of class `own`; None: the class
-        of the graph."""
-        if own is None:
+    def builder(self, descriptor: Any) -> Callable[[Sequence[Tensor], Sequence[Any]], Any]:
+        """A function `(outputs, references) -> result` for results of class `descriptor`; None: the
+        class of the graph."""
+        if descriptor is None:
             names = self.names
         else:
-            names = self.names | dict.fromkeys(self.descriptors, own)
+            names = self.names | dict.fromkeys(self.descriptors, descriptor)
         generated: Callable[[Sequence[Tensor], Sequence[Any]], Any] = compiled(
             self.source, {**names}
         )
         if self.structure is None:
             return generated
-        structure = self.structure(own)
+        structure = self.structure(descriptor)
         return lambda outputs, references: tree_unflatten(generated(outputs, references), structure)
 
 
@@ -128,17 +128,17 @@ def write_template(
             return as_tuple(parts)
         return f"{kind}({', '.join(parts)})"
 
-    def structure_of(own: Any) -> TreeSpec:
-        if own is None:
+    def structure_of(descriptor: Any) -> TreeSpec:
+        if descriptor is None:
             return structure
-        return tree_structure(unpad(tree_unflatten(list(leaves), structure), own))
+        return tree_structure(unpad(tree_unflatten(list(leaves), structure), descriptor))
 
     axes = functools.cache(lambda: leaf_axes(tree_unflatten(list(leaves), structure)))
     try:
         source = build(tree_unflatten([_Slot(e) for e in expressions], structure))
-        made = None
+        structure_factory = None
     except Exception:  # a user's class, which generated code cannot read
         source = f"[{', '.join(expressions)}]"
-        made = structure_of
+        structure_factory = structure_of
     source = f"def generated(outputs, references):\n    return {source}\n"
-    return Template(source, names, tuple(descriptors), axes, made)
+    return Template(source, names, tuple(descriptors), axes, structure_factory)

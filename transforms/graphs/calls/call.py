@@ -114,7 +114,7 @@ class Call:
     num_donated: int
     training: tuple[bool, ...]
     keywords: tuple[str, ...] = ()
-    known: KnownReferences | None = None
+    cached_references: KnownReferences | None = None
     _reference_key: list[TreeKey] = attrs.field(factory=list, init=False, eq=False, repr=False)
     _copied_axes: list[list[Axes | None]] = attrs.field(
         factory=list, init=False, eq=False, repr=False
@@ -122,8 +122,8 @@ class Call:
 
     def reference_key(self) -> TreeKey:
         """The part of the key for the arguments by reference."""
-        if self.known is not None:
-            return self.known.key
+        if self.cached_references is not None:
+            return self.cached_references.key
         if not self._reference_key:
             leaves = (leaf_key(x, None, True) for x in self.reference_leaves)
             self._reference_key.append(_tree_key(self.reference_tree, leaves))
@@ -141,7 +141,7 @@ class Call:
 
     def new_leaves(self) -> tuple[Any, ...]:
         """The leaves that no earlier call has checked."""
-        return (*(() if self.known else self.reference_leaves), *self.copied_leaves)
+        return (*(() if self.cached_references else self.reference_leaves), *self.copied_leaves)
 
     def leaf_names(self) -> list[str]:
         """The path of each leaf as the caller would write it, those by reference first."""
@@ -163,12 +163,12 @@ def make_call(
     name: str,
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
-    known: KnownReferences | None = None,
-    known_leaves: Sequence[Any] = (),
+    cached_references: KnownReferences | None = None,
+    cached_leaves: Sequence[Any] = (),
 ) -> Call:
     """Bind a call's arguments to the signature, and sort them by role. If an earlier call had the
-    same arguments by reference, `known` is their key, and `known_leaves` are their leaves, none of
-    them donated since.
+    same arguments by reference, `cached_references` is their key, and `cached_leaves` are their
+    leaves, none of them donated since.
 
     Raises:
         DonatedError: an argument was donated before, or is donated by this call and passed twice.
@@ -177,17 +177,19 @@ def make_call(
     """
     statics, references, copied = _bind(roles, name, args, kwargs)
     leaves, tree = (
-        (list(known_leaves), known.tree) if known is not None else tree_flatten(references)
+        (list(cached_leaves), cached_references.tree)
+        if cached_references is not None
+        else tree_flatten(references)
     )
     copied_leaves, copied_tree = tree_flatten(copied)
-    first = 0 if known is None else len(leaves)
+    first = 0 if cached_references is None else len(leaves)
     new = (*leaves, *copied_leaves)[first:]
     for index, leaf in enumerate(new, first):
         try:
             refuse_donated(leaf, call=f"{name}(...)")
         except DonatedError as error:
             path = _leaf_names({**references, **copied})[index]
-            raise DonatedError(error.call, f"{path}, {error.seen}", error.instead) from None
+            raise DonatedError(error.call, f"{path}, {error.problem}", error.instead) from None
     for leaf in new:
         refuse_stale(leaf, call=f"{name}(...)")
     donated = zip(references, children_of(tree), strict=True) if roles.donated else ()
@@ -202,10 +204,12 @@ def make_call(
         num_donated=sum(int(child.num_leaves) for name, child in donated if name in roles.donated),
         training=tuple(map(_is_training, roles.modules(statics))),
         keywords=tuple(kwargs) if roles.is_variadic else (),
-        known=known,
+        cached_references=cached_references,
     )
     if call.num_donated:
-        refuse_donated_twice(call, name, call.num_donated if known is None else len(leaves))
+        refuse_donated_twice(
+            call, name, call.num_donated if cached_references is None else len(leaves)
+        )
     return call
 
 
@@ -215,12 +219,12 @@ def _bind(
     """Bind arguments, and return three dicts by name: static ones, those by reference, and copied
     ones."""
     bound = bind(roles, name, args, kwargs)
-    given = {*bound.arguments}
+    passed = {*bound.arguments}
     if (
         bound.signature is roles.own_signature
     ):  # a decorator may have other defaults than the function that it shows
         bound.apply_defaults()
-    values = {key: x for key, x in bound.arguments.items() if key in given or _is_value(x)}
+    values = {key: x for key, x in bound.arguments.items() if key in passed or _is_value(x)}
     statics = {key: values.pop(key) for key in roles.static if key in values}
     references = {key: values.pop(key) for key in roles.by_reference if key in values}
     return statics, references, dict(values)
@@ -249,13 +253,19 @@ def bind(
 def modules_keep_training(call: Call, roles: Roles) -> Callable[[], bool] | None:
     """A function that returns whether no module of the key has switched between training and
     evaluation since the call; None if there is no module."""
-    own = roles.modules({})
+    function_modules = roles.modules({})
     training = call.training
-    others = tuple(weakref.ref(module) for module in roles.modules(call.statics)[len(own) :])
+    argument_modules = tuple(
+        weakref.ref(module) for module in roles.modules(call.statics)[len(function_modules) :]
+    )
     if not training:
         return None
     return lambda: (
-        (*map(_is_training, own), *(getattr(one(), "training", None) for one in others)) == training
+        (
+            *map(_is_training, function_modules),
+            *(getattr(one(), "training", None) for one in argument_modules),
+        )
+        == training
     )
 
 
@@ -334,12 +344,12 @@ def _ambient() -> tuple[tuple[str, Any], ...]:
     the same ones."""
     modes = tuple(_ByIdentity(mode) for mode in function_modes())
     hooks = tuple(_ByIdentity(hook) for hook in saved_tensors_hooks() or ())
-    own = (
+    entries = (
         ("batch invariant", is_batch_invariant()),
         ("function modes", modes),
         ("hooks on saved tensors", hooks),
     )
-    return (*switches(), *own, ("rank of a mesh", current_place()))
+    return (*switches(), *entries, ("rank of a mesh", current_place()))
 
 
 @attrs.frozen(eq=False)
@@ -434,20 +444,20 @@ def check_call(call: Call, name: str) -> None:
     check_plain(call.new_leaves(), f"{name}(...)", call.new_names)
     check_tensors(call.new_leaves(), f"{name}(...)", call.new_names)
     check_statics(call.statics, f"{name}(...)")
-    if call.known is None:
+    if call.cached_references is None:
         refuse_shared(call, name)
     if torch.is_inference_mode_enabled():
         return
     for index, leaf in enumerate(call.reference_leaves[: call.num_donated]):
         if isinstance(leaf, Tensor) and leaf.is_inference():
             path = call.leaf_names()[index]
-            seen = (
+            problem = (
                 f"{path}, which is donated, was made in inference mode, outside of which nothing"
                 " can write to it"
             )
             raise DonatedError(
                 f"{name}(...)",
-                seen,
+                problem,
                 "torch.inference_mode() around all calls, or pass a clone of it",
             )
 

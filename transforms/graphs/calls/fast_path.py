@@ -42,8 +42,6 @@ def modes_around() -> tuple[Any, ...]:
     place = current_place()
     if is_batch_invariant():
         modes = (*modes, "batch invariant")
-    else:
-        modes = modes
     if place is None:
         return modes
     return (*modes, place)
@@ -163,13 +161,14 @@ class FastPath(Generic[T]):
         layout: reads the arguments of a call of this structure.
         num_donated: the number of its leaves that are donated; they come first.
         plans: guarded plans, by the key of a call.
-        known: guarded keys of arguments by reference, by the first part of a call's key.
+        cached_references: guarded keys of arguments by reference, by the first part of a call's
+            key.
     """
 
     layout: CallLayout
     num_donated: int
     plans: Table[T] = attrs.field(factory=dict)
-    known: Table[KnownReferences] = attrs.field(factory=dict)
+    cached_references: Table[KnownReferences] = attrs.field(factory=dict)
 
     def read(self, args: Sequence[Any], kwargs: dict[str, Any]) -> ReadCall | None:
         """Read a call's arguments; None if it has another structure."""
@@ -189,7 +188,7 @@ class FastPath(Generic[T]):
     def find_known(self, read: ReadCall) -> KnownReferences | None:
         """Find the key of a call's arguments by reference; None if no earlier call had the same
         ones."""
-        return _find(self.known, read[0][0], read[2][: self.layout.num_references[1]])
+        return _find(self.cached_references, read[0][0], read[2][: self.layout.num_references[1]])
 
     def take_donated(self, read: ReadCall) -> Sequence[Any]:
         """Take the donated arguments from the caller, and return all leaves."""
@@ -218,13 +217,13 @@ class FastPath(Generic[T]):
         if guarded is None:
             return False
         _store(self.plans, read[0], read[2], guarded, MAX_KEYS)
-        if call.known is None:
-            known = KnownReferences(call.reference_tree, call.reference_key())
+        if call.cached_references is None:
+            entry = KnownReferences(call.reference_tree, call.reference_key())
             tensors = read[2]
             tensors = tensors[: self.layout.num_references[1]]
-            references = _guarded(lambda: known, None, tensors)
+            references = _guarded(lambda: entry, None, tensors)
             assert references is not None, "a subset of tensors that are all in one place"
-            _store(self.known, read[0][0], tensors, references, MAX_KNOWN)
+            _store(self.cached_references, read[0][0], tensors, references, MAX_KNOWN)
         return True
 
 
@@ -254,9 +253,9 @@ class FastPaths(Generic[T]):
         """Make a call that fast paths have missed from a known key of its arguments by reference;
         None if no earlier call had the same ones."""
         for fast_path, read in missed:
-            if (known := fast_path.find_known(read)) is not None:
+            if (cached_references := fast_path.find_known(read)) is not None:
                 leaves = read[1][: fast_path.layout.num_references[0]]
-                return make_call(self.roles, self.name, args, kwargs, known, leaves)
+                return make_call(self.roles, self.name, args, kwargs, cached_references, leaves)
         return None
 
     def add(

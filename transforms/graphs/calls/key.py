@@ -124,8 +124,8 @@ class Weakly:
     def __eq__(self, other: object) -> bool:
         if self is other:
             return True
-        own = self.reference()
-        return isinstance(other, Weakly) and own is not None and own is other.reference()
+        value = self.reference()
+        return isinstance(other, Weakly) and value is not None and value is other.reference()
 
     def __hash__(self) -> int:
         return self._hash
@@ -145,8 +145,8 @@ def is_held_weakly(value: Any) -> bool:
     """Whether keys hold a static argument weakly: it is compared by identity, such as the instance
     of a method, and can have weak references."""
     kind: Any = type(value)
-    own = kind.__hash__ is object.__hash__ and kind.__weakrefoffset__ != 0
-    return own and kind not in EXACT and by_identity(kind) and not isinstance(value, type)
+    is_candidate = kind.__hash__ is object.__hash__ and kind.__weakrefoffset__ != 0
+    return is_candidate and kind not in EXACT and by_identity(kind) and not isinstance(value, type)
 
 
 def without_grad_mode(key: Key) -> Key:
@@ -201,7 +201,7 @@ def check_hashable(key: Key, call: str, names: Callable[[], Iterable[str]]) -> N
             try:
                 hash(value)
             except TypeError as error:
-                seen = f"{name} is not a tensor and cannot be hashed ({error})"
+                problem = f"{name} is not a tensor and cannot be hashed ({error})"
                 is_tree = isinstance(value, tuple) and any(
                     isinstance(part, dict | list) for part in value
                 )
@@ -215,8 +215,10 @@ def check_hashable(key: Key, call: str, names: Callable[[], Iterable[str]]) -> N
                 else:
                     leaf = value
                 is_container = isinstance(leaf, Mapping) or is_dataclass(leaf)
-                known = _is_numpy(leaf) or (is_container and name not in dict(key.statics))
-                raise CaptureError(call, seen, _instead_of(leaf) if known else instead) from None
+                has_advice = _is_numpy(leaf) or (is_container and name not in dict(key.statics))
+                raise CaptureError(
+                    call, problem, _instead_of(leaf) if has_advice else instead
+                ) from None
         raise
 
 
@@ -277,8 +279,8 @@ def check_plain(
     name, leaf = next(
         p for p in zip(names(), leaves, strict=True) if not isinstance(p[1], (Tensor, *PLAIN))
     )
-    seen = f"{name} is {kind_of(leaf)}, which is neither a tensor, a plain value nor a pytree"
-    raise CaptureError(call, seen, _instead_of(leaf, if_constant))
+    problem = f"{name} is {kind_of(leaf)}, which is neither a tensor, a plain value nor a pytree"
+    raise CaptureError(call, problem, _instead_of(leaf, if_constant))
 
 
 def _is_numpy(leaf: Any) -> bool:
@@ -311,9 +313,9 @@ def check_statics(statics: Mapping[str, Any], call: str) -> None:
     tensor's value."""
     for name, value in statics.items():
         if any(isinstance(leaf, Tensor) for leaf in tree_leaves(value)):
-            seen = f"{name}, a static argument, holds a tensor"
+            problem = f"{name}, a static argument, holds a tensor"
             raise CaptureError(
-                call, seen, f"take {name} out of static_argnames: tensors are read at each call"
+                call, problem, f"take {name} out of static_argnames: tensors are read at each call"
             )
 
 

@@ -21,10 +21,10 @@ class Method:
         return self.__func__(self.__self__, *args, **kwargs)
 
     def __getattr__(self, name: str) -> Any:
-        found = getattr(self.__func__, name)
+        attribute = getattr(self.__func__, name)
         if name in _TAKE_CALL_ARGUMENTS:
-            return functools.partial(found, self.__self__)
-        return found
+            return functools.partial(attribute, self.__self__)
+        return attribute
 
     @property
     def __signature__(self) -> inspect.Signature:

@@ -335,10 +335,12 @@ class Attributes:
 
     def are_those_of(self, tensor: Tensor) -> bool:
         """Whether a tensor has equal ones, and was not donated."""
-        own = vars(tensor)
-        if tuple(own) == self.names and all(map(operator.is_, own.values(), self.values)):
+        attributes = vars(tensor)
+        if tuple(attributes) == self.names and all(
+            map(operator.is_, attributes.values(), self.values)
+        ):
             return True
-        return TAKEN not in own and attributes_of(tensor) == self.key
+        return TAKEN not in attributes and attributes_of(tensor) == self.key
 
 
 def _write_value(writer: _Writer, expression: str, value: Any, weakly: bool = False) -> None:

@@ -63,11 +63,11 @@ class Outputs:
             )
         return self._templates[0]
 
-    def cut(self, own: Any) -> list[Any]:
-        """The leaves as views of the sizes of class `own`."""
+    def cut(self, descriptor: Any) -> list[Any]:
+        """The leaves as views of the sizes of class `descriptor`."""
         pairs = zip(self.leaves, self.template().axes(), strict=True)
         return [
-            leaf if spec is None or not isinstance(leaf, Tensor) else cut(leaf, spec, own)
+            leaf if spec is None or not isinstance(leaf, Tensor) else cut(leaf, spec, descriptor)
             for leaf, spec in pairs
         ]
 
@@ -101,17 +101,24 @@ def find_next_value(result: Any, donated: Any, taken: Set[int]) -> range | None:
     Among several candidates, the one that shares most tensors with the argument is chosen, then the
     first. None if there is no candidate that is not `taken`.
     """
-    (leaves, wanted), (own, structure) = tree_flatten(donated), tree_flatten(result)
-    found: list[tuple[int, range]] = []
+    (leaves, donated_structure), (result_leaves, structure) = (
+        tree_flatten(donated),
+        tree_flatten(result),
+    )
+    matches: list[tuple[int, range]] = []
     for start, candidate in subtrees(structure):
         span = range(start, start + len(leaves))
-        if candidate.num_leaves != len(leaves) or candidate != wanted or not taken.isdisjoint(span):
+        if (
+            candidate.num_leaves != len(leaves)
+            or candidate != donated_structure
+            or not taken.isdisjoint(span)
+        ):
             continue
-        pairs = list(zip(own[start : span.stop], leaves, strict=True))
+        pairs = list(zip(result_leaves[start : span.stop], leaves, strict=True))
         if all(_same_kind(a, b) for a, b in pairs):
-            found.append((sum(_same_view(a, b) for a, b in pairs), span))
-    if found:
-        return max(found, key=lambda pair: pair[0])[1]
+            matches.append((sum(_same_view(a, b) for a, b in pairs), span))
+    if matches:
+        return max(matches, key=lambda pair: pair[0])[1]
     return None
 
 
@@ -162,13 +169,17 @@ def make_outputs(result: Any, donated: Sequence[Any], references: Sequence[Any])
             owners[i] = None
     # The caller's own tensors are not held here, or a graph would keep every state alive that it
     # ever ran on.
-    own = [leaf if owner is None else ... for leaf, owner in zip(written, owners, strict=True)]
+    kept_leaves = [
+        leaf if owner is None else ... for leaf, owner in zip(written, owners, strict=True)
+    ]
     pairs = zip(owners, required_grad, strict=True)
     detached = [
         owner is not None and references[owner].requires_grad and not required
         for owner, required in pairs
     ]
-    return Outputs(structure, tuple(own), tuple(owners), tuple(required_grad), tuple(detached))
+    return Outputs(
+        structure, tuple(kept_leaves), tuple(owners), tuple(required_grad), tuple(detached)
+    )
 
 
 def refuse_requiring_grad(name: str, outputs: Outputs, call: Call, buffers: Sequence[Any]) -> None:
@@ -178,7 +189,9 @@ def refuse_requiring_grad(name: str, outputs: Outputs, call: Call, buffers: Sequ
         *zip(buffers, call.copied_leaves, strict=True),
         *((x, x) for x in call.reference_leaves),
     ]
-    requiring = {storage_id(own) for own, x in pairs if isinstance(x, Tensor) and x.requires_grad}
+    requiring = {
+        storage_id(buffer) for buffer, x in pairs if isinstance(x, Tensor) and x.requires_grad
+    }
     for index, (required_grad, owner) in enumerate(
         zip(outputs.required_grad, outputs.references, strict=True)
     ):
@@ -187,11 +200,11 @@ def refuse_requiring_grad(name: str, outputs: Outputs, call: Call, buffers: Sequ
         else:
             leaf = call.reference_leaves[owner]
         if required_grad and storage_id(leaf) not in requiring:
-            seen = (
+            problem = (
                 f"its result{_path(outputs, index)} requires grad, which a replay does not record"
             )
             raise CaptureError(
-                name, seen, "return x.detach(), and call requires_grad_() on what was returned"
+                name, problem, "return x.detach(), and call requires_grad_() on what was returned"
             )
 
 
@@ -203,18 +216,20 @@ def _path(outputs: Outputs, index: int) -> str:
 def refuse_opaque(name: str, outputs: Outputs, call: Call) -> None:
     """Raise CaptureError for a result that is neither a tensor nor an immutable value: every replay
     would return the same object, with the tensors of the capture in it."""
-    given = {id(x) for x in (*call.statics.values(), *call.reference_leaves, *call.copied_leaves)}
+    argument_ids = {
+        id(x) for x in (*call.statics.values(), *call.reference_leaves, *call.copied_leaves)
+    }
     for index, (leaf, owner) in enumerate(zip(outputs.leaves, outputs.references, strict=True)):
         if (
             owner is not None
             or leaf is None
             or isinstance(leaf, (Tensor, *PLAIN))
-            or id(leaf) in given
+            or id(leaf) in argument_ids
         ):
             continue
         where = _path(outputs, index)
         kind = type(leaf).__name__
-        seen = (
+        problem = (
             f"its result{where} is of class {kind}, which is neither a tensor, a plain value nor a"
             " pytree"
         )
@@ -226,18 +241,19 @@ def refuse_opaque(name: str, outputs: Outputs, call: Call) -> None:
                 "call the model with use_cache=False, or give it the cache as an argument, as"
                 " proofs/pages/your_modules.md does for a decoder"
             )
-        raise CaptureError(name, seen, instead)
+        raise CaptureError(name, problem, instead)
 
 
 def _owners(leaves: Sequence[Any], references: Sequence[Any]) -> list[int | None]:
     """For each leaf, the index of the first of `references` that is the same view of the same
     storage, or None."""
-    found: dict[int, list[int]] = {}
-    for i, own in enumerate(references):
-        if isinstance(own, Tensor):
-            found.setdefault(storage_id(own), []).append(i)
+    indices_by_storage: dict[int, list[int]] = {}
+    for i, reference in enumerate(references):
+        if isinstance(reference, Tensor):
+            indices_by_storage.setdefault(storage_id(reference), []).append(i)
     candidates = [
-        found.get(storage_id(leaf), []) if isinstance(leaf, Tensor) else [] for leaf in leaves
+        indices_by_storage.get(storage_id(leaf), []) if isinstance(leaf, Tensor) else []
+        for leaf in leaves
     ]
     return [
         next((i for i in indices if _same_view(leaf, references[i])), None)
@@ -346,7 +362,9 @@ class Handover:
     clone_or_lend: Cloner
 
 
-def hand_over(outputs: Outputs, buffers: Sequence[Any], borrow: bool, own: Any = None) -> Handover:
+def hand_over(
+    outputs: Outputs, buffers: Sequence[Any], borrow: bool, descriptor: Any = None
+) -> Handover:
     """Plan how the results of a recording reach the caller.
 
     Args:
@@ -354,14 +372,16 @@ def hand_over(outputs: Outputs, buffers: Sequence[Any], borrow: bool, own: Any =
         buffers: the recording's input buffers. An output that lies in one of them is never lent:
             passed to the next call, it could be overwritten while it is read.
         borrow: whether the other outputs are lent; otherwise they are cloned.
-        own: the class that results are cut to; None: they have the class of the graph.
+        descriptor: the class that results are cut to; None: they have the class of the graph.
     """
-    leaves = outputs.leaves if own is None else outputs.cut(own)
+    leaves = outputs.leaves if descriptor is None else outputs.cut(descriptor)
     pairs = zip(leaves, outputs.references, strict=True)
     tensors = [leaf for leaf, reference in pairs if reference is None and isinstance(leaf, Tensor)]
     inputs = {storage_id(x) for x in buffers if isinstance(x, Tensor)}
     cloned = [i for i, x in enumerate(tensors) if not borrow or storage_id(x) in inputs]
-    return Handover(tuple(tensors), outputs.template().builder(own), plan_lending(tensors, cloned))
+    return Handover(
+        tuple(tensors), outputs.template().builder(descriptor), plan_lending(tensors, cloned)
+    )
 
 
 def keep_in_place(result: R, donated: Sequence[str], call: Call) -> R:
@@ -383,13 +403,13 @@ def keep_in_place(result: R, donated: Sequence[str], call: Call) -> R:
         outputs = make_outputs(result, taken, call.reference_leaves)
     leaves = [
         (
-            own
+            output
             if index is None
             else call.reference_leaves[index].detach()
             if index < call.num_donated
             else leaf
         )
-        for own, index, leaf in zip(
+        for output, index, leaf in zip(
             outputs.leaves, outputs.references, tree_leaves(result), strict=True
         )
     ]

@@ -112,10 +112,10 @@ class SubtreeCache:
         cached = self._cached
         if cached is not None and cached.subtree() is value and cached.is_valid():
             return cached.read
-        found = self._read(value)
-        if found is None:
+        parsed = self._read(value)
+        if parsed is None:
             return None
-        key, leaves, tensors = found
+        key, leaves, tensors = parsed
         read = _Hashed(key), leaves, tensors
         reference = weakref.ref(value, self._forget)  # the cache must not keep the weights alive
         self._cached = CachedSubtree.of(reference, read)

@@ -116,7 +116,7 @@ def plan_cohorts(
     )
     rules: dict[str, Rule] = {
         "cohorts": (
-            lambda own: own and own[0] >= 1 and own[-1] <= num_requests,
+            lambda value: value and value[0] >= 1 and value[-1] <= num_requests,
             "1 or more, and at most one a request",
         )
     }
@@ -130,7 +130,9 @@ def plan_cohorts(
             number * (costs.seconds(Run(f"stage {stage}", 0)) + costs.advance)
             for stage in range(num_stages)
         )
-        bubbles = tuple(max(0.0, 1.0 - own / step_time) if step_time else 0.0 for own in busy)
+        bubbles = tuple(
+            max(0.0, 1.0 - seconds / step_time) if step_time else 0.0 for seconds in busy
+        )
         rows.append(
             CohortRow(
                 number,
@@ -143,8 +145,8 @@ def plan_cohorts(
     return CohortPlan(tuple(rows))
 
 
-def _costs(found: Sequence[float] | Costs, num_stages: int, call: str) -> Costs:
-    costs = found if isinstance(found, Costs) else Costs(found)
+def _costs(seconds_or_costs: Sequence[float] | Costs, num_stages: int, call: str) -> Costs:
+    costs = seconds_or_costs if isinstance(seconds_or_costs, Costs) else Costs(seconds_or_costs)
     names = ("stages", "message_bytes", "output_bytes")
     same = "a cost that is the same for all micro-batches"
     values = {name: getattr(costs, name) for name in names}

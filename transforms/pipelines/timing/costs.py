@@ -99,10 +99,10 @@ class Costs:
         for name, value in attrs.asdict(self, recurse=False).items():
             check_values(f"Costs({name}={value!r}, …)", _RULES, {name: value}, CostError)
         for name in _KINDS.values():
-            if not callable(own := getattr(self, name)):
-                each = {f"{name}[{index}]": value for index, value in enumerate(own)}
+            if not callable(entries := getattr(self, name)):
+                each = {f"{name}[{index}]": value for index, value in enumerate(entries)}
                 check_values(
-                    f"Costs({name}={own!r}, …)", dict.fromkeys(each, _COST), each, CostError
+                    f"Costs({name}={entries!r}, …)", dict.fromkeys(each, _COST), each, CostError
                 )
 
     def seconds(self, effect: Effect, rank: int = 0) -> float:
@@ -116,60 +116,60 @@ class Costs:
             return self.advance
         match = re.fullmatch(r"(stage|part) (\d+)", effect.what)
         name = _KINDS[match[1]] if match else "stages"
-        given = getattr(self, name)
+        costs = getattr(self, name)
         index = int(match[2]) if match else 0
-        if match is None or not (callable(given) or index < len(given)):
+        if match is None or not (callable(costs) or index < len(costs)):
             if name == "parts":
                 runs = "'part N'"
             else:
                 runs = f"'stage N', or of {ADVANCE!r}"
             instead = f"Costs({name}=...) with a cost for each {name[:-1]}; a Run of {runs}"
             raise CostError(f"costs of '{effect}'", f"no cost of {effect.what!r}", instead)
-        if callable(given):
+        if callable(costs):
             other = effect.microbatch if name == "stages" else rank
-            return _valid(effect, f"{name}({index}, {other})", given(index, other))
-        return float(given[index])
+            return _valid(effect, f"{name}({index}, {other})", costs(index, other))
+        return float(costs[index])
 
     def _collective(self, effect: Collective) -> float:
         if self.collective is not None:
             return _valid(effect, f"collective('{effect}')", self.collective(effect))
-        others = len(effect.ranks) - 1
+        num_peers = len(effect.ranks) - 1
         size = collective_bytes(effect)
-        if not others:
+        if not num_peers:
             return 0.0
         if isinstance(effect, AllReduce):
             return min(self.all_reduce_ways(effect).values())
         if isinstance(effect, PPermute):
             return self.transfer(effect, effect.ranks, size)
         sent = size if isinstance(effect, AllGather) else size / len(effect.ranks)
-        return self.transfer(effect, effect.ranks, others * sent)
+        return self.transfer(effect, effect.ranks, num_peers * sent)
 
     def all_reduce_ways(self, effect: AllReduce) -> dict[str, float]:
         """The seconds that a sum over several ranks takes in each way, by the way in words."""
         size = collective_bytes(effect)
-        found = dict[str, float]()
-        found[ONE_STEP], found[RING] = self._flat(effect, effect.ranks, size)
+        ways = dict[str, float]()
+        ways[ONE_STEP], ways[RING] = self._flat(effect, effect.ranks, size)
         nodes = dict[int, list[int]]()
         for rank in effect.ranks:
             nodes.setdefault(rank // (self.gpus_per_node or len(effect.ranks)), []).append(rank)
-        first, *others = nodes.values()
+        first, *rest = nodes.values()
         if (
             self.gpus_per_node
-            and others
+            and rest
             and len(first) > 1
-            and {len(node) for node in others} == {len(first)}
+            and {len(node) for node in rest} == {len(first)}
         ):
             part = size / len(first)
             within = self.transfer(effect, tuple(first), (len(first) - 1) * part)
             across = min(self._flat(effect, tuple(node[0] for node in nodes.values()), part))
-            found[BY_NODE] = within + across + within
-        return found
+            ways[BY_NODE] = within + across + within
+        return ways
 
     def _flat(self, effect: AllReduce, ranks: tuple[int, ...], size: float) -> tuple[float, float]:
         """The seconds of a sum over ranks in one step, and around a ring."""
-        others = len(ranks) - 1
-        ring = 2 * others * self.transfer(effect, ranks, size / len(ranks))
-        return self.transfer(effect, ranks, others * size), ring
+        num_peers = len(ranks) - 1
+        ring = 2 * num_peers * self.transfer(effect, ranks, size / len(ranks))
+        return self.transfer(effect, ranks, num_peers * size), ring
 
     def transfer(self, effect: Effect, ranks: tuple[int, ...], size: float) -> float:
         """The seconds in which so many bytes go from one of some ranks to another, for an effect."""

@@ -64,7 +64,7 @@ class DecodeLoad:
     num_shards: int = 1
 
     @functools.cached_property
-    def own(self) -> ModelConfig:
+    def shard_config(self) -> ModelConfig:
         """The configuration of one rank's share."""
         if self.num_shards == 1:
             return self.config
@@ -131,12 +131,12 @@ class DecodeLoad:
     @functools.cached_property
     def _link_costs(self) -> Costs:
         """The costs of what the ranks of a stage exchange."""
-        own = self.machine
+        machine = self.machine
         return Costs(
-            latency=own.latency_of,
-            bytes_per_second=own.link_of,
-            collective=own.collective,
-            gpus_per_node=own.gpus_per_node,
+            latency=machine.latency_of,
+            bytes_per_second=machine.link_of,
+            collective=machine.collective,
+            gpus_per_node=machine.gpus_per_node,
         )
 
     def transfer(self, size: int) -> float:
@@ -161,7 +161,7 @@ class DecodeLoad:
         norm and the head's matrix; of a token's row of the embedding; of a token's keys and values
         in one layer; and of a token in the message that one stage sends to the next. All are in the
         dtype that the model declares."""
-        config = self.own
+        config = self.shard_config
         row = self.config.hidden_size * self.config.dtype.itemsize
         return {
             "layer": max(weights.fixed + weights.experts for weights in layer_weights(config)),
@@ -174,35 +174,40 @@ class DecodeLoad:
     def memory(self, num_requests: int, size: int) -> tuple[MemoryNeed, ...]:
         """The bytes that a rank of each stage holds, in the best split for a cohort of `size`
         requests, so that `num_requests` fit into it with their context and a new token."""
-        own = self.bytes()
-        layers = layer_weights(self.own)
+        sizes = self.bytes()
+        layers = layer_weights(self.shard_config)
         tied = self.config.tie_word_embeddings
-        found = []
+        needs = []
         for stage in self.splits(size)["balanced"]:
             start = stage["start"]
             stop = stage["stop"]
             weights = sum(layer.fixed + layer.experts for layer in layers[start:stop])
             is_last = stop == len(layers)
-            weights += own["head"] * is_last
-            weights += self.own_logits * own["embedding"] * (start == 0 and not (is_last and tied))
-            found.append(
-                MemoryNeed(weights, num_requests * (self.context + 1) * own["kv"] * (stop - start))
+            weights += sizes["head"] * is_last
+            weights += (
+                self.own_logits * sizes["embedding"] * (start == 0 and not (is_last and tied))
             )
-        return tuple(found)
+            needs.append(
+                MemoryNeed(
+                    weights, num_requests * (self.context + 1) * sizes["kv"] * (stop - start)
+                )
+            )
+        return tuple(needs)
 
     def splits(self, size: int) -> dict[str, list[dict[str, Any]]]:
         """The best split for a cohort of `size` requests, and that by the number of layers alone:
         for each stage, its layers and seconds."""
-        own = self.bytes()
+        sizes = self.bytes()
         per_second = self.machine.bandwidth
-        kv = size * self.context * own["kv"]
+        kv = size * self.context * sizes["kv"]
         shared = self.all_reduce(size)
         besides = self.kernels + 2 * shared
         layers = [
-            (weights.read(size) + kv) / per_second + besides for weights in layer_weights(self.own)
+            (weights.read(size) + kv) / per_second + besides
+            for weights in layer_weights(self.shard_config)
         ]
-        first = size * own["embedding"] / per_second + shared
-        last = own["head"] / per_second + self.sampling(size)
+        first = size * sizes["embedding"] / per_second + shared
+        last = sizes["head"] / per_second + self.sampling(size)
 
         def seconds(start: int, stop: int) -> float:
             return sum(layers[start:stop]) + first * (start == 0) + last * (stop == len(layers))

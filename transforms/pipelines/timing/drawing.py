@@ -164,17 +164,17 @@ def _tooltip(event: Event) -> str:
 
 def _drawn(events: Sequence[Event]) -> set[str]:
     """The kinds of things that a picture of these events shows."""
-    found = set[str]()
+    kinds = set[str]()
     for event in events:
         if isinstance(event.effect, Run):
-            found.add("advance" if event.effect.what == ADVANCE else "stage")
+            kinds.add("advance" if event.effect.what == ADVANCE else "stage")
         else:
-            found.add(_mark(event))
+            kinds.add(_mark(event))
             if event.work[1] > event.work[0] and not isinstance(event.effect, Collective):
-                found.add("work")
+                kinds.add("work")
         if event.waited:
-            found.add("wait")
-    return found
+            kinds.add("wait")
+    return kinds
 
 
 def _legend(events: Sequence[Event], y: float) -> Iterator[str]:
@@ -238,8 +238,8 @@ def draw_text(events: Sequence[Event], bubbles: Sequence[float], width: int) -> 
     lines = [f"{unit_of(span)[1]:>{margin - 1}} {_scale(span, columns)}  bubble"]
     for name, row, bubble in zip(names, rows, bubbles, strict=True):
         lines.append(f"{name:<{margin}}{row}{bubble:>{_SHARE}.0%}")
-    seen = {"0" if char.isdecimal() else char for row in rows for char in row}
-    legend = "; ".join(text for char, text in _LEGEND.items() if char in seen)
+    chars = {"0" if char.isdecimal() else char for row in rows for char in row}
+    legend = "; ".join(text for char, text in _LEGEND.items() if char in chars)
     return "\n".join([*lines, *textwrap.wrap(legend, width)])
 
 

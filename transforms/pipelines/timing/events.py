@@ -38,11 +38,11 @@ class Event:
     def __attrs_post_init__(self) -> None:
         seconds = self.end - self.start
         if not (self.rank >= 0 and 0 <= self.waited <= seconds < math.inf):
-            seen = f"start={self.start}, end={self.end}, waited={self.waited}"
+            problem = f"start={self.start}, end={self.end}, waited={self.waited}"
             instead = (
                 "a rank >= 0, and finite seconds with start <= end and 0 <= waited <= end - start"
             )
-            raise CostError(f"Event(rank={self.rank}, '{self.effect}', …)", seen, instead)
+            raise CostError(f"Event(rank={self.rank}, '{self.effect}', …)", problem, instead)
 
     @property
     def work(self) -> tuple[float, float]:

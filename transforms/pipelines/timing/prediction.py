@@ -86,10 +86,10 @@ class Prediction:
         by their number."""
         rows: list[dict[str, Any]] = [{"stage": index} for index in range(self.load.num_stages)]
         for name, split in self.splits.items():
-            for row, own in zip(rows, split, strict=True):
+            for row, part in zip(rows, split, strict=True):
                 row |= {
-                    f"{name}: layers": own["stop"] - own["start"],
-                    f"{name}: time": duration(own["seconds"]),
+                    f"{name}: layers": part["stop"] - part["start"],
+                    f"{name}: time": duration(part["seconds"]),
                 }
         return Table.of(rows)
 
@@ -193,15 +193,19 @@ class Prediction:
             text * (shards > 1) for text in (f", each shared by {shards} ranks", " of each rank")
         )
         yield f"{config.architecture}, {config.num_layers} layers, {dtype}, in {stages}{sharing}"
-        if (own := self.load.own.moe) is not None and config.moe is not None and shards > 1:
-            if own.held is None:
+        if (
+            (shard_moe := self.load.shard_config.moe) is not None
+            and config.moe is not None
+            and shards > 1
+        ):
+            if shard_moe.num_local_experts is None:
                 yield (
-                    f"experts by columns: each rank has {own.inner} of the {config.moe.inner} of"
+                    f"experts by columns: each rank has {shard_moe.inner} of the {config.moe.inner} of"
                     " every expert"
                 )
             else:
                 yield (
-                    f"experts whole: each rank has {own.held} of {own.num_experts}, and as much to"
+                    f"experts whole: each rank has {shard_moe.num_local_experts} of {shard_moe.num_experts}, and as much to"
                     " do as any other"
                 )
         layer, head, kv = (
@@ -323,18 +327,16 @@ def predict_decode(
     tried = 1 if cohorts is None else cohorts
     if context is None:
         context = min(_CONTEXT, positions // 2)
-    else:
-        context = context
     call = f"predict_decode(config, {num_stages}, "
     if not 0 <= context < positions:
-        seen = (
+        problem = (
             f"{context} tokens before the one that is generated; the model has {positions}"
             " positions"
         )
-        raise RequestError(f"{call}context={context})", seen, f"from 0 to {positions - 1}")
+        raise RequestError(f"{call}context={context})", problem, f"from 0 to {positions - 1}")
     if not 1 <= tried <= requests:
-        seen = f"{tried} cohorts for {requests} requests"
-        raise ProgramError(f"{call}cohorts={tried})", seen, f"from 1 to {requests}")
+        problem = f"{tried} cohorts for {requests} requests"
+        raise ProgramError(f"{call}cohorts={tried})", problem, f"from 1 to {requests}")
     share_config(config, shards)  # which refuses what ranks cannot share
     load = DecodeLoad(config, num_stages, context, machine or Machine(), shards)
     most = min(2 * num_stages, requests)
@@ -344,6 +346,6 @@ def predict_decode(
     chosen = next((row for row in plan.rows if row.cohorts == cohorts), plan.best)
     most = _MOST_JOBS // chosen.cohorts
     if not 1 <= steps <= most:
-        seen = f"{steps} steps of each of {counted(chosen.cohorts, 'cohort')}"
-        raise ProgramError(f"{call}steps={steps})", seen, f"from 1 to {most} steps")
+        problem = f"{steps} steps of each of {counted(chosen.cohorts, 'cohort')}"
+        raise ProgramError(f"{call}steps={steps})", problem, f"from 1 to {most} steps")
     return Prediction(load, requests, plan, chosen, load.splits(chosen.size), steps)

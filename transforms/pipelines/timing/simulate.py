@@ -111,14 +111,14 @@ class _Clocks:
                 for rank in (edge.source, edge.to):
                     changes[rank] += [(message.sent, message.size), (received, -message.size)]
         # Sorted: at one moment, receipts come first
-        return [_peak(sorted(found)) for found in changes]
+        return [_peak(sorted(rank_changes)) for rank_changes in changes]
 
 
 def _peak(changes: Sequence[tuple[float, float]]) -> float:
-    held = most = 0.0
+    current = most = 0.0
     for _, size in changes:
-        held += size
-        most = max(most, held)
+        current += size
+        most = max(most, current)
     return most
 
 

@@ -82,14 +82,14 @@ def _rank(one: Prediction) -> tuple[float, int]:
     return float(f"{one.chosen.tokens_per_second:.9g}"), one.load.num_stages
 
 
-def plan_splits(config: ModelConfig, num_gpus: int, **asked: Any) -> SplitPlan:
+def plan_splits(config: ModelConfig, num_gpus: int, **options: Any) -> SplitPlan:
     """Predict a decode loop for each way to spread a model over GPUs: pipeline stages, times the
     ranks that share each.
 
     Args:
         config: the whole model's, from `weft.stages.load_config`.
         num_gpus: all of which every split uses.
-        asked: `requests`, `context`, `cohorts`, `steps` and `machine`, as `predict_decode` takes
+        options: `requests`, `context`, `cohorts`, `steps` and `machine`, as `predict_decode` takes
             them.
 
     Raises:
@@ -110,31 +110,31 @@ def plan_splits(config: ModelConfig, num_gpus: int, **asked: Any) -> SplitPlan:
         ProgramError,
     )
     call = f"plan_splits(config, {num_gpus})"
-    found = list[Prediction]()
+    predictions = list[Prediction]()
     refused = dict[int, str]()
     for shards in (count for count in range(1, num_gpus + 1) if num_gpus % count == 0):
         try:
             share_config(config, shards)
         except ConfigError as error:
-            refused[shards] = error.seen
+            refused[shards] = error.problem
             continue
         stages = num_gpus // shards
         if stages > config.num_layers:
             refused[shards] = f"{config.num_layers} layers for {stages} stages"
         else:
-            found.append(predict_decode(config, stages, shards=shards, **asked))
+            predictions.append(predict_decode(config, stages, shards=shards, **options))
     left_out = tuple(
         f"--tp {n} --pp {num_gpus // n} is not possible: {why}" for n, why in refused.items()
     )
-    if not found:
+    if not predictions:
         raise ProgramError(call, "; ".join(left_out), "fewer GPUs")
-    if not any(one.fits for one in found):
-        least = min(found, key=lambda one: one.fullest[1].total)
-        seen = (
+    if not any(one.fits for one in predictions):
+        least = min(predictions, key=lambda one: one.fullest[1].total)
+        problem = (
             f"no split fits; the nearest, --tp {least.load.num_shards} --pp"
             f" {least.load.num_stages}, {least.memory()}"
         )
         raise ProgramError(
-            call, seen, "more GPUs, fewer requests, less context, or GPUs with more memory"
+            call, problem, "more GPUs, fewer requests, less context, or GPUs with more memory"
         )
-    return SplitPlan(tuple(found), left_out)
+    return SplitPlan(tuple(predictions), left_out)

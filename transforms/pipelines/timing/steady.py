@@ -39,16 +39,16 @@ def decode_bodies(num_stages: int, cohorts: int) -> tuple[tuple[Effect, ...], ..
     full = min(cohorts, num_stages + 1)  # no rank runs further ahead of the outputs that returned
     job = full + 1  # the first ones wait for nothing
     programs = make_programs(num_stages, decode_jobs(full, 1 + math.ceil(2 / full))[: job + 1])
-    found = []
+    bodies = []
     for program in programs:
         first, last = (
             program.effects.index(Run(f"stage {program.rank}", mb)) for mb in (job - 1, job)
         )
         body = program.effects[first + 1 : last + 1]
-        found.append(
+        bodies.append(
             tuple(attrs.evolve(effect, microbatch=effect.microbatch - job) for effect in body)
         )
-    return tuple(found)
+    return tuple(bodies)
 
 
 def seconds_per_job(num_stages: int, cohorts: int, costs: Costs, capacity: int) -> float:
@@ -91,22 +91,23 @@ def greatest_ratio(arcs: Mapping[Hashable, Sequence[Arc]]) -> float:
     >>> greatest_ratio({"a": [("a", 2.0, 1), ("b", 1.0, 1)], "b": [("a", 4.0, 1)]})
     2.5
     """
-    small = 1e-12 * sum(abs(weight) for own in arcs.values() for _, weight, _ in own)
-    policy = {node: own[0] for node, own in arcs.items()}
+    small = 1e-12 * sum(abs(weight) for incoming in arcs.values() for _, weight, _ in incoming)
+    policy = {node: incoming[0] for node, incoming in arcs.items()}
     while True:
         ratios, values = _evaluate(policy)
         better = {
-            node: max(own, key=lambda arc: ratios[arc[0]])
-            for node, own in arcs.items()
-            if max(ratios[source] for source, _, _ in own) > ratios[node] * (1 + 1e-12)
+            node: max(incoming, key=lambda arc: ratios[arc[0]])
+            for node, incoming in arcs.items()
+            if max(ratios[source] for source, _, _ in incoming) > ratios[node] * (1 + 1e-12)
         }
         if not better:
-            for node, own in arcs.items():
+            for node, incoming in arcs.items():
                 gains = [
-                    weight - ratios[node] * delay + values[source] for source, weight, delay in own
+                    weight - ratios[node] * delay + values[source]
+                    for source, weight, delay in incoming
                 ]
                 if (most := max(gains)) > values[node] + small:
-                    better[node] = own[gains.index(most)]
+                    better[node] = incoming[gains.index(most)]
         if not better:
             return max(ratios.values())
         policy |= better

@@ -58,10 +58,10 @@ class Timeline:
             events: with moments in seconds of one clock; the earliest becomes 0.
             peak_bytes: as the class takes it, where it is known.
         """
-        found = sorted(events, key=lambda event: (event.rank, event.start))
-        zero = min((event.start for event in found), default=0.0)
+        ordered = sorted(events, key=lambda event: (event.rank, event.start))
+        zero = min((event.start for event in ordered), default=0.0)
         return cls(
-            tuple(_moved(event, zero) for event in found),
+            tuple(_moved(event, zero) for event in ordered),
             None if peak_bytes is None else tuple(peak_bytes),
         )
 
@@ -91,10 +91,12 @@ class Timeline:
     def as_text(self, width: int = 80) -> str:
         """One row per rank, in lines of at most `width` characters."""
         if self.peak_bytes is None:
-            held = ""
+            peak_text = ""
         else:
-            held = f"; most bytes of messages a rank holds: {max(self.peak_bytes, default=0):,.0f}"
-        summary = f"{ranks_in_words(self.num_ranks)}, {duration(self.step_time)}{held}"
+            peak_text = (
+                f"; most bytes of messages a rank holds: {max(self.peak_bytes, default=0):,.0f}"
+            )
+        summary = f"{ranks_in_words(self.num_ranks)}, {duration(self.step_time)}{peak_text}"
         return "\n".join(
             [draw_text(self.events, self.bubble, width), *textwrap.wrap(summary, width)]
         )
@@ -198,8 +200,10 @@ def compare(simulated: Timeline, measured: Timeline) -> Comparison:
             if ((rank, run) in ran) != ((rank, run) in did)
         )
         where = "simulated" if (rank, what) in ran else "measured"
-        seen = f"rank {rank}: '{what}' is in the {where} timeline alone"
-        raise ProgramError("compare(simulated, measured)", seen, "timelines of the same programs")
+        problem = f"rank {rank}: '{what}' is in the {where} timeline alone"
+        raise ProgramError(
+            "compare(simulated, measured)", problem, "timelines of the same programs"
+        )
     errors = (_relative(*pair) for pair in zip(simulated.busy, measured.busy, strict=True))
     step_time = _relative(simulated.step_time, measured.step_time)
     return Comparison(step_time, tuple(errors), simulated, measured)
@@ -287,14 +291,14 @@ class Recorder:
         event that is not a `Run` counts as a wait."""
         for device in self._zeros:
             torch.cuda.synchronize(device)
-        found = []
+        events = []
         for rank, effect, zero, start, end in self._spans:
             begins = start.seconds(zero)
             ends = end.seconds(zero)
-            found.append(
+            events.append(
                 Event(rank, effect, begins, ends, 0.0 if isinstance(effect, Run) else ends - begins)
             )
-        return found
+        return events
 
     def timeline(self) -> Timeline:
         """The timeline of the ranks in this process. For ranks in several processes, pass all

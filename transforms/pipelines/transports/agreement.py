@@ -114,7 +114,9 @@ class Agreement:
         self._step = step
         self._digest = checked.digest
         state = self._now
-        self._states = {mb: found for mb, found in self._states.items() if mb >= first}
+        self._states = {
+            mb: journal_state for mb, journal_state in self._states.items() if mb >= first
+        }
         for mb in range(first, first + checked.num_microbatches):
             self._states.setdefault(mb, state)
 
@@ -145,10 +147,10 @@ class Agreement:
             "chain": state.chain,
             "programs": state.digest,
         }
-        known = self._known_counts.get(peer, 0)
+        num_shared = self._known_counts.get(peer, 0)
         kept = self._count - len(self._entries)
-        if known < state.count:
-            first = max(known, kept)
+        if num_shared < state.count:
+            first = max(num_shared, kept)
             self._known_counts[peer] = state.count
             header["new"] = [first, [self._entries[i - kept] for i in range(first, state.count)]]
         texts = self._known_texts.setdefault(peer, deque(maxlen=_MAX_PROGRAMS // 2))
@@ -181,16 +183,16 @@ class Agreement:
         instead = SAME
         microbatch = expected.microbatch
         if (header["count"], header["chain"]) != (state.count, state.chain):
-            seen = self._entries_seen(state, peer, header)
+            problem = self._entries_seen(state, peer, header)
             instead = _SAME_CALLS
         elif header["programs"] != state.digest:
-            seen = self._programs_seen(state, peer, header)
+            problem = self._programs_seen(state, peer, header)
         elif (header["mb"], header["returns"]) != (microbatch, expected.returns):
             call += f": a message of micro-batch {microbatch} from rank {peer}"
-            seen = f"one of micro-batch {header['mb']}: rank {peer} is in another step"
+            problem = f"one of micro-batch {header['mb']}: rank {peer} is in another step"
         else:
             return
-        raise ProgramError(call, seen, instead)
+        raise ProgramError(call, problem, instead)
 
     def _compare_meeting(
         self, peer: int, expected: "Expected | Meeting", header: dict[str, Any]
@@ -200,22 +202,22 @@ class Agreement:
         there = header.get("collective", "a message of a stage")
         instead = _SAME_CALLS
         if (header["count"], header["chain"]) != (state.count, state.chain):
-            seen = self._entries_seen(state, peer, header)
+            problem = self._entries_seen(state, peer, header)
         elif (
             isinstance(expected, Meeting)
             and "collective" in header
             and header["programs"] != state.digest
         ):
-            seen = self._programs_seen(state, peer, header)
+            problem = self._programs_seen(state, peer, header)
             instead = SAME
         elif self._place_of(expected) != (there, header.get("number"), header.get("step")):
-            seen = f"rank {peer} is at '{there}'"
+            problem = f"rank {peer} is at '{there}'"
             if here == there:
                 theirs, (_, number, step) = (
                     (header["number"], header["step"]),
                     self._place_of(expected) or ("", 0, 0),
                 )
-                seen += (
+                problem += (
                     f", number {theirs[0]} in its step {theirs[1]}, and this is number {number} in"
                     f" step {step}"
                 )
@@ -225,7 +227,7 @@ class Agreement:
             )
         else:
             return
-        raise ProgramError(f"rank {self.rank}: '{here}'", seen, instead)
+        raise ProgramError(f"rank {self.rank}: '{here}'", problem, instead)
 
     @staticmethod
     def _place_of(expected: "Expected | Meeting") -> tuple[str, int, int] | None:
@@ -240,17 +242,17 @@ class Agreement:
         kept = self._count - len(self._entries)
         mine = [self._entries[i - kept] for i in range(max(start, kept), state.count)]
         pairs = zip_longest(mine, map(tuple, theirs[max(start, kept) - start :]))
-        own, other = next((pair for pair in pairs if pair[0] != pair[1]), (None, None))
+        ours, other = next((pair for pair in pairs if pair[0] != pair[1]), (None, None))
         return (
-            f"{_entry_text(own, state.count)}, where rank {peer} has"
+            f"{_entry_text(ours, state.count)}, where rank {peer} has"
             f" {_entry_text(other, header['count'])}"
         )
 
     def _programs_seen(self, state: JournalState, peer: int, header: dict[str, Any]) -> str:
         """The first line that differs, here and there."""
         mine = self._programs[state.digest].text
-        known = self._programs.get(header["programs"])
-        theirs = header.get("text", None if known is None else known.text)
+        checked_programs = self._programs.get(header["programs"])
+        theirs = header.get("text", None if checked_programs is None else checked_programs.text)
         if theirs is None:
             return f"another program than rank {peer} runs"
         lines = zip(mine.splitlines(), theirs.splitlines(), strict=False)
@@ -285,39 +287,39 @@ def source_digest(role: str, fn: Callable[..., Any]) -> str:
     devices and other variables may differ from rank to rank, and are left out. A file is read once
     in a process, which runs what it has imported: a change on disk after that does not count.
     """
-    found = hashlib.blake2b(digest_size=6)
+    digest = hashlib.blake2b(digest_size=6)
     for part in _parts(fn, set()):
-        found.update(f"{part};".encode())
-    return f"{role}: {getattr(fn, '__name__', type(fn).__name__)} {found.hexdigest()}"
+        digest.update(f"{part};".encode())
+    return f"{role}: {getattr(fn, '__name__', type(fn).__name__)} {digest.hexdigest()}"
 
 
-def _parts(value: Any, seen: set[int | str]) -> Iterator[str]:
+def _parts(value: Any, visited: set[int | str]) -> Iterator[str]:
     """The texts that the digest of a value covers. Each object comes once, since functions may call
     each other."""
     if isinstance(value, _VALUES):
         yield repr(value)
         return
-    if id(value) in seen:
+    if id(value) in visited:
         return
-    seen.add(id(value))
+    visited.add(id(value))
     yield type(value).__qualname__
     if isinstance(value, frozenset | set):
         yield repr(sorted(map(repr, value)))  # their order differs from process to process
     elif isinstance(value, CodeType):
-        yield from _source(value, seen)
+        yield from _source(value, visited)
     elif isinstance(value, type | ModuleType):
         yield value.__name__
-        yield from _file(_source_file(value), seen)
+        yield from _file(_source_file(value), visited)
     else:
         for part in _inside(value):
-            yield from _parts(part, seen)
+            yield from _parts(part, visited)
 
 
-def _source(code: CodeType, seen: set[int | str]) -> Iterator[str]:
+def _source(code: CodeType, visited: set[int | str]) -> Iterator[str]:
     """The file of a function, its line, and its bytecode: two lambdas may share a line, and `exec`
     has no file."""
     yield _digest_code(code)
-    yield from _file(code.co_filename, seen)
+    yield from _file(code.co_filename, visited)
 
 
 @functools.lru_cache(maxsize=2**13)
@@ -345,9 +347,9 @@ def _constant(value: Any) -> Any:
     return value
 
 
-def _file(name: str | None, seen: set[int | str]) -> Iterator[str]:
-    if name is not None and name not in seen:
-        seen.add(name)
+def _file(name: str | None, visited: set[int | str]) -> Iterator[str]:
+    if name is not None and name not in visited:
+        visited.add(name)
         # What is no file, such as a cell of a notebook, may get another text.
         yield _digest_file(name) if os.path.isabs(name) else "".join(linecache.getlines(name))
 

@@ -153,9 +153,9 @@ class Distributed:
 
     def ranks(self, num_ranks: int) -> Sequence[int]:
         if num_ranks != self.num_ranks:
-            seen = f"{num_ranks} ranks and {self.num_ranks} processes"
+            problem = f"{num_ranks} ranks and {self.num_ranks} processes"
             raise ProgramError(
-                f"pipeline(..., transport={self!r})", seen, "a process for each rank"
+                f"pipeline(..., transport={self!r})", problem, "a process for each rank"
             )
         return (self.rank,)
 
@@ -175,15 +175,15 @@ class Distributed:
         Raises:
             ProgramError: a value of another kind.
         """
-        found = []
+        values = []
         # The lower one of two ranks sends first, so that they do not wait for each other.
         for peer in range(self.num_ranks):
             if self.rank < peer:
                 self._send_value(peer, value)
-            found.append(value if peer == self.rank else self._recv_value(peer))
+            values.append(value if peer == self.rank else self._recv_value(peer))
             if self.rank > peer:
                 self._send_value(peer, value)
-        return found
+        return values
 
     def _send_value(self, peer: int, value: Any) -> None:
         self._link.send_bytes(peer, json_values.dumps(("value", value), f"{self!r}.collect(value)"))
@@ -191,9 +191,11 @@ class Distributed:
     def _recv_value(self, peer: int) -> Any:
         heard = json_values.loads(self._link.recv_bytes(peer))
         if not isinstance(heard, tuple):
-            seen = f"a message of a step from rank {peer}, where its value was to come"
+            problem = f"a message of a step from rank {peer}, where its value was to come"
             raise ProgramError(
-                f"{self!r}.collect(value)", seen, "the same calls in the same order on every rank"
+                f"{self!r}.collect(value)",
+                problem,
+                "the same calls in the same order on every rank",
             )
         return heard[1]
 
@@ -206,17 +208,17 @@ class Distributed:
     def run(self, checked: CheckedPrograms, workers: Sequence[Worker], mail: object, /) -> None:
         left = self._session is not None and self._session is not mail
         if left or not self._busy.acquire(blocking=False):
-            seen = "a call while another one is under way, in another thread or around this one"
+            problem = "a call while another one is under way, in another thread or around this one"
             instead = (
                 "one call after the other, in the same order on every rank; or a transport for each"
             )
             if left:
-                seen = (
+                problem = (
                     "messages under way of a session that was not closed, which this call would"
                     " receive"
                 )
                 instead = "session.close() first, on every rank; or a transport for each"
-            raise ProgramError(f"pipeline(..., transport={self!r})", seen, instead)
+            raise ProgramError(f"pipeline(..., transport={self!r})", problem, instead)
         try:
             self._run(checked, workers[0])
             self._session = mail if checked.leaves_messages else None
@@ -309,18 +311,18 @@ def _find_rank() -> tuple[int, int]:
     Raises:
         ProgramError: not under a launcher, or its variables are wrong.
     """
-    found = {name: os.environ[name] for name in ("RANK", "WORLD_SIZE") if name in os.environ}
-    if len(found) < 2:
-        seen = "no RANK and WORLD_SIZE"
+    variables = {name: os.environ[name] for name in ("RANK", "WORLD_SIZE") if name in os.environ}
+    if len(variables) < 2:
+        problem = "no RANK and WORLD_SIZE"
         instead = _LAUNCHERS
-    elif all(text.isdecimal() for text in found.values()) and int(found["RANK"]) < int(
-        found["WORLD_SIZE"]
+    elif all(text.isdecimal() for text in variables.values()) and int(variables["RANK"]) < int(
+        variables["WORLD_SIZE"]
     ):
-        return int(found["RANK"]), int(found["WORLD_SIZE"])
+        return int(variables["RANK"]), int(variables["WORLD_SIZE"])
     else:
-        seen = ", ".join(f"{name}={text!r}" for name, text in found.items())
+        problem = ", ".join(f"{name}={text!r}" for name, text in variables.items())
         instead = f"0 <= RANK < WORLD_SIZE: {_LAUNCHERS}"
-    raise ProgramError("Distributed()", f"{seen} in the environment", instead)
+    raise ProgramError("Distributed()", f"{problem} in the environment", instead)
 
 
 def _find_store(rank: int, num_ranks: int, timeout: float) -> tuple[str, Any]:
@@ -389,14 +391,14 @@ def _close_all(end: ProcessEnd, wire: Wire, watchdog: Watchdog, monitor: Monitor
 def _check(backend: str, device: torch.device) -> None:
     """Raise DeviceError unless the device is there and the back end can serve it."""
     if (backend, device.type) not in (("gloo", "cpu"), ("nccl", "cuda"), ("peer", "cuda")):
-        seen = f"backend={backend!r} for a device of type {device.type}"
+        problem = f"backend={backend!r} for a device of type {device.type}"
         instead = "gloo with the CPU, or nccl or peer with a GPU"
     elif device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
-        seen = f"{torch.cuda.device_count()} GPUs"
+        problem = f"{torch.cuda.device_count()} GPUs"
         instead = "a device for each process of the machine"
     else:
         return
-    raise DeviceError(f"Distributed(backend={backend!r}, device='{device}')", seen, instead)
+    raise DeviceError(f"Distributed(backend={backend!r}, device='{device}')", problem, instead)
 
 
 def _make_end(backend: str, monitor: Monitor, device: torch.device, network: Network) -> ProcessEnd:

@@ -184,8 +184,8 @@ def _explain_start_errors(call: str) -> Iterator[None]:
     except RuntimeError as error:
         if "bootstrapping" not in str(error):
             raise
-        seen = "a rank that imports the script, and comes by the call that started it"
-        raise ProgramError(call, seen, _NEEDS_GUARD) from None
+        problem = "a rank that imports the script, and comes by the call that started it"
+        raise ProgramError(call, problem, _NEEDS_GUARD) from None
 
 
 def _start(
@@ -266,9 +266,9 @@ def _pickled_result(fn: Callable[..., Any], result: Any) -> bytes:
         return pickle.dumps(RankResult(result))
     except Exception as error:
         call = f"launch({getattr(fn, '__name__', fn)!s:.60}, …)"
-        seen = f"a result that cannot be pickled: {error}"
+        problem = f"a result that cannot be pickled: {error}"
         raise ProgramError(
-            call, seen, "return numbers, texts, tensors on the CPU, or containers of these"
+            call, problem, "return numbers, texts, tensors on the CPU, or containers of these"
         ) from error
 
 
@@ -305,7 +305,7 @@ def _await_results(
             rank = pipes.pop(pipe)
             ended[rank] = _read(pipe, started[rank][0])
             write_end(rank, _exit(ended[rank]))
-        if any(found.error or found.exit for found in ended.values()):
+        if any(result.error or result.exit for result in ended.values()):
             only_blamed = set(pipes.values()) <= {error.rank for error in _rank_errors(ended)}
             deadline = min(deadline, time.monotonic() + (_BLAMED_GRACE if only_blamed else grace))
     return ended
@@ -336,7 +336,9 @@ def _exit(ended: RankResult) -> Exit:
 
 def _rank_errors(ended: dict[int, RankResult]) -> list[RankError]:
     """The errors in which ranks blame each other."""
-    return [found.error for _, found in sorted(ended.items()) if isinstance(found.error, RankError)]
+    return [
+        result.error for _, result in sorted(ended.items()) if isinstance(result.error, RankError)
+    ]
 
 
 def _results(
@@ -344,8 +346,8 @@ def _results(
 ) -> list[Any]:
     """The results of all ranks; raises the error that says most: that of a rank that failed itself,
     or of one that was told of a failure."""
-    silent = [rank for rank, found in sorted(ended.items()) if found.exit]
-    failed = [rank for rank, found in sorted(ended.items()) if found.error is not None]
+    silent = [rank for rank, result in sorted(ended.items()) if result.exit]
+    failed = [rank for rank, result in sorted(ended.items()) if result.error is not None]
     if not failed and not silent:
         return [ended[rank].result for rank in range(len(started))]
     first = min(failed or silent, key=lambda rank: (isinstance(ended[rank].error, RankError), rank))
@@ -355,10 +357,10 @@ def _results(
         error.add_note(f"on rank {first} of {len(started)}")
         if not isinstance(error, RankError):
             error.add_note(ended[first].text)
-    elif [found.exit for found in ended.values()] == ["exit code 1"] * len(started):
-        seen = f"{cause}, as that of every rank"
+    elif [result.exit for result in ended.values()] == ["exit code 1"] * len(started):
+        problem = f"{cause}, as that of every rank"
         instead = f"{_READ}; {_NEEDS_GUARD}"
-        error = RankError("launch", seen, instead, 0, "its part", cause)
+        error = RankError("launch", problem, instead, 0, "its part", cause)
     else:
         error = Failure(first, "its part", cause).for_rank(first, "launch")
     raise error

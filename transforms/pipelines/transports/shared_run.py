@@ -99,7 +99,7 @@ class SharedRun:
                     )
                 raise self.failure.for_rank(rank, str(effect))
             self._meetings.pop((effect.ranks, number), None)  # the others hold it
-        refuse_unlike(rank, effect, {other: own for other, (own, _) in there.items()})
+        refuse_unlike(rank, effect, {other: collective for other, (collective, _) in there.items()})
         return [there[other][1] for other in effect.ranks]
 
     def await_received(self, step: Step) -> None:
@@ -144,11 +144,11 @@ class SharedRun:
         """Wait until `ready()`, or a failure. If no rank makes progress for the time-out, a rank
         has stalled."""
         start = time.monotonic()
-        seen = list(self.at)
+        last_positions = list(self.at)
         while not ready() and self.failure is None:
-            if self.at != seen:
+            if self.at != last_positions:
                 start = time.monotonic()
-                seen = list(self.at)
+                last_positions = list(self.at)
             left = start + self.timeout - time.monotonic()
             if left <= 0:
                 self.failure = self._stalled(peer())
@@ -175,9 +175,11 @@ class SharedRun:
 
 def refuse_unlike(rank: int, effect: Collective, there: Mapping[int, Collective]) -> None:
     """Raise ProgramError if a rank came to a meeting with another collective than this one."""
-    for other, own in there.items():
-        if own != effect:
-            raise ProgramError(f"rank {rank}: '{effect}'", f"rank {other} is at '{own}'", _SAME)
+    for other, collective in there.items():
+        if collective != effect:
+            raise ProgramError(
+                f"rank {rank}: '{effect}'", f"rank {other} is at '{collective}'", _SAME
+            )
 
 
 def _has_room(queue: Queue) -> bool:

@@ -72,8 +72,10 @@ class Threads:
 
     def ranks(self, num_ranks: int) -> Sequence[int]:
         if self.devices is not None and len(self.devices) != num_ranks:
-            seen = f"{len(self.devices)} devices for {num_ranks} ranks"
-            raise ProgramError(f"pipeline(..., transport={self!r})", seen, "a device for each rank")
+            problem = f"{len(self.devices)} devices for {num_ranks} ranks"
+            raise ProgramError(
+                f"pipeline(..., transport={self!r})", problem, "a device for each rank"
+            )
         return range(num_ranks)
 
     def share(self, value: Any) -> Any:
@@ -101,13 +103,13 @@ class Threads:
         call = f"pipeline(..., transport={self!r})"
         _refuse_unseen(call)
         if threading.current_thread() in self._threads:
-            seen = (
+            problem = (
                 "a thread of this transport, which is to run the other stages and would wait for"
                 " itself"
             )
             raise ProgramError(
                 f"{call} in a stage",
-                seen,
+                problem,
                 "a Threads() of its own for the inner pipeline, or Local()",
             )
         with self._lock:
@@ -221,37 +223,37 @@ class ThreadLink:
 
     def perform(self, effect: Collective, x: Tensor, /) -> Tensor:
         if in_dispatch_mode():
-            seen = "a capture in a thread, which captures of the other ranks would wait for"
+            problem = "a capture in a thread, which captures of the other ranks would wait for"
             raise CaptureError(
-                f"rank {self.rank}: '{effect}'", seen, "Distributed(): a process for each rank"
+                f"rank {self.rank}: '{effect}'", problem, "Distributed(): a process for each rank"
             )
         every = self.shared.meet(self.rank, with_schema(effect, x), self._message(x.clone()))
-        return combine(effect, [self._own(message) for message in every])[
+        return combine(effect, [self._to_device(message) for message in every])[
             effect.ranks.index(self.rank)
         ].contiguous()
 
     def _message(self, value: Any) -> tuple[Any, torch.cuda.Event | None]:
         """A value with the event after which it is there."""
-        made = None
+        ready = None
         if self.device is not None and self.device.type == "cuda":
-            made = torch.cuda.Event()
-            made.record()
-        return value, made
+            ready = torch.cuda.Event()
+            ready.record()
+        return value, ready
 
     def send(self, effect: Send | Broadcast, value: Any) -> None:
         self.shared.put(Step(self.rank, effect), self._message(value))
 
     def recv(self, effect: Recv | Broadcast) -> Any:
-        return self.shared.take(Step(self.rank, effect), self._own)
+        return self.shared.take(Step(self.rank, effect), self._to_device)
 
     def fence(self, effect: Fence, /) -> None:
         self.shared.await_received(Step(self.rank, effect))
 
-    def _own(self, message: tuple[Any, torch.cuda.Event | None]) -> Any:
+    def _to_device(self, message: tuple[Any, torch.cuda.Event | None]) -> Any:
         """The value of a message on this rank's device."""
-        value, made = message
-        if made is not None:
-            torch.cuda.current_stream().wait_event(made)
+        value, ready = message
+        if ready is not None:
+            torch.cuda.current_stream().wait_event(ready)
         return tree_map(lambda x: to_device(x, self.device, copy=self.lends), value)
 
 

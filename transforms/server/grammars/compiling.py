@@ -33,7 +33,7 @@ _LARGEST_PER_TOKEN = 128
 _TRIED_SEEDS = 2
 # Once it has started, the process gives way to those that answer: it has what they leave of the
 # processors.
-_NICE = 10
+_NICE = 19
 # A grammar is waited for so many times as long as it may take the processor, which others may have
 # meanwhile.
 _MOST_WAITING = 3
@@ -154,9 +154,9 @@ class Compiler:
                 pipe.send((kind, source, use))
                 if not self._has_answer(pipe, self._limits.seconds):
                     self._end()
-                    seen = f"a grammar that is not compiled within {self._limits.seconds:g} s"
-                    raise RequestError(call, seen, "a smaller one")
-                error, found = pipe.recv()
+                    problem = f"a grammar that is not compiled within {self._limits.seconds:g} s"
+                    raise RequestError(call, problem, "a smaller one")
+                error, serialized = pipe.recv()
             except (EOFError, OSError):
                 self._end()
                 raise RequestError(
@@ -164,7 +164,7 @@ class Compiler:
                 ) from None
         if error is not None:
             raise RequestError(call, error, "one that XGrammar compiles")
-        return str(found)
+        return str(serialized)
 
     def _started(self) -> Connection:
         if self._process is not None and self._pipe is not None and self._process.is_alive():
@@ -233,17 +233,17 @@ def _serve(pipe: Connection, tokens: tuple[Any, ...], limits: GrammarLimits) -> 
             try:
                 compiled = compile_with(compiler, kind, source)
                 try_out(xgrammar.GrammarMatcher(compiled), info, kind, limits, use)
-                found = compiled.serialize_json()
+                serialized = compiled.serialize_json()
                 most = _LARGEST + _LARGEST_PER_TOKEN * info.vocab_size
-                if len(found) > most:  # each rank reads it while others wait
-                    raise _TooLarge(f"a grammar that takes {len(found)} bytes; at most {most}")
+                if len(serialized) > most:  # each rank reads it while others wait
+                    raise _TooLarge(f"a grammar that takes {len(serialized)} bytes; at most {most}")
             except _TooLarge as error:
                 pipe.send((str(error), None))
             except Exception as error:
                 said = _PLACE.sub("", str(error)).strip()
                 pipe.send((f"{type(error).__name__}: {said:.300}", None))
             else:
-                pipe.send((None, found))
+                pipe.send((None, serialized))
 
 
 class _TooLarge(Exception):
@@ -276,11 +276,11 @@ def try_out(matcher: Any, info: Any, kind: str, limits: GrammarLimits, use: Gram
             seconds = accepting + _fill_seconds(matcher, bits)
             if limits.budget.is_exceeded(debt, use.n * seconds):
                 times = f" for each of {use.n} completions" * (use.n > 1)
-                seen = (
+                problem = (
                     f"a grammar that takes {seconds:.2g} s for a token{times} after {count} tokens;"
                     " a step may take"
                 )
-                raise _TooLarge(f"{seen} {limits.budget.step_seconds:g} s for all of them")
+                raise _TooLarge(f"{problem} {limits.budget.step_seconds:g} s for all of them")
             debt = limits.budget.owed(debt, use.n * seconds)
             allowed = np.flatnonzero(
                 np.unpackbits(bits.view(np.uint8), bitorder="little")[: info.vocab_size]

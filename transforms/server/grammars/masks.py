@@ -85,9 +85,9 @@ class Grammars:
             RequestError: a schema or a grammar that cannot be compiled, or that is beyond the
                 limits.
         """
-        found = self.find(form, use)
-        if found is not None:
-            return found
+        cached = self.find(form, use)
+        if cached is not None:
+            return cached
         call = f"response_format of type {form['type']!r}"
         text = self._compiler.compile(call, *source_of(call, form), use)
         key = json.dumps(form)
@@ -137,14 +137,14 @@ class Masks:
     def _grammar(self, compiled: str) -> Any:
         key = hashlib.blake2b(compiled.encode(), digest_size=16).digest()
         with self._lock:
-            if (found := self._in_use.get(key)) is not None:
-                return found
-        found = self._read(compiled, self._info)
+            if (grammar := self._in_use.get(key)) is not None:
+                return grammar
+        grammar = self._read(compiled, self._info)
         with self._lock:
-            self._in_use[key] = self._last[key] = found
-            while sum(own.memory_size_bytes for own in self._last.values()) > _KEPT:
+            self._in_use[key] = self._last[key] = grammar
+            while sum(cached.memory_size_bytes for cached in self._last.values()) > _KEPT:
                 self._last.popitem(last=False)
-        return found
+        return grammar
 
 
 @attrs.define(eq=False)
@@ -231,18 +231,18 @@ class ModelGrammars:
         self._model = model
         self._limits = limits or GrammarLimits()
         self._lock = threading.Lock()
-        self._made: Grammars | None = None
+        self._compiled_grammars: Grammars | None = None
 
     def find(self, form: Mapping[str, Any], use: GrammarUse) -> str | None:
         """A `response_format` that was compiled before for such a use; None: there is none."""
-        if self._made is None:
+        if self._compiled_grammars is None:
             return None
-        return self._made.find(form, use)
+        return self._compiled_grammars.find(form, use)
 
     def __call__(self, form: Mapping[str, Any], use: GrammarUse = SHORT_USE) -> str:
         model = self._model
         if not model.config.eos_token_ids:
-            seen = (
+            problem = (
                 f"the model {model.path.name!r}, which has no end-of-sequence token that could"
                 " follow a complete answer"
             )
@@ -250,16 +250,16 @@ class ModelGrammars:
                 "a checkpoint with eos_token_id in generation_config.json or config.json; or no"
                 " response_format"
             )
-            raise RequestError(f"response_format of type {form['type']!r}", seen, instead)
+            raise RequestError(f"response_format of type {form['type']!r}", problem, instead)
         return self._grammars().compile(form, use)
 
     def _grammars(self) -> Grammars:
         import xgrammar  # noqa: F401, whose absence is found here, not in its process
 
         with self._lock:
-            if self._made is None:
-                self._made = Grammars(_tokens_of(self._model), self._limits)
-            return self._made
+            if self._compiled_grammars is None:
+                self._compiled_grammars = Grammars(_tokens_of(self._model), self._limits)
+            return self._compiled_grammars
 
 
 def grammar_compiler(model: Model, limits: GrammarLimits | None = None) -> CompileGrammar:

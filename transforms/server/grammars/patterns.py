@@ -113,7 +113,7 @@ class _Writer:
                 raise _Refused("flags, as in (?i)")
             return f"(?:{self.concatenation(inner, first, last)})"
         if kind is op.BRANCH:
-            return f"(?:{'|'.join(self.concatenation(own, first, last) for own in value[1])})"
+            return f"(?:{'|'.join(self.concatenation(branch, first, last) for branch in value[1])})"
         if kind in (op.MAX_REPEAT, op.MIN_REPEAT):
             return self._repeat(*value)
         return self._characters(_characters_of(kind, value))
@@ -185,43 +185,43 @@ def _characters_of(kind: Any, value: Any) -> Ranges:
     if kind is not op.IN:
         raise _Refused("an assertion, a reference or an atomic group")
     negated = False
-    found = Ranges()
-    for own, what in value:
-        if own is op.NEGATE:
+    ranges = Ranges()
+    for opcode, what in value:
+        if opcode is op.NEGATE:
             negated = True
-        elif own is op.RANGE:
-            found.append(what)
-        elif own is op.LITERAL:
-            found.append((what, what))
+        elif opcode is op.RANGE:
+            ranges.append(what)
+        elif opcode is op.LITERAL:
+            ranges.append((what, what))
         elif what in _CATEGORIES:
-            found += [*_CATEGORIES[what], *(_BEYOND if negated else ())]
+            ranges += [*_CATEGORIES[what], *(_BEYOND if negated else ())]
         else:
-            found += _complement([*_CATEGORIES[_NEGATED[what]], *([] if negated else _BEYOND)])
+            ranges += _complement([*_CATEGORIES[_NEGATED[what]], *([] if negated else _BEYOND)])
     if negated:
-        return _complement(found)
-    return _merged(found)
+        return _complement(ranges)
+    return _merged(ranges)
 
 
 def _merged(ranges: Ranges) -> Ranges:
-    found = Ranges()
+    merged = Ranges()
     for first, last in sorted(ranges):
-        if found and first <= found[-1][1] + 1:
-            found[-1] = found[-1][0], max(last, found[-1][1])
+        if merged and first <= merged[-1][1] + 1:
+            merged[-1] = merged[-1][0], max(last, merged[-1][1])
         else:
-            found.append((first, last))
-    return found
+            merged.append((first, last))
+    return merged
 
 
 def _complement(ranges: Ranges) -> Ranges:
-    found = Ranges()
+    gaps = Ranges()
     start = 0
     for first, last in _merged(ranges):
         if start < first:
-            found.append((start, first - 1))
+            gaps.append((start, first - 1))
         start = last + 1
     if start <= 0x10FFFF:
-        return [*found, (start, 0x10FFFF)]
-    return found
+        return [*gaps, (start, 0x10FFFF)]
+    return gaps
 
 
 def _intersected(left: Ranges, right: Ranges) -> Ranges:

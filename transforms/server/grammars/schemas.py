@@ -88,7 +88,7 @@ class _Rewriter:
 
     def result(self) -> Any:
         """The whole schema, with every `$ref` in it found."""
-        found = self._schema(self._root, "#")
+        rewritten = self._schema(self._root, "#")
         for place, ref in self._refs:
             if ref not in self._places:
                 self._refuse(
@@ -96,49 +96,49 @@ class _Rewriter:
                     f"$ref {ref!r:.100}, which finds no schema",
                     "the place of a schema in it, as in #/$defs/name",
                 )
-        return found
+        return rewritten
 
-    def _refuse(self, place: str, seen: str, instead: str) -> Any:
-        raise RequestError(f"{self._call} at {place:.200}", seen, instead)
+    def _refuse(self, place: str, problem: str, instead: str) -> Any:
+        raise RequestError(f"{self._call} at {place:.200}", problem, instead)
 
-    def _schema(self, given: Any, place: str) -> Any:
+    def _schema(self, schema: Any, place: str) -> Any:
         self._places.add(place)
-        if given is True:
+        if schema is True:
             return True
-        if not isinstance(given, Mapping):
-            self._refuse(place, f"{given!r:.60} as a schema", "an object")
-        known = {k: v for k, v in given.items() if k not in _NOTES and not k.startswith("x-")}
+        if not isinstance(schema, Mapping):
+            self._refuse(place, f"{schema!r:.60} as a schema", "an object")
+        keywords = {k: v for k, v in schema.items() if k not in _NOTES and not k.startswith("x-")}
         if place == "#":
-            known.pop("$id", None)
+            keywords.pop("$id", None)
         defs = {
-            name: self._schemas(known.pop(name), f"{place}/{name}")
+            name: self._schemas(keywords.pop(name), f"{place}/{name}")
             for name in _DEFS
-            if name in known
+            if name in keywords
         }
         for name, value in _NO_OPS.items():
-            if name in known and known[name] is value:
-                del known[name]
-        return {**defs, **self._body(known, place)}
+            if name in keywords and keywords[name] is value:
+                del keywords[name]
+        return {**defs, **self._body(keywords, place)}
 
-    def _schemas(self, given: Any, place: str) -> dict[str, Any]:
-        if not isinstance(given, Mapping):
-            self._refuse(place, f"{given!r:.60}", "an object of schemas")
-        return {name: self._schema(own, f"{place}/{name}") for name, own in given.items()}
+    def _schemas(self, schemas: Any, place: str) -> dict[str, Any]:
+        if not isinstance(schemas, Mapping):
+            self._refuse(place, f"{schemas!r:.60}", "an object of schemas")
+        return {name: self._schema(schema, f"{place}/{name}") for name, schema in schemas.items()}
 
-    def _body(self, known: dict[str, Any], place: str) -> dict[str, Any]:
+    def _body(self, keywords: dict[str, Any], place: str) -> dict[str, Any]:
         for name in ("$ref", *_COMBINED):
-            if name in known:
-                self._alone(known, name, place)
+            if name in keywords:
+                self._alone(keywords, name, place)
                 if name == "$ref":
-                    return self._ref(known[name], place)
-                return self._combined(name, known[name], place)
-        if "const" in known or "enum" in known:
-            return self._values(known, place)
-        return self._typed(known, place)
+                    return self._ref(keywords[name], place)
+                return self._combined(name, keywords[name], place)
+        if "const" in keywords or "enum" in keywords:
+            return self._values(keywords, place)
+        return self._typed(keywords, place)
 
-    def _alone(self, known: Mapping[str, Any], name: str, place: str, *others: str) -> None:
-        for other in known:
-            if other not in (name, *others):
+    def _alone(self, keywords: Mapping[str, Any], name: str, place: str, *allowed: str) -> None:
+        for other in keywords:
+            if other not in (name, *allowed):
                 self._refuse(
                     place,
                     f"the keyword {other!r:.60} beside {name!r}, which would be ignored",
@@ -161,7 +161,9 @@ class _Rewriter:
     def _combined(self, name: str, options: Any, place: str) -> dict[str, Any]:
         if not isinstance(options, list) or not options:
             self._refuse(place, f"{name!r} of {options!r:.60}", "a list of schemas")
-        found = [self._schema(own, f"{place}/{name}/{index}") for index, own in enumerate(options)]
+        rewritten = [
+            self._schema(option, f"{place}/{name}/{index}") for index, option in enumerate(options)
+        ]
         if name == "allOf" and len(options) > 1:
             self._refuse(
                 place,
@@ -169,43 +171,43 @@ class _Rewriter:
                 "one schema with their keywords",
             )
         if name == "oneOf":
-            for index, own in enumerate(options):
+            for index, option in enumerate(options):
                 for other in options[:index]:
-                    if not self._are_disjoint(own, other):
-                        seen = (
+                    if not self._are_disjoint(option, other):
+                        problem = (
                             "the keyword 'oneOf' of schemas that one value may fit, which would be"
                             " taken as 'anyOf'"
                         )
                         self._refuse(
-                            place, seen, "'anyOf', or objects that differ in a required constant"
+                            place, problem, "'anyOf', or objects that differ in a required constant"
                         )
-        return {"allOf" if name == "allOf" else "anyOf": found}
+        return {"allOf" if name == "allOf" else "anyOf": rewritten}
 
     def _are_disjoint(self, left: Any, right: Any) -> bool:
         left = self._resolved(left)
         right = self._resolved(right)
         if left is None or right is None:
             return False
-        kinds = [_kinds_of(own) for own in (left, right)]
+        kinds = [_kinds_of(side) for side in (left, right)]
         if (
             all(kinds)
             and not kinds[0] & kinds[1]
-            and not all(own & {"integer", "number"} for own in kinds)
+            and not all(side & {"integer", "number"} for side in kinds)
         ):
             return True
-        values = [_values_of(own) for own in (left, right)]
+        values = [_values_of(side) for side in (left, right)]
         if values[0] is not None and values[1] is not None:
             return not any(_same(a, b) for a in values[0] for b in values[1])
         if kinds != [{"object"}, {"object"}]:
             return False
-        parts = [own.get("properties") or {} for own in (left, right)]
+        parts = [side.get("properties") or {} for side in (left, right)]
         names = [name for name in parts[0] if name in parts[1]]
         needed = [
             name
             for name in names
-            if all(name in (own.get("required") or ()) for own in (left, right))
+            if all(name in (side.get("required") or ()) for side in (left, right))
         ]
-        pairs = [[_values_of(self._resolved(own[name])) for own in parts] for name in needed]
+        pairs = [[_values_of(self._resolved(side[name])) for side in parts] for name in needed]
         return any(
             a is not None and b is not None and not any(_same(x, y) for x in a for y in b)
             for a, b in pairs
@@ -216,33 +218,33 @@ class _Rewriter:
         for _ in range(10):
             if not isinstance(schema, Mapping) or "$ref" not in schema:
                 break
-            found: Any = self._root
+            target: Any = self._root
             for part in str(schema["$ref"]).split("/")[1:]:
-                if isinstance(found, Mapping):
-                    found = found.get(part)
+                if isinstance(target, Mapping):
+                    target = target.get(part)
                 else:
-                    found = None
-            schema = found
+                    target = None
+            schema = target
         if isinstance(schema, Mapping) and "$ref" not in schema:
             return schema
         return None
 
-    def _values(self, known: Mapping[str, Any], place: str) -> dict[str, Any]:
-        name = "const" if "const" in known else "enum"
-        self._alone(known, name, place, "type")
+    def _values(self, keywords: Mapping[str, Any], place: str) -> dict[str, Any]:
+        name = "const" if "const" in keywords else "enum"
+        self._alone(keywords, name, place, "type")
         if name == "const":
-            values = [known["const"]]
+            values = [keywords["const"]]
         else:
-            values = known["enum"]
+            values = keywords["enum"]
         if not isinstance(values, list) or not values:
             self._refuse(place, f"'enum' of {values!r:.60}", "a list of values")
-        if "type" in known:
-            kinds = _kinds_of(known)
+        if "type" in keywords:
+            kinds = _kinds_of(keywords)
             for value in values:
                 if not kinds or not _kinds_of_value(value) & kinds:
                     self._refuse(
                         place,
-                        f"{value!r:.60} in {name!r} beside 'type' {known['type']!r:.60}",
+                        f"{value!r:.60} in {name!r} beside 'type' {keywords['type']!r:.60}",
                         "values of that type",
                     )
         for value in values:
@@ -252,19 +254,19 @@ class _Rewriter:
                     f"{value!r:.60} in {name!r}",
                     f"whole numbers up to {_LARGEST}, and finite ones",
                 )
-        return {name: known[name]}
+        return {name: keywords[name]}
 
-    def _typed(self, known: dict[str, Any], place: str) -> dict[str, Any]:
-        if "type" in known:
-            kinds = _kinds_of(known)
+    def _typed(self, keywords: dict[str, Any], place: str) -> dict[str, Any]:
+        if "type" in keywords:
+            kinds = _kinds_of(keywords)
             if not kinds:
                 self._refuse(
                     place,
-                    f"'type' {known['type']!r:.60}",
+                    f"'type' {keywords['type']!r:.60}",
                     f"one of {', '.join(sorted(_TYPES))}, or a list of them",
                 )
         else:
-            groups = [kind for kind, words in _GROUPS.items() if words & known.keys()]
+            groups = [kind for kind, words in _GROUPS.items() if words & keywords.keys()]
             if len(groups) > 1:
                 self._refuse(
                     place,
@@ -279,7 +281,7 @@ class _Rewriter:
                 if kind not in ("boolean", "null")
             )
         )
-        for name in known:
+        for name in keywords:
             if name not in allowed:
                 self._refuse(
                     place,
@@ -288,27 +290,35 @@ class _Rewriter:
                 )
         if not kinds:
             return {}
-        options = [self._of_type(kind, known, place) for kind in sorted(kinds)]
+        options = [self._of_type(kind, keywords, place) for kind in sorted(kinds)]
         if len(options) == 1:
             return options[0]
         return {"anyOf": options}
 
-    def _of_type(self, kind: str, known: Mapping[str, Any], place: str) -> dict[str, Any]:
+    def _of_type(self, kind: str, keywords: Mapping[str, Any], place: str) -> dict[str, Any]:
         words = _GROUPS.get("number" if kind == "integer" else kind, set())
-        own = {name: value for name, value in known.items() if name in words}
+        type_keywords = {name: value for name, value in keywords.items() if name in words}
         if kind in ("integer", "number"):
-            return {"type": kind, **self._number(own, place, kind)}
-        made = {"object": self._object, "array": self._array, "string": self._string}.get(kind)
+            return {"type": kind, **self._number(type_keywords, place, kind)}
+        rewrite_keywords = {
+            "object": self._object,
+            "array": self._array,
+            "string": self._string,
+        }.get(kind)
         return {
             "type": kind,
-            **(made(own, place) if made is not None and (own or kind != "string") else {}),
+            **(
+                rewrite_keywords(type_keywords, place)
+                if rewrite_keywords is not None and (type_keywords or kind != "string")
+                else {}
+            ),
         }
 
-    def _object(self, own: dict[str, Any], place: str) -> dict[str, Any]:
-        properties = self._schemas(own.get("properties", {}), f"{place}/properties")
-        required = own.get("required", [])
-        more = own.get("additionalProperties", not properties)
-        patterns = own.get("patternProperties")
+    def _object(self, keywords: dict[str, Any], place: str) -> dict[str, Any]:
+        properties = self._schemas(keywords.get("properties", {}), f"{place}/properties")
+        required = keywords.get("required", [])
+        more = keywords.get("additionalProperties", not properties)
+        patterns = keywords.get("patternProperties")
         if not isinstance(required, list) or [
             name for name in required if not isinstance(name, str) or name not in properties
         ]:
@@ -319,34 +329,36 @@ class _Rewriter:
             )
         if patterns is not None:
             self._alone(
-                own,
+                keywords,
                 "patternProperties",
                 place,
-                *(("additionalProperties",) if own.get("additionalProperties") is False else ()),
+                *(
+                    ("additionalProperties",)
+                    if keywords.get("additionalProperties") is False
+                    else ()
+                ),
             )
             if not isinstance(patterns, Mapping) or len(patterns) != 1:
                 self._refuse(place, "'patternProperties' of several patterns", "one pattern")
             [(pattern, value)] = patterns.items()
-            self._counts(own, place)
+            self._counts(keywords, place)
             value = self._schema(value, f"{place}/patternProperties/{pattern}")
             pattern = rewrite(f"{self._call} at {place:.200}", pattern, in_json=True)
             return {"patternProperties": {f"^{pattern}$": value}, "additionalProperties": False}
         if more is not False and properties:
-            seen = (
+            problem = (
                 "'additionalProperties' beside 'properties', whose names it would allow with other"
                 " values"
             )
-            self._refuse(place, seen, '"additionalProperties": false, or no properties')
-        counts = self._counts(own, place, "minProperties", "maxProperties")
+            self._refuse(place, problem, '"additionalProperties": false, or no properties')
+        counts = self._counts(keywords, place, "minProperties", "maxProperties")
         if counts and more is not False:
             self._refuse(
                 place,
                 f"the keyword {next(iter(counts))!r} of names that may repeat",
                 '"additionalProperties": false',
             )
-        if isinstance(more, bool):
-            more = more
-        else:
+        if not isinstance(more, bool):
             more = self._schema(more, f"{place}/additionalProperties")
         return {
             "properties": properties,
@@ -355,55 +367,57 @@ class _Rewriter:
             **counts,
         }
 
-    def _array(self, own: dict[str, Any], place: str) -> dict[str, Any]:
-        prefix = own.get("prefixItems", [])
+    def _array(self, keywords: dict[str, Any], place: str) -> dict[str, Any]:
+        prefix = keywords.get("prefixItems", [])
         if not isinstance(prefix, list):
             self._refuse(place, f"'prefixItems' {prefix!r:.60}", "a list of schemas")
-        found: dict[str, Any] = {**self._counts(own, place, "minItems", "maxItems")}
+        rewritten: dict[str, Any] = {**self._counts(keywords, place, "minItems", "maxItems")}
         if prefix:
-            found["prefixItems"] = [
+            rewritten["prefixItems"] = [
                 self._schema(each, f"{place}/prefixItems/{i}") for i, each in enumerate(prefix)
             ]
-        items = own.get("items", not prefix)
-        return found | {"items": items if items is False else self._schema(items, f"{place}/items")}
+        items = keywords.get("items", not prefix)
+        return rewritten | {
+            "items": items if items is False else self._schema(items, f"{place}/items")
+        }
 
-    def _string(self, own: dict[str, Any], place: str) -> dict[str, Any]:
+    def _string(self, keywords: dict[str, Any], place: str) -> dict[str, Any]:
         call = f"{self._call} at {place:.200}"
-        if "format" in own:
-            self._alone(own, "format", place)
-            if own["format"] in _ITS_FORMATS:
-                return own
-            if not isinstance(own["format"], str) or own["format"] not in _FORMATS:
+        if "format" in keywords:
+            self._alone(keywords, "format", place)
+            if keywords["format"] in _ITS_FORMATS:
+                return keywords
+            if not isinstance(keywords["format"], str) or keywords["format"] not in _FORMATS:
                 self._refuse(
                     place,
-                    f"'format' {own['format']!r:.60}, which would be ignored",
+                    f"'format' {keywords['format']!r:.60}, which would be ignored",
                     f"one of {', '.join(sorted((*_FORMATS, *_ITS_FORMATS)))}",
                 )
-            return {"pattern": f"^{rewrite(call, _FORMATS[own['format']], in_json=True)}$"}
-        if "pattern" in own:
-            self._alone(own, "pattern", place)
-            if not isinstance(own["pattern"], str):
-                self._refuse(place, f"'pattern' {own['pattern']!r:.60}", "a text")
-            return {"pattern": f"^{rewrite(call, own['pattern'], in_json=True)}$"}
-        counts = self._counts(own, place, "minLength", "maxLength")
+            return {"pattern": f"^{rewrite(call, _FORMATS[keywords['format']], in_json=True)}$"}
+        if "pattern" in keywords:
+            self._alone(keywords, "pattern", place)
+            if not isinstance(keywords["pattern"], str):
+                self._refuse(place, f"'pattern' {keywords['pattern']!r:.60}", "a text")
+            return {"pattern": f"^{rewrite(call, keywords['pattern'], in_json=True)}$"}
+        counts = self._counts(keywords, place, "minLength", "maxLength")
         least = counts.get("minLength", 0)
         most = counts.get("maxLength")
         if most is not None and least > most:
-            seen = f"'minLength' {least} and 'maxLength' {most}"
-            self._refuse(place, seen, "a length that a text can have")
+            problem = f"'minLength' {least} and 'maxLength' {most}"
+            self._refuse(place, problem, "a length that a text can have")
         bounds = f"{least}," if most is None else f"{least},{most}"
         pattern = rewrite(call, f"[\\s\\S]{{{bounds}}}", in_json=True)
         return {"pattern": f"^{pattern}$"}
 
-    def _counts(self, own: Mapping[str, Any], place: str, *names: str) -> dict[str, int]:
-        found = {name: own[name] for name in names if name in own}
-        for name, value in found.items():
+    def _counts(self, keywords: Mapping[str, Any], place: str, *names: str) -> dict[str, int]:
+        counts = {name: keywords[name] for name in names if name in keywords}
+        for name, value in counts.items():
             if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value <= 10**6:
                 self._refuse(place, f"{name!r} {value!r:.60}", "a whole number from 0 to 1000000")
-        return found
+        return counts
 
-    def _number(self, own: dict[str, Any], place: str, kind: str) -> dict[str, Any]:
-        for name, value in own.items():
+    def _number(self, keywords: dict[str, Any], place: str, kind: str) -> dict[str, Any]:
+        for name, value in keywords.items():
             if (
                 isinstance(value, bool)
                 or not isinstance(value, int | float)
@@ -416,9 +430,9 @@ class _Rewriter:
                     f"{name!r} {value!r:.60}, which would be rounded",
                     "a number of at most 6 decimals",
                 )
-        factor = own.get("multipleOf", 1)
-        bounds = own.keys() - {"multipleOf"}
-        if kind == "number" and "multipleOf" in own:
+        factor = keywords.get("multipleOf", 1)
+        bounds = keywords.keys() - {"multipleOf"}
+        if kind == "number" and "multipleOf" in keywords:
             self._refuse(
                 place,
                 "the keyword 'multipleOf' of 'number', which would be ignored",
@@ -429,17 +443,17 @@ class _Rewriter:
             or factor < 1
             or (factor > 1 and bounds not in (set(), {"minimum", "maximum"}))
         ):
-            seen = f"'multipleOf' {factor!r:.60} beside {sorted(bounds)}"
+            problem = f"'multipleOf' {factor!r:.60} beside {sorted(bounds)}"
             self._refuse(
-                place, seen, "a whole number >= 1, alone or beside both 'minimum' and 'maximum'"
+                place, problem, "a whole number >= 1, alone or beside both 'minimum' and 'maximum'"
             )
-        return own
+        return keywords
 
 
 def _kinds_of(schema: Mapping[str, Any]) -> set[str]:
     """The names in `type`; empty if they are none."""
-    given = schema.get("type")
-    names = given if isinstance(given, list) else [given]
+    value = schema.get("type")
+    names = value if isinstance(value, list) else [value]
     if all(isinstance(name, str) and name in _TYPES for name in names):
         return {*names}
     return set()
@@ -459,8 +473,8 @@ def _kinds_of_value(value: Any) -> set[str]:
 def _values_of(schema: Any) -> list[Any] | None:
     if not isinstance(schema, Mapping):
         return None
-    found = [schema["const"]] if "const" in schema else schema.get("enum")
-    return found if isinstance(found, list) else None
+    values = [schema["const"]] if "const" in schema else schema.get("enum")
+    return values if isinstance(values, list) else None
 
 
 def _same(left: Any, right: Any) -> bool:

@@ -51,12 +51,12 @@ class Case:
     """Copies, and a call's tensors. All are views of larger storages with random bytes."""
 
     copies: Copies
-    others: list[Tensor]
+    call_tensors: list[Tensor]
 
     def storages(self) -> list[Tensor]:
         """All bytes of every written storage, margins included."""
         copies = self.copies
-        written = copies.fixed if copies.into_fixed else self.others
+        written = copies.fixed if copies.into_fixed else self.call_tensors
         targets = (*written, *(t for t, _ in copies.constants), *(t for t, *_ in copies.repeats))
         return [_bytes(x).cpu().clone() for x in targets]
 
@@ -74,15 +74,15 @@ def draw(pair: Pair, offset: int, random: torch.Generator, device: str) -> Tenso
     return drawn.view(pair.dtype)[offset : offset + pair.size]
 
 
-def make(given: list[Pair], into_fixed: bool, seed: int, device: str = "cpu") -> Case:
+def make(pairs: list[Pair], into_fixed: bool, seed: int, device: str = "cpu") -> Case:
     """Copies of these pairs; into fixed tensors, some with a constant and a repeating tail."""
     random = torch.Generator().manual_seed(seed)
-    fixed = tuple(draw(pair, pair.fixed_offset, random, device) for pair in given)
-    others = [draw(pair, pair.other_offset, random, device) for pair in given]
+    fixed = tuple(draw(pair, pair.fixed_offset, random, device) for pair in pairs)
+    call_tensors = [draw(pair, pair.other_offset, random, device) for pair in pairs]
     constants = []
     repeats = []
     if into_fixed:
-        for i, pair in enumerate(given):
+        for i, pair in enumerate(pairs):
             if i % 3 == 0:
                 drawn = [
                     draw(pair, o, random, device) for o in (pair.fixed_offset, pair.other_offset)
@@ -91,26 +91,26 @@ def make(given: list[Pair], into_fixed: bool, seed: int, device: str = "cpu") ->
             if i % 3 == 1 and pair.size:
                 tail = draw(attrs.evolve(pair, size=5), pair.fixed_offset, random, device)
                 repeats.append((tail, i, tail.element_size()))
-    return Case(Copies(fixed, into_fixed, tuple(constants), tuple(repeats)), others)
+    return Case(Copies(fixed, into_fixed, tuple(constants), tuple(repeats)), call_tensors)
 
 
 def copied(case: Case) -> list[Tensor]:
     """The storages after torch's own copies."""
-    for fixed, other in zip(case.copies.fixed, case.others, strict=True):
+    for fixed, other in zip(case.copies.fixed, case.call_tensors, strict=True):
         (fixed if case.copies.into_fixed else other).copy_(
             other if case.copies.into_fixed else fixed
         )
     for target, source in case.copies.constants:
         target.copy_(source)
     for tail, index, _ in case.copies.repeats:
-        tail.copy_(case.others[index][-1:])
+        tail.copy_(case.call_tensors[index][-1:])
     return case.storages()
 
 
 def moved(case: Case) -> list[Tensor]:
     """The storages after the rows of the table, each executed by the C library's memmove."""
     for index, fixed, other, size, into, period in table_rows(case.copies):
-        other += case.others[index].data_ptr() if index >= 0 else 0
+        other += case.call_tensors[index].data_ptr() if index >= 0 else 0
         for start in range(0, size, period or size):
             target, source = (fixed, other) if into else (other, fixed)
             ctypes.memmove(target + start, source, period or size)

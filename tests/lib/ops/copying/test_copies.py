@@ -20,11 +20,15 @@ from weft.ops.copying.copies_triton import table_rows
 
 @settings(deadline=None)
 @given(st.lists(pairs, min_size=1, max_size=8), st.booleans(), st.integers(0, 9))
-def test_the_table_says_what_copies_do(given: list[Pair], into_fixed: bool, seed: int) -> None:
-    for seen, wanted in zip(
-        moved(make(given, into_fixed, seed)), copied(make(given, into_fixed, seed)), strict=True
+def test_the_table_says_what_copies_do(
+    drawn_pairs: list[Pair], into_fixed: bool, seed: int
+) -> None:
+    for result, expected in zip(
+        moved(make(drawn_pairs, into_fixed, seed)),
+        copied(make(drawn_pairs, into_fixed, seed)),
+        strict=True,
     ):
-        assert torch.equal(seen, wanted)
+        assert torch.equal(result, expected)
 
 
 def test_large_copies_are_shared_evenly_and_many_small_ones_are_a_program_each() -> None:
@@ -98,9 +102,9 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     sizes: list[int] = []
 
     def plan(copies: Copies) -> Callable[[Sequence[Tensor]], None]:
-        def launch(others: Sequence[Tensor]) -> None:
+        def launch(call_tensors: Sequence[Tensor]) -> None:
             sizes.append(len(copies.fixed))
-            for fixed, other in zip(copies.fixed, others, strict=True):
+            for fixed, other in zip(copies.fixed, call_tensors, strict=True):
                 target, source = (fixed, other) if copies.into_fixed else (other, fixed)
                 target.copy_(source)
             for target, source in copies.constants:
@@ -119,31 +123,31 @@ def test_more_tensors_than_a_launch_takes(
     count: int, sizes: list[int], into_fixed: bool, launches: list[int]
 ) -> None:
     fixed = tuple(torch.full((2,), float(i)) for i in range(count))
-    others = [torch.full((2,), 100.0 + i) for i in range(count)]
+    call_tensors = [torch.full((2,), 100.0 + i) for i in range(count)]
     constant = torch.zeros(3), torch.ones(3)
-    module.plan_copies_of_bytes(Copies(fixed, into_fixed, (constant,)))(others)
+    module.plan_copies_of_bytes(Copies(fixed, into_fixed, (constant,)))(call_tensors)
     expected = [100.0 + i if into_fixed else float(i) for i in range(count)]
     assert [x.tolist() for x in fixed if into_fixed] == [
         [value] * 2 for value in expected if into_fixed
     ]
-    assert [x.tolist() for x in others] == [[value] * 2 for value in expected]
+    assert [x.tolist() for x in call_tensors] == [[value] * 2 for value in expected]
     assert constant[0].tolist() == [1, 1, 1]
     assert launches == sizes
 
 
 @pytest.mark.parametrize("count", [1, 5])
 def test_clones_are_new_storages_each_time(count: int, launches: list[int]) -> None:
-    made = [
+    originals = [
         torch.arange(6, dtype=dtype).view(2, 3).t() for dtype in (torch.float32, torch.int64) * 3
     ][:count]
-    clone = module.plan_clones(made)
+    clone = module.plan_clones(originals)
     first = clone(())
     second = clone(())
-    for original, *copies in zip(made, first, second, strict=True):
+    for original, *copies in zip(originals, first, second, strict=True):
         for copy in copies:
             assert torch.equal(copy, original)
             assert (copy.dtype, copy.stride()) == (original.dtype, original.stride())
-    assert len({x.untyped_storage().data_ptr() for x in (*made, *first, *second)}) == 3 * count
+    assert len({x.untyped_storage().data_ptr() for x in (*originals, *first, *second)}) == 3 * count
 
 
 # The implementation for each device
@@ -199,17 +203,17 @@ def test_what_is_said_of_the_launch_is_of_the_kernel_that_was_tried(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """So that no other kernel is compiled for it."""
-    asked: list[int] = []
+    arities: list[int] = []
 
     def handle(device: torch.device, arity: int) -> int:
-        asked.append(arity)
+        arities.append(arity)
         return 1
 
     with without(monkeypatch, "weft.ops.copying.copies_triton.kernel_handle", handle):
         assert module.uses_kernel(torch.device("cuda", 0))
         assert module.how_launched(torch.device("cuda", 0)) == "launched by the driver"
-    assert len(asked) == 2
-    assert len(set(asked)) == 1
+    assert len(arities) == 2
+    assert len(set(arities)) == 1
 
 
 def test_a_triton_without_a_handle_launches_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -22,7 +22,7 @@ import sys, torch
 from weft.ops.copying.copies_triton import plan_launch
 cases = torch.load(sys.argv[1], weights_only=False)
 for case in cases:
-    plan_launch(case.copies)(case.others)
+    plan_launch(case.copies)(case.call_tensors)
 torch.save([case.storages() for case in cases], sys.argv[2])
 """
 
@@ -30,10 +30,12 @@ torch.save([case.storages() for case in cases], sys.argv[2])
 @pytest.mark.slow
 def test_the_kernel_interpreted_copies_what_torch_copies(tmp_path: Path) -> None:
     drawn = list(some_cases())
-    found = interpret(_INTERPRETED, [make(*case, seed=i) for i, case in enumerate(drawn)], tmp_path)
-    for i, seen in enumerate(found):
-        wanted = copied(make(*drawn[i], seed=i))
-        for a, b in zip(seen, wanted, strict=True):
+    results = interpret(
+        _INTERPRETED, [make(*case, seed=i) for i, case in enumerate(drawn)], tmp_path
+    )
+    for i, result in enumerate(results):
+        expected = copied(make(*drawn[i], seed=i))
+        for a, b in zip(result, expected, strict=True):
             assert torch.equal(a, b), drawn[i]
 
 
@@ -44,9 +46,9 @@ for home in (copies, weft.transforms.graphs.calls.results, weft.transforms.graph
     home.uses_kernel = lambda device: True
 launches = []
 plan = copies._plan
-def counted(given):
-    launch = plan(given)
-    return lambda others: (launches.append(len(others)), launch(others))[1]
+def counted(copies):
+    launch = plan(copies)
+    return lambda call_tensors: (launches.append(len(call_tensors)), launch(call_tensors))[1]
 copies._plan = counted
 import test_copies_triton
 test_copies_triton.check_graphified("cpu", launches)
@@ -78,20 +80,20 @@ def check_graphified(device: str, launches: list[int]) -> None:
         x = torch.arange(12.0, device=device) + turn
         args = (x[1:8], x.long(), x.int() % 2 == 0, x.view(3, 4).t(), x.double()[::2])
         launches.clear()
-        seen = g(*args)
-        wanted = mixed(*args)
+        result = g(*args)
+        expected = mixed(*args)
         # Of 5 and 8 tensors: the others are not dense
         assert not turn or launches == [4, 6], launches
-        kept.append((seen, wanted))
-    for seen, wanted in kept:
-        for a, b in zip(seen, wanted, strict=True):
+        kept.append((result, expected))
+    for result, expected in kept:
+        for a, b in zip(result, expected, strict=True):
             assert (a.shape, a.dtype) == (b.shape, b.dtype)
             assert torch.equal(a, b)
-        storages = {a.untyped_storage()._cdata for a in seen}
-        assert len(storages) == len(seen)
-        assert all(a.untyped_storage().nbytes() == a.nbytes for a in seen)
-        seen[0].resize_(100).fill_(7)
-        assert torch.equal(seen[1], wanted[1])
+        storages = {a.untyped_storage()._cdata for a in result}
+        assert len(storages) == len(result)
+        assert all(a.untyped_storage().nbytes() == a.nbytes for a in result)
+        result[0].resize_(100).fill_(7)
+        assert torch.equal(result[1], expected[1])
 
 
 def check_padded(device: str, launches: list[int]) -> None:
@@ -111,11 +113,11 @@ def check_padded(device: str, launches: list[int]) -> None:
         assert launches[0] == 4
         (graph,) = g._cache.graphs()
         padded = pad(batch, rung)
-        wanted = (padded.rows, padded.input_ids, padded.query_start_loc, padded.samples)
-        for seen, one in zip(
-            (x for x in graph.buffers if isinstance(x, Tensor)), wanted, strict=True
+        expected = (padded.rows, padded.input_ids, padded.query_start_loc, padded.samples)
+        for buffer, one in zip(
+            (x for x in graph.buffers if isinstance(x, Tensor)), expected, strict=True
         ):
-            assert torch.equal(seen, one)
+            assert torch.equal(buffer, one)
 
 
 def test_graphify_with_the_kernel_interpreted(tmp_path: Path) -> None:
@@ -132,19 +134,19 @@ def test_the_kernels_that_copies_of_so_many_need_are_asked_for(
     from weft.ops.copying import copies_triton
     from weft.ops.kernel_triton import Kernel, compiling
 
-    asked: list[Any] = []
+    warmups: list[Any] = []
 
     class Jit:
         fn = staticmethod(copies_triton._copy_kernel.jit.fn)
 
         def warmup(self, *args: Any, **options: Any) -> None:
-            asked.append((len(args[0]), options["BLOCK"]))
+            warmups.append((len(args[0]), options["BLOCK"]))
 
     monkeypatch.setattr(copies_triton, "_copy_kernel", Kernel(Jit()))
     monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext())
     with compiling():
         copies_triton.ask_for_kernels(torch.device("cpu"), count)
-    assert asked == [(arity, 1024) for arity in ARITIES[:arities]]
+    assert warmups == [(arity, 1024) for arity in ARITIES[:arities]]
 
 
 # On a GPU
@@ -154,10 +156,10 @@ def test_the_kernels_that_copies_of_so_many_need_are_asked_for(
 def test_the_kernel_on_a_gpu_copies_what_torch_copies() -> None:
     for i, drawn in enumerate(some_cases()):
         case = make(*drawn, seed=i, device="cuda")
-        plan_copies_of_bytes(case.copies)(case.others)
-        wanted = copied(make(*drawn, seed=i, device="cuda"))
-        for seen, one in zip(case.storages(), wanted, strict=True):
-            assert torch.equal(seen, one), drawn
+        plan_copies_of_bytes(case.copies)(case.call_tensors)
+        expected = copied(make(*drawn, seed=i, device="cuda"))
+        for storage, one in zip(case.storages(), expected, strict=True):
+            assert torch.equal(storage, one), drawn
 
 
 @pytest.mark.gpu
@@ -177,9 +179,9 @@ def test_graphify_with_the_kernel_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> N
     launches: list[int] = []
     plan = module._plan
 
-    def counted(given: Copies) -> Any:
-        launch = plan(given)
-        return lambda others: (launches.append(len(others)), launch(others))[1]
+    def counted(copies: Copies) -> Any:
+        launch = plan(copies)
+        return lambda call_tensors: (launches.append(len(call_tensors)), launch(call_tensors))[1]
 
     monkeypatch.setattr(module, "_plan", counted)
     check_graphified("cuda", launches)
@@ -209,12 +211,12 @@ def test_a_copy_waits_for_its_own_stream_and_for_no_other() -> None:
 def test_a_thread_that_has_used_no_cuda_yet_may_call() -> None:
     g = graphify(lambda x: x + 1)
     x = torch.ones(4, device="cuda")
-    seen = []
+    results = []
     g(x)
-    thread = threading.Thread(target=lambda: seen.append(g(x)))
+    thread = threading.Thread(target=lambda: results.append(g(x)))
     thread.start()
     thread.join()
-    assert seen[0].tolist() == [2.0] * 4
+    assert results[0].tolist() == [2.0] * 4
 
 
 @pytest.mark.gpu

@@ -50,9 +50,9 @@ finite = st.floats(-1e4, 1e4, width=32) | st.sampled_from(
 @given(st.lists(st.lists(finite, min_size=3, max_size=3), min_size=1, max_size=3))
 @settings(max_examples=60)
 def test_the_quantiser_is_its_definition(rows: list[list[float]]) -> None:
-    made = quantize(torch.tensor(rows, dtype=torch.float32))
+    quantized = quantize(torch.tensor(rows, dtype=torch.float32))
     for row, values, scale in zip(
-        rows, made.values.float().tolist(), made.scales[:, 0].tolist(), strict=True
+        rows, quantized.values.float().tolist(), quantized.scales[:, 0].tolist(), strict=True
     ):
         assert (values, scale) == by_brute_force([single(x) for x in row])
 
@@ -67,21 +67,21 @@ def test_every_boundary_between_two_values_rounds_to_even() -> None:
 @pytest.mark.parametrize("columns", [1, 127, 128, 129, 300])
 def test_blocks_of_128_columns(dtype: torch.dtype, columns: int) -> None:
     x = torch.randn(3, columns, generator=torch.Generator().manual_seed(columns)).to(dtype)
-    made = quantize(x)
-    assert made.values.shape == x.shape
-    assert made.scales.shape == (3, -(-columns // 128))
+    quantized = quantize(x)
+    assert quantized.values.shape == x.shape
+    assert quantized.scales.shape == (3, -(-columns // 128))
     for start in range(0, columns, 128):
         block = x[:, start : start + 128].float()
         for row, values, scale in zip(
-            block, made.values[:, start : start + 128], made.scales, strict=True
+            block, quantized.values[:, start : start + 128], quantized.scales, strict=True
         ):
             assert (values.float().tolist(), float(scale[start // 128])) == by_brute_force(
                 row.tolist()
             )
     # Half a step of 3 bits of mantissa: the greatest error relative to a value, or of the smallest
     # step.
-    error = (dequantize(made) - x.float()).abs()
-    steps = made.scales.repeat_interleave(128, 1)[:, :columns] * 2**-9
+    error = (dequantize(quantized) - x.float()).abs()
+    steps = quantized.scales.repeat_interleave(128, 1)[:, :columns] * 2**-9
     assert (error <= torch.maximum(x.float().abs() / 16, steps / 2) * 1.001).all()
 
 
@@ -109,10 +109,10 @@ def test_a_linear_layer_is_the_exact_product_of_what_was_quantised(
 ) -> None:
     x, weight, scale = drawn(5, rows, columns)
     bias = torch.randn(rows) if biased else None
-    made = quantize(x)
-    exact = dequantize(made).double() @ dequantize_weight(weight, scale).double().T
+    quantized = quantize(x)
+    exact = dequantize(quantized).double() @ dequantize_weight(weight, scale).double().T
     exact = exact if bias is None else exact + bias.double()
-    out = fp8_linear(made, weight, scale, bias, dtype=torch.float32)
+    out = fp8_linear(quantized, weight, scale, bias, dtype=torch.float32)
     assert torch.allclose(out.double(), exact, rtol=1e-5, atol=1e-5)
     plain = x.double() @ dequantize_weight(weight, scale).double().T + (
         0 if bias is None else bias.double()
@@ -133,6 +133,6 @@ def test_weights_and_scales_that_do_not_fit(dtype: torch.dtype, shape: tuple[int
 
 
 def test_quantized_is_a_tree_of_two_tensors() -> None:
-    made = quantize(torch.ones(1, 4))
-    assert isinstance(made, Quantized)
-    assert torch.equal(dequantize(made), torch.ones(1, 4))
+    quantized = quantize(torch.ones(1, 4))
+    assert isinstance(quantized, Quantized)
+    assert torch.equal(dequantize(quantized), torch.ones(1, 4))

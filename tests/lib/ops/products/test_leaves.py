@@ -34,17 +34,19 @@ def check_shares(run: Callable[[Tensor, slice, int], Tensor], tokens: int, colum
     whole = sum_leaves(run(order, slice(0, columns), LEAVES), LEAVES, torch.float32)
     for count in (*(one for one in COUNTS if one <= tokens), tokens):
         for ranks in (1, 2, 4):
-            own = columns // ranks
+            width = columns // ranks
             leaves = LEAVES // ranks
-            cuts = [slice(rank * own, (rank + 1) * own) for rank in range(ranks)]
-            found = reduced(
+            cuts = [slice(rank * width, (rank + 1) * width) for rank in range(ranks)]
+            result = reduced(
                 [
                     sum_leaves(run(order[:count], cut, leaves), leaves, torch.float32)
                     for cut in cuts
                 ],
                 "sum",
             )
-            assert torch.equal(found, whole[:count]), f"{count} of {tokens} tokens on {ranks} ranks"
+            assert torch.equal(result, whole[:count]), (
+                f"{count} of {tokens} tokens on {ranks} ranks"
+            )
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -59,8 +61,8 @@ def test_linear(device: str, dtype: torch.dtype, shape: tuple[int, int]) -> None
     x = torch.randn(300, shape[1], device=device, dtype=dtype)
 
     def run(index: Tensor, cut: slice, leaves: int) -> Tensor:
-        own = bias if cut.start == 0 else torch.zeros_like(bias)  # as the ranks hold it
-        return linear(x[index.to(device), cut], weight[:, cut].contiguous(), own, leaves)
+        rank_bias = bias if cut.start == 0 else torch.zeros_like(bias)  # as the ranks hold it
+        return linear(x[index.to(device), cut], weight[:, cut].contiguous(), rank_bias, leaves)
 
     with weft.batch_invariant():
         check_shares(run, len(x), shape[1])
@@ -71,9 +73,9 @@ def test_linear(device: str, dtype: torch.dtype, shape: tuple[int, int]) -> None
                 f"{count} parts of rows"
             )
     exact = x.double() @ weight.double().T + bias.double()
-    made = sum_leaves(linear(x, weight, bias, LEAVES), LEAVES, torch.float32).double()
-    assert made.dtype == torch.float64
-    assert ((made - exact).norm() / exact.norm()).item() < 1e-5
+    result = sum_leaves(linear(x, weight, bias, LEAVES), LEAVES, torch.float32).double()
+    assert result.dtype == torch.float64
+    assert ((result - exact).norm() / exact.norm()).item() < 1e-5
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -85,9 +87,15 @@ def test_linear_in_fp8(device: str, shape: tuple[int, int]) -> None:
     x = torch.randn(300, shape[1], device=device, dtype=torch.bfloat16)
 
     def run(index: Tensor, cut: slice, leaves: int) -> Tensor:
-        own = weight[:, cut].contiguous(), scale[:, cut.start // 128 : cut.stop // 128].contiguous()
+        rank_weight = (
+            weight[:, cut].contiguous(),
+            scale[:, cut.start // 128 : cut.stop // 128].contiguous(),
+        )
         return fp8_linear(
-            quantize(x[index.to(device), cut].contiguous()), *own, dtype=x.dtype, leaves=leaves
+            quantize(x[index.to(device), cut].contiguous()),
+            *rank_weight,
+            dtype=x.dtype,
+            leaves=leaves,
         )
 
     with weft.batch_invariant():
@@ -108,11 +116,18 @@ def test_adapters(device: str, dtype: torch.dtype) -> None:
     slots = torch.randint(-1, 3, (len(x),), dtype=torch.int32).to(device)
 
     def run(index: Tensor, cut: slice, leaves: int) -> Tensor:
-        given = x[index.to(device), cut].contiguous()
-        own = slots[index.to(device)]
-        made = linear(given, weight[:, cut].contiguous(), None, leaves)
+        inputs = x[index.to(device), cut].contiguous()
+        token_slots = slots[index.to(device)]
+        products = linear(inputs, weight[:, cut].contiguous(), None, leaves)
         return add_lora(
-            made, given, a[..., cut].contiguous(), b, own, own.unique(), [0, rows], leaves
+            products,
+            inputs,
+            a[..., cut].contiguous(),
+            b,
+            token_slots,
+            token_slots.unique(),
+            [0, rows],
+            leaves,
         )
 
     with weft.batch_invariant():
@@ -135,24 +150,24 @@ def test_experts(device: str, fp8: bool, sizes: tuple[int, int, int, int]) -> No
     router = torch.randn(num_experts, hidden, device=device, dtype=x.dtype)
 
     def run(index: Tensor, cut: slice, leaves: int) -> Tensor:
-        given = x[index.to(device)]
+        inputs = x[index.to(device)]
         blocks = slice(cut.start // 128, cut.stop // 128)
-        weights, experts = route(linear(given, router), top_k, True, x.dtype)
+        weights, experts = route(linear(inputs, router), top_k, True, x.dtype)
         products = torch.cat((gates[:, cut], ups[:, cut]), 1), down[:, :, cut].contiguous()
-        own = {}
+        block_scales = {}
         if fp8:
-            own["gate_up_scale"] = torch.cat([one[:, blocks] for one in scales], 1)
-            own["down_scale"] = scales[0].transpose(1, 2)[:, :, blocks].contiguous()
-        given_fp8 = quantize(given) if fp8 else given
+            block_scales["gate_up_scale"] = torch.cat([one[:, blocks] for one in scales], 1)
+            block_scales["down_scale"] = scales[0].transpose(1, 2)[:, :, blocks].contiguous()
+        quantized_inputs = quantize(inputs) if fp8 else inputs
         return run_experts(
-            given_fp8,
+            quantized_inputs,
             *products,
             weights,
             experts,
             dtype=x.dtype,
             leaves=leaves,
-            gate_up_scale=own.get("gate_up_scale"),
-            down_scale=own.get("down_scale"),
+            gate_up_scale=block_scales.get("gate_up_scale"),
+            down_scale=block_scales.get("down_scale"),
         )
 
     with weft.batch_invariant():
@@ -191,9 +206,9 @@ def test_attention_of_some_heads(
 
     def attend(first: int, end: int) -> Tensor:
         group = num_heads // kv_heads
-        own = pages[:, :, :, first // group : (end - 1) // group + 1].contiguous()
-        given = q[:, first:end].contiguous(), None, None, own, slots, table, starts, seq_lens
-        return paged_attention(*given, max(lengths), dim**-0.5, 0)
+        rank_pages = pages[:, :, :, first // group : (end - 1) // group + 1].contiguous()
+        args = q[:, first:end].contiguous(), None, None, rank_pages, slots, table, starts, seq_lens
+        return paged_attention(*args, max(lengths), dim**-0.5, 0)
 
     with weft.batch_invariant():
         whole = attend(0, num_heads)
@@ -203,10 +218,10 @@ def test_attention_of_some_heads(
             if num_heads % one == 0 and max(one, kv_heads) % min(one, kv_heads) == 0
         ):
             each = num_heads // ranks
-            found = torch.cat(
+            result = torch.cat(
                 [attend(start, start + each) for start in range(0, num_heads, each)], 1
             )
-            assert torch.equal(found, whole), f"{ranks} ranks"
+            assert torch.equal(result, whole), f"{ranks} ranks"
 
 
 def brute_force(values: list[float]) -> float:

@@ -64,13 +64,13 @@ def rule_losses(fp8: bool) -> list[float]:
     """How much longer both products and the sort take than with the best tiles, for each set and
     number of tokens; the second product quantises its input."""
     (few, first), (many, second) = search.read(FEW), search.read(MANY)
-    found = [*few, *(one for one in many if one.product.tokens > 8)]
+    measurements = [*few, *(one for one in many if one.product.tokens > 8)]
     sort = {
         (tokens, top_k, count): seconds
         for tokens, top_k, count, _, seconds in second["aligning"] + first["aligning"]
     }
     products: dict[Any, dict[str, dict[Any, float]]] = {}
-    for one in found:
+    for one in measurements:
         product = one.product
         assert isinstance(product, ExpertProduct)
         if product.fp8 == fp8 and product.tokens * product.top_k <= 256 * product.num_experts:
@@ -101,8 +101,8 @@ def rule_losses(fp8: bool) -> list[float]:
         ]
         experts.expert_tile.cache_clear()
         shapes = (2 * inner, hidden), (hidden, inner)
-        own = [expert_tile(tokens, top_k, *shape, count, 1 if fp8 else 2) for shape in shapes]
-        losses.append(total(*own) / min(both) - 1)
+        tiles = [expert_tile(tokens, top_k, *shape, count, 1 if fp8 else 2) for shape in shapes]
+        losses.append(total(*tiles) / min(both) - 1)
     return losses
 
 

@@ -26,8 +26,8 @@ def test_a_gpu_is_known_by_its_name_and_size(
     gpus = [SimpleNamespace(name=name, multi_processor_count=processors)]  # the first one's
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_properties", gpus.__getitem__)
-    own = device.__wrapped__()
-    assert (own and own.bandwidth) == bandwidth
+    gpu = device.__wrapped__()
+    assert (gpu and gpu.bandwidth) == bandwidth
 
 
 def test_without_a_gpu_tiles_are_those_of_the_one_that_was_measured(

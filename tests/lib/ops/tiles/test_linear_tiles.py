@@ -79,9 +79,9 @@ def test_choices_for_shapes_held_out_are_near_the_best_of_a_full_search(
 ) -> None:
     """31 shapes in no training data, at eight numbers of tokens. A loss counts what parts cost the
     next kernel."""
-    held = {*shapes(HELD_OUT)} - {*shapes(TRAINING)}
-    training = [case for case in cases[fp8] if case.shape[1:] not in held]
-    apart = [case for case in cases[fp8] if case.shape[1:] in held]
+    test_shapes = {*shapes(HELD_OUT)} - {*shapes(TRAINING)}
+    training = [case for case in cases[fp8] if case.shape[1:] not in test_shapes]
+    apart = [case for case in cases[fp8] if case.shape[1:] in test_shapes]
     assert len({case.shape[1:] for case in apart}) >= 30
     losses = fit.losses(fit.make_model(training, model(fp8).coefficients, fp8), apart)
     median, tenth, hundredth, worst = np.percentile(losses, [50, 90, 99, 100])
@@ -101,9 +101,11 @@ def test_measured_shapes_have_their_best_tiles(fp8: bool, cases: dict[bool, list
 @KINDS
 def test_another_record_would_be_noticed(fp8: bool, cases: dict[bool, list[Case]]) -> None:
     """A model whose measurements belong to other shapes chooses worse."""
-    own = model(fp8)
-    turned = Model(fp8, own.coefficients, own.usual, own.places, own.beyond[::-1])
-    assert np.mean(fit.losses(turned, cases[fp8])) > 2 * np.mean(fit.losses(own, cases[fp8])) + 0.01
+    fitted = model(fp8)
+    turned = Model(fp8, fitted.coefficients, fitted.usual, fitted.places, fitted.beyond[::-1])
+    assert (
+        np.mean(fit.losses(turned, cases[fp8])) > 2 * np.mean(fit.losses(fitted, cases[fp8])) + 0.01
+    )
 
 
 sizes = st.sampled_from((8, 64, 100, 128, 768, 2048, 5120, 14336, 151936))
@@ -121,12 +123,12 @@ sizes = st.sampled_from((8, 64, 100, 128, 768, 2048, 5120, 14336, 151936))
 def test_every_shape_has_a_tile(
     lacks: str | None, tokens: int, rows: int, columns: int, fp8: bool
 ) -> None:
-    found = candidates(tokens, rows, columns, fp8)
-    assert found
-    assert len(found) == len(set(found))
+    tiles = candidates(tokens, rows, columns, fp8)
+    assert tiles
+    assert len(tiles) == len(set(tiles))
     tile = linear_tile(tokens, rows, columns, fp8)
     assert tile is not None or not fp8 or (lacks is None and rows % 128 == columns % 128 == 0)
-    for one in [*found, *([tile] if tile else [])]:
+    for one in [*tiles, *([tile] if tile else [])]:
         assert (one.rows + one.tokens) * one.columns * (1 if fp8 else 2) * one.stages <= 227 * 2**10
         assert one.columns == 128 or not fp8
         steps = -(-columns // one.columns)
@@ -225,9 +227,9 @@ def test_a_gpu_that_was_not_measured_has_the_tiles_of_a_rule(
     tile = linear_tile(64, 4096, 4096, True)
     assert tile is not None
     assert (tile.rows + tile.tokens) * tile.columns * tile.stages <= 99 * 2**10
-    own = linear_tile(64, 4096, 4096, False, batch_invariant=True)
-    assert own is not None
-    assert own.segments == linear_segments(4096, 4096, False)
+    invariant_tile = linear_tile(64, 4096, 4096, False, batch_invariant=True)
+    assert invariant_tile is not None
+    assert invariant_tile.segments == linear_segments(4096, 4096, False)
 
 
 def test_a_faster_memory_changes_predictions() -> None:
@@ -250,7 +252,7 @@ def test_torchs_product_in_fp8_is_chosen_where_it_runs(lacks: str | None) -> Non
 
 
 @pytest.mark.parametrize(
-    ("has", "cuda", "capability", "seen"),
+    ("has", "cuda", "capability", "expected"),
     [
         (False, "13.0", (9, 0), "no scaled_mm"),
         (True, "12.8", (9, 0), "CUDA 12.9"),
@@ -263,7 +265,7 @@ def test_what_torchs_product_in_fp8_lacks(
     has: bool,
     cuda: str | None,
     capability: tuple[int, int],
-    seen: str | None,
+    expected: str | None,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     if not has:
@@ -271,8 +273,8 @@ def test_what_torchs_product_in_fp8_lacks(
     monkeypatch.setattr(torch.version, "cuda", cuda)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index: capability)
-    found = scaled_mm_lacks.__wrapped__()
-    assert found is None if seen is None else seen in str(found)
+    missing = scaled_mm_lacks.__wrapped__()
+    assert missing is None if expected is None else expected in str(missing)
 
 
 @pytest.mark.parametrize(("tokens", "columns"), [(8, 512), (6, 512), (5, 384), (12, 128)])
@@ -330,9 +332,9 @@ def test_many_tokens_in_fp8_have_the_references_result(tokens: int) -> None:
     scale = torch.rand(32, 32, device="cuda")
     if scaled_mm_lacks() is None:
         assert linear_tile(tokens, 4096, 4096, True) is None
-    made = Quantized(*reference_quantize(x))
-    out = ops.fp8_linear(made, weight, scale, dtype=torch.bfloat16)
-    expected = dequantize(made).double() @ dequantize_weight(weight, scale).double().t()
+    quantized = Quantized(*reference_quantize(x))
+    out = ops.fp8_linear(quantized, weight, scale, dtype=torch.bfloat16)
+    expected = dequantize(quantized).double() @ dequantize_weight(weight, scale).double().t()
     assert float((out.double() - expected).abs().max() / expected.abs().max()) < 0.01
 
 
@@ -349,10 +351,10 @@ def test_gates_of_many_tokens_are_where_they_are_faster() -> None:
         other = us["torch"] if gated_tile(*place) is None else us["tile"]
         many = gated_many_tile(*place)
         chosen += many is not None
-        found = other if many is None else us["many"]
-        gains.append(other / found)
+        chosen_us = other if many is None else us["many"]
+        gains.append(other / chosen_us)
         if us["many"] >= 300:
-            losses.append(found / min(us.values()) - 1)
+            losses.append(chosen_us / min(us.values()) - 1)
     assert chosen >= 30
     assert np.median(losses) < 0.001
     assert np.quantile(losses, 0.9) < 0.02
@@ -387,16 +389,16 @@ def test_the_file_is_as_it_is_written() -> None:
 def synthetic(fp8: bool) -> list[Case]:
     """Products whose seconds are the formula's, with coefficients that are not those of the start."""
     by = Coefficients(6e-7, 9e-7, 0.8, 1.2e11, 4e-7, 8e-8, 0.7, 0.9, 2e12, 2.2)
-    found = []
+    cases = []
     for rows, columns in shapes(TRAINING)[::4]:
         for tokens in (1, 32, 128, 2048):
             tiles: list[Choice] = [*candidates(tokens, rows, columns, fp8)]
-            own = formula_seconds(
+            tile_seconds = formula_seconds(
                 tokens, rows, columns, fp8, [one for one in tiles if one is not None], MEASURED, by
             )
-            seconds = dict(zip(tiles, own.tolist(), strict=True))
-            found.append(Case((tokens, rows, columns), seconds, seconds))
-    return found
+            seconds = dict(zip(tiles, tile_seconds.tolist(), strict=True))
+            cases.append(Case((tokens, rows, columns), seconds, seconds))
+    return cases
 
 
 @KINDS
@@ -404,10 +406,12 @@ def test_the_fit_finds_coefficients_again(fp8: bool) -> None:
     cases = synthetic(fp8)
     by = fit.fit(cases, fp8)
     for case in cases:
-        own = formula_seconds(*case.shape, fp8, [one for one in case.seconds if one], MEASURED, by)
+        predicted = formula_seconds(
+            *case.shape, fp8, [one for one in case.seconds if one], MEASURED, by
+        )
         near = np.array([*case.seconds.values()]) <= 1.4 * min(case.seconds.values())
-        assert np.abs(np.log(own / np.array([*case.seconds.values()])))[near].max() < 0.1
-    found = fit.make_model(cases, by, fp8)
-    again = fit.as_json(found)
+        assert np.abs(np.log(predicted / np.array([*case.seconds.values()])))[near].max() < 0.1
+    fitted = fit.make_model(cases, by, fp8)
+    again = fit.as_json(fitted)
     assert len(again["usual"]) == len(TILES[fp8])
     assert sum(len(products) for products in again["products"].values()) == len(cases)

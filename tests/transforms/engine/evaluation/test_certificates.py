@@ -64,24 +64,24 @@ def certificate(completions: list[weft.Completion]) -> weft.Certificate:
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("kind", INVARIANT_MODELS)
 def test_any_split_and_mode_computes_it_again(kind: str, way: str) -> None:
-    own = invariant_model(kind)
+    model = invariant_model(kind)
     certificates = [
-        one.certificate() for one in generate(own, PROMPTS, max_tokens=6, sampling=SAMPLED)
+        one.certificate() for one in generate(model, PROMPTS, max_tokens=6, sampling=SAMPLED)
     ]
-    found = weft.verify(certificates, own, **WAYS[way])
-    assert [one.result for one in found] == ["equal"] * 6
-    assert all(one.equal and not one.other_facts for one in found)
-    [alone] = weft.verify(certificates[3], own, **WAYS[way])
+    verifications = weft.verify(certificates, model, **WAYS[way])
+    assert [one.result for one in verifications] == ["equal"] * 6
+    assert all(one.equal and not one.other_facts for one in verifications)
+    [alone] = weft.verify(certificates[3], model, **WAYS[way])
     assert isinstance(alone, weft.Verification)
     assert alone.equal
 
 
 @given(sampling_params(12))
 def test_a_file_keeps_every_bit(sampling: weft.SamplingParams) -> None:
-    own = invariant_model("Qwen3")
+    model = invariant_model("Qwen3")
     [one] = [
         c.certificate()
-        for c in generate(own, [[1, 2]], max_tokens=2, sampling=attrs.evolve(sampling, n=1))
+        for c in generate(model, [[1, 2]], max_tokens=2, sampling=attrs.evolve(sampling, n=1))
     ]
     assert weft.Certificate.from_json(json.loads(one.text()), "", "") == one
     assert one.sampling.seed == sampling.seed
@@ -146,9 +146,9 @@ def tampered(one: weft.Certificate) -> dict[str, tuple[weft.Certificate, str]]:
 def test_the_first_difference_is_named(model: Model, what: str) -> None:
     [one] = generate(model, [PROMPTS[0]], max_tokens=6, temperature=1.0, seed=1)
     changed, expected = tampered(one.certificate())[what]
-    [found] = weft.verify(changed, model)
-    assert (found.result, found.equal) == (expected, False)
-    assert expected in str(found)
+    [verification] = weft.verify(changed, model)
+    assert (verification.result, verification.equal) == (expected, False)
+    assert expected in str(verification)
 
 
 def counted_tokens(monkeypatch: pytest.MonkeyPatch) -> list[int]:
@@ -183,13 +183,13 @@ def test_no_more_is_computed_than_is_compared(
         whole, token_ids=(whole.token_ids[0], 1 - min(whole.token_ids[1], 1), *whole.token_ids[2:])
     )
     options = {name: x for name, x in WAYS[way].items() if name != "limits"}
-    [found] = weft.verify(cut, model, **options)
-    assert found.result == f"token 3: {whole.token_ids[3]}, certified none"
+    [verification] = weft.verify(cut, model, **options)
+    assert verification.result == f"token 3: {whole.token_ids[3]}, certified none"
     assert sum(lengths) <= 4
     lengths.clear()
-    [found] = weft.verify(other, model, **options)
-    assert found.result.startswith("token 1: ")
-    assert found.finish_reason == "abort"
+    [verification] = weft.verify(other, model, **options)
+    assert verification.result.startswith("token 1: ")
+    assert verification.finish_reason == "abort"
     assert sum(lengths) <= 8
     huge = [attrs.evolve(cut, max_tokens=2**31 - 1)] * 70
     wide = attrs.evolve(model, config=attrs.evolve(model.config, max_position_embeddings=2**31 - 1))
@@ -197,27 +197,28 @@ def test_no_more_is_computed_than_is_compared(
 
 
 def test_the_tokenizer_counts_where_texts_do(tmp_path: Path) -> None:
-    own = weft.load("demo", "cpu", batch_invariant=True)
-    assert own.tokenizer is not None
-    raw = json.loads(own.tokenizer.to_str())
+    model = weft.load("demo", "cpu", batch_invariant=True)
+    assert model.tokenizer is not None
+    raw = json.loads(model.tokenizer.to_str())
     ids = raw["model"]["vocab"]
     ids["e"], ids["o"] = ids["o"], ids["e"]
-    other = attrs.evolve(own, tokenizer=Tokenizer.from_str(json.dumps(raw)))
+    other = attrs.evolve(model, tokenizer=Tokenizer.from_str(json.dumps(raw)))
     sampling = [
         weft.SamplingParams(),
         weft.SamplingParams(stop="e"),
         weft.SamplingParams(bad_words=["e"]),
     ]
     certificates = [
-        one.certificate() for one in generate(own, [[65, 66]] * 3, max_tokens=12, sampling=sampling)
+        one.certificate()
+        for one in generate(model, [[65, 66]] * 3, max_tokens=12, sampling=sampling)
     ]
     assert [one.tokenizer is None for one in certificates] == [True, False, False]
     weft.Certificate.save_all(certificates, tmp_path / "several.jsonl")
     assert weft.Certificate.load_all(tmp_path / "several.jsonl") == certificates
-    assert all(not one.other_facts and one.equal for one in weft.verify(certificates, own))
-    found = weft.verify(certificates, other)
-    assert [[*one.other_facts] for one in found] == [[], ["tokenizer"], ["tokenizer"]]
-    without = attrs.evolve(own, tokenizer=None)
+    assert all(not one.other_facts and one.equal for one in weft.verify(certificates, model))
+    verifications = weft.verify(certificates, other)
+    assert [[*one.other_facts] for one in verifications] == [[], ["tokenizer"], ["tokenizer"]]
+    without = attrs.evolve(model, tokenizer=None)
     assert weft.verify(certificates[0], without)[0].equal
 
 
@@ -227,8 +228,8 @@ def test_other_weights_are_not_equal_even_where_the_tokens_are(model: Model) -> 
     changed = model.params.embed_tokens.clone()
     changed[next(token for token in range(12) if token not in (1, *one.token_ids))] += 1e-3
     other = attrs.evolve(model, params=attrs.evolve(model.params, embed_tokens=changed))
-    [found] = weft.verify(one.certificate(), other)
-    assert (found.result, found.equal, [*found.other_facts]) == (
+    [verification] = weft.verify(one.certificate(), other)
+    assert (verification.result, verification.equal, [*verification.other_facts]) == (
         "equal, with other weights",
         False,
         ["weights"],
@@ -237,18 +238,20 @@ def test_other_weights_are_not_equal_even_where_the_tokens_are(model: Model) -> 
 
 def test_versions_do_not_stand_for_the_weights(model: Model, certificate: weft.Certificate) -> None:
     versions = {**certificate.versions, "weights": certificate.weights}
-    [found] = weft.verify(attrs.evolve(certificate, weights="sha256:0", versions=versions), model)
-    assert not found.equal
+    [verification] = weft.verify(
+        attrs.evolve(certificate, weights="sha256:0", versions=versions), model
+    )
+    assert not verification.equal
 
 
 def test_sums_in_other_leaves_are_named(model: Model) -> None:
     cut = model.with_stages(batch_invariant=True, reduction_leaves=2)
     [completion] = generate(cut, PROMPTS[:1], max_tokens=2)
     certificate = completion.certificate()
-    [found] = weft.verify(certificate, cut)
-    assert found.equal
-    [found] = weft.verify(certificate, model)
-    assert found.other_facts["sums"] == ("none", "cut into 2 leaves")
+    [verification] = weft.verify(certificate, cut)
+    assert verification.equal
+    [verification] = weft.verify(certificate, model)
+    assert verification.other_facts["sums"] == ("none", "cut into 2 leaves")
 
 
 def test_the_facts_do_not_depend_on_the_split(model: Model) -> None:
@@ -260,8 +263,8 @@ def test_the_facts_do_not_depend_on_the_split(model: Model) -> None:
     parts: list[Any] = []
     for layout in split_layers(model.config.num_layers, 2):
         rank = attrs.evolve(model, params=slice_params(model.params, layout), layout=layout)
-        found = digest_weights(rank, TwoRanks()), digest_program(rank)
-    assert found == (digest_weights(model, Local()), digest_program(model))
+        digests = digest_weights(rank, TwoRanks()), digest_program(rank)
+    assert digests == (digest_weights(model, Local()), digest_program(model))
 
 
 def louder(logits: Tensor, rows: Any, extras: Any) -> Tensor:
@@ -273,20 +276,20 @@ def quieter(logits: Tensor, rows: Any, extras: Any) -> Tensor:
 
 
 def test_the_program_is_that_of_the_stages_with_one_s_own_functions(model: Model) -> None:
-    made = [
+    digests = [
         digest_program(one)
         for one in (model, model.with_stages(logits=louder), model.with_stages(logits=quieter))
     ]
-    made.append(digest_program(model.with_stages(batch_invariant=True)))
-    made.append(digest_program(invariant_model("Llama with a scaled rope")))
-    assert made[3] == made[0]
-    assert len({*made}) == 4
-    own = model.with_stages(logits=louder)
-    [one] = generate(own, [[1, 2]], max_tokens=3, temperature=1.0, seed=0)
-    assert weft.verify(one.certificate(), own, pipeline=2)[0].equal
-    [found] = weft.verify(one.certificate(), model.with_stages(logits=quieter))
-    assert not found.equal
-    assert "program" in found.other_facts
+    digests.append(digest_program(model.with_stages(batch_invariant=True)))
+    digests.append(digest_program(invariant_model("Llama with a scaled rope")))
+    assert digests[3] == digests[0]
+    assert len({*digests}) == 4
+    louder_model = model.with_stages(logits=louder)
+    [one] = generate(louder_model, [[1, 2]], max_tokens=3, temperature=1.0, seed=0)
+    assert weft.verify(one.certificate(), louder_model, pipeline=2)[0].equal
+    [verification] = weft.verify(one.certificate(), model.with_stages(logits=quieter))
+    assert not verification.equal
+    assert "program" in verification.other_facts
 
 
 def test_an_adapter_is_part_of_it(model: Model) -> None:
@@ -294,10 +297,10 @@ def test_an_adapter_is_part_of_it(model: Model) -> None:
     first, second = (
         random_adapter(model.config, layers, rank=2, seed=seed, std=0.5) for seed in (1, 2)
     )
-    own = generate(model, [[1, 2], [3]], max_tokens=4, adapter=[first, None])
-    certificates = [one.certificate() for one in own]
-    found = weft.verify(certificates, model, pipeline=2, adapters=[second, first])
-    assert [one.result for one in found] == ["equal", "equal"]
+    adapted = generate(model, [[1, 2], [3]], max_tokens=4, adapter=[first, None])
+    certificates = [one.certificate() for one in adapted]
+    verifications = weft.verify(certificates, model, pipeline=2, adapters=[second, first])
+    assert [one.result for one in verifications] == ["equal", "equal"]
     text = f"a completion of the adapter {certificates[0].adapter}, and adapters none"
     with pytest.raises(RequestError, match=re.escape(text)):
         weft.verify(certificates, model)
@@ -311,7 +314,7 @@ def test_what_cannot_be_certified(model: Model) -> None:
     def refused(completion: weft.Completion) -> str:
         with pytest.raises(RequestError) as error:
             completion.certificate()
-        return error.value.seen
+        return error.value.problem
 
     fast = weft.load("demo", "cpu")
     [one] = generate(fast, [[1]], max_tokens=1)
@@ -326,40 +329,40 @@ def test_what_cannot_be_certified(model: Model) -> None:
     failed = attrs.evolve(one, error=RequestError("a", "b", "c"))
     assert refused(failed) == "a completion that ended with an error: b"
     embeds = torch.zeros(2, model.config.hidden_size)
-    [own] = generate(
+    [generated] = generate(
         model, [weft.EmbedsPrompt([weft.EMBEDDED, weft.EMBEDDED], embeds)], max_tokens=1
     )
     assert (
-        refused(own)
+        refused(generated)
         == "a request with embeddings or positions of its own, which no certificate holds"
     )
     steered = model.with_stages(
         logits=lambda x, rows, extras: x * extras["by"], extras={"by": torch.ones(())}
     )
-    [own] = generate(steered, [[1]], max_tokens=1, extras={"by": torch.tensor(2.0)})
+    [generated] = generate(steered, [[1]], max_tokens=1, extras={"by": torch.tensor(2.0)})
     assert (
-        refused(own)
+        refused(generated)
         == "a request with inputs of its own for the model's stages, which no certificate holds"
     )
     changed = attrs.evolve(model, params=copy.deepcopy(model.params))
-    [own] = generate(changed, [[1]], max_tokens=1)
-    own.certificate()
+    [generated] = generate(changed, [[1]], max_tokens=1)
+    generated.certificate()
     assert changed.params.norm is not None
     for weights in (
         changed.params.norm,
         changed.params.norm.data,
     ):  # torch counts changes of the first alone
         weights.mul_(2)
-        assert refused(own) == "weights that were changed since"
+        assert refused(generated) == "weights that were changed since"
         weights.div_(2)
-        [own] = generate(changed, [[1]], max_tokens=1)
+        [generated] = generate(changed, [[1]], max_tokens=1)
     del changed, steered
     gc.collect()
-    assert refused(own) == "its model is gone"
+    assert refused(generated) == "its model is gone"
 
 
 @pytest.mark.parametrize(
-    ("change", "seen"),
+    ("change", "problem"),
     [
         ({"format": "weft certificate 9"}, "format='weft certificate 9'"),
         ({"token_ids": [1, -2]}, "token_ids=[1, -2]"),
@@ -380,13 +383,13 @@ def test_what_cannot_be_certified(model: Model) -> None:
     ],
 )
 def test_a_file_of_something_else(
-    certificate: weft.Certificate, tmp_path: Path, change: dict[str, Any], seen: str
+    certificate: weft.Certificate, tmp_path: Path, change: dict[str, Any], problem: str
 ) -> None:
     path = tmp_path / "one.json"
     path.write_text(json.dumps(json.loads(certificate.text()) | change))
-    with pytest.raises(ConfigError, match=re.escape(seen)) as error:
+    with pytest.raises(ConfigError, match=re.escape(problem)) as error:
         weft.Certificate.load(path)
-    assert "one.json, line 1," in error.value.seen
+    assert "one.json, line 1," in error.value.problem
     path.write_text("[1]")
     with pytest.raises(ConfigError, match="no format"):
         weft.Certificate.load(path)

@@ -33,12 +33,12 @@ def test_three_stages_compute_what_one_does() -> None:
     eager, split = (trace_run(model, way, PROMPTS, 3) for way in (EAGER, PIPELINED))
     assert isinstance(eager, RunTrace)
     assert eager.calls == {"captures": 0, "replays": 0, "eager calls": 3}
-    found = compare_runs(split, eager)
-    assert (found.steps, found.tokens, found.tables) == (3, True, True)
-    assert str(found).splitlines()[1].split()[:4] == ["pipelined", "eager", "equal", "equal"]
+    comparison = compare_runs(split, eager)
+    assert (comparison.steps, comparison.tokens, comparison.tables) == (3, True, True)
+    assert str(comparison).splitlines()[1].split()[:4] == ["pipelined", "eager", "equal", "equal"]
     assert str(eager).splitlines()[1].split()[2:] == ["0", "0", "3"]
-    assert [*found.faults()] == []
-    assert found.allowed > max(found.sizes.values()) > 0.0
+    assert [*comparison.faults()] == []
+    assert comparison.allowed > max(comparison.sizes.values()) > 0.0
     with pytest.raises(RequestError, match="instead: two runs from the same prompts"):
         compare_runs(trace_run(model, EAGER, PROMPTS[::-1], 1), eager)
 
@@ -61,9 +61,13 @@ def test_a_run_ends_with_the_models_own_end_and_is_compared_to_the_bit_in_equal_
     ending = attrs.evolve(model, config=attrs.evolve(model.config, eos_token_ids=(end,)))
     cut = trace_run(ending, EAGER, PROMPTS, 4)
     assert cut.token_ids[0] == whole.token_ids[0][:2]
-    found = compare_runs(whole, trace_run(model, EAGER, PROMPTS, 4))
-    assert (found.allowed, found.bitwise, found.row["verdict"]) == (0.0, True, "holds")
-    assert attrs.evolve(found, tokens=False).row["verdict"] == "BROKEN"
+    comparison = compare_runs(whole, trace_run(model, EAGER, PROMPTS, 4))
+    assert (comparison.allowed, comparison.bitwise, comparison.row["verdict"]) == (
+        0.0,
+        True,
+        "holds",
+    )
+    assert attrs.evolve(comparison, tokens=False).row["verdict"] == "BROKEN"
     invariant = model.with_stages(batch_invariant=True)
     split, one = (trace_run(invariant, way, PROMPTS, 2) for way in (PIPELINED, EAGER))
     assert (compare_runs(split, one).allowed, compare_runs(split, one).bitwise) == (0.0, True)
@@ -111,11 +115,11 @@ def test_each_prompt_alone_differs_by_rounding_and_in_no_bit_if_batch_invariant(
     sizes = []
     for model in (fast, fast.with_stages(batch_invariant=True)):
         together = trace_run(model, EAGER, PROMPTS, 5)
-        alone = [trace_run(model, EAGER, [own], 5) for own in PROMPTS]
-        found = compare_alone(together, alone)
-        assert (found.tokens, found.tables, [*found.faults()]) == (True, None, [])
-        sizes.append((found.sizes["logits"] > 0, found.bitwise, found.allowed))
-        shifted = attrs.evolve(together, token_ids=[[*own[:-1], 0] for own in together.token_ids])
+        alone = [trace_run(model, EAGER, [ids], 5) for ids in PROMPTS]
+        comparison = compare_alone(together, alone)
+        assert (comparison.tokens, comparison.tables, [*comparison.faults()]) == (True, None, [])
+        sizes.append((comparison.sizes["logits"] > 0, comparison.bitwise, comparison.allowed))
+        shifted = attrs.evolve(together, token_ids=[[*ids[:-1], 0] for ids in together.token_ids])
         assert [*compare_alone(shifted, alone).faults()] == [
             "the tokens differ in step 5, the last that was compared"
         ]

@@ -37,13 +37,13 @@ def model() -> Model:
 
 
 def of(model: Model, logits: Callable[..., Tensor]) -> str:
-    found = digest_program(
+    digest = digest_program(
         attrs.evolve(model, functions=attrs.evolve(model.functions, logits=logits))
     )
-    assert found == digest_program(
+    assert digest == digest_program(
         attrs.evolve(model, functions=attrs.evolve(model.functions, logits=logits))
     )
-    return found
+    return digest
 
 
 class Scaled:
@@ -129,8 +129,8 @@ def reading(value: Any) -> Callable[..., Any]:
     """A function that reads a variable of its module."""
     names: dict[str, Any] = {"value": value}
     exec("def run(logits, rows, extras):\n    return [value for _ in rows]", names)
-    made: Callable[..., Any] = names["run"]
-    return made
+    function: Callable[..., Any] = names["run"]
+    return function
 
 
 def reading_module(by: float) -> Callable[..., Any]:
@@ -139,8 +139,8 @@ def reading_module(by: float) -> Callable[..., Any]:
     vars(helpers)["by"] = by
     names: dict[str, Any] = {"helpers": helpers}
     exec("def run(logits, rows, extras):\n    return helpers.by * logits", names)
-    made: Callable[..., Any] = names["run"]
-    return made
+    function: Callable[..., Any] = names["run"]
+    return function
 
 
 MAKERS: dict[str, Callable[[Any], Any]] = {
@@ -171,9 +171,9 @@ MAKERS: dict[str, Callable[[Any], Any]] = {
 
 @pytest.mark.parametrize("what", MAKERS)
 def test_a_value_that_it_reads_changes_it(model: Model, what: str) -> None:
-    made = MAKERS[what]
-    assert of(model, made(2.0)) == of(model, made(2.0)) != of(model, made(3.0))
-    assert "without" not in of(model, made(2.0))
+    make = MAKERS[what]
+    assert of(model, make(2.0)) == of(model, make(2.0)) != of(model, make(3.0))
+    assert "without" not in of(model, make(2.0))
 
 
 def test_code_changes_it(model: Model) -> None:
@@ -195,13 +195,13 @@ def reads_scale(logits: Tensor, rows: Any, extras: Any) -> Tensor:
 def test_lower_case_variables_of_a_module_count(
     model: Model, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    found = [of(model, reads_scale)]
+    digests = [of(model, reads_scale)]
     monkeypatch.setitem(globals(), "scale", 3.0)
-    found.append(of(model, reads_scale))
+    digests.append(of(model, reads_scale))
     table["by"] += 1
-    found.append(of(model, reads_scale))
+    digests.append(of(model, reads_scale))
     table["by"] -= 1
-    assert len({*found}) == 3
+    assert len({*digests}) == 3
 
 
 def test_devices_and_the_model_s_own_weights_do_not(model: Model) -> None:
@@ -209,19 +209,19 @@ def test_devices_and_the_model_s_own_weights_do_not(model: Model) -> None:
         model, closing_over(torch.device("meta"))
     )
     lens = closing_over(model)
-    found = []
+    digests = []
     for layout in split_layers(model.config.num_layers, 2):
         rank = attrs.evolve(
             model, params=slice_params(model.params, layout), layout=layout, path=Path("elsewhere")
         )
-        found.append(of(rank, closing_over(rank)))
-    assert found == [of(model, lens)] * 2
+        digests.append(of(rank, closing_over(rank)))
+    assert digests == [of(model, lens)] * 2
 
 
 def test_a_value_without_a_digest_is_named(model: Model) -> None:
-    found = of(model, closing_over([threading.Lock(), 1]))
-    assert found.endswith(", without _thread.lock")
-    assert found != of(model, closing_over([threading.Lock(), 2]))
+    digest = of(model, closing_over([threading.Lock(), 1]))
+    assert digest.endswith(", without _thread.lock")
+    assert digest != of(model, closing_over([threading.Lock(), 2]))
     deep: list[Any] = []
     for _ in range(10_000):
         deep = [deep]
@@ -230,8 +230,8 @@ def test_a_value_without_a_digest_is_named(model: Model) -> None:
 
 def test_what_changes_before_the_certificate_is_refused(model: Model) -> None:
     scaled = Scaled(2.0)
-    own = model.with_stages(logits=scaled)
-    [one] = generate(own, [[1, 2]], max_tokens=2)
+    scaled_model = model.with_stages(logits=scaled)
+    [one] = generate(scaled_model, [[1, 2]], max_tokens=2)
     one.certificate()
     scaled.by = 3.0
     with pytest.raises(

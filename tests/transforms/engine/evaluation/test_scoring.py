@@ -27,9 +27,9 @@ def test_tasks_of_a_file_are_scored_again_to_the_same_bits(tmp_path: Path) -> No
     (tmp_path / "tasks.jsonl").write_text("\n\n".join(map(json.dumps, lines)))
     tasks = read_tasks(tmp_path / "tasks.jsonl")
     assert [task.name for task in tasks] == ["line 1", "line 3"]
-    own = engine(32)
-    first = score(own, tasks)
-    again = score(own, tasks)
+    scorer = engine(32)
+    first = score(scorer, tasks)
+    again = score(scorer, tasks)
     header, row = str(first).splitlines()
     assert header.split() == ["bits/byte", "bits/tok", "ppl", "right", "replay"]
     assert row.split()[1] == f"{first.bits_per_token:.5f}"
@@ -100,11 +100,11 @@ def test_scores_agree_up_to_rounding_and_in_every_answer() -> None:
 def test_the_share_of_graphs_is_of_the_steps_of_this_score(
     before: dict[str, int], after: dict[str, int], replayed: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    own = engine(32)
-    stats = own.stats()
+    scorer = engine(32)
+    stats = scorer.stats()
     counts = iter((before, after))
-    monkeypatch.setattr(own, "stats", lambda: attrs.evolve(stats, modes=next(counts)))
-    assert score(own, [Task("A list")]).replayed == replayed
+    monkeypatch.setattr(scorer, "stats", lambda: attrs.evolve(stats, modes=next(counts)))
+    assert score(scorer, [Task("A list")]).replayed == replayed
 
 
 def test_a_question_longer_than_the_engines_limit_is_named() -> None:

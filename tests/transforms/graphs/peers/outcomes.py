@@ -42,7 +42,9 @@ def scenarios() -> list[Scenario]:
     Raises:
         ValueError: a test's docstring names no test of a peer.
     """
-    return [found for file in sorted(FOLDER.glob("test_*_*.py")) for found in _scenarios_of(file)]
+    return [
+        scenario for file in sorted(FOLDER.glob("test_*_*.py")) for scenario in _scenarios_of(file)
+    ]
 
 
 def _scenarios_of(file: Path) -> Iterator[Scenario]:
@@ -70,15 +72,15 @@ def _names(text: str) -> Iterator[str]:
         yield name if "." in name else f"{owner}.{name}"
 
 
-def page(found: list[Scenario]) -> str:
+def page(scenarios: list[Scenario]) -> str:
     """The table, in Markdown."""
-    counts = Counter(scenario.outcome for scenario in found)
-    names = {(scenario.peer, name) for scenario in found for name in scenario.theirs}
+    counts = Counter(scenario.outcome for scenario in scenarios)
+    names = {(scenario.peer, name) for scenario in scenarios for name in scenario.theirs}
     lines = [
         "# The tests of peers, as scenarios",
         "",
         (
-            f"{len(found)} tests of `tests/transforms/graphs/peers` translate {len(names)} tests of"
+            f"{len(scenarios)} tests of `tests/transforms/graphs/peers` translate {len(names)} tests of"
             " `jax.jit` and of"
         ),
         "torch's CUDA graphs. `outcomes.py` in that folder writes this page.",
@@ -91,7 +93,7 @@ def page(found: list[Scenario]) -> str:
         "|---|---|---|---|---|",
         *(
             f"| {s.peer} | {', '.join(s.theirs)} | {s.ours} | {s.outcome} | {s.reason} |"
-            for s in found
+            for s in scenarios
         ),
     ]
     return "\n".join(lines) + "\n"

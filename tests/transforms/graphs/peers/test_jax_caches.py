@@ -120,8 +120,8 @@ def test_threads_share_a_function(same: bool) -> None:
     )
     inputs = [torch.randn(i) for i in range(10)]
     with ThreadPoolExecutor() as threads:
-        found = list(threads.map(lambda g, x: [g(x), g(x)], functions, inputs))
-    for x, pair in zip(inputs, found, strict=True):
+        results = list(threads.map(lambda g, x: [g(x), g(x)], functions, inputs))
+    for x, pair in zip(inputs, results, strict=True):
         for y in pair:
             assert torch.equal(y, x + x - 3)
 
@@ -148,16 +148,16 @@ def test_dropping_the_function_drops_what_it_closes_over() -> None:
     class Held:
         value = torch.ones(3)
 
-    held = Held()
-    g = (lambda held: graphify(lambda: held.value + 1))(held)
-    seen = weakref.ref(held)
-    del held
+    holder = Held()
+    g = (lambda holder: graphify(lambda: holder.value + 1))(holder)
+    ref = weakref.ref(holder)
+    del holder
     g()
     assert g().tolist() == [2, 2, 2]
-    assert seen() is not None
+    assert ref() is not None
     del g
     gc.collect()
-    assert seen() is None
+    assert ref() is None
 
 
 def test_a_graphified_bound_method_is_collected() -> None:
@@ -172,21 +172,21 @@ def test_a_graphified_bound_method_is_collected() -> None:
 
     a = A()
     a.graphed(X)
-    seen = weakref.ref(a)
+    ref = weakref.ref(a)
     del a
     gc.collect()
-    assert seen() is None
+    assert ref() is None
 
 
 def test_results_and_arguments_are_freed_at_once() -> None:
     """jax: JitTest.testBuffersAreFreedPromptly, GarbageCollectionTest.test_xla_gc_callback"""
     g = graphify(lambda x: x + 1)
     x = torch.ones(1000)
-    seen = []
+    refs = []
     for _ in range(50):
         x = g(x)
-        seen.append(weakref.ref(x))
-    assert sum(ref() is not None for ref in seen) == 1
+        refs.append(weakref.ref(x))
+    assert sum(ref() is not None for ref in refs) == 1
 
 
 def test_a_closed_over_mask_of_bools() -> None:
@@ -324,11 +324,11 @@ def test_a_tensor_that_a_kept_closure_holds_is_refused() -> None:
     """jax: APITest.test_leak_checker_reference_chain"""
 
     class A:
-        held: Any = None
+        leaked: Any = None
 
     def keeps(x: Tensor) -> Tensor:
         y = x * 2
-        A.held = {"hi": [lambda: y]}
+        A.leaked = {"hi": [lambda: y]}
         return x + 1
 
     with pytest.raises(CaptureError, match="a tensor that it made is kept and not returned"):
@@ -352,8 +352,8 @@ def test_what_an_outer_function_drops_again_is_not_a_leak() -> None:
     call is no leak"""
 
     def outer(x: Tensor) -> Any:
-        seen: list[Tensor] = []
-        return graphify(lambda x: (seen.append(x), x * 2)[1])(x)
+        inputs: list[Tensor] = []
+        return graphify(lambda x: (inputs.append(x), x * 2)[1])(x)
 
     assert torch.equal(graphify(outer)(X), X * 2)
 

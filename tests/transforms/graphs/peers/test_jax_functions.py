@@ -223,8 +223,8 @@ READS: dict[str, tuple[Callable[[Tensor], Any], str]] = {
 def test_a_read_on_the_host_is_refused(read: str) -> None:
     """jax: APITest.test_jit_item, test_switch_value_jit, test_list_index_err, test_range_err,
     test_cast_int, test_casts, test_unwrapped_numpy"""
-    fn, seen = READS[read]
-    with pytest.raises(CaptureError, match=seen):
+    fn, problem = READS[read]
+    with pytest.raises(CaptureError, match=problem):
         graphify(fn)(X)
 
 

@@ -75,9 +75,9 @@ def test_a_compiled_function_names_the_mismatch(mismatch: str, identity: bool) -
     JitTest.test_jit_lower_compile_trivial_in_tree_mismatch,
     JitTest.test_jit_lower_compile_arg_type_mismatch, PJitTest.testLowerCompileInTreeMismatch,
     PJitTest.testLowerCompileArgTypeMismatch, ArrayPjitTest.test_aot_compile_in_tree_mismatch"""
-    argument, seen = MISMATCHES[mismatch]
+    argument, problem = MISMATCHES[mismatch]
     compiled = graphify((lambda x: x) if identity else root).lower(X).compile()
-    with pytest.raises(CacheMissError, match=f"arguments unlike the lowered ones: {seen}"):
+    with pytest.raises(CacheMissError, match=f"arguments unlike the lowered ones: {problem}"):
         compiled(argument)
 
 

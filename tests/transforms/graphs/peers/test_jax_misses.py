@@ -23,13 +23,13 @@ from weft.transforms.graphs.graphify import graphify
 @pytest.fixture
 def explained() -> Iterator[list[str]]:
     """The messages about misses, collected while the test runs."""
-    seen: list[str] = []
+    messages: list[str] = []
     handler = logging.Handler()
     logger = logging.getLogger("weft")
-    handler.emit = lambda record: seen.append(record.getMessage())  # type: ignore[method-assign]
+    handler.emit = lambda record: messages.append(record.getMessage())  # type: ignore[method-assign]
     logger.addHandler(handler)
     weft.config.explain_cache_misses = True
-    yield seen
+    yield messages
     weft.config.explain_cache_misses = False
     logger.removeHandler(handler)
 

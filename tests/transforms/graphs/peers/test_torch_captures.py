@@ -44,10 +44,10 @@ def mixed(x: Tensor, by: float) -> Tensor:
 
 def test_a_capture_is_visible_from_inside(device: str) -> None:
     """torch: TestCuda.test_graph_is_current_stream_capturing"""
-    seen: list[bool] = []
-    g = graphify(lambda x: (seen.append(is_capturing()), x + 1)[1])
+    was_capturing: list[bool] = []
+    g = graphify(lambda x: (was_capturing.append(is_capturing()), x + 1)[1])
     g(torch.ones(2, device=device))
-    assert seen[-1]
+    assert was_capturing[-1]
     assert not is_capturing()
 
 
@@ -143,8 +143,8 @@ def test_graphs_that_replay_in_another_order_than_captured(device: str) -> None:
     x = torch.ones(1000, device=device)
     for n in (0, 3, 4):
         g(x, n)
-    held = {n: g(x, n) for n in (4, 0, 3)}
-    for n, (low, high) in held.items():
+    results = {n: g(x, n) for n in (4, 0, 3)}
+    for n, (low, high) in results.items():
         assert (low.sum().item(), high.sum().item()) == (1000 * (n + 1), 1000 * (n + 2))
 
 
@@ -161,11 +161,11 @@ def test_replays_of_two_threads_at_once(device: str) -> None:
 
     for pair in ((first, second), (first, first)):
         with ThreadPoolExecutor(2) as threads:
-            wanted = [
+            expected = [
                 [mixed(mixed(x, 1), 1).sum().item()] * 10,
                 [mixed(mixed(x, 2), 2).sum().item()] * 10,
             ]
-            assert list(threads.map(run, pair)) == [wanted[0 if g is first else 1] for g in pair]
+            assert list(threads.map(run, pair)) == [expected[0 if g is first else 1] for g in pair]
 
 
 @pytest.mark.parametrize("numel", [128, 262_144, 262_272, 2_621_568])
@@ -174,21 +174,21 @@ def test_results_outlive_their_graph(numel: int, device: str) -> None:
     g = graphify(ten_times)
     x = torch.ones(numel, device=device)
     kept = [g(x) for _ in range(2)]
-    seen = weakref.ref(g)
+    ref = weakref.ref(g)
     del g
     gc.collect()
-    assert seen() is None
+    assert ref() is None
     torch.full((numel,), 9.0, device=device)
     assert [t.sum().item() for t in kept] == [11 * numel] * 2
 
 
 def test_a_thread_that_works_during_a_capture_is_not_recorded(device: str) -> None:
     """torch: TestCuda.test_cuda_graph_error_options"""
-    made: list[Tensor] = []
+    tensors: list[Tensor] = []
 
     def f(x: Tensor) -> Tensor:
         y = x + x
-        thread = threading.Thread(target=lambda: made.append(torch.zeros(2000) + 1))
+        thread = threading.Thread(target=lambda: tensors.append(torch.zeros(2000) + 1))
         thread.start()
         thread.join()
         return y + x
@@ -196,7 +196,7 @@ def test_a_thread_that_works_during_a_capture_is_not_recorded(device: str) -> No
     g = graphify(f)
     for _ in range(3):
         assert g(torch.ones(4, device=device)).tolist() == [3] * 4
-    assert all(t.eq(1).all() for t in made)
+    assert all(t.eq(1).all() for t in tensors)
 
 
 # CUDA alone

@@ -44,11 +44,11 @@ def test_results_do_not_share_storage(x: Tensor) -> None:
     g = graphify(f)
     for value in (x, x + 1):
         results = g(value)
-        wanted = f(value)
-        assert [torch.equal(a, b) for a, b in zip(results, wanted, strict=True)] == [True] * 5
+        expected = f(value)
+        assert [torch.equal(a, b) for a, b in zip(results, expected, strict=True)] == [True] * 5
         assert len({storage(t) for t in (*results, value)}) == 6
         results[1].zero_()
-        assert torch.equal(results[0], wanted[0])
+        assert torch.equal(results[0], expected[0])
 
 
 def test_params_come_back_as_themselves_and_their_views_as_copies(x: Tensor) -> None:
@@ -88,13 +88,13 @@ def test_results_die_with_their_last_reference(x: Tensor) -> None:
     g = graphify(lambda x: (x + 1, x + 2))
     for _ in range(3):
         first, second = g(x)
-        seen = weakref.ref(first), weakref.ref(second)
+        refs = weakref.ref(first), weakref.ref(second)
         view = first[0:]
         del first, second
-        assert seen[1]() is None
+        assert refs[1]() is None
         assert torch.equal(view, x + 1)
         del view
-        assert seen[0]() is None
+        assert refs[0]() is None
 
 
 def test_a_result_as_the_input_of_another_graph(x: Tensor) -> None:
@@ -129,9 +129,9 @@ def test_results_survive_the_function(x: Tensor) -> None:
         g = graphify(lambda x: (x + 1 + 2, x * 10))
         return g(x), weakref.ref(g)
 
-    (first, second), seen = closure()
+    (first, second), ref = closure()
     gc.collect()
-    assert seen() is None
+    assert ref() is None
     assert torch.equal(first, x + 1 + 2)
     assert torch.equal(second, x * 10)
 
@@ -149,10 +149,10 @@ def test_empty_results(x: Tensor) -> None:
 
     g = graphify(empty)
     for _ in range(3):
-        seen = g(x)
-        wanted = empty(x)
-        assert [t.shape for t in seen] == [t.shape for t in wanted]
-        assert torch.equal(seen[0], wanted[0])
+        results = g(x)
+        expected = empty(x)
+        assert [t.shape for t in results] == [t.shape for t in expected]
+        assert torch.equal(results[0], expected[0])
     assert graphify(lambda x: x * 3)(x[:0]).shape == (0, 4)
 
 
@@ -185,10 +185,10 @@ def test_a_seed_repeats_the_sequence(backend: str, device: str) -> None:
     torch.manual_seed(0)
     first = [g(x) for _ in range(3)]
     torch.manual_seed(0)
-    for seen in first:
-        assert torch.equal(g(x), seen)
+    for expected in first:
+        assert torch.equal(g(x), expected)
     torch.manual_seed(0)
-    assert [torch.equal(f(x), seen) for seen in first] == [True] * 3
+    assert [torch.equal(f(x), expected) for expected in first] == [True] * 3
 
 
 def test_gradients_with_dropout(x: Tensor) -> None:
@@ -276,12 +276,12 @@ def test_a_call_on_a_stream_of_the_user() -> None:
         return x
 
     x = torch.rand(1024, 1024, device="cuda") / 512
-    wanted = powers(x)
+    expected = powers(x)
     torch.cuda.synchronize()
     g = graphify(powers)
     with torch.cuda.stream(torch.cuda.Stream()):
         for _ in range(3):
-            assert torch.equal(g(x) + 1, wanted + 1)
+            assert torch.equal(g(x) + 1, expected + 1)
 
 
 @pytest.mark.gpu

@@ -64,8 +64,8 @@ def test_sizes_are_plain_numbers(device: str) -> None:
     g = graphify(f)
     for rows, columns in ((2, 4), (3, 6), (2, 4)):
         x = torch.randn(rows, columns, device=device)
-        (seen, size), (wanted, _) = g(x), f(x)
-        assert torch.equal(seen, wanted)
+        (result, size), (expected, _) = g(x), f(x)
+        assert torch.equal(result, expected)
         assert size == 2 * rows
         leaf = x.clone().requires_grad_()
         assert torch.equal(*(torch.autograd.grad(fn(leaf)[0].sum(), leaf)[0] for fn in (g, f)))

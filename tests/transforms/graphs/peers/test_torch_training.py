@@ -42,11 +42,11 @@ def test_replays_and_eager_draws_share_a_sequence(name: str, device: str) -> Non
     g(x)
     for value in (5, 6, 128, 9999):
         seed(device, value)
-        wanted = x
+        expected = x
         for _ in range(6):
-            wanted = noise(wanted)
+            expected = noise(expected)
         seed(device, value)
-        assert torch.equal(g(noise(noise(g(x)))), wanted)
+        assert torch.equal(g(noise(noise(g(x)))), expected)
     assert captures(g) == 1
 
 
@@ -79,10 +79,10 @@ def test_a_distribution_draws_on(name: str, device: str) -> None:
     first = g(x)
     for value in (5, 6, 314, 271):
         seed(device, value)
-        _, *wanted = draw(x), draw(x), draw(x)
+        _, *expected = draw(x), draw(x), draw(x)
         seed(device, value)
         draw(x)
-        assert [torch.equal(a, b) for a, b in zip(g(x), wanted, strict=True)] == [True, True]
+        assert [torch.equal(a, b) for a, b in zip(g(x), expected, strict=True)] == [True, True]
     assert not torch.equal(*first)
     assert captures(g) == 1
 
@@ -99,10 +99,10 @@ def test_two_generators_advance_apart(device: str) -> None:
     mine = [torch.Generator(device).manual_seed(n) for n in (0, 1)]
     theirs = [torch.Generator(device).manual_seed(n) for n in (0, 1)]
     for _ in range(3):
-        for seen, wanted in zip(g(x, *mine), draws(x, *theirs), strict=True):
-            assert torch.equal(seen, wanted)
-        for own, other in zip(mine, theirs, strict=True):
-            assert torch.equal(own.get_state(), other.get_state())
+        for result, expected in zip(g(x, *mine), draws(x, *theirs), strict=True):
+            assert torch.equal(result, expected)
+        for graph_generator, other in zip(mine, theirs, strict=True):
+            assert torch.equal(graph_generator.get_state(), other.get_state())
 
 
 def test_a_seed_inside_is_refused(device: str) -> None:
@@ -141,9 +141,9 @@ def test_a_checkpoint_that_draws_again(device: str) -> None:
     x = torch.ones(3, device=device)
     for value in (1, 2):
         seed(device, value)
-        wanted = gradient_of_checkpoint(x, False)
+        expected = gradient_of_checkpoint(x, False)
         seed(device, value)
-        assert torch.equal(g(x, False), wanted)
+        assert torch.equal(g(x, False), expected)
 
 
 # Modules, gradients, optimizers
@@ -158,10 +158,10 @@ def test_an_lstm_with_dropout() -> None:
     with torch.no_grad():
         for value in (1, 2):
             seed("cpu", value)
-            wanted = model(x)[0], model(x)[0]
+            expected = model(x)[0], model(x)[0]
             seed("cpu", value)
-            assert torch.equal(g(x)[0], wanted[0])
-            assert torch.equal(model(x)[0], wanted[1])
+            assert torch.equal(g(x)[0], expected[0])
+            assert torch.equal(model(x)[0], expected[1])
 
 
 @pytest.mark.gpu
@@ -175,10 +175,10 @@ def test_an_lstm_with_dropout_on_a_gpu() -> None:
         with pytest.raises(CaptureError, match="read on the host"):
             graphify(model)(x)
         model.eval()
-        wanted = model(x)[0]
+        expected = model(x)[0]
         g = graphify(model)
         for _ in range(2):
-            torch.testing.assert_close(g(x)[0], wanted)
+            torch.testing.assert_close(g(x)[0], expected)
 
 
 @pytest.mark.parametrize("autocast", [False, True])
@@ -201,21 +201,21 @@ def test_training_a_module_with_dropout(autocast: bool, device: str) -> None:
         return {name: w - 0.1 * gradients[name] for name, w in weights.items()}, value
 
     g = graphify(step, donate_argnames="weights")
-    own = {name: p.detach().clone() for name, p in model.named_parameters()}
-    other = {name: p.clone() for name, p in own.items()}
+    eager_weights = {name: p.detach().clone() for name, p in model.named_parameters()}
+    other = {name: p.clone() for name, p in eager_weights.items()}
     batches = [
         (torch.randn(6, 4, device=device), torch.randn(6, 2, device=device)) for _ in range(5)
     ]
     seed(device, 7)
     losses = []
     for x, y in batches:
-        own, value = step(own, x, y)
+        eager_weights, value = step(eager_weights, x, y)
         losses.append(value)
     seed(device, 7)
-    for (x, y), wanted in zip(batches, losses, strict=True):
+    for (x, y), expected in zip(batches, losses, strict=True):
         other, value = g(other, x, y)
-        torch.testing.assert_close(value, wanted)
-    torch.testing.assert_close(other, own)
+        torch.testing.assert_close(value, expected)
+    torch.testing.assert_close(other, eager_weights)
     assert captures(g) == 1
 
 
@@ -227,9 +227,9 @@ def test_backward_through_a_graphified_module_runs_it_inline(device: str) -> Non
     ]
     for model in models:
         x = torch.randn(3, 4, device=device)
-        wanted = torch.autograd.grad(model(x).norm(), [*model.parameters()])
-        found = torch.autograd.grad(graphify(model)(x).norm(), [*model.parameters()])
-        assert all(torch.equal(a, b) for a, b in zip(found, wanted, strict=True))
+        expected = torch.autograd.grad(model(x).norm(), [*model.parameters()])
+        gradients = torch.autograd.grad(graphify(model)(x).norm(), [*model.parameters()])
+        assert all(torch.equal(a, b) for a, b in zip(gradients, expected, strict=True))
 
 
 def test_a_module_without_parameters(device: str) -> None:

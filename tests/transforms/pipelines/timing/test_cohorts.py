@@ -75,7 +75,7 @@ def test_the_best_makes_the_most_tokens_and_is_the_smallest_of_equals() -> None:
 
 
 @pytest.mark.parametrize(
-    ("requests", "stages", "options", "seen"),
+    ("requests", "stages", "options", "problem"),
     [
         (0, 2, {}, "num_requests=0"),
         (4, 0, {}, "num_stages=0"),
@@ -86,17 +86,17 @@ def test_the_best_makes_the_most_tokens_and_is_the_smallest_of_equals() -> None:
     ],
 )
 def test_numbers_that_make_no_loop_are_refused(
-    requests: int, stages: int, options: Any, seen: str
+    requests: int, stages: int, options: Any, problem: str
 ) -> None:
     with pytest.raises(ProgramError) as error:
         plan_cohorts(lambda size: [1.0] * stages, requests, stages, **options)
-    assert error.value.seen == seen
+    assert error.value.problem == problem
 
 
 def test_costs_of_another_number_of_stages_are_refused() -> None:
     with pytest.raises(CostError) as error:
         plan_cohorts(lambda size: [1.0] * 3, 4, 2)
-    assert (error.value.seen, error.value.instead) == (
+    assert (error.value.problem, error.value.instead) == (
         "stages=[1.0, 1.0, 1.0]",
         "a cost for each of 2 stages",
     )

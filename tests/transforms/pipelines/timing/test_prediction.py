@@ -28,11 +28,11 @@ def test_a_slower_memory_takes_as_many_times_longer() -> None:
 
 
 def test_a_notebook_shows_the_answer_the_splits_the_cohorts_and_the_timeline() -> None:
-    found = predict_decode(load_config(DEMO), 2, requests=12)
-    shown = found._repr_html_()
-    for part in (next(found.answer()), "balanced: layers", "of requests", "<svg "):
+    prediction = predict_decode(load_config(DEMO), 2, requests=12)
+    shown = prediction._repr_html_()
+    for part in (next(prediction.answer()), "balanced: layers", "of requests", "<svg "):
         assert shown.count(part) == 1
-    assert found.stages().rows == (
+    assert prediction.stages().rows == (
         ("0", "3", "0.442 us", "3", "0.442 us"),
         ("1", "3", "0.464 us", "3", "0.464 us"),
     )
@@ -66,9 +66,9 @@ REFUSED: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
 
 @pytest.mark.parametrize("case", REFUSED)
 def test_arguments_are_refused_with_their_remedy(case: str) -> None:
-    given, kind, text = REFUSED[case]
+    options, kind, text = REFUSED[case]
     with pytest.raises(kind, match=re.escape(text)):
-        predict_decode(load_config(DEMO), 2, **given)
+        predict_decode(load_config(DEMO), 2, **options)
 
 
 def test_a_bandwidth_is_a_finite_number() -> None:
@@ -87,9 +87,9 @@ def test_it_says_what_each_rank_has_and_that_nodes_share_layers_at_no_cost() -> 
     assert "48 layers, bfloat16 and FP8, in 2 stages, each shared by 4 ranks" in str(free)
     assert "weights of each rank: " in str(free)
     assert "KV cache of each rank: " in str(free)
-    found = str(predict_decode(config, 2, shards=2, machine=Machine(gpus_per_node=2)))
-    assert note not in found
-    assert "experts by columns: each rank has 384 of the 768 of every expert" in found
+    report = str(predict_decode(config, 2, shards=2, machine=Machine(gpus_per_node=2)))
+    assert note not in report
+    assert "experts by columns: each rank has 384 of the 768 of every expert" in report
     assert note not in str(
         predict_decode(config, 2, shards=4, machine=Machine(gpus_per_node=2, node_link=1e9))
     )

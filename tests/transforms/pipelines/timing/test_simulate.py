@@ -31,10 +31,10 @@ def test_streaming_takes_fill_and_a_stage_for_each_further_micro_batch(
     )
     # The edge is the bottleneck if it is slower than the stages
     slowest = max(2.0, transfer) if stages > 1 else 2.0
-    wanted = 2.0 * stages + transfer * (stages - 1) + slowest * (mbs - 1)
+    expected = 2.0 * stages + transfer * (stages - 1) + slowest * (mbs - 1)
     timeline = simulate(streaming(stages, mbs), costs, capacity=capacity)
-    assert timeline.step_time == wanted
-    assert timeline.busy == tuple([mbs * 2.0 / wanted] * stages)
+    assert timeline.step_time == expected
+    assert timeline.busy == tuple([mbs * 2.0 / expected] * stages)
 
 
 @pytest.mark.parametrize("stages", [1, 2, 3, 4, 6])
@@ -141,10 +141,10 @@ def test_it_is_what_a_ticking_clock_finds(
     ticking.run()
     timeline = simulate(programs, costs_of(price), capacity=capacity)
     for rank in range(len(programs)):
-        wanted = [
+        expected = [
             (effect, start, end) for whose, effect, start, end in ticking.moments if whose == rank
         ]
-        assert [(e.effect, e.start, e.end) for e in timeline.events if e.rank == rank] == wanted
+        assert [(e.effect, e.start, e.end) for e in timeline.events if e.rank == rank] == expected
     assert timeline.peak_bytes == tuple(ticking.peak(rank) for rank in range(len(programs)))
 
 
@@ -198,7 +198,7 @@ def test_programs_that_do_not_end_are_refused() -> None:
 def test_an_edge_that_holds_nothing_is_refused(capacity: Any) -> None:
     with pytest.raises(ProgramError) as error:
         simulate(streaming(2, 1), Costs([1, 1]), capacity=capacity)
-    assert (error.value.seen, error.value.instead) == (f"{capacity=}", "a whole number >= 1")
+    assert (error.value.problem, error.value.instead) == (f"{capacity=}", "a whole number >= 1")
 
 
 BAD: dict[str, tuple[dict[str, Any], str]] = {
@@ -213,10 +213,10 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
 
 @pytest.mark.parametrize("name", BAD)
 def test_a_cost_that_cannot_be_is_refused(name: str) -> None:
-    arguments, seen = BAD[name]
+    arguments, problem = BAD[name]
     with pytest.raises(CostError) as error:
         Costs(**arguments)
-    assert error.value.seen == seen
+    assert error.value.problem == problem
 
 
 MISSING: dict[str, tuple[Costs, str]] = {
@@ -228,10 +228,10 @@ MISSING: dict[str, tuple[Costs, str]] = {
 
 @pytest.mark.parametrize("name", MISSING)
 def test_a_cost_that_is_missing_or_wrong_is_named(name: str) -> None:
-    costs, seen = MISSING[name]
+    costs, problem = MISSING[name]
     with pytest.raises(CostError) as error:
         simulate(streaming(2, 1), costs)
-    assert error.value.seen == seen
+    assert error.value.problem == problem
 
 
 def test_a_run_of_something_else_has_no_cost() -> None:
@@ -240,14 +240,14 @@ def test_a_run_of_something_else_has_no_cost() -> None:
 
 
 @pytest.mark.parametrize(
-    ("programs", "costs", "seen"),
+    ("programs", "costs", "problem"),
     [
         (streaming(1, 1)[0], Costs([1.0]), "programs=Program(rank=0"),
         (streaming(1, 1), (1.0,), "costs is a tuple"),
     ],
 )
-def test_what_cannot_be_simulated_is_named(programs: Any, costs: Any, seen: str) -> None:
+def test_what_cannot_be_simulated_is_named(programs: Any, costs: Any, problem: str) -> None:
     with pytest.raises(ProgramError) as error:
         simulate(programs, costs)
     assert error.value.call == "simulate(programs, costs, capacity=2)"
-    assert error.value.seen.startswith(seen)
+    assert error.value.problem.startswith(problem)

@@ -96,8 +96,8 @@ def test_a_collective_that_its_shape_does_not_allow_is_refused(text: str) -> Non
     if text in POSSIBLE:
         assert len(list(interleave(programs))) == 2
         return
-    seen, instead = IMPOSSIBLE[text]
-    with refused(ProgramError, "check of 2 programs", f"rank 0: '{text}'<any>{seen}", instead):
+    problem, instead = IMPOSSIBLE[text]
+    with refused(ProgramError, "check of 2 programs", f"rank 0: '{text}'<any>{problem}", instead):
         list(interleave(programs))
 
 
@@ -145,10 +145,10 @@ CLOSED: dict[str, tuple[Collective, float]] = {
 
 @pytest.mark.parametrize("case", CLOSED)
 def test_it_takes_the_faster_of_one_step_and_a_ring(case: str) -> None:
-    effect, wanted = CLOSED[case]
+    effect, expected = CLOSED[case]
     costs = Costs(parts=[0.0], latency=LATENCY, bytes_per_second=SPEED)
-    assert costs.seconds(effect) == pytest.approx(wanted)
-    assert simulate(meeting(effect), costs).step_time == pytest.approx(wanted)
+    assert costs.seconds(effect) == pytest.approx(expected)
+    assert simulate(meeting(effect), costs).step_time == pytest.approx(expected)
 
 
 def between(nodes: int, size: int, slower: float, count: int) -> tuple[Costs, AllReduce]:
@@ -188,9 +188,9 @@ def test_a_sum_over_nodes_is_within_its_bounds(
     """Never slower than the ways without nodes, nor faster than the bytes that must leave a node
     (Patarasuk and Yuan) take by all of its links at once."""
     costs, effect = between(nodes, size, slower, count)
-    found = costs.seconds(effect)
-    assert found <= attrs.evolve(costs, gpus_per_node=None).seconds(effect)
-    assert found >= 2 * (nodes - 1) / nodes * 4 * count / size / (SPEED / slower) * (1 - 1e-9)
+    seconds = costs.seconds(effect)
+    assert seconds <= attrs.evolve(costs, gpus_per_node=None).seconds(effect)
+    assert seconds >= 2 * (nodes - 1) / nodes * 4 * count / size / (SPEED / slower) * (1 - 1e-9)
     assert (BY_NODE in costs.all_reduce_ways(effect)) == (nodes > 1 and size > 1)
 
 
@@ -217,8 +217,8 @@ def agrees(programs: list[Program], price: dict[str, int]) -> None:
     ticking = Ticking(programs, price, 1)
     ticking.run()
     events = simulate(programs, costs_of(price), capacity=1).events
-    wanted = sorted((rank, start, end) for rank, _, start, end in ticking.moments)
-    assert sorted((event.rank, event.start, event.end) for event in events) == wanted
+    expected = sorted((rank, start, end) for rank, _, start, end in ticking.moments)
+    assert sorted((event.rank, event.start, event.end) for event in events) == expected
 
 
 def begins_with_the_first(self: _Clocks, effect: Collective) -> float:
@@ -275,8 +275,10 @@ def test_each_lane_has_the_timeline_of_one_pipeline(cohorts: int) -> None:
     alone = simulate(lane, costs).events
     both = simulate(spread(lane, MESH), costs).events
     for rank in MESH:
-        own = [(e.start, e.end, e.waited) for e in both if e.rank == rank]
-        assert own == [(e.start, e.end, e.waited) for e in alone if e.rank == lane_rank(MESH, rank)]
+        rank_events = [(e.start, e.end, e.waited) for e in both if e.rank == rank]
+        assert rank_events == [
+            (e.start, e.end, e.waited) for e in alone if e.rank == lane_rank(MESH, rank)
+        ]
 
 
 def test_a_pipeline_over_a_mesh_is_simulated() -> None:
@@ -308,8 +310,10 @@ def test_collectives_inside_a_stage_are_part_of_its_run(
     whole = [
         (e.rank, e.end) for e in simulate(lanes, inside).events if not isinstance(e.effect, Run)
     ]
-    found = [e for e in simulate(cut, outside).events if not isinstance(e.effect, Run | Collective)]
-    assert [(e.rank, e.end) for e in found] == whole
+    events = [
+        e for e in simulate(cut, outside).events if not isinstance(e.effect, Run | Collective)
+    ]
+    assert [(e.rank, e.end) for e in events] == whole
     assert not any(
         e.waited for e in simulate(cut, outside).events if isinstance(e.effect, Collective)
     )
@@ -346,7 +350,9 @@ def test_the_legend_fits_with_all_kinds_of_effects() -> None:
         1: (Recv(0, 0), AllReduce(ranks)),
     }
     costs = Costs([1.0], advance=1.0, launch=0.5, latency=4.0, collective=lambda effect: 1.0)
-    svg = simulate([Program(rank, 2, own) for rank, own in effects.items()], costs).as_svg()
+    svg = simulate(
+        [Program(rank, 2, rank_effects) for rank, rank_effects in effects.items()], costs
+    ).as_svg()
     entries = re.findall(r"translate\((\d+) 0\).*?<text.*?>(.*?)</text>", svg)
     assert len(entries) == 8
     assert all(int(x) + 19 + 6.2 * len(words) <= 920 for x, words in entries)
@@ -392,10 +398,10 @@ WRONG: dict[str, tuple[Collective, Costs, str, str]] = {
 
 @pytest.mark.parametrize("case", WRONG)
 def test_a_cost_that_is_missing_or_wrong_is_named(case: str) -> None:
-    effect, costs, seen, instead = WRONG[case]
+    effect, costs, problem, instead = WRONG[case]
     with pytest.raises(CostError) as error:
         simulate(meeting(effect), costs)
-    assert seen in error.value.seen
+    assert problem in error.value.problem
     assert instead in error.value.instead
 
 

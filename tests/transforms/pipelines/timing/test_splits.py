@@ -31,14 +31,22 @@ def test_a_share_reads_its_part_and_pays_for_collectives(
     has already."""
     context = 10
     shards = 2
-    found = predict_decode(
+    prediction = predict_decode(
         config, 1, shards=shards, requests=size, context=context, cohorts=1, machine=SLOW
     )
-    own = share_config(config, shards)
+    rank_config = share_config(config, shards)
     item = config.dtype.itemsize
     row = config.hidden_size * item
-    read = sum(weights.read(size) for weights in layer_weights(own))
-    kv = size * context * 2 * own.num_kv_heads * own.head_dim * item * config.num_layers
+    read = sum(weights.read(size) for weights in layer_weights(rank_config))
+    kv = (
+        size
+        * context
+        * 2
+        * rank_config.num_kv_heads
+        * rank_config.head_dim
+        * item
+        * config.num_layers
+    )
     head = row + -(-config.vocab_size // shards) * row
     # Two in each layer, and the embedding's
     sums = (2 * config.num_layers + 1) * (1e-5 + size * row / 1e9)
@@ -46,29 +54,29 @@ def test_a_share_reads_its_part_and_pays_for_collectives(
     tokens = 1e-5 + rows * 12 / 1e9 if size > 1 else 0
     sampling = rows * config.vocab_size * BYTES_PER_LOGIT
     by_hand = (read + kv + head + size * row + sampling) / 1e9 + sums + logits + tokens
-    assert found.splits["balanced"][0]["seconds"] == pytest.approx(by_hand)
-    assert found.num_gpus == 2
-    assert "each shared by 2 ranks" in str(found)
+    assert prediction.splits["balanced"][0]["seconds"] == pytest.approx(by_hand)
+    assert prediction.num_gpus == 2
+    assert "each shared by 2 ranks" in str(prediction)
 
 
 def test_every_split_is_tried_and_the_fastest_is_best(config: ModelConfig) -> None:
-    found = plan_splits(config, 4, requests=8, machine=SLOW)
-    assert isinstance(found, SplitPlan)
-    assert [(one.load.num_shards, one.load.num_stages) for one in found.predictions] == [
+    plan = plan_splits(config, 4, requests=8, machine=SLOW)
+    assert isinstance(plan, SplitPlan)
+    assert [(one.load.num_shards, one.load.num_stages) for one in plan.predictions] == [
         (1, 4),
         (2, 2),
         (4, 1),
     ]
-    for one in found.predictions:
+    for one in plan.predictions:
         alone = predict_decode(
             config, one.load.num_stages, shards=one.load.num_shards, requests=8, machine=SLOW
         )
         assert one.chosen == alone.chosen
-    assert found.best.chosen.tokens_per_second == max(
-        one.chosen.tokens_per_second for one in found.predictions
+    assert plan.best.chosen.tokens_per_second == max(
+        one.chosen.tokens_per_second for one in plan.predictions
     )
-    (marked,) = (row for row in found.table().rows if row[-1] == "best")
-    assert marked[:2] == (str(found.best.load.num_shards), str(found.best.load.num_stages))
+    (marked,) = (row for row in plan.table().rows if row[-1] == "best")
+    assert marked[:2] == (str(plan.best.load.num_shards), str(plan.best.load.num_stages))
 
 
 def test_without_links_to_pay_for_shares_are_as_fast_as_their_bytes(config: ModelConfig) -> None:
@@ -88,8 +96,8 @@ def test_without_links_to_pay_for_shares_are_as_fast_as_their_bytes(config: Mode
 
 
 def test_slow_links_bound_a_step(config: ModelConfig) -> None:
-    found = predict_decode(config, 1, shards=2, requests=1, machine=Machine(latency=1.0))
-    assert found.bound().startswith("collectives: ")
+    prediction = predict_decode(config, 1, shards=2, requests=1, machine=Machine(latency=1.0))
+    assert prediction.bound().startswith("collectives: ")
     best = plan_splits(config, 2, requests=1, machine=Machine(latency=1.0)).best
     assert (best.load.num_shards, best.load.num_stages) == (1, 2)
 
@@ -108,9 +116,9 @@ def test_ranks_of_two_nodes_pay_for_the_network(config: ModelConfig) -> None:
     assert inside.all_reduce(size) == pytest.approx(1e-5 + size * row / 1e9)
     half = size * row / 2  # summed within a node, then with the other node
     assert across.all_reduce(size) == pytest.approx(2 * (1e-5 + half / 1e9) + 1e-4 + half / 1e8)
-    found = predict_decode(config, 1, shards=4, requests=size, machine=NODES)
+    prediction = predict_decode(config, 1, shards=4, requests=size, machine=NODES)
     assert "two all-reduces of 4 ranks, in three phases: within nodes, between them, within" in str(
-        found
+        prediction
     )
     assert inside.transfer(size) == 0
     one, two = (
@@ -134,11 +142,11 @@ def test_a_stage_of_which_one_part_is_in_another_node_counts_for_all(config: Mod
 
 
 def test_measured_collectives_take_the_place_of_links(config: ModelConfig) -> None:
-    found = predict_decode(
+    prediction = predict_decode(
         config, 1, shards=2, requests=4, machine=Machine(collective=lambda effect: 1.0)
     )
-    assert found.load.all_reduce(4) == 1.0 < found.load.sampling(4)
-    assert "as measured" in str(found)
+    assert prediction.load.all_reduce(4) == 1.0 < prediction.load.sampling(4)
+    assert "as measured" in str(prediction)
 
 
 def test_kernels_count_in_every_layer(config: ModelConfig) -> None:

@@ -53,12 +53,12 @@ def simulated(num_stages: int, cohorts: int, costs: Costs, capacity: int, jobs: 
 @given(costs, st.integers(1, 8), st.integers(1, 3))
 def test_it_is_that_of_a_long_simulation(costs: Costs, cohorts: int, capacity: int) -> None:
     num_stages = len(costs.stages)  # type: ignore[arg-type]
-    found = seconds_per_job(num_stages, cohorts, costs, capacity)
+    seconds = seconds_per_job(num_stages, cohorts, costs, capacity)
     took = simulated(num_stages, cohorts, costs, capacity, 2 * PERIODS)
     most = 1 + sum(costs.stages) + 9 * 4  # type: ignore[arg-type]
-    assert abs(took - 2 * PERIODS * found) <= most  # whatever the period is
-    if abs(found * PERIODS - round(found * PERIODS)) < 1e-9:
-        assert took == pytest.approx(2 * PERIODS * found, abs=1e-6)
+    assert abs(took - 2 * PERIODS * seconds) <= most  # whatever the period is
+    if abs(seconds * PERIODS - round(seconds * PERIODS)) < 1e-9:
+        assert took == pytest.approx(2 * PERIODS * seconds, abs=1e-6)
 
 
 def test_it_is_that_of_many_stages_and_cohorts() -> None:
@@ -66,8 +66,8 @@ def test_it_is_that_of_many_stages_and_cohorts() -> None:
         [1.0 + 0.25 * (stage % 3 == 1) for stage in range(9)], latency=0.125, launch=0.0625
     )
     for cohorts in (1, 4, 9, 10, 17):
-        found = seconds_per_job(9, cohorts, costs, 2)
-        assert found * PERIODS == pytest.approx(simulated(9, cohorts, costs, 2, PERIODS))
+        seconds = seconds_per_job(9, cohorts, costs, 2)
+        assert seconds * PERIODS == pytest.approx(simulated(9, cohorts, costs, 2, PERIODS))
 
 
 @given(st.integers(1, 5), st.integers(1, 9), st.integers(0, 9))
@@ -108,8 +108,8 @@ def graphs(draw: st.DrawFn) -> dict[Hashable, list[Arc]]:
 @given(graphs())
 def test_the_greatest_ratio_is_that_of_all_cycles(arcs: dict[Hashable, list[Arc]]) -> None:
     graph = networkx.MultiDiGraph()
-    for target, own in arcs.items():
-        for number, (source, weight, delay) in enumerate(own):
+    for target, incoming_arcs in arcs.items():
+        for number, (source, weight, delay) in enumerate(incoming_arcs):
             graph.add_edge(source, (target, number), weight=weight, delay=delay)
             graph.add_edge((target, number), target, weight=0.0, delay=0)
     best = 0.0

@@ -85,16 +85,16 @@ def test_a_narrow_text_is_refused() -> None:
 
 @given(st.floats(1e-9, 1e9), st.integers(1, 12))
 def test_ticks_are_round_even_and_few(span: float, most: int) -> None:
-    found = ticks(span, most)
-    assert found[0] == 0
-    assert len(found) <= most
-    assert found[-1] <= span * (1 + 1e-9)
-    if len(found) > 1:
-        assert found == pytest.approx([index * found[1] for index in range(len(found))])
-        assert f"{found[1]:e}"[0] in "125"
-        assert set(f"{found[1]:.6e}"[2:8]) == {"0"}
+    positions = ticks(span, most)
+    assert positions[0] == 0
+    assert len(positions) <= most
+    assert positions[-1] <= span * (1 + 1e-9)
+    if len(positions) > 1:
+        assert positions == pytest.approx([index * positions[1] for index in range(len(positions))])
+        assert f"{positions[1]:e}"[0] in "125"
+        assert set(f"{positions[1]:.6e}"[2:8]) == {"0"}
     if most >= 4:
-        assert len(found) >= 2
+        assert len(positions) >= 2
 
 
 # the picture
@@ -104,10 +104,10 @@ WIDE = 6.0  # pixels of a digit
 
 def texts(svg: str) -> list[tuple[float, float, str, str]]:
     root = ElementTree.fromstring(svg)
-    found = (node for node in root.iter() if node.tag.endswith("text"))
+    nodes = (node for node in root.iter() if node.tag.endswith("text"))
     return [
         (float(n.attrib["x"]), float(n.attrib["y"]), n.attrib["text-anchor"], n.text or "")
-        for n in found
+        for n in nodes
     ]
 
 
@@ -287,8 +287,8 @@ def test_on_a_gpu_an_effect_takes_the_time_of_its_kernels(
                 start = gpus.moment()
                 gpus.launch(takes)
                 expected.append((start, gpus.moment()))
-        found = [(event.start, event.end) for event in recorder.events()]
-    assert found == [(pytest.approx(start), pytest.approx(end)) for start, end in expected]
+        times = [(event.start, event.end) for event in recorder.events()]
+    assert times == [(pytest.approx(start), pytest.approx(end)) for start, end in expected]
 
 
 # compare
@@ -297,11 +297,14 @@ def test_on_a_gpu_an_effect_takes_the_time_of_its_kernels(
 def test_errors_are_relative_to_what_was_measured() -> None:
     simulated = simulate(streaming(2, 2), Costs([1.0, 1.0]))
     measured = simulate(streaming(2, 2), Costs([1.0, 2.0]))
-    found = compare(simulated, measured)
-    assert found.step_time == pytest.approx((3 - 5) / 5)
-    assert found.busy == pytest.approx(((2 / 3 - 2 / 5) / (2 / 5), (2 / 3 - 4 / 5) / (4 / 5)))
-    assert str(found).splitlines()[1] == "  step time -40.0%"
-    assert repr(found) == f"Comparison(step_time={found.step_time!r}, busy={found.busy!r})"
+    comparison = compare(simulated, measured)
+    assert comparison.step_time == pytest.approx((3 - 5) / 5)
+    assert comparison.busy == pytest.approx(((2 / 3 - 2 / 5) / (2 / 5), (2 / 3 - 4 / 5) / (4 / 5)))
+    assert str(comparison).splitlines()[1] == "  step time -40.0%"
+    assert (
+        repr(comparison)
+        == f"Comparison(step_time={comparison.step_time!r}, busy={comparison.busy!r})"
+    )
     assert compare(measured, measured) == Comparison(0.0, (0.0, 0.0), measured, measured)
 
 
@@ -312,17 +315,19 @@ def test_timelines_of_other_programs_are_not_compared() -> None:
     ):
         with pytest.raises(ProgramError) as error:
             compare(simulated, measured)
-        assert error.value.seen == f"rank 0: 'run stage 0 [mb 2]' is in the {where} timeline alone"
+        assert (
+            error.value.problem == f"rank 0: 'run stage 0 [mb 2]' is in the {where} timeline alone"
+        )
 
 
 def test_what_is_no_timeline_is_not_compared() -> None:
-    made = simulate(streaming(2, 1), Costs([1.0, 1.0]))
+    timeline = simulate(streaming(2, 1), Costs([1.0, 1.0]))
     with measure() as recorder, pytest.raises(ProgramError) as error:
-        compare(made, recorder)  # type: ignore[arg-type]
-    assert error.value.seen == "measured is a Recorder"
+        compare(timeline, recorder)  # type: ignore[arg-type]
+    assert error.value.problem == "measured is a Recorder"
 
 
 def test_the_picture_for_a_file_is_that_of_a_notebook() -> None:
-    made = simulate(streaming(2, 1), Costs([1.0, 1.0]))
-    assert made.as_svg() == made._repr_html_()
-    assert made.as_svg().startswith("<svg ")
+    timeline = simulate(streaming(2, 1), Costs([1.0, 1.0]))
+    assert timeline.as_svg() == timeline._repr_html_()
+    assert timeline.as_svg().startswith("<svg ")

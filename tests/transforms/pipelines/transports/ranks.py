@@ -176,8 +176,8 @@ def own_batches(num_ranks: int, transport: Transport) -> Any:
     sizes."""
     params, state = _values(num_ranks, transport)
     outs = []
-    for own, most in ((OWN_BATCHES, 3), (WHOLE_BATCHES, 1)):
-        for batch, first in own.values():
+    for batches, most in ((OWN_BATCHES, 3), (WHOLE_BATCHES, 1)):
+        for batch, first in batches.values():
             for parts in range(1, most + 1):
                 step = pipeline(
                     _stages_from(first, num_ranks), microbatches=parts, transport=transport

@@ -69,19 +69,19 @@ class StreamEnd:
         self.tasks.put(receive)
 
     def perform(self, effect: Collective, x: Tensor, _: int, /) -> Tensor:
-        every, own = (
+        every, own_index = (
             [torch.empty_like(x) for _ in effect.ranks],
             effect.ranks.index(self.monitor.rank),
         )
         for peer in effect.ranks:
             if peer != self.monitor.rank:
                 self.send([x], peer, 0)
-        self.tasks.put(lambda: every[own].copy_(x))
+        self.tasks.put(lambda: every[own_index].copy_(x))
         for place, peer in enumerate(effect.ranks):
             if peer != self.monitor.rank:
                 self.recv([every[place]], peer, 0)
-        out = combine(effect, every)[own].clone()
-        self.tasks.put(lambda: out.copy_(combine(effect, every)[own]))
+        out = combine(effect, every)[own_index].clone()
+        self.tasks.put(lambda: out.copy_(combine(effect, every)[own_index]))
         return out
 
     def _key(self, way: str, peer: int) -> str:

@@ -70,8 +70,10 @@ def advancing(how: str) -> None:
         "other": lambda s, batch, out: s,
         "none": None,
     }
-    own = advances[how if transport.rank else "first"]
-    step = pipeline([lambda p, s, batch, x: (s, batch)] * 2, advance=own, transport=transport)
+    rank_advance = advances[how if transport.rank else "first"]
+    step = pipeline(
+        [lambda p, s, batch, x: (s, batch)] * 2, advance=rank_advance, transport=transport
+    )
     step([None], [0], torch.ones(2))
 
 
@@ -82,7 +84,7 @@ def test_what_advances_is_compared_too(how: str) -> None:
         ProgramError, match=r"saw: 'advance: .*', where rank 0 has 'advance: <lambda> \w{12}'"
     ) as error:
         launch(advancing, 2, how)
-    assert ("'advance: none'" in error.value.seen) == (how == "none")
+    assert ("'advance: none'" in error.value.problem) == (how == "none")
 
 
 def _one_more(x: Any) -> Any:
@@ -98,7 +100,7 @@ class OfTheRank:
     """A stage whose function follows from no argument."""
 
     f: Any = attrs.field(init=False)
-    _seen: dict[str, int] = attrs.field(factory=dict, init=False, metadata=OF_THIS_PROCESS)
+    _call_counts: dict[str, int] = attrs.field(factory=dict, init=False, metadata=OF_THIS_PROCESS)
 
     def __attrs_post_init__(self) -> None:
         object.__setattr__(self, "f", _one_more if os.environ.get("OF_THE_RANK") else _twice)
@@ -112,7 +114,7 @@ def test_what_is_no_argument_is_compared_but_for_what_a_process_notes(
 ) -> None:
     first = OfTheRank()
     second = OfTheRank()
-    second._seen["calls"] = 3
+    second._call_counts["calls"] = 3
     assert source_digest("stage 0", first) == source_digest("stage 0", second)
     monkeypatch.setenv("OF_THE_RANK", "1")
     assert source_digest("stage 0", first) != source_digest("stage 0", OfTheRank())

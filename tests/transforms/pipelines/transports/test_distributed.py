@@ -19,16 +19,20 @@ from weft.transforms.pipelines.transports.local import Local
 LAW = "processes are local"
 
 
-def part(found: Any, rank: int) -> Any:
+def part(result: Any, rank: int) -> Any:
     """Rank `rank`'s part of the result of a scenario that ran everywhere: its state, and all
     outputs."""
-    states, outs, *rest = found
+    states, outs, *rest = result
     return (type(states)([states[rank]]), outs, *[counts[rank : rank + 1] for counts in rest])
 
 
 def parts(name: str, num_ranks: int, rank: int) -> Any:
-    wanted = SCENARIOS[name](num_ranks, Local())
-    return tuple(part(found, rank) for found in wanted) if name == "stream" else part(wanted, rank)
+    expected = SCENARIOS[name](num_ranks, Local())
+    return (
+        tuple(part(result, rank) for result in expected)
+        if name == "stream"
+        else part(expected, rank)
+    )
 
 
 FIRST_IS_QUICK = [
@@ -39,14 +43,14 @@ FIRST_IS_QUICK = [
 @pytest.mark.parametrize("num_ranks", [2, pytest.param(3, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", FIRST_IS_QUICK)
 def test_it_gives_what_local_gives(name: str, num_ranks: int) -> None:
-    for rank, seen in enumerate(launch(run_scenario, num_ranks, name, num_ranks)):
-        assert_equal(LAW, seen, parts(name, num_ranks, rank))
+    for rank, result in enumerate(launch(run_scenario, num_ranks, name, num_ranks)):
+        assert_equal(LAW, result, parts(name, num_ranks, rank))
 
 
 def test_transports_run_many_pipelines() -> None:
-    for rank, (seen, second, again) in enumerate(launch(run_all, 2, 2)):
-        for name, found in zip(SCENARIOS, seen, strict=True):
-            assert_equal(LAW, found, parts(name, 2, rank))
+    for rank, (results, second, again) in enumerate(launch(run_all, 2, 2)):
+        for name, result in zip(SCENARIOS, results, strict=True):
+            assert_equal(LAW, result, parts(name, 2, rank))
         assert_equal(LAW, second, parts("calls", 2, rank))
         assert_equal(LAW, again, second)
 
@@ -95,7 +99,7 @@ def test_a_place_that_cannot_be_is_refused_at_once(
     monkeypatch.setenv("WORLD_SIZE", size)
     with pytest.raises(ProgramError) as error:
         Distributed()
-    assert error.value.seen == f"RANK='{rank}', WORLD_SIZE='{size}' in the environment"
+    assert error.value.problem == f"RANK='{rank}', WORLD_SIZE='{size}' in the environment"
     assert error.value.instead.startswith("0 <= RANK < WORLD_SIZE: torchrun")
 
 
@@ -112,7 +116,7 @@ def test_an_environment_that_names_no_store_is_told(monkeypatch: pytest.MonkeyPa
 
 
 @pytest.mark.parametrize(
-    ("backend", "device", "seen"),
+    ("backend", "device", "problem"),
     [
         ("nccl", "cpu", "backend='nccl' for a device of type cpu"),
         ("peer", "cpu", "backend='peer' for a device of type cpu"),
@@ -122,14 +126,14 @@ def test_an_environment_that_names_no_store_is_told(monkeypatch: pytest.MonkeyPa
     ],
 )
 def test_a_back_end_that_cannot_serve_the_device_is_refused(
-    monkeypatch: pytest.MonkeyPatch, backend: Any, device: str, seen: str
+    monkeypatch: pytest.MonkeyPatch, backend: Any, device: str, problem: str
 ) -> None:
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("WORLD_SIZE", "1")
     with pytest.raises(DeviceError) as error:
         Distributed(backend=backend, device=device)
     assert error.value.call == f"Distributed(backend='{backend}', device='{device}')"
-    assert error.value.seen == seen
+    assert error.value.problem == problem
 
 
 def run_on_gpus(num_ranks: int, backend: Any) -> list[str]:
@@ -140,10 +144,10 @@ def run_on_gpus(num_ranks: int, backend: Any) -> list[str]:
         for name in SCENARIOS:
             if name in ("requests", "own_batches"):  # whose batches are the CPU's
                 continue
-            seen = SCENARIOS[name](num_ranks, transport)
+            result = SCENARIOS[name](num_ranks, transport)
             transport.synchronize()
             try:
-                assert_equal(name, seen, parts(name, num_ranks, transport.rank))
+                assert_equal(name, result, parts(name, num_ranks, transport.rank))
             except LawViolation as error:
                 wrong.append(str(error))
     transport.close()

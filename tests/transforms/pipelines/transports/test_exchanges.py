@@ -27,18 +27,18 @@ RANKS = (0, 1, 2)
 
 def effects(ranks: tuple[int, ...]) -> list[tuple[Collective, int]]:
     """Collectives of `inputs`, each with the number of values that a rank sends to the others."""
-    others = len(ranks) - 1
+    num_peers = len(ranks) - 1
     whole = 6 * len(ranks) ** 2
     part = whole // len(ranks)
     return [
-        (AllReduce(ranks), others * whole),
-        (AllReduce(ranks, reduce_op="max"), others * whole),
-        (AllGather(ranks, dim=1), others * whole),
-        (ReduceScatter(ranks, dim=-1), others * part),
-        (ReduceScatter(ranks, reduce_op="min"), others * part),
-        (AllToAll(ranks, split_dim=0, concat_dim=1), others * part),
-        (AllToAll(ranks, split_dim=-1, concat_dim=0), others * part),
-        (AllToAll(ranks, split_dim=1, concat_dim=1), others * part),
+        (AllReduce(ranks), num_peers * whole),
+        (AllReduce(ranks, reduce_op="max"), num_peers * whole),
+        (AllGather(ranks, dim=1), num_peers * whole),
+        (ReduceScatter(ranks, dim=-1), num_peers * part),
+        (ReduceScatter(ranks, reduce_op="min"), num_peers * part),
+        (AllToAll(ranks, split_dim=0, concat_dim=1), num_peers * part),
+        (AllToAll(ranks, split_dim=-1, concat_dim=0), num_peers * part),
+        (AllToAll(ranks, split_dim=1, concat_dim=1), num_peers * part),
         (PPermute(ranks, pairs=tuple((i, (i + 1) % len(ranks)) for i in range(len(ranks)))), whole),
     ]
 
@@ -55,7 +55,7 @@ def on_gloo() -> list[tuple[Tensor, int]]:
     """This rank's result of each collective, and the values that it sent for it."""
     transport = Distributed(timeout=20)
     end = transport.end
-    found = []
+    results = []
     assert isinstance(end, GlooEnd)
     send, sent = end.send, list[int]()
 
@@ -66,19 +66,19 @@ def on_gloo() -> list[tuple[Tensor, int]]:
     end.send = counted  # type: ignore[method-assign]
     for tag, (effect, _) in enumerate(effects(RANKS)):
         sent.clear()
-        found.append((end.perform(effect, inputs()[transport.rank], tag), sum(sent)))
+        results.append((end.perform(effect, inputs()[transport.rank], tag), sum(sent)))
     assert end.perform(AllToAll(RANKS), torch.empty(0, 3), 0).shape == (0, 3)
     transport.close()
-    return found
+    return results
 
 
 def test_gloo_sends_each_rank_its_part() -> None:
     every = launch(on_gloo, len(RANKS))
     for index, (effect, count) in enumerate(effects(RANKS)):
         for rank, expected in enumerate(combine(effect, inputs())):
-            made, sent = every[rank][index]
-            assert torch.equal(made, expected), (effect, rank)
-            assert made.is_contiguous()
+            result, sent = every[rank][index]
+            assert torch.equal(result, expected), (effect, rank)
+            assert result.is_contiguous()
             assert sent == count, (effect, rank)
 
 
@@ -90,13 +90,13 @@ def on_gpus(backend: Any, dtype: torch.dtype) -> list[str]:
     rank = transport.rank
     device = transport.device
     wrong = []
-    given = [x.to(device, dtype) for x in inputs(count)]
+    rank_inputs = [x.to(device, dtype) for x in inputs(count)]
     for effect, _ in effects(tuple(range(count))):
-        expected = combine(effect, given)[rank]
-        eager = transport.end.perform(effect, given[rank], 0)
+        expected = combine(effect, rank_inputs)[rank]
+        eager = transport.end.perform(effect, rank_inputs[rank], 0)
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, capture_error_mode="thread_local"):
-            captured = transport.end.perform(effect, given[rank], 0)
+            captured = transport.end.perform(effect, rank_inputs[rank], 0)
         graph.replay()
         transport.synchronize()
         wrong += [f"{effect}"] * (
@@ -120,9 +120,9 @@ def test_gpus_get_what_is_defined(count: int, backend: str, dtype: torch.dtype) 
 class Group:
     """A communicator to which the others have come already."""
 
-    def __init__(self, rank: int, others: list[Tensor]) -> None:
+    def __init__(self, rank: int, rank_tensors: list[Tensor]) -> None:
         self.rank = rank
-        self.others = others
+        self.rank_tensors = rank_tensors
         self.received = 0
 
     def _fill(self, out: Tensor, received: list[Tensor]) -> Any:
@@ -131,30 +131,33 @@ class Group:
         self.received = sum(part.numel() for i, part in enumerate(received) if i != self.rank)
         return SimpleNamespace(wait=lambda: None)
 
-    def _allgather_base(self, out: Tensor, given: Tensor) -> Any:
-        return self._fill(out, [given if i == self.rank else x for i, x in enumerate(self.others)])
+    def _allgather_base(self, out: Tensor, tensor: Tensor) -> Any:
+        return self._fill(
+            out, [tensor if i == self.rank else x for i, x in enumerate(self.rank_tensors)]
+        )
 
-    def alltoall_base(self, out: Tensor, given: Tensor, *sizes: list[int]) -> Any:
+    def alltoall_base(self, out: Tensor, tensor: Tensor, *sizes: list[int]) -> Any:
         assert sizes == ([], [])
         assert out.is_contiguous()
-        assert given.is_contiguous()
-        assert len(given) == len(self.others), "cut by the first dimension"
+        assert tensor.is_contiguous()
+        assert len(tensor) == len(self.rank_tensors), "cut by the first dimension"
         return self._fill(
-            out, [given[self.rank] if i == self.rank else x for i, x in enumerate(self.others)]
+            out,
+            [tensor[self.rank] if i == self.rank else x for i, x in enumerate(self.rank_tensors)],
         )
 
 
 @pytest.mark.parametrize(("effect", "count"), effects(RANKS), ids=map(str, dict(effects(RANKS))))
 @pytest.mark.parametrize("rank", RANKS)
 def test_nccl_receives_a_part_of_each_rank(effect: Collective, count: int, rank: int) -> None:
-    others = inputs()
+    rank_tensors = inputs()
     if isinstance(effect, AllToAll | ReduceScatter):
         dim = effect.dim if isinstance(effect, ReduceScatter) else effect.split_dim
-        others = [x.chunk(len(RANKS), dim)[rank] for x in others]
-    group = Group(rank, others)
+        rank_tensors = [x.chunk(len(RANKS), dim)[rank] for x in rank_tensors]
+    group = Group(rank, rank_tensors)
     monitor = SimpleNamespace(rank=rank, num_ranks=len(RANKS))
-    given: Any = monitor
-    end = NcclEnd(given, torch.device("cpu"), None)
+    untyped_monitor: Any = monitor
+    end = NcclEnd(untyped_monitor, torch.device("cpu"), None)
     end._groups["ranks 0,1,2"] = group
     assert torch.equal(end.perform(effect, inputs()[rank], 0), combine(effect, inputs())[rank])
     if isinstance(effect, PPermute):  # which NCCL gathers

@@ -27,10 +27,10 @@ def test_the_cases_are_every_place_in_every_way() -> None:
     assert len(ALL) == len(set(ALL)) == 2 * len(WAYS) * len(places)
     for number in (2, 3, 4):
         programs = make_pipeline(number).programs(2)
-        seen = {
+        covered = {
             (case.rank, case.index, case.instruction) for case in ALL if case.num_ranks == number
         }
-        assert seen == {
+        assert covered == {
             (p.rank, i, str(e)) for p in programs for i, e in enumerate((*p.effects, "its end"))
         }
     kinds = {case.instruction.split()[0] for case in ALL}
@@ -46,14 +46,16 @@ def test_the_cases_of_meshes_are_every_place_in_every_way_and_every_moment_of_a_
     assert len(IN_MESHES) == len(set(IN_MESHES)) == 2 * len(WAYS) * len(places)
     for mesh in MESHES:
         programs = make_pipeline(mesh.num_ranks, mesh=mesh).programs(2)
-        own = [case for case in IN_MESHES if case.mesh == mesh]
-        seen = {
-            (case.rank, case.index, case.instruction) for case in own if case.collective is None
+        mesh_cases = [case for case in IN_MESHES if case.mesh == mesh]
+        covered = {
+            (case.rank, case.index, case.instruction)
+            for case in mesh_cases
+            if case.collective is None
         }
-        assert seen == {
+        assert covered == {
             (p.rank, i, str(e)) for p in programs for i, e in enumerate((*p.effects, "its end"))
         }
-        inside = [case for case in own if case.collective]
+        inside = [case for case in mesh_cases if case.collective]
         assert {case.collective.moment for case in inside if case.collective} == set(MOMENTS)
         runs = {
             (p.rank, i)

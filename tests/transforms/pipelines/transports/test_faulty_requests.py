@@ -76,7 +76,7 @@ def serve(model: Model, transport: Transport | None) -> dict[str, tuple[str, lis
     engine.add([5, 6, 7, 8], GREEDY, max_tokens=6, id="later")
     outputs += engine
     return {
-        o.id: (o.finish_reason, o.track.token_ids, "" if o.error is None else o.error.seen)
+        o.id: (o.finish_reason, o.track.token_ids, "" if o.error is None else o.error.problem)
         for o in outputs
         if o.finish_reason is not None
     }

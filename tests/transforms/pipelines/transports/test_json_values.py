@@ -69,14 +69,14 @@ def test_a_value_comes_back_as_it_was(value: Any) -> None:
 
 
 def test_containers_and_nodes_come_back_as_they_were() -> None:
-    made = {
+    tree = {
         "a": [1, {2}],
         (1, 2): collections.OrderedDict(b=1.5),
         None: collections.defaultdict(list, c=[True]),
     }
-    back = loads(dumps(made, "f(x)"))
-    assert back == made
-    assert [type(own) for own in back.values()] == [
+    back = loads(dumps(tree, "f(x)"))
+    assert back == tree
+    assert [type(container) for container in back.values()] == [
         list,
         collections.OrderedDict,
         collections.defaultdict,

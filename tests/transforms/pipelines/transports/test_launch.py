@@ -41,10 +41,10 @@ def step(how: str, rank: int) -> str:
             fail(how)
         return scale(p, s, batch, x)
 
-    made = pipeline([stage] * transport.num_ranks, transport=transport)
+    pipelined_step = pipeline([stage] * transport.num_ranks, transport=transport)
     state: Any = [torch.zeros(())]
     for _ in range(4):
-        state, _ = made([torch.ones(())], state, torch.ones(2))
+        state, _ = pipelined_step([torch.ones(())], state, torch.ones(2))
     return "done"
 
 
@@ -125,12 +125,12 @@ def test_a_rank_that_never_comes_is_named() -> None:
 
 def stop_after(steps: int) -> str:
     transport = Distributed(timeout=5)
-    made = pipeline([scale] * 2, transport=transport)
+    pipelined_step = pipeline([scale] * 2, transport=transport)
     state: Any = [torch.zeros(())]
     for _ in range(steps if transport.rank else 3):
-        state, _ = made([torch.ones(())], state, torch.ones(2))
+        state, _ = pipelined_step([torch.ones(())], state, torch.ones(2))
     return (
-        told(lambda: made([torch.ones(())], state, torch.ones(2)))
+        told(lambda: pipelined_step([torch.ones(())], state, torch.ones(2)))
         if transport.rank == 0
         else "early"
     )
@@ -165,10 +165,12 @@ def send_much_and_leave() -> float:
     def stage(p: Any, s: Any, batch: Any, x: Any) -> Any:
         return (s, torch.ones(10_000_000)) if x is None else (x.sum(), x[:1])
 
-    made = pipeline([stage, stage], transport=transport)
+    pipelined_step = pipeline([stage, stage], transport=transport)
     if transport.rank == 1:
         time.sleep(0.7)
-    (total,), _ = made.stream([None], [torch.zeros(())], [torch.ones(1)], [Job(feeds=False)])
+    (total,), _ = pipelined_step.stream(
+        [None], [torch.zeros(())], [torch.ones(1)], [Job(feeds=False)]
+    )
     return float(total)
 
 
@@ -183,8 +185,8 @@ def load_slowly(seconds: float, timeout: float) -> list[float]:
     shared = transport.share(2.0)
     if transport.rank == 1:
         time.sleep(seconds)
-    made = pipeline([scale] * 2, microbatches=4, transport=transport)
-    _, out = made([torch.tensor(shared)], [torch.zeros(())], torch.ones(4))
+    pipelined_step = pipeline([scale] * 2, microbatches=4, transport=transport)
+    _, out = pipelined_step([torch.tensor(shared)], [torch.zeros(())], torch.ones(4))
     return [float(x) for x in out]
 
 
@@ -221,7 +223,7 @@ def test_what_is_no_function_or_no_number_of_ranks_is_refused(fn: Any, num_ranks
 def test_what_cannot_be_pickled_is_refused(fn: Any, args: Any) -> None:
     with pytest.raises(ProgramError) as error:
         launch(fn, 2, *args)
-    assert "pickle" in error.value.seen
+    assert "pickle" in error.value.problem
     assert error.value.instead.startswith(
         "a function of a module or of the script itself, by its name"
     )
@@ -245,7 +247,7 @@ def test_a_result_that_cannot_be_pickled_is_told() -> None:
     with pytest.raises(ProgramError) as error:
         launch(returns_a_function, 2)
     assert error.value.call == "launch(returns_a_function, …)"
-    assert error.value.seen.startswith("a result that cannot be pickled: ")
+    assert error.value.problem.startswith("a result that cannot be pickled: ")
 
 
 def test_a_function_of_an_interactive_session_is_refused_before_a_process_starts() -> None:

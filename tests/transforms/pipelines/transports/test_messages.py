@@ -41,10 +41,10 @@ class Given:
 
 
 def test_a_received_schema_that_differs_is_named_with_the_declared_one() -> None:
-    made = pipeline([scale] * 2, schema=Schema.parse("[2] float32"))
+    step = pipeline([scale] * 2, schema=Schema.parse("[2] float32"))
     worker = Worker(1, [StageRun(1, scale, None, None)], None, [None])
     with pytest.raises(ProgramError) as error:
-        worker.perform(made.programs(1)[1].effects[0], Given(torch.zeros(3, dtype=torch.float64)))
+        worker.perform(step.programs(1)[1].effects[0], Given(torch.zeros(3, dtype=torch.float64)))
     assert (
         str(error.value)
         == "rank 1: 'recv from 0 [mb 0]: [2] float32'\n  saw: a value of schema [3] float64\n"
@@ -54,8 +54,8 @@ def test_a_received_schema_that_differs_is_named_with_the_declared_one() -> None
 
 def send_another_schema() -> str:
     transport = Distributed(timeout=5)
-    made = pipeline([scale] * 2, schema=Schema.parse("[2] float64"), transport=transport)
-    return told(lambda: made([torch.ones(())], [torch.ones(())], torch.ones(2)))
+    step = pipeline([scale] * 2, schema=Schema.parse("[2] float64"), transport=transport)
+    return told(lambda: step([torch.ones(())], [torch.ones(())], torch.ones(2)))
 
 
 def test_all_ranks_name_both_schemas() -> None:
@@ -91,10 +91,10 @@ def shapes_that_follow_from_data() -> str:
     def stage(p: Any, s: Any, batch: torch.Tensor, x: Any) -> Any:
         return s, batch[batch > 0] if x is None else x
 
-    made = pipeline([stage, stage], transport=Distributed(timeout=5))
-    _, out = made([None], [None], torch.tensor([1.0, -1.0]))
+    step = pipeline([stage, stage], transport=Distributed(timeout=5))
+    _, out = step([None], [None], torch.tensor([1.0, -1.0]))
     assert out.shape == (1,)
-    return told(lambda: made([None], [None], torch.tensor([1.0, 1.0])))
+    return told(lambda: step([None], [None], torch.tensor([1.0, 1.0])))
 
 
 def test_shapes_that_follow_from_data_are_refused() -> None:
@@ -132,12 +132,12 @@ def send_odd_values() -> list[dict[str, Any]]:
 
 def test_values_arrive_however_they_are_stored() -> None:
     for got in launch(send_odd_values, 2):
-        for found in got:
+        for values in got:
             # NaN is not equal to itself, but it is the same value
-            assert repr(found.pop("no number")) == "nan"
+            assert repr(values.pop("no number")) == "nan"
             assert_equal(
                 "odd values",
-                found,
+                values,
                 {name: x for name, x in odd_values().items() if name != "no number"},
             )
 
@@ -158,7 +158,7 @@ def send_refused() -> dict[str, str]:
 
 
 def test_what_would_arrive_as_something_else_is_refused() -> None:
-    seen = {
+    problems = {
         "sparse": "a tensor that is sparse_coo\n  instead: return plain tensors from the stage",
         "nested": "a tensor that is nested\n  instead: return plain tensors from the stage",
         "elsewhere": "a tensor on 'meta'\n  instead: return tensors on 'cpu' from the stage",
@@ -171,7 +171,7 @@ def test_what_would_arrive_as_something_else_is_refused() -> None:
     first, second = launch(send_refused, 2)
     assert first == {
         name: f"ProgramError: rank 0: 'send to 1 [mb 0]'\n  saw: {text}"
-        for name, text in seen.items()
+        for name, text in problems.items()
     }
     for text in second.values():
         assert "rank 0 failed at 'send to 1 [mb 0]': ProgramError" in text
@@ -284,9 +284,9 @@ def test_a_run_waits_for_what_the_one_before_sent_of_buffers_that_it_overwrites(
 
 
 def test_the_texts_that_ranks_compare_are_those_of_their_plans() -> None:
-    made = pipeline([scale] * 2)
-    checked = CheckedPrograms(made.programs(1))
-    same = CheckedPrograms(made.programs(1))
+    step = pipeline([scale] * 2)
+    checked = CheckedPrograms(step.programs(1))
+    same = CheckedPrograms(step.programs(1))
     assert (checked.digest, checked.text) == (same.digest, same.text)
     assert checked.text.splitlines()[0].startswith("weft ")
-    assert CheckedPrograms(made.programs(2)).digest != checked.digest
+    assert CheckedPrograms(step.programs(2)).digest != checked.digest

@@ -148,19 +148,19 @@ def run_kind(what: str, split: str) -> tuple[str, int]:
         model = model_of(transport.rank, what, split)
         names = ["model.layers.0.self_attn.q_proj"]
         other = odd and "adapter" in what
-        own, new = (
+        first_adapter, new = (
             random_adapter(model.config, names, rank=2, seed=seed, std=0.1)
             for seed in (1, 2 + other)
         )
-        adapter = new if other and what == "adapter's values" else own
+        adapter = new if other and what == "adapter's values" else first_adapter
         options[split] = 2
         engine = Engine(model, transport=transport, adapters={"one": adapter}, **options)
         ask(engine, what, odd)
         if what == "update":
             whole = load(DEMO, "cpu")
-            given = places(whole.params, whole.config, whole.layout)
+            weight_places = places(whole.params, whole.config, whole.layout)
             engine.update(
-                {name: place.view * (1.5 if odd else 1.25) for name, place in given.items()}
+                {name: place.view * (1.5 if odd else 1.25) for name, place in weight_places.items()}
             )
         if what == "adapter of an update":
             engine.update(adapters={"one": new})
@@ -229,30 +229,30 @@ def errors_of(split: str) -> dict[str, list[tuple[str, int]]]:
 
 
 @pytest.fixture(scope="module")
-def found() -> dict[str, list[tuple[str, int]]]:
+def pipeline_errors() -> dict[str, list[tuple[str, int]]]:
     return errors_of("pipeline")
 
 
 @pytest.fixture(scope="module")
-def found_by_shares() -> dict[str, list[tuple[str, int]]]:
+def tensor_errors() -> dict[str, list[tuple[str, int]]]:
     return errors_of("tensor")
 
 
 @pytest.mark.slow
 def test_ranks_that_are_asked_for_the_same_agree(
-    found: dict[str, Any], found_by_shares: dict[str, Any]
+    pipeline_errors: dict[str, Any], tensor_errors: dict[str, Any]
 ) -> None:
-    assert found["nothing"] == found_by_shares["nothing"] == [("no error", 6)] * 2
+    assert pipeline_errors["nothing"] == tensor_errors["nothing"] == [("no error", 6)] * 2
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("what", KINDS)
 def test_ranks_that_share_layers_find_what_differs_at_their_first_collective(
-    what: str, found_by_shares: dict[str, Any]
+    what: str, tensor_errors: dict[str, Any]
 ) -> None:
     """Each rank compares the other's journal; one of them may hear first that the other has failed."""
-    texts = [text for text, _ in found_by_shares[what]]
-    assert [returned for _, returned in found_by_shares[what]] == [0, 0]
+    texts = [text for text, _ in tensor_errors[what]]
+    assert [returned for _, returned in tensor_errors[what]] == [0, 0]
     assert any(text.startswith("ProgramError: rank ") for text in texts)
     for rank, text in enumerate(texts):
         differs = KINDS[what].partition("', where rank")[0].strip("'")
@@ -270,9 +270,9 @@ def test_ranks_that_share_layers_find_what_differs_at_their_first_collective(
 @pytest.mark.slow
 @pytest.mark.parametrize("what", KINDS)
 def test_what_differs_is_refused_before_a_token_is_returned(
-    what: str, found: dict[str, Any]
+    what: str, pipeline_errors: dict[str, Any]
 ) -> None:
-    (first, by_first), (second, by_second) = found[what]
+    (first, by_first), (second, by_second) = pipeline_errors[what]
     assert (by_first, by_second) == (0, 0)
     assert second.startswith("ProgramError: step 1 of rank 1\n  saw: '")
     assert KINDS[what] in second
@@ -323,9 +323,12 @@ def test_runners_compare_their_models_and_prompts_are_counted_first() -> None:
     )
 
 
-def start_with(own: list[dict[str, Any]]) -> str:
+def start_with(rank_options: list[dict[str, Any]]) -> str:
     transport = Distributed(timeout=5)
-    options = {"limits": EngineLimits(max_num_reqs=2, max_model_len=32), **own[transport.rank]}
+    options = {
+        "limits": EngineLimits(max_num_reqs=2, max_model_len=32),
+        **rank_options[transport.rank],
+    }
     return told(
         lambda: Engine(load(DEMO, "cpu"), pipeline=2, transport=transport, graph="none", **options)
     )
@@ -335,10 +338,10 @@ def start_with(own: list[dict[str, Any]]) -> str:
 @pytest.mark.parametrize("odd", [0, 1])
 def test_ranks_do_not_wait_for_what_another_one_was_given(odd: int) -> None:
     pages = {"limits": EngineLimits(max_num_reqs=2, max_model_len=32, num_pages=4)}
-    for name, given, number in (("limits.num_pages", pages, 4), ("seed", {"seed": 3}, 3)):
-        found = launch(start_with, 2, [given if rank == odd else {} for rank in range(2)])
-        assert f"saw: {name}={number}, where rank {1 - odd} has None" in found[odd]
-        assert f"saw: {name}=None, where rank {odd} has a number" in found[1 - odd]
+    for name, options, number in (("limits.num_pages", pages, 4), ("seed", {"seed": 3}, 3)):
+        errors = launch(start_with, 2, [options if rank == odd else {} for rank in range(2)])
+        assert f"saw: {name}={number}, where rank {1 - odd} has None" in errors[odd]
+        assert f"saw: {name}=None, where rank {odd} has a number" in errors[1 - odd]
 
 
 @pytest.mark.slow

@@ -35,8 +35,8 @@ SECRET = Secret.fresh()
 
 
 def make_programs_of(num_ranks: int, microbatches: int = 1) -> CheckedPrograms:
-    made = pipeline([scale] * num_ranks, microbatches=microbatches, advance=advance)
-    return CheckedPrograms(made.programs(microbatches))
+    step = pipeline([scale] * num_ranks, microbatches=microbatches, advance=advance)
+    return CheckedPrograms(step.programs(microbatches))
 
 
 def monitors(num_ranks: int, timeout: float = 0.2, clock: Clock | None = None) -> list[Monitor]:
@@ -49,27 +49,27 @@ def monitors(num_ranks: int, timeout: float = 0.2, clock: Clock | None = None) -
 
 def together(*calls: Any) -> list[Any]:
     """The results or errors of calls, each in a thread."""
-    found: list[Any] = [None] * len(calls)
+    results: list[Any] = [None] * len(calls)
 
     def run(index: int) -> None:
         try:
-            found[index] = calls[index]()
+            results[index] = calls[index]()
         except (RankError, ProgramError) as error:
-            found[index] = error
+            results[index] = error
 
     threads = [threading.Thread(target=run, args=(index,)) for index in range(len(calls))]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    return found
+    return results
 
 
 def beating(monitors: list[Monitor], time: FakeTime) -> list[Watchdog]:
     """The watchdogs, which beat, of processes that run while time passes."""
-    found = [Watchdog(monitor, monitor.records, None) for monitor in monitors]
-    time.meanwhile += [watchdog.look for watchdog in found]
-    return found
+    watchdogs = [Watchdog(monitor, monitor.records, None) for monitor in monitors]
+    time.meanwhile += [watchdog.look for watchdog in watchdogs]
+    return watchdogs
 
 
 def test_the_first_failure_is_believed() -> None:
@@ -88,7 +88,7 @@ def test_the_store_is_not_asked_for_failures_until_there_is_one(tmp_path: Path) 
     store = mock.MagicMock(wraps=dist.HashStore())
     names = [tmp_path / "0", tmp_path / "1"]
     records = [Records(store, rank, store, SECRET, places=Places(names, rank)) for rank in range(2)]
-    one, two = (Monitor(own, 2, 1.0) for own in records)
+    one, two = (Monitor(rank_records, 2, 1.0) for rank_records in records)
     one.raise_failure()
     two.raise_failure()
     store.check.assert_not_called()
@@ -101,14 +101,18 @@ def test_a_failure_is_written_with_its_place_and_one_that_was_heard_as_it_was() 
     one, two = monitors(2)
     one.move_to(3, "send to 1 [mb 0]")
     one.fail(ValueError("no"))
-    found = two.records.failure()
-    assert found is not None
-    assert (found.rank, found.instruction, found.cause) == (0, "send to 1 [mb 0]", "ValueError: no")
+    failure = two.records.failure()
+    assert failure is not None
+    assert (failure.rank, failure.instruction, failure.cause) == (
+        0,
+        "send to 1 [mb 0]",
+        "ValueError: no",
+    )
     one, two = monitors(2)
     one.fail(Failure(1, "its end", "cut off").for_rank(0, "recv"))
-    found = two.records.failure()
-    assert found is not None
-    assert (found.rank, found.instruction, found.cause) == (1, "its end", "cut off")
+    failure = two.records.failure()
+    assert failure is not None
+    assert (failure.rank, failure.instruction, failure.cause) == (1, "its end", "cut off")
 
 
 def test_ranks_that_stand_in_the_way_are_followed_to_the_one_that_does_not_move() -> None:
@@ -130,8 +134,8 @@ def test_a_rank_that_is_steps_behind_is_followed_by_the_plan_of_its_step() -> No
     three[0].records.write_position(three[0].here)
     for peer in (1, 2):
         assert three[0]._find_stalled(peer, "no progress").rank == 1
-    found = three[0]._find_stalled(2, "no progress")
-    assert found.instruction == "send to 2 [mb 0]"
+    failure = three[0]._find_stalled(2, "no progress")
+    assert failure.instruction == "send to 2 [mb 0]"
 
 
 SUM = AllReduce((0, 1, 2))
@@ -139,13 +143,13 @@ SUM = AllReduce((0, 1, 2))
 
 def in_a_mesh(num_ranks: int, timeout: float = 0.2, clock: Clock | None = None) -> list[Monitor]:
     """Ranks that are about to run a stage that all of them share."""
-    made = pipeline([scale], transport=Threads(), mesh=Mesh(tensor=num_ranks))
-    checked = CheckedPrograms(make_pipeline(1).programs(1), mesh=made.mesh)
-    found = monitors(num_ranks, timeout, clock)
-    for monitor in found:
+    step = pipeline([scale], transport=Threads(), mesh=Mesh(tensor=num_ranks))
+    checked = CheckedPrograms(make_pipeline(1).programs(1), mesh=step.mesh)
+    members = monitors(num_ranks, timeout, clock)
+    for monitor in members:
         monitor.begin(checked)
         monitor.move_to(0, "run stage 0 [mb 0]")
-    return found
+    return members
 
 
 def test_who_has_left_a_collective_is_not_late_to_it() -> None:
@@ -191,9 +195,9 @@ def test_a_member_that_stopped_in_a_collective_is_blamed() -> None:
         for _ in range(20):
             three[0].liveness.observe(three[0].records, range(3))
             time.sleep(0.1)
-        found = three[0]._find_stalled(2, "no progress")
-    assert (found.rank, found.instruction) == (1, f"{SUM}, number 1")
-    assert found.cause == "no progress: its process ended, or was stopped"
+        failure = three[0]._find_stalled(2, "no progress")
+    assert (failure.rank, failure.instruction) == (1, f"{SUM}, number 1")
+    assert failure.cause == "no progress: its process ended, or was stopped"
     assert len(watchdogs) == 2
 
 

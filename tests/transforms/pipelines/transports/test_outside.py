@@ -191,7 +191,7 @@ def test_where_a_rank_listens(
 
 
 @pytest.mark.parametrize(
-    ("environment", "seen", "instead"),
+    ("environment", "problem", "instead"),
     [
         (
             {},
@@ -206,11 +206,11 @@ def test_where_a_rank_listens(
     ],
 )
 def test_several_nodes_name_a_secret_and_an_address(
-    environment: dict[str, str], seen: str, instead: str
+    environment: dict[str, str], problem: str, instead: str
 ) -> None:
     with pytest.raises(ProgramError) as error:
         Network.of({"MASTER_ADDR": "10.0.0.1", "LOCAL_WORLD_SIZE": "1", **environment}, 2)
-    assert error.value.seen == f"ranks on several nodes (MASTER_ADDR=10.0.0.1), and {seen}"
+    assert error.value.problem == f"ranks on several nodes (MASTER_ADDR=10.0.0.1), and {problem}"
     assert error.value.instead.startswith(instead)
 
 
@@ -220,7 +220,7 @@ def listening(pid: int) -> set[str]:
     for process in family(pid):
         for descriptor in _listed(Path(f"/proc/{process}/fd")):
             sockets.add(_target(descriptor))
-    found = set()
+    addresses = set()
     for table in ("tcp", "tcp6"):
         for line in Path(f"/proc/net/{table}").read_text().splitlines()[1:]:
             (
@@ -231,8 +231,8 @@ def listening(pid: int) -> set[str]:
                 *_,
             ) = line.split()
             if state == "0A" and f"socket:[{line.split()[9]}]" in sockets:
-                found.add(local.split(":")[0])
-    return found
+                addresses.add(local.split(":")[0])
+    return addresses
 
 
 def family(pid: int) -> list[int]:
@@ -244,8 +244,10 @@ def family(pid: int) -> list[int]:
 def ranks_of(agent: int) -> list[int]:
     """The processes of torchrun's agent, but not a fork that has not yet become another program: it
     has the agent's sockets."""
-    own = _read(Path(f"/proc/{agent}/cmdline"))
-    return [each for each in family(agent)[1:] if _read(Path(f"/proc/{each}/cmdline")) != own]
+    agent_command = _read(Path(f"/proc/{agent}/cmdline"))
+    return [
+        each for each in family(agent)[1:] if _read(Path(f"/proc/{each}/cmdline")) != agent_command
+    ]
 
 
 def _listed(folder: Path) -> list[Path]:
@@ -301,11 +303,11 @@ def test_a_run_listens_on_the_loopback_interface_alone(launcher: str) -> None:
     with subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
     ) as process:
-        seen: set[str] = set()
+        addresses: set[str] = set()
         while process.poll() is None:
             below = [process.pid] if launcher == "--pp 2" else ranks_of(process.pid)
-            seen |= {address for each in below for address in listening(each)}
+            addresses |= {address for each in below for address in listening(each)}
             time.sleep(0.02)
         assert process.stdout is not None
         assert process.returncode == 0, process.stdout.read()
-    assert seen == {"0100007F"}
+    assert addresses == {"0100007F"}

@@ -84,10 +84,10 @@ def wait(turns: int, device: torch.device) -> None:
         x = x @ x
 
 
-def differs(made: Tensor, expected: Tensor) -> bool:
+def differs(result: Tensor, expected: Tensor) -> bool:
     """Whether a bit does."""
-    same = made.shape == expected.shape and made.dtype == expected.dtype
-    return not same or not torch.equal(as_bytes(made), as_bytes(expected.contiguous()))
+    same = result.shape == expected.shape and result.dtype == expected.dtype
+    return not same or not torch.equal(as_bytes(result), as_bytes(expected.contiguous()))
 
 
 def run_cases(seed: int) -> list[str]:
@@ -152,8 +152,8 @@ def run_many(replays: int) -> int:
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph, capture_error_mode="thread_local"):
         for x in xs:
-            made = end.perform(effect, x, 0)
-            wrong += (made != 2 * x + (10 if rank == 0 else -10)).any()  # rank 1 has 10 more
+            reduced = end.perform(effect, x, 0)
+            wrong += (reduced != 2 * x + (10 if rank == 0 else -10)).any()  # rank 1 has 10 more
     for replay in range(replays):
         wait(among.choice((0, 0, 0, 1, 3)), device)
         for index, x in enumerate(xs):

@@ -16,22 +16,22 @@ def files(folder: Path) -> list[Path]:
 
 
 def test_a_text_is_read_as_it_was_written(tmp_path: Path) -> None:
-    own = Places(files(tmp_path), 0)
+    places = Places(files(tmp_path), 0)
     other = Places(files(tmp_path), 1)
-    assert other.read(0) is own.read(1) is None
+    assert other.read(0) is places.read(1) is None
     for text in (b"", b"first", b"x" * (2**15 - 8), b"last"):
-        own.write(text)
-        assert own.read(0) == other.read(0) == text
+        places.write(text)
+        assert places.read(0) == other.read(0) == text
     assert stat.S_IMODE(os.stat(tmp_path / "0").st_mode) == 0o600
 
 
 def test_files_without_names_are_read_by_those_who_met(tmp_path: Path) -> None:
-    own = Places(files(tmp_path), 0)
+    places = Places(files(tmp_path), 0)
     other = Places(files(tmp_path), 1)
     other.meet()
-    own.unlink()
-    own.unlink()
-    own.write(b"here")
+    places.unlink()
+    places.unlink()
+    places.write(b"here")
     assert other.read(0) == b"here"
     assert [file.name for file in tmp_path.iterdir()] == ["1"]
     assert Places(files(tmp_path), 1).read(0) is None
@@ -56,28 +56,28 @@ def test_a_file_is_found_whole_or_not_at_all(tmp_path: Path) -> None:
 
 
 def test_a_failure_is_looked_for_only_where_one_may_be(tmp_path: Path) -> None:
-    own = Places(files(tmp_path), 0)
-    assert own.may_have_failure()  # of the other, nothing is known
+    places = Places(files(tmp_path), 0)
+    assert places.may_have_failure()  # of the other, nothing is known
     other = Places(files(tmp_path), 1)
-    own.meet()
+    places.meet()
     other.meet()
-    own.unlink()
+    places.unlink()
     other.unlink()
-    own.write(b"x" * (2**15 - 8))
-    own.write(b"x" * (2**15 - 8))
-    assert not own.may_have_failure()
+    places.write(b"x" * (2**15 - 8))
+    places.write(b"x" * (2**15 - 8))
+    assert not places.may_have_failure()
     assert not other.may_have_failure()
     other.mark_failure()
-    assert own.may_have_failure()
+    assert places.may_have_failure()
     assert other.may_have_failure()
 
 
 def write_for_ever(folder: Path) -> None:
-    own = Places(files(folder), 0)
+    places = Places(files(folder), 0)
     count = 0
     while True:
         count += 1
-        own.write(bytes(str(count), "ascii") * (1 + count % 2000))
+        places.write(bytes(str(count), "ascii") * (1 + count % 2000))
 
 
 def test_a_killed_writer_leaves_whole_texts(tmp_path: Path) -> None:
@@ -86,12 +86,12 @@ def test_a_killed_writer_leaves_whole_texts(tmp_path: Path) -> None:
     process.start()
     try:
         other = Places(files(tmp_path), 1)
-        seen = set[bytes]()
-        while len(seen) < 200:
+        texts = set[bytes]()
+        while len(texts) < 200:
             text = other.read(0)
             if text is None:
                 continue
-            seen.add(text)
+            texts.add(text)
             assert is_whole(text)
     finally:
         assert process.pid is not None

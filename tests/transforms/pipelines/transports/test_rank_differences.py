@@ -83,7 +83,7 @@ def differ(what: str) -> str:
     batch = torch.arange(4.0)
     schema = Schema.parse("[2] float64" if mine else "[2] float32") if what == "schema" else None
     microbatches = (2 + mine) if what == "microbatches" else 2
-    made = pipeline(
+    step = pipeline(
         [stage] * transport.num_ranks,
         microbatches=microbatches,
         schema=schema,
@@ -98,9 +98,9 @@ def differ(what: str) -> str:
     if what == "batch":
         batch = torch.arange(5.0 if mine else 4.0)
     if what == "later batch":
-        state, _ = made([torch.ones(())], state, batch)
+        state, _ = step([torch.ones(())], state, batch)
         batch = torch.arange(5.0 if mine else 6.0)
-    return told(lambda: made([torch.ones(())], state, batch))
+    return told(lambda: step([torch.ones(())], state, batch))
 
 
 @pytest.mark.slow
@@ -122,15 +122,16 @@ def differ(what: str) -> str:
 def test_what_differs_is_named_by_both_ranks(what: str, zero: str, one: str) -> None:
     first, second = launch(differ, 2, what)
     step = 2 if what == "later batch" else 1
-    call, seen, instead = second.splitlines()
+    call, problem, instead = second.splitlines()
     assert call == f"ProgramError: step {step} of rank 1"
-    assert seen.startswith(f"  saw: '{one}")
-    assert f"', where rank 0 has '{zero}" in seen
+    assert problem.startswith(f"  saw: '{one}")
+    assert f"', where rank 0 has '{zero}" in problem
     assert instead.startswith("  instead: the same code, configuration and batches on every rank")
     assert first.startswith("RankError: rank 0: '")
     schema = ": [2] float64" * (what == "schema")
     assert (
-        f"rank 1 failed at 'recv from 0 [mb 0]{schema}': {second.splitlines()[0]}\n{seen}" in first
+        f"rank 1 failed at 'recv from 0 [mb 0]{schema}': {second.splitlines()[0]}\n{problem}"
+        in first
     )
 
 
@@ -151,10 +152,10 @@ def differ_in_what_ran_before() -> str:
     """Rank 1 takes a step that both have agreed on, while rank 0 takes one that they have not
     agreed on."""
     transport = Distributed(timeout=5)
-    made = pipeline([scale] * 2, transport=transport)
-    state, _ = made([torch.ones(())], [torch.ones(())], torch.ones(3))
+    step = pipeline([scale] * 2, transport=transport)
+    state, _ = step([torch.ones(())], [torch.ones(())], torch.ones(3))
     batch = torch.ones(3 if transport.rank else 2)
-    return told(lambda: made([torch.ones(())], state, batch))
+    return told(lambda: step([torch.ones(())], state, batch))
 
 
 @pytest.mark.slow
@@ -218,7 +219,7 @@ def meet(what: str) -> str:
     elif what == "dtype" and mine:
         p = p.double()
     mesh = Mesh(tensor=transport.num_ranks)
-    made = pipeline(
+    step = pipeline(
         [stage],
         microbatches=2 if mine and what == "microbatches" else 1,
         transport=transport,
@@ -229,7 +230,7 @@ def meet(what: str) -> str:
         batch = torch.arange(5.0 if mine and what == "batch" else 4.0)
         if what == "calls":
             transport.assert_equal("the number", f"{number + (mine and number == 1)}")
-        said.append(told(partial(made, [p], [torch.zeros(())], batch)))
+        said.append(told(partial(step, [p], [torch.zeros(())], batch)))
     return said[0] if said[0] != "no error" else said[1]
 
 
@@ -263,9 +264,9 @@ MEETINGS = {
 @pytest.mark.slow
 @pytest.mark.parametrize("what", MEETINGS)
 def test_what_differs_between_ranks_that_share_a_stage_is_named_by_both(what: str) -> None:
-    found = launch(meet, 2, what, timeout=20)
-    assert any(text.startswith("ProgramError") for text in found)
-    for text, (own, other) in zip(found, (MEETINGS[what], MEETINGS[what][::-1]), strict=True):
+    texts = launch(meet, 2, what, timeout=20)
+    assert any(text.startswith("ProgramError") for text in texts)
+    for text, (own_part, other) in zip(texts, (MEETINGS[what], MEETINGS[what][::-1]), strict=True):
         said = text.replace("its step", "step")
-        assert own in said
+        assert own_part in said
         assert other in said

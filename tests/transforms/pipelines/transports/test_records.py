@@ -16,17 +16,17 @@ SECRET = Secret.fresh()
 def test_a_record_of_another_transport_of_the_run_is_none_of_this_one() -> None:
     store = dist.HashStore()
     first, second = (dist.PrefixStore(f"weft/0/{number}", store) for number in range(2))
-    own = [
-        Records(own, 0, store, SECRET, prefix=f"weft/0/{number}")
-        for number, own in enumerate((first, second))
+    records = [
+        Records(records, 0, store, SECRET, prefix=f"weft/0/{number}")
+        for number, records in enumerate((first, second))
     ]
-    own[0].write_failure(Failure(1, "recv", "long ago"))
-    assert str(own[0].failure()) == str(Failure(1, "recv", "long ago"))
+    records[0].write_failure(Failure(1, "recv", "long ago"))
+    assert str(records[0].failure()) == str(Failure(1, "recv", "long ago"))
     second.set("failure", first.get("failure"))
     with pytest.raises(
         RankError, match=r"'weft/0/1/failure' holds .* not sealed with this run's secret"
     ):
-        own[1].failure()
+        records[1].failure()
 
 
 @given(

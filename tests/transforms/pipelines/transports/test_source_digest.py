@@ -127,14 +127,14 @@ def test_constants_of_a_module_count_and_its_variables_do_not(
 
 
 def test_a_module_that_a_stage_uses_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    found = []
+    digests = []
     monkeypatch.syspath_prepend(tmp_path)
     for name, text in (("one", "x + 1"), ("two", "x - 1")):
         (tmp_path / f"helpers_{name}.py").write_text(f"def help(x):\n    return {text}\n")
         namespace: dict[str, Any] = {"helpers": import_module(f"helpers_{name}")}
         exec("def stage(x):\n    return helpers.help(x)", namespace)
-        found.append(of(namespace["stage"]))
-    assert found[0] != found[1]
+        digests.append(of(namespace["stage"]))
+    assert digests[0] != digests[1]
 
 
 def test_a_file_that_changes_after_its_import_does_not_count(

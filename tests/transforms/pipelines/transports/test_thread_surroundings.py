@@ -244,8 +244,10 @@ def test_cuda_streams() -> None:
 
     torch.ones(1, device="cuda")
     with torch.cuda.stream(stream):
-        seen = pipeline([look, look], transport=Threads())([None] * 2, [None] * 2, torch.ones(1))[1]
-    assert seen == [stream, stream]
+        streams = pipeline([look, look], transport=Threads())(
+            [None] * 2, [None] * 2, torch.ones(1)
+        )[1]
+    assert streams == [stream, stream]
 
 
 def test_hooks_on_saved_tensors_may_be_any_pair() -> None:
@@ -254,9 +256,9 @@ def test_hooks_on_saved_tensors_may_be_any_pair() -> None:
     grads = []
     for transport in (Local(), Threads()):
         with torch.autograd.graph.saved_tensors_hooks(lambda t: t * 2, lambda t: t / 2):
-            made = weft.pipeline(stages, microbatches=2, transport=transport)(
+            output = weft.pipeline(stages, microbatches=2, transport=transport)(
                 params, [None, None], torch.ones(8, 4)
             )[1]
-        grads.append(torch.autograd.grad(made.sum(), params))
+        grads.append(torch.autograd.grad(output.sum(), params))
     for local, threaded in zip(*grads, strict=True):
         assert torch.equal(local, threaded)

@@ -34,10 +34,10 @@ LAW = "threads are local"
 @pytest.mark.parametrize("name", SCENARIOS)
 def test_it_gives_what_local_gives(name: str, num_ranks: int) -> None:
     threads = Threads()
-    wanted = SCENARIOS[name](num_ranks, Local())
-    seen = SCENARIOS[name](num_ranks, threads)
+    expected = SCENARIOS[name](num_ranks, Local())
+    result = SCENARIOS[name](num_ranks, threads)
     threads.close()
-    assert_equal(LAW, seen, wanted)
+    assert_equal(LAW, result, expected)
 
 
 def test_one_transport_runs_many_pipelines() -> None:

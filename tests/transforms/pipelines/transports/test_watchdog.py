@@ -85,7 +85,7 @@ class Run:
         self.devices = [Device(deaf) for _ in range(2)]
         clock = Clock() if threads else self.time.clock
         records = [Records(self.store, rank, self.store, SECRET) for rank in range(2)]
-        self.monitors = [Monitor(own, 2, timeout, clock) for own in records]
+        self.monitors = [Monitor(rank_records, 2, timeout, clock) for rank_records in records]
         for monitor in self.monitors:
             monitor.begin(PROGRAMS)
         self.watchdogs = [
@@ -142,14 +142,14 @@ class Run:
 
 @pytest.fixture
 def runs() -> Iterator[Callable[..., Run]]:
-    made: list[Run] = []
+    started: list[Run] = []
 
     def make(**options: Any) -> Run:
-        made.append(Run(**options))
-        return made[-1]
+        started.append(Run(**options))
+        return started[-1]
 
     yield make
-    for run in made:
+    for run in started:
         run.close()
 
 

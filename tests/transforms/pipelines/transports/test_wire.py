@@ -31,11 +31,11 @@ def wires(num_ranks: int, secrets: list[Secret] | None = None) -> list[Wire]:
 
 @pytest.fixture
 def pair() -> Iterator[list[Wire]]:
-    made = wires(2)
-    made[1].connect(0, made[0].address, 5)
-    made[0].await_ranks(5)
-    yield made
-    for wire in made:
+    both = wires(2)
+    both[1].connect(0, both[0].address, 5)
+    both[0].await_ranks(5)
+    yield both
+    for wire in both:
         wire.close()
 
 
@@ -95,11 +95,11 @@ def test_a_listener_that_does_not_hold_the_secret_is_refused() -> None:
     with socket.create_server((LOOPBACK, 0)) as listener:
 
         def pretend() -> None:
-            own, _ = listener.accept()
-            with own:
-                own.sendall(bytes(32))
-                own.recv(100)
-                own.sendall(bytes(16))
+            connection, _ = listener.accept()
+            with connection:
+                connection.sendall(bytes(32))
+                connection.recv(100)
+                connection.sendall(bytes(16))
 
         threading.Thread(target=pretend, daemon=True).start()
         one = Wire(1, 2, SECRET, LOOPBACK)
@@ -219,11 +219,11 @@ def test_who_waits_is_asked_whether_to_go_on(pair: list[Wire]) -> None:
     class EnoughError(Exception):
         """Waited for long enough."""
 
-    asked: list[int] = []
+    calls: list[int] = []
 
     def ask() -> None:
-        asked.append(1)
-        if len(asked) == 3:
+        calls.append(1)
+        if len(calls) == 3:
             raise EnoughError
 
     with pytest.raises(EnoughError):

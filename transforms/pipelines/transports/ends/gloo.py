@@ -40,17 +40,17 @@ class GlooEnd:
         place = effect.ranks.index(self.monitor.rank)
         parts = cut(effect, x)
         if x.numel():
-            others = [other for other in range(len(effect.ranks)) if other != place]
+            other_places = [other for other in range(len(effect.ranks)) if other != place]
         else:
-            others = []
-        for other in others:
+            other_places = []
+        for other in other_places:
             if goes(effect, place, other):
                 self.send([parts[other].contiguous()], effect.ranks[other], tag)
         mine = parts[place].contiguous()
         every = [
             mine if other == place else torch.empty_like(mine) for other in range(len(effect.ranks))
         ]
-        for other in others:
+        for other in other_places:
             if goes(effect, other, place):
                 self.recv([every[other]], effect.ranks[other], tag)
         return join(effect, every, place).clone(memory_format=torch.contiguous_format)
@@ -80,12 +80,12 @@ class GlooEnd:
     def recv(self, tensors: Sequence[Tensor], peer: int, tag: int, /) -> None:
         header = torch.empty(2, dtype=torch.int64)
         self._fill(header, peer)
-        number, seen = header.tolist()
-        if (number, seen) != (self._received[peer], tag):
+        number, received_tag = header.tolist()
+        if (number, received_tag) != (self._received[peer], tag):
             raise ProgramError(
                 f"rank {self.monitor.rank}: message {self._received[peer]} from rank {peer}, tag"
                 f" {tag:x}",
-                f"message {number}, tag {seen:x}: rank {peer} is in another step or at another"
+                f"message {number}, tag {received_tag:x}: rank {peer} is in another step or at another"
                 " micro-batch",
                 "the same batches, in the same order, on every rank",
             )

@@ -94,10 +94,10 @@ class NcclEnd:
         """The communicator of the ranks of a collective, made when they first meet."""
         name = f"ranks {','.join(map(str, ranks))}"
         if name not in self._groups:
-            own = ranks.index(self.monitor.rank), len(ranks)
+            rank_and_size = ranks.index(self.monitor.rank), len(ranks)
             store = self.monitor.records.store
             timeout = max(self.monitor.timeout, _MEETING)
-            self._groups[name] = nccl_group(name, store, *own, timeout, self._interface)
+            self._groups[name] = nccl_group(name, store, *rank_and_size, timeout, self._interface)
         return self._groups[name]
 
     def send(self, tensors: Sequence[Tensor], peer: int, _: int, /) -> None:
@@ -106,12 +106,12 @@ class NcclEnd:
             self._under_way.popleft()
         for tensor in tensors:
             # Its memory: a tensor that a function leaves somewhere is an error of its capture
-            own = tensor.detach()
-            work = self._group(peer).send([as_bytes(own)], peer, 0)
+            detached = tensor.detach()
+            work = self._group(peer).send([as_bytes(detached)], peer, 0)
             if capturing:
                 work.wait()  # a graph must end on the stream on which it began
             else:
-                self._under_way.append((work, own))
+                self._under_way.append((work, detached))
 
     def recv(self, tensors: Sequence[Tensor], peer: int, _: int, /) -> None:
         for tensor in tensors:

@@ -111,18 +111,20 @@ class PeerEnd:
 
     def _group(self, ranks: tuple[int, ...]) -> PeerGroup:
         """The ranks of a collective, with their inboxes."""
-        own = self.monitor.rank
+        own_rank = self.monitor.rank
         if shared := next((other for other in self._groups if len({*other} & {*ranks}) > 1), None):
-            seen = f"collectives among {ranks} and among {shared}, which share more than one rank"
-            raise MeshError(
-                f"a mesh over {self.monitor.num_ranks} ranks", seen, "one mesh for a transport"
+            problem = (
+                f"collectives among {ranks} and among {shared}, which share more than one rank"
             )
-        outs = [0 if rank == own else self._meeting_place(rank, own) for rank in ranks]
-        ins = [0 if rank == own else self._meeting_place(own, rank) for rank in ranks]
+            raise MeshError(
+                f"a mesh over {self.monitor.num_ranks} ranks", problem, "one mesh for a transport"
+            )
+        outs = [0 if rank == own_rank else self._meeting_place(rank, own_rank) for rank in ranks]
+        ins = [0 if rank == own_rank else self._meeting_place(own_rank, rank) for rank in ranks]
         addresses = torch.tensor([outs, ins], dtype=torch.int64, device=self.device)
         counts = torch.zeros(meeting.COUNTS, dtype=torch.int64, device=self.device)
         return PeerGroup(
-            meeting.Group(addresses[0], addresses[1], counts, self._abort, ranks.index(own))
+            meeting.Group(addresses[0], addresses[1], counts, self._abort, ranks.index(own_rank))
         )
 
     def _meeting_place(self, rank: int, source: int) -> int:
@@ -179,8 +181,8 @@ class PeerEnd:
                 sum(x.nbytes for x in tensors), dtype=torch.uint8, device=self.device
             )
             self._fill(whole, self._recvs[peer])
-            for tensor, own in zip(tensors, whole.split([x.nbytes for x in tensors]), strict=True):
-                as_bytes(tensor).copy_(own)
+            for tensor, part in zip(tensors, whole.split([x.nbytes for x in tensors]), strict=True):
+                as_bytes(tensor).copy_(part)
         else:
             self._fill(as_bytes(tensors[0]), self._recvs[peer])
 
@@ -235,10 +237,10 @@ class PeerEnd:
 
 def _joined(tensors: Sequence[Tensor]) -> Tensor:
     """The bytes of all tensors of a message, in order, since it takes one slot."""
-    own = [as_bytes(tensor) for tensor in tensors]
-    if len(own) == 1 and _is_aligned(own[0]):
-        return own[0]
-    return torch.cat(own)
+    parts = [as_bytes(tensor) for tensor in tensors]
+    if len(parts) == 1 and _is_aligned(parts[0]):
+        return parts[0]
+    return torch.cat(parts)
 
 
 def _is_aligned(message: Tensor) -> bool:

@@ -45,7 +45,7 @@ class PeerGroup:
         first."""
         ranks = self.group.ranks
         if not x.numel():
-            return combine(effect, [x] * ranks)[self.group.own].clone(
+            return combine(effect, [x] * ranks)[self.group.own_rank].clone(
                 memory_format=torch.contiguous_format
             )
         match effect:
@@ -58,7 +58,7 @@ class PeerGroup:
             case ReduceScatter(reduce_op=reduce_op, dim=dim):
                 return self._reduced(x, dim, reduce_op)
             case PPermute():
-                return join(effect, self._joined(x[None], None, 0).unbind(0), self.group.own)
+                return join(effect, self._joined(x[None], None, 0).unbind(0), self.group.own_rank)
 
     def _reduced(self, x: Tensor, split: int | None, reduce_op: str) -> Tensor:
         """The sum (maximum, minimum) of the pieces for this rank."""

@@ -62,7 +62,7 @@ def _encoded(value: Any, call: str) -> Any:
     if kind in (torch.dtype, torch.device, torch.layout, torch.memory_format):
         return [kind.__name__, str(value).removeprefix("torch.")]
     if kind in _SEQUENCES.values():
-        name = next(name for name, own in _SEQUENCES.items() if own is kind)
+        name = next(name for name, sequence_type in _SEQUENCES.items() if sequence_type is kind)
         if kind in (set, frozenset):
             items = sorted(value, key=repr)
         else:
@@ -71,7 +71,10 @@ def _encoded(value: Any, call: str) -> Any:
     if kind is type and _find_class(name := f"{value.__module__}:{value.__qualname__}") is value:
         return ["class", name]
     if kind is dict:
-        return ["dict", *([_encoded(key, call), _encoded(own, call)] for key, own in value.items())]
+        return [
+            "dict",
+            *([_encoded(key, call), _encoded(entry, call)] for key, entry in value.items()),
+        ]
     return _encoded_object(value, kind, call)
 
 
@@ -81,9 +84,9 @@ def _encoded_object(value: Any, kind: type, call: str) -> Any:
         if isinstance(value, enum.Enum):
             return ["enum", name, value.name]
         if issubclass(kind, tuple) and hasattr(kind, "_fields"):
-            return ["named", name, *(_encoded(own, call) for own in value)]
-        if (found := pytree_node(kind)) is not None:
-            children, context = found.flatten_fn(value)
+            return ["named", name, *(_encoded(item, call) for item in value)]
+        if (node := pytree_node(kind)) is not None:
+            children, context = node.flatten_fn(value)
             return [
                 "node",
                 name,
@@ -94,12 +97,12 @@ def _encoded_object(value: Any, kind: type, call: str) -> Any:
             return [
                 "object",
                 name,
-                *([own, _encoded(getattr(value, f), call)] for own, f in fields.items()),
+                *([argument, _encoded(getattr(value, f), call)] for argument, f in fields.items()),
             ]
-    seen = f"{value!r:.60}, {kind_of(value)}, which cannot travel to another process"
+    problem = f"{value!r:.60}, {kind_of(value)}, which cannot travel to another process"
     raise ProgramError(
         call,
-        seen,
+        problem,
         "tensors, numbers, texts, and tuples, dicts or attrs classes (of a module) of these",
     )
 
@@ -125,39 +128,39 @@ def _decoded(data: Any) -> Any:
 def _find_class(name: str) -> Any:
     """The class with the name `module:qualname`, if its module is loaded."""
     module, _, path = name.partition(":")
-    found: Any = sys.modules.get(module)
+    value: Any = sys.modules.get(module)
     for part in path.split("."):
-        found = vars(found).get(part) if found is not None else None
-    if isinstance(found, type):
-        return found
+        value = vars(value).get(part) if value is not None else None
+    if isinstance(value, type):
+        return value
     return None
 
 
 def _class(name: str, fits: Callable[[Any], Any]) -> Any:
-    found = _find_class(name)
-    if found is None or not fits(found):
+    kind = _find_class(name)
+    if kind is None or not fits(kind):
         raise ValueError(f"no class {name!r} of that kind is loaded here")
-    return found
+    return kind
 
 
 def _node(name: str, context: Any, *children: Any) -> Any:
-    found = pytree_node(_class(name, lambda kind: pytree_node(kind) is not None))
-    assert found is not None, "`_class` has looked it up"
-    return found.unflatten_fn([_decoded(child) for child in children], _decoded(context))
+    node = pytree_node(_class(name, lambda kind: pytree_node(kind) is not None))
+    assert node is not None, "`_class` has looked it up"
+    return node.unflatten_fn([_decoded(child) for child in children], _decoded(context))
 
 
 def _object(name: str, *fields: Any) -> Any:
     return _class(name, lambda kind: _fields(kind) is not None)(
-        **{field: _decoded(own) for field, own in fields}
+        **{field: _decoded(value) for field, value in fields}
     )
 
 
 def _torch(kind: type) -> Callable[[str], Any]:
     def find(name: str) -> Any:
-        found = getattr(torch, name, None)
-        if not isinstance(found, kind):
+        constant = getattr(torch, name, None)
+        if not isinstance(constant, kind):
             raise ValueError(f"torch has no {kind.__name__} {name!r}")
-        return found
+        return constant
 
     return find
 
@@ -176,8 +179,11 @@ _DECODERS: dict[str, Callable[..., Any]] = {
     "bytes": base64.b64decode,
     "device": torch.device,
     **{kind.__name__: _torch(kind) for kind in (torch.dtype, torch.layout, torch.memory_format)},
-    **{name: lambda *items, own=own: own(map(_decoded, items)) for name, own in _SEQUENCES.items()},
-    "dict": lambda *items: {_decoded(key): _decoded(own) for key, own in items},
+    **{
+        name: lambda *items, sequence_type=sequence_type: sequence_type(map(_decoded, items))
+        for name, sequence_type in _SEQUENCES.items()
+    },
+    "dict": lambda *items: {_decoded(key): _decoded(value) for key, value in items},
     "class": lambda name: _class(name, lambda _: True),
     "enum": lambda name, member: _class(name, lambda kind: issubclass(kind, enum.Enum))[member],
     "named": lambda name, *items: _class(

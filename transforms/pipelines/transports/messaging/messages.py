@@ -269,11 +269,11 @@ class ProcessLink:
         self._refuse_odd(effect, x)
         self._meetings += 1
         met = self.agreement.meet(str(effect), self._meetings)
-        others = set(effect.ranks) - {self.monitor.rank}
+        peers = set(effect.ranks) - {self.monitor.rank}
         with self.monitor.at_collective(effect, self._meetings):
-            for peer in sorted(others):
+            for peer in sorted(peers):
                 self.send_bytes(peer, header_bytes(self.agreement.meeting_header(peer, met)))
-            for peer in sorted(others):
+            for peer in sorted(peers):
                 self._count += 1
                 self._awaited.setdefault(peer, deque()).append((self._count, "", met))
                 if not self._on_device:
@@ -300,8 +300,8 @@ class ProcessLink:
         """
         headers = [header for awaited in self._awaited.values() for header in awaited]
         counted = (
-            own
-            for own, _, header in headers
+            number
+            for number, _, header in headers
             if last is None or not isinstance(header, Expected) or header.microbatch <= last
         )
         count = max(counted, default=0)
@@ -373,20 +373,20 @@ class ProcessLink:
                 if tensor.is_quantized
                 else tensor.layout
             )
-            seen = f"a tensor that is {kind}".replace("torch.", "")
+            problem = f"a tensor that is {kind}".replace("torch.", "")
             instead = "return plain tensors from the stage"
         elif tensor.device.type != self.device.type:
-            seen = f"a tensor on '{tensor.device}'"
+            problem = f"a tensor on '{tensor.device}'"
             instead = f"return tensors on '{self.device}' from the stage"
         elif tensor.requires_grad and torch.is_grad_enabled():
-            seen = "a tensor that requires grad, which does not come back from another process"
+            problem = "a tensor that requires grad, which does not come back from another process"
             instead = (
                 "torch.no_grad() around the call, or detach() in the stage; for gradients"
                 " transport=Local()"
             )
         else:
             return
-        raise ProgramError(f"rank {self.monitor.rank}: '{effect}'", seen, instead)
+        raise ProgramError(f"rank {self.monitor.rank}: '{effect}'", problem, instead)
 
     def _key(self, effect: Send | Recv | Broadcast, source: int) -> str:
         """The name of a message's layout: the same for all batches of a class, from the same rank
@@ -394,16 +394,16 @@ class ProcessLink:
         assert self.checked is not None, "a run has begun"
         classes = self.checked.programs[source].classes
         described = classes[effect.microbatch] if classes else ""
-        made = stage_sent(Step(self.monitor.rank, effect))
-        of = self.checked.read_sources, isinstance(effect, Broadcast), described, source, made
-        if (known := self._keys.get(of)) is None:
-            stage = "" if made in (None, source) else f" stage {made}"
+        sent_stage = stage_sent(Step(self.monitor.rank, effect))
+        of = self.checked.read_sources, isinstance(effect, Broadcast), described, source, sent_stage
+        if (name := self._keys.get(of)) is None:
+            stage = "" if sent_stage in (None, source) else f" stage {sent_stage}"
             text = (
                 f"{isinstance(effect, Broadcast)} {described} {self.checked.read_sources()}{stage}"
             )
-            known = f"layout/{source}/{hashlib.blake2b(text.encode(), digest_size=8).hexdigest()}"
-            _keep(self._keys, of, known)
-        return known
+            name = f"layout/{source}/{hashlib.blake2b(text.encode(), digest_size=8).hexdigest()}"
+            _keep(self._keys, of, name)
+        return name
 
     def _layout(
         self,
@@ -415,19 +415,19 @@ class ProcessLink:
     ) -> MessageLayout:
         """The layout of this message, which must be the one that was sent before for the same
         class."""
-        known = self._layouts_by_key.get(key)
-        if known is not None and known.is_of(leaves, structure):
-            return known
+        earlier = self._layouts_by_key.get(key)
+        if earlier is not None and earlier.is_of(leaves, structure):
+            return earlier
         layout = MessageLayout.of(value, leaves, structure)
-        if known is None:
+        if earlier is None:
             _keep(self._layouts_by_key, key, layout)
         else:
             raise ProgramError(
                 f"rank {self.monitor.rank}: '{effect}'",
-                f"{layout}, where for the same class of batch it sent {known}",
+                f"{layout}, where for the same class of batch it sent {earlier}",
                 (
                     "shapes that depend on the batch's class only"
-                    if known.tensors() != layout.tensors()
+                    if earlier.tensors() != layout.tensors()
                     else (
                         "values other than tensors that depend on the batch's class only; or"
                         " tensors in their place"
@@ -437,21 +437,21 @@ class ProcessLink:
         return layout
 
 
-def _keep(known: dict[Any, Any], key: Any, value: Any) -> None:
+def _keep(cache: dict[Any, Any], key: Any, value: Any) -> None:
     """Keep a value, and drop the oldest if there are too many. Both ends of an edge keep the same
     ones, in the same order."""
-    known[key] = value
-    if len(known) > _MAX_LAYOUTS:
-        del known[next(iter(known))]
+    cache[key] = value
+    if len(cache) > _MAX_LAYOUTS:
+        del cache[next(iter(cache))]
 
 
 def dense(tensor: Tensor) -> Tensor:
     """A contiguous tensor with the same values, with pending conjugations and negations done."""
-    found = tensor.resolve_conj().resolve_neg().contiguous()
+    result = tensor.resolve_conj().resolve_neg().contiguous()
     # A single value may have any stride
-    if found.numel() == 1:
-        return found.as_strided((1,), (1,))
-    return found
+    if result.numel() == 1:
+        return result.as_strided((1,), (1,))
+    return result
 
 
 def as_bytes(tensor: Tensor) -> Tensor:

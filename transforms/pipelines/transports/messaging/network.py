@@ -62,11 +62,11 @@ class Secret:
 
     def tag(self, *parts: bytes) -> bytes:
         """The tag of these parts: 16 bytes that only the secret makes."""
-        found = hashlib.blake2b(key=self.key[:64], digest_size=_TAG)
+        hasher = hashlib.blake2b(key=self.key[:64], digest_size=_TAG)
         for part in parts:
-            found.update(len(part).to_bytes(8, "little"))
-            found.update(part)
-        return found.digest()
+            hasher.update(len(part).to_bytes(8, "little"))
+            hasher.update(part)
+        return hasher.digest()
 
     def seal(self, name: str, text: str) -> bytes:
         """A text for a name, with its tag in front."""
@@ -92,7 +92,7 @@ class Secret:
 
 
 @contextmanager
-def shared_secret(given: Secret | None, store: Store, rank: int) -> Iterator[Secret]:
+def shared_secret(configured: Secret | None, store: Store, rank: int) -> Iterator[Secret]:
     """The secret of a run, while its ranks find each other: the given one; or else rank 0 writes a
     fresh one to a file that only this user can read, and names the file in the store. A stranger
     may name another file there, but cannot have written it.
@@ -100,8 +100,8 @@ def shared_secret(given: Secret | None, store: Store, rank: int) -> Iterator[Sec
     Raises:
         ProgramError: others may use the folder of such files, or the named file is not in it.
     """
-    if given is not None:
-        yield given
+    if configured is not None:
+        yield configured
         return
     folder = private_folder()
     if rank == 0:
@@ -123,11 +123,11 @@ def shared_secret(given: Secret | None, store: Store, rank: int) -> Iterator[Sec
     else:
         key = None
     if key is None:
-        seen = (
+        problem = (
             f"no secret that rank 0 left in {folder}, which is said to be in its file {name!r:.60}"
         )
         instead = f"all ranks as one user on one machine, or {_EXPORT}"
-        raise ProgramError(f"Distributed() on rank {rank}", seen, instead)
+        raise ProgramError(f"Distributed() on rank {rank}", problem, instead)
     yield Secret(key)
 
 
@@ -148,8 +148,8 @@ def private_folder() -> Path:
     base = os.environ.get("XDG_RUNTIME_DIR") or tempfile.gettempdir()
     folder = Path(base) / f"weft-{os.getuid()}"
     folder.mkdir(mode=0o700, exist_ok=True)
-    found = folder.lstat()
-    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & 0o077:
+    status = folder.lstat()
+    if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.getuid() or status.st_mode & 0o077:
         raise ProgramError(
             "Distributed()",
             f"{folder}, which others may read or write",
@@ -181,26 +181,26 @@ class Network:
             ProgramError: several nodes without an address or a secret; or a secret that is easily
                 guessed.
         """
-        given = environment.get(SECRET)
+        secret_text = environment.get(SECRET)
         master = environment.get("MASTER_ADDR", LOOPBACK)
-        secret = None if given is None else Secret(given.encode())
+        secret = None if secret_text is None else Secret(secret_text.encode())
         one_node = environment.get("LOCAL_WORLD_SIZE") == str(num_ranks)
         one_node = one_node or master in ("localhost", "::1") or master.startswith("127.")
-        seen = f"ranks on several nodes (MASTER_ADDR={master}), and no "
-        if given is not None and len(given) < _LEAST:
-            seen = f"{SECRET} of {len(given)} characters"
+        problem = f"ranks on several nodes (MASTER_ADDR={master}), and no "
+        if secret_text is not None and len(secret_text) < _LEAST:
+            problem = f"{SECRET} of {len(secret_text)} characters"
             instead = f"at least {_LEAST}: {_EXPORT}"
         elif one_node:
             return cls(LOOPBACK, True, secret)
-        elif given is None:
-            seen = seen + SECRET
+        elif secret_text is None:
+            problem = problem + SECRET
             instead = _EXPORT
         elif ADDRESS not in environment:
-            seen += ADDRESS
+            problem += ADDRESS
             instead = (
                 f"export {ADDRESS}=<the address of this node that the other nodes reach>, on each"
                 " node"
             )
         else:
             return cls(environment[ADDRESS], False, secret)
-        raise ProgramError("Distributed()", seen, instead)
+        raise ProgramError("Distributed()", problem, instead)

@@ -82,15 +82,15 @@ class Wire:
             OSError: it cannot be reached.
         """
         host, port = address.rsplit(" ", 1)
-        own = socket.create_connection((host, int(port)), timeout)
+        sock = socket.create_connection((host, int(port)), timeout)
         try:
-            theirs = _read_exactly(own, _NONCE)
+            theirs = _read_exactly(sock, _NONCE)
             mine = os.urandom(_NONCE)
             who = self.rank.to_bytes(4, "little"), peer.to_bytes(4, "little")
-            own.sendall(who[0] + mine + self._secret.tag(b"connects", *who, theirs, mine))
+            sock.sendall(who[0] + mine + self._secret.tag(b"connects", *who, theirs, mine))
             answer = b""
             with suppress(OSError):  # it closes the connection where it refuses this rank's proof
-                answer = _read_exactly(own, _TAG)
+                answer = _read_exactly(sock, _TAG)
             if not hmac.compare_digest(answer, self._secret.tag(b"accepts", *who, theirs, mine)):
                 if not answer:
                     closed = "closed the connection when this rank proved"
@@ -98,9 +98,9 @@ class Wire:
                     closed = "cannot prove"
                 raise RefusedError(f"it {closed} that it holds the secret")
         except BaseException:
-            own.close()
+            sock.close()
             raise
-        self._connections[peer] = _connection(own, self._secret.derived(*who, theirs, mine))
+        self._connections[peer] = _connection(sock, self._secret.derived(*who, theirs, mine))
 
     def await_ranks(self, timeout: float) -> None:
         """Wait until all ranks above this one have connected.
@@ -125,30 +125,30 @@ class Wire:
     def _accept(self) -> None:
         while not self._has_stopped_listening:
             try:
-                own, _ = self._listener.accept()
+                sock, _ = self._listener.accept()
                 with self._arrived:
-                    self._unproven.append(own)
+                    self._unproven.append(sock)
                     if len(self._unproven) > _MOST_UNPROVEN:
                         oldest = self._unproven.popleft()
                     else:
                         oldest = None
                 if oldest is not None:
                     _close_socket(oldest)
-                threading.Thread(target=self._welcome, args=(own,), daemon=True).start()
+                threading.Thread(target=self._welcome, args=(sock,), daemon=True).start()
             except (
                 OSError,
                 RuntimeError,
             ):  # the listener was closed; or too many files or threads are open for now
                 time.sleep(_PAUSE)
 
-    def _welcome(self, own: socket.socket) -> None:
+    def _welcome(self, sock: socket.socket) -> None:
         """Keep one connection if it proves that it is a rank; close it if it sends anything else."""
         try:
             end = time.monotonic() + _HELLO
-            own.settimeout(_HELLO)
+            sock.settimeout(_HELLO)
             mine = os.urandom(_NONCE)
-            own.sendall(mine)
-            hello = _read_exactly(own, 4 + _NONCE + _TAG, end)
+            sock.sendall(mine)
+            hello = _read_exactly(sock, 4 + _NONCE + _TAG, end)
             who = hello[:4]
             theirs = hello[4 : 4 + _NONCE]
             tag = hello[4 + _NONCE :]
@@ -162,19 +162,19 @@ class Wire:
                     and not self._closed
                 )
                 if not (
-                    proves and fits and own in self._unproven
+                    proves and fits and sock in self._unproven
                 ):  # else it was closed as the oldest of too many
                     raise RefusedError
-                self._unproven.remove(own)
-                own.sendall(self._secret.tag(b"accepts", *parts))
-                self._connections[peer] = _connection(own, self._secret.derived(*parts))
+                self._unproven.remove(sock)
+                sock.sendall(self._secret.tag(b"accepts", *parts))
+                self._connections[peer] = _connection(sock, self._secret.derived(*parts))
                 self._arrived.notify_all()
         except (OSError, RefusedError):
             self._refused += 1
-            own.close()
+            sock.close()
         finally:
             with self._arrived, suppress(ValueError):  # it has proved itself, or was closed
-                self._unproven.remove(own)
+                self._unproven.remove(sock)
 
     def send(self, peer: int, payload: bytes) -> None:
         """Send a frame. It waits only if the peer has left megabytes unread.
@@ -216,10 +216,10 @@ class Wire:
     def meet(self) -> None:
         """Wait until every rank has called this: a rank that is done at once must not close what
         another one still connects."""
-        others = [peer for peer in range(self.num_ranks) if peer != self.rank]
-        for peer in others:
+        peers = [peer for peer in range(self.num_ranks) if peer != self.rank]
+        for peer in peers:
             self.send(peer, b"")
-        for peer in others:
+        for peer in peers:
             self.recv(peer, lambda: None)
 
     def poll(self, peer: int) -> bytes | None:
@@ -278,30 +278,30 @@ class Wire:
         self._listener.close()
 
 
-def _connection(own: socket.socket, secret: Secret) -> _Connection:
-    own.settimeout(None)
-    own.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    return _Connection(own, secret)
+def _connection(sock: socket.socket, secret: Secret) -> _Connection:
+    sock.settimeout(None)
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    return _Connection(sock, secret)
 
 
 def _frame_tag(secret: Secret, sender: int, number: int, payload: bytes) -> bytes:
     return secret.tag(sender.to_bytes(4, "little"), number.to_bytes(8, "little"), payload)
 
 
-def _close_socket(own: socket.socket) -> None:
+def _close_socket(sock: socket.socket) -> None:
     """Close a connection that another thread may be reading from."""
     with suppress(OSError):
-        own.shutdown(socket.SHUT_RDWR)
-    own.close()
+        sock.shutdown(socket.SHUT_RDWR)
+    sock.close()
 
 
-def _read_exactly(own: socket.socket, count: int, end: float | None = None) -> bytes:
+def _read_exactly(sock: socket.socket, count: int, end: float | None = None) -> bytes:
     """The next `count` bytes; `end`, a time of `time.monotonic()`, is when they must be there."""
-    found = b""
-    while len(found) < count:
+    data = b""
+    while len(data) < count:
         if end is not None:
-            own.settimeout(max(end - time.monotonic(), 1e-3))
-        if not (more := own.recv(count - len(found))):
+            sock.settimeout(max(end - time.monotonic(), 1e-3))
+        if not (more := sock.recv(count - len(data))):
             raise ConnectionError("the other end closed the connection")
-        found += more
-    return found
+        data += more
+    return data

@@ -68,13 +68,13 @@ class Failure:
 
     def for_rank(self, rank: int, waiting: str) -> RankError:
         """The error of a rank that waits at the instruction `waiting` because of this failure."""
-        seen = f"rank {self.rank} failed at '{self.instruction}': {self.cause}"
+        problem = f"rank {self.rank} failed at '{self.instruction}': {self.cause}"
         instead = (
             f"mend what failed on rank {self.rank}; if it needs longer, a greater timeout= or"
             " --timeout"
         )
         return RankError(
-            f"rank {rank}: '{waiting}'", seen, instead, self.rank, self.instruction, self.cause
+            f"rank {rank}: '{waiting}'", problem, instead, self.rank, self.instruction, self.cause
         )
 
 
@@ -108,8 +108,8 @@ def blockers(
 def culprit(rank: int, waits_for: Callable[[int], Sequence[int]]) -> int:
     """The rank that `rank` waits for in the end: the first one in the chain of waits that nothing
     keeps from moving."""
-    seen = set[int]()
-    while rank not in seen and (others := waits_for(rank)):
-        seen.add(rank)
-        rank = others[0]
+    visited = set[int]()
+    while rank not in visited and (awaited := waits_for(rank)):
+        visited.add(rank)
+        rank = awaited[0]
     return rank

@@ -277,12 +277,12 @@ class Monitor:
         waits = self.here.instruction if waiting is None else waiting
         try:
             if gone:
-                found = self._find_gone(gone, peer, cause)
+                failure = self._find_gone(gone, peer, cause)
             else:
-                found = self._find_stalled(peer, cause)
+                failure = self._find_stalled(peer, cause)
         except RankError as error:
             return error
-        return self.write_failure(found).for_rank(self.rank, waits)
+        return self.write_failure(failure).for_rank(self.rank, waits)
 
     def _find_gone(self, gone: Sequence[int], otherwise: int, cause: str) -> Failure:
         end = self.clock.now() + _GRACE
@@ -350,9 +350,9 @@ class Monitor:
             0 if a < 0 else count if a > 0 or place.instruction == SYNC else min(place.index, count)
             for a, place, count in zip(ahead, places, counts, strict=True)
         ]
-        found = blockers(checked.programs, at, rank, CAPACITY, silent)
-        if found or rank in silent:
-            return found
+        blocking = blockers(checked.programs, at, rank, CAPACITY, silent)
+        if blocking or rank in silent:
+            return blocking
         return self._late_members(checked, rank, here, silent)
 
     def _late_members(
@@ -399,12 +399,12 @@ class Monitor:
         self.move_to(0, CONNECT)
         results: queue.SimpleQueue[Exception | None] = queue.SimpleQueue()
         threading.Thread(target=attempt, name=CONNECT, daemon=True).start()
-        others = [peer for peer in range(self.num_ranks) if peer != self.rank]
+        peers = [peer for peer in range(self.num_ranks) if peer != self.rank]
         end = self.clock.now() + timeout
         left = False
         pause = _POLL / 4
         while True:
-            self.liveness.observe(self.records, others)
+            self.liveness.observe(self.records, peers)
             try:
                 error = results.get(timeout=pause)
                 break
@@ -414,14 +414,14 @@ class Monitor:
                     error = TimeoutError(f"no progress for {timeout:g} s")
                     break
                 if any(
-                    self.records.exit(peer) for peer in others
+                    self.records.exit(peer) for peer in peers
                 ):  # perhaps connected, and done with its work
                     left = True
                     pause = self._silence
         if error is not None:
             blamed = (self.liveness.silent(self._silence) or [self.rank])[0]
             cause = f"{type(error).__name__}: {str(error).splitlines()[0]:.120}"
-            raise self.explain(blamed, cause, gone=others) from error
+            raise self.explain(blamed, cause, gone=peers) from error
         self.move_to(0, START)
 
 

@@ -38,16 +38,16 @@ class Places:
         self._count = 0
         self._maps: dict[int, mmap.mmap] = {}
         # Others find it when it is whole
-        made = files[rank].with_name(f"{files[rank].name}.{os.getpid()}")
+        temporary = files[rank].with_name(f"{files[rank].name}.{os.getpid()}")
         try:
             with os.fdopen(
-                os.open(made, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb"
+                os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb"
             ) as file:
                 # On a full disk, a hole would end the process when it is written
                 file.write(bytes(_SIZE))
-            made.replace(files[rank])
+            temporary.replace(files[rank])
         finally:
-            made.unlink(missing_ok=True)
+            temporary.unlink(missing_ok=True)
         self._open(rank)
 
     def _open(self, rank: int) -> mmap.mmap:
@@ -67,11 +67,11 @@ class Places:
 
     def write(self, text: bytes) -> None:
         """Write this rank's text, of at most 2**15 - 8 bytes."""
-        own = self._maps[self._rank]
+        buffer = self._maps[self._rank]
         self._count = self._count + 1
         start = _HEAD.size + self._count % 2 * _SLOT
-        own[start : start + _HEAD.size + len(text)] = _HEAD.pack(len(text)) + text
-        own[: _HEAD.size] = _HEAD.pack(self._count)
+        buffer[start : start + _HEAD.size + len(text)] = _HEAD.pack(len(text)) + text
+        buffer[: _HEAD.size] = _HEAD.pack(self._count)
 
     def mark_failure(self) -> None:
         """Say that this rank has written a failure into the store."""
@@ -80,19 +80,19 @@ class Places:
     def may_have_failure(self) -> bool:
         """Whether some rank said so; also where one has no file that this one could open."""
         return any(
-            (found := self._find(rank)) is None or found[_FAILED]
+            (buffer := self._find(rank)) is None or buffer[_FAILED]
             for rank in range(len(self._files))
         )
 
     def read(self, rank: int) -> bytes | None:
         """The text that a rank last wrote; None if it wrote none here."""
-        found = self._find(rank)
-        while found is not None:
-            (count,) = _HEAD.unpack_from(found)
+        buffer = self._find(rank)
+        while buffer is not None:
+            (count,) = _HEAD.unpack_from(buffer)
             start = _HEAD.size + count % 2 * _SLOT
-            (size,) = _HEAD.unpack_from(found, start)
-            text = found[start + _HEAD.size : start + _HEAD.size + size]
-            if _HEAD.unpack_from(found) == (count,):
+            (size,) = _HEAD.unpack_from(buffer, start)
+            text = buffer[start + _HEAD.size : start + _HEAD.size + size]
+            if _HEAD.unpack_from(buffer) == (count,):
                 if count:
                     return text
                 return None

@@ -230,15 +230,15 @@ class Liveness:
         now = self._clock.now()
         for rank in ranks:
             beat = records.beat(rank)
-            known = self._last.get(rank)
-            self._last[rank] = (beat, now if known is None or known[0] != beat else known[1], now)
+            last = self._last.get(rank)
+            self._last[rank] = (beat, now if last is None or last[0] != beat else last[1], now)
 
     def silent(self, seconds: float) -> list[int]:
         """The ranks without a new heartbeat for so long; a rank that never had one does not count."""
-        seen = list(self._last.items())  # another thread may observe
+        entries = list(self._last.items())  # another thread may observe
         return [
             rank
-            for rank, (beat, since, last) in seen
+            for rank, (beat, since, last) in entries
             if beat is not None and last - since > seconds
         ]
 
