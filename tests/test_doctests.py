@@ -15,9 +15,9 @@ FOLDERS = {
     "proofs": "weft.proofs",
 }
 NEEDS = {
-    "weft.proofs.solver.dispatch_proof": "z3",
-    "weft.proofs.solver.schedule_proof": "z3",
-    "weft.proofs.solver.symbolic": "z3",
+    "weft.proofs.evidence.solver.dispatch_proof": "z3",
+    "weft.proofs.evidence.solver.schedule_proof": "z3",
+    "weft.proofs.evidence.solver.symbolic": "z3",
 }
 
 

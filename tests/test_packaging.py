@@ -156,16 +156,32 @@ def setuptools_table() -> dict[str, Any]:
     return table
 
 
-def test_every_folder_of_modules_is_a_listed_package() -> None:
-    python = {
+EVIDENCE = Path("proofs", "evidence")
+
+
+def test_the_wheel_has_every_package_but_the_evidence() -> None:
+    folders = {
         path.parent for path in tracked() if path.parts[0] in FOLDERS and path.suffix == ".py"
     }
     assert [
-        folder for folder in sorted(python) if not (ROOT / folder / "__init__.py").exists()
+        folder for folder in sorted(folders) if not (ROOT / folder / "__init__.py").exists()
     ] == []
-    packages = setuptools_table()["packages"]
-    assert sorted(packages) == sorted(module_name(folder / "__init__.py") for folder in python)
-    assert setuptools_table()["package-dir"] == {"": ".src"}
+    table = setuptools_table()
+    assert table["package-dir"] == {"": ".src"}
+    # Every folder with an `__init__.py` is found.
+    assert table["packages"] == {
+        "find": {"where": [".src"], "exclude": [module_name(EVIDENCE / "__init__.py") + "*"]}
+    }
+
+
+def test_nothing_in_the_wheel_imports_the_evidence() -> None:
+    evidence = module_name(EVIDENCE / "__init__.py")
+    inward = [
+        record
+        for record in own_imports()
+        if target(record).startswith(evidence) and not record.at.startswith(evidence)
+    ]
+    assert listed(inward) == ""
 
 
 # Symbolic links and their targets, so that an editable install is a path that tools can follow.
@@ -211,6 +227,7 @@ def test_every_other_file_of_a_package_is_listed_as_its_data() -> None:
     data = setuptools_table()["package-data"]
     files = [path for path in tracked() if path.parts[0] in FOLDERS and path.suffix != ".py"]
     files = [path for path in files if not (ROOT / path).is_symlink()]
+    files = [path for path in files if not path.is_relative_to(EVIDENCE)]
     inside = [path for path in files if (ROOT / path.parent / "__init__.py").exists()]
     assert Path("lib/py.typed") in inside
     assert Path("stages/demo/model.safetensors") in inside

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 from pages import ROOT, blocks, links, missing_test, modules, node_ids, paths, run
 
-from weft.proofs import measured, reference
-from weft.proofs.suite import LAWS
+from weft.proofs.evidence.pages import measured, reference
+from weft.proofs.evidence.runs.suite import LAWS
 
 PAGES = sorted((ROOT / "proofs" / "pages").glob("*.md"))
 WRITTEN_BY_CODE = {reference.PAGE.name, measured.PAGE.name}
@@ -83,7 +83,7 @@ def test_a_test_that_does_not_exist_is_missed() -> None:
         missing_test("tests/test_readme.py", "test_it", "", CASES)
         == "no test_it in tests/test_readme.py"
     )
-    law = ("tests/proofs/test_laws.py", "test_law_on_the_tape")
+    law = ("tests/proofs/evidence/test_laws.py", "test_law_on_the_tape")
     assert missing_test(*law, "L3 pipeline is composition, on models", CASES) == ""
     assert missing_test(*law, "L99 all is well", CASES) == "no law 'L99 all is well'"
 

@@ -17,6 +17,7 @@ class Mesh:
 
     Args:
         sizes: the number of ranks along each axis, by its name.
+        unnamed: none; a size without a name is refused.
 
     Raises:
         MeshError: there is no axis, an axis has no name, or the size of an axis is not a whole

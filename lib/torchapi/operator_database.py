@@ -23,7 +23,7 @@ def operator_database() -> tuple[Any, ...]:
     except ModuleNotFoundError as error:
         problem = f"no {error.name} here, which torch's operator database imports"
         raise MissingPackageError(
-            "weft.proofs.opinfo", problem, install_command("proofs")
+            "weft.proofs.evidence.opinfo", problem, install_command("proofs")
         ) from error
     database.wrapper_set_seed = _call
     return tuple(database.op_db)

@@ -28,7 +28,8 @@ class UserLaw:
 
     Args:
         name: the name in `check(..., laws=...)`.
-        number: as in `weft.proofs.suite`; empty for purity, which the other laws presuppose.
+        number: as in `weft.proofs.evidence.runs.suite`; empty for purity, which the other laws
+            presuppose.
         promise: the statement that must hold.
         run: raises LawViolation if it does not hold, and returns the number of results compared.
         needs: what the law needs and the function lacks, in words; empty if it lacks nothing.

@@ -2,8 +2,8 @@
 raises `LawViolation`.
 
 A law takes a scenario (a model and a *sequence* of batches, so that a replay follows other replays)
-or a random pure function, and compares it with a run without transforms. `weft.proofs.mutants`
-plants the bugs that each law must catch.
+or a random pure function, and compares it with a run without transforms.
+`weft.proofs.evidence.mutants` plants the bugs that each law must catch.
 """
 
 from weft.proofs.checks.difference import LawViolation, assert_equal

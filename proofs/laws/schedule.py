@@ -1,6 +1,6 @@
 """L10: generated programs are right, and the checker accepts right programs and nothing else.
 
-`weft.proofs.solver.programs_exhaustive` defines what is right: it tries every order in which ranks
+`weft.proofs.checks.programs_exhaustive` defines what is right: it tries every order in which ranks
 could move. The checker requires one thing more: a stage that overwrites a result that it sent must
 have the fence in its program, even if something else (a returned output, or a full edge) keeps the
 two apart in every order. So it accepts exactly the programs that are right and `fenced`.
@@ -19,7 +19,7 @@ from torch import Tensor
 from weft.effects import Broadcast, Effect, Fence, Program, Run
 from weft.errors import ProgramError
 from weft.proofs.checks.difference import LawViolation
-from weft.proofs.solver.programs_exhaustive import fault, fenced
+from weft.proofs.checks.programs_exhaustive import fault, fenced
 from weft.proofs.strategies.programs import Broken, Scheduled
 from weft.proofs.strategies.schedules import Woven
 from weft.transforms.pipelines.checker import check

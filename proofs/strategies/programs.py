@@ -17,7 +17,7 @@ from weft.meshes.collectives import (
     PPermute,
     ReduceScatter,
 )
-from weft.proofs.solver.programs_exhaustive import fault
+from weft.proofs.checks.programs_exhaustive import fault
 from weft.schema import Schema, TensorSchema
 from weft.transforms.pipelines.schedule import Job, make_programs
 
@@ -343,7 +343,7 @@ class Broken:
 
 @st.composite
 def broken_programs(draw: st.DrawFn) -> Broken:
-    """Right programs with one fault: each of `FAULTS`, if `weft.proofs.solver.programs_exhaustive`
+    """Right programs with one fault: each of `FAULTS`, if `weft.proofs.checks.programs_exhaustive`
     calls the result wrong; another class on one rank; and another root on all ranks."""
     case = draw(small_programs())
     candidates = {

@@ -248,7 +248,9 @@ def _refuse_aliases(module: nn.Module, state: Set[int]) -> None:
         alias, owner = remaining[0]
         problem = f"{alias}, which shares memory with {owner} and would keep its first values"
         instead = f"a view that forward makes of {owner}, or a clone() of it"
-        raise ProgramError(f"weft.stages.from_module({type(module).__name__}(...))", problem, instead)
+        raise ProgramError(
+            f"weft.stages.from_module({type(module).__name__}(...))", problem, instead
+        )
 
 
 class _Looking(nn.Module):

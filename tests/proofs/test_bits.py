@@ -11,9 +11,9 @@ import torch
 from hypothesis import HealthCheck, Phase, given, settings
 
 from weft.batch import EMBEDDED
+from weft.proofs.evidence.mutants.bits import BITS
+from weft.proofs.evidence.mutants.mutant import replace
 from weft.proofs.laws import LawViolation, bits_are_of_the_request
-from weft.proofs.mutants.bits import BITS
-from weft.proofs.mutants.mutant import replace
 from weft.proofs.strategies.engine.invariant import (
     INVARIANT_MODELS,
     InvariantLoad,

@@ -15,8 +15,8 @@ from hypothesis.errors import NoSuchExample
 pytest.importorskip("z3")
 
 from weft.descriptor import BatchDescriptor
-from weft.proofs.solver import dispatch_proof
-from weft.proofs.solver.symbolic import Path, explore, prove, unknown
+from weft.proofs.evidence.solver import dispatch_proof
+from weft.proofs.evidence.solver.symbolic import Path, explore, prove, unknown
 from weft.proofs.strategies import descriptors, limits
 from weft.transforms.graphs.dispatch import excess
 from weft.transforms.graphs.ladder import make_ladder
@@ -88,7 +88,7 @@ def instead(cls: type) -> Iterator[None]:
     homes = (
         "weft.proofs.strategies.classes",
         "weft.transforms.graphs.ladder",
-        "weft.proofs.solver.dispatch_proof",
+        "weft.proofs.evidence.solver.dispatch_proof",
     )
     with ExitStack() as stack:
         for home in homes:
@@ -116,6 +116,6 @@ def test_a_field_of_a_new_kind_fails_the_proof() -> None:
     with instead(Named):
         refuted = [v.counterexample for v in dispatch_proof.prove_order()]
     assert (
-        "raises TypeError: a.name is a <class 'str'>, which weft.proofs.solver.dispatch_proof"
+        "raises TypeError: a.name is a <class 'str'>, which weft.proofs.evidence.solver.dispatch_proof"
         " cannot make unknown" in str(refuted[0])
     )

@@ -14,7 +14,7 @@ import nbformat
 import pytest
 from packaging.requirements import Requirement
 
-from weft.proofs.notebook_outputs import (
+from weft.proofs.evidence.pages.notebook_outputs import (
     FOLDER,
     code_cells,
     is_compared,
@@ -42,7 +42,7 @@ OF_TORCH = re.compile(r"\S*/site-packages/torch/\S+ FutureWarning: ")
 MOST_BYTES = 350_000
 # The tag of a cell that is an experiment's own code.
 EXPERIMENT = "ten lines"
-REWRITE = "python -m weft.proofs.notebook_outputs"
+REWRITE = "python -m weft.proofs.evidence.pages.notebook_outputs"
 
 
 def test_the_list_is_whole() -> None:

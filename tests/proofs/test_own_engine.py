@@ -13,7 +13,7 @@ import weft
 from weft.errors import CheckError, RequestError
 from weft.proofs import CompletionRequest, LawViolation, engine_machine
 from weft.proofs.checks.engine_machine import EngineMachine
-from weft.proofs.mutants import MUTANTS
+from weft.proofs.evidence.mutants import MUTANTS
 from weft.proofs.strategies.engine.engines import small_adapters, small_model
 from weft.stages.config import parse_config
 from weft.stages.layout import split_layers

@@ -55,7 +55,7 @@ def dispatch(descriptor: D, ladder: Ladder[D] | Sequence[D]) -> Decision[D]:
     Whole graphs come before pieces. Within a mode, the least class in the partial order `covers` is
     chosen. Among several incomparable ones it is the one with the least padding, compared by the
     first size (tokens, for a `BatchDescriptor`), then by the next; among equal ones, the one later
-    in the ladder. `weft.proofs.solver.dispatch_proof` proves this about this code.
+    in the ladder. `weft.proofs.evidence.solver.dispatch_proof` proves this about this code.
 
     Raises:
         DescriptorError: two classes cover each other and are not equal, so `covers` is not a

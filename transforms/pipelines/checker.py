@@ -11,7 +11,7 @@ Ranks are deterministic, and each queue has one writer and one reader. So the me
 all ranks reach their end, do not depend on the order in which ranks move, and more capacity never
 blocks (Kahn, 1974, "The semantics of a simple language for parallel programming"). So one run of
 the machine, with one message per edge, is enough: programs that pass it end in every order and with
-every capacity. `weft.proofs.solver.programs_exhaustive` compares that with all interleavings.
+every capacity. `weft.proofs.checks.programs_exhaustive` compares that with all interleavings.
 """
 
 import functools
@@ -53,7 +53,7 @@ def check(programs: Sequence[Program], *, buffers: int | None = None) -> None:
     before a fence has waited until it was sent.
 
     The job that a job runs after (`Job.after`) is not part of a program;
-    `weft.proofs.solver.schedule_proof` proves that `make_programs` respects it.
+    `weft.proofs.evidence.solver.schedule_proof` proves that `make_programs` respects it.
 
     Args:
         programs: of all ranks, in order.

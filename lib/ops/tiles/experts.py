@@ -20,9 +20,9 @@ least, and the most pairs for which programs do so in float32 and on GPUs withou
 
 # Rows, tokens, columns, warps and stages of other shapes, by whether in FP8, each up to a number of
 # pairs per expert. On ten sets of experts and eight numbers of tokens from 1 on, with at most 256
-# pairs per expert, timed on an H100 (`python -m weft.proofs.bench.tiles.search --experts`, and
-# again with `--counts 1 2 4 8`), both products and the sort take 0.7 and 1.2 % longer than with the
-# best tiles (median), 2.8 and 5.8 % in the 90th percentile, and 6 and 9.5 % at the worst.
+# pairs per expert, timed on an H100 (`python -m weft.proofs.evidence.bench.tiles.search --experts`,
+# and again with `--counts 1 2 4 8`), both products and the sort take 0.7 and 1.2 % longer than with
+# the best tiles (median), 2.8 and 5.8 % in the 90th percentile, and 6 and 9.5 % at the worst.
 _BY_PAIRS: dict[bool, tuple[tuple[float, tuple[int, int, int, int, int]], ...]] = {
     False: (
         (8, (64, 16, 128, 4, 3)),

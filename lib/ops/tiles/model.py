@@ -1,8 +1,8 @@
 """The model of the seconds of a linear layer: a formula with ten coefficients, times what the
 nearest of the measured products took beyond it.
 
-`python -m weft.proofs.bench.tiles.fit` fits it to measurements. `linear.json` has the coefficients,
-and what was measured.
+`python -m weft.proofs.evidence.bench.tiles.fit` fits it to measurements. `linear.json` has the
+coefficients, and what was measured.
 """
 
 import functools

@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from weft.proofs.http.process import (
+from weft.proofs.evidence.http.process import (
     Answer,
     ServerProcess,
     get,

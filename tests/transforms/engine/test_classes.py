@@ -16,7 +16,7 @@ from weft.ops.attention.backends import BACKENDS
 from weft.ops.tiles.linear import gated_many_tile, linear_tile
 from weft.ops.tiles.tile import MANY_TOKENS
 from weft.proofs.checks.difference import assert_equal
-from weft.proofs.suite import LAWS
+from weft.proofs.evidence.runs.suite import LAWS
 from weft.sampling import SamplingParams
 from weft.stages.config import parse_config
 from weft.stages.model import Model

@@ -34,7 +34,7 @@ from typing import Any
 import attrs
 import httpx
 
-from weft.proofs.http.process import ServerProcess, serving, write_record
+from weft.proofs.evidence.http.process import ServerProcess, serving, write_record
 
 # An innocent chat, and one with a grammar that was compiled before, must be answered within these.
 # Alone they take a tenth of a second; beside loops a chat waits until one of them has had its time.

@@ -16,7 +16,7 @@ import pytest
 from serving import BODY, Served, ask, served, standing_still, until
 from starlette.requests import ClientDisconnect
 
-from weft.proofs.http.process import read_answers, request_bytes
+from weft.proofs.evidence.http.process import read_answers, request_bytes
 from weft.stages.model import Model
 from weft.transforms.engine.options import EngineLimits
 from weft.transforms.server import app, bodies, listening

@@ -13,8 +13,8 @@ import weft.proofs
 from weft.ops.tiles import experts
 from weft.ops.tiles.experts import MEASURED, SCAN_PAIRS, expert_key, expert_tile
 from weft.ops.tiles.tile import Tile
-from weft.proofs.bench.tiles import search
-from weft.proofs.bench.tiles.experts import ExpertProduct
+from weft.proofs.evidence.bench.tiles import search
+from weft.proofs.evidence.bench.tiles.experts import ExpertProduct
 
 RESULTS = Path(weft.proofs.__path__[0]) / "results"
 # Searches: for 1, 2, 4 and 8 tokens, and for more, with the kernels of their days.

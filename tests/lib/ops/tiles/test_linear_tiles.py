@@ -32,9 +32,9 @@ from weft.ops.tiles.linear import (
 )
 from weft.ops.tiles.model import MODEL, Choice, Model, model
 from weft.ops.tiles.tile import segment_columns
-from weft.proofs.bench.tiles import fit
-from weft.proofs.bench.tiles.fit import Case
-from weft.proofs.bench.tiles.shapes import HELD_OUT, TRAINING, shapes
+from weft.proofs.evidence.bench.tiles import fit
+from weft.proofs.evidence.bench.tiles.fit import Case
+from weft.proofs.evidence.bench.tiles.shapes import HELD_OUT, TRAINING, shapes
 from weft.torchapi.scaled_mm import scaled_mm_lacks
 
 RECORD = Path(weft.proofs.__path__[0]) / "results" / "2026-11-25-h100-tile-search.json.xz"

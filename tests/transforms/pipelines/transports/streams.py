@@ -12,7 +12,7 @@ from torch import Tensor
 
 from weft.effects import Collective
 from weft.meshes.collectives import combine
-from weft.proofs import failures
+from weft.proofs.evidence.runs import failures
 from weft.transforms.pipelines.transports import distributed
 from weft.transforms.pipelines.transports.messaging.messages import DeviceEnd
 from weft.transforms.pipelines.transports.messaging.network import Network

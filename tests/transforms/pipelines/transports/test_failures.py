@@ -13,8 +13,14 @@ import torch
 from ranks import scale
 from streams import run_rank, run_slowly_closing_rank
 
-from weft.proofs.failures import MESHES, cases, cases_at_any_time, cases_of_meshes, run_case
-from weft.proofs.sabotage import MOMENTS, STEPS, WAYS, Case, make_pipeline
+from weft.proofs.evidence.runs.failures import (
+    MESHES,
+    cases,
+    cases_at_any_time,
+    cases_of_meshes,
+    run_case,
+)
+from weft.proofs.evidence.runs.sabotage import MOMENTS, STEPS, WAYS, Case, make_pipeline
 from weft.transforms.pipelines.pipeline import pipeline
 from weft.transforms.pipelines.transports.watching.failures import Failure, blockers, culprit
 
@@ -197,7 +203,15 @@ def test_the_error_of_a_rank_names_all() -> None:
 
 @pytest.mark.slow
 def test_the_proof_runs_and_writes_its_record(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "weft.proofs.failures", "--runs", "3", "--out", str(tmp_path)]
+    command = [
+        sys.executable,
+        "-m",
+        "weft.proofs.evidence.runs.failures",
+        "--runs",
+        "3",
+        "--out",
+        str(tmp_path),
+    ]
     done = subprocess.run(command, capture_output=True, text=True, timeout=100)
     assert done.returncode == 0, done.stderr[-2000:]
     record = json.loads((tmp_path / "failures.json").read_text())

@@ -14,7 +14,7 @@ from ranks import advance, scale
 from weft.errors import ProgramError, RankError
 from weft.meshes.collectives import AllReduce
 from weft.meshes.mesh import Mesh
-from weft.proofs.sabotage import make_pipeline
+from weft.proofs.evidence.runs.sabotage import make_pipeline
 from weft.transforms.pipelines.checker import CheckedPrograms
 from weft.transforms.pipelines.pipeline import pipeline
 from weft.transforms.pipelines.transports.messaging.network import Secret

@@ -1,0 +1,214 @@
+"""`Outcome`: one case, graphified and compared with eager."""
+
+import gc
+import re
+import warnings
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import attrs
+import torch
+from torch import Tensor
+
+from weft.errors import WeftError
+from weft.proofs.checks.difference import find_difference
+from weft.proofs.evidence.opinfo.causes import causes_of
+from weft.proofs.strategies.operator_samples import Case, cases, copies, seed_all
+from weft.transforms.graphs.graphify import graphify
+from weft.trees import leaves_with_names
+
+KINDS = {
+    "same": "the results of the capture and of both replays are those of eager, bit for bit",
+    "refused": "weft refused the function",
+    "inline": "the function itself ran, and its results are those of eager",
+    "torch": "the values differ for a cause in torch itself, which is named",
+    "raises": "eager raises, and the graphified function too",
+    "differs": "a result is not that of eager",
+    "crash": "an error that eager does not raise",
+}
+"""The kinds of outcome."""
+# The seed before every call, so that random operators repeat.
+_SEED = 7
+_NOT_RUN = (
+    "The device reports an error that ends the process, so the operator's further samples did not"
+    " run."
+)
+# The errors after which a process cannot use its GPU any more; those of a capture that failed are
+# none of them.
+_LOST = re.compile(r"CUDA error(?!.*captur)|device-side assert|illegal memory access")
+
+
+@attrs.frozen
+class Outcome:
+    """The outcome of a case.
+
+    Args:
+        kind: a key of `KINDS`.
+        operator, transform, dtype, sample: those of the case.
+        detail: the reason of a refusal, of a run inline, or of a cause in torch; the difference; or
+            the error.
+        device_lost: whether the process cannot use its GPU any more.
+        arguments: the shapes of the case's arguments, for those that differ or crash.
+    """
+
+    kind: str
+    operator: str
+    transform: str
+    dtype: str
+    sample: int
+    detail: str = ""
+    arguments: str = ""
+    device_lost: bool = False
+
+
+class _Differs(Exception):
+    """A result that is not that of eager. Its arguments: when, the difference, and both results if
+    only their values differ."""
+
+
+def outcomes(
+    entry: Any, transforms: Sequence[str], dtype: str, device: str, samples: int | None, seed: int
+) -> Iterator[Outcome]:
+    """The outcomes of one operator's cases.
+
+    Args:
+        entry: an entry of `operator_database()`.
+        samples: the most samples of each transform; None: all.
+        seed: of the samples' values.
+    """
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for transform in transforms:
+            for case in cases(entry, transform, dtype, device, samples, seed):
+                yield (outcome := run(case, device))
+                if outcome.device_lost:
+                    yield Outcome("torch", case.operator, transform, dtype, case.sample, _NOT_RUN)
+                    return
+    gc.collect()
+    if device == "cuda":
+        torch.cuda.empty_cache()
+
+
+def run(case: Case, device: str) -> Outcome:
+    """Run one case."""
+    try:
+        return _outcome(case, *_compare(case))
+    except _Differs as mismatch:
+        when, difference, *values = mismatch.args
+        for cause in causes_of(case, device):
+            if cause.allows(case, *values) if values else cause.elsewhere:
+                return _outcome(case, "torch", cause.reason)
+        if _repeats(case):
+            itself = ""
+        else:
+            itself = " (eager differs from itself)"
+        return _outcome(case, "differs", f"{when}: {difference}{itself}")
+    except WeftError as error:
+        return _outcome(case, "refused", error.problem.partition("\n")[0])
+    except Exception as error:
+        return _outcome(case, "crash", _in_words(error))
+
+
+def _outcome(case: Case, kind: str, detail: str = "") -> Outcome:
+    arguments = str(case) if kind in ("differs", "crash") else ""
+    lost = kind in ("raises", "crash") and _LOST.search(detail) is not None
+    return Outcome(
+        kind, case.operator, case.transform, case.dtype, case.sample, detail, arguments, lost
+    )
+
+
+def _compare(case: Case) -> tuple[str, str]:
+    """The kind of an outcome without a fault, and its detail.
+
+    Raises:
+        _Differs: a result is not that of eager.
+        Exception: whatever the graphified function raises, and eager does not.
+    """
+    graphified = graphify(case.fn)
+    expected, error = _eager(case, case.tensors)
+    if error is not None:
+        try:
+            _call(graphified, case.tensors)
+        except Exception:
+            return "raises", _in_words(error)
+        raise _Differs("capture", f"no error, where eager raises {_in_words(error)}")
+    calls = [("capture", expected, _call(graphified, case.tensors))]
+    calls.append(("replay", expected, _call(graphified, case.tensors)))
+    if case.other_tensors is not None:
+        expected, error = _eager(case, case.other_tensors)
+        if error is None:
+            calls.append(("new values", expected, _call(graphified, case.other_tensors)))
+    for (
+        when,
+        expected,
+        result,
+    ) in calls:  # compared last, so that a replay which overwrites earlier results is seen
+        _assert_equal(when, result, expected)
+    if graphified.cache_info().captures:
+        return "same", ""
+    return "inline", str(graphified.explain(*case.tensors)).partition("\n")[0]
+
+
+def _eager(case: Case, tensors: Sequence[Tensor]) -> tuple[Any, Exception | None]:
+    try:
+        return _call(case.fn, tensors), None
+    except Exception as error:
+        return None, error
+
+
+def _call(fn: Any, tensors: Sequence[Tensor]) -> Any:
+    """A function's result on copies of its arguments, and these copies after the call."""
+    arguments = copies(tensors)
+    seed_all(_SEED)
+    return fn(*arguments), arguments
+
+
+def _assert_equal(when: str, result: Any, expected: Any) -> None:
+    """Raise _Differs unless two results have equal structures, dtypes, shapes, strides and bits. In
+    the place of a view, such as an expanded tensor, a graphified function may return a copy, with
+    the strides of a clone."""
+    difference = find_difference(result, expected)
+    if difference is not None and difference.first is None:
+        raise _Differs(when, str(difference))
+    for (path, a), (_, b) in zip(
+        leaves_with_names(result), leaves_with_names(expected), strict=True
+    ):
+        if not isinstance(a, Tensor):
+            continue
+        if type(a) is not type(b):
+            raise _Differs(when, f"{path}: class {type(a).__name__} against {type(b).__name__}")
+        if a.layout is not b.layout:
+            raise _Differs(when, f"{path}: layout {a.layout} against {b.layout}")
+        if a.layout is torch.strided and _strides(a) not in (_strides(b), _strides(b.clone())):
+            raise _Differs(
+                when, f"{path}: strides {a.stride()} against {b.stride()} of shape {list(a.shape)}"
+            )
+    if difference is not None:
+        raise _Differs(when, str(difference), result, expected)
+
+
+def _strides(x: Tensor) -> tuple[int, ...]:
+    """The strides along axes on which there are several elements."""
+    if x.numel():
+        return tuple(step for size, step in zip(x.shape, x.stride(), strict=True) if size > 1)
+    return ()
+
+
+def _repeats(case: Case) -> bool:
+    """Whether eager computes the same again, five times."""
+    try:
+        first = _call(case.fn, case.tensors)
+        results = []
+        for _ in range(5):
+            again = _call(case.fn, case.tensors)
+            results.append(again)  # so that memory which nothing has written is other memory
+            if find_difference(again, first) is not None:
+                return False
+    except Exception:
+        return False
+    return True
+
+
+def _in_words(error: BaseException) -> str:
+    text = str(error).strip().partition("\n")[0]
+    return f"{type(error).__name__}: {text[:300]}"

@@ -1,0 +1,1 @@
+"""The makers of the pages that are computed: the reference, the measurements, the notebooks."""

@@ -1,0 +1,210 @@
+"""The reference page lists every public name, and each name is documented, typed and exercised by a
+test."""
+
+import inspect
+import re
+from collections.abc import Iterator
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import weft
+from weft import transforms
+from weft.proofs.evidence.pages.reference import (
+    FACES,
+    PAGE,
+    SURFACE,
+    USED,
+    call_of,
+    first_sentence,
+    methods_of,
+    names_of,
+    page,
+    surface,
+)
+
+ROOT = Path(__file__).parents[3]
+# Classes whose arguments are no user's, and what makes them.
+MADE = {
+    "Compiled": "Lowered.compile",
+    "Lowered": "Graphified.lower",
+    "Pipelined": "pipeline",
+    "Session": "Pipelined.session",
+    "Graphified": "graphify",
+    "LayerParams": "load, which says what it holds in words",
+}
+EVIDENCE = ("weft.proofs", "weft.proofs.strategies", "weft.proofs.laws")
+PUBLIC = [(face, name) for face in FACES for name in names_of(face)]
+CALLED = [(face, name) for face, name in PUBLIC if callable(getattr(import_module(face), name))]
+OWN = [(face, name) for face, name in CALLED if face not in (*EVIDENCE, "weft.errors")]
+
+
+def value_of(face: str, name: str) -> Any:
+    return getattr(import_module(face), name)
+
+
+def test_the_faces_have_their_names() -> None:
+    assert {name for face, name in PUBLIC if face == "weft"} <= {*weft.__all__}
+    for face in FACES:
+        if face != "weft.proofs":  # which had no names of its own at first
+            assert len(names_of(face)) >= 10, face
+
+
+def test_the_reference_is_of_these_names() -> None:
+    assert PAGE.read_text(encoding="utf-8") == page(), (
+        "run python -m weft.proofs.evidence.pages.reference"
+    )
+
+
+def test_the_public_surface_changes_on_purpose() -> None:
+    """A removed name or argument is deprecated first: `.github/CONTRIBUTING.md` has the rule."""
+    assert SURFACE.read_text(encoding="utf-8") == surface(), (
+        "run python -m weft.proofs.evidence.pages.reference, and read the diff"
+    )
+
+
+def test_the_surface_has_names_methods_and_defaults() -> None:
+    lines = surface().splitlines()
+    assert "weft.dispatch(descriptor, ladder)" in lines
+    assert any(line.startswith("weft.Batch.ragged(") for line in lines)
+    assert any(line.startswith("weft.generate(") and "temperature=0.0" in line for line in lines)
+
+
+def undocumented(face: str, name: str) -> bool:
+    """Whether a docstring says too little: a dataclass or an attrs class without one is given its
+    signature."""
+    doc = inspect.getdoc(value_of(face, name)) or ""
+    return len(first_sentence(doc)) < 15 or doc.startswith(f"{name}(")
+
+
+def test_each_name_is_documented() -> None:
+    assert [f"{face}.{name}" for face, name in CALLED if undocumented(face, name)] == []
+
+
+def test_the_methods_of_classes_are_documented_and_listed() -> None:
+    text = PAGE.read_text(encoding="utf-8")
+    failures = []
+    for name in USED:
+        methods = dict(methods_of(getattr(transforms, name, None) or getattr(weft, name)))
+        assert methods, name
+        failures += [
+            f"{name}.{call}"
+            for call, member in methods.items()
+            if len(first_sentence(inspect.getdoc(member))) < 15
+            or f"| `{name}.{call}` |" not in text
+        ]
+    assert failures == []
+
+
+def undocumented_arguments(face: str, name: str) -> list[str]:
+    value = value_of(face, name)
+    if name in MADE or getattr(value, "_is_protocol", False):
+        return []
+    doc = inspect.getdoc(value) or ""
+    names = [parameter for parameter in inspect.signature(value).parameters if parameter != "self"]
+    return [argument for argument in names if not re.search(rf"\b{argument}\b", doc)]
+
+
+def test_arguments_are_documented() -> None:
+    assert [
+        f"{face}.{name}({a})" for face, name in OWN for a in undocumented_arguments(face, name)
+    ] == []
+
+
+def untyped(face: str, name: str) -> Iterator[str]:
+    value = value_of(face, name)
+    methods = [value]
+    if isinstance(value, type):
+        methods = [
+            member
+            for key, member in vars(value).items()
+            if inspect.isfunction(member) and key[0] != "_"
+        ]
+    for method in methods:
+        signature = inspect.signature(method)
+        if signature.return_annotation is inspect.Signature.empty:
+            yield f"{face}.{method.__qualname__} -> ?"
+        for parameter in signature.parameters.values():
+            if parameter.annotation is inspect.Parameter.empty and parameter.name not in (
+                "self",
+                "cls",
+                "_",
+            ):
+                yield f"{face}.{method.__qualname__}({parameter.name}: ?)"
+
+
+def test_each_name_is_typed() -> None:
+    assert [untyped_name for face, name in CALLED for untyped_name in untyped(face, name)] == []
+
+
+def test_the_reference_page_names_each() -> None:
+    text = PAGE.read_text(encoding="utf-8")
+    missing = [n for n in names_of("weft") if not re.search(rf"^\| `{n}[`(]", text, re.MULTILINE)]
+    assert missing == []
+
+
+def test_a_test_exercises_each_name() -> None:
+    """A test names it; or, for what laws and strategies consist of, the suite that a test runs."""
+    words = {
+        path.resolve(): set(re.findall(r"\w+", path.read_text(encoding="utf-8")))
+        for folder in ("tests", "proofs")
+        for path in (ROOT / folder).rglob("*.py")
+        if path.name != "__init__.py"
+    }
+    missing = []
+    for face, name in PUBLIC:
+        value = value_of(face, name)
+        home = inspect.getsourcefile(value) if callable(value) else None
+        folders = ("tests", "proofs") if face in EVIDENCE else ("tests",)
+        places = [
+            path for path, file_words in words.items() if name in file_words and str(path) != home
+        ]
+        if not any(path.relative_to(ROOT.resolve()).parts[0] in folders for path in places):
+            missing.append(f"{face}.{name}")
+    assert missing == []
+
+
+def test_the_results_of_transforms_are_of_the_classes_that_are_documented() -> None:
+    f = weft.graphify(lambda x: x + 1)
+    x = torch.ones(3)
+    lowered = f.lower(x)
+    limits = weft.Limits(2, 4)
+    costs = transforms.Costs(stages=(1e-3, 1e-3))
+    plan = transforms.plan_cohorts(lambda size: costs, 4, 2)
+    table = weft.dispatch_table(limits, [weft.BatchDescriptor.uniform(2)])
+    stages: list[Any] = [lambda p, s, b, x: (s, b), lambda p, s, b, x: (s, x)]
+    step = weft.pipeline(stages, advance=lambda state, batch, out: state)
+    session = step.session((None, None), (None, None))
+    session.close()
+    programs = transforms.make_programs(2, transforms.decode_jobs(1, 2))
+    results: dict[type, Any] = {
+        transforms.Graphified: f,
+        transforms.Lowered: lowered,
+        transforms.Compiled: lowered.compile(),
+        transforms.Explanation: f.explain(x),
+        transforms.CacheInfo: f.cache_info(),
+        transforms.MemoryAnalysis: f.memory_analysis(),
+        transforms.MemoryEstimate: f.memory_estimate(x),
+        transforms.Pipelined: step,
+        transforms.Session: session,
+        transforms.Timeline: transforms.simulate(programs, costs),
+        transforms.CohortPlan: plan,
+        transforms.CohortRow: plan.best,
+        transforms.DispatchTable: table,
+        transforms.Decision: table.rows[0].decision,
+        transforms.Ladder: weft.make_ladder("full", limits),
+    }
+    assert {cls: type(value) for cls, value in results.items()} == {cls: cls for cls in results}
+
+
+def test_calls_are_written_with_their_arguments() -> None:
+    def both(*args: int, key: int = 0, **more: int) -> None: ...
+
+    def by_name(x: int, *, y: int = 0) -> None: ...
+
+    assert call_of("both", both) == "both(*args, key, **more)"
+    assert call_of("by_name", by_name) == "by_name(x, *, y)"
+    assert call_of("DescriptorError", weft.errors.DescriptorError) == "DescriptorError"
+    assert call_of("MODES", transforms.MODES) == "MODES"
